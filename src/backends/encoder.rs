@@ -5,7 +5,7 @@
 use std::path::Path;
 use std::sync::{Arc, LazyLock};
 
-use serving::{InferError, Limit, LoadRequest, ResponseSender};
+use serving::{InferError, Limit, Limits, LoadRequest, ResponseSender};
 use text::{Coverage, TextError, Tokenizer};
 use tokio::runtime::Handle;
 use tokio::sync::Semaphore;
@@ -46,10 +46,7 @@ impl Encoder {
     /// For prompts of the model whose checkpoint is in `dir`, if one is.
     pub(crate) fn new(tokenizer: Arc<Tokenizer>, dir: &Path, load: &LoadRequest) -> Self {
         let max_tokens = models::Config::from_dir(dir).ok().map(|config| config.max_position_embeddings);
-        let max_bytes = match load.limits.get(Limit::PromptBytes) {
-            0 => max_tokens.map_or(MAX_BYTES_ALONE, |max_tokens| longest_text(tokenizer.coverage(), max_tokens)),
-            configured => usize::try_from(configured).unwrap_or(usize::MAX),
-        };
+        let max_bytes = max_prompt_bytes(&tokenizer, max_tokens, &load.limits);
         Self { tokenizer, max_bytes, max_tokens }
     }
 
@@ -76,6 +73,14 @@ impl Encoder {
             true => Err(Limit::PromptBytes.refuse(num_bytes as u64, self.max_bytes as u64)),
             false => Ok(()),
         }
+    }
+}
+
+/// Longest text in bytes that is encoded for a model of sequences of `max_tokens`, where that is known.
+pub(crate) fn max_prompt_bytes(tokenizer: &Tokenizer, max_tokens: Option<usize>, limits: &Limits) -> usize {
+    match limits.get(Limit::PromptBytes) {
+        0 => max_tokens.map_or(MAX_BYTES_ALONE, |max_tokens| longest_text(tokenizer.coverage(), max_tokens)),
+        configured => usize::try_from(configured).unwrap_or(usize::MAX),
     }
 }
 

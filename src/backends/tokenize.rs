@@ -9,7 +9,7 @@ use repository::ModelConfig;
 use repository::proto::{self, ModelOutput};
 use serving::{
     Backend, BackendFactory, DataType, ErrorKind, InferError, InferRequest, InferResponse, Limit, Limits, LoadRequest,
-    Name, Parameter, ResponseStream, Tensor,
+    Name, Parameter, ResponseStream, Tensor, TextModel,
 };
 use text::Tokenizer;
 use tokio::runtime::Handle;
@@ -89,6 +89,10 @@ impl Backend for Tokenize {
                 sender.send(done.flatten()).await;
             }
         }))
+    }
+
+    fn text_model(&self) -> Option<TextModel> {
+        Some(TextModel::Tokenizer { adds_special_tokens: self.0.add_special_tokens })
     }
 
     fn drain(&self) -> BoxFuture<'_, ()> {

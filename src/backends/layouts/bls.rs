@@ -5,11 +5,12 @@ use std::sync::{Arc, OnceLock, Weak};
 
 use futures::FutureExt as _;
 use futures::future::BoxFuture;
+use generation::Generator;
 use repository::ModelConfig;
 use repository::proto::ModelInput;
 use serving::{
-    Backend, BackendFactory, EnsembleStep, InferError, InferRequest, InferResponse, LoadRequest, Name, ResponseSender,
-    ResponseStream, Server, Tensor,
+    Backend, BackendFactory, EnsembleStep, EventStream, GenerateCall, InferError, InferRequest, InferResponse,
+    LoadRequest, Name, ResponseSender, ResponseStream, Server, Tensor,
 };
 
 use super::keys::Use;
@@ -158,6 +159,16 @@ impl Backend for Bls {
                 sender.send(Err(error)).await;
             }
         }))
+    }
+
+    fn generator(&self) -> Option<Generator> {
+        self.link.server().ok()?.generator(&self.language_model, "").ok()?
+    }
+
+    fn generate(&self, call: GenerateCall) -> Result<ResponseStream, InferError> {
+        let model_name = Name::from(&self.language_model);
+        let call = GenerateCall { model_name, model_version: Name::default(), ..call };
+        self.link.server()?.generate(call).map(EventStream::into_responses)
     }
 
     fn is_ready(&self) -> bool {

@@ -4,11 +4,12 @@ use std::sync::Arc;
 
 use futures::FutureExt as _;
 use futures::future::BoxFuture;
+use generation::Generator;
 use repository::ModelConfig;
 use repository::proto::{DataType, ModelOutput, ModelParameter};
 use serving::{
-    Backend, BackendFactory, ErrorKind, InferError, InferRequest, LoadRequest, MemoryUsage, Name, ResponseStream,
-    Tensor, TextModel, TextOutputs,
+    Backend, BackendFactory, ErrorKind, GenerateCall, InferError, InferRequest, LoadRequest, MemoryUsage, Name,
+    ResponseStream, Tensor, TextModel, TextOutputs,
 };
 
 use super::Layout;
@@ -105,6 +106,14 @@ impl Backend for Checked {
         self.inner.infer(self.prepared(request)?)
     }
 
+    fn generator(&self) -> Option<Generator> {
+        self.inner.generator()
+    }
+
+    fn generate(&self, call: GenerateCall) -> Result<ResponseStream, InferError> {
+        self.inner.generate(call)
+    }
+
     fn text_model(&self) -> Option<TextModel> {
         self.inner.text_model()
     }
@@ -154,6 +163,14 @@ impl Backend for FixedNames {
             response.outputs.iter_mut().filter(|tensor| tensor.name == "log_probs").for_each(beams_last);
             response
         }))
+    }
+
+    fn generator(&self) -> Option<Generator> {
+        self.0.generator()
+    }
+
+    fn generate(&self, call: GenerateCall) -> Result<ResponseStream, InferError> {
+        self.0.generate(call)
     }
 
     fn is_ready(&self) -> bool {

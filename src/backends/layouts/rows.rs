@@ -5,10 +5,11 @@ use std::sync::Arc;
 use bytes::{Bytes, BytesMut};
 use futures::future::{BoxFuture, join_all};
 use futures::stream::{SelectAll, StreamExt as _};
+use generation::Generator;
 use repository::ModelConfig;
 use serving::{
-    Backend, DataType, InferError, InferRequest, InferResponse, MemoryUsage, ResponseSender, ResponseStream, Shape,
-    Tensor, TextModel, TextOutputs,
+    Backend, DataType, GenerateCall, InferError, InferRequest, InferResponse, MemoryUsage, ResponseSender,
+    ResponseStream, Shape, Tensor, TextModel, TextOutputs,
 };
 
 /// Splits a request into its rows and joins their answers: a decoupled model answers for each row as it comes, told apart
@@ -39,6 +40,14 @@ impl Backend for Rows {
             true => ResponseStream::from_future(|sender| each_row(streams, sender)),
             false => ResponseStream::from_future(|sender| all_rows(streams, sender, padding)),
         })
+    }
+
+    fn generator(&self) -> Option<Generator> {
+        self.inner.generator()
+    }
+
+    fn generate(&self, call: GenerateCall) -> Result<ResponseStream, InferError> {
+        self.inner.generate(call)
     }
 
     fn text_model(&self) -> Option<TextModel> {

@@ -8,11 +8,12 @@ use std::sync::Arc;
 
 use futures::FutureExt as _;
 use futures::future::{BoxFuture, join_all};
+use generation::Generator;
 use repository::ModelConfig;
 use repository::proto::{DataType as ConfigType, ModelOutput, ModelParameter};
 use serving::{
-    Backend, BackendFactory, InferError, InferRequest, InferResponse, Limits, LoadRequest, ResponseSender,
-    ResponseStream, Tensor,
+    Backend, BackendFactory, GenerateCall, InferError, InferRequest, InferResponse, Limits, LoadRequest,
+    ResponseSender, ResponseStream, Tensor,
 };
 use text::Detokenizer;
 use tokio::runtime::Handle;
@@ -307,6 +308,19 @@ impl Backend for TextModel {
                 Err(error) => drop(sender.send(Err(error)).await),
             }
         }))
+    }
+
+    fn generator(&self) -> Option<Generator> {
+        Some(Generator {
+            tokenizer: self.encoder.tokenizer.clone(),
+            max_prompt_bytes: self.encoder.max_bytes,
+            adds_special_tokens: self.add_special_tokens,
+            ..self.llm().generator()?
+        })
+    }
+
+    fn generate(&self, call: GenerateCall) -> Result<ResponseStream, InferError> {
+        self.llm().generate(call)
     }
 
     fn is_ready(&self) -> bool {

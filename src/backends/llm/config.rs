@@ -5,6 +5,7 @@ use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
 
 use engine::{EngineConfig, Policy, TokenId};
+use generation::SamplingDefaults;
 use repository::ModelConfig;
 use serving::{DataType, InferError, Limits, LoadRequest};
 use supervision::{DeviceChoice, KvMemory, WeightPrecision};
@@ -90,6 +91,8 @@ pub(crate) struct LlmConfig {
     pub(crate) has_warned_of_greedy: Arc<AtomicBool>,
     /// Tokens that end a sequence when the request names none.
     pub(crate) end_ids: Vec<TokenId>,
+    /// Sampling settings that the checkpoint recommends. Only protocols that ask for them use them.
+    pub(crate) sampling_defaults: SamplingDefaults,
     pub(crate) step_timeout: std::time::Duration,
     pub(crate) library_dirs: Vec<PathBuf>,
     pub(crate) cache_dir: Option<PathBuf>,
@@ -110,6 +113,7 @@ impl LlmConfig {
         let engine = EngineConfig { num_stages: stages, max_in_flight: engine.max_in_flight.max(stages + 1), ..engine };
         Ok(Self {
             name: config.name.clone(),
+            sampling_defaults: SamplingDefaults::from_dir(&checkpoint),
             checkpoint,
             checkpoint_fingerprint: None,
             device: defaults.device,
@@ -398,6 +402,7 @@ pub(crate) mod tests {
             has_wrapped_ids: Arc::default(),
             has_warned_of_greedy: Arc::default(),
             end_ids: Vec::new(),
+            sampling_defaults: SamplingDefaults::default(),
             step_timeout: std::time::Duration::from_secs(60),
             library_dirs: Vec::new(),
             cache_dir: None,

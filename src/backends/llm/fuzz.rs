@@ -6,7 +6,7 @@ use serving::{InferError, InferRequest, LoadRequest};
 use supervision::{DeviceChoice, WeightPrecision};
 
 use super::config::{LlmConfig, LlmDefaults};
-use super::inputs::{self, Wanted};
+use super::inputs::{self, Command};
 
 /// What a language model makes of a request before its engine sees it.
 pub struct LlmInputs(LlmConfig);
@@ -38,10 +38,10 @@ impl LlmInputs {
     /// # Errors
     /// When it cannot be.
     pub fn parse(&self, request: &InferRequest) -> Result<(), InferError> {
-        if let Wanted::Generate(parsed) = inputs::parse(&self.0, request)? {
-            let (num_sequences, max_rows) = (parsed.num_sequences, self.0.engine.max_rows);
+        if let Command::Generate(parsed) = inputs::parse(&self.0, request)? {
+            let (num_sequences, max_rows) = (parsed.generate.num_sequences, self.0.engine.max_rows);
             assert!(num_sequences <= max_rows, "{num_sequences} sequences for {max_rows} rows");
-            assert!(parsed.sequences().len() <= max_rows);
+            assert!(parsed.generate.into_sequences().len() <= max_rows);
         }
         Ok(())
     }

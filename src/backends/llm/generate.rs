@@ -9,8 +9,8 @@ use std::time::Instant;
 use engine::{BlockUsage, DraftUsage, FinishReason, RowId, SampledToken, SequenceId, TokenEvent};
 use futures::FutureExt as _;
 use futures::future::BoxFuture;
-use generation::{Delta, GenerateEvent, Logits, LogitsPosition, Tokens};
-use serving::{ErrorKind, Generation, InferError, Name, Timestamp};
+use generation::{Delta, GenerateEvent, Logits, LogitsPosition, SequenceText, Tokens};
+use serving::{CallCounter, ErrorKind, Generation, InferError, Name, Timestamp};
 use smallvec::{SmallVec, smallvec};
 use supervision::LogitsPlace;
 use tokio::runtime::Handle;
@@ -113,6 +113,27 @@ enum Waited {
     Failed(InferError),
 }
 
+/// The texts of a request's sequences.
+pub(crate) struct SequenceTexts {
+    /// By sequence.
+    pub(crate) sequences: SmallVec<[SequenceText; 1]>,
+    /// Counts each addition of tokens as a request to the model that decodes them.
+    pub(crate) decode_calls: Option<CallCounter>,
+}
+
+impl SequenceTexts {
+    /// Adds tokens to a sequence. Returns its new text, the tokens that are released with it, and the stop text that ends it.
+    fn push(&mut self, index: usize, tokens: Tokens, ends: bool) -> (String, Tokens, Option<usize>) {
+        let started = self.decode_calls.as_ref().map(|_| Timestamp::now());
+        let (mut text, mut released) = (String::new(), Tokens::new());
+        let stop = self.sequences[index].push(tokens, ends, &mut text, &mut released);
+        if let (Some(calls), Some(started)) = (&mut self.decode_calls, started) {
+            calls.count(Timestamp::now().ns_since(started));
+        }
+        (text, released, stop)
+    }
+}
+
 /// What a stream of events is made of.
 pub(crate) struct Generating {
     pub(crate) client_id: Name,
@@ -126,6 +147,8 @@ pub(crate) struct Generating {
     pub(crate) timing: Timing,
     /// One for each sequence, where there are stop words.
     pub(crate) text_stops: Vec<TextStop>,
+    /// Set where the events have text.
+    pub(crate) texts: Option<SequenceTexts>,
     /// Known once a replica has accepted the request. A beam search is one sequence for all of its beams.
     pub(crate) sequences: SmallVec<[SequenceId; 1]>,
     /// Which sequences, or beams, have ended.
@@ -158,14 +181,26 @@ impl Generating {
 
     /// What nearly all events are: one token of a sequence that goes on, which nothing holds back.
     fn one_token(&mut self, token: &OneToken, is_drained: bool) -> Option<Delta> {
-        if !self.text_stops.is_empty() || self.ended.len() > self.sequences.len() {
+        if !self.text_stops.is_empty() || self.texts.is_some() || self.ended.len() > self.sequences.len() {
             return None;
         }
         let index = self.index_of(token.sequence).filter(|&index| !self.ended[index])?;
         let &OneToken { row, token, logprob, blocks, drafts, at, .. } = token;
         self.timing.tokens(index, 1, blocks, at);
         let tokens = smallvec![SampledToken { row, token, logprob, top: Vec::new() }];
-        Some(Delta { index, tokens, at, finished: None, blocks, drafts, cum_log_prob: None, is_drained })
+        let text = String::new();
+        Some(Delta {
+            index,
+            tokens,
+            text,
+            stop: None,
+            at,
+            finished: None,
+            blocks,
+            drafts,
+            cum_log_prob: None,
+            is_drained,
+        })
     }
 
     /// Takes the next event of the queue; what follows from it is in `ready`.
@@ -234,20 +269,31 @@ impl Generating {
             return;
         }
         let TokenEvent { sequence, tokens, mut finished, blocks, drafts, .. } = event;
-        let tokens = match self.text_stops.get_mut(index) {
-            None => tokens,
-            Some(text_stop) => {
+        let (mut text, mut stop, mut is_stopped) = (String::new(), None, false);
+        let tokens = match (&mut self.texts, self.text_stops.get_mut(index)) {
+            (Some(texts), _) => {
+                let released;
+                (text, released, stop) = texts.push(index, tokens, finished.is_some());
+                is_stopped = stop.is_some();
+                released
+            }
+            (None, Some(text_stop)) => {
                 let mut free = Tokens::new();
-                if text_stop.push(tokens, finished.is_some(), &mut free) && finished.is_none() {
-                    finished = Some(FinishReason::StopWord);
-                    self.timing.ended(finished);
-                    self.pending.send(Message::Finish(sequence));
-                }
+                is_stopped = text_stop.push(tokens, finished.is_some(), &mut free);
                 free
             }
+            (None, None) => tokens,
         };
+        if is_stopped {
+            if finished.is_none() {
+                self.timing.ended(Some(FinishReason::StopWord));
+                self.pending.send(Message::Finish(sequence));
+            }
+            finished = Some(FinishReason::StopWord);
+        }
         self.ended[index] = finished.is_some();
-        let delta = Delta { index, tokens, at, finished, blocks, drafts, cum_log_prob: None, is_drained };
+        let cum_log_prob = None;
+        let delta = Delta { index, tokens, text, stop, at, finished, blocks, drafts, cum_log_prob, is_drained };
         self.ready.push_back(GenerateEvent::Delta(delta));
     }
 
@@ -267,7 +313,12 @@ impl Generating {
             let blocks = if index == 0 { event.blocks } else { BlockUsage::default() };
             self.ended[index] = true;
             let (finished, drafts) = (event.finished, event.drafts);
-            let delta = Delta { index, tokens, at, finished, blocks, drafts, cum_log_prob, is_drained: false };
+            let (text, tokens, stop) = match &mut self.texts {
+                Some(texts) => texts.push(index, tokens, true),
+                None => (String::new(), tokens, None),
+            };
+            let is_drained = false;
+            let delta = Delta { index, tokens, text, stop, at, finished, blocks, drafts, cum_log_prob, is_drained };
             self.ready.push_back(GenerateEvent::Delta(delta));
         }
     }
@@ -391,7 +442,8 @@ impl GenerateStream {
 fn cancelled(index: usize) -> GenerateEvent {
     let finished = Some(FinishReason::Cancelled);
     let (tokens, at, blocks, drafts) = (Tokens::new(), Timestamp::now(), BlockUsage::default(), DraftUsage::default());
-    GenerateEvent::Delta(Delta { index, tokens, at, finished, blocks, drafts, cum_log_prob: None, is_drained: false })
+    let (text, stop, cum_log_prob, is_drained) = (String::new(), None, None, false);
+    GenerateEvent::Delta(Delta { index, tokens, text, stop, at, finished, blocks, drafts, cum_log_prob, is_drained })
 }
 
 impl Drop for GenerateStream {
@@ -465,6 +517,7 @@ mod tests {
                 in_flight: Arc::new(watch::Sender::new(1)),
                 _logits: None,
                 timing: Timing::new(&shared, 16, 1, 1),
+                texts: None,
                 text_stops: Vec::new(),
                 sequences: SmallVec::new(),
                 ended: smallvec![false],

@@ -3,34 +3,25 @@
 use std::sync::atomic::Ordering;
 
 use engine::{BeamParams, Refused, Request, SamplingParams, TokenId};
+use generation::GenerateRequest;
 use serving::{DataType, InferError, InferRequest, Limit, Parameter, Tensor};
 
 use super::config::LlmConfig;
-use super::queue_rules::Timeout;
 use super::refusal::error_of;
 
 /// Ways in which a tokenizer spells one word, each of them a word here.
 const SPELLINGS: u64 = 3;
 
-/// Most bytes of logits that a request may have rank 0 keep: as much as one gRPC message could carry.
-const MAX_LOGITS_BYTES: usize = i32::MAX as usize;
-
 /// Temperatures below this are greedy: their inverse is beyond what logits can be scaled by.
 const LEAST_TEMPERATURE: f32 = 1e-6;
 
-/// A request, understood.
+/// A request that came as tensors.
 #[derive(Debug, Clone)]
-pub(crate) struct LlmRequest {
-    /// The first sequence; the others differ in their seeds.
-    pub(crate) request: Request,
-    /// Sequences that are answered: the best of a beam search, else each from a request of its own.
-    pub(crate) num_sequences: usize,
-    /// What rank 0 may have to keep of its logits.
-    pub(crate) logits_bytes: u64,
-    /// One response per event, or one for all.
+pub(crate) struct TensorRequest {
+    /// What to generate.
+    pub(crate) generate: GenerateRequest,
+    /// Whether each event has its own response. Otherwise one response has all outputs.
     pub(crate) streaming: bool,
-    /// How long it may wait for its first step.
-    pub(crate) timeout: Option<Timeout>,
     pub(crate) exclude_input: bool,
     pub(crate) return_log_probs: bool,
     pub(crate) return_perf_metrics: bool,
@@ -38,28 +29,14 @@ pub(crate) struct LlmRequest {
     pub(crate) return_num_output_tokens: bool,
 }
 
-impl LlmRequest {
-    /// The engine's requests: sequence `i` is what a request of its own with `seed + i` would be. The prompt's logits are the
-    /// same for all.
-    pub(crate) fn sequences(self) -> Vec<Request> {
-        let seeded = |index: u64| {
-            let mut request = self.request.clone();
-            request.sampling.seed = request.sampling.seed.wrapping_add(index);
-            request.sampling.context_logits = false;
-            request
-        };
-        let num_requests = if self.request.beams.is_some() { 1 } else { self.num_sequences };
-        let others: Vec<Request> = (1..num_requests as u64).map(seeded).collect();
-        std::iter::once(self.request).chain(others).collect()
-    }
-
-    /// Whether an output is of use to this request, as far as its flags say.
+impl TensorRequest {
+    /// Whether the request's flags ask for an output.
     pub(crate) fn wants(&self, output: &str) -> bool {
         match output {
             "cum_log_probs" | "output_log_probs" => self.return_log_probs,
-            "sequence_end" => self.num_sequences > 1,
-            "context_logits" => self.request.sampling.context_logits,
-            "generation_logits" => self.request.sampling.generation_logits,
+            "sequence_end" => self.generate.num_sequences > 1,
+            "context_logits" => self.generate.sequence.sampling.context_logits,
+            "generation_logits" => self.generate.sequence.sampling.generation_logits,
             "num_input_tokens" => self.return_num_input_tokens,
             "num_output_tokens" => self.return_num_output_tokens,
             "acceptance_rate" | "total_draft_tokens" | "total_accepted_draft_tokens" => self.return_perf_metrics,
@@ -69,16 +46,16 @@ impl LlmRequest {
     }
 }
 
-/// What the client wants.
-pub(crate) enum Wanted {
-    Generate(Box<LlmRequest>),
-    /// End the running request of the same id.
+/// What a request's tensors mean.
+pub(crate) enum Command {
+    Generate(Box<TensorRequest>),
+    /// End the running request with the same id.
     Stop,
 }
 
-pub(crate) fn parse(config: &LlmConfig, request: &InferRequest) -> Result<Wanted, InferError> {
+pub(crate) fn parse(config: &LlmConfig, request: &InferRequest) -> Result<Command, InferError> {
     if scalar::<bool>(request, &["stop"])?.unwrap_or(false) {
-        return Ok(Wanted::Stop);
+        return Ok(Command::Stop);
     }
     refuse_unsupported(request)?;
     let prompt = prompt(config, request)?;
@@ -110,19 +87,20 @@ pub(crate) fn parse(config: &LlmConfig, request: &InferRequest) -> Result<Wanted
         max_tokens,
         sampling,
         stop_words: words(config, request, "stop_words_list")?,
-        priority: config.queue.priority(request.priority),
+        priority: 0,
         beams,
         max_drafts: max_drafts(config, request)?,
     };
-    // From here on the request's numbers size memory.
-    config.engine.check(&engine_request).map_err(|refused| error_of(&refused))?;
-    let logits_bytes = logits_bytes(config, &engine_request, num_sequences)?;
-    Ok(Wanted::Generate(Box::new(LlmRequest {
-        request: engine_request,
+    let generate = GenerateRequest {
+        sequence: engine_request,
         num_sequences,
-        logits_bytes,
+        priority: request.priority,
+        timeout_us: request.timeout_us,
+        ..GenerateRequest::default()
+    };
+    Ok(Command::Generate(Box::new(TensorRequest {
+        generate,
         streaming,
-        timeout: config.queue.timeout(request.priority, request.timeout_us),
         exclude_input,
         return_log_probs,
         return_perf_metrics: flag(&["return_perf_metrics", "return_kv_cache_reuse_stats"])?,
@@ -146,27 +124,6 @@ fn wants_logits(config: &LlmConfig, request: &InferRequest, output: &str) -> Res
         return Err(InferError::invalid(words));
     }
     Ok(true)
-}
-
-/// Bytes of the logits of a checked request. Refuses more than one request may have, and those of beams, which are chosen
-/// among many.
-fn logits_bytes(config: &LlmConfig, request: &Request, num_sequences: usize) -> Result<u64, InferError> {
-    let Request { prompt, max_tokens, sampling, beams, .. } = request;
-    if beams.is_some() && sampling.generation_logits {
-        let words = "`return_generation_logits` is true, but a beam search reports log-probabilities only; set `beam_width` to 1 or leave it out";
-        return Err(InferError::invalid(words));
-    }
-    let context = if sampling.context_logits { prompt.len() } else { 0 };
-    let most_tokens = (*max_tokens as usize).min(config.engine.max_sequence_len);
-    let generation = if sampling.generation_logits { most_tokens } else { 0 };
-    let bytes = (context + generation * num_sequences) * config.vocab_size * size_of::<f32>();
-    if bytes > MAX_LOGITS_BYTES {
-        let words = format!(
-            "logits of {context} prompt tokens and {num_sequences} × {generation} output tokens take {bytes} bytes, at most {MAX_LOGITS_BYTES} are kept; lower `request_output_len` or shorten the prompt"
-        );
-        return Err(InferError::invalid(words));
-    }
-    Ok(bytes as u64)
 }
 
 fn num_sequences(config: &LlmConfig, request: &InferRequest, beams: Option<&BeamParams>) -> Result<usize, InferError> {
@@ -476,6 +433,7 @@ fn wrong_type(tensor: &Tensor, expected: &str) -> InferError {
 
 #[cfg(test)]
 mod tests {
+    use super::super::check_request::check;
     use super::*;
 
     #[test]
@@ -526,14 +484,15 @@ mod tests {
 
     /// What a request takes once it is understood: nothing was sized by its numbers but within the model's bounds.
     fn check_size(config: &LlmConfig, request: &InferRequest) {
-        let Ok(Wanted::Generate(parsed)) = parse(config, request) else { return };
+        let Ok(Command::Generate(parsed)) = parse(config, request) else { return };
         let (max_rows, max_len) = (config.engine.max_rows, config.engine.max_sequence_len);
-        let beams = parsed.request.beams.map_or(1, |beams| beams.width as usize);
-        assert!(parsed.num_sequences <= max_rows && beams <= max_rows, "{parsed:?}");
-        assert!(parsed.logits_bytes <= (1 + max_rows as u64) * (max_len * config.vocab_size * 4) as u64, "{parsed:?}");
-        assert!(parsed.clone().sequences().len() <= max_rows);
+        let beams = parsed.generate.sequence.beams.map_or(1, |beams| beams.width as usize);
+        assert!(parsed.generate.num_sequences <= max_rows && beams <= max_rows, "{parsed:?}");
         let responses = super::super::outputs::Responses::new(config, "1", request, &parsed, None);
         assert!(responses.num_sequences() <= max_rows);
+        let Ok(logits_bytes) = check(config, &parsed.generate) else { return };
+        assert!(logits_bytes <= (1 + max_rows as u64) * (max_len * config.vocab_size * 4) as u64, "{parsed:?}");
+        assert!(parsed.generate.into_sequences().len() <= max_rows);
     }
 
     #[test]
@@ -582,7 +541,10 @@ mod tests {
             values.extend(ends.chain(std::iter::repeat(-1)).take(ids));
             let mut request = request(&[("request_output_len", Some(4))]);
             request.inputs.push(Tensor::from_i32("stop_words_list", &[1, 2, ids as i64], &values));
-            parse(&config, &request).map(drop).map_err(|error| error.message)
+            match parse(&config, &request).map_err(|error| error.message)? {
+                Command::Generate(parsed) => check(&config, &parsed.generate).map(drop).map_err(|error| error.message),
+                Command::Stop => panic!("the request stops nothing"),
+            }
         };
         assert_eq!(words(&[2; 3072]), Ok(()));
         assert!(words(&[1; 3073]).unwrap_err().contains("--max-request-words"));

@@ -47,6 +47,7 @@ impl ResponseSource for LlmStream {
                     self.report();
                 }
                 GenerateEvent::Logits(logits) => self.responses.keep_logits(logits),
+                GenerateEvent::PromptLogprobs(_) => {} // Only requests that are no tensors have them.
                 GenerateEvent::Delta(mut delta) => {
                     let (at, is_drained) = (delta.at, delta.is_drained);
                     match self.responses.push(&mut delta, accepts_deltas, output) {

@@ -4,9 +4,11 @@
 //! it is spread over.
 
 mod check;
+mod check_request;
 mod config;
 mod dispatcher;
 mod event_queue;
+mod event_source;
 mod figures;
 #[cfg(feature = "fuzzing")]
 pub(crate) mod fuzz;
@@ -20,6 +22,7 @@ mod logits;
 mod outputs;
 mod plan;
 mod prefixes;
+mod prompt_logprobs;
 mod queue_rules;
 mod refusal;
 mod replica_state;
@@ -34,16 +37,17 @@ mod timing;
 use std::collections::VecDeque;
 use std::sync::atomic::Ordering;
 use std::sync::{Arc, Mutex, Weak};
-use std::time::Instant;
+use std::time::{Instant, SystemTime, UNIX_EPOCH};
 
 use engine::{EngineConfig, EngineStats, Refused, Request};
 use futures::future::BoxFuture;
 use futures::stream::FuturesUnordered;
 use futures::{FutureExt, StreamExt};
+use generation::{GenerateRequest, Generator, SequenceText};
 use ipc::Prefix;
 use serving::{
-    Backend, BackendFactory, InferError, InferRequest, InferResponse, LoadRequest, MemoryUsage, Name, ResponseStream,
-    TextModel, TextOutputs,
+    Backend, BackendFactory, CallCounter, GenerateCall, InferError, InferRequest, InferResponse, LoadRequest,
+    MemoryUsage, Name, ResponseStream, TextModel, TextOutputs,
 };
 use smallvec::{SmallVec, smallvec};
 use supervision::Agents;
@@ -51,19 +55,22 @@ use text::Tokenizer;
 use tokio::runtime::Handle;
 use tokio::sync::watch;
 
+use crate::encoder;
 pub use check::{CheckFactory, Sound};
 use config::LlmConfig;
 pub use config::LlmDefaults;
 use event_queue::event_queue;
+use event_source::EventSource;
 pub use figures::{ENDS, FigureValues, STEP_KINDS, STEP_PHASES, Start, WorkerFigures};
-use generate::{ById, GenerateStream, Generating, Pending, Stop};
+use generate::{ById, GenerateStream, Generating, Pending, SequenceTexts, Stop};
 use inbox::Message;
-use inputs::Wanted;
+use inputs::Command;
 pub use ledger::LlmLedger;
 use llm_stream::LlmStream;
 use logits::LogitsBudget;
 use outputs::Responses;
 pub use plan::{ModelPlan, PlanFactory};
+use prompt_logprobs::PromptLogprobs;
 use refusal::error_of;
 use replicas::{checkpoint_fingerprint, start_replicas, stop_all};
 use router::{Admission, Replica, Router};
@@ -215,6 +222,8 @@ struct Llm {
     by_id: ById,
     /// Requests in flight, for drain.
     in_flight: Arc<watch::Sender<usize>>,
+    /// When it was loaded, in seconds since 1970.
+    created: u64,
 }
 
 impl Llm {
@@ -233,6 +242,7 @@ impl Llm {
             logits,
             by_id: Arc::default(),
             in_flight: Arc::new(watch::Sender::new(0)),
+            created: SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default().as_secs(),
         }
     }
 
@@ -289,15 +299,33 @@ impl Llm {
     fn begin(&self, request: InferRequest, text: Option<TextOutputs>) -> Result<ResponseStream, InferError> {
         let begun = Instant::now();
         let parsed = match inputs::parse(&self.config, &request)? {
-            Wanted::Stop => return Ok(self.stop(&request)),
-            Wanted::Generate(parsed) => *parsed,
+            Command::Stop => return Ok(self.stop(&request)),
+            Command::Generate(parsed) => *parsed,
         };
-        let logits = self.logits.charge(&self.config.limits, parsed.logits_bytes)?;
         let responses = Responses::new(&self.config, &self.version, &request, &parsed, text);
-        let num_sequences = parsed.num_sequences;
-        let timeout = parsed.timeout.map(|timeout| (Instant::now() + timeout.after, timeout.rejects));
-        let sequences = parsed.sequences();
-        let text_stops = self.text_stops(&sequences);
+        let events = self.start(request.id, parsed.generate, None)?;
+        Ok(ResponseStream::from_source(|progress| {
+            progress.add_input_time(begun.elapsed());
+            Box::new(LlmStream { events, responses, progress })
+        }))
+    }
+
+    /// Starts a request; its events are the stream. `decode_calls` counts the calls that decode its tokens.
+    fn start(
+        &self,
+        client_id: Name,
+        mut request: GenerateRequest,
+        decode_calls: Option<CallCounter>,
+    ) -> Result<GenerateStream, InferError> {
+        let logits_bytes = check_request::check(&self.config, &request)?;
+        let logits = self.logits.charge(&self.config.limits, logits_bytes)?;
+        let num_sequences = request.num_sequences;
+        let timeout = self.config.queue.timeout(request.priority, request.timeout_us);
+        let timeout = timeout.map(|timeout| (Instant::now() + timeout.after, timeout.rejects));
+        request.sequence.priority = self.config.queue.priority(request.priority);
+        let texts = self.sequence_texts(&mut request, decode_calls)?;
+        let sequences = request.into_sequences();
+        let text_stops = if texts.is_some() { Vec::new() } else { self.text_stops(&sequences) };
         let admission = self.admit(&sequences)?;
         let prompt_len = sequences.first().map_or(0, |first| first.prompt.len());
         let shared = match &admission {
@@ -312,12 +340,12 @@ impl Llm {
         if !pending.submit_if_placed() {
             return Err(InferError::unavailable(format!("model `{}` is being unloaded", self.config.name)));
         }
-        if !request.id.is_empty() {
-            ipc::lock(&self.by_id).insert(request.id.clone(), Arc::clone(&stop));
+        if !client_id.is_empty() {
+            ipc::lock(&self.by_id).insert(client_id.clone(), Arc::clone(&stop));
         }
         self.in_flight.send_modify(|count| *count += 1);
         let generating = Generating {
-            client_id: request.id,
+            client_id,
             pending,
             by_id: Arc::clone(&self.by_id),
             stop,
@@ -325,16 +353,29 @@ impl Llm {
             _logits: logits,
             timing,
             text_stops,
+            texts,
             sequences: SmallVec::new(),
             ended: smallvec![false; num_sequences],
             is_cancelled: false,
             ready: VecDeque::new(),
         };
-        let events = GenerateStream::new(generating, receiver);
-        Ok(ResponseStream::from_source(|progress| {
-            progress.add_input_time(begun.elapsed());
-            Box::new(LlmStream { events, responses, progress })
-        }))
+        Ok(GenerateStream::new(generating, receiver))
+    }
+
+    /// The texts of a request's sequences, where it has text options.
+    fn sequence_texts(
+        &self,
+        request: &mut GenerateRequest,
+        decode_calls: Option<CallCounter>,
+    ) -> Result<Option<SequenceTexts>, InferError> {
+        let Some(options) = request.text else { return Ok(None) };
+        let tokenizer = self.tokenizer.as_ref().ok_or_else(|| {
+            InferError::invalid(format!("model `{}` has no tokenizer that can be read", self.config.name))
+        })?;
+        let stop = Arc::new(std::mem::take(&mut request.stop));
+        let sequence = || SequenceText::new(tokenizer, options, &stop);
+        let sequences = std::iter::repeat_with(sequence).take(request.num_sequences).collect();
+        Ok(Some(SequenceTexts { sequences, decode_calls }))
     }
 }
 
@@ -349,6 +390,45 @@ impl Backend for Llm {
 
     fn infer_text(&self, request: InferRequest, outputs: TextOutputs) -> Result<ResponseStream, InferError> {
         self.begin(request, Some(outputs))
+    }
+
+    fn generator(&self) -> Option<Generator> {
+        let tokenizer = self.tokenizer.clone()?;
+        let EngineConfig { max_sequence_len, max_rows, block_size, max_drafts, .. } = self.config.engine;
+        let num_blocks = self.router.replicas().iter().map(|replica| ipc::lock(&replica.shared.stats).num_blocks).min();
+        Some(Generator {
+            max_prompt_bytes: encoder::max_prompt_bytes(&tokenizer, Some(max_sequence_len), &self.config.limits),
+            tokenizer,
+            checkpoint: self.config.checkpoint.clone(),
+            max_sequence_len,
+            num_kv_positions: num_blocks
+                .filter(|&count| count > 0)
+                .map_or(max_sequence_len, |count| count * block_size),
+            max_rows,
+            block_size,
+            vocab_size: self.config.vocab_size,
+            end_ids: self.config.end_ids.clone(),
+            adds_special_tokens: true,
+            defaults: self.config.sampling_defaults,
+            max_drafts: max_drafts as u32,
+            created: self.created,
+        })
+    }
+
+    fn generate(&self, call: GenerateCall) -> Result<ResponseStream, InferError> {
+        let GenerateCall { id, mut request, decode_calls, .. } = call;
+        let begun = Instant::now();
+        request.sequence.sampling.context_logits = request.prompt_logprobs.is_some();
+        let prompt_logprobs = request.prompt_logprobs.map(|num_top| {
+            let num_top = (num_top as usize).min(engine::MAX_LOGPROBS as usize);
+            PromptLogprobs::new(request.sequence.prompt.clone(), num_top, self.config.vocab_size)
+        });
+        let num_open = request.num_sequences;
+        let events = self.start(id, request, decode_calls)?;
+        Ok(ResponseStream::from_source(|progress| {
+            progress.add_input_time(begun.elapsed());
+            Box::new(EventSource { events, progress, prompt_logprobs, next: None, num_open })
+        }))
     }
 
     fn returns_only_requested_outputs(&self) -> bool {

@@ -12,7 +12,7 @@ use serving::{
 use smallvec::{SmallVec, smallvec};
 
 use super::config::LlmConfig;
-use super::inputs::LlmRequest;
+use super::inputs::TensorRequest;
 use super::logits::{Logits, LogitsForm};
 use super::texts::Texts;
 
@@ -205,11 +205,11 @@ impl Responses {
         config: &LlmConfig,
         version: &str,
         request: &InferRequest,
-        parsed: &LlmRequest,
+        parsed: &TensorRequest,
         text: Option<TextOutputs>,
     ) -> Self {
         let has_stand_ins = config.has_stand_ins && !parsed.streaming;
-        let num_input_tokens = parsed.request.prompt.len();
+        let num_input_tokens = parsed.generate.sequence.prompt.len();
         let value = |name: &str| -> Option<Value> {
             if parsed.wants(name) {
                 return Some(Value::Generated(Kind::of(name)?));
@@ -238,12 +238,12 @@ impl Responses {
                 };
                 let outputs = text.outputs.iter().filter_map(of_ensemble).collect();
                 let parameters = text.parameters.clone();
-                (outputs, Some(Texts::new(text, parsed.num_sequences)), parameters)
+                (outputs, Some(Texts::new(text, parsed.generate.num_sequences)), parameters)
             }
         };
         let exclude_input = parsed.exclude_input || parsed.streaming;
         let mode = match (parsed.streaming, config.decoupled) {
-            _ if parsed.request.beams.is_some() => Mode::Once,
+            _ if parsed.generate.sequence.beams.is_some() => Mode::Once,
             (true, _) => Mode::Streaming,
             (false, true) => Mode::PerSequence,
             (false, false) => Mode::Once,
@@ -258,12 +258,12 @@ impl Responses {
             outputs,
             texts,
             mode,
-            prompt: if exclude_input { Vec::new() } else { parsed.request.prompt.clone() },
+            prompt: if exclude_input { Vec::new() } else { parsed.generate.sequence.prompt.clone() },
             num_input_tokens,
-            padding: parsed.request.sampling.end_ids.first().copied().unwrap_or(PADDING),
+            padding: parsed.generate.sequence.sampling.end_ids.first().copied().unwrap_or(PADDING),
             logits_form: LogitsForm { datatype: config.logits_type, vocab_size: config.vocab_size },
-            sequences: smallvec![Output::default(); parsed.num_sequences],
-            num_open: parsed.num_sequences,
+            sequences: smallvec![Output::default(); parsed.generate.num_sequences],
+            num_open: parsed.generate.num_sequences,
             arrived: (Timestamp::now(), SystemTime::now()),
         }
     }
@@ -617,7 +617,8 @@ pub(crate) mod tests {
         let (drafts, cum_log_prob) = (DraftUsage { num_drafted: 4, num_accepted: tokens.len() as u32 }, None);
         let (tokens, at) = (tokens.iter().map(token).collect(), Timestamp::now());
         let finished = ends.then_some(FinishReason::Length);
-        Delta { index, tokens, at, finished, blocks, drafts, cum_log_prob, is_drained: false }
+        let (text, stop) = (String::new(), None);
+        Delta { index, tokens, text, stop, at, finished, blocks, drafts, cum_log_prob, is_drained: false }
     }
 
     fn output<'a>(response: &'a InferResponse, name: &str) -> &'a Tensor {

@@ -1,0 +1,96 @@
+//! Log-probabilities of a prompt's tokens, computed from its logits as they arrive.
+
+use engine::TokenId;
+use generation::{Logits, LogitsPosition, PromptLogprob};
+
+/// Computes the log-probabilities of a prompt. It holds one row of logits at a time.
+pub(crate) struct PromptLogprobs {
+    prompt: Vec<TokenId>,
+    num_top: usize,
+    vocab_size: usize,
+    /// The row of logits that is being received.
+    row: Vec<f32>,
+    /// By position of the prompt; the first token has none. A position that is computed again replaces its entry.
+    found: Vec<Option<PromptLogprob>>,
+}
+
+impl PromptLogprobs {
+    /// For the tokens of `prompt`, with the `num_top` likeliest tokens at each position.
+    pub(crate) fn new(prompt: Vec<TokenId>, num_top: usize, vocab_size: usize) -> Self {
+        let found = vec![None; prompt.len()];
+        Self { prompt, num_top, vocab_size, row: Vec::with_capacity(vocab_size), found }
+    }
+
+    /// Adds a part of a row of logits.
+    pub(crate) fn push(&mut self, part: &Logits) {
+        let LogitsPosition::Prompt(position) = part.position else { return };
+        if part.first_token == 0 {
+            self.row.clear();
+        }
+        self.row.extend_from_slice(&part.values);
+        // The logits at a position are those of the token after it.
+        let next = position as usize + 1;
+        if self.row.len() == self.vocab_size
+            && let Some(&token) = self.prompt.get(next)
+        {
+            self.found[next] = Some(logprob_of(&self.row, token, self.num_top));
+        }
+    }
+
+    /// The log-probabilities of all tokens but the first; `None` while one is missing.
+    pub(crate) fn complete(&mut self) -> Option<Vec<PromptLogprob>> {
+        self.found.drain(..).skip(1).collect()
+    }
+}
+
+/// The log-probability of `token` under the softmax of `logits`, and the likeliest tokens. Equal logits: lowest id first.
+fn logprob_of(logits: &[f32], token: TokenId, num_top: usize) -> PromptLogprob {
+    let max = logits.iter().copied().fold(f32::NEG_INFINITY, f32::max);
+    let sum: f64 = logits.iter().map(|&logit| f64::from(logit - max).exp()).sum();
+    let log_sum = f64::from(max) + sum.ln();
+    let logprob = |id: u32| (f64::from(logits[id as usize]) - log_sum) as f32;
+    let mut top: Vec<u32> = Vec::with_capacity(num_top + 1);
+    for id in 0..logits.len() as u32 {
+        let is_likelier = |&other: &u32| logits[id as usize] > logits[other as usize];
+        if top.len() < num_top || top.last().is_some_and(is_likelier) {
+            let place = top.iter().position(is_likelier).unwrap_or(top.len());
+            top.insert(place, id);
+            top.truncate(num_top);
+        }
+    }
+    PromptLogprob { logprob: logprob(token.0), top: top.into_iter().map(|id| (TokenId(id), logprob(id))).collect() }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn part(position: u32, first_token: u32, values: &[f32]) -> Logits {
+        Logits { index: 0, position: LogitsPosition::Prompt(position), first_token, values: values.to_vec() }
+    }
+
+    #[test]
+    fn log_probabilities_are_those_of_the_softmax_whatever_the_parts() {
+        let mut found = PromptLogprobs::new([0, 2, 1].map(TokenId).to_vec(), 2, 4);
+        found.push(&part(0, 0, &[0.0, 9.0]));
+        found.push(&part(0, 0, &[0.0, 1.0])); // Computed again.
+        found.push(&part(0, 2, &[2.0, 1.0]));
+        found.push(&part(1, 0, &[1000.0, 1001.0, -1000.0, 1001.0]));
+        found.push(&part(2, 0, &[0.0; 4]));
+        let found = found.complete().unwrap();
+        let sum: f64 = [0.0f64, 1.0, 2.0, 1.0].iter().map(|logit| logit.exp()).sum();
+        assert!((f64::from(found[0].logprob) - (2.0 - sum.ln())).abs() < 1e-6);
+        assert_eq!(found[0].top.iter().map(|(token, _)| token.0).collect::<Vec<_>>(), [2, 1]);
+        assert_eq!(found[1].top.iter().map(|(token, _)| token.0).collect::<Vec<_>>(), [1, 3]);
+        assert_eq!(found[1].logprob, found[1].top[0].1);
+        assert_eq!(found.len(), 2);
+    }
+
+    #[test]
+    fn a_missing_position_is_noticed() {
+        let mut found = PromptLogprobs::new([0, 2, 1].map(TokenId).to_vec(), 0, 4);
+        found.push(&part(0, 0, &[0.0; 4]));
+        assert_eq!(found.complete(), None);
+        assert_eq!(PromptLogprobs::new(vec![TokenId(3)], 5, 4).complete(), Some(Vec::new()));
+    }
+}
