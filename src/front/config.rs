@@ -9,7 +9,7 @@ use crate::forward::HeaderPattern;
 use crate::ledger::LedgerSource;
 use crate::log_settings::LogControl;
 use crate::metrics::MetricsOptions;
-use crate::openai::Chat;
+use crate::openai::{Chat, UnknownFields};
 use crate::origins::Origins;
 use crate::restricted::{Api, Restrictions};
 use crate::shared_memory::{ClientDevices, ClientObjects, MAX_REGIONS};
@@ -121,6 +121,10 @@ pub struct Config {
     pub ledger: Option<LedgerSource>,
     /// Where prompts of conversations come from, for OpenAI's protocol.
     pub chat: Chat,
+    /// What OpenAI's endpoints do with fields that they do not know.
+    pub unknown_fields: UnknownFields,
+    /// Whether OpenAI's endpoints use the sampling settings of a checkpoint's `generation_config.json` where a request has none.
+    pub uses_generation_config: bool,
     /// Whether clients may register shared memory.
     pub allow_client_shm: bool,
     /// Who opens device memory of clients; `None` where there is none.
@@ -169,6 +173,8 @@ impl Default for Config {
             trace: TraceOptions::default(),
             ledger: None,
             chat: Chat::default(),
+            unknown_fields: UnknownFields::Refuse,
+            uses_generation_config: true,
             allow_client_shm: true,
             client_devices: None,
             client_objects: ClientObjects::default(),

@@ -30,6 +30,8 @@ pub enum GenerateEvent {
 pub struct PromptLogprob {
     /// Natural log-probability of the token, given the ones before it.
     pub logprob: f32,
+    /// Number of likelier tokens, plus 1.
+    pub rank: u32,
     /// The likeliest tokens at its position with their log-probabilities, best first.
     pub top: Vec<(TokenId, f32)>,
 }

@@ -15,6 +15,8 @@ pub struct GenerateRequest {
     pub prompt_logprobs: Option<u32>,
     /// Priority as the client sends it; the model's configuration maps it to a priority of the engine.
     pub priority: u64,
+    /// Moves the request among those of equal `priority`: lower values are served first.
+    pub priority_offset: i32,
     /// How long the request may wait for its first step, in microseconds; 0 for the model's default.
     pub timeout_us: u64,
 }

@@ -4,7 +4,9 @@ use std::path::PathBuf;
 use std::time::Duration;
 
 use clap::{ArgAction, Args};
-use front::{Api, Collector, Compression, HeaderPattern, Origins, Restrictions, Tls, TraceBounds, TraceOptions};
+use front::{
+    Api, Collector, Compression, HeaderPattern, Origins, Restrictions, Tls, TraceBounds, TraceOptions, UnknownFields,
+};
 
 use crate::boolean::boolean;
 use crate::keys;
@@ -116,6 +118,13 @@ pub struct FrontArgs {
     /// Milliseconds for its open calls after that
     #[arg(long, value_name = "MS", requires = "grpc_max_connection_age")]
     pub grpc_max_connection_age_grace: Option<u64>,
+    /// Fields of OpenAI's and Anthropic's requests that are not known: `refuse` the request, or `ignore` them with a line in the log
+    #[arg(long, default_value = "refuse", value_parser = ["refuse", "ignore"], value_name = "POLICY")]
+    pub unknown_fields: String,
+    /// Sampling settings of OpenAI's and Anthropic's requests that have none: those of the checkpoint's `generation_config.json`
+    /// (`checkpoint`), or OpenAI's own (`none`)
+    #[arg(long, default_value = "checkpoint", value_parser = ["checkpoint", "none"], value_name = "SOURCE")]
+    pub generation_config: String,
     /// Clients may register shared memory: names under /dev/shm, this server's own excepted, and memory of GPUs
     #[arg(long, default_value = "false", value_parser = boolean, action = ArgAction::Set)]
     pub allow_client_shm: bool,
@@ -208,6 +217,11 @@ impl FrontArgs {
         config.grpc_keepalive_timeout = Duration::from_millis(self.grpc_keepalive_timeout);
         config.grpc_max_connection_age = self.grpc_max_connection_age.map(Duration::from_millis);
         config.grpc_max_connection_age_grace = self.grpc_max_connection_age_grace.map(Duration::from_millis);
+        config.unknown_fields = match self.unknown_fields.as_str() {
+            "ignore" => UnknownFields::Ignore,
+            _ => UnknownFields::Refuse,
+        };
+        config.uses_generation_config = self.generation_config == "checkpoint";
         config.allow_client_shm = self.allow_client_shm;
         let prefixes = self.client_shm_prefix.iter().map(|prefix| prefix.trim_start_matches('/').to_owned());
         config.client_objects.allowed_prefixes = prefixes.collect();

@@ -322,7 +322,8 @@ impl Llm {
         let num_sequences = request.num_sequences;
         let timeout = self.config.queue.timeout(request.priority, request.timeout_us);
         let timeout = timeout.map(|timeout| (Instant::now() + timeout.after, timeout.rejects));
-        request.sequence.priority = self.config.queue.priority(request.priority);
+        request.sequence.priority =
+            self.config.queue.priority(request.priority).saturating_add_signed(-request.priority_offset);
         let texts = self.sequence_texts(&mut request, decode_calls)?;
         let sequences = request.into_sequences();
         let text_stops = if texts.is_some() { Vec::new() } else { self.text_stops(&sequences) };

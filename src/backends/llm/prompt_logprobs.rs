@@ -58,7 +58,12 @@ fn logprob_of(logits: &[f32], token: TokenId, num_top: usize) -> PromptLogprob {
             top.truncate(num_top);
         }
     }
-    PromptLogprob { logprob: logprob(token.0), top: top.into_iter().map(|id| (TokenId(id), logprob(id))).collect() }
+    let rank = 1 + logits.iter().filter(|&&logit| logit > logits[token.0 as usize]).count() as u32;
+    PromptLogprob {
+        logprob: logprob(token.0),
+        rank,
+        top: top.into_iter().map(|id| (TokenId(id), logprob(id))).collect(),
+    }
 }
 
 #[cfg(test)]
@@ -83,6 +88,7 @@ mod tests {
         assert_eq!(found[0].top.iter().map(|(token, _)| token.0).collect::<Vec<_>>(), [2, 1]);
         assert_eq!(found[1].top.iter().map(|(token, _)| token.0).collect::<Vec<_>>(), [1, 3]);
         assert_eq!(found[1].logprob, found[1].top[0].1);
+        assert_eq!(found.iter().map(|found| found.rank).collect::<Vec<_>>(), [1, 1]);
         assert_eq!(found.len(), 2);
     }
 

@@ -1,0 +1,48 @@
+//! The models of `/v1`, and small endpoints about the server.
+
+use std::sync::Arc;
+
+use generation::Generator;
+use repository::ModelConfig;
+use repository::proto::DataType as ConfigType;
+use serde_json::{Value, json};
+
+use super::tensor_model::{ANSWER, PROMPT};
+use crate::state::State;
+
+/// Every ready model that answers text with text.
+pub(super) fn list(state: &State) -> Value {
+    let mut names: Vec<String> = state.server.repository_index(true).into_iter().map(|entry| entry.name).collect();
+    names.dedup();
+    let entries = names.iter().filter_map(|name| entry(state, name));
+    json!({"object": "list", "data": entries.collect::<Vec<_>>()})
+}
+
+/// One model; `None` if it answers no text.
+pub(super) fn entry(state: &State, name: &str) -> Option<Value> {
+    text_model(state, name)?;
+    let generator = generator(state, name);
+    let created = generator.as_ref().map_or(0, |generator| generator.created);
+    let mut entry = json!({"id": name, "object": "model", "created": created, "owned_by": "trireme"});
+    if let Some(generator) = generator {
+        entry["root"] = json!(name);
+        entry["max_model_len"] = json!(generator.max_sequence_len);
+    }
+    Some(entry)
+}
+
+/// How to make requests of values for a model; `None` for a model that takes tensors only.
+pub(super) fn generator(state: &State, name: &str) -> Option<Generator> {
+    state.server.generator(name, "").ok().flatten()
+}
+
+/// The configuration of a ready model that answers text with text.
+pub(super) fn text_model(state: &State, name: &str) -> Option<Arc<ModelConfig>> {
+    let config = state.server.model_config(name, "").ok()?;
+    let is_text = |data_type: ConfigType| data_type == ConfigType::TypeString;
+    let takes = config.input.iter().any(|input| PROMPT.contains(&input.name.as_str()) && is_text(input.data_type()));
+    let gives =
+        config.output.iter().any(|output| ANSWER.contains(&output.name.as_str()) && is_text(output.data_type()));
+    let is_ready = state.server.model_is_ready(name, "").unwrap_or(false);
+    (takes && gives && is_ready).then_some(config)
+}

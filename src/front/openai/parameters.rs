@@ -1,0 +1,310 @@
+//! How tokens are chosen: the fields that all endpoints have in common.
+
+use std::time::{SystemTime, UNIX_EPOCH};
+
+use engine::{BeamParams, Request, SamplingParams, TokenId};
+use generation::{GenerateRequest, Generator, SamplingDefaults, StopTexts, TextOptions};
+use serde_json::Value;
+use serving::{Limit, Limits};
+
+use super::error::ApiError;
+use super::fields::Fields;
+
+/// Tokens to generate when a completion does not say: OpenAI's own number.
+pub(super) const COMPLETION_TOKENS: u32 = 16;
+/// Maximum number of choices of a request.
+const MAX_CHOICES: i64 = 128;
+/// Maximum number of stop strings of a request, and of bad words.
+const MAX_STOPS: usize = 64;
+/// Largest number of likeliest tokens that a request may ask for.
+const MAX_TOP_LOGPROBS: i64 = 20;
+/// Largest token count of a request.
+const MAX_TOKENS: i64 = i32::MAX as i64;
+/// Temperatures below this are greedy: their inverse is beyond what logits can be scaled by.
+const LEAST_TEMPERATURE: f64 = 1e-6;
+/// Range of `priority`.
+const MAX_PRIORITY: i64 = 1 << 19;
+
+/// Settings of one request.
+#[derive(Debug, Clone, PartialEq)]
+pub(crate) struct Parameters {
+    pub(super) n: usize,
+    pub(super) stream: bool,
+    pub(super) include_usage: bool,
+    /// Each chunk of a stream has the usage so far.
+    pub(super) continuous_usage: bool,
+    /// `None`: the rest of the context.
+    pub(super) max_tokens: Option<u32>,
+    pub(super) temperature: Option<f32>,
+    pub(super) top_p: Option<f32>,
+    pub(super) top_k: Option<u32>,
+    pub(super) min_p: Option<f32>,
+    pub(super) seed: Option<u64>,
+    pub(super) presence_penalty: Option<f32>,
+    pub(super) frequency_penalty: Option<f32>,
+    pub(super) repetition_penalty: Option<f32>,
+    pub(super) min_tokens: Option<u32>,
+    pub(super) stop: Vec<String>,
+    pub(super) includes_stop: bool,
+    pub(super) stop_token_ids: Vec<u32>,
+    pub(super) ignore_eos: bool,
+    pub(super) logit_bias: Vec<(u32, f32)>,
+    pub(super) bad_words: Vec<String>,
+    /// `Some(k)`: log-probabilities of the chosen tokens, and of the `k` likeliest.
+    pub(super) logprobs: Option<u32>,
+    pub(super) prompt_logprobs: Option<u32>,
+    pub(super) skip_special_tokens: bool,
+    pub(super) add_special_tokens: Option<bool>,
+    pub(super) truncate_prompt_tokens: Option<usize>,
+    pub(super) return_token_ids: bool,
+    pub(super) beams: Option<Beams>,
+    /// Lower values are served first.
+    pub(super) priority: i32,
+    /// Replaces a seed that the request does not have.
+    pub(super) drawn_seed: u64,
+}
+
+/// A beam search: `n` beams.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub(crate) struct Beams {
+    length_penalty: f32,
+    early_stopping: bool,
+}
+
+impl Parameters {
+    /// Reads the fields that all endpoints have in common. The caller reads `max_tokens` and `logprobs`, which differ.
+    ///
+    /// # Errors
+    /// When a field has an invalid value; the error names it.
+    pub(crate) fn read(fields: &mut Fields, limits: &Limits) -> Result<Self, ApiError> {
+        let float = |value: Option<f64>| value.map(|value| value as f32);
+        let stream = fields.flag("stream")?.unwrap_or(false);
+        let (include_usage, continuous_usage) = stream_options(fields, stream)?;
+        let n = fields.whole("n", 1, MAX_CHOICES)?.unwrap_or(1) as usize;
+        let best_of = format!("send `n` alone; here it is {n}");
+        fields.refuse_unless("best_of", |value| value.as_u64() == Some(n as u64), &best_of)?;
+        fields.refuse_unless(
+            "spaces_between_special_tokens",
+            |value| value == true,
+            "tokens are decoded as they are",
+        )?;
+        Ok(Self {
+            n,
+            stream,
+            include_usage,
+            continuous_usage,
+            max_tokens: None,
+            temperature: fields
+                .number("temperature", 0.0, 2.0)?
+                .map(|value| if value < LEAST_TEMPERATURE { 0.0 } else { value as f32 }),
+            top_p: float(fields.number("top_p", 0.0, 1.0)?.filter(|top_p| *top_p > 0.0)),
+            // vLLM's clients send -1 for all tokens.
+            top_k: fields.whole("top_k", -1, MAX_TOKENS)?.map(|top_k| top_k.max(0) as u32),
+            min_p: float(fields.number("min_p", 0.0, 1.0)?.map(|min_p| min_p.min(0.999_999))),
+            seed: fields.seed()?,
+            presence_penalty: float(fields.number("presence_penalty", -2.0, 2.0)?),
+            frequency_penalty: float(fields.number("frequency_penalty", -2.0, 2.0)?),
+            repetition_penalty: float(fields.number("repetition_penalty", f64::from(f32::MIN_POSITIVE), 10.0)?),
+            min_tokens: fields.whole("min_tokens", 0, MAX_TOKENS)?.map(|tokens| tokens as u32),
+            stop: fields.texts("stop", MAX_STOPS, limits)?,
+            includes_stop: fields.flag("include_stop_str_in_output")?.unwrap_or(false),
+            stop_token_ids: fields.token_ids("stop_token_ids", MAX_STOPS)?.unwrap_or_default(),
+            ignore_eos: fields.flag("ignore_eos")?.unwrap_or(false),
+            logit_bias: logit_bias(fields, limits)?,
+            bad_words: fields.texts("bad_words", MAX_STOPS, limits)?,
+            logprobs: None,
+            prompt_logprobs: prompt_logprobs(fields, stream)?,
+            skip_special_tokens: fields.flag("skip_special_tokens")?.unwrap_or(true),
+            add_special_tokens: fields.flag("add_special_tokens")?,
+            truncate_prompt_tokens: truncation(fields)?,
+            return_token_ids: fields.flag("return_token_ids")?.unwrap_or(false),
+            beams: beams(fields, n, stream)?,
+            priority: fields.whole("priority", -MAX_PRIORITY, MAX_PRIORITY)?.unwrap_or(0) as i32,
+            drawn_seed: drawn_seed(),
+        })
+    }
+
+    /// Number of likeliest tokens of each output token, from 0 to 20.
+    pub(super) fn num_logprobs(fields: &mut Fields, name: &'static str) -> Result<Option<u32>, ApiError> {
+        Ok(fields.whole(name, 0, MAX_TOP_LOGPROBS)?.map(|count| count as u32))
+    }
+
+    /// A token count.
+    pub(super) fn token_count(fields: &mut Fields, name: &'static str) -> Result<Option<u32>, ApiError> {
+        Ok(fields.whole(name, 0, MAX_TOKENS)?.map(|count| count as u32))
+    }
+
+    /// The request for the choices from number `first` on: one choice, or all beams. Where the request has no value,
+    /// `defaults` apply.
+    ///
+    /// # Errors
+    /// When the prompt and the request's settings do not fit the model.
+    pub(super) fn request(
+        &self,
+        generator: &Generator,
+        defaults: &SamplingDefaults,
+        prompt: &[u32],
+        first: usize,
+    ) -> Result<GenerateRequest, ApiError> {
+        let room = generator.max_output_len(prompt.len());
+        if room == 0 {
+            let most = generator.max_sequence_len.min(generator.num_kv_positions).saturating_sub(1);
+            let words = format!("The prompt has {} tokens; this model takes at most {most}.", prompt.len());
+            return Err(ApiError::of_field("prompt", words));
+        }
+        // A request for no tokens computes one, which is dropped.
+        let max_tokens = self.max_tokens.map_or(room as u32, |tokens| tokens.max(1));
+        let temperature = self.temperature.or(defaults.temperature).unwrap_or(1.0);
+        let sampling = SamplingParams {
+            temperature,
+            top_k: self.top_k.or(defaults.top_k).unwrap_or(0),
+            top_p: self.top_p.or(defaults.top_p).unwrap_or(1.0),
+            min_p: self.min_p.or(defaults.min_p).unwrap_or(0.0),
+            repetition_penalty: self.repetition_penalty.or(defaults.repetition_penalty).unwrap_or(1.0),
+            presence_penalty: self.presence_penalty.unwrap_or(0.0),
+            frequency_penalty: self.frequency_penalty.unwrap_or(0.0),
+            seed: self.seed.unwrap_or(self.drawn_seed).wrapping_add(first as u64),
+            min_tokens: self.min_tokens.unwrap_or(0),
+            end_ids: self.end_ids(generator),
+            logit_bias: self.logit_bias.iter().map(|&(token, bias)| (TokenId(token), bias)).collect(),
+            bad_words: bad_words(generator, &self.bad_words),
+            num_logprobs: self.logprobs,
+            ..SamplingParams::default()
+        };
+        let sequence = Request {
+            prompt: prompt.iter().copied().map(TokenId).collect(),
+            max_tokens,
+            sampling,
+            beams: self.beams.map(|Beams { length_penalty, early_stopping }| BeamParams {
+                width: self.n as u32,
+                len_penalty: length_penalty,
+                early_stopping,
+                diversity_rate: 0.0,
+            }),
+            max_drafts: generator.max_drafts,
+            ..Request::default()
+        };
+        Ok(GenerateRequest {
+            sequence,
+            num_sequences: if self.beams.is_some() { self.n } else { 1 },
+            stop: StopTexts { texts: self.stop.clone(), is_included: self.includes_stop },
+            text: Some(TextOptions { skip_special_tokens: self.skip_special_tokens }),
+            prompt_logprobs: self.prompt_logprobs.filter(|_| first.is_multiple_of(self.n)),
+            priority_offset: self.priority,
+            ..GenerateRequest::default()
+        })
+    }
+
+    /// Number of requests to the model for each prompt.
+    pub(super) fn calls_per_prompt(&self) -> usize {
+        if self.beams.is_some() { 1 } else { self.n }
+    }
+
+    fn end_ids(&self, generator: &Generator) -> Vec<TokenId> {
+        let own = generator.end_ids.iter().copied().filter(|_| !self.ignore_eos);
+        own.chain(self.stop_token_ids.iter().copied().map(TokenId)).collect()
+    }
+}
+
+/// `stream_options`: whether the usage is sent at the end, and whether with each chunk.
+fn stream_options(fields: &mut Fields, stream: bool) -> Result<(bool, bool), ApiError> {
+    let wrong = |words: String| ApiError::of_field("stream_options", words);
+    let Some(options) = fields.object("stream_options")? else { return Ok((false, false)) };
+    if !stream {
+        return Err(wrong("`stream_options` is allowed only with `stream: true`.".to_owned()));
+    }
+    let mut found = (false, false);
+    for (name, value) in options {
+        let value = value.as_bool().ok_or_else(|| wrong(format!("`stream_options.{name}` must be true or false.")))?;
+        match name.as_str() {
+            "include_usage" => found.0 = value,
+            "continuous_usage_stats" => found.1 = value,
+            // Pads chunks against traffic analysis; the text is the same.
+            "include_obfuscation" => {}
+            _ => return Err(wrong(format!("`stream_options.{name}` is not known."))),
+        }
+    }
+    Ok(found)
+}
+
+/// `logit_bias`: from token ids to values from -100 to 100.
+fn logit_bias(fields: &mut Fields, limits: &Limits) -> Result<Vec<(u32, f32)>, ApiError> {
+    let wrong = |words: String| ApiError::of_field("logit_bias", words);
+    let Some(entries) = fields.object("logit_bias")? else { return Ok(Vec::new()) };
+    limits.check(Limit::Words, entries.len()).map_err(|error| wrong(error.message))?;
+    let entry = |(id, bias): (String, Value)| {
+        let token = id.parse().map_err(|_| wrong(format!("`logit_bias` has the key `{id}`, expected a token id.")))?;
+        let value = bias.as_f64().filter(|bias| (-100.0..=100.0).contains(bias));
+        let value =
+            value.ok_or_else(|| wrong(format!("`logit_bias.{id}` is {bias}, expected a number from -100 to 100.")))?;
+        Ok((token, value as f32))
+    };
+    let mut entries: Vec<(u32, f32)> = entries.into_iter().map(entry).collect::<Result<_, ApiError>>()?;
+    entries.sort_by_key(|&(token, _)| token);
+    Ok(entries)
+}
+
+fn prompt_logprobs(fields: &mut Fields, stream: bool) -> Result<Option<u32>, ApiError> {
+    match Parameters::num_logprobs(fields, "prompt_logprobs")? {
+        Some(_) if stream => {
+            Err(ApiError::of_field("prompt_logprobs", "`prompt_logprobs` is not available with `stream: true`."))
+        }
+        found => Ok(found),
+    }
+}
+
+/// `truncate_prompt_tokens`: how many of the prompt's last tokens to keep; -1 keeps as many as the model takes.
+fn truncation(fields: &mut Fields) -> Result<Option<usize>, ApiError> {
+    let kept = fields.whole("truncate_prompt_tokens", -1, MAX_TOKENS)?;
+    match kept {
+        Some(0) => Err(ApiError::of_field(
+            "truncate_prompt_tokens",
+            "`truncate_prompt_tokens` is 0, expected -1 or at least 1.",
+        )),
+        kept => Ok(kept.map(|kept| usize::try_from(kept).unwrap_or(usize::MAX))),
+    }
+}
+
+fn beams(fields: &mut Fields, n: usize, stream: bool) -> Result<Option<Beams>, ApiError> {
+    let is_on = fields.flag("use_beam_search")?.unwrap_or(false);
+    let length_penalty = fields.number("length_penalty", -100.0, 100.0)?;
+    let early_stopping = fields.flag("early_stopping")?;
+    if !is_on {
+        let given = [
+            ("length_penalty", length_penalty.is_some_and(|it| it != 1.0)),
+            ("early_stopping", early_stopping == Some(true)),
+        ];
+        return match given.into_iter().find(|(_, is_given)| *is_given) {
+            Some((name, _)) => Err(ApiError::of_field(name, format!("`{name}` needs `use_beam_search: true`."))),
+            None => Ok(None),
+        };
+    }
+    let wrong = |words: &str| Err(ApiError::of_field("use_beam_search", words));
+    if stream {
+        return wrong("`use_beam_search` does not stream: beams are known only when their search has ended.");
+    }
+    if n < 2 {
+        return wrong("`use_beam_search` needs `n` of at least 2, the number of beams.");
+    }
+    let length_penalty = length_penalty.unwrap_or(1.0) as f32;
+    Ok(Some(Beams { length_penalty, early_stopping: early_stopping.unwrap_or(false) }))
+}
+
+/// Token sequences that spell the words, at the start of a text and behind a space.
+fn bad_words(generator: &Generator, words: &[String]) -> Vec<Vec<TokenId>> {
+    let encode = |text: &str| -> Vec<TokenId> {
+        generator.tokenizer.encode(text, false).unwrap_or_default().into_iter().map(TokenId).collect()
+    };
+    let spellings = words.iter().flat_map(|word| [encode(word), encode(&format!(" {}", word.trim_start()))]);
+    let mut spellings: Vec<Vec<TokenId>> = spellings.filter(|tokens| !tokens.is_empty()).collect();
+    spellings.sort();
+    spellings.dedup();
+    spellings
+}
+
+/// A different number for each request.
+fn drawn_seed() -> u64 {
+    let now = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
+    // It fits the narrowest input that a model has for a seed, with room for the numbers of the choices.
+    (now.as_nanos() as u64).wrapping_mul(0x9e37_79b9_7f4a_7c15) >> 34
+}
