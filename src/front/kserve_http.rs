@@ -5,9 +5,11 @@ use std::sync::Arc;
 
 use bytes::Bytes;
 use http::header::{
-    ACCEPT_ENCODING, CONTENT_ENCODING, CONTENT_TYPE, HeaderMap, HeaderName, HeaderValue, WWW_AUTHENTICATE,
+    ACCEPT_ENCODING, ACCESS_CONTROL_ALLOW_HEADERS, ACCESS_CONTROL_ALLOW_METHODS, ACCESS_CONTROL_ALLOW_ORIGIN,
+    ACCESS_CONTROL_EXPOSE_HEADERS, ACCESS_CONTROL_MAX_AGE, ACCESS_CONTROL_REQUEST_HEADERS, CONTENT_ENCODING,
+    CONTENT_TYPE, HeaderMap, HeaderName, HeaderValue, VARY, WWW_AUTHENTICATE,
 };
-use http::{Request, Response, StatusCode};
+use http::{Method, Request, Response, StatusCode};
 use hyper::body::Incoming;
 use serving::{ErrorKind, InferError, InferResponse, Limit, SharedLimit, Trace};
 
@@ -31,7 +33,7 @@ pub type Reply = Response<ReplyBody>;
 
 const HEAD_LENGTH: HeaderName = HeaderName::from_static("inference-header-content-length");
 pub(crate) const JSON: HeaderValue = HeaderValue::from_static("application/json");
-const TEXT: HeaderValue = HeaderValue::from_static("text/plain");
+pub(crate) const TEXT: HeaderValue = HeaderValue::from_static("text/plain");
 const BINARY: HeaderValue = HeaderValue::from_static("application/octet-stream");
 pub(crate) const BEARER: HeaderValue = HeaderValue::from_static("Bearer");
 pub(crate) const EVENTS: HeaderValue = HeaderValue::from_static("text/event-stream; charset=utf-8");
@@ -39,29 +41,61 @@ pub(crate) const EVENTS: HeaderValue = HeaderValue::from_static("text/event-stre
 /// Answers one request; what goes wrong is an answer too.
 pub async fn handle(state: Arc<State>, request: Request<Incoming>) -> Result<Reply, Infallible> {
     let (head, body) = request.into_parts();
+    let cors = state.config.http_origins.cors(&head.headers);
+    if head.method == Method::OPTIONS
+        && let Some(origin) = &cors
+    {
+        return Ok(preflight(origin.clone(), &head.headers));
+    }
+    let mut reply = handle_request(state, head, body).await;
+    cors.into_iter().for_each(|origin| allow_origin(reply.headers_mut(), origin));
+    Ok(reply)
+}
+
+async fn handle_request(state: Arc<State>, head: http::request::Parts, body: Incoming) -> Reply {
     if let Err(words) = state.config.http_origins.check(&head.method, &head.uri, &head.headers) {
         SharedLimit::Origins.count_refusal();
-        return Ok(plain_error(StatusCode::FORBIDDEN, &words));
+        return plain_error(StatusCode::FORBIDDEN, &words);
     }
     let longest = head.uri.path().split('/').map(str::len).max().unwrap_or(0);
     if let Err(error) = state.server.limits().check(Limit::NameBytes, longest) {
-        return Ok(error_reply(&error));
+        return error_reply(&error);
     }
     if openai::is_path(head.uri.path()) {
-        return Ok(openai::handle(&state, &head, body).await);
+        return openai::handle(&state, &head, body).await;
     }
     let Some(route) = Route::of(head.uri.path()) else {
-        return Ok(plain_error(StatusCode::NOT_FOUND, "Not Found"));
+        return plain_error(StatusCode::NOT_FOUND, "Not Found");
     };
     if let Err(denied) = state.config.http_restrictions.check(Api::of_route(&route), &head.headers) {
-        return Ok(denial(denied));
+        return denial(denied);
     }
     if !route.allows(&head.method) {
         let kind = if route.answers_in_json() { JSON } else { TEXT };
-        return Ok(reply(StatusCode::METHOD_NOT_ALLOWED, kind, error_text("Method Not Allowed")));
+        return reply(StatusCode::METHOD_NOT_ALLOWED, kind, error_text("Method Not Allowed"));
     }
     let changes = head.method == http::Method::POST;
-    Ok(answer(&state, route, changes, &head.headers, body).await.unwrap_or_else(|error| error_reply(&error)))
+    answer(&state, route, changes, &head.headers, body).await.unwrap_or_else(|error| error_reply(&error))
+}
+
+/// The reply to a browser that asks whether a page may send a request.
+fn preflight(origin: HeaderValue, headers: &HeaderMap) -> Reply {
+    let mut reply = reply(StatusCode::NO_CONTENT, TEXT, ReplyBody::empty());
+    let allowed = reply.headers_mut();
+    allow_origin(allowed, origin);
+    allowed.insert(ACCESS_CONTROL_ALLOW_METHODS, HeaderValue::from_static("GET, POST, OPTIONS"));
+    if let Some(names) = headers.get(ACCESS_CONTROL_REQUEST_HEADERS) {
+        allowed.insert(ACCESS_CONTROL_ALLOW_HEADERS, names.clone());
+    }
+    allowed.insert(ACCESS_CONTROL_MAX_AGE, HeaderValue::from_static("600"));
+    reply
+}
+
+/// Lets a page of `origin` read the reply.
+fn allow_origin(headers: &mut HeaderMap, origin: HeaderValue) {
+    headers.insert(ACCESS_CONTROL_ALLOW_ORIGIN, origin);
+    headers.append(VARY, HeaderValue::from_static("origin"));
+    headers.insert(ACCESS_CONTROL_EXPOSE_HEADERS, HeaderValue::from_static("x-request-id, retry-after"));
 }
 
 /// `changes`: whether the request's method may change anything.

@@ -6,7 +6,7 @@
 
 use std::str::FromStr;
 
-use http::header::{HOST, HeaderMap, HeaderName, ORIGIN};
+use http::header::{HOST, HeaderMap, HeaderName, HeaderValue, ORIGIN};
 use http::{Method, Uri};
 
 const SEC_FETCH_SITE: HeaderName = HeaderName::from_static("sec-fetch-site");
@@ -38,6 +38,15 @@ impl FromStr for Origins {
 }
 
 impl Origins {
+    /// The origin of a request whose page may read the reply: one that is allowed. `None` for others, and for clients that are
+    /// no browsers.
+    pub fn cors(&self, headers: &HeaderMap) -> Option<HeaderValue> {
+        let origin = headers.get(ORIGIN)?;
+        let text = origin.to_str().ok()?;
+        let is_allowed = self.all || self.listed.iter().any(|listed| listed.eq_ignore_ascii_case(text));
+        is_allowed.then(|| origin.clone())
+    }
+
     /// Whether a request may be answered. One that changes nothing and costs no work always may.
     ///
     /// # Errors

@@ -2,6 +2,7 @@
 
 import json
 import math
+import urllib.error
 import urllib.request
 
 import openai
@@ -181,3 +182,49 @@ def test_fields_that_are_not_known_are_refused_by_name(client):
             complete(client, **{name: value})
         assert refused.value.param == name
     assert text(client, user="somebody", metadata={"a": "b"}, store=False) == text(client)
+
+
+def request(client, path, body=None, method=None, headers=None):
+    """Status, headers and JSON (or text) of a request beside the client's own."""
+    url = str(client.base_url).replace("/v1/", path)
+    data = None if body is None else json.dumps(body).encode()
+    sent = urllib.request.Request(url, data, headers or {}, method=method)
+    try:
+        with urllib.request.urlopen(sent, timeout=60) as answer:
+            status, found, text = answer.status, answer.headers, answer.read().decode()
+    except urllib.error.HTTPError as error:
+        status, found, text = error.code, error.headers, error.read().decode()
+    return status, found, json.loads(text) if text.startswith(("{", "[")) else text
+
+
+def test_texts_and_tokens_are_converted_without_generation(client):
+    tokens = ids(client, QUESTION)
+    status, _, found = request(client, "/tokenize", {"model": "ensemble", "prompt": QUESTION, "return_token_strs": True})
+    assert status == 200 and found["tokens"] == tokens and found["count"] == len(tokens) and found["max_model_len"] > 100
+    assert "".join(found["token_strs"]) == "<s>" + QUESTION
+    assert request(client, "/tokenize", {"prompt": QUESTION, "add_special_tokens": False})[2]["tokens"] == tokens[1:]
+    assert request(client, "/detokenize", {"tokens": tokens[1:]})[2] == {"prompt": QUESTION}
+    rendered = request(client, "/v1/completions/render", {"model": "ensemble", "prompt": [QUESTION, tokens]})[2]["data"]
+    assert rendered == [{"prompt": QUESTION, "prompt_token_ids": tokens}, {"prompt": None, "prompt_token_ids": tokens}]
+    chat = {"model": "ensemble", "messages": [{"role": "user", "content": "x"}]}
+    (found,) = request(client, "/v1/chat/completions/render", chat)[2]["data"]
+    assert request(client, "/tokenize", chat)[2]["tokens"] == found["prompt_token_ids"]
+    assert request(client, "/detokenize", {"tokens": [1, 99_999_999]})[0] in (200, 400)
+    for path, body, words in (("/tokenize", {}, "`messages`"), ("/detokenize", {}, "`tokens` is missing"), ("/tokenize", {"prompt": "a", "x": 1}, "`x` is not known")):
+        status, _, error = request(client, path, body)
+        assert status == 400 and words in error["error"]["message"]
+
+
+def test_paths_that_gateways_ask_for(client):
+    for path in ("/health", "/ping"):
+        assert request(client, path)[0] == 200 and request(client, path, method="HEAD")[0] == 200
+    assert request(client, "/version")[2]["version"]
+    assert request(client, "/health", {})[0] == 405
+
+
+def test_requests_have_ids(client):
+    _, headers, _ = request(client, "/v1/models", headers={"x-request-id": "mine-7"})
+    assert headers["x-request-id"] == "mine-7"
+    first, second = (request(client, "/v1/models")[1]["x-request-id"] for _ in range(2))
+    assert first.startswith("req-") and first != second
+    assert request(client, "/v1/nothing")[1]["x-request-id"]

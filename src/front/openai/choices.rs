@@ -8,6 +8,8 @@ use generation::{Delta, GenerateEvent, PromptLogprob};
 use serving::{EventStream, InferError};
 use text::{Detokenizer, Tokenizer};
 
+use super::turn::ChatDelta;
+
 /// Pieces of all choices, in the order in which they are generated.
 pub(crate) type Choices = SelectAll<BoxStream<'static, Result<Piece, InferError>>>;
 
@@ -16,6 +18,8 @@ pub(crate) type Choices = SelectAll<BoxStream<'static, Result<Piece, InferError>
 pub(crate) struct Piece {
     pub index: usize,
     pub text: String,
+    /// What the text means in a chat.
+    pub deltas: Vec<ChatDelta>,
     /// The tokens of the text. Models with tensors only have none.
     pub tokens: Vec<TokenLogprob>,
     /// Set in the last piece of the choice.
@@ -45,6 +49,8 @@ pub(crate) enum Finish {
     Stop(Option<String>),
     /// The number of tokens, or the end of the context.
     Length,
+    /// Calls of tools, which the client has to answer.
+    ToolCalls,
 }
 
 /// Token counts.
@@ -68,6 +74,7 @@ impl Piece {
     pub fn join(&mut self, later: Piece) {
         self.usage = later.usage;
         self.text.push_str(&later.text);
+        self.deltas.extend(later.deltas);
         self.tokens.extend(later.tokens);
         self.finish = later.finish.or(self.finish.take());
         self.prompt_logprobs = self.prompt_logprobs.take().or(later.prompt_logprobs);
@@ -163,7 +170,7 @@ impl Call {
             true => tokens.iter().map(|token| spelled(&options.tokenizer, token)).collect(),
             false => Vec::new(),
         };
-        Piece { index, text, tokens, finish, usage, prompt_logprobs }
+        Piece { index, text, deltas: Vec::new(), tokens, finish, usage, prompt_logprobs }
     }
 }
 

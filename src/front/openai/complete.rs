@@ -1,27 +1,26 @@
 //! `/v1/completions` and `/v1/chat/completions`.
 
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use bytes::Bytes;
-use futures::stream::{self, SelectAll, StreamExt};
+use futures::stream::SelectAll;
 use generation::{Generator, SamplingDefaults};
-use http::{HeaderMap, StatusCode};
+use http::HeaderMap;
 use hyper::body::Incoming;
-use serde_json::{Value, json};
 use serving::{GenerateCall, Limit, Limits, Name};
 
-use super::choices::{CallOptions, Choices, Piece, pieces};
+use super::choices::{CallOptions, Choices, pieces};
 use super::error::ApiError;
 use super::fields::{Fields, UnknownFields, check, tree_bytes};
 use super::parameters::{COMPLETION_TOKENS, Parameters};
 use super::prompt::{Conversation, Prompt, encode_all, read_prompts};
-use super::reply::Head;
+use super::reply::{Echo, Head, OpenAiFormat};
+use super::respond::{Pieces, respond};
+use super::turn::{PlainParser, TurnOptions, divided};
 use super::{models, tensor_model};
 use crate::aside::aside_in_turn;
-use crate::body::ReplyBody;
 use crate::budget::Charge;
-use crate::kserve_http::{EVENTS, Held, JSON, Reply, read_body, reply};
+use crate::kserve_http::{Held, Reply, read_body};
 use crate::state::State;
 
 /// Times that an echoed prompt is in an answer while that is written.
@@ -216,7 +215,7 @@ fn begin(
     Ok(choices)
 }
 
-/// The reply with all choices: at once, or as server-sent events. `echoes` has the texts of prompts that are echoed.
+/// Sends the answer in OpenAI's form. `echoes` has the texts of prompts that are echoed.
 pub(super) async fn answer(
     request: &CompletionRequest,
     head: Head,
@@ -225,121 +224,22 @@ pub(super) async fn answer(
     count: usize,
     charge: Charge,
 ) -> Result<Reply, ApiError> {
-    let echo = Echo { texts: echoes, n: request.parameters.n, lists_tokens: request.parameters.logprobs.is_some() };
-    match request.parameters.stream {
-        true => stream_reply(choices, head, echo, count, charge).await,
-        false => whole(choices, &head, &echo, count).await,
-    }
-}
-
-/// Puts echoed prompts before their choices.
-struct Echo {
-    /// By prompt; empty where prompts are not echoed.
-    texts: Vec<String>,
-    /// Number of choices of each prompt.
-    n: usize,
-    lists_tokens: bool,
-}
-
-impl Echo {
-    /// Puts the prompt before the first piece of a choice.
-    fn add_to(&self, piece: &mut Piece, head: &Head) {
-        let prompt = piece.index / self.n.max(1);
-        let Some(text) = self.texts.get(prompt) else { return };
-        piece.text.insert_str(0, text);
-        if self.lists_tokens {
-            let found = piece.prompt_logprobs.take();
-            piece.tokens.splice(..0, head.echoed_tokens(prompt, found.as_deref()));
+    let pieces: Pieces = match head.is_chat {
+        true => {
+            let options = TurnOptions { includes_reasoning: true, ends_with_tool_calls: true };
+            Box::pin(divided(choices, count, options, || Box::new(PlainParser)))
         }
-    }
-}
-
-/// One response with every choice.
-async fn whole(mut choices: Choices, head: &Head, echo: &Echo, count: usize) -> Result<Reply, ApiError> {
-    let mut whole: Vec<Piece> = (0..count).map(Piece::empty).collect();
-    while let Some(piece) = choices.next().await {
-        let piece = piece?;
-        whole[piece.index].join(piece);
-    }
-    whole.iter_mut().for_each(|piece| echo.add_to(piece, head));
-    let message = |piece: &Piece| json!({"role": "assistant", "content": piece.text, "refusal": null});
-    let messages = if head.is_chat { whole.iter().map(message).collect() } else { Vec::new() };
-    Ok(reply(StatusCode::OK, JSON, head.whole(&whole, messages).to_string().into_bytes()))
-}
-
-/// What was sent of each choice.
-struct Sent {
-    /// The last counts of each choice, and whether it has begun.
-    choices: Vec<(Piece, bool)>,
-    /// Characters of text of each choice.
-    offsets: Vec<usize>,
-    is_fine: bool,
-}
-
-/// Server-sent events, the first of which decides the status.
-async fn stream_reply(
-    mut choices: Choices,
-    head: Head,
-    echo: Echo,
-    count: usize,
-    charge: Charge,
-) -> Result<Reply, ApiError> {
-    let first = match choices.next().await {
-        Some(Err(error)) => return Err(error.into()),
-        first => first,
+        false => Box::pin(choices),
     };
-    let opening: Vec<Bytes> =
-        if head.is_chat { (0..count).map(|index| head.opening(index)).collect() } else { Vec::new() };
-    let sent = Sent {
-        choices: (0..count).map(|index| (Piece::empty(index), false)).collect(),
-        offsets: vec![0; count],
-        is_fine: true,
-    };
-    let (head, sent) = (Arc::new(head), Arc::new(Mutex::new(sent)));
-    let (of_piece, so_far) = (Arc::clone(&head), Arc::clone(&sent));
-    let body = stream::iter(first).chain(choices).map(move |piece| {
-        let sent = &mut *so_far.lock().unwrap_or_else(PoisonError::into_inner);
-        match piece {
-            Ok(mut piece) => {
-                let (last, has_begun) = &mut sent.choices[piece.index];
-                if !std::mem::replace(has_begun, true) {
-                    echo.add_to(&mut piece, &of_piece);
-                }
-                last.usage = piece.usage;
-                let offset = sent.offsets[piece.index];
-                sent.offsets[piece.index] += piece.text.chars().count();
-                of_piece.chunk(&piece, of_piece.is_chat.then(|| content_delta(&piece)), offset)
-            }
-            Err(error) => {
-                sent.is_fine = false;
-                event(&ApiError::from(error).json())
-            }
-        }
-    });
-    let end = stream::once(async move {
-        let _held_until_now = charge;
-        let sent = &*sent.lock().unwrap_or_else(PoisonError::into_inner);
-        let totals: Vec<Piece> = sent.choices.iter().map(|(piece, _)| piece.clone()).collect();
-        let usage = head.usage_chunk(&totals).filter(|_| sent.is_fine);
-        let mut end = usage.map(|usage| usage.to_vec()).unwrap_or_default();
-        end.extend_from_slice(b"data: [DONE]\n\n");
-        Bytes::from(end)
-    });
-    let body = stream::iter(opening).chain(body).chain(end);
-    Ok(reply(StatusCode::OK, EVENTS, ReplyBody::Events(Box::pin(body))))
-}
-
-fn content_delta(piece: &Piece) -> Value {
-    if piece.text.is_empty() { json!({}) } else { json!({"content": piece.text}) }
-}
-
-fn event(value: &Value) -> Bytes {
-    format!("data: {value}\n\n").into()
+    let echo = Echo { texts: echoes, lists_tokens: request.parameters.logprobs.is_some() };
+    let format = Box::new(OpenAiFormat::new(head, echo, count));
+    respond(pieces, count, format, request.parameters.stream, charge).await
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
+    use serde_json::json;
 
     fn read(body: &str, is_chat: bool) -> Result<CompletionRequest, String> {
         let read = CompletionRequest::read(body.as_bytes(), is_chat, &Limits::default(), UnknownFields::Refuse);

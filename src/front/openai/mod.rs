@@ -11,16 +11,21 @@ mod models;
 mod parameters;
 mod prompt;
 mod reply;
+mod respond;
 mod tensor_model;
+mod tokens;
+mod turn;
 
 use std::sync::Arc;
 
+use http::header::{HeaderName, HeaderValue};
 use http::{Method, StatusCode};
 use hyper::body::Incoming;
-use serde_json::Value;
+use serde_json::{Value, json};
 use serving::InferError;
 
-use crate::kserve_http::{JSON, Reply, reply};
+use crate::body::ReplyBody;
+use crate::kserve_http::{JSON, Reply, TEXT, reply};
 use crate::restricted::Api;
 use crate::state::State;
 pub(crate) use error::ApiError;
@@ -45,21 +50,40 @@ impl std::fmt::Debug for Chat {
     }
 }
 
-/// Whether a path is OpenAI's.
+/// The paths of this module, for the error of an unknown one.
+const PATHS: &str = "/v1/models, /v1/completions, /v1/chat/completions, /v1/completions/render, /v1/chat/completions/render, \
+                     /tokenize, /detokenize, /health, /ping and /version";
+
+/// Client and server name a request by this header.
+const REQUEST_ID: HeaderName = HeaderName::from_static("x-request-id");
+
+/// Whether a path belongs to this module.
 pub(crate) fn is_path(path: &str) -> bool {
-    path == "/v1" || path.starts_with("/v1/")
+    let is_alone = matches!(path, "/v1" | "/tokenize" | "/detokenize" | "/health" | "/ping" | "/version");
+    is_alone || path.starts_with("/v1/")
 }
 
-/// Answers one request; an error is an answer too.
+/// Answers one request; an error is an answer too. The reply has the request's id, or a new one.
 pub(crate) async fn handle(state: &Arc<State>, head: &http::request::Parts, body: Incoming) -> Reply {
     let result = answer(state, head, body).await;
-    result.unwrap_or_else(|error| error.reply_with(&error.json()))
+    let mut reply = result.unwrap_or_else(|error| error.reply_with(&error.json()));
+    let id = head.headers.get(REQUEST_ID).filter(|id| id.len() <= MAX_ID_BYTES).cloned();
+    let id = id.or_else(|| HeaderValue::from_str(&format!("req-{:016x}", parameters::drawn_number())).ok());
+    id.into_iter().for_each(|id| drop(reply.headers_mut().insert(REQUEST_ID, id)));
+    reply
 }
+
+/// Longest request id of a client that is sent back.
+const MAX_ID_BYTES: usize = 512;
 
 async fn answer(state: &Arc<State>, head: &http::request::Parts, body: Incoming) -> Result<Reply, ApiError> {
     let path = head.uri.path().trim_end_matches('/');
     let (is_post, is_get) = (head.method == Method::POST, head.method == Method::GET);
-    let api = if is_post { Api::Inference } else { Api::Metadata };
+    let api = match path {
+        "/health" | "/ping" => Api::Health,
+        _ if is_post => Api::Inference,
+        _ => Api::Metadata,
+    };
     if let Err(denied) = state.config.http_restrictions.check(api, &head.headers) {
         return Err(ApiError::restricted(&denied.header, denied.is_bearer));
     }
@@ -67,7 +91,22 @@ async fn answer(state: &Arc<State>, head: &http::request::Parts, body: Incoming)
         "/v1/models" if is_get => Ok(json_reply(&models::list(state))),
         "/v1/completions" if is_post => complete::complete(state, &head.headers, body, false).await,
         "/v1/chat/completions" if is_post => complete::complete(state, &head.headers, body, true).await,
-        "/v1/completions" | "/v1/chat/completions" | "/v1/models" => {
+        "/v1/completions/render" if is_post => tokens::render(state, &head.headers, body, false).await,
+        "/v1/chat/completions/render" if is_post => tokens::render(state, &head.headers, body, true).await,
+        "/tokenize" if is_post => tokens::tokenize(state, &head.headers, body).await,
+        "/detokenize" if is_post => tokens::detokenize(state, &head.headers, body).await,
+        "/health" | "/ping" if is_get || head.method == Method::HEAD => Ok(health(state)),
+        "/version" if is_get => Ok(json_reply(&json!({"version": env!("CARGO_PKG_VERSION")}))),
+        "/v1/completions"
+        | "/v1/chat/completions"
+        | "/v1/models"
+        | "/v1/completions/render"
+        | "/v1/chat/completions/render"
+        | "/tokenize"
+        | "/detokenize"
+        | "/health"
+        | "/ping"
+        | "/version" => {
             let message = format!("Method {} is not allowed for {path}.", head.method);
             Err(ApiError::of_status(StatusCode::METHOD_NOT_ALLOWED, message))
         }
@@ -76,12 +115,17 @@ async fn answer(state: &Arc<State>, head: &http::request::Parts, body: Incoming)
                 models::entry(state, name).map(|entry| json_reply(&entry)).ok_or_else(|| ApiError::no_model(name))
             }
             None => {
-                let message =
-                    format!("Unknown path {path}: there are /v1/models, /v1/completions and /v1/chat/completions.");
+                let message = format!("Unknown path {path}: there are {PATHS}.");
                 Err(ApiError::of_status(StatusCode::NOT_FOUND, message))
             }
         },
     }
+}
+
+/// 200 when a step can run now, otherwise 503.
+fn health(state: &State) -> Reply {
+    let status = if state.is_ready() { StatusCode::OK } else { StatusCode::SERVICE_UNAVAILABLE };
+    reply(status, TEXT, ReplyBody::empty())
 }
 
 fn json_reply(value: &Value) -> Reply {

@@ -36,6 +36,13 @@ pub(super) fn generator(state: &State, name: &str) -> Option<Generator> {
     state.server.generator(name, "").ok().flatten()
 }
 
+/// The name of the only text model that has a generator; `None` if there are none or several.
+pub(super) fn only_generator(state: &State) -> Option<String> {
+    let names = state.server.repository_index(true).into_iter().map(|entry| entry.name);
+    let mut names = names.filter(|name| text_model(state, name).is_some() && generator(state, name).is_some());
+    names.next().filter(|first| names.all(|name| name == *first))
+}
+
 /// The configuration of a ready model that answers text with text.
 pub(super) fn text_model(state: &State, name: &str) -> Option<Arc<ModelConfig>> {
     let config = state.server.model_config(name, "").ok()?;

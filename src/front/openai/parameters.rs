@@ -120,7 +120,8 @@ impl Parameters {
             return_token_ids: fields.flag("return_token_ids")?.unwrap_or(false),
             beams: beams(fields, n, stream)?,
             priority: fields.whole("priority", -MAX_PRIORITY, MAX_PRIORITY)?.unwrap_or(0) as i32,
-            drawn_seed: drawn_seed(),
+            // It fits the narrowest input that a model has for a seed, with room for the numbers of the choices.
+            drawn_seed: drawn_number() >> 34,
         })
     }
 
@@ -303,8 +304,7 @@ fn bad_words(generator: &Generator, words: &[String]) -> Vec<Vec<TokenId>> {
 }
 
 /// A different number for each request.
-fn drawn_seed() -> u64 {
+pub(super) fn drawn_number() -> u64 {
     let now = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
-    // It fits the narrowest input that a model has for a seed, with room for the numbers of the choices.
-    (now.as_nanos() as u64).wrapping_mul(0x9e37_79b9_7f4a_7c15) >> 34
+    (now.as_nanos() as u64).wrapping_mul(0x9e37_79b9_7f4a_7c15)
 }

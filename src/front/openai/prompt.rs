@@ -31,6 +31,14 @@ impl Prompt {
         }
     }
 
+    /// The text of a prompt that is text.
+    pub(super) fn text(&self) -> Option<String> {
+        match self {
+            Prompt::Text(text) => Some(text.clone()),
+            Prompt::Tokens(_) => None,
+        }
+    }
+
     /// The prompt's tokens. Text is encoded; `adds_special` says whether the tokenizer adds its special tokens.
     ///
     /// # Errors

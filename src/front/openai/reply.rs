@@ -1,4 +1,4 @@
-//! Answers and chunks in OpenAI's form. What all chunks of a stream have in common is encoded once.
+//! Answers in OpenAI's form. What all chunks of a stream have in common is encoded once.
 
 use std::sync::Arc;
 use std::time::{SystemTime, UNIX_EPOCH};
@@ -10,7 +10,10 @@ use serde_json::{Map, Value, json};
 use text::Tokenizer;
 
 use super::choices::{Finish, Piece, TokenLogprob, Usage, token_text};
+use super::error::ApiError;
 use super::parameters::Parameters;
+use super::respond::AnswerFormat;
+use super::turn::{Message, delta_json};
 
 /// JSON has no infinity. Clients of vLLM know this value.
 const LEAST_LOGPROB: f32 = -9999.0;
@@ -69,60 +72,13 @@ impl Head {
         }
     }
 
-    /// The whole answer; `messages` are those of a chat, by choice.
-    pub fn whole(&self, choices: &[Piece], mut messages: Vec<Value>) -> Value {
-        let choice = |piece: &Piece| {
-            let mut choice = json!({"index": piece.index});
-            let fields = choice.as_object_mut().expect("it is an object");
-            match messages.get_mut(piece.index) {
-                Some(message) => drop(fields.insert("message".to_owned(), message.take())),
-                None => drop(fields.insert("text".to_owned(), json!(piece.text))),
-            }
-            fields.insert("logprobs".to_owned(), self.logprobs_of(piece, 0));
-            self.end_of(piece, fields);
-            if let Some(found) = &piece.prompt_logprobs {
-                let prompt_logprobs = self.prompt_logprobs(piece.index / self.n.max(1), found);
-                fields.insert("prompt_logprobs".to_owned(), prompt_logprobs);
-            }
-            choice
-        };
-        let choices_json: Vec<Value> = choices.iter().map(choice).collect();
-        let object = if self.is_chat { "chat.completion" } else { "text_completion" };
-        let mut answer = json!({
-            "id": self.id, "object": object, "created": self.created, "model": self.model,
-            "system_fingerprint": FINGERPRINT, "choices": choices_json, "usage": self.usage(choices),
-        });
-        if self.return_token_ids
-            && let Some(prompt) = self.prompts.first()
-        {
-            answer["prompt_token_ids"] = json!(**prompt);
-        }
-        answer
-    }
-
-    /// The first chunk of a chat's choice, with the role.
-    pub fn opening(&self, index: usize) -> Bytes {
-        let choice = json!({"index": index, "delta": {"role": "assistant", "content": ""}, "logprobs": null, "finish_reason": null});
-        self.event(&[choice], None)
-    }
-
-    /// A chunk of a stream. `delta` is the message's change in a chat; `offset` the number of characters before the piece.
-    pub fn chunk(&self, piece: &Piece, delta: Option<Value>, offset: usize) -> Bytes {
+    fn choice(&self, piece: &Piece, name: &str, value: Value, offset: usize) -> Value {
         let mut choice = json!({"index": piece.index});
         let fields = choice.as_object_mut().expect("it is an object");
-        match delta {
-            Some(delta) => drop(fields.insert("delta".to_owned(), delta)),
-            None => drop(fields.insert("text".to_owned(), json!(piece.text))),
-        }
+        fields.insert(name.to_owned(), value);
         fields.insert("logprobs".to_owned(), self.logprobs_of(piece, offset));
         self.end_of(piece, fields);
-        let usage = self.continuous_usage.then(|| self.usage(std::slice::from_ref(piece)));
-        self.event(&[choice], usage)
-    }
-
-    /// The last chunk, with the usage, where the request has it.
-    pub fn usage_chunk(&self, choices: &[Piece]) -> Option<Bytes> {
-        self.include_usage.then(|| self.event(&[], Some(self.usage(choices))))
+        choice
     }
 
     /// The reason of the end, and token ids.
@@ -131,6 +87,7 @@ impl Head {
             None => (None, None),
             Some(Finish::Length) => (Some("length"), None),
             Some(Finish::Stop(text)) => (Some("stop"), text.as_ref()),
+            Some(Finish::ToolCalls) => (Some("tool_calls"), None),
         };
         fields.insert("finish_reason".to_owned(), json!(reason));
         if reason.is_some() {
@@ -200,6 +157,116 @@ impl Head {
             TokenLogprob { text: text(id), id, logprob: found.map(|found| found.logprob), top }
         };
         tokens.iter().enumerate().map(token).collect()
+    }
+}
+
+/// Completions and chats in OpenAI's form.
+pub(crate) struct OpenAiFormat {
+    pub(super) head: Head,
+    pub(super) echo: Echo,
+    /// By choice: the last usage, whether a piece was sent, and the characters of text that were sent.
+    sent: Vec<(Piece, bool, usize)>,
+}
+
+/// Prompts that are echoed before their choices.
+pub(crate) struct Echo {
+    /// By prompt; empty where prompts are not echoed.
+    pub(super) texts: Vec<String>,
+    /// Whether the prompt's tokens are listed, too.
+    pub(super) lists_tokens: bool,
+}
+
+impl OpenAiFormat {
+    /// The form of an answer with `count` choices.
+    pub(super) fn new(head: Head, echo: Echo, count: usize) -> Self {
+        Self { head, echo, sent: (0..count).map(|index| (Piece::empty(index), false, 0)).collect() }
+    }
+
+    /// Puts the prompt before the first piece of a choice.
+    fn add_echo(&self, piece: &mut Piece) {
+        let prompt = piece.index / self.head.n.max(1);
+        let Some(text) = self.echo.texts.get(prompt) else { return };
+        piece.text.insert_str(0, text);
+        if self.echo.lists_tokens {
+            let found = piece.prompt_logprobs.take();
+            piece.tokens.splice(..0, self.head.echoed_tokens(prompt, found.as_deref()));
+        }
+    }
+}
+
+impl AnswerFormat for OpenAiFormat {
+    fn whole(&mut self, mut choices: Vec<Piece>) -> Value {
+        choices.iter_mut().for_each(|piece| self.add_echo(piece));
+        let head = &self.head;
+        let choice = |piece: &mut Piece| {
+            let (name, value) = match head.is_chat {
+                true => ("message", Message::of(std::mem::take(&mut piece.deltas), &head.id, piece.index).json()),
+                false => ("text", json!(piece.text)),
+            };
+            let mut choice = head.choice(piece, name, value, 0);
+            if let Some(found) = &piece.prompt_logprobs {
+                choice["prompt_logprobs"] = head.prompt_logprobs(piece.index / head.n.max(1), found);
+            }
+            choice
+        };
+        let choices_json: Vec<Value> = choices.iter_mut().map(choice).collect();
+        let object = if head.is_chat { "chat.completion" } else { "text_completion" };
+        let mut answer = json!({
+            "id": head.id, "object": object, "created": head.created, "model": head.model,
+            "system_fingerprint": FINGERPRINT, "choices": choices_json, "usage": head.usage(&choices),
+        });
+        if head.return_token_ids
+            && let Some(prompt) = head.prompts.first()
+        {
+            answer["prompt_token_ids"] = json!(**prompt);
+        }
+        answer
+    }
+
+    /// The first chunk of each choice of a chat has the role.
+    fn begin(&mut self) -> Bytes {
+        let mut events = Vec::new();
+        for index in (0..self.sent.len()).filter(|_| self.head.is_chat) {
+            let delta = json!({"role": "assistant", "content": ""});
+            let choice = json!({"index": index, "delta": delta, "logprobs": null, "finish_reason": null});
+            events.extend_from_slice(&self.head.event(&[choice], None));
+        }
+        events.into()
+    }
+
+    fn piece(&mut self, mut piece: Piece) -> Bytes {
+        if !self.sent[piece.index].1 {
+            self.add_echo(&mut piece);
+        }
+        let (last, has_begun, offset) = &mut self.sent[piece.index];
+        *has_begun = true;
+        last.usage = piece.usage;
+        let begin = *offset;
+        *offset += match self.head.is_chat {
+            true => 0,
+            false => piece.text.chars().count(),
+        };
+        let (name, value) = match self.head.is_chat {
+            true => ("delta", delta_json(std::mem::take(&mut piece.deltas), &self.head.id, piece.index)),
+            false => ("text", json!(piece.text)),
+        };
+        let choice = self.head.choice(&piece, name, value, begin);
+        let usage = self.head.continuous_usage.then(|| self.head.usage(std::slice::from_ref(&piece)));
+        self.head.event(&[choice], usage)
+    }
+
+    fn end(&mut self, has_failed: bool) -> Bytes {
+        let mut events = Vec::new();
+        if self.head.include_usage && !has_failed {
+            let totals: Vec<Piece> = self.sent.iter().map(|(piece, ..)| piece.clone()).collect();
+            events.extend_from_slice(&self.head.event(&[], Some(self.head.usage(&totals))));
+        }
+        events.extend_from_slice(b"data: [DONE]\n\n");
+        events.into()
+    }
+
+    fn error(&mut self, error: &ApiError) -> Bytes {
+        format!("data: {}\n\n", error.json()).into()
     }
 }
 
