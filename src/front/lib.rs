@@ -77,7 +77,7 @@ pub use ledger::LedgerSource;
 pub use listener::StartError;
 pub use log_settings::{LogControl, LogFormat, LogOptions};
 pub use metrics::{MetricsOptions, MetricsSource};
-pub use openai::{Chat, ChatPrompts, UnknownFields};
+pub use openai::{Chat, ChatPrompts, Conversation, UnknownFields};
 pub use origins::Origins;
 pub use otlp_export::Collector;
 pub use restricted::{Api, Restrictions};

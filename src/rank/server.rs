@@ -392,8 +392,8 @@ fn bound_files(config: &mut front::Config) {
 struct Templates(ChatTemplates);
 
 impl front::ChatPrompts for Templates {
-    fn prompt(&self, model: &str, messages: &[serde_json::Value]) -> Result<String, serving::InferError> {
-        self.0.prompt(model, messages)
+    fn prompt(&self, model: &str, conversation: &front::Conversation) -> Result<String, serving::InferError> {
+        self.0.prompt(model, &conversation.messages)
     }
 }
 

@@ -7,15 +7,18 @@ use futures::stream::SelectAll;
 use generation::{Generator, SamplingDefaults};
 use http::HeaderMap;
 use hyper::body::Incoming;
+use serde_json::Value;
 use serving::{GenerateCall, Limit, Limits, Name};
 
 use super::choices::{CallOptions, Choices, pieces};
+use super::conversation::Conversation;
 use super::error::ApiError;
 use super::fields::{Fields, UnknownFields, check, tree_bytes};
-use super::parameters::{COMPLETION_TOKENS, Parameters};
-use super::prompt::{Conversation, Prompt, encode_all, read_prompts};
+use super::parameters::{COMPLETION_TOKENS, Parameters, drawn_number};
+use super::prompt::{Prompt, encode_all, read_prompts};
 use super::reply::{Echo, Head, OpenAiFormat};
-use super::respond::{Pieces, respond};
+use super::respond::{AnswerFormat, Pieces, respond};
+use super::tools::{Tool, ToolChoice, ToolForm, Tools};
 use super::turn::{PlainParser, TurnOptions, divided};
 use super::{models, tensor_model};
 use crate::aside::aside_in_turn;
@@ -36,6 +39,13 @@ pub(crate) struct CompletionRequest {
     pub(super) parameters: Parameters,
     /// Whether a completion begins with its prompt.
     pub(super) echo: bool,
+    /// Tools that a chat may call.
+    pub(super) tools: Tools,
+    /// Whether the answer of a chat has the model's reasoning.
+    pub(super) includes_reasoning: bool,
+    /// Whether a call that `tool_choice` names ends with the reason `stop`, as in OpenAI's chats.
+    pub(super) ends_named_call_with_stop: bool,
+    pub(super) is_chat: bool,
 }
 
 /// What is completed.
@@ -56,10 +66,19 @@ impl CompletionRequest {
         check(limits, Limit::NameBytes, "model", model.len())?;
         let mut parameters = Parameters::read(&mut fields, limits)?;
         let max_tokens = Parameters::token_count(&mut fields, "max_tokens")?;
-        let (input, mut echo) = (read_input(&mut fields, is_chat, limits)?, false);
+        let (mut input, mut echo) = (read_input(&mut fields, is_chat, limits)?, false);
+        let (mut tools, mut includes_reasoning) = (Tools::default(), true);
         if is_chat {
             parameters.max_tokens = Parameters::token_count(&mut fields, "max_completion_tokens")?.or(max_tokens);
             parameters.logprobs = chat_logprobs(&mut fields)?;
+            tools = Tools::read(&mut fields, ToolForm::Chat)?;
+            includes_reasoning = fields.flag("include_reasoning")?.unwrap_or(true);
+            let is_text =
+                |modalities: &Value| modalities.as_array().is_some_and(|list| list.iter().all(|it| it == "text"));
+            fields.refuse_unless("modalities", is_text, "models answer with text")?;
+            if let Input::Conversation(conversation) = &mut input {
+                conversation.tools = tools.offered().iter().map(Tool::json).collect();
+            }
         } else {
             parameters.max_tokens = Some(max_tokens.unwrap_or(COMPLETION_TOKENS));
             parameters.logprobs = Parameters::num_logprobs(&mut fields, "logprobs")?;
@@ -69,11 +88,8 @@ impl CompletionRequest {
         // They are for the provider's accounting and change no answer.
         fields.ignore(&["user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key"]);
         fields.finish(unknown)?;
-        Ok(Self { model, input, parameters, echo })
-    }
-
-    fn is_chat(&self) -> bool {
-        matches!(self.input, Input::Conversation(_))
+        let ends_named_call_with_stop = true;
+        Ok(Self { model, input, parameters, echo, tools, includes_reasoning, ends_named_call_with_stop, is_chat })
     }
 }
 
@@ -142,31 +158,113 @@ pub(super) async fn take_prompts(state: &State, request: &mut CompletionRequest)
     }
 }
 
+/// A request whose generation has started.
+struct Started {
+    /// The pieces of its choices; in a chat with their deltas.
+    pieces: Pieces,
+    /// Number of choices.
+    count: usize,
+    /// The prompts' tokens.
+    prompts: Vec<Arc<[u32]>>,
+    /// The prompts' texts, where they are echoed.
+    echoes: Vec<String>,
+}
+
+/// Encodes the prompts of a request and starts its generation.
+async fn start(
+    state: &State,
+    request: &mut CompletionRequest,
+    generator: &Generator,
+    charge: &Charge,
+) -> Result<Started, ApiError> {
+    let is_chat = request.is_chat;
+    let prompts = take_prompts(state, request).await?;
+    charge_prompts(state.server.limits(), charge, request, &prompts)?;
+    if request.echo && request.parameters.logprobs.is_some() {
+        request.parameters.prompt_logprobs = request.parameters.prompt_logprobs.or(request.parameters.logprobs);
+    }
+    let echoed: Vec<Prompt> = if request.echo { prompts.clone() } else { Vec::new() };
+    let started = Instant::now();
+    // A template spells the special tokens out.
+    let adds_special = generator.adds_special_tokens && !is_chat;
+    let prompts = encode_all(prompts, generator, adds_special, &request.parameters).await?;
+    let encode_time = started.elapsed();
+    let count = prompts.len() * request.parameters.n;
+    let begin = || begin(state, request, generator, &prompts, encode_time);
+    let choices = aside_in_turn(count * REQUEST_BYTES, begin).await?;
+    let pieces: Pieces = match is_chat {
+        true => divide(request, choices, count),
+        false => Box::pin(choices),
+    };
+    let echoes = echoed.into_iter().map(|prompt| text_of(prompt, generator)).collect();
+    Ok(Started { pieces, count, prompts, echoes })
+}
+
+/// The pieces of a chat with their deltas.
+pub(super) fn divide(request: &CompletionRequest, choices: Choices, count: usize) -> Pieces {
+    let is_named = matches!(request.tools.choice, ToolChoice::Named(_));
+    let options = TurnOptions {
+        includes_reasoning: request.includes_reasoning,
+        ends_with_tool_calls: !(is_named && request.ends_named_call_with_stop),
+    };
+    Box::pin(divided(choices, count, options, || Box::new(PlainParser)))
+}
+
 async fn generate(
     state: &Arc<State>,
     mut request: CompletionRequest,
     generator: &Generator,
     charge: Charge,
 ) -> Result<Reply, ApiError> {
-    let is_chat = request.is_chat();
+    let Started { pieces, count, prompts, echoes } = start(state, &mut request, generator, &charge).await?;
+    let tokenizer = Some(generator.tokenizer.clone());
+    let head = Head::new(&request.parameters, &request.model, request.is_chat, prompts, tokenizer);
+    let echo = Echo { texts: echoes, lists_tokens: request.parameters.logprobs.is_some() };
+    let format = Box::new(OpenAiFormat::new(head, echo, count));
+    respond(pieces, count, format, request.parameters.stream, charge).await
+}
+
+/// What the form of an answer needs to know of a chat.
+pub(super) struct ChatRun {
+    /// A number for ids, different for each answer.
+    pub(super) unique: String,
+    /// Tokens of the prompt.
+    pub(super) prompt_tokens: usize,
+}
+
+/// Serves a chat of an endpoint with its own form of answers.
+pub(super) async fn chat(
+    state: &Arc<State>,
+    mut request: CompletionRequest,
+    charge: Charge,
+    format: impl FnOnce(ChatRun) -> Box<dyn AnswerFormat>,
+) -> Result<Reply, ApiError> {
+    let generator = chat_generator(state, &request.model)?;
+    let Started { pieces, count, prompts, .. } = start(state, &mut request, &generator, &charge).await?;
+    let prompt_tokens = prompts.first().map_or(0, |prompt| prompt.len());
+    let run = ChatRun { unique: format!("{:016x}", drawn_number()), prompt_tokens };
+    respond(pieces, count, format(run), request.parameters.stream, charge).await
+}
+
+/// The tokens of a chat's prompt.
+pub(super) async fn encode_chat(
+    state: &State,
+    mut request: CompletionRequest,
+    charge: &Charge,
+) -> Result<Arc<[u32]>, ApiError> {
+    let generator = chat_generator(state, &request.model)?;
     let prompts = take_prompts(state, &mut request).await?;
-    charge_prompts(state.server.limits(), &charge, &request, &prompts)?;
-    if request.echo && request.parameters.logprobs.is_some() {
-        request.parameters.prompt_logprobs = request.parameters.prompt_logprobs.or(request.parameters.logprobs);
-    }
-    let texts: Vec<Prompt> = if request.echo { prompts.clone() } else { Vec::new() };
-    let started = Instant::now();
-    // A template spells the special tokens out.
-    let adds_special = generator.adds_special_tokens && !is_chat;
-    let prompts = encode_all(prompts, generator, adds_special, &request.parameters).await?;
-    let encode_time = started.elapsed();
-    let begin_bytes = prompts.len() * request.parameters.n * REQUEST_BYTES;
-    let begin = || begin(state, &request, generator, &prompts, encode_time);
-    let choices = aside_in_turn(begin_bytes, begin).await?;
-    let count = prompts.len() * request.parameters.n;
-    let head = Head::new(&request.parameters, &request.model, is_chat, prompts, Some(generator.tokenizer.clone()));
-    let echoes = texts.into_iter().map(|prompt| text_of(prompt, generator)).collect();
-    answer(&request, head, choices, echoes, count, charge).await
+    charge_prompts(state.server.limits(), charge, &request, &prompts)?;
+    let prompts = encode_all(prompts, &generator, false, &request.parameters).await?;
+    prompts.into_iter().next().ok_or_else(|| ApiError::of_field("messages", "The conversation has no prompt."))
+}
+
+fn chat_generator(state: &State, model: &str) -> Result<Generator, ApiError> {
+    models::text_model(state, model).ok_or_else(|| ApiError::no_model(model))?;
+    models::generator(state, model).ok_or_else(|| {
+        let words = format!("Model `{model}` takes tensors only; this endpoint needs a language model of the server.");
+        ApiError::of_field("model", words)
+    })
 }
 
 /// The text of a prompt.
@@ -213,27 +311,6 @@ fn begin(
         }
     }
     Ok(choices)
-}
-
-/// Sends the answer in OpenAI's form. `echoes` has the texts of prompts that are echoed.
-pub(super) async fn answer(
-    request: &CompletionRequest,
-    head: Head,
-    choices: Choices,
-    echoes: Vec<String>,
-    count: usize,
-    charge: Charge,
-) -> Result<Reply, ApiError> {
-    let pieces: Pieces = match head.is_chat {
-        true => {
-            let options = TurnOptions { includes_reasoning: true, ends_with_tool_calls: true };
-            Box::pin(divided(choices, count, options, || Box::new(PlainParser)))
-        }
-        false => Box::pin(choices),
-    };
-    let echo = Echo { texts: echoes, lists_tokens: request.parameters.logprobs.is_some() };
-    let format = Box::new(OpenAiFormat::new(head, echo, count));
-    respond(pieces, count, format, request.parameters.stream, charge).await
 }
 
 #[cfg(test)]
@@ -309,16 +386,23 @@ mod tests {
     }
 
     #[test]
-    fn content_in_parts_becomes_text() {
+    fn conversations_keep_their_messages_and_refuse_what_is_not_text() {
         let body = r#"{"model": "m", "messages": [{"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]}]}"#;
-        let messages = |body: &str| match read(body, true).unwrap().input {
-            Input::Conversation(conversation) => conversation.messages,
+        let conversation = |body: &str| match read(body, true).unwrap().input {
+            Input::Conversation(conversation) => conversation,
             other => panic!("{other:?}"),
         };
-        assert_eq!(messages(body)[0]["content"], "ab");
-        assert_eq!(messages(r#"{"model": "m", "messages": "ab"}"#), [json!({"role": "user", "content": "ab"})]);
+        assert_eq!(conversation(body).messages[0]["content"].as_array().unwrap().len(), 2);
+        let text = r#"{"model": "m", "messages": "ab", "chat_template_kwargs": {"x": 1}, "reasoning_effort": "none"}"#;
+        let found = conversation(text);
+        assert_eq!(found.messages, [json!({"role": "user", "content": "ab"})]);
+        let variables = json!({"x": 1, "enable_thinking": false, "thinking": false, "reasoning_effort": "none"});
+        assert_eq!(json!(found.variables), variables);
+        assert!(found.add_generation_prompt && !found.continue_final_message);
         let image = body.replace(r#"{"type": "text", "text": "b"}"#, r#"{"type": "image_url", "image_url": {}}"#);
-        assert!(read(&image, true).unwrap_err().contains("models read text only"));
+        assert!(read(&image, true).unwrap_err().contains("part of type `image_url`; models read text only"));
+        let both = r#"{"model": "m", "messages": "a", "continue_final_message": true, "add_generation_prompt": true}"#;
+        assert!(read(both, true).unwrap_err().contains("exclude each other"));
     }
 
     #[test]

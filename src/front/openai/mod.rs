@@ -1,10 +1,13 @@
-//! OpenAI's protocol: `/v1/models`, `/v1/completions`, `/v1/chat/completions`.
+//! OpenAI's protocol (completions, chats, responses, models) and Anthropic's (messages).
 //!
 //! A request becomes a [`generation::GenerateRequest`] for each choice. Models without a generator, for example Python models,
 //! take the same requests as tensors ([`tensor_model`]).
 
+mod anthropic;
+mod anthropic_reply;
 mod choices;
 mod complete;
+mod conversation;
 mod error;
 mod fields;
 mod models;
@@ -12,8 +15,11 @@ mod parameters;
 mod prompt;
 mod reply;
 mod respond;
+mod responses;
+mod responses_reply;
 mod tensor_model;
 mod tokens;
+mod tools;
 mod turn;
 
 use std::sync::Arc;
@@ -28,6 +34,7 @@ use crate::body::ReplyBody;
 use crate::kserve_http::{JSON, Reply, TEXT, reply};
 use crate::restricted::Api;
 use crate::state::State;
+pub use conversation::Conversation;
 pub(crate) use error::ApiError;
 pub use fields::UnknownFields;
 
@@ -37,7 +44,7 @@ pub trait ChatPrompts: Send + Sync {
     ///
     /// # Errors
     /// When the model has no chat template, or it refuses the conversation.
-    fn prompt(&self, model: &str, messages: &[Value]) -> Result<String, InferError>;
+    fn prompt(&self, model: &str, conversation: &Conversation) -> Result<String, InferError>;
 }
 
 /// A place for [`ChatPrompts`] among plain settings.
@@ -52,6 +59,7 @@ impl std::fmt::Debug for Chat {
 
 /// The paths of this module, for the error of an unknown one.
 const PATHS: &str = "/v1/models, /v1/completions, /v1/chat/completions, /v1/completions/render, /v1/chat/completions/render, \
+                     /v1/responses, /v1/messages, /v1/messages/count_tokens, \
                      /tokenize, /detokenize, /health, /ping and /version";
 
 /// Client and server name a request by this header.
@@ -66,7 +74,9 @@ pub(crate) fn is_path(path: &str) -> bool {
 /// Answers one request; an error is an answer too. The reply has the request's id, or a new one.
 pub(crate) async fn handle(state: &Arc<State>, head: &http::request::Parts, body: Incoming) -> Reply {
     let result = answer(state, head, body).await;
-    let mut reply = result.unwrap_or_else(|error| error.reply_with(&error.json()));
+    let is_anthropic = head.uri.path().starts_with("/v1/messages");
+    let body_of = |error: &ApiError| if is_anthropic { anthropic::error_json(error) } else { error.json() };
+    let mut reply = result.unwrap_or_else(|error| error.reply_with(&body_of(&error)));
     let id = head.headers.get(REQUEST_ID).filter(|id| id.len() <= MAX_ID_BYTES).cloned();
     let id = id.or_else(|| HeaderValue::from_str(&format!("req-{:016x}", parameters::drawn_number())).ok());
     id.into_iter().for_each(|id| drop(reply.headers_mut().insert(REQUEST_ID, id)));
@@ -91,6 +101,9 @@ async fn answer(state: &Arc<State>, head: &http::request::Parts, body: Incoming)
         "/v1/models" if is_get => Ok(json_reply(&models::list(state))),
         "/v1/completions" if is_post => complete::complete(state, &head.headers, body, false).await,
         "/v1/chat/completions" if is_post => complete::complete(state, &head.headers, body, true).await,
+        "/v1/responses" if is_post => responses::responses(state, &head.headers, body).await,
+        "/v1/messages" if is_post => anthropic::messages(state, &head.headers, body).await,
+        "/v1/messages/count_tokens" if is_post => anthropic::count_tokens(state, &head.headers, body).await,
         "/v1/completions/render" if is_post => tokens::render(state, &head.headers, body, false).await,
         "/v1/chat/completions/render" if is_post => tokens::render(state, &head.headers, body, true).await,
         "/tokenize" if is_post => tokens::tokenize(state, &head.headers, body).await,
@@ -100,6 +113,9 @@ async fn answer(state: &Arc<State>, head: &http::request::Parts, body: Incoming)
         "/v1/completions"
         | "/v1/chat/completions"
         | "/v1/models"
+        | "/v1/responses"
+        | "/v1/messages"
+        | "/v1/messages/count_tokens"
         | "/v1/completions/render"
         | "/v1/chat/completions/render"
         | "/tokenize"

@@ -1,16 +1,15 @@
-//! Prompts: texts, token ids, or a conversation that a chat template turns into text.
+//! Prompts: texts or token ids.
 
 use std::sync::Arc;
 
 use generation::Generator;
-use serde_json::{Value, json};
+use serde_json::Value;
 use serving::{InferError, Limit, Limits};
 
 use super::error::ApiError;
 use super::fields::{Fields, check, token_ids};
 use super::parameters::Parameters;
 use crate::aside::aside_in_turn;
-use crate::state::State;
 
 /// Maximum number of prompts of a request.
 const MAX_PROMPTS: usize = 1024;
@@ -101,56 +100,6 @@ pub(super) fn read_prompts(fields: &mut Fields, limits: &Limits) -> Result<Vec<P
     match prompts.len() {
         1..=MAX_PROMPTS => Ok(prompts),
         count => Err(wrong(&format!("holds {count} prompts, expected 1 to {MAX_PROMPTS}"))),
-    }
-}
-
-/// A conversation, and how a template turns it into a prompt.
-#[derive(Debug, Clone, Default, PartialEq)]
-pub(crate) struct Conversation {
-    pub(super) messages: Vec<Value>,
-}
-
-impl Conversation {
-    /// Reads the fields of a conversation. Text alone counts as the user's message, as LMDeploy's clients send it.
-    ///
-    /// # Errors
-    /// When a field has an invalid value.
-    pub(super) fn read(fields: &mut Fields, limits: &Limits) -> Result<Self, ApiError> {
-        let wrong = |words: String| ApiError::of_field("messages", words);
-        let messages = match fields.take("messages") {
-            Some(Value::String(text)) => vec![json!({"role": "user", "content": text})],
-            Some(Value::Array(messages)) if !messages.is_empty() => messages,
-            _ => return Err(wrong("`messages` must be a list of at least one message.".to_owned())),
-        };
-        check(limits, Limit::Messages, "messages", messages.len())?;
-        let message = |(at, mut message): (usize, Value)| {
-            if !message["role"].is_string() {
-                return Err(wrong(format!("`messages[{at}].role` must be a string.")));
-            }
-            if let Some(parts) = message["content"].as_array() {
-                let text: Option<String> = parts.iter().map(|part| part["text"].as_str()).collect();
-                let text = text.ok_or_else(|| {
-                    wrong(format!("`messages[{at}].content` holds more than text; models read text only."))
-                })?;
-                message["content"] = text.into();
-            }
-            Ok(message)
-        };
-        let messages = messages.into_iter().enumerate().map(message).collect::<Result<_, _>>()?;
-        Ok(Self { messages })
-    }
-
-    /// The prompt of the conversation.
-    ///
-    /// # Errors
-    /// When the model has no chat template, or the template refuses the conversation.
-    pub(super) async fn render(self, state: &State, model: &str) -> Result<Prompt, ApiError> {
-        let no_template =
-            || ApiError::of_field("messages", "This server has no chat templates; send the prompt to /v1/completions.");
-        let chat = state.config.chat.0.clone().ok_or_else(no_template)?;
-        let model = model.to_owned();
-        let rendered = tokio::task::spawn_blocking(move || chat.prompt(&model, &self.messages)).await;
-        Ok(Prompt::Text(rendered.map_err(|error| InferError::internal(error.to_string()))??))
     }
 }
 

@@ -24,7 +24,9 @@ pub(crate) const FINGERPRINT: &str = concat!("trireme-", env!("CARGO_PKG_VERSION
 /// What all parts of an answer have in common.
 pub(crate) struct Head {
     pub(super) is_chat: bool,
-    pub(super) id: String,
+    id: String,
+    /// The part of the id that is different for each answer.
+    unique: String,
     model: String,
     created: u64,
     /// The start of every chunk, up to its choices.
@@ -50,7 +52,8 @@ impl Head {
     ) -> Self {
         let created = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default().as_secs();
         let prefix = if is_chat { "chatcmpl" } else { "cmpl" };
-        let id = format!("{prefix}-{:08x}{:08x}", parameters.drawn_seed, created as u32);
+        let unique = format!("{:08x}{:08x}", parameters.drawn_seed, created as u32);
+        let id = format!("{prefix}-{unique}");
         let object = if is_chat { "chat.completion.chunk" } else { "text_completion" };
         let common =
             json!({"id": id, "object": object, "created": created, "model": model, "system_fingerprint": FINGERPRINT});
@@ -59,6 +62,7 @@ impl Head {
         Self {
             is_chat,
             id,
+            unique,
             model: model.to_owned(),
             created,
             chunk,
@@ -200,7 +204,7 @@ impl AnswerFormat for OpenAiFormat {
         let head = &self.head;
         let choice = |piece: &mut Piece| {
             let (name, value) = match head.is_chat {
-                true => ("message", Message::of(std::mem::take(&mut piece.deltas), &head.id, piece.index).json()),
+                true => ("message", Message::of(std::mem::take(&mut piece.deltas), &head.unique, piece.index).json()),
                 false => ("text", json!(piece.text)),
             };
             let mut choice = head.choice(piece, name, value, 0);
@@ -247,7 +251,7 @@ impl AnswerFormat for OpenAiFormat {
             false => piece.text.chars().count(),
         };
         let (name, value) = match self.head.is_chat {
-            true => ("delta", delta_json(std::mem::take(&mut piece.deltas), &self.head.id, piece.index)),
+            true => ("delta", delta_json(std::mem::take(&mut piece.deltas), &self.head.unique, piece.index)),
             false => ("text", json!(piece.text)),
         };
         let choice = self.head.choice(&piece, name, value, begin);
@@ -274,7 +278,7 @@ fn finite(logprob: f32) -> f32 {
     logprob.max(LEAST_LOGPROB)
 }
 
-fn chat_logprob(token: &TokenLogprob) -> Value {
+pub(super) fn chat_logprob(token: &TokenLogprob) -> Value {
     let entry = |text: &str, logprob: f32| json!({"token": text, "logprob": finite(logprob), "bytes": text.as_bytes()});
     let mut value = entry(&token.text, token.logprob.unwrap_or(LEAST_LOGPROB));
     value["top_logprobs"] = token.top.iter().map(|(_, text, logprob)| entry(text, *logprob)).collect();

@@ -11,11 +11,12 @@ use serving::{InferError, InferRequest, InferResponse, Limits, Name, Parameter, 
 use text::StopText;
 
 use super::choices::{Choices, Finish, Piece, TokenLogprob, Usage};
-use super::complete::{CompletionRequest, answer, charge_prompts, take_prompts};
+use super::complete::{CompletionRequest, charge_prompts, divide, take_prompts};
 use super::error::ApiError;
 use super::parameters::Parameters;
 use super::prompt::Prompt;
-use super::reply::Head;
+use super::reply::{Echo, Head, OpenAiFormat};
+use super::respond::{Pieces, respond};
 use crate::aside::aside_in_turn;
 use crate::budget::Charge;
 use crate::kserve_http::Reply;
@@ -43,7 +44,7 @@ pub(super) async fn complete(
     config: &ModelConfig,
     charge: Charge,
 ) -> Result<Reply, ApiError> {
-    let is_chat = matches!(request.input, super::complete::Input::Conversation(_));
+    let is_chat = request.is_chat;
     let prompts = take_prompts(state, &mut request).await?;
     charge_prompts(state.server.limits(), &charge, &request, &prompts)?;
     let text = |prompt| match prompt {
@@ -61,7 +62,10 @@ pub(super) async fn complete(
     let begin = || begin(state, config, &request, is_chat, prompts, &forwarded);
     let choices = aside_in_turn(num_bytes + count * REQUEST_BYTES, begin).await?;
     let head = Head::new(&request.parameters, &request.model, is_chat, Vec::new(), None);
-    answer(&request, head, choices, echoes, count, charge).await
+    let pieces: Pieces = if is_chat { divide(&request, choices, count) } else { Box::pin(choices) };
+    let echo = Echo { texts: echoes, lists_tokens: request.parameters.logprobs.is_some() };
+    let format = Box::new(OpenAiFormat::new(head, echo, count));
+    respond(pieces, count, format, request.parameters.stream, charge).await
 }
 
 /// Starts a request for each choice of each prompt. Those of one prompt share its bytes.

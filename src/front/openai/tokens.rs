@@ -10,11 +10,12 @@ use serving::{Limit, Limits};
 
 use super::choices::token_text;
 use super::complete::{CompletionRequest, take_prompts};
+use super::conversation::Conversation;
 use super::error::ApiError;
 use super::fields::{Fields, UnknownFields, check, tree_bytes};
 use super::models;
 use super::parameters::Parameters;
-use super::prompt::{Conversation, Prompt, encode_all};
+use super::prompt::{Prompt, encode_all};
 use crate::aside::aside_in_turn;
 use crate::kserve_http::{Held, JSON, Reply, read_body, reply};
 use crate::state::State;

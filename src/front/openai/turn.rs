@@ -118,8 +118,8 @@ pub(crate) struct ToolCall {
 }
 
 impl Message {
-    /// The message that deltas lead to. `answer_id` makes ids for calls that have none.
-    pub(crate) fn of(deltas: Vec<ChatDelta>, answer_id: &str, choice: usize) -> Self {
+    /// The message that deltas lead to. Calls without an id get one that is made of `unique`.
+    pub(crate) fn of(deltas: Vec<ChatDelta>, unique: &str, choice: usize) -> Self {
         let (mut message, mut calls) = (Self::default(), BTreeMap::<usize, ToolCall>::new());
         for delta in deltas {
             match delta {
@@ -127,7 +127,7 @@ impl Message {
                 ChatDelta::Content(text) => message.content.push_str(&text),
                 ChatDelta::ToolCallStart { index, id, name } => {
                     let call = calls.entry(index).or_default();
-                    call.id = id.unwrap_or_else(|| call_id(answer_id, choice, index));
+                    call.id = id.unwrap_or_else(|| call_id(unique, choice, index));
                     call.name = name;
                 }
                 ChatDelta::ToolCallArguments { index, json } => {
@@ -158,13 +158,12 @@ impl Message {
 }
 
 /// The id of a call that the model gave none.
-pub(crate) fn call_id(answer_id: &str, choice: usize, index: usize) -> String {
-    let unique = answer_id.rsplit('-').next().unwrap_or_default();
+pub(crate) fn call_id(unique: &str, choice: usize, index: usize) -> String {
     format!("call_{unique}{choice:02x}{index:02x}")
 }
 
 /// The `delta` objects of a chunk: several where a piece has deltas of different kinds.
-pub(crate) fn delta_json(deltas: Vec<ChatDelta>, answer_id: &str, choice: usize) -> Value {
+pub(crate) fn delta_json(deltas: Vec<ChatDelta>, unique: &str, choice: usize) -> Value {
     let mut object = Map::new();
     let mut append = |name: &str, text: String| match object.get_mut(name) {
         Some(Value::String(known)) => known.push_str(&text),
@@ -179,7 +178,7 @@ pub(crate) fn delta_json(deltas: Vec<ChatDelta>, answer_id: &str, choice: usize)
             }
             ChatDelta::Content(text) => append("content", text),
             ChatDelta::ToolCallStart { index, id, name } => {
-                let id = id.unwrap_or_else(|| call_id(answer_id, choice, index));
+                let id = id.unwrap_or_else(|| call_id(unique, choice, index));
                 let function = json!({"name": name, "arguments": ""});
                 calls.push(json!({"index": index, "id": id, "type": "function", "function": function}));
             }
@@ -219,13 +218,13 @@ mod tests {
 
     #[test]
     fn deltas_lead_to_a_message_and_chunks_join_to_it() {
-        let message = Message::of(deltas(), "chatcmpl-abc", 0).json();
+        let message = Message::of(deltas(), "abc", 0).json();
         assert_eq!(message["reasoning"], "so then");
         assert_eq!(message["content"], "Hello");
         assert_eq!(message["tool_calls"][0]["id"], "call_abc0000");
         assert_eq!(message["tool_calls"][0]["function"], json!({"name": "f", "arguments": "{\"a\":1}"}));
         assert_eq!(message["tool_calls"][1]["id"], "functions.g:1");
-        let whole = delta_json(deltas(), "chatcmpl-abc", 0);
+        let whole = delta_json(deltas(), "abc", 0);
         assert_eq!(whole["reasoning_content"], "so then");
         assert_eq!(whole["tool_calls"][0]["function"], message["tool_calls"][0]["function"]);
         let only_arguments = delta_json(vec![ChatDelta::ToolCallArguments { index: 3, json: "{".to_owned() }], "x", 0);
