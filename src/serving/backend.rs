@@ -7,7 +7,9 @@ use futures::future::{BoxFuture, FutureExt as _};
 use generation::Generator;
 use repository::ModelConfig;
 
-use crate::{GenerateCall, InferError, InferRequest, Limits, ResponseSender, ResponseStream, TextModel, TextOutputs};
+use crate::{
+    GenerateCall, InferError, InferRequest, Limits, MemoryUsage, ResponseSender, ResponseStream, TextModel, TextOutputs,
+};
 
 /// One loaded model version: `serving` calls it, `backends` implement it.
 ///
@@ -96,17 +98,6 @@ pub trait Backend: Send + Sync {
 
     /// Resolves when no request is in flight. Called after the last request was passed to the backend.
     fn drain(&self) -> BoxFuture<'_, ()>;
-}
-
-/// An amount of memory that a model holds.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub struct MemoryUsage {
-    /// `CPU` or `GPU`, as the statistics name them.
-    pub kind: &'static str,
-    /// Number of the GPU on its node; 0 for `CPU`.
-    pub id: i64,
-    /// Size in bytes.
-    pub num_bytes: u64,
 }
 
 /// One request of a batch, and the sender of its responses.

@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use crate::histogram::Tally;
 use crate::model::ServedModel;
-use crate::statistics::Outcome;
+use crate::outcome::Outcome;
 
 /// Calls that are counted together, at most. All threads share the statistics, and writing a contended cache line is costly.
 const MAX_UNCOUNTED: u64 = 16;

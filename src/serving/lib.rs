@@ -59,6 +59,7 @@ mod cache;
 mod call_counter;
 mod check;
 mod client_memory;
+mod counters;
 mod delta;
 mod ensemble;
 mod ensemble_step;
@@ -70,8 +71,10 @@ mod labels;
 mod lifecycle;
 mod limits;
 mod model;
+mod outcome;
 mod progress;
 mod rate_limited_log;
+mod recent;
 mod registry;
 mod request;
 mod request_metrics;
@@ -86,7 +89,7 @@ mod text;
 mod trace;
 mod warmup;
 
-pub use backend::{Backend, BackendFactory, BatchedRequest, LoadRequest, MemoryUsage};
+pub use backend::{Backend, BackendFactory, BatchedRequest, LoadRequest};
 pub use cache::CacheStatistics;
 pub use call_counter::CallCounter;
 pub use client_memory::{ClientMemory, ClientSlice, CopyBudget, copy_within};
@@ -106,7 +109,7 @@ pub use sender::ResponseSender;
 pub use server::{ControlMode, ModelMetadata, Server, ServerConfig, ServerMetadata, TensorMetadata};
 pub use source::ResponseSource;
 pub use statistics::{
-    BatchStatistics, FailureCounts, InferStatistics, ModelStatistics, RecentDurations, ResponseStatistics,
+    BatchStatistics, FailureCounts, InferStatistics, MemoryUsage, ModelStatistics, RecentDurations, ResponseStatistics,
     StatisticDuration,
 };
 pub use stream::ResponseStream;

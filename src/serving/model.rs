@@ -11,10 +11,11 @@ use tokio::sync::Notify;
 
 use crate::cache::ResponseCache;
 use crate::check::Signature;
+use crate::counters::Statistics;
 use crate::labels::Labels;
 use crate::request_metrics::{CacheLookup, RequestMetrics};
 use crate::scheduler::{Scheduler, StateSpec};
-use crate::statistics::{ModelStatistics, Statistics};
+use crate::statistics::ModelStatistics;
 use crate::{
     Backend, GenerateCall, InferError, InferRequest, InferResponse, Name, ResponseStream, TextModel, TextOutputs,
 };

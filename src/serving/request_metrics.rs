@@ -8,8 +8,8 @@ use generation::GenerateEvent;
 use crate::cache::CacheKey;
 use crate::index_memo::IndexMemo;
 use crate::model::ServedModel;
+use crate::outcome::{CacheUse, Failure, OtherResponse, Outcome, ResponseTiming};
 use crate::progress::{Generation, Progress, Scheduled};
-use crate::statistics::{CacheUse, Failure, OtherResponse, Outcome, ResponseTiming};
 use crate::{
     DeltaInfo, ErrorKind, InferError, InferRequest, InferResponse, Name, StreamEvent, StreamItem, Timestamp, Trace,
 };

@@ -5,10 +5,10 @@ use std::time::{Duration, Instant};
 
 use tokio::sync::mpsc;
 
+use crate::outcome::Execution;
 use crate::progress::{Generation, Progress, Scheduled};
 use crate::scheduler::{OrderTicket, Rescheduler};
 use crate::source::SentItem;
-use crate::statistics::Execution;
 use crate::{InferError, InferRequest, InferResponse, ResponseStream};
 
 /// The sending end of a [`ResponseStream`]: a model sends its responses here.

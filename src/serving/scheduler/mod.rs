@@ -23,7 +23,7 @@ use tokio::sync::Notify;
 pub(crate) use control_inputs::ControlInputs;
 pub(crate) use response_order::OrderTicket;
 
-use crate::statistics::Execution;
+use crate::outcome::Execution;
 use crate::{
     Backend, BatchedRequest, InferError, InferRequest, RateLimitedLog, ResponseSender, ResponseStream, Tensor,
 };
