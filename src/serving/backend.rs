@@ -5,7 +5,7 @@ use std::sync::Arc;
 
 use futures::future::{BoxFuture, FutureExt as _};
 use generation::Generator;
-use repository::ModelConfig;
+use repository::{ModelConfig, ModelSource};
 
 use crate::{
     GenerateCall, InferError, InferRequest, Limits, MemoryUsage, ResponseSender, ResponseStream, TextModel, TextOutputs,
@@ -152,4 +152,16 @@ pub struct LoadRequest {
     pub config: Arc<ModelConfig>,
     /// Limits on the contents of one request.
     pub limits: Limits,
+}
+
+impl LoadRequest {
+    pub(crate) fn new(source: &ModelSource, version: i64, config: &Arc<ModelConfig>, limits: Limits) -> Self {
+        Self {
+            model_dir: source.dir.clone(),
+            version_dir: source.dir.join(version.to_string()),
+            version,
+            config: config.clone(),
+            limits,
+        }
+    }
 }
