@@ -54,6 +54,7 @@
 //! ```
 #![forbid(unsafe_code)]
 
+mod admission;
 mod backend;
 mod cache;
 mod call_counter;
@@ -80,6 +81,7 @@ mod recent;
 mod registry;
 mod request;
 mod request_metrics;
+mod response_order;
 mod scheduler;
 mod sender;
 mod server;
@@ -96,11 +98,11 @@ pub use backend::{Backend, BackendFactory, BatchedRequest, LoadRequest};
 pub use cache::CacheStatistics;
 pub use call_counter::CallCounter;
 pub use client_memory::{ClientMemory, ClientSlice, CopyBudget, copy_within};
-pub use delta::{DeltaInfo, Elements, OutputDelta, StreamItem};
+pub use delta::{DeltaInfo, Elements, OutputDelta, StreamEvent, StreamItem};
 pub use ensemble_step::EnsembleStep;
 pub use error::{ErrorKind, InferError};
 pub use found_model::LoadOverrides;
-pub use generate_call::{EventStream, GenerateCall, StreamEvent};
+pub use generate_call::{EventStream, GenerateCall};
 pub use generation::Timestamp;
 pub use histogram::{Histogram, HistogramValues, Tally};
 pub use lifecycle::LoadFailure;

@@ -256,6 +256,7 @@ async fn with_deltas(mut stream: ResponseStream) -> (Vec<String>, Vec<bool>) {
                 delta.iter().for_each(|(index, elements)| last.outputs[index].data = elements.to_data());
                 drained.push(info.is_drained);
             }
+            StreamItem::Event(event) => panic!("a request of tensors got {event:?}"),
         }
         responses.push(shown(&last));
     }
