@@ -246,7 +246,7 @@ impl Lifecycle {
         });
         load.catch_unwind().await.unwrap_or_else(|panic| {
             let message = panic.downcast_ref::<String>().map(String::as_str).or(panic.downcast_ref::<&str>().copied());
-            Err(InferError::internal(format!("loading broke off: {}", message.unwrap_or("no message"))))
+            Err(InferError::internal(format!("loading panicked: {}", message.unwrap_or("no message"))))
         })
     }
 

@@ -315,7 +315,7 @@ impl Server {
         let (lifecycle, model) = (self.lifecycle.clone(), name.to_owned());
         // On a task of its own, so that the load completes even if the client leaves.
         let load = tokio::spawn(async move { lifecycle.load(&model, overrides).await });
-        load.await.map_err(|error| InferError::internal(format!("loading '{name}' broke off: {error}")))??;
+        load.await.map_err(|error| InferError::internal(format!("loading '{name}' panicked: {error}")))??;
         self.registry().update(name, |entry| entry.is_required = true);
         Ok(())
     }

@@ -42,7 +42,7 @@ async fn a_model_that_fails_to_load_does_not_stop_the_others() {
     assert!(failures[3].reason.contains(
         "unable to find backend library for backend 'nosuch', try specifying runtime on the model configuration."
     ));
-    assert!(failures[4].reason.contains("loading broke off: on purpose"), "{}", failures[4].reason);
+    assert!(failures[4].reason.contains("loading panicked: on purpose"), "{}", failures[4].reason);
 
     one(server.infer(request("echo", vec![floats("INPUT0", &[1.0])])).unwrap()).await;
     assert!(server.is_live() && !server.is_ready());
