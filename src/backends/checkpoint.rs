@@ -1,4 +1,4 @@
-//! Where the checkpoint of a model lies, and the tokenizer of a tokenizing one.
+//! Finds the checkpoint of a model, and the tokenizer for a model.
 
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -7,13 +7,13 @@ use repository::{ModelConfig, ModelSource, Repository};
 use serving::{InferError, LoadRequest};
 use text::{Tokenizer, TokenizerType};
 
-/// Parameters that name a checkpoint, the most particular first.
+/// Parameters that name a checkpoint, in order of precedence.
 const CHECKPOINT_PARAMETERS: [&str; 3] = ["gpt_model_path", "engine_dir", "model_dir"];
 
-/// The same, but they may also hold the name of a model on a hub, which is none of our business.
+/// Parameters that name a checkpoint or a model on a hub. Names on a hub are ignored.
 const HUB_PARAMETERS: [&str; 2] = ["huggingface_model", "model_path"];
 
-/// What a directory holds, as far as its files tell.
+/// Contents of a directory, by its files.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Holds {
     Checkpoint,
@@ -41,7 +41,7 @@ impl Holds {
         if is_turbomind { Holds::TurboMindWeights } else { Holds::Nothing }
     }
 
-    /// What to do about a directory that is no checkpoint.
+    /// What is in the directory, and what to do if that is not a checkpoint.
     fn advice(self, dir: &Path) -> String {
         let dir = dir.display();
         match self {
@@ -63,15 +63,15 @@ impl Holds {
     }
 }
 
-/// Whether a parameter says where the checkpoint is.
+/// Whether a parameter names the checkpoint.
 pub(crate) fn is_named(config: &ModelConfig) -> bool {
     CHECKPOINT_PARAMETERS.iter().any(|key| config.parameter(key).is_some())
 }
 
-/// The directory of a model's checkpoint: where a parameter points, else its version directory or `weights/` in it.
+/// The directory of a model's checkpoint: the one that a parameter names, or else the version directory or `weights/` in it.
 ///
 /// # Errors
-/// When there is none, with what lies there instead and what to do.
+/// When there is no checkpoint. The error says what was found instead and what to do.
 pub(crate) fn find(config: &ModelConfig, model_dir: &Path, version_dir: &Path) -> Result<PathBuf, String> {
     for key in CHECKPOINT_PARAMETERS {
         let Some(path) = config.parameter(key) else { continue };
@@ -99,10 +99,11 @@ pub(crate) fn find(config: &ModelConfig, model_dir: &Path, version_dir: &Path) -
     }
 }
 
-/// The tokenizer for a model: where parameter `tokenizer_dir` points, seen from the model's directory or from the
-/// repository, or `tokenizer_path`, seen from the version directory; else beside the model itself; else the one of the
-/// LLM in the same repository. Parameter `tokenizer_type` says by whose rules it is read. With it comes the directory that it
-/// was read from.
+/// The tokenizer for a model, and the directory that it was read from.
+///
+/// The first of these that exists is used: the directory that the parameter `tokenizer_dir` names, relative to the model or the
+/// repository; the one that `tokenizer_path` names, relative to the version; the version directory; the checkpoint of the only
+/// model with a tokenizer in the same repository. The parameter `tokenizer_type` names the format.
 pub(crate) fn tokenizer(model: &LoadRequest) -> Result<(Arc<Tokenizer>, PathBuf), InferError> {
     let name = &model.config.name;
     let wrong = |words: String| InferError::invalid(format!("model `{name}`: {words}"));
@@ -112,10 +113,10 @@ pub(crate) fn tokenizer(model: &LoadRequest) -> Result<(Arc<Tokenizer>, PathBuf)
     Ok((tokenizer, if dir.is_file() { dir.parent().map(Path::to_owned).unwrap_or_default() } else { dir }))
 }
 
-/// Where [`tokenizer`] looks.
+/// The directory that [`tokenizer`] uses.
 ///
 /// # Errors
-/// When there is none, or more than one to choose from.
+/// When there is none, or more than one.
 pub(crate) fn tokenizer_dir(config: &ModelConfig, model_dir: &Path, version_dir: &Path) -> Result<PathBuf, String> {
     if let Some(path) = config.parameter("tokenizer_dir") {
         let mut places = vec![model_dir.join(path)];
@@ -149,14 +150,14 @@ pub(crate) fn tokenizer_dir(config: &ModelConfig, model_dir: &Path, version_dir:
     }
 }
 
-/// Whether a directory holds the files of some tokenizer.
+/// Whether a directory has the files of a tokenizer.
 pub(crate) fn has_tokenizer(dir: &Path) -> bool {
     let has = |file: &str| dir.join(file).is_file();
     has("tokenizer.json") || has("tokenizer.model") || has("spiece.model") || has("vocab.json") && has("merges.txt")
 }
 
-/// Other models of the repository that hold a tokenizer, by name. Where some of several share an ensemble
-/// with this model, only those.
+/// Other models of the repository with a tokenizer, and its directory. If some of them share an ensemble with this model, only
+/// these.
 fn beside(name: &str, model_dir: &Path) -> Vec<(String, PathBuf)> {
     let Some(root) = model_dir.parent() else { return Vec::new() };
     let Ok(repository) = Repository::open(&[root.to_owned()]) else { return Vec::new() };
@@ -177,7 +178,7 @@ fn beside(name: &str, model_dir: &Path) -> Vec<(String, PathBuf)> {
             found.retain(|(name, _)| shares(name));
         }
     }
-    // Several models that name one directory leave nothing to choose.
+    // Several models with the same directory count once.
     let mut seen = Vec::new();
     found.retain(|(_, dir)| {
         let dir = dir.canonicalize().unwrap_or_else(|_| dir.clone());
@@ -188,7 +189,7 @@ fn beside(name: &str, model_dir: &Path) -> Vec<(String, PathBuf)> {
     found
 }
 
-/// The directory of a model's checkpoint that holds a tokenizer.
+/// The directory of a model's tokenizer, in its checkpoint.
 fn with_tokenizer(model: &ModelSource) -> Option<PathBuf> {
     let named = ["tokenizer_dir"].iter().chain(&CHECKPOINT_PARAMETERS).filter_map(|key| model.config.parameter(key));
     let version_dir = model.dir.join(model.versions.last()?.to_string());

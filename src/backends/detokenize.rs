@@ -1,7 +1,7 @@
-//! `detokenize`: token ids as text, in the place of TensorRT-LLM's postprocessing model and with its tensors.
+//! `detokenize`: turns token ids into text, with the tensors of TensorRT-LLM's postprocessing model.
 //!
-//! Behind a decoupled model it sees a few tokens at a time. It keeps one detokenizer per sequence for the run of the
-//! ensemble, so that the pieces joined are the text of the whole.
+//! After a decoupled model it gets a few tokens at a time. It keeps one detokenizer for each sequence as long as the ensemble's
+//! request runs, so that the joined pieces equal the text of the whole sequence.
 
 use std::sync::Arc;
 
@@ -18,18 +18,18 @@ use text::{Detokenizer, Tokenizer};
 
 use crate::{checkpoint, parameters};
 
-/// Inputs that TensorRT-LLM's releases up to 0.13 have their postprocessing give back, as `OUT_` and their name.
-const PASSED_ON: [&str; 5] =
+/// Inputs that the postprocessing model of TensorRT-LLM up to 0.13 returns unchanged, as `OUT_` and their name.
+const PASSTHROUGH: [&str; 5] =
     ["CUM_LOG_PROBS", "OUTPUT_LOG_PROBS", "CONTEXT_LOGITS", "GENERATION_LOGITS", "BATCH_INDEX"];
 
 /// Loads `backend: "detokenize"`.
 pub(crate) struct DetokenizeFactory;
 
 impl BackendFactory for DetokenizeFactory {
-    /// Releases before 0.9 demand log probabilities, which are only there for requests that ask for them.
+    /// Makes log probabilities optional. Releases before 0.9 require them, but only some requests have them.
     fn complete(&self, config: &mut ModelConfig) {
-        let passed_on = config.input.iter_mut().filter(|input| PASSED_ON.contains(&input.name.as_str()));
-        passed_on.for_each(|input| input.optional = true);
+        let passthrough = config.input.iter_mut().filter(|input| PASSTHROUGH.contains(&input.name.as_str()));
+        passthrough.for_each(|input| input.optional = true);
     }
 
     fn load(&self, model: LoadRequest) -> BoxFuture<'static, Result<Arc<dyn Backend>, InferError>> {
@@ -39,9 +39,9 @@ impl BackendFactory for DetokenizeFactory {
             let is_nested = has_beams && model.config.max_batch_size > 0;
             let (tokenizer, _) = checkpoint::tokenizer(&model)?;
             let is_declared = |name: &Name| model.config.output.iter().any(|output| *name == output.name.as_str());
-            let named = PASSED_ON.map(|name| (Name::from(name), Name::from(format!("OUT_{name}"))));
-            let passed_on = named.into_iter().filter(|(_, output)| is_declared(output)).collect();
-            Ok(Arc::new(Detokenize { tokenizer, skip_special_tokens, is_nested, passed_on }) as Arc<dyn Backend>)
+            let named = PASSTHROUGH.map(|name| (Name::from(name), Name::from(format!("OUT_{name}"))));
+            let passthrough = named.into_iter().filter(|(_, output)| is_declared(output)).collect();
+            Ok(Arc::new(Detokenize { tokenizer, skip_special_tokens, is_nested, passthrough }) as Arc<dyn Backend>)
         };
         async { tokio::task::spawn_blocking(load).await.map_err(|error| InferError::internal(error.to_string()))? }
             .boxed()
@@ -51,27 +51,27 @@ impl BackendFactory for DetokenizeFactory {
 struct Detokenize {
     tokenizer: Arc<Tokenizer>,
     skip_special_tokens: bool,
-    /// Whether texts lie in rows of beams; else, as TensorRT-LLM's own model answers, in one list: its clients read
+    /// Whether texts are in rows of beams. Otherwise they are in one list, as from TensorRT-LLM's model, whose clients read
     /// `text_output[0]`.
     is_nested: bool,
-    /// Inputs that it gives back, and as what: those of [`PASSED_ON`] whose outputs the configuration declares.
-    passed_on: Arc<[(Name, Name)]>,
+    /// Inputs of [`PASSTHROUGH`] whose outputs the configuration declares, with the names of these outputs.
+    passthrough: Arc<[(Name, Name)]>,
 }
 
-/// The texts in the making of one run.
+/// Unfinished texts of one request to an ensemble.
 #[derive(Default)]
 struct Texts {
-    /// By sequence index, then by row and beam: in this order, mostly one.
+    /// Sorted by key. Most requests have one text.
     of_rows: SmallVec<[(TextKey, Detokenizer); 1]>,
-    /// What one request adds to all of them, row after row.
+    /// The pieces that one request adds, row by row.
     pieces: String,
 }
 
-/// Of a text: sequence index, then row and beam.
+/// Key of a text: the sequence index, and the position in the rows and beams.
 type TextKey = (i32, usize);
 
 impl Texts {
-    /// Where a text is, or where it belongs.
+    /// The index of a text, or the index to insert it at.
     fn find(&self, key: TextKey) -> Result<usize, usize> {
         self.of_rows.binary_search_by_key(&key, |(key, _)| *key)
     }
@@ -82,14 +82,14 @@ impl Backend for Detokenize {
         let inputs = Inputs::of(&request);
         let tokens = Tokens::new(&inputs, self.is_nested)?;
         if let Some(num_decoded) = inputs.num_decoded {
-            return self.behind(&inputs, &tokens, &token_ids(num_decoded)?).map(ResponseStream::ready);
+            return self.remaining_text(&inputs, &tokens, &token_ids(num_decoded)?).map(ResponseStream::ready);
         }
         let texts = match &request.step {
             Some(step) => step.with_state(Texts::default, |texts| self.push(texts, &tokens, step.is_last)),
             None => self.push(&mut Texts::default(), &tokens, true),
         };
         let mut outputs = vec![texts];
-        outputs.extend(self.passed_on.iter().filter_map(|(input, output)| {
+        outputs.extend(self.passthrough.iter().filter_map(|(input, output)| {
             request.input(input).map(|tensor| Tensor { name: output.clone(), ..tensor.clone() })
         }));
         Ok(ResponseStream::ready(InferResponse { outputs, ..InferResponse::default() }))
@@ -97,8 +97,8 @@ impl Backend for Detokenize {
 
     fn text_model(&self) -> Option<TextModel> {
         let decoder = TextDecoder { tokenizer: self.tokenizer.clone(), skip_special_tokens: self.skip_special_tokens };
-        let (is_nested, passed_on) = (self.is_nested, self.passed_on.clone());
-        Some(TextModel::Detokenizer(DetokenizerModel { decoder, is_nested, passthrough: passed_on }))
+        let (is_nested, passthrough) = (self.is_nested, self.passthrough.clone());
+        Some(TextModel::Detokenizer(DetokenizerModel { decoder, is_nested, passthrough }))
     }
 
     fn drain(&self) -> BoxFuture<'_, ()> {
@@ -107,8 +107,13 @@ impl Backend for Detokenize {
 }
 
 impl Detokenize {
-    /// LMDeploy's form: the client sends all tokens of a sequence and how many of them it has the text of.
-    fn behind(&self, inputs: &Inputs, tokens: &Tokens, num_decoded: &[u32]) -> Result<InferResponse, InferError> {
+    /// Serves LMDeploy's form of a request: the client sends all tokens of a sequence, and the number of tokens whose text it has.
+    fn remaining_text(
+        &self,
+        inputs: &Inputs,
+        tokens: &Tokens,
+        num_decoded: &[u32],
+    ) -> Result<InferResponse, InferError> {
         let skip = inputs.skip_special_tokens.map(token_ids).transpose()?;
         let skip = skip.and_then(|skip| skip.first().copied()).map_or(self.skip_special_tokens, |skip| skip != 0);
         let text = |(row, ids): (usize, &[u32])| {
@@ -116,17 +121,17 @@ impl Detokenize {
                 num_decoded.get(row).or(num_decoded.first()).map_or(0, |&begin| (begin as usize).min(ids.len()));
             let mut text = Detokenizer::new(self.tokenizer.clone(), skip);
             ids[..begin].iter().for_each(|&id| text.push_into(id, &mut String::new()));
-            let mut behind = String::new();
-            ids[begin..].iter().for_each(|&id| text.push_into(id, &mut behind));
-            text.finish_into(&mut behind);
-            behind
+            let mut rest = String::new();
+            ids[begin..].iter().for_each(|&id| text.push_into(id, &mut rest));
+            text.finish_into(&mut rest);
+            rest
         };
         let texts: Vec<String> = tokens.rows().enumerate().map(text).collect();
         let outputs = vec![Tensor::from_byte_strings("OUTPUT", &[texts.len() as i64], &texts)];
         Ok(InferResponse { outputs, ..InferResponse::default() })
     }
 
-    /// The text that each row's new tokens complete, with what was held back if these are the last.
+    /// The text that the new tokens of each row complete. Text that was held back is included if these are the last tokens.
     fn push(&self, texts: &mut Texts, tokens: &Tokens, is_last: bool) -> Tensor {
         let mut ends = SmallVec::<[usize; 4]>::new();
         texts.pieces.clear();
@@ -154,20 +159,20 @@ impl Detokenize {
     }
 }
 
-/// What a request brings.
+/// The inputs of a request.
 #[derive(Default)]
 struct Inputs<'a> {
     tokens: Option<&'a Tensor>,
     lengths: Option<&'a Tensor>,
     sequence_index: Option<&'a Tensor>,
     sequence_end: Option<&'a Tensor>,
-    /// How many tokens the client has the text of, in LMDeploy's form.
+    /// Number of tokens whose text the client has, in LMDeploy's form.
     num_decoded: Option<&'a Tensor>,
     skip_special_tokens: Option<&'a Tensor>,
 }
 
 impl<'a> Inputs<'a> {
-    /// Those of `request`, looked at once each: a token passes here.
+    /// Finds the inputs in one pass, because this runs for each token.
     fn of(request: &'a InferRequest) -> Self {
         let mut inputs = Self::default();
         for tensor in &request.inputs {
@@ -190,11 +195,12 @@ impl<'a> Inputs<'a> {
 struct Tokens {
     ids: Ids,
     width: usize,
-    /// Of each row; one that is longer than the row stands for all of it.
+    /// Lengths of the rows. A length above `width` means the whole row.
     lengths: Ids,
     output_shape: Shape,
     sequence_index: i32,
-    /// Whether these are the last of their sequence; where nobody says so, the run's last are.
+    /// Whether these are the last tokens of their sequence. `None` if the request does not say so: then those of the last request
+    /// are.
     sequence_end: Option<bool>,
 }
 
@@ -232,10 +238,10 @@ impl Tokens {
     }
 }
 
-/// Token ids, or lengths: behind a decoupled model nearly always one.
+/// Token ids or lengths. After a decoupled model there is nearly always one.
 type Ids = SmallVec<[u32; 8]>;
 
-/// Non-negative integers of either sign's type.
+/// Non-negative integers of type INT32 or UINT32.
 fn token_ids(tensor: &Tensor) -> Result<Ids, InferError> {
     let name = &tensor.name;
     if !matches!(tensor.datatype, DataType::Int32 | DataType::Uint32) {

@@ -1,6 +1,6 @@
-//! Encoding of clients' texts: bounded in size, and in how much of it goes on at once.
+//! Encodes clients' texts, with bounds on their sizes and on the texts that are encoded at the same time.
 //!
-//! A text of `n` bytes takes some 300 `n` bytes of memory while it is encoded, and half a microsecond of a core for each.
+//! While a text of `n` bytes is encoded, it needs about 300 `n` bytes of memory and `n` / 2 microseconds of a core.
 
 use std::path::Path;
 use std::sync::{Arc, LazyLock};
@@ -10,40 +10,41 @@ use text::{Coverage, TextError, Tokenizer};
 use tokio::runtime::Handle;
 use tokio::sync::Semaphore;
 
-/// Texts up to this size are encoded at once, longer ones on a thread of their own: about a millisecond's work.
+/// Texts up to this size are encoded by the caller, which takes a millisecond or two. Longer ones are encoded on a blocking
+/// thread.
 const INLINE_BYTES: usize = 4096;
 
-/// Bytes of texts that take one of [`PLACES`]; longer ones take more, up to all.
-const BYTES_PER_PLACE: usize = 1 << 20;
+/// Bytes of text for each permit of [`PERMITS`]. Longer texts take several permits, at most all.
+const BYTES_PER_PERMIT: usize = 1 << 20;
 
-/// Memory that is kept for the next text after a short one goes back to the system after one of this size.
+/// After a text of this size, the allocator returns free memory to the system.
 const LARGE_BYTES: usize = 256 << 10;
 
-/// Longest text for a tokenizer without a model beside it that says how long its sequences are.
-const MAX_BYTES_ALONE: usize = 16 << 20;
+/// Longest text for a tokenizer without a model, whose sequence length would bound it.
+const MAX_BYTES_WITHOUT_MODEL: usize = 16 << 20;
 
-/// A text of this size is encoded whatever the model, so that the model itself says that it is too long.
-const LEAST_BYTES: usize = 64 << 10;
+/// A text up to this size is encoded for every model, so that the model itself returns the error for too many tokens.
+const MIN_BOUND_BYTES: usize = 64 << 10;
 
-/// Where a tokenizer may drop characters or join them in one token, a text may be so many times longer than its tokens could
-/// otherwise stand for, and at least [`BYTES_PER_PLACE`] long.
-const DROPPED: usize = 16;
+/// Factor on the bound for tokenizers that may drop characters or join any number of them in one token. The bound is then at least
+/// [`BYTES_PER_PERMIT`].
+const UNCERTAIN_COVERAGE_FACTOR: usize = 16;
 
-/// As many texts are encoded at once as there are cores.
-static NUM_PLACES: LazyLock<usize> = LazyLock::new(|| std::thread::available_parallelism().map_or(1, usize::from));
-static PLACES: LazyLock<Arc<Semaphore>> = LazyLock::new(|| Arc::new(Semaphore::new(*NUM_PLACES)));
+/// One permit for each core.
+static NUM_PERMITS: LazyLock<usize> = LazyLock::new(|| std::thread::available_parallelism().map_or(1, usize::from));
+static PERMITS: LazyLock<Arc<Semaphore>> = LazyLock::new(|| Arc::new(Semaphore::new(*NUM_PERMITS)));
 
-/// A tokenizer that refuses texts which are too long for its model before it encodes them.
+/// A tokenizer that refuses texts that are too long for its model, without encoding them.
 pub(crate) struct Encoder {
     pub(crate) tokenizer: Arc<Tokenizer>,
-    /// Most bytes of a text.
+    /// Largest size of a text in bytes.
     pub(crate) max_bytes: usize,
-    /// Tokens of the longest sequence of the model beside the tokenizer, where there is one.
+    /// Longest sequence of the model that belongs to the tokenizer, in tokens; `None` without such a model.
     pub(crate) max_tokens: Option<usize>,
 }
 
 impl Encoder {
-    /// For prompts of the model whose checkpoint is in `dir`, if one is.
+    /// An encoder for prompts of the model whose checkpoint is in `dir`, if there is one.
     pub(crate) fn new(tokenizer: Arc<Tokenizer>, dir: &Path, load: &LoadRequest) -> Self {
         let max_tokens = models::Config::from_dir(dir).ok().map(|config| config.max_position_embeddings);
         let max_bytes = max_prompt_bytes(&tokenizer, max_tokens, &load.limits);
@@ -53,7 +54,7 @@ impl Encoder {
     /// The token ids of `text`.
     ///
     /// # Errors
-    /// When it is too long, or the tokenizer cannot encode it; `wrong` puts words to the latter.
+    /// When it is too long, or the tokenizer cannot encode it. `wrong` converts an error of the tokenizer.
     pub(crate) fn encode(
         &self,
         text: &str,
@@ -64,10 +65,10 @@ impl Encoder {
         self.tokenizer.encode(text, add_special).map_err(wrong)
     }
 
-    /// Refuses a text of `num_bytes` that no sequence of the model can hold.
+    /// Checks the size of a text.
     ///
     /// # Errors
-    /// With both sizes, when it is longer than the bound.
+    /// When the text is longer than the bound. The error has both sizes.
     pub(crate) fn check(&self, num_bytes: usize) -> Result<(), InferError> {
         match num_bytes > self.max_bytes {
             true => Err(Limit::PromptBytes.refuse(num_bytes as u64, self.max_bytes as u64)),
@@ -76,47 +77,51 @@ impl Encoder {
     }
 }
 
-/// Longest text in bytes that is encoded for a model of sequences of `max_tokens`, where that is known.
+/// The bound on a text in bytes, for a model whose sequences have at most `max_tokens`; `None` without a model.
 pub(crate) fn max_prompt_bytes(tokenizer: &Tokenizer, max_tokens: Option<usize>, limits: &Limits) -> usize {
     match limits.get(Limit::PromptBytes) {
-        0 => max_tokens.map_or(MAX_BYTES_ALONE, |max_tokens| longest_text(tokenizer.coverage(), max_tokens)),
+        0 => max_tokens.map_or(MAX_BYTES_WITHOUT_MODEL, |max_tokens| longest_text(tokenizer.coverage(), max_tokens)),
         configured => usize::try_from(configured).unwrap_or(usize::MAX),
     }
 }
 
-/// A text of more bytes has more than `max_tokens` tokens.
+/// The bound on a text: a longer one has more than `max_tokens` tokens.
 fn longest_text(coverage: Coverage, max_tokens: usize) -> usize {
     let longest = coverage.max_bytes.saturating_mul(max_tokens);
-    if coverage.is_certain { longest.max(LEAST_BYTES) } else { longest.saturating_mul(DROPPED).max(BYTES_PER_PLACE) }
+    if coverage.is_certain {
+        longest.max(MIN_BOUND_BYTES)
+    } else {
+        longest.saturating_mul(UNCERTAIN_COVERAGE_FACTOR).max(BYTES_PER_PERMIT)
+    }
 }
 
-/// Whether the encoding of so many bytes is to be left to [`on_blocking_thread`].
+/// Whether texts of `num_bytes` in all must be encoded by [`on_blocking_thread`].
 pub(crate) fn is_long(num_bytes: usize) -> bool {
     num_bytes > INLINE_BYTES
 }
 
-/// Does `work`, which encodes so many bytes of texts, on a thread of `runtime` once there is a place for it. `None` when the
-/// client of `sender` has left before.
+/// Runs `work`, which encodes `num_bytes` of texts, on a blocking thread of `runtime`, as soon as there are permits. `None` if the
+/// client of `sender` leaves before that.
 ///
 /// # Errors
-/// When the work broke off.
+/// When the work panics.
 pub(crate) async fn on_blocking_thread<T: Send + 'static>(
     runtime: &Handle,
     num_bytes: usize,
     sender: &ResponseSender,
     work: impl FnOnce() -> T + Send + 'static,
 ) -> Option<Result<T, InferError>> {
-    let num_places = (1 + num_bytes / BYTES_PER_PLACE).min(*NUM_PLACES) as u32;
-    let place = tokio::select! {
+    let num_permits = (1 + num_bytes / BYTES_PER_PERMIT).min(*NUM_PERMITS) as u32;
+    let permit = tokio::select! {
         biased;
         () = sender.cancelled() => return None,
-        place = Arc::clone(&PLACES).acquire_many_owned(num_places) => place.expect("it is never closed"),
+        permit = Arc::clone(&PERMITS).acquire_many_owned(num_permits) => permit.expect("the semaphore is never closed"),
     };
     let client = sender.clone();
     let done = runtime.spawn_blocking(move || {
-        // Whoever asked may leave while the work waits for a thread, too. Then nobody sees what comes of it.
+        // The client may have left while the work waited for a thread.
         let done = (!client.is_cancelled()).then(work);
-        drop(place);
+        drop(permit);
         if num_bytes >= LARGE_BYTES {
             ipc::give_memory_back();
         }
@@ -124,7 +129,7 @@ pub(crate) async fn on_blocking_thread<T: Send + 'static>(
     });
     match done.await {
         Ok(done) => Some(Ok(done?)),
-        Err(_) => Some(Err(InferError::internal("encoding the request's text broke off"))),
+        Err(_) => Some(Err(InferError::internal("encoding the request's text was interrupted by a panic"))),
     }
 }
 
@@ -158,7 +163,7 @@ mod tests {
             RUNNING.fetch_sub(1, SeqCst);
             DONE.fetch_add(1, SeqCst);
         };
-        let all_places = Arc::clone(&PLACES).acquire_many_owned(*NUM_PLACES as u32).await.unwrap();
+        let all_permits = Arc::clone(&PERMITS).acquire_many_owned(*NUM_PERMITS as u32).await.unwrap();
         let begin = |_| {
             ResponseStream::from_future(move |sender| async move {
                 let done = on_blocking_thread(&Handle::current(), 5000, &sender, work).await;
@@ -169,13 +174,13 @@ mod tests {
         };
         let mut streams: Vec<ResponseStream> = (0..40).map(begin).collect();
         for stream in &mut streams {
-            assert!(stream.next_response().now_or_never().is_none(), "there is no place");
+            assert!(stream.next_response().now_or_never().is_none(), "there is no permit");
         }
         streams.truncate(20);
-        drop(all_places);
+        drop(all_permits);
         let responses = streams.iter_mut().map(ResponseStream::next_response);
         assert!(futures::future::join_all(responses).await.iter().all(|response| matches!(response, Some(Ok(_)))));
-        assert_eq!(DONE.load(SeqCst), 20, "those who left are not worked for");
-        assert!(MOST.load(SeqCst) <= *NUM_PLACES, "{MOST:?}");
+        assert_eq!(DONE.load(SeqCst), 20, "texts of clients that have left are not encoded");
+        assert!(MOST.load(SeqCst) <= *NUM_PERMITS, "{MOST:?}");
     }
 }

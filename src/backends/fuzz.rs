@@ -1,4 +1,4 @@
-//! What clients' tensors and model processes' messages go through, for the fuzz targets in `fuzz/`. Feature `fuzzing` alone.
+//! Parsers of clients' tensors and of model processes' messages, for the fuzz targets in `fuzz/`. Needs the feature `fuzzing`.
 
 pub use crate::llm::fuzz::LlmInputs;
 pub use crate::python::fuzz::python_message;

@@ -1,7 +1,7 @@
-//! `identity`: gives back what it gets. For probes and load tests.
+//! `identity`: returns its inputs. For probes and load tests.
 //!
-//! Output i is input i of the configuration, whatever its type. Parameter `execute_delay_ms` makes each request wait, or
-//! each execution where the configuration asks for dynamic or sequence batching.
+//! Output i is input i of the configuration, of any type. The parameter `execute_delay_ms` delays each request, or each
+//! execution if the configuration has dynamic or sequence batching.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -22,7 +22,7 @@ struct Identity {
     /// Input and output names.
     pairs: Vec<(String, String)>,
     delay: Option<Duration>,
-    /// 0 where requests need no queue.
+    /// 0 if requests need no queue.
     num_instances: usize,
 }
 
@@ -46,7 +46,7 @@ impl Identity {
         let pairs = config.input.iter().zip(&config.output);
         if let Some((input, output)) = pairs.clone().find(|(input, output)| input.data_type != output.data_type) {
             return Err(InferError::invalid(format!(
-                "model `{}`: output `{}` has another `data_type` than input `{}`, which it gives back",
+                "model `{}`: output `{}` has another `data_type` than input `{}`, which it returns",
                 config.name, output.name, input.name
             )));
         }

@@ -1,8 +1,8 @@
-//! What answers requests: the LLM engine, tokenizer and detokenizer around it, and an echo to measure against.
+//! Backends, which run models: language models, tokenizers, detokenizers, models in Python, and `identity`.
 //!
-//! [`builtin`] lists the backends that need nothing but their configuration; [`llm::LlmFactory`] needs the workers of a
-//! world and is made by who has them; [`layouts::Layouts`] serves repositories made for other servers. Each implements `serving::BackendFactory` under the name that `config.pbtxt` gives
-//! as `backend`.
+//! [`builtin`] has the backends that need only their configuration. [`llm::LlmFactory`] needs the workers of a world, and
+//! [`python::PythonFactory`] starts processes. [`layouts::Layouts`] serves repositories that were made for other servers. Each
+//! factory implements `serving::BackendFactory` under a name that `config.pbtxt` gives as `backend`.
 #![forbid(unsafe_code)]
 
 pub mod chat;
@@ -24,7 +24,7 @@ use std::sync::Arc;
 
 use serving::BackendFactory;
 
-/// The backends that need nothing but their configuration, by name.
+/// The backends that need only their configuration, by name.
 pub fn builtin() -> HashMap<String, Arc<dyn BackendFactory>> {
     let backends: [(&str, Arc<dyn BackendFactory>); 3] = [
         ("detokenize", Arc::new(detokenize::DetokenizeFactory)),

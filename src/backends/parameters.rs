@@ -5,7 +5,7 @@ use std::str::FromStr;
 use repository::ModelConfig;
 use serving::InferError;
 
-/// A yes or no, in the spellings that templates hold.
+/// A boolean parameter: `true`, `1` or `yes`, `false`, `0` or `no`.
 pub(crate) fn flag(config: &ModelConfig, key: &str) -> Result<Option<bool>, InferError> {
     let Some(value) = config.parameter(key) else { return Ok(None) };
     match value.trim().to_ascii_lowercase().as_str() {
@@ -15,7 +15,7 @@ pub(crate) fn flag(config: &ModelConfig, key: &str) -> Result<Option<bool>, Infe
     }
 }
 
-/// A number.
+/// A number parameter.
 pub(crate) fn number<N: FromStr>(config: &ModelConfig, key: &str) -> Result<Option<N>, InferError> {
     let Some(value) = config.parameter(key) else { return Ok(None) };
     value.trim().parse().map(Some).map_err(|_| wrong(config, key, value, "a number"))

@@ -1,4 +1,4 @@
-//! `tokenize`: a prompt as token ids, in the place of TensorRT-LLM's preprocessing model and with its tensors.
+//! `tokenize`: turns prompts into token ids, with the tensors of TensorRT-LLM's preprocessing model.
 
 use std::sync::Arc;
 
@@ -19,18 +19,18 @@ use crate::layouts::keys::{self, TEXT_INPUTS, Use};
 use crate::words::WordList;
 use crate::{checkpoint, parameters};
 
-/// Ids in the rows of one output, where a long row makes short ones longer, unless the rows of a model take more.
+/// Largest number of ids in a padded output of several rows. A model with longer sequences allows more.
 const MAX_PADDED_IDS: usize = 16 << 20;
 
-/// Inputs that are handed through, with the names they come out by.
-const PASSED_ON: [(&str, &str); 4] = [
+/// Inputs that are returned unchanged, with the names of their outputs.
+const PASSTHROUGH: [(&str, &str); 4] = [
     ("REQUEST_OUTPUT_LEN", "REQUEST_OUTPUT_LEN"),
     ("END_ID", "OUT_END_ID"),
     ("PAD_ID", "OUT_PAD_ID"),
     ("PROMPT_TABLE_EXTRA_ID", "OUT_PROMPT_TABLE_EXTRA_IDS"),
 ];
 
-/// Texts that LMDeploy's clients send for the ids of the begin and end tokens.
+/// Texts that LMDeploy's clients send to get the ids of the begin and end tokens.
 const BEGIN: &[u8] = b"<BOS>";
 const END: &[u8] = b"<EOS>";
 
@@ -65,13 +65,13 @@ struct Tokenize(Arc<Preprocessor>);
 
 struct Preprocessor {
     encoder: Encoder,
-    /// What one request may contain.
+    /// Limits on the contents of one request.
     limits: Limits,
     add_special_tokens: bool,
     is_batched: bool,
     /// Outputs that the configuration declares.
     outputs: Vec<Name>,
-    /// Those of them that are UINT32.
+    /// Outputs of type UINT32.
     unsigned: Vec<Name>,
 }
 
@@ -105,7 +105,7 @@ impl Preprocessor {
         &self.encoder.tokenizer
     }
 
-    /// Refuses texts that are too long and lists of too many words, before any of them is encoded or waits for that.
+    /// Checks the sizes of texts and lists of words, before any of them is encoded.
     fn check(&self, request: &InferRequest) -> Result<(), InferError> {
         for input in ["QUERY", "DECODER_QUERY"] {
             let Some(tensor) = request.input(input) else { continue };
@@ -134,33 +134,33 @@ impl Preprocessor {
         self.encode_words(request, "STOP_WORDS_DICT", "STOP_WORDS_IDS", &mut outputs)?;
         self.encode_words(request, "BAD_WORDS_DICT", "BAD_WORDS_IDS", &mut outputs)?;
         outputs.extend(self.embedding_bias(request)?);
-        for (input, output) in PASSED_ON {
+        for (input, output) in PASSTHROUGH {
             outputs.extend(request.input(input).map(|tensor| Tensor { name: output.into(), ..tensor.clone() }));
         }
         if request.step.is_none() {
             self.add_defaults(request, &mut outputs);
         }
         outputs.retain(|tensor| self.outputs.contains(&tensor.name));
-        // The same bits: LMDeploy's models and clients count token ids without a sign.
+        // LMDeploy's models and clients use unsigned token ids, with the same bits.
         let is_unsigned =
             |tensor: &&mut Tensor| tensor.datatype == DataType::Int32 && self.unsigned.contains(&tensor.name);
         outputs.iter_mut().filter(is_unsigned).for_each(|tensor| tensor.datatype = DataType::Uint32);
         Ok(InferResponse { outputs, is_final: true, ..InferResponse::default() })
     }
 
-    /// Rows of a request: its batch, or 1.
+    /// Rows of a request: its batch size, or 1.
     fn num_rows(&self, tensor: &Tensor) -> usize {
         let batch = tensor.shape.first().filter(|_| self.is_batched);
         batch.and_then(|&batch| usize::try_from(batch).ok()).unwrap_or(1).max(1)
     }
 
-    /// `sizes` behind the batch dimension, where there is one.
+    /// `sizes` after the batch dimension, if there is one.
     fn shape(&self, num_rows: usize, sizes: &[usize]) -> Vec<i64> {
         let batch = self.is_batched.then_some(num_rows);
         batch.iter().chain(sizes).map(|&size| i64::try_from(size).expect("sizes of memory fit")).collect()
     }
 
-    /// Token ids of one text a row, padded to the longest, and their lengths.
+    /// Token ids of one text for each row, padded to the longest, and their lengths.
     fn encode_prompts(
         &self,
         request: &InferRequest,
@@ -178,7 +178,7 @@ impl Preprocessor {
         }
         let mut rows = Vec::with_capacity(num_rows);
         for text in &texts {
-            // LMDeploy's clients end a session by a request without text.
+            // LMDeploy's clients end a session with a request without text.
             if text.is_empty() && self.unsigned.is_empty() {
                 return Err(InferError::invalid(format!(
                     "input `{input}` is empty; send a prompt of at least one character"
@@ -202,7 +202,7 @@ impl Preprocessor {
 
     fn encode_text(&self, request: &InferRequest, input: &str, text: &Bytes) -> Result<Vec<u32>, InferError> {
         let roles = self.tokenizer().roles();
-        // LMDeploy's model, which counts without a sign; what the tokenizer lacks is -1 there.
+        // LMDeploy's model returns -1 for a token that the tokenizer lacks.
         match (self.unsigned.is_empty(), text.as_ref()) {
             (false, BEGIN) => return Ok(vec![roles.bos.unwrap_or(u32::MAX)]),
             (false, END) => return Ok(vec![roles.eos.unwrap_or(u32::MAX)]),
@@ -213,7 +213,7 @@ impl Preprocessor {
         self.encoder.encode(utf8(input, text)?, add_special, wrong)
     }
 
-    /// Refuses rows of which one is so long that the others, filled up to it, would take many times what the client sent.
+    /// Refuses a batch whose padding to its longest row would be much larger than the request.
     fn check_padded(&self, num_rows: usize, width: usize, input: &str) -> Result<(), InferError> {
         let max_row = self.encoder.max_tokens.unwrap_or(0).max(MAX_PADDED_IDS / num_rows);
         if num_rows == 1 || width <= max_row {
@@ -225,9 +225,9 @@ impl Preprocessor {
         )))
     }
 
-    /// What a client that asks this model alone gets for inputs it did not send, as from TensorRT-LLM's model: the
-    /// tokenizer's end and padding tokens, and a decoder prompt of padding. Steps of an ensemble go without: the language
-    /// model knows all end tokens of its checkpoint.
+    /// Adds defaults for inputs that the client did not send, as TensorRT-LLM's model does: the tokenizer's end and padding tokens,
+    /// and a decoder prompt of padding. Not for steps of an ensemble, because the language model knows all end tokens of its
+    /// checkpoint.
     fn add_defaults(&self, request: &InferRequest, outputs: &mut Vec<Tensor>) {
         let num_rows = request.input("QUERY").map_or(1, |tensor| self.num_rows(tensor));
         let roles = self.tokenizer().roles();
@@ -298,7 +298,7 @@ impl Preprocessor {
     }
 }
 
-/// What the request's parameter `add_special_tokens` says, else `configured`: prompts of chat templates hold them already.
+/// The request's parameter `add_special_tokens`, or else `configured`. Prompts of chat templates have these tokens already.
 pub(crate) fn add_special_tokens(request: &InferRequest, configured: bool) -> bool {
     match request.parameters.get("add_special_tokens") {
         Some(Parameter::Bool(add)) => *add,

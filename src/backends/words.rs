@@ -1,12 +1,12 @@
-//! Stop and bad words as TensorRT-LLM lays them out: `[2, n]`, token ids in one row, where each word ends in the other.
+//! Stop and bad words in TensorRT-LLM's layout `[2, n]`: token ids in the first row, the ends of the words in the second.
 
 use rustc_hash::FxHashSet;
 use serving::{InferError, Limit, Limits};
 use text::Tokenizer;
 
-/// Ids are padded with this.
+/// Padding of the ids.
 const NO_ID: i32 = 0;
-/// Word ends are padded with this.
+/// Padding of the ends.
 const NO_END: i32 = -1;
 
 /// The token spellings of one request's words.
@@ -16,11 +16,11 @@ pub(crate) struct WordList {
 }
 
 impl WordList {
-    /// Every spelling of `words`. A tokenizer spells a word in one way at the start of a text, in another behind a line
-    /// end, in a third behind a blank, and a model may produce any of them.
+    /// Every spelling of `words`. The tokens of a word can be different at the start of a text, after a line end and after a space,
+    /// and a model may produce any of them.
     ///
     /// # Errors
-    /// When there are more words, or longer ones, than `limits` allow, or one cannot be encoded.
+    /// When there are more or longer words than `limits` allow, or a word cannot be encoded.
     pub fn encode(tokenizer: &Tokenizer, limits: &Limits, words: &[&str]) -> Result<Self, InferError> {
         limits.check(Limit::Words, words.len())?;
         words.iter().try_for_each(|word| limits.check(Limit::WordBytes, word.len()))?;
@@ -41,12 +41,12 @@ impl WordList {
         Ok(Self { words: spellings })
     }
 
-    /// Columns of the tensor: at least one.
+    /// Number of columns that the words need, at least one.
     pub fn width(&self) -> usize {
         self.words.iter().map(Vec::len).sum::<usize>().max(1)
     }
 
-    /// Appends both rows, each `width` wide.
+    /// Appends both rows, with `width` columns.
     pub fn write(&self, width: usize, values: &mut Vec<i32>) {
         let start = values.len();
         values.extend(self.words.iter().flatten().map(|&id| id.cast_signed()));

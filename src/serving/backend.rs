@@ -5,9 +5,11 @@ use std::sync::Arc;
 
 use futures::future::{BoxFuture, FutureExt as _};
 use generation::Generator;
-use repository::ModelConfig;
+use repository::{ModelConfig, ModelSource};
 
-use crate::{GenerateCall, InferError, InferRequest, Limits, ResponseSender, ResponseStream, TextModel, TextOutputs};
+use crate::{
+    GenerateCall, InferError, InferRequest, Limits, MemoryUsage, ResponseSender, ResponseStream, TextModel, TextOutputs,
+};
 
 /// One loaded model version: `serving` calls it, `backends` implement it.
 ///
@@ -98,17 +100,6 @@ pub trait Backend: Send + Sync {
     fn drain(&self) -> BoxFuture<'_, ()>;
 }
 
-/// An amount of memory that a model holds.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub struct MemoryUsage {
-    /// `CPU` or `GPU`, as the statistics name them.
-    pub kind: &'static str,
-    /// Number of the GPU on its node; 0 for `CPU`.
-    pub id: i64,
-    /// Size in bytes.
-    pub num_bytes: u64,
-}
-
 /// One request of a batch, and the sender of its responses.
 #[derive(Debug)]
 pub struct BatchedRequest {
@@ -161,4 +152,16 @@ pub struct LoadRequest {
     pub config: Arc<ModelConfig>,
     /// Limits on the contents of one request.
     pub limits: Limits,
+}
+
+impl LoadRequest {
+    pub(crate) fn new(source: &ModelSource, version: i64, config: &Arc<ModelConfig>, limits: Limits) -> Self {
+        Self {
+            model_dir: source.dir.clone(),
+            version_dir: source.dir.join(version.to_string()),
+            version,
+            config: config.clone(),
+            limits,
+        }
+    }
 }

@@ -7,7 +7,7 @@ use std::sync::Arc;
 
 use bytes::Bytes;
 
-use crate::{InferError, InferRequest};
+use crate::{InferError, Tensor};
 
 /// Bounds the memory for copies of clients' shared memory, because a region may be larger than any message.
 pub trait CopyBudget: std::fmt::Debug + Send + Sync {
@@ -135,28 +135,28 @@ impl WrittenRanges {
     }
 }
 
-impl InferRequest {
-    /// Copies all inputs from the client's memory, for a backend that does not read it.
+impl ClientMemory {
+    /// Copies all inputs to their tensors, and forgets where outputs must be written.
     ///
     /// # Errors
     /// When the memory has shrunk, or the budget has no room.
-    pub fn fetch_client_memory(&mut self) -> Result<(), InferError> {
-        self.client_memory.outputs.clear();
-        self.fetch(|_| true)
+    pub(crate) fn fetch_all(&mut self, tensors: &mut [Tensor]) -> Result<(), InferError> {
+        self.outputs.clear();
+        self.fetch(tensors, |_| true)
     }
 
-    /// Copies those inputs that overlap outputs, because a model may read an input after it has written an output.
+    /// Copies those inputs to their tensors that overlap outputs.
     ///
     /// # Errors
     /// When the memory has shrunk, or the budget has no room.
-    pub fn fetch_overwritten_inputs(&mut self) -> Result<(), InferError> {
-        let written = WrittenRanges::new(&self.client_memory.outputs);
-        self.fetch(|input| written.overlaps(input))
+    pub(crate) fn fetch_overwritten(&mut self, tensors: &mut [Tensor]) -> Result<(), InferError> {
+        let written = WrittenRanges::new(&self.outputs);
+        self.fetch(tensors, |input| written.overlaps(input))
     }
 
-    fn fetch(&mut self, is_selected: impl Fn(&ClientSlice) -> bool) -> Result<(), InferError> {
-        for (name, slice) in self.client_memory.inputs.extract_if(.., |(_, slice)| is_selected(slice)) {
-            if let Some(tensor) = self.inputs.iter_mut().find(|tensor| tensor.name == name) {
+    fn fetch(&mut self, tensors: &mut [Tensor], is_selected: impl Fn(&ClientSlice) -> bool) -> Result<(), InferError> {
+        for (name, slice) in self.inputs.extract_if(.., |(_, slice)| is_selected(slice)) {
+            if let Some(tensor) = tensors.iter_mut().find(|tensor| tensor.name == name) {
                 tensor.data = slice.read()?;
             }
         }
@@ -167,7 +167,7 @@ impl InferRequest {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::Tensor;
+    use crate::InferRequest;
 
     fn request(output_at: u64) -> InferRequest {
         let file = tempfile::tempfile().unwrap();

@@ -6,9 +6,10 @@
 use std::ops::Deref;
 
 use bytes::Bytes;
+use generation::GenerateEvent;
 use smallvec::SmallVec;
 
-use crate::{InferResponse, StreamEvent, Timestamp, byte_strings};
+use crate::{InferResponse, Timestamp, byte_strings};
 
 /// One item of a stream.
 #[derive(Debug)]
@@ -20,6 +21,15 @@ pub enum StreamItem {
     Delta(DeltaInfo),
     /// An event, in the stream of a [`crate::GenerateCall`].
     Event(Box<StreamEvent>),
+}
+
+/// An event as an item of a stream.
+#[derive(Debug)]
+pub struct StreamEvent {
+    /// The event.
+    pub event: GenerateEvent,
+    /// Whether it is the last event of the request.
+    pub is_last: bool,
 }
 
 /// Metadata of a response that was sent as a delta.

@@ -39,15 +39,6 @@ impl GenerateCall {
     }
 }
 
-/// An event on its way through a stream.
-#[derive(Debug)]
-pub struct StreamEvent {
-    /// The event.
-    pub event: GenerateEvent,
-    /// Whether it is the request's last one.
-    pub is_last: bool,
-}
-
 /// The events of one request. Dropping it cancels the request.
 #[derive(Debug)]
 pub struct EventStream(pub(crate) ResponseStream);

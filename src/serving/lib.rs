@@ -54,30 +54,38 @@
 //! ```
 #![forbid(unsafe_code)]
 
+mod admission;
 mod backend;
 mod cache;
 mod call_counter;
 mod check;
 mod client_memory;
+mod counters;
 mod delta;
 mod ensemble;
 mod ensemble_step;
 mod error;
+mod found_model;
 mod generate_call;
 mod histogram;
 mod index_memo;
 mod labels;
 mod lifecycle;
 mod limits;
+mod metadata;
 mod model;
+mod outcome;
 mod progress;
 mod rate_limited_log;
+mod recent;
 mod registry;
 mod request;
 mod request_metrics;
+mod response_order;
 mod scheduler;
 mod sender;
 mod server;
+mod server_config;
 mod source;
 mod statistics;
 mod stream;
@@ -86,27 +94,30 @@ mod text;
 mod trace;
 mod warmup;
 
-pub use backend::{Backend, BackendFactory, BatchedRequest, LoadRequest, MemoryUsage};
+pub use backend::{Backend, BackendFactory, BatchedRequest, LoadRequest};
 pub use cache::CacheStatistics;
 pub use call_counter::CallCounter;
 pub use client_memory::{ClientMemory, ClientSlice, CopyBudget, copy_within};
-pub use delta::{DeltaInfo, Elements, OutputDelta, StreamItem};
+pub use delta::{DeltaInfo, Elements, OutputDelta, StreamEvent, StreamItem};
 pub use ensemble_step::EnsembleStep;
 pub use error::{ErrorKind, InferError};
-pub use generate_call::{EventStream, GenerateCall, StreamEvent};
+pub use found_model::LoadOverrides;
+pub use generate_call::{EventStream, GenerateCall};
 pub use generation::Timestamp;
 pub use histogram::{Histogram, HistogramValues, Tally};
-pub use lifecycle::{LoadFailure, LoadOverrides};
+pub use lifecycle::LoadFailure;
 pub use limits::{Limit, Limits, SharedLimit};
+pub use metadata::{ModelMetadata, ServerMetadata, TensorMetadata};
 pub use progress::{Generation, ProgressReporter};
 pub use rate_limited_log::{RateLimitedLog, SuppressedCount};
 pub use registry::{ModelIndexEntry, ModelState};
 pub use request::{CorrelationId, InferRequest, InferResponse, Parameter};
 pub use sender::ResponseSender;
-pub use server::{ControlMode, ModelMetadata, Server, ServerConfig, ServerMetadata, TensorMetadata};
+pub use server::Server;
+pub use server_config::{ControlMode, ServerConfig};
 pub use source::ResponseSource;
 pub use statistics::{
-    BatchStatistics, FailureCounts, InferStatistics, ModelStatistics, RecentDurations, ResponseStatistics,
+    BatchStatistics, FailureCounts, InferStatistics, MemoryUsage, ModelStatistics, RecentDurations, ResponseStatistics,
     StatisticDuration,
 };
 pub use stream::ResponseStream;

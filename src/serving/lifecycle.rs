@@ -1,19 +1,17 @@
 //! Loading and unloading of models.
 
 use std::collections::{BTreeMap, BTreeSet, HashMap};
-use std::io::Write as _;
 use std::panic::AssertUnwindSafe;
-use std::path::{Component, Path};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant, SystemTime};
 
-use bytes::Bytes;
 use futures::future::{BoxFuture, FutureExt as _};
-use repository::{ModelConfig, ModelSource, Repository, RepositoryError};
+use repository::{ModelConfig, ModelSource, Repository};
 use tempfile::TempDir;
 
 use crate::cache::ResponseCache;
 use crate::ensemble::{self, Ensemble};
+use crate::found_model::{self, FindError, FoundModel, LoadOverrides};
 use crate::model::ServedModel;
 use crate::registry::{Registry, VersionState};
 use crate::scheduler::{self, StateSpec};
@@ -21,15 +19,6 @@ use crate::{Backend, BackendFactory, InferError, Limits, LoadRequest, RateLimite
 
 /// Log of failed loads. Clients may request any number of them.
 static FAILURES: RateLimitedLog = RateLimitedLog::new(200);
-
-/// Configuration and files that a load request gives instead of the repository's own.
-#[derive(Debug, Clone, Default)]
-pub struct LoadOverrides {
-    /// The model's configuration as JSON.
-    pub config: Option<String>,
-    /// Files by `<version>/<name>`. If there are any, the model's own directory is not read.
-    pub files: BTreeMap<String, Bytes>,
-}
 
 /// A model that could not be loaded.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -61,33 +50,6 @@ struct Loaded {
     modified: Option<SystemTime>,
     /// Files of the load request. They exist as long as the model is loaded.
     _files: Option<TempDir>,
-}
-
-/// A model that was found and can be loaded.
-struct FoundModel {
-    source: ModelSource,
-    modified: Option<SystemTime>,
-    files: Option<TempDir>,
-}
-
-/// Why a model's directory, or the files of the load request, cannot be loaded.
-#[derive(Debug, thiserror::Error)]
-enum FindError {
-    /// The configuration is valid, but no version exists that the version policy serves.
-    #[error("load failed for model '{name}': {source}\n")]
-    NoVersion { name: String, source: RepositoryError },
-    /// The model does not exist or cannot be read.
-    #[error("failed to load '{name}', failed to poll from model repository{why}")]
-    Poll { name: String, why: String },
-}
-
-impl From<FindError> for InferError {
-    fn from(error: FindError) -> Self {
-        match error {
-            FindError::NoVersion { .. } => InferError::invalid(error.to_string()),
-            FindError::Poll { .. } => InferError::internal(error.to_string()),
-        }
-    }
 }
 
 impl Lifecycle {
@@ -143,7 +105,8 @@ impl Lifecycle {
 
     async fn load_locked(self: &Arc<Self>, name: &str, overrides: LoadOverrides) -> Result<(), InferError> {
         let is_plain = overrides.config.is_none() && overrides.files.is_empty();
-        let found = self.find(name, overrides).inspect_err(|error| self.record_find_error(name, error))?;
+        let found = found_model::find(&self.repository, name, overrides)
+            .inspect_err(|error| self.record_find_error(name, error))?;
         if is_plain && self.is_unchanged(&found) {
             return Ok(());
         }
@@ -151,7 +114,7 @@ impl Lifecycle {
         if let Some(ensemble) = config.ensemble() {
             let models: Vec<String> = ensemble.step.iter().map(|step| step.model_name.clone()).collect();
             // A cycle would make the load wait for itself.
-            if !self.contains_cycle(name, &models) {
+            if !found_model::contains_cycle(&self.repository, name, &models) {
                 self.load_composing_models(models).await;
             }
         }
@@ -162,52 +125,12 @@ impl Lifecycle {
         self.load_versions(found, Arc::new(config)).await
     }
 
-    /// Reads the model's directory, or the configuration and files of the load request.
-    fn find(&self, name: &str, overrides: LoadOverrides) -> Result<FoundModel, FindError> {
-        let poll_failed = |why: String| FindError::Poll { name: name.to_owned(), why };
-        let explain = |error: RepositoryError| match error {
-            RepositoryError::NoVersion { .. } => FindError::NoVersion { name: name.to_owned(), source: error },
-            RepositoryError::UnknownModel { .. } => poll_failed(String::new()),
-            error => poll_failed(format!(": {error}")),
-        };
-        Repository::check_name(name).map_err(explain)?;
-        let modified = self.repository.modified(name);
-        let LoadOverrides { config, files } = overrides;
-        let (source, files) = match config {
-            Some(config) if !files.is_empty() => {
-                let dir = write_files(name, &files).map_err(poll_failed)?;
-                let given = Repository::open(&[dir.path().to_owned()]).map_err(explain)?;
-                (given.model_with_config(name, &config).map_err(explain)?, Some(dir))
-            }
-            Some(config) => (self.repository.model_with_config(name, &config).map_err(explain)?, None),
-            None if !files.is_empty() => {
-                return Err(poll_failed(": files need the parameter `config` beside them".into()));
-            }
-            None => (self.repository.model(name).map_err(explain)?, None),
-        };
-        Ok(FoundModel { source, modified, files })
-    }
-
     fn is_unchanged(&self, found: &FoundModel) -> bool {
         let serving: Vec<i64> =
             self.registry.ready_versions(&found.source.name).iter().map(|model| model.version).collect();
         let loaded = lock(&self.loaded);
         let same = |loaded: &Loaded| loaded.config == found.source.config && loaded.modified == found.modified;
         serving == found.source.versions && loaded.get(&found.source.name).is_some_and(same)
-    }
-
-    /// Whether `name` is among the composing models of `models`, directly or through other ensembles.
-    fn contains_cycle(&self, name: &str, models: &[String]) -> bool {
-        let (mut open, mut seen) = (models.to_vec(), BTreeSet::new());
-        while let Some(model) = open.pop() {
-            if model == name {
-                return true;
-            }
-            let source = seen.insert(model.clone()).then(|| self.repository.model(&model));
-            let Some(Ok(source)) = source else { continue };
-            open.extend(source.config.ensemble().iter().flat_map(|it| &it.step).map(|step| step.model_name.clone()));
-        }
-        false
     }
 
     /// Loads the composing models of an ensemble as the repository configures them.
@@ -225,7 +148,7 @@ impl Lifecycle {
         }
         let factory = self.factory(config, source)?;
         factory.complete(config);
-        let request = load_request(source, latest(source), &Arc::new(config.clone()), self.limits);
+        let request = LoadRequest::new(source, latest(source), &Arc::new(config.clone()), self.limits);
         if let Some(completed) = factory.auto_complete(request).await? {
             *config = repository::recheck(completed).map_err(InferError::invalid)?;
         }
@@ -260,7 +183,7 @@ impl Lifecycle {
                 known.join(", ")
             ))
         })?;
-        let request = load_request(source, latest(source), &Arc::new(config.clone()), self.limits);
+        let request = LoadRequest::new(source, latest(source), &Arc::new(config.clone()), self.limits);
         Ok(named.replacement(&request).unwrap_or_else(|| named.clone()))
     }
 
@@ -314,7 +237,7 @@ impl Lifecycle {
         if config.is_ensemble() {
             return Ok(Arc::new(Ensemble::new(config, &self.registry)));
         }
-        let request = load_request(source, version, config, self.limits);
+        let request = LoadRequest::new(source, version, config, self.limits);
         let factory = self.factory(config, source)?;
         let load = AssertUnwindSafe(async move {
             let backend = factory.load(request).await?;
@@ -323,7 +246,7 @@ impl Lifecycle {
         });
         load.catch_unwind().await.unwrap_or_else(|panic| {
             let message = panic.downcast_ref::<String>().map(String::as_str).or(panic.downcast_ref::<&str>().copied());
-            Err(InferError::internal(format!("loading broke off: {}", message.unwrap_or("no message"))))
+            Err(InferError::internal(format!("loading panicked: {}", message.unwrap_or("no message"))))
         })
     }
 
@@ -443,33 +366,6 @@ impl Lifecycle {
 
 fn latest(source: &ModelSource) -> i64 {
     *source.versions.last().expect("a model has a version")
-}
-
-fn load_request(source: &ModelSource, version: i64, config: &Arc<ModelConfig>, limits: Limits) -> LoadRequest {
-    LoadRequest {
-        model_dir: source.dir.clone(),
-        version_dir: source.dir.join(version.to_string()),
-        version,
-        config: config.clone(),
-        limits,
-    }
-}
-
-/// Writes the files of a load request into a new temporary repository that only this user can access. The caller has
-/// checked `name`.
-fn write_files(name: &str, files: &BTreeMap<String, Bytes>) -> Result<TempDir, String> {
-    let failed = |error: std::io::Error| format!(": cannot keep the given files: {error}");
-    let dir = tempfile::Builder::new().prefix("trireme-model-").tempdir().map_err(failed)?;
-    for (path, contents) in files {
-        let is_plain = |part: Component| matches!(part, Component::Normal(_));
-        if path.is_empty() || !Path::new(path).components().all(is_plain) {
-            return Err(format!(": `file:{path}` is not of the form `file:<version>/<name>`"));
-        }
-        let path = dir.path().join(name).join(path);
-        std::fs::create_dir_all(path.parent().expect("it is below the model's directory")).map_err(failed)?;
-        std::fs::File::create_new(path).and_then(|mut file| file.write_all(contents)).map_err(failed)?;
-    }
-    Ok(dir)
 }
 
 fn load_failed(name: &str, why: &str) -> InferError {

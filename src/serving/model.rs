@@ -1,9 +1,9 @@
-//! One loaded model version, with its checks and its statistics.
+//! One loaded model version, with its statistics.
 
 use std::fmt;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering::SeqCst};
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use generation::Generator;
 use repository::ModelConfig;
@@ -11,13 +11,11 @@ use tokio::sync::Notify;
 
 use crate::cache::ResponseCache;
 use crate::check::Signature;
+use crate::counters::Statistics;
 use crate::labels::Labels;
-use crate::request_metrics::{CacheLookup, RequestMetrics};
 use crate::scheduler::{Scheduler, StateSpec};
-use crate::statistics::{ModelStatistics, Statistics};
-use crate::{
-    Backend, GenerateCall, InferError, InferRequest, InferResponse, Name, ResponseStream, TextModel, TextOutputs,
-};
+use crate::statistics::ModelStatistics;
+use crate::{Backend, InferRequest, Name, TextModel};
 
 /// One version of a model that answers requests.
 pub(crate) struct ServedModel {
@@ -27,17 +25,17 @@ pub(crate) struct ServedModel {
     pub version_text: Name,
     pub is_decoupled: bool,
     pub signature: Signature,
-    pub statistics: Statistics,
+    pub statistics: Arc<Statistics>,
     pub in_flight: InFlight,
     /// The server's response cache, where the model's configuration enables it.
     pub cache: Option<Arc<ResponseCache>>,
     pub labels: Labels,
     load_time: Duration,
     /// Number of this load. It is different from those of earlier loads of the same version.
-    load_id: u64,
-    backend: Arc<dyn Backend>,
+    pub load_id: u64,
+    pub backend: Arc<dyn Backend>,
     /// Queues and batches requests, for a backend that does not do so itself.
-    scheduler: Option<Scheduler>,
+    pub scheduler: Option<Scheduler>,
 }
 
 impl ServedModel {
@@ -55,7 +53,7 @@ impl ServedModel {
             is_decoupled: config.is_decoupled(),
             version,
             version_text: Name::from(version.to_string()),
-            statistics: Statistics::new(&config, false),
+            statistics: Arc::new(Statistics::new(&config, false)),
             load_time: Duration::ZERO,
             in_flight: InFlight::default(),
             cache: cache.filter(|_| config.response_cache.is_some_and(|cache| cache.enable)),
@@ -75,70 +73,13 @@ impl ServedModel {
 
     /// Sets the time that loading took, and whether recent durations are kept for quantiles.
     pub fn with_load_time(self, load_time: Duration, keeps_recent_durations: bool) -> Self {
-        Self { load_time, statistics: Statistics::new(&self.config, keeps_recent_durations), ..self }
-    }
-
-    /// Checks the request, passes it to the backend, and counts its responses.
-    pub fn infer(self: &Arc<Self>, mut request: InferRequest) -> Result<ResponseStream, InferError> {
-        let started = Instant::now();
-        let batch_size = self.admit(&mut request, started)?;
-        let (lookup, cached_response) = self.look_up(&request);
-        let mut metrics = RequestMetrics::new(self.clone(), &request, batch_size, started, lookup);
-        // An ensemble ignores outputs that it does not use. A trace shows only requested outputs.
-        let filters_outputs = request.step.is_none() || request.trace.is_some();
-        if filters_outputs && !self.backend.returns_only_requested_outputs() {
-            metrics.filter_outputs(request.requested_outputs.clone());
-        }
-        if let Some(response) = cached_response {
-            return Ok(ResponseStream::ready(response).with_metrics(metrics));
-        }
-        let accepted = match &self.scheduler {
-            Some(scheduler) => scheduler.infer(request, batch_size),
-            None => self.backend.infer(request),
-        };
-        match accepted {
-            Ok(stream) => Ok(stream.with_metrics(metrics)),
-            Err(error) => {
-                metrics.record_refusal(&error);
-                Err(error)
-            }
-        }
-    }
-
-    /// Serves a request like [`ServedModel::infer`], with the outputs of a text ensemble instead of the model's own.
-    pub fn infer_text(
-        self: &Arc<Self>,
-        mut request: InferRequest,
-        outputs: TextOutputs,
-    ) -> Result<ResponseStream, InferError> {
-        let started = Instant::now();
-        let batch_size = self.admit(&mut request, started)?;
-        let metrics = RequestMetrics::new(self.clone(), &request, batch_size, started, CacheLookup::Disabled);
-        match self.backend.infer_text(request, outputs) {
-            Ok(stream) => Ok(stream.with_metrics(metrics)),
-            Err(error) => {
-                metrics.record_refusal(&error);
-                Err(error)
-            }
-        }
+        let statistics = Arc::new(Statistics::new(&self.config, keeps_recent_durations));
+        Self { load_time, statistics, ..self }
     }
 
     /// What adapters of protocols need to make [`GenerateCall`]s.
     pub fn generator(&self) -> Option<Generator> {
         self.backend.generator()
-    }
-
-    /// Passes a request to generate text to the backend, and counts its events.
-    pub fn generate(self: &Arc<Self>, call: GenerateCall) -> Result<ResponseStream, InferError> {
-        let request = InferRequest { id: call.id.clone(), ..InferRequest::default() };
-        let metrics = RequestMetrics::new(self.clone(), &request, 1, Instant::now(), CacheLookup::Disabled);
-        match self.backend.generate(call) {
-            Ok(stream) => Ok(stream.with_metrics(metrics)),
-            Err(error) => {
-                metrics.record_refusal(&error);
-                Err(error)
-            }
-        }
     }
 
     /// Batch size of a request that is not checked yet.
@@ -152,33 +93,6 @@ impl ServedModel {
     pub fn text_model(&self) -> Option<TextModel> {
         let is_plain = self.cache.is_none() && self.scheduler.is_none() && self.signature.keeps_output_shapes();
         if is_plain { self.backend.text_model() } else { None }
-    }
-
-    /// Checks a request and begins its trace. Returns its batch size.
-    fn admit(&self, request: &mut InferRequest, started: Instant) -> Result<u64, InferError> {
-        let in_place = self.backend.reads_client_memory() && self.cache.is_none() && request.trace.is_none();
-        if !in_place {
-            request.fetch_client_memory()?;
-        }
-        // A request that does not fit the model is not counted, as in Triton.
-        let batch_size = self.signature.check(request)?;
-        if let Some(trace) = &request.trace {
-            trace.name(&self.config.name, self.version, &request.id);
-            trace.mark_at("REQUEST_START", started);
-            trace.mark("QUEUE_START");
-            trace.tensors("TENSOR_QUEUE_INPUT", &request.inputs);
-        }
-        Ok(batch_size)
-    }
-
-    fn look_up(&self, request: &InferRequest) -> (CacheLookup, Option<InferResponse>) {
-        let Some(cache) = &self.cache else { return (CacheLookup::Disabled, None) };
-        let started = Instant::now();
-        let key = cache.key(self.load_id, request);
-        match cache.get(key) {
-            Some(response) => (CacheLookup::Hit(started.elapsed()), Some(response)),
-            None => (CacheLookup::Miss(key, started.elapsed()), None),
-        }
     }
 
     /// Whether the model can serve a request now.

@@ -7,7 +7,7 @@ use std::sync::atomic::{
 use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 use std::time::{Duration, Instant};
 
-use crate::statistics::Execution;
+use crate::outcome::Execution;
 
 /// Times and token counts that a model reports for a request that generates text.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]

@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 use std::sync::Arc;
 
 use crate::ensemble_step::EnsembleStep;
-use crate::{ClientMemory, Name, Tensor, Trace};
+use crate::{ClientMemory, InferError, Name, Tensor, Trace};
 
 /// A free-form request or response parameter.
 #[derive(Debug, Clone, PartialEq)]
@@ -68,6 +68,22 @@ impl InferRequest {
     /// The input called `name`.
     pub fn input(&self, name: &str) -> Option<&Tensor> {
         self.inputs.iter().find(|tensor| tensor.name == name)
+    }
+
+    /// Copies all inputs from the client's memory, for a backend that does not read it.
+    ///
+    /// # Errors
+    /// When the memory has shrunk, or the budget has no room.
+    pub fn fetch_client_memory(&mut self) -> Result<(), InferError> {
+        self.client_memory.fetch_all(&mut self.inputs)
+    }
+
+    /// Copies those inputs that overlap outputs, because a model may read an input after it has written an output.
+    ///
+    /// # Errors
+    /// When the memory has shrunk, or the budget has no room.
+    pub fn fetch_overwritten_inputs(&mut self) -> Result<(), InferError> {
+        self.client_memory.fetch_overwritten(&mut self.inputs)
     }
 }
 

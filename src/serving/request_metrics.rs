@@ -8,10 +8,12 @@ use generation::GenerateEvent;
 use crate::cache::CacheKey;
 use crate::index_memo::IndexMemo;
 use crate::model::ServedModel;
+use crate::outcome::{CacheUse, Failure, OtherResponse, Outcome, ResponseTiming};
 use crate::progress::{Generation, Progress, Scheduled};
-use crate::statistics::{CacheUse, Failure, OtherResponse, Outcome, ResponseTiming};
+use crate::stream::StreamObserver;
 use crate::{
-    DeltaInfo, ErrorKind, InferError, InferRequest, InferResponse, Name, StreamEvent, StreamItem, Timestamp, Trace,
+    DeltaInfo, ErrorKind, InferError, InferRequest, InferResponse, Name, ResponseStream, StreamEvent, StreamItem,
+    Timestamp, Trace,
 };
 
 /// Responses of a request that are counted together, at most. All requests to the model share the counters, and writing a
@@ -105,43 +107,29 @@ impl RequestMetrics {
         self.requested_outputs = requested_outputs;
     }
 
-    /// Sets where the model reports the request's progress.
-    pub fn with_progress(mut self, progress: Option<Arc<Progress>>) -> Self {
-        self.progress = progress;
-        self
+    /// Completes and counts every response of `stream` from now on.
+    pub fn observe_stream(mut self, stream: ResponseStream) -> ResponseStream {
+        self.progress = stream.progress().cloned();
+        stream.with_observer(Box::new(self))
     }
 
-    /// Counts a request that the model refused.
-    pub fn record_refusal(mut self, error: &InferError) {
-        self.fail(refusal_of(error));
-    }
-
-    /// Completes and counts one item of the stream.
-    pub fn observe(&mut self, item: Option<Item>) -> Option<Item> {
-        let mut item = item;
-        if let Some(Ok(response)) = &mut item {
-            self.observe_response(response);
+    /// Like [`RequestMetrics::observe_stream`], for a request that may have been refused.
+    pub fn observe_accepted(
+        mut self,
+        accepted: Result<ResponseStream, InferError>,
+    ) -> Result<ResponseStream, InferError> {
+        match accepted {
+            Ok(stream) => Ok(self.observe_stream(stream)),
+            Err(error) => {
+                self.fail(refusal_of(&error));
+                Err(error)
+            }
         }
-        self.observe_end(item)
-    }
-
-    /// Completes and counts one item of a stream that may have deltas.
-    pub fn observe_item(
-        &mut self,
-        mut item: Option<Result<StreamItem, InferError>>,
-    ) -> Option<Result<StreamItem, InferError>> {
-        match &mut item {
-            Some(Ok(StreamItem::Delta(info))) => self.count_delta(info),
-            Some(Ok(StreamItem::Response(response))) => self.observe_response(response),
-            Some(Ok(StreamItem::Event(event))) => self.count_event(event),
-            _ => return self.observe_end(item),
-        }
-        item
     }
 
     /// Counts an error, or the end of the stream. A stream that ends without a final response gets an error. Responses pass
     /// unchanged.
-    pub fn observe_end<T>(&mut self, item: Option<Result<T, InferError>>) -> Option<Result<T, InferError>> {
+    fn observe_end<T>(&mut self, item: Option<Result<T, InferError>>) -> Option<Result<T, InferError>> {
         match item {
             Some(Ok(response)) => Some(Ok(response)),
             Some(Err(error)) => {
@@ -160,13 +148,8 @@ impl RequestMetrics {
         }
     }
 
-    /// Whether outputs may be removed from responses.
-    pub fn removes_outputs(&self) -> bool {
-        !self.requested_outputs.is_empty()
-    }
-
     /// Completes and counts a response.
-    pub fn observe_response(&mut self, response: &mut InferResponse) {
+    fn observe_response(&mut self, response: &mut InferResponse) {
         let cache = self.store_in_cache(response);
         self.complete(response);
         self.count(response, cache);
@@ -231,7 +214,7 @@ impl RequestMetrics {
     }
 
     /// Counts a response that was sent as a delta.
-    pub fn count_delta(&mut self, info: &DeltaInfo) {
+    fn count_delta(&mut self, info: &DeltaInfo) {
         self.count_response(info.observed, info.observed.ns_since(info.computed));
     }
 
@@ -359,6 +342,33 @@ impl RequestMetrics {
         trace.mark("INFER_RESPONSE_COMPLETE");
         trace.tensors("TENSOR_BACKEND_OUTPUT", &response.outputs);
         trace.mark("REQUEST_END");
+    }
+}
+
+impl StreamObserver for RequestMetrics {
+    fn observe(&mut self, item: Option<Item>) -> Option<Item> {
+        let mut item = item;
+        if let Some(Ok(response)) = &mut item {
+            self.observe_response(response);
+        }
+        self.observe_end(item)
+    }
+
+    fn observe_item(
+        &mut self,
+        mut item: Option<Result<StreamItem, InferError>>,
+    ) -> Option<Result<StreamItem, InferError>> {
+        match &mut item {
+            Some(Ok(StreamItem::Delta(info))) => self.count_delta(info),
+            Some(Ok(StreamItem::Response(response))) => self.observe_response(response),
+            Some(Ok(StreamItem::Event(event))) => self.count_event(event),
+            _ => return self.observe_end(item),
+        }
+        item
+    }
+
+    fn removes_outputs(&self) -> bool {
+        !self.requested_outputs.is_empty()
     }
 }
 

@@ -1,17 +1,18 @@
 //! The sending end of a stream of responses.
 
+use std::fmt;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use tokio::sync::mpsc;
 
+use crate::outcome::Execution;
 use crate::progress::{Generation, Progress, Scheduled};
-use crate::scheduler::{OrderTicket, Rescheduler};
+use crate::response_order::OrderTicket;
 use crate::source::SentItem;
-use crate::statistics::Execution;
-use crate::{InferError, InferRequest, InferResponse, ResponseStream};
+use crate::{InferError, InferRequest, InferResponse};
 
-/// The sending end of a [`ResponseStream`]: a model sends its responses here.
+/// The sending end of a [`crate::ResponseStream`]: a model sends its responses here.
 #[derive(Debug, Clone)]
 pub struct ResponseSender {
     sent: mpsc::Sender<SentItem>,
@@ -19,14 +20,31 @@ pub struct ResponseSender {
     /// Later requests are answered after the last clone is dropped, where the model preserves the order of responses.
     _ticket: Option<Arc<OrderTicket>>,
     /// Returns the request to its queue for another execution, where the model may reschedule requests.
-    rescheduler: Option<Rescheduler>,
+    rescheduler: Option<Arc<dyn Reschedule>>,
 }
 
 type Item = Result<InferResponse, InferError>;
 
+/// Returns a request to its queue.
+pub(crate) trait Reschedule: fmt::Debug + Send + Sync {
+    /// Queues `request` again.
+    ///
+    /// # Errors
+    /// When the queue is closed. The error returns the request and its sender.
+    fn reschedule(
+        &self,
+        request: InferRequest,
+        responses: ResponseSender,
+    ) -> Result<(), Box<(InferRequest, ResponseSender)>>;
+}
+
 impl ResponseSender {
     pub(crate) fn new(sent: mpsc::Sender<SentItem>, progress: Arc<Progress>) -> Self {
         Self { sent, progress, _ticket: None, rescheduler: None }
+    }
+
+    pub(crate) fn progress(&self) -> &Arc<Progress> {
+        &self.progress
     }
 
     /// Holds `ticket` until the last clone of this sender is dropped.
@@ -84,13 +102,6 @@ impl ResponseSender {
         self.progress.report(generation);
     }
 
-    /// Reports for this request what the model behind `stream` reports, without a call for each token.
-    pub fn report_progress_of(&self, stream: &ResponseStream) {
-        if let Some(progress) = stream.progress() {
-            self.progress.report_progress_of(progress);
-        }
-    }
-
     /// Returns a request to the queue that it came from, to be executed again. The model then sees it as a request in the
     /// middle of its sequence.
     ///
@@ -103,7 +114,7 @@ impl ResponseSender {
         }
     }
 
-    pub(crate) fn with_rescheduler(self, rescheduler: Rescheduler) -> Self {
+    pub(crate) fn with_rescheduler(self, rescheduler: Arc<dyn Reschedule>) -> Self {
         Self { rescheduler: Some(rescheduler), ..self }
     }
 

@@ -1,7 +1,6 @@
 //! The server: the operations that all protocols use.
 
 use std::collections::{BTreeSet, HashMap};
-use std::path::PathBuf;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
@@ -12,129 +11,14 @@ use repository::{ModelConfig, Repository, RepositoryError};
 use tokio::time::Instant;
 
 use crate::cache::{CacheStatistics, ResponseCache};
-use crate::lifecycle::{Lifecycle, LoadFailure, LoadOverrides};
+use crate::lifecycle::{Lifecycle, LoadFailure};
 use crate::model::ServedModel;
 use crate::registry::{ModelIndexEntry, ModelState, Registry, parse_version};
 use crate::statistics::ModelStatistics;
 use crate::{
-    BackendFactory, DataType, ErrorKind, EventStream, GenerateCall, InferError, InferRequest, Limit, Limits,
-    ResponseStream,
+    BackendFactory, ControlMode, ErrorKind, EventStream, GenerateCall, InferError, InferRequest, Limit, Limits,
+    LoadOverrides, ModelMetadata, ResponseStream, ServerConfig, ServerMetadata,
 };
-
-/// Which models are loaded, and whether clients may load and unload models.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub enum ControlMode {
-    /// All models of the repository are loaded at start. None can be loaded or unloaded later.
-    None,
-    /// The named models are loaded at start (`*` alone for all). Clients load and unload models later.
-    Explicit {
-        /// Models to load at start.
-        load: Vec<String>,
-    },
-    /// All models of the repository are loaded, and loaded again when their files change.
-    Poll {
-        /// Time between two checks of the repository.
-        interval: Duration,
-    },
-}
-
-/// Configuration of a server.
-#[derive(Debug, Clone)]
-pub struct ServerConfig {
-    /// Name shown in the server's metadata.
-    pub name: String,
-    /// Version shown in the server's metadata.
-    pub version: String,
-    /// Protocol extensions shown in the server's metadata.
-    pub extensions: Vec<String>,
-    /// Directories of the model repository.
-    pub repositories: Vec<PathBuf>,
-    /// Which models are loaded, and whether clients may load and unload models.
-    pub control_mode: ControlMode,
-    /// Whether the server is ready only while every required model is ready. Otherwise it is ready when loading is over.
-    pub strict_readiness: bool,
-    /// Number of models that are loaded at the same time at start.
-    pub load_parallelism: usize,
-    /// Further attempts to load a model that failed at start.
-    pub load_retries: u32,
-    /// How long an unload waits for requests in flight before it continues in the background.
-    pub unload_timeout: Duration,
-    /// Size of the response cache in bytes (`--cache-config=local,size=N`), for models with `response_cache`; 0 for no cache.
-    pub response_cache_bytes: usize,
-    /// Whether models keep the durations of the last minute, for quantiles.
-    pub keeps_recent_durations: bool,
-    /// Limits on the contents of one request.
-    pub limits: Limits,
-}
-
-impl Default for ServerConfig {
-    fn default() -> Self {
-        let extensions = [
-            "classification",
-            "sequence",
-            "model_repository",
-            "model_repository(unload_dependents)",
-            "schedule_policy",
-            "model_configuration",
-            "system_shared_memory",
-            "cuda_shared_memory",
-            "binary_tensor_data",
-            "parameters",
-            "statistics",
-            "trace",
-            "logging",
-        ];
-        Self {
-            name: "trireme".to_owned(),
-            version: env!("CARGO_PKG_VERSION").to_owned(),
-            extensions: extensions.map(str::to_owned).to_vec(),
-            repositories: Vec::new(),
-            control_mode: ControlMode::None,
-            strict_readiness: true,
-            load_parallelism: 4,
-            load_retries: 0,
-            unload_timeout: Duration::from_secs(30),
-            response_cache_bytes: 0,
-            keeps_recent_durations: false,
-            limits: Limits::default(),
-        }
-    }
-}
-
-/// Metadata of the server.
-#[derive(Debug, Clone, PartialEq, Eq)]
-#[allow(missing_docs)] // The protocol's own names.
-pub struct ServerMetadata {
-    pub name: String,
-    pub version: String,
-    pub extensions: Vec<String>,
-}
-
-/// Metadata of a model: its versions, inputs and outputs.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub struct ModelMetadata {
-    /// Model name.
-    pub name: String,
-    /// Versions that serve, ascending.
-    pub versions: Vec<String>,
-    /// `platform` of the configuration, else its `backend`.
-    pub platform: String,
-    /// Input tensors.
-    pub inputs: Vec<TensorMetadata>,
-    /// Output tensors.
-    pub outputs: Vec<TensorMetadata>,
-}
-
-/// Metadata of a model's input or output.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub struct TensorMetadata {
-    /// Name of the tensor in the model.
-    pub name: String,
-    /// Element type.
-    pub datatype: DataType,
-    /// Sizes, -1 for any, batch dimension included.
-    pub shape: Vec<i64>,
-}
 
 /// Serves the models of a repository.
 pub struct Server {
@@ -358,24 +242,7 @@ impl Server {
             "" => self.registry().ready_versions(name).iter().map(|model| model.version.to_string()).collect(),
             _ => vec![model.version_text.to_string()],
         };
-        let config = &model.config;
-        let batched = config.max_batch_size > 0;
-        let tensor = |name: &String, data_type, dims: &[i64]| TensorMetadata {
-            name: name.clone(),
-            datatype: DataType::from_config(data_type).expect("validated: each tensor has a type"),
-            shape: batched.then_some(-1).into_iter().chain(dims.iter().copied()).collect(),
-        };
-        Ok(ModelMetadata {
-            name: config.name.clone(),
-            versions,
-            platform: if config.platform.is_empty() { config.backend.clone() } else { config.platform.clone() },
-            inputs: config.input.iter().map(|input| tensor(&input.name, input.data_type(), &input.dims)).collect(),
-            outputs: config
-                .output
-                .iter()
-                .map(|output| tensor(&output.name, output.data_type(), &output.dims))
-                .collect(),
-        })
+        Ok(ModelMetadata::new(&model.config, versions))
     }
 
     /// A model's configuration with all defaults. [`repository::to_json`] converts it to JSON.
@@ -448,7 +315,7 @@ impl Server {
         let (lifecycle, model) = (self.lifecycle.clone(), name.to_owned());
         // On a task of its own, so that the load completes even if the client leaves.
         let load = tokio::spawn(async move { lifecycle.load(&model, overrides).await });
-        load.await.map_err(|error| InferError::internal(format!("loading '{name}' broke off: {error}")))??;
+        load.await.map_err(|error| InferError::internal(format!("loading '{name}' panicked: {error}")))??;
         self.registry().update(name, |entry| entry.is_required = true);
         Ok(())
     }

@@ -5,7 +5,6 @@ use std::task::{Context, Poll};
 use futures::future::BoxFuture;
 use tokio::sync::mpsc;
 
-use crate::ensemble::TextStream;
 use crate::{InferError, InferResponse, OutputDelta, StreamItem};
 
 /// Produces the items of one stream when it is polled.
@@ -23,8 +22,8 @@ pub trait ResponseSource: Send {
 /// A response or an error in the channel from a [`crate::ResponseSender`] to its stream.
 pub(crate) type SentItem = Result<Box<InferResponse>, InferError>;
 
-/// A future that sends responses. The stream of a language model that it resolves to continues the stream.
-type SendingFuture = BoxFuture<'static, Option<TextStream>>;
+/// A future that sends responses. The source that it resolves to continues the stream.
+pub(crate) type SendingFuture = BoxFuture<'static, Option<Box<dyn ResponseSource>>>;
 
 /// A future that sends responses and runs only while the stream is polled.
 ///
@@ -35,14 +34,14 @@ pub(crate) struct FutureSource {
     future: Option<SendingFuture>,
     sent: mpsc::Receiver<SentItem>,
     /// Continues the stream after the last response that the future sent.
-    continuation: Option<TextStream>,
+    continuation: Option<Box<dyn ResponseSource>>,
 }
 
 /// Result of polling a [`FutureSource`].
 pub(crate) enum Polled {
     Item(Poll<Option<SentItem>>),
     /// The future has resolved, and this continues the stream.
-    Continuation(TextStream),
+    Continuation(Box<dyn ResponseSource>),
 }
 
 impl FutureSource {

@@ -10,10 +10,8 @@ use futures::Stream;
 use futures::future::{BoxFuture, FutureExt as _};
 use tokio::sync::mpsc;
 
-use crate::ensemble::TextStream;
 use crate::progress::{Generation, Progress, ProgressReporter};
-use crate::request_metrics::RequestMetrics;
-use crate::scheduler::OrderTicket;
+use crate::response_order::OrderTicket;
 use crate::sender::ResponseSender;
 use crate::source::{FutureSource, Polled, ResponseSource, SentItem};
 use crate::{InferError, InferResponse, OutputDelta, StreamItem};
@@ -28,7 +26,7 @@ pub struct ResponseStream {
     accepts_deltas: bool,
     /// `None` where the only response was available from the start.
     progress: Option<Arc<Progress>>,
-    metrics: Option<Box<RequestMetrics>>,
+    observer: Option<Box<dyn StreamObserver>>,
     /// Resolves when all earlier requests are answered, where the model preserves the order of responses.
     earlier_answered: Option<BoxFuture<'static, ()>>,
 }
@@ -41,8 +39,18 @@ enum Source {
     /// A future that sends responses and is polled with the stream.
     Future(FutureSource),
     Custom(Box<dyn ResponseSource>),
-    /// The language model of a text ensemble.
-    Text(TextStream),
+}
+
+/// Completes and counts the items of a stream before the reader gets them.
+pub(crate) trait StreamObserver: fmt::Debug + Send + Sync {
+    /// Completes and counts one item of a stream without deltas.
+    fn observe(&mut self, item: Option<Item>) -> Option<Item>;
+
+    /// Completes and counts one item of a stream that may have deltas.
+    fn observe_item(&mut self, item: Option<Result<StreamItem, InferError>>) -> Option<Result<StreamItem, InferError>>;
+
+    /// Whether outputs may be removed from responses.
+    fn removes_outputs(&self) -> bool;
 }
 
 impl ResponseStream {
@@ -68,7 +76,7 @@ impl ResponseStream {
     /// Makes a stream like [`ResponseStream::from_future`]. The stream that the future resolves to continues it.
     pub(crate) fn from_future_then<W>(make: impl FnOnce(ResponseSender) -> W) -> Self
     where
-        W: Future<Output = Option<TextStream>> + Send + 'static,
+        W: Future<Output = Option<Box<dyn ResponseSource>>> + Send + 'static,
     {
         let (sender, receiver) = mpsc::channel(1);
         let progress = Arc::new(Progress::default());
@@ -82,18 +90,13 @@ impl ResponseStream {
         Self::new(Source::Custom(make(ProgressReporter(progress.clone()))), Some(progress))
     }
 
-    /// The events of a step that generates text, as those of its ensemble.
-    pub(crate) fn from_text(text: TextStream, progress: Option<Arc<Progress>>) -> Self {
-        Self::new(Source::Text(text), progress)
-    }
-
     /// The items of `source`, whose request has this progress.
     pub(crate) fn of_inner(source: Box<dyn ResponseSource>, progress: Option<Arc<Progress>>) -> Self {
         Self::new(Source::Custom(source), progress)
     }
 
     fn new(source: Source, progress: Option<Arc<Progress>>) -> Self {
-        Self { source, accepts_deltas: false, progress, metrics: None, earlier_answered: None }
+        Self { source, accepts_deltas: false, progress, observer: None, earlier_answered: None }
     }
 
     /// The next response; `None` after the final one. Not for streams that accept deltas.
@@ -104,7 +107,7 @@ impl ResponseStream {
     /// Lets the source send [`StreamItem::Delta`]. From now on the stream must be read by [`ResponseStream::poll_item`].
     pub fn accept_deltas(&mut self) {
         // Deltas name outputs by index, and removing outputs changes the indices.
-        self.accepts_deltas = !self.metrics.as_ref().is_some_and(|metrics| metrics.removes_outputs());
+        self.accepts_deltas = !self.observer.as_ref().is_some_and(|observer| observer.removes_outputs());
     }
 
     /// The next item, like [`ResponseStream::poll_item`].
@@ -116,8 +119,8 @@ impl ResponseStream {
     pub(crate) fn take_ready(&mut self) -> Option<Item> {
         let Source::Ready(item) = &mut self.source else { return None };
         let item = item.take();
-        match &mut self.metrics {
-            Some(metrics) => metrics.observe(item),
+        match &mut self.observer {
+            Some(observer) => observer.observe(item),
             None => item,
         }
     }
@@ -132,10 +135,9 @@ impl ResponseStream {
         self.progress.as_ref()
     }
 
-    /// Lets `metrics` complete and count every response from now on.
-    pub(crate) fn with_metrics(mut self, metrics: RequestMetrics) -> Self {
-        self.metrics = Some(Box::new(metrics.with_progress(self.progress.clone())));
-        self
+    /// Passes every item through `observer` from now on.
+    pub(crate) fn with_observer(self, observer: Box<dyn StreamObserver>) -> Self {
+        Self { observer: Some(observer), ..self }
     }
 
     /// Holds responses back until all requests before `ticket` are answered. The request itself counts as answered when
@@ -162,17 +164,17 @@ impl ResponseStream {
         }
         delta.clear();
         let item = ready!(self.source.poll_next(self.accepts_deltas, delta, context));
-        Poll::Ready(match &mut self.metrics {
-            Some(metrics) => metrics.observe_item(item),
+        Poll::Ready(match &mut self.observer {
+            Some(observer) => observer.observe_item(item),
             None => item,
         })
     }
 
-    /// The source of the items, and the metrics that complete and count them.
-    pub(crate) fn into_parts(self) -> (Box<dyn ResponseSource>, Option<Box<RequestMetrics>>) {
+    /// The source of the items, and their observer.
+    pub(crate) fn into_parts(self) -> (Box<dyn ResponseSource>, Option<Box<dyn StreamObserver>>) {
         match self.source {
-            Source::Custom(source) => (source, self.metrics),
-            source => (Box::new(source), self.metrics),
+            Source::Custom(source) => (source, self.observer),
+            source => (Box::new(source), self.observer),
         }
     }
 }
@@ -186,7 +188,6 @@ impl ResponseSource for Source {
     ) -> Poll<Option<Result<StreamItem, InferError>>> {
         let item = |sent: Option<SentItem>| sent.map(|sent| sent.map(StreamItem::Response));
         match self {
-            Source::Text(text) => text.poll_next(accepts_deltas, delta, context),
             Source::Custom(source) => source.poll_next(accepts_deltas, delta, context),
             Source::Ready(only) => Poll::Ready(only.take().map(|only| only.map(StreamItem::from))),
             Source::Channel(receiver) => receiver.poll_recv(context).map(item),
@@ -196,16 +197,25 @@ impl ResponseSource for Source {
                     Polled::Continuation(source) => source,
                 };
                 let first = continuation.poll_next(accepts_deltas, delta, context);
-                *self = Source::Text(continuation);
+                *self = Source::Custom(continuation);
                 first
             }
         }
     }
 }
 
+impl ResponseSender {
+    /// Reports for this request what the model behind `stream` reports, without a call for each token.
+    pub fn report_progress_of(&self, stream: &ResponseStream) {
+        if let Some(progress) = &stream.progress {
+            self.progress().report_progress_of(progress);
+        }
+    }
+}
+
 impl fmt::Debug for ResponseStream {
     fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
-        formatter.debug_struct("ResponseStream").field("metrics", &self.metrics).finish_non_exhaustive()
+        formatter.debug_struct("ResponseStream").field("observer", &self.observer).finish_non_exhaustive()
     }
 }
 

@@ -1,4 +1,4 @@
-//! What a model asks of the server it runs in: requests to other models, loading and unloading, memory, metrics.
+//! Calls of a model to its server: requests to other models, loading and unloading, shared memory, metrics.
 
 use std::collections::BTreeMap;
 use std::sync::{Arc, Weak};
@@ -6,32 +6,18 @@ use std::sync::{Arc, Weak};
 use ipc::lock;
 use serving::{ErrorKind, InferError, InferRequest, LoadOverrides, ResponseStream, Server};
 use tokio::sync::Semaphore;
-use tokio::task::AbortHandle;
 
-use super::connection::Connection;
+use super::connection::{Call, Connection};
 use super::instance::Instance;
 use super::message::{read_request, refusal, reply, response_reply};
 use super::metrics::Kind;
 use super::wire::{Value, WireError};
 
-/// Responses of another model that may wait in the process unread.
+/// Responses of another model that the process may hold unread.
 const UNREAD_RESPONSES: usize = 16;
 
-/// A request to another model; dropping its task cancels it.
-#[derive(Debug)]
-pub(super) struct Call {
-    credits: Arc<Semaphore>,
-    task: AbortHandle,
-}
-
-impl Drop for Call {
-    fn drop(&mut self) {
-        self.task.abort();
-    }
-}
-
-/// Answers a question, now or in a task of its own.
-pub(super) fn answer(
+/// Handles a call, at once or in a task of its own.
+pub(super) fn handle(
     connection: &Arc<Connection>,
     instance: &Instance,
     call: i64,
@@ -76,10 +62,11 @@ pub(super) fn answer(
     Ok(())
 }
 
-/// The process wants no more responses of a call.
+/// Ends a call whose further responses the process does not need.
 pub(super) fn cancel(connection: &Connection, call: i64) {
-    let gone = calls(connection).remove(&call);
-    drop(gone);
+    // Dropped after the lock is released: dropping a call aborts its task.
+    let ended = calls(connection).remove(&call);
+    drop(ended);
 }
 
 fn calls(connection: &Connection) -> std::sync::MutexGuard<'_, std::collections::HashMap<i64, Call>> {
@@ -88,7 +75,7 @@ fn calls(connection: &Connection) -> std::sync::MutexGuard<'_, std::collections:
 
 fn server(connection: &Connection) -> Result<Arc<Server>, InferError> {
     let server = connection.host.server.get().and_then(Weak::upgrade);
-    server.ok_or_else(|| InferError::unavailable("the server has no other models for this one yet, or is ending"))
+    server.ok_or_else(|| InferError::unavailable("the server cannot serve requests of models yet, or is stopping"))
 }
 
 fn infer(connection: &Arc<Connection>, instance: &Instance, call: i64, arguments: Value) -> Result<(), WireError> {
@@ -125,10 +112,10 @@ fn start(server: &Server, request: InferRequest, decoupled: bool) -> Result<Resp
     server.infer_for_model(request)
 }
 
-/// Sends each response on as long as the process keeps reading them.
+/// Sends each response to the process, as fast as the process reads them.
 async fn forward(connection: Arc<Connection>, call: i64, mut stream: ResponseStream, credits: Arc<Semaphore>) {
     loop {
-        // Closed never: the semaphore lives as long as the call.
+        // The semaphore is never closed.
         if let Ok(credit) = credits.acquire().await {
             credit.forget();
         }
@@ -143,7 +130,7 @@ async fn forward(connection: Arc<Connection>, call: i64, mut stream: ResponseStr
     }
 }
 
-/// A metric's number or value; or why there is none.
+/// Makes a metric or reads its value. Returns its number or value, or why that failed.
 fn metric(connection: &Connection, method: &str, arguments: Value) -> Result<Result<Value, String>, WireError> {
     let mut held = lock(&connection.metrics);
     let number = |made: Result<i64, String>| made.map(|number| Value::Int(number.into()));
@@ -167,12 +154,12 @@ fn metric(connection: &Connection, method: &str, arguments: Value) -> Result<Res
         }
         _ => {
             let [metric] = arguments.parts()?;
-            held.value(metric.int()?).map(Value::Float).ok_or_else(|| "the metric is gone".to_owned())
+            held.value(metric.int()?).map(Value::Float).ok_or_else(|| "the metric was deleted".to_owned())
         }
     })
 }
 
-/// Loading, unloading, readiness.
+/// Loads or unloads a model, or checks its readiness.
 fn control(connection: &Arc<Connection>, call: i64, method: &str, arguments: Value) -> Result<(), WireError> {
     let server = match server(connection) {
         Ok(server) => server,

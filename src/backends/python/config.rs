@@ -1,24 +1,24 @@
-//! How model processes are started.
+//! Configuration of the Python backend.
 
 use std::path::PathBuf;
 use std::time::Duration;
 
 use ipc::Prefix;
 
-/// Settings of the Python backend.
+/// Configuration of the Python backend.
 #[derive(Debug, Clone)]
 pub struct PythonConfig {
-    /// Names the shared memory.
+    /// Prefix of the names of shared memory.
     pub prefix: Prefix,
-    /// The interpreter, where a model brings none; a name is looked up in `PATH`.
+    /// The interpreter for models without an environment of their own. A plain name is searched in `PATH`.
     pub interpreter: PathBuf,
-    /// Size of a process's first region of shared memory, made when a tensor first needs it.
+    /// Size of the first region of shared memory of a process. It is made when a tensor first needs it.
     pub shm_default_bytes: usize,
-    /// Least size of each further region.
+    /// Smallest size of each further region.
     pub shm_growth_bytes: usize,
-    /// Time for a process to start, before it loads its model.
+    /// How long a process may take to start, before it loads its model.
     pub start_timeout: Duration,
-    /// Time for `finalize` when a model is unloaded.
+    /// How long `finalize` may take when a model is unloaded.
     pub stop_timeout: Duration,
     /// Whether models' verbose messages are logged.
     pub log_verbose: bool,
@@ -26,11 +26,11 @@ pub struct PythonConfig {
     pub auto_complete: bool,
     /// The host of each rank of the world, rank 0 first.
     pub hosts: Vec<String>,
-    /// Counts the GPUs of this node, asked only by a model that wants an instance on each.
+    /// Counts the GPUs of this node. Called only for a model with an instance on each GPU.
     pub num_gpus: fn() -> usize,
     /// Models with a process on every rank, unless their configuration says otherwise.
     pub mpi_models: Vec<String>,
-    /// Variables that models get although their names are those of secrets.
+    /// Environment variables that models get although their names suggest secrets.
     pub pass_environment: Vec<String>,
 }
 
@@ -56,7 +56,7 @@ impl PythonConfig {
     /// Applies one `KEY=VALUE` of `--backend-config=python,KEY=VALUE`. The prefix is set by [`PythonConfig::new`].
     ///
     /// # Errors
-    /// With words, when the key is unknown or the value cannot be.
+    /// When the key is unknown or the value is invalid.
     pub fn set(&mut self, key: &str, value: &str) -> Result<(), String> {
         let number = || {
             let found = value.parse::<usize>().ok().filter(|&number| number > 0);
@@ -73,12 +73,12 @@ impl PythonConfig {
                 let names = value.split(':').map(str::to_owned).collect::<Vec<_>>();
                 if names.iter().any(|name| name.is_empty() || name.contains(['=', '*'])) {
                     return Err(format!(
-                        "`{key}={value}` of the Python backend is not NAME:NAME, whole names of variables"
+                        "`{key}={value}` of the Python backend is not of the form NAME:NAME, with whole names of variables"
                     ));
                 }
                 self.pass_environment = names;
             }
-            // Accepted for the sake of command lines; the first is the rank's prefix, the others have no meaning here.
+            // Accepted so that command lines for Triton work. The rank sets the prefix; the others have no meaning here.
             "shm-region-prefix-name" | "stub-message-queue-size" | "default-max-batch-size" => {}
             _ => {
                 return Err(format!(

@@ -1,4 +1,4 @@
-//! A model process with what it shares with the server: memory, metrics, and questions to other models.
+//! A running model process, with its shared memory, its metrics and its calls to the server.
 
 use std::collections::HashMap;
 use std::fs::File;
@@ -10,10 +10,10 @@ use std::time::Duration;
 use bytes::Bytes;
 use ipc::lock;
 use serving::{ClientSlice, InferError};
-use tokio::sync::{Notify, mpsc, watch};
+use tokio::sync::{Notify, Semaphore, mpsc, watch};
+use tokio::task::AbortHandle;
 
-use super::Host;
-use super::calls::Call;
+use super::host::Host;
 use super::memory::{Arena, Block, Shared};
 use super::message::ToProcess;
 use super::metrics::Held;
@@ -23,11 +23,11 @@ use super::wire::{WireError, Writer};
 /// What happens while a process loads its model.
 #[derive(Debug)]
 pub(super) enum LoadEvent {
-    /// It runs, and begins to load.
+    /// The process runs and begins to load.
     Started,
-    /// It has loaded: a completed configuration, if that was asked; or why not.
+    /// Loading has ended: with a completed configuration if one was requested, or with an error.
     Loaded(Result<Option<String>, InferError>),
-    /// It has ended, and how.
+    /// The process has ended; says how.
     Ended(String),
 }
 
@@ -39,9 +39,11 @@ pub(super) struct Connection {
     pub name: String,
     pub metrics: Mutex<Held>,
     pub calls: Mutex<HashMap<i64, Call>>,
-    /// Wakes who looks after requests that take long.
+    /// Wakes the task that checks running requests.
     pub busy: Notify,
+    /// Whether that task checks requests now.
     pub is_watched: AtomicBool,
+    /// Whether the process is stopped, for example by a debugger.
     pub is_stopped: AtomicBool,
     pub events: mpsc::Sender<LoadEvent>,
     inputs: Mutex<Arena>,
@@ -50,17 +52,30 @@ pub(super) struct Connection {
     probe: Mutex<Probe>,
 }
 
-/// Asking a model whether it is ready.
-#[derive(Debug, Default)]
-struct Probe {
-    /// Whether it has a method that answers.
-    is_there: bool,
-    /// The question that is being answered; who asks meanwhile gets the same answer.
-    asked: Option<watch::Sender<Option<bool>>>,
+/// A request to another model; dropping its task cancels it.
+#[derive(Debug)]
+pub(super) struct Call {
+    pub credits: Arc<Semaphore>,
+    pub task: AbortHandle,
 }
 
-/// Time for a model to say whether it is ready.
-const PROBE_PATIENCE: Duration = Duration::from_secs(5);
+impl Drop for Call {
+    fn drop(&mut self) {
+        self.task.abort();
+    }
+}
+
+/// State of the model's readiness check.
+#[derive(Debug, Default)]
+struct Probe {
+    /// Whether the model has a method `is_ready`.
+    is_available: bool,
+    /// Set while the method runs. All callers of that time get its result.
+    running: Option<watch::Sender<Option<bool>>>,
+}
+
+/// Time limit of a readiness check.
+const PROBE_TIMEOUT: Duration = Duration::from_secs(5);
 
 /// Clients' objects of shared memory that the process has open, by number.
 #[derive(Debug, Default)]
@@ -90,23 +105,23 @@ impl Connection {
         }
     }
 
-    /// The model has a method `is_ready`, which [`Connection::probe`] calls from now on.
-    pub fn can_be_probed(&self) {
-        lock(&self.probe).is_there = true;
+    /// Lets [`Connection::probe`] call the model's method `is_ready` from now on.
+    pub fn enable_probe(&self) {
+        lock(&self.probe).is_available = true;
     }
 
-    /// What the model says of its readiness; true for one that cannot say, false when it does not in time.
+    /// Whether the model is ready by its own check. True for a model without a check, false if the check takes too long.
     pub async fn probe(&self) -> bool {
         let mut answer = {
             let mut probe = lock(&self.probe);
-            if !probe.is_there {
+            if !probe.is_available {
                 return true;
             }
-            match &probe.asked {
-                Some(asked) => asked.subscribe(),
+            match &probe.running {
+                Some(running) => running.subscribe(),
                 None => {
-                    let (asked, answer) = watch::channel(None);
-                    probe.asked = Some(asked);
+                    let (running, answer) = watch::channel(None);
+                    probe.running = Some(running);
                     let mut message = Writer::begin(1);
                     message.int(ToProcess::Probe as u8);
                     self.process.send(&message.finish());
@@ -114,19 +129,19 @@ impl Connection {
                 }
             }
         };
-        let answered = tokio::time::timeout(PROBE_PATIENCE, answer.wait_for(Option::is_some)).await;
+        let answered = tokio::time::timeout(PROBE_TIMEOUT, answer.wait_for(Option::is_some)).await;
         answered.is_ok_and(|answer| answer.is_ok_and(|is_ready| *is_ready == Some(true)))
     }
 
-    /// The model has answered.
+    /// Handles the result of a readiness check.
     pub fn probed(&self, is_ready: bool) {
-        if let Some(asked) = lock(&self.probe).asked.take() {
-            asked.send_replace(Some(is_ready));
+        if let Some(running) = lock(&self.probe).running.take() {
+            running.send_replace(Some(is_ready));
         }
     }
 
-    /// The number of an object of a client's shared memory; the process opens it when it first hears of it. The caller
-    /// holds the slice until the process has answered.
+    /// The number of an object of a client's shared memory in the process, which opens it on first use. The caller must hold the
+    /// slice until the process has responded.
     pub fn client_file(&self, slice: &ClientSlice) -> u64 {
         let mut files = lock(&self.client_files);
         if let Some((number, _)) = files.open.iter().find(|(_, file)| file.as_ptr() == Arc::as_ptr(&slice.file)) {
@@ -135,7 +150,7 @@ impl Connection {
         files.last += 1;
         let number = files.last;
         files.open.push((number, Arc::downgrade(&slice.file)));
-        // By this process's descriptor: the name may be gone, or another object's.
+        // Through this process's descriptor: the name may be removed, or name another object.
         let path = format!("/proc/{}/fd/{}", std::process::id(), slice.file.as_raw_fd());
         let mut message = Writer::begin(3);
         message.int(ToProcess::OpenFile as u8);
@@ -145,7 +160,7 @@ impl Connection {
         number
     }
 
-    /// Has the process close what clients have unregistered. False when it has nothing open.
+    /// Lets the process close objects that clients have unregistered. Returns false when it has none open.
     pub fn close_client_files(&self) -> bool {
         let mut files = lock(&self.client_files);
         files.open.retain(|(number, file)| {
@@ -177,17 +192,17 @@ impl Connection {
         inputs.add(shared);
         self.process.send(&message.finish());
         let block = inputs.put(bytes).map_err(failed)?;
-        Ok(block.expect("a new region has room for what it was made for"))
+        Ok(block.expect("a new region has room for the tensor that it was made for"))
     }
 
-    /// Gives a block back that was placed and not sent.
+    /// Frees a block that was filled and not sent.
     pub fn release(&self, block: Block) {
         if let Some(region) = lock(&self.inputs).region(block.region) {
             region.release(block.offset);
         }
     }
 
-    /// Copies a tensor out of shared memory, and gives its block back.
+    /// Copies a tensor out of shared memory, and frees its block.
     pub fn take(&self, block: Block) -> Result<Bytes, WireError> {
         let outputs = lock(&self.outputs);
         let wrong = |found: String| WireError::Shape { expected: "a block of shared memory", found };
@@ -195,7 +210,7 @@ impl Connection {
         region.take(block.offset, block.len).map_err(|error| wrong(error.to_string()))
     }
 
-    /// Makes a region that the process fills; writes its number and where it is.
+    /// Makes a region that the process fills, and writes its number and location to `reply`.
     pub fn add_output_region(&self, bytes: usize, reply: &mut Writer) -> Result<(), InferError> {
         let failed = |error: ipc::IpcError| InferError::unavailable(format!("no shared memory for a tensor: {error}"));
         let mut outputs = lock(&self.outputs);
@@ -208,7 +223,7 @@ impl Connection {
         Ok(())
     }
 
-    /// The process has opened a region: its name may go.
+    /// Removes the name of a region that the process has opened.
     pub fn mapped(&self, is_input: bool, number: usize) {
         if is_input {
             lock(&self.inputs).region(number).map(Shared::unlink);
@@ -217,7 +232,7 @@ impl Connection {
         }
     }
 
-    /// Has someone look after what runs.
+    /// Starts the checks of running requests, unless they run already.
     pub fn watch(&self) {
         if !self.is_watched.swap(true, Ordering::AcqRel) {
             self.busy.notify_one();

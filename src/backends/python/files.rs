@@ -1,7 +1,7 @@
-//! The Python sources that model processes run, and unpacked environments: a directory that goes with the server.
+//! A temporary directory with the Python sources that model processes run, and with unpacked environments.
 //!
-//! It is made for the first Python model. A shell waits for the server to end, so that the directory goes even when the
-//! server is killed.
+//! It is made for the first Python model and removed when the server ends. A shell waits for the end of the server, so that the
+//! directory is removed even if the server is killed.
 
 use std::fs;
 use std::io;
@@ -37,19 +37,19 @@ const SOURCES: [(&str, &str); 12] = sources! {
 
 const NAME: &str = "trireme-python-";
 
-/// How long the removal of the directory may keep the server from its end.
-const CLEANER_PATIENCE: Duration = Duration::from_secs(10);
+/// How long the server waits for the removal of the directory when it ends.
+const CLEANER_TIMEOUT: Duration = Duration::from_secs(10);
 
 /// The program that each model process runs.
 pub(super) const STUB: &str = "stub.py";
 
-/// The directory, once there is one.
+/// The directory, after the first use.
 #[derive(Debug, Default)]
 pub(super) struct Files {
     scratch: Mutex<Option<Scratch>>,
 }
 
-/// The directory, removed when dropped; what was left all the same is removed by the next server.
+/// The directory. Dropping it removes the directory; the next server removes one that remains.
 #[derive(Debug)]
 struct Scratch {
     dir: TempDir,
@@ -66,7 +66,7 @@ struct Environment {
 }
 
 impl Files {
-    /// The directory that holds the module, with its sources.
+    /// The directory with the sources.
     ///
     /// # Errors
     /// When it cannot be written.
@@ -85,10 +85,11 @@ impl Files {
         Ok(scratch)
     }
 
-    /// The interpreter of an environment: a directory, one of its activation scripts, or an archive, unpacked once. Blocks.
+    /// The interpreter of an environment. The environment is a directory, an activation script in one, or an archive, which is
+    /// unpacked once. Blocks.
     ///
     /// # Errors
-    /// When there is none.
+    /// When the environment has no interpreter, or the archive cannot be unpacked.
     pub fn interpreter(&self, environment: &Path) -> Result<PathBuf, InferError> {
         let dir = if environment.is_dir() {
             environment.to_owned()
@@ -114,7 +115,7 @@ impl Scratch {
             fs::create_dir_all(path.parent().expect("it is below the directory"))?;
             fs::write(path, text)?;
         }
-        // Without a shell the next server cleans up.
+        // Without a shell, the next server removes the directory.
         let cleaner = cleaner(dir.path()).ok();
         Ok(Self { dir, environments: Vec::new(), cleaner })
     }
@@ -144,21 +145,21 @@ impl Scratch {
 impl Drop for Scratch {
     fn drop(&mut self) {
         if let Some(mut cleaner) = self.cleaner.take() {
-            // Its input closes, and it removes the directory; on a disk that hangs it goes on by itself.
+            // Closing its input makes it remove the directory. If the disk hangs, the shell continues after the server has ended.
             drop(cleaner.stdin.take());
-            let _ = ProcessWatch::new(cleaner.id()).map(|watch| watch.wait(CLEANER_PATIENCE));
+            let _ = ProcessWatch::new(cleaner.id()).map(|watch| watch.wait(CLEANER_TIMEOUT));
             let _ = cleaner.try_wait();
         }
     }
 }
 
-/// The environment that an activation script is in: the first folder above it with an interpreter.
+/// The environment of an activation script: the first directory above it with an interpreter.
 fn root_of(script: &Path) -> PathBuf {
     let has_interpreter = |dir: &&Path| dir.join("bin/python3").is_file() || dir.join("bin/python").is_file();
     script.ancestors().skip(1).find(has_interpreter).unwrap_or(script).to_owned()
 }
 
-/// A shell that removes `dir` as soon as this process has ended, however it ends: its input closes then.
+/// Starts a shell that removes `dir` when this process ends in any way, which closes the input of the shell.
 fn cleaner(dir: &Path) -> io::Result<Child> {
     let mut command = Command::new("sh");
     command.args(["-c", "trap '' INT TERM HUP; read -r _; rm -rf -- \"$0\""]).arg(dir).process_group(0);
@@ -175,10 +176,10 @@ fn sweep(root: &Path) {
             let mut parts = rest.split('-');
             Some(ProcessId { pid: parts.next()?.parse().ok()?, start_time: parts.next()?.parse().ok()? })
         });
-        // A folder of another user stays, whatever this one may remove: its name may say anything.
+        // Directories of other users stay, because anyone can choose such a name.
         let is_own = || fs::symlink_metadata(entry.path()).is_ok_and(|found| found.is_dir() && found.uid() == own);
         if owner.is_some_and(|owner| !owner.is_alive()) && is_own() {
-            // One that cannot be removed harms nobody.
+            // A directory that cannot be removed does no harm.
             let _ = fs::remove_dir_all(entry.path());
         }
     }
@@ -189,7 +190,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn every_source_is_shipped_and_goes_with_the_server() {
+    fn every_source_is_embedded_and_removed_with_the_server() {
         let files = Files::default();
         let dir = files.dir().unwrap();
         let package = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../python/triton_python_backend_utils");
@@ -221,7 +222,7 @@ mod tests {
     }
 
     #[test]
-    fn what_a_dead_server_left_is_removed() {
+    fn directories_of_servers_that_have_ended_are_removed() {
         let root = tempfile::tempdir().unwrap();
         let dead = root.path().join(format!("{NAME}1-99-x"));
         let me = ProcessId::current();
@@ -232,7 +233,7 @@ mod tests {
         let (link, target) = (root.path().join(format!("{NAME}1-98-x")), root.path().join("target"));
         fs::create_dir(&target).unwrap();
         std::os::unix::fs::symlink(&target, &link).unwrap();
-        // Only root can make a folder another user's.
+        // Only root can give a directory to another user.
         let foreign = root.path().join(format!("{NAME}1-97-x"));
         fs::create_dir(&foreign).unwrap();
         let is_foreign = std::os::unix::fs::chown(&foreign, Some(65_534), None).is_ok();

@@ -6,7 +6,7 @@ use super::memory::Block;
 use super::message;
 use super::wire::{Value, WireError};
 
-/// Reads a message as each of the kinds that hold tensors. Blocks of shared memory are as large as they say, up to 1 MiB.
+/// Reads a message as each kind that contains tensors. A block of shared memory has the size that the message says, up to 1 MiB.
 pub fn python_message(bytes: &Bytes) {
     let Ok(value) = Value::read(bytes) else { return };
     let mut take = |block: Block| match block.len {

@@ -1,4 +1,4 @@
-//! One instance of a model: its process, what the process has to do, and the process that takes its place.
+//! One instance of a model: its process, and the batches and requests that the process works on.
 
 use std::collections::{HashMap, VecDeque};
 use std::sync::atomic::Ordering;
@@ -15,14 +15,14 @@ use super::message::{Places, ToProcess, read_error, read_response, write_request
 use super::running::Running;
 use super::wire::{Value, WireError, Writer};
 
-/// An `execute` shorter than this has the next batch sent ahead, so that the process never waits for it.
+/// While an `execute` takes less than this, the next batch is sent before it ends, so that the process need not wait for it.
 const QUICK: Duration = Duration::from_millis(1);
 
-/// Pauses between restarts of a process that keeps ending: the first, and the longest.
+/// First and longest pause between restarts of a process that ends again and again.
 const FIRST_PAUSE: Duration = Duration::from_millis(100);
 const LONGEST_PAUSE: Duration = Duration::from_secs(30);
 
-/// A process that served so long did not fail at once.
+/// After a process that served for this long, the next one starts without a pause.
 const HEALTHY_AFTER: Duration = Duration::from_secs(60);
 
 /// An instance of a model.
@@ -35,32 +35,28 @@ pub(super) struct Instance {
 struct State {
     /// The process that serves; none while it restarts.
     connection: Option<Arc<Connection>>,
-    /// What the process was sent to execute, in order.
+    /// Batches that the process has, in order.
     batches: VecDeque<Batch>,
     /// Requests without their final response.
     running: HashMap<u64, Running>,
+    /// Whether the last `execute` took less than [`QUICK`].
     is_quick: bool,
     last_number: u64,
     /// Why there is no process.
     lost: String,
     /// When the process began to serve.
     attached: Option<Instant>,
-    /// Before the last restart.
+    /// The pause before the last restart.
     pause: Duration,
 }
 
 struct Batch {
     number: u64,
     requests: Vec<u64>,
-    /// When the process began with it, or may have.
+    /// When the process began to execute it, at the earliest.
     since: Instant,
+    /// Sent when the instance is free for the next batch.
     free: Option<oneshot::Sender<()>>,
-}
-
-/// What is left of a lost process.
-pub(super) struct Remains {
-    /// Requests that got no response yet.
-    pub unanswered: Vec<BatchedRequest>,
 }
 
 impl Instance {
@@ -76,8 +72,7 @@ impl Instance {
         state.connection = Some(connection);
     }
 
-    /// How long to wait before the next process is started: none after one that served long, else twice as long each
-    /// time, whether the last ones failed to load or died after it.
+    /// The pause before the next process is started: none after a process that served for long, otherwise twice the last one.
     pub fn next_pause(&self) -> Duration {
         let mut state = self.lock();
         let served = state.attached.take().map_or(Duration::ZERO, |attached| attached.elapsed());
@@ -90,7 +85,7 @@ impl Instance {
         self.lock().connection.clone()
     }
 
-    /// Whether it would work on a request now.
+    /// Whether its process runs and is not stopped.
     pub fn is_ready(&self) -> bool {
         self.lock().connection.as_ref().is_some_and(|connection| !connection.is_stopped.load(Ordering::Relaxed))
     }
@@ -99,7 +94,11 @@ impl Instance {
         self.lock().running.len()
     }
 
-    /// Has the process execute a batch. Resolves, or is there already, when it may get the next one.
+    /// Sends a batch to the process. The receiver, if any, resolves when the instance is free for the next batch; without one it
+    /// is free now.
+    ///
+    /// # Errors
+    /// When there is no process.
     pub fn execute(&self, batch: Vec<BatchedRequest>) -> Result<Option<oneshot::Receiver<()>>, InferError> {
         let mut state = self.lock();
         let Some(connection) = state.connection.clone() else {
@@ -126,7 +125,7 @@ impl Instance {
         }
         let is_ahead = !state.batches.is_empty();
         let (free, wait) = oneshot::channel();
-        // One batch may wait in the process while it works on another, if that is a matter of moments.
+        // Where executions are quick, one batch may wait in the process while it executes another.
         let (free, wait) = if state.is_quick && !is_ahead { (None, None) } else { (Some(free), Some(wait)) };
         connection.process.send(&message.finish());
         let since = Instant::now();
@@ -139,7 +138,7 @@ impl Instance {
         Ok(wait)
     }
 
-    /// The process has executed a batch: responses, or what it raised.
+    /// Handles the result of a batch: responses, or an exception.
     pub fn done(&self, connection: &Connection, parts: [Value; 3]) -> Result<(), WireError> {
         let [number, responses, error] = parts;
         let number: u64 = number.int()?;
@@ -182,19 +181,19 @@ impl Instance {
         Ok(())
     }
 
-    /// A response through a response sender.
+    /// Handles a response that the model sent through a response sender.
     pub fn respond(&self, connection: &Connection, is_decoupled: bool, parts: [Value; 3]) -> Result<(), WireError> {
         let [number, response, flags] = parts;
         let (number, is_final) = (number.int::<u64>()?, flags.int::<u8>()? != 0);
-        let heard = Instant::now();
+        let received = Instant::now();
         let response = match response.optional() {
             Some(response) => Some(read_response(response, &mut |block| connection.take(block))?),
             None => None,
         };
         let mut state = self.lock();
-        // It may have been given up for a client that never reads.
+        // The request may have been dropped, because its client does not read.
         let Some(running) = state.running.get_mut(&number) else { return Ok(()) };
-        running.computed_at(heard);
+        running.computed_at(received);
         if is_final || !is_decoupled {
             let none = || match running.num_responses {
                 0 if !is_decoupled => Err(InferError::internal("the model ended the request without a response")),
@@ -205,15 +204,18 @@ impl Instance {
         } else if let Some(response) = response
             && !running.respond(response)
         {
-            tracing::warn!(instance = connection.name, "a client that does not read its responses is given up");
+            tracing::warn!(
+                instance = connection.name,
+                "a request is dropped, because its client does not read the responses"
+            );
             state.running.remove(&number);
             connection.process.send(&cancel(number));
         }
         Ok(())
     }
 
-    /// Tells the process of clients that have left. False when nothing runs.
-    pub fn look_after(&self, connection: &Connection) -> bool {
+    /// Cancels the requests of clients that have left. Returns false when no request runs.
+    pub fn cancel_abandoned(&self, connection: &Connection) -> bool {
         let mut state = self.lock();
         for (&number, running) in &mut state.running {
             if !running.is_cancelled && running.is_abandoned() {
@@ -227,22 +229,23 @@ impl Instance {
         !state.running.is_empty()
     }
 
-    /// A trace for a request that the process makes because of one it has; `None` where that is not traced or has ended.
+    /// A trace for a request that the model makes while it serves request `number`; `None` if that is not traced or has ended.
     pub fn trace_of(&self, number: u64) -> Option<Trace> {
         Some(self.lock().running.get(&number)?.request.trace.as_ref()?.child())
     }
 
-    /// Since when the process has been in one `execute`.
+    /// When the current `execute` began; `None` while no batch runs.
     pub fn executing_since(&self) -> Option<Instant> {
         self.lock().batches.front().map(|batch| batch.since)
     }
 
-    /// The process is gone. What it had and can be given to another one is returned; the rest gets the error.
-    pub fn lose(&self, why: &str, keeps_unanswered: bool) -> Remains {
+    /// Removes a process that has ended. With `keeps_unanswered`, returns the requests without any response, for the next
+    /// process. All others get the error `why`.
+    pub fn detach(&self, why: &str, keeps_unanswered: bool) -> Vec<BatchedRequest> {
         let mut state = self.lock();
         state.connection = None;
         why.clone_into(&mut state.lost);
-        // Dropping the senders frees who waits for the instance.
+        // Dropping the senders ends the waits for a free instance.
         state.batches.clear();
         let mut unanswered = Vec::new();
         for (_, mut running) in state.running.drain() {
@@ -252,7 +255,7 @@ impl Instance {
                 running.respond(Err(InferError::new(ErrorKind::Unavailable, why)));
             }
         }
-        Remains { unanswered }
+        unanswered
     }
 }
 
@@ -264,7 +267,7 @@ impl State {
         }
     }
 
-    /// Gives a request back to its queue, or to the process again, behind what it has.
+    /// Returns a request to its queue, or sends it to the process again, after the batches that it has.
     fn reschedule(&mut self, number: u64) {
         let (Some(connection), Some(running)) = (self.connection.clone(), self.running.remove(&number)) else { return };
         let BatchedRequest { request, responses } = running.into_request();
@@ -287,7 +290,7 @@ impl State {
     }
 }
 
-/// Where the tensors of one request are.
+/// The blocks of shared memory that hold the large tensors of one request.
 struct Placed<'a> {
     connection: &'a Connection,
     blocks: std::vec::IntoIter<Block>,
@@ -309,7 +312,7 @@ impl Places for Placed<'_> {
     }
 }
 
-/// Puts the large tensors of a request into shared memory; `None` when there is no room and the request got the error.
+/// Copies the large tensors of a request into shared memory. Without room, the request gets the error, and the result is `None`.
 fn place(connection: &Connection, batched: BatchedRequest) -> Option<(BatchedRequest, Vec<Block>)> {
     let mut blocks = Vec::new();
     for tensor in batched.request.inputs.iter().filter(|tensor| super::message::is_large(&tensor.data)) {
@@ -337,12 +340,12 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_process_that_keeps_ending_is_started_less_and_less_often() {
+    fn pauses_between_restarts_grow() {
         let instance = Instance::default();
         let pauses: Vec<u128> = (0..10).map(|_| instance.next_pause().as_millis()).collect();
         assert_eq!(pauses, [100, 200, 400, 800, 1600, 3200, 6400, 12_800, 25_600, 30_000]);
 
-        // Loaded and died at once: no better than one that did not load.
+        // A process that ended right after it had loaded counts like one that did not load.
         instance.lock().attached = Some(Instant::now());
         assert_eq!(instance.next_pause(), LONGEST_PAUSE);
 

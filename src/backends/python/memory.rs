@@ -1,8 +1,8 @@
 //! Blocks of shared memory for tensors too large for a message.
 //!
-//! A region is cut into blocks, each behind a header of 64 bytes whose first word says whether it is in use. Who fills a
-//! block sets that word, who has read it clears it; so giving a block back costs no message.
-//! Bytes are copied through the region's file: the kernel's `memcpy`, without a view of memory that others may change.
+//! A region is divided into blocks. A header of 64 bytes precedes each block, and its first word says whether the block is in
+//! use. The writer sets that word, and the reader clears it, so that freeing a block needs no message. Bytes are copied through
+//! the file of the region, so that no reference to memory exists that the other process may change.
 
 use std::fs::File;
 use std::os::unix::fs::FileExt as _;
@@ -13,10 +13,10 @@ use bytes::Bytes;
 use ipc::{IpcError, Prefix, Region};
 use rustix::buffer::spare_capacity;
 
-/// Bytes in front of each block; blocks are multiples of it.
+/// Size of the header before each block. Sizes of blocks are multiples of it.
 pub(super) const HEADER: usize = 64;
 
-/// A block filled by one side.
+/// The location of a tensor in shared memory.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct Block {
     pub region: usize,
@@ -24,12 +24,12 @@ pub(super) struct Block {
     pub len: usize,
 }
 
-/// A region and the file behind it.
+/// A region of shared memory, and its file.
 #[derive(Debug)]
 pub(super) struct Shared {
     region: Region,
     file: File,
-    /// Where the region's own bytes begin in the file.
+    /// Offset of the region's contents in the file.
     start: u64,
 }
 
@@ -55,12 +55,12 @@ impl Shared {
         self.region.len()
     }
 
-    /// Both sides have it: its name may go, so that nothing stays behind whoever is killed.
+    /// Removes its name after both processes have opened it, so that it does not outlive them.
     pub fn unlink(&self) {
         self.region.unlink();
     }
 
-    /// Gives back a block.
+    /// Frees a block.
     pub fn release(&self, offset: usize) {
         let _ = self.mark(offset.saturating_sub(HEADER), false);
     }
@@ -74,7 +74,7 @@ impl Shared {
         Ok(())
     }
 
-    /// Copies a block's bytes out, and gives the block back.
+    /// Copies the bytes of a block, and frees the block.
     pub fn take(&self, offset: usize, len: usize) -> Result<Bytes, IpcError> {
         let range = || IpcError::Range { path: self.path(), offset, len, size: self.len(), align: HEADER };
         let end = offset.checked_add(len).ok_or_else(range)?;
@@ -83,7 +83,7 @@ impl Shared {
         let os = |source| IpcError::Os { action: "read", path: self.path(), source };
         while bytes.len() < len {
             let at = self.start + (offset + bytes.len()) as u64;
-            // Into room that nobody has to fill with zeros first; it may be more than was asked for.
+            // Spare capacity need not be filled with zeros first. There may be more of it than requested.
             let read =
                 rustix::io::pread(&self.file, spare_capacity(&mut bytes), at).map_err(|errno| os(errno.into()))?;
             if read == 0 {
@@ -101,14 +101,14 @@ impl Shared {
     }
 }
 
-/// Regions that this side fills.
+/// Regions that the server writes to.
 #[derive(Debug, Default)]
 pub(super) struct Arena {
     regions: Vec<(Shared, Blocks)>,
 }
 
 impl Arena {
-    /// Copies `bytes` into a free block; `None` when no region has room for them.
+    /// Copies `bytes` into a free block. `None` when no region has room for them.
     pub fn put(&mut self, bytes: &[u8]) -> Result<Option<Block>, IpcError> {
         for (number, (shared, blocks)) in self.regions.iter_mut().enumerate() {
             let Some(header) = blocks.claim(shared.len(), Self::needed(bytes.len()), |at| shared.is_in_use(at)) else {
@@ -121,7 +121,7 @@ impl Arena {
         Ok(None)
     }
 
-    /// What a tensor of `len` bytes takes from a region.
+    /// Size of a block, with its header, for a tensor of `len` bytes.
     pub fn needed(len: usize) -> usize {
         HEADER + len.next_multiple_of(HEADER)
     }
@@ -132,23 +132,23 @@ impl Arena {
         self.regions.len() - 1
     }
 
-    /// The region of that number.
+    /// The region with this number.
     pub fn region(&self, number: usize) -> Option<&Shared> {
         self.regions.get(number).map(|(shared, _)| shared)
     }
 
-    /// How many regions there are.
+    /// Number of regions.
     pub fn len(&self) -> usize {
         self.regions.len()
     }
 }
 
-/// The blocks of a region that were in use when last looked at: start and end, by start.
+/// Blocks of a region that were in use at the last check: start and end, sorted by start.
 #[derive(Debug, Default)]
 struct Blocks(Vec<(usize, usize)>);
 
 impl Blocks {
-    /// The start of `needed` free bytes: the first place that has so many.
+    /// Claims the first gap of at least `needed` bytes, and returns its start.
     fn claim(&mut self, size: usize, needed: usize, is_in_use: impl Fn(usize) -> bool) -> Option<usize> {
         self.0.retain(|&(start, _)| is_in_use(start));
         let mut free = 0;

@@ -1,4 +1,4 @@
-//! Requests and responses as they travel between server and model process.
+//! Encodes and decodes requests and responses between the server and a model process.
 
 use std::collections::BTreeMap;
 
@@ -47,10 +47,10 @@ impl FromProcess {
     }
 }
 
-/// Tensors up to this size travel inside messages: cheaper than a block of shared memory.
+/// Tensors up to this size are part of a message, which is cheaper than a block of shared memory.
 const INLINE_BYTES: usize = 4096;
 
-/// Whether a tensor travels through shared memory.
+/// Whether a tensor is sent through shared memory.
 pub(super) fn is_large(data: &[u8]) -> bool {
     data.len() > INLINE_BYTES
 }
@@ -58,7 +58,7 @@ pub(super) fn is_large(data: &[u8]) -> bool {
 const START: u8 = 1;
 const END: u8 = 2;
 
-/// Number of a type in model_config.proto.
+/// The number of a type in `model_config.proto`.
 fn code(datatype: DataType) -> u8 {
     match datatype {
         DataType::Bool => 1,
@@ -82,16 +82,16 @@ fn datatype(code: u8) -> Option<DataType> {
     DataType::ALL.into_iter().find(|&datatype| self::code(datatype) == code)
 }
 
-/// Where tensors that do not travel inside messages go.
+/// Stores tensors that are not part of a message.
 pub(super) trait Places {
-    /// Puts the bytes of a large tensor into shared memory.
+    /// Copies the bytes of a large tensor into shared memory.
     fn place(&mut self, bytes: &[u8]) -> Result<Block, InferError>;
 
-    /// The number under which the process knows a client's object of shared memory.
+    /// The number of a client's object of shared memory in the process.
     fn file(&mut self, slice: &ClientSlice) -> u64;
 }
 
-/// Writes a tensor; `place` puts what is large into shared memory.
+/// Writes a tensor. `place` copies a large one into shared memory.
 fn write_tensor(
     writer: &mut Writer,
     tensor: &Tensor,
@@ -111,7 +111,7 @@ fn write_tensor(
     Ok(())
 }
 
-/// Begins a tensor; its data follow.
+/// Writes a tensor without its data, which must follow.
 fn write_head(writer: &mut Writer, tensor: &Tensor) {
     writer.tuple(4);
     writer.text(&tensor.name);
@@ -134,7 +134,7 @@ fn write_parameters<'a>(writer: &mut Writer, parameters: impl Iterator<Item = (&
     writer.end_dict();
 }
 
-/// Writes where a tensor lies in a client's memory.
+/// Writes the location of a tensor in a client's shared memory.
 fn write_slice(writer: &mut Writer, slice: &ClientSlice, file: u64) {
     writer.tuple(4);
     for number in [file, slice.offset, slice.byte_size] {
@@ -143,7 +143,7 @@ fn write_slice(writer: &mut Writer, slice: &ClientSlice, file: u64) {
     writer.text(&slice.region);
 }
 
-/// Writes one request of an `execute`.
+/// Writes one request of a batch.
 pub(super) fn write_request(
     writer: &mut Writer,
     number: u64,
@@ -181,13 +181,13 @@ pub(super) fn write_request(
     Ok(())
 }
 
-/// Writes the answer to call `call`: another model's response.
+/// The reply to the call `call`: another model's response.
 pub(super) fn response_reply(
     call: i64,
-    answer: &Result<InferResponse, InferError>,
+    result: &Result<InferResponse, InferError>,
     place: &mut impl FnMut(&[u8]) -> Result<Block, InferError>,
 ) -> Vec<u8> {
-    let response = match answer {
+    let response = match result {
         Ok(response) => response,
         Err(error) => return refusal(call, error),
     };
@@ -203,7 +203,7 @@ pub(super) fn response_reply(
     writer.finish()
 }
 
-/// Begins the answer to a call; its value follows.
+/// Writes the head of the reply to a call. The value must follow.
 pub(super) fn reply(call: i64) -> Writer {
     let mut writer = Writer::begin(4);
     writer.int(ToProcess::Reply as u8);
@@ -212,7 +212,7 @@ pub(super) fn reply(call: i64) -> Writer {
     writer
 }
 
-/// The answer to a call that failed.
+/// The reply to a call that failed.
 pub(super) fn refusal(call: i64, error: &InferError) -> Vec<u8> {
     let mut writer = Writer::begin(4);
     writer.int(ToProcess::Reply as u8);
@@ -224,7 +224,7 @@ pub(super) fn refusal(call: i64, error: &InferError) -> Vec<u8> {
     writer.finish()
 }
 
-/// Reads tensors; `take` copies what is in shared memory.
+/// Reads tensors. `take` copies data out of shared memory.
 fn read_tensors(
     tensors: Value,
     take: &mut impl FnMut(Block) -> Result<Bytes, WireError>,
@@ -236,9 +236,9 @@ fn read_tensors(
         let datatype = datatype(code).ok_or_else(|| wrong("a tensor's type", code.to_string()))?;
         let shape = shape.tuple()?.into_iter().map(Value::int).collect::<Result<Vec<i64>, _>>()?;
         let (data, len) = match data {
-            // In the client's memory already.
+            // The process has written it to the client's memory.
             Value::Int(len) => (Bytes::new(), Value::Int(len).int()?),
-            // A slice would keep alive what was read with it.
+            // A slice would keep the whole receive buffer alive.
             Value::Bytes(bytes) => (Bytes::copy_from_slice(&bytes), bytes.len()),
             block => {
                 let [region, offset, len] = block.parts()?;
@@ -269,7 +269,7 @@ fn read_parameters(parameters: Value) -> Result<Vec<(String, Parameter)>, WireEr
     parameters.dict()?.into_iter().map(read).collect()
 }
 
-/// An error as the process sends it: code and words.
+/// Reads an error: its code and message.
 pub(super) fn read_error(error: Value) -> Result<InferError, WireError> {
     let [code, message] = error.parts()?;
     Ok(InferError::new(kind(code.int()?), message.text()?))
@@ -281,7 +281,7 @@ fn kind(code: u8) -> ErrorKind {
     kinds.get(usize::from(code)).copied().unwrap_or(Internal)
 }
 
-/// A response of the model.
+/// Reads a response of the model.
 pub(super) fn read_response(
     response: Value,
     take: &mut impl FnMut(Block) -> Result<Bytes, WireError>,
@@ -295,7 +295,7 @@ pub(super) fn read_response(
     Ok(Ok(InferResponse { outputs, parameters, ..InferResponse::default() }))
 }
 
-/// A request to another model, and whether it may have many responses.
+/// Reads a request to another model, and whether the model may be decoupled.
 pub(super) fn read_request(
     request: Value,
     take: &mut impl FnMut(Block) -> Result<Bytes, WireError>,

@@ -1,4 +1,4 @@
-//! Metrics that models make: families shared by name, metrics by labels, each alive as long as a model holds it.
+//! Metrics of models. Models share families by name and metrics by labels; each exists as long as a process holds it.
 
 use std::collections::{BTreeMap, HashMap};
 use std::fmt::Write as _;
@@ -6,7 +6,7 @@ use std::sync::{Arc, Mutex, MutexGuard};
 
 use ipc::lock;
 
-/// How a metric behaves.
+/// The type of a metric.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Kind {
     Counter,
@@ -28,7 +28,7 @@ impl Kind {
     }
 }
 
-/// Names of the server's own metrics begin so.
+/// Prefixes of the names of the server's own metrics.
 const RESERVED: [&str; 4] = ["nv_inference_", "nv_cache_", "nv_gpu_", "nv_cpu_"];
 
 type Labels = Vec<(String, String)>;
@@ -51,12 +51,12 @@ struct Family {
 struct Metric {
     holders: usize,
     value: f64,
-    /// Upper bounds, and how many observations were at most so large and larger than the bound before.
+    /// Upper bounds in ascending order. Each has the number of observations up to it and above the bound before.
     buckets: Vec<(f64, u64)>,
     count: u64,
 }
 
-/// What one model process holds; all of it goes with the process.
+/// The metrics that one model process holds, until it ends.
 #[derive(Debug)]
 pub(super) struct Held {
     registry: Arc<Registry>,
@@ -75,7 +75,7 @@ impl Registry {
         lock(&self.families)
     }
 
-    /// Everything in Prometheus' text format.
+    /// All metrics in Prometheus' text format.
     pub fn text(&self) -> String {
         let mut text = String::new();
         for (name, family) in self.lock().iter() {
@@ -129,10 +129,10 @@ impl Held {
         self.last
     }
 
-    /// Makes a family, or shares the one of that name.
+    /// Makes a family, or shares the family of this name.
     ///
     /// # Errors
-    /// When the name is none, or is taken by another kind.
+    /// When the name is invalid, or belongs to a family of another kind.
     pub fn family(&mut self, name: &str, help: &str, kind: Kind) -> Result<i64, String> {
         if !is_name(name) || RESERVED.iter().any(|prefix| name.starts_with(prefix)) {
             return Err(format!(
@@ -158,17 +158,17 @@ impl Held {
     /// Makes a metric of a family, or shares the one with these labels.
     ///
     /// # Errors
-    /// When the family is gone, or a label's name is none.
+    /// When the family was deleted, or the name of a label is invalid.
     pub fn metric(&mut self, family: i64, mut labels: Labels, buckets: &[f64]) -> Result<i64, String> {
         labels.sort();
         if let Some((name, _)) = labels.iter().find(|(name, _)| !is_name(name) || name.contains(':') || name == "le") {
             return Err(format!("`{name}` cannot name a label"));
         }
         let Some(Handle::Family(name)) = self.held.get(&family).cloned() else {
-            return Err("its metric family is gone".to_owned());
+            return Err("its metric family was deleted".to_owned());
         };
         let mut families = self.registry.lock();
-        let made = families.get_mut(&name).ok_or("its metric family is gone")?;
+        let made = families.get_mut(&name).ok_or("its metric family was deleted")?;
         let metric = made.metrics.entry(labels.clone()).or_insert_with(|| Metric {
             buckets: buckets.iter().map(|&bound| (bound, 0)).collect(),
             ..Metric::default()
@@ -178,7 +178,7 @@ impl Held {
         Ok(self.hold(Handle::Metric(name, labels)))
     }
 
-    /// Calls `work` with a metric; `None` when it is gone.
+    /// Calls `work` with a metric. `None` when the metric was deleted.
     fn with<R>(&self, number: i64, work: impl FnOnce(&mut Metric) -> R) -> Option<R> {
         let Some(Handle::Metric(family, labels)) = self.held.get(&number) else { return None };
         Some(work(self.registry.lock().get_mut(family)?.metrics.get_mut(labels)?))
@@ -188,7 +188,7 @@ impl Held {
         self.with(number, |metric| metric.value)
     }
 
-    /// `increment`, `set`, `observe` or `drop`.
+    /// Applies an operation: `increment`, `set`, `observe` or `drop`.
     pub fn change(&mut self, operation: &str, number: i64, value: f64) {
         match operation {
             "increment" => self.with(number, |metric| metric.value += value),
@@ -234,7 +234,7 @@ impl Held {
 impl Drop for Held {
     fn drop(&mut self) {
         let handles: Vec<Handle> = self.held.drain().map(|(_, handle)| handle).collect();
-        // Metrics before the families they are in.
+        // Metrics are released before their families.
         let (families, metrics): (Vec<Handle>, _) =
             handles.into_iter().partition(|handle| matches!(handle, Handle::Family(_)));
         metrics.iter().chain(&families).for_each(|handle| self.release(handle));
@@ -246,7 +246,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn two_models_share_a_metric_and_it_goes_with_the_last() {
+    fn two_models_share_a_metric_until_both_have_released_it() {
         let registry = Arc::new(Registry::default());
         let labels = || vec![("model".to_owned(), "a\"b".to_owned())];
         let mut held: Vec<Held> = (0..2).map(|_| Held::new(registry.clone())).collect();

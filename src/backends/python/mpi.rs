@@ -1,8 +1,8 @@
 //! Models with a process on every rank: one MPI program beside the world of the ranks themselves.
 //!
-//! An MPI process may be joined to its launcher once, and a rank already is. So `mpirun` (or `srun`, where that started
-//! the ranks) is run again for each instance, on the same hosts, and the model's `COMM_WORLD` has as many processes as
-//! there are ranks, in the same order. The first talks to the server; the others have what to load in their environment.
+//! A rank is an MPI process already and cannot join a second world. So `mpirun` (or `srun`, if that started the ranks) runs again
+//! for each instance, on the same hosts. The `COMM_WORLD` of the model has one process for each rank, in the same order. The
+//! first of them connects to the server; the others read from their environment what to load.
 
 use std::io;
 use std::os::unix::fs::DirBuilderExt as _;
@@ -13,30 +13,30 @@ use std::sync::{Arc, Mutex};
 use ipc::lock;
 use tokio::net::UnixListener;
 
-/// The environment of a model's processes on all ranks: the first one's socket, and what the others load.
+/// Environment variables of a model's processes: the socket for the first one, and what the others load.
 const SOCKET: &str = "TRIREME_PYTHON_SOCKET";
 const LOAD: &str = "TRIREME_PYTHON_LOAD";
 
-/// Begins the line in which a process on another rank says why it failed.
-const LAST_WORDS: &str = "trireme-python-failed ";
+/// Prefix of the line in which a process on another rank reports its error.
+const ERROR_PREFIX: &str = "trireme-python-failed ";
 
-/// What Linux takes as one environment variable.
+/// Largest load message. In hexadecimal it must fit one environment variable of Linux.
 const MAX_LOAD_BYTES: usize = 60_000;
 
-/// Processes on all ranks that are to be started.
+/// How to start a process on every rank.
 #[derive(Debug, Clone)]
 pub(super) struct Launch {
     /// The host of each rank.
     pub hosts: Vec<String>,
-    /// An empty directory of its own, for the socket and what `mpirun` writes.
+    /// A directory for the socket and the files of `mpirun`. It must not exist yet.
     pub scratch: PathBuf,
-    /// The message that has a process load the model.
+    /// The message that makes a process load the model.
     pub load: Vec<u8>,
 }
 
 impl Launch {
-    /// The command that starts `program` on each rank, and where the first one connects to. Other hosts get the variables of
-    /// `passed`, too.
+    /// The command that starts `program` on each rank, and the socket that the first process connects to. Processes on other
+    /// hosts get the environment variables `passed`, too.
     ///
     /// # Errors
     /// When the socket cannot be made, or the configuration is too large for an environment variable.
@@ -57,13 +57,13 @@ impl Launch {
         Ok((command, listener))
     }
 
-    pub(super) fn mpirun(&self, program: &Command, passed: &[String]) -> Command {
+    fn mpirun(&self, program: &Command, passed: &[String]) -> Command {
         let mut command = Command::new("mpirun");
         leave_world(&mut command);
-        // Ranks wait for each other most of the time; a model process on a GPU needs no core of its own for that.
+        // Processes wait for each other most of the time, and a model on a GPU needs no core of its own for that.
         command.args(["--bind-to", "none", "--oversubscribe", "--mca", "mpi_yield_when_idle", "1"]);
         command.env("OMPI_ALLOW_RUN_AS_ROOT", "1").env("OMPI_ALLOW_RUN_AS_ROOT_CONFIRM", "1");
-        // Inside an allocation `mpirun` uses `srun`, which otherwise waits for what the ranks' step holds.
+        // In an allocation `mpirun` uses `srun`, which would otherwise wait for the resources of the step of the ranks.
         command.env("SLURM_OVERLAP", "1");
         let groups: Vec<&[String]> = self.hosts.chunk_by(|one, next| one == next).collect();
         if groups.len() == 1 {
@@ -80,7 +80,7 @@ impl Launch {
             for name in [SOCKET, LOAD, "PYTHONPATH", "PYTHONDONTWRITEBYTECODE", "PYTHONUNBUFFERED"] {
                 command.args(["-x", name]);
             }
-            // `mpirun` warns of one that is not set.
+            // `mpirun` warns about a variable that is not set.
             for name in passed.iter().filter(|name| std::env::var_os(name).is_some()) {
                 command.args(["-x", name]);
             }
@@ -122,7 +122,7 @@ fn unhex(text: &str) -> String {
     String::from_utf8_lossy(&pairs.iter().filter_map(byte).collect::<Vec<_>>()).into_owned()
 }
 
-/// Takes away what makes MPI join the world of the ranks: a child that tried would fail or disturb it.
+/// Removes the environment variables of the MPI world of the ranks. A child with them would try to join that world.
 pub(super) fn leave_world(command: &mut Command) {
     let is_launchers = |name: &str| {
         let begins = |prefixes: &[&str]| prefixes.iter().any(|prefix| name.starts_with(prefix));
@@ -142,30 +142,46 @@ pub(super) fn leave_world(command: &mut Command) {
     }
 }
 
-/// What processes of other ranks said when they failed, read from the launcher's standard error.
+/// Errors of processes on other ranks, read from the standard error of the launcher.
 #[derive(Debug, Clone, Default)]
-pub(super) struct LastWords(Arc<Mutex<Option<String>>>);
+pub(super) struct RankErrors(Arc<Mutex<Option<String>>>);
 
-impl LastWords {
-    /// Keeps the words of `line` if they are such; false for any other line.
+impl RankErrors {
+    /// Logs and keeps the error in `line`. Returns false for a line without one.
     pub fn keep(&self, line: &str) -> bool {
-        let Some((_, said)) = line.split_once(LAST_WORDS) else { return false };
-        let words = unhex(said.trim_end());
-        tracing::error!("{}", words.trim_end());
-        lock(&self.0).get_or_insert(words);
+        let Some((_, encoded)) = line.split_once(ERROR_PREFIX) else { return false };
+        let error = unhex(encoded.trim_end());
+        tracing::error!("{}", error.trim_end());
+        lock(&self.0).get_or_insert(error);
         true
     }
 
-    /// The first of them.
-    pub fn get(&self) -> Option<String> {
+    /// The first error.
+    pub fn first(&self) -> Option<String> {
         lock(&self.0).clone()
     }
 }
 
-/// The children of a process now.
+/// The children of a process.
 pub(super) fn children(pid: u32) -> Vec<u32> {
     let tasks = std::fs::read_dir(Path::new("/proc").join(pid.to_string()).join("task"));
     let read = |task: std::fs::DirEntry| std::fs::read_to_string(task.path().join("children")).unwrap_or_default();
     let numbers = tasks.into_iter().flatten().flatten().map(read).collect::<Vec<_>>().join(" ");
     numbers.split_ascii_whitespace().filter_map(|number| number.parse().ok()).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn other_hosts_get_the_variables_that_are_passed() {
+        let launch =
+            Launch { hosts: vec!["a".to_owned(), "b".to_owned()], scratch: "/nowhere".into(), load: Vec::new() };
+        let passed = ["CARGO_PKG_NAME".to_owned(), "NO_SUCH_VARIABLE".to_owned()];
+        let command = launch.mpirun(&Command::new("python3"), &passed);
+        let args: Vec<_> = command.get_args().map(|arg| arg.to_string_lossy()).collect();
+        assert_eq!(args.iter().filter(|arg| *arg == "CARGO_PKG_NAME").count(), 2, "{args:?}");
+        assert!(!args.iter().any(|arg| arg == "NO_SUCH_VARIABLE"), "{args:?}");
+    }
 }

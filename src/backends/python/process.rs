@@ -1,111 +1,31 @@
-//! One model process: its start, its socket, its end.
+//! One model process: starts it, exchanges messages with it, and ends it.
 
-use std::io::{self, BufRead as _, BufReader, Read};
+use std::io;
 use std::os::fd::OwnedFd;
 use std::os::unix::process::CommandExt as _;
-use std::path::PathBuf;
-use std::process::{Child, Command, Stdio};
-use std::sync::{Arc, Mutex, OnceLock, mpsc};
+use std::process::{Child, Stdio};
+use std::sync::{Arc, Mutex, OnceLock};
 use std::thread;
 use std::time::Duration;
 
 use bytes::BytesMut;
-use ipc::{ProcessWatch, bind_to_parent, describe_exit, essential_thread, lock, withhold_secrets};
-use rustix::process::{Pid, Signal, kill_process_group};
+use ipc::{ProcessWatch, essential_thread, lock};
+use rustix::process::Signal;
 use tokio::net::UnixStream;
-use tokio::sync::{Notify, oneshot, watch};
+use tokio::sync::{Notify, watch};
 
-use super::mpi::{self, LastWords, Launch};
+use super::mpi::{self, Launch, RankErrors};
+use super::spawner::{Program, Spawner, forward_lines, kill_group, wait_for};
 use super::wire::{Value, WireError};
 
 /// The largest message; tensors that would not fit travel in shared memory.
 const MAX_MESSAGE_BYTES: usize = 256 << 20;
 
-/// How often a launcher is looked at until its first process connects.
-const LOOK: Duration = Duration::from_millis(20);
+/// Interval of the checks of a launcher until its first process connects.
+const LAUNCHER_CHECK_INTERVAL: Duration = Duration::from_millis(20);
 
 /// Time for a launcher to end its processes on all ranks.
 const WORLD_GRACE: Duration = Duration::from_secs(3);
-
-/// How long a process may take to end after it was killed. The kernel waits for a driver or a disk that hangs.
-const KILL_PATIENCE: Duration = Duration::from_secs(2);
-
-/// Longest line of a model that is passed on; the rest of a longer one becomes lines of its own.
-const MAX_LINE_BYTES: u64 = 16 << 10;
-
-/// Starts processes from one thread that lives as long as this: they end with the thread that started them.
-#[derive(Debug)]
-pub(super) struct Spawner {
-    jobs: mpsc::Sender<Job>,
-}
-
-#[derive(Debug)]
-struct Job {
-    command: Command,
-    /// What the process gets when the server ends.
-    on_end: Signal,
-    reply: oneshot::Sender<io::Result<Child>>,
-}
-
-impl Spawner {
-    pub fn start() -> io::Result<Self> {
-        let (jobs, asked) = mpsc::channel::<Job>();
-        let run = move || {
-            for Job { mut command, on_end, reply } in asked {
-                let child = bind_to_parent(&mut command, on_end.as_raw()).spawn();
-                // Nobody waits any more: what was started must not stay.
-                if let Err(Ok(mut child)) = reply.send(child) {
-                    let _ = child.kill();
-                    wait_for(child);
-                }
-            }
-        };
-        essential_thread("python-starter", run)?;
-        Ok(Self { jobs })
-    }
-
-    async fn spawn(&self, command: Command, on_end: Signal) -> io::Result<Child> {
-        let (reply, child) = oneshot::channel();
-        let gone = || io::Error::other("the thread that starts processes has ended");
-        self.jobs.send(Job { command, on_end, reply }).map_err(|_| gone())?;
-        child.await.map_err(|_| gone())?
-    }
-}
-
-/// What to run.
-#[derive(Debug, Clone)]
-pub(super) struct Program {
-    pub interpreter: PathBuf,
-    pub stub: PathBuf,
-    /// Shown by `ps`.
-    pub title: String,
-    /// Directory of the module, for processes that the model starts.
-    pub module_dir: PathBuf,
-    /// Variables that it gets although their names are those of secrets.
-    pub pass_environment: Vec<String>,
-    /// For a process on every rank.
-    pub launch: Option<Launch>,
-    /// How long it may take until it is there.
-    pub start_timeout: Duration,
-}
-
-impl Program {
-    fn command(&self) -> Command {
-        let mut command = Command::new(&self.interpreter);
-        command.arg(&self.stub).arg(&self.title).process_group(0);
-        withhold_secrets(&mut command, &self.pass_environment);
-        let path = std::env::var_os("PYTHONPATH").into_iter().flat_map(|path| {
-            let parts: Vec<PathBuf> = std::env::split_paths(&path).collect();
-            parts
-        });
-        if let Ok(path) = std::env::join_paths(path.chain([self.module_dir.clone()])) {
-            command.env("PYTHONPATH", path);
-        }
-        // A repository that is polled would take new files for a change of the model.
-        command.env("PYTHONDONTWRITEBYTECODE", "1").env("PYTHONUNBUFFERED", "1");
-        command
-    }
-}
 
 /// A running model process.
 #[derive(Debug)]
@@ -117,17 +37,18 @@ pub(super) struct Process {
     watch: Arc<ProcessWatch>,
     /// The process that has the socket.
     pid: u32,
-    /// What other ranks said, if there are processes on them.
-    others: Option<LastWords>,
+    /// Errors of the processes on other ranks, if there are any.
+    others: Option<RankErrors>,
     has_exited: watch::Receiver<bool>,
-    /// `None` once it was reaped: its number may be another process's then.
+    /// `None` after it was reaped. Its process id may then belong to another process.
     child: Mutex<Option<Child>>,
-    /// Why this side ended it.
+    /// Why the server killed it.
     killed: OnceLock<String>,
 }
 
 impl Process {
-    /// Starts the process, whose standard input is the socket; or a process on every rank, the first of which connects.
+    /// Starts the process, with the socket as its standard input. With a launch, starts a process on every rank, and the first of
+    /// them connects.
     pub async fn start(spawner: &Spawner, program: &Program) -> io::Result<Self> {
         match &program.launch {
             None => Self::start_one(spawner, program).await,
@@ -143,9 +64,9 @@ impl Process {
         command.stdin(Stdio::from(OwnedFd::from(theirs))).stdout(Stdio::piped()).stderr(Stdio::piped());
         let mut child = spawner.spawn(command, Signal::KILL).await?;
         let title = program.title.clone();
-        pass_on(child.stderr.take(), move |line| tracing::warn!(target: "relayed", "{title}: {line}"));
+        forward_lines(child.stderr.take(), move |line| tracing::warn!(target: "relayed", "{title}: {line}"));
         let title = program.title.clone();
-        pass_on(child.stdout.take(), move |line| tracing::info!(target: "relayed", "{title}: {line}"));
+        forward_lines(child.stdout.take(), move |line| tracing::info!(target: "relayed", "{title}: {line}"));
         Self::new(child, UnixStream::from_std(ours)?, None)
     }
 
@@ -153,21 +74,21 @@ impl Process {
         let (mut command, listener) = launch.prepare(&program.command(), &program.pass_environment)?;
         command.process_group(0).stdout(Stdio::piped());
         let mut child = spawner.spawn(command, Signal::TERM).await?;
-        let others = LastWords::default();
-        let (words, title) = (others.clone(), program.title.clone());
-        pass_on(child.stderr.take(), move |line| {
-            if !words.keep(line) {
+        let others = RankErrors::default();
+        let (errors, title) = (others.clone(), program.title.clone());
+        forward_lines(child.stderr.take(), move |line| {
+            if !errors.keep(line) {
                 tracing::warn!(target: "relayed", "{title}: {line}");
             }
         });
         let title = program.title.clone();
-        pass_on(child.stdout.take(), move |line| tracing::info!(target: "relayed", "{title}: {line}"));
+        forward_lines(child.stdout.take(), move |line| tracing::info!(target: "relayed", "{title}: {line}"));
         let watch = ProcessWatch::new(child.id()).map_err(io::Error::other)?;
         let connected = async {
             loop {
                 tokio::select! {
                     accepted = listener.accept() => return accepted.map(|(stream, _)| stream),
-                    () = tokio::time::sleep(LOOK) => if !watch.is_alive() {
+                    () = tokio::time::sleep(LAUNCHER_CHECK_INTERVAL) => if !watch.is_alive() {
                         return Err(io::Error::other("the launcher of its processes on all ranks ended"));
                     }
                 }
@@ -180,13 +101,13 @@ impl Process {
             Err(error) => {
                 end_world(&watch, Duration::ZERO);
                 let status = wait_for(child);
-                let said = others.get().unwrap_or_default();
-                Err(io::Error::other(format!("{error} ({status}) {said}").trim_end().to_owned()))
+                let reason = others.first().unwrap_or_default();
+                Err(io::Error::other(format!("{error} ({status}) {reason}").trim_end().to_owned()))
             }
         }
     }
 
-    fn new(child: Child, stream: UnixStream, others: Option<LastWords>) -> io::Result<Self> {
+    fn new(child: Child, stream: UnixStream, others: Option<RankErrors>) -> io::Result<Self> {
         let watch = Arc::new(ProcessWatch::new(child.id()).map_err(io::Error::other)?);
         let (exited, has_exited) = watch::channel(false);
         let watched = watch.clone();
@@ -209,14 +130,14 @@ impl Process {
         })
     }
 
-    /// The model has finalized on the first rank: the others, which wait for it in MPI for ever, end too.
+    /// Ends the processes on other ranks after the model has finalized on the first: they would wait for it in MPI forever.
     pub fn finalized(&self) {
         if self.others.is_some() {
             let _ = self.watch.signal(Signal::TERM.as_raw());
         }
     }
 
-    /// Sends messages, at once if the socket takes them, else as soon as it does.
+    /// Sends messages without waiting. What the socket does not accept now is sent later.
     pub fn send(&self, messages: &[u8]) {
         let mut outgoing = lock(&self.outgoing);
         let sent = if outgoing.is_empty() { self.stream.try_write(messages).unwrap_or(0) } else { 0 };
@@ -226,7 +147,7 @@ impl Process {
         }
     }
 
-    /// Sends what [`Process::send`] could not; never ends.
+    /// Sends what [`Process::send`] could not. Ends only when the socket fails.
     pub async fn keep_sending(&self) {
         loop {
             self.flush.notified().await;
@@ -244,7 +165,10 @@ impl Process {
         }
     }
 
-    /// Hands each message to `handle` until the process closes its socket. Errs when it does not keep to the protocol.
+    /// Passes each message to `handle` until the process closes its socket.
+    ///
+    /// # Errors
+    /// When the process violates the protocol.
     pub async fn read(&self, mut handle: impl FnMut(Vec<Value>) -> Result<(), WireError>) -> Result<(), String> {
         let mut buffer = BytesMut::with_capacity(1 << 16);
         loop {
@@ -277,19 +201,19 @@ impl Process {
 
     /// Resolves when the process has ended.
     pub async fn exited(&self) {
-        // An error would mean that the watch has ended, which it does only after this.
+        // An error means that the watching thread has ended, which it does only after the process.
         let _ = self.has_exited.clone().wait_for(|&has_exited| has_exited).await;
     }
 
-    /// As [`Process::exited`], with how.
+    /// Like [`Process::exited`]. Returns how it ended.
     pub async fn ended(&self) -> String {
         self.exited().await;
         let status = self.reap();
-        let said = self.others.as_ref().and_then(LastWords::get);
-        self.killed.get().cloned().or(said).unwrap_or(status)
+        let reason = self.others.as_ref().and_then(RankErrors::first);
+        self.killed.get().cloned().or(reason).unwrap_or(status)
     }
 
-    /// Ends the process and all that it started, at once.
+    /// Kills the process and all processes that it started.
     pub fn kill(&self, why: &str) {
         let child = lock(&self.child);
         if child.is_some() {
@@ -304,7 +228,7 @@ impl Process {
         }
     }
 
-    /// Waits for the end of a process that has ended or was killed; what it started goes with it.
+    /// Kills what the process started, and waits for a process that has ended or was killed.
     fn reap(&self) -> String {
         let mut slot = lock(&self.child);
         let Some(child) = slot.take() else { return "it has ended".to_owned() };
@@ -314,9 +238,9 @@ impl Process {
         wait_for(child)
     }
 
-    /// Whether it ends by itself within `patience`; it is killed otherwise.
-    pub async fn wait_or_kill(&self, patience: Duration) -> bool {
-        if tokio::time::timeout(patience, self.exited()).await.is_ok() {
+    /// Waits until the process ends by itself, and kills it after `timeout`. Returns whether it ended by itself.
+    pub async fn wait_or_kill(&self, timeout: Duration) -> bool {
+        if tokio::time::timeout(timeout, self.exited()).await.is_ok() {
             return true;
         }
         self.kill("it did not end in time");
@@ -330,35 +254,7 @@ impl Process {
     }
 }
 
-/// Waits for a process that has ended or was killed, and says how it ended. One that does not end all the same is waited for by
-/// a thread of its own.
-fn wait_for(mut child: Child) -> String {
-    let has_ended = ProcessWatch::new(child.id()).is_ok_and(|watch| watch.wait(KILL_PATIENCE));
-    if has_ended {
-        return child.wait().map_or_else(|error| error.to_string(), describe_exit);
-    }
-    let pid = child.id();
-    thread::spawn(move || child.wait());
-    format!("process {pid} was killed and has not ended: the kernel waits for a driver or a disk on its behalf")
-}
-
-/// Hands each line that a model process writes to `take`, from a thread of its own until the process has closed its end. What a
-/// model writes must not look like a line of this process's log.
-fn pass_on(source: Option<impl Read + Send + 'static>, mut take: impl FnMut(&str) + Send + 'static) {
-    let Some(source) = source else { return };
-    let run = move || {
-        let (mut reader, mut bytes) = (BufReader::new(source), Vec::new());
-        while matches!(reader.by_ref().take(MAX_LINE_BYTES).read_until(b'\n', &mut bytes), Ok(1..)) {
-            take(String::from_utf8_lossy(&bytes).trim_end());
-            bytes.clear();
-        }
-    };
-    if let Err(error) = thread::Builder::new().name("python-output".to_owned()).spawn(run) {
-        tracing::error!("what a Python model writes is lost: no thread can be started for it: {error}");
-    }
-}
-
-/// Has a launcher end its processes and remove what it has made; what does not end within `grace` is killed.
+/// Lets a launcher end its processes and remove its files. Kills what has not ended after `grace`.
 fn end_world(launcher: &ProcessWatch, grace: Duration) {
     let _ = launcher.signal(Signal::TERM.as_raw());
     if launcher.wait(grace) {
@@ -368,13 +264,6 @@ fn end_world(launcher: &ProcessWatch, grace: Duration) {
         kill_group(child);
     }
     let _ = launcher.signal(Signal::KILL.as_raw());
-}
-
-/// Only while the process is not reaped: its number may be another process's then.
-fn kill_group(leader: u32) {
-    if let Some(group) = i32::try_from(leader).ok().and_then(Pid::from_raw) {
-        let _ = kill_process_group(group, Signal::KILL);
-    }
 }
 
 impl Drop for Process {
@@ -388,6 +277,8 @@ impl Drop for Process {
 mod tests {
     use std::net::UdpSocket;
     use std::os::fd::AsRawFd as _;
+    use std::path::PathBuf;
+    use std::process::Command;
 
     use rustix::io::{FdFlags, fcntl_setfd};
 
@@ -395,7 +286,7 @@ mod tests {
 
     const SECRETS: [&str; 3] = ["TRIREME_API_KEYS", "AWS_SECRET_ACCESS_KEY", "HF_TOKEN"];
 
-    /// Plays its part where the test below has started it again.
+    /// Runs only in the program that the next test starts.
     #[tokio::test]
     async fn a_server_with_secrets_starts_a_model() {
         let Some(dir) = std::env::var_os("PROCESS_TEST_DIR").map(PathBuf::from) else { return };
@@ -445,30 +336,7 @@ mod tests {
         server.args(["python::process::tests::a_server_with_secrets_starts_a_model", "--exact", "--nocapture"]);
         server.env("PROCESS_TEST_DIR", dir.path()).envs(SECRETS.map(|name| (name, "not to be seen")));
         let output = server.output().unwrap();
-        let said = String::from_utf8_lossy(&output.stdout);
-        assert!(output.status.success() && said.contains("1 passed"), "{output:?}");
-    }
-
-    #[test]
-    fn other_hosts_get_the_variables_that_are_passed() {
-        let launch =
-            Launch { hosts: vec!["a".to_owned(), "b".to_owned()], scratch: "/nowhere".into(), load: Vec::new() };
-        let passed = ["CARGO_PKG_NAME".to_owned(), "NO_SUCH_VARIABLE".to_owned()];
-        let command = launch.mpirun(&Command::new("python3"), &passed);
-        let args: Vec<_> = command.get_args().map(|arg| arg.to_string_lossy()).collect();
-        assert_eq!(args.iter().filter(|arg| *arg == "CARGO_PKG_NAME").count(), 2, "{args:?}");
-        assert!(!args.iter().any(|arg| arg == "NO_SUCH_VARIABLE"), "{args:?}");
-    }
-
-    #[test]
-    fn lines_of_a_model_are_bounded_and_none_is_lost() {
-        let (sender, lines) = mpsc::channel();
-        let long = "x".repeat(40_000);
-        let text = format!("one\n\ntwo\u{1b}\n{long}\nlast");
-        pass_on(Some(std::io::Cursor::new(text)), move |line| sender.send(line.to_owned()).unwrap());
-        let lines: Vec<String> = lines.iter().collect();
-        assert_eq!(lines[..3], ["one", "", "two\u{1b}"]);
-        assert!(lines.iter().all(|line| line.len() <= MAX_LINE_BYTES as usize));
-        assert_eq!(lines[3..].concat(), format!("{long}last"));
+        let stdout = String::from_utf8_lossy(&output.stdout);
+        assert!(output.status.success() && stdout.contains("1 passed"), "{output:?}");
     }
 }

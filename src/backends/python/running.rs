@@ -1,22 +1,23 @@
-//! Requests that a process has, and their responses on the way to a client that may be slow.
+//! Requests that a process works on, and buffers of responses for slow clients.
 
 use std::time::{Duration, Instant};
 
 use serving::{BatchedRequest, InferError, InferRequest, InferResponse, ResponseSender};
 use tokio::sync::mpsc;
 
-/// Responses of one request that wait for a slow client, beyond those its stream holds.
+/// Responses of one request that are buffered for a slow client, in addition to those in its stream.
 const MAX_UNREAD_RESPONSES: usize = 4096;
 
 type Item = Result<InferResponse, InferError>;
 
-/// A request that was given to a process.
+/// A request that was sent to a process.
 #[derive(Debug)]
 pub(super) struct Running {
     pub request: InferRequest,
     sender: ResponseSender,
+    /// Set when the stream was full: responses for a task that sends them as the client reads.
     unread: Option<mpsc::Sender<Item>>,
-    /// The process was told that the client has left.
+    /// Whether the process was sent a cancellation, because the client has left.
     pub is_cancelled: bool,
     pub num_responses: u64,
 }
@@ -32,17 +33,17 @@ impl Running {
         self.sender.is_cancelled()
     }
 
-    /// It took so long to hand the inputs to the process.
+    /// Counts the time that sending the inputs to the process took.
     pub fn took_input(&self, time: Duration) {
         self.sender.add_input_time(time);
     }
 
-    /// The process sent the next response at that time.
+    /// Sets when the process sent the next response.
     pub fn computed_at(&self, at: Instant) {
         self.sender.set_computed_at(at);
     }
 
-    /// Sends a response without waiting. False when the client reads so slowly that no more can be kept for it.
+    /// Sends a response without waiting. Returns false when the buffer for a slow client is full.
     pub fn respond(&mut self, item: Item) -> bool {
         self.num_responses += 1;
         if let Some(unread) = &self.unread {
@@ -64,7 +65,7 @@ impl Running {
         true
     }
 
-    /// Back to what it was, to be given to a process again.
+    /// The request, to be sent to a process again.
     pub fn into_request(self) -> BatchedRequest {
         BatchedRequest { request: self.request, responses: self.sender }
     }

@@ -1,4 +1,4 @@
-//! What a model's configuration says about its processes.
+//! Settings of a model's processes, from its configuration.
 
 use std::path::PathBuf;
 use std::time::Duration;
@@ -7,12 +7,12 @@ use repository::ModelConfig;
 use repository::proto::model_instance_group::Kind;
 use serving::{InferError, LoadRequest};
 
-use super::Host;
+use super::host::Host;
 use super::message::ToProcess;
 use super::wire::Writer;
 use crate::parameters;
 
-/// What the configuration says.
+/// Settings of a model's processes.
 pub(super) struct Settings {
     pub model: String,
     pub config_json: String,
@@ -21,12 +21,12 @@ pub(super) struct Settings {
     pub version_dir: PathBuf,
     pub file: String,
     pub is_decoupled: bool,
-    /// Requests without a response are given to the next process when theirs is lost.
+    /// Whether requests without a response are sent to the next process when theirs ends.
     pub retries: bool,
-    /// An `execute` that takes longer is taken for hung.
+    /// The process is killed when an `execute` takes longer.
     pub execute_timeout: Option<Duration>,
     pub interpreter: PathBuf,
-    /// Each instance has a process on every rank.
+    /// Whether each instance has a process on every rank.
     pub is_mpi: bool,
     pub places: Vec<Place>,
 }
@@ -60,7 +60,7 @@ impl Settings {
         })
     }
 
-    /// What a process must know to load the model, or only to complete its configuration.
+    /// The message that makes a process load the model, or only complete the configuration `complete`.
     pub fn load_message(&self, place: &Place, log_verbose: bool, complete: Option<&str>) -> Vec<u8> {
         let mut message = Writer::begin(2);
         message.int(ToProcess::Load as u8);
@@ -102,10 +102,10 @@ impl Settings {
     }
 }
 
-/// The name of the file that holds a model's code.
+/// The name of the file with a model's code.
 ///
 /// # Errors
-/// When it is not there.
+/// When the file does not exist.
 pub(crate) fn code(load: &LoadRequest) -> Result<String, InferError> {
     let file = file_name(&load.config);
     let path = load.version_dir.join(file);
@@ -119,7 +119,7 @@ pub(crate) fn code(load: &LoadRequest) -> Result<String, InferError> {
     }
 }
 
-/// What a model's code is called in its version directory.
+/// The name of the file with a model's code, in its version directory.
 pub(crate) fn file_name(config: &ModelConfig) -> &str {
     match config.default_model_filename.as_str() {
         "" => "model.py",
@@ -127,7 +127,7 @@ pub(crate) fn file_name(config: &ModelConfig) -> &str {
     }
 }
 
-/// The interpreter that the model brings, else the server's.
+/// The interpreter of the model's own environment, or else the server's.
 fn interpreter(host: &Host, load: &LoadRequest) -> Result<PathBuf, InferError> {
     let Some(path) = load.config.parameter("EXECUTION_ENV_PATH") else { return Ok(host.config.interpreter.clone()) };
     let dir = load.model_dir.to_string_lossy();
@@ -135,7 +135,7 @@ fn interpreter(host: &Host, load: &LoadRequest) -> Result<PathBuf, InferError> {
     host.files.interpreter(&load.model_dir.join(path))
 }
 
-/// The instances of all groups. A group on GPUs that names none is on each of those there are.
+/// The instances of all groups. A group of kind GPU that names no GPU has instances on all GPUs.
 fn places(config: &ModelConfig, num_gpus: fn() -> usize) -> Vec<Place> {
     let mut places = Vec::new();
     for group in &config.instance_group {
@@ -162,7 +162,7 @@ fn all_gpus(config: &ModelConfig, num_gpus: usize) -> Vec<i32> {
     if num_gpus == 0 {
         tracing::warn!(
             model = config.name,
-            "KIND_GPU on a machine without a GPU: one instance, told that it has GPU 0"
+            "KIND_GPU on a machine without a GPU: one instance is started with device id 0"
         );
     }
     (0..num_gpus.max(1)).filter_map(|device| i32::try_from(device).ok()).collect()
@@ -179,12 +179,12 @@ mod tests {
     }
 
     #[test]
-    fn instances_are_where_their_groups_ask() {
-        let no_question = || unreachable!("nobody asked for all GPUs");
-        assert_eq!(devices(r#""kind": "KIND_CPU", "count": 2"#, no_question), [("CPU", 0), ("CPU", 0)]);
-        assert_eq!(devices(r#""kind": "KIND_MODEL""#, no_question), [("MODEL", 0)]);
+    fn instances_are_on_the_devices_of_their_groups() {
+        let not_counted = || unreachable!("GPUs are counted only if a group names none");
+        assert_eq!(devices(r#""kind": "KIND_CPU", "count": 2"#, not_counted), [("CPU", 0), ("CPU", 0)]);
+        assert_eq!(devices(r#""kind": "KIND_MODEL""#, not_counted), [("MODEL", 0)]);
         let two = r#""kind": "KIND_GPU", "gpus": [1, 3]"#;
-        assert_eq!(devices(two, no_question), [("GPU", 1), ("GPU", 3)]);
+        assert_eq!(devices(two, not_counted), [("GPU", 1), ("GPU", 3)]);
         let all = r#""kind": "KIND_GPU", "count": 2"#;
         assert_eq!(devices(all, || 2), [("GPU", 0), ("GPU", 0), ("GPU", 1), ("GPU", 1)]);
         assert_eq!(devices(all, || 0), [("GPU", 0), ("GPU", 0)]);

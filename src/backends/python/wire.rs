@@ -1,13 +1,13 @@
-//! Python's marshal format, version 2: tuples, numbers and bytes that the interpreter reads and writes in C.
+//! Python's marshal format, version 2, which the interpreter reads and writes in C.
 //!
-//! Version 2 holds no references, and every Python 3 reads it. Only the types that messages need are here.
+//! Version 2 has no references, and every Python 3 reads it. Only the types that messages need are implemented.
 
 use bytes::Bytes;
 
-/// Levels of tuples in tuples; messages need five.
+/// Deepest nesting of tuples. Messages need five levels.
 const MAX_DEPTH: usize = 16;
 
-/// Bytes of the length in front of a message.
+/// Size in bytes of the length before a message.
 pub(super) const LENGTH: usize = 4;
 
 /// A message, or a part of one.
@@ -23,9 +23,9 @@ pub(super) enum Value {
     Dict(Vec<(Value, Value)>),
 }
 
-/// Why bytes are no message.
+/// Why bytes are not a valid message.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
-#[allow(missing_docs)] // Fields are named by their messages.
+#[allow(missing_docs)] // Fields are named in the messages.
 pub(super) enum WireError {
     #[error("the message ends at byte {at}, inside a value")]
     Short { at: usize },
@@ -33,7 +33,7 @@ pub(super) enum WireError {
     Type { at: usize, found: u8 },
     #[error("the message is nested deeper than {MAX_DEPTH} levels")]
     Deep,
-    #[error("the message holds {found} where {expected} belongs")]
+    #[error("the message has {found} where {expected} is expected")]
     Shape { expected: &'static str, found: String },
 }
 
@@ -123,7 +123,7 @@ impl Reader<'_> {
     }
 
     fn array<const N: usize>(&mut self) -> Result<[u8; N], WireError> {
-        Ok(self.take(N)?.try_into().expect("as many were taken"))
+        Ok(self.take(N)?.try_into().expect("`take` returns `N` bytes"))
     }
 
     fn length(&mut self) -> Result<usize, WireError> {
@@ -153,7 +153,7 @@ impl Reader<'_> {
             }
             b'(' | b'[' => {
                 let count = self.length()?;
-                // Each value takes a byte at least, so this bounds what a wrong count can ask for.
+                // A value takes at least one byte, so the message bounds the allocation.
                 let mut values = Vec::with_capacity(count.min(self.message.len() - self.at));
                 for _ in 0..count {
                     values.push(self.value(depth + 1)?);
@@ -173,7 +173,7 @@ impl Reader<'_> {
         })
     }
 
-    /// An integer beyond 32 bits: digits of 15 bits, lowest first, the sign in their count.
+    /// An integer of more than 32 bits: digits of 15 bits, lowest first. The sign is that of their count.
     fn long(&mut self, at: usize) -> Result<i128, WireError> {
         let count = i32::from_le_bytes(self.array()?);
         if count.unsigned_abs() > 8 {
@@ -187,7 +187,7 @@ impl Reader<'_> {
     }
 }
 
-/// Writes one message, behind its length.
+/// Writes one message after its length.
 #[derive(Debug, Default)]
 pub(super) struct Writer {
     bytes: Vec<u8>,
@@ -203,14 +203,14 @@ impl Writer {
 
     /// The bytes to send.
     pub fn finish(mut self) -> Vec<u8> {
-        let length = u32::try_from(self.bytes.len() - 4).expect("large tensors travel elsewhere");
+        let length = u32::try_from(self.bytes.len() - 4).expect("large tensors are in shared memory");
         self.bytes[..4].copy_from_slice(&length.to_le_bytes());
         self.bytes
     }
 
     fn head(&mut self, kind: u8, length: usize) {
         self.bytes.push(kind);
-        let length = u32::try_from(length).expect("large tensors travel elsewhere");
+        let length = u32::try_from(length).expect("large tensors are in shared memory");
         self.bytes.extend(length.to_le_bytes());
     }
 
@@ -283,7 +283,7 @@ mod tests {
     }
 
     #[test]
-    fn integers_of_every_size_survive() {
+    fn integers_of_every_size_are_read_back() {
         for value in [0, -1, i32::MAX as i128, i32::MIN as i128 - 1, u64::MAX.into(), i64::MIN.into(), 1 << 45] {
             assert_eq!(read_back(|writer| writer.int(value)), Value::Int(value));
         }

@@ -5,7 +5,6 @@ use std::collections::BTreeMap;
 use repository::ModelConfig;
 use smallvec::SmallVec;
 
-use super::text::TextPlan;
 use crate::{InferError, Name};
 
 /// A set of steps, by their indices in the graph.
@@ -19,8 +18,6 @@ pub(super) struct Graph {
     pub(super) inputs: Vec<Wire>,
     pub(super) outputs: Vec<Wire>,
     pub(super) steps: Vec<Step>,
-    /// Set where the wires are those of a text ensemble.
-    pub(super) text: Option<TextPlan>,
 }
 
 /// Connects an input or output of a model to a slot.
@@ -73,8 +70,7 @@ impl Graph {
             let producers = (0..steps.len()).filter(|&other| is_producer(&steps[other])).collect();
             steps[index].producers = producers;
         }
-        let graph = Self { name: config.name.clone(), num_tensors: slots.len(), inputs, outputs, steps, text: None };
-        Self { text: TextPlan::of(&graph), ..graph }
+        Self { name: config.name.clone(), num_tensors: slots.len(), inputs, outputs, steps }
     }
 
     /// Adds the ensemble's name to an error of a step.

@@ -5,6 +5,7 @@ use std::collections::BTreeMap;
 use repository::ModelConfig;
 
 use super::graph::{Graph, Step, Wire};
+use super::text_plan::TextPlan;
 use crate::registry::Registry;
 
 /// Checks an ensemble's configuration against its models, and sets whether it is decoupled: it is if one of its models is.
@@ -36,7 +37,7 @@ pub(crate) fn link(config: &mut ModelConfig, registry: &Registry) -> Result<(), 
             format!("output `{}`", output.name),
         )?;
     }
-    if let Some(plan) = graph.text.as_ref().filter(|plan| plan.detokenizer_of(&graph, &models).is_some()) {
+    if let Some(plan) = TextPlan::of(&graph).filter(|plan| plan.detokenizer_of(&graph, &models).is_some()) {
         let [generator, detokenizer] = [plan.generator, plan.detokenizer].map(|step| graph.steps[step].model.as_str());
         tracing::info!(ensemble = graph.name, generator, detokenizer, "steps of the ensemble are served as one");
     }

@@ -4,7 +4,7 @@ use std::time::{Duration, Instant};
 
 use repository::ModelConfig;
 
-use super::QueuedRequest;
+use super::queue::QueuedRequest;
 use crate::{InferRequest, Name};
 
 /// Batch sizes and delay of one model.

@@ -6,7 +6,7 @@
 mod batch_policy;
 mod control_inputs;
 mod priority_queue;
-mod response_order;
+mod queue;
 mod sequence_queue;
 mod sequence_state;
 
@@ -21,113 +21,37 @@ use repository::ModelConfig;
 use tokio::sync::Notify;
 
 pub(crate) use control_inputs::ControlInputs;
-pub(crate) use response_order::OrderTicket;
 
-use crate::statistics::Execution;
+use crate::outcome::Execution;
+use crate::response_order::ResponseOrder;
+use crate::sender::Reschedule;
 use crate::{
-    Backend, BatchedRequest, InferError, InferRequest, RateLimitedLog, ResponseSender, ResponseStream, Tensor,
+    Backend, BatchedRequest, CorrelationId, InferError, InferRequest, RateLimitedLog, ResponseSender, ResponseStream,
 };
 use priority_queue::PriorityQueue;
-use response_order::ResponseOrder;
-use sequence_queue::{SequenceId, SequenceQueue};
+use queue::{NextBatch, Queue, QueuedRequest, STREAM_CAPACITY};
+use sequence_queue::SequenceQueue;
 pub(crate) use sequence_state::{StateSpec, initial_states, read as read_states};
-
-/// Responses of one request that are buffered for a slow reader. When the buffer is full, the model waits.
-const STREAM_CAPACITY: usize = 64;
 
 /// Log of executions that panic. Clients may repeat a request that makes a backend panic.
 static EXECUTION_PANICS: RateLimitedLog = RateLimitedLog::new(8);
 
-/// A request that waits for its execution.
-#[derive(Debug)]
-pub(crate) struct QueuedRequest {
-    pub request: InferRequest,
-    pub responses: ResponseSender,
-    /// Rows that the request adds to a batch.
-    pub num_rows: u64,
-    pub arrived: Instant,
-    /// Set by the queue where the request can time out.
-    pub deadline: Option<Instant>,
-    /// Set by the queue where the model has states: the sequence whose states the response updates.
-    pub stateful: Option<SequenceId>,
-    /// The stream of a null request, which only fills a slot. It is held open and never read.
-    ignored_responses: Option<ResponseStream>,
-}
-
-impl QueuedRequest {
-    fn new(request: InferRequest, responses: ResponseSender, num_rows: u64) -> Self {
-        let arrived = Instant::now();
-        Self { request, responses, num_rows, arrived, deadline: None, stateful: None, ignored_responses: None }
-    }
-
-    /// A request that only fills a slot of a batch.
-    fn null(request: InferRequest) -> Self {
-        let (responses, stream) = ResponseStream::channel(STREAM_CAPACITY);
-        Self { ignored_responses: Some(stream), ..Self::new(request, responses, 0) }
-    }
-}
-
-/// What a free instance does next.
-#[derive(Debug)]
-pub(crate) enum NextBatch {
-    /// Wait for a request.
-    Empty,
-    /// Wait for further requests, at most until this time.
-    WaitUntil(Instant),
-    /// Run this batch.
-    Run(Vec<QueuedRequest>),
-}
-
-/// Requests that wait for an instance, and the order in which they are served.
-trait Queue: Send {
-    /// Adds a request.
-    ///
-    /// # Errors
-    /// When the queue is full, or the request does not fit its sequence.
-    fn push(&mut self, queued: QueuedRequest) -> Result<(), InferError>;
-
-    /// Removes and returns the next batch for a free instance.
-    fn take(&mut self, instance: usize, now: Instant) -> NextBatch;
-
-    /// Called when the last batch of this instance has run.
-    fn finish_batch(&mut self, _instance: usize, _now: Instant) {}
-
-    /// Adds a request again that was executed.
-    fn push_again(&mut self, _queued: QueuedRequest) {}
-
-    /// Stores the states that a model returned for a sequence.
-    fn update_state(&mut self, _sequence: &SequenceId, _state: Vec<Tensor>) {}
-
-    /// Number of waiting requests.
-    fn len(&self) -> usize;
-
-    /// Whether [`Queue::expire`] must be called at all.
-    fn has_timeouts(&self) -> bool;
-
-    /// When [`Queue::expire`] must be called next.
-    fn first_deadline(&self) -> Option<Instant>;
-
-    /// Applies timeouts, and returns the requests that must be refused.
-    fn expire(&mut self, now: Instant) -> Vec<QueuedRequest>;
-}
-
 /// Returns requests to their queue that a model wants to execute again.
-#[derive(Clone)]
-pub(crate) struct Rescheduler {
+struct Rescheduler {
     queue: Weak<Shared>,
     /// The sender to the client, where the model's own sender leads to the task that removes states from responses.
-    client: Option<Box<ResponseSender>>,
+    client: Option<ResponseSender>,
 }
 
-impl Rescheduler {
-    pub fn reschedule(
-        self,
+impl Reschedule for Rescheduler {
+    fn reschedule(
+        &self,
         request: InferRequest,
         responses: ResponseSender,
     ) -> Result<(), Box<(InferRequest, ResponseSender)>> {
         let Some(shared) = self.queue.upgrade() else { return Err(Box::new((request, responses))) };
         // Dropping the model's sender ends the forwarding of its responses, after the last of them was forwarded.
-        let responses = self.client.map_or(responses, |client| *client);
+        let responses = self.client.clone().unwrap_or(responses);
         shared.queue().push_again(QueuedRequest::new(request, responses, 1));
         shared.wake();
         Ok(())
@@ -284,11 +208,11 @@ impl Shared {
             if let Some(sequence) = stateful {
                 let (inner, stream) = ResponseStream::channel(STREAM_CAPACITY);
                 let outer = std::mem::replace(&mut responses, inner);
-                client = self.is_iterative.then(|| Box::new(outer.clone()));
+                client = self.is_iterative.then(|| outer.clone());
                 forwards.push(self.forward_without_state(sequence, stream, outer));
             }
             if self.is_iterative {
-                responses = responses.with_rescheduler(Rescheduler { queue: Arc::downgrade(self), client });
+                responses = responses.with_rescheduler(Arc::new(Rescheduler { queue: Arc::downgrade(self), client }));
             }
             BatchedRequest { request, responses }
         };
@@ -310,7 +234,7 @@ impl Shared {
 
     /// Forwards responses to the client without the states in them, and stores the states for the next request of the
     /// sequence.
-    async fn forward_without_state(&self, sequence: SequenceId, mut stream: ResponseStream, client: ResponseSender) {
+    async fn forward_without_state(&self, sequence: CorrelationId, mut stream: ResponseStream, client: ResponseSender) {
         loop {
             let item = tokio::select! {
                 biased;

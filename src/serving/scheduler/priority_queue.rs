@@ -8,7 +8,7 @@ use repository::proto::ModelQueuePolicy;
 use repository::proto::model_queue_policy::TimeoutAction;
 
 use super::batch_policy::{BatchDecision, BatchPolicy};
-use super::{NextBatch, Queue, QueuedRequest};
+use super::queue::{NextBatch, Queue, QueuedRequest};
 use crate::InferError;
 
 /// Size limit of a priority level where the model's configuration sets none.

@@ -9,8 +9,8 @@ use repository::proto::model_sequence_batching::{StrategyChoice, StrategyDirect}
 
 use super::batch_policy::{BatchDecision, BatchPolicy};
 use super::control_inputs::ControlInputs;
+use super::queue::{NextBatch, Queue, QueuedRequest};
 use super::sequence_state::{self, StateSpec};
-use super::{NextBatch, Queue, QueuedRequest};
 use crate::{CorrelationId, DataType, InferError, InferRequest, Tensor};
 
 pub(crate) type SequenceId = CorrelationId;

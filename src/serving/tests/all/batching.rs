@@ -1,12 +1,11 @@
 //! Dynamic batching: batch sizes, delays, priorities, timeouts and the order of responses.
 
-mod support;
-
 use std::sync::Arc;
 use std::time::Duration;
 
 use serving::{ErrorKind, InferRequest, ResponseStream, Server, Tensor};
-use support::{TestRepository, eventually, one, request, responses};
+
+use crate::support::{TestRepository, eventually, one, request, responses};
 
 const ROWS: &str = r#"backend: "rows" max_batch_size: 4
 input [ { name: "INPUT0" data_type: TYPE_FP32 dims: [ -1 ] } ]

@@ -1,9 +1,8 @@
 //! Ensembles: order of steps, parallel and decoupled steps, errors, shared tensors, text ensembles.
 
-mod support;
-
 use serving::{InferRequest, InferResponse, OutputDelta, Parameter, ResponseStream, StreamItem, Tensor};
-use support::{PIECES, TestRepository, eventually, one, request, responses, text, text_of};
+
+use crate::support::{PIECES, TestRepository, eventually, one, request, responses, text, text_of};
 
 const JOIN: &str = r#"backend: "join"
 input [ { name: "a" data_type: TYPE_STRING dims: [ 1 ] },
@@ -228,7 +227,7 @@ async fn dropping_the_stream_of_an_ensemble_cancels_its_steps() {
 
 #[tokio::test]
 async fn tensors_are_shared_and_not_copied() {
-    let echo = support::ECHO.replace("TYPE_FP32", "TYPE_UINT8");
+    let echo = crate::support::ECHO.replace("TYPE_FP32", "TYPE_UINT8");
     let ens = ensemble(&["echo: INPUT0=x -> OUTPUT0=mid", "echo: INPUT0=mid -> OUTPUT0=y"])
         .replace("TYPE_STRING", "TYPE_UINT8")
         .replace("dims: [ 1 ]", "dims: [ -1 ]");
@@ -257,6 +256,7 @@ async fn with_deltas(mut stream: ResponseStream) -> (Vec<String>, Vec<bool>) {
                 delta.iter().for_each(|(index, elements)| last.outputs[index].data = elements.to_data());
                 drained.push(info.is_drained);
             }
+            StreamItem::Event(event) => panic!("a request of tensors got {event:?}"),
         }
         responses.push(shown(&last));
     }

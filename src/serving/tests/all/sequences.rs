@@ -1,12 +1,11 @@
 //! Sequences: requests of one sequence run on one instance, in order, with the state of earlier requests.
 
-mod support;
-
 use std::sync::Arc;
 use std::time::Duration;
 
 use serving::{CorrelationId, ErrorKind, InferError, InferRequest, InferResponse, ResponseStream, Server, Tensor};
-use support::{TestRepository, eventually, one, request, responses};
+
+use crate::support::{TestRepository, eventually, one, request, responses};
 
 const ROWS: &str = r#"backend: "rows" max_batch_size: 2
 input [ { name: "INPUT0" data_type: TYPE_FP32 dims: [ 1 ] } ]

@@ -1,18 +1,14 @@
-//! Recognises text ensembles, and serves their language model and detokenizer together ([`crate::TextOutputs`]).
+//! Recognises text ensembles, whose language model and detokenizer are served together ([`crate::TextOutputs`]).
 
 use std::sync::Arc;
-use std::task::{Context, Poll, ready};
 
 use generation::Generator;
 
-use super::Run;
 use super::graph::{Graph, Step, Wire};
+use super::tensors::Tensors;
+use super::text_stream::TextStream;
 use crate::model::ServedModel;
-use crate::request_metrics::RequestMetrics;
-use crate::{
-    CallCounter, DetokenizerModel, GenerateCall, InferError, InferRequest, Name, OutputDelta, ResponseSource,
-    ResponseStream, StreamItem, TextModel, TextOutput, TextOutputs,
-};
+use crate::{CallCounter, DetokenizerModel, GenerateCall, InferError, ResponseStream, TextModel, TextOutput};
 
 /// Pairs of a generator's output and the detokenizer's input that it must be connected to.
 const TOKENS: (&str, &str) = ("output_ids", "TOKENS_BATCH");
@@ -22,11 +18,12 @@ const OPTIONAL: [(&str, &str); 2] = [("sequence_index", "SEQUENCE_INDEX"), ("seq
 const TEXT: &str = "OUTPUT";
 
 /// The two steps of a graph that are served together.
-#[derive(Debug)]
+#[derive(Debug, Clone, Copy)]
 pub(super) struct TextPlan {
     pub(super) generator: usize,
     pub(super) detokenizer: usize,
-    has_lengths: bool,
+    /// Whether the lengths of rows are passed on.
+    pub(super) has_lengths: bool,
 }
 
 impl TextPlan {
@@ -101,42 +98,29 @@ impl TextPlan {
         call: GenerateCall,
     ) -> Result<ResponseStream, InferError> {
         if let Some((tokenizer, _)) = self.tokenizer_of(models) {
-            CallCounter::new(models[tokenizer].clone()).count(call.encode_time.as_nanos() as u64);
+            CallCounter::new(models[tokenizer].statistics.clone()).count(call.encode_time.as_nanos() as u64);
         }
-        let decode_calls = Some(CallCounter::new(models[self.detokenizer].clone()));
+        let decode_calls = Some(CallCounter::new(models[self.detokenizer].statistics.clone()));
         let call = GenerateCall { decode_calls, ..call };
         let stream = models[self.generator].generate(call).map_err(|error| graph.within(error))?;
         let progress = stream.progress().cloned();
-        Ok(ResponseStream::from_text(TextStream::new(graph.clone(), stream), progress))
+        Ok(ResponseStream::of_inner(Box::new(TextStream::new(graph.clone(), stream)), progress))
     }
 
-    /// Starts the generator's step with the ensemble's outputs. `request` must have one row.
-    pub(super) fn start(
+    /// How the generator makes an output of the ensemble; `None` for a missing output. `tensors` holds what earlier steps have
+    /// returned.
+    pub(super) fn output(
         &self,
-        run: &Run,
-        request: InferRequest,
-        model: DetokenizerModel,
-    ) -> Result<ResponseStream, InferError> {
-        let graph = &run.graph;
-        let output = |wire: &Wire| Some((wire.name.clone(), self.source_of(run, wire, &model)?));
-        let outputs = TextOutputs {
-            outputs: graph.outputs.iter().filter(|wire| run.is_requested(wire)).filter_map(output).collect(),
-            decoder: model.decoder.clone(),
-            is_nested: model.is_nested,
-            has_lengths: self.has_lengths,
-            calls: CallCounter::new(run.models[self.detokenizer].clone()),
-            parameters: run.parameters.clone(),
-        };
-        run.models[self.generator].infer_text(request, outputs).map_err(|error| graph.within(error))
-    }
-
-    /// The source of an output of the ensemble; `None` for a missing output.
-    fn source_of(&self, run: &Run, wire: &Wire, model: &DetokenizerModel) -> Option<TextOutput> {
-        let (generator, detokenizer) = (&run.graph.steps[self.generator], &run.graph.steps[self.detokenizer]);
+        graph: &Graph,
+        tensors: &Tensors,
+        wire: &Wire,
+        model: &DetokenizerModel,
+    ) -> Option<TextOutput> {
+        let (generator, detokenizer) = (&graph.steps[self.generator], &graph.steps[self.detokenizer]);
         let generated =
             |wire: &Wire| output_at(generator, wire).map(|output| TextOutput::Generated(output.name.clone()));
         let Some(output) = output_at(detokenizer, wire) else {
-            return generated(wire).or_else(|| run.tensors.of(wire).map(TextOutput::Given));
+            return generated(wire).or_else(|| tensors.of(wire).map(TextOutput::Given));
         };
         if output.name == TEXT {
             return Some(TextOutput::Text);
@@ -159,42 +143,4 @@ fn output_at<'a>(step: &'a Step, wire: &Wire) -> Option<&'a Wire> {
 /// Whether the output of `step` in the wire's slot is the one called `name`.
 fn is_output(step: &Step, wire: &Wire, name: &str) -> bool {
     output_at(step, wire).is_some_and(|output| output.name == name)
-}
-
-/// Converts the responses of a generator to those of its ensemble.
-pub(crate) struct TextStream {
-    source: Box<dyn ResponseSource>,
-    /// The metrics of the generator's request.
-    metrics: Box<RequestMetrics>,
-    graph: Arc<Graph>,
-}
-
-impl TextStream {
-    /// Wraps the responses of the generator of `graph`.
-    pub(super) fn new(graph: Arc<Graph>, responses: ResponseStream) -> Self {
-        let (source, metrics) = responses.into_parts();
-        Self { source, metrics: metrics.expect("the stream of a served model has metrics"), graph }
-    }
-
-    /// The next item, like [`ResponseSource::poll_next`].
-    pub(crate) fn poll_next(
-        &mut self,
-        accepts_deltas: bool,
-        delta: &mut OutputDelta,
-        context: &mut Context<'_>,
-    ) -> Poll<Option<Result<StreamItem, InferError>>> {
-        let item = ready!(self.source.poll_next(accepts_deltas, delta, context));
-        let mut item = self.metrics.observe_item(item);
-        match &mut item {
-            // The generator's statistics count the time until here.
-            Some(Ok(StreamItem::Delta(info))) => info.computed = info.observed,
-            Some(Ok(StreamItem::Response(response))) => {
-                // Empty names are replaced by the ensemble's.
-                (response.model_name, response.model_version) = (Name::default(), Name::default());
-            }
-            Some(Ok(StreamItem::Event(_))) | None => {}
-            Some(Err(error)) => *error = self.graph.within(error.clone()),
-        }
-        Poll::Ready(item)
-    }
 }

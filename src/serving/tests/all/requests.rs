@@ -1,9 +1,8 @@
 //! Requests: choice of the version, checks, responses, statistics and the response cache.
 
-mod support;
-
 use serving::{ErrorKind, InferRequest, Tensor};
-use support::{ECHO, PIECES, TestRepository, floats, one, request, responses, text};
+
+use crate::support::{ECHO, PIECES, TestRepository, floats, one, request, responses, text};
 
 fn batched() -> String {
     format!("{ECHO}max_batch_size: 4")

@@ -1,5 +1,4 @@
 //! A repository in a temporary directory, served by scripted backends.
-#![allow(dead_code)] // Each test file uses its part.
 
 use std::collections::HashMap;
 use std::fs;
@@ -443,4 +442,17 @@ pub async fn eventually(what: &str, done: impl Fn() -> bool) {
         tokio::time::sleep(std::time::Duration::from_millis(5)).await;
     }
     panic!("not within two seconds: {what}");
+}
+
+/// `config` with a parameter that a scripted backend reads.
+pub fn with(config: &str, parameter: &str) -> String {
+    format!("{config} parameters {{ key: \"{parameter}\" value {{ string_value: \"1\" }} }}")
+}
+
+/// The repository index, a line for each version.
+pub fn index(server: &Server) -> Vec<String> {
+    let line = |entry: serving::ModelIndexEntry| {
+        format!("{} {} {} {}", entry.name, entry.version, entry.state.name(), entry.reason)
+    };
+    server.repository_index(false).into_iter().map(|entry| line(entry).trim_end().to_owned()).collect()
 }

@@ -1,16 +1,11 @@
-//! Loading, unloading, polling and draining of models.
-
-mod support;
+//! Loading, unloading and draining of models.
 
 use std::sync::atomic::Ordering;
 use std::time::Duration;
 
 use serving::{ControlMode, ErrorKind, InferRequest, LoadOverrides, ModelState};
-use support::{ECHO, PIECES, TestRepository, eventually, floats, one, request, responses, text};
 
-fn with(config: &str, parameter: &str) -> String {
-    format!("{config} parameters {{ key: \"{parameter}\" value {{ string_value: \"1\" }} }}")
-}
+use crate::support::{ECHO, PIECES, TestRepository, eventually, floats, index, one, request, responses, with};
 
 const ENSEMBLE: &str = r#"platform: "ensemble"
 input [ { name: "IN" data_type: TYPE_FP32 dims: [ -1 ] } ]
@@ -18,13 +13,6 @@ output [ { name: "OUT" data_type: TYPE_FP32 dims: [ -1 ] } ]
 ensemble_scheduling { step [
   { model_name: "echo" model_version: -1 input_map { key: "INPUT0" value: "IN" } output_map { key: "OUTPUT0" value: "OUT" } }
 ] }"#;
-
-fn index(server: &serving::Server) -> Vec<String> {
-    let line = |entry: serving::ModelIndexEntry| {
-        format!("{} {} {} {}", entry.name, entry.version, entry.state.name(), entry.reason)
-    };
-    server.repository_index(false).into_iter().map(|entry| line(entry).trim_end().to_owned()).collect()
-}
 
 #[tokio::test]
 async fn a_model_that_fails_to_load_does_not_stop_the_others() {
@@ -54,7 +42,7 @@ async fn a_model_that_fails_to_load_does_not_stop_the_others() {
     assert!(failures[3].reason.contains(
         "unable to find backend library for backend 'nosuch', try specifying runtime on the model configuration."
     ));
-    assert!(failures[4].reason.contains("loading broke off: on purpose"), "{}", failures[4].reason);
+    assert!(failures[4].reason.contains("loading panicked: on purpose"), "{}", failures[4].reason);
 
     one(server.infer(request("echo", vec![floats("INPUT0", &[1.0])])).unwrap()).await;
     assert!(server.is_live() && !server.is_ready());
@@ -135,71 +123,6 @@ async fn after_a_failed_reload_the_old_load_serves() {
         one(server.infer(request("echo", vec![floats("INPUT0", &[1.0])])).unwrap()).await;
     }
     assert!(server.is_ready());
-}
-
-#[tokio::test]
-async fn the_configuration_of_a_load_request_is_used() {
-    let repository = TestRepository::new(&[("echo", ECHO)]);
-    let server = repository.explicit(&["echo"]).await;
-    let config = r#"{"backend": "echo", "max_batch_size": 2,
-                     "input": [{"name": "INPUT0", "data_type": "TYPE_STRING", "dims": [-1]}],
-                     "output": [{"name": "OUTPUT0", "data_type": "TYPE_STRING", "dims": [-1]}]}"#;
-    let overrides = LoadOverrides { config: Some(config.into()), ..LoadOverrides::default() };
-    server.load_model("echo", overrides).await.unwrap();
-    let metadata = server.model_metadata("echo", "").unwrap();
-    assert_eq!((metadata.platform.as_str(), metadata.inputs[0].shape.as_slice()), ("echo", [-1, -1].as_slice()));
-    assert_eq!(metadata.inputs[0].datatype.name(), "BYTES");
-    eventually("the old load is dropped", || repository.script.dropped.load(Ordering::SeqCst) == 1).await;
-}
-
-#[tokio::test]
-async fn the_files_of_a_load_request_replace_the_directory() {
-    let repository = TestRepository::new(&[("echo", ECHO)]);
-    let server = repository.explicit(&[]).await;
-    let files = [("7/model.py".to_owned(), bytes::Bytes::from_static(b"x"))].into();
-    let config = Some(r#"{"backend": "echo", "version_policy": {"all": {}}}"#.to_owned());
-    let alone = LoadOverrides { files, ..LoadOverrides::default() };
-    let error = server.load_model("echo", alone.clone()).await.unwrap_err();
-    assert!(error.message.starts_with("failed to load 'echo', failed to poll from model repository"), "{error}");
-    let outside = LoadOverrides { config: config.clone(), files: [("../x".to_owned(), bytes::Bytes::new())].into() };
-    assert!(server.load_model("echo", outside).await.unwrap_err().message.contains("`file:../x`"));
-    // A model that is not in the repository can be loaded too.
-    server.load_model("new", LoadOverrides { config, ..alone }).await.unwrap();
-    assert_eq!(server.model_metadata("new", "").unwrap().versions, ["7"]);
-}
-
-#[tokio::test]
-async fn names_and_files_of_a_load_request_cannot_leave_their_directory() {
-    let repository = TestRepository::new(&[("echo", ECHO)]);
-    let server = repository.explicit(&["echo"]).await;
-    let outside = tempfile::tempdir().unwrap();
-    let dir = outside.path().to_str().unwrap();
-    let above = format!("..{}", "/..".repeat(20)) + dir;
-    let load = |file: &str| LoadOverrides {
-        config: Some(r#"{"backend": "echo"}"#.into()),
-        files: [(file.to_owned(), "x".into())].into(),
-    };
-    let long = "a".repeat(300);
-    for name in ["..", ".", "", "a/b", "a\0b", ".hidden", dir, above.as_str(), long.as_str()] {
-        let error = server.load_model(name, load("1/x")).await.unwrap_err();
-        let message = format!("failed to load '{name}', failed to poll from model repository");
-        assert_eq!((error.kind, error.message), (ErrorKind::Internal, message));
-        server.unload_model(name, true).await.unwrap();
-    }
-    for file in ["../x", "/x", "", "1/../../x", &format!("{dir}/x"), &format!("{above}/x")] {
-        let error = server.load_model("echo", load(file)).await.unwrap_err();
-        assert!(error.message.contains(&format!("`file:{file}` is not of the form")), "{file}: {}", error.message);
-    }
-    let twice = [("1/x", "a"), ("1/./x", "b")].map(|(path, text)| (path.to_owned(), text.into()));
-    let error = server.load_model("echo", LoadOverrides { files: twice.into(), ..load("1/x") }).await.unwrap_err();
-    assert!(error.message.contains("cannot keep the given files"), "{}", error.message);
-    let many = (0..2000).map(|index| (format!("1/{index}"), "a".into())).collect();
-    let error = server.load_model("echo", LoadOverrides { files: many, ..load("1/x") }).await.unwrap_err();
-    assert!(error.message.contains("--max-request-parameters"), "{}", error.message);
-    let error = server.load_model(&"a".repeat(5000), load("1/x")).await.unwrap_err();
-    assert!(error.message.contains("--max-name-bytes"), "{}", error.message);
-    assert_eq!(std::fs::read_dir(outside.path()).unwrap().count(), 0, "nothing was written");
-    one(server.infer(request("echo", vec![floats("INPUT0", &[1.0])])).unwrap()).await;
 }
 
 #[tokio::test]
@@ -309,53 +232,6 @@ async fn draining_ends_at_its_timeout() {
     let server = repository.started().await;
     let _stream = server.infer(request("gate", vec![floats("INPUT0", &[1.0])])).unwrap();
     assert_eq!(server.drain(Duration::from_millis(20)).await, 1);
-}
-
-#[tokio::test]
-async fn polling_follows_the_repository() {
-    let repository = TestRepository::new(&[("echo", ECHO)]);
-    let server = repository.server(ControlMode::Poll { interval: Duration::from_secs(1) });
-    server.load_all().await.unwrap();
-    repository.add("pieces", PIECES, &["1"]);
-    std::fs::remove_dir_all(repository.root.path().join("echo")).unwrap();
-    server.poll_repository().await.unwrap();
-    assert_eq!(index(&server), ["pieces 1 READY"]);
-    assert!(server.is_ready());
-    assert_eq!(
-        server.infer(request("echo", vec![])).unwrap_err().message,
-        "Request for unknown model: 'echo' has no available versions"
-    );
-
-    repository.add("broken", &with(ECHO, "broken"), &["1"]);
-    assert_eq!(server.poll_repository().await.unwrap_err()[0].model, "broken");
-    assert!(server.is_ready(), "readiness does not require a model that never served");
-    std::fs::remove_dir_all(repository.root.path().join("broken")).unwrap();
-
-    repository.add("pieces", &PIECES.replace("TYPE_INT32", "TYPE_INT64"), &["2"]);
-    server.poll_repository().await.unwrap();
-    assert_eq!(server.model_metadata("pieces", "").unwrap().inputs[1].datatype.name(), "INT64");
-    assert_eq!(server.infer(request("pieces", vec![text("text", "a")])).map(|_| ()), Ok(()));
-}
-
-#[tokio::test]
-async fn polling_continues_until_the_server_drains() {
-    let repository = TestRepository::new(&[("echo", ECHO)]);
-    let server = repository.server(ControlMode::Poll { interval: Duration::from_millis(10) });
-    server.load_all().await.unwrap();
-    let polling = tokio::spawn({
-        let server = server.clone();
-        async move { server.keep_polling().await }
-    });
-    repository.add("broken", &with(ECHO, "broken"), &["1"]);
-    eventually("the broken model is tried", || {
-        index(&server).contains(&"broken 1 UNAVAILABLE Internal: broken on purpose".to_owned())
-    })
-    .await;
-    assert!(server.model_is_ready("echo", "").unwrap());
-    repository.add("broken", ECHO, &["1"]);
-    eventually("the repaired model serves", || server.model_is_ready("broken", "").unwrap()).await;
-    server.begin_drain();
-    polling.await.unwrap();
 }
 
 #[tokio::test]
