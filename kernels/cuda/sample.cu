@@ -10,10 +10,12 @@
 // rows         [S] u32, with VERIFIES if rank 0 decides what is appended; num_generated [S] u32
 // outputs      slots of [max_samples] tokens, log-probabilities and top lists, in host memory; `slot` is the index of
 //              the slot
+// masks        [num_masked, ceil(V / 32)] u32: bit v % 32 of word v / 32 allows token v; mask_rows [S] u32: the mask of
+//              a sample, or NO_MASK
 // beams        rows with candidates draw nothing and append nothing: their likeliest tokens are reported with
 //              log-probabilities after penalties, bias and bans
-// order        repetition, presence and frequency penalty; bias; bad words; end ids before min_tokens; temperature;
-//              top-k; top-p; min-p, as documented in engine::SamplingParams; ties at a threshold are kept
+// order        repetition, presence and frequency penalty; bias; bad words; end ids before min_tokens; mask;
+//              temperature; top-k; top-p; min-p, as documented in engine::SamplingParams; ties at a threshold are kept
 // draw         the token with the smallest quotient of an exponential variate and its probability: one pass, no
 //              normalization (the exponential race; Gumbel-max). The variate depends only on seed, output position and
 //              token.
@@ -27,6 +29,7 @@
 
 constexpr u32 GREEDY = 1, PENALTIES = 2, LISTS = 4, DECAYS = 8;
 constexpr u32 VERIFIES = 0x80000000u;  // set in an entry of `rows`: nothing is appended to the row
+constexpr u32 NO_MASK = 0xffffffffu;  // in an entry of `mask_rows`: all tokens are allowed
 constexpr u32 PROMPT_BIT = 0x80000000u;
 constexpr int PIVOTS = 15;
 
@@ -56,6 +59,8 @@ struct SampleArgs {
     const u32* num_generated;
     const u32* slot;
     u8* outputs;
+    const u32* mask_rows;  // null if no sample has a mask
+    const u32* masks;
     u32 num_samples, vocab, share, max_len, max_samples, max_top;
     u32 first_output;  // index in the slot of sample 0
     u32 reserved;
@@ -169,10 +174,17 @@ struct Raw {
     }
 };
 
-// Copies the row to `work`, minus `shift`, and applies penalties, bias and bans.
+// The mask of sample s, or null.
+__device__ __forceinline__ const u32* mask_of(const SampleArgs& a, u32 s) {
+    if (a.mask_rows == nullptr || a.mask_rows[s] == NO_MASK) return nullptr;
+    return a.masks + (u64)a.mask_rows[s] * ((a.vocab + 31) / 32);
+}
+
+// Copies the row to `work`, minus `shift`, and applies penalties, bias, bans and the mask.
 __device__ void adjust(const SampleArgs& a, const RowParams& p, const Raw& raw, float shift, float* work, u32 row,
                        u32 num_generated) {
     const u32* counts = a.counts + (u64)row * a.vocab;
+    const u32* mask = mask_of(a, raw.s);
     for (u32 v = threadIdx.x; v < a.vocab; v += blockDim.x) {
         float x = raw[v] - shift;
         if (p.flags & PENALTIES) {
@@ -180,7 +192,8 @@ __device__ void adjust(const SampleArgs& a, const RowParams& p, const Raw& raw, 
             if (count != 0) x = x > 0.0f ? x / p.repetition : x * p.repetition;
             if (generated != 0) x -= p.presence + p.frequency * (float)generated;
         }
-        work[v] = x;
+        // Bias added later leaves an infinite value as it is.
+        work[v] = mask == nullptr || mask[v / 32] >> (v % 32) & 1 ? x : -INFINITY_F;
     }
     __syncthreads();
     if (!(p.flags & LISTS)) return;

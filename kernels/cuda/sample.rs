@@ -19,6 +19,9 @@ pub const DECAYS: u32 = 8;
 /// are accepted.
 pub const VERIFIES: u32 = 1 << 31;
 
+/// In an entry of [`Masks::rows`]: all tokens are allowed.
+pub const NO_MASK: u32 = u32::MAX;
+
 /// Number of chunks in which [`argmax`] searches a worker's share of a row.
 pub const ARGMAX_CHUNKS: usize = 32;
 
@@ -84,6 +87,15 @@ pub struct Samples {
     pub count: usize,
 }
 
+/// The tokens that samples may choose.
+#[derive(Debug, Clone, Copy)]
+pub struct Masks {
+    /// `[S]` u32: the mask of a sample, or [`NO_MASK`]. Each is below the number of masks (asserted when they are uploaded).
+    pub rows: Span,
+    /// `[masks, ceil(V / 32)]` u32: bit `v % 32` of word `v / 32` allows token `v`.
+    pub words: Span,
+}
+
 /// Destination of tokens and log-probabilities: slots in memory that the host reads.
 #[derive(Debug, Clone, Copy)]
 pub struct Outputs {
@@ -130,6 +142,8 @@ struct Args {
     num_generated: u64,
     slot: u64,
     outputs: u64,
+    mask_rows: u64,
+    masks: u64,
     num_samples: u32,
     vocab: u32,
     share: u32,
@@ -166,6 +180,8 @@ fn arguments(
         num_generated: samples.num_generated.address(),
         slot: outputs.slot.address(),
         outputs: outputs.base.address(),
+        mask_rows: 0,
+        masks: 0,
         num_samples: count as u32,
         vocab: logits.vocab as u32,
         share: logits.share as u32,
@@ -217,13 +233,15 @@ pub fn greedy(
     q.launch("sample_greedy", launch, &args)
 }
 
-/// Chooses the next token of each sample with its row's settings, appends and reports it. `work` `[S, V]` f32.
+/// Chooses the next token of each sample with its row's settings, among the tokens of its mask if there are masks;
+/// appends and reports it. `work` `[S, V]` f32.
 pub fn sample(
     q: &Queue,
     logits: Logits,
     work: Span,
     state: RowState,
     samples: Samples,
+    masks: Option<Masks>,
     outputs: Outputs,
 ) -> Result<(), CudaError> {
     let op = "sample";
@@ -231,7 +249,13 @@ pub fn sample(
     let needed = vocab.div_ceil(share.max(1)) * samples.count * share;
     ensure!(op, vocab > 0 && share > 0 && values.count::<f32>() >= needed, "logits are shorter than {needed}");
     ensure!(op, work.count::<f32>() >= samples.count * vocab, "work is shorter than {} x {vocab}", samples.count);
-    let args = arguments(logits, work, state, samples, outputs)?;
+    let mut args = arguments(logits, work, state, samples, outputs)?;
+    if let Some(masks) = masks {
+        ensure!(op, masks.rows.count::<u32>() >= samples.count, "mask rows are shorter than {}", samples.count);
+        let words = masks.words.count::<u32>();
+        ensure!(op, words >= vocab.div_ceil(32), "{words} words of masks for {vocab} tokens");
+        (args.mask_rows, args.masks) = (masks.rows.address(), masks.words.address());
+    }
     q.launch("sample_f32", Launch::new(samples.count as u32, 1024), &[Arg::Bytes(bytemuck::bytes_of(&args))])
 }
 

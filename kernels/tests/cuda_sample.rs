@@ -7,7 +7,8 @@ use std::sync::Arc;
 
 use gpu::{Random, open, poisoned};
 use kernels::cuda::sample::{
-    self, ARGMAX_CHUNKS, DECAYS, GREEDY, LISTS, Logits, Outputs, PENALTIES, RowParams, RowState, Samples, VERIFIES,
+    self, ARGMAX_CHUNKS, DECAYS, GREEDY, LISTS, Logits, Masks, NO_MASK, Outputs, PENALTIES, RowParams, RowState,
+    Samples, VERIFIES,
 };
 use kernels::cuda::{DeviceBuffer, Gpu, PinnedBuffer, Queue};
 
@@ -75,6 +76,18 @@ impl Bench {
 
     /// `logits` `[groups, S, share]` for the given rows, whose settings are those that the device left.
     fn draw_rows(&mut self, logits: &[f32], share: usize, row_ids: &[u32], num_generated: &[u32]) -> Drawn {
+        self.draw_masked(logits, share, row_ids, num_generated, None)
+    }
+
+    /// As [`Bench::draw_rows`], with the mask of each sample and the words of all masks.
+    fn draw_masked(
+        &mut self,
+        logits: &[f32],
+        share: usize,
+        row_ids: &[u32],
+        num_generated: &[u32],
+        masks: Option<(&[u32], &[u32])>,
+    ) -> Drawn {
         let (rows, gpu) = (row_ids.len(), self.gpu.clone());
         let params = DeviceBuffer::from_slice(&gpu, &self.params).unwrap();
         let values = DeviceBuffer::from_slice(&gpu, logits).unwrap();
@@ -93,7 +106,9 @@ impl Bench {
         let outputs =
             Outputs { base: self.outputs.span(), slot: slot.span(), max_samples: rows, max_top: MAX_TOP, first: 0 };
         let all = Logits { values: values.span(), share, vocab: self.vocab };
-        sample::sample(&self.q, all, work.span(), state, samples, outputs).unwrap();
+        let masks = masks.map(|(rows, words)| [rows, words].map(|part| DeviceBuffer::from_slice(&gpu, part).unwrap()));
+        let spans = masks.as_ref().map(|[rows, words]| Masks { rows: rows.span(), words: words.span() });
+        sample::sample(&self.q, all, work.span(), state, samples, spans, outputs).unwrap();
         self.q.wait().unwrap();
         self.params = params.span().read(self.params.len()).unwrap();
         let bytes = Outputs::slot_bytes(rows, MAX_TOP);
@@ -423,4 +438,41 @@ fn top_p_decays_with_each_token_until_the_one_that_resets_it() {
         assert!((bench.params[0].top_p - left).abs() < 1e-6, "after step {step}: {}", bench.params[0].top_p);
     }
     drop(q);
+}
+
+#[test]
+fn masks_restrict_their_samples_and_no_others() {
+    let Some((gpu, _)) = open() else { return };
+    let mut random = Random::new(11);
+    for (groups, share, vocab) in [(1, 8, 8), (1, 32_000, 32_000), (4, 1256, 5019)] {
+        let greedy = RowParams { flags: GREEDY, ..plain() };
+        let params = vec![greedy, plain(), greedy, RowParams { top_p: 0.9, top_k: 3, ..plain() }, greedy];
+        let rows = params.len();
+        let mut bench = Bench::new(gpu.clone(), Queue::new(&gpu).unwrap(), vocab, params);
+        let logits = random_logits(&mut random, groups * rows * share);
+        let value = |s: usize, v: usize| logits[(v / share * rows + s) * share + v % share];
+        // Samples 0, 1 and 3 have masks of two tokens, in another order than the samples; sample 4 may choose nothing.
+        let words = vocab.div_ceil(32);
+        let mask_rows = [2, 0, NO_MASK, 1, 3];
+        let mut masks = vec![0u32; 4 * words];
+        let allowed: Vec<[usize; 2]> = (0..3).map(|_| [random.below(vocab), random.below(vocab)]).collect();
+        for (mask, tokens) in allowed.iter().enumerate() {
+            tokens.iter().for_each(|token| masks[mask * words + token / 32] |= 1 << (token % 32));
+        }
+        for position in 0..20 {
+            let ids: Vec<u32> = (0..rows as u32).collect();
+            let drawn = bench.draw_masked(&logits, share, &ids, &vec![position; rows], Some((&mask_rows, &masks)));
+            for (sample, &mask) in mask_rows.iter().enumerate().filter(|(_, mask)| **mask < 3) {
+                let tokens = allowed[mask as usize];
+                assert!(tokens.contains(&(drawn.tokens[sample] as usize)), "sample {sample}: {}", drawn.tokens[sample]);
+            }
+            let [a, b] = allowed[2];
+            let (best_a, best_b) = (value(0, a), value(0, b));
+            let expected = if best_a > best_b || (best_a == best_b && a < b) { a } else { b };
+            assert_eq!(drawn.tokens[0] as usize, expected);
+            let free: Vec<f32> = (0..vocab).map(|v| value(2, v)).collect();
+            assert_eq!(drawn.tokens[2], argmax(&free));
+            assert!((drawn.tokens[4] as usize) < vocab, "an empty mask gives a token of the vocabulary");
+        }
+    }
 }

@@ -1,6 +1,6 @@
 //! Estimates the memory of a worker before anything is loaded, with a device that counts instead of computing.
 
-use engine::{RowId, SampledToken, SamplingParams, TokenId};
+use engine::{RowId, SampleMask, SampledToken, SamplingParams, TokenId};
 
 use crate::cpu::{CpuDevice, CpuEstimate};
 use crate::cuda::{CudaDevice, Estimate};
@@ -264,6 +264,10 @@ impl Device for Estimator {
         _inputs: &StepInputs,
         _forward: &mut dyn FnMut(&mut Self) -> Result<(), DeviceError>,
     ) -> Result<(), DeviceError> {
+        Err(computes_nothing())
+    }
+
+    fn choose(&mut self, _masks: &[SampleMask]) -> Result<(), DeviceError> {
         Err(computes_nothing())
     }
 

@@ -1,6 +1,8 @@
 //! The inputs of one step, packed on the host from the plan and the worker's rows.
 
-use engine::RowId;
+use engine::{RowId, SampleMask};
+
+use crate::DeviceError;
 
 /// In [`StepInputs::token_ids`]: the token is the last one sampled for the row, which only the device knows.
 pub const TOKEN_ON_DEVICE: u32 = u32::MAX;
@@ -30,6 +32,9 @@ pub struct StepInputs {
     pub max_blocks: usize,
     /// `[S]`: rows that choose a token, in plan order.
     pub samples: Vec<SampleInput>,
+    /// Indices in `0..S` of samples that are chosen among the tokens of a mask. If there are any, the step's tokens are
+    /// chosen by [`crate::Device::choose`].
+    pub masked: Vec<u32>,
     /// Indices in `0..T` of positions whose raw logits must be reported.
     pub logits: Vec<u32>,
 }
@@ -61,6 +66,7 @@ impl StepInputs {
         self.context_lens.clear();
         self.block_tables.clear();
         self.samples.clear();
+        self.masked.clear();
         self.logits.clear();
     }
 
@@ -79,6 +85,23 @@ impl StepInputs {
         let row = |index: usize| self.samples.get(index).map(|sample| sample.row);
         let own = row(index);
         own.is_some() && (row(index + 1) == own || index.checked_sub(1).and_then(row) == own)
+    }
+
+    /// Checks that `masks` are those of [`StepInputs::masked`], in that order.
+    ///
+    /// # Errors
+    /// When they are not.
+    pub fn check_masks(&self, masks: &[SampleMask]) -> Result<(), DeviceError> {
+        let fits = |(&sample, mask): (&u32, &SampleMask)| mask.step == self.step && mask.sample == sample;
+        if self.masked.len() == masks.len() && self.masked.iter().zip(masks).all(fits) {
+            return Ok(());
+        }
+        let found: Vec<_> = masks.iter().map(|mask| (mask.step, mask.sample)).collect();
+        let (call, expected) = (format!("step {}", self.step), &self.masked);
+        Err(DeviceError::Call {
+            call,
+            reason: format!("masks of (step, sample) {found:?} came for samples {expected:?}"),
+        })
     }
 
     /// The block table of row `index` of this step.

@@ -24,7 +24,7 @@ pub use spec::{
     TensorParallel, WeightSlice,
 };
 
-use engine::{CopiedBlock, RevisedRow, RowId, SampledToken, SamplingParams, TokenId};
+use engine::{CopiedBlock, RevisedRow, RowId, SampleMask, SampledToken, SamplingParams, TokenId};
 
 /// Runs the forward pass of a model.
 ///
@@ -137,6 +137,11 @@ pub trait Device: Sized {
         forward: &mut dyn FnMut(&mut Self) -> Result<(), DeviceError>,
     ) -> Result<(), DeviceError>;
 
+    /// Chooses the tokens of the last step, for which [`Device::sample`] computed only logits because
+    /// [`StepInputs::masked`] is not empty. `masks` has one mask for each of `masked`, in that order. The step can be
+    /// collected afterwards.
+    fn choose(&mut self, masks: &[SampleMask]) -> Result<(), DeviceError>;
+
     /// The tokens of the oldest step that was run and not yet collected. `None` if there is no such step, or if it is
     /// still running and `wait` is false.
     fn collect(&mut self, wait: bool) -> Result<Option<Vec<SampledToken>>, DeviceError>;
@@ -228,7 +233,7 @@ pub trait Device: Sized {
     /// Computes the logits of the `S` sampling positions of `x` over the whole group's vocabulary, and chooses a token
     /// for each, the same on every worker. The tokens are appended to their rows on the device and returned by
     /// [`Device::collect`]. Nothing is appended to rows with [`SamplingParams::beam_candidates`], nor to those that
-    /// sample more than once.
+    /// sample more than once. With [`StepInputs::masked`] the tokens are chosen later, by [`Device::choose`].
     fn sample(&mut self, x: &Self::Tensor, head: &Self::Weight) -> Result<(), DeviceError>;
 
     /// Receives the hidden state. It replaces [`Device::embed`] in all stages but the first: `out` becomes the

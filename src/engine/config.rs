@@ -166,6 +166,9 @@ impl EngineConfig {
 
     fn check_beams(&self, request: &Request) -> Result<(), Refused> {
         let Some(params) = &request.beams else { return Ok(()) };
+        if request.constraint.is_some() {
+            return Err(Refused::ConstrainedBeams);
+        }
         let (width, max) = (params.width as usize, self.max_rows);
         if width < 2 || width > max {
             return Err(Refused::BeamWidth { width: params.width, max });
@@ -182,7 +185,7 @@ impl EngineConfig {
         // Postcard writes a `u32` into at most 5 bytes, a `u64` into 10, an `f32` into 4 and a `bool` into 1.
         const NUMBERS: usize = 10 + 7 * 5 + 4; // step, lengths of the lists, checksum
         const LEFT: usize = 5;
-        const JOINED: usize = 5 * 5 + 10 + (8 * 4 + 6 * 5 + 10 + 3 * 5 + 9) + 5; // its numbers, sampling, a partial block
+        const JOINED: usize = 5 * 5 + 10 + (8 * 4 + 6 * 5 + 10 + 3 * 5 + 10) + 5; // its numbers, sampling, a partial block
         const GROWN: usize = 2 * 5;
         const COPIED: usize = 3 * 5;
         const WORK: usize = 3 * 5 + 1;

@@ -58,6 +58,8 @@ pub(crate) struct InFlight {
     pub(crate) step: u64,
     /// In plan order.
     pub(crate) samples: Vec<Sample>,
+    /// Whether samples are constrained and their masks are not sent yet.
+    pub(crate) needs_masks: bool,
 }
 
 /// A token that a plan samples.
@@ -67,6 +69,8 @@ pub(crate) struct Sample {
     /// The sequence that the token belongs to. When the token is settled, another sequence may be in the slot.
     pub(crate) sequence: SequenceId,
     pub(crate) row: RowId,
+    /// Whether the token is chosen among those of a mask.
+    pub(crate) is_constrained: bool,
 }
 
 /// Totals since the engine was created.

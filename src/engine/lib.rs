@@ -42,6 +42,7 @@
 mod beams;
 mod blocks;
 mod config;
+mod constraint;
 mod draft;
 mod engine;
 mod ids;
@@ -60,6 +61,7 @@ mod stats;
 mod stop;
 
 pub use config::{ConfigError, EngineConfig, Policy};
+pub use constraint::{Constraint, RequestConstraint, SampleMask};
 pub use draft::{Drafter, PromptLookup};
 pub use engine::Engine;
 pub use ids::{BlockId, RowId, SequenceId, TokenId};

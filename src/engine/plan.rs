@@ -130,6 +130,21 @@ type Detail<'a> = (u32, Option<f32>, Cow<'a, [(TokenId, f32)]>);
 /// An array of `u32`, serialized as little-endian bytes.
 struct Words(Vec<u32>);
 
+/// Serializes a list of words as little-endian bytes.
+pub(crate) mod words {
+    use serde::{Deserialize, Deserializer, Serializer};
+
+    use super::Words;
+
+    pub(crate) fn serialize<S: Serializer>(words: &[u32], serializer: S) -> Result<S::Ok, S::Error> {
+        serializer.serialize_bytes(bytemuck::cast_slice(words))
+    }
+
+    pub(crate) fn deserialize<'de, D: Deserializer<'de>>(deserializer: D) -> Result<Vec<u32>, D::Error> {
+        Ok(Words::deserialize(deserializer)?.0)
+    }
+}
+
 impl Serialize for Words {
     fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
         serializer.serialize_bytes(bytemuck::cast_slice(&self.0))

@@ -2,6 +2,7 @@
 
 use smallvec::SmallVec;
 
+use crate::constraint::RequestConstraint;
 use crate::{SampledToken, SamplingParams, SequenceId, TokenId};
 
 /// A generation request: token ids and settings, no text.
@@ -24,6 +25,8 @@ pub struct Request {
     /// Maximum number of draft tokens to guess and verify in one step; 0 turns drafts off. Only greedy sequences
     /// without penalties, bias or bans use drafts.
     pub max_drafts: u32,
+    /// Which tokens may be generated; not with a beam search.
+    pub constraint: Option<RequestConstraint>,
 }
 
 /// Settings of a beam search.
@@ -61,6 +64,10 @@ pub enum FinishReason {
     Length,
     /// The client disconnected or cancelled the request.
     Cancelled,
+    /// The constraint of the request is satisfied, and no token may follow.
+    Complete,
+    /// The constraint of the request allows no token; [`TokenEvent::error`] says why.
+    Constraint,
 }
 
 /// New tokens of one sequence, its end, or both.
@@ -78,6 +85,8 @@ pub struct TokenEvent {
     pub drafts: DraftUsage,
     /// The outputs of a beam search, best first, in its last event. `tokens` is empty for a beam search.
     pub beams: Vec<BeamOutput>,
+    /// Why a sequence ended with [`FinishReason::Constraint`].
+    pub error: Option<Box<str>>,
 }
 
 /// How many draft tokens of a sequence were guessed and accepted.
@@ -134,6 +143,9 @@ pub enum Refused {
         "{found} continuations of each beam are needed (beam width, end ids and stop words); at most {max} are taken"
     )]
     TooManyCandidates { found: usize, max: usize },
+    /// The beams of a search would need masks before their tokens are ranked.
+    #[error("a constraint cannot be combined with a beam search; use one of them")]
+    ConstrainedBeams,
     /// Too many requests are waiting.
     #[error("queue is full: {max} requests wait; try again later")]
     QueueFull { max: usize },

@@ -13,7 +13,7 @@ pub const MAX_BEAM_CANDIDATES: usize = 256;
 /// Sampling settings of one sequence. They are sent to every worker when its row joins.
 ///
 /// A device applies them in this order: repetition, presence and frequency penalty; logit bias; bad words; end ids
-/// while fewer than `min_tokens` are generated; temperature; top-k; top-p; min-p. Tokens whose probability equals that
+/// while fewer than `min_tokens` are generated; the mask of a constraint; temperature; top-k; top-p; min-p. Tokens whose probability equals that
 /// of the last one kept by top-k or top-p are kept, too.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct SamplingParams {
@@ -52,6 +52,9 @@ pub struct SamplingParams {
     /// Above 0, the row is a beam: no token is drawn or appended. The step's output has this number of likeliest tokens
     /// as `top`, with their log-probabilities after penalties, bias and bans.
     pub beam_candidates: u32,
+    /// Whether each token is chosen among those of a [`SampleMask`](crate::SampleMask), which comes after the plan. The
+    /// engine sets it.
+    pub is_constrained: bool,
     /// Whether to return the raw logits of every position of the prompt.
     pub context_logits: bool,
     /// Whether to return the raw logits that each output token is chosen from.
@@ -78,6 +81,7 @@ impl Default for SamplingParams {
             bad_words: Vec::new(),
             num_logprobs: None,
             beam_candidates: 0,
+            is_constrained: false,
             context_logits: false,
             generation_logits: false,
         }

@@ -113,7 +113,7 @@ impl Engine {
             let row = running_row(sequence);
             let start = sequence.num_computed as u32;
             builder.decodes.push(RowWork { row, start, num_tokens: 1, samples: true });
-            builder.decode_samples.push(Sample { slot, sequence: sequence.id, row });
+            builder.decode_samples.push(sequence.sample(slot, row));
             sequence.num_computed += 1;
             sequence.num_in_flight += 1;
             if sequence.is_fully_planned() {
@@ -185,7 +185,7 @@ impl Engine {
         }
         if samples {
             sequence.num_in_flight += 1;
-            builder.prefill_samples.push(Sample { slot, sequence: sequence.id, row });
+            builder.prefill_samples.push(sequence.sample(slot, row));
             if sequence.is_fully_planned() {
                 builder.completed.push(slot);
             }
@@ -307,7 +307,8 @@ impl Engine {
             drafts: builder.drafts,
             work,
         };
-        self.in_flight.push_back(InFlight { step: self.next_step, samples });
+        let needs_masks = samples.iter().any(|sample| sample.is_constrained);
+        self.in_flight.push_back(InFlight { step: self.next_step, samples, needs_masks });
         self.next_step += 1;
         self.totals.steps += 1;
         for slot in builder.completed {

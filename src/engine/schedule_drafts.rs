@@ -1,7 +1,7 @@
 //! Plans a sequence's next token together with draft tokens after it.
 
 use crate::TokenId;
-use crate::engine::{Engine, Sample};
+use crate::engine::Engine;
 use crate::plan::{RevisedRow, RowWork};
 use crate::schedule::{PlanBuilder, running_row};
 use crate::sequence::Drafting;
@@ -21,7 +21,7 @@ impl Engine {
         }
         let num_tokens = 1 + drafts.len();
         let work = RowWork { row, start: sequence.num_computed as u32, num_tokens: num_tokens as u32, samples: true };
-        let sample = Sample { slot, sequence: sequence.id, row };
+        let sample = sequence.sample(slot, row);
         sequence.num_computed += num_tokens;
         sequence.num_in_flight += num_tokens;
         if drafts.is_empty() {
@@ -40,13 +40,14 @@ impl Engine {
 
     /// As many draft tokens as budget, length and blocks allow.
     fn guess(&mut self, slot: Slot, builder: &mut PlanBuilder) -> Vec<TokenId> {
-        let sequence = &self.sequences[slot];
+        let sequence = &mut self.sequences[slot];
         let room = sequence.max_len - sequence.tokens.len() - 1;
         let max = sequence.max_drafts.min(builder.draft_budget).min(room);
         let mut drafts = Vec::new();
         if max > 0 {
             self.drafter.draft(&sequence.tokens, max, &mut drafts);
             drafts.truncate(max);
+            sequence.keep_valid(&mut drafts);
         }
         let (block_size, start) = (self.config.block_size, sequence.num_computed);
         while self.sequences[slot].blocks.len() * block_size < start + 1 + drafts.len() {

@@ -4,6 +4,9 @@ use smallvec::SmallVec;
 
 use crate::beams::{Beams, Rules};
 use crate::blocks::ContentId;
+use crate::constraint::RequestConstraint;
+use crate::engine::Sample;
+use crate::sequences::Slot;
 use crate::stop::{StopWords, Tail};
 use crate::{
     BlockId, BlockUsage, DraftUsage, FinishReason, Request, RowId, SampledToken, SamplingParams, SequenceId,
@@ -51,6 +54,8 @@ pub(crate) struct Sequence {
     // Also read when an output is settled:
     /// Set if there are stop words.
     stopping: Option<Box<Stopping>>,
+    /// Set if tokens are chosen among those that it allows.
+    pub(crate) constraint: Option<RequestConstraint>,
     /// Set while draft tokens are in flight.
     pub(crate) drafting: Option<Box<Drafting>>,
     /// A copy of `sampling.end_ids`.
@@ -104,6 +109,7 @@ impl Sequence {
         if let Some(beams) = &beams {
             request.sampling.beam_candidates = beams.num_candidates() as u32;
         }
+        request.sampling.is_constrained = request.constraint.is_some();
         Self {
             id,
             priority: request.priority,
@@ -121,6 +127,7 @@ impl Sequence {
             needs_token_feedback: false,
             max_drafts: if plain && beams.is_none() { max_drafts.min(request.max_drafts as usize) } else { 0 },
             beams,
+            constraint: request.constraint,
             drafting: None,
             draft_usage: DraftUsage::default(),
             blocks: Vec::new(),
@@ -150,6 +157,22 @@ impl Sequence {
         self.beams.is_some() || self.max_drafts > 0 || self.needs_token_feedback
     }
 
+    /// The next token that a plan samples for this sequence.
+    #[inline]
+    pub(crate) fn sample(&self, slot: Slot, row: RowId) -> Sample {
+        Sample { slot, sequence: self.id, row, is_constrained: self.constraint.is_some() }
+    }
+
+    /// Removes the draft tokens from the first on that the constraint does not allow.
+    pub(crate) fn keep_valid(&mut self, drafts: &mut Vec<TokenId>) {
+        let Some(RequestConstraint(constraint)) = &mut self.constraint else { return };
+        let num_valid = constraint.accept_valid(drafts);
+        match constraint.rollback(num_valid) {
+            Ok(()) => drafts.truncate(num_valid),
+            Err(_) => drafts.clear(), // The next mask fails for the same reason, and the sequence ends with it.
+        }
+    }
+
     /// Number of rows that it takes while it runs.
     pub(crate) fn num_rows(&self) -> usize {
         self.beams.as_ref().map_or(1, |beams| beams.width())
@@ -170,6 +193,7 @@ impl Sequence {
             blocks: self.usage,
             drafts: self.draft_usage,
             beams: Vec::new(),
+            error: None,
         }
     }
 
@@ -196,17 +220,40 @@ impl Sequence {
     /// Whether the next token can be released at once and does not end the sequence.
     #[inline]
     pub(crate) fn continues_after(&self, token: TokenId) -> bool {
-        self.stopping.is_none() && self.tokens.len() + 1 < self.max_len && !self.end_ids.contains(&token)
+        self.stopping.is_none()
+            && self.constraint.is_none()
+            && self.tokens.len() + 1 < self.max_len
+            && !self.end_ids.contains(&token)
     }
 
     /// Adds the next token of the output. Appends the tokens that may be released to `released`, and returns the reason
     /// if the sequence ends.
+    ///
+    /// # Errors
+    /// Why the constraint does not allow the token.
     #[inline]
     pub(crate) fn accept(
         &mut self,
         sampled: SampledToken,
         released: &mut SmallVec<[SampledToken; 1]>,
-    ) -> Option<FinishReason> {
+    ) -> Result<Option<FinishReason>, String> {
+        match &mut self.constraint {
+            None => Ok(self.push(sampled, released)),
+            Some(RequestConstraint(constraint)) => {
+                constraint.accept(sampled.token)?;
+                let is_complete = constraint.is_complete();
+                let finished = self.push(sampled, released);
+                if is_complete && finished.is_none() {
+                    released.extend(self.take_held());
+                    return Ok(Some(FinishReason::Complete));
+                }
+                Ok(finished)
+            }
+        }
+    }
+
+    #[inline]
+    fn push(&mut self, sampled: SampledToken, released: &mut SmallVec<[SampledToken; 1]>) -> Option<FinishReason> {
         let token = sampled.token;
         if self.end_ids.contains(&token) {
             released.extend(self.take_held());

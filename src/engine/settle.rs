@@ -5,7 +5,7 @@ use smallvec::SmallVec;
 use crate::engine::{Engine, Sample};
 use crate::plan::{SampledToken, StepOutput};
 use crate::sequence::{Drafting, SequenceState};
-use crate::{RowId, TokenEvent};
+use crate::{FinishReason, RowId, TokenEvent};
 
 /// The output is not that of the oldest plan in flight. Workers and engine disagree, so the workers must be restarted.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
@@ -81,13 +81,39 @@ impl Engine {
             return;
         }
         let mut tokens = SmallVec::new();
-        let finished = sequence.accept(token, &mut tokens);
+        match sequence.accept(token, &mut tokens) {
+            Ok(finished) => self.release(sample, tokens, finished, events),
+            Err(reason) => self.fail(sample, tokens, reason, events),
+        }
+    }
+
+    /// Creates the event of tokens that may be released, and ends the sequence if there is a reason.
+    fn release(
+        &mut self,
+        sample: Sample,
+        tokens: SmallVec<[SampledToken; 1]>,
+        finished: Option<FinishReason>,
+        events: &mut Vec<TokenEvent>,
+    ) {
         if !tokens.is_empty() || finished.is_some() {
-            events.push(sequence.event(tokens, finished));
+            events.push(self.sequences[sample.slot].event(tokens, finished));
         }
         if finished.is_some() {
             self.end(sample.slot);
         }
+    }
+
+    /// Releases tokens and ends their sequence, because its constraint does not allow the token after them.
+    fn fail(
+        &mut self,
+        sample: Sample,
+        tokens: SmallVec<[SampledToken; 1]>,
+        reason: String,
+        events: &mut Vec<TokenEvent>,
+    ) {
+        self.release(sample, tokens, None, events);
+        self.fail_constraint(sample, reason);
+        self.drain_events(events);
     }
 
     /// Adds the candidates of one beam. After the last beam of the step, advances the search.
@@ -121,7 +147,10 @@ impl Engine {
         let (mut tokens, mut finished, mut num_accepted) = (SmallVec::new(), None, 0);
         for (index, sampled) in verified.into_iter().enumerate() {
             let is_guessed = drafts.get(index) == Some(&sampled.token);
-            finished = sequence.accept(sampled, &mut tokens);
+            match sequence.accept(sampled, &mut tokens) {
+                Ok(reason) => finished = reason,
+                Err(reason) => return self.fail(sample, tokens, reason, events),
+            }
             self.totals.output_tokens += 1;
             if finished.is_some() || !is_guessed {
                 break;
@@ -133,11 +162,6 @@ impl Engine {
         if let SequenceState::Running(_) = sequence.state {
             sequence.num_computed = sequence.tokens.len() - 1;
         }
-        if !tokens.is_empty() || finished.is_some() {
-            events.push(sequence.event(tokens, finished));
-        }
-        if finished.is_some() {
-            self.end(sample.slot);
-        }
+        self.release(sample, tokens, finished, events);
     }
 }

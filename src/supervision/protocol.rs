@@ -8,7 +8,7 @@
 use std::path::PathBuf;
 use std::time::Duration;
 
-use engine::{SequenceId, StepOutput, StepPlan};
+use engine::{SampleMask, SequenceId, StepOutput, StepPlan};
 use serde::{Deserialize, Serialize};
 pub use settings::WeightPrecision;
 
@@ -153,6 +153,8 @@ pub enum ToWorker {
     },
     /// Run a step.
     Step(StepPlan),
+    /// The tokens that one sample of a step may choose. Follows the step's plan, for each of its constrained samples.
+    Mask(SampleMask),
     /// End, exit code 0.
     Stop,
 }

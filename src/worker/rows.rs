@@ -46,6 +46,8 @@ struct Row {
     blocks: Vec<BlockId>,
     /// Whether the sequence is a beam: rank 0 chooses its next token in a later plan.
     is_beam: bool,
+    /// Whether its tokens are chosen among those of masks.
+    is_constrained: bool,
     /// Whether its request asked for the logits of the prompt.
     reports_context: bool,
     /// Whether its request asked for the logits of the output.
@@ -114,6 +116,7 @@ impl RowTable {
                 num_sampled: 0,
                 blocks: joined.blocks.clone(),
                 is_beam: joined.sampling.beam_candidates > 0,
+                is_constrained: joined.sampling.is_constrained,
                 reports_context: joined.sampling.context_logits,
                 reports_generation: joined.sampling.generation_logits,
             });
@@ -257,6 +260,10 @@ impl Row {
             return Err(PlanMismatch::Work { step, row: work.row.0 });
         }
         let first = inputs.token_ids.len() as u32 - 1 - num_drafts;
+        if self.is_constrained {
+            let first_sample = inputs.samples.len() as u32;
+            inputs.masked.extend(first_sample..=first_sample + num_drafts);
+        }
         inputs.samples.extend((0..=num_drafts).map(|index| SampleInput {
             row: work.row,
             token_index: first + index,

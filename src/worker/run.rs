@@ -5,7 +5,7 @@ use std::sync::{Arc, Mutex, MutexGuard};
 use std::time::{Duration, Instant};
 
 use device::{AttentionSpec, Device, StepInputs};
-use engine::{SequenceId, StepOutput, StepPlan, plan};
+use engine::{SampleMask, SequenceId, StepOutput, StepPlan, plan};
 use ipc::{Prefix, Received, RingReceiver, RingSender, lock};
 use models::Model;
 use supervision::{FromWorker, KvMemory, LogitsPiece, LogitsPlace, MAX_LOGITS_PIECE, ShmName, ToWorker, WorkerSpec};
@@ -105,13 +105,22 @@ impl<'a, D: Device + 'static> Worker<'a, D> {
             ToWorker::Exchanged { .. } => {
                 return Err(WorkerError::Protocol { expected: "Configure", found: "Exchanged" });
             }
+            ToWorker::Mask(_) => return Err(WorkerError::Protocol { expected: "Configure", found: "Mask" }),
         };
         self.device.allocate_cache(&attention, num_blocks)?;
         rings.send(&FromWorker::Ready)?;
 
         let rows = RowTable::new(self.spec.max_rows, self.spec.block_size, num_blocks, self.spec.next_step);
-        Steps { worker: self, rows, inputs: StepInputs::default(), is_prepared: false, queued: VecDeque::new() }
-            .run(rings)
+        let steps = Steps {
+            worker: self,
+            rows,
+            inputs: StepInputs::default(),
+            is_prepared: false,
+            queued: VecDeque::new(),
+            masks: Vec::new(),
+            waiting: VecDeque::new(),
+        };
+        steps.run(rings)
     }
 
     fn report_memory(&mut self, attention: &AttentionSpec, rings: &Rings) -> Result<(), WorkerError> {
@@ -142,12 +151,18 @@ struct Steps<'a, D: Device> {
     is_prepared: bool,
     /// Steps whose outputs are not sent yet.
     queued: VecDeque<Queued>,
+    /// The masks that have arrived for the last step.
+    masks: Vec<SampleMask>,
+    /// Plans that arrived while the last step still needs masks.
+    waiting: VecDeque<StepPlan>,
 }
 
 struct Queued {
     step: u64,
     /// False for a plan without work, which only changes rows.
     on_device: bool,
+    /// How many masks its tokens wait for.
+    num_masks: usize,
     /// The sequence and position of each row of its logits.
     reported: Vec<(SequenceId, LogitsPlace)>,
 }
@@ -161,7 +176,8 @@ impl<D: Device + 'static> Steps<'_, D> {
                 (true, true) => Some(rings.receive()?),
             };
             match message {
-                Some(ToWorker::Step(plan)) => self.step(&plan)?,
+                Some(ToWorker::Step(plan)) => self.waiting.push_back(plan),
+                Some(ToWorker::Mask(mask)) => self.take_mask(mask)?,
                 Some(ToWorker::Stop) => return Ok(()),
                 Some(ToWorker::Exchanged { .. }) => {
                     return Err(WorkerError::Protocol { expected: "Step", found: "Exchanged" });
@@ -171,6 +187,11 @@ impl<D: Device + 'static> Steps<'_, D> {
                 }
                 None if self.queued.is_empty() => self.prepare()?,
                 None => std::hint::spin_loop(),
+            }
+            while !self.needs_masks()
+                && let Some(plan) = self.waiting.pop_front()
+            {
+                self.step(&plan)?;
             }
             while self.collect(rings)? {}
         }
@@ -198,13 +219,39 @@ impl<D: Device + 'static> Steps<'_, D> {
         if on_device {
             device.run_step(&self.inputs, &mut |device| model.forward(device))?;
         }
-        self.queued.push_back(Queued { step: plan.step, on_device, reported: self.rows.take_reported() });
+        // Only the last stage chooses tokens.
+        let num_masks = if device.pipeline_stage().is_last() { self.inputs.masked.len() } else { 0 };
+        let reported = self.rows.take_reported();
+        self.queued.push_back(Queued { step: plan.step, on_device, num_masks, reported });
+        Ok(())
+    }
+
+    /// Whether the tokens of the last step wait for masks. No other step is run until they are chosen.
+    fn needs_masks(&self) -> bool {
+        self.queued.back().is_some_and(|last| last.num_masks > 0)
+    }
+
+    /// Adds a mask of the last step, and chooses its tokens when all have arrived.
+    fn take_mask(&mut self, mask: SampleMask) -> Result<(), WorkerError> {
+        let device = &mut self.worker.device;
+        if !device.pipeline_stage().is_last() {
+            return Ok(());
+        }
+        let Some(last) = self.queued.back_mut().filter(|last| last.num_masks > 0) else {
+            return Err(WorkerError::Protocol { expected: "Step", found: "Mask" });
+        };
+        self.masks.push(mask);
+        if self.masks.len() == last.num_masks {
+            device.choose(&self.masks)?;
+            last.num_masks = 0;
+            self.masks.clear();
+        }
         Ok(())
     }
 
     /// Sends the tokens of the oldest step if it is done; returns whether it was.
     fn collect(&mut self, rings: &Rings) -> Result<bool, WorkerError> {
-        let Some(&Queued { step, on_device, .. }) = self.queued.front() else {
+        let Some(&Queued { step, on_device, .. }) = self.queued.front().filter(|oldest| oldest.num_masks == 0) else {
             return Ok(false);
         };
         let tokens = match on_device {

@@ -18,7 +18,7 @@ const PHASES: [f64; 12] = [1e-6, 5e-6, 1e-5, 5e-5, 1e-4, 5e-4, 0.001, 0.005, 0.0
 const LENGTHS: [f64; 5] = [10.0, 50.0, 100.0, 500.0, 1000.0];
 
 /// How a sequence came to its end, as a label. The first four are those of the engine, in the order of `end_of`.
-pub const ENDS: [&str; 5] = ["end_id", "stop_word", "length", "cancelled", "failed"];
+pub const ENDS: [&str; 6] = ["end_id", "stop_word", "length", "cancelled", "complete", "failed"];
 
 /// What a step computed, as a label.
 pub const STEP_KINDS: [&str; 3] = ["prefill", "decode", "mixed"];
@@ -127,7 +127,8 @@ impl Figures {
             Some(FinishReason::StopWord) => 1,
             Some(FinishReason::Length) => 2,
             Some(FinishReason::Cancelled) => 3,
-            None => 4,
+            Some(FinishReason::Complete) => 4,
+            Some(FinishReason::Constraint) | None => 5,
         };
         self.ends[index].fetch_add(1, Relaxed);
     }

@@ -213,7 +213,13 @@ impl Generating {
                 let (event, at) = token.open();
                 self.take_tokens(event, at, is_drained);
             }
-            Some(RequestEvent::Tokens(event, at)) => self.take_tokens(*event, at, is_drained),
+            Some(RequestEvent::Tokens(mut event, at)) => {
+                let error = event.error.take();
+                self.take_tokens(*event, at, is_drained);
+                if let Some(reason) = error {
+                    return Err(InferError::new(ErrorKind::InvalidArgument, reason.into_string()));
+                }
+            }
             Some(RequestEvent::Accepted(sequences)) => {
                 self.sequences = sequences.into();
                 if self.is_cancelled {
@@ -495,7 +501,7 @@ mod tests {
         let token = SampledToken { row: RowId(0), token: TokenId(id), logprob: None, top: Vec::new() };
         let (blocks, drafts) = (BlockUsage::default(), DraftUsage::default());
         let tokens = [token].into_iter().collect();
-        let event = TokenEvent { sequence: SEQUENCE, tokens, finished, blocks, drafts, beams: Vec::new() };
+        let event = TokenEvent { sequence: SEQUENCE, tokens, finished, blocks, drafts, beams: Vec::new(), error: None };
         RequestEvent::of(event, Timestamp::now())
     }
 

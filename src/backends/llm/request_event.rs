@@ -40,7 +40,7 @@ pub(crate) struct OneToken {
 impl RequestEvent {
     /// The event of a sequence's new tokens, which were settled at that time.
     pub(crate) fn of(mut event: TokenEvent, at: Timestamp) -> Self {
-        let TokenEvent { sequence, tokens, finished, blocks, drafts, beams } = &mut event;
+        let TokenEvent { sequence, tokens, finished, blocks, drafts, beams, error: _ } = &mut event;
         match tokens.as_slice() {
             &[SampledToken { row, token, logprob, ref top }]
                 if finished.is_none() && beams.is_empty() && top.is_empty() =>
@@ -58,7 +58,7 @@ impl OneToken {
     pub(crate) fn open(self) -> (TokenEvent, Timestamp) {
         let Self { sequence, row, token, logprob, blocks, drafts, at } = self;
         let tokens = smallvec![SampledToken { row, token, logprob, top: Vec::new() }];
-        (TokenEvent { sequence, tokens, finished: None, blocks, drafts, beams: Vec::new() }, at)
+        (TokenEvent { sequence, tokens, finished: None, blocks, drafts, beams: Vec::new(), error: None }, at)
     }
 }
 
@@ -77,6 +77,7 @@ mod tests {
             blocks: BlockUsage { num_reused: 1, num_allocated: 2 },
             drafts: DraftUsage { num_drafted: 4, num_accepted: 3 },
             beams: Vec::new(),
+            error: None,
         };
         let likely = SampledToken { top: vec![(TokenId(7), -0.5)], ..token.clone() };
         let others = [

@@ -326,6 +326,8 @@ impl Running {
         let shared = Arc::clone(&self.thread.shared);
         let figures = &shared.figures;
         let mut now = Instant::now();
+        // The workers wait for masks, so these are sent before the next plan.
+        send_masks(engine, group)?;
         while let Some(plan) = engine.plan() {
             now = figures.phase(Phase::Plan, now);
             self.step_kinds.planned(&plan, figures);
@@ -333,6 +335,7 @@ impl Running {
             group.step(plan)?;
             now = figures.phase(Phase::Send, now);
         }
+        send_masks(engine, group)?;
         self.thread.dispatcher.flush(); // Before the wait for workers: who has joined is to know now.
         engine.drain_events(&mut self.events);
         if engine.num_in_flight() == 0 {
@@ -545,6 +548,11 @@ fn slowest_phases(workers: &[LoadedWorker]) -> Vec<(String, Duration)> {
     slowest
 }
 
+/// Sends the masks that the workers need for the oldest step in flight, if they were not sent yet.
+fn send_masks(engine: &mut Engine, group: &mut Group) -> Result<(), Lost> {
+    engine.masks(|mask| group.broadcast(&ToWorker::Mask(mask)))
+}
+
 /// Reports to requests that a plan has room for them.
 fn push_joined(dispatcher: &mut Dispatcher, plan: &StepPlan, at: Timestamp, start: u64) {
     for joined in &plan.joined {
@@ -614,7 +622,7 @@ mod tests {
                     send(&FromWorker::Output(StepOutput { step, tokens }));
                 }
                 ToWorker::Stop => break,
-                ToWorker::Exchanged { .. } => {}
+                ToWorker::Exchanged { .. } | ToWorker::Mask(_) => {}
             }
         }
         drop(rings);

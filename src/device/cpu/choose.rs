@@ -1,7 +1,7 @@
 //! From the last activations to tokens: computes logits, chooses a token for each row, and applies rank 0's revisions
 //! to rows.
 
-use engine::{CopiedBlock, RevisedRow, SampledToken};
+use engine::{CopiedBlock, RevisedRow, SampleMask, SampledToken};
 use kernels::cpu::{self as k, Buffer};
 
 use super::{CpuDevice, CpuTensor, Linear, out_of_range, sampler};
@@ -22,12 +22,40 @@ impl CpuDevice {
                 vocab,
                 |index, logits| {
                     let SampleInput { row, num_generated, .. } = chunk[index];
-                    sampler::choose(row, &rows[row.0 as usize], num_generated, logits)
+                    sampler::choose(row, &rows[row.0 as usize], num_generated, logits, None)
                 },
             ));
         }
         self.inputs.samples = samples;
         Ok(tokens)
+    }
+
+    /// Computes the logits of all samples and keeps them until the masks arrive.
+    pub(super) fn keep_logits(&mut self, x: &CpuTensor, head: &Linear) -> Result<(), DeviceError> {
+        let samples = std::mem::take(&mut self.inputs.samples);
+        let vocab = self.config.limits.vocab_size;
+        self.unchosen.clear();
+        for chunk in samples.chunks(self.config.limits.max_rows) {
+            self.compute_logits(x, head, chunk.iter().map(|sample| sample.token_index))?;
+            self.unchosen.extend_from_slice(&self.logits[..chunk.len() * vocab]);
+        }
+        self.inputs.samples = samples;
+        Ok(())
+    }
+
+    /// Chooses the tokens of the step whose logits were kept.
+    pub(super) fn choose_among(&mut self, masks: &[SampleMask]) -> Result<Vec<SampledToken>, DeviceError> {
+        let inputs = &self.inputs;
+        inputs.check_masks(masks)?;
+        let mut mask_of: Vec<Option<&[u32]>> = vec![None; inputs.samples.len()];
+        for (&sample, mask) in inputs.masked.iter().zip(masks) {
+            mask_of[sample as usize] = Some(&mask.words);
+        }
+        let (rows, vocab) = (&self.rows, self.config.limits.vocab_size);
+        Ok(k::map_rows(&mut self.pool, &mut self.unchosen, vocab, |index, logits| {
+            let SampleInput { row, num_generated, .. } = inputs.samples[index];
+            sampler::choose(row, &rows[row.0 as usize], num_generated, logits, mask_of[index])
+        }))
     }
 
     /// Appends tokens to their rows. Rows whose tokens rank 0 chooses are skipped: beams, and rows that verify drafts.

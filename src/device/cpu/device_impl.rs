@@ -1,6 +1,6 @@
 //! The [`Device`] interface of the CPU device.
 
-use engine::{CopiedBlock, RevisedRow, RowId, SampledToken, SamplingParams, TokenId};
+use engine::{CopiedBlock, RevisedRow, RowId, SampleMask, SampledToken, SamplingParams, TokenId};
 use kernels::cpu::{self as k, Buffer, KvCache};
 
 use super::group::Group;
@@ -148,6 +148,13 @@ impl Device for CpuDevice {
         self.check_inputs()?;
         self.resolve_tokens()?;
         forward(self)
+    }
+
+    fn choose(&mut self, masks: &[SampleMask]) -> Result<(), DeviceError> {
+        let tokens = self.choose_among(masks)?;
+        self.append(&tokens);
+        self.results.push_back(tokens);
+        Ok(())
     }
 
     fn collect(&mut self, _wait: bool) -> Result<Option<Vec<SampledToken>>, DeviceError> {
@@ -318,6 +325,9 @@ impl Device for CpuDevice {
 
     fn sample(&mut self, x: &CpuTensor, head: &CpuWeight) -> Result<(), DeviceError> {
         self.report_logits(x, head.linear())?;
+        if !self.inputs.masked.is_empty() {
+            return self.keep_logits(x, head.linear());
+        }
         let tokens = self.choose_tokens(x, head.linear())?;
         self.append(&tokens);
         self.results.push_back(tokens);

@@ -70,6 +70,7 @@ pub struct CpuDevice {
     sampled: Buffer<f32>,      // [S, E]
     local_logits: Buffer<f32>, // [S, V of this worker], if the vocabulary is split
     logits: Buffer<f32>,       // [S, V], at most as many as there are rows
+    unchosen: Vec<f32>,        // [S, V] of a step whose tokens wait for masks
     reported: Vec<Vec<f32>>,   // [V] of each position that the last step reports
     vocab_offsets: Vec<usize>, // start of each worker's share of the vocabulary, and the end
     results: VecDeque<Vec<SampledToken>>,
@@ -157,6 +158,7 @@ impl CpuDevice {
             local_logits: Buffer::new(0),
             workspace_bytes: size_of_val(&*logits) as u64,
             logits,
+            unchosen: Vec::new(),
             reported: Vec::new(),
             vocab_offsets: Vec::new(),
             results: VecDeque::new(),

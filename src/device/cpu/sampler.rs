@@ -32,8 +32,15 @@ thread_local! {
     static SCRATCH: RefCell<Scratch> = RefCell::default();
 }
 
-/// Chooses the token at output position `num_generated` of `row`. Penalties and bans are applied to `logits` in place.
-pub(crate) fn choose(id: RowId, row: &Row, num_generated: u32, logits: &mut [f32]) -> SampledToken {
+/// Chooses the token at output position `num_generated` of `row`, among those of `mask` if there is one. Penalties and
+/// bans are applied to `logits` in place.
+pub(crate) fn choose(
+    id: RowId,
+    row: &Row,
+    num_generated: u32,
+    logits: &mut [f32],
+    mask: Option<&[u32]>,
+) -> SampledToken {
     SCRATCH.with_borrow_mut(|scratch| {
         let params = &row.sampling;
         if params.beam_candidates > 0 {
@@ -41,12 +48,14 @@ pub(crate) fn choose(id: RowId, row: &Row, num_generated: u32, logits: &mut [f32
         }
         let Some(num_logprobs) = params.num_logprobs else {
             adjust(row, num_generated, logits);
+            forbid(mask, logits);
             let token = draw(row, num_generated, logits, scratch);
             return SampledToken { row: id, token: TokenId(token), logprob: None, top: Vec::new() };
         };
         scratch.raw.clear();
         scratch.raw.extend_from_slice(logits);
         adjust(row, num_generated, logits);
+        forbid(mask, logits);
         let token = draw(row, num_generated, logits, scratch);
         let total = log_sum_exp(&scratch.raw);
         let logprob = |token: u32| (f64::from(scratch.raw[token as usize]) - total) as f32;
@@ -70,6 +79,18 @@ fn continuations(
     let best = likeliest(logits, row.sampling.beam_candidates as usize, candidates);
     let top: Vec<(TokenId, f32)> = best.iter().map(|c| (TokenId(c.token), c.weight)).collect();
     SampledToken { row: id, token: top.first().map_or(TokenId(0), |(token, _)| *token), logprob: None, top }
+}
+
+/// Forbids the tokens that are not in the mask: bit `id % 32` of word `id / 32` allows token `id`.
+fn forbid(mask: Option<&[u32]>, logits: &mut [f32]) {
+    let Some(mask) = mask else { return };
+    for (index, logits) in logits.chunks_mut(32).enumerate() {
+        let word = mask.get(index).copied().unwrap_or(0);
+        if word != u32::MAX {
+            let forbidden = logits.iter_mut().enumerate().filter(|(bit, _)| word >> bit & 1 == 0);
+            forbidden.for_each(|(_, logit)| *logit = f32::NEG_INFINITY);
+        }
+    }
 }
 
 /// Applies penalties, bias and bans.

@@ -1,12 +1,11 @@
 //! The [`Device`] interface of the CUDA device.
 
-use engine::{CopiedBlock, RevisedRow, RowId, SampledToken, SamplingParams, TokenId};
+use engine::{CopiedBlock, RevisedRow, RowId, SampleMask, SampledToken, SamplingParams, TokenId};
 use kernels::cuda::copy_blocks::copy_blocks;
 use kernels::cuda::skinny_gemm::GATE_GROUP;
-use kernels::cuda::{DeviceBuffer, Event, Span};
+use kernels::cuda::{DeviceBuffer, Span};
 
 use super::load::RowOrder;
-use super::queued::InFlight;
 use super::step::StepShape;
 use super::weights::gate_order;
 use super::{CudaDevice, CudaTensor, CudaWeight, device_error, step, verify};
@@ -149,16 +148,15 @@ impl Device for CudaDevice {
                 slot
             }
         };
-        let done = match self.spare_events.pop() {
-            Some(event) => event,
-            None => Event::new(false).map_err(device_error)?,
-        };
-        done.record(&self.queue).map_err(device_error)?;
-        // Tokens are chosen in the last stage.
-        let samples = inputs.samples.iter().filter(|_| self.pipeline.stage.is_last());
-        let samples = samples.map(|s| (s.row, self.rows.host(s.row.0 as usize).reported)).collect();
-        self.in_flight.push_back(InFlight { slot, done, samples, logits: std::mem::take(&mut self.reports.rows) });
-        Ok(())
+        if self.current().is_masked {
+            self.masked.wait(slot, inputs);
+            return Ok(());
+        }
+        self.finish_step(slot, &inputs.samples)
+    }
+
+    fn choose(&mut self, masks: &[SampleMask]) -> Result<(), DeviceError> {
+        self.choose_among(masks)
     }
 
     fn prepare(&mut self, forward: &mut dyn FnMut(&mut Self) -> Result<(), DeviceError>) -> Result<bool, DeviceError> {

@@ -25,6 +25,8 @@ struct Key {
     bucket: usize,
     /// Whether sampling is plain greedy.
     is_greedy: bool,
+    /// Whether the recording ends before sampling.
+    is_masked: bool,
     /// Whether rows read keys and values that other rows of the step write.
     is_split: bool,
 }
@@ -69,7 +71,7 @@ impl Graphs {
     }
 
     fn has_decode(&self, bucket: usize, is_greedy: bool) -> bool {
-        self.recorded.contains_key(&Key { bucket, is_greedy, is_split: false })
+        self.recorded.contains_key(&Key { bucket, is_greedy, is_masked: false, is_split: false })
     }
 
     /// The bucket of a decode step in which all rows sample; other steps are not recorded.
@@ -127,7 +129,12 @@ impl CudaDevice {
     }
 
     fn key(&self, bucket: usize) -> Key {
-        Key { bucket, is_greedy: self.current().is_greedy, is_split: self.is_split }
+        Key {
+            bucket,
+            is_greedy: self.current().is_greedy,
+            is_masked: self.current().is_masked,
+            is_split: self.is_split,
+        }
     }
 
     /// Records the current decode step without running it.

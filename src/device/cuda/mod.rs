@@ -13,6 +13,7 @@ mod graphs;
 mod group;
 mod load;
 mod logits;
+mod masked;
 mod memory;
 mod nccl;
 mod nccl_rate;
@@ -40,6 +41,7 @@ use graphs::Graphs;
 use group::Group;
 use load::Loader;
 use logits::Reports;
+use masked::MaskedStep;
 pub(crate) use memory::Estimate;
 use memory::{Cache, Workspace};
 pub use nccl_rate::{NcclRate, nccl_rate};
@@ -116,6 +118,7 @@ pub struct CudaDevice {
     workspace: Option<Workspace>,
     rows: Rows,
     reports: Reports,
+    masked: MaskedStep,
     /// Logits of the step that was collected last.
     taken_logits: Vec<Vec<f32>>,
     hidden: usize,
@@ -187,6 +190,7 @@ impl CudaDevice {
             workspace: None,
             rows,
             reports: Reports::default(),
+            masked: MaskedStep::default(),
             taken_logits: Vec::new(),
             hidden: 0,
             weights: Vec::new(),

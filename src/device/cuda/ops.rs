@@ -310,6 +310,15 @@ impl CudaDevice {
 
     pub(crate) fn op_sample(&mut self, x: CudaTensor, head: &CudaWeight) -> Result<(), DeviceError> {
         self.report_logits(x, head)?;
+        if self.current().is_masked {
+            self.masked.unsampled = Some((x, *head));
+            return Ok(());
+        }
+        self.sample_all(x, head)
+    }
+
+    /// Chooses the tokens of all samples.
+    pub(super) fn sample_all(&mut self, x: CudaTensor, head: &CudaWeight) -> Result<(), DeviceError> {
         let (count, most) = (self.current().shape.samples, self.workspace().max_rows);
         for first in (0..count).step_by(most) {
             self.sample_part(x, head, first..count.min(first + most))?;
@@ -370,7 +379,8 @@ impl CudaDevice {
         let logits = Logits { values: all, share: workspace.share, vocab: self.config.limits.vocab_size };
         let outputs = workspace.outputs(self.current().spans.slot, part.start);
         let scratch = workspace.scratch.span();
-        sample::sample(&self.queue, logits, scratch, self.rows.state(), self.samples(part), outputs)
+        let masks = self.current().is_masked.then(|| self.masked.masks(part.clone()));
+        sample::sample(&self.queue, logits, scratch, self.rows.state(), self.samples(part), masks, outputs)
             .map_err(device_error)
     }
 

@@ -6,7 +6,7 @@ use kernels::cuda::Event;
 use super::rows::Reported;
 use super::step::{self, Layout, StepBounds, StepShape, StepSpans};
 use super::{CudaDevice, device_error};
-use crate::{DeviceError, StepInputs};
+use crate::{DeviceError, SampleInput, StepInputs};
 
 /// The step whose ops are being queued.
 #[derive(Debug, Clone, Copy)]
@@ -15,6 +15,8 @@ pub(super) struct Current {
     pub(super) spans: StepSpans,
     /// Whether every sample is the plain argmax and reports nothing else.
     pub(super) is_greedy: bool,
+    /// Whether tokens are chosen after masks have arrived, and not by [`crate::Device::sample`].
+    pub(super) is_masked: bool,
     /// Whether only the library's products are queued, to choose their algorithms.
     pub(super) only_products: bool,
 }
@@ -78,15 +80,32 @@ impl CudaDevice {
         let copied = unsafe { self.queue.upload(self.step_block.span(), words.as_ptr().cast(), layout.words * 4) };
         copied.map_err(device_error)?;
         let host_rows = || inputs.samples.iter().map(|sample| self.rows.host(sample.row.0 as usize));
-        self.current = Some(self.step_at(shape, host_rows().all(|row| row.is_plain_greedy)));
+        // Tokens are chosen in the last stage.
+        let is_masked = !inputs.masked.is_empty() && self.pipeline.stage.is_last();
+        let is_greedy = !is_masked && host_rows().all(|row| row.is_plain_greedy);
+        self.current = Some(Current { is_masked, ..self.step_at(shape, is_greedy) });
         Ok(slot)
+    }
+
+    /// Marks the end of a step's work. The step can be collected once the GPU has reached it.
+    pub(super) fn finish_step(&mut self, slot: usize, samples: &[SampleInput]) -> Result<(), DeviceError> {
+        let done = match self.spare_events.pop() {
+            Some(event) => event,
+            None => Event::new(false).map_err(device_error)?,
+        };
+        done.record(&self.queue).map_err(device_error)?;
+        // Tokens are chosen in the last stage.
+        let samples = samples.iter().filter(|_| self.pipeline.stage.is_last());
+        let samples = samples.map(|s| (s.row, self.rows.host(s.row.0 as usize).reported)).collect();
+        self.in_flight.push_back(InFlight { slot, done, samples, logits: std::mem::take(&mut self.reports.rows) });
+        Ok(())
     }
 
     pub(super) fn step_at(&self, shape: StepShape, is_greedy: bool) -> Current {
         let stride = self.cache.as_ref().map_or(0, |cache| cache.table_stride(&self.config.limits));
         let layout = Layout::new(shape, stride);
         let spans = StepSpans::new(self.step_block.span(), &layout, shape, stride);
-        Current { shape, spans, is_greedy, only_products: false }
+        Current { shape, spans, is_greedy, is_masked: false, only_products: false }
     }
 
     pub(super) fn read_outputs(&self, step: &InFlight) -> Vec<SampledToken> {

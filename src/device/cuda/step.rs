@@ -286,6 +286,7 @@ mod tests {
             block_tables: vec![9, 0, 3, 1],
             max_blocks: 2,
             samples: vec![SampleInput { row: RowId(0), token_index: 3, num_generated: 2 }],
+            masked: Vec::new(),
             logits: Vec::new(),
         }
     }

@@ -67,6 +67,7 @@ mod tests {
             block_tables: vec![2, 0, 0, 3, 5, 0],
             max_blocks: 2,
             samples: vec![sample(2, 2), sample(0, 3), sample(0, 4), sample(0, 5), sample(3, 6)],
+            masked: Vec::new(),
             logits: vec![4],
         }
     }

@@ -251,6 +251,7 @@ fn request(settings: &BTreeMap<&str, &str>) -> Request {
         max_drafts: settings.get("drafts").map_or(0, |value| value.parse().unwrap()),
         stop_words: settings.get("stop").map_or(vec![], |words| words.split('/').map(tokens).collect()),
         priority: settings.get("priority").map_or(0, |value| value.parse().unwrap()),
+        constraint: None,
     }
 }
 

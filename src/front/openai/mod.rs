@@ -95,7 +95,7 @@ async fn answer(state: &Arc<State>, head: &http::request::Parts, body: Incoming)
         _ => Api::Metadata,
     };
     if let Err(denied) = state.config.http_restrictions.check(api, &head.headers) {
-        return Err(ApiError::restricted(&denied.header, denied.is_bearer));
+        return Err(ApiError::restricted(denied.header, denied.is_bearer));
     }
     match path {
         "/v1/models" if is_get => Ok(json_reply(&models::list(state))),

@@ -25,7 +25,7 @@ fn random_logits(n: u64) -> Vec<f32> {
 }
 
 fn sampled(row: &Row, num_generated: u32, logits: &[f32]) -> SampledToken {
-    choose(RowId(0), row, num_generated, &mut logits.to_vec())
+    choose(RowId(0), row, num_generated, &mut logits.to_vec(), None)
 }
 
 /// Logits after penalties, bias and bans: one line for each rule.
@@ -248,7 +248,7 @@ fn a_draw_depends_on_logits_seed_and_output_position_alone() {
     let logits = random_logits(3);
     let draw = |seed, position, prompt: &[u32], id| {
         let row = row(prompt, &[], &SamplingParams { seed, ..at(2.0) });
-        choose(RowId(id), &row, position, &mut logits.clone()).token.0
+        choose(RowId(id), &row, position, &mut logits.clone(), None).token.0
     };
     let of = |seed| (0..40).map(|position| draw(seed, position, &[1, 2], 0)).collect::<Vec<_>>();
     assert_eq!(of(7), (0..40).map(|position| draw(7, position, &[9], 31)).collect::<Vec<_>>());
@@ -318,4 +318,24 @@ fn no_logits_make_it_panic() {
             }
         }
     }
+}
+
+#[test]
+fn tokens_outside_of_a_mask_are_never_chosen_and_log_probabilities_stay_raw() {
+    let logits: Vec<f32> = (0..70).map(|token| token as f32 / 10.0).collect();
+    let mask = [1 << 3 | 1 << 9, 1 << 1];
+    let masked = |sampling: SamplingParams, position| {
+        let row = row(&[1], &[], &sampling);
+        choose(RowId(0), &row, position, &mut logits.clone(), Some(&mask))
+    };
+    let greedy = masked(SamplingParams { num_logprobs: Some(1), ..SamplingParams::default() }, 0);
+    assert_eq!(greedy.token, TokenId(33));
+    assert_eq!(greedy.top[0].0, TokenId(69), "the likeliest tokens are those of the raw logits");
+    let drawn: Vec<u32> = (0..200)
+        .map(|position| masked(SamplingParams { temperature: 5.0, ..SamplingParams::default() }, position).token.0)
+        .collect();
+    assert!(drawn.iter().all(|token| [3, 9, 33].contains(token)));
+    assert!([3, 9, 33].iter().all(|token| drawn.contains(token)));
+    let short = choose(RowId(0), &row(&[1], &[], &SamplingParams::default()), 0, &mut logits.clone(), Some(&mask[..1]));
+    assert_eq!(short.token, TokenId(9), "missing words allow no token");
 }
