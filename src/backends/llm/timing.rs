@@ -161,7 +161,7 @@ mod tests {
         drop(timing);
         let values = shared.figures.read();
         assert_eq!((values.queue.count, values.first_token.count, values.inter_token.count), (1, 1, 2));
-        assert_eq!((values.prefix_lookups, values.prefix_hits, values.ends), (1, 1, [0, 0, 1, 0, 0]));
+        assert_eq!((values.prefix_lookups, values.prefix_hits, values.ends), (1, 1, [0, 0, 1, 0, 0, 0]));
         assert_eq!((values.output_tokens.sum, values.request.count), (3.0, 1));
     }
 }
