@@ -2,9 +2,10 @@
 
 use std::sync::Arc;
 
-use device::{Estimator, StepLimits, Target, TensorParallel};
+use device::Estimator;
 use futures::FutureExt as _;
 use futures::future::BoxFuture;
+use ops::{StepLimits, Target, TensorParallel};
 use serving::{Backend, BackendFactory, InferError, InferRequest, InferResponse, LoadRequest, ResponseStream};
 
 use super::LlmDefaults;

@@ -366,7 +366,7 @@ fn invalid(config: &ModelConfig, message: String) -> InferError {
 /// # Errors
 /// When heads cannot be shared so, with the sizes that would do.
 fn check_shares(config: &ModelConfig, model: &models::Config, tp: u32) -> Result<(), InferError> {
-    let share = models::shard::Shard::new(model, device::TensorParallel { rank: 0, size: tp });
+    let share = models::shard::Shard::new(model, ops::TensorParallel { rank: 0, size: tp });
     share.map(drop).map_err(|error| InferError::invalid(format!("model `{}`: {error}", config.name)))
 }
 

@@ -2,10 +2,11 @@
 
 use std::sync::{Arc, Mutex};
 
-use device::{Estimator, MemoryEstimate, PipelineStage, StepLimits, Target, TensorParallel};
+use device::Estimator;
 use futures::FutureExt;
 use futures::future::BoxFuture;
 use models::ModelError;
+use ops::{MemoryEstimate, PipelineStage, StepLimits, Target, TensorParallel};
 use serving::{Backend, BackendFactory, InferError, LoadRequest};
 use supervision::{DeviceChoice, KvMemory};
 

@@ -4,16 +4,16 @@ use engine::{CopiedBlock, RevisedRow, RowId, SampledToken, SamplingParams, Token
 use kernels::cuda::copy_blocks::copy_blocks;
 use kernels::cuda::skinny_gemm::GATE_GROUP;
 use kernels::cuda::{DeviceBuffer, Event, Span};
+use ops::{
+    Activation, AttentionSpec, Device, DeviceError, Feature, LinearRole, MemoryPlan, PipelineStage, StepInputs,
+    TensorParallel, WeightSlice,
+};
 
 use super::load::RowOrder;
 use super::queued::InFlight;
 use super::step::StepShape;
 use super::weights::gate_order;
 use super::{CudaDevice, CudaTensor, CudaWeight, device_error, step, verify};
-use crate::{
-    Activation, AttentionSpec, Device, DeviceError, Feature, LinearRole, MemoryPlan, PipelineStage, StepInputs,
-    TensorParallel, WeightSlice,
-};
 
 impl Device for CudaDevice {
     type Weight = CudaWeight;
