@@ -1,13 +1,17 @@
 //! `trireme`: sub-commands become typed settings, settings become the right process.
 #![forbid(unsafe_code)]
 
+mod client_memory;
+
 use std::path::PathBuf;
 use std::process::ExitCode;
+use std::sync::Arc;
 
 use bench::BenchArgs;
 use clap::{Arg, Args, Command, FromArgMatches};
 use client::ClientArgs;
 use lint::{InitArgs, LintArgs};
+use rank::Hardware;
 use top::TopArgs;
 
 fn main() -> ExitCode {
@@ -110,12 +114,24 @@ fn run_nccl_check(matches: &clap::ArgMatches) -> anyhow::Result<ExitCode> {
 fn run_plan(matches: &clap::ArgMatches) -> anyhow::Result<ExitCode> {
     let (args, _) = rank::parse(matches)?;
     let world_size = *matches.get_one::<u32>("world-size").expect("it has a default");
-    Ok(rank::plan(&args, world_size)?)
+    Ok(rank::plan(&args, world_size, &hardware())?)
+}
+
+/// The devices of this node, for a rank.
+fn hardware() -> Hardware {
+    Hardware {
+        num_gpus: device::cuda::num_gpus,
+        free_gpu_memory: |ordinal| device::cuda::free_memory(ordinal).map_err(|error| error.to_string()),
+        free_cpu_memory: device::cpu::available_memory,
+        num_allowed_cores: || device::cpu::allowed_cores().len(),
+        client_devices: Arc::new(client_memory::Gpus),
+        estimate_memory: worker::estimate_memory,
+    }
 }
 
 fn run_rank(matches: &clap::ArgMatches) -> anyhow::Result<ExitCode> {
     match rank::parse(matches) {
-        Ok((args, ignored)) => Ok(rank::main(args, &ignored)?),
+        Ok((args, ignored)) => Ok(rank::main(args, &ignored, hardware())?),
         Err(error) => Ok(rank::usage_error(&error)),
     }
 }
@@ -131,7 +147,7 @@ fn run_bench(matches: &clap::ArgMatches) -> anyhow::Result<ExitCode> {
 }
 
 fn run_lint(matches: &clap::ArgMatches) -> anyhow::Result<ExitCode> {
-    Ok(lint::lint(&LintArgs::from_arg_matches(matches)?)?)
+    Ok(lint::lint(&LintArgs::from_arg_matches(matches)?, worker::estimate_memory)?)
 }
 
 fn run_init(matches: &clap::ArgMatches) -> anyhow::Result<ExitCode> {

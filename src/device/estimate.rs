@@ -1,22 +1,13 @@
 //! Estimates the memory of a worker before anything is loaded, with a device that counts instead of computing.
 
 use engine::{RowId, SampleMask, SampledToken, SamplingParams, TokenId};
+use ops::{
+    Activation, AttentionSpec, DType, Device, DeviceError, Feature, LinearRole, MemoryEstimate, MemoryPlan,
+    PipelineStage, StepInputs, StepLimits, Target, TensorParallel, WeightSlice,
+};
 
 use crate::cpu::{CpuDevice, CpuEstimate};
 use crate::cuda::{CudaDevice, Estimate};
-use crate::{
-    Activation, AttentionSpec, DType, Device, DeviceError, Feature, LinearRole, MemoryPlan, PipelineStage, StepInputs,
-    StepLimits, TensorParallel, WeightSlice,
-};
-
-/// The kind of device to estimate.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Target {
-    /// A [`CpuDevice`].
-    Cpu,
-    /// A [`CudaDevice`].
-    Cuda,
-}
 
 /// Counts the memory that a [`CpuDevice`] or [`CudaDevice`] needs for a model, from the shapes of its weights alone.
 #[derive(Debug)]
@@ -41,30 +32,6 @@ pub struct EstimatedWeight {
     cols: usize,
     bytes: usize,
     is_bf16: bool,
-}
-
-/// The estimated memory of a worker; [`MemoryPlan`] has the values after loading.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct MemoryEstimate {
-    /// Bytes of weights.
-    pub weights_bytes: u64,
-    /// Part of the weights that stays in the page cache, which workers share.
-    pub mapped_bytes: u64,
-    /// Bytes of activations and scratch buffers.
-    pub workspace_bytes: u64,
-    /// Bytes of buffers for communication in a group.
-    pub communicator_bytes: u64,
-    /// Bytes left free for graphs and the driver.
-    pub reserve_bytes: u64,
-    /// Bytes of one KV block in all layers.
-    pub block_bytes: u64,
-}
-
-impl MemoryEstimate {
-    /// Number of bytes that are needed besides KV blocks.
-    pub fn fixed_bytes(&self) -> u64 {
-        self.weights_bytes + self.workspace_bytes + self.communicator_bytes + self.reserve_bytes
-    }
 }
 
 impl Estimator {

@@ -9,6 +9,7 @@
 //! - [`bind_to_parent`], [`close_descriptors`], [`withhold_secrets`]: child processes that end with this process and inherit neither
 //!   its descriptors nor its secrets.
 //! - [`essential_thread`]: a thread whose panic ends the process, with a reason.
+//! - [`map_file`]: a file as memory, shared by the processes that map it.
 //! - [`lock`]: locks a mutex also after its holder has panicked.
 //! - [`answer_health`], [`ask_health`]: health checks of rank 0 by its launcher.
 //!
@@ -39,6 +40,7 @@ mod header;
 mod heap;
 mod inherit;
 mod lock;
+mod mapping;
 mod output;
 mod panics;
 mod prefix;
@@ -57,6 +59,7 @@ pub use header::{REGION_MAGIC, pid_namespace};
 pub use heap::give_memory_back;
 pub use inherit::{close_descriptors, is_secret, withhold_also, withhold_secrets};
 pub use lock::lock;
+pub use mapping::map_file;
 pub use output::end_with_the_reader;
 pub use panics::{essential_thread, on_essential_panic, panic_words};
 pub use prefix::Prefix;

@@ -8,6 +8,7 @@ use std::time::Duration;
 use backends::layouts::Layouts;
 use backends::llm::{CheckFactory, LlmDefaults};
 use backends::python::CheckPythonFactory;
+use models::EstimateMemory;
 use serving::{BackendFactory, LoadFailure, Server, ServerConfig};
 use supervision::DeviceChoice;
 
@@ -17,13 +18,17 @@ use crate::LintError;
 ///
 /// # Errors
 /// When the repository cannot be read.
-pub(crate) fn failures(roots: &[PathBuf], world_size: u32) -> Result<Vec<LoadFailure>, LintError> {
+pub(crate) fn failures(
+    roots: &[PathBuf],
+    world_size: u32,
+    estimate: EstimateMemory,
+) -> Result<Vec<LoadFailure>, LintError> {
     let runtime = tokio::runtime::Builder::new_current_thread()
         .enable_all()
         .build()
         .map_err(|source| LintError::Io { what: "starting a runtime".to_owned(), source })?;
     runtime.block_on(async {
-        let llm = Arc::new(CheckFactory::new(defaults(world_size)));
+        let llm = Arc::new(CheckFactory::new(defaults(world_size), estimate));
         let layouts = Layouts::new(llm, Arc::new(CheckPythonFactory));
         let mut factories: HashMap<String, Arc<dyn BackendFactory>> = backends::builtin();
         factories.extend(layouts.factories());

@@ -9,7 +9,8 @@
 //! std::fs::create_dir_all(root.join("echo/1"))?;
 //! std::fs::write(root.join("echo/config.pbtxt"), "backend: \"identity\"\nmax_batch_sise: 4\n")?;
 //!
-//! let report = lint::check(&[root.clone()], 1)?;
+//! let no_language_models = |_: &_, _: &_, _: &_| unreachable!("the repository has no language model");
+//! let report = lint::check(&[root.clone()], 1, no_language_models)?;
 //! let wrong = report.findings.iter().find(|finding| finding.verdict == lint::Verdict::Wrong).unwrap();
 //! assert_eq!(wrong.line, Some(2));
 //! assert!(wrong.why.contains("did you mean `max_batch_size`?"));
@@ -32,6 +33,7 @@ use std::path::PathBuf;
 use std::process::ExitCode;
 
 use clap::Args;
+use models::EstimateMemory;
 
 pub use finding::{Finding, Report, Verdict};
 pub use init::{InitArgs, LintLayout, init};
@@ -68,16 +70,17 @@ pub struct LintArgs {
     keys: bool,
 }
 
-/// Prints a report on a repository. The exit code is a failure if it has findings with [`Verdict::Wrong`].
+/// Prints a report on a repository. `estimate` checks the weights of language models. The exit code is a failure if the
+/// report has findings with [`Verdict::Wrong`].
 ///
 /// # Errors
 /// When the repository cannot be read.
-pub fn lint(args: &LintArgs) -> Result<ExitCode, LintError> {
+pub fn lint(args: &LintArgs, estimate: EstimateMemory) -> Result<ExitCode, LintError> {
     if args.keys {
         print!("{}", keys::markdown());
         return Ok(ExitCode::SUCCESS);
     }
-    let report = check(&args.repositories, args.world_size)?;
+    let report = check(&args.repositories, args.world_size, estimate)?;
     match args.json {
         true => println!("{}", serde_json::to_string_pretty(&report).expect("a report is plain data")),
         false => print!("{}", report.text(args.quiet)),
@@ -85,13 +88,13 @@ pub fn lint(args: &LintArgs) -> Result<ExitCode, LintError> {
     Ok(if report.wrong == 0 { ExitCode::SUCCESS } else { ExitCode::FAILURE })
 }
 
-/// Checks a repository for a world of `world_size` ranks.
+/// Checks a repository for a world of `world_size` ranks. `estimate` checks the weights of language models.
 ///
 /// # Errors
 /// When a directory cannot be read.
-pub fn check(roots: &[PathBuf], world_size: u32) -> Result<Report, LintError> {
+pub fn check(roots: &[PathBuf], world_size: u32, estimate: EstimateMemory) -> Result<Report, LintError> {
     let repository = repository::Repository::open(roots)?;
-    let failures = dry_load::failures(roots, world_size)?;
+    let failures = dry_load::failures(roots, world_size, estimate)?;
     let mut findings = Vec::new();
     for root in roots {
         findings.extend(files::files_outside_models(root)?);

@@ -1,6 +1,6 @@
 //! The configuration of a model.
 
-use device::{Activation, DType, Feature};
+use ops::{Activation, DType, Feature};
 
 use crate::Rope;
 

@@ -2,7 +2,7 @@
 
 use std::path::Path;
 
-use device::{Activation, DType};
+use ops::{Activation, DType};
 use serde_json::Value;
 
 use crate::config::{Config, Mlp, NormKind, Positions};

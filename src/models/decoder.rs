@@ -2,7 +2,7 @@
 
 use std::path::Path;
 
-use device::{AttentionSpec, Device, DeviceError, PipelineStage, RopeTable};
+use ops::{AttentionSpec, Device, DeviceError, PipelineStage, RopeTable};
 
 use crate::config::{Mlp, NormKind, Positions};
 use crate::layers::Loader;

@@ -2,7 +2,7 @@
 
 use std::path::PathBuf;
 
-use device::DeviceError;
+use ops::DeviceError;
 
 /// Why a model could not be read or loaded.
 #[derive(Debug, thiserror::Error)]

@@ -2,7 +2,7 @@
 
 use std::path::Path;
 
-use device::Device;
+use ops::Device;
 
 use crate::decoder::Decoder;
 use crate::model::Model;

@@ -1,6 +1,6 @@
 //! The interface of a loaded model.
 
-use device::{AttentionSpec, Device, DeviceError};
+use ops::{AttentionSpec, Device, DeviceError};
 
 /// A loaded model: this worker's shard of the weights, and the activation buffers of a step.
 pub trait Model<D: Device> {

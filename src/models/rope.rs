@@ -6,7 +6,7 @@
 
 use std::f64::consts::PI;
 
-use device::RopeTable;
+use ops::RopeTable;
 
 use crate::ModelError;
 use crate::fields::Fields;

@@ -5,7 +5,7 @@
 
 use std::ops::Range;
 
-use device::TensorParallel;
+use ops::TensorParallel;
 
 use crate::{Config, ModelError};
 
@@ -72,7 +72,7 @@ fn aligned_share(n: usize, rank: usize, size: usize) -> Range<usize> {
 
 #[cfg(test)]
 pub(crate) mod tests {
-    use device::{Activation, DType};
+    use ops::{Activation, DType};
 
     use super::*;
     use crate::{Mlp, NormKind, Positions, Rope, RopeScaling};

@@ -4,10 +4,12 @@ use settings::DeviceKind;
 use supervision::DeviceChoice;
 
 use crate::error::RankError;
+use crate::hardware::Hardware;
 
-/// The device of the first worker of a node with `num_workers` workers, and the reason for the log. With `pin`, each CPU thread gets
-/// its own core, if there are enough cores and no quota shows that other processes use them.
+/// The device of the first worker of a node with `num_workers` workers, and the reason for the log. With `pin`, each
+/// CPU thread gets its own core, if there are enough cores and no quota shows that other processes use them.
 pub(crate) fn choose(
+    hardware: &Hardware,
     device: DeviceKind,
     threads: Option<usize>,
     pin: bool,
@@ -15,7 +17,7 @@ pub(crate) fn choose(
 ) -> Result<(DeviceChoice, String), RankError> {
     let num_cores = std::thread::available_parallelism().map_or(1, usize::from);
     let threads = threads.unwrap_or(num_cores / num_workers).max(1);
-    let enough = threads * num_workers <= num_cores && device::cpu::allowed_cores().len() == num_cores;
+    let enough = threads * num_workers <= num_cores && (hardware.num_allowed_cores)() == num_cores;
     let cpu = DeviceChoice::Cpu { threads, first_core: (pin && enough).then_some(0) };
     let pinned = match (pin, enough) {
         (true, true) => ", each on a core of its own",
@@ -25,7 +27,7 @@ pub(crate) fn choose(
     let cpu_words = format!("CPU with {threads} threads a worker{pinned}");
     let cuda = match device {
         DeviceKind::Cpu => return Ok((cpu, format!("{cpu_words}: as requested"))),
-        DeviceKind::Auto | DeviceKind::Cuda => match device::cuda::num_gpus() {
+        DeviceKind::Auto | DeviceKind::Cuda => match (hardware.num_gpus)() {
             0 => Err("no CUDA driver or device found".to_owned()),
             found => Ok(found),
         },
@@ -46,5 +48,64 @@ pub(crate) fn choose(
             Ok((cpu, format!("{cpu_words}: {why}")))
         }
         (_, Err(reason)) => Ok((cpu, format!("{cpu_words}: {reason}"))),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::Arc;
+
+    use front::{ClientDevices, DeviceMemory};
+
+    use super::*;
+
+    #[derive(Debug)]
+    struct NoDevices;
+
+    impl ClientDevices for NoDevices {
+        fn open(&self, _handle: &[u8; 64], _device: u64, _bytes: u64) -> Result<Arc<dyn DeviceMemory>, String> {
+            Err("no test opens a device".to_owned())
+        }
+    }
+
+    fn node(num_gpus: fn() -> usize) -> Hardware {
+        Hardware {
+            num_gpus,
+            free_gpu_memory: |_| Err("no test asks for free memory".to_owned()),
+            free_cpu_memory: || 0,
+            num_allowed_cores: || std::thread::available_parallelism().map_or(1, usize::from),
+            client_devices: Arc::new(NoDevices),
+            estimate_memory: |_, _, _| unreachable!("no test estimates memory"),
+        }
+    }
+
+    #[test]
+    fn gpus_are_chosen_when_each_worker_gets_one() {
+        let chosen = |gpus, kind, workers| choose(&node(gpus), kind, Some(1), false, workers);
+        for kind in [DeviceKind::Auto, DeviceKind::Cuda] {
+            assert!(matches!(chosen(|| 2, kind, 2), Ok((DeviceChoice::Cuda { ordinal: 0 }, _))), "{kind:?}");
+        }
+        let (device, why) = chosen(|| 2, DeviceKind::Auto, 3).unwrap();
+        assert!(matches!(device, DeviceChoice::Cpu { threads: 1, .. }), "{device:?}");
+        assert!(why.ends_with("only 2 CUDA devices for 3 workers"), "{why}");
+        let error = chosen(|| 2, DeviceKind::Cuda, 3).unwrap_err().to_string();
+        assert!(error.contains("start with `--world_size=2`"), "{error}");
+        let error = chosen(|| 0, DeviceKind::Cuda, 1).unwrap_err().to_string();
+        assert!(error.contains("no CUDA driver or device found"), "{error}");
+        assert!(matches!(chosen(|| 2, DeviceKind::Cpu, 1), Ok((DeviceChoice::Cpu { .. }, _))));
+    }
+
+    #[test]
+    fn threads_are_pinned_only_when_each_has_a_core_of_its_own() {
+        let first_core = |hardware: &Hardware, threads| match choose(hardware, DeviceKind::Cpu, Some(threads), true, 1)
+        {
+            Ok((DeviceChoice::Cpu { first_core, .. }, _)) => first_core,
+            other => panic!("{other:?}"),
+        };
+        let cores = std::thread::available_parallelism().map_or(1, usize::from);
+        assert_eq!(first_core(&node(|| 0), cores), Some(0));
+        assert_eq!(first_core(&node(|| 0), cores + 1), None);
+        let with_quota = Hardware { num_allowed_cores: || usize::MAX, ..node(|| 0) };
+        assert_eq!(first_core(&with_quota, cores), None);
     }
 }

@@ -1,17 +1,18 @@
 //! A rank process: a member of the MPI world with a supervisor of workers, and on rank 0 the server and its front.
 //!
-//! A rank uses MPI and shared memory but no device, so that it outlives its workers.
+//! A rank uses MPI and shared memory but no device, so that it outlives its workers. The program passes in the queries
+//! of devices that a rank needs: [`Hardware`].
 #![forbid(unsafe_code)]
 
 mod args;
 mod boolean;
-mod client_memory;
 mod control;
 mod devices;
 mod error;
 mod front_args;
 mod gpus;
 mod hand_over;
+mod hardware;
 mod heartbeat;
 mod host_metrics;
 mod keys;
@@ -39,6 +40,7 @@ use supervision::WorkerSupervisor;
 
 pub use args::{RankArgs, command, parse, with_dashes};
 pub use error::RankError;
+pub use hardware::Hardware;
 pub use plan::plan;
 pub use usage::usage_error;
 
@@ -49,7 +51,7 @@ const FINALIZE_TIMEOUT: Duration = Duration::from_secs(10);
 ///
 /// # Errors
 /// When the rank fails before it serves. A rank that has served returns an exit code.
-pub fn main(args: RankArgs, ignored: &[&str]) -> Result<ExitCode, RankError> {
+pub fn main(args: RankArgs, ignored: &[&str], hardware: Hardware) -> Result<ExitCode, RankError> {
     log::Log::start(&args.log_options(), args.log_requests, args.log_file_max_bytes)
         .map_err(|source| RankError::Log { path: args.log_file.clone().unwrap_or_default(), source })?;
     log::report_panics();
@@ -76,7 +78,7 @@ pub fn main(args: RankArgs, ignored: &[&str]) -> Result<ExitCode, RankError> {
         for option in ignored {
             tracing::warn!("option --{option} is accepted and has no effect");
         }
-        server::run(args, &world, &supervisor, received, prefix, startup)
+        server::run(args, &world, &supervisor, received, prefix, startup, hardware)
     } else {
         relay::run(&world, &supervisor, received, Duration::from_secs(args.heartbeat_timeout))
             .map(|()| ExitCode::SUCCESS)

@@ -14,17 +14,20 @@ use supervision::DeviceChoice;
 
 use crate::args::RankArgs;
 use crate::error::RankError;
+use crate::hardware::Hardware;
 use crate::server::{llm_defaults, server_config};
 
-/// Prints the memory of each LLM of a world of `world_size` ranks on one node. The exit code is a failure if one does not fit.
+/// Prints the memory of each LLM of a world of `world_size` ranks on one node. The exit code is a failure if one does
+/// not fit.
 ///
 /// # Errors
 /// When the repository or the device cannot be used.
-pub fn plan(args: &RankArgs, world_size: u32) -> Result<ExitCode, RankError> {
-    let defaults = llm_defaults(args, world_size, world_size as usize)?;
-    let devices =
-        (0..world_size as usize).map(|rank| Free::of(defaults.device, rank)).collect::<Result<Vec<_>, _>>()?;
-    let planner = Arc::new(PlanFactory::new(defaults));
+pub fn plan(args: &RankArgs, world_size: u32, hardware: &Hardware) -> Result<ExitCode, RankError> {
+    let defaults = llm_defaults(args, hardware, world_size, world_size as usize)?;
+    let devices = (0..world_size as usize)
+        .map(|rank| Free::of(hardware, defaults.device, rank))
+        .collect::<Result<Vec<_>, _>>()?;
+    let planner = Arc::new(PlanFactory::new(defaults, hardware.estimate_memory));
     let runtime = tokio::runtime::Builder::new_multi_thread().enable_all().build().map_err(RankError::Runtime)?;
     runtime.block_on(load(args, &planner))?;
 
@@ -68,13 +71,12 @@ struct Free {
 }
 
 impl Free {
-    fn of(device: DeviceChoice, rank: usize) -> Result<Self, RankError> {
+    fn of(hardware: &Hardware, device: DeviceChoice, rank: usize) -> Result<Self, RankError> {
         let found = match device {
-            DeviceChoice::Cpu { .. } => Ok(("CPU".to_owned(), device::cpu::available_memory())),
-            DeviceChoice::Cuda { ordinal } => device::cuda::free_memory(ordinal + rank),
+            DeviceChoice::Cpu { .. } => Ok(("CPU".to_owned(), (hardware.free_cpu_memory)())),
+            DeviceChoice::Cuda { ordinal } => (hardware.free_gpu_memory)(ordinal + rank),
         };
-        let (name, bytes) =
-            found.map_err(|error| RankError::Device { device: "cuda".to_owned(), reason: error.to_string() })?;
+        let (name, bytes) = found.map_err(|reason| RankError::Device { device: "cuda".to_owned(), reason })?;
         Ok(Self { name, bytes })
     }
 }

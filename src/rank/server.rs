@@ -22,12 +22,13 @@ use crate::args::{self, RankArgs};
 use crate::control::Control;
 use crate::error::RankError;
 use crate::hand_over::{self, Taken};
+use crate::hardware::Hardware;
 use crate::heartbeat::{self, Heartbeat};
 use crate::host_metrics::HostMetrics;
 use crate::metrics::{LlmMetrics, PythonMetrics, StartupMetrics};
 use crate::signals::Signals;
 use crate::startup::Startup;
-use crate::{client_memory, devices, open_files, relay, tables};
+use crate::{devices, open_files, relay, tables};
 
 /// Time for requests in flight after a second SIGTERM.
 const SHORT_DRAIN: Duration = Duration::from_millis(200);
@@ -44,6 +45,7 @@ pub(crate) fn run(
     events: Receiver<FromAgent>,
     prefix: Prefix,
     startup: Startup,
+    hardware: Hardware,
 ) -> Result<ExitCode, RankError> {
     let heartbeat = Heartbeat::new(world);
     let agents = connect(world, supervisor, events, Arc::clone(&heartbeat)).map_err(RankError::Runtime)?;
@@ -54,11 +56,13 @@ pub(crate) fn run(
     if let Some(path) = &args.control {
         control.answer(path);
     }
-    let result = llm_defaults(&args, world.size(), agents.nodes().max_ranks()).and_then(|defaults| {
-        let python = Arc::new(PythonFactory::new(python_config(&args, &prefix, world)?).map_err(RankError::Runtime)?);
+    let result = llm_defaults(&args, &hardware, world.size(), agents.nodes().max_ranks()).and_then(|defaults| {
+        let python =
+            Arc::new(PythonFactory::new(python_config(&args, &hardware, &prefix, world)?).map_err(RankError::Runtime)?);
         let llm = Arc::new(LlmFactory::new(defaults, Arc::clone(&agents), prefix.clone(), grpc.handle().clone()));
         let prefixes = prefixes(prefix.as_str(), world.size());
-        runtime.block_on(serve(&args, prefixes, grpc.handle(), llm, python, Arc::new(startup), &control))
+        let front = front_config(&args, &hardware, prefixes).map_err(RankError::Server)?;
+        runtime.block_on(serve(&args, front, grpc.handle(), llm, python, Arc::new(startup), &control))
     });
     // Requests that are left end with the runtime, before the other ranks end.
     runtime.shutdown_timeout(SHORT_DRAIN);
@@ -130,8 +134,13 @@ fn nodes(world: &World) -> Nodes {
 }
 
 /// The defaults of LLMs on a node with `num_workers` workers.
-pub(crate) fn llm_defaults(args: &RankArgs, world_size: u32, num_workers: usize) -> Result<LlmDefaults, RankError> {
-    let (device, why) = devices::choose(args.device, args.threads, args.pin_threads, num_workers)?;
+pub(crate) fn llm_defaults(
+    args: &RankArgs,
+    hardware: &Hardware,
+    world_size: u32,
+    num_workers: usize,
+) -> Result<LlmDefaults, RankError> {
+    let (device, why) = devices::choose(hardware, args.device, args.threads, args.pin_threads, num_workers)?;
     tracing::info!("workers compute on {why}");
     let is_cpu = matches!(device, supervision::DeviceChoice::Cpu { .. });
     Ok(LlmDefaults {
@@ -151,13 +160,18 @@ pub(crate) fn llm_defaults(args: &RankArgs, world_size: u32, num_workers: usize)
 }
 
 /// The configuration of Python models: `--backend-config=python,KEY=VALUE`, and other flags that affect them.
-fn python_config(args: &RankArgs, prefix: &Prefix, world: &World) -> Result<PythonConfig, RankError> {
+fn python_config(
+    args: &RankArgs,
+    hardware: &Hardware,
+    prefix: &Prefix,
+    world: &World,
+) -> Result<PythonConfig, RankError> {
     let mut config = PythonConfig {
         log_verbose: args.log_verbose > 0,
         auto_complete: !args.disable_auto_complete_config && !args.strict_model_config,
         stop_timeout: Duration::from_secs(args.exit_timeout_secs),
         hosts: (0..world.size()).map(|rank| world.hostname(rank).to_owned()).collect(),
-        num_gpus: device::cuda::num_gpus,
+        num_gpus: hardware.num_gpus,
         ..PythonConfig::new(prefix.clone())
     };
     for setting in args.backend_config.iter().filter_map(|setting| setting.strip_prefix("python,")) {
@@ -169,7 +183,7 @@ fn python_config(args: &RankArgs, prefix: &Prefix, world: &World) -> Result<Pyth
 
 async fn serve(
     args: &RankArgs,
-    prefixes: Vec<String>,
+    mut front_config: front::Config,
     grpc: &Handle,
     llm: Arc<LlmFactory>,
     python: Arc<PythonFactory>,
@@ -192,7 +206,6 @@ async fn serve(
         Arc::new(PythonMetrics(python)),
         Arc::new(StartupMetrics(Arc::clone(&startup))),
     ];
-    let mut front_config = front_config(args, prefixes).map_err(RankError::Server)?;
     front_config.ledger = args.front.debug_endpoints.then(|| crate::ledger::source(Arc::clone(&llm)));
     // A world that takes over ports opens them after it has loaded; others open their ports first.
     let (listeners, taken) = match &args.take_over {
@@ -347,7 +360,7 @@ pub(crate) fn server_config(args: &RankArgs) -> ServerConfig {
     }
 }
 
-fn front_config(args: &RankArgs, prefixes: Vec<String>) -> Result<front::Config, String> {
+fn front_config(args: &RankArgs, hardware: &Hardware, prefixes: Vec<String>) -> Result<front::Config, String> {
     let address = |allowed: bool, host: &str, port: u16| allowed.then(|| Address::new(host, port));
     let metrics_host = args.metrics_address.as_ref().unwrap_or(&args.http_address);
     let mut config = front::Config {
@@ -362,7 +375,7 @@ fn front_config(args: &RankArgs, prefixes: Vec<String>) -> Result<front::Config,
     bound_files(&mut config);
     config.chat = front::Chat(Some(Arc::new(Templates(ChatTemplates::new(args.model_repository.clone())))));
     config.metrics_options = args.metrics.options()?;
-    config.client_devices = Some(Arc::new(client_memory::Gpus));
+    config.client_devices = Some(Arc::clone(&hardware.client_devices));
     Ok(config)
 }
 

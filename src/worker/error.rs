@@ -21,7 +21,7 @@ pub enum WorkerError {
     #[error(transparent)]
     Mismatch(#[from] PlanMismatch),
     #[error(transparent)]
-    Device(#[from] device::DeviceError),
+    Device(#[from] ops::DeviceError),
     #[error(transparent)]
     Model(#[from] models::ModelError),
     #[error("network `{network}` cannot be used: {reason}; name the one that joins the nodes with --network")]

@@ -1,8 +1,8 @@
 //! Exchange of bytes between the workers of a model before their first collective operation, through rank 0, which all of them
 //! can reach.
 
-use device::DeviceError;
 use device::cuda::Exchange;
+use ops::DeviceError;
 use supervision::{FromWorker, ToWorker};
 
 use crate::run::Rings;

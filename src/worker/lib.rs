@@ -1,6 +1,7 @@
 //! A worker process: receives step plans through a ring, keeps rows, runs the model on its device, sends tokens back.
 //!
 //! - [`main`]: runs the process from its start to its end.
+//! - [`estimate_memory`]: the memory that a worker will need.
 //! - [`RowTable`]: the rows of the plans, packed into device inputs.
 //!
 //! A worker decides nothing: it executes plans, after it has checked them against its rows. The protocol and the supervisor that
@@ -8,6 +9,7 @@
 #![forbid(unsafe_code)]
 
 mod error;
+mod estimate;
 mod exchange;
 mod nccl_check;
 mod network;
@@ -16,6 +18,7 @@ mod run;
 mod start;
 
 pub use error::{SpecError, WorkerError};
+pub use estimate::estimate_memory;
 pub use nccl_check::NcclCheck;
 pub use rows::{PlanMismatch, RowTable};
 pub use start::main;

@@ -4,7 +4,7 @@ use std::path::PathBuf;
 use std::time::Duration;
 
 use device::cuda::{FileExchange, NcclRate, nccl_rate};
-use device::{DeviceError, TensorParallel};
+use ops::{DeviceError, TensorParallel};
 
 /// How long the other processes may take to start.
 const START_TIMEOUT: Duration = Duration::from_secs(45);

@@ -1,7 +1,7 @@
 //! The rows of a worker: each plan's changes are checked against them and packed into device inputs.
 
-use device::{SampleInput, StepInputs, TOKEN_ON_DEVICE};
 use engine::{BlockId, CopiedBlock, RevisedRow, RowId, RowWork, SequenceId, StepPlan, TokenId};
+use ops::{SampleInput, StepInputs, TOKEN_ON_DEVICE};
 use supervision::LogitsPlace;
 
 /// Why a plan does not fit the rows of this worker. Rank 0 and the worker no longer agree, so the worker must end.

@@ -4,10 +4,10 @@ use std::collections::VecDeque;
 use std::sync::{Arc, Mutex, MutexGuard};
 use std::time::{Duration, Instant};
 
-use device::{AttentionSpec, Device, StepInputs};
 use engine::{SampleMask, SequenceId, StepOutput, StepPlan, plan};
 use ipc::{Prefix, Received, RingReceiver, RingSender, lock};
 use models::Model;
+use ops::{AttentionSpec, Device, StepInputs};
 use supervision::{FromWorker, KvMemory, LogitsPiece, LogitsPlace, MAX_LOGITS_PIECE, ShmName, ToWorker, WorkerSpec};
 
 use crate::error::WorkerError;

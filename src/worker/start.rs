@@ -5,9 +5,9 @@ use std::sync::Arc;
 
 use device::cpu::{CpuConfig, CpuDevice, GroupConfig, Peers};
 use device::cuda::{CudaConfig, CudaDevice, Exchange};
-use device::{PipelineStage, StepLimits, TensorParallel};
 use ipc::set_process_title;
 use nix::sys::signal::{SigSet, Signal};
+use ops::{PipelineStage, StepLimits, TensorParallel};
 use supervision::{DeviceChoice, FromWorker, WorkerSpec};
 
 use crate::error::{SpecError, WorkerError};

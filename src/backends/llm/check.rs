@@ -2,9 +2,10 @@
 
 use std::sync::Arc;
 
-use device::{Estimator, StepLimits, Target, TensorParallel};
 use futures::FutureExt as _;
 use futures::future::BoxFuture;
+use models::EstimateMemory;
+use ops::{PipelineStage, Target, TensorParallel};
 use serving::{Backend, BackendFactory, InferError, InferRequest, InferResponse, LoadRequest, ResponseStream};
 
 use super::LlmDefaults;
@@ -14,28 +15,22 @@ use super::config::LlmConfig;
 /// starts no worker.
 pub struct CheckFactory {
     defaults: LlmDefaults,
+    estimate: EstimateMemory,
 }
 
 impl CheckFactory {
     /// For models that `defaults` would be used for.
-    pub fn new(defaults: LlmDefaults) -> Self {
-        Self { defaults }
+    pub fn new(defaults: LlmDefaults, estimate: EstimateMemory) -> Self {
+        Self { defaults, estimate }
     }
 
     fn check(&self, load: &LoadRequest) -> Result<(), InferError> {
         let config = LlmConfig::new(load, &self.defaults)?;
         let wrong = |error: models::ModelError| InferError::invalid(format!("model `{}`: {error}", config.name));
         let model = models::Config::from_dir(&config.checkpoint).map_err(wrong)?;
-        let limits = StepLimits {
-            max_tokens: config.engine.max_step_tokens,
-            max_rows: config.engine.max_rows,
-            max_sequence_len: config.engine.max_sequence_len,
-            vocab_size: config.vocab_size,
-        };
-        let share = TensorParallel { rank: 0, size: config.tp_size };
-        models::load(&config.checkpoint, &model, &mut Estimator::new(Target::Cpu, share, limits))
-            .map(drop)
-            .map_err(wrong)
+        let tp = TensorParallel { rank: 0, size: config.tp_size };
+        let worker = config.worker_shape(Target::Cpu, tp, PipelineStage::WHOLE);
+        (self.estimate)(&config.checkpoint, &model, &worker).map(drop).map_err(wrong)
     }
 }
 

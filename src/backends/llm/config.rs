@@ -6,6 +6,8 @@ use std::sync::atomic::AtomicBool;
 
 use engine::{EngineConfig, Policy, TokenId};
 use generation::SamplingDefaults;
+use models::WorkerShape;
+use ops::{PipelineStage, StepLimits, Target, TensorParallel};
 use repository::ModelConfig;
 use serving::{DataType, InferError, Limits, LoadRequest};
 use supervision::{DeviceChoice, KvMemory, WeightPrecision};
@@ -140,6 +142,17 @@ impl LlmConfig {
             library_dirs: defaults.library_dirs.clone(),
             cache_dir: defaults.cache_dir.clone(),
         })
+    }
+
+    /// A worker of the model, to estimate its memory.
+    pub(crate) fn worker_shape(&self, target: Target, tp: TensorParallel, stage: PipelineStage) -> WorkerShape {
+        let limits = StepLimits {
+            max_tokens: self.engine.max_step_tokens,
+            max_rows: self.engine.max_rows,
+            max_sequence_len: self.engine.max_sequence_len,
+            vocab_size: self.vocab_size,
+        };
+        WorkerShape { target, tp, stage, limits, block_size: self.engine.block_size }
     }
 
     /// Workers of one replica.
@@ -366,7 +379,7 @@ fn invalid(config: &ModelConfig, message: String) -> InferError {
 /// # Errors
 /// When heads cannot be shared so, with the sizes that would do.
 fn check_shares(config: &ModelConfig, model: &models::Config, tp: u32) -> Result<(), InferError> {
-    let share = models::shard::Shard::new(model, device::TensorParallel { rank: 0, size: tp });
+    let share = models::shard::Shard::new(model, TensorParallel { rank: 0, size: tp });
     share.map(drop).map_err(|error| InferError::invalid(format!("model `{}`: {error}", config.name)))
 }
 

@@ -2,10 +2,10 @@
 
 use std::sync::{Arc, Mutex};
 
-use device::{Estimator, MemoryEstimate, PipelineStage, StepLimits, Target, TensorParallel};
 use futures::FutureExt;
 use futures::future::BoxFuture;
-use models::ModelError;
+use models::{EstimateMemory, ModelError};
+use ops::{MemoryEstimate, PipelineStage, Target, TensorParallel};
 use serving::{Backend, BackendFactory, InferError, LoadRequest};
 use supervision::{DeviceChoice, KvMemory};
 
@@ -39,24 +39,16 @@ pub struct ModelPlan {
 }
 
 impl ModelPlan {
-    fn new(config: &LlmConfig) -> Result<Self, ModelError> {
+    fn new(config: &LlmConfig, estimate_memory: EstimateMemory) -> Result<Self, ModelError> {
         let model = models::Config::from_dir(&config.checkpoint)?;
-        let limits = StepLimits {
-            max_tokens: config.engine.max_step_tokens,
-            max_rows: config.engine.max_rows,
-            max_sequence_len: config.engine.max_sequence_len,
-            vocab_size: config.vocab_size,
-        };
         let target = match config.device {
             DeviceChoice::Cpu { .. } => Target::Cpu,
             DeviceChoice::Cuda { .. } => Target::Cuda,
         };
         let count = config.pp_size;
         let estimate = |index, rank, size| -> Result<MemoryEstimate, ModelError> {
-            let stage = PipelineStage { index, count };
-            let mut estimator = Estimator::new(target, TensorParallel { rank, size }, limits).in_stage(stage);
-            let loaded = models::load(&config.checkpoint, &model, &mut estimator)?;
-            Ok(estimator.estimate(&loaded.attention_spec(config.engine.block_size)))
+            let (tp, stage) = (TensorParallel { rank, size }, PipelineStage { index, count });
+            estimate_memory(&config.checkpoint, &model, &config.worker_shape(target, tp, stage))
         };
         let size = config.tp_size;
         let places = (0..count).flat_map(|stage| (0..size).map(move |rank| (stage, rank)));
@@ -133,14 +125,15 @@ impl ModelPlan {
 /// In the place of [`super::LlmFactory`]: plans each LLM that a server would load.
 pub struct PlanFactory {
     defaults: LlmDefaults,
+    estimate: EstimateMemory,
     plans: Mutex<Vec<ModelPlan>>,
     failures: Mutex<Vec<String>>,
 }
 
 impl PlanFactory {
     /// For models that `defaults` would be used for.
-    pub fn new(defaults: LlmDefaults) -> Self {
-        Self { defaults, plans: Mutex::default(), failures: Mutex::default() }
+    pub fn new(defaults: LlmDefaults, estimate: EstimateMemory) -> Self {
+        Self { defaults, estimate, plans: Mutex::default(), failures: Mutex::default() }
     }
 
     /// What was planned so far.
@@ -159,7 +152,8 @@ impl BackendFactory for PlanFactory {
     fn load(&self, load: LoadRequest) -> BoxFuture<'static, Result<Arc<dyn Backend>, InferError>> {
         let planned = LlmConfig::new(&load, &self.defaults).and_then(|config| {
             let name = config.name.clone();
-            ModelPlan::new(&config).map_err(|error| InferError::invalid(format!("model `{name}`: {error}")))
+            ModelPlan::new(&config, self.estimate)
+                .map_err(|error| InferError::invalid(format!("model `{name}`: {error}")))
         });
         let error = match planned {
             Ok(plan) => {

@@ -3,9 +3,9 @@
 
 use engine::{CopiedBlock, RevisedRow, SampleMask, SampledToken};
 use kernels::cpu::{self as k, Buffer};
+use ops::{DeviceError, SampleInput};
 
 use super::{CpuDevice, CpuTensor, Linear, out_of_range, sampler};
-use crate::{DeviceError, SampleInput};
 
 impl CpuDevice {
     /// Chooses the token of each sampling position.

@@ -2,15 +2,15 @@
 
 use engine::{CopiedBlock, RevisedRow, RowId, SampleMask, SampledToken, SamplingParams, TokenId};
 use kernels::cpu::{self as k, Buffer, KvCache};
+use ops::{
+    Activation, AttentionSpec, Device, DeviceError, Feature, LinearRole, MemoryPlan, PipelineStage, StepInputs,
+    TensorParallel, WeightSlice,
+};
 
 use super::group::Group;
 use super::linear::Linear;
 use super::weights::CpuWeight;
 use super::{Cache, CpuDevice, CpuTensor, estimate, gate, out_of_range, weights};
-use crate::{
-    Activation, AttentionSpec, Device, DeviceError, Feature, LinearRole, MemoryPlan, PipelineStage, StepInputs,
-    TensorParallel, WeightSlice,
-};
 
 impl Device for CpuDevice {
     type Weight = CpuWeight;

@@ -2,9 +2,9 @@
 
 use super::KvType;
 use kernels::cpu::{Isa, WeightType};
+use ops::{AttentionSpec, StepLimits};
 
 use super::linear::{in_panels, input_bytes};
-use crate::{AttentionSpec, StepLimits};
 
 pub(crate) struct CpuEstimate {
     pub(crate) workspace_bytes: usize,

@@ -18,9 +18,9 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use ipc::{IpcError, Prefix, Region, futex};
+use ops::{DeviceError, TensorParallel};
 
 use super::streams::Streams;
-use crate::{DeviceError, TensorParallel};
 
 /// f32 numbers in half a slot: 256 KiB stay in the L2 cache.
 const SLOT: usize = 1 << 16;

@@ -6,8 +6,9 @@ use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr, TcpListener, TcpStream, U
 use std::thread;
 use std::time::{Duration, Instant};
 
+use ops::DeviceError;
+
 use super::streams::{Stream, StreamKind};
-use crate::DeviceError;
 
 /// Timeout of a connection attempt to one address of a peer, before the next address is tried.
 const CONNECT_TIMEOUT: Duration = Duration::from_secs(2);

@@ -23,10 +23,10 @@ use std::ops::Range;
 
 use engine::SampledToken;
 use kernels::cpu::{self as k, Buffer, Isa, KvCache, KvType, Pool};
-
-use crate::{
+use ops::{
     Activation, AttentionSpec, Device, DeviceError, Feature, SampleInput, StepInputs, StepLimits, TOKEN_ON_DEVICE,
 };
+
 pub(crate) use estimate::CpuEstimate;
 use group::Group;
 pub use group::GroupConfig;

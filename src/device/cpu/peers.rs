@@ -11,10 +11,10 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use ipc::Prefix;
+use ops::DeviceError;
 
 use super::handshake::{WorkerAddress, accept, addresses_towards, connect_to, listen, parsed, random_token, words};
 use super::streams::{Stream, Streams, streams};
-use crate::DeviceError;
 use crate::cuda::Exchange;
 
 /// All workers of a model in order of stages, as seen by one of them.

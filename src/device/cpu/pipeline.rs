@@ -8,10 +8,10 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use ipc::{Prefix, Received, Ring, RingReceiver, RingSender};
+use ops::{DeviceError, PipelineStage};
 
 use super::peers::Peers;
 use super::streams::Streams;
-use crate::{DeviceError, PipelineStage};
 
 /// Maximum number of steps whose activations wait for the next stage; then this stage waits.
 const MAX_WAITING: usize = 2;

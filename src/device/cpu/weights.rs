@@ -1,9 +1,9 @@
 //! Weights of the CPU device, most of them used directly in the mapped checkpoint.
 
 use kernels::cpu::{Matrix, Norm, WeightType, read_weights};
+use ops::{DType, DeviceError, WeightSlice};
 
 use super::Linear;
-use crate::{DType, DeviceError, WeightSlice};
 
 /// A weight of the model.
 pub enum CpuWeight {

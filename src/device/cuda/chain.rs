@@ -13,11 +13,11 @@ use kernels::cuda::linear_chain::{
 };
 use kernels::cuda::skinny_gemm::Epilogue;
 use kernels::cuda::{CudaError, DeviceBuffer, Gpu, Span};
+use ops::DeviceError;
 
 use super::group::ReduceAddNorm;
 use super::step::StepShape;
 use super::{CudaDevice, CudaWeight, device_error};
-use crate::DeviceError;
 
 /// Number of rows for which a chain is faster on one GPU, by measurement (kernels/README.md). In a group, sums over it
 /// are part of the chain.

@@ -3,8 +3,9 @@
 use std::path::PathBuf;
 use std::sync::Arc;
 
+use ops::{PipelineStage, StepLimits, TensorParallel};
+
 use super::exchange::Exchange;
-use crate::{PipelineStage, StepLimits, TensorParallel};
 
 /// Minimum number of steps that may be queued and not yet collected.
 const LEAST_IN_FLIGHT: usize = 4;

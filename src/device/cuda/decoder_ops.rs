@@ -5,16 +5,15 @@ use kernels::cuda::add_positions::add_positions;
 use kernels::cuda::gated_activation::GateActivation;
 use kernels::cuda::head_norm::{HeadNormWeights, head_norm};
 use kernels::cuda::layer_norm::{LayerNormWeight, layer_norm};
+use ops::{Activation, DeviceError};
 
 use super::{CudaDevice, CudaTensor, CudaWeight, device_error};
-use crate::{Activation, DeviceError};
 
-impl From<Activation> for GateActivation {
-    fn from(activation: Activation) -> Self {
-        match activation {
-            Activation::Silu => GateActivation::Silu,
-            Activation::GeluTanh => GateActivation::GeluTanh,
-        }
+/// The activation as the kernels name it.
+pub(super) fn gate_activation(activation: Activation) -> GateActivation {
+    match activation {
+        Activation::Silu => GateActivation::Silu,
+        Activation::GeluTanh => GateActivation::GeluTanh,
     }
 }
 
@@ -61,7 +60,7 @@ impl CudaDevice {
         }
         self.flush()?;
         let count = self.current().shape.tokens * weight.rows;
-        activate(&self.queue, out.values, activation.into(), count).map_err(device_error)
+        activate(&self.queue, out.values, gate_activation(activation), count).map_err(device_error)
     }
 
     pub(crate) fn op_head_norm(

@@ -4,15 +4,15 @@ use engine::{CopiedBlock, RevisedRow, RowId, SampleMask, SampledToken, SamplingP
 use kernels::cuda::copy_blocks::copy_blocks;
 use kernels::cuda::skinny_gemm::GATE_GROUP;
 use kernels::cuda::{DeviceBuffer, Span};
+use ops::{
+    Activation, AttentionSpec, Device, DeviceError, Feature, LinearRole, MemoryPlan, PipelineStage, StepInputs,
+    TensorParallel, WeightSlice,
+};
 
 use super::load::RowOrder;
 use super::step::StepShape;
 use super::weights::gate_order;
 use super::{CudaDevice, CudaTensor, CudaWeight, device_error, step, verify};
-use crate::{
-    Activation, AttentionSpec, Device, DeviceError, Feature, LinearRole, MemoryPlan, PipelineStage, StepInputs,
-    TensorParallel, WeightSlice,
-};
 
 impl Device for CudaDevice {
     type Weight = CudaWeight;

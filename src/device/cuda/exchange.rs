@@ -5,7 +5,7 @@ use std::path::PathBuf;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
-use crate::{DeviceError, TensorParallel};
+use ops::{DeviceError, TensorParallel};
 
 /// Passes bytes between the workers of a group at start-up.
 pub trait Exchange: Send + Sync {

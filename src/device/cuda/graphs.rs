@@ -5,10 +5,10 @@ use std::time::{Duration, Instant};
 
 use kernels::cuda::Graph;
 use kernels::cuda::library_gemm::{FirstUse, measured_rows};
+use ops::{DeviceError, StepInputs};
 
 use super::step::StepShape;
 use super::{CudaDevice, device_error};
-use crate::{DeviceError, StepInputs};
 
 /// Smallest number of tokens for which products are measured in advance; smaller steps mostly use the kernels of this
 /// project.
@@ -77,7 +77,7 @@ impl Graphs {
     /// The bucket of a decode step in which all rows sample; other steps are not recorded.
     pub(crate) fn bucket(&self, inputs: &StepInputs) -> Option<usize> {
         let rows = inputs.num_rows();
-        let in_order = |(index, sample): (usize, &crate::SampleInput)| sample.token_index as usize == index;
+        let in_order = |(index, sample): (usize, &ops::SampleInput)| sample.token_index as usize == index;
         if inputs.num_prefill_rows != 0
             || inputs.samples.len() != rows
             || !inputs.logits.is_empty()

@@ -10,10 +10,10 @@ use kernels::cuda::owner_norm::{OwnerNorm, SharedBuffer, owner_norm};
 use kernels::cuda::rms_norm::add_rms_norm;
 use kernels::cuda::sample::ARGMAX_CHUNKS;
 use kernels::cuda::{CudaError, DeviceBuffer, Gpu, Queue, Span};
+use ops::{DeviceError, TensorParallel};
 
 use super::nccl::{CommunicatorKind, Joining, unlink_shared_memory};
 use super::{CudaConfig, Exchange, device_error};
-use crate::{DeviceError, TensorParallel};
 
 /// Maximum number of rows of a sum through peer memory.
 const MAX_PEER_ROWS: usize = 256;

@@ -7,8 +7,7 @@ use std::thread::JoinHandle;
 
 use half::{bf16, f16};
 use kernels::cuda::{CudaError, Event, Gpu, PinnedBuffer, Queue, Span};
-
-use crate::{DType, DeviceError, WeightSlice};
+use ops::{DType, DeviceError, WeightSlice};
 
 /// Bytes of a chunk; each thread has two buffers.
 const CHUNK_BYTES: usize = 4 << 20;

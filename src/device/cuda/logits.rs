@@ -1,9 +1,9 @@
 //! Raw logits of the positions that a step reports. They are rare and large, so the step waits for them.
 
 use kernels::cuda::{DeviceBuffer, PinnedBuffer, gather_rows};
+use ops::DeviceError;
 
 use super::{CudaDevice, CudaTensor, CudaWeight, device_error};
-use crate::DeviceError;
 
 /// Number of positions that are computed and copied at a time.
 const MAX_ROWS: usize = 16;
@@ -11,7 +11,7 @@ const MAX_ROWS: usize = 16;
 /// The positions of the current step, and the staging buffers.
 #[derive(Default)]
 pub(crate) struct Reports {
-    /// As [`crate::StepInputs::logits`].
+    /// As [`ops::StepInputs::logits`].
     pub(crate) positions: Vec<u32>,
     /// `[positions][V]` of the current step.
     pub(crate) rows: Vec<Vec<f32>>,

@@ -9,9 +9,9 @@ use std::sync::Arc;
 use engine::SampleMask;
 use kernels::cuda::sample::{Masks, NO_MASK};
 use kernels::cuda::{CudaError, DeviceBuffer, Gpu, PinnedBuffer, Span};
+use ops::{DeviceError, StepInputs};
 
 use super::{CudaDevice, CudaTensor, CudaWeight, device_error};
-use crate::{DeviceError, StepInputs};
 
 /// The step that waits for masks, and the buffer of the masks.
 #[derive(Default)]

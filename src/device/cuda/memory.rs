@@ -11,6 +11,7 @@ use kernels::cuda::prefill_attention::PrefillWorkspace;
 use kernels::cuda::rope_cache::{HeadShape, LayerCache};
 use kernels::cuda::sample::{ARGMAX_CHUNKS, Outputs};
 use kernels::cuda::{CudaError, DeviceBuffer, Gpu, PinnedBuffer, Span};
+use ops::{AttentionSpec, DeviceError, MemoryPlan, PipelineStage, StepLimits};
 
 use super::chain::{self, Chain};
 use super::graphs::largest_bucket;
@@ -18,7 +19,6 @@ use super::group::peer_bytes;
 use super::rows::{MAX_TOP, Reported, Rows};
 use super::step::{Layout, StepBounds};
 use super::{CudaConfig, CudaDevice, device_error};
-use crate::{AttentionSpec, DeviceError, MemoryPlan, PipelineStage, StepLimits};
 
 /// Left free for CUDA graphs and the driver.
 const RESERVE_BYTES: usize = 512 << 20;

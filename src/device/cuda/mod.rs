@@ -29,11 +29,11 @@ use std::cell::RefCell;
 use std::collections::VecDeque;
 use std::sync::Arc;
 
+use ::ops::{DeviceError, Feature};
 use engine::RowId;
 use kernels::cuda::library_gemm::{FirstUse, LibraryGemm};
 use kernels::cuda::{CudaError, DeviceBuffer, Event, Gpu, PinnedBuffer, Queue, Span};
 
-use crate::{DeviceError, Feature};
 use chain::Chain;
 pub use config::CudaConfig;
 pub use exchange::{Exchange, FileExchange};

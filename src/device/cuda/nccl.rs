@@ -7,9 +7,9 @@ use std::sync::{Arc, Once};
 use std::thread::JoinHandle;
 
 use kernels::cuda::{Gpu, Queue, Span, library};
+use ops::{DeviceError, TensorParallel};
 
 use super::exchange::Exchange;
-use crate::{DeviceError, TensorParallel};
 
 type Communicator = *mut c_void;
 type Code = c_int;

@@ -4,10 +4,10 @@ use std::path::PathBuf;
 use std::time::Instant;
 
 use kernels::cuda::{DeviceBuffer, Gpu, Queue};
+use ops::{DeviceError, TensorParallel};
 
 use super::nccl::Nccl;
 use super::{Exchange, device_error};
-use crate::{DeviceError, TensorParallel};
 
 /// Bytes of a sum in a decode step, and in a long prefill.
 const SMALL_BYTES: usize = 8 << 10;

@@ -14,11 +14,12 @@ use kernels::cuda::rope_cache::RopeInputs;
 use kernels::cuda::sample::{self, ARGMAX_CHUNKS, Logits, Samples};
 use kernels::cuda::skinny_gemm::{self, Epilogue, LinearWeight};
 use kernels::cuda::{Span, embed, gated_activation, gather_rows, paged_attention, rms_norm, rope_cache};
+use ops::{Activation, DeviceError};
 
+use super::decoder_ops::gate_activation;
 use super::group::ReduceAddNorm;
 use super::memory::{Cache, Workspace};
 use super::{CudaDevice, CudaTensor, CudaWeight, device_error};
-use crate::{Activation, DeviceError};
 
 /// Up to this number of KV heads of all rows it is faster if decode attention applies the rotation; above, attention is
 /// memory-bound (kernels/README.md).
@@ -122,7 +123,7 @@ impl CudaDevice {
         weight: &CudaWeight,
         activation: Activation,
     ) -> Result<(), DeviceError> {
-        let activation = activation.into();
+        let activation = gate_activation(activation);
         let (rows, cols) = (self.num_tokens(), weight.rows / 2);
         if weight.group == skinny_gemm::GATE_GROUP && self.is_skinny(rows, weight) {
             return self.product(out.values, x.values, weight, rows, weight.rows, Epilogue::Gated(activation));

@@ -5,11 +5,11 @@ use std::sync::Arc;
 
 use half::bf16;
 use kernels::cuda::{DeviceBuffer, Gpu, Queue, Span};
+use ops::{DeviceError, PipelineStage};
 
 use super::group::Group;
 use super::nccl::{Nccl, unlink_shared_memory};
 use super::{CudaConfig, CudaDevice, CudaTensor, device_error};
-use crate::{DeviceError, PipelineStage};
 
 /// A worker's connection to the neighbouring stages; empty for a model with one stage.
 pub(crate) struct Pipeline {

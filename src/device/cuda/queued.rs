@@ -2,11 +2,11 @@
 
 use engine::{RowId, SampledToken};
 use kernels::cuda::Event;
+use ops::{DeviceError, SampleInput, StepInputs};
 
 use super::rows::Reported;
 use super::step::{self, Layout, StepBounds, StepShape, StepSpans};
 use super::{CudaDevice, device_error};
-use crate::{DeviceError, SampleInput, StepInputs};
 
 /// The step whose ops are being queued.
 #[derive(Debug, Clone, Copy)]

@@ -5,8 +5,7 @@ use std::sync::Arc;
 use engine::{MAX_BEAM_CANDIDATES, RevisedRow, SamplingParams, TokenId};
 use kernels::cuda::sample::{DECAYS, GREEDY, LISTS, PENALTIES, RowParams, RowState};
 use kernels::cuda::{CudaError, DeviceBuffer, Gpu, Queue, sample};
-
-use crate::StepLimits;
+use ops::StepLimits;
 
 /// Words of a row's lists (end ids, bias, bad words) that are allocated in advance; longer lists get their own buffer.
 const LIST_WORDS: usize = 256;

@@ -2,8 +2,7 @@
 
 use kernels::cuda::Span;
 use kernels::cuda::sample::VERIFIES;
-
-use crate::{DeviceError, StepInputs};
+use ops::{DeviceError, StepInputs};
 
 /// Value in `slots` of a padding token.
 const PADDING: u32 = u32::MAX;
@@ -231,7 +230,7 @@ pub(crate) fn check(inputs: &StepInputs, bounds: &StepBounds) -> Result<(), Devi
         return refuse(format!("sample of token {token} of {tokens}"));
     }
     if let Some(token) =
-        inputs.token_ids.iter().find(|&&t| t as usize >= bounds.vocab_size && t != crate::TOKEN_ON_DEVICE)
+        inputs.token_ids.iter().find(|&&t| t as usize >= bounds.vocab_size && t != ops::TOKEN_ON_DEVICE)
     {
         return refuse(format!("token {token} of a vocabulary of {}", bounds.vocab_size));
     }
@@ -257,8 +256,8 @@ pub(crate) fn check(inputs: &StepInputs, bounds: &StepBounds) -> Result<(), Devi
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::SampleInput;
     use engine::RowId;
+    use ops::SampleInput;
 
     fn bounds() -> StepBounds {
         StepBounds {
@@ -279,7 +278,7 @@ mod tests {
             rows: vec![RowId(2), RowId(0)],
             num_prefill_rows: 1,
             row_starts: vec![0, 3, 4],
-            token_ids: vec![5, 6, 7, crate::TOKEN_ON_DEVICE],
+            token_ids: vec![5, 6, 7, ops::TOKEN_ON_DEVICE],
             positions: vec![0, 1, 2, 6],
             slots: vec![36, 37, 38, 6],
             context_lens: vec![3, 7],

@@ -4,7 +4,7 @@
 //! Keys and values of all positions are written before any is read, so later positions see earlier ones. The step can
 //! then be recorded, and uses the attention kernel that splits long contexts over the GPU.
 
-use crate::StepInputs;
+use ops::StepInputs;
 
 /// `inputs` with a row for each position of rows that verify; `None` if there are none, or more positions than
 /// `max_rows`.
@@ -48,9 +48,9 @@ fn first_verifying(inputs: &StepInputs) -> Option<usize> {
 #[cfg(test)]
 mod tests {
     use engine::RowId;
+    use ops::{SampleInput, TOKEN_ON_DEVICE};
 
     use super::*;
-    use crate::{SampleInput, TOKEN_ON_DEVICE};
 
     /// A chunk of three positions, a row that verifies two drafts, and a row that decodes.
     fn inputs() -> StepInputs {

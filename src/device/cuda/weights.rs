@@ -2,10 +2,10 @@
 
 use kernels::cuda::skinny_gemm::GATE_GROUP;
 use kernels::cuda::{DeviceBuffer, Span};
+use ops::{DeviceError, LinearRole, WeightSlice};
 
 use super::load::{Part, RowOrder};
 use super::{CudaDevice, device_error};
-use crate::{DeviceError, LinearRole, WeightSlice};
 
 impl CudaDevice {
     /// Allocates a matrix and queues its loading.

@@ -15,8 +15,8 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use device::cuda::{CudaConfig, CudaDevice, Exchange, FileExchange};
-use device::{Device, PipelineStage, SampleInput, StepInputs, StepLimits, TOKEN_ON_DEVICE, TensorParallel};
 use engine::{RevisedRow, RowId, SampledToken, SamplingParams, TokenId};
+use ops::{Device, PipelineStage, SampleInput, StepInputs, StepLimits, TOKEN_ON_DEVICE, TensorParallel};
 use serde_json::json;
 
 const PROMPT_LENS: [usize; 10] = [1, 3, 17, 64, 130, 300, 500, 97, 33, 2];

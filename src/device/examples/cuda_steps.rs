@@ -11,11 +11,11 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use device::cuda::{CudaConfig, CudaDevice, CudaTensor, CudaWeight, FileExchange};
-use device::{
+use engine::{RowId, SamplingParams, TokenId};
+use ops::{
     Activation, AttentionSpec, DType, Device, DeviceError, LinearRole, RopeTable, SampleInput, StepInputs, StepLimits,
     TOKEN_ON_DEVICE, TensorParallel, WeightSlice,
 };
-use engine::{RowId, SamplingParams, TokenId};
 
 const DIM: usize = 128;
 const BLOCK: usize = 64;

@@ -2,8 +2,8 @@
 
 use std::ops::Range;
 
-use device::DType;
 use half::{bf16, f16};
+use ops::DType;
 
 /// Side of the square tiles that are transposed at once: two of them fit into the L1 cache.
 const TILE: usize = 32;

@@ -10,7 +10,7 @@ use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::ops::Range;
 use std::path::{Path, PathBuf};
 
-use device::{DType, WeightSlice};
+use ops::{DType, WeightSlice};
 
 use crate::ModelError;
 use crate::fields::Fields;

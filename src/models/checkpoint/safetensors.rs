@@ -21,7 +21,7 @@ struct HeaderEntry {
 
 impl Checkpoint {
     pub(super) fn map_safetensors(&mut self, path: &Path) -> Result<(), ModelError> {
-        let data = device::map_file(path).map_err(|source| ModelError::Read { path: path.into(), source })?;
+        let data = ipc::map_file(path).map_err(|source| ModelError::Read { path: path.into(), source })?;
         let bad = |reason: String| ModelError::Header { path: path.into(), reason };
         let (body, header) = split_header(data).map_err(bad)?;
         for (tensor, entry) in header {

@@ -14,7 +14,7 @@ const ZIP_MAGIC: &[u8] = b"PK\x03\x04";
 
 impl Checkpoint {
     pub(super) fn map_torch(&mut self, path: &Path) -> Result<(), ModelError> {
-        let data = device::map_file(path).map_err(|source| ModelError::Read { path: path.into(), source })?;
+        let data = ipc::map_file(path).map_err(|source| ModelError::Read { path: path.into(), source })?;
         let read = if data.starts_with(ZIP_MAGIC) {
             read_zip(data)
         } else if data.starts_with(OLD_MAGIC) {

@@ -3,7 +3,7 @@
 use std::ops::Range;
 use std::path::Path;
 
-use device::{Device, DeviceError, LinearRole, WeightSlice};
+use ops::{Device, DeviceError, LinearRole, WeightSlice};
 
 use crate::config::{Mlp, NormKind};
 use crate::layers::qkv::{RowSlice, scaled};

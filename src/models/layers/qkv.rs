@@ -65,7 +65,7 @@ pub(crate) fn scaled(heads: &Range<usize>, head_dim: usize) -> Range<usize> {
 
 #[cfg(test)]
 mod tests {
-    use device::TensorParallel;
+    use ops::TensorParallel;
 
     use super::*;
     use crate::shard::tests::config;

@@ -2,8 +2,9 @@
 
 use std::path::{Path, PathBuf};
 
+use device::Estimator;
 use device::cpu::{CpuConfig, CpuDevice};
-use device::{Device, Estimator, StepLimits, Target, TensorParallel};
+use ops::{Device, StepLimits, Target, TensorParallel};
 
 const BLOCK_SIZE: usize = 16;
 

@@ -5,9 +5,9 @@ use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::Duration;
 
 use device::cpu::{CpuConfig, CpuDevice, GroupConfig, WeightPrecision};
-use device::{Device, SampleInput, StepInputs, StepLimits, TOKEN_ON_DEVICE, TensorParallel};
 use engine::{RowId, SampledToken, SamplingParams, TokenId};
 use models::{Config, Model};
+use ops::{Device, SampleInput, StepInputs, StepLimits, TOKEN_ON_DEVICE, TensorParallel};
 
 pub const BLOCK_SIZE: usize = 16;
 const MAX_LEN: usize = 128;

@@ -24,8 +24,8 @@ pub enum DeviceError {
 }
 
 impl DeviceError {
-    /// An op was called that the device does not have.
-    pub(crate) fn lacks(feature: Feature) -> Self {
+    /// The error for an op that the device does not have.
+    pub fn lacks(feature: Feature) -> Self {
         DeviceError::Unsupported {
             what: feature.to_string(),
             found: "a model that needs it".into(),

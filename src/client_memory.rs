@@ -1,4 +1,4 @@
-//! GPU memory that clients register, opened by rank 0 itself, without a worker.
+//! GPU memory that clients register. Rank 0 opens it itself, without a worker.
 
 use std::sync::Arc;
 

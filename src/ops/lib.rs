@@ -1,0 +1,256 @@
+//! The interface between models and devices: the [`Device`] trait with its ops, and the values that they take.
+//!
+//! A model is a sequence of ops on a [`Device`] and does not depend on the kind of device. The device holds the state
+//! that stays off the host between steps: KV blocks, and the tokens and sampling state of each row. The crate `device`
+//! implements the trait.
+//!
+//! Dimension letters: `T` tokens of the step, `E` hidden size, `H` query heads, `K` KV heads, `D` head dimension, `V`
+//! vocabulary, `S` samples. Under tensor parallelism `H`, `K`, `V` and the inner width are those of this worker's
+//! shard.
+#![forbid(unsafe_code)]
+
+mod error;
+mod inputs;
+mod memory;
+mod spec;
+
+pub use error::DeviceError;
+pub use inputs::{SampleInput, StepInputs, TOKEN_ON_DEVICE};
+pub use memory::{MemoryEstimate, Target};
+pub use spec::{
+    Activation, AttentionSpec, DType, Feature, LinearRole, MemoryPlan, PipelineStage, RopeTable, StepLimits,
+    TensorParallel, WeightSlice,
+};
+
+use engine::{CopiedBlock, RevisedRow, RowId, SampleMask, SampledToken, SamplingParams, TokenId};
+
+/// Runs the forward pass of a model.
+///
+/// Ops act on the step passed to [`Device::run_step`] and may return before the work is done; errors of queued work are
+/// returned by [`Device::collect`]. After any `Err` the device is unusable and its process must end; a new worker takes
+/// over.
+pub trait Device: Sized {
+    /// A matrix or vector of the checkpoint, this worker's shard, in a layout chosen by the device.
+    type Weight;
+    /// An activation buffer `[rows, cols]`, allocated once.
+    type Tensor;
+
+    /// This worker's rank in its tensor-parallel group.
+    fn tensor_parallel(&self) -> TensorParallel;
+
+    /// This worker's stage in its pipeline.
+    fn pipeline_stage(&self) -> PipelineStage {
+        PipelineStage::WHOLE
+    }
+
+    /// The optional ops that this device has. The others are never called.
+    fn features(&self) -> &'static [Feature] {
+        &[]
+    }
+
+    /// Loads a linear layer's weight `[N, K]` from slices of the checkpoint stacked along `N` (q, k, v as one; gate and
+    /// up as one), with an optional bias `[N]` stacked in the same way.
+    ///
+    /// For [`LinearRole::Out`] and [`LinearRole::Down`] the product is this worker's partial sum.
+    fn load_linear(
+        &mut self,
+        role: LinearRole,
+        parts: &[WeightSlice<'_>],
+        bias: &[WeightSlice<'_>],
+    ) -> Result<Self::Weight, DeviceError>;
+
+    /// Loads the embedding table, rows `first_token..first_token + V` of the vocabulary.
+    fn load_embedding(&mut self, table: WeightSlice<'_>, first_token: u32) -> Result<Self::Weight, DeviceError>;
+
+    /// Creates the output head from an embedding that is tied to it, without a second copy.
+    fn tie_head(&mut self, embedding: &Self::Weight) -> Result<Self::Weight, DeviceError>;
+
+    /// Loads the weight `[E]` of an RMS norm.
+    fn load_vector(&mut self, vector: WeightSlice<'_>) -> Result<Self::Weight, DeviceError>;
+
+    /// Loads the weight and bias of a layer norm, both `[E]` ([`Feature::LayerNorm`]).
+    fn load_layer_norm(
+        &mut self,
+        _weight: WeightSlice<'_>,
+        _bias: WeightSlice<'_>,
+    ) -> Result<Self::Weight, DeviceError> {
+        Err(DeviceError::lacks(Feature::LayerNorm))
+    }
+
+    /// Loads the table of learned positions `[positions, E]` ([`Feature::LearnedPositions`]).
+    fn load_positions(&mut self, _table: WeightSlice<'_>) -> Result<Self::Weight, DeviceError> {
+        Err(DeviceError::lacks(Feature::LearnedPositions))
+    }
+
+    /// Allocates an activation buffer with `cols` columns and a row for each token that a step may have.
+    fn tensor(&mut self, cols: usize) -> Result<Self::Tensor, DeviceError>;
+
+    /// The memory available for KV blocks after weights and workspace are allocated, and the size of a block.
+    fn memory_plan(&self, attention: &AttentionSpec) -> Result<MemoryPlan, DeviceError>;
+
+    /// Allocates the KV blocks of all layers and the other buffers of attention and sampling. Called once, before the
+    /// first step.
+    fn allocate_cache(&mut self, attention: &AttentionSpec, num_blocks: usize) -> Result<(), DeviceError>;
+
+    /// A sequence takes `row`: `tokens` are those known so far, and the first `num_prompt_tokens` of them are the
+    /// prompt.
+    fn join_row(
+        &mut self,
+        row: RowId,
+        tokens: &[TokenId],
+        num_prompt_tokens: u32,
+        sampling: &SamplingParams,
+    ) -> Result<(), DeviceError>;
+
+    /// Revises rows: they continue from tokens chosen by rank 0. Each reads its parent as it was before any of them.
+    /// Then blocks are copied in all layers. Only beam searches and verified drafts need it.
+    fn revise(&mut self, revised: &[RevisedRow], copied: &[CopiedBlock]) -> Result<(), DeviceError> {
+        match revised.is_empty() && copied.is_empty() {
+            true => Ok(()),
+            false => Err(DeviceError::Unsupported {
+                what: "a row that goes on from chosen tokens".into(),
+                found: "beam search or drafts".into(),
+                expected: "neither, on this device".into(),
+            }),
+        }
+    }
+
+    /// Does one short piece of work that would otherwise delay a later step, while no step is queued. Returns true if
+    /// more is left. `forward` is the same as in [`Device::run_step`]. It never waits for another worker.
+    fn prepare(&mut self, _forward: &mut dyn FnMut(&mut Self) -> Result<(), DeviceError>) -> Result<bool, DeviceError> {
+        Ok(false)
+    }
+
+    /// Raw logits `[V]` of each of [`StepInputs::logits`], in that order, for the step that [`Device::collect`]
+    /// returned last.
+    fn take_logits(&mut self) -> Vec<Vec<f32>> {
+        Vec::new()
+    }
+
+    /// Runs one step: makes `inputs` the current step and calls `forward`, or replays an earlier recording of the same
+    /// ops. Returns after the step is queued.
+    fn run_step(
+        &mut self,
+        inputs: &StepInputs,
+        forward: &mut dyn FnMut(&mut Self) -> Result<(), DeviceError>,
+    ) -> Result<(), DeviceError>;
+
+    /// Chooses the tokens of the last step, for which [`Device::sample`] computed only logits because
+    /// [`StepInputs::masked`] is not empty. `masks` has one mask for each of `masked`, in that order. The step can be
+    /// collected afterwards.
+    fn choose(&mut self, masks: &[SampleMask]) -> Result<(), DeviceError>;
+
+    /// The tokens of the oldest step that was run and not yet collected. `None` if there is no such step, or if it is
+    /// still running and `wait` is false.
+    fn collect(&mut self, wait: bool) -> Result<Option<Vec<SampledToken>>, DeviceError>;
+
+    // Ops, in the order in which a forward pass uses them. Each acts on all `T` tokens of the current step.
+
+    /// `out[t, :] = table[token_ids[t], :]`, summed over the group if the vocabulary is split.
+    fn embed(&mut self, out: &mut Self::Tensor, table: &Self::Weight) -> Result<(), DeviceError>;
+
+    /// `out[t, :] = x[t, :] * rsqrt(mean(x[t, :]^2) + eps) * weight`.
+    fn rms_norm(
+        &mut self,
+        out: &mut Self::Tensor,
+        x: &Self::Tensor,
+        weight: &Self::Weight,
+        eps: f32,
+    ) -> Result<(), DeviceError>;
+
+    /// `out[t, :] += table[positions[t], :]` ([`Feature::LearnedPositions`]).
+    fn add_positions(&mut self, _out: &mut Self::Tensor, _table: &Self::Weight) -> Result<(), DeviceError> {
+        Err(DeviceError::lacks(Feature::LearnedPositions))
+    }
+
+    /// `out[t, :] = (x[t, :] - mean) * rsqrt(variance + eps) * weight + bias` ([`Feature::LayerNorm`]).
+    fn layer_norm(
+        &mut self,
+        _out: &mut Self::Tensor,
+        _x: &Self::Tensor,
+        _weight: &Self::Weight,
+        _eps: f32,
+    ) -> Result<(), DeviceError> {
+        Err(DeviceError::lacks(Feature::LayerNorm))
+    }
+
+    /// `out = x @ weight^T + bias`.
+    fn linear(&mut self, out: &mut Self::Tensor, x: &Self::Tensor, weight: &Self::Weight) -> Result<(), DeviceError>;
+
+    /// `out = activation(gate) * up`, where `x @ weight^T` is `[gate | up]` ([`LinearRole::GateUp`]). `scratch` has
+    /// room for `[gate | up]`.
+    fn gated_linear(
+        &mut self,
+        out: &mut Self::Tensor,
+        scratch: &mut Self::Tensor,
+        x: &Self::Tensor,
+        weight: &Self::Weight,
+        activation: Activation,
+    ) -> Result<(), DeviceError>;
+
+    /// `out = activation(x @ weight^T + bias)` ([`Feature::PlainMlp`], [`LinearRole::Up`]).
+    fn activated_linear(
+        &mut self,
+        _out: &mut Self::Tensor,
+        _x: &Self::Tensor,
+        _weight: &Self::Weight,
+        _activation: Activation,
+    ) -> Result<(), DeviceError> {
+        Err(DeviceError::lacks(Feature::PlainMlp))
+    }
+
+    /// RMS norm of each head, in place: of the q part of `qkv [T, (H + 2K) D]` by `q_norm [D]`, and of the k part by
+    /// `k_norm [D]` ([`Feature::HeadNorm`]).
+    fn head_norm(
+        &mut self,
+        _qkv: &mut Self::Tensor,
+        _q_norm: &Self::Weight,
+        _k_norm: &Self::Weight,
+        _eps: f32,
+    ) -> Result<(), DeviceError> {
+        Err(DeviceError::lacks(Feature::HeadNorm))
+    }
+
+    /// Rotates the q and k parts of `qkv [T, (H + 2K) D]` by position, and writes k and v into the KV blocks of
+    /// `layer`.
+    fn rope_and_cache(&mut self, qkv: &mut Self::Tensor, layer: usize) -> Result<(), DeviceError>;
+
+    /// `out [T, H D]` = causal attention of the q part of `qkv` over each row's KV blocks of `layer`.
+    fn attention(&mut self, out: &mut Self::Tensor, qkv: &Self::Tensor, layer: usize) -> Result<(), DeviceError>;
+
+    /// `residual += sum of partial over the group; out = norm(residual)`. `weight` determines the kind of norm.
+    fn reduce_add_norm(
+        &mut self,
+        out: &mut Self::Tensor,
+        residual: &mut Self::Tensor,
+        partial: &Self::Tensor,
+        weight: &Self::Weight,
+        eps: f32,
+    ) -> Result<(), DeviceError>;
+
+    /// Computes the logits of the `S` sampling positions of `x` over the whole group's vocabulary, and chooses a token
+    /// for each, the same on every worker. The tokens are appended to their rows on the device and returned by
+    /// [`Device::collect`]. Nothing is appended to rows with [`SamplingParams::beam_candidates`], nor to those that
+    /// sample more than once. With [`StepInputs::masked`] the tokens are chosen later, by [`Device::choose`].
+    fn sample(&mut self, x: &Self::Tensor, head: &Self::Weight) -> Result<(), DeviceError>;
+
+    /// Receives the hidden state. It replaces [`Device::embed`] in all stages but the first: `out` becomes the
+    /// activations that the previous stage passed to [`Device::send_hidden`] in this step.
+    fn recv_hidden(&mut self, _out: &mut Self::Tensor) -> Result<(), DeviceError> {
+        Err(no_pipeline())
+    }
+
+    /// Sends the hidden state `x` to the next stage. It replaces [`Device::sample`] in all stages but the last: the
+    /// step ends here, and [`Device::collect`] returns no tokens for it.
+    fn send_hidden(&mut self, _x: &Self::Tensor) -> Result<(), DeviceError> {
+        Err(no_pipeline())
+    }
+}
+
+fn no_pipeline() -> DeviceError {
+    DeviceError::Unsupported {
+        what: "a pipeline on this device".to_owned(),
+        found: "`pp` above 1".to_owned(),
+        expected: "`pp` 1".to_owned(),
+    }
+}

@@ -1,0 +1,34 @@
+//! The memory of a worker, estimated before anything is loaded.
+
+/// The kind of device to estimate.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Target {
+    /// The CPU.
+    Cpu,
+    /// A CUDA GPU.
+    Cuda,
+}
+
+/// The estimated memory of a worker; [`crate::MemoryPlan`] has the values after loading.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct MemoryEstimate {
+    /// Bytes of weights.
+    pub weights_bytes: u64,
+    /// Part of the weights that stays in the page cache, which workers share.
+    pub mapped_bytes: u64,
+    /// Bytes of activations and scratch buffers.
+    pub workspace_bytes: u64,
+    /// Bytes of buffers for communication in a group.
+    pub communicator_bytes: u64,
+    /// Bytes left free for graphs and the driver.
+    pub reserve_bytes: u64,
+    /// Bytes of one KV block in all layers.
+    pub block_bytes: u64,
+}
+
+impl MemoryEstimate {
+    /// Number of bytes that are needed besides KV blocks.
+    pub fn fixed_bytes(&self) -> u64 {
+        self.weights_bytes + self.workspace_bytes + self.communicator_bytes + self.reserve_bytes
+    }
+}
