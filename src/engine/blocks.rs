@@ -16,6 +16,12 @@ pub(crate) struct ContentId(u64);
 impl ContentId {
     /// The parent of a sequence's first block.
     pub(crate) const ROOT: Self = Self(0);
+
+    /// The parent of the first block of sequences with this salt: they share blocks with each other only.
+    pub(crate) fn salted(salt: Option<u64>) -> Self {
+        // Contents are counted from 1, so they never have the highest bit.
+        salt.map_or(Self::ROOT, |salt| Self(salt | 1 << 63))
+    }
 }
 
 /// Result of a search for a content.

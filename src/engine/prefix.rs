@@ -6,7 +6,7 @@
 //! row.
 
 use crate::BlockId;
-use crate::blocks::{BlockPool, ContentId, Lookup};
+use crate::blocks::{BlockPool, Lookup};
 use crate::sequence::Sequence;
 
 /// Writes to `found` the blocks with which a sequence joining in step `step` can start. The last token is always
@@ -19,7 +19,7 @@ pub(crate) fn find_prefix(
     found: &mut Vec<BlockId>,
 ) -> bool {
     found.clear();
-    let mut parent = ContentId::ROOT;
+    let mut parent = sequence.root;
     for index in 0..(sequence.tokens.len() - 1) / block_size {
         match pool.find(parent, sequence.block_tokens(index, block_size), step) {
             Lookup::Ready(block) => {

@@ -25,6 +25,8 @@ pub struct Request {
     /// Maximum number of draft tokens to guess and verify in one step; 0 turns drafts off. Only greedy sequences
     /// without penalties, bias or bans use drafts.
     pub max_drafts: u32,
+    /// Sequences share cached blocks only with sequences of the same salt.
+    pub cache_salt: Option<u64>,
     /// Which tokens may be generated; not with a beam search.
     pub constraint: Option<RequestConstraint>,
 }

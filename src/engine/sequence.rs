@@ -78,6 +78,8 @@ pub(crate) struct Sequence {
     /// `blocks[..num_ready]` are filled by the plans made so far.
     pub(crate) num_ready: usize,
     pub(crate) last_content: ContentId,
+    /// Parent of its first block in the prefix cache.
+    pub(crate) root: ContentId,
 }
 
 /// State of the search for stop words.
@@ -136,7 +138,8 @@ impl Sequence {
             num_sent: 0,
             num_registered: 0,
             num_ready: 0,
-            last_content: ContentId::ROOT,
+            last_content: ContentId::salted(request.cache_salt),
+            root: ContentId::salted(request.cache_salt),
         }
     }
 
@@ -287,7 +290,7 @@ impl Sequence {
         if let Some(beams) = &mut self.beams {
             beams.restart();
         }
-        (self.num_registered, self.num_ready, self.last_content) = (0, 0, ContentId::ROOT);
+        (self.num_registered, self.num_ready, self.last_content) = (0, 0, self.root);
     }
 }
 

@@ -4,6 +4,7 @@
 //! loaded once ([`tokenizer`]). A [`TextDecoder`] says how a model turns its tokens into text.
 #![forbid(unsafe_code)]
 
+mod constrain;
 mod decoder;
 mod event;
 mod generator;
@@ -12,6 +13,8 @@ mod sequence_text;
 mod timestamp;
 mod tokenizers;
 
+pub use constrain::{Constraints, Guide};
+pub use constraint::{ConstraintError, ConstraintSpec, StartAfter};
 pub use decoder::TextDecoder;
 pub use event::{Delta, GenerateEvent, Logits, LogitsPosition, PromptLogprob, Tokens};
 pub use generator::{Generator, SamplingDefaults};

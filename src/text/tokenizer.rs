@@ -1,10 +1,11 @@
+use std::borrow::Cow;
 use std::fs;
 use std::io::ErrorKind;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use crate::files::Files;
-use crate::spelling::Spelling;
+use crate::spelling::{Piece, Spelling};
 use crate::spm::SpmTokenizer;
 use crate::{Coverage, Detokenizer, TextError, gpt2};
 
@@ -194,6 +195,14 @@ impl Tokenizer {
     /// The ids of all special tokens, ascending.
     pub fn special_ids(&self) -> Vec<u32> {
         (0..self.vocab_size() as u32).filter(|&id| self.spelling.is_special(id)).collect()
+    }
+
+    /// The bytes that a token adds inside a text, or the spelling of a special token; `None` for an id without a token.
+    pub fn token_bytes(&self, id: u32) -> Option<Cow<'_, [u8]>> {
+        self.spelling.piece(id, false, false).map(|piece| match piece {
+            Piece::Bytes(bytes) => Cow::Borrowed(bytes),
+            Piece::FallbackByte(byte) => Cow::Owned(vec![byte]),
+        })
     }
 
     pub(crate) fn spelling(&self) -> &Arc<Spelling> {

@@ -89,6 +89,7 @@ pub(crate) fn parse(config: &LlmConfig, request: &InferRequest) -> Result<Comman
         stop_words: words(config, request, "stop_words_list")?,
         priority: 0,
         beams,
+        cache_salt: None,
         constraint: None,
         max_drafts: max_drafts(config, request)?,
     };

@@ -48,6 +48,7 @@ fn request() -> impl Strategy<Value = Request> {
             priority,
             beams,
             max_drafts,
+            cache_salt: None,
             constraint: None,
         },
     )

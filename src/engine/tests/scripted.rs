@@ -5,7 +5,7 @@
 //!
 //! Calls, one a line (tokens are `3` or a range `1-4`, joined by commas):
 //! - `engine rows=2 tokens=8 …` creates a new engine; other settings have small defaults, see [`config`].
-//! - `submit NAME prompt=1-4,9 max=3 [end=7] [stop=4,5/6] [priority=1]`
+//! - `submit NAME prompt=1-4,9 max=3 [end=7] [stop=4,5/6] [priority=1] [salt=9]`
 //! - `plan` prints the next plan; `settle TOKEN…` settles the oldest plan with these sampled tokens, in its order.
 //! - `settle step=N row=R TOKEN…` does the same for another step or row; `cancel NAME`, `finish NAME`, `recover`,
 //!   `ledger`, `blocks`.
@@ -251,6 +251,7 @@ fn request(settings: &BTreeMap<&str, &str>) -> Request {
         max_drafts: settings.get("drafts").map_or(0, |value| value.parse().unwrap()),
         stop_words: settings.get("stop").map_or(vec![], |words| words.split('/').map(tokens).collect()),
         priority: settings.get("priority").map_or(0, |value| value.parse().unwrap()),
+        cache_salt: settings.get("salt").map(|salt| salt.parse().unwrap()),
         constraint: None,
     }
 }

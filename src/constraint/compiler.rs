@@ -1,0 +1,169 @@
+use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::mpsc::{RecvTimeoutError, sync_channel};
+use std::thread;
+use std::time::Duration;
+
+use llguidance::api::TopLevelGrammar;
+use llguidance::{Matcher, ParserFactory};
+
+use crate::cache::Cache;
+use crate::grammar::{grammar_of, readable};
+use crate::{Constraint, ConstraintError, ConstraintSpec, Vocabulary};
+
+/// Intersecting schemas recurses up to 128 levels of some KiB each.
+const STACK_BYTES: usize = 16 << 20;
+
+/// What a constraint may cost.
+#[derive(Debug, Clone)]
+pub struct Limits {
+    /// Bytes of a description: a schema as JSON text, a grammar, a regular expression.
+    pub max_bytes: usize,
+    /// Levels of arrays and objects in a schema.
+    pub max_nesting: usize,
+    /// Symbols in the rules of a grammar.
+    pub max_grammar_size: usize,
+    /// States of the lexer of one sequence, of 1 to 2 KiB each.
+    pub max_lexer_states: usize,
+    /// Steps of the lexer for one mask, some 14 a microsecond.
+    pub mask_lexer_steps: u64,
+    /// Items of the parser for one mask, some 20 a microsecond.
+    pub mask_parser_items: usize,
+    /// Time to compile a description.
+    pub compile_time: Duration,
+    /// Descriptions that are compiled at the same time. One that ran out of time counts until it has in fact ended.
+    pub max_compiling: usize,
+    /// Bytes of the cache of compiled grammars, by estimate.
+    pub cache_bytes: usize,
+}
+
+impl Default for Limits {
+    fn default() -> Self {
+        Self {
+            max_bytes: 256 << 10,
+            max_nesting: 64,
+            max_grammar_size: 200_000,
+            max_lexer_states: 50_000,
+            mask_lexer_steps: 200_000,
+            mask_parser_items: 50_000,
+            compile_time: Duration::from_secs(2),
+            max_compiling: 8,
+            cache_bytes: 256 << 20,
+        }
+    }
+}
+
+/// Compiles constraints over one vocabulary. Share it in an [`Arc`].
+pub struct Compiler {
+    factory: Arc<ParserFactory>,
+    vocabulary: Vocabulary,
+    limits: Limits,
+    cache: Arc<Cache>,
+    compiling: Arc<AtomicUsize>,
+}
+
+impl Compiler {
+    /// Prepares the vocabulary, which takes tenths of a second for a large one.
+    ///
+    /// # Errors
+    /// When the vocabulary cannot be prepared.
+    pub fn new(vocabulary: Vocabulary, limits: Limits) -> Result<Self, ConstraintError> {
+        let mut factory = ParserFactory::new_simple(&vocabulary.env)
+            .map_err(|error| ConstraintError::Vocabulary(readable(&error.to_string())))?;
+        factory.quiet();
+        let bounds = factory.limits_mut();
+        bounds.max_grammar_size = limits.max_grammar_size;
+        bounds.max_lexer_states = limits.max_lexer_states;
+        bounds.step_lexer_fuel = limits.mask_lexer_steps;
+        bounds.step_max_items = limits.mask_parser_items;
+        bounds.verbose_errors = false;
+        let cache = Arc::new(Cache::new(limits.cache_bytes));
+        Ok(Self { factory: Arc::new(factory), vocabulary, limits, cache, compiling: Arc::default() })
+    }
+
+    /// The vocabulary of all its constraints.
+    pub fn vocabulary(&self) -> &Vocabulary {
+        &self.vocabulary
+    }
+
+    /// A constraint at its start. Blocks until the description is compiled, at most [`Limits::compile_time`]; a description that was
+    /// compiled before is ready at once.
+    ///
+    /// # Errors
+    /// When the description is too large, not valid, not supported or too slow to compile, or too many are being compiled.
+    pub fn compile(&self, spec: &ConstraintSpec) -> Result<Constraint, ConstraintError> {
+        let grammar = grammar_of(spec, &self.limits)?;
+        let key = format!("{:?}", grammar);
+        let matcher = match self.cache.get(&key) {
+            Some(matcher) => matcher,
+            None => self.build(grammar, key, spec.what())?,
+        };
+        Ok(Constraint::new(matcher, self.vocabulary.clone()))
+    }
+
+    /// Compiles on a thread of its own, which has a large stack and can be left behind.
+    fn build(&self, grammar: TopLevelGrammar, key: String, what: &'static str) -> Result<Matcher, ConstraintError> {
+        let running = Running::begin(&self.compiling, self.limits.max_compiling)?;
+        let (sender, receiver) = sync_channel(1);
+        let (factory, cache) = (Arc::clone(&self.factory), Arc::clone(&self.cache));
+        let build = move || {
+            let _running = running;
+            let built = compile(&factory, grammar);
+            if let Ok(matcher) = &built {
+                cache.insert(key, matcher);
+            }
+            // The receiver is gone when the time is over.
+            let _ = sender.send(built);
+        };
+        let invalid = |reason: String| ConstraintError::Invalid { what, reason };
+        thread::Builder::new()
+            .name("constraint".into())
+            .stack_size(STACK_BYTES)
+            .spawn(build)
+            .map_err(|error| ConstraintError::Stuck(format!("no thread to compile it: {error}")))?;
+        match receiver.recv_timeout(self.limits.compile_time) {
+            Ok(built) => built.map_err(invalid),
+            Err(RecvTimeoutError::Timeout) => {
+                Err(ConstraintError::TooSlow { what, limit_ms: self.limits.compile_time.as_millis() as u64 })
+            }
+            Err(RecvTimeoutError::Disconnected) => Err(invalid("its compilation failed".into())),
+        }
+    }
+
+    #[cfg(test)]
+    pub(crate) fn num_cached(&self) -> usize {
+        self.cache.len()
+    }
+}
+
+fn compile(factory: &ParserFactory, grammar: TopLevelGrammar) -> Result<Matcher, String> {
+    let mut matcher = Matcher::new(factory.create_parser(grammar));
+    if let Some(error) = matcher.get_error() {
+        return Err(readable(&error));
+    }
+    // A warning says that a part of the description was not taken as it is written.
+    match matcher.grammar_warnings().first() {
+        Some(warning) => Err(readable(warning)),
+        None => Ok(matcher),
+    }
+}
+
+/// One compilation that counts against the limit until it ends.
+struct Running(Arc<AtomicUsize>);
+
+impl Running {
+    fn begin(count: &Arc<AtomicUsize>, max: usize) -> Result<Self, ConstraintError> {
+        let running = count.fetch_add(1, Ordering::Relaxed);
+        let running_one = Self(Arc::clone(count));
+        match running >= max {
+            true => Err(ConstraintError::Busy { running }),
+            false => Ok(running_one),
+        }
+    }
+}
+
+impl Drop for Running {
+    fn drop(&mut self) {
+        self.0.fetch_sub(1, Ordering::Relaxed);
+    }
+}

@@ -1,0 +1,91 @@
+//! The grammar of a specification, in the form that `llguidance` takes.
+
+use llguidance::api::{GrammarWithLexer, TopLevelGrammar};
+use serde_json::{Value, json};
+
+use crate::compiler::Limits;
+use crate::{ConstraintError, ConstraintSpec, schema, structural};
+
+/// The longest message of `llguidance` that is passed on, in characters.
+const MAX_MESSAGE: usize = 500;
+
+pub(crate) fn grammar_of(spec: &ConstraintSpec, limits: &Limits) -> Result<TopLevelGrammar, ConstraintError> {
+    let what = spec.what();
+    match spec {
+        ConstraintSpec::JsonObject => Ok(TopLevelGrammar::from_json_schema(json!({"type": "object"}))),
+        ConstraintSpec::JsonSchema(value) => {
+            let parsed = schema::parse(value, limits)?;
+            Ok(TopLevelGrammar::from_json_schema(schema::check(&parsed, limits)?))
+        }
+        ConstraintSpec::Regex(regex) => {
+            within(what, regex.len(), limits)?;
+            Ok(TopLevelGrammar::from_regex(regex))
+        }
+        ConstraintSpec::Choice(choices) => {
+            within(what, choices.iter().map(|choice| choice.len() + 1).sum(), limits)?;
+            Ok(TopLevelGrammar::from_lark(choice(choices)?))
+        }
+        ConstraintSpec::Grammar(text) if text.contains("::=") => Err(ConstraintError::Unsupported {
+            feature: "::=".into(),
+            place: "the grammar: GBNF or EBNF, expected Lark".into(),
+        }),
+        ConstraintSpec::Grammar(text) | ConstraintSpec::Lark(text) => {
+            within(what, text.len(), limits)?;
+            check_lark(text)?;
+            Ok(TopLevelGrammar::from_lark(text.clone()))
+        }
+        ConstraintSpec::StructuralTag(value) => {
+            let (lark, schemas) = structural::lark(value, limits)?;
+            let mut grammars = vec![GrammarWithLexer::from_lark(lark)];
+            grammars.extend(schemas.into_iter().enumerate().map(|(index, schema)| GrammarWithLexer {
+                name: Some(structural::schema_name(index)),
+                ..GrammarWithLexer::from_json_schema(schema)
+            }));
+            Ok(TopLevelGrammar { grammars, max_tokens: None })
+        }
+    }
+}
+
+/// # Errors
+/// When `got` bytes are over the limit of a description.
+pub(crate) fn within(what: &'static str, got: usize, limits: &Limits) -> Result<(), ConstraintError> {
+    match got > limits.max_bytes {
+        true => Err(ConstraintError::TooLarge { what, got, max: limits.max_bytes, unit: "bytes" }),
+        false => Ok(()),
+    }
+}
+
+/// A string literal of Lark: JSON's.
+pub(crate) fn literal(text: &str) -> String {
+    Value::from(text).to_string()
+}
+
+fn choice(choices: &[String]) -> Result<String, ConstraintError> {
+    let invalid = |reason: &str| ConstraintError::Invalid { what: "the list of choices", reason: reason.into() };
+    if choices.is_empty() {
+        return Err(invalid("it is empty, expected at least one text"));
+    }
+    if choices.iter().any(String::is_empty) {
+        return Err(invalid("one of its texts is empty"));
+    }
+    let choices: Vec<String> = choices.iter().map(|choice| literal(choice)).collect();
+    Ok(format!("start: {}", choices.join(" | ")))
+}
+
+/// Refuses what would change the meaning of the rest of a grammar: options of `llguidance` that ignore parts of a schema.
+fn check_lark(text: &str) -> Result<(), ConstraintError> {
+    match text.contains("x-guidance") {
+        true => Err(ConstraintError::Unsupported { feature: "x-guidance".into(), place: "the grammar".into() }),
+        false => Ok(()),
+    }
+}
+
+/// A message of `llguidance` on one line, without the dump of its state, cut to a readable length.
+pub(crate) fn readable(message: &str) -> String {
+    let message = message.split("\n<").next().unwrap_or_default();
+    let message = message.split_whitespace().collect::<Vec<_>>().join(" ");
+    match message.char_indices().nth(MAX_MESSAGE) {
+        Some((end, _)) => format!("{}…", &message[..end]),
+        None => message,
+    }
+}
