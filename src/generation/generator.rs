@@ -6,8 +6,6 @@ use std::sync::Arc;
 use engine::TokenId;
 use text::Tokenizer;
 
-use crate::Constraints;
-
 /// A model that generates text, as the adapters of protocols see it.
 #[derive(Clone)]
 pub struct Generator {
@@ -33,8 +31,6 @@ pub struct Generator {
     pub adds_special_tokens: bool,
     /// What the checkpoint recommends.
     pub defaults: SamplingDefaults,
-    /// Compiles what texts must be.
-    pub constraints: Arc<Constraints>,
     /// Largest number of draft tokens of a request.
     pub max_drafts: u32,
     /// When the model was loaded, in seconds since 1970.

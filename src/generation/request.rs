@@ -1,5 +1,7 @@
 use engine::{Refused, Request};
 
+use crate::Guide;
+
 /// A request to generate text, whatever protocol it came by.
 #[derive(Debug, Clone, Default, PartialEq)]
 pub struct GenerateRequest {
@@ -11,6 +13,8 @@ pub struct GenerateRequest {
     pub stop: StopTexts,
     /// How the tokens become text; `None` where the reader needs the tokens only.
     pub text: Option<TextOptions>,
+    /// What the text must be.
+    pub guide: Guide,
     /// `Some(n)` reports the log-probability of each token of the prompt, and the `n` likeliest tokens at its position.
     pub prompt_logprobs: Option<u32>,
     /// Priority as the client sends it; the model's configuration maps it to a priority of the engine.
@@ -67,6 +71,7 @@ impl GenerateRequest {
             ("stop token ids", sampling.end_ids.iter().max()),
             ("logit bias", sampling.logit_bias.iter().map(|(token, _)| token).max()),
             ("bad words", sampling.bad_words.iter().flatten().max()),
+            ("allowed tokens", self.guide.allowed_tokens.iter().max()),
         ];
         for (field, largest) in lists {
             if let Some(token) = largest.filter(|token| token.0 as usize >= vocab_size) {

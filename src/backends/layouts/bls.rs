@@ -47,9 +47,10 @@ const FROM_PREPROCESSING: [(&str, &str); 10] = [
 ];
 
 /// Inputs that go straight to the language model, where its name for them is another one.
-const RENAMED: [(&str, &str); 4] = [
+const RENAMED: [(&str, &str); 5] = [
     ("top_k", "runtime_top_k"),
     ("top_p", "runtime_top_p"),
+    ("min_p", "runtime_min_p"),
     ("length_penalty", "len_penalty"),
     ("stream", "streaming"),
 ];

@@ -21,7 +21,6 @@ const NO_ENCODER: Use = Refused("models have a decoder only");
 const NO_DECODER_PROMPT: Use = Ignored("it is for models with an encoder; the prompt is `input_ids`");
 const NO_IMAGES: Use = Refused("models read text only");
 const NO_LORA: Use = Refused("adapters are not supported; merge them into the checkpoint");
-const NO_GUIDE: Use = Refused("guided decoding is not supported");
 const NO_DRAFT: Use = Ignored("there is no draft model; answers are the same without one");
 const SCHEDULED_HERE: Use = Ignored("the scheduler decides this from step to step");
 const NO_LORA_CACHE: Use = Ignored("there are no adapters to cache");
@@ -108,8 +107,8 @@ pub const LLM_PARAMETERS: &[Key] = &[
     ("multi_block_mode", CLASS_OF_KERNEL),
     ("cuda_graph_mode", CLASS_OF_KERNEL),
     ("cuda_graph_cache_size", CLASS_OF_KERNEL),
-    ("guided_decoding_backend", Ignored("guided decoding is not supported")),
-    ("xgrammar_tokenizer_info_path", Ignored("guided decoding is not supported")),
+    ("guided_decoding_backend", Ignored("every model is constrained by `llguidance`")),
+    ("xgrammar_tokenizer_info_path", Ignored("the checkpoint's tokenizer is read")),
     ("pipeline_para_size", Ignored("`--world_size` and the launcher place ranks")),
     ("data_type", Ignored("the checkpoint's own type counts")),
     ("model_type", Ignored("the checkpoint's config.json names its architecture")),
@@ -141,6 +140,8 @@ pub const LLM_INPUTS: &[Key] = &[
     ("temperature", Used("of sampling, where top-k or top-p asks for it")),
     ("runtime_top_k", Used("of sampling")),
     ("runtime_top_p", Used("of sampling")),
+    ("runtime_min_p", Used("of sampling")),
+    ("min_p", Used("the same under its other name")),
     ("runtime_top_p_min", Used("of sampling")),
     ("runtime_top_p_decay", Used("of sampling")),
     ("runtime_top_p_reset_ids", Used("of sampling")),
@@ -206,8 +207,11 @@ pub const LLM_INPUTS: &[Key] = &[
     ("retention_token_range_durations_ms", KEEP_ALL),
     ("retention_decode_priority", KEEP_ALL),
     ("retention_decode_duration_ms", KEEP_ALL),
-    ("guided_decoding_guide_type", NO_GUIDE),
-    ("guided_decoding_guide", NO_GUIDE),
+    (
+        "guided_decoding_guide_type",
+        Used("what the text must be: `json`, `json_schema`, `regex`, `ebnf_grammar` or `structural_tag`"),
+    ),
+    ("guided_decoding_guide", Used("the schema, expression, grammar or structural tag")),
 ];
 
 /// Outputs of a language model that gives token ids.

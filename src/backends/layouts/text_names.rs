@@ -29,6 +29,7 @@ pub(super) const NAMES: &[(&str, &[&str])] = &[
     ("temperature", &["temperature", "TEMPERATURE", "sampling_param_temperature"]),
     ("runtime_top_k", &["top_k", "runtime_top_k", "TOP_K", "sampling_param_top_k"]),
     ("runtime_top_p", &["top_p", "runtime_top_p", "TOP_P", "sampling_param_top_p"]),
+    ("runtime_min_p", &["min_p", "runtime_min_p", "sampling_param_min_p"]),
     ("repetition_penalty", &["repetition_penalty"]),
     ("presence_penalty", &["presence_penalty", "sampling_param_presence_penalty"]),
     ("frequency_penalty", &["frequency_penalty", "sampling_param_frequency_penalty"]),
@@ -36,6 +37,8 @@ pub(super) const NAMES: &[(&str, &[&str])] = &[
     ("min_tokens", &["min_tokens", "min_length", "min_new_tokens"]),
     ("beam_width", &["beam_width", "num_beams"]),
     ("len_penalty", &["length_penalty", "len_penalty"]),
+    ("guided_decoding_guide_type", &["guided_decoding_guide_type"]),
+    ("guided_decoding_guide", &["guided_decoding_guide"]),
     ("end_id", &["end_id"]),
     ("return_log_probs", &["return_log_probs", "return_cumulative_logprob"]),
 ];

@@ -3,7 +3,7 @@
 use std::sync::atomic::Ordering;
 
 use engine::{BeamParams, Refused, Request, SamplingParams, TokenId};
-use generation::GenerateRequest;
+use generation::{ConstraintSpec, GenerateRequest, Guide};
 use serving::{DataType, InferError, InferRequest, Limit, Parameter, Tensor};
 
 use super::config::LlmConfig;
@@ -96,6 +96,7 @@ pub(crate) fn parse(config: &LlmConfig, request: &InferRequest) -> Result<Comman
     let generate = GenerateRequest {
         sequence: engine_request,
         num_sequences,
+        guide: guide(request)?,
         priority: request.priority,
         timeout_us: request.timeout_us,
         ..GenerateRequest::default()
@@ -322,9 +323,52 @@ fn words(config: &LlmConfig, request: &InferRequest, name: &str) -> Result<Vec<V
 }
 
 /// Refuses what would change the answer if it were ignored.
+/// What the text must be: `guided_decoding_guide_type` and `guided_decoding_guide`, as TensorRT-LLM names them.
+fn guide(request: &InferRequest) -> Result<Guide, InferError> {
+    const TYPE: &str = "guided_decoding_guide_type";
+    const GUIDE: &str = "guided_decoding_guide";
+    let (kind, guide) = (text(request, TYPE)?, text(request, GUIDE)?);
+    let Some(kind) = kind.filter(|kind| !kind.is_empty()) else {
+        return match guide.filter(|guide| !guide.is_empty()) {
+            Some(_) => Err(InferError::invalid(format!(
+                "`{GUIDE}` is set, but `{TYPE}` is missing: it says what the guide is"
+            ))),
+            None => Ok(Guide::default()),
+        };
+    };
+    if kind == "json" {
+        return Ok(Guide { spec: Some(ConstraintSpec::JsonSchema(true.into())), ..Guide::default() });
+    }
+    let guide = guide.filter(|guide| !guide.is_empty());
+    let guide = guide.ok_or_else(|| InferError::invalid(format!("`{TYPE}` is `{kind}`, but `{GUIDE}` is missing")))?;
+    let spec = match kind.as_str() {
+        "json_schema" => ConstraintSpec::JsonSchema(guide.into()),
+        "regex" => ConstraintSpec::Regex(guide),
+        "ebnf_grammar" => ConstraintSpec::Grammar(guide),
+        "structural_tag" => ConstraintSpec::StructuralTag(guide.into()),
+        _ => {
+            let kinds = "expected `json`, `json_schema`, `regex`, `ebnf_grammar` or `structural_tag`";
+            return Err(InferError::invalid(format!("`{TYPE}` is `{kind}`, {kinds}")));
+        }
+    };
+    Ok(Guide { spec: Some(spec), ..Guide::default() })
+}
+
+/// The string of an input; `None` without the input.
+fn text(request: &InferRequest, name: &str) -> Result<Option<String>, InferError> {
+    let Some(tensor) = request.input(name) else { return Ok(None) };
+    let strings = tensor.to_byte_strings().ok_or_else(|| wrong_type(tensor, "BYTES"))?;
+    match strings.as_slice() {
+        [text] => match std::str::from_utf8(text) {
+            Ok(text) => Ok(Some(text.to_owned())),
+            Err(_) => Err(InferError::invalid(format!("`{name}` is not UTF-8"))),
+        },
+        found => Err(InferError::invalid(format!("`{name}` has {} values, expected 1", found.len()))),
+    }
+}
+
 fn refuse_unsupported(request: &InferRequest) -> Result<(), InferError> {
-    let unsupported =
-        ["draft_input_ids", "prompt_embedding_table", "lora_weights", "lora_task_id", "guided_decoding_guide"];
+    let unsupported = ["draft_input_ids", "prompt_embedding_table", "lora_weights", "lora_task_id"];
     match unsupported.into_iter().find(|name| request.input(name).is_some()) {
         Some(name) => Err(InferError::invalid(format!("input `{name}` is not supported; leave it out"))),
         None => Ok(()),

@@ -39,11 +39,11 @@ use std::sync::atomic::Ordering;
 use std::sync::{Arc, Mutex, Weak};
 use std::time::{Instant, SystemTime, UNIX_EPOCH};
 
-use engine::{EngineConfig, EngineStats, Refused, Request};
+use engine::{EngineConfig, EngineStats, Refused, Request, RequestConstraint};
 use futures::future::BoxFuture;
 use futures::stream::FuturesUnordered;
 use futures::{FutureExt, StreamExt};
-use generation::{GenerateRequest, Generator, SequenceText};
+use generation::{ConstraintError, Constraints, GenerateRequest, Generator, SequenceText};
 use ipc::Prefix;
 use serving::{
     Backend, BackendFactory, CallCounter, GenerateCall, InferError, InferRequest, InferResponse, LoadRequest,
@@ -52,7 +52,7 @@ use serving::{
 use smallvec::{SmallVec, smallvec};
 use supervision::Agents;
 use text::Tokenizer;
-use tokio::runtime::Handle;
+use tokio::runtime::{Handle, RuntimeFlavor};
 use tokio::sync::watch;
 
 use crate::encoder;
@@ -215,6 +215,8 @@ struct Llm {
     config: Arc<LlmConfig>,
     version: String,
     tokenizer: Option<Arc<Tokenizer>>,
+    /// Compiles what texts must be; `None` without a tokenizer.
+    constraints: Option<Constraints>,
     router: Arc<Router>,
     /// Shared with the other models.
     logits: Arc<LogitsBudget>,
@@ -234,10 +236,13 @@ impl Llm {
         router: Arc<Router>,
         logits: Arc<LogitsBudget>,
     ) -> Self {
+        let constraints =
+            tokenizer.clone().map(|tokenizer| Constraints::new(tokenizer, config.vocab_size, &config.end_ids));
         Self {
             config: Arc::new(config),
             version: version.to_string(),
             tokenizer,
+            constraints,
             router,
             logits,
             by_id: Arc::default(),
@@ -318,6 +323,7 @@ impl Llm {
         decode_calls: Option<CallCounter>,
     ) -> Result<GenerateStream, InferError> {
         let logits_bytes = check_request::check(&self.config, &request)?;
+        request.sequence.constraint = self.constraint(&request)?;
         let logits = self.logits.charge(&self.config.limits, logits_bytes)?;
         let num_sequences = request.num_sequences;
         let timeout = self.config.queue.timeout(request.priority, request.timeout_us);
@@ -361,6 +367,30 @@ impl Llm {
             ready: VecDeque::new(),
         };
         Ok(GenerateStream::new(generating, receiver))
+    }
+
+    /// The constraint of a request's first sequence, where it has one. Compiling it takes time, meanwhile other threads
+    /// serve other requests.
+    fn constraint(&self, request: &GenerateRequest) -> Result<Option<RequestConstraint>, InferError> {
+        if request.guide.is_free() {
+            return Ok(None);
+        }
+        if request.sequence.beams.is_some() {
+            return Err(error_of(&Refused::ConstrainedBeams));
+        }
+        let constraints = self.constraints.as_ref().ok_or_else(|| {
+            InferError::invalid(format!(
+                "model `{}` has no tokenizer, so its texts cannot be constrained",
+                self.config.name
+            ))
+        })?;
+        let compile = || constraints.compile(&request.guide, &request.sequence.sampling.end_ids);
+        let can_hand_over = Handle::try_current().is_ok_and(|it| it.runtime_flavor() == RuntimeFlavor::MultiThread);
+        let compiled = if can_hand_over { tokio::task::block_in_place(compile) } else { compile() };
+        compiled.map(Some).map_err(|error| match error {
+            ConstraintError::Busy { .. } => InferError::unavailable(error.to_string()),
+            error => InferError::invalid(error.to_string()),
+        })
     }
 
     /// The texts of a request's sequences, where it has text options.
