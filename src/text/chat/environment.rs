@@ -5,9 +5,9 @@ use std::sync::LazyLock;
 use jiff::ZonedDateTime;
 use jiff::fmt::strtime::BrokenDownTime;
 use minijinja::syntax::SyntaxConfig;
-use minijinja::{Environment, Error, ErrorKind, State, Value};
+use minijinja::{Environment, Error, ErrorKind};
 
-use super::{json, methods, python};
+use super::{filters, json, methods, python};
 
 /// Longest format of `strftime_now`.
 const MAX_TIME_FORMAT: usize = 256;
@@ -23,7 +23,7 @@ pub(super) static JINJA: LazyLock<Environment<'static>> = LazyLock::new(|| {
     environment.add_function("raise_exception", raise_exception);
     environment.add_function("strftime_now", strftime_now);
     environment.add_filter("tojson", json::to_json);
-    environment.add_filter("string", |state: &State, value: &Value| python::str(state, value));
+    filters::add(&mut environment);
     environment
 });
 

@@ -2,8 +2,8 @@
 
 use std::fmt::Write;
 
-use minijinja::value::{Kwargs, Rest, ValueKind};
-use minijinja::{Error, ErrorKind, State, Value};
+use minijinja::value::{Kwargs, Rest, Serde, ValueKind};
+use minijinja::{Environment, Error, ErrorKind, State, Value};
 
 use super::python;
 
@@ -21,19 +21,30 @@ struct Style {
 }
 
 /// `tojson(value, ensure_ascii=false, indent=none, separators=none, sort_keys=false)`.
-pub(super) fn to_json(state: &State, value: Value, options: Rest<Value>) -> Result<Value, Error> {
-    let style = Style::of(&options)?;
+pub(super) fn to_json(state: &State, value: Value, options: Rest<Value>, named: Kwargs) -> Result<Value, Error> {
+    let style = Style::of(&options, &named)?;
     let mut writer = Writer { state, style, text: String::new() };
     writer.value(&value, 0)?;
     Ok(Value::from(writer.text))
 }
 
+/// The JSON of a client's value, as `tojson` without options writes it.
+pub(super) fn python_text(value: &serde_json::Value) -> String {
+    let environment = Environment::empty();
+    let style = Style {
+        ensure_ascii: false,
+        indent: None,
+        item_separator: ", ".to_owned(),
+        key_separator: ": ".to_owned(),
+        sort_keys: false,
+    };
+    let mut writer = Writer { state: &environment.empty_state(), style, text: String::new() };
+    writer.value(&Value::from(Serde(value)), 0).expect("JSON of a client is not deep, and without fuel nothing runs out");
+    writer.text
+}
+
 impl Style {
-    fn of(options: &[Value]) -> Result<Self, Error> {
-        let (named, positional) = match options.split_last() {
-            Some((last, first)) if last.is_kwargs() => (Kwargs::try_from(last.clone())?, first),
-            _ => (Kwargs::from_iter(std::iter::empty::<(String, Value)>()), options),
-        };
+    fn of(positional: &[Value], named: &Kwargs) -> Result<Self, Error> {
         let option = |at: usize, name: &str| match positional.get(at) {
             Some(value) => Ok(Some(value.clone())),
             None => named.get::<Option<Value>>(name),

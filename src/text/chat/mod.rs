@@ -1,6 +1,7 @@
 //! Chat templates: the Jinja templates by which checkpoints turn conversations into prompts.
 
 mod environment;
+mod filters;
 mod json;
 mod limits;
 mod methods;
@@ -22,7 +23,7 @@ use crate::files::Files;
 use environment::JINJA;
 use limits::Output;
 pub use request::ChatRequest;
-use request::Form;
+use request::{Arguments, Form};
 
 /// Variables that a request has fields for.
 const FIELDS: [&str; 6] =
@@ -87,11 +88,11 @@ impl ChatTemplate {
         if let Some(name) = FIELDS.iter().find(|name| field(name)) {
             return Err(template.refuses(format!("`chat_template_kwargs` has `{name}`; use the field of that name")));
         }
-        let form = Form { keeps_parts: template.keeps_parts, parses_arguments: true };
+        let form = Form { keeps_parts: template.keeps_parts, arguments: Arguments::Objects };
         let prompt = self.render_in(&template, request, form);
         // Templates that join arguments to text need them as text.
-        if prompt.is_err() && request::has_argument_text(request.messages) {
-            let form = Form { parses_arguments: false, ..form };
+        if prompt.is_err() && request::has_arguments(request.messages) {
+            let form = Form { arguments: Arguments::Text, ..form };
             return self.render_in(&template, request, form).or(prompt);
         }
         prompt
@@ -160,8 +161,7 @@ impl Template {
 
     fn new(origin: String, source: String, fuel: u64) -> Self {
         let mut environment = JINJA.clone();
-        let text = source::without_generation_tags(&source).into_owned();
-        let added = environment.add_template_owned(Self::NAME, text);
+        let added = environment.add_template_owned(Self::NAME, source::compiled(&source));
         let environment = added.map(|()| environment).map_err(|error| limits::reason(&error));
         let keeps_parts = source::iterates_content(&source);
         Self { origin, source, environment, keeps_parts, fuel }

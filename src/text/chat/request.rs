@@ -4,6 +4,8 @@ use std::borrow::Cow;
 
 use serde_json::{Map, Value};
 
+use super::json;
+
 /// A conversation, and how a chat template turns it into a prompt.
 #[derive(Debug, Clone, Copy, Default)]
 pub struct ChatRequest<'a> {
@@ -31,8 +33,17 @@ const REASONING: [&str; 3] = ["reasoning_content", "thinking", "reasoning"];
 pub(super) struct Form {
     /// Content in parts stays a list of parts, instead of becoming one text.
     pub(super) keeps_parts: bool,
-    /// Arguments of tool calls that are JSON text become objects.
-    pub(super) parses_arguments: bool,
+    /// The form of the arguments of tool calls.
+    pub(super) arguments: Arguments,
+}
+
+/// In which form a template reads the arguments of tool calls.
+#[derive(Debug, Clone, Copy)]
+pub(super) enum Arguments {
+    /// As objects. Text that is not the JSON of an object stays text.
+    Objects,
+    /// As JSON: text as the client sent it, objects with Python's spacing.
+    Text,
 }
 
 /// The messages as a template reads them.
@@ -68,9 +79,11 @@ fn message(message: &Map<String, Value>, form: Form) -> Map<String, Value> {
             fields.insert("content".to_owned(), Value::String(text));
         }
     }
-    if form.parses_arguments {
-        for call in fields.get_mut("tool_calls").and_then(Value::as_array_mut).into_iter().flatten() {
-            call.pointer_mut("/function/arguments").into_iter().for_each(parse_arguments);
+    let calls = fields.get_mut("tool_calls").and_then(Value::as_array_mut).into_iter().flatten();
+    for arguments in calls.filter_map(|call| call.pointer_mut("/function/arguments")) {
+        match form.arguments {
+            Arguments::Objects => parse_arguments(arguments),
+            Arguments::Text => write_arguments(arguments),
         }
     }
     fields
@@ -106,8 +119,15 @@ fn parse_arguments(arguments: &mut Value) {
     }
 }
 
-/// Whether a message of the conversation has tool calls whose arguments are text.
-pub(super) fn has_argument_text(messages: &[Value]) -> bool {
-    let calls = messages.iter().filter_map(|message| message.get("tool_calls")?.as_array()).flatten();
-    calls.filter_map(|call| call.pointer("/function/arguments")).any(Value::is_string)
+/// Replaces arguments that are an object by its JSON.
+fn write_arguments(arguments: &mut Value) {
+    if arguments.is_object() {
+        *arguments = Value::String(json::python_text(arguments));
+    }
+}
+
+/// Whether a message of the conversation has tool calls with arguments.
+pub(super) fn has_arguments(messages: &[Value]) -> bool {
+    let mut calls = messages.iter().filter_map(|message| message.get("tool_calls")?.as_array()).flatten();
+    calls.any(|call| call.pointer("/function/arguments").is_some())
 }

@@ -84,9 +84,15 @@ fn read(path: &Path) -> Result<Option<String>, TextError> {
     }
 }
 
+/// The source as it is compiled: with line feeds at the ends of lines, and without the tags of generations.
+pub(super) fn compiled(source: &str) -> String {
+    let source = source.replace("\r\n", "\n").replace('\r', "\n");
+    without_generation_tags(&source).into_owned()
+}
+
 /// The source with `{% with %}` and `{% endwith %}` for `{% generation %}` and `{% endgeneration %}`, which mark the model's
 /// text for training, and which keep the variables set within to themselves too.
-pub(super) fn without_generation_tags(source: &str) -> Cow<'_, str> {
+fn without_generation_tags(source: &str) -> Cow<'_, str> {
     let mut text = Cow::Borrowed("");
     let mut rest = source;
     while let Some(at) = rest.find("{%") {
