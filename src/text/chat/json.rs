@@ -39,7 +39,9 @@ pub(super) fn python_text(value: &serde_json::Value) -> String {
         sort_keys: false,
     };
     let mut writer = Writer { state: &environment.empty_state(), style, text: String::new() };
-    writer.value(&Value::from(Serde(value)), 0).expect("JSON of a client is not deep, and without fuel nothing runs out");
+    writer
+        .value(&Value::from(Serde(value)), 0)
+        .expect("JSON of a client is not deep, and without fuel nothing runs out");
     writer.text
 }
 

@@ -5,10 +5,12 @@ mod filters;
 mod json;
 mod limits;
 mod methods;
+mod operators;
 mod python;
 mod request;
 mod source;
 mod suffix;
+mod words;
 
 use std::borrow::Cow;
 use std::collections::BTreeMap;

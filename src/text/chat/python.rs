@@ -27,6 +27,13 @@ pub(super) fn str(state: &State, value: &Value) -> Result<String, Error> {
     Ok(text)
 }
 
+/// `repr(value)` of Python.
+pub(super) fn repr(state: &State, value: &Value) -> Result<String, Error> {
+    let mut text = String::new();
+    write_repr(state, &mut text, value, 0)?;
+    Ok(text)
+}
+
 /// Appends `repr(value)` of Python.
 fn write_repr(state: &State, text: &mut String, value: &Value, depth: usize) -> Result<(), Error> {
     step(state, depth)?;

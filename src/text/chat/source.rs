@@ -6,6 +6,7 @@ use std::path::{Path, PathBuf};
 
 use serde_json::Value;
 
+use super::operators;
 use crate::TextError;
 
 /// Longest source of a template in bytes.
@@ -87,7 +88,7 @@ fn read(path: &Path) -> Result<Option<String>, TextError> {
 /// The source as it is compiled: with line feeds at the ends of lines, and without the tags of generations.
 pub(super) fn compiled(source: &str) -> String {
     let source = source.replace("\r\n", "\n").replace('\r', "\n");
-    without_generation_tags(&source).into_owned()
+    operators::rewritten(&without_generation_tags(&source))
 }
 
 /// The source with `{% with %}` and `{% endwith %}` for `{% generation %}` and `{% endgeneration %}`, which mark the model's

@@ -10,7 +10,8 @@ use serde_json::{Map, Value, json};
 use text::{ChatRequest, ChatTemplate};
 
 /// Days as the templates write the day of the goldens, and the formats that give today's.
-const DAYS: [(&str, &str); 3] = [("1987-06-15", "%Y-%m-%d"), ("15 Jun 1987", "%d %b %Y"), ("June 15, 1987", "%B %d, %Y")];
+const DAYS: [(&str, &str); 3] =
+    [("1987-06-15", "%Y-%m-%d"), ("15 Jun 1987", "%d %b %Y"), ("June 15, 1987", "%B %d, %Y")];
 
 fn folder() -> PathBuf {
     let own = || Path::new(env!("CARGO_MANIFEST_DIR")).join("../../tests/goldens/chat_templates");
@@ -66,10 +67,11 @@ fn difference(expected: &Value, actual: &Result<String, String>) -> Option<Strin
     match (expected, actual) {
         (Value::String(expected), Ok(actual)) => {
             let now = ZonedDateTime::now();
-            let expected = DAYS.iter().fold(expected.clone(), |text, (day, format)| {
-                text.replace(day, &now.strftime(*format).to_string())
-            });
-            (expected != *actual).then(|| format!("expected {}\n  actual   {}", around(&expected, actual), around(actual, &expected)))
+            let expected = DAYS
+                .iter()
+                .fold(expected.clone(), |text, (day, format)| text.replace(day, &now.strftime(*format).to_string()));
+            (expected != *actual)
+                .then(|| format!("expected {}\n  actual   {}", around(&expected, actual), around(actual, &expected)))
         }
         (Value::String(_), Err(error)) => Some(format!("unexpected error: {error}")),
         (error, Err(words)) => {
@@ -98,7 +100,8 @@ fn prompts_are_those_of_transformers() {
             for (form, case) in [("objects", case), ("text", &with_text_arguments(case))] {
                 num_compared += 1;
                 let difference = difference(&prompts[case_name], &render(&template, case));
-                differences.extend(difference.map(|words| format!("{name} × {case_name}, arguments as {form}\n  {words}")));
+                differences
+                    .extend(difference.map(|words| format!("{name} × {case_name}, arguments as {form}\n  {words}")));
             }
         }
     }
@@ -120,7 +123,10 @@ fn jinja_is_pythons() {
             text => text.clone(),
         };
         if let Some(words) = difference(&expected, &actual) {
-            differences.push(format!("{source}\n  {words} {}", if probe[1].is_object() { probe[1].to_string() } else { String::new() }));
+            differences.push(format!(
+                "{source}\n  {words} {}",
+                if probe[1].is_object() { probe[1].to_string() } else { String::new() }
+            ));
         }
     }
     assert!(differences.is_empty(), "{} differ:\n{}", differences.len(), differences.join("\n"));
