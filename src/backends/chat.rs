@@ -7,6 +7,7 @@ use std::time::{Duration, Instant, SystemTime};
 
 use repository::{ModelSource, Repository};
 use serving::InferError;
+pub use text::ChatRequest;
 use text::ChatTemplate;
 
 use crate::checkpoint;
@@ -38,10 +39,10 @@ impl ChatTemplates {
     ///
     /// # Errors
     /// When there is no template, or it refuses the conversation.
-    pub fn prompt<M: serde::Serialize>(&self, model: &str, messages: &[M]) -> Result<String, InferError> {
+    pub fn prompt(&self, model: &str, request: &ChatRequest) -> Result<String, InferError> {
         for dir in self.places(model)?.iter() {
             if let Some(template) = self.template(dir)? {
-                let prompt = template.render(messages, true);
+                let prompt = template.render(request);
                 return prompt.map_err(|error| InferError::invalid(format!("model `{model}`: {error}")));
             }
         }
@@ -67,8 +68,8 @@ impl ChatTemplates {
     }
 
     fn template(&self, dir: &Path) -> Result<Option<Arc<ChatTemplate>>, InferError> {
-        let changed = |file: &str| std::fs::metadata(dir.join(file)).and_then(|file| file.modified()).ok();
-        let modified = changed("chat_template.jinja").max(changed("tokenizer_config.json"));
+        let changed = |file: &&str| std::fs::metadata(dir.join(file)).and_then(|file| file.modified()).ok();
+        let modified = ChatTemplate::FILES.iter().filter_map(changed).max();
         let cached = ipc::lock(&self.cached).get(dir).filter(|(at, _)| *at == modified).cloned();
         if let Some((_, template)) = cached {
             return Ok(template);

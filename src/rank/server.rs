@@ -7,7 +7,7 @@ use std::sync::Arc;
 use std::sync::mpsc::Receiver;
 use std::time::Duration;
 
-use backends::chat::ChatTemplates;
+use backends::chat::{ChatRequest, ChatTemplates};
 use backends::layouts::Layouts;
 use backends::llm::{LlmDefaults, LlmFactory};
 use backends::python::{PythonConfig, PythonFactory};
@@ -406,7 +406,16 @@ struct Templates(ChatTemplates);
 
 impl front::ChatPrompts for Templates {
     fn prompt(&self, model: &str, conversation: &front::Conversation) -> Result<String, serving::InferError> {
-        self.0.prompt(model, &conversation.messages)
+        let request = ChatRequest {
+            messages: &conversation.messages,
+            tools: &conversation.tools,
+            documents: conversation.documents.as_deref(),
+            variables: Some(&conversation.variables),
+            template: conversation.template.as_deref(),
+            add_generation_prompt: conversation.add_generation_prompt,
+            continue_final_message: conversation.continue_final_message,
+        };
+        self.0.prompt(model, &request)
     }
 }
 

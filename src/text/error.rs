@@ -16,8 +16,8 @@ pub enum TextError {
     Class { path: PathBuf, class: String, expected: String },
     #[error("`{}` gives the token id {id}, expected at most {max}; copy the file from the checkpoint again", .path.display())]
     TokenId { path: PathBuf, id: u32, max: u32 },
-    #[error("the chat template of `{}`: {reason}", .path.display())]
-    ChatTemplate { path: PathBuf, reason: String },
+    #[error("the chat template {origin}: {reason}")]
+    ChatTemplate { origin: String, reason: String },
     #[error("the text of {num_bytes} bytes cannot be encoded: {reason}")]
     Encode { num_bytes: usize, reason: String },
 }

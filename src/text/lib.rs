@@ -31,7 +31,6 @@
 mod added;
 mod chat;
 mod coverage;
-mod date;
 mod detokenizer;
 mod error;
 mod files;
@@ -43,7 +42,7 @@ mod stop;
 mod tokenizer;
 mod trie;
 
-pub use chat::ChatTemplate;
+pub use chat::{ChatRequest, ChatTemplate};
 pub use coverage::Coverage;
 pub use detokenizer::Detokenizer;
 pub use error::TextError;
