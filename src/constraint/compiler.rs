@@ -93,7 +93,8 @@ impl Compiler {
     /// When the description is too large, not valid, not supported or too slow to compile, or too many are being compiled.
     pub fn compile(&self, spec: &ConstraintSpec) -> Result<Constraint, ConstraintError> {
         let grammar = grammar_of(spec, &self.limits)?;
-        let key = format!("{:?}", grammar);
+        // Its `Debug` form leaves the content out.
+        let key = serde_json::to_string(&grammar).map_err(|error| ConstraintError::Stuck(error.to_string()))?;
         let matcher = match self.cache.get(&key) {
             Some(matcher) => matcher,
             None => self.build(grammar, key, spec.what())?,
@@ -131,7 +132,7 @@ impl Compiler {
     }
 
     #[cfg(test)]
-    pub(crate) fn num_cached(&self) -> usize {
+    fn num_cached(&self) -> usize {
         self.cache.len()
     }
 }
@@ -165,5 +166,43 @@ impl Running {
 impl Drop for Running {
     fn drop(&mut self) {
         self.0.fetch_sub(1, Ordering::Relaxed);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::{Mask, Token};
+
+    fn compiler(limits: Limits) -> Compiler {
+        let tokens = (0..=255).map(|byte| Token::Text(vec![byte])).chain([Token::Special("</s>".into())]).collect();
+        Compiler::new(Vocabulary::new(tokens, &[256]).unwrap(), limits).unwrap()
+    }
+
+    fn first_bytes(compiler: &Compiler, spec: &ConstraintSpec) -> Vec<u32> {
+        let mut mask = Mask::default();
+        compiler.compile(spec).unwrap().mask(&mut mask).unwrap();
+        mask.allowed().collect()
+    }
+
+    #[test]
+    fn a_cached_description_is_used_for_equal_ones_only() {
+        let compiler = compiler(Limits::default());
+        for _ in 0..2 {
+            for (byte, regex) in [(b'a', "a+"), (b'b', "b+"), (b'c', "c")] {
+                assert_eq!(first_bytes(&compiler, &ConstraintSpec::Regex(regex.into())), [u32::from(byte)]);
+            }
+            assert_eq!(first_bytes(&compiler, &ConstraintSpec::Lark("start: \"d\"".into())), [u32::from(b'd')]);
+        }
+        assert_eq!(compiler.num_cached(), 4);
+    }
+
+    #[test]
+    fn a_cache_that_is_full_starts_anew() {
+        let compiler = compiler(Limits { cache_bytes: 200 << 10, ..Limits::default() });
+        for number in 0..10 {
+            first_bytes(&compiler, &ConstraintSpec::Regex(format!("x{number}")));
+            assert!((1..=3).contains(&compiler.num_cached()));
+        }
     }
 }
