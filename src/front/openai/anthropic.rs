@@ -2,6 +2,7 @@
 
 use std::sync::Arc;
 
+use generation::ConstraintSpec;
 use http::{HeaderMap, StatusCode};
 use hyper::body::Incoming;
 use serde_json::{Map, Value, json};
@@ -9,9 +10,10 @@ use serving::{Limit, Limits};
 
 use super::anthropic_reply::AnthropicFormat;
 use super::complete::{self, ChatRun, CompletionRequest, Input};
-use super::conversation::{Conversation, set_thinking};
+use super::conversation::{Conversation, set_effort, set_thinking};
 use super::error::ApiError;
 use super::fields::{Fields, UnknownFields, check, tree_bytes};
+use super::guide;
 use super::parameters::Parameters;
 use super::respond::AnswerFormat;
 use super::tools::{Tool, Tools};
@@ -100,6 +102,9 @@ fn read(body: &[u8], limits: &Limits, unknown: UnknownFields, purpose: Purpose) 
     let is_prefilled = conversation.messages.last().is_some_and(|message| message["role"] == "assistant");
     conversation.continue_final_message = is_prefilled;
     conversation.add_generation_prompt = !is_prefilled;
+    if let Some(spec) = output_config(&mut fields, &mut conversation)? {
+        parameters.constraint = Some(spec);
+    }
     fields.ignore(&["metadata", "service_tier", "anthropic_version"]);
     fields.finish(unknown)?;
     Ok(CompletionRequest {
@@ -118,6 +123,26 @@ fn read(body: &[u8], limits: &Limits, unknown: UnknownFields, purpose: Purpose) 
 fn parameters(fields: &mut Fields, limits: &Limits) -> Result<Parameters, ApiError> {
     fields.rename("stop_sequences", "stop");
     Parameters::read(fields, limits)
+}
+
+/// `output_config`: the form of the answer, and the effort. The form was named `output_format` first.
+fn output_config(fields: &mut Fields, conversation: &mut Conversation) -> Result<Option<ConstraintSpec>, ApiError> {
+    let early = fields.object("output_format")?;
+    let mut config = fields.object("output_config")?.unwrap_or_default();
+    let format = match config.remove("format") {
+        Some(Value::Object(format)) => Some(format),
+        None | Some(Value::Null) => early,
+        Some(_) => return Err(ApiError::of_field("output_config", "`output_config.format` must be an object.")),
+    };
+    if let Some(effort) = config.remove("effort") {
+        let effort = effort.as_str().unwrap_or_default();
+        set_effort(&mut conversation.variables, effort, "output_config")?;
+    }
+    if let Some(name) = config.keys().next() {
+        let words = format!("`output_config.{}` is not supported.", shown(name));
+        return Err(ApiError::of_field("output_config", words));
+    }
+    format.map_or(Ok(None), |format| guide::read_format("output_config.format", format))
 }
 
 /// `thinking`: whether the model reasons before its answer. The budget is a target, which the model does not know of.

@@ -104,7 +104,11 @@ pub(super) fn set_effort(
     field: &'static str,
 ) -> Result<(), ApiError> {
     if !EFFORTS.contains(&effort) {
-        let place = if field == "reasoning" { "reasoning.effort" } else { field };
+        let place = match field {
+            "reasoning" => "reasoning.effort",
+            "output_config" => "output_config.effort",
+            field => field,
+        };
         return Err(ApiError::of_field(field, format!("`{place}` must be one of {}.", EFFORTS.join(", "))));
     }
     if effort == "none" {

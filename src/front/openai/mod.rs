@@ -10,6 +10,7 @@ mod complete;
 mod conversation;
 mod error;
 mod fields;
+mod guide;
 mod models;
 mod parameters;
 mod prompt;

@@ -3,12 +3,15 @@
 use std::time::{SystemTime, UNIX_EPOCH};
 
 use engine::{BeamParams, Request, SamplingParams, TokenId};
-use generation::{GenerateRequest, Generator, SamplingDefaults, StopTexts, TextOptions};
+use generation::{
+    ConstraintSpec, GenerateRequest, Generator, Guide, SamplingDefaults, StartAfter, StopTexts, TextOptions,
+};
 use serde_json::Value;
 use serving::{Limit, Limits};
 
 use super::error::ApiError;
 use super::fields::Fields;
+use super::guide;
 
 /// Tokens to generate when a completion does not say: OpenAI's own number.
 pub(super) const COMPLETION_TOKENS: u32 = 16;
@@ -22,6 +25,10 @@ const MAX_TOP_LOGPROBS: i64 = 20;
 const MAX_TOKENS: i64 = i32::MAX as i64;
 /// Temperatures below this are greedy: their inverse is beyond what logits can be scaled by.
 const LEAST_TEMPERATURE: f64 = 1e-6;
+/// Maximum number of entries of `allowed_token_ids`.
+const MAX_ALLOWED_TOKENS: usize = 1 << 18;
+/// Longest `cache_salt` in characters.
+const MAX_SALT_CHARS: usize = 1024;
 /// Range of `priority`.
 const MAX_PRIORITY: i64 = 1 << 19;
 
@@ -49,6 +56,14 @@ pub(crate) struct Parameters {
     pub(super) stop_token_ids: Vec<u32>,
     pub(super) ignore_eos: bool,
     pub(super) logit_bias: Vec<(u32, f32)>,
+    /// Only these are generated; empty for no such limit.
+    pub(super) allowed_token_ids: Vec<u32>,
+    /// What the answer must be.
+    pub(super) constraint: Option<ConstraintSpec>,
+    /// The part of the answer after which `constraint` applies.
+    pub(super) constrained_after: Option<String>,
+    /// Requests share cached prefixes with those of the same salt only.
+    pub(super) cache_salt: Option<u64>,
     pub(super) bad_words: Vec<String>,
     /// `Some(k)`: log-probabilities of the chosen tokens, and of the `k` likeliest.
     pub(super) logprobs: Option<u32>,
@@ -111,6 +126,10 @@ impl Parameters {
             stop_token_ids: fields.token_ids("stop_token_ids", MAX_STOPS)?.unwrap_or_default(),
             ignore_eos: fields.flag("ignore_eos")?.unwrap_or(false),
             logit_bias: logit_bias(fields, limits)?,
+            allowed_token_ids: allowed_token_ids(fields)?,
+            constraint: guide::read(fields)?,
+            constrained_after: None,
+            cache_salt: cache_salt(fields)?,
             bad_words: fields.texts("bad_words", MAX_STOPS, limits)?,
             logprobs: None,
             prompt_logprobs: prompt_logprobs(fields, stream)?,
@@ -183,12 +202,18 @@ impl Parameters {
                 diversity_rate: 0.0,
             }),
             max_drafts: generator.max_drafts,
+            cache_salt: self.cache_salt,
             ..Request::default()
         };
         Ok(GenerateRequest {
             sequence,
             num_sequences: if self.beams.is_some() { self.n } else { 1 },
             stop: StopTexts { texts: self.stop.clone(), is_included: self.includes_stop },
+            guide: Guide {
+                spec: self.constraint.clone(),
+                starts_after: self.constrained_after.clone().map(StartAfter::Text),
+                allowed_tokens: self.allowed_token_ids.iter().copied().map(TokenId).collect(),
+            },
             text: Some(TextOptions { skip_special_tokens: self.skip_special_tokens }),
             prompt_logprobs: self.prompt_logprobs.filter(|_| first.is_multiple_of(self.n)),
             priority_offset: self.priority,
@@ -243,6 +268,30 @@ fn logit_bias(fields: &mut Fields, limits: &Limits) -> Result<Vec<(u32, f32)>, A
     let mut entries: Vec<(u32, f32)> = entries.into_iter().map(entry).collect::<Result<_, ApiError>>()?;
     entries.sort_by_key(|&(token, _)| token);
     Ok(entries)
+}
+
+/// `allowed_token_ids`: the only tokens that are generated.
+fn allowed_token_ids(fields: &mut Fields) -> Result<Vec<u32>, ApiError> {
+    match fields.token_ids("allowed_token_ids", MAX_ALLOWED_TOKENS)? {
+        Some(ids) if ids.is_empty() => {
+            let words = "`allowed_token_ids` is empty; leave it out, or list at least one token.";
+            Err(ApiError::of_field("allowed_token_ids", words))
+        }
+        ids => Ok(ids.unwrap_or_default()),
+    }
+}
+
+/// `cache_salt`: text of 1 to 1024 characters.
+fn cache_salt(fields: &mut Fields) -> Result<Option<u64>, ApiError> {
+    let Some(salt) = fields.text("cache_salt")? else { return Ok(None) };
+    if salt.is_empty() || salt.chars().count() > MAX_SALT_CHARS {
+        let words = format!("`cache_salt` must have 1 to {MAX_SALT_CHARS} characters.");
+        return Err(ApiError::of_field("cache_salt", words));
+    }
+    // Others must not find a salt with the same number, so the digest is a cryptographic one.
+    let digest = ring::digest::digest(&ring::digest::SHA256, salt.as_bytes());
+    let (first, _) = digest.as_ref().split_first_chunk::<8>().expect("a digest has 32 bytes");
+    Ok(Some(u64::from_le_bytes(*first)))
 }
 
 fn prompt_logprobs(fields: &mut Fields, stream: bool) -> Result<Option<u32>, ApiError> {

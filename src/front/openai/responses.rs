@@ -2,6 +2,7 @@
 
 use std::sync::Arc;
 
+use generation::ConstraintSpec;
 use http::HeaderMap;
 use hyper::body::Incoming;
 use serde_json::{Map, Value, json};
@@ -11,6 +12,7 @@ use super::complete::{self, ChatRun, CompletionRequest, Input};
 use super::conversation::{Conversation, check_messages, set_effort};
 use super::error::ApiError;
 use super::fields::{Fields, UnknownFields, check, tree_bytes};
+use super::guide;
 use super::parameters::Parameters;
 use super::respond::AnswerFormat;
 use super::responses_reply::{Echoed, ResponsesFormat};
@@ -69,7 +71,9 @@ fn read(body: &[u8], limits: &Limits, unknown: UnknownFields) -> Result<(Complet
         }
         echoed.reasoning = reasoning.into();
     }
-    read_text(&mut fields)?;
+    if let Some(spec) = read_text(&mut fields)? {
+        parameters.constraint = Some(spec);
+    }
     fields.ignore(&["user", "safety_identifier", "prompt_cache_key", "prompt_cache_retention", "service_tier"]);
     fields.finish(unknown)?;
     let request = CompletionRequest {
@@ -115,16 +119,18 @@ fn logprobs(fields: &mut Fields) -> Result<Option<u32>, ApiError> {
 }
 
 /// `text`: the format of the answer.
-fn read_text(fields: &mut Fields) -> Result<(), ApiError> {
-    let Some(text) = fields.object("text")? else { return Ok(()) };
-    let kind = text.get("format").and_then(|format| format["type"].as_str()).unwrap_or("text");
-    match kind {
-        "text" => Ok(()),
-        other => {
-            let words = format!("`text.format` has the type `{}`, which is not supported.", shown(other));
-            Err(ApiError::of_field("text", words))
+fn read_text(fields: &mut Fields) -> Result<Option<ConstraintSpec>, ApiError> {
+    let wrong = |words: String| ApiError::of_field("text", words);
+    let mut spec = None;
+    for (name, value) in fields.object("text")?.unwrap_or_default() {
+        match (name.as_str(), value) {
+            ("format", Value::Object(format)) => spec = guide::read_format("text.format", format)?,
+            // How long the answer is; models do not know of it.
+            ("verbosity", Value::String(_)) | (_, Value::Null) => {}
+            (name, _) => return Err(wrong(format!("`text.{}` is not supported.", shown(name)))),
         }
     }
+    Ok(spec)
 }
 
 /// `input` as the messages of a chat.
