@@ -15,7 +15,7 @@ pub(super) struct Current {
     pub(super) spans: StepSpans,
     /// Whether every sample is the plain argmax and reports nothing else.
     pub(super) is_greedy: bool,
-    /// Whether tokens are chosen after masks have arrived, and not by [`crate::Device::sample`].
+    /// Whether tokens are chosen after masks have arrived, and not by [`ops::Device::sample`].
     pub(super) is_masked: bool,
     /// Whether only the library's products are queued, to choose their algorithms.
     pub(super) only_products: bool,
