@@ -1,0 +1,227 @@
+//! The grammar of a turn whose calls are constrained.
+
+use serde_json::{Value, json};
+
+use crate::format::{Calls, ChatFormat, Syntax};
+use crate::lark::Lark;
+use crate::{Choice, FormatError, ToolGrammar, ToolSchema, TurnStart};
+
+/// How far the arguments of a tool are held to its schema.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Hold {
+    /// In full, or the grammar is refused.
+    Strict,
+    /// As far as the grammar can tell.
+    Lenient,
+    /// They are an object.
+    Free,
+}
+
+/// The rules of one call: what stands between its markers.
+pub(crate) struct Bodies<'a> {
+    pub(crate) format: &'a str,
+    pub(crate) tools: Vec<(&'a ToolSchema, Hold)>,
+}
+
+impl ChatFormat {
+    /// The grammar that constrains the calls of a turn, or none where nothing is to be constrained.
+    ///
+    /// - `Auto`: text is free, and a call is constrained from its opening marker on. Without a strict tool and with
+    ///   `parallel` there is no grammar. In families whose calls have no marker, content does not begin as calls do.
+    /// - `Required`, `Named`: the turn is calls and, where it may begin so, reasoning.
+    ///
+    /// Arguments of strict tools are held to their schema, those of others to an object, or under `Required` and
+    /// `Named` to as much of the schema as a grammar can express. Parameters come in the order of the schema.
+    /// `is_special` tells which texts are special tokens of the tokenizer.
+    ///
+    /// # Errors
+    /// When `choice` names no tool, the format has no calls, or the schema of a strict tool cannot be expressed.
+    pub fn tool_grammar(
+        &self,
+        tools: &[ToolSchema],
+        choice: Choice,
+        parallel: bool,
+        start: TurnStart,
+        is_special: &dyn Fn(&str) -> bool,
+    ) -> Result<Option<ToolGrammar>, FormatError> {
+        let free = choice == Choice::Auto;
+        if tools.is_empty() || free && parallel && !tools.iter().any(|tool| tool.strict) {
+            return match choice {
+                Choice::Named(tool) => Err(unknown(tool, tools)),
+                _ => Ok(None),
+            };
+        }
+        let tools = chosen(tools, &choice)?;
+        let one = !parallel || matches!(choice, Choice::Named(_));
+        let mut lark = Lark::new(is_special);
+        let Some(calls) = &self.calls else { return Err(FormatError::NoCalls { format: self.name.clone() }) };
+        let bodies = Bodies { format: &self.name, tools };
+        let turn = Turn { calls, one, free, bodies: &bodies };
+        let expression = turn.expression(self.thinking(start, &mut lark), &mut lark)?;
+        let starts_after = self.starts_after(start);
+        Ok(Some(lark.grammar(&expression, starts_after)))
+    }
+
+    /// The end of the reasoning that goes on where the turn begins.
+    fn starts_after(&self, start: TurnStart) -> Option<String> {
+        let reasoning = self.reasoning.as_ref()?;
+        let open = start == TurnStart::Thinking || start == TurnStart::Fresh && reasoning.implied;
+        open.then(|| reasoning.close.clone())
+    }
+
+    /// The markers of reasoning with which the turn may begin.
+    fn thinking(&self, start: TurnStart, lark: &mut Lark) -> Option<Thinking> {
+        let reasoning = self.reasoning.as_ref().filter(|r| start == TurnStart::Fresh && !r.implied)?;
+        let opened = lark.is_special(&reasoning.open);
+        let rule = match opened {
+            true => {
+                let open = lark.token(&reasoning.open);
+                let text = lark.text_to(&reasoning.close, None);
+                lark.rule("", &format!("{open} {text}"))
+            }
+            false => lark.text_between(&reasoning.open, &reasoning.close),
+        };
+        Some(Thinking { rule, not_in_text: (!opened).then(|| reasoning.open.clone()) })
+    }
+}
+
+/// Reasoning at the start of a turn.
+struct Thinking {
+    rule: String,
+    /// The marker with which free text must not begin, since it opens reasoning.
+    not_in_text: Option<String>,
+}
+
+fn chosen<'a>(tools: &'a [ToolSchema], choice: &Choice) -> Result<Vec<(&'a ToolSchema, Hold)>, FormatError> {
+    let hold = |tool: &ToolSchema| match (tool.strict, choice) {
+        (true, _) => Hold::Strict,
+        (false, Choice::Auto) => Hold::Free,
+        (false, _) => Hold::Lenient,
+    };
+    let mut list = Vec::new();
+    for tool in tools {
+        let valid = |b: u8| b.is_ascii_alphanumeric() || matches!(b, b'_' | b'-' | b'.');
+        if tool.name.is_empty() || !tool.name.bytes().all(valid) {
+            return Err(FormatError::Name { name: tool.name.clone() });
+        }
+        if !matches!(choice, Choice::Named(name) if *name != tool.name) {
+            list.push((tool, hold(tool)));
+        }
+    }
+    match choice {
+        Choice::Named(name) if list.is_empty() => Err(unknown(name.clone(), tools)),
+        _ => Ok(list),
+    }
+}
+
+fn unknown(tool: String, tools: &[ToolSchema]) -> FormatError {
+    let known: Vec<_> = tools.iter().map(|tool| format!("`{}`", tool.name)).collect();
+    FormatError::UnknownTool { tool, known: known.join(", ") }
+}
+
+/// A turn of the formats that mark calls.
+struct Turn<'a> {
+    calls: &'a Calls,
+    one: bool,
+    free: bool,
+    bodies: &'a Bodies<'a>,
+}
+
+impl Turn<'_> {
+    fn expression(&self, thinking: Option<Thinking>, lark: &mut Lark) -> Result<String, FormatError> {
+        let think = thinking.as_ref().map(|thinking| format!("({} SPACE)? ", thinking.rule)).unwrap_or_default();
+        let not_in_text = thinking.and_then(|thinking| thinking.not_in_text);
+        let not_in_text = not_in_text.as_deref();
+        let group = self.group(lark)?;
+        let Some(trigger) = self.trigger() else { return Ok(self.bare(&think, &group, lark)) };
+        let more = if self.one { "" } else { "*" };
+        if self.free {
+            let (text, tail) = (lark.text_to(trigger, not_in_text), lark.text(not_in_text));
+            return Ok(match self.one {
+                true => format!("{think}({tail} | {text} {group} SPACE)"),
+                false => format!("{think}({text} {group})* {tail}"),
+            });
+        }
+        let call = lark.token(trigger);
+        let call = lark.rule("", &format!("SPACE {call} {group}"));
+        Ok(if self.one { format!("{think}{call}") } else { format!("{think}{call} {call}{more}") })
+    }
+
+    /// The marker with which calls begin.
+    fn trigger(&self) -> Option<&str> {
+        match &self.calls.wrap {
+            Some((open, _)) => Some(open),
+            None => self.calls.open.first().filter(|_| self.calls.bare.is_none()).map(String::as_str),
+        }
+    }
+
+    /// A turn whose calls have no marker.
+    fn bare(&self, think: &str, group: &str, lark: &mut Lark) -> String {
+        let first = self.calls.bare.unwrap_or('{');
+        let text = lark.rule("", &format!("/\\s*[^\\s{}](?s:.*)/", lark_escape(first)));
+        if self.free { format!("{think}({group} | SPACE {text} | SPACE)") } else { format!("{think}SPACE {group}") }
+    }
+
+    /// What stands behind the first marker.
+    fn group(&self, lark: &mut Lark) -> Result<String, FormatError> {
+        let body = self.body(lark)?;
+        let suffix = self.calls.suffix.as_deref().map(|suffix| lark.literal(suffix)).unwrap_or_default();
+        let close = self.calls.close.as_deref().map(|close| lark.token(close)).unwrap_or_default();
+        let call = format!("{body} {suffix} {close}");
+        let Some((_, end)) = &self.calls.wrap else { return Ok(lark.rule("", &call)) };
+        let (open, end) = (self.calls.open.first().map(|open| lark.token(open)).unwrap_or_default(), lark.token(end));
+        let call = lark.rule("", &format!("{open} {call}"));
+        Ok(lark.rule("", &if self.one { format!("{call} {end}") } else { format!("{call} (SPACE {call})* {end}") }))
+    }
+
+    fn body(&self, lark: &mut Lark) -> Result<String, FormatError> {
+        let space = if self.calls.close.is_some() { "\n" } else { "" };
+        match &self.calls.syntax {
+            Syntax::Object { arguments, list } => {
+                let object = self.alternatives(lark, |tool, lark| {
+                    let head = format!("{{\"name\": \"{}\", \"{arguments}\": ", tool.0.name);
+                    format!("{} {} \"}}\"", lark.literal(&head), lark.json(&arguments_schema(tool)))
+                });
+                Ok(match (*list, self.calls.separators.as_str()) {
+                    (true, _) if self.one => format!("\"[\" {object} \"]\""),
+                    (true, _) => format!("\"[\" {object} (\", \" {object})* \"]\""),
+                    (false, separators) if !separators.is_empty() && !self.one => {
+                        let separator = lark.literal(&format!("{separators} "));
+                        format!("{object} ({separator} {object})*")
+                    }
+                    (false, _) => format!("{} {object} {}", lark.literal(space), lark.literal(space)),
+                })
+            }
+            Syntax::Named(named) => Ok(self.alternatives(lark, |tool, lark| {
+                let index = if named.numbered { "/:[0-9]{1,4}/" } else { "" };
+                let name = lark.texts(&format!("{}{}", named.prefix, tool.0.name));
+                let space = lark.literal(named.space);
+                let separator = lark.texts(&named.separator);
+                format!("{name} {index} {space} {separator} {space} {}", lark.json(&arguments_schema(tool)))
+            })),
+            other => unimplemented!("{other:?}"),
+        }
+    }
+
+    fn alternatives(&self, lark: &mut Lark, mut each: impl FnMut(&(&ToolSchema, Hold), &mut Lark) -> String) -> String {
+        let all: Vec<_> = self.bodies.tools.iter().map(|tool| each(tool, lark)).collect();
+        lark.rule("", &all.join(" | "))
+    }
+}
+
+fn lark_escape(c: char) -> String {
+    format!("\\{c}")
+}
+
+/// The schema that the arguments are held to.
+pub(crate) fn arguments_schema((tool, hold): &(&ToolSchema, Hold)) -> Value {
+    let free = json!({"type": "object"});
+    let Some(object) = tool.parameters.as_object().filter(|_| *hold != Hold::Free) else { return free };
+    let mut object = object.clone();
+    // Arguments are an object although the schema may not say so.
+    object.entry("type").or_insert_with(|| "object".into());
+    if *hold == Hold::Lenient {
+        object.insert("x-guidance".into(), json!({"lenient": true}));
+    }
+    Value::Object(object)
+}
