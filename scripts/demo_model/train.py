@@ -22,7 +22,7 @@ PAD, BOS, EOS = "<pad>", "<s>", "</s>"
 MAX_POSITIONS = 2048
 # The chat template joins the user messages, as in the corpus.
 CHAT_TEMPLATE = (
-    "{% for message in messages %}{% if message.role == 'user' %}Q: {{ message.content }}\nA:"
+    "{% for tool in tools or [] %}T: {{ tool.function | tojson }}\n{% endfor %}{% for message in messages %}{% if message.role == 'user' %}Q: {{ message.content }}\nA:"
     "{% elif message.role == 'assistant' %} {{ message.content }}\n{% endif %}{% endfor %}"
 )
 

@@ -2,9 +2,11 @@
 
 use std::collections::HashMap;
 use std::path::{Path, PathBuf};
+use std::str::FromStr;
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant, SystemTime};
 
+use chat_format::ChatFormat;
 use repository::{ModelSource, Repository};
 use serving::InferError;
 pub use text::ChatRequest;
@@ -19,7 +21,47 @@ const KNOWN_FOR: Duration = Duration::from_secs(1);
 type Cached = (Option<SystemTime>, Option<Arc<ChatTemplate>>);
 
 /// Since when it is known where a template may be, and where.
-type Known = (Instant, Arc<[PathBuf]>);
+type Known = (Instant, Arc<Places>);
+
+/// What the repository says of a model's conversations.
+#[derive(Default)]
+struct Places {
+    /// Directories of tokenizers that a model's prompts may pass, the model's own first.
+    dirs: Vec<PathBuf>,
+    /// The parameter `chat_format` of the model, or of the models that it is made of.
+    chat_format: Option<String>,
+}
+
+/// How the form in which a model writes reasoning and tool calls is chosen.
+#[derive(Debug, Clone, Default)]
+pub enum FormatChoice {
+    /// By the checkpoint: its `response_template`, else the markers in its chat template.
+    #[default]
+    Checkpoint,
+    /// No form: all text of an answer is content.
+    None,
+    /// This one for all models.
+    Format(Arc<ChatFormat>),
+}
+
+impl FromStr for FormatChoice {
+    type Err = String;
+
+    /// `auto`, `none`, or the name of a form.
+    ///
+    /// # Errors
+    /// For another name; the message lists the known ones.
+    fn from_str(name: &str) -> Result<Self, String> {
+        match name {
+            "auto" => Ok(Self::Checkpoint),
+            "none" => Ok(Self::None),
+            name => ChatFormat::named(name).map(Self::Format).ok_or_else(|| {
+                let names = ChatFormat::names().collect::<Vec<_>>().join("`, `");
+                format!("the chat format `{name}` is not known; expected `auto`, `none` or one of `{names}`")
+            }),
+        }
+    }
+}
 
 /// The chat templates of a repository's models, read when first asked for and again when they change.
 pub struct ChatTemplates {
@@ -27,12 +69,40 @@ pub struct ChatTemplates {
     /// Of models that are in the repository, where it may be, and since when that is known.
     places: Mutex<HashMap<String, Known>>,
     cached: Mutex<HashMap<PathBuf, Cached>>,
+    formats: FormatChoice,
 }
 
 impl ChatTemplates {
     /// Of the models in these directories.
-    pub fn new(roots: Vec<PathBuf>) -> Self {
-        Self { roots, places: Mutex::default(), cached: Mutex::default() }
+    pub fn new(roots: Vec<PathBuf>, formats: FormatChoice) -> Self {
+        Self { roots, places: Mutex::default(), cached: Mutex::default(), formats }
+    }
+
+    /// The form in which `model` writes reasoning and tool calls: that of its parameter `chat_format`, else the one chosen for
+    /// all models. `None` if it is not known.
+    ///
+    /// # Errors
+    /// When the parameter has no valid value, or the checkpoint's files cannot be read.
+    pub fn format(&self, model: &str, has_tools: bool) -> Result<Option<Arc<ChatFormat>>, InferError> {
+        let places = self.places(model)?;
+        let named = places.chat_format.as_deref().map(|name| {
+            let invalid = |error| InferError::invalid(format!("parameter `chat_format` of model `{model}`: {error}"));
+            name.parse::<FormatChoice>().map_err(invalid)
+        });
+        match named.transpose()?.as_ref().unwrap_or(&self.formats) {
+            FormatChoice::None => Ok(None),
+            FormatChoice::Format(format) => Ok(Some(Arc::clone(format))),
+            FormatChoice::Checkpoint => self.format_of_checkpoint(&places, has_tools),
+        }
+    }
+
+    fn format_of_checkpoint(&self, places: &Places, has_tools: bool) -> Result<Option<Arc<ChatFormat>>, InferError> {
+        for dir in &places.dirs {
+            if let Some(template) = self.template(dir)? {
+                return Ok(template.source(has_tools).and_then(ChatFormat::detect));
+            }
+        }
+        Ok(None)
     }
 
     /// The prompt that a conversation is for `model`; an ensemble has the template of the models it is made of.
@@ -40,7 +110,7 @@ impl ChatTemplates {
     /// # Errors
     /// When there is no template, or it refuses the conversation.
     pub fn prompt(&self, model: &str, request: &ChatRequest) -> Result<String, InferError> {
-        for dir in self.places(model)?.iter() {
+        for dir in &self.places(model)?.dirs {
             if let Some(template) = self.template(dir)? {
                 let prompt = template.render(request);
                 return prompt.map_err(|error| InferError::invalid(format!("model `{model}`: {error}")));
@@ -52,15 +122,15 @@ impl ChatTemplates {
         )))
     }
 
-    fn places(&self, model: &str) -> Result<Arc<[PathBuf]>, InferError> {
+    fn places(&self, model: &str) -> Result<Arc<Places>, InferError> {
         let known = ipc::lock(&self.places).get(model).filter(|(since, _)| since.elapsed() < KNOWN_FOR).cloned();
         if let Some((_, places)) = known {
             return Ok(places);
         }
         let repository = Repository::open(&self.roots).map_err(|error| InferError::internal(error.to_string()))?;
-        let places: Arc<[PathBuf]> = places(&repository, model).into();
+        let places = Arc::new(places(&repository, model));
         let mut all_places = ipc::lock(&self.places);
-        match places.is_empty() {
+        match places.dirs.is_empty() {
             true => drop(all_places.remove(model)),
             false => drop(all_places.insert(model.to_owned(), (Instant::now(), Arc::clone(&places)))),
         }
@@ -81,16 +151,17 @@ impl ChatTemplates {
     }
 }
 
-/// Directories of tokenizers that a model's prompts may pass, the model's own first.
-fn places(repository: &Repository, model: &str) -> Vec<PathBuf> {
-    let Ok(source) = repository.model(model) else { return Vec::new() };
+fn places(repository: &Repository, model: &str) -> Places {
+    let Ok(source) = repository.model(model) else { return Places::default() };
     let steps = source.config.ensemble().map(|ensemble| ensemble.step.clone()).unwrap_or_default();
-    let models = steps.iter().filter_map(|step| repository.model(&step.model_name).ok()).chain([source.clone()]);
-    let dirs = models.flat_map(|source: ModelSource| {
+    let models: Vec<ModelSource> =
+        steps.iter().filter_map(|step| repository.model(&step.model_name).ok()).chain([source.clone()]).collect();
+    let dirs = models.iter().flat_map(|source| {
         let version_dir = source.dir.join(source.versions.last().copied().unwrap_or(1).to_string());
         let checkpoint = checkpoint::find(&source.config, &source.dir, &version_dir);
         let tokenizer = checkpoint::tokenizer_dir(&source.config, &source.dir, &version_dir);
         checkpoint.into_iter().chain(tokenizer)
     });
-    dirs.collect()
+    let chat_format = models.iter().rev().find_map(|source| source.config.parameter("chat_format"));
+    Places { dirs: dirs.collect(), chat_format: chat_format.map(str::to_owned) }
 }

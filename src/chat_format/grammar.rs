@@ -58,12 +58,12 @@ impl ChatFormat {
         let bodies = Bodies { format: &self.name, tools };
         let turn = Turn { calls, one, free, bodies: &bodies };
         let expression = turn.expression(self.thinking(start, &mut lark), &mut lark)?;
-        let starts_after = self.starts_after(start);
+        let starts_after = self.reasoning_end(start);
         Ok(Some(lark.grammar(&expression, starts_after)))
     }
 
-    /// The end of the reasoning that goes on where the turn begins.
-    fn starts_after(&self, start: TurnStart) -> Option<String> {
+    /// The end of the reasoning that goes on where the turn begins; `None` if the turn does not begin in reasoning.
+    pub fn reasoning_end(&self, start: TurnStart) -> Option<String> {
         let reasoning = self.reasoning.as_ref()?;
         let open = start == TurnStart::Thinking || start == TurnStart::Fresh && reasoning.implied;
         open.then(|| reasoning.close.clone())

@@ -29,9 +29,13 @@ pub(crate) fn grammar_of(spec: &ConstraintSpec, limits: &Limits) -> Result<TopLe
             feature: "::=".into(),
             place: "the grammar: GBNF or EBNF, expected Lark".into(),
         }),
-        ConstraintSpec::Grammar(text) | ConstraintSpec::Lark(text) => {
-            within(what, text.len(), limits)?;
+        ConstraintSpec::Grammar(text) => {
             check_lark(text)?;
+            within(what, text.len(), limits)?;
+            Ok(TopLevelGrammar::from_lark(text.clone()))
+        }
+        ConstraintSpec::Lark(text) => {
+            within(what, text.len(), limits)?;
             Ok(TopLevelGrammar::from_lark(text.clone()))
         }
         ConstraintSpec::StructuralTag(value) => {

@@ -13,7 +13,8 @@ pub enum ConstraintSpec {
     Choice(Vec<String>),
     /// A grammar in Lark's syntax. One in GBNF or EBNF (rules with `::=`) is refused.
     Grammar(String),
-    /// A grammar in Lark's syntax, in llguidance's variant.
+    /// A grammar in llguidance's variant of Lark, which the server has made itself: it may have options that a client's
+    /// [`ConstraintSpec::Grammar`] may not have.
     Lark(String),
     /// A structural tag: free text with tagged parts, each of which follows a schema or another format.
     StructuralTag(Value),

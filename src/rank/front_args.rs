@@ -125,6 +125,10 @@ pub struct FrontArgs {
     /// (`checkpoint`), or OpenAI's own (`none`)
     #[arg(long, default_value = "checkpoint", value_parser = ["checkpoint", "none"], value_name = "SOURCE")]
     pub generation_config: String,
+    /// How models write reasoning and tool calls: `auto` reads it from the checkpoint, `none` takes all text as content, a name
+    /// such as `hermes` is for all models; a model's parameter `chat_format` comes first
+    #[arg(long, default_value = "auto", value_name = "NAME")]
+    pub chat_format: String,
     /// Clients may register shared memory: names under /dev/shm, this server's own excepted, and memory of GPUs
     #[arg(long, default_value = "false", value_parser = boolean, action = ArgAction::Set)]
     pub allow_client_shm: bool,

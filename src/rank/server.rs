@@ -7,10 +7,11 @@ use std::sync::Arc;
 use std::sync::mpsc::Receiver;
 use std::time::Duration;
 
-use backends::chat::{ChatRequest, ChatTemplates};
+use backends::chat::{ChatRequest, ChatTemplates, FormatChoice};
 use backends::layouts::Layouts;
 use backends::llm::{LlmDefaults, LlmFactory};
 use backends::python::{PythonConfig, PythonFactory};
+use chat_format::ChatFormat;
 use comm::World;
 use front::{Address, Listeners, Running};
 use ipc::Prefix;
@@ -373,7 +374,10 @@ fn front_config(args: &RankArgs, hardware: &Hardware, prefixes: Vec<String>) -> 
     config.client_objects.reserved_prefixes = prefixes;
     config.client_objects.reserved_magic = ipc::REGION_MAGIC.into();
     bound_files(&mut config);
-    config.chat = front::Chat(Some(Arc::new(Templates(ChatTemplates::new(args.model_repository.clone())))));
+    let chat_formats =
+        args.front.chat_format.parse::<FormatChoice>().map_err(|error| format!("`--chat-format`: {error}"))?;
+    config.chat =
+        front::Chat(Some(Arc::new(Templates(ChatTemplates::new(args.model_repository.clone(), chat_formats)))));
     config.metrics_options = args.metrics.options()?;
     config.client_devices = Some(Arc::clone(&hardware.client_devices));
     Ok(config)
@@ -416,6 +420,10 @@ impl front::ChatPrompts for Templates {
             continue_final_message: conversation.continue_final_message,
         };
         self.0.prompt(model, &request)
+    }
+
+    fn format(&self, model: &str, has_tools: bool) -> Result<Option<Arc<ChatFormat>>, serving::InferError> {
+        self.0.format(model, has_tools)
     }
 }
 

@@ -67,6 +67,7 @@ pub const LLM_PARAMETERS: &[Key] = &[
     ),
     ("tokens_per_block", Used("tokens of a KV block")),
     ("tokenizer_dir", Used("directory of the tokenizer; the checkpoint's when not set")),
+    ("chat_format", Used("how the model writes reasoning and tool calls; as `--chat-format` when not set")),
     ("native", Used("`false` runs the model.py that lies there instead of standing in for it")),
     ("max_beam_width", Used("widest beam search that a request may ask for")),
     ("enable_chunked_context", Ignored("long prompts are always prefilled in chunks")),

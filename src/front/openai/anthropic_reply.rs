@@ -1,13 +1,14 @@
 //! Answers in the form of Anthropic's Messages API.
 
 use bytes::Bytes;
+use chat_format::ChatDelta;
 use serde_json::{Value, json};
 
 use super::anthropic::error_json;
 use super::choices::{Finish, Piece, Usage};
 use super::error::ApiError;
 use super::respond::AnswerFormat;
-use super::turn::{ChatDelta, Message, ToolCall, call_id};
+use super::turn::{Message, ToolCall, call_id};
 
 /// The answer to one request.
 pub(super) struct AnthropicFormat {

@@ -2,13 +2,12 @@
 
 use std::sync::Arc;
 
+use chat_format::ChatDelta;
 use engine::{FinishReason, SampledToken, TokenId};
 use futures::stream::{BoxStream, SelectAll, StreamExt, unfold};
 use generation::{Delta, GenerateEvent, PromptLogprob};
 use serving::{EventStream, InferError};
 use text::{Detokenizer, Tokenizer};
-
-use super::turn::ChatDelta;
 
 /// Pieces of all choices, in the order in which they are generated.
 pub(crate) type Choices = SelectAll<BoxStream<'static, Result<Piece, InferError>>>;

@@ -3,6 +3,7 @@
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use chat_format::ChatFormat;
 use futures::stream::SelectAll;
 use generation::{Generator, SamplingDefaults};
 use http::HeaderMap;
@@ -19,7 +20,8 @@ use super::prompt::{Prompt, encode_all, read_prompts};
 use super::reply::{Echo, Head, OpenAiFormat};
 use super::respond::{AnswerFormat, Pieces, respond};
 use super::tools::{Tool, ToolChoice, ToolForm, Tools};
-use super::turn::{PlainParser, TurnOptions, divided};
+use super::turn::{TurnOptions, divided};
+use super::turn_plan::TurnPlan;
 use super::{models, tensor_model};
 use crate::aside::aside_in_turn;
 use crate::budget::Charge;
@@ -180,6 +182,10 @@ async fn start(
     let is_chat = request.is_chat;
     let prompts = take_prompts(state, request).await?;
     charge_prompts(state.server.limits(), charge, request, &prompts)?;
+    let plan = match (is_chat, prompts.first()) {
+        (true, Some(prompt)) => TurnPlan::new(turn_format(state, request)?, prompt, request, generator)?,
+        _ => TurnPlan::plain(),
+    };
     if request.echo && request.parameters.logprobs.is_some() {
         request.parameters.prompt_logprobs = request.parameters.prompt_logprobs.or(request.parameters.logprobs);
     }
@@ -193,21 +199,27 @@ async fn start(
     let begin = || begin(state, request, generator, &prompts, encode_time);
     let choices = aside_in_turn(count * REQUEST_BYTES, begin).await?;
     let pieces: Pieces = match is_chat {
-        true => divide(request, choices, count),
+        true => divide(request, choices, count, plan),
         false => Box::pin(choices),
     };
     let echoes = echoed.into_iter().map(|prompt| text_of(prompt, generator)).collect();
     Ok(Started { pieces, count, prompts, echoes })
 }
 
+/// How the model of a chat writes its turn.
+fn turn_format(state: &State, request: &CompletionRequest) -> Result<Option<Arc<ChatFormat>>, ApiError> {
+    let Some(chat) = &state.config.chat.0 else { return Ok(None) };
+    Ok(chat.format(&request.model, !request.tools.offered().is_empty())?)
+}
+
 /// The pieces of a chat with their deltas.
-pub(super) fn divide(request: &CompletionRequest, choices: Choices, count: usize) -> Pieces {
+pub(super) fn divide(request: &CompletionRequest, choices: Choices, count: usize, plan: TurnPlan) -> Pieces {
     let is_named = matches!(request.tools.choice, ToolChoice::Named(_));
     let options = TurnOptions {
         includes_reasoning: request.includes_reasoning,
         ends_with_tool_calls: !(is_named && request.ends_named_call_with_stop),
     };
-    Box::pin(divided(choices, count, options, || Box::new(PlainParser)))
+    Box::pin(divided(choices, count, options, move || plan.parser()))
 }
 
 async fn generate(

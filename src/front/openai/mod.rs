@@ -22,9 +22,11 @@ mod tensor_model;
 mod tokens;
 mod tools;
 mod turn;
+mod turn_plan;
 
 use std::sync::Arc;
 
+use chat_format::ChatFormat;
 use http::header::{HeaderName, HeaderValue};
 use http::{Method, StatusCode};
 use hyper::body::Incoming;
@@ -46,6 +48,12 @@ pub trait ChatPrompts: Send + Sync {
     /// # Errors
     /// When the model has no chat template, or it refuses the conversation.
     fn prompt(&self, model: &str, conversation: &Conversation) -> Result<String, InferError>;
+
+    /// How `model` writes reasoning and tool calls; `None` if that is not known.
+    ///
+    /// # Errors
+    /// When the model's configuration names a form that does not exist.
+    fn format(&self, model: &str, has_tools: bool) -> Result<Option<Arc<ChatFormat>>, InferError>;
 }
 
 /// A place for [`ChatPrompts`] among plain settings.

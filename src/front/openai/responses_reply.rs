@@ -3,6 +3,7 @@
 use std::time::{SystemTime, UNIX_EPOCH};
 
 use bytes::Bytes;
+use chat_format::ChatDelta;
 use serde_json::{Value, json};
 
 use super::choices::{Finish, Piece, Usage};
@@ -10,7 +11,7 @@ use super::error::ApiError;
 use super::parameters::Parameters;
 use super::reply::chat_logprob;
 use super::respond::AnswerFormat;
-use super::turn::{ChatDelta, call_id};
+use super::turn::call_id;
 
 /// Fields of a request that its response repeats.
 pub(super) struct Echoed {

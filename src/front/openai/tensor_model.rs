@@ -17,6 +17,7 @@ use super::parameters::Parameters;
 use super::prompt::Prompt;
 use super::reply::{Echo, Head, OpenAiFormat};
 use super::respond::{Pieces, respond};
+use super::turn_plan::TurnPlan;
 use crate::aside::aside_in_turn;
 use crate::budget::Charge;
 use crate::kserve_http::Reply;
@@ -62,7 +63,7 @@ pub(super) async fn complete(
     let begin = || begin(state, config, &request, is_chat, prompts, &forwarded);
     let choices = aside_in_turn(num_bytes + count * REQUEST_BYTES, begin).await?;
     let head = Head::new(&request.parameters, &request.model, is_chat, Vec::new(), None);
-    let pieces: Pieces = if is_chat { divide(&request, choices, count) } else { Box::pin(choices) };
+    let pieces: Pieces = if is_chat { divide(&request, choices, count, TurnPlan::plain()) } else { Box::pin(choices) };
     let echo = Echo { texts: echoes, lists_tokens: request.parameters.logprobs.is_some() };
     let format = Box::new(OpenAiFormat::new(head, echo, count));
     respond(pieces, count, format, request.parameters.stream, charge).await

@@ -2,44 +2,11 @@
 
 use std::collections::BTreeMap;
 
+use chat_format::{ChatDelta, TurnParser};
 use futures::StreamExt as _;
 use serde_json::{Map, Value, json};
 
 use super::choices::{Choices, Finish, Piece};
-
-/// New text of a turn.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub(crate) enum ChatDelta {
-    /// Text before the answer.
-    Reasoning(String),
-    /// Text of the answer.
-    Content(String),
-    /// A call of a tool begins.
-    ToolCallStart { index: usize, id: Option<String>, name: String },
-    /// More of a call's arguments; joined, they are a JSON object.
-    ToolCallArguments { index: usize, json: String },
-}
-
-/// Divides the text of one choice.
-pub(crate) trait TurnParser: Send {
-    /// Adds text. Appends what follows from it to `out`.
-    fn push(&mut self, text: &str, out: &mut Vec<ChatDelta>);
-    /// Ends the text.
-    fn finish(&mut self, out: &mut Vec<ChatDelta>);
-}
-
-/// For models without tools and reasoning: all text is content.
-pub(crate) struct PlainParser;
-
-impl TurnParser for PlainParser {
-    fn push(&mut self, text: &str, out: &mut Vec<ChatDelta>) {
-        if !text.is_empty() {
-            out.push(ChatDelta::Content(text.to_owned()));
-        }
-    }
-
-    fn finish(&mut self, _out: &mut Vec<ChatDelta>) {}
-}
 
 /// How the choices of a chat are divided.
 pub(crate) struct TurnOptions {
@@ -52,7 +19,8 @@ pub(crate) struct TurnOptions {
 
 /// One choice.
 struct Turn {
-    parser: Box<dyn TurnParser>,
+    /// `None`: all text is content.
+    parser: Option<TurnParser>,
     has_tool_call: bool,
     num_tokens: u64,
     reasoning_tokens: u64,
@@ -63,7 +31,7 @@ pub(crate) fn divided(
     choices: Choices,
     count: usize,
     options: TurnOptions,
-    parser: impl Fn() -> Box<dyn TurnParser>,
+    parser: impl Fn() -> Option<TurnParser>,
 ) -> impl futures::Stream<Item = Result<Piece, serving::InferError>> + Send {
     let turn = |_| Turn { parser: parser(), has_tool_call: false, num_tokens: 0, reasoning_tokens: 0 };
     let mut turns: Vec<Turn> = (0..count).map(turn).collect();
@@ -78,9 +46,15 @@ pub(crate) fn divided(
 impl Turn {
     fn divide(&mut self, mut piece: Piece, options: &TurnOptions) -> Piece {
         let deltas = &mut piece.deltas;
-        self.parser.push(&piece.text, deltas);
-        if piece.finish.is_some() {
-            self.parser.finish(deltas);
+        match &mut self.parser {
+            Some(parser) => {
+                parser.push(&piece.text, deltas);
+                if piece.finish.is_some() {
+                    parser.finish(deltas);
+                }
+            }
+            None if piece.text.is_empty() => {}
+            None => deltas.push(ChatDelta::Content(piece.text.clone())),
         }
         let new_tokens = piece.usage.output_tokens.saturating_sub(self.num_tokens);
         self.num_tokens = piece.usage.output_tokens;

@@ -39,6 +39,8 @@ const FIELDS: [&str; 6] =
 pub struct ChatTemplate {
     templates: BTreeMap<String, Template>,
     special: Vec<(&'static str, String)>,
+    /// `response_template` of `tokenizer_config.json`: how the model writes its turn.
+    response_template: Option<serde_json::Value>,
 }
 
 /// One template.
@@ -76,7 +78,19 @@ impl ChatTemplate {
             template.environment()?;
         }
         let special = files.named_tokens();
-        Ok((!templates.is_empty()).then_some(Self { templates, special }))
+        let response_template = files.config.get("response_template").filter(|value| value.is_object()).cloned();
+        Ok((!templates.is_empty()).then_some(Self { templates, special, response_template }))
+    }
+
+    /// The source of the template for conversations with or without tools; `None` if the checkpoint has only others.
+    pub fn source(&self, has_tools: bool) -> Option<&str> {
+        let tool_use = self.templates.get("tool_use").filter(|_| has_tools);
+        tool_use.or_else(|| self.templates.get("default")).map(|template| template.source.as_str())
+    }
+
+    /// How the checkpoint says that its model writes reasoning and tool calls: `response_template`, an object.
+    pub fn response_template(&self) -> Option<&serde_json::Value> {
+        self.response_template.as_ref()
     }
 
     /// The prompt of a conversation. It contains its special tokens, so encode it without adding more.

@@ -1,0 +1,123 @@
+//! How the turn of a chat is read and constrained: by the form in which the model writes reasoning and tool calls.
+
+use std::sync::Arc;
+
+use chat_format::{ChatFormat, Choice, FormatError, ToolSchema, TurnParser, TurnStart};
+use generation::{ConstraintSpec, Generator};
+
+use super::complete::CompletionRequest;
+use super::error::ApiError;
+use super::prompt::Prompt;
+use super::tools::{ToolChoice, Tools};
+
+/// Bytes at the end of a prompt that decide where the turn begins.
+const TAIL_BYTES: usize = 512;
+
+/// How the turn of a chat is read.
+#[derive(Clone)]
+pub(super) struct TurnPlan {
+    /// `None`: all text is content.
+    format: Option<Arc<ChatFormat>>,
+    start: TurnStart,
+    tools: Vec<ToolSchema>,
+}
+
+impl TurnPlan {
+    /// For text without reasoning and tool calls.
+    pub(super) fn plain() -> Self {
+        Self { format: None, start: TurnStart::Content, tools: Vec::new() }
+    }
+
+    /// For a turn behind `prompt`. Where tools or the form of the answer demand it, the request's constraint is set.
+    ///
+    /// # Errors
+    /// When the model has no form for tool calls, or the tools cannot be constrained as the request demands.
+    pub(super) fn new(
+        format: Option<Arc<ChatFormat>>,
+        prompt: &Prompt,
+        request: &mut CompletionRequest,
+        generator: &Generator,
+    ) -> Result<Self, ApiError> {
+        let tools = schemas(&request.tools);
+        let Some(format) = format else {
+            if tools.is_empty() {
+                return Ok(Self::plain());
+            }
+            let words = "The chat template of this model has no known form of tool calls; start the server with \
+                         `--chat-format=NAME`, or leave out `tools`.";
+            return Err(ApiError::of_field("tools", words));
+        };
+        let start = match prompt {
+            Prompt::Text(text) => format.turn_start(tail(text)),
+            Prompt::Tokens(_) => TurnStart::Content,
+        };
+        let plan = Self { format: Some(Arc::clone(&format)), start, tools };
+        plan.constrain(&format, request, generator)?;
+        let tokenizer = &generator.tokenizer;
+        let special = tokenizer.special_ids();
+        let is_special =
+            |name: &String| tokenizer.token_to_id(name).is_some_and(|id| special.binary_search(&id).is_ok());
+        // The markers must reach the parser.
+        if format.special_tokens().iter().any(is_special) {
+            request.parameters.skip_special_tokens = false;
+        }
+        Ok(plan)
+    }
+
+    /// Sets the constraint that tools demand, and the place from which a constraint applies.
+    fn constrain(
+        &self,
+        format: &ChatFormat,
+        request: &mut CompletionRequest,
+        generator: &Generator,
+    ) -> Result<(), ApiError> {
+        let parameters = &mut request.parameters;
+        let choice = match &request.tools.choice {
+            ToolChoice::Required => Choice::Required,
+            ToolChoice::Named(name) => Choice::Named(name.clone()),
+            ToolChoice::Auto | ToolChoice::None => Choice::Auto,
+        };
+        if parameters.constraint.is_some() {
+            if choice != Choice::Auto {
+                let words =
+                    "`tool_choice` demands a call, but another field says what the answer must be; send one of them.";
+                return Err(ApiError::of_field("tool_choice", words));
+            }
+            parameters.constrained_after = format.reasoning_end(self.start);
+            return Ok(());
+        }
+        let tokenizer = &generator.tokenizer;
+        let special = tokenizer.special_ids();
+        let is_special = |name: &str| tokenizer.token_to_id(name).is_some_and(|id| special.binary_search(&id).is_ok());
+        let grammar = format.tool_grammar(&self.tools, choice, request.tools.parallel, self.start, &is_special);
+        let Some(grammar) = grammar.map_err(refusal)? else { return Ok(()) };
+        parameters.constrained_after.clone_from(&grammar.starts_after);
+        let unknown = || ApiError::of_field("tools", "The tokenizer of this model lacks a token of its tool calls.");
+        let grammar = grammar.with_ids(&|name| tokenizer.token_to_id(name)).ok_or_else(unknown)?;
+        parameters.constraint = Some(ConstraintSpec::Lark(grammar.lark));
+        Ok(())
+    }
+
+    /// The parser of one choice; `None` where all text is content.
+    pub(super) fn parser(&self) -> Option<TurnParser> {
+        self.format.as_ref().map(|format| format.parser(self.start, &self.tools))
+    }
+}
+
+fn schemas(tools: &Tools) -> Vec<ToolSchema> {
+    let schema = |tool: &super::tools::Tool| ToolSchema {
+        name: tool.name.clone(),
+        parameters: tool.parameters.clone(),
+        strict: tool.strict,
+    };
+    tools.offered().iter().map(schema).collect()
+}
+
+fn refusal(error: FormatError) -> ApiError {
+    let field = if matches!(error, FormatError::UnknownTool { .. }) { "tool_choice" } else { "tools" };
+    ApiError::of_field(field, format!("{error}."))
+}
+
+fn tail(text: &str) -> &str {
+    &text[text.ceil_char_boundary(text.len().saturating_sub(TAIL_BYTES))..]
+}
