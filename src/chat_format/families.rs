@@ -2,43 +2,205 @@
 
 use std::sync::{Arc, LazyLock};
 
-use crate::format::{Calls, ChatFormat, Reasoning, Syntax};
+use crate::format::{Calls, ChatFormat, Named, Parameters, Reasoning, Syntax};
 
-static FAMILIES: LazyLock<Vec<Arc<ChatFormat>>> =
-    LazyLock::new(|| vec![hermes("hermes", false), hermes("qwen3", true)].into_iter().map(Arc::new).collect());
+static FAMILIES: LazyLock<Vec<Arc<ChatFormat>>> = LazyLock::new(|| all().into_iter().map(Arc::new).collect());
 
+/// The format of a family.
 pub(crate) fn named(name: &str) -> Option<Arc<ChatFormat>> {
     FAMILIES.iter().find(|format| format.name == name).cloned()
 }
 
+/// The names of the families.
 pub(crate) fn names() -> impl Iterator<Item = &'static str> {
     FAMILIES.iter().map(|format| format.name.as_str())
 }
 
+/// Texts of a template, all of which it must have, and the family that has them. The first match counts.
+const DETECTED: &[(&[&str], &str)] = &[
+    (&["<|channel|>", "<|message|>"], "harmony"),
+    (&["<|tool_call>"], "gemma4"),
+    (&["<|tool_calls_section_begin|>"], "kimi_k2"),
+    (&["<arg_key>"], "glm45"),
+    (&["<function=", "<parameter="], "qwen3_coder"),
+    (&["<｜tool▁call▁begin｜>", "```json", "<think>"], "deepseek_r1"),
+    (&["<｜tool▁call▁begin｜>", "```json"], "deepseek_v3"),
+    (&["<｜tool▁call▁begin｜>"], "deepseek_v31"),
+    (&["[TOOL_CALLS]"], "mistral"),
+    (&["<|start_of_role|>", "<|tool_call|>"], "granite"),
+    (&["<|tool_call|>"], "phi4"),
+    (&["<|/tool_call|>"], "phi4"),
+    (&["<|python_start|>"], "llama3_pythonic"),
+    (&["<|python_tag|>"], "llama3_json"),
+    (&["<|start_header_id|>", "\"parameters\""], "llama3_json"),
+    (&["<tool_call>", "<think>"], "qwen3"),
+    (&["<tool_call>", "</think>"], "qwen3"),
+    (&["<tool_call>"], "hermes"),
+    (&["<｜Assistant｜><think>"], "deepseek_r1"),
+    (&["<start_of_turn>"], "gemma3"),
+];
+
+/// The family whose markers the template has.
 pub(crate) fn detect(template: &str) -> Option<Arc<ChatFormat>> {
-    template.contains("<tool_call>").then(|| named("hermes")).flatten()
+    let (_, name) = DETECTED.iter().find(|(texts, _)| texts.iter().all(|text| template.contains(text)))?;
+    named(name)
 }
 
 fn think() -> Reasoning {
-    Reasoning { open: "<think>".into(), close: "</think>".into(), implied: false, anywhere: false }
+    reasoning("<think>", "</think>")
 }
 
-fn hermes(name: &str, thinks: bool) -> ChatFormat {
+fn reasoning(open: &str, close: &str) -> Reasoning {
+    Reasoning { open: open.into(), close: close.into(), implied: false, anywhere: false }
+}
+
+/// Calls between two markers.
+fn marked(open: &str, close: &str, syntax: Syntax) -> Calls {
+    Calls {
+        wrap: None,
+        open: vec![open.into()],
+        bare: None,
+        close: Some(close.to_owned()).filter(|close| !close.is_empty()),
+        suffix: None,
+        separators: String::new(),
+        end_reasoning: false,
+        syntax,
+    }
+}
+
+/// Calls that begin with a character.
+fn bare(first: char, separators: &str, syntax: Syntax) -> Calls {
+    Calls { open: Vec::new(), bare: Some(first), separators: separators.into(), ..marked("", "", syntax) }
+}
+
+fn object(list: bool) -> Syntax {
+    Syntax::Object { arguments: "arguments".into(), list }
+}
+
+fn pair(open: &str, close: &str) -> (String, String) {
+    (open.into(), close.into())
+}
+
+fn format(name: &str, turn: &str, reasoning: Option<Reasoning>, calls: Calls) -> ChatFormat {
     ChatFormat {
         name: name.into(),
-        reasoning: thinks.then(think),
-        calls: Some(Calls {
-            wrap: None,
-            open: vec!["<tool_call>".into()],
-            bare: None,
-            close: Some("</tool_call>".into()),
-            suffix: None,
-            separators: String::new(),
-            end_reasoning: false,
-            syntax: Syntax::Object { arguments: "arguments".into(), list: false },
-        }),
+        reasoning,
+        calls: Some(calls),
         messages: false,
-        turn: vec!["<|im_start|>assistant".into()],
+        turn: vec![turn.into()],
+        special: Vec::new(),
+    }
+    .with_markers()
+}
+
+fn all() -> Vec<ChatFormat> {
+    let chatml = "<|im_start|>assistant";
+    let tag = || marked("<tool_call>", "</tool_call>", object(false));
+    let llama = "<|start_header_id|>assistant<|end_header_id|>";
+    let llama_json = Syntax::Object { arguments: "parameters".into(), list: false };
+    let gemma4 = Calls {
+        end_reasoning: true,
+        ..marked("<|tool_call>", "<tool_call|>", Syntax::Loose { quote: "<|\"|>".into() })
+    };
+    let gemma4_reasoning = Reasoning { anywhere: true, ..reasoning("<|channel>thought", "<channel|>") };
+    let mut phi4 = marked("<|tool_call|>", "<|/tool_call|>", object(true));
+    phi4.open.push("functools".into());
+    vec![
+        format("hermes", chatml, None, tag()),
+        format("qwen3", chatml, Some(think()), tag()),
+        format("qwen3_coder", chatml, Some(think()), qwen3_coder()),
+        format("llama3_json", llama, None, Calls { open: vec!["<|python_tag|>".into()], ..bare('{', ";", llama_json) }),
+        format(
+            "llama3_pythonic",
+            llama,
+            None,
+            Calls { wrap: Some(pair("<|python_start|>", "<|python_end|>")), ..bare('[', "", Syntax::Python) },
+        ),
+        format("mistral", "[/INST]", Some(Reasoning { anywhere: true, ..reasoning("[THINK]", "[/THINK]") }), mistral()),
+        format("deepseek_v3", "<｜Assistant｜>", None, deepseek_v3()),
+        format("deepseek_r1", "<｜Assistant｜>", Some(Reasoning { implied: true, ..think() }), deepseek_v3()),
+        format("deepseek_v31", "<｜Assistant｜>", Some(think()), deepseek_v31()),
+        harmony(),
+        format("gemma3", "<start_of_turn>model", None, bare('[', "", Syntax::Python)),
+        format("gemma4", "<|turn>model", Some(gemma4_reasoning), gemma4),
+        format("phi4", "<|assistant|>", Some(think()), phi4),
+        format("glm45", "<|assistant|>", Some(think()), glm45()),
+        format("kimi_k2", "<|im_assistant|>assistant<|im_middle|>", Some(think()), kimi_k2()),
+        format(
+            "granite",
+            "<|start_of_role|>assistant<|end_of_role|>",
+            Some(think()),
+            marked("<|tool_call|>", "", object(true)),
+        ),
+    ]
+}
+
+fn qwen3_coder() -> Calls {
+    let syntax = Parameters {
+        name: pair("<function=", ">"),
+        key: pair("<parameter=", ">"),
+        value: pair("", "</parameter>"),
+        lines: true,
+        end: "</function>".into(),
+    };
+    let mut calls = marked("<tool_call>", "</tool_call>", Syntax::Parameters(syntax));
+    // The outer marker is sometimes left out.
+    calls.open.push("<function=".into());
+    calls
+}
+
+fn glm45() -> Calls {
+    let syntax = Parameters {
+        name: pair("", ""),
+        key: pair("<arg_key>", "</arg_key>"),
+        value: pair("<arg_value>", "</arg_value>"),
+        lines: false,
+        end: String::new(),
+    };
+    marked("<tool_call>", "</tool_call>", Syntax::Parameters(syntax))
+}
+
+fn mistral() -> Calls {
+    let syntax = Named { separator: "[ARGS]".into(), id: Some("[CALL_ID]".into()), or_list: true, ..Named::default() };
+    Calls { end_reasoning: true, ..marked("[TOOL_CALLS]", "", Syntax::Named(syntax)) }
+}
+
+fn deepseek(named: Named) -> Calls {
+    let syntax = Syntax::Named(named);
+    Calls {
+        wrap: Some(pair("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>")),
+        end_reasoning: true,
+        ..marked("<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>", syntax)
+    }
+}
+
+fn deepseek_v3() -> Calls {
+    let prefix = "function<｜tool▁sep｜>".into();
+    let named = Named { prefix, separator: "```json".into(), space: "\n", ..Named::default() };
+    Calls { suffix: Some("```".into()), ..deepseek(named) }
+}
+
+fn deepseek_v31() -> Calls {
+    deepseek(Named { separator: "<｜tool▁sep｜>".into(), ..Named::default() })
+}
+
+fn kimi_k2() -> Calls {
+    let separator = "<|tool_call_argument_begin|>".into();
+    let named = Named { prefix: "functions.".into(), separator, numbered: true, ..Named::default() };
+    Calls {
+        wrap: Some(pair("<|tool_calls_section_begin|>", "<|tool_calls_section_end|>")),
+        end_reasoning: true,
+        ..marked("<|tool_call_begin|>", "<|tool_call_end|>", Syntax::Named(named))
+    }
+}
+
+fn harmony() -> ChatFormat {
+    ChatFormat {
+        name: "harmony".into(),
+        reasoning: None,
+        calls: None,
+        messages: true,
+        turn: vec!["<|start|>assistant".into()],
         special: Vec::new(),
     }
     .with_markers()

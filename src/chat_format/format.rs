@@ -152,6 +152,9 @@ impl ChatFormat {
         let mut markers: Vec<String> = Vec::new();
         if let Some(reasoning) = &self.reasoning {
             markers.extend([reasoning.open.clone(), reasoning.close.clone()]);
+            // A token and a word, such as `<|channel>thought`.
+            let token = reasoning.open.split_inclusive('>').next().filter(|token| *token != reasoning.open);
+            markers.extend(token.map(str::to_owned));
         }
         if let Some(calls) = &self.calls {
             markers.extend(calls.wrap.iter().flat_map(|(open, close)| [open.clone(), close.clone()]));
@@ -159,6 +162,7 @@ impl ChatFormat {
             markers.extend(calls.close.iter().cloned());
             match &calls.syntax {
                 Syntax::Named(named) => {
+                    markers.extend(named.prefix.find('<').map(|at| named.prefix[at..].to_owned()));
                     markers.push(named.separator.clone());
                     markers.extend(named.id.clone());
                 }

@@ -5,6 +5,7 @@ use serde_json::{Value, json};
 use crate::format::{Calls, ChatFormat, Syntax};
 use crate::lark::Lark;
 use crate::{Choice, FormatError, ToolGrammar, ToolSchema, TurnStart};
+use crate::{grammar_harmony, grammar_values};
 
 /// How far the arguments of a tool are held to its schema.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -54,6 +55,9 @@ impl ChatFormat {
         let tools = chosen(tools, &choice)?;
         let one = !parallel || matches!(choice, Choice::Named(_));
         let mut lark = Lark::new(is_special);
+        if self.messages {
+            return Ok(Some(grammar_harmony::grammar(&tools, free, start, lark)));
+        }
         let Some(calls) = &self.calls else { return Err(FormatError::NoCalls { format: self.name.clone() }) };
         let bodies = Bodies { format: &self.name, tools };
         let turn = Turn { calls, one, free, bodies: &bodies };
@@ -72,10 +76,10 @@ impl ChatFormat {
     /// The markers of reasoning with which the turn may begin.
     fn thinking(&self, start: TurnStart, lark: &mut Lark) -> Option<Thinking> {
         let reasoning = self.reasoning.as_ref().filter(|r| start == TurnStart::Fresh && !r.implied)?;
-        let opened = lark.is_special(&reasoning.open);
+        let opened = reasoning.open.split_inclusive('>').next().is_some_and(|token| lark.is_special(token));
         let rule = match opened {
             true => {
-                let open = lark.token(&reasoning.open);
+                let open = lark.texts(&reasoning.open);
                 let text = lark.text_to(&reasoning.close, None);
                 lark.rule("", &format!("{open} {text}"))
             }
@@ -150,8 +154,9 @@ impl Turn<'_> {
     /// The marker with which calls begin.
     fn trigger(&self) -> Option<&str> {
         match &self.calls.wrap {
+            _ if self.calls.bare.is_some() => None,
             Some((open, _)) => Some(open),
-            None => self.calls.open.first().filter(|_| self.calls.bare.is_none()).map(String::as_str),
+            None => self.calls.open.first().map(String::as_str),
         }
     }
 
@@ -165,10 +170,12 @@ impl Turn<'_> {
     /// What stands behind the first marker.
     fn group(&self, lark: &mut Lark) -> Result<String, FormatError> {
         let body = self.body(lark)?;
-        let suffix = self.calls.suffix.as_deref().map(|suffix| lark.literal(suffix)).unwrap_or_default();
+        let suffix =
+            self.calls.suffix.as_deref().map(|suffix| lark.literal(&format!("\n{suffix}"))).unwrap_or_default();
         let close = self.calls.close.as_deref().map(|close| lark.token(close)).unwrap_or_default();
         let call = format!("{body} {suffix} {close}");
-        let Some((_, end)) = &self.calls.wrap else { return Ok(lark.rule("", &call)) };
+        let wrap = self.calls.wrap.as_ref().filter(|_| self.calls.bare.is_none());
+        let Some((_, end)) = wrap else { return Ok(lark.rule("", &call)) };
         let (open, end) = (self.calls.open.first().map(|open| lark.token(open)).unwrap_or_default(), lark.token(end));
         let call = lark.rule("", &format!("{open} {call}"));
         Ok(lark.rule("", &if self.one { format!("{call} {end}") } else { format!("{call} (SPACE {call})* {end}") }))
@@ -176,13 +183,14 @@ impl Turn<'_> {
 
     fn body(&self, lark: &mut Lark) -> Result<String, FormatError> {
         let space = if self.calls.close.is_some() { "\n" } else { "" };
-        match &self.calls.syntax {
+        Ok(match &self.calls.syntax {
             Syntax::Object { arguments, list } => {
+                let space = if *list { "" } else { space };
                 let object = self.alternatives(lark, |tool, lark| {
                     let head = format!("{{\"name\": \"{}\", \"{arguments}\": ", tool.0.name);
                     format!("{} {} \"}}\"", lark.literal(&head), lark.json(&arguments_schema(tool)))
                 });
-                Ok(match (*list, self.calls.separators.as_str()) {
+                match (*list, self.calls.separators.as_str()) {
                     (true, _) if self.one => format!("\"[\" {object} \"]\""),
                     (true, _) => format!("\"[\" {object} (\", \" {object})* \"]\""),
                     (false, separators) if !separators.is_empty() && !self.one => {
@@ -190,17 +198,35 @@ impl Turn<'_> {
                         format!("{object} ({separator} {object})*")
                     }
                     (false, _) => format!("{} {object} {}", lark.literal(space), lark.literal(space)),
-                })
+                }
             }
-            Syntax::Named(named) => Ok(self.alternatives(lark, |tool, lark| {
+            Syntax::Named(named) => self.alternatives(lark, |tool, lark| {
                 let index = if named.numbered { "/:[0-9]{1,4}/" } else { "" };
                 let name = lark.texts(&format!("{}{}", named.prefix, tool.0.name));
                 let space = lark.literal(named.space);
                 let separator = lark.texts(&named.separator);
                 format!("{name} {index} {space} {separator} {space} {}", lark.json(&arguments_schema(tool)))
-            })),
-            other => unimplemented!("{other:?}"),
-        }
+            }),
+            Syntax::Parameters(syntax) => {
+                self.rules(lark, |tool, lark| grammar_values::parameters(self.bodies.format, syntax, tool, lark))?
+            }
+            Syntax::Python => {
+                let call = self.rules(lark, |tool, lark| grammar_values::python(self.bodies.format, tool, lark))?;
+                if self.one { format!("\"[\" {call} \"]\"") } else { format!("\"[\" {call} (\", \" {call})* \"]\"") }
+            }
+            Syntax::Loose { quote } => {
+                self.rules(lark, |tool, lark| grammar_values::loose(self.bodies.format, quote, tool, lark))?
+            }
+        })
+    }
+
+    fn rules(
+        &self,
+        lark: &mut Lark,
+        mut each: impl FnMut(&(&ToolSchema, Hold), &mut Lark) -> Result<String, FormatError>,
+    ) -> Result<String, FormatError> {
+        let all: Result<Vec<_>, _> = self.bodies.tools.iter().map(|tool| each(tool, lark)).collect();
+        Ok(lark.rule("", &all?.join(" | ")))
     }
 
     fn alternatives(&self, lark: &mut Lark, mut each: impl FnMut(&(&ToolSchema, Hold), &mut Lark) -> String) -> String {

@@ -27,6 +27,11 @@ impl<'a> Lark<'a> {
         name
     }
 
+    /// The name that the next rule will have.
+    pub(crate) fn next_rule(&self) -> String {
+        format!("r{}", self.rules.len())
+    }
+
     /// Adds a terminal; its name.
     pub(crate) fn terminal(&mut self, body: &str) -> String {
         let name = format!("T{}", self.rules.len());
@@ -127,7 +132,7 @@ pub(crate) fn regex(text: &str) -> String {
     for c in text.chars() {
         match c {
             '\n' => out.push_str("\\n"),
-            _ if c.is_ascii_punctuation() => out.extend(['\\', c]),
+            _ if r".^$|?*+()[]{}\/".contains(c) => out.extend(['\\', c]),
             _ => out.push(c),
         }
     }

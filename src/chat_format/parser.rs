@@ -9,6 +9,8 @@ use crate::json::Step;
 use crate::marker::MarkerScan;
 use crate::named::NamedBody;
 use crate::object::ObjectBody;
+use crate::parameters::ParametersBody;
+use crate::python::{LooseBody, PythonBody};
 use crate::section::Section;
 use crate::{ChatDelta, ToolSchema, TurnStart};
 
@@ -136,7 +138,7 @@ impl TurnParser {
     /// Ends the turn: gives the text that was held back, and closes a call that was cut.
     pub fn finish(&mut self, out: &mut Vec<ChatDelta>) {
         while let State::Call(_) = self.state {
-            self.fail();
+            self.fail(true);
             self.drain();
         }
         if let State::Header(header) = std::mem::replace(&mut self.state, State::Text) {
@@ -244,7 +246,7 @@ impl TurnParser {
 
     fn open_call(&mut self, opening: String) {
         let Some(calls) = &self.calls else { return };
-        let body = calls.body();
+        let body = calls.body(&opening);
         self.state = State::Call(Call { body, opening, raw: String::new(), certain: false });
     }
 
@@ -286,7 +288,7 @@ impl TurnParser {
         }
         match step {
             Step::More if call.raw.len() <= MAX_HEAD => {}
-            Step::More => self.fail(),
+            Step::More => self.fail(false),
             Step::Done => self.end_call(),
             Step::Before => {
                 self.end_call();
@@ -295,7 +297,7 @@ impl TurnParser {
             Step::Broken => {
                 // The text of the call is read before `c`.
                 self.replay.push_front(c);
-                self.fail();
+                self.fail(false);
             }
         }
     }
@@ -306,12 +308,16 @@ impl TurnParser {
         self.close_pending = self.calls.as_ref().is_some_and(|calls| calls.close.is_some());
     }
 
-    /// The text is no call from here on: what is not certain is read again as text.
-    fn fail(&mut self) {
+    /// The text is no call from here on: what is not certain is read again as text. The unfinished rest of a call
+    /// that was cut is dropped.
+    fn fail(&mut self, cut: bool) {
         let State::Call(mut call) = std::mem::replace(&mut self.state, State::Text) else { return };
         call.body.close(&mut self.deltas);
         if call.certain {
             self.end_call();
+            if cut {
+                return;
+            }
         }
         self.bare_tried = true;
         call.raw.chars().rev().for_each(|c| self.replay.push_front(c));
@@ -322,11 +328,15 @@ impl TurnParser {
 }
 
 impl Calls {
-    fn body(&self) -> Box<dyn Body> {
+    fn body(&self, opening: &str) -> Box<dyn Body> {
         match &self.syntax {
             Syntax::Object { .. } => Box::new(ObjectBody::new()),
             Syntax::Named(named) => Box::new(NamedBody::new(named.clone())),
-            other => unimplemented!("{other:?}"),
+            Syntax::Parameters(parameters) => {
+                Box::new(ParametersBody::new(parameters.clone(), self.close.clone(), opening))
+            }
+            Syntax::Python => Box::new(PythonBody::new()),
+            Syntax::Loose { quote } => Box::new(LooseBody::new(quote.clone())),
         }
     }
 }

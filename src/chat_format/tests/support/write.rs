@@ -7,13 +7,45 @@ use serde_json::Value;
 fn markers(family: &str) -> &'static [&'static str] {
     match family {
         "hermes" => &["<tool_call>"],
-        "qwen3" => &["<tool_call>", "<think>", "</think>"],
+        "qwen3" | "glm45" => &["<tool_call>", "<think>", "</think>"],
+        "qwen3_coder" => &["<tool_call>", "<think>", "</think>", "<function="],
+        "llama3_json" => &["<|python_tag|>"],
+        "llama3_pythonic" => &["<|python_start|>"],
+        "mistral" => &["[TOOL_CALLS]", "[THINK]", "[/THINK]"],
+        "deepseek_v3" | "deepseek_r1" | "deepseek_v31" => {
+            &["<think>", "</think>", "<｜tool▁calls▁begin｜>", "<｜tool▁call▁begin｜>"]
+        }
+        "harmony" => &["<|start|>", "<|channel|>", "<|end|>", "<|call|>", "<|return|>", "<|message|>"],
+        "gemma3" => &[],
+        "gemma4" => &["<|channel>thought", "<channel|>", "<|tool_call>"],
+        "phi4" => &["<think>", "</think>", "<|tool_call|>", "functools"],
+        "kimi_k2" => &["<think>", "</think>", "<|tool_calls_section_begin|>", "<|tool_call_begin|>"],
+        "granite" => &["<think>", "</think>", "<|tool_call|>"],
         other => panic!("{other}"),
     }
 }
 
 pub fn thinks(family: &str) -> bool {
-    !matches!(family, "hermes")
+    !matches!(family, "hermes" | "llama3_json" | "llama3_pythonic" | "deepseek_v3" | "gemma3")
+}
+
+/// The character with which content cannot begin, since a call does.
+fn bare(family: &str) -> Option<char> {
+    match family {
+        "llama3_json" => Some('{'),
+        "llama3_pythonic" | "gemma3" => Some('['),
+        _ => None,
+    }
+}
+
+/// What a string in the arguments cannot contain.
+fn end_of_string(family: &str) -> &'static str {
+    match family {
+        "qwen3_coder" => "</parameter>",
+        "glm45" => "</arg_value>",
+        "gemma4" => "<|\"|>",
+        _ => "\0",
+    }
 }
 
 /// A random turn that can be written in the format of the family.
@@ -23,16 +55,26 @@ pub fn turn(family: &str, rng: &mut Rng) -> Turn {
         while let Some(marker) = markers(family).iter().find(|marker| plain.contains(**marker)) {
             plain = plain.replacen(marker, "", 1);
         }
-        plain.trim().to_owned()
+        let plain = plain.trim().to_owned();
+        if bare(family).is_some_and(|c| plain.starts_with(c)) { String::new() } else { plain }
     };
     let reasoning = if thinks(family) && !rng.one_in(3) { plain(rng) } else { String::new() };
     let content = if rng.one_in(3) { String::new() } else { plain(rng) };
     let tools = tools(false);
     let call = |rng: &mut Rng| {
         let tool = &tools[rng.below(tools.len())];
-        (tool.name.clone(), value(&tool.parameters, rng))
+        let mut value = value(&tool.parameters, rng);
+        while value.to_string().contains(Value::from(end_of_string(family)).to_string().trim_matches('"')) {
+            value = super::value(&tool.parameters, rng);
+        }
+        (tool.name.clone(), value)
     };
-    let calls = (0..rng.below(4)).map(|_| call(rng)).collect();
+    let mut calls: Vec<_> = (0..rng.below(4)).map(|_| call(rng)).collect();
+    if family == "harmony" {
+        calls.truncate(1);
+    }
+    // Where a call has no marker, content and calls exclude each other.
+    let content = if bare(family).is_some() && !calls.is_empty() { String::new() } else { content };
     Turn { reasoning, content, calls }
 }
 
@@ -53,6 +95,115 @@ pub fn write(family: &str, turn: &Turn, rng: &mut Rng) -> (String, Option<Vec<St
                 out.push_str(&format!(
                     "{space}<tool_call>\n{{\"name\": \"{name}\", \"arguments\": {text}}}\n</tool_call>"
                 ));
+            }
+        }
+        "qwen3_coder" | "glm45" => {
+            think(turn, rng, &mut out);
+            out.push_str(&turn.content);
+            for (name, value) in &turn.calls {
+                let space = if out.is_empty() { "" } else { "\n" };
+                match family {
+                    "glm45" => out.push_str(&glm45(name, value, rng, space)),
+                    _ => out.push_str(&qwen3_coder(name, value, rng, space)),
+                }
+            }
+            return (out, None);
+        }
+        "llama3_json" => {
+            out.push_str(&turn.content);
+            let calls: Vec<_> =
+                calls.iter().map(|(name, text)| format!("{{\"name\": \"{name}\", \"parameters\": {text}}}")).collect();
+            let tag = if rng.one_in(2) && !calls.is_empty() { "<|python_tag|>" } else { "" };
+            out.push_str(&format!("{tag}{}", calls.join("; ")));
+        }
+        "llama3_pythonic" | "gemma3" => {
+            out.push_str(&turn.content);
+            let calls: Vec<_> = turn.calls.iter().map(|(name, value)| python_call(name, value, rng)).collect();
+            let text = if calls.is_empty() { String::new() } else { format!("[{}]", calls.join(", ")) };
+            let wrap = rng.one_in(2) && family == "llama3_pythonic" && !text.is_empty();
+            out.push_str(&if wrap { format!("<|python_start|>{text}<|python_end|>") } else { text });
+            return (out, None);
+        }
+        "mistral" => {
+            if !turn.reasoning.is_empty() {
+                out.push_str(&format!("[THINK]{}[/THINK]", turn.reasoning));
+            }
+            out.push_str(&turn.content);
+            if rng.one_in(3) && !calls.is_empty() {
+                let calls: Vec<_> = calls
+                    .iter()
+                    .map(|(name, text)| format!("{{\"name\": \"{name}\", \"arguments\": {text}}}"))
+                    .collect();
+                out.push_str(&format!("[TOOL_CALLS] [{}]", calls.join(", ")));
+            } else {
+                let id = if rng.one_in(2) { "[CALL_ID]abcdef123" } else { "" };
+                calls.iter().for_each(|(name, text)| out.push_str(&format!("[TOOL_CALLS]{name}{id}[ARGS]{text}")));
+            }
+        }
+        "deepseek_v3" | "deepseek_r1" | "deepseek_v31" | "kimi_k2" => {
+            // A turn of R1 always has reasoning.
+            if family == "deepseek_r1" && turn.reasoning.is_empty() {
+                out.push_str("<think>\n\n</think>\n\n");
+            } else if thinks(family) {
+                think(turn, rng, &mut out);
+            }
+            out.push_str(&turn.content);
+            let calls: Vec<_> = calls
+                .iter()
+                .enumerate()
+                .map(|(index, (name, text))| match family {
+                    "kimi_k2" => format!(
+                        "<|tool_call_begin|>functions.{name}:{index}<|tool_call_argument_begin|>{text}<|tool_call_end|>"
+                    ),
+                    "deepseek_v31" => format!("<｜tool▁call▁begin｜>{name}<｜tool▁sep｜>{text}<｜tool▁call▁end｜>"),
+                    _ => format!(
+                        "<｜tool▁call▁begin｜>function<｜tool▁sep｜>{name}\n```json\n{text}\n```<｜tool▁call▁end｜>"
+                    ),
+                })
+                .collect();
+            let (open, end) = match family {
+                "kimi_k2" => ("<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"),
+                _ => ("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"),
+            };
+            if !calls.is_empty() {
+                let space = if family == "deepseek_v31" || family == "kimi_k2" { "" } else { "\n" };
+                out.push_str(&format!("{open}{}{end}", calls.join(space)));
+            }
+        }
+        "harmony" => {
+            let mut messages = Vec::new();
+            if !turn.reasoning.is_empty() {
+                messages.push(format!("<|channel|>analysis<|message|>{}<|end|>", turn.reasoning));
+            }
+            if !turn.content.is_empty() {
+                let channel = if calls.is_empty() { "final" } else { "commentary" };
+                messages.push(format!("<|channel|>{channel}<|message|>{}<|end|>", turn.content));
+            }
+            for (name, text) in calls {
+                messages.push(format!(
+                    "<|channel|>commentary to=functions.{name} <|constrain|>json<|message|>{text}<|call|>"
+                ));
+            }
+            out = messages.join("<|start|>assistant");
+        }
+        "gemma4" => {
+            if !turn.reasoning.is_empty() {
+                out.push_str(&format!("<|channel>thought\n{}\n<channel|>", turn.reasoning));
+            }
+            out.push_str(&turn.content);
+            for (name, value) in &turn.calls {
+                out.push_str(&format!("<|tool_call>call:{name}{}<tool_call|>", gemma4(value)));
+            }
+            return (out, None);
+        }
+        "phi4" | "granite" => {
+            think(turn, rng, &mut out);
+            out.push_str(&turn.content);
+            let calls: Vec<_> =
+                calls.iter().map(|(name, text)| format!("{{\"name\": \"{name}\", \"arguments\": {text}}}")).collect();
+            if !calls.is_empty() {
+                let end = if family == "phi4" { "<|/tool_call|>" } else { "" };
+                out.push_str(&format!("<|tool_call|>[{}]{end}", calls.join(", ")));
             }
         }
         other => panic!("{other}"),
@@ -106,5 +257,69 @@ fn python_json(value: &Value, ascii: bool, out: &mut String) {
             }
         }
         value => out.push_str(&value.to_string()),
+    }
+}
+
+fn plain(value: &Value, rng: &mut Rng) -> String {
+    match value {
+        Value::String(text) => text.clone(),
+        Value::Bool(value) if rng.one_in(2) => if *value { "True" } else { "False" }.to_owned(),
+        Value::Null if rng.one_in(2) => "None".to_owned(),
+        value => json(value, rng),
+    }
+}
+
+fn fields(value: &Value) -> impl Iterator<Item = (&String, &Value)> {
+    value.as_object().unwrap().iter()
+}
+
+fn qwen3_coder(name: &str, value: &Value, rng: &mut Rng, space: &str) -> String {
+    let parameters: String =
+        fields(value).map(|(key, value)| format!("<parameter={key}>\n{}\n</parameter>\n", plain(value, rng))).collect();
+    format!("{space}<tool_call>\n<function={name}>\n{parameters}</function>\n</tool_call>")
+}
+
+fn glm45(name: &str, value: &Value, rng: &mut Rng, space: &str) -> String {
+    let parameters: String = fields(value)
+        .map(|(key, value)| format!("<arg_key>{key}</arg_key>\n<arg_value>{}</arg_value>\n", plain(value, rng)))
+        .collect();
+    format!("{space}<tool_call>{name}\n{parameters}</tool_call>")
+}
+
+fn python_call(name: &str, value: &Value, rng: &mut Rng) -> String {
+    let arguments: Vec<_> = fields(value).map(|(key, value)| format!("{key}={}", python(value, rng))).collect();
+    format!("{name}({})", arguments.join(", "))
+}
+
+fn python(value: &Value, rng: &mut Rng) -> String {
+    match value {
+        Value::Null => "None".into(),
+        Value::Bool(value) => if *value { "True" } else { "False" }.into(),
+        Value::String(text) if rng.one_in(2) => Value::from(text.as_str()).to_string(),
+        Value::String(text) => {
+            let text = text.replace('\\', "\\\\").replace('\'', "\\'").replace('\n', "\\n").replace('\u{7f}', "\\x7f");
+            format!("'{text}'")
+        }
+        Value::Array(items) => {
+            let items: Vec<_> = items.iter().map(|item| python(item, rng)).collect();
+            format!("[{}]", items.join(", "))
+        }
+        Value::Object(fields) => {
+            let fields: Vec<_> = fields.iter().map(|(key, value)| format!("'{key}': {}", python(value, rng))).collect();
+            format!("{{{}}}", fields.join(", "))
+        }
+        value => value.to_string(),
+    }
+}
+
+fn gemma4(value: &Value) -> String {
+    match value {
+        Value::String(text) => format!("<|\"|>{text}<|\"|>"),
+        Value::Array(items) => format!("[{}]", items.iter().map(gemma4).collect::<Vec<_>>().join(",")),
+        Value::Object(fields) => {
+            let fields: Vec<_> = fields.iter().map(|(key, value)| format!("{key}:{}", gemma4(value))).collect();
+            format!("{{{}}}", fields.join(","))
+        }
+        value => value.to_string(),
     }
 }
