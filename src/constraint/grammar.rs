@@ -12,10 +12,12 @@ const MAX_MESSAGE: usize = 500;
 pub(crate) fn grammar_of(spec: &ConstraintSpec, limits: &Limits) -> Result<TopLevelGrammar, ConstraintError> {
     let what = spec.what();
     match spec {
-        ConstraintSpec::JsonObject => Ok(TopLevelGrammar::from_json_schema(json!({"type": "object"}))),
+        ConstraintSpec::JsonObject => {
+            Ok(TopLevelGrammar::from_json_schema(with_white_space(json!({"type": "object"}))))
+        }
         ConstraintSpec::JsonSchema(value) => {
             let parsed = schema::parse(value, limits)?;
-            Ok(TopLevelGrammar::from_json_schema(schema::check(&parsed, limits)?))
+            Ok(TopLevelGrammar::from_json_schema(with_white_space(schema::check(&parsed, limits)?)))
         }
         ConstraintSpec::Regex(regex) => {
             within(what, regex.len(), limits)?;
@@ -43,10 +45,27 @@ pub(crate) fn grammar_of(spec: &ConstraintSpec, limits: &Limits) -> Result<TopLe
             let mut grammars = vec![GrammarWithLexer::from_lark(lark)];
             grammars.extend(schemas.into_iter().enumerate().map(|(index, schema)| GrammarWithLexer {
                 name: Some(structural::schema_name(index)),
-                ..GrammarWithLexer::from_json_schema(schema)
+                ..GrammarWithLexer::from_json_schema(with_white_space(schema))
             }));
             Ok(TopLevelGrammar { grammars, max_tokens: None })
         }
+    }
+}
+
+/// White space between the parts of a JSON text: a line break with indentation, or blanks. It is bounded, because models
+/// whose prompt does not speak of JSON write white space without end.
+const WHITE_SPACE: &str = r"[\x20\x09]{1,64}|[\x0D\x0A]{1,2}[\x20\x09]{0,64}";
+
+/// The schema with the option of `llguidance` for white space.
+fn with_white_space(schema: Value) -> Value {
+    let options = json!({"whitespace_pattern": WHITE_SPACE});
+    match schema {
+        Value::Object(mut fields) => {
+            fields.insert("x-guidance".to_owned(), options);
+            Value::Object(fields)
+        }
+        Value::Bool(true) => json!({"x-guidance": options}),
+        other => other,
     }
 }
 

@@ -30,7 +30,7 @@ def post(world, path, body):
 
 def generate(world, **fields):
     """The status, and the text or the error."""
-    status, body = post(world, "generate", {"text_input": "What is the opposite of hot?", "max_tokens": 80, **fields})
+    status, body = post(world, "generate", {"text_input": "What is the opposite of hot?", "max_tokens": 300, **fields})
     return status, json.loads(body)["text_output" if status == 200 else "error"]
 
 

@@ -28,7 +28,7 @@ def client(world):
     return OpenAI(base_url=f"http://{world.http}/v1", api_key="none", max_retries=0)
 
 
-def chat(client, messages=QUESTION, max_tokens=120, temperature=0, **fields):
+def chat(client, messages=QUESTION, max_tokens=400, temperature=0, **fields):
     return client.chat.completions.create(model="ensemble", messages=messages, max_tokens=max_tokens, temperature=temperature, **fields)
 
 
@@ -135,7 +135,7 @@ def test_tools_that_are_not_demanded_leave_the_text_free(client):
 def test_anthropics_client_gets_a_tool_use(world):
     client = anthropic.Anthropic(base_url=f"http://{world.http}", api_key="none", max_retries=0)
     tools = [{"name": "get_weather", "input_schema": WEATHER}]
-    fields = dict(model="ensemble", max_tokens=120, messages=QUESTION, tools=tools, tool_choice={"type": "tool", "name": "get_weather"})
+    fields = dict(model="ensemble", extra_body={"temperature": 0}, max_tokens=400, messages=QUESTION, tools=tools, tool_choice={"type": "tool", "name": "get_weather"})
     answer = client.messages.create(**fields)
     (block,) = [block for block in answer.content if block.type == "tool_use"]
     assert answer.stop_reason == "tool_use" and block.name == "get_weather"
@@ -147,9 +147,9 @@ def test_anthropics_client_gets_a_tool_use(world):
 
 def test_a_response_has_a_function_call(client):
     tools = [{"type": "function", "name": "get_weather", "parameters": WEATHER, "strict": True}]
-    answer = client.responses.create(model="ensemble", input="What is the opposite of hot?", tools=tools, tool_choice="required", max_output_tokens=120, temperature=0)
+    answer = client.responses.create(model="ensemble", input="What is the opposite of hot?", tools=tools, tool_choice="required", max_output_tokens=400, temperature=0)
     calls = [item for item in answer.output if item.type == "function_call"]
     assert calls and calls[0].name == "get_weather"
     check_weather(json.loads(calls[0].arguments))
     form = {"format": {"type": "json_schema", "name": "weather", "schema": WEATHER}}
-    check_weather(json.loads(client.responses.create(model="ensemble", input="x", text=form, max_output_tokens=120, temperature=0).output_text))
+    check_weather(json.loads(client.responses.create(model="ensemble", input="x", text=form, max_output_tokens=400, temperature=0).output_text))
