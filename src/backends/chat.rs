@@ -66,6 +66,8 @@ impl FromStr for FormatChoice {
 /// The chat templates of a repository's models, read when first asked for and again when they change.
 pub struct ChatTemplates {
     roots: Vec<PathBuf>,
+    /// Whether requests may bring templates of their own.
+    trusts_clients: bool,
     /// Of models that are in the repository, where it may be, and since when that is known.
     places: Mutex<HashMap<String, Known>>,
     cached: Mutex<HashMap<PathBuf, Cached>>,
@@ -75,7 +77,7 @@ pub struct ChatTemplates {
 impl ChatTemplates {
     /// Of the models in these directories.
     pub fn new(roots: Vec<PathBuf>, formats: FormatChoice) -> Self {
-        Self { roots, places: Mutex::default(), cached: Mutex::default(), formats }
+        Self { roots, trusts_clients: false, places: Mutex::default(), cached: Mutex::default(), formats }
     }
 
     /// The form in which `model` writes reasoning and tool calls: that of its parameter `chat_format`, else the one chosen for
@@ -105,6 +107,14 @@ impl ChatTemplates {
         Ok(None)
     }
 
+    /// Sets whether requests may bring templates of their own. Steps and text of a template are bounded, but a hostile one can
+    /// still occupy a thread or end the process, so clients must be trusted.
+    #[must_use]
+    pub fn trust_clients(mut self, trusts_clients: bool) -> Self {
+        self.trusts_clients = trusts_clients;
+        self
+    }
+
     /// The prompt that a conversation is for `model`; an ensemble has the template of the models it is made of.
     ///
     /// # Errors
@@ -112,6 +122,9 @@ impl ChatTemplates {
     pub fn prompt(&self, model: &str, request: &ChatRequest) -> Result<String, InferError> {
         for dir in &self.places(model)?.dirs {
             if let Some(template) = self.template(dir)? {
+                if let Some(name) = request.template.filter(|name| !self.trusts_clients && !template.has(name)) {
+                    return Err(refuse_template(&template, name));
+                }
                 let prompt = template.render(request);
                 return prompt.map_err(|error| InferError::invalid(format!("model `{model}`: {error}")));
             }
@@ -149,6 +162,16 @@ impl ChatTemplates {
         ipc::lock(&self.cached).insert(dir.to_owned(), (modified, template.clone()));
         Ok(template)
     }
+}
+
+/// Refuses a template that a request brings.
+fn refuse_template(template: &ChatTemplate, source: &str) -> InferError {
+    let names = template.names().collect::<Vec<_>>().join("`, `");
+    let reason = if source.contains('{') { "is a template" } else { "names no template of the model" };
+    InferError::invalid(format!(
+        "`chat_template` {reason}; the server takes the names of the model's templates only (`{names}`), unless it is started with \
+         `--trust-request-chat-template`"
+    ))
 }
 
 fn places(repository: &Repository, model: &str) -> Places {

@@ -49,6 +49,9 @@ pub struct RankArgs {
     /// Do not complete config.pbtxt
     #[arg(long, num_args = 0..=1, default_missing_value = "true", default_value = "false", value_parser = boolean, action = ArgAction::Set)]
     pub disable_auto_complete_config: bool,
+    /// Take chat templates from requests (`chat_template`), not only the names of the model's: a hostile template can occupy a thread or end the server
+    #[arg(long, num_args = 0..=1, default_missing_value = "true", default_value = "false", value_parser = boolean, action = ArgAction::Set)]
+    pub trust_request_chat_template: bool,
     /// Threads of rank 0 that serve gRPC and deliver tokens to requests; one thread needs the least CPU time for each token
     #[arg(long, default_value_t = 1, value_name = "N", value_parser = clap::value_parser!(u16).range(1..=1024))]
     pub grpc_threads: u16,

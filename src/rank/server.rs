@@ -376,8 +376,8 @@ fn front_config(args: &RankArgs, hardware: &Hardware, prefixes: Vec<String>) -> 
     bound_files(&mut config);
     let chat_formats =
         args.front.chat_format.parse::<FormatChoice>().map_err(|error| format!("`--chat-format`: {error}"))?;
-    config.chat =
-        front::Chat(Some(Arc::new(Templates(ChatTemplates::new(args.model_repository.clone(), chat_formats)))));
+    let templates = ChatTemplates::new(args.model_repository.clone(), chat_formats);
+    config.chat = front::Chat(Some(Arc::new(Templates(templates.trust_clients(args.trust_request_chat_template)))));
     config.metrics_options = args.metrics.options()?;
     config.client_devices = Some(Arc::clone(&hardware.client_devices));
     Ok(config)

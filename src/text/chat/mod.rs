@@ -93,6 +93,16 @@ impl ChatTemplate {
         self.response_template.as_ref()
     }
 
+    /// Whether there is a template of this name.
+    pub fn has(&self, name: &str) -> bool {
+        self.templates.contains_key(name)
+    }
+
+    /// The names of the templates.
+    pub fn names(&self) -> impl Iterator<Item = &str> {
+        self.templates.keys().map(String::as_str)
+    }
+
     /// The prompt of a conversation. It contains its special tokens, so encode it without adding more.
     ///
     /// # Errors
@@ -117,7 +127,7 @@ impl ChatTemplate {
     /// The template for a request: its own, the one that it names, `tool_use` for tools, else `default`.
     fn choose(&self, request: &ChatRequest) -> Result<Cow<'_, Template>, TextError> {
         let known = |name: &str| self.templates.get(name).map(Cow::Borrowed);
-        let names = || format!("`{}`", self.templates.keys().map(String::as_str).collect::<Vec<_>>().join("`, `"));
+        let names = || format!("`{}`", self.names().collect::<Vec<_>>().join("`, `"));
         let refused = |reason| TextError::ChatTemplate { origin: "of the request".to_owned(), reason };
         match request.template {
             Some(text) => match known(text) {
