@@ -4,8 +4,8 @@ use std::path::{Path, PathBuf};
 
 /// Encoded by hand in `reply.rs`, straight from what a model answers.
 const HAND_WRITTEN: [(&str, &str); 2] = [
-    (".inference.ModelInferResponse", "crate::reply::InferReply"),
-    (".inference.ModelStreamInferResponse", "crate::reply::StreamReply"),
+    (".inference.ModelInferResponse", "crate::api::triton::grpc::response::InferReply"),
+    (".inference.ModelStreamInferResponse", "crate::api::triton::grpc::response::StreamReply"),
 ];
 
 fn main() -> Result<(), Box<dyn std::error::Error>> {
@@ -21,7 +21,7 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
         .build_client(false)
         .bytes(".")
         .btree_map(".")
-        .codec_path("crate::codec::MessageCodec");
+        .codec_path("crate::api::triton::grpc::codec::MessageCodec");
     for (message, path) in HAND_WRITTEN {
         config = config.extern_path(message, path);
     }

@@ -5,16 +5,16 @@ use std::time::Duration;
 
 use tokio::sync::Semaphore;
 
-use crate::forward::HeaderPattern;
-use crate::ledger::LedgerSource;
-use crate::log_settings::LogControl;
-use crate::metrics::MetricsOptions;
-use crate::openai::{Chat, UnknownFields};
-use crate::origins::Origins;
-use crate::restricted::{Api, Restrictions};
-use crate::shared_memory::{ClientDevices, ClientObjects, MAX_REGIONS};
-use crate::tls::Tls;
-use crate::trace_settings::TraceOptions;
+use crate::api::openai::{Chat, UnknownFields};
+use crate::api::triton::header_parameters::HeaderPattern;
+use crate::api::triton::shared_memory::{ClientDevices, ClientObjects, MAX_REGIONS};
+use crate::telemetry::ledger::LedgerSource;
+use crate::telemetry::log_settings::LogControl;
+use crate::telemetry::metrics::MetricsOptions;
+use crate::telemetry::trace_settings::TraceOptions;
+use crate::transport::origins::Origins;
+use crate::transport::restricted::{Api, Restrictions};
+use crate::transport::tls::Tls;
 
 /// A host (name or address) and a port; port 0 lets the system choose.
 #[derive(Debug, Clone, PartialEq, Eq)]

@@ -13,16 +13,18 @@ use repository::ModelConfig;
 use serving::{ClientMemory, DataType, InferError, InferRequest, InferResponse, Limits, Server};
 use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _, DuplexStream};
 
-use crate::ask::{OutputAsk, RegionSlice};
-use crate::budget::{Budget, Pace};
-use crate::coding::Coding;
-use crate::grpc_scan::{Kind, scan};
-use crate::grpc_service::grpc_service;
-use crate::http2::{GrpcConnection, KeepAliveConfig};
-use crate::reply::InferReply;
-use crate::shared_memory::{ClientObjects, MemoryKind, SharedMemory};
+use crate::Config;
+use crate::api::triton::grpc::request as grpc_request;
+use crate::api::triton::grpc::response::InferReply;
+use crate::api::triton::grpc::scan::{Kind, scan};
+use crate::api::triton::grpc::service::grpc_service;
+use crate::api::triton::http::{self as triton_http, generate, infer as http_infer, json, route as http_route};
+use crate::api::triton::output_request::{OutputAsk, RegionSlice};
+use crate::api::triton::shared_memory::{ClientObjects, MemoryKind, SharedMemory};
 use crate::state::State;
-use crate::{Config, generate, grpc_request, http_infer, http_route, json, kserve_http};
+use crate::transport::budget::{Budget, Pace};
+use crate::transport::content_coding::Coding;
+use crate::transport::http2::{GrpcConnection, KeepAliveConfig};
 
 /// Largest body that is unpacked.
 const LIMIT: usize = 1 << 20;
@@ -60,8 +62,8 @@ pub fn generate(body: &[u8], config: &ModelConfig) -> Result<InferRequest, Infer
 pub fn grpc(message: &[u8]) -> Result<InferRequest, InferError> {
     let memory = SharedMemory::new(false, ClientObjects::default());
     scan(Kind::Infer, message, &Limits::default()).map_err(|error| InferError::internal(format!("{error:?}")))?;
-    let message =
-        crate::proto::ModelInferRequest::decode(message).map_err(|error| InferError::internal(error.to_string()))?;
+    let message = crate::api::triton::grpc::proto::ModelInferRequest::decode(message)
+        .map_err(|error| InferError::internal(error.to_string()))?;
     grpc_request::read(message, &memory, &|_, _, _| None).map(|asked| asked.request)
 }
 
@@ -93,7 +95,7 @@ pub fn write(response: InferResponse) {
     }
     for (num_classes, output) in response.outputs.iter().enumerate() {
         let ask = OutputAsk { name: output.name.to_string(), num_classes, ..OutputAsk::default() };
-        let _ = crate::classification::classify(output, ask.num_classes.max(1), false, None);
+        let _ = crate::api::triton::classification::classify(output, ask.num_classes.max(1), false, None);
     }
 }
 
@@ -114,7 +116,7 @@ impl Front {
             body.len()
         );
         let serve = |io: DuplexStream| async {
-            let service = service_fn(|request| kserve_http::handle(self.0.clone(), request));
+            let service = service_fn(|request| triton_http::handle(self.0.clone(), request));
             let _ = http1::Builder::new().serve_connection(TokioIo::new(io), service).await;
         };
         exchange(&[head.as_bytes(), body].concat(), false, serve).await

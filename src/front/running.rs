@@ -20,17 +20,17 @@ use tokio::runtime::Handle;
 use tokio_rustls::TlsAcceptor;
 
 use self::slow_heads::{Requests, SlowHeads};
-use crate::body::ReplyBody;
+use crate::api::status::RETRY_AFTER_SECS;
+use crate::api::triton::grpc::service::grpc_service;
+use crate::api::triton::http::{self as triton_http, Reply};
 use crate::config::Config;
-use crate::connections::Busy;
-use crate::grpc_service::grpc_service;
-use crate::http2::{GrpcConnection, KeepAliveConfig};
-use crate::kserve_http::{self, Reply};
-use crate::listener::{Limits, Port, StartError, bind};
-use crate::metrics::{self, MetricsSource};
 use crate::state::State;
-use crate::status::RETRY_AFTER_SECS;
-use crate::tls::Tls;
+use crate::telemetry::metrics::{self, MetricsSource};
+use crate::transport::body::ReplyBody;
+use crate::transport::connections::Busy;
+use crate::transport::http2::{GrpcConnection, KeepAliveConfig};
+use crate::transport::listener::{Limits, Port, StartError, bind};
+use crate::transport::tls::Tls;
 
 mod slow_heads;
 
@@ -160,12 +160,12 @@ fn serve_grpc(listener: TcpListener, acceptor: Option<TlsAcceptor>, state: Arc<S
 fn serve_http(listener: TcpListener, acceptor: Option<TlsAcceptor>, state: Arc<State>) -> std::io::Result<Port> {
     let limits = http_limits(&state.config);
     serve_http1(listener, limits, acceptor, state, |state, request| async move {
-        kserve_http::handle(state.clone(), request).await.map(|reply| advised(&state, reply))
+        triton_http::handle(state.clone(), request).await.map(|reply| advised(&state, reply))
     })
 }
 
 /// Adds what clients should do next: come again later, or over a new connection.
-fn advised(state: &State, mut reply: kserve_http::Reply) -> kserve_http::Reply {
+fn advised(state: &State, mut reply: triton_http::Reply) -> triton_http::Reply {
     if reply.status() == StatusCode::SERVICE_UNAVAILABLE {
         reply.headers_mut().insert(RETRY_AFTER, RETRY_AFTER_SECS.into());
     }

@@ -7,13 +7,13 @@ use http::HeaderMap;
 use serving::{DataType, InferError, InferResponse, Server, SpanContext, Trace};
 use tokio::sync::Semaphore;
 
-use crate::ask::OutputAsk;
-use crate::budget::{Budget, Pace};
-use crate::classification::classify;
-use crate::log_settings::LogSettings;
-use crate::metrics::MetricsSource;
-use crate::shared_memory::SharedMemory;
-use crate::trace_settings::{TraceChanges, TraceOptions, TraceSettings, TraceValues};
+use crate::api::triton::classification::classify;
+use crate::api::triton::output_request::OutputAsk;
+use crate::api::triton::shared_memory::SharedMemory;
+use crate::telemetry::log_settings::LogSettings;
+use crate::telemetry::metrics::MetricsSource;
+use crate::telemetry::trace_settings::{TraceChanges, TraceOptions, TraceSettings, TraceValues};
+use crate::transport::budget::{Budget, Pace};
 use crate::{Config, ConfigError};
 
 /// The models and the front's own state.

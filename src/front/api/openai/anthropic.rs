@@ -1,0 +1,344 @@
+//! Anthropic's Messages API: `/v1/messages` and `/v1/messages/count_tokens`.
+
+use std::sync::Arc;
+
+use generation::ConstraintSpec;
+use http::{HeaderMap, StatusCode};
+use hyper::body::Incoming;
+use serde_json::{Map, Value, json};
+use serving::{Limit, Limits};
+
+use super::anthropic_reply::AnthropicFormat;
+use super::complete::{self, ChatRun, CompletionRequest, Input};
+use super::conversation::{Conversation, set_effort, set_thinking};
+use super::error::ApiError;
+use super::fields::{Fields, UnknownFields, check, tree_bytes};
+use super::guide;
+use super::parameters::Parameters;
+use super::respond::AnswerFormat;
+use super::tools::{Tool, Tools};
+use crate::api::status::shown;
+use crate::api::triton::http::{Held, JSON, Reply, read_body, reply};
+use crate::state::State;
+use crate::transport::large_work::aside_in_turn;
+
+/// Anthropic's smallest budget of thinking tokens.
+const MIN_THINKING_TOKENS: i64 = 1024;
+
+/// What a request is for.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Purpose {
+    Generate,
+    CountTokens,
+}
+
+/// `POST /v1/messages`.
+pub(super) async fn messages(state: &Arc<State>, headers: &HeaderMap, body: Incoming) -> Result<Reply, ApiError> {
+    let Held { bytes: body, charge } = read_body(state, headers, body).await?;
+    let read = || {
+        charge.add(tree_bytes(&body)?)?;
+        read(&body, state.server.limits(), state.config.unknown_fields, Purpose::Generate)
+    };
+    let request = aside_in_turn(body.len(), read).await?;
+    drop(body);
+    let model = request.model.clone();
+    let format = move |run: ChatRun| -> Box<dyn AnswerFormat> {
+        Box::new(AnthropicFormat::new(&run.unique, model, run.prompt_tokens))
+    };
+    complete::chat(state, request, charge, format).await
+}
+
+/// `POST /v1/messages/count_tokens`.
+pub(super) async fn count_tokens(state: &Arc<State>, headers: &HeaderMap, body: Incoming) -> Result<Reply, ApiError> {
+    let Held { bytes: body, charge } = read_body(state, headers, body).await?;
+    let read = || {
+        charge.add(tree_bytes(&body)?)?;
+        read(&body, state.server.limits(), state.config.unknown_fields, Purpose::CountTokens)
+    };
+    let request = aside_in_turn(body.len(), read).await?;
+    drop(body);
+    let prompt = complete::encode_chat(state, request, &charge).await?;
+    Ok(reply(StatusCode::OK, JSON, json!({"input_tokens": prompt.len()}).to_string().into_bytes()))
+}
+
+/// An error in Anthropic's form.
+pub(super) fn error_json(error: &ApiError) -> Value {
+    let kind = match error.status {
+        StatusCode::UNAUTHORIZED => "authentication_error",
+        StatusCode::FORBIDDEN => "permission_error",
+        StatusCode::NOT_FOUND => "not_found_error",
+        StatusCode::PAYLOAD_TOO_LARGE => "request_too_large",
+        StatusCode::TOO_MANY_REQUESTS => "rate_limit_error",
+        StatusCode::SERVICE_UNAVAILABLE => "overloaded_error",
+        status if status.is_server_error() => "api_error",
+        _ => "invalid_request_error",
+    };
+    json!({"type": "error", "error": {"type": kind, "message": shown(&error.message)}})
+}
+
+fn read(body: &[u8], limits: &Limits, unknown: UnknownFields, purpose: Purpose) -> Result<CompletionRequest, ApiError> {
+    let mut fields = Fields::read(body)?;
+    let model = fields.text("model")?.ok_or_else(|| ApiError::of_field("model", "`model` is missing."))?;
+    check(limits, Limit::NameBytes, "model", model.len())?;
+    let max_tokens = Parameters::token_count(&mut fields, "max_tokens")?;
+    if purpose == Purpose::Generate && max_tokens.is_none_or(|count| count == 0) {
+        return Err(ApiError::of_field(
+            "max_tokens",
+            "`max_tokens` is missing or 0: it is the number of tokens to generate.",
+        ));
+    }
+    let mut parameters = parameters(&mut fields, limits)?;
+    parameters.max_tokens = max_tokens;
+    let tools = Tools::read_anthropic(&mut fields)?;
+    let mut conversation = Conversation {
+        messages: read_messages(&mut fields, limits)?,
+        tools: tools.offered().iter().map(Tool::json).collect(),
+        variables: fields.object("chat_template_kwargs")?.unwrap_or_default(),
+        ..Conversation::default()
+    };
+    let includes_reasoning = thinking(&mut fields)?;
+    set_thinking(&mut conversation.variables, includes_reasoning);
+    // A last message of the assistant is the start of the answer.
+    let is_prefilled = conversation.messages.last().is_some_and(|message| message["role"] == "assistant");
+    conversation.continue_final_message = is_prefilled;
+    conversation.add_generation_prompt = !is_prefilled;
+    if let Some(spec) = output_config(&mut fields, &mut conversation)? {
+        parameters.constraint = Some(spec);
+    }
+    fields.ignore(&["metadata", "service_tier", "anthropic_version"]);
+    fields.finish(unknown)?;
+    Ok(CompletionRequest {
+        model,
+        input: Input::Conversation(conversation),
+        parameters,
+        echo: false,
+        tools,
+        includes_reasoning,
+        ends_named_call_with_stop: false,
+        is_chat: true,
+    })
+}
+
+/// The sampling fields of Anthropic's API under the names of OpenAI's.
+fn parameters(fields: &mut Fields, limits: &Limits) -> Result<Parameters, ApiError> {
+    fields.rename("stop_sequences", "stop");
+    Parameters::read(fields, limits)
+}
+
+/// `output_config`: the form of the answer, and the effort. The form was named `output_format` first.
+fn output_config(fields: &mut Fields, conversation: &mut Conversation) -> Result<Option<ConstraintSpec>, ApiError> {
+    let early = fields.object("output_format")?;
+    let mut config = fields.object("output_config")?.unwrap_or_default();
+    let format = match config.remove("format") {
+        Some(Value::Object(format)) => Some(format),
+        None | Some(Value::Null) => early,
+        Some(_) => return Err(ApiError::of_field("output_config", "`output_config.format` must be an object.")),
+    };
+    if let Some(effort) = config.remove("effort") {
+        let effort = effort.as_str().unwrap_or_default();
+        set_effort(&mut conversation.variables, effort, "output_config")?;
+    }
+    if let Some(name) = config.keys().next() {
+        let words = format!("`output_config.{}` is not supported.", shown(name));
+        return Err(ApiError::of_field("output_config", words));
+    }
+    format.map_or(Ok(None), |format| guide::read_format("output_config.format", format))
+}
+
+/// `thinking`: whether the model reasons before its answer. The budget is a target, which the model does not know of.
+fn thinking(fields: &mut Fields) -> Result<bool, ApiError> {
+    let wrong = |words: String| ApiError::of_field("thinking", words);
+    let Some(given) = fields.object("thinking")? else { return Ok(false) };
+    match given.get("type").and_then(Value::as_str) {
+        Some("disabled") => Ok(false),
+        Some("adaptive") => Ok(true),
+        Some("enabled") => match given.get("budget_tokens").and_then(Value::as_i64) {
+            Some(MIN_THINKING_TOKENS..) => Ok(true),
+            _ => Err(wrong(format!("`thinking.budget_tokens` must be at least {MIN_THINKING_TOKENS}."))),
+        },
+        _ => Err(wrong("`thinking.type` must be enabled, disabled or adaptive.".to_owned())),
+    }
+}
+
+/// `system` and `messages` in the form of OpenAI's chats.
+fn read_messages(fields: &mut Fields, limits: &Limits) -> Result<Vec<Value>, ApiError> {
+    let mut messages = Vec::new();
+    if let Some(system) = fields.take("system") {
+        let text = text_of(&system)
+            .ok_or_else(|| ApiError::of_field("system", "`system` must be text or a list of text blocks."))?;
+        messages.push(json!({"role": "system", "content": text}));
+    }
+    let given = fields.list("messages")?.filter(|messages| !messages.is_empty());
+    let given =
+        given.ok_or_else(|| ApiError::of_field("messages", "`messages` must be a list of at least one message."))?;
+    check(limits, Limit::Messages, "messages", given.len())?;
+    for (at, message) in given.into_iter().enumerate() {
+        match message["role"].as_str() {
+            Some("user") => user_messages(at, &message["content"], &mut messages)?,
+            Some("assistant") => messages.push(assistant_message(at, &message["content"])?),
+            Some("system") => {
+                let text = text_of(&message["content"]).ok_or_else(|| wrong_block(at, "none"))?;
+                messages.push(json!({"role": "system", "content": text}));
+            }
+            _ => {
+                let words = format!("`messages[{at}].role` must be user or assistant.");
+                return Err(ApiError::of_field("messages", words));
+            }
+        }
+    }
+    Ok(messages)
+}
+
+/// The text of a string, or of a list of text blocks.
+fn text_of(content: &Value) -> Option<String> {
+    match content {
+        Value::String(text) => Some(text.clone()),
+        Value::Array(blocks) => {
+            let text = |block: &Value| (block["type"] == "text").then(|| block["text"].as_str().map(str::to_owned))?;
+            blocks.iter().map(text).collect::<Option<Vec<_>>>().map(|texts| texts.join("\n"))
+        }
+        _ => None,
+    }
+}
+
+fn wrong_block(at: usize, kind: &str) -> ApiError {
+    let words = format!(
+        "`messages[{at}].content` has a block of type `{}`, which is not supported here; models read text only.",
+        shown(kind)
+    );
+    ApiError::of_field("messages", words)
+}
+
+/// A user's message: results of tools are messages of their own, before the user's text.
+fn user_messages(at: usize, content: &Value, messages: &mut Vec<Value>) -> Result<(), ApiError> {
+    let Value::Array(blocks) = content else {
+        let text = content.as_str().ok_or_else(|| wrong_block(at, "none"))?;
+        messages.push(json!({"role": "user", "content": text}));
+        return Ok(());
+    };
+    let mut texts: Vec<&str> = Vec::new();
+    for block in blocks {
+        match (block["type"].as_str().unwrap_or("none"), block["text"].as_str()) {
+            ("text", Some(text)) => texts.push(text),
+            ("tool_result", _) => {
+                let result = match &block["content"] {
+                    Value::Null => String::new(),
+                    content => text_of(content).ok_or_else(|| wrong_block(at, "tool_result with more than text"))?,
+                };
+                messages.push(json!({"role": "tool", "tool_call_id": block["tool_use_id"], "content": result}));
+            }
+            (kind, _) => return Err(wrong_block(at, kind)),
+        }
+    }
+    if !texts.is_empty() {
+        messages.push(json!({"role": "user", "content": texts.join("\n")}));
+    }
+    Ok(())
+}
+
+/// An assistant's message with its reasoning and calls.
+fn assistant_message(at: usize, content: &Value) -> Result<Value, ApiError> {
+    let mut message = Map::new();
+    message.insert("role".to_owned(), json!("assistant"));
+    let Value::Array(blocks) = content else {
+        let text = content.as_str().ok_or_else(|| wrong_block(at, "none"))?;
+        message.insert("content".to_owned(), json!(text));
+        return Ok(message.into());
+    };
+    let (mut texts, mut reasoning, mut calls) = (Vec::new(), Vec::new(), Vec::new());
+    for block in blocks {
+        match block["type"].as_str().unwrap_or("none") {
+            "text" => texts.push(block["text"].as_str().ok_or_else(|| wrong_block(at, "text"))?),
+            "thinking" => reasoning.push(block["thinking"].as_str().unwrap_or_default()),
+            // Only the service that wrote it can read it.
+            "redacted_thinking" => {}
+            "tool_use" => {
+                let function = json!({"name": block["name"], "arguments": block["input"]});
+                calls.push(json!({"id": block["id"], "type": "function", "function": function}));
+            }
+            kind => return Err(wrong_block(at, kind)),
+        }
+    }
+    message.insert("content".to_owned(), json!(texts.join("\n")));
+    if !reasoning.is_empty() {
+        message.insert("reasoning_content".to_owned(), json!(reasoning.join("\n")));
+    }
+    if !calls.is_empty() {
+        message.insert("tool_calls".to_owned(), calls.into());
+    }
+    Ok(message.into())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn read_json(body: Value) -> Result<CompletionRequest, String> {
+        let body = body.to_string();
+        read(body.as_bytes(), &Limits::default(), UnknownFields::Refuse, Purpose::Generate)
+            .map_err(|error| error.message)
+    }
+
+    fn conversation(body: Value) -> Conversation {
+        match read_json(body).unwrap().input {
+            Input::Conversation(conversation) => conversation,
+            other => panic!("{other:?}"),
+        }
+    }
+
+    #[test]
+    fn blocks_become_messages_of_a_chat() {
+        let found = conversation(
+            json!({"model": "m", "max_tokens": 5, "system": [{"type": "text", "text": "Be brief."}],
+            "messages": [
+                {"role": "user", "content": "Weather?"},
+                {"role": "assistant", "content": [{"type": "thinking", "thinking": "Hm.", "signature": ""}, {"type": "text", "text": "I look."},
+                    {"type": "tool_use", "id": "toolu_1", "name": "weather", "input": {"city": "Bern"}}]},
+                {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "toolu_1", "content": [{"type": "text", "text": "sun"}]},
+                    {"type": "text", "text": "And?"}]},
+            ]}),
+        );
+        let call = json!({"id": "toolu_1", "type": "function", "function": {"name": "weather", "arguments": {"city": "Bern"}}});
+        assert_eq!(
+            json!(found.messages),
+            json!([
+                {"role": "system", "content": "Be brief."}, {"role": "user", "content": "Weather?"},
+                {"role": "assistant", "content": "I look.", "reasoning_content": "Hm.", "tool_calls": [call]},
+                {"role": "tool", "tool_call_id": "toolu_1", "content": "sun"}, {"role": "user", "content": "And?"},
+            ])
+        );
+        assert!(found.add_generation_prompt);
+        let prefilled = json!({"model": "m", "max_tokens": 5, "messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]});
+        let found = conversation(prefilled);
+        assert!(found.continue_final_message && !found.add_generation_prompt);
+        assert_eq!(found.variables["enable_thinking"], false);
+    }
+
+    #[test]
+    fn invalid_requests_are_named() {
+        let base = json!({"model": "m", "max_tokens": 5, "messages": [{"role": "user", "content": "a"}]});
+        for (field, value, words) in [
+            ("max_tokens", Value::Null, "`max_tokens` is missing"),
+            ("messages", json!([]), "`messages` must be a list"),
+            ("messages", json!([{"role": "robot", "content": "a"}]), "`messages[0].role` must be user or assistant"),
+            (
+                "messages",
+                json!([{"role": "user", "content": [{"type": "image", "source": {}}]}]),
+                "block of type `image`",
+            ),
+            ("thinking", json!({"type": "enabled", "budget_tokens": 5}), "must be at least 1024"),
+            ("container", json!("c"), "`container` is not known"),
+            ("tool_choice", json!({"type": "any"}), "lists no tool"),
+        ] {
+            let mut body = base.clone();
+            body[field] = value;
+            let error = read_json(body).unwrap_err();
+            assert!(error.contains(words), "{field}: {error}");
+        }
+        let mut body = base;
+        body["stop_sequences"] = json!(["x"]);
+        body["thinking"] = json!({"type": "enabled", "budget_tokens": 2000});
+        let request = read_json(body).unwrap();
+        assert!(request.includes_reasoning && request.parameters.stop == ["x"]);
+    }
+}

@@ -1,0 +1,88 @@
+//! Errors in OpenAI's form.
+
+use std::borrow::Cow;
+
+use http::StatusCode;
+use http::header::{HeaderValue, RETRY_AFTER, WWW_AUTHENTICATE};
+use serde_json::{Value, json};
+use serving::{ErrorKind, InferError};
+
+use crate::api::status::{http_status, shown};
+use crate::api::triton::http::{BEARER, JSON, Reply, reply};
+
+/// OpenAI's code for a key that is missing or wrong.
+const INVALID_KEY: &str = "invalid_api_key";
+
+/// Seconds after which a client that was refused for lack of room may try again.
+const RETRY_SECONDS: HeaderValue = HeaderValue::from_static("1");
+
+/// An error of a request to an OpenAI or Anthropic endpoint.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) struct ApiError {
+    pub(super) status: StatusCode,
+    code: Option<&'static str>,
+    param: Option<Cow<'static, str>>,
+    pub(super) message: String,
+}
+
+impl ApiError {
+    /// A request with an invalid field.
+    pub(crate) fn of_field(param: impl Into<Cow<'static, str>>, message: impl Into<String>) -> Self {
+        Self { status: StatusCode::BAD_REQUEST, code: None, param: Some(param.into()), message: message.into() }
+    }
+
+    /// An error without a field.
+    pub(super) fn of_status(status: StatusCode, message: impl Into<String>) -> Self {
+        Self { status, code: None, param: None, message: message.into() }
+    }
+
+    pub(super) fn no_model(model: &str) -> Self {
+        let message =
+            format!("The model `{model}` does not exist or answers no text; `GET /v1/models` lists those that do.");
+        let (status, code) = (StatusCode::NOT_FOUND, Some("model_not_found"));
+        Self { status, code, param: Some("model".into()), message }
+    }
+
+    /// A request without the key that an API requires. `is_bearer`: the key is sent as OpenAI's clients send it.
+    pub(super) fn restricted(header: &str, is_bearer: bool) -> Self {
+        let message = format!("This API is restricted, expecting header '{header}'");
+        let (status, code) = (StatusCode::UNAUTHORIZED, is_bearer.then_some(INVALID_KEY));
+        Self { status, code, param: None, message }
+    }
+
+    /// OpenAI's name for the kind of error.
+    fn kind(&self) -> &'static str {
+        match self.status {
+            status if status.is_server_error() => "server_error",
+            StatusCode::TOO_MANY_REQUESTS => "rate_limit_error",
+            _ => "invalid_request_error",
+        }
+    }
+
+    /// The body of the reply, and of an event in a stream.
+    pub(crate) fn json(&self) -> Value {
+        json!({"error": {"message": shown(&self.message), "type": self.kind(), "param": self.param, "code": self.code}})
+    }
+
+    /// The reply with the error as `body`.
+    pub(super) fn reply_with(&self, body: &Value) -> Reply {
+        let mut reply = reply(self.status, JSON, body.to_string().into_bytes());
+        if self.code == Some(INVALID_KEY) {
+            reply.headers_mut().insert(WWW_AUTHENTICATE, BEARER);
+        }
+        if matches!(self.status, StatusCode::SERVICE_UNAVAILABLE | StatusCode::TOO_MANY_REQUESTS) {
+            reply.headers_mut().insert(RETRY_AFTER, RETRY_SECONDS);
+        }
+        reply
+    }
+}
+
+impl From<InferError> for ApiError {
+    fn from(error: InferError) -> Self {
+        let status = match error.kind {
+            ErrorKind::Unsupported => StatusCode::BAD_REQUEST,
+            kind => http_status(kind),
+        };
+        Self::of_status(status, error.message)
+    }
+}

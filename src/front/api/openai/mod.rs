@@ -1,0 +1,158 @@
+//! OpenAI's protocol (completions, chats, responses, models) and Anthropic's (messages).
+//!
+//! A request becomes a [`generation::GenerateRequest`] for each choice. Models without a generator, for example Python models,
+//! take the same requests as tensors ([`tensor_model`]).
+
+mod anthropic;
+mod anthropic_reply;
+mod choices;
+mod complete;
+mod conversation;
+mod error;
+mod fields;
+mod guide;
+mod models;
+mod parameters;
+mod prompt;
+mod reply;
+mod respond;
+mod responses;
+mod responses_reply;
+mod tensor_model;
+mod tokens;
+mod tools;
+mod turn;
+mod turn_plan;
+
+use std::sync::Arc;
+
+use chat_format::ChatFormat;
+use http::header::{HeaderName, HeaderValue};
+use http::{Method, StatusCode};
+use hyper::body::Incoming;
+use serde_json::{Value, json};
+use serving::InferError;
+
+use crate::api::triton::http::{JSON, Reply, TEXT, reply};
+use crate::state::State;
+use crate::transport::body::ReplyBody;
+use crate::transport::restricted::Api;
+pub use conversation::Conversation;
+pub(crate) use error::ApiError;
+pub use fields::UnknownFields;
+
+/// Turns conversations into prompts. The caller of the front provides it, because it knows where chat templates are.
+pub trait ChatPrompts: Send + Sync {
+    /// The prompt of a conversation for `model`, special tokens spelled out.
+    ///
+    /// # Errors
+    /// When the model has no chat template, or it refuses the conversation.
+    fn prompt(&self, model: &str, conversation: &Conversation) -> Result<String, InferError>;
+
+    /// How `model` writes reasoning and tool calls; `None` if that is not known.
+    ///
+    /// # Errors
+    /// When the model's configuration names a form that does not exist.
+    fn format(&self, model: &str, has_tools: bool) -> Result<Option<Arc<ChatFormat>>, InferError>;
+}
+
+/// A place for [`ChatPrompts`] among plain settings.
+#[derive(Clone, Default)]
+pub struct Chat(pub Option<Arc<dyn ChatPrompts>>);
+
+impl std::fmt::Debug for Chat {
+    fn fmt(&self, formatter: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        formatter.debug_tuple("Chat").field(&self.0.is_some()).finish()
+    }
+}
+
+/// The paths of this module, for the error of an unknown one.
+const PATHS: &str = "/v1/models, /v1/completions, /v1/chat/completions, /v1/completions/render, /v1/chat/completions/render, \
+                     /v1/responses, /v1/messages, /v1/messages/count_tokens, \
+                     /tokenize, /detokenize, /health, /ping and /version";
+
+/// Client and server name a request by this header.
+const REQUEST_ID: HeaderName = HeaderName::from_static("x-request-id");
+
+/// Whether a path belongs to this module.
+pub(crate) fn is_path(path: &str) -> bool {
+    let is_alone = matches!(path, "/v1" | "/tokenize" | "/detokenize" | "/health" | "/ping" | "/version");
+    is_alone || path.starts_with("/v1/")
+}
+
+/// Answers one request; an error is an answer too. The reply has the request's id, or a new one.
+pub(crate) async fn handle(state: &Arc<State>, head: &http::request::Parts, body: Incoming) -> Reply {
+    let result = answer(state, head, body).await;
+    let is_anthropic = head.uri.path().starts_with("/v1/messages");
+    let body_of = |error: &ApiError| if is_anthropic { anthropic::error_json(error) } else { error.json() };
+    let mut reply = result.unwrap_or_else(|error| error.reply_with(&body_of(&error)));
+    let id = head.headers.get(REQUEST_ID).filter(|id| id.len() <= MAX_ID_BYTES).cloned();
+    let id = id.or_else(|| HeaderValue::from_str(&format!("req-{:016x}", parameters::drawn_number())).ok());
+    id.into_iter().for_each(|id| drop(reply.headers_mut().insert(REQUEST_ID, id)));
+    reply
+}
+
+/// Longest request id of a client that is sent back.
+const MAX_ID_BYTES: usize = 512;
+
+async fn answer(state: &Arc<State>, head: &http::request::Parts, body: Incoming) -> Result<Reply, ApiError> {
+    let path = head.uri.path().trim_end_matches('/');
+    let (is_post, is_get) = (head.method == Method::POST, head.method == Method::GET);
+    let api = match path {
+        "/health" | "/ping" => Api::Health,
+        _ if is_post => Api::Inference,
+        _ => Api::Metadata,
+    };
+    if let Err(denied) = state.config.http_restrictions.check(api, &head.headers) {
+        return Err(ApiError::restricted(denied.header, denied.is_bearer));
+    }
+    match path {
+        "/v1/models" if is_get => Ok(json_reply(&models::list(state))),
+        "/v1/completions" if is_post => complete::complete(state, &head.headers, body, false).await,
+        "/v1/chat/completions" if is_post => complete::complete(state, &head.headers, body, true).await,
+        "/v1/responses" if is_post => responses::responses(state, &head.headers, body).await,
+        "/v1/messages" if is_post => anthropic::messages(state, &head.headers, body).await,
+        "/v1/messages/count_tokens" if is_post => anthropic::count_tokens(state, &head.headers, body).await,
+        "/v1/completions/render" if is_post => tokens::render(state, &head.headers, body, false).await,
+        "/v1/chat/completions/render" if is_post => tokens::render(state, &head.headers, body, true).await,
+        "/tokenize" if is_post => tokens::tokenize(state, &head.headers, body).await,
+        "/detokenize" if is_post => tokens::detokenize(state, &head.headers, body).await,
+        "/health" | "/ping" if is_get || head.method == Method::HEAD => Ok(health(state)),
+        "/version" if is_get => Ok(json_reply(&json!({"version": env!("CARGO_PKG_VERSION")}))),
+        "/v1/completions"
+        | "/v1/chat/completions"
+        | "/v1/models"
+        | "/v1/responses"
+        | "/v1/messages"
+        | "/v1/messages/count_tokens"
+        | "/v1/completions/render"
+        | "/v1/chat/completions/render"
+        | "/tokenize"
+        | "/detokenize"
+        | "/health"
+        | "/ping"
+        | "/version" => {
+            let message = format!("Method {} is not allowed for {path}.", head.method);
+            Err(ApiError::of_status(StatusCode::METHOD_NOT_ALLOWED, message))
+        }
+        _ => match path.strip_prefix("/v1/models/").filter(|_| is_get) {
+            Some(name) => {
+                models::entry(state, name).map(|entry| json_reply(&entry)).ok_or_else(|| ApiError::no_model(name))
+            }
+            None => {
+                let message = format!("Unknown path {path}: there are {PATHS}.");
+                Err(ApiError::of_status(StatusCode::NOT_FOUND, message))
+            }
+        },
+    }
+}
+
+/// 200 when a step can run now, otherwise 503.
+fn health(state: &State) -> Reply {
+    let status = if state.is_ready() { StatusCode::OK } else { StatusCode::SERVICE_UNAVAILABLE };
+    reply(status, TEXT, ReplyBody::empty())
+}
+
+fn json_reply(value: &Value) -> Reply {
+    reply(StatusCode::OK, JSON, value.to_string().into_bytes())
+}

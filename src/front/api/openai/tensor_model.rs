@@ -1,0 +1,338 @@
+//! Models that take text as a tensor and are no text generators of ours, for example Python models: a request becomes tensors
+//! by the names that such models use. Settings that a model has no input for are refused.
+
+use bytes::Bytes;
+use futures::stream::{BoxStream, SelectAll, StreamExt, unfold};
+use http::HeaderMap;
+use repository::ModelConfig;
+use repository::proto::DataType as ConfigType;
+use serde_json::{Value, json};
+use serving::{InferError, InferRequest, InferResponse, Limits, Name, Parameter, ResponseStream, Tensor};
+use text::StopText;
+
+use super::choices::{Choices, Finish, Piece, TokenLogprob, Usage};
+use super::complete::{CompletionRequest, charge_prompts, divide, take_prompts};
+use super::error::ApiError;
+use super::parameters::Parameters;
+use super::prompt::Prompt;
+use super::reply::{Echo, Head, OpenAiFormat};
+use super::respond::{Pieces, respond};
+use super::turn_plan::TurnPlan;
+use crate::api::triton::header_parameters;
+use crate::api::triton::http::Reply;
+use crate::api::triton::http::{generate, json};
+use crate::state::State;
+use crate::transport::budget::Charge;
+use crate::transport::large_work::aside_in_turn;
+
+/// Names of the input with the prompt.
+pub(super) const PROMPT: [&str; 5] = ["text_input", "prompt", "PROMPT", "INPUT_TEXT", "text"];
+/// Names of the output with the text.
+pub(super) const ANSWER: [&str; 3] = ["text_output", "response", "OUTPUT_TEXT"];
+/// Names of the number of tokens to generate.
+const LENGTH: [&str; 4] = ["max_tokens", "request_output_len", "max_new_tokens", "sampling_param_max_tokens"];
+const SEED: [&str; 3] = ["seed", "random_seed", "sampling_param_seed"];
+
+/// Tokens to generate in a chat that does not say.
+const CHAT_TOKENS: u32 = 512;
+/// Starting a request takes as long as reading this number of bytes.
+const REQUEST_BYTES: usize = 4 << 10;
+
+/// Serves a request.
+pub(super) async fn complete(
+    state: &std::sync::Arc<State>,
+    headers: &HeaderMap,
+    mut request: CompletionRequest,
+    config: &ModelConfig,
+    charge: Charge,
+) -> Result<Reply, ApiError> {
+    let is_chat = request.is_chat;
+    let prompts = take_prompts(state, &mut request).await?;
+    charge_prompts(state.server.limits(), &charge, &request, &prompts)?;
+    let text = |prompt| match prompt {
+        Prompt::Text(text) => Ok(text),
+        Prompt::Tokens(_) => {
+            let words = format!("`prompt` must be text: model `{}` takes no token ids.", request.model);
+            Err(ApiError::of_field("prompt", words))
+        }
+    };
+    let prompts = prompts.into_iter().map(text).collect::<Result<Vec<String>, _>>()?;
+    let forwarded = state.config.http_forward.pick(headers)?;
+    let count = prompts.len() * request.parameters.n;
+    let num_bytes: usize = prompts.iter().map(String::len).sum();
+    let echoes = if request.echo { prompts.clone() } else { Vec::new() };
+    let begin = || begin(state, config, &request, is_chat, prompts, &forwarded);
+    let choices = aside_in_turn(num_bytes + count * REQUEST_BYTES, begin).await?;
+    let head = Head::new(&request.parameters, &request.model, is_chat, Vec::new(), None);
+    let pieces: Pieces = if is_chat { divide(&request, choices, count, TurnPlan::plain()) } else { Box::pin(choices) };
+    let echo = Echo { texts: echoes, lists_tokens: request.parameters.logprobs.is_some() };
+    let format = Box::new(OpenAiFormat::new(head, echo, count));
+    respond(pieces, count, format, request.parameters.stream, charge).await
+}
+
+/// Starts a request for each choice of each prompt. Those of one prompt share its bytes.
+fn begin(
+    state: &State,
+    config: &ModelConfig,
+    request: &CompletionRequest,
+    is_chat: bool,
+    prompts: Vec<String>,
+    forwarded: &[(String, String)],
+) -> Result<Choices, ApiError> {
+    let max_tokens = request.parameters.max_tokens.unwrap_or(CHAT_TOKENS).max(1);
+    let mut common = tensors(config, request, max_tokens, state.server.limits())?;
+    if is_chat {
+        // The template has spelled them out.
+        common.parameters.insert("add_special_tokens".to_owned(), Parameter::Bool(false));
+    }
+    header_parameters::forward(&mut common, forwarded);
+    let input = |names: &[&str]| common.inputs.iter().position(|input| names.contains(&&*input.name));
+    let (prompt_at, seed_at) = (input(&PROMPT), input(&SEED));
+    let mut choices = SelectAll::new();
+    let mut indexes = 0..;
+    for prompt in prompts {
+        let data = Tensor::from_byte_strings("", &[], &[&prompt]).data;
+        drop(prompt);
+        for index in indexes.by_ref().take(request.parameters.n) {
+            let mut of_choice = common.clone();
+            if let Some(at) = prompt_at {
+                of_choice.inputs[at].data = data.clone();
+            }
+            if let Some(at) = seed_at {
+                of_choice.inputs[at].data = seed(config, &request.parameters, &common.inputs[at].name, index as u64)?;
+            }
+            let responses = state.server.infer(of_choice)?;
+            choices.push(pieces(index, responses, &request.parameters, max_tokens));
+        }
+    }
+    Ok(choices)
+}
+
+/// The seed of a choice as raw data. Each choice is drawn with its own; a seed makes all of them repeatable.
+fn seed(config: &ModelConfig, parameters: &Parameters, name: &str, index: u64) -> Result<Bytes, ApiError> {
+    let seed = parameters.seed.unwrap_or(parameters.drawn_seed).wrapping_add(index);
+    let input = config.input.iter().find(|input| input.name == name).expect("the request was made for this model");
+    let text = match input.data_type() {
+        ConfigType::TypeInt64 => seed.cast_signed().to_string(),
+        _ => seed.to_string(),
+    };
+    let tensor = generate::tensor(config, input, &json::Value::Number(&text));
+    let wrong = |error: InferError| ApiError::of_field("seed", format!("`seed` cannot be {text}: {}", error.message));
+    Ok(tensor.map_err(wrong)?.data)
+}
+
+/// The request without prompt and seed: the values that the model has inputs for, by its names.
+fn tensors(
+    config: &ModelConfig,
+    request: &CompletionRequest,
+    max_tokens: u32,
+    limits: &Limits,
+) -> Result<InferRequest, ApiError> {
+    let parameters = &request.parameters;
+    let mut body = serde_json::Map::new();
+    let mut offer = |names: &[&str], value: Value| {
+        let name = names.iter().find(|name| config.input.iter().any(|input| input.name == **name));
+        name.map(|name| body.insert((*name).to_owned(), value)).is_some()
+    };
+    offer(&PROMPT, json!(""));
+    offer(&LENGTH, json!(max_tokens));
+    offer(&["stream", "streaming"], json!(config.is_decoupled()));
+    let temperature = parameters.temperature.unwrap_or(1.0);
+    // Temperature 0 is greedy, which other servers spell as one candidate.
+    let (temperature, top_k) = if temperature == 0.0 { (1.0, Some(1)) } else { (temperature, parameters.top_k) };
+    offer(&["temperature", "sampling_param_temperature"], json!(temperature));
+    // Without a number of candidates some models are greedy; 0 takes all of them.
+    offer(&["top_k", "runtime_top_k", "sampling_param_top_k"], json!(top_k.unwrap_or(0)));
+    offer(&["top_p", "runtime_top_p", "sampling_param_top_p"], json!(parameters.top_p.unwrap_or(1.0)));
+    for (field, names, value) in required_inputs(parameters) {
+        if !offer(names, value) {
+            let words = format!("`{field}` is not supported by model `{}`, which has no input for it.", request.model);
+            return Err(ApiError::of_field(field, words));
+        }
+    }
+    let mut optional = |names: &[&str], value: Option<Value>| value.is_some_and(|value| offer(names, value));
+    optional(&SEED, Some(json!(0)));
+    optional(&["return_num_input_tokens"], Some(json!(true)));
+    optional(&["return_num_output_tokens"], Some(json!(true)));
+    optional(&["exclude_input_in_output"], Some(json!(true)));
+    if !optional(&["ignore_eos"], Some(json!(parameters.ignore_eos))) && parameters.ignore_eos {
+        optional(&["end_id"], Some(json!(-1)));
+    }
+    if !parameters.stop.is_empty() {
+        optional(&["stop_words"], Some(json!(parameters.stop)));
+    }
+    let mut tensors = generate::read(&serde_json::to_vec(&body).expect("a map of values"), config, limits)?;
+    tensors.model_name = Name::from(&request.model);
+    Ok(tensors)
+}
+
+/// Settings that change the answer and are not at their defaults: the field, the inputs that models have for it, its value.
+fn required_inputs(parameters: &Parameters) -> Vec<(&'static str, &'static [&'static str], Value)> {
+    let other_than = |value: Option<f32>, default: f32| value.filter(|it| *it != default).map(|it| json!(it));
+    let given = |is_given: bool| is_given.then_some(Value::Bool(true));
+    let inputs: [(_, &[&str], _); 14] = [
+        (
+            "presence_penalty",
+            &["presence_penalty", "sampling_param_presence_penalty"],
+            other_than(parameters.presence_penalty, 0.0),
+        ),
+        (
+            "frequency_penalty",
+            &["frequency_penalty", "sampling_param_frequency_penalty"],
+            other_than(parameters.frequency_penalty, 0.0),
+        ),
+        ("repetition_penalty", &["repetition_penalty"], other_than(parameters.repetition_penalty, 1.0)),
+        ("min_p", &["min_p", "runtime_min_p"], other_than(parameters.min_p, 0.0)),
+        ("min_tokens", &["min_tokens", "min_length"], parameters.min_tokens.filter(|it| *it > 0).map(|it| json!(it))),
+        ("logprobs", &["return_log_probs"], given(parameters.logprobs.is_some())),
+        ("bad_words", &["bad_words"], (!parameters.bad_words.is_empty()).then(|| json!(parameters.bad_words))),
+        ("logit_bias", &[], given(!parameters.logit_bias.is_empty())),
+        ("stop_token_ids", &[], given(!parameters.stop_token_ids.is_empty())),
+        ("include_stop_str_in_output", &[], given(parameters.includes_stop)),
+        ("prompt_logprobs", &[], given(parameters.prompt_logprobs.is_some())),
+        ("truncate_prompt_tokens", &[], given(parameters.truncate_prompt_tokens.is_some())),
+        ("return_token_ids", &[], given(parameters.return_token_ids)),
+        ("use_beam_search", &[], given(parameters.beams.is_some())),
+    ];
+    inputs.into_iter().filter_map(|(field, names, value)| Some((field, names, value?))).collect()
+}
+
+/// A choice that is being generated.
+struct Choice {
+    index: usize,
+    responses: ResponseStream,
+    search: StopText,
+    stop: Vec<String>,
+    max_tokens: u64,
+    lists_logprobs: bool,
+    /// Responses with text, for models that do not count.
+    num_responses: u64,
+    /// Numbers of tokens of prompt and answer in the model's outputs.
+    counts: (u64, u64),
+    has_ended: bool,
+}
+
+/// The pieces of one choice. Dropping the stream cancels the request.
+fn pieces(
+    index: usize,
+    responses: ResponseStream,
+    parameters: &Parameters,
+    max_tokens: u32,
+) -> BoxStream<'static, Result<Piece, InferError>> {
+    let choice = Choice {
+        index,
+        responses,
+        search: StopText::new(parameters.stop.iter().cloned()),
+        stop: parameters.stop.clone(),
+        max_tokens: u64::from(max_tokens),
+        lists_logprobs: parameters.logprobs.is_some(),
+        num_responses: 0,
+        counts: (0, 0),
+        has_ended: false,
+    };
+    unfold(choice, |mut choice| async move { choice.next().await.map(|piece| (piece, choice)) }).boxed()
+}
+
+impl Choice {
+    /// The next piece with text or an end.
+    async fn next(&mut self) -> Option<Result<Piece, InferError>> {
+        while !self.has_ended {
+            let piece = match self.responses.next_response().await {
+                Some(Ok(response)) => self.piece(&response),
+                Some(Err(error)) => {
+                    self.has_ended = true;
+                    return Some(Err(error));
+                }
+                None => self.finished(String::new(), Vec::new()),
+            };
+            if piece.finish.is_some() || !piece.text.is_empty() {
+                return Some(Ok(piece));
+            }
+        }
+        None
+    }
+
+    fn piece(&mut self, response: &InferResponse) -> Piece {
+        let (new_text, tokens) = self.content(response);
+        let count = |name: &str| {
+            let output = response.outputs.iter().find(|output| output.name == name)?.to_i32()?;
+            u64::try_from(output.into_iter().map(i64::from).sum::<i64>()).ok()
+        };
+        let (input, output) = (count("num_input_tokens"), count("num_output_tokens"));
+        self.counts = (input.unwrap_or(self.counts.0), output.unwrap_or(0).max(self.counts.1));
+        self.num_responses += u64::from(!new_text.is_empty());
+        let mut text = String::new();
+        if let Some(found) = self.search.push(&new_text, &mut text) {
+            self.has_ended = true;
+            let finish = Some(Finish::Stop(Some(self.stop[found].clone())));
+            return Piece { text, tokens, finish, ..self.counted() };
+        }
+        match response.is_final {
+            true => self.finished(text, tokens),
+            false => Piece { text, tokens, ..self.counted() },
+        }
+    }
+
+    fn finished(&mut self, mut text: String, tokens: Vec<TokenLogprob>) -> Piece {
+        self.has_ended = true;
+        self.search.finish(&mut text);
+        let counted = self.counted();
+        let finish = if counted.usage.output_tokens >= self.max_tokens { Finish::Length } else { Finish::Stop(None) };
+        Piece { text, tokens, finish: Some(finish), ..counted }
+    }
+
+    fn counted(&self) -> Piece {
+        let generation = self.responses.generation();
+        let (prompt, output) = generation.map_or(self.counts, |it| (it.prompt_tokens, it.output_tokens));
+        let usage = Usage {
+            prompt_tokens: prompt.max(self.counts.0),
+            output_tokens: if output > 0 { output } else { self.num_responses },
+            ..Usage::default()
+        };
+        Piece { usage, ..Piece::empty(self.index) }
+    }
+
+    /// The text of a response, and its log-probability where the request has them. The tokens of one response share their text,
+    /// so they share one entry.
+    fn content(&self, response: &InferResponse) -> (String, Vec<TokenLogprob>) {
+        let output = |name: &str| response.outputs.iter().find(|output| output.name == name);
+        let texts =
+            ANSWER.iter().find_map(|name| output(name)).and_then(|output| output.to_byte_strings()).unwrap_or_default();
+        let text: String = texts.iter().map(|text| String::from_utf8_lossy(text)).collect();
+        let logprobs = output("output_log_probs").filter(|_| self.lists_logprobs);
+        let logprobs = logprobs.and_then(|output| output.to_f32()).unwrap_or_default();
+        if logprobs.is_empty() {
+            return (text, Vec::new());
+        }
+        let token = TokenLogprob { text: text.clone(), id: 0, logprob: Some(logprobs.iter().sum()), top: Vec::new() };
+        (text, vec![token])
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::fields::UnknownFields;
+    use super::*;
+    use repository::proto::ModelInput;
+
+    #[test]
+    fn what_a_model_has_no_input_for_is_refused_where_it_would_change_the_answer() {
+        let mut prompt = ModelInput { name: "prompt".to_owned(), dims: vec![1], ..ModelInput::default() };
+        prompt.set_data_type(ConfigType::TypeString);
+        let config = ModelConfig { name: "m".to_owned(), input: vec![prompt], ..ModelConfig::default() };
+        let convert = |more: &str| {
+            let body = format!(r#"{{"model": "m", "prompt": "a"{more}}}"#);
+            let limits = Limits::default();
+            let request = CompletionRequest::read(body.as_bytes(), false, &limits, UnknownFields::Refuse).unwrap();
+            tensors(&config, &request, 16, &limits).map_err(|error| error.message)
+        };
+        for more in ["", r#", "seed": 3, "presence_penalty": 0, "repetition_penalty": 1, "min_tokens": 0"#] {
+            assert_eq!(convert(more).unwrap().inputs.len(), 1, "{more}");
+        }
+        let fields = [("presence_penalty", "0.5"), ("min_tokens", "2"), ("logprobs", "1"), ("min_p", "0.1")];
+        for (field, value) in fields.into_iter().chain([("logit_bias", r#"{"5": 1}"#), ("stop_token_ids", "[5]")]) {
+            let refusal = convert(&format!(r#", "{field}": {value}"#)).unwrap_err();
+            assert_eq!(refusal, format!("`{field}` is not supported by model `m`, which has no input for it."));
+        }
+    }
+}

@@ -1,0 +1,495 @@
+//! Infer responses as protobuf, written straight from what a model answered.
+//!
+//! The generated types would copy every name and shape of every token into maps and vectors first.
+//! Wire layout: `proto/grpc_service.proto`, `ModelInferResponse` and `ModelStreamInferResponse`.
+
+use std::ops::Range;
+use std::sync::Arc;
+
+use bytes::{Buf, BufMut, Bytes};
+use prost::encoding::{DecodeContext, WireType, encode_key, encode_varint, encoded_len_varint, key_len, skip_field};
+use prost::{DecodeError, Message};
+use serving::{InferResponse, OutputDelta, Parameter, Tensor};
+use smallvec::SmallVec;
+use tonic::Status;
+
+/// Which parameter says whether a response of a stream is its last.
+const FINAL_RESPONSE: &str = "triton_final_response";
+
+/// Field of `ModelInferResponse`: `raw_output_contents`.
+const CONTENTS: u32 = 6;
+
+/// `ModelInferResponse`. Every output has one entry in `raw_output_contents`.
+#[derive(Debug, Default)]
+pub struct InferReply {
+    /// What the model answered.
+    pub response: InferResponse,
+    /// Parameter `triton_final_response`, which only streams carry.
+    pub final_response: Option<bool>,
+}
+
+/// `ModelStreamInferResponse`, as it travels: encoded, behind the five bytes of a gRPC message that is not packed.
+#[derive(Debug, Default, Clone)]
+pub struct StreamReply(Bytes);
+
+/// Bytes before a message.
+const PREFIX_BYTES: usize = 5;
+
+impl StreamReply {
+    /// A response, or, with the words why it failed, what an error echoes of its request.
+    pub fn new(error_message: &str, reply: &InferReply) -> Self {
+        let head = encode_head(&reply.response, reply.final_response);
+        Self::of_outputs(error_message, &head, &reply.response.outputs)
+    }
+
+    /// Of a response but for its outputs' elements, encoded already, and those.
+    fn of_outputs(error_message: &str, head: &[u8], outputs: &[Tensor]) -> Self {
+        Self::encode(error_message, head, contents_len(outputs), |buffer| {
+            outputs.iter().for_each(|output| put_content(&output.data, buffer));
+        })
+    }
+
+    fn encode(error_message: &str, head: &[u8], contents_len: usize, put_contents: impl FnOnce(&mut Vec<u8>)) -> Self {
+        let response_len = head.len() + contents_len;
+        let len = string_len(1, error_message) + delimited_len(2, response_len);
+        let mut buffer = Vec::with_capacity(PREFIX_BYTES + len);
+        buffer.push(0);
+        // What is larger is refused before it is sent.
+        buffer.extend_from_slice(&(len as u32).to_be_bytes());
+        put_string(1, error_message, &mut buffer);
+        put_header(2, response_len, &mut buffer);
+        buffer.extend_from_slice(head);
+        put_contents(&mut buffer);
+        Self(buffer.into())
+    }
+
+    /// With the bytes that go before it.
+    ///
+    /// # Errors
+    /// When it is longer than a gRPC message may be.
+    pub fn framed(self) -> Result<Bytes, Status> {
+        match u32::try_from(self.0.len().saturating_sub(PREFIX_BYTES)) {
+            Ok(_) => Ok(self.0),
+            Err(_) => Err(Status::resource_exhausted("a response is longer than 4 GiB; ask for fewer outputs")),
+        }
+    }
+
+    fn message(&self) -> &[u8] {
+        self.0.get(PREFIX_BYTES..).unwrap_or_default()
+    }
+}
+
+/// The encoded form of one request's replies. They nearly always differ only in elements, so the rest is encoded once.
+#[derive(Debug, Default)]
+pub struct ReplyTemplate {
+    /// The response that `head` encodes, without elements.
+    response: InferResponse,
+    final_response: Option<bool>,
+    head: Bytes,
+    contents: Contents,
+}
+
+/// The encoded elements of the outputs of a response that allows a delta.
+#[derive(Debug, Default)]
+struct Contents {
+    bytes: Vec<u8>,
+    /// The range of each output with its header, and the length of the header.
+    places: SmallVec<[(Range<usize>, usize); 4]>,
+}
+
+impl Contents {
+    fn set(&mut self, outputs: &[Tensor]) {
+        let Self { bytes, places } = self;
+        bytes.clear();
+        places.clear();
+        bytes.reserve(contents_len(outputs));
+        for output in outputs {
+            let begin = bytes.len();
+            put_content(&output.data, bytes);
+            places.push((begin..bytes.len(), bytes.len() - begin - output.data.len()));
+        }
+    }
+
+    /// Replaces the elements of an output.
+    fn replace(&mut self, output: usize, data: &[u8]) {
+        let Self { bytes, places } = self;
+        let Some((place, header_len)) = places.get_mut(output) else { return };
+        let (begin, end) = (place.start, place.end);
+        if place.len() - *header_len == data.len() {
+            bytes[begin + *header_len..end].copy_from_slice(data);
+            return;
+        }
+        let header = Header::new(CONTENTS, data.len());
+        let header = header.bytes();
+        let (behind, new_end) = (bytes.len() - end, begin + header.len() + data.len());
+        bytes.resize(bytes.len().max(new_end + behind), 0);
+        bytes.copy_within(end..end + behind, new_end);
+        bytes.truncate(new_end + behind);
+        bytes[begin..begin + header.len()].copy_from_slice(header);
+        bytes[begin + header.len()..new_end].copy_from_slice(data);
+        (*place, *header_len) = (begin..new_end, header.len());
+        for (behind, _) in &mut places[output + 1..] {
+            *behind = behind.start - end + new_end..behind.end - end + new_end;
+        }
+    }
+}
+
+impl ReplyTemplate {
+    /// The reply for a response.
+    pub fn reply(&mut self, response: InferResponse, final_response: Option<bool>) -> StreamReply {
+        if self.head.is_empty() || !self.fits(&response, final_response) {
+            self.head = encode_head(&response, final_response);
+            self.final_response = final_response;
+            let without_data = |tensor: &Tensor| Tensor { data: Bytes::new(), ..tensor.clone() };
+            let outputs = response.outputs.iter().map(without_data).collect();
+            self.response = InferResponse { outputs, ..response.clone() };
+        }
+        if !response.allows_delta {
+            return StreamReply::of_outputs("", &self.head, &response.outputs);
+        }
+        self.contents.set(&response.outputs);
+        self.filled()
+    }
+
+    /// The last reply with new elements.
+    pub fn delta(&mut self, delta: &OutputDelta) -> StreamReply {
+        delta.iter().for_each(|(output, elements)| self.contents.replace(output, elements));
+        self.filled()
+    }
+
+    fn filled(&self) -> StreamReply {
+        let contents = &self.contents.bytes;
+        StreamReply::encode("", &self.head, contents.len(), |buffer| buffer.extend_from_slice(contents))
+    }
+
+    fn fits(&self, response: &InferResponse, final_response: Option<bool>) -> bool {
+        let is_alike = |(known, new): (&Tensor, &Tensor)| {
+            known.name == new.name && known.datatype == new.datatype && known.shape == new.shape
+        };
+        let known = &self.response;
+        self.final_response == final_response
+            && known.model_name == response.model_name
+            && known.model_version == response.model_version
+            && known.id == response.id
+            && (Arc::ptr_eq(&known.parameters, &response.parameters) || known.parameters == response.parameters)
+            && known.outputs.len() == response.outputs.len()
+            && known.outputs.iter().zip(&response.outputs).all(is_alike)
+    }
+}
+
+/// All of a `ModelInferResponse` that is before `raw_output_contents`.
+fn encode_head(response: &InferResponse, final_response: Option<bool>) -> Bytes {
+    let mut head = Vec::with_capacity(head_len(response, final_response));
+    put_head(response, final_response, &mut head);
+    head.into()
+}
+
+fn put_head(response: &InferResponse, final_response: Option<bool>, buffer: &mut impl BufMut) {
+    put_string(1, &response.model_name, buffer);
+    put_string(2, &response.model_version, buffer);
+    put_string(3, &response.id, buffer);
+    for (key, value) in response.parameters.iter() {
+        put_parameter(4, key, value, buffer);
+    }
+    if let Some(is_final) = final_response {
+        put_parameter(4, FINAL_RESPONSE, &Parameter::Bool(is_final), buffer);
+    }
+    for output in &response.outputs {
+        put_header(5, output_len(output), buffer);
+        put_string(1, &output.name, buffer);
+        put_string(2, output.datatype.name(), buffer);
+        put_shape(3, &output.shape, buffer);
+    }
+}
+
+fn head_len(response: &InferResponse, final_response: Option<bool>) -> usize {
+    let parameters = response.parameters.iter().map(|(key, value)| delimited_len(4, entry_len(key, value)));
+    let is_final =
+        final_response.map_or(0, |is_final| delimited_len(4, entry_len(FINAL_RESPONSE, &Parameter::Bool(is_final))));
+    let outputs = response.outputs.iter().map(|output| delimited_len(5, output_len(output)));
+    string_len(1, &response.model_name)
+        + string_len(2, &response.model_version)
+        + string_len(3, &response.id)
+        + parameters.sum::<usize>()
+        + is_final
+        + outputs.sum::<usize>()
+}
+
+fn put_content(data: &Bytes, buffer: &mut impl BufMut) {
+    put_header(CONTENTS, data.len(), buffer);
+    buffer.put_slice(data);
+}
+
+fn contents_len(outputs: &[Tensor]) -> usize {
+    outputs.iter().map(|output| delimited_len(CONTENTS, output.data.len())).sum()
+}
+
+impl Message for InferReply {
+    fn encode_raw(&self, buffer: &mut impl BufMut) {
+        put_head(&self.response, self.final_response, buffer);
+        self.response.outputs.iter().for_each(|output| put_content(&output.data, buffer));
+    }
+
+    fn encoded_len(&self) -> usize {
+        head_len(&self.response, self.final_response) + contents_len(&self.response.outputs)
+    }
+
+    fn merge_field(
+        &mut self,
+        tag: u32,
+        wire_type: WireType,
+        buffer: &mut impl Buf,
+        context: DecodeContext,
+    ) -> Result<(), DecodeError> {
+        skip_field(wire_type, tag, buffer, context) // A server only writes these.
+    }
+
+    fn clear(&mut self) {
+        *self = Self::default();
+    }
+}
+
+impl Message for StreamReply {
+    fn encode_raw(&self, buffer: &mut impl BufMut) {
+        buffer.put_slice(self.message());
+    }
+
+    fn encoded_len(&self) -> usize {
+        self.message().len()
+    }
+
+    fn merge_field(
+        &mut self,
+        tag: u32,
+        wire_type: WireType,
+        buffer: &mut impl Buf,
+        context: DecodeContext,
+    ) -> Result<(), DecodeError> {
+        skip_field(wire_type, tag, buffer, context) // A server only writes these.
+    }
+
+    fn clear(&mut self) {
+        *self = Self::default();
+    }
+}
+
+/// Key and length of a length-delimited field.
+struct Header {
+    all: [u8; 16],
+    len: usize,
+}
+
+impl Header {
+    /// Byte by byte on the stack: each call of what a message goes into is dear.
+    fn new(tag: u32, length: usize) -> Self {
+        let mut all = [0; 16];
+        let mut rest = &mut all[..];
+        encode_key(tag, WireType::LengthDelimited, &mut rest);
+        encode_varint(length as u64, &mut rest);
+        let len = 16 - rest.len();
+        Self { all, len }
+    }
+
+    fn bytes(&self) -> &[u8] {
+        &self.all[..self.len]
+    }
+}
+
+fn put_header(tag: u32, length: usize, buffer: &mut impl BufMut) {
+    buffer.put_slice(Header::new(tag, length).bytes());
+}
+
+fn delimited_len(tag: u32, length: usize) -> usize {
+    key_len(tag) + encoded_len_varint(length as u64) + length
+}
+
+/// proto3: an empty string is absent.
+fn put_string(tag: u32, value: &str, buffer: &mut impl BufMut) {
+    if !value.is_empty() {
+        put_header(tag, value.len(), buffer);
+        buffer.put_slice(value.as_bytes());
+    }
+}
+
+fn string_len(tag: u32, value: &str) -> usize {
+    if value.is_empty() { 0 } else { delimited_len(tag, value.len()) }
+}
+
+fn put_shape(tag: u32, shape: &[i64], buffer: &mut impl BufMut) {
+    if !shape.is_empty() {
+        put_header(tag, packed_len(shape), buffer);
+        shape.iter().for_each(|&size| encode_varint(size as u64, buffer));
+    }
+}
+
+fn packed_len(shape: &[i64]) -> usize {
+    shape.iter().map(|&size| encoded_len_varint(size as u64)).sum()
+}
+
+fn output_len(output: &Tensor) -> usize {
+    let shape = if output.shape.is_empty() { 0 } else { delimited_len(3, packed_len(&output.shape)) };
+    string_len(1, &output.name) + string_len(2, output.datatype.name()) + shape
+}
+
+/// One entry of `map<string, InferParameter>`. A chosen member is written even when it is zero.
+fn put_parameter(tag: u32, key: &str, value: &Parameter, buffer: &mut impl BufMut) {
+    put_header(tag, entry_len(key, value), buffer);
+    put_string(1, key, buffer);
+    put_header(2, parameter_len(value), buffer);
+    match value {
+        Parameter::Bool(value) => {
+            encode_key(1, WireType::Varint, buffer);
+            encode_varint(u64::from(*value), buffer);
+        }
+        Parameter::Int(value) => {
+            encode_key(2, WireType::Varint, buffer);
+            encode_varint(*value as u64, buffer);
+        }
+        Parameter::String(value) => {
+            put_header(3, value.len(), buffer);
+            buffer.put_slice(value.as_bytes());
+        }
+        Parameter::Double(value) => {
+            encode_key(4, WireType::SixtyFourBit, buffer);
+            buffer.put_f64_le(*value);
+        }
+    }
+}
+
+fn entry_len(key: &str, value: &Parameter) -> usize {
+    string_len(1, key) + delimited_len(2, parameter_len(value))
+}
+
+fn parameter_len(value: &Parameter) -> usize {
+    match value {
+        Parameter::Bool(_) => key_len(1) + 1,
+        Parameter::Int(value) => key_len(2) + encoded_len_varint(*value as u64),
+        Parameter::String(value) => delimited_len(3, value.len()),
+        Parameter::Double(_) => key_len(4) + 8,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use prost_reflect::{DescriptorPool, DynamicMessage};
+
+    fn decode(message: &str, bytes: &[u8]) -> serde_json::Value {
+        let pool = DescriptorPool::decode(crate::api::triton::grpc::proto::DESCRIPTORS).unwrap();
+        let descriptor = pool.get_message_by_name(message).unwrap();
+        serde_json::to_value(DynamicMessage::decode(descriptor, bytes).unwrap()).unwrap()
+    }
+
+    fn every_kind_of_parameter() -> Arc<[(serving::Name, Parameter)]> {
+        Arc::new([
+            ("b".into(), Parameter::Bool(false)),
+            ("i".into(), Parameter::Int(-7)),
+            ("d".into(), Parameter::Double(0.5)),
+            ("s".into(), Parameter::String(String::new())),
+        ])
+    }
+
+    #[test]
+    fn a_reply_reads_back_as_the_protocol_describes_it() {
+        let reply = StreamReply::new(
+            "",
+            &InferReply {
+                response: InferResponse {
+                    model_name: "m".into(),
+                    model_version: "3".into(),
+                    id: "r".repeat(200).into(),
+                    parameters: every_kind_of_parameter(),
+                    outputs: vec![
+                        Tensor::from_i32("OUT", &[1, 300], &[5; 300]),
+                        Tensor::from_i32("EMPTY", &[0], &[]),
+                        Tensor::from_i32("SCALAR", &[], &[1]),
+                    ],
+                    ..InferResponse::default()
+                },
+                final_response: Some(false),
+            },
+        );
+        let bytes = reply.encode_to_vec();
+        assert_eq!(bytes.len(), reply.encoded_len());
+        let read = decode("inference.ModelStreamInferResponse", &bytes);
+        let infer = &read["inferResponse"];
+        assert_eq!(infer["modelName"], "m");
+        assert_eq!(infer["modelVersion"], "3");
+        assert_eq!(infer["parameters"]["i"]["int64Param"], "-7");
+        assert_eq!(infer["parameters"]["b"]["boolParam"], false);
+        assert_eq!(infer["parameters"]["d"]["doubleParam"], 0.5);
+        assert_eq!(infer["parameters"]["s"]["stringParam"], "");
+        assert_eq!(infer["parameters"]["triton_final_response"]["boolParam"], false);
+        assert_eq!(infer["outputs"][0]["shape"], serde_json::json!(["1", "300"]));
+        assert_eq!(infer["outputs"].as_array().unwrap().len(), 3);
+        assert_eq!(infer["rawOutputContents"].as_array().unwrap().len(), 3);
+    }
+
+    #[test]
+    fn replies_of_a_request_read_back_whatever_differs_from_the_one_before() {
+        let response = |id: &str, output: Tensor| InferResponse {
+            id: id.into(),
+            parameters: every_kind_of_parameter(),
+            outputs: vec![output],
+            ..InferResponse::default()
+        };
+        let ids = |shape: &[i64], values: &[i32]| Tensor::from_i32("ids", shape, values);
+        let all = [
+            (response("a", ids(&[1], &[1])), Some(false)),
+            (response("a", ids(&[1], &[2])), Some(false)),
+            (response("a", ids(&[2], &[3, 4])), Some(false)),
+            (response("a", Tensor::from_byte_strings("ids", &[2], &["x", "yz"])), Some(false)),
+            (response("a", Tensor::from_byte_strings("text", &[2], &["x", "yz"])), Some(false)),
+            (response("b", Tensor::from_byte_strings("text", &[2], &["x", "yz"])), Some(false)),
+            (InferResponse { parameters: Arc::default(), ..response("b", ids(&[1], &[5])) }, Some(false)),
+            (InferResponse { model_version: "2".into(), ..response("b", ids(&[1], &[5])) }, Some(false)),
+            (InferResponse { outputs: Vec::new(), ..response("b", ids(&[1], &[5])) }, Some(false)),
+            (InferResponse { outputs: Vec::new(), ..response("b", ids(&[1], &[5])) }, Some(true)),
+            (InferResponse { outputs: Vec::new(), ..response("b", ids(&[1], &[5])) }, None),
+        ];
+        let mut last = ReplyTemplate::default();
+        for (response, final_response) in all {
+            let alone = StreamReply::new("", &InferReply { response: response.clone(), final_response });
+            assert_eq!(last.reply(response, final_response).encode_to_vec(), alone.encode_to_vec());
+        }
+    }
+
+    #[test]
+    fn a_reply_that_is_repeated_differs_from_the_last_in_the_elements_that_are_told() {
+        let response = |text: &str, id: i32| InferResponse {
+            outputs: vec![Tensor::from_byte_strings("text", &[1], &[text]), Tensor::from_i32("ids", &[1], &[id])],
+            allows_delta: true,
+            ..InferResponse::default()
+        };
+        let mut last = ReplyTemplate::default();
+        let _ = last.reply(response("x", 1), Some(false));
+        let longest = "long ".repeat(40);
+        for (text, id, output) in [
+            ("longer", 1, 0),
+            ("longer", 7, 1),
+            (&longest, 7, 0),
+            (&longest, 8, 1),
+            ("", 8, 0),
+            ("y", 8, 0),
+            ("y", 9, 1),
+        ] {
+            let data = response(text, id).outputs[output].data.clone();
+            let mut changes = OutputDelta::default();
+            changes.set(output, data);
+            let again = last.delta(&changes);
+            let reply = InferReply { response: response(text, id), final_response: Some(false) };
+            let alone = StreamReply::new("", &reply);
+            assert_eq!(again.encode_to_vec(), alone.encode_to_vec());
+            let framed = again.framed().unwrap();
+            assert_eq!(framed[..5], [&[0][..], &(framed.len() as u32 - 5).to_be_bytes()].concat());
+        }
+    }
+
+    #[test]
+    fn an_error_in_a_stream_echoes_the_request() {
+        let response = InferResponse { id: "7".into(), ..Default::default() };
+        let reply = StreamReply::new("no", &InferReply { response, final_response: None });
+        let read = decode("inference.ModelStreamInferResponse", &reply.encode_to_vec());
+        assert_eq!(read, serde_json::json!({"errorMessage": "no", "inferResponse": {"id": "7"}}));
+    }
+}

@@ -1,0 +1,162 @@
+//! One gRPC connection's service: dispatch by path to inference, health and reflection.
+
+use std::convert::Infallible;
+use std::future::Future;
+use std::sync::Arc;
+use std::time::Duration;
+
+use bytes::Bytes;
+use futures::future::FutureExt as _;
+use h2::server::SendResponse;
+use http::{Request, Response};
+use serving::{InferError, SharedLimit, SpanContext};
+use tokio::sync::OwnedSemaphorePermit;
+use tonic::Status;
+use tonic::body::Body;
+use tonic::codec::CompressionEncoding;
+use tonic_reflection::server::v1::{ServerReflection, ServerReflectionServer};
+use tower_service::Service;
+
+use crate::api::status::grpc_status;
+use crate::api::triton::grpc::KserveGrpc;
+use crate::api::triton::grpc::health::Health;
+use crate::api::triton::grpc::messages::{Messages, Whole};
+use crate::api::triton::grpc::proto::grpc_inference_service_server::GrpcInferenceServiceServer;
+use crate::api::triton::grpc::stream_call::{self, StreamCall};
+use crate::config::Compression;
+use crate::state::State;
+use crate::transport::content_coding::Coding;
+use crate::transport::http2::{self, Call, RequestBody};
+use crate::transport::restricted::{Api, Denied};
+use tonic_health::pb::health_server::HealthServer;
+
+/// Longest answer, which is gRPC's own bound.
+const MAX_ANSWER_BYTES: usize = i32::MAX as usize;
+
+/// All gRPC services of the port; cheap to clone.
+pub struct GrpcService<R: ServerReflection> {
+    state: Arc<State>,
+    inference: GrpcInferenceServiceServer<KserveGrpc>,
+    health: HealthServer<Health>,
+    reflection: ServerReflectionServer<R>,
+}
+
+impl<R: ServerReflection> Clone for GrpcService<R> {
+    fn clone(&self) -> Self {
+        Self {
+            state: self.state.clone(),
+            inference: self.inference.clone(),
+            health: self.health.clone(),
+            reflection: self.reflection.clone(),
+        }
+    }
+}
+
+/// The services over shared state.
+///
+/// # Panics
+/// Never: the descriptors are built with this crate.
+pub fn grpc_service(state: Arc<State>) -> GrpcService<impl ServerReflection> {
+    let inference = inference(&state);
+    let reflection = tonic_reflection::server::Builder::configure()
+        .register_encoded_file_descriptor_set(crate::api::triton::grpc::proto::DESCRIPTORS)
+        .register_encoded_file_descriptor_set(tonic_health::pb::FILE_DESCRIPTOR_SET)
+        .build_v1()
+        .expect("the descriptors are built with this crate");
+    let health = HealthServer::new(Health::new(state.clone()));
+    GrpcService { inference, health, reflection, state }
+}
+
+/// The inference service. What it is given has passed [`Messages`], which bounds and unpacks it.
+fn inference(state: &Arc<State>) -> GrpcInferenceServiceServer<KserveGrpc> {
+    let inference = GrpcInferenceServiceServer::new(KserveGrpc::new(state.clone()))
+        .max_decoding_message_size(usize::MAX)
+        .max_encoding_message_size(MAX_ANSWER_BYTES)
+        .accept_compressed(CompressionEncoding::Gzip)
+        .accept_compressed(CompressionEncoding::Deflate);
+    match state.config.grpc_response_compression {
+        Compression::None => inference,
+        Compression::Gzip => inference.send_compressed(CompressionEncoding::Gzip),
+        Compression::Deflate => inference.send_compressed(CompressionEncoding::Deflate),
+    }
+}
+
+/// What the requests of a call take along.
+#[derive(Debug, Clone)]
+pub struct Forwarded {
+    /// Headers that models see.
+    pub headers: Arc<[(String, String)]>,
+    /// The client's span that they belong to.
+    pub context: Option<SpanContext>,
+}
+
+/// Checks the key of a restricted API, and picks the headers that models see.
+fn admit(state: &State, request: &mut Request<RequestBody>) -> Result<(), Status> {
+    let Some(api) = Api::of_rpc(request.uri().path()) else { return Ok(()) };
+    let config = &state.config;
+    config.grpc_restrictions.check(api, request.headers()).map_err(|Denied { header, is_bearer }| match is_bearer {
+        true => Status::unauthenticated("This protocol is restricted, expecting metadata 'authorization: Bearer KEY'"),
+        false => Status::unavailable(format!("This protocol is restricted, expecting header '{header}'")),
+    })?;
+    if api == Api::Inference {
+        let headers = config.grpc_forward.pick(request.headers()).map_err(grpc_status)?;
+        let context = state.span_context(request.headers());
+        if !headers.is_empty() || context.is_some() {
+            request.extensions_mut().insert(Forwarded { headers: headers.into(), context });
+        }
+    }
+    Ok(())
+}
+
+impl<R: ServerReflection> GrpcService<R> {
+    /// Begins to answer a call; `None` where its client has left.
+    pub fn begin(&mut self, mut request: Request<RequestBody>, respond: SendResponse<Bytes>) -> Option<Box<dyn Call>> {
+        if let Err(status) = admit(&self.state, &mut request) {
+            return Some(refuse(status, respond));
+        }
+        let patience = self.state.config.write_timeout;
+        let Ok(place) = self.state.grpc_calls.clone().try_acquire_owned() else {
+            SharedLimit::GrpcStreams.count_refusal();
+            let most = self.state.config.max_grpc_streams;
+            let words = format!("{most} gRPC calls are open, as many as may be (--grpc-max-streams); try again later");
+            return Some(refuse(grpc_status(InferError::unavailable(words)), respond));
+        };
+        let path = request.uri().path().to_owned();
+        let coding = request.headers().get("grpc-encoding").filter(|coding| *coding != "identity").cloned();
+        let answers_plainly = matches!(self.state.config.grpc_response_compression, Compression::None);
+        if path == stream_call::PATH && answers_plainly && coding.is_none() {
+            let call = StreamCall::begin(self.state.clone(), request, place, respond);
+            return call.map(|call| Box::new(call) as Box<dyn Call>);
+        }
+        let coding = coding.and_then(|coding| Coding::of_content(coding.to_str().ok()?).ok()?);
+        let charge = Arc::new(self.state.budget.charge());
+        request.extensions_mut().insert(charge.clone());
+        let state = self.state.clone();
+        let request = request.map(|body| Whole::new(Messages::new(state, &path, coding, body), charge));
+        if path.starts_with("/inference.GRPCInferenceService/") {
+            Some(answer(self.inference.call(request), place, respond, patience))
+        } else if path.starts_with("/grpc.health.v1.Health/") {
+            Some(answer(self.health.call(request), place, respond, patience))
+        } else if path.starts_with("/grpc.reflection.v1.ServerReflection/") {
+            Some(answer(self.reflection.call(request), place, respond, patience))
+        } else {
+            let status = Status::unimplemented(format!("no service at '{path}'"));
+            Some(refuse(status, respond))
+        }
+    }
+}
+
+/// A call that one of `tonic`'s services answers; `place` is among the calls that may be open.
+fn answer(
+    answer: impl Future<Output = Result<Response<Body>, Infallible>> + Send + 'static,
+    place: OwnedSemaphorePermit,
+    respond: SendResponse<Bytes>,
+    patience: Option<Duration>,
+) -> Box<dyn Call> {
+    let sent = http2::send(answer.map(|Ok(answer)| answer), respond, patience);
+    Box::new(sent.map(move |()| drop(place)).boxed())
+}
+
+fn refuse(status: Status, respond: SendResponse<Bytes>) -> Box<dyn Call> {
+    Box::new(http2::send(std::future::ready(status.into_http::<Body>()), respond, None).boxed())
+}

@@ -1,0 +1,520 @@
+//! `ModelStreamInfer`: many requests at once over one stream, their responses as they come.
+//!
+//! One future drives it all: no task, channel or copy per response. What is ready at once is encoded into one write.
+//! Dropping it, as happens when the client leaves, cancels every request.
+
+use std::pin::Pin;
+use std::sync::Arc;
+use std::task::{Context, Poll, ready};
+
+use futures::stream::{BoxStream, SelectAll};
+use futures::{Stream, StreamExt};
+use serving::{InferError, InferResponse, OutputDelta, ResponseStream, StreamItem};
+use tonic::Status;
+
+use crate::api::status::grpc_status;
+use crate::api::triton::grpc::proto::ModelInferRequest;
+use crate::api::triton::grpc::request::{self, Asked};
+use crate::api::triton::grpc::response::{InferReply, ReplyTemplate, StreamReply};
+use crate::api::triton::grpc::service::Forwarded;
+use crate::api::triton::header_parameters::forward;
+use crate::state::State;
+use crate::transport::budget::Charge;
+use crate::transport::large_work::aside;
+use crate::transport::wake_flag::WakeFlag;
+
+/// What a client asks, and what pays for it.
+pub type Requests = BoxStream<'static, Result<(ModelInferRequest, Charge), Status>>;
+
+/// The responses of one RPC.
+pub struct InferStream {
+    state: Arc<State>,
+    requests: Option<Requests>,
+    /// Set when there may be another one.
+    requests_flag: WakeFlag,
+    active: Active,
+    /// Headers of the call that every request takes along.
+    forwarded: Option<Forwarded>,
+    /// Whether the first error ends the RPC with its code (`triton_grpc_error: true`).
+    ends_on_error: bool,
+    is_over: bool,
+    /// What [`InferStream::is_drained`] returns.
+    is_drained: bool,
+}
+
+/// The requests of a stream. Most streams have one at a time, which is asked without a queue of who was woken.
+#[derive(Default)]
+struct Active {
+    first: Option<ActiveRequest>,
+    others: SelectAll<ActiveRequest>,
+    /// Whose turn it is, when both have something.
+    others_next: bool,
+}
+
+/// One accepted request: its responses, and what they echo.
+struct ActiveRequest {
+    state: Arc<State>,
+    asked: Asked,
+    template: ReplyTemplate,
+    is_decoupled: bool,
+    /// An error was sent.
+    has_failed: bool,
+    responses: Option<ResponseStream>,
+    /// As [`InferStream::is_drained`], after the last event.
+    is_drained: bool,
+    /// What the request holds until it is answered.
+    _charge: Charge,
+}
+
+/// A reply, or the error that ends one request.
+enum Event {
+    Reply(StreamReply),
+    Failure(Box<Failure>),
+}
+
+struct Failure {
+    error: InferError,
+    reply: StreamReply,
+}
+
+impl InferStream {
+    /// Answers `requests`.
+    pub fn new(state: Arc<State>, requests: Requests, ends_on_error: bool, forwarded: Option<Forwarded>) -> Self {
+        let (active, requests_flag) = Default::default();
+        Self {
+            state,
+            requests: Some(requests),
+            requests_flag,
+            active,
+            forwarded,
+            ends_on_error,
+            is_over: false,
+            is_drained: false,
+        }
+    }
+
+    /// Whether nothing follows the last reply now: polling again would be pending, and the reader's waker is registered.
+    /// False where that is not known.
+    pub fn is_drained(&self) -> bool {
+        self.is_drained
+    }
+
+    /// Takes on requests until none is waiting or the stream is full. Returns a request that could not be accepted.
+    fn poll_requests(&mut self, context: &mut Context<'_>) -> Poll<Option<Result<Event, Status>>> {
+        loop {
+            if self.is_full() {
+                return Poll::Pending; // The end of a request wakes this again.
+            }
+            let Some(requests) = &mut self.requests else { return Poll::Ready(None) };
+            match ready!(self.requests_flag.poll(context, |context| requests.poll_next_unpin(context))) {
+                Some(Ok((message, charge))) => {
+                    let id = message.id.clone();
+                    let (state, forwarded) = (self.state.clone(), self.forwarded.as_ref());
+                    match aside(charge.held(), || ActiveRequest::start(state, message, forwarded, charge)) {
+                        Ok(request) => self.active.push(request),
+                        Err(error) => return Poll::Ready(Some(Ok(Event::refused(id, error)))),
+                    }
+                }
+                Some(Err(status)) => return Poll::Ready(Some(Err(status))),
+                None => self.requests = None,
+            }
+        }
+    }
+
+    fn is_full(&self) -> bool {
+        self.active.len() >= self.state.config.max_requests_per_stream
+    }
+
+    fn settle(&mut self, event: Result<Event, Status>) -> Result<StreamReply, Status> {
+        match event {
+            Ok(Event::Reply(reply)) => Ok(reply),
+            Ok(Event::Failure(failure)) if self.ends_on_error => {
+                self.end();
+                Err(grpc_status(failure.error))
+            }
+            Ok(Event::Failure(failure)) => Ok(failure.reply),
+            Err(status) => {
+                self.end();
+                Err(status)
+            }
+        }
+    }
+
+    /// Cancels what is in flight.
+    fn end(&mut self) {
+        self.is_over = true;
+        self.requests = None;
+        self.active = Active::default();
+    }
+}
+
+impl Stream for InferStream {
+    type Item = Result<StreamReply, Status>;
+
+    fn poll_next(mut self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<Option<Self::Item>> {
+        self.is_drained = false;
+        if self.is_over {
+            return Poll::Ready(None);
+        }
+        loop {
+            if let Poll::Ready(Some(event)) = self.poll_requests(context) {
+                return Poll::Ready(Some(self.settle(event)));
+            }
+            let was_full = self.is_full();
+            match self.active.poll_next(context) {
+                Poll::Ready(Some(event)) => {
+                    // The requests were polled just now, so that their waker is registered.
+                    self.is_drained = self.active.is_drained();
+                    return Poll::Ready(Some(self.settle(Ok(event))));
+                }
+                _ if was_full && !self.is_full() => {} // There is room for waiting requests again.
+                Poll::Ready(None) if self.requests.is_none() => return Poll::Ready(None),
+                _ => return Poll::Pending,
+            }
+        }
+    }
+}
+
+impl Event {
+    /// A request that no model took: only its id is echoed.
+    fn refused(id: String, error: InferError) -> Self {
+        let response = InferResponse { id: id.into(), ..InferResponse::default() };
+        Event::failed(error, InferReply { response, final_response: None })
+    }
+
+    fn failed(error: InferError, reply: InferReply) -> Self {
+        let reply = StreamReply::new(&error.message, &reply);
+        Event::Failure(Box::new(Failure { error, reply }))
+    }
+}
+
+impl ActiveRequest {
+    fn start(
+        state: Arc<State>,
+        message: ModelInferRequest,
+        forwarded: Option<&Forwarded>,
+        charge: Charge,
+    ) -> Result<Self, InferError> {
+        let is_decoupled = state.server.is_decoupled(&message.model_name, &message.model_version)?;
+        let mut asked = request::read(message, &state.memory, &state.declared_datatype())?;
+        let echo = serving::InferRequest {
+            model_name: asked.request.model_name.clone(),
+            model_version: asked.request.model_version.clone(),
+            id: asked.request.id.clone(),
+            ..Default::default()
+        };
+        let mut request = std::mem::replace(&mut asked.request, echo);
+        if let Some(Forwarded { headers, .. }) = forwarded {
+            forward(&mut request, headers);
+        }
+        request.trace = state.sample_trace(&request.model_name, forwarded.and_then(|forwarded| forwarded.context));
+        request.trace.iter().for_each(|trace| trace.mark("GRPC_WAITREAD_END"));
+        let mut responses = state.server.infer(request)?;
+        if asked.outputs.iter().all(|ask| ask.num_classes == 0 && ask.region.is_none()) {
+            responses.accept_deltas();
+        }
+        let template = ReplyTemplate::default();
+        Ok(Self {
+            state,
+            asked,
+            template,
+            is_decoupled,
+            has_failed: false,
+            responses: Some(responses),
+            is_drained: false,
+            _charge: charge,
+        })
+    }
+
+    /// The response as a reply; `None` for an empty final one that the client did not ask for.
+    fn reply(&mut self, response: InferResponse) -> Option<Event> {
+        let is_final = response.is_final || !self.is_decoupled;
+        if self.is_decoupled && response.is_final && response.outputs.is_empty() {
+            return self.asked.wants_empty_final.then(|| self.empty_final());
+        }
+        match self.state.deliver(&self.asked.outputs, response) {
+            Ok(response) => Some(Event::Reply(self.template.reply(response, Some(is_final)))),
+            Err(error) => Some(self.failure(error, is_final)),
+        }
+    }
+
+    fn empty_final(&self) -> Event {
+        let reply = InferReply { response: self.echo(), final_response: Some(true) };
+        Event::Reply(StreamReply::new("", &reply))
+    }
+
+    fn failure(&self, error: InferError, is_final: bool) -> Event {
+        Event::failed(error, InferReply { response: self.echo(), final_response: Some(is_final) })
+    }
+
+    fn echo(&self) -> InferResponse {
+        let request = &self.asked.request;
+        InferResponse { model_name: request.model_name.clone(), id: request.id.clone(), ..InferResponse::default() }
+    }
+}
+
+impl Active {
+    fn len(&self) -> usize {
+        usize::from(self.first.is_some()) + self.others.len()
+    }
+
+    fn push(&mut self, request: ActiveRequest) {
+        match &self.first {
+            None => self.first = Some(request),
+            Some(_) => self.others.push(request),
+        }
+    }
+
+    /// As [`InferStream::is_drained`].
+    fn is_drained(&self) -> bool {
+        self.others.is_empty() && self.first.as_ref().is_some_and(|first| first.is_drained)
+    }
+
+    fn poll_first(&mut self, context: &mut Context<'_>) -> Poll<Option<Event>> {
+        let Some(first) = &mut self.first else { return Poll::Ready(None) };
+        let event = ready!(first.poll_next_unpin(context));
+        if event.is_none() {
+            self.first = None;
+        }
+        Poll::Ready(event)
+    }
+
+    /// The next event of any; `None` when there is no request.
+    fn poll_next(&mut self, context: &mut Context<'_>) -> Poll<Option<Event>> {
+        if self.others.is_empty() {
+            return self.poll_first(context);
+        }
+        self.others_next = !self.others_next;
+        for others in [self.others_next, !self.others_next] {
+            let event = if others { self.others.poll_next_unpin(context) } else { self.poll_first(context) };
+            if let Poll::Ready(Some(event)) = event {
+                return Poll::Ready(Some(event));
+            }
+        }
+        if self.len() == 0 { Poll::Ready(None) } else { Poll::Pending }
+    }
+}
+
+impl Stream for ActiveRequest {
+    type Item = Event;
+
+    fn poll_next(mut self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<Option<Event>> {
+        self.is_drained = false;
+        while let Some(responses) = &mut self.responses {
+            let mut delta = OutputDelta::default();
+            match ready!(responses.poll_item(&mut delta, context)) {
+                Some(Ok(StreamItem::Delta(info))) => {
+                    self.is_drained = info.is_drained;
+                    return Poll::Ready(Some(Event::Reply(self.template.delta(&delta))));
+                }
+                Some(Ok(StreamItem::Response(response))) => {
+                    if response.is_final {
+                        self.responses = None;
+                    }
+                    if let Some(event) = self.reply(*response) {
+                        return Poll::Ready(Some(event));
+                    }
+                }
+                Some(Ok(StreamItem::Event(_))) => {} // Requests with tensors have none.
+                // A decoupled model may go on after an error.
+                Some(Err(error)) if self.is_decoupled => {
+                    self.has_failed = true;
+                    return Poll::Ready(Some(self.failure(error, false)));
+                }
+                Some(Err(error)) => {
+                    self.responses = None;
+                    return Poll::Ready(Some(self.failure(error, true)));
+                }
+                None if self.has_failed => {
+                    self.responses = None;
+                    return Poll::Ready(self.asked.wants_empty_final.then(|| self.empty_final()));
+                }
+                None => {
+                    self.responses = None;
+                    let model = &self.asked.request.model_name;
+                    let error =
+                        crate::api::triton::output_request::broken_contract(model, "ended without a final response");
+                    return Poll::Ready(Some(self.failure(error, true)));
+                }
+            }
+        }
+        Poll::Ready(None)
+    }
+}
+
+/// The one response of a model that is not decoupled.
+///
+/// # Errors
+/// The model's own, or that it did not answer exactly once.
+pub async fn single_response(model: &str, mut responses: ResponseStream) -> Result<InferResponse, InferError> {
+    let no_response = || crate::api::triton::output_request::broken_contract(model, "ended without a response");
+    let response = responses.next_response().await.ok_or_else(no_response)??;
+    let mut is_over = response.is_final;
+    while !is_over {
+        let Some(next) = responses.next_response().await else { break };
+        let next = next?;
+        if !next.outputs.is_empty() {
+            return Err(crate::api::triton::output_request::broken_contract(
+                model,
+                "answered more than once and is not decoupled",
+            ));
+        }
+        is_over = next.is_final;
+    }
+    Ok(response)
+}
+
+#[cfg(test)]
+mod tests {
+    use std::collections::HashMap;
+    use std::sync::Mutex;
+    use std::sync::atomic::{AtomicUsize, Ordering};
+    use std::task::{Wake, Waker};
+
+    use futures::channel::mpsc::{UnboundedReceiver, UnboundedSender, unbounded};
+    use futures::future::{BoxFuture, FutureExt as _};
+    use serving::{
+        Backend, BackendFactory, DeltaInfo, LoadRequest, ResponseSource, Server, ServerConfig, Tensor, Timestamp,
+    };
+
+    use super::*;
+
+    /// A model that sends each number it is given, as a delta behind the first.
+    #[derive(Clone, Default)]
+    struct Numbers {
+        /// By request.
+        given: Arc<Mutex<Vec<UnboundedSender<i32>>>>,
+        num_polls: Arc<AtomicUsize>,
+    }
+
+    struct NumberSource {
+        numbers: UnboundedReceiver<i32>,
+        next: Option<i32>,
+        num_polls: Arc<AtomicUsize>,
+    }
+
+    impl Numbers {
+        fn give(&self, request: usize, number: i32) {
+            self.given.lock().unwrap()[request].unbounded_send(number).unwrap();
+        }
+    }
+
+    impl BackendFactory for Numbers {
+        fn load(&self, _: LoadRequest) -> BoxFuture<'static, Result<Arc<dyn Backend>, InferError>> {
+            std::future::ready(Ok(Arc::new(self.clone()) as Arc<dyn Backend>)).boxed()
+        }
+    }
+
+    impl Backend for Numbers {
+        fn infer(&self, _: serving::InferRequest) -> Result<ResponseStream, InferError> {
+            let (given, numbers) = unbounded();
+            self.given.lock().unwrap().push(given);
+            let source = NumberSource { numbers, next: None, num_polls: self.num_polls.clone() };
+            Ok(ResponseStream::from_source(|_| Box::new(source)))
+        }
+
+        fn drain(&self) -> BoxFuture<'_, ()> {
+            std::future::ready(()).boxed()
+        }
+    }
+
+    impl ResponseSource for NumberSource {
+        fn poll_next(
+            &mut self,
+            accepts_deltas: bool,
+            delta: &mut OutputDelta,
+            context: &mut Context<'_>,
+        ) -> Poll<Option<Result<StreamItem, InferError>>> {
+            assert!(accepts_deltas);
+            self.num_polls.fetch_add(1, Ordering::SeqCst);
+            let number = match self.next.take() {
+                Some(number) => number,
+                None => match ready!(self.numbers.poll_next_unpin(context)) {
+                    Some(number) => number,
+                    None => return Poll::Ready(None),
+                },
+            };
+            if number == 0 {
+                let outputs = vec![Tensor::from_i32("number", &[1], &[number])];
+                let response = InferResponse { outputs, allows_delta: true, ..InferResponse::default() };
+                return Poll::Ready(Some(Ok(response.into())));
+            }
+            delta.set(0, number.to_le_bytes());
+            let next = self.numbers.poll_next_unpin(context);
+            let is_drained = next.is_pending();
+            if let Poll::Ready(next) = next {
+                self.next = next;
+            }
+            let now = Timestamp::now();
+            Poll::Ready(Some(Ok(StreamItem::Delta(DeltaInfo { is_drained, computed: now, observed: now }))))
+        }
+    }
+
+    #[derive(Default)]
+    struct Woken(AtomicUsize);
+
+    impl Wake for Woken {
+        fn wake(self: Arc<Self>) {
+            self.0.fetch_add(1, Ordering::SeqCst);
+        }
+    }
+
+    fn request(id: &str) -> ModelInferRequest {
+        ModelInferRequest { model_name: "numbers".into(), id: id.into(), ..Default::default() }
+    }
+
+    #[tokio::test]
+    async fn a_drained_stream_is_not_polled_again_and_is_woken_by_whatever_comes() {
+        let root = tempfile::tempdir().unwrap();
+        std::fs::create_dir_all(root.path().join("numbers/1")).unwrap();
+        let config = r#"backend: "numbers" model_transaction_policy { decoupled: true }
+            output [ { name: "number" data_type: TYPE_INT32 dims: [ 1 ] } ]"#;
+        std::fs::write(root.path().join("numbers/config.pbtxt"), config).unwrap();
+        let model = Numbers::default();
+        let factories = HashMap::from([("numbers".to_owned(), Arc::new(model.clone()) as Arc<dyn BackendFactory>)]);
+        let repositories = vec![root.path().to_owned()];
+        let server = Server::new(ServerConfig { repositories, ..ServerConfig::default() }, factories).unwrap();
+        server.load_all().await.unwrap();
+        let state = Arc::new(State::new(crate::Config::default(), server, Vec::new()).unwrap());
+
+        let (asking, arriving) = unbounded();
+        let of_stream = state.clone();
+        let requests = arriving.map(move |message| Ok((message, of_stream.budget.charge()))).boxed();
+        let mut stream = InferStream::new(state, requests, false, None);
+        let woken = Arc::<Woken>::default();
+        let waker = Waker::from(woken.clone());
+        let mut poll = || {
+            let reply = Pin::new(&mut stream).poll_next(&mut Context::from_waker(&waker));
+            (reply.map(|reply| reply.unwrap().unwrap()).is_ready(), stream.is_drained())
+        };
+        let num_woken = || woken.0.swap(0, Ordering::SeqCst);
+        let num_polls = || model.num_polls.swap(0, Ordering::SeqCst);
+
+        asking.unbounded_send(request("a")).unwrap();
+        assert_eq!(poll(), (false, false));
+        model.give(0, 0);
+        assert_eq!((poll(), poll()), ((true, false), (false, false)));
+        num_woken();
+        num_polls();
+        for number in 1..20 {
+            model.give(0, number);
+            assert_eq!(num_woken(), 1, "the wake-up for {number} was lost");
+            assert_eq!(poll(), (true, true));
+        }
+        assert_eq!(num_polls(), 19, "one for each number");
+        model.give(0, 20);
+        model.give(0, 21);
+        assert_eq!((poll(), poll()), ((true, false), (true, true)));
+
+        num_woken();
+        asking.unbounded_send(request("b")).unwrap();
+        assert_eq!(num_woken(), 1, "a request wakes a drained stream");
+        assert_eq!(poll(), (false, false));
+        model.give(1, 0);
+        model.give(0, 22);
+        model.give(0, 23);
+        assert!(num_woken() > 0);
+        assert_eq!((poll(), poll(), poll()), ((true, false), (true, false), (true, false)), "of two nothing is known");
+        assert_eq!(poll(), (false, false));
+    }
+}

@@ -1,0 +1,264 @@
+//! The generate extension: flat JSON in, flat JSON or server-sent events out.
+
+use std::pin::Pin;
+use std::task::{Context, Poll};
+
+use bytes::Bytes;
+use futures::{Stream, StreamExt};
+use repository::ModelConfig;
+use repository::proto::ModelInput;
+use serving::{DataType, InferError, InferRequest, InferResponse, Limit, Limits, Parameter, ResponseStream, Tensor};
+
+use crate::api::status::shown;
+use crate::api::triton::http::infer::{model_parameter, set_parameter};
+use crate::api::triton::http::json::{self, Value, in_field};
+use crate::api::triton::http::json_writer::JsonWriter;
+use crate::api::triton::shapes::fit_shape;
+use crate::transport::budget::Charge;
+
+/// Reads a request: keys that name inputs become tensors, all others parameters.
+///
+/// # Errors
+/// When the body is not a JSON object, or a value is not what the input or parameter may be.
+pub fn read(body: &[u8], config: &ModelConfig, limits: &Limits) -> Result<InferRequest, InferError> {
+    let root = json::parse(body, limits)?;
+    let mut request = InferRequest::default();
+    let Value::Object(members) = &root else {
+        return Err(InferError::internal("attempt to get members for non-object"));
+    };
+    for (key, value) in members {
+        match (key.as_ref(), value) {
+            ("id", _) if !names_input(config, key) => {
+                request.id = value.as_str().map_err(|error| in_field("id", error))?.into();
+                limits.check(Limit::IdBytes, request.id.len())?;
+                request.parameters.insert("id".into(), Parameter::String(request.id.to_string()));
+            }
+            ("parameters", _) if !names_input(config, key) => {
+                let words = |error: InferError| {
+                    let message = format!("Expected JSON object for keyword: 'parameters': {}", error.message);
+                    InferError::new(error.kind, message)
+                };
+                for (key, value) in value.as_object().map_err(words)? {
+                    let words = |error: InferError| {
+                        InferError::new(error.kind, format!("Converting keyword: 'parameters': {}", error.message))
+                    };
+                    read_member(&mut request, config, limits, key, value).map_err(words)?;
+                }
+            }
+            _ => read_member(&mut request, config, limits, key, value)?,
+        }
+    }
+    Ok(request)
+}
+
+fn names_input(config: &ModelConfig, key: &str) -> bool {
+    config.input.iter().any(|input| input.name == key)
+}
+
+fn read_member(
+    request: &mut InferRequest,
+    config: &ModelConfig,
+    limits: &Limits,
+    key: &str,
+    value: &Value<'_>,
+) -> Result<(), InferError> {
+    let Some(input) = config.input.iter().find(|input| input.name == key) else {
+        limits.check(Limit::NameBytes, key.len())?;
+        // Reserved names mean what they mean elsewhere where they can, and the model sees them too.
+        let _ = set_parameter(request, key, value);
+        request.parameters.insert(key.to_owned(), model_parameter(key, value)?);
+        return limits.check(Limit::Parameters, request.parameters.len());
+    };
+    limits.check(Limit::Inputs, request.inputs.len() + 1)?;
+    request.inputs.push(tensor(config, input, value)?);
+    Ok(())
+}
+
+/// A value as the tensor of an input.
+///
+/// # Errors
+/// When it is none.
+pub fn tensor(config: &ModelConfig, input: &ModelInput, value: &Value<'_>) -> Result<Tensor, InferError> {
+    let key = input.name.as_str();
+    let datatype = DataType::from_config(input.data_type())
+        .ok_or_else(|| InferError::internal(format!("input '{key}' of model '{}' has no type", config.name)))?;
+    let count = match value {
+        Value::Array(array) => array.count()?,
+        _ => 1,
+    };
+    let shape = fit_shape(&input.dims, config.max_batch_size > 0, count);
+    if count > 0 && shape.iter().product::<i64>() != count as i64 {
+        return Err(InferError::invalid(format!(
+            "The schema can not convert input '{key}' to tensor with proper shape: {count} elements do not fill its dims {:?}",
+            input.dims
+        )));
+    }
+    let mut data = Vec::new();
+    let held = match value {
+        Value::Array(array) => array.flatten(datatype, count, &mut data)?,
+        scalar => json::push_element(scalar, datatype, &mut data).map(|()| 1)?,
+    };
+    if held != count {
+        return Err(json::shape_mismatch());
+    }
+    Ok(Tensor { name: key.into(), datatype, shape: shape.into(), data: data.into() })
+}
+
+/// A response as flat JSON, its members by name.
+///
+/// # Errors
+/// When an output has no JSON form.
+pub fn write(response: &InferResponse) -> Result<Vec<u8>, InferError> {
+    let id = Some(("id", Member::Text(&response.id))).filter(|_| !response.id.is_empty());
+    let model =
+        [("model_name", Member::Text(&response.model_name)), ("model_version", Member::Text(&response.model_version))];
+    let parameters = response.parameters.iter().map(|(key, value)| (key.as_str(), Member::Parameter(value)));
+    let outputs = response.outputs.iter().map(|output| (&*output.name, Member::Tensor(output)));
+    let mut members: Vec<(&str, Member<'_>)> = id.into_iter().chain(model).chain(parameters).chain(outputs).collect();
+    members.sort_by_key(|(key, _)| *key);
+    let mut writer = JsonWriter::with_capacity(256);
+    writer.begin_object();
+    for (key, member) in members {
+        match member {
+            Member::Text(text) => writer.member(key, text.as_bytes()),
+            Member::Parameter(value) => writer.parameter(key, value),
+            Member::Tensor(tensor) => {
+                writer.key(key);
+                writer.tensor_or_scalar(tensor)?;
+            }
+        }
+    }
+    writer.end_object();
+    Ok(writer.finish())
+}
+
+enum Member<'a> {
+    Text(&'a str),
+    Parameter(&'a Parameter),
+    Tensor(&'a Tensor),
+}
+
+/// What `generate` says of a model that answered no or many times.
+pub const NOT_ONE_RESPONSE: &str = "generate expects model to produce exactly 1 response, \
+                                    use generate stream for model that generates various number of responses";
+
+/// The one response of a request; `Ok(None)` when there were none or several. An empty final one only ends the stream.
+///
+/// # Errors
+/// The model's own.
+pub async fn only_response(
+    mut responses: ResponseStream,
+    is_decoupled: bool,
+) -> Result<Option<InferResponse>, InferError> {
+    let mut only = None;
+    while let Some(response) = responses.next_response().await {
+        let response = response?;
+        let is_final = response.is_final;
+        let is_end = is_final && response.outputs.is_empty() && (is_decoupled || only.is_some());
+        if !is_end && only.replace(response).is_some() {
+            return Ok(None);
+        }
+        if is_final {
+            break;
+        }
+    }
+    Ok(only)
+}
+
+/// Events gather in one chunk up to this size when they are ready at once.
+const CHUNK_BYTES: usize = 16 << 10;
+
+/// Responses as server-sent events.
+pub struct Events {
+    responses: Option<ResponseStream>,
+    /// A final response without outputs is no event: the model is decoupled, or there was one before.
+    skips_empty_final: bool,
+    ready: Vec<u8>,
+    /// What the request holds until it is answered.
+    _charge: Charge,
+}
+
+impl Events {
+    /// Waits for the first response. The error is the request's when that is what came first.
+    pub async fn start(
+        mut responses: ResponseStream,
+        is_decoupled: bool,
+        charge: Charge,
+    ) -> (Self, Option<InferError>) {
+        let first = responses.next_response().await;
+        let mut events = Self {
+            responses: Some(responses),
+            skips_empty_final: is_decoupled,
+            ready: Vec::with_capacity(256),
+            _charge: charge,
+        };
+        let error = match &first {
+            Some(Err(error)) => Some(error.clone()),
+            _ => None,
+        };
+        events.push(first);
+        (events, error)
+    }
+
+    fn push(&mut self, response: Option<Result<InferResponse, InferError>>) {
+        let written = match response {
+            None => {
+                self.responses = None;
+                return;
+            }
+            // A decoupled model may go on after it; else the stream ends by itself.
+            Some(Err(error)) => {
+                self.event(&error_text(&error.message));
+                return;
+            }
+            Some(Ok(response)) => {
+                if response.is_final {
+                    self.responses = None;
+                }
+                if response.is_final && response.outputs.is_empty() && self.skips_empty_final {
+                    return;
+                }
+                self.skips_empty_final = true;
+                write(&response).map(|text| self.event(&text))
+            }
+        };
+        if let Err(error) = written {
+            self.responses = None;
+            self.event(&error_text(&error.message));
+        }
+    }
+
+    fn event(&mut self, text: &[u8]) {
+        self.ready.extend_from_slice(b"data: ");
+        self.ready.extend_from_slice(text);
+        self.ready.extend_from_slice(b"\n\n");
+    }
+}
+
+/// `{"error": …}`
+pub fn error_text(message: &str) -> Vec<u8> {
+    let message = shown(message);
+    let mut writer = JsonWriter::with_capacity(message.len() + 16);
+    writer.begin_object();
+    writer.member("error", message.as_bytes());
+    writer.end_object();
+    writer.finish()
+}
+
+impl Stream for Events {
+    type Item = Bytes;
+
+    fn poll_next(mut self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<Option<Bytes>> {
+        while self.ready.len() < CHUNK_BYTES {
+            let Some(responses) = &mut self.responses else { break };
+            match responses.poll_next_unpin(context) {
+                Poll::Ready(response) => self.push(response),
+                Poll::Pending => break,
+            }
+        }
+        if self.ready.is_empty() {
+            return if self.responses.is_none() { Poll::Ready(None) } else { Poll::Pending };
+        }
+        Poll::Ready(Some(std::mem::take(&mut self.ready).into()))
+    }
+}

@@ -1,0 +1,410 @@
+//! The KServe v2 protocol over HTTP.
+
+pub(crate) mod base64;
+pub(crate) mod generate;
+pub(crate) mod infer;
+pub(crate) mod json;
+pub(crate) mod json_writer;
+pub(crate) mod models;
+pub(crate) mod repository;
+pub(crate) mod route;
+pub(crate) mod settings;
+
+use std::convert::Infallible;
+use std::sync::Arc;
+
+use bytes::Bytes;
+use http::header::{
+    ACCEPT_ENCODING, ACCESS_CONTROL_ALLOW_HEADERS, ACCESS_CONTROL_ALLOW_METHODS, ACCESS_CONTROL_ALLOW_ORIGIN,
+    ACCESS_CONTROL_EXPOSE_HEADERS, ACCESS_CONTROL_MAX_AGE, ACCESS_CONTROL_REQUEST_HEADERS, CONTENT_ENCODING,
+    CONTENT_TYPE, HeaderMap, HeaderName, HeaderValue, VARY, WWW_AUTHENTICATE,
+};
+use http::{Method, Request, Response, StatusCode};
+use hyper::body::Incoming;
+use serving::{ErrorKind, InferError, InferResponse, Limit, SharedLimit, Trace};
+
+use crate::api::openai;
+use crate::api::status::{generate_status, http_status};
+use crate::api::triton::grpc::ask_driver;
+use crate::api::triton::grpc::stream_infer::single_response;
+use crate::api::triton::header_parameters::forward;
+use crate::api::triton::http::generate::{Events, NOT_ONE_RESPONSE, error_text};
+use crate::api::triton::http::infer::Asked;
+use crate::api::triton::http::route::{ModelPath, Route};
+use crate::state::State;
+use crate::transport::body::{ReplyBody, read_all};
+use crate::transport::budget::Charge;
+use crate::transport::content_coding::Coding;
+use crate::transport::large_work::{aside, aside_in_turn};
+use crate::transport::restricted::{Api, Denied};
+
+/// A response of ours.
+pub type Reply = Response<ReplyBody>;
+
+const HEAD_LENGTH: HeaderName = HeaderName::from_static("inference-header-content-length");
+pub(crate) const JSON: HeaderValue = HeaderValue::from_static("application/json");
+pub(crate) const TEXT: HeaderValue = HeaderValue::from_static("text/plain");
+const BINARY: HeaderValue = HeaderValue::from_static("application/octet-stream");
+pub(crate) const BEARER: HeaderValue = HeaderValue::from_static("Bearer");
+pub(crate) const EVENTS: HeaderValue = HeaderValue::from_static("text/event-stream; charset=utf-8");
+
+/// Answers one request; what goes wrong is an answer too.
+pub async fn handle(state: Arc<State>, request: Request<Incoming>) -> Result<Reply, Infallible> {
+    let (head, body) = request.into_parts();
+    let cors = state.config.http_origins.cors(&head.headers);
+    if head.method == Method::OPTIONS
+        && let Some(origin) = &cors
+    {
+        return Ok(preflight(origin.clone(), &head.headers));
+    }
+    let mut reply = handle_request(state, head, body).await;
+    cors.into_iter().for_each(|origin| allow_origin(reply.headers_mut(), origin));
+    Ok(reply)
+}
+
+async fn handle_request(state: Arc<State>, head: http::request::Parts, body: Incoming) -> Reply {
+    if let Err(words) = state.config.http_origins.check(&head.method, &head.uri, &head.headers) {
+        SharedLimit::Origins.count_refusal();
+        return plain_error(StatusCode::FORBIDDEN, &words);
+    }
+    let longest = head.uri.path().split('/').map(str::len).max().unwrap_or(0);
+    if let Err(error) = state.server.limits().check(Limit::NameBytes, longest) {
+        return error_reply(&error);
+    }
+    if openai::is_path(head.uri.path()) {
+        return openai::handle(&state, &head, body).await;
+    }
+    let Some(route) = Route::of(head.uri.path()) else {
+        return plain_error(StatusCode::NOT_FOUND, "Not Found");
+    };
+    if let Err(denied) = state.config.http_restrictions.check(Api::of_route(&route), &head.headers) {
+        return denial(denied);
+    }
+    if !route.allows(&head.method) {
+        let kind = if route.answers_in_json() { JSON } else { TEXT };
+        return reply(StatusCode::METHOD_NOT_ALLOWED, kind, error_text("Method Not Allowed"));
+    }
+    let changes = head.method == http::Method::POST;
+    answer(&state, route, changes, &head.headers, body).await.unwrap_or_else(|error| error_reply(&error))
+}
+
+/// The reply to a browser that asks whether a page may send a request.
+fn preflight(origin: HeaderValue, headers: &HeaderMap) -> Reply {
+    let mut reply = reply(StatusCode::NO_CONTENT, TEXT, ReplyBody::empty());
+    let allowed = reply.headers_mut();
+    allow_origin(allowed, origin);
+    allowed.insert(ACCESS_CONTROL_ALLOW_METHODS, HeaderValue::from_static("GET, POST, OPTIONS"));
+    if let Some(names) = headers.get(ACCESS_CONTROL_REQUEST_HEADERS) {
+        allowed.insert(ACCESS_CONTROL_ALLOW_HEADERS, names.clone());
+    }
+    allowed.insert(ACCESS_CONTROL_MAX_AGE, HeaderValue::from_static("600"));
+    reply
+}
+
+/// Lets a page of `origin` read the reply.
+fn allow_origin(headers: &mut HeaderMap, origin: HeaderValue) {
+    headers.insert(ACCESS_CONTROL_ALLOW_ORIGIN, origin);
+    headers.append(VARY, HeaderValue::from_static("origin"));
+    headers.insert(ACCESS_CONTROL_EXPOSE_HEADERS, HeaderValue::from_static("x-request-id, retry-after"));
+}
+
+/// `changes`: whether the request's method may change anything.
+async fn answer(
+    state: &Arc<State>,
+    route: Route<'_>,
+    changes: bool,
+    headers: &HeaderMap,
+    body: Incoming,
+) -> Result<Reply, InferError> {
+    match route {
+        Route::Infer(model) => infer(state, model, headers, body).await,
+        Route::Generate(model) => generate(state, model, headers, body).await,
+        Route::GenerateStream(model) => generate_stream(state, model, headers, body).await,
+        Route::Live => Ok(probe(state.server.is_live(), StatusCode::BAD_REQUEST)),
+        Route::Ready => Ok(ready(state)),
+        Route::ModelReady(model) => model_ready(state, model).await,
+        Route::ServerMetadata => Ok(json_reply(models::server_metadata(&state.server))),
+        Route::ModelMetadata(model) => models::model_metadata(&state.server, model).map(json_reply),
+        Route::ModelConfig(model) => models::model_config(&state.server, model).map(json_reply),
+        Route::ModelStatistics(model) => models::statistics(&state.server, model).map(json_reply),
+        other => {
+            // An unknown coding counts as none.
+            let coding = content_coding(headers).unwrap_or(None);
+            let Held { bytes, charge: _charge } = read_coded(state, coding, body).await?;
+            control(state, other, changes, bytes).await.map(json_reply)
+        }
+    }
+}
+
+/// Requests that change or show the server's own state.
+async fn control(state: &Arc<State>, route: Route<'_>, changes: bool, body: Bytes) -> Result<Vec<u8>, InferError> {
+    let done = |()| Vec::new();
+    match route {
+        Route::RepositoryIndex => repository::index(&state.server, &body),
+        Route::LoadModel(model) => repository::load(&state.server, model, &body).await.map(done),
+        Route::UnloadModel(model) => repository::unload(&state.server, model, &body).await.map(done),
+        Route::NamedRepository => {
+            Err(InferError::new(ErrorKind::Unsupported, "'repository_name' specification is not supported"))
+        }
+        Route::MemoryStatus { kind, region } => settings::memory_status(state, kind, region),
+        Route::MemoryRegister { kind, region } => settings::register_memory(state, kind, region, &body).await.map(done),
+        Route::MemoryUnregister { kind, region } => {
+            let (server, region) = (Arc::clone(state), region.to_owned());
+            let unregister = move || {
+                server.memory.unregister(kind, &region);
+                Ok(())
+            };
+            ask_driver(unregister).await.map(done)
+        }
+        Route::TraceSetting { model } => settings::trace(state, model, changes.then_some(&body)),
+        Route::Logging => settings::logging(state, changes.then_some(&body)),
+        _ => unreachable!("the other routes are answered above"),
+    }
+}
+
+fn ready(state: &State) -> Reply {
+    let status = if state.is_draining() { StatusCode::SERVICE_UNAVAILABLE } else { StatusCode::BAD_REQUEST };
+    probe(state.is_ready(), status)
+}
+
+async fn model_ready(state: &State, model: ModelPath<'_>) -> Result<Reply, InferError> {
+    let is_ready = state.server.probe_model(model.name, model.version).await? && !state.is_draining();
+    let not_ready = || plain_error(StatusCode::BAD_REQUEST, "Model version not ready");
+    Ok(if is_ready { probe(true, StatusCode::OK) } else { not_ready() })
+}
+
+async fn infer(state: &State, model: ModelPath<'_>, headers: &HeaderMap, body: Incoming) -> Result<Reply, InferError> {
+    let accepted = header(headers, &ACCEPT_ENCODING).map_or(Ok(None), Coding::accepted)?;
+    let trace = state.sample_trace(model.name, state.span_context(headers));
+    mark(&trace, "HTTP_RECV_START");
+    let coding = content_coding(headers);
+    let Held { bytes: body, charge } = read_coded(state, coding.clone().unwrap_or(None), body).await?;
+    mark(&trace, "HTTP_RECV_END");
+    if let Err(error) = check_model(state, model) {
+        return Ok(model_error(&error));
+    }
+    if let Err(error) = coding {
+        return Ok(unknown_coding(&error));
+    }
+    let head_len = match head_len(headers, body.len()) {
+        Ok(head_len) => head_len,
+        Err(error) => return Ok(model_error(&error)),
+    };
+    let num_bytes = body.len();
+    let mut asked = if body.is_empty() || head_len == Some(0) {
+        infer::read_raw(body, &*state.server.model_config(model.name, model.version)?)?
+    } else {
+        let limits = state.server.limits();
+        let head = &body[..head_len.unwrap_or(num_bytes).min(num_bytes)];
+        charge.add(json::tensor_bytes(head))?;
+        let head_bytes = head.len();
+        aside_in_turn(head_bytes, || infer::read(model.name, body, head_len, &state.memory, limits)).await?
+    };
+    asked.request.model_name = model.name.into();
+    asked.request.model_version = model.version.into();
+    asked.request.trace = trace.clone();
+    forward(&mut asked.request, &state.config.http_forward.pick(headers)?);
+    let Asked { request, outputs, is_binary } = asked;
+    let responses = aside_in_turn(num_bytes, || state.server.infer(request)).await?;
+    let response = single_response(model.name, responses).await;
+    mark(&trace, "HTTP_SEND_START");
+    let delivered = response.and_then(|response| state.deliver(&outputs, response));
+    let write = |response: InferResponse| {
+        let num_bytes = response.outputs.iter().map(|output| output.data.len()).sum();
+        aside(num_bytes, || infer::write(response, &outputs, is_binary))
+    };
+    let answer = match delivered.and_then(write) {
+        Ok(answer) => answer,
+        Err(error) => return Ok(model_error(&error)),
+    };
+    mark(&trace, "HTTP_SEND_END");
+    let mut reply = reply(StatusCode::OK, if answer.head_len.is_some() { BINARY } else { JSON }, answer.body);
+    if let Some(head_len) = answer.head_len {
+        reply.headers_mut().insert(HEAD_LENGTH, HeaderValue::from(head_len));
+    }
+    match accepted {
+        Some(coding) => compress(reply, coding),
+        None => Ok(reply),
+    }
+}
+
+/// Whether the model is there, and answers each request once.
+fn check_model(state: &State, model: ModelPath<'_>) -> Result<(), InferError> {
+    if state.server.is_decoupled(model.name, model.version)? {
+        return Err(InferError::new(
+            ErrorKind::Unsupported,
+            "HTTP end point doesn't support models with decoupled transaction policy",
+        ));
+    }
+    Ok(())
+}
+
+async fn generate(
+    state: &State,
+    model: ModelPath<'_>,
+    headers: &HeaderMap,
+    body: Incoming,
+) -> Result<Reply, InferError> {
+    let Begun { responses, is_decoupled, charge: _charge } = start_generate(state, model, headers, body).await?;
+    let response = match generate::only_response(responses, is_decoupled).await {
+        Ok(response) => response,
+        Err(error) => return Ok(reply(generate_status(error.kind), JSON, error_text(&error.message))),
+    };
+    match response {
+        Some(response) => Ok(reply(StatusCode::OK, JSON, generate::write(&response)?)),
+        None => Ok(reply(StatusCode::OK, JSON, error_text(NOT_ONE_RESPONSE))), // The status is Triton's.
+    }
+}
+
+async fn generate_stream(
+    state: &State,
+    model: ModelPath<'_>,
+    headers: &HeaderMap,
+    body: Incoming,
+) -> Result<Reply, InferError> {
+    let Begun { responses, is_decoupled, charge } = start_generate(state, model, headers, body).await?;
+    let (events, error) = Events::start(responses, is_decoupled, charge).await;
+    let status = error.map_or(StatusCode::OK, |error| generate_status(error.kind));
+    Ok(reply(status, EVENTS, ReplyBody::Events(Box::pin(events))))
+}
+
+/// A request that is being answered.
+struct Begun {
+    responses: serving::ResponseStream,
+    /// Whether there may be any number of them.
+    is_decoupled: bool,
+    /// Held until the last one.
+    charge: Charge,
+}
+
+async fn start_generate(
+    state: &State,
+    model: ModelPath<'_>,
+    headers: &HeaderMap,
+    body: Incoming,
+) -> Result<Begun, InferError> {
+    let trace = state.sample_trace(model.name, state.span_context(headers));
+    mark(&trace, "HTTP_RECV_START");
+    let coding = content_coding(headers);
+    let Held { bytes: body, charge } = read_coded(state, coding.clone().unwrap_or(None), body).await?;
+    mark(&trace, "HTTP_RECV_END");
+    let config = state.server.model_config(model.name, model.version)?;
+    let unsupported = "Unsupported content-encoding, only 'identity', 'gzip' and 'deflate' are supported.";
+    coding.map_err(|_| InferError::invalid(unsupported))?;
+    charge.add(json::tensor_bytes(&body))?;
+    let num_bytes = body.len();
+    let mut request = aside_in_turn(num_bytes, || generate::read(&body, &config, state.server.limits())).await?;
+    drop(body);
+    request.model_name = model.name.into();
+    request.model_version = model.version.into();
+    request.trace = trace;
+    forward(&mut request, &state.config.http_forward.pick(headers)?);
+    let is_decoupled = state.server.is_decoupled(model.name, model.version)?;
+    let responses = aside_in_turn(num_bytes, || state.server.infer(request)).await?;
+    Ok(Begun { responses, is_decoupled, charge })
+}
+
+/// A request's body, and what it holds of the budget for as long as the request is not answered.
+pub(crate) struct Held {
+    pub(crate) bytes: Bytes,
+    pub(crate) charge: Charge,
+}
+
+/// The body, unpacked.
+pub(crate) async fn read_body(state: &State, headers: &HeaderMap, body: Incoming) -> Result<Held, InferError> {
+    read_coded(state, content_coding(headers)?, body).await
+}
+
+fn content_coding(headers: &HeaderMap) -> Result<Option<Coding>, InferError> {
+    header(headers, &CONTENT_ENCODING).map_or(Ok(None), Coding::of_content)
+}
+
+/// How many times its length a packed body may well have.
+const UNPACKING: usize = 100;
+
+async fn read_coded(state: &State, coding: Option<Coding>, body: Incoming) -> Result<Held, InferError> {
+    let limit = state.config.max_http_body_bytes;
+    let charge = state.budget.charge();
+    let mut bytes = read_all(body, limit, &charge).await?;
+    if let Some(coding) = coding {
+        let unpacked_len = bytes.len().saturating_mul(UNPACKING).min(limit);
+        bytes =
+            aside_in_turn(unpacked_len, || coding.decode(&bytes, limit, &charge)).await.map_err(InferError::from)?;
+    }
+    Ok(Held { bytes, charge })
+}
+
+fn mark(trace: &Option<Trace>, name: &'static str) {
+    trace.iter().for_each(|trace| trace.mark(name));
+}
+
+fn compress(reply: Reply, coding: Coding) -> Result<Reply, InferError> {
+    let (mut head, body) = reply.into_parts();
+    let ReplyBody::Parts(parts) = body else { return Ok(Response::from_parts(head, body)) };
+    let whole: Vec<u8> = parts.iter().flat_map(|part| part.iter().copied()).collect();
+    let packed = aside(whole.len(), || coding.encode(&whole))
+        .map_err(|error| InferError::internal(format!("response cannot be compressed: {error}")))?;
+    head.headers.insert(CONTENT_ENCODING, HeaderValue::from_static(coding.name()));
+    Ok(Response::from_parts(head, packed.into()))
+}
+
+fn head_len(headers: &HeaderMap, body_len: usize) -> Result<Option<usize>, InferError> {
+    let Some(value) = header(headers, &HEAD_LENGTH).map(str::trim) else { return Ok(None) };
+    let digits = value.strip_prefix(['-', '+']).unwrap_or(value);
+    if digits.is_empty() || !digits.bytes().all(|byte| byte.is_ascii_digit()) {
+        return Err(InferError::invalid(format!(
+            "Unable to parse Inference-Header-Content-Length: got '{value}', expected a length"
+        )));
+    }
+    value.parse().map(Some).map_err(|_| infer::not_in_body(value, body_len))
+}
+
+fn header<'a>(headers: &'a HeaderMap, name: &HeaderName) -> Option<&'a str> {
+    headers.get(name).map(|value| value.to_str().unwrap_or("?"))
+}
+
+fn probe(is_fine: bool, otherwise: StatusCode) -> Reply {
+    reply(if is_fine { StatusCode::OK } else { otherwise }, TEXT, ReplyBody::empty())
+}
+
+pub(crate) fn plain_error(status: StatusCode, message: &str) -> Reply {
+    reply(status, TEXT, error_text(message))
+}
+
+/// The answer to a client without the key of an API.
+pub(crate) fn denial(denied: Denied<'_>) -> Reply {
+    let words = format!("This API is restricted, expecting header '{}'", denied.header);
+    if !denied.is_bearer {
+        return plain_error(StatusCode::FORBIDDEN, &words);
+    }
+    let mut reply = plain_error(StatusCode::UNAUTHORIZED, &words);
+    reply.headers_mut().insert(WWW_AUTHENTICATE, BEARER);
+    reply
+}
+
+/// What the model says, or is said before the request is read, where `infer` was asked; Triton's type for it.
+fn model_error(error: &InferError) -> Reply {
+    plain_error(http_status(error.kind), &error.message)
+}
+
+/// `infer` in a coding that is none of ours, with those that are.
+fn unknown_coding(error: &InferError) -> Reply {
+    let mut reply = model_error(error);
+    reply.headers_mut().insert(ACCEPT_ENCODING, HeaderValue::from_static("gzip, deflate"));
+    reply
+}
+
+fn error_reply(error: &InferError) -> Reply {
+    reply(http_status(error.kind), JSON, error_text(&error.message))
+}
+
+fn json_reply(text: Vec<u8>) -> Reply {
+    reply(StatusCode::OK, JSON, text)
+}
+
+pub(crate) fn reply(status: StatusCode, content_type: HeaderValue, body: impl Into<ReplyBody>) -> Reply {
+    let mut reply = Response::new(body.into());
+    *reply.status_mut() = status;
+    reply.headers_mut().insert(CONTENT_TYPE, content_type);
+    reply
+}

@@ -1,0 +1,716 @@
+//! Named parts of POSIX shared memory, or of a GPU's memory, that clients register to pass tensors without sending them.
+
+use std::any::Any;
+use std::collections::BTreeMap;
+use std::fs::File;
+use std::os::unix::fs::{FileExt as _, MetadataExt as _};
+use std::path::Path;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+use bytes::Bytes;
+use rustix::fs::{Mode, OFlags};
+use serving::{
+    ClientMemory, ClientSlice, CopyBudget, DataType, ErrorKind, InferError, InferRequest, Limit, Limits, copy_within,
+};
+
+use crate::api::triton::output_request::{OutputAsk, RegionSlice};
+use crate::transport::budget::{Budget, Charge};
+use crate::transport::large_work::aside;
+
+/// Opens device memory of clients.
+pub trait ClientDevices: std::fmt::Debug + Send + Sync {
+    /// The first `byte_size` bytes of what `handle`, a `cudaIpcMemHandle_t`, names on GPU `device`.
+    ///
+    /// # Errors
+    /// In words, when they cannot be had.
+    fn open(&self, handle: &[u8; 64], device: u64, byte_size: u64) -> Result<Arc<dyn DeviceMemory>, String>;
+}
+
+/// A region of device memory of a client. It is closed when dropped.
+pub trait DeviceMemory: std::fmt::Debug + Send + Sync {
+    /// Copies bytes from `offset` on.
+    ///
+    /// # Errors
+    /// In words, when they are not there any more.
+    fn read(&self, offset: u64, into: &mut [u8]) -> Result<(), String>;
+
+    /// Copies `data` to the bytes from `offset` on.
+    ///
+    /// # Errors
+    /// As [`DeviceMemory::read`].
+    fn write(&self, offset: u64, data: &[u8]) -> Result<(), String>;
+}
+
+/// A registered region.
+#[derive(Debug)]
+struct Region {
+    byte_size: u64,
+    place: Place,
+}
+
+/// Where a region lies.
+#[derive(Debug)]
+enum Place {
+    /// In the object `key`, from `offset` on.
+    System { key: String, offset: u64, file: Arc<File>, object: (u64, u64) },
+    /// On a GPU.
+    Cuda { device: u64, memory: Arc<dyn DeviceMemory> },
+}
+
+/// What status answers about a region of system memory.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct RegionStatus {
+    /// The client's name for it.
+    pub name: String,
+    /// The name of the shared-memory object.
+    pub key: String,
+    /// Where the region begins in the object.
+    pub offset: u64,
+    /// Its length.
+    pub byte_size: u64,
+}
+
+/// What status answers about a region of device memory.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct CudaRegionStatus {
+    /// The client's name for it.
+    pub name: String,
+    /// The GPU.
+    pub device: u64,
+    /// Its length.
+    pub byte_size: u64,
+}
+
+/// Which regions are meant. Their names are one name space.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum MemoryKind {
+    /// POSIX shared memory.
+    System,
+    /// Device memory.
+    Cuda,
+}
+
+/// The regions of all clients.
+///
+/// An object is read and written as the file it is on Linux, so a client that truncates it gets an error, without harm to others.
+#[derive(Debug)]
+pub struct SharedMemory {
+    is_allowed: bool,
+    objects: ClientObjects,
+    max_regions: usize,
+    limits: Limits,
+    budget: Option<Arc<dyn CopyBudget>>,
+    devices: Option<Arc<dyn ClientDevices>>,
+    regions: Mutex<BTreeMap<String, Region>>,
+}
+
+/// Which objects of shared memory clients may register.
+#[derive(Debug, Clone, Default)]
+pub struct ClientObjects {
+    /// Names with these beginnings are the server's own.
+    pub reserved_prefixes: Vec<String>,
+    /// How every object of the server, and of other servers like it, begins; empty for no such sign.
+    pub reserved_magic: Vec<u8>,
+    /// If there are any, a client's object has a name with one of these beginnings.
+    pub allowed_prefixes: Vec<String>,
+}
+
+/// How objects begin that programs beside a server keep in `/dev/shm`: MPI, its transports, NCCL, Triton, semaphores.
+/// Python's own names, `psm_…`, are a client's.
+const OF_OTHERS: [&str; 25] = [
+    "vader_segment",
+    "sm_segment",
+    "smsc",
+    "mca_",
+    "osc_",
+    "coll_",
+    "ompi",
+    "openmpi",
+    "open_mpi",
+    "opal",
+    "orte",
+    "prte",
+    "pmix",
+    "mpich",
+    "MPICH",
+    "hwloc",
+    "nccl-",
+    "ucx",
+    "ucp_",
+    "uct_",
+    "psm_shm",
+    "psm2",
+    "psm3",
+    "cma_",
+    "sem.",
+];
+
+/// Regions that may be registered at once.
+pub const MAX_REGIONS: usize = 4096;
+
+/// Requests that are in flight pay for copies, as they do for bodies.
+#[derive(Debug)]
+struct OfRequests(Arc<Budget>);
+
+impl CopyBudget for OfRequests {
+    fn hold(&self, count: u64) -> Result<Box<dyn Any + Send + Sync>, InferError> {
+        let charge: Charge = self.0.charge();
+        charge.add(usize::try_from(count).unwrap_or(usize::MAX))?;
+        Ok(Box::new(charge))
+    }
+}
+
+impl SharedMemory {
+    /// No regions, of `objects` that are a client's.
+    pub fn new(is_allowed: bool, objects: ClientObjects) -> Self {
+        let (limits, regions) = <(Limits, Mutex<_>)>::default();
+        Self { is_allowed, objects, max_regions: MAX_REGIONS, limits, budget: None, devices: None, regions }
+    }
+
+    /// The same with at most `max_regions`, each of which keeps a file open; with limits on names, and copies paid from `budget`.
+    pub fn within(self, max_regions: usize, limits: Limits, budget: &Arc<Budget>) -> Self {
+        Self { max_regions, limits, budget: Some(Arc::new(OfRequests(budget.clone()))), ..self }
+    }
+
+    /// The same, with device memory through `devices`.
+    pub fn with_devices(self, devices: Option<Arc<dyn ClientDevices>>) -> Self {
+        Self { devices, ..self }
+    }
+
+    fn regions(&self) -> MutexGuard<'_, BTreeMap<String, Region>> {
+        self.regions.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Registers a part of the object `key`.
+    ///
+    /// # Errors
+    /// When the name is taken, or the object cannot be opened or is too small.
+    pub fn register(&self, name: &str, key: &str, offset: u64, byte_size: u64) -> Result<(), InferError> {
+        let mut regions = self.room_for(name)?;
+        let (file, length, object) = self.open(key)?;
+        if byte_size == 0 || offset.checked_add(byte_size).is_none_or(|end| end > length) {
+            return Err(InferError::invalid(format!("failed to register shared memory region '{name}': invalid args")));
+        }
+        // Regions of one object keep one file open.
+        let same = regions.values().find_map(|region| match &region.place {
+            Place::System { file, object: known, .. } if *known == object => Some(file.clone()),
+            _ => None,
+        });
+        let place = Place::System { key: key.to_owned(), offset, file: same.unwrap_or_else(|| file.into()), object };
+        regions.insert(name.to_owned(), Region { byte_size, place });
+        Ok(())
+    }
+
+    /// Registers device memory that `handle` names.
+    ///
+    /// # Errors
+    /// When the name is taken, or the memory cannot be opened or is too small.
+    pub fn register_cuda(&self, name: &str, handle: &[u8], device: i64, byte_size: u64) -> Result<(), InferError> {
+        drop(self.room_for(name)?);
+        let refused = |why: &str| {
+            InferError::invalid(format!(
+                "failed to register shared memory region: invalid args: region '{name}': {why}"
+            ))
+        };
+        let handle = handle.try_into().map_err(|_| refused("a cudaIpcMemHandle_t has 64 bytes"))?;
+        let device = u64::try_from(device).map_err(|_| refused("a device's number is not negative"))?;
+        if byte_size == 0 {
+            return Err(refused("it has no bytes"));
+        }
+        let devices = self.devices.as_ref().ok_or_else(|| refused("this server opens no device memory"))?;
+        // A driver may take long: it runs without the lock.
+        let memory = devices.open(handle, device, byte_size).map_err(|why| refused(&why))?;
+        self.room_for(name)?.insert(name.to_owned(), Region { byte_size, place: Place::Cuda { device, memory } });
+        Ok(())
+    }
+
+    /// The regions, to which one may be added under that name.
+    fn room_for(&self, name: &str) -> Result<MutexGuard<'_, BTreeMap<String, Region>>, InferError> {
+        if !self.is_allowed {
+            return Err(InferError::new(
+                ErrorKind::Unsupported,
+                "client shared memory is off; start the server with --allow-client-shm=true",
+            ));
+        }
+        self.limits.check(Limit::NameBytes, name.len())?;
+        let regions = self.regions();
+        if regions.contains_key(name) {
+            let words = format!("shared memory region '{name}' already in manager");
+            return Err(InferError::new(ErrorKind::AlreadyExists, words));
+        }
+        if regions.len() >= self.max_regions {
+            let count = self.max_regions;
+            return Err(InferError::unavailable(format!("{count} shared memory regions are registered already")));
+        }
+        Ok(regions)
+    }
+
+    /// The object, its length and its identity.
+    fn open(&self, key: &str) -> Result<(File, u64, (u64, u64)), InferError> {
+        self.limits.check(Limit::NameBytes, key.len())?;
+        let object = key.strip_prefix('/').unwrap_or(key);
+        if object.is_empty() || object.contains('/') || object == "." || object == ".." {
+            return Err(InferError::internal(format!(
+                "Unable to open shared memory region: '{key}' is not the name of an object"
+            )));
+        }
+        self.objects.check_name(key, object)?;
+        // Neither a link nor a pipe leads or holds anybody anywhere.
+        let flags = OFlags::RDWR | OFlags::NOFOLLOW | OFlags::NONBLOCK | OFlags::CLOEXEC;
+        let opened = rustix::fs::open(Path::new("/dev/shm").join(object), flags, Mode::empty());
+        let file = File::from(opened.map_err(|error| cannot_open(key, &error.into()))?);
+        let metadata = file.metadata().map_err(|error| cannot_open(key, &error))?;
+        if !metadata.is_file() || metadata.nlink() > 1 {
+            let words = "it is no object of shared memory, or has another name beside this one";
+            return Err(cannot_open(key, &std::io::Error::other(words)));
+        }
+        self.objects.check_content(key, &file)?;
+        Ok((file, metadata.len(), (metadata.dev(), metadata.ino())))
+    }
+
+    /// Forgets a region of that kind; an unknown one is no error. An empty name forgets all of them.
+    pub fn unregister(&self, kind: MemoryKind, name: &str) {
+        let is_meant =
+            |known: &String, region: &mut Region| region.place.kind() == kind && (name.is_empty() || known == name);
+        let gone: Vec<(String, Region)> = self.regions().extract_if(.., is_meant).collect();
+        drop(gone); // Not while others wait: it may end a device's context.
+    }
+
+    /// One region of system memory, or all when `name` is empty.
+    ///
+    /// # Errors
+    /// When there is no such region.
+    pub fn status(&self, name: &str) -> Result<Vec<RegionStatus>, InferError> {
+        let status = |known: &String, region: &Region| match &region.place {
+            Place::System { key, offset, .. } => Some(RegionStatus {
+                name: known.clone(),
+                key: key.clone(),
+                offset: *offset,
+                byte_size: region.byte_size,
+            }),
+            Place::Cuda { .. } => None,
+        };
+        self.statuses(name, "system", status)
+    }
+
+    /// One region of device memory, or all when `name` is empty.
+    ///
+    /// # Errors
+    /// When there is no such region.
+    pub fn cuda_status(&self, name: &str) -> Result<Vec<CudaRegionStatus>, InferError> {
+        let status = |known: &String, region: &Region| match region.place {
+            Place::Cuda { device, .. } => {
+                Some(CudaRegionStatus { name: known.clone(), device, byte_size: region.byte_size })
+            }
+            Place::System { .. } => None,
+        };
+        self.statuses(name, "cuda", status)
+    }
+
+    fn statuses<S>(
+        &self,
+        name: &str,
+        kind: &str,
+        status: impl Fn(&String, &Region) -> Option<S>,
+    ) -> Result<Vec<S>, InferError> {
+        let regions = self.regions();
+        let chosen = regions.iter().filter(|(known, _)| name.is_empty() || *known == name);
+        let found: Vec<S> = chosen.filter_map(|(known, region)| status(known, region)).collect();
+        if found.is_empty() && !name.is_empty() {
+            let words = match regions.get(name).map(|region| region.place.kind()) {
+                None => format!("Unable to find {kind} shared memory region: '{name}'"),
+                Some(MemoryKind::System) => {
+                    format!("The region named '{name}' is registered as system shared memory, not CUDA shared memory")
+                }
+                Some(MemoryKind::Cuda) => {
+                    format!("The region named '{name}' is registered as CUDA shared memory, not system shared memory")
+                }
+            };
+            return Err(InferError::new(ErrorKind::NotFound, words));
+        }
+        Ok(found)
+    }
+
+    /// Checks that a slice lies inside its region.
+    ///
+    /// # Errors
+    /// When it does not, or there is no such region.
+    pub fn check(&self, slice: &RegionSlice) -> Result<(), InferError> {
+        self.slice(slice).map(drop)
+    }
+
+    /// The bytes of an input, or none and a note in `places` where the model may read them. Strings are read, for their
+    /// lengths have to be checked, and so is device memory, which no model maps.
+    ///
+    /// # Errors
+    /// When the slice is not in its region, or the object has shrunk.
+    pub fn input(
+        &self,
+        slice: &RegionSlice,
+        name: &str,
+        datatype: DataType,
+        places: &mut ClientMemory,
+    ) -> Result<Bytes, InferError> {
+        match self.slice(slice)? {
+            Slice::System(place) if datatype != DataType::Bytes => {
+                places.inputs.push((name.to_owned(), place));
+                Ok(Bytes::new())
+            }
+            place => place.read(),
+        }
+    }
+
+    /// Sets where the model puts outputs. Wrong places are found when the output is there.
+    ///
+    /// # Errors
+    /// When inputs that are in the way cannot be read.
+    pub fn place_outputs(&self, asks: &[OutputAsk], request: &mut InferRequest) -> Result<(), InferError> {
+        for (ask, region) in asks.iter().filter_map(|ask| Some((ask, ask.region.as_ref()?))) {
+            if let Ok(Slice::System(slice)) = self.slice(region) {
+                request.client_memory.outputs.push((ask.name.clone(), slice));
+            }
+        }
+        request.fetch_overwritten_inputs()
+    }
+
+    /// Writes an output into its slice.
+    ///
+    /// # Errors
+    /// When the slice is too small, not in its region, or the object has shrunk.
+    pub fn write(&self, slice: &RegionSlice, output: &str, data: &[u8]) -> Result<(), InferError> {
+        if (slice.byte_size as usize) < data.len() {
+            return Err(InferError::internal(format!(
+                "shared memory size specified with the request for output '{output}' ({} bytes) \
+                 should be at least {} bytes to hold the results",
+                slice.byte_size,
+                data.len()
+            )));
+        }
+        let place = match self.slice(slice)? {
+            Slice::System(place) => place,
+            Slice::Cuda { memory, offset, .. } => {
+                return memory.write(offset, data).map_err(|why| unusable(&slice.region, &why));
+            }
+        };
+        let (file, at) = (&place.file, place.offset);
+        let length = file.metadata().map_err(|error| place.lost(&error))?.len();
+        if at + data.len() as u64 > length {
+            return Err(InferError::invalid(format!("shared memory of region '{}' has shrunk", slice.region)));
+        }
+        file.write_all_at(data, at).map_err(|error| place.lost(&error))
+    }
+
+    /// The part of the region.
+    fn slice(&self, slice: &RegionSlice) -> Result<Slice, InferError> {
+        let regions = self.regions();
+        let name = &slice.region;
+        let region = regions.get(name).ok_or_else(|| {
+            InferError::new(ErrorKind::NotFound, format!("Unable to find shared memory region: '{name}'"))
+        })?;
+        if slice.offset >= region.byte_size {
+            return Err(InferError::invalid(format!("Invalid offset for shared memory region: '{name}'")));
+        }
+        let fits = slice.offset.checked_add(slice.byte_size).is_some_and(|end| end <= region.byte_size);
+        if !fits || slice.byte_size == 0 {
+            return Err(InferError::invalid(format!("Invalid offset + byte size for shared memory region: '{name}'")));
+        }
+        let byte_size = slice.byte_size;
+        Ok(match &region.place {
+            Place::System { offset, file, object, .. } => Slice::System(ClientSlice {
+                file: file.clone(),
+                object: *object,
+                offset: offset + slice.offset,
+                byte_size,
+                region: name.clone(),
+                budget: self.budget.clone(),
+            }),
+            Place::Cuda { memory, .. } => Slice::Cuda {
+                memory: memory.clone(),
+                offset: slice.offset,
+                byte_size,
+                region: name.clone(),
+                budget: self.budget.clone(),
+            },
+        })
+    }
+}
+
+impl ClientObjects {
+    fn check_name(&self, key: &str, object: &str) -> Result<(), InferError> {
+        let begins = |prefixes: &[String]| prefixes.iter().any(|prefix| object.starts_with(prefix.as_str()));
+        if begins(&self.reserved_prefixes) {
+            return Err(of_the_server(key));
+        }
+        if let Some(prefix) = OF_OTHERS.iter().find(|prefix| object.starts_with(**prefix)) {
+            return Err(InferError::invalid(format!(
+                "shared memory object '{key}' belongs to another program: names that begin with `{prefix}` are no client's"
+            )));
+        }
+        if !self.allowed_prefixes.is_empty() && !begins(&self.allowed_prefixes) {
+            let allowed = self.allowed_prefixes.join("`, `");
+            return Err(InferError::invalid(format!(
+                "shared memory object '{key}' is no client's: this server takes names that begin with `{allowed}`"
+            )));
+        }
+        Ok(())
+    }
+
+    /// Refuses what the server, or another server like it, made under whatever name.
+    fn check_content(&self, key: &str, file: &File) -> Result<(), InferError> {
+        let mut begin = vec![0; self.reserved_magic.len()];
+        // A shorter object is none of the server's.
+        let is_reserved =
+            !begin.is_empty() && file.read_exact_at(&mut begin, 0).is_ok() && begin == self.reserved_magic;
+        if is_reserved { Err(of_the_server(key)) } else { Ok(()) }
+    }
+}
+
+fn of_the_server(key: &str) -> InferError {
+    InferError::invalid(format!("shared memory object '{key}' belongs to the server"))
+}
+
+/// A part of a region. Holding it keeps the memory.
+enum Slice {
+    System(ClientSlice),
+    Cuda {
+        memory: Arc<dyn DeviceMemory>,
+        offset: u64,
+        byte_size: u64,
+        region: String,
+        budget: Option<Arc<dyn CopyBudget>>,
+    },
+}
+
+impl Slice {
+    fn read(&self) -> Result<Bytes, InferError> {
+        match self {
+            Slice::System(slice) => aside(slice.byte_size as usize, || slice.read()),
+            Slice::Cuda { memory, offset, byte_size, region, budget } => aside(*byte_size as usize, || {
+                copy_within(budget.as_deref(), *byte_size, |data| {
+                    memory.read(*offset, data).map_err(|why| unusable(region, &why))
+                })
+            }),
+        }
+    }
+}
+
+impl Place {
+    fn kind(&self) -> MemoryKind {
+        match self {
+            Place::System { .. } => MemoryKind::System,
+            Place::Cuda { .. } => MemoryKind::Cuda,
+        }
+    }
+}
+
+fn unusable(region: &str, why: &str) -> InferError {
+    InferError::internal(format!("shared memory region '{region}' cannot be used any more: {why}"))
+}
+
+fn cannot_open(key: &str, error: &std::io::Error) -> InferError {
+    InferError::internal(format!("Unable to open shared memory region: '{key}': {error}"))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    struct Object(String);
+
+    impl Object {
+        fn new(name: &str, data: &[u8]) -> Self {
+            let name = format!("front_test_{}_{name}", std::process::id());
+            std::fs::write(format!("/dev/shm/{name}"), data).unwrap();
+            Self(name)
+        }
+    }
+
+    impl Drop for Object {
+        fn drop(&mut self) {
+            let _ = std::fs::remove_file(format!("/dev/shm/{}", self.0));
+        }
+    }
+
+    fn read(memory: &SharedMemory, slice: &RegionSlice) -> Result<Bytes, InferError> {
+        memory.slice(slice)?.read()
+    }
+
+    fn slice(offset: u64, byte_size: u64) -> RegionSlice {
+        RegionSlice { region: "r".into(), offset, byte_size }
+    }
+
+    #[test]
+    fn a_region_is_read_and_written_inside_its_bounds() {
+        let object = Object::new("bounds", &[0, 1, 2, 3, 4, 5, 6, 7]);
+        let memory = SharedMemory::new(true, ClientObjects::default());
+        memory.register("r", &format!("/{}", object.0), 2, 4).unwrap();
+        assert_eq!(read(&memory, &slice(1, 3)).unwrap(), Bytes::from_static(&[3, 4, 5]));
+        memory.write(&slice(0, 2), "out", &[9]).unwrap();
+        assert_eq!(read(&memory, &slice(0, 1)).unwrap(), Bytes::from_static(&[9]));
+        assert!(read(&memory, &slice(1, 4)).unwrap_err().message.starts_with("Invalid offset + byte size"));
+        assert!(read(&memory, &slice(u64::MAX, 4)).unwrap_err().message.starts_with("Invalid offset for"));
+        assert!(memory.write(&slice(0, 1), "out", &[1, 2]).is_err());
+        memory.unregister(MemoryKind::System, "r");
+        assert_eq!(read(&memory, &slice(0, 1)).unwrap_err().kind, ErrorKind::NotFound);
+    }
+
+    /// A GPU whose memory is this process's own.
+    #[derive(Debug)]
+    struct Fake(Mutex<Vec<u8>>);
+
+    impl ClientDevices for Arc<Fake> {
+        fn open(&self, handle: &[u8; 64], device: u64, byte_size: u64) -> Result<Arc<dyn DeviceMemory>, String> {
+            let fits = byte_size <= self.0.lock().unwrap().len() as u64;
+            if handle[0] == b'h' && device == 0 && fits { Ok(self.clone()) } else { Err("cuIpcOpenMemHandle".into()) }
+        }
+    }
+
+    impl DeviceMemory for Fake {
+        fn read(&self, offset: u64, into: &mut [u8]) -> Result<(), String> {
+            into.copy_from_slice(&self.0.lock().unwrap()[offset as usize..][..into.len()]);
+            Ok(())
+        }
+
+        fn write(&self, offset: u64, data: &[u8]) -> Result<(), String> {
+            self.0.lock().unwrap()[offset as usize..][..data.len()].copy_from_slice(data);
+            Ok(())
+        }
+    }
+
+    #[test]
+    fn device_memory_is_read_and_written_inside_its_bounds_and_let_go() {
+        let gpu = Arc::new(Fake(Mutex::new(vec![0, 1, 2, 3, 4, 5, 6, 7])));
+        let memory = SharedMemory::new(true, ClientObjects::default()).with_devices(Some(Arc::new(gpu.clone())));
+        assert!(memory.register_cuda("r", &[b'h'; 63], 0, 8).is_err());
+        assert!(memory.register_cuda("r", &[b'h'; 64], -1, 8).is_err());
+        assert!(memory.register_cuda("r", &[b'h'; 64], 0, 0).is_err());
+        let refused = memory.register_cuda("r", &[b'x'; 64], 0, 8).unwrap_err();
+        assert!(refused.message.starts_with("failed to register shared memory region: invalid args"), "{refused}");
+        memory.register_cuda("r", &[b'h'; 64], 0, 6).unwrap();
+        assert_eq!(memory.register("r", "/x", 0, 1).unwrap_err().kind, ErrorKind::AlreadyExists);
+        assert_eq!(read(&memory, &slice(1, 3)).unwrap(), Bytes::from_static(&[1, 2, 3]));
+        let mut places = ClientMemory::default();
+        assert_eq!(memory.input(&slice(4, 2), "IN", DataType::Uint8, &mut places).unwrap()[..], [4, 5]);
+        assert!(places.inputs.is_empty(), "no model maps device memory");
+        memory.write(&slice(4, 2), "out", &[9, 9]).unwrap();
+        assert_eq!(gpu.0.lock().unwrap()[..], [0, 1, 2, 3, 9, 9, 6, 7]);
+        assert!(memory.write(&slice(0, 1), "out", &[1, 2]).is_err());
+        assert!(read(&memory, &slice(5, 2)).unwrap_err().message.starts_with("Invalid offset + byte size"));
+        assert!(memory.status("").unwrap().is_empty() && memory.status("r").is_err());
+        let status = CudaRegionStatus { name: "r".into(), device: 0, byte_size: 6 };
+        assert_eq!(memory.cuda_status("r").unwrap(), [status]);
+        memory.unregister(MemoryKind::System, "");
+        assert_eq!(memory.cuda_status("").unwrap().len(), 1);
+        memory.unregister(MemoryKind::Cuda, "r");
+        assert_eq!(memory.cuda_status("r").unwrap_err().kind, ErrorKind::NotFound);
+        assert_eq!(Arc::strong_count(&gpu), 2, "what was opened is let go");
+    }
+
+    #[test]
+    fn an_object_that_shrank_is_an_error() {
+        let object = Object::new("shrunk", &[0; 8]);
+        let memory = SharedMemory::new(true, ClientObjects::default());
+        memory.register("r", &object.0, 0, 8).unwrap();
+        std::fs::write(format!("/dev/shm/{}", object.0), [0; 2]).unwrap();
+        assert!(read(&memory, &slice(0, 8)).is_err());
+        assert!(memory.write(&slice(0, 8), "out", &[0; 8]).is_err());
+    }
+
+    #[test]
+    fn names_that_are_not_a_clients_are_refused() {
+        let objects = ClientObjects { reserved_prefixes: vec!["prefix".into()], ..ClientObjects::default() };
+        let memory = SharedMemory::new(true, objects);
+        for key in ["/../etc/passwd", "..", "/", "/prefix0_ring", "a/b"] {
+            assert!(memory.register("r", key, 0, 1).is_err(), "{key}");
+        }
+        for key in ["/vader_segment.host.0", "sm_segment.x", "/nccl-abc", "/psm2_shm.1", "/sem.lock", "/ucx_1"] {
+            let error = memory.register("r", key, 0, 1).unwrap_err();
+            assert!(error.message.contains("belongs to another program"), "{key}: {error}");
+        }
+        let off = SharedMemory::new(false, ClientObjects::default());
+        assert_eq!(off.register("r", "/x", 0, 1).unwrap_err().kind, ErrorKind::Unsupported);
+        let long = "n".repeat(5000);
+        for (name, key) in [(long.as_str(), "/x"), ("r", long.as_str())] {
+            let error = memory.register(name, key, 0, 1).unwrap_err();
+            assert!(error.message.contains("--max-name-bytes"), "{error}");
+        }
+    }
+
+    #[test]
+    fn objects_of_servers_links_and_pipes_are_refused_whatever_their_name() {
+        let objects = ClientObjects { reserved_magic: b"trireme\x01".into(), ..ClientObjects::default() };
+        let memory = SharedMemory::new(true, objects);
+        let ring = Object::new("ring", b"trireme\x01 and more");
+        let error = memory.register("r", &ring.0, 0, 8).unwrap_err();
+        assert!(error.message.ends_with("belongs to the server"), "{error}");
+        let shorter = Object::new("shorter", b"trireme");
+        memory.register("shorter", &shorter.0, 0, 7).unwrap();
+        let at = |name: &str| Path::new("/dev/shm").join(name);
+        let link = Object(format!("{}_link", ring.0));
+        std::os::unix::fs::symlink(at(&shorter.0), at(&link.0)).unwrap();
+        assert!(memory.register("r", &link.0, 0, 1).is_err(), "a symbolic link");
+        let hard_link = Object(format!("{}_hard", ring.0));
+        std::fs::hard_link(at(&shorter.0), at(&hard_link.0)).unwrap();
+        assert!(memory.register("r", &hard_link.0, 0, 1).is_err(), "a second name");
+        let pipe = Object(format!("{}_pipe", ring.0));
+        rustix::fs::mknodat(rustix::fs::CWD, at(&pipe.0), rustix::fs::FileType::Fifo, Mode::RWXU, 0).unwrap();
+        assert!(memory.register("r", &pipe.0, 0, 1).is_err(), "a pipe");
+    }
+
+    #[test]
+    fn with_an_allow_list_other_names_are_refused() {
+        let objects = ClientObjects { allowed_prefixes: vec!["front_test_".into()], ..ClientObjects::default() };
+        let memory = SharedMemory::new(true, objects);
+        let object = Object::new("allowed", &[0; 8]);
+        memory.register("r", &object.0, 0, 8).unwrap();
+        let error = memory.register("s", "/other", 0, 8).unwrap_err();
+        assert!(error.message.ends_with("takes names that begin with `front_test_`"), "{error}");
+    }
+
+    #[test]
+    fn extreme_offsets_and_sizes_are_refused() {
+        let object = Object::new("extremes", &[0; 8]);
+        let memory = SharedMemory::new(true, ClientObjects::default());
+        for (offset, byte_size) in [(0, 0), (0, 9), (8, 1), (u64::MAX, 1), (1, u64::MAX), (u64::MAX, u64::MAX), (9, 0)]
+        {
+            assert!(memory.register("r", &object.0, offset, byte_size).is_err(), "{offset}, {byte_size}");
+        }
+        memory.register("r", &object.0, 7, 1).unwrap();
+        for (offset, byte_size) in [(0, 0), (0, 2), (1, 0), (1, 1), (u64::MAX, 1), (0, u64::MAX), (u64::MAX, u64::MAX)]
+        {
+            assert!(memory.check(&slice(offset, byte_size)).is_err(), "{offset}, {byte_size}");
+        }
+    }
+
+    #[test]
+    fn a_sparse_object_costs_no_more_than_requests_may_hold() {
+        let object = Object::new("sparse", &[0; 8]);
+        let path = Path::new("/dev/shm").join(&object.0);
+        File::options().write(true).open(path).unwrap().set_len(1 << 40).unwrap();
+        let budget = Budget::new(1000, crate::transport::budget::tests::ANY_PACE);
+        let memory = SharedMemory::new(true, ClientObjects::default()).within(8, Limits::default(), &budget);
+        memory.register("r", &object.0, 0, 1 << 40).unwrap();
+        let held = read(&memory, &slice(0, 600)).unwrap();
+        for byte_size in [1 << 40, 600] {
+            let error = read(&memory, &slice(0, byte_size)).unwrap_err();
+            assert_eq!(error.kind, ErrorKind::Unavailable, "{error}");
+        }
+        drop(held);
+        assert_eq!(read(&memory, &slice(0, 600)).unwrap().len(), 600);
+    }
+
+    #[test]
+    fn regions_are_as_many_as_they_may_be_and_share_the_file_of_their_object() {
+        let object = Object::new("many", &[0; 8]);
+        let budget = Budget::new(1000, crate::transport::budget::tests::ANY_PACE);
+        let memory = SharedMemory::new(true, ClientObjects::default()).within(8, Limits::default(), &budget);
+        (0..8).for_each(|count| memory.register(&count.to_string(), &object.0, 0, 8).unwrap());
+        assert_eq!(memory.register("r", &object.0, 0, 8).unwrap_err().kind, ErrorKind::Unavailable);
+        let regions = memory.regions();
+        let files = regions.values().map(|region| match &region.place {
+            Place::System { file, .. } => Arc::as_ptr(file),
+            Place::Cuda { .. } => std::ptr::null(),
+        });
+        assert_eq!(files.collect::<std::collections::BTreeSet<_>>().len(), 1);
+    }
+}
