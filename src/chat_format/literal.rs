@@ -1,6 +1,6 @@
 //! Values as Python or Gemma 4 write them, given as JSON as they come.
 
-use crate::json::{JsonStream, MAX_DEPTH, Step, push_escaped, quoted};
+use crate::json::{MAX_DEPTH, Step, is_number, push_escaped, quoted};
 use crate::marker::MarkerScan;
 
 /// The longest number, name or key without quotes, in bytes.
@@ -337,10 +337,7 @@ fn number_or_name(word: &str) -> Option<String> {
             number.insert(point, '0');
         }
     }
-    let (mut json, mut out) = (JsonStream::new(), String::new());
-    let whole =
-        number.chars().all(|c| json.push(c, &mut out) == Step::More) && json.push(' ', &mut out) == Step::Before;
-    whole.then_some(number)
+    is_number(&number).then_some(number)
 }
 
 #[cfg(test)]
