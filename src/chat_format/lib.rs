@@ -26,7 +26,9 @@ mod named;
 mod object;
 mod parameters;
 mod parser;
+mod pattern;
 mod python;
+mod response_template;
 mod schema;
 mod section;
 
