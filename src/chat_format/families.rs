@@ -23,7 +23,7 @@ const DETECTED: &[(&[&str], &str)] = &[
     (&["<|tool_calls_section_begin|>"], "kimi_k2"),
     (&["<arg_key>"], "glm45"),
     (&["<function=", "<parameter="], "qwen3_coder"),
-    (&["<｜tool▁call▁begin｜>", "```json", "<think>"], "deepseek_r1"),
+    (&["<｜tool▁call▁begin｜>", "```json", "<｜Assistant｜><think>"], "deepseek_r1"),
     (&["<｜tool▁call▁begin｜>", "```json"], "deepseek_v3"),
     (&["<｜tool▁call▁begin｜>"], "deepseek_v31"),
     (&["[TOOL_CALLS]"], "mistral"),

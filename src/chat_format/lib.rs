@@ -12,6 +12,7 @@
 
 mod arguments;
 mod calls;
+mod escape;
 mod families;
 mod format;
 mod grammar;

@@ -1,6 +1,7 @@
 //! Values as Python or Gemma 4 write them, given as JSON as they come.
 
-use crate::json::{MAX_DEPTH, Step, is_number, push_escaped, quoted};
+use crate::escape::{is_number, push_escaped, quoted};
+use crate::json::{MAX_DEPTH, Step};
 use crate::marker::MarkerScan;
 
 /// The longest number, name or key without quotes, in bytes.

@@ -2,8 +2,9 @@
 
 use crate::ToolSchema;
 use crate::calls::{Body, Deltas, find};
+use crate::escape::{push_escaped, quoted};
 use crate::format::Parameters;
-use crate::json::{Step, push_escaped, quoted};
+use crate::json::Step;
 use crate::marker::MarkerScan;
 use crate::schema::{self, Types};
 

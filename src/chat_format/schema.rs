@@ -2,7 +2,7 @@
 
 use serde_json::{Map, Value};
 
-use crate::json::{is_number, quoted};
+use crate::escape::{is_number, quoted};
 
 /// How deep references and alternatives are followed.
 const MAX_DEPTH: usize = 16;

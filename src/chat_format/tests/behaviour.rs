@@ -117,6 +117,8 @@ fn a_template_names_its_family_by_its_markers() {
         ("<tool_call>\n<function={{ f }}>\n<parameter={{ p }}>", Some("qwen3_coder")),
         ("<tool_call>{{ f }}<arg_key>", Some("glm45")),
         ("<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>```json", Some("deepseek_v3")),
+        ("<｜Assistant｜><think>\n<｜tool▁call▁begin｜>```json", Some("deepseek_r1")),
+        ("<｜tool▁call▁begin｜>```json{{ x.split('<think>') }}", Some("deepseek_v3")),
         ("<｜tool▁call▁begin｜>{{ f }}<｜tool▁sep｜></think>", Some("deepseek_v31")),
         ("<|start|>assistant<|channel|>final<|message|>", Some("harmony")),
         ("[INST][TOOL_CALLS]", Some("mistral")),

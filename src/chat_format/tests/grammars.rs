@@ -225,3 +225,22 @@ fn turns_as_the_families_write_them_are_accepted() {
         }
     });
 }
+
+#[test]
+fn grammars_pass_the_checks_of_the_crate_that_applies_them() {
+    use constraint::{Compiler, ConstraintSpec, Limits, Token, Vocabulary as Tokens};
+    each_family(|family| {
+        let format = ChatFormat::named(family).unwrap();
+        for vocabulary in vocabularies(&format) {
+            let bytes = (0..=255u8).map(|byte| Token::Text(vec![byte]));
+            let special = std::iter::once("<|eos|>").chain(vocabulary.special.iter().map(String::as_str));
+            let tokens = bytes.chain(special.map(|name| Token::Special(name.into()))).collect();
+            let compiler = Compiler::new(Tokens::new(tokens, &[END]).unwrap(), Limits::default()).unwrap();
+            for (choice, strict) in [(Choice::Required, true), (Choice::Auto, true), (Choice::Required, false)] {
+                let grammar = grammar(&format, &vocabulary, choice, true, strict);
+                let lark = grammar.with_ids(&|name| vocabulary.id(name)).unwrap().lark;
+                compiler.compile(&ConstraintSpec::Lark(lark)).unwrap_or_else(|error| panic!("{family}: {error}"));
+            }
+        }
+    });
+}
