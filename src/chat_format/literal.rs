@@ -256,7 +256,7 @@ impl Literal {
             b'U' => 9,
             _ => 1,
         };
-        let digits = &escape[1..];
+        let digits = if len > 1 { &escape[1..] } else { "" };
         if len > 1 && !digits.bytes().all(|b| b.is_ascii_hexdigit()) {
             self.escape = None;
             self.lone(out);
@@ -367,6 +367,7 @@ mod tests {
             ),
             (r#"'\x41\u00e9\ud83d\ude00\n\d'"#, "\"Aé😀\\n\\\\d\""),
             ("{}", "{}"),
+            ("'\\日'", "\"\\\\日\""),
         ] {
             assert_eq!(run(text, None).0, json);
             assert!(matches!(run(text, None).1, Step::Done));

@@ -35,7 +35,7 @@ fn check(family: &str, seed: u64) {
         let at = rng.below(damaged.len() + 1);
         match rng.below(3) {
             0 => damaged.truncate(at),
-            1 => damaged.insert(at, rng.pick(&["x", "{", "\"", "<", "]", "\\", "\n"]).chars().next().unwrap()),
+            1 => damaged.insert(at, rng.pick(&["x", "{", "\"", "<", "]", "\\", "\n", "日"]).chars().next().unwrap()),
             _ if at < damaged.len() => drop(damaged.remove(at)),
             _ => {}
         }
