@@ -51,6 +51,11 @@ impl Arguments {
         }
     }
 
+    /// Whether the characters so far were given; otherwise they may turn out not to be JSON.
+    pub(crate) fn is_certain(&self) -> bool {
+        !matches!(self.at, At::Object) || self.json.is_certain()
+    }
+
     /// Gives what is missing to make an object of the text.
     pub(crate) fn close(&mut self, out: &mut String) {
         match std::mem::replace(&mut self.at, At::End) {

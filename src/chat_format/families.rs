@@ -23,7 +23,7 @@ const DETECTED: &[(&[&str], &str)] = &[
     (&["<|tool_calls_section_begin|>"], "kimi_k2"),
     (&["<arg_key>"], "glm45"),
     (&["<function=", "<parameter="], "qwen3_coder"),
-    (&["<｜tool▁call▁begin｜>", "```json", "<think>"], "deepseek_r1"),
+    (&["<｜tool▁call▁begin｜>", "```json", "<｜Assistant｜><think>"], "deepseek_r1"),
     (&["<｜tool▁call▁begin｜>", "```json"], "deepseek_v3"),
     (&["<｜tool▁call▁begin｜>"], "deepseek_v31"),
     (&["[TOOL_CALLS]"], "mistral"),
@@ -74,7 +74,7 @@ fn bare(first: char, separators: &str, syntax: Syntax) -> Calls {
 }
 
 fn object(list: bool) -> Syntax {
-    Syntax::Object { arguments: "arguments".into(), list }
+    Syntax::Object { name: "name".into(), arguments: "arguments".into(), list }
 }
 
 fn pair(open: &str, close: &str) -> (String, String) {
@@ -88,6 +88,7 @@ fn format(name: &str, turn: &str, reasoning: Option<Reasoning>, calls: Calls) ->
         calls: Some(calls),
         messages: false,
         turn: vec![turn.into()],
+        dropped: Vec::new(),
         special: Vec::new(),
     }
     .with_markers()
@@ -97,7 +98,7 @@ fn all() -> Vec<ChatFormat> {
     let chatml = "<|im_start|>assistant";
     let tag = || marked("<tool_call>", "</tool_call>", object(false));
     let llama = "<|start_header_id|>assistant<|end_header_id|>";
-    let llama_json = Syntax::Object { arguments: "parameters".into(), list: false };
+    let llama_json = Syntax::Object { name: "name".into(), arguments: "parameters".into(), list: false };
     let gemma4 = Calls {
         end_reasoning: true,
         ..marked("<|tool_call>", "<tool_call|>", Syntax::Loose { quote: "<|\"|>".into() })
@@ -201,6 +202,7 @@ fn harmony() -> ChatFormat {
         calls: None,
         messages: true,
         turn: vec!["<|start|>assistant".into()],
+        dropped: Vec::new(),
         special: Vec::new(),
     }
     .with_markers()

@@ -19,6 +19,8 @@ pub struct ChatFormat {
     pub(crate) messages: bool,
     /// What the prompt ends with before the turn of the assistant, such as `<|im_start|>assistant`.
     pub(crate) turn: Vec<String>,
+    /// Markers of content that are dropped.
+    pub(crate) dropped: Vec<String>,
     /// See [`ChatFormat::special_tokens`].
     pub(crate) special: Vec<String>,
 }
@@ -57,8 +59,8 @@ pub(crate) struct Calls {
 /// How the name and the arguments of a call are written.
 #[derive(Clone, Debug)]
 pub(crate) enum Syntax {
-    /// A JSON object with the name and the arguments under this key; the grammar writes a list of them if `list`.
-    Object { arguments: String, list: bool },
+    /// A JSON object with the name and the arguments under these keys; the grammar writes a list of them if `list`.
+    Object { name: String, arguments: String, list: bool },
     /// The name, then the arguments in JSON.
     Named(Named),
     /// Each parameter between markers.
@@ -175,6 +177,7 @@ impl ChatFormat {
                 Syntax::Object { .. } | Syntax::Python => {}
             }
         }
+        markers.extend(self.dropped.iter().cloned());
         markers.retain(|marker| !marker.is_empty());
         markers
     }

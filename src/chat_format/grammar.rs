@@ -184,10 +184,10 @@ impl Turn<'_> {
     fn body(&self, lark: &mut Lark) -> Result<String, FormatError> {
         let space = if self.calls.close.is_some() { "\n" } else { "" };
         Ok(match &self.calls.syntax {
-            Syntax::Object { arguments, list } => {
+            Syntax::Object { name, arguments, list } => {
                 let space = if *list { "" } else { space };
                 let object = self.alternatives(lark, |tool, lark| {
-                    let head = format!("{{\"name\": \"{}\", \"{arguments}\": ", tool.0.name);
+                    let head = format!("{{\"{name}\": \"{}\", \"{arguments}\": ", tool.0.name);
                     format!("{} {} \"}}\"", lark.literal(&head), lark.json(&arguments_schema(tool)))
                 });
                 match (*list, self.calls.separators.as_str()) {

@@ -157,7 +157,7 @@ pub(crate) fn parameters(
 fn text_up_to(syntax: &Parameters, lark: &mut Lark) -> String {
     match (syntax.lines, lark.is_special(&syntax.value.1)) {
         // The parser takes the line break before the marker away.
-        (true, false) => lark.text_to(&format!("\n{}", syntax.value.1), None),
+        (true, false) => lark.text_without(&syntax.value.1, "\n"),
         _ => lark.text_to(&syntax.value.1, None),
     }
 }
@@ -208,11 +208,12 @@ pub(crate) fn python(format: &str, (tool, hold): &(&ToolSchema, Hold), lark: &mu
         }
         let types = schema::types_of(property, &tool.tool.parameters, 0);
         let name = lark.literal(&format!("{key}="));
-        let boolean = schema::Types { boolean: true, ..Default::default() };
-        let value = match types == boolean && keyword(property).is_none() {
-            true => "(\"True\" | \"False\")".to_owned(),
-            false => tool.json(property, lark),
-        };
+        let mut values = vec![tool.json(property, lark)];
+        if keyword(schema::resolved(property, &tool.tool.parameters)).is_none() {
+            values.extend(types.boolean.then(|| "\"True\" | \"False\"".to_owned()));
+            values.extend(types.null.then(|| "\"None\"".to_owned()));
+        }
+        let value = format!("({})", values.join(" | "));
         list.push(Field { rule: lark.rule("", &format!("{name} {value}")), required });
     }
     let list = fields(&list, "\", \"", lark);

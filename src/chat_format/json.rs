@@ -1,5 +1,7 @@
 //! A JSON text that is checked as it comes, repaired where that is certain, and closed where it breaks.
 
+use crate::escape::push_escaped_control;
+
 /// The deepest nesting of objects and arrays.
 pub(crate) const MAX_DEPTH: usize = 64;
 
@@ -27,11 +29,18 @@ enum At {
     Key,
     Colon,
     After,
-    Text { key: bool },
-    Escape { key: bool },
-    Unicode { key: bool },
+    Text {
+        key: bool,
+    },
+    Escape {
+        key: bool,
+    },
+    Unicode {
+        key: bool,
+    },
     Number(Digits),
-    Literal(&'static str),
+    /// A name and how much of it came. It is held back: other languages have other names.
+    Literal(&'static str, usize),
     End,
 }
 
@@ -73,7 +82,7 @@ impl JsonStream {
             At::Escape { key } => self.escape(c, key, out),
             At::Unicode { key } => self.unicode(c, key, out),
             At::Number(part) => self.number(c, part, out),
-            At::Literal(rest) => self.literal(c, rest, out),
+            At::Literal(name, len) => self.literal(c, name, len, out),
             At::End => Step::Before,
             _ if matches!(c, ' ' | '\t' | '\n' | '\r') => self.space(c, out),
             At::Value | At::FirstItem => self.value(c, out),
@@ -87,6 +96,10 @@ impl JsonStream {
     /// Ends the text: gives what is missing to make a JSON value of it.
     pub(crate) fn close(&mut self, out: &mut String) {
         self.flush_high(out);
+        if let At::Literal(name, _) = self.at {
+            self.held.push_str(name);
+            self.flush(out);
+        }
         self.held.clear();
         let in_container = !self.stack.is_empty();
         match self.at {
@@ -97,7 +110,6 @@ impl JsonStream {
             // Behind a comma of an array, which is held back, nothing is missing.
             At::Value if !in_container || self.stack.last() == Some(&true) => out.push_str("null"),
             At::Number(Digits::Minus | Digits::Point | Digits::E | Digits::Sign) => out.push('0'),
-            At::Literal(rest) => out.push_str(rest),
             _ => {}
         }
         while let Some(object) = self.stack.pop() {
@@ -140,9 +152,17 @@ impl JsonStream {
             '-' => At::Number(Digits::Minus),
             '0' => At::Number(Digits::Zero),
             '1'..='9' => At::Number(Digits::Whole),
-            't' => At::Literal("rue"),
-            'f' => At::Literal("alse"),
-            'n' => At::Literal("ull"),
+            't' | 'f' | 'n' => {
+                let name = if c == 't' {
+                    "true"
+                } else if c == 'f' {
+                    "false"
+                } else {
+                    "null"
+                };
+                self.at = At::Literal(name, 1);
+                return Step::More;
+            }
             _ => return Step::Broken,
         };
         if matches!(c, '{' | '[') {
@@ -301,47 +321,25 @@ impl JsonStream {
         self.go(c, At::Number(next), out)
     }
 
-    fn literal(&mut self, c: char, rest: &'static str, out: &mut String) -> Step {
-        if !rest.starts_with(c) {
+    fn literal(&mut self, c: char, name: &'static str, len: usize, out: &mut String) -> Step {
+        if !name[len..].starts_with(c) {
+            // As if the value had not begun.
+            self.at = At::Value;
             return Step::Broken;
         }
-        out.push(c);
-        match &rest[1..] {
-            "" => self.ended(),
-            rest => {
-                self.at = At::Literal(rest);
-                Step::More
-            }
+        if len + 1 < name.len() {
+            self.at = At::Literal(name, len + 1);
+            return Step::More;
         }
+        self.held.push_str(name);
+        self.flush(out);
+        self.ended()
     }
-}
 
-/// Appends `c` to a JSON string, as an escape if it is a control character.
-fn push_escaped_control(c: char, out: &mut String) {
-    match c {
-        '\n' => out.push_str("\\n"),
-        '\r' => out.push_str("\\r"),
-        '\t' => out.push_str("\\t"),
-        '\0'..='\x1f' => out.push_str(&format!("\\u{:04x}", c as u32)),
-        _ => out.push(c),
+    /// Whether the characters so far were given; otherwise they may turn out not to be JSON.
+    pub(crate) fn is_certain(&self) -> bool {
+        !matches!(self.at, At::Literal(..))
     }
-}
-
-/// Appends `c` to a JSON string.
-pub(crate) fn push_escaped(c: char, out: &mut String) {
-    match c {
-        '"' => out.push_str("\\\""),
-        '\\' => out.push_str("\\\\"),
-        _ => push_escaped_control(c, out),
-    }
-}
-
-/// `text` as a JSON string.
-pub(crate) fn quoted(text: &str) -> String {
-    let mut out = String::from('"');
-    text.chars().for_each(|c| push_escaped(c, &mut out));
-    out.push('"');
-    out
 }
 
 #[cfg(test)]

@@ -108,6 +108,13 @@ impl<'a> Lark<'a> {
         self.rule("[lazy]", &format!("{terminal} {marker}"))
     }
 
+    /// Free text without `marker`, up to `before` and the marker.
+    pub(crate) fn text_without(&mut self, marker: &str, before: &str) -> String {
+        let text = self.terminal(&format!("/(?s:.*)/ & ~/(?s:.*){}(?s:.*)/", regex(marker)));
+        let end = self.literal(&format!("{before}{marker}"));
+        self.rule("[lazy]", &format!("{text} {end}"))
+    }
+
     /// Text from `open` to the first `close` behind it.
     pub(crate) fn text_between(&mut self, open: &str, close: &str) -> String {
         if self.is_special(close) {

@@ -12,6 +12,7 @@
 
 mod arguments;
 mod calls;
+mod escape;
 mod families;
 mod format;
 mod grammar;
@@ -26,7 +27,9 @@ mod named;
 mod object;
 mod parameters;
 mod parser;
+mod pattern;
 mod python;
+mod response_template;
 mod schema;
 mod section;
 

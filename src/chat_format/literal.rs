@@ -1,6 +1,7 @@
 //! Values as Python or Gemma 4 write them, given as JSON as they come.
 
-use crate::json::{JsonStream, MAX_DEPTH, Step, push_escaped, quoted};
+use crate::escape::{is_number, push_escaped, quoted};
+use crate::json::{MAX_DEPTH, Step};
 use crate::marker::MarkerScan;
 
 /// The longest number, name or key without quotes, in bytes.
@@ -255,7 +256,7 @@ impl Literal {
             b'U' => 9,
             _ => 1,
         };
-        let digits = &escape[1..];
+        let digits = if len > 1 { &escape[1..] } else { "" };
         if len > 1 && !digits.bytes().all(|b| b.is_ascii_hexdigit()) {
             self.escape = None;
             self.lone(out);
@@ -337,10 +338,7 @@ fn number_or_name(word: &str) -> Option<String> {
             number.insert(point, '0');
         }
     }
-    let (mut json, mut out) = (JsonStream::new(), String::new());
-    let whole =
-        number.chars().all(|c| json.push(c, &mut out) == Step::More) && json.push(' ', &mut out) == Step::Before;
-    whole.then_some(number)
+    is_number(&number).then_some(number)
 }
 
 #[cfg(test)]
@@ -369,6 +367,7 @@ mod tests {
             ),
             (r#"'\x41\u00e9\ud83d\ude00\n\d'"#, "\"Aé😀\\n\\\\d\""),
             ("{}", "{}"),
+            ("'\\日'", "\"\\\\日\""),
         ] {
             assert_eq!(run(text, None).0, json);
             assert!(matches!(run(text, None).1, Step::Done));

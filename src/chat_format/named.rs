@@ -64,7 +64,7 @@ impl NamedBody {
     fn name(&mut self, c: char, tools: &[ToolSchema], deltas: &mut Deltas) -> Step {
         let At::Name { scan, text } = &mut self.at else { return Step::Broken };
         if self.syntax.or_list && c == '[' && text.trim().is_empty() && scan.held().is_empty() {
-            let mut list = ObjectBody::new();
+            let mut list = ObjectBody::new("name", "arguments");
             let step = list.push(c, tools, deltas);
             self.at = At::List(list);
             return step;
@@ -118,7 +118,7 @@ impl Body for NamedBody {
                 let mut text = String::new();
                 let step = arguments.push(c, &mut text);
                 deltas.arguments(&text);
-                deltas.committed |= step != Step::Broken;
+                deltas.committed |= step != Step::Broken && arguments.is_certain();
                 if step == Step::Done {
                     self.at = At::End;
                 }

@@ -13,6 +13,8 @@ pub(crate) struct ObjectBody {
     at: At,
     in_list: bool,
     call: Call,
+    name: String,
+    arguments: String,
 }
 
 enum At {
@@ -70,8 +72,10 @@ impl Scratch {
 }
 
 impl ObjectBody {
-    pub(crate) fn new() -> Self {
-        Self { at: At::Begin, in_list: false, call: Call::default() }
+    /// The keys of the name and the arguments.
+    pub(crate) fn new(name: &str, arguments: &str) -> Self {
+        let (name, arguments) = (name.to_owned(), arguments.to_owned());
+        Self { at: At::Begin, in_list: false, call: Call::default(), name, arguments }
     }
 
     fn key(&mut self, c: char) -> Step {
@@ -88,8 +92,9 @@ impl ObjectBody {
 
     fn field(&self, key: &str) -> Field {
         match key {
-            "name" if !self.call.started => Field::Name,
-            "arguments" | "parameters" if !self.call.has_arguments => Field::Arguments,
+            _ if key == self.name && !self.call.started => Field::Name,
+            _ if self.call.has_arguments => Field::Other,
+            _ if key == self.arguments || matches!(key, "arguments" | "parameters") => Field::Arguments,
             _ => Field::Other,
         }
     }
@@ -138,6 +143,7 @@ impl ObjectBody {
                     true => deltas.arguments(&text),
                     false => self.call.held.push_str(&text),
                 }
+                deltas.committed &= arguments.is_certain() && step != Step::Broken;
                 step
             }
             At::Other(json) => json.push(c, &mut String::new()),

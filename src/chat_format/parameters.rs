@@ -1,9 +1,12 @@
 //! Calls as parameters between markers, as Qwen3-Coder and GLM-4.5 write them.
 
+use std::sync::Arc;
+
 use crate::ToolSchema;
 use crate::calls::{Body, Deltas, find};
+use crate::escape::{push_escaped, quoted};
 use crate::format::Parameters;
-use crate::json::{Step, push_escaped, quoted};
+use crate::json::Step;
 use crate::marker::MarkerScan;
 use crate::schema::{self, Types};
 
@@ -15,7 +18,7 @@ const MAX_VALUE: usize = 256 << 10;
 
 /// Reads a name and parameters, and gives the arguments as JSON by the types of the tool's schema.
 pub(crate) struct ParametersBody {
-    syntax: Parameters,
+    syntax: Arc<Parameters>,
     at: At,
     scan: MarkerScan,
     /// The marker that ends the whole call, where it also ends the parameters.
@@ -55,7 +58,7 @@ impl ParametersBody {
     /// Reads behind the marker `opening`, which may be the one before the name.
     pub(crate) fn new(syntax: Parameters, close: Option<String>, opening: &str) -> Self {
         let at = if syntax.name.0.is_empty() || syntax.name.0 == opening { At::Name(String::new()) } else { At::Open };
-        Self { syntax, at, scan: MarkerScan::default(), close, tool: 0, num_given: 0 }
+        Self { syntax: Arc::new(syntax), at, scan: MarkerScan::default(), close, tool: 0, num_given: 0 }
     }
 
     /// White space up to one of the markers; the index of the marker.
@@ -103,12 +106,11 @@ impl ParametersBody {
     }
 
     fn value(&mut self, c: char, deltas: &mut Deltas) -> Step {
-        let end = self.syntax.value.1.clone();
-        let lines = self.syntax.lines;
+        let syntax = Arc::clone(&self.syntax);
         let At::Value(value) = &mut self.at else { return Step::Broken };
         let mut text = String::new();
-        let found = self.scan.push(c, &[end.as_str()], &mut text);
-        text.chars().for_each(|c| value.push(c, lines, deltas));
+        let found = self.scan.push(c, &[syntax.value.1.as_str()], &mut text);
+        text.chars().for_each(|c| value.push(c, syntax.lines, deltas));
         if found.is_some() {
             value.end(deltas);
             self.at = At::Next;
@@ -158,7 +160,7 @@ impl ParameterValue {
 
 impl Body for ParametersBody {
     fn push(&mut self, c: char, tools: &[ToolSchema], deltas: &mut Deltas) -> Step {
-        let syntax = self.syntax.clone();
+        let syntax = Arc::clone(&self.syntax);
         let before = std::mem::discriminant(&self.at);
         let step = match &mut self.at {
             At::Open => match self.skip(c, &[syntax.name.0.as_str()]) {

@@ -227,7 +227,8 @@ impl TurnParser {
                 self.begin(Kind::Content);
                 self.close_pending = false;
             }
-            Action::Drop => {}
+            // The section goes on, and line breaks beside the marker go with it.
+            Action::Drop => self.begin(self.kind),
             Action::OpenCall => self.open_call(marker),
             Action::Header => {
                 self.begin(Kind::Content);
@@ -330,7 +331,7 @@ impl TurnParser {
 impl Calls {
     fn body(&self, opening: &str) -> Box<dyn Body> {
         match &self.syntax {
-            Syntax::Object { .. } => Box::new(ObjectBody::new()),
+            Syntax::Object { name, arguments, .. } => Box::new(ObjectBody::new(name, arguments)),
             Syntax::Named(named) => Box::new(NamedBody::new(named.clone())),
             Syntax::Parameters(parameters) => {
                 Box::new(ParametersBody::new(parameters.clone(), self.close.clone(), opening))
@@ -350,6 +351,7 @@ impl Markers {
             reasoning.push(marker(&r.open, Action::ReopenReasoning));
             reasoning.push(marker(&r.close, Action::CloseReasoning));
         }
+        content.extend(format.dropped.iter().map(|text| marker(text, Action::Drop)));
         if let Some(calls) = format.calls.as_ref().filter(|_| has_tools) {
             let opens = calls.open.iter().map(|open| (open, Action::OpenCall));
             let wrap = calls.wrap.iter().map(|(open, _)| (open, Action::OpenWrap));

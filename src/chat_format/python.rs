@@ -2,7 +2,8 @@
 
 use crate::ToolSchema;
 use crate::calls::{Body, Deltas, find};
-use crate::json::{Step, quoted};
+use crate::escape::quoted;
+use crate::json::Step;
 use crate::literal::Literal;
 
 /// The longest name, in bytes.

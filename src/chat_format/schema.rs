@@ -2,7 +2,7 @@
 
 use serde_json::{Map, Value};
 
-use crate::json::quoted;
+use crate::escape::{is_number, quoted};
 
 /// How deep references and alternatives are followed.
 const MAX_DEPTH: usize = 16;
@@ -137,6 +137,8 @@ pub(crate) fn coerced(text: &str, types: Types) -> String {
         Ok(Value::String(_)) if !types.string => trimmed.to_owned(),
         Ok(Value::String(_)) => quoted(text),
         Ok(value) if types.has(&value) => trimmed.to_owned(),
+        // `serde_json` reads no number beyond a double.
+        Err(_) if types.number && is_number(trimmed) => trimmed.to_owned(),
         _ => quoted(text),
     }
 }
@@ -159,6 +161,7 @@ mod tests {
             ("i", "1.5", "\"1.5\""),
             ("n", "None", "null"),
             ("n", "1.5", "1.5"),
+            ("n", "1e400", "1e400"),
             ("u", "null", "null"),
             ("u", "x\"\n", "\"x\\\"\\n\""),
             ("b", "True", "true"),

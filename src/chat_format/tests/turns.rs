@@ -3,7 +3,7 @@
 mod support;
 
 use chat_format::{ChatDelta, ChatFormat, TurnStart};
-use support::{Parsed, Rng, chunks, joined, tools, write};
+use support::{Forms, Parsed, Rng, chunks, joined, tools, write};
 
 fn parse(format: &ChatFormat, start: TurnStart, text: &[&str]) -> Vec<ChatDelta> {
     let (mut parser, mut out) = (format.parser(start, &tools(false)), Vec::new());
@@ -18,7 +18,7 @@ fn check(family: &str, seed: u64) {
     let mut rng = Rng(seed);
     let format = ChatFormat::named(family).unwrap();
     let turn = write::turn(family, &mut rng);
-    let (text, arguments) = write::write(family, &turn, &mut rng);
+    let (text, arguments) = write::write(family, &turn, &mut rng, Forms::All);
     let whole = parse(&format, TurnStart::Fresh, &[&text]);
     let parsed = Parsed::of(&whole);
     assert_eq!(parsed.turn(), turn, "{family}, seed {seed}: {text}");
@@ -35,7 +35,7 @@ fn check(family: &str, seed: u64) {
         let at = rng.below(damaged.len() + 1);
         match rng.below(3) {
             0 => damaged.truncate(at),
-            1 => damaged.insert(at, rng.pick(&["x", "{", "\"", "<", "]", "\\", "\n"]).chars().next().unwrap()),
+            1 => damaged.insert(at, rng.pick(&["x", "{", "\"", "<", "]", "\\", "\n", "日"]).chars().next().unwrap()),
             _ if at < damaged.len() => drop(damaged.remove(at)),
             _ => {}
         }

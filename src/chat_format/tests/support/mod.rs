@@ -9,6 +9,13 @@ use serde_json::{Map, Value, json};
 /// A small generator of random numbers (SplitMix64).
 pub struct Rng(pub u64);
 
+/// Whether the writers use the forms that a parser accepts and a grammar does not write.
+#[derive(Clone, Copy, PartialEq)]
+pub enum Forms {
+    All,
+    Canonical,
+}
+
 impl Rng {
     pub fn next(&mut self) -> u64 {
         self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
@@ -66,6 +73,12 @@ impl Parsed {
             }
         }
         parsed
+    }
+
+    /// Whether an argument is a number beyond a double, which serde_json does not read.
+    pub fn is_out_of_range(&self) -> bool {
+        let error = |text: &str| serde_json::from_str::<Value>(text).err().map(|error| error.to_string());
+        self.calls.iter().any(|(_, _, text)| error(text).is_some_and(|error| error.contains("out of range")))
     }
 
     pub fn turn(&self) -> Turn {

@@ -1,6 +1,6 @@
 //! The turns of each family, written as its chat template writes them.
 
-use super::{Rng, Turn, text, tools, value};
+use super::{Forms, Rng, Turn, text, tools, value};
 use serde_json::Value;
 
 /// What the texts of a family cannot contain, since it would be a marker.
@@ -79,15 +79,15 @@ pub fn turn(family: &str, rng: &mut Rng) -> Turn {
 }
 
 /// The text of the turn, and the texts of the arguments where the parser must give them unchanged.
-pub fn write(family: &str, turn: &Turn, rng: &mut Rng) -> (String, Option<Vec<String>>) {
-    let arguments: Vec<String> = turn.calls.iter().map(|(_, value)| json(value, rng)).collect();
+pub fn write(family: &str, turn: &Turn, rng: &mut Rng, forms: Forms) -> (String, Option<Vec<String>>) {
+    let arguments: Vec<String> = turn.calls.iter().map(|(_, value)| json(value, rng, forms)).collect();
     let calls: Vec<(&str, &str)> =
         turn.calls.iter().zip(&arguments).map(|((name, _), text)| (name.as_str(), text.as_str())).collect();
     let mut out = String::new();
     match family {
         "hermes" | "qwen3" => {
             if thinks(family) {
-                think(turn, rng, &mut out);
+                think(turn, rng, forms, &mut out);
             }
             out.push_str(&turn.content);
             for (name, text) in calls {
@@ -98,13 +98,13 @@ pub fn write(family: &str, turn: &Turn, rng: &mut Rng) -> (String, Option<Vec<St
             }
         }
         "qwen3_coder" | "glm45" => {
-            think(turn, rng, &mut out);
+            think(turn, rng, forms, &mut out);
             out.push_str(&turn.content);
             for (name, value) in &turn.calls {
                 let space = if out.is_empty() { "" } else { "\n" };
                 match family {
-                    "glm45" => out.push_str(&glm45(name, value, rng, space)),
-                    _ => out.push_str(&qwen3_coder(name, value, rng, space)),
+                    "glm45" => out.push_str(&glm45(name, value, rng, forms, space)),
+                    _ => out.push_str(&qwen3_coder(name, value, rng, forms, space)),
                 }
             }
             return (out, None);
@@ -113,14 +113,14 @@ pub fn write(family: &str, turn: &Turn, rng: &mut Rng) -> (String, Option<Vec<St
             out.push_str(&turn.content);
             let calls: Vec<_> =
                 calls.iter().map(|(name, text)| format!("{{\"name\": \"{name}\", \"parameters\": {text}}}")).collect();
-            let tag = if rng.one_in(2) && !calls.is_empty() { "<|python_tag|>" } else { "" };
+            let tag = if varies(2, rng, forms) && !calls.is_empty() { "<|python_tag|>" } else { "" };
             out.push_str(&format!("{tag}{}", calls.join("; ")));
         }
         "llama3_pythonic" | "gemma3" => {
             out.push_str(&turn.content);
-            let calls: Vec<_> = turn.calls.iter().map(|(name, value)| python_call(name, value, rng)).collect();
+            let calls: Vec<_> = turn.calls.iter().map(|(name, value)| python_call(name, value, rng, forms)).collect();
             let text = if calls.is_empty() { String::new() } else { format!("[{}]", calls.join(", ")) };
-            let wrap = rng.one_in(2) && family == "llama3_pythonic" && !text.is_empty();
+            let wrap = varies(2, rng, forms) && family == "llama3_pythonic" && !text.is_empty();
             out.push_str(&if wrap { format!("<|python_start|>{text}<|python_end|>") } else { text });
             return (out, None);
         }
@@ -129,14 +129,14 @@ pub fn write(family: &str, turn: &Turn, rng: &mut Rng) -> (String, Option<Vec<St
                 out.push_str(&format!("[THINK]{}[/THINK]", turn.reasoning));
             }
             out.push_str(&turn.content);
-            if rng.one_in(3) && !calls.is_empty() {
+            if varies(3, rng, forms) && !calls.is_empty() {
                 let calls: Vec<_> = calls
                     .iter()
                     .map(|(name, text)| format!("{{\"name\": \"{name}\", \"arguments\": {text}}}"))
                     .collect();
                 out.push_str(&format!("[TOOL_CALLS] [{}]", calls.join(", ")));
             } else {
-                let id = if rng.one_in(2) { "[CALL_ID]abcdef123" } else { "" };
+                let id = if varies(2, rng, forms) { "[CALL_ID]abcdef123" } else { "" };
                 calls.iter().for_each(|(name, text)| out.push_str(&format!("[TOOL_CALLS]{name}{id}[ARGS]{text}")));
             }
         }
@@ -145,7 +145,7 @@ pub fn write(family: &str, turn: &Turn, rng: &mut Rng) -> (String, Option<Vec<St
             if family == "deepseek_r1" && turn.reasoning.is_empty() {
                 out.push_str("<think>\n\n</think>\n\n");
             } else if thinks(family) {
-                think(turn, rng, &mut out);
+                think(turn, rng, forms, &mut out);
             }
             out.push_str(&turn.content);
             let calls: Vec<_> = calls
@@ -197,7 +197,7 @@ pub fn write(family: &str, turn: &Turn, rng: &mut Rng) -> (String, Option<Vec<St
             return (out, None);
         }
         "phi4" | "granite" => {
-            think(turn, rng, &mut out);
+            think(turn, rng, forms, &mut out);
             out.push_str(&turn.content);
             let calls: Vec<_> =
                 calls.iter().map(|(name, text)| format!("{{\"name\": \"{name}\", \"arguments\": {text}}}")).collect();
@@ -211,19 +211,23 @@ pub fn write(family: &str, turn: &Turn, rng: &mut Rng) -> (String, Option<Vec<St
     (out, Some(arguments))
 }
 
-fn think(turn: &Turn, rng: &mut Rng, out: &mut String) {
-    if !turn.reasoning.is_empty() || rng.one_in(4) && turn.content.is_empty() {
+fn varies(n: usize, rng: &mut Rng, forms: Forms) -> bool {
+    forms == Forms::All && rng.one_in(n)
+}
+
+fn think(turn: &Turn, rng: &mut Rng, forms: Forms, out: &mut String) {
+    if !turn.reasoning.is_empty() || varies(4, rng, forms) && turn.content.is_empty() {
         out.push_str(&format!("<think>\n{}\n</think>\n\n", turn.reasoning));
     }
 }
 
 /// JSON as Python writes it, in ASCII or not, or as serde_json does.
-pub fn json(value: &Value, rng: &mut Rng) -> String {
-    if rng.one_in(4) {
+pub fn json(value: &Value, rng: &mut Rng, forms: Forms) -> String {
+    if varies(4, rng, forms) {
         return value.to_string();
     }
     let mut out = String::new();
-    python_json(value, rng.one_in(2), &mut out);
+    python_json(value, varies(2, rng, forms), &mut out);
     out
 }
 
@@ -260,12 +264,12 @@ fn python_json(value: &Value, ascii: bool, out: &mut String) {
     }
 }
 
-fn plain(value: &Value, rng: &mut Rng) -> String {
+fn plain(value: &Value, rng: &mut Rng, forms: Forms) -> String {
     match value {
         Value::String(text) => text.clone(),
-        Value::Bool(value) if rng.one_in(2) => if *value { "True" } else { "False" }.to_owned(),
-        Value::Null if rng.one_in(2) => "None".to_owned(),
-        value => json(value, rng),
+        Value::Bool(value) if varies(2, rng, forms) => if *value { "True" } else { "False" }.to_owned(),
+        Value::Null if varies(2, rng, forms) => "None".to_owned(),
+        value => json(value, rng, forms),
     }
 }
 
@@ -273,39 +277,42 @@ fn fields(value: &Value) -> impl Iterator<Item = (&String, &Value)> {
     value.as_object().unwrap().iter()
 }
 
-fn qwen3_coder(name: &str, value: &Value, rng: &mut Rng, space: &str) -> String {
-    let parameters: String =
-        fields(value).map(|(key, value)| format!("<parameter={key}>\n{}\n</parameter>\n", plain(value, rng))).collect();
+fn qwen3_coder(name: &str, value: &Value, rng: &mut Rng, forms: Forms, space: &str) -> String {
+    let parameters: String = fields(value)
+        .map(|(key, value)| format!("<parameter={key}>\n{}\n</parameter>\n", plain(value, rng, forms)))
+        .collect();
     format!("{space}<tool_call>\n<function={name}>\n{parameters}</function>\n</tool_call>")
 }
 
-fn glm45(name: &str, value: &Value, rng: &mut Rng, space: &str) -> String {
+fn glm45(name: &str, value: &Value, rng: &mut Rng, forms: Forms, space: &str) -> String {
     let parameters: String = fields(value)
-        .map(|(key, value)| format!("<arg_key>{key}</arg_key>\n<arg_value>{}</arg_value>\n", plain(value, rng)))
+        .map(|(key, value)| format!("<arg_key>{key}</arg_key>\n<arg_value>{}</arg_value>\n", plain(value, rng, forms)))
         .collect();
     format!("{space}<tool_call>{name}\n{parameters}</tool_call>")
 }
 
-fn python_call(name: &str, value: &Value, rng: &mut Rng) -> String {
-    let arguments: Vec<_> = fields(value).map(|(key, value)| format!("{key}={}", python(value, rng))).collect();
+fn python_call(name: &str, value: &Value, rng: &mut Rng, forms: Forms) -> String {
+    let arguments: Vec<_> = fields(value).map(|(key, value)| format!("{key}={}", python(value, rng, forms))).collect();
     format!("{name}({})", arguments.join(", "))
 }
 
-fn python(value: &Value, rng: &mut Rng) -> String {
+fn python(value: &Value, rng: &mut Rng, forms: Forms) -> String {
     match value {
+        Value::String(_) | Value::Array(_) | Value::Object(_) if forms == Forms::Canonical => json(value, rng, forms),
         Value::Null => "None".into(),
         Value::Bool(value) => if *value { "True" } else { "False" }.into(),
-        Value::String(text) if rng.one_in(2) => Value::from(text.as_str()).to_string(),
+        Value::String(text) if varies(2, rng, forms) => Value::from(text.as_str()).to_string(),
         Value::String(text) => {
             let text = text.replace('\\', "\\\\").replace('\'', "\\'").replace('\n', "\\n").replace('\u{7f}', "\\x7f");
             format!("'{text}'")
         }
         Value::Array(items) => {
-            let items: Vec<_> = items.iter().map(|item| python(item, rng)).collect();
+            let items: Vec<_> = items.iter().map(|item| python(item, rng, forms)).collect();
             format!("[{}]", items.join(", "))
         }
         Value::Object(fields) => {
-            let fields: Vec<_> = fields.iter().map(|(key, value)| format!("'{key}': {}", python(value, rng))).collect();
+            let fields: Vec<_> =
+                fields.iter().map(|(key, value)| format!("'{key}': {}", python(value, rng, forms))).collect();
             format!("{{{}}}", fields.join(", "))
         }
         value => value.to_string(),
