@@ -122,3 +122,11 @@ def test_min_p_reaches_the_sampler(world):
     drawn = generate(world, max_tokens=16, temperature=3.0, top_p=1.0, min_p=0.9999, seed=5)
     free = generate(world, max_tokens=16, temperature=3.0, top_p=1.0, seed=5)
     assert drawn == greedy != free
+
+
+@pytest.mark.parametrize("stop", ["opposite", "posite", "is cold"])
+def test_the_text_before_a_stop_word_is_complete(world, stop):
+    """White space before the stop word belongs to the text, as over OpenAI's protocol."""
+    _, whole = generate(world, max_tokens=30)
+    assert stop in whole
+    assert generate(world, max_tokens=30, stop_words=[stop]) == (200, whole[: whole.index(stop)])

@@ -331,6 +331,9 @@ impl Llm {
         request.sequence.priority =
             self.config.queue.priority(request.priority).saturating_add_signed(-request.priority_offset);
         let texts = self.sequence_texts(&mut request, decode_calls)?;
+        if let (None, Some(tokenizer), Some(&before)) = (&texts, &self.tokenizer, request.sequence.prompt.last()) {
+            TextStop::keep_space(tokenizer, &mut request.sequence.stop_words, before);
+        }
         let sequences = request.into_sequences();
         let text_stops = if texts.is_some() { Vec::new() } else { self.text_stops(&sequences) };
         let admission = self.admit(&sequences)?;

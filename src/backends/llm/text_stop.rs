@@ -30,6 +30,19 @@ pub(crate) struct TextStop {
 }
 
 impl TextStop {
+    /// Removes the spellings of stop words with white space before a word that is a stop word itself: the white space belongs
+    /// to the output. `before` is the last token of the prompt.
+    pub(crate) fn keep_space(tokenizer: &Arc<Tokenizer>, stop_words: &mut Vec<Vec<TokenId>>, before: TokenId) {
+        let texts: Vec<String> = stop_words.iter().map(|word| decode(tokenizer, before, word)).collect();
+        let is_searched = |text: &str| !text.is_empty() && !text.contains(char::REPLACEMENT_CHARACTER);
+        let is_spaced = |text: &String| {
+            let word = text.trim_start();
+            word.len() < text.len() && is_searched(word) && texts.iter().any(|other| other == word)
+        };
+        let mut spaced = texts.iter().map(is_spaced);
+        stop_words.retain(|_| !spaced.next().expect("each word has a text"));
+    }
+
     /// The texts of stop words that can be searched for. `before` is the last token of the prompt.
     pub(crate) fn texts(tokenizer: &Arc<Tokenizer>, stop_words: &[Vec<TokenId>], before: TokenId) -> Vec<String> {
         let mut texts: Vec<String> = stop_words.iter().map(|word| decode(tokenizer, before, word)).collect();
