@@ -129,6 +129,11 @@ impl ChatFormat {
         self.reasoning.is_some() || self.messages
     }
 
+    /// The markers that open and close reasoning; `None` where it has none, or whole messages are reasoning.
+    pub fn reasoning_markers(&self) -> Option<(&str, &str)> {
+        self.reasoning.as_ref().map(|reasoning| (reasoning.open.as_str(), reasoning.close.as_str()))
+    }
+
     /// Whether turns have tool calls.
     pub fn has_calls(&self) -> bool {
         self.calls.is_some() || self.messages

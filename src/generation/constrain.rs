@@ -16,12 +16,27 @@ pub struct Guide {
     pub starts_after: Option<StartAfter>,
     /// Only these tokens are generated; empty for no such limit.
     pub allowed_tokens: Vec<TokenId>,
+    /// How long the reasoning may be.
+    pub reasoning: Option<ReasoningBudget>,
+}
+
+/// Ends the reasoning of a text after a number of tokens.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct ReasoningBudget {
+    /// Tokens of the reasoning, its markers aside.
+    pub max_tokens: usize,
+    /// Whether the text begins in reasoning.
+    pub is_open: bool,
+    /// The tokens that open the reasoning.
+    pub open: Arc<[u32]>,
+    /// The tokens that end the reasoning; at least one.
+    pub close: Arc<[u32]>,
 }
 
 impl Guide {
     /// Whether every text is allowed.
     pub fn is_free(&self) -> bool {
-        self.spec.is_none() && self.allowed_tokens.is_empty()
+        self.spec.is_none() && self.allowed_tokens.is_empty() && self.reasoning.is_none()
     }
 }
 
@@ -70,7 +85,9 @@ impl Constraints {
             known.for_each(|id| words[id / 32] |= 1 << (id % 32));
             words.into()
         });
-        Ok(RequestConstraint(Box::new(Guided { inner, allowed, mask: Mask::default() })))
+        let reasoning = guide.reasoning.clone().map(Reasoning::new);
+        let vocab_size = self.vocab_size;
+        Ok(RequestConstraint(Box::new(Guided { inner, allowed, reasoning, vocab_size, mask: Mask::default() })))
     }
 
     fn compiler(&self) -> Result<&Compiler, ConstraintError> {
@@ -88,6 +105,8 @@ struct Guided {
     inner: Option<constraint::Constraint>,
     /// The only tokens that are allowed: bit `id % 32` of word `id / 32`.
     allowed: Option<Arc<[u32]>>,
+    reasoning: Option<Reasoning>,
+    vocab_size: usize,
     mask: Mask,
 }
 
@@ -101,6 +120,12 @@ impl fmt::Debug for Guided {
 impl engine::Constraint for Guided {
     fn mask(&mut self, words: &mut Vec<u32>) -> Result<(), String> {
         words.clear();
+        if let Some(token) = self.reasoning.as_ref().and_then(Reasoning::forced) {
+            words.resize(self.vocab_size.div_ceil(32), 0);
+            let word = words.get_mut(token as usize / 32).ok_or("the end of the reasoning is no token of the model")?;
+            *word |= 1 << (token % 32);
+            return Ok(());
+        }
         match (&mut self.inner, &self.allowed) {
             (Some(inner), _) => {
                 inner.mask(&mut self.mask).map_err(|error| error.to_string())?;
@@ -110,7 +135,7 @@ impl engine::Constraint for Guided {
                 }
             }
             (None, Some(allowed)) => words.extend_from_slice(allowed),
-            (None, None) => {}
+            (None, None) => all_tokens(self.vocab_size, words),
         }
         match words.iter().any(|&word| word != 0) {
             true => Ok(()),
@@ -125,7 +150,13 @@ impl engine::Constraint for Guided {
         if !self.allowed.as_ref().is_none_or(is_allowed) {
             return Err(format!("token {} is not among `allowed_token_ids`", token.0));
         }
-        self.inner.as_mut().map_or(Ok(()), |inner| inner.accept(token.0).map_err(|error| error.to_string()))
+        if let Some(inner) = &mut self.inner {
+            inner.accept(token.0).map_err(|error| error.to_string())?;
+        }
+        if let Some(reasoning) = &mut self.reasoning {
+            reasoning.push(token.0);
+        }
+        Ok(())
     }
 
     fn accept_valid(&mut self, tokens: &[TokenId]) -> usize {
@@ -133,6 +164,9 @@ impl engine::Constraint for Guided {
     }
 
     fn rollback(&mut self, count: usize) -> Result<(), String> {
+        if let Some(reasoning) = &mut self.reasoning {
+            reasoning.rollback(count);
+        }
         self.inner.as_mut().map_or(Ok(()), |inner| inner.rollback(count).map_err(|error| error.to_string()))
     }
 
@@ -142,5 +176,108 @@ impl engine::Constraint for Guided {
 
     fn copy(&self) -> Box<dyn engine::Constraint> {
         Box::new(self.clone())
+    }
+}
+
+/// Writes the set of all tokens.
+fn all_tokens(vocab_size: usize, words: &mut Vec<u32>) {
+    words.resize(vocab_size.div_ceil(32), u32::MAX);
+    if let (Some(last), used @ 1..) = (words.last_mut(), vocab_size % 32) {
+        *last = (1 << used) - 1;
+    }
+}
+
+/// How much of its budget the reasoning of a sequence has used.
+#[derive(Clone)]
+struct Reasoning {
+    budget: ReasoningBudget,
+    tokens: Vec<u32>,
+    phase: Phase,
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Phase {
+    /// It has not begun.
+    Before,
+    /// It began behind this number of tokens.
+    Open(usize),
+    Closed,
+}
+
+impl Reasoning {
+    fn new(budget: ReasoningBudget) -> Self {
+        let phase = if budget.is_open { Phase::Open(0) } else { Phase::Before };
+        Self { budget, tokens: Vec::new(), phase }
+    }
+
+    fn push(&mut self, token: u32) {
+        self.tokens.push(token);
+        let ends_with = |marker: &[u32]| !marker.is_empty() && self.tokens.ends_with(marker);
+        self.phase = match self.phase {
+            Phase::Before if ends_with(&self.budget.open) => Phase::Open(self.tokens.len()),
+            Phase::Open(_) if ends_with(&self.budget.close) => Phase::Closed,
+            phase => phase,
+        };
+    }
+
+    fn rollback(&mut self, count: usize) {
+        let left = self.tokens.len().saturating_sub(count);
+        let tokens = std::mem::take(&mut self.tokens);
+        *self = Self::new(self.budget.clone());
+        tokens[..left].iter().for_each(|&token| self.push(token));
+    }
+
+    /// The only token that may come next, once the budget is used: the next one of the end.
+    fn forced(&self) -> Option<u32> {
+        let Phase::Open(since) = self.phase else { return None };
+        let over = (self.tokens.len() - since).checked_sub(self.budget.max_tokens)?;
+        let close = &self.budget.close;
+        // Only tokens behind the budget count: a text may have the first tokens of the end by chance.
+        let matched = (0..close.len().min(over + 1)).rev().find(|&len| self.tokens.ends_with(&close[..len]));
+        close.get(matched.unwrap_or(0)).copied()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn budget(max_tokens: usize, is_open: bool) -> Reasoning {
+        Reasoning::new(ReasoningBudget { max_tokens, is_open, open: [1, 2].into(), close: [7, 8].into() })
+    }
+
+    #[test]
+    fn reasoning_ends_behind_its_budget() {
+        let mut reasoning = budget(2, true);
+        let mut forced = Vec::new();
+        for token in [5, 5, 7, 8, 5, 5, 5] {
+            forced.push(reasoning.forced());
+            reasoning.push(token);
+        }
+        assert_eq!(forced, [None, None, Some(7), Some(8), None, None, None]);
+        reasoning.rollback(4);
+        assert_eq!(reasoning.forced(), Some(8));
+        reasoning.rollback(2);
+        assert_eq!(reasoning.forced(), None);
+    }
+
+    #[test]
+    fn reasoning_that_a_marker_opens_is_counted_from_there() {
+        let mut reasoning = budget(1, false);
+        for token in [5, 5, 1, 2] {
+            assert_eq!(reasoning.forced(), None);
+            reasoning.push(token);
+        }
+        reasoning.push(7);
+        assert_eq!(reasoning.forced(), Some(7), "a part of the end inside of the budget does not count");
+        reasoning.push(7);
+        assert_eq!(reasoning.forced(), Some(8));
+    }
+
+    #[test]
+    fn all_tokens_are_those_of_the_vocabulary() {
+        let mut words = Vec::new();
+        all_tokens(35, &mut words);
+        assert_eq!(words, [u32::MAX, 0b111]);
     }
 }

@@ -14,7 +14,7 @@ use super::conversation::{Conversation, set_effort, set_thinking};
 use super::error::ApiError;
 use super::fields::{Fields, UnknownFields, check, tree_bytes};
 use super::guide;
-use super::parameters::Parameters;
+use super::parameters::{Parameters, ThinkingBudget};
 use super::respond::AnswerFormat;
 use super::tools::{Tool, Tools};
 use crate::api::status::shown;
@@ -96,7 +96,8 @@ fn read(body: &[u8], limits: &Limits, unknown: UnknownFields, purpose: Purpose) 
         variables: fields.object("chat_template_kwargs")?.unwrap_or_default(),
         ..Conversation::default()
     };
-    let includes_reasoning = thinking(&mut fields)?;
+    let (includes_reasoning, budget) = thinking(&mut fields)?;
+    parameters.thinking_budget = budget;
     set_thinking(&mut conversation.variables, includes_reasoning);
     // A last message of the assistant is the start of the answer.
     let is_prefilled = conversation.messages.last().is_some_and(|message| message["role"] == "assistant");
@@ -145,15 +146,17 @@ fn output_config(fields: &mut Fields, conversation: &mut Conversation) -> Result
     format.map_or(Ok(None), |format| guide::read_format("output_config.format", format))
 }
 
-/// `thinking`: whether the model reasons before its answer. The budget is a target, which the model does not know of.
-fn thinking(fields: &mut Fields) -> Result<bool, ApiError> {
+/// `thinking`: whether the model reasons before its answer, and for how many tokens at most.
+fn thinking(fields: &mut Fields) -> Result<(bool, Option<ThinkingBudget>), ApiError> {
     let wrong = |words: String| ApiError::of_field("thinking", words);
-    let Some(given) = fields.object("thinking")? else { return Ok(false) };
+    let Some(given) = fields.object("thinking")? else { return Ok((false, None)) };
     match given.get("type").and_then(Value::as_str) {
-        Some("disabled") => Ok(false),
-        Some("adaptive") => Ok(true),
+        Some("disabled") => Ok((false, None)),
+        Some("adaptive") => Ok((true, None)),
         Some("enabled") => match given.get("budget_tokens").and_then(Value::as_i64) {
-            Some(MIN_THINKING_TOKENS..) => Ok(true),
+            Some(tokens @ MIN_THINKING_TOKENS..) => {
+                Ok((true, Some(ThinkingBudget { tokens: tokens as usize, is_demanded: false })))
+            }
             _ => Err(wrong(format!("`thinking.budget_tokens` must be at least {MIN_THINKING_TOKENS}."))),
         },
         _ => Err(wrong("`thinking.type` must be enabled, disabled or adaptive.".to_owned())),

@@ -4,7 +4,8 @@ use std::time::{SystemTime, UNIX_EPOCH};
 
 use engine::{BeamParams, Request, SamplingParams, TokenId};
 use generation::{
-    ConstraintSpec, GenerateRequest, Generator, Guide, SamplingDefaults, StartAfter, StopTexts, TextOptions,
+    ConstraintSpec, GenerateRequest, Generator, Guide, ReasoningBudget, SamplingDefaults, StartAfter, StopTexts,
+    TextOptions,
 };
 use serde_json::Value;
 use serving::{Limit, Limits};
@@ -62,6 +63,10 @@ pub(crate) struct Parameters {
     pub(super) constraint: Option<ConstraintSpec>,
     /// The part of the answer after which `constraint` applies.
     pub(super) constrained_after: Option<String>,
+    /// Most tokens of the reasoning.
+    pub(super) thinking_budget: Option<ThinkingBudget>,
+    /// The markers of the reasoning with its budget.
+    pub(super) reasoning: Option<ReasoningBudget>,
     /// Requests share cached prefixes with those of the same salt only.
     pub(super) cache_salt: Option<u64>,
     pub(super) bad_words: Vec<String>,
@@ -77,6 +82,14 @@ pub(crate) struct Parameters {
     pub(super) priority: i32,
     /// Replaces a seed that the request does not have.
     pub(super) drawn_seed: u64,
+}
+
+/// Most tokens of the reasoning.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct ThinkingBudget {
+    pub(super) tokens: usize,
+    /// Whether a model without reasoning is an error.
+    pub(super) is_demanded: bool,
 }
 
 /// A beam search: `n` beams.
@@ -129,6 +142,10 @@ impl Parameters {
             allowed_token_ids: allowed_token_ids(fields)?,
             constraint: guide::read(fields)?,
             constrained_after: None,
+            thinking_budget: fields
+                .whole("thinking_token_budget", 0, MAX_TOKENS)?
+                .map(|tokens| ThinkingBudget { tokens: tokens as usize, is_demanded: true }),
+            reasoning: None,
             cache_salt: cache_salt(fields)?,
             bad_words: fields.texts("bad_words", MAX_STOPS, limits)?,
             logprobs: None,
@@ -213,6 +230,7 @@ impl Parameters {
                 spec: self.constraint.clone(),
                 starts_after: self.constrained_after.clone().map(StartAfter::Text),
                 allowed_tokens: self.allowed_token_ids.iter().copied().map(TokenId).collect(),
+                reasoning: self.reasoning.clone(),
             },
             text: Some(TextOptions { skip_special_tokens: self.skip_special_tokens }),
             prompt_logprobs: self.prompt_logprobs.filter(|_| first.is_multiple_of(self.n)),

@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use chat_format::{ChatFormat, Choice, FormatError, ToolSchema, TurnParser, TurnStart};
-use generation::{ConstraintSpec, Generator};
+use generation::{ConstraintSpec, Generator, ReasoningBudget};
 
 use super::complete::CompletionRequest;
 use super::error::ApiError;
@@ -40,6 +40,9 @@ impl TurnPlan {
     ) -> Result<Self, ApiError> {
         let tools = schemas(&request.tools);
         let Some(format) = format else {
+            if request.parameters.thinking_budget.is_some_and(|budget| budget.is_demanded) {
+                return Err(no_reasoning());
+            }
             if tools.is_empty() {
                 return Ok(Self::plain());
             }
@@ -52,6 +55,7 @@ impl TurnPlan {
             Prompt::Tokens(_) => TurnStart::Content,
         };
         let plan = Self { format: Some(Arc::clone(&format)), start, tools };
+        plan.limit_reasoning(&format, request, generator)?;
         plan.constrain(&format, request, generator)?;
         let tokenizer = &generator.tokenizer;
         let special = tokenizer.special_ids();
@@ -62,6 +66,24 @@ impl TurnPlan {
             request.parameters.skip_special_tokens = false;
         }
         Ok(plan)
+    }
+
+    /// Sets the budget of the reasoning, where the request has one.
+    fn limit_reasoning(
+        &self,
+        format: &ChatFormat,
+        request: &mut CompletionRequest,
+        generator: &Generator,
+    ) -> Result<(), ApiError> {
+        let Some(budget) = request.parameters.thinking_budget else { return Ok(()) };
+        let Some((open, close)) = format.reasoning_markers() else {
+            return if budget.is_demanded { Err(no_reasoning()) } else { Ok(()) };
+        };
+        let encode = |marker| generator.tokenizer.encode(marker, false).unwrap_or_default().into();
+        let is_open = format.reasoning_end(self.start).is_some();
+        let (open, close) = (encode(open), encode(close));
+        request.parameters.reasoning = Some(ReasoningBudget { max_tokens: budget.tokens, is_open, open, close });
+        Ok(())
     }
 
     /// Sets the constraint that tools demand, and the place from which a constraint applies.
@@ -111,6 +133,11 @@ fn schemas(tools: &Tools) -> Vec<ToolSchema> {
         strict: tool.strict,
     };
     tools.offered().iter().map(schema).collect()
+}
+
+fn no_reasoning() -> ApiError {
+    let words = "This model has no reasoning that could be limited; leave out `thinking_token_budget`.";
+    ApiError::of_field("thinking_token_budget", words)
 }
 
 fn refusal(error: FormatError) -> ApiError {
