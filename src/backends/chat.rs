@@ -101,7 +101,16 @@ impl ChatTemplates {
     fn format_of_checkpoint(&self, places: &Places, has_tools: bool) -> Result<Option<Arc<ChatFormat>>, InferError> {
         for dir in &places.dirs {
             if let Some(template) = self.template(dir)? {
-                return Ok(template.source(has_tools).and_then(ChatFormat::detect));
+                let declared = template.response_template().map(ChatFormat::of_response_template).transpose();
+                return Ok(match declared {
+                    Ok(Some(format)) => Some(Arc::new(format)),
+                    Ok(None) => template.source(has_tools).and_then(ChatFormat::detect),
+                    // Its conversations need no tools; those that do are refused, because the form is not known.
+                    Err(error) => {
+                        tracing::warn!(dir = %dir.display(), %error, "the form of tool calls is not known");
+                        None
+                    }
+                });
             }
         }
         Ok(None)

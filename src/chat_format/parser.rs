@@ -149,11 +149,20 @@ impl TurnParser {
             }
         }
         let held = self.scan.take();
-        held.chars().for_each(|c| self.text(c));
+        if !self.is_cut_end(&held) {
+            held.chars().for_each(|c| self.text(c));
+        }
         let mut rest = String::new();
         self.section.finish(&mut rest);
         self.give(&rest);
         self.deltas.drain_into(out);
+    }
+
+    /// Whether the text is the first part of the marker that closes the call before it.
+    fn is_cut_end(&self, held: &str) -> bool {
+        let closes = |action| matches!(action, Action::CloseCall | Action::CloseWrap);
+        let is_due = (self.close_pending || self.wrap_pending) && self.section.is_blank();
+        is_due && self.markers.content.iter().any(|marker| closes(marker.action) && marker.text.starts_with(held))
     }
 
     fn drain(&mut self) {

@@ -97,19 +97,22 @@ impl Compiler {
         let key = serde_json::to_string(&grammar).map_err(|error| ConstraintError::Stuck(error.to_string()))?;
         let matcher = match self.cache.get(&key) {
             Some(matcher) => matcher,
-            None => self.build(grammar, key, spec.what())?,
+            None => self.build(grammar, key, spec)?,
         };
         Ok(Constraint::new(matcher, self.vocabulary.clone()))
     }
 
     /// Compiles on a thread of its own, which has a large stack and can be left behind.
-    fn build(&self, grammar: TopLevelGrammar, key: String, what: &'static str) -> Result<Matcher, ConstraintError> {
+    fn build(&self, grammar: TopLevelGrammar, key: String, spec: &ConstraintSpec) -> Result<Matcher, ConstraintError> {
+        let what = spec.what();
+        // The server's own grammars ask for what they get.
+        let takes_warnings = matches!(spec, ConstraintSpec::Lark(_));
         let running = Running::begin(&self.compiling, self.limits.max_compiling)?;
         let (sender, receiver) = sync_channel(1);
         let (factory, cache) = (Arc::clone(&self.factory), Arc::clone(&self.cache));
         let build = move || {
             let _running = running;
-            let built = compile(&factory, grammar);
+            let built = compile(&factory, grammar, takes_warnings);
             if let Ok(matcher) = &built {
                 cache.insert(key, matcher);
             }
@@ -137,15 +140,15 @@ impl Compiler {
     }
 }
 
-fn compile(factory: &ParserFactory, grammar: TopLevelGrammar) -> Result<Matcher, String> {
+fn compile(factory: &ParserFactory, grammar: TopLevelGrammar, takes_warnings: bool) -> Result<Matcher, String> {
     let mut matcher = Matcher::new(factory.create_parser(grammar));
     if let Some(error) = matcher.get_error() {
         return Err(readable(&error));
     }
     // A warning says that a part of the description was not taken as it is written.
     match matcher.grammar_warnings().first() {
-        Some(warning) => Err(readable(warning)),
-        None => Ok(matcher),
+        Some(warning) if !takes_warnings => Err(readable(warning)),
+        _ => Ok(matcher),
     }
 }
 

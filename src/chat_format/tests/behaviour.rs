@@ -239,3 +239,14 @@ fn a_response_template_that_is_not_understood_is_refused_by_name() {
         assert!(error.contains(named), "{error}");
     }
 }
+
+#[test]
+fn a_turn_that_is_cut_in_the_end_of_a_call_leaves_no_part_of_the_marker() {
+    let format = ChatFormat::named("hermes").unwrap();
+    let whole = "<tool_call>\n{\"name\": \"get_weather\", \"arguments\": {\"city\": \"Rome\"}}\n</tool_call>";
+    let end = whole.rfind("</tool_call>").unwrap();
+    for cut in end..=whole.len() {
+        let turn = parse_with(&format, TurnStart::Content, &tools(false), &whole[..cut]).turn();
+        assert_eq!((turn.content.as_str(), turn.calls.len()), ("", 1), "{}", &whole[..cut]);
+    }
+}
