@@ -3,6 +3,7 @@
 mod support;
 
 use nix::sys::signal::Signal;
+use serde_json::json;
 use support::{Options, TestWorld, copied_repository, eventually, signal};
 
 const MAX_TOKENS: u32 = 160;
@@ -31,6 +32,25 @@ fn streams_survive_the_death_of_any_worker_of_a_group() {
     assert_eq!(text_with_a_worker_killed(&mut world, 1), undisturbed);
     assert_eq!(text_with_a_worker_killed(&mut world, 0), undisturbed);
     assert_eq!(world.workers().len(), 2);
+    assert!(world.stop().success());
+}
+
+#[test]
+fn a_constrained_stream_survives_the_death_of_a_worker() {
+    let guided = json!({
+        "text_input": "Once upon a time", "max_tokens": 60, "stream": true,
+        "guided_decoding_guide_type": "regex", "guided_decoding_guide": "([a-z]{3}, ){12}[0-9]{4}",
+    });
+    let mut world = TestWorld::of(2);
+    let undisturbed: String = world.stream_request(&guided).collect();
+    let mut stream = world.stream_request(&guided);
+    let mut text = stream.next().expect("the stream has a first token");
+    signal(world.workers()[1], Signal::SIGKILL);
+    text.extend(&mut stream);
+    assert_eq!(text, undisturbed);
+    assert!(text.ends_with(|last: char| last.is_ascii_digit()), "{text}");
+    assert_eq!(text.matches(", ").count(), 12, "{text}");
+    assert_eq!(world.metric("trireme_llm_worker_restarts_total"), 1.0);
     assert!(world.stop().success());
 }
 
