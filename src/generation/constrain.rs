@@ -14,10 +14,21 @@ pub struct Guide {
     pub spec: Option<ConstraintSpec>,
     /// The part of the text after which `spec` applies, such as the end of the reasoning.
     pub starts_after: Option<StartAfter>,
+    /// Reasoning with which the text may begin; `spec` applies behind it.
+    pub preface: Option<Preface>,
     /// Only these tokens are generated; empty for no such limit.
     pub allowed_tokens: Vec<TokenId>,
     /// How long the reasoning may be.
     pub reasoning: Option<ReasoningBudget>,
+}
+
+/// Reasoning with which a text may begin.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Preface {
+    /// The token that opens it, as the first one of the text.
+    pub open: u32,
+    /// The tokens that end it; at least one.
+    pub close: Arc<[u32]>,
 }
 
 /// Ends the reasoning of a text after a number of tokens.
@@ -73,10 +84,12 @@ impl Constraints {
             Some(spec) => {
                 let end_ids: Vec<u32> = end_ids.iter().map(|id| id.0).collect();
                 let constraint = self.compiler()?.compile(spec)?.with_end_ids(&end_ids);
-                Some(match &guide.starts_after {
+                let constraint = match &guide.starts_after {
                     None => constraint,
                     Some(marker) => constraint.start_after(marker)?,
-                })
+                };
+                let preface = guide.preface.clone().filter(|preface| (preface.open as usize) < self.vocab_size);
+                Some(Prefaced { constraint, preface, end_ids, tokens: Vec::new(), begins_at: None })
             }
         };
         let allowed = (!guide.allowed_tokens.is_empty()).then(|| {
@@ -102,7 +115,7 @@ impl Constraints {
 /// The state of one constrained sequence.
 #[derive(Clone)]
 struct Guided {
-    inner: Option<constraint::Constraint>,
+    inner: Option<Prefaced>,
     /// The only tokens that are allowed: bit `id % 32` of word `id / 32`.
     allowed: Option<Arc<[u32]>>,
     reasoning: Option<Reasoning>,
@@ -112,7 +125,7 @@ struct Guided {
 
 impl fmt::Debug for Guided {
     fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let num_tokens = self.inner.as_ref().map(|inner| inner.tokens().len());
+        let num_tokens = self.inner.as_ref().map(|inner| inner.tokens.len());
         formatter.debug_struct("Guided").field("num_tokens", &num_tokens).finish_non_exhaustive()
     }
 }
@@ -128,8 +141,7 @@ impl engine::Constraint for Guided {
         }
         match (&mut self.inner, &self.allowed) {
             (Some(inner), _) => {
-                inner.mask(&mut self.mask).map_err(|error| error.to_string())?;
-                words.extend_from_slice(self.mask.words());
+                inner.mask(self.vocab_size, &mut self.mask, words).map_err(|error| error.to_string())?;
                 if let Some(allowed) = &self.allowed {
                     words.iter_mut().zip(allowed.iter()).for_each(|(word, allowed)| *word &= allowed);
                 }
@@ -171,11 +183,84 @@ impl engine::Constraint for Guided {
     }
 
     fn is_complete(&self) -> bool {
-        self.inner.as_ref().is_some_and(constraint::Constraint::is_ended)
+        self.inner.as_ref().is_some_and(Prefaced::is_ended)
     }
 
     fn copy(&self) -> Box<dyn engine::Constraint> {
         Box::new(self.clone())
+    }
+}
+
+/// A constraint that applies behind the reasoning with which the text may begin.
+#[derive(Clone)]
+struct Prefaced {
+    constraint: constraint::Constraint,
+    preface: Option<Preface>,
+    /// They do not end reasoning.
+    end_ids: Vec<u32>,
+    tokens: Vec<u32>,
+    /// Number of tokens before the first one that the constraint has; `None` while the text may begin or is in reasoning.
+    begins_at: Option<usize>,
+}
+
+impl Prefaced {
+    /// The preface, while it is open; whether it has begun.
+    fn open_preface(&self) -> Option<(&Preface, bool)> {
+        self.preface.as_ref().filter(|_| self.begins_at.is_none()).map(|preface| (preface, !self.tokens.is_empty()))
+    }
+
+    fn mask(&mut self, vocab_size: usize, mask: &mut Mask, words: &mut Vec<u32>) -> Result<(), ConstraintError> {
+        match self.open_preface() {
+            Some((_, true)) => {
+                all_tokens(vocab_size, words);
+                for id in self.end_ids.iter().filter(|&&id| (id as usize) < vocab_size) {
+                    words[*id as usize / 32] &= !(1 << (id % 32));
+                }
+                Ok(())
+            }
+            preface => {
+                let open = preface.map(|(preface, _)| preface.open);
+                self.constraint.mask(mask)?;
+                words.extend_from_slice(mask.words());
+                open.into_iter().for_each(|id| words[id as usize / 32] |= 1 << (id % 32));
+                Ok(())
+            }
+        }
+    }
+
+    fn accept(&mut self, token: u32) -> Result<(), ConstraintError> {
+        match self.open_preface() {
+            Some((preface, false)) if token == preface.open => self.tokens.push(token),
+            Some((preface, true)) => {
+                let close = Arc::clone(&preface.close);
+                self.tokens.push(token);
+                if self.tokens.ends_with(&close) {
+                    self.begins_at = Some(self.tokens.len());
+                }
+            }
+            _ => {
+                self.constraint.accept(token)?;
+                self.begins_at.get_or_insert(self.tokens.len());
+                self.tokens.push(token);
+            }
+        }
+        Ok(())
+    }
+
+    fn rollback(&mut self, count: usize) -> Result<(), ConstraintError> {
+        let left = self.tokens.len().saturating_sub(count);
+        if let Some(begins_at) = self.begins_at {
+            self.constraint.rollback(self.tokens.len() - left.max(begins_at))?;
+            if left < begins_at || left == 0 {
+                self.begins_at = None;
+            }
+        }
+        self.tokens.truncate(left);
+        Ok(())
+    }
+
+    fn is_ended(&self) -> bool {
+        (self.begins_at.is_some() || self.preface.is_none()) && self.constraint.is_ended()
     }
 }
 
@@ -272,6 +357,47 @@ mod tests {
         assert_eq!(reasoning.forced(), Some(7), "a part of the end inside of the budget does not count");
         reasoning.push(7);
         assert_eq!(reasoning.forced(), Some(8));
+    }
+
+    #[test]
+    fn a_text_may_begin_with_reasoning_that_the_constraint_does_not_see() {
+        // One token a byte; 256 opens the reasoning, 257 closes it, 258 ends the text.
+        let tokens = (0..=255).map(|byte| constraint::Token::Text(vec![byte]));
+        let special = ["<think>", "</think>", "</s>"].map(|name| constraint::Token::Special(name.to_owned()));
+        let vocabulary = Vocabulary::new(tokens.chain(special).collect(), &[258]).unwrap();
+        let compiler = Compiler::new(vocabulary, Limits::default()).unwrap();
+        let constraint = compiler.compile(&ConstraintSpec::Regex("ab".into())).unwrap();
+        let preface = Some(Preface { open: 256, close: [257].into() });
+        let fresh = Prefaced { constraint, preface, end_ids: vec![258], tokens: Vec::new(), begins_at: None };
+        let allowed = |state: &mut Prefaced| {
+            let mut words = Vec::new();
+            state.mask(259, &mut Mask::default(), &mut words).unwrap();
+            (0..259u32).filter(|id| words[*id as usize / 32] >> (id % 32) & 1 == 1).collect::<Vec<_>>()
+        };
+        let (a, b) = (u32::from(b'a'), u32::from(b'b'));
+        let mut state = fresh.clone();
+        assert_eq!(allowed(&mut state), [a, 256]);
+        for token in [256, 7, 258 - 200, 257] {
+            state.accept(token).unwrap();
+            assert!(!state.is_ended());
+        }
+        assert_eq!(allowed(&mut state), [a]);
+        state.accept(a).unwrap();
+        state.accept(b).unwrap();
+        assert!(state.is_ended());
+        for (count, expected) in [(1, vec![b]), (1, vec![a])] {
+            state.rollback(count).unwrap();
+            assert_eq!(allowed(&mut state), expected);
+        }
+        state.rollback(1).unwrap();
+        assert_eq!(allowed(&mut state).len(), 258, "inside of the reasoning all but the end is allowed");
+        state.rollback(3).unwrap();
+        assert_eq!(allowed(&mut state), [a, 256]);
+        let mut without = fresh;
+        without.accept(a).unwrap();
+        assert_eq!(allowed(&mut without), [b]);
+        without.rollback(1).unwrap();
+        assert_eq!(allowed(&mut without), [a, 256]);
     }
 
     #[test]

@@ -13,7 +13,7 @@ mod sequence_text;
 mod timestamp;
 mod tokenizers;
 
-pub use constrain::{Constraints, Guide, ReasoningBudget};
+pub use constrain::{Constraints, Guide, Preface, ReasoningBudget};
 pub use constraint::{ConstraintError, ConstraintSpec, StartAfter};
 pub use decoder::TextDecoder;
 pub use event::{Delta, GenerateEvent, Logits, LogitsPosition, PromptLogprob, Tokens};

@@ -4,8 +4,8 @@ use std::time::{SystemTime, UNIX_EPOCH};
 
 use engine::{BeamParams, Request, SamplingParams, TokenId};
 use generation::{
-    ConstraintSpec, GenerateRequest, Generator, Guide, ReasoningBudget, SamplingDefaults, StartAfter, StopTexts,
-    TextOptions,
+    ConstraintSpec, GenerateRequest, Generator, Guide, Preface, ReasoningBudget, SamplingDefaults, StartAfter,
+    StopTexts, TextOptions,
 };
 use serde_json::Value;
 use serving::{Limit, Limits};
@@ -63,6 +63,8 @@ pub(crate) struct Parameters {
     pub(super) constraint: Option<ConstraintSpec>,
     /// The part of the answer after which `constraint` applies.
     pub(super) constrained_after: Option<String>,
+    /// Reasoning with which the answer may begin, before `constraint` applies.
+    pub(super) preface: Option<Preface>,
     /// Most tokens of the reasoning.
     pub(super) thinking_budget: Option<ThinkingBudget>,
     /// The markers of the reasoning with its budget.
@@ -142,6 +144,7 @@ impl Parameters {
             allowed_token_ids: allowed_token_ids(fields)?,
             constraint: guide::read(fields)?,
             constrained_after: None,
+            preface: None,
             thinking_budget: fields
                 .whole("thinking_token_budget", 0, MAX_TOKENS)?
                 .map(|tokens| ThinkingBudget { tokens: tokens as usize, is_demanded: true }),
@@ -228,6 +231,7 @@ impl Parameters {
             stop: StopTexts { texts: self.stop.clone(), is_included: self.includes_stop },
             guide: Guide {
                 spec: self.constraint.clone(),
+                preface: self.preface.clone(),
                 starts_after: self.constrained_after.clone().map(StartAfter::Text),
                 allowed_tokens: self.allowed_token_ids.iter().copied().map(TokenId).collect(),
                 reasoning: self.reasoning.clone(),

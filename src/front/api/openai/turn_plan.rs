@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use chat_format::{ChatFormat, Choice, FormatError, ToolSchema, TurnParser, TurnStart};
-use generation::{ConstraintSpec, Generator, ReasoningBudget};
+use generation::{ConstraintSpec, Generator, Preface, ReasoningBudget};
 
 use super::complete::CompletionRequest;
 use super::error::ApiError;
@@ -106,6 +106,9 @@ impl TurnPlan {
                 return Err(ApiError::of_field("tool_choice", words));
             }
             parameters.constrained_after = format.reasoning_end(self.start);
+            if self.start == TurnStart::Fresh && parameters.constrained_after.is_none() {
+                parameters.preface = preface(format, generator);
+            }
             return Ok(());
         }
         let tokenizer = &generator.tokenizer;
@@ -133,6 +136,14 @@ fn schemas(tools: &Tools) -> Vec<ToolSchema> {
         strict: tool.strict,
     };
     tools.offered().iter().map(schema).collect()
+}
+
+/// The reasoning with which an answer may begin, where one token opens it.
+fn preface(format: &ChatFormat, generator: &Generator) -> Option<Preface> {
+    let (open, close) = format.reasoning_markers()?;
+    let open = generator.tokenizer.token_to_id(open)?;
+    let close = generator.tokenizer.encode(close, false).ok()?;
+    (!close.is_empty()).then(|| Preface { open, close: close.into() })
 }
 
 fn no_reasoning() -> ApiError {
