@@ -228,3 +228,8 @@ def test_requests_have_ids(client):
     first, second = (request(client, "/v1/models")[1]["x-request-id"] for _ in range(2))
     assert first.startswith("req-") and first != second
     assert request(client, "/v1/nothing")[1]["x-request-id"]
+
+
+def test_messages_that_the_template_does_not_show_are_refused(client):
+    with pytest.raises(openai.BadRequestError, match="check their roles"):
+        client.chat.completions.create(model="ensemble", messages=[{"role": "wizard", "content": "Hi"}], max_tokens=2)

@@ -83,7 +83,12 @@ impl Conversation {
         let chat = state.config.chat.0.clone().ok_or_else(no_template)?;
         let model = model.to_owned();
         let rendered = tokio::task::spawn_blocking(move || chat.prompt(&model, &self)).await;
-        Ok(Prompt::Text(rendered.map_err(|error| InferError::internal(error.to_string()))??))
+        let text = rendered.map_err(|error| InferError::internal(error.to_string()))??;
+        if text.is_empty() {
+            let words = "The model's chat template writes nothing for these messages; check their roles.";
+            return Err(ApiError::of_field("messages", words));
+        }
+        Ok(Prompt::Text(text))
     }
 }
 
