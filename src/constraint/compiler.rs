@@ -1,8 +1,8 @@
-use std::sync::Arc;
-use std::sync::atomic::{AtomicUsize, Ordering};
+use std::collections::HashSet;
 use std::sync::mpsc::{RecvTimeoutError, sync_channel};
+use std::sync::{Arc, Condvar, Mutex, PoisonError};
 use std::thread;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use llguidance::api::TopLevelGrammar;
 use llguidance::{Matcher, ParserFactory};
@@ -59,7 +59,7 @@ pub struct Compiler {
     vocabulary: Vocabulary,
     limits: Limits,
     cache: Arc<Cache>,
-    compiling: Arc<AtomicUsize>,
+    compilations: Arc<Compilations>,
 }
 
 impl Compiler {
@@ -78,7 +78,7 @@ impl Compiler {
         bounds.step_max_items = limits.mask_parser_items;
         bounds.verbose_errors = false;
         let cache = Arc::new(Cache::new(limits.cache_bytes));
-        Ok(Self { factory: Arc::new(factory), vocabulary, limits, cache, compiling: Arc::default() })
+        Ok(Self { factory: Arc::new(factory), vocabulary, limits, cache, compilations: Arc::default() })
     }
 
     /// The vocabulary of all its constraints.
@@ -95,23 +95,33 @@ impl Compiler {
         let grammar = grammar_of(spec, &self.limits)?;
         // Its `Debug` form leaves the content out.
         let key = serde_json::to_string(&grammar).map_err(|error| ConstraintError::Stuck(error.to_string()))?;
-        let matcher = match self.cache.get(&key) {
-            Some(matcher) => matcher,
-            None => self.build(grammar, key, spec)?,
-        };
-        Ok(Constraint::new(matcher, self.vocabulary.clone()))
+        let deadline = Instant::now() + self.limits.compile_time;
+        loop {
+            if let Some(matcher) = self.cache.get(&key) {
+                return Ok(Constraint::new(matcher, self.vocabulary.clone()));
+            }
+            if let Some(compilation) = self.compilations.begin(&key, self.limits.max_compiling, deadline)? {
+                let matcher = self.build(grammar, key, spec, compilation)?;
+                return Ok(Constraint::new(matcher, self.vocabulary.clone()));
+            }
+        }
     }
 
     /// Compiles on a thread of its own, which has a large stack and can be left behind.
-    fn build(&self, grammar: TopLevelGrammar, key: String, spec: &ConstraintSpec) -> Result<Matcher, ConstraintError> {
+    fn build(
+        &self,
+        grammar: TopLevelGrammar,
+        key: String,
+        spec: &ConstraintSpec,
+        compilation: Compilation,
+    ) -> Result<Matcher, ConstraintError> {
         let what = spec.what();
         // The server's own grammars ask for what they get.
         let takes_warnings = matches!(spec, ConstraintSpec::Lark(_));
-        let running = Running::begin(&self.compiling, self.limits.max_compiling)?;
         let (sender, receiver) = sync_channel(1);
         let (factory, cache) = (Arc::clone(&self.factory), Arc::clone(&self.cache));
         let build = move || {
-            let _running = running;
+            let _compilation = compilation;
             let built = compile(&factory, grammar, takes_warnings);
             if let Ok(matcher) = &built {
                 cache.insert(key, matcher);
@@ -152,23 +162,54 @@ fn compile(factory: &ParserFactory, grammar: TopLevelGrammar, takes_warnings: bo
     }
 }
 
-/// One compilation that counts against the limit until it ends.
-struct Running(Arc<AtomicUsize>);
+/// The compilations that run.
+#[derive(Default)]
+struct Compilations {
+    running: Mutex<HashSet<String>>,
+    /// Notified when one ends.
+    ended: Condvar,
+}
 
-impl Running {
-    fn begin(count: &Arc<AtomicUsize>, max: usize) -> Result<Self, ConstraintError> {
-        let running = count.fetch_add(1, Ordering::Relaxed);
-        let running_one = Self(Arc::clone(count));
-        match running >= max {
-            true => Err(ConstraintError::Busy { running }),
-            false => Ok(running_one),
+/// One compilation. It counts against the limit until it ends.
+struct Compilation {
+    all: Arc<Compilations>,
+    key: String,
+}
+
+impl Compilations {
+    /// Begins a compilation. Waits while `max` others run, or one of the same description, but not beyond `deadline`.
+    /// `None` when the same description was compiled meanwhile, so that the cache may have it.
+    fn begin(
+        self: &Arc<Self>,
+        key: &str,
+        max: usize,
+        deadline: Instant,
+    ) -> Result<Option<Compilation>, ConstraintError> {
+        let mut running = self.running.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut has_waited_for_same = false;
+        loop {
+            let is_same = running.contains(key);
+            if has_waited_for_same && !is_same {
+                return Ok(None);
+            }
+            if !is_same && running.len() < max {
+                running.insert(key.to_owned());
+                return Ok(Some(Compilation { all: Arc::clone(self), key: key.to_owned() }));
+            }
+            has_waited_for_same |= is_same;
+            let left = deadline.saturating_duration_since(Instant::now());
+            if left.is_zero() {
+                return Err(ConstraintError::Busy { running: running.len() });
+            }
+            running = self.ended.wait_timeout(running, left).unwrap_or_else(PoisonError::into_inner).0;
         }
     }
 }
 
-impl Drop for Running {
+impl Drop for Compilation {
     fn drop(&mut self) {
-        self.0.fetch_sub(1, Ordering::Relaxed);
+        self.all.running.lock().unwrap_or_else(PoisonError::into_inner).remove(&self.key);
+        self.all.ended.notify_all();
     }
 }
 
@@ -198,6 +239,33 @@ mod tests {
             assert_eq!(first_bytes(&compiler, &ConstraintSpec::Lark("start: \"d\"".into())), [u32::from(b'd')]);
         }
         assert_eq!(compiler.num_cached(), 4);
+    }
+
+    #[test]
+    fn many_callers_of_one_description_wait_for_one_compilation() {
+        let compiler = compiler(Limits { max_compiling: 2, ..Limits::default() });
+        std::thread::scope(|scope| {
+            let compile = |number: usize| {
+                let compiler = &compiler;
+                scope.spawn(move || first_bytes(compiler, &ConstraintSpec::Regex(format!("a{{1,{}}}", 1 + number % 3))))
+            };
+            let callers: Vec<_> = (0..48).map(compile).collect();
+            for caller in callers {
+                assert_eq!(caller.join().unwrap(), [u32::from(b'a')]);
+            }
+        });
+        assert_eq!(compiler.num_cached(), 3);
+    }
+
+    #[test]
+    fn a_caller_does_not_wait_beyond_its_time() {
+        let compilations = Arc::<Compilations>::default();
+        let first = compilations.begin("a", 1, Instant::now()).unwrap().unwrap();
+        let busy = |key| compilations.begin(key, 1, Instant::now()).err();
+        assert_eq!(busy("a"), Some(ConstraintError::Busy { running: 1 }));
+        assert_eq!(busy("b"), Some(ConstraintError::Busy { running: 1 }));
+        drop(first);
+        assert_eq!(busy("b"), None);
     }
 
     #[test]

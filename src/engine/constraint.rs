@@ -1,8 +1,8 @@
 //! Constraints: which tokens a sequence may continue with, decided between its steps.
 //!
 //! The mask of a step depends on the token of the step before it. A plan is sent before that token is known, so masks
-//! travel alone: when the outputs of all earlier steps are settled, [`Engine::masks`] computes those of the oldest step
-//! in flight, while the workers run its forward pass. Only choosing the tokens waits for them.
+//! travel alone: when the outputs of all earlier steps are settled, [`Engine::mask_jobs`] are those of the oldest step in
+//! flight, which are computed while the workers run its forward pass. Only choosing the tokens waits for them.
 
 use std::fmt;
 
@@ -72,39 +72,72 @@ pub struct SampleMask {
     pub words: Vec<u32>,
 }
 
+/// The computation of the masks of one row of a step. Jobs are independent of each other, so they may run on several
+/// threads.
+#[derive(Debug)]
+pub struct MaskJob {
+    step: u64,
+    /// Index of its first sample in the plan.
+    first: usize,
+    sample: Sample,
+    /// `None` if the sequence has ended: what its row samples is discarded.
+    constraint: Option<RequestConstraint>,
+    drafts: Vec<TokenId>,
+    /// One for each sample of the row.
+    masks: Vec<Vec<u32>>,
+    result: Result<(), String>,
+}
+
+impl MaskJob {
+    /// Computes the masks.
+    pub fn run(&mut self) {
+        if let Some(RequestConstraint(constraint)) = &mut self.constraint {
+            self.result = masks_after(&mut **constraint, &self.drafts, &mut self.masks);
+        }
+    }
+}
+
 impl Engine {
-    /// Computes the masks of the oldest plan in flight and passes each to `send`, once: one for each of its samples
-    /// whose row is constrained, in plan order. Masks of later plans come when that plan is settled.
-    ///
-    /// # Errors
-    /// The first error of `send`.
-    pub fn masks<E>(&mut self, mut send: impl FnMut(SampleMask) -> Result<(), E>) -> Result<(), E> {
-        let Some(oldest) = self.in_flight.front_mut().filter(|oldest| oldest.needs_masks) else { return Ok(()) };
+    /// The masks that the workers need for the oldest plan in flight, if they were not computed yet: a job for each row that
+    /// is constrained, in plan order. Run them and pass all of them to [`Engine::finish_masks`] before any other call. Masks
+    /// of later plans come when that plan is settled.
+    pub fn mask_jobs(&mut self) -> Vec<MaskJob> {
+        let Some(oldest) = self.in_flight.front_mut().filter(|oldest| oldest.needs_masks) else { return Vec::new() };
         oldest.needs_masks = false;
         let step = oldest.step;
-        let constrained = |(index, sample): (usize, &Sample)| sample.is_constrained.then_some((index, *sample));
-        let samples: Vec<(usize, Sample)> = oldest.samples.iter().enumerate().filter_map(constrained).collect();
-        let mut first = 0;
-        while let Some(&(index, sample)) = samples.get(first) {
+        let mut jobs: Vec<MaskJob> = Vec::new();
+        for (first, &sample) in oldest.samples.iter().enumerate().filter(|(_, sample)| sample.is_constrained) {
             // A row that verifies drafts has several samples in a row.
-            let group = samples[first..].iter().take_while(|(_, other)| other.sequence == sample.sequence).count();
-            for (offset, words) in self.masks_of(sample, group).into_iter().enumerate() {
-                send(SampleMask { step, sample: (index + offset) as u32, words })?;
+            if let Some(job) = jobs.last_mut().filter(|job| job.sample.sequence == sample.sequence) {
+                job.masks.push(Vec::new());
+                continue;
             }
-            first += group;
+            let sequence = self.sequences.get_mut(sample.slot, sample.sequence);
+            let (constraint, drafts) = match sequence {
+                None => (None, Vec::new()),
+                Some(sequence) => {
+                    let drafts = sequence.drafting.as_ref().map(|drafting| drafting.drafts.clone());
+                    (sequence.constraint.take(), drafts.unwrap_or_default())
+                }
+            };
+            jobs.push(MaskJob { step, first, sample, constraint, drafts, masks: vec![Vec::new()], result: Ok(()) });
         }
-        Ok(())
+        jobs
     }
 
-    /// The masks of the `count` samples of one row. A sequence that has ended needs none; its row gets empty ones, and
-    /// what it samples is discarded.
-    fn masks_of(&mut self, sample: Sample, count: usize) -> Vec<Vec<u32>> {
-        let mut masks = vec![Vec::new(); count];
-        let Some(sequence) = self.sequences.get_mut(sample.slot, sample.sequence) else { return masks };
-        let constraint = sequence.constraint.as_mut().expect("a constrained sample has a constraint");
-        let drafts = sequence.drafting.as_ref().map_or(&[][..], |drafting| &drafting.drafts);
-        if let Err(reason) = masks_after(&mut *constraint.0, drafts, &mut masks) {
-            self.fail_constraint(sample, reason);
+    /// Takes back the jobs of [`Engine::mask_jobs`], which have run. Returns one mask for each constrained sample, in plan
+    /// order. Sequences whose constraint cannot go on end.
+    pub fn finish_masks(&mut self, jobs: Vec<MaskJob>) -> Vec<SampleMask> {
+        let mut masks = Vec::with_capacity(jobs.len());
+        for job in jobs {
+            if let Some(constraint) = job.constraint {
+                self.sequences[job.sample.slot].constraint = Some(constraint);
+            }
+            if let Err(reason) = job.result {
+                self.fail_constraint(job.sample, reason);
+            }
+            let mask = |(offset, words)| SampleMask { step: job.step, sample: (job.first + offset) as u32, words };
+            masks.extend(job.masks.into_iter().enumerate().map(mask));
         }
         masks
     }

@@ -61,7 +61,7 @@ mod stats;
 mod stop;
 
 pub use config::{ConfigError, EngineConfig, Policy};
-pub use constraint::{Constraint, RequestConstraint, SampleMask};
+pub use constraint::{Constraint, MaskJob, RequestConstraint, SampleMask};
 pub use draft::{Drafter, PromptLookup};
 pub use engine::Engine;
 pub use ids::{BlockId, RowId, SequenceId, TokenId};

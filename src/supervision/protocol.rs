@@ -153,14 +153,18 @@ pub enum ToWorker {
     },
     /// Run a step.
     Step(StepPlan),
-    /// The tokens that one sample of a step may choose. Follows the step's plan, for each of its constrained samples.
-    Mask(SampleMask),
+    /// The tokens that samples of a step may choose. One or more follow the step's plan: together they have a mask for each of
+    /// its constrained samples, in plan order.
+    Masks(Vec<SampleMask>),
     /// End, exit code 0.
     Stop,
 }
 
 /// Most logits in a [`LogitsPiece`], so that a ring need not hold a row of a large vocabulary.
 pub const MAX_LOGITS_PIECE: usize = 16 * 1024;
+
+/// Most words in [`ToWorker::Masks`] of several samples; a single mask may have more, one bit for each token of a vocabulary.
+pub const MAX_MASK_WORDS: usize = 16 * 1024;
 
 /// Part of the raw logits `[V]` at one position of a sequence.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]

@@ -105,7 +105,7 @@ impl<'a, D: Device + 'static> Worker<'a, D> {
             ToWorker::Exchanged { .. } => {
                 return Err(WorkerError::Protocol { expected: "Configure", found: "Exchanged" });
             }
-            ToWorker::Mask(_) => return Err(WorkerError::Protocol { expected: "Configure", found: "Mask" }),
+            ToWorker::Masks(_) => return Err(WorkerError::Protocol { expected: "Configure", found: "Masks" }),
         };
         self.device.allocate_cache(&attention, num_blocks)?;
         rings.send(&FromWorker::Ready)?;
@@ -177,7 +177,7 @@ impl<D: Device + 'static> Steps<'_, D> {
             };
             match message {
                 Some(ToWorker::Step(plan)) => self.waiting.push_back(plan),
-                Some(ToWorker::Mask(mask)) => self.take_mask(mask)?,
+                Some(ToWorker::Masks(masks)) => self.take_masks(masks)?,
                 Some(ToWorker::Stop) => return Ok(()),
                 Some(ToWorker::Exchanged { .. }) => {
                     return Err(WorkerError::Protocol { expected: "Step", found: "Exchanged" });
@@ -231,17 +231,17 @@ impl<D: Device + 'static> Steps<'_, D> {
         self.queued.back().is_some_and(|last| last.num_masks > 0)
     }
 
-    /// Adds a mask of the last step, and chooses its tokens when all have arrived.
-    fn take_mask(&mut self, mask: SampleMask) -> Result<(), WorkerError> {
+    /// Adds masks of the last step, and chooses its tokens when all have arrived.
+    fn take_masks(&mut self, masks: Vec<SampleMask>) -> Result<(), WorkerError> {
         let device = &mut self.worker.device;
         if !device.pipeline_stage().is_last() {
             return Ok(());
         }
         let Some(last) = self.queued.back_mut().filter(|last| last.num_masks > 0) else {
-            return Err(WorkerError::Protocol { expected: "Step", found: "Mask" });
+            return Err(WorkerError::Protocol { expected: "Step", found: "Masks" });
         };
-        self.masks.push(mask);
-        if self.masks.len() == last.num_masks {
+        self.masks.extend(masks);
+        if self.masks.len() >= last.num_masks {
             device.choose(&self.masks)?;
             last.num_masks = 0;
             self.masks.clear();

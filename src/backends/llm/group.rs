@@ -438,7 +438,12 @@ const MAX_CANDIDATES_BYTES: usize = 256 * 16;
 /// A piece of logits and the numbers before them.
 const LOGITS_PIECE_BYTES: usize = supervision::MAX_LOGITS_PIECE * size_of::<f32>() + 64;
 
+/// The numbers beside the words of a mask.
+const MASK_HEAD_BYTES: usize = 32;
+
 /// Twice the largest plan or output, so that one can be written while another is read.
 fn ring_bytes(config: &EngineConfig) -> usize {
-    2 * config.max_plan_bytes().max(config.max_rows * MAX_CANDIDATES_BYTES).max(LOGITS_PIECE_BYTES)
+    let num_masks = config.max_rows * (1 + config.max_drafts);
+    let masks_bytes = supervision::MAX_MASK_WORDS * size_of::<u32>() + num_masks * MASK_HEAD_BYTES;
+    2 * config.max_plan_bytes().max(config.max_rows * MAX_CANDIDATES_BYTES).max(LOGITS_PIECE_BYTES).max(masks_bytes)
 }

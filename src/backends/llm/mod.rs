@@ -19,6 +19,7 @@ mod inputs;
 mod ledger;
 mod llm_stream;
 mod logits;
+mod masks;
 mod outputs;
 mod plan;
 mod prefixes;

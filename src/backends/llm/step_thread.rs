@@ -28,6 +28,7 @@ use super::figures::{Phase, Start, StepKinds};
 use super::group::{Group, Lost, LostKind};
 use super::inbox::{Inbox, Message};
 use super::ledger::Report;
+use super::masks::send_masks;
 use super::refusal::error_of;
 use super::replica_state::ReplicaState;
 use super::request_event::RequestEvent;
@@ -548,11 +549,6 @@ fn slowest_phases(workers: &[LoadedWorker]) -> Vec<(String, Duration)> {
     slowest
 }
 
-/// Sends the masks that the workers need for the oldest step in flight, if they were not sent yet.
-fn send_masks(engine: &mut Engine, group: &mut Group) -> Result<(), Lost> {
-    engine.masks(|mask| group.broadcast(&ToWorker::Mask(mask)))
-}
-
 /// Reports to requests that a plan has room for them.
 fn push_joined(dispatcher: &mut Dispatcher, plan: &StepPlan, at: Timestamp, start: u64) {
     for joined in &plan.joined {
@@ -622,7 +618,7 @@ mod tests {
                     send(&FromWorker::Output(StepOutput { step, tokens }));
                 }
                 ToWorker::Stop => break,
-                ToWorker::Exchanged { .. } | ToWorker::Mask(_) => {}
+                ToWorker::Exchanged { .. } | ToWorker::Masks(_) => {}
             }
         }
         drop(rings);

@@ -3,8 +3,8 @@
 use std::collections::{HashMap, VecDeque};
 
 use engine::{
-    Constraint, Engine, EngineConfig, FinishReason, Policy, Refused, Request, RequestConstraint, RowId, SampleMask,
-    SampledToken, SamplingParams, SequenceId, StepOutput, StepPlan, TokenEvent, TokenId,
+    Constraint, Engine, EngineConfig, FinishReason, MaskJob, Policy, Refused, Request, RequestConstraint, RowId,
+    SampleMask, SampledToken, SamplingParams, SequenceId, StepOutput, StepPlan, TokenEvent, TokenId,
 };
 
 const VOCAB_SIZE: u32 = 70;
@@ -108,15 +108,14 @@ impl Workers {
             }
             self.plans.push_back((plan, self.constrained.clone()));
         }
-        let (masks, num_masks) = (&mut self.masks, &mut self.num_masks);
         let oldest = self.plans.front().map(|(plan, _)| plan.step);
-        let sent: Result<(), ()> = self.engine.masks(|SampleMask { step, sample, words }| {
+        let mut jobs = self.engine.mask_jobs();
+        jobs.iter_mut().for_each(MaskJob::run);
+        for SampleMask { step, sample, words } in self.engine.finish_masks(jobs) {
             assert_eq!(Some(step), oldest, "masks are those of the oldest plan");
-            assert!(masks.insert((step, sample), words).is_none(), "a mask is sent once");
-            *num_masks += 1;
-            Ok(())
-        });
-        sent.unwrap();
+            assert!(self.masks.insert((step, sample), words).is_none(), "a mask is sent once");
+            self.num_masks += 1;
+        }
     }
 
     fn settle(&mut self) {
