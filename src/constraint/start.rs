@@ -100,8 +100,9 @@ struct Matcher<T> {
 impl<T: Copy + PartialEq> Matcher<T> {
     fn new(pattern: &[T]) -> Self {
         let mut matcher = Self { pattern: pattern.to_vec(), border: vec![0] };
-        for index in 1..pattern.len() {
-            let longest = matcher.next(matcher.border[index - 1], pattern[index]);
+        let mut longest = 0;
+        for &item in pattern.iter().skip(1) {
+            longest = matcher.next(longest, item);
             matcher.border.push(longest);
         }
         matcher

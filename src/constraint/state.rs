@@ -108,10 +108,11 @@ impl Constraint {
                 return Err(forbidden);
             }
             self.ended = true;
-        } else if self.vocabulary.end_ids.contains(&token) || token as usize >= self.vocabulary.size() {
-            return Err(forbidden);
-        } else if self.matcher.try_consume_tokens(&[token]).map_err(stuck)? == 0 {
-            return Err(forbidden);
+        } else {
+            let outside = self.vocabulary.end_ids.contains(&token) || token as usize >= self.vocabulary.size();
+            if outside || self.matcher.try_consume_tokens(&[token]).map_err(stuck)? == 0 {
+                return Err(forbidden);
+            }
         }
         self.tokens.push(token);
         Ok(())
