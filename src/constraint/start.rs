@@ -49,7 +49,7 @@ impl Start {
 
     /// All tokens but those that end the text, and those whose bytes go on behind the marker.
     pub(crate) fn mask(&mut self, vocabulary: &Vocabulary, mask: &mut Mask) {
-        mask.assign(&vec![u32::MAX; vocabulary.size().div_ceil(32)], vocabulary.size());
+        mask.assign(&vocabulary.present, vocabulary.size());
         if let Pattern::Text(matcher) = &self.pattern {
             let matched = self.matched;
             let overshoots = self.overshoots.entry(matched).or_insert_with(|| {
@@ -58,15 +58,13 @@ impl Start {
             });
             overshoots.iter().for_each(|&token| mask.forbid(token));
         }
-        for (token, id) in vocabulary.tokens.iter().zip(0..) {
-            if *token == Token::Absent {
-                mask.forbid(id);
-            }
-        }
     }
 
     /// Whether a token may come next.
     pub(crate) fn allows(&self, token: u32, vocabulary: &Vocabulary) -> bool {
+        if matches!(vocabulary.tokens.get(token as usize), None | Some(Token::Absent)) {
+            return false;
+        }
         match &self.pattern {
             Pattern::Tokens(_) => true,
             Pattern::Text(matcher) => !matcher.walk(self.matched, bytes_of(vocabulary, token)).1,
@@ -100,8 +98,9 @@ struct Matcher<T> {
 impl<T: Copy + PartialEq> Matcher<T> {
     fn new(pattern: &[T]) -> Self {
         let mut matcher = Self { pattern: pattern.to_vec(), border: vec![0] };
+        let mut longest = 0;
         for &item in pattern.iter().skip(1) {
-            let longest = matcher.next(matcher.border.last().copied().unwrap_or(0), item);
+            longest = matcher.next(longest, item);
             matcher.border.push(longest);
         }
         matcher

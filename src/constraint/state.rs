@@ -109,8 +109,8 @@ impl Constraint {
             }
             self.ended = true;
         } else {
-            let is_text = !self.vocabulary.end_ids.contains(&token) && (token as usize) < self.vocabulary.size();
-            if !is_text || self.matcher.try_consume_tokens(&[token]).map_err(stuck)? == 0 {
+            let outside = self.vocabulary.end_ids.contains(&token) || token as usize >= self.vocabulary.size();
+            if outside || self.matcher.try_consume_tokens(&[token]).map_err(stuck)? == 0 {
                 return Err(forbidden);
             }
         }

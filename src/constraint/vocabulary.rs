@@ -26,6 +26,8 @@ pub enum Token {
 pub struct Vocabulary {
     pub(crate) env: TokEnv,
     pub(crate) tokens: Arc<[Token]>,
+    /// The words of the mask of all ids that have a token.
+    pub(crate) present: Arc<[u32]>,
     pub(crate) end_ids: Arc<[u32]>,
 }
 
@@ -53,7 +55,8 @@ impl Vocabulary {
             trie = trie.with_eos_tokens(end_ids);
         }
         let env: TokEnv = Arc::new(ApproximateTokEnv::new(trie));
-        Ok(Self { env, tokens: tokens.into(), end_ids: end_ids.into() })
+        let present = tokens.chunks(32).map(present_word).collect();
+        Ok(Self { env, tokens: tokens.into(), present, end_ids: end_ids.into() })
     }
 
     /// The vocabulary of a tokenizer, for a model with `vocab_size` logits: ids that the tokenizer lacks are never allowed.
@@ -84,6 +87,11 @@ impl Vocabulary {
     pub fn end_ids(&self) -> &[u32] {
         &self.end_ids
     }
+}
+
+/// The word of a mask that says which of up to 32 ids have a token.
+fn present_word(tokens: &[Token]) -> u32 {
+    tokens.iter().zip(0..).filter(|(token, _)| **token != Token::Absent).fold(0, |word, (_, bit)| word | 1 << bit)
 }
 
 /// The bytes of a token in the trie; none if no mask may contain it.
