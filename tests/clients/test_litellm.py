@@ -1,0 +1,17 @@
+"""LiteLLM against a launched world; its cases are in `frameworks/litellm_cases.py`."""
+
+import pytest
+
+from frameworks_environment import cases, run
+
+FILE = "litellm_cases.py"
+
+
+@pytest.fixture(scope="module")
+def results(world, tmp_path_factory):
+    return run(FILE, world.http, tmp_path_factory.mktemp("litellm") / "report.xml")
+
+
+@pytest.mark.parametrize("case", cases(FILE))
+def test_litellm(results, case):
+    assert not results[case], "\n".join(results[case])
