@@ -7,7 +7,8 @@
 //! The deltas of a turn do not depend on how its text was split into chunks. Arguments are JSON text in every family.
 //! Nothing is lost but markers and white space beside them:
 //! - text that looks like a call and is not one, or that calls a tool which was not given, is content as it stands;
-//! - a call that is cut or breaks is closed so that its arguments are JSON, and the text from there on is content.
+//! - a call that breaks is closed so that its arguments are JSON, and the text from there on is content;
+//! - where the turn was cut at its maximum length ([`TurnParser::cut`]), the arguments stay as they came.
 #![forbid(unsafe_code)]
 
 mod arguments;

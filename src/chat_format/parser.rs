@@ -158,6 +158,21 @@ impl TurnParser {
         self.deltas.drain_into(out);
     }
 
+    /// Ends a turn that was cut at its maximum length. The arguments of a call stay as far as they came, so they are no JSON:
+    /// values are never made up. The first part of a call or of a marker is dropped.
+    pub fn cut(&mut self, out: &mut Vec<ChatDelta>) {
+        if let State::Text = std::mem::replace(&mut self.state, State::Text) {
+            let held = self.scan.take();
+            if !self.section.is_blank() {
+                held.chars().for_each(|c| self.text(c));
+            }
+            let mut rest = String::new();
+            self.section.finish(&mut rest);
+            self.give(&rest);
+        }
+        self.deltas.drain_into(out);
+    }
+
     /// Whether the text is the first part of the marker that closes the call before it.
     fn is_cut_end(&self, held: &str) -> bool {
         let closes = |action| matches!(action, Action::CloseCall | Action::CloseWrap);

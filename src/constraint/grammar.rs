@@ -3,6 +3,7 @@
 use llguidance::api::{GrammarWithLexer, TopLevelGrammar};
 use serde_json::{Value, json};
 
+use crate::closed::close_objects;
 use crate::compiler::Limits;
 use crate::{ConstraintError, ConstraintSpec, schema, structural};
 
@@ -17,7 +18,7 @@ pub(crate) fn grammar_of(spec: &ConstraintSpec, limits: &Limits) -> Result<TopLe
         }
         ConstraintSpec::JsonSchema(value) => {
             let parsed = schema::parse(value, limits)?;
-            Ok(TopLevelGrammar::from_json_schema(with_white_space(schema::check(&parsed, limits)?)))
+            Ok(TopLevelGrammar::from_json_schema(with_white_space(close_objects(&schema::check(&parsed, limits)?))))
         }
         ConstraintSpec::Regex(regex) => {
             within(what, regex.len(), limits)?;

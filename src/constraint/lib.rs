@@ -25,6 +25,7 @@
 #![forbid(unsafe_code)]
 
 mod cache;
+mod closed;
 mod compiler;
 mod error;
 mod grammar;
@@ -36,6 +37,7 @@ mod state;
 mod structural;
 mod vocabulary;
 
+pub use closed::close_objects;
 pub use compiler::{Compiler, Limits};
 pub use error::ConstraintError;
 pub use mask::Mask;

@@ -14,7 +14,7 @@ mod timestamp;
 mod tokenizers;
 
 pub use constrain::{Constraints, Guide, Preface, ReasoningBudget};
-pub use constraint::{ConstraintError, ConstraintSpec, StartAfter};
+pub use constraint::{ConstraintError, ConstraintSpec, StartAfter, close_objects};
 pub use decoder::TextDecoder;
 pub use event::{Delta, GenerateEvent, Logits, LogitsPosition, PromptLogprob, Tokens};
 pub use generator::{Generator, SamplingDefaults};

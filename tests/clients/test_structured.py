@@ -91,7 +91,6 @@ def test_what_cannot_be_followed_is_a_400_that_names_the_field(client):
         ({"extra_body": {"guided_regex": "(a"}}, "regular expression"),
         ({"extra_body": {"guided_regex": "a", "guided_choice": ["b"]}}, "guided_"),
         ({"extra_body": {"cache_salt": ""}}, "cache_salt"),
-        ({"tools": [TOOL], "tool_choice": "required", "response_format": {"type": "json_object"}}, "tool_choice"),
     ]:
         with pytest.raises(openai.BadRequestError, match=words):
             chat(client, **fields)
@@ -116,6 +115,12 @@ def test_a_demanded_tool_call_is_valid(client, choice, temperature):
             arguments += delta.function.arguments or ""
         reason = chunk.choices[0].finish_reason or reason
     assert (name, arguments, reason) == ("get_weather", call.function.arguments, answer.finish_reason)
+
+
+def test_a_demanded_call_comes_before_the_form_of_a_text(client):
+    form = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "object", "properties": {}}}}
+    answer = chat(client, tools=[TOOL], tool_choice="required", response_format=form).choices[0]
+    check_weather(json.loads(answer.message.tool_calls[0].function.arguments))
 
 
 def test_a_conversation_goes_on_after_a_call(client):

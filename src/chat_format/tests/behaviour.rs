@@ -250,3 +250,24 @@ fn a_turn_that_is_cut_in_the_end_of_a_call_leaves_no_part_of_the_marker() {
         assert_eq!((turn.content.as_str(), turn.calls.len()), ("", 1), "{}", &whole[..cut]);
     }
 }
+
+#[test]
+fn a_turn_that_is_cut_has_a_prefix_of_its_arguments_and_no_markers() {
+    let format = ChatFormat::named("hermes").unwrap();
+    let arguments = "{\"city\": \"Rome\", \"days\": 3}";
+    let whole = format!("\n<tool_call>\n{{\"name\": \"get_weather\", \"arguments\": {arguments}}}\n</tool_call>");
+    for cut in (0..whole.len()).filter(|&cut| whole.is_char_boundary(cut)) {
+        let (mut parser, mut out) = (format.parser(TurnStart::Content, &tools(false)), Vec::new());
+        parser.push(&whole[..cut], &mut out);
+        parser.cut(&mut out);
+        let mut found = String::new();
+        for delta in out {
+            match delta {
+                ChatDelta::ToolCallArguments { json, .. } => found.push_str(&json),
+                ChatDelta::ToolCallStart { .. } => {}
+                other => panic!("{other:?} of {:?}", &whole[..cut]),
+            }
+        }
+        assert!(arguments.starts_with(&found), "{found:?} of {:?}", &whole[..cut]);
+    }
+}

@@ -73,7 +73,11 @@ pub(super) fn error_json(error: &ApiError) -> Value {
         status if status.is_server_error() => "api_error",
         _ => "invalid_request_error",
     };
-    json!({"type": "error", "error": {"type": kind, "message": shown(&error.message)}})
+    let message = match error.overflow {
+        Some((found, most)) => format!("prompt is too long: {found} tokens > {most} maximum"),
+        None => shown(&error.message).to_string(),
+    };
+    json!({"type": "error", "error": {"type": kind, "message": message}})
 }
 
 fn read(body: &[u8], limits: &Limits, unknown: UnknownFields, purpose: Purpose) -> Result<CompletionRequest, ApiError> {

@@ -23,31 +23,44 @@ pub(crate) struct ApiError {
     code: Option<&'static str>,
     param: Option<Cow<'static, str>>,
     pub(super) message: String,
+    /// Set when a prompt is too long: its tokens, and how many the model takes.
+    pub(super) overflow: Option<(usize, usize)>,
 }
 
 impl ApiError {
     /// A request with an invalid field.
     pub(crate) fn of_field(param: impl Into<Cow<'static, str>>, message: impl Into<String>) -> Self {
-        Self { status: StatusCode::BAD_REQUEST, code: None, param: Some(param.into()), message: message.into() }
+        let (status, param) = (StatusCode::BAD_REQUEST, Some(param.into()));
+        Self { status, code: None, param, message: message.into(), overflow: None }
+    }
+
+    /// A prompt of `found` tokens, of which the model takes `most`. Clients recognise the error by its code and its words.
+    pub(super) fn context_overflow(found: usize, most: usize) -> Self {
+        let message = format!(
+            "This model's maximum context length is {} tokens, and the prompt is too long: it has {found} tokens.",
+            most + 1
+        );
+        let code = Some("context_length_exceeded");
+        Self { code, overflow: Some((found, most)), ..Self::of_field("prompt", message) }
     }
 
     /// An error without a field.
     pub(super) fn of_status(status: StatusCode, message: impl Into<String>) -> Self {
-        Self { status, code: None, param: None, message: message.into() }
+        Self { status, code: None, param: None, message: message.into(), overflow: None }
     }
 
     pub(super) fn no_model(model: &str) -> Self {
         let message =
             format!("The model `{model}` does not exist or answers no text; `GET /v1/models` lists those that do.");
         let (status, code) = (StatusCode::NOT_FOUND, Some("model_not_found"));
-        Self { status, code, param: Some("model".into()), message }
+        Self { status, code, param: Some("model".into()), message, overflow: None }
     }
 
     /// A request without the key that an API requires. `is_bearer`: the key is sent as OpenAI's clients send it.
     pub(super) fn restricted(header: &str, is_bearer: bool) -> Self {
         let message = format!("This API is restricted, expecting header '{header}'");
         let (status, code) = (StatusCode::UNAUTHORIZED, is_bearer.then_some(INVALID_KEY));
-        Self { status, code, param: None, message }
+        Self { status, code, param: None, message, overflow: None }
     }
 
     /// OpenAI's name for the kind of error.

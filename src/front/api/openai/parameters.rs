@@ -189,8 +189,7 @@ impl Parameters {
         let room = generator.max_output_len(prompt.len());
         if room == 0 {
             let most = generator.max_sequence_len.min(generator.num_kv_positions).saturating_sub(1);
-            let words = format!("The prompt has {} tokens; this model takes at most {most}.", prompt.len());
-            return Err(ApiError::of_field("prompt", words));
+            return Err(ApiError::context_overflow(prompt.len(), most));
         }
         // A request for no tokens computes one, which is dropped.
         let max_tokens = self.max_tokens.map_or(room as u32, |tokens| tokens.max(1));

@@ -77,7 +77,7 @@ enum Kind {
 }
 
 impl Item {
-    /// The item in a status of `in_progress` or `completed`.
+    /// The item in a status of `in_progress`, `completed` or `incomplete`.
     fn json(&self, status: &str) -> Value {
         let text = &self.text;
         match &self.kind {
@@ -175,7 +175,7 @@ impl ResponsesFormat {
                 self.write(events, "response.content_part.done", event);
             }
         }
-        let value = item.json("completed");
+        let value = item.json(self.status());
         self.write(events, "response.output_item.done", json!({"output_index": self.output.len(), "item": value}));
         self.output.push(value);
     }

@@ -49,8 +49,10 @@ impl Turn {
         match &mut self.parser {
             Some(parser) => {
                 parser.push(&piece.text, deltas);
-                if piece.finish.is_some() {
-                    parser.finish(deltas);
+                match piece.finish {
+                    Some(Finish::Length) => parser.cut(deltas),
+                    Some(_) => parser.finish(deltas),
+                    None => {}
                 }
             }
             None if piece.text.is_empty() => {}

@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use chat_format::{ChatFormat, Choice, FormatError, ToolSchema, TurnParser, TurnStart};
-use generation::{ConstraintSpec, Generator, Preface, ReasoningBudget};
+use generation::{ConstraintSpec, Generator, Preface, ReasoningBudget, close_objects};
 
 use super::complete::CompletionRequest;
 use super::error::ApiError;
@@ -99,12 +99,8 @@ impl TurnPlan {
             ToolChoice::Named(name) => Choice::Named(name.clone()),
             ToolChoice::Auto | ToolChoice::None => Choice::Auto,
         };
-        if parameters.constraint.is_some() {
-            if choice != Choice::Auto {
-                let words =
-                    "`tool_choice` demands a call, but another field says what the answer must be; send one of them.";
-                return Err(ApiError::of_field("tool_choice", words));
-            }
+        // A call that is demanded leaves no text that could have another form.
+        if parameters.constraint.is_some() && choice == Choice::Auto {
             parameters.constrained_after = format.reasoning_end(self.start);
             if self.start == TurnStart::Fresh && parameters.constrained_after.is_none() {
                 parameters.preface = preface(format, generator);
@@ -132,7 +128,7 @@ impl TurnPlan {
 fn schemas(tools: &Tools) -> Vec<ToolSchema> {
     let schema = |tool: &super::tools::Tool| ToolSchema {
         name: tool.name.clone(),
-        parameters: tool.parameters.clone(),
+        parameters: close_objects(&tool.parameters),
         strict: tool.strict,
     };
     tools.offered().iter().map(schema).collect()
