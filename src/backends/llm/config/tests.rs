@@ -1,0 +1,34 @@
+use super::*;
+
+/// A model of one worker and a vocabulary of 100 tokens.
+pub(crate) fn llm_config() -> LlmConfig {
+    LlmConfig {
+        name: "llm".to_owned(),
+        checkpoint: PathBuf::new(),
+        checkpoint_fingerprint: None,
+        device: DeviceChoice::Cpu { threads: 1, first_core: None },
+        tp_size: 1,
+        pp_size: 1,
+        num_replicas: 1,
+        network: None,
+        kv_memory: KvMemory::Tokens(1024),
+        weight_precision: WeightPrecision::default(),
+        engine: EngineConfig { max_rows: 8, max_sequence_len: 256, ..EngineConfig::default() },
+        queue: QueueRules::new(&ModelConfig::default()),
+        limits: Limits::default(),
+        decoupled: true,
+        exclude_input: false,
+        outputs: ["output_ids", "sequence_length", "context_logits", "generation_logits"].map(str::to_owned).to_vec(),
+        has_stand_ins: false,
+        logits_type: DataType::Fp32,
+        vocab_size: 100,
+        check_input_ids: false,
+        has_wrapped_ids: Arc::default(),
+        has_warned_of_greedy: Arc::default(),
+        end_ids: Vec::new(),
+        sampling_defaults: SamplingDefaults::default(),
+        step_timeout: std::time::Duration::from_secs(60),
+        library_dirs: Vec::new(),
+        cache_dir: None,
+    }
+}

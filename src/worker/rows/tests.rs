@@ -1,0 +1,137 @@
+use engine::{JoinedRow, RowWork, SamplingParams, TokenId};
+
+use super::*;
+
+fn joined(row: u32, tokens: &[u32], blocks: &[u32]) -> JoinedRow {
+    JoinedRow {
+        row: RowId(row),
+        sequence: SequenceId(100 + u64::from(row)),
+        tokens: tokens.iter().map(|&token| TokenId(token)).collect(),
+        num_prompt_tokens: tokens.len() as u32,
+        num_computed: 0,
+        blocks: blocks.iter().map(|&block| BlockId(block)).collect(),
+        sampling: SamplingParams::default(),
+    }
+}
+
+fn work(row: u32, start: u32, num_tokens: u32, samples: bool) -> RowWork {
+    RowWork { row: RowId(row), start, num_tokens, samples }
+}
+
+#[test]
+fn a_prefill_and_then_a_decode_are_packed_for_the_device() {
+    let (mut table, mut inputs) = (RowTable::new(4, 2, 8, 1), StepInputs::default());
+    let prefill = StepPlan {
+        step: 1,
+        joined: vec![joined(2, &[10, 11, 12], &[5, 3])],
+        work: vec![work(2, 0, 3, true)],
+        ..StepPlan::default()
+    };
+    table.apply(&prefill, &mut inputs).unwrap();
+    assert_eq!(inputs.token_ids, [10, 11, 12]);
+    assert_eq!(inputs.slots, [10, 11, 6]);
+    assert_eq!(inputs.block_table(0), [5, 3]);
+    assert_eq!(inputs.samples, [SampleInput { row: RowId(2), token_index: 2, num_generated: 0 }]);
+
+    let decode = StepPlan { step: 2, work: vec![work(2, 3, 1, true)], ..StepPlan::default() };
+    table.apply(&decode, &mut inputs).unwrap();
+    assert_eq!((inputs.token_ids.as_slice(), inputs.slots.as_slice()), (&[TOKEN_ON_DEVICE][..], &[7][..]));
+    assert_eq!(inputs.samples[0].num_generated, 1);
+    assert_eq!((inputs.num_prefill_rows, inputs.context_lens.as_slice()), (0, &[4][..]));
+
+    let grown = vec![(RowId(2), BlockId(1))];
+    let further = StepPlan { step: 3, grown, work: vec![work(2, 4, 1, true)], ..StepPlan::default() };
+    table.apply(&further, &mut inputs).unwrap();
+    assert_eq!((inputs.token_ids.as_slice(), inputs.slots.as_slice()), (&[TOKEN_ON_DEVICE][..], &[2][..]));
+    assert_eq!(inputs.samples[0].num_generated, 2);
+}
+
+#[test]
+fn drafts_follow_the_newest_token_and_a_revision_keeps_the_accepted_ones() {
+    let (mut table, mut inputs) = (RowTable::new(4, 4, 8, 1), StepInputs::default());
+    let join = StepPlan {
+        step: 1,
+        joined: vec![joined(2, &[10, 11], &[5, 3])],
+        work: vec![work(2, 0, 2, true)],
+        ..StepPlan::default()
+    };
+    table.apply(&join, &mut inputs).unwrap();
+    let drafts = vec![(RowId(2), vec![TokenId(20), TokenId(21)])];
+    let verify = StepPlan { step: 2, drafts, work: vec![work(2, 2, 3, true)], ..StepPlan::default() };
+    table.apply(&verify, &mut inputs).unwrap();
+    assert_eq!(inputs.token_ids, [TOKEN_ON_DEVICE, 20, 21]);
+    let generated: Vec<_> = inputs.samples.iter().map(|sample| (sample.token_index, sample.num_generated)).collect();
+    assert_eq!(generated, [(0, 1), (1, 2), (2, 3)]);
+
+    let tokens = [12, 20, 30].map(TokenId).to_vec();
+    let revised = vec![RevisedRow { row: RowId(2), parent: RowId(2), num_kept: 2, tokens }];
+    let next = StepPlan { step: 3, revised, work: vec![work(2, 4, 1, true)], ..StepPlan::default() };
+    table.apply(&next, &mut inputs).unwrap();
+    assert_eq!((inputs.token_ids.as_slice(), inputs.slots.as_slice()), (&[30][..], &[12][..]));
+    assert_eq!(inputs.samples[0].num_generated, 3);
+}
+
+#[test]
+fn beams_continue_their_parents_and_write_into_their_own_blocks() {
+    let (mut table, mut inputs) = (RowTable::new(4, 4, 8, 1), StepInputs::default());
+    let mut first = joined(0, &[10, 11, 12], &[5]);
+    first.sampling.beam_candidates = 3;
+    let join = StepPlan { step: 1, joined: vec![first], work: vec![work(0, 0, 3, true)], ..StepPlan::default() };
+    table.apply(&join, &mut inputs).unwrap();
+    let beam = |row, token| RevisedRow { row: RowId(row), parent: RowId(0), num_kept: 3, tokens: vec![TokenId(token)] };
+    let fork = StepPlan {
+        step: 2,
+        revised: vec![beam(0, 20), beam(1, 21)],
+        copied: vec![CopiedBlock { row: RowId(0), from: BlockId(5), to: BlockId(6) }],
+        work: vec![work(0, 3, 1, true), work(1, 3, 1, true)],
+        ..StepPlan::default()
+    };
+    table.apply(&fork, &mut inputs).unwrap();
+    assert_eq!((inputs.token_ids.as_slice(), inputs.slots.as_slice()), (&[20, 21][..], &[27, 23][..]));
+    let wrong = CopiedBlock { row: RowId(0), from: BlockId(5), to: BlockId(7) };
+    let plan = StepPlan { step: 3, copied: vec![wrong], ..StepPlan::default() };
+    assert!(matches!(table.apply(&plan, &mut inputs), Err(PlanMismatch::Copied { last: Some(6), .. })));
+}
+
+#[test]
+fn requested_logits_carry_their_position_or_output_token() {
+    let (mut table, mut inputs) = (RowTable::new(4, 4, 8, 1), StepInputs::default());
+    let mut requesting = joined(1, &[10, 11, 12, 13], &[5]);
+    // The sequence was preempted: token 13 is output.
+    (requesting.num_prompt_tokens, requesting.sampling.context_logits, requesting.sampling.generation_logits) =
+        (3, true, true);
+    let (other, sequence) = (joined(0, &[9, 9], &[3]), requesting.sequence);
+    let work = vec![work(0, 0, 2, true), work(1, 0, 4, true)];
+    let plan = StepPlan { step: 1, joined: vec![other, requesting], work, ..StepPlan::default() };
+    table.apply(&plan, &mut inputs).unwrap();
+    assert_eq!(inputs.logits, [2, 3, 4, 5]);
+    let context = (0..3).map(LogitsPlace::Context);
+    let expected: Vec<_> = context.chain([LogitsPlace::Generation(1)]).map(|place| (sequence, place)).collect();
+    assert_eq!(table.take_reported(), expected);
+    let decode = RowWork { row: RowId(1), start: 4, num_tokens: 1, samples: true };
+    let grown = vec![(RowId(1), BlockId(6))];
+    let next = StepPlan { step: 2, grown, work: vec![decode], ..StepPlan::default() };
+    table.apply(&next, &mut inputs).unwrap();
+    assert_eq!(
+        (inputs.logits.as_slice(), table.take_reported()),
+        (&[0][..], vec![(sequence, LogitsPlace::Generation(2))])
+    );
+}
+
+#[test]
+fn a_gap_in_step_numbers_is_named() {
+    let mut table = RowTable::new(1, 2, 8, 5);
+    let plan = StepPlan { step: 6, ..StepPlan::default() };
+    let error = table.apply(&plan, &mut StepInputs::default()).unwrap_err();
+    assert_eq!(error.to_string(), "plan 6 came where plan 5 was due");
+}
+
+#[test]
+fn work_beyond_the_blocks_or_the_tokens_is_refused() {
+    let plan = |work| StepPlan { step: 1, joined: vec![joined(0, &[1, 2, 3], &[0])], work, ..StepPlan::default() };
+    let apply = |plan: &StepPlan| RowTable::new(2, 2, 8, 1).apply(plan, &mut StepInputs::default()).unwrap_err();
+    assert!(matches!(apply(&plan(vec![work(0, 0, 3, true)])), PlanMismatch::Blocks { needed: 2, found: 1, .. }));
+    assert!(matches!(apply(&plan(vec![work(0, 0, 4, true)])), PlanMismatch::NoToken { position: 3, .. }));
+    assert!(matches!(apply(&plan(vec![work(0, 1, 1, false)])), PlanMismatch::Start { .. }));
+    assert!(matches!(apply(&plan(vec![work(1, 0, 1, false)])), PlanMismatch::RowEmpty { row: 1, .. }));
+}
