@@ -59,7 +59,15 @@ fn a_rank_with_secrets_starts_a_worker() {
     let supervisor = WorkerSupervisor::new(prefix, program, events);
     supervisor.handle(ToAgent::Start(WorkerId { instance: 1, tp_rank: 0 }, Box::new(spec())));
     let FromAgent::Started { pid, .. } = received.recv().unwrap() else { panic!("not started") };
-    let environment = std::fs::read_to_string(format!("/proc/{pid}/environ")).unwrap();
+    // It is empty for a moment while the shell becomes `sleep`.
+    let deadline = Instant::now() + Duration::from_secs(10);
+    let environment = loop {
+        let environment = std::fs::read_to_string(format!("/proc/{pid}/environ")).unwrap();
+        if !environment.is_empty() || Instant::now() > deadline {
+            break environment;
+        }
+        std::thread::sleep(Duration::from_millis(5));
+    };
     let names: Vec<&str> = environment.split('\0').filter_map(|pair| Some(pair.split_once('=')?.0)).collect();
     let listed = std::fs::read_dir(format!("/proc/{pid}/fd")).unwrap().flatten();
     let open: Vec<PathBuf> = listed.filter_map(|entry| std::fs::read_link(entry.path()).ok()).collect();
