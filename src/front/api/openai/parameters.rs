@@ -62,7 +62,7 @@ pub(crate) struct Parameters {
     /// What the answer must be.
     pub(super) constraint: Option<ConstraintSpec>,
     /// The part of the answer after which `constraint` applies.
-    pub(super) constrained_after: Option<String>,
+    pub(super) constrained_after: Option<StartAfter>,
     /// Reasoning with which the answer may begin, before `constraint` applies.
     pub(super) preface: Option<Preface>,
     /// Most tokens of the reasoning.
@@ -231,7 +231,7 @@ impl Parameters {
             guide: Guide {
                 spec: self.constraint.clone(),
                 preface: self.preface.clone(),
-                starts_after: self.constrained_after.clone().map(StartAfter::Text),
+                starts_after: self.constrained_after.clone(),
                 allowed_tokens: self.allowed_token_ids.iter().copied().map(TokenId).collect(),
                 reasoning: self.reasoning.clone(),
             },

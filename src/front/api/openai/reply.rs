@@ -208,7 +208,7 @@ impl AnswerFormat for OpenAiFormat {
                 false => ("text", json!(piece.text)),
             };
             let mut choice = head.choice(piece, name, value, 0);
-            if let Some(found) = &piece.prompt_logprobs {
+            if let Some(found) = piece.prompt_logprobs.as_ref().filter(|_| !head.is_chat) {
                 choice["prompt_logprobs"] = head.prompt_logprobs(piece.index / head.n.max(1), found);
             }
             choice
@@ -219,6 +219,10 @@ impl AnswerFormat for OpenAiFormat {
             "id": head.id, "object": object, "created": head.created, "model": head.model,
             "system_fingerprint": FINGERPRINT, "choices": choices_json, "usage": head.usage(&choices),
         });
+        // A chat has one prompt, whose tokens are not those of a choice.
+        if let Some(found) = choices.iter().find_map(|piece| piece.prompt_logprobs.as_ref()).filter(|_| head.is_chat) {
+            answer["prompt_logprobs"] = head.prompt_logprobs(0, found);
+        }
         if head.return_token_ids
             && let Some(prompt) = head.prompts.first()
         {

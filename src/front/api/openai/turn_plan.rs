@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use chat_format::{ChatFormat, Choice, FormatError, ToolSchema, TurnParser, TurnStart};
-use generation::{ConstraintSpec, Generator, Preface, ReasoningBudget, close_objects};
+use generation::{ConstraintSpec, Generator, Preface, ReasoningBudget, StartAfter, close_objects};
 
 use super::complete::CompletionRequest;
 use super::error::ApiError;
@@ -101,7 +101,7 @@ impl TurnPlan {
         };
         // A call that is demanded leaves no text that could have another form.
         if parameters.constraint.is_some() && choice == Choice::Auto {
-            parameters.constrained_after = format.reasoning_end(self.start);
+            parameters.constrained_after = format.reasoning_end(self.start).map(|end| start_after(end, generator));
             if self.start == TurnStart::Fresh && parameters.constrained_after.is_none() {
                 parameters.preface = preface(format, generator);
             }
@@ -112,7 +112,7 @@ impl TurnPlan {
         let is_special = |name: &str| tokenizer.token_to_id(name).is_some_and(|id| special.binary_search(&id).is_ok());
         let grammar = format.tool_grammar(&self.tools, choice, request.tools.parallel, self.start, &is_special);
         let Some(grammar) = grammar.map_err(refusal)? else { return Ok(()) };
-        parameters.constrained_after.clone_from(&grammar.starts_after);
+        parameters.constrained_after = grammar.starts_after.clone().map(|end| start_after(end, generator));
         let unknown = || ApiError::of_field("tools", "The tokenizer of this model lacks a token of its tool calls.");
         let grammar = grammar.with_ids(&|name| tokenizer.token_to_id(name)).ok_or_else(unknown)?;
         parameters.constraint = Some(ConstraintSpec::Lark(grammar.lark));
@@ -132,6 +132,14 @@ fn schemas(tools: &Tools) -> Vec<ToolSchema> {
         strict: tool.strict,
     };
     tools.offered().iter().map(schema).collect()
+}
+
+/// The start behind a marker: behind its token, where it is one.
+fn start_after(marker: String, generator: &Generator) -> StartAfter {
+    match generator.tokenizer.token_to_id(&marker) {
+        Some(id) => StartAfter::Tokens(vec![id]),
+        None => StartAfter::Text(marker),
+    }
 }
 
 /// The reasoning with which an answer may begin, where one token opens it.
