@@ -158,7 +158,9 @@ fn keep(row: &Row, logits: &[f32], max: f32, scratch: &mut Scratch) {
     let inverse = 1.0 / params.temperature;
     let weigh = |(token, logit): (usize, &f32)| Candidate { token: token as u32, weight: exp((logit - max) * inverse) };
     candidates.clear();
-    candidates.extend(logits.iter().enumerate().map(weigh).filter(|c| c.weight > 0.0));
+    // Most tokens may be banned by a mask, and their exponentials take longest.
+    let possible = logits.iter().enumerate().filter(|(_, logit)| **logit > f32::NEG_INFINITY);
+    candidates.extend(possible.map(weigh).filter(|c| c.weight > 0.0));
     if params.top_k > 0 && (params.top_k as usize) < candidates.len() {
         keep_top_k(candidates, logits, params.top_k as usize, values);
     }
