@@ -19,7 +19,7 @@ use crate::api::triton::grpc::response::InferReply;
 use crate::api::triton::grpc::scan::{Kind, scan};
 use crate::api::triton::grpc::service::grpc_service;
 use crate::api::triton::http::{self as triton_http, generate, infer as http_infer, json, route as http_route};
-use crate::api::triton::output_request::{OutputAsk, RegionSlice};
+use crate::api::triton::output_request::{OutputRequest, RegionSlice};
 use crate::api::triton::shared_memory::{ClientObjects, MemoryKind, SharedMemory};
 use crate::state::State;
 use crate::transport::budget::{Budget, Pace};
@@ -94,7 +94,7 @@ pub fn write(response: InferResponse) {
         let _ = http_infer::write(response.clone(), &[], is_binary);
     }
     for (num_classes, output) in response.outputs.iter().enumerate() {
-        let ask = OutputAsk { name: output.name.to_string(), num_classes, ..OutputAsk::default() };
+        let ask = OutputRequest { name: output.name.to_string(), num_classes, ..OutputRequest::default() };
         let _ = crate::api::triton::classification::classify(output, ask.num_classes.max(1), false, None);
     }
 }

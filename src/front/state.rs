@@ -8,7 +8,7 @@ use serving::{DataType, InferError, InferResponse, Server, SpanContext, Trace};
 use tokio::sync::Semaphore;
 
 use crate::api::triton::classification::classify;
-use crate::api::triton::output_request::OutputAsk;
+use crate::api::triton::output_request::OutputRequest;
 use crate::api::triton::shared_memory::SharedMemory;
 use crate::telemetry::log_settings::LogSettings;
 use crate::telemetry::metrics::MetricsSource;
@@ -126,7 +126,7 @@ impl State {
     ///
     /// # Errors
     /// When an output cannot take that form.
-    pub fn deliver(&self, asks: &[OutputAsk], mut response: InferResponse) -> Result<InferResponse, InferError> {
+    pub fn deliver(&self, asks: &[OutputRequest], mut response: InferResponse) -> Result<InferResponse, InferError> {
         for ask in asks {
             let Some(output) = response.outputs.iter_mut().find(|output| output.name == ask.name) else { continue };
             if ask.num_classes > 0 {

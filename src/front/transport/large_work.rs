@@ -1,4 +1,4 @@
-//! Work on many bytes, done so that others need not wait for its end.
+//! Work on many bytes, which leaves the thread free for other tasks.
 
 use std::sync::OnceLock;
 use std::sync::atomic::{AtomicUsize, Ordering::Relaxed};
@@ -9,14 +9,13 @@ use tokio::sync::Semaphore;
 /// Work on fewer bytes takes less time than another thread needs to take over.
 const MANY_BYTES: usize = 256 << 10;
 
-/// Work that is done aside at once: each takes a thread of the runtime's blocking ones, which have to last for others too.
-const MAX_ASIDE: usize = 128;
+/// Most calls of `block_in_place` at once: each takes one of the runtime's blocking threads, which others need, too.
+const MAX_BLOCKING: usize = 128;
 
-static NUM_ASIDE: AtomicUsize = AtomicUsize::new(0);
+static NUM_BLOCKING: AtomicUsize = AtomicUsize::new(0);
 
-/// Does work that takes time for each of `num_bytes`. Where they are many, another thread goes on with all other tasks
-/// meanwhile.
-pub fn aside<T>(num_bytes: usize, work: impl FnOnce() -> T) -> T {
+/// Does work whose time grows with `num_bytes`. If they are many, another thread takes over all other tasks meanwhile.
+pub fn block_in_place_if_large<T>(num_bytes: usize, work: impl FnOnce() -> T) -> T {
     let can_hand_over = || Handle::try_current().is_ok_and(|it| it.runtime_flavor() == RuntimeFlavor::MultiThread);
     if num_bytes < MANY_BYTES || !can_hand_over() {
         return work();
@@ -27,26 +26,26 @@ pub fn aside<T>(num_bytes: usize, work: impl FnOnce() -> T) -> T {
     }
 }
 
-/// As [`aside`], of which no more is done at once than there are cores: more would not be done earlier, and take the time of
-/// those who generate text.
-pub async fn aside_in_turn<T>(num_bytes: usize, work: impl FnOnce() -> T) -> T {
+/// As [`block_in_place_if_large`], at most one call for each core at a time: more would end no earlier, and would take time from
+/// requests that generate text.
+pub async fn block_in_place_in_turn<T>(num_bytes: usize, work: impl FnOnce() -> T) -> T {
     static TURNS: OnceLock<Semaphore> = OnceLock::new();
     if num_bytes < MANY_BYTES {
         return work();
     }
     let num_cores = || std::thread::available_parallelism().map_or(1, usize::from);
     let turn = TURNS.get_or_init(|| Semaphore::new(num_cores().max(2))).acquire().await;
-    let done = aside(num_bytes, work);
+    let done = block_in_place_if_large(num_bytes, work);
     drop(turn);
     done
 }
 
-/// One of those that are done aside.
+/// One call of `block_in_place`, counted.
 struct Counted;
 
 impl Counted {
     fn new() -> Option<Self> {
-        let counted = NUM_ASIDE.fetch_update(Relaxed, Relaxed, |count| (count < MAX_ASIDE).then_some(count + 1));
+        let counted = NUM_BLOCKING.fetch_update(Relaxed, Relaxed, |count| (count < MAX_BLOCKING).then_some(count + 1));
         match counted {
             Ok(_) => Some(Self),
             Err(_) => None,
@@ -56,7 +55,7 @@ impl Counted {
 
 impl Drop for Counted {
     fn drop(&mut self) {
-        NUM_ASIDE.fetch_sub(1, Relaxed);
+        NUM_BLOCKING.fetch_sub(1, Relaxed);
     }
 }
 
@@ -72,21 +71,22 @@ mod tests {
         let (sender, receiver) = mpsc::channel();
         let long = tokio::spawn(async move {
             tokio::spawn(async move { sender.send(()) });
-            aside(MANY_BYTES, || receiver.recv_timeout(Duration::from_secs(60)))
+            block_in_place_if_large(MANY_BYTES, || receiver.recv_timeout(Duration::from_secs(60)))
         });
         long.await.unwrap().expect("another task waited for the end of the work");
     }
 
     #[tokio::test]
     async fn without_another_thread_it_is_done_here() {
-        assert_eq!(aside(MANY_BYTES, || 7), 7);
-        assert_eq!(aside_in_turn(MANY_BYTES, || 7).await, 7);
+        assert_eq!(block_in_place_if_large(MANY_BYTES, || 7), 7);
+        assert_eq!(block_in_place_in_turn(MANY_BYTES, || 7).await, 7);
     }
 
     #[tokio::test(flavor = "multi_thread", worker_threads = 1)]
     async fn much_work_at_once_leaves_threads_to_others() {
-        let works = (0..2 * MAX_ASIDE)
-            .map(|_| tokio::spawn(async { aside(MANY_BYTES, || std::thread::sleep(Duration::from_millis(5))) }));
+        let works = (0..2 * MAX_BLOCKING).map(|_| {
+            tokio::spawn(async { block_in_place_if_large(MANY_BYTES, || std::thread::sleep(Duration::from_millis(5))) })
+        });
         let works: Vec<_> = works.collect();
         tokio::task::spawn_blocking(|| ()).await.unwrap();
         for work in works {

@@ -20,7 +20,7 @@ use super::tools::{Tool, Tools};
 use crate::api::status::shown;
 use crate::api::triton::http::{Held, JSON, Reply, read_body, reply};
 use crate::state::State;
-use crate::transport::large_work::aside_in_turn;
+use crate::transport::large_work::block_in_place_in_turn;
 
 /// Anthropic's smallest budget of thinking tokens.
 const MIN_THINKING_TOKENS: i64 = 1024;
@@ -39,7 +39,7 @@ pub(super) async fn messages(state: &Arc<State>, headers: &HeaderMap, body: Inco
         charge.add(tree_bytes(&body)?)?;
         read(&body, state.server.limits(), state.config.unknown_fields, Purpose::Generate)
     };
-    let request = aside_in_turn(body.len(), read).await?;
+    let request = block_in_place_in_turn(body.len(), read).await?;
     drop(body);
     let model = request.model.clone();
     let format = move |run: ChatRun| -> Box<dyn AnswerFormat> {
@@ -55,7 +55,7 @@ pub(super) async fn count_tokens(state: &Arc<State>, headers: &HeaderMap, body: 
         charge.add(tree_bytes(&body)?)?;
         read(&body, state.server.limits(), state.config.unknown_fields, Purpose::CountTokens)
     };
-    let request = aside_in_turn(body.len(), read).await?;
+    let request = block_in_place_in_turn(body.len(), read).await?;
     drop(body);
     let prompt = complete::encode_chat(state, request, &charge).await?;
     Ok(reply(StatusCode::OK, JSON, json!({"input_tokens": prompt.len()}).to_string().into_bytes()))

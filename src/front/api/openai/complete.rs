@@ -26,7 +26,7 @@ use super::{models, tensor_model};
 use crate::api::triton::http::{Held, Reply, read_body};
 use crate::state::State;
 use crate::transport::budget::Charge;
-use crate::transport::large_work::aside_in_turn;
+use crate::transport::large_work::block_in_place_in_turn;
 
 /// Times that an echoed prompt is in an answer while that is written.
 const ECHO_COPIES: usize = 3;
@@ -125,7 +125,7 @@ pub(super) async fn complete(
         charge.add(tree_bytes(&body)?)?;
         CompletionRequest::read(&body, is_chat, limits, state.config.unknown_fields)
     };
-    let request = aside_in_turn(body.len(), read).await?;
+    let request = block_in_place_in_turn(body.len(), read).await?;
     drop(body);
     let config = models::text_model(state, &request.model).ok_or_else(|| ApiError::no_model(&request.model))?;
     match models::generator(state, &request.model) {
@@ -197,7 +197,7 @@ async fn start(
     let encode_time = started.elapsed();
     let count = prompts.len() * request.parameters.n;
     let begin = || begin(state, request, generator, &prompts, encode_time);
-    let choices = aside_in_turn(count * REQUEST_BYTES, begin).await?;
+    let choices = block_in_place_in_turn(count * REQUEST_BYTES, begin).await?;
     let pieces: Pieces = match is_chat {
         true => divide(request, choices, count, plan),
         false => Box::pin(choices),

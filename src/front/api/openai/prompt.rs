@@ -9,7 +9,7 @@ use serving::{InferError, Limit, Limits};
 use super::error::ApiError;
 use super::fields::{Fields, check, token_ids};
 use super::parameters::Parameters;
-use crate::transport::large_work::aside_in_turn;
+use crate::transport::large_work::block_in_place_in_turn;
 
 /// Maximum number of prompts of a request.
 const MAX_PROMPTS: usize = 1024;
@@ -115,5 +115,5 @@ pub(super) async fn encode_all(
 ) -> Result<Vec<Arc<[u32]>>, ApiError> {
     let num_bytes = prompts.iter().map(Prompt::num_bytes).sum();
     let encode = || prompts.into_iter().map(|prompt| prompt.encode(generator, adds_special, parameters)).collect();
-    aside_in_turn(num_bytes, encode).await
+    block_in_place_in_turn(num_bytes, encode).await
 }

@@ -20,7 +20,7 @@ use super::tools::{Tool, ToolForm, Tools};
 use crate::api::status::shown;
 use crate::api::triton::http::{Held, Reply, read_body};
 use crate::state::State;
-use crate::transport::large_work::aside_in_turn;
+use crate::transport::large_work::block_in_place_in_turn;
 
 /// Outputs that `include` may name. Reasoning is always sent as it is, so that nothing is encrypted.
 const LOGPROBS: &str = "message.output_text.logprobs";
@@ -33,7 +33,7 @@ pub(super) async fn responses(state: &Arc<State>, headers: &HeaderMap, body: Inc
         charge.add(tree_bytes(&body)?)?;
         read(&body, state.server.limits(), state.config.unknown_fields)
     };
-    let (request, echoed) = aside_in_turn(body.len(), read).await?;
+    let (request, echoed) = block_in_place_in_turn(body.len(), read).await?;
     drop(body);
     let format = move |run: ChatRun| -> Box<dyn AnswerFormat> { Box::new(ResponsesFormat::new(&run.unique, echoed)) };
     complete::chat(state, request, charge, format).await

@@ -23,7 +23,7 @@ use crate::api::triton::http::Reply;
 use crate::api::triton::http::{generate, json};
 use crate::state::State;
 use crate::transport::budget::Charge;
-use crate::transport::large_work::aside_in_turn;
+use crate::transport::large_work::block_in_place_in_turn;
 
 /// Names of the input with the prompt.
 pub(super) const PROMPT: [&str; 5] = ["text_input", "prompt", "PROMPT", "INPUT_TEXT", "text"];
@@ -62,7 +62,7 @@ pub(super) async fn complete(
     let num_bytes: usize = prompts.iter().map(String::len).sum();
     let echoes = if request.echo { prompts.clone() } else { Vec::new() };
     let begin = || begin(state, config, &request, is_chat, prompts, &forwarded);
-    let choices = aside_in_turn(num_bytes + count * REQUEST_BYTES, begin).await?;
+    let choices = block_in_place_in_turn(num_bytes + count * REQUEST_BYTES, begin).await?;
     let head = Head::new(&request.parameters, &request.model, is_chat, Vec::new(), None);
     let pieces: Pieces = if is_chat { divide(&request, choices, count, TurnPlan::plain()) } else { Box::pin(choices) };
     let echo = Echo { texts: echoes, lists_tokens: request.parameters.logprobs.is_some() };

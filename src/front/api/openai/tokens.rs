@@ -18,7 +18,7 @@ use super::parameters::Parameters;
 use super::prompt::{Prompt, encode_all};
 use crate::api::triton::http::{Held, JSON, Reply, read_body, reply};
 use crate::state::State;
-use crate::transport::large_work::aside_in_turn;
+use crate::transport::large_work::block_in_place_in_turn;
 
 /// A request to encode a text or a conversation.
 struct TokenizeRequest {
@@ -77,7 +77,7 @@ pub(super) async fn tokenize(state: &State, headers: &HeaderMap, body: Incoming)
         charge.add(tree_bytes(&body)?)?;
         TokenizeRequest::read(&body, state.server.limits(), state.config.unknown_fields)
     };
-    let request = aside_in_turn(body.len(), read).await?;
+    let request = block_in_place_in_turn(body.len(), read).await?;
     let (name, generator) = find(state, request.model)?;
     let (prompt, adds_special) = match request.input {
         TokenizeInput::Prompt(text) => (Prompt::Text(text), generator.adds_special_tokens),
@@ -103,7 +103,8 @@ pub(super) async fn detokenize(state: &State, headers: &HeaderMap, body: Incomin
     let missing = || ApiError::of_field("tokens", "`tokens` is missing: it is a list of token ids.");
     let tokens = fields.token_ids("tokens", generator.max_sequence_len)?.ok_or_else(missing)?;
     fields.finish(state.config.unknown_fields)?;
-    let text = aside_in_turn(tokens.len() * size_of::<u32>(), || generator.tokenizer.decode(&tokens, false)).await;
+    let text =
+        block_in_place_in_turn(tokens.len() * size_of::<u32>(), || generator.tokenizer.decode(&tokens, false)).await;
     Ok(json_reply(&json!({"prompt": text})))
 }
 
@@ -119,7 +120,7 @@ pub(super) async fn render(
         charge.add(tree_bytes(&body)?)?;
         CompletionRequest::read(&body, is_chat, state.server.limits(), state.config.unknown_fields)
     };
-    let mut request = aside_in_turn(body.len(), read).await?;
+    let mut request = block_in_place_in_turn(body.len(), read).await?;
     let (_, generator) = find(state, Some(request.model.clone()))?;
     let prompts = take_prompts(state, &mut request).await?;
     charge.add(2 * prompts.iter().map(Prompt::num_bytes).sum::<usize>())?;

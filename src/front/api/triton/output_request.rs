@@ -4,7 +4,7 @@ use serving::{CorrelationId, InferError, InferRequest, Parameter};
 
 /// How one requested output comes back.
 #[derive(Debug, Clone, Default, PartialEq)]
-pub struct OutputAsk {
+pub struct OutputRequest {
     /// The output's name.
     pub name: String,
     /// As the `n` top classes instead of values; 0 for values.

@@ -13,9 +13,9 @@ use serving::{
     ClientMemory, ClientSlice, CopyBudget, DataType, ErrorKind, InferError, InferRequest, Limit, Limits, copy_within,
 };
 
-use crate::api::triton::output_request::{OutputAsk, RegionSlice};
+use crate::api::triton::output_request::{OutputRequest, RegionSlice};
 use crate::transport::budget::{Budget, Charge};
-use crate::transport::large_work::aside;
+use crate::transport::large_work::block_in_place_if_large;
 
 /// Opens device memory of clients.
 pub trait ClientDevices: std::fmt::Debug + Send + Sync {
@@ -364,7 +364,7 @@ impl SharedMemory {
     ///
     /// # Errors
     /// When inputs that are in the way cannot be read.
-    pub fn place_outputs(&self, asks: &[OutputAsk], request: &mut InferRequest) -> Result<(), InferError> {
+    pub fn place_outputs(&self, asks: &[OutputRequest], request: &mut InferRequest) -> Result<(), InferError> {
         for (ask, region) in asks.iter().filter_map(|ask| Some((ask, ask.region.as_ref()?))) {
             if let Ok(Slice::System(slice)) = self.slice(region) {
                 request.client_memory.outputs.push((ask.name.clone(), slice));
@@ -484,12 +484,14 @@ enum Slice {
 impl Slice {
     fn read(&self) -> Result<Bytes, InferError> {
         match self {
-            Slice::System(slice) => aside(slice.byte_size as usize, || slice.read()),
-            Slice::Cuda { memory, offset, byte_size, region, budget } => aside(*byte_size as usize, || {
-                copy_within(budget.as_deref(), *byte_size, |data| {
-                    memory.read(*offset, data).map_err(|why| unusable(region, &why))
+            Slice::System(slice) => block_in_place_if_large(slice.byte_size as usize, || slice.read()),
+            Slice::Cuda { memory, offset, byte_size, region, budget } => {
+                block_in_place_if_large(*byte_size as usize, || {
+                    copy_within(budget.as_deref(), *byte_size, |data| {
+                        memory.read(*offset, data).map_err(|why| unusable(region, &why))
+                    })
                 })
-            }),
+            }
         }
     }
 }

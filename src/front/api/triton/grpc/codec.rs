@@ -6,7 +6,7 @@ use tonic::Status;
 use tonic::codec::{BufferSettings, Codec, DecodeBuf, Decoder};
 use tonic_prost::ProstCodec;
 
-use crate::transport::large_work::aside;
+use crate::transport::large_work::block_in_place_if_large;
 
 /// The codec of the inference service: answers `Answer`, asks `Ask`.
 #[derive(Debug)]
@@ -47,7 +47,7 @@ impl<Inner: Decoder<Error = Status>> Decoder for MessageDecoder<Inner> {
 
     fn decode(&mut self, bytes: &mut DecodeBuf<'_>) -> Result<Option<Self::Item>, Status> {
         let num_bytes = bytes.remaining();
-        aside(num_bytes, || self.0.decode(bytes)).map_err(|error| {
+        block_in_place_if_large(num_bytes, || self.0.decode(bytes)).map_err(|error| {
             let words = format!("Unable to parse request: {}", error.message());
             Status::new(error.code(), words)
         })

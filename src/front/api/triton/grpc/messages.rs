@@ -14,7 +14,7 @@ use crate::api::triton::grpc::scan::{Kind, ScanError, scan};
 use crate::state::State;
 use crate::transport::budget::{Charge, Waiting};
 use crate::transport::content_coding::{Coding, Unreadable};
-use crate::transport::large_work::aside;
+use crate::transport::large_work::block_in_place_if_large;
 
 /// Largest message of calls that take a few names and settings.
 pub const SMALL_MESSAGE_BYTES: usize = 64 << 10;
@@ -144,7 +144,7 @@ impl<B: Body<Data = Bytes, Error = h2::Error> + Unpin> Messages<B> {
         self.prefix_len = 0;
         self.waiting = Waiting::Not;
         let charge = self.charge.split_off(PREFIX_BYTES + len);
-        let bytes = aside(len, || self.finish(is_packed, bytes, &charge))?;
+        let bytes = block_in_place_if_large(len, || self.finish(is_packed, bytes, &charge))?;
         Ok(Some(Message { bytes, charge }))
     }
 

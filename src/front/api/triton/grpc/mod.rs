@@ -30,7 +30,7 @@ use crate::api::triton::shared_memory::MemoryKind;
 use crate::state::State;
 use crate::telemetry::log_settings::LogValue;
 use crate::transport::budget::Charge;
-use crate::transport::large_work::aside_in_turn;
+use crate::transport::large_work::block_in_place_in_turn;
 
 /// The service.
 pub struct KserveGrpc {
@@ -57,7 +57,7 @@ impl KserveGrpc {
             ));
         }
         let read = || request::read(message, &self.state.memory, &self.state.declared_datatype());
-        let asked = aside_in_turn(num_bytes, read).await?;
+        let asked = block_in_place_in_turn(num_bytes, read).await?;
         let mut request = asked.request;
         let context = forwarded.as_ref().and_then(|forwarded| forwarded.context);
         if let Some(Forwarded { headers, .. }) = forwarded {
@@ -67,7 +67,7 @@ impl KserveGrpc {
         trace.iter().for_each(|trace| trace.mark("GRPC_WAITREAD_END"));
         request.trace = trace.clone();
         let model = request.model_name.clone();
-        let responses = aside_in_turn(num_bytes, || self.state.server.infer(request)).await?;
+        let responses = block_in_place_in_turn(num_bytes, || self.state.server.infer(request)).await?;
         let response = single_response(&model, responses).await?;
         trace.iter().for_each(|trace| trace.mark("GRPC_SEND_START"));
         let response = self.state.deliver(&asked.outputs, response)?;
@@ -162,7 +162,7 @@ impl GrpcInferenceService for KserveGrpc {
     ) -> Result<Response<CudaSharedMemoryRegisterResponse>, Status> {
         let CudaSharedMemoryRegisterRequest { name, raw_handle, device_id, byte_size } = request.into_inner();
         let state = self.state.clone();
-        ask_driver(move || state.memory.register_cuda(&name, &raw_handle, device_id, byte_size))
+        query_devices(move || state.memory.register_cuda(&name, &raw_handle, device_id, byte_size))
             .await
             .map(|()| Response::new(CudaSharedMemoryRegisterResponse {}))
             .map_err(grpc_status)
@@ -177,7 +177,10 @@ impl GrpcInferenceService for KserveGrpc {
             state.memory.unregister(MemoryKind::Cuda, &name);
             Ok(())
         };
-        ask_driver(unregister).await.map(|()| Response::new(CudaSharedMemoryUnregisterResponse {})).map_err(grpc_status)
+        query_devices(unregister)
+            .await
+            .map(|()| Response::new(CudaSharedMemoryUnregisterResponse {}))
+            .map_err(grpc_status)
     }
 
     async fn trace_setting(
@@ -201,15 +204,15 @@ impl GrpcInferenceService for KserveGrpc {
         &self,
         request: Request<LogSettingsRequest>,
     ) -> Result<Response<LogSettingsResponse>, Status> {
-        use log_settings_request::setting_value::ParameterChoice as Asked;
+        use log_settings_request::setting_value::ParameterChoice as ParsedRequest;
         use log_settings_response::{SettingValue, setting_value::ParameterChoice};
         let settings = request.into_inner().settings;
         self.state.server.limits().check(Limit::Parameters, settings.len()).map_err(grpc_status)?;
         let settings = settings.into_iter().map(|(key, setting)| {
             let value = match setting.parameter_choice {
-                Some(Asked::BoolParam(value)) => LogValue::Bool(value),
-                Some(Asked::Uint32Param(value)) => LogValue::Uint(value),
-                Some(Asked::StringParam(value)) => LogValue::String(value),
+                Some(ParsedRequest::BoolParam(value)) => LogValue::Bool(value),
+                Some(ParsedRequest::Uint32Param(value)) => LogValue::Uint(value),
+                Some(ParsedRequest::StringParam(value)) => LogValue::String(value),
                 // Nothing is of the wrong type for every setting.
                 None if key == "log_format" => LogValue::Bool(false),
                 None => LogValue::String(String::new()),
@@ -321,6 +324,6 @@ fn no_repository_name(name: &str) -> Result<(), Status> {
 ///
 /// # Errors
 /// The work's own.
-pub async fn ask_driver(work: impl FnOnce() -> Result<(), InferError> + Send + 'static) -> Result<(), InferError> {
+pub async fn query_devices(work: impl FnOnce() -> Result<(), InferError> + Send + 'static) -> Result<(), InferError> {
     tokio::task::spawn_blocking(work).await.unwrap_or_else(|error| Err(InferError::internal(error.to_string())))
 }

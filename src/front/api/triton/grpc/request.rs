@@ -6,18 +6,20 @@ use serving::{ClientMemory, DataType, InferError, InferRequest, Name, Parameter,
 use crate::api::triton::grpc::proto::infer_parameter::ParameterChoice;
 use crate::api::triton::grpc::proto::model_infer_request::{InferInputTensor, InferRequestedOutputTensor};
 use crate::api::triton::grpc::proto::{InferParameter, InferTensorContents, ModelInferRequest};
-use crate::api::triton::output_request::{EMPTY_FINAL, OutputAsk, Refusal, RegionSlice, no_such_choice, set_parameter};
+use crate::api::triton::output_request::{
+    EMPTY_FINAL, OutputRequest, Refusal, RegionSlice, no_such_choice, set_parameter,
+};
 use crate::api::triton::shared_memory::SharedMemory;
 
 type Parameters = std::collections::BTreeMap<String, InferParameter>;
 
 /// A request and how its client wants the answer.
 #[derive(Debug, Default)]
-pub struct Asked {
+pub struct ParsedRequest {
     /// What the model sees.
     pub request: InferRequest,
     /// Outputs that come back in a special way.
-    pub outputs: Vec<OutputAsk>,
+    pub outputs: Vec<OutputRequest>,
     /// Whether an empty final response is wanted.
     pub wants_empty_final: bool,
 }
@@ -29,15 +31,19 @@ pub type Declared<'a> = &'a dyn Fn(&str, &str, &str) -> Option<DataType>;
 ///
 /// # Errors
 /// When a parameter or a tensor's contents cannot be.
-pub fn read(message: ModelInferRequest, memory: &SharedMemory, declared: Declared<'_>) -> Result<Asked, InferError> {
-    let mut asked = Asked {
+pub fn read(
+    message: ModelInferRequest,
+    memory: &SharedMemory,
+    declared: Declared<'_>,
+) -> Result<ParsedRequest, InferError> {
+    let mut asked = ParsedRequest {
         request: InferRequest {
             model_name: message.model_name.into(),
             model_version: message.model_version.into(),
             id: message.id.into(),
             ..InferRequest::default()
         },
-        ..Asked::default()
+        ..ParsedRequest::default()
     };
     read_parameters(message.parameters, &mut asked)?;
     let InferRequest { model_name, model_version, client_memory, .. } = &mut asked.request;
@@ -51,7 +57,7 @@ pub fn read(message: ModelInferRequest, memory: &SharedMemory, declared: Declare
     Ok(asked)
 }
 
-fn read_parameters(parameters: Parameters, asked: &mut Asked) -> Result<(), InferError> {
+fn read_parameters(parameters: Parameters, asked: &mut ParsedRequest) -> Result<(), InferError> {
     for (key, parameter) in parameters {
         if key == EMPTY_FINAL {
             let Some(ParameterChoice::BoolParam(wanted)) = parameter.parameter_choice else {
@@ -242,7 +248,11 @@ fn narrow<Wide: Copy, Narrow: TryFrom<Wide>, const SIZE: usize>(
     Some(())
 }
 
-fn read_output(output: InferRequestedOutputTensor, asked: &mut Asked, memory: &SharedMemory) -> Result<(), InferError> {
+fn read_output(
+    output: InferRequestedOutputTensor,
+    asked: &mut ParsedRequest,
+    memory: &SharedMemory,
+) -> Result<(), InferError> {
     let num_classes = match output.parameters.get("classification").map(|parameter| &parameter.parameter_choice) {
         None => 0,
         Some(Some(ParameterChoice::Int64Param(count))) if *count > 0 => *count as usize,
@@ -258,7 +268,7 @@ fn read_output(output: InferRequestedOutputTensor, asked: &mut Asked, memory: &S
     region.iter().try_for_each(|region| memory.check(region))?;
     asked.request.requested_outputs.push(Name::from(&output.name));
     if num_classes > 0 || region.is_some() {
-        asked.outputs.push(OutputAsk { name: output.name, num_classes, region, is_binary: None });
+        asked.outputs.push(OutputRequest { name: output.name, num_classes, region, is_binary: None });
     }
     Ok(())
 }

@@ -25,7 +25,7 @@ use crate::api::triton::grpc::stream_infer::InferStream;
 use crate::state::State;
 use crate::transport::budget::Charge;
 use crate::transport::http2::{Call, Gone, Progress, RequestBody, poll_room};
-use crate::transport::large_work::aside;
+use crate::transport::large_work::block_in_place_if_large;
 use crate::transport::wake_flag::WakeFlag;
 
 /// The call's path.
@@ -57,7 +57,7 @@ pub struct StreamCall {
 /// The request that a message is.
 fn decode(message: Message) -> Result<(ModelInferRequest, Charge), Status> {
     let Message { bytes, charge } = message;
-    let decoded = aside(charge.held(), || ModelInferRequest::decode(bytes));
+    let decoded = block_in_place_if_large(charge.held(), || ModelInferRequest::decode(bytes));
     Ok((decoded.map_err(|error| Status::internal(error.to_string()))?, charge))
 }
 

@@ -14,13 +14,13 @@ use tonic::Status;
 
 use crate::api::status::grpc_status;
 use crate::api::triton::grpc::proto::ModelInferRequest;
-use crate::api::triton::grpc::request::{self, Asked};
+use crate::api::triton::grpc::request::{self, ParsedRequest};
 use crate::api::triton::grpc::response::{InferReply, ReplyTemplate, StreamReply};
 use crate::api::triton::grpc::service::Forwarded;
 use crate::api::triton::header_parameters::forward;
 use crate::state::State;
 use crate::transport::budget::Charge;
-use crate::transport::large_work::aside;
+use crate::transport::large_work::block_in_place_if_large;
 use crate::transport::wake_flag::WakeFlag;
 
 /// What a client asks, and what pays for it.
@@ -54,7 +54,7 @@ struct Active {
 /// One accepted request: its responses, and what they echo.
 struct ActiveRequest {
     state: Arc<State>,
-    asked: Asked,
+    asked: ParsedRequest,
     template: ReplyTemplate,
     is_decoupled: bool,
     /// An error was sent.
@@ -110,7 +110,9 @@ impl InferStream {
                 Some(Ok((message, charge))) => {
                     let id = message.id.clone();
                     let (state, forwarded) = (self.state.clone(), self.forwarded.as_ref());
-                    match aside(charge.held(), || ActiveRequest::start(state, message, forwarded, charge)) {
+                    match block_in_place_if_large(charge.held(), || {
+                        ActiveRequest::start(state, message, forwarded, charge)
+                    }) {
                         Ok(request) => self.active.push(request),
                         Err(error) => return Poll::Ready(Some(Ok(Event::refused(id, error)))),
                     }

@@ -11,18 +11,18 @@ use serving::{
 
 use crate::api::triton::http::json::{self, Value, in_field};
 use crate::api::triton::http::json_writer::JsonWriter;
-use crate::api::triton::output_request::{OutputAsk, RegionSlice};
+use crate::api::triton::output_request::{OutputRequest, RegionSlice};
 use crate::api::triton::shapes::fit_shape;
 use crate::api::triton::shared_memory::SharedMemory;
 use crate::transport::body::ReplyBody;
 
 /// A request and how its client wants the answer.
 #[derive(Debug, Default)]
-pub struct Asked {
+pub struct ParsedRequest {
     /// What the model sees.
     pub request: InferRequest,
     /// Outputs that come back in a special way.
-    pub outputs: Vec<OutputAsk>,
+    pub outputs: Vec<OutputRequest>,
     /// Whether outputs that say nothing come raw.
     pub is_binary: bool,
 }
@@ -37,13 +37,13 @@ pub fn read(
     head_len: Option<usize>,
     memory: &SharedMemory,
     limits: &Limits,
-) -> Result<Asked, InferError> {
+) -> Result<ParsedRequest, InferError> {
     let head_len = head_len.unwrap_or(body.len());
     if head_len > body.len() {
         return Err(not_in_body(head_len, body.len()));
     }
     let head = json::parse(&body[..head_len], limits)?;
-    let mut asked = Asked::default();
+    let mut asked = ParsedRequest::default();
     if let Some(id) = head.member("id") {
         asked.request.id = id.as_str().map_err(|error| in_field("id", error))?.into();
         limits.check(Limit::IdBytes, asked.request.id.len())?;
@@ -97,7 +97,7 @@ pub fn not_in_body(head_len: impl std::fmt::Display, body_len: usize) -> InferEr
 ///
 /// # Errors
 /// When the model has several inputs, or one that a body cannot stand for.
-pub fn read_raw(body: Bytes, config: &ModelConfig) -> Result<Asked, InferError> {
+pub fn read_raw(body: Bytes, config: &ModelConfig) -> Result<ParsedRequest, InferError> {
     let [input] = config.input.as_slice() else {
         return Err(InferError::invalid(format!(
             "[request id: <id_unknown>] Raw request must only have 1 input (found 1) to be deduced but got {} inputs in \
@@ -144,10 +144,10 @@ pub fn read_raw(body: Bytes, config: &ModelConfig) -> Result<Asked, InferError> 
         return Err(InferError::invalid("the request has no body, expected a JSON infer request"));
     }
     let request = InferRequest { inputs: vec![tensor], ..InferRequest::default() };
-    Ok(Asked { request, outputs: Vec::new(), is_binary: true })
+    Ok(ParsedRequest { request, outputs: Vec::new(), is_binary: true })
 }
 
-fn read_parameter(asked: &mut Asked, key: &str, value: &Value<'_>) -> Result<(), InferError> {
+fn read_parameter(asked: &mut ParsedRequest, key: &str, value: &Value<'_>) -> Result<(), InferError> {
     if key == "binary_data_output" {
         asked.is_binary = value.as_bool().map_err(|error| in_field(key, error))?;
         return Ok(());
@@ -340,7 +340,7 @@ fn read_region(parameters: Option<&Value<'_>>) -> Result<Option<RegionSlice>, In
 /// `seen`: the outputs before this one.
 fn read_output(
     output: &Value<'_>,
-    asked: &mut Asked,
+    asked: &mut ParsedRequest,
     seen: &mut HashSet<Name>,
     memory: &SharedMemory,
     limits: &Limits,
@@ -372,7 +372,7 @@ fn read_output(
     }
     // Of several entries for one output the first counts.
     if !is_again && (num_classes > 0 || region.is_some() || is_binary.is_some()) {
-        asked.outputs.push(OutputAsk { name, num_classes, region, is_binary });
+        asked.outputs.push(OutputRequest { name, num_classes, region, is_binary });
     }
     Ok(())
 }
@@ -392,7 +392,7 @@ const COPY_BELOW: usize = 16 << 10;
 ///
 /// # Errors
 /// When an output has no JSON form.
-pub fn write(response: InferResponse, outputs: &[OutputAsk], is_binary: bool) -> Result<Answer, InferError> {
+pub fn write(response: InferResponse, outputs: &[OutputRequest], is_binary: bool) -> Result<Answer, InferError> {
     let mut writer = JsonWriter::with_capacity(256);
     writer.begin_object();
     write_head(&mut writer, &response);

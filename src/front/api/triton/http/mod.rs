@@ -25,17 +25,17 @@ use serving::{ErrorKind, InferError, InferResponse, Limit, SharedLimit, Trace};
 
 use crate::api::openai;
 use crate::api::status::{generate_status, http_status};
-use crate::api::triton::grpc::ask_driver;
+use crate::api::triton::grpc::query_devices;
 use crate::api::triton::grpc::stream_infer::single_response;
 use crate::api::triton::header_parameters::forward;
 use crate::api::triton::http::generate::{Events, NOT_ONE_RESPONSE, error_text};
-use crate::api::triton::http::infer::Asked;
+use crate::api::triton::http::infer::ParsedRequest;
 use crate::api::triton::http::route::{ModelPath, Route};
 use crate::state::State;
 use crate::transport::body::{ReplyBody, read_all};
 use crate::transport::budget::Charge;
 use crate::transport::content_coding::Coding;
-use crate::transport::large_work::{aside, aside_in_turn};
+use crate::transport::large_work::{block_in_place_if_large, block_in_place_in_turn};
 use crate::transport::restricted::{Api, Denied};
 
 /// A response of ours.
@@ -154,7 +154,7 @@ async fn control(state: &Arc<State>, route: Route<'_>, changes: bool, body: Byte
                 server.memory.unregister(kind, &region);
                 Ok(())
             };
-            ask_driver(unregister).await.map(done)
+            query_devices(unregister).await.map(done)
         }
         Route::TraceSetting { model } => settings::trace(state, model, changes.then_some(&body)),
         Route::Logging => settings::logging(state, changes.then_some(&body)),
@@ -198,20 +198,20 @@ async fn infer(state: &State, model: ModelPath<'_>, headers: &HeaderMap, body: I
         let head = &body[..head_len.unwrap_or(num_bytes).min(num_bytes)];
         charge.add(json::tensor_bytes(head))?;
         let head_bytes = head.len();
-        aside_in_turn(head_bytes, || infer::read(model.name, body, head_len, &state.memory, limits)).await?
+        block_in_place_in_turn(head_bytes, || infer::read(model.name, body, head_len, &state.memory, limits)).await?
     };
     asked.request.model_name = model.name.into();
     asked.request.model_version = model.version.into();
     asked.request.trace = trace.clone();
     forward(&mut asked.request, &state.config.http_forward.pick(headers)?);
-    let Asked { request, outputs, is_binary } = asked;
-    let responses = aside_in_turn(num_bytes, || state.server.infer(request)).await?;
+    let ParsedRequest { request, outputs, is_binary } = asked;
+    let responses = block_in_place_in_turn(num_bytes, || state.server.infer(request)).await?;
     let response = single_response(model.name, responses).await;
     mark(&trace, "HTTP_SEND_START");
     let delivered = response.and_then(|response| state.deliver(&outputs, response));
     let write = |response: InferResponse| {
         let num_bytes = response.outputs.iter().map(|output| output.data.len()).sum();
-        aside(num_bytes, || infer::write(response, &outputs, is_binary))
+        block_in_place_if_large(num_bytes, || infer::write(response, &outputs, is_binary))
     };
     let answer = match delivered.and_then(write) {
         Ok(answer) => answer,
@@ -293,14 +293,15 @@ async fn start_generate(
     coding.map_err(|_| InferError::invalid(unsupported))?;
     charge.add(json::tensor_bytes(&body))?;
     let num_bytes = body.len();
-    let mut request = aside_in_turn(num_bytes, || generate::read(&body, &config, state.server.limits())).await?;
+    let mut request =
+        block_in_place_in_turn(num_bytes, || generate::read(&body, &config, state.server.limits())).await?;
     drop(body);
     request.model_name = model.name.into();
     request.model_version = model.version.into();
     request.trace = trace;
     forward(&mut request, &state.config.http_forward.pick(headers)?);
     let is_decoupled = state.server.is_decoupled(model.name, model.version)?;
-    let responses = aside_in_turn(num_bytes, || state.server.infer(request)).await?;
+    let responses = block_in_place_in_turn(num_bytes, || state.server.infer(request)).await?;
     Ok(Begun { responses, is_decoupled, charge })
 }
 
@@ -328,8 +329,9 @@ async fn read_coded(state: &State, coding: Option<Coding>, body: Incoming) -> Re
     let mut bytes = read_all(body, limit, &charge).await?;
     if let Some(coding) = coding {
         let unpacked_len = bytes.len().saturating_mul(UNPACKING).min(limit);
-        bytes =
-            aside_in_turn(unpacked_len, || coding.decode(&bytes, limit, &charge)).await.map_err(InferError::from)?;
+        bytes = block_in_place_in_turn(unpacked_len, || coding.decode(&bytes, limit, &charge))
+            .await
+            .map_err(InferError::from)?;
     }
     Ok(Held { bytes, charge })
 }
@@ -342,7 +344,7 @@ fn compress(reply: Reply, coding: Coding) -> Result<Reply, InferError> {
     let (mut head, body) = reply.into_parts();
     let ReplyBody::Parts(parts) = body else { return Ok(Response::from_parts(head, body)) };
     let whole: Vec<u8> = parts.iter().flat_map(|part| part.iter().copied()).collect();
-    let packed = aside(whole.len(), || coding.encode(&whole))
+    let packed = block_in_place_if_large(whole.len(), || coding.encode(&whole))
         .map_err(|error| InferError::internal(format!("response cannot be compressed: {error}")))?;
     head.headers.insert(CONTENT_ENCODING, HeaderValue::from_static(coding.name()));
     Ok(Response::from_parts(head, packed.into()))

@@ -5,7 +5,7 @@ use std::sync::Arc;
 use bytes::Bytes;
 use serving::{InferError, Limit, Limits};
 
-use crate::api::triton::grpc::ask_driver;
+use crate::api::triton::grpc::query_devices;
 use crate::api::triton::http::base64;
 use crate::api::triton::http::json::{self, Value};
 use crate::api::triton::http::json_writer::JsonWriter;
@@ -86,7 +86,7 @@ pub async fn register_memory(
             .ok_or_else(|| InferError::invalid("'raw_handle' must be a valid base64 encoded cudaIpcMemHandle_t"))?;
         let (state, region) = (Arc::clone(state), region.to_owned());
         let device = i64::try_from(device).unwrap_or(-1);
-        return ask_driver(move || state.memory.register_cuda(&region, &handle, device, byte_size)).await;
+        return query_devices(move || state.memory.register_cuda(&region, &handle, device, byte_size)).await;
     }
     let key = required("key")?.as_str()?;
     let offset = root.member("offset").map_or(Ok(0), Value::as_u64)?;

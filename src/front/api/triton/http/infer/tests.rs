@@ -1,12 +1,12 @@
 use super::*;
 use serving::ErrorKind;
 
-fn read_text(text: &str, head_len: Option<usize>) -> Result<Asked, InferError> {
+fn read_text(text: &str, head_len: Option<usize>) -> Result<ParsedRequest, InferError> {
     let memory = SharedMemory::new(true, Default::default());
     read("m", Bytes::copy_from_slice(text.as_bytes()), head_len, &memory, &Limits::default())
 }
 
-fn with_input(fields: &str) -> Result<Asked, InferError> {
+fn with_input(fields: &str) -> Result<ParsedRequest, InferError> {
     read_text(&format!(r#"{{"inputs":[{{"name":"IN",{fields}}}]}}"#), None)
 }
 
@@ -79,7 +79,7 @@ fn a_response_is_json_with_raw_tensors_behind_it() {
         outputs: vec![Tensor::from_i32("A", &[2], &[-1, 2]), Tensor::from_f32("B", &[1], &[0.5])],
         ..InferResponse::default()
     };
-    let raw_b = OutputAsk { name: "B".into(), is_binary: Some(true), ..OutputAsk::default() };
+    let raw_b = OutputRequest { name: "B".into(), is_binary: Some(true), ..OutputRequest::default() };
     let answer = write(response, &[raw_b], false).unwrap();
     let ReplyBody::Parts(parts) = answer.body else { panic!("a response is no stream") };
     let head = r#"{"model_name":"m","model_version":"1","outputs":[{"name":"A","datatype":"INT32","shape":[2],"data":[-1,2]},{"name":"B","datatype":"FP32","shape":[1],"parameters":{"binary_data_size":4}}]}"#;
