@@ -15,6 +15,9 @@ sys.path.append(str(ROOT / "tests/support"))
 
 from ports import free_ports  # noqa: E402 (needs the path above)
 
+# They run in environments of their own.
+collect_ignore = ["frameworks", "node"]
+
 BINARIES = Path(os.environ.get("TRIREME_BINARIES", ROOT / "target/debug"))
 
 

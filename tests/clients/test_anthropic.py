@@ -90,3 +90,10 @@ def test_errors_have_anthropics_form(client):
         with pytest.raises(urllib.error.HTTPError) as error:
             urllib.request.urlopen(f"{str(client.base_url).rstrip('/')}/v1/messages", data=body, timeout=30)
         assert error.value.code == 400 and json.load(error.value)["type"] == "error"
+
+
+@pytest.mark.parametrize("field, value", [("n", 2), ("return_token_ids", True), ("stop", ["x"])])
+def test_fields_without_a_place_in_a_message_are_refused(world, field, value):
+    client = anthropic.Anthropic(base_url=f"http://{world.http}", api_key="none", max_retries=0)
+    with pytest.raises(anthropic.BadRequestError, match=field):
+        client.messages.create(model="ensemble", max_tokens=4, messages=[{"role": "user", "content": "Hi"}], stop_sequences=["y"], extra_body={field: value})

@@ -107,9 +107,8 @@ fn read(body: &[u8], limits: &Limits, unknown: UnknownFields, purpose: Purpose) 
     let is_prefilled = conversation.messages.last().is_some_and(|message| message["role"] == "assistant");
     conversation.continue_final_message = is_prefilled;
     conversation.add_generation_prompt = !is_prefilled;
-    if let Some(spec) = output_config(&mut fields, &mut conversation)? {
-        parameters.constraint = Some(spec);
-    }
+    let spec = output_config(&mut fields, &mut conversation)?;
+    parameters.for_one_turn("output_config", spec)?;
     fields.ignore(&["metadata", "service_tier", "anthropic_version"]);
     fields.finish(unknown)?;
     Ok(CompletionRequest {
@@ -126,7 +125,13 @@ fn read(body: &[u8], limits: &Limits, unknown: UnknownFields, purpose: Purpose) 
 
 /// The sampling fields of Anthropic's API under the names of OpenAI's.
 fn parameters(fields: &mut Fields, limits: &Limits) -> Result<Parameters, ApiError> {
-    fields.rename("stop_sequences", "stop");
+    if fields.peek("stop_sequences").is_some() {
+        if fields.peek("stop").is_some() {
+            return Err(ApiError::of_field("stop", "`stop` and `stop_sequences` are the same; send one of them."));
+        }
+        fields.rename("stop_sequences", "stop");
+    }
+    fields.ignore(&["stop_sequences"]);
     Parameters::read(fields, limits)
 }
 

@@ -127,7 +127,8 @@ impl Parameters {
             temperature: fields
                 .number("temperature", 0.0, 2.0)?
                 .map(|value| if value < LEAST_TEMPERATURE { 0.0 } else { value as f32 }),
-            top_p: float(fields.number("top_p", 0.0, 1.0)?.filter(|top_p| *top_p > 0.0)),
+            // 0 keeps the likeliest token.
+            top_p: float(fields.number("top_p", 0.0, 1.0)?.map(|top_p| top_p.max(f64::from(f32::MIN_POSITIVE)))),
             // vLLM's clients send -1 for all tokens.
             top_k: fields.whole("top_k", -1, MAX_TOKENS)?.map(|top_k| top_k.max(0) as u32),
             min_p: float(fields.number("min_p", 0.0, 1.0)?.map(|min_p| min_p.min(0.999_999))),
@@ -162,6 +163,33 @@ impl Parameters {
             // It fits the narrowest input that a model has for a seed, with room for the numbers of the choices.
             drawn_seed: drawn_number() >> 34,
         })
+    }
+
+    /// Refuses the settings of completions that an answer of one turn has no place for, and sets what `field` says that the
+    /// answer must be.
+    ///
+    /// # Errors
+    /// When there is one, or another field says what the answer must be.
+    pub(super) fn for_one_turn(&mut self, field: &'static str, spec: Option<ConstraintSpec>) -> Result<(), ApiError> {
+        let set = [
+            ("n", self.n != 1),
+            ("prompt_logprobs", self.prompt_logprobs.is_some()),
+            ("return_token_ids", self.return_token_ids),
+            ("stream_options", self.include_usage || self.continuous_usage),
+            ("use_beam_search", self.beams.is_some()),
+        ];
+        if let Some((name, _)) = set.into_iter().find(|(_, is_set)| *is_set) {
+            return Err(ApiError::of_field(
+                name,
+                format!("`{name}` is not supported by this endpoint: an answer is one turn."),
+            ));
+        }
+        if spec.is_some() && self.constraint.is_some() {
+            let words = format!("`{field}` and another field both say what the answer must be; send one of them.");
+            return Err(ApiError::of_field(field, words));
+        }
+        self.constraint = spec.or(self.constraint.take());
+        Ok(())
     }
 
     /// Number of likeliest tokens of each output token, from 0 to 20.

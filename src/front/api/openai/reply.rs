@@ -208,6 +208,11 @@ impl AnswerFormat for OpenAiFormat {
                 false => ("text", json!(piece.text)),
             };
             let mut choice = head.choice(piece, name, value, 0);
+            if let Some(prompt) =
+                head.prompts.get(piece.index / head.n.max(1)).filter(|_| head.return_token_ids && !head.is_chat)
+            {
+                choice["prompt_token_ids"] = json!(**prompt);
+            }
             if let Some(found) = piece.prompt_logprobs.as_ref().filter(|_| !head.is_chat) {
                 choice["prompt_logprobs"] = head.prompt_logprobs(piece.index / head.n.max(1), found);
             }

@@ -47,9 +47,6 @@ fn read(body: &[u8], limits: &Limits, unknown: UnknownFields) -> Result<(Complet
     let instructions = fields.text("instructions")?;
     let messages = read_input(&mut fields, instructions.as_deref(), limits)?;
     let mut parameters = Parameters::read(&mut fields, limits)?;
-    if parameters.n != 1 {
-        return Err(ApiError::of_field("n", "`n` is not supported here: a response has one answer."));
-    }
     parameters.max_tokens = Parameters::token_count(&mut fields, "max_output_tokens")?;
     parameters.logprobs = logprobs(&mut fields)?;
     let mut echoed = Echoed::new(&model, instructions, &parameters);
@@ -66,14 +63,12 @@ fn read(body: &[u8], limits: &Limits, unknown: UnknownFields) -> Result<(Complet
         ..Conversation::default()
     };
     if let Some(reasoning) = fields.object("reasoning")? {
-        if let Some(effort) = reasoning.get("effort").and_then(Value::as_str) {
-            set_effort(&mut conversation.variables, effort, "reasoning")?;
-        }
+        read_reasoning(&reasoning, &mut conversation)?;
         echoed.reasoning = reasoning.into();
     }
-    if let Some(spec) = read_text(&mut fields)? {
-        parameters.constraint = Some(spec);
-    }
+    echoed.text = fields.peek("text").cloned().unwrap_or_else(|| json!({"format": {"type": "text"}}));
+    let spec = read_text(&mut fields)?;
+    parameters.for_one_turn("text", spec)?;
     fields.ignore(&["user", "safety_identifier", "prompt_cache_key", "prompt_cache_retention", "service_tier"]);
     fields.finish(unknown)?;
     let request = CompletionRequest {
@@ -87,6 +82,21 @@ fn read(body: &[u8], limits: &Limits, unknown: UnknownFields) -> Result<(Complet
         is_chat: true,
     };
     Ok((request, echoed))
+}
+
+/// `reasoning`: the effort. Summaries are not made; the reasoning is sent as it is.
+fn read_reasoning(reasoning: &Map<String, Value>, conversation: &mut Conversation) -> Result<(), ApiError> {
+    for (name, value) in reasoning {
+        match (name.as_str(), value) {
+            ("effort", Value::String(effort)) => set_effort(&mut conversation.variables, effort, "reasoning")?,
+            ("summary" | "generate_summary", Value::String(_)) | (_, Value::Null) => {}
+            (name, _) => {
+                let words = format!("`reasoning.{}` is not known or has the wrong type.", shown(name));
+                return Err(ApiError::of_field("reasoning", words));
+            }
+        }
+    }
+    Ok(())
 }
 
 /// Refuses what needs stored responses.

@@ -25,6 +25,7 @@ pub(super) struct Echoed {
     pub(super) parallel_tool_calls: bool,
     pub(super) metadata: Value,
     pub(super) reasoning: Value,
+    pub(super) text: Value,
     lists_logprobs: bool,
 }
 
@@ -41,6 +42,7 @@ impl Echoed {
             parallel_tool_calls: true,
             metadata: json!({}),
             reasoning: json!({"effort": null, "summary": null}),
+            text: json!({"format": {"type": "text"}}),
             lists_logprobs: parameters.logprobs.is_some(),
         }
     }
@@ -129,7 +131,7 @@ impl ResponsesFormat {
             "instructions": instructions, "max_output_tokens": max_output_tokens, "model": model, "output": self.output,
             "parallel_tool_calls": self.echoed.parallel_tool_calls, "previous_response_id": null,
             "reasoning": self.echoed.reasoning, "store": false, "temperature": temperature,
-            "text": {"format": {"type": "text"}}, "tool_choice": self.echoed.tool_choice, "tools": self.echoed.tools,
+            "text": self.echoed.text, "tool_choice": self.echoed.tool_choice, "tools": self.echoed.tools,
             "top_p": top_p, "truncation": "disabled", "usage": usage, "user": null, "metadata": self.echoed.metadata,
         })
     }

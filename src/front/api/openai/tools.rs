@@ -110,7 +110,13 @@ impl Tools {
                     ));
                 }
             };
-            parallel = !given.get("disable_parallel_tool_use").and_then(Value::as_bool).unwrap_or(false);
+            parallel = match given.get("disable_parallel_tool_use") {
+                None | Some(Value::Null) => true,
+                Some(Value::Bool(disable)) => !disable,
+                Some(_) => {
+                    return Err(wrong("`tool_choice.disable_parallel_tool_use` must be true or false.".to_owned()));
+                }
+            };
         }
         Self { list, choice, parallel }.checked()
     }
@@ -184,7 +190,11 @@ fn read_tool(at: usize, mut tool: Value, form: ToolForm) -> Result<Tool, ApiErro
         Some(Value::String(text)) => Some(text),
         Some(_) => return Err(wrong("has a `description` that is no text".to_owned())),
     };
-    let strict = take("strict").and_then(|strict| strict.as_bool()).unwrap_or(false);
+    let strict = match take("strict") {
+        None | Some(Value::Null) => false,
+        Some(Value::Bool(strict)) => strict,
+        Some(_) => return Err(wrong("has a `strict` that is not true or false".to_owned())),
+    };
     Ok(Tool { name, description, parameters, strict })
 }
 
