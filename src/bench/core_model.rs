@@ -119,7 +119,14 @@ pub(crate) async fn run(args: CoreArgs) -> Result<(), ClientError> {
     }
     let prompts = prompts(&args)?;
     let target = Target::open(Protocol::Grpc, &args.url, Some(&args.model), CONNECTIONS).await?;
-    let sampling = Sampling { top_k: 1, top_p: 0.0, temperature: 1.0, stream_output: args.streaming, ignore_eos: true };
+    let sampling = Sampling {
+        top_k: 1,
+        top_p: 0.0,
+        temperature: 1.0,
+        stream_output: args.streaming,
+        ignore_eos: true,
+        extra_body: Default::default(),
+    };
     let print_text = |text: &str| print_text(args.json.as_ref(), text);
     if args.warmup > 0 {
         print_text("[INFO] Warm up for benchmarking.");

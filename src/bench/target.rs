@@ -1,10 +1,12 @@
 //! Servers to measure: sends a prompt and records the times of its response.
 
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use clap::{Args, ValueEnum};
 use client::ClientError;
 use serde::{Deserialize, Serialize};
+use serde_json::{Map, Value};
 
 use crate::dataset::Prompt;
 use crate::target_grpc::GrpcTarget;
@@ -49,6 +51,20 @@ pub(crate) struct Sampling {
     /// Generate beyond the token that ends a sequence, so that the work does not depend on the text
     #[arg(long, default_value = "true", value_parser = crate::boolean, action = clap::ArgAction::Set, num_args = 0..=1, default_missing_value = "true")]
     pub ignore_eos: bool,
+    /// A JSON object whose fields are added to the body of every request, for example a `response_format`; not over gRPC
+    #[arg(long, value_name = "JSON", value_parser = json_object, default_value = "{}")]
+    pub extra_body: Arc<Map<String, Value>>,
+}
+
+impl Sampling {
+    /// Adds the fields of `--extra-body` to a request's body.
+    pub(crate) fn extend(&self, body: &mut Map<String, Value>) {
+        body.extend(self.extra_body.iter().map(|(name, value)| (name.clone(), value.clone())));
+    }
+}
+
+fn json_object(text: &str) -> Result<Arc<Map<String, Value>>, String> {
+    serde_json::from_str(text).map(Arc::new).map_err(|error| format!("not a JSON object: {error}"))
 }
 
 /// The times and tokens of one request.
@@ -171,6 +187,9 @@ impl Target {
     /// Sends a prompt and records its response in `outcome`.
     pub(crate) async fn send(&self, prompt: &Prompt, sampling: &Sampling, outcome: &mut Outcome) {
         let result = match self {
+            Target::Grpc(_) if !sampling.extra_body.is_empty() => {
+                Err(ClientError::Usage("`--extra-body` needs a protocol over HTTP; name one with `--protocol`".into()))
+            }
             Target::Grpc(target) => target.send(prompt, sampling, outcome).await,
             Target::Http(target) => target.send(prompt, sampling, outcome).await,
             Target::OpenAi(target) => target.send(prompt, sampling, outcome).await,

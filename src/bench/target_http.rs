@@ -89,6 +89,7 @@ impl HttpTarget {
         if !add_if_declared(&["ignore_eos"], json!(sampling.ignore_eos)) && sampling.ignore_eos {
             add_if_declared(&["end_id"], json!(-1));
         }
+        sampling.extend(&mut body);
         body.into()
     }
 }
@@ -174,6 +175,7 @@ impl OpenAiTarget {
         if sampling.ignore_eos {
             body["ignore_eos"] = json!(true);
         }
+        sampling.extend(body.as_object_mut().expect("it was made as an object"));
         body
     }
 }
