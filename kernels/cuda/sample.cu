@@ -1,4 +1,4 @@
-// sample_argmax_f32, sample_greedy: the likeliest token of each row, lowest id on a tie
+// sample_argmax_f32, sample_greedy: the likeliest token of each row that its mask allows, lowest id on a tie
 // sample_f32: the next token of each row with its own settings, with log-probabilities
 // sample_join: computes a row's token counts when a sequence takes the row
 //
@@ -137,7 +137,8 @@ __device__ __forceinline__ void append(const SampleArgs& a, u32 s, u32 token) {
 }
 
 extern "C" __global__ void __launch_bounds__(256)
-sample_argmax_f32(u64* pairs, const float* logits, u32 share, u32 stride, u32 first_token) {
+sample_argmax_f32(u64* pairs, const float* logits, u32 share, u32 stride, u32 first_token, const u32* mask_rows,
+                  const u32* masks, u32 mask_words) {
     __shared__ u64 scratch[32];
     const u32 s = blockIdx.x, chunks = gridDim.y;
     const u32 length = (share + chunks - 1) / chunks, begin = blockIdx.y * length;
@@ -146,8 +147,18 @@ sample_argmax_f32(u64* pairs, const float* logits, u32 share, u32 stride, u32 fi
     pdl_launch();
     pdl_wait();
     u64 best = 0;
+    const u32* mask = mask_rows == nullptr || mask_rows[s] == NO_MASK ? nullptr : masks + (u64)mask_rows[s] * mask_words;
+    if (mask == nullptr) {
 #pragma unroll 4
-    for (u32 v = begin + threadIdx.x; v < end; v += 256) best = max_u64(best, pair_of(row[v], first_token + v));
+        for (u32 v = begin + threadIdx.x; v < end; v += 256) best = max_u64(best, pair_of(row[v], first_token + v));
+    } else {
+#pragma unroll 4
+        for (u32 v = begin + threadIdx.x; v < end; v += 256) {
+            const u32 token = first_token + v;
+            const bool allowed = mask[token / 32] >> token % 32 & 1;
+            best = max_u64(best, pair_of(allowed ? row[v] : -INFINITY_F, token));
+        }
+    }
     best = block_max_u64(best, scratch);
     if (threadIdx.x == 0) pairs[(u64)s * chunks + blockIdx.y] = best;
 }

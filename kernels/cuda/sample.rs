@@ -96,6 +96,16 @@ pub struct Masks {
     pub words: Span,
 }
 
+impl Masks {
+    /// Checks the lengths for `count` samples. Returns the rows and the words.
+    fn check(self, op: &'static str, count: usize, vocab: usize) -> Result<(Span, Span), CudaError> {
+        ensure!(op, self.rows.count::<u32>() >= count, "mask rows are shorter than {count}");
+        let words = self.words.count::<u32>();
+        ensure!(op, words >= vocab.div_ceil(32), "{words} words of masks for {vocab} tokens");
+        Ok((self.rows, self.words))
+    }
+}
+
 /// Destination of tokens and log-probabilities: slots in memory that the host reads.
 #[derive(Debug, Clone, Copy)]
 pub struct Outputs {
@@ -193,23 +203,41 @@ fn arguments(
     })
 }
 
-/// Finds the best token of each chunk of this worker's share. `logits` `[rows, stride]` f32, of which the first `share`
-/// columns are used; `pairs` `[rows, ARGMAX_CHUNKS]` u64.
+/// A worker's part of the logits, for [`argmax`].
+#[derive(Debug, Clone, Copy)]
+pub struct Share {
+    /// `[rows, stride]` f32, of which the first `len` columns are used.
+    pub logits: Span,
+    /// Number of tokens.
+    pub len: usize,
+    /// Row length of `logits`.
+    pub stride: usize,
+    /// The token of the first column.
+    pub first_token: u32,
+}
+
+/// Finds the best token of each chunk of this worker's share, among the tokens of the row's mask if there are masks.
+/// `pairs` `[rows, ARGMAX_CHUNKS]` u64; `vocab` is the length of a mask in bits.
 pub fn argmax(
     q: &Queue,
     pairs: Span,
-    logits: Span,
+    part: Share,
     rows: usize,
-    share: usize,
-    stride: usize,
-    first_token: u32,
+    masks: Option<Masks>,
+    vocab: usize,
 ) -> Result<(), CudaError> {
     let op = "sample_argmax";
+    let Share { logits, len: share, stride, first_token } = part;
     ensure!(op, rows > 0 && share > 0 && share <= stride, "{rows} rows of {share} tokens, stride {stride}");
     ensure!(op, logits.count::<f32>() >= (rows - 1) * stride + share, "logits are shorter than {rows} x {stride}");
     ensure!(op, pairs.count::<u64>() >= rows * ARGMAX_CHUNKS, "pairs are shorter than {rows} x {ARGMAX_CHUNKS}");
+    ensure!(op, first_token as usize + share <= vocab, "{share} tokens from {first_token} on, of {vocab}");
+    let (mask_rows, words) = masks.map_or(Ok((Span::NULL, Span::NULL)), |masks| masks.check(op, rows, vocab))?;
     let launch = Launch::new(0, 256).grid(rows as u32, ARGMAX_CHUNKS as u32, 1);
-    let args = [pairs.into(), logits.into(), (share as u32).into(), (stride as u32).into(), first_token.into()];
+    let (share, stride, row_words) = (share as u32, stride as u32, vocab.div_ceil(32) as u32);
+    let operands = [pairs.into(), logits.into(), share.into(), stride.into(), first_token.into()];
+    let masks = [mask_rows.into(), words.into(), row_words.into()];
+    let args: Vec<Arg<'_>> = operands.into_iter().chain(masks).collect();
     q.launch("sample_argmax_f32", launch, &args)
 }
 
@@ -251,10 +279,8 @@ pub fn sample(
     ensure!(op, work.count::<f32>() >= samples.count * vocab, "work is shorter than {} x {vocab}", samples.count);
     let mut args = arguments(logits, work, state, samples, outputs)?;
     if let Some(masks) = masks {
-        ensure!(op, masks.rows.count::<u32>() >= samples.count, "mask rows are shorter than {}", samples.count);
-        let words = masks.words.count::<u32>();
-        ensure!(op, words >= vocab.div_ceil(32), "{words} words of masks for {vocab} tokens");
-        (args.mask_rows, args.masks) = (masks.rows.address(), masks.words.address());
+        let (rows, words) = masks.check(op, samples.count, vocab)?;
+        (args.mask_rows, args.masks) = (rows.address(), words.address());
     }
     q.launch("sample_f32", Launch::new(samples.count as u32, 1024), &[Arg::Bytes(bytemuck::bytes_of(&args))])
 }

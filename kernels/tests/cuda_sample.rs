@@ -8,7 +8,7 @@ use std::sync::Arc;
 use gpu::{Random, open, poisoned};
 use kernels::cuda::sample::{
     self, ARGMAX_CHUNKS, DECAYS, GREEDY, LISTS, Logits, Masks, NO_MASK, Outputs, PENALTIES, RowParams, RowState,
-    Samples, VERIFIES,
+    Samples, Share, VERIFIES,
 };
 use kernels::cuda::{DeviceBuffer, Gpu, PinnedBuffer, Queue};
 
@@ -140,7 +140,10 @@ fn argmax(row: &[f32]) -> u32 {
 fn greedy_is_the_lowest_of_the_likeliest_over_all_workers() {
     let Some((gpu, q)) = open() else { return };
     let mut random = Random::new(1);
-    for (groups, rows, share, vocab) in [(1, 1, 8, 8), (1, 5, 32000, 32000), (4, 3, 1256, 5019), (2, 130, 64, 121)] {
+    let shapes = [(1, 1, 8, 8), (1, 5, 32000, 32000), (4, 3, 1256, 5019), (2, 130, 64, 121)];
+    for ((groups, rows, share, vocab), is_masked) in
+        shapes.into_iter().flat_map(|shape| [(shape, false), (shape, true)])
+    {
         let mut logits = random_logits(&mut random, groups * rows * share);
         // A tie across workers; the lower token must win.
         for s in 0..rows {
@@ -149,13 +152,26 @@ fn greedy_is_the_lowest_of_the_likeliest_over_all_workers() {
                 logits[(v / share * rows + s) * share + v % share] = 50.0;
             }
         }
+        // Masks of a third of the tokens, one without any, and samples without a mask.
+        let row_words = vocab.div_ceil(32);
+        let words: Vec<u32> = (0..rows * row_words)
+            .map(|word| if word < row_words { 0 } else { (random.below(1 << 16) * random.below(1 << 16)) as u32 })
+            .collect();
+        let mask_rows: Vec<u32> = (0..rows as u32).map(|row| if row % 3 == 1 { NO_MASK } else { row }).collect();
+        let on_gpu = [&mask_rows, &words].map(|part| DeviceBuffer::from_slice(&gpu, part).unwrap());
+        let masks = is_masked.then(|| Masks { rows: on_gpu[0].span(), words: on_gpu[1].span() });
+        let allows = |s: usize, v: usize| {
+            let mask = mask_rows[s];
+            !is_masked || mask == NO_MASK || words[mask as usize * row_words + v / 32] >> (v % 32) & 1 == 1
+        };
         let pairs = poisoned::<u64>(&gpu, &q, groups * rows * ARGMAX_CHUNKS);
         let values = DeviceBuffer::from_slice(&gpu, &logits).unwrap();
         for g in 0..groups {
             let part = values.span().elements::<f32>(g * rows * share, rows * share);
             let own = pairs.span().elements::<u64>(g * rows * ARGMAX_CHUNKS, rows * ARGMAX_CHUNKS);
             let real = share.min(vocab - g * share);
-            sample::argmax(&q, own, part, rows, real, share, (g * share) as u32).unwrap();
+            let part = Share { logits: part, len: real, stride: share, first_token: (g * share) as u32 };
+            sample::argmax(&q, own, part, rows, masks, vocab).unwrap();
         }
         let params = DeviceBuffer::from_slice(&gpu, &vec![RowParams { flags: GREEDY, ..plain() }; rows]).unwrap();
         let words = |values: Vec<u32>| DeviceBuffer::from_slice(&gpu, &values).unwrap();
@@ -176,7 +192,8 @@ fn greedy_is_the_lowest_of_the_likeliest_over_all_workers() {
         let found: &[u32] = &bytemuck::cast_slice(&outputs)[..rows];
         let expected: Vec<u32> = (0..rows)
             .map(|s| {
-                argmax(&(0..vocab).map(|v| logits[(v / share * rows + s) * share + v % share]).collect::<Vec<_>>())
+                let value = |v: usize| logits[(v / share * rows + s) * share + v % share];
+                argmax(&(0..vocab).map(|v| if allows(s, v) { value(v) } else { f32::NEG_INFINITY }).collect::<Vec<_>>())
             })
             .collect();
         assert_eq!(found, expected, "{groups} workers, {rows} rows of {vocab}");

@@ -131,7 +131,8 @@ impl CudaDevice {
     fn key(&self, bucket: usize) -> Key {
         Key {
             bucket,
-            is_greedy: self.current().is_greedy,
+            // The graph of a masked step ends before the sampler.
+            is_greedy: self.current().is_greedy && !self.current().is_masked,
             is_masked: self.current().is_masked,
             is_split: self.is_split,
         }

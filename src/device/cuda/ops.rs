@@ -11,7 +11,7 @@ use kernels::cuda::library_gemm::{GemmBuffers, GemmShape};
 use kernels::cuda::paged_attention::TokenTables;
 use kernels::cuda::prefill_attention::{PrefillAttention, PrefillRows, prefill_attention};
 use kernels::cuda::rope_cache::RopeInputs;
-use kernels::cuda::sample::{self, ARGMAX_CHUNKS, Logits, Samples};
+use kernels::cuda::sample::{self, ARGMAX_CHUNKS, Logits, Masks, Samples, Share};
 use kernels::cuda::skinny_gemm::{self, Epilogue, LinearWeight};
 use kernels::cuda::{Span, embed, gated_activation, gather_rows, paged_attention, rms_norm, rope_cache};
 use ops::{Activation, DeviceError};
@@ -362,13 +362,13 @@ impl CudaDevice {
     fn sample_greedy(&mut self, all: Span, head: &CudaWeight, part: Range<usize>) -> Result<(), DeviceError> {
         let (workspace, group, count) = (self.workspace(), self.group.size(), part.len());
         let pairs = workspace.pairs.span().elements::<u64>(0, group * count * ARGMAX_CHUNKS);
-        let (own, own_pairs) = (self.own_part(all), self.own_part(pairs));
+        let vocab = self.config.limits.vocab_size;
         let first_token = (self.group.rank() * workspace.share) as u32;
-        sample::argmax(&self.queue, own_pairs, own, count, head.rows, workspace.share, first_token)
-            .map_err(device_error)?;
+        let own = Share { logits: self.own_part(all), len: head.rows, stride: workspace.share, first_token };
+        let masks = self.masks(part.clone());
+        sample::argmax(&self.queue, self.own_part(pairs), own, count, masks, vocab).map_err(device_error)?;
         self.group.gather_candidates(&self.queue, pairs, count)?;
         let outputs = workspace.outputs(self.current().spans.slot, part.start);
-        let vocab = self.config.limits.vocab_size;
         sample::greedy(&self.queue, pairs, group, vocab, self.rows.state(), self.samples(part), outputs)
             .map_err(device_error)
     }
@@ -380,9 +380,14 @@ impl CudaDevice {
         let logits = Logits { values: all, share: workspace.share, vocab: self.config.limits.vocab_size };
         let outputs = workspace.outputs(self.current().spans.slot, part.start);
         let scratch = workspace.scratch.span();
-        let masks = self.current().is_masked.then(|| self.masked.masks(part.clone()));
+        let masks = self.masks(part.clone());
         sample::sample(&self.queue, logits, scratch, self.rows.state(), self.samples(part), masks, outputs)
             .map_err(device_error)
+    }
+
+    /// The masks of some of the step's samples, if the step has masks.
+    fn masks(&self, part: Range<usize>) -> Option<Masks> {
+        self.current().is_masked.then(|| self.masked.masks(part))
     }
 
     fn samples(&self, part: Range<usize>) -> Samples {

@@ -82,7 +82,7 @@ impl CudaDevice {
         let host_rows = || inputs.samples.iter().map(|sample| self.rows.host(sample.row.0 as usize));
         // Tokens are chosen in the last stage.
         let is_masked = !inputs.masked.is_empty() && self.pipeline.stage.is_last();
-        let is_greedy = !is_masked && host_rows().all(|row| row.is_plain_greedy);
+        let is_greedy = host_rows().all(|row| row.is_plain_greedy);
         self.current = Some(Current { is_masked, ..self.step_at(shape, is_greedy) });
         Ok(slot)
     }
