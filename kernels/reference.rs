@@ -46,6 +46,17 @@ pub fn gelu_tanh(x: f32) -> f32 {
     (0.5 * x * (1.0 + (std::f64::consts::FRAC_2_PI.sqrt() * (x + 0.044715 * x.powi(3))).tanh())) as f32
 }
 
+/// `0.5 x (1 + erf(x / sqrt(2)))`; the integral of erf by Simpson's rule.
+pub fn gelu(x: f32) -> f32 {
+    let x = f64::from(x);
+    let (end, steps) = ((x.abs() / std::f64::consts::SQRT_2).min(6.0), 400);
+    let width = end / f64::from(steps);
+    let at = |step: i32| (-(f64::from(step) * width).powi(2)).exp();
+    let inner: f64 = (1..steps).map(|step| at(step) * if step % 2 == 1 { 4.0 } else { 2.0 }).sum();
+    let erf = std::f64::consts::FRAC_2_SQRT_PI * width / 3.0 * (at(0) + inner + at(steps));
+    (0.5 * x * (1.0 + erf.copysign(x))) as f32
+}
+
 /// Rotates the pairs `(i, i + D / 2)` of one head by `angles [D / 2]`.
 pub fn rotate(head: &[f32], angles: &[f64]) -> Vec<f32> {
     let half = angles.len();
@@ -65,15 +76,35 @@ pub fn attention(q: &[f32], k: &[f32], v: &[f32], scale: f32) -> Vec<f32> {
 /// Like [`attention`], with `slope` times the distance to the last position (the query's own) added to each score. The
 /// distance is 0 or negative.
 pub fn alibi_attention(q: &[f32], k: &[f32], v: &[f32], scale: f32, slope: f32) -> Vec<f32> {
+    attention_with(q, k, v, Scores { scale, slope, cap: None, sink: None })
+}
+
+/// How the scores of [`attention_with`] follow from products.
+#[derive(Debug, Clone, Copy)]
+pub struct Scores {
+    /// Multiplier of q·k.
+    pub scale: f32,
+    /// Multiplied with the distance to the last position, which is 0 or negative, and added.
+    pub slope: f32,
+    /// If set, the scaled product `x` becomes `cap * tanh(x / cap)` before the slope is applied.
+    pub cap: Option<f32>,
+    /// If set, a logit that takes part in the softmax without a value.
+    pub sink: Option<f32>,
+}
+
+/// Like [`attention`], with scores as given.
+pub fn attention_with(q: &[f32], k: &[f32], v: &[f32], scores: Scores) -> Vec<f32> {
+    let Scores { scale, slope, cap, sink } = scores;
     let dim = q.len();
     let dot = |k: &[f32]| q.iter().zip(k).map(|(q, k)| f64::from(*q) * f64::from(*k)).sum::<f64>();
     let last = (k.len() / dim).saturating_sub(1);
     let bias = |position: usize| f64::from(slope) * (position as f64 - last as f64);
-    let score = |(position, k): (usize, &[f32])| dot(k) * f64::from(scale) + bias(position);
+    let capped = |score: f64| cap.map(f64::from).map_or(score, |cap| cap * (score / cap).tanh());
+    let score = |(position, k): (usize, &[f32])| capped(dot(k) * f64::from(scale)) + bias(position);
     let scores: Vec<f64> = k.chunks_exact(dim).enumerate().map(score).collect();
     let max = scores.iter().copied().fold(f64::NEG_INFINITY, f64::max);
     let weights: Vec<f64> = scores.iter().map(|score| (score - max).exp()).collect();
-    let total: f64 = weights.iter().sum();
+    let total: f64 = weights.iter().sum::<f64>() + sink.map_or(0.0, |sink| (f64::from(sink) - max).exp());
     let column = |i: usize| weights.iter().zip(v.chunks_exact(dim)).map(|(w, v)| w * f64::from(v[i])).sum::<f64>();
     (0..dim).map(|i| (column(i) / total) as f32).collect()
 }

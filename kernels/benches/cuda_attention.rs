@@ -98,7 +98,7 @@ fn decode(gpu: &Arc<Gpu>, queue: &Queue, shape: HeadShape, rows: usize, len: usi
     let sets: Vec<Rows> = (0..copies).map(|_| Rows::new(gpu, shape, rows, len, 1)).collect();
     let qkv = random(gpu, rows * shape.qkv_cols());
     let out = DeviceBuffer::with_count::<bf16>(gpu, rows * shape.num_heads * shape.head_dim).expect("memory");
-    let workspace = DecodeWorkspace::new(gpu, rows, shape).expect("memory");
+    let workspace = DecodeWorkspace::new(gpu, rows, &[shape]).expect("memory");
     let slopes = slopes(gpu, shape);
     let us_of = |positions: Positions, kernel: Kernel| {
         microseconds(queue, 2 * copies, |i| {

@@ -1,5 +1,7 @@
 //! attention: out[t, h, :] = sum over s of softmax_s(scale * q[t, h, :] · k[s, h / (H / K), :] + bias) * v[s, h / (H / K), :]
 //!
+//! cap       if set, the scaled product x becomes cap * tanh(x / cap)                      (Gemma 2, 2024)
+//! sink      if set, one more logit of the head takes part in the softmax, without a value (gpt-oss, 2025)
 //! bias      slope[h] * (s - position of t) if there are slopes (ALiBi, Press et al. 2022), else 0
 //! q         [T, q_stride] f32, heads first in each token's row
 //! k, v      KV blocks; position `s` of a row is offset `s % B` of block `table[s / B]`
@@ -20,48 +22,33 @@ use crate::cpu::x86_attention;
 use crate::cpu::{Isa, KvCache, Pool, exp};
 
 impl Attention<'_> {
-    /// Causal attention of every row's tokens over its blocks of `layer`, written to `out [T, H D]`.
+    /// Causal attention of every row's tokens over its blocks, written to `out [T, H D]`.
     ///
     /// # Panics
     /// Panics if a block table is too short or contains a block outside the cache, if `out` or `q` is too short, or if
     /// the processor lacks the instructions.
-    pub fn run(
-        &self,
-        pool: &mut Pool,
-        out: &mut [f32],
-        q: &[f32],
-        rows: &[AttentionRow<'_>],
-        cache: &KvCache,
-        layer: usize,
-    ) {
+    pub fn run(&self, pool: &mut Pool, out: &mut [f32], q: &[f32], rows: &[AttentionRow<'_>], cache: &KvCache) {
         assert!(self.isa <= Isa::detect(), "the processor has the instructions");
         let out = SharedOut::new(out);
         match &cache.data {
             #[cfg(target_arch = "x86_64")]
             KvData::Bf16 { k, v } if self.isa == Isa::Avx512Bf16 => {
                 // SAFETY: the processor has the instructions, and each tile has one thread.
-                self.each_tile(pool, rows, &cache.shape, layer, |tile| unsafe {
+                self.each_tile(pool, rows, &cache.shape, |tile| unsafe {
                     x86_attention::run(tile, &out, q, k, v);
                 });
             }
             KvData::Bf16 { k, v } => {
-                self.each_tile(pool, rows, &cache.shape, layer, |tile| tile.run(self.isa, &out, q, k, v));
+                self.each_tile(pool, rows, &cache.shape, |tile| tile.run(self.isa, &out, q, k, v));
             }
             KvData::F32 { k, v } => {
-                self.each_tile(pool, rows, &cache.shape, layer, |tile| tile.run(self.isa, &out, q, k, v));
+                self.each_tile(pool, rows, &cache.shape, |tile| tile.run(self.isa, &out, q, k, v));
             }
         }
     }
 
     /// Distributes the tiles among the threads.
-    fn each_tile(
-        &self,
-        pool: &mut Pool,
-        rows: &[AttentionRow<'_>],
-        shape: &KvShape,
-        layer: usize,
-        run: impl Fn(&Tile<'_>) + Sync,
-    ) {
+    fn each_tile(&self, pool: &mut Pool, rows: &[AttentionRow<'_>], shape: &KvShape, run: impl Fn(&Tile<'_>) + Sync) {
         let group = self.num_heads / shape.num_kv_heads;
         let tiles_of = |row: &AttentionRow<'_>| (row.num_tokens * group).div_ceil(TILE) * shape.num_kv_heads;
         let total: usize = rows.iter().map(tiles_of).sum();
@@ -80,7 +67,7 @@ impl Attention<'_> {
                 let last_tile = (row.num_tokens * group).div_ceil(TILE) - 1;
                 let first = (last_tile - tile) * TILE;
                 let queries = first..(first + TILE).min(row.num_tokens * group);
-                run(&Tile { attention: self, row, shape, layer, kv_head, group, queries });
+                run(&Tile { attention: self, row, shape, kv_head, group, queries });
             }
         });
     }
@@ -152,6 +139,7 @@ impl Tile<'_> {
                 let seen = self.seen(query);
                 if seen.start < chunk + CHUNK && chunk < seen.end {
                     let mut scores = scores(&q[..dim], keys, self.shape.block_size, self.attention.scale);
+                    self.cap(&mut scores);
                     if !self.attention.alibi_slopes.is_empty() {
                         self.add_alibi(&mut scores, chunk, query);
                     }
@@ -161,7 +149,7 @@ impl Tile<'_> {
             }
         }
         for (query, state) in self.queries.clone().zip(&states) {
-            self.write(out, query, &state.sum, &state.out);
+            self.write(out, query, state.max, &state.sum, &state.out);
         }
     }
 }

@@ -2,9 +2,9 @@
 
 use std::ops::Range;
 
-use crate::cpu::Isa;
 use crate::cpu::kv_cache::{CHUNK, KvElement, KvShape};
 use crate::cpu::shared::SharedOut;
+use crate::cpu::{Isa, exp};
 
 /// Number of queries that share one pass over K and V.
 pub(super) const TILE: usize = 16;
@@ -35,6 +35,10 @@ pub struct Attention<'a> {
     pub q_stride: usize,
     /// `[H]` ALiBi slopes, or empty.
     pub alibi_slopes: &'a [f32],
+    /// If set, a score `s` becomes `cap * tanh(s / cap)`.
+    pub score_cap: Option<f32>,
+    /// `[H]` logits that take part in the softmax without a value, or empty.
+    pub sinks: &'a [f32],
     /// Instruction set to use.
     pub isa: Isa,
 }
@@ -44,21 +48,21 @@ pub(super) struct Tile<'a> {
     pub(super) attention: &'a Attention<'a>,
     pub(super) row: &'a AttentionRow<'a>,
     pub(super) shape: &'a KvShape,
-    pub(super) layer: usize,
     pub(super) kv_head: usize,
     pub(super) group: usize,
     pub(super) queries: Range<usize>, // token * group + head in group
 }
 
 impl Tile<'_> {
-    /// Writes a query's output: its weighted values divided by the sum of weights.
+    /// Writes a query's output: its weighted values divided by the sum of weights, which are relative to `max`.
     #[inline(always)]
-    pub(super) fn write(&self, out: &SharedOut<f32>, query: usize, weights: &[f32; CHUNK], values: &[f32]) {
+    pub(super) fn write(&self, out: &SharedOut<f32>, query: usize, max: f32, weights: &[f32; CHUNK], values: &[f32]) {
         let (token, head) = self.token_and_head(query);
         let (dim, heads) = (self.shape.head_dim, self.attention.num_heads);
         // SAFETY: each query is in one tile, and each tile has one thread.
         let out = unsafe { out.slice((token * heads + head) * dim, dim) };
-        let scale = 1.0 / weights.iter().sum::<f32>();
+        let sink = self.attention.sinks.get(head).map_or(0.0, |sink| exp(sink - max));
+        let scale = 1.0 / (weights.iter().sum::<f32>() + sink);
         for (out, value) in out.iter_mut().zip(values) {
             *out = value * scale;
         }
@@ -79,6 +83,14 @@ impl Tile<'_> {
         }
     }
 
+    /// Caps the scores of 16 positions, if scores are capped.
+    #[inline(always)]
+    pub(super) fn cap(&self, scores: &mut [f32; CHUNK]) {
+        if let Some(cap) = self.attention.score_cap {
+            scores.iter_mut().for_each(|score| *score = cap * (*score / cap).tanh());
+        }
+    }
+
     /// The positions that a query attends to.
     pub(super) fn seen(&self, query: usize) -> Range<usize> {
         let end = self.row.first_position + query / self.group + 1;
@@ -90,7 +102,7 @@ impl Tile<'_> {
         let (block_size, dim) = (self.shape.block_size, self.shape.head_dim);
         let block = self.row.block_table[position / block_size] as usize;
         assert!(block < self.shape.num_blocks, "block {block} is in the cache");
-        let start = self.shape.start(self.layer, block, self.kv_head);
+        let start = self.shape.start(block, self.kv_head);
         let offset = position % block_size;
         let keys = &k[start..start + block_size * dim][offset * 2..];
         (keys, &v[start + offset * dim..][..CHUNK * dim])

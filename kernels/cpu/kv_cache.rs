@@ -30,10 +30,9 @@ impl KvType {
     }
 }
 
-/// K and V of all layers in blocks of `B` positions.
+/// K and V of a layer in blocks of `B` positions.
 ///
-/// K is `[layers, blocks, K, D / 2, B, 2]`, so that 16 positions fit into the lanes of a register; V is `[layers,
-/// blocks, K, B, D]`.
+/// K is `[blocks, K, D / 2, B, 2]`, so that 16 positions fit into the lanes of a register; V is `[blocks, K, B, D]`.
 pub struct KvCache {
     pub(super) shape: KvShape,
     pub(super) data: KvData,
@@ -57,17 +56,10 @@ impl KvCache {
     ///
     /// # Panics
     /// Panics if `D` is odd or above 256, or if `B` is not a multiple of 16.
-    pub fn new(
-        kv_type: KvType,
-        num_layers: usize,
-        num_blocks: usize,
-        num_kv_heads: usize,
-        block_size: usize,
-        head_dim: usize,
-    ) -> Self {
+    pub fn new(kv_type: KvType, num_blocks: usize, num_kv_heads: usize, block_size: usize, head_dim: usize) -> Self {
         assert!(head_dim.is_multiple_of(2) && head_dim <= MAX_HEAD_DIM, "head dim is even and at most 256");
         assert!(block_size.is_multiple_of(CHUNK), "block size is a multiple of 16");
-        let len = num_layers * num_blocks * num_kv_heads * block_size * head_dim;
+        let len = num_blocks * num_kv_heads * block_size * head_dim;
         let data = match kv_type {
             KvType::Bf16 => KvData::Bf16 { k: Buffer::new(len), v: Buffer::new(len) },
             KvType::F32 => KvData::F32 { k: Buffer::new(len), v: Buffer::new(len) },
@@ -79,13 +71,13 @@ impl KvCache {
     ///
     /// # Panics
     /// Panics if the slot or a length is out of range.
-    pub fn write(&mut self, layer: usize, slot: usize, k: &[f32], v: &[f32]) {
+    pub fn write(&mut self, slot: usize, k: &[f32], v: &[f32]) {
         let KvShape { num_blocks, num_kv_heads, block_size, head_dim } = self.shape;
         let (block, offset) = (slot / block_size, slot % block_size);
         assert!(block < num_blocks, "slot {slot} lies in a block of the cache");
         assert!(k.len() == num_kv_heads * head_dim && v.len() == k.len(), "k and v are [K, D]");
         for head in 0..num_kv_heads {
-            let start = self.shape.start(layer, block, head);
+            let start = self.shape.start(block, head);
             let own = head * head_dim..(head + 1) * head_dim;
             let (key, value) = (&k[own.clone()], &v[own]);
             match &mut self.data {
@@ -96,13 +88,13 @@ impl KvCache {
     }
 
     /// Rotates Q and K of each token's row of `qkv [T, stride]` according to its position, and writes K and V to its
-    /// slot. Rows are `[H D | K D | K D]`; the angles of position `p` start at `p * D / 2` in `cos` and `sin`.
+    /// slot. Rows are `[H D | K D | K D]`; the angles of position `p` start at `p * D / 2` in the tables.
     ///
     /// # Panics
     /// Panics if a slot, a position or a length is out of range.
-    pub fn rotate_and_write(&mut self, pool: &mut Pool, layer: usize, qkv: &mut [f32], tokens: &Rotation<'_>) {
+    pub fn rotate_and_write(&mut self, pool: &mut Pool, qkv: &mut [f32], tokens: &Rotation<'_>) {
         let KvShape { num_blocks, num_kv_heads, block_size, head_dim } = self.shape;
-        let Rotation { stride, num_heads, positions, slots, cos, sin } = *tokens;
+        let Rotation { stride, num_heads, positions, slots, angles } = *tokens;
         assert!(stride >= (num_heads + 2 * num_kv_heads) * head_dim, "a row holds Q, K and V");
         assert!(
             slots.iter().all(|slot| (*slot as usize) < num_blocks * block_size),
@@ -113,8 +105,7 @@ impl KvCache {
         let qkv = SharedOut::new(qkv);
         let head = |kv_head: usize, write: &mut WriteHead<'_>| {
             for (token, (position, slot)) in positions.iter().zip(slots).enumerate() {
-                let (angles, slot) = (*position as usize * half..(*position as usize + 1) * half, *slot as usize);
-                let (cos, sin) = (&cos[angles.clone()], &sin[angles]);
+                let slot = *slot as usize;
                 let at = |head: usize| token * stride + head * head_dim;
                 // SAFETY: each KV head with its queries belongs to one thread, and these parts of a row do not overlap.
                 let (q, k, v) = unsafe {
@@ -124,9 +115,13 @@ impl KvCache {
                         qkv.slice(at(num_heads + num_kv_heads + kv_head), head_dim),
                     )
                 };
-                rotate(q, cos, sin);
-                rotate(k, cos, sin);
-                write(shape.start(layer, slot / block_size, kv_head), slot % block_size, k, v);
+                if let Some([cos, sin]) = angles {
+                    let own = *position as usize * half..(*position as usize + 1) * half;
+                    let (cos, sin) = (&cos[own.clone()], &sin[own]);
+                    rotate(q, cos, sin);
+                    rotate(k, cos, sin);
+                }
+                write(shape.start(slot / block_size, kv_head), slot % block_size, k, v);
             }
         };
         // A single call if there is little work.
@@ -137,7 +132,7 @@ impl KvCache {
         }
     }
 
-    /// Copies the content of a block in all layers.
+    /// Copies the content of a block.
     ///
     /// # Panics
     /// Panics if a block does not exist.
@@ -146,22 +141,20 @@ impl KvCache {
         assert!(from < num_blocks && to < num_blocks, "blocks {from} and {to} are two of the cache");
         let len = num_kv_heads * block_size * head_dim;
         match &mut self.data {
-            KvData::Bf16 { k, v } => [k, v].into_iter().for_each(|data| copy_block(data, num_blocks, len, from, to)),
-            KvData::F32 { k, v } => [k, v].into_iter().for_each(|data| copy_block(data, num_blocks, len, from, to)),
+            KvData::Bf16 { k, v } => [k, v].into_iter().for_each(|data| copy_block(data, len, from, to)),
+            KvData::F32 { k, v } => [k, v].into_iter().for_each(|data| copy_block(data, len, from, to)),
         }
     }
 }
 
-fn copy_block<T: Copy>(data: &mut [T], num_blocks: usize, len: usize, from: usize, to: usize) {
-    for layer in data.chunks_exact_mut(num_blocks * len) {
-        layer.copy_within(from * len..(from + 1) * len, to * len);
-    }
+fn copy_block<T: Copy>(data: &mut [T], len: usize, from: usize, to: usize) {
+    data.copy_within(from * len..(from + 1) * len, to * len);
 }
 
 impl KvShape {
     #[inline(always)]
-    pub(super) fn start(&self, layer: usize, block: usize, head: usize) -> usize {
-        ((layer * self.num_blocks + block) * self.num_kv_heads + head) * self.block_size * self.head_dim
+    pub(super) fn start(&self, block: usize, head: usize) -> usize {
+        (block * self.num_kv_heads + head) * self.block_size * self.head_dim
     }
 
     /// Calls `head` for each KV head with a function that writes K and V of a token, given the start of a block and an
@@ -240,8 +233,6 @@ pub struct Rotation<'a> {
     pub positions: &'a [u32],
     /// `[T]`, `block * B + offset`.
     pub slots: &'a [u32],
-    /// Cosines of all positions, `[positions, D / 2]`.
-    pub cos: &'a [f32],
-    /// Sines of all positions, `[positions, D / 2]`.
-    pub sin: &'a [f32],
+    /// Cosines and sines of all positions, each `[positions, D / 2]`. Without them nothing is rotated.
+    pub angles: Option<[&'a [f32]; 2]>,
 }

@@ -44,7 +44,7 @@ pub use isa::Isa;
 pub use kv_cache::{KvCache, KvType, Rotation};
 pub use linear::linear;
 pub use matrix::{Matrix, WeightType, read_weights};
-pub use norm::{Norm, add_norm, head_norm, norm};
+pub use norm::{Heads, Norm, add_norm, add_normed, head_norm, head_squares, norm, scale_heads};
 pub use packed::PackedInput;
 #[cfg(target_arch = "x86_64")]
 pub use panel_linear::{panel_gated_linear, panel_linear};

@@ -6,6 +6,8 @@
 //! maths   f32 sums in 16 lanes, in order; the variance is computed from the differences from the mean
 //! test    tests/cpu_ops.rs against reference::rms_norm and reference::layer_norm
 
+use std::ops::Range;
+
 use crate::cpu::Pool;
 use crate::cpu::shared::SharedOut;
 
@@ -32,6 +34,14 @@ impl Norm<'_> {
     fn width(&self) -> usize {
         match self {
             Norm::Rms { weight } | Norm::Layer { weight, .. } => weight.len(),
+        }
+    }
+
+    /// Its part for the elements `range`.
+    fn part(&self, range: Range<usize>) -> Self {
+        match *self {
+            Norm::Rms { weight } => Norm::Rms { weight: &weight[range] },
+            Norm::Layer { weight, bias } => Norm::Layer { weight: &weight[range.clone()], bias: &bias[range] },
         }
     }
 }
@@ -73,23 +83,120 @@ pub fn add_norm(pool: &mut Pool, out: &mut [f32], residual: &mut [f32], partials
     });
 }
 
-/// RMS norm, in place, of the heads at the start of each row of `x` (`stride` elements apart). There are `heads[i]`
-/// heads as wide as `weights[i]`, which are normalized with it; heads of the first kind come first.
+/// `residual += branch(sum of partials, in order)`, row by row; then, if `next` is set, its first part becomes the norm
+/// of `residual` by its second. `scratch` is as long as `residual`.
+///
+/// # Panics
+/// Panics if lengths differ or are not whole rows.
+pub fn add_normed(
+    pool: &mut Pool,
+    residual: &mut [f32],
+    scratch: &mut [f32],
+    partials: &[&[f32]],
+    branch: Norm<'_>,
+    next: Option<(&mut [f32], Norm<'_>)>,
+    eps: f32,
+) {
+    assert_eq!(scratch.len(), residual.len(), "the scratch is as long as the residual");
+    assert!(partials.iter().all(|partial| partial.len() >= residual.len()), "partial sums are as many as outputs");
+    let (len, width) = (residual.len(), branch.width());
+    let (shared, scratch) = (SharedOut::new(residual), SharedOut::new(scratch));
+    each_row(pool, len, width, |row| {
+        // SAFETY: each row has one thread.
+        let (residual, scratch) = unsafe { (shared.slice(row * width, width), scratch.slice(row * width, width)) };
+        sum_into(scratch, partials, row * width);
+        normalize(scratch, branch, eps);
+        residual.iter_mut().zip(scratch).for_each(|(residual, branch)| *residual += *branch);
+    });
+    if let Some((out, weight)) = next {
+        norm(pool, out, residual, weight, eps);
+    }
+}
+
+/// The query and key heads at the start of each row of `qkv`.
+#[derive(Debug, Clone, Copy)]
+pub struct Heads {
+    /// Distance in elements from one row to the next.
+    pub stride: usize,
+    /// Number of query heads and of key heads.
+    pub counts: [usize; 2],
+    /// Elements of a head.
+    pub dim: usize,
+}
+
+impl Heads {
+    /// Elements of all query heads, and of all key heads.
+    fn widths(&self) -> [usize; 2] {
+        self.counts.map(|count| count * self.dim)
+    }
+}
+
+/// Norms, in place, of each query head by the first norm and of each key head by the second. A norm has the weights of
+/// one head, which are used for all, or those of all heads.
+///
+/// # Panics
+/// Panics if a row is too short for its heads, if `x` is not whole rows, or if a norm has another number of weights.
+pub fn head_norm(pool: &mut Pool, x: &mut [f32], heads: Heads, norms: [Norm<'_>; 2], eps: f32) {
+    let (widths, dim) = (heads.widths(), heads.dim);
+    let width: usize = widths.iter().sum();
+    assert!(width <= heads.stride, "a row holds its heads");
+    for (norm, width) in norms.iter().zip(widths) {
+        assert!(norm.width() == dim || norm.width() == width, "weights of one head or of all");
+    }
+    let len = x.len();
+    let x = SharedOut::new(x);
+    each_row(pool, len, heads.stride, |row| {
+        // SAFETY: each row has one thread.
+        let mut rest = unsafe { x.slice(row * heads.stride, width) };
+        for (norm, width) in norms.iter().zip(widths) {
+            let (own, others) = rest.split_at_mut(width);
+            for (index, head) in own.chunks_exact_mut(dim).enumerate() {
+                let start = if norm.width() == dim { 0 } else { index * dim };
+                normalize(head, norm.part(start..start + dim), eps);
+            }
+            rest = others;
+        }
+    });
+}
+
+/// For each row of `x`, the sum of squares of all its query heads and of all its key heads: `[T, 2]`.
 ///
 /// # Panics
 /// Panics if a row is too short for its heads, or if `x` is not whole rows.
-pub fn head_norm(pool: &mut Pool, x: &mut [f32], stride: usize, heads: [usize; 2], weights: [&[f32]; 2], eps: f32) {
-    let width: usize = heads.iter().zip(weights).map(|(count, weight)| count * weight.len()).sum();
-    assert!(width <= stride, "a row holds its heads");
-    let len = x.len();
-    let x = SharedOut::new(x);
-    each_row(pool, len, stride, |row| {
+pub fn head_squares(pool: &mut Pool, x: &[f32], heads: Heads) -> Vec<f32> {
+    let [q, k] = heads.widths();
+    assert!(q + k <= heads.stride, "a row holds its heads");
+    let mut sums = vec![0.0; x.len() / heads.stride * 2];
+    let out = SharedOut::new(&mut sums);
+    each_row(pool, x.len(), heads.stride, |row| {
+        let x = &x[row * heads.stride..][..q + k];
         // SAFETY: each row has one thread.
-        let mut rest = unsafe { x.slice(row * stride, width) };
-        for (count, weight) in heads.into_iter().zip(weights) {
-            let (own, others) = rest.split_at_mut(count * weight.len());
-            own.chunks_exact_mut(weight.len()).for_each(|head| normalize(head, Norm::Rms { weight }, eps));
-            rest = others;
+        let out = unsafe { out.slice(2 * row, 2) };
+        let (of_q, of_k) = out.split_at_mut(1);
+        squares(of_q, &x[..q]);
+        squares(of_k, &x[q..]);
+    });
+    sums
+}
+
+/// Scales the query and key heads of each row of `x` by `rsqrt(mean + eps)`, with the means `[T, 2]`, and by their
+/// weights `[H D]` and `[K D]`.
+///
+/// # Panics
+/// Panics if lengths differ.
+pub fn scale_heads(pool: &mut Pool, x: &mut [f32], heads: Heads, means: &[f32], weights: [&[f32]; 2], eps: f32) {
+    let widths = heads.widths();
+    assert!(widths == weights.map(<[f32]>::len) && widths[0] + widths[1] <= heads.stride, "a weight for each element");
+    let len = x.len();
+    assert_eq!(means.len(), len / heads.stride * 2, "two means for each row");
+    let x = SharedOut::new(x);
+    each_row(pool, len, heads.stride, |row| {
+        // SAFETY: each row has one thread.
+        let x = unsafe { x.slice(row * heads.stride, widths[0] + widths[1]) };
+        let (q, k) = x.split_at_mut(widths[0]);
+        for ((x, weights), mean) in [q, k].into_iter().zip(weights).zip(&means[2 * row..]) {
+            let scale = 1.0 / (mean + eps).sqrt();
+            x.iter_mut().zip(weights).for_each(|(x, weight)| *x = *x * scale * weight);
         }
     });
 }
@@ -131,9 +238,21 @@ for_each_isa! {
     }
 }
 
+for_each_isa! {
+    fn squares(out: &mut [f32], x: &[f32]) {
+        out[0] = sum(x, |x| x * x);
+    }
+}
+
 /// Mean of `term` over `x`.
 #[inline(always)]
 fn mean(x: &[f32], term: impl Fn(f32) -> f32) -> f32 {
+    sum(x, term) / x.len() as f32
+}
+
+/// Sum of `term` over `x`.
+#[inline(always)]
+fn sum(x: &[f32], term: impl Fn(f32) -> f32) -> f32 {
     let mut lanes = [0.0; LANES];
     let chunks = x.chunks_exact(LANES);
     let rest = chunks.remainder();
@@ -143,5 +262,5 @@ fn mean(x: &[f32], term: impl Fn(f32) -> f32) -> f32 {
         }
     }
     let tail: f32 = rest.iter().map(|x| term(*x)).sum();
-    (lanes.iter().sum::<f32>() + tail) / x.len() as f32
+    lanes.iter().sum::<f32>() + tail
 }

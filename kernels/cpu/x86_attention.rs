@@ -81,7 +81,7 @@ unsafe fn run_in<const QUERIES: usize, const DIM: usize>(
         }
     }
     for (query, state) in tile.queries.clone().zip(&queries) {
-        tile.write(out, query, &state.sum, &state.out);
+        tile.write(out, query, state.max, &state.sum, &state.out);
     }
 }
 
@@ -167,6 +167,7 @@ impl Chunk<'_> {
             let Some(lanes) = self.lanes(self.first_query + g) else { continue };
             // SAFETY: the processor has the instructions; both types are 64 plain bytes.
             let mut lane_scores: [f32; CHUNK] = unsafe { std::mem::transmute(scores[g]) };
+            self.tile.cap(&mut lane_scores);
             if !self.tile.attention.alibi_slopes.is_empty() {
                 self.tile.add_alibi(&mut lane_scores, self.position, self.first_query + g);
             }

@@ -1,7 +1,7 @@
-// silu_bf16, gelu_tanh_bf16: x[i] = act(x[i]), in place
+// silu_bf16, gelu_tanh_bf16, gelu_bf16, relu_bf16, relu_squared_bf16: x[i] = act(x[i]), in place
 //
 // x       [n] bf16, n % 8 == 0
-// act     silu: x / (1 + exp(-x)); gelu, tanh form                                        (Hendrycks & Gimpel 2016)
+// act     silu: x / (1 + exp(-x)); gelu, exact and tanh form; relu and its square                                        (Hendrycks & Gimpel 2016)
 // maths   fp32, one rounding on store
 // launch  grid ceil(n / 8 / 256), block 256; 16-byte loads
 // needs   pointer 16-byte aligned: checked in activation.rs before launch
@@ -25,3 +25,9 @@ __device__ __forceinline__ void activate(bf16* x, u64 eighths) {
 extern "C" __global__ void __launch_bounds__(256) silu_bf16(bf16* x, u64 eighths) { activate<silu>(x, eighths); }
 
 extern "C" __global__ void __launch_bounds__(256) gelu_tanh_bf16(bf16* x, u64 eighths) { activate<gelu_tanh>(x, eighths); }
+
+extern "C" __global__ void __launch_bounds__(256) gelu_bf16(bf16* x, u64 eighths) { activate<gelu>(x, eighths); }
+
+extern "C" __global__ void __launch_bounds__(256) relu_bf16(bf16* x, u64 eighths) { activate<relu>(x, eighths); }
+
+extern "C" __global__ void __launch_bounds__(256) relu_squared_bf16(bf16* x, u64 eighths) { activate<relu_squared>(x, eighths); }

@@ -10,6 +10,15 @@ __device__ __forceinline__ float gelu_tanh(float x) {
     return x / (1.0f + __expf(-2.0f * u));
 }
 
+__device__ __forceinline__ float gelu(float x) { return 0.5f * x * (1.0f + erff(x * 0.7071067811865476f)); }
+
+__device__ __forceinline__ float relu(float x) { return fmaxf(x, 0.0f); }
+
+__device__ __forceinline__ float relu_squared(float x) {
+    const float positive = fmaxf(x, 0.0f);
+    return positive * positive;
+}
+
 template <float (*ACT)(float)>
 __device__ __forceinline__ float4 gated(const float4& gate, const float4& up) {
     return make_float4(ACT(gate.x) * up.x, ACT(gate.y) * up.y, ACT(gate.z) * up.z, ACT(gate.w) * up.w);

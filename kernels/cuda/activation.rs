@@ -15,6 +15,9 @@ pub fn activate(q: &Queue, x: Span, activation: GateActivation, count: usize) ->
     let kernel = match activation {
         GateActivation::Silu => "silu_bf16",
         GateActivation::GeluTanh => "gelu_tanh_bf16",
+        GateActivation::Gelu => "gelu_bf16",
+        GateActivation::Relu => "relu_bf16",
+        GateActivation::ReluSquared => "relu_squared_bf16",
     };
     let eighths = count / 8;
     q.launch(kernel, Launch::new(eighths.div_ceil(256) as u32, 256), &[x.into(), (eighths as u64).into()])

@@ -76,16 +76,27 @@ pub struct DecodeWorkspace {
 }
 
 impl DecodeWorkspace {
-    /// A workspace for up to `max_rows` rows.
-    pub fn new(gpu: &Arc<Gpu>, max_rows: usize, shape: HeadShape) -> Result<Self, CudaError> {
-        let max_visits = counter_count(max_rows, shape);
+    /// A workspace for up to `max_rows` rows of layers of these shapes.
+    pub fn new(gpu: &Arc<Gpu>, max_rows: usize, shapes: &[HeadShape]) -> Result<Self, CudaError> {
+        let (partial_bytes, max_visits) = Self::sizes(max_rows, shapes);
         let counters = DeviceBuffer::from_slice(gpu, &vec![0u32; max_visits + 1])?;
-        Ok(Self { partial: DeviceBuffer::new(gpu, partial_bytes(max_rows, shape))?, counters, max_visits })
+        Ok(Self { partial: DeviceBuffer::new(gpu, partial_bytes)?, counters, max_visits })
     }
 
     /// Bytes that [`DecodeWorkspace::new`] allocates.
-    pub fn bytes(max_rows: usize, shape: HeadShape) -> usize {
-        partial_bytes(max_rows, shape) + (counter_count(max_rows, shape) + 1) * 4
+    pub fn bytes(max_rows: usize, shapes: &[HeadShape]) -> usize {
+        let (partial_bytes, max_visits) = Self::sizes(max_rows, shapes);
+        partial_bytes + (max_visits + 1) * 4
+    }
+
+    /// Bytes of the partial sums, and the number of counters.
+    fn sizes(max_rows: usize, shapes: &[HeadShape]) -> (usize, usize) {
+        let mut distinct = shapes.to_vec();
+        distinct.dedup();
+        let largest = |of: fn(usize, HeadShape) -> usize| {
+            distinct.iter().map(|shape| of(max_rows, *shape)).max().unwrap_or_default()
+        };
+        (largest(partial_bytes), largest(counter_count))
     }
 }
 

@@ -16,17 +16,22 @@ pub struct TokenSource {
     pub last_tokens: Span,
 }
 
-/// `out[t, :] = table[id(t) - first_token, :]`, and zeros for tokens of other workers. `out` `[T, cols]`, `table` `[V,
-/// cols]`.
-pub fn embed(
-    q: &Queue,
-    out: Span,
-    table: Span,
-    tokens: TokenSource,
-    first_token: u32,
-    num_tokens: usize,
-    cols: usize,
-) -> Result<(), CudaError> {
+/// The rows of an embedding table that a worker has.
+#[derive(Debug, Clone, Copy)]
+pub struct Table {
+    /// `[V, cols]`.
+    pub values: Span,
+    /// The token of its first row.
+    pub first_token: u32,
+    /// Number of columns.
+    pub cols: usize,
+    /// Multiplies the rows.
+    pub scale: f32,
+}
+
+/// `out[t, :] = scale * table[id(t) - first_token, :]`, and zeros for tokens of other workers. `out` `[T, cols]`.
+pub fn embed(q: &Queue, out: Span, table: Table, tokens: TokenSource, num_tokens: usize) -> Result<(), CudaError> {
+    let Table { values: table, first_token, cols, scale } = table;
     ensure!("embed", cols.is_multiple_of(8) && cols > 0, "cols {cols} is not a multiple of 8");
     ensure!("embed", num_tokens > 0, "no tokens");
     ensure!("embed", out.count::<bf16>() >= num_tokens * cols, "out is shorter than {num_tokens} x {cols}");
@@ -45,6 +50,7 @@ pub fn embed(
         first_token.into(),
         vocab.into(),
         (cols as u32).into(),
+        scale.into(),
     ];
     q.launch("embed_bf16", Launch::new(num_tokens as u32, threads), &args)
 }

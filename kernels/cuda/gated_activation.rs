@@ -12,6 +12,19 @@ pub enum GateActivation {
     Silu,
     /// Gaussian error linear unit, tanh approximation.
     GeluTanh,
+    /// Gaussian error linear unit.
+    Gelu,
+    /// `max(x, 0)`.
+    Relu,
+    /// `max(x, 0)^2`.
+    ReluSquared,
+}
+
+impl GateActivation {
+    /// Whether products for few rows can apply it.
+    pub fn is_fused(self) -> bool {
+        matches!(self, Self::Silu | Self::GeluTanh)
+    }
 }
 
 /// `y[t, f] = activation(gate[t, f]) * up[t, f]`.
@@ -37,6 +50,9 @@ pub fn gated_activation(
     let kernel = match activation {
         GateActivation::Silu => "silu_gated_bf16",
         GateActivation::GeluTanh => "gelu_tanh_gated_bf16",
+        GateActivation::Gelu => "gelu_gated_bf16",
+        GateActivation::Relu => "relu_gated_bf16",
+        GateActivation::ReluSquared => "relu_squared_gated_bf16",
     };
     let launch = Launch::new(0, 256).grid(rows as u32, (cols / 8).div_ceil(256) as u32, 1);
     q.launch(kernel, launch, &[y.into(), x.into(), (cols as u32).into(), (group as u32).into()])

@@ -42,6 +42,8 @@
 pub mod activation;
 pub mod add_positions;
 pub mod all_reduce;
+pub mod branch_norm;
+pub mod cap_logits;
 pub mod client_memory;
 pub mod copy_blocks;
 pub mod decode_attention;
@@ -67,6 +69,7 @@ pub mod rope_cache;
 pub mod sample;
 pub mod skinny_gemm;
 mod tensor_map;
+pub mod wide_head_norm;
 
 pub use error::CudaError;
 pub use gpu::{Gpu, driver_is_present};

@@ -25,7 +25,7 @@ template <bool ALIBI>
 __device__ __forceinline__ void attend(bf16* out, const bf16* qkv, const bf16* k_blocks, const bf16* v_blocks,
                                        const u32* block_tables, const u32* token_tables, const u32* positions,
                                        const u32* slots, u32 max_blocks, u32 heads, u32 kv_heads, u32 dim, u32 log2_block,
-                                       float scale, u32 window, const float* slopes) {
+                                       float scale, u32 window, float cap, const float* slopes) {
     const u32 t = blockIdx.x, head = blockIdx.y, lane = threadIdx.x;
     const u32 kv_head = head / (heads / kv_heads);
     float q[MAX_D / 32], sum[MAX_D / 32];
@@ -50,6 +50,7 @@ __device__ __forceinline__ void attend(bf16* out, const bf16* qkv, const bf16* k
         for (int j = 0; j < MAX_D / 32; ++j)
             if (j * 32 + lane < dim) score += q[j] * to_f32(k_blocks[at + j * 32 + lane]);
         score = warp_sum(score);
+        if (cap != 0.0f) score = cap * tanhf(score / cap);
         if (ALIBI) score += slope * (float)(i32)(p + 1 - end);
         const float next = fmaxf(most, score), old = __expf(most - next), weight = __expf(score - next);
         mass = mass * old + weight;
@@ -67,15 +68,15 @@ __device__ __forceinline__ void attend(bf16* out, const bf16* qkv, const bf16* k
 extern "C" __global__ void __launch_bounds__(32)
 paged_attention_bf16(bf16* out, const bf16* qkv, const bf16* k_blocks, const bf16* v_blocks, const u32* block_tables,
                      const u32* token_tables, const u32* positions, const u32* slots, u32 max_blocks, u32 heads,
-                     u32 kv_heads, u32 dim, u32 log2_block, float scale, u32 window) {
+                     u32 kv_heads, u32 dim, u32 log2_block, float scale, u32 window, float cap) {
     attend<false>(out, qkv, k_blocks, v_blocks, block_tables, token_tables, positions, slots, max_blocks, heads, kv_heads, dim,
-                  log2_block, scale, window, nullptr);
+                  log2_block, scale, window, cap, nullptr);
 }
 
 extern "C" __global__ void __launch_bounds__(32)
 alibi_paged_attention_bf16(bf16* out, const bf16* qkv, const bf16* k_blocks, const bf16* v_blocks, const u32* block_tables,
                            const u32* token_tables, const u32* positions, const u32* slots, u32 max_blocks, u32 heads,
-                           u32 kv_heads, u32 dim, u32 log2_block, float scale, u32 window, const float* slopes) {
+                           u32 kv_heads, u32 dim, u32 log2_block, float scale, u32 window, float cap, const float* slopes) {
     attend<true>(out, qkv, k_blocks, v_blocks, block_tables, token_tables, positions, slots, max_blocks, heads, kv_heads, dim,
-                 log2_block, scale, window, slopes);
+                 log2_block, scale, window, cap, slopes);
 }

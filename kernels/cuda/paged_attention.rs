@@ -21,23 +21,41 @@ pub struct TokenTables {
     pub slots: Span,
 }
 
-/// Causal attention of each token's query heads over its row's KV blocks; `window` 0 means all positions.
-///
-/// `out` `[T, H D]`, `qkv` `[T, (H + 2K) D]`; `slopes` `[H]` f32 for ALiBi, otherwise `None`.
-#[allow(clippy::too_many_arguments)] // One op with its operands and its shape.
-pub fn paged_attention(
-    q: &Queue,
-    out: Span,
-    qkv: Span,
-    cache: LayerCache,
-    tables: TokenTables,
-    shape: HeadShape,
-    scale: f32,
-    window: u32,
-    slopes: Option<Span>,
-    num_tokens: usize,
-) -> Result<(), CudaError> {
+/// How scores follow from products.
+#[derive(Debug, Clone, Copy)]
+pub struct Scores {
+    /// Multiplier of q·k.
+    pub scale: f32,
+    /// Number of newest positions that a token attends to; 0 means all.
+    pub window: u32,
+    /// If not 0, a score `s` becomes `cap * tanh(s / cap)`.
+    pub cap: f32,
+    /// `[H]` f32 for ALiBi, otherwise `None`.
+    pub slopes: Option<Span>,
+}
+
+/// Causal attention of each token's query heads over its row's KV blocks.
+#[derive(Debug, Clone, Copy)]
+pub struct PagedAttention {
+    /// `[T, H D]`.
+    pub out: Span,
+    /// `[T, (H + 2K) D]`; the q part is read.
+    pub qkv: Span,
+    /// The layer's blocks.
+    pub cache: LayerCache,
+    /// Where each token's keys and values are.
+    pub tables: TokenTables,
+    /// Head counts and sizes.
+    pub shape: HeadShape,
+    /// How scores follow from products.
+    pub scores: Scores,
+}
+
+/// Queues the attention of `num_tokens` tokens.
+pub fn paged_attention(q: &Queue, attention: &PagedAttention, num_tokens: usize) -> Result<(), CudaError> {
+    let PagedAttention { out, qkv, cache, tables, shape, scores } = *attention;
     let op = "paged_attention";
+    let Scores { scale, window, cap, slopes } = scores;
     let HeadShape { num_heads, num_kv_heads, head_dim, block_size } = shape;
     ensure!(op, (1..=256).contains(&head_dim), "head_dim {head_dim}; at most 256");
     ensure!(
@@ -65,6 +83,7 @@ pub fn paged_attention(
         block_size.trailing_zeros().into(),
         scale.into(),
         window.into(),
+        cap.into(),
     ];
     let mut name = "paged_attention_bf16";
     if let Some(slopes) = slopes {

@@ -24,7 +24,7 @@ rope_cache_bf16(bf16* qkv, bf16* k_blocks, bf16* v_blocks, const float* cos, con
     pdl_launch();
     // The step's inputs and the table are written before the first kernel of the step, so no wait is needed for them.
     const u32 slot = slots[t];
-    const bool rotates = head < heads + kv_heads;
+    const bool rotates = cos != nullptr && head < heads + kv_heads;
     Angles angles;
     if (rotates) {
         const u64 at = (u64)positions[t] * half + i;

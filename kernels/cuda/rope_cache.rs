@@ -42,17 +42,15 @@ pub struct LayerCache {
 /// Positions of a step's tokens, and the rotation tables.
 #[derive(Debug, Clone, Copy)]
 pub struct RopeInputs {
-    /// `[max_positions, D / 2]` f32.
-    pub cos: Span,
-    /// `[max_positions, D / 2]` f32.
-    pub sin: Span,
+    /// cos and sin, each `[max_positions, D / 2]` f32. Without them nothing is rotated.
+    pub tables: Option<[Span; 2]>,
     /// `[T]` u32, below max_positions (asserted when the step is packed).
     pub positions: Span,
     /// `[T]` u32, inside the cache or `u32::MAX` (asserted when the step is packed).
     pub slots: Span,
 }
 
-/// Rotates q in place; writes the rotated k, and v, to the cache. `qkv` `[T, (H + 2K) D]`.
+/// Rotates q in place, and writes the rotated k, and v, to the cache. `qkv` `[T, (H + 2K) D]`.
 pub fn rope_cache(
     q: &Queue,
     qkv: Span,
@@ -67,8 +65,9 @@ pub fn rope_cache(
     ensure!("rope_cache", num_tokens > 0, "no tokens");
     let found = qkv.count::<bf16>();
     ensure!("rope_cache", found >= num_tokens * shape.qkv_cols(), "qkv has {found} elements for {num_tokens} tokens");
-    let tables = [inputs.cos, inputs.sin, qkv, cache.k, cache.v];
-    ensure!("rope_cache", tables.iter().all(|s| s.is_aligned(16)), "a buffer is not 16-byte aligned");
+    let [cos, sin] = inputs.tables.unwrap_or([Span::NULL, Span::NULL]);
+    let spans = [cos, sin, qkv, cache.k, cache.v];
+    ensure!("rope_cache", spans.iter().all(|s| s.is_aligned(16)), "a buffer is not 16-byte aligned");
     for (name, span) in [("positions", inputs.positions), ("slots", inputs.slots)] {
         ensure!("rope_cache", span.count::<u32>() >= num_tokens, "{name} is shorter than {num_tokens}");
     }
@@ -77,8 +76,8 @@ pub fn rope_cache(
         qkv.into(),
         cache.k.into(),
         cache.v.into(),
-        inputs.cos.into(),
-        inputs.sin.into(),
+        cos.into(),
+        sin.into(),
         inputs.positions.into(),
         inputs.slots.into(),
         (num_heads as u32).into(),

@@ -51,6 +51,7 @@ impl Epilogue {
             Epilogue::StoreF32 => 1,
             Epilogue::Gated(GateActivation::Silu) => 2,
             Epilogue::Gated(GateActivation::GeluTanh) => 3,
+            Epilogue::Gated(other) => unreachable!("{other:?} is no epilogue: `GateActivation::is_fused`"),
         }
     }
 

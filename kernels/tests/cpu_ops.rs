@@ -5,7 +5,8 @@ mod cpu;
 
 use cpu::random;
 use kernels::cpu::{
-    Attention, AttentionRow, Gate, Isa, KvCache, KvType, Norm, Pool, activate, add_norm, gate, head_norm, norm, rotate,
+    Attention, AttentionRow, Gate, Heads, Isa, KvCache, KvType, Norm, Pool, activate, add_norm, add_normed, gate,
+    head_norm, head_squares, norm, rotate, scale_heads,
 };
 use kernels::reference;
 
@@ -57,14 +58,80 @@ fn heads_are_normed_in_place_and_what_follows_them_is_not() {
                 [q, k, row[4 * dim..].to_vec()].concat()
             })
             .collect();
-        head_norm(&mut Pool::new(2), &mut x, stride, [3, 1], [&q, &k], 1e-6);
+        let heads = Heads { stride, counts: [3, 1], dim };
+        head_norm(&mut Pool::new(2), &mut x, heads, [Norm::Rms { weight: &q }, Norm::Rms { weight: &k }], 1e-6);
         assert_near(&x, &expected, 30.0 * 2f32.powi(-24), "head_norm");
     }
 }
 
 #[test]
+fn each_head_may_have_weights_of_its_own() {
+    let (dim, stride, zeros) = (24, 24 * 4, vec![0.0; 24 * 3]);
+    let (q, k, mut x) = (random(2, 3 * dim), random(3, dim), random(1, 5 * stride));
+    let expected: Vec<f32> = x
+        .chunks_exact(stride)
+        .flat_map(|row| {
+            let weights = q.chunks_exact(dim).chain([&k[..]]);
+            let heads = row.chunks_exact(dim).zip(weights);
+            heads
+                .flat_map(|(head, weight)| reference::layer_norm(head, weight, &zeros[..dim], 1e-6))
+                .collect::<Vec<_>>()
+        })
+        .collect();
+    let norms = [Norm::Layer { weight: &q, bias: &zeros }, Norm::Layer { weight: &k, bias: &zeros[..dim] }];
+    head_norm(&mut Pool::new(2), &mut x, Heads { stride, counts: [3, 1], dim }, norms, 1e-6);
+    assert_near(&x, &expected, 60.0 * 2f32.powi(-24), "head_norm");
+}
+
+#[test]
+fn all_heads_may_be_normed_together() {
+    let (dim, stride, rows) = (24, 24 * 5 + 7, 40);
+    let (q, k, mut x) = (random(2, 3 * dim), random(3, dim), random(1, rows * stride));
+    let expected: Vec<f32> = x
+        .chunks_exact(stride)
+        .flat_map(|row| {
+            let of_q = reference::rms_norm(&row[..3 * dim], &q, 1e-6);
+            let of_k = reference::rms_norm(&row[3 * dim..4 * dim], &k, 1e-6);
+            [of_q, of_k, row[4 * dim..].to_vec()].concat()
+        })
+        .collect();
+    let (mut pool, heads) = (Pool::new(2), Heads { stride, counts: [3, 1], dim });
+    let sums = head_squares(&mut pool, &x, heads);
+    let means: Vec<f32> = sums.iter().zip([3, 1].into_iter().cycle()).map(|(sum, n)| sum / (n * dim) as f32).collect();
+    scale_heads(&mut pool, &mut x, heads, &means, [&q, &k], 1e-6);
+    assert_near(&x, &expected, 40.0 * 2f32.powi(-24), "scale_heads");
+}
+
+#[test]
+fn a_branch_is_normed_before_it_is_added() {
+    let (rows, width) = (33, 96);
+    let (branch, next) = (random(1, width), random(5, width));
+    let (first, second, mut residual) = (random(2, rows * width), random(3, rows * width), random(4, rows * width));
+    let sum: Vec<f32> = first.iter().zip(&second).map(|(a, b)| a + b).collect();
+    let normed = reference::rms_norm(&sum, &branch, 1e-5);
+    let expected: Vec<f32> = residual.iter().zip(&normed).map(|(r, b)| r + b).collect();
+    let (mut out, mut scratch) = (vec![f32::NAN; sum.len()], vec![f32::NAN; sum.len()]);
+    let (branch, next) = (Norm::Rms { weight: &branch }, Norm::Rms { weight: &next });
+    let partials: [&[f32]; 2] = [&first, &second];
+    add_normed(&mut Pool::new(2), &mut residual, &mut scratch, &partials, branch, Some((&mut out, next)), 1e-5);
+    assert_near(&residual, &expected, 30.0 * 2f32.powi(-24), "add_normed");
+    let Norm::Rms { weight } = next else { unreachable!() };
+    assert_near(&out, &reference::rms_norm(&expected, weight, 1e-5), 60.0 * 2f32.powi(-24), "the norm that follows");
+}
+
+type Formula = fn(f32) -> f32;
+
+const ACTIVATIONS: [(Gate, Formula); 5] = [
+    (Gate::Silu, reference::silu),
+    (Gate::GeluTanh, reference::gelu_tanh),
+    (Gate::Gelu, reference::gelu),
+    (Gate::Relu, |x| x.max(0.0)),
+    (Gate::ReluSquared, |x| x.max(0.0) * x.max(0.0)),
+];
+
+#[test]
 fn activations_agree_with_the_reference() {
-    for (kind, function) in [(Gate::Silu, reference::silu as fn(f32) -> f32), (Gate::GeluTanh, reference::gelu_tanh)] {
+    for (kind, function) in ACTIVATIONS {
         let mut x: Vec<f32> = random(1, 40_000).iter().map(|x| x * 12.0).collect();
         let expected: Vec<f32> = x.iter().map(|x| function(*x)).collect();
         activate(&mut Pool::new(2), &mut x, kind);
@@ -88,9 +155,7 @@ fn partial_sums_are_added_to_the_residual_before_the_norm() {
 fn gates_agree_with_the_reference() {
     for (rows, width) in [(1, 5), (3, 2049), (9, 4100)] {
         let x: Vec<f32> = random(1, rows * 2 * width).iter().map(|x| x * 12.0).collect();
-        for (kind, function) in
-            [(Gate::Silu, reference::silu as fn(f32) -> f32), (Gate::GeluTanh, reference::gelu_tanh)]
-        {
+        for (kind, function) in ACTIVATIONS {
             let row = |x: &[f32]| -> Vec<f32> { (0..width).map(|i| function(x[i]) * x[width + i]).collect() };
             let expected: Vec<f32> = x.chunks_exact(2 * width).flat_map(row).collect();
             let mut out = vec![f32::NAN; rows * width];
@@ -112,6 +177,7 @@ fn rotation_agrees_with_the_reference() {
 }
 
 /// K and V of one row, in blocks taken in descending order, with NaN around them.
+#[derive(Clone)]
 struct Case {
     heads: usize,
     kv_heads: usize,
@@ -120,6 +186,8 @@ struct Case {
     len: usize,
     window: Option<usize>,
     slopes: Vec<f32>,
+    cap: Option<f32>,
+    sinks: Vec<f32>,
 }
 
 const NUM_BLOCKS: usize = 12;
@@ -138,18 +206,18 @@ impl Case {
     }
 
     fn cache(&self, kv_type: KvType) -> KvCache {
-        let mut cache = KvCache::new(kv_type, 2, NUM_BLOCKS, self.kv_heads, self.block, self.dim);
+        let mut cache = KvCache::new(kv_type, NUM_BLOCKS, self.kv_heads, self.block, self.dim);
         let width = self.kv_heads * self.dim;
         for slot in 0..NUM_BLOCKS * self.block {
-            cache.write(1, slot, &vec![f32::NAN; width], &vec![1e9; width]);
+            cache.write(slot, &vec![f32::NAN; width], &vec![1e9; width]);
         }
         // Blocks in use contain numbers everywhere, like the cache of a served model.
         for position in 0..self.len.next_multiple_of(16) {
             let slot = self.table()[position / self.block] as usize * self.block + position % self.block;
             let own = position * width..(position + 1) * width;
             match position < self.len {
-                true => cache.write(1, slot, &self.k()[own.clone()], &self.v()[own]),
-                false => cache.write(1, slot, &vec![3.0; width], &vec![1e9; width]),
+                true => cache.write(slot, &self.k()[own.clone()], &self.v()[own]),
+                false => cache.write(slot, &vec![3.0; width], &vec![1e9; width]),
             }
         }
         cache
@@ -166,11 +234,13 @@ impl Case {
             window: self.window,
             q_stride: width,
             alibi_slopes: &self.slopes,
+            score_cap: self.cap,
+            sinks: &self.sinks,
             isa,
         };
         let table = self.table();
         let row = AttentionRow { first_token: 0, num_tokens: count, first_position: first, block_table: &table };
-        attention.run(&mut Pool::new(threads), &mut out, &q[first * width..], &[row], cache, 1);
+        attention.run(&mut Pool::new(threads), &mut out, &q[first * width..], &[row], cache);
         out
     }
 
@@ -185,7 +255,13 @@ impl Case {
                     .collect()
             };
             let q = &q[(token * self.heads + head) * self.dim..][..self.dim];
-            reference::alibi_attention(q, &of(&k), &of(&v), 0.3, self.slopes.get(head).copied().unwrap_or(0.0))
+            let scores = reference::Scores {
+                scale: 0.3,
+                slope: self.slopes.get(head).copied().unwrap_or(0.0),
+                cap: self.cap,
+                sink: self.sinks.get(head).copied(),
+            };
+            reference::attention_with(q, &of(&k), &of(&v), scores)
         };
         (0..self.heads).flat_map(head).collect()
     }
@@ -195,11 +271,12 @@ fn cases() -> Vec<Case> {
     let mut cases = Vec::new();
     for (heads, kv_heads, dim) in [(4, 4, 64), (8, 2, 80), (3, 1, 8), (20, 1, 96), (4, 2, 128), (2, 2, 256)] {
         for (block, len, window) in [(16, 1, None), (16, 16, Some(5)), (32, 67, None), (16, 70, Some(20))] {
-            for with_slopes in [false, true] {
-                let slope = |head| if with_slopes { Some(0.5f32.powi(head + 1)) } else { None };
-                let slopes = (0..heads as i32).filter_map(slope).collect();
-                cases.push(Case { heads, kv_heads, dim, block, len, window, slopes });
-            }
+            let case = Case { heads, kv_heads, dim, block, len, window, slopes: vec![], cap: None, sinks: vec![] };
+            let slopes = (0..heads as i32).map(|head| 0.5f32.powi(head + 1)).collect();
+            cases.push(Case { slopes, ..case.clone() });
+            cases.push(Case { cap: Some(0.7), ..case.clone() });
+            cases.push(Case { sinks: random(14, heads), ..case.clone() });
+            cases.push(case);
         }
     }
     cases

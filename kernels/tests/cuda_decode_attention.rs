@@ -77,7 +77,7 @@ fn attends_as_the_formula_says(seed: u64, alibi: bool, kernel: Kernel, lens: &[&
         }
         for &lens in lens {
             let cached = CachedRows::new(&gpu, &mut random, shape, lens);
-            let workspace = DecodeWorkspace::new(&gpu, lens.len().max(64), shape).expect("memory");
+            let workspace = DecodeWorkspace::new(&gpu, lens.len().max(64), &[shape]).expect("memory");
             let (slopes, slope_buffer) = cached.slopes(&gpu);
             let slopes = if alibi { slopes.as_slice() } else { &[] };
             let cols = num_heads * head_dim;
@@ -138,7 +138,7 @@ fn rotation_inside_attention_writes_the_bits_of_rotation_before_it_and_attends_a
         };
         let (cos, sin) = (table(f32::cos), table(f32::sin));
         for lens in [&[1][..], &[5, 0, 17, 16], &[255, 256, 257], &[1000, 3, 2049, 700]] {
-            let workspace = DecodeWorkspace::new(&gpu, 64, shape).expect("memory");
+            let workspace = DecodeWorkspace::new(&gpu, 64, &[shape]).expect("memory");
             let scale = (head_dim as f32).powf(-0.5);
             for (splits, window) in [(Splits::for_rows(lens.len(), shape), 0), (FINE, 0), (JOINED, 0), (FINE, 100)] {
                 let run = |fused: bool| {
@@ -169,8 +169,7 @@ fn rotation_inside_attention_writes_the_bits_of_rotation_before_it_and_attends_a
                         let positions = DeviceBuffer::from_slice(&gpu, &positions).expect("memory");
                         let slots = DeviceBuffer::from_slice(&gpu, &slots).expect("memory");
                         let inputs = RopeInputs {
-                            cos: cos.span(),
-                            sin: sin.span(),
+                            tables: Some([cos.span(), sin.span()]),
                             positions: positions.span(),
                             slots: slots.span(),
                         };

@@ -8,10 +8,13 @@ use half::bf16;
 use kernels::cuda::DeviceBuffer;
 use kernels::cuda::activation::activate;
 use kernels::cuda::add_positions::add_positions;
+use kernels::cuda::branch_norm::{BranchNorm, add, branch_norm};
+use kernels::cuda::cap_logits::cap_logits;
 use kernels::cuda::gated_activation::GateActivation;
 use kernels::cuda::head_norm::{HeadNormWeights, head_norm};
 use kernels::cuda::layer_norm::{LayerNormWeight, add_layer_norm, layer_norm};
 use kernels::cuda::rope_cache::HeadShape;
+use kernels::cuda::wide_head_norm::{Squares, head_squares, scale_heads};
 use kernels::reference;
 
 /// One bf16 rounding.
@@ -58,15 +61,20 @@ fn plain_activations_agree_with_fp64_and_touch_nothing_behind() {
     let mut random = Random::new(22);
     for count in [8, 3072, 3 * 2056, 2048 + 8] {
         let x = random.bf16s(count, 4.0);
-        for activation in [GateActivation::Silu, GateActivation::GeluTanh] {
+        use GateActivation::{Gelu, GeluTanh, Relu, ReluSquared, Silu};
+        for activation in [Silu, GeluTanh, Gelu, Relu, ReluSquared] {
             let y = poisoned::<bf16>(&gpu, &q, count + 8);
             y.span().write(&x).unwrap();
             activate(&q, y.span(), activation, count).unwrap();
             q.wait().unwrap();
             let formula = match activation {
-                GateActivation::Silu => reference::silu,
-                GateActivation::GeluTanh => reference::gelu_tanh,
+                Silu => reference::silu,
+                GeluTanh => reference::gelu_tanh,
+                Gelu => reference::gelu,
+                Relu => |x: f32| x.max(0.0),
+                ReluSquared => |x: f32| x.max(0.0) * x.max(0.0),
             };
+            let formula: fn(f32) -> f32 = formula;
             let expected: Vec<f32> = x.iter().map(|x| formula(x.to_f32())).collect();
             let found = floats(&y.span().read(count + 8).unwrap());
             assert_close(&format!("{activation:?} of {count}"), &found[..count], &expected, ULP, 1e-6);
@@ -118,5 +126,107 @@ fn heads_of_q_and_k_are_normed_and_those_of_v_left_alone() {
             assert_close(&format!("{shape:?}, token {t}"), &floats(&found[..rotated]), &expected, ULP, 1e-6);
             assert!(found[rotated..] == x[rotated..], "{shape:?}, token {t}: v is as it was");
         }
+    }
+}
+
+#[test]
+fn all_heads_of_q_and_all_of_k_are_normed_together() {
+    let Some((gpu, q)) = open() else { return };
+    let mut random = Random::new(25);
+    for (heads, kv_heads, dim, tokens, workers) in
+        [(4, 2, 64, 5, 1), (32, 32, 128, 3, 1), (6, 1, 96, 19, 2), (3, 3, 256, 40, 4), (2, 1, 16, 3, 1)]
+    {
+        let shape = HeadShape { num_heads: heads, num_kv_heads: kv_heads, head_dim: dim, block_size: 16 };
+        let (cols, widths) = (shape.qkv_cols(), [heads * dim, kv_heads * dim]);
+        let (wq, wk) = (random.bf16s(widths[0], 1.0), random.bf16s(widths[1], 1.0));
+        let on_device = |values: &[bf16]| DeviceBuffer::from_slice(&gpu, values).unwrap();
+        let (dq, dk) = (on_device(&wq), on_device(&wk));
+        let weights = HeadNormWeights { q: dq.span(), k: dk.span() };
+        // The workers' parts of one model, on one device.
+        let parts: Vec<Vec<bf16>> = (0..workers).map(|_| random.bf16s(tokens * cols, 2.0)).collect();
+        let sums = poisoned::<f32>(&gpu, &q, workers * tokens * 2);
+        for (worker, part) in parts.iter().enumerate() {
+            let own = sums.span().elements::<f32>(worker * tokens * 2, tokens * 2);
+            head_squares(&q, own, on_device(part).span(), shape, tokens).unwrap();
+            q.wait().unwrap();
+        }
+        let dx = on_device(&parts[0]);
+        let squares = Squares { sums: sums.span(), workers };
+        scale_heads(&q, dx.span(), squares, weights, shape, tokens, 1e-6).unwrap();
+        q.wait().unwrap();
+        let found: Vec<bf16> = dx.span().read(tokens * cols).unwrap();
+        for t in 0..tokens {
+            let row = |part: &[bf16]| part[t * cols..(t + 1) * cols].to_vec();
+            let normed = |start: usize, width: usize, weight: &[bf16]| -> Vec<f32> {
+                let squares =
+                    |part: &Vec<bf16>| row(part)[start..start + width].iter().map(|x| x.to_f64().powi(2)).sum::<f64>();
+                let mean = parts.iter().map(squares).sum::<f64>() / (width * workers) as f64;
+                let scale = 1.0 / (mean + 1e-6).sqrt();
+                let own = row(&parts[0])[start..start + width].to_vec();
+                own.iter().zip(weight).map(|(x, w)| (x.to_f64() * scale * w.to_f64()) as f32).collect()
+            };
+            let expected = [normed(0, widths[0], &wq), normed(widths[0], widths[1], &wk)].concat();
+            let (found, rotated) = (&found[t * cols..(t + 1) * cols], widths[0] + widths[1]);
+            assert_close(&format!("{shape:?}, token {t}"), &floats(&found[..rotated]), &expected, ULP, 1e-6);
+            assert!(found[rotated..] == row(&parts[0])[rotated..], "{shape:?}, token {t}: v is as it was");
+        }
+    }
+}
+
+#[test]
+fn a_branch_is_normed_before_it_is_added() {
+    let Some((gpu, q)) = open() else { return };
+    let mut random = Random::new(26);
+    for (rows, cols) in [(1, 8), (3, 40), (2, 2304), (7, 4104), (2, 8192), (1, 32768), (257, 64)] {
+        let (r, p) = (random.bf16s(rows * cols, 2.0), random.bf16s(rows * cols, 1.0));
+        let (wp, wn) = (random.bf16s(cols, 1.0), random.bf16s(cols, 1.0));
+        let on_device = |values: &[bf16]| DeviceBuffer::from_slice(&gpu, values).unwrap();
+        let (dp, dwp, dwn) = (on_device(&p), on_device(&wp), on_device(&wn));
+        let normed = reference::rms_norm(&floats(&p), &floats(&wp), 1e-6);
+        let sum: Vec<f32> = r.iter().zip(&normed).map(|(r, n)| r.to_f32() + n).collect();
+        for has_next in [false, true] {
+            let (dr, y) = (on_device(&r), poisoned::<bf16>(&gpu, &q, rows * cols));
+            let norm = BranchNorm {
+                residual: dr.span(),
+                branch: dp.span(),
+                branch_weight: dwp.span(),
+                next: has_next.then(|| [y.span(), dwn.span()]),
+                eps: 1e-6,
+            };
+            branch_norm(&q, norm, rows, cols).unwrap();
+            q.wait().unwrap();
+            let (found, after) =
+                (floats(&dr.span().read(rows * cols).unwrap()), floats(&y.span().read(rows * cols).unwrap()));
+            // The sum may cancel, so the fp32 roundings of its terms remain.
+            assert_close(&format!("residual {rows} x {cols}"), &found, &sum, ULP, 1e-5);
+            match has_next {
+                true => {
+                    let expected = reference::rms_norm(&sum, &floats(&wn), 1e-6);
+                    assert_close(&format!("norm {rows} x {cols}"), &after, &expected, ULP, 1e-5);
+                }
+                false => assert!(after.iter().all(|x| x.is_nan()), "{rows} x {cols}: nothing else is written"),
+            }
+        }
+    }
+}
+
+#[test]
+fn branches_are_added_and_logits_are_capped() {
+    let Some((gpu, q)) = open() else { return };
+    let mut random = Random::new(27);
+    for count in [8, 3 * 2056, 4096 * 5] {
+        let (x, y) = (random.bf16s(count, 2.0), random.bf16s(count, 2.0));
+        let (dx, dy) = (DeviceBuffer::from_slice(&gpu, &x).unwrap(), DeviceBuffer::from_slice(&gpu, &y).unwrap());
+        add(&q, dx.span(), dy.span(), count).unwrap();
+        q.wait().unwrap();
+        let sum = |(x, y): (&bf16, &bf16)| bf16::from_f32(x.to_f32() + y.to_f32());
+        let expected: Vec<bf16> = x.iter().zip(&y).map(sum).collect();
+        assert!(dx.span().read::<bf16>(count).unwrap() == expected, "{count} elements");
+        let logits: Vec<f32> = (0..count).map(|_| random.normal() * 40.0).collect();
+        let capped = DeviceBuffer::from_slice(&gpu, &logits).unwrap();
+        cap_logits(&q, capped.span(), 30.0).unwrap();
+        q.wait().unwrap();
+        let expected: Vec<f32> = logits.iter().map(|x| (30.0 * (f64::from(*x) / 30.0).tanh()) as f32).collect();
+        assert_close("capped", &capped.span().read::<f32>(count).unwrap(), &expected, 2f32.powi(-20), 1e-6);
     }
 }

@@ -4,14 +4,15 @@ mod gpu;
 
 use gpu::{Random, assert_close, floats, open, poisoned};
 use half::bf16;
-use kernels::cuda::embed::{TokenSource, embed};
+use kernels::cuda::embed::{Table, TokenSource, embed};
 use kernels::cuda::gated_activation::{GateActivation, gated_activation};
 use kernels::cuda::gather_rows::gather_rows;
 use kernels::cuda::library_gemm::{GemmBuffers, GemmShape, LibraryGemm};
-use kernels::cuda::paged_attention::{TokenTables, paged_attention};
+use kernels::cuda::paged_attention::{PagedAttention, Scores, TokenTables, paged_attention};
 use kernels::cuda::rms_norm::{add_rms_norm, rms_norm};
 use kernels::cuda::rope_cache::{HeadShape, LayerCache, RopeInputs, rope_cache};
 use kernels::cuda::{DeviceBuffer, Span};
+use kernels::reference;
 
 /// One bf16 rounding.
 const ULP: f32 = 1.0 / 128.0;
@@ -63,17 +64,22 @@ fn embedding_takes_given_and_sampled_tokens_and_zeros_for_other_workers() {
         let words = |values: &[u32]| DeviceBuffer::from_slice(&gpu, values).unwrap();
         let (dt, di, dr, dl) =
             (DeviceBuffer::from_slice(&gpu, &table).unwrap(), words(&ids), words(&rows), words(&last));
-        let out = poisoned::<bf16>(&gpu, &q, tokens * cols);
         let source = TokenSource { token_ids: di.span(), token_rows: dr.span(), last_tokens: dl.span() };
-        embed(&q, out.span(), dt.span(), source, first as u32, tokens, cols).unwrap();
-        q.wait().unwrap();
-        let found: Vec<bf16> = out.span().read(tokens * cols).unwrap();
-        for t in 0..tokens {
-            let id = if ids[t] == u32::MAX { last[rows[t] as usize] } else { ids[t] } as usize;
-            let row = &found[t * cols..(t + 1) * cols];
-            match id.checked_sub(first).filter(|&r| r < vocab) {
-                Some(r) => assert!(row == &table[r * cols..(r + 1) * cols], "token {id}"),
-                None => assert!(row.iter().all(|v| v.to_bits() == 0), "token {id} is another worker's"),
+        for scale in [1.0, 61.96] {
+            let out = poisoned::<bf16>(&gpu, &q, tokens * cols);
+            let table = Table { values: dt.span(), first_token: first as u32, cols, scale };
+            embed(&q, out.span(), table, source, tokens).unwrap();
+            q.wait().unwrap();
+            let found: Vec<bf16> = out.span().read(tokens * cols).unwrap();
+            for t in 0..tokens {
+                let id = if ids[t] == u32::MAX { last[rows[t] as usize] } else { ids[t] } as usize;
+                let row = &found[t * cols..(t + 1) * cols];
+                let scaled =
+                    |r: usize| table[r * cols..(r + 1) * cols].iter().map(|x| bf16::from_f32(x.to_f32() * scale));
+                match id.checked_sub(first).filter(|&r| r < vocab) {
+                    Some(r) => assert!(row.iter().copied().eq(scaled(r)), "token {id}"),
+                    None => assert!(row.iter().all(|v| v.to_bits() == 0), "token {id} is another worker's"),
+                }
             }
         }
     }
@@ -102,7 +108,7 @@ fn rope_rotates_and_fills_exactly_its_slots() {
         let (dc, ds) = (DeviceBuffer::from_slice(&gpu, &cos).unwrap(), DeviceBuffer::from_slice(&gpu, &sin).unwrap());
         let (dp, dl) =
             (DeviceBuffer::from_slice(&gpu, &positions).unwrap(), DeviceBuffer::from_slice(&gpu, &slots).unwrap());
-        let inputs = RopeInputs { cos: dc.span(), sin: ds.span(), positions: dp.span(), slots: dl.span() };
+        let inputs = RopeInputs { tables: Some([dc.span(), ds.span()]), positions: dp.span(), slots: dl.span() };
         let cache = LayerCache { k: k_blocks.span(), v: v_blocks.span() };
         rope_cache(&q, dq.span(), cache, inputs, shape, tokens).unwrap();
         q.wait().unwrap();
@@ -144,7 +150,8 @@ fn gated_activation_agrees_with_fp32_stacked_and_interleaved() {
     for (rows, cols, group) in [(1, 8, 8), (3, 2056, 2056), (5, 11008, 8), (2, 48, 16)] {
         let x = random.bf16s(rows * 2 * cols, 4.0);
         let dx = DeviceBuffer::from_slice(&gpu, &x).unwrap();
-        for activation in [GateActivation::Silu, GateActivation::GeluTanh] {
+        use GateActivation::{Gelu, GeluTanh, Relu, ReluSquared, Silu};
+        for activation in [Silu, GeluTanh, Gelu, Relu, ReluSquared] {
             let y = poisoned::<bf16>(&gpu, &q, rows * cols);
             gated_activation(&q, y.span(), dx.span(), activation, rows, cols, group).unwrap();
             q.wait().unwrap();
@@ -154,11 +161,11 @@ fn gated_activation_agrees_with_fp32_stacked_and_interleaved() {
                     let at = t * 2 * cols + f / group * 2 * group + f % group;
                     let (gate, up) = (x[at].to_f64(), x[at + group].to_f64());
                     let gated = match activation {
-                        GateActivation::Silu => gate / (1.0 + (-gate).exp()),
-                        GateActivation::GeluTanh => {
-                            let z: f64 = 0.797_884_560_802_865_4 * (gate + 0.044_715 * gate.powi(3));
-                            0.5 * gate * (1.0 + z.tanh())
-                        }
+                        Silu => f64::from(reference::silu(gate as f32)),
+                        GeluTanh => f64::from(reference::gelu_tanh(gate as f32)),
+                        Gelu => f64::from(reference::gelu(gate as f32)),
+                        Relu => gate.max(0.0),
+                        ReluSquared => gate.max(0.0).powi(2),
                     };
                     (gated * up) as f32
                 })
@@ -220,14 +227,16 @@ fn paged_attention_agrees_with_fp64() {
         let cache = LayerCache { k: dk.span(), v: dv.span() };
         let slopes: Vec<f32> = (0..heads).map(|head| 0.6f32.powi(head as i32 + 1)).collect();
         let slope_buffer = DeviceBuffer::from_slice(&gpu, &slopes).unwrap();
-        let attend = |slopes: Option<Span>| {
+        let attend = |slopes: Option<Span>, cap: f32| {
             q.fill(out.span(), 0xff).unwrap();
-            paged_attention(&q, out.span(), dq.span(), cache, token_tables, shape, scale, window, slopes, tokens)
-                .unwrap();
+            let scores = Scores { scale, window, cap, slopes };
+            let (out, qkv) = (out.span(), dq.span());
+            let attention = PagedAttention { out, qkv, cache, tables: token_tables, shape, scores };
+            paged_attention(&q, &attention, tokens).unwrap();
             q.wait().unwrap();
             floats(&out.span().read(tokens * heads * dim).unwrap())
         };
-        for alibi in [false, true] {
+        for (alibi, cap) in [(false, 0.0), (true, 0.0), (false, 0.6)] {
             let mut expected = vec![0.0f32; tokens * heads * dim];
             for (t, h) in
                 (0..tokens).flat_map(|t| (0..heads).map(move |h| (t, h))).filter(|&(t, _)| slots[t] != u32::MAX)
@@ -242,7 +251,9 @@ fn paged_attention_agrees_with_fp64() {
                 let slope = if alibi { f64::from(slopes[h]) } else { 0.0 };
                 let score = |p: usize| -> f64 {
                     let dot: f64 = (0..dim).map(|d| query[d].to_f64() * k[at(p) + d].to_f64()).sum();
-                    dot * f64::from(scale) - slope * (end - 1 - p) as f64
+                    let score = dot * f64::from(scale);
+                    let capped = if cap == 0.0 { score } else { f64::from(cap) * (score / f64::from(cap)).tanh() };
+                    capped - slope * (end - 1 - p) as f64
                 };
                 let scores: Vec<f64> = (begin..end).map(score).collect();
                 let most = scores.iter().copied().fold(f64::NEG_INFINITY, f64::max);
@@ -253,8 +264,8 @@ fn paged_attention_agrees_with_fp64() {
                     expected[(t * heads + h) * dim + d] = (sum / mass) as f32;
                 }
             }
-            let found = attend(alibi.then(|| slope_buffer.span()));
-            assert_close(&format!("{shape:?}, alibi {alibi}"), &found, &expected, ULP, 1e-4);
+            let found = attend(alibi.then(|| slope_buffer.span()), cap);
+            assert_close(&format!("{shape:?}, alibi {alibi}, cap {cap}"), &found, &expected, ULP, 1e-4);
         }
     }
 }

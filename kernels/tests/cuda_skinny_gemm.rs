@@ -109,6 +109,7 @@ fn activate(activation: GateActivation, x: f32) -> f32 {
     match activation {
         GateActivation::Silu => reference::silu(x),
         GateActivation::GeluTanh => reference::gelu_tanh(x),
+        other => unreachable!("{other:?} is no epilogue"),
     }
 }
 

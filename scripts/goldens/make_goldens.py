@@ -16,6 +16,7 @@ import json
 import pathlib
 
 import torch
+import transformers
 from safetensors.torch import save_file
 from transformers import (GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, MistralConfig,
                           MistralForCausalLM, Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM)
@@ -23,6 +24,7 @@ from transformers import (GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCaus
 import published
 
 NUM_TOKENS = 32
+FROM_ONE = ("gemma", "gemma2", "gemma3_text", "nemotron")  # store norms as differences from one
 PROMPT_LENS = (1, 7, 40)
 
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
@@ -85,9 +87,89 @@ CASES = {
 }
 
 
+SMALL = dict(hidden_size=64, intermediate_size=104, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+             vocab_size=200, tie_word_embeddings=False)
+PARTIAL = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5}
+FACTORS = lambda start, count: [round(start + 0.13 * i, 4) for i in range(count)]
+FALCON = dict(head_dim=None, intermediate_size=None, num_key_value_heads=None)
+MIXED = ["sliding_attention", "full_attention", "sliding_attention"]
+
+# Families that differ from Llama by more than numbers. Half precision is exact in fp32 products, so little rounding hides an error.
+FAMILIES = {
+    # norms from one, scaled embeddings, the tanh GELU
+    "gemma": ("Gemma", dict(head_dim=24, num_key_value_heads=1, tie_word_embeddings=True)),
+    # norms on both sides, caps of scores and logits that matter, windows of some layers, a scale of its own
+    "gemma2": ("Gemma2", dict(head_dim=16, num_hidden_layers=3, sliding_window=20, query_pre_attn_scalar=24,
+                              attn_logit_softcapping=3.0, final_logit_softcapping=4.0, tie_word_embeddings=True)),
+    # a rotation for layers with a window and one for the others
+    "gemma3": ("Gemma3", dict(head_dim=16, num_hidden_layers=3, sliding_window=20, query_pre_attn_scalar=24,
+                              layer_types=MIXED, rope_parameters={
+                                  "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
+                                  "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1000000.0}},
+                              tie_word_embeddings=True)),
+    # stacked q, k, v and gate, up; a part of each head rotated; a window
+    "phi3": ("Phi3", dict(head_dim=None, sliding_window=25, rope_parameters=PARTIAL, pad_token_id=0)),
+    # two lists of factors, of which the long one is used
+    "phi3_longrope": ("Phi3", dict(head_dim=None, original_max_position_embeddings=8, pad_token_id=0, rope_parameters={
+        "rope_type": "longrope", "rope_theta": 10000.0, "short_factor": FACTORS(1.0, 6), "long_factor": FACTORS(2.0, 6),
+        "partial_rotary_factor": 0.75})),
+    # attention and feed-forward in parallel behind one norm; biases everywhere
+    "phi": ("Phi", dict(head_dim=None, rope_parameters=PARTIAL)),
+    # four multipliers
+    "granite": ("Granite", dict(attention_bias=True, embedding_multiplier=12.0, residual_multiplier=0.22,
+                                attention_multiplier=0.0625, logits_scaling=8.0)),
+    # norms without weights
+    "olmo": ("Olmo", dict()),
+    # norms behind the branches alone; q and k normed over all heads
+    "olmo2": ("Olmo2", dict(num_key_value_heads=4)),
+    "olmo3": ("Olmo3", dict(num_hidden_layers=3, sliding_window=20, layer_types=MIXED)),
+    # parallel, neighbouring pairs rotated, layer norms of each head, scaled logits
+    "cohere": ("Cohere", dict(use_qk_norm=True, logit_scale=0.25, tie_word_embeddings=True)),
+    # layers that are not rotated
+    "cohere2": ("Cohere2", dict(logit_scale=0.5, num_hidden_layers=3, sliding_window=20, layer_types=MIXED, tie_word_embeddings=True)),
+    "smollm3": ("SmolLM3", dict(num_hidden_layers=3, no_rope_layers=[1, 0, 1], tie_word_embeddings=True, pad_token_id=0)),
+    "exaone4": ("Exaone4", dict(num_hidden_layers=3, sliding_window=20, layer_types=MIXED)),
+    # half of each head rotated, in neighbouring pairs
+    "glm": ("Glm", dict(head_dim=24, attention_bias=True, pad_token_id=0)),
+    "glm4": ("Glm4", dict(head_dim=24, attention_bias=True, pad_token_id=0)),
+    # layer norms with biases
+    "stablelm": ("StableLm", dict(head_dim=None, use_qkv_bias=True)),
+    "stablelm_parallel": ("StableLm", dict(head_dim=None, use_parallel_residual=True)),
+    # q, k and v of each head together; two norms of one input
+    "gpt_neox": ("GPTNeoX", dict(head_dim=None, num_key_value_heads=None, hidden_size=128)),
+    "gpt_neox_serial": ("GPTNeoX", dict(head_dim=None, num_key_value_heads=None, hidden_size=128, use_parallel_residual=False)),
+    # one KV head; several with two norms; one for each query head, in series
+    "falcon_7b": ("Falcon", FALCON | dict(tie_word_embeddings=True)),
+    "falcon_40b": ("Falcon", FALCON | dict(new_decoder_architecture=True, num_kv_heads=2, ffn_hidden_size=104)),
+    "falcon_serial": ("Falcon", FALCON | dict(multi_query=False, parallel_attn=False, bias=True)),
+    # no gate, biases
+    "starcoder2": ("Starcoder2", dict(head_dim=None, sliding_window=20)),
+    # layer norms from one, the squared ReLU
+    "nemotron": ("Nemotron", dict(head_dim=24)),
+    "arcee": ("Arcee", dict()),
+    "seed_oss": ("SeedOss", dict(head_dim=24, residual_dropout=0.0)),
+    "helium": ("Helium", dict(head_dim=16)),
+    "ernie4_5": ("Ernie4_5", dict(head_dim=24, use_bias=True, tie_word_embeddings=True)),
+    "ministral": ("Ministral", dict(head_dim=16, num_hidden_layers=3, sliding_window=20, layer_types=MIXED)),
+}
+# Sequences that transformers would begin with the short factors.
+LONG_PROMPTS = {"phi3_longrope": (9, 20, 40)}
+
+
+def family_case(name):
+    """The row of CASES for a name of FAMILIES."""
+    model_type, own = FAMILIES[name]
+    text = "Text" if model_type == "Gemma3" else ""
+    shape = SMALL | own
+    return torch.float16, getattr(transformers, f"{model_type}{text}Config"), getattr(transformers, f"{model_type}ForCausalLM"), {
+        key: value for key, value in shape.items() if value is not None}
+
+
 def make_model(dtype, config_class, model_class, shape, seed):
     """A random model whose weights are exact in `dtype`, computing in fp32."""
-    common = {} if config_class is GPT2Config else dict(max_position_embeddings=256, rms_norm_eps=1e-5)
+    common = {} if config_class is GPT2Config else dict(max_position_embeddings=256)
+    if hasattr(config_class, "rms_norm_eps"):
+        common["rms_norm_eps"] = 1e-5
     config = config_class(bos_token_id=1, eos_token_id=2, **common, **shape)
     config._attn_implementation = "eager"
     model = model_class(config).eval()
@@ -96,11 +178,11 @@ def make_model(dtype, config_class, model_class, shape, seed):
         for name, parameter in model.named_parameters():
             noise = torch.randn(parameter.shape, generator=generator)
             if ("norm" in name or ".ln_" in name) and "bias" not in name:
-                values = 1 + 0.2 * noise
+                values = 0.2 * noise if config.model_type in FROM_ONE else 1 + 0.2 * noise
             elif parameter.dim() == 1:
                 values = 0.1 * noise
             elif any(part in name for part in ("embed", "lm_head", "wte", "wpe")):
-                values = noise * (0.3 if shape["tie_word_embeddings"] else 1.0)
+                values = noise * (0.1 if "gemma" in config.model_type else 0.3 if config.tie_word_embeddings else 1.0)
             else:
                 inputs = parameter.shape[0 if config_class is GPT2Config else 1]
                 values = noise * 1.2 * inputs ** -0.5
@@ -146,23 +228,25 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     root = pathlib.Path(__file__).resolve().parents[2]
     parser.add_argument("out", nargs="?", type=pathlib.Path, default=root / "tests" / "goldens")
-    parser.add_argument("--only", nargs="+", choices=CASES, help="make only these cases")
+    parser.add_argument("--only", nargs="+", choices=[*CASES, *FAMILIES], help="make only these cases")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
-    for seed, (name, (dtype, config_class, model_class, shape)) in enumerate(CASES.items()):
+    for seed, name in enumerate([*CASES, *FAMILIES]):
         if arguments.only and name not in arguments.only:
             continue
+        dtype, config_class, model_class, shape = CASES[name] if name in CASES else family_case(name)
         config, model = make_model(dtype, config_class, model_class, shape, seed)
         folder = arguments.out / name
         folder.mkdir(parents=True, exist_ok=True)
         config.architectures = [model_class.__name__]
         config.dtype = dtype
-        tied = shape["tie_word_embeddings"]
-        tensors = {k: v for k, v in model.state_dict().items() if not (k == "lm_head.weight" and tied)}
+        tied = config.tie_word_embeddings
+        own_head = ("lm_head.weight", "embed_out.weight")
+        tensors = {k: v for k, v in model.state_dict().items() if not (k in own_head and tied)}
         published_config, published_tensors, logits_of = published.variant(name, config, model, tensors)
         save(folder, name, dtype, published_config, published_tensors)
         generator = torch.Generator().manual_seed(100 + seed)
-        prompts = [torch.randint(3, config.vocab_size, (n,), generator=generator).tolist() for n in PROMPT_LENS]
+        prompts = [torch.randint(3, config.vocab_size, (n,), generator=generator).tolist() for n in LONG_PROMPTS.get(name, PROMPT_LENS)]
         goldens = [golden(logits_of, prompt) for prompt in prompts]
         (folder / "golden.json").write_text(json.dumps({"sequences": goldens}) + "\n")
         margins = sorted(m for g in goldens for m in g["margins"])

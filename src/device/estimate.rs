@@ -2,8 +2,8 @@
 
 use engine::{RowId, SampleMask, SampledToken, SamplingParams, TokenId};
 use ops::{
-    Activation, AttentionSpec, DType, Device, DeviceError, Feature, LinearRole, MemoryEstimate, MemoryPlan,
-    PipelineStage, StepInputs, StepLimits, Target, TensorParallel, WeightSlice,
+    Activation, AttentionSpec, DType, Device, DeviceError, Feature, LinearRole, LogitSpec, MemoryEstimate, MemoryPlan,
+    NormKind, NormSlices, PipelineStage, StepInputs, StepLimits, Target, TensorParallel, WeightSlice,
 };
 
 use crate::cpu::{CpuDevice, CpuEstimate};
@@ -110,7 +110,11 @@ impl Estimator {
     }
 
     fn count_vectors(&mut self, vectors: &[WeightSlice<'_>]) -> EstimatedWeight {
-        let elements: usize = vectors.iter().map(|vector| vector.cols.len()).sum();
+        self.count_elements(vectors.iter().map(|vector| vector.cols.len()).sum())
+    }
+
+    /// Counts elements of vectors.
+    fn count_elements(&mut self, elements: usize) -> EstimatedWeight {
         let bytes = match self.target {
             Target::Cpu => elements * 4,
             Target::Cuda => elements * 2,
@@ -179,16 +183,9 @@ impl Device for Estimator {
         Ok(*embedding)
     }
 
-    fn load_vector(&mut self, vector: WeightSlice<'_>) -> Result<EstimatedWeight, DeviceError> {
-        Ok(self.count_vectors(&[vector]))
-    }
-
-    fn load_layer_norm(
-        &mut self,
-        weight: WeightSlice<'_>,
-        bias: WeightSlice<'_>,
-    ) -> Result<EstimatedWeight, DeviceError> {
-        Ok(self.count_vectors(&[weight, bias]))
+    fn load_norm(&mut self, norm: &NormSlices<'_>) -> Result<EstimatedWeight, DeviceError> {
+        let vectors = if norm.kind == NormKind::Layer { 2 } else { 1 };
+        Ok(self.count_elements(vectors * norm.width))
     }
 
     fn load_positions(&mut self, table: WeightSlice<'_>) -> Result<EstimatedWeight, DeviceError> {
@@ -242,11 +239,11 @@ impl Device for Estimator {
         Err(computes_nothing())
     }
 
-    fn embed(&mut self, _out: &mut (), _table: &EstimatedWeight) -> Result<(), DeviceError> {
+    fn embed(&mut self, _out: &mut (), _table: &EstimatedWeight, _scale: f32) -> Result<(), DeviceError> {
         Err(computes_nothing())
     }
 
-    fn rms_norm(&mut self, _out: &mut (), _x: &(), _weight: &EstimatedWeight, _eps: f32) -> Result<(), DeviceError> {
+    fn norm(&mut self, _out: &mut (), _x: &(), _weight: &EstimatedWeight, _eps: f32) -> Result<(), DeviceError> {
         Err(computes_nothing())
     }
 
@@ -284,7 +281,7 @@ impl Device for Estimator {
         Err(computes_nothing())
     }
 
-    fn sample(&mut self, _x: &(), _head: &EstimatedWeight) -> Result<(), DeviceError> {
+    fn sample(&mut self, _x: &(), _head: &EstimatedWeight, _logits: LogitSpec) -> Result<(), DeviceError> {
         Err(computes_nothing())
     }
 }

@@ -1,104 +1,181 @@
-//! The configuration of a model.
+//! The configuration of a model: what `config.json` says, as a specification of every layer.
 
-use ops::{Activation, DType, Feature};
+use std::path::Path;
 
-use crate::Rope;
+use ops::{Activation, DType, Feature, HeadNormSpan, NormKind};
+
+use crate::names::Names;
+use crate::{ModelError, Rope, families};
 
 /// The configuration of a model after all checks.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Config {
     /// The name in `architectures`, for example `LlamaForCausalLM`.
     pub architecture: String,
+    /// The names of its weights.
+    pub(crate) names: &'static Names,
     /// `E`, the width of the hidden state.
     pub hidden_size: usize,
-    /// Inner width of the MLP.
-    pub intermediate_size: usize,
-    /// Number of decoder layers.
-    pub num_layers: usize,
-    /// `H`, the number of query heads.
-    pub num_heads: usize,
-    /// `K`, the number of KV heads; divides `H`.
-    pub num_kv_heads: usize,
-    /// `D`, the size of a head; a multiple of 8.
-    pub head_dim: usize,
     /// `V`, the number of tokens in the vocabulary.
     pub vocab_size: usize,
     /// Maximum sequence length. A caller may lower it before [`crate::load`]; position tables have this size.
     pub max_position_embeddings: usize,
-    /// Kind of all norms except the head norms, which are always RMS norms.
-    pub norm: NormKind,
-    /// Added to the mean square or the variance in norms.
-    pub norm_eps: f32,
-    /// Whether q and k of each head are normalized before the rotation.
-    pub head_norms: bool,
-    /// Activation function of the MLP.
-    pub activation: Activation,
-    /// Kind of the MLP.
-    pub mlp: Mlp,
-    /// How positions enter the model.
-    pub positions: Positions,
-    /// Whether the output head uses the embedding table.
-    pub tie_word_embeddings: bool,
-    /// Whether the rows of the output head are scaled to Euclidean norm 1 when they are loaded.
-    pub unit_head: bool,
-    /// Whether q, k, v have biases.
-    pub qkv_bias: bool,
-    /// Whether the output projection of attention has a bias.
-    pub out_bias: bool,
-    /// Whether the MLP has biases.
-    pub mlp_bias: bool,
-    /// If set, attention reads only this number of last positions.
-    pub sliding_window: Option<usize>,
+    /// Multiplies the embeddings.
+    pub embedding_scale: f32,
+    /// Rows of the table of learned positions, which is added to the embeddings.
+    pub learned_positions: Option<usize>,
+    /// The norms of the hidden state.
+    pub norm: NormSpec,
+    /// Rotary embeddings; layers refer to them by index.
+    pub ropes: Vec<Rope>,
+    /// The decoder layers, in order.
+    pub layers: Vec<LayerSpec>,
+    /// The output head.
+    pub head: HeadSpec,
     /// First token of every prompt, if the checkpoint names one.
     pub bos_id: Option<u32>,
     /// Tokens that end a sequence, from `generation_config.json` or else from `config.json`.
     pub eos_ids: Vec<u32>,
     /// The dtype named by the configuration. The dtype of each tensor in the checkpoint takes precedence.
     pub dtype: DType,
+    /// What the reader of a log should know: parts of the checkpoint that are not served, choices that were made.
+    pub notes: Vec<String>,
 }
 
-/// How positions enter a model.
+/// The norms of the hidden state.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct NormSpec {
+    /// Kind of the norms.
+    pub kind: NormKind,
+    /// Added to the mean square or the variance.
+    pub eps: f32,
+    /// Whether the checkpoint has weights of norms; otherwise all are 1.
+    pub has_weight: bool,
+    /// Whether the norms have biases.
+    pub has_bias: bool,
+    /// Added to each weight: 1 where the checkpoint stores the difference from 1.
+    pub offset: f32,
+}
+
+/// The output head.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct HeadSpec {
+    /// Whether it is the embedding table.
+    pub is_tied: bool,
+    /// Whether its rows are scaled to Euclidean norm 1 when they are loaded.
+    pub has_unit_rows: bool,
+    /// Whether it has a bias.
+    pub has_bias: bool,
+    /// Multiplies the logits.
+    pub scale: f32,
+    /// If set, a logit `x` becomes `cap * tanh(x / cap)`.
+    pub cap: Option<f32>,
+}
+
+/// One decoder layer. Which norms it has follows from the names of its weights.
 #[derive(Debug, Clone, PartialEq)]
-pub enum Positions {
-    /// Rotary embedding of q and k.
-    Rotary(Rope),
-    /// ALiBi: attention scores decrease with distance.
-    Alibi,
-    /// Learned table, added to the embeddings.
-    Learned {
-        /// Number of rows of the table.
-        num_positions: usize,
-    },
+pub struct LayerSpec {
+    /// Attention.
+    pub attention: AttentionLayer,
+    /// Feed-forward.
+    pub mlp: MlpLayer,
+    /// Whether attention and feed-forward have the same input, so that both are added to it.
+    pub is_parallel: bool,
 }
 
-/// Kind of a norm.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum NormKind {
-    /// RMS norm: divides by the root of the mean square.
-    Rms,
-    /// Layer norm: subtracts the mean, divides by the standard deviation, adds a bias.
-    Layer,
+/// Attention of a layer.
+#[derive(Debug, Clone, PartialEq)]
+pub struct AttentionLayer {
+    /// `H`, the number of query heads.
+    pub num_heads: usize,
+    /// `K`, the number of KV heads; divides `H`.
+    pub num_kv_heads: usize,
+    /// `D`, the size of a head; a multiple of 8.
+    pub head_dim: usize,
+    /// Multiplies q·k.
+    pub scale: f32,
+    /// Index in [`Config::ropes`]; `None` if q and k are not rotated.
+    pub rope: Option<usize>,
+    /// Whether scores decrease with distance (ALiBi).
+    pub has_alibi: bool,
+    /// If set, attention reads only this number of last positions.
+    pub window: Option<usize>,
+    /// If set, a score `s` becomes `cap * tanh(s / cap)`.
+    pub score_cap: Option<f32>,
+    /// Norms of q and k before the rotation.
+    pub head_norm: Option<HeadNormSpec>,
+    /// Whether q, k, v have biases.
+    pub qkv_bias: bool,
+    /// Whether the output projection has a bias.
+    pub out_bias: bool,
 }
 
-/// Kind of an MLP.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Mlp {
-    /// `down(activation(gate(x)) * up(x))`.
-    Gated,
-    /// `down(activation(up(x)))`.
-    Plain,
+/// Norms of q and k.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct HeadNormSpec {
+    /// What they are computed over.
+    pub span: HeadNormSpan,
+    /// Kind of the norms.
+    pub kind: NormKind,
+    /// Added to the mean square or the variance.
+    pub eps: f32,
+}
+
+/// Feed-forward of a layer.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct MlpLayer {
+    /// Inner width.
+    pub intermediate_size: usize,
+    /// Whether it is `down(activation(gate(x)) * up(x))`; otherwise `down(activation(up(x)))`.
+    pub is_gated: bool,
+    /// Activation function.
+    pub activation: Activation,
+    /// Whether its linear layers have biases.
+    pub has_bias: bool,
 }
 
 impl Config {
+    /// Number of decoder layers.
+    pub fn num_layers(&self) -> usize {
+        self.layers.len()
+    }
+
+    /// Reads `config.json`, and `generation_config.json` if it exists.
+    ///
+    /// # Errors
+    /// Returns an error if a file cannot be read, or if a field is missing, invalid or unknown.
+    pub fn from_dir(dir: &Path) -> Result<Self, ModelError> {
+        families::config(dir)
+    }
+
     /// Ops that the model needs and that some devices lack.
     pub fn features(&self) -> Vec<Feature> {
+        let attention = |is: fn(&AttentionLayer) -> bool| self.layers.iter().any(|layer| is(&layer.attention));
+        let mlp = |is: fn(&MlpLayer) -> bool| self.layers.iter().any(|layer| is(&layer.mlp));
         let needs = [
-            (self.norm == NormKind::Layer, Feature::LayerNorm),
-            (matches!(self.positions, Positions::Learned { .. }), Feature::LearnedPositions),
-            (self.mlp == Mlp::Plain, Feature::PlainMlp),
-            (self.head_norms, Feature::HeadNorm),
-            (self.positions == Positions::Alibi, Feature::Alibi),
+            (self.norm.kind == NormKind::Layer, Feature::LayerNorm),
+            (self.learned_positions.is_some(), Feature::LearnedPositions),
+            (mlp(|mlp| !mlp.is_gated), Feature::PlainMlp),
+            (mlp(|mlp| !matches!(mlp.activation, Activation::Silu | Activation::GeluTanh)), Feature::OtherActivations),
+            (attention(|a| a.head_norm.is_some_and(HeadNormSpec::is_simple)), Feature::HeadNorm),
+            (attention(|a| a.head_norm.is_some_and(|norm| norm.needs_each_head())), Feature::EachHeadNorm),
+            (attention(|a| a.head_norm.is_some_and(|norm| norm.span == HeadNormSpan::AllHeads)), Feature::AllHeadsNorm),
+            (attention(|a| a.has_alibi), Feature::Alibi),
+            (attention(|a| a.score_cap.is_some()), Feature::ScoreCap),
+            (self.head.cap.is_some(), Feature::LogitCap),
+            (self.names.has_branch_norms(), Feature::BranchNorm),
+            (self.layers.iter().any(|layer| layer.is_parallel), Feature::ParallelBranches),
         ];
         needs.into_iter().filter_map(|(needed, feature)| needed.then_some(feature)).collect()
+    }
+}
+
+impl HeadNormSpec {
+    fn is_simple(self) -> bool {
+        self.span == HeadNormSpan::Head && self.kind == NormKind::Rms
+    }
+
+    fn needs_each_head(self) -> bool {
+        self.span != HeadNormSpan::AllHeads && !self.is_simple()
     }
 }

@@ -1,14 +1,13 @@
-//! Pre-norm decoders: the Llama family and GPT-2. [`Config`] contains the differences between them.
+//! Decoders: a stack of layers, each built from its specification.
 
 use std::path::Path;
 
-use ops::{AttentionSpec, Device, DeviceError, PipelineStage, RopeTable};
+use ops::{AttentionSpec, Device, DeviceError, HeadNorms, LayerAttention, LogitSpec, PipelineStage};
 
-use crate::config::{Mlp, NormKind, Positions};
-use crate::layers::Loader;
+use crate::config::{HeadNormSpec, LayerSpec, MlpLayer};
+use crate::layers::{LayerSource, Loader};
 use crate::model::Model;
-use crate::names::Names;
-use crate::shard::Shard;
+use crate::shard::{LayerShard, Shard};
 use crate::{Checkpoint, Config, ModelError, alibi};
 
 /// A decoder on device `D`, or one pipeline stage of it.
@@ -33,24 +32,60 @@ struct FinalLayers<D: Device> {
 
 /// One decoder layer.
 struct Layer<D: Device> {
-    attention_norm: D::Weight,
+    mlp: MlpLayer,
+    is_parallel: bool,
+    /// Index of the buffers for its widths.
+    widths: usize,
+    attention_norm: Option<D::Weight>,
     qkv: D::Weight,
-    head_norms: Option<[D::Weight; 2]>, // norms of q and of k
+    head_norms: Option<(HeadNormSpec, [D::Weight; 2])>, // norms of q and of k
     out: D::Weight,
-    mlp_norm: D::Weight,
+    attention_branch_norm: Option<D::Weight>,
+    mlp_norm: Option<D::Weight>,
     up: D::Weight, // gate and up, or up alone
     down: D::Weight,
+    mlp_branch_norm: Option<D::Weight>,
 }
 
 /// Activation buffers of a step, shared by all layers.
 struct Buffers<D: Device> {
-    residual: D::Tensor,        // [T, E]
-    normed: D::Tensor,          // [T, E]
+    residual: D::Tensor, // [T, E]
+    normed: D::Tensor,   // [T, E]
+    partial: D::Tensor,  // [T, E]
+    parallel: Option<ParallelBuffers<D>>,
+    inner: Vec<InnerBuffers<D>>,
+}
+
+/// Buffers for layers whose feed-forward has the same input as attention.
+struct ParallelBuffers<D: Device> {
+    normed: D::Tensor,  // [T, E]
+    partial: D::Tensor, // [T, E]
+}
+
+/// Buffers of the widths that some layers share.
+struct InnerBuffers<D: Device> {
     qkv: D::Tensor,             // [T, (H + 2K) D]
     attended: D::Tensor,        // [T, H D]
     gate_up: Option<D::Tensor>, // [T, 2 I]
     inner: D::Tensor,           // [T, I]
-    partial: D::Tensor,         // [T, E]
+}
+
+/// The widths of [`InnerBuffers`].
+#[derive(PartialEq)]
+struct Widths {
+    qkv: usize,
+    attended: usize,
+    inner: usize,
+    is_gated: bool,
+}
+
+impl Widths {
+    fn of(layer: &LayerSpec, shard: &LayerShard) -> Self {
+        let dim = layer.attention.head_dim;
+        let (heads, kv_heads) = (shard.heads.len() * dim, shard.kv_heads.len() * dim);
+        let (inner, is_gated) = (shard.intermediate.len(), layer.mlp.is_gated);
+        Self { qkv: heads + 2 * kv_heads, attended: heads, inner, is_gated }
+    }
 }
 
 impl<D: Device> Decoder<D> {
@@ -58,23 +93,24 @@ impl<D: Device> Decoder<D> {
         dir: &Path,
         checkpoint: &Checkpoint,
         config: &Config,
-        names: &Names,
         shard: Shard,
         device: &mut D,
     ) -> Result<Self, ModelError> {
-        let mut loader = Loader::new(dir, checkpoint, config, names, &shard, device);
+        let mut loader = Loader::new(dir, checkpoint, config, &shard, device);
         let stage = loader.device.pipeline_stage();
-        let needs_embedding = stage.is_first() || (stage.is_last() && config.tie_word_embeddings);
+        let needs_embedding = stage.is_first() || (stage.is_last() && config.head.is_tied);
         let embedding = if needs_embedding { Some(loader.embedding()?) } else { None };
-        let positions = match config.positions {
-            Positions::Learned { num_positions } if stage.is_first() => Some(loader.positions(num_positions)?),
+        let positions = match config.learned_positions {
+            Some(num_positions) if stage.is_first() => Some(loader.positions(num_positions)?),
             _ => None,
         };
-        let layers = stage.layers(config.num_layers).map(|index| Layer::load(&mut loader, index));
-        let layers = layers.collect::<Result<Vec<_>, _>>()?;
+        let mut widths = Vec::new();
+        let own = stage.layers(config.num_layers());
+        let layers = own.map(|index| Layer::load(&mut loader, index, &mut widths)).collect::<Result<Vec<_>, _>>()?;
         let final_layers =
             if stage.is_last() { Some(FinalLayers::load(&mut loader, embedding.as_ref())?) } else { None };
-        let buffers = Buffers::allocate(config, &shard, loader.device);
+        let has_parallel = layers.iter().any(|layer| layer.is_parallel);
+        let buffers = Buffers::allocate(config.hidden_size, has_parallel, &widths, loader.device);
         let buffers = loader.or_device_error(buffers)?;
         Ok(Self { config: config.clone(), shard, stage, embedding, positions, layers, final_layers, buffers })
     }
@@ -82,41 +118,113 @@ impl<D: Device> Decoder<D> {
 
 impl<D: Device> FinalLayers<D> {
     fn load(loader: &mut Loader<'_, D>, embedding: Option<&D::Weight>) -> Result<Self, ModelError> {
-        let norm = loader.norm(&format!("{}{}", loader.prefix, loader.names.final_norm))?;
-        Ok(Self { norm, head: loader.head(embedding)? })
+        Ok(Self { norm: loader.final_norm()?, head: loader.head(embedding)? })
     }
 }
 
 impl<D: Device> Layer<D> {
-    fn load(loader: &mut Loader<'_, D>, index: usize) -> Result<Self, ModelError> {
+    fn load(loader: &mut Loader<'_, D>, index: usize, widths: &mut Vec<Widths>) -> Result<Self, ModelError> {
+        let source: LayerSource<'_> = loader.layer(index);
+        let own = Widths::of(source.spec, source.shard);
+        let buffers = widths.iter().position(|known| *known == own).unwrap_or(widths.len());
+        if buffers == widths.len() {
+            widths.push(own);
+        }
+        let head_norm = source.spec.attention.head_norm;
         Ok(Self {
-            attention_norm: loader.norm(&loader.layer_name(index, loader.names.attention_norm))?,
-            qkv: loader.qkv(index)?,
-            head_norms: if loader.config.head_norms { Some(loader.head_norms(index)?) } else { None },
-            out: loader.out(index)?,
-            mlp_norm: loader.norm(&loader.layer_name(index, loader.names.mlp_norm))?,
-            up: loader.up(index)?,
-            down: loader.down(index)?,
+            mlp: source.spec.mlp,
+            is_parallel: source.spec.is_parallel,
+            widths: buffers,
+            attention_norm: loader.layer_norm(source, loader.names.attention_norm)?,
+            qkv: loader.qkv(source)?,
+            head_norms: match head_norm {
+                Some(norm) => Some((norm, loader.head_norms(source, norm)?)),
+                None => None,
+            },
+            out: loader.out(source)?,
+            attention_branch_norm: loader.layer_norm(source, loader.names.attention_branch_norm)?,
+            mlp_norm: loader.layer_norm(source, loader.names.mlp_norm)?,
+            up: loader.up(source)?,
+            down: loader.down(source)?,
+            mlp_branch_norm: loader.layer_norm(source, loader.names.mlp_branch_norm)?,
         })
+    }
+
+    /// `partial` = attention of `x`, this worker's part of the sum.
+    fn attend(
+        &self,
+        device: &mut D,
+        index: usize,
+        x: &D::Tensor,
+        partial: &mut D::Tensor,
+        b: &mut InnerBuffers<D>,
+    ) -> Result<(), DeviceError> {
+        device.linear(&mut b.qkv, x, &self.qkv)?;
+        if let Some((norm, [q, k])) = &self.head_norms {
+            device.head_norm(&mut b.qkv, index, &HeadNorms { span: norm.span, q, k }, norm.eps)?;
+        }
+        device.rope_and_cache(&mut b.qkv, index)?;
+        device.attention(&mut b.attended, &b.qkv, index)?;
+        device.linear(partial, &b.attended, &self.out)
+    }
+
+    /// `partial` = feed-forward of `x`, this worker's part of the sum.
+    fn feed_forward(
+        &self,
+        device: &mut D,
+        x: &D::Tensor,
+        partial: &mut D::Tensor,
+        b: &mut InnerBuffers<D>,
+    ) -> Result<(), DeviceError> {
+        let activation = self.mlp.activation;
+        match &mut b.gate_up {
+            Some(gate_up) => device.gated_linear(&mut b.inner, gate_up, x, &self.up, activation)?,
+            None => device.activated_linear(&mut b.inner, x, &self.up, activation)?,
+        }
+        device.linear(partial, &b.inner, &self.down)
     }
 }
 
 impl<D: Device> Buffers<D> {
-    fn allocate(config: &Config, shard: &Shard, device: &mut D) -> Result<Self, DeviceError> {
-        let (hidden, intermediate) = (config.hidden_size, shard.intermediate.len());
-        let (heads, kv_heads) = (shard.heads.len() * config.head_dim, shard.kv_heads.len() * config.head_dim);
+    fn allocate(hidden: usize, has_parallel: bool, widths: &[Widths], device: &mut D) -> Result<Self, DeviceError> {
+        let inner = |widths: &Widths, device: &mut D| {
+            Ok(InnerBuffers {
+                qkv: device.tensor(widths.qkv)?,
+                attended: device.tensor(widths.attended)?,
+                gate_up: if widths.is_gated { Some(device.tensor(2 * widths.inner)?) } else { None },
+                inner: device.tensor(widths.inner)?,
+            })
+        };
         Ok(Self {
             residual: device.tensor(hidden)?,
             normed: device.tensor(hidden)?,
-            qkv: device.tensor(heads + 2 * kv_heads)?,
-            attended: device.tensor(heads)?,
-            gate_up: match config.mlp {
-                Mlp::Gated => Some(device.tensor(2 * intermediate)?),
-                Mlp::Plain => None,
-            },
-            inner: device.tensor(intermediate)?,
+            inner: widths.iter().map(|widths| inner(widths, device)).collect::<Result<_, DeviceError>>()?,
             partial: device.tensor(hidden)?,
+            parallel: match has_parallel {
+                true => Some(ParallelBuffers { normed: device.tensor(hidden)?, partial: device.tensor(hidden)? }),
+                false => None,
+            },
         })
+    }
+
+    /// Adds a branch, the sum of `partial` over the group, to the hidden state, and computes the next norm of it.
+    fn add_branch(
+        &mut self,
+        device: &mut D,
+        branch_norm: Option<&D::Weight>,
+        next_norm: Option<&D::Weight>,
+        eps: f32,
+    ) -> Result<(), DeviceError> {
+        match (branch_norm, next_norm) {
+            (Some(branch), next) => {
+                let next = next.map(|norm| (&mut self.normed, norm));
+                device.reduce_norm_add_norm(&mut self.residual, &mut self.partial, branch, next, eps)
+            }
+            (None, Some(next)) => {
+                device.reduce_add_norm(&mut self.normed, &mut self.residual, &self.partial, next, eps)
+            }
+            (None, None) => unreachable!("a branch without a norm is followed by one"),
+        }
     }
 }
 
@@ -126,73 +234,98 @@ impl<D: Device> Decoder<D> {
     fn begin(&mut self, device: &mut D) -> Result<(), DeviceError> {
         let b = &mut self.buffers;
         match &self.embedding {
-            Some(embedding) if self.stage.is_first() => device.embed(&mut b.residual, embedding)?,
+            Some(embedding) if self.stage.is_first() => {
+                device.embed(&mut b.residual, embedding, self.config.embedding_scale)?;
+            }
             _ => device.recv_hidden(&mut b.residual)?,
         }
         if let Some(positions) = &self.positions {
             device.add_positions(&mut b.residual, positions)?;
         }
-        let final_norm = || self.final_layers.as_ref().map(|layers| &layers.norm);
-        let first_norm = self.layers.first().map(|layer| &layer.attention_norm).or_else(final_norm);
-        let first_norm = first_norm.expect("a stage has a layer or the model's end");
-        match self.config.norm {
-            NormKind::Rms => device.rms_norm(&mut b.normed, &b.residual, first_norm, self.config.norm_eps),
-            NormKind::Layer => device.layer_norm(&mut b.normed, &b.residual, first_norm, self.config.norm_eps),
+        let final_norm = self.final_layers.as_ref().map(|layers| &layers.norm);
+        let first_norm = self.layers.first().map_or(final_norm, |layer| layer.attention_norm.as_ref());
+        match first_norm {
+            Some(norm) => device.norm(&mut b.normed, &b.residual, norm, self.config.norm.eps),
+            None => Ok(()),
+        }
+    }
+
+    /// Runs layer `index` of this stage.
+    fn run_layer(&mut self, device: &mut D, index: usize) -> Result<(), DeviceError> {
+        let (eps, layer, b) = (self.config.norm.eps, &self.layers[index], &mut self.buffers);
+        let next = match self.layers.get(index + 1) {
+            Some(next) => next.attention_norm.as_ref(),
+            None => self.final_layers.as_ref().map(|layers| &layers.norm),
+        };
+        let Buffers { residual, normed, partial, inner, parallel } = b;
+        let inner = &mut inner[layer.widths];
+        layer.attend(
+            device,
+            index,
+            if layer.attention_norm.is_some() { &*normed } else { &*residual },
+            partial,
+            inner,
+        )?;
+        if let Some(second) = parallel.as_mut().filter(|_| layer.is_parallel) {
+            let x = match &layer.mlp_norm {
+                Some(norm) => {
+                    device.norm(&mut second.normed, residual, norm, eps)?;
+                    &second.normed
+                }
+                None => normed,
+            };
+            layer.feed_forward(device, x, &mut second.partial, inner)?;
+            device.add(partial, &second.partial)?;
+        } else {
+            b.add_branch(device, layer.attention_branch_norm.as_ref(), layer.mlp_norm.as_ref(), eps)?;
+            let x = if layer.mlp_norm.is_some() { &b.normed } else { &b.residual };
+            layer.feed_forward(device, x, &mut b.partial, &mut b.inner[layer.widths])?;
+        }
+        // Before the next stage any norm may be used: that stage normalizes the sum itself.
+        let any = layer.attention_norm.as_ref().or(layer.mlp_norm.as_ref());
+        let is_last_of_stage = index + 1 == self.layers.len() && self.final_layers.is_none();
+        let next = if is_last_of_stage { any } else { next };
+        self.buffers.add_branch(device, layer.mlp_branch_norm.as_ref(), next, eps)
+    }
+
+    fn layer_attention(&self, index: usize) -> LayerAttention {
+        let (attention, shard) = (&self.config.layers[index].attention, &self.shard.layers[index]);
+        LayerAttention {
+            num_heads: shard.heads.len(),
+            num_kv_heads: shard.kv_heads.len(),
+            head_dim: attention.head_dim,
+            scale: attention.scale,
+            rope: attention.rope,
+            window: attention.window,
+            score_cap: attention.score_cap,
+            sinks: Vec::new(),
+            alibi_slopes: match attention.has_alibi {
+                true => alibi::slopes(attention.num_heads)[shard.heads.clone()].to_vec(),
+                false => Vec::new(),
+            },
         }
     }
 }
 
 impl<D: Device> Model<D> for Decoder<D> {
     fn attention_spec(&self, block_size: usize) -> AttentionSpec {
-        let config = &self.config;
-        let slopes = match config.positions {
-            Positions::Alibi => alibi::slopes(config.num_heads)[self.shard.heads.clone()].to_vec(),
-            Positions::Rotary(_) | Positions::Learned { .. } => Vec::new(),
-        };
+        let max_positions = self.config.max_position_embeddings;
         AttentionSpec {
-            num_layers: self.stage.layers(config.num_layers).len(),
-            num_heads: self.shard.heads.len(),
-            num_kv_heads: self.shard.kv_heads.len(),
-            head_dim: config.head_dim,
-            scale: (config.head_dim as f32).powf(-0.5),
             block_size,
-            rope: match &config.positions {
-                Positions::Rotary(rope) => rope.table(config.head_dim, config.max_position_embeddings),
-                Positions::Alibi | Positions::Learned { .. } => {
-                    RopeTable::identity(config.head_dim, config.max_position_embeddings)
-                }
-            },
-            sliding_window: config.sliding_window,
-            alibi_slopes: slopes,
+            max_positions,
+            ropes: self.config.ropes.iter().map(|rope| rope.table(max_positions)).collect(),
+            layers: self.stage.layers(self.config.num_layers()).map(|index| self.layer_attention(index)).collect(),
         }
     }
 
     fn forward(&mut self, device: &mut D) -> Result<(), DeviceError> {
         self.begin(device)?;
-        let (eps, activation) = (self.config.norm_eps, self.config.activation);
-        let b = &mut self.buffers;
-        for (index, layer) in self.layers.iter().enumerate() {
-            device.linear(&mut b.qkv, &b.normed, &layer.qkv)?;
-            if let Some([q_norm, k_norm]) = &layer.head_norms {
-                device.head_norm(&mut b.qkv, q_norm, k_norm, eps)?;
-            }
-            device.rope_and_cache(&mut b.qkv, index)?;
-            device.attention(&mut b.attended, &b.qkv, index)?;
-            device.linear(&mut b.partial, &b.attended, &layer.out)?;
-            device.reduce_add_norm(&mut b.normed, &mut b.residual, &b.partial, &layer.mlp_norm, eps)?;
-            match &mut b.gate_up {
-                Some(gate_up) => device.gated_linear(&mut b.inner, gate_up, &b.normed, &layer.up, activation)?,
-                None => device.activated_linear(&mut b.inner, &b.normed, &layer.up, activation)?,
-            }
-            device.linear(&mut b.partial, &b.inner, &layer.down)?;
-            let next = self.layers.get(index + 1).map(|next| &next.attention_norm);
-            // Before the next stage any norm may be used: that stage normalizes the sum itself.
-            let next_norm = next.or(self.final_layers.as_ref().map(|layers| &layers.norm)).unwrap_or(&layer.mlp_norm);
-            device.reduce_add_norm(&mut b.normed, &mut b.residual, &b.partial, next_norm, eps)?;
+        for index in 0..self.layers.len() {
+            self.run_layer(device, index)?;
         }
         match &self.final_layers {
-            Some(layers) => device.sample(&b.normed, &layers.head),
-            None => device.send_hidden(&b.residual),
+            Some(layers) => device.sample(&self.buffers.normed, &layers.head, LogitSpec { cap: self.config.head.cap }),
+            None => device.send_hidden(&self.buffers.residual),
         }
     }
 }

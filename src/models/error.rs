@@ -9,14 +9,21 @@ use ops::DeviceError;
 #[allow(missing_docs)] // Fields are named in the messages.
 pub enum ModelError {
     /// A file is missing or unreadable.
-    #[error("cannot read {}", .path.display())]
+    #[error("cannot read {}: {source}", .path.display())]
     Read { path: PathBuf, source: std::io::Error },
     /// A file is not JSON.
-    #[error("{} is not valid JSON", .path.display())]
+    #[error("{} is not valid JSON: {source}", .path.display())]
     Json { path: PathBuf, source: serde_json::Error },
     /// A field of `config.json` is missing or invalid.
     #[error("{}: field `{field}` must be {expected}, found {found}", .path.display())]
     Field { path: PathBuf, field: String, expected: String, found: String },
+    /// `config.json` has fields that nothing reads. They might change what the model computes.
+    #[error(
+        "{}: {fields} is not understood for `{architecture}`, and could change what the model computes; \
+         remove it if it does not",
+        .path.display()
+    )]
+    UnknownFields { path: PathBuf, architecture: String, fields: String },
     /// The architecture is not implemented.
     #[error("{}: architecture `{found}` is not supported; supported: {known}", .path.display())]
     Architecture { path: PathBuf, found: String, known: String },

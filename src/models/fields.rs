@@ -1,41 +1,85 @@
-//! Typed access to the fields of a JSON file. Errors contain the file, the field, the expected and the found value.
+//! Reads fields of a JSON object. Errors contain the file, the field, and the expected and actual values.
 
+use std::cell::RefCell;
+use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
+use std::rc::Rc;
 
 use serde_json::{Map, Value};
 
 use crate::ModelError;
 
-/// A JSON object with its path.
-#[derive(Debug, Clone)]
+/// A JSON object of a file, with the fields that were read so far.
 pub(crate) struct Fields {
     path: PathBuf,
+    /// The path of this object within the file, for messages.
     prefix: String,
     map: Map<String, Value>,
+    /// Other names that the architecture uses: the usual name, then its own.
+    aliases: &'static [(&'static str, &'static str)],
+    /// Full names of the fields that were read, shared with nested objects.
+    read: Rc<RefCell<BTreeSet<String>>>,
 }
 
 impl Fields {
-    /// Reads a file that must contain one object.
+    /// Reads a file that contains a JSON object.
     pub(crate) fn read(path: &Path) -> Result<Self, ModelError> {
         let text = std::fs::read(path).map_err(|source| ModelError::Read { path: path.into(), source })?;
         let value = serde_json::from_slice(&text).map_err(|source| ModelError::Json { path: path.into(), source })?;
+        let of = |map| Self {
+            path: path.into(),
+            prefix: String::new(),
+            map,
+            aliases: &[],
+            read: Rc::new(RefCell::new(BTreeSet::new())),
+        };
         match value {
-            Value::Object(map) => Ok(Self { path: path.into(), prefix: String::new(), map }),
-            other => Err(Self { path: path.into(), prefix: String::new(), map: Map::new() }.wrong(
-                "(top level)",
-                "an object",
-                &other,
-            )),
+            Value::Object(map) => Ok(of(map)),
+            other => Err(of(Map::new()).wrong("(top level)", "an object", &other)),
         }
+    }
+
+    /// The same object, in which some fields have the names of an architecture.
+    pub(crate) fn with_aliases(self, aliases: &'static [(&'static str, &'static str)]) -> Self {
+        Self { aliases, ..self }
+    }
+
+    /// The same object, with values for fields that it lacks. A field that is null keeps this value.
+    pub(crate) fn with_defaults(mut self, defaults: &Map<String, Value>) -> Self {
+        for (name, value) in defaults {
+            if !self.map.contains_key(name) && !self.map.contains_key(self.own_name(name)) {
+                self.map.insert(name.clone(), value.clone());
+                self.read.borrow_mut().insert(format!("{}{name}", self.prefix));
+            }
+        }
+        self
     }
 
     pub(crate) fn path(&self) -> &Path {
         &self.path
     }
 
+    /// The name that the file uses for a field.
+    fn own_name<'a>(&self, name: &'a str) -> &'a str {
+        let has_alias = |(usual, own): &&(&str, &str)| *usual == name && self.map.contains_key(*own);
+        self.aliases.iter().find(has_alias).map_or(name, |(_, own)| own)
+    }
+
     /// A field that exists and is not null.
     pub(crate) fn get(&self, name: &str) -> Option<&Value> {
-        self.map.get(name).filter(|value| !value.is_null())
+        let own = self.own_name(name);
+        self.read.borrow_mut().insert(format!("{}{own}", self.prefix));
+        self.map.get(own).filter(|value| !value.is_null())
+    }
+
+    /// The names of fields, at any depth that was read, that exist, are not null and were not read.
+    pub(crate) fn unread(&self) -> Vec<String> {
+        let read = self.read.borrow();
+        let mut unread = Vec::new();
+        for (name, value) in &self.map {
+            collect_unread(&format!("{}{name}", self.prefix), value, &read, &mut unread);
+        }
+        unread
     }
 
     /// The error for a field that exists but is invalid.
@@ -46,7 +90,7 @@ impl Fields {
         }
         ModelError::Field {
             path: self.path.clone(),
-            field: format!("{}{name}", self.prefix),
+            field: format!("{}{}", self.prefix, self.own_name(name)),
             expected: expected.into(),
             found,
         }
@@ -100,12 +144,35 @@ impl Fields {
         }
     }
 
+    /// Refuses a flag that has another value than `only`, the only one that is supported.
+    pub(crate) fn only(&self, name: &str, only: bool) -> Result<(), ModelError> {
+        match self.flag(name, only)? == only {
+            true => Ok(()),
+            false => Err(self.wrong(name, &format!("`{only}`, the only way that is supported"), &Value::Bool(!only))),
+        }
+    }
+
     /// A string, or `None` if absent.
     pub(crate) fn text(&self, name: &str) -> Result<Option<&str>, ModelError> {
         match self.get(name) {
             None => Ok(None),
             Some(Value::String(text)) => Ok(Some(text)),
             Some(other) => Err(self.wrong(name, "a string", other)),
+        }
+    }
+
+    /// Whether a field is this string. Otherwise it does not count as read.
+    pub(crate) fn has_text(&self, name: &str, text: &str) -> bool {
+        self.map.get(self.own_name(name)).and_then(Value::as_str) == Some(text) && self.get(name).is_some()
+    }
+
+    /// A list of numbers above 0, or `None` if absent.
+    pub(crate) fn positives(&self, name: &str) -> Result<Option<Vec<f64>>, ModelError> {
+        let Some(value) = self.get(name) else { return Ok(None) };
+        let numbers = value.as_array().and_then(|list| list.iter().map(Value::as_f64).collect::<Option<Vec<_>>>());
+        match numbers.filter(|numbers| numbers.iter().all(|x| x.is_finite() && *x > 0.0)) {
+            Some(numbers) => Ok(Some(numbers)),
+            None => Err(self.wrong(name, "a list of numbers above 0", value)),
         }
     }
 
@@ -126,10 +193,25 @@ impl Fields {
             None => Ok(None),
             Some(Value::Object(map)) => Ok(Some(Fields {
                 path: self.path.clone(),
-                prefix: format!("{}{name}.", self.prefix),
+                prefix: format!("{}{}.", self.prefix, self.own_name(name)),
                 map: map.clone(),
+                aliases: &[],
+                read: self.read.clone(),
             })),
             Some(other) => Err(self.wrong(name, "an object", other)),
         }
+    }
+}
+
+/// Fields of an object are looked at one by one if at least one of them was read.
+fn collect_unread(name: &str, value: &Value, read: &BTreeSet<String>, unread: &mut Vec<String>) {
+    let inside = format!("{name}.");
+    match value {
+        Value::Null => {}
+        Value::Object(map) if read.range(inside.clone()..).next().is_some_and(|next| next.starts_with(&inside)) => {
+            map.iter().for_each(|(key, value)| collect_unread(&format!("{inside}{key}"), value, read, unread));
+        }
+        _ if read.contains(name) => {}
+        _ => unread.push(name.to_owned()),
     }
 }

@@ -8,24 +8,23 @@
 mod alibi;
 mod checkpoint;
 mod config;
-mod config_json;
 mod decoder;
 mod error;
 mod estimate;
+mod families;
 mod fields;
 mod layers;
 mod load;
 mod model;
 mod names;
-mod registry;
 mod rope;
 pub mod shard;
 
 pub use checkpoint::Checkpoint;
-pub use config::{Config, Mlp, NormKind, Positions};
+pub use config::{AttentionLayer, Config, HeadNormSpec, HeadSpec, LayerSpec, MlpLayer, NormSpec};
 pub use error::ModelError;
 pub use estimate::{EstimateMemory, WorkerShape};
+pub use families::architectures;
 pub use load::load;
 pub use model::Model;
-pub use registry::architectures;
 pub use rope::{Rope, RopeScaling};

@@ -7,7 +7,7 @@ use ops::Device;
 use crate::decoder::Decoder;
 use crate::model::Model;
 use crate::shard::Shard;
-use crate::{Checkpoint, Config, ModelError, registry};
+use crate::{Checkpoint, Config, ModelError};
 
 /// Maps the weights in `dir` and gives the device its shard.
 ///
@@ -23,6 +23,5 @@ pub fn load<D: Device + 'static>(dir: &Path, config: &Config, device: &mut D) ->
     }
     let shard = Shard::new(config, device.tensor_parallel())?;
     let checkpoint = Checkpoint::open(dir)?;
-    let known = registry::find(&config.architecture).expect("a configuration names a known architecture");
-    Ok(Box::new(Decoder::load(dir, &checkpoint, config, known.names, shard, device)?))
+    Ok(Box::new(Decoder::load(dir, &checkpoint, config, shard, device)?))
 }

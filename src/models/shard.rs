@@ -7,6 +7,7 @@ use std::ops::Range;
 
 use ops::TensorParallel;
 
+use crate::config::LayerSpec;
 use crate::{Config, ModelError};
 
 /// Shares of the inner layer and the vocabulary are multiples of this, except the last worker's.
@@ -15,14 +16,21 @@ const ALIGN: usize = 8;
 /// One worker's share, as ranges of the whole model's dimensions.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Shard {
+    /// Its share of every layer.
+    pub layers: Vec<LayerShard>,
+    /// Rows of the embedding and the head.
+    pub vocab: Range<usize>,
+}
+
+/// One worker's share of a layer.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct LayerShard {
     /// Query heads.
     pub heads: Range<usize>,
     /// KV heads of these query heads.
     pub kv_heads: Range<usize>,
-    /// Columns of the MLP's inner layer.
+    /// Columns of the feed-forward's inner layer.
     pub intermediate: Range<usize>,
-    /// Rows of the embedding and the head.
-    pub vocab: Range<usize>,
 }
 
 impl Shard {
@@ -32,35 +40,43 @@ impl Shard {
     /// Returns an error if the heads cannot be divided by the group's size, or if a worker would have an empty shard.
     pub fn new(config: &Config, tp: TensorParallel) -> Result<Self, ModelError> {
         let (rank, size) = (tp.rank as usize, tp.size as usize);
-        if !fits(config, size) {
+        if let Some(layer) = config.layers.iter().find(|layer| !fits(config, layer, size)) {
+            let fits_all = |size: &usize| config.layers.iter().all(|layer| fits(config, layer, *size));
             let usable: Vec<String> =
-                (1..=config.num_heads).filter(|&size| fits(config, size)).map(|size| size.to_string()).collect();
+                (1..=layer.attention.num_heads).filter(fits_all).map(|size| size.to_string()).collect();
             return Err(ModelError::WorldSize {
-                num_heads: config.num_heads,
-                num_kv_heads: config.num_kv_heads,
+                num_heads: layer.attention.num_heads,
+                num_kv_heads: layer.attention.num_kv_heads,
                 found: tp.size,
                 usable: usable.join(", "),
             });
         }
-        let heads = config.num_heads / size;
-        let kv_heads = config.num_kv_heads.div_ceil(size);
-        let first_kv_head = rank * config.num_kv_heads / size;
         Ok(Self {
-            heads: rank * heads..(rank + 1) * heads,
-            kv_heads: first_kv_head..first_kv_head + kv_heads,
-            intermediate: aligned_share(config.intermediate_size, rank, size),
+            layers: config.layers.iter().map(|layer| LayerShard::new(layer, rank, size)).collect(),
             vocab: aligned_share(config.vocab_size, rank, size),
         })
     }
 }
 
-/// Whether every worker of a group of `size` gets whole heads and a part of every weight.
-fn fits(config: &Config, size: usize) -> bool {
-    let kv_heads = config.num_kv_heads;
+impl LayerShard {
+    fn new(layer: &LayerSpec, rank: usize, size: usize) -> Self {
+        let (heads, kv_heads) = (layer.attention.num_heads / size, layer.attention.num_kv_heads.div_ceil(size));
+        let first_kv_head = rank * layer.attention.num_kv_heads / size;
+        Self {
+            heads: rank * heads..(rank + 1) * heads,
+            kv_heads: first_kv_head..first_kv_head + kv_heads,
+            intermediate: aligned_share(layer.mlp.intermediate_size, rank, size),
+        }
+    }
+}
+
+/// Whether every worker of a group of `size` gets whole heads and a part of every weight of the layer.
+fn fits(config: &Config, layer: &LayerSpec, size: usize) -> bool {
+    let kv_heads = layer.attention.num_kv_heads;
     size > 0
-        && config.num_heads.is_multiple_of(size)
+        && layer.attention.num_heads.is_multiple_of(size)
         && (kv_heads.is_multiple_of(size) || size.is_multiple_of(kv_heads))
-        && !aligned_share(config.intermediate_size, size - 1, size).is_empty()
+        && !aligned_share(layer.mlp.intermediate_size, size - 1, size).is_empty()
         && !aligned_share(config.vocab_size, size - 1, size).is_empty()
 }
 
@@ -72,37 +88,43 @@ fn aligned_share(n: usize, rank: usize, size: usize) -> Range<usize> {
 
 #[cfg(test)]
 pub(crate) mod tests {
-    use ops::{Activation, DType};
+    use ops::{Activation, DType, NormKind};
 
     use super::*;
-    use crate::{Mlp, NormKind, Positions, Rope, RopeScaling};
+    use crate::config::{AttentionLayer, HeadSpec, MlpLayer, NormSpec};
+    use crate::families;
 
     pub(crate) fn config(num_heads: usize, num_kv_heads: usize, vocab_size: usize) -> Config {
-        Config {
-            architecture: "LlamaForCausalLM".into(),
-            hidden_size: num_heads * 8,
-            intermediate_size: 176,
-            num_layers: 2,
+        let attention = AttentionLayer {
             num_heads,
             num_kv_heads,
             head_dim: 8,
-            vocab_size,
-            max_position_embeddings: 128,
-            norm: NormKind::Rms,
-            norm_eps: 1e-5,
-            head_norms: false,
-            activation: Activation::Silu,
-            mlp: Mlp::Gated,
-            positions: Positions::Rotary(Rope { theta: 10_000.0, scaling: RopeScaling::None }),
-            tie_word_embeddings: false,
-            unit_head: false,
+            scale: 8f32.powf(-0.5),
+            rope: None,
+            has_alibi: false,
+            window: None,
+            score_cap: None,
+            head_norm: None,
             qkv_bias: false,
             out_bias: false,
-            mlp_bias: false,
-            sliding_window: None,
+        };
+        let mlp = MlpLayer { intermediate_size: 176, is_gated: true, activation: Activation::Silu, has_bias: false };
+        Config {
+            architecture: "LlamaForCausalLM".into(),
+            names: families::find("LlamaForCausalLM").unwrap().names,
+            hidden_size: num_heads * 8,
+            vocab_size,
+            max_position_embeddings: 128,
+            embedding_scale: 1.0,
+            learned_positions: None,
+            norm: NormSpec { kind: NormKind::Rms, eps: 1e-5, has_weight: true, has_bias: false, offset: 0.0 },
+            ropes: vec![],
+            layers: vec![LayerSpec { attention, mlp, is_parallel: false }; 2],
+            head: HeadSpec { is_tied: false, has_unit_rows: false, has_bias: false, scale: 1.0, cap: None },
             bos_id: None,
             eos_ids: vec![],
             dtype: DType::Bf16,
+            notes: vec![],
         }
     }
 
@@ -119,17 +141,19 @@ pub(crate) mod tests {
         let config = config(8, 4, 501);
         for size in [1, 2, 4] {
             let shards = shards(&config, size);
-            assert!(covers(shards.iter().map(|s| s.heads.clone()), 8));
-            assert!(covers(shards.iter().map(|s| s.kv_heads.clone()), 4));
-            assert!(covers(shards.iter().map(|s| s.intermediate.clone()), 176));
             assert!(covers(shards.iter().map(|s| s.vocab.clone()), 501));
+            for layer in 0..2 {
+                assert!(covers(shards.iter().map(|s| s.layers[layer].heads.clone()), 8));
+                assert!(covers(shards.iter().map(|s| s.layers[layer].kv_heads.clone()), 4));
+                assert!(covers(shards.iter().map(|s| s.layers[layer].intermediate.clone()), 176));
+            }
         }
     }
 
     #[test]
     fn kv_heads_are_replicated_where_the_group_is_larger() {
         let shards = shards(&config(8, 2, 512), 8);
-        let kv_heads: Vec<_> = shards.iter().map(|s| s.kv_heads.clone()).collect();
+        let kv_heads: Vec<_> = shards.iter().map(|s| s.layers[0].kv_heads.clone()).collect();
         assert_eq!(kv_heads[3], 0..1);
         assert_eq!(kv_heads[4], 1..2);
     }

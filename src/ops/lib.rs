@@ -18,8 +18,8 @@ pub use error::DeviceError;
 pub use inputs::{SampleInput, StepInputs, TOKEN_ON_DEVICE};
 pub use memory::{MemoryEstimate, Target};
 pub use spec::{
-    Activation, AttentionSpec, DType, Feature, LinearRole, MemoryPlan, PipelineStage, RopeTable, StepLimits,
-    TensorParallel, WeightSlice,
+    Activation, AttentionSpec, DType, Feature, HeadNormSpan, HeadOrder, LayerAttention, LinearRole, LogitSpec,
+    MemoryPlan, NormKind, NormSlices, PipelineStage, RopeTable, StepLimits, TensorParallel, WeightSlice,
 };
 
 use engine::{CopiedBlock, RevisedRow, RowId, SampleMask, SampledToken, SamplingParams, TokenId};
@@ -65,17 +65,8 @@ pub trait Device: Sized {
     /// Creates the output head from an embedding that is tied to it, without a second copy.
     fn tie_head(&mut self, embedding: &Self::Weight) -> Result<Self::Weight, DeviceError>;
 
-    /// Loads the weight `[E]` of an RMS norm.
-    fn load_vector(&mut self, vector: WeightSlice<'_>) -> Result<Self::Weight, DeviceError>;
-
-    /// Loads the weight and bias of a layer norm, both `[E]` ([`Feature::LayerNorm`]).
-    fn load_layer_norm(
-        &mut self,
-        _weight: WeightSlice<'_>,
-        _bias: WeightSlice<'_>,
-    ) -> Result<Self::Weight, DeviceError> {
-        Err(DeviceError::lacks(Feature::LayerNorm))
-    }
+    /// Loads a norm's gain and bias.
+    fn load_norm(&mut self, norm: &NormSlices<'_>) -> Result<Self::Weight, DeviceError>;
 
     /// Loads the table of learned positions `[positions, E]` ([`Feature::LearnedPositions`]).
     fn load_positions(&mut self, _table: WeightSlice<'_>) -> Result<Self::Weight, DeviceError> {
@@ -146,11 +137,12 @@ pub trait Device: Sized {
 
     // Ops, in the order in which a forward pass uses them. Each acts on all `T` tokens of the current step.
 
-    /// `out[t, :] = table[token_ids[t], :]`, summed over the group if the vocabulary is split.
-    fn embed(&mut self, out: &mut Self::Tensor, table: &Self::Weight) -> Result<(), DeviceError>;
+    /// `out[t, :] = scale * table[token_ids[t], :]`, summed over the group if the vocabulary is split.
+    fn embed(&mut self, out: &mut Self::Tensor, table: &Self::Weight, scale: f32) -> Result<(), DeviceError>;
 
-    /// `out[t, :] = x[t, :] * rsqrt(mean(x[t, :]^2) + eps) * weight`.
-    fn rms_norm(
+    /// `out[t, :] = x[t, :] * rsqrt(mean(x[t, :]^2) + eps) * gain`, or `(x[t, :] - mean) * rsqrt(variance + eps) * gain +
+    /// bias`. `weight` determines the kind of norm.
+    fn norm(
         &mut self,
         out: &mut Self::Tensor,
         x: &Self::Tensor,
@@ -161,17 +153,6 @@ pub trait Device: Sized {
     /// `out[t, :] += table[positions[t], :]` ([`Feature::LearnedPositions`]).
     fn add_positions(&mut self, _out: &mut Self::Tensor, _table: &Self::Weight) -> Result<(), DeviceError> {
         Err(DeviceError::lacks(Feature::LearnedPositions))
-    }
-
-    /// `out[t, :] = (x[t, :] - mean) * rsqrt(variance + eps) * weight + bias` ([`Feature::LayerNorm`]).
-    fn layer_norm(
-        &mut self,
-        _out: &mut Self::Tensor,
-        _x: &Self::Tensor,
-        _weight: &Self::Weight,
-        _eps: f32,
-    ) -> Result<(), DeviceError> {
-        Err(DeviceError::lacks(Feature::LayerNorm))
     }
 
     /// `out = x @ weight^T + bias`.
@@ -199,13 +180,13 @@ pub trait Device: Sized {
         Err(DeviceError::lacks(Feature::PlainMlp))
     }
 
-    /// RMS norm of each head, in place: of the q part of `qkv [T, (H + 2K) D]` by `q_norm [D]`, and of the k part by
-    /// `k_norm [D]` ([`Feature::HeadNorm`]).
+    /// Norms in place: of the q part of `qkv [T, (H + 2K) D]` of `layer` by `q_norm`, and of the k part by `k_norm`
+    /// ([`Feature::HeadNorm`], [`Feature::EachHeadNorm`], [`Feature::AllHeadsNorm`]).
     fn head_norm(
         &mut self,
         _qkv: &mut Self::Tensor,
-        _q_norm: &Self::Weight,
-        _k_norm: &Self::Weight,
+        _layer: usize,
+        _norms: &HeadNorms<'_, Self::Weight>,
         _eps: f32,
     ) -> Result<(), DeviceError> {
         Err(DeviceError::lacks(Feature::HeadNorm))
@@ -228,11 +209,29 @@ pub trait Device: Sized {
         eps: f32,
     ) -> Result<(), DeviceError>;
 
+    /// `residual += norm(sum of partial over the group)`, with the norm `branch`; then, if `next` is set, its tensor
+    /// becomes the norm of `residual` by its weight ([`Feature::BranchNorm`]).
+    fn reduce_norm_add_norm(
+        &mut self,
+        _residual: &mut Self::Tensor,
+        _partial: &mut Self::Tensor,
+        _branch: &Self::Weight,
+        _next: Option<(&mut Self::Tensor, &Self::Weight)>,
+        _eps: f32,
+    ) -> Result<(), DeviceError> {
+        Err(DeviceError::lacks(Feature::BranchNorm))
+    }
+
+    /// `x += y` ([`Feature::ParallelBranches`]).
+    fn add(&mut self, _x: &mut Self::Tensor, _y: &Self::Tensor) -> Result<(), DeviceError> {
+        Err(DeviceError::lacks(Feature::ParallelBranches))
+    }
+
     /// Computes the logits of the `S` sampling positions of `x` over the whole group's vocabulary, and chooses a token
     /// for each, the same on every worker. The tokens are appended to their rows on the device and returned by
     /// [`Device::collect`]. Nothing is appended to rows with [`SamplingParams::beam_candidates`], nor to those that
     /// sample more than once. With [`StepInputs::masked`] the tokens are chosen later, by [`Device::choose`].
-    fn sample(&mut self, x: &Self::Tensor, head: &Self::Weight) -> Result<(), DeviceError>;
+    fn sample(&mut self, x: &Self::Tensor, head: &Self::Weight, logits: LogitSpec) -> Result<(), DeviceError>;
 
     /// Receives the hidden state. It replaces [`Device::embed`] in all stages but the first: `out` becomes the
     /// activations that the previous stage passed to [`Device::send_hidden`] in this step.
@@ -245,6 +244,17 @@ pub trait Device: Sized {
     fn send_hidden(&mut self, _x: &Self::Tensor) -> Result<(), DeviceError> {
         Err(no_pipeline())
     }
+}
+
+/// Norms of q and k.
+#[derive(Debug)]
+pub struct HeadNorms<'a, W> {
+    /// What the norms are computed over.
+    pub span: HeadNormSpan,
+    /// Norm of q.
+    pub q: &'a W,
+    /// Norm of k.
+    pub k: &'a W,
 }
 
 fn no_pipeline() -> DeviceError {

@@ -1,5 +1,7 @@
 //! Descriptions of weights, attention and limits that a model passes to a device.
 
+use std::ops::Range;
+
 /// Element type of a tensor in a checkpoint.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum DType {
@@ -33,9 +35,74 @@ pub struct WeightSlice<'a> {
     /// Number of columns of the whole matrix.
     pub matrix_cols: usize,
     /// The rows of the slice.
-    pub rows: std::ops::Range<usize>,
+    pub rows: Range<usize>,
     /// The columns of the slice.
-    pub cols: std::ops::Range<usize>,
+    pub cols: Range<usize>,
+    /// If set, the rows (of a vector: the elements) belong to heads whose elements are stored in another order.
+    pub head_order: Option<HeadOrder>,
+}
+
+impl WeightSlice<'_> {
+    /// The row of the stored matrix that is row `row` of the model; of a vector, the element.
+    pub fn stored(&self, row: usize) -> usize {
+        self.head_order.map_or(row, |order| order.stored(row))
+    }
+}
+
+/// Where the elements of a query or key head are stored.
+///
+/// Devices rotate the pairs `(i, i + D / 2)` of a head. Some checkpoints pair other elements: neighbours, or only the
+/// first elements of a head. Scores do not change if q and k are permuted in the same way, so their rows are loaded in
+/// the order that devices expect. Elements that are not rotated have an angle of zero in the table.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct HeadOrder {
+    /// `D`, the size of a head.
+    pub head_dim: usize,
+    /// The first elements of a head that are rotated; even.
+    pub rotary_dim: usize,
+    /// Whether pairs are neighbours `(2i, 2i + 1)`; otherwise `(i, i + rotary_dim / 2)`.
+    pub is_interleaved: bool,
+}
+
+impl HeadOrder {
+    /// The stored index of element `index` of heads that follow each other.
+    pub fn stored(self, index: usize) -> usize {
+        let (head, element) = (index / self.head_dim, index % self.head_dim);
+        let (half, pairs) = (self.head_dim / 2, self.rotary_dim / 2);
+        let (pair, is_second) = (element % half, element >= half);
+        let within = match pair.checked_sub(pairs) {
+            None if self.is_interleaved => 2 * pair + usize::from(is_second),
+            None => pair + if is_second { pairs } else { 0 },
+            Some(rest) => self.rotary_dim + rest + if is_second { half - pairs } else { 0 },
+        };
+        head * self.head_dim + within
+    }
+}
+
+/// A norm as it is stored in a checkpoint. Its gain is `(weight + offset) * factor`, where an absent weight is 1.
+#[derive(Debug, Clone)]
+pub struct NormSlices<'a> {
+    /// Kind of the norm.
+    pub kind: NormKind,
+    /// Number of elements that are normalized together times the number of such groups.
+    pub width: usize,
+    /// `[width]`.
+    pub weight: Option<WeightSlice<'a>>,
+    /// `[width]`; only layer norms have one.
+    pub bias: Option<WeightSlice<'a>>,
+    /// Added to the weight: 1 where the checkpoint stores the difference from 1.
+    pub offset: f32,
+    /// Multiplies gain and bias.
+    pub factor: f32,
+}
+
+/// Kind of a norm.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum NormKind {
+    /// RMS norm: divides by the root of the mean square.
+    Rms,
+    /// Layer norm: subtracts the mean, divides by the standard deviation.
+    Layer,
 }
 
 /// The role of a linear layer, which determines how its output is used.
@@ -62,6 +129,12 @@ pub enum Activation {
     Silu,
     /// Gaussian error linear unit, tanh approximation.
     GeluTanh,
+    /// Gaussian error linear unit, `x * normal_cdf(x)`.
+    Gelu,
+    /// `max(x, 0)`.
+    Relu,
+    /// `max(x, 0)^2`.
+    ReluSquared,
 }
 
 /// A worker's rank in its tensor-parallel group.
@@ -114,19 +187,29 @@ pub struct RopeTable {
     pub sin: Vec<f32>,
 }
 
-impl RopeTable {
-    /// A table that rotates by zero, for models without rotary embedding.
-    pub fn identity(head_dim: usize, max_positions: usize) -> Self {
-        let entries = max_positions * head_dim / 2;
-        Self { cos: vec![1.0; entries], sin: vec![0.0; entries] }
+/// Attention of a model, for this worker's shard.
+#[derive(Debug, Clone, PartialEq)]
+pub struct AttentionSpec {
+    /// Positions in one KV block.
+    pub block_size: usize,
+    /// Maximum length of a sequence; the rotation tables have this number of positions.
+    pub max_positions: usize,
+    /// Rotary embeddings; elements `(i, i + D / 2)` of a head form a pair.
+    pub ropes: Vec<RopeTable>,
+    /// The layers with KV blocks.
+    pub layers: Vec<LayerAttention>,
+}
+
+impl AttentionSpec {
+    /// Elements of K, or of V, of one position in all layers.
+    pub fn kv_width(&self) -> usize {
+        self.layers.iter().map(|layer| layer.num_kv_heads * layer.head_dim).sum()
     }
 }
 
-/// Attention of every layer, for this worker's shard.
+/// Attention of one layer, for this worker's shard.
 #[derive(Debug, Clone, PartialEq)]
-pub struct AttentionSpec {
-    /// Number of layers with KV blocks.
-    pub num_layers: usize,
+pub struct LayerAttention {
     /// `H`, query heads on this worker.
     pub num_heads: usize,
     /// `K`, KV heads on this worker; divides `H`.
@@ -135,12 +218,15 @@ pub struct AttentionSpec {
     pub head_dim: usize,
     /// Multiplies q·k, usually `D^-0.5`.
     pub scale: f32,
-    /// Positions in one KV block.
-    pub block_size: usize,
-    /// Rotary embedding; elements `(i, i + D / 2)` form a pair, as in Hugging Face's Llama.
-    pub rope: RopeTable,
+    /// Index in [`AttentionSpec::ropes`]; `None` if q and k are not rotated.
+    pub rope: Option<usize>,
     /// If set, attention reads only this number of last positions.
-    pub sliding_window: Option<usize>,
+    pub window: Option<usize>,
+    /// If set, a score `s` becomes `cap * tanh(s / cap)`. Requires [`Feature::ScoreCap`].
+    pub score_cap: Option<f32>,
+    /// `[H]` a logit of each head that takes part in the softmax and has no value. Empty if there are none. Requires
+    /// [`Feature::Sinks`].
+    pub sinks: Vec<f32>,
     /// `[H]` ALiBi slopes of this worker's heads: `slope * (key position - query position)` is added to each score.
     /// Empty if the model does not use ALiBi. Requires [`Feature::Alibi`].
     pub alibi_slopes: Vec<f32>,
@@ -150,17 +236,32 @@ pub struct AttentionSpec {
 /// is loaded.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Feature {
-    /// Layer norms: [`crate::Device::load_layer_norm`], [`crate::Device::layer_norm`], and both kinds of norm in
-    /// [`crate::Device::reduce_add_norm`].
+    /// Norms of [`NormKind::Layer`].
     LayerNorm,
     /// Learned positions: [`crate::Device::load_positions`], [`crate::Device::add_positions`].
     LearnedPositions,
     /// An MLP without a gate: [`crate::Device::activated_linear`].
     PlainMlp,
-    /// Head norms of q and k: [`crate::Device::head_norm`].
+    /// Activations other than SiLU and GELU's tanh approximation.
+    OtherActivations,
+    /// Norms of q and k, the same for all heads: [`crate::Device::head_norm`].
     HeadNorm,
-    /// [`AttentionSpec::alibi_slopes`].
+    /// Norms of q and k with weights of each head, or layer norms: [`crate::Device::head_norm`].
+    EachHeadNorm,
+    /// Norms of q and k over all heads of the group: [`crate::Device::head_norm`].
+    AllHeadsNorm,
+    /// [`LayerAttention::alibi_slopes`].
     Alibi,
+    /// [`LayerAttention::score_cap`].
+    ScoreCap,
+    /// [`LayerAttention::sinks`].
+    Sinks,
+    /// [`LogitSpec::cap`].
+    LogitCap,
+    /// Norms behind a branch: [`crate::Device::reduce_norm_add_norm`].
+    BranchNorm,
+    /// Two branches of the same input: [`crate::Device::add`].
+    ParallelBranches,
 }
 
 impl std::fmt::Display for Feature {
@@ -169,10 +270,36 @@ impl std::fmt::Display for Feature {
             Feature::LayerNorm => "layer norm",
             Feature::LearnedPositions => "learned positions",
             Feature::PlainMlp => "feed-forward without a gate",
+            Feature::OtherActivations => "activations other than SiLU and GELU (tanh)",
             Feature::HeadNorm => "norms of q and k",
+            Feature::EachHeadNorm => "layer norms of each head of q and k",
+            Feature::AllHeadsNorm => "norms of q and k over all heads",
             Feature::Alibi => "ALiBi",
+            Feature::ScoreCap => "capped attention scores",
+            Feature::Sinks => "attention sinks",
+            Feature::LogitCap => "capped logits",
+            Feature::BranchNorm => "norms behind attention and feed-forward",
+            Feature::ParallelBranches => "attention and feed-forward in parallel",
         })
     }
+}
+
+/// How logits follow from the products of the output head.
+#[derive(Debug, Clone, Copy, PartialEq, Default)]
+pub struct LogitSpec {
+    /// If set, a logit `x` becomes `cap * tanh(x / cap)`. Requires [`Feature::LogitCap`].
+    pub cap: Option<f32>,
+}
+
+/// What the norms of q and k are computed over.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum HeadNormSpan {
+    /// Each head with the same weight `[D]`.
+    Head,
+    /// Each head with its own weight, `[H, D]` and `[K, D]`.
+    EachHead,
+    /// All heads of the whole model together, with weights `[H D]` and `[K D]`.
+    AllHeads,
 }
 
 /// Limits of every step. They are set when a device is created, and its buffers have the corresponding sizes.

@@ -177,7 +177,7 @@ impl Parallelism {
     /// `tp`, `pp` and `replicas` of the model. Without `tp` its workers are all ranks of the world; without `replicas`, as
     /// many copies as the world has ranks for.
     fn new(config: &ModelConfig, model: &models::Config, defaults: &LlmDefaults) -> Result<Self, InferError> {
-        let (world_size, num_layers) = (defaults.world_size, model.num_layers);
+        let (world_size, num_layers) = (defaults.world_size, model.num_layers());
         let pp_size = match parameter::<u32>(config, "pp")? {
             None => parameter(config, "pipeline_parallelism")?.unwrap_or(1),
             Some(pp) => pp,

@@ -1,9 +1,11 @@
 //! From the last activations to tokens: computes logits, chooses a token for each row, and applies rank 0's revisions
 //! to rows.
 
+use std::ops::Range;
+
 use engine::{CopiedBlock, RevisedRow, SampleMask, SampledToken};
 use kernels::cpu::{self as k, Buffer};
-use ops::{DeviceError, SampleInput};
+use ops::{Device, DeviceError, SampleInput};
 
 use super::{CpuDevice, CpuTensor, Linear, out_of_range, sampler};
 
@@ -101,6 +103,7 @@ impl CpuDevice {
         let (vocab, local) = (self.config.limits.vocab_size, head.rows());
         let Some(group) = &mut self.group else {
             self.projection.project(&mut self.pool, self.isa, &mut self.logits, &self.sampled, len, head);
+            self.cap_logits(len);
             return Ok(());
         };
         self.projection.project(&mut self.pool, self.isa, &mut self.local_logits, &self.sampled, len, head);
@@ -109,7 +112,38 @@ impl CpuDevice {
             let out = &mut self.logits[index * vocab..][..vocab];
             group.gather("gathering logits", mine, &self.vocab_offsets, out)?;
         }
+        self.cap_logits(len);
         Ok(())
+    }
+
+    /// Caps the logits of `len` rows, if the model caps logits.
+    fn cap_logits(&mut self, len: usize) {
+        if let Some(cap) = self.logit_cap {
+            let logits = &mut self.logits[..len * self.config.limits.vocab_size];
+            logits.iter_mut().for_each(|logit| *logit = cap * (*logit / cap).tanh());
+        }
+    }
+
+    /// The mean squares of all query heads and of all key heads of the whole group, for each row: `[T, 2]`.
+    pub(super) fn head_means(&mut self, qkv: &[f32], heads: k::Heads) -> Result<Vec<f32>, DeviceError> {
+        let own = k::head_squares(&mut self.pool, qkv, heads);
+        let size = self.tensor_parallel().size as usize;
+        // Workers that share a head all count it.
+        let counted = heads.counts.map(|count| count * size * heads.dim);
+        let mut means = vec![0.0; own.len()];
+        let mean = |rows: Range<usize>, parts: &[&[f32]]| {
+            for (index, mean) in means[2 * rows.start..2 * rows.end].iter_mut().enumerate() {
+                *mean = parts.iter().map(|part| part[index]).sum::<f32>() / counted[index % 2] as f32;
+            }
+        };
+        match &mut self.group {
+            Some(group) => group.exchange_rows("summing squares", &own, 2, mean)?,
+            None => {
+                let mut mean = mean;
+                mean(0..own.len() / 2, &[&own]);
+            }
+        }
+        Ok(means)
     }
 
     pub(super) fn revise_rows(&mut self, revised: &[RevisedRow]) -> Result<(), DeviceError> {
@@ -138,7 +172,9 @@ impl CpuDevice {
                 return Err(out_of_range("block", block.0, cache.num_blocks));
             }
         }
-        copied.iter().for_each(|copied| cache.kv.copy_block(copied.from.0 as usize, copied.to.0 as usize));
+        for layer in &mut cache.layers {
+            copied.iter().for_each(|copied| layer.copy_block(copied.from.0 as usize, copied.to.0 as usize));
+        }
         Ok(())
     }
 }

@@ -1,10 +1,12 @@
 //! The [`Device`] interface of the CPU device.
 
+use std::ops::Range;
+
 use engine::{CopiedBlock, RevisedRow, RowId, SampleMask, SampledToken, SamplingParams, TokenId};
 use kernels::cpu::{self as k, Buffer, KvCache};
 use ops::{
-    Activation, AttentionSpec, Device, DeviceError, Feature, LinearRole, MemoryPlan, PipelineStage, StepInputs,
-    TensorParallel, WeightSlice,
+    Activation, AttentionSpec, Device, DeviceError, Feature, HeadNormSpan, HeadNorms, LayerAttention, LinearRole,
+    LogitSpec, MemoryPlan, NormKind, NormSlices, PipelineStage, StepInputs, TensorParallel, WeightSlice,
 };
 
 use super::group::Group;
@@ -58,16 +60,11 @@ impl Device for CpuDevice {
         Ok(CpuWeight::Linear(linear))
     }
 
-    fn load_vector(&mut self, vector: WeightSlice<'_>) -> Result<CpuWeight, DeviceError> {
-        let vector = weights::vector(&vector)?;
-        self.weights_bytes += size_of_val(&*vector) as u64;
-        Ok(CpuWeight::Vector(vector))
-    }
-
-    fn load_layer_norm(&mut self, weight: WeightSlice<'_>, bias: WeightSlice<'_>) -> Result<CpuWeight, DeviceError> {
-        let (weight, bias) = (weights::vector(&weight)?, weights::vector(&bias)?);
-        self.weights_bytes += (size_of_val(&*weight) + size_of_val(&*bias)) as u64;
-        Ok(CpuWeight::LayerNorm { weight, bias })
+    fn load_norm(&mut self, norm: &NormSlices<'_>) -> Result<CpuWeight, DeviceError> {
+        let weight = weights::norm(norm)?;
+        let vectors = if norm.kind == NormKind::Layer { 2 } else { 1 };
+        self.weights_bytes += (vectors * size_of_val(weight.gain())) as u64;
+        Ok(weight)
     }
 
     fn load_positions(&mut self, table: WeightSlice<'_>) -> Result<CpuWeight, DeviceError> {
@@ -95,12 +92,13 @@ impl Device for CpuDevice {
     }
 
     fn allocate_cache(&mut self, attention: &AttentionSpec, num_blocks: usize) -> Result<(), DeviceError> {
-        let (head_dim, block_size) = (attention.head_dim, attention.block_size);
+        let block_size = attention.block_size;
         let unsupported = |what: &str, found: usize, expected: &str| {
             Err(DeviceError::Unsupported { what: what.into(), found: found.to_string(), expected: expected.into() })
         };
-        if !head_dim.is_multiple_of(8) || head_dim > 256 {
-            return unsupported("head dim", head_dim, "multiples of 8 up to 256");
+        let fits = |head_dim: usize| head_dim.is_multiple_of(8) && head_dim <= 256;
+        if let Some(layer) = attention.layers.iter().find(|layer| !fits(layer.head_dim)) {
+            return unsupported("head dim", layer.head_dim, "multiples of 8 up to 256");
         }
         if block_size == 0 || !block_size.is_multiple_of(16) {
             return unsupported("block size", block_size, "multiples of 16");
@@ -111,9 +109,11 @@ impl Device for CpuDevice {
             let what = format!("{num_blocks} KV blocks");
             return Err(DeviceError::OutOfMemory { device: "cpu".into(), what, needed_bytes, free_bytes });
         }
-        let (layers, kv_heads) = (attention.num_layers, attention.num_kv_heads);
-        let kv = KvCache::new(self.kv_type(), layers, num_blocks, kv_heads, block_size, head_dim);
-        self.cache = Some(Cache { kv, spec: attention.clone(), num_blocks });
+        let kv_type = self.kv_type();
+        let layer =
+            |layer: &LayerAttention| KvCache::new(kv_type, num_blocks, layer.num_kv_heads, block_size, layer.head_dim);
+        let layers = attention.layers.iter().map(layer).collect();
+        self.cache = Some(Cache { layers, spec: attention.clone(), num_blocks });
         Ok(())
     }
 
@@ -161,13 +161,16 @@ impl Device for CpuDevice {
         Ok(self.results.pop_front())
     }
 
-    fn embed(&mut self, out: &mut CpuTensor, table: &CpuWeight) -> Result<(), DeviceError> {
+    fn embed(&mut self, out: &mut CpuTensor, table: &CpuWeight, scale: f32) -> Result<(), DeviceError> {
         let (matrix, first_row) = table.matrix();
         let width = out.cols;
         let out = out.rows_mut(self.token_ids.len());
         for (out, token) in out.chunks_exact_mut(width).zip(&self.token_ids) {
             match (*token as usize).checked_sub(first_row).filter(|row| *row < matrix.rows()) {
-                Some(row) => matrix.read_row(row, out),
+                Some(row) => {
+                    matrix.read_row(row, out);
+                    out.iter_mut().for_each(|out| *out *= scale);
+                }
                 None => out.fill(0.0),
             }
         }
@@ -181,26 +184,10 @@ impl Device for CpuDevice {
         })
     }
 
-    fn rms_norm(
-        &mut self,
-        out: &mut CpuTensor,
-        x: &CpuTensor,
-        weight: &CpuWeight,
-        eps: f32,
-    ) -> Result<(), DeviceError> {
+    fn norm(&mut self, out: &mut CpuTensor, x: &CpuTensor, weight: &CpuWeight, eps: f32) -> Result<(), DeviceError> {
         let tokens = self.num_tokens();
         k::norm(&mut self.pool, out.rows_mut(tokens), x.rows(tokens), weight.norm(), eps);
         Ok(())
-    }
-
-    fn layer_norm(
-        &mut self,
-        out: &mut CpuTensor,
-        x: &CpuTensor,
-        weight: &CpuWeight,
-        eps: f32,
-    ) -> Result<(), DeviceError> {
-        self.rms_norm(out, x, weight, eps) // The weight determines the kind of norm.
     }
 
     fn add_positions(&mut self, out: &mut CpuTensor, table: &CpuWeight) -> Result<(), DeviceError> {
@@ -255,34 +242,45 @@ impl Device for CpuDevice {
     fn head_norm(
         &mut self,
         qkv: &mut CpuTensor,
-        q_norm: &CpuWeight,
-        k_norm: &CpuWeight,
+        layer: usize,
+        norms: &HeadNorms<'_, CpuWeight>,
         eps: f32,
     ) -> Result<(), DeviceError> {
-        let spec = &self.cache.as_ref().expect("`allocate_cache` is called before the first step").spec;
-        let (heads, tokens, stride) = ([spec.num_heads, spec.num_kv_heads], self.num_tokens(), qkv.cols);
-        let weights = [q_norm.vector(), k_norm.vector()];
-        k::head_norm(&mut self.pool, qkv.rows_mut(tokens), stride, heads, weights, eps);
+        let spec = &self.cache().spec.layers[layer];
+        let heads = k::Heads { stride: qkv.cols, counts: [spec.num_heads, spec.num_kv_heads], dim: spec.head_dim };
+        let tokens = self.num_tokens();
+        match norms.span {
+            HeadNormSpan::Head | HeadNormSpan::EachHead => {
+                let norms = [norms.q.norm(), norms.k.norm()];
+                k::head_norm(&mut self.pool, qkv.rows_mut(tokens), heads, norms, eps);
+            }
+            HeadNormSpan::AllHeads => {
+                let means = self.head_means(qkv.rows(tokens), heads)?;
+                let gains = [norms.q.gain(), norms.k.gain()];
+                k::scale_heads(&mut self.pool, qkv.rows_mut(tokens), heads, &means, gains, eps);
+            }
+        }
         Ok(())
     }
 
     fn rope_and_cache(&mut self, qkv: &mut CpuTensor, layer: usize) -> Result<(), DeviceError> {
-        let Cache { kv, spec, .. } = self.cache.as_mut().expect("`allocate_cache` is called before the first step");
+        let Cache { layers, spec, .. } = self.cache.as_mut().expect("`allocate_cache` is called before the first step");
+        let own = &spec.layers[layer];
+        let rope = own.rope.map(|rope| &spec.ropes[rope]);
         let tokens = k::Rotation {
             stride: qkv.cols,
-            num_heads: spec.num_heads,
+            num_heads: own.num_heads,
             positions: &self.inputs.positions,
             slots: &self.inputs.slots,
-            cos: &spec.rope.cos,
-            sin: &spec.rope.sin,
+            angles: rope.map(|rope| [&rope.cos[..], &rope.sin[..]]),
         };
-        kv.rotate_and_write(&mut self.pool, layer, &mut qkv.data, &tokens);
+        layers[layer].rotate_and_write(&mut self.pool, &mut qkv.data, &tokens);
         Ok(())
     }
 
     fn attention(&mut self, out: &mut CpuTensor, qkv: &CpuTensor, layer: usize) -> Result<(), DeviceError> {
         let inputs = &self.inputs;
-        let Cache { kv, spec, .. } = self.cache.as_ref().expect("`allocate_cache` is called before the first step");
+        let Cache { layers, spec, .. } = self.cache.as_ref().expect("`allocate_cache` is called before the first step");
         let row = |(index, starts): (usize, &[u32])| k::AttentionRow {
             first_token: starts[0] as usize,
             num_tokens: (starts[1] - starts[0]) as usize,
@@ -290,15 +288,18 @@ impl Device for CpuDevice {
             block_table: inputs.block_table(index),
         };
         let rows: Vec<_> = inputs.row_starts.windows(2).enumerate().filter(|(_, s)| s[0] < s[1]).map(row).collect();
+        let own = &spec.layers[layer];
         let attention = k::Attention {
-            num_heads: spec.num_heads,
-            scale: spec.scale,
-            window: spec.sliding_window,
+            num_heads: own.num_heads,
+            scale: own.scale,
+            window: own.window,
             q_stride: qkv.cols,
-            alibi_slopes: &spec.alibi_slopes,
+            alibi_slopes: &own.alibi_slopes,
+            score_cap: own.score_cap,
+            sinks: &own.sinks,
             isa: self.isa,
         };
-        attention.run(&mut self.pool, &mut out.data, &qkv.data, &rows, kv, layer);
+        attention.run(&mut self.pool, &mut out.data, &qkv.data, &rows, &layers[layer]);
         Ok(())
     }
 
@@ -323,7 +324,43 @@ impl Device for CpuDevice {
         })
     }
 
-    fn sample(&mut self, x: &CpuTensor, head: &CpuWeight) -> Result<(), DeviceError> {
+    fn reduce_norm_add_norm(
+        &mut self,
+        residual: &mut CpuTensor,
+        partial: &mut CpuTensor,
+        branch: &CpuWeight,
+        next: Option<(&mut CpuTensor, &CpuWeight)>,
+        eps: f32,
+    ) -> Result<(), DeviceError> {
+        let (tokens, width) = (self.num_tokens(), residual.cols);
+        if self.branch.len() < tokens * width {
+            self.branch = Buffer::new(self.config.limits.max_tokens * width);
+        }
+        let (residual, partial) = (residual.rows_mut(tokens), partial.rows(tokens));
+        let (pool, scratch) = (&mut self.pool, &mut self.branch[..tokens * width]);
+        let mut next = next.map(|(out, weight)| (out.rows_mut(tokens), weight.norm()));
+        let mut add = |rows: Range<usize>, parts: &[&[f32]]| {
+            let range = rows.start * width..rows.end * width;
+            let next = next.as_mut().map(|(out, norm)| (&mut out[range.clone()], *norm));
+            k::add_normed(pool, &mut residual[range.clone()], &mut scratch[range], parts, branch.norm(), next, eps);
+        };
+        match &mut self.group {
+            Some(group) => group.exchange_rows("summing partial products", partial, width, add),
+            None => {
+                add(0..tokens, &[partial]);
+                Ok(())
+            }
+        }
+    }
+
+    fn add(&mut self, x: &mut CpuTensor, y: &CpuTensor) -> Result<(), DeviceError> {
+        let tokens = self.num_tokens();
+        x.rows_mut(tokens).iter_mut().zip(y.rows(tokens)).for_each(|(x, y)| *x += y);
+        Ok(())
+    }
+
+    fn sample(&mut self, x: &CpuTensor, head: &CpuWeight, logits: LogitSpec) -> Result<(), DeviceError> {
+        self.logit_cap = logits.cap;
         self.report_logits(x, head.linear())?;
         if !self.inputs.masked.is_empty() {
             return self.keep_logits(x, head.linear());

@@ -39,5 +39,5 @@ impl CpuEstimate {
 
 /// Bytes of a KV block in all layers.
 pub(crate) fn block_bytes(spec: &AttentionSpec, kv_type: KvType) -> usize {
-    spec.num_layers * spec.block_size * 2 * spec.num_kv_heads * spec.head_dim * kv_type.size()
+    spec.block_size * 2 * spec.kv_width() * kv_type.size()
 }

@@ -72,6 +72,8 @@ pub struct CpuDevice {
     logits: Buffer<f32>,       // [S, V], at most as many as there are rows
     unchosen: Vec<f32>,        // [S, V] of a step whose tokens wait for masks
     reported: Vec<Vec<f32>>,   // [V] of each position that the last step reports
+    logit_cap: Option<f32>,    // of the current step
+    branch: Buffer<f32>,       // [T, E], the norm of a branch
     vocab_offsets: Vec<usize>, // start of each worker's share of the vocabulary, and the end
     results: VecDeque<Vec<SampledToken>>,
     weights_bytes: u64,
@@ -81,7 +83,7 @@ pub struct CpuDevice {
 
 /// KV blocks and the parameters of attention.
 struct Cache {
-    kv: KvCache,
+    layers: Vec<KvCache>,
     spec: AttentionSpec,
     num_blocks: usize,
 }
@@ -105,8 +107,22 @@ impl CpuTensor {
 impl CpuDevice {
     /// Optional ops that this device has.
     pub(crate) const FEATURES: &[Feature] = {
-        use Feature::{Alibi, HeadNorm, LayerNorm, LearnedPositions, PlainMlp};
-        &[LayerNorm, LearnedPositions, PlainMlp, HeadNorm, Alibi]
+        use Feature::*;
+        &[
+            LayerNorm,
+            LearnedPositions,
+            PlainMlp,
+            OtherActivations,
+            HeadNorm,
+            EachHeadNorm,
+            AllHeadsNorm,
+            Alibi,
+            ScoreCap,
+            Sinks,
+            LogitCap,
+            BranchNorm,
+            ParallelBranches,
+        ]
     };
 
     /// Starts the threads and joins the group.
@@ -159,6 +175,8 @@ impl CpuDevice {
             workspace_bytes: size_of_val(&*logits) as u64,
             logits,
             unchosen: Vec::new(),
+            logit_cap: None,
+            branch: Buffer::new(0),
             reported: Vec::new(),
             vocab_offsets: Vec::new(),
             results: VecDeque::new(),
@@ -236,7 +254,7 @@ impl CpuDevice {
             return Err(DeviceError::Unsupported { what: format!("step {}", inputs.step), found, expected });
         }
         let slots = cache.num_blocks * cache.spec.block_size;
-        let positions = 2 * cache.spec.rope.cos.len() / cache.spec.head_dim;
+        let positions = cache.spec.max_positions;
         let bound = |what: &str, values: &[u32], bound: usize| match values.iter().find(|v| **v as usize >= bound) {
             Some(value) => Err(out_of_range(what, *value, bound)),
             None => Ok(()),
@@ -292,6 +310,9 @@ fn gate(activation: Activation) -> k::Gate {
     match activation {
         Activation::Silu => k::Gate::Silu,
         Activation::GeluTanh => k::Gate::GeluTanh,
+        Activation::Gelu => k::Gate::Gelu,
+        Activation::Relu => k::Gate::Relu,
+        Activation::ReluSquared => k::Gate::ReluSquared,
     }
 }
 

@@ -1,7 +1,7 @@
 //! Weights of the CPU device, most of them used directly in the mapped checkpoint.
 
 use kernels::cpu::{Matrix, Norm, WeightType, read_weights};
-use ops::{DType, DeviceError, WeightSlice};
+use ops::{DType, DeviceError, NormKind, NormSlices, WeightSlice};
 
 use super::Linear;
 
@@ -12,9 +12,9 @@ pub enum CpuWeight {
     /// An embedding table; `first_row` is the index of its first row in the whole table.
     #[allow(missing_docs)] // Fields are named by the line above.
     Matrix { matrix: Matrix, first_row: usize },
-    /// An RMS norm's weight.
-    Vector(Vec<f32>),
-    /// A norm's weight and bias.
+    /// An RMS norm's gain.
+    RmsNorm(Vec<f32>),
+    /// A layer norm's gain and bias.
     #[allow(missing_docs)] // Fields are named by the line above.
     LayerNorm { weight: Vec<f32>, bias: Vec<f32> },
 }
@@ -36,17 +36,17 @@ impl CpuWeight {
 
     pub(crate) fn norm(&self) -> Norm<'_> {
         match self {
-            CpuWeight::Vector(weight) => Norm::Rms { weight },
+            CpuWeight::RmsNorm(weight) => Norm::Rms { weight },
             CpuWeight::LayerNorm { weight, bias } => Norm::Layer { weight, bias },
             CpuWeight::Linear(_) | CpuWeight::Matrix { .. } => panic!("a matrix is no norm's weight"),
         }
     }
 
-    /// The weight of an RMS norm.
-    pub(crate) fn vector(&self) -> &[f32] {
+    /// The gain of a norm.
+    pub(crate) fn gain(&self) -> &[f32] {
         match self {
-            CpuWeight::Vector(weight) => weight,
-            _ => panic!("the weight is no vector"),
+            CpuWeight::RmsNorm(weight) | CpuWeight::LayerNorm { weight, .. } => weight,
+            _ => panic!("the weight is no norm's"),
         }
     }
 }
@@ -59,7 +59,23 @@ fn weight_type(dtype: DType) -> WeightType {
     }
 }
 
-/// Stacks slices without copying them.
+/// A norm's gain and bias, with its offset and factor applied.
+pub(crate) fn norm(norm: &NormSlices<'_>) -> Result<CpuWeight, DeviceError> {
+    let read = |slice: &Option<WeightSlice<'_>>| slice.as_ref().map(vector).transpose();
+    let mut weight = read(&norm.weight)?.unwrap_or_else(|| vec![1.0; norm.width]);
+    weight.iter_mut().for_each(|weight| *weight = (*weight + norm.offset) * norm.factor);
+    Ok(match norm.kind {
+        NormKind::Rms => CpuWeight::RmsNorm(weight),
+        NormKind::Layer => {
+            let mut bias = read(&norm.bias)?.unwrap_or_else(|| vec![0.0; norm.width]);
+            bias.iter_mut().for_each(|bias| *bias *= norm.factor);
+            CpuWeight::LayerNorm { weight, bias }
+        }
+    })
+}
+
+/// Stacks slices. Only those whose rows are stored in another order are copied; copies stay in memory until the process
+/// ends.
 pub(crate) fn matrix(parts: &[WeightSlice<'_>], bias: &[WeightSlice<'_>]) -> Result<Matrix, DeviceError> {
     let (dtype, cols) = (parts[0].dtype, parts[0].cols.len());
     let mut matrix = Matrix::new(weight_type(dtype), cols);
@@ -71,9 +87,15 @@ pub(crate) fn matrix(parts: &[WeightSlice<'_>], bias: &[WeightSlice<'_>]) -> Res
                 expected: format!("{dtype:?} with {cols} columns"),
             });
         }
-        let row_bytes = part.matrix_cols * dtype.size();
-        let first = part.rows.start * row_bytes + part.cols.start * dtype.size();
-        matrix.stack(&part.data[first..], part.rows.len(), row_bytes);
+        let (row_bytes, taken) = (part.matrix_cols * dtype.size(), part.cols.len() * dtype.size());
+        let start = |row: usize| row * row_bytes + part.cols.start * dtype.size();
+        if part.head_order.is_none() {
+            matrix.stack(&part.data[start(part.rows.start)..], part.rows.len(), row_bytes);
+            continue;
+        }
+        let rows = part.rows.clone().map(|row| &part.data[start(part.stored(row))..][..taken]);
+        let copy: &'static [u8] = rows.collect::<Vec<_>>().concat().leak();
+        matrix.stack(copy, part.rows.len(), taken);
     }
     if !bias.is_empty() {
         let parts = bias.iter().map(vector).collect::<Result<Vec<_>, _>>()?;
@@ -85,10 +107,11 @@ pub(crate) fn matrix(parts: &[WeightSlice<'_>], bias: &[WeightSlice<'_>]) -> Res
 /// A vector, converted to f32.
 pub(crate) fn vector(slice: &WeightSlice<'_>) -> Result<Vec<f32>, DeviceError> {
     let size = slice.dtype.size();
-    let mut vector = vec![0.0; slice.cols.len()];
-    let first = slice.cols.start * size;
-    read_weights(weight_type(slice.dtype), &slice.data[first..first + vector.len() * size], &mut vector);
-    Ok(vector)
+    let mut stored = vec![0.0; slice.cols.len()];
+    let first = slice.cols.start;
+    let bytes = &slice.data[first * size..slice.cols.end * size];
+    read_weights(weight_type(slice.dtype), bytes, &mut stored);
+    Ok(slice.cols.clone().map(|index| stored[slice.stored(index) - first]).collect())
 }
 
 /// Bytes of memory that the system can give without swapping (`MemAvailable` of `/proc/meminfo`, page cache included);

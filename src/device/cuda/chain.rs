@@ -109,12 +109,21 @@ impl CudaDevice {
     }
 
     /// Defers the partial product until [`CudaDevice::finish_deferred`]; returns false if it must run at once.
-    pub(crate) fn defer(&mut self, out: Span, x: Span, weight: &CudaWeight) -> bool {
+    pub(crate) fn defer(&mut self, out: Span, x: Span, weight: &CudaWeight) -> Result<bool, DeviceError> {
         let joins = weight.is_partial && self.chains();
         if joins {
+            self.run_deferred()?;
             self.chain.deferred = Some(Deferred { out, x, weight: *weight });
         }
-        joins
+        Ok(joins)
+    }
+
+    /// Runs the deferred product, if there is one: what follows it is not the norm that would be a part of it.
+    pub(crate) fn run_deferred(&mut self) -> Result<(), DeviceError> {
+        match self.chain.deferred.take() {
+            Some(Deferred { out, x, weight }) => self.partial_product(out, x, &weight),
+            None => Ok(()),
+        }
     }
 
     /// Adds a link for the deferred product and the norm; returns false if no product was deferred.

@@ -1,11 +1,13 @@
-//! Ops that only some decoders need: layer norms, learned positions, MLPs without a gate, head norms.
+//! Ops that only some decoders need: learned positions, MLPs without a gate, norms of heads and behind branches.
 
 use kernels::cuda::activation::activate;
 use kernels::cuda::add_positions::add_positions;
+use kernels::cuda::branch_norm::{BranchNorm, add, branch_norm};
 use kernels::cuda::gated_activation::GateActivation;
 use kernels::cuda::head_norm::{HeadNormWeights, head_norm};
-use kernels::cuda::layer_norm::{LayerNormWeight, layer_norm};
-use ops::{Activation, DeviceError};
+use kernels::cuda::layer_norm::LayerNormWeight;
+use kernels::cuda::wide_head_norm::{Squares, head_squares, scale_heads};
+use ops::{Activation, DeviceError, HeadNormSpan, HeadNorms};
 
 use super::{CudaDevice, CudaTensor, CudaWeight, device_error};
 
@@ -14,6 +16,9 @@ pub(super) fn gate_activation(activation: Activation) -> GateActivation {
     match activation {
         Activation::Silu => GateActivation::Silu,
         Activation::GeluTanh => GateActivation::GeluTanh,
+        Activation::Gelu => GateActivation::Gelu,
+        Activation::Relu => GateActivation::Relu,
+        Activation::ReluSquared => GateActivation::ReluSquared,
     }
 }
 
@@ -25,20 +30,6 @@ impl CudaWeight {
 }
 
 impl CudaDevice {
-    pub(crate) fn op_layer_norm(
-        &mut self,
-        out: CudaTensor,
-        x: CudaTensor,
-        weight: &CudaWeight,
-        eps: f32,
-    ) -> Result<(), DeviceError> {
-        if self.current().only_products {
-            return Ok(());
-        }
-        let (rows, norm) = (self.current().shape.tokens, weight.layer_norm().expect("a layer norm has a bias"));
-        layer_norm(&self.queue, out.values, x.values, norm, rows, weight.cols, eps).map_err(device_error)
-    }
-
     pub(crate) fn op_add_positions(&mut self, out: CudaTensor, table: &CudaWeight) -> Result<(), DeviceError> {
         if self.current().only_products {
             return Ok(());
@@ -66,16 +57,59 @@ impl CudaDevice {
     pub(crate) fn op_head_norm(
         &mut self,
         qkv: CudaTensor,
-        q_norm: &CudaWeight,
-        k_norm: &CudaWeight,
+        layer: usize,
+        norms: &HeadNorms<'_, CudaWeight>,
         eps: f32,
     ) -> Result<(), DeviceError> {
         if self.current().only_products {
             return Ok(());
         }
         self.flush()?;
-        let weights = HeadNormWeights { q: q_norm.values, k: k_norm.values };
-        let (shape, count) = (self.cache().shape, self.current().shape.tokens);
-        head_norm(&self.queue, qkv.values, weights, shape, count, eps).map_err(device_error)
+        let weights = HeadNormWeights { q: norms.q.values, k: norms.k.values };
+        let (shape, count) = (self.cache().layer(layer).shape, self.current().shape.tokens);
+        if norms.span == HeadNormSpan::Head {
+            return head_norm(&self.queue, qkv.values, weights, shape, count, eps).map_err(device_error);
+        }
+        let workers = self.group.size();
+        let all = self.workspace().squares.span().elements::<f32>(0, workers * count * 2);
+        let own = all.elements::<f32>(self.group.rank() * count * 2, count * 2);
+        head_squares(&self.queue, own, qkv.values, shape, count).map_err(device_error)?;
+        self.group.all_gather(&self.queue, all)?;
+        let squares = Squares { sums: all, workers };
+        scale_heads(&self.queue, qkv.values, squares, weights, shape, count, eps).map_err(device_error)
+    }
+
+    pub(crate) fn op_reduce_norm_add_norm(
+        &mut self,
+        residual: CudaTensor,
+        partial: CudaTensor,
+        branch: &CudaWeight,
+        next: Option<(CudaTensor, &CudaWeight)>,
+        eps: f32,
+    ) -> Result<(), DeviceError> {
+        if self.current().only_products {
+            return Ok(());
+        }
+        self.run_deferred()?;
+        self.flush()?;
+        let (rows, cols) = (self.current().shape.tokens, branch.cols);
+        self.group.all_reduce(&self.queue, partial.values, rows, cols)?;
+        let norm = BranchNorm {
+            residual: residual.values,
+            branch: partial.values,
+            branch_weight: branch.values,
+            next: next.map(|(out, weight)| [out.values, weight.values]),
+            eps,
+        };
+        branch_norm(&self.queue, norm, rows, cols).map_err(device_error)
+    }
+
+    pub(crate) fn op_add(&mut self, x: CudaTensor, y: CudaTensor) -> Result<(), DeviceError> {
+        if self.current().only_products {
+            return Ok(());
+        }
+        self.run_deferred()?;
+        self.flush()?;
+        add(&self.queue, x.values, y.values, self.current().shape.tokens * x.cols).map_err(device_error)
     }
 }

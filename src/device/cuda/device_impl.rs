@@ -5,8 +5,8 @@ use kernels::cuda::copy_blocks::copy_blocks;
 use kernels::cuda::skinny_gemm::GATE_GROUP;
 use kernels::cuda::{DeviceBuffer, Span};
 use ops::{
-    Activation, AttentionSpec, Device, DeviceError, Feature, LinearRole, MemoryPlan, PipelineStage, StepInputs,
-    TensorParallel, WeightSlice,
+    Activation, AttentionSpec, Device, DeviceError, Feature, HeadNorms, LinearRole, LogitSpec, MemoryPlan, NormKind,
+    NormSlices, PipelineStage, StepInputs, TensorParallel, WeightSlice,
 };
 
 use super::load::RowOrder;
@@ -58,16 +58,10 @@ impl Device for CudaDevice {
         Ok(*embedding)
     }
 
-    fn load_vector(&mut self, vector: WeightSlice<'_>) -> Result<CudaWeight, DeviceError> {
-        let cols = vector.cols.len();
-        let values = self.load_row(&[vector], RowOrder::Stacked)?;
-        Ok(CudaWeight { values, bias: Span::NULL, rows: 1, cols, first_token: 0, group: 0, is_partial: false })
-    }
-
-    fn load_layer_norm(&mut self, weight: WeightSlice<'_>, bias: WeightSlice<'_>) -> Result<CudaWeight, DeviceError> {
-        self.has_layer_norms = true;
-        let bias = self.load_row(&[bias], RowOrder::Stacked)?;
-        Ok(CudaWeight { bias, ..self.load_vector(weight)? })
+    fn load_norm(&mut self, norm: &NormSlices<'_>) -> Result<CudaWeight, DeviceError> {
+        self.has_layer_norms |= norm.kind == NormKind::Layer;
+        let (values, bias) = self.load_gain_and_bias(norm)?;
+        Ok(CudaWeight { values, bias, rows: 1, cols: norm.width, first_token: 0, group: 0, is_partial: false })
     }
 
     fn load_positions(&mut self, table: WeightSlice<'_>) -> Result<CudaWeight, DeviceError> {
@@ -116,7 +110,10 @@ impl Device for CudaDevice {
             return Ok(());
         }
         let pairs: Vec<_> = copied.iter().map(|copied| (copied.from.0, copied.to.0)).collect();
-        copy_blocks(&self.queue, self.cache().all_blocks(), &pairs).map_err(device_error)
+        for blocks in self.cache().all_blocks() {
+            copy_blocks(&self.queue, blocks, &pairs).map_err(device_error)?;
+        }
+        Ok(())
     }
 
     fn take_logits(&mut self) -> Vec<Vec<f32>> {
@@ -178,32 +175,16 @@ impl Device for CudaDevice {
         Ok(Some(tokens))
     }
 
-    fn embed(&mut self, out: &mut CudaTensor, table: &CudaWeight) -> Result<(), DeviceError> {
-        self.op_embed(*out, table)
+    fn embed(&mut self, out: &mut CudaTensor, table: &CudaWeight, scale: f32) -> Result<(), DeviceError> {
+        self.op_embed(*out, table, scale)
     }
 
-    fn rms_norm(
-        &mut self,
-        out: &mut CudaTensor,
-        x: &CudaTensor,
-        weight: &CudaWeight,
-        eps: f32,
-    ) -> Result<(), DeviceError> {
-        self.op_rms_norm(*out, *x, weight, eps)
+    fn norm(&mut self, out: &mut CudaTensor, x: &CudaTensor, weight: &CudaWeight, eps: f32) -> Result<(), DeviceError> {
+        self.op_norm(*out, *x, weight, eps)
     }
 
     fn add_positions(&mut self, out: &mut CudaTensor, table: &CudaWeight) -> Result<(), DeviceError> {
         self.op_add_positions(*out, table)
-    }
-
-    fn layer_norm(
-        &mut self,
-        out: &mut CudaTensor,
-        x: &CudaTensor,
-        weight: &CudaWeight,
-        eps: f32,
-    ) -> Result<(), DeviceError> {
-        self.op_layer_norm(*out, *x, weight, eps)
     }
 
     fn linear(&mut self, out: &mut CudaTensor, x: &CudaTensor, weight: &CudaWeight) -> Result<(), DeviceError> {
@@ -234,11 +215,11 @@ impl Device for CudaDevice {
     fn head_norm(
         &mut self,
         qkv: &mut CudaTensor,
-        q_norm: &CudaWeight,
-        k_norm: &CudaWeight,
+        layer: usize,
+        norms: &HeadNorms<'_, CudaWeight>,
         eps: f32,
     ) -> Result<(), DeviceError> {
-        self.op_head_norm(*qkv, q_norm, k_norm, eps)
+        self.op_head_norm(*qkv, layer, norms, eps)
     }
 
     fn rope_and_cache(&mut self, qkv: &mut CudaTensor, layer: usize) -> Result<(), DeviceError> {
@@ -260,7 +241,23 @@ impl Device for CudaDevice {
         self.op_reduce_add_norm(*out, *residual, *partial, weight, eps)
     }
 
-    fn sample(&mut self, x: &CudaTensor, head: &CudaWeight) -> Result<(), DeviceError> {
+    fn reduce_norm_add_norm(
+        &mut self,
+        residual: &mut CudaTensor,
+        partial: &mut CudaTensor,
+        branch: &CudaWeight,
+        next: Option<(&mut CudaTensor, &CudaWeight)>,
+        eps: f32,
+    ) -> Result<(), DeviceError> {
+        self.op_reduce_norm_add_norm(*residual, *partial, branch, next.map(|(out, weight)| (*out, weight)), eps)
+    }
+
+    fn add(&mut self, x: &mut CudaTensor, y: &CudaTensor) -> Result<(), DeviceError> {
+        self.op_add(*x, *y)
+    }
+
+    fn sample(&mut self, x: &CudaTensor, head: &CudaWeight, logits: LogitSpec) -> Result<(), DeviceError> {
+        self.logit_cap = logits.cap;
         self.op_sample(*x, head)
     }
 

@@ -7,7 +7,7 @@ use std::thread::JoinHandle;
 
 use half::{bf16, f16};
 use kernels::cuda::{CudaError, Event, Gpu, PinnedBuffer, Queue, Span};
-use ops::{DType, DeviceError, WeightSlice};
+use ops::{DType, DeviceError, HeadOrder, WeightSlice};
 
 /// Bytes of a chunk; each thread has two buffers.
 const CHUNK_BYTES: usize = 4 << 20;
@@ -24,6 +24,10 @@ pub(crate) struct Part {
     rows: usize,
     first_col: usize,
     cols: usize,
+    head_order: Option<HeadOrder>,
+    /// An element `x` becomes `(x + offset) * factor`.
+    offset: f32,
+    factor: f32,
 }
 
 impl Part {
@@ -44,7 +48,15 @@ impl Part {
             rows: slice.rows.len(),
             first_col: slice.cols.start,
             cols: slice.cols.len(),
+            head_order: slice.head_order,
+            offset: 0.0,
+            factor: 1.0,
         })
+    }
+
+    /// The same part, in which an element `x` becomes `(x + offset) * factor`.
+    pub(crate) fn changed(self, offset: f32, factor: f32) -> Self {
+        Self { offset, factor, ..self }
     }
 
     /// The elements of a vector as rows of one column.
@@ -61,19 +73,30 @@ impl Part {
     /// Writes row `row` as bf16 to `out` of `2 * cols` bytes.
     fn copy_row(&self, row: usize, out: &mut [u8]) {
         let size = self.dtype.size();
-        let start = ((self.first_row + row) * self.matrix_cols + self.first_col) * size;
+        let row = self.first_row + row;
+        let row = self.head_order.map_or(row, |order| order.stored(row));
+        let start = (row * self.matrix_cols + self.first_col) * size;
         let from = &self.data[start..start + self.cols * size];
-        let convert = |out: &mut [u8], value: bf16| out.copy_from_slice(&value.to_le_bytes());
+        let is_changed = self.offset != 0.0 || self.factor != 1.0;
+        let convert = |out: &mut [u8], value: f32| {
+            let value = if is_changed { (value + self.offset) * self.factor } else { value };
+            out.copy_from_slice(&bf16::from_f32(value).to_le_bytes());
+        };
         match self.dtype {
-            DType::Bf16 => out.copy_from_slice(from),
+            DType::Bf16 if !is_changed => out.copy_from_slice(from),
+            DType::Bf16 => {
+                for (out, from) in out.chunks_exact_mut(2).zip(from.chunks_exact(2)) {
+                    convert(out, bf16::from_le_bytes([from[0], from[1]]).to_f32());
+                }
+            }
             DType::F16 => {
                 for (out, from) in out.chunks_exact_mut(2).zip(from.chunks_exact(2)) {
-                    convert(out, bf16::from_f32(f16::from_le_bytes([from[0], from[1]]).to_f32()));
+                    convert(out, f16::from_le_bytes([from[0], from[1]]).to_f32());
                 }
             }
             DType::F32 => {
                 for (out, from) in out.chunks_exact_mut(2).zip(from.chunks_exact(4)) {
-                    convert(out, bf16::from_f32(f32::from_le_bytes([from[0], from[1], from[2], from[3]])));
+                    convert(out, f32::from_le_bytes([from[0], from[1], from[2], from[3]]));
                 }
             }
         }
@@ -226,7 +249,16 @@ mod tests {
         let values: Vec<u8> =
             (0..rows as u16 * 4).flat_map(|i| bf16::from_f32((start + i) as f32).to_le_bytes()).collect();
         let data: &'static [u8] = values.leak();
-        Part { data, dtype: DType::Bf16, matrix_cols: 4, first_row: 0, rows, first_col: 1, cols: 2 }
+        let slice = WeightSlice {
+            name: "w",
+            data,
+            dtype: DType::Bf16,
+            matrix_cols: 4,
+            rows: 0..rows,
+            cols: 1..3,
+            head_order: None,
+        };
+        Part::new(&slice).unwrap()
     }
 
     #[test]

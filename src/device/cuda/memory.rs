@@ -4,14 +4,14 @@ use std::sync::Arc;
 
 use engine::{RowId, SampledToken, TokenId};
 use kernels::cuda::copy_blocks::AllBlocks;
-use kernels::cuda::decode_attention::{self, ALIBI_HEAD_DIMS, DecodeWorkspace, HEAD_DIMS};
+use kernels::cuda::decode_attention::{self, ALIBI_HEAD_DIMS, DecodeWorkspace, HEAD_DIMS, RopeTables};
 use kernels::cuda::library_gemm::LibraryGemm;
 use kernels::cuda::owner_norm::MIN_SHARED_BYTES;
 use kernels::cuda::prefill_attention::PrefillWorkspace;
 use kernels::cuda::rope_cache::{HeadShape, LayerCache};
 use kernels::cuda::sample::{ARGMAX_CHUNKS, Outputs};
 use kernels::cuda::{CudaError, DeviceBuffer, Gpu, PinnedBuffer, Span};
-use ops::{AttentionSpec, DeviceError, MemoryPlan, PipelineStage, StepLimits};
+use ops::{AttentionSpec, DeviceError, LayerAttention, MemoryPlan, PipelineStage, StepLimits};
 
 use super::chain::{self, Chain};
 use super::graphs::largest_bucket;
@@ -25,78 +25,102 @@ const RESERVE_BYTES: usize = 512 << 20;
 /// Estimate of NCCL's memory for a group on one node.
 const NCCL_BYTES: usize = 384 << 20;
 
-/// KV blocks of all layers and the rotation table.
+/// KV blocks of all layers and the rotation tables.
 pub(crate) struct Cache {
     k: DeviceBuffer,
     v: DeviceBuffer,
-    pub(crate) cos: DeviceBuffer,
-    pub(crate) sin: DeviceBuffer,
+    ropes: Vec<[DeviceBuffer; 2]>,
+    layers: Vec<CacheLayer>,
     pub(crate) decode: DecodeWorkspace,
     pub(crate) prefill: PrefillWorkspace,
-    slopes: Option<DeviceBuffer>,
+    num_blocks: usize,
+    block_size: usize,
+    max_positions: usize,
+}
+
+/// Attention of one layer.
+pub(crate) struct CacheLayer {
     pub(crate) shape: HeadShape,
     pub(crate) scale: f32,
     /// 0 if there is no window.
     pub(crate) window: u32,
-    num_blocks: usize,
-    max_positions: usize,
+    /// 0 if scores are not capped.
+    pub(crate) score_cap: f32,
+    rope: Option<usize>,
+    slopes: Option<DeviceBuffer>,
+    /// Keys and values.
+    pub(crate) blocks: LayerCache,
 }
 
 impl Cache {
     fn new(gpu: &Arc<Gpu>, spec: &AttentionSpec, num_blocks: usize, max_rows: usize) -> Result<Self, CudaError> {
-        let shape = head_shape(spec);
-        let elements = spec.num_layers * num_blocks * shape.block_elements();
+        let bytes = num_blocks * spec.block_size * spec.kv_width() * 2;
+        let (k, v) = (DeviceBuffer::new(gpu, bytes)?, DeviceBuffer::new(gpu, bytes)?);
+        let mut start = 0;
+        let mut layers = Vec::new();
+        for layer in &spec.layers {
+            let shape = head_shape(layer, spec.block_size);
+            let bytes = num_blocks * shape.block_elements() * 2;
+            layers.push(CacheLayer {
+                shape,
+                scale: layer.scale,
+                window: layer.window.unwrap_or(0) as u32,
+                score_cap: layer.score_cap.unwrap_or(0.0),
+                rope: layer.rope,
+                slopes: match layer.alibi_slopes.as_slice() {
+                    [] => None,
+                    slopes => Some(DeviceBuffer::from_slice(gpu, slopes)?),
+                },
+                blocks: LayerCache { k: k.span().part(start, bytes), v: v.span().part(start, bytes) },
+            });
+            start += bytes;
+        }
+        let tables = spec
+            .ropes
+            .iter()
+            .map(|rope| Ok([DeviceBuffer::from_slice(gpu, &rope.cos)?, DeviceBuffer::from_slice(gpu, &rope.sin)?]));
         Ok(Self {
-            k: DeviceBuffer::new(gpu, elements * 2)?,
-            v: DeviceBuffer::new(gpu, elements * 2)?,
-            cos: DeviceBuffer::from_slice(gpu, &spec.rope.cos)?,
-            sin: DeviceBuffer::from_slice(gpu, &spec.rope.sin)?,
-            decode: DecodeWorkspace::new(gpu, max_rows, shape)?,
+            ropes: tables.collect::<Result<_, CudaError>>()?,
+            decode: DecodeWorkspace::new(gpu, max_rows, &shapes(spec))?,
             prefill: PrefillWorkspace::new(gpu)?,
-            slopes: match spec.alibi_slopes.as_slice() {
-                [] => None,
-                slopes => Some(DeviceBuffer::from_slice(gpu, slopes)?),
-            },
-            shape,
-            scale: spec.scale,
-            window: spec.sliding_window.unwrap_or(0) as u32,
+            k,
+            v,
+            layers,
             num_blocks,
-            max_positions: spec.rope.cos.len() / (spec.head_dim / 2),
+            block_size: spec.block_size,
+            max_positions: spec.max_positions,
         })
     }
 
-    /// Keys and values of one layer.
-    pub(crate) fn layer(&self, layer: usize) -> LayerCache {
-        let bytes = self.num_blocks * self.shape.block_elements() * 2;
-        LayerCache { k: self.k.span().part(layer * bytes, bytes), v: self.v.span().part(layer * bytes, bytes) }
+    /// Attention of one layer.
+    pub(crate) fn layer(&self, layer: usize) -> &CacheLayer {
+        &self.layers[layer]
     }
 
-    /// Keys and values of all layers.
-    pub(crate) fn all_blocks(&self) -> AllBlocks {
-        let block_bytes = self.shape.block_elements() * 2;
-        let num_layers = self.k.span().bytes() / (self.num_blocks * block_bytes).max(1);
-        AllBlocks { k: self.k.span(), v: self.v.span(), num_layers, num_blocks: self.num_blocks, block_bytes }
+    /// cos and sin of the layer's rotary embedding, if it has one.
+    pub(crate) fn rope(&self, layer: usize) -> Option<RopeTables> {
+        let [cos, sin] = &self.ropes[self.layers[layer].rope?];
+        Some(RopeTables { cos: cos.span(), sin: sin.span() })
     }
 
-    /// `[H]` f32 ALiBi slopes, if the model uses ALiBi.
-    pub(crate) fn slopes(&self) -> Option<Span> {
-        self.slopes.as_ref().map(DeviceBuffer::span)
-    }
-
-    /// Whether optimized kernels exist for this attention.
-    pub(crate) fn has_fast_attention(&self) -> bool {
-        let head_dim = &self.shape.head_dim;
-        if self.slopes.is_some() { ALIBI_HEAD_DIMS.contains(head_dim) } else { HEAD_DIMS.contains(head_dim) }
-    }
-
-    /// Whether decode attention can apply the rotation itself.
-    pub(crate) fn rotates(&self) -> bool {
-        self.slopes.is_none() && decode_attention::rotates(self.shape)
+    /// Keys and values of all layers, in runs of layers whose blocks have the same size.
+    pub(crate) fn all_blocks(&self) -> Vec<AllBlocks> {
+        let mut start = 0;
+        let block_bytes = |layer: &CacheLayer| layer.shape.block_elements() * 2;
+        let runs = self.layers.chunk_by(|a, b| block_bytes(a) == block_bytes(b));
+        let run = |layers: &[CacheLayer]| {
+            let block_bytes = block_bytes(&layers[0]);
+            let bytes = layers.len() * self.num_blocks * block_bytes;
+            let [k, v] = [&self.k, &self.v].map(|buffer| buffer.span().part(start, bytes));
+            start += bytes;
+            AllBlocks { k, v, num_layers: layers.len(), num_blocks: self.num_blocks, block_bytes }
+        };
+        runs.map(run).collect()
     }
 
     /// Row length of the block tables.
     pub(crate) fn table_stride(&self, limits: &StepLimits) -> usize {
-        table_stride(limits, self.shape.block_size)
+        table_stride(limits, self.block_size)
     }
 
     pub(crate) fn bounds(&self, limits: &StepLimits) -> StepBounds {
@@ -105,7 +129,7 @@ impl Cache {
             max_rows: limits.max_rows,
             max_samples: limits.max_rows,
             num_blocks: self.num_blocks,
-            block_size: self.shape.block_size,
+            block_size: self.block_size,
             table_stride: self.table_stride(limits),
             max_positions: self.max_positions,
             vocab_size: limits.vocab_size,
@@ -113,13 +137,32 @@ impl Cache {
     }
 }
 
-fn head_shape(spec: &AttentionSpec) -> HeadShape {
-    HeadShape {
-        num_heads: spec.num_heads,
-        num_kv_heads: spec.num_kv_heads,
-        head_dim: spec.head_dim,
-        block_size: spec.block_size,
+impl CacheLayer {
+    /// `[H]` f32 ALiBi slopes, if the layer uses ALiBi.
+    pub(crate) fn slopes(&self) -> Option<Span> {
+        self.slopes.as_ref().map(DeviceBuffer::span)
     }
+
+    /// Whether optimized kernels exist for this attention.
+    pub(crate) fn has_fast_attention(&self) -> bool {
+        let head_dim = &self.shape.head_dim;
+        let supported = if self.slopes.is_some() { ALIBI_HEAD_DIMS.as_slice() } else { HEAD_DIMS.as_slice() };
+        self.score_cap == 0.0 && supported.contains(head_dim)
+    }
+
+    /// Whether decode attention can apply the rotation itself.
+    pub(crate) fn rotates(&self) -> bool {
+        self.rope.is_some() && self.slopes.is_none() && decode_attention::rotates(self.shape)
+    }
+}
+
+fn head_shape(layer: &LayerAttention, block_size: usize) -> HeadShape {
+    HeadShape { num_heads: layer.num_heads, num_kv_heads: layer.num_kv_heads, head_dim: layer.head_dim, block_size }
+}
+
+/// The shapes of all layers.
+fn shapes(spec: &AttentionSpec) -> Vec<HeadShape> {
+    spec.layers.iter().map(|layer| head_shape(layer, spec.block_size)).collect()
 }
 
 fn table_stride(limits: &StepLimits, block_size: usize) -> usize {
@@ -136,6 +179,8 @@ pub(crate) struct Workspace {
     pub(crate) scratch: DeviceBuffer,
     /// `[group, S, ARGMAX_CHUNKS]` u64.
     pub(crate) pairs: DeviceBuffer,
+    /// `[group, T, 2]` f32: sums of squares of q and k.
+    pub(crate) squares: DeviceBuffer,
     outputs: PinnedBuffer,
     /// Number of rows of each of these buffers; samples of a step are processed in parts of this size.
     pub(crate) max_rows: usize,
@@ -150,7 +195,7 @@ fn vocabulary_share(vocab: usize, group: usize) -> usize {
 }
 
 impl Workspace {
-    fn sizes(limits: &StepLimits, hidden: usize, group: usize) -> [usize; 4] {
+    fn sizes(limits: &StepLimits, hidden: usize, group: usize) -> [usize; 5] {
         let samples = padded_rows(limits);
         let share = vocabulary_share(limits.vocab_size, group);
         [
@@ -158,12 +203,13 @@ impl Workspace {
             group * samples * share * 4,
             samples * limits.vocab_size * 4,
             group * samples * ARGMAX_CHUNKS * 8,
+            group * limits.max_tokens.max(samples) * 2 * 4,
         ]
     }
 
     fn new(gpu: &Arc<Gpu>, config: &CudaConfig, hidden: usize, group: usize) -> Result<Self, CudaError> {
         let limits = &config.limits;
-        let [gathered, logits, scratch, pairs] = Self::sizes(limits, hidden, group);
+        let [gathered, logits, scratch, pairs, squares] = Self::sizes(limits, hidden, group);
         let max_rows = padded_rows(limits);
         let max_samples = config.max_samples().max(max_rows);
         Ok(Self {
@@ -171,6 +217,7 @@ impl Workspace {
             logits: DeviceBuffer::new(gpu, logits)?,
             scratch: DeviceBuffer::new(gpu, scratch)?,
             pairs: DeviceBuffer::new(gpu, pairs)?,
+            squares: DeviceBuffer::new(gpu, squares)?,
             outputs: PinnedBuffer::new(gpu, config.max_in_flight() * Outputs::slot_bytes(max_samples, MAX_TOP))?,
             max_rows,
             max_samples,
@@ -242,13 +289,14 @@ fn step_words(limits: &StepLimits, spec: &AttentionSpec) -> usize {
 /// measurements.
 fn pending_bytes(limits: &StepLimits, hidden: usize, group: usize, spec: &AttentionSpec) -> usize {
     let sizes = Workspace::sizes(limits, hidden, group);
-    let rope = (spec.rope.cos.len() + spec.rope.sin.len() + spec.alibi_slopes.len()) * 4;
-    let decode = DecodeWorkspace::bytes(padded_rows(limits), head_shape(spec));
-    sizes.iter().sum::<usize>() + step_words(limits, spec) * 4 + rope + decode
+    let ropes: usize = spec.ropes.iter().map(|rope| (rope.cos.len() + rope.sin.len()) * 4).sum();
+    let slopes: usize = spec.layers.iter().map(|layer| layer.alibi_slopes.len() * 4).sum();
+    let decode = DecodeWorkspace::bytes(padded_rows(limits), &shapes(spec));
+    sizes.iter().sum::<usize>() + step_words(limits, spec) * 4 + ropes + slopes + decode
 }
 
 fn block_bytes(spec: &AttentionSpec) -> usize {
-    2 * 2 * spec.num_layers * head_shape(spec).block_elements()
+    2 * 2 * spec.block_size * spec.kv_width()
 }
 
 /// Estimate of a worker's memory without its weights, made without a GPU.
@@ -315,8 +363,10 @@ impl CudaDevice {
     }
 
     pub(crate) fn take_memory(&mut self, spec: &AttentionSpec, num_blocks: usize) -> Result<(), DeviceError> {
-        let shape = head_shape(spec);
-        if !shape.block_size.is_power_of_two() || !shape.head_dim.is_multiple_of(16) || shape.head_dim > 256 {
+        let fits = |shape: &HeadShape| {
+            shape.block_size.is_power_of_two() && shape.head_dim.is_multiple_of(16) && shape.head_dim <= 256
+        };
+        if let Some(shape) = shapes(spec).iter().find(|shape| !fits(shape)) {
             return Err(DeviceError::Unsupported {
                 what: "attention".into(),
                 found: format!("head_dim {}, block_size {}", shape.head_dim, shape.block_size),
@@ -349,7 +399,11 @@ impl CudaDevice {
             .collect::<Result<_, _>>()?;
         self.workspace = Some(Workspace::new(&self.gpu, &self.config, self.hidden, self.group.size())?);
         if self.can_chain() {
-            self.chain = Chain::new(&self.gpu, self.hidden, spec.num_kv_heads < spec.num_heads)?;
+            self.chain = Chain::new(
+                &self.gpu,
+                self.hidden,
+                spec.layers.iter().any(|layer| layer.num_kv_heads < layer.num_heads),
+            )?;
         }
         self.cache = Some(Cache::new(&self.gpu, spec, num_blocks, padded_rows(&self.config.limits))?);
         Ok(())

@@ -109,6 +109,8 @@ pub struct CudaDevice {
     is_split: bool,
     /// Whether a layer norm was loaded.
     has_layer_norms: bool,
+    /// Caps the logits of the current step.
+    logit_cap: Option<f32>,
     /// Number of rows of the table of learned positions; the maximum value if there is none.
     num_positions: usize,
     step_block: DeviceBuffer,
@@ -148,8 +150,20 @@ fn device_error(error: CudaError) -> DeviceError {
 impl CudaDevice {
     /// Optional ops that this device has.
     pub(crate) const FEATURES: &[Feature] = {
-        use Feature::{Alibi, HeadNorm, LayerNorm, LearnedPositions, PlainMlp};
-        &[LayerNorm, LearnedPositions, PlainMlp, HeadNorm, Alibi]
+        use Feature::*;
+        &[
+            LayerNorm,
+            LearnedPositions,
+            PlainMlp,
+            OtherActivations,
+            HeadNorm,
+            AllHeadsNorm,
+            Alibi,
+            ScoreCap,
+            LogitCap,
+            BranchNorm,
+            ParallelBranches,
+        ]
     };
 
     /// Opens the GPU and joins the group. From now on only the calling thread may use the device.
@@ -182,6 +196,7 @@ impl CudaDevice {
             all_skinny: true,
             is_split: false,
             has_layer_norms: false,
+            logit_cap: None,
             num_positions: usize::MAX,
             step_block: DeviceBuffer::new(&gpu, 0).map_err(device_error)?,
             pinned_inputs: Vec::new(),

@@ -3,12 +3,12 @@
 use std::ops::Range;
 
 use half::bf16;
-use kernels::cuda::decode_attention::{
-    DecodeAttention, DecodeRows, Positions, RopeTables, decode_attention, takes_ring,
-};
-use kernels::cuda::embed::TokenSource;
+use kernels::cuda::cap_logits::cap_logits;
+use kernels::cuda::decode_attention::{DecodeAttention, DecodeRows, Positions, decode_attention, takes_ring};
+use kernels::cuda::embed::{Table, TokenSource};
+use kernels::cuda::layer_norm::layer_norm;
 use kernels::cuda::library_gemm::{GemmBuffers, GemmShape};
-use kernels::cuda::paged_attention::TokenTables;
+use kernels::cuda::paged_attention::{PagedAttention, Scores, TokenTables};
 use kernels::cuda::prefill_attention::{PrefillAttention, PrefillRows, prefill_attention};
 use kernels::cuda::rope_cache::RopeInputs;
 use kernels::cuda::sample::{self, ARGMAX_CHUNKS, Logits, Masks, Samples, Share};
@@ -44,7 +44,7 @@ impl CudaDevice {
         self.workspace.as_ref().expect("a step runs after the workspace is allocated")
     }
 
-    pub(crate) fn op_embed(&mut self, out: CudaTensor, table: &CudaWeight) -> Result<(), DeviceError> {
+    pub(crate) fn op_embed(&mut self, out: CudaTensor, table: &CudaWeight, scale: f32) -> Result<(), DeviceError> {
         self.chain.reset();
         if self.current().only_products {
             return Ok(());
@@ -55,12 +55,13 @@ impl CudaDevice {
             token_rows: spans.token_rows,
             last_tokens: self.rows.state().last_tokens,
         };
-        let (first, count) = (table.first_token, self.num_tokens());
-        embed::embed(&self.queue, out.values, table.values, tokens, first, count, table.cols).map_err(device_error)?;
+        let count = self.num_tokens();
+        let rows = Table { values: table.values, first_token: table.first_token, cols: table.cols, scale };
+        embed::embed(&self.queue, out.values, rows, tokens, count).map_err(device_error)?;
         self.group.all_reduce(&self.queue, out.values, count, table.cols)
     }
 
-    pub(crate) fn op_rms_norm(
+    pub(crate) fn op_norm(
         &mut self,
         out: CudaTensor,
         x: CudaTensor,
@@ -68,18 +69,27 @@ impl CudaDevice {
         eps: f32,
     ) -> Result<(), DeviceError> {
         let rows = self.num_tokens();
+        self.run_deferred()?;
         self.flush()?;
         if self.current().only_products {
             return Ok(());
+        }
+        if let Some(norm) = weight.layer_norm() {
+            return layer_norm(&self.queue, out.values, x.values, norm, rows, weight.cols, eps).map_err(device_error);
         }
         rms_norm::rms_norm(&self.queue, out.values, x.values, weight.values, rows, weight.cols, eps)
             .map_err(device_error)
     }
 
     pub(crate) fn op_linear(&mut self, out: Span, x: Span, weight: &CudaWeight) -> Result<(), DeviceError> {
-        if self.defer(out, x, weight) {
+        if self.defer(out, x, weight)? {
             return Ok(());
         }
+        self.product(out, x, weight, self.num_tokens(), weight.rows, Epilogue::Store)
+    }
+
+    /// This worker's part of a sum of products.
+    pub(super) fn partial_product(&mut self, out: Span, x: Span, weight: &CudaWeight) -> Result<(), DeviceError> {
         self.product(out, x, weight, self.num_tokens(), weight.rows, Epilogue::Store)
     }
 
@@ -125,7 +135,7 @@ impl CudaDevice {
     ) -> Result<(), DeviceError> {
         let activation = gate_activation(activation);
         let (rows, cols) = (self.num_tokens(), weight.rows / 2);
-        if weight.group == skinny_gemm::GATE_GROUP && self.is_skinny(rows, weight) {
+        if weight.group == skinny_gemm::GATE_GROUP && self.is_skinny(rows, weight) && activation.is_fused() {
             return self.product(out.values, x.values, weight, rows, weight.rows, Epilogue::Gated(activation));
         }
         self.op_linear(scratch.values, x.values, weight)?;
@@ -151,25 +161,29 @@ impl CudaDevice {
         }
         self.flush()?;
         let (cache, spans) = (self.cache(), self.current().spans);
-        let inputs =
-            RopeInputs { cos: cache.cos.span(), sin: cache.sin.span(), positions: spans.positions, slots: spans.slots };
+        let tables = cache.rope(layer).map(|rope| [rope.cos, rope.sin]);
+        let inputs = RopeInputs { tables, positions: spans.positions, slots: spans.slots };
         let shape = self.current().shape;
-        let count =
-            if self.attention_rotates() { shape.tokens - (shape.rows - shape.prefill_rows) } else { shape.tokens };
+        let count = match self.attention_rotates(layer) {
+            true => shape.tokens - (shape.rows - shape.prefill_rows),
+            false => shape.tokens,
+        };
         if count == 0 {
             return Ok(());
         }
-        rope_cache::rope_cache(&self.queue, qkv.values, cache.layer(layer), inputs, cache.shape, count)
-            .map_err(device_error)
+        let layer = cache.layer(layer);
+        rope_cache::rope_cache(&self.queue, qkv.values, layer.blocks, inputs, layer.shape, count).map_err(device_error)
     }
 
     /// Whether decode attention rotates and caches the tokens of its rows itself, so that `rope_cache` handles only
     /// prefill chunks.
-    fn attention_rotates(&self) -> bool {
-        let (shape, heads) = (self.current().shape, self.cache().shape);
+    fn attention_rotates(&self, layer: usize) -> bool {
+        let (shape, layer) = (self.current().shape, self.cache().layer(layer));
         let rows = shape.rows - shape.prefill_rows;
-        let few = rows * heads.num_kv_heads <= MAX_ROTATED_HEADS && !takes_ring(self.queue.gpu(), rows, heads);
-        few && !self.is_split && self.config.use_fast_kernels && self.cache().rotates()
+        let few =
+            rows * layer.shape.num_kv_heads <= MAX_ROTATED_HEADS && !takes_ring(self.queue.gpu(), rows, layer.shape);
+        let is_fast = self.config.use_fast_kernels && layer.has_fast_attention();
+        few && !self.is_split && is_fast && layer.rotates()
     }
 
     pub(crate) fn op_attention(&mut self, out: CudaTensor, qkv: CudaTensor, layer: usize) -> Result<(), DeviceError> {
@@ -179,7 +193,7 @@ impl CudaDevice {
         let shape = self.current().shape;
         let decode_rows = shape.rows - shape.prefill_rows;
         let prefill_tokens = shape.tokens - decode_rows;
-        if !self.config.use_fast_kernels || !self.cache().has_fast_attention() {
+        if !self.config.use_fast_kernels || !self.cache().layer(layer).has_fast_attention() {
             return self.attend_simply(out, qkv, layer, shape.tokens);
         }
         if prefill_tokens > 0 {
@@ -209,15 +223,16 @@ impl CudaDevice {
             num_tokens,
             max_chunk: shape.max_chunk,
         };
+        let layer = cache.layer(layer);
         let attention = PrefillAttention {
             out: out.values,
             qkv: qkv.values,
-            cache: cache.layer(layer),
-            slopes: cache.slopes(),
+            cache: layer.blocks,
+            slopes: layer.slopes(),
             rows,
-            shape: cache.shape,
-            scale: cache.scale,
-            window: cache.window,
+            shape: layer.shape,
+            scale: layer.scale,
+            window: layer.window,
             workspace: &cache.prefill,
         };
         prefill_attention(&self.queue, &attention).map_err(device_error)
@@ -234,20 +249,16 @@ impl CudaDevice {
             slots: spans.slots,
         };
         let layer = cache.layer(layer);
-        let (shape, scale, window) = (cache.shape, cache.scale, cache.window);
-        paged_attention::paged_attention(
-            &self.queue,
-            out.values,
-            qkv.values,
-            layer,
+        let scores = Scores { scale: layer.scale, window: layer.window, cap: layer.score_cap, slopes: layer.slopes() };
+        let attention = PagedAttention {
+            out: out.values,
+            qkv: qkv.values,
+            cache: layer.blocks,
             tables,
-            shape,
-            scale,
-            window,
-            cache.slopes(),
-            count,
-        )
-        .map_err(device_error)
+            shape: layer.shape,
+            scores,
+        };
+        paged_attention::paged_attention(&self.queue, &attention, count).map_err(device_error)
     }
 
     /// Attention of decoding rows, which have one token each, from token `first` on.
@@ -262,20 +273,20 @@ impl CudaDevice {
             num_rows,
         };
         let from = |tensor: CudaTensor| tensor.values.elements::<bf16>(first * tensor.cols, num_rows * tensor.cols);
-        let positions = if self.attention_rotates() {
-            Positions::Rope(RopeTables { cos: cache.cos.span(), sin: cache.sin.span() })
-        } else {
-            cache.slopes().map_or(Positions::Known, Positions::Alibi)
+        let positions = match cache.rope(layer).filter(|_| self.attention_rotates(layer)) {
+            Some(tables) => Positions::Rope(tables),
+            None => cache.layer(layer).slopes().map_or(Positions::Known, Positions::Alibi),
         };
+        let layer = cache.layer(layer);
         let attention = DecodeAttention {
             out: from(out),
             qkv: from(qkv),
-            cache: cache.layer(layer),
+            cache: layer.blocks,
             positions,
             rows,
-            shape: cache.shape,
-            scale: cache.scale,
-            window: cache.window,
+            shape: layer.shape,
+            scale: layer.scale,
+            window: layer.window,
             workspace: &cache.decode,
         };
         decode_attention(&self.queue, &attention).map_err(device_error)
@@ -347,8 +358,12 @@ impl CudaDevice {
     pub(crate) fn all_logits(&mut self, x: Span, head: &CudaWeight, count: usize) -> Result<Span, DeviceError> {
         let share = self.workspace().share;
         let all = self.workspace().logits.span().elements::<f32>(0, self.group.size() * count * share);
-        self.product(self.own_part(all), x, head, count, share, Epilogue::StoreF32)?;
+        let own = self.own_part(all);
+        self.product(own, x, head, count, share, Epilogue::StoreF32)?;
         self.flush()?;
+        if let Some(cap) = self.logit_cap.filter(|_| !self.current().only_products) {
+            cap_logits(&self.queue, own, cap).map_err(device_error)?;
+        }
         Ok(all)
     }
 

@@ -1,8 +1,9 @@
 //! Converts slices of the checkpoint to matrices and vectors on the GPU.
 
+use half::bf16;
 use kernels::cuda::skinny_gemm::GATE_GROUP;
 use kernels::cuda::{DeviceBuffer, Span};
-use ops::{DeviceError, LinearRole, WeightSlice};
+use ops::{DeviceError, LinearRole, NormKind, NormSlices, WeightSlice};
 
 use super::load::{Part, RowOrder};
 use super::{CudaDevice, device_error};
@@ -38,6 +39,37 @@ impl CudaDevice {
         }
         // As a column, so that parts can be stacked.
         let columns = parts.iter().map(Part::column).collect::<Result<Vec<_>, _>>()?;
+        self.load_columns(columns, order)
+    }
+
+    /// Allocates a norm's gain and bias and queues their loading. An RMS norm has no bias.
+    pub(super) fn load_gain_and_bias(&mut self, norm: &NormSlices<'_>) -> Result<(Span, Span), DeviceError> {
+        let gain = match &norm.weight {
+            Some(weight) => {
+                let column = Part::column(weight)?.changed(norm.offset, norm.factor);
+                self.load_columns(vec![column], RowOrder::Stacked)?
+            }
+            None => self.filled((1.0 + norm.offset) * norm.factor, norm.width)?,
+        };
+        let bias = match (&norm.bias, norm.kind) {
+            (Some(bias), _) => {
+                self.load_columns(vec![Part::column(bias)?.changed(0.0, norm.factor)], RowOrder::Stacked)?
+            }
+            (None, NormKind::Layer) => self.filled(0.0, norm.width)?,
+            (None, NormKind::Rms) => Span::NULL,
+        };
+        Ok((gain, bias))
+    }
+
+    fn filled(&mut self, value: f32, len: usize) -> Result<Span, DeviceError> {
+        let buffer = DeviceBuffer::from_slice(&self.gpu, &vec![bf16::from_f32(value).to_bits(); len]);
+        let buffer = buffer.map_err(device_error)?;
+        let span = buffer.span();
+        self.weights.push(buffer);
+        Ok(span)
+    }
+
+    fn load_columns(&mut self, columns: Vec<Part>, order: RowOrder) -> Result<Span, DeviceError> {
         let length: usize = columns.iter().map(Part::rows).sum();
         let buffer = DeviceBuffer::new(&self.gpu, length * 2).map_err(device_error)?;
         let span = buffer.span();

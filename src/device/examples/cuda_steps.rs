@@ -13,8 +13,8 @@ use std::time::{Duration, Instant};
 use device::cuda::{CudaConfig, CudaDevice, CudaTensor, CudaWeight, FileExchange};
 use engine::{RowId, SamplingParams, TokenId};
 use ops::{
-    Activation, AttentionSpec, DType, Device, DeviceError, LinearRole, RopeTable, SampleInput, StepInputs, StepLimits,
-    TOKEN_ON_DEVICE, TensorParallel, WeightSlice,
+    Activation, AttentionSpec, DType, Device, DeviceError, LayerAttention, LinearRole, LogitSpec, NormKind, NormSlices,
+    RopeTable, SampleInput, StepInputs, StepLimits, TOKEN_ON_DEVICE, TensorParallel, WeightSlice,
 };
 
 const DIM: usize = 128;
@@ -111,15 +111,23 @@ impl Model {
             matrix_cols: cols,
             rows: 0..rows,
             cols: 0..cols,
+            head_order: None,
         };
-        let norm = || WeightSlice { data: ones, rows: 0..1, ..matrix(1, hidden) };
+        let norm = NormSlices {
+            kind: NormKind::Rms,
+            width: hidden,
+            weight: Some(WeightSlice { data: ones, rows: 0..1, ..matrix(1, hidden) }),
+            bias: None,
+            offset: 0.0,
+            factor: 1.0,
+        };
         let embedding = device.load_embedding(matrix(vocab, hidden), tp.rank * vocab as u32)?;
         let mut layers = Vec::new();
         for _ in 0..num_layers {
             let (query, key) = (matrix(heads, hidden), matrix(kv_heads, hidden));
             let gate = matrix(inner, hidden);
             layers.push(Layer {
-                norms: [device.load_vector(norm())?, device.load_vector(norm())?],
+                norms: [device.load_norm(&norm)?, device.load_norm(&norm)?],
                 qkv: device.load_linear(LinearRole::Qkv, &[query, key.clone(), key], &[])?,
                 out: device.load_linear(LinearRole::Out, &[matrix(hidden, heads)], &[])?,
                 gate_up: device.load_linear(LinearRole::GateUp, &[gate.clone(), gate], &[])?,
@@ -129,7 +137,7 @@ impl Model {
         Ok(Self {
             embedding,
             layers,
-            norm: device.load_vector(norm())?,
+            norm: device.load_norm(&norm)?,
             head: device.load_linear(LinearRole::Head, &[matrix(vocab, hidden)], &[])?,
             residual: device.tensor(hidden)?,
             normed: device.tensor(hidden)?,
@@ -142,8 +150,8 @@ impl Model {
     }
 
     fn forward(&mut self, device: &mut CudaDevice) -> Result<(), DeviceError> {
-        device.embed(&mut self.residual, &self.embedding)?;
-        device.rms_norm(&mut self.normed, &self.residual, &self.layers[0].norms[0], EPS)?;
+        device.embed(&mut self.residual, &self.embedding, 1.0)?;
+        device.norm(&mut self.normed, &self.residual, &self.layers[0].norms[0], EPS)?;
         for index in 0..self.layers.len() {
             let layer = &self.layers[index];
             device.linear(&mut self.qkv, &self.normed, &layer.qkv)?;
@@ -157,7 +165,7 @@ impl Model {
             device.linear(&mut self.partial, &self.gated, &layer.down)?;
             device.reduce_add_norm(&mut self.normed, &mut self.residual, &self.partial, next, EPS)?;
         }
-        device.sample(&self.normed, &self.head)
+        device.sample(&self.normed, &self.head, LogitSpec::default())
     }
 }
 
@@ -165,17 +173,19 @@ fn spec(shape: Shape, num_layers: usize, max_positions: usize, tp_size: usize) -
     let angles = (0..max_positions)
         .flat_map(|p| (0..DIM / 2).map(move |i| p as f32 * shape.rope_theta.powf(-(2.0 * i as f32) / DIM as f32)));
     let (cos, sin) = angles.map(|a| (a.cos(), a.sin())).unzip();
-    AttentionSpec {
-        num_layers,
+    let layer = LayerAttention {
         num_heads: shape.heads / tp_size,
         num_kv_heads: shape.kv_heads / tp_size,
         head_dim: DIM,
         scale: (DIM as f32).powf(-0.5),
-        block_size: BLOCK,
-        rope: RopeTable { cos, sin },
-        sliding_window: None,
+        rope: Some(0),
+        window: None,
+        score_cap: None,
+        sinks: Vec::new(),
         alibi_slopes: Vec::new(),
-    }
+    };
+    let ropes = vec![RopeTable { cos, sin }];
+    AttentionSpec { block_size: BLOCK, max_positions, ropes, layers: vec![layer; num_layers] }
 }
 
 /// A step of `rows` rows that each compute positions `start..start + count`.

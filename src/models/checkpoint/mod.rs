@@ -114,7 +114,7 @@ impl Checkpoint {
         cols: Range<usize>,
     ) -> Result<WeightSlice<'a>, ModelError> {
         let (tensor, dtype) = self.tensor(name, &shape)?;
-        Ok(WeightSlice { name, data: tensor.data, dtype, matrix_cols: shape[1], rows, cols })
+        Ok(WeightSlice { name, data: tensor.data, dtype, matrix_cols: shape[1], rows, cols, head_order: None })
     }
 
     /// Like [`Checkpoint::matrix`], for a matrix that is stored as `[matrix_cols, matrix_rows]`. The part is copied;
@@ -132,7 +132,7 @@ impl Checkpoint {
         let (tensor, dtype) = self.tensor(name, &[shape[1], shape[0]])?;
         let data = convert::transpose(tensor.data, dtype, shape[0], rows.clone(), cols.clone());
         let (rows, cols) = (0..rows.len(), 0..cols.len());
-        Ok(WeightSlice { name, data: Vec::leak(data), dtype, matrix_cols: cols.len(), rows, cols })
+        Ok(WeightSlice { name, data: Vec::leak(data), dtype, matrix_cols: cols.len(), rows, cols, head_order: None })
     }
 
     /// The given rows of the matrix `name`, each scaled to Euclidean norm 1. They are copied; the copy stays in memory
@@ -148,7 +148,15 @@ impl Checkpoint {
     ) -> Result<WeightSlice<'a>, ModelError> {
         let (tensor, dtype) = self.tensor(name, &shape)?;
         let data = convert::unit_rows(tensor.data, dtype, shape[1], rows.clone());
-        Ok(WeightSlice { name, data: Vec::leak(data), dtype, matrix_cols: shape[1], rows, cols: 0..shape[1] })
+        Ok(WeightSlice {
+            name,
+            data: Vec::leak(data),
+            dtype,
+            matrix_cols: shape[1],
+            rows,
+            cols: 0..shape[1],
+            head_order: None,
+        })
     }
 
     /// Elements `range` of the vector `name`, which must be `[len]`.
@@ -157,7 +165,22 @@ impl Checkpoint {
     /// The same as of [`Checkpoint::matrix`].
     pub fn vector<'a>(&self, name: &'a str, len: usize, range: Range<usize>) -> Result<WeightSlice<'a>, ModelError> {
         let (tensor, dtype) = self.tensor(name, &[len])?;
-        Ok(WeightSlice { name, data: tensor.data, dtype, matrix_cols: len, rows: 0..1, cols: range })
+        Ok(WeightSlice { name, data: tensor.data, dtype, matrix_cols: len, rows: 0..1, cols: range, head_order: None })
+    }
+
+    /// The given rows of the matrix `name`, one behind the other as a vector.
+    ///
+    /// # Errors
+    /// The same as of [`Checkpoint::matrix`].
+    pub fn flattened<'a>(
+        &self,
+        name: &'a str,
+        shape: [usize; 2],
+        rows: Range<usize>,
+    ) -> Result<WeightSlice<'a>, ModelError> {
+        let (tensor, dtype) = self.tensor(name, &shape)?;
+        let (matrix_cols, cols) = (shape[0] * shape[1], rows.start * shape[1]..rows.end * shape[1]);
+        Ok(WeightSlice { name, data: tensor.data, dtype, matrix_cols, rows: 0..1, cols, head_order: None })
     }
 
     fn tensor(&self, name: &str, shape: &[usize]) -> Result<(&Tensor, DType), ModelError> {

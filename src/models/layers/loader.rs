@@ -3,12 +3,12 @@
 use std::ops::Range;
 use std::path::Path;
 
-use ops::{Device, DeviceError, LinearRole, WeightSlice};
+use ops::{Device, DeviceError, HeadNormSpan, HeadOrder, LinearRole, NormSlices, WeightSlice};
 
-use crate::config::{Mlp, NormKind};
+use crate::config::{HeadNormSpec, LayerSpec};
 use crate::layers::qkv::{RowSlice, scaled};
-use crate::names::Names;
-use crate::shard::Shard;
+use crate::names::{Names, UpNames};
+use crate::shard::{LayerShard, Shard};
 use crate::{Checkpoint, Config, ModelError};
 
 /// Everything that is needed to load a layer.
@@ -18,9 +18,17 @@ pub(crate) struct Loader<'a, D> {
     pub(crate) config: &'a Config,
     pub(crate) names: &'a Names,
     /// Prefix of every name except the head's.
-    pub(crate) prefix: &'static str,
+    prefix: &'static str,
     pub(crate) shard: &'a Shard,
     pub(crate) device: &'a mut D,
+}
+
+/// One layer to load: its specification, this worker's share, and its number.
+#[derive(Clone, Copy)]
+pub(crate) struct LayerSource<'a> {
+    pub(crate) index: usize,
+    pub(crate) spec: &'a LayerSpec,
+    pub(crate) shard: &'a LayerShard,
 }
 
 impl<'a, D: Device> Loader<'a, D> {
@@ -28,45 +36,92 @@ impl<'a, D: Device> Loader<'a, D> {
         dir: &'a Path,
         checkpoint: &'a Checkpoint,
         config: &'a Config,
-        names: &'a Names,
         shard: &'a Shard,
         device: &'a mut D,
     ) -> Self {
+        let names = config.names;
         let is_there = |prefix: &&&str| checkpoint.contains(&format!("{prefix}{}.weight", names.embedding));
         let prefix = names.prefixes.iter().find(is_there).unwrap_or(&names.prefixes[0]);
         Self { dir, checkpoint, config, names, prefix, shard, device }
     }
 
+    pub(crate) fn layer(&self, index: usize) -> LayerSource<'a> {
+        LayerSource { index, spec: &self.config.layers[index], shard: &self.shard.layers[index] }
+    }
+
     /// The full name of a weight of layer `index`.
-    pub(crate) fn layer_name(&self, index: usize, name: &str) -> String {
+    fn layer_name(&self, index: usize, name: &str) -> String {
         format!("{}{}.{index}.{name}", self.prefix, self.names.layers)
     }
 
-    /// The weight of a norm, with its bias if the model's norms have one.
-    pub(crate) fn norm(&mut self, name: &str) -> Result<D::Weight, ModelError> {
-        let len = self.config.hidden_size;
+    /// A norm of a layer's hidden state, if the architecture has it.
+    pub(crate) fn layer_norm(
+        &mut self,
+        layer: LayerSource<'_>,
+        name: Option<&str>,
+    ) -> Result<Option<D::Weight>, ModelError> {
+        name.map(|name| self.norm(&self.layer_name(layer.index, name), 1.0)).transpose()
+    }
+
+    /// The norm after the last layer. The scale of the logits is a part of it.
+    pub(crate) fn final_norm(&mut self) -> Result<D::Weight, ModelError> {
+        self.norm(&format!("{}{}", self.prefix, self.names.final_norm), self.config.head.scale)
+    }
+
+    fn norm(&mut self, name: &str, factor: f32) -> Result<D::Weight, ModelError> {
+        let (norm, width) = (self.config.norm, self.config.hidden_size);
         let (weight_name, bias_name) = (format!("{name}.weight"), format!("{name}.bias"));
-        let weight = self.checkpoint.vector(&weight_name, len, 0..len)?;
-        let loaded = match self.config.norm {
-            NormKind::Rms => self.device.load_vector(weight),
-            NormKind::Layer => {
-                let bias = self.checkpoint.vector(&bias_name, len, 0..len)?;
-                self.device.load_layer_norm(weight, bias)
-            }
+        let vector = |name| self.checkpoint.vector(name, width, 0..width);
+        let slices = NormSlices {
+            kind: norm.kind,
+            width,
+            weight: norm.has_weight.then(|| vector(&weight_name)).transpose()?,
+            bias: norm.has_bias.then(|| vector(&bias_name)).transpose()?,
+            offset: norm.offset,
+            factor,
         };
+        let loaded = self.device.load_norm(&slices);
         self.or_device_error(loaded)
     }
 
-    /// The norms of the q and k heads.
-    pub(crate) fn head_norms(&mut self, layer: usize) -> Result<[D::Weight; 2], ModelError> {
+    /// The norms of q and k.
+    pub(crate) fn head_norms(
+        &mut self,
+        layer: LayerSource<'_>,
+        norm: HeadNormSpec,
+    ) -> Result<[D::Weight; 2], ModelError> {
         let [q, k] = self.names.head_norms;
-        Ok([self.head_norm(layer, q)?, self.head_norm(layer, k)?])
+        let attention = &layer.spec.attention;
+        let heads = [(q, attention.num_heads, &layer.shard.heads), (k, attention.num_kv_heads, &layer.shard.kv_heads)];
+        let [q, k] = heads.map(|(name, count, taken)| self.head_norm(layer, norm, name, count, taken));
+        Ok([q?, k?])
     }
 
-    fn head_norm(&mut self, layer: usize, name: &str) -> Result<D::Weight, ModelError> {
-        let name = format!("{}.weight", self.layer_name(layer, name));
-        let len = self.config.head_dim;
-        let loaded = self.device.load_vector(self.checkpoint.vector(&name, len, 0..len)?);
+    fn head_norm(
+        &mut self,
+        layer: LayerSource<'_>,
+        norm: HeadNormSpec,
+        name: &str,
+        count: usize,
+        taken: &Range<usize>,
+    ) -> Result<D::Weight, ModelError> {
+        let name = format!("{}.weight", self.layer_name(layer.index, name));
+        let dim = layer.spec.attention.head_dim;
+        let mut weight = match norm.span {
+            HeadNormSpan::Head => self.checkpoint.vector(&name, dim, 0..dim)?,
+            HeadNormSpan::AllHeads => self.checkpoint.vector(&name, count * dim, scaled(taken, dim))?,
+            HeadNormSpan::EachHead => self.checkpoint.flattened(&name, [count, dim], taken.clone())?,
+        };
+        weight.head_order = self.head_order(layer.spec);
+        let slices = NormSlices {
+            kind: norm.kind,
+            width: weight.cols.len(),
+            weight: Some(weight),
+            bias: None,
+            offset: self.config.norm.offset,
+            factor: 1.0,
+        };
+        let loaded = self.device.load_norm(&slices);
         self.or_device_error(loaded)
     }
 
@@ -88,17 +143,22 @@ impl<'a, D: Device> Loader<'a, D> {
 
     /// The output head: the embedding, or this worker's rows of a separate matrix.
     pub(crate) fn head(&mut self, embedding: Option<&D::Weight>) -> Result<D::Weight, ModelError> {
-        if let Some(embedding) = embedding.filter(|_| self.config.tie_word_embeddings) {
+        let head = self.config.head;
+        if let Some(embedding) = embedding.filter(|_| head.is_tied) {
             let tied = self.device.tie_head(embedding);
             return self.or_device_error(tied);
         }
-        let name = format!("{}.weight", self.names.head);
+        let names = self.names.heads;
+        let is_there = |name: &&&str| self.checkpoint.contains(&format!("{name}.weight"));
+        let name = names.iter().find(is_there).unwrap_or(&names[0]);
+        let (name, bias_name) = (format!("{name}.weight"), format!("{name}.bias"));
         let (shape, rows) = (self.vocabulary(), self.shard.vocab.clone());
-        let slice = match self.config.unit_head {
-            true => self.checkpoint.unit_rows(&name, shape, rows)?,
-            false => self.checkpoint.matrix(&name, shape, rows, self.width())?,
+        let slice = match head.has_unit_rows {
+            true => self.checkpoint.unit_rows(&name, shape, rows.clone())?,
+            false => self.checkpoint.matrix(&name, shape, rows.clone(), self.width())?,
         };
-        let loaded = self.device.load_linear(LinearRole::Head, &[slice], &[]);
+        let bias = head.has_bias.then(|| self.checkpoint.vector(&bias_name, shape[0], rows)).transpose()?;
+        let loaded = self.device.load_linear(LinearRole::Head, &[slice], bias.as_slice());
         self.or_device_error(loaded)
     }
 
@@ -110,36 +170,53 @@ impl<'a, D: Device> Loader<'a, D> {
         0..self.config.hidden_size
     }
 
+    /// How the checkpoint orders the elements of q and k heads, if not as devices rotate them.
+    fn head_order(&self, layer: &LayerSpec) -> Option<HeadOrder> {
+        let rope = &self.config.ropes[layer.attention.rope?];
+        rope.head_order()
+    }
+
     /// q, k and v of one layer as one matrix, sharded by heads.
-    pub(crate) fn qkv(&mut self, layer: usize) -> Result<D::Weight, ModelError> {
-        let row_slices = self.names.qkv.row_slices(self.config, self.shard);
-        self.by_output(LinearRole::Qkv, layer, &row_slices, self.config.qkv_bias)
+    pub(crate) fn qkv(&mut self, layer: LayerSource<'_>) -> Result<D::Weight, ModelError> {
+        let attention = &layer.spec.attention;
+        let row_slices = self.names.qkv.row_slices(attention, layer.shard, self.head_order(layer.spec));
+        self.by_output(LinearRole::Qkv, layer.index, &row_slices, attention.qkv_bias)
     }
 
     /// gate and up of one layer as one matrix, or up alone, sharded by columns of the inner layer.
-    pub(crate) fn up(&mut self, layer: usize) -> Result<D::Weight, ModelError> {
-        let piece =
-            |name| RowSlice { name, rows: self.config.intermediate_size, taken: self.shard.intermediate.clone() };
-        let (role, row_slices) = match self.config.mlp {
-            Mlp::Gated => (LinearRole::GateUp, vec![piece(self.names.gate), piece(self.names.up)]),
-            Mlp::Plain => (LinearRole::Up, vec![piece(self.names.up)]),
+    pub(crate) fn up(&mut self, layer: LayerSource<'_>) -> Result<D::Weight, ModelError> {
+        let (mlp, taken) = (&layer.spec.mlp, &layer.shard.intermediate);
+        let width = mlp.intermediate_size;
+        let slice = |name, rows, offset: usize| RowSlice {
+            name,
+            rows,
+            taken: offset + taken.start..offset + taken.end,
+            head_order: None,
         };
-        self.by_output(role, layer, &row_slices, self.config.mlp_bias)
+        let (role, row_slices) = match self.names.up {
+            UpNames::Separate([gate, up]) => (LinearRole::GateUp, vec![slice(gate, width, 0), slice(up, width, 0)]),
+            UpNames::Stacked(name) => {
+                (LinearRole::GateUp, vec![slice(name, 2 * width, 0), slice(name, 2 * width, width)])
+            }
+            UpNames::Plain(up) => (LinearRole::Up, vec![slice(up, width, 0)]),
+        };
+        self.by_output(role, layer.index, &row_slices, mlp.has_bias)
     }
 
     /// The attention output projection of one layer, sharded by heads along its input.
-    pub(crate) fn out(&mut self, layer: usize) -> Result<D::Weight, ModelError> {
-        let dim = self.config.head_dim;
-        let taken = scaled(&self.shard.heads, dim);
-        let name = self.layer_name(layer, self.names.out);
-        self.by_input(LinearRole::Out, &name, self.config.num_heads * dim, taken, self.config.out_bias)
+    pub(crate) fn out(&mut self, layer: LayerSource<'_>) -> Result<D::Weight, ModelError> {
+        let attention = &layer.spec.attention;
+        let dim = attention.head_dim;
+        let taken = scaled(&layer.shard.heads, dim);
+        let name = self.layer_name(layer.index, self.names.out);
+        self.by_input(LinearRole::Out, &name, attention.num_heads * dim, taken, attention.out_bias)
     }
 
     /// The down projection of one layer, sharded along its input.
-    pub(crate) fn down(&mut self, layer: usize) -> Result<D::Weight, ModelError> {
-        let name = self.layer_name(layer, self.names.down);
-        let taken = self.shard.intermediate.clone();
-        self.by_input(LinearRole::Down, &name, self.config.intermediate_size, taken, self.config.mlp_bias)
+    pub(crate) fn down(&mut self, layer: LayerSource<'_>) -> Result<D::Weight, ModelError> {
+        let name = self.layer_name(layer.index, self.names.down);
+        let (mlp, taken) = (&layer.spec.mlp, layer.shard.intermediate.clone());
+        self.by_input(LinearRole::Down, &name, mlp.intermediate_size, taken, mlp.has_bias)
     }
 
     /// Row slices stacked into one matrix, with all of their input.
@@ -155,11 +232,13 @@ impl<'a, D: Device> Loader<'a, D> {
         let bias_names: Vec<String> = names.iter().map(|name| format!("{name}.bias")).collect();
         let mut weights = Vec::new();
         let mut biases = Vec::new();
-        for (index, RowSlice { rows, taken, .. }) in row_slices.iter().enumerate() {
+        for (index, RowSlice { rows, taken, head_order, .. }) in row_slices.iter().enumerate() {
             let shape = [*rows, self.config.hidden_size];
-            weights.push(self.linear(&weight_names[index], shape, taken.clone(), 0..shape[1])?);
+            let weight = self.linear(&weight_names[index], shape, taken.clone(), 0..shape[1])?;
+            weights.push(WeightSlice { head_order: *head_order, ..weight });
             if has_bias {
-                biases.push(self.checkpoint.vector(&bias_names[index], *rows, taken.clone())?);
+                let bias = self.checkpoint.vector(&bias_names[index], *rows, taken.clone())?;
+                biases.push(WeightSlice { head_order: *head_order, ..bias });
             }
         }
         let loaded = self.device.load_linear(role, &weights, &biases);

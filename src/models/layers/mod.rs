@@ -3,4 +3,4 @@
 mod loader;
 mod qkv;
 
-pub(crate) use loader::Loader;
+pub(crate) use loader::{LayerSource, Loader};

@@ -2,9 +2,11 @@
 
 use std::ops::Range;
 
-use crate::Config;
+use ops::HeadOrder;
+
+use crate::config::AttentionLayer;
 use crate::names::QkvNames;
-use crate::shard::Shard;
+use crate::shard::LayerShard;
 
 /// A slice of a matrix's rows. A worker's shard stacks such slices.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -15,37 +17,48 @@ pub(crate) struct RowSlice {
     pub(crate) rows: usize,
     /// The rows of the slice.
     pub(crate) taken: Range<usize>,
+    /// The order in which the elements of a head are stored.
+    pub(crate) head_order: Option<HeadOrder>,
 }
 
 impl QkvNames {
-    /// The slices of this worker's q, then k, then v.
-    pub(crate) fn row_slices(&self, config: &Config, shard: &Shard) -> Vec<RowSlice> {
-        let dim = config.head_dim;
-        let (q, kv) = (config.num_heads * dim, config.num_kv_heads * dim);
+    /// The slices of this worker's q, then k, then v. `order` is that of q and k.
+    pub(crate) fn row_slices(
+        &self,
+        attention: &AttentionLayer,
+        shard: &LayerShard,
+        order: Option<HeadOrder>,
+    ) -> Vec<RowSlice> {
+        let dim = attention.head_dim;
+        let (q, kv) = (attention.num_heads * dim, attention.num_kv_heads * dim);
         let heads = scaled(&shard.heads, dim);
         let kv_heads = scaled(&shard.kv_heads, dim);
         let after = |offset: usize, range: &Range<usize>| offset + range.start..offset + range.end;
         match *self {
             QkvNames::Separate([q_name, k_name, v_name]) => vec![
-                RowSlice { name: q_name, rows: q, taken: heads },
-                RowSlice { name: k_name, rows: kv, taken: kv_heads.clone() },
-                RowSlice { name: v_name, rows: kv, taken: kv_heads },
+                RowSlice { name: q_name, rows: q, taken: heads, head_order: order },
+                RowSlice { name: k_name, rows: kv, taken: kv_heads.clone(), head_order: order },
+                RowSlice { name: v_name, rows: kv, taken: kv_heads, head_order: None },
             ],
             QkvNames::Stacked(name) => {
-                let taken = [heads, after(q, &kv_heads), after(q + kv, &kv_heads)];
-                taken.map(|taken| RowSlice { name, rows: q + 2 * kv, taken }).into()
+                let parts = [(heads, order), (after(q, &kv_heads), order), (after(q + kv, &kv_heads), None)];
+                parts.map(|(taken, head_order)| RowSlice { name, rows: q + 2 * kv, taken, head_order }).into()
             }
             QkvNames::Grouped(name) => {
-                grouped(config, shard).into_iter().map(|taken| RowSlice { name, rows: q + 2 * kv, taken }).collect()
+                let [q_rows, k_rows, v_rows] = grouped(attention, shard);
+                let part = |rows: Vec<Range<usize>>, head_order| {
+                    rows.into_iter().map(move |taken| RowSlice { name, rows: q + 2 * kv, taken, head_order })
+                };
+                part(q_rows, order).chain(part(k_rows, order)).chain(part(v_rows, None)).collect()
             }
         }
     }
 }
 
 /// Rows of q, of k and of v in a matrix that groups them by KV head.
-fn grouped(config: &Config, shard: &Shard) -> Vec<Range<usize>> {
-    let dim = config.head_dim;
-    let queries = config.num_heads / config.num_kv_heads;
+fn grouped(attention: &AttentionLayer, shard: &LayerShard) -> [Vec<Range<usize>>; 3] {
+    let dim = attention.head_dim;
+    let queries = attention.num_heads / attention.num_kv_heads;
     let first = |kv_head: usize| kv_head * (queries + 2) * dim;
     let q = shard.kv_heads.clone().map(|kv_head| {
         let own = shard.heads.start.max(kv_head * queries)..shard.heads.end.min((kv_head + 1) * queries);
@@ -53,9 +66,9 @@ fn grouped(config: &Config, shard: &Shard) -> Vec<Range<usize>> {
     });
     let one = |offset: usize| {
         let start = move |kv_head: usize| first(kv_head) + offset * dim;
-        shard.kv_heads.clone().map(move |kv_head| start(kv_head)..start(kv_head) + dim)
+        shard.kv_heads.clone().map(move |kv_head| start(kv_head)..start(kv_head) + dim).collect()
     };
-    q.chain(one(queries)).chain(one(queries + 1)).collect()
+    [q.collect(), one(queries), one(queries + 1)]
 }
 
 /// Converts a range of heads to a range of rows.
@@ -68,24 +81,30 @@ mod tests {
     use ops::TensorParallel;
 
     use super::*;
+    use crate::shard::Shard;
     use crate::shard::tests::config;
+
+    fn layer_shard(rank: u32, size: u32) -> (AttentionLayer, LayerShard) {
+        let config = config(8, 2, 512);
+        let shard = Shard::new(&config, TensorParallel { rank, size }).unwrap();
+        (config.layers[0].attention.clone(), shard.layers[0].clone())
+    }
 
     #[test]
     fn grouped_rows_are_found_where_a_kv_head_is_shared_by_workers() {
         // There are two KV heads of four queries each, and heads of size 8. The rows of a group are q 0..32, k 32..40,
         // v 40..48.
-        let config = config(8, 2, 512);
-        let whole = Shard::new(&config, TensorParallel { rank: 0, size: 1 }).unwrap();
-        assert_eq!(grouped(&config, &whole), [0..32, 48..80, 32..40, 80..88, 40..48, 88..96]);
-        let third = Shard::new(&config, TensorParallel { rank: 3, size: 4 }).unwrap();
-        assert_eq!(grouped(&config, &third), [64..80, 80..88, 88..96]);
+        let (attention, whole) = layer_shard(0, 1);
+        assert_eq!(grouped(&attention, &whole), [[0..32, 48..80], [32..40, 80..88], [40..48, 88..96]]);
+        let (attention, third) = layer_shard(3, 4);
+        assert_eq!(grouped(&attention, &third).concat(), [64..80, 80..88, 88..96]);
     }
 
     #[test]
     fn stacked_rows_follow_all_of_q() {
-        let config = config(8, 2, 512);
-        let second = Shard::new(&config, TensorParallel { rank: 1, size: 2 }).unwrap();
-        let taken: Vec<_> = QkvNames::Stacked("w").row_slices(&config, &second).into_iter().map(|p| p.taken).collect();
+        let (attention, second) = layer_shard(1, 2);
+        let slices = QkvNames::Stacked("w").row_slices(&attention, &second, None);
+        let taken: Vec<_> = slices.into_iter().map(|p| p.taken).collect();
         assert_eq!(taken, [32..64, 72..80, 88..96]);
     }
 }

@@ -50,7 +50,7 @@ fn workers_of_a_group_share_the_matrices() {
         estimator.estimate(&model.attention_spec(BLOCK_SIZE))
     };
     let (whole, first, second) = (estimate(0, 1), estimate(0, 2), estimate(1, 2));
-    let norms = (2 * config.num_layers + 1) * config.hidden_size * 2;
+    let norms = (2 * config.num_layers() + 1) * config.hidden_size * 2;
     assert_eq!(first.weights_bytes + second.weights_bytes, whole.weights_bytes + norms as u64);
     assert_eq!((first.block_bytes + second.block_bytes, whole.communicator_bytes), (whole.block_bytes, 0));
     assert!(first.communicator_bytes > 0);

@@ -1,0 +1,231 @@
+//! What the rows of the table cannot say: one function for each architecture that differs by more.
+
+use ops::{Activation, DType, HeadNormSpan};
+use serde_json::Value;
+
+use super::{layer_types::layer_types, weights};
+use crate::config::{AttentionLayer, Config, HeadNormSpec};
+use crate::fields::Fields;
+use crate::rope::{RopeScaling, RopeShape};
+use crate::{ModelError, Rope};
+
+type Adjusted = Result<(), ModelError>;
+
+pub(super) fn nothing(_: &Fields, _: &mut Config) -> Adjusted {
+    Ok(())
+}
+
+fn each_attention(config: &mut Config, mut change: impl FnMut(&mut AttentionLayer)) {
+    config.layers.iter_mut().for_each(|layer| change(&mut layer.attention));
+}
+
+/// The shape of the rotary embedding that was read for all layers, for one that is read again.
+fn rope_shape(config: &Config, theta: f64) -> RopeShape {
+    let rope = &config.ropes[0];
+    RopeShape {
+        head_dim: rope.head_dim,
+        is_interleaved: rope.is_interleaved,
+        partial: None,
+        theta,
+        max_positions: config.max_position_embeddings,
+    }
+}
+
+/// Embeddings are scaled by the root of the width. With bf16 weights the factor is a bf16 number, as in training.
+fn scale_embeddings(fields: &Fields, config: &mut Config) -> Adjusted {
+    let root = (config.hidden_size as f32).sqrt();
+    config.embedding_scale = if config.dtype == DType::Bf16 { half::bf16::from_f32(root).to_f32() } else { root };
+    fields.only("use_bidirectional_attention", false)
+}
+
+/// The first configurations name the exact GELU but mean the approximation.
+pub(super) fn gemma(fields: &Fields, config: &mut Config) -> Adjusted {
+    for layer in config.layers.iter_mut().filter(|layer| layer.mlp.activation == Activation::Gelu) {
+        layer.mlp.activation = Activation::GeluTanh;
+    }
+    fields.get("hidden_activation"); // It has no effect on this generation.
+    scale_embeddings(fields, config)
+}
+
+pub(super) fn gemma2(fields: &Fields, config: &mut Config) -> Adjusted {
+    let scale = fields.required_positive("query_pre_attn_scalar")?.powf(-0.5) as f32;
+    let score_cap = fields.positive("attn_logit_softcapping")?.map(|cap| cap as f32);
+    config.head.cap = fields.positive("final_logit_softcapping")?.map(|cap| cap as f32);
+    each_attention(config, |attention| (attention.scale, attention.score_cap) = (scale, score_cap));
+    scale_embeddings(fields, config)
+}
+
+/// Layers with a window have a rotary embedding of their own, which is not scaled.
+pub(super) fn gemma3(fields: &Fields, config: &mut Config) -> Adjusted {
+    gemma2(fields, config)?;
+    let local = fields.positive("rope_local_base_freq")?.unwrap_or(10_000.0);
+    layers_of_two_ropes(fields, config, 1_000_000.0, local)
+}
+
+pub(super) fn olmo3(fields: &Fields, config: &mut Config) -> Adjusted {
+    let theta = fields.positive("rope_theta")?.unwrap_or(500_000.0);
+    layers_of_two_ropes(fields, config, theta, theta)
+}
+
+/// Layers without a window use `rope_parameters.full_attention`, or `rope_theta` with `rope_scaling`; layers with one
+/// use `rope_parameters.sliding_attention`, or `local_theta` without scaling.
+fn layers_of_two_ropes(fields: &Fields, config: &mut Config, theta: f64, local_theta: f64) -> Adjusted {
+    let (full_shape, local_shape) = (rope_shape(config, theta), rope_shape(config, local_theta));
+    let full = match fields.object("rope_scaling")? {
+        Some(scaling) => Rope::of(fields, Some(scaling), full_shape)?,
+        None => Rope::of_layer_type(fields, "full_attention", full_shape)?,
+    };
+    let local = Rope { theta: local_theta, scaling: RopeScaling::None, ..full.clone() };
+    let nested = fields.object("rope_parameters")?.map(|nested| nested.object("sliding_attention")).transpose()?;
+    config.ropes = match nested.flatten() {
+        Some(nested) => {
+            let theta = nested.positive("rope_theta")?.unwrap_or(local_theta);
+            let read = Rope::of(fields, Some(nested), local_shape)?;
+            vec![full, Rope { theta, ..read }]
+        }
+        None => vec![full, local],
+    };
+    each_attention(config, |attention| attention.rope = Some(usize::from(attention.window.is_some())));
+    Ok(())
+}
+
+pub(super) fn phi3(_: &Fields, config: &mut Config) -> Adjusted {
+    if let RopeScaling::Long { original_max_positions, .. } = config.ropes[0].scaling {
+        config.notes.push(format!(
+            "rope `longrope`: one set of factors is used for all sequences, the short ones if no sequence may be longer \
+             than {original_max_positions} tokens, else the long ones"
+        ));
+    }
+    Ok(())
+}
+
+pub(super) fn phi(fields: &Fields, config: &mut Config) -> Adjusted {
+    fields.only("qk_layernorm", false)?;
+    config.head.has_bias = true;
+    Ok(())
+}
+
+/// Four multipliers. That of the residuals is moved to the embeddings: norms do not change if the whole hidden state is
+/// divided by it, except for the number that they add to the mean square.
+pub(super) fn granite(fields: &Fields, config: &mut Config) -> Adjusted {
+    let multiplier = |name| Ok::<_, ModelError>(fields.positive(name)?.unwrap_or(1.0));
+    let residual = multiplier("residual_multiplier")?;
+    config.embedding_scale = (multiplier("embedding_multiplier")? / residual) as f32;
+    config.norm.eps = (f64::from(config.norm.eps) / (residual * residual)) as f32;
+    config.head.scale = (1.0 / multiplier("logits_scaling")?) as f32;
+    let scale = multiplier("attention_multiplier")? as f32;
+    each_attention(config, |attention| attention.scale = scale);
+    Ok(())
+}
+
+pub(super) fn cohere(fields: &Fields, config: &mut Config) -> Adjusted {
+    config.head.scale = fields.required_positive("logit_scale")? as f32;
+    if fields.flag("use_qk_norm", false)? {
+        let norm = HeadNormSpec { span: HeadNormSpan::EachHead, kind: config.norm.kind, eps: config.norm.eps };
+        each_attention(config, |attention| attention.head_norm = Some(norm));
+    }
+    Ok(())
+}
+
+/// Only layers with a window are rotated.
+pub(super) fn cohere2(fields: &Fields, config: &mut Config) -> Adjusted {
+    config.head.scale = fields.required_positive("logit_scale")? as f32;
+    each_attention(config, |attention| attention.rope = attention.rope.filter(|_| attention.window.is_some()));
+    Ok(())
+}
+
+/// Only layers with a window are rotated, unless no layer has one.
+pub(super) fn exaone4(_: &Fields, config: &mut Config) -> Adjusted {
+    if config.layers.iter().any(|layer| layer.attention.window.is_some()) {
+        each_attention(config, |attention| attention.rope = attention.rope.filter(|_| attention.window.is_some()));
+    }
+    Ok(())
+}
+
+/// Every n-th layer is not rotated.
+pub(super) fn smollm3(fields: &Fields, config: &mut Config) -> Adjusted {
+    let (num_layers, interval) = (config.num_layers(), fields.size("no_rope_layer_interval")?.unwrap_or(4));
+    let rotated: Vec<bool> = match fields.get("no_rope_layers") {
+        None => (1..=num_layers).map(|number| !number.is_multiple_of(interval)).collect(),
+        Some(value) => {
+            let flags = value.as_array().filter(|flags| flags.len() >= num_layers);
+            let flags = flags.and_then(|flags| flags.iter().map(Value::as_u64).collect::<Option<Vec<_>>>());
+            let expected = format!("a list of at least {num_layers} numbers, 1 for a rotated layer and 0 for others");
+            let flags = flags.ok_or_else(|| fields.wrong("no_rope_layers", &expected, value))?;
+            flags.into_iter().map(|flag| flag != 0).collect()
+        }
+    };
+    let is_windowed = config.layers.iter().any(|layer| layer.attention.window.is_some());
+    for (layer, is_rotated) in config.layers.iter_mut().zip(rotated) {
+        layer.attention.rope = layer.attention.rope.filter(|_| is_rotated);
+    }
+    if is_windowed && layer_types(fields, num_layers)?.is_none() {
+        let found = fields.get("use_sliding_window").cloned().unwrap_or(Value::Null);
+        return Err(fields.wrong(
+            "use_sliding_window",
+            "`false`, or `layer_types` must name the layers with a window",
+            &found,
+        ));
+    }
+    Ok(())
+}
+
+pub(super) fn stablelm(fields: &Fields, config: &mut Config) -> Adjusted {
+    fields.only("qk_layernorm", false)?;
+    if fields.flag("use_parallel_residual", false)? {
+        config.names = &weights::ONE_NORM;
+        config.layers.iter_mut().for_each(|layer| layer.is_parallel = true);
+    }
+    Ok(())
+}
+
+pub(super) fn gpt_neox(fields: &Fields, config: &mut Config) -> Adjusted {
+    let is_parallel = fields.flag("use_parallel_residual", true)?;
+    config.layers.iter_mut().for_each(|layer| layer.is_parallel = is_parallel);
+    Ok(())
+}
+
+/// Three generations: one KV head or all, or some KV heads with one or two norms.
+pub(super) fn falcon(fields: &Fields, config: &mut Config) -> Adjusted {
+    fields.only("alibi", false)?;
+    let is_new = fields.flag("new_decoder_architecture", false)?;
+    let (is_parallel, multi_query) = (fields.flag("parallel_attn", true)?, fields.flag("multi_query", true)?);
+    let num_norms = fields.size("num_ln_in_parallel_attn")?.unwrap_or(if is_new { 2 } else { 1 });
+    if is_new && !is_parallel {
+        return Err(fields.wrong("parallel_attn", "`true` with `new_decoder_architecture`", &false.into()));
+    }
+    config.names = match (is_parallel, is_new && num_norms == 2) {
+        (true, true) => &weights::FALCON_TWO_NORMS,
+        (true, false) => &weights::FALCON,
+        (false, _) => &weights::FALCON_SERIAL,
+    };
+    for layer in &mut config.layers {
+        layer.is_parallel = is_parallel;
+        if !is_new {
+            layer.attention.num_kv_heads = if multi_query { 1 } else { layer.attention.num_heads };
+        }
+    }
+    Ok(())
+}
+
+/// Baichuan has two position schemes. Only the rotary models have `max_position_embeddings`; the 13B models use ALiBi.
+/// The second generation is recognized by its vocabulary size, or by a loss weight that only it has; the rows of its
+/// head are normalized.
+pub(super) fn baichuan(fields: &Fields, config: &mut Config) -> Adjusted {
+    if fields.get("max_position_embeddings").is_none() || config.hidden_size == 5120 {
+        each_attention(config, |attention| (attention.rope, attention.has_alibi) = (None, true));
+        config.ropes.clear();
+    }
+    config.head.has_unit_rows = config.vocab_size == 125_696 || fields.get("z_loss_weight").is_some();
+    Ok(())
+}
+
+pub(super) fn gpt2(fields: &Fields, config: &mut Config) -> Adjusted {
+    fields.only("scale_attn_weights", true)?;
+    fields.only("scale_attn_by_inverse_layer_idx", false)?;
+    fields.only("add_cross_attention", false)?;
+    each_attention(config, |attention| attention.rope = None);
+    config.ropes.clear();
+    config.learned_positions = Some(config.max_position_embeddings);
+    Ok(())
+}

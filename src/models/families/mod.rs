@@ -1,0 +1,118 @@
+//! The supported architectures: the names of their weights, the defaults of their fields, and what their forward pass
+//! does differently from Llama's.
+//!
+//! A family like Llama is a row of [`table::FAMILIES`]. What a row cannot say is a function in `adjust`.
+
+mod adjust;
+mod harmless;
+mod layer_types;
+mod read;
+mod table;
+#[cfg(test)]
+mod tests;
+mod weights;
+
+use ops::HeadNormSpan;
+
+use crate::fields::Fields;
+use crate::names::Names;
+use crate::{Config, ModelError};
+
+pub(crate) use read::config;
+
+/// A supported architecture.
+pub(crate) struct Family {
+    /// The name in `architectures` of `config.json`.
+    pub(crate) name: &'static str,
+    /// The name in `model_type`.
+    pub(crate) model_type: &'static str,
+    pub(crate) names: &'static Names,
+    /// Fields that have other names than Llama's: the usual name, then its own.
+    pub(crate) aliases: &'static [(&'static str, &'static str)],
+    /// A JSON object: values of fields that `config.json` lacks, where transformers has others than Llama's.
+    pub(crate) defaults: &'static str,
+    /// Whether the fields are in `text_config`, beside those of a vision part, which is not served.
+    pub(crate) is_nested: bool,
+    pub(crate) norm: NormRule,
+    pub(crate) attention_bias: AttentionBias,
+    pub(crate) mlp_bias: BiasRule,
+    /// The inner width of the feed-forward, as a multiple of the hidden size, if no field sets it.
+    pub(crate) inner_factor: Option<usize>,
+    pub(crate) window: WindowRule,
+    /// Norms of q and k.
+    pub(crate) head_norm: Option<HeadNormSpan>,
+    /// The share of a head that is rotated if no field sets it; `None` if whole heads always are.
+    pub(crate) partial_rotary: Option<f64>,
+    /// Whether rotated pairs are neighbours.
+    pub(crate) is_interleaved: bool,
+    /// Whether attention and feed-forward have the same input.
+    pub(crate) is_parallel: bool,
+    /// Reads the remaining fields.
+    pub(crate) adjust: fn(&Fields, &mut Config) -> Result<(), ModelError>,
+}
+
+/// The norms of the hidden state.
+#[derive(Debug, Clone, Copy)]
+pub(crate) enum NormRule {
+    /// RMS norm.
+    Rms,
+    /// RMS norm whose weight is stored as the difference from 1.
+    RmsFromOne,
+    /// Layer norm with weight and bias.
+    Layer,
+    /// Layer norm with weight and bias, whose weight is stored as the difference from 1.
+    LayerFromOne,
+    /// Layer norm with a weight.
+    LayerWithoutBias,
+    /// Layer norm without weight and bias.
+    LayerWithoutWeight,
+}
+
+/// Which linear layers have a bias.
+#[derive(Debug, Clone, Copy)]
+pub(crate) enum BiasRule {
+    Always,
+    Never,
+    /// Set by a flag of `config.json`, else `default`.
+    Field {
+        name: &'static str,
+        default: bool,
+    },
+}
+
+/// The biases of q, k, v, and of the output projection.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct AttentionBias {
+    pub(crate) qkv: BiasRule,
+    pub(crate) out: BiasRule,
+}
+
+/// Which layers have a sliding window.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum WindowRule {
+    /// None.
+    Never,
+    /// All, if `sliding_window` is set.
+    AllLayers,
+    /// If `use_sliding_window` is set: those that `layer_types` names, or those from `max_window_layers` on.
+    IfEnabled,
+    /// Those that `layer_types` names, or all but every n-th, where n is `sliding_window_pattern` or else this.
+    Pattern(usize),
+    /// Those that `layer_types` names, or all.
+    Listed,
+}
+
+/// The names of the supported architectures.
+pub fn architectures() -> Vec<&'static str> {
+    table::FAMILIES.iter().map(|family| family.name).collect()
+}
+
+/// The architecture with this name in `architectures`.
+pub(crate) fn find(name: &str) -> Option<&'static Family> {
+    table::FAMILIES.iter().find(|family| family.name == name)
+}
+
+/// The architecture with this `model_type`.
+pub(crate) fn find_by_model_type(model_type: &str) -> Option<&'static Family> {
+    table::FAMILIES.iter().find(|family| family.model_type == model_type)
+}

@@ -1,0 +1,245 @@
+//! Reads a model's configuration from `config.json` and `generation_config.json`.
+
+use std::path::Path;
+
+use ops::{Activation, DType, NormKind};
+use serde_json::{Map, Value};
+
+use super::harmless::is_harmless;
+use super::layer_types::windows;
+use super::{BiasRule, Family, NormRule, architectures, find, find_by_model_type};
+use crate::config::{AttentionLayer, Config, HeadNormSpec, HeadSpec, LayerSpec, MlpLayer, NormSpec};
+use crate::fields::Fields;
+use crate::rope::RopeShape;
+use crate::{ModelError, Rope};
+
+/// Reads `config.json`, and `generation_config.json` if it exists.
+pub(crate) fn config(dir: &Path) -> Result<Config, ModelError> {
+    let top = Fields::read(&dir.join("config.json"))?;
+    let family = family(&top)?;
+    let mut notes = Vec::new();
+    let fields = match family.is_nested {
+        true => text_fields(&top, &mut notes)?,
+        false => top,
+    };
+    let defaults: Map<String, Value> = serde_json::from_str(family.defaults).expect("defaults are a JSON object");
+    let fields = fields.with_aliases(family.aliases).with_defaults(&defaults);
+    refuse_quantized(&fields)?;
+    let mut config = decoder(&fields, family)?;
+    (family.adjust)(&fields, &mut config)?;
+    refuse_unread(&fields, family)?;
+    config.notes.append(&mut notes);
+    let generation = dir.join("generation_config.json");
+    if generation.exists() {
+        let generation = Fields::read(&generation)?;
+        let eos_ids = generation.token_ids("eos_token_id")?;
+        if !eos_ids.is_empty() {
+            config.eos_ids = eos_ids;
+        }
+        config.bos_id = generation.token_ids("bos_token_id")?.first().copied().or(config.bos_id);
+    }
+    Ok(config)
+}
+
+fn family(fields: &Fields) -> Result<&'static Family, ModelError> {
+    let named = match fields.get("architectures") {
+        Some(Value::Array(names)) => names.first().and_then(Value::as_str),
+        Some(other) => return Err(fields.wrong("architectures", "a list of names", other)),
+        None => None,
+    };
+    let unknown = |found: &str| ModelError::Architecture {
+        path: fields.path().into(),
+        found: found.into(),
+        known: architectures().join(", "),
+    };
+    if let Some(name) = named {
+        return find(name).ok_or_else(|| unknown(name));
+    }
+    let model_type = fields.text("model_type")?.unwrap_or("(none)");
+    find_by_model_type(model_type).ok_or_else(|| unknown(model_type))
+}
+
+/// The fields of the text model in a file that also describes a vision model.
+fn text_fields(top: &Fields, notes: &mut Vec<String>) -> Result<Fields, ModelError> {
+    let null = Value::Null;
+    let text = top.object("text_config")?.ok_or_else(|| top.wrong("text_config", "an object", &null))?;
+    notes.push("only the text model of this checkpoint is served: images are refused".to_owned());
+    let outer = ["bos_token_id", "eos_token_id", "dtype", "torch_dtype"];
+    let outer = outer.into_iter().filter_map(|name| Some((name.to_owned(), top.get(name)?.clone())));
+    Ok(text.with_defaults(&outer.collect()))
+}
+
+/// Quantized weights have other tensors than this reader expects.
+fn refuse_quantized(fields: &Fields) -> Result<(), ModelError> {
+    let Some(quantization) = fields.object("quantization_config")? else { return Ok(()) };
+    let method = quantization.get("quant_method").cloned().unwrap_or(Value::Null);
+    Err(quantization.wrong(
+        "quant_method",
+        "absent: quantized checkpoints are not supported; use the original one",
+        &method,
+    ))
+}
+
+/// A field that nothing read could change what the model computes.
+fn refuse_unread(fields: &Fields, family: &Family) -> Result<(), ModelError> {
+    let unknown: Vec<String> = fields.unread().into_iter().filter(|field| !is_harmless(field)).collect();
+    match unknown.is_empty() {
+        true => Ok(()),
+        false => Err(ModelError::UnknownFields {
+            path: fields.path().into(),
+            architecture: family.name.to_owned(),
+            fields: unknown.iter().map(|field| format!("`{field}`")).collect::<Vec<_>>().join(", "),
+        }),
+    }
+}
+
+/// Reads a decoder whose layers are alike, except for their windows.
+fn decoder(fields: &Fields, family: &Family) -> Result<Config, ModelError> {
+    fields.only("is_causal", true)?;
+    let hidden_size = fields.required_size("hidden_size")?;
+    let num_layers = fields.required_size("num_hidden_layers")?;
+    let max_positions = match fields.size("max_position_embeddings")? {
+        Some(positions) => positions,
+        None => fields.size("model_max_length")?.unwrap_or(2048),
+    };
+    let norm = norm(fields, family.norm)?;
+    let attention = attention(fields, family, hidden_size, norm)?;
+    let shape = RopeShape {
+        head_dim: attention.head_dim,
+        is_interleaved: family.is_interleaved,
+        partial: family.partial_rotary,
+        theta: 10_000.0,
+        max_positions,
+    };
+    let intermediate_size = match (fields.size("intermediate_size")?, family.inner_factor) {
+        (None, Some(factor)) => factor * hidden_size,
+        (_, None | Some(_)) => fields.required_size("intermediate_size")?,
+    };
+    let mlp = MlpLayer {
+        intermediate_size,
+        is_gated: family.names.up.is_gated(),
+        activation: activation(fields)?,
+        has_bias: has_bias(fields, family.mlp_bias)?,
+    };
+    let layer = |window| LayerSpec {
+        attention: AttentionLayer { window, ..attention.clone() },
+        mlp,
+        is_parallel: family.is_parallel,
+    };
+    Ok(Config {
+        architecture: family.name.to_owned(),
+        names: family.names,
+        hidden_size,
+        vocab_size: fields.required_size("vocab_size")?,
+        max_position_embeddings: max_positions,
+        embedding_scale: 1.0,
+        learned_positions: None,
+        norm,
+        ropes: vec![Rope::read(fields, shape)?],
+        layers: windows(fields, family.window, num_layers)?.into_iter().map(layer).collect(),
+        head: HeadSpec {
+            is_tied: fields.flag("tie_word_embeddings", false)?,
+            has_unit_rows: false,
+            has_bias: false,
+            scale: 1.0,
+            cap: None,
+        },
+        bos_id: fields.token_ids("bos_token_id")?.first().copied(),
+        eos_ids: fields.token_ids("eos_token_id")?,
+        dtype: dtype(fields)?,
+        notes: Vec::new(),
+    })
+}
+
+fn norm(fields: &Fields, rule: NormRule) -> Result<NormSpec, ModelError> {
+    let (kind, has_weight, has_bias, offset) = match rule {
+        NormRule::Rms => (NormKind::Rms, true, false, 0.0),
+        NormRule::RmsFromOne => (NormKind::Rms, true, false, 1.0),
+        NormRule::Layer => (NormKind::Layer, true, true, 0.0),
+        NormRule::LayerFromOne => (NormKind::Layer, true, true, 1.0),
+        NormRule::LayerWithoutBias => (NormKind::Layer, true, false, 0.0),
+        NormRule::LayerWithoutWeight => (NormKind::Layer, false, false, 0.0),
+    };
+    let (name, usual) = match kind {
+        NormKind::Rms => ("rms_norm_eps", 1e-6),
+        NormKind::Layer => ("layer_norm_eps", 1e-5),
+    };
+    let eps = fields.positive(name)?.unwrap_or(usual) as f32;
+    Ok(NormSpec { kind, eps, has_weight, has_bias, offset })
+}
+
+fn attention(
+    fields: &Fields,
+    family: &Family,
+    hidden_size: usize,
+    norm: NormSpec,
+) -> Result<AttentionLayer, ModelError> {
+    let num_heads = fields.required_size("num_attention_heads")?;
+    let num_kv_heads = fields.size("num_key_value_heads")?.unwrap_or(num_heads);
+    if !num_heads.is_multiple_of(num_kv_heads) {
+        let expected = format!("a divisor of `num_attention_heads` ({num_heads})");
+        return Err(fields.wrong("num_key_value_heads", &expected, &Value::from(num_kv_heads)));
+    }
+    let head_dim = head_dim(fields, hidden_size, num_heads)?;
+    Ok(AttentionLayer {
+        num_heads,
+        num_kv_heads,
+        head_dim,
+        scale: (head_dim as f32).powf(-0.5),
+        rope: Some(0),
+        has_alibi: false,
+        window: None,
+        score_cap: None,
+        head_norm: family.head_norm.map(|span| HeadNormSpec { span, kind: norm.kind, eps: norm.eps }),
+        qkv_bias: has_bias(fields, family.attention_bias.qkv)?,
+        out_bias: has_bias(fields, family.attention_bias.out)?,
+    })
+}
+
+/// `head_dim` as given, or `hidden_size` divided by the number of heads.
+fn head_dim(fields: &Fields, hidden_size: usize, num_heads: usize) -> Result<usize, ModelError> {
+    let head_dim = match fields.size("head_dim")? {
+        Some(head_dim) => head_dim,
+        None if hidden_size.is_multiple_of(num_heads) => hidden_size / num_heads,
+        None => {
+            let expected = format!("a divisor of the hidden size ({hidden_size}) where `head_dim` is absent");
+            return Err(fields.wrong("num_attention_heads", &expected, &Value::from(num_heads)));
+        }
+    };
+    if !head_dim.is_multiple_of(8) {
+        return Err(fields.wrong("head_dim", "a multiple of 8", &Value::from(head_dim)));
+    }
+    Ok(head_dim)
+}
+
+fn has_bias(fields: &Fields, rule: BiasRule) -> Result<bool, ModelError> {
+    match rule {
+        BiasRule::Always => Ok(true),
+        BiasRule::Never => Ok(false),
+        BiasRule::Field { name, default } => fields.flag(name, default),
+    }
+}
+
+fn activation(fields: &Fields) -> Result<Activation, ModelError> {
+    match fields.text("hidden_act")?.unwrap_or("silu") {
+        "silu" | "swish" => Ok(Activation::Silu),
+        "gelu_pytorch_tanh" | "gelu_new" | "gelu_fast" => Ok(Activation::GeluTanh),
+        "gelu" => Ok(Activation::Gelu),
+        "relu" => Ok(Activation::Relu),
+        "relu2" => Ok(Activation::ReluSquared),
+        other => {
+            let expected = "`silu`, `gelu`, `gelu_new`, `gelu_pytorch_tanh`, `relu` or `relu2`";
+            Err(fields.wrong("hidden_act", expected, &Value::from(other)))
+        }
+    }
+}
+
+fn dtype(fields: &Fields) -> Result<DType, ModelError> {
+    let name = if fields.get("dtype").is_some() { "dtype" } else { "torch_dtype" };
+    match fields.text(name)? {
+        None | Some("bfloat16") => Ok(DType::Bf16),
+        Some("float16") => Ok(DType::F16),
+        Some("float32") => Ok(DType::F32),
+        Some(other) => Err(fields.wrong(name, "`bfloat16`, `float16` or `float32`", &Value::from(other))),
+    }
+}

@@ -1,0 +1,357 @@
+//! One row for each architecture.
+
+use ops::HeadNormSpan;
+
+use super::{AttentionBias, BiasRule, Family, NormRule, WindowRule, adjust, weights};
+
+const NEVER: AttentionBias = AttentionBias { qkv: BiasRule::Never, out: BiasRule::Never };
+const ALWAYS: AttentionBias = AttentionBias { qkv: BiasRule::Always, out: BiasRule::Always };
+const QKV_ALWAYS: AttentionBias = AttentionBias { qkv: BiasRule::Always, out: BiasRule::Never };
+
+/// q, k, v and the output projection have biases if the flag is set.
+const fn both(name: &'static str, default: bool) -> AttentionBias {
+    let rule = BiasRule::Field { name, default };
+    AttentionBias { qkv: rule, out: rule }
+}
+
+/// q, k and v have biases if the flag is set.
+const fn qkv(name: &'static str, default: bool) -> AttentionBias {
+    AttentionBias { qkv: BiasRule::Field { name, default }, out: BiasRule::Never }
+}
+
+const LLAMA: Family = Family {
+    name: "LlamaForCausalLM",
+    model_type: "llama",
+    names: &weights::LLAMA,
+    aliases: &[],
+    defaults: "{}",
+    is_nested: false,
+    norm: NormRule::Rms,
+    attention_bias: both("attention_bias", false),
+    mlp_bias: BiasRule::Field { name: "mlp_bias", default: false },
+    inner_factor: None,
+    window: WindowRule::Never,
+    head_norm: None,
+    partial_rotary: None,
+    is_interleaved: false,
+    is_parallel: false,
+    adjust: adjust::nothing,
+};
+
+/// A Llama whose feed-forward never has biases.
+const WITHOUT_MLP_BIAS: Family = Family { mlp_bias: BiasRule::Never, ..LLAMA };
+
+const MISTRAL: Family = Family {
+    name: "MistralForCausalLM",
+    model_type: "mistral",
+    attention_bias: NEVER,
+    window: WindowRule::AllLayers,
+    defaults: r#"{"sliding_window": 4096, "max_position_embeddings": 131072}"#,
+    ..WITHOUT_MLP_BIAS
+};
+
+const GEMMA: Family = Family {
+    name: "GemmaForCausalLM",
+    model_type: "gemma",
+    norm: NormRule::RmsFromOne,
+    defaults: r#"{"head_dim": 256, "hidden_act": "gelu_pytorch_tanh", "tie_word_embeddings": true,
+                  "max_position_embeddings": 8192}"#,
+    adjust: adjust::gemma,
+    ..WITHOUT_MLP_BIAS
+};
+
+const GEMMA3: Family = Family {
+    name: "Gemma3ForCausalLM",
+    model_type: "gemma3_text",
+    names: &weights::GEMMA2,
+    aliases: &[("hidden_act", "hidden_activation")],
+    window: WindowRule::Pattern(6),
+    head_norm: Some(HeadNormSpan::Head),
+    defaults: r#"{"vocab_size": 262208, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256,
+                  "hidden_act": "gelu_pytorch_tanh", "tie_word_embeddings": true, "sliding_window": 4096,
+                  "max_position_embeddings": 131072, "query_pre_attn_scalar": 256}"#,
+    adjust: adjust::gemma3,
+    ..GEMMA
+};
+
+const OLMO2: Family = Family {
+    name: "Olmo2ForCausalLM",
+    model_type: "olmo2",
+    names: &weights::NORMS_BEHIND,
+    defaults: r#"{"rms_norm_eps": 1e-5}"#,
+    head_norm: Some(HeadNormSpan::AllHeads),
+    ..WITHOUT_MLP_BIAS
+};
+
+const COHERE: Family = Family {
+    name: "CohereForCausalLM",
+    model_type: "cohere",
+    names: &weights::ONE_NORM,
+    norm: NormRule::LayerWithoutBias,
+    is_interleaved: true,
+    is_parallel: true,
+    defaults: r#"{"logit_scale": 0.0625, "tie_word_embeddings": true, "max_position_embeddings": 8192,
+                  "rope_theta": 500000.0}"#,
+    adjust: adjust::cohere,
+    ..WITHOUT_MLP_BIAS
+};
+
+const GLM: Family = Family {
+    name: "GlmForCausalLM",
+    model_type: "glm",
+    names: &weights::GLM,
+    attention_bias: qkv("attention_bias", true),
+    is_interleaved: true,
+    partial_rotary: Some(0.5),
+    defaults: r#"{"num_key_value_heads": 2, "head_dim": 128, "max_position_embeddings": 131072,
+                  "rms_norm_eps": 1.5625e-07}"#,
+    ..WITHOUT_MLP_BIAS
+};
+
+const BAICHUAN: Family = Family {
+    name: "BaichuanForCausalLM",
+    model_type: "baichuan",
+    attention_bias: NEVER,
+    names: &weights::BAICHUAN,
+    adjust: adjust::baichuan,
+    ..LLAMA
+};
+
+pub(super) const FAMILIES: &[Family] = &[
+    LLAMA,
+    MISTRAL,
+    Family { name: "Mistral3ForConditionalGeneration", model_type: "mistral3", is_nested: true, ..MISTRAL },
+    Family { name: "MinistralForCausalLM", model_type: "ministral", window: WindowRule::Listed, ..MISTRAL },
+    Family {
+        name: "Qwen2ForCausalLM",
+        model_type: "qwen2",
+        attention_bias: QKV_ALWAYS,
+        window: WindowRule::IfEnabled,
+        defaults: r#"{"max_position_embeddings": 32768}"#,
+        ..WITHOUT_MLP_BIAS
+    },
+    Family {
+        name: "Qwen3ForCausalLM",
+        model_type: "qwen3",
+        window: WindowRule::IfEnabled,
+        head_norm: Some(HeadNormSpan::Head),
+        defaults: r#"{"head_dim": 128, "max_position_embeddings": 32768}"#,
+        ..WITHOUT_MLP_BIAS
+    },
+    GEMMA,
+    Family {
+        name: "Gemma2ForCausalLM",
+        model_type: "gemma2",
+        window: WindowRule::Pattern(2),
+        head_norm: None,
+        defaults: r#"{"num_key_value_heads": 4, "head_dim": 256, "hidden_act": "gelu_pytorch_tanh",
+                      "tie_word_embeddings": true, "sliding_window": 4096, "max_position_embeddings": 8192,
+                      "query_pre_attn_scalar": 256, "final_logit_softcapping": 30.0,
+                      "attn_logit_softcapping": 50.0}"#,
+        adjust: adjust::gemma2,
+        ..GEMMA3
+    },
+    GEMMA3,
+    Family { name: "Gemma3ForConditionalGeneration", model_type: "gemma3", is_nested: true, ..GEMMA3 },
+    Family {
+        name: "Phi3ForCausalLM",
+        model_type: "phi3",
+        names: &weights::PHI3,
+        attention_bias: NEVER,
+        window: WindowRule::AllLayers,
+        partial_rotary: Some(1.0),
+        defaults: r#"{"rms_norm_eps": 1e-5, "max_position_embeddings": 4096}"#,
+        adjust: adjust::phi3,
+        ..WITHOUT_MLP_BIAS
+    },
+    Family {
+        name: "PhiForCausalLM",
+        model_type: "phi",
+        names: &weights::PHI,
+        norm: NormRule::Layer,
+        attention_bias: ALWAYS,
+        mlp_bias: BiasRule::Always,
+        partial_rotary: Some(0.5),
+        is_parallel: true,
+        defaults: r#"{"hidden_act": "gelu_new"}"#,
+        adjust: adjust::phi,
+        ..LLAMA
+    },
+    Family { name: "GraniteForCausalLM", model_type: "granite", adjust: adjust::granite, ..LLAMA },
+    Family { name: "OlmoForCausalLM", model_type: "olmo", norm: NormRule::LayerWithoutWeight, ..WITHOUT_MLP_BIAS },
+    OLMO2,
+    Family {
+        name: "Olmo3ForCausalLM",
+        model_type: "olmo3",
+        window: WindowRule::Pattern(4),
+        defaults: r#"{"rms_norm_eps": 1e-5, "sliding_window": 4096}"#,
+        adjust: adjust::olmo3,
+        ..OLMO2
+    },
+    COHERE,
+    Family {
+        name: "Cohere2ForCausalLM",
+        model_type: "cohere2",
+        window: WindowRule::Pattern(4),
+        defaults: r#"{"logit_scale": 0.0625, "tie_word_embeddings": true, "max_position_embeddings": 8192,
+                      "sliding_window": 4096}"#,
+        adjust: adjust::cohere2,
+        ..COHERE
+    },
+    Family {
+        name: "SmolLM3ForCausalLM",
+        model_type: "smollm3",
+        window: WindowRule::IfEnabled,
+        defaults: r#"{"num_key_value_heads": 4, "rope_theta": 2000000.0, "tie_word_embeddings": true,
+                      "max_position_embeddings": 32768}"#,
+        adjust: adjust::smollm3,
+        ..LLAMA
+    },
+    GLM,
+    Family { name: "Glm4ForCausalLM", model_type: "glm4", names: &weights::GLM4, ..GLM },
+    Family {
+        name: "StableLmForCausalLM",
+        model_type: "stablelm",
+        norm: NormRule::Layer,
+        attention_bias: qkv("use_qkv_bias", false),
+        partial_rotary: Some(0.25),
+        defaults: r#"{"max_position_embeddings": 4096}"#,
+        adjust: adjust::stablelm,
+        ..WITHOUT_MLP_BIAS
+    },
+    Family {
+        name: "GPTNeoXForCausalLM",
+        model_type: "gpt_neox",
+        names: &weights::GPT_NEOX,
+        aliases: &[("partial_rotary_factor", "rotary_pct"), ("rope_theta", "rotary_emb_base")],
+        norm: NormRule::Layer,
+        attention_bias: both("attention_bias", true),
+        mlp_bias: BiasRule::Always,
+        partial_rotary: Some(0.25),
+        defaults: r#"{"hidden_act": "gelu"}"#,
+        adjust: adjust::gpt_neox,
+        ..LLAMA
+    },
+    Family {
+        name: "FalconForCausalLM",
+        model_type: "falcon",
+        names: &weights::FALCON,
+        aliases: &[
+            ("num_attention_heads", "n_head"),
+            ("num_hidden_layers", "n_layer"),
+            ("num_key_value_heads", "num_kv_heads"),
+            ("intermediate_size", "ffn_hidden_size"),
+            ("hidden_act", "activation"),
+            ("layer_norm_eps", "layer_norm_epsilon"),
+        ],
+        norm: NormRule::Layer,
+        attention_bias: both("bias", false),
+        mlp_bias: BiasRule::Field { name: "bias", default: false },
+        inner_factor: Some(4),
+        is_parallel: true,
+        defaults: r#"{"hidden_act": "gelu", "tie_word_embeddings": true}"#,
+        adjust: adjust::falcon,
+        ..LLAMA
+    },
+    Family {
+        name: "Starcoder2ForCausalLM",
+        model_type: "starcoder2",
+        names: &weights::STARCODER2,
+        aliases: &[("layer_norm_eps", "norm_epsilon")],
+        norm: NormRule::Layer,
+        attention_bias: both("use_bias", true),
+        mlp_bias: BiasRule::Field { name: "use_bias", default: true },
+        window: WindowRule::AllLayers,
+        defaults: r#"{"num_key_value_heads": 2, "hidden_act": "gelu_pytorch_tanh", "tie_word_embeddings": true,
+                      "max_position_embeddings": 4096}"#,
+        ..LLAMA
+    },
+    Family {
+        name: "NemotronForCausalLM",
+        model_type: "nemotron",
+        names: &weights::PLAIN,
+        aliases: &[("layer_norm_eps", "norm_eps")],
+        norm: NormRule::LayerFromOne,
+        partial_rotary: Some(0.5),
+        defaults: r#"{"hidden_act": "relu2", "max_position_embeddings": 4096}"#,
+        ..LLAMA
+    },
+    Family {
+        name: "Exaone4ForCausalLM",
+        model_type: "exaone4",
+        names: &weights::NORMS_BEHIND,
+        attention_bias: NEVER,
+        window: WindowRule::Pattern(4),
+        head_norm: Some(HeadNormSpan::Head),
+        defaults: r#"{"rms_norm_eps": 1e-5, "sliding_window": 4096}"#,
+        adjust: adjust::exaone4,
+        ..WITHOUT_MLP_BIAS
+    },
+    Family {
+        name: "ArceeForCausalLM",
+        model_type: "arcee",
+        names: &weights::PLAIN,
+        defaults: r#"{"hidden_act": "relu2", "rms_norm_eps": 1e-5, "max_position_embeddings": 4096}"#,
+        ..LLAMA
+    },
+    Family {
+        name: "SeedOssForCausalLM",
+        model_type: "seed_oss",
+        attention_bias: AttentionBias {
+            qkv: BiasRule::Field { name: "attention_bias", default: true },
+            out: BiasRule::Field { name: "attention_out_bias", default: false },
+        },
+        defaults: r#"{"num_key_value_heads": 8, "head_dim": 128, "max_position_embeddings": 524288}"#,
+        ..LLAMA
+    },
+    Family {
+        name: "HeliumForCausalLM",
+        model_type: "helium",
+        is_interleaved: true,
+        attention_bias: qkv("attention_bias", false),
+        defaults: r#"{"num_key_value_heads": 20, "head_dim": 128, "rms_norm_eps": 1e-8, "rope_theta": 100000.0,
+                      "max_position_embeddings": 4096}"#,
+        ..LLAMA
+    },
+    Family {
+        name: "Ernie4_5ForCausalLM",
+        model_type: "ernie4_5",
+        is_interleaved: true,
+        attention_bias: both("use_bias", false),
+        mlp_bias: BiasRule::Field { name: "use_bias", default: false },
+        defaults: r#"{"num_key_value_heads": 2, "head_dim": 128, "rms_norm_eps": 1e-5, "rope_theta": 500000.0,
+                      "tie_word_embeddings": true, "max_position_embeddings": 131072}"#,
+        ..LLAMA
+    },
+    Family { name: "InternLMForCausalLM", model_type: "internlm", attention_bias: both("bias", true), ..LLAMA },
+    Family {
+        name: "InternLM2ForCausalLM",
+        model_type: "internlm2",
+        attention_bias: both("bias", true),
+        names: &weights::INTERNLM2,
+        ..LLAMA
+    },
+    BAICHUAN,
+    Family { name: "BaiChuanForCausalLM", ..BAICHUAN }, // The first model of the family uses this spelling.
+    Family {
+        name: "GPT2LMHeadModel",
+        model_type: "gpt2",
+        names: &weights::GPT2,
+        aliases: &[
+            ("hidden_size", "n_embd"),
+            ("num_attention_heads", "n_head"),
+            ("num_hidden_layers", "n_layer"),
+            ("max_position_embeddings", "n_positions"),
+            ("intermediate_size", "n_inner"),
+            ("hidden_act", "activation_function"),
+            ("layer_norm_eps", "layer_norm_epsilon"),
+        ],
+        norm: NormRule::Layer,
+        attention_bias: ALWAYS,
+        mlp_bias: BiasRule::Always,
+        inner_factor: Some(4),
+        defaults: r#"{"max_position_embeddings": 1024, "hidden_act": "gelu_new", "tie_word_embeddings": true}"#,
+        adjust: adjust::gpt2,
+        ..LLAMA
+    },
+];
