@@ -3,7 +3,9 @@
 
     make_checkpoint.py SHAPE OUT_DIR [--layers N]
     SHAPE: small, mha (Llama 2 7B's layer), gqa (Llama 3 8B's layer), mistral (a window), qwen2, qwen3 (norms of heads), gpt2,
-           baichuan (ALiBi), internlm (biases), internlm2 (q, k and v of a group together)
+           baichuan (ALiBi), internlm (biases), internlm2 (q, k and v of a group together), and the layers of other families:
+           gemma2, gemma3, phi4, phi4mini, granite, olmo2, cohere2, smollm3, glm4, stablelm, gpt_neox, falcon, starcoder2, nemotron,
+           exaone4
 
 Needs torch and transformers.
 """
@@ -16,6 +18,7 @@ if {"-h", "--help"} & set(sys.argv[1:]):  # Before imports that may be missing.
     sys.exit(print(__doc__))
 
 import torch
+import transformers
 from safetensors.torch import load_file, save_file
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
 from transformers import MistralConfig, MistralForCausalLM, Qwen3Config, Qwen3ForCausalLM
@@ -35,10 +38,44 @@ SHAPES = {  # hidden, inner, heads, KV heads, vocabulary, rope theta
     "internlm": (1024, 2752, 8, 8, 103168, 1e4),
     "internlm2": (1024, 3584, 8, 2, 92544, 1e6),
 }
+MIXED = ["sliding_attention", "full_attention"] * 2
+ROPE = {"rope_type": "default", "rope_theta": 10000.0}
+FAMILIES = {  # class, hidden, inner, heads, KV heads, and own fields; four layers
+    "gemma2": ("Gemma2", 3584, 14336, 16, 8, dict(head_dim=256, layer_types=MIXED, sliding_window=64, query_pre_attn_scalar=256,
+                                                  attn_logit_softcapping=2.0, final_logit_softcapping=3.0, tie_word_embeddings=True)),
+    "gemma3": ("Gemma3", 3840, 15360, 16, 8, dict(head_dim=256, layer_types=MIXED, sliding_window=64, query_pre_attn_scalar=256,
+                                                  tie_word_embeddings=True)),
+    "phi4": ("Phi3", 5120, 17920, 40, 10, dict(pad_token_id=0)),
+    "phi4mini": ("Phi3", 3072, 8192, 24, 8, dict(pad_token_id=0, rope_parameters=ROPE | {"partial_rotary_factor": 0.75})),
+    "granite": ("Granite", 4096, 12800, 32, 8, dict(embedding_multiplier=12.0, residual_multiplier=0.22, logits_scaling=0.5,
+                                                    attention_multiplier=0.0078125, tie_word_embeddings=True)),
+    "olmo2": ("Olmo2", 4096, 11008, 32, 32, dict(pad_token_id=0, eos_token_id=2)),
+    "cohere2": ("Cohere2", 4096, 14336, 32, 8, dict(layer_types=MIXED, sliding_window=64, logit_scale=0.25, eos_token_id=2)),
+    "smollm3": ("SmolLM3", 2048, 11008, 16, 4, dict(pad_token_id=0, eos_token_id=2)),
+    "glm4": ("Glm4", 4096, 13696, 32, 2, dict(head_dim=128, attention_bias=True, pad_token_id=0, eos_token_id=2)),
+    "stablelm": ("StableLm", 2048, 5632, 32, 32, dict(use_qkv_bias=True)),
+    "gpt_neox": ("GPTNeoX", 4096, 16384, 32, None, dict()),
+    "falcon": ("Falcon", 4544, None, 71, None, dict()),
+    "starcoder2": ("Starcoder2", 3072, 12288, 24, 2, dict(sliding_window=64, eos_token_id=2, bos_token_id=1)),
+    "nemotron": ("Nemotron", 3072, 9216, 24, 8, dict(head_dim=128, bos_token_id=1, eos_token_id=2)),
+    "exaone4": ("Exaone4", 2048, 4096, 32, 8, dict(head_dim=64, layer_types=MIXED, sliding_window=64)),
+}
 OWN_FIELDS = {"qwen3": {"head_dim": 128}, "mistral": {"sliding_window": 128}, "internlm": {"attention_bias": True}}
 
 
+def family(shape):
+    """A model of one of FAMILIES."""
+    name, hidden, inner, heads, kv_heads, own = FAMILIES[shape]
+    text = "Text" if name == "Gemma3" else ""
+    sizes = dict(hidden_size=hidden, intermediate_size=inner, num_attention_heads=heads, num_key_value_heads=kv_heads)
+    fields = {key: value for key, value in sizes.items() if value is not None} | own
+    config = getattr(transformers, f"{name}{text}Config")(vocab_size=32000, num_hidden_layers=4, max_position_embeddings=4096, **fields)
+    return getattr(transformers, f"{name}ForCausalLM")(config)
+
+
 def config_and_model(shape, layers):
+    if shape in FAMILIES:
+        return family(shape)
     hidden, inner, heads, kv_heads, vocab, theta = SHAPES[shape]
     if shape == "gpt2":
         return GPT2LMHeadModel(GPT2Config(n_embd=hidden, n_inner=inner, n_head=heads, n_layer=layers, vocab_size=vocab))
@@ -89,7 +126,7 @@ def publish_as_internlm(folder, shape, config):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("shape", choices=SHAPES)
+    parser.add_argument("shape", choices=[*SHAPES, *FAMILIES])
     parser.add_argument("out", type=pathlib.Path)
     parser.add_argument("--layers", type=int, default=4)
     arguments = parser.parse_args()

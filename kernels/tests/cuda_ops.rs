@@ -67,8 +67,8 @@ fn embedding_takes_given_and_sampled_tokens_and_zeros_for_other_workers() {
         let source = TokenSource { token_ids: di.span(), token_rows: dr.span(), last_tokens: dl.span() };
         for scale in [1.0, 61.96] {
             let out = poisoned::<bf16>(&gpu, &q, tokens * cols);
-            let table = Table { values: dt.span(), first_token: first as u32, cols, scale };
-            embed(&q, out.span(), table, source, tokens).unwrap();
+            let part = Table { values: dt.span(), first_token: first as u32, cols, scale };
+            embed(&q, out.span(), part, source, tokens).unwrap();
             q.wait().unwrap();
             let found: Vec<bf16> = out.span().read(tokens * cols).unwrap();
             for t in 0..tokens {
@@ -230,8 +230,8 @@ fn paged_attention_agrees_with_fp64() {
         let attend = |slopes: Option<Span>, cap: f32| {
             q.fill(out.span(), 0xff).unwrap();
             let scores = Scores { scale, window, cap, slopes };
-            let (out, qkv) = (out.span(), dq.span());
-            let attention = PagedAttention { out, qkv, cache, tables: token_tables, shape, scores };
+            let (qkv, tables) = (dq.span(), token_tables);
+            let attention = PagedAttention { out: out.span(), qkv, cache, tables, shape, scores };
             paged_attention(&q, &attention, tokens).unwrap();
             q.wait().unwrap();
             floats(&out.span().read(tokens * heads * dim).unwrap())
