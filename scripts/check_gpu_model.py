@@ -32,7 +32,9 @@ def load(checkpoint, dtype):
         return alibi_llama(checkpoint, config).to(dtype).to(DEVICE).eval()
     if config["model_type"].startswith("internlm"):
         checkpoint = pathlib.Path(checkpoint) / "reference"
-    return AutoModelForCausalLM.from_pretrained(checkpoint, dtype=dtype).to(DEVICE).eval()
+    # Some versions choose an implementation of attention that ignores caps of scores.
+    own = {"attn_implementation": "eager"} if config.get("attn_logit_softcapping") else {}
+    return AutoModelForCausalLM.from_pretrained(checkpoint, dtype=dtype, **own).to(DEVICE).eval()
 
 
 def alibi_llama(checkpoint, fields):
