@@ -8,8 +8,8 @@ use models::EstimateMemory;
 use ops::{PipelineStage, Target, TensorParallel};
 use serving::{Backend, BackendFactory, InferError, InferRequest, InferResponse, LoadRequest, ResponseStream};
 
-use super::LlmDefaults;
 use super::config::LlmConfig;
+use super::config::LlmDefaults;
 
 /// In the place of [`super::LlmFactory`]: looks at all that loading would look at, weights' names and shapes among it, and
 /// starts no worker.

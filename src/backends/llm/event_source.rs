@@ -5,7 +5,7 @@ use std::task::{Context, Poll, ready};
 use generation::GenerateEvent;
 use serving::{InferError, OutputDelta, ProgressReporter, ResponseSource, StreamEvent, StreamItem};
 
-use super::generate::GenerateStream;
+use super::generate_stream::GenerateStream;
 use super::prompt_logprobs::PromptLogprobs;
 
 /// Passes on the events of a request, with log-probabilities of the prompt in place of its logits.

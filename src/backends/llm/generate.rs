@@ -1,117 +1,23 @@
 //! What happens to one request: its wait for a replica, then its sequences' events, and their cancellation when it is dropped.
 
-use std::collections::{HashMap, VecDeque};
-use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Mutex};
-use std::task::{Context, Poll, ready};
-use std::time::Instant;
+use std::collections::VecDeque;
+use std::sync::Arc;
 
-use engine::{BlockUsage, DraftUsage, FinishReason, RowId, SampledToken, SequenceId, TokenEvent};
-use futures::FutureExt as _;
-use futures::future::BoxFuture;
+use engine::{BlockUsage, FinishReason, RowId, SampledToken, SequenceId, TokenEvent};
 use generation::{Delta, GenerateEvent, Logits, LogitsPosition, SequenceText, Tokens};
-use serving::{CallCounter, ErrorKind, Generation, InferError, Name, Timestamp};
+use serving::{CallCounter, ErrorKind, InferError, Name, Timestamp};
 use smallvec::{SmallVec, smallvec};
 use supervision::LogitsPlace;
-use tokio::runtime::Handle;
 use tokio::sync::watch;
 
-use super::event_queue::{self, WeakSender};
+use super::event_queue;
 use super::inbox::Message;
 use super::logits::LogitsCharge;
+use super::pending::{ById, Pending, Stop, UNLOADED, Waited};
 use super::request_event::{OneToken, RequestEvent};
 use super::router::Admission;
 use super::text_stop::TextStop;
 use super::timing::Timing;
-
-/// The error of a request whose model is unloaded while it runs.
-const UNLOADED: &str = "the model was unloaded while the request ran";
-
-/// How to stop requests in flight, by the client's request id.
-pub(crate) type ById = Arc<Mutex<HashMap<Name, Arc<Stop>>>>;
-
-/// Stops a request when its client asks for it.
-pub(crate) struct Stop {
-    events: WeakSender,
-    is_sent: AtomicBool,
-}
-
-impl Stop {
-    pub(crate) fn new(events: WeakSender) -> Self {
-        Self { events, is_sent: AtomicBool::new(false) }
-    }
-
-    /// Sends the request its stop: once, however often a client asks.
-    pub(crate) fn send(&self) {
-        if !self.is_sent.swap(true, Ordering::Relaxed) {
-            self.events.send(RequestEvent::Stop);
-        }
-    }
-}
-
-/// A request on its way to a replica.
-pub(crate) struct Pending {
-    pub(crate) admission: Admission,
-    /// The message for the replica that takes the request, until it is sent.
-    pub(crate) submit: Option<Message>,
-    /// How long it may wait. When the flag is false, it goes on waiting then, behind others.
-    pub(crate) timeout: Option<(Instant, bool)>,
-}
-
-impl Pending {
-    /// Sends the request to the replica that has a place for it. False when the model is being unloaded.
-    pub(crate) fn submit_if_placed(&mut self) -> bool {
-        match (&self.admission, self.submit.take()) {
-            (Admission::Placed(place), Some(submit)) => place.replica().inbox.send(submit),
-            (_, submit) => {
-                self.submit = submit;
-                true
-            }
-        }
-    }
-
-    /// Sends a message to the replica that has the request.
-    fn send(&self, message: Message) {
-        if let Admission::Placed(place) = &self.admission {
-            place.replica().inbox.send(message);
-        }
-    }
-
-    /// Waits until a replica has a place for the request.
-    async fn wait(&mut self, events: &mut event_queue::Receiver) -> Waited {
-        loop {
-            let Self { admission, timeout, .. } = self;
-            let ticket = match admission {
-                Admission::Queued(ticket) => ticket,
-                Admission::Placed(_) => return Waited::Placed,
-            };
-            tokio::select! {
-                place = ticket.place() => {
-                    *admission = Admission::Placed(place);
-                    if !self.submit_if_placed() {
-                        return Waited::Failed(InferError::new(ErrorKind::Unavailable, UNLOADED));
-                    }
-                }
-                Some(RequestEvent::Stop) = events.receive() => return Waited::Stopped,
-                rejects = expired(*timeout) => match rejects {
-                    true => return Waited::Failed(InferError::unavailable("Request timeout expired")),
-                    false => {
-                        ticket.delay();
-                        *timeout = None;
-                    }
-                }
-            }
-        }
-    }
-}
-
-/// How the wait for a replica ended.
-enum Waited {
-    Placed,
-    /// The client stopped the request.
-    Stopped,
-    Failed(InferError),
-}
 
 /// The texts of a request's sequences.
 pub(crate) struct SequenceTexts {
@@ -161,26 +67,26 @@ pub(crate) struct Generating {
 
 impl Generating {
     /// Waits until a replica has the request.
-    async fn wait(mut self, mut events: event_queue::Receiver) -> (Self, event_queue::Receiver, Waited) {
+    pub(crate) async fn wait(mut self, mut events: event_queue::Receiver) -> (Self, event_queue::Receiver, Waited) {
         let waited = self.pending.wait(&mut events).await;
         (self, events, waited)
     }
 
     /// The replica that has the request counts it from now on.
-    fn placed(&mut self) {
+    pub(crate) fn placed(&mut self) {
         if let Admission::Placed(place) = &self.pending.admission {
             self.timing.taken_by(&place.replica().shared);
         }
     }
 
     /// Counts the end of a request that no replica had.
-    fn end_unplaced(&mut self, reason: Option<FinishReason>) {
+    pub(crate) fn end_unplaced(&mut self, reason: Option<FinishReason>) {
         self.ended.iter_mut().for_each(|ended| *ended = true);
         self.ended.iter().for_each(|_| self.timing.ended(reason));
     }
 
     /// What nearly all events are: one token of a sequence that goes on, which nothing holds back.
-    fn one_token(&mut self, token: &OneToken, is_drained: bool) -> Option<Delta> {
+    pub(crate) fn one_token(&mut self, token: &OneToken, is_drained: bool) -> Option<Delta> {
         if !self.text_stops.is_empty() || self.texts.is_some() || self.ended.len() > self.sequences.len() {
             return None;
         }
@@ -207,7 +113,7 @@ impl Generating {
     ///
     /// # Errors
     /// The error that ends the request.
-    fn take(&mut self, event: Option<RequestEvent>, is_drained: bool) -> Result<(), InferError> {
+    pub(crate) fn take(&mut self, event: Option<RequestEvent>, is_drained: bool) -> Result<(), InferError> {
         match event {
             Some(RequestEvent::Token(token)) => {
                 let (event, at) = token.open();
@@ -251,7 +157,7 @@ impl Generating {
         Ok(())
     }
 
-    fn has_ended(&self) -> bool {
+    pub(crate) fn has_ended(&self) -> bool {
         self.ended.iter().all(|&ended| ended)
     }
 
@@ -330,7 +236,7 @@ impl Generating {
     }
 
     /// Has the replica end what has not ended; sequences that are not known yet, once they are.
-    fn cancel(&mut self) {
+    pub(crate) fn cancel(&mut self) {
         self.is_cancelled = true;
         for (&sequence, _) in self.sequences.iter().zip(&self.ended).filter(|(_, ended)| !**ended) {
             self.pending.send(Message::Cancel(sequence));
@@ -353,132 +259,3 @@ impl Drop for Generating {
         self.in_flight.send_modify(|count| *count -= 1);
     }
 }
-
-/// The events of one request. When it is dropped before the end, its sequences are cancelled.
-pub(crate) struct GenerateStream {
-    running: Option<(Generating, event_queue::Receiver)>,
-    /// Until a replica has the request.
-    waiting: Option<BoxFuture<'static, (Generating, event_queue::Receiver, Waited)>>,
-    /// The last events, once the request has ended; then the error.
-    last: VecDeque<GenerateEvent>,
-    error: Option<InferError>,
-    /// Where the request's time went, once it has ended.
-    generation: Option<Generation>,
-    /// Where a request whose client has left is followed to its end.
-    runtime: Handle,
-}
-
-impl GenerateStream {
-    /// The stream of what comes by `events`.
-    pub(crate) fn new(mut request: Generating, events: event_queue::Receiver) -> Self {
-        let (mut running, mut waiting) = (None, None);
-        match request.pending.admission {
-            Admission::Placed(_) => {
-                request.placed();
-                running = Some((request, events));
-            }
-            Admission::Queued(_) => waiting = Some(request.wait(events).boxed()),
-        }
-        let (last, error, generation) = Default::default();
-        Self { running, waiting, last, error, generation, runtime: Handle::current() }
-    }
-
-    /// Where the request's time has gone so far; `None` while it waits for a replica.
-    pub(crate) fn generation(&self) -> Option<Generation> {
-        match &self.running {
-            Some((request, _)) => Some(request.timing.generation()),
-            None => self.generation,
-        }
-    }
-
-    /// The next event; `None` after the last.
-    pub(crate) fn poll_event(&mut self, context: &mut Context<'_>) -> Poll<Option<Result<GenerateEvent, InferError>>> {
-        if let Some(waiting) = &mut self.waiting {
-            let (request, events, waited) = ready!(waiting.poll_unpin(context));
-            self.waiting = None;
-            self.waited(request, events, waited);
-        }
-        while let Some((request, events)) = &mut self.running {
-            if let Some(event) = request.ready.pop_front() {
-                return Poll::Ready(Some(Ok(event)));
-            }
-            let received = ready!(events.poll_receive(context));
-            let is_drained = received.as_ref().is_some_and(|it| it.is_drained);
-            let event = received.map(|it| it.event);
-            if let Some(RequestEvent::Token(token)) = &event
-                && let Some(delta) = request.one_token(token, is_drained)
-            {
-                return Poll::Ready(Some(Ok(GenerateEvent::Delta(delta))));
-            }
-            let error = request.take(event, is_drained).err();
-            if error.is_some() || request.has_ended() {
-                self.last = std::mem::take(&mut request.ready);
-                (self.error, self.generation) = (error, Some(request.timing.generation()));
-                self.running = None;
-            }
-        }
-        Poll::Ready(match self.last.pop_front() {
-            Some(event) => Some(Ok(event)),
-            None => self.error.take().map(Err),
-        })
-    }
-
-    /// The wait for a replica is over.
-    fn waited(&mut self, mut request: Generating, events: event_queue::Receiver, waited: Waited) {
-        match waited {
-            Waited::Placed => {
-                request.placed();
-                self.running = Some((request, events));
-                return;
-            }
-            Waited::Stopped => {
-                request.end_unplaced(Some(FinishReason::Cancelled));
-                self.last = (0..request.ended.len()).map(cancelled).collect();
-            }
-            Waited::Failed(error) => {
-                request.end_unplaced(None);
-                self.error = Some(error);
-            }
-        }
-        self.generation = Some(request.timing.generation());
-    }
-}
-
-/// The end of a sequence that never ran.
-fn cancelled(index: usize) -> GenerateEvent {
-    let finished = Some(FinishReason::Cancelled);
-    let (tokens, at, blocks, drafts) = (Tokens::new(), Timestamp::now(), BlockUsage::default(), DraftUsage::default());
-    let (text, stop, cum_log_prob, is_drained) = (String::new(), None, None, false);
-    GenerateEvent::Delta(Delta { index, tokens, text, stop, at, finished, blocks, drafts, cum_log_prob, is_drained })
-}
-
-impl Drop for GenerateStream {
-    /// Follows a request whose client has left to its end, so that it is counted.
-    fn drop(&mut self) {
-        let Some((mut request, mut events)) = self.running.take() else { return };
-        request.cancel();
-        self.runtime.spawn(async move {
-            while !request.has_ended() {
-                let event = events.receive().await;
-                if request.take(event, false).is_err() {
-                    break;
-                }
-                request.ready.clear();
-            }
-        });
-    }
-}
-
-/// Resolves when the request has waited as long as it may: whether it is then refused.
-async fn expired(timeout: Option<(Instant, bool)>) -> bool {
-    match timeout {
-        Some((at, rejects)) => {
-            tokio::time::sleep_until(at.into()).await;
-            rejects
-        }
-        None => std::future::pending().await,
-    }
-}
-
-#[cfg(test)]
-mod tests;

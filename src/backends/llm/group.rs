@@ -1,17 +1,22 @@
 //! The workers of one model: started together, lost together.
 
+mod link;
+mod worker_spec;
+
 use std::collections::VecDeque;
 use std::sync::Arc;
 use std::time::Duration;
 
-use engine::{EngineConfig, StepPlan, plan};
-use ipc::{Backlog, Doorbell, Prefix, Received, RecvError, RingReceiver, RingSender};
+use engine::{StepPlan, plan};
+use ipc::{Doorbell, Prefix, Received, RecvError};
 use supervision::{
     Agents, DeviceChoice, FromAgent, FromWorker, Nodes, RelayedWorker, ShmName, ToAgent, ToWorker, WorkerId, WorkerSpec,
 };
 
 use super::config::LlmConfig;
 use super::figures::WorkerFigures;
+use link::Link;
+use worker_spec::spec;
 
 /// How long a plan may wait for a worker to take plans before it; longer means that the worker hangs.
 const SEND_TIMEOUT: Duration = Duration::from_secs(10);
@@ -60,14 +65,6 @@ pub(crate) struct Group {
     workers: Vec<WorkerFigures>,
     devices: Vec<String>,
     bytes: Vec<u8>,
-}
-
-/// The way to a worker.
-enum Link {
-    /// On rank 0's node: its rings.
-    Rings { plans: RingSender, outputs: RingReceiver },
-    /// On another: its rings there, and what came of its messages.
-    Relayed { rings: RelayedWorker, received: VecDeque<Vec<u8>> },
 }
 
 impl Group {
@@ -370,23 +367,6 @@ impl Drop for Group {
     }
 }
 
-impl Link {
-    /// Plans that wait in the worker's ring, where it lies on this node.
-    fn backlog(&self) -> Option<Backlog> {
-        match self {
-            Link::Rings { plans, .. } => Some(plans.backlog()),
-            Link::Relayed { .. } => None,
-        }
-    }
-
-    fn open(plan_ring: &ShmName, output_ring: &ShmName) -> Result<Self, ipc::IpcError> {
-        Ok(Self::Rings {
-            plans: RingSender::open(&plan_ring.prefix.parse()?, &plan_ring.name)?,
-            outputs: RingReceiver::open(&output_ring.prefix.parse()?, &output_ring.name)?,
-        })
-    }
-}
-
 /// The first of these ranks on each node other than rank 0's.
 fn leaders(nodes: &Nodes, first_rank: u32, num_workers: u32) -> Vec<u32> {
     let mut leaders: Vec<u32> = Vec::new();
@@ -397,53 +377,4 @@ fn leaders(nodes: &Nodes, first_rank: u32, num_workers: u32) -> Vec<u32> {
         }
     }
     leaders
-}
-
-fn spec(config: &LlmConfig, next_step: u64) -> WorkerSpec {
-    WorkerSpec {
-        model: config.name.clone(),
-        checkpoint: config.checkpoint.clone(),
-        device: config.device,
-        rank: 0,
-        num_local_workers: 1,
-        tp_rank: 0,
-        tp_size: config.tp_size,
-        stage: 0,
-        num_stages: config.pp_size,
-        nodes: Vec::new(),
-        node_names: Vec::new(),
-        checkpoint_fingerprint: config.checkpoint_fingerprint.clone(),
-        network: config.network.clone(),
-        group_region: ShmName::default(),
-        plan_ring: ShmName::default(),
-        output_ring: ShmName::default(),
-        ring_bytes: ring_bytes(&config.engine),
-        max_step_tokens: config.engine.max_step_tokens,
-        max_rows: config.engine.max_rows,
-        max_drafts: config.engine.max_drafts,
-        max_sequence_len: config.engine.max_sequence_len,
-        block_size: config.engine.block_size,
-        kv_memory: config.kv_memory,
-        weight_precision: config.weight_precision,
-        next_step,
-        collective_timeout: config.step_timeout,
-        library_dirs: config.library_dirs.clone(),
-        cache_dir: config.cache_dir.clone(),
-    }
-}
-
-/// Candidates that a row of a beam search returns at most, and the bytes of one.
-const MAX_CANDIDATES_BYTES: usize = 256 * 16;
-
-/// A piece of logits and the numbers before them.
-const LOGITS_PIECE_BYTES: usize = supervision::MAX_LOGITS_PIECE * size_of::<f32>() + 64;
-
-/// The numbers beside the words of a mask.
-const MASK_HEAD_BYTES: usize = 32;
-
-/// Twice the largest plan or output, so that one can be written while another is read.
-fn ring_bytes(config: &EngineConfig) -> usize {
-    let num_masks = config.max_rows * (1 + config.max_drafts);
-    let masks_bytes = supervision::MAX_MASK_WORDS * size_of::<u32>() + num_masks * MASK_HEAD_BYTES;
-    2 * config.max_plan_bytes().max(config.max_rows * MAX_CANDIDATES_BYTES).max(LOGITS_PIECE_BYTES).max(masks_bytes)
 }

@@ -1,19 +1,22 @@
 //! A request's tensors, by the names TensorRT-LLM gives them, as an engine request.
 
+mod guide;
+mod sampling;
+mod values;
+mod words;
+
 use std::sync::atomic::Ordering;
 
-use engine::{BeamParams, Refused, Request, SamplingParams, TokenId};
-use generation::{ConstraintSpec, GenerateRequest, Guide};
-use serving::{DataType, InferError, InferRequest, Limit, Parameter, Tensor};
+use engine::{BeamParams, Refused, Request, TokenId};
+use generation::GenerateRequest;
+use serving::{InferError, InferRequest, Parameter};
 
 use super::config::LlmConfig;
 use super::refusal::error_of;
-
-/// Ways in which a tokenizer spells one word, each of them a word here.
-const SPELLINGS: u64 = 3;
-
-/// Temperatures below this are greedy: their inverse is beyond what logits can be scaled by.
-const LEAST_TEMPERATURE: f32 = 1e-6;
+use guide::guide;
+use sampling::sampling;
+use values::{float, integers, scalar, token};
+use words::words;
 
 /// A request that came as tensors.
 #[derive(Debug, Clone)]
@@ -216,265 +219,13 @@ fn prompt_token(config: &LlmConfig, id: i64) -> Result<TokenId, InferError> {
     Ok(TokenId((beyond % config.vocab_size as u64) as u32))
 }
 
-fn sampling(config: &LlmConfig, request: &InferRequest, log_probs: bool) -> Result<SamplingParams, InferError> {
-    let defaults = SamplingParams::default();
-    let top_k = at_least_zero("runtime_top_k", scalar::<i64>(request, &["runtime_top_k", "top_k"])?)?.unwrap_or(0);
-    let top_p = float(request, &["runtime_top_p", "top_p"], 0.0..=1.0)?.unwrap_or(0.0);
-    let temperature = float(request, &["temperature"], 0.0..=f32::MAX)?;
-    if temperature.is_some_and(|it| it != 1.0 && it >= LEAST_TEMPERATURE) && top_k == 0 && top_p == 0.0 {
-        warn_of_greedy(config);
-    }
-    Ok(SamplingParams {
-        temperature: effective_temperature(temperature, top_k, top_p),
-        top_k,
-        top_p: if top_p > 0.0 { top_p } else { defaults.top_p },
-        top_p_decay: float(request, &["runtime_top_p_decay"], f32::MIN_POSITIVE..=1.0)?.unwrap_or(defaults.top_p_decay),
-        top_p_min: float(request, &["runtime_top_p_min"], f32::MIN_POSITIVE..=1.0)?.unwrap_or(defaults.top_p_min),
-        top_p_reset: top_p_reset(config, request)?,
-        min_p: float(request, &["runtime_min_p", "min_p"], 0.0..=0.999_999)?.unwrap_or(defaults.min_p),
-        repetition_penalty: float(request, &["repetition_penalty"], f32::MIN_POSITIVE..=f32::MAX)?
-            .unwrap_or(defaults.repetition_penalty),
-        presence_penalty: float(request, &["presence_penalty"], f32::MIN..=f32::MAX)?.unwrap_or(0.0),
-        frequency_penalty: float(request, &["frequency_penalty"], f32::MIN..=f32::MAX)?.unwrap_or(0.0),
-        seed: scalar::<u64>(request, &["seed", "random_seed"])?.unwrap_or(0),
-        min_tokens: at_least_zero("min_tokens", scalar::<i64>(request, &["min_tokens", "min_length"])?)?.unwrap_or(0),
-        end_ids: end_ids(config, request)?,
-        logit_bias: logit_bias(config, request)?,
-        bad_words: words(config, request, "bad_words_list")?,
-        num_logprobs: log_probs.then_some(0),
-        ..defaults
-    })
-}
-
-/// TensorRT-LLM's rule (`regularizeTopKTopP` in its `samplingTopKKernels.h`): what is not sent is 0, and a top-k of 0 with a
-/// top-p of 0 is greedy, whatever the temperature; a top-p of 1 draws from all tokens. 0 is greedy here.
-fn effective_temperature(temperature: Option<f32>, top_k: u32, top_p: f32) -> f32 {
-    let is_greedy = top_k == 1 || (top_k == 0 && top_p == 0.0);
-    let temperature = temperature.unwrap_or(1.0);
-    if is_greedy || temperature < LEAST_TEMPERATURE { 0.0 } else { temperature }
-}
-
-/// Logs a warning, once per model, that a temperature had no effect.
-fn warn_of_greedy(config: &LlmConfig) {
-    if !config.has_warned_of_greedy.swap(true, Ordering::Relaxed) {
-        tracing::warn!(
-            model = %config.name,
-            "a request has a `temperature`, but neither `runtime_top_k` nor `runtime_top_p`, and so is greedy as with \
-             TensorRT-LLM, which is said once; send a top-p of 1 to draw from all tokens"
-        );
-    }
-}
-
-/// A negative id means none.
-fn top_p_reset(config: &LlmConfig, request: &InferRequest) -> Result<Option<TokenId>, InferError> {
-    let id = scalar::<i64>(request, &["runtime_top_p_reset_ids"])?.filter(|&id| id >= 0);
-    id.map(|id| token(config, "runtime_top_p_reset_ids", id)).transpose()
-}
-
-/// `end_id` of the request, else the checkpoint's. One that no token has means none: benchmarks of other servers send 1048576
-/// for answers of a fixed length.
-fn end_ids(config: &LlmConfig, request: &InferRequest) -> Result<Vec<TokenId>, InferError> {
-    let requested = scalar::<i64>(request, &["end_id"])?;
-    let of = |id: i64| token(config, "end_id", id).into_iter().collect();
-    Ok(requested.map_or_else(|| config.end_ids.clone(), of))
-}
-
-fn logit_bias(config: &LlmConfig, request: &InferRequest) -> Result<Vec<(TokenId, f32)>, InferError> {
-    let Some(tensor) = request.input("embedding_bias") else {
-        return Ok(Vec::new());
-    };
-    let bias = tensor.to_f32().ok_or_else(|| wrong_type(tensor, "FP32"))?;
-    if bias.len() > config.vocab_size {
-        let words = format!("`embedding_bias` has {} values, but the vocabulary has {}", bias.len(), config.vocab_size);
-        return Err(InferError::invalid(words));
-    }
-    Ok((0..).map(TokenId).zip(bias).filter(|&(_, bias)| bias != 0.0).collect())
-}
-
-/// Words as TensorRT-LLM lays them out, `[2, n]`: all ids in one row; in the other where each word ends, padded with -1.
-fn words(config: &LlmConfig, request: &InferRequest, name: &str) -> Result<Vec<Vec<TokenId>>, InferError> {
-    let Some(tensor) = request.input(name) else {
-        return Ok(Vec::new());
-    };
-    let values = integers(tensor)?;
-    let broken = |what: &str| {
-        InferError::invalid(format!(
-            "`{name}` {what}; expected shape [2, n]: token ids, then where each word ends, padded with -1"
-        ))
-    };
-    if tensor.shape.len() < 2 || tensor.shape[tensor.shape.len() - 2] != 2 || values.len() % 2 != 0 {
-        return Err(broken(&format!("has shape {:?}", tensor.shape)));
-    }
-    let (ids, ends) = values.split_at(values.len() / 2);
-    let (count, max) = (ends.iter().take_while(|&&end| end > 0).count(), SPELLINGS * config.limits.get(Limit::Words));
-    if count as u64 > max {
-        return Err(Limit::Words.refuse(count as u64, max));
-    }
-    let (mut words, mut start) = (Vec::new(), 0);
-    for &end in ends.iter().take_while(|&&end| end > 0) {
-        let end = usize::try_from(end).ok().filter(|&end| end > start && end <= ids.len());
-        let end = end.ok_or_else(|| broken("names an end beyond its ids"))?;
-        // No token is less than a byte; behind a blank a word may have two tokens more.
-        config.limits.check(Limit::WordBytes, (end - start).saturating_sub(2))?;
-        words.push(ids[start..end].iter().map(|&id| token(config, name, id)).collect::<Result<Vec<_>, _>>()?);
-        start = end;
-    }
-    Ok(words)
-}
-
-/// Refuses what would change the answer if it were ignored.
-/// What the text must be: `guided_decoding_guide_type` and `guided_decoding_guide`, as TensorRT-LLM names them.
-fn guide(request: &InferRequest) -> Result<Guide, InferError> {
-    const TYPE: &str = "guided_decoding_guide_type";
-    const GUIDE: &str = "guided_decoding_guide";
-    let (kind, guide) = (text(request, TYPE)?, text(request, GUIDE)?);
-    let Some(kind) = kind.filter(|kind| !kind.is_empty()) else {
-        return match guide.filter(|guide| !guide.is_empty()) {
-            Some(_) => Err(InferError::invalid(format!(
-                "`{GUIDE}` is set, but `{TYPE}` is missing: it says what the guide is"
-            ))),
-            None => Ok(Guide::default()),
-        };
-    };
-    if kind == "json" {
-        return Ok(Guide { spec: Some(ConstraintSpec::JsonSchema(true.into())), ..Guide::default() });
-    }
-    let guide = guide.filter(|guide| !guide.is_empty());
-    let guide = guide.ok_or_else(|| InferError::invalid(format!("`{TYPE}` is `{kind}`, but `{GUIDE}` is missing")))?;
-    let spec = match kind.as_str() {
-        "json_schema" => ConstraintSpec::JsonSchema(guide.into()),
-        "regex" => ConstraintSpec::Regex(guide),
-        "ebnf_grammar" => ConstraintSpec::Grammar(guide),
-        "structural_tag" => ConstraintSpec::StructuralTag(guide.into()),
-        _ => {
-            let kinds = "expected `json`, `json_schema`, `regex`, `ebnf_grammar` or `structural_tag`";
-            return Err(InferError::invalid(format!("`{TYPE}` is `{kind}`, {kinds}")));
-        }
-    };
-    Ok(Guide { spec: Some(spec), ..Guide::default() })
-}
-
-/// The string of an input; `None` without the input.
-fn text(request: &InferRequest, name: &str) -> Result<Option<String>, InferError> {
-    let Some(tensor) = request.input(name) else { return Ok(None) };
-    let strings = tensor.to_byte_strings().ok_or_else(|| wrong_type(tensor, "BYTES"))?;
-    match strings.as_slice() {
-        [text] => match std::str::from_utf8(text) {
-            Ok(text) => Ok(Some(text.to_owned())),
-            Err(_) => Err(InferError::invalid(format!("`{name}` is not UTF-8"))),
-        },
-        found => Err(InferError::invalid(format!("`{name}` has {} values, expected 1", found.len()))),
-    }
-}
-
+/// Refuses inputs that would change the output if they were ignored.
 fn refuse_unsupported(request: &InferRequest) -> Result<(), InferError> {
     let unsupported = ["draft_input_ids", "prompt_embedding_table", "lora_weights", "lora_task_id"];
     match unsupported.into_iter().find(|name| request.input(name).is_some()) {
         Some(name) => Err(InferError::invalid(format!("input `{name}` is not supported; leave it out"))),
         None => Ok(()),
     }
-}
-
-fn token(config: &LlmConfig, name: &str, id: i64) -> Result<TokenId, InferError> {
-    let known = u32::try_from(id).ok().filter(|&id| (id as usize) < config.vocab_size);
-    known.map(TokenId).ok_or_else(|| {
-        InferError::invalid(format!("`{name}` holds token {id}, but the vocabulary is 0..{}", config.vocab_size))
-    })
-}
-
-fn at_least_zero(name: &str, value: Option<i64>) -> Result<Option<u32>, InferError> {
-    let convert = |value: i64| {
-        u32::try_from(value).map_err(|_| InferError::invalid(format!("`{name}` is {value}, expected at least 0")))
-    };
-    value.map(convert).transpose()
-}
-
-fn float(
-    request: &InferRequest,
-    names: &[&str],
-    range: std::ops::RangeInclusive<f32>,
-) -> Result<Option<f32>, InferError> {
-    let value = scalar::<f32>(request, names)?;
-    match value.filter(|value| !range.contains(value)) {
-        Some(value) => {
-            let words = format!("`{}` is {value}, expected {} to {}", names[0], range.start(), range.end());
-            Err(InferError::invalid(words))
-        }
-        None => Ok(value),
-    }
-}
-
-/// A tensor element as the parser wants it, from any type a client may use for it.
-trait Element: Sized {
-    const EXPECTED: &'static str;
-    fn all(tensor: &Tensor) -> Option<Vec<Self>>;
-}
-
-impl Element for i64 {
-    const EXPECTED: &'static str = "INT32 or another integer type";
-
-    fn all(tensor: &Tensor) -> Option<Vec<Self>> {
-        match tensor.datatype {
-            DataType::Int32 => Some(tensor.to_i32()?.into_iter().map(i64::from).collect()),
-            DataType::Uint32 => Some(tensor.to_u32()?.into_iter().map(i64::from).collect()),
-            DataType::Int64 => tensor.to_i64(),
-            DataType::Uint64 => {
-                Some(tensor.to_u64()?.into_iter().map(|value| value.try_into().unwrap_or(i64::MAX)).collect())
-            }
-            _ => None,
-        }
-    }
-}
-
-impl Element for u64 {
-    const EXPECTED: &'static str = "UINT64 or another integer type";
-
-    fn all(tensor: &Tensor) -> Option<Vec<Self>> {
-        match tensor.datatype {
-            DataType::Uint64 => tensor.to_u64(),
-            _ => Some(i64::all(tensor)?.into_iter().map(|value| value as u64).collect()),
-        }
-    }
-}
-
-impl Element for f32 {
-    const EXPECTED: &'static str = "FP32 or FP64";
-
-    fn all(tensor: &Tensor) -> Option<Vec<Self>> {
-        match tensor.datatype {
-            DataType::Fp32 => tensor.to_f32(),
-            DataType::Fp64 => Some(tensor.to_f64()?.into_iter().map(|value| value as f32).collect()),
-            _ => None,
-        }
-    }
-}
-
-impl Element for bool {
-    const EXPECTED: &'static str = "BOOL";
-
-    fn all(tensor: &Tensor) -> Option<Vec<Self>> {
-        tensor.to_bool()
-    }
-}
-
-/// The one value of the first of `names` that the request has.
-fn scalar<T: Element>(request: &InferRequest, names: &[&str]) -> Result<Option<T>, InferError> {
-    let Some(tensor) = names.iter().find_map(|name| request.input(name)) else {
-        return Ok(None);
-    };
-    let mut values = T::all(tensor).ok_or_else(|| wrong_type(tensor, T::EXPECTED))?;
-    match values.len() {
-        1 => Ok(values.pop()),
-        found => Err(InferError::invalid(format!("`{}` has {found} values, expected 1", tensor.name))),
-    }
-}
-
-fn integers(tensor: &Tensor) -> Result<Vec<i64>, InferError> {
-    i64::all(tensor).ok_or_else(|| wrong_type(tensor, i64::EXPECTED))
-}
-
-fn wrong_type(tensor: &Tensor, expected: &str) -> InferError {
-    InferError::invalid(format!("`{}` is {}, expected {expected}", tensor.name, tensor.datatype.name()))
 }
 
 #[cfg(test)]

@@ -5,7 +5,7 @@ use std::task::{Context, Poll, ready};
 use generation::GenerateEvent;
 use serving::{DeltaInfo, InferError, OutputDelta, ProgressReporter, ResponseSource, StreamItem};
 
-use super::generate::GenerateStream;
+use super::generate_stream::GenerateStream;
 use super::outputs::{Answer, Responses};
 
 /// The responses to one request.

@@ -9,8 +9,8 @@ use ops::{MemoryEstimate, PipelineStage, Target, TensorParallel};
 use serving::{Backend, BackendFactory, InferError, LoadRequest};
 use supervision::{DeviceChoice, KvMemory};
 
-use super::LlmDefaults;
 use super::config::LlmConfig;
+use super::config::LlmDefaults;
 
 /// Largest group that is tried for a model that does not fit.
 const MAX_WORKERS: u32 = 1024;

@@ -8,28 +8,29 @@
 //! A panic of the thread counts as a loss, too. What the engine knew of its sequences is not trusted then: they end with an
 //! error, and an engine without any takes its place.
 
-use std::any::Any;
+mod messages;
+mod recovery;
+mod start;
+mod watchdog;
+
 use std::collections::BTreeMap;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::atomic::Ordering;
 use std::sync::{Arc, mpsc};
 use std::time::{Duration, Instant};
 
-use engine::{Engine, Request, SequenceId, StepPlan, TokenEvent};
+use engine::{Engine, SequenceId, StepPlan, TokenEvent};
 use ipc::Prefix;
-use serving::{InferError, Timestamp};
-use supervision::{Agents, FromWorker, ToWorker};
+use serving::Timestamp;
+use supervision::{Agents, FromWorker};
 use tokio::sync::oneshot;
 
 use super::config::LlmConfig;
 use super::dispatcher::Dispatcher;
-use super::event_queue;
-use super::figures::{Phase, Start, StepKinds};
+use super::figures::{Phase, StepKinds};
 use super::group::{Group, Lost, LostKind};
 use super::inbox::{Inbox, Message};
-use super::ledger::Report;
 use super::masks::send_masks;
-use super::refusal::error_of;
 use super::replica_state::ReplicaState;
 use super::request_event::RequestEvent;
 use super::router::Router;
@@ -37,24 +38,8 @@ use super::router::Router;
 /// Losses in a row, without a settled step between them, after which the model is given up.
 const MAX_LOSSES: u32 = 5;
 
-/// A model that was given up is tried again after this time, doubled each time up to the longest.
-const FIRST_RETRY: Duration = Duration::from_secs(5);
-const LONGEST_RETRY: Duration = Duration::from_secs(60);
-
 /// Longest wait between looks at the watchdog.
 const LOOK_AROUND: Duration = Duration::from_millis(100);
-
-/// Wait before the second start in a row, doubled before each further one.
-const FIRST_BACK_OFF: Duration = Duration::from_millis(100);
-
-/// Workers that fail after a silence of this length have hung, and it is of interest where.
-const SILENCE: Duration = Duration::from_secs(1);
-
-/// How long agents may take to report where their workers hang.
-const STACKS_TIMEOUT: Duration = Duration::from_secs(2);
-
-/// How long workers may take to load their weights.
-const LOAD_TIMEOUT: Duration = Duration::from_secs(1800);
 
 /// What the step thread is made of.
 pub(crate) struct StepThread {
@@ -158,12 +143,6 @@ impl Drop for Ended {
     }
 }
 
-/// What a panic said.
-fn words_of(panic: &(dyn Any + Send)) -> &str {
-    let owned = panic.downcast_ref::<String>().map(String::as_str);
-    owned.or(panic.downcast_ref::<&str>().copied()).unwrap_or("it said nothing")
-}
-
 impl Running {
     /// Starts the workers, and steps until one is lost or the model is stopped.
     fn start_and_serve(&mut self, loaded: &mut Option<oneshot::Sender<Result<(), String>>>) -> End {
@@ -177,99 +156,6 @@ impl Running {
         self.thread.router.dispatch();
         loaded.take().map(|loaded| loaded.send(Ok(())));
         self.serve(group)
-    }
-
-    /// After a panic, which left the engine in any state: its sequences end with an error, and one without any takes its
-    /// place. The workers are gone with their group.
-    fn start_anew(&mut self, panic: &(dyn Any + Send)) -> Lost {
-        let StepThread { config, shared, inbox, dispatcher, .. } = &mut self.thread;
-        shared.ready.store(false, Ordering::Release);
-        inbox.set_doorbell(None);
-        let words = format!("the step thread of model `{}` panicked: {}", config.name, words_of(panic));
-        tracing::error!(model = %config.name, "{words}; its requests end with an error, and its workers start again");
-        self.engine = self.engine.take().map(|engine| engine.successor());
-        self.timeouts.clear();
-        self.events.clear();
-        let error = InferError::internal(format!("{words}; the model starts again, so send the request again"));
-        dispatcher.push_last_to_all(|| RequestEvent::Failed(error.clone()));
-        dispatcher.flush();
-        Lost::new(words)
-    }
-
-    /// Starts the workers and waits until each holds its weights and KV blocks. Requests queue meanwhile.
-    fn start(&mut self) -> Result<Group, End> {
-        let StepThread { config, replica, agents, prefix, inbox, .. } = &self.thread;
-        let listener = inbox.clone();
-        let next_step = self.engine.as_ref().map_or(0, Engine::next_step);
-        let started = Instant::now();
-        let mut group = Group::start(config, *replica, agents, prefix, next_step, move |event| {
-            listener.send(Message::Agent(event));
-        });
-        let deadline = started + LOAD_TIMEOUT;
-        let workers = self.await_all(&mut group, deadline, |message| match message {
-            FromWorker::Loaded { max_blocks, weights_bytes, workspace_bytes, block_bytes, phases } => {
-                Some(LoadedWorker { max_blocks, fixed_bytes: weights_bytes + workspace_bytes, block_bytes, phases })
-            }
-            _ => None,
-        })?;
-        let loaded = Instant::now();
-        let fitting = workers.iter().map(|worker| worker.max_blocks).min().expect("a group has a worker");
-        let num_blocks = self.make_engine(fitting)?;
-        group.broadcast(&ToWorker::Configure { num_blocks })?;
-        self.await_all(&mut group, deadline, |message| matches!(message, FromWorker::Ready).then_some(()))?;
-        let mut phases = slowest_phases(&workers);
-        phases.push(("load".to_owned(), loaded - started));
-        phases.push(("kv_blocks".to_owned(), loaded.elapsed()));
-        phases.push(("total".to_owned(), started.elapsed()));
-        for (index, worker) in workers.iter().enumerate() {
-            group.note_memory(index, worker.fixed_bytes + worker.block_bytes * num_blocks as u64);
-        }
-        let workers = group.workers().to_vec();
-        self.thread.shared.figures.update_start(|start| *start = Start { workers, phases });
-        Ok(group)
-    }
-
-    /// The engine keeps its number of blocks over a restart: sequences were admitted by it.
-    fn make_engine(&mut self, fitting: usize) -> Result<usize, Lost> {
-        let name = &self.thread.config.name;
-        if let Some(engine) = &self.engine {
-            let num_blocks = engine.config().num_blocks;
-            return match fitting >= num_blocks {
-                true => Ok(num_blocks),
-                false => Err(Lost::new(format!(
-                    "{fitting} KV blocks fit after the restart of `{name}`, {num_blocks} before"
-                ))),
-            };
-        }
-        let config = engine::EngineConfig { num_blocks: fitting, ..self.thread.config.engine.clone() };
-        tracing::info!(model = %name, num_blocks = fitting, block_size = config.block_size, "workers hold their weights");
-        let engine = Engine::new(config).map_err(|error| Lost::new(format!("{fitting} KV blocks fit: {error}")))?;
-        self.engine = Some(engine);
-        Ok(fitting)
-    }
-
-    /// One answer from every worker, through `pick`.
-    fn await_all<T>(
-        &mut self,
-        group: &mut Group,
-        deadline: Instant,
-        mut pick: impl FnMut(FromWorker) -> Option<T>,
-    ) -> Result<Vec<T>, End> {
-        let mut answers: Vec<Option<T>> = (0..group.num_workers()).map(|_| None).collect();
-        while answers.iter().any(Option::is_none) {
-            self.take_messages(group, Duration::from_millis(1))?;
-            for (index, answer) in answers.iter_mut().enumerate().filter(|(_, answer)| answer.is_none()) {
-                match group.receive(index, Duration::ZERO)? {
-                    Some(FromWorker::Exchange { bytes }) => group.exchange(index, bytes)?,
-                    Some(message) => *answer = pick(message),
-                    None => {}
-                }
-            }
-            if Instant::now() > deadline {
-                return Err(Lost::new(format!("workers were not loaded within {LOAD_TIMEOUT:?}")).into());
-            }
-        }
-        Ok(answers.into_iter().flatten().collect())
     }
 
     /// Steps until a worker is lost or the model is stopped.
@@ -289,34 +175,6 @@ impl Running {
             End::Lost(_) => {}
         }
         end
-    }
-
-    /// Whether the workers were silent for long before they were lost.
-    fn is_hung(&self) -> bool {
-        let is_busy = self.engine.as_ref().is_some_and(|engine| engine.num_in_flight() > 0);
-        is_busy && self.last_progress.elapsed() > SILENCE
-    }
-
-    /// Writes to the log where every worker that still runs hangs. Requests that come meanwhile wait in the inbox.
-    fn log_stacks(&mut self, group: &mut Group) {
-        group.ask_for_stacks();
-        let deadline = Instant::now() + STACKS_TIMEOUT;
-        let mut others = Vec::new();
-        while group.stacks().iter().any(Option::is_none) && Instant::now() < deadline {
-            match self.thread.messages.recv_timeout(Duration::from_millis(20)) {
-                // One that has ended has no stack; that it has is known.
-                Ok(Message::Agent(event)) => drop(group.take_event(event)),
-                Ok(other) => others.push(other),
-                Err(_) => {}
-            }
-        }
-        for message in others {
-            self.thread.inbox.send(message);
-        }
-        for (index, stacks) in group.stacks().iter().enumerate() {
-            let text = stacks.as_deref().unwrap_or("does not run any more, or its rank does not answer");
-            tracing::warn!(model = %self.thread.config.name, "worker {} hangs at: {text}", group.rank_of(index));
-        }
     }
 
     /// One turn: take messages, plan and send what may be in flight, settle what came back.
@@ -378,16 +236,6 @@ impl Running {
         Ok(())
     }
 
-    fn check_watchdog(&self) -> Result<(), Lost> {
-        // A machine that is only slow gets longer each time, lest the same step be lost again and again.
-        let patience = self.thread.config.step_timeout * (1 << self.losses.min(MAX_LOSSES));
-        let (waited, allowed) = (self.last_progress.elapsed(), patience + self.longest_step);
-        match waited > allowed {
-            true => Err(Lost::new(format!("a step was not done after {waited:.1?}, {allowed:.1?} are allowed"))),
-            false => Ok(()),
-        }
-    }
-
     fn push_events(&mut self) {
         let now = Timestamp::now();
         for event in self.events.drain(..) {
@@ -400,153 +248,6 @@ impl Running {
         }
         self.thread.dispatcher.flush();
     }
-
-    /// Everything in the inbox now, waiting up to `timeout` for the first ([`Duration::MAX`]: for as long as it takes).
-    fn take_messages(&mut self, group: &mut Group, timeout: Duration) -> Result<(), End> {
-        let messages = &self.thread.messages;
-        let mut next = match timeout {
-            Duration::MAX => messages.recv().ok(),
-            timeout => messages.recv_timeout(timeout).ok(),
-        };
-        while let Some(message) = next {
-            match message {
-                Message::Agent(event) => {
-                    group.take_event(event)?;
-                    self.thread.shared.figures.update_start(|start| start.workers = group.workers().to_vec());
-                }
-                Message::Submit { sequences, timeout, events } => self.submit(sequences, timeout, events),
-                Message::Cancel(sequence) => {
-                    self.engine.as_mut().map(|engine| engine.cancel(sequence));
-                }
-                Message::Finish(sequence) => {
-                    self.engine.as_mut().map(|engine| engine.finish(sequence));
-                }
-                Message::Ledger(reply) => {
-                    let _ = reply.send(Report::new(self.engine.as_ref(), self.thread.dispatcher.num_open()));
-                }
-                Message::Stop { done } => return Err(End::Stopped(done)),
-            }
-            next = self.thread.messages.try_recv().ok();
-        }
-        self.expire();
-        self.thread.dispatcher.flush();
-        Ok(())
-    }
-
-    /// Refuses requests that have waited for as long as they may, or has others served before them.
-    fn expire(&mut self) {
-        let Some(engine) = &mut self.engine else { return };
-        while let Some(late) = self.timeouts.first_entry().filter(|first| first.key().0 <= Instant::now()) {
-            let Waiting { sequences, rejects } = late.remove();
-            if !sequences.iter().all(|&sequence| engine.is_new(sequence)) {
-                continue;
-            }
-            for &sequence in &sequences {
-                if !rejects {
-                    engine.delay(sequence);
-                    continue;
-                }
-                engine.cancel(sequence);
-                let expired = RequestEvent::Failed(InferError::unavailable("Request timeout expired"));
-                self.thread.dispatcher.push_last(sequence, expired);
-            }
-        }
-    }
-
-    fn submit(&mut self, requests: Vec<Request>, timeout: Option<(Instant, bool)>, events: event_queue::Sender) {
-        let Some(engine) = &mut self.engine else {
-            events.send(RequestEvent::Failed(InferError::unavailable("the model's workers still load")));
-            return;
-        };
-        let mut sequences = Vec::with_capacity(requests.len());
-        for request in requests {
-            match engine.submit(request) {
-                Ok(sequence) => sequences.push(sequence),
-                Err(refused) => {
-                    for sequence in sequences {
-                        engine.cancel(sequence);
-                    }
-                    events.send(RequestEvent::Failed(error_of(&refused)));
-                    return;
-                }
-            }
-        }
-        if let (Some((at, rejects)), Some(&first)) = (timeout, sequences.first()) {
-            self.timeouts.insert((at, first), Waiting { sequences: sequences.clone(), rejects });
-        }
-        self.thread.dispatcher.accept(sequences, events);
-    }
-
-    /// After a loss: sequences wait to be prefilled again; or, after too many losses in a row, all requests end
-    /// and the thread waits to be stopped.
-    fn recover(&mut self, lost: &Lost) -> Option<oneshot::Sender<()>> {
-        self.losses += 1;
-        let (name, reason) = (&self.thread.config.name, &lost.reason);
-        self.step_kinds.clear();
-        if let Some(engine) = &mut self.engine {
-            engine.recover();
-        }
-        if lost.kind == LostKind::RankLost {
-            tracing::error!(model = %name, "{reason}");
-            return self.give_up(reason.clone());
-        }
-        if self.losses < MAX_LOSSES {
-            tracing::warn!(model = %name, reason = %reason, losses = self.losses, "workers lost; starting them again");
-            self.thread.shared.restarts.fetch_add(1, Ordering::Relaxed);
-            std::thread::sleep(FIRST_BACK_OFF * (1 << self.losses.saturating_sub(1)) - FIRST_BACK_OFF);
-            return None;
-        }
-        let words =
-            format!("workers of model `{name}` were lost {} times without a step between: {reason}", self.losses);
-        tracing::error!(model = %name, "{words}; requests are refused until a further start succeeds");
-        self.give_up(words)
-    }
-
-    /// Ends all requests with this error, and refuses others with it until [`Message::Stop`].
-    fn give_up(&mut self, words: String) -> Option<oneshot::Sender<()>> {
-        *ipc::lock(&self.thread.shared.failure) = Some(words.clone());
-        let error = InferError::unavailable(words);
-        self.thread.dispatcher.push_last_to_all(|| RequestEvent::Failed(error.clone()));
-        self.thread.dispatcher.flush();
-        self.refuse_for_a_while(&error)
-    }
-
-    /// Waits for [`Message::Stop`] or the time to try again. Requests get the error meanwhile.
-    fn refuse_for_a_while(&mut self, error: &InferError) -> Option<oneshot::Sender<()>> {
-        let doublings = self.losses.saturating_sub(MAX_LOSSES).min(8);
-        let end = Instant::now() + (FIRST_RETRY * (1 << doublings)).min(LONGEST_RETRY);
-        loop {
-            match self.thread.messages.recv_timeout(end.saturating_duration_since(Instant::now())) {
-                Ok(Message::Submit { events, .. }) => events.send(RequestEvent::Failed(error.clone())),
-                Ok(Message::Stop { done }) => return Some(done),
-                Ok(Message::Cancel(_) | Message::Finish(_) | Message::Agent(_) | Message::Ledger(_)) => {}
-                Err(mpsc::RecvTimeoutError::Timeout) => return None,
-                // All senders are gone: no request can come any more.
-                Err(mpsc::RecvTimeoutError::Disconnected) => return Some(oneshot::channel().0),
-            }
-        }
-    }
-}
-
-/// What a worker reports once its weights are loaded.
-struct LoadedWorker {
-    max_blocks: usize,
-    /// Weights and workspace.
-    fixed_bytes: u64,
-    block_bytes: u64,
-    phases: Vec<(String, Duration)>,
-}
-
-/// What took how long in the slowest worker, phase by phase.
-fn slowest_phases(workers: &[LoadedWorker]) -> Vec<(String, Duration)> {
-    let mut slowest: Vec<(String, Duration)> = Vec::new();
-    for (name, time) in workers.iter().flat_map(|worker| &worker.phases) {
-        match slowest.iter_mut().find(|(known, _)| known == name) {
-            Some((_, longest)) => *longest = (*longest).max(*time),
-            None => slowest.push((name.clone(), *time)),
-        }
-    }
-    slowest
 }
 
 /// Reports to requests that a plan has room for them.

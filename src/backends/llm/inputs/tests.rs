@@ -1,4 +1,7 @@
+use serving::Tensor;
+
 use super::super::check_request::check;
+use super::sampling::effective_temperature;
 use super::*;
 
 #[test]

@@ -1,4 +1,4 @@
-use engine::{FinishReason, RowId, SampledToken};
+use engine::{BlockUsage, DraftUsage, FinishReason, RowId, SampledToken};
 
 use super::*;
 

@@ -2,12 +2,13 @@ use std::sync::atomic::AtomicBool;
 use std::sync::{Mutex, Weak};
 use std::task::{Context, Wake, Waker};
 
-use engine::{RowId, SampledToken, StepOutput, TokenId, plan};
+use engine::{Request, RowId, SampledToken, StepOutput, TokenId, plan};
 use ipc::{Received, Ring, RingReceiver, RingSender};
-use supervision::{FromAgent, Nodes, ShmName, ToAgent, WorkerId};
+use supervision::{FromAgent, Nodes, ShmName, ToAgent, ToWorker, WorkerId};
 use tokio::runtime::Handle;
 
 use super::super::config::tests::llm_config;
+use super::super::event_queue;
 use super::super::router::Replica;
 use super::*;
 

@@ -1,14 +1,20 @@
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
 use std::task::Waker;
 
-use engine::TokenId;
-use serving::{OutputDelta, ResponseStream, StreamItem, Timestamp};
+use engine::{RowId, SampledToken, SequenceId, TokenEvent, TokenId};
+use serving::{Name, OutputDelta, ResponseStream, StreamItem, Timestamp};
+use smallvec::{SmallVec, smallvec};
+use tokio::sync::watch;
 
 use super::super::event_queue::tests::Count;
 use super::super::inbox::Inbox;
 use super::super::llm_stream::LlmStream;
 use super::super::outputs;
+use super::super::pending::{ById, Pending, Stop};
 use super::super::replica_state::ReplicaState;
 use super::super::router::{Replica, Router};
+use super::super::timing::Timing;
 use super::*;
 
 const SEQUENCE: SequenceId = SequenceId(7);

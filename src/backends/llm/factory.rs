@@ -1,0 +1,179 @@
+//! Loads LLMs, and reports what their replicas do.
+
+use std::sync::atomic::Ordering;
+use std::sync::{Arc, Mutex, Weak};
+
+use engine::EngineStats;
+use futures::future::{BoxFuture, join_all};
+use futures::stream::FuturesUnordered;
+use futures::{FutureExt, StreamExt};
+use ipc::Prefix;
+use serving::{Backend, BackendFactory, InferError, LoadRequest};
+use supervision::Agents;
+use text::Tokenizer;
+use tokio::runtime::Handle;
+use tokio::sync::oneshot;
+
+use super::config::{LlmConfig, LlmDefaults};
+use super::figures::FigureValues;
+use super::inbox::{Inbox, Message};
+use super::ledger::{LlmLedger, Report};
+use super::logits::LogitsBudget;
+use super::model::Llm;
+use super::replicas::{checkpoint_fingerprint, start_replicas, stop_all};
+use super::router::{Replica, Router};
+
+/// Loads LLMs: `tensorrtllm`, `trireme` and the other names in users' configurations.
+pub struct LlmFactory {
+    defaults: LlmDefaults,
+    agents: Arc<Agents>,
+    prefix: Prefix,
+    event_runtime: Handle,
+    logits: Arc<LogitsBudget>,
+    loaded: Arc<Mutex<Vec<Loaded>>>,
+}
+
+/// A model that was loaded; gone when its state is.
+struct Loaded {
+    name: String,
+    version: String,
+    block_size: usize,
+    max_rows: usize,
+    router: Weak<Router>,
+}
+
+/// What a replica of an LLM is doing, for metrics.
+#[derive(Debug, Clone)]
+pub struct LlmStatus {
+    /// Model name.
+    pub name: String,
+    /// Its version.
+    pub version: String,
+    /// Which replica it is; `None` for a model that has one.
+    pub replica: Option<u32>,
+    /// Sequences that wait for a replica; counted with the first.
+    pub num_queued: usize,
+    /// Whether a step can run now.
+    pub is_ready: bool,
+    /// Starts of its workers after the first.
+    pub num_restarts: u64,
+    /// Positions in a KV block.
+    pub block_size: usize,
+    /// Most sequences that run at once.
+    pub max_rows: usize,
+    /// The engine after its last step.
+    pub engine: EngineStats,
+    /// What was counted.
+    pub figures: FigureValues,
+}
+
+impl LlmFactory {
+    /// A factory whose models run on the workers of `agents`; rank 0's own shared memory is named by `prefix`. A
+    /// step's events are delivered to its requests on `event_runtime`: best where most of them are served.
+    pub fn new(defaults: LlmDefaults, agents: Arc<Agents>, prefix: Prefix, event_runtime: Handle) -> Self {
+        Self { defaults, agents, prefix, event_runtime, logits: Arc::default(), loaded: Arc::default() }
+    }
+
+    /// Every replica of every loaded LLM.
+    pub fn status(&self) -> Vec<LlmStatus> {
+        let mut loaded = ipc::lock(&self.loaded);
+        loaded.retain(|model| model.router.strong_count() > 0);
+        loaded.iter().flat_map(Loaded::status).collect()
+    }
+
+    /// The ledger of every replica of every loaded LLM, each taken between two of its steps.
+    pub fn ledgers(&self) -> BoxFuture<'static, Vec<LlmLedger>> {
+        let mut loaded = ipc::lock(&self.loaded);
+        loaded.retain(|model| model.router.strong_count() > 0);
+        let ledger = |model: &Loaded, replica: u32, inbox: Inbox| {
+            let (name, version) = (model.name.clone(), model.version.clone());
+            async move {
+                let (reply, report) = oneshot::channel();
+                inbox.send(Message::Ledger(reply));
+                let Report { scheduler, num_listening, wrong } = report.await.unwrap_or_default();
+                LlmLedger { name, version, replica, scheduler, num_listening, wrong }
+            }
+        };
+        let ledgers = loaded.iter().flat_map(|model| {
+            let router = model.router.upgrade();
+            let inboxes: Vec<Inbox> =
+                router.iter().flat_map(|router| router.replicas()).map(|replica| replica.inbox.clone()).collect();
+            (0..).zip(inboxes).map(move |(replica, inbox)| ledger(model, replica, inbox))
+        });
+        join_all(ledgers.collect::<Vec<_>>()).boxed()
+    }
+}
+
+impl Loaded {
+    fn status(&self) -> Vec<LlmStatus> {
+        let Some(router) = self.router.upgrade() else { return Vec::new() };
+        let has_many = router.replicas().len() > 1;
+        let num_queued = router.num_waiting();
+        let status = |(replica, Replica { shared, .. }): (u32, &Replica)| LlmStatus {
+            name: self.name.clone(),
+            version: self.version.clone(),
+            replica: has_many.then_some(replica),
+            num_queued: if replica == 0 { num_queued } else { 0 },
+            is_ready: shared.is_ready(),
+            num_restarts: shared.restarts.load(Ordering::Relaxed),
+            block_size: self.block_size,
+            max_rows: self.max_rows,
+            engine: *ipc::lock(&shared.stats),
+            figures: shared.figures.read(),
+        };
+        (0..).zip(router.replicas()).map(status).collect()
+    }
+}
+
+impl BackendFactory for LlmFactory {
+    /// Two copies of a model's weights and KV blocks do not fit a device.
+    fn is_exclusive(&self) -> bool {
+        true
+    }
+
+    fn load(&self, load: LoadRequest) -> BoxFuture<'static, Result<Arc<dyn Backend>, InferError>> {
+        let (defaults, agents, prefix) = (self.defaults.clone(), Arc::clone(&self.agents), self.prefix.clone());
+        let (all_loaded, event_runtime, logits) =
+            (Arc::clone(&self.loaded), self.event_runtime.clone(), Arc::clone(&self.logits));
+        async move {
+            let mut config = LlmConfig::new(&load, &defaults)?;
+            if agents.nodes().names().len() > 1 {
+                config.checkpoint_fingerprint = Some(checkpoint_fingerprint(&config).await?);
+            }
+            let (router, loads) = start_replicas(&config, &agents, &prefix, &event_runtime)?;
+            let tokenizer = tokenizer(&config).await;
+            let mut loads: FuturesUnordered<_> = loads.into_iter().collect();
+            while let Some(is_loaded) = loads.next().await {
+                if let Err(reason) = is_loaded.unwrap_or_else(|_| Err("its step thread ended".to_owned())) {
+                    stop_all(&router);
+                    return Err(InferError::internal(format!("model `{}`: {reason}", config.name)));
+                }
+            }
+            ipc::lock(&all_loaded).push(Loaded {
+                name: config.name.clone(),
+                version: load.version.to_string(),
+                block_size: config.engine.block_size,
+                max_rows: config.engine.max_rows,
+                router: Arc::downgrade(&router),
+            });
+            Ok(Arc::new(Llm::new(config, load.version, tokenizer, router, logits)) as Arc<dyn Backend>)
+        }
+        .boxed()
+    }
+}
+
+/// The checkpoint's tokenizer, which finds stop words in the text; a checkpoint need not have one.
+async fn tokenizer(config: &LlmConfig) -> Option<Arc<Tokenizer>> {
+    let dir = config.checkpoint.clone();
+    if !crate::checkpoint::has_tokenizer(&dir) {
+        return None;
+    }
+    match tokio::task::spawn_blocking(move || generation::tokenizer(&dir)).await {
+        Ok(Ok(tokenizer)) => Some(tokenizer),
+        Ok(Err(error)) => {
+            tracing::warn!(model = %config.name, %error, "stop words are found by their tokens alone");
+            None
+        }
+        Err(_) => None,
+    }
+}

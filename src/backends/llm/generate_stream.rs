@@ -1,0 +1,135 @@
+//! The events of one request as a stream.
+
+use std::collections::VecDeque;
+use std::task::{Context, Poll, ready};
+
+use engine::{BlockUsage, DraftUsage, FinishReason};
+use futures::FutureExt as _;
+use futures::future::BoxFuture;
+use generation::{Delta, GenerateEvent, Tokens};
+use serving::{Generation, InferError, Timestamp};
+use tokio::runtime::Handle;
+
+use super::event_queue;
+use super::generate::Generating;
+use super::pending::Waited;
+use super::request_event::RequestEvent;
+use super::router::Admission;
+
+/// The events of one request. When it is dropped before the end, its sequences are cancelled.
+pub(crate) struct GenerateStream {
+    running: Option<(Generating, event_queue::Receiver)>,
+    /// Until a replica has the request.
+    waiting: Option<BoxFuture<'static, (Generating, event_queue::Receiver, Waited)>>,
+    /// The last events, once the request has ended; then the error.
+    last: VecDeque<GenerateEvent>,
+    error: Option<InferError>,
+    /// Where the request's time went, once it has ended.
+    generation: Option<Generation>,
+    /// Where a request whose client has left is followed to its end.
+    runtime: Handle,
+}
+
+impl GenerateStream {
+    /// The stream of what comes by `events`.
+    pub(crate) fn new(mut request: Generating, events: event_queue::Receiver) -> Self {
+        let (mut running, mut waiting) = (None, None);
+        match request.pending.admission {
+            Admission::Placed(_) => {
+                request.placed();
+                running = Some((request, events));
+            }
+            Admission::Queued(_) => waiting = Some(request.wait(events).boxed()),
+        }
+        let (last, error, generation) = Default::default();
+        Self { running, waiting, last, error, generation, runtime: Handle::current() }
+    }
+
+    /// Where the request's time has gone so far; `None` while it waits for a replica.
+    pub(crate) fn generation(&self) -> Option<Generation> {
+        match &self.running {
+            Some((request, _)) => Some(request.timing.generation()),
+            None => self.generation,
+        }
+    }
+
+    /// The next event; `None` after the last.
+    pub(crate) fn poll_event(&mut self, context: &mut Context<'_>) -> Poll<Option<Result<GenerateEvent, InferError>>> {
+        if let Some(waiting) = &mut self.waiting {
+            let (request, events, waited) = ready!(waiting.poll_unpin(context));
+            self.waiting = None;
+            self.waited(request, events, waited);
+        }
+        while let Some((request, events)) = &mut self.running {
+            if let Some(event) = request.ready.pop_front() {
+                return Poll::Ready(Some(Ok(event)));
+            }
+            let received = ready!(events.poll_receive(context));
+            let is_drained = received.as_ref().is_some_and(|it| it.is_drained);
+            let event = received.map(|it| it.event);
+            if let Some(RequestEvent::Token(token)) = &event
+                && let Some(delta) = request.one_token(token, is_drained)
+            {
+                return Poll::Ready(Some(Ok(GenerateEvent::Delta(delta))));
+            }
+            let error = request.take(event, is_drained).err();
+            if error.is_some() || request.has_ended() {
+                self.last = std::mem::take(&mut request.ready);
+                (self.error, self.generation) = (error, Some(request.timing.generation()));
+                self.running = None;
+            }
+        }
+        Poll::Ready(match self.last.pop_front() {
+            Some(event) => Some(Ok(event)),
+            None => self.error.take().map(Err),
+        })
+    }
+
+    /// The wait for a replica is over.
+    fn waited(&mut self, mut request: Generating, events: event_queue::Receiver, waited: Waited) {
+        match waited {
+            Waited::Placed => {
+                request.placed();
+                self.running = Some((request, events));
+                return;
+            }
+            Waited::Stopped => {
+                request.end_unplaced(Some(FinishReason::Cancelled));
+                self.last = (0..request.ended.len()).map(cancelled).collect();
+            }
+            Waited::Failed(error) => {
+                request.end_unplaced(None);
+                self.error = Some(error);
+            }
+        }
+        self.generation = Some(request.timing.generation());
+    }
+}
+
+/// The end of a sequence that never ran.
+fn cancelled(index: usize) -> GenerateEvent {
+    let finished = Some(FinishReason::Cancelled);
+    let (tokens, at, blocks, drafts) = (Tokens::new(), Timestamp::now(), BlockUsage::default(), DraftUsage::default());
+    let (text, stop, cum_log_prob, is_drained) = (String::new(), None, None, false);
+    GenerateEvent::Delta(Delta { index, tokens, text, stop, at, finished, blocks, drafts, cum_log_prob, is_drained })
+}
+
+impl Drop for GenerateStream {
+    /// Follows a request whose client has left to its end, so that it is counted.
+    fn drop(&mut self) {
+        let Some((mut request, mut events)) = self.running.take() else { return };
+        request.cancel();
+        self.runtime.spawn(async move {
+            while !request.has_ended() {
+                let event = events.receive().await;
+                if request.take(event, false).is_err() {
+                    break;
+                }
+                request.ready.clear();
+            }
+        });
+    }
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,55 @@
+//! What a worker is started with.
+
+use engine::EngineConfig;
+use supervision::{ShmName, WorkerSpec};
+
+use super::super::config::LlmConfig;
+
+pub(super) fn spec(config: &LlmConfig, next_step: u64) -> WorkerSpec {
+    WorkerSpec {
+        model: config.name.clone(),
+        checkpoint: config.checkpoint.clone(),
+        device: config.device,
+        rank: 0,
+        num_local_workers: 1,
+        tp_rank: 0,
+        tp_size: config.tp_size,
+        stage: 0,
+        num_stages: config.pp_size,
+        nodes: Vec::new(),
+        node_names: Vec::new(),
+        checkpoint_fingerprint: config.checkpoint_fingerprint.clone(),
+        network: config.network.clone(),
+        group_region: ShmName::default(),
+        plan_ring: ShmName::default(),
+        output_ring: ShmName::default(),
+        ring_bytes: ring_bytes(&config.engine),
+        max_step_tokens: config.engine.max_step_tokens,
+        max_rows: config.engine.max_rows,
+        max_drafts: config.engine.max_drafts,
+        max_sequence_len: config.engine.max_sequence_len,
+        block_size: config.engine.block_size,
+        kv_memory: config.kv_memory,
+        weight_precision: config.weight_precision,
+        next_step,
+        collective_timeout: config.step_timeout,
+        library_dirs: config.library_dirs.clone(),
+        cache_dir: config.cache_dir.clone(),
+    }
+}
+
+/// Candidates that a row of a beam search returns at most, and the bytes of one.
+const MAX_CANDIDATES_BYTES: usize = 256 * 16;
+
+/// A piece of logits and the numbers before them.
+const LOGITS_PIECE_BYTES: usize = supervision::MAX_LOGITS_PIECE * size_of::<f32>() + 64;
+
+/// The numbers beside the words of a mask.
+const MASK_HEAD_BYTES: usize = 32;
+
+/// Twice the largest plan or output, so that one can be written while another is read.
+fn ring_bytes(config: &EngineConfig) -> usize {
+    let num_masks = config.max_rows * (1 + config.max_drafts);
+    let masks_bytes = supervision::MAX_MASK_WORDS * size_of::<u32>() + num_masks * MASK_HEAD_BYTES;
+    2 * config.max_plan_bytes().max(config.max_rows * MAX_CANDIDATES_BYTES).max(LOGITS_PIECE_BYTES).max(masks_bytes)
+}

@@ -1,0 +1,92 @@
+//! The inputs that say how tokens are chosen.
+
+use std::sync::atomic::Ordering;
+
+use engine::{SamplingParams, TokenId};
+use serving::{InferError, InferRequest};
+
+use super::super::config::LlmConfig;
+use super::values::{at_least_zero, float, scalar, token, wrong_type};
+use super::words::words;
+
+/// Temperatures below this are greedy: their inverse is beyond what logits can be scaled by.
+const LEAST_TEMPERATURE: f32 = 1e-6;
+
+pub(super) fn sampling(
+    config: &LlmConfig,
+    request: &InferRequest,
+    log_probs: bool,
+) -> Result<SamplingParams, InferError> {
+    let defaults = SamplingParams::default();
+    let top_k = at_least_zero("runtime_top_k", scalar::<i64>(request, &["runtime_top_k", "top_k"])?)?.unwrap_or(0);
+    let top_p = float(request, &["runtime_top_p", "top_p"], 0.0..=1.0)?.unwrap_or(0.0);
+    let temperature = float(request, &["temperature"], 0.0..=f32::MAX)?;
+    if temperature.is_some_and(|it| it != 1.0 && it >= LEAST_TEMPERATURE) && top_k == 0 && top_p == 0.0 {
+        warn_of_greedy(config);
+    }
+    Ok(SamplingParams {
+        temperature: effective_temperature(temperature, top_k, top_p),
+        top_k,
+        top_p: if top_p > 0.0 { top_p } else { defaults.top_p },
+        top_p_decay: float(request, &["runtime_top_p_decay"], f32::MIN_POSITIVE..=1.0)?.unwrap_or(defaults.top_p_decay),
+        top_p_min: float(request, &["runtime_top_p_min"], f32::MIN_POSITIVE..=1.0)?.unwrap_or(defaults.top_p_min),
+        top_p_reset: top_p_reset(config, request)?,
+        min_p: float(request, &["runtime_min_p", "min_p"], 0.0..=0.999_999)?.unwrap_or(defaults.min_p),
+        repetition_penalty: float(request, &["repetition_penalty"], f32::MIN_POSITIVE..=f32::MAX)?
+            .unwrap_or(defaults.repetition_penalty),
+        presence_penalty: float(request, &["presence_penalty"], f32::MIN..=f32::MAX)?.unwrap_or(0.0),
+        frequency_penalty: float(request, &["frequency_penalty"], f32::MIN..=f32::MAX)?.unwrap_or(0.0),
+        seed: scalar::<u64>(request, &["seed", "random_seed"])?.unwrap_or(0),
+        min_tokens: at_least_zero("min_tokens", scalar::<i64>(request, &["min_tokens", "min_length"])?)?.unwrap_or(0),
+        end_ids: end_ids(config, request)?,
+        logit_bias: logit_bias(config, request)?,
+        bad_words: words(config, request, "bad_words_list")?,
+        num_logprobs: log_probs.then_some(0),
+        ..defaults
+    })
+}
+
+/// TensorRT-LLM's rule (`regularizeTopKTopP` in its `samplingTopKKernels.h`): what is not sent is 0, and a top-k of 0 with a
+/// top-p of 0 is greedy, whatever the temperature; a top-p of 1 draws from all tokens. 0 is greedy here.
+pub(super) fn effective_temperature(temperature: Option<f32>, top_k: u32, top_p: f32) -> f32 {
+    let is_greedy = top_k == 1 || (top_k == 0 && top_p == 0.0);
+    let temperature = temperature.unwrap_or(1.0);
+    if is_greedy || temperature < LEAST_TEMPERATURE { 0.0 } else { temperature }
+}
+
+/// Logs a warning, once per model, that a temperature had no effect.
+fn warn_of_greedy(config: &LlmConfig) {
+    if !config.has_warned_of_greedy.swap(true, Ordering::Relaxed) {
+        tracing::warn!(
+            model = %config.name,
+            "a request has a `temperature`, but neither `runtime_top_k` nor `runtime_top_p`, and so is greedy as with \
+             TensorRT-LLM, which is said once; send a top-p of 1 to draw from all tokens"
+        );
+    }
+}
+
+/// A negative id means none.
+fn top_p_reset(config: &LlmConfig, request: &InferRequest) -> Result<Option<TokenId>, InferError> {
+    let id = scalar::<i64>(request, &["runtime_top_p_reset_ids"])?.filter(|&id| id >= 0);
+    id.map(|id| token(config, "runtime_top_p_reset_ids", id)).transpose()
+}
+
+/// `end_id` of the request, else the checkpoint's. One that no token has means none: benchmarks of other servers send 1048576
+/// for answers of a fixed length.
+fn end_ids(config: &LlmConfig, request: &InferRequest) -> Result<Vec<TokenId>, InferError> {
+    let requested = scalar::<i64>(request, &["end_id"])?;
+    let of = |id: i64| token(config, "end_id", id).into_iter().collect();
+    Ok(requested.map_or_else(|| config.end_ids.clone(), of))
+}
+
+fn logit_bias(config: &LlmConfig, request: &InferRequest) -> Result<Vec<(TokenId, f32)>, InferError> {
+    let Some(tensor) = request.input("embedding_bias") else {
+        return Ok(Vec::new());
+    };
+    let bias = tensor.to_f32().ok_or_else(|| wrong_type(tensor, "FP32"))?;
+    if bias.len() > config.vocab_size {
+        let words = format!("`embedding_bias` has {} values, but the vocabulary has {}", bias.len(), config.vocab_size);
+        return Err(InferError::invalid(words));
+    }
+    Ok((0..).map(TokenId).zip(bias).filter(|&(_, bias)| bias != 0.0).collect())
+}

@@ -1,0 +1,327 @@
+//! One loaded LLM: starts requests on its replicas.
+
+use std::collections::VecDeque;
+use std::sync::Arc;
+use std::time::{Instant, SystemTime, UNIX_EPOCH};
+
+use engine::{EngineConfig, Refused, Request, RequestConstraint};
+use futures::FutureExt;
+use futures::future::BoxFuture;
+use generation::{ConstraintError, Constraints, GenerateRequest, Generator, SequenceText};
+use serving::{
+    Backend, CallCounter, GenerateCall, InferError, InferRequest, InferResponse, MemoryUsage, Name, ResponseStream,
+    TextModel, TextOutputs,
+};
+use smallvec::{SmallVec, smallvec};
+use text::Tokenizer;
+use tokio::runtime::{Handle, RuntimeFlavor};
+use tokio::sync::watch;
+
+use super::check_request;
+use super::config::LlmConfig;
+use super::event_queue::event_queue;
+use super::event_source::EventSource;
+use super::figures::WorkerFigures;
+use super::generate::{Generating, SequenceTexts};
+use super::generate_stream::GenerateStream;
+use super::inbox::Message;
+use super::inputs::{self, Command};
+use super::llm_stream::LlmStream;
+use super::logits::LogitsBudget;
+use super::outputs::Responses;
+use super::pending::{ById, Pending, Stop};
+use super::prompt_logprobs::PromptLogprobs;
+use super::refusal::error_of;
+use super::replicas::stop_all;
+use super::router::{Admission, Router};
+use super::text_stop::TextStop;
+use super::timing::Timing;
+use crate::encoder;
+
+/// One loaded LLM.
+pub(crate) struct Llm {
+    config: Arc<LlmConfig>,
+    version: String,
+    tokenizer: Option<Arc<Tokenizer>>,
+    /// Compiles what texts must be; `None` without a tokenizer.
+    constraints: Option<Constraints>,
+    router: Arc<Router>,
+    /// Shared with the other models.
+    logits: Arc<LogitsBudget>,
+    /// For `stop`.
+    by_id: ById,
+    /// Requests in flight, for drain.
+    in_flight: Arc<watch::Sender<usize>>,
+    /// When it was loaded, in seconds since 1970.
+    created: u64,
+}
+
+impl Llm {
+    pub(crate) fn new(
+        config: LlmConfig,
+        version: i64,
+        tokenizer: Option<Arc<Tokenizer>>,
+        router: Arc<Router>,
+        logits: Arc<LogitsBudget>,
+    ) -> Self {
+        let constraints =
+            tokenizer.clone().map(|tokenizer| Constraints::new(tokenizer, config.vocab_size, &config.end_ids));
+        Self {
+            config: Arc::new(config),
+            version: version.to_string(),
+            tokenizer,
+            constraints,
+            router,
+            logits,
+            by_id: Arc::default(),
+            in_flight: Arc::new(watch::Sender::new(0)),
+            created: SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default().as_secs(),
+        }
+    }
+
+    /// Ends the running request of the same id; answers with one empty final response.
+    fn stop(&self, request: &InferRequest) -> ResponseStream {
+        if let Some(stop) = ipc::lock(&self.by_id).get(&request.id) {
+            stop.send();
+        }
+        let (sender, stream) = ResponseStream::channel(1);
+        let response = InferResponse {
+            model_name: Name::from(&self.config.name),
+            model_version: Name::from(&self.version),
+            id: request.id.clone(),
+            is_final: true,
+            ..InferResponse::default()
+        };
+        sender.send(Ok(response)).now_or_never();
+        stream
+    }
+}
+
+impl Llm {
+    /// A replica for these sequences of one request, or a place in the queue.
+    fn admit(&self, sequences: &[Request]) -> Result<Admission, InferError> {
+        if let Some(reason) = self.router.failure() {
+            return Err(InferError::unavailable(reason));
+        }
+        let EngineConfig { max_queue, max_rows, .. } = self.config.engine;
+        let limit = max_queue + max_rows * self.router.replicas().len();
+        if *self.in_flight.borrow() >= limit {
+            return Err(InferError::unavailable(format!(
+                "model `{}` has {limit} requests waiting or running; try again later",
+                self.config.name
+            )));
+        }
+        let first = sequences.first().expect("a request has a sequence");
+        let num_rows = first.beams.map_or(sequences.len(), |beams| beams.width as usize);
+        let admission = self.router.admit(&first.prompt, num_rows, first.priority);
+        admission.map_err(|full| error_of(&Refused::QueueFull { max: full.max }))
+    }
+
+    /// A search of the text for each sequence, where there are stop words to search for.
+    fn text_stops(&self, sequences: &[Request]) -> Vec<TextStop> {
+        let (Some(tokenizer), Some(first)) = (&self.tokenizer, sequences.first()) else { return Vec::new() };
+        let Some(&before) = first.prompt.last() else { return Vec::new() };
+        // The sequences have the prompt and the words in common.
+        let texts = TextStop::texts(tokenizer, &first.stop_words, before);
+        sequences.iter().map_while(|_| TextStop::new(tokenizer, &texts, before)).collect()
+    }
+}
+
+impl Llm {
+    /// Begins a request, whose responses are the model's own or those of a text ensemble.
+    fn begin(&self, request: InferRequest, text: Option<TextOutputs>) -> Result<ResponseStream, InferError> {
+        let begun = Instant::now();
+        let parsed = match inputs::parse(&self.config, &request)? {
+            Command::Stop => return Ok(self.stop(&request)),
+            Command::Generate(parsed) => *parsed,
+        };
+        let responses = Responses::new(&self.config, &self.version, &request, &parsed, text);
+        let events = self.start(request.id, parsed.generate, None)?;
+        Ok(ResponseStream::from_source(|progress| {
+            progress.add_input_time(begun.elapsed());
+            Box::new(LlmStream { events, responses, progress })
+        }))
+    }
+
+    /// Starts a request; its events are the stream. `decode_calls` counts the calls that decode its tokens.
+    fn start(
+        &self,
+        client_id: Name,
+        mut request: GenerateRequest,
+        decode_calls: Option<CallCounter>,
+    ) -> Result<GenerateStream, InferError> {
+        let logits_bytes = check_request::check(&self.config, &request)?;
+        request.sequence.constraint = self.constraint(&request)?;
+        let logits = self.logits.charge(&self.config.limits, logits_bytes)?;
+        let num_sequences = request.num_sequences;
+        let timeout = self.config.queue.timeout(request.priority, request.timeout_us);
+        let timeout = timeout.map(|timeout| (Instant::now() + timeout.after, timeout.rejects));
+        request.sequence.priority =
+            self.config.queue.priority(request.priority).saturating_add_signed(-request.priority_offset);
+        let texts = self.sequence_texts(&mut request, decode_calls)?;
+        if let (None, Some(tokenizer), Some(&before)) = (&texts, &self.tokenizer, request.sequence.prompt.last()) {
+            TextStop::keep_space(tokenizer, &mut request.sequence.stop_words, before);
+        }
+        let sequences = request.into_sequences();
+        let text_stops = if texts.is_some() { Vec::new() } else { self.text_stops(&sequences) };
+        let admission = self.admit(&sequences)?;
+        let prompt_len = sequences.first().map_or(0, |first| first.prompt.len());
+        let shared = match &admission {
+            Admission::Placed(place) => &place.replica().shared,
+            Admission::Queued(_) => &self.router.replicas()[0].shared,
+        };
+        let timing = Timing::new(shared, self.config.engine.block_size, prompt_len, sequences.len());
+        let (events, receiver) = event_queue();
+        let stop = Arc::new(Stop::new(events.downgrade()));
+        let submit = Some(Message::Submit { sequences, timeout, events });
+        let mut pending = Pending { admission, submit, timeout };
+        if !pending.submit_if_placed() {
+            return Err(InferError::unavailable(format!("model `{}` is being unloaded", self.config.name)));
+        }
+        if !client_id.is_empty() {
+            ipc::lock(&self.by_id).insert(client_id.clone(), Arc::clone(&stop));
+        }
+        self.in_flight.send_modify(|count| *count += 1);
+        let generating = Generating {
+            client_id,
+            pending,
+            by_id: Arc::clone(&self.by_id),
+            stop,
+            in_flight: Arc::clone(&self.in_flight),
+            _logits: logits,
+            timing,
+            text_stops,
+            texts,
+            sequences: SmallVec::new(),
+            ended: smallvec![false; num_sequences],
+            is_cancelled: false,
+            ready: VecDeque::new(),
+        };
+        Ok(GenerateStream::new(generating, receiver))
+    }
+
+    /// The constraint of a request's first sequence, where it has one. Compiling it takes time, meanwhile other threads
+    /// serve other requests.
+    fn constraint(&self, request: &GenerateRequest) -> Result<Option<RequestConstraint>, InferError> {
+        if request.guide.is_free() {
+            return Ok(None);
+        }
+        if request.sequence.beams.is_some() {
+            return Err(error_of(&Refused::ConstrainedBeams));
+        }
+        let constraints = self.constraints.as_ref().ok_or_else(|| {
+            InferError::invalid(format!(
+                "model `{}` has no tokenizer, so its texts cannot be constrained",
+                self.config.name
+            ))
+        })?;
+        let compile = || constraints.compile(&request.guide, &request.sequence.sampling.end_ids);
+        let can_hand_over = Handle::try_current().is_ok_and(|it| it.runtime_flavor() == RuntimeFlavor::MultiThread);
+        let compiled = if can_hand_over { tokio::task::block_in_place(compile) } else { compile() };
+        compiled.map(Some).map_err(|error| match error {
+            ConstraintError::Busy { .. } => InferError::unavailable(error.to_string()),
+            error => InferError::invalid(error.to_string()),
+        })
+    }
+
+    /// The texts of a request's sequences, where it has text options.
+    fn sequence_texts(
+        &self,
+        request: &mut GenerateRequest,
+        decode_calls: Option<CallCounter>,
+    ) -> Result<Option<SequenceTexts>, InferError> {
+        let Some(options) = request.text else { return Ok(None) };
+        let tokenizer = self.tokenizer.as_ref().ok_or_else(|| {
+            InferError::invalid(format!("model `{}` has no tokenizer that can be read", self.config.name))
+        })?;
+        let stop = Arc::new(std::mem::take(&mut request.stop));
+        let sequence = || SequenceText::new(tokenizer, options, &stop);
+        let sequences = std::iter::repeat_with(sequence).take(request.num_sequences).collect();
+        Ok(Some(SequenceTexts { sequences, decode_calls }))
+    }
+}
+
+impl Backend for Llm {
+    fn infer(&self, request: InferRequest) -> Result<ResponseStream, InferError> {
+        self.begin(request, None)
+    }
+
+    fn text_model(&self) -> Option<TextModel> {
+        Some(TextModel::Generator)
+    }
+
+    fn infer_text(&self, request: InferRequest, outputs: TextOutputs) -> Result<ResponseStream, InferError> {
+        self.begin(request, Some(outputs))
+    }
+
+    fn generator(&self) -> Option<Generator> {
+        let tokenizer = self.tokenizer.clone()?;
+        let EngineConfig { max_sequence_len, max_rows, block_size, max_drafts, .. } = self.config.engine;
+        let num_blocks = self.router.replicas().iter().map(|replica| ipc::lock(&replica.shared.stats).num_blocks).min();
+        Some(Generator {
+            max_prompt_bytes: encoder::max_prompt_bytes(&tokenizer, Some(max_sequence_len), &self.config.limits),
+            tokenizer,
+            checkpoint: self.config.checkpoint.clone(),
+            max_sequence_len,
+            num_kv_positions: num_blocks
+                .filter(|&count| count > 0)
+                .map_or(max_sequence_len, |count| count * block_size),
+            max_rows,
+            block_size,
+            vocab_size: self.config.vocab_size,
+            end_ids: self.config.end_ids.clone(),
+            adds_special_tokens: true,
+            defaults: self.config.sampling_defaults,
+            max_drafts: max_drafts as u32,
+            created: self.created,
+        })
+    }
+
+    fn generate(&self, call: GenerateCall) -> Result<ResponseStream, InferError> {
+        let GenerateCall { id, mut request, decode_calls, .. } = call;
+        let begun = Instant::now();
+        request.sequence.sampling.context_logits = request.prompt_logprobs.is_some();
+        let prompt_logprobs = request.prompt_logprobs.map(|num_top| {
+            let num_top = (num_top as usize).min(engine::MAX_LOGPROBS as usize);
+            PromptLogprobs::new(request.sequence.prompt.clone(), num_top, self.config.vocab_size)
+        });
+        let num_open = request.num_sequences;
+        let events = self.start(id, request, decode_calls)?;
+        Ok(ResponseStream::from_source(|progress| {
+            progress.add_input_time(begun.elapsed());
+            Box::new(EventSource { events, progress, prompt_logprobs, next: None, num_open })
+        }))
+    }
+
+    fn returns_only_requested_outputs(&self) -> bool {
+        true
+    }
+
+    fn is_ready(&self) -> bool {
+        self.router.is_ready()
+    }
+
+    fn memory_usage(&self) -> Vec<MemoryUsage> {
+        let workers = self.router.replicas().iter().flat_map(|replica| replica.shared.figures.start().workers);
+        workers.map(|worker| memory_usage(&worker)).collect()
+    }
+
+    fn drain(&self) -> BoxFuture<'_, ()> {
+        async {
+            let _ = self.in_flight.subscribe().wait_for(|&count| count == 0).await;
+        }
+        .boxed()
+    }
+}
+
+fn memory_usage(worker: &WorkerFigures) -> MemoryUsage {
+    let ordinal = worker.device.strip_prefix("cuda:").and_then(|ordinal| ordinal.parse().ok());
+    let kind = if ordinal.is_some() { "GPU" } else { "CPU" };
+    MemoryUsage { kind, id: ordinal.unwrap_or(0), num_bytes: worker.memory_bytes }
+}
+
+impl Drop for Llm {
+    fn drop(&mut self) {
+        stop_all(&self.router);
+    }
+}

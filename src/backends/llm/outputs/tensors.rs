@@ -1,0 +1,133 @@
+//! The tensors of a response.
+
+use std::ops::Range;
+use std::time::{Duration, UNIX_EPOCH};
+
+use engine::{BlockUsage, DraftUsage};
+use serving::{Name, Shape, Tensor, Timestamp};
+use smallvec::SmallVec;
+
+use super::Responses;
+use super::kind::{Kind, Number};
+use super::sequence::{Output, longest};
+
+impl Responses {
+    /// The text of the tokens that some sequences have got since their last response.
+    pub(super) fn text(&mut self, name: &Name, indices: Range<usize>) -> Tensor {
+        let Self { texts: Some(texts), sequences, prompt, padding, .. } = self else {
+            unreachable!("a text ensemble's responses have texts");
+        };
+        let sequences = &sequences[indices.clone()];
+        let width = longest(sequences);
+        let rows = indices.zip(sequences).map(|(index, output)| {
+            let padding = std::iter::repeat_n(padding.0, width - output.pending.len());
+            let tokens = prompt.iter().map(|id| id.0).chain(output.pending.iter().map(|token| token.token.0));
+            (index, tokens, padding, output.ended)
+        });
+        texts.push_rows(name, rows)
+    }
+
+    /// One output of some sequences, but for logits. In front is a batch of 1; sequences take the dimension of beams.
+    pub(super) fn output(&self, name: &Name, kind: Kind, indices: Range<usize>) -> Tensor {
+        let sequences = &self.sequences[indices.clone()];
+        let name = name.clone();
+        let row = [1, sequences.len() as i64];
+        match kind {
+            Kind::OutputIds => self.output_ids(name, sequences),
+            Kind::SequenceLength => {
+                let length = |output: &Output| (self.prompt.len() + output.pending.len()) as i32;
+                Tensor::from_i32(name, &row, &sequences.iter().map(length).collect::<SmallVec<[i32; 4]>>())
+            }
+            Kind::CumLogProbs => {
+                let sum = |output: &Output| output.cumulative_log_prob as f32;
+                Tensor::from_f32(name, &row, &sequences.iter().map(sum).collect::<SmallVec<[f32; 4]>>())
+            }
+            Kind::OutputLogProbs => output_log_probs(name, sequences),
+            // Lets a detokenizer let go of what it holds back, before the stream has ended.
+            Kind::SequenceEnd => Tensor::from_bool(name, &[1, 1], &[sequences.iter().all(|output| output.ended)]),
+            _ => match self.number(kind, indices) {
+                Number::I32(value) => Tensor::from_i32(name, &[1, 1], &[value]),
+                Number::I64(value) => Tensor::from_i64(name, &[1, 1], &[value]),
+                Number::F32(value) => Tensor::from_f32(name, &[1, 1], &[value]),
+            },
+        }
+    }
+
+    /// The value of an output that is one number for some sequences together.
+    pub(super) fn number(&self, kind: Kind, indices: Range<usize>) -> Number {
+        let first = indices.start;
+        let sequences = &self.sequences[indices];
+        let count = |value: usize| Number::I32(value as i32);
+        let time = |at: Option<Timestamp>| Number::I64(self.unix_ns(at));
+        let blocks = |count: fn(&BlockUsage) -> u32| sequences.iter().map(|of| count(&of.blocks)).sum::<u32>();
+        let drafts = |count: fn(&DraftUsage) -> u32| sequences.iter().map(|of| count(&of.drafts)).sum::<u32>();
+        match kind {
+            Kind::BatchIndex => count(0),
+            Kind::SequenceIndex => count(first),
+            Kind::NumInputTokens => count(self.num_input_tokens),
+            Kind::NumOutputTokens => count(sequences.iter().map(|output| output.num_tokens).sum()),
+            Kind::ReusedBlocks => count(blocks(|blocks| blocks.num_reused) as usize),
+            Kind::NewBlocks => count(blocks(|blocks| blocks.num_allocated) as usize),
+            Kind::TotalBlocks => count(blocks(|blocks| blocks.num_reused + blocks.num_allocated) as usize),
+            Kind::DraftTokens => count(drafts(|drafts| drafts.num_drafted) as usize),
+            Kind::AcceptedDraftTokens => count(drafts(|drafts| drafts.num_accepted) as usize),
+            Kind::AcceptanceRate => {
+                let (num_accepted, num_drafted) =
+                    (drafts(|drafts| drafts.num_accepted), drafts(|drafts| drafts.num_drafted));
+                Number::F32(num_accepted as f32 / (num_drafted as f32).max(1.0))
+            }
+            Kind::ArrivalTime => time(Some(self.arrived.0)),
+            Kind::FirstScheduledTime => time(sequences.iter().filter_map(|output| output.first_scheduled).min()),
+            Kind::FirstTokenTime => time(sequences.iter().filter_map(|output| output.first_token).min()),
+            Kind::LastTokenTime => time(sequences.iter().filter_map(|output| output.last_token).max()),
+            Kind::OutputIds
+            | Kind::SequenceLength
+            | Kind::CumLogProbs
+            | Kind::OutputLogProbs
+            | Kind::SequenceEnd
+            | Kind::ContextLogits
+            | Kind::GenerationLogits => unreachable!("{kind:?} is not one number"),
+        }
+    }
+
+    /// `[1, sequences, tokens, V]` of the tokens in this response.
+    pub(super) fn generation_logits(&mut self, name: &Name, indices: Range<usize>) -> Tensor {
+        let form = self.logits_form;
+        let sequences = &mut self.sequences[indices];
+        let (width, mut data) = (longest(sequences), Vec::new());
+        for output in sequences.iter_mut() {
+            let count = output.pending.len();
+            output.logits.take_generation(form, output.num_tokens - count, count, width, &mut data);
+        }
+        let shape = Shape::from([1, sequences.len() as i64, width as i64, form.vocab_size as i64]);
+        Tensor { name: name.clone(), datatype: form.datatype, shape, data: data.into() }
+    }
+
+    pub(super) fn output_ids(&self, name: Name, sequences: &[Output]) -> Tensor {
+        let width = self.prompt.len() + longest(sequences);
+        let mut ids = SmallVec::<[i32; 8]>::with_capacity(sequences.len() * width);
+        for (row, output) in sequences.iter().enumerate() {
+            ids.extend(self.prompt.iter().map(|id| id.0 as i32));
+            ids.extend(output.pending.iter().map(|token| token.token.0 as i32));
+            ids.resize((row + 1) * width, self.padding.0 as i32);
+        }
+        Tensor::from_i32(name, &[1, sequences.len() as i64, width as i64], &ids)
+    }
+
+    /// Nanoseconds since 1970; 0 for never.
+    pub(super) fn unix_ns(&self, at: Option<Timestamp>) -> i64 {
+        let Some(at) = at else { return 0 };
+        let since_1970 = self.arrived.1.duration_since(UNIX_EPOCH).unwrap_or_default();
+        (since_1970 + Duration::from_nanos(at.ns_since(self.arrived.0))).as_nanos().try_into().unwrap_or(i64::MAX)
+    }
+}
+
+fn output_log_probs(name: Name, sequences: &[Output]) -> Tensor {
+    let width = longest(sequences);
+    let mut values = Vec::with_capacity(sequences.len() * width);
+    for (row, output) in sequences.iter().enumerate() {
+        values.extend(output.pending.iter().map(|token| token.logprob.unwrap_or(0.0)));
+        values.resize((row + 1) * width, 0.0);
+    }
+    Tensor::from_f32(name, &[1, sequences.len() as i64, width as i64], &values)
+}

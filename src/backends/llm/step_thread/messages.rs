@@ -1,0 +1,97 @@
+//! Messages to the step thread: requests, cancellations and events of agents.
+
+use std::time::{Duration, Instant};
+
+use engine::Request;
+use serving::InferError;
+
+use super::super::event_queue;
+use super::super::group::Group;
+use super::super::inbox::Message;
+use super::super::ledger::Report;
+use super::super::refusal::error_of;
+use super::super::request_event::RequestEvent;
+use super::{End, Running, Waiting};
+
+impl Running {
+    /// Everything in the inbox now, waiting up to `timeout` for the first ([`Duration::MAX`]: for as long as it takes).
+    pub(super) fn take_messages(&mut self, group: &mut Group, timeout: Duration) -> Result<(), End> {
+        let messages = &self.thread.messages;
+        let mut next = match timeout {
+            Duration::MAX => messages.recv().ok(),
+            timeout => messages.recv_timeout(timeout).ok(),
+        };
+        while let Some(message) = next {
+            match message {
+                Message::Agent(event) => {
+                    group.take_event(event)?;
+                    self.thread.shared.figures.update_start(|start| start.workers = group.workers().to_vec());
+                }
+                Message::Submit { sequences, timeout, events } => self.submit(sequences, timeout, events),
+                Message::Cancel(sequence) => {
+                    self.engine.as_mut().map(|engine| engine.cancel(sequence));
+                }
+                Message::Finish(sequence) => {
+                    self.engine.as_mut().map(|engine| engine.finish(sequence));
+                }
+                Message::Ledger(reply) => {
+                    let _ = reply.send(Report::new(self.engine.as_ref(), self.thread.dispatcher.num_open()));
+                }
+                Message::Stop { done } => return Err(End::Stopped(done)),
+            }
+            next = self.thread.messages.try_recv().ok();
+        }
+        self.expire();
+        self.thread.dispatcher.flush();
+        Ok(())
+    }
+
+    /// Refuses requests that have waited for as long as they may, or has others served before them.
+    pub(super) fn expire(&mut self) {
+        let Some(engine) = &mut self.engine else { return };
+        while let Some(late) = self.timeouts.first_entry().filter(|first| first.key().0 <= Instant::now()) {
+            let Waiting { sequences, rejects } = late.remove();
+            if !sequences.iter().all(|&sequence| engine.is_new(sequence)) {
+                continue;
+            }
+            for &sequence in &sequences {
+                if !rejects {
+                    engine.delay(sequence);
+                    continue;
+                }
+                engine.cancel(sequence);
+                let expired = RequestEvent::Failed(InferError::unavailable("Request timeout expired"));
+                self.thread.dispatcher.push_last(sequence, expired);
+            }
+        }
+    }
+
+    pub(super) fn submit(
+        &mut self,
+        requests: Vec<Request>,
+        timeout: Option<(Instant, bool)>,
+        events: event_queue::Sender,
+    ) {
+        let Some(engine) = &mut self.engine else {
+            events.send(RequestEvent::Failed(InferError::unavailable("the model's workers still load")));
+            return;
+        };
+        let mut sequences = Vec::with_capacity(requests.len());
+        for request in requests {
+            match engine.submit(request) {
+                Ok(sequence) => sequences.push(sequence),
+                Err(refused) => {
+                    for sequence in sequences {
+                        engine.cancel(sequence);
+                    }
+                    events.send(RequestEvent::Failed(error_of(&refused)));
+                    return;
+                }
+            }
+        }
+        if let (Some((at, rejects)), Some(&first)) = (timeout, sequences.first()) {
+            self.timeouts.insert((at, first), Waiting { sequences: sequences.clone(), rejects });
+        }
+        self.thread.dispatcher.accept(sequences, events);
+    }
+}

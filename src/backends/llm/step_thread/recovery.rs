@@ -1,0 +1,96 @@
+//! What follows a loss: another start of the workers, or the end of all requests.
+
+use std::any::Any;
+use std::sync::atomic::Ordering;
+use std::sync::mpsc;
+use std::time::{Duration, Instant};
+
+use serving::InferError;
+use tokio::sync::oneshot;
+
+use super::super::group::{Lost, LostKind};
+use super::super::inbox::Message;
+use super::super::request_event::RequestEvent;
+use super::{MAX_LOSSES, Running, StepThread};
+
+/// A model that was given up is tried again after this time, doubled each time up to the longest.
+const FIRST_RETRY: Duration = Duration::from_secs(5);
+const LONGEST_RETRY: Duration = Duration::from_secs(60);
+
+/// Wait before the second start in a row, doubled before each further one.
+const FIRST_BACK_OFF: Duration = Duration::from_millis(100);
+
+/// What a panic said.
+fn words_of(panic: &(dyn Any + Send)) -> &str {
+    let owned = panic.downcast_ref::<String>().map(String::as_str);
+    owned.or(panic.downcast_ref::<&str>().copied()).unwrap_or("it said nothing")
+}
+
+impl Running {
+    /// After a panic, which left the engine in any state: its sequences end with an error, and one without any takes its
+    /// place. The workers are gone with their group.
+    pub(super) fn start_anew(&mut self, panic: &(dyn Any + Send)) -> Lost {
+        let StepThread { config, shared, inbox, dispatcher, .. } = &mut self.thread;
+        shared.ready.store(false, Ordering::Release);
+        inbox.set_doorbell(None);
+        let words = format!("the step thread of model `{}` panicked: {}", config.name, words_of(panic));
+        tracing::error!(model = %config.name, "{words}; its requests end with an error, and its workers start again");
+        self.engine = self.engine.take().map(|engine| engine.successor());
+        self.timeouts.clear();
+        self.events.clear();
+        let error = InferError::internal(format!("{words}; the model starts again, so send the request again"));
+        dispatcher.push_last_to_all(|| RequestEvent::Failed(error.clone()));
+        dispatcher.flush();
+        Lost::new(words)
+    }
+
+    /// After a loss: sequences wait to be prefilled again; or, after too many losses in a row, all requests end
+    /// and the thread waits to be stopped.
+    pub(super) fn recover(&mut self, lost: &Lost) -> Option<oneshot::Sender<()>> {
+        self.losses += 1;
+        let (name, reason) = (&self.thread.config.name, &lost.reason);
+        self.step_kinds.clear();
+        if let Some(engine) = &mut self.engine {
+            engine.recover();
+        }
+        if lost.kind == LostKind::RankLost {
+            tracing::error!(model = %name, "{reason}");
+            return self.give_up(reason.clone());
+        }
+        if self.losses < MAX_LOSSES {
+            tracing::warn!(model = %name, reason = %reason, losses = self.losses, "workers lost; starting them again");
+            self.thread.shared.restarts.fetch_add(1, Ordering::Relaxed);
+            std::thread::sleep(FIRST_BACK_OFF * (1 << self.losses.saturating_sub(1)) - FIRST_BACK_OFF);
+            return None;
+        }
+        let words =
+            format!("workers of model `{name}` were lost {} times without a step between: {reason}", self.losses);
+        tracing::error!(model = %name, "{words}; requests are refused until a further start succeeds");
+        self.give_up(words)
+    }
+
+    /// Ends all requests with this error, and refuses others with it until [`Message::Stop`].
+    pub(super) fn give_up(&mut self, words: String) -> Option<oneshot::Sender<()>> {
+        *ipc::lock(&self.thread.shared.failure) = Some(words.clone());
+        let error = InferError::unavailable(words);
+        self.thread.dispatcher.push_last_to_all(|| RequestEvent::Failed(error.clone()));
+        self.thread.dispatcher.flush();
+        self.refuse_for_a_while(&error)
+    }
+
+    /// Waits for [`Message::Stop`] or the time to try again. Requests get the error meanwhile.
+    pub(super) fn refuse_for_a_while(&mut self, error: &InferError) -> Option<oneshot::Sender<()>> {
+        let doublings = self.losses.saturating_sub(MAX_LOSSES).min(8);
+        let end = Instant::now() + (FIRST_RETRY * (1 << doublings)).min(LONGEST_RETRY);
+        loop {
+            match self.thread.messages.recv_timeout(end.saturating_duration_since(Instant::now())) {
+                Ok(Message::Submit { events, .. }) => events.send(RequestEvent::Failed(error.clone())),
+                Ok(Message::Stop { done }) => return Some(done),
+                Ok(Message::Cancel(_) | Message::Finish(_) | Message::Agent(_) | Message::Ledger(_)) => {}
+                Err(mpsc::RecvTimeoutError::Timeout) => return None,
+                // All senders are gone: no request can come any more.
+                Err(mpsc::RecvTimeoutError::Disconnected) => return Some(oneshot::channel().0),
+            }
+        }
+    }
+}
