@@ -6,18 +6,18 @@ use futures::FutureExt as _;
 use futures::future::BoxFuture;
 use generation::Generator;
 use repository::ModelConfig;
-use repository::proto::{DataType, ModelOutput, ModelParameter};
+use repository::proto::DataType;
 use serving::{
     Backend, BackendFactory, ErrorKind, GenerateCall, InferError, InferRequest, LoadRequest, MemoryUsage, Name,
     ResponseStream, Tensor, TextModel, TextOutputs,
 };
 
-use super::Layout;
+use super::engine_config::{add_missing, engine_output, with_checkpoint};
 use super::forward::mapped;
 use super::keys::{self, LLM_INPUTS, Use};
+use super::layout::Layout;
 use super::rows::Rows;
 use super::static_batch::StaticBatch;
-use crate::checkpoint;
 
 /// Loads `tensorrt_llm` of the in-flight and of the Python `gpt` repository.
 pub(super) struct EngineFactory {
@@ -46,32 +46,6 @@ impl BackendFactory for EngineFactory {
         }
         .boxed()
     }
-}
-
-/// The request to load the engine itself: its checkpoint named, its configuration changed by `change`.
-///
-/// # Errors
-/// When there is no checkpoint.
-pub(super) fn with_checkpoint(
-    model: &LoadRequest,
-    change: impl FnOnce(&mut ModelConfig),
-) -> Result<LoadRequest, InferError> {
-    let dir = checkpoint::find(&model.config, &model.model_dir, &model.version_dir)
-        .map_err(|words| InferError::invalid(format!("model `{}`: {words}", model.config.name)))?;
-    // Read once more from the model's own directory.
-    let dir = std::path::absolute(&dir).unwrap_or(dir);
-    let mut config = ModelConfig::clone(&model.config);
-    let dir = ModelParameter { string_value: dir.display().to_string() };
-    config.parameters.insert("gpt_model_path".to_owned(), dir);
-    change(&mut config);
-    Ok(LoadRequest { config: Arc::new(config), ..model.clone() })
-}
-
-/// An output that the engine is to make for the layout around it.
-pub(super) fn engine_output(name: &str, data_type: DataType) -> ModelOutput {
-    let mut output = ModelOutput { name: name.to_owned(), dims: vec![-1], ..ModelOutput::default() };
-    output.set_data_type(data_type);
-    output
 }
 
 fn fit(config: &mut ModelConfig, layout: Layout) {
@@ -139,15 +113,6 @@ impl Backend for Checked {
 /// `tensorrt_llm.runtime`): greedy without a top-k, and beams are compared by their mean.
 fn python_runtimes_defaults() -> [Tensor; 2] {
     [Tensor::from_i32("runtime_top_k", &[1, 1], &[1]), Tensor::from_f32("len_penalty", &[1, 1], &[1.0])]
-}
-
-/// Adds those tensors whose names are not there.
-pub(super) fn add_missing(inputs: &mut Vec<Tensor>, defaults: impl IntoIterator<Item = Tensor>) {
-    for default in defaults {
-        if inputs.iter().all(|input| input.name != default.name) {
-            inputs.push(default);
-        }
-    }
 }
 
 /// The `gpt` repository's names for what the in-flight one calls otherwise.

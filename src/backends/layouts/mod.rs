@@ -6,8 +6,11 @@
 
 mod bls;
 mod engine;
+mod engine_config;
 mod forward;
 pub mod keys;
+mod layout;
+mod recognise;
 mod rows;
 mod static_batch;
 mod text_model;
@@ -16,138 +19,18 @@ mod text_values;
 mod turbomind;
 
 use std::collections::{BTreeSet, HashMap};
-use std::path::Path;
 use std::sync::{Arc, Mutex};
 
 use futures::future::BoxFuture;
 use repository::ModelConfig;
-use repository::proto::{DataType, ModelOutput};
 use serving::{Backend, BackendFactory, InferError, LoadRequest, Server};
 
 use crate::detokenize::DetokenizeFactory;
+use crate::python;
 use crate::tokenize::TokenizeFactory;
-use crate::{checkpoint, parameters, python};
-
-use keys::{Key, Use};
-
-/// Names under which configurations ask for the LLM engine.
-pub const LLM_BACKENDS: [&str; 5] = ["trireme", "tensorrtllm", "turbomind", "lmdeploy", "sglang"];
-
-/// A published layout of one model.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Layout {
-    /// TensorRT-LLM's and LMDeploy's `preprocessing`: text to token ids.
-    Preprocessing,
-    /// TensorRT-LLM's and LMDeploy's `postprocessing`: token ids to text.
-    Postprocessing,
-    /// TensorRT-LLM's `tensorrt_llm`: token ids to token ids, batched in flight.
-    Engine,
-    /// The same in the Python `gpt` repository: one batch after another.
-    FixedBatch,
-    /// TensorRT-LLM's `tensorrt_llm_bls`: text to text through the other models.
-    Bls,
-    /// Text to text from a checkpoint: LMDeploy's and SGLang's Python models, and Hugging Face ones.
-    Text,
-    /// TurboMind's `interactive`: token ids to token ids in sessions.
-    Sessions,
-}
-
-impl Layout {
-    /// What becomes of its parameters.
-    pub fn parameters(self) -> &'static [Key] {
-        match self {
-            Layout::Preprocessing | Layout::Postprocessing => keys::TEXT_PARAMETERS,
-            Layout::Bls => keys::BLS_PARAMETERS,
-            _ => keys::LLM_PARAMETERS,
-        }
-    }
-
-    /// What becomes of an input; `None` for one that no published layout has.
-    pub fn input(self, name: &str) -> Option<Use> {
-        match self {
-            Layout::Preprocessing | Layout::Postprocessing => keys::find(keys::TEXT_INPUTS, name),
-            Layout::Bls => bls::input(name),
-            Layout::Text => text_names::input(name),
-            _ => keys::find(keys::LLM_INPUTS, name),
-        }
-    }
-
-    /// What becomes of an output; `None` for one that no published layout has, and that nothing gives.
-    pub fn output(self, output: &ModelOutput) -> Option<Use> {
-        let name = output.name.as_str();
-        match self {
-            Layout::Preprocessing | Layout::Postprocessing => keys::find(keys::TEXT_OUTPUTS, name),
-            Layout::Bls if name == "text_output" => Some(Use::Used("the text")),
-            Layout::Text => text_names::output(output),
-            _ => keys::find(keys::LLM_OUTPUTS, name),
-        }
-    }
-
-    /// Whether it needs a checkpoint of its own.
-    pub fn has_checkpoint(self) -> bool {
-        matches!(self, Layout::Engine | Layout::FixedBatch | Layout::Text | Layout::Sessions)
-    }
-}
-
-/// The layout that a model follows; `None` for one that its own backend serves.
-pub fn recognise(config: &ModelConfig, model_dir: &Path, version_dir: &Path) -> Option<Layout> {
-    let is_python = config.backend == "python";
-    let is_llm = LLM_BACKENDS.contains(&config.backend.as_str());
-    if !(is_python || is_llm) || parameters::flag(config, "native") == Ok(Some(false)) {
-        return None;
-    }
-    let takes = |name: &str| config.input.iter().any(|input| input.name == name);
-    let gives = |name: &str| config.output.iter().any(|output| output.name == name);
-    let has = |name: &str| config.parameters.contains_key(name);
-    if takes("QUERY") && gives("INPUT_ID") {
-        return Some(Layout::Preprocessing);
-    }
-    if takes("TOKENS_BATCH") && gives("OUTPUT") {
-        return Some(Layout::Postprocessing);
-    }
-    let has_code = is_python && version_dir.join(python::file_name(config)).is_file();
-    if takes("input_ids") && gives("output_ids") {
-        // A `model.py` with weights of its own, in a form that only it knows.
-        if has_code && !checkpoint::is_named(config) && checkpoint::find(config, model_dir, version_dir).is_err() {
-            return None;
-        }
-        let has_sessions = takes("CORRID") && takes("START");
-        return Some(match (has_sessions, gives("log_probs")) {
-            (true, _) => Layout::Sessions,
-            (false, true) => Layout::FixedBatch,
-            (false, false) => Layout::Engine,
-        });
-    }
-    if is_llm && config.input.is_empty() && config.output.is_empty() {
-        return Some(Layout::Text);
-    }
-    let is_text = takes_text(config) && gives_text(config);
-    let asks_others = has("tensorrt_llm_model_name") || has("accumulate_tokens") || takes("embedding_bias_words");
-    if is_text && takes("text_input") && (asks_others || config.name.ends_with("_bls")) {
-        return Some(Layout::Bls);
-    }
-    let is_lmdeploy = is_lmdeploys(config);
-    let is_known = is_text && config.input.iter().all(|input| text_names::input(&input.name).is_some());
-    if is_known && (!has_code || is_lmdeploy || checkpoint::find(config, model_dir, version_dir).is_ok()) {
-        return Some(Layout::Text);
-    }
-    is_llm.then_some(Layout::Engine)
-}
-
-/// Whether it has the tensors of LMDeploy's Python model.
-fn is_lmdeploys(config: &ModelConfig) -> bool {
-    let takes = |name: &str| config.input.iter().any(|input| input.name == name);
-    takes("prompt") && takes("ignore_eos") && config.output.iter().any(|output| output.name == "response")
-}
-
-fn takes_text(config: &ModelConfig) -> bool {
-    let is_prompt = |name: &str| text_names::PROMPT.contains(&name);
-    config.input.iter().any(|input| input.data_type() == DataType::TypeString && is_prompt(&input.name))
-}
-
-fn gives_text(config: &ModelConfig) -> bool {
-    config.output.iter().any(|output| output.data_type() == DataType::TypeString)
-}
+use keys::Use;
+pub use layout::Layout;
+pub use recognise::{LLM_BACKENDS, recognise};
 
 /// Loads models of every published layout, and leaves others to the backend they name.
 pub struct Layouts {

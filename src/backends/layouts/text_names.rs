@@ -3,7 +3,7 @@
 use repository::ModelConfig;
 use repository::proto::{DataType as ConfigType, ModelInput, ModelOutput};
 
-use super::engine::engine_output;
+use super::engine_config::engine_output;
 use super::keys::Use;
 
 /// Names of the prompt.

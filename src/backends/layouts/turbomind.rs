@@ -18,7 +18,7 @@ use serving::{
 };
 use tokio::sync::watch;
 
-use super::engine::{engine_output, with_checkpoint};
+use super::engine_config::{engine_output, with_checkpoint};
 
 /// Sessions that are remembered at once; beyond them the one longest idle is forgotten.
 const MAX_SESSIONS: usize = 4096;

@@ -1,0 +1,44 @@
+//! The configuration and the default inputs of the engine inside a layout.
+
+use std::sync::Arc;
+
+use repository::ModelConfig;
+use repository::proto::{DataType, ModelOutput, ModelParameter};
+use serving::{InferError, LoadRequest, Tensor};
+
+use crate::checkpoint;
+
+/// The request to load the engine itself: its checkpoint named, its configuration changed by `change`.
+///
+/// # Errors
+/// When there is no checkpoint.
+pub(super) fn with_checkpoint(
+    model: &LoadRequest,
+    change: impl FnOnce(&mut ModelConfig),
+) -> Result<LoadRequest, InferError> {
+    let dir = checkpoint::find(&model.config, &model.model_dir, &model.version_dir)
+        .map_err(|words| InferError::invalid(format!("model `{}`: {words}", model.config.name)))?;
+    // Read once more from the model's own directory.
+    let dir = std::path::absolute(&dir).unwrap_or(dir);
+    let mut config = ModelConfig::clone(&model.config);
+    let dir = ModelParameter { string_value: dir.display().to_string() };
+    config.parameters.insert("gpt_model_path".to_owned(), dir);
+    change(&mut config);
+    Ok(LoadRequest { config: Arc::new(config), ..model.clone() })
+}
+
+/// An output that the engine is to make for the layout around it.
+pub(super) fn engine_output(name: &str, data_type: DataType) -> ModelOutput {
+    let mut output = ModelOutput { name: name.to_owned(), dims: vec![-1], ..ModelOutput::default() };
+    output.set_data_type(data_type);
+    output
+}
+
+/// Adds those tensors whose names are not there.
+pub(super) fn add_missing(inputs: &mut Vec<Tensor>, defaults: impl IntoIterator<Item = Tensor>) {
+    for default in defaults {
+        if inputs.iter().all(|input| input.name != default.name) {
+            inputs.push(default);
+        }
+    }
+}
