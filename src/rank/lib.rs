@@ -6,6 +6,8 @@
 
 mod args;
 mod boolean;
+mod configs;
+mod connect;
 mod control;
 mod devices;
 mod error;

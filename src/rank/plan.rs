@@ -13,9 +13,9 @@ use serving::{Backend, BackendFactory, InferError, LoadRequest, Server};
 use supervision::DeviceChoice;
 
 use crate::args::RankArgs;
+use crate::configs::{llm_defaults, server_config};
 use crate::error::RankError;
 use crate::hardware::Hardware;
-use crate::server::{llm_defaults, server_config};
 
 /// Prints the memory of each LLM of a world of `world_size` ranks on one node. The exit code is a failure if one does
 /// not fit.
