@@ -81,6 +81,7 @@ mod recent;
 mod registry;
 mod request;
 mod request_metrics;
+mod response_counter;
 mod response_order;
 mod scheduler;
 mod sender;

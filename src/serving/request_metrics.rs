@@ -8,17 +8,14 @@ use generation::GenerateEvent;
 use crate::cache::CacheKey;
 use crate::index_memo::IndexMemo;
 use crate::model::ServedModel;
-use crate::outcome::{CacheUse, Failure, OtherResponse, Outcome, ResponseTiming};
+use crate::outcome::{CacheUse, Failure, OtherResponse, Outcome};
 use crate::progress::{Generation, Progress, Scheduled};
+use crate::response_counter::ResponseCounter;
 use crate::stream::StreamObserver;
 use crate::{
     DeltaInfo, ErrorKind, InferError, InferRequest, InferResponse, Name, ResponseStream, StreamEvent, StreamItem,
     Timestamp, Trace,
 };
-
-/// Responses of a request that are counted together, at most. All requests to the model share the counters, and writing a
-/// contended cache line is costly.
-const MAX_UNCOUNTED: usize = 6;
 
 /// Metrics of one request. The request counts as in flight until this is dropped.
 #[derive(Debug)]
@@ -31,7 +28,7 @@ pub(crate) struct RequestMetrics {
     started: Instant,
     /// Time that checking the inputs took.
     check_time: Duration,
-    responses: Responses,
+    responses: ResponseCounter,
     ended: bool,
     cache_lookup: CacheLookup,
     progress: Option<Arc<Progress>>,
@@ -39,22 +36,6 @@ pub(crate) struct RequestMetrics {
     is_step: bool,
     trace: Option<Trace>,
 }
-
-/// Responses of a request so far. It is updated for each token and fits one cache line.
-#[derive(Debug)]
-#[repr(align(64))]
-struct Responses {
-    /// When the last response was observed.
-    last: Timestamp,
-    count: u32,
-    num_uncounted: u8,
-    /// Whether responses are counted by their indices.
-    is_decoupled: bool,
-    /// Timings of the last `num_uncounted` responses, which are not counted yet.
-    uncounted: [ResponseTiming<u32>; MAX_UNCOUNTED],
-}
-
-const _: () = assert!(size_of::<Responses>() == 64);
 
 /// Result of looking for a request in the response cache, with the time that it took.
 #[derive(Debug, Clone, Copy)]
@@ -86,13 +67,7 @@ impl RequestMetrics {
             batch_size,
             started,
             check_time: started.elapsed(),
-            responses: Responses {
-                last: started.into(),
-                count: 0,
-                num_uncounted: 0,
-                is_decoupled: model.is_decoupled,
-                uncounted: Default::default(),
-            },
+            responses: ResponseCounter::new(started, model.is_decoupled),
             ended: false,
             cache_lookup,
             progress: None,
@@ -134,8 +109,8 @@ impl RequestMetrics {
             Some(Ok(response)) => Some(Ok(response)),
             Some(Err(error)) => {
                 // The queue refuses a request before it is scheduled and before any response.
-                let is_refused = self.responses.count == 0 && self.scheduled().is_none();
-                self.count_other(OtherResponse::Fail, Timestamp::now());
+                let is_refused = self.responses.count() == 0 && self.scheduled().is_none();
+                self.responses.other(&self.model.statistics, OtherResponse::Fail, Timestamp::now());
                 self.fail(if is_refused { refusal_of(&error) } else { failure_of(&error) });
                 Some(Err(error))
             }
@@ -165,7 +140,7 @@ impl RequestMetrics {
             (CacheLookup::Hit(duration), _) => Some(CacheUse::Hit(duration)),
             (CacheLookup::Miss(key, duration), Some(cache)) => {
                 let started = Instant::now();
-                if self.responses.count == 0 && response.is_final {
+                if self.responses.count() == 0 && response.is_final {
                     cache.insert(key, response);
                 }
                 Some(CacheUse::Miss(duration + started.elapsed()))
@@ -199,37 +174,37 @@ impl RequestMetrics {
         let (now, is_empty) = (Instant::now(), response.outputs.is_empty());
         let computed = self.progress.as_ref().and_then(|progress| progress.take_computed());
         let output = computed.map_or(Duration::ZERO, |computed| now.saturating_duration_since(computed));
-        if self.responses.count == 0 && !is_empty {
+        if self.responses.count() == 0 && !is_empty {
             self.model.statistics.first_response(now - self.started);
         }
         match is_empty {
-            true => self.count_other(OtherResponse::Empty, now.into()),
-            false => self.count_response(now.into(), output.as_nanos() as u64),
+            true => self.responses.other(&self.model.statistics, OtherResponse::Empty, now.into()),
+            false => self.responses.response(&self.model.statistics, now.into(), output.as_nanos() as u64),
         }
         if response.is_final && !self.ended {
             self.ended = true;
-            self.flush();
+            self.responses.flush(&self.model.statistics);
             self.succeed(response, cache, now, output);
         }
     }
 
     /// Counts a response that was sent as a delta.
     fn count_delta(&mut self, info: &DeltaInfo) {
-        self.count_response(info.observed, info.observed.ns_since(info.computed));
+        self.responses.response(&self.model.statistics, info.observed, info.observed.ns_since(info.computed));
     }
 
     /// Counts an event of generated text as a response; the last one ends the request.
     fn count_event(&mut self, event: &StreamEvent) {
         if let GenerateEvent::Delta(delta) = &event.event {
             let now = Timestamp::now();
-            if self.responses.count == 0 {
+            if self.responses.count() == 0 {
                 self.model.statistics.first_response(self.started.elapsed());
             }
-            self.count_response(now, now.ns_since(delta.at));
+            self.responses.response(&self.model.statistics, now, now.ns_since(delta.at));
         }
         if event.is_last && !self.ended {
             self.ended = true;
-            self.flush();
+            self.responses.flush(&self.model.statistics);
             self.succeed(&InferResponse::default(), None, Instant::now(), Duration::ZERO);
         }
     }
@@ -248,58 +223,8 @@ impl RequestMetrics {
         self.log_request("ok", queued);
     }
 
-    /// Counts a response. Responses of a decoupled model are also counted by their indices.
-    fn count_response(&mut self, now: Timestamp, output_ns: u64) {
-        let responses = &mut self.responses;
-        let number = responses.count;
-        responses.count = number.saturating_add(1);
-        if !responses.is_decoupled {
-            return;
-        }
-        let timing = ResponseTiming { interval_ns: now.ns_since(responses.last), output_ns };
-        responses.last = now;
-        let compact = timing.to_u32();
-        if compact.is_none() || usize::from(responses.num_uncounted) == MAX_UNCOUNTED {
-            self.flush_before(number);
-        }
-        let responses = &mut self.responses;
-        match compact {
-            Some(timing) => {
-                responses.uncounted[usize::from(responses.num_uncounted)] = timing;
-                responses.num_uncounted += 1;
-            }
-            None => self.model.statistics.responses(number as usize, &[timing]),
-        }
-    }
-
-    /// Counts a response without outputs, an error or a cancellation.
-    fn count_other(&mut self, outcome: OtherResponse, now: Timestamp) {
-        self.flush();
-        let responses = &mut self.responses;
-        if responses.is_decoupled {
-            let after = Duration::from_nanos(now.ns_since(responses.last));
-            self.model.statistics.other_response(responses.count as usize, outcome, after);
-            responses.last = now;
-        }
-        responses.count = responses.count.saturating_add(1);
-    }
-
-    /// Counts all uncounted responses.
-    fn flush(&mut self) {
-        self.flush_before(self.responses.count);
-    }
-
-    /// Counts all uncounted responses, which end before response `number`.
-    fn flush_before(&mut self, number: u32) {
-        let Responses { num_uncounted, uncounted, .. } = &mut self.responses;
-        let uncounted = &uncounted[..usize::from(std::mem::take(num_uncounted))];
-        if !uncounted.is_empty() {
-            self.model.statistics.responses(number as usize - uncounted.len(), uncounted);
-        }
-    }
-
     fn fail(&mut self, failure: Failure) {
-        self.flush();
+        self.responses.flush(&self.model.statistics);
         if !self.ended {
             self.ended = true;
             self.model.statistics.failed(failure, self.started.elapsed());
@@ -314,7 +239,7 @@ impl RequestMetrics {
             return;
         }
         let (model, version, id, responses) =
-            (self.model.config.name.as_str(), self.model.version, self.id.as_str(), self.responses.count);
+            (self.model.config.name.as_str(), self.model.version, self.id.as_str(), self.responses.count());
         let total = self.started.elapsed();
         let total_ms = milliseconds(total);
         let Some(generation) = self.progress.as_ref().and_then(|progress| progress.generation()) else {
@@ -379,10 +304,10 @@ fn milliseconds(duration: Duration) -> f64 {
 impl Drop for RequestMetrics {
     fn drop(&mut self) {
         if !self.ended {
-            self.count_other(OtherResponse::Cancel, Timestamp::now());
+            self.responses.other(&self.model.statistics, OtherResponse::Cancel, Timestamp::now());
             self.fail(Failure::Canceled);
         }
-        self.flush();
+        self.responses.flush(&self.model.statistics);
         self.model.in_flight.leave();
     }
 }
