@@ -10,14 +10,14 @@ use crate::{StopTexts, TextOptions, Tokens};
 
 /// Turns the tokens of one sequence into text, and ends it where a stop text is complete.
 ///
-/// Text that may still become a stop text is held back, with the tokens that begin in it. The pieces of text joined are the
+/// Text that may still become a stop text is withheld back, with the tokens that begin in it. The pieces of text joined are the
 /// text of the sequence, and each token is released once.
 pub struct SequenceText {
     detokenizer: Detokenizer,
     search: StopText,
     stop: Arc<StopTexts>,
-    /// Tokens that are held back, each with the position of its first byte in the text.
-    held: VecDeque<(SampledToken, usize)>,
+    /// Tokens that are withheld back, each with the position of its first byte in the text.
+    withheld: VecDeque<(SampledToken, usize)>,
     /// Bytes of text of all tokens, and bytes that were released.
     text_len: usize,
     released_len: usize,
@@ -30,7 +30,7 @@ impl SequenceText {
             detokenizer: Detokenizer::new(Arc::clone(tokenizer), options.skip_special_tokens),
             search: StopText::new(stop.texts.iter().cloned()),
             stop: Arc::clone(stop),
-            held: VecDeque::new(),
+            withheld: VecDeque::new(),
             text_len: 0,
             released_len: 0,
         }
@@ -51,7 +51,7 @@ impl SequenceText {
         for token in tokens {
             piece.clear();
             self.detokenizer.push_into(token.token.0, &mut piece);
-            self.held.push_back((token, self.text_len));
+            self.withheld.push_back((token, self.text_len));
             if let Some(found) = self.search(&piece, text, released) {
                 return Some(found);
             }
@@ -64,7 +64,7 @@ impl SequenceText {
         let found = self.search(&piece, text, released);
         if found.is_none() {
             self.search.finish(text);
-            released.extend(self.held.drain(..).map(|(token, _)| token));
+            released.extend(self.withheld.drain(..).map(|(token, _)| token));
         }
         found
     }
@@ -77,7 +77,7 @@ impl SequenceText {
         let is_free = self.released_len == self.text_len && found.is_none();
         let includes_stop = found.is_some() && self.stop.is_included;
         while let Some((token, _)) =
-            self.held.pop_front_if(|(_, begin)| is_free || includes_stop || *begin < self.released_len)
+            self.withheld.pop_front_if(|(_, begin)| is_free || includes_stop || *begin < self.released_len)
         {
             released.push(token);
         }

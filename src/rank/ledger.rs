@@ -16,7 +16,7 @@ pub(crate) fn source(llm: Arc<LlmFactory>) -> LedgerSource {
 }
 
 fn model(model: &LlmLedger) -> Value {
-    let LlmLedger { name, version, replica, scheduler, num_listening, wrong } = model;
+    let LlmLedger { name, version, replica, scheduler, num_open_sequences, wrong } = model;
     let Some(ledger) = scheduler else {
         return json!({"name": name, "version": version, "replica": replica, "state": "not running"});
     };
@@ -24,8 +24,8 @@ fn model(model: &LlmLedger) -> Value {
         json!({"sequence": holding.sequence.0, "queued": holding.queued, "row": holding.row.map(|row| row.0),
                "rows": holding.num_rows, "kv_blocks": holding.num_blocks, "tokens_in_flight": holding.num_in_flight})
     });
-    json!({"name": name, "version": version, "replica": replica, "idle": ledger.is_zero() && *num_listening == 0,
+    json!({"name": name, "version": version, "replica": replica, "idle": ledger.is_zero() && *num_open_sequences == 0,
            "queue_slots": ledger.num_queued, "rows": ledger.num_rows, "kv_blocks": ledger.num_blocks,
            "kv_blocks_reserved": ledger.num_reserved_blocks, "steps_in_flight": ledger.num_in_flight,
-           "sequences_listening": num_listening, "wrong": wrong, "sequences": sequences.collect::<Vec<_>>()})
+           "sequences_listening": num_open_sequences, "wrong": wrong, "sequences": sequences.collect::<Vec<_>>()})
 }

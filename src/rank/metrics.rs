@@ -3,7 +3,7 @@
 use std::sync::Arc;
 use std::time::{SystemTime, UNIX_EPOCH};
 
-use backends::llm::{ENDS, LlmFactory, LlmStatus, STEP_KINDS, STEP_PHASES};
+use backends::llm::{FINISH_REASONS, LlmFactory, LlmStatus, STEP_KINDS, STEP_PHASES};
 use backends::python::PythonFactory;
 use front::{Family, FamilyKind, Labels, MetricsSource, Sample};
 use serving::HistogramValues;
@@ -136,12 +136,12 @@ const PLAIN: &[Plain] = &[
     counter(
         "trireme_llm_prefix_cache_lookups_total",
         "Sequences whose prompt was looked for in the prefix cache",
-        |model| model.figures.prefix_lookups as f64,
+        |model| model.metrics.prefix_lookups as f64,
     ),
     counter(
         "trireme_llm_prefix_cache_hits_total",
         "Sequences that found part of their prompt in the prefix cache",
-        |model| model.figures.prefix_hits as f64,
+        |model| model.metrics.prefix_hits as f64,
     ),
     counter("trireme_llm_prefix_cache_reused_blocks_total", "KV blocks found in the prefix cache", |model| {
         model.engine.total_reused_blocks as f64
@@ -157,7 +157,7 @@ const LABELLED: &[Labelled] = &[
         help: "Sequences by the reason of their end",
         kind: FamilyKind::Counter,
         label: "reason",
-        values: |model| ENDS.into_iter().zip(model.figures.ends.map(|count| count as f64)).collect(),
+        values: |model| FINISH_REASONS.into_iter().zip(model.metrics.ends.map(|count| count as f64)).collect(),
     },
     Labelled {
         name: "nv_trt_llm_request_metrics",
@@ -182,7 +182,7 @@ const LABELLED: &[Labelled] = &[
         label: "memory_type",
         values: |model| {
             let bytes = |on_gpu: bool| {
-                let workers = model.figures.start.workers.iter();
+                let workers = model.metrics.start.workers.iter();
                 let its = workers.filter(|worker| worker.device.starts_with("cuda") == on_gpu);
                 its.map(|worker| worker.memory_bytes).sum::<u64>() as f64
             };
@@ -214,7 +214,7 @@ const LABELLED: &[Labelled] = &[
         values: |model| {
             let engine = &model.engine;
             // Of the last step; zero between steps.
-            let context_tokens = if engine.num_in_flight > 0 { model.figures.context_tokens } else { 0 };
+            let context_tokens = if engine.num_in_flight > 0 { model.metrics.context_tokens } else { 0 };
             vec![
                 ("total_context_tokens", context_tokens as f64),
                 ("generation_requests", (engine.num_running - engine.num_prefilling) as f64),
@@ -240,49 +240,49 @@ const HISTOGRAMS: &[Histograms] = &[
         name: "trireme_llm_time_to_first_token_seconds",
         help: "Time from a request's arrival to its first token",
         label: "",
-        values: |model| vec![("", &model.figures.first_token)],
+        values: |model| vec![("", &model.metrics.first_token)],
     },
     Histograms {
         name: "trireme_llm_inter_token_latency_seconds",
         help: "Time between two tokens of a sequence",
         label: "",
-        values: |model| vec![("", &model.figures.inter_token)],
+        values: |model| vec![("", &model.metrics.inter_token)],
     },
     Histograms {
         name: "trireme_llm_queue_time_seconds",
         help: "Time from a request's arrival until a step had room for it",
         label: "",
-        values: |model| vec![("", &model.figures.queue)],
+        values: |model| vec![("", &model.metrics.queue)],
     },
     Histograms {
         name: "trireme_llm_request_seconds",
         help: "Time from a request's arrival to its end, however it ended",
         label: "",
-        values: |model| vec![("", &model.figures.request)],
+        values: |model| vec![("", &model.metrics.request)],
     },
     Histograms {
         name: "trireme_llm_step_seconds",
         help: "Time of a step by what it computed: from the step before it, or from its sending to idle workers",
         label: "kind",
-        values: |model| STEP_KINDS.into_iter().zip(&model.figures.steps).collect(),
+        values: |model| STEP_KINDS.into_iter().zip(&model.metrics.steps).collect(),
     },
     Histograms {
         name: "trireme_llm_step_phase_seconds",
         help: "Time of rank 0 in each phase of a step; wait is for the workers",
         label: "phase",
-        values: |model| STEP_PHASES.into_iter().zip(&model.figures.phases).collect(),
+        values: |model| STEP_PHASES.into_iter().zip(&model.metrics.phases).collect(),
     },
     Histograms {
         name: "nv_llm_input_token_len",
         help: "Number of input tokens of requests",
         label: "response_metric_type",
-        values: |model| vec![("total_input_tokens", &model.figures.input_tokens)],
+        values: |model| vec![("total_input_tokens", &model.metrics.input_tokens)],
     },
     Histograms {
         name: "nv_llm_output_token_len",
         help: "Number of output tokens of requests",
         label: "response_metric_type",
-        values: |model| vec![("total_output_tokens", &model.figures.output_tokens)],
+        values: |model| vec![("total_output_tokens", &model.metrics.output_tokens)],
     },
 ];
 
@@ -320,7 +320,7 @@ impl Histograms {
 fn worker_families(models: &[LlmStatus]) -> Vec<Family> {
     let (mut ready, mut lag, mut memory) = (Vec::new(), Vec::new(), Vec::new());
     for model in models {
-        for worker in &model.figures.start.workers {
+        for worker in &model.metrics.start.workers {
             let index = worker.index.to_string();
             let mut all = labels(model, Some(("worker", &index)));
             lag.extend(worker.backlog.as_ref().map(|steps| Sample::new(all.clone(), steps.num_messages() as f64)));
@@ -358,7 +358,7 @@ fn startup_family(models: &[LlmStatus]) -> Family {
         let sample = |(phase, time): &(String, std::time::Duration)| {
             Sample::new(labels(model, Some(("phase", phase))), time.as_secs_f64())
         };
-        model.figures.start.phases.iter().map(sample).collect::<Vec<_>>()
+        model.metrics.start.phases.iter().map(sample).collect::<Vec<_>>()
     });
     Family {
         name: "trireme_llm_startup_seconds",

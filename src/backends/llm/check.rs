@@ -36,15 +36,15 @@ impl CheckFactory {
 
 impl BackendFactory for CheckFactory {
     fn load(&self, load: LoadRequest) -> BoxFuture<'static, Result<Arc<dyn Backend>, InferError>> {
-        let checked = self.check(&load).map(|()| Arc::new(Sound) as Arc<dyn Backend>);
+        let checked = self.check(&load).map(|()| Arc::new(CheckedModel) as Arc<dyn Backend>);
         async move { checked }.boxed()
     }
 }
 
 /// A model whose check found nothing wrong. It answers warm-up requests only.
-pub struct Sound;
+pub struct CheckedModel;
 
-impl Backend for Sound {
+impl Backend for CheckedModel {
     fn infer(&self, _request: InferRequest) -> Result<ResponseStream, InferError> {
         Ok(ResponseStream::ready(InferResponse::default()))
     }

@@ -12,7 +12,7 @@ use repository::ModelConfig;
 use serving::{DataType, InferError, Limits, LoadRequest};
 use supervision::{DeviceChoice, KvMemory, WeightPrecision};
 
-use super::queue_rules::QueueRules;
+use super::queue_policy::QueuePolicy;
 
 /// Most tokens guessed in one step: more are seldom right.
 const MAX_DRAFTS: usize = 64;
@@ -71,7 +71,7 @@ pub(crate) struct LlmConfig {
     /// `num_blocks` is filled in once the workers have said how many fit.
     pub(crate) engine: EngineConfig,
     /// How requests wait.
-    pub(crate) queue: QueueRules,
+    pub(crate) queue: QueuePolicy,
     /// What one request may contain.
     pub(crate) limits: Limits,
     /// Whether a request may have many responses.
@@ -81,7 +81,7 @@ pub(crate) struct LlmConfig {
     /// Outputs declared in `config.pbtxt`.
     pub(crate) outputs: Vec<String>,
     /// Log probabilities and logits that were not requested are sent as zeros.
-    pub(crate) has_stand_ins: bool,
+    pub(crate) has_placeholders: bool,
     /// The type in which logits are returned: FP32, FP16 or BF16.
     pub(crate) logits_type: DataType,
     pub(crate) vocab_size: usize,
@@ -105,7 +105,7 @@ impl LlmConfig {
         let config = &load.config;
         let checkpoint = find_checkpoint(load)?;
         let model = models::Config::from_dir(&checkpoint).map_err(|error| invalid(config, error.to_string()))?;
-        let queue = QueueRules::new(config);
+        let queue = QueuePolicy::new(config);
         let Parallelism { tp_size, pp_size, num_replicas } = Parallelism::new(config, &model, defaults)?;
         check_shares(config, &model, tp_size)?;
         let engine = engine_config(config, &model, defaults, &queue, tp_size)?;
@@ -131,7 +131,7 @@ impl LlmConfig {
             decoupled: config.model_transaction_policy.as_ref().is_some_and(|policy| policy.decoupled),
             exclude_input: parameter(config, "exclude_input_in_output")?.unwrap_or(false),
             outputs: config.output.iter().map(|output| output.name.clone()).collect(),
-            has_stand_ins: has_stand_ins(config),
+            has_placeholders: has_placeholders(config),
             logits_type: logits_type(config)?,
             vocab_size: model.vocab_size,
             check_input_ids: parameter(config, "check_input_ids")?.unwrap_or(false),
@@ -212,7 +212,7 @@ fn engine_config(
     config: &ModelConfig,
     model: &models::Config,
     defaults: &LlmDefaults,
-    queue: &QueueRules,
+    queue: &QueuePolicy,
     tp_size: u32,
 ) -> Result<EngineConfig, InferError> {
     let max_rows = usize::try_from(config.max_batch_size).unwrap_or(0).max(1);
@@ -259,7 +259,7 @@ fn max_mixed_prefill_tokens(config: &ModelConfig, device: DeviceChoice, tp_size:
 
 /// TensorRT-LLM's backend gave them up to release 0.13, the last one without `num_return_sequences`; clients of those
 /// releases read them.
-fn has_stand_ins(config: &ModelConfig) -> bool {
+fn has_placeholders(config: &ModelConfig) -> bool {
     config.backend == "tensorrtllm" && config.input.iter().all(|input| input.name != "num_return_sequences")
 }
 

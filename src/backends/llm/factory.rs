@@ -15,10 +15,10 @@ use tokio::runtime::Handle;
 use tokio::sync::oneshot;
 
 use super::config::{LlmConfig, LlmDefaults};
-use super::figures::FigureValues;
 use super::inbox::{Inbox, Message};
 use super::ledger::{LlmLedger, Report};
 use super::logits::LogitsBudget;
+use super::metrics::MetricValues;
 use super::model::Llm;
 use super::replicas::{checkpoint_fingerprint, start_replicas, stop_all};
 use super::router::{Replica, Router};
@@ -64,7 +64,7 @@ pub struct LlmStatus {
     /// The engine after its last step.
     pub engine: EngineStats,
     /// What was counted.
-    pub figures: FigureValues,
+    pub metrics: MetricValues,
 }
 
 impl LlmFactory {
@@ -90,8 +90,8 @@ impl LlmFactory {
             async move {
                 let (reply, report) = oneshot::channel();
                 inbox.send(Message::Ledger(reply));
-                let Report { scheduler, num_listening, wrong } = report.await.unwrap_or_default();
-                LlmLedger { name, version, replica, scheduler, num_listening, wrong }
+                let Report { scheduler, num_open_sequences, wrong } = report.await.unwrap_or_default();
+                LlmLedger { name, version, replica, scheduler, num_open_sequences, wrong }
             }
         };
         let ledgers = loaded.iter().flat_map(|model| {
@@ -119,7 +119,7 @@ impl Loaded {
             block_size: self.block_size,
             max_rows: self.max_rows,
             engine: *ipc::lock(&shared.stats),
-            figures: shared.figures.read(),
+            metrics: shared.metrics.read(),
         };
         (0..).zip(router.replicas()).map(status).collect()
     }

@@ -10,17 +10,17 @@ use generation::{Delta, GenerateEvent, Tokens};
 use serving::{Generation, InferError, Timestamp};
 use tokio::runtime::Handle;
 
+use super::active_request::ActiveRequest;
 use super::event_queue;
-use super::generate::Generating;
-use super::pending::Waited;
 use super::request_event::RequestEvent;
 use super::router::Admission;
+use super::submission::WaitOutcome;
 
 /// The events of one request. When it is dropped before the end, its sequences are cancelled.
 pub(crate) struct GenerateStream {
-    running: Option<(Generating, event_queue::Receiver)>,
+    running: Option<(ActiveRequest, event_queue::Receiver)>,
     /// Until a replica has the request.
-    waiting: Option<BoxFuture<'static, (Generating, event_queue::Receiver, Waited)>>,
+    waiting: Option<BoxFuture<'static, (ActiveRequest, event_queue::Receiver, WaitOutcome)>>,
     /// The last events, once the request has ended; then the error.
     last: VecDeque<GenerateEvent>,
     error: Option<InferError>,
@@ -32,11 +32,11 @@ pub(crate) struct GenerateStream {
 
 impl GenerateStream {
     /// The stream of what comes by `events`.
-    pub(crate) fn new(mut request: Generating, events: event_queue::Receiver) -> Self {
+    pub(crate) fn new(mut request: ActiveRequest, events: event_queue::Receiver) -> Self {
         let (mut running, mut waiting) = (None, None);
-        match request.pending.admission {
-            Admission::Placed(_) => {
-                request.placed();
+        match request.submission.admission {
+            Admission::Assigned(_) => {
+                request.assigned();
                 running = Some((request, events));
             }
             Admission::Queued(_) => waiting = Some(request.wait(events).boxed()),
@@ -86,19 +86,19 @@ impl GenerateStream {
     }
 
     /// The wait for a replica is over.
-    fn waited(&mut self, mut request: Generating, events: event_queue::Receiver, waited: Waited) {
+    fn waited(&mut self, mut request: ActiveRequest, events: event_queue::Receiver, waited: WaitOutcome) {
         match waited {
-            Waited::Placed => {
-                request.placed();
+            WaitOutcome::Assigned => {
+                request.assigned();
                 self.running = Some((request, events));
                 return;
             }
-            Waited::Stopped => {
-                request.end_unplaced(Some(FinishReason::Cancelled));
+            WaitOutcome::Stopped => {
+                request.end_unassigned(Some(FinishReason::Cancelled));
                 self.last = (0..request.ended.len()).map(cancelled).collect();
             }
-            Waited::Failed(error) => {
-                request.end_unplaced(None);
+            WaitOutcome::Failed(error) => {
+                request.end_unassigned(None);
                 self.error = Some(error);
             }
         }

@@ -14,7 +14,7 @@ pub struct LlmLedger {
     /// What sequences hold; `None` while its workers start for the first time, or after it was given up.
     pub scheduler: Option<Ledger>,
     /// Sequences that have not ended.
-    pub num_listening: usize,
+    pub num_open_sequences: usize,
     /// The result of counting everything again, where it differs.
     pub wrong: Option<String>,
 }
@@ -23,13 +23,13 @@ pub struct LlmLedger {
 #[derive(Debug, Default)]
 pub(crate) struct Report {
     pub(crate) scheduler: Option<Ledger>,
-    pub(crate) num_listening: usize,
+    pub(crate) num_open_sequences: usize,
     pub(crate) wrong: Option<String>,
 }
 
 impl Report {
-    pub(crate) fn new(engine: Option<&Engine>, num_listening: usize) -> Self {
+    pub(crate) fn new(engine: Option<&Engine>, num_open_sequences: usize) -> Self {
         let scheduler = engine.map(Engine::ledger);
-        Self { scheduler, num_listening, wrong: engine.and_then(|engine| engine.audit().err()) }
+        Self { scheduler, num_open_sequences, wrong: engine.and_then(|engine| engine.audit().err()) }
     }
 }

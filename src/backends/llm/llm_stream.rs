@@ -6,7 +6,7 @@ use generation::GenerateEvent;
 use serving::{DeltaInfo, InferError, OutputDelta, ProgressReporter, ResponseSource, StreamItem};
 
 use super::generate_stream::GenerateStream;
-use super::outputs::{Answer, Responses};
+use super::outputs::{OutputItem, Responses};
 
 /// The responses to one request.
 pub(crate) struct LlmStream {
@@ -52,11 +52,11 @@ impl ResponseSource for LlmStream {
                     let (at, is_drained) = (delta.at, delta.is_drained);
                     match self.responses.push(&mut delta, accepts_deltas, output) {
                         None => {}
-                        Some(Answer::Delta(observed)) => {
+                        Some(OutputItem::Delta(observed)) => {
                             let info = DeltaInfo { is_drained, computed: at, observed };
                             return Poll::Ready(Some(Ok(StreamItem::Delta(info))));
                         }
-                        Some(Answer::Response(response)) => {
+                        Some(OutputItem::Response(response)) => {
                             self.report();
                             self.progress.set_computed_at(at.into());
                             return Poll::Ready(Some(Ok(StreamItem::Response(response))));

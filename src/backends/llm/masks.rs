@@ -8,7 +8,7 @@ use rayon::iter::{IntoParallelRefMutIterator, ParallelIterator};
 use rayon::{ThreadPool, ThreadPoolBuilder};
 use supervision::{MAX_MASK_WORDS, ToWorker};
 
-use super::group::{Group, Lost};
+use super::worker_group::{WorkerGroup, WorkerLoss};
 
 /// Threads that compute masks, beside the step thread of each model. Some tens of microseconds a mask and 128 rows are then less
 /// than a step of a model of the size that needs a GPU.
@@ -26,7 +26,7 @@ static POOL: LazyLock<Option<ThreadPool>> = LazyLock::new(|| {
 });
 
 /// Computes the masks that the workers need for the oldest step in flight, and sends them, if that was not done yet.
-pub(super) fn send_masks(engine: &mut Engine, group: &mut Group) -> Result<(), Lost> {
+pub(super) fn send_masks(engine: &mut Engine, group: &mut WorkerGroup) -> Result<(), WorkerLoss> {
     let mut jobs = engine.mask_jobs();
     if jobs.is_empty() {
         return Ok(());

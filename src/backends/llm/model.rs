@@ -17,23 +17,23 @@ use text::Tokenizer;
 use tokio::runtime::{Handle, RuntimeFlavor};
 use tokio::sync::watch;
 
+use super::active_request::{ActiveRequest, SequenceTexts};
 use super::check_request;
 use super::config::LlmConfig;
 use super::event_queue::event_queue;
 use super::event_source::EventSource;
-use super::figures::WorkerFigures;
-use super::generate::{Generating, SequenceTexts};
 use super::generate_stream::GenerateStream;
 use super::inbox::Message;
 use super::inputs::{self, Command};
 use super::llm_stream::LlmStream;
 use super::logits::LogitsBudget;
+use super::metrics::WorkerStatus;
 use super::outputs::Responses;
-use super::pending::{ById, Pending, Stop};
 use super::prompt_logprobs::PromptLogprobs;
 use super::refusal::error_of;
 use super::replicas::stop_all;
 use super::router::{Admission, Router};
+use super::submission::{StopHandle, StopHandles, Submission};
 use super::text_stop::TextStop;
 use super::timing::Timing;
 use crate::encoder;
@@ -49,7 +49,7 @@ pub(crate) struct Llm {
     /// Shared with the other models.
     logits: Arc<LogitsBudget>,
     /// For `stop`.
-    by_id: ById,
+    stop_handles: StopHandles,
     /// Requests in flight, for drain.
     in_flight: Arc<watch::Sender<usize>>,
     /// When it was loaded, in seconds since 1970.
@@ -73,7 +73,7 @@ impl Llm {
             constraints,
             router,
             logits,
-            by_id: Arc::default(),
+            stop_handles: Arc::default(),
             in_flight: Arc::new(watch::Sender::new(0)),
             created: SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default().as_secs(),
         }
@@ -81,7 +81,7 @@ impl Llm {
 
     /// Ends the running request of the same id; answers with one empty final response.
     fn stop(&self, request: &InferRequest) -> ResponseStream {
-        if let Some(stop) = ipc::lock(&self.by_id).get(&request.id) {
+        if let Some(stop) = ipc::lock(&self.stop_handles).get(&request.id) {
             stop.send();
         }
         let (sender, stream) = ResponseStream::channel(1);
@@ -167,25 +167,25 @@ impl Llm {
         let admission = self.admit(&sequences)?;
         let prompt_len = sequences.first().map_or(0, |first| first.prompt.len());
         let shared = match &admission {
-            Admission::Placed(place) => &place.replica().shared,
+            Admission::Assigned(reservation) => &reservation.replica().shared,
             Admission::Queued(_) => &self.router.replicas()[0].shared,
         };
         let timing = Timing::new(shared, self.config.engine.block_size, prompt_len, sequences.len());
         let (events, receiver) = event_queue();
-        let stop = Arc::new(Stop::new(events.downgrade()));
+        let stop = Arc::new(StopHandle::new(events.downgrade()));
         let submit = Some(Message::Submit { sequences, timeout, events });
-        let mut pending = Pending { admission, submit, timeout };
-        if !pending.submit_if_placed() {
+        let mut submission = Submission { admission, submit, timeout };
+        if !submission.submit_if_assigned() {
             return Err(InferError::unavailable(format!("model `{}` is being unloaded", self.config.name)));
         }
         if !client_id.is_empty() {
-            ipc::lock(&self.by_id).insert(client_id.clone(), Arc::clone(&stop));
+            ipc::lock(&self.stop_handles).insert(client_id.clone(), Arc::clone(&stop));
         }
         self.in_flight.send_modify(|count| *count += 1);
-        let generating = Generating {
+        let generating = ActiveRequest {
             client_id,
-            pending,
-            by_id: Arc::clone(&self.by_id),
+            submission,
+            stop_handles: Arc::clone(&self.stop_handles),
             stop,
             in_flight: Arc::clone(&self.in_flight),
             _logits: logits,
@@ -302,7 +302,7 @@ impl Backend for Llm {
     }
 
     fn memory_usage(&self) -> Vec<MemoryUsage> {
-        let workers = self.router.replicas().iter().flat_map(|replica| replica.shared.figures.start().workers);
+        let workers = self.router.replicas().iter().flat_map(|replica| replica.shared.metrics.start().workers);
         workers.map(|worker| memory_usage(&worker)).collect()
     }
 
@@ -314,7 +314,7 @@ impl Backend for Llm {
     }
 }
 
-fn memory_usage(worker: &WorkerFigures) -> MemoryUsage {
+fn memory_usage(worker: &WorkerStatus) -> MemoryUsage {
     let ordinal = worker.device.strip_prefix("cuda:").and_then(|ordinal| ordinal.parse().ok());
     let kind = if ordinal.is_some() { "GPU" } else { "CPU" };
     MemoryUsage { kind, id: ordinal.unwrap_or(0), num_bytes: worker.memory_bytes }

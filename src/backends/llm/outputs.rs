@@ -16,7 +16,7 @@ use super::config::LlmConfig;
 use super::inputs::TensorRequest;
 use super::logits::LogitsForm;
 use super::texts::Texts;
-use kind::{Change, Changing, Kind, Number, Value, changing, stand_in};
+use kind::{Change, Changing, Number, OutputKind, Value, changing, placeholder};
 use sequence::Output;
 
 /// Fills the places behind shorter sequences where several share a response and the model has no end id.
@@ -33,7 +33,7 @@ pub(crate) struct Responses {
     outputs: Vec<(Name, Value)>,
     /// Where some outputs are text.
     texts: Option<Texts>,
-    mode: Mode,
+    mode: ResponseMode,
     /// Put before the output; empty when it is left out.
     prompt: Vec<TokenId>,
     num_input_tokens: usize,
@@ -50,7 +50,7 @@ pub(crate) struct Responses {
 }
 
 /// What tokens have led to.
-pub(crate) enum Answer {
+pub(crate) enum OutputItem {
     Response(Box<InferResponse>),
     /// The previous response with new values, made at that time.
     Delta(Timestamp),
@@ -58,7 +58,7 @@ pub(crate) enum Answer {
 
 /// When a response is due.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum Mode {
+enum ResponseMode {
     /// With each event of a sequence.
     Streaming,
     /// At the end of each sequence.
@@ -76,14 +76,14 @@ impl Responses {
         parsed: &TensorRequest,
         text: Option<TextOutputs>,
     ) -> Self {
-        let has_stand_ins = config.has_stand_ins && !parsed.streaming;
+        let has_placeholders = config.has_placeholders && !parsed.streaming;
         let num_input_tokens = parsed.generate.sequence.prompt.len();
         let value = |name: &str| -> Option<Value> {
             if parsed.wants(name) {
-                return Some(Value::Generated(Kind::of(name)?));
+                return Some(Value::Generated(OutputKind::of(name)?));
             }
-            let stand_in = stand_in(name, config.logits_type, num_input_tokens).filter(|_| has_stand_ins);
-            stand_in.map(Value::Given)
+            let placeholder = placeholder(name, config.logits_type, num_input_tokens).filter(|_| has_placeholders);
+            placeholder.map(Value::Given)
         };
         let (outputs, texts, parameters): (Vec<(Name, Value)>, _, _) = match text {
             None => {
@@ -111,13 +111,13 @@ impl Responses {
         };
         let exclude_input = parsed.exclude_input || parsed.streaming;
         let mode = match (parsed.streaming, config.decoupled) {
-            _ if parsed.generate.sequence.beams.is_some() => Mode::Once,
-            (true, _) => Mode::Streaming,
-            (false, true) => Mode::PerSequence,
-            (false, false) => Mode::Once,
+            _ if parsed.generate.sequence.beams.is_some() => ResponseMode::Once,
+            (true, _) => ResponseMode::Streaming,
+            (false, true) => ResponseMode::PerSequence,
+            (false, false) => ResponseMode::Once,
         };
         Self {
-            changing: changing(&outputs).filter(|_| mode == Mode::Streaming),
+            changing: changing(&outputs).filter(|_| mode == ResponseMode::Streaming),
             delta_base: None,
             id: request.id.clone(),
             model_name: Name::from(&config.name),
@@ -170,24 +170,24 @@ impl Responses {
         delta: &mut Delta,
         accepts_deltas: bool,
         changes: &mut OutputDelta,
-    ) -> Option<Answer> {
+    ) -> Option<OutputItem> {
         let (index, ends) = (delta.index, delta.finished.is_some());
         let num_pending = self.take(delta).pending.len();
         let is_due = match self.mode {
-            Mode::Streaming => ends || num_pending > 0,
-            Mode::PerSequence => ends,
-            Mode::Once => self.num_open == 0,
+            ResponseMode::Streaming => ends || num_pending > 0,
+            ResponseMode::PerSequence => ends,
+            ResponseMode::Once => self.num_open == 0,
         };
         if !is_due {
             return None;
         }
         let is_one_of_more = num_pending == 1 && !ends;
         if accepts_deltas && is_one_of_more && self.delta_base == Some(index) {
-            return Some(Answer::Delta(self.delta(index, changes)));
+            return Some(OutputItem::Delta(self.delta(index, changes)));
         }
         self.delta_base = (self.changing.is_some() && is_one_of_more).then_some(index);
-        let indices = if self.mode == Mode::Once { 0..self.sequences.len() } else { index..index + 1 };
-        Some(Answer::Response(Box::new(self.response(indices))))
+        let indices = if self.mode == ResponseMode::Once { 0..self.sequences.len() } else { index..index + 1 };
+        Some(OutputItem::Response(Box::new(self.response(indices))))
     }
 
     /// Sets what one more token of a sequence changes in the last response; the time after that.
@@ -205,9 +205,9 @@ impl Responses {
                 }
             };
             let number = match kind {
-                Kind::OutputIds => Number::I32(token.cast_signed()),
-                Kind::CumLogProbs => Number::F32(self.sequences[index].cumulative_log_prob as f32),
-                Kind::OutputLogProbs => Number::F32(logprob.unwrap_or(0.0)),
+                OutputKind::OutputIds => Number::I32(token.cast_signed()),
+                OutputKind::CumLogProbs => Number::F32(self.sequences[index].cumulative_log_prob as f32),
+                OutputKind::OutputLogProbs => Number::F32(logprob.unwrap_or(0.0)),
                 _ => self.number(kind, index..index + 1),
             };
             number.set(output, delta);
@@ -223,10 +223,10 @@ impl Responses {
         let output = |(name, value): &(Name, Value)| match value {
             Value::Given(tensor) => Tensor { name: name.clone(), ..tensor.clone() },
             Value::Text => self.text(name, indices.clone()),
-            Value::Generated(Kind::ContextLogits) => {
+            Value::Generated(OutputKind::ContextLogits) => {
                 self.sequences[indices.start].logits.take_context(name, self.logits_form)
             }
-            Value::Generated(Kind::GenerationLogits) => self.generation_logits(name, indices.clone()),
+            Value::Generated(OutputKind::GenerationLogits) => self.generation_logits(name, indices.clone()),
             Value::Generated(kind) => self.output(name, *kind, indices.clone()),
         };
         let outputs = specified.iter().map(output).collect();

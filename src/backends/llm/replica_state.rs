@@ -5,7 +5,7 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
 use engine::EngineStats;
 
-use super::figures::Figures;
+use super::metrics::Metrics;
 
 /// The state of one replica of a model that other threads read.
 #[derive(Debug, Default)]
@@ -14,12 +14,12 @@ pub(crate) struct ReplicaState {
     pub(crate) ready: AtomicBool,
     /// Starts of the workers after the first.
     pub(crate) restarts: AtomicU64,
-    /// The engine's figures after the last step.
+    /// The engine's metrics after the last step.
     pub(crate) stats: Mutex<EngineStats>,
     /// Why the model was given up.
     pub(crate) failure: Mutex<Option<String>>,
     /// What is counted for metrics.
-    pub(crate) figures: Figures,
+    pub(crate) metrics: Metrics,
 }
 
 impl ReplicaState {

@@ -16,7 +16,7 @@ use super::router::{Replica, Router};
 use super::step_thread::StepThread;
 
 /// Whether a replica's first start succeeded.
-pub(crate) type IsLoaded = oneshot::Receiver<Result<(), String>>;
+pub(crate) type LoadResult = oneshot::Receiver<Result<(), String>>;
 
 /// Starts the step thread of each replica; its events are delivered on `event_runtime`.
 pub(crate) fn start_replicas(
@@ -24,7 +24,7 @@ pub(crate) fn start_replicas(
     agents: &Arc<Agents>,
     prefix: &Prefix,
     event_runtime: &Handle,
-) -> Result<(Arc<Router>, Vec<IsLoaded>), InferError> {
+) -> Result<(Arc<Router>, Vec<LoadResult>), InferError> {
     let inboxes: Vec<_> = (0..config.num_replicas).map(|_| Inbox::new()).collect();
     let replicas = inboxes.iter().map(|(inbox, _)| Replica { inbox: inbox.clone(), shared: Arc::default() });
     let EngineConfig { max_rows, max_queue, block_size, .. } = config.engine;

@@ -13,8 +13,8 @@ use engine::TokenId;
 use tokio::sync::oneshot;
 
 use super::inbox::Inbox;
-use super::prefixes::{self, PrefixHash, Prefixes};
 use super::replica_state::ReplicaState;
+use super::sent_prefixes::{self, PrefixHash, SentPrefixes};
 
 /// Cached prompt tokens that weigh as much as one sequence more to run beside: about the time in which a device prefills
 /// them, and by which one row lengthens the steps of an answer of 200 tokens.
@@ -50,7 +50,7 @@ type Turn = (Reverse<u32>, bool, u64);
 /// What was sent to one replica.
 struct Load {
     num_sequences: usize,
-    prefixes: Prefixes,
+    prefixes: SentPrefixes,
     /// The start of the workers for which `prefixes` holds.
     start: u64,
     /// When a request came last, in arrivals.
@@ -61,13 +61,13 @@ struct Load {
 struct Waiting {
     num_sequences: usize,
     hashes: Vec<PrefixHash>,
-    place: oneshot::Sender<Place>,
+    reservation: oneshot::Sender<Reservation>,
 }
 
 /// What came of a request.
 pub(crate) enum Admission {
     /// A replica takes it now.
-    Placed(Place),
+    Assigned(Reservation),
     /// It waits its turn.
     Queued(Ticket),
 }
@@ -79,20 +79,20 @@ pub(crate) struct QueueFull {
 }
 
 /// Room for a request's sequences on one replica, given back when dropped.
-pub(crate) struct Place {
+pub(crate) struct Reservation {
     router: Arc<Router>,
     replica: usize,
     num_sequences: usize,
 }
 
-impl Place {
+impl Reservation {
     /// Where the room is.
     pub(crate) fn replica(&self) -> &Replica {
         &self.router.replicas[self.replica]
     }
 }
 
-impl Drop for Place {
+impl Drop for Reservation {
     fn drop(&mut self) {
         ipc::lock(&self.router.state).loads[self.replica].num_sequences -= self.num_sequences;
         self.router.dispatch();
@@ -103,13 +103,13 @@ impl Drop for Place {
 pub(crate) struct Ticket {
     router: Arc<Router>,
     turn: Turn,
-    place: oneshot::Receiver<Place>,
+    reservation: oneshot::Receiver<Reservation>,
 }
 
 impl Ticket {
     /// Waits for the turn. May be called again when it was not waited for to the end.
-    pub(crate) async fn place(&mut self) -> Place {
-        (&mut self.place).await.expect("the queue keeps each ticket until it is dropped")
+    pub(crate) async fn reservation(&mut self) -> Reservation {
+        (&mut self.reservation).await.expect("the queue keeps each ticket until it is dropped")
     }
 
     /// Lets others of its priority be served before.
@@ -136,7 +136,7 @@ impl Drop for Ticket {
 impl Router {
     /// A router to `replicas`, each with `max_rows` rows and blocks of `block_size` tokens.
     pub(crate) fn new(replicas: Vec<Replica>, max_rows: usize, max_queue: usize, block_size: usize) -> Self {
-        let load = |_: &Replica| Load { num_sequences: 0, prefixes: Prefixes::default(), start: 0, last_used: 0 };
+        let load = |_: &Replica| Load { num_sequences: 0, prefixes: SentPrefixes::default(), start: 0, last_used: 0 };
         let loads = replicas.iter().map(load).collect();
         let state = Mutex::new(State { loads, queue: BTreeMap::new(), num_arrived: 0 });
         Self { replicas, max_rows, max_queue, block_size, state }
@@ -162,7 +162,7 @@ impl Router {
         ipc::lock(&self.state).num_waiting()
     }
 
-    /// Finds a replica for `num_sequences` that start with `prompt`, or a place in the queue. A replica that is the only
+    /// Finds a replica for `num_sequences` that start with `prompt`, or a reservation in the queue. A replica that is the only
     /// one takes all: its engine has a queue too.
     pub(crate) fn admit(
         self: &Arc<Self>,
@@ -171,7 +171,7 @@ impl Router {
         priority: u32,
     ) -> Result<Admission, QueueFull> {
         let is_only = self.replicas.len() == 1;
-        let hashes = if is_only { Vec::new() } else { prefixes::hashes(prompt, self.block_size) };
+        let hashes = if is_only { Vec::new() } else { sent_prefixes::hashes(prompt, self.block_size) };
         let mut state = ipc::lock(&self.state);
         state.num_arrived += 1;
         // Later requests do not overtake earlier ones.
@@ -182,23 +182,23 @@ impl Router {
         };
         if let Some(replica) = chosen {
             self.take(&mut state, replica, num_sequences, &hashes);
-            return Ok(Admission::Placed(Place { router: Arc::clone(self), replica, num_sequences }));
+            return Ok(Admission::Assigned(Reservation { router: Arc::clone(self), replica, num_sequences }));
         }
         if state.num_waiting() + num_sequences > self.max_queue {
             return Err(QueueFull { max: self.max_queue });
         }
         let turn = (Reverse(priority), false, state.num_arrived);
-        let (sender, place) = oneshot::channel();
-        state.queue.insert(turn, Waiting { num_sequences, hashes, place: sender });
-        Ok(Admission::Queued(Ticket { router: Arc::clone(self), turn, place }))
+        let (sender, reservation) = oneshot::channel();
+        state.queue.insert(turn, Waiting { num_sequences, hashes, reservation: sender });
+        Ok(Admission::Queued(Ticket { router: Arc::clone(self), turn, reservation }))
     }
 
     /// Sends those who wait to replicas that have room. To be called when a replica has come back, too.
     pub(crate) fn dispatch(self: &Arc<Self>) {
         while let Some((replica, waiting)) = self.next_turn() {
-            let place = Place { router: Arc::clone(self), replica, num_sequences: waiting.num_sequences };
-            // One that has just given up leaves the place to the next.
-            let _ = waiting.place.send(place);
+            let reservation = Reservation { router: Arc::clone(self), replica, num_sequences: waiting.num_sequences };
+            // One that has just given up leaves the reservation to the next.
+            let _ = waiting.reservation.send(reservation);
         }
     }
 
@@ -250,7 +250,7 @@ impl Load {
     /// What lost workers had computed is gone with them.
     fn forget_before(&mut self, start: u64) {
         if std::mem::replace(&mut self.start, start) != start {
-            self.prefixes = Prefixes::default();
+            self.prefixes = SentPrefixes::default();
         }
     }
 }
@@ -278,9 +278,9 @@ mod tests {
         (first..).take(len).map(TokenId).collect()
     }
 
-    fn placed(router: &Arc<Router>, prompt: &[TokenId]) -> Place {
+    fn assigned(router: &Arc<Router>, prompt: &[TokenId]) -> Reservation {
         match router.admit(prompt, 1, 0).unwrap() {
-            Admission::Placed(place) => place,
+            Admission::Assigned(reservation) => reservation,
             Admission::Queued(_) => panic!("no replica has room"),
         }
     }
@@ -288,7 +288,7 @@ mod tests {
     fn queued(router: &Arc<Router>, priority: u32) -> Ticket {
         match router.admit(&prompt(9000, 3), 1, priority).unwrap() {
             Admission::Queued(ticket) => ticket,
-            Admission::Placed(_) => panic!("a replica has room"),
+            Admission::Assigned(_) => panic!("a replica has room"),
         }
     }
 
@@ -296,64 +296,68 @@ mod tests {
     fn load_is_shared_and_the_longest_known_prefix_draws_where_loads_are_alike() {
         let router = router(2, 10);
         let [a, b] = [prompt(0, 40), prompt(500, 40)];
-        let (one, two) = (placed(&router, &a), placed(&router, &b));
+        let (one, two) = (assigned(&router, &a), assigned(&router, &b));
         assert_eq!((one.replica, two.replica), (0, 1));
         drop((one, two));
-        assert_eq!(placed(&router, &b).replica, 1);
-        assert_eq!(placed(&router, &b).replica, 1, "although it was used last");
+        assert_eq!(assigned(&router, &b).replica, 1);
+        assert_eq!(assigned(&router, &b).replica, 1, "although it was used last");
         let mut longer = a.clone();
         longer.extend(prompt(700, 8));
-        assert_eq!(placed(&router, &longer).replica, 0);
+        assert_eq!(assigned(&router, &longer).replica, 0);
     }
 
     #[test]
     fn a_long_prefix_outweighs_a_few_sequences_and_a_short_one_none() {
         let router = router(2, 10);
         let [short, long] = [prompt(0, 40), prompt(5000, 3 * TOKENS_PER_SEQUENCE - BLOCK)];
-        assert_eq!(placed(&router, &short).replica, 0);
-        assert_eq!(placed(&router, &long).replica, 1);
-        assert_eq!(placed(&router, &short).replica, 0);
-        let _beside = [placed(&router, &short), placed(&router, &prompt(10_000, 40))];
-        assert_eq!(_beside.each_ref().map(|place| place.replica), [0, 1]);
-        let _third = placed(&router, &short);
+        assert_eq!(assigned(&router, &short).replica, 0);
+        assert_eq!(assigned(&router, &long).replica, 1);
+        assert_eq!(assigned(&router, &short).replica, 0);
+        let _beside = [assigned(&router, &short), assigned(&router, &prompt(10_000, 40))];
+        assert_eq!(_beside.each_ref().map(|reservation| reservation.replica), [0, 1]);
+        let _third = assigned(&router, &short);
         assert_eq!(_third.replica, 0, "loads are alike");
-        assert_eq!(placed(&router, &short).replica, 1, "which has fewer to run");
-        let _more = [placed(&router, &long), placed(&router, &long)];
-        assert_eq!(_more.each_ref().map(|place| place.replica), [1, 1], "one more beside is less than the prefix");
+        assert_eq!(assigned(&router, &short).replica, 1, "which has fewer to run");
+        let _more = [assigned(&router, &long), assigned(&router, &long)];
+        assert_eq!(
+            _more.each_ref().map(|reservation| reservation.replica),
+            [1, 1],
+            "one more beside is less than the prefix"
+        );
     }
 
     #[test]
     fn what_no_replica_has_room_for_waits_by_priority_and_arrival_up_to_the_bound() {
         let router = router(2, 3);
-        let mut places: Vec<_> = (0..8).map(|_| placed(&router, &prompt(0, 3))).collect();
+        let mut reservations: Vec<_> = (0..8).map(|_| assigned(&router, &prompt(0, 3))).collect();
         let [mut first, mut second, mut urgent] = [0, 0, 1].map(|priority| queued(&router, priority));
         assert!(matches!(router.admit(&prompt(0, 3), 1, 9), Err(QueueFull { max: 3 })));
         assert_eq!(router.num_waiting(), 3);
 
-        let freed = places.pop().unwrap().replica;
-        let place = urgent.place().now_or_never().expect("its turn");
-        assert_eq!(place.replica, freed);
+        let freed = reservations.pop().unwrap().replica;
+        let reservation = urgent.reservation().now_or_never().expect("its turn");
+        assert_eq!(reservation.replica, freed);
         first.delay();
-        drop(place);
-        let place = second.place().now_or_never().expect("the first lets it go before");
-        assert!(first.place().now_or_never().is_none());
-        drop(place);
-        let place = first.place().now_or_never().expect("its turn");
-        drop((first, place));
+        drop(reservation);
+        let reservation = second.reservation().now_or_never().expect("the first lets it go before");
+        assert!(first.reservation().now_or_never().is_none());
+        drop(reservation);
+        let reservation = first.reservation().now_or_never().expect("its turn");
+        drop((first, reservation));
         assert_eq!(router.num_waiting(), 0);
-        assert!(matches!(router.admit(&prompt(0, 3), 1, 0), Ok(Admission::Placed(_))));
+        assert!(matches!(router.admit(&prompt(0, 3), 1, 0), Ok(Admission::Assigned(_))));
     }
 
     #[test]
     fn those_who_give_up_leave_their_turn_and_their_place_to_others() {
         let router = router(2, 9);
-        let mut places: Vec<_> = (0..8).map(|_| placed(&router, &prompt(0, 3))).collect();
+        let mut reservations: Vec<_> = (0..8).map(|_| assigned(&router, &prompt(0, 3))).collect();
         let [first, second, mut third] = [0, 0, 0].map(|priority| queued(&router, priority));
         drop(first);
-        places.pop();
-        drop(second); // The place was sent to it, and it never looked.
-        assert!(third.place().now_or_never().is_some());
-        drop((third, places));
+        reservations.pop();
+        drop(second); // The reservation was sent to it, and it never looked.
+        assert!(third.reservation().now_or_never().is_some());
+        drop((third, reservations));
         assert_eq!(router.state.lock().unwrap().loads.iter().map(|load| load.num_sequences).sum::<usize>(), 0);
     }
 
@@ -361,33 +365,33 @@ mod tests {
     fn a_replica_that_loads_again_gets_nothing_while_another_runs_and_has_forgotten_its_prefixes() {
         let router = router(2, 9);
         let a = prompt(0, 40);
-        assert_eq!(placed(&router, &a).replica, 0);
+        assert_eq!(assigned(&router, &a).replica, 0);
         let lost = &router.replicas[0].shared;
         lost.ready.store(false, Ordering::Release);
         lost.restarts.fetch_add(1, Ordering::Relaxed);
-        let places: Vec<_> = (0..4).map(|_| placed(&router, &a)).collect();
-        assert!(places.iter().all(|place| place.replica == 1));
+        let reservations: Vec<_> = (0..4).map(|_| assigned(&router, &a)).collect();
+        assert!(reservations.iter().all(|reservation| reservation.replica == 1));
         let mut waits = queued(&router, 0);
-        assert!(waits.place().now_or_never().is_none());
+        assert!(waits.reservation().now_or_never().is_none());
         lost.ready.store(true, Ordering::Release);
         router.dispatch();
-        assert_eq!(waits.place().now_or_never().expect("there is room again").replica, 0);
-        drop(places);
-        assert_eq!(placed(&router, &a).replica, 1);
+        assert_eq!(waits.reservation().now_or_never().expect("there is room again").replica, 0);
+        drop(reservations);
+        assert_eq!(assigned(&router, &a).replica, 1);
     }
 
     #[test]
     fn a_request_of_more_sequences_than_rows_runs_where_nothing_else_does() {
         let router = router(2, 9);
         let large = |router: &Arc<Router>| match router.admit(&prompt(0, 3), 6, 0).unwrap() {
-            Admission::Placed(place) => Some(place.replica),
+            Admission::Assigned(reservation) => Some(reservation.replica),
             Admission::Queued(_) => None,
         };
-        let place = placed(&router, &prompt(0, 3));
+        let reservation = assigned(&router, &prompt(0, 3));
         assert_eq!(large(&router), Some(1));
-        let _second = placed(&router, &prompt(0, 3));
+        let _second = assigned(&router, &prompt(0, 3));
         assert_eq!(large(&router), None);
-        drop(place);
+        drop(reservation);
         assert_eq!(large(&router), Some(0));
     }
 }

@@ -27,19 +27,19 @@ use tokio::sync::oneshot;
 
 use super::config::LlmConfig;
 use super::dispatcher::Dispatcher;
-use super::figures::{Phase, StepKinds};
-use super::group::{Group, Lost, LostKind};
 use super::inbox::{Inbox, Message};
 use super::masks::send_masks;
+use super::metrics::{Phase, StepKinds};
 use super::replica_state::ReplicaState;
 use super::request_event::RequestEvent;
 use super::router::Router;
+use super::worker_group::{LossKind, WorkerGroup, WorkerLoss};
 
 /// Losses in a row, without a settled step between them, after which the model is given up.
 const MAX_LOSSES: u32 = 5;
 
 /// Longest wait between looks at the watchdog.
-const LOOK_AROUND: Duration = Duration::from_millis(100);
+const POLL_INTERVAL: Duration = Duration::from_millis(100);
 
 /// What the step thread is made of.
 pub(crate) struct StepThread {
@@ -82,12 +82,12 @@ struct Waiting {
 
 /// How stepping, or starting, came to an end.
 enum End {
-    Lost(Lost),
+    Lost(WorkerLoss),
     Stopped(oneshot::Sender<()>),
 }
 
-impl From<Lost> for End {
-    fn from(lost: Lost) -> Self {
+impl From<WorkerLoss> for End {
+    fn from(lost: WorkerLoss) -> Self {
         End::Lost(lost)
     }
 }
@@ -109,13 +109,13 @@ impl StepThread {
         let _ended = Ended(Arc::clone(&running.thread.shared));
         loop {
             let end = catch_unwind(AssertUnwindSafe(|| running.start_and_serve(&mut loaded)));
-            match end.unwrap_or_else(|panic| End::Lost(running.start_anew(&*panic))) {
+            match end.unwrap_or_else(|panic| End::Lost(running.reset_after_panic(&*panic))) {
                 End::Stopped(done) => {
                     let _ = done.send(());
                     return;
                 }
                 End::Lost(lost) => {
-                    let may_try_again = lost.kind == LostKind::BySignal && running.losses + 1 < MAX_LOSSES;
+                    let may_try_again = lost.kind == LossKind::BySignal && running.losses + 1 < MAX_LOSSES;
                     if let Some(loaded) = loaded.take_if(|_| !may_try_again) {
                         let _ = loaded.send(Err(lost.reason));
                         return;
@@ -159,11 +159,11 @@ impl Running {
     }
 
     /// Steps until a worker is lost or the model is stopped.
-    fn serve(&mut self, mut group: Group) -> End {
+    fn serve(&mut self, mut group: WorkerGroup) -> End {
         debug_assert!(group.is_linked());
         self.thread.inbox.set_doorbell(group.doorbell());
         let end = loop {
-            if let Err(end) = self.turn(&mut group) {
+            if let Err(end) = self.run_once(&mut group) {
                 break end;
             }
         };
@@ -171,28 +171,28 @@ impl Running {
         self.thread.inbox.set_doorbell(None);
         match end {
             End::Stopped(_) => group.end(true),
-            End::Lost(Lost { kind: LostKind::Failed, .. }) if self.is_hung() => self.log_stacks(&mut group),
+            End::Lost(WorkerLoss { kind: LossKind::Failed, .. }) if self.is_hung() => self.log_stacks(&mut group),
             End::Lost(_) => {}
         }
         end
     }
 
     /// One turn: take messages, plan and send what may be in flight, settle what came back.
-    fn turn(&mut self, group: &mut Group) -> Result<(), End> {
-        self.take_messages(group, Duration::ZERO)?;
+    fn run_once(&mut self, group: &mut WorkerGroup) -> Result<(), End> {
+        self.handle_messages(group, Duration::ZERO)?;
         let engine = self.engine.as_mut().expect("workers are ready, so the engine stands");
         let was_idle = engine.num_in_flight() == 0;
         let shared = Arc::clone(&self.thread.shared);
-        let figures = &shared.figures;
+        let metrics = &shared.metrics;
         let mut now = Instant::now();
         // The workers wait for masks, so these are sent before the next plan.
         send_masks(engine, group)?;
         while let Some(plan) = engine.plan() {
-            now = figures.phase(Phase::Plan, now);
-            self.step_kinds.planned(&plan, figures);
-            push_joined(&mut self.thread.dispatcher, &plan, now.into(), shared.restarts.load(Ordering::Relaxed));
+            now = metrics.phase(Phase::Plan, now);
+            self.step_kinds.planned(&plan, metrics);
+            push_scheduled(&mut self.thread.dispatcher, &plan, now.into(), shared.restarts.load(Ordering::Relaxed));
             group.step(plan)?;
-            now = figures.phase(Phase::Send, now);
+            now = metrics.phase(Phase::Send, now);
         }
         send_masks(engine, group)?;
         self.thread.dispatcher.flush(); // Before the wait for workers: who has joined is to know now.
@@ -200,35 +200,37 @@ impl Running {
         if engine.num_in_flight() == 0 {
             *ipc::lock(&self.thread.shared.stats) = engine.stats();
             self.push_events();
-            return self.take_messages(group, Duration::MAX);
+            return self.handle_messages(group, Duration::MAX);
         }
         if was_idle {
             self.last_progress = Instant::now();
         }
         if group.doorbell().is_none() {
-            self.take_messages(group, LOOK_AROUND)?;
+            self.handle_messages(group, POLL_INTERVAL)?;
         }
         let engine = self.engine.as_mut().expect("as above");
-        match group.next_report(LOOK_AROUND)? {
+        match group.next_report(POLL_INTERVAL)? {
             Some(FromWorker::Output(output)) => {
-                now = figures.phase(Phase::Wait, now);
-                self.step_kinds.settled(self.last_progress.elapsed(), figures);
+                now = metrics.phase(Phase::Wait, now);
+                self.step_kinds.settled(self.last_progress.elapsed(), metrics);
                 let settled = engine.settle(output, &mut self.events);
-                settled.map_err(|error| Lost::new(format!("worker 0 answered out of turn: {error}")))?;
+                settled.map_err(|error| WorkerLoss::new(format!("worker 0 answered out of turn: {error}")))?;
                 self.losses = 0;
                 // Slowly forgets: the first step after a start may be far longer than any other.
                 self.longest_step = self.last_progress.elapsed().max(self.longest_step.mul_f32(0.99));
                 *ipc::lock(&self.thread.shared.stats) = engine.stats();
-                self.last_progress = figures.phase(Phase::Settle, now);
+                self.last_progress = metrics.phase(Phase::Settle, now);
                 self.push_events();
-                figures.phase(Phase::Tell, self.last_progress);
+                metrics.phase(Phase::Tell, self.last_progress);
                 return Ok(());
             }
             Some(FromWorker::Logits(piece)) => {
                 self.last_progress = Instant::now();
                 self.thread.dispatcher.push(piece.sequence, RequestEvent::Logits(Box::new(piece)));
             }
-            Some(_) => return Err(Lost::new("worker 0 sent something other than a step's output".to_owned()).into()),
+            Some(_) => {
+                return Err(WorkerLoss::new("worker 0 sent something other than a step's output".to_owned()).into());
+            }
             // Rung by a message, or time to look around.
             None => self.check_watchdog()?,
         }
@@ -251,7 +253,7 @@ impl Running {
 }
 
 /// Reports to requests that a plan has room for them.
-fn push_joined(dispatcher: &mut Dispatcher, plan: &StepPlan, at: Timestamp, start: u64) {
+fn push_scheduled(dispatcher: &mut Dispatcher, plan: &StepPlan, at: Timestamp, start: u64) {
     for joined in &plan.joined {
         dispatcher.push(joined.sequence, RequestEvent::Joined { sequence: joined.sequence, at, start });
     }

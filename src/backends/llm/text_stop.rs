@@ -1,7 +1,7 @@
 //! Stop words found in the text, whatever tokens spell them.
 //!
 //! The engine finds a stop word by its tokens, yet a model may spell the same text by others. So the text of a
-//! sequence is searched, too, and tokens are held back while their text may still belong to a stop word.
+//! sequence is searched, too, and tokens are withheld back while their text may still belong to a stop word.
 
 use std::collections::VecDeque;
 use std::sync::Arc;
@@ -18,9 +18,9 @@ pub(crate) struct TextStop {
     before: TokenId,
     detokenizer: Detokenizer,
     stop: StopText,
-    /// Tokens that are held back, with the length of the text up to the end of each; `None` while a character
+    /// Tokens that are withheld back, with the length of the text up to the end of each; `None` while a character
     /// that it begins is incomplete.
-    held: VecDeque<(SampledToken, Option<usize>)>,
+    withheld: VecDeque<(SampledToken, Option<usize>)>,
     /// Length of the text of all tokens.
     text_len: usize,
     /// Length of the text of released tokens.
@@ -59,7 +59,7 @@ impl TextStop {
             before,
             detokenizer: primed(tokenizer, before),
             stop: StopText::new(texts.iter().cloned()),
-            held: VecDeque::new(),
+            withheld: VecDeque::new(),
             text_len: 0,
             released_len: 0,
             free: String::new(),
@@ -78,7 +78,7 @@ impl TextStop {
         for token in tokens {
             piece.clear();
             self.detokenizer.push_into(token.token.0, &mut piece);
-            self.held.push_back((token, None));
+            self.withheld.push_back((token, None));
             if self.search(&piece, released) {
                 return true;
             }
@@ -89,7 +89,7 @@ impl TextStop {
             if self.search(&piece, released) {
                 return true;
             }
-            released.extend(self.held.drain(..).map(|(token, _)| token));
+            released.extend(self.withheld.drain(..).map(|(token, _)| token));
         }
         false
     }
@@ -99,12 +99,12 @@ impl TextStop {
             return false;
         }
         self.text_len += piece.len();
-        for (_, end) in self.held.iter_mut().filter(|(_, end)| end.is_none()) {
+        for (_, end) in self.withheld.iter_mut().filter(|(_, end)| end.is_none()) {
             *end = Some(self.text_len);
         }
         let found = self.stop.push(piece, &mut self.free).is_some();
         let free_len = self.released_len + self.free.len();
-        while let Some((token, end)) = self.held.pop_front_if(|(_, end)| end.is_some_and(|end| end <= free_len)) {
+        while let Some((token, end)) = self.withheld.pop_front_if(|(_, end)| end.is_some_and(|end| end <= free_len)) {
             let end = end.expect("the filter keeps those with an end");
             self.free.drain(..end - self.released_len);
             self.released_len = end;

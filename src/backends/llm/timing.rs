@@ -63,7 +63,7 @@ impl Timing {
     /// A replica takes the request, and counts it from now on.
     pub(crate) fn taken_by(&mut self, shared: &Arc<ReplicaState>) {
         self.shared = Arc::clone(shared);
-        shared.figures.input_tokens.observe(self.generation.prompt_tokens as f64);
+        shared.metrics.input_tokens.observe(self.generation.prompt_tokens as f64);
     }
 
     /// A step had room for sequence `index`. A second time with the same workers, it was preempted between.
@@ -73,7 +73,7 @@ impl Timing {
         if self.joined.is_none() {
             self.joined = Some(at);
             self.generation.queue = duration(at, self.arrived.into());
-            self.shared.figures.queue.observe(self.generation.queue.as_secs_f64());
+            self.shared.metrics.queue.observe(self.generation.queue.as_secs_f64());
         }
     }
 
@@ -86,33 +86,33 @@ impl Timing {
         if !sequence.is_counted {
             sequence.is_counted = true;
             self.generation.cached_tokens += u64::from(blocks.num_reused) * self.block_size;
-            self.shared.figures.prefix_lookups.fetch_add(1, Relaxed);
-            self.shared.figures.prefix_hits.fetch_add(u64::from(blocks.num_reused > 0), Relaxed);
+            self.shared.metrics.prefix_lookups.fetch_add(1, Relaxed);
+            self.shared.metrics.prefix_hits.fetch_add(u64::from(blocks.num_reused > 0), Relaxed);
         }
     }
 
     fn count(&mut self, index: usize, count: u64, now: Timestamp) {
-        let figures = &self.shared.figures;
+        let metrics = &self.shared.metrics;
         self.last_token = Some(now);
         self.generation.output_tokens += count;
         if self.first_token.is_none() {
             self.first_token = Some(now);
             self.generation.prefill = self.joined.map_or(Duration::ZERO, |joined| duration(now, joined));
-            figures.first_token.observe(duration(now, self.arrived.into()).as_secs_f64());
+            metrics.first_token.observe(duration(now, self.arrived.into()).as_secs_f64());
         }
         let before = self.sequences.get_mut(index).and_then(|sequence| sequence.last_token.replace(now));
         if let Some(before) = before {
             let gap = now.ns_since(before) as f64 / 1e9 / count as f64;
-            (0..count).for_each(|_| figures.inter_token.tally(gap, &mut self.gaps));
+            (0..count).for_each(|_| metrics.inter_token.tally(gap, &mut self.gaps));
             if self.gaps.count() >= MAX_GAPS {
-                figures.inter_token.flush(&mut self.gaps);
+                metrics.inter_token.flush(&mut self.gaps);
             }
         }
     }
 
     /// A sequence of the request has ended; without a reason it failed.
     pub(crate) fn ended(&self, reason: Option<FinishReason>) {
-        self.shared.figures.ended(reason);
+        self.shared.metrics.ended(reason);
     }
 
     /// So far.
@@ -129,10 +129,10 @@ impl Timing {
 
 impl Drop for Timing {
     fn drop(&mut self) {
-        let figures = &self.shared.figures;
-        figures.inter_token.flush(&mut self.gaps);
-        figures.request.observe(self.arrived.elapsed().as_secs_f64());
-        figures.output_tokens.observe(self.generation.output_tokens as f64);
+        let metrics = &self.shared.metrics;
+        metrics.inter_token.flush(&mut self.gaps);
+        metrics.request.observe(self.arrived.elapsed().as_secs_f64());
+        metrics.output_tokens.observe(self.generation.output_tokens as f64);
     }
 }
 
@@ -159,7 +159,7 @@ mod tests {
         assert_eq!(generation.preempted, 1, "a restart of the workers is no preemption");
         timing.ended(Some(FinishReason::Length));
         drop(timing);
-        let values = shared.figures.read();
+        let values = shared.metrics.read();
         assert_eq!((values.queue.count, values.first_token.count, values.inter_token.count), (1, 1, 2));
         assert_eq!((values.prefix_lookups, values.prefix_hits, values.ends), (1, 1, [0, 0, 1, 0, 0, 0]));
         assert_eq!((values.output_tokens.sum, values.request.count), (3.0, 1));

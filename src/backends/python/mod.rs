@@ -34,7 +34,7 @@ use serving::{Backend, BackendFactory, InferError, LoadRequest, Server};
 pub use config::PythonConfig;
 pub(crate) use settings::file_name;
 
-use crate::llm::Sound;
+use crate::llm::CheckedModel;
 use host::Host;
 use model::Model;
 
@@ -48,7 +48,7 @@ pub struct CheckPythonFactory;
 
 impl BackendFactory for CheckPythonFactory {
     fn load(&self, load: LoadRequest) -> BoxFuture<'static, Result<Arc<dyn Backend>, InferError>> {
-        let checked = settings::code(&load).map(|_| Arc::new(Sound) as Arc<dyn Backend>);
+        let checked = settings::code(&load).map(|_| Arc::new(CheckedModel) as Arc<dyn Backend>);
         async move { checked }.boxed()
     }
 }

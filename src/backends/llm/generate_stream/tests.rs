@@ -11,9 +11,9 @@ use super::super::event_queue::tests::Count;
 use super::super::inbox::Inbox;
 use super::super::llm_stream::LlmStream;
 use super::super::outputs;
-use super::super::pending::{ById, Pending, Stop};
 use super::super::replica_state::ReplicaState;
 use super::super::router::{Replica, Router};
+use super::super::submission::{StopHandle, StopHandles, Submission};
 use super::super::timing::Timing;
 use super::*;
 
@@ -37,11 +37,11 @@ fn running() -> (ResponseStream, event_queue::Sender, Arc<ReplicaState>) {
     let admission = router.admit(&[TokenId(1)], 1, 0).unwrap();
     let (events, receiver) = event_queue::event_queue();
     let mut stream = ResponseStream::from_source(|progress| {
-        let generating = Generating {
+        let generating = ActiveRequest {
             client_id: Name::default(),
-            pending: Pending { admission, submit: None, timeout: None },
-            by_id: ById::default(),
-            stop: Arc::new(Stop::new(events.downgrade())),
+            submission: Submission { admission, submit: None, timeout: None },
+            stop_handles: StopHandles::default(),
+            stop: Arc::new(StopHandle::new(events.downgrade())),
             in_flight: Arc::new(watch::Sender::new(1)),
             _logits: None,
             timing: Timing::new(&shared, 16, 1, 1),
@@ -99,7 +99,7 @@ async fn a_delta_says_that_nothing_follows_it_and_the_next_token_wakes_the_reade
     assert_eq!(generation.output_tokens, 15);
     assert!(generation.decode > std::time::Duration::ZERO);
     drop(stream);
-    let values = shared.figures.read();
+    let values = shared.metrics.read();
     assert_eq!((values.inter_token.count, values.output_tokens.sum), (14, 15.0));
 }
 
@@ -117,6 +117,6 @@ async fn what_was_not_read_is_counted_when_the_client_leaves() {
     while !events.is_closed() {
         tokio::task::yield_now().await;
     }
-    let values = shared.figures.read();
+    let values = shared.metrics.read();
     assert_eq!((values.ends.iter().sum::<u64>(), values.output_tokens.sum), (1, 3.0));
 }

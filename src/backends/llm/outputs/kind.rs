@@ -5,7 +5,7 @@ use smallvec::SmallVec;
 
 /// The meaning of an output.
 #[derive(Debug, Clone, Copy)]
-pub(super) enum Kind {
+pub(super) enum OutputKind {
     OutputIds,
     SequenceLength,
     CumLogProbs,
@@ -29,31 +29,31 @@ pub(super) enum Kind {
     LastTokenTime,
 }
 
-impl Kind {
+impl OutputKind {
     /// By its name in `config.pbtxt`; `None` for an output that is not known.
     pub(super) fn of(name: &str) -> Option<Self> {
         Some(match name {
-            "output_ids" => Kind::OutputIds,
-            "sequence_length" => Kind::SequenceLength,
-            "cum_log_probs" => Kind::CumLogProbs,
-            "output_log_probs" => Kind::OutputLogProbs,
-            "context_logits" => Kind::ContextLogits,
-            "generation_logits" => Kind::GenerationLogits,
-            "batch_index" => Kind::BatchIndex,
-            "sequence_index" => Kind::SequenceIndex,
-            "sequence_end" => Kind::SequenceEnd,
-            "num_input_tokens" => Kind::NumInputTokens,
-            "num_output_tokens" => Kind::NumOutputTokens,
-            "kv_cache_reused_blocks" => Kind::ReusedBlocks,
-            "kv_cache_alloc_new_blocks" => Kind::NewBlocks,
-            "kv_cache_alloc_total_blocks" => Kind::TotalBlocks,
-            "total_draft_tokens" => Kind::DraftTokens,
-            "total_accepted_draft_tokens" => Kind::AcceptedDraftTokens,
-            "acceptance_rate" => Kind::AcceptanceRate,
-            "arrival_time_ns" => Kind::ArrivalTime,
-            "first_scheduled_time_ns" => Kind::FirstScheduledTime,
-            "first_token_time_ns" => Kind::FirstTokenTime,
-            "last_token_time_ns" => Kind::LastTokenTime,
+            "output_ids" => OutputKind::OutputIds,
+            "sequence_length" => OutputKind::SequenceLength,
+            "cum_log_probs" => OutputKind::CumLogProbs,
+            "output_log_probs" => OutputKind::OutputLogProbs,
+            "context_logits" => OutputKind::ContextLogits,
+            "generation_logits" => OutputKind::GenerationLogits,
+            "batch_index" => OutputKind::BatchIndex,
+            "sequence_index" => OutputKind::SequenceIndex,
+            "sequence_end" => OutputKind::SequenceEnd,
+            "num_input_tokens" => OutputKind::NumInputTokens,
+            "num_output_tokens" => OutputKind::NumOutputTokens,
+            "kv_cache_reused_blocks" => OutputKind::ReusedBlocks,
+            "kv_cache_alloc_new_blocks" => OutputKind::NewBlocks,
+            "kv_cache_alloc_total_blocks" => OutputKind::TotalBlocks,
+            "total_draft_tokens" => OutputKind::DraftTokens,
+            "total_accepted_draft_tokens" => OutputKind::AcceptedDraftTokens,
+            "acceptance_rate" => OutputKind::AcceptanceRate,
+            "arrival_time_ns" => OutputKind::ArrivalTime,
+            "first_scheduled_time_ns" => OutputKind::FirstScheduledTime,
+            "first_token_time_ns" => OutputKind::FirstTokenTime,
+            "last_token_time_ns" => OutputKind::LastTokenTime,
             _ => return None,
         })
     }
@@ -62,7 +62,11 @@ impl Kind {
     pub(super) fn is_steady(self) -> bool {
         matches!(
             self,
-            Kind::SequenceLength | Kind::BatchIndex | Kind::SequenceIndex | Kind::SequenceEnd | Kind::NumInputTokens
+            OutputKind::SequenceLength
+                | OutputKind::BatchIndex
+                | OutputKind::SequenceIndex
+                | OutputKind::SequenceEnd
+                | OutputKind::NumInputTokens
         )
     }
 }
@@ -89,7 +93,7 @@ impl Number {
 /// Where the value of an output comes from.
 #[derive(Debug, Clone)]
 pub(super) enum Value {
-    Generated(Kind),
+    Generated(OutputKind),
     Text,
     /// The same in each response.
     Given(Tensor),
@@ -99,7 +103,7 @@ pub(super) enum Value {
 #[derive(Debug, Clone, Copy)]
 pub(super) enum Change {
     Text,
-    Generated(Kind),
+    Generated(OutputKind),
 }
 
 /// Outputs by their indices, and what they hold.
@@ -110,7 +114,7 @@ pub(super) fn changing(outputs: &[(Name, Value)]) -> Option<Changing> {
     let mut changing = SmallVec::new();
     for (index, (_, value)) in outputs.iter().enumerate() {
         match value {
-            Value::Generated(Kind::ContextLogits | Kind::GenerationLogits) => return None,
+            Value::Generated(OutputKind::ContextLogits | OutputKind::GenerationLogits) => return None,
             Value::Generated(kind) if kind.is_steady() => {}
             Value::Given(_) => {}
             Value::Generated(kind) => changing.push((index, Change::Generated(*kind))),
@@ -121,7 +125,7 @@ pub(super) fn changing(outputs: &[(Name, Value)]) -> Option<Changing> {
 }
 
 /// Zeros of the shape that an output has when it was not requested.
-pub(super) fn stand_in(name: &str, logits_type: DataType, num_input_tokens: usize) -> Option<Tensor> {
+pub(super) fn placeholder(name: &str, logits_type: DataType, num_input_tokens: usize) -> Option<Tensor> {
     let (datatype, shape): (DataType, &[i64]) = match name {
         "cum_log_probs" => (DataType::Fp32, &[1, 1]),
         "output_log_probs" => (DataType::Fp32, &[1, 1, num_input_tokens as i64]),

@@ -8,7 +8,7 @@ use serving::{Name, Shape, Tensor, Timestamp};
 use smallvec::SmallVec;
 
 use super::Responses;
-use super::kind::{Kind, Number};
+use super::kind::{Number, OutputKind};
 use super::sequence::{Output, longest};
 
 impl Responses {
@@ -28,23 +28,23 @@ impl Responses {
     }
 
     /// One output of some sequences, but for logits. In front is a batch of 1; sequences take the dimension of beams.
-    pub(super) fn output(&self, name: &Name, kind: Kind, indices: Range<usize>) -> Tensor {
+    pub(super) fn output(&self, name: &Name, kind: OutputKind, indices: Range<usize>) -> Tensor {
         let sequences = &self.sequences[indices.clone()];
         let name = name.clone();
         let row = [1, sequences.len() as i64];
         match kind {
-            Kind::OutputIds => self.output_ids(name, sequences),
-            Kind::SequenceLength => {
+            OutputKind::OutputIds => self.output_ids(name, sequences),
+            OutputKind::SequenceLength => {
                 let length = |output: &Output| (self.prompt.len() + output.pending.len()) as i32;
                 Tensor::from_i32(name, &row, &sequences.iter().map(length).collect::<SmallVec<[i32; 4]>>())
             }
-            Kind::CumLogProbs => {
+            OutputKind::CumLogProbs => {
                 let sum = |output: &Output| output.cumulative_log_prob as f32;
                 Tensor::from_f32(name, &row, &sequences.iter().map(sum).collect::<SmallVec<[f32; 4]>>())
             }
-            Kind::OutputLogProbs => output_log_probs(name, sequences),
+            OutputKind::OutputLogProbs => output_log_probs(name, sequences),
             // Lets a detokenizer let go of what it holds back, before the stream has ended.
-            Kind::SequenceEnd => Tensor::from_bool(name, &[1, 1], &[sequences.iter().all(|output| output.ended)]),
+            OutputKind::SequenceEnd => Tensor::from_bool(name, &[1, 1], &[sequences.iter().all(|output| output.ended)]),
             _ => match self.number(kind, indices) {
                 Number::I32(value) => Tensor::from_i32(name, &[1, 1], &[value]),
                 Number::I64(value) => Tensor::from_i64(name, &[1, 1], &[value]),
@@ -54,7 +54,7 @@ impl Responses {
     }
 
     /// The value of an output that is one number for some sequences together.
-    pub(super) fn number(&self, kind: Kind, indices: Range<usize>) -> Number {
+    pub(super) fn number(&self, kind: OutputKind, indices: Range<usize>) -> Number {
         let first = indices.start;
         let sequences = &self.sequences[indices];
         let count = |value: usize| Number::I32(value as i32);
@@ -62,31 +62,31 @@ impl Responses {
         let blocks = |count: fn(&BlockUsage) -> u32| sequences.iter().map(|of| count(&of.blocks)).sum::<u32>();
         let drafts = |count: fn(&DraftUsage) -> u32| sequences.iter().map(|of| count(&of.drafts)).sum::<u32>();
         match kind {
-            Kind::BatchIndex => count(0),
-            Kind::SequenceIndex => count(first),
-            Kind::NumInputTokens => count(self.num_input_tokens),
-            Kind::NumOutputTokens => count(sequences.iter().map(|output| output.num_tokens).sum()),
-            Kind::ReusedBlocks => count(blocks(|blocks| blocks.num_reused) as usize),
-            Kind::NewBlocks => count(blocks(|blocks| blocks.num_allocated) as usize),
-            Kind::TotalBlocks => count(blocks(|blocks| blocks.num_reused + blocks.num_allocated) as usize),
-            Kind::DraftTokens => count(drafts(|drafts| drafts.num_drafted) as usize),
-            Kind::AcceptedDraftTokens => count(drafts(|drafts| drafts.num_accepted) as usize),
-            Kind::AcceptanceRate => {
+            OutputKind::BatchIndex => count(0),
+            OutputKind::SequenceIndex => count(first),
+            OutputKind::NumInputTokens => count(self.num_input_tokens),
+            OutputKind::NumOutputTokens => count(sequences.iter().map(|output| output.num_tokens).sum()),
+            OutputKind::ReusedBlocks => count(blocks(|blocks| blocks.num_reused) as usize),
+            OutputKind::NewBlocks => count(blocks(|blocks| blocks.num_allocated) as usize),
+            OutputKind::TotalBlocks => count(blocks(|blocks| blocks.num_reused + blocks.num_allocated) as usize),
+            OutputKind::DraftTokens => count(drafts(|drafts| drafts.num_drafted) as usize),
+            OutputKind::AcceptedDraftTokens => count(drafts(|drafts| drafts.num_accepted) as usize),
+            OutputKind::AcceptanceRate => {
                 let (num_accepted, num_drafted) =
                     (drafts(|drafts| drafts.num_accepted), drafts(|drafts| drafts.num_drafted));
                 Number::F32(num_accepted as f32 / (num_drafted as f32).max(1.0))
             }
-            Kind::ArrivalTime => time(Some(self.arrived.0)),
-            Kind::FirstScheduledTime => time(sequences.iter().filter_map(|output| output.first_scheduled).min()),
-            Kind::FirstTokenTime => time(sequences.iter().filter_map(|output| output.first_token).min()),
-            Kind::LastTokenTime => time(sequences.iter().filter_map(|output| output.last_token).max()),
-            Kind::OutputIds
-            | Kind::SequenceLength
-            | Kind::CumLogProbs
-            | Kind::OutputLogProbs
-            | Kind::SequenceEnd
-            | Kind::ContextLogits
-            | Kind::GenerationLogits => unreachable!("{kind:?} is not one number"),
+            OutputKind::ArrivalTime => time(Some(self.arrived.0)),
+            OutputKind::FirstScheduledTime => time(sequences.iter().filter_map(|output| output.first_scheduled).min()),
+            OutputKind::FirstTokenTime => time(sequences.iter().filter_map(|output| output.first_token).min()),
+            OutputKind::LastTokenTime => time(sequences.iter().filter_map(|output| output.last_token).max()),
+            OutputKind::OutputIds
+            | OutputKind::SequenceLength
+            | OutputKind::CumLogProbs
+            | OutputKind::OutputLogProbs
+            | OutputKind::SequenceEnd
+            | OutputKind::ContextLogits
+            | OutputKind::GenerationLogits => unreachable!("{kind:?} is not one number"),
         }
     }
 

@@ -31,23 +31,23 @@ const MORE_OUTPUTS: [&str; 12] = [
 
 /// Of one sequence, where a delta may follow a response.
 pub(crate) fn streaming() -> Responses {
-    let responses = responses(Mode::Streaming, 1, &[]);
+    let responses = responses(ResponseMode::Streaming, 1, &[]);
     Responses { changing: changing(&responses.outputs), ..responses }
 }
 
 fn generated(name: &str) -> Option<(Name, Value)> {
-    Some((name.into(), Value::Generated(Kind::of(name)?)))
+    Some((name.into(), Value::Generated(OutputKind::of(name)?)))
 }
 
 /// The response that a delta completes, where no deltas are accepted.
 fn push(responses: &mut Responses, mut delta: Delta) -> Option<InferResponse> {
     match responses.push(&mut delta, false, &mut OutputDelta::default())? {
-        Answer::Response(response) => Some(*response),
-        Answer::Delta(_) => panic!("none was accepted"),
+        OutputItem::Response(response) => Some(*response),
+        OutputItem::Delta(_) => panic!("none was accepted"),
     }
 }
 
-fn responses(mode: Mode, num_sequences: usize, prompt: &[u32]) -> Responses {
+fn responses(mode: ResponseMode, num_sequences: usize, prompt: &[u32]) -> Responses {
     Responses {
         changing: None,
         delta_base: None,
@@ -93,7 +93,7 @@ fn ids(response: &InferResponse) -> Vec<i32> {
 
 #[test]
 fn a_stream_gets_each_token_once_and_is_final_when_all_sequences_have_ended() {
-    let mut responses = responses(Mode::Streaming, 2, &[]);
+    let mut responses = responses(ResponseMode::Streaming, 2, &[]);
     let first = push(&mut responses, delta(1, &[(5, -0.5)], false)).unwrap();
     assert_eq!((ids(&first), first.is_final), (vec![5], false));
     assert_eq!(output(&first, "sequence_index").to_i32().unwrap(), [1]);
@@ -113,7 +113,7 @@ fn a_stream_gets_each_token_once_and_is_final_when_all_sequences_have_ended() {
 fn deltas_lead_to_the_same_responses() {
     let arrived = (Timestamp::now(), SystemTime::now());
     let streaming = || {
-        let mut streaming = responses(Mode::Streaming, 2, &[]);
+        let mut streaming = responses(ResponseMode::Streaming, 2, &[]);
         streaming.outputs.extend(MORE_OUTPUTS.iter().filter_map(|name| generated(name)));
         streaming.outputs.push(("given".into(), Value::Given(Tensor::from_i32("other", &[1], &[7]))));
         streaming.changing = changing(&streaming.outputs);
@@ -129,8 +129,8 @@ fn deltas_lead_to_the_same_responses() {
         let response = push(&mut whole, next()).unwrap();
         let mut changes = OutputDelta::default();
         match in_deltas.push(&mut next(), true, &mut changes).unwrap() {
-            Answer::Response(response) => last = *response,
-            Answer::Delta(_) => {
+            OutputItem::Response(response) => last = *response,
+            OutputItem::Delta(_) => {
                 assert!(last.allows_delta && !response.is_final);
                 changes.iter().for_each(|(index, elements)| last.outputs[index].data = elements.to_data());
                 num_deltas += 1;
@@ -145,7 +145,7 @@ fn deltas_lead_to_the_same_responses() {
 
 #[test]
 fn without_streaming_each_sequence_gets_one_response_at_its_end() {
-    let mut responses = responses(Mode::PerSequence, 2, &[3, 4]);
+    let mut responses = responses(ResponseMode::PerSequence, 2, &[3, 4]);
     assert!(push(&mut responses, delta(0, &[(5, -0.5)], false)).is_none());
     let first = push(&mut responses, delta(1, &[(8, -0.5)], true)).unwrap();
     assert_eq!((ids(&first), first.is_final), (vec![3, 4, 8], false));
@@ -159,7 +159,7 @@ fn without_streaming_each_sequence_gets_one_response_at_its_end() {
 
 #[test]
 fn a_model_that_is_not_decoupled_answers_once_with_shorter_sequences_padded() {
-    let mut responses = responses(Mode::Once, 2, &[3]);
+    let mut responses = responses(ResponseMode::Once, 2, &[3]);
     assert!(push(&mut responses, delta(1, &[(5, -0.5)], true)).is_none());
     let all = push(&mut responses, delta(0, &[(6, -0.5), (7, -0.25)], true)).unwrap();
     assert!(all.is_final);

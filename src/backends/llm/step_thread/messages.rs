@@ -6,16 +6,16 @@ use engine::Request;
 use serving::InferError;
 
 use super::super::event_queue;
-use super::super::group::Group;
 use super::super::inbox::Message;
 use super::super::ledger::Report;
 use super::super::refusal::error_of;
 use super::super::request_event::RequestEvent;
+use super::super::worker_group::WorkerGroup;
 use super::{End, Running, Waiting};
 
 impl Running {
     /// Everything in the inbox now, waiting up to `timeout` for the first ([`Duration::MAX`]: for as long as it takes).
-    pub(super) fn take_messages(&mut self, group: &mut Group, timeout: Duration) -> Result<(), End> {
+    pub(super) fn handle_messages(&mut self, group: &mut WorkerGroup, timeout: Duration) -> Result<(), End> {
         let messages = &self.thread.messages;
         let mut next = match timeout {
             Duration::MAX => messages.recv().ok(),
@@ -24,8 +24,8 @@ impl Running {
         while let Some(message) = next {
             match message {
                 Message::Agent(event) => {
-                    group.take_event(event)?;
-                    self.thread.shared.figures.update_start(|start| start.workers = group.workers().to_vec());
+                    group.handle_event(event)?;
+                    self.thread.shared.metrics.update_start(|start| start.workers = group.workers().to_vec());
                 }
                 Message::Submit { sequences, timeout, events } => self.submit(sequences, timeout, events),
                 Message::Cancel(sequence) => {

@@ -8,9 +8,9 @@ use std::time::{Duration, Instant};
 use serving::InferError;
 use tokio::sync::oneshot;
 
-use super::super::group::{Lost, LostKind};
 use super::super::inbox::Message;
 use super::super::request_event::RequestEvent;
+use super::super::worker_group::{LossKind, WorkerLoss};
 use super::{MAX_LOSSES, Running, StepThread};
 
 /// A model that was given up is tried again after this time, doubled each time up to the longest.
@@ -21,7 +21,7 @@ const LONGEST_RETRY: Duration = Duration::from_secs(60);
 const FIRST_BACK_OFF: Duration = Duration::from_millis(100);
 
 /// What a panic said.
-fn words_of(panic: &(dyn Any + Send)) -> &str {
+fn panic_message(panic: &(dyn Any + Send)) -> &str {
     let owned = panic.downcast_ref::<String>().map(String::as_str);
     owned.or(panic.downcast_ref::<&str>().copied()).unwrap_or("it said nothing")
 }
@@ -29,11 +29,11 @@ fn words_of(panic: &(dyn Any + Send)) -> &str {
 impl Running {
     /// After a panic, which left the engine in any state: its sequences end with an error, and one without any takes its
     /// place. The workers are gone with their group.
-    pub(super) fn start_anew(&mut self, panic: &(dyn Any + Send)) -> Lost {
+    pub(super) fn reset_after_panic(&mut self, panic: &(dyn Any + Send)) -> WorkerLoss {
         let StepThread { config, shared, inbox, dispatcher, .. } = &mut self.thread;
         shared.ready.store(false, Ordering::Release);
         inbox.set_doorbell(None);
-        let words = format!("the step thread of model `{}` panicked: {}", config.name, words_of(panic));
+        let words = format!("the step thread of model `{}` panicked: {}", config.name, panic_message(panic));
         tracing::error!(model = %config.name, "{words}; its requests end with an error, and its workers start again");
         self.engine = self.engine.take().map(|engine| engine.successor());
         self.timeouts.clear();
@@ -41,21 +41,21 @@ impl Running {
         let error = InferError::internal(format!("{words}; the model starts again, so send the request again"));
         dispatcher.push_last_to_all(|| RequestEvent::Failed(error.clone()));
         dispatcher.flush();
-        Lost::new(words)
+        WorkerLoss::new(words)
     }
 
     /// After a loss: sequences wait to be prefilled again; or, after too many losses in a row, all requests end
     /// and the thread waits to be stopped.
-    pub(super) fn recover(&mut self, lost: &Lost) -> Option<oneshot::Sender<()>> {
+    pub(super) fn recover(&mut self, lost: &WorkerLoss) -> Option<oneshot::Sender<()>> {
         self.losses += 1;
         let (name, reason) = (&self.thread.config.name, &lost.reason);
         self.step_kinds.clear();
         if let Some(engine) = &mut self.engine {
             engine.recover();
         }
-        if lost.kind == LostKind::RankLost {
+        if lost.kind == LossKind::RankLost {
             tracing::error!(model = %name, "{reason}");
-            return self.give_up(reason.clone());
+            return self.fail_all_requests(reason.clone());
         }
         if self.losses < MAX_LOSSES {
             tracing::warn!(model = %name, reason = %reason, losses = self.losses, "workers lost; starting them again");
@@ -66,20 +66,20 @@ impl Running {
         let words =
             format!("workers of model `{name}` were lost {} times without a step between: {reason}", self.losses);
         tracing::error!(model = %name, "{words}; requests are refused until a further start succeeds");
-        self.give_up(words)
+        self.fail_all_requests(words)
     }
 
     /// Ends all requests with this error, and refuses others with it until [`Message::Stop`].
-    pub(super) fn give_up(&mut self, words: String) -> Option<oneshot::Sender<()>> {
+    pub(super) fn fail_all_requests(&mut self, words: String) -> Option<oneshot::Sender<()>> {
         *ipc::lock(&self.thread.shared.failure) = Some(words.clone());
         let error = InferError::unavailable(words);
         self.thread.dispatcher.push_last_to_all(|| RequestEvent::Failed(error.clone()));
         self.thread.dispatcher.flush();
-        self.refuse_for_a_while(&error)
+        self.refuse_until_retry(&error)
     }
 
     /// Waits for [`Message::Stop`] or the time to try again. Requests get the error meanwhile.
-    pub(super) fn refuse_for_a_while(&mut self, error: &InferError) -> Option<oneshot::Sender<()>> {
+    pub(super) fn refuse_until_retry(&mut self, error: &InferError) -> Option<oneshot::Sender<()>> {
         let doublings = self.losses.saturating_sub(MAX_LOSSES).min(8);
         let end = Instant::now() + (FIRST_RETRY * (1 << doublings)).min(LONGEST_RETRY);
         loop {

@@ -5,9 +5,9 @@ use std::time::{Duration, Instant};
 use engine::Engine;
 use supervision::{FromWorker, ToWorker};
 
-use super::super::figures::Start;
-use super::super::group::{Group, Lost};
 use super::super::inbox::Message;
+use super::super::metrics::Start;
+use super::super::worker_group::{WorkerGroup, WorkerLoss};
 use super::{End, Running, StepThread};
 
 /// How long workers may take to load their weights.
@@ -15,16 +15,16 @@ const LOAD_TIMEOUT: Duration = Duration::from_secs(1800);
 
 impl Running {
     /// Starts the workers and waits until each holds its weights and KV blocks. Requests queue meanwhile.
-    pub(super) fn start(&mut self) -> Result<Group, End> {
+    pub(super) fn start(&mut self) -> Result<WorkerGroup, End> {
         let StepThread { config, replica, agents, prefix, inbox, .. } = &self.thread;
         let listener = inbox.clone();
         let next_step = self.engine.as_ref().map_or(0, Engine::next_step);
         let started = Instant::now();
-        let mut group = Group::start(config, *replica, agents, prefix, next_step, move |event| {
+        let mut group = WorkerGroup::start(config, *replica, agents, prefix, next_step, move |event| {
             listener.send(Message::Agent(event));
         });
         let deadline = started + LOAD_TIMEOUT;
-        let workers = self.await_all(&mut group, deadline, |message| match message {
+        let workers = self.receive_from_all(&mut group, deadline, |message| match message {
             FromWorker::Loaded { max_blocks, weights_bytes, workspace_bytes, block_bytes, phases } => {
                 Some(LoadedWorker { max_blocks, fixed_bytes: weights_bytes + workspace_bytes, block_bytes, phases })
             }
@@ -32,50 +32,51 @@ impl Running {
         })?;
         let loaded = Instant::now();
         let fitting = workers.iter().map(|worker| worker.max_blocks).min().expect("a group has a worker");
-        let num_blocks = self.make_engine(fitting)?;
+        let num_blocks = self.create_engine(fitting)?;
         group.broadcast(&ToWorker::Configure { num_blocks })?;
-        self.await_all(&mut group, deadline, |message| matches!(message, FromWorker::Ready).then_some(()))?;
+        self.receive_from_all(&mut group, deadline, |message| matches!(message, FromWorker::Ready).then_some(()))?;
         let mut phases = slowest_phases(&workers);
         phases.push(("load".to_owned(), loaded - started));
         phases.push(("kv_blocks".to_owned(), loaded.elapsed()));
         phases.push(("total".to_owned(), started.elapsed()));
         for (index, worker) in workers.iter().enumerate() {
-            group.note_memory(index, worker.fixed_bytes + worker.block_bytes * num_blocks as u64);
+            group.set_memory(index, worker.fixed_bytes + worker.block_bytes * num_blocks as u64);
         }
         let workers = group.workers().to_vec();
-        self.thread.shared.figures.update_start(|start| *start = Start { workers, phases });
+        self.thread.shared.metrics.update_start(|start| *start = Start { workers, phases });
         Ok(group)
     }
 
     /// The engine keeps its number of blocks over a restart: sequences were admitted by it.
-    pub(super) fn make_engine(&mut self, fitting: usize) -> Result<usize, Lost> {
+    pub(super) fn create_engine(&mut self, fitting: usize) -> Result<usize, WorkerLoss> {
         let name = &self.thread.config.name;
         if let Some(engine) = &self.engine {
             let num_blocks = engine.config().num_blocks;
             return match fitting >= num_blocks {
                 true => Ok(num_blocks),
-                false => Err(Lost::new(format!(
+                false => Err(WorkerLoss::new(format!(
                     "{fitting} KV blocks fit after the restart of `{name}`, {num_blocks} before"
                 ))),
             };
         }
         let config = engine::EngineConfig { num_blocks: fitting, ..self.thread.config.engine.clone() };
         tracing::info!(model = %name, num_blocks = fitting, block_size = config.block_size, "workers hold their weights");
-        let engine = Engine::new(config).map_err(|error| Lost::new(format!("{fitting} KV blocks fit: {error}")))?;
+        let engine =
+            Engine::new(config).map_err(|error| WorkerLoss::new(format!("{fitting} KV blocks fit: {error}")))?;
         self.engine = Some(engine);
         Ok(fitting)
     }
 
     /// One answer from every worker, through `pick`.
-    pub(super) fn await_all<T>(
+    pub(super) fn receive_from_all<T>(
         &mut self,
-        group: &mut Group,
+        group: &mut WorkerGroup,
         deadline: Instant,
         mut pick: impl FnMut(FromWorker) -> Option<T>,
     ) -> Result<Vec<T>, End> {
         let mut answers: Vec<Option<T>> = (0..group.num_workers()).map(|_| None).collect();
         while answers.iter().any(Option::is_none) {
-            self.take_messages(group, Duration::from_millis(1))?;
+            self.handle_messages(group, Duration::from_millis(1))?;
             for (index, answer) in answers.iter_mut().enumerate().filter(|(_, answer)| answer.is_none()) {
                 match group.receive(index, Duration::ZERO)? {
                     Some(FromWorker::Exchange { bytes }) => group.exchange(index, bytes)?,
@@ -84,7 +85,7 @@ impl Running {
                 }
             }
             if Instant::now() > deadline {
-                return Err(Lost::new(format!("workers were not loaded within {LOAD_TIMEOUT:?}")).into());
+                return Err(WorkerLoss::new(format!("workers were not loaded within {LOAD_TIMEOUT:?}")).into());
             }
         }
         Ok(answers.into_iter().flatten().collect())

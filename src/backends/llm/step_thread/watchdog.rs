@@ -2,12 +2,12 @@
 
 use std::time::{Duration, Instant};
 
-use super::super::group::{Group, Lost};
 use super::super::inbox::Message;
+use super::super::worker_group::{WorkerGroup, WorkerLoss};
 use super::{MAX_LOSSES, Running};
 
 /// Workers that fail after a silence of this length have hung, and it is of interest where.
-const SILENCE: Duration = Duration::from_secs(1);
+const HANG_THRESHOLD: Duration = Duration::from_secs(1);
 
 /// How long agents may take to report where their workers hang.
 const STACKS_TIMEOUT: Duration = Duration::from_secs(2);
@@ -16,18 +16,18 @@ impl Running {
     /// Whether the workers were silent for long before they were lost.
     pub(super) fn is_hung(&self) -> bool {
         let is_busy = self.engine.as_ref().is_some_and(|engine| engine.num_in_flight() > 0);
-        is_busy && self.last_progress.elapsed() > SILENCE
+        is_busy && self.last_progress.elapsed() > HANG_THRESHOLD
     }
 
     /// Writes to the log where every worker that still runs hangs. Requests that come meanwhile wait in the inbox.
-    pub(super) fn log_stacks(&mut self, group: &mut Group) {
-        group.ask_for_stacks();
+    pub(super) fn log_stacks(&mut self, group: &mut WorkerGroup) {
+        group.request_stacks();
         let deadline = Instant::now() + STACKS_TIMEOUT;
         let mut others = Vec::new();
         while group.stacks().iter().any(Option::is_none) && Instant::now() < deadline {
             match self.thread.messages.recv_timeout(Duration::from_millis(20)) {
                 // One that has ended has no stack; that it has is known.
-                Ok(Message::Agent(event)) => drop(group.take_event(event)),
+                Ok(Message::Agent(event)) => drop(group.handle_event(event)),
                 Ok(other) => others.push(other),
                 Err(_) => {}
             }
@@ -41,12 +41,12 @@ impl Running {
         }
     }
 
-    pub(super) fn check_watchdog(&self) -> Result<(), Lost> {
+    pub(super) fn check_watchdog(&self) -> Result<(), WorkerLoss> {
         // A machine that is only slow gets longer each time, lest the same step be lost again and again.
         let patience = self.thread.config.step_timeout * (1 << self.losses.min(MAX_LOSSES));
         let (waited, allowed) = (self.last_progress.elapsed(), patience + self.longest_step);
         match waited > allowed {
-            true => Err(Lost::new(format!("a step was not done after {waited:.1?}, {allowed:.1?} are allowed"))),
+            true => Err(WorkerLoss::new(format!("a step was not done after {waited:.1?}, {allowed:.1?} are allowed"))),
             false => Ok(()),
         }
     }

@@ -18,7 +18,7 @@ const PHASES: [f64; 12] = [1e-6, 5e-6, 1e-5, 5e-5, 1e-4, 5e-4, 0.001, 0.005, 0.0
 const LENGTHS: [f64; 5] = [10.0, 50.0, 100.0, 500.0, 1000.0];
 
 /// How a sequence came to its end, as a label. The first four are those of the engine, in the order of `end_of`.
-pub const ENDS: [&str; 6] = ["end_id", "stop_word", "length", "cancelled", "complete", "failed"];
+pub const FINISH_REASONS: [&str; 6] = ["end_id", "stop_word", "length", "cancelled", "complete", "failed"];
 
 /// What a step computed, as a label.
 pub const STEP_KINDS: [&str; 3] = ["prefill", "decode", "mixed"];
@@ -38,7 +38,7 @@ pub(crate) enum Phase {
 
 /// The counters of one model.
 #[derive(Debug)]
-pub(crate) struct Figures {
+pub(crate) struct Metrics {
     pub(crate) first_token: Histogram,
     pub(crate) inter_token: Histogram,
     pub(crate) queue: Histogram,
@@ -47,7 +47,7 @@ pub(crate) struct Figures {
     pub(crate) output_tokens: Histogram,
     pub(crate) prefix_lookups: AtomicU64,
     pub(crate) prefix_hits: AtomicU64,
-    ends: [AtomicU64; ENDS.len()],
+    ends: [AtomicU64; FINISH_REASONS.len()],
     steps: [Histogram; STEP_KINDS.len()],
     phases: [Histogram; STEP_PHASES.len()],
     context_tokens: AtomicU64,
@@ -58,14 +58,14 @@ pub(crate) struct Figures {
 #[derive(Debug, Clone, Default)]
 pub struct Start {
     /// Workers whose process runs.
-    pub workers: Vec<WorkerFigures>,
+    pub workers: Vec<WorkerStatus>,
     /// What took how long, in order; those of workers are the longest among them.
     pub phases: Vec<(String, Duration)>,
 }
 
 /// One worker of a model.
 #[derive(Debug, Clone, Default)]
-pub struct WorkerFigures {
+pub struct WorkerStatus {
     /// Its place among the workers of the model, which is its rank.
     pub index: u32,
     /// Its process.
@@ -80,10 +80,10 @@ pub struct WorkerFigures {
     pub backlog: Option<Backlog>,
 }
 
-/// The figures of a model at one moment.
+/// The metrics of a model at one moment.
 #[derive(Debug, Clone, Default)]
 #[allow(missing_docs)] // As the metrics are documented; labels are those of the constants.
-pub struct FigureValues {
+pub struct MetricValues {
     pub first_token: HistogramValues,
     pub inter_token: HistogramValues,
     pub queue: HistogramValues,
@@ -92,14 +92,14 @@ pub struct FigureValues {
     pub output_tokens: HistogramValues,
     pub prefix_lookups: u64,
     pub prefix_hits: u64,
-    pub ends: [u64; ENDS.len()],
+    pub ends: [u64; FINISH_REASONS.len()],
     pub steps: [HistogramValues; STEP_KINDS.len()],
     pub phases: [HistogramValues; STEP_PHASES.len()],
     pub context_tokens: u64,
     pub start: Start,
 }
 
-impl Default for Figures {
+impl Default for Metrics {
     fn default() -> Self {
         Self {
             first_token: Histogram::of_times(&WAITS),
@@ -119,7 +119,7 @@ impl Default for Figures {
     }
 }
 
-impl Figures {
+impl Metrics {
     /// A sequence ended; without a reason it failed.
     pub(crate) fn ended(&self, reason: Option<FinishReason>) {
         let index = match reason {
@@ -151,8 +151,8 @@ impl Figures {
     }
 
     /// As of now.
-    pub(crate) fn read(&self) -> FigureValues {
-        FigureValues {
+    pub(crate) fn read(&self) -> MetricValues {
+        MetricValues {
             first_token: self.first_token.read(),
             inter_token: self.inter_token.read(),
             queue: self.queue.read(),
@@ -176,14 +176,14 @@ pub(crate) struct StepKinds(VecDeque<usize>);
 
 impl StepKinds {
     /// A plan was made.
-    pub(crate) fn planned(&mut self, plan: &StepPlan, figures: &Figures) {
+    pub(crate) fn planned(&mut self, plan: &StepPlan, metrics: &Metrics) {
         // Prefills come first in a plan. A last chunk of one token looks like a decode, and costs like one.
         let is_guessed = |row| plan.drafts.iter().any(|(drafted, _)| *drafted == row);
         let prefills =
             plan.work.iter().take_while(|work| !work.samples || work.num_tokens > 1 && !is_guessed(work.row));
         let (num_prefills, tokens) =
             prefills.fold((0, 0), |(count, sum), work| (count + 1, sum + u64::from(work.num_tokens)));
-        figures.context_tokens.store(tokens, Relaxed);
+        metrics.context_tokens.store(tokens, Relaxed);
         self.0.push_back(match (num_prefills, plan.work.len()) {
             (0, _) => 1,
             (prefills, all) if prefills == all => 0,
@@ -192,9 +192,9 @@ impl StepKinds {
     }
 
     /// The oldest step was settled, `time` after the one before it or after it was sent to idle workers.
-    pub(crate) fn settled(&mut self, time: Duration, figures: &Figures) {
+    pub(crate) fn settled(&mut self, time: Duration, metrics: &Metrics) {
         if let Some(kind) = self.0.pop_front() {
-            figures.steps[kind].observe(time.as_secs_f64());
+            metrics.steps[kind].observe(time.as_secs_f64());
         }
     }
 
@@ -216,7 +216,7 @@ mod tests {
 
     #[test]
     fn a_step_is_of_the_kind_of_its_work() {
-        let figures = Figures::default();
+        let metrics = Metrics::default();
         let mut kinds = StepKinds::default();
         let drafts = vec![(RowId(1), vec![TokenId(5), TokenId(6)])];
         let plans = [
@@ -226,10 +226,10 @@ mod tests {
             (vec![work(0, 8, true), work(1, 1, true)], vec![]),
         ];
         for (work, drafts) in plans {
-            kinds.planned(&StepPlan { work, drafts, ..StepPlan::default() }, &figures);
+            kinds.planned(&StepPlan { work, drafts, ..StepPlan::default() }, &metrics);
         }
-        assert_eq!(figures.read().context_tokens, 8);
-        (0..4).for_each(|_| kinds.settled(Duration::from_millis(2), &figures));
-        assert_eq!(figures.read().steps.map(|steps| steps.count), [1, 2, 1]);
+        assert_eq!(metrics.read().context_tokens, 8);
+        (0..4).for_each(|_| kinds.settled(Duration::from_millis(2), &metrics));
+        assert_eq!(metrics.read().steps.map(|steps| steps.count), [1, 2, 1]);
     }
 }

@@ -13,9 +13,9 @@ use tokio::sync::watch;
 use super::event_queue;
 use super::inbox::Message;
 use super::logits::LogitsCharge;
-use super::pending::{ById, Pending, Stop, UNLOADED, Waited};
 use super::request_event::{OneToken, RequestEvent};
 use super::router::Admission;
+use super::submission::{StopHandle, StopHandles, Submission, UNLOADED, WaitOutcome};
 use super::text_stop::TextStop;
 use super::timing::Timing;
 
@@ -41,11 +41,11 @@ impl SequenceTexts {
 }
 
 /// What a stream of events is made of.
-pub(crate) struct Generating {
+pub(crate) struct ActiveRequest {
     pub(crate) client_id: Name,
-    pub(crate) pending: Pending,
-    pub(crate) by_id: ById,
-    pub(crate) stop: Arc<Stop>,
+    pub(crate) submission: Submission,
+    pub(crate) stop_handles: StopHandles,
+    pub(crate) stop: Arc<StopHandle>,
     /// Counts requests in flight.
     pub(crate) in_flight: Arc<watch::Sender<usize>>,
     /// Held until the request has ended.
@@ -65,22 +65,25 @@ pub(crate) struct Generating {
     pub(crate) ready: VecDeque<GenerateEvent>,
 }
 
-impl Generating {
+impl ActiveRequest {
     /// Waits until a replica has the request.
-    pub(crate) async fn wait(mut self, mut events: event_queue::Receiver) -> (Self, event_queue::Receiver, Waited) {
-        let waited = self.pending.wait(&mut events).await;
+    pub(crate) async fn wait(
+        mut self,
+        mut events: event_queue::Receiver,
+    ) -> (Self, event_queue::Receiver, WaitOutcome) {
+        let waited = self.submission.wait(&mut events).await;
         (self, events, waited)
     }
 
     /// The replica that has the request counts it from now on.
-    pub(crate) fn placed(&mut self) {
-        if let Admission::Placed(place) = &self.pending.admission {
-            self.timing.taken_by(&place.replica().shared);
+    pub(crate) fn assigned(&mut self) {
+        if let Admission::Assigned(reservation) = &self.submission.admission {
+            self.timing.taken_by(&reservation.replica().shared);
         }
     }
 
     /// Counts the end of a request that no replica had.
-    pub(crate) fn end_unplaced(&mut self, reason: Option<FinishReason>) {
+    pub(crate) fn end_unassigned(&mut self, reason: Option<FinishReason>) {
         self.ended.iter_mut().for_each(|ended| *ended = true);
         self.ended.iter().for_each(|_| self.timing.ended(reason));
     }
@@ -199,7 +202,7 @@ impl Generating {
         if is_stopped {
             if finished.is_none() {
                 self.timing.ended(Some(FinishReason::StopWord));
-                self.pending.send(Message::Finish(sequence));
+                self.submission.send(Message::Finish(sequence));
             }
             finished = Some(FinishReason::StopWord);
         }
@@ -239,23 +242,23 @@ impl Generating {
     pub(crate) fn cancel(&mut self) {
         self.is_cancelled = true;
         for (&sequence, _) in self.sequences.iter().zip(&self.ended).filter(|(_, ended)| !**ended) {
-            self.pending.send(Message::Cancel(sequence));
+            self.submission.send(Message::Cancel(sequence));
         }
     }
 }
 
-impl Drop for Generating {
+impl Drop for ActiveRequest {
     fn drop(&mut self) {
-        if let Admission::Queued(_) = self.pending.admission
+        if let Admission::Queued(_) = self.submission.admission
             && !self.has_ended()
         {
-            self.end_unplaced(Some(FinishReason::Cancelled)); // The client left before a replica had the request.
+            self.end_unassigned(Some(FinishReason::Cancelled)); // The client left before a replica had the request.
         }
-        let mut by_id = ipc::lock(&self.by_id);
-        if by_id.get(&self.client_id).is_some_and(|stop| Arc::ptr_eq(stop, &self.stop)) {
-            by_id.remove(&self.client_id);
+        let mut stop_handles = ipc::lock(&self.stop_handles);
+        if stop_handles.get(&self.client_id).is_some_and(|stop| Arc::ptr_eq(stop, &self.stop)) {
+            stop_handles.remove(&self.client_id);
         }
-        drop(by_id);
+        drop(stop_handles);
         self.in_flight.send_modify(|count| *count -= 1);
     }
 }

@@ -13,7 +13,7 @@ const MAX_WAITING: usize = 65_536;
 
 /// Priority levels and timeouts of one model.
 #[derive(Debug, Clone, Default)]
-pub(crate) struct QueueRules {
+pub(crate) struct QueuePolicy {
     /// Levels are `1..=num_levels`, the first is served first; 0 when requests have no priority.
     num_levels: u64,
     default_level: u64,
@@ -38,7 +38,7 @@ pub(crate) struct QueueBounds {
     pub(crate) of: BTreeMap<u32, usize>,
 }
 
-impl QueueRules {
+impl QueuePolicy {
     pub(crate) fn new(config: &ModelConfig) -> Self {
         let Some(SchedulingChoice::DynamicBatching(batching)) = &config.scheduling_choice else {
             return Self::default();
@@ -91,14 +91,14 @@ impl QueueRules {
 mod tests {
     use super::*;
 
-    fn rules() -> QueueRules {
+    fn rules() -> QueuePolicy {
         let policy = |micros, allow_timeout_override, action: TimeoutAction| ModelQueuePolicy {
             timeout_action: action as i32,
             default_timeout_microseconds: micros,
             allow_timeout_override,
             max_queue_size: 7,
         };
-        QueueRules {
+        QueuePolicy {
             num_levels: 3,
             default_level: 2,
             default_policy: Some(policy(500, true, TimeoutAction::Reject)),
@@ -110,14 +110,14 @@ mod tests {
     fn the_first_level_is_served_first_and_others_than_the_levels_mean_the_default() {
         assert_eq!([1, 2, 3].map(|level| rules().priority(level)), [2, 1, 0]);
         assert_eq!([0, 4, u64::MAX].map(|level| rules().priority(level)), [1, 1, 1]);
-        assert_eq!([0, 1, 9].map(|level| QueueRules::default().priority(level)), [0, 0, 0]);
+        assert_eq!([0, 1, 9].map(|level| QueuePolicy::default().priority(level)), [0, 0, 0]);
     }
 
     #[test]
     fn each_level_has_a_queue_of_its_own() {
         let bounds = |total, each, of: &[(u32, usize)]| QueueBounds { total, each, of: of.iter().copied().collect() };
         assert_eq!(rules().bounds(100), bounds(21, 7, &[(0, 7)]));
-        assert_eq!(QueueRules::default().bounds(100), bounds(100, 100, &[]));
+        assert_eq!(QueuePolicy::default().bounds(100), bounds(100, 100, &[]));
         let mut rules = rules();
         rules.default_policy = None;
         rules.policies.insert(1, ModelQueuePolicy { max_queue_size: 2, ..ModelQueuePolicy::default() });
@@ -136,6 +136,6 @@ mod tests {
         assert_eq!(rules().timeout(0, 20), timeout(20, true));
         assert_eq!(rules().timeout(2, 900), timeout(500, true));
         assert_eq!(rules().timeout(3, 20), timeout(100, false));
-        assert_eq!(QueueRules::default().timeout(0, 20), None);
+        assert_eq!(QueuePolicy::default().timeout(0, 20), None);
     }
 }

@@ -21,7 +21,7 @@ pub(crate) fn hashes(prompt: &[TokenId], block_size: usize) -> Vec<PrefixHash> {
 
 /// The prefixes that were sent last.
 #[derive(Debug, Default)]
-pub(crate) struct Prefixes {
+pub(crate) struct SentPrefixes {
     /// When each was noted last.
     known: HashMap<PrefixHash, u64>,
     /// Notes in their order; outdated ones are of prefixes that were noted again.
@@ -29,7 +29,7 @@ pub(crate) struct Prefixes {
     num_notes: u64,
 }
 
-impl Prefixes {
+impl SentPrefixes {
     /// How many of these are known, from the first on.
     pub(crate) fn num_known(&self, hashes: &[PrefixHash]) -> usize {
         hashes.iter().take_while(|hash| self.known.contains_key(hash)).count()
@@ -79,7 +79,7 @@ mod tests {
     #[test]
     fn the_prefixes_that_were_sent_last_stay_known_from_their_start() {
         let [a, b] = [[1, 2, 3], [11, 12, 13]];
-        let mut prefixes = Prefixes::default();
+        let mut prefixes = SentPrefixes::default();
         prefixes.note(&a, 4);
         prefixes.note(&b, 4);
         assert_eq!((prefixes.num_known(&a), prefixes.num_known(&b)), (1, 3));

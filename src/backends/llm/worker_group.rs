@@ -14,7 +14,7 @@ use supervision::{
 };
 
 use super::config::LlmConfig;
-use super::figures::WorkerFigures;
+use super::metrics::WorkerStatus;
 use link::Link;
 use worker_spec::spec;
 
@@ -24,14 +24,14 @@ const SEND_TIMEOUT: Duration = Duration::from_secs(10);
 /// Why workers are gone or useless, in words for the log and for clients.
 #[derive(Debug, Clone, thiserror::Error)]
 #[error("{reason}")]
-pub(crate) struct Lost {
+pub(crate) struct WorkerLoss {
     pub(crate) reason: String,
-    pub(crate) kind: LostKind,
+    pub(crate) kind: LossKind,
 }
 
 /// What may help after a loss.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum LostKind {
+pub(crate) enum LossKind {
     /// A fault of the worker's own, or silence.
     Failed,
     /// A signal ended it: the same may go well the next time, even its first load.
@@ -40,14 +40,14 @@ pub(crate) enum LostKind {
     RankLost,
 }
 
-impl Lost {
+impl WorkerLoss {
     pub(crate) fn new(reason: String) -> Self {
-        Self { reason, kind: LostKind::Failed }
+        Self { reason, kind: LossKind::Failed }
     }
 }
 
 /// One start of a model's workers. Dropping it ends them.
-pub(crate) struct Group {
+pub(crate) struct WorkerGroup {
     agents: Arc<Agents>,
     instance: u64,
     /// The rank of worker 0; the others follow.
@@ -62,12 +62,12 @@ pub(crate) struct Group {
     /// The stacks of each worker's threads, once they were requested.
     stacks: Vec<Option<String>>,
     /// Those whose process runs.
-    workers: Vec<WorkerFigures>,
+    workers: Vec<WorkerStatus>,
     devices: Vec<String>,
     bytes: Vec<u8>,
 }
 
-impl Group {
+impl WorkerGroup {
     /// Has the agents of the model's ranks start a worker each; `listener` gets their events.
     pub(crate) fn start(
         config: &LlmConfig,
@@ -112,7 +112,7 @@ impl Group {
     }
 
     /// Takes an agent's event: opens the rings of a worker that started; fails for one that ended.
-    pub(crate) fn take_event(&mut self, event: FromAgent) -> Result<(), Lost> {
+    pub(crate) fn handle_event(&mut self, event: FromAgent) -> Result<(), WorkerLoss> {
         match event {
             FromAgent::Started { worker, .. }
             | FromAgent::Relayed { worker, .. }
@@ -130,7 +130,7 @@ impl Group {
                 let rings = RelayedWorker { worker, plan_ring, output_ring };
                 let link = self.link(rings)?;
                 let device = self.devices[worker.tp_rank as usize].clone();
-                self.workers.push(WorkerFigures {
+                self.workers.push(WorkerStatus {
                     index: rank,
                     pid,
                     node,
@@ -149,10 +149,10 @@ impl Group {
                 Ok(())
             }
             FromAgent::Ended { worker, reason, by_signal, .. } => {
-                let words = self.last_words(worker.tp_rank as usize);
-                let kind = if by_signal { LostKind::BySignal } else { LostKind::Failed };
+                let words = self.reported_failure(worker.tp_rank as usize);
+                let kind = if by_signal { LossKind::BySignal } else { LossKind::Failed };
                 let reason = format!("{} ended: {reason}", self.name_of(worker.tp_rank as usize));
-                Err(words.unwrap_or(Lost { reason, kind }))
+                Err(words.unwrap_or(WorkerLoss { reason, kind }))
             }
             FromAgent::Stacks { worker, text } => {
                 self.stacks[worker.tp_rank as usize] = Some(text);
@@ -160,7 +160,7 @@ impl Group {
             }
             FromAgent::RankLost { reason } => {
                 let reason = format!("{reason}, and the world ends with it; try again later");
-                Err(Lost { reason, kind: LostKind::RankLost })
+                Err(WorkerLoss { reason, kind: LossKind::RankLost })
             }
         }
     }
@@ -204,12 +204,12 @@ impl Group {
         }
     }
 
-    fn link(&self, rings: RelayedWorker) -> Result<Link, Lost> {
+    fn link(&self, rings: RelayedWorker) -> Result<Link, WorkerLoss> {
         if self.node_of(rings.worker.tp_rank as usize) != self.agents.nodes().of(0) {
             return Ok(Link::Relayed { rings, received: VecDeque::new() });
         }
         let RelayedWorker { plan_ring, output_ring, .. } = &rings;
-        Link::open(plan_ring, output_ring).map_err(|error| Lost::new(error.to_string()))
+        Link::open(plan_ring, output_ring).map_err(|error| WorkerLoss::new(error.to_string()))
     }
 
     /// Once all workers on the node of `worker` run, has the first rank there relay messages to and from them.
@@ -228,7 +228,7 @@ impl Group {
     }
 
     /// Requests the stacks of every worker's threads; the answers come as events.
-    pub(crate) fn ask_for_stacks(&self) {
+    pub(crate) fn request_stacks(&self) {
         for tp_rank in 0..self.links.len() as u32 {
             let worker = WorkerId { instance: self.instance, tp_rank };
             self.agents.send(self.first_rank + tp_rank, ToAgent::Stacks(worker));
@@ -241,7 +241,7 @@ impl Group {
     }
 
     /// Worker `index` holds so much memory.
-    pub(crate) fn note_memory(&mut self, index: usize, bytes: u64) {
+    pub(crate) fn set_memory(&mut self, index: usize, bytes: u64) {
         let rank = self.rank_of(index);
         for worker in self.workers.iter_mut().filter(|worker| worker.index == rank) {
             worker.memory_bytes = bytes;
@@ -249,7 +249,7 @@ impl Group {
     }
 
     /// What is known of the workers that run.
-    pub(crate) fn workers(&self) -> &[WorkerFigures] {
+    pub(crate) fn workers(&self) -> &[WorkerStatus] {
         &self.workers
     }
 
@@ -262,7 +262,7 @@ impl Group {
         self.links.len()
     }
 
-    /// Rung to make [`Group::next_report`] return early; `None` when tokens come through the inbox anyway.
+    /// Rung to make [`WorkerGroup::next_report`] return early; `None` when tokens come through the inbox anyway.
     pub(crate) fn doorbell(&self) -> Option<Doorbell> {
         match &self.links[self.reporter] {
             Some(Link::Rings { outputs, .. }) => Some(outputs.doorbell()),
@@ -270,13 +270,13 @@ impl Group {
         }
     }
 
-    /// The next message of the worker that reports tokens, as [`Group::receive`].
-    pub(crate) fn next_report(&mut self, timeout: Duration) -> Result<Option<FromWorker>, Lost> {
+    /// The next message of the worker that reports tokens, as [`WorkerGroup::receive`].
+    pub(crate) fn next_report(&mut self, timeout: Duration) -> Result<Option<FromWorker>, WorkerLoss> {
         self.receive(self.reporter, timeout)
     }
 
     /// What one worker sends to all others; it is passed on once every worker has sent its own.
-    pub(crate) fn exchange(&mut self, index: usize, bytes: Vec<u8>) -> Result<(), Lost> {
+    pub(crate) fn exchange(&mut self, index: usize, bytes: Vec<u8>) -> Result<(), WorkerLoss> {
         self.exchange[index] = Some(bytes);
         if self.exchange.iter().any(Option::is_none) {
             return Ok(());
@@ -286,13 +286,13 @@ impl Group {
     }
 
     /// The same bytes to every worker.
-    pub(crate) fn broadcast(&mut self, message: &ToWorker) -> Result<(), Lost> {
+    pub(crate) fn broadcast(&mut self, message: &ToWorker) -> Result<(), WorkerLoss> {
         plan::encode(message, &mut self.bytes);
         for index in 0..self.links.len() {
             let link = self.links[index].as_mut().expect("plans are sent once workers are linked");
             let Link::Rings { plans, .. } = link else { continue };
             let sent = plans.send(&self.bytes, SEND_TIMEOUT);
-            sent.map_err(|error| Lost::new(format!("{} takes no plans: {error}", self.name_of(index))))?;
+            sent.map_err(|error| WorkerLoss::new(format!("{} takes no plans: {error}", self.name_of(index))))?;
         }
         if !self.leaders.is_empty() {
             let message = ToAgent::ToWorkers { instance: self.instance, bytes: self.bytes.clone() };
@@ -301,13 +301,13 @@ impl Group {
         Ok(())
     }
 
-    pub(crate) fn step(&mut self, plan: StepPlan) -> Result<(), Lost> {
+    pub(crate) fn step(&mut self, plan: StepPlan) -> Result<(), WorkerLoss> {
         self.broadcast(&ToWorker::Step(plan))
     }
 
     /// A message of one worker, if there is one within `timeout` and nobody rings before. One on another node is not
     /// waited for: its messages come through the inbox.
-    pub(crate) fn receive(&mut self, index: usize, timeout: Duration) -> Result<Option<FromWorker>, Lost> {
+    pub(crate) fn receive(&mut self, index: usize, timeout: Duration) -> Result<Option<FromWorker>, WorkerLoss> {
         match &mut self.links[index] {
             None => return Ok(None),
             Some(Link::Relayed { received, .. }) => match received.pop_front() {
@@ -322,18 +322,18 @@ impl Group {
                     std::thread::sleep(Duration::from_millis(1));
                     return Ok(None);
                 }
-                Err(error) => return Err(Lost::new(format!("{} cannot be heard: {error}", self.name_of(index)))),
+                Err(error) => return Err(WorkerLoss::new(format!("{} cannot be heard: {error}", self.name_of(index)))),
             },
         }
         match plan::decode(&self.bytes) {
-            Ok(FromWorker::Failed { message }) => Err(Lost::new(format!("{}: {message}", self.name_of(index)))),
+            Ok(FromWorker::Failed { message }) => Err(WorkerLoss::new(format!("{}: {message}", self.name_of(index)))),
             Ok(message) => Ok(Some(message)),
-            Err(error) => Err(Lost::new(format!("{} cannot be understood: {error}", self.name_of(index)))),
+            Err(error) => Err(WorkerLoss::new(format!("{} cannot be understood: {error}", self.name_of(index)))),
         }
     }
 
     /// What a worker that ended said of it, if it could.
-    fn last_words(&mut self, tp_rank: usize) -> Option<Lost> {
+    fn reported_failure(&mut self, tp_rank: usize) -> Option<WorkerLoss> {
         loop {
             match self.receive(tp_rank, Duration::ZERO) {
                 Ok(Some(_)) => {}
@@ -360,7 +360,7 @@ fn device_name(config: &LlmConfig, nodes: &Nodes, rank: u32) -> String {
     }
 }
 
-impl Drop for Group {
+impl Drop for WorkerGroup {
     fn drop(&mut self) {
         self.end(false);
         self.agents.forget(self.instance);

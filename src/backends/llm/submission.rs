@@ -16,15 +16,15 @@ use super::router::Admission;
 pub(crate) const UNLOADED: &str = "the model was unloaded while the request ran";
 
 /// How to stop requests in flight, by the client's request id.
-pub(crate) type ById = Arc<Mutex<HashMap<Name, Arc<Stop>>>>;
+pub(crate) type StopHandles = Arc<Mutex<HashMap<Name, Arc<StopHandle>>>>;
 
 /// Stops a request when its client asks for it.
-pub(crate) struct Stop {
+pub(crate) struct StopHandle {
     events: WeakSender,
     is_sent: AtomicBool,
 }
 
-impl Stop {
+impl StopHandle {
     pub(crate) fn new(events: WeakSender) -> Self {
         Self { events, is_sent: AtomicBool::new(false) }
     }
@@ -38,7 +38,7 @@ impl Stop {
 }
 
 /// A request on its way to a replica.
-pub(crate) struct Pending {
+pub(crate) struct Submission {
     pub(crate) admission: Admission,
     /// The message for the replica that takes the request, until it is sent.
     pub(crate) submit: Option<Message>,
@@ -46,11 +46,11 @@ pub(crate) struct Pending {
     pub(crate) timeout: Option<(Instant, bool)>,
 }
 
-impl Pending {
+impl Submission {
     /// Sends the request to the replica that has a place for it. False when the model is being unloaded.
-    pub(crate) fn submit_if_placed(&mut self) -> bool {
+    pub(crate) fn submit_if_assigned(&mut self) -> bool {
         match (&self.admission, self.submit.take()) {
-            (Admission::Placed(place), Some(submit)) => place.replica().inbox.send(submit),
+            (Admission::Assigned(reservation), Some(submit)) => reservation.replica().inbox.send(submit),
             (_, submit) => {
                 self.submit = submit;
                 true
@@ -60,29 +60,29 @@ impl Pending {
 
     /// Sends a message to the replica that has the request.
     pub(crate) fn send(&self, message: Message) {
-        if let Admission::Placed(place) = &self.admission {
-            place.replica().inbox.send(message);
+        if let Admission::Assigned(reservation) = &self.admission {
+            reservation.replica().inbox.send(message);
         }
     }
 
     /// Waits until a replica has a place for the request.
-    pub(crate) async fn wait(&mut self, events: &mut event_queue::Receiver) -> Waited {
+    pub(crate) async fn wait(&mut self, events: &mut event_queue::Receiver) -> WaitOutcome {
         loop {
             let Self { admission, timeout, .. } = self;
             let ticket = match admission {
                 Admission::Queued(ticket) => ticket,
-                Admission::Placed(_) => return Waited::Placed,
+                Admission::Assigned(_) => return WaitOutcome::Assigned,
             };
             tokio::select! {
-                place = ticket.place() => {
-                    *admission = Admission::Placed(place);
-                    if !self.submit_if_placed() {
-                        return Waited::Failed(InferError::new(ErrorKind::Unavailable, UNLOADED));
+                reservation = ticket.reservation() => {
+                    *admission = Admission::Assigned(reservation);
+                    if !self.submit_if_assigned() {
+                        return WaitOutcome::Failed(InferError::new(ErrorKind::Unavailable, UNLOADED));
                     }
                 }
-                Some(RequestEvent::Stop) = events.receive() => return Waited::Stopped,
+                Some(RequestEvent::Stop) = events.receive() => return WaitOutcome::Stopped,
                 rejects = expired(*timeout) => match rejects {
-                    true => return Waited::Failed(InferError::unavailable("Request timeout expired")),
+                    true => return WaitOutcome::Failed(InferError::unavailable("Request timeout expired")),
                     false => {
                         ticket.delay();
                         *timeout = None;
@@ -94,8 +94,8 @@ impl Pending {
 }
 
 /// How the wait for a replica ended.
-pub(crate) enum Waited {
-    Placed,
+pub(crate) enum WaitOutcome {
+    Assigned,
     /// The client stopped the request.
     Stopped,
     Failed(InferError),
