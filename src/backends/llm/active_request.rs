@@ -1,4 +1,4 @@
-//! What happens to one request: its wait for a replica, then its sequences' events, and their cancellation when it is dropped.
+//! The state of one request in flight: converts the events of its sequences, and cancels them.
 
 use std::collections::VecDeque;
 use std::sync::Arc;
@@ -40,7 +40,7 @@ impl SequenceTexts {
     }
 }
 
-/// What a stream of events is made of.
+/// A request in flight.
 pub(crate) struct ActiveRequest {
     pub(crate) client_id: Name,
     pub(crate) submission: Submission,
@@ -48,25 +48,25 @@ pub(crate) struct ActiveRequest {
     pub(crate) stop: Arc<StopHandle>,
     /// Counts requests in flight.
     pub(crate) in_flight: Arc<watch::Sender<usize>>,
-    /// Held until the request has ended.
+    /// Freed when the request has ended.
     pub(crate) _logits: Option<LogitsCharge>,
     pub(crate) timing: Timing,
     /// One for each sequence, where there are stop words.
     pub(crate) text_stops: Vec<TextStop>,
     /// Set where the events have text.
     pub(crate) texts: Option<SequenceTexts>,
-    /// Known once a replica has accepted the request. A beam search is one sequence for all of its beams.
+    /// Empty until a replica has accepted the request. A beam search has one sequence for all of its beams.
     pub(crate) sequences: SmallVec<[SequenceId; 1]>,
-    /// Which sequences, or beams, have ended.
+    /// Whether each sequence, or beam, has ended.
     pub(crate) ended: SmallVec<[bool; 8]>,
-    /// Its sequences are cancelled as soon as they are known.
+    /// Whether the sequences are to be cancelled once their ids are known.
     pub(crate) is_cancelled: bool,
-    /// Events that come before the next one of the queue.
+    /// Converted events, which are returned before the next event of the queue.
     pub(crate) ready: VecDeque<GenerateEvent>,
 }
 
 impl ActiveRequest {
-    /// Waits until a replica has the request.
+    /// Waits for a replica.
     pub(crate) async fn wait(
         mut self,
         mut events: event_queue::Receiver,
@@ -75,20 +75,21 @@ impl ActiveRequest {
         (self, events, waited)
     }
 
-    /// The replica that has the request counts it from now on.
+    /// Counts the request in the metrics of its replica from now on.
     pub(crate) fn assigned(&mut self) {
         if let Admission::Assigned(reservation) = &self.submission.admission {
-            self.timing.taken_by(&reservation.replica().shared);
+            self.timing.assigned_to(&reservation.replica().shared);
         }
     }
 
-    /// Counts the end of a request that no replica had.
+    /// Counts the end of a request that was never assigned to a replica.
     pub(crate) fn end_unassigned(&mut self, reason: Option<FinishReason>) {
         self.ended.iter_mut().for_each(|ended| *ended = true);
         self.ended.iter().for_each(|_| self.timing.ended(reason));
     }
 
-    /// What nearly all events are: one token of a sequence that goes on, which nothing holds back.
+    /// Fast path: the delta of one token of a running sequence. `None` where the token needs a search for stop words, a text or
+    /// a beam.
     pub(crate) fn one_token(&mut self, token: &OneToken, is_drained: bool) -> Option<Delta> {
         if !self.text_stops.is_empty() || self.texts.is_some() || self.ended.len() > self.sequences.len() {
             return None;
@@ -112,10 +113,10 @@ impl ActiveRequest {
         })
     }
 
-    /// Takes the next event of the queue; what follows from it is in `ready`.
+    /// Handles the next event of the queue, and appends the resulting events to `ready`.
     ///
     /// # Errors
-    /// The error that ends the request.
+    /// When the request failed.
     pub(crate) fn take(&mut self, event: Option<RequestEvent>, is_drained: bool) -> Result<(), InferError> {
         match event {
             Some(RequestEvent::Token(token)) => {
@@ -168,11 +169,11 @@ impl ActiveRequest {
         self.sequences.iter().position(|&known| known == sequence)
     }
 
-    /// Takes new tokens of a sequence, or its end.
+    /// Handles new tokens of a sequence, or its end.
     fn take_tokens(&mut self, event: TokenEvent, at: Timestamp, is_drained: bool) {
         let Some(index) = self.index_of(event.sequence) else { return };
         if self.ended[index] {
-            return; // Chosen before the engine knew of a stop word in the text.
+            return; // The step was in flight when a stop word was found in the text.
         }
         let beam_tokens: usize = event.beams.iter().map(|beam| beam.tokens.len()).sum();
         self.timing.tokens(index, (event.tokens.len() + beam_tokens) as u64, event.blocks, at);
@@ -212,7 +213,7 @@ impl ActiveRequest {
         self.ready.push_back(GenerateEvent::Delta(delta));
     }
 
-    /// Takes all beams at once, when their search has ended; empty ones when it was cancelled.
+    /// Handles the beams when their search has ended. Beams of a cancelled search are empty.
     fn take_beams(&mut self, event: TokenEvent, at: Timestamp) {
         if event.finished.is_none() {
             return;
@@ -224,7 +225,7 @@ impl ActiveRequest {
             let sampled =
                 |(token, logprob)| SampledToken { row: RowId(0), token, logprob: Some(logprob), top: Vec::new() };
             let tokens = beam.into_iter().flat_map(|beam| beam.tokens).map(sampled).collect();
-            // Blocks belong to the search, so they count once.
+            // The beams share their blocks, which count once.
             let blocks = if index == 0 { event.blocks } else { BlockUsage::default() };
             self.ended[index] = true;
             let (finished, drafts) = (event.finished, event.drafts);
@@ -238,7 +239,7 @@ impl ActiveRequest {
         }
     }
 
-    /// Has the replica end what has not ended; sequences that are not known yet, once they are.
+    /// Cancels the sequences that have not ended. Sequences whose ids are not known yet are cancelled when they are.
     pub(crate) fn cancel(&mut self) {
         self.is_cancelled = true;
         for (&sequence, _) in self.sequences.iter().zip(&self.ended).filter(|(_, ended)| !**ended) {
@@ -252,7 +253,7 @@ impl Drop for ActiveRequest {
         if let Admission::Queued(_) = self.submission.admission
             && !self.has_ended()
         {
-            self.end_unassigned(Some(FinishReason::Cancelled)); // The client left before a replica had the request.
+            self.end_unassigned(Some(FinishReason::Cancelled)); // The client disconnected while the request was queued.
         }
         let mut stop_handles = ipc::lock(&self.stop_handles);
         if stop_handles.get(&self.client_id).is_some_and(|stop| Arc::ptr_eq(stop, &self.stop)) {

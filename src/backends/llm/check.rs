@@ -1,4 +1,4 @@
-//! Checks of an LLM before any worker starts, for the loader and for `trireme lint`.
+//! Checks an LLM's configuration and checkpoint without starting workers, for `trireme lint`.
 
 use std::sync::Arc;
 
@@ -11,15 +11,14 @@ use serving::{Backend, BackendFactory, InferError, InferRequest, InferResponse, 
 use super::config::LlmConfig;
 use super::config::LlmDefaults;
 
-/// In the place of [`super::LlmFactory`]: looks at all that loading would look at, weights' names and shapes among it, and
-/// starts no worker.
+/// Makes the checks of [`super::LlmFactory`], including those of the weights' names and shapes, and starts no worker.
 pub struct CheckFactory {
     defaults: LlmDefaults,
     estimate: EstimateMemory,
 }
 
 impl CheckFactory {
-    /// For models that `defaults` would be used for.
+    /// A factory that checks models with `defaults`.
     pub fn new(defaults: LlmDefaults, estimate: EstimateMemory) -> Self {
         Self { defaults, estimate }
     }
@@ -41,7 +40,7 @@ impl BackendFactory for CheckFactory {
     }
 }
 
-/// A model whose check found nothing wrong. It answers warm-up requests only.
+/// A model that passed its check. It returns an empty response to each request.
 pub struct CheckedModel;
 
 impl Backend for CheckedModel {

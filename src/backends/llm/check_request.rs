@@ -7,12 +7,12 @@ use serving::InferError;
 use super::config::LlmConfig;
 use super::refusal::error_of;
 
-/// Largest size in bytes of the logits that rank 0 keeps for a request: as much as one gRPC message could carry.
+/// Maximum size in bytes of the logits of a request: that of one gRPC message.
 const MAX_LOGITS_BYTES: usize = i32::MAX as usize;
 
 /// Checks a request against the limits of the model.
 ///
-/// Returns how many bytes of logits rank 0 may have to keep for it.
+/// Returns how many bytes of logits rank 0 may have to buffer for it.
 ///
 /// # Errors
 /// When a value is outside of the model's limits. The message names it.
@@ -23,7 +23,7 @@ pub(crate) fn check(config: &LlmConfig, request: &GenerateRequest) -> Result<u64
     logits_bytes(config, request)
 }
 
-/// Bytes of the logits of a request. Those of a beam search are refused, because its tokens are chosen from many rows.
+/// Bytes of the logits of a request. A beam search cannot return logits, because its tokens are chosen from several rows.
 fn logits_bytes(config: &LlmConfig, request: &GenerateRequest) -> Result<u64, InferError> {
     let GenerateRequest { sequence, num_sequences, .. } = request;
     let Request { prompt, max_tokens, sampling, beams, .. } = sequence;

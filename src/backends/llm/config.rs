@@ -1,4 +1,4 @@
-//! What `config.pbtxt` and the checkpoint say of an LLM, as typed values.
+//! The configuration of an LLM, from `config.pbtxt` and the checkpoint.
 
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -14,17 +14,17 @@ use supervision::{DeviceChoice, KvMemory, WeightPrecision};
 
 use super::queue_policy::QueuePolicy;
 
-/// Most tokens guessed in one step: more are seldom right.
+/// Maximum number of draft tokens in one step. Longer drafts are seldom accepted.
 const MAX_DRAFTS: usize = 64;
 
 /// Rows of a tile of the matrix products on GPUs.
 const GPU_TOKEN_TILE: usize = 128;
 
-/// Prefill tokens in a step that also decodes when the model does not say, on CPUs and for each CUDA device of a group: enough to keep
-/// them busy, and few enough for streams to go on without a gap that is felt.
+/// Default number of prefill tokens in a step that also decodes, on CPUs and for each CUDA device of a worker group. It is a
+/// trade-off between utilisation and inter-token latency.
 const MIXED_PREFILL_TOKENS: [usize; 2] = [128, 512];
 
-/// What the launcher chose for every LLM of this world.
+/// Defaults of all LLMs of this world.
 #[derive(Debug, Clone)]
 pub struct LlmDefaults {
     /// Device of each rank's worker.
@@ -33,30 +33,30 @@ pub struct LlmDefaults {
     pub world_size: u32,
     /// Most ranks on one node.
     pub ranks_per_node: u32,
-    /// The network that joins the nodes, for workers that talk to each other between them.
+    /// The network interface between nodes, for the collectives of workers.
     pub network: Option<String>,
     /// Positions in a KV block.
     pub block_size: usize,
-    /// Share of free memory that KV blocks take when the model does not say.
+    /// Default share of free memory for KV blocks.
     pub kv_free_fraction: f64,
-    /// Most tokens in a step when the model does not say.
+    /// Default maximum number of tokens in a step.
     pub max_step_tokens: usize,
-    /// How a CPU holds the weights of linear layers when the model does not say.
+    /// Default precision of the weights of linear layers on a CPU.
     pub weight_precision: WeightPrecision,
-    /// Silence of a running step after which its workers count as hung.
+    /// Duration of a step after which its workers count as hung.
     pub step_timeout: std::time::Duration,
-    /// Where workers look for NVIDIA's libraries first.
+    /// Directories that workers search for NVIDIA's libraries first.
     pub library_dirs: Vec<PathBuf>,
-    /// Where workers keep measurements between starts.
+    /// Directory of measurements that workers keep between starts.
     pub cache_dir: Option<PathBuf>,
 }
 
-/// One LLM.
+/// The configuration of one LLM.
 #[derive(Debug, Clone)]
 pub(crate) struct LlmConfig {
     pub(crate) name: String,
     pub(crate) checkpoint: PathBuf,
-    /// What the checkpoint is, for workers on other nodes to compare with theirs; filled in where there are some.
+    /// Fingerprint of the checkpoint, which workers on other nodes compare with theirs. `None` on a single node.
     pub(crate) checkpoint_fingerprint: Option<Vec<u8>>,
     pub(crate) device: DeviceChoice,
     /// Workers of a stage.
@@ -68,32 +68,32 @@ pub(crate) struct LlmConfig {
     pub(crate) network: Option<String>,
     pub(crate) kv_memory: KvMemory,
     pub(crate) weight_precision: WeightPrecision,
-    /// `num_blocks` is filled in once the workers have said how many fit.
+    /// `num_blocks` is set when the workers have reported how many fit.
     pub(crate) engine: EngineConfig,
-    /// How requests wait.
+    /// Priorities, timeouts and bounds of queued requests.
     pub(crate) queue: QueuePolicy,
-    /// What one request may contain.
+    /// Limits of one request.
     pub(crate) limits: Limits,
-    /// Whether a request may have many responses.
+    /// Whether a request may have more than one response.
     pub(crate) decoupled: bool,
-    /// Drop the prompt from `output_ids` when the request does not say.
+    /// Default of `exclude_input_in_output`.
     pub(crate) exclude_input: bool,
     /// Outputs declared in `config.pbtxt`.
     pub(crate) outputs: Vec<String>,
-    /// Log probabilities and logits that were not requested are sent as zeros.
+    /// Whether outputs of log-probabilities and logits that were not requested are sent as zeros.
     pub(crate) has_placeholders: bool,
     /// The type in which logits are returned: FP32, FP16 or BF16.
     pub(crate) logits_type: DataType,
     pub(crate) vocab_size: usize,
-    /// Refuse prompts that hold ids beyond the vocabulary.
+    /// Whether prompts with ids outside of the vocabulary are refused.
     pub(crate) check_input_ids: bool,
-    /// Whether such an id was taken for another, and the log said so.
+    /// Whether the warning about ids outside of the vocabulary was logged.
     pub(crate) has_wrapped_ids: Arc<AtomicBool>,
-    /// Whether a temperature had no effect, and the log said so.
+    /// Whether the warning about a temperature without effect was logged.
     pub(crate) has_warned_of_greedy: Arc<AtomicBool>,
-    /// Tokens that end a sequence when the request names none.
+    /// Default of `end_id`.
     pub(crate) end_ids: Vec<TokenId>,
-    /// Sampling settings that the checkpoint recommends. Only protocols that ask for them use them.
+    /// The checkpoint's `generation_config.json`. Requests as tensors do not use it.
     pub(crate) sampling_defaults: SamplingDefaults,
     pub(crate) step_timeout: std::time::Duration,
     pub(crate) library_dirs: Vec<PathBuf>,
@@ -111,7 +111,7 @@ impl LlmConfig {
         let engine = engine_config(config, &model, defaults, &queue, tp_size)?;
         let groups_per_node = defaults.ranks_per_node.div_ceil(tp_size * pp_size).min(num_replicas);
         let stages = pp_size as usize;
-        // One more than stages: planned while all of them run.
+        // One step is planned while each stage runs another.
         let engine = EngineConfig { num_stages: stages, max_in_flight: engine.max_in_flight.max(stages + 1), ..engine };
         Ok(Self {
             name: config.name.clone(),
@@ -144,7 +144,7 @@ impl LlmConfig {
         })
     }
 
-    /// A worker of the model, to estimate its memory.
+    /// The shape of a worker, to estimate its memory.
     pub(crate) fn worker_shape(&self, target: Target, tp: TensorParallel, stage: PipelineStage) -> WorkerShape {
         let limits = StepLimits {
             max_tokens: self.engine.max_step_tokens,
@@ -155,7 +155,7 @@ impl LlmConfig {
         WorkerShape { target, tp, stage, limits, block_size: self.engine.block_size }
     }
 
-    /// Workers of one replica.
+    /// Number of workers of one replica.
     pub(crate) fn group_size(&self) -> u32 {
         self.tp_size * self.pp_size
     }
@@ -166,7 +166,7 @@ impl LlmConfig {
     }
 }
 
-/// How a model is spread over the ranks of a world.
+/// The assignment of a model to the ranks of a world.
 struct Parallelism {
     tp_size: u32,
     pp_size: u32,
@@ -174,8 +174,8 @@ struct Parallelism {
 }
 
 impl Parallelism {
-    /// `tp`, `pp` and `replicas` of the model. Without `tp` its workers are all ranks of the world; without `replicas`, as
-    /// many copies as the world has ranks for.
+    /// Reads the parameters `tp`, `pp` and `replicas`. The default of `tp` is all ranks of the world. The default of `replicas` is
+    /// the number that fits into the world.
     fn new(config: &ModelConfig, model: &models::Config, defaults: &LlmDefaults) -> Result<Self, InferError> {
         let (world_size, num_layers) = (defaults.world_size, model.num_layers());
         let pp_size = match parameter::<u32>(config, "pp")? {
@@ -245,7 +245,7 @@ fn engine_config(
     })
 }
 
-/// Bounds the gap between a stream's tokens while a long prompt arrives.
+/// The maximum number of prefill tokens in a step that also decodes. It bounds the inter-token latency.
 fn max_mixed_prefill_tokens(config: &ModelConfig, device: DeviceChoice, tp_size: u32) -> Result<usize, InferError> {
     let default = match device {
         DeviceChoice::Cpu { .. } => MIXED_PREFILL_TOKENS[0],
@@ -257,13 +257,13 @@ fn max_mixed_prefill_tokens(config: &ModelConfig, device: DeviceChoice, tp_size:
     }
 }
 
-/// TensorRT-LLM's backend gave them up to release 0.13, the last one without `num_return_sequences`; clients of those
-/// releases read them.
+/// TensorRT-LLM's backend sends such outputs up to release 0.13, the last one without `num_return_sequences`, and clients of
+/// those releases expect them.
 fn has_placeholders(config: &ModelConfig) -> bool {
     config.backend == "tensorrtllm" && config.input.iter().all(|input| input.name != "num_return_sequences")
 }
 
-/// As the outputs of logits are declared.
+/// The declared type of the outputs of logits.
 fn logits_type(config: &ModelConfig) -> Result<DataType, InferError> {
     let is_logits = |name: &str| matches!(name, "context_logits" | "generation_logits");
     let mut found = None;
@@ -283,7 +283,7 @@ fn logits_type(config: &ModelConfig) -> Result<DataType, InferError> {
     Ok(found.unwrap_or(DataType::Fp32))
 }
 
-/// Tokens that prompt look-up guesses for a greedy sequence in one step.
+/// Number of draft tokens of prompt look-up decoding in one step.
 fn max_drafts(config: &ModelConfig) -> Result<usize, InferError> {
     let max = parameter(config, "prompt_lookup_num_tokens")?.unwrap_or(0);
     if max > MAX_DRAFTS {
@@ -293,7 +293,7 @@ fn max_drafts(config: &ModelConfig) -> Result<usize, InferError> {
     Ok(max)
 }
 
-/// How a CPU holds the weights of linear layers.
+/// Precision of the weights of linear layers on a CPU.
 fn weight_precision(config: &ModelConfig, defaults: &LlmDefaults) -> Result<WeightPrecision, InferError> {
     let precision = text_parameter(config, "weight_only_precision").map_or(Ok(defaults.weight_precision), str::parse);
     let precision = precision.map_err(|words| invalid(config, words))?;
@@ -303,7 +303,7 @@ fn weight_precision(config: &ModelConfig, defaults: &LlmDefaults) -> Result<Weig
     Ok(precision)
 }
 
-/// Replicas that share the memory of a CPU share its part for KV blocks too.
+/// Memory for KV blocks. On a CPU, the replicas of a node share it.
 fn kv_memory(config: &ModelConfig, defaults: &LlmDefaults, groups_per_node: u32) -> Result<KvMemory, InferError> {
     if let Some(tokens) = parameter(config, "max_tokens_in_paged_kv_cache")? {
         return Ok(KvMemory::Tokens(tokens));
@@ -322,7 +322,7 @@ fn kv_memory(config: &ModelConfig, defaults: &LlmDefaults, groups_per_node: u32)
     Ok(KvMemory::FreeFraction(fraction / f64::from(sharing)))
 }
 
-/// The checkpoint: where a parameter points, else the version directory or its `weights/`.
+/// The checkpoint directory: the one that a parameter names, or else the version directory or `weights/` in it.
 fn find_checkpoint(load: &LoadRequest) -> Result<PathBuf, InferError> {
     let holds_checkpoint = |dir: &Path| dir.join("config.json").is_file();
     for key in ["gpt_model_path", "engine_dir", "model_dir"] {
@@ -349,7 +349,7 @@ fn find_checkpoint(load: &LoadRequest) -> Result<PathBuf, InferError> {
     })
 }
 
-/// A string parameter; unset when absent, empty, or an unfilled `${…}` of a template.
+/// A string parameter. `None` when it is absent, empty, or an unfilled `${…}` of a template.
 fn text_parameter<'a>(config: &'a ModelConfig, key: &str) -> Option<&'a str> {
     let value = config.parameters.get(key)?.string_value.trim();
     (!value.is_empty() && !value.starts_with("${")).then_some(value)
@@ -359,7 +359,7 @@ fn parameter<T: std::str::FromStr>(config: &ModelConfig, key: &str) -> Result<Op
     let Some(value) = text_parameter(config, key) else {
         return Ok(None);
     };
-    // Python's spelling of booleans is what templates hold.
+    // Templates of TensorRT-LLM have Python's spelling of booleans.
     let spelled = match value {
         "True" | "TRUE" => "true",
         "False" | "FALSE" => "false",
@@ -374,10 +374,10 @@ fn invalid(config: &ModelConfig, message: String) -> InferError {
     InferError::invalid(format!("model `{}`: {message}", config.name))
 }
 
-/// Whether `tp` workers can share `model`.
+/// Checks that `tp` workers can share `model`.
 ///
 /// # Errors
-/// When heads cannot be shared so, with the sizes that would do.
+/// When the number of heads is not divisible by `tp`. The message has the sizes that work.
 fn check_shares(config: &ModelConfig, model: &models::Config, tp: u32) -> Result<(), InferError> {
     let share = models::shard::Shard::new(model, TensorParallel { rank: 0, size: tp });
     share.map(drop).map_err(|error| InferError::invalid(format!("model `{}`: {error}", config.name)))

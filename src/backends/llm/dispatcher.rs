@@ -1,8 +1,8 @@
-//! Delivers a step's events to the queues of their requests, all of a step at once.
+//! Delivers the events of a step to the queues of their requests.
 //!
-//! Delivering an event wakes the task of a connection. The step thread would move the memory of all layers between from core
-//! to core for each token, and would wake a connection before the step's other tokens are there. So a task of the runtime
-//! delivers the events; the step thread wakes it once a step.
+//! Delivering an event wakes the task of a connection. If the step thread did this, each token would move cache lines from core to
+//! core, and a connection would wake before the step's other tokens are available. So a task of the runtime delivers the events,
+//! and the step thread wakes it once a step.
 
 use std::panic::AssertUnwindSafe;
 use std::sync::{Arc, Mutex};
@@ -17,16 +17,16 @@ use tokio::sync::Notify;
 use super::event_queue;
 use super::request_event::RequestEvent;
 
-/// What the task has to deliver.
+/// One item for the task to deliver.
 enum Delivery {
-    /// A request has these sequences; their events go to its queue.
+    /// The sequences of a request, and the queue for their events.
     Accepted(Vec<SequenceId>, event_queue::Sender),
     Event(SequenceId, RequestEvent),
     /// The last event of a sequence.
     Last(SequenceId, RequestEvent),
 }
 
-/// Between thread and task.
+/// State that the step thread and the task share.
 #[derive(Default)]
 struct Shared {
     pending: Mutex<Pending>,
@@ -35,13 +35,13 @@ struct Shared {
 
 #[derive(Default)]
 struct Pending {
-    /// Bounded by what was admitted: an event for each token that a request in flight may still get, a few more for each.
+    /// Bounded by the admitted requests: one event for each token that they may still get, and a few more for each request.
     deliveries: Vec<Delivery>,
-    /// Nothing more will come.
+    /// Whether no more deliveries follow.
     is_closed: bool,
 }
 
-/// The step thread's end. When it is dropped, the queues of sequences that have not ended are closed.
+/// The step thread's handle. When it is dropped, the queues of sequences that have not ended are closed.
 pub(crate) struct Dispatcher {
     shared: Arc<Shared>,
     /// Sequences that have not ended.
@@ -58,7 +58,7 @@ impl Dispatcher {
         Self { shared, open: FxHashSet::default(), deliveries: Vec::new() }
     }
 
-    /// Delivers the events of these sequences to `queue`, and the sequences themselves first.
+    /// Registers `queue` for the events of these sequences. Their ids are its first event.
     pub(crate) fn accept(&mut self, sequences: Vec<SequenceId>, queue: event_queue::Sender) {
         self.open.extend(&sequences);
         self.deliveries.push(Delivery::Accepted(sequences, queue));
@@ -69,13 +69,13 @@ impl Dispatcher {
         self.deliveries.push(Delivery::Event(sequence, event));
     }
 
-    /// As [`Dispatcher::push`], for the last event of a sequence.
+    /// Like [`Dispatcher::push`], for the last event of a sequence.
     pub(crate) fn push_last(&mut self, sequence: SequenceId, event: RequestEvent) {
         self.open.remove(&sequence);
         self.deliveries.push(Delivery::Last(sequence, event));
     }
 
-    /// As [`Dispatcher::push_last`], for all sequences that have not ended.
+    /// Like [`Dispatcher::push_last`], for all sequences that have not ended.
     pub(crate) fn push_last_to_all(&mut self, event: impl Fn() -> RequestEvent) {
         self.deliveries.extend(self.open.drain().map(|sequence| Delivery::Last(sequence, event())));
     }
@@ -85,7 +85,7 @@ impl Dispatcher {
         self.open.len()
     }
 
-    /// Has the task deliver what was pushed.
+    /// Passes the pushed events to the task.
     pub(crate) fn flush(&mut self) {
         if self.deliveries.is_empty() {
             return;
@@ -111,8 +111,8 @@ impl Drop for Dispatcher {
 /// The queue of each sequence's request.
 type Queues = FxHashMap<SequenceId, event_queue::Sender>;
 
-/// Delivers until nothing more will come. After a panic, requests in flight get an error, for they may have missed an event;
-/// later ones are served.
+/// Delivers until the [`Dispatcher`] is dropped. After a panic, requests in flight get an error, because they may have missed an event.
+/// Later requests are served.
 async fn run(shared: Arc<Shared>) {
     let mut queues = Queues::default();
     while AssertUnwindSafe(dispatch(&shared, &mut queues)).catch_unwind().await.is_err() {
@@ -120,7 +120,7 @@ async fn run(shared: Arc<Shared>) {
         let error = InferError::internal("the request's tokens were lost; send it again");
         for (_, queue) in queues.drain() {
             let fail = AssertUnwindSafe(|| queue.send(RequestEvent::Failed(error.clone())));
-            // A queue that panics again must not keep the others from their error.
+            // A panic of one queue must not prevent errors of the others.
             let _ = std::panic::catch_unwind(fail);
         }
     }
@@ -134,7 +134,7 @@ async fn dispatch(shared: &Shared, queues: &mut Queues) {
             std::mem::swap(&mut pending.deliveries, &mut deliveries);
             pending.is_closed
         };
-        // A request whose client has left cancels its sequences itself.
+        // Events without a receiver are dropped: the request cancels its sequences itself.
         for delivery in deliveries.drain(..) {
             match delivery {
                 Delivery::Accepted(sequences, queue) => {

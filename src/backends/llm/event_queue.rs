@@ -1,6 +1,6 @@
-//! The queue of a request's events. It nearly always holds one at most, which is stored inline.
+//! The queue of a request's events. It nearly always has at most one event, which is stored inline.
 //!
-//! Each token passes through one, in memory that no cache holds any more. A general channel touches three times as much.
+//! Each token passes through a queue whose memory is no longer cached. A general channel touches three times as many cache lines.
 
 use std::collections::VecDeque;
 use std::future::poll_fn;
@@ -9,7 +9,7 @@ use std::task::{Context, Poll, Waker};
 
 use super::request_event::RequestEvent;
 
-/// A queue and its two ends. It needs no bound of its own: the request's `max_tokens` bounds its events.
+/// A new queue. The request's `max_tokens` bounds its length.
 pub(crate) fn event_queue() -> (Sender, Receiver) {
     let queue = Arc::new(Queue(Mutex::new(State { num_senders: 1, ..State::default() })));
     (Sender(queue.clone()), Receiver(queue))
@@ -23,9 +23,9 @@ struct Queue(Mutex<State>);
 struct State {
     first: Option<RequestEvent>,
     others: VecDeque<RequestEvent>,
-    /// The receiver's.
+    /// The receiver's waker.
     waker: Option<Waker>,
-    /// The receiver found the queue empty, and was not woken since.
+    /// Whether the receiver found the queue empty and was not woken since.
     is_waiting: bool,
     num_senders: usize,
     is_receiver_gone: bool,
@@ -106,7 +106,7 @@ impl Drop for Sender {
 pub(crate) struct WeakSender(Arc<Queue>);
 
 impl WeakSender {
-    /// Sends `event`, if a [`Sender`] still could.
+    /// Sends `event`; drops it when all [`Sender`]s are gone.
     pub(crate) fn send(&self, event: RequestEvent) {
         let mut state = self.0.state();
         if state.num_senders > 0 {
@@ -118,15 +118,15 @@ impl WeakSender {
 /// Receives events.
 pub(crate) struct Receiver(Arc<Queue>);
 
-/// What was received.
+/// A received event.
 pub(crate) struct Received {
     pub(crate) event: RequestEvent,
-    /// The queue is empty now, and the receiver's waker is registered.
+    /// Whether the queue is empty now and the receiver's waker is registered.
     pub(crate) is_drained: bool,
 }
 
 impl Receiver {
-    /// The next event; `None` when no more can come.
+    /// The next event; `None` when no sender is left.
     pub(crate) fn poll_receive(&mut self, context: &mut Context<'_>) -> Poll<Option<Received>> {
         let mut state = self.0.state();
         let event = state.take();
@@ -141,7 +141,7 @@ impl Receiver {
         }
     }
 
-    /// As [`Receiver::poll_receive`].
+    /// Like [`Receiver::poll_receive`], without `is_drained`.
     pub(crate) async fn receive(&mut self) -> Option<RequestEvent> {
         poll_fn(|context| self.poll_receive(context)).await.map(|received| received.event)
     }

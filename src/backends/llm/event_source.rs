@@ -1,4 +1,4 @@
-//! The events of a request that came as a [`GenerateRequest`](generation::GenerateRequest).
+//! The response stream of a [`GenerateRequest`](generation::GenerateRequest): its events.
 
 use std::task::{Context, Poll, ready};
 

@@ -1,4 +1,4 @@
-//! Loads LLMs, and reports what their replicas do.
+//! Loads LLMs, and reports the status of their replicas.
 
 use std::sync::atomic::Ordering;
 use std::sync::{Arc, Mutex, Weak};
@@ -33,7 +33,7 @@ pub struct LlmFactory {
     loaded: Arc<Mutex<Vec<Loaded>>>,
 }
 
-/// A model that was loaded; gone when its state is.
+/// A loaded model. The weak reference ends when the model is unloaded.
 struct Loaded {
     name: String,
     version: String,
@@ -42,39 +42,39 @@ struct Loaded {
     router: Weak<Router>,
 }
 
-/// What a replica of an LLM is doing, for metrics.
+/// The status of one replica of an LLM, for metrics.
 #[derive(Debug, Clone)]
 pub struct LlmStatus {
     /// Model name.
     pub name: String,
     /// Its version.
     pub version: String,
-    /// Which replica it is; `None` for a model that has one.
+    /// Index of the replica; `None` for a model with one replica.
     pub replica: Option<u32>,
-    /// Sequences that wait for a replica; counted with the first.
+    /// Number of sequences that wait for a replica of the model; 0 for all replicas but the first.
     pub num_queued: usize,
     /// Whether a step can run now.
     pub is_ready: bool,
-    /// Starts of its workers after the first.
+    /// Number of times that its workers were started again.
     pub num_restarts: u64,
     /// Positions in a KV block.
     pub block_size: usize,
-    /// Most sequences that run at once.
+    /// Maximum number of sequences that run at once.
     pub max_rows: usize,
-    /// The engine after its last step.
+    /// State of the engine after its last step.
     pub engine: EngineStats,
-    /// What was counted.
+    /// Counters and histograms.
     pub metrics: MetricValues,
 }
 
 impl LlmFactory {
-    /// A factory whose models run on the workers of `agents`; rank 0's own shared memory is named by `prefix`. A
-    /// step's events are delivered to its requests on `event_runtime`: best where most of them are served.
+    /// A factory whose models run on the workers of `agents`. `prefix` is the name prefix of rank 0's shared memory. Events are
+    /// delivered to requests on `event_runtime`, which should be the runtime that serves most requests.
     pub fn new(defaults: LlmDefaults, agents: Arc<Agents>, prefix: Prefix, event_runtime: Handle) -> Self {
         Self { defaults, agents, prefix, event_runtime, logits: Arc::default(), loaded: Arc::default() }
     }
 
-    /// Every replica of every loaded LLM.
+    /// The status of every replica of every loaded LLM.
     pub fn status(&self) -> Vec<LlmStatus> {
         let mut loaded = ipc::lock(&self.loaded);
         loaded.retain(|model| model.router.strong_count() > 0);
@@ -126,7 +126,7 @@ impl Loaded {
 }
 
 impl BackendFactory for LlmFactory {
-    /// Two copies of a model's weights and KV blocks do not fit a device.
+    /// True: two copies of a model's weights and KV blocks do not fit into the memory of a device.
     fn is_exclusive(&self) -> bool {
         true
     }
@@ -162,7 +162,7 @@ impl BackendFactory for LlmFactory {
     }
 }
 
-/// The checkpoint's tokenizer, which finds stop words in the text; a checkpoint need not have one.
+/// The checkpoint's tokenizer, if it has one.
 async fn tokenizer(config: &LlmConfig) -> Option<Arc<Tokenizer>> {
     let dir = config.checkpoint.clone();
     if !crate::checkpoint::has_tokenizer(&dir) {

@@ -1,4 +1,4 @@
-//! Requests as tensors, for the fuzz targets.
+//! The parser of requests as tensors, for the fuzz targets.
 
 use std::time::Duration;
 
@@ -8,14 +8,14 @@ use supervision::{DeviceChoice, WeightPrecision};
 use super::config::{LlmConfig, LlmDefaults};
 use super::inputs::{self, Command};
 
-/// What a language model makes of a request before its engine sees it.
+/// Parses requests for one language model.
 pub struct LlmInputs(LlmConfig);
 
 impl LlmInputs {
-    /// The model of a repository, which needs `config.pbtxt` and `config.json` alone.
+    /// The parser for a model of a repository, of which only `config.pbtxt` and `config.json` are read.
     ///
     /// # Errors
-    /// When they cannot be.
+    /// When the configuration is invalid.
     pub fn new(load: &LoadRequest) -> Result<Self, InferError> {
         let defaults = LlmDefaults {
             device: DeviceChoice::Cpu { threads: 1, first_core: None },
@@ -33,10 +33,10 @@ impl LlmInputs {
         LlmConfig::new(load, &defaults).map(Self)
     }
 
-    /// Reads a request. One that is taken has no more sequences than the model has rows.
+    /// Parses a request. An accepted request has at most as many sequences as the model has rows.
     ///
     /// # Errors
-    /// When it cannot be.
+    /// When the request is invalid.
     pub fn parse(&self, request: &InferRequest) -> Result<(), InferError> {
         if let Command::Generate(parsed) = inputs::parse(&self.0, request)? {
             let (num_sequences, max_rows) = (parsed.generate.num_sequences, self.0.engine.max_rows);

@@ -19,19 +19,19 @@ use super::submission::WaitOutcome;
 /// The events of one request. When it is dropped before the end, its sequences are cancelled.
 pub(crate) struct GenerateStream {
     running: Option<(ActiveRequest, event_queue::Receiver)>,
-    /// Until a replica has the request.
+    /// Set while the request waits for a replica.
     waiting: Option<BoxFuture<'static, (ActiveRequest, event_queue::Receiver, WaitOutcome)>>,
-    /// The last events, once the request has ended; then the error.
+    /// The last events of a request that has ended, and the error after them.
     last: VecDeque<GenerateEvent>,
     error: Option<InferError>,
-    /// Where the request's time went, once it has ended.
+    /// Durations and token counts of a request that has ended.
     generation: Option<Generation>,
-    /// Where a request whose client has left is followed to its end.
+    /// Polls a request whose client has disconnected until its end.
     runtime: Handle,
 }
 
 impl GenerateStream {
-    /// The stream of what comes by `events`.
+    /// The stream of a request whose events arrive by `events`.
     pub(crate) fn new(mut request: ActiveRequest, events: event_queue::Receiver) -> Self {
         let (mut running, mut waiting) = (None, None);
         match request.submission.admission {
@@ -45,7 +45,7 @@ impl GenerateStream {
         Self { running, waiting, last, error, generation, runtime: Handle::current() }
     }
 
-    /// Where the request's time has gone so far; `None` while it waits for a replica.
+    /// Durations and token counts of the request so far; `None` while it waits for a replica.
     pub(crate) fn generation(&self) -> Option<Generation> {
         match &self.running {
             Some((request, _)) => Some(request.timing.generation()),
@@ -85,7 +85,7 @@ impl GenerateStream {
         })
     }
 
-    /// The wait for a replica is over.
+    /// Handles the end of the wait for a replica.
     fn waited(&mut self, mut request: ActiveRequest, events: event_queue::Receiver, waited: WaitOutcome) {
         match waited {
             WaitOutcome::Assigned => {
@@ -106,7 +106,7 @@ impl GenerateStream {
     }
 }
 
-/// The end of a sequence that never ran.
+/// The last event of a sequence that never ran.
 fn cancelled(index: usize) -> GenerateEvent {
     let finished = Some(FinishReason::Cancelled);
     let (tokens, at, blocks, drafts) = (Tokens::new(), Timestamp::now(), BlockUsage::default(), DraftUsage::default());
@@ -115,7 +115,7 @@ fn cancelled(index: usize) -> GenerateEvent {
 }
 
 impl Drop for GenerateStream {
-    /// Follows a request whose client has left to its end, so that it is counted.
+    /// Cancels a request whose client has disconnected, and polls it until its end so that it is counted.
     fn drop(&mut self) {
         let Some((mut request, mut events)) = self.running.take() else { return };
         request.cancel();

@@ -1,4 +1,4 @@
-//! Messages to the step thread, which may be waiting for its workers.
+//! Messages to the step thread.
 
 use std::sync::{Arc, Mutex, mpsc};
 use std::time::Instant;
@@ -13,16 +13,16 @@ use super::ledger::Report;
 
 /// A message to the step thread.
 pub(crate) enum Message {
-    /// The sequences of a request, all taken or none, and where their events go. At `timeout` they are refused if none has
-    /// had a step by then, or, when the flag is false, others are served before them.
+    /// Submit the sequences of a request, all or none, and send their events to `events`. When `timeout` expires before their first
+    /// step, they are refused if the flag is true, otherwise they are moved behind other requests.
     Submit { sequences: Vec<Request>, timeout: Option<(Instant, bool)>, events: event_queue::Sender },
-    /// The client left.
+    /// Cancel a sequence: the client disconnected.
     Cancel(SequenceId),
-    /// A stop word was found in its text.
+    /// Finish a sequence: a stop word was found in its text.
     Finish(SequenceId),
-    /// An event of a worker.
+    /// Handle an event of an agent.
     Agent(FromAgent),
-    /// Report which sequences hold what.
+    /// Report the resources that sequences use.
     Ledger(oneshot::Sender<Report>),
     /// End the workers, then this thread.
     Stop { done: oneshot::Sender<()> },
@@ -30,8 +30,8 @@ pub(crate) enum Message {
 
 /// The sending side; clones go to request tasks and to agents' listeners.
 ///
-/// It has no bound of its own: a request in flight, of which there are only so many, sends one [`Message::Submit`] and at most
-/// one [`Message::Cancel`] and one [`Message::Finish`] for each of its sequences.
+/// It is bounded by the requests in flight: each sends one [`Message::Submit`], and at most one [`Message::Cancel`] and one
+/// [`Message::Finish`] for each of its sequences.
 #[derive(Clone)]
 pub(crate) struct Inbox {
     messages: mpsc::Sender<Message>,
@@ -44,7 +44,7 @@ impl Inbox {
         (Self { messages, doorbell: Arc::default() }, receiver)
     }
 
-    /// Hands over a message and wakes the step thread. False when that thread has ended.
+    /// Sends a message and wakes the step thread. Returns false when that thread has ended.
     pub(crate) fn send(&self, message: Message) -> bool {
         let sent = self.messages.send(message).is_ok();
         if let Some(doorbell) = &*ipc::lock(&self.doorbell) {
@@ -53,7 +53,7 @@ impl Inbox {
         sent
     }
 
-    /// What to ring from now on; `None` while the step thread waits on this inbox itself.
+    /// Sets the doorbell that wakes the step thread; `None` while it waits for this inbox.
     pub(crate) fn set_doorbell(&self, doorbell: Option<Doorbell>) {
         *ipc::lock(&self.doorbell) = doorbell;
     }

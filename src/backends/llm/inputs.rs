@@ -1,4 +1,4 @@
-//! A request's tensors, by the names TensorRT-LLM gives them, as an engine request.
+//! Parses a request's tensors, which have TensorRT-LLM's names.
 
 mod guide;
 mod sampling;
@@ -23,7 +23,7 @@ use words::words;
 pub(crate) struct TensorRequest {
     /// What to generate.
     pub(crate) generate: GenerateRequest,
-    /// Whether each event has its own response. Otherwise one response has all outputs.
+    /// Whether each event has a response of its own. Otherwise one response has all outputs.
     pub(crate) streaming: bool,
     pub(crate) exclude_input: bool,
     pub(crate) return_log_probs: bool,
@@ -33,7 +33,7 @@ pub(crate) struct TensorRequest {
 }
 
 impl TensorRequest {
-    /// Whether the request's flags ask for an output.
+    /// Whether the request's flags request an output.
     pub(crate) fn wants(&self, output: &str) -> bool {
         match output {
             "cum_log_probs" | "output_log_probs" => self.return_log_probs,
@@ -49,7 +49,7 @@ impl TensorRequest {
     }
 }
 
-/// What a request's tensors mean.
+/// A parsed request.
 pub(crate) enum Command {
     Generate(Box<TensorRequest>),
     /// End the running request with the same id.
@@ -115,12 +115,15 @@ pub(crate) fn parse(config: &LlmConfig, request: &InferRequest) -> Result<Comman
     })))
 }
 
-/// Whether the request wants this output of logits, and it can be had.
+/// Whether the request wants an output of logits.
+///
+/// # Errors
+/// When it does, but the model does not declare the output.
 fn wants_logits(config: &LlmConfig, request: &InferRequest, output: &str) -> Result<bool, InferError> {
     let flag = format!("return_{output}");
     let outputs = &request.requested_outputs;
-    let is_asked = outputs.is_empty() || outputs.iter().any(|name| name == output);
-    if !scalar::<bool>(request, &[&flag])?.unwrap_or(false) || !is_asked {
+    let is_requested = outputs.is_empty() || outputs.iter().any(|name| name == output);
+    if !scalar::<bool>(request, &[&flag])?.unwrap_or(false) || !is_requested {
         return Ok(false);
     }
     if !config.outputs.iter().any(|name| name == output) {
@@ -147,7 +150,7 @@ fn num_sequences(config: &LlmConfig, request: &InferRequest, beams: Option<&Beam
 /// TensorRT-LLM's settings of a beam search, with its defaults.
 fn beams(config: &LlmConfig, request: &InferRequest) -> Result<Option<BeamParams>, InferError> {
     let width = scalar::<i64>(request, &["beam_width"])?.unwrap_or(1);
-    // The engine refuses it in the same words; by then the width would have sized the request's answer.
+    // The engine would refuse it with the same message, but only after the width has sized the request's buffers.
     let max = config.engine.max_rows;
     if let Some(width) = u32::try_from(width).ok().filter(|&width| width > 1 && width as usize > max) {
         return Err(error_of(&Refused::BeamWidth { width, max }));
@@ -188,7 +191,7 @@ fn prompt(config: &LlmConfig, request: &InferRequest) -> Result<Vec<TokenId>, In
         );
         return Err(InferError::invalid(words));
     }
-    // `input_lengths` may cut padding off.
+    // `input_lengths` excludes padding.
     let length = match scalar::<i64>(request, &["input_lengths"])? {
         None => ids.len(),
         Some(length) => usize::try_from(length).ok().filter(|&length| length <= ids.len()).ok_or_else(|| {
@@ -202,9 +205,8 @@ fn prompt(config: &LlmConfig, request: &InferRequest) -> Result<Vec<TokenId>, In
     ids[..length].iter().map(|&id| prompt_token(config, id)).collect()
 }
 
-/// A token of the prompt. TensorRT-LLM computes something for ids beyond the vocabulary, too, and its benchmarks draw them at
-/// random up to 2³¹: unless the model's configuration says otherwise, they stand for ids of the vocabulary, as different
-/// from each other as they were.
+/// A token of the prompt. TensorRT-LLM accepts ids outside of the vocabulary, and its benchmarks draw ids at random up to 2³¹.
+/// So they are taken modulo the size of the vocabulary, unless the model has `check_input_ids`.
 fn prompt_token(config: &LlmConfig, id: i64) -> Result<TokenId, InferError> {
     let beyond = u64::try_from(id).ok().filter(|&id| id >= config.vocab_size as u64 && !config.check_input_ids);
     let Some(beyond) = beyond else { return token(config, "input_ids", id) };

@@ -1,21 +1,21 @@
-//! What the requests of each model hold at one moment: for operators, and for tests that nothing leaks.
+//! Resources that the requests of each model use, for operators and for tests that nothing leaks.
 
 use engine::{Engine, Ledger};
 
-/// What the scheduler of one replica of a model holds. All counts are zero when no request runs.
+/// Resources of one replica of a model that requests use. All counts are zero when no request runs.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct LlmLedger {
     /// Model name.
     pub name: String,
     /// Its version.
     pub version: String,
-    /// Which replica; 0 for a model that has one.
+    /// Index of the replica; 0 for a model with one replica.
     pub replica: u32,
-    /// What sequences hold; `None` while its workers start for the first time, or after it was given up.
+    /// Resources of sequences; `None` until its workers have started for the first time.
     pub scheduler: Option<Ledger>,
     /// Sequences that have not ended.
     pub num_open_sequences: usize,
-    /// The result of counting everything again, where it differs.
+    /// The differences that a full recount found, if any.
     pub wrong: Option<String>,
 }
 

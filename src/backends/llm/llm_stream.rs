@@ -1,4 +1,4 @@
-//! The events of a request as the responses of its model.
+//! The response stream of a request as tensors.
 
 use std::task::{Context, Poll, ready};
 
@@ -16,7 +16,7 @@ pub(crate) struct LlmStream {
 }
 
 impl LlmStream {
-    /// Reports where the request's time went. Deltas are not reported one by one.
+    /// Reports the request's durations and token counts. It is not called for each delta.
     fn report(&self) {
         if let Some(generation) = self.events.generation() {
             self.progress.report(generation);
@@ -47,7 +47,7 @@ impl ResponseSource for LlmStream {
                     self.report();
                 }
                 GenerateEvent::Logits(logits) => self.responses.keep_logits(logits),
-                GenerateEvent::PromptLogprobs(_) => {} // Only requests that are no tensors have them.
+                GenerateEvent::PromptLogprobs(_) => {} // Requests as tensors do not have them.
                 GenerateEvent::Delta(mut delta) => {
                     let (at, is_drained) = (delta.at, delta.is_drained);
                     match self.responses.push(&mut delta, accepts_deltas, output) {

@@ -1,4 +1,4 @@
-//! Raw logits of one sequence: they come in pieces, before the tokens chosen from them, and leave as tensors.
+//! Raw logits of one sequence. They arrive in parts before the tokens that are chosen from them, and are returned as tensors.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -8,11 +8,11 @@ use generation::LogitsPosition;
 use half::{bf16, f16};
 use serving::{DataType, InferError, Limit, Limits, Name, Shape, Tensor};
 
-/// Counts the logits that rank 0 may have to keep for requests in flight.
+/// Counts the bytes of logits that rank 0 may have to buffer for requests in flight.
 #[derive(Debug, Default)]
 pub(crate) struct LogitsBudget(AtomicU64);
 
-/// One request's part of a budget, given back when dropped.
+/// One request's part of a budget. It is returned when dropped.
 #[derive(Debug)]
 pub(crate) struct LogitsCharge {
     budget: Arc<LogitsBudget>,
@@ -20,10 +20,10 @@ pub(crate) struct LogitsCharge {
 }
 
 impl LogitsBudget {
-    /// Takes `bytes`; `None` where that is nothing.
+    /// Takes `bytes`; `None` for 0 bytes.
     ///
     /// # Errors
-    /// When [`Limit::LogitsBytes`] is less than that, or has no room for it beside those of other requests.
+    /// When `bytes`, or the sum of all requests, exceeds [`Limit::LogitsBytes`].
     pub(crate) fn charge(self: &Arc<Self>, limits: &Limits, bytes: u64) -> Result<Option<LogitsCharge>, InferError> {
         if bytes == 0 {
             return Ok(None);
@@ -46,7 +46,7 @@ impl Drop for LogitsCharge {
     }
 }
 
-/// How logits are returned.
+/// Type and row length of returned logits.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct LogitsForm {
     /// FP32, FP16 or BF16.
@@ -55,10 +55,10 @@ pub(crate) struct LogitsForm {
     pub(crate) vocab_size: usize,
 }
 
-/// What has come and no response has carried yet, already in the type that is returned.
+/// Logits that no response has returned yet, converted to the returned type.
 #[derive(Debug, Clone, Default)]
 pub(crate) struct Logits {
-    /// `[prompt, V]`, as far as it has come.
+    /// `[prompt, V]`, as far as received.
     context: Vec<u8>,
     /// `[V]` of each token of the output.
     generation: BTreeMap<u32, Vec<u8>>,
@@ -79,7 +79,7 @@ impl LogitsForm {
 }
 
 impl Logits {
-    /// Keeps part of a row. A row that comes again, after a preemption or a wrong draft, replaces the earlier one.
+    /// Stores part of a row. A row that is computed again, after a preemption or a rejected draft, replaces the earlier one.
     pub(crate) fn keep(&mut self, form: LogitsForm, part: &generation::Logits) {
         let element = form.row_bytes() / form.vocab_size;
         let start = part.first_token as usize * element;
@@ -97,15 +97,14 @@ impl Logits {
         }
     }
 
-    /// `[1, prompt, V]`; `[1, 0, V]` where it was taken before.
+    /// `[1, prompt, V]`; `[1, 0, V]` after the first call.
     pub(crate) fn take_context(&mut self, name: &Name, form: LogitsForm) -> Tensor {
         let data = std::mem::take(&mut self.context);
         let shape = Shape::from_slice(&[1, (data.len() / form.row_bytes()) as i64, form.vocab_size as i64]);
         Tensor { name: name.clone(), datatype: form.datatype, shape, data: data.into() }
     }
 
-    /// Moves the rows of tokens `first..first + count` of the output to `out`, and forgets those before them. `width` rows
-    /// are written, the last of them zeros.
+    /// Moves the rows of output tokens `first..first + count` to `out`, and drops those before them. Pads with zeros to `width` rows.
     pub(crate) fn take_generation(
         &mut self,
         form: LogitsForm,

@@ -1,4 +1,4 @@
-//! The masks of constrained sequences: computed on several threads, sent to the workers.
+//! Computes the masks of constrained sequences on several threads, and sends them to the workers.
 
 use std::sync::LazyLock;
 use std::thread::available_parallelism;
@@ -10,14 +10,14 @@ use supervision::{MAX_MASK_WORDS, ToWorker};
 
 use super::worker_group::{WorkerGroup, WorkerLoss};
 
-/// Threads that compute masks, beside the step thread of each model. Some tens of microseconds a mask and 128 rows are then less
-/// than a step of a model of the size that needs a GPU.
+/// Maximum number of threads that compute masks. A mask takes tens of microseconds, so the masks of 128 rows take less time than a
+/// step of a model that needs a GPU.
 const MAX_THREADS: usize = 8;
 
-/// Fewer jobs than this are done by the step thread itself.
+/// The step thread computes fewer masks than this itself.
 const MIN_PARALLEL: usize = 4;
 
-/// `None` on a machine whose few cores the workers need.
+/// `None` on a machine with few cores, which the workers need.
 static POOL: LazyLock<Option<ThreadPool>> = LazyLock::new(|| {
     let cores = available_parallelism().map_or(1, usize::from);
     let threads = (cores / 2).min(MAX_THREADS);
@@ -25,7 +25,7 @@ static POOL: LazyLock<Option<ThreadPool>> = LazyLock::new(|| {
     (threads > 2).then(|| pool().ok()).flatten()
 });
 
-/// Computes the masks that the workers need for the oldest step in flight, and sends them, if that was not done yet.
+/// Computes and sends the masks that the oldest step in flight still needs.
 pub(super) fn send_masks(engine: &mut Engine, group: &mut WorkerGroup) -> Result<(), WorkerLoss> {
     let mut jobs = engine.mask_jobs();
     if jobs.is_empty() {

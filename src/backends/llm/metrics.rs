@@ -1,4 +1,4 @@
-//! What a model counts for metrics. Steps and tokens only add to atomics; the one lock is taken when workers start.
+//! Counters and histograms of a model. Steps and tokens only add to atomics. The one lock is taken when workers start.
 
 use std::collections::VecDeque;
 use std::sync::Mutex;
@@ -14,16 +14,16 @@ const WAITS: [f64; 15] = [0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.
 const TOKENS: [f64; 14] = [0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 10.0];
 const REQUESTS: [f64; 13] = [0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0];
 const PHASES: [f64; 12] = [1e-6, 5e-6, 1e-5, 5e-5, 1e-4, 5e-4, 0.001, 0.005, 0.01, 0.05, 0.25, 1.0];
-/// Upper bounds in tokens, as TensorRT-LLM's backend has them.
+/// Upper bounds in tokens, those of TensorRT-LLM's backend.
 const LENGTHS: [f64; 5] = [10.0, 50.0, 100.0, 500.0, 1000.0];
 
-/// How a sequence came to its end, as a label. The first four are those of the engine, in the order of `end_of`.
+/// Labels of the reasons for which sequences end.
 pub const FINISH_REASONS: [&str; 6] = ["end_id", "stop_word", "length", "cancelled", "complete", "failed"];
 
-/// What a step computed, as a label.
+/// Labels of the kinds of steps.
 pub const STEP_KINDS: [&str; 3] = ["prefill", "decode", "mixed"];
 
-/// What rank 0 does in a step, in order, as a label.
+/// Labels of the phases of a step on rank 0, in order.
 pub const STEP_PHASES: [&str; 5] = ["plan", "send", "wait", "settle", "tell"];
 
 /// Indices of [`STEP_PHASES`].
@@ -36,7 +36,7 @@ pub(crate) enum Phase {
     Tell,
 }
 
-/// The counters of one model.
+/// The metrics of one replica.
 #[derive(Debug)]
 pub(crate) struct Metrics {
     pub(crate) first_token: Histogram,
@@ -59,30 +59,30 @@ pub(crate) struct Metrics {
 pub struct Start {
     /// Workers whose process runs.
     pub workers: Vec<WorkerStatus>,
-    /// What took how long, in order; those of workers are the longest among them.
+    /// Phases with their durations, in order. A phase of the workers has the duration of the slowest worker.
     pub phases: Vec<(String, Duration)>,
 }
 
 /// One worker of a model.
 #[derive(Debug, Clone, Default)]
 pub struct WorkerStatus {
-    /// Its place among the workers of the model, which is its rank.
+    /// Index among the workers of the model, which is its rank.
     pub index: u32,
-    /// Its process.
+    /// Process id.
     pub pid: u32,
-    /// Where it runs.
+    /// Name of its node.
     pub node: String,
-    /// What it computes on, such as `cpu` or `cuda:0`.
+    /// Its device, such as `cpu` or `cuda:0`.
     pub device: String,
-    /// Weights, workspace and KV blocks that it holds, once they stand.
+    /// Size of its weights, workspace and KV blocks; 0 until they are allocated.
     pub memory_bytes: u64,
-    /// How many steps were sent to it that it has not taken yet; `None` for one on another node.
+    /// Number of plans in its ring; `None` for a worker on another node.
     pub backlog: Option<Backlog>,
 }
 
-/// The metrics of a model at one moment.
+/// A snapshot of the metrics of one replica.
 #[derive(Debug, Clone, Default)]
-#[allow(missing_docs)] // As the metrics are documented; labels are those of the constants.
+#[allow(missing_docs)] // The fields have the names of the documented metrics. The constants are their labels.
 pub struct MetricValues {
     pub first_token: HistogramValues,
     pub inter_token: HistogramValues,
@@ -120,7 +120,7 @@ impl Default for Metrics {
 }
 
 impl Metrics {
-    /// A sequence ended; without a reason it failed.
+    /// Counts the end of a sequence; `None` counts a failure.
     pub(crate) fn ended(&self, reason: Option<FinishReason>) {
         let index = match reason {
             Some(FinishReason::EndId) => 0,
@@ -133,14 +133,14 @@ impl Metrics {
         self.ends[index].fetch_add(1, Relaxed);
     }
 
-    /// Counts the time since `started` for `phase`, and says what time it is.
+    /// Records the time since `started` for `phase`. Returns the current time.
     pub(crate) fn phase(&self, phase: Phase, started: Instant) -> Instant {
         let now = Instant::now();
         self.phases[phase as usize].observe((now - started).as_secs_f64());
         now
     }
 
-    /// Changes what is known of the start.
+    /// Changes the record of the last start.
     pub(crate) fn update_start(&self, change: impl FnOnce(&mut Start)) {
         change(&mut ipc::lock(&self.start));
     }
@@ -150,7 +150,7 @@ impl Metrics {
         ipc::lock(&self.start).clone()
     }
 
-    /// As of now.
+    /// A snapshot.
     pub(crate) fn read(&self) -> MetricValues {
         MetricValues {
             first_token: self.first_token.read(),
@@ -170,17 +170,17 @@ impl Metrics {
     }
 }
 
-/// Which of [`STEP_KINDS`] the steps in flight are, oldest first.
+/// Indices into [`STEP_KINDS`] of the steps in flight, oldest first.
 #[derive(Debug, Default)]
 pub(crate) struct StepKinds(VecDeque<usize>);
 
 impl StepKinds {
-    /// A plan was made.
+    /// Adds the step of a new plan.
     pub(crate) fn planned(&mut self, plan: &StepPlan, metrics: &Metrics) {
-        // Prefills come first in a plan. A last chunk of one token looks like a decode, and costs like one.
-        let is_guessed = |row| plan.drafts.iter().any(|(drafted, _)| *drafted == row);
+        // Prefills are first in a plan. A last chunk of one token counts as a decode.
+        let has_drafts = |row| plan.drafts.iter().any(|(drafted, _)| *drafted == row);
         let prefills =
-            plan.work.iter().take_while(|work| !work.samples || work.num_tokens > 1 && !is_guessed(work.row));
+            plan.work.iter().take_while(|work| !work.samples || work.num_tokens > 1 && !has_drafts(work.row));
         let (num_prefills, tokens) =
             prefills.fold((0, 0), |(count, sum), work| (count + 1, sum + u64::from(work.num_tokens)));
         metrics.context_tokens.store(tokens, Relaxed);
@@ -191,14 +191,14 @@ impl StepKinds {
         });
     }
 
-    /// The oldest step was settled, `time` after the one before it or after it was sent to idle workers.
+    /// Records the oldest step. `time` is the time since the previous step was settled, or since this step was sent to idle workers.
     pub(crate) fn settled(&mut self, time: Duration, metrics: &Metrics) {
         if let Some(kind) = self.0.pop_front() {
             metrics.steps[kind].observe(time.as_secs_f64());
         }
     }
 
-    /// Steps in flight are void.
+    /// Drops the steps in flight.
     pub(crate) fn clear(&mut self) {
         self.0.clear();
     }

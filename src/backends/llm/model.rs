@@ -43,16 +43,16 @@ pub(crate) struct Llm {
     config: Arc<LlmConfig>,
     version: String,
     tokenizer: Option<Arc<Tokenizer>>,
-    /// Compiles what texts must be; `None` without a tokenizer.
+    /// Compiles constraints; `None` without a tokenizer.
     constraints: Option<Constraints>,
     router: Arc<Router>,
-    /// Shared with the other models.
+    /// The budget of all models.
     logits: Arc<LogitsBudget>,
-    /// For `stop`.
+    /// Handles of the running requests, for requests with `stop`.
     stop_handles: StopHandles,
-    /// Requests in flight, for drain.
+    /// Number of requests in flight.
     in_flight: Arc<watch::Sender<usize>>,
-    /// When it was loaded, in seconds since 1970.
+    /// Load time in seconds since 1970.
     created: u64,
 }
 
@@ -79,7 +79,7 @@ impl Llm {
         }
     }
 
-    /// Ends the running request of the same id; answers with one empty final response.
+    /// Stops the running request with the same id. Returns one empty final response.
     fn stop(&self, request: &InferRequest) -> ResponseStream {
         if let Some(stop) = ipc::lock(&self.stop_handles).get(&request.id) {
             stop.send();
@@ -98,7 +98,7 @@ impl Llm {
 }
 
 impl Llm {
-    /// A replica for these sequences of one request, or a place in the queue.
+    /// Assigns the sequences of a request to a replica, or queues them.
     fn admit(&self, sequences: &[Request]) -> Result<Admission, InferError> {
         if let Some(reason) = self.router.failure() {
             return Err(InferError::unavailable(reason));
@@ -117,20 +117,24 @@ impl Llm {
         admission.map_err(|full| error_of(&Refused::QueueFull { max: full.max }))
     }
 
-    /// A search of the text for each sequence, where there are stop words to search for.
+    /// A text search for stop words for each sequence; empty without stop words.
     fn text_stops(&self, sequences: &[Request]) -> Vec<TextStop> {
         let (Some(tokenizer), Some(first)) = (&self.tokenizer, sequences.first()) else { return Vec::new() };
         let Some(&before) = first.prompt.last() else { return Vec::new() };
-        // The sequences have the prompt and the words in common.
+        // All sequences have the same prompt and stop words.
         let texts = TextStop::texts(tokenizer, &first.stop_words, before);
         sequences.iter().map_while(|_| TextStop::new(tokenizer, &texts, before)).collect()
     }
 }
 
 impl Llm {
-    /// Begins a request, whose responses are the model's own or those of a text ensemble.
-    fn begin(&self, request: InferRequest, text: Option<TextOutputs>) -> Result<ResponseStream, InferError> {
-        let begun = Instant::now();
+    /// Starts a request as tensors. `text` has the outputs of a text ensemble.
+    fn start_tensor_request(
+        &self,
+        request: InferRequest,
+        text: Option<TextOutputs>,
+    ) -> Result<ResponseStream, InferError> {
+        let started = Instant::now();
         let parsed = match inputs::parse(&self.config, &request)? {
             Command::Stop => return Ok(self.stop(&request)),
             Command::Generate(parsed) => *parsed,
@@ -138,12 +142,12 @@ impl Llm {
         let responses = Responses::new(&self.config, &self.version, &request, &parsed, text);
         let events = self.start(request.id, parsed.generate, None)?;
         Ok(ResponseStream::from_source(|progress| {
-            progress.add_input_time(begun.elapsed());
+            progress.add_input_time(started.elapsed());
             Box::new(LlmStream { events, responses, progress })
         }))
     }
 
-    /// Starts a request; its events are the stream. `decode_calls` counts the calls that decode its tokens.
+    /// Starts a request and returns its events. `decode_calls` counts the calls that decode its tokens.
     fn start(
         &self,
         client_id: Name,
@@ -200,8 +204,7 @@ impl Llm {
         Ok(GenerateStream::new(generating, receiver))
     }
 
-    /// The constraint of a request's first sequence, where it has one. Compiling it takes time, meanwhile other threads
-    /// serve other requests.
+    /// Compiles the constraint of a request, if it has one. Other threads serve requests during this time.
     fn constraint(&self, request: &GenerateRequest) -> Result<Option<RequestConstraint>, InferError> {
         if request.guide.is_free() {
             return Ok(None);
@@ -216,15 +219,15 @@ impl Llm {
             ))
         })?;
         let compile = || constraints.compile(&request.guide, &request.sequence.sampling.end_ids);
-        let can_hand_over = Handle::try_current().is_ok_and(|it| it.runtime_flavor() == RuntimeFlavor::MultiThread);
-        let compiled = if can_hand_over { tokio::task::block_in_place(compile) } else { compile() };
+        let can_block = Handle::try_current().is_ok_and(|it| it.runtime_flavor() == RuntimeFlavor::MultiThread);
+        let compiled = if can_block { tokio::task::block_in_place(compile) } else { compile() };
         compiled.map(Some).map_err(|error| match error {
             ConstraintError::Busy { .. } => InferError::unavailable(error.to_string()),
             error => InferError::invalid(error.to_string()),
         })
     }
 
-    /// The texts of a request's sequences, where it has text options.
+    /// Decoders of the request's sequences; `None` without text options.
     fn sequence_texts(
         &self,
         request: &mut GenerateRequest,
@@ -243,7 +246,7 @@ impl Llm {
 
 impl Backend for Llm {
     fn infer(&self, request: InferRequest) -> Result<ResponseStream, InferError> {
-        self.begin(request, None)
+        self.start_tensor_request(request, None)
     }
 
     fn text_model(&self) -> Option<TextModel> {
@@ -251,7 +254,7 @@ impl Backend for Llm {
     }
 
     fn infer_text(&self, request: InferRequest, outputs: TextOutputs) -> Result<ResponseStream, InferError> {
-        self.begin(request, Some(outputs))
+        self.start_tensor_request(request, Some(outputs))
     }
 
     fn generator(&self) -> Option<Generator> {
@@ -279,7 +282,7 @@ impl Backend for Llm {
 
     fn generate(&self, call: GenerateCall) -> Result<ResponseStream, InferError> {
         let GenerateCall { id, mut request, decode_calls, .. } = call;
-        let begun = Instant::now();
+        let started = Instant::now();
         request.sequence.sampling.context_logits = request.prompt_logprobs.is_some();
         let prompt_logprobs = request.prompt_logprobs.map(|num_top| {
             let num_top = (num_top as usize).min(engine::MAX_LOGPROBS as usize);
@@ -288,7 +291,7 @@ impl Backend for Llm {
         let num_open = request.num_sequences;
         let events = self.start(id, request, decode_calls)?;
         Ok(ResponseStream::from_source(|progress| {
-            progress.add_input_time(begun.elapsed());
+            progress.add_input_time(started.elapsed());
             Box::new(EventSource { events, progress, prompt_logprobs, next: None, num_open })
         }))
     }

@@ -1,4 +1,4 @@
-//! Token events as the tensors TensorRT-LLM's clients read.
+//! Builds responses with TensorRT-LLM's output tensors from events.
 
 mod kind;
 mod sequence;
@@ -19,7 +19,7 @@ use super::texts::Texts;
 use kind::{Change, Changing, Number, OutputKind, Value, changing, placeholder};
 use sequence::Output;
 
-/// Fills the places behind shorter sequences where several share a response and the model has no end id.
+/// Pads shorter sequences of a response where the request has no `end_id`.
 const PADDING: TokenId = TokenId(0);
 
 /// Builds the responses of one request.
@@ -27,14 +27,14 @@ pub(crate) struct Responses {
     id: Name,
     model_name: Name,
     model_version: Name,
-    /// Of each response.
+    /// Parameters of each response.
     parameters: Arc<[(Name, Parameter)]>,
     /// The outputs of each response, in order.
     outputs: Vec<(Name, Value)>,
-    /// Where some outputs are text.
+    /// Decoders of the sequences; set where some outputs are text.
     texts: Option<Texts>,
     mode: ResponseMode,
-    /// Put before the output; empty when it is left out.
+    /// The prompt as part of the output; empty when it is excluded.
     prompt: Vec<TokenId>,
     num_input_tokens: usize,
     padding: TokenId,
@@ -42,24 +42,23 @@ pub(crate) struct Responses {
     sequences: SmallVec<[Output; 1]>,
     num_open: usize,
     arrived: (Timestamp, SystemTime),
-    /// The indices of the outputs that change from one token of a sequence to the next; `None` where more than one token's
-    /// values may change.
+    /// The outputs that change with each token; `None` where deltas are not possible.
     changing: Option<Changing>,
-    /// The sequence whose single token the last response carried, where a delta may follow.
+    /// The sequence of the last response, if a delta may follow it.
     delta_base: Option<usize>,
 }
 
-/// What tokens have led to.
+/// A response, or a delta to the previous one.
 pub(crate) enum OutputItem {
     Response(Box<InferResponse>),
-    /// The previous response with new values, made at that time.
+    /// New values of the previous response, with the time when they were set.
     Delta(Timestamp),
 }
 
-/// When a response is due.
+/// When responses are sent.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum ResponseMode {
-    /// With each event of a sequence.
+    /// With each delta of a sequence.
     Streaming,
     /// At the end of each sequence.
     PerSequence,
@@ -68,7 +67,7 @@ enum ResponseMode {
 }
 
 impl Responses {
-    /// The responses to `request`: the model's own, or those of a text ensemble.
+    /// The responses to `request`. `text` has the outputs of a text ensemble.
     pub(crate) fn new(
         config: &LlmConfig,
         version: &str,
@@ -136,18 +135,18 @@ impl Responses {
         }
     }
 
-    /// Sequences that are answered.
+    /// Number of sequences of the request.
     #[cfg(test)]
     pub(crate) fn num_sequences(&self) -> usize {
         self.sequences.capacity()
     }
 
-    /// A step had room for sequence `index` at `at`; the first time counts.
+    /// Records that sequence `index` was scheduled at `at`. Only the first call for a sequence has an effect.
     pub(crate) fn scheduled(&mut self, index: usize, at: Timestamp) {
         self.sequences[index].first_scheduled.get_or_insert(at);
     }
 
-    /// Keeps logits of a sequence until the response with the tokens chosen from them.
+    /// Stores logits of a sequence until the response with the tokens that are chosen from them.
     pub(crate) fn keep_logits(&mut self, part: Logits) {
         self.sequences[part.index].logits.keep(self.logits_form, &part);
     }
@@ -163,8 +162,8 @@ impl Responses {
         output
     }
 
-    /// The response that a delta of a sequence completes: as what changed, where `accepts_deltas`. It is final when all
-    /// sequences have ended.
+    /// Adds a delta of a sequence. Returns the response that is due, as a delta where `accepts_deltas` allows it. The response is final
+    /// when all sequences have ended.
     pub(crate) fn push(
         &mut self,
         delta: &mut Delta,
@@ -190,7 +189,7 @@ impl Responses {
         Some(OutputItem::Response(Box::new(self.response(indices))))
     }
 
-    /// Sets what one more token of a sequence changes in the last response; the time after that.
+    /// Sets the values of the last response that one more token changes. Returns the time after that.
     fn delta(&mut self, index: usize, delta: &mut OutputDelta) -> Timestamp {
         let Some(changing) = self.changing.take() else { return Timestamp::now() };
         let mut made = None;
@@ -217,7 +216,7 @@ impl Responses {
         made.unwrap_or_else(Timestamp::now)
     }
 
-    /// The response about some sequences.
+    /// The response with the new tokens of some sequences.
     fn response(&mut self, indices: std::ops::Range<usize>) -> InferResponse {
         let specified = std::mem::take(&mut self.outputs);
         let output = |(name, value): &(Name, Value)| match value {

@@ -1,4 +1,4 @@
-//! Plans the memory of LLMs without loading them.
+//! Estimates the memory of LLMs without loading them.
 
 use std::sync::{Arc, Mutex};
 
@@ -12,27 +12,27 @@ use supervision::{DeviceChoice, KvMemory};
 use super::config::LlmConfig;
 use super::config::LlmDefaults;
 
-/// Largest group that is tried for a model that does not fit.
+/// Maximum tensor parallel size that is tried for a model that does not fit.
 const MAX_WORKERS: u32 = 1024;
 
-/// One LLM's memory.
+/// The memory of one LLM.
 #[derive(Debug, Clone)]
 pub struct ModelPlan {
     /// Model name.
     pub name: String,
-    /// What its workers compute on.
+    /// The device of its workers.
     pub device: DeviceChoice,
-    /// What each worker of a replica will hold, in order of their ranks: stage by stage.
+    /// The estimate for each worker of a replica, in order of their ranks.
     pub workers: Vec<MemoryEstimate>,
-    /// Copies of the model, each with as many workers, on ranks that follow each other.
+    /// Number of replicas.
     pub num_replicas: usize,
-    /// Workers of a stage, which share a CPU's memory.
+    /// Number of workers of a stage, which share the memory of a CPU.
     pub tp_size: u32,
     /// Positions in a KV block.
     pub block_size: usize,
-    /// Most sequences that run at once.
+    /// Maximum number of sequences that run at once.
     pub max_rows: usize,
-    /// Positions of the longest sequence.
+    /// Maximum length of a sequence.
     pub max_sequence_len: usize,
     kv_memory: KvMemory,
     larger: Vec<(u32, MemoryEstimate)>,
@@ -55,7 +55,7 @@ impl ModelPlan {
         let workers = places.map(|(stage, rank)| estimate(stage, rank, size)).collect::<Result<Vec<_>, _>>()?;
         let sizes =
             std::iter::successors(Some(size * 2), |size| Some(size * 2)).take_while(|&size| size <= MAX_WORKERS);
-        // A size that does not divide the model is none that could be advised.
+        // A size that does not divide the model is not advised.
         let first = |size| estimate(0, 0, size).ok().map(|estimate| (size * count, estimate));
         let larger = sizes.map_while(first).collect();
         Ok(Self {
@@ -72,30 +72,30 @@ impl ModelPlan {
         })
     }
 
-    /// KV blocks of every worker when each has `free_bytes` before it loads; 0 if not even the rest fits.
+    /// Number of KV blocks when each worker has `free_bytes` before it loads; 0 if the weights do not fit.
     pub fn num_blocks(&self, free_bytes: u64) -> u64 {
         self.workers.iter().map(|worker| self.blocks_of(worker, free_bytes)).min().unwrap_or(0)
     }
 
-    /// Bytes that are missing for the longest sequence to run, in the worker that misses most; 0 if it fits.
+    /// Bytes that the worker with the least room lacks for the longest sequence; 0 if it fits.
     pub fn missing_bytes(&self, free_bytes: u64) -> u64 {
         let missing = |worker: &MemoryEstimate| self.needed(worker).saturating_sub(free_bytes);
         self.workers.iter().map(missing).max().unwrap_or(0)
     }
 
-    /// The next larger number of workers with which the longest sequence fits beside the weights, if any.
+    /// The next larger number of workers with which the longest sequence fits, if any.
     pub fn fitting_world(&self, free_bytes: u64) -> Option<u32> {
         self.larger.iter().find(|(_, worker)| self.needed(worker) <= free_bytes).map(|(size, _)| *size)
     }
 
-    /// Bytes that must be free for the longest sequence.
+    /// Bytes that a worker needs for the longest sequence.
     fn needed(&self, worker: &MemoryEstimate) -> u64 {
         let blocks = self.max_sequence_len.div_ceil(self.block_size) as u64;
         let kv = (blocks * worker.block_bytes) as f64 / self.share();
-        self.held(worker) + kv.ceil() as u64
+        self.fixed_bytes(worker) + kv.ceil() as u64
     }
 
-    /// Share of what is left that KV blocks may take.
+    /// Share of the free memory after loading that KV blocks may use.
     fn share(&self) -> f64 {
         let of_device = match self.device {
             DeviceChoice::Cpu { .. } => 0.5 / f64::from(self.tp_size),
@@ -107,13 +107,13 @@ impl ModelPlan {
         }
     }
 
-    /// Bytes that are gone before the first KV block. What a CPU maps are pages of files, which count as available.
-    fn held(&self, worker: &MemoryEstimate) -> u64 {
+    /// Bytes in use before the first KV block is allocated. Memory-mapped files count as available.
+    fn fixed_bytes(&self, worker: &MemoryEstimate) -> u64 {
         worker.fixed_bytes() - worker.mapped_bytes
     }
 
     fn blocks_of(&self, worker: &MemoryEstimate, free_bytes: u64) -> u64 {
-        let room = free_bytes.saturating_sub(self.held(worker)) as f64 * self.share();
+        let room = free_bytes.saturating_sub(self.fixed_bytes(worker)) as f64 * self.share();
         let fit = (room / worker.block_bytes.max(1) as f64) as u64;
         match self.kv_memory {
             KvMemory::FreeFraction(_) => fit,
@@ -122,7 +122,7 @@ impl ModelPlan {
     }
 }
 
-/// In the place of [`super::LlmFactory`]: plans each LLM that a server would load.
+/// Estimates each LLM that [`super::LlmFactory`] would load.
 pub struct PlanFactory {
     defaults: LlmDefaults,
     estimate: EstimateMemory,
@@ -131,24 +131,24 @@ pub struct PlanFactory {
 }
 
 impl PlanFactory {
-    /// For models that `defaults` would be used for.
+    /// A factory that estimates models with `defaults`.
     pub fn new(defaults: LlmDefaults, estimate: EstimateMemory) -> Self {
         Self { defaults, estimate, plans: Mutex::default(), failures: Mutex::default() }
     }
 
-    /// What was planned so far.
+    /// The estimates so far.
     pub fn plans(&self) -> Vec<ModelPlan> {
         ipc::lock(&self.plans).clone()
     }
 
-    /// Why LLMs could not be planned, a line each.
+    /// The errors so far, one line each.
     pub fn failures(&self) -> Vec<String> {
         ipc::lock(&self.failures).clone()
     }
 }
 
 impl BackendFactory for PlanFactory {
-    /// Never loads: a model that could be planned is among [`PlanFactory::plans`], and the error says so.
+    /// Adds the estimate to [`PlanFactory::plans`]. Always returns an error, because the model is not loaded.
     fn load(&self, load: LoadRequest) -> BoxFuture<'static, Result<Arc<dyn Backend>, InferError>> {
         let planned = LlmConfig::new(&load, &self.defaults).and_then(|config| {
             let name = config.name.clone();
@@ -158,7 +158,7 @@ impl BackendFactory for PlanFactory {
         let error = match planned {
             Ok(plan) => {
                 let mut plans = ipc::lock(&self.plans);
-                plans.retain(|known| known.name != plan.name); // A server may try again what did not load.
+                plans.retain(|known| known.name != plan.name); // A server may retry a failed load.
                 plans.push(plan);
                 InferError::unavailable("planned, not loaded")
             }

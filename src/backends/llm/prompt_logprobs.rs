@@ -1,21 +1,21 @@
-//! Log-probabilities of a prompt's tokens, computed from its logits as they arrive.
+//! Log-probabilities of a prompt's tokens.
 
 use engine::TokenId;
 use generation::{Logits, LogitsPosition, PromptLogprob};
 
-/// Computes the log-probabilities of a prompt. It holds one row of logits at a time.
+/// Computes the log-probabilities of a prompt from its logits. It stores one row of logits at a time.
 pub(crate) struct PromptLogprobs {
     prompt: Vec<TokenId>,
     num_top: usize,
     vocab_size: usize,
     /// The row of logits that is being received.
     row: Vec<f32>,
-    /// By position of the prompt; the first token has none. A position that is computed again replaces its entry.
+    /// Log-probabilities by position. The first token has none. A position that is computed again replaces its entry.
     found: Vec<Option<PromptLogprob>>,
 }
 
 impl PromptLogprobs {
-    /// For the tokens of `prompt`, with the `num_top` likeliest tokens at each position.
+    /// Log-probabilities of the tokens of `prompt`, with the `num_top` likeliest tokens at each position.
     pub(crate) fn new(prompt: Vec<TokenId>, num_top: usize, vocab_size: usize) -> Self {
         let found = vec![None; prompt.len()];
         Self { prompt, num_top, vocab_size, row: Vec::with_capacity(vocab_size), found }
@@ -37,13 +37,13 @@ impl PromptLogprobs {
         }
     }
 
-    /// The log-probabilities of all tokens but the first; `None` while one is missing.
+    /// The log-probabilities of all tokens except the first; `None` if one is missing.
     pub(crate) fn complete(&mut self) -> Option<Vec<PromptLogprob>> {
         self.found.drain(..).skip(1).collect()
     }
 }
 
-/// The log-probability of `token` under the softmax of `logits`, and the likeliest tokens. Equal logits: lowest id first.
+/// The log-probability of `token` under the softmax of `logits`, and the likeliest tokens. Tokens with equal logits are ordered by id.
 fn logprob_of(logits: &[f32], token: TokenId, num_top: usize) -> PromptLogprob {
     let max = logits.iter().copied().fold(f32::NEG_INFINITY, f32::max);
     let sum: f64 = logits.iter().map(|&logit| f64::from(logit - max).exp()).sum();

@@ -1,4 +1,4 @@
-//! How requests wait for their first step: `dynamic_batching` of the model's configuration, as Triton reads it.
+//! Priorities, timeouts and bounds of queued requests, from `dynamic_batching` of the model's configuration.
 
 use std::collections::BTreeMap;
 use std::time::Duration;
@@ -8,33 +8,33 @@ use repository::proto::ModelQueuePolicy;
 use repository::proto::model_config::SchedulingChoice;
 use repository::proto::model_queue_policy::TimeoutAction;
 
-/// What `max_queue_size: 0` of a queue policy means: no bound in Triton, and here one that its benchmarks stay below.
+/// The bound for `max_queue_size: 0`, which means no bound in Triton. Its benchmarks stay below this one.
 const MAX_WAITING: usize = 65_536;
 
-/// Priority levels and timeouts of one model.
+/// Priority levels, timeouts and bounds of one model.
 #[derive(Debug, Clone, Default)]
 pub(crate) struct QueuePolicy {
-    /// Levels are `1..=num_levels`, the first is served first; 0 when requests have no priority.
+    /// Levels are `1..=num_levels`, and level 1 has the highest priority; 0 when requests have no priority.
     num_levels: u64,
     default_level: u64,
     default_policy: Option<ModelQueuePolicy>,
     policies: BTreeMap<u64, ModelQueuePolicy>,
 }
 
-/// How long a request may wait for its first step.
+/// The timeout of a request that waits for its first step.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Timeout {
     pub(crate) after: Duration,
-    /// It is refused then; otherwise others of its level are served before it.
+    /// Whether the request is refused after the timeout. Otherwise it is moved behind others of its level.
     pub(crate) rejects: bool,
 }
 
-/// How many requests may wait for their first step.
+/// Maximum numbers of requests that wait for their first step.
 #[derive(Debug, PartialEq, Eq)]
 pub(crate) struct QueueBounds {
     pub(crate) total: usize,
     pub(crate) each: usize,
-    /// By the engine's priority.
+    /// Bounds of single priorities of the engine.
     pub(crate) of: BTreeMap<u32, usize>,
 }
 
@@ -52,8 +52,8 @@ impl QueuePolicy {
         }
     }
 
-    /// How many requests may wait: in all, of each priority, and of those with a bound of their own. As in Triton each level
-    /// has its own queue; where the configuration has no policy for it, `default` bounds it.
+    /// Maximum numbers of waiting requests: in total, for each priority, and for priorities with a bound of their own. As in Triton,
+    /// each level has its own queue. `default` is the bound of levels without a policy.
     pub(crate) fn bounds(&self, default: usize) -> QueueBounds {
         let bound = |policy: &ModelQueuePolicy| match policy.max_queue_size as usize {
             0 => MAX_WAITING,
@@ -67,16 +67,16 @@ impl QueuePolicy {
         QueueBounds { total: total.min(i32::MAX as usize), each, of }
     }
 
-    /// The engine's priority, higher is earlier, of a request that names this level; 0 and unknown ones get the default.
+    /// The engine's priority of a level; higher is served first. 0 and unknown levels get the default.
     pub(crate) fn priority(&self, requested: u64) -> u32 {
         u32::try_from(self.num_levels - self.level(requested)).unwrap_or(u32::MAX)
     }
 
-    /// The timeout of a request with this level that asks for this many microseconds; 0 asks for none. It may ask for
-    /// less than the configuration's, and only where that allows it.
-    pub(crate) fn timeout(&self, asked_level: u64, asked_us: u64) -> Option<Timeout> {
-        let policy = self.policies.get(&self.level(asked_level)).or(self.default_policy.as_ref())?;
-        let allowed = if policy.allow_timeout_override { asked_us } else { 0 };
+    /// The timeout of a request with this level and this requested timeout in microseconds, 0 for none. A request can only shorten the
+    /// configured timeout, and only where the policy allows it.
+    pub(crate) fn timeout(&self, requested_level: u64, requested_us: u64) -> Option<Timeout> {
+        let policy = self.policies.get(&self.level(requested_level)).or(self.default_policy.as_ref())?;
+        let allowed = if policy.allow_timeout_override { requested_us } else { 0 };
         let micros = [policy.default_timeout_microseconds, allowed].into_iter().filter(|&micros| micros > 0).min()?;
         let rejects = policy.timeout_action() == TimeoutAction::Reject;
         Some(Timeout { after: Duration::from_micros(micros), rejects })

@@ -1,4 +1,4 @@
-//! The state of a replica that its step thread writes and others read.
+//! The state of a replica that its step thread writes and other threads read.
 
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -10,15 +10,15 @@ use super::metrics::Metrics;
 /// The state of one replica of a model that other threads read.
 #[derive(Debug, Default)]
 pub(crate) struct ReplicaState {
-    /// A step can run now.
+    /// Whether a step can run now.
     pub(crate) ready: AtomicBool,
-    /// Starts of the workers after the first.
+    /// Number of times that the workers were started again.
     pub(crate) restarts: AtomicU64,
-    /// The engine's metrics after the last step.
+    /// The engine's statistics after the last step.
     pub(crate) stats: Mutex<EngineStats>,
-    /// Why the model was given up.
+    /// The error of all requests after too many losses; `None` while the replica is in service.
     pub(crate) failure: Mutex<Option<String>>,
-    /// What is counted for metrics.
+    /// Counters and histograms.
     pub(crate) metrics: Metrics,
 }
 
@@ -28,12 +28,12 @@ impl ReplicaState {
         self.ready.load(Ordering::Acquire)
     }
 
-    /// Why it was given up, if it was.
+    /// The error of all requests after too many losses, if any.
     pub(crate) fn failure(&self) -> Option<String> {
         ipc::lock(&self.failure).clone()
     }
 
-    /// More is better: 0 when given up, 1 while workers load, 2 when a step can run.
+    /// 0 after too many losses, 1 while workers load, 2 when a step can run.
     pub(crate) fn health(&self) -> u8 {
         if self.is_ready() { 2 } else { u8::from(ipc::lock(&self.failure).is_none()) }
     }

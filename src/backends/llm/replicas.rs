@@ -1,4 +1,4 @@
-//! The copies of one model: started together, stopped together.
+//! Starts and stops the replicas of one model.
 
 use std::sync::Arc;
 
@@ -15,7 +15,7 @@ use super::inbox::{Inbox, Message};
 use super::router::{Replica, Router};
 use super::step_thread::StepThread;
 
-/// Whether a replica's first start succeeded.
+/// Receives the result of a replica's first start.
 pub(crate) type LoadResult = oneshot::Receiver<Result<(), String>>;
 
 /// Starts the step thread of each replica; its events are delivered on `event_runtime`.
@@ -54,7 +54,7 @@ pub(crate) fn start_replicas(
     Ok((router, loads))
 }
 
-/// Has every step thread end its workers, then itself. Memory is freed as they end.
+/// Stops every step thread and its workers, without waiting for their end.
 pub(crate) fn stop_all(router: &Router) {
     for replica in router.replicas() {
         let (done, _) = oneshot::channel();
@@ -62,7 +62,7 @@ pub(crate) fn stop_all(router: &Router) {
     }
 }
 
-/// What workers on other nodes compare their checkpoint with.
+/// The fingerprint that workers on other nodes compare their checkpoint with.
 pub(crate) async fn checkpoint_fingerprint(config: &LlmConfig) -> Result<Vec<u8>, InferError> {
     let dir = config.checkpoint.clone();
     let print = tokio::task::spawn_blocking(move || supervision::fingerprint(&dir)).await;

@@ -1,4 +1,4 @@
-//! What the step thread sends to a request.
+//! Events that the step thread sends to a request.
 
 use engine::{BlockUsage, DraftUsage, RowId, SampledToken, SequenceId, TokenEvent, TokenId};
 use serving::{InferError, Timestamp};
@@ -8,23 +8,24 @@ use supervision::LogitsPiece;
 /// One event of a request.
 #[derive(Debug)]
 pub(crate) enum RequestEvent {
-    /// Its sequences are queued under these ids.
+    /// The ids of its sequences, which are queued.
     Accepted(Vec<SequenceId>),
     /// Logits of a sequence, before the tokens chosen from them.
     Logits(Box<LogitsPiece>),
-    /// A step has room for a sequence: new, preempted before, or of lost workers. `start` counts starts of the workers.
+    /// A sequence is scheduled: for the first time, or again after a preemption or a loss of workers. `start` is the number of the
+    /// workers' start.
     Joined { sequence: SequenceId, at: Timestamp, start: u64 },
-    /// What nearly all of them are: one token of a sequence that goes on.
+    /// One token of a running sequence: the most frequent event.
     Token(OneToken),
-    /// Tokens of a sequence, or its end, and when they were settled.
+    /// Tokens of a sequence, or its end, with the time when their step was settled.
     Tokens(Box<TokenEvent>, Timestamp),
-    /// Its client stops it.
+    /// Its client stopped it.
     Stop,
-    /// It ends with this error.
+    /// It failed.
     Failed(InferError),
 }
 
-/// One token of a sequence that goes on. It is small, because each one goes through memory that no cache holds any more.
+/// One token of a running sequence. It is small, because it passes through memory that is no longer cached.
 #[derive(Debug)]
 pub(crate) struct OneToken {
     pub(crate) sequence: SequenceId,
@@ -38,7 +39,7 @@ pub(crate) struct OneToken {
 }
 
 impl RequestEvent {
-    /// The event of a sequence's new tokens, which were settled at that time.
+    /// The event of a sequence's new tokens. `at` is the time when their step was settled.
     pub(crate) fn of(mut event: TokenEvent, at: Timestamp) -> Self {
         let TokenEvent { sequence, tokens, finished, blocks, drafts, beams, error: _ } = &mut event;
         match tokens.as_slice() {
@@ -54,7 +55,7 @@ impl RequestEvent {
 }
 
 impl OneToken {
-    /// The engine's event, and when it was settled.
+    /// The engine's event, and the time when its step was settled.
     pub(crate) fn open(self) -> (TokenEvent, Timestamp) {
         let Self { sequence, row, token, logprob, blocks, drafts, at } = self;
         let tokens = smallvec![SampledToken { row, token, logprob, top: Vec::new() }];

@@ -1,8 +1,8 @@
-//! The one queue before a model's replicas, and the choice of a replica for each request.
+//! Routes the requests of a model to its replicas.
 //!
-//! A replica takes as many sequences as it has rows; what is more waits here, in the order in which an engine's queue serves.
-//! The choice weighs load against the part of the prompt that a replica has computed before: [`Router`] remembers which
-//! prompts it sent where, and forgets them when the replica's workers were lost.
+//! A replica takes as many sequences as it has rows. Further sequences wait in one queue, with the order of an engine's queue.
+//! The router weighs the load of a replica against the part of the prompt in its prefix cache. It estimates the prefix cache by the
+//! prompts that it sent to the replica since the last start of its workers.
 
 use std::cmp::Reverse;
 use std::collections::BTreeMap;
@@ -16,23 +16,23 @@ use super::inbox::Inbox;
 use super::replica_state::ReplicaState;
 use super::sent_prefixes::{self, PrefixHash, SentPrefixes};
 
-/// Cached prompt tokens that weigh as much as one sequence more to run beside: about the time in which a device prefills
-/// them, and by which one row lengthens the steps of an answer of 200 tokens.
+/// Number of cached prompt tokens that outweigh one more running sequence. A device prefills them in about the time by which one row
+/// extends 200 decode steps.
 const TOKENS_PER_SEQUENCE: usize = 256;
 
-/// One copy of the model: its step thread's inbox and state.
+/// One replica of the model: its step thread's inbox and state.
 #[derive(Clone)]
 pub(crate) struct Replica {
     pub(crate) inbox: Inbox,
     pub(crate) shared: Arc<ReplicaState>,
 }
 
-/// Shares requests out to the replicas of one model.
+/// Routes requests to the replicas of one model.
 pub(crate) struct Router {
     replicas: Vec<Replica>,
-    /// Sequences that a replica takes at once.
+    /// Maximum number of running sequences of a replica.
     max_rows: usize,
-    /// Sequences that wait here at most.
+    /// Maximum number of waiting sequences.
     max_queue: usize,
     block_size: usize,
     state: Mutex<State>,
@@ -40,20 +40,20 @@ pub(crate) struct Router {
 
 struct State {
     loads: Vec<Load>,
-    queue: BTreeMap<Turn, Waiting>,
+    queue: BTreeMap<QueueKey, Waiting>,
     num_arrived: u64,
 }
 
-/// The order of service: higher priority first, then those that are not delayed, then arrival.
-type Turn = (Reverse<u32>, bool, u64);
+/// The order of the queue: by priority, then requests that are not delayed, then by arrival.
+type QueueKey = (Reverse<u32>, bool, u64);
 
-/// What was sent to one replica.
+/// The load of one replica.
 struct Load {
     num_sequences: usize,
     prefixes: SentPrefixes,
-    /// The start of the workers for which `prefixes` holds.
+    /// The number of the workers' start for which `prefixes` is valid.
     start: u64,
-    /// When a request came last, in arrivals.
+    /// The arrival number of its last request.
     last_used: u64,
 }
 
@@ -64,21 +64,21 @@ struct Waiting {
     reservation: oneshot::Sender<Reservation>,
 }
 
-/// What came of a request.
+/// The result of [`Router::admit`].
 pub(crate) enum Admission {
-    /// A replica takes it now.
+    /// A replica has room.
     Assigned(Reservation),
-    /// It waits its turn.
+    /// The request is queued.
     Queued(Ticket),
 }
 
-/// As many sequences wait as may.
+/// The queue is full.
 #[derive(Debug, PartialEq, Eq)]
 pub(crate) struct QueueFull {
     pub(crate) max: usize,
 }
 
-/// Room for a request's sequences on one replica, given back when dropped.
+/// Room for a request's sequences on one replica. It is returned when dropped.
 pub(crate) struct Reservation {
     router: Arc<Router>,
     replica: usize,
@@ -86,7 +86,7 @@ pub(crate) struct Reservation {
 }
 
 impl Reservation {
-    /// Where the room is.
+    /// The replica.
     pub(crate) fn replica(&self) -> &Replica {
         &self.router.replicas[self.replica]
     }
@@ -99,35 +99,35 @@ impl Drop for Reservation {
     }
 }
 
-/// A turn in the queue, given up when dropped.
+/// A place in the queue. The request leaves the queue when this is dropped.
 pub(crate) struct Ticket {
     router: Arc<Router>,
-    turn: Turn,
+    key: QueueKey,
     reservation: oneshot::Receiver<Reservation>,
 }
 
 impl Ticket {
-    /// Waits for the turn. May be called again when it was not waited for to the end.
+    /// Waits for a replica. Cancel safe.
     pub(crate) async fn reservation(&mut self) -> Reservation {
         (&mut self.reservation).await.expect("the queue keeps each ticket until it is dropped")
     }
 
-    /// Lets others of its priority be served before.
+    /// Moves the request behind others of its priority.
     pub(crate) fn delay(&mut self) {
-        let later = (self.turn.0, true, self.turn.2);
+        let later = (self.key.0, true, self.key.2);
         let mut state = ipc::lock(&self.router.state);
-        if let Some(waiting) = state.queue.remove(&self.turn) {
+        if let Some(waiting) = state.queue.remove(&self.key) {
             state.queue.insert(later, waiting);
-            self.turn = later;
+            self.key = later;
         }
     }
 }
 
 impl Drop for Ticket {
     fn drop(&mut self) {
-        let waited = ipc::lock(&self.router.state).queue.remove(&self.turn);
+        let waited = ipc::lock(&self.router.state).queue.remove(&self.key);
         if waited.is_some() {
-            // It may have been the one that others wait behind.
+            // Other requests may have waited behind this one.
             self.router.dispatch();
         }
     }
@@ -146,24 +146,24 @@ impl Router {
         &self.replicas
     }
 
-    /// Whether a step can run now.
+    /// Whether a replica can run a step now.
     pub(crate) fn is_ready(&self) -> bool {
         self.replicas.iter().any(|replica| replica.shared.is_ready())
     }
 
-    /// Why the model was given up: the reason of the first replica, if all of them were.
+    /// The error of the first replica, if no replica is in service.
     pub(crate) fn failure(&self) -> Option<String> {
         let reasons: Option<Vec<String>> = self.replicas.iter().map(|replica| replica.shared.failure()).collect();
         reasons?.into_iter().next()
     }
 
-    /// Sequences that wait here.
+    /// Number of waiting sequences.
     pub(crate) fn num_waiting(&self) -> usize {
         ipc::lock(&self.state).num_waiting()
     }
 
-    /// Finds a replica for `num_sequences` that start with `prompt`, or a reservation in the queue. A replica that is the only
-    /// one takes all: its engine has a queue too.
+    /// Assigns `num_sequences` with this prompt to a replica, or queues them. A single replica takes all requests, because its engine
+    /// has a queue.
     pub(crate) fn admit(
         self: &Arc<Self>,
         prompt: &[TokenId],
@@ -187,40 +187,40 @@ impl Router {
         if state.num_waiting() + num_sequences > self.max_queue {
             return Err(QueueFull { max: self.max_queue });
         }
-        let turn = (Reverse(priority), false, state.num_arrived);
+        let key = (Reverse(priority), false, state.num_arrived);
         let (sender, reservation) = oneshot::channel();
-        state.queue.insert(turn, Waiting { num_sequences, hashes, reservation: sender });
-        Ok(Admission::Queued(Ticket { router: Arc::clone(self), turn, reservation }))
+        state.queue.insert(key, Waiting { num_sequences, hashes, reservation: sender });
+        Ok(Admission::Queued(Ticket { router: Arc::clone(self), key, reservation }))
     }
 
-    /// Sends those who wait to replicas that have room. To be called when a replica has come back, too.
+    /// Assigns waiting requests to replicas with room. Call it also when a replica becomes ready.
     pub(crate) fn dispatch(self: &Arc<Self>) {
-        while let Some((replica, waiting)) = self.next_turn() {
+        while let Some((replica, waiting)) = self.next_assignment() {
             let reservation = Reservation { router: Arc::clone(self), replica, num_sequences: waiting.num_sequences };
-            // One that has just given up leaves the reservation to the next.
+            // A ticket that was just dropped returns the reservation.
             let _ = waiting.reservation.send(reservation);
         }
     }
 
-    fn next_turn(&self) -> Option<(usize, Waiting)> {
+    fn next_assignment(&self) -> Option<(usize, Waiting)> {
         let state = &mut *ipc::lock(&self.state);
-        let (turn, first) = state.queue.pop_first()?;
+        let (key, first) = state.queue.pop_first()?;
         let Some(replica) = self.choose(state, first.num_sequences, &first.hashes) else {
-            state.queue.insert(turn, first);
+            state.queue.insert(key, first);
             return None;
         };
         self.take(state, replica, first.num_sequences, &first.hashes);
         Some((replica, first))
     }
 
-    /// The replica to which so many sequences go best, if one has room. One that loads again gets none while another runs.
+    /// The best replica for `num_sequences`, if one has room. Replicas whose workers load get requests only if none is ready.
     fn choose(&self, state: &mut State, num_sequences: usize, hashes: &[PrefixHash]) -> Option<usize> {
         let healths: Vec<u8> = self.replicas.iter().map(|replica| replica.shared.health()).collect();
         let best = healths.iter().max()?;
         let mut chosen = None;
         for (index, load) in state.loads.iter_mut().enumerate().filter(|(index, _)| healths[*index] == *best) {
             let has_room = load.num_sequences == 0 || load.num_sequences + num_sequences <= self.max_rows;
-            load.forget_before(self.replicas[index].shared.restarts.load(Ordering::Relaxed));
+            load.reset_if_restarted(self.replicas[index].shared.restarts.load(Ordering::Relaxed));
             let cached = load.prefixes.num_known(hashes) * self.block_size;
             let cost = (load.num_sequences * TOKENS_PER_SEQUENCE) as i64 - cached as i64;
             let key = (cost, load.num_sequences, load.last_used);
@@ -247,8 +247,8 @@ impl State {
 }
 
 impl Load {
-    /// What lost workers had computed is gone with them.
-    fn forget_before(&mut self, start: u64) {
+    /// Clears the prefixes if the workers were started again.
+    fn reset_if_restarted(&mut self, start: u64) {
         if std::mem::replace(&mut self.start, start) != start {
             self.prefixes = SentPrefixes::default();
         }
@@ -293,7 +293,7 @@ mod tests {
     }
 
     #[test]
-    fn load_is_shared_and_the_longest_known_prefix_draws_where_loads_are_alike() {
+    fn requests_go_to_the_least_loaded_replica_and_at_equal_loads_to_the_longest_cached_prefix() {
         let router = router(2, 10);
         let [a, b] = [prompt(0, 40), prompt(500, 40)];
         let (one, two) = (assigned(&router, &a), assigned(&router, &b));
@@ -316,18 +316,18 @@ mod tests {
         let _beside = [assigned(&router, &short), assigned(&router, &prompt(10_000, 40))];
         assert_eq!(_beside.each_ref().map(|reservation| reservation.replica), [0, 1]);
         let _third = assigned(&router, &short);
-        assert_eq!(_third.replica, 0, "loads are alike");
-        assert_eq!(assigned(&router, &short).replica, 1, "which has fewer to run");
+        assert_eq!(_third.replica, 0, "loads are equal");
+        assert_eq!(assigned(&router, &short).replica, 1, "it runs fewer sequences");
         let _more = [assigned(&router, &long), assigned(&router, &long)];
         assert_eq!(
             _more.each_ref().map(|reservation| reservation.replica),
             [1, 1],
-            "one more beside is less than the prefix"
+            "one more sequence weighs less than the prefix"
         );
     }
 
     #[test]
-    fn what_no_replica_has_room_for_waits_by_priority_and_arrival_up_to_the_bound() {
+    fn requests_without_room_are_queued_by_priority_and_arrival_up_to_the_bound() {
         let router = router(2, 3);
         let mut reservations: Vec<_> = (0..8).map(|_| assigned(&router, &prompt(0, 3))).collect();
         let [mut first, mut second, mut urgent] = [0, 0, 1].map(|priority| queued(&router, priority));
@@ -339,7 +339,7 @@ mod tests {
         assert_eq!(reservation.replica, freed);
         first.delay();
         drop(reservation);
-        let reservation = second.reservation().now_or_never().expect("the first lets it go before");
+        let reservation = second.reservation().now_or_never().expect("the first is delayed");
         assert!(first.reservation().now_or_never().is_none());
         drop(reservation);
         let reservation = first.reservation().now_or_never().expect("its turn");
@@ -355,14 +355,14 @@ mod tests {
         let [first, second, mut third] = [0, 0, 0].map(|priority| queued(&router, priority));
         drop(first);
         reservations.pop();
-        drop(second); // The reservation was sent to it, and it never looked.
+        drop(second); // It has received a reservation.
         assert!(third.reservation().now_or_never().is_some());
         drop((third, reservations));
         assert_eq!(router.state.lock().unwrap().loads.iter().map(|load| load.num_sequences).sum::<usize>(), 0);
     }
 
     #[test]
-    fn a_replica_that_loads_again_gets_nothing_while_another_runs_and_has_forgotten_its_prefixes() {
+    fn a_replica_whose_workers_load_gets_no_requests_while_another_is_ready_and_loses_its_prefixes() {
         let router = router(2, 9);
         let a = prompt(0, 40);
         assert_eq!(assigned(&router, &a).replica, 0);
@@ -381,7 +381,7 @@ mod tests {
     }
 
     #[test]
-    fn a_request_of_more_sequences_than_rows_runs_where_nothing_else_does() {
+    fn a_request_of_more_sequences_than_rows_needs_an_idle_replica() {
         let router = router(2, 9);
         let large = |router: &Arc<Router>| match router.admit(&prompt(0, 3), 6, 0).unwrap() {
             Admission::Assigned(reservation) => Some(reservation.replica),

@@ -1,14 +1,14 @@
-//! Which prompts a replica has been sent, by hashes of their blocks: an estimate of what its prefix cache holds.
+//! The prompt prefixes that were sent to a replica, as an estimate of its prefix cache.
 
 use std::collections::{HashMap, VecDeque};
 use std::hash::{DefaultHasher, Hash, Hasher};
 
 use engine::TokenId;
 
-/// A block of a prompt and all before it. Two that are alike by chance only send a request to another replica.
+/// Hash of a block of a prompt and all blocks before it. A collision only affects the choice of a replica.
 pub(crate) type PrefixHash = u64;
 
-/// The hash of each full block of `prompt`, with those before it; the last token is always left to compute.
+/// The hash of each full block of `prompt`, without the last token, which is always computed.
 pub(crate) fn hashes(prompt: &[TokenId], block_size: usize) -> Vec<PrefixHash> {
     let mut hasher = DefaultHasher::new();
     let blocks = prompt[..prompt.len().saturating_sub(1)].chunks_exact(block_size);
@@ -19,25 +19,25 @@ pub(crate) fn hashes(prompt: &[TokenId], block_size: usize) -> Vec<PrefixHash> {
     blocks.map(hash).collect()
 }
 
-/// The prefixes that were sent last.
+/// The most recently sent prefixes.
 #[derive(Debug, Default)]
 pub(crate) struct SentPrefixes {
-    /// When each was noted last.
+    /// The number of the last record of each prefix.
     known: HashMap<PrefixHash, u64>,
-    /// Notes in their order; outdated ones are of prefixes that were noted again.
+    /// Records in order. A record is outdated if its prefix was recorded again.
     notes: VecDeque<(PrefixHash, u64)>,
     num_notes: u64,
 }
 
 impl SentPrefixes {
-    /// How many of these are known, from the first on.
+    /// Number of leading hashes that are known.
     pub(crate) fn num_known(&self, hashes: &[PrefixHash]) -> usize {
         hashes.iter().take_while(|hash| self.known.contains_key(hash)).count()
     }
 
-    /// They were sent; the `max` that were sent last stay known.
+    /// Records sent prefixes. The last `max` stay known.
     pub(crate) fn note(&mut self, hashes: &[PrefixHash], max: usize) {
-        // Later blocks of a prompt are of no use without those before them, so they go first.
+        // Later blocks of a prompt are useless without the earlier ones, so they are evicted first.
         for &hash in hashes.iter().rev() {
             self.num_notes += 1;
             self.known.insert(hash, self.num_notes);

@@ -1,12 +1,12 @@
-//! One thread per replica of a model on rank 0. It owns the engine, sends steps to the workers and tokens to requests.
+//! The step thread of a replica on rank 0. It owns the engine, and sends plans to workers and events to requests.
 //!
 //! ```text
 //! starting ──workers ready──► stepping ──a worker is lost──► starting   (running sequences are prefilled again)
-//!     └── too many losses without a step between ──► failed ──later──► starting   (requests get an error meanwhile)
+//!     └── too many losses in a row ──► failed ──after a delay──► starting   (requests are refused meanwhile)
 //! ```
 //!
-//! A panic of the thread counts as a loss, too. What the engine knew of its sequences is not trusted then: they end with an
-//! error, and an engine without any takes its place.
+//! A panic of the thread counts as a loss, too. The engine may then be inconsistent: its sequences end with an error, and an empty
+//! engine replaces it.
 
 mod messages;
 mod recovery;
@@ -35,18 +35,18 @@ use super::request_event::RequestEvent;
 use super::router::Router;
 use super::worker_group::{LossKind, WorkerGroup, WorkerLoss};
 
-/// Losses in a row, without a settled step between them, after which the model is given up.
+/// Number of losses without a settled step between them after which requests are refused.
 const MAX_LOSSES: u32 = 5;
 
-/// Longest wait between looks at the watchdog.
+/// Maximum time between checks of the watchdog.
 const POLL_INTERVAL: Duration = Duration::from_millis(100);
 
-/// What the step thread is made of.
+/// The parts of a step thread.
 pub(crate) struct StepThread {
     pub(crate) config: LlmConfig,
-    /// Which replica of the model it is.
+    /// Index of the replica.
     pub(crate) replica: u32,
-    /// Notified when this replica can serve.
+    /// The router, which is notified when this replica becomes ready.
     pub(crate) router: Arc<Router>,
     pub(crate) agents: Arc<Agents>,
     pub(crate) prefix: Prefix,
@@ -56,31 +56,31 @@ pub(crate) struct StepThread {
     pub(crate) shared: Arc<ReplicaState>,
 }
 
-/// The thread once it runs.
+/// The state of a running step thread.
 struct Running {
     thread: StepThread,
-    /// `None` until the workers have said how many KV blocks fit.
+    /// `None` until the workers have reported how many KV blocks fit.
     engine: Option<Engine>,
-    /// Requests that may not wait for ever, by when they may no longer; some had their first step since.
+    /// Requests with a timeout, by its expiry. Some may have had their first step since.
     timeouts: BTreeMap<(Instant, SequenceId), Waiting>,
     events: Vec<TokenEvent>,
-    /// Starts and losses since the last settled step.
+    /// Number of losses since the last settled step.
     losses: u32,
-    /// Longest of the recent steps, for the watchdog.
+    /// Duration of the longest recent step, for the watchdog.
     longest_step: Duration,
-    /// When a step was last settled, or sent to idle workers.
+    /// Time when the last step was settled, or was sent to idle workers.
     last_progress: Instant,
     step_kinds: StepKinds,
 }
 
-/// A request that may not wait for ever.
+/// A request with a timeout.
 struct Waiting {
     sequences: Vec<SequenceId>,
-    /// It is refused when it has waited too long; else others are served before it.
+    /// Whether the request is refused after the timeout. Otherwise it is moved behind others.
     rejects: bool,
 }
 
-/// How stepping, or starting, came to an end.
+/// Why starting or stepping ended.
 enum End {
     Lost(WorkerLoss),
     Stopped(oneshot::Sender<()>),
@@ -130,7 +130,7 @@ impl StepThread {
     }
 }
 
-/// Nothing steps any more when this is dropped.
+/// Marks the replica as not ready when the thread ends.
 struct Ended(Arc<ReplicaState>);
 
 impl Drop for Ended {
@@ -144,7 +144,7 @@ impl Drop for Ended {
 }
 
 impl Running {
-    /// Starts the workers, and steps until one is lost or the model is stopped.
+    /// Starts the workers, and runs steps until one is lost or the model is stopped.
     fn start_and_serve(&mut self, loaded: &mut Option<oneshot::Sender<Result<(), String>>>) -> End {
         let group = match self.start() {
             Ok(group) => group,
@@ -158,7 +158,7 @@ impl Running {
         self.serve(group)
     }
 
-    /// Steps until a worker is lost or the model is stopped.
+    /// Runs steps until a worker is lost or the model is stopped.
     fn serve(&mut self, mut group: WorkerGroup) -> End {
         debug_assert!(group.is_linked());
         self.thread.inbox.set_doorbell(group.doorbell());
@@ -177,10 +177,10 @@ impl Running {
         end
     }
 
-    /// One turn: take messages, plan and send what may be in flight, settle what came back.
+    /// One iteration: handles messages, plans and sends steps, and settles the output of the oldest step.
     fn run_once(&mut self, group: &mut WorkerGroup) -> Result<(), End> {
         self.handle_messages(group, Duration::ZERO)?;
-        let engine = self.engine.as_mut().expect("workers are ready, so the engine stands");
+        let engine = self.engine.as_mut().expect("the engine exists when workers are ready");
         let was_idle = engine.num_in_flight() == 0;
         let shared = Arc::clone(&self.thread.shared);
         let metrics = &shared.metrics;
@@ -195,7 +195,7 @@ impl Running {
             now = metrics.phase(Phase::Send, now);
         }
         send_masks(engine, group)?;
-        self.thread.dispatcher.flush(); // Before the wait for workers: who has joined is to know now.
+        self.thread.dispatcher.flush(); // Before the wait for workers: requests are to know that they are scheduled.
         engine.drain_events(&mut self.events);
         if engine.num_in_flight() == 0 {
             *ipc::lock(&self.thread.shared.stats) = engine.stats();
@@ -214,9 +214,9 @@ impl Running {
                 now = metrics.phase(Phase::Wait, now);
                 self.step_kinds.settled(self.last_progress.elapsed(), metrics);
                 let settled = engine.settle(output, &mut self.events);
-                settled.map_err(|error| WorkerLoss::new(format!("worker 0 answered out of turn: {error}")))?;
+                settled.map_err(|error| WorkerLoss::new(format!("worker 0 sent an unexpected output: {error}")))?;
                 self.losses = 0;
-                // Slowly forgets: the first step after a start may be far longer than any other.
+                // Decays slowly, because the first step after a start may be much longer than others.
                 self.longest_step = self.last_progress.elapsed().max(self.longest_step.mul_f32(0.99));
                 *ipc::lock(&self.thread.shared.stats) = engine.stats();
                 self.last_progress = metrics.phase(Phase::Settle, now);
@@ -231,7 +231,7 @@ impl Running {
             Some(_) => {
                 return Err(WorkerLoss::new("worker 0 sent something other than a step's output".to_owned()).into());
             }
-            // Rung by a message, or time to look around.
+            // The doorbell rang, or the poll interval has passed.
             None => self.check_watchdog()?,
         }
         self.push_events();
@@ -252,7 +252,7 @@ impl Running {
     }
 }
 
-/// Reports to requests that a plan has room for them.
+/// Reports to requests that their sequences are scheduled.
 fn push_scheduled(dispatcher: &mut Dispatcher, plan: &StepPlan, at: Timestamp, start: u64) {
     for joined in &plan.joined {
         dispatcher.push(joined.sequence, RequestEvent::Joined { sequence: joined.sequence, at, start });

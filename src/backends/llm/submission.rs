@@ -1,4 +1,4 @@
-//! A request's wait for a replica, and how its client stops it.
+//! Submits a request to a replica as soon as one has room, and lets its client stop it.
 
 use std::collections::HashMap;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -15,10 +15,10 @@ use super::router::Admission;
 /// The error of a request whose model is unloaded while it runs.
 pub(crate) const UNLOADED: &str = "the model was unloaded while the request ran";
 
-/// How to stop requests in flight, by the client's request id.
+/// Handles of requests in flight, by the client's request id.
 pub(crate) type StopHandles = Arc<Mutex<HashMap<Name, Arc<StopHandle>>>>;
 
-/// Stops a request when its client asks for it.
+/// Stops one request.
 pub(crate) struct StopHandle {
     events: WeakSender,
     is_sent: AtomicBool,
@@ -29,7 +29,7 @@ impl StopHandle {
         Self { events, is_sent: AtomicBool::new(false) }
     }
 
-    /// Sends the request its stop: once, however often a client asks.
+    /// Stops the request. Only the first call has an effect.
     pub(crate) fn send(&self) {
         if !self.is_sent.swap(true, Ordering::Relaxed) {
             self.events.send(RequestEvent::Stop);
@@ -37,17 +37,17 @@ impl StopHandle {
     }
 }
 
-/// A request on its way to a replica.
+/// A request that waits for a replica or was submitted to one.
 pub(crate) struct Submission {
     pub(crate) admission: Admission,
     /// The message for the replica that takes the request, until it is sent.
     pub(crate) submit: Option<Message>,
-    /// How long it may wait. When the flag is false, it goes on waiting then, behind others.
+    /// When the wait expires. The request is then refused if the flag is true, otherwise it is moved behind others.
     pub(crate) timeout: Option<(Instant, bool)>,
 }
 
 impl Submission {
-    /// Sends the request to the replica that has a place for it. False when the model is being unloaded.
+    /// Submits the request if it is assigned to a replica. Returns false when the model is being unloaded.
     pub(crate) fn submit_if_assigned(&mut self) -> bool {
         match (&self.admission, self.submit.take()) {
             (Admission::Assigned(reservation), Some(submit)) => reservation.replica().inbox.send(submit),
@@ -58,14 +58,14 @@ impl Submission {
         }
     }
 
-    /// Sends a message to the replica that has the request.
+    /// Sends a message to the replica of the request, if it has one.
     pub(crate) fn send(&self, message: Message) {
         if let Admission::Assigned(reservation) = &self.admission {
             reservation.replica().inbox.send(message);
         }
     }
 
-    /// Waits until a replica has a place for the request.
+    /// Waits until the request is assigned to a replica.
     pub(crate) async fn wait(&mut self, events: &mut event_queue::Receiver) -> WaitOutcome {
         loop {
             let Self { admission, timeout, .. } = self;
@@ -101,7 +101,7 @@ pub(crate) enum WaitOutcome {
     Failed(InferError),
 }
 
-/// Resolves when the request has waited as long as it may: whether it is then refused.
+/// Resolves when the timeout expires. Returns whether the request is then refused.
 async fn expired(timeout: Option<(Instant, bool)>) -> bool {
     match timeout {
         Some((at, rejects)) => {

@@ -11,10 +11,10 @@ use text::{Detokenizer, StopText, Tokenizer};
 
 use generation::Tokens;
 
-/// Searches the text of one sequence.
+/// Searches the text of one sequence for stop words.
 pub(crate) struct TextStop {
     tokenizer: Arc<Tokenizer>,
-    /// The token before the output: no token is spelled as at the start of a text.
+    /// The token before the output, because a token may have another text at the start of a text.
     before: TokenId,
     detokenizer: Detokenizer,
     stop: StopText,
@@ -25,7 +25,7 @@ pub(crate) struct TextStop {
     text_len: usize,
     /// Length of the text of released tokens.
     released_len: usize,
-    /// The text behind it that belongs to no stop word.
+    /// The text after that which is not part of a stop word.
     free: String,
 }
 
@@ -52,7 +52,7 @@ impl TextStop {
         texts
     }
 
-    /// Searches for `texts` behind the token `before`; `None` when there are none.
+    /// A search for `texts` after the token `before`; `None` without texts.
     pub(crate) fn new(tokenizer: &Arc<Tokenizer>, texts: &[String], before: TokenId) -> Option<Self> {
         (!texts.is_empty()).then(|| Self {
             tokenizer: Arc::clone(tokenizer),
@@ -66,8 +66,9 @@ impl TextStop {
         })
     }
 
-    /// Takes the next tokens and appends those that are released to `released`. True when a stop word is complete: nothing
-    /// follows. `ends` says that no more tokens come.
+    /// Adds the next tokens, and appends released tokens to `released`. `ends` says that no more tokens follow.
+    ///
+    /// Returns true when a stop word was found. Do not push again then.
     pub(crate) fn push(
         &mut self,
         tokens: impl IntoIterator<Item = SampledToken>,
@@ -117,7 +118,7 @@ impl TextStop {
     }
 }
 
-/// A detokenizer that has `before` behind it.
+/// A detokenizer whose last token was `before`.
 fn primed(tokenizer: &Arc<Tokenizer>, before: TokenId) -> Detokenizer {
     let mut detokenizer = Detokenizer::new(Arc::clone(tokenizer), false);
     let mut dropped = String::new();
@@ -133,15 +134,15 @@ fn decode(tokenizer: &Arc<Tokenizer>, before: TokenId, tokens: &[TokenId]) -> St
     text
 }
 
-/// Tokens for the part of a token before a stop word, so that no text is lost: without log-probabilities, as nobody
-/// chose them. None when the tokenizer cannot spell `text` behind other text.
+/// Tokens for the part of a token's text before a stop word. They have no log-probabilities, because they were not sampled. Empty when the
+/// tokenizer cannot spell `text` after other text.
 fn spell(tokenizer: &Arc<Tokenizer>, before: TokenId, text: &str) -> Vec<SampledToken> {
     let encode = |text: &str| -> Vec<TokenId> {
         tokenizer.encode(text, false).unwrap_or_default().into_iter().map(TokenId).collect()
     };
     let line_end = encode("\n");
-    let behind_line_end = encode(&format!("\n{text}"));
-    let inside = behind_line_end.strip_prefix(line_end.as_slice()).unwrap_or_default().to_vec();
+    let after_line_end = encode(&format!("\n{text}"));
+    let inside = after_line_end.strip_prefix(line_end.as_slice()).unwrap_or_default().to_vec();
     let spellings = [encode(text), inside];
     let right = spellings.into_iter().find(|tokens| decode(tokenizer, before, tokens) == text).unwrap_or_default();
     right.into_iter().map(|token| SampledToken { row: RowId(0), token, logprob: None, top: Vec::new() }).collect()

@@ -1,31 +1,31 @@
-//! The texts of a request's sequences, for responses of a text ensemble.
+//! Detokenizes a request's sequences, for responses of a text ensemble.
 
 use generation::TextDecoder;
 use serving::{CallCounter, Elements, Name, OutputDelta, Tensor, TextOutputs, Timestamp};
 use smallvec::SmallVec;
 use text::Detokenizer;
 
-/// One text for each sequence.
+/// The detokenizers of a request's sequences.
 pub(crate) struct Texts {
     decoder: TextDecoder,
     is_nested: bool,
     has_lengths: bool,
     calls: CallCounter,
-    /// By sequence; made with its first tokens.
+    /// By sequence. Created with its first tokens.
     detokenizers: SmallVec<[Option<Detokenizer>; 1]>,
-    /// What the last tokens added, row after row.
+    /// New text of the last call, row after row.
     pieces: String,
 }
 
 impl Texts {
-    /// The texts of `num_sequences` sequences.
+    /// Detokenizers for `num_sequences` sequences.
     pub(crate) fn new(outputs: TextOutputs, num_sequences: usize) -> Self {
         let TextOutputs { decoder, is_nested, has_lengths, calls, .. } = outputs;
         let detokenizers = std::iter::repeat_with(|| None).take(num_sequences).collect();
         Self { decoder, is_nested, has_lengths, calls, detokenizers, pieces: String::new() }
     }
 
-    /// Sets the text that one token of a sequence adds as the output at `output`; the time after that.
+    /// Sets the output at index `output` to the text of one token of a sequence. Returns the time after that.
     pub(crate) fn push_one(
         &mut self,
         sequence: usize,
@@ -43,8 +43,8 @@ impl Texts {
         ended
     }
 
-    /// The text that the new tokens of some sequences add. A row has its sequence, its tokens, tokens that stand for the
-    /// rest of the longest row, and whether the sequence has ended.
+    /// The text of new tokens of some sequences. A row has the index of its sequence, its tokens, its padding up to the longest row, and
+    /// whether the sequence has ended.
     pub(crate) fn push_rows(
         &mut self,
         name: &Name,
@@ -73,7 +73,7 @@ impl Texts {
         tensor
     }
 
-    /// Adds what was counted to the detokenizer's statistics.
+    /// Adds the counts to the detokenizer's statistics.
     pub(crate) fn flush(&mut self) {
         self.calls.flush();
     }

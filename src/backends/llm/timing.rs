@@ -1,4 +1,4 @@
-//! Where the time of one request goes: reported to its stream, and counted for metrics.
+//! Measures the durations of one request, for its stream and for metrics.
 
 use std::sync::Arc;
 use std::sync::atomic::Ordering::Relaxed;
@@ -10,37 +10,36 @@ use smallvec::{SmallVec, smallvec};
 
 use super::replica_state::ReplicaState;
 
-/// Times between tokens that are counted together, at most: all requests share the counters.
+/// Maximum number of inter-token times that are counted together, because all requests share the counters.
 const MAX_GAPS: u32 = 16;
 
-/// The clock of one request.
+/// The durations of one request.
 pub(crate) struct Timing {
     shared: Arc<ReplicaState>,
     arrived: Instant,
-    /// When its first sequence joined a step.
+    /// Time when its first sequence was scheduled.
     joined: Option<Timestamp>,
     first_token: Option<Timestamp>,
-    /// The last token of any sequence.
+    /// Time of the last token of any sequence.
     last_token: Option<Timestamp>,
     block_size: u64,
-    /// Without the time of decoding, which follows from the first and the last token.
+    /// All durations and counts except the decode time, which follows from the first and the last token.
     generation: Generation,
     sequences: SmallVec<[SequenceTiming; 1]>,
-    /// Times between tokens that are not counted yet.
+    /// Inter-token times that are not counted yet.
     gaps: Tally,
 }
 
 #[derive(Debug, Clone, Copy, Default)]
 struct SequenceTiming {
-    /// Which start of the workers it joined last.
+    /// The number of the workers' start in which it was last scheduled.
     joined_in: Option<u64>,
     last_token: Option<Timestamp>,
     is_counted: bool,
 }
 
 impl Timing {
-    /// A request that arrives now, with a prompt of so many tokens for each of `num_sequences`. Until a replica takes it, it
-    /// counts for that of `shared`.
+    /// A request that arrives now. It is counted in the metrics of `shared` until it is assigned to a replica.
     pub(crate) fn new(
         shared: &Arc<ReplicaState>,
         block_size: usize,
@@ -60,13 +59,13 @@ impl Timing {
         }
     }
 
-    /// A replica takes the request, and counts it from now on.
-    pub(crate) fn taken_by(&mut self, shared: &Arc<ReplicaState>) {
+    /// Counts the request in the metrics of its replica from now on.
+    pub(crate) fn assigned_to(&mut self, shared: &Arc<ReplicaState>) {
         self.shared = Arc::clone(shared);
         shared.metrics.input_tokens.observe(self.generation.prompt_tokens as f64);
     }
 
-    /// A step had room for sequence `index`. A second time with the same workers, it was preempted between.
+    /// Records that sequence `index` was scheduled. The second time with the same workers counts as a preemption.
     pub(crate) fn joined(&mut self, index: usize, at: Timestamp, start: u64) {
         let Some(sequence) = self.sequences.get_mut(index) else { return };
         self.generation.preempted += u64::from(sequence.joined_in.replace(start) == Some(start));
@@ -77,7 +76,7 @@ impl Timing {
         }
     }
 
-    /// `count` tokens of sequence `index` came at `at`; `blocks` are those of the sequence.
+    /// Records `count` tokens of sequence `index`, with the KV blocks of the sequence.
     pub(crate) fn tokens(&mut self, index: usize, count: u64, blocks: BlockUsage, at: Timestamp) {
         if count > 0 {
             self.count(index, count, at);
@@ -110,18 +109,18 @@ impl Timing {
         }
     }
 
-    /// A sequence of the request has ended; without a reason it failed.
+    /// Counts the end of a sequence; `None` counts a failure.
     pub(crate) fn ended(&self, reason: Option<FinishReason>) {
         self.shared.metrics.ended(reason);
     }
 
-    /// So far.
+    /// Durations and token counts so far.
     pub(crate) fn generation(&self) -> Generation {
         let decode =
             self.last_token.zip(self.first_token).map_or(Duration::ZERO, |(last, first)| duration(last, first));
         match self.joined {
             Some(_) => Generation { decode, ..self.generation },
-            // One that never joined has waited all its time.
+            // A request that was never scheduled has been queued all the time.
             None => Generation { queue: self.arrived.elapsed(), decode, ..self.generation },
         }
     }

@@ -1,4 +1,4 @@
-//! The workers of one model: started together, lost together.
+//! The workers of one replica. They start together, and the loss of one ends all.
 
 mod link;
 mod worker_spec;
@@ -18,10 +18,10 @@ use super::metrics::WorkerStatus;
 use link::Link;
 use worker_spec::spec;
 
-/// How long a plan may wait for a worker to take plans before it; longer means that the worker hangs.
+/// Timeout for sending a plan to a worker. A worker that does not read plans for this long hangs.
 const SEND_TIMEOUT: Duration = Duration::from_secs(10);
 
-/// Why workers are gone or useless, in words for the log and for clients.
+/// Why the workers of a replica cannot go on. `reason` is for the log and for clients.
 #[derive(Debug, Clone, thiserror::Error)]
 #[error("{reason}")]
 pub(crate) struct WorkerLoss {
@@ -29,14 +29,14 @@ pub(crate) struct WorkerLoss {
     pub(crate) kind: LossKind,
 }
 
-/// What may help after a loss.
+/// The kind of a loss, which determines the recovery.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum LossKind {
-    /// A fault of the worker's own, or silence.
+    /// A worker failed or hung.
     Failed,
-    /// A signal ended it: the same may go well the next time, even its first load.
+    /// A signal ended a worker. Another start may succeed, even if this was the first load.
     BySignal,
-    /// A rank is lost: only a new world helps.
+    /// A rank is lost. Only a new world can serve the model.
     RankLost,
 }
 
@@ -46,29 +46,29 @@ impl WorkerLoss {
     }
 }
 
-/// One start of a model's workers. Dropping it ends them.
+/// The workers of one start of a replica. Dropping it ends them.
 pub(crate) struct WorkerGroup {
     agents: Arc<Agents>,
     instance: u64,
     /// The rank of worker 0; the others follow.
     first_rank: u32,
-    /// Stage by stage.
+    /// In order of stages, then of tensor parallel ranks.
     links: Vec<Option<Link>>,
-    /// The first rank of each node but rank 0's, for the workers there: relayed once they all run.
+    /// The first rank of each node except rank 0's. It relays messages of the workers on its node.
     leaders: Vec<u32>,
     /// The worker that reports tokens.
     reporter: usize,
     exchange: Vec<Option<Vec<u8>>>,
-    /// The stacks of each worker's threads, once they were requested.
+    /// The stacks of each worker's threads; `None` until they arrive.
     stacks: Vec<Option<String>>,
-    /// Those whose process runs.
+    /// Workers whose processes run.
     workers: Vec<WorkerStatus>,
     devices: Vec<String>,
     bytes: Vec<u8>,
 }
 
 impl WorkerGroup {
-    /// Has the agents of the model's ranks start a worker each; `listener` gets their events.
+    /// Starts a worker on each rank of the replica. `listener` gets the events of their agents.
     pub(crate) fn start(
         config: &LlmConfig,
         replica: u32,
@@ -111,7 +111,10 @@ impl WorkerGroup {
         group
     }
 
-    /// Takes an agent's event: opens the rings of a worker that started; fails for one that ended.
+    /// Handles an event of an agent. Opens the rings of a worker that started.
+    ///
+    /// # Errors
+    /// When a worker or a rank has ended.
     pub(crate) fn handle_event(&mut self, event: FromAgent) -> Result<(), WorkerLoss> {
         match event {
             FromAgent::Started { worker, .. }
@@ -165,7 +168,7 @@ impl WorkerGroup {
         }
     }
 
-    /// Where each stage runs, said once before it loads; of no interest for one stage of one replica on one node.
+    /// Logs the ranks and nodes of each stage, except for a single stage of a single replica on a single node.
     fn log_placement(&self, config: &LlmConfig, replica: u32) {
         let names = self.agents.nodes().names();
         if config.pp_size == 1 && config.num_replicas == 1 && names.len() == 1 {
@@ -190,12 +193,12 @@ impl WorkerGroup {
         self.agents.nodes().of(self.first_rank + index as u32)
     }
 
-    /// The rank of worker `index`, by which it is known outside.
+    /// The rank of worker `index`.
     pub(crate) fn rank_of(&self, index: usize) -> u32 {
         self.first_rank + index as u32
     }
 
-    /// For messages; the node matters where there are several.
+    /// The name of a worker in messages, with its node where the world has several.
     fn name_of(&self, index: usize) -> String {
         let (names, rank) = (self.agents.nodes().names(), self.rank_of(index));
         match names.len() {
@@ -212,7 +215,7 @@ impl WorkerGroup {
         Link::open(plan_ring, output_ring).map_err(|error| WorkerLoss::new(error.to_string()))
     }
 
-    /// Once all workers on the node of `worker` run, has the first rank there relay messages to and from them.
+    /// Starts the relay on the node of `worker` when all workers on that node run.
     fn relay_node(&self, worker: WorkerId) {
         let node = self.node_of(worker.tp_rank as usize);
         let links = self.links.iter().enumerate().filter(|&(index, _)| self.node_of(index) == node);
@@ -227,7 +230,7 @@ impl WorkerGroup {
         }
     }
 
-    /// Requests the stacks of every worker's threads; the answers come as events.
+    /// Requests the stacks of every worker's threads. They arrive as events.
     pub(crate) fn request_stacks(&self) {
         for tp_rank in 0..self.links.len() as u32 {
             let worker = WorkerId { instance: self.instance, tp_rank };
@@ -235,12 +238,12 @@ impl WorkerGroup {
         }
     }
 
-    /// Where the threads of each worker are, as far as known.
+    /// The stacks of each worker's threads, as far as they have arrived.
     pub(crate) fn stacks(&self) -> &[Option<String>] {
         &self.stacks
     }
 
-    /// Worker `index` holds so much memory.
+    /// Sets the memory size of worker `index`.
     pub(crate) fn set_memory(&mut self, index: usize, bytes: u64) {
         let rank = self.rank_of(index);
         for worker in self.workers.iter_mut().filter(|worker| worker.index == rank) {
@@ -248,12 +251,12 @@ impl WorkerGroup {
         }
     }
 
-    /// What is known of the workers that run.
+    /// The status of the running workers.
     pub(crate) fn workers(&self) -> &[WorkerStatus] {
         &self.workers
     }
 
-    /// Whether every worker runs and its rings are open.
+    /// Whether every worker runs and can be reached.
     pub(crate) fn is_linked(&self) -> bool {
         self.links.iter().all(Option::is_some)
     }
@@ -262,7 +265,7 @@ impl WorkerGroup {
         self.links.len()
     }
 
-    /// Rung to make [`WorkerGroup::next_report`] return early; `None` when tokens come through the inbox anyway.
+    /// The doorbell that makes [`WorkerGroup::next_report`] return early; `None` when tokens arrive through the inbox.
     pub(crate) fn doorbell(&self) -> Option<Doorbell> {
         match &self.links[self.reporter] {
             Some(Link::Rings { outputs, .. }) => Some(outputs.doorbell()),
@@ -270,12 +273,12 @@ impl WorkerGroup {
         }
     }
 
-    /// The next message of the worker that reports tokens, as [`WorkerGroup::receive`].
+    /// The next message of the worker that reports tokens, like [`WorkerGroup::receive`].
     pub(crate) fn next_report(&mut self, timeout: Duration) -> Result<Option<FromWorker>, WorkerLoss> {
         self.receive(self.reporter, timeout)
     }
 
-    /// What one worker sends to all others; it is passed on once every worker has sent its own.
+    /// Stores one worker's part of an all-gather. Sends all parts to every worker when they are complete.
     pub(crate) fn exchange(&mut self, index: usize, bytes: Vec<u8>) -> Result<(), WorkerLoss> {
         self.exchange[index] = Some(bytes);
         if self.exchange.iter().any(Option::is_none) {
@@ -285,14 +288,14 @@ impl WorkerGroup {
         self.broadcast(&ToWorker::Exchanged { all })
     }
 
-    /// The same bytes to every worker.
+    /// Sends a message to every worker.
     pub(crate) fn broadcast(&mut self, message: &ToWorker) -> Result<(), WorkerLoss> {
         plan::encode(message, &mut self.bytes);
         for index in 0..self.links.len() {
             let link = self.links[index].as_mut().expect("plans are sent once workers are linked");
             let Link::Rings { plans, .. } = link else { continue };
             let sent = plans.send(&self.bytes, SEND_TIMEOUT);
-            sent.map_err(|error| WorkerLoss::new(format!("{} takes no plans: {error}", self.name_of(index))))?;
+            sent.map_err(|error| WorkerLoss::new(format!("{} does not receive plans: {error}", self.name_of(index))))?;
         }
         if !self.leaders.is_empty() {
             let message = ToAgent::ToWorkers { instance: self.instance, bytes: self.bytes.clone() };
@@ -305,8 +308,8 @@ impl WorkerGroup {
         self.broadcast(&ToWorker::Step(plan))
     }
 
-    /// A message of one worker, if there is one within `timeout` and nobody rings before. One on another node is not
-    /// waited for: its messages come through the inbox.
+    /// A message of one worker; `None` after `timeout` or when the doorbell rings. It does not wait for a worker on another node, whose
+    /// messages arrive through the inbox.
     pub(crate) fn receive(&mut self, index: usize, timeout: Duration) -> Result<Option<FromWorker>, WorkerLoss> {
         match &mut self.links[index] {
             None => return Ok(None),
@@ -317,22 +320,26 @@ impl WorkerGroup {
             Some(Link::Rings { outputs, .. }) => match outputs.recv(&mut self.bytes, timeout) {
                 Ok(Received::Message) => {}
                 Ok(_) => return Ok(None),
-                // Its agent will report why; until then there is nothing to read.
+                // The agent will report the reason.
                 Err(RecvError::PeerGone { .. }) => {
                     std::thread::sleep(Duration::from_millis(1));
                     return Ok(None);
                 }
-                Err(error) => return Err(WorkerLoss::new(format!("{} cannot be heard: {error}", self.name_of(index)))),
+                Err(error) => {
+                    return Err(WorkerLoss::new(format!("cannot receive from {}: {error}", self.name_of(index))));
+                }
             },
         }
         match plan::decode(&self.bytes) {
             Ok(FromWorker::Failed { message }) => Err(WorkerLoss::new(format!("{}: {message}", self.name_of(index)))),
             Ok(message) => Ok(Some(message)),
-            Err(error) => Err(WorkerLoss::new(format!("{} cannot be understood: {error}", self.name_of(index)))),
+            Err(error) => {
+                Err(WorkerLoss::new(format!("a message of {} does not decode: {error}", self.name_of(index))))
+            }
         }
     }
 
-    /// What a worker that ended said of it, if it could.
+    /// The failure that an ended worker reported, if it did.
     fn reported_failure(&mut self, tp_rank: usize) -> Option<WorkerLoss> {
         loop {
             match self.receive(tp_rank, Duration::ZERO) {
@@ -343,12 +350,14 @@ impl WorkerGroup {
         }
     }
 
-    /// Ends the workers: with a message first when `kindly`.
-    pub(crate) fn end(&self, kindly: bool) {
+    /// Ends the workers: with a stop message when `gracefully`, otherwise by a signal.
+    pub(crate) fn end(&self, gracefully: bool) {
         for tp_rank in 0..self.links.len() as u32 {
             let worker = WorkerId { instance: self.instance, tp_rank };
-            self.agents
-                .send(self.first_rank + tp_rank, if kindly { ToAgent::Stop(worker) } else { ToAgent::Kill(worker) });
+            self.agents.send(
+                self.first_rank + tp_rank,
+                if gracefully { ToAgent::Stop(worker) } else { ToAgent::Kill(worker) },
+            );
         }
     }
 }

@@ -5,7 +5,7 @@ use serving::{InferError, InferRequest};
 
 use super::values::text;
 
-/// What the text must be: `guided_decoding_guide_type` and `guided_decoding_guide`, as TensorRT-LLM names them.
+/// The constraint of `guided_decoding_guide_type` and `guided_decoding_guide`.
 pub(super) fn guide(request: &InferRequest) -> Result<Guide, InferError> {
     const TYPE: &str = "guided_decoding_guide_type";
     const GUIDE: &str = "guided_decoding_guide";

@@ -1,4 +1,4 @@
-//! The inputs that say how tokens are chosen.
+//! Parses the sampling parameters.
 
 use std::sync::atomic::Ordering;
 
@@ -9,7 +9,7 @@ use super::super::config::LlmConfig;
 use super::values::{at_least_zero, float, scalar, token, wrong_type};
 use super::words::words;
 
-/// Temperatures below this are greedy: their inverse is beyond what logits can be scaled by.
+/// Temperatures below this are greedy: logits cannot be scaled by their inverse.
 const LEAST_TEMPERATURE: f32 = 1e-6;
 
 pub(super) fn sampling(
@@ -46,8 +46,8 @@ pub(super) fn sampling(
     })
 }
 
-/// TensorRT-LLM's rule (`regularizeTopKTopP` in its `samplingTopKKernels.h`): what is not sent is 0, and a top-k of 0 with a
-/// top-p of 0 is greedy, whatever the temperature; a top-p of 1 draws from all tokens. 0 is greedy here.
+/// The temperature by TensorRT-LLM's rule (`regularizeTopKTopP` in its `samplingTopKKernels.h`), 0 for greedy. Parameters that are
+/// not sent are 0. A top-k of 0 with a top-p of 0 is greedy at any temperature. A top-p of 1 samples from all tokens.
 pub(super) fn effective_temperature(temperature: Option<f32>, top_k: u32, top_p: f32) -> f32 {
     let is_greedy = top_k == 1 || (top_k == 0 && top_p == 0.0);
     let temperature = temperature.unwrap_or(1.0);
@@ -65,14 +65,14 @@ fn warn_of_greedy(config: &LlmConfig) {
     }
 }
 
-/// A negative id means none.
+/// The token that resets top-p; a negative id means none.
 fn top_p_reset(config: &LlmConfig, request: &InferRequest) -> Result<Option<TokenId>, InferError> {
     let id = scalar::<i64>(request, &["runtime_top_p_reset_ids"])?.filter(|&id| id >= 0);
     id.map(|id| token(config, "runtime_top_p_reset_ids", id)).transpose()
 }
 
-/// `end_id` of the request, else the checkpoint's. One that no token has means none: benchmarks of other servers send 1048576
-/// for answers of a fixed length.
+/// `end_id` of the request, or else the checkpoint's. An id outside of the vocabulary means none: benchmarks of other servers send
+/// 1048576 for outputs of a fixed length.
 fn end_ids(config: &LlmConfig, request: &InferRequest) -> Result<Vec<TokenId>, InferError> {
     let requested = scalar::<i64>(request, &["end_id"])?;
     let of = |id: i64| token(config, "end_id", id).into_iter().collect();

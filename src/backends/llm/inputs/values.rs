@@ -18,6 +18,10 @@ pub(super) fn text(request: &InferRequest, name: &str) -> Result<Option<String>,
     }
 }
 
+/// A token id.
+///
+/// # Errors
+/// When it is outside of the vocabulary.
 pub(super) fn token(config: &LlmConfig, name: &str, id: i64) -> Result<TokenId, InferError> {
     let known = u32::try_from(id).ok().filter(|&id| (id as usize) < config.vocab_size);
     known.map(TokenId).ok_or_else(|| {
@@ -32,6 +36,10 @@ pub(super) fn at_least_zero(name: &str, value: Option<i64>) -> Result<Option<u32
     value.map(convert).transpose()
 }
 
+/// The value of the first of `names` that the request has.
+///
+/// # Errors
+/// When it is outside of `range`.
 pub(super) fn float(
     request: &InferRequest,
     names: &[&str],
@@ -47,7 +55,7 @@ pub(super) fn float(
     }
 }
 
-/// A tensor element as the parser wants it, from any type a client may use for it.
+/// A type of values, with the tensor data types from which it is converted.
 pub(super) trait Element: Sized {
     const EXPECTED: &'static str;
     fn all(tensor: &Tensor) -> Option<Vec<Self>>;
@@ -100,7 +108,10 @@ impl Element for bool {
     }
 }
 
-/// The one value of the first of `names` that the request has.
+/// The value of the first of `names` that the request has.
+///
+/// # Errors
+/// When the tensor has another type, or not exactly one value.
 pub(super) fn scalar<T: Element>(request: &InferRequest, names: &[&str]) -> Result<Option<T>, InferError> {
     let Some(tensor) = names.iter().find_map(|name| request.input(name)) else {
         return Ok(None);

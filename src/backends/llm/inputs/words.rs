@@ -6,10 +6,10 @@ use serving::{InferError, InferRequest, Limit};
 use super::super::config::LlmConfig;
 use super::values::{integers, token};
 
-/// Ways in which a tokenizer spells one word, each of them a word here.
+/// Number of token spellings of one word. Each spelling is a word of the list.
 const SPELLINGS: u64 = 3;
 
-/// Words as TensorRT-LLM lays them out, `[2, n]`: all ids in one row; in the other where each word ends, padded with -1.
+/// A list of words in TensorRT-LLM's layout `[2, n]`: the ids of all words, and the end of each word, padded with -1.
 pub(super) fn words(config: &LlmConfig, request: &InferRequest, name: &str) -> Result<Vec<Vec<TokenId>>, InferError> {
     let Some(tensor) = request.input(name) else {
         return Ok(Vec::new());
@@ -32,7 +32,7 @@ pub(super) fn words(config: &LlmConfig, request: &InferRequest, name: &str) -> R
     for &end in ends.iter().take_while(|&&end| end > 0) {
         let end = usize::try_from(end).ok().filter(|&end| end > start && end <= ids.len());
         let end = end.ok_or_else(|| broken("names an end beyond its ids"))?;
-        // No token is less than a byte; behind a blank a word may have two tokens more.
+        // A token has at least one byte. After a space, a word may have two more tokens.
         config.limits.check(Limit::WordBytes, (end - start).saturating_sub(2))?;
         words.push(ids[start..end].iter().map(|&id| token(config, name, id)).collect::<Result<Vec<_>, _>>()?);
         start = end;

@@ -1,9 +1,9 @@
-//! What each output holds, by its name in `config.pbtxt`.
+//! Kinds of outputs and their values.
 
 use serving::{DataType, Name, OutputDelta, Shape, Tensor};
 use smallvec::SmallVec;
 
-/// The meaning of an output.
+/// An output of the model.
 #[derive(Debug, Clone, Copy)]
 pub(super) enum OutputKind {
     OutputIds,
@@ -30,7 +30,7 @@ pub(super) enum OutputKind {
 }
 
 impl OutputKind {
-    /// By its name in `config.pbtxt`; `None` for an output that is not known.
+    /// The kind of an output by its name in `config.pbtxt`; `None` for an unknown one.
     pub(super) fn of(name: &str) -> Option<Self> {
         Some(match name {
             "output_ids" => OutputKind::OutputIds,
@@ -58,7 +58,7 @@ impl OutputKind {
         })
     }
 
-    /// Whether its value is the same for each token of a sequence but the last.
+    /// Whether all responses of a sequence except the last have the same value.
     pub(super) fn is_steady(self) -> bool {
         matches!(
             self,
@@ -71,7 +71,7 @@ impl OutputKind {
     }
 }
 
-/// The value of an output that is one number.
+/// The value of a scalar output.
 #[derive(Debug, Clone, Copy)]
 pub(super) enum Number {
     I32(i32),
@@ -80,7 +80,7 @@ pub(super) enum Number {
 }
 
 impl Number {
-    /// Sets the elements of the output at `index`.
+    /// Sets the value of the output at `index`.
     pub(super) fn set(self, index: usize, delta: &mut OutputDelta) {
         match self {
             Number::I32(value) => delta.set(index, value.to_le_bytes()),
@@ -90,26 +90,26 @@ impl Number {
     }
 }
 
-/// Where the value of an output comes from.
+/// The source of an output's value.
 #[derive(Debug, Clone)]
 pub(super) enum Value {
     Generated(OutputKind),
     Text,
-    /// The same in each response.
+    /// A constant.
     Given(Tensor),
 }
 
-/// What an output holds that changes with each token.
+/// The value of an output that changes with each token.
 #[derive(Debug, Clone, Copy)]
 pub(super) enum Change {
     Text,
     Generated(OutputKind),
 }
 
-/// Outputs by their indices, and what they hold.
+/// Outputs by their indices, with their values.
 pub(super) type Changing = SmallVec<[(usize, Change); 2]>;
 
-/// The outputs that change from token to token, if all keep their types and shapes.
+/// The outputs that change with each token; `None` if the type or shape of one changes.
 pub(super) fn changing(outputs: &[(Name, Value)]) -> Option<Changing> {
     let mut changing = SmallVec::new();
     for (index, (_, value)) in outputs.iter().enumerate() {
@@ -124,7 +124,7 @@ pub(super) fn changing(outputs: &[(Name, Value)]) -> Option<Changing> {
     Some(changing)
 }
 
-/// Zeros of the shape that an output has when it was not requested.
+/// Zeros for an output that was not requested.
 pub(super) fn placeholder(name: &str, logits_type: DataType, num_input_tokens: usize) -> Option<Tensor> {
     let (datatype, shape): (DataType, &[i64]) = match name {
         "cum_log_probs" => (DataType::Fp32, &[1, 1]),

@@ -9,7 +9,7 @@ use super::super::logits::Logits;
 /// What one sequence has come to.
 #[derive(Debug, Clone, Default)]
 pub(super) struct Output {
-    /// Tokens that no response has carried yet.
+    /// Tokens that no response has returned yet.
     pub(super) pending: Tokens,
     pub(super) num_tokens: usize,
     pub(super) cumulative_log_prob: f64,

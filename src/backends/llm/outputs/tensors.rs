@@ -12,7 +12,7 @@ use super::kind::{Number, OutputKind};
 use super::sequence::{Output, longest};
 
 impl Responses {
-    /// The text of the tokens that some sequences have got since their last response.
+    /// The text of the new tokens of some sequences.
     pub(super) fn text(&mut self, name: &Name, indices: Range<usize>) -> Tensor {
         let Self { texts: Some(texts), sequences, prompt, padding, .. } = self else {
             unreachable!("a text ensemble's responses have texts");
@@ -27,7 +27,7 @@ impl Responses {
         texts.push_rows(name, rows)
     }
 
-    /// One output of some sequences, but for logits. In front is a batch of 1; sequences take the dimension of beams.
+    /// One output of some sequences, except logits. The shape begins with a batch of 1. Sequences use the dimension of beams.
     pub(super) fn output(&self, name: &Name, kind: OutputKind, indices: Range<usize>) -> Tensor {
         let sequences = &self.sequences[indices.clone()];
         let name = name.clone();
@@ -43,7 +43,7 @@ impl Responses {
                 Tensor::from_f32(name, &row, &sequences.iter().map(sum).collect::<SmallVec<[f32; 4]>>())
             }
             OutputKind::OutputLogProbs => output_log_probs(name, sequences),
-            // Lets a detokenizer let go of what it holds back, before the stream has ended.
+            // A detokenizer flushes its incomplete text when a sequence ends.
             OutputKind::SequenceEnd => Tensor::from_bool(name, &[1, 1], &[sequences.iter().all(|output| output.ended)]),
             _ => match self.number(kind, indices) {
                 Number::I32(value) => Tensor::from_i32(name, &[1, 1], &[value]),
@@ -53,7 +53,7 @@ impl Responses {
         }
     }
 
-    /// The value of an output that is one number for some sequences together.
+    /// The value of a scalar output of some sequences together.
     pub(super) fn number(&self, kind: OutputKind, indices: Range<usize>) -> Number {
         let first = indices.start;
         let sequences = &self.sequences[indices];
@@ -114,7 +114,7 @@ impl Responses {
         Tensor::from_i32(name, &[1, sequences.len() as i64, width as i64], &ids)
     }
 
-    /// Nanoseconds since 1970; 0 for never.
+    /// Nanoseconds since 1970; 0 for `None`.
     pub(super) fn unix_ns(&self, at: Option<Timestamp>) -> i64 {
         let Some(at) = at else { return 0 };
         let since_1970 = self.arrived.1.duration_since(UNIX_EPOCH).unwrap_or_default();

@@ -14,7 +14,7 @@ use super::super::worker_group::WorkerGroup;
 use super::{End, Running, Waiting};
 
 impl Running {
-    /// Everything in the inbox now, waiting up to `timeout` for the first ([`Duration::MAX`]: for as long as it takes).
+    /// Handles all messages in the inbox. Waits up to `timeout` for the first one; [`Duration::MAX`] waits without limit.
     pub(super) fn handle_messages(&mut self, group: &mut WorkerGroup, timeout: Duration) -> Result<(), End> {
         let messages = &self.thread.messages;
         let mut next = match timeout {
@@ -46,7 +46,7 @@ impl Running {
         Ok(())
     }
 
-    /// Refuses requests that have waited for as long as they may, or has others served before them.
+    /// Refuses requests whose timeout has expired, or moves them behind others.
     pub(super) fn expire(&mut self) {
         let Some(engine) = &mut self.engine else { return };
         while let Some(late) = self.timeouts.first_entry().filter(|first| first.key().0 <= Instant::now()) {

@@ -1,4 +1,4 @@
-//! What follows a loss: another start of the workers, or the end of all requests.
+//! Recovery after a loss: another start of the workers, or the end of all requests.
 
 use std::any::Any;
 use std::sync::atomic::Ordering;
@@ -13,22 +13,21 @@ use super::super::request_event::RequestEvent;
 use super::super::worker_group::{LossKind, WorkerLoss};
 use super::{MAX_LOSSES, Running, StepThread};
 
-/// A model that was given up is tried again after this time, doubled each time up to the longest.
+/// Delay before another start after too many losses. It doubles each time up to the longest.
 const FIRST_RETRY: Duration = Duration::from_secs(5);
 const LONGEST_RETRY: Duration = Duration::from_secs(60);
 
-/// Wait before the second start in a row, doubled before each further one.
+/// Delay before the second start in a row. It doubles before each further start.
 const FIRST_BACK_OFF: Duration = Duration::from_millis(100);
 
-/// What a panic said.
+/// The message of a panic.
 fn panic_message(panic: &(dyn Any + Send)) -> &str {
     let owned = panic.downcast_ref::<String>().map(String::as_str);
-    owned.or(panic.downcast_ref::<&str>().copied()).unwrap_or("it said nothing")
+    owned.or(panic.downcast_ref::<&str>().copied()).unwrap_or("no message")
 }
 
 impl Running {
-    /// After a panic, which left the engine in any state: its sequences end with an error, and one without any takes its
-    /// place. The workers are gone with their group.
+    /// Ends all sequences with an error after a panic, and replaces the engine by an empty one. The workers have ended with their group.
     pub(super) fn reset_after_panic(&mut self, panic: &(dyn Any + Send)) -> WorkerLoss {
         let StepThread { config, shared, inbox, dispatcher, .. } = &mut self.thread;
         shared.ready.store(false, Ordering::Release);
@@ -44,8 +43,9 @@ impl Running {
         WorkerLoss::new(words)
     }
 
-    /// After a loss: sequences wait to be prefilled again; or, after too many losses in a row, all requests end
-    /// and the thread waits to be stopped.
+    /// Queues all sequences for another prefill. After too many losses in a row, ends all requests instead.
+    ///
+    /// Returns the reply channel of [`Message::Stop`] if the thread is to end.
     pub(super) fn recover(&mut self, lost: &WorkerLoss) -> Option<oneshot::Sender<()>> {
         self.losses += 1;
         let (name, reason) = (&self.thread.config.name, &lost.reason);
@@ -69,7 +69,7 @@ impl Running {
         self.fail_all_requests(words)
     }
 
-    /// Ends all requests with this error, and refuses others with it until [`Message::Stop`].
+    /// Ends all requests with this error, and refuses new ones until the next start or [`Message::Stop`].
     pub(super) fn fail_all_requests(&mut self, words: String) -> Option<oneshot::Sender<()>> {
         *ipc::lock(&self.thread.shared.failure) = Some(words.clone());
         let error = InferError::unavailable(words);
@@ -78,7 +78,7 @@ impl Running {
         self.refuse_until_retry(&error)
     }
 
-    /// Waits for [`Message::Stop`] or the time to try again. Requests get the error meanwhile.
+    /// Refuses requests until the next start or [`Message::Stop`].
     pub(super) fn refuse_until_retry(&mut self, error: &InferError) -> Option<oneshot::Sender<()>> {
         let doublings = self.losses.saturating_sub(MAX_LOSSES).min(8);
         let end = Instant::now() + (FIRST_RETRY * (1 << doublings)).min(LONGEST_RETRY);
@@ -88,7 +88,7 @@ impl Running {
                 Ok(Message::Stop { done }) => return Some(done),
                 Ok(Message::Cancel(_) | Message::Finish(_) | Message::Agent(_) | Message::Ledger(_)) => {}
                 Err(mpsc::RecvTimeoutError::Timeout) => return None,
-                // All senders are gone: no request can come any more.
+                // No senders are left, so no request can arrive.
                 Err(mpsc::RecvTimeoutError::Disconnected) => return Some(oneshot::channel().0),
             }
         }

@@ -10,11 +10,11 @@ use super::super::metrics::Start;
 use super::super::worker_group::{WorkerGroup, WorkerLoss};
 use super::{End, Running, StepThread};
 
-/// How long workers may take to load their weights.
+/// Timeout for loading weights.
 const LOAD_TIMEOUT: Duration = Duration::from_secs(1800);
 
 impl Running {
-    /// Starts the workers and waits until each holds its weights and KV blocks. Requests queue meanwhile.
+    /// Starts the workers, and waits until each has loaded its weights and allocated its KV blocks.
     pub(super) fn start(&mut self) -> Result<WorkerGroup, End> {
         let StepThread { config, replica, agents, prefix, inbox, .. } = &self.thread;
         let listener = inbox.clone();
@@ -47,7 +47,8 @@ impl Running {
         Ok(group)
     }
 
-    /// The engine keeps its number of blocks over a restart: sequences were admitted by it.
+    /// Creates the engine at the first start. Returns the number of KV blocks, which stays the same over restarts because sequences were
+    /// admitted by it.
     pub(super) fn create_engine(&mut self, fitting: usize) -> Result<usize, WorkerLoss> {
         let name = &self.thread.config.name;
         if let Some(engine) = &self.engine {
@@ -67,7 +68,7 @@ impl Running {
         Ok(fitting)
     }
 
-    /// One answer from every worker, through `pick`.
+    /// Receives one message from every worker that `pick` accepts.
     pub(super) fn receive_from_all<T>(
         &mut self,
         group: &mut WorkerGroup,
@@ -92,7 +93,7 @@ impl Running {
     }
 }
 
-/// What a worker reports once its weights are loaded.
+/// The report of a worker that has loaded its weights.
 struct LoadedWorker {
     max_blocks: usize,
     /// Weights and workspace.
@@ -101,7 +102,7 @@ struct LoadedWorker {
     phases: Vec<(String, Duration)>,
 }
 
-/// What took how long in the slowest worker, phase by phase.
+/// The longest duration of each phase among the workers.
 fn slowest_phases(workers: &[LoadedWorker]) -> Vec<(String, Duration)> {
     let mut slowest: Vec<(String, Duration)> = Vec::new();
     for (name, time) in workers.iter().flat_map(|worker| &worker.phases) {

@@ -1,4 +1,4 @@
-//! The watchdog: finds steps that take too long, and logs where workers hang.
+//! The watchdog: detects steps that take too long, and logs the stacks of hung workers.
 
 use std::time::{Duration, Instant};
 
@@ -6,27 +6,27 @@ use super::super::inbox::Message;
 use super::super::worker_group::{WorkerGroup, WorkerLoss};
 use super::{MAX_LOSSES, Running};
 
-/// Workers that fail after a silence of this length have hung, and it is of interest where.
+/// The stacks of workers are logged if they fail after this time without progress.
 const HANG_THRESHOLD: Duration = Duration::from_secs(1);
 
-/// How long agents may take to report where their workers hang.
+/// Timeout for the stacks of workers.
 const STACKS_TIMEOUT: Duration = Duration::from_secs(2);
 
 impl Running {
-    /// Whether the workers were silent for long before they were lost.
+    /// Whether the workers made no progress for a long time before they were lost.
     pub(super) fn is_hung(&self) -> bool {
         let is_busy = self.engine.as_ref().is_some_and(|engine| engine.num_in_flight() > 0);
         is_busy && self.last_progress.elapsed() > HANG_THRESHOLD
     }
 
-    /// Writes to the log where every worker that still runs hangs. Requests that come meanwhile wait in the inbox.
+    /// Logs the stacks of every worker that still runs. Other messages are put back into the inbox.
     pub(super) fn log_stacks(&mut self, group: &mut WorkerGroup) {
         group.request_stacks();
         let deadline = Instant::now() + STACKS_TIMEOUT;
         let mut others = Vec::new();
         while group.stacks().iter().any(Option::is_none) && Instant::now() < deadline {
             match self.thread.messages.recv_timeout(Duration::from_millis(20)) {
-                // One that has ended has no stack; that it has is known.
+                // The end of a worker is already known.
                 Ok(Message::Agent(event)) => drop(group.handle_event(event)),
                 Ok(other) => others.push(other),
                 Err(_) => {}

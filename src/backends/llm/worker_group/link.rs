@@ -1,20 +1,20 @@
-//! The way to one worker.
+//! The connection to one worker.
 
 use std::collections::VecDeque;
 
 use ipc::{Backlog, RingReceiver, RingSender};
 use supervision::{RelayedWorker, ShmName};
 
-/// The way to a worker.
+/// The connection to a worker.
 pub(super) enum Link {
-    /// On rank 0's node: its rings.
+    /// A worker on rank 0's node: its rings.
     Rings { plans: RingSender, outputs: RingReceiver },
-    /// On another: its rings there, and what came of its messages.
+    /// A worker on another node: the names of its rings, and its messages that are not read yet.
     Relayed { rings: RelayedWorker, received: VecDeque<Vec<u8>> },
 }
 
 impl Link {
-    /// Plans that wait in the worker's ring, where it lies on this node.
+    /// The backlog of plans; `None` for a worker on another node.
     pub(super) fn backlog(&self) -> Option<Backlog> {
         match self {
             Link::Rings { plans, .. } => Some(plans.backlog()),

@@ -1,4 +1,4 @@
-//! What a worker is started with.
+//! The parameters of a worker.
 
 use engine::EngineConfig;
 use supervision::{ShmName, WorkerSpec};
@@ -38,16 +38,16 @@ pub(super) fn spec(config: &LlmConfig, next_step: u64) -> WorkerSpec {
     }
 }
 
-/// Candidates that a row of a beam search returns at most, and the bytes of one.
+/// Maximum size of the candidates of one row of a beam search: their number times the bytes of one.
 const MAX_CANDIDATES_BYTES: usize = 256 * 16;
 
-/// A piece of logits and the numbers before them.
+/// Maximum size of a message with logits.
 const LOGITS_PIECE_BYTES: usize = supervision::MAX_LOGITS_PIECE * size_of::<f32>() + 64;
 
-/// The numbers beside the words of a mask.
+/// Size of the fields beside the words of a mask.
 const MASK_HEAD_BYTES: usize = 32;
 
-/// Twice the largest plan or output, so that one can be written while another is read.
+/// Ring size: twice the largest message, so that one can be written while another is read.
 fn ring_bytes(config: &EngineConfig) -> usize {
     let num_masks = config.max_rows * (1 + config.max_drafts);
     let masks_bytes = supervision::MAX_MASK_WORDS * size_of::<u32>() + num_masks * MASK_HEAD_BYTES;
