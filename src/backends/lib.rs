@@ -14,8 +14,10 @@ pub mod fuzz;
 mod identity;
 pub mod layouts;
 pub mod llm;
+mod padding;
 mod parameters;
 pub mod python;
+mod tensor_values;
 mod tokenize;
 mod words;
 

@@ -16,6 +16,8 @@ use tokio::runtime::Handle;
 
 use crate::encoder::{self, Encoder};
 use crate::layouts::keys::{self, TEXT_INPUTS, Use};
+use crate::padding::pad_rows;
+use crate::tensor_values::{strings, utf8};
 use crate::words::WordList;
 use crate::{checkpoint, parameters};
 
@@ -186,14 +188,10 @@ impl Preprocessor {
             }
             rows.push(self.encode_text(request, input, text)?);
         }
-        let width = rows.iter().map(Vec::len).max().unwrap_or(0);
-        self.check_padded(num_rows, width, input)?;
+        self.check_padded(num_rows, rows.iter().map(Vec::len).max().unwrap_or(0), input)?;
         let pad = request.input("PAD_ID").and_then(|tensor| tensor.to_i32()?.first().copied()).unwrap_or(0);
-        let mut ids = Vec::with_capacity(num_rows * width);
-        for row in &rows {
-            ids.extend(row.iter().map(|&id| id.cast_signed()));
-            ids.resize(ids.len() + width - row.len(), pad);
-        }
+        let (width, ids) = pad_rows(rows.iter().map(Vec::as_slice), pad.cast_unsigned());
+        let ids: Vec<i32> = ids.into_iter().map(u32::cast_signed).collect();
         let lengths: Vec<i32> = rows.iter().map(|row| i32::try_from(row.len()).unwrap_or(i32::MAX)).collect();
         outputs.push(Tensor::from_i32(ids_output, &self.shape(num_rows, &[width]), &ids));
         outputs.push(Tensor::from_i32(length_output, &self.shape(num_rows, &[1]), &lengths));
@@ -304,18 +302,4 @@ pub(crate) fn add_special_tokens(request: &InferRequest, configured: bool) -> bo
         Some(Parameter::Bool(add)) => *add,
         _ => configured,
     }
-}
-
-fn strings(tensor: &Tensor) -> Result<Vec<Bytes>, InferError> {
-    let name = &tensor.name;
-    tensor.to_byte_strings().ok_or_else(|| InferError::invalid(format!("input `{name}` holds no well-formed strings")))
-}
-
-fn utf8<'a>(input: &str, text: &'a Bytes) -> Result<&'a str, InferError> {
-    std::str::from_utf8(text).map_err(|error| {
-        InferError::invalid(format!(
-            "input `{input}` is not UTF-8: byte {} is wrong; send UTF-8 text",
-            error.valid_up_to()
-        ))
-    })
 }

@@ -1,5 +1,5 @@
-//! TensorRT-LLM's `tensorrt_llm_bls`: text to text by asking the models `preprocessing`, `tensorrt_llm` and
-//! `postprocessing` of the same repository.
+//! TensorRT-LLM's `tensorrt_llm_bls`: text to text by requests to the models `preprocessing`, `tensorrt_llm` and `postprocessing` of
+//! the same repository.
 
 use std::sync::{Arc, OnceLock, Weak};
 
@@ -13,14 +13,15 @@ use serving::{
     LoadRequest, Name, ResponseSender, ResponseStream, Server, Tensor,
 };
 
+use super::engine_request::{Renames, renamed, selected};
 use super::keys::Use;
 use crate::parameters;
 
 const PREPROCESSING: &str = "preprocessing";
 const POSTPROCESSING: &str = "postprocessing";
 
-/// Inputs and the names that `preprocessing` has for them.
-const TO_PREPROCESSING: [(&str, &str); 9] = [
+/// Inputs of `preprocessing`.
+const TO_PREPROCESSING: &Renames = &[
     ("text_input", "QUERY"),
     ("decoder_text_input", "DECODER_QUERY"),
     ("max_tokens", "REQUEST_OUTPUT_LEN"),
@@ -32,8 +33,8 @@ const TO_PREPROCESSING: [(&str, &str); 9] = [
     ("pad_id", "PAD_ID"),
 ];
 
-/// Outputs of `preprocessing` and the names that the language model has for them.
-const FROM_PREPROCESSING: [(&str, &str); 10] = [
+/// Outputs of `preprocessing`, which are inputs of the language model.
+const FROM_PREPROCESSING: &Renames = &[
     ("INPUT_ID", "input_ids"),
     ("REQUEST_INPUT_LEN", "input_lengths"),
     ("DECODER_INPUT_ID", "decoder_input_ids"),
@@ -46,8 +47,19 @@ const FROM_PREPROCESSING: [(&str, &str); 10] = [
     ("OUT_PAD_ID", "pad_id"),
 ];
 
-/// Inputs that go straight to the language model, where its name for them is another one.
-const RENAMED: [(&str, &str); 5] = [
+/// Outputs of the language model, which are inputs of `postprocessing`.
+const TO_POSTPROCESSING: &Renames = &[
+    ("output_ids", "TOKENS_BATCH"),
+    ("sequence_length", "SEQUENCE_LENGTH"),
+    ("sequence_index", "SEQUENCE_INDEX"),
+    ("sequence_end", "SEQUENCE_END"),
+];
+
+/// Outputs of `postprocessing`.
+const FROM_POSTPROCESSING: &Renames = &[("OUTPUT", "text_output")];
+
+/// Inputs of the language model, which have other names there.
+const RENAMED: &Renames = &[
     ("top_k", "runtime_top_k"),
     ("top_p", "runtime_top_p"),
     ("min_p", "runtime_min_p"),
@@ -55,8 +67,8 @@ const RENAMED: [(&str, &str); 5] = [
     ("stream", "streaming"),
 ];
 
-/// Inputs of several names that the language model may have: earlier releases and later ones.
-const EITHER: [(&str, &str); 3] =
+/// Inputs of the language model that were renamed between releases: the earlier name and the later one.
+const RELEASES: [(&str, &str); 3] =
     [("min_length", "min_tokens"), ("random_seed", "seed"), ("return_kv_cache_reuse_stats", "return_perf_metrics")];
 
 const IMAGES: [&str; 4] = ["image_input", "image_bytes_input", "image_url_input", "video_bytes_input"];
@@ -73,14 +85,13 @@ pub(super) fn input(name: &str) -> Option<Use> {
     if TO_PREPROCESSING.iter().any(|(input, _)| *input == name) {
         return Some(Use::Used("handed to `preprocessing`"));
     }
-    let renamed = RENAMED.iter().find(|(input, _)| *input == name).map_or(name, |(_, engine)| engine);
-    super::keys::find(super::keys::LLM_INPUTS, renamed).or(match name {
+    super::keys::find(super::keys::LLM_INPUTS, renamed(RENAMED, name)).or(match name {
         "prompt_table_extra_id" => Some(Use::Ignored("it belongs to `prompt_embedding_table`")),
         _ => None,
     })
 }
 
-/// The server whose models are asked; set once it stands.
+/// The server that runs the other models. It is set after its construction.
 #[derive(Default)]
 pub(super) struct ServerLink(OnceLock<Weak<Server>>);
 
@@ -121,7 +132,7 @@ struct Bls {
     accumulate: bool,
     outputs: Vec<Name>,
     is_batched: bool,
-    /// Shapes that clients send, without the batch, of inputs that come with another one.
+    /// Inputs with a `reshape`, and the shapes that clients send, without the batch.
     reshaped: Vec<(Name, Vec<i64>)>,
 }
 
@@ -132,7 +143,7 @@ fn reshaped_inputs(config: &ModelConfig) -> Vec<(Name, Vec<i64>)> {
 }
 
 impl Bls {
-    /// Inputs as the client sent them: the models that they go to have a `reshape` of their own.
+    /// Restores the shapes that the client sent, because the other models have a `reshape` of their own.
     fn undo_reshapes(&self, inputs: &mut [Tensor]) {
         for tensor in inputs {
             let reshaped = self.reshaped.iter().find(|(name, _)| *name == tensor.name);
@@ -182,7 +193,7 @@ impl Backend for Bls {
     }
 }
 
-/// The models that are asked, as they are configured now.
+/// The current configurations of the other models.
 struct Models {
     server: Arc<Server>,
     preprocessing: Arc<ModelConfig>,
@@ -202,8 +213,8 @@ impl Models {
         })
     }
 
-    /// Asks a model; inputs that it does not declare are left out.
-    fn ask(
+    /// Sends a request to a model, without inputs that it does not declare.
+    fn infer(
         &self,
         config: &ModelConfig,
         from: &InferRequest,
@@ -225,13 +236,11 @@ impl Models {
 
 impl Bls {
     async fn run(&self, request: &InferRequest, models: &Models, sender: &ResponseSender) -> Result<(), InferError> {
-        let to_preprocessing =
-            TO_PREPROCESSING.iter().filter_map(|(from, to)| named(&request.inputs, from, to)).collect();
-        let mut text = TextSoFar::default();
-        let mut stream = models.ask(&models.preprocessing, request, to_preprocessing, Some(text.step.clone()))?;
-        let prompt =
-            stream.next_response().await.ok_or_else(|| InferError::internal("`preprocessing` gave no answer"))??;
-        let mut generated = models.ask(&models.language, request, language_inputs(request, &prompt, models), None)?;
+        let mut text = TextState::default();
+        let inputs = selected(TO_PREPROCESSING, &request.inputs);
+        let mut stream = models.infer(&models.preprocessing, request, inputs, Some(text.step.clone()))?;
+        let prompt = only_response(&mut stream, PREPROCESSING).await?;
+        let mut generated = models.infer(&models.language, request, language_inputs(request, &prompt, models), None)?;
         sender.mark_scheduled();
         loop {
             let Some(response) = generated.next_response().await.transpose()? else { return Ok(()) };
@@ -239,8 +248,8 @@ impl Bls {
             if response.outputs.is_empty() {
                 sender.send(Ok(InferResponse { is_final, ..InferResponse::default() })).await;
             } else {
-                let told = self.postprocess(request, models, response, &mut text).await?;
-                if !sender.send(Ok(told)).await {
+                let response = self.postprocess(request, models, response, &mut text).await?;
+                if !sender.send(Ok(response)).await {
                     return Ok(());
                 }
             }
@@ -255,40 +264,36 @@ impl Bls {
         request: &InferRequest,
         models: &Models,
         mut response: InferResponse,
-        text: &mut TextSoFar,
+        text: &mut TextState,
     ) -> Result<InferResponse, InferError> {
         let is_final = response.is_final;
-        let wires = [
-            ("output_ids", "TOKENS_BATCH"),
-            ("sequence_length", "SEQUENCE_LENGTH"),
-            ("sequence_index", "SEQUENCE_INDEX"),
-            ("sequence_end", "SEQUENCE_END"),
-        ];
-        let inputs = wires.iter().filter_map(|(from, to)| named(&response.outputs, from, to)).collect();
+        let inputs = selected(TO_POSTPROCESSING, &response.outputs);
         let mut step = text.step.clone();
         step.is_last = is_final;
-        let mut stream = models.ask(&models.postprocessing, request, inputs, Some(step))?;
-        let made =
-            stream.next_response().await.ok_or_else(|| InferError::internal("`postprocessing` gave no answer"))??;
-        response.outputs.extend(named(&made.outputs, "OUTPUT", "text_output").map(|output| match self.accumulate {
-            true => text.whole(&output),
-            false => output,
-        }));
-        let asked = |name: &Name| request.requested_outputs.is_empty() || request.requested_outputs.contains(name);
-        response.outputs.retain(|tensor| self.outputs.contains(&tensor.name) && asked(&tensor.name));
+        let mut stream = models.infer(&models.postprocessing, request, inputs, Some(step))?;
+        let detokenized = only_response(&mut stream, POSTPROCESSING).await?;
+        let mut outputs = selected(FROM_POSTPROCESSING, &detokenized.outputs);
+        if self.accumulate {
+            outputs.iter_mut().for_each(|output| *output = text.accumulate(output));
+        }
+        response.outputs.append(&mut outputs);
+        let requested = &request.requested_outputs;
+        let is_requested = |name: &Name| requested.is_empty() || requested.contains(name);
+        response.outputs.retain(|tensor| self.outputs.contains(&tensor.name) && is_requested(&tensor.name));
         Ok(InferResponse { outputs: response.outputs, is_final, id: request.id.clone(), ..InferResponse::default() })
     }
 }
 
-/// What `postprocessing` keeps over one run, and with `accumulate_tokens` all text so far.
+/// State of one request: that of `postprocessing`, and the text so far with `accumulate_tokens`.
 #[derive(Default)]
-struct TextSoFar {
+struct TextState {
     step: EnsembleStep,
     texts: Vec<Vec<u8>>,
 }
 
-impl TextSoFar {
-    fn whole(&mut self, output: &Tensor) -> Tensor {
+impl TextState {
+    /// Adds the pieces of `output`. Returns the whole texts so far.
+    fn accumulate(&mut self, output: &Tensor) -> Tensor {
         for (row, piece) in output.to_byte_strings().unwrap_or_default().iter().enumerate() {
             if self.texts.len() <= row {
                 self.texts.push(Vec::new());
@@ -299,33 +304,21 @@ impl TextSoFar {
     }
 }
 
+/// The inputs of the language model: outputs of `preprocessing`, and the client's other inputs.
 fn language_inputs(request: &InferRequest, prompt: &InferResponse, models: &Models) -> Vec<Tensor> {
-    let mut inputs: Vec<Tensor> =
-        FROM_PREPROCESSING.iter().filter_map(|(from, to)| named(&prompt.outputs, from, to)).collect();
-    let declared = |name: &str| models.language.input.iter().any(|input| input.name == name);
-    for tensor in &request.inputs {
-        let name = tensor.name.as_str();
-        if TO_PREPROCESSING.iter().any(|(input, _)| *input == name) {
-            continue;
-        }
-        let renamed = RENAMED.iter().find(|(input, _)| *input == name).map_or(name, |(_, engine)| engine);
-        let both = EITHER.iter().find(|(earlier, later)| [*earlier, *later].contains(&renamed));
-        let renamed = match both {
-            Some((earlier, later)) => {
-                if declared(later) {
-                    later
-                } else {
-                    earlier
-                }
-            }
-            None => renamed,
-        };
-        inputs.push(Tensor { name: renamed.into(), ..tensor.clone() });
-    }
+    let is_declared = |name: &str| models.language.input.iter().any(|input| input.name == name);
+    let is_encoded = |tensor: &&Tensor| TO_PREPROCESSING.iter().any(|(input, _)| tensor.name == *input);
+    let mut inputs = selected(FROM_PREPROCESSING, &prompt.outputs);
+    inputs.extend(request.inputs.iter().filter(|tensor| !is_encoded(tensor)).map(|tensor| {
+        let name = renamed(RENAMED, tensor.name.as_str());
+        let releases = RELEASES.iter().find(|(earlier, later)| [*earlier, *later].contains(&name));
+        let name = releases.map_or(name, |&(earlier, later)| if is_declared(later) { later } else { earlier });
+        Tensor { name: name.into(), ..tensor.clone() }
+    }));
     inputs
 }
 
-fn named(tensors: &[Tensor], from: &str, to: &str) -> Option<Tensor> {
-    let tensor = tensors.iter().find(|tensor| tensor.name == from)?;
-    Some(Tensor { name: to.into(), ..tensor.clone() })
+/// The response of a model that sends one.
+async fn only_response(stream: &mut ResponseStream, model: &str) -> Result<InferResponse, InferError> {
+    stream.next_response().await.ok_or_else(|| InferError::internal(format!("`{model}` gave no answer")))?
 }

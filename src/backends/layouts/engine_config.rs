@@ -1,10 +1,10 @@
-//! The configuration and the default inputs of the engine inside a layout.
+//! The configuration of the engine inside a layout.
 
 use std::sync::Arc;
 
 use repository::ModelConfig;
 use repository::proto::{DataType, ModelOutput, ModelParameter};
-use serving::{InferError, LoadRequest, Tensor};
+use serving::{InferError, LoadRequest};
 
 use crate::checkpoint;
 
@@ -32,13 +32,4 @@ pub(super) fn engine_output(name: &str, data_type: DataType) -> ModelOutput {
     let mut output = ModelOutput { name: name.to_owned(), dims: vec![-1], ..ModelOutput::default() };
     output.set_data_type(data_type);
     output
-}
-
-/// Adds those tensors whose names are not there.
-pub(super) fn add_missing(inputs: &mut Vec<Tensor>, defaults: impl IntoIterator<Item = Tensor>) {
-    for default in defaults {
-        if inputs.iter().all(|input| input.name != default.name) {
-            inputs.push(default);
-        }
-    }
 }

@@ -4,9 +4,11 @@
 //! natively, whatever backend its configuration names and whatever `model.py` lies beside it; the parameter `native` set
 //! to `false` runs the `model.py` after all.
 
+mod adapter;
 mod bls;
 mod engine;
 mod engine_config;
+mod engine_request;
 mod forward;
 pub mod keys;
 mod layout;

@@ -1,78 +1,53 @@
-//! Requests of several rows, for an engine that takes one sequence a request.
+//! Requests of several rows, for an engine that takes one row per request.
 
 use std::sync::Arc;
 
 use bytes::{Bytes, BytesMut};
-use futures::future::{BoxFuture, join_all};
+use futures::future::join_all;
 use futures::stream::{SelectAll, StreamExt as _};
-use generation::Generator;
 use repository::ModelConfig;
 use serving::{
-    Backend, DataType, GenerateCall, InferError, InferRequest, InferResponse, MemoryUsage, ResponseSender,
-    ResponseStream, Shape, Tensor, TextModel, TextOutputs,
+    Backend, DataType, InferError, InferRequest, InferResponse, ResponseSender, ResponseStream, Shape, Tensor,
 };
 
-/// Splits a request into its rows and joins their answers: a decoupled model answers for each row as it comes, told apart
-/// by `batch_index`, any other once for all.
+use super::adapter::Adapter;
+
+/// Splits a request into its rows, and joins their responses. A decoupled model sends each row's responses as they arrive, with their
+/// `batch_index`. Any other model sends one response for all rows.
 pub(super) struct Rows {
-    inner: Arc<dyn Backend>,
+    engine: Arc<dyn Backend>,
     is_batched: bool,
     is_decoupled: bool,
 }
 
 impl Rows {
-    pub(super) fn new(inner: Arc<dyn Backend>, config: &ModelConfig) -> Self {
-        Self { inner, is_batched: config.max_batch_size > 0, is_decoupled: config.is_decoupled() }
+    pub(super) fn new(engine: Arc<dyn Backend>, config: &ModelConfig) -> Self {
+        Self { engine, is_batched: config.max_batch_size > 0, is_decoupled: config.is_decoupled() }
     }
 }
 
-impl Backend for Rows {
+impl Adapter for Rows {
+    fn model(&self) -> &Arc<dyn Backend> {
+        &self.engine
+    }
+
     fn infer(&self, request: InferRequest) -> Result<ResponseStream, InferError> {
         let num_rows = request.inputs.first().and_then(|tensor| tensor.shape.first()).copied().unwrap_or(1);
         if !self.is_batched || num_rows <= 1 {
-            return self.inner.infer(request);
+            return self.engine.infer(request);
         }
         let padding = padding(&request);
         let streams: Result<Vec<ResponseStream>, InferError> =
-            split(request, num_rows)?.into_iter().map(|row| self.inner.infer(row)).collect();
+            split(request, num_rows)?.into_iter().map(|row| self.engine.infer(row)).collect();
         let streams = streams?;
         Ok(match self.is_decoupled {
             true => ResponseStream::from_future(|sender| each_row(streams, sender)),
             false => ResponseStream::from_future(|sender| all_rows(streams, sender, padding)),
         })
     }
-
-    fn generator(&self) -> Option<Generator> {
-        self.inner.generator()
-    }
-
-    fn generate(&self, call: GenerateCall) -> Result<ResponseStream, InferError> {
-        self.inner.generate(call)
-    }
-
-    fn text_model(&self) -> Option<TextModel> {
-        self.inner.text_model()
-    }
-
-    /// Only for requests of one row.
-    fn infer_text(&self, request: InferRequest, outputs: TextOutputs) -> Result<ResponseStream, InferError> {
-        self.inner.infer_text(request, outputs)
-    }
-
-    fn is_ready(&self) -> bool {
-        self.inner.is_ready()
-    }
-
-    fn memory_usage(&self) -> Vec<MemoryUsage> {
-        self.inner.memory_usage()
-    }
-
-    fn drain(&self) -> BoxFuture<'_, ()> {
-        self.inner.drain()
-    }
 }
 
-/// What fills shorter rows: `pad_id`, else `end_id`, else 0.
+/// The padding of shorter rows: `pad_id`, or else `end_id`, or else 0.
 fn padding(request: &InferRequest) -> i32 {
     let id = |name: &str| request.input(name).and_then(|tensor| tensor.to_i32()?.first().copied());
     id("pad_id").or_else(|| id("end_id")).unwrap_or(0)
@@ -111,7 +86,7 @@ fn tensor_rows(tensor: &Tensor, num_rows: i64) -> Result<Vec<Tensor>, InferError
     Ok((0..count).map(|row| part(tensor.data.slice(row * per_row..(row + 1) * per_row))).collect())
 }
 
-/// Each row's responses as they come; the last of all is final.
+/// Sends each row's responses as they arrive. The last of all is final.
 async fn each_row(streams: Vec<ResponseStream>, sender: ResponseSender) {
     let numbered = |(row, stream): (usize, ResponseStream)| stream.map(move |item| (row, item)).boxed();
     let mut open = streams.len();
@@ -134,14 +109,14 @@ async fn each_row(streams: Vec<ResponseStream>, sender: ResponseSender) {
     }
 }
 
-/// One response for all rows, or the first error.
+/// Sends one response for all rows, or the first error.
 async fn all_rows(streams: Vec<ResponseStream>, sender: ResponseSender, padding: i32) {
-    let answers = join_all(streams.into_iter().map(|mut stream| async move {
+    let responses = join_all(streams.into_iter().map(|mut stream| async move {
         stream.next_response().await.unwrap_or_else(|| Err(InferError::internal("a row was not answered")))
     }));
-    let answers: Vec<Result<InferResponse, InferError>> = answers.await;
+    let responses: Vec<Result<InferResponse, InferError>> = responses.await;
     sender.mark_scheduled();
-    let joined = answers.into_iter().collect::<Result<Vec<_>, _>>().map(|rows| join(&rows, padding));
+    let joined = responses.into_iter().collect::<Result<Vec<_>, _>>().map(|rows| join(&rows, padding));
     sender.send(joined).await;
 }
 
@@ -156,7 +131,7 @@ fn join(rows: &[InferResponse], padding: i32) -> InferResponse {
     InferResponse { outputs: first.outputs.iter().map(output).collect(), is_final: true, ..first.clone() }
 }
 
-/// Tensors of one row each, below each other, each size brought to the largest with `fill`.
+/// Concatenates tensors of one row each. All dimensions are padded to the largest with `fill`.
 fn stack(parts: &[&Tensor], fill: i32) -> Tensor {
     let num_rows = parts.len() as i64;
     let sizes = |at: usize| parts.iter().map(|part| part.shape[at]).max().unwrap_or(0);
@@ -164,7 +139,7 @@ fn stack(parts: &[&Tensor], fill: i32) -> Tensor {
     let size = parts[0].datatype.size().unwrap_or(0);
     let mut data = BytesMut::new();
     for part in parts {
-        // Texts are one to a row and sequence, so there is nothing to fill.
+        // Each row and sequence has one text, so there is nothing to pad.
         if size == 0 || part.shape[1..] == shape[1..] {
             data.extend_from_slice(&part.data);
         } else {
@@ -176,14 +151,14 @@ fn stack(parts: &[&Tensor], fill: i32) -> Tensor {
 
 fn fill_row(data: &[u8], from: &[i64], to: &[i64], fill: &[u8], size: usize, out: &mut BytesMut) {
     let count = |sizes: &[i64]| usize::try_from(sizes.iter().product::<i64>()).unwrap_or(0);
-    let (Some((&have, inner_from)), Some((&want, inner_to))) = (from.split_first(), to.split_first()) else {
+    let (Some((&from_size, inner_from)), Some((&to_size, inner_to))) = (from.split_first(), to.split_first()) else {
         return out.extend_from_slice(data);
     };
     let part = count(inner_from) * size;
-    for index in 0..usize::try_from(have).unwrap_or(0) {
+    for index in 0..usize::try_from(from_size).unwrap_or(0) {
         fill_row(&data[index * part..(index + 1) * part], inner_from, inner_to, fill, size, out);
     }
-    let missing = usize::try_from(want - have).unwrap_or(0) * count(inner_to) * size;
+    let missing = usize::try_from(to_size - from_size).unwrap_or(0) * count(inner_to) * size;
     out.extend(fill.iter().copied().cycle().take(missing));
 }
 
@@ -201,7 +176,7 @@ mod tests {
     }
 
     #[test]
-    fn rows_of_numbers_and_of_texts_are_told_apart() {
+    fn rows_of_numbers_and_of_texts_are_split() {
         let numbers = tensor_rows(&Tensor::from_i32("a", &[2, 2], &[1, 2, 3, 4]), 2).unwrap();
         assert_eq!(numbers[1].to_i32().unwrap(), [3, 4]);
         let texts = tensor_rows(&Tensor::from_byte_strings("b", &[2, 1], &["x", "yz"]), 2).unwrap();

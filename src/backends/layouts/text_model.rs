@@ -21,8 +21,9 @@ use super::engine_config::{engine_output, with_checkpoint};
 use super::keys::Use;
 use super::recognise::is_lmdeploys;
 use super::text_names::{STREAM, default_inputs, input, missing_inputs, text_output};
-use super::text_values::{RunningText, flag, prompts};
+use super::text_values::{RunningText, prompts};
 use crate::encoder::{self, Encoder};
+use crate::tensor_values::first;
 use crate::{checkpoint, parameters};
 
 /// Parameters that say how many tokens to generate when a request does not.
@@ -97,7 +98,7 @@ struct TextModel {
     /// TensorRT-LLM's text models read `text_output[0]`.
     is_nested: bool,
     is_decoupled: bool,
-    has_lmdeploys_defaults: bool,
+    has_lmdeploy_defaults: bool,
     add_special_tokens: bool,
     text_output: String,
     outputs: Vec<String>,
@@ -128,7 +129,7 @@ impl TextModel {
             is_nested: config.max_batch_size > 0 && text.dims != [-1],
             is_decoupled: config.is_decoupled(),
             // SGLang's model has the same tensors, and draws at any temperature.
-            has_lmdeploys_defaults: is_lmdeploys(config) && !config.name.contains("sglang"),
+            has_lmdeploy_defaults: is_lmdeploys(config) && !config.name.contains("sglang"),
             add_special_tokens: parameters::flag(config, "add_special_tokens")?.unwrap_or(true),
             text_output: text.name.clone(),
             outputs: config.output.iter().map(|output| output.name.clone()).collect(),
@@ -158,7 +159,7 @@ impl Backend for TextModel {
             return self.llm().infer(InferRequest { inputs, requested_outputs: Vec::new(), ..request.clone() });
         }
         let prompts = prompts(&request)?;
-        let streaming = flag(&request, &STREAM)?.unwrap_or(false);
+        let streaming = first(&request, &STREAM)?.unwrap_or(false);
         if streaming && !self.is_decoupled {
             return Err(InferError::invalid(
                 "the request asks for a stream, but this model is not decoupled; set `model_transaction_policy { decoupled: \

@@ -1,8 +1,8 @@
-//! TurboMind's `interactive` model: token ids in sessions that the server remembers.
+//! TurboMind's `interactive` model: token ids in sessions.
 //!
-//! A request names its session in `CORRID`. `START` begins it, `END` ends it with this request, `STOP` ends what it runs,
-//! `step` says how much of its history to keep. The prompt is the history and what the request adds; KV blocks of the
-//! history are found again by the prefix cache. Answers hold the whole session's tokens, as clients expect.
+//! `CORRID` is the id of a request's session. `START` begins the session, `END` ends it with this request, `STOP` cancels its running
+//! request, and `step` truncates its history. The prompt is the history and the request's tokens. The prefix cache has the KV blocks of
+//! the history. Responses have all tokens of the session, as clients expect.
 
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex};
@@ -13,18 +13,29 @@ use futures::future::BoxFuture;
 use repository::ModelConfig;
 use repository::proto::{DataType as ConfigType, ModelParameter};
 use serving::{
-    Backend, BackendFactory, CorrelationId, DataType, InferError, InferRequest, InferResponse, LoadRequest, Name,
-    ResponseSender, ResponseStream, Tensor,
+    Backend, BackendFactory, CorrelationId, InferError, InferRequest, InferResponse, LoadRequest, Name, ResponseSender,
+    ResponseStream, Tensor,
 };
 use tokio::sync::watch;
 
 use super::engine_config::{engine_output, with_checkpoint};
+use super::engine_request::{EngineInputs, EngineOutput, Renames, rename};
+use crate::tensor_values::first;
 
-/// Sessions that are remembered at once; beyond them the one longest idle is forgotten.
+/// Maximum number of sessions. Beyond it, the session that has been idle for longest is dropped.
 const MAX_SESSIONS: usize = 4096;
 
-/// Inputs that are the session's own and no business of the engine.
-const OF_SESSIONS: [&str; 7] = ["START", "END", "STOP", "CORRID", "step", "session_len", "start_id"];
+/// Inputs that are not passed to the engine.
+const SESSION_INPUTS: [&str; 9] =
+    ["START", "END", "STOP", "CORRID", "step", "session_len", "start_id", "input_ids", "input_lengths"];
+
+/// Inputs whose names differ from those of the engine.
+const RENAMES: &Renames = &[
+    ("is_return_log_probs", "return_log_probs"),
+    ("top_p_decay", "runtime_top_p_decay"),
+    ("top_p_min", "runtime_top_p_min"),
+    ("top_p_reset_ids", "runtime_top_p_reset_ids"),
+];
 
 /// Loads `backend: "turbomind"` with its session inputs.
 pub(super) struct SessionsFactory {
@@ -39,7 +50,7 @@ impl BackendFactory for SessionsFactory {
     fn load(&self, model: LoadRequest) -> BoxFuture<'static, Result<Arc<dyn Backend>, InferError>> {
         let llm = self.llm.clone();
         async move {
-            let request = with_checkpoint(&model, fit)?;
+            let request = with_checkpoint(&model, configure_engine)?;
             let sessions = Sessions {
                 outputs: model.config.output.iter().map(|output| Name::from(&output.name)).collect(),
                 sessions: Arc::default(),
@@ -51,8 +62,8 @@ impl BackendFactory for SessionsFactory {
     }
 }
 
-/// Instances are what runs at once there; here they are rows of one engine.
-fn fit(config: &mut ModelConfig) {
+/// TurboMind runs one request per instance, the engine one per row.
+fn configure_engine(config: &mut ModelConfig) {
     let instances = i32::try_from(config.num_instances()).unwrap_or(i32::MAX);
     config.max_batch_size = config.max_batch_size.max(instances);
     config.model_transaction_policy.get_or_insert_default().decoupled = true;
@@ -75,10 +86,10 @@ struct Sessions {
     sessions: Arc<Mutex<HashMap<CorrelationId, Session>>>,
 }
 
-/// What is remembered between two requests of a session.
+/// The state of a session between two requests.
 struct Session {
     tokens: Vec<u32>,
-    /// Bumped to end what the session runs.
+    /// Incremented to cancel the running request.
     stop: watch::Sender<u64>,
     is_running: bool,
     last_used: Instant,
@@ -90,50 +101,50 @@ impl Session {
     }
 }
 
-/// What a request says of its session.
-struct Wanted {
+/// The session inputs of a request.
+struct SessionRequest {
     id: CorrelationId,
     starts: bool,
     ends: bool,
     stops: bool,
-    /// Tokens of the history to keep.
+    /// Number of tokens of the history to keep.
     step: Option<usize>,
     session_len: Option<usize>,
 }
 
-impl Wanted {
-    fn of(request: &InferRequest) -> Result<Self, InferError> {
-        let number = |name: &str| integer(request, name);
-        let id = match number("CORRID")? {
-            Some(id) => CorrelationId::Number(id.cast_unsigned()),
-            None => request.correlation_id.clone(),
+impl SessionRequest {
+    fn new(request: &InferRequest) -> Result<Self, InferError> {
+        let id = first(request, &["CORRID"])?.map_or_else(|| request.correlation_id.clone(), CorrelationId::Number);
+        let is_set = |name: &str, default: bool| {
+            Ok::<bool, InferError>(first::<i64>(request, &[name])?.map_or(default, |value| value != 0))
         };
-        let is = |name: &str, flag: bool| Ok::<bool, InferError>(number(name)?.map_or(flag, |value| value != 0));
         Ok(Self {
             id,
-            starts: is("START", request.sequence_start)?,
-            ends: is("END", request.sequence_end)?,
-            stops: is("STOP", false)?,
-            step: number("step")?.and_then(|step| usize::try_from(step).ok()),
-            session_len: number("session_len")?.and_then(|length| usize::try_from(length).ok()),
+            starts: is_set("START", request.sequence_start)?,
+            ends: is_set("END", request.sequence_end)?,
+            stops: is_set("STOP", false)?,
+            step: size(request, "step")?,
+            session_len: size(request, "session_len")?,
         })
     }
 }
 
 impl Backend for Sessions {
     fn infer(&self, request: InferRequest) -> Result<ResponseStream, InferError> {
-        let wanted = Wanted::of(&request)?;
-        if wanted.stops {
-            return Ok(self.stop(&wanted));
+        let session_request = SessionRequest::new(&request)?;
+        if session_request.stops {
+            return Ok(self.stop(&session_request));
         }
-        let max_tokens = integer(&request, "request_output_len")?.unwrap_or(0);
+        let max_tokens = first::<i64>(&request, &["request_output_len"])?.unwrap_or(0);
         if max_tokens == 0 {
-            return Ok(self.touch(&wanted));
+            return Ok(self.touch(&session_request));
         }
-        let (prompt, stopped) = self.begin(&wanted, &new_tokens(&request)?, max_tokens)?;
-        let engine = self.llm.infer(engine_request(&request, &prompt)).inspect_err(|_| self.forget_run(&wanted.id))?;
-        let run = Run { sessions: self.sessions.clone(), outputs: self.outputs.clone(), wanted, tokens: prompt };
-        Ok(ResponseStream::from_future(|sender| run.answer(engine, sender, stopped)))
+        let (prompt, stopped) = self.begin(&session_request, &new_tokens(&request)?, max_tokens)?;
+        let engine =
+            self.llm.infer(engine_request(&request, &prompt)).inspect_err(|_| self.abort_run(&session_request.id))?;
+        let run =
+            Run { sessions: self.sessions.clone(), outputs: self.outputs.clone(), session_request, tokens: prompt };
+        Ok(ResponseStream::from_future(|sender| run.respond(engine, sender, stopped)))
     }
 
     fn is_ready(&self) -> bool {
@@ -146,29 +157,29 @@ impl Backend for Sessions {
 }
 
 impl Sessions {
-    /// The prompt with the session's history, and what tells of a stop.
+    /// Starts a request of a session. Returns the prompt with the session's history, and the receiver of cancellations.
     fn begin(
         &self,
-        wanted: &Wanted,
+        session_request: &SessionRequest,
         added: &[u32],
         max_tokens: i64,
     ) -> Result<(Vec<u32>, watch::Receiver<u64>), InferError> {
-        let shown = shown(&wanted.id);
+        let shown = display(&session_request.id);
         let mut sessions = ipc::lock(&self.sessions);
-        if wanted.starts {
-            if let Some(old) = sessions.insert(wanted.id.clone(), Session::new()) {
+        if session_request.starts {
+            if let Some(old) = sessions.insert(session_request.id.clone(), Session::new()) {
                 old.stop.send_modify(|count| *count += 1);
             }
             drop_oldest(&mut sessions);
         }
-        let session = sessions.get_mut(&wanted.id).ok_or_else(|| {
+        let session = sessions.get_mut(&session_request.id).ok_or_else(|| {
             InferError::invalid(format!("session {shown} is not known; send its first request with START = 1"))
         })?;
         if session.is_running {
             let words = format!("session {shown} still answers its last request; wait for it, or send STOP = 1");
             return Err(InferError::invalid(words));
         }
-        if let Some(step) = wanted.step {
+        if let Some(step) = session_request.step {
             if step > session.tokens.len() {
                 let words = format!("`step` is {step}, but session {shown} holds {} tokens", session.tokens.len());
                 return Err(InferError::invalid(words));
@@ -176,7 +187,9 @@ impl Sessions {
             session.tokens.truncate(step);
         }
         let length = session.tokens.len() + added.len() + usize::try_from(max_tokens).unwrap_or(0);
-        if let Some(session_len) = wanted.session_len.filter(|&session_len| session_len > 0 && length > session_len) {
+        if let Some(session_len) =
+            session_request.session_len.filter(|&session_len| session_len > 0 && length > session_len)
+        {
             let words = format!(
                 "session {shown} would come to {length} tokens, more than `session_len` ({session_len}); start a new one, \
                  or ask for fewer tokens"
@@ -190,28 +203,28 @@ impl Sessions {
         Ok((prompt, session.stop.subscribe()))
     }
 
-    /// Ends what the session runs, and the session if the request says so.
-    fn stop(&self, wanted: &Wanted) -> ResponseStream {
+    /// Cancels the running request of a session, and ends the session if the request has `END`.
+    fn stop(&self, session_request: &SessionRequest) -> ResponseStream {
         let mut sessions = ipc::lock(&self.sessions);
-        if let Some(session) = sessions.get(&wanted.id) {
+        if let Some(session) = sessions.get(&session_request.id) {
             session.stop.send_modify(|count| *count += 1);
         }
-        if wanted.ends {
-            sessions.remove(&wanted.id);
+        if session_request.ends {
+            sessions.remove(&session_request.id);
         }
         ResponseStream::ready(InferResponse::default())
     }
 
-    /// A request for no token: begins or ends a session.
-    fn touch(&self, wanted: &Wanted) -> ResponseStream {
+    /// Begins or ends a session, for a request of 0 tokens.
+    fn touch(&self, session_request: &SessionRequest) -> ResponseStream {
         let mut sessions = ipc::lock(&self.sessions);
-        if wanted.starts {
-            sessions.insert(wanted.id.clone(), Session::new());
+        if session_request.starts {
+            sessions.insert(session_request.id.clone(), Session::new());
             drop_oldest(&mut sessions);
         }
-        let num_tokens = sessions.get(&wanted.id).map_or(0, |session| session.tokens.len());
-        if wanted.ends {
-            sessions.remove(&wanted.id);
+        let num_tokens = sessions.get(&session_request.id).map_or(0, |session| session.tokens.len());
+        if session_request.ends {
+            sessions.remove(&session_request.id);
         }
         let outputs = vec![
             Tensor::from_u32("output_ids", &[1, 1, 0], &[]),
@@ -220,13 +233,14 @@ impl Sessions {
         ResponseStream::ready(InferResponse { outputs, ..InferResponse::default() })
     }
 
-    fn forget_run(&self, id: &CorrelationId) {
+    fn abort_run(&self, id: &CorrelationId) {
         if let Some(session) = ipc::lock(&self.sessions).get_mut(id) {
             session.is_running = false;
         }
     }
 }
 
+/// Drops the sessions that have been idle for longest, beyond [`MAX_SESSIONS`].
 fn drop_oldest(sessions: &mut HashMap<CorrelationId, Session>) {
     while sessions.len() > MAX_SESSIONS {
         let idle = sessions.iter().filter(|(_, session)| !session.is_running);
@@ -240,25 +254,26 @@ fn drop_oldest(sessions: &mut HashMap<CorrelationId, Session>) {
 struct Run {
     sessions: Arc<Mutex<HashMap<CorrelationId, Session>>>,
     outputs: Vec<Name>,
-    wanted: Wanted,
-    /// The whole session's, grown with each response.
+    session_request: SessionRequest,
+    /// All tokens of the session.
     tokens: Vec<u32>,
 }
 
 impl Run {
-    async fn answer(mut self, mut engine: ResponseStream, sender: ResponseSender, mut stopped: watch::Receiver<u64>) {
+    /// Sends the responses of the engine with all tokens of the session.
+    async fn respond(mut self, mut engine: ResponseStream, sender: ResponseSender, mut stopped: watch::Receiver<u64>) {
         loop {
             let item = tokio::select! {
                 item = engine.next_response() => item,
                 _ = stopped.changed() => {
-                    // What was generated so far stays part of the session.
+                    // The tokens so far stay part of the session.
                     let response = self.response(InferResponse { is_final: true, ..InferResponse::default() });
                     sender.send(Ok(response)).await;
                     return;
                 }
             };
             sender.mark_scheduled();
-            engine.generation().into_iter().for_each(|told| sender.report(told));
+            engine.generation().into_iter().for_each(|generation| sender.report(generation));
             match item {
                 None => return,
                 Some(Err(error)) => {
@@ -267,12 +282,12 @@ impl Run {
                 }
                 Some(Ok(response)) => {
                     let is_final = response.is_final;
-                    let told = self.response(response);
+                    let response = self.response(response);
                     if is_final {
-                        // Before the client hears of it: its next request may come at once.
-                        self.leave();
+                        // Before the response is sent, because the client may send its next request at once.
+                        self.finish();
                     }
-                    if !sender.send(Ok(told)).await || is_final {
+                    if !sender.send(Ok(response)).await || is_final {
                         return;
                     }
                 }
@@ -280,9 +295,9 @@ impl Run {
         }
     }
 
+    /// A response with all tokens of the session.
     fn response(&mut self, response: InferResponse) -> InferResponse {
-        let ids = response.outputs.iter().find(|tensor| tensor.name == "output_ids").and_then(Tensor::to_i32);
-        self.tokens.extend(ids.unwrap_or_default().into_iter().map(i32::cast_unsigned));
+        self.tokens.extend(EngineOutput::new(&response).tokens);
         let length = self.tokens.len();
         let mut outputs = vec![
             Tensor::from_u32("output_ids", &[1, 1, length as i64], &self.tokens),
@@ -293,12 +308,12 @@ impl Run {
         InferResponse { outputs, ..response }
     }
 
-    /// Leaves the session as the next request finds it.
-    fn leave(&mut self) {
+    /// Stores the session for its next request, or ends it.
+    fn finish(&mut self) {
         let mut sessions = ipc::lock(&self.sessions);
-        if self.wanted.ends {
-            sessions.remove(&self.wanted.id);
-        } else if let Some(session) = sessions.get_mut(&self.wanted.id) {
+        if self.session_request.ends {
+            sessions.remove(&self.session_request.id);
+        } else if let Some(session) = sessions.get_mut(&self.session_request.id) {
             session.tokens.clone_from(&self.tokens);
             session.is_running = false;
             session.last_used = Instant::now();
@@ -309,56 +324,39 @@ impl Run {
 impl Drop for Run {
     fn drop(&mut self) {
         let is_running = |session: &Session| session.is_running;
-        if ipc::lock(&self.sessions).get(&self.wanted.id).is_some_and(is_running) {
-            self.leave();
+        if ipc::lock(&self.sessions).get(&self.session_request.id).is_some_and(is_running) {
+            self.finish();
         }
     }
 }
 
-/// The engine's request: everything but the session, streamed.
+/// The engine's request: all inputs except those of the session, streamed.
 fn engine_request(request: &InferRequest, prompt: &[u32]) -> InferRequest {
-    let is_engines = |tensor: &&Tensor| {
-        !OF_SESSIONS.contains(&tensor.name.as_str()) && !["input_ids", "input_lengths"].contains(&tensor.name.as_str())
-    };
-    let mut inputs: Vec<Tensor> = request.inputs.iter().filter(is_engines).cloned().collect();
-    for tensor in &mut inputs {
-        let name = match tensor.name.as_str() {
-            "is_return_log_probs" => "return_log_probs",
-            "top_p_decay" => "runtime_top_p_decay",
-            "top_p_min" => "runtime_top_p_min",
-            "top_p_reset_ids" => "runtime_top_p_reset_ids",
-            name => name,
-        };
-        tensor.name = Name::from(name);
-    }
-    inputs.push(Tensor::from_u32("input_ids", &[1, prompt.len() as i64], prompt));
-    inputs.push(Tensor::from_bool("streaming", &[1, 1], &[true]));
-    InferRequest { inputs, requested_outputs: Vec::new(), ..request.clone() }
+    let is_other = |tensor: &&Tensor| !SESSION_INPUTS.contains(&tensor.name.as_str());
+    let mut others: Vec<Tensor> = request.inputs.iter().filter(is_other).cloned().collect();
+    rename(RENAMES, &mut others);
+    let mut inputs = EngineInputs::new(prompt, true);
+    others.into_iter().for_each(|input| inputs.replace(input));
+    inputs.into_request(request)
 }
 
+/// The token ids of a request, without padding.
 fn new_tokens(request: &InferRequest) -> Result<Vec<u32>, InferError> {
     let missing = || InferError::invalid("input `input_ids` is missing or not UINT32: it holds the prompt's token ids");
     let mut ids = request.input("input_ids").and_then(Tensor::to_u32).ok_or_else(missing)?;
-    if let Some(length) = integer(request, "input_lengths")?.and_then(|length| usize::try_from(length).ok()) {
+    if let Some(length) = size(request, "input_lengths")? {
         ids.truncate(length);
     }
     Ok(ids)
 }
 
-/// The first value of an integer input.
-fn integer(request: &InferRequest, name: &str) -> Result<Option<i64>, InferError> {
-    let Some(tensor) = request.input(name) else { return Ok(None) };
-    let first = match tensor.datatype {
-        DataType::Int32 => tensor.to_i32().and_then(|values| values.first().copied().map(i64::from)),
-        DataType::Uint32 => tensor.to_u32().and_then(|values| values.first().copied().map(i64::from)),
-        DataType::Int64 => tensor.to_i64().and_then(|values| values.first().copied()),
-        DataType::Uint64 => tensor.to_u64().and_then(|values| values.first().copied().map(u64::cast_signed)),
-        other => return Err(InferError::invalid(format!("input `{name}` is {}, expected INT32", other.name()))),
-    };
-    Ok(first)
+/// The first value of an integer input; `None` without the input, or when it is negative.
+fn size(request: &InferRequest, name: &str) -> Result<Option<usize>, InferError> {
+    Ok(first::<i64>(request, &[name])?.and_then(|value| usize::try_from(value).ok()))
 }
 
-fn shown(id: &CorrelationId) -> String {
+/// The id in messages.
+fn display(id: &CorrelationId) -> String {
     match id {
         CorrelationId::Number(number) => number.to_string(),
         CorrelationId::Text(text) => format!("`{text}`"),

@@ -2,7 +2,7 @@
 
 mod guide;
 mod sampling;
-mod values;
+mod token;
 mod words;
 
 use std::sync::atomic::Ordering;
@@ -13,9 +13,10 @@ use serving::{InferError, InferRequest, Parameter};
 
 use super::config::LlmConfig;
 use super::refusal::error_of;
+use crate::tensor_values::{float, scalar, values};
 use guide::guide;
 use sampling::sampling;
-use values::{float, integers, scalar, token};
+use token::token;
 use words::words;
 
 /// A request that came as tensors.
@@ -183,7 +184,7 @@ fn max_drafts(config: &LlmConfig, request: &InferRequest) -> Result<u32, InferEr
 fn prompt(config: &LlmConfig, request: &InferRequest) -> Result<Vec<TokenId>, InferError> {
     let missing = || InferError::invalid("input `input_ids` is missing: it holds the prompt's token ids");
     let tensor = request.input("input_ids").ok_or_else(missing)?;
-    let ids = integers(tensor)?;
+    let ids = values(tensor)?;
     if tensor.shape.len() == 2 && tensor.shape[0] != 1 {
         let words = format!(
             "`input_ids` has batch size {}; send one prompt per request, they are batched in flight",

@@ -1,51 +1,63 @@
-//! What a text model's engine is asked for each prompt.
+//! Requests of a text model to its engine.
 
 use serving::{InferError, InferRequest, Tensor};
 use text::Detokenizer;
 
-use super::super::engine_config::add_missing;
+use super::super::engine_request::{EngineInputs, Row};
 use super::super::text_names::{BAD_WORDS, EXCLUDE_INPUT, NAMES, STOP_WORDS};
-use super::super::text_values::{Row, RunningText, find, flag};
+use super::super::text_values::RunningText;
 use super::{Prepared, TextModel};
+use crate::tensor_values::first;
 use crate::tokenize::add_special_tokens;
 use crate::words::WordList;
 
 impl TextModel {
-    /// The engine's request for one prompt.
-    fn engine_request(
+    /// The engine's request for each prompt, with the text of its output.
+    pub(super) fn prepare(
+        &self,
+        request: &InferRequest,
+        prompts: &[String],
+        streaming: bool,
+    ) -> Result<Vec<Prepared>, InferError> {
+        let stop_words = self.words(request, &STOP_WORDS, "stop_words_list")?;
+        let bad_words = self.words(request, &BAD_WORDS, "bad_words_list")?;
+        let words: Vec<Tensor> = stop_words.into_iter().chain(bad_words).collect();
+        let prepare = |(index, prompt): (usize, &String)| {
+            let mut inputs = self.engine_inputs(request, prompt, Row { index, count: prompts.len() }, streaming)?;
+            inputs.extend(words.iter().cloned());
+            let text = self.running_text(request, prompt, &inputs, streaming)?;
+            Ok((inputs.into_request(request), text))
+        };
+        prompts.iter().enumerate().map(prepare).collect()
+    }
+
+    /// The engine's inputs for one prompt, without words.
+    fn engine_inputs(
         &self,
         request: &InferRequest,
         prompt: &str,
         row: Row,
         streaming: bool,
-        words: &[Tensor],
-    ) -> Result<InferRequest, InferError> {
+    ) -> Result<EngineInputs, InferError> {
         let wrong = |error| InferError::invalid(format!("cannot encode the prompt: {error}"));
         let ids = self.encoder.encode(prompt, add_special_tokens(request, self.add_special_tokens), wrong)?;
-        let ids: Vec<i32> = ids.into_iter().map(u32::cast_signed).collect();
-        let mut inputs = vec![
-            Tensor::from_i32("input_ids", &[1, ids.len() as i64], &ids),
-            Tensor::from_bool("streaming", &[1, 1], &[streaming]),
-        ];
-        for (name, aliases) in NAMES {
-            let Some(tensor) = find(request, aliases) else { continue };
-            inputs.push(row.of(tensor, name)?);
+        let mut inputs = EngineInputs::new(&ids, streaming);
+        inputs.add_named(request, NAMES, row)?;
+        inputs.add_defaults([Tensor::from_i32("request_output_len", &[1, 1], &[self.max_tokens])]);
+        match self.has_lmdeploy_defaults {
+            true => inputs.add_defaults(lmdeploy_defaults()),
+            false if inputs.get("temperature").or(inputs.get("runtime_top_k")).is_some() => {
+                inputs.add_defaults([sample_all_tokens()]);
+            }
+            false => {}
         }
-        if !inputs.iter().any(|tensor| tensor.name == "request_output_len") {
-            inputs.push(Tensor::from_i32("request_output_len", &[1, 1], &[self.max_tokens]));
+        if first(request, &["ignore_eos"])?.unwrap_or(false) {
+            inputs.replace(Tensor::from_i32("end_id", &[1, 1], &[-1]));
         }
-        match self.has_lmdeploys_defaults {
-            true => add_missing(&mut inputs, lmdeploys_defaults()),
-            false => inputs.extend(all_tokens(&inputs)),
-        }
-        if flag(request, &["ignore_eos"])?.unwrap_or(false) {
-            inputs.retain(|tensor| tensor.name != "end_id");
-            inputs.push(Tensor::from_i32("end_id", &[1, 1], &[-1]));
-        }
-        inputs.extend(words.iter().cloned());
-        Ok(InferRequest { inputs, requested_outputs: Vec::new(), ..request.clone() })
+        Ok(inputs)
     }
 
+    /// The token spellings of a list of words, as the engine's input `output`.
     fn words(&self, request: &InferRequest, names: &[&str], output: &str) -> Result<Option<Tensor>, InferError> {
         let tensor = names.iter().filter_map(|name| request.input(name)).find_map(|tensor| tensor.to_byte_strings());
         let Some(words) = tensor else { return Ok(None) };
@@ -57,54 +69,32 @@ impl TextModel {
         Ok(Some(Tensor::from_i32(output, &[1, 2, list.width() as i64], &values)))
     }
 
-    /// The running text of one prompt's answer.
-    fn text(&self, request: &InferRequest, prompt: &str, streaming: bool) -> Result<RunningText, InferError> {
-        let skip = flag(request, &["skip_special_tokens"])?.unwrap_or(true);
-        // As in TensorRT-LLM: a stream never repeats its prompt.
-        let leading = match streaming || flag(request, &EXCLUDE_INPUT)?.unwrap_or(true) {
-            true => String::new(),
-            false => prompt.to_owned(),
-        };
-        let max_tokens = find(request, NAMES[0].1).and_then(|tensor| tensor.to_i32()?.first().copied());
-        Ok(RunningText {
-            detokenizer: Detokenizer::new(self.encoder.tokenizer.clone(), skip),
-            piece: leading,
-            log_probs: Vec::new(),
-            cumulative: 0.0,
-            num_tokens: 0,
-            max_tokens: usize::try_from(max_tokens.unwrap_or(self.max_tokens)).unwrap_or(0),
-        })
-    }
-
-    /// What the engine is asked for each prompt.
-    pub(super) fn prepare(
+    /// The text of the output for one prompt.
+    fn running_text(
         &self,
         request: &InferRequest,
-        prompts: &[String],
+        prompt: &str,
+        inputs: &EngineInputs,
         streaming: bool,
-    ) -> Result<Vec<Prepared>, InferError> {
-        let stop_words = self.words(request, &STOP_WORDS, "stop_words_list")?;
-        let bad_words = self.words(request, &BAD_WORDS, "bad_words_list")?;
-        let words: Vec<Tensor> = stop_words.into_iter().chain(bad_words).collect();
-        let prepare = |(index, prompt): (usize, &String)| {
-            let row = Row { index, count: prompts.len() };
-            let engine_request = self.engine_request(request, prompt, row, streaming, &words)?;
-            Ok((engine_request, self.text(request, prompt, streaming)?))
-        };
-        prompts.iter().enumerate().map(prepare).collect()
+    ) -> Result<RunningText, InferError> {
+        let skip = first(request, &["skip_special_tokens"])?.unwrap_or(true);
+        // As in TensorRT-LLM, a stream never includes its prompt.
+        let excludes_prompt = streaming || first(request, &EXCLUDE_INPUT)?.unwrap_or(true);
+        let leading = if excludes_prompt { String::new() } else { prompt.to_owned() };
+        let max_tokens = inputs.get("request_output_len").and_then(|tensor| tensor.to_i32()?.first().copied());
+        let max_tokens = usize::try_from(max_tokens.unwrap_or(self.max_tokens)).unwrap_or(0);
+        Ok(RunningText::new(Detokenizer::new(self.encoder.tokenizer.clone(), skip), leading, max_tokens))
     }
 }
 
-/// What draws from all tokens where a temperature or a top-k of 0 stands alone: text models take that for sampling, where the
-/// engine under them, as TensorRT-LLM, is greedy.
-fn all_tokens(inputs: &[Tensor]) -> Option<Tensor> {
-    let find = |name: &str| inputs.iter().find(|tensor| tensor.name == name);
-    let asks = find("temperature").is_some() || find("runtime_top_k").is_some();
-    (asks && find("runtime_top_p").is_none()).then(|| Tensor::from_f32("runtime_top_p", &[1, 1], &[1.0]))
+/// The default top-p of a request with a temperature or a top-k: text models then sample from all tokens, where the engine, like
+/// TensorRT-LLM, is greedy without a top-p.
+fn sample_all_tokens() -> Tensor {
+    Tensor::from_f32("runtime_top_p", &[1, 1], &[1.0])
 }
 
-/// What LMDeploy takes where a request does not say (`GenerationConfig` of 0.4): greedy without a top-k.
-fn lmdeploys_defaults() -> [Tensor; 3] {
+/// LMDeploy's defaults (`GenerationConfig` of 0.4): greedy without a top-k.
+fn lmdeploy_defaults() -> [Tensor; 3] {
     [
         Tensor::from_i32("runtime_top_k", &[1, 1], &[1]),
         Tensor::from_f32("runtime_top_p", &[1, 1], &[1.0]),

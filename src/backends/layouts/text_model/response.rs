@@ -1,41 +1,39 @@
-//! A text model's responses.
+//! Responses of a text model.
 
 use futures::future::join_all;
 use serving::{InferError, InferRequest, InferResponse, ResponseSender, ResponseStream, Tensor};
 
-use super::super::text_values::{Answer, RunningText};
+use super::super::text_values::{RunningText, TextPiece};
 use super::{LOG_PROBS, Run, TextModel};
+use crate::padding::pad_rows;
 
 impl TextModel {
-    fn response(&self, request: &InferRequest, rows: &[Answer], is_final: bool) -> InferResponse {
-        let shape = if self.is_nested { vec![rows.len() as i64, 1] } else { vec![rows.len() as i64] };
-        let asked =
-            |name: &str| request.requested_outputs.is_empty() || request.requested_outputs.iter().any(|it| it == name);
-        let declared = |name: &str| self.outputs.iter().any(|output| output == name);
-        let texts: Vec<&str> = rows.iter().map(|row| row.text.as_str()).collect();
-        let mut outputs = vec![Tensor::from_byte_strings(&self.text_output, &shape, &texts)];
-        if is_final && declared("finish_reason") {
-            let reasons: Vec<&str> = rows.iter().map(|row| row.finish_reason).collect();
-            outputs.push(Tensor::from_byte_strings("finish_reason", &shape, &reasons));
+    /// A response with one piece of text for each prompt.
+    fn response(&self, request: &InferRequest, rows: &[TextPiece], is_final: bool) -> InferResponse {
+        let num_rows = rows.len() as i64;
+        let shape = if self.is_nested { &[num_rows, 1][..] } else { &[num_rows] };
+        let strings = |name: &str, of: fn(&TextPiece) -> &str| {
+            Tensor::from_byte_strings(name, shape, &rows.iter().map(of).collect::<Vec<&str>>())
+        };
+        let is_declared = |name: &str| self.outputs.iter().any(|output| output == name);
+        let mut outputs = vec![strings(&self.text_output, |row| &row.text)];
+        if is_final && is_declared("finish_reason") {
+            outputs.push(strings("finish_reason", |row| row.finish_reason));
         }
-        let longest = rows.iter().map(|row| row.log_probs.len()).max().unwrap_or(0);
-        if longest > 0 {
-            // Rows that are shorter end in zeros.
-            let mut values = Vec::with_capacity(rows.len() * longest);
-            for row in rows {
-                values.extend(&row.log_probs);
-                values.resize(values.len() + longest - row.log_probs.len(), 0.0);
-            }
-            outputs.push(Tensor::from_f32(LOG_PROBS, &[rows.len() as i64, longest as i64], &values));
-            if declared("cumulative_logprob") {
-                let sums: Vec<f32> = rows.iter().map(|row| row.cumulative).collect();
-                outputs.push(Tensor::from_f32("cumulative_logprob", &shape, &sums));
+        let (width, log_probs) = pad_rows(rows.iter().map(|row| row.log_probs.as_slice()), 0.0);
+        if width > 0 {
+            outputs.push(Tensor::from_f32(LOG_PROBS, &[num_rows, width as i64], &log_probs));
+            if is_declared("cumulative_logprob") {
+                let sums: Vec<f32> = rows.iter().map(|row| row.cum_log_prob).collect();
+                outputs.push(Tensor::from_f32("cumulative_logprob", shape, &sums));
             }
         }
-        outputs.retain(|output| asked(&output.name));
+        let requested = &request.requested_outputs;
+        outputs.retain(|output| requested.is_empty() || requested.contains(&output.name));
         InferResponse { outputs, is_final, id: request.id.clone(), ..InferResponse::default() }
     }
 
+    /// Sends the responses to a request whose prompts the engine generates from.
     pub(super) async fn respond(
         self,
         request: InferRequest,
@@ -45,11 +43,11 @@ impl TextModel {
     ) {
         match (streaming, runs.pop()) {
             (true, Some((engine, text))) => self.stream(request, engine, text, sender).await,
-            (_, last) => self.answer(request, runs.into_iter().chain(last).collect(), sender).await,
+            (_, last) => self.send_whole(request, runs.into_iter().chain(last).collect(), sender).await,
         }
     }
 
-    /// A response for each piece of text, the last of them final.
+    /// Sends a response for each piece of text. The last one is final.
     async fn stream(
         self,
         request: InferRequest,
@@ -60,7 +58,7 @@ impl TextModel {
         loop {
             let item = engine.next_response().await;
             sender.mark_scheduled();
-            engine.generation().into_iter().for_each(|told| sender.report(told));
+            engine.generation().into_iter().for_each(|generation| sender.report(generation));
             let response = match item {
                 None => return,
                 Some(Err(error)) => {
@@ -70,19 +68,20 @@ impl TextModel {
                 Some(Ok(response)) => response,
             };
             text.push(&response);
-            if text.piece.is_empty() && !response.is_final {
+            if text.is_empty() && !response.is_final {
                 continue;
             }
-            let told = self.response(&request, &[text.take()], response.is_final);
-            if !sender.send(Ok(told)).await || response.is_final {
+            let piece = self.response(&request, &[text.take()], response.is_final);
+            if !sender.send(Ok(piece)).await || response.is_final {
                 return;
             }
         }
     }
 
-    /// One response with the whole text of every prompt.
-    async fn answer(self, request: InferRequest, runs: Vec<Run>, sender: ResponseSender) {
-        let report = |engine: &ResponseStream| engine.generation().into_iter().for_each(|told| sender.report(told));
+    /// Sends one response with the whole text for every prompt.
+    async fn send_whole(self, request: InferRequest, runs: Vec<Run>, sender: ResponseSender) {
+        let report =
+            |engine: &ResponseStream| engine.generation().into_iter().for_each(|generation| sender.report(generation));
         let whole = |(mut engine, mut text): Run| async move {
             while let Some(item) = engine.next_response().await {
                 text.push(&item?);
@@ -90,7 +89,7 @@ impl TextModel {
             report(&engine);
             Ok(text.take())
         };
-        let texts: Vec<Result<Answer, InferError>> = join_all(runs.into_iter().map(whole)).await;
+        let texts: Vec<Result<TextPiece, InferError>> = join_all(runs.into_iter().map(whole)).await;
         sender.mark_scheduled();
         let rows: Result<Vec<_>, InferError> = texts.into_iter().collect();
         sender.send(rows.map(|rows| self.response(&request, &rows, true))).await;

@@ -3,7 +3,7 @@
 use generation::{ConstraintSpec, Guide};
 use serving::{InferError, InferRequest};
 
-use super::values::text;
+use crate::tensor_values::text;
 
 /// The constraint of `guided_decoding_guide_type` and `guided_decoding_guide`.
 pub(super) fn guide(request: &InferRequest) -> Result<Guide, InferError> {

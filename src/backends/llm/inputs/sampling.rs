@@ -6,8 +6,9 @@ use engine::{SamplingParams, TokenId};
 use serving::{InferError, InferRequest};
 
 use super::super::config::LlmConfig;
-use super::values::{at_least_zero, float, scalar, token, wrong_type};
+use super::token::token;
 use super::words::words;
+use crate::tensor_values::{at_least_zero, float, scalar, wrong_type};
 
 /// Temperatures below this are greedy: logits cannot be scaled by their inverse.
 const LEAST_TEMPERATURE: f32 = 1e-6;

@@ -4,7 +4,8 @@ use engine::TokenId;
 use serving::{InferError, InferRequest, Limit};
 
 use super::super::config::LlmConfig;
-use super::values::{integers, token};
+use super::token::token;
+use crate::tensor_values;
 
 /// Number of token spellings of one word. Each spelling is a word of the list.
 const SPELLINGS: u64 = 3;
@@ -14,13 +15,13 @@ pub(super) fn words(config: &LlmConfig, request: &InferRequest, name: &str) -> R
     let Some(tensor) = request.input(name) else {
         return Ok(Vec::new());
     };
-    let values = integers(tensor)?;
+    let values: Vec<i64> = tensor_values::values(tensor)?;
     let broken = |what: &str| {
         InferError::invalid(format!(
             "`{name}` {what}; expected shape [2, n]: token ids, then where each word ends, padded with -1"
         ))
     };
-    if tensor.shape.len() < 2 || tensor.shape[tensor.shape.len() - 2] != 2 || values.len() % 2 != 0 {
+    if tensor.shape.len() < 2 || tensor.shape[tensor.shape.len() - 2] != 2 || !values.len().is_multiple_of(2) {
         return Err(broken(&format!("has shape {:?}", tensor.shape)));
     }
     let (ids, ends) = values.split_at(values.len() / 2);

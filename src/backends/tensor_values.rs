@@ -1,12 +1,10 @@
-//! Values of input tensors.
+//! Values of a request's tensors.
 
-use engine::TokenId;
+use bytes::Bytes;
 use serving::{DataType, InferError, InferRequest, Tensor};
 
-use super::super::config::LlmConfig;
-
 /// The string of an input; `None` without the input.
-pub(super) fn text(request: &InferRequest, name: &str) -> Result<Option<String>, InferError> {
+pub(crate) fn text(request: &InferRequest, name: &str) -> Result<Option<String>, InferError> {
     let Some(tensor) = request.input(name) else { return Ok(None) };
     let strings = tensor.to_byte_strings().ok_or_else(|| wrong_type(tensor, "BYTES"))?;
     match strings.as_slice() {
@@ -18,18 +16,11 @@ pub(super) fn text(request: &InferRequest, name: &str) -> Result<Option<String>,
     }
 }
 
-/// A token id.
+/// `value` as an unsigned number.
 ///
 /// # Errors
-/// When it is outside of the vocabulary.
-pub(super) fn token(config: &LlmConfig, name: &str, id: i64) -> Result<TokenId, InferError> {
-    let known = u32::try_from(id).ok().filter(|&id| (id as usize) < config.vocab_size);
-    known.map(TokenId).ok_or_else(|| {
-        InferError::invalid(format!("`{name}` holds token {id}, but the vocabulary is 0..{}", config.vocab_size))
-    })
-}
-
-pub(super) fn at_least_zero(name: &str, value: Option<i64>) -> Result<Option<u32>, InferError> {
+/// When it is negative or too large.
+pub(crate) fn at_least_zero(name: &str, value: Option<i64>) -> Result<Option<u32>, InferError> {
     let convert = |value: i64| {
         u32::try_from(value).map_err(|_| InferError::invalid(format!("`{name}` is {value}, expected at least 0")))
     };
@@ -40,7 +31,7 @@ pub(super) fn at_least_zero(name: &str, value: Option<i64>) -> Result<Option<u32
 ///
 /// # Errors
 /// When it is outside of `range`.
-pub(super) fn float(
+pub(crate) fn float(
     request: &InferRequest,
     names: &[&str],
     range: std::ops::RangeInclusive<f32>,
@@ -56,8 +47,11 @@ pub(super) fn float(
 }
 
 /// A type of values, with the tensor data types from which it is converted.
-pub(super) trait Element: Sized {
+pub(crate) trait Element: Sized {
+    /// The expected types, for error messages.
     const EXPECTED: &'static str;
+
+    /// All values of a tensor; `None` for another type.
     fn all(tensor: &Tensor) -> Option<Vec<Self>>;
 }
 
@@ -108,25 +102,62 @@ impl Element for bool {
     }
 }
 
+/// The first of the named inputs that the request has.
+pub(crate) fn find<'a>(request: &'a InferRequest, names: &[&str]) -> Option<&'a Tensor> {
+    names.iter().find_map(|name| request.input(name))
+}
+
+/// The first value of the first of `names` that the request has; `None` for an empty tensor, too.
+///
+/// # Errors
+/// When the tensor has another type.
+pub(crate) fn first<T: Element>(request: &InferRequest, names: &[&str]) -> Result<Option<T>, InferError> {
+    let Some(tensor) = find(request, names) else { return Ok(None) };
+    Ok(values(tensor)?.into_iter().next())
+}
+
 /// The value of the first of `names` that the request has.
 ///
 /// # Errors
 /// When the tensor has another type, or not exactly one value.
-pub(super) fn scalar<T: Element>(request: &InferRequest, names: &[&str]) -> Result<Option<T>, InferError> {
-    let Some(tensor) = names.iter().find_map(|name| request.input(name)) else {
-        return Ok(None);
-    };
-    let mut values = T::all(tensor).ok_or_else(|| wrong_type(tensor, T::EXPECTED))?;
+pub(crate) fn scalar<T: Element>(request: &InferRequest, names: &[&str]) -> Result<Option<T>, InferError> {
+    let Some(tensor) = find(request, names) else { return Ok(None) };
+    let mut values = values(tensor)?;
     match values.len() {
         1 => Ok(values.pop()),
         found => Err(InferError::invalid(format!("`{}` has {found} values, expected 1", tensor.name))),
     }
 }
 
-pub(super) fn integers(tensor: &Tensor) -> Result<Vec<i64>, InferError> {
-    i64::all(tensor).ok_or_else(|| wrong_type(tensor, i64::EXPECTED))
+/// All values of a tensor.
+///
+/// # Errors
+/// When it has another type.
+pub(crate) fn values<T: Element>(tensor: &Tensor) -> Result<Vec<T>, InferError> {
+    T::all(tensor).ok_or_else(|| wrong_type(tensor, T::EXPECTED))
 }
 
-pub(super) fn wrong_type(tensor: &Tensor, expected: &str) -> InferError {
+/// The error for a tensor of another type.
+pub(crate) fn wrong_type(tensor: &Tensor, expected: &str) -> InferError {
     InferError::invalid(format!("`{}` is {}, expected {expected}", tensor.name, tensor.datatype.name()))
+}
+
+/// The elements of a tensor of strings.
+///
+/// # Errors
+/// When it has another type or is malformed.
+pub(crate) fn strings(tensor: &Tensor) -> Result<Vec<Bytes>, InferError> {
+    let name = &tensor.name;
+    tensor.to_byte_strings().ok_or_else(|| InferError::invalid(format!("input `{name}` holds no well-formed strings")))
+}
+
+/// A string of input `name` as text.
+///
+/// # Errors
+/// When it is not UTF-8. The message has the position.
+pub(crate) fn utf8<'a>(name: &str, bytes: &'a [u8]) -> Result<&'a str, InferError> {
+    std::str::from_utf8(bytes).map_err(|error| {
+        let at = error.valid_up_to();
+        InferError::invalid(format!("input `{name}` is not UTF-8: byte {at} is wrong; send UTF-8 text"))
+    })
 }
