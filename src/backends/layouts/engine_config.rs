@@ -8,17 +8,17 @@ use serving::{InferError, LoadRequest};
 
 use crate::checkpoint;
 
-/// The request to load the engine itself: its checkpoint named, its configuration changed by `change`.
+/// The request to load the engine: that of the model with its checkpoint, and with the configuration changed by `change`.
 ///
 /// # Errors
-/// When there is no checkpoint.
+/// When the model has no checkpoint.
 pub(super) fn with_checkpoint(
     model: &LoadRequest,
     change: impl FnOnce(&mut ModelConfig),
 ) -> Result<LoadRequest, InferError> {
     let dir = checkpoint::find(&model.config, &model.model_dir, &model.version_dir)
         .map_err(|words| InferError::invalid(format!("model `{}`: {words}", model.config.name)))?;
-    // Read once more from the model's own directory.
+    // The engine would resolve a relative path against another directory.
     let dir = std::path::absolute(&dir).unwrap_or(dir);
     let mut config = ModelConfig::clone(&model.config);
     let dir = ModelParameter { string_value: dir.display().to_string() };
@@ -27,7 +27,7 @@ pub(super) fn with_checkpoint(
     Ok(LoadRequest { config: Arc::new(config), ..model.clone() })
 }
 
-/// An output that the engine is to make for the layout around it.
+/// An output of the engine that a layout uses.
 pub(super) fn engine_output(name: &str, data_type: DataType) -> ModelOutput {
     let mut output = ModelOutput { name: name.to_owned(), dims: vec![-1], ..ModelOutput::default() };
     output.set_data_type(data_type);

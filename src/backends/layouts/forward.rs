@@ -1,8 +1,8 @@
-//! The responses of one stream, passed on by another one.
+//! Forwards the responses of a stream.
 
 use serving::{InferResponse, ResponseSender, ResponseStream};
 
-/// A stream of the responses of another one, each changed by `change`.
+/// The responses of `stream`, each changed by `change`.
 pub(super) fn mapped(
     stream: ResponseStream,
     change: impl Fn(InferResponse) -> InferResponse + Send + 'static,
@@ -10,7 +10,7 @@ pub(super) fn mapped(
     ResponseStream::from_future(|sender| async move { forward(stream, &sender, change).await })
 }
 
-/// Sends on what a stream gives, until it ends or the client leaves.
+/// Sends the responses of `stream` to `sender`, until the stream ends or the client disconnects.
 pub(super) async fn forward(
     mut stream: ResponseStream,
     sender: &ResponseSender,

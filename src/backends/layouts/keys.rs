@@ -1,91 +1,94 @@
-//! Every parameter and tensor of the published layouts, and what becomes of it here. The log, `trireme lint` and the
-//! documentation all speak from these tables.
+//! Parameters and tensors of the published layouts, with their effects here. The log, `trireme lint` and the documentation use these
+//! tables.
 
 use Use::{Ignored, Refused, Used};
 
-/// What becomes of a key.
+/// The effect of a key.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Use {
-    /// Its effect.
+    /// It is supported. The text is its effect.
     Used(&'static str),
-    /// Why it has none.
+    /// It has no effect, for this reason.
     Ignored(&'static str),
-    /// Why a request with it is refused: without it the answer would be another one.
+    /// Requests with it are refused for this reason, because the output would differ without it.
     Refused(&'static str),
 }
 
-/// A key and what becomes of it.
+/// A key with its effect.
 pub type Key = (&'static str, Use);
 
 const NO_ENCODER: Use = Refused("models have a decoder only");
 const NO_DECODER_PROMPT: Use = Ignored("it is for models with an encoder; the prompt is `input_ids`");
 const NO_IMAGES: Use = Refused("models read text only");
 const NO_LORA: Use = Refused("adapters are not supported; merge them into the checkpoint");
-const NO_DRAFT: Use = Ignored("there is no draft model; answers are the same without one");
-const SCHEDULED_HERE: Use = Ignored("the scheduler decides this from step to step");
+const NO_DRAFT: Use = Ignored("there is no draft model; the output is the same without one");
+const SCHEDULED_HERE: Use = Ignored("the scheduler decides this in each step");
 const NO_LORA_CACHE: Use = Ignored("there are no adapters to cache");
 const NO_HOST_CACHE: Use = Ignored("KV blocks stay on the device");
 const NO_MPI_PLACES: Use = Ignored("`--world_size` and the launcher place ranks");
-const EVERY_STEP: Use = Ignored("this is looked at in every step");
-const CLASS_OF_KERNEL: Use = Ignored("kernels are chosen by shape");
+const EVERY_STEP: Use = Ignored("this is checked in every step");
+const KERNEL_CHOICE: Use = Ignored("kernels are chosen by shape");
 const NO_PROMPT_TUNING: Use = Ignored("prompt tuning is not supported");
 const TEXT_ONLY: Use = Ignored("models read text only");
 const KEEP_ALL: Use = Ignored("the prefix cache drops the least recently used block first");
 
 /// Parameters of a language model.
 pub const LLM_PARAMETERS: &[Key] = &[
-    ("gpt_model_path", Used("directory of the Hugging Face checkpoint; the version directory when not set")),
-    ("engine_dir", Used("the same, as the Python repositories call it")),
-    ("model_dir", Used("the same, as the turbomind backend calls it")),
-    ("gpt_model_type", Used("`V1` serves one batch after another; anything else batches in flight")),
-    ("tp", Used("ranks that share a replica of the model; all ranks of the world when not set")),
+    ("gpt_model_path", Used("directory of the Hugging Face checkpoint; default: the version directory")),
+    ("engine_dir", Used("the same, in Python repositories")),
+    ("model_dir", Used("the same, in TurboMind's configurations")),
+    ("gpt_model_type", Used("`V1` runs one batch after another; any other value batches in flight")),
+    ("tp", Used("tensor parallel size; default: all ranks of the world")),
     (
         "replicas",
         Used(
-            "copies of the model, each on `tp` x `pp` ranks, behind one queue; as many as the world has ranks for when not set",
+            "replicas of the model, each on `tp` x `pp` ranks, behind one queue; default: as many as fit into the world",
         ),
     ),
-    ("pp", Used("pipeline stages; one when not set")),
-    ("pipeline_parallelism", Used("the same under another name")),
-    ("tensor_para_size", Used("the same, as TurboMind calls it")),
-    ("max_tokens_in_paged_kv_cache", Used("tokens that KV blocks hold")),
-    ("kv_cache_free_gpu_mem_fraction", Used("share of free memory that KV blocks take")),
-    ("cache_max_entry_count", Used("the same, as TurboMind calls it")),
+    ("pp", Used("pipeline stages; default: 1")),
+    ("pipeline_parallelism", Used("the same, another name")),
+    ("tensor_para_size", Used("the same, in TurboMind's configurations")),
+    ("max_tokens_in_paged_kv_cache", Used("size of the KV cache in tokens")),
+    ("kv_cache_free_gpu_mem_fraction", Used("share of free memory for KV blocks")),
+    ("cache_max_entry_count", Used("the same, in TurboMind's configurations")),
     ("batch_scheduler_policy", Used("`max_utilization` or `guaranteed_no_evict`")),
-    ("enable_kv_cache_reuse", Used("whether equal beginnings of prompts share KV blocks; yes when not set")),
-    ("exclude_input_in_output", Used("whether `output_ids` leave the prompt out when the request does not say")),
+    ("enable_kv_cache_reuse", Used("whether prompts with a common prefix share KV blocks; default: yes")),
+    (
+        "exclude_input_in_output",
+        Used("whether `output_ids` exclude the prompt, unless the request has this input; default: no"),
+    ),
     (
         "check_input_ids",
-        Used("`true` refuses prompts with ids beyond the vocabulary; else they are taken modulo its size"),
+        Used("`true` refuses prompts with ids outside of the vocabulary; otherwise they are taken modulo its size"),
     ),
-    ("max_num_tokens", Used("most tokens of a step")),
-    ("max_mixed_prefill_tokens", Used("most prompt tokens of a step that also decodes: bounds the gap between tokens")),
-    ("max_sequence_len", Used("longest sequence; the checkpoint's when not set")),
+    ("max_num_tokens", Used("maximum number of tokens in a step")),
     (
-        "weight_only_precision",
-        Used("`int8` or `int4`: how a CPU holds weights; as the checkpoint has them when not set"),
+        "max_mixed_prefill_tokens",
+        Used("maximum number of prompt tokens in a step that also decodes; bounds the inter-token latency"),
     ),
+    ("max_sequence_len", Used("maximum length of a sequence; default: the checkpoint's")),
+    ("weight_only_precision", Used("precision of weights on a CPU: `int8` or `int4`; default: the checkpoint's")),
     ("tokens_per_block", Used("tokens of a KV block")),
-    ("tokenizer_dir", Used("directory of the tokenizer; the checkpoint's when not set")),
-    ("chat_format", Used("how the model writes reasoning and tool calls; as `--chat-format` when not set")),
-    ("native", Used("`false` runs the model.py that lies there instead of standing in for it")),
-    ("max_beam_width", Used("widest beam search that a request may ask for")),
+    ("tokenizer_dir", Used("directory of the tokenizer; default: the checkpoint's")),
+    ("chat_format", Used("format of reasoning and tool calls; default: `--chat-format`")),
+    ("native", Used("`false` runs the model.py of the model; otherwise the native implementation replaces it")),
+    ("max_beam_width", Used("maximum beam width of a request")),
     ("enable_chunked_context", Ignored("long prompts are always prefilled in chunks")),
-    ("FORCE_CPU_ONLY_INPUT_TENSORS", Ignored("tensors of requests always are in host memory")),
+    ("FORCE_CPU_ONLY_INPUT_TENSORS", Ignored("tensors of requests are always in host memory")),
     ("encoder_model_path", Ignored("models have a decoder only")),
-    ("max_attention_window_size", Ignored("the checkpoint's own window counts")),
-    ("max_kv_cache_length", Ignored("the checkpoint's own window counts")),
+    ("max_attention_window_size", Ignored("the checkpoint defines the window")),
+    ("max_kv_cache_length", Ignored("the checkpoint defines the window")),
     ("sink_token_length", Ignored("there are no attention sinks")),
     ("cross_kv_cache_fraction", Ignored("models have a decoder only")),
     ("kv_cache_host_memory_bytes", NO_HOST_CACHE),
     ("kv_cache_onboard_blocks", NO_HOST_CACHE),
-    ("max_num_sequences", Ignored("`max_batch_size` bounds the sequences that run at once")),
+    ("max_num_sequences", Ignored("`max_batch_size` bounds the number of running sequences")),
     ("enable_trt_overlap", SCHEDULED_HERE),
     ("cancellation_check_period_ms", EVERY_STEP),
     ("stats_check_period_ms", EVERY_STEP),
-    ("iter_stats_max_iterations", Ignored("figures are read from /metrics")),
-    ("request_stats_max_iterations", Ignored("figures are read from /metrics")),
-    ("normalize_log_probs", Ignored("log probabilities are always those of the unmodified logits")),
+    ("iter_stats_max_iterations", Ignored("/metrics has these statistics")),
+    ("request_stats_max_iterations", Ignored("/metrics has these statistics")),
+    ("normalize_log_probs", Ignored("log-probabilities are always those of the unmodified logits")),
     ("gpu_device_ids", NO_MPI_PLACES),
     ("participant_ids", NO_MPI_PLACES),
     ("num_nodes", NO_MPI_PLACES),
@@ -96,7 +99,7 @@ pub const LLM_PARAMETERS: &[Key] = &[
     ("lora_cache_gpu_memory_fraction", NO_LORA_CACHE),
     ("lora_cache_host_memory_bytes", NO_LORA_CACHE),
     ("lora_prefetch_dir", NO_LORA_CACHE),
-    ("decoding_mode", Ignored("each request says how it decodes")),
+    ("decoding_mode", Ignored("each request selects its decoding mode")),
     ("medusa_choices", NO_DRAFT),
     ("eagle_choices", NO_DRAFT),
     ("speculative_decoding_fast_logits", NO_DRAFT),
@@ -104,45 +107,45 @@ pub const LLM_PARAMETERS: &[Key] = &[
     ("lookahead_ngram_size", NO_DRAFT),
     ("lookahead_verification_set_size", NO_DRAFT),
     ("gpu_weights_percent", Ignored("all weights stay on the device")),
-    ("enable_context_fmha_fp32_acc", CLASS_OF_KERNEL),
-    ("multi_block_mode", CLASS_OF_KERNEL),
-    ("cuda_graph_mode", CLASS_OF_KERNEL),
-    ("cuda_graph_cache_size", CLASS_OF_KERNEL),
-    ("guided_decoding_backend", Ignored("every model is constrained by `llguidance`")),
+    ("enable_context_fmha_fp32_acc", KERNEL_CHOICE),
+    ("multi_block_mode", KERNEL_CHOICE),
+    ("cuda_graph_mode", KERNEL_CHOICE),
+    ("cuda_graph_cache_size", KERNEL_CHOICE),
+    ("guided_decoding_backend", Ignored("`llguidance` constrains all models")),
     ("xgrammar_tokenizer_info_path", Ignored("the checkpoint's tokenizer is read")),
     ("pipeline_para_size", Ignored("`--world_size` and the launcher place ranks")),
-    ("data_type", Ignored("the checkpoint's own type counts")),
+    ("data_type", Ignored("the checkpoint defines the type")),
     ("model_type", Ignored("the checkpoint's config.json names its architecture")),
     ("model_name", Ignored("the checkpoint's config.json names its architecture")),
-    ("enable_custom_all_reduce", CLASS_OF_KERNEL),
-    ("prompt_lookup_num_tokens", Used("tokens that prompt look-up guesses in one step; none when not set")),
-    ("max_output_length", Used("tokens to generate when the request does not say")),
-    ("max_output_tokens", Used("tokens to generate when the request does not say")),
-    ("max_new_tokens", Used("tokens to generate when the request does not say")),
-    ("huggingface_model", Used("directory of the Hugging Face checkpoint, where it is one")),
-    ("model_path", Used("directory of the Hugging Face checkpoint, where it is one")),
+    ("enable_custom_all_reduce", KERNEL_CHOICE),
+    ("prompt_lookup_num_tokens", Used("draft tokens of prompt look-up in one step; default: 0")),
+    ("max_output_length", Used("default number of tokens to generate")),
+    ("max_output_tokens", Used("default number of tokens to generate")),
+    ("max_new_tokens", Used("default number of tokens to generate")),
+    ("huggingface_model", Used("directory of the Hugging Face checkpoint, if it is a directory")),
+    ("model_path", Used("directory of the Hugging Face checkpoint, if it is a directory")),
 ];
 
-/// Inputs of a language model that takes token ids.
+/// Inputs of a language model with token ids.
 pub const LLM_INPUTS: &[Key] = &[
     ("input_ids", Used("the prompt")),
-    ("input_lengths", Used("tokens of the prompt, padding aside")),
-    ("request_output_len", Used("most tokens to generate")),
-    ("num_return_sequences", Used("sequences to generate")),
+    ("input_lengths", Used("number of prompt tokens without padding")),
+    ("request_output_len", Used("maximum number of tokens to generate")),
+    ("num_return_sequences", Used("number of sequences to generate")),
     (
         "end_id",
-        Used("token that ends a sequence; the checkpoint's when not sent, none when the vocabulary does not have it"),
+        Used("token that ends a sequence; default: the checkpoint's; an id outside of the vocabulary means none"),
     ),
-    ("pad_id", Used("fills rows that are shorter than others")),
-    ("stop_words_list", Used("ends a sequence")),
-    ("bad_words_list", Used("never generated")),
+    ("pad_id", Used("pads shorter rows")),
+    ("stop_words_list", Used("words that end a sequence")),
+    ("bad_words_list", Used("words that are never generated")),
     ("embedding_bias", Used("added to the logits")),
-    ("beam_width", Used("beams of the search")),
-    ("temperature", Used("of sampling, where top-k or top-p asks for it")),
+    ("beam_width", Used("beam width of a beam search")),
+    ("temperature", Used("of sampling, with a top-k or a top-p")),
     ("runtime_top_k", Used("of sampling")),
     ("runtime_top_p", Used("of sampling")),
     ("runtime_min_p", Used("of sampling")),
-    ("min_p", Used("the same under its other name")),
+    ("min_p", Used("the same, another name")),
     ("runtime_top_p_min", Used("of sampling")),
     ("runtime_top_p_decay", Used("of sampling")),
     ("runtime_top_p_reset_ids", Used("of sampling")),
@@ -155,29 +158,29 @@ pub const LLM_INPUTS: &[Key] = &[
     ("repetition_penalty", Used("of sampling")),
     ("presence_penalty", Used("of sampling")),
     ("frequency_penalty", Used("of sampling")),
-    ("min_length", Used("fewest tokens to generate")),
-    ("min_tokens", Used("the same under its later name")),
+    ("min_length", Used("minimum number of tokens to generate")),
+    ("min_tokens", Used("the same, name of later releases")),
     ("random_seed", Used("of sampling")),
-    ("seed", Used("the same under its later name")),
-    ("return_log_probs", Used("gives `cum_log_probs` and `output_log_probs`")),
-    ("output_log_probs", Used("gives `log_probs`")),
-    ("is_return_log_probs", Used("gives `cum_log_probs` and `output_log_probs`")),
-    ("return_context_logits", Used("gives `context_logits`")),
-    ("return_generation_logits", Used("gives `generation_logits`")),
-    ("return_perf_metrics", Used("gives times and KV block counts")),
-    ("return_kv_cache_reuse_stats", Used("the same under its earlier name")),
-    ("return_num_input_tokens", Used("gives `num_input_tokens`")),
-    ("return_num_output_tokens", Used("gives `num_output_tokens`")),
-    ("exclude_input_in_output", Used("leaves the prompt out of `output_ids`")),
-    ("stop", Used("ends the running request of the same id")),
-    ("streaming", Used("a response for each step, for decoupled models")),
+    ("seed", Used("the same, name of later releases")),
+    ("return_log_probs", Used("returns `cum_log_probs` and `output_log_probs`")),
+    ("output_log_probs", Used("returns `log_probs`")),
+    ("is_return_log_probs", Used("returns `cum_log_probs` and `output_log_probs`")),
+    ("return_context_logits", Used("returns `context_logits`")),
+    ("return_generation_logits", Used("returns `generation_logits`")),
+    ("return_perf_metrics", Used("returns times and numbers of KV blocks")),
+    ("return_kv_cache_reuse_stats", Used("the same, name of earlier releases")),
+    ("return_num_input_tokens", Used("returns `num_input_tokens`")),
+    ("return_num_output_tokens", Used("returns `num_output_tokens`")),
+    ("exclude_input_in_output", Used("excludes the prompt from `output_ids`")),
+    ("stop", Used("stops the running request with the same id")),
+    ("streaming", Used("sends a response for each step, from decoupled models")),
     ("START", Used("begins a session")),
     ("END", Used("ends a session with this request")),
-    ("STOP", Used("ends what the session runs")),
-    ("CORRID", Used("the session's number")),
-    ("step", Used("tokens of the session's history to keep; all of it when negative")),
-    ("session_len", Used("most tokens of a session")),
-    ("start_id", Ignored("prompts arrive with their begin token")),
+    ("STOP", Used("cancels the running request of the session")),
+    ("CORRID", Used("id of the session")),
+    ("step", Used("number of tokens of the session's history to keep; a negative number keeps all")),
+    ("session_len", Used("maximum number of tokens of a session")),
+    ("start_id", Ignored("prompts include their begin token")),
     ("draft_acceptance_threshold", NO_DRAFT),
     ("draft_input_ids", NO_DRAFT),
     ("draft_logits", NO_DRAFT),
@@ -210,23 +213,23 @@ pub const LLM_INPUTS: &[Key] = &[
     ("retention_decode_duration_ms", KEEP_ALL),
     (
         "guided_decoding_guide_type",
-        Used("what the text must be: `json`, `json_schema`, `regex`, `ebnf_grammar` or `structural_tag`"),
+        Used("kind of constraint: `json`, `json_schema`, `regex`, `ebnf_grammar` or `structural_tag`"),
     ),
-    ("guided_decoding_guide", Used("the schema, expression, grammar or structural tag")),
+    ("guided_decoding_guide", Used("the schema, regular expression, grammar or structural tag")),
 ];
 
-/// Outputs of a language model that gives token ids.
+/// Outputs of a language model with token ids.
 pub const LLM_OUTPUTS: &[Key] = &[
-    ("output_ids", Used("the tokens, behind the prompt unless that is left out")),
-    ("sequence_length", Used("tokens of each row of `output_ids`")),
-    ("cum_log_probs", Used("with `return_log_probs`: their sum")),
-    ("output_log_probs", Used("with `return_log_probs`: one for each token")),
-    ("log_probs", Used("with `output_log_probs`: one for each token")),
+    ("output_ids", Used("the prompt, unless it is excluded, and the generated tokens")),
+    ("sequence_length", Used("number of tokens of each row of `output_ids`")),
+    ("cum_log_probs", Used("with `return_log_probs`: the sum of log-probabilities")),
+    ("output_log_probs", Used("with `return_log_probs`: the log-probability of each token")),
+    ("log_probs", Used("with `output_log_probs`: the log-probability of each token")),
     ("context_logits", Used("with `return_context_logits`")),
     ("generation_logits", Used("with `return_generation_logits`")),
-    ("batch_index", Used("the row of the request, which is 0")),
-    ("sequence_index", Used("which of the request's sequences it is")),
-    ("sequence_end", Used("whether the sequence ends, where a request has several")),
+    ("batch_index", Used("index of the row in the batch")),
+    ("sequence_index", Used("index of the sequence in the request")),
+    ("sequence_end", Used("whether the sequence ends, for requests of several sequences")),
     ("num_input_tokens", Used("with `return_num_input_tokens`")),
     ("num_output_tokens", Used("with `return_num_output_tokens`")),
     ("kv_cache_alloc_new_blocks", Used("with `return_perf_metrics`")),
@@ -244,14 +247,14 @@ pub const LLM_OUTPUTS: &[Key] = &[
 
 /// Parameters of `preprocessing` and `postprocessing`.
 pub const TEXT_PARAMETERS: &[Key] = &[
-    ("tokenizer_dir", Used("directory of the tokenizer; the language model's when not set")),
-    ("tokenizer_path", Used("file of the tokenizer, seen from the version directory")),
-    ("tokenizer_type", Used("`auto`, `llama` or `t5`: which files make the tokenizer, and by whose rules")),
-    ("add_special_tokens", Used("whether prompts get the begin token; yes when not set")),
-    ("skip_special_tokens", Used("whether special tokens are left out of the text; yes when not set")),
-    ("native", Used("`false` runs the model.py that lies there instead of standing in for it")),
-    ("gpt_model_path", Ignored("it serves images only")),
-    ("engine_dir", Ignored("it serves images only")),
+    ("tokenizer_dir", Used("directory of the tokenizer; default: the language model's")),
+    ("tokenizer_path", Used("file of the tokenizer, relative to the version directory")),
+    ("tokenizer_type", Used("format of the tokenizer: `auto`, `llama` or `t5`")),
+    ("add_special_tokens", Used("whether the begin token is added to prompts; default: yes")),
+    ("skip_special_tokens", Used("whether special tokens are excluded from the text; default: yes")),
+    ("native", Used("`false` runs the model.py of the model; otherwise the native implementation replaces it")),
+    ("gpt_model_path", Ignored("it is for images only")),
+    ("engine_dir", Ignored("it is for images only")),
     ("visual_model_path", TEXT_ONLY),
     ("multimodal_model_path", TEXT_ONLY),
     ("hf_model_path", TEXT_ONLY),
@@ -262,14 +265,14 @@ pub const TEXT_PARAMETERS: &[Key] = &[
 pub const TEXT_INPUTS: &[Key] = &[
     ("QUERY", Used("the prompt")),
     ("DECODER_QUERY", Used("text for the decoder")),
-    ("REQUEST_OUTPUT_LEN", Used("handed on")),
+    ("REQUEST_OUTPUT_LEN", Used("returned unchanged")),
     ("BAD_WORDS_DICT", Used("words that are never generated")),
     ("STOP_WORDS_DICT", Used("words that end the text")),
-    ("EMBEDDING_BIAS_WORDS", Used("words with a weight")),
-    ("EMBEDDING_BIAS_WEIGHTS", Used("their weights")),
-    ("END_ID", Used("handed on")),
-    ("PAD_ID", Used("fills rows that are shorter than others")),
-    ("PROMPT_TABLE_EXTRA_ID", Used("handed on")),
+    ("EMBEDDING_BIAS_WORDS", Used("words with a bias")),
+    ("EMBEDDING_BIAS_WEIGHTS", Used("the biases of these words")),
+    ("END_ID", Used("returned unchanged")),
+    ("PAD_ID", Used("pads shorter rows")),
+    ("PROMPT_TABLE_EXTRA_ID", Used("returned unchanged")),
     ("PROMPT_EMBEDDING_TABLE", NO_IMAGES),
     ("IMAGE", NO_IMAGES),
     ("IMAGE_BYTES", NO_IMAGES),
@@ -277,31 +280,31 @@ pub const TEXT_INPUTS: &[Key] = &[
     ("IMAGES", NO_IMAGES),
     ("VIDEO_BYTES", NO_IMAGES),
     ("TOKENS_BATCH", Used("token ids")),
-    ("SEQUENCE_LENGTH", Used("tokens of each row")),
-    ("sequence_length", Used("tokens that were told before")),
-    ("skip_special_tokens", Used("whether special tokens are left out of the text")),
-    ("SEQUENCE_INDEX", Used("which sequence the tokens belong to")),
+    ("SEQUENCE_LENGTH", Used("number of tokens of each row")),
+    ("sequence_length", Used("number of tokens whose text the client has")),
+    ("skip_special_tokens", Used("whether special tokens are excluded from the text")),
+    ("SEQUENCE_INDEX", Used("index of the sequence of the tokens")),
     ("SEQUENCE_END", Used("whether the sequence ends")),
-    ("CUM_LOG_PROBS", Used("handed on")),
-    ("OUTPUT_LOG_PROBS", Used("handed on")),
-    ("CONTEXT_LOGITS", Used("handed on")),
-    ("GENERATION_LOGITS", Used("handed on")),
-    ("BATCH_INDEX", Used("handed on")),
+    ("CUM_LOG_PROBS", Used("returned unchanged")),
+    ("OUTPUT_LOG_PROBS", Used("returned unchanged")),
+    ("CONTEXT_LOGITS", Used("returned unchanged")),
+    ("GENERATION_LOGITS", Used("returned unchanged")),
+    ("BATCH_INDEX", Used("returned unchanged")),
 ];
 
 /// Outputs of `preprocessing` and `postprocessing`.
 pub const TEXT_OUTPUTS: &[Key] = &[
     ("INPUT_ID", Used("the prompt's tokens")),
-    ("REQUEST_INPUT_LEN", Used("how many they are")),
+    ("REQUEST_INPUT_LEN", Used("their number")),
     ("DECODER_INPUT_ID", Used("tokens of the text for the decoder")),
-    ("REQUEST_DECODER_INPUT_LEN", Used("how many they are")),
-    ("REQUEST_OUTPUT_LEN", Used("handed on")),
+    ("REQUEST_DECODER_INPUT_LEN", Used("their number")),
+    ("REQUEST_OUTPUT_LEN", Used("returned unchanged")),
     ("BAD_WORDS_IDS", Used("tokens of words that are never generated")),
     ("STOP_WORDS_IDS", Used("tokens of words that end the text")),
-    ("EMBEDDING_BIAS", Used("weights of tokens")),
-    ("OUT_END_ID", Used("the request's, else the tokenizer's")),
-    ("OUT_PAD_ID", Used("the request's, else the tokenizer's")),
-    ("OUT_PROMPT_TABLE_EXTRA_IDS", Used("handed on")),
+    ("EMBEDDING_BIAS", Used("biases of tokens")),
+    ("OUT_END_ID", Used("the request's, or else the tokenizer's")),
+    ("OUT_PAD_ID", Used("the request's, or else the tokenizer's")),
+    ("OUT_PROMPT_TABLE_EXTRA_IDS", Used("returned unchanged")),
     ("OUT_PROMPT_EMBEDDING_TABLE", NO_PROMPT_TUNING),
     ("PROMPT_LEARNING_TASK_NAME_IDS", NO_PROMPT_TUNING),
     ("PIXEL_VALUES", TEXT_ONLY),
@@ -314,23 +317,23 @@ pub const TEXT_OUTPUTS: &[Key] = &[
     ("IMAGE_GRID_THW", TEXT_ONLY),
     ("VISION_INPUT_ID", TEXT_ONLY),
     ("OUTPUT", Used("the text")),
-    ("OUT_CUM_LOG_PROBS", Used("handed on")),
-    ("OUT_OUTPUT_LOG_PROBS", Used("handed on")),
-    ("OUT_CONTEXT_LOGITS", Used("handed on")),
-    ("OUT_GENERATION_LOGITS", Used("handed on")),
-    ("OUT_BATCH_INDEX", Used("handed on")),
+    ("OUT_CUM_LOG_PROBS", Used("returned unchanged")),
+    ("OUT_OUTPUT_LOG_PROBS", Used("returned unchanged")),
+    ("OUT_CONTEXT_LOGITS", Used("returned unchanged")),
+    ("OUT_GENERATION_LOGITS", Used("returned unchanged")),
+    ("OUT_BATCH_INDEX", Used("returned unchanged")),
 ];
 
 /// Parameters of `tensorrt_llm_bls`.
 pub const BLS_PARAMETERS: &[Key] = &[
-    ("accumulate_tokens", Used("each response of a stream holds the whole text so far")),
-    ("tensorrt_llm_model_name", Used("the language model to ask; `tensorrt_llm` when not set")),
-    ("native", Used("`false` runs the model.py that lies there instead of standing in for it")),
+    ("accumulate_tokens", Used("each response of a stream has the whole text so far")),
+    ("tensorrt_llm_model_name", Used("name of the language model; default: `tensorrt_llm`")),
+    ("native", Used("`false` runs the model.py of the model; otherwise the native implementation replaces it")),
     ("tensorrt_llm_draft_model_name", NO_DRAFT),
     ("multimodal_encoders_name", TEXT_ONLY),
 ];
 
-/// What a table says of a key; `None` for one that no published layout has.
+/// The effect of a key; `None` for one that is not in the table.
 pub fn find(table: &[Key], name: &str) -> Option<Use> {
     table.iter().find(|(key, _)| *key == name).map(|&(_, use_)| use_)
 }

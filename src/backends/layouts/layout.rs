@@ -1,4 +1,4 @@
-//! The published layouts, and what becomes of their parameters, inputs and outputs.
+//! The published layouts, with the effects of their parameters, inputs and outputs.
 
 use repository::proto::ModelOutput;
 
@@ -25,7 +25,7 @@ pub enum Layout {
 }
 
 impl Layout {
-    /// What becomes of its parameters.
+    /// Its parameters.
     pub fn parameters(self) -> &'static [Key] {
         match self {
             Layout::Preprocessing | Layout::Postprocessing => keys::TEXT_PARAMETERS,
@@ -34,7 +34,7 @@ impl Layout {
         }
     }
 
-    /// What becomes of an input; `None` for one that no published layout has.
+    /// The effect of an input; `None` for an unknown one.
     pub fn input(self, name: &str) -> Option<Use> {
         match self {
             Layout::Preprocessing | Layout::Postprocessing => keys::find(keys::TEXT_INPUTS, name),
@@ -44,7 +44,7 @@ impl Layout {
         }
     }
 
-    /// What becomes of an output; `None` for one that no published layout has, and that nothing gives.
+    /// The effect of an output; `None` for an unknown one, which is never returned.
     pub fn output(self, output: &ModelOutput) -> Option<Use> {
         let name = output.name.as_str();
         match self {

@@ -1,8 +1,7 @@
-//! Repositories made for other servers, served as they are.
+//! Serves model repositories of other servers without changes.
 //!
-//! A model is known by its tensors: [`recognise`] says which published layout it follows. [`Layouts`] then loads it
-//! natively, whatever backend its configuration names and whatever `model.py` lies beside it; the parameter `native` set
-//! to `false` runs the `model.py` after all.
+//! [`recognise`] finds the published layout of a model by its tensors. [`Layouts`] then loads the model natively, whatever its backend is,
+//! and in place of its `model.py`. The parameter `native` set to `false` disables this.
 
 mod adapter;
 mod bls;
@@ -34,19 +33,19 @@ use keys::Use;
 pub use layout::Layout;
 pub use recognise::{LLM_BACKENDS, recognise};
 
-/// Loads models of every published layout, and leaves others to the backend they name.
+/// Loads models of the published layouts natively, and other models by their own backends.
 pub struct Layouts {
     python: Arc<dyn BackendFactory>,
     llm: Arc<dyn BackendFactory>,
     server: Arc<bls::ServerLink>,
-    /// Models whose keys the log has named.
-    told: Mutex<BTreeSet<String>>,
+    /// Models whose keys were logged.
+    logged: Mutex<BTreeSet<String>>,
 }
 
 impl Layouts {
-    /// Models run on `llm`, or else on `python`.
+    /// A factory whose models run on `llm` or on `python`.
     pub fn new(llm: Arc<dyn BackendFactory>, python: Arc<dyn BackendFactory>) -> Arc<Self> {
-        Arc::new(Self { python, llm, server: Arc::default(), told: Mutex::default() })
+        Arc::new(Self { python, llm, server: Arc::default(), logged: Mutex::default() })
     }
 
     /// Lets models send requests to other models of `server`.
@@ -54,7 +53,7 @@ impl Layouts {
         self.server.attach(server);
     }
 
-    /// This factory under every backend name that a published layout uses.
+    /// This factory, by every backend name of the published layouts.
     pub fn factories(self: &Arc<Self>) -> HashMap<String, Arc<dyn BackendFactory>> {
         let names = LLM_BACKENDS.into_iter().chain(["python"]);
         names.map(|name| (name.to_owned(), Arc::clone(self) as Arc<dyn BackendFactory>)).collect()
@@ -72,15 +71,15 @@ impl Layouts {
         }
     }
 
-    /// Names once in the log what a model says and what has no effect.
-    fn tell(&self, model: &LoadRequest, layout: Layout) {
+    /// Logs the parameters and tensors of a model that have no effect, once for each model.
+    fn log_ignored(&self, model: &LoadRequest, layout: Layout) {
         let name = &model.config.name;
-        if !ipc::lock(&self.told).insert(name.clone()) {
+        if !ipc::lock(&self.logged).insert(name.clone()) {
             return;
         }
         if model.config.backend == "python" && model.version_dir.join(python::file_name(&model.config)).is_file() {
             tracing::info!(
-                "model `{name}` is served natively in the place of its model.py; parameter `native` set to `false` runs that"
+                "model `{name}` is served natively in place of its model.py; set parameter `native` to `false` to run its model.py"
             );
         }
         for (key, reason) in ignored_parameters(&model.config, layout) {
@@ -92,14 +91,15 @@ impl Layouts {
         }
         let outputs = model.config.output.iter().map(|output| (&output.name, layout.output(output)));
         if let Some(outputs) = without_effect(outputs) {
-            tracing::info!("model `{name}`: outputs that are never given: {outputs}");
+            tracing::info!("model `{name}`: outputs that are never returned: {outputs}");
         }
     }
 }
 
+/// The reason for a key that is in no table.
 const UNKNOWN: &str = "it is not known";
 
-/// Those of a model's tensors that have no effect, and why.
+/// The tensors without effect, with the reasons.
 fn without_effect<'a>(tensors: impl Iterator<Item = (&'a String, Option<Use>)>) -> Option<String> {
     let ignored = |(name, use_): (&String, Option<Use>)| match use_ {
         None => Some(format!("`{name}` ({UNKNOWN})")),
@@ -110,7 +110,7 @@ fn without_effect<'a>(tensors: impl Iterator<Item = (&'a String, Option<Use>)>) 
     (!ignored.is_empty()).then(|| ignored.join(", "))
 }
 
-/// Parameters that are set and have no effect, and why.
+/// The parameters without effect that a model sets, with the reasons.
 fn ignored_parameters(config: &ModelConfig, layout: Layout) -> Vec<(&str, &'static str)> {
     let mut set: Vec<&String> = config.parameters.keys().filter(|key| config.parameter(key).is_some()).collect();
     set.sort();
@@ -126,7 +126,7 @@ impl BackendFactory for Layouts {
     fn replacement(&self, model: &LoadRequest) -> Option<Arc<dyn BackendFactory>> {
         match recognise(&model.config, &model.model_dir, &model.version_dir) {
             Some(layout) => {
-                self.tell(model, layout);
+                self.log_ignored(model, layout);
                 Some(self.native(layout))
             }
             None if model.config.backend == "python" => Some(self.python.clone()),

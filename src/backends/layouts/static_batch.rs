@@ -1,4 +1,4 @@
-//! One batch after another: what `gpt_model_type: V1` and the Python `gpt` repository ask for.
+//! Static batching, for `gpt_model_type: V1` and the Python `gpt` repository.
 
 use std::sync::Arc;
 
@@ -8,15 +8,14 @@ use serving::{Backend, BatchedRequest, InferError, InferRequest, MemoryUsage, Re
 
 use super::forward::forward;
 
-/// Gives a backend one batch at a time, grouped as the model's `dynamic_batching` says. The next one starts when every
-/// request of the last one has ended.
+/// Runs one batch of the model's `dynamic_batching` after another. The next batch starts when all requests of the last one have ended.
 pub(super) struct StaticBatch {
     inner: Arc<dyn Backend>,
     num_instances: usize,
 }
 
 impl StaticBatch {
-    /// As many batches at once as the configuration has instances.
+    /// Runs `num_instances` batches at once.
     pub(super) fn new(inner: Arc<dyn Backend>, num_instances: usize) -> Self {
         Self { inner, num_instances }
     }
@@ -32,13 +31,13 @@ impl Backend for StaticBatch {
     }
 
     fn execute(&self, _instance: usize, batch: Vec<BatchedRequest>) -> BoxFuture<'_, ()> {
-        let answer = |BatchedRequest { request, responses }| async move {
+        let respond = |BatchedRequest { request, responses }| async move {
             match self.inner.infer(request) {
                 Ok(stream) => forward(stream, &responses, |response| response).await,
                 Err(error) => drop(responses.send(Err(error)).await),
             }
         };
-        join_all(batch.into_iter().map(answer)).map(drop).boxed()
+        join_all(batch.into_iter().map(respond)).map(drop).boxed()
     }
 
     fn is_ready(&self) -> bool {

@@ -1,8 +1,7 @@
-//! Text in, text out, from a checkpoint: LMDeploy's and SGLang's Python models, TensorRT-LLM's `llmapi`, and models that
-//! run a Hugging Face checkpoint themselves.
+//! Text models: LMDeploy's and SGLang's Python models, TensorRT-LLM's `llmapi`, and models that run a Hugging Face checkpoint themselves.
 //!
-//! They differ in what they call things, so a request is read by the names in `text_names` and handed to the engine under its
-//! own. No chat template is applied: the prompt is what the client sends.
+//! They have different names for the same inputs, which `text_names` converts to those of the engine. No chat template is applied to
+//! prompts.
 
 mod request;
 mod response;
@@ -19,23 +18,23 @@ use tokio::runtime::Handle;
 
 use super::engine_config::{engine_output, with_checkpoint};
 use super::keys::Use;
-use super::recognise::is_lmdeploys;
+use super::recognise::is_lmdeploy_model;
 use super::text_names::{STREAM, default_inputs, input, missing_inputs, text_output};
 use super::text_values::{RunningText, prompts};
 use crate::encoder::{self, Encoder};
 use crate::tensor_values::first;
 use crate::{checkpoint, parameters};
 
-/// Parameters that say how many tokens to generate when a request does not.
+/// Parameters with the default number of tokens to generate.
 const DEFAULT_LENGTH: [&str; 3] = ["max_output_length", "max_output_tokens", "max_new_tokens"];
 
-/// Tokens to generate when nobody says: what LMDeploy takes.
+/// The default number of tokens to generate where the configuration has none: that of LMDeploy.
 const DEFAULT_MAX_TOKENS: i32 = 512;
 
-/// The output of natural logarithms, one for each token; with `return_log_probs`.
+/// The output of natural log-probabilities of tokens, with `return_log_probs`.
 const LOG_PROBS: &str = "output_log_probs";
 
-/// Sequences that run at once where the configuration has no batches: what LMDeploy's engine takes.
+/// Minimum of the maximum number of running sequences: the default of LMDeploy's engine.
 const MAX_ROWS: i32 = 128;
 
 /// Loads text models.
@@ -48,7 +47,7 @@ impl BackendFactory for TextModelFactory {
         true
     }
 
-    /// A checkpoint without a configuration takes and gives what LMDeploy's model does.
+    /// Adds the tensors of LMDeploy's model to a checkpoint without a configuration, and missing optional tensors to any model.
     fn complete(&self, config: &mut ModelConfig) {
         if config.input.is_empty() && config.output.is_empty() {
             config.input = default_inputs();
@@ -64,7 +63,7 @@ impl BackendFactory for TextModelFactory {
     fn load(&self, model: LoadRequest) -> BoxFuture<'static, Result<Arc<dyn Backend>, InferError>> {
         let llm = self.llm.clone();
         async move {
-            let request = with_checkpoint(&model, fit)?;
+            let request = with_checkpoint(&model, configure_engine)?;
             let text_model = TextModel::new(&model, &request)?;
             let llm = llm.load(request).await?;
             Ok(Arc::new(TextModel { llm: Some(llm), ..text_model }) as Arc<dyn Backend>)
@@ -73,8 +72,8 @@ impl BackendFactory for TextModelFactory {
     }
 }
 
-/// The engine streams whatever the model around it does.
-fn fit(config: &mut ModelConfig) {
+/// The engine inside a text model always streams.
+fn configure_engine(config: &mut ModelConfig) {
     config.max_batch_size = config.max_batch_size.max(MAX_ROWS);
     config.model_transaction_policy.get_or_insert_default().decoupled = true;
     let outputs = [
@@ -94,8 +93,8 @@ struct TextModel {
     encoder: Arc<Encoder>,
     limits: Limits,
     max_tokens: i32,
-    /// Whether each text lies in a row of its own; else, where the output is a list of any length, all in one: clients of
-    /// TensorRT-LLM's text models read `text_output[0]`.
+    /// Whether texts have the shape `[rows, 1]`. Otherwise they have the shape `[rows]`, because clients of TensorRT-LLM's text models
+    /// read `text_output[0]`.
     is_nested: bool,
     is_decoupled: bool,
     has_lmdeploy_defaults: bool,
@@ -128,8 +127,8 @@ impl TextModel {
             max_tokens,
             is_nested: config.max_batch_size > 0 && text.dims != [-1],
             is_decoupled: config.is_decoupled(),
-            // SGLang's model has the same tensors, and draws at any temperature.
-            has_lmdeploy_defaults: is_lmdeploys(config) && !config.name.contains("sglang"),
+            // SGLang's model has the same tensors, but not these defaults.
+            has_lmdeploy_defaults: is_lmdeploy_model(config) && !config.name.contains("sglang"),
             add_special_tokens: parameters::flag(config, "add_special_tokens")?.unwrap_or(true),
             text_output: text.name.clone(),
             outputs: config.output.iter().map(|output| output.name.clone()).collect(),
@@ -176,7 +175,7 @@ impl Backend for TextModel {
         let num_bytes = request.inputs.iter().map(|tensor| tensor.data.len()).sum();
         let (model, runtime) = (self.clone(), Handle::current());
         if !encoder::is_long(num_bytes) {
-            let runs = self.begin(self.prepare(&request, &prompts, streaming)?)?;
+            let runs = self.start(self.prepare(&request, &prompts, streaming)?)?;
             return Ok(ResponseStream::from_future(|sender| model.respond(request, runs, streaming, sender)));
         }
         Ok(ResponseStream::from_future(move |sender| async move {
@@ -186,8 +185,8 @@ impl Backend for TextModel {
                 return;
             };
             let runs = prepared.flatten().and_then(|prepared| {
-                let _within = runtime.enter();
-                model.begin(prepared)
+                let _guard = runtime.enter();
+                model.start(prepared)
             });
             match runs {
                 Ok(runs) => model.respond(request, runs, streaming, sender).await,
@@ -218,14 +217,15 @@ impl Backend for TextModel {
     }
 }
 
-/// A request to the engine, and the text of its answer.
+/// A request to the engine, and the text of its output.
 type Prepared = (InferRequest, RunningText);
 
-/// An answer of the engine, and its text.
+/// A response stream of the engine, and the text of its output.
 type Run = (ResponseStream, RunningText);
 
 impl TextModel {
-    fn begin(&self, prepared: Vec<Prepared>) -> Result<Vec<Run>, InferError> {
+    /// Starts requests on the engine.
+    fn start(&self, prepared: Vec<Prepared>) -> Result<Vec<Run>, InferError> {
         prepared.into_iter().map(|(request, text)| Ok((self.llm().infer(request)?, text))).collect()
     }
 }

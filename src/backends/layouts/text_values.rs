@@ -1,4 +1,4 @@
-//! Values of a text model's request, and the text of its answer.
+//! The prompts of a text model's request, and the text of its output.
 
 use serving::{InferError, InferRequest, InferResponse};
 use text::Detokenizer;

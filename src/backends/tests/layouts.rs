@@ -1,4 +1,4 @@
-//! Models of published layouts, served natively around an engine that gives its prompt back.
+//! Models of published layouts, served natively around an engine that returns its prompt.
 
 use std::fs;
 use std::sync::Arc;
@@ -32,13 +32,17 @@ output [ { name: "output_ids" data_type: TYPE_UINT32 dims: [ -1, -1 ] },
          { name: "sequence_length" data_type: TYPE_UINT32 dims: [ -1 ] } ]
 "#;
 
-/// An engine that answers with its prompt, at once.
-struct Parrot;
+/// An engine that returns its prompt as the output of each sequence.
+struct EchoEngine;
 
-impl Backend for Parrot {
+impl Backend for EchoEngine {
     fn infer(&self, request: InferRequest) -> Result<ResponseStream, InferError> {
-        let ids = request.input("input_ids").expect("the layout names the prompt so");
-        let outputs = vec![Tensor { name: "output_ids".into(), datatype: serving::DataType::Int32, ..ids.clone() }];
+        let ids = request.input("input_ids").expect("the engine's name of the prompt").to_u32().unwrap_or_default();
+        let number = |name: &str| request.input(name).and_then(|tensor| tensor.to_i32()?.first().copied());
+        let num_sequences = number("num_return_sequences").or(number("beam_width")).unwrap_or(1) as usize;
+        let ids: Vec<i32> = ids.into_iter().map(u32::cast_signed).collect();
+        let shape = [1, num_sequences as i64, ids.len() as i64];
+        let outputs = vec![Tensor::from_i32("output_ids", &shape, &ids.repeat(num_sequences))];
         Ok(ResponseStream::ready(InferResponse { outputs, ..InferResponse::default() }))
     }
 
@@ -47,9 +51,9 @@ impl Backend for Parrot {
     }
 }
 
-impl BackendFactory for Parrot {
+impl BackendFactory for EchoEngine {
     fn load(&self, _: LoadRequest) -> BoxFuture<'static, Result<Arc<dyn Backend>, InferError>> {
-        std::future::ready(Ok(Arc::new(Parrot) as Arc<dyn Backend>)).boxed()
+        std::future::ready(Ok(Arc::new(EchoEngine) as Arc<dyn Backend>)).boxed()
     }
 }
 
@@ -68,7 +72,7 @@ async fn world(name: &str, config: &str, checkpoint_files: &[(&str, &str)]) -> W
     for (file, text) in checkpoint_files {
         fs::write(dir.join("1/weights").join(file), text).unwrap();
     }
-    let layouts = Layouts::new(Arc::new(Parrot), Arc::new(Parrot));
+    let layouts = Layouts::new(Arc::new(EchoEngine), Arc::new(EchoEngine));
     let settings = ServerConfig { repositories: vec![root.path().to_owned()], ..ServerConfig::default() };
     let server = Server::new(settings, layouts.factories()).unwrap();
     layouts.attach(&server);
@@ -78,13 +82,13 @@ async fn world(name: &str, config: &str, checkpoint_files: &[(&str, &str)]) -> W
 
 const CHECKPOINT: [(&str, &str); 2] = [("config.json", "{}"), ("tokenizer.json", TOKENIZER)];
 
-async fn ask(world: &World, model: &str, inputs: Vec<Tensor>) -> Result<InferResponse, InferError> {
+async fn infer(world: &World, model: &str, inputs: Vec<Tensor>) -> Result<InferResponse, InferError> {
     let request = InferRequest { model_name: model.into(), inputs, ..InferRequest::default() };
     world.server.infer(request)?.next_response().await.expect("a response")
 }
 
 #[tokio::test]
-async fn lmdeploys_python_model_answers_text_with_text() {
+async fn lmdeploys_python_model_returns_text_for_text() {
     let world = world("lmdeploy_model", LMDEPLOY, &CHECKPOINT).await;
     assert_eq!(world.loaded, Ok(()));
     let inputs = vec![
@@ -94,13 +98,26 @@ async fn lmdeploys_python_model_answers_text_with_text() {
         Tensor::from_bool("stream", &[1], &[true]),
         Tensor::from_f64("temperature", &[1], &[1.0]),
     ];
-    let response = ask(&world, "lmdeploy_model", inputs).await.unwrap();
+    let response = infer(&world, "lmdeploy_model", inputs).await.unwrap();
     assert_eq!(response.outputs[0].name, "response");
     assert_eq!(response.outputs[0].to_byte_strings().unwrap(), ["hello world"]);
 }
 
 #[tokio::test]
-async fn a_session_remembers_its_tokens_until_it_ends() {
+async fn the_text_of_a_beam_search_is_that_of_the_best_beam() {
+    let config = r#"backend: "lmdeploy"
+        input [ { name: "text_input" data_type: TYPE_STRING dims: [ 1 ] },
+                { name: "beam_width" data_type: TYPE_INT32 dims: [ 1 ] optional: true } ]
+        output [ { name: "text_output" data_type: TYPE_STRING dims: [ 1 ] } ]"#;
+    let world = world("llm", config, &CHECKPOINT).await;
+    assert_eq!(world.loaded, Ok(()));
+    let prompt = Tensor::from_byte_strings("text_input", &[1], &["hello world"]);
+    let response = infer(&world, "llm", vec![prompt, Tensor::from_i32("beam_width", &[1], &[3])]).await.unwrap();
+    assert_eq!(response.outputs[0].to_byte_strings().unwrap(), ["hello world"]);
+}
+
+#[tokio::test]
+async fn a_session_keeps_its_tokens_until_it_ends() {
     let world = world("turbomind", INTERACTIVE, &CHECKPOINT).await;
     assert_eq!(world.loaded, Ok(()));
     let inputs = |ids: &[u32], start: i32, end: i32| {
@@ -113,16 +130,16 @@ async fn a_session_remembers_its_tokens_until_it_ends() {
         ]
     };
     let ids = |response: InferResponse| response.outputs[0].to_u32().unwrap();
-    let first = ids(ask(&world, "turbomind", inputs(&[5], 1, 0)).await.unwrap());
-    assert_eq!(first, [5, 5], "the prompt, and what the engine made of it");
-    let second = ids(ask(&world, "turbomind", inputs(&[6], 0, 1)).await.unwrap());
+    let first = ids(infer(&world, "turbomind", inputs(&[5], 1, 0)).await.unwrap());
+    assert_eq!(first, [5, 5], "the prompt and the output");
+    let second = ids(infer(&world, "turbomind", inputs(&[6], 0, 1)).await.unwrap());
     assert_eq!(second, [5, 5, 6, 5, 5, 6]);
-    let error = ask(&world, "turbomind", inputs(&[6], 0, 0)).await.unwrap_err();
+    let error = infer(&world, "turbomind", inputs(&[6], 0, 0)).await.unwrap_err();
     assert!(error.message.contains("session 7 is not known"), "{}", error.message);
 }
 
 #[tokio::test]
-async fn a_tensorrt_engine_in_the_place_of_a_checkpoint_is_named_as_such() {
+async fn a_tensorrt_engine_in_place_of_a_checkpoint_is_named_in_the_error() {
     let world =
         world("lmdeploy_model", LMDEPLOY, &[("rank0.engine", ""), ("config.json", r#"{"build_config": {}}"#)]).await;
     let failures = world.loaded.unwrap_err();

@@ -51,6 +51,9 @@ impl TextModel {
             }
             false => {}
         }
+        if inputs.get("beam_width").is_some() {
+            inputs.add_defaults([Tensor::from_i32("num_return_sequences", &[1, 1], &[1])]); // The best beam is the text.
+        }
         if first(request, &["ignore_eos"])?.unwrap_or(false) {
             inputs.replace(Tensor::from_i32("end_id", &[1, 1], &[-1]));
         }
