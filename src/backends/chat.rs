@@ -1,4 +1,4 @@
-//! Prompts of conversations, by the chat template beside a model's tokenizer.
+//! Renders conversations to prompts by chat templates, and finds the chat format of a model.
 
 use std::collections::HashMap;
 use std::path::{Path, PathBuf};
@@ -14,40 +14,40 @@ use text::ChatTemplate;
 
 use crate::checkpoint;
 
-/// For how long the repository is not asked again where a model's template is.
-const KNOWN_FOR: Duration = Duration::from_secs(1);
+/// How long the location of a model's template is cached.
+const CACHE_TIME: Duration = Duration::from_secs(1);
 
-/// A template, and when the files it was read from last changed.
+/// A template, and the last change of its files.
 type Cached = (Option<SystemTime>, Option<Arc<ChatTemplate>>);
 
-/// Since when it is known where a template may be, and where.
-type Known = (Instant, Arc<Places>);
+/// The locations of a model's template, and the time when they were found.
+type Known = (Instant, Arc<Locations>);
 
-/// What the repository says of a model's conversations.
+/// Locations of a model's chat template, and its chat format.
 #[derive(Default)]
-struct Places {
-    /// Directories of tokenizers that a model's prompts may pass, the model's own first.
+struct Locations {
+    /// Directories of the tokenizers of a model and of its composing models, the model's own first.
     dirs: Vec<PathBuf>,
-    /// The parameter `chat_format` of the model, or of the models that it is made of.
+    /// The parameter `chat_format` of the model or of its composing models.
     chat_format: Option<String>,
 }
 
-/// How the form in which a model writes reasoning and tool calls is chosen.
+/// The choice of the format in which a model writes reasoning and tool calls.
 #[derive(Debug, Clone, Default)]
 pub enum FormatChoice {
-    /// By the checkpoint: its `response_template`, else the markers in its chat template.
+    /// The checkpoint's: its `response_template`, or else that of the markers in its chat template.
     #[default]
     Checkpoint,
-    /// No form: all text of an answer is content.
+    /// No format: all text is content.
     None,
-    /// This one for all models.
+    /// One format for all models.
     Format(Arc<ChatFormat>),
 }
 
 impl FromStr for FormatChoice {
     type Err = String;
 
-    /// `auto`, `none`, or the name of a form.
+    /// Parses `auto`, `none`, or the name of a format.
     ///
     /// # Errors
     /// For another name; the message lists the known ones.
@@ -63,25 +63,25 @@ impl FromStr for FormatChoice {
     }
 }
 
-/// The chat templates of a repository's models, read when first asked for and again when they change.
+/// The chat templates of a repository's models. They are read on first use, and again when they change.
 pub struct ChatTemplates {
     roots: Vec<PathBuf>,
-    /// Whether requests may bring templates of their own.
+    /// Whether requests may contain templates.
     trusts_clients: bool,
-    /// Of models that are in the repository, where it may be, and since when that is known.
+    /// Locations of the templates of models in the repository.
     places: Mutex<HashMap<String, Known>>,
     cached: Mutex<HashMap<PathBuf, Cached>>,
     formats: FormatChoice,
 }
 
 impl ChatTemplates {
-    /// Of the models in these directories.
+    /// Templates of the models in these repositories.
     pub fn new(roots: Vec<PathBuf>, formats: FormatChoice) -> Self {
         Self { roots, trusts_clients: false, places: Mutex::default(), cached: Mutex::default(), formats }
     }
 
-    /// The form in which `model` writes reasoning and tool calls: that of its parameter `chat_format`, else the one chosen for
-    /// all models. `None` if it is not known.
+    /// The format in which `model` writes reasoning and tool calls: that of its parameter `chat_format`, or else that of all models. `None`
+    /// for an unknown format.
     ///
     /// # Errors
     /// When the parameter has no valid value, or the checkpoint's files cannot be read.
@@ -98,7 +98,7 @@ impl ChatTemplates {
         }
     }
 
-    fn format_of_checkpoint(&self, places: &Places, has_tools: bool) -> Result<Option<Arc<ChatFormat>>, InferError> {
+    fn format_of_checkpoint(&self, places: &Locations, has_tools: bool) -> Result<Option<Arc<ChatFormat>>, InferError> {
         for dir in &places.dirs {
             if let Some(template) = self.template(dir)? {
                 let declared = template.response_template().map(ChatFormat::of_response_template).transpose();
@@ -144,8 +144,8 @@ impl ChatTemplates {
         )))
     }
 
-    fn places(&self, model: &str) -> Result<Arc<Places>, InferError> {
-        let known = ipc::lock(&self.places).get(model).filter(|(since, _)| since.elapsed() < KNOWN_FOR).cloned();
+    fn places(&self, model: &str) -> Result<Arc<Locations>, InferError> {
+        let known = ipc::lock(&self.places).get(model).filter(|(since, _)| since.elapsed() < CACHE_TIME).cloned();
         if let Some((_, places)) = known {
             return Ok(places);
         }
@@ -183,8 +183,8 @@ fn refuse_template(template: &ChatTemplate, source: &str) -> InferError {
     ))
 }
 
-fn places(repository: &Repository, model: &str) -> Places {
-    let Ok(source) = repository.model(model) else { return Places::default() };
+fn places(repository: &Repository, model: &str) -> Locations {
+    let Ok(source) = repository.model(model) else { return Locations::default() };
     let steps = source.config.ensemble().map(|ensemble| ensemble.step.clone()).unwrap_or_default();
     let models: Vec<ModelSource> =
         steps.iter().filter_map(|step| repository.model(&step.model_name).ok()).chain([source.clone()]).collect();
@@ -195,5 +195,5 @@ fn places(repository: &Repository, model: &str) -> Places {
         checkpoint.into_iter().chain(tokenizer)
     });
     let chat_format = models.iter().rev().find_map(|source| source.config.parameter("chat_format"));
-    Places { dirs: dirs.collect(), chat_format: chat_format.map(str::to_owned) }
+    Locations { dirs: dirs.collect(), chat_format: chat_format.map(str::to_owned) }
 }

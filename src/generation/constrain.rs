@@ -1,4 +1,4 @@
-//! Constrained generation: which tokens a request allows, and the state of each of its sequences.
+//! Constrained generation: the tokens that a request allows, and the state of each of its sequences.
 
 use std::fmt;
 use std::sync::{Arc, OnceLock};
@@ -7,34 +7,34 @@ use constraint::{Compiler, ConstraintError, ConstraintSpec, Limits, Mask, StartA
 use engine::{RequestConstraint, TokenId};
 use text::Tokenizer;
 
-/// What the generated text must be, and which tokens it may consist of.
+/// Constraints of the generated text and its tokens.
 #[derive(Debug, Clone, Default, PartialEq)]
 pub struct Guide {
-    /// What the text must be.
+    /// The constraint of the text.
     pub spec: Option<ConstraintSpec>,
-    /// The part of the text after which `spec` applies, such as the end of the reasoning.
+    /// The text after which `spec` applies, such as the end of the reasoning.
     pub starts_after: Option<StartAfter>,
-    /// Reasoning with which the text may begin; `spec` applies behind it.
+    /// Optional reasoning at the begin of the text; `spec` applies after it.
     pub preface: Option<Preface>,
-    /// Only these tokens are generated; empty for no such limit.
+    /// The only allowed tokens; empty to allow all tokens.
     pub allowed_tokens: Vec<TokenId>,
-    /// How long the reasoning may be.
+    /// The maximum length of the reasoning.
     pub reasoning: Option<ReasoningBudget>,
 }
 
-/// Reasoning with which a text may begin.
+/// Optional reasoning at the begin of a text.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Preface {
-    /// The token that opens it, as the first one of the text.
+    /// The token that opens the reasoning, as the first token of the text.
     pub open: u32,
-    /// The tokens that end it; at least one.
+    /// The tokens that end the reasoning; at least one.
     pub close: Arc<[u32]>,
 }
 
-/// Ends the reasoning of a text after a number of tokens.
+/// Limits the reasoning of a text to a number of tokens.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct ReasoningBudget {
-    /// Tokens of the reasoning, its markers aside.
+    /// Maximum number of reasoning tokens, without the tokens that open and end it.
     pub max_tokens: usize,
     /// Whether the text begins in reasoning.
     pub is_open: bool,
@@ -56,7 +56,7 @@ pub struct Constraints {
     tokenizer: Arc<Tokenizer>,
     vocab_size: usize,
     end_ids: Vec<u32>,
-    /// Made for the first guide: it takes tenths of a second for a large vocabulary.
+    /// Created for the first guide. This takes tenths of a second for a large vocabulary.
     compiler: OnceLock<Result<Compiler, ConstraintError>>,
 }
 
@@ -67,7 +67,7 @@ impl fmt::Debug for Constraints {
 }
 
 impl Constraints {
-    /// For a model with `vocab_size` logits; `end_ids` end its texts.
+    /// A compiler for a model with `vocab_size` logits whose texts end with `end_ids`.
     pub fn new(tokenizer: Arc<Tokenizer>, vocab_size: usize, end_ids: &[TokenId]) -> Self {
         let end_ids = end_ids.iter().map(|id| id.0).filter(|&id| (id as usize) < vocab_size).collect();
         Self { tokenizer, vocab_size, end_ids, compiler: OnceLock::new() }
@@ -116,7 +116,7 @@ impl Constraints {
 #[derive(Clone)]
 struct Guided {
     inner: Option<Prefaced>,
-    /// The only tokens that are allowed: bit `id % 32` of word `id / 32`.
+    /// The only allowed tokens: bit `id % 32` of word `id / 32`.
     allowed: Option<Arc<[u32]>>,
     reasoning: Option<Reasoning>,
     vocab_size: usize,
@@ -191,7 +191,7 @@ impl engine::Constraint for Guided {
     }
 }
 
-/// A constraint that applies behind the reasoning with which the text may begin.
+/// A constraint that applies after the optional reasoning.
 #[derive(Clone)]
 struct Prefaced {
     constraint: constraint::Constraint,
@@ -204,7 +204,7 @@ struct Prefaced {
 }
 
 impl Prefaced {
-    /// The preface, while it is open; whether it has begun.
+    /// The preface until its end, and whether it has started.
     fn open_preface(&self) -> Option<(&Preface, bool)> {
         self.preface.as_ref().filter(|_| self.begins_at.is_none()).map(|preface| (preface, !self.tokens.is_empty()))
     }
@@ -272,7 +272,7 @@ fn all_tokens(vocab_size: usize, words: &mut Vec<u32>) {
     }
 }
 
-/// How much of its budget the reasoning of a sequence has used.
+/// The part of the reasoning budget that a sequence has used.
 #[derive(Clone)]
 struct Reasoning {
     budget: ReasoningBudget,
@@ -282,9 +282,9 @@ struct Reasoning {
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Phase {
-    /// It has not begun.
+    /// The reasoning has not started.
     Before,
-    /// It began behind this number of tokens.
+    /// The reasoning started after this number of tokens.
     Open(usize),
     Closed,
 }
@@ -312,12 +312,12 @@ impl Reasoning {
         tokens[..left].iter().for_each(|&token| self.push(token));
     }
 
-    /// The only token that may come next, once the budget is used: the next one of the end.
+    /// The only allowed next token when the budget is used: the next token of the end.
     fn forced(&self) -> Option<u32> {
         let Phase::Open(since) = self.phase else { return None };
         let over = (self.tokens.len() - since).checked_sub(self.budget.max_tokens)?;
         let close = &self.budget.close;
-        // Only tokens behind the budget count: a text may have the first tokens of the end by chance.
+        // Only tokens after the budget count, because a text may contain the first tokens of the end.
         let matched = (0..close.len().min(over + 1)).rev().find(|&len| self.tokens.ends_with(&close[..len]));
         close.get(matched.unwrap_or(0)).copied()
     }

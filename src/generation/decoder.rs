@@ -3,17 +3,17 @@ use std::sync::Arc;
 
 use text::{Detokenizer, Tokenizer};
 
-/// How the tokens of a sequence become text.
+/// How the tokens of a sequence are decoded.
 #[derive(Clone)]
 pub struct TextDecoder {
     /// The tokenizer of the checkpoint.
     pub tokenizer: Arc<Tokenizer>,
-    /// Whether special tokens, such as `</s>`, are left out of the text.
+    /// Whether special tokens, such as `</s>`, are excluded from the text.
     pub skip_special_tokens: bool,
 }
 
 impl TextDecoder {
-    /// Starts the text of one sequence.
+    /// A detokenizer for one sequence.
     pub fn start(&self) -> Detokenizer {
         Detokenizer::new(self.tokenizer.clone(), self.skip_special_tokens)
     }

@@ -6,15 +6,15 @@ use crate::Timestamp;
 /// Tokens of one delta: nearly always one.
 pub type Tokens = SmallVec<[SampledToken; 1]>;
 
-/// One thing that happens to a request. The events of a sequence end with a [`Delta`] that has a finish reason; a request
-/// ends when all of its sequences have ended, or with an error.
+/// One event of a request. The events of a sequence end with a [`Delta`] that has a finish reason. A request ends when all of its
+/// sequences have ended, or with an error.
 #[derive(Debug, Clone)]
 pub enum GenerateEvent {
-    /// A step has room for a sequence: for the first time, or again after a preemption or the loss of a worker.
+    /// A sequence is scheduled: for the first time, or again after a preemption or the loss of a worker.
     Scheduled {
-        /// Which of the request's sequences, from 0.
+        /// Index of the sequence in the request, from 0.
         index: usize,
-        /// When.
+        /// The time.
         at: Timestamp,
     },
     /// Raw logits, before the tokens that are chosen from them.
@@ -39,7 +39,7 @@ pub struct PromptLogprob {
 /// New tokens of one sequence.
 #[derive(Debug, Clone)]
 pub struct Delta {
-    /// Which of the request's sequences, from 0.
+    /// Index of the sequence in the request, from 0.
     pub index: usize,
     /// The tokens; none where a sequence ends without one.
     pub tokens: Tokens,
@@ -65,7 +65,7 @@ pub struct Delta {
 /// wrong draft, is sent again; the last values count.
 #[derive(Debug, Clone)]
 pub struct Logits {
-    /// Which of the request's sequences, from 0.
+    /// Index of the sequence in the request, from 0.
     pub index: usize,
     /// The position.
     pub position: LogitsPosition,

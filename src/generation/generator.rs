@@ -1,4 +1,4 @@
-//! What the adapters of protocols know of a model that generates text.
+//! Properties of a model that generates text, for the adapters of protocols.
 
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -15,7 +15,7 @@ pub struct Generator {
     pub checkpoint: PathBuf,
     /// Maximum length of a sequence, prompt and output together, in tokens.
     pub max_sequence_len: usize,
-    /// Positions that the KV cache holds for all sequences together.
+    /// Capacity of the KV cache in positions, for all sequences together.
     pub num_kv_positions: usize,
     /// Maximum number of sequences that run at once.
     pub max_rows: usize,
@@ -27,13 +27,13 @@ pub struct Generator {
     pub max_prompt_bytes: usize,
     /// Tokens that end a sequence.
     pub end_ids: Vec<TokenId>,
-    /// Whether the tokenizer adds its special tokens to a prompt that is text.
+    /// Whether the tokenizer adds its special tokens to a text prompt.
     pub adds_special_tokens: bool,
-    /// What the checkpoint recommends.
+    /// The checkpoint's default sampling settings.
     pub defaults: SamplingDefaults,
-    /// Largest number of draft tokens of a request.
+    /// Maximum number of draft tokens of a request.
     pub max_drafts: u32,
-    /// When the model was loaded, in seconds since 1970.
+    /// Load time in seconds since 1970.
     pub created: u64,
 }
 
@@ -44,7 +44,7 @@ impl std::fmt::Debug for Generator {
 }
 
 impl Generator {
-    /// Tokens that may follow a prompt of `prompt_len` tokens: the rest of the context, as far as the KV cache can hold it.
+    /// Maximum number of tokens after a prompt of `prompt_len` tokens: the rest of the context, as far as it fits into the KV cache.
     pub fn max_output_len(&self, prompt_len: usize) -> usize {
         self.max_sequence_len.min(self.num_kv_positions).saturating_sub(prompt_len)
     }

@@ -1,7 +1,7 @@
-//! Generation of text: what requests of all protocols become, and how generated tokens become text.
+//! Text generation: typed requests and events that all protocols share, and the decoding of tokens.
 //!
-//! Every protocol's request becomes a [`GenerateRequest`], and is answered by a stream of [`GenerateEvent`]s. A checkpoint's tokenizer is
-//! loaded once ([`tokenizer`]). A [`TextDecoder`] says how a model turns its tokens into text.
+//! The adapter of a protocol converts a request to a [`GenerateRequest`], and a stream of [`GenerateEvent`]s to responses. A checkpoint's
+//! tokenizer is loaded once ([`tokenizer`]). A [`TextDecoder`] has the settings with which tokens are decoded.
 #![forbid(unsafe_code)]
 
 mod constrain;

@@ -2,7 +2,7 @@ use engine::{Refused, Request};
 
 use crate::Guide;
 
-/// A request to generate text, whatever protocol it came by.
+/// A request to generate text, independent of its protocol.
 #[derive(Debug, Clone, Default, PartialEq)]
 pub struct GenerateRequest {
     /// The prompt's tokens, and how the next ones are chosen. Sequence `i` has `sampling.seed + i`.
@@ -11,9 +11,9 @@ pub struct GenerateRequest {
     pub num_sequences: usize,
     /// Texts that end a sequence.
     pub stop: StopTexts,
-    /// How the tokens become text; `None` where the reader needs the tokens only.
+    /// How the tokens are decoded; `None` where the reader needs tokens only.
     pub text: Option<TextOptions>,
-    /// What the text must be.
+    /// Constraints of the text.
     pub guide: Guide,
     /// `Some(n)` reports the log-probability of each token of the prompt, and the `n` likeliest tokens at its position.
     pub prompt_logprobs: Option<u32>,
@@ -21,11 +21,11 @@ pub struct GenerateRequest {
     pub priority: u64,
     /// Moves the request among those of equal `priority`: lower values are served first.
     pub priority_offset: i32,
-    /// How long the request may wait for its first step, in microseconds; 0 for the model's default.
+    /// Timeout for the first step in microseconds; 0 for the model's default.
     pub timeout_us: u64,
 }
 
-/// Texts that end a sequence, wherever the borders of its tokens are.
+/// Texts that end a sequence, at any token boundary.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct StopTexts {
     /// The texts; empty ones are ignored.
@@ -34,10 +34,10 @@ pub struct StopTexts {
     pub is_included: bool,
 }
 
-/// How the tokens of a sequence become text.
+/// How the tokens of a sequence are decoded.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct TextOptions {
-    /// Whether special tokens, such as `</s>`, are left out.
+    /// Whether special tokens, such as `</s>`, are excluded.
     pub skip_special_tokens: bool,
 }
 
@@ -59,7 +59,7 @@ impl GenerateRequest {
     /// Checks what the engine does not: the number of sequences, and token ids against the vocabulary.
     ///
     /// # Errors
-    /// The message names the field, its value and what is allowed.
+    /// The message has the field, its value and the allowed values.
     pub fn check(&self, max_sequences: usize, vocab_size: usize) -> Result<(), InvalidRequest> {
         let max = self.sequence.beams.map_or(max_sequences, |beams| beams.width as usize);
         if !(1..=max).contains(&self.num_sequences) {

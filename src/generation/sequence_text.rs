@@ -10,13 +10,13 @@ use crate::{StopTexts, TextOptions, Tokens};
 
 /// Turns the tokens of one sequence into text, and ends it where a stop text is complete.
 ///
-/// Text that may still become a stop text is withheld back, with the tokens that begin in it. The pieces of text joined are the
+/// Text that may still become a stop text is withheld, with the tokens that begin in it. The pieces of text joined are the
 /// text of the sequence, and each token is released once.
 pub struct SequenceText {
     detokenizer: Detokenizer,
     search: StopText,
     stop: Arc<StopTexts>,
-    /// Tokens that are withheld back, each with the position of its first byte in the text.
+    /// Tokens that are withheld, each with the position of its first byte in the text.
     withheld: VecDeque<(SampledToken, usize)>,
     /// Bytes of text of all tokens, and bytes that were released.
     text_len: usize,

@@ -1,4 +1,4 @@
-//! Points in time as numbers: cheap enough to take and subtract for each token.
+//! Points in time as numbers, which are cheap to read and subtract for each token.
 
 use std::num::NonZeroU64;
 use std::sync::LazyLock;

@@ -24,7 +24,7 @@ const FILES: [&str; 12] = [
     "chat_template.json",
 ];
 
-/// Where a tokenizer came from. Files that change make another key, so that a model that is loaded again reads them again.
+/// The source of a tokenizer. Changed files have another key, so that a reload of a model reads them again.
 #[derive(PartialEq, Eq, Hash)]
 struct Key {
     path: PathBuf,
@@ -61,7 +61,7 @@ fn shared(
     if let Some(tokenizer) = known().get(&key).and_then(Weak::upgrade) {
         return Ok(tokenizer);
     }
-    // Without the lock: it may take seconds. Two that load at once share the first.
+    // Without the lock, because loading may take seconds. Of two concurrent loads, the first result is kept.
     let tokenizer = Arc::new(load()?);
     let mut known = known();
     known.retain(|_, tokenizer| tokenizer.strong_count() > 0);

@@ -18,7 +18,7 @@ use front::Listeners;
 use ipc::Acceptor;
 use tokio::sync::oneshot;
 
-/// How long each step of the other world may take.
+/// Timeout for each step of the other world.
 const TIMEOUT: Duration = Duration::from_secs(30);
 
 /// The reply of a new world once it serves.
@@ -92,7 +92,7 @@ pub(crate) fn take(path: &Path) -> io::Result<(Listeners, Taken)> {
 }
 
 impl Taken {
-    /// Tells the old world that this one serves, so that the old one may end.
+    /// Confirms to the old world that this one serves, so that the old one may end.
     pub(crate) fn confirm(mut self) {
         if let Err(error) = self.stream.write_all(&[SERVING]) {
             // The old world has ended already, which has the same effect.

@@ -21,7 +21,7 @@ const EXIT_CODE: u8 = 128 + 9;
 /// Time for error responses to clients before the world ends.
 const RESPONSE_TIME: Duration = Duration::from_millis(200);
 
-/// Heartbeats without a reply. Counted, not timed: a rank 0 that was stopped for a while must not take that for silence of others.
+/// Numbers of heartbeats without a reply. They are counts, not times, so that a pause of rank 0 itself does not count as a loss of others.
 pub(crate) struct Heartbeat {
     /// `[ranks]` heartbeats since the last reply.
     missed: Vec<AtomicU32>,

@@ -46,7 +46,7 @@ pub use hardware::Hardware;
 pub use plan::plan;
 pub use usage::usage_error;
 
-/// How long ranks wait for each other at the end.
+/// Timeout for the other ranks at the end of the world.
 const FINALIZE_TIMEOUT: Duration = Duration::from_secs(10);
 
 /// Runs a rank process to its end. `ignored` are the names of given options that have no effect.

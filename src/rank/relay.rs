@@ -18,7 +18,7 @@ pub(crate) const LIVENESS_CHECK: &[u8] = &[];
 /// A timeout that never passes.
 const FOREVER: Duration = Duration::from_secs(365 * 24 * 3600);
 
-/// How long rank 0 may take for that reply.
+/// Timeout for that reply.
 const REPLY_TIMEOUT: Duration = Duration::from_secs(2);
 
 /// Runs until rank 0 ends the world.
@@ -105,7 +105,7 @@ pub(crate) fn send<T: serde::Serialize>(world: &World, to: &[u32], message: &T) 
     send_bytes(world, to, bytes);
 }
 
-/// As [`send`], for bytes.
+/// Like [`send`], for encoded messages.
 pub(crate) fn send_bytes(world: &World, to: &[u32], bytes: Vec<u8>) {
     match world.send_to(to, bytes) {
         Ok(()) | Err(comm::CommError::Left) => {}

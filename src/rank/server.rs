@@ -137,7 +137,7 @@ async fn serve(
         let server = Arc::clone(&server);
         async move { server.keep_polling().await }
     });
-    // Before the launcher sees that this world serves, because it then requests the ports too.
+    // Before the launcher detects that this world serves, because it then requests the ports too.
     let handed_over = offer_ports(args, &front);
     control.serves(&server);
     tokio::select! {

@@ -47,7 +47,7 @@ pub trait Backend: Send + Sync {
         Err(InferError::internal(format!("model '{model}' generates no text")))
     }
 
-    /// What adapters of protocols need to make [`GenerateCall`]s; `None` for a model that takes tensors only.
+    /// Properties of the model that adapters of protocols need for [`GenerateCall`]s; `None` for a model without text generation.
     fn generator(&self) -> Option<Generator> {
         None
     }

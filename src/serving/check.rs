@@ -1,4 +1,4 @@
-//! Checks requests against a model's configuration. The error texts are Triton's, because clients look for them.
+//! Checks requests against a model's configuration. The error texts are Triton's, because clients compare them.
 
 use std::collections::HashSet;
 

@@ -11,7 +11,7 @@ use tempfile::TempDir;
 
 use crate::InferError;
 
-/// Configuration and files that a load request gives instead of the repository's own.
+/// Configuration and files of a load request, which replace the repository's own.
 #[derive(Debug, Clone, Default)]
 pub struct LoadOverrides {
     /// The model's configuration as JSON.

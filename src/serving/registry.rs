@@ -13,7 +13,7 @@ pub enum ModelState {
     Unknown,
     /// It serves.
     Ready,
-    /// It does not serve; the reason says why.
+    /// It does not serve, for the recorded reason.
     Unavailable,
     /// It is being loaded.
     Loading,

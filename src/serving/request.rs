@@ -92,7 +92,7 @@ impl InferRequest {
 pub struct InferResponse {
     /// Model name.
     pub model_name: Name,
-    /// The version that answered.
+    /// The model version of the response.
     pub model_version: Name,
     /// The request's id.
     pub id: Name,

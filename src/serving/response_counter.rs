@@ -27,7 +27,7 @@ pub(crate) struct ResponseCounter {
 const _: () = assert!(size_of::<ResponseCounter>() == 64);
 
 impl ResponseCounter {
-    /// No response of a request that came at `started`.
+    /// The counter of a request that arrived at `started`, without responses.
     pub fn new(started: Instant, is_decoupled: bool) -> Self {
         Self { last: started.into(), count: 0, num_uncounted: 0, is_decoupled, uncounted: Default::default() }
     }

@@ -149,7 +149,7 @@ impl Server {
         self.registry().resolve(&request.model_name, &request.model_version)?.infer(request)
     }
 
-    /// What a model that generates text takes; `None` for a model that takes tensors only.
+    /// Properties of a model that generates text; `None` for a model without text generation.
     ///
     /// # Errors
     /// When the model does not serve.

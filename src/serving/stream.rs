@@ -205,7 +205,7 @@ impl ResponseSource for Source {
 }
 
 impl ResponseSender {
-    /// Reports for this request what the model behind `stream` reports, without a call for each token.
+    /// Passes the reports of `stream` on for this request, without a call for each token.
     pub fn report_progress_of(&self, stream: &ResponseStream) {
         if let Some(progress) = &stream.progress {
             self.progress().report_progress_of(progress);

@@ -14,7 +14,7 @@ use super::ledger::Report;
 /// A message to the step thread.
 pub(crate) enum Message {
     /// Submit the sequences of a request, all or none, and send their events to `events`. When `timeout` expires before their first
-    /// step, they are refused if the flag is true, otherwise they are moved behind other requests.
+    /// step, they are refused if the flag is true, otherwise they are moved after other requests.
     Submit { sequences: Vec<Request>, timeout: Option<(Instant, bool)>, events: event_queue::Sender },
     /// Cancel a sequence: the client disconnected.
     Cancel(SequenceId),

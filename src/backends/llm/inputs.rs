@@ -19,7 +19,7 @@ use sampling::sampling;
 use token::token;
 use words::words;
 
-/// A request that came as tensors.
+/// A request as tensors, parsed.
 #[derive(Debug, Clone)]
 pub(crate) struct TensorRequest {
     /// What to generate.

@@ -25,7 +25,7 @@ pub(crate) struct QueuePolicy {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Timeout {
     pub(crate) after: Duration,
-    /// Whether the request is refused after the timeout. Otherwise it is moved behind others of its level.
+    /// Whether the request is refused after the timeout. Otherwise it is moved after others of its level.
     pub(crate) rejects: bool,
 }
 

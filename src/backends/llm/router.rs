@@ -112,7 +112,7 @@ impl Ticket {
         (&mut self.reservation).await.expect("the queue keeps each ticket until it is dropped")
     }
 
-    /// Moves the request behind others of its priority.
+    /// Moves the request after others of its priority.
     pub(crate) fn delay(&mut self) {
         let later = (self.key.0, true, self.key.2);
         let mut state = ipc::lock(&self.router.state);
@@ -127,7 +127,7 @@ impl Drop for Ticket {
     fn drop(&mut self) {
         let waited = ipc::lock(&self.router.state).queue.remove(&self.key);
         if waited.is_some() {
-            // Other requests may have waited behind this one.
+            // Other requests may have waited for this one.
             self.router.dispatch();
         }
     }

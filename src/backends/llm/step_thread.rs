@@ -76,7 +76,7 @@ struct Running {
 /// A request with a timeout.
 struct Waiting {
     sequences: Vec<SequenceId>,
-    /// Whether the request is refused after the timeout. Otherwise it is moved behind others.
+    /// Whether the request is refused after the timeout. Otherwise it is moved after others.
     rejects: bool,
 }
 

@@ -40,9 +40,9 @@ impl StopHandle {
 /// A request that waits for a replica or was submitted to one.
 pub(crate) struct Submission {
     pub(crate) admission: Admission,
-    /// The message for the replica that takes the request, until it is sent.
+    /// The message for the replica; `None` once it is sent.
     pub(crate) submit: Option<Message>,
-    /// When the wait expires. The request is then refused if the flag is true, otherwise it is moved behind others.
+    /// When the wait expires. The request is then refused if the flag is true, otherwise it is moved after others.
     pub(crate) timeout: Option<(Instant, bool)>,
 }
 

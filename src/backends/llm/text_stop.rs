@@ -1,7 +1,7 @@
-//! Stop words found in the text, whatever tokens spell them.
+//! Finds stop words in the text of a sequence.
 //!
-//! The engine finds a stop word by its tokens, yet a model may spell the same text by others. So the text of a
-//! sequence is searched, too, and tokens are withheld back while their text may still belong to a stop word.
+//! The engine finds a stop word by its tokens, but a model may spell the same text by other tokens. So the text of a sequence is
+//! searched, too. Tokens are withheld while their text may still be part of a stop word.
 
 use std::collections::VecDeque;
 use std::sync::Arc;
@@ -18,7 +18,7 @@ pub(crate) struct TextStop {
     before: TokenId,
     detokenizer: Detokenizer,
     stop: StopText,
-    /// Tokens that are withheld back, with the length of the text up to the end of each; `None` while a character
+    /// Tokens that are withheld, with the length of the text up to the end of each; `None` while a character
     /// that it begins is incomplete.
     withheld: VecDeque<(SampledToken, Option<usize>)>,
     /// Length of the text of all tokens.

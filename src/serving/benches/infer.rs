@@ -1,4 +1,4 @@
-//! Time that serving takes: a request to an identity model, a response of a stream, a step of an ensemble, a request through
+//! Overhead of serving: a request to an identity model, a response of a stream, a step of an ensemble, a request through
 //! a queue (alone and with others), a response from the response cache.
 //!
 //! `cargo bench -p serving`

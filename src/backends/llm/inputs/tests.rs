@@ -24,7 +24,7 @@ fn greedy_and_sampled_are_told_apart_as_by_tensorrt_llm() {
     }
 }
 
-/// A request whose numbers are each as given; `None` leaves an input out.
+/// A request with these numbers; `None` leaves an input out.
 fn request(values: &[(&str, Option<i64>)]) -> InferRequest {
     let mut inputs = vec![Tensor::from_i32("input_ids", &[1, 3], &[1, 2, 3])];
     let given = values.iter().filter_map(|&(name, value)| Some((name, value?)));
@@ -50,7 +50,7 @@ const NUMBERS: [&str; 12] = [
 
 const EXTREMES: [i64; 11] = [i64::MIN, -1, 0, 1, 2, 8, 9, i32::MAX as i64, u32::MAX as i64, 1 << 40, i64::MAX];
 
-/// What a request takes once it is understood: nothing was sized by its numbers but within the model's bounds.
+/// Checks that the sizes of a parsed request are within the model's bounds.
 fn check_size(config: &LlmConfig, request: &InferRequest) {
     let Ok(Command::Generate(parsed)) = parse(config, request) else { return };
     let (max_rows, max_len) = (config.engine.max_rows, config.engine.max_sequence_len);

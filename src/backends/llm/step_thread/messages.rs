@@ -46,7 +46,7 @@ impl Running {
         Ok(())
     }
 
-    /// Refuses requests whose timeout has expired, or moves them behind others.
+    /// Refuses requests whose timeout has expired, or moves them after others.
     pub(super) fn expire(&mut self) {
         let Some(engine) = &mut self.engine else { return };
         while let Some(late) = self.timeouts.first_entry().filter(|first| first.key().0 <= Instant::now()) {

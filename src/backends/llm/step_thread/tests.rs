@@ -129,7 +129,7 @@ async fn a_panic_ends_the_requests_in_flight_with_an_error_and_the_model_serves_
     let its_sequence = accepted(&mut long).await;
     assert!(shared.is_ready());
 
-    // The engine refuses an empty prompt, and the thread panics when it says so.
+    // The engine refuses an empty prompt, and the thread panics when it sends the refusal.
     let (events, mut broken) = event_queue::event_queue();
     assert!(broken.poll_receive(&mut Context::from_waker(&Waker::from(Arc::new(Panics)))).is_pending());
     inbox.send(Message::Submit { sequences: vec![request(&[], 1)], timeout: None, events });

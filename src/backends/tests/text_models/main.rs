@@ -99,7 +99,7 @@ async fn sequences_of_one_run_keep_their_texts_apart_and_end_one_by_one() {
         let request = InferRequest { step: Some(step.clone()), ..request("postprocessing", inputs) };
         texts[index as usize] += &text(output(&all(server.infer(request).unwrap()).await[0], "OUTPUT"));
     }
-    // The second ends within its character, while the run goes on.
+    // The second sequence ends within a character, while the request continues.
     assert_eq!(texts, ["é!", "\u{fffd}"]);
 }
 
