@@ -87,6 +87,7 @@ fn num_front_threads(requested: usize) -> usize {
     }
 }
 
+/// Loads the models, and serves until a signal or another world ends this one.
 async fn serve(
     args: &RankArgs,
     mut front_config: front::Config,
@@ -97,21 +98,9 @@ async fn serve(
     control: &Control,
 ) -> Result<ExitCode, RankError> {
     let mut signals = Signals::new().map_err(RankError::Runtime)?;
-    let mut factories: HashMap<String, Arc<dyn BackendFactory>> = backends::builtin();
-    let layouts = Layouts::new(Arc::clone(&llm) as _, Arc::clone(&python) as _);
-    factories.extend(layouts.factories());
     let config = server_config(args);
-    let server = Server::new(config.clone(), factories).map_err(|error| RankError::Server(error.to_string()))?;
-    python.attach(&server);
-    layouts.attach(&server);
-    let host =
-        HostMetrics::new(args.metrics.interval(), args.metrics.allow_cpu_metrics, args.metrics.allow_gpu_metrics);
-    let metrics: Vec<Arc<dyn front::MetricsSource>> = vec![
-        Arc::new(host),
-        Arc::new(LlmMetrics(Arc::clone(&llm))),
-        Arc::new(PythonMetrics(python)),
-        Arc::new(StartupMetrics(Arc::clone(&startup))),
-    ];
+    let server = new_server(&config, &llm, &python)?;
+    let metrics = metrics_sources(args, &llm, python, &startup);
     front_config.ledger = args.front.debug_endpoints.then(|| crate::ledger::source(Arc::clone(&llm)));
     // A world that takes over ports opens them after it has loaded; others open their ports first.
     let (listeners, taken) = match &args.take_over {
@@ -141,21 +130,55 @@ async fn serve(
     let handed_over = offer_ports(args, &front);
     control.serves(&server);
     tokio::select! {
-        () = signals.next() => Ok(drain(args, &server, front, signals).await),
+        () = signals.next() => {}
         () = handed_over => {
-            tracing::info!("another world has the ports: this one ends with the requests that it has");
+            tracing::info!("another world has the ports: this one ends when its requests have ended");
             front.leave(Duration::from_secs(args.exit_timeout_secs)).await;
-            Ok(drain(args, &server, front, signals).await)
         }
     }
+    Ok(drain(args, &server, front, signals).await)
 }
 
+/// A server with all backends, which has loaded no model.
+fn new_server(
+    config: &ServerConfig,
+    llm: &Arc<LlmFactory>,
+    python: &Arc<PythonFactory>,
+) -> Result<Arc<Server>, RankError> {
+    let mut factories: HashMap<String, Arc<dyn BackendFactory>> = backends::builtin();
+    let layouts = Layouts::new(Arc::clone(llm) as _, Arc::clone(python) as _);
+    factories.extend(layouts.factories());
+    let server = Server::new(config.clone(), factories).map_err(|error| RankError::Server(error.to_string()))?;
+    python.attach(&server);
+    layouts.attach(&server);
+    Ok(server)
+}
+
+/// Metrics of the machine, the backends and the start.
+fn metrics_sources(
+    args: &RankArgs,
+    llm: &Arc<LlmFactory>,
+    python: Arc<PythonFactory>,
+    startup: &Arc<Startup>,
+) -> Vec<Arc<dyn front::MetricsSource>> {
+    let host =
+        HostMetrics::new(args.metrics.interval(), args.metrics.allow_cpu_metrics, args.metrics.allow_gpu_metrics);
+    vec![
+        Arc::new(host),
+        Arc::new(LlmMetrics(Arc::clone(llm))),
+        Arc::new(PythonMetrics(python)),
+        Arc::new(StartupMetrics(Arc::clone(startup))),
+    ]
+}
+
+/// How loading ended.
 #[derive(PartialEq)]
 enum Loaded {
     All,
     Stopped,
 }
 
+/// Loads all models, until a signal.
 async fn load(
     args: &RankArgs,
     config: &ServerConfig,
@@ -200,6 +223,7 @@ fn offer_ports(args: &RankArgs, front: &Running) -> impl Future<Output = ()> + u
     }
 }
 
+/// Logs the failures. They are an error with `--exit-on-error`.
 fn report_loading(args: &RankArgs, failures: &[serving::LoadFailure]) -> Result<(), RankError> {
     for failure in failures {
         tracing::error!("failed to load '{}': {}", failure.model, failure.reason);

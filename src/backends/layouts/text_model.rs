@@ -13,7 +13,9 @@ use futures::future::BoxFuture;
 use generation::Generator;
 use repository::ModelConfig;
 use repository::proto::{DataType as ConfigType, ModelOutput, ModelParameter};
-use serving::{Backend, BackendFactory, GenerateCall, InferError, InferRequest, Limits, LoadRequest, ResponseStream};
+use serving::{
+    Backend, BackendFactory, GenerateCall, InferError, InferRequest, Limits, LoadRequest, ResponseStream, Tensor,
+};
 use tokio::runtime::Handle;
 
 use super::engine_config::{engine_output, with_checkpoint};
@@ -142,15 +144,7 @@ impl TextModel {
 
 impl Backend for TextModel {
     fn infer(&self, request: InferRequest) -> Result<ResponseStream, InferError> {
-        if let Some((tensor, reason)) = request.inputs.iter().find_map(|tensor| match input(&tensor.name) {
-            Some(Use::Refused(reason)) => Some((tensor, reason)),
-            _ => None,
-        }) {
-            return Err(InferError::invalid(format!(
-                "input `{}` is not supported: {reason}; leave it out",
-                tensor.name
-            )));
-        }
+        refuse_unsupported(&request)?;
         if let Some(stop) =
             request.input("stop").filter(|stop| stop.to_bool().is_some_and(|stop| stop.first() == Some(&true)))
         {
@@ -159,18 +153,7 @@ impl Backend for TextModel {
         }
         let prompts = prompts(&request)?;
         let streaming = first(&request, &STREAM)?.unwrap_or(false);
-        if streaming && !self.is_decoupled {
-            return Err(InferError::invalid(
-                "the request asks for a stream, but this model is not decoupled; set `model_transaction_policy { decoupled: \
-                 true }`, or do not ask for one",
-            ));
-        }
-        if streaming && prompts.len() != 1 {
-            return Err(InferError::invalid(format!(
-                "{} prompts in one stream; send a request for each",
-                prompts.len()
-            )));
-        }
+        self.check_streaming(streaming, prompts.len())?;
         prompts.iter().try_for_each(|prompt| self.encoder.check(prompt.len()))?;
         let num_bytes = request.inputs.iter().map(|tensor| tensor.data.len()).sum();
         let (model, runtime) = (self.clone(), Handle::current());
@@ -217,6 +200,16 @@ impl Backend for TextModel {
     }
 }
 
+/// Refuses inputs that would change the output if they were ignored.
+fn refuse_unsupported(request: &InferRequest) -> Result<(), InferError> {
+    for Tensor { name, .. } in &request.inputs {
+        if let Some(Use::Refused(reason)) = input(name) {
+            return Err(InferError::invalid(format!("input `{name}` is not supported: {reason}; leave it out")));
+        }
+    }
+    Ok(())
+}
+
 /// A request to the engine, and the text of its output.
 type Prepared = (InferRequest, RunningText);
 
@@ -224,6 +217,20 @@ type Prepared = (InferRequest, RunningText);
 type Run = (ResponseStream, RunningText);
 
 impl TextModel {
+    /// Checks that the response to `num_prompts` prompts can be streamed.
+    fn check_streaming(&self, streaming: bool, num_prompts: usize) -> Result<(), InferError> {
+        if streaming && !self.is_decoupled {
+            return Err(InferError::invalid(
+                "the request asks for a stream, but this model is not decoupled; set `model_transaction_policy { decoupled: \
+                 true }`, or do not ask for one",
+            ));
+        }
+        if streaming && num_prompts != 1 {
+            return Err(InferError::invalid(format!("{num_prompts} prompts in one stream; send a request for each")));
+        }
+        Ok(())
+    }
+
     /// Starts requests on the engine.
     fn start(&self, prepared: Vec<Prepared>) -> Result<Vec<Run>, InferError> {
         prepared.into_iter().map(|(request, text)| Ok((self.llm().infer(request)?, text))).collect()

@@ -99,6 +99,28 @@ impl Session {
     fn new() -> Self {
         Self { tokens: Vec::new(), stop: watch::Sender::new(0), is_running: false, last_used: Instant::now() }
     }
+
+    /// Truncates the history to the `step` of a request.
+    ///
+    /// # Errors
+    /// When another request is running, or the history is shorter.
+    fn truncate(&mut self, request: &SessionRequest) -> Result<(), InferError> {
+        let shown = display(&request.id);
+        if self.is_running {
+            let words = format!("session {shown} still answers its last request; wait for it, or send STOP = 1");
+            return Err(InferError::invalid(words));
+        }
+        let num_tokens = self.tokens.len();
+        match request.step {
+            Some(step) if step > num_tokens => {
+                Err(InferError::invalid(format!("`step` is {step}, but session {shown} holds {num_tokens} tokens")))
+            }
+            step => {
+                self.tokens.truncate(step.unwrap_or(num_tokens));
+                Ok(())
+            }
+        }
+    }
 }
 
 /// The session inputs of a request.
@@ -126,6 +148,20 @@ impl SessionRequest {
             step: size(request, "step")?,
             session_len: size(request, "session_len")?,
         })
+    }
+}
+
+impl SessionRequest {
+    /// Checks the length of the session after this request.
+    fn check_len(&self, num_tokens: usize) -> Result<(), InferError> {
+        match self.session_len {
+            Some(session_len) if session_len > 0 && num_tokens > session_len => Err(InferError::invalid(format!(
+                "session {} would come to {num_tokens} tokens, more than `session_len` ({session_len}); start a new one, \
+                 or ask for fewer tokens",
+                display(&self.id)
+            ))),
+            _ => Ok(()),
+        }
     }
 }
 
@@ -175,27 +211,9 @@ impl Sessions {
         let session = sessions.get_mut(&session_request.id).ok_or_else(|| {
             InferError::invalid(format!("session {shown} is not known; send its first request with START = 1"))
         })?;
-        if session.is_running {
-            let words = format!("session {shown} still answers its last request; wait for it, or send STOP = 1");
-            return Err(InferError::invalid(words));
-        }
-        if let Some(step) = session_request.step {
-            if step > session.tokens.len() {
-                let words = format!("`step` is {step}, but session {shown} holds {} tokens", session.tokens.len());
-                return Err(InferError::invalid(words));
-            }
-            session.tokens.truncate(step);
-        }
-        let length = session.tokens.len() + added.len() + usize::try_from(max_tokens).unwrap_or(0);
-        if let Some(session_len) =
-            session_request.session_len.filter(|&session_len| session_len > 0 && length > session_len)
-        {
-            let words = format!(
-                "session {shown} would come to {length} tokens, more than `session_len` ({session_len}); start a new one, \
-                 or ask for fewer tokens"
-            );
-            return Err(InferError::invalid(words));
-        }
+        session.truncate(session_request)?;
+        let num_added = added.len() + usize::try_from(max_tokens).unwrap_or(0);
+        session_request.check_len(session.tokens.len() + num_added)?;
         session.is_running = true;
         session.last_used = Instant::now();
         let mut prompt = session.tokens.clone();

@@ -7,7 +7,7 @@ mod words;
 
 use std::sync::atomic::Ordering;
 
-use engine::{BeamParams, Refused, Request, TokenId};
+use engine::{BeamParams, Refused, Request, SamplingParams, TokenId};
 use generation::GenerateRequest;
 use serving::{InferError, InferRequest, Parameter};
 
@@ -57,48 +57,37 @@ pub(crate) enum Command {
     Stop,
 }
 
+/// Parses a request.
+///
+/// # Errors
+/// When a tensor is missing, has another type, or a value outside of the model's limits. The message names the tensor.
 pub(crate) fn parse(config: &LlmConfig, request: &InferRequest) -> Result<Command, InferError> {
-    if scalar::<bool>(request, &["stop"])?.unwrap_or(false) {
+    let flag = |names: &[&str]| scalar::<bool>(request, names).map(|flag| flag.unwrap_or(false));
+    if flag(&["stop"])? {
         return Ok(Command::Stop);
     }
     refuse_unsupported(request)?;
-    let prompt = prompt(config, request)?;
-    let max_tokens = scalar::<i64>(request, &["request_output_len"])?.ok_or_else(|| {
-        InferError::invalid("input `request_output_len` is missing: it says how many tokens to generate")
-    })?;
-    let max_tokens = u32::try_from(max_tokens).ok().filter(|&tokens| tokens > 0).ok_or_else(|| {
-        InferError::invalid(format!("`request_output_len` is {max_tokens}, expected a number of tokens from 1"))
-    })?;
-    let streaming = scalar::<bool>(request, &["streaming"])?.unwrap_or(false);
-    if streaming && !config.decoupled {
-        let words = "`streaming` is true, but this model is not decoupled; set `model_transaction_policy { decoupled: true }` or leave `streaming` out";
-        return Err(InferError::invalid(words));
-    }
+    let (prompt, max_tokens) = (prompt(config, request)?, max_tokens(request)?);
+    let streaming = flag(&["streaming"])?;
     let beams = beams(config, request)?;
-    if streaming && beams.is_some() {
-        let words = "`streaming` is true, but beams are known only when their search has ended; set `beam_width` to 1 or leave `streaming` out";
-        return Err(InferError::invalid(words));
-    }
-    let flag = |names: &[&str]| scalar::<bool>(request, names).map(|flag| flag.unwrap_or(false));
+    check_streaming(config, streaming, beams.as_ref())?;
     let return_log_probs = flag(&["return_log_probs"])?;
-    let exclude_input = scalar::<bool>(request, &["exclude_input_in_output"])?.unwrap_or(config.exclude_input);
     let num_sequences = num_sequences(config, request, beams.as_ref())?;
-    let mut sampling = sampling(config, request, return_log_probs)?;
-    sampling.context_logits = wants_logits(config, request, "context_logits")?;
-    sampling.generation_logits = wants_logits(config, request, "generation_logits")?;
-    let engine_request = Request {
+    let sequence = Request {
         prompt,
         max_tokens,
-        sampling,
+        sampling: SamplingParams {
+            context_logits: wants_logits(config, request, "context_logits")?,
+            generation_logits: wants_logits(config, request, "generation_logits")?,
+            ..sampling(config, request, return_log_probs)?
+        },
         stop_words: words(config, request, "stop_words_list")?,
-        priority: 0,
         beams,
-        cache_salt: None,
-        constraint: None,
         max_drafts: max_drafts(config, request)?,
+        ..Request::default()
     };
     let generate = GenerateRequest {
-        sequence: engine_request,
+        sequence,
         num_sequences,
         guide: guide(request)?,
         priority: request.priority,
@@ -108,12 +97,36 @@ pub(crate) fn parse(config: &LlmConfig, request: &InferRequest) -> Result<Comman
     Ok(Command::Generate(Box::new(TensorRequest {
         generate,
         streaming,
-        exclude_input,
+        exclude_input: scalar(request, &["exclude_input_in_output"])?.unwrap_or(config.exclude_input),
         return_log_probs,
         return_perf_metrics: flag(&["return_perf_metrics", "return_kv_cache_reuse_stats"])?,
         return_num_input_tokens: flag(&["return_num_input_tokens"])?,
         return_num_output_tokens: flag(&["return_num_output_tokens"])?,
     })))
+}
+
+fn max_tokens(request: &InferRequest) -> Result<u32, InferError> {
+    let max_tokens = scalar::<i64>(request, &["request_output_len"])?.ok_or_else(|| {
+        InferError::invalid("input `request_output_len` is missing: it says how many tokens to generate")
+    })?;
+    u32::try_from(max_tokens).ok().filter(|&tokens| tokens > 0).ok_or_else(|| {
+        InferError::invalid(format!("`request_output_len` is {max_tokens}, expected a number of tokens from 1"))
+    })
+}
+
+/// Checks that the responses to a request can be streamed.
+fn check_streaming(config: &LlmConfig, streaming: bool, beams: Option<&BeamParams>) -> Result<(), InferError> {
+    let (reason, advice) = match (streaming, config.decoupled, beams) {
+        (false, ..) | (true, true, None) => return Ok(()),
+        (true, false, _) => (
+            "this model is not decoupled",
+            "set `model_transaction_policy { decoupled: true }` or leave `streaming` out",
+        ),
+        (true, true, Some(_)) => {
+            ("beams are known only when their search has ended", "set `beam_width` to 1 or leave `streaming` out")
+        }
+    };
+    Err(InferError::invalid(format!("`streaming` is true, but {reason}; {advice}")))
 }
 
 /// Whether the request wants an output of logits.

@@ -33,7 +33,7 @@ pub(crate) enum Phase {
     Send,
     Wait,
     Settle,
-    Tell,
+    Deliver,
 }
 
 /// The metrics of one replica.

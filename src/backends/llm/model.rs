@@ -117,13 +117,16 @@ impl Llm {
         admission.map_err(|full| error_of(&Refused::QueueFull { max: full.max }))
     }
 
-    /// A text search for stop words for each sequence; empty without stop words.
-    fn text_stops(&self, sequences: &[Request]) -> Vec<TextStop> {
-        let (Some(tokenizer), Some(first)) = (&self.tokenizer, sequences.first()) else { return Vec::new() };
-        let Some(&before) = first.prompt.last() else { return Vec::new() };
-        // All sequences have the same prompt and stop words.
-        let texts = TextStop::texts(tokenizer, &first.stop_words, before);
-        sequences.iter().map_while(|_| TextStop::new(tokenizer, &texts, before)).collect()
+    /// A text search for stop words for each sequence; empty without stop words. Removes spellings from the request whose white space
+    /// belongs to the output.
+    fn text_stops(&self, request: &mut GenerateRequest) -> Vec<TextStop> {
+        let num_requests = if request.sequence.beams.is_some() { 1 } else { request.num_sequences };
+        let (Some(tokenizer), Some(&before)) = (&self.tokenizer, request.sequence.prompt.last()) else {
+            return Vec::new();
+        };
+        TextStop::keep_space(tokenizer, &mut request.sequence.stop_words, before);
+        let texts = TextStop::texts(tokenizer, &request.sequence.stop_words, before);
+        (0..num_requests).map_while(|_| TextStop::new(tokenizer, &texts, before)).collect()
     }
 }
 
@@ -154,27 +157,19 @@ impl Llm {
         mut request: GenerateRequest,
         decode_calls: Option<CallCounter>,
     ) -> Result<GenerateStream, InferError> {
+        let LlmConfig { limits, queue, .. } = &*self.config;
         let logits_bytes = check_request::check(&self.config, &request)?;
         request.sequence.constraint = self.constraint(&request)?;
-        let logits = self.logits.charge(&self.config.limits, logits_bytes)?;
+        let logits = self.logits.charge(limits, logits_bytes)?;
         let num_sequences = request.num_sequences;
-        let timeout = self.config.queue.timeout(request.priority, request.timeout_us);
+        let timeout = queue.timeout(request.priority, request.timeout_us);
         let timeout = timeout.map(|timeout| (Instant::now() + timeout.after, timeout.rejects));
-        request.sequence.priority =
-            self.config.queue.priority(request.priority).saturating_add_signed(-request.priority_offset);
+        request.sequence.priority = queue.priority(request.priority).saturating_add_signed(-request.priority_offset);
         let texts = self.sequence_texts(&mut request, decode_calls)?;
-        if let (None, Some(tokenizer), Some(&before)) = (&texts, &self.tokenizer, request.sequence.prompt.last()) {
-            TextStop::keep_space(tokenizer, &mut request.sequence.stop_words, before);
-        }
+        let text_stops = if texts.is_some() { Vec::new() } else { self.text_stops(&mut request) };
         let sequences = request.into_sequences();
-        let text_stops = if texts.is_some() { Vec::new() } else { self.text_stops(&sequences) };
         let admission = self.admit(&sequences)?;
-        let prompt_len = sequences.first().map_or(0, |first| first.prompt.len());
-        let shared = match &admission {
-            Admission::Assigned(reservation) => &reservation.replica().shared,
-            Admission::Queued(_) => &self.router.replicas()[0].shared,
-        };
-        let timing = Timing::new(shared, self.config.engine.block_size, prompt_len, sequences.len());
+        let timing = self.timing(&admission, &sequences);
         let (events, receiver) = event_queue();
         let stop = Arc::new(StopHandle::new(events.downgrade()));
         let submit = Some(Message::Submit { sequences, timeout, events });
@@ -186,7 +181,7 @@ impl Llm {
             ipc::lock(&self.stop_handles).insert(client_id.clone(), Arc::clone(&stop));
         }
         self.in_flight.send_modify(|count| *count += 1);
-        let generating = ActiveRequest {
+        let request = ActiveRequest {
             client_id,
             submission,
             stop_handles: Arc::clone(&self.stop_handles),
@@ -201,7 +196,17 @@ impl Llm {
             is_cancelled: false,
             ready: VecDeque::new(),
         };
-        Ok(GenerateStream::new(generating, receiver))
+        Ok(GenerateStream::new(request, receiver))
+    }
+
+    /// The durations of a request. A queued one counts for the first replica.
+    fn timing(&self, admission: &Admission, sequences: &[Request]) -> Timing {
+        let prompt_len = sequences.first().map_or(0, |first| first.prompt.len());
+        let shared = match admission {
+            Admission::Assigned(reservation) => &reservation.replica().shared,
+            Admission::Queued(_) => &self.router.replicas()[0].shared,
+        };
+        Timing::new(shared, self.config.engine.block_size, prompt_len, sequences.len())
     }
 
     /// Compiles the constraint of a request, if it has one. Other threads serve requests during this time.

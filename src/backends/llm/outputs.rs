@@ -75,39 +75,11 @@ impl Responses {
         parsed: &TensorRequest,
         text: Option<TextOutputs>,
     ) -> Self {
-        let has_placeholders = config.has_placeholders && !parsed.streaming;
-        let num_input_tokens = parsed.generate.sequence.prompt.len();
-        let value = |name: &str| -> Option<Value> {
-            if parsed.wants(name) {
-                return Some(Value::Generated(OutputKind::of(name)?));
-            }
-            let placeholder = placeholder(name, config.logits_type, num_input_tokens).filter(|_| has_placeholders);
-            placeholder.map(Value::Given)
+        let (outputs, parameters) = match &text {
+            None => (model_outputs(config, request, parsed), Arc::default()),
+            Some(text) => (ensemble_outputs(config, parsed, text), text.parameters.clone()),
         };
-        let (outputs, texts, parameters): (Vec<(Name, Value)>, _, _) = match text {
-            None => {
-                let requested = &request.requested_outputs;
-                let is_requested = |name: &&String| requested.is_empty() || requested.iter().any(|it| it == *name);
-                let (wanted, unwanted): (Vec<&String>, Vec<&String>) =
-                    config.outputs.iter().filter(is_requested).partition(|name| parsed.wants(name));
-                let outputs = wanted.into_iter().chain(unwanted);
-                (outputs.filter_map(|name| Some((name.into(), value(name)?))).collect(), None, Arc::default())
-            }
-            Some(text) => {
-                let is_declared = |name: &Name| config.outputs.iter().any(|output| *name == output.as_str());
-                let of_ensemble = |(name, output): &(Name, TextOutput)| {
-                    let value = match output {
-                        TextOutput::Text => Value::Text,
-                        TextOutput::Given(tensor) => Value::Given(tensor.clone()),
-                        TextOutput::Generated(name) => value(Some(name).filter(|name| is_declared(name))?)?,
-                    };
-                    Some((name.clone(), value))
-                };
-                let outputs = text.outputs.iter().filter_map(of_ensemble).collect();
-                let parameters = text.parameters.clone();
-                (outputs, Some(Texts::new(text, parsed.generate.num_sequences)), parameters)
-            }
-        };
+        let texts = text.map(|text| Texts::new(text, parsed.generate.num_sequences));
         let exclude_input = parsed.exclude_input || parsed.streaming;
         let mode = match (parsed.streaming, config.decoupled) {
             _ if parsed.generate.sequence.beams.is_some() => ResponseMode::Once,
@@ -126,7 +98,7 @@ impl Responses {
             texts,
             mode,
             prompt: if exclude_input { Vec::new() } else { parsed.generate.sequence.prompt.clone() },
-            num_input_tokens,
+            num_input_tokens: parsed.generate.sequence.prompt.len(),
             padding: parsed.generate.sequence.sampling.end_ids.first().copied().unwrap_or(PADDING),
             logits_form: LogitsForm { datatype: config.logits_type, vocab_size: config.vocab_size },
             sequences: smallvec![Output::default(); parsed.generate.num_sequences],
@@ -245,6 +217,41 @@ impl Responses {
             allows_delta: self.delta_base.is_some(),
         }
     }
+}
+
+/// The requested outputs of the model. Placeholders are last.
+fn model_outputs(config: &LlmConfig, request: &InferRequest, parsed: &TensorRequest) -> Vec<(Name, Value)> {
+    let requested = &request.requested_outputs;
+    let is_requested = |name: &&String| requested.is_empty() || requested.iter().any(|it| it == *name);
+    let (wanted, unwanted): (Vec<&String>, Vec<&String>) =
+        config.outputs.iter().filter(is_requested).partition(|name| parsed.wants(name));
+    let outputs = wanted.into_iter().chain(unwanted);
+    outputs.filter_map(|name| Some((name.into(), value(config, parsed, name)?))).collect()
+}
+
+/// The outputs of a text ensemble that the model makes.
+fn ensemble_outputs(config: &LlmConfig, parsed: &TensorRequest, text: &TextOutputs) -> Vec<(Name, Value)> {
+    let is_declared = |name: &Name| config.outputs.iter().any(|output| *name == output.as_str());
+    let output = |(name, output): &(Name, TextOutput)| {
+        let value = match output {
+            TextOutput::Text => Value::Text,
+            TextOutput::Given(tensor) => Value::Given(tensor.clone()),
+            TextOutput::Generated(name) => value(config, parsed, Some(name).filter(|name| is_declared(name))?)?,
+        };
+        Some((name.clone(), value))
+    };
+    text.outputs.iter().filter_map(output).collect()
+}
+
+/// The value of an output of the model; `None` for an output that responses do not have.
+fn value(config: &LlmConfig, parsed: &TensorRequest, name: &str) -> Option<Value> {
+    if parsed.wants(name) {
+        return Some(Value::Generated(OutputKind::of(name)?));
+    }
+    let has_placeholders = config.has_placeholders && !parsed.streaming;
+    let num_input_tokens = parsed.generate.sequence.prompt.len();
+    let placeholder = placeholder(name, config.logits_type, num_input_tokens).filter(|_| has_placeholders);
+    placeholder.map(Value::Given)
 }
 
 #[cfg(test)]

@@ -19,7 +19,7 @@ use std::sync::atomic::Ordering;
 use std::sync::{Arc, mpsc};
 use std::time::{Duration, Instant};
 
-use engine::{Engine, SequenceId, StepPlan, TokenEvent};
+use engine::{Engine, SequenceId, StepOutput, StepPlan, TokenEvent};
 use ipc::Prefix;
 use serving::Timestamp;
 use supervision::{Agents, FromWorker};
@@ -40,6 +40,9 @@ const MAX_LOSSES: u32 = 5;
 
 /// Maximum time between checks of the watchdog.
 const POLL_INTERVAL: Duration = Duration::from_millis(100);
+
+/// Message of a panic: the engine is created before the first step.
+const ENGINE_EXISTS: &str = "the engine exists when workers are ready";
 
 /// The parts of a step thread.
 pub(crate) struct StepThread {
@@ -180,22 +183,10 @@ impl Running {
     /// One iteration: handles messages, plans and sends steps, and settles the output of the oldest step.
     fn run_once(&mut self, group: &mut WorkerGroup) -> Result<(), End> {
         self.handle_messages(group, Duration::ZERO)?;
-        let engine = self.engine.as_mut().expect("the engine exists when workers are ready");
-        let was_idle = engine.num_in_flight() == 0;
-        let shared = Arc::clone(&self.thread.shared);
-        let metrics = &shared.metrics;
-        let mut now = Instant::now();
-        // The workers wait for masks, so these are sent before the next plan.
-        send_masks(engine, group)?;
-        while let Some(plan) = engine.plan() {
-            now = metrics.phase(Phase::Plan, now);
-            self.step_kinds.planned(&plan, metrics);
-            push_scheduled(&mut self.thread.dispatcher, &plan, now.into(), shared.restarts.load(Ordering::Relaxed));
-            group.step(plan)?;
-            now = metrics.phase(Phase::Send, now);
-        }
-        send_masks(engine, group)?;
+        let was_idle = self.engine().num_in_flight() == 0;
+        let sent = self.send_plans(group)?;
         self.thread.dispatcher.flush(); // Before the wait for workers: requests are to know that they are scheduled.
+        let engine = self.engine.as_mut().expect(ENGINE_EXISTS);
         engine.drain_events(&mut self.events);
         if engine.num_in_flight() == 0 {
             *ipc::lock(&self.thread.shared.stats) = engine.stats();
@@ -208,22 +199,8 @@ impl Running {
         if group.doorbell().is_none() {
             self.handle_messages(group, POLL_INTERVAL)?;
         }
-        let engine = self.engine.as_mut().expect("as above");
         match group.next_report(POLL_INTERVAL)? {
-            Some(FromWorker::Output(output)) => {
-                now = metrics.phase(Phase::Wait, now);
-                self.step_kinds.settled(self.last_progress.elapsed(), metrics);
-                let settled = engine.settle(output, &mut self.events);
-                settled.map_err(|error| WorkerLoss::new(format!("worker 0 sent an unexpected output: {error}")))?;
-                self.losses = 0;
-                // Decays slowly, because the first step after a start may be much longer than others.
-                self.longest_step = self.last_progress.elapsed().max(self.longest_step.mul_f32(0.99));
-                *ipc::lock(&self.thread.shared.stats) = engine.stats();
-                self.last_progress = metrics.phase(Phase::Settle, now);
-                self.push_events();
-                metrics.phase(Phase::Tell, self.last_progress);
-                return Ok(());
-            }
+            Some(FromWorker::Output(output)) => return Ok(self.settle(output, sent)?),
             Some(FromWorker::Logits(piece)) => {
                 self.last_progress = Instant::now();
                 self.thread.dispatcher.push(piece.sequence, RequestEvent::Logits(Box::new(piece)));
@@ -238,6 +215,47 @@ impl Running {
         Ok(())
     }
 
+    fn engine(&mut self) -> &mut Engine {
+        self.engine.as_mut().expect(ENGINE_EXISTS)
+    }
+
+    /// Plans and sends steps until enough are in flight. Returns the time of the last one.
+    fn send_plans(&mut self, group: &mut WorkerGroup) -> Result<Instant, WorkerLoss> {
+        let StepThread { shared, dispatcher, .. } = &mut self.thread;
+        let engine = self.engine.as_mut().expect(ENGINE_EXISTS);
+        let mut now = Instant::now();
+        // The workers wait for masks, so these are sent before the next plan.
+        send_masks(engine, group)?;
+        while let Some(plan) = engine.plan() {
+            now = shared.metrics.phase(Phase::Plan, now);
+            self.step_kinds.planned(&plan, &shared.metrics);
+            push_scheduled(dispatcher, &plan, now.into(), shared.restarts.load(Ordering::Relaxed));
+            group.step(plan)?;
+            now = shared.metrics.phase(Phase::Send, now);
+        }
+        send_masks(engine, group)?;
+        Ok(now)
+    }
+
+    /// Settles the oldest step, and delivers its events. `sent` is the time when the last plan was sent.
+    fn settle(&mut self, output: StepOutput, sent: Instant) -> Result<(), WorkerLoss> {
+        let shared = Arc::clone(&self.thread.shared);
+        let now = shared.metrics.phase(Phase::Wait, sent);
+        self.step_kinds.settled(self.last_progress.elapsed(), &shared.metrics);
+        let engine = self.engine.as_mut().expect(ENGINE_EXISTS);
+        let settled = engine.settle(output, &mut self.events);
+        settled.map_err(|error| WorkerLoss::new(format!("worker 0 sent an unexpected output: {error}")))?;
+        self.losses = 0;
+        // Decays slowly, because the first step after a start may be much longer than others.
+        self.longest_step = self.last_progress.elapsed().max(self.longest_step.mul_f32(0.99));
+        *ipc::lock(&shared.stats) = engine.stats();
+        self.last_progress = shared.metrics.phase(Phase::Settle, now);
+        self.push_events();
+        shared.metrics.phase(Phase::Deliver, self.last_progress);
+        Ok(())
+    }
+
+    /// Passes the engine's events to the dispatcher.
     fn push_events(&mut self) {
         let now = Timestamp::now();
         for event in self.events.drain(..) {

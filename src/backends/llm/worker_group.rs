@@ -126,24 +126,11 @@ impl WorkerGroup {
                 Ok(())
             }
             FromAgent::Started { worker, plan_ring, output_ring, rank_pid, pid, node } => {
-                let rank = self.first_rank + worker.tp_rank;
+                let rank = self.rank_of(worker.tp_rank as usize);
                 if rank_pid != std::process::id() && self.agents.nodes().of(rank) == self.agents.nodes().of(0) {
                     self.agents.watch_rank(rank, rank_pid);
                 }
-                let rings = RelayedWorker { worker, plan_ring, output_ring };
-                let link = self.link(rings)?;
-                let device = self.devices[worker.tp_rank as usize].clone();
-                self.workers.push(WorkerStatus {
-                    index: rank,
-                    pid,
-                    node,
-                    device,
-                    memory_bytes: 0,
-                    backlog: link.backlog(),
-                });
-                self.links[worker.tp_rank as usize] = Some(link);
-                self.relay_node(worker);
-                Ok(())
+                self.open_worker(RelayedWorker { worker, plan_ring, output_ring }, pid, node)
             }
             FromAgent::Relayed { worker, bytes } => {
                 if let Some(Some(Link::Relayed { received, .. })) = self.links.get_mut(worker.tp_rank as usize) {
@@ -166,6 +153,18 @@ impl WorkerGroup {
                 Err(WorkerLoss { reason, kind: LossKind::RankLost })
             }
         }
+    }
+
+    /// Opens the rings of a worker that started.
+    fn open_worker(&mut self, rings: RelayedWorker, pid: u32, node: String) -> Result<(), WorkerLoss> {
+        let worker = rings.worker;
+        let index = worker.tp_rank as usize;
+        let link = self.link(rings)?;
+        let (device, backlog) = (self.devices[index].clone(), link.backlog());
+        self.workers.push(WorkerStatus { index: self.rank_of(index), pid, node, device, memory_bytes: 0, backlog });
+        self.links[index] = Some(link);
+        self.relay_node(worker);
+        Ok(())
     }
 
     /// Logs the ranks and nodes of each stage, except for a single stage of a single replica on a single node.
