@@ -106,7 +106,7 @@ pub(crate) fn find(config: &ModelConfig, model_dir: &Path, version_dir: &Path) -
 /// model with a tokenizer in the same repository. The parameter `tokenizer_type` names the format.
 pub(crate) fn tokenizer(model: &LoadRequest) -> Result<(Arc<Tokenizer>, PathBuf), InferError> {
     let name = &model.config.name;
-    let wrong = |words: String| InferError::invalid(format!("model `{name}`: {words}"));
+    let wrong = |message: String| InferError::invalid(format!("model `{name}`: {message}"));
     let dir = tokenizer_dir(&model.config, &model.model_dir, &model.version_dir).map_err(wrong)?;
     let named = model.config.parameter("tokenizer_type").map_or(Ok(TokenizerType::Auto), str::parse).map_err(wrong)?;
     let tokenizer = generation::open_tokenizer(&dir, named).map_err(|error| wrong(error.to_string()))?;

@@ -39,8 +39,8 @@ pub(crate) fn float(
     let value = scalar::<f32>(request, names)?;
     match value.filter(|value| !range.contains(value)) {
         Some(value) => {
-            let words = format!("`{}` is {value}, expected {} to {}", names[0], range.start(), range.end());
-            Err(InferError::invalid(words))
+            let message = format!("`{}` is {value}, expected {} to {}", names[0], range.start(), range.end());
+            Err(InferError::invalid(message))
         }
         None => Ok(value),
     }

@@ -81,8 +81,8 @@ impl Adapter for Checked {
     fn prepare_text(&self, mut request: InferRequest) -> Result<InferRequest, InferError> {
         for tensor in &request.inputs {
             if let Some(Use::Refused(reason)) = keys::find(LLM_INPUTS, &tensor.name) {
-                let words = format!("input `{}` is not supported: {reason}; leave it out", tensor.name);
-                return Err(InferError::new(ErrorKind::Unsupported, words));
+                let message = format!("input `{}` is not supported: {reason}; leave it out", tensor.name);
+                return Err(InferError::new(ErrorKind::Unsupported, message));
             }
         }
         if self.layout == Layout::FixedBatch {

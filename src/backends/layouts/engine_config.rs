@@ -17,7 +17,7 @@ pub(super) fn with_checkpoint(
     change: impl FnOnce(&mut ModelConfig),
 ) -> Result<LoadRequest, InferError> {
     let dir = checkpoint::find(&model.config, &model.model_dir, &model.version_dir)
-        .map_err(|words| InferError::invalid(format!("model `{}`: {words}", model.config.name)))?;
+        .map_err(|message| InferError::invalid(format!("model `{}`: {message}", model.config.name)))?;
     // The engine would resolve a relative path against another directory.
     let dir = std::path::absolute(&dir).unwrap_or(dir);
     let mut config = ModelConfig::clone(&model.config);

@@ -108,7 +108,7 @@ struct TextModel {
 impl TextModel {
     fn new(model: &LoadRequest, engine: &LoadRequest) -> Result<Self, InferError> {
         let config = &model.config;
-        let wrong = |words: String| InferError::invalid(format!("model `{}`: {words}", config.name));
+        let wrong = |message: String| InferError::invalid(format!("model `{}`: {message}", config.name));
         let dir = engine.config.parameter("gpt_model_path").unwrap_or_default();
         let tokenizer = match checkpoint::has_tokenizer(dir.as_ref()) {
             true => generation::tokenizer(dir.as_ref()).map_err(|error| wrong(error.to_string()))?,

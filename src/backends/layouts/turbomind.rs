@@ -107,8 +107,8 @@ impl Session {
     fn truncate(&mut self, request: &SessionRequest) -> Result<(), InferError> {
         let shown = display(&request.id);
         if self.is_running {
-            let words = format!("session {shown} still answers its last request; wait for it, or send STOP = 1");
-            return Err(InferError::invalid(words));
+            let message = format!("session {shown} still answers its last request; wait for it, or send STOP = 1");
+            return Err(InferError::invalid(message));
         }
         let num_tokens = self.tokens.len();
         match request.step {

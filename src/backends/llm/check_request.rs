@@ -28,18 +28,18 @@ fn logits_bytes(config: &LlmConfig, request: &GenerateRequest) -> Result<u64, In
     let GenerateRequest { sequence, num_sequences, .. } = request;
     let Request { prompt, max_tokens, sampling, beams, .. } = sequence;
     if beams.is_some() && sampling.generation_logits {
-        let words = "`return_generation_logits` is true, but a beam search reports log-probabilities only; set `beam_width` to 1 or leave it out";
-        return Err(InferError::invalid(words));
+        let message = "`return_generation_logits` is true, but a beam search reports log-probabilities only; set `beam_width` to 1 or leave it out";
+        return Err(InferError::invalid(message));
     }
     let context = if sampling.context_logits { prompt.len() } else { 0 };
     let most_tokens = (*max_tokens as usize).min(config.engine.max_sequence_len);
     let generation = if sampling.generation_logits { most_tokens } else { 0 };
     let bytes = (context + generation * num_sequences) * config.vocab_size * size_of::<f32>();
     if bytes > MAX_LOGITS_BYTES {
-        let words = format!(
+        let message = format!(
             "logits of {context} prompt tokens and {num_sequences} × {generation} output tokens take {bytes} bytes, at most {MAX_LOGITS_BYTES} are kept; lower `request_output_len` or shorten the prompt"
         );
-        return Err(InferError::invalid(words));
+        return Err(InferError::invalid(message));
     }
     Ok(bytes as u64)
 }

@@ -186,17 +186,17 @@ impl Parallelism {
         let left = world_size / pp_size.max(1) / replicas.unwrap_or(1).max(1);
         let tp_size = parameter(config, "tp")?.unwrap_or(left);
         if pp_size == 0 || pp_size as usize > num_layers {
-            let words = format!("`pp` is {pp_size}, expected 1 to {num_layers}, the layers of the model");
-            return Err(invalid(config, words));
+            let message = format!("`pp` is {pp_size}, expected 1 to {num_layers}, the layers of the model");
+            return Err(invalid(config, message));
         }
-        let wanted = replicas.unwrap_or(1);
-        let needed = tp_size.max(1).saturating_mul(pp_size).saturating_mul(wanted.max(1));
-        if tp_size == 0 || wanted == 0 || needed > world_size {
+        let min_replicas = replicas.unwrap_or(1);
+        let needed = tp_size.max(1).saturating_mul(pp_size).saturating_mul(min_replicas.max(1));
+        if tp_size == 0 || min_replicas == 0 || needed > world_size {
             let copies = replicas.map_or_else(String::new, |count| format!(" x `replicas` {count}"));
-            let words = format!("`tp` {tp_size} x `pp` {pp_size}{copies} workers need as many ranks");
+            let message = format!("`tp` {tp_size} x `pp` {pp_size}{copies} workers need as many ranks");
             return Err(invalid(
                 config,
-                format!("{words}, and world_size is {world_size}; start with `--world_size={needed}`"),
+                format!("{message}, and world_size is {world_size}; start with `--world_size={needed}`"),
             ));
         }
         let num_replicas = replicas.unwrap_or(world_size / (tp_size * pp_size));
@@ -271,8 +271,8 @@ fn logits_type(config: &ModelConfig) -> Result<DataType, InferError> {
         let datatype = match DataType::from_config(output.data_type()) {
             Some(datatype @ (DataType::Fp32 | DataType::Fp16 | DataType::Bf16)) => datatype,
             _ => {
-                let words = format!("output `{}` is {:?}", output.name, output.data_type());
-                return Err(invalid(config, format!("{words}, expected TYPE_FP32, TYPE_FP16 or TYPE_BF16")));
+                let message = format!("output `{}` is {:?}", output.name, output.data_type());
+                return Err(invalid(config, format!("{message}, expected TYPE_FP32, TYPE_FP16 or TYPE_BF16")));
             }
         };
         if found.is_some_and(|found| found != datatype) {
@@ -287,8 +287,8 @@ fn logits_type(config: &ModelConfig) -> Result<DataType, InferError> {
 fn max_drafts(config: &ModelConfig) -> Result<usize, InferError> {
     let max = parameter(config, "prompt_lookup_num_tokens")?.unwrap_or(0);
     if max > MAX_DRAFTS {
-        let words = format!("`prompt_lookup_num_tokens` is {max}, expected 0 to {MAX_DRAFTS}");
-        return Err(invalid(config, words));
+        let message = format!("`prompt_lookup_num_tokens` is {max}, expected 0 to {MAX_DRAFTS}");
+        return Err(invalid(config, message));
     }
     Ok(max)
 }
@@ -296,7 +296,7 @@ fn max_drafts(config: &ModelConfig) -> Result<usize, InferError> {
 /// Precision of the weights of linear layers on a CPU.
 fn weight_precision(config: &ModelConfig, defaults: &LlmDefaults) -> Result<WeightPrecision, InferError> {
     let precision = text_parameter(config, "weight_only_precision").map_or(Ok(defaults.weight_precision), str::parse);
-    let precision = precision.map_err(|words| invalid(config, words))?;
+    let precision = precision.map_err(|message| invalid(config, message))?;
     if precision != WeightPrecision::Checkpoint && matches!(defaults.device, DeviceChoice::Cuda { .. }) {
         tracing::warn!(model = %config.name, "`weight_only_precision` has no effect: CUDA devices hold the checkpoint's");
     }
@@ -331,21 +331,21 @@ fn find_checkpoint(load: &LoadRequest) -> Result<PathBuf, InferError> {
             if holds_checkpoint(&dir) {
                 return Ok(dir);
             }
-            let words = format!(
+            let message = format!(
                 "`{key}` is `{path}`, but {} has no config.json; point it at a Hugging Face checkpoint",
                 dir.display()
             );
-            return Err(invalid(&load.config, words));
+            return Err(invalid(&load.config, message));
         }
     }
     let candidates = [load.version_dir.clone(), load.version_dir.join("weights")];
     candidates.iter().find(|dir| holds_checkpoint(dir)).cloned().ok_or_else(|| {
-        let words = format!(
+        let message = format!(
             "no checkpoint: neither {} nor {} has a config.json; copy a Hugging Face checkpoint there or set parameter `gpt_model_path`",
             candidates[0].display(),
             candidates[1].display()
         );
-        invalid(&load.config, words)
+        invalid(&load.config, message)
     })
 }
 

@@ -141,10 +141,10 @@ fn wants_logits(config: &LlmConfig, request: &InferRequest, output: &str) -> Res
         return Ok(false);
     }
     if !config.outputs.iter().any(|name| name == output) {
-        let words = format!(
+        let message = format!(
             "`{flag}` is true, but config.pbtxt declares no output `{output}`; declare it, or leave `{flag}` out"
         );
-        return Err(InferError::invalid(words));
+        return Err(InferError::invalid(message));
     }
     Ok(true)
 }
@@ -199,11 +199,11 @@ fn prompt(config: &LlmConfig, request: &InferRequest) -> Result<Vec<TokenId>, In
     let tensor = request.input("input_ids").ok_or_else(missing)?;
     let ids = values(tensor)?;
     if tensor.shape.len() == 2 && tensor.shape[0] != 1 {
-        let words = format!(
+        let message = format!(
             "`input_ids` has batch size {}; send one prompt per request, they are batched in flight",
             tensor.shape[0]
         );
-        return Err(InferError::invalid(words));
+        return Err(InferError::invalid(message));
     }
     // `input_lengths` excludes padding.
     let length = match scalar::<i64>(request, &["input_lengths"])? {

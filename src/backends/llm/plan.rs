@@ -163,9 +163,9 @@ impl BackendFactory for PlanFactory {
                 InferError::unavailable("planned, not loaded")
             }
             Err(error) => {
-                let (mut failures, words) = (ipc::lock(&self.failures), error.to_string());
-                if !failures.contains(&words) {
-                    failures.push(words);
+                let (mut failures, message) = (ipc::lock(&self.failures), error.to_string());
+                if !failures.contains(&message) {
+                    failures.push(message);
                 }
                 error
             }

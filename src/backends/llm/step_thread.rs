@@ -140,8 +140,8 @@ impl Drop for Ended {
     fn drop(&mut self) {
         self.0.ready.store(false, Ordering::Release);
         if std::thread::panicking() {
-            let words = "the step thread of the model has ended by a panic; load the model again".to_owned();
-            *ipc::lock(&self.0.failure) = Some(words);
+            let message = "the step thread of the model has ended by a panic; load the model again".to_owned();
+            *ipc::lock(&self.0.failure) = Some(message);
         }
     }
 }

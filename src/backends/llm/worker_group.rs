@@ -139,10 +139,10 @@ impl WorkerGroup {
                 Ok(())
             }
             FromAgent::Ended { worker, reason, by_signal, .. } => {
-                let words = self.reported_failure(worker.tp_rank as usize);
+                let failure = self.reported_failure(worker.tp_rank as usize);
                 let kind = if by_signal { LossKind::BySignal } else { LossKind::Failed };
                 let reason = format!("{} ended: {reason}", self.name_of(worker.tp_rank as usize));
-                Err(words.unwrap_or(WorkerLoss { reason, kind }))
+                Err(failure.unwrap_or(WorkerLoss { reason, kind }))
             }
             FromAgent::Stacks { worker, text } => {
                 self.stacks[worker.tp_rank as usize] = Some(text);
@@ -344,7 +344,7 @@ impl WorkerGroup {
             match self.receive(tp_rank, Duration::ZERO) {
                 Ok(Some(_)) => {}
                 Ok(None) => return None,
-                Err(words) => return Some(words),
+                Err(failure) => return Some(failure),
             }
         }
     }

@@ -104,7 +104,7 @@ impl Instance {
         let Some(connection) = state.connection.clone() else {
             return Err(InferError::unavailable(state.lost.clone()));
         };
-        let begun = Instant::now();
+        let started = Instant::now();
         let placed: Vec<(BatchedRequest, Vec<Block>)> =
             batch.into_iter().filter_map(|request| place(&connection, request)).collect();
         if placed.is_empty() {
@@ -130,7 +130,7 @@ impl Instance {
         connection.process.send(&message.finish());
         let since = Instant::now();
         for running in requests.iter().filter_map(|number| state.running.get(number)) {
-            running.took_input(since - begun);
+            running.took_input(since - started);
         }
         state.batches.push_back(Batch { number, requests, since, free });
         drop(state);

@@ -147,7 +147,7 @@ async fn a_tensorrt_engine_in_place_of_a_checkpoint_is_named_in_the_error() {
 }
 
 #[test]
-fn a_model_that_says_native_false_is_left_to_its_own_backend() {
+fn a_model_with_native_false_is_served_by_its_own_backend() {
     let dir = tempfile::tempdir().unwrap();
     let parse = |text: &str| {
         let model = dir.path().join("lmdeploy_model");
@@ -161,7 +161,7 @@ fn a_model_that_says_native_false_is_left_to_its_own_backend() {
 }
 
 #[test]
-fn a_model_py_with_weights_that_only_it_can_read_is_run() {
+fn a_model_py_with_weights_in_its_own_format_is_run() {
     let dir = tempfile::tempdir().unwrap();
     let model = dir.path().join("gpt");
     fs::create_dir_all(model.join("1")).unwrap();

@@ -62,7 +62,7 @@ fn running() -> (ResponseStream, event_queue::Sender, Arc<ReplicaState>) {
 }
 
 #[tokio::test]
-async fn a_delta_says_that_nothing_follows_it_and_the_next_token_wakes_the_reader() {
+async fn a_drained_delta_is_marked_and_the_next_token_wakes_the_reader() {
     let (mut stream, events, shared) = running();
     let woken = Arc::<Count>::default();
     let waker = Waker::from(Arc::clone(&woken));
@@ -104,7 +104,7 @@ async fn a_delta_says_that_nothing_follows_it_and_the_next_token_wakes_the_reade
 }
 
 #[tokio::test]
-async fn what_was_not_read_is_counted_when_the_client_leaves() {
+async fn unread_tokens_are_counted_when_the_client_disconnects() {
     let (mut stream, events, shared) = running();
     let mut delta = OutputDelta::default();
     let mut poll = || stream.poll_item(&mut delta, &mut Context::from_waker(Waker::noop()));

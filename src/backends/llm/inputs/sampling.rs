@@ -86,8 +86,9 @@ fn logit_bias(config: &LlmConfig, request: &InferRequest) -> Result<Vec<(TokenId
     };
     let bias = tensor.to_f32().ok_or_else(|| wrong_type(tensor, "FP32"))?;
     if bias.len() > config.vocab_size {
-        let words = format!("`embedding_bias` has {} values, but the vocabulary has {}", bias.len(), config.vocab_size);
-        return Err(InferError::invalid(words));
+        let message =
+            format!("`embedding_bias` has {} values, but the vocabulary has {}", bias.len(), config.vocab_size);
+        return Err(InferError::invalid(message));
     }
     Ok((0..).map(TokenId).zip(bias).filter(|&(_, bias)| bias != 0.0).collect())
 }

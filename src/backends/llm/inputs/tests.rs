@@ -5,7 +5,7 @@ use super::sampling::effective_temperature;
 use super::*;
 
 #[test]
-fn greedy_and_sampled_are_told_apart_as_by_tensorrt_llm() {
+fn requests_are_greedy_where_tensorrt_llms_are() {
     // Temperature, top-k, top-p; what their decoder makes of it, 0 where it is greedy.
     for (temperature, top_k, top_p, expected) in [
         (None, 0, 0.0, 0.0),
@@ -64,7 +64,7 @@ fn check_size(config: &LlmConfig, request: &InferRequest) {
 }
 
 #[test]
-fn no_number_of_a_request_sizes_memory_beyond_the_models_bounds() {
+fn no_single_number_sizes_memory_beyond_the_models_bounds() {
     let config = super::super::config::tests::llm_config();
     for name in NUMBERS {
         for value in EXTREMES {
@@ -88,7 +88,7 @@ fn no_number_of_a_request_sizes_memory_beyond_the_models_bounds() {
 
 proptest::proptest! {
     #[test]
-    fn nor_do_any_of_them_together(choices in proptest::collection::vec(0..=EXTREMES.len(), NUMBERS.len())) {
+    fn numbers_together_size_no_memory_beyond_the_models_bounds(choices in proptest::collection::vec(0..=EXTREMES.len(), NUMBERS.len())) {
         let config = super::super::config::tests::llm_config();
         let value = |choice: usize| EXTREMES.get(choice).copied();
         let values: Vec<_> = NUMBERS.iter().zip(choices).map(|(name, choice)| (*name, value(choice))).collect();

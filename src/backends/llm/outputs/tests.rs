@@ -158,7 +158,7 @@ fn without_streaming_each_sequence_gets_one_response_at_its_end() {
 }
 
 #[test]
-fn a_model_that_is_not_decoupled_answers_once_with_shorter_sequences_padded() {
+fn a_model_that_is_not_decoupled_sends_one_response_with_padded_sequences() {
     let mut responses = responses(ResponseMode::Once, 2, &[3]);
     assert!(push(&mut responses, delta(1, &[(5, -0.5)], true)).is_none());
     let all = push(&mut responses, delta(0, &[(6, -0.5), (7, -0.25)], true)).unwrap();

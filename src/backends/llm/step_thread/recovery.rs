@@ -32,15 +32,15 @@ impl Running {
         let StepThread { config, shared, inbox, dispatcher, .. } = &mut self.thread;
         shared.ready.store(false, Ordering::Release);
         inbox.set_doorbell(None);
-        let words = format!("the step thread of model `{}` panicked: {}", config.name, panic_message(panic));
-        tracing::error!(model = %config.name, "{words}; its requests end with an error, and its workers start again");
+        let message = format!("the step thread of model `{}` panicked: {}", config.name, panic_message(panic));
+        tracing::error!(model = %config.name, "{message}; its requests end with an error, and its workers start again");
         self.engine = self.engine.take().map(|engine| engine.successor());
         self.timeouts.clear();
         self.events.clear();
-        let error = InferError::internal(format!("{words}; the model starts again, so send the request again"));
+        let error = InferError::internal(format!("{message}; the model starts again, so send the request again"));
         dispatcher.push_last_to_all(|| RequestEvent::Failed(error.clone()));
         dispatcher.flush();
-        WorkerLoss::new(words)
+        WorkerLoss::new(message)
     }
 
     /// Queues all sequences for another prefill. After too many losses in a row, ends all requests instead.
@@ -63,16 +63,16 @@ impl Running {
             std::thread::sleep(FIRST_BACK_OFF * (1 << self.losses.saturating_sub(1)) - FIRST_BACK_OFF);
             return None;
         }
-        let words =
+        let message =
             format!("workers of model `{name}` were lost {} times without a step between: {reason}", self.losses);
-        tracing::error!(model = %name, "{words}; requests are refused until a further start succeeds");
-        self.fail_all_requests(words)
+        tracing::error!(model = %name, "{message}; requests are refused until a further start succeeds");
+        self.fail_all_requests(message)
     }
 
     /// Ends all requests with this error, and refuses new ones until the next start or [`Message::Stop`].
-    pub(super) fn fail_all_requests(&mut self, words: String) -> Option<oneshot::Sender<()>> {
-        *ipc::lock(&self.thread.shared.failure) = Some(words.clone());
-        let error = InferError::unavailable(words);
+    pub(super) fn fail_all_requests(&mut self, message: String) -> Option<oneshot::Sender<()>> {
+        *ipc::lock(&self.thread.shared.failure) = Some(message.clone());
+        let error = InferError::unavailable(message);
         self.thread.dispatcher.push_last_to_all(|| RequestEvent::Failed(error.clone()));
         self.thread.dispatcher.flush();
         self.refuse_until_retry(&error)

@@ -125,20 +125,22 @@ async fn a_panic_ends_the_requests_in_flight_with_an_error_and_the_model_serves_
         assert!(inbox.send(Message::Submit { sequences: vec![request], timeout: None, events }));
         receiver
     };
-    let mut long = submit(request(&[1, 2, 3], 200));
-    let its_sequence = accepted(&mut long).await;
     assert!(shared.is_ready());
 
-    // The engine refuses an empty prompt, and the thread panics when it sends the refusal.
+    // The engine refuses an empty prompt, and the thread panics when it sends the refusal. The request before it has no time to end.
     let (events, mut broken) = event_queue::event_queue();
     assert!(broken.poll_receive(&mut Context::from_waker(&Waker::from(Arc::new(Panics)))).is_pending());
+    let mut long = submit(request(&[1, 2, 3], 200));
     inbox.send(Message::Submit { sequences: vec![request(&[], 1)], timeout: None, events });
+    let sequence = accepted(&mut long).await;
     let error = loop {
         match next(&mut long).await {
             Some(RequestEvent::Failed(error)) => break error,
-            Some(RequestEvent::Tokens(event, _)) if event.finished.is_some() => panic!("it ended before"),
+            Some(RequestEvent::Tokens(event, _)) if event.finished.is_some() => {
+                panic!("the sequence ended before the panic")
+            }
             Some(_) => {}
-            None => panic!("it was forgotten"),
+            None => panic!("the sequence has no end"),
         }
     };
     let expected =
@@ -146,7 +148,7 @@ async fn a_panic_ends_the_requests_in_flight_with_an_error_and_the_model_serves_
     assert_eq!((error.kind, error.message.as_str()), (serving::ErrorKind::Internal, expected));
 
     let mut again = submit(request(&[1, 2, 3], 4));
-    assert!(accepted(&mut again).await > its_sequence, "a number is never given twice");
+    assert!(accepted(&mut again).await > sequence, "ids are unique");
     let mut num_tokens = 0;
     loop {
         match next(&mut again).await {
@@ -158,7 +160,7 @@ async fn a_panic_ends_the_requests_in_flight_with_an_error_and_the_model_serves_
                 }
             }
             Some(_) => {}
-            None => panic!("it was forgotten"),
+            None => panic!("the sequence has no end"),
         }
     }
     assert_eq!((num_tokens, shared.is_ready(), shared.restarts.load(Ordering::Relaxed)), (4, true, 1));

@@ -7,7 +7,7 @@ use std::fs;
 use serving::{EnsembleStep, InferRequest, Tensor};
 
 use support::{
-    ENSEMBLE, PARROT, POSTPROCESSING, PREPROCESSING, World, all, ids, output, query, request, text, text_input,
+    ECHO, ENSEMBLE, POSTPROCESSING, PREPROCESSING, World, all, ids, output, query, request, text, text_input,
     tokenizer_json,
 };
 
@@ -26,7 +26,7 @@ async fn streamed_pieces_join_to_the_text_whole_characters_and_all_blanks() {
 
 /// As in releases 0.6 to 0.8 of TensorRT-LLM's repository, where both inputs are required.
 #[tokio::test]
-async fn log_probabilities_pass_through_postprocessing_and_need_not_be_there() {
+async fn log_probabilities_pass_through_postprocessing_and_are_optional() {
     let inputs = r#"input [ { name: "CUM_LOG_PROBS" data_type: TYPE_FP32 dims: [ -1 ] },
                             { name: "OUTPUT_LOG_PROBS" data_type: TYPE_FP32 dims: [ -1, -1 ] } ]"#;
     let outputs = r#"output [ { name: "OUT_CUM_LOG_PROBS" data_type: TYPE_FP32 dims: [ -1 ] },
@@ -47,16 +47,16 @@ async fn log_probabilities_pass_through_postprocessing_and_need_not_be_there() {
         .replace(r#"output_map { key: "OUTPUT""#, &format!(r#"{takes} output_map {{ key: "OUTPUT""#));
     let world = World::new(&[
         ("preprocessing", PREPROCESSING),
-        ("tensorrt_llm", &format!("{PARROT}{given}")),
+        ("tensorrt_llm", &format!("{ECHO}{given}")),
         ("postprocessing", &format!("{POSTPROCESSING}{inputs}{outputs}")),
         ("ensemble", &format!("{ensemble}{given}")),
     ]);
     world.put("tensorrt_llm/1/tokenizer.json", &tokenizer_json());
     let server = world.started().await;
 
-    let asked =
+    let inputs =
         vec![Tensor::from_byte_strings("text_input", &[1, 1], &["ab"]), Tensor::from_i32("max_tokens", &[1, 1], &[9])];
-    let responses = all(server.infer(request("ensemble", asked)).unwrap()).await;
+    let responses = all(server.infer(request("ensemble", inputs)).unwrap()).await;
     let pieces: String = responses.iter().map(|response| text(output(response, "text_output"))).collect();
     assert_eq!(pieces, "ab", "the language model gives no log probabilities");
 
@@ -72,7 +72,7 @@ async fn log_probabilities_pass_through_postprocessing_and_need_not_be_there() {
 }
 
 #[tokio::test]
-async fn a_character_cut_short_by_the_end_is_shown_as_such() {
+async fn an_incomplete_character_at_the_end_is_a_replacement_character() {
     let server = World::llm().started().await;
     let cut = ids("né")[..2].to_vec();
     let inputs =
@@ -104,7 +104,7 @@ async fn sequences_of_one_run_keep_their_texts_apart_and_end_one_by_one() {
 }
 
 #[tokio::test]
-async fn prompts_of_a_batch_are_padded_and_their_lengths_told() {
+async fn prompts_of_a_batch_are_padded_and_their_lengths_returned() {
     let server = World::llm().started().await;
     let mut inputs = query(&["ab", "c"]);
     inputs.push(Tensor::from_i32("PAD_ID", &[2, 1], &[7, 7]));
@@ -116,7 +116,7 @@ async fn prompts_of_a_batch_are_padded_and_their_lengths_told() {
 }
 
 #[tokio::test]
-async fn stop_words_are_laid_out_as_ids_and_ends_in_every_spelling() {
+async fn stop_words_have_all_spellings_in_the_layout_of_ids_and_ends() {
     let server = World::llm().started().await;
     let mut inputs = query(&["x"]);
     inputs.push(Tensor::from_byte_strings("STOP_WORDS_DICT", &[1, 2], &["ab", "\n"]));
@@ -127,7 +127,7 @@ async fn stop_words_are_laid_out_as_ids_and_ends_in_every_spelling() {
 }
 
 #[tokio::test]
-async fn a_bias_falls_on_every_token_of_its_word() {
+async fn a_bias_applies_to_every_token_of_its_word() {
     let server = World::llm().started().await;
     let mut inputs = query(&["x"]);
     inputs.push(Tensor::from_byte_strings("EMBEDDING_BIAS_WORDS", &[1, 2], &["ab", "b"]));
@@ -149,7 +149,7 @@ async fn a_long_prompt_is_encoded_off_the_request_path() {
 }
 
 #[tokio::test]
-async fn wrong_inputs_are_refused_with_words() {
+async fn invalid_inputs_are_refused_with_a_message() {
     let server = World::llm().started().await;
     let with = |tensor: Tensor| [query(&["x"]), vec![tensor]].concat();
     let mut invalid = query(&["x"]);
@@ -199,9 +199,9 @@ async fn the_tokenizer_is_found_where_the_configuration_points() {
 }
 
 #[tokio::test]
-async fn among_several_tokenizers_the_one_of_the_same_ensemble_counts() {
+async fn among_several_tokenizers_that_of_the_same_ensemble_is_used() {
     let world = World::llm();
-    world.put("other/config.pbtxt", PARROT);
+    world.put("other/config.pbtxt", ECHO);
     world.put("other/1/tokenizer.json", "{}");
     world.started().await;
 
@@ -216,7 +216,7 @@ async fn among_several_tokenizers_the_one_of_the_same_ensemble_counts() {
 }
 
 #[tokio::test]
-async fn identity_gives_every_input_back_under_its_outputs_name() {
+async fn identity_returns_every_input_by_the_name_of_its_output() {
     let echo = "backend: \"identity\" \
                 input [ { name: \"a\" data_type: TYPE_STRING dims: [ -1 ] }, { name: \"b\" data_type: TYPE_FP16 dims: [ 2 ] optional: true } ] \
                 output [ { name: \"c\" data_type: TYPE_STRING dims: [ -1 ] }, { name: \"d\" data_type: TYPE_FP16 dims: [ 2 ] } ]";

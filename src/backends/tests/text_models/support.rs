@@ -39,8 +39,8 @@ input [ { name: "TOKENS_BATCH" data_type: TYPE_INT32 dims: [ -1, -1 ] },
 output [ { name: "OUTPUT" data_type: TYPE_STRING dims: [ -1 ] } ]
 "#;
 
-/// Streams its prompt back, one token a response.
-pub const PARROT: &str = r#"backend: "parrot" max_batch_size: 4
+/// Streams its prompt back, one token per response.
+pub const ECHO: &str = r#"backend: "echo" max_batch_size: 4
 model_transaction_policy { decoupled: true }
 input [ { name: "input_ids" data_type: TYPE_INT32 dims: [ -1 ] } ]
 output [ { name: "output_ids" data_type: TYPE_INT32 dims: [ -1, -1 ] },
@@ -111,7 +111,7 @@ impl World {
     pub fn llm() -> Self {
         let models = [
             ("preprocessing", PREPROCESSING),
-            ("tensorrt_llm", PARROT),
+            ("tensorrt_llm", ECHO),
             ("postprocessing", POSTPROCESSING),
             ("ensemble", ENSEMBLE),
         ];
@@ -128,7 +128,7 @@ impl World {
 
     pub fn server(&self) -> Arc<Server> {
         let mut factories: HashMap<_, _> = backends::builtin();
-        factories.insert("parrot".to_owned(), Arc::new(Parrot) as Arc<dyn BackendFactory>);
+        factories.insert("echo".to_owned(), Arc::new(EchoModel) as Arc<dyn BackendFactory>);
         let repositories = vec![self.root.path().to_owned()];
         let config = ServerConfig { repositories, control_mode: ControlMode::None, ..ServerConfig::default() };
         Server::new(config, factories).unwrap()
@@ -141,15 +141,15 @@ impl World {
     }
 }
 
-pub struct Parrot;
+pub struct EchoModel;
 
-impl BackendFactory for Parrot {
+impl BackendFactory for EchoModel {
     fn load(&self, _model: LoadRequest) -> BoxFuture<'static, Result<Arc<dyn Backend>, InferError>> {
-        std::future::ready(Ok(Arc::new(Parrot) as Arc<dyn Backend>)).boxed()
+        std::future::ready(Ok(Arc::new(EchoModel) as Arc<dyn Backend>)).boxed()
     }
 }
 
-impl Backend for Parrot {
+impl Backend for EchoModel {
     fn infer(&self, request: InferRequest) -> Result<ResponseStream, InferError> {
         let ids = request.input("input_ids").unwrap().to_i32().unwrap();
         Ok(ResponseStream::from_future(async move |sender| {

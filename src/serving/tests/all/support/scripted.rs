@@ -138,9 +138,9 @@ impl Backend for Scripted {
                     panic!("on purpose");
                 }
                 if request.id == "timed" {
-                    let begun = Instant::now();
+                    let started = Instant::now();
                     tokio::time::sleep(Duration::from_millis(3)).await;
-                    responses.add_input_time(begun.elapsed());
+                    responses.add_input_time(started.elapsed());
                     let computed = Instant::now();
                     tokio::time::sleep(Duration::from_millis(2)).await;
                     responses.set_computed_at(computed);
