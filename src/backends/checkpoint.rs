@@ -7,6 +7,8 @@ use repository::{ModelConfig, ModelSource, Repository};
 use serving::{InferError, LoadRequest};
 use text::{Tokenizer, TokenizerType};
 
+use crate::parameters;
+
 /// Parameters that name a checkpoint, in order of precedence.
 const CHECKPOINT_PARAMETERS: [&str; 3] = ["gpt_model_path", "engine_dir", "model_dir"];
 
@@ -65,7 +67,7 @@ impl Holds {
 
 /// Whether a parameter names the checkpoint.
 pub(crate) fn is_named(config: &ModelConfig) -> bool {
-    CHECKPOINT_PARAMETERS.iter().any(|key| config.parameter(key).is_some())
+    CHECKPOINT_PARAMETERS.iter().any(|key| parameters::text(config, key).is_some())
 }
 
 /// The directory of a model's checkpoint: the one that a parameter names, or else the version directory or `weights/` in it.
@@ -74,7 +76,7 @@ pub(crate) fn is_named(config: &ModelConfig) -> bool {
 /// When there is no checkpoint. The error says what was found instead and what to do.
 pub(crate) fn find(config: &ModelConfig, model_dir: &Path, version_dir: &Path) -> Result<PathBuf, String> {
     for key in CHECKPOINT_PARAMETERS {
-        let Some(path) = config.parameter(key) else { continue };
+        let Some(path) = parameters::text(config, key) else { continue };
         let dirs = [model_dir.join(path), version_dir.join(path)];
         let found = dirs.iter().find(|dir| Holds::of(dir) == Holds::Checkpoint);
         return found.cloned().ok_or_else(|| {
@@ -82,7 +84,7 @@ pub(crate) fn find(config: &ModelConfig, model_dir: &Path, version_dir: &Path) -
             format!("`{key}` is `{path}`, but {}", Holds::of(dir).advice(dir))
         });
     }
-    let hub = HUB_PARAMETERS.iter().filter_map(|key| config.parameter(key)).map(|path| model_dir.join(path));
+    let hub = HUB_PARAMETERS.iter().filter_map(|key| parameters::text(config, key)).map(|path| model_dir.join(path));
     let own = [version_dir.to_owned(), version_dir.join("weights")];
     let mut candidates = hub.chain(own.clone());
     if let Some(dir) = candidates.find(|dir| Holds::of(dir) == Holds::Checkpoint) {

@@ -1,6 +1,6 @@
 //! The configuration of an LLM, from `config.pbtxt` and the checkpoint.
 
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
 
@@ -13,6 +13,7 @@ use serving::{DataType, InferError, Limits, LoadRequest};
 use supervision::{DeviceChoice, KvMemory, WeightPrecision};
 
 use super::queue_policy::QueuePolicy;
+use crate::{checkpoint, parameters};
 
 /// Maximum number of draft tokens in one step. Longer drafts are seldom accepted.
 const MAX_DRAFTS: usize = 64;
@@ -103,7 +104,8 @@ pub(crate) struct LlmConfig {
 impl LlmConfig {
     pub(crate) fn new(load: &LoadRequest, defaults: &LlmDefaults) -> Result<Self, InferError> {
         let config = &load.config;
-        let checkpoint = find_checkpoint(load)?;
+        let checkpoint = checkpoint::find(config, &load.model_dir, &load.version_dir);
+        let checkpoint = checkpoint.map_err(|message| invalid(config, message))?;
         let model = models::Config::from_dir(&checkpoint).map_err(|error| invalid(config, error.to_string()))?;
         let queue = QueuePolicy::new(config);
         let Parallelism { tp_size, pp_size, num_replicas } = Parallelism::new(config, &model, defaults)?;
@@ -129,12 +131,12 @@ impl LlmConfig {
             queue,
             limits: load.limits,
             decoupled: config.model_transaction_policy.as_ref().is_some_and(|policy| policy.decoupled),
-            exclude_input: parameter(config, "exclude_input_in_output")?.unwrap_or(false),
+            exclude_input: parameters::flag(config, "exclude_input_in_output")?.unwrap_or(false),
             outputs: config.output.iter().map(|output| output.name.clone()).collect(),
             has_placeholders: has_placeholders(config),
             logits_type: logits_type(config)?,
             vocab_size: model.vocab_size,
-            check_input_ids: parameter(config, "check_input_ids")?.unwrap_or(false),
+            check_input_ids: parameters::flag(config, "check_input_ids")?.unwrap_or(false),
             has_wrapped_ids: Arc::default(),
             has_warned_of_greedy: Arc::default(),
             end_ids: model.eos_ids.iter().copied().map(TokenId).collect(),
@@ -178,13 +180,13 @@ impl Parallelism {
     /// the number that fits into the world.
     fn new(config: &ModelConfig, model: &models::Config, defaults: &LlmDefaults) -> Result<Self, InferError> {
         let (world_size, num_layers) = (defaults.world_size, model.num_layers());
-        let pp_size = match parameter::<u32>(config, "pp")? {
-            None => parameter(config, "pipeline_parallelism")?.unwrap_or(1),
+        let pp_size = match parameters::number::<u32>(config, "pp")? {
+            None => parameters::number(config, "pipeline_parallelism")?.unwrap_or(1),
             Some(pp) => pp,
         };
-        let replicas: Option<u32> = parameter(config, "replicas")?;
+        let replicas: Option<u32> = parameters::number(config, "replicas")?;
         let left = world_size / pp_size.max(1) / replicas.unwrap_or(1).max(1);
-        let tp_size = parameter(config, "tp")?.unwrap_or(left);
+        let tp_size = parameters::number(config, "tp")?.unwrap_or(left);
         if pp_size == 0 || pp_size as usize > num_layers {
             let message = format!("`pp` is {pp_size}, expected 1 to {num_layers}, the layers of the model");
             return Err(invalid(config, message));
@@ -217,7 +219,7 @@ fn engine_config(
 ) -> Result<EngineConfig, InferError> {
     let max_rows = usize::try_from(config.max_batch_size).unwrap_or(0).max(1);
     let queue = queue.bounds(EngineConfig::default().max_queue);
-    let policy = match text_parameter(config, "batch_scheduler_policy") {
+    let policy = match parameters::text(config, "batch_scheduler_policy") {
         None | Some("max_utilization") => Policy::MaxUtilization,
         Some("guaranteed_no_evict") => Policy::GuaranteedNoEvict,
         Some(other) => {
@@ -225,13 +227,15 @@ fn engine_config(
             return Err(invalid(config, format!("`batch_scheduler_policy` is `{other}`, expected {expected}")));
         }
     };
-    let max_sequence_len = parameter(config, "max_sequence_len")?.unwrap_or(model.max_position_embeddings);
+    let max_sequence_len = parameters::number(config, "max_sequence_len")?.unwrap_or(model.max_position_embeddings);
     let max_sequence_len = max_sequence_len.min(model.max_position_embeddings);
     Ok(EngineConfig {
         max_rows,
-        max_step_tokens: parameter(config, "max_num_tokens")?.unwrap_or(defaults.max_step_tokens).max(max_rows),
+        max_step_tokens: parameters::number(config, "max_num_tokens")?
+            .unwrap_or(defaults.max_step_tokens)
+            .max(max_rows),
         max_sequence_len,
-        block_size: parameter(config, "tokens_per_block")?.unwrap_or(defaults.block_size),
+        block_size: parameters::number(config, "tokens_per_block")?.unwrap_or(defaults.block_size),
         max_mixed_prefill_tokens: max_mixed_prefill_tokens(config, defaults.device, tp_size)?,
         token_tile: if matches!(defaults.device, DeviceChoice::Cuda { .. }) { GPU_TOKEN_TILE } else { 1 },
         max_queue: queue.total,
@@ -239,7 +243,7 @@ fn engine_config(
         max_queue_of: queue.of,
         policy,
         max_joined_tokens: max_sequence_len.max(EngineConfig::default().max_joined_tokens),
-        prefix_cache: parameter(config, "enable_kv_cache_reuse")?.unwrap_or(true),
+        prefix_cache: parameters::flag(config, "enable_kv_cache_reuse")?.unwrap_or(true),
         max_drafts: max_drafts(config)?,
         ..EngineConfig::default()
     })
@@ -251,7 +255,7 @@ fn max_mixed_prefill_tokens(config: &ModelConfig, device: DeviceChoice, tp_size:
         DeviceChoice::Cpu { .. } => MIXED_PREFILL_TOKENS[0],
         DeviceChoice::Cuda { .. } => MIXED_PREFILL_TOKENS[1] * tp_size as usize,
     };
-    match parameter(config, "max_mixed_prefill_tokens")?.unwrap_or(default) {
+    match parameters::number(config, "max_mixed_prefill_tokens")?.unwrap_or(default) {
         0 => Err(invalid(config, "`max_mixed_prefill_tokens` is 0, expected at least 1".to_owned())),
         found => Ok(found),
     }
@@ -285,7 +289,7 @@ fn logits_type(config: &ModelConfig) -> Result<DataType, InferError> {
 
 /// Number of draft tokens of prompt look-up decoding in one step.
 fn max_drafts(config: &ModelConfig) -> Result<usize, InferError> {
-    let max = parameter(config, "prompt_lookup_num_tokens")?.unwrap_or(0);
+    let max = parameters::number(config, "prompt_lookup_num_tokens")?.unwrap_or(0);
     if max > MAX_DRAFTS {
         let message = format!("`prompt_lookup_num_tokens` is {max}, expected 0 to {MAX_DRAFTS}");
         return Err(invalid(config, message));
@@ -295,7 +299,7 @@ fn max_drafts(config: &ModelConfig) -> Result<usize, InferError> {
 
 /// Precision of the weights of linear layers on a CPU.
 fn weight_precision(config: &ModelConfig, defaults: &LlmDefaults) -> Result<WeightPrecision, InferError> {
-    let precision = text_parameter(config, "weight_only_precision").map_or(Ok(defaults.weight_precision), str::parse);
+    let precision = parameters::text(config, "weight_only_precision").map_or(Ok(defaults.weight_precision), str::parse);
     let precision = precision.map_err(|message| invalid(config, message))?;
     if precision != WeightPrecision::Checkpoint && matches!(defaults.device, DeviceChoice::Cuda { .. }) {
         tracing::warn!(model = %config.name, "`weight_only_precision` has no effect: CUDA devices hold the checkpoint's");
@@ -305,13 +309,13 @@ fn weight_precision(config: &ModelConfig, defaults: &LlmDefaults) -> Result<Weig
 
 /// Memory for KV blocks. On a CPU, the replicas of a node share it.
 fn kv_memory(config: &ModelConfig, defaults: &LlmDefaults, groups_per_node: u32) -> Result<KvMemory, InferError> {
-    if let Some(tokens) = parameter(config, "max_tokens_in_paged_kv_cache")? {
+    if let Some(tokens) = parameters::number(config, "max_tokens_in_paged_kv_cache")? {
         return Ok(KvMemory::Tokens(tokens));
     }
     // TensorRT-LLM's and TurboMind's names for the same share.
     let mut fraction = defaults.kv_free_fraction;
     for key in ["kv_cache_free_gpu_mem_fraction", "cache_max_entry_count"] {
-        if let Some(value) = parameter::<f64>(config, key)? {
+        if let Some(value) = parameters::number::<f64>(config, key)? {
             if !(value > 0.0 && value <= 1.0) {
                 return Err(invalid(config, format!("`{key}` is {value}, expected a share in (0, 1]")));
             }
@@ -320,54 +324,6 @@ fn kv_memory(config: &ModelConfig, defaults: &LlmDefaults, groups_per_node: u32)
     }
     let sharing = if matches!(defaults.device, DeviceChoice::Cpu { .. }) { groups_per_node } else { 1 };
     Ok(KvMemory::FreeFraction(fraction / f64::from(sharing)))
-}
-
-/// The checkpoint directory: the one that a parameter names, or else the version directory or `weights/` in it.
-fn find_checkpoint(load: &LoadRequest) -> Result<PathBuf, InferError> {
-    let holds_checkpoint = |dir: &Path| dir.join("config.json").is_file();
-    for key in ["gpt_model_path", "engine_dir", "model_dir"] {
-        if let Some(path) = text_parameter(&load.config, key) {
-            let dir = load.model_dir.join(path);
-            if holds_checkpoint(&dir) {
-                return Ok(dir);
-            }
-            let message = format!(
-                "`{key}` is `{path}`, but {} has no config.json; point it at a Hugging Face checkpoint",
-                dir.display()
-            );
-            return Err(invalid(&load.config, message));
-        }
-    }
-    let candidates = [load.version_dir.clone(), load.version_dir.join("weights")];
-    candidates.iter().find(|dir| holds_checkpoint(dir)).cloned().ok_or_else(|| {
-        let message = format!(
-            "no checkpoint: neither {} nor {} has a config.json; copy a Hugging Face checkpoint there or set parameter `gpt_model_path`",
-            candidates[0].display(),
-            candidates[1].display()
-        );
-        invalid(&load.config, message)
-    })
-}
-
-/// A string parameter. `None` when it is absent, empty, or an unfilled `${…}` of a template.
-fn text_parameter<'a>(config: &'a ModelConfig, key: &str) -> Option<&'a str> {
-    let value = config.parameters.get(key)?.string_value.trim();
-    (!value.is_empty() && !value.starts_with("${")).then_some(value)
-}
-
-fn parameter<T: std::str::FromStr>(config: &ModelConfig, key: &str) -> Result<Option<T>, InferError> {
-    let Some(value) = text_parameter(config, key) else {
-        return Ok(None);
-    };
-    // Templates of TensorRT-LLM have Python's spelling of booleans.
-    let spelled = match value {
-        "True" | "TRUE" => "true",
-        "False" | "FALSE" => "false",
-        other => other,
-    };
-    let wrong =
-        || invalid(config, format!("parameter `{key}` is `{value}`, expected a {}", std::any::type_name::<T>()));
-    spelled.parse().map(Some).map_err(|_| wrong())
 }
 
 fn invalid(config: &ModelConfig, message: String) -> InferError {
