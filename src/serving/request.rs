@@ -70,6 +70,11 @@ impl InferRequest {
         self.inputs.iter().find(|tensor| tensor.name == name)
     }
 
+    /// Whether the client wants the output called `name`. A request without requested outputs wants all.
+    pub fn wants_output(&self, name: &str) -> bool {
+        self.requested_outputs.is_empty() || self.requested_outputs.iter().any(|requested| *requested == name)
+    }
+
     /// Copies all inputs from the client's memory, for a backend that does not read it.
     ///
     /// # Errors

@@ -277,9 +277,8 @@ impl Bls {
             outputs.iter_mut().for_each(|output| *output = text.accumulate(output));
         }
         response.outputs.append(&mut outputs);
-        let requested = &request.requested_outputs;
-        let is_requested = |name: &Name| requested.is_empty() || requested.contains(name);
-        response.outputs.retain(|tensor| self.outputs.contains(&tensor.name) && is_requested(&tensor.name));
+        let is_wanted = |name: &Name| self.outputs.contains(name) && request.wants_output(name.as_str());
+        response.outputs.retain(|tensor| is_wanted(&tensor.name));
         Ok(InferResponse { outputs: response.outputs, is_final, id: request.id.clone(), ..InferResponse::default() })
     }
 }

@@ -135,9 +135,7 @@ fn check_streaming(config: &LlmConfig, streaming: bool, beams: Option<&BeamParam
 /// When it does, but the model does not declare the output.
 fn wants_logits(config: &LlmConfig, request: &InferRequest, output: &str) -> Result<bool, InferError> {
     let flag = format!("return_{output}");
-    let outputs = &request.requested_outputs;
-    let is_requested = outputs.is_empty() || outputs.iter().any(|name| name == output);
-    if !scalar::<bool>(request, &[&flag])?.unwrap_or(false) || !is_requested {
+    if !scalar::<bool>(request, &[&flag])?.unwrap_or(false) || !request.wants_output(output) {
         return Ok(false);
     }
     if !config.outputs.iter().any(|name| name == output) {

@@ -221,8 +221,7 @@ impl Responses {
 
 /// The requested outputs of the model. Placeholders are last.
 fn model_outputs(config: &LlmConfig, request: &InferRequest, parsed: &TensorRequest) -> Vec<(Name, Value)> {
-    let requested = &request.requested_outputs;
-    let is_requested = |name: &&String| requested.is_empty() || requested.iter().any(|it| it == *name);
+    let is_requested = |name: &&String| request.wants_output(name);
     let (wanted, unwanted): (Vec<&String>, Vec<&String>) =
         config.outputs.iter().filter(is_requested).partition(|name| parsed.wants(name));
     let outputs = wanted.into_iter().chain(unwanted);

@@ -158,7 +158,13 @@ impl Run {
     fn text_outputs(&self, plan: TextPlan, model: &DetokenizerModel) -> TextOutputs {
         let output = |wire: &Wire| Some((wire.name.clone(), plan.output(&self.graph, &self.tensors, wire, model)?));
         TextOutputs {
-            outputs: self.graph.outputs.iter().filter(|wire| self.is_requested(wire)).filter_map(output).collect(),
+            outputs: self
+                .graph
+                .outputs
+                .iter()
+                .filter(|wire| self.request.wants_output(wire.name.as_str()))
+                .filter_map(output)
+                .collect(),
             decoder: model.decoder.clone(),
             is_nested: model.is_nested,
             has_lengths: plan.has_lengths,
@@ -266,7 +272,8 @@ impl Run {
         let is_affected = |wire: &Wire| {
             (0..self.graph.steps.len()).any(|other| self.graph.steps[other].produces(wire) && depends(other))
         };
-        !steps.is_empty() && self.graph.outputs.iter().filter(|wire| self.is_requested(wire)).any(is_affected)
+        !steps.is_empty()
+            && self.graph.outputs.iter().filter(|wire| self.request.wants_output(wire.name.as_str())).any(is_affected)
     }
 
     /// Reports the text generation of a step as that of the ensemble.
@@ -323,11 +330,6 @@ impl Run {
         }
     }
 
-    fn is_requested(&self, output: &Wire) -> bool {
-        let requested = &self.request.requested_outputs;
-        requested.is_empty() || requested.contains(&output.name)
-    }
-
     async fn respond(&mut self, is_final: bool) {
         self.send(self.outputs(), is_final).await;
     }
@@ -337,7 +339,7 @@ impl Run {
         self.graph
             .outputs
             .iter()
-            .filter(|wire| self.is_requested(wire))
+            .filter(|wire| self.request.wants_output(wire.name.as_str()))
             .filter_map(|wire| self.tensors.of(wire))
             .collect()
     }

@@ -28,8 +28,7 @@ impl TextModel {
                 outputs.push(Tensor::from_f32("cumulative_logprob", shape, &sums));
             }
         }
-        let requested = &request.requested_outputs;
-        outputs.retain(|output| requested.is_empty() || requested.contains(&output.name));
+        outputs.retain(|output| request.wants_output(output.name.as_str()));
         InferResponse { outputs, is_final, id: request.id.clone(), ..InferResponse::default() }
     }
 
