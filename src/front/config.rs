@@ -5,12 +5,12 @@ use std::time::Duration;
 
 use tokio::sync::Semaphore;
 
-use crate::api::openai::{Chat, UnknownFields};
 use crate::api::triton::header_parameters::HeaderPattern;
 use crate::api::triton::shared_memory::{ClientDevices, ClientObjects, MAX_REGIONS};
+use crate::chat::{Chat, UnknownFields};
 use crate::telemetry::ledger::LedgerSource;
 use crate::telemetry::log_settings::LogControl;
-use crate::telemetry::metrics::MetricsOptions;
+use crate::telemetry::metrics_settings::MetricsOptions;
 use crate::telemetry::trace_settings::TraceOptions;
 use crate::transport::origins::Origins;
 use crate::transport::restricted::{Api, Restrictions};

@@ -15,6 +15,7 @@
 #![forbid(unsafe_code)]
 
 mod api;
+mod chat;
 mod config;
 #[cfg(feature = "fuzzing")]
 pub mod fuzz;
@@ -23,16 +24,16 @@ mod state;
 mod telemetry;
 mod transport;
 
-pub use api::openai::{Chat, ChatPrompts, Conversation, UnknownFields};
 pub use api::status::{grpc_code, http_status};
 pub use api::triton::header_parameters::HeaderPattern;
 pub use api::triton::shared_memory::{ClientDevices, ClientObjects, DeviceMemory};
+pub use chat::{Chat, ChatPrompts, Conversation, UnknownFields};
 pub use config::{Address, Compression, Config, ConfigError};
 pub use running::{Addresses, Listeners, Running, start, start_on};
 pub use telemetry::exposition::{Family, FamilyKind, Labels, Sample};
 pub use telemetry::ledger::LedgerSource;
 pub use telemetry::log_settings::{LogControl, LogFormat, LogOptions};
-pub use telemetry::metrics::{MetricsOptions, MetricsSource};
+pub use telemetry::metrics_settings::{MetricsOptions, MetricsSource};
 pub use telemetry::otlp_export::Collector;
 pub use telemetry::trace_file::TraceBounds;
 pub use telemetry::trace_settings::TraceOptions;

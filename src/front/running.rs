@@ -22,10 +22,12 @@ use tokio_rustls::TlsAcceptor;
 use self::slow_heads::{Requests, SlowHeads};
 use crate::api::status::RETRY_AFTER_SECS;
 use crate::api::triton::grpc::service::grpc_service;
-use crate::api::triton::http::{self as triton_http, Reply};
+use crate::api::triton::http as triton_http;
+use crate::api::triton::http::reply::Reply;
 use crate::config::Config;
 use crate::state::State;
-use crate::telemetry::metrics::{self, MetricsSource};
+use crate::telemetry::metrics;
+use crate::telemetry::metrics_settings::MetricsSource;
 use crate::transport::body::ReplyBody;
 use crate::transport::connections::Busy;
 use crate::transport::http2::{GrpcConnection, KeepAliveConfig};
@@ -165,7 +167,7 @@ fn serve_http(listener: TcpListener, acceptor: Option<TlsAcceptor>, state: Arc<S
 }
 
 /// Adds what clients should do next: come again later, or over a new connection.
-fn advised(state: &State, mut reply: triton_http::Reply) -> triton_http::Reply {
+fn advised(state: &State, mut reply: Reply) -> Reply {
     if reply.status() == StatusCode::SERVICE_UNAVAILABLE {
         reply.headers_mut().insert(RETRY_AFTER, RETRY_AFTER_SECS.into());
     }

@@ -10,11 +10,11 @@ use tokio::sync::Semaphore;
 use crate::api::triton::classification::classify;
 use crate::api::triton::output_request::OutputRequest;
 use crate::api::triton::shared_memory::SharedMemory;
+use crate::config::{Config, ConfigError};
 use crate::telemetry::log_settings::LogSettings;
-use crate::telemetry::metrics::MetricsSource;
+use crate::telemetry::metrics_settings::MetricsSource;
 use crate::telemetry::trace_settings::{TraceChanges, TraceOptions, TraceSettings, TraceValues};
 use crate::transport::budget::{Budget, Pace};
-use crate::{Config, ConfigError};
 
 /// The models and the front's own state.
 pub struct State {

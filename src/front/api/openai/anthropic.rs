@@ -10,15 +10,17 @@ use serving::{Limit, Limits};
 
 use super::anthropic_reply::AnthropicFormat;
 use super::complete::{self, ChatRun, CompletionRequest, Input};
-use super::conversation::{Conversation, set_effort, set_thinking};
+use super::conversation::{set_effort, set_thinking};
 use super::error::ApiError;
-use super::fields::{Fields, UnknownFields, check, tree_bytes};
+use super::fields::{Fields, check, tree_bytes};
 use super::guide;
 use super::parameters::{Parameters, ThinkingBudget};
 use super::respond::AnswerFormat;
 use super::tools::{Tool, Tools};
 use crate::api::status::shown;
-use crate::api::triton::http::{Held, JSON, Reply, read_body, reply};
+use crate::api::triton::http::reply::{JSON, Reply, reply};
+use crate::api::triton::http::request_body::{Held, read_body};
+use crate::chat::{Conversation, UnknownFields};
 use crate::state::State;
 use crate::transport::large_work::block_in_place_in_turn;
 

@@ -6,31 +6,13 @@ use serving::{InferError, Limit, Limits};
 use super::error::ApiError;
 use super::fields::{Fields, check};
 use super::prompt::Prompt;
+use crate::chat::Conversation;
 use crate::state::State;
 
 /// Longest chat template of a request in bytes.
 const MAX_TEMPLATE_BYTES: usize = 256 << 10;
 /// Values of `reasoning_effort`.
 const EFFORTS: [&str; 6] = ["none", "minimal", "low", "medium", "high", "xhigh"];
-
-/// A conversation, and how a template turns it into a prompt.
-#[derive(Debug, Clone, Default, PartialEq)]
-pub struct Conversation {
-    /// Objects with `role` and `content`, in the form of OpenAI's chats.
-    pub messages: Vec<Value>,
-    /// Tools in the form of OpenAI's chats; empty for none.
-    pub tools: Vec<Value>,
-    /// Documents for the template; `None` for none.
-    pub documents: Option<Vec<Value>>,
-    /// Variables of the template.
-    pub variables: Map<String, Value>,
-    /// Replaces the model's template.
-    pub template: Option<String>,
-    /// Whether the prompt ends with the start of the model's turn.
-    pub add_generation_prompt: bool,
-    /// Whether the model continues the last message.
-    pub continue_final_message: bool,
-}
 
 impl Conversation {
     /// Reads the fields of a conversation. Text alone counts as the user's message, as LMDeploy's clients send it.

@@ -8,7 +8,7 @@ use serde_json::{Value, json};
 use serving::{ErrorKind, InferError};
 
 use crate::api::status::{http_status, shown};
-use crate::api::triton::http::{BEARER, JSON, Reply, reply};
+use crate::api::triton::http::reply::{BEARER, JSON, Reply, reply};
 
 /// OpenAI's code for a key that is missing or wrong.
 const INVALID_KEY: &str = "invalid_api_key";

@@ -4,6 +4,7 @@ use serde_json::{Map, Value};
 use serving::{Limit, Limits};
 
 use super::error::ApiError;
+use crate::chat::UnknownFields;
 
 /// Maximum number of values in a body, on all levels together.
 const MAX_VALUES: usize = 1 << 20;
@@ -39,16 +40,6 @@ pub(crate) fn tree_bytes(body: &[u8]) -> Result<usize, ApiError> {
 /// When it is larger; the error names the field.
 pub(crate) fn check(limits: &Limits, limit: Limit, field: &'static str, found: usize) -> Result<(), ApiError> {
     limits.check(limit, found).map_err(|error| ApiError::of_field(field, error.message))
-}
-
-/// What to do with fields that are not known.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
-pub enum UnknownFields {
-    /// The request is refused. The error names the field.
-    #[default]
-    Refuse,
-    /// The fields are ignored, with a line in the log.
-    Ignore,
 }
 
 /// The fields of a body that were not taken yet; null counts as absent.

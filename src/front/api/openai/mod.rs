@@ -26,45 +26,16 @@ mod turn_plan;
 
 use std::sync::Arc;
 
-use chat_format::ChatFormat;
 use http::header::{HeaderName, HeaderValue};
 use http::{Method, StatusCode};
 use hyper::body::Incoming;
 use serde_json::{Value, json};
-use serving::InferError;
 
-use crate::api::triton::http::{JSON, Reply, TEXT, reply};
+use crate::api::triton::http::reply::{JSON, Reply, TEXT, reply};
 use crate::state::State;
 use crate::transport::body::ReplyBody;
 use crate::transport::restricted::Api;
-pub use conversation::Conversation;
 pub(crate) use error::ApiError;
-pub use fields::UnknownFields;
-
-/// Turns conversations into prompts. The caller of the front provides it, because it knows where chat templates are.
-pub trait ChatPrompts: Send + Sync {
-    /// The prompt of a conversation for `model`, special tokens spelled out.
-    ///
-    /// # Errors
-    /// When the model has no chat template, or it refuses the conversation.
-    fn prompt(&self, model: &str, conversation: &Conversation) -> Result<String, InferError>;
-
-    /// How `model` writes reasoning and tool calls; `None` if that is not known.
-    ///
-    /// # Errors
-    /// When the model's configuration names a form that does not exist.
-    fn format(&self, model: &str, has_tools: bool) -> Result<Option<Arc<ChatFormat>>, InferError>;
-}
-
-/// A place for [`ChatPrompts`] among plain settings.
-#[derive(Clone, Default)]
-pub struct Chat(pub Option<Arc<dyn ChatPrompts>>);
-
-impl std::fmt::Debug for Chat {
-    fn fmt(&self, formatter: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        formatter.debug_tuple("Chat").field(&self.0.is_some()).finish()
-    }
-}
 
 /// The paths of this module, for the error of an unknown one.
 const PATHS: &str = "/v1/models, /v1/completions, /v1/chat/completions, /v1/completions/render, /v1/chat/completions/render, \

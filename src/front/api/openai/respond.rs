@@ -9,7 +9,7 @@ use serving::InferError;
 
 use super::choices::Piece;
 use super::error::ApiError;
-use crate::api::triton::http::{EVENTS, JSON, Reply, reply};
+use crate::api::triton::http::reply::{EVENTS, JSON, Reply, reply};
 use crate::transport::body::ReplyBody;
 use crate::transport::budget::Charge;
 

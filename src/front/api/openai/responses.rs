@@ -9,16 +9,18 @@ use serde_json::{Map, Value, json};
 use serving::{Limit, Limits};
 
 use super::complete::{self, ChatRun, CompletionRequest, Input};
-use super::conversation::{Conversation, check_messages, set_effort};
+use super::conversation::{check_messages, set_effort};
 use super::error::ApiError;
-use super::fields::{Fields, UnknownFields, check, tree_bytes};
+use super::fields::{Fields, check, tree_bytes};
 use super::guide;
 use super::parameters::Parameters;
 use super::respond::AnswerFormat;
 use super::responses_reply::{Echoed, ResponsesFormat};
 use super::tools::{Tool, ToolForm, Tools};
 use crate::api::status::shown;
-use crate::api::triton::http::{Held, Reply, read_body};
+use crate::api::triton::http::reply::Reply;
+use crate::api::triton::http::request_body::{Held, read_body};
+use crate::chat::{Conversation, UnknownFields};
 use crate::state::State;
 use crate::transport::large_work::block_in_place_in_turn;
 

@@ -19,7 +19,7 @@ use super::reply::{Echo, Head, OpenAiFormat};
 use super::respond::{Pieces, respond};
 use super::turn_plan::TurnPlan;
 use crate::api::triton::header_parameters;
-use crate::api::triton::http::Reply;
+use crate::api::triton::http::reply::Reply;
 use crate::api::triton::http::{generate, json};
 use crate::state::State;
 use crate::transport::budget::Charge;
@@ -311,8 +311,8 @@ impl Choice {
 
 #[cfg(test)]
 mod tests {
-    use super::super::fields::UnknownFields;
     use super::*;
+    use crate::chat::UnknownFields;
     use repository::proto::ModelInput;
 
     #[test]

@@ -10,13 +10,14 @@ use serving::{Limit, Limits};
 
 use super::choices::token_text;
 use super::complete::{CompletionRequest, take_prompts};
-use super::conversation::Conversation;
 use super::error::ApiError;
-use super::fields::{Fields, UnknownFields, check, tree_bytes};
+use super::fields::{Fields, check, tree_bytes};
 use super::models;
 use super::parameters::Parameters;
 use super::prompt::{Prompt, encode_all};
-use crate::api::triton::http::{Held, JSON, Reply, read_body, reply};
+use crate::api::triton::http::reply::{JSON, Reply, reply};
+use crate::api::triton::http::request_body::{Held, read_body};
+use crate::chat::{Conversation, UnknownFields};
 use crate::state::State;
 use crate::transport::large_work::block_in_place_in_turn;
 

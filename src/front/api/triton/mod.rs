@@ -7,3 +7,4 @@ pub(crate) mod http;
 pub(crate) mod output_request;
 pub(crate) mod shapes;
 pub(crate) mod shared_memory;
+pub(crate) mod single_response;

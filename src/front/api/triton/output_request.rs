@@ -1,6 +1,6 @@
 //! What a client asks beyond the request that models see: how each output shall come back.
 
-use serving::{CorrelationId, InferError, InferRequest, Parameter};
+use serving::{CorrelationId, InferRequest, Parameter};
 
 /// How one requested output comes back.
 #[derive(Debug, Clone, Default, PartialEq)]
@@ -71,9 +71,4 @@ pub fn set_parameter(request: &mut InferRequest, key: &str, value: Parameter) ->
         (key, value) => drop(request.parameters.insert(key.to_owned(), value)),
     }
     Ok(())
-}
-
-/// The model answered in a way that its kind cannot.
-pub fn broken_contract(model: &str, what: &str) -> InferError {
-    InferError::internal(format!("model '{model}' {what}"))
 }

@@ -513,5 +513,13 @@ fn cannot_open(key: &str, error: &std::io::Error) -> InferError {
     InferError::internal(format!("Unable to open shared memory region: '{key}': {error}"))
 }
 
+/// Runs what makes or ends a device context, which takes a driver a second, where no client waits for it.
+///
+/// # Errors
+/// The work's own.
+pub async fn query_devices(work: impl FnOnce() -> Result<(), InferError> + Send + 'static) -> Result<(), InferError> {
+    tokio::task::spawn_blocking(work).await.unwrap_or_else(|error| Err(InferError::internal(error.to_string())))
+}
+
 #[cfg(test)]
 mod tests;

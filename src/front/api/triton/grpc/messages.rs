@@ -10,6 +10,7 @@ use hyper::body::{Body, Frame};
 use tonic::{Code, Status};
 
 use crate::api::status::grpc_status;
+use crate::api::triton::grpc::paths;
 use crate::api::triton::grpc::scan::{Kind, ScanError, scan};
 use crate::state::State;
 use crate::transport::budget::{Charge, Waiting};
@@ -28,15 +29,15 @@ const UNCHARGED_BYTES: usize = 4 << 10;
 /// What the call at `path` takes.
 pub fn kind_of(path: &str) -> Kind {
     match path {
-        "/inference.GRPCInferenceService/ModelInfer" | crate::api::triton::grpc::stream_call::PATH => Kind::Infer,
-        "/inference.GRPCInferenceService/RepositoryModelLoad" => Kind::Load,
+        paths::MODEL_INFER | paths::MODEL_STREAM_INFER => Kind::Infer,
+        paths::MODEL_LOAD => Kind::Load,
         _ => Kind::Small,
     }
 }
 
 /// Whether the call at `path` may be open without a message on its way.
 fn may_rest(path: &str) -> bool {
-    path == crate::api::triton::grpc::stream_call::PATH || path.ends_with("/ServerReflectionInfo")
+    path == paths::MODEL_STREAM_INFER || path.ends_with("/ServerReflectionInfo")
 }
 
 /// The messages of one call.

@@ -1,9 +1,11 @@
 //! The KServe v2 protocol over gRPC.
 
+pub(crate) mod call_context;
 pub(crate) mod codec;
 pub(crate) mod health;
 pub(crate) mod messages;
 pub(crate) mod models;
+pub(crate) mod paths;
 pub(crate) mod proto;
 pub(crate) mod request;
 pub(crate) mod response;
@@ -20,13 +22,14 @@ use serving::{ErrorKind, InferError, Limit};
 use tonic::{Request, Response, Status, Streaming};
 
 use crate::api::status::grpc_status;
+use crate::api::triton::grpc::call_context::Forwarded;
 use crate::api::triton::grpc::proto::grpc_inference_service_server::GrpcInferenceService;
 use crate::api::triton::grpc::proto::*;
 use crate::api::triton::grpc::response::InferReply;
-use crate::api::triton::grpc::service::Forwarded;
-use crate::api::triton::grpc::stream_infer::{InferStream, single_response};
+use crate::api::triton::grpc::stream_infer::InferStream;
 use crate::api::triton::header_parameters::forward;
-use crate::api::triton::shared_memory::MemoryKind;
+use crate::api::triton::shared_memory::{MemoryKind, query_devices};
+use crate::api::triton::single_response::single_response;
 use crate::state::State;
 use crate::telemetry::log_settings::LogValue;
 use crate::transport::budget::Charge;
@@ -318,12 +321,4 @@ fn no_repository_name(name: &str) -> Result<(), Status> {
     } else {
         Err(Status::unimplemented("'repository_name' specification is not supported"))
     }
-}
-
-/// Runs what makes or ends a device context, which takes a driver a second, where no client waits for it.
-///
-/// # Errors
-/// The work's own.
-pub async fn query_devices(work: impl FnOnce() -> Result<(), InferError> + Send + 'static) -> Result<(), InferError> {
-    tokio::task::spawn_blocking(work).await.unwrap_or_else(|error| Err(InferError::internal(error.to_string())))
 }

@@ -9,7 +9,7 @@ use bytes::Bytes;
 use futures::future::FutureExt as _;
 use h2::server::SendResponse;
 use http::{Request, Response};
-use serving::{InferError, SharedLimit, SpanContext};
+use serving::{InferError, SharedLimit};
 use tokio::sync::OwnedSemaphorePermit;
 use tonic::Status;
 use tonic::body::Body;
@@ -19,10 +19,12 @@ use tower_service::Service;
 
 use crate::api::status::grpc_status;
 use crate::api::triton::grpc::KserveGrpc;
+use crate::api::triton::grpc::call_context::Forwarded;
 use crate::api::triton::grpc::health::Health;
 use crate::api::triton::grpc::messages::{Messages, Whole};
+use crate::api::triton::grpc::paths;
 use crate::api::triton::grpc::proto::grpc_inference_service_server::GrpcInferenceServiceServer;
-use crate::api::triton::grpc::stream_call::{self, StreamCall};
+use crate::api::triton::grpc::stream_call::StreamCall;
 use crate::config::Compression;
 use crate::state::State;
 use crate::transport::content_coding::Coding;
@@ -81,15 +83,6 @@ fn inference(state: &Arc<State>) -> GrpcInferenceServiceServer<KserveGrpc> {
     }
 }
 
-/// What the requests of a call take along.
-#[derive(Debug, Clone)]
-pub struct Forwarded {
-    /// Headers that models see.
-    pub headers: Arc<[(String, String)]>,
-    /// The client's span that they belong to.
-    pub context: Option<SpanContext>,
-}
-
 /// Checks the key of a restricted API, and picks the headers that models see.
 fn admit(state: &State, request: &mut Request<RequestBody>) -> Result<(), Status> {
     let Some(api) = Api::of_rpc(request.uri().path()) else { return Ok(()) };
@@ -124,7 +117,7 @@ impl<R: ServerReflection> GrpcService<R> {
         let path = request.uri().path().to_owned();
         let coding = request.headers().get("grpc-encoding").filter(|coding| *coding != "identity").cloned();
         let answers_plainly = matches!(self.state.config.grpc_response_compression, Compression::None);
-        if path == stream_call::PATH && answers_plainly && coding.is_none() {
+        if path == paths::MODEL_STREAM_INFER && answers_plainly && coding.is_none() {
             let call = StreamCall::begin(self.state.clone(), request, place, respond);
             return call.map(|call| Box::new(call) as Box<dyn Call>);
         }
@@ -133,7 +126,7 @@ impl<R: ServerReflection> GrpcService<R> {
         request.extensions_mut().insert(charge.clone());
         let state = self.state.clone();
         let request = request.map(|body| Whole::new(Messages::new(state, &path, coding, body), charge));
-        if path.starts_with("/inference.GRPCInferenceService/") {
+        if path.starts_with(paths::INFERENCE) {
             Some(answer(self.inference.call(request), place, respond, patience))
         } else if path.starts_with("/grpc.health.v1.Health/") {
             Some(answer(self.health.call(request), place, respond, patience))

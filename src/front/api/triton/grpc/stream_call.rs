@@ -17,19 +17,17 @@ use tokio::sync::OwnedSemaphorePermit;
 use tokio::time::{Sleep, sleep};
 use tonic::Status;
 
+use crate::api::triton::grpc::call_context::Forwarded;
 use crate::api::triton::grpc::messages::{Message, Messages};
+use crate::api::triton::grpc::paths::MODEL_STREAM_INFER;
 use crate::api::triton::grpc::proto::ModelInferRequest;
 use crate::api::triton::grpc::response::StreamReply;
-use crate::api::triton::grpc::service::Forwarded;
 use crate::api::triton::grpc::stream_infer::InferStream;
 use crate::state::State;
 use crate::transport::budget::Charge;
 use crate::transport::http2::{Call, Gone, Progress, RequestBody, poll_room};
 use crate::transport::large_work::block_in_place_if_large;
 use crate::transport::wake_flag::WakeFlag;
-
-/// The call's path.
-pub const PATH: &str = "/inference.GRPCInferenceService/ModelStreamInfer";
 
 /// Replies are gathered up to this size.
 const FULL_BYTES: usize = 16 << 10;
@@ -71,7 +69,8 @@ impl StreamCall {
     ) -> Option<Self> {
         let (parts, body) = request.into_parts();
         let patience = state.config.write_timeout;
-        let requests = Messages::new(state.clone(), PATH, None, body).map(|message| decode(message?)).boxed();
+        let requests =
+            Messages::new(state.clone(), MODEL_STREAM_INFER, None, body).map(|message| decode(message?)).boxed();
         let ends_on_error = parts.headers.get("triton_grpc_error").is_some_and(|value| value == "true");
         let forwarded = parts.extensions.get::<Forwarded>().cloned();
         let all = InferStream::new(state, requests, ends_on_error, forwarded);

@@ -13,11 +13,12 @@ use serving::{InferError, InferResponse, OutputDelta, ResponseStream, StreamItem
 use tonic::Status;
 
 use crate::api::status::grpc_status;
+use crate::api::triton::grpc::call_context::Forwarded;
 use crate::api::triton::grpc::proto::ModelInferRequest;
 use crate::api::triton::grpc::request::{self, ParsedRequest};
 use crate::api::triton::grpc::response::{InferReply, ReplyTemplate, StreamReply};
-use crate::api::triton::grpc::service::Forwarded;
 use crate::api::triton::header_parameters::forward;
+use crate::api::triton::single_response::broken_contract;
 use crate::state::State;
 use crate::transport::budget::Charge;
 use crate::transport::large_work::block_in_place_if_large;
@@ -334,36 +335,13 @@ impl Stream for ActiveRequest {
                 None => {
                     self.responses = None;
                     let model = &self.asked.request.model_name;
-                    let error =
-                        crate::api::triton::output_request::broken_contract(model, "ended without a final response");
+                    let error = broken_contract(model, "ended without a final response");
                     return Poll::Ready(Some(self.failure(error, true)));
                 }
             }
         }
         Poll::Ready(None)
     }
-}
-
-/// The one response of a model that is not decoupled.
-///
-/// # Errors
-/// The model's own, or that it did not answer exactly once.
-pub async fn single_response(model: &str, mut responses: ResponseStream) -> Result<InferResponse, InferError> {
-    let no_response = || crate::api::triton::output_request::broken_contract(model, "ended without a response");
-    let response = responses.next_response().await.ok_or_else(no_response)??;
-    let mut is_over = response.is_final;
-    while !is_over {
-        let Some(next) = responses.next_response().await else { break };
-        let next = next?;
-        if !next.outputs.is_empty() {
-            return Err(crate::api::triton::output_request::broken_contract(
-                model,
-                "answered more than once and is not decoupled",
-            ));
-        }
-        is_over = next.is_final;
-    }
-    Ok(response)
 }
 
 #[cfg(test)]

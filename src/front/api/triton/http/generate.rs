@@ -9,10 +9,10 @@ use repository::ModelConfig;
 use repository::proto::ModelInput;
 use serving::{DataType, InferError, InferRequest, InferResponse, Limit, Limits, Parameter, ResponseStream, Tensor};
 
-use crate::api::status::shown;
 use crate::api::triton::http::infer::{model_parameter, set_parameter};
 use crate::api::triton::http::json::{self, Value, in_field};
 use crate::api::triton::http::json_writer::JsonWriter;
+use crate::api::triton::http::reply::error_text;
 use crate::api::triton::shapes::fit_shape;
 use crate::transport::budget::Charge;
 
@@ -233,16 +233,6 @@ impl Events {
         self.ready.extend_from_slice(text);
         self.ready.extend_from_slice(b"\n\n");
     }
-}
-
-/// `{"error": …}`
-pub fn error_text(message: &str) -> Vec<u8> {
-    let message = shown(message);
-    let mut writer = JsonWriter::with_capacity(message.len() + 16);
-    writer.begin_object();
-    writer.member("error", message.as_bytes());
-    writer.end_object();
-    writer.finish()
 }
 
 impl Stream for Events {

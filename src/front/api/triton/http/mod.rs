@@ -6,7 +6,9 @@ pub(crate) mod infer;
 pub(crate) mod json;
 pub(crate) mod json_writer;
 pub(crate) mod models;
+pub(crate) mod reply;
 pub(crate) mod repository;
+pub(crate) mod request_body;
 pub(crate) mod route;
 pub(crate) mod settings;
 
@@ -14,39 +16,32 @@ use std::convert::Infallible;
 use std::sync::Arc;
 
 use bytes::Bytes;
-use http::header::{
-    ACCEPT_ENCODING, ACCESS_CONTROL_ALLOW_HEADERS, ACCESS_CONTROL_ALLOW_METHODS, ACCESS_CONTROL_ALLOW_ORIGIN,
-    ACCESS_CONTROL_EXPOSE_HEADERS, ACCESS_CONTROL_MAX_AGE, ACCESS_CONTROL_REQUEST_HEADERS, CONTENT_ENCODING,
-    CONTENT_TYPE, HeaderMap, HeaderName, HeaderValue, VARY, WWW_AUTHENTICATE,
-};
+use http::header::{ACCEPT_ENCODING, CONTENT_ENCODING, HeaderMap, HeaderName, HeaderValue};
 use http::{Method, Request, Response, StatusCode};
 use hyper::body::Incoming;
 use serving::{ErrorKind, InferError, InferResponse, Limit, SharedLimit, Trace};
 
 use crate::api::openai;
-use crate::api::status::{generate_status, http_status};
-use crate::api::triton::grpc::query_devices;
-use crate::api::triton::grpc::stream_infer::single_response;
+use crate::api::status::generate_status;
 use crate::api::triton::header_parameters::forward;
-use crate::api::triton::http::generate::{Events, NOT_ONE_RESPONSE, error_text};
+use crate::api::triton::http::generate::{Events, NOT_ONE_RESPONSE};
 use crate::api::triton::http::infer::ParsedRequest;
+use crate::api::triton::http::reply::{
+    BINARY, EVENTS, JSON, Reply, TEXT, allow_origin, denial, error_reply, error_text, json_reply, model_error,
+    plain_error, preflight, probe, reply, unknown_coding,
+};
+use crate::api::triton::http::request_body::{Held, content_coding, header, read_coded};
 use crate::api::triton::http::route::{ModelPath, Route};
+use crate::api::triton::shared_memory::query_devices;
+use crate::api::triton::single_response::single_response;
 use crate::state::State;
-use crate::transport::body::{ReplyBody, read_all};
+use crate::transport::body::ReplyBody;
 use crate::transport::budget::Charge;
 use crate::transport::content_coding::Coding;
 use crate::transport::large_work::{block_in_place_if_large, block_in_place_in_turn};
-use crate::transport::restricted::{Api, Denied};
-
-/// A response of ours.
-pub type Reply = Response<ReplyBody>;
+use crate::transport::restricted::Api;
 
 const HEAD_LENGTH: HeaderName = HeaderName::from_static("inference-header-content-length");
-pub(crate) const JSON: HeaderValue = HeaderValue::from_static("application/json");
-pub(crate) const TEXT: HeaderValue = HeaderValue::from_static("text/plain");
-const BINARY: HeaderValue = HeaderValue::from_static("application/octet-stream");
-pub(crate) const BEARER: HeaderValue = HeaderValue::from_static("Bearer");
-pub(crate) const EVENTS: HeaderValue = HeaderValue::from_static("text/event-stream; charset=utf-8");
 
 /// Answers one request; what goes wrong is an answer too.
 pub async fn handle(state: Arc<State>, request: Request<Incoming>) -> Result<Reply, Infallible> {
@@ -86,26 +81,6 @@ async fn handle_request(state: Arc<State>, head: http::request::Parts, body: Inc
     }
     let changes = head.method == http::Method::POST;
     answer(&state, route, changes, &head.headers, body).await.unwrap_or_else(|error| error_reply(&error))
-}
-
-/// The reply to a browser that asks whether a page may send a request.
-fn preflight(origin: HeaderValue, headers: &HeaderMap) -> Reply {
-    let mut reply = reply(StatusCode::NO_CONTENT, TEXT, ReplyBody::empty());
-    let allowed = reply.headers_mut();
-    allow_origin(allowed, origin);
-    allowed.insert(ACCESS_CONTROL_ALLOW_METHODS, HeaderValue::from_static("GET, POST, OPTIONS"));
-    if let Some(names) = headers.get(ACCESS_CONTROL_REQUEST_HEADERS) {
-        allowed.insert(ACCESS_CONTROL_ALLOW_HEADERS, names.clone());
-    }
-    allowed.insert(ACCESS_CONTROL_MAX_AGE, HeaderValue::from_static("600"));
-    reply
-}
-
-/// Lets a page of `origin` read the reply.
-fn allow_origin(headers: &mut HeaderMap, origin: HeaderValue) {
-    headers.insert(ACCESS_CONTROL_ALLOW_ORIGIN, origin);
-    headers.append(VARY, HeaderValue::from_static("origin"));
-    headers.insert(ACCESS_CONTROL_EXPOSE_HEADERS, HeaderValue::from_static("x-request-id, retry-after"));
 }
 
 /// `changes`: whether the request's method may change anything.
@@ -305,37 +280,6 @@ async fn start_generate(
     Ok(Begun { responses, is_decoupled, charge })
 }
 
-/// A request's body, and what it holds of the budget for as long as the request is not answered.
-pub(crate) struct Held {
-    pub(crate) bytes: Bytes,
-    pub(crate) charge: Charge,
-}
-
-/// The body, unpacked.
-pub(crate) async fn read_body(state: &State, headers: &HeaderMap, body: Incoming) -> Result<Held, InferError> {
-    read_coded(state, content_coding(headers)?, body).await
-}
-
-fn content_coding(headers: &HeaderMap) -> Result<Option<Coding>, InferError> {
-    header(headers, &CONTENT_ENCODING).map_or(Ok(None), Coding::of_content)
-}
-
-/// How many times its length a packed body may well have.
-const UNPACKING: usize = 100;
-
-async fn read_coded(state: &State, coding: Option<Coding>, body: Incoming) -> Result<Held, InferError> {
-    let limit = state.config.max_http_body_bytes;
-    let charge = state.budget.charge();
-    let mut bytes = read_all(body, limit, &charge).await?;
-    if let Some(coding) = coding {
-        let unpacked_len = bytes.len().saturating_mul(UNPACKING).min(limit);
-        bytes = block_in_place_in_turn(unpacked_len, || coding.decode(&bytes, limit, &charge))
-            .await
-            .map_err(InferError::from)?;
-    }
-    Ok(Held { bytes, charge })
-}
-
 fn mark(trace: &Option<Trace>, name: &'static str) {
     trace.iter().for_each(|trace| trace.mark(name));
 }
@@ -359,54 +303,4 @@ fn head_len(headers: &HeaderMap, body_len: usize) -> Result<Option<usize>, Infer
         )));
     }
     value.parse().map(Some).map_err(|_| infer::not_in_body(value, body_len))
-}
-
-fn header<'a>(headers: &'a HeaderMap, name: &HeaderName) -> Option<&'a str> {
-    headers.get(name).map(|value| value.to_str().unwrap_or("?"))
-}
-
-fn probe(is_fine: bool, otherwise: StatusCode) -> Reply {
-    reply(if is_fine { StatusCode::OK } else { otherwise }, TEXT, ReplyBody::empty())
-}
-
-pub(crate) fn plain_error(status: StatusCode, message: &str) -> Reply {
-    reply(status, TEXT, error_text(message))
-}
-
-/// The answer to a client without the key of an API.
-pub(crate) fn denial(denied: Denied<'_>) -> Reply {
-    let words = format!("This API is restricted, expecting header '{}'", denied.header);
-    if !denied.is_bearer {
-        return plain_error(StatusCode::FORBIDDEN, &words);
-    }
-    let mut reply = plain_error(StatusCode::UNAUTHORIZED, &words);
-    reply.headers_mut().insert(WWW_AUTHENTICATE, BEARER);
-    reply
-}
-
-/// What the model says, or is said before the request is read, where `infer` was asked; Triton's type for it.
-fn model_error(error: &InferError) -> Reply {
-    plain_error(http_status(error.kind), &error.message)
-}
-
-/// `infer` in a coding that is none of ours, with those that are.
-fn unknown_coding(error: &InferError) -> Reply {
-    let mut reply = model_error(error);
-    reply.headers_mut().insert(ACCEPT_ENCODING, HeaderValue::from_static("gzip, deflate"));
-    reply
-}
-
-fn error_reply(error: &InferError) -> Reply {
-    reply(http_status(error.kind), JSON, error_text(&error.message))
-}
-
-fn json_reply(text: Vec<u8>) -> Reply {
-    reply(StatusCode::OK, JSON, text)
-}
-
-pub(crate) fn reply(status: StatusCode, content_type: HeaderValue, body: impl Into<ReplyBody>) -> Reply {
-    let mut reply = Response::new(body.into());
-    *reply.status_mut() = status;
-    reply.headers_mut().insert(CONTENT_TYPE, content_type);
-    reply
 }

@@ -5,11 +5,10 @@ use std::sync::Arc;
 use bytes::Bytes;
 use serving::{InferError, Limit, Limits};
 
-use crate::api::triton::grpc::query_devices;
 use crate::api::triton::http::base64;
 use crate::api::triton::http::json::{self, Value};
 use crate::api::triton::http::json_writer::JsonWriter;
-use crate::api::triton::shared_memory::MemoryKind;
+use crate::api::triton::shared_memory::{MemoryKind, query_devices};
 use crate::state::State;
 use crate::telemetry::log_settings::{LogFormat, LogValue};
 use crate::telemetry::trace_settings::{TRACE_KEYS, TraceChanges};
