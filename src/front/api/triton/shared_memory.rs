@@ -1,45 +1,26 @@
 //! Named parts of POSIX shared memory, or of a GPU's memory, that clients register to pass tensors without sending them.
 
+mod devices;
+mod objects;
+mod slice;
+
 use std::any::Any;
 use std::collections::BTreeMap;
 use std::fs::File;
-use std::os::unix::fs::{FileExt as _, MetadataExt as _};
-use std::path::Path;
+use std::os::unix::fs::FileExt as _;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use bytes::Bytes;
-use rustix::fs::{Mode, OFlags};
-use serving::{
-    ClientMemory, ClientSlice, CopyBudget, DataType, ErrorKind, InferError, InferRequest, Limit, Limits, copy_within,
-};
+use serving::{ClientMemory, ClientSlice, CopyBudget, DataType, ErrorKind, InferError, InferRequest, Limit, Limits};
 
+pub use self::devices::{ClientDevices, DeviceMemory, query_devices};
+pub use self::objects::ClientObjects;
+use self::slice::{Slice, unusable};
 use crate::api::triton::output_request::{OutputRequest, RegionSlice};
 use crate::transport::budget::{Budget, Charge};
-use crate::transport::large_work::block_in_place_if_large;
 
-/// Opens device memory of clients.
-pub trait ClientDevices: std::fmt::Debug + Send + Sync {
-    /// The first `byte_size` bytes of what `handle`, a `cudaIpcMemHandle_t`, names on GPU `device`.
-    ///
-    /// # Errors
-    /// In words, when they cannot be had.
-    fn open(&self, handle: &[u8; 64], device: u64, byte_size: u64) -> Result<Arc<dyn DeviceMemory>, String>;
-}
-
-/// A region of device memory of a client. It is closed when dropped.
-pub trait DeviceMemory: std::fmt::Debug + Send + Sync {
-    /// Copies bytes from `offset` on.
-    ///
-    /// # Errors
-    /// In words, when they are not there any more.
-    fn read(&self, offset: u64, into: &mut [u8]) -> Result<(), String>;
-
-    /// Copies `data` to the bytes from `offset` on.
-    ///
-    /// # Errors
-    /// As [`DeviceMemory::read`].
-    fn write(&self, offset: u64, data: &[u8]) -> Result<(), String>;
-}
+/// Regions that may be registered at once.
+pub const MAX_REGIONS: usize = 4096;
 
 /// A registered region.
 #[derive(Debug)]
@@ -104,50 +85,6 @@ pub struct SharedMemory {
     regions: Mutex<BTreeMap<String, Region>>,
 }
 
-/// Which objects of shared memory clients may register.
-#[derive(Debug, Clone, Default)]
-pub struct ClientObjects {
-    /// Names with these beginnings are the server's own.
-    pub reserved_prefixes: Vec<String>,
-    /// How every object of the server, and of other servers like it, begins; empty for no such sign.
-    pub reserved_magic: Vec<u8>,
-    /// If there are any, a client's object has a name with one of these beginnings.
-    pub allowed_prefixes: Vec<String>,
-}
-
-/// How objects begin that programs beside a server keep in `/dev/shm`: MPI, its transports, NCCL, Triton, semaphores.
-/// Python's own names, `psm_…`, are a client's.
-const OF_OTHERS: [&str; 25] = [
-    "vader_segment",
-    "sm_segment",
-    "smsc",
-    "mca_",
-    "osc_",
-    "coll_",
-    "ompi",
-    "openmpi",
-    "open_mpi",
-    "opal",
-    "orte",
-    "prte",
-    "pmix",
-    "mpich",
-    "MPICH",
-    "hwloc",
-    "nccl-",
-    "ucx",
-    "ucp_",
-    "uct_",
-    "psm_shm",
-    "psm2",
-    "psm3",
-    "cma_",
-    "sem.",
-];
-
-/// Regions that may be registered at once.
-pub const MAX_REGIONS: usize = 4096;
-
 /// Requests that are in flight pay for copies, as they do for bodies.
 #[derive(Debug)]
 struct OfRequests(Arc<Budget>);
@@ -187,7 +124,7 @@ impl SharedMemory {
     /// When the name is taken, or the object cannot be opened or is too small.
     pub fn register(&self, name: &str, key: &str, offset: u64, byte_size: u64) -> Result<(), InferError> {
         let mut regions = self.room_for(name)?;
-        let (file, length, object) = self.open(key)?;
+        let (file, length, object) = self.objects.open(key, &self.limits)?;
         if byte_size == 0 || offset.checked_add(byte_size).is_none_or(|end| end > length) {
             return Err(InferError::invalid(format!("failed to register shared memory region '{name}': invalid args")));
         }
@@ -243,29 +180,6 @@ impl SharedMemory {
             return Err(InferError::unavailable(format!("{count} shared memory regions are registered already")));
         }
         Ok(regions)
-    }
-
-    /// The object, its length and its identity.
-    fn open(&self, key: &str) -> Result<(File, u64, (u64, u64)), InferError> {
-        self.limits.check(Limit::NameBytes, key.len())?;
-        let object = key.strip_prefix('/').unwrap_or(key);
-        if object.is_empty() || object.contains('/') || object == "." || object == ".." {
-            return Err(InferError::internal(format!(
-                "Unable to open shared memory region: '{key}' is not the name of an object"
-            )));
-        }
-        self.objects.check_name(key, object)?;
-        // Neither a link nor a pipe leads or holds anybody anywhere.
-        let flags = OFlags::RDWR | OFlags::NOFOLLOW | OFlags::NONBLOCK | OFlags::CLOEXEC;
-        let opened = rustix::fs::open(Path::new("/dev/shm").join(object), flags, Mode::empty());
-        let file = File::from(opened.map_err(|error| cannot_open(key, &error.into()))?);
-        let metadata = file.metadata().map_err(|error| cannot_open(key, &error))?;
-        if !metadata.is_file() || metadata.nlink() > 1 {
-            let words = "it is no object of shared memory, or has another name beside this one";
-            return Err(cannot_open(key, &std::io::Error::other(words)));
-        }
-        self.objects.check_content(key, &file)?;
-        Ok((file, metadata.len(), (metadata.dev(), metadata.ino())))
     }
 
     /// Forgets a region of that kind; an unknown one is no error. An empty name forgets all of them.
@@ -435,67 +349,6 @@ impl SharedMemory {
     }
 }
 
-impl ClientObjects {
-    fn check_name(&self, key: &str, object: &str) -> Result<(), InferError> {
-        let begins = |prefixes: &[String]| prefixes.iter().any(|prefix| object.starts_with(prefix.as_str()));
-        if begins(&self.reserved_prefixes) {
-            return Err(of_the_server(key));
-        }
-        if let Some(prefix) = OF_OTHERS.iter().find(|prefix| object.starts_with(**prefix)) {
-            return Err(InferError::invalid(format!(
-                "shared memory object '{key}' belongs to another program: names that begin with `{prefix}` are no client's"
-            )));
-        }
-        if !self.allowed_prefixes.is_empty() && !begins(&self.allowed_prefixes) {
-            let allowed = self.allowed_prefixes.join("`, `");
-            return Err(InferError::invalid(format!(
-                "shared memory object '{key}' is no client's: this server takes names that begin with `{allowed}`"
-            )));
-        }
-        Ok(())
-    }
-
-    /// Refuses what the server, or another server like it, made under whatever name.
-    fn check_content(&self, key: &str, file: &File) -> Result<(), InferError> {
-        let mut begin = vec![0; self.reserved_magic.len()];
-        // A shorter object is none of the server's.
-        let is_reserved =
-            !begin.is_empty() && file.read_exact_at(&mut begin, 0).is_ok() && begin == self.reserved_magic;
-        if is_reserved { Err(of_the_server(key)) } else { Ok(()) }
-    }
-}
-
-fn of_the_server(key: &str) -> InferError {
-    InferError::invalid(format!("shared memory object '{key}' belongs to the server"))
-}
-
-/// A part of a region. Holding it keeps the memory.
-enum Slice {
-    System(ClientSlice),
-    Cuda {
-        memory: Arc<dyn DeviceMemory>,
-        offset: u64,
-        byte_size: u64,
-        region: String,
-        budget: Option<Arc<dyn CopyBudget>>,
-    },
-}
-
-impl Slice {
-    fn read(&self) -> Result<Bytes, InferError> {
-        match self {
-            Slice::System(slice) => block_in_place_if_large(slice.byte_size as usize, || slice.read()),
-            Slice::Cuda { memory, offset, byte_size, region, budget } => {
-                block_in_place_if_large(*byte_size as usize, || {
-                    copy_within(budget.as_deref(), *byte_size, |data| {
-                        memory.read(*offset, data).map_err(|why| unusable(region, &why))
-                    })
-                })
-            }
-        }
-    }
-}
-
 impl Place {
     fn kind(&self) -> MemoryKind {
         match self {
@@ -503,22 +356,6 @@ impl Place {
             Place::Cuda { .. } => MemoryKind::Cuda,
         }
     }
-}
-
-fn unusable(region: &str, why: &str) -> InferError {
-    InferError::internal(format!("shared memory region '{region}' cannot be used any more: {why}"))
-}
-
-fn cannot_open(key: &str, error: &std::io::Error) -> InferError {
-    InferError::internal(format!("Unable to open shared memory region: '{key}': {error}"))
-}
-
-/// Runs what makes or ends a device context, which takes a driver a second, where no client waits for it.
-///
-/// # Errors
-/// The work's own.
-pub async fn query_devices(work: impl FnOnce() -> Result<(), InferError> + Send + 'static) -> Result<(), InferError> {
-    tokio::task::spawn_blocking(work).await.unwrap_or_else(|error| Err(InferError::internal(error.to_string())))
 }
 
 #[cfg(test)]

@@ -1,3 +1,7 @@
+use std::path::Path;
+
+use rustix::fs::Mode;
+
 use super::*;
 
 struct Object(String);

@@ -1,5 +1,10 @@
+use bytes::Bytes;
+use serving::{CorrelationId, ErrorKind, InferError, InferResponse, Limits, Parameter, Tensor};
+
 use super::*;
-use serving::ErrorKind;
+use crate::api::triton::output_request::OutputRequest;
+use crate::api::triton::shared_memory::SharedMemory;
+use crate::transport::body::ReplyBody;
 
 fn read_text(text: &str, head_len: Option<usize>) -> Result<ParsedRequest, InferError> {
     let memory = SharedMemory::new(true, Default::default());

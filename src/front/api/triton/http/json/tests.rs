@@ -1,4 +1,9 @@
+use serving::{DataType, InferError, Limits};
+
+use super::parser::MAX_DEPTH;
 use super::*;
+
+type Result<T> = std::result::Result<T, InferError>;
 
 fn parsed(body: &[u8]) -> Result<Value<'_>> {
     parse(body, &Limits::default())
