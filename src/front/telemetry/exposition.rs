@@ -63,6 +63,8 @@ impl Sample {
     }
 }
 
+// By hand: `prometheus-client` appends `_total` to names of counters, which would rename Triton's `nv_*`, and `prometheus`
+// writes only its own registered or protobuf types, so that every sample would be copied once more for each scrape.
 /// Appends a family in the text format; nothing for one without samples.
 pub(crate) fn write_family(text: &mut String, family: &Family) {
     if family.samples.is_empty() {
