@@ -2,7 +2,7 @@
 
 use std::path::{Path, PathBuf};
 
-/// Encoded by hand in `reply.rs`, straight from what a model answers.
+/// Encoded by `response.rs` directly from the responses of models.
 const HAND_WRITTEN: [(&str, &str); 2] = [
     (".inference.ModelInferResponse", "crate::api::triton::grpc::response::InferReply"),
     (".inference.ModelStreamInferResponse", "crate::api::triton::grpc::response::StreamReply"),

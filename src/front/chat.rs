@@ -21,7 +21,7 @@ pub trait ChatPrompts: Send + Sync {
     fn format(&self, model: &str, has_tools: bool) -> Result<Option<Arc<ChatFormat>>, InferError>;
 }
 
-/// A place for [`ChatPrompts`] among plain settings.
+/// An optional [`ChatPrompts`], as a setting of [`Config`](crate::Config).
 #[derive(Clone, Default)]
 pub struct Chat(pub Option<Arc<dyn ChatPrompts>>);
 
@@ -50,7 +50,7 @@ pub struct Conversation {
     pub continue_final_message: bool,
 }
 
-/// What to do with fields that are not known.
+/// How unknown fields of a request are handled.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum UnknownFields {
     /// The request is refused. The error names the field.

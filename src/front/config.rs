@@ -1,4 +1,4 @@
-//! Where the front listens and what it bounds.
+//! Addresses, limits and other settings of the front.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -6,7 +6,7 @@ use std::time::Duration;
 use tokio::sync::Semaphore;
 
 use crate::api::triton::header_parameters::HeaderPattern;
-use crate::api::triton::shared_memory::{ClientDevices, ClientObjects, MAX_REGIONS};
+use crate::api::triton::shared_memory::{ClientDevices, ClientObjects, DEFAULT_MAX_REGIONS};
 use crate::chat::{Chat, UnknownFields};
 use crate::telemetry::ledger::LedgerSource;
 use crate::telemetry::log_settings::LogControl;
@@ -41,7 +41,7 @@ impl std::fmt::Display for Address {
 /// How gRPC responses are compressed for clients that accept it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum Compression {
-    /// Not at all, as fast networks like it.
+    /// No compression, which suits fast networks.
     #[default]
     None,
     /// gzip.
@@ -50,7 +50,7 @@ pub enum Compression {
     Deflate,
 }
 
-/// Settings of the front. [`Config::default`] is what Triton's users expect.
+/// Settings of the front. [`Config::default`] has Triton's ports and defaults.
 #[derive(Debug, Clone)]
 pub struct Config {
     /// KServe gRPC; `None` is off.
@@ -59,79 +59,79 @@ pub struct Config {
     pub http: Option<Address>,
     /// Prometheus metrics; `None` is off.
     pub metrics: Option<Address>,
-    /// Which durations of models they show.
+    /// Which durations of models the metrics contain.
     pub metrics_options: MetricsOptions,
-    /// Largest gRPC message of a client, unpacked.
+    /// Maximum gRPC message of a client, after decompression.
     pub max_grpc_message_bytes: usize,
-    /// gRPC calls that may be open at once, over all connections; more are refused.
+    /// Maximum concurrent gRPC calls over all connections; further calls are refused.
     pub max_grpc_streams: usize,
-    /// Largest HTTP request body, before and after decompression.
+    /// Maximum HTTP request body, before and after decompression.
     pub max_http_body_bytes: usize,
-    /// Bytes that the bodies of all requests in flight may have together; more are refused.
+    /// Maximum memory in bytes for the bodies of all requests in flight; further requests are refused.
     pub max_bytes_in_flight: usize,
-    /// Requests of one gRPC stream that may be in flight; more wait in the client's window.
+    /// Maximum requests in flight of one gRPC stream; further requests wait in the client's flow-control window.
     pub max_requests_per_stream: usize,
-    /// Connections of one port. Idle ones make room for more; where none is idle, more wait to be accepted.
+    /// Maximum connections of one port. Idle connections are evicted in favour of new ones; if none is idle, new ones wait.
     pub max_connections: u32,
-    /// Connections of one client address; more are closed. 0 is any number.
+    /// Maximum connections of one client address; further connections are closed. 0 is no limit.
     pub max_connections_per_address: u32,
-    /// Time in which a client must read something of its answers; `None` is for ever.
+    /// Time after which a write fails if the client reads nothing; `None` is unlimited.
     pub write_timeout: Option<Duration>,
     /// Compression of gRPC responses.
     pub grpc_response_compression: Compression,
-    /// TLS of the gRPC port; `None` serves in the clear.
+    /// TLS of the gRPC port; `None` serves without TLS.
     pub grpc_tls: Option<Tls>,
-    /// TLS of the HTTP port; `None` serves in the clear.
+    /// TLS of the HTTP port; `None` serves without TLS.
     pub http_tls: Option<Tls>,
-    /// TLS of the metrics port; `None` serves in the clear.
+    /// TLS of the metrics port; `None` serves without TLS.
     pub metrics_tls: Option<Tls>,
-    /// Whether other servers may have the gRPC port too, if they all say so.
+    /// Whether other servers may bind the gRPC port too, if all of them set this.
     pub reuse_grpc_port: bool,
-    /// Whether other servers may have the HTTP port too, if they all say so.
+    /// Whether other servers may bind the HTTP port too, if all of them set this.
     pub reuse_http_port: bool,
-    /// APIs that need a key over gRPC.
+    /// APIs that require a key over gRPC.
     pub grpc_restrictions: Restrictions,
-    /// APIs that need a key over HTTP.
+    /// APIs that require a key over HTTP.
     pub http_restrictions: Restrictions,
-    /// Metadata of gRPC that models see as parameters.
+    /// gRPC metadata that is passed to models as parameters.
     pub grpc_forward: HeaderPattern,
-    /// Headers of HTTP that models see as parameters.
+    /// HTTP headers that are passed to models as parameters.
     pub http_forward: HeaderPattern,
-    /// Age at which a gRPC connection takes no further call; `None` for any age.
+    /// Age at which a gRPC connection accepts no further call; `None` is unlimited.
     pub grpc_max_connection_age: Option<Duration>,
-    /// Time that the calls of a connection have from then on; `None` is for ever.
+    /// Time for the remaining calls of such a connection; `None` is unlimited.
     pub grpc_max_connection_age_grace: Option<Duration>,
-    /// Silence after which a gRPC connection is probed.
+    /// Time without data after which a gRPC client is pinged.
     pub grpc_keepalive_time: Duration,
-    /// Silence after a probe that ends the connection.
+    /// Time after a ping without data that ends the connection.
     pub grpc_keepalive_timeout: Duration,
     /// Time in which a client must send the head of an HTTP request.
     pub http_header_timeout: Duration,
-    /// Longest silence of a client in the middle of a request's body or a gRPC message.
+    /// Maximum time without data in the middle of a request's body or a gRPC message.
     pub http_body_timeout: Duration,
-    /// Bytes a second that such a body must bring, measured over that time.
+    /// Minimum rate of such a body in bytes per second, measured over that time.
     pub min_body_rate: usize,
-    /// Web pages of other servers that may use the HTTP port.
+    /// Origins whose web pages may use the HTTP port.
     pub http_origins: Origins,
-    /// What is logged, and who follows its changes.
+    /// Log settings and the function that applies changes.
     pub log: LogControl,
-    /// What is traced at the start, and where traces go.
+    /// Initial trace settings and the destination of traces.
     pub trace: TraceOptions,
-    /// What `GET /debug/ledger` of the metrics port answers; `None` hides it.
+    /// The response of `GET /debug/ledger` on the metrics port; `None` disables it.
     pub ledger: Option<LedgerSource>,
-    /// Where prompts of conversations come from, for OpenAI's protocol.
+    /// Renders prompts of conversations, for OpenAI's and Anthropic's protocols.
     pub chat: Chat,
-    /// What OpenAI's endpoints do with fields that they do not know.
+    /// How OpenAI's endpoints handle unknown fields.
     pub unknown_fields: UnknownFields,
-    /// Whether OpenAI's endpoints use the sampling settings of a checkpoint's `generation_config.json` where a request has none.
+    /// Whether OpenAI's endpoints take defaults of sampling from a checkpoint's `generation_config.json`.
     pub uses_generation_config: bool,
     /// Whether clients may register shared memory.
     pub allow_client_shm: bool,
-    /// Who opens device memory of clients; `None` where there is none.
+    /// Opens device memory of clients; `None` without devices.
     pub client_devices: Option<Arc<dyn ClientDevices>>,
-    /// Which objects of shared memory they may register.
+    /// Which shared-memory objects clients may register.
     pub client_objects: ClientObjects,
-    /// Regions of shared memory that may be registered at once.
+    /// Maximum registered regions of shared memory.
     pub max_shm_regions: usize,
 }
 
@@ -141,7 +141,7 @@ impl Default for Config {
             grpc: Some(Address::new("0.0.0.0", 8001)),
             http: Some(Address::new("0.0.0.0", 8000)),
             metrics: Some(Address::new("0.0.0.0", 8002)),
-            // Tensors of images and prompts are far smaller; a client of 2 GiB messages says so with a flag.
+            // Tensors of images and prompts are far smaller; clients with larger messages need a flag.
             max_grpc_message_bytes: 256 << 20,
             max_grpc_streams: 16_384,
             max_http_body_bytes: 64 << 20,
@@ -178,23 +178,23 @@ impl Default for Config {
             allow_client_shm: true,
             client_devices: None,
             client_objects: ClientObjects::default(),
-            max_shm_regions: MAX_REGIONS,
+            max_shm_regions: DEFAULT_MAX_REGIONS,
         }
     }
 }
 
-/// A field of [`Config`] that cannot be.
+/// An invalid field of [`Config`].
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error("front: `{field}` {reason}")]
 pub struct ConfigError {
-    /// Which.
+    /// The name of the field.
     pub field: &'static str,
-    /// Why, and what it may be.
+    /// Why it is invalid, and what is valid.
     pub reason: String,
 }
 
 impl Config {
-    /// Whether only clients with a key may change trace settings, over every protocol that is served.
+    /// Whether trace settings require a key over every protocol that is served.
     pub(crate) fn restricts_trace(&self) -> bool {
         let ports = [(&self.http, &self.http_restrictions), (&self.grpc, &self.grpc_restrictions)];
         ports.into_iter().all(|(port, restrictions)| port.is_none() || restrictions.restricts(Api::Trace))
@@ -203,7 +203,7 @@ impl Config {
     /// Checks every field.
     ///
     /// # Errors
-    /// Names the first field that cannot be.
+    /// With the first invalid field.
     pub fn validate(&self) -> Result<(), ConfigError> {
         let bounds = [
             ("max_grpc_message_bytes", self.max_grpc_message_bytes),
@@ -254,7 +254,7 @@ mod tests {
     }
 
     #[test]
-    fn trace_is_restricted_where_no_port_is_left_open() {
+    fn trace_is_restricted_if_every_port_requires_a_key() {
         let mut config = Config::default();
         assert!(!config.restricts_trace());
         config.http_restrictions.add_keys(Api::Trace, &["k".to_owned()]);

@@ -1,4 +1,4 @@
-//! What clients' bytes go through before a model sees them, for the fuzz targets in `fuzz/`. Feature `fuzzing` alone.
+//! Entry points for the fuzz targets in `fuzz/`: the parsers of clients' bytes. Only with feature `fuzzing`.
 
 use std::future::Future;
 use std::sync::Arc;
@@ -22,71 +22,71 @@ use crate::api::triton::http::{self as triton_http, generate, infer as http_infe
 use crate::api::triton::output_request::{OutputRequest, RegionSlice};
 use crate::api::triton::shared_memory::{ClientObjects, MemoryKind, SharedMemory};
 use crate::state::State;
-use crate::transport::budget::{Budget, Pace};
+use crate::transport::budget::{Budget, ProgressLimits};
 use crate::transport::content_coding::Coding;
 use crate::transport::http2::{GrpcConnection, KeepAliveConfig};
 
-/// Largest body that is unpacked.
+/// Maximum decompressed body.
 const LIMIT: usize = 1 << 20;
 
-/// An infer request over HTTP: the length of its JSON head, if it has one, and its body.
+/// Parses an infer request over HTTP from its body and the length of its JSON head, if given.
 ///
 /// # Errors
-/// When it is none.
+/// When the request is invalid.
 pub fn http_infer(body: &[u8], head_len: Option<usize>) -> Result<InferRequest, InferError> {
     let memory = SharedMemory::new(false, ClientObjects::default());
     let read = http_infer::read("m", Bytes::copy_from_slice(body), head_len, &memory, &Limits::default());
-    read.map(|asked| asked.request)
+    read.map(|parsed| parsed.request)
 }
 
-/// A body that is the only input's data.
+/// Parses a body that is the data of the model's only input.
 ///
 /// # Errors
-/// When the model cannot take it.
+/// When the body is invalid for the model.
 pub fn http_raw(body: &[u8], config: &ModelConfig) -> Result<InferRequest, InferError> {
-    http_infer::read_raw(Bytes::copy_from_slice(body), config).map(|asked| asked.request)
+    http_infer::read_raw(Bytes::copy_from_slice(body), config).map(|parsed| parsed.request)
 }
 
-/// A `generate` request.
+/// Parses a `generate` request.
 ///
 /// # Errors
-/// When it is none.
+/// When the request is invalid.
 pub fn generate(body: &[u8], config: &ModelConfig) -> Result<InferRequest, InferError> {
     generate::read(body, config, &Limits::default())
 }
 
-/// A `ModelInferRequest`.
+/// Parses a `ModelInferRequest`.
 ///
 /// # Errors
-/// When it is none.
+/// When the request is invalid.
 pub fn grpc(message: &[u8]) -> Result<InferRequest, InferError> {
     let memory = SharedMemory::new(false, ClientObjects::default());
     scan(Kind::Infer, message, &Limits::default()).map_err(|error| InferError::internal(format!("{error:?}")))?;
     let message = crate::api::triton::grpc::proto::ModelInferRequest::decode(message)
         .map_err(|error| InferError::internal(error.to_string()))?;
-    grpc_request::read(message, &memory, &|_, _, _| None).map(|asked| asked.request)
+    grpc_request::read(message, &memory, &|_, _, _| None).map(|parsed| parsed.request)
 }
 
-/// A path; a body in a content coding.
+/// Parses a path, and decompresses a body.
 pub fn http_head(path: &str, body: &[u8]) {
     let _ = http_route::Route::of(path);
-    let pace = Pace { patience: Duration::MAX, min_rate: 0 };
-    let charge = Budget::new(usize::MAX, pace).charge();
+    let progress = ProgressLimits { timeout: Duration::MAX, min_rate: 0 };
+    let charge = Budget::new(usize::MAX, progress).charge();
     for coding in [Coding::Gzip, Coding::Deflate] {
-        if let Ok(unpacked) = coding.decode(body, LIMIT, &charge) {
-            assert!(unpacked.len() <= LIMIT);
+        if let Ok(decompressed) = coding.decode(body, LIMIT, &charge) {
+            assert!(decompressed.len() <= LIMIT);
         }
     }
     let _ = Coding::accepted(path);
 }
 
-/// Writes a response in every form. What is written as JSON must read as JSON.
+/// Writes a response in every form. JSON output must be valid.
 pub fn write(response: InferResponse) {
     let reply = InferReply { response: response.clone(), final_response: Some(true) };
     let bytes = reply.encode_to_vec();
     assert_eq!(bytes.len(), reply.encoded_len());
     if let Ok(text) = generate::write(&response) {
-        // Elements of BYTES go out as they are, as from Triton: what is not UTF-8 makes the text none either.
+        // Elements of BYTES are not changed, so the text may not be UTF-8.
         let text = String::from_utf8_lossy(&text);
         json::parse(text.as_bytes(), &Limits::default()).expect("a generate answer is JSON");
     }
@@ -94,22 +94,22 @@ pub fn write(response: InferResponse) {
         let _ = http_infer::write(response.clone(), &[], is_binary);
     }
     for (num_classes, output) in response.outputs.iter().enumerate() {
-        let ask = OutputRequest { name: output.name.to_string(), num_classes, ..OutputRequest::default() };
-        let _ = crate::api::triton::classification::classify(output, ask.num_classes.max(1), false, None);
+        let form = OutputRequest { name: output.name.to_string(), num_classes, ..OutputRequest::default() };
+        let _ = crate::api::triton::classification::classify(output, form.num_classes.max(1), false, None);
     }
 }
 
-/// Servers of both protocols, each request or connection in memory alone.
+/// In-memory servers of both protocols.
 pub struct Front(Arc<State>);
 
 impl Front {
-    /// The front of `server`, whose HTTP bodies may have 1 MiB.
+    /// The front of `server`, with HTTP bodies of up to 1 MiB.
     pub fn new(server: Arc<Server>) -> Self {
         let config = Config { max_http_body_bytes: LIMIT, ..Config::default() };
-        Self(Arc::new(State::new(config, server, Vec::new()).expect("no traces are asked for")))
+        Self(Arc::new(State::new(config, server, Vec::new()).expect("tracing is off")))
     }
 
-    /// What a `POST` of JSON over HTTP/1.1 is answered, head and body.
+    /// Sends a `POST` of JSON over HTTP/1.1, and returns the head and body of the response.
     pub async fn post(&self, path: &str, body: &[u8]) -> Vec<u8> {
         let head = format!(
             "POST {path} HTTP/1.1\r\nHost: fuzz\r\nContent-Type: application/json\r\nContent-Length: {}\r\nConnection: close\r\n\r\n",
@@ -122,17 +122,17 @@ impl Front {
         exchange(&[head.as_bytes(), body].concat(), false, serve).await
     }
 
-    /// What a client of the gRPC port receives that sends these bytes after the HTTP/2 preface, and then closes.
+    /// Sends bytes to the gRPC port after the HTTP/2 preface, and returns everything that is received.
     pub async fn grpc(&self, frames: &[u8]) -> Vec<u8> {
         const PREFACE: &[u8] = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n";
-        let (silence, answer) = (self.0.config.grpc_keepalive_time, self.0.config.grpc_keepalive_timeout);
+        let (idle_time, timeout) = (self.0.config.grpc_keepalive_time, self.0.config.grpc_keepalive_timeout);
         let mut service = grpc_service(self.0.clone());
         let serve = |io: DuplexStream| async move {
             let begin = |request, respond| service.begin(request, respond);
             let _ = GrpcConnection::new(
                 io,
                 Arc::default(),
-                KeepAliveConfig { silence, answer, check_interval: silence },
+                KeepAliveConfig { idle_time, timeout, check_interval: idle_time },
                 begin,
             )
             .await;
@@ -141,7 +141,8 @@ impl Front {
     }
 }
 
-/// Sends bytes to a server and reads all that it sends; `closes` when everything was sent and calls had turns to be answered.
+/// Sends bytes to a server and reads everything that it sends. With `closes`, the client closes after the server has been polled
+/// some times.
 async fn exchange<S: Future<Output = ()>>(
     bytes: &[u8],
     closes: bool,
@@ -151,7 +152,7 @@ async fn exchange<S: Future<Output = ()>>(
     let (server, client) = tokio::io::duplex(1 << 16);
     let (mut reader, mut writer) = tokio::io::split(client);
     let write = async {
-        // A server that has ended takes no more.
+        // The server may have closed the connection.
         let _ = writer.write_all(bytes).await;
         for _ in 0..TURNS {
             tokio::task::yield_now().await;
@@ -166,7 +167,7 @@ async fn exchange<S: Future<Output = ()>>(
     received
 }
 
-/// Regions of one object, by what clients ask of them.
+/// Shared memory, through the operations of clients.
 pub struct Regions(SharedMemory);
 
 impl Default for Regions {
@@ -180,12 +181,12 @@ impl Regions {
     /// Registers a region.
     ///
     /// # Errors
-    /// When it cannot be.
+    /// When the region is invalid.
     pub fn register(&self, name: &str, key: &str, offset: u64, byte_size: u64) -> Result<(), InferError> {
         self.0.register(name, key, offset, byte_size)
     }
 
-    /// Forgets a region, or all.
+    /// Removes a region, or all.
     pub fn unregister(&self, name: &str) {
         self.0.unregister(MemoryKind::System, name);
     }
@@ -193,9 +194,9 @@ impl Regions {
     /// Reads a slice of a region.
     ///
     /// # Errors
-    /// When it is not inside.
+    /// When the slice is not inside of its region.
     pub fn read(&self, region: &str, offset: u64, byte_size: u64) -> Result<Bytes, InferError> {
-        // Strings are read at once.
+        // Strings are read immediately.
         let slice = RegionSlice { region: region.to_owned(), offset, byte_size };
         self.0.input(&slice, "in", DataType::Bytes, &mut ClientMemory::default())
     }
@@ -203,7 +204,7 @@ impl Regions {
     /// Writes a slice of a region.
     ///
     /// # Errors
-    /// When it is not inside.
+    /// When the slice is not inside of its region.
     pub fn write(&self, region: &str, offset: u64, byte_size: u64, data: &[u8]) -> Result<(), InferError> {
         self.0.write(&RegionSlice { region: region.to_owned(), offset, byte_size }, "out", data)
     }

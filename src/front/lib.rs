@@ -1,7 +1,7 @@
-//! What clients talk to: KServe's protocol over gRPC and HTTP, and metrics.
+//! The network front: Triton's (KServe v2), OpenAI's and Anthropic's protocols over HTTP and gRPC, and Prometheus metrics.
 //!
-//! [`start`] binds every port of a [`Config`] and serves the models behind it until [`Running::shutdown`].
-//! Only this room knows wire formats; the models' lives and their work are `serving`'s and `backends`'.
+//! [`start`] binds the ports of a [`Config`] and serves the models of a [`serving::Server`] until [`Running::shutdown`].
+//! Only this crate knows wire formats. `serving` manages the models, and `backends` run them.
 //!
 //! ```
 //! use front::{Address, Config};

@@ -1,4 +1,4 @@
-//! The front's life: bind all ports or none, serve, drain, end.
+//! Start-up and shutdown of the front: binding the ports, serving, draining.
 
 use std::convert::Infallible;
 use std::net::SocketAddr;
@@ -19,7 +19,7 @@ use tokio::net::TcpListener;
 use tokio::runtime::Handle;
 use tokio_rustls::TlsAcceptor;
 
-use self::slow_heads::{Requests, SlowHeads};
+use self::header_timeout::{HeaderTimeout, RequestCounts};
 use crate::api::status::RETRY_AFTER_SECS;
 use crate::api::triton::grpc::service::grpc_service;
 use crate::api::triton::http as triton_http;
@@ -29,14 +29,14 @@ use crate::state::State;
 use crate::telemetry::metrics;
 use crate::telemetry::metrics_settings::MetricsSource;
 use crate::transport::body::ReplyBody;
-use crate::transport::connections::Busy;
+use crate::transport::connections::BusyGuard;
 use crate::transport::http2::{GrpcConnection, KeepAliveConfig};
 use crate::transport::listener::{Limits, Port, StartError, bind};
 use crate::transport::tls::Tls;
 
-mod slow_heads;
+mod header_timeout;
 
-/// Where the services listen, ports chosen by the system included.
+/// The addresses of the services, with the ports that the system chose.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct Addresses {
     /// KServe gRPC.
@@ -47,7 +47,7 @@ pub struct Addresses {
     pub metrics: Option<SocketAddr>,
 }
 
-/// Sockets that listen already, as another process bound them.
+/// Listening sockets of another process.
 #[derive(Debug, Default)]
 pub struct Listeners {
     /// For KServe gRPC.
@@ -58,27 +58,27 @@ pub struct Listeners {
     pub metrics: Option<std::net::TcpListener>,
 }
 
-/// The front while it serves. Dropping it leaves it serving; [`Running::shutdown`] ends it.
+/// A running front. Dropping it does not stop it; [`Running::shutdown`] does.
 pub struct Running {
     addresses: Addresses,
     state: Arc<State>,
     ports: Vec<Port>,
 }
 
-/// Least time that connections have to send what they hold.
+/// Minimum time for connections to send their buffered responses.
 const CLOSE_GRACE: Duration = Duration::from_secs(1);
-/// Time in which clients may use an HTTP connection that they hold idle while another world takes over; its next
-/// answer makes them open a new one.
+/// Time for which idle HTTP connections stay open after another process has taken over. The next response makes the client open a
+/// new connection.
 const LINGER: Duration = Duration::from_secs(5);
-/// The first bytes of HTTP/2: "PRI * HTTP/2.0" and what follows (RFC 9113, 3.4).
+/// Length of the HTTP/2 connection preface (RFC 9113, 3.4).
 const PREFACE_BYTES: usize = 24;
-/// Connections of the metrics port, which few programs ask.
+/// Maximum connections of the metrics port, which has few clients.
 const MAX_METRICS_CONNECTIONS: u32 = 256;
 
-/// Binds every configured port, or none, and begins to serve on the current runtime.
+/// Binds all configured ports and starts to serve on the current runtime.
 ///
 /// # Errors
-/// When a setting cannot be, or a port cannot be had; the message names it.
+/// When a setting is invalid or a port cannot be bound; the message names it. No port is then open.
 pub async fn start(
     config: Config,
     server: Arc<Server>,
@@ -87,7 +87,7 @@ pub async fn start(
     start_on(Listeners::default(), &Handle::current(), config, server, sources).await
 }
 
-/// As [`start`], on sockets that listen already where they are given. gRPC is served on `grpc_runtime`.
+/// As [`start`], with the sockets of `listeners` in place of new ones. gRPC is served on `grpc_runtime`.
 ///
 /// # Errors
 /// As [`start`].
@@ -143,7 +143,7 @@ async fn listen(
 }
 
 fn serve_grpc(listener: TcpListener, acceptor: Option<TlsAcceptor>, state: Arc<State>) -> std::io::Result<Port> {
-    let (config, check_interval) = (state.config.clone(), state.budget.pace().first_look());
+    let (config, check_interval) = (state.config.clone(), state.budget.progress().check_interval());
     let service = grpc_service(state);
     let limits = Limits {
         max_age: config.grpc_max_connection_age,
@@ -151,8 +151,11 @@ fn serve_grpc(listener: TcpListener, acceptor: Option<TlsAcceptor>, state: Arc<S
         preface_bytes: PREFACE_BYTES,
         ..http_limits(&config)
     };
-    let keep_alive =
-        KeepAliveConfig { silence: config.grpc_keepalive_time, answer: config.grpc_keepalive_timeout, check_interval };
+    let keep_alive = KeepAliveConfig {
+        idle_time: config.grpc_keepalive_time,
+        timeout: config.grpc_keepalive_timeout,
+        check_interval,
+    };
     Port::open(listener, limits, acceptor, move |stream, activity| {
         let mut service = service.clone();
         GrpcConnection::new(stream, activity, keep_alive, move |request, respond| service.begin(request, respond))
@@ -162,12 +165,12 @@ fn serve_grpc(listener: TcpListener, acceptor: Option<TlsAcceptor>, state: Arc<S
 fn serve_http(listener: TcpListener, acceptor: Option<TlsAcceptor>, state: Arc<State>) -> std::io::Result<Port> {
     let limits = http_limits(&state.config);
     serve_http1(listener, limits, acceptor, state, |state, request| async move {
-        triton_http::handle(state.clone(), request).await.map(|reply| advised(&state, reply))
+        triton_http::handle(state.clone(), request).await.map(|reply| with_client_hints(&state, reply))
     })
 }
 
-/// Adds what clients should do next: come again later, or over a new connection.
-fn advised(state: &State, mut reply: Reply) -> Reply {
+/// Adds headers that ask the client to retry later or to open a new connection.
+fn with_client_hints(state: &State, mut reply: Reply) -> Reply {
     if reply.status() == StatusCode::SERVICE_UNAVAILABLE {
         reply.headers_mut().insert(RETRY_AFTER, RETRY_AFTER_SECS.into());
     }
@@ -183,7 +186,7 @@ fn serve_metrics(listener: TcpListener, acceptor: Option<TlsAcceptor>, state: Ar
     serve_http1(listener, Limits { max_connections, ..limits }, acceptor, state, metrics::handle)
 }
 
-/// Serves HTTP/1 with what `handle` answers.
+/// Serves HTTP/1 requests with `handle`.
 fn serve_http1<H, A>(
     listener: TcpListener,
     limits: Limits,
@@ -196,32 +199,32 @@ where
     A: Future<Output = Result<Reply, Infallible>> + Send + 'static,
 {
     let mut builder = http1::Builder::new();
-    // Without hyper's own patience, which would also end idle connections and sets a timer for each request.
+    // hyper's own timeout is off, because it also closes idle connections and sets a timer for each request.
     builder.timer(TokioTimer::new()).header_read_timeout(None);
     Port::open(listener, limits, acceptor, move |stream, activity| {
-        let (state, handle, requests) = (state.clone(), handle.clone(), Arc::new(Requests::default()));
+        let (state, handle, requests) = (state.clone(), handle.clone(), Arc::new(RequestCounts::default()));
         let config = &state.config;
-        let look = config.http_header_timeout.min(config.http_body_timeout);
-        let io = SlowHeads::new(TokioIo::new(stream), requests.clone(), config.http_header_timeout, look);
+        let check_interval = config.http_header_timeout.min(config.http_body_timeout);
+        let io = HeaderTimeout::new(TokioIo::new(stream), requests.clone(), config.http_header_timeout, check_interval);
         let service = service_fn(move |request| {
             let (busy, requests) = (activity.request(), requests.clone());
             let answer = handle(state.clone(), request);
             async move {
                 let reply = requests.count(answer).await?;
-                Ok::<_, Infallible>(reply.map(|body| Answering { body, _busy: busy }))
+                Ok::<_, Infallible>(reply.map(|body| TrackedBody { body, _busy: busy }))
             }
         });
         builder.serve_connection(io, service)
     })
 }
 
-/// A response's body, until whose end the connection is not idle.
-struct Answering {
+/// A response's body that keeps its connection from being idle.
+struct TrackedBody {
     body: ReplyBody,
-    _busy: Busy,
+    _busy: BusyGuard,
 }
 
-impl Body for Answering {
+impl Body for TrackedBody {
     type Data = Bytes;
     type Error = Infallible;
 
@@ -247,8 +250,8 @@ fn http_limits(config: &Config) -> Limits {
         max_per_address: config.max_connections_per_address,
         max_age: None,
         age_grace: None,
-        patience: config.http_header_timeout,
-        write_patience: config.write_timeout,
+        start_timeout: config.http_header_timeout,
+        write_timeout: config.write_timeout,
         preface_bytes: 0,
     }
 }
@@ -262,20 +265,20 @@ impl Running {
         Ok(address)
     }
 
-    /// Where the services listen.
+    /// The addresses of the services.
     pub fn addresses(&self) -> Addresses {
         self.addresses
     }
 
-    /// Readiness answers "no" from now on, on ports that stay open.
+    /// Makes the readiness probes negative. The ports stay open.
     pub fn begin_drain(&self) {
         self.state.begin_drain();
     }
 
-    /// The sockets, for another process to accept on beside this one.
+    /// Duplicates of the sockets, on which another process can accept too.
     ///
     /// # Errors
-    /// When this process may not open any more files.
+    /// When the process has no file descriptor left.
     pub fn listeners(&self) -> std::io::Result<Listeners> {
         let socket = |address: Option<SocketAddr>| -> std::io::Result<Option<std::net::TcpListener>> {
             let port = self.ports.iter().find(|port| Some(port.local_address()) == address);
@@ -285,26 +288,26 @@ impl Running {
         Ok(Listeners { grpc: socket(grpc)?, http: socket(http)?, metrics: socket(metrics)? })
     }
 
-    /// Takes no new connections, which another process does from now on; requests on those that are open are
-    /// answered. Resolves when all have ended, at the latest after `patience`.
-    pub async fn leave(&self, patience: Duration) {
+    /// Stops accepting connections, because another process accepts them from now on. Requests on open connections are still
+    /// answered. Resolves when all connections have ended, after `timeout` at the latest.
+    pub async fn leave(&self, timeout: Duration) {
         self.state.begin_leaving();
         let linger =
             |port: &Port| if Some(port.local_address()) == self.addresses.grpc { Duration::ZERO } else { LINGER };
         let all = futures::future::join_all(self.ports.iter().map(|port| port.leave(linger(port))));
-        let _ = tokio::time::timeout(patience, all).await;
+        let _ = tokio::time::timeout(timeout, all).await;
     }
 
-    /// Ends in good order: readiness answers "no" and new requests are refused while those in flight finish,
-    /// then the models unload and the ports close. What is not finished after `deadline` is cut off.
+    /// Shuts down gracefully: readiness probes are negative and new requests are refused while the requests in flight finish. Then
+    /// the models are unloaded and the ports are closed. Requests that are unfinished after `deadline` are aborted.
     ///
-    /// Returns how many requests were cut off.
+    /// Returns the number of aborted requests.
     pub async fn shutdown(self, deadline: Duration) -> u64 {
         self.state.begin_drain();
-        let begun = Instant::now();
+        let start = Instant::now();
         let num_left = self.state.server.drain(deadline).await;
-        // What was answered must also be sent.
-        let rest = deadline.saturating_sub(begun.elapsed()).max(CLOSE_GRACE);
+        // Finished responses must also be sent.
+        let rest = deadline.saturating_sub(start.elapsed()).max(CLOSE_GRACE);
         let close = futures::future::join_all(self.ports.into_iter().map(Port::close));
         let _ = tokio::time::timeout(rest, close).await;
         num_left

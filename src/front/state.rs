@@ -1,4 +1,4 @@
-//! What every protocol shares.
+//! State that all protocols share.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -14,23 +14,23 @@ use crate::config::{Config, ConfigError};
 use crate::telemetry::log_settings::LogSettings;
 use crate::telemetry::metrics_settings::MetricsSource;
 use crate::telemetry::trace_settings::{TraceChanges, TraceOptions, TraceSettings, TraceValues};
-use crate::transport::budget::{Budget, Pace};
+use crate::transport::budget::{Budget, ProgressLimits};
 
-/// The models and the front's own state.
+/// The models, and the state of the front.
 pub struct State {
     /// Settings.
     pub config: Config,
     /// The models.
     pub server: Arc<Server>,
-    /// Regions that clients registered.
+    /// Shared memory that clients registered.
     pub memory: SharedMemory,
-    /// What is logged.
+    /// Log settings.
     pub log: LogSettings,
-    /// Metrics beside the models' own.
+    /// Sources of further metrics.
     pub sources: Vec<Arc<dyn MetricsSource>>,
-    /// What requests hold of memory.
+    /// The memory budget of requests.
     pub budget: Arc<Budget>,
-    /// One for each gRPC call that may still be opened.
+    /// One permit per gRPC call that may still be opened.
     pub grpc_calls: Arc<Semaphore>,
     trace: TraceSettings,
     is_draining: AtomicBool,
@@ -38,15 +38,15 @@ pub struct State {
 }
 
 impl State {
-    /// Fresh state over `server`.
+    /// Initial state for the models of `server`.
     ///
     /// # Errors
-    /// When the trace settings cannot be.
+    /// When the trace settings are invalid.
     pub fn new(config: Config, server: Arc<Server>, sources: Vec<Arc<dyn MetricsSource>>) -> Result<Self, ConfigError> {
-        let pace = Pace { patience: config.http_body_timeout, min_rate: config.min_body_rate };
-        let budget = Budget::new(config.max_bytes_in_flight, pace);
+        let progress = ProgressLimits { timeout: config.http_body_timeout, min_rate: config.min_body_rate };
+        let budget = Budget::new(config.max_bytes_in_flight, progress);
         let memory = SharedMemory::new(config.allow_client_shm, config.client_objects.clone())
-            .within(config.max_shm_regions, *server.limits(), &budget)
+            .with_limits(config.max_shm_regions, *server.limits(), &budget)
             .with_devices(config.client_devices.clone());
         let log = LogSettings::new(config.log.clone());
         let is_trusted = config.trace.allows_tensors || config.restricts_trace();
@@ -66,46 +66,46 @@ impl State {
         })
     }
 
-    /// Answers "not ready" from now on.
+    /// Makes the readiness probes negative.
     pub fn begin_drain(&self) {
         self.is_draining.store(true, Ordering::Release);
     }
 
-    /// Whether the server is about to end.
+    /// Whether the server is shutting down.
     pub fn is_draining(&self) -> bool {
         self.is_draining.load(Ordering::Acquire)
     }
 
-    /// Connections end with their next request from now on, for another world takes new ones.
+    /// Makes connections end after their next request, because another process accepts new connections.
     pub fn begin_leaving(&self) {
         self.is_leaving.store(true, Ordering::Release);
     }
 
-    /// Whether another world takes new connections.
+    /// Whether another process accepts new connections.
     pub fn is_leaving(&self) -> bool {
         self.is_leaving.load(Ordering::Acquire)
     }
 
-    /// Whether requests are welcome.
+    /// Whether requests are accepted.
     pub fn is_ready(&self) -> bool {
         !self.is_draining() && self.server.is_ready()
     }
 
-    /// The span of the client's that a request with these headers belongs to, where anybody wants to know.
+    /// The client's trace context of a request with these headers, if traces need it.
     pub fn span_context(&self, headers: &HeaderMap) -> Option<SpanContext> {
         let header = || SpanContext::parse(headers.get("traceparent")?.to_str().ok()?);
         self.trace.takes_context().then(header).flatten()
     }
 
-    /// A trace for a request to `model`, when it is one of those to be traced.
+    /// Starts a trace of a request to `model` if the request is sampled.
     pub fn sample_trace(&self, model: &str, context: Option<SpanContext>) -> Option<Trace> {
         self.trace.sample(model, context)
     }
 
-    /// Changes trace settings of a model, or the server's when `model` is empty; returns all of them.
+    /// Changes trace settings of a model, or of the server if `model` is empty. Returns all settings.
     ///
     /// # Errors
-    /// When there is no such model, or a value cannot be.
+    /// When the model does not exist or a value is invalid.
     pub fn update_trace(&self, model: &str, changes: TraceChanges) -> Result<TraceValues, InferError> {
         if !model.is_empty() && self.server.model_config(model, "").is_err() {
             return Err(InferError::invalid(format!("Request for unknown model : {model}")));
@@ -113,7 +113,7 @@ impl State {
         if changes.is_empty() { Ok(self.trace.get(model)) } else { self.trace.update(model, changes) }
     }
 
-    /// Looks up the type that a model of a name and version declares for an input.
+    /// Returns a function from a model, its version and an input to the declared type of the input.
     pub fn declared_datatype(&self) -> impl Fn(&str, &str, &str) -> Option<DataType> {
         |model, version, name| {
             let config = self.server.model_config(model, version).ok()?;
@@ -122,20 +122,24 @@ impl State {
         }
     }
 
-    /// Brings the outputs into the form that the client requested.
+    /// Converts the outputs to the requested forms: classes, or data in shared memory.
     ///
     /// # Errors
-    /// When an output cannot take that form.
-    pub fn deliver(&self, asks: &[OutputRequest], mut response: InferResponse) -> Result<InferResponse, InferError> {
-        for ask in asks {
-            let Some(output) = response.outputs.iter_mut().find(|output| output.name == ask.name) else { continue };
-            if ask.num_classes > 0 {
+    /// When an output does not have the requested form.
+    pub fn deliver(
+        &self,
+        requested: &[OutputRequest],
+        mut response: InferResponse,
+    ) -> Result<InferResponse, InferError> {
+        for form in requested {
+            let Some(output) = response.outputs.iter_mut().find(|output| output.name == form.name) else { continue };
+            if form.num_classes > 0 {
                 let config = self.server.model_config(&response.model_name, &response.model_version)?;
-                let labels = self.server.output_labels(&response.model_name, &response.model_version, &ask.name);
-                *output = classify(output, ask.num_classes, config.max_batch_size > 0, labels.as_deref())?;
+                let labels = self.server.output_labels(&response.model_name, &response.model_version, &form.name);
+                *output = classify(output, form.num_classes, config.max_batch_size > 0, labels.as_deref())?;
             }
-            // Without data there is nothing to write, or the model has written it.
-            if let Some(region) = ask.region.as_ref().filter(|_| !output.data.is_empty()) {
+            // Without data, there is nothing to write or the model has written it.
+            if let Some(region) = form.region.as_ref().filter(|_| !output.data.is_empty()) {
                 self.memory.write(region, &output.name, &output.data)?;
                 output.data.clear();
             }

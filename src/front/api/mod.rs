@@ -1,4 +1,4 @@
-//! The protocols that clients speak.
+//! The protocols of clients.
 
 pub(crate) mod openai;
 pub(crate) mod status;

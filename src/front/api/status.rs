@@ -1,4 +1,4 @@
-//! The one table from error kinds to what each protocol says.
+//! The table from error kinds to gRPC codes and HTTP statuses.
 
 use std::borrow::Cow;
 
@@ -29,8 +29,8 @@ fn codes(kind: ErrorKind) -> (Code, StatusCode) {
     }
 }
 
-/// The HTTP status of a model's failure in `generate`, which Triton's clients know as 400 whatever its kind. A model that
-/// cannot answer now says so, for those who would ask another server.
+/// The HTTP status of a model's error in `generate`. As in Triton it is 400 for every kind, except that an unavailable model has
+/// its own status, so that clients can retry at another server.
 pub fn generate_status(kind: ErrorKind) -> StatusCode {
     match kind {
         ErrorKind::Unavailable => http_status(kind),
@@ -38,10 +38,10 @@ pub fn generate_status(kind: ErrorKind) -> StatusCode {
     }
 }
 
-/// Seconds after which a client that got "unavailable" should retry: lost workers are back within a second.
+/// Seconds after which a client should retry an unavailable request. Lost workers restart within a second.
 pub const RETRY_AFTER_SECS: u64 = 1;
 
-/// The gRPC status of an error, with its words; what is unavailable also says when to come again, as HTTP does.
+/// The gRPC status of an error with its message. An unavailable one has `retry-after` metadata, as over HTTP.
 pub fn grpc_status(error: InferError) -> Status {
     let mut status = Status::new(grpc_code(error.kind), shown(&error.message));
     if error.kind == ErrorKind::Unavailable {
@@ -50,10 +50,10 @@ pub fn grpc_status(error: InferError) -> Status {
     status
 }
 
-/// Most bytes of an error that a client is sent. Errors repeat what was wrong, and what a client sends may be long.
+/// Maximum length of an error message to a client in bytes. Messages quote the request, which may be long.
 const MAX_MESSAGE_BYTES: usize = 8 << 10;
 
-/// An error's message as clients are sent it: as it is, or its beginning and how long it was.
+/// An error's message for clients: complete, or truncated with its original length.
 pub fn shown(message: &str) -> Cow<'_, str> {
     if message.len() <= MAX_MESSAGE_BYTES {
         return message.into();
@@ -67,7 +67,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_long_message_is_cut_between_characters() {
+    fn a_long_message_is_truncated_at_a_character_boundary() {
         assert_eq!(shown("as it is"), "as it is");
         let long = format!("a{}", "é".repeat(MAX_MESSAGE_BYTES));
         let cut = shown(&long);

@@ -1,11 +1,11 @@
-//! Metrics as Prometheus reads them (<https://prometheus.io/docs/instrumenting/exposition_formats/>).
+//! The text format of Prometheus (<https://prometheus.io/docs/instrumenting/exposition_formats/>).
 
 use std::borrow::Cow;
 use std::fmt::Write;
 
 use serving::HistogramValues;
 
-/// Names and values that distinguish the samples of one metric.
+/// Names and values of the labels of a sample.
 pub type Labels = Vec<(Cow<'static, str>, String)>;
 
 /// One metric and its samples.
@@ -13,15 +13,15 @@ pub type Labels = Vec<(Cow<'static, str>, String)>;
 pub struct Family {
     /// The metric's name.
     pub name: &'static str,
-    /// One line on what it counts.
+    /// A description in one line.
     pub help: &'static str,
-    /// How it behaves.
+    /// The type of the metric.
     pub kind: FamilyKind,
-    /// Its values by labels.
+    /// The samples.
     pub samples: Vec<Sample>,
 }
 
-/// How a metric behaves.
+/// The type of a metric.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[allow(missing_docs)] // Prometheus' own names.
 pub enum FamilyKind {
@@ -34,16 +34,16 @@ pub enum FamilyKind {
 /// One value of a metric.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Sample {
-    /// What follows the family's name: empty, or `_bucket`, `_sum`, `_count` of a histogram or summary.
+    /// Suffix of the name: empty, or `_bucket`, `_sum`, `_count` of a histogram or summary.
     pub suffix: &'static str,
-    /// Names and values.
+    /// The labels.
     pub labels: Labels,
     /// The value.
     pub value: f64,
 }
 
 impl Sample {
-    /// A plain sample.
+    /// A sample without a suffix.
     pub fn new(labels: Labels, value: f64) -> Self {
         Self { suffix: "", labels, value }
     }
@@ -63,9 +63,9 @@ impl Sample {
     }
 }
 
-// By hand: `prometheus-client` appends `_total` to names of counters, which would rename Triton's `nv_*`, and `prometheus`
-// writes only its own registered or protobuf types, so that every sample would be copied once more for each scrape.
-/// Appends a family in the text format; nothing for one without samples.
+// Written here because `prometheus-client` appends `_total` to the names of counters, which would rename Triton's `nv_*`, and
+// `prometheus` encodes its own protobuf types only, into which each scrape would copy every sample.
+/// Appends a metric in the text format. A metric without samples is omitted.
 pub(crate) fn write_family(text: &mut String, family: &Family) {
     if family.samples.is_empty() {
         return;
@@ -98,7 +98,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_family_is_written_as_prometheus_reads_it() {
+    fn a_metric_is_written_in_the_text_format() {
         let mut text = String::new();
         let labels: Labels = vec![("model".into(), "a\"b".into())];
         let values = HistogramValues { bounds: vec![0.5, 2.0], counts: vec![1, 3], count: 4, sum: 7.25 };

@@ -1,11 +1,11 @@
-//! Where `GET /debug/ledger` of the metrics port gets its answer.
+//! The source of `GET /debug/ledger` on the metrics port.
 
 use std::fmt;
 use std::sync::Arc;
 
 use futures::future::BoxFuture;
 
-/// Returns what each model's requests hold, as JSON; called for each request of that page.
+/// A function that returns the resources of each model's requests as JSON. It is called for each request.
 #[derive(Clone)]
 pub struct LedgerSource(Arc<dyn Fn() -> BoxFuture<'static, String> + Send + Sync>);
 
@@ -15,7 +15,7 @@ impl LedgerSource {
         Self(Arc::new(ledger))
     }
 
-    /// The ledger as of now.
+    /// The current ledger.
     pub(crate) async fn read(&self) -> String {
         (self.0)().await
     }

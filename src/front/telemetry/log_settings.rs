@@ -6,23 +6,23 @@ use serving::{ErrorKind, InferError};
 
 /// A log setting's value.
 #[derive(Debug, Clone, PartialEq, Eq)]
-#[allow(missing_docs)] // The protocol's own choices.
+#[allow(missing_docs)] // The types of the protocol.
 pub enum LogValue {
     Bool(bool),
     Uint(u32),
     String(String),
 }
 
-/// How log lines are written.
+/// The format of log lines.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 #[repr(u8)]
 pub enum LogFormat {
-    /// As Triton writes them.
+    /// Triton's format.
     #[default]
     Default,
-    /// The same with a date of ISO 8601.
+    /// Triton's format with a timestamp of ISO 8601.
     Iso8601,
-    /// One JSON object a line.
+    /// One JSON object per line.
     Json,
 }
 
@@ -38,20 +38,20 @@ impl std::str::FromStr for LogFormat {
     }
 }
 
-/// What is logged.
+/// Log settings.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct LogOptions {
-    /// The log file; empty for standard error. It never changes while the server runs.
+    /// The log file; empty for standard error. It cannot be changed at run time.
     pub file: String,
-    /// Whether information is written.
+    /// Whether information is logged.
     pub info: bool,
-    /// Whether warnings are written.
+    /// Whether warnings are logged.
     pub warning: bool,
-    /// Whether errors are written.
+    /// Whether errors are logged.
     pub error: bool,
-    /// 0 is quiet; each level says more.
+    /// Verbosity; 0 logs no verbose lines.
     pub verbose_level: u32,
-    /// How lines are written.
+    /// The format of lines.
     pub format: LogFormat,
 }
 
@@ -62,13 +62,13 @@ impl Default for LogOptions {
     }
 }
 
-/// Takes up changed log options.
+/// Applies changed log options.
 pub type LogFollower = Arc<dyn Fn(&LogOptions) + Send + Sync>;
 
-/// The log options, and who follows their changes.
+/// The initial log options, and the function that applies changes.
 #[derive(Clone, Default)]
 pub struct LogControl {
-    /// What is logged at the start.
+    /// The initial options.
     pub options: LogOptions,
     /// Called after every change.
     pub follower: Option<LogFollower>,
@@ -80,32 +80,32 @@ impl std::fmt::Debug for LogControl {
     }
 }
 
-/// What is logged, as clients read and change it.
+/// The current log options, which clients read and change.
 #[derive(Debug)]
 pub struct LogSettings {
-    now: Mutex<LogOptions>,
+    current: Mutex<LogOptions>,
     control: LogControl,
 }
 
 impl LogSettings {
-    /// Settings that begin as `control` says.
+    /// Settings with the initial options of `control`.
     pub fn new(control: LogControl) -> Self {
-        Self { now: Mutex::new(control.options.clone()), control }
+        Self { current: Mutex::new(control.options.clone()), control }
     }
 
-    /// Changes settings; unknown names are ignored. Answers all of them, in the order in which they are listed.
+    /// Changes settings, and returns all of them in the order of the protocol. Unknown names are ignored.
     ///
     /// # Errors
-    /// When a value cannot be, or the setting cannot change; then nothing is changed.
+    /// When a value is invalid or a setting cannot be changed. Nothing is changed then.
     pub fn update(&self, changes: Vec<(String, LogValue)>) -> Result<[(&'static str, LogValue); 6], InferError> {
-        let mut now = self.now.lock().unwrap_or_else(PoisonError::into_inner);
-        let mut next = now.clone();
+        let mut current = self.current.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut next = current.clone();
         changes.iter().try_for_each(|(key, value)| change_log(&mut next, key, value))?;
-        if next != *now {
-            *now = next;
-            self.control.follower.iter().for_each(|follow| follow(&now));
+        if next != *current {
+            *current = next;
+            self.control.follower.iter().for_each(|follow| follow(&current));
         }
-        Ok(log_values(&now))
+        Ok(log_values(&current))
     }
 }
 
@@ -149,17 +149,17 @@ mod tests {
 
     #[test]
     fn log_settings_keep_their_types() {
-        let heard = Arc::new(Mutex::new(0));
+        let applied = Arc::new(Mutex::new(0));
         let follower: Arc<dyn Fn(&LogOptions) + Send + Sync> = {
-            let heard = heard.clone();
-            Arc::new(move |options: &LogOptions| *heard.lock().unwrap() = options.verbose_level)
+            let applied = applied.clone();
+            Arc::new(move |options: &LogOptions| *applied.lock().unwrap() = options.verbose_level)
         };
         let control = LogControl { follower: Some(follower), ..LogControl::default() };
         let settings = LogSettings::new(control);
         let wrong = vec![("log_info".to_owned(), LogValue::String("yes".into()))];
         assert_eq!(settings.update(wrong).unwrap_err().message, "expect boolean for 'log_info'");
         let values = settings.update(vec![("log_verbose_level".into(), LogValue::Uint(3))]).unwrap();
-        assert_eq!((&values[4], *heard.lock().unwrap()), (&("log_verbose_level", LogValue::Uint(3)), 3));
+        assert_eq!((&values[4], *applied.lock().unwrap()), (&("log_verbose_level", LogValue::Uint(3)), 3));
         let iso = vec![("log_format".into(), LogValue::String("ISO8601".into()))];
         assert_eq!(settings.update(iso).unwrap()[5], ("log_format", LogValue::String("ISO8601".into())));
         assert!(settings.update(vec![("log_format".into(), LogValue::String("x".into()))]).is_err());

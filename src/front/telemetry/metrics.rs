@@ -1,4 +1,4 @@
-//! `GET /metrics`: Triton's `nv_*` families from the models' statistics, and what others register.
+//! `GET /metrics`: Triton's `nv_*` metrics from the statistics of models, and the metrics of further sources.
 
 use std::convert::Infallible;
 use std::sync::Arc;
@@ -15,7 +15,7 @@ use crate::telemetry::metrics_settings::MetricsOptions;
 use crate::transport::body::ReplyBody;
 use crate::transport::restricted::Api;
 
-/// Answers `GET /metrics`, with a slash behind or not, and `GET /debug/ledger` where it is shown.
+/// Answers `GET /metrics`, also with a trailing slash, and `GET /debug/ledger` if it is enabled.
 pub async fn handle(state: Arc<State>, request: Request<Incoming>) -> Result<Response<ReplyBody>, Infallible> {
     if let Err(denied) = state.config.http_restrictions.check(Api::Metrics, request.headers()) {
         return Ok(denial(denied));
@@ -51,7 +51,7 @@ fn scrape(state: &State) -> String {
     text
 }
 
-/// Requests that a limit refused, by limit.
+/// The number of requests refused by each limit.
 fn refused_requests() -> Family {
     let counts = Limit::all().map(|limit| (limit.name(), limit.num_refused()));
     let counts = counts.chain(SharedLimit::all().map(|shared| (shared.name(), shared.num_refused())));
@@ -64,7 +64,7 @@ fn refused_requests() -> Family {
     }
 }
 
-/// A family with one sample for each model version that has the value: name, help, kind, value.
+/// A metric with one sample per model version that has the value: name, help, kind, value.
 type PerModel = (&'static str, &'static str, FamilyKind, fn(&ModelStatistics) -> Option<f64>);
 
 const COUNTS: [PerModel; 3] = [
@@ -133,7 +133,7 @@ const DURATIONS: [PerModel; 7] = [
     ),
 ];
 
-const FURTHER: [PerModel; 4] = [
+const OTHERS: [PerModel; 4] = [
     ("nv_cache_num_hits_per_model", "Number of cache hits per model", FamilyKind::Counter, |m| {
         m.is_cached.then_some(m.inference.cache_hit.count as f64)
     }),
@@ -151,7 +151,7 @@ const FURTHER: [PerModel; 4] = [
     }),
 ];
 
-/// A summary: name, help, all durations together, those of the last minute.
+/// A summary: name, help, sum of all durations, durations of the last minute.
 type SummaryOf =
     (&'static str, &'static str, fn(&ModelStatistics) -> Option<StatisticDuration>, fn(&RecentDurations) -> &Vec<u64>);
 
@@ -204,7 +204,7 @@ fn microseconds(duration: StatisticDuration) -> f64 {
     (duration.ns / 1000) as f64
 }
 
-/// Tags of the configuration first, as Triton names them.
+/// The labels of a model. The tags of its configuration come first, as in Triton.
 fn labels(model: &ModelStatistics) -> Labels {
     let tags = model.tags.iter().map(|(key, value)| (format!("_{key}").into(), value.clone()));
     tags.chain([("model".into(), model.name.clone()), ("version".into(), model.version.clone())]).collect()
@@ -220,7 +220,7 @@ fn model_families(models: &[ModelStatistics], options: &MetricsOptions) -> Vec<F
     if options.counter_latencies {
         families.extend(per_model(models, &DURATIONS));
     }
-    families.extend(per_model(models, &FURTHER));
+    families.extend(per_model(models, &OTHERS));
     if options.histogram_latencies {
         families.push(first_response_family(models));
     }
@@ -261,7 +261,7 @@ fn failure_family(models: &[ModelStatistics]) -> Family {
     }
 }
 
-/// Of decoupled models: with one response to a request there is nothing to it but the request's duration.
+/// The time to the first response, of decoupled models only: for others it is the duration of the request.
 fn first_response_family(models: &[ModelStatistics]) -> Family {
     let decoupled = models.iter().filter(|model| model.is_decoupled);
     Family {
@@ -286,13 +286,13 @@ fn summary_family(models: &[ModelStatistics], summary: &SummaryOf, quantiles: &[
     Family { name, help, kind: FamilyKind::Summary, samples: samples.collect() }
 }
 
-/// Of durations in nanoseconds, ascending; not a number where there are none.
+/// A quantile in microseconds of sorted durations in nanoseconds; NaN if there are none.
 fn quantile_us(sorted: &[u64], share: f64) -> f64 {
     let rank = (share * sorted.len() as f64).ceil() as usize;
     sorted.get(rank.clamp(1, sorted.len().max(1)) - 1).map_or(f64::NAN, |&ns| (ns / 1000) as f64)
 }
 
-/// The whole response cache.
+/// The metrics of the response cache.
 fn cache_families(cache: &CacheStatistics) -> Vec<Family> {
     let gauge = |name, help, value| Family {
         name,
@@ -328,7 +328,7 @@ mod tests {
     }
 
     #[test]
-    fn quantiles_are_values_that_were_there() {
+    fn quantiles_are_observed_values() {
         let sorted: Vec<u64> = (1..=100).map(|us| us * 1000).collect();
         assert_eq!(
             [0.0, 0.5, 0.9, 0.999, 1.0].map(|share| quantile_us(&sorted, share)),
@@ -345,7 +345,7 @@ mod tests {
     }
 
     #[test]
-    fn latencies_are_shown_as_asked() {
+    fn the_options_select_the_latencies() {
         let decoupled = ModelStatistics { is_decoupled: true, recent: Some(RecentDurations::default()), ..model() };
         let without = MetricsOptions { counter_latencies: false, ..MetricsOptions::default() };
         assert!(!names(std::slice::from_ref(&decoupled), &without).contains(&"nv_inference_request_duration_us"));

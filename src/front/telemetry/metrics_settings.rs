@@ -1,19 +1,19 @@
-//! Which metrics are shown, and the interface of further sources.
+//! The options of metrics, and the interface of further sources.
 
 use crate::telemetry::exposition::Family;
 
-/// Where further metrics come from, such as an LLM backend's. Read at each scrape.
+/// A source of further metrics, such as the LLM backend. It is read at each scrape.
 pub trait MetricsSource: Send + Sync {
-    /// Its families as of now. A name must not be another source's.
+    /// The current metrics. Names must be unique over all sources.
     fn families(&self) -> Vec<Family>;
 
-    /// Further families, whose names only come up at run time, in Prometheus' text format.
+    /// Further metrics whose names are known at run time only, in Prometheus' text format.
     fn text(&self) -> String {
         String::new()
     }
 }
 
-/// Which durations of models are shown, and how: tritonserver's `--metrics-config`.
+/// The form of the latency metrics of models, as in tritonserver's `--metrics-config`.
 #[derive(Debug, Clone, PartialEq)]
 pub struct MetricsOptions {
     /// Sums, as counters.

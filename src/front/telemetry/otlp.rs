@@ -1,5 +1,5 @@
-//! Traces as OpenTelemetry's spans, named as Triton names them: a root span `InferRequest`, one of the model's name for
-//! each request to a model, and `compute` in it (Triton's user guide, "OpenTelemetry trace support").
+//! Converts traces to OpenTelemetry spans with Triton's names: a root span `InferRequest`, a span with the model's name for each
+//! request to a model, and `compute` in it (Triton's user guide, "OpenTelemetry trace support").
 
 use opentelemetry_proto::tonic::common::v1::{AnyValue, KeyValue, any_value::Value};
 use opentelemetry_proto::tonic::trace::v1::Span;
@@ -15,37 +15,37 @@ enum Part {
 }
 
 impl Part {
-    /// The span in which something called `moment` happens.
-    fn of(moment: &str) -> Self {
-        match moment {
-            _ if moment.starts_with("COMPUTE_") => Part::Compute,
+    /// The span of the event called `event`.
+    fn of(event: &str) -> Self {
+        match event {
+            _ if event.starts_with("COMPUTE_") => Part::Compute,
             "REQUEST_START" | "QUEUE_START" | "INFER_RESPONSE_COMPLETE" | "REQUEST_END" => Part::Model,
             _ => Part::Root,
         }
     }
 
     fn span_id(self, seed: u64, trace: u64) -> Vec<u8> {
-        // Distinct for each trace and part, and never zero: `seed` has bits that a count of traces does not reach.
+        // Unique per trace and part, and never zero, because `seed` has its highest bit set.
         (seed ^ ((trace << 2) | self as u64)).to_be_bytes().to_vec()
     }
 }
 
-/// The spans of a trace that is complete. `seed` makes ids of this process differ from those of others.
+/// The spans of a complete trace. `seed` distinguishes the ids of this process from those of others.
 pub(crate) fn spans(trace: &TraceRecord, seed: u64) -> Vec<Span> {
     let parts = [Part::Root, Part::Model, Part::Compute];
     parts.into_iter().filter_map(|part| span(trace, seed, part)).collect()
 }
 
-/// `None` where nothing happened in it, and for the root of a trace that another one caused.
+/// `None` for a span without events, and for the root span of a nested trace.
 fn span(trace: &TraceRecord, seed: u64, part: Part) -> Option<Span> {
     let is_root = part == Part::Root;
     if is_root && trace.parent_id.is_some() {
         return None;
     }
-    let happened = trace.times.iter().filter(|(name, _)| Part::of(name) == part);
+    let own = trace.times.iter().filter(|(name, _)| Part::of(name) == part);
     let events: Vec<Event> =
-        happened.map(|&(name, at)| Event { time_unix_nano: at, name: name.to_owned(), ..Event::default() }).collect();
-    // The root lasts from the first moment to the last, whatever span they are of.
+        own.map(|&(name, at)| Event { time_unix_nano: at, name: name.to_owned(), ..Event::default() }).collect();
+    // The root span covers the events of all spans.
     let times = trace.times.iter().filter(|(name, _)| is_root || Part::of(name) == part).map(|&(_, at)| at);
     let (start, end) = (times.clone().min()?, times.max()?);
     let trace_id = match &trace.context {

@@ -1,4 +1,4 @@
-//! Spans on their way to an OpenTelemetry collector: a bounded queue, and a thread that posts batches of it.
+//! The export of spans to an OpenTelemetry collector: a bounded queue, and a thread that posts batches.
 
 use std::hash::{BuildHasher as _, RandomState};
 use std::io;
@@ -18,21 +18,21 @@ use ureq::Agent;
 
 use crate::telemetry::otlp::{spans, text};
 
-/// Longest time for a post.
+/// Timeout of a post.
 const TIMEOUT: Duration = Duration::from_secs(10);
 
-/// Where spans go, and in what batches. Defaults are Triton's.
+/// The collector and the settings of batches. Defaults are Triton's.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Collector {
     /// `http://HOST:PORT/PATH`.
     pub url: String,
-    /// Attributes of this server; those of a name that is there already take its place.
+    /// Resource attributes of this server; a later attribute of the same name replaces an earlier one.
     pub resource: Vec<(String, String)>,
-    /// Spans that wait at most; more are dropped.
+    /// Maximum queued spans; further spans are dropped.
     pub max_queue_size: usize,
-    /// Longest wait of a span for others.
+    /// Maximum delay of a span.
     pub schedule_delay: Duration,
-    /// Spans of one post at most.
+    /// Maximum spans per post.
     pub max_export_batch_size: usize,
 }
 
@@ -49,10 +49,10 @@ impl Default for Collector {
 }
 
 impl Collector {
-    /// Changes one setting, by Triton's name for it.
+    /// Changes the setting with Triton's name `key`.
     ///
     /// # Errors
-    /// When there is none of that name, or it cannot have that value.
+    /// When the name is unknown or the value is invalid.
     pub fn set(&mut self, key: &str, value: &str) -> Result<(), String> {
         let number = || value.parse::<u32>().ok().filter(|&number| number > 0).ok_or("expected a number from 1");
         match key {
@@ -96,26 +96,26 @@ impl Collector {
     }
 }
 
-/// Takes traces, and posts them from a thread of its own; dropping it posts what waits.
+/// Posts traces from a thread of its own. Dropping it posts the queued spans.
 #[derive(Debug)]
 pub struct Exporter {
     queue: Option<SyncSender<Span>>,
     thread: Option<JoinHandle<()>>,
     seed: u64,
-    num_lost: AtomicU64,
+    num_dropped: AtomicU64,
 }
 
 impl Exporter {
     /// Starts the thread.
     ///
     /// # Errors
-    /// When there can be no more threads.
+    /// When the thread cannot be started.
     pub fn new(collector: Collector) -> io::Result<Self> {
         let (queue, spans) = sync_channel(collector.max_queue_size);
         let thread = std::thread::Builder::new().name("otlp".to_owned()).spawn(move || export(&collector, &spans))?;
-        // Bits above any count of traces distinguish processes, so that no id is zero.
+        // A random seed distinguishes processes. Its highest bit is set, so that no id is zero.
         let seed = RandomState::new().hash_one(0) | (1 << 63);
-        Ok(Self { queue: Some(queue), thread: Some(thread), seed, num_lost: AtomicU64::new(0) })
+        Ok(Self { queue: Some(queue), thread: Some(thread), seed, num_dropped: AtomicU64::new(0) })
     }
 }
 
@@ -123,8 +123,10 @@ impl TraceSink for Exporter {
     fn write(&self, trace: &TraceRecord) {
         let Some(queue) = &self.queue else { return };
         for span in spans(trace, self.seed) {
-            if queue.try_send(span).is_err() && self.num_lost.fetch_add(1, Relaxed) == 0 {
-                tracing::warn!("spans are lost, which is said once: more wait than bsp_max_queue_size");
+            if queue.try_send(span).is_err() && self.num_dropped.fetch_add(1, Relaxed) == 0 {
+                tracing::warn!(
+                    "spans are dropped: the queue of bsp_max_queue_size is full; further drops are not logged"
+                );
             }
         }
     }
@@ -134,7 +136,7 @@ impl Drop for Exporter {
     fn drop(&mut self) {
         self.queue = None;
         if self.thread.take().is_some_and(|thread| thread.join().is_err()) {
-            tracing::error!("the thread that sends spans broke off");
+            tracing::error!("the thread that exports spans panicked");
         }
     }
 }
@@ -142,13 +144,12 @@ impl Drop for Exporter {
 fn export(collector: &Collector, queue: &Receiver<Span>) {
     let agent: Agent = Agent::config_builder().timeout_global(Some(TIMEOUT)).max_idle_connections(0).build().into();
     let mut has_failed = false;
-    // An idle server waits here for ever.
     while let Ok(first) = queue.recv() {
         let (batch, is_open) = fill(vec![first], collector, queue);
         let count = batch.len();
         match collector.post(&agent, batch) {
             Ok(()) => has_failed = false,
-            Err(_) if !is_open => return, // Nobody waits for what comes behind it.
+            Err(_) if !is_open => return, // The server is shutting down.
             Err(error) => {
                 if !std::mem::replace(&mut has_failed, true) {
                     tracing::warn!("{count} spans are lost: cannot post to {}: {error}", collector.url);
@@ -158,7 +159,7 @@ fn export(collector: &Collector, queue: &Receiver<Span>) {
     }
 }
 
-/// A batch, and whether there may be more.
+/// Completes a batch. Returns it and whether the queue is still open.
 fn fill(mut batch: Vec<Span>, collector: &Collector, queue: &Receiver<Span>) -> (Vec<Span>, bool) {
     let until = Instant::now() + collector.schedule_delay;
     while batch.len() < collector.max_export_batch_size {

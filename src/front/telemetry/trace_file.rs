@@ -1,6 +1,6 @@
-//! Traces as a file of JSON, in the form of Triton's own (its user guide, "Trace").
+//! Writes traces to JSON files in Triton's format (its user guide, "Trace").
 //!
-//! The file is whole JSON after every trace, so that it can be read while the server runs.
+//! A file is valid JSON after every trace, so that it can be read while the server runs.
 
 use std::collections::VecDeque;
 use std::fs::File;
@@ -13,20 +13,20 @@ use serving::{RateLimitedLog, Tensor, TraceRecord, TraceSink};
 
 use crate::api::triton::http::json_writer::JsonWriter;
 
-/// Elements of a tensor that are written; of longer ones the rest is left out.
+/// Maximum elements of a tensor that are written; further ones are omitted.
 const MAX_ELEMENTS: usize = 4096;
 
-/// Parts of the bytes of all files that one file may have: then a new one begins.
+/// A file has at most this fraction of the maximum bytes of all files; then a new file is created.
 const NUM_SHARES: u64 = 8;
 
 static LOST_TRACES: RateLimitedLog = RateLimitedLog::new(4);
 
-/// What trace files take of a disk, whatever clients ask for: beyond it the oldest files are removed.
+/// Maximum disk space of trace files. Beyond it, the oldest files are removed.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct TraceBounds {
-    /// Files at once.
+    /// Maximum number of files.
     pub max_files: usize,
-    /// Bytes of all files together.
+    /// Maximum bytes of all files.
     pub max_bytes: u64,
 }
 
@@ -36,12 +36,12 @@ impl Default for TraceBounds {
     }
 }
 
-/// Where traces are written.
+/// A sink that writes traces to files.
 #[derive(Debug)]
 pub struct TraceFile {
     path: PathBuf,
     bounds: TraceBounds,
-    /// Traces of one file `PATH.N`; 0 writes all into `PATH`.
+    /// Traces per file `PATH.N`; 0 writes all traces to `PATH`.
     frequency: AtomicU64,
     open: Mutex<Open>,
 }
@@ -53,32 +53,32 @@ struct Open {
     num_traces: u64,
     num_bytes: u64,
     index: u64,
-    /// Files that are whole, oldest first, with their lengths.
-    whole: VecDeque<(PathBuf, u64)>,
+    /// Complete files with their lengths, oldest first.
+    complete: VecDeque<(PathBuf, u64)>,
 }
 
 impl Open {
-    /// Ends the file, and removes the oldest ones where a new one of `share` bytes would be too many.
-    fn end(&mut self, bounds: TraceBounds, share: u64) {
-        let whole = std::mem::take(self);
-        (self.index, self.whole) = (whole.index + 1, whole.whole);
-        self.whole.push_back((whole.path, whole.num_bytes));
-        let mut sum: u64 = self.whole.iter().map(|(_, num_bytes)| num_bytes).sum();
-        while self.whole.len() >= bounds.max_files || sum.saturating_add(share) > bounds.max_bytes {
-            let Some((path, num_bytes)) = self.whole.pop_front() else { return };
+    /// Completes the file, and removes the oldest files until another file of `share` bytes is within the bounds.
+    fn complete(&mut self, bounds: TraceBounds, share: u64) {
+        let last = std::mem::take(self);
+        (self.index, self.complete) = (last.index + 1, last.complete);
+        self.complete.push_back((last.path, last.num_bytes));
+        let mut sum: u64 = self.complete.iter().map(|(_, num_bytes)| num_bytes).sum();
+        while self.complete.len() >= bounds.max_files || sum.saturating_add(share) > bounds.max_bytes {
+            let Some((path, num_bytes)) = self.complete.pop_front() else { return };
             sum -= num_bytes;
-            let _ = std::fs::remove_file(path); // Someone else has removed it already.
+            let _ = std::fs::remove_file(path); // The file may have been removed already.
         }
     }
 }
 
 impl TraceFile {
-    /// A file that is made with the first trace, over what was there.
+    /// A sink for `path`. The first trace creates the file and replaces an existing one.
     pub fn new(path: PathBuf, bounds: TraceBounds) -> Self {
         Self { path, bounds, frequency: AtomicU64::new(0), open: Mutex::default() }
     }
 
-    /// Traces of one file `PATH.N`; 0 writes all into `PATH`.
+    /// Sets the number of traces per file `PATH.N`; 0 writes all traces to `PATH`.
     pub fn set_frequency(&self, frequency: u64) {
         self.frequency.store(frequency, Relaxed);
     }
@@ -96,7 +96,7 @@ impl TraceFile {
         let frequency = self.frequency.load(Relaxed);
         let is_due = frequency > 0 && open.num_traces >= frequency;
         if open.num_traces > 0 && (is_due || open.num_bytes + num_bytes > share) {
-            open.end(self.bounds, share);
+            open.complete(self.bounds, share);
         }
         if open.file.is_none() {
             open.path = match (frequency, open.index) {
@@ -110,7 +110,7 @@ impl TraceFile {
         if is_first {
             file.write_all(b"[")?;
         } else {
-            file.seek(SeekFrom::End(-2))?; // Over the `]` of the trace before.
+            file.seek(SeekFrom::End(-2))?; // Overwrites the closing bracket.
             file.write_all(b",")?;
         }
         file.write_all(&entry)?;
@@ -186,7 +186,7 @@ fn head(trace: &TraceRecord) -> Vec<u8> {
     writer.finish()
 }
 
-/// The first elements, separated by commas, as JSON writes them.
+/// The first elements, separated by commas, in JSON form.
 fn elements(tensor: &Tensor) -> String {
     let size = tensor.datatype.size();
     let mut first = tensor.clone();
@@ -197,7 +197,7 @@ fn elements(tensor: &Tensor) -> String {
         [size.map_or(tensor.shape.iter().product(), |size| (first.data.len() / size) as i64)].as_slice().into();
     let mut writer = JsonWriter::with_capacity(256);
     if writer.tensor(&first).is_err() {
-        return String::new(); // FP16 and BF16 have no form in JSON.
+        return String::new(); // FP16 and BF16 have no JSON form.
     }
     let text = String::from_utf8_lossy(&writer.finish()).into_owned();
     text.trim_start_matches('[').trim_end_matches(']').to_owned()
@@ -220,7 +220,7 @@ mod tests {
     }
 
     #[test]
-    fn the_file_is_whole_json_after_every_trace_and_a_new_one_begins_as_often_as_asked() {
+    fn a_file_is_valid_json_after_every_trace_and_the_frequency_creates_new_files() {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("trace.json");
         let sink = TraceFile::new(path.clone(), TraceBounds::default());
@@ -238,6 +238,7 @@ mod tests {
         let second = std::fs::read(folder.path().join("trace.json.1")).unwrap();
         assert_eq!(serde_json::from_slice::<serde_json::Value>(&second).unwrap()[0]["id"], 2);
     }
+
     /// Names and lengths of all files.
     fn files(folder: &std::path::Path) -> Vec<(String, u64)> {
         let entries = std::fs::read_dir(folder).unwrap().map(Result::unwrap);
@@ -248,17 +249,17 @@ mod tests {
     }
 
     #[test]
-    fn a_file_for_each_trace_fills_no_disk() {
+    fn the_number_of_files_is_bounded() {
         let folder = tempfile::tempdir().unwrap();
         let sink = TraceFile::new(folder.path().join("t"), TraceBounds { max_files: 3, ..TraceBounds::default() });
         sink.set_frequency(1);
         (1..=20).for_each(|id| sink.write(&record(id)));
         let names: Vec<String> = files(folder.path()).into_iter().map(|(name, _)| name).collect();
-        assert_eq!(names, ["t.17", "t.18", "t.19"], "the newest are kept");
+        assert_eq!(names, ["t.17", "t.18", "t.19"], "the newest files are kept");
     }
 
     #[test]
-    fn many_traces_and_long_ones_take_a_bounded_number_of_bytes() {
+    fn the_bytes_of_all_files_are_bounded() {
         let folder = tempfile::tempdir().unwrap();
         let max_bytes = 16 << 10;
         let sink = TraceFile::new(folder.path().join("t"), TraceBounds { max_files: 1000, max_bytes });

@@ -1,4 +1,4 @@
-//! Trace settings that clients read and change, and which requests are traced.
+//! Trace settings, which clients read and change, and the sampling of requests.
 
 use std::collections::BTreeMap;
 use std::path::PathBuf;
@@ -10,50 +10,50 @@ use serving::{ErrorKind, InferError, RateLimitedLog, SpanContext, Trace, TraceSi
 use crate::telemetry::otlp_export::{Collector, Exporter};
 use crate::telemetry::trace_file::{TraceBounds, TraceFile};
 
-/// Names of the trace settings, in the order in which they are listed.
+/// Names of the trace settings in the order of the protocol.
 pub const TRACE_KEYS: [&str; 6] =
     ["trace_level", "trace_rate", "trace_count", "log_frequency", "trace_file", "trace_mode"];
 
 const TRACE_LEVELS: [&str; 3] = ["OFF", "TIMESTAMPS", "TENSORS"];
 
-/// Every trace setting; each has one value, but a level may have several.
+/// All trace settings. Each has one value, except that `trace_level` may have several.
 pub type TraceValues = BTreeMap<&'static str, Vec<String>>;
 
-/// Changes to trace settings; no value clears one.
+/// Changes of trace settings; `None` resets one to its default.
 pub type TraceChanges = Vec<(String, Option<Vec<String>>)>;
 
-/// Models with settings of their own that are remembered.
+/// Maximum models with their own settings.
 const MAX_MODELS: usize = 4096;
 
-/// What is traced at the start, and where traces go: nowhere without a file and a collector, whatever clients set.
+/// Initial trace settings and the destination of traces. Without a file and a collector nothing is traced.
 #[derive(Debug, Clone, Default)]
 pub struct TraceOptions {
-    /// The file; with a frequency, the beginning of files' names.
+    /// The trace file; with a frequency, the prefix of the names of files.
     pub file: Option<PathBuf>,
-    /// Goes before the file: traces are spans, and sent.
+    /// The OpenTelemetry collector, which takes precedence over the file.
     pub collector: Option<Collector>,
-    /// Settings that differ from the defaults, by the names of Triton.
+    /// Settings that differ from the defaults, by Triton's names.
     pub settings: Vec<(String, Vec<String>)>,
-    /// What files take at most.
+    /// Maximum disk space of files.
     pub bounds: TraceBounds,
-    /// Whether tensors, prompts of all clients among them, are written where a client asks for it. They are, too, where the
-    /// level at the start is `TENSORS`.
+    /// Whether clients may enable traces of tensors, which contain the prompts of all clients. An initial level of `TENSORS` allows
+    /// it, too.
     pub allows_tensors: bool,
 }
 
-/// Traces that are not written anywhere.
-static NOT_WRITTEN: RateLimitedLog = RateLimitedLog::new(1);
-/// Clients that ask for tensors in vain.
-static TENSORS_ASKED: RateLimitedLog = RateLimitedLog::new(1);
+/// Limits warnings about traces without a destination.
+static NO_DESTINATION: RateLimitedLog = RateLimitedLog::new(1);
+/// Limits warnings about clients that request traces of tensors without permission.
+static TENSORS_NOT_ALLOWED: RateLimitedLog = RateLimitedLog::new(1);
 
 /// Trace settings of the server and, where they differ, of models.
 #[derive(Debug)]
 pub struct TraceSettings {
     defaults: TraceValues,
     changed: Mutex<BTreeMap<String, TraceValues>>,
-    /// Requests seen, and traces made, by who owns the settings.
+    /// Requests and traces, by the model that owns the settings; empty for the server.
     counts: Mutex<BTreeMap<String, (u64, u64)>>,
-    /// Whether any request may be traced: what every request looks at.
+    /// Whether any request may be traced. Every request reads it.
     is_on: AtomicBool,
     allows_tensors: bool,
     file: Option<Arc<TraceFile>>,
@@ -61,10 +61,10 @@ pub struct TraceSettings {
 }
 
 impl TraceSettings {
-    /// Settings that begin as `options` say.
+    /// Settings with the initial values of `options`.
     ///
     /// # Errors
-    /// Names the setting that cannot be.
+    /// With the name of an invalid setting.
     pub fn new(options: &TraceOptions) -> Result<Self, String> {
         let mut defaults = default_trace();
         for (key, values) in &options.settings {
@@ -86,7 +86,7 @@ impl TraceSettings {
         }
         let (changed, counts, is_on) = Default::default();
         let settings = Self { defaults, changed, counts, is_on, allows_tensors, file, exporter };
-        settings.follow();
+        settings.apply();
         Ok(settings)
     }
 
@@ -94,7 +94,7 @@ impl TraceSettings {
         self.changed.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// The settings of a model, or the server's when `model` is empty, with the traces that are still to be made.
+    /// The settings of a model, or of the server if `model` is empty. `trace_count` is the number of remaining traces.
     pub fn get(&self, model: &str) -> TraceValues {
         let (mut values, owner) = (self.values(model), self.owner(model));
         let count = values.get_mut("trace_count").expect("every setting has a value");
@@ -106,7 +106,7 @@ impl TraceSettings {
         values
     }
 
-    /// Whose settings count for a model: its own, or the server's.
+    /// The owner of the settings for a model: the model, or the server (empty).
     fn owner<'a>(&self, model: &'a str) -> &'a str {
         if self.changed().contains_key(model) { model } else { "" }
     }
@@ -128,13 +128,13 @@ impl TraceSettings {
         }
     }
 
-    /// Whether requests are to say of which span of their client they are.
+    /// Whether the trace context of requests is needed.
     pub fn takes_context(&self) -> bool {
         self.exporter.is_some() && self.is_on.load(Relaxed)
     }
 
-    /// A trace for this request to `model`, when it is one of those to be traced: whatever the rate, where spans are sent and
-    /// it goes on from one of the client's.
+    /// Starts a trace of a request to `model` if the request is sampled. If spans are exported, requests with a trace context are
+    /// sampled at any rate.
     pub fn sample(&self, model: &str, context: Option<SpanContext>) -> Option<Trace> {
         if !self.is_on.load(Relaxed) {
             return None;
@@ -158,14 +158,14 @@ impl TraceSettings {
             return None;
         }
         *traced += 1;
-        let with_tensors = with_tensors && self.exporter.is_none(); // Spans hold none.
+        let with_tensors = with_tensors && self.exporter.is_none(); // Spans do not contain tensors.
         Some(Trace::new(sink, with_times, with_tensors, context))
     }
 
-    /// Changes settings of a model, or the server's when `model` is empty. Unknown names and levels are ignored.
+    /// Changes settings of a model, or of the server if `model` is empty. Unknown names and levels are ignored.
     ///
     /// # Errors
-    /// When a value cannot be; then nothing is changed.
+    /// When a value is invalid. Nothing is changed then.
     pub fn update(&self, model: &str, changes: TraceChanges) -> Result<TraceValues, InferError> {
         let mut accepted = Vec::new();
         for (key, values) in changes {
@@ -189,14 +189,14 @@ impl TraceSettings {
                  --trace-config=triton,file=PATH",
             ));
         }
-        let in_vain = |(key, values): &(&str, Option<Vec<String>>)| {
+        let is_not_allowed = |(key, values): &(&str, Option<Vec<String>>)| {
             *key == "trace_level" && !self.allows_tensors && values.as_ref().is_some_and(|levels| has_tensors(levels))
         };
-        if accepted.iter().any(in_vain)
-            && let Some(suppressed) = TENSORS_ASKED.allow()
+        if accepted.iter().any(is_not_allowed)
+            && let Some(suppressed) = TENSORS_NOT_ALLOWED.allow()
         {
             tracing::warn!(
-                "a client asks for traces with TENSORS, which hold prompts of all clients, and are not written: start with \
+                "a client requests traces with TENSORS, which contain prompts of all clients and are not written: start with \
                  --trace-config=level=TENSORS or --allow-client-trace-tensors=true, or restrict `trace` to clients with a \
                  key{suppressed}"
             );
@@ -219,22 +219,22 @@ impl TraceSettings {
         }
         drop(changed);
         self.counts.lock().unwrap_or_else(PoisonError::into_inner).remove(model);
-        self.follow();
+        self.apply();
         Ok(self.get(model))
     }
 
-    /// Has the fast way and the file follow the settings.
-    fn follow(&self) {
+    /// Applies the settings to the flag and the file.
+    fn apply(&self) {
         let is_level = |values: &TraceValues| {
             values.get("trace_level").is_some_and(|levels| levels.iter().any(|level| level != "OFF"))
         };
         let is_on = is_level(&self.get("")) || self.changed().values().any(is_level);
         if is_on
             && self.sink().is_none()
-            && let Some(suppressed) = NOT_WRITTEN.allow()
+            && let Some(suppressed) = NO_DESTINATION.allow()
         {
             tracing::warn!(
-                "traces are asked for but not written: start with --trace-config=triton,file=PATH{suppressed}"
+                "traces are enabled but have no destination: start with --trace-config=triton,file=PATH{suppressed}"
             );
         }
         self.is_on.store(is_on, Relaxed);
@@ -258,7 +258,7 @@ fn default_trace() -> TraceValues {
     TRACE_KEYS.into_iter().zip(defaults.map(|value| vec![value.to_owned()])).collect()
 }
 
-/// The values as they will be kept; `None` when they are to be ignored.
+/// Checks the values of a setting; `None` if they are to be ignored.
 fn check_trace(key: &'static str, values: Vec<String>) -> Result<Option<Vec<String>>, InferError> {
     match key {
         "trace_level" if values.len() > 1 && values.iter().any(|level| level == "OFF") => {
@@ -296,7 +296,7 @@ mod tests {
     }
 
     #[test]
-    fn a_models_trace_settings_cover_the_servers() {
+    fn settings_of_a_model_override_those_of_the_server() {
         let settings = TraceSettings::new(&TraceOptions::default()).unwrap();
         settings.update("", change("trace_rate", "800")).unwrap();
         assert_eq!(settings.get("m")["trace_rate"], ["800"]);
@@ -318,7 +318,7 @@ mod tests {
     }
 
     #[test]
-    fn every_nth_request_is_traced_until_there_are_enough() {
+    fn every_nth_request_is_traced_up_to_the_count() {
         let folder = tempfile::tempdir().unwrap();
         let setting = |key: &str, value: &str| (key.to_owned(), vec![value.to_owned()]);
         let settings = TraceSettings::new(&TraceOptions {
@@ -327,12 +327,12 @@ mod tests {
             ..TraceOptions::default()
         })
         .unwrap();
-        assert!((0..9).all(|_| settings.sample("m", None).is_none()), "off until someone asks");
+        assert!((0..9).all(|_| settings.sample("m", None).is_none()), "off by default");
         settings.update("", change("trace_level", "TIMESTAMPS")).unwrap();
         let traced: Vec<bool> = (0..12).map(|_| settings.sample("m", None).is_some()).collect();
         assert_eq!(traced.iter().filter(|traced| **traced).count(), 2);
         assert!(traced[2] && traced[5]);
-        assert_eq!(settings.get("")["trace_count"], ["0"], "what is left");
+        assert_eq!(settings.get("")["trace_count"], ["0"], "no traces remain");
         settings.update("m", change("trace_level", "OFF")).unwrap();
         assert!((0..9).all(|_| settings.sample("m", None).is_none()));
     }

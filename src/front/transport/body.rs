@@ -11,11 +11,11 @@ use futures::{Stream, StreamExt};
 use hyper::body::{Body, Frame, Incoming, SizeHint};
 use serving::InferError;
 
-use crate::transport::budget::{Charge, Waiting};
+use crate::transport::budget::{ArrivalWatch, Charge};
 
-/// A response's body: known parts, or events as they come.
+/// A response's body: known parts, or a stream of events.
 pub enum ReplyBody {
-    /// All of it, in pieces that are not copied together.
+    /// The complete body, in parts that are not copied together.
     Parts(VecDeque<Bytes>),
     /// Chunks of a stream; dropping the body drops the stream.
     Events(Pin<Box<dyn Stream<Item = Bytes> + Send>>),
@@ -65,13 +65,13 @@ impl Body for ReplyBody {
     }
 }
 
-/// Room for a body of which little has come, whatever length was announced.
+/// The first allocation for a body, whatever length was announced.
 const FIRST_BYTES: usize = 1 << 20;
 
-/// Reads a request's body, paid from `charge`.
+/// Reads a request's body and adds its bytes to `charge`.
 ///
 /// # Errors
-/// When it is larger than `limit`, there is no room for it, or the client breaks off, stops or is too slow.
+/// When it is larger than `limit`, the budget is exhausted, or the client disconnects, stalls or is too slow.
 pub async fn read_all(mut body: Incoming, limit: usize, charge: &Charge) -> Result<Bytes, InferError> {
     let too_large = || InferError::invalid(format!("request body is larger than the limit of {limit} bytes"));
     let expected = body.size_hint().lower();
@@ -80,19 +80,19 @@ pub async fn read_all(mut body: Incoming, limit: usize, charge: &Charge) -> Resu
     }
     let mut first = Bytes::new();
     let mut rest: Option<BytesMut> = None;
-    let mut waiting = Waiting::default();
+    let mut watch = ArrivalWatch::default();
     loop {
         let frame = poll_fn(|context| match Pin::new(&mut body).poll_frame(context) {
             Poll::Ready(frame) => Poll::Ready(Ok(frame)),
-            Poll::Pending => waiting.poll_late(charge, context).map(Err),
+            Poll::Pending => watch.poll_late(charge, context).map(Err),
         });
         let Some(frame) = frame.await? else { break };
         let frame = frame.map_err(|error| InferError::invalid(format!("request body broke off: {error}")))?;
         let Ok(data) = frame.into_data() else { continue };
         charge.add(data.len())?;
-        waiting.came(data.len());
+        watch.received(data.len());
         if first.is_empty() {
-            first = data; // Most bodies arrive whole and are not copied.
+            first = data; // Most bodies arrive in one frame and are not copied.
         } else {
             let whole = rest.get_or_insert_with(|| {
                 let mut whole = BytesMut::with_capacity((expected as usize).min(FIRST_BYTES));

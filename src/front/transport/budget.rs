@@ -1,8 +1,8 @@
-//! Bounds what requests hold together: the bytes of their bodies, and what these become, from when they arrive until they
-//! are answered.
+//! A budget for the memory of all requests in flight: their bodies and what these are decoded into, from arrival until the
+//! response is sent.
 //!
-//! One request has a bound of its own; many large ones at once would still fill the memory. A body must also arrive at
-//! some rate: one that stops holds what others need.
+//! Each request also has a limit of its own, but many large requests at once would still exhaust the memory. A body must
+//! arrive at a minimum rate, because a stalled body holds memory that other requests need.
 
 use std::future::Future as _;
 use std::pin::Pin;
@@ -15,31 +15,31 @@ use futures::task::AtomicWaker;
 use serving::{InferError, SharedLimit};
 use tokio::time::{Instant, Sleep, sleep_until};
 
-/// What all requests may hold at once.
+/// The memory budget of all requests.
 #[derive(Debug)]
 pub struct Budget {
     limit: usize,
     used: AtomicUsize,
-    pace: Pace,
-    /// Bodies that have begun and are not whole, those alone that were waited for.
+    progress: ProgressLimits,
+    /// Incomplete bodies that are watched, see [`ArrivalWatch::Watched`].
     arrivals: Mutex<Vec<Arc<Arrival>>>,
 }
 
-/// How fast a body must arrive.
+/// The progress that a body must make.
 #[derive(Debug, Clone, Copy)]
-pub struct Pace {
-    /// Longest silence; also the time over which the rate is measured.
-    pub patience: Duration,
-    /// Least bytes a second.
+pub struct ProgressLimits {
+    /// Longest time without data, and the time over which the rate is measured.
+    pub timeout: Duration,
+    /// Minimum rate in bytes per second.
     pub min_rate: usize,
 }
 
-/// A body that arrives.
+/// The progress of an incomplete body.
 #[derive(Debug)]
 struct Arrival {
     since: Instant,
     num_bytes: AtomicU64,
-    /// It has to make room for others.
+    /// Whether the body is dropped to free memory for other requests.
     is_dropped: AtomicBool,
     waker: AtomicWaker,
 }
@@ -55,32 +55,32 @@ impl Arrival {
 }
 
 impl Budget {
-    /// A budget of `limit` bytes, for bodies that keep `pace`.
-    pub fn new(limit: usize, pace: Pace) -> Arc<Self> {
-        Arc::new(Self { limit, used: AtomicUsize::new(0), pace, arrivals: Mutex::default() })
+    /// A budget of `limit` bytes; bodies must make the progress of `progress`.
+    pub fn new(limit: usize, progress: ProgressLimits) -> Arc<Self> {
+        Arc::new(Self { limit, used: AtomicUsize::new(0), progress, arrivals: Mutex::default() })
     }
 
-    /// What one request holds: nothing yet.
+    /// A charge of 0 bytes for a new request.
     pub fn charge(self: &Arc<Self>) -> Charge {
         Charge { budget: self.clone(), held: AtomicUsize::new(0) }
     }
 
-    /// How fast bodies must arrive.
-    pub fn pace(&self) -> Pace {
-        self.pace
+    /// The progress that bodies must make.
+    pub fn progress(&self) -> ProgressLimits {
+        self.progress
     }
 
     fn arrivals(&self) -> MutexGuard<'_, Vec<Arc<Arrival>>> {
         self.arrivals.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Drops the slowest bodies that have taken longer than the patience, until they have held `count` bytes. They end when
-    /// their tasks run, so the room is there for a later request.
+    /// Drops the slowest bodies that have taken longer than the timeout, until they hold `count` bytes in total. Their tasks
+    /// release the memory when they run next, so it is available to later requests only.
     fn make_room(&self, count: usize) {
         let arrivals = self.arrivals();
         let mut room: u64 = arrivals.iter().filter(|it| it.is_dropped()).map(|it| it.num_bytes()).sum();
         let now = Instant::now();
-        let is_late = |it: &&Arc<Arrival>| !it.is_dropped() && now - it.since >= self.pace.patience;
+        let is_late = |it: &&Arc<Arrival>| !it.is_dropped() && now - it.since >= self.progress.timeout;
         let mut late: Vec<&Arc<Arrival>> = arrivals.iter().filter(is_late).collect();
         let rate = |it: &Arrival| it.num_bytes() as f64 / (now - it.since).as_secs_f64().max(1e-3);
         late.sort_by(|left, right| rate(left).total_cmp(&rate(right)));
@@ -100,7 +100,7 @@ impl Budget {
     }
 }
 
-/// What one request holds; given back when it is dropped.
+/// The bytes that one request holds of the budget. Dropping the charge releases them.
 #[derive(Debug)]
 pub struct Charge {
     budget: Arc<Budget>,
@@ -108,13 +108,13 @@ pub struct Charge {
 }
 
 impl Charge {
-    /// Holds `count` bytes more.
+    /// Adds `count` bytes.
     ///
     /// # Errors
-    /// When the budget has no room for them; then it holds no more than before.
+    /// When the budget does not have them; the charge is then unchanged.
     pub fn add(&self, count: usize) -> Result<(), InferError> {
         let Budget { limit, used, .. } = &*self.budget;
-        // Compared before it is added: a sum that wraps around would have room for others meanwhile.
+        // Checked before it is added, because a sum that overflows would admit other requests until it is corrected.
         let add = |before: usize| before.checked_add(count).filter(|after| after <= limit);
         if let Err(before) = used.fetch_update(Relaxed, Relaxed, add) {
             self.budget.make_room(count);
@@ -127,23 +127,23 @@ impl Charge {
         Ok(())
     }
 
-    /// Bytes held.
+    /// The bytes of this charge.
     pub fn held(&self) -> usize {
         self.held.load(Relaxed)
     }
 
-    /// Holds what `other` does, too.
+    /// Adds the bytes of `other`.
     pub fn join(&self, other: Charge) {
         let mut other = other;
         self.held.fetch_add(std::mem::take(other.held.get_mut()), Relaxed);
     }
 
-    /// What is held so far, as a charge of its own; nothing is left here.
+    /// Moves all bytes into a new charge.
     pub fn split(&self) -> Charge {
         self.split_off(usize::MAX)
     }
 
-    /// `count` of the bytes held, or all, as a charge of their own.
+    /// Moves `count` bytes, or all if there are fewer, into a new charge.
     pub fn split_off(&self, count: usize) -> Charge {
         let take = |held: usize| Some(held.saturating_sub(count));
         let held = self.held.fetch_update(Relaxed, Relaxed, take).unwrap_or_else(|held| held);
@@ -157,71 +157,72 @@ impl Drop for Charge {
     }
 }
 
-/// A body that is waited for. Most arrive at once and get no timer and no entry in a list. A request that waits is polled
-/// again after [`Pace::first_look`] at the latest, by a timer that its connection has for all of its requests.
+/// Detects a body that stalls or arrives too slowly. Most bodies arrive at once and need no timer and no entry in the
+/// budget's list. A pending request is polled again after [`ProgressLimits::check_interval`] at the latest, by one timer of
+/// its connection.
 #[derive(Debug, Default)]
-pub enum Waiting {
-    /// For nothing.
+pub enum ArrivalWatch {
+    /// No data is awaited.
     #[default]
-    Not,
-    /// For a short time.
-    Since(Begun),
-    /// For longer.
-    Watched(Watched),
+    Idle,
+    /// The body has been incomplete for a short time.
+    Short(ArrivalStart),
+    /// The body has been incomplete for longer than [`ProgressLimits::check_interval`].
+    Watched(WatchedBody),
 }
 
-/// When a body was first waited for, when more of it came last, and how much had come first.
+/// When a body was first awaited, when data arrived last, and how many bytes had arrived at first.
 #[derive(Debug, Clone, Copy)]
-pub struct Begun {
+pub struct ArrivalStart {
     since: Instant,
     last_data: Instant,
     num_bytes: usize,
 }
 
-impl Begun {
-    /// A body of which `charge` holds what has come.
+impl ArrivalStart {
+    /// Starts now; `charge` holds the bytes that have arrived.
     fn now(charge: &Charge) -> Self {
         let now = Instant::now();
         Self { since: now, last_data: now, num_bytes: charge.held() }
     }
 }
 
-impl Pace {
-    /// How long a body is waited for before it is watched.
-    pub fn first_look(&self) -> Duration {
-        self.patience / 6
+impl ProgressLimits {
+    /// The interval in which incomplete bodies are checked; after the first interval a body is watched.
+    pub fn check_interval(&self) -> Duration {
+        self.timeout / 6
     }
 }
 
-impl Waiting {
-    /// `count` more bytes have come.
-    pub fn came(&mut self, count: usize) {
+impl ArrivalWatch {
+    /// Notes that `count` bytes have arrived.
+    pub fn received(&mut self, count: usize) {
         match self {
-            Self::Not => {}
-            Self::Since(begun) => begun.last_data = Instant::now(),
-            Self::Watched(watched) => watched.came(count),
+            Self::Idle => {}
+            Self::Short(start) => start.last_data = Instant::now(),
+            Self::Watched(watched) => watched.received(count),
         }
     }
 
-    /// Watches a body from now on, with a timer of its own. For tasks that poll it only when it has woken them.
+    /// Watches the body from now on, with a timer of its own. Needed by tasks that are polled only after a wake-up.
     pub fn watch(&mut self, charge: &Charge) {
-        if let Self::Not = self {
-            let begun = Begun::now(charge);
-            *self = Self::Watched(Watched::new(charge.budget.clone(), begun, begun.num_bytes));
+        if let Self::Idle = self {
+            let start = ArrivalStart::now(charge);
+            *self = Self::Watched(WatchedBody::new(charge.budget.clone(), start, start.num_bytes));
         }
     }
 
-    /// Ready with the error of a body that has stopped, is too slow, or has to make room. For when nothing more has come;
-    /// `charge` holds what has.
+    /// Ready with the error of a body that stalls, is too slow, or is dropped to free memory. To be called when no data is
+    /// available; `charge` holds the bytes that have arrived.
     pub fn poll_late(&mut self, charge: &Charge, context: &mut Context<'_>) -> Poll<InferError> {
         match self {
-            Self::Not => {
-                *self = Self::Since(Begun::now(charge));
+            Self::Idle => {
+                *self = Self::Short(ArrivalStart::now(charge));
                 Poll::Pending
             }
-            Self::Since(begun) if begun.since.elapsed() < charge.budget.pace.first_look() => Poll::Pending,
-            Self::Since(begun) => {
-                let mut watched = Watched::new(charge.budget.clone(), *begun, charge.held());
+            Self::Short(start) if start.since.elapsed() < charge.budget.progress.check_interval() => Poll::Pending,
+            Self::Short(start) => {
+                let mut watched = WatchedBody::new(charge.budget.clone(), *start, charge.held());
                 let late = watched.poll_late(context);
                 *self = Self::Watched(watched);
                 late
@@ -231,21 +232,21 @@ impl Waiting {
     }
 }
 
-/// Watches a body that has begun and is not whole.
+/// An incomplete body with a timer and an entry in the budget's list.
 #[derive(Debug)]
-pub struct Watched {
+pub struct WatchedBody {
     budget: Arc<Budget>,
     arrival: Arc<Arrival>,
     last_data: Instant,
-    /// When the rate is next looked at, and the bytes that had come when it last was.
-    next_look: Instant,
-    num_looked_at: u64,
+    /// When the rate is checked next, and the bytes that had arrived at the last check.
+    next_check: Instant,
+    bytes_at_check: u64,
     timer: Pin<Box<Sleep>>,
 }
 
-impl Watched {
-    fn new(budget: Arc<Budget>, begun: Begun, held: usize) -> Self {
-        let Begun { since, last_data, num_bytes } = begun;
+impl WatchedBody {
+    fn new(budget: Arc<Budget>, start: ArrivalStart, held: usize) -> Self {
+        let ArrivalStart { since, last_data, num_bytes } = start;
         let arrival = Arc::new(Arrival {
             since,
             num_bytes: AtomicU64::new(held as u64),
@@ -253,18 +254,18 @@ impl Watched {
             waker: AtomicWaker::new(),
         });
         budget.arrivals().push(arrival.clone());
-        let next_look = since + budget.pace.patience;
-        let timer = Box::pin(sleep_until(next_look.min(last_data + budget.pace.patience)));
-        Self { budget, arrival, last_data, next_look, num_looked_at: num_bytes as u64, timer }
+        let next_check = since + budget.progress.timeout;
+        let timer = Box::pin(sleep_until(next_check.min(last_data + budget.progress.timeout)));
+        Self { budget, arrival, last_data, next_check, bytes_at_check: num_bytes as u64, timer }
     }
 
-    /// `count` more bytes have come.
-    pub fn came(&mut self, count: usize) {
+    /// Notes that `count` bytes have arrived.
+    pub fn received(&mut self, count: usize) {
         self.arrival.num_bytes.fetch_add(count as u64, Relaxed);
         self.last_data = Instant::now();
     }
 
-    /// Ready with the error of a body that has stopped, is too slow, or has to make room. For when nothing more has come.
+    /// As [`ArrivalWatch::poll_late`].
     pub fn poll_late(&mut self, context: &mut Context<'_>) -> Poll<InferError> {
         self.arrival.waker.register(context.waker());
         if self.arrival.is_dropped() {
@@ -275,23 +276,23 @@ impl Watched {
             ))));
         }
         while self.timer.as_mut().poll(context).is_ready() {
-            let (now, Pace { patience, min_rate }) = (Instant::now(), self.budget.pace);
-            if now - self.last_data >= patience {
-                let words = format!("request body stopped for {patience:?} before its end");
+            let (now, ProgressLimits { timeout, min_rate }) = (Instant::now(), self.budget.progress);
+            if now - self.last_data >= timeout {
+                let words = format!("request body stopped for {timeout:?} before its end");
                 return Poll::Ready(refused(InferError::invalid(words)));
             }
-            if now >= self.next_look {
+            if now >= self.next_check {
                 let num_bytes = self.arrival.num_bytes();
-                let came = num_bytes.saturating_sub(self.num_looked_at);
-                if (came as f64) < min_rate as f64 * patience.as_secs_f64() {
+                let received = num_bytes.saturating_sub(self.bytes_at_check);
+                if (received as f64) < min_rate as f64 * timeout.as_secs_f64() {
                     return Poll::Ready(refused(InferError::invalid(format!(
-                        "request body brought {came} bytes in {patience:?}, at least {min_rate} a second are expected \
+                        "request body brought {received} bytes in {timeout:?}, at least {min_rate} a second are expected \
                          (--min-body-rate)"
                     ))));
                 }
-                (self.num_looked_at, self.next_look) = (num_bytes, now + patience);
+                (self.bytes_at_check, self.next_check) = (num_bytes, now + timeout);
             }
-            self.timer.as_mut().reset(self.next_look.min(self.last_data + patience));
+            self.timer.as_mut().reset(self.next_check.min(self.last_data + timeout));
         }
         Poll::Pending
     }
@@ -306,7 +307,7 @@ fn rounded(duration: Duration) -> Duration {
     Duration::from_millis(duration.as_millis() as u64)
 }
 
-impl Drop for Watched {
+impl Drop for WatchedBody {
     fn drop(&mut self) {
         let mut arrivals = self.budget.arrivals();
         if let Some(index) = arrivals.iter().position(|it| Arc::ptr_eq(it, &self.arrival)) {

@@ -1,4 +1,4 @@
-//! The open connections of a port: how many a client may have, and which idle ones make room for new clients.
+//! The open connections of a port: the limit per client, and the eviction of idle connections in favour of new clients.
 
 use std::collections::{BTreeMap, HashMap};
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
@@ -8,20 +8,20 @@ use std::time::{Duration, Instant};
 
 use tokio::sync::Notify;
 
-/// Time in which idle connections are not looked for again after none was found: a look is linear in the connections.
-const PAUSE: Duration = Duration::from_millis(100);
+/// Time between two searches for idle connections if the first found none: a search is linear in the connections.
+const SEARCH_INTERVAL: Duration = Duration::from_millis(100);
 
-/// A client that has read nothing of its answer for so long holds a connection as an idle one does.
+/// A connection whose client has read nothing of a response for this long counts as idle.
 const STALL: Duration = Duration::from_secs(10);
 
-/// In place of a moment: the client reads what is written to it.
+/// Value of `blocked_since_ms` while writes are not blocked.
 const NOT_BLOCKED: u64 = u64::MAX;
 
 /// All connections of one port.
 #[derive(Debug)]
 pub struct Connections {
-    /// Beyond this many, idle connections make room.
-    crowded: usize,
+    /// Idle connections are evicted beyond this many.
+    eviction_threshold: usize,
     max_per_address: usize,
     began: Instant,
     table: Mutex<Table>,
@@ -31,9 +31,9 @@ pub struct Connections {
 struct Table {
     open: BTreeMap<u64, Arc<Activity>>,
     next: u64,
-    num_leaving: usize,
-    /// When no idle connection was found.
-    in_vain: Option<Instant>,
+    num_evicted: usize,
+    /// When a search found no idle connection.
+    failed_search: Option<Instant>,
     clients: HashMap<IpAddr, Client>,
 }
 
@@ -41,24 +41,23 @@ struct Table {
 #[derive(Debug, Default)]
 struct Client {
     num_open: usize,
-    num_leaving: usize,
-    in_vain: Option<Instant>,
+    num_evicted: usize,
+    failed_search: Option<Instant>,
 }
 
-/// What a connection does at the moment.
+/// The current activity of a connection.
 #[derive(Debug)]
 pub struct Activity {
     address: IpAddr,
-    /// Requests that are read or answered.
+    /// Requests that are being read or answered.
     num_requests: AtomicU32,
     began: Instant,
     /// When its last request ended, in milliseconds since `began`.
     idle_since_ms: AtomicU64,
-    /// Since when the client takes nothing of what is written to it, or [`NOT_BLOCKED`].
+    /// Since when writes are blocked because the client does not read, or [`NOT_BLOCKED`].
     blocked_since_ms: AtomicU64,
-    /// It has to make room.
-    is_leaving: AtomicBool,
-    leave: Notify,
+    is_evicted: AtomicBool,
+    eviction: Notify,
 }
 
 impl Default for Activity {
@@ -75,18 +74,18 @@ impl Activity {
             began,
             idle_since_ms: AtomicU64::new(began.elapsed().as_millis() as u64),
             blocked_since_ms: AtomicU64::new(NOT_BLOCKED),
-            is_leaving: AtomicBool::new(false),
-            leave: Notify::new(),
+            is_evicted: AtomicBool::new(false),
+            eviction: Notify::new(),
         }
     }
 
-    /// A request begins; it ends when what is returned is dropped.
-    pub fn request(self: &Arc<Self>) -> Busy {
+    /// Notes the start of a request, which ends when the guard is dropped.
+    pub fn request(self: &Arc<Self>) -> BusyGuard {
         self.num_requests.fetch_add(1, Relaxed);
-        Busy(self.clone())
+        BusyGuard(self.clone())
     }
 
-    /// The client takes nothing of what is written to it, or takes something again.
+    /// Notes whether writes are blocked because the client does not read.
     pub fn set_blocked(&self, is_blocked: bool) {
         self.blocked_since_ms.store(if is_blocked { self.now_ms() } else { NOT_BLOCKED }, Relaxed);
     }
@@ -95,7 +94,7 @@ impl Activity {
         self.began.elapsed().as_millis() as u64
     }
 
-    /// Whether ending the connection takes nothing from a client that waits for it or reads.
+    /// Whether the connection has no request, or its client has read nothing for [`STALL`].
     pub fn is_idle(&self) -> bool {
         self.idle_since(self.now_ms()).is_some()
     }
@@ -108,17 +107,17 @@ impl Activity {
         }
     }
 
-    /// Resolves when it shall make room for another client.
-    pub async fn told_to_leave(&self) {
-        self.leave.notified().await;
+    /// Resolves when the connection is evicted in favour of another client.
+    pub async fn evicted(&self) {
+        self.eviction.notified().await;
     }
 }
 
-/// A request of a connection, or several, for as long as they are read or answered.
+/// Keeps a connection from being idle while one or more of its requests are read or answered.
 #[derive(Debug)]
-pub struct Busy(Arc<Activity>);
+pub struct BusyGuard(Arc<Activity>);
 
-impl Drop for Busy {
+impl Drop for BusyGuard {
     fn drop(&mut self) {
         let activity = &self.0;
         if activity.num_requests.fetch_sub(1, Relaxed) == 1 {
@@ -128,11 +127,11 @@ impl Drop for Busy {
 }
 
 impl Connections {
-    /// Room for `max` connections, of which one address may have `max_per_address`; 0 is any number.
+    /// A table for `max` connections, of which one address may have `max_per_address`; 0 is no limit.
     pub fn new(max: u32, max_per_address: u32) -> Self {
         let (max, max_per_address) = (max as usize, max_per_address as usize);
         Self {
-            crowded: max - max / 5,
+            eviction_threshold: max - max / 5,
             max_per_address: if max_per_address == 0 { usize::MAX } else { max_per_address },
             began: Instant::now(),
             table: Mutex::default(),
@@ -143,18 +142,18 @@ impl Connections {
         self.table.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Takes a connection on. `None` when its address has too many, and needs all of them.
-    pub fn admit(self: &Arc<Self>, address: IpAddr) -> Option<Admitted> {
+    /// Registers a connection. `None` when its address has the maximum and none of them is idle.
+    pub fn admit(self: &Arc<Self>, address: IpAddr) -> Option<ConnectionSlot> {
         let address = client_of(address);
         let mut table = self.table();
         let client = table.clients.entry(address).or_default();
-        if client.num_open - client.num_leaving >= self.max_per_address {
-            if client.in_vain.is_some_and(|when| when.elapsed() < PAUSE) {
+        if client.num_open - client.num_evicted >= self.max_per_address {
+            if client.failed_search.is_some_and(|when| when.elapsed() < SEARCH_INTERVAL) {
                 return None;
             }
             let count = (self.max_per_address / 20).max(1);
             if table.evict(count, |_, activity| activity.address == address) == 0 {
-                table.clients.entry(address).or_default().in_vain = Some(Instant::now());
+                table.clients.entry(address).or_default().failed_search = Some(Instant::now());
                 return None;
             }
         }
@@ -164,24 +163,27 @@ impl Connections {
         table.clients.entry(address).or_default().num_open += 1;
         table.open.insert(id, activity.clone());
         drop(table);
-        Some(Admitted { connections: self.clone(), id, activity })
+        Some(ConnectionSlot { connections: self.clone(), id, activity })
     }
 
-    /// Ends the connections that have been idle for longest, where the port is crowded with `newest`.
-    pub fn make_room(&self, newest: &Admitted) {
+    /// Evicts the connections that have been idle for longest if there are too many with `newest`.
+    pub fn make_room(&self, newest: &ConnectionSlot) {
         let mut table = self.table();
-        let num_staying = table.open.len() - table.num_leaving;
-        if num_staying <= self.crowded || table.in_vain.is_some_and(|when| when.elapsed() < PAUSE) {
+        let num_kept = table.open.len() - table.num_evicted;
+        if num_kept <= self.eviction_threshold
+            || table.failed_search.is_some_and(|when| when.elapsed() < SEARCH_INTERVAL)
+        {
             return;
         }
-        // Some more than needed, so that not every new client takes a look at all others.
-        table.make_room(num_staying - self.crowded + self.crowded / 20, Some(newest.id));
+        // More than necessary, so that not every new client causes a search.
+        let threshold = self.eviction_threshold;
+        table.make_room(num_kept - threshold + threshold / 20, Some(newest.id));
     }
 
-    /// Ends a few of them, however many there are: the process may open no more files.
+    /// Evicts a few idle connections, however many there are, because the process has no file descriptor left.
     pub fn make_room_for_files(&self) {
         let mut table = self.table();
-        if table.num_leaving == 0 && table.in_vain.is_none_or(|when| when.elapsed() >= PAUSE) {
+        if table.num_evicted == 0 && table.failed_search.is_none_or(|when| when.elapsed() >= SEARCH_INTERVAL) {
             let count = table.open.len().div_ceil(20);
             table.make_room(count, None);
         }
@@ -191,47 +193,47 @@ impl Connections {
 impl Table {
     fn make_room(&mut self, count: usize, newest: Option<u64>) {
         if self.evict(count, |id, _| Some(id) != newest) == 0 {
-            self.in_vain = Some(Instant::now());
+            self.failed_search = Some(Instant::now());
         }
     }
 
-    /// Ends up to `count` of the chosen connections, those that have been idle for longest; returns how many.
+    /// Evicts up to `count` of the chosen connections, those that have been idle for longest. Returns how many.
     fn evict(&mut self, count: usize, is_chosen: impl Fn(u64, &Activity) -> bool) -> usize {
         let now_ms = self.open.values().next().map_or(0, |activity| activity.now_ms());
-        let chosen = self.open.iter().filter(|(id, it)| !it.is_leaving.load(Relaxed) && is_chosen(**id, it));
+        let chosen = self.open.iter().filter(|(id, it)| !it.is_evicted.load(Relaxed) && is_chosen(**id, it));
         let mut idle: Vec<(u64, &Arc<Activity>)> =
             chosen.filter_map(|(_, activity)| Some((activity.idle_since(now_ms)?, activity))).collect();
-        idle.sort_by_key(|(since, _)| *since); // Stable: of those idle since the same moment, the oldest goes first.
+        idle.sort_by_key(|(since, _)| *since); // Stable: of equally idle connections the oldest is first.
         idle.truncate(count);
         for (_, activity) in &idle {
-            activity.is_leaving.store(true, Relaxed);
-            activity.leave.notify_one();
-            self.num_leaving += 1;
-            self.clients.entry(activity.address).or_default().num_leaving += 1;
+            activity.is_evicted.store(true, Relaxed);
+            activity.eviction.notify_one();
+            self.num_evicted += 1;
+            self.clients.entry(activity.address).or_default().num_evicted += 1;
         }
         idle.len()
     }
 }
 
-/// A connection's place in the table, given up when dropped.
+/// A connection's entry in the table, removed when dropped.
 #[derive(Debug)]
-pub struct Admitted {
+pub struct ConnectionSlot {
     connections: Arc<Connections>,
     id: u64,
-    /// What it does.
+    /// Its current activity.
     pub activity: Arc<Activity>,
 }
 
-impl Drop for Admitted {
+impl Drop for ConnectionSlot {
     fn drop(&mut self) {
         let mut table = self.connections.table();
         table.open.remove(&self.id);
-        let was_leaving = usize::from(self.activity.is_leaving.load(Relaxed));
-        table.num_leaving -= was_leaving;
+        let was_evicted = usize::from(self.activity.is_evicted.load(Relaxed));
+        table.num_evicted -= was_evicted;
         let address = self.activity.address;
         if let Some(client) = table.clients.get_mut(&address) {
             client.num_open -= 1;
-            client.num_leaving -= was_leaving;
+            client.num_evicted -= was_evicted;
             if client.num_open == 0 {
                 table.clients.remove(&address);
             }
@@ -239,7 +241,8 @@ impl Drop for Admitted {
     }
 }
 
-/// Addresses that one client has at its will count as one: IPv6 gives out networks of 64 bits.
+/// The address by which a client is counted. IPv6 addresses of one /64 network count as one, because a client usually has the
+/// whole network.
 fn client_of(address: IpAddr) -> IpAddr {
     match address.to_canonical() {
         IpAddr::V6(address) => Ipv6Addr::from_bits(address.to_bits() & !u128::from(u64::MAX)).into(),
@@ -256,52 +259,52 @@ mod tests {
     const ONE: IpAddr = IpAddr::V4(Ipv4Addr::new(192, 0, 2, 1));
     const OTHER: IpAddr = IpAddr::V4(Ipv4Addr::new(192, 0, 2, 2));
 
-    fn is_told_to_leave(admitted: &Admitted) -> bool {
-        admitted.activity.told_to_leave().now_or_never().is_some()
+    fn is_evicted(slot: &ConnectionSlot) -> bool {
+        slot.activity.evicted().now_or_never().is_some()
     }
 
     #[test]
-    fn the_longest_idle_connections_make_room_and_busy_ones_stay() {
+    fn the_longest_idle_connections_are_evicted_and_busy_ones_are_kept() {
         let connections = Arc::new(Connections::new(10, 0));
-        let open: Vec<Admitted> = (0..9).map(|_| connections.admit(ONE).unwrap()).collect();
+        let open: Vec<ConnectionSlot> = (0..9).map(|_| connections.admit(ONE).unwrap()).collect();
         let _busy = open[0].activity.request();
         open[1].activity.set_blocked(true);
         connections.make_room(&open[8]);
-        let left: Vec<bool> = open.iter().map(is_told_to_leave).collect();
+        let left: Vec<bool> = open.iter().map(is_evicted).collect();
         assert_eq!(left, [false, false, true, false, false, false, false, false, false]);
         connections.make_room(&open[8]);
-        assert!(!open.iter().any(is_told_to_leave), "the one that leaves is counted as gone");
+        assert!(!open.iter().any(is_evicted), "an evicted connection no longer counts");
         assert!(
             !open[1].activity.is_idle() && open[1].activity.idle_since(u64::MAX).is_some(),
             "a client that never reads"
         );
-        // What was used last stays longest.
+        // The most recently used connection is evicted last.
         std::thread::sleep(Duration::from_millis(5));
         drop(open[3].activity.request());
         let more = connections.admit(ONE).unwrap();
         connections.make_room(&more);
-        assert!(is_told_to_leave(&open[4]) && !is_told_to_leave(&open[3]));
+        assert!(is_evicted(&open[4]) && !is_evicted(&open[3]));
     }
 
     #[test]
-    fn an_address_has_its_share_and_its_own_idle_connections_go_first() {
+    fn an_address_has_a_limit_and_its_own_idle_connections_are_evicted_first() {
         let connections = Arc::new(Connections::new(100, 2));
         let (first, second) = (connections.admit(ONE).unwrap(), connections.admit(ONE).unwrap());
         let _second = second.activity.request();
         let other = connections.admit(OTHER).unwrap();
         let third = connections.admit(ONE).expect("the first one is idle");
-        assert!(is_told_to_leave(&first) && !is_told_to_leave(&other));
+        assert!(is_evicted(&first) && !is_evicted(&other));
         let _third = third.activity.request();
         assert!(connections.admit(ONE).is_none(), "all of them are in use");
         assert!(connections.admit(OTHER).is_some());
         drop((first, second, third));
         assert!(connections.admit(ONE).is_some());
         drop(other);
-        assert!(connections.table().clients.is_empty(), "nothing is kept of clients that have gone");
+        assert!(connections.table().clients.is_empty(), "clients without connections have no entry");
     }
 
     #[test]
-    fn addresses_of_one_network_of_ipv6_are_one_client() {
+    fn ipv6_addresses_of_one_network_are_one_client() {
         let of = |text: &str| client_of(text.parse().unwrap());
         assert_eq!(of("2001:db8::1"), of("2001:db8::ffff:1"));
         assert_ne!(of("2001:db8::1"), of("2001:db8:0:1::1"));

@@ -19,35 +19,35 @@ pub enum Coding {
     Deflate,
 }
 
-/// Why a packed body was not unpacked.
+/// Why a compressed body cannot be decompressed.
 #[derive(Debug)]
-pub enum Unreadable {
-    /// It is not in its coding.
-    NotPacked(Coding, std::io::Error),
-    /// It has more bytes than these.
+pub enum DecodeError {
+    /// The bytes are not valid in the coding.
+    Malformed(Coding, std::io::Error),
+    /// The decompressed body is larger than this limit.
     TooLarge(usize),
-    /// Other requests hold the memory.
-    NoRoom(InferError),
+    /// The memory budget is exhausted.
+    OverBudget(InferError),
 }
 
-impl From<Unreadable> for InferError {
-    fn from(why: Unreadable) -> Self {
-        match why {
-            Unreadable::NotPacked(coding, error) => {
+impl From<DecodeError> for InferError {
+    fn from(failure: DecodeError) -> Self {
+        match failure {
+            DecodeError::Malformed(coding, error) => {
                 InferError::invalid(format!("request body is not {}: {error}", coding.name()))
             }
-            Unreadable::TooLarge(limit) => {
+            DecodeError::TooLarge(limit) => {
                 InferError::invalid(format!("request body unpacks to more than the limit of {limit} bytes"))
             }
-            Unreadable::NoRoom(error) => error,
+            DecodeError::OverBudget(error) => error,
         }
     }
 }
 
-/// Bytes that are unpacked before they are paid for.
+/// Bytes that are decompressed before they are charged.
 const STEP_BYTES: u64 = 256 << 10;
 
-/// Entries of an `Accept-Encoding` that are looked at.
+/// Maximum entries of an `Accept-Encoding`.
 const MAX_ENTRIES: usize = 64;
 
 impl Coding {
@@ -59,10 +59,10 @@ impl Coding {
         }
     }
 
-    /// The coding that a `Content-Encoding` names; `None` for none.
+    /// The coding of a `Content-Encoding` header; `None` for no coding.
     ///
     /// # Errors
-    /// When it is another one.
+    /// When the coding is not supported.
     pub fn of_content(header: &str) -> Result<Option<Coding>, InferError> {
         match header.trim().to_ascii_lowercase().as_str() {
             "" | "identity" => Ok(None),
@@ -75,10 +75,10 @@ impl Coding {
         }
     }
 
-    /// The coding of ours that an `Accept-Encoding` likes best; of equals, the first.
+    /// The supported coding that an `Accept-Encoding` header prefers; of equals, the first.
     ///
     /// # Errors
-    /// When it lists more than any client needs.
+    /// When the header has too many entries.
     pub fn accepted(header: &str) -> Result<Option<Coding>, InferError> {
         if header.split(',').count() > MAX_ENTRIES {
             return Err(InferError::invalid(format!("Accept-Encoding lists more than {MAX_ENTRIES} codings")));
@@ -99,11 +99,11 @@ impl Coding {
         Ok(best.1)
     }
 
-    /// The bytes that `data` stands for, paid from `charge` as they appear.
+    /// Decompresses `data` and adds the result to `charge` step by step.
     ///
     /// # Errors
-    /// When it is not in this coding, unpacks to more than `limit`, or there is no room for what it unpacks to.
-    pub fn decode(self, data: &[u8], limit: usize, charge: &Charge) -> Result<Bytes, Unreadable> {
+    /// When the data is malformed, or the result exceeds `limit` or the budget.
+    pub fn decode(self, data: &[u8], limit: usize, charge: &Charge) -> Result<Bytes, DecodeError> {
         match self {
             Coding::Gzip => self.read_limited(GzDecoder::new(data), limit, charge),
             Coding::Deflate if is_zlib(data) => self.read_limited(ZlibDecoder::new(data), limit, charge),
@@ -111,23 +111,23 @@ impl Coding {
         }
     }
 
-    fn read_limited(self, mut reader: impl Read, limit: usize, charge: &Charge) -> Result<Bytes, Unreadable> {
+    fn read_limited(self, mut reader: impl Read, limit: usize, charge: &Charge) -> Result<Bytes, DecodeError> {
         let mut unpacked = Vec::new();
         loop {
             let before = unpacked.len();
             let read = reader.by_ref().take(STEP_BYTES).read_to_end(&mut unpacked);
-            read.map_err(|error| Unreadable::NotPacked(self, error))?;
+            read.map_err(|error| DecodeError::Malformed(self, error))?;
             if unpacked.len() > limit {
-                return Err(Unreadable::TooLarge(limit));
+                return Err(DecodeError::TooLarge(limit));
             }
             if unpacked.len() == before {
                 return Ok(unpacked.into());
             }
-            charge.add(unpacked.len() - before).map_err(Unreadable::NoRoom)?;
+            charge.add(unpacked.len() - before).map_err(DecodeError::OverBudget)?;
         }
     }
 
-    /// `data` in this coding.
+    /// Compresses `data`.
     pub fn encode(self, data: &[u8]) -> std::io::Result<Vec<u8>> {
         match self {
             Coding::Gzip => {
@@ -144,7 +144,7 @@ impl Coding {
     }
 }
 
-/// Whether the two bytes of RFC 1950 are there: method 8, and a sum that 31 divides.
+/// Whether `data` starts with the header of RFC 1950: method 8, and a 16-bit value divisible by 31.
 fn is_zlib(data: &[u8]) -> bool {
     matches!(data, [method, flags, ..] if method & 0x0f == 8 && u16::from_be_bytes([*method, *flags]).is_multiple_of(31))
 }
@@ -153,13 +153,13 @@ fn is_zlib(data: &[u8]) -> bool {
 mod tests {
     use super::*;
     use crate::transport::budget::Budget;
-    use crate::transport::budget::tests::ANY_PACE;
+    use crate::transport::budget::tests::NO_PROGRESS_LIMITS;
 
     #[test]
-    fn what_is_encoded_decodes() {
+    fn encoded_data_decodes() {
         for coding in [Coding::Gzip, Coding::Deflate] {
             let packed = coding.encode(b"stroke stroke stroke").unwrap();
-            let budget = Budget::new(30, ANY_PACE);
+            let budget = Budget::new(30, NO_PROGRESS_LIMITS);
             assert_eq!(coding.decode(&packed, 100, &budget.charge()).unwrap(), "stroke stroke stroke");
             let error = InferError::from(coding.decode(&packed, 5, &budget.charge()).unwrap_err());
             assert!(error.message.contains("limit of 5 bytes"));
@@ -170,12 +170,12 @@ mod tests {
         }
         let mut raw = flate2::write::DeflateEncoder::new(Vec::new(), Compression::fast());
         raw.write_all(b"stroke").unwrap();
-        let charge = Budget::new(30, ANY_PACE).charge();
+        let charge = Budget::new(30, NO_PROGRESS_LIMITS).charge();
         assert_eq!(Coding::Deflate.decode(&raw.finish().unwrap(), 100, &charge).unwrap(), "stroke");
     }
 
     #[test]
-    fn the_most_welcome_coding_is_taken() {
+    fn the_preferred_coding_is_chosen() {
         assert_eq!(Coding::accepted("br, deflate;q=0, gzip;q=0.5"), Ok(Some(Coding::Gzip)));
         assert_eq!(Coding::accepted("gzip;q=0.5, deflate;q=0.8"), Ok(Some(Coding::Deflate)));
         assert_eq!(Coding::accepted("deflate, gzip"), Ok(Some(Coding::Deflate)));

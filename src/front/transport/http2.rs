@@ -1,7 +1,7 @@
-//! One task for an HTTP/2 connection and all of its calls.
+//! An HTTP/2 connection and all of its calls in one task.
 //!
-//! A task for each call would be woken for each token, and would then wake the connection's. Here a step of 32 streams
-//! wakes a connection once: all calls hand what they have to say to the connection, which then writes it at once.
+//! With a task per call, each token wakes the call's task, which then wakes the connection's task. Here a step of 32 streams
+//! wakes the connection once: it polls all calls and then writes their output together.
 
 use std::future::Future;
 use std::pin::Pin;
@@ -16,54 +16,54 @@ use tokio::io::{AsyncRead, AsyncWrite};
 use tokio::task::coop::has_budget_remaining;
 use tokio::time::{Instant, Sleep, sleep};
 
-mod answer;
 mod calls;
 mod connection_waker;
 mod keep_alive;
 mod request_body;
+mod response;
 
-pub use answer::{Gone, poll_room, send};
 use calls::Calls;
 pub use calls::{Call, Progress};
 use connection_waker::ConnectionWaker;
 use keep_alive::KeepAlive;
 pub use keep_alive::KeepAliveConfig;
 pub use request_body::RequestBody;
+pub use response::{ClientGone, poll_capacity, send};
 
 use crate::transport::connections::Activity;
 use crate::transport::listener;
-use crate::transport::write_batching::Coalesce;
+use crate::transport::write_batching::WriteBatcher;
 
-/// Turns that calls and connection have before other tasks of the runtime have theirs.
+/// Rounds of polling before the task yields to other tasks of the runtime.
 const MAX_ROUNDS: usize = 32;
 
-/// A window of this size lets 1 MiB tensors through without a round trip.
+/// Flow-control window. Tensors of 1 MiB fit without a round trip.
 const WINDOW_BYTES: u32 = 4 << 20;
 const MAX_FRAME_BYTES: u32 = 1 << 20;
 const MAX_CALLS: u32 = 4096;
 const MAX_HEADER_BYTES: u32 = 16 << 10;
-/// What a call may have sent that the connection has not written.
+/// Maximum bytes of a call that are buffered for writing.
 const MAX_UNWRITTEN_BYTES: usize = 400 << 10;
-/// Calls that we broke off for what their client did wrong; behind them the connection ends.
+/// Maximum calls reset because of errors of the client; beyond it the connection ends.
 const MAX_BROKEN_CALLS: usize = 1024;
 
-/// A gRPC connection and its calls as one future, which ends with the connection.
+/// A gRPC connection and its calls as one future, which resolves when the connection ends.
 pub struct GrpcConnection<T, F> {
     wire: Wire<T>,
     begin: F,
     calls: Calls,
     keep_alive: KeepAliveConfig,
-    is_leaving: bool,
-    /// The check of calls that wait; set while there are calls.
+    is_shutting_down: bool,
+    /// Timer after which pending calls check their timeouts; set while there are calls.
     check: Option<Pin<Box<Sleep>>>,
     connection_waker: Arc<ConnectionWaker>,
     waker: Waker,
 }
 
 enum Wire<T> {
-    /// The client's first bytes are awaited; the flag is the keep-alive's.
-    Handshake(Handshake<Coalesce<T>, Bytes>, Arc<AtomicBool>),
-    Open(Connection<Coalesce<T>, Bytes>, KeepAlive),
+    /// The handshake is in progress. The flag is passed on to the keep-alive.
+    Handshake(Handshake<WriteBatcher<T>, Bytes>, Arc<AtomicBool>),
+    Open(Connection<WriteBatcher<T>, Bytes>, KeepAlive),
 }
 
 impl<T, F> GrpcConnection<T, F>
@@ -71,7 +71,7 @@ where
     T: AsyncRead + AsyncWrite + Unpin,
     F: FnMut(Request<RequestBody>, SendResponse<Bytes>) -> Option<Box<dyn Call>>,
 {
-    /// Serves a client over `io`, busy while it has calls; each of its calls is what `begin` makes of it.
+    /// Serves a client over `io`. `begin` starts a call; `activity` is busy while there are calls.
     pub fn new(io: T, activity: Arc<Activity>, keep_alive: KeepAliveConfig, begin: F) -> Self {
         let mut settings = Builder::new();
         settings
@@ -82,17 +82,17 @@ where
             .max_header_list_size(MAX_HEADER_BYTES)
             .max_send_buffer_size(MAX_UNWRITTEN_BYTES)
             .max_local_error_reset_streams(Some(MAX_BROKEN_CALLS));
-        let io = Coalesce::new(io);
+        let io = WriteBatcher::new(io);
         let received = io.received();
         let (connection_waker, calls) = (Arc::<ConnectionWaker>::default(), Calls::new(activity));
         let waker = Waker::from(connection_waker.clone());
         let wire = Wire::Handshake(settings.handshake(io), received);
-        Self { wire, begin, calls, keep_alive, is_leaving: false, check: None, connection_waker, waker }
+        Self { wire, begin, calls, keep_alive, is_shutting_down: false, check: None, connection_waker, waker }
     }
 
-    /// Has all calls check what they wait for in intervals: one timer serves all of them.
+    /// Lets all calls check their timeouts at intervals, with one timer for all of them.
     fn poll_check(&mut self, context: &mut Context<'_>) {
-        if self.calls.are_none() {
+        if self.calls.is_empty() {
             return;
         }
         let check = self.check.get_or_insert_with(|| Box::pin(sleep(self.keep_alive.check_interval)));
@@ -102,22 +102,22 @@ where
         }
     }
 
-    /// Sends, receives and begins calls until there is nothing to do. Ready with the connection's end.
+    /// Sends, receives and starts calls until nothing is ready. Ready when the connection ends.
     fn poll_wire(&mut self, context: &mut Context<'_>) -> Poll<Result<(), h2::Error>> {
         loop {
             match &mut self.wire {
                 Wire::Handshake(handshake, received) => {
                     let mut connection = ready!(Pin::new(handshake).poll(context))?;
-                    if self.is_leaving {
+                    if self.is_shutting_down {
                         connection.graceful_shutdown();
                     }
-                    let ping_pong = connection.ping_pong().expect("it was not taken before");
+                    let ping_pong = connection.ping_pong().expect("taken only once");
                     let keep_alive = KeepAlive::new(self.keep_alive, ping_pong, received.clone());
                     self.wire = Wire::Open(connection, keep_alive);
                 }
                 Wire::Open(connection, keep_alive) => {
-                    if keep_alive.poll_silence(context).is_ready() {
-                        tracing::debug!("a client was silent for too long");
+                    if keep_alive.poll_timeout(context).is_ready() {
+                        tracing::debug!("keep-alive timeout: the client did not answer a ping");
                         return Poll::Ready(Ok(()));
                     }
                     let Some(call) = ready!(connection.poll_accept(context)) else { return Poll::Ready(Ok(())) };
@@ -145,14 +145,14 @@ where
         let mut context = Context::from_waker(&waker);
         for _ in 0..MAX_ROUNDS {
             this.connection_waker.begin();
-            while this.calls.proceed() {
+            while this.calls.advance() {
                 this.connection_waker.begin();
             }
             if let Poll::Ready(result) = this.poll_wire(&mut context) {
                 return Poll::Ready(result);
             }
             this.poll_check(&mut context);
-            if this.connection_waker.end_round() {
+            if this.connection_waker.finish_round() {
                 return Poll::Pending;
             }
             if !has_budget_remaining() {
@@ -173,7 +173,7 @@ where
     type Error = h2::Error;
 
     fn graceful_shutdown(mut self: Pin<&mut Self>) {
-        self.is_leaving = true;
+        self.is_shutting_down = true;
         if let Wire::Open(connection, _) = &mut self.wire {
             connection.graceful_shutdown();
         }
@@ -195,9 +195,9 @@ mod tests {
     use super::*;
 
     const LONG: Duration = Duration::from_secs(60);
-    const NEVER: KeepAliveConfig = KeepAliveConfig { silence: LONG, answer: LONG, check_interval: LONG };
+    const NEVER: KeepAliveConfig = KeepAliveConfig { idle_time: LONG, timeout: LONG, check_interval: LONG };
 
-    /// A call that sends what it is given, a piece at a time.
+    /// A call that sends each received piece.
     async fn pass_on(mut pieces: mpsc::UnboundedReceiver<u8>, mut respond: SendResponse<Bytes>) {
         let mut stream = respond.send_response(Response::new(()), false).unwrap();
         while let Some(piece) = pieces.recv().await {
@@ -206,7 +206,7 @@ mod tests {
         stream.send_data(Bytes::new(), true).unwrap();
     }
 
-    /// What `begin` makes of the calls of a client.
+    /// Connects a client to a server whose calls `begin` starts.
     async fn serve<F>(
         keep_alive: KeepAliveConfig,
         begin: F,
@@ -217,7 +217,7 @@ mod tests {
         let (server, client) = tokio::io::duplex(1 << 16);
         let serving =
             tokio::spawn(async move { GrpcConnection::new(server, Arc::default(), keep_alive, begin).await.unwrap() });
-        // The pieces are small, and many before they are read.
+        // Many small frames arrive before they are read.
         let client = client::Builder::new().data_frame_budget(usize::MAX).handshake(client).await;
         let (requests, driver) = client.unwrap();
         tokio::spawn(driver);
@@ -230,7 +230,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn calls_go_on_with_their_connection_and_end_with_it() {
+    async fn calls_run_within_their_connection_and_end_with_it() {
         const CALLS: usize = 100;
         let (begun, mut begins) = mpsc::unbounded_channel();
         let (requests, serving) = serve(NEVER, move |_, respond| {
@@ -245,7 +245,7 @@ mod tests {
             answers.push(call(&requests).await);
             senders.push(begins.recv().await.unwrap());
         }
-        // From another thread, in bursts larger than a task's budget, none of which may be lost.
+        // From another thread, in bursts larger than a task's budget. No wake-up may be lost.
         let rounds = 50;
         let sending = std::thread::spawn(move || {
             (0..rounds).for_each(|round| senders.iter().for_each(|sender| sender.send(round).unwrap()));
@@ -269,7 +269,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn a_call_that_panics_takes_no_other_with_it() {
+    async fn a_panic_of_a_call_does_not_affect_other_calls() {
         let count = AtomicUsize::new(0);
         let (requests, _serving) = serve(NEVER, move |_, respond| {
             let is_first = count.fetch_add(1, SeqCst) == 0;
@@ -286,8 +286,8 @@ mod tests {
         assert_eq!(body.data().await.unwrap().unwrap(), "well");
     }
 
-    /// A client that shakes hands and leaves the rest to the test.
-    async fn shake_hands() -> (DuplexStream, DuplexStream) {
+    /// A client that has sent the preface and its settings.
+    async fn handshake_client() -> (DuplexStream, DuplexStream) {
         let (server, mut client) = tokio::io::duplex(1 << 16);
         let settings = [0, 0, 0, 4, 0, 0, 0, 0, 0];
         client.write_all(&[b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n".as_slice(), &settings].concat()).await.unwrap();
@@ -295,16 +295,16 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn a_silent_client_is_pinged_and_given_up_without_an_answer() {
+    async fn an_idle_client_is_pinged_and_disconnected_without_an_answer() {
         let keep_alive = KeepAliveConfig {
-            silence: Duration::from_millis(20),
-            answer: Duration::from_millis(200),
+            idle_time: Duration::from_millis(20),
+            timeout: Duration::from_millis(200),
             check_interval: LONG,
         };
-        let (server, mut silent) = shake_hands().await;
+        let (server, mut silent) = handshake_client().await;
         timeout(LONG, GrpcConnection::new(server, Arc::default(), keep_alive, |_, _| None))
             .await
-            .expect("it waited for ever")
+            .expect("it waits for ever")
             .unwrap();
         let mut received = Vec::new();
         silent.read_to_end(&mut received).await.unwrap();
@@ -312,18 +312,18 @@ mod tests {
         assert!(received.windows(9).any(is_ping), "no ping was sent: {received:?}");
         // A client that answers is kept.
         let (requests, serving) = serve(keep_alive, |_, _| None).await;
-        assert!(timeout(4 * keep_alive.answer, serving).await.is_err(), "a client that answers was given up");
+        assert!(timeout(4 * keep_alive.timeout, serving).await.is_err(), "a client that answers was disconnected");
         drop(requests);
     }
 
     #[tokio::test]
-    async fn a_connection_that_should_end_before_its_handshake_ends() {
+    async fn a_shutdown_before_the_handshake_ends_the_connection() {
         let (server, client) = tokio::io::duplex(1 << 16);
-        let mut together = Box::pin(GrpcConnection::new(server, Arc::default(), NEVER, |_, _| None));
-        listener::Connection::graceful_shutdown(together.as_mut());
-        let serving = tokio::spawn(together);
+        let mut connection = Box::pin(GrpcConnection::new(server, Arc::default(), NEVER, |_, _| None));
+        listener::Connection::graceful_shutdown(connection.as_mut());
+        let serving = tokio::spawn(connection);
         let (_requests, driver) = client::handshake(client).await.unwrap();
         let _ = timeout(LONG, driver).await.expect("the client got no end");
-        assert!(timeout(LONG, serving).await.is_ok(), "it went on");
+        assert!(timeout(LONG, serving).await.is_ok(), "the connection did not end");
     }
 }

@@ -1,4 +1,4 @@
-//! Sockets: bind, accept, and end every connection in good order.
+//! Listening sockets: binding, accepting, and the graceful shutdown of connections.
 
 use std::io;
 use std::net::SocketAddr;
@@ -16,7 +16,7 @@ use serving::RateLimitedLog;
 
 use crate::config::Address;
 use crate::transport::client_stream::ClientStream;
-use crate::transport::connections::{Activity, Admitted, Connections};
+use crate::transport::connections::{Activity, ConnectionSlot, Connections};
 use crate::transport::tls::{Socket, TlsError};
 
 /// Why the front did not start.
@@ -33,13 +33,13 @@ pub enum StartError {
     Tls { service: &'static str, source: TlsError },
 }
 
-/// Connections that wait to be accepted.
+/// Maximum pending connections of a listening socket.
 const BACKLOG: u32 = 1024;
 
-/// Binds `address` for `service`. Servers that all say `is_shared` may have one port together.
+/// Binds `address` for `service`. Several servers can bind the same port if all of them set `is_shared`.
 ///
 /// # Errors
-/// When another process has it, or it is not this machine's.
+/// When the address is in use, or is not an address of this machine.
 pub async fn bind(service: &'static str, address: &Address, is_shared: bool) -> Result<TcpListener, StartError> {
     let unavailable = |error: io::Error| match error.kind() {
         io::ErrorKind::AddrInUse => StartError::InUse { service, address: address.clone() },
@@ -63,35 +63,36 @@ fn listen(address: SocketAddr, is_shared: bool) -> io::Result<TcpListener> {
     socket.listen(BACKLOG)
 }
 
-/// What bounds the connections of a port.
+/// Limits of the connections of a port.
 #[derive(Debug, Clone, Copy)]
 pub struct Limits {
-    /// Connections at once. Idle ones make room when more than four fifths are taken; else more wait to be accepted.
+    /// Maximum concurrent connections. Beyond four fifths of them, idle connections are evicted. At the maximum, new
+    /// connections wait to be accepted.
     pub max_connections: u32,
-    /// Connections of one client address; 0 is any number.
+    /// Maximum connections of one client address; 0 is no limit.
     pub max_per_address: u32,
-    /// Age at which a connection takes no further request.
+    /// Age at which a connection accepts no further request.
     pub max_age: Option<Duration>,
-    /// Time that its last requests have from then on; `None` is for ever.
+    /// Time for the remaining requests of such a connection; `None` is unlimited.
     pub age_grace: Option<Duration>,
-    /// Time in which a client must have begun to speak the port's protocol, TLS before it included.
-    pub patience: Duration,
-    /// Time in which a client must read something of what is written to it; `None` is for ever.
-    pub write_patience: Option<Duration>,
-    /// The bytes of that beginning, where the protocol's own server would wait for them for ever.
+    /// Time for the TLS handshake and the first `preface_bytes` of a client.
+    pub start_timeout: Duration,
+    /// Time after which a write fails if the client reads nothing; `None` is unlimited.
+    pub write_timeout: Option<Duration>,
+    /// Bytes that a client must send first, for protocols whose server has no timeout for them.
     pub preface_bytes: usize,
 }
 
-/// A connection that is served, as a future that ends with it.
+/// A connection being served: a future that resolves at its end.
 pub trait Connection: Future<Output = Result<(), Self::Error>> {
-    /// Why it broke off.
+    /// Why the connection failed.
     type Error: std::fmt::Display + Send;
 
-    /// Takes no further request, and ends with the last of those that it has.
+    /// Accepts no further request, and ends after the requests in flight.
     fn graceful_shutdown(self: Pin<&mut Self>);
 }
 
-/// hyper's over HTTP/1.
+/// HTTP/1 connections of hyper.
 impl<I, S> Connection for hyper::server::conn::http1::Connection<I, S>
 where
     Self: GracefulConnection<Error = hyper::Error> + Future<Output = Result<(), hyper::Error>>,
@@ -108,33 +109,33 @@ where
 pub struct Port {
     local_address: SocketAddr,
     stop: CancellationToken,
-    /// Set once another process accepts: how long clients may then use a connection they hold idle.
+    /// Set when another process has taken over: the time after which idle connections are closed.
     leave: watch::Sender<Option<Duration>>,
-    /// The socket, for another process to accept on.
+    /// A duplicate of the socket for a process that takes over.
     socket: std::net::TcpListener,
     accepting: tokio::task::JoinHandle<()>,
     limits: Limits,
-    /// One for each connection that may still come.
+    /// One permit per connection that may still be accepted.
     permits: Arc<Semaphore>,
 }
 
-/// Pause after a failed accept, so that a machine out of file descriptors is not made busier.
+/// Pause after a failed accept, for example when the process has no file descriptor left.
 const ACCEPT_PAUSE: Duration = Duration::from_millis(20);
-/// Pause between two looks for connections that have become idle, while all are taken.
-const ROOM_PAUSE: Duration = Duration::from_millis(100);
-/// Time that a client has to end a connection that makes room for another one.
-const LEAVE_GRACE: Duration = Duration::from_millis(300);
-/// A client that has vanished is found by the kernel after this silence and probes.
+/// Interval between two searches for idle connections at the maximum number of connections.
+const EVICTION_INTERVAL: Duration = Duration::from_millis(100);
+/// Time that a client has to close an evicted connection.
+const EVICTION_GRACE: Duration = Duration::from_millis(300);
+/// TCP keep-alive: idle time before the first probe, interval of probes, number of probes.
 const KEEP_ALIVE: (Duration, Duration, u32) = (Duration::from_secs(60), Duration::from_secs(15), 4);
 
-/// Out of file descriptors, each connection would be a warning.
+/// Limits the warnings about failed accepts.
 static ACCEPT_WARNINGS: RateLimitedLog = RateLimitedLog::new(1);
 
 impl Port {
-    /// Serves each connection of `listener` with what `connect` makes of it, within TLS if there is an acceptor.
+    /// Serves the connections of `listener` with the futures that `connect` returns, within TLS if there is an acceptor.
     ///
     /// # Errors
-    /// When the socket has lost its address.
+    /// When the socket has no local address, or cannot be duplicated.
     pub fn open<F, C>(
         listener: TcpListener,
         limits: Limits,
@@ -154,53 +155,54 @@ impl Port {
         let permits = Arc::new(Semaphore::new(limits.max_connections as usize));
         let connections = Arc::new(Connections::new(limits.max_connections, limits.max_per_address));
         let (stopped, left) = (stop.clone(), leave.subscribe());
-        let door = Arc::new(Door { limits, connections, stop: stopped, leave: left, acceptor, connect });
-        let accepting = tokio::spawn(accept(listener, permits.clone(), door));
+        let handler =
+            Arc::new(ConnectionHandler { limits, connections, stop: stopped, leave: left, acceptor, connect });
+        let accepting = tokio::spawn(accept(listener, permits.clone(), handler));
         Ok(Self { local_address, stop, leave, socket, accepting, limits, permits })
     }
 
-    /// Where it listens.
+    /// The address of the socket.
     pub fn local_address(&self) -> SocketAddr {
         self.local_address
     }
 
-    /// The socket, to be accepted on by another process too.
+    /// A duplicate of the socket, on which another process can accept.
     ///
     /// # Errors
-    /// When this process may not open any more files.
+    /// When the process has no file descriptor left.
     pub fn socket(&self) -> io::Result<std::net::TcpListener> {
         self.socket.try_clone()
     }
 
-    /// Takes no new connection: another process does. Connections go on and end with their last request, idle ones
-    /// after `linger`, so that a request that is on its way meets no closed connection. Resolves when all have ended.
+    /// Stops accepting, because another process accepts instead. Open connections end after their requests in flight, idle ones
+    /// after `linger`, so that no request in transit meets a closed connection. Resolves when all have ended.
     pub async fn leave(&self, linger: Duration) {
         self.leave.send_replace(Some(linger));
         let _ = self.permits.acquire_many(self.limits.max_connections).await;
     }
 
-    /// Takes no new connection, lets each finish the requests it has begun, and resolves when all have ended.
+    /// Stops accepting, completes the requests in flight, and resolves when all connections have ended.
     pub async fn close(self) {
-        drop(self.socket); // Clients are refused from now on, not kept waiting.
+        drop(self.socket); // New connections are refused instead of queued.
         self.stop.cancel();
-        let _ = self.accepting.await; // It only ends.
-        let _ = self.permits.acquire_many(self.limits.max_connections).await; // All are back: no connection is left.
+        let _ = self.accepting.await;
+        let _ = self.permits.acquire_many(self.limits.max_connections).await; // All permits are free when no connection is left.
     }
 }
 
-/// Has the kernel look whether clients are still there. Connections have it from the socket that accepts them.
+/// Sets TCP keep-alive; accepted connections inherit it from the listening socket.
 fn keep_alive(listener: &TcpListener) -> io::Result<()> {
     use rustix::net::sockopt;
-    let (silence, pause, count) = KEEP_ALIVE;
+    let (idle, interval, count) = KEEP_ALIVE;
     sockopt::set_socket_keepalive(listener, true)?;
-    sockopt::set_tcp_keepidle(listener, silence)?;
-    sockopt::set_tcp_keepintvl(listener, pause)?;
+    sockopt::set_tcp_keepidle(listener, idle)?;
+    sockopt::set_tcp_keepintvl(listener, interval)?;
     sockopt::set_tcp_keepcnt(listener, count)?;
     Ok(())
 }
 
-/// What every connection of a port passes.
-struct Door<F> {
+/// Admits and serves the connections of a port.
+struct ConnectionHandler<F> {
     limits: Limits,
     connections: Arc<Connections>,
     stop: CancellationToken,
@@ -209,65 +211,66 @@ struct Door<F> {
     connect: F,
 }
 
-impl<F, C> Door<F>
+impl<F, C> ConnectionHandler<F>
 where
     F: Fn(ClientStream<Socket>, Arc<Activity>) -> C,
     C: Connection,
 {
-    /// Serves a client from its first byte on.
-    async fn pass(&self, stream: TcpStream, activity: &Arc<Activity>) {
-        let begun = tokio::select! {
-            begun = tokio::time::timeout(self.limits.patience, self.begin(stream, activity)) => begun,
-            () = activity.told_to_leave() => return,
+    /// Serves one connection.
+    async fn handle(&self, stream: TcpStream, activity: &Arc<Activity>) {
+        let started = tokio::select! {
+            started = tokio::time::timeout(self.limits.start_timeout, self.start(stream, activity)) => started,
+            () = activity.evicted() => return,
         };
-        match begun {
+        match started {
             Ok(Ok(stream)) => {
                 let connection = (self.connect)(stream, activity.clone());
                 serve(connection, self.limits, self.stop.clone(), self.leave.clone(), activity).await;
             }
-            Ok(Err(error)) => tracing::debug!("a client did not begin: {error}"),
-            Err(_) => tracing::debug!("a client did not begin within {:?}", self.limits.patience),
+            Ok(Err(error)) => tracing::debug!("handshake failed: {error}"),
+            Err(_) => tracing::debug!("no handshake within {:?}", self.limits.start_timeout),
         }
     }
 
-    /// The bytes of a client that has begun to speak.
-    async fn begin(&self, stream: TcpStream, activity: &Arc<Activity>) -> io::Result<ClientStream<Socket>> {
+    /// Performs the TLS handshake and reads the first bytes of the client.
+    async fn start(&self, stream: TcpStream, activity: &Arc<Activity>) -> io::Result<ClientStream<Socket>> {
         let socket = Socket::accept(stream, self.acceptor.as_ref()).await?;
-        let mut stream = ClientStream::new(socket, activity.clone(), self.limits.write_patience);
+        let mut stream = ClientStream::new(socket, activity.clone(), self.limits.write_timeout);
         if self.limits.preface_bytes > 0 {
-            stream.await_bytes(self.limits.preface_bytes).await?;
+            stream.read_ahead_exact(self.limits.preface_bytes).await?;
         }
         Ok(stream)
     }
 
-    /// The client's place and its permit, for which idle connections make room. `None` when its address has too many.
+    /// Registers a client and waits for a permit, evicting idle connections if necessary. `None` when its address has the maximum
+    /// number of connections.
     async fn admit(
         &self,
         client: SocketAddr,
         permits: &Arc<Semaphore>,
-    ) -> Option<(Admitted, tokio::sync::OwnedSemaphorePermit)> {
-        let admitted = self.connections.admit(client.ip())?;
-        self.connections.make_room(&admitted);
+    ) -> Option<(ConnectionSlot, tokio::sync::OwnedSemaphorePermit)> {
+        let slot = self.connections.admit(client.ip())?;
+        self.connections.make_room(&slot);
         let mut permit = std::pin::pin!(permits.clone().acquire_owned());
         loop {
-            match tokio::time::timeout(ROOM_PAUSE, &mut permit).await {
-                Ok(permit) => return Some((admitted, permit.ok()?)),
-                Err(_) => self.connections.make_room(&admitted),
+            match tokio::time::timeout(EVICTION_INTERVAL, &mut permit).await {
+                Ok(permit) => return Some((slot, permit.ok()?)),
+                Err(_) => self.connections.make_room(&slot),
             }
         }
     }
 }
 
-async fn accept<F, C>(listener: TcpListener, permits: Arc<Semaphore>, door: Arc<Door<F>>)
+async fn accept<F, C>(listener: TcpListener, permits: Arc<Semaphore>, handler: Arc<ConnectionHandler<F>>)
 where
     F: Fn(ClientStream<Socket>, Arc<Activity>) -> C + Send + Sync + 'static,
     C: Connection + Send + 'static,
 {
-    let mut leave = door.leave.clone();
+    let mut leave = handler.leave.clone();
     loop {
         let accepted = tokio::select! {
             biased;
-            () = door.stop.cancelled() => return,
+            () = handler.stop.cancelled() => return,
             _ = leave.wait_for(Option::is_some) => return,
             accepted = listener.accept() => accepted,
         };
@@ -277,30 +280,31 @@ where
                 if let Some(suppressed) = ACCEPT_WARNINGS.allow() {
                     tracing::warn!("cannot accept a connection: {error}{suppressed}");
                 }
-                // An idle connection that goes gives its file descriptor back.
-                door.connections.make_room_for_files();
+                // An evicted connection releases its file descriptor.
+                handler.connections.make_room_for_files();
                 tokio::time::sleep(ACCEPT_PAUSE).await;
                 continue;
             }
         };
         let admitted = tokio::select! {
-            () = door.stop.cancelled() => return,
-            admitted = door.admit(client, &permits) => admitted,
+            () = handler.stop.cancelled() => return,
+            admitted = handler.admit(client, &permits) => admitted,
         };
-        let Some((admitted, permit)) = admitted else {
-            tracing::debug!("{client} is refused: its address has all the connections that it may have");
+        let Some((slot, permit)) = admitted else {
+            tracing::debug!("connection from {client} refused: its address has the maximum number of connections");
             continue;
         };
-        let _ = stream.set_nodelay(true); // Only costs latency where it fails.
-        let door = door.clone();
+        let _ = stream.set_nodelay(true); // A failure affects the latency alone.
+        let handler = handler.clone();
         tokio::spawn(async move {
-            door.pass(stream, &admitted.activity).await;
-            drop((admitted, permit));
+            handler.handle(stream, &slot.activity).await;
+            drop((slot, permit));
         });
     }
 }
 
-/// Serves a connection until its client leaves. When the server stops, or the connection is too old, until its last request has ended.
+/// Serves a connection until its client disconnects. When the server stops, or the connection reaches its maximum age or is
+/// evicted, until its requests in flight have ended.
 async fn serve<C: Connection>(
     connection: C,
     limits: Limits,
@@ -309,47 +313,49 @@ async fn serve<C: Connection>(
     activity: &Activity,
 ) {
     let mut connection = std::pin::pin!(connection);
-    let grows_old = async {
+    let max_age = async {
         match limits.max_age {
             Some(age) => tokio::time::sleep(age).await,
             None => std::future::pending().await,
         }
     };
-    let (grace, makes_room) = tokio::select! {
+    let (grace, is_evicted) = tokio::select! {
         result = &mut connection => return report(result),
         () = stop.cancelled() => (None, false),
-        () = lingers(leave) => (None, false),
-        () = grows_old => (limits.age_grace, false),
-        () = activity.told_to_leave() => (Some(LEAVE_GRACE), true),
+        () = linger(leave) => (None, false),
+        () = max_age => (limits.age_grace, false),
+        () = activity.evicted() => (Some(EVICTION_GRACE), true),
     };
     connection.as_mut().graceful_shutdown();
     match grace {
-        // A request that was on its way is answered.
-        Some(grace) if makes_room => match tokio::time::timeout(grace, &mut connection).await {
+        // A request in transit is still answered.
+        Some(grace) if is_evicted => match tokio::time::timeout(grace, &mut connection).await {
             Ok(result) => report(result),
-            Err(_) if activity.is_idle() => tracing::debug!("an idle connection made room for another client"),
+            Err(_) if activity.is_idle() => {
+                tracing::debug!("an idle connection was closed in favour of another client")
+            }
             Err(_) => report(connection.await),
         },
         Some(grace) => match tokio::time::timeout(grace, connection).await {
             Ok(result) => report(result),
-            Err(_) => tracing::debug!("a connection outlived its age and its grace of {grace:?}"),
+            Err(_) => tracing::debug!("a connection exceeded its maximum age and the grace period of {grace:?}"),
         },
         None => report(connection.await),
     }
 }
 
-/// Resolves when another process accepts and idle connections have had their time.
-async fn lingers(mut leave: watch::Receiver<Option<Duration>>) {
-    let linger = leave.wait_for(Option::is_some).await.ok().and_then(|linger| *linger);
-    match linger {
-        Some(linger) => tokio::time::sleep(linger).await,
-        // The port is gone, and `stop` says so.
+/// Resolves when another process accepts and the linger time has elapsed.
+async fn linger(mut leave: watch::Receiver<Option<Duration>>) {
+    let time = leave.wait_for(Option::is_some).await.ok().and_then(|time| *time);
+    match time {
+        Some(time) => tokio::time::sleep(time).await,
+        // The port was closed, which `stop` signals.
         None => std::future::pending().await,
     }
 }
 
 fn report<E: std::fmt::Display>(result: Result<(), E>) {
     if let Err(error) = result {
-        tracing::debug!("connection ended: {error}"); // A client that leaves is no event.
+        tracing::debug!("connection ended: {error}"); // Disconnects are normal.
     }
 }

@@ -1,4 +1,4 @@
-//! Connections: sockets, TLS, HTTP/2, limits on what clients hold, and who may call what.
+//! Connections: sockets, TLS, HTTP/2, limits of clients' memory and connections, and access control.
 
 pub(crate) mod body;
 pub(crate) mod budget;

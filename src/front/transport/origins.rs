@@ -1,8 +1,8 @@
-//! Which web pages may have a browser send requests here.
+//! Protection against cross-site requests.
 //!
-//! A page cannot read the answers to a request to another server, and it can still have a browser send it: to a server on
-//! the user's own machine, too. What a page of another server sends is refused unless its origin is allowed. Clients other
-//! than browsers send no `Origin`.
+//! A web page can make a browser send requests to any server, including one on the user's machine, although it cannot read the
+//! responses. Requests from pages of other origins are refused unless the origin is allowed. Clients other than browsers send
+//! no `Origin`.
 
 use std::str::FromStr;
 
@@ -11,7 +11,7 @@ use http::{Method, Uri};
 
 const SEC_FETCH_SITE: HeaderName = HeaderName::from_static("sec-fetch-site");
 
-/// Origins that are allowed beside the server's own.
+/// Origins that are allowed in addition to the server's own.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Origins {
     all: bool,
@@ -38,8 +38,8 @@ impl FromStr for Origins {
 }
 
 impl Origins {
-    /// The origin of a request whose page may read the reply: one that is allowed. `None` for others, and for clients that are
-    /// no browsers.
+    /// The origin of a request if it is allowed, for `Access-Control-Allow-Origin`. `None` for other origins and for clients that
+    /// send none.
     pub fn cors(&self, headers: &HeaderMap) -> Option<HeaderValue> {
         let origin = headers.get(ORIGIN)?;
         let text = origin.to_str().ok()?;
@@ -47,10 +47,10 @@ impl Origins {
         is_allowed.then(|| origin.clone())
     }
 
-    /// Whether a request may be answered. One that changes nothing and costs no work always may.
+    /// Checks the origin of a request. `GET` and `HEAD` are always allowed, because they change nothing and are cheap.
     ///
     /// # Errors
-    /// What is said of one that may not.
+    /// When the origin is not allowed, with the message for the client.
     pub fn check(&self, method: &Method, uri: &Uri, headers: &HeaderMap) -> Result<(), String> {
         if self.all || matches!(*method, Method::GET | Method::HEAD) {
             return Ok(());
@@ -85,7 +85,7 @@ fn refusal(origin: &str) -> String {
 mod tests {
     use super::*;
 
-    fn asked(allowed: &str, method: Method, headers: &[(HeaderName, &str)]) -> bool {
+    fn allows(allowed: &str, method: Method, headers: &[(HeaderName, &str)]) -> bool {
         let origins: Origins = allowed.parse().unwrap();
         let headers = headers.iter().map(|(name, value)| (name.clone(), value.parse().unwrap())).collect();
         origins.check(&method, &Uri::from_static("/v2/logging"), &headers).is_ok()
@@ -95,25 +95,25 @@ mod tests {
     fn a_page_of_another_server_is_refused_unless_it_is_allowed() {
         let host = (HOST, "localhost:8000");
         let from = |origin| [host.clone(), (ORIGIN, origin)];
-        assert!(asked("", Method::POST, std::slice::from_ref(&host)), "clients that are no browsers");
-        assert!(asked("", Method::POST, &from("http://localhost:8000")));
-        assert!(asked("", Method::POST, &from("https://LocalHost:8000")), "behind a proxy that ends TLS");
-        assert!(asked("", Method::GET, &from("http://evil.example")));
+        assert!(allows("", Method::POST, std::slice::from_ref(&host)), "clients other than browsers");
+        assert!(allows("", Method::POST, &from("http://localhost:8000")));
+        assert!(allows("", Method::POST, &from("https://LocalHost:8000")), "behind a proxy that terminates TLS");
+        assert!(allows("", Method::GET, &from("http://evil.example")));
         for origin in
             ["http://evil.example", "http://localhost:3000", "null", "x", "http://localhost:8000.evil.example"]
         {
-            assert!(!asked("", Method::POST, &from(origin)), "{origin}");
-            assert!(asked("*", Method::POST, &from(origin)), "{origin}");
+            assert!(!allows("", Method::POST, &from(origin)), "{origin}");
+            assert!(allows("*", Method::POST, &from(origin)), "{origin}");
         }
-        assert!(asked("http://a, http://localhost:3000", Method::POST, &from("http://localhost:3000")));
-        assert!(!asked("http://localhost:3000", Method::DELETE, &from("https://localhost:3000")));
-        assert!(asked("null", Method::PUT, &from("null")));
-        assert!(!asked("", Method::POST, &[host.clone(), (SEC_FETCH_SITE, "cross-site")]));
-        assert!(asked("", Method::POST, &[host, (SEC_FETCH_SITE, "same-origin")]));
+        assert!(allows("http://a, http://localhost:3000", Method::POST, &from("http://localhost:3000")));
+        assert!(!allows("http://localhost:3000", Method::DELETE, &from("https://localhost:3000")));
+        assert!(allows("null", Method::PUT, &from("null")));
+        assert!(!allows("", Method::POST, &[host.clone(), (SEC_FETCH_SITE, "cross-site")]));
+        assert!(allows("", Method::POST, &[host, (SEC_FETCH_SITE, "same-origin")]));
     }
 
     #[test]
-    fn what_is_no_origin_is_refused_by_name() {
+    fn an_invalid_origin_is_refused_by_name() {
         for text in ["example.org", "http://", "http://a/b"] {
             assert!(text.parse::<Origins>().unwrap_err().contains(&format!("`{text}` is no origin")));
         }

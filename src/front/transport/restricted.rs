@@ -1,4 +1,4 @@
-//! APIs that only clients with a key may use.
+//! APIs that require a key.
 
 use std::collections::BTreeMap;
 use std::fmt;
@@ -8,16 +8,16 @@ use http::HeaderMap;
 
 use crate::api::triton::http::route::Route;
 
-/// A group of calls that is restricted together.
+/// A group of calls that can be restricted.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Api {
-    /// Live and ready.
+    /// Liveness and readiness.
     Health,
     /// Metadata of the server and of models.
     Metadata,
     /// Infer, generate and streams.
     Inference,
-    /// Status, registration and the end of shared memory.
+    /// Registration and status of shared memory.
     SharedMemory,
     /// Configurations of models.
     ModelConfig,
@@ -29,9 +29,9 @@ pub enum Api {
     Trace,
     /// Log settings.
     Logging,
-    /// The metrics port, over HTTP alone.
+    /// The metrics port; HTTP only.
     Metrics,
-    /// What services there are, over gRPC alone.
+    /// Server reflection; gRPC only.
     Reflection,
 }
 
@@ -58,7 +58,7 @@ impl Api {
         })
     }
 
-    /// Where an HTTP path belongs.
+    /// The API of an HTTP route.
     pub(crate) fn of_route(route: &Route<'_>) -> Self {
         match route {
             Route::Live | Route::Ready | Route::ModelReady(_) => Api::Health,
@@ -77,7 +77,7 @@ impl Api {
         }
     }
 
-    /// The group of an RPC's path; `None` for an unknown path.
+    /// The API of an RPC path; `None` for an unknown path.
     pub(crate) fn of_rpc(path: &str) -> Option<Self> {
         if path.starts_with("/grpc.health.v1.Health/") {
             return Some(Api::Health);
@@ -94,52 +94,52 @@ impl Api {
             "LogSettings" => Api::Logging,
             method if method.contains("SharedMemory") => Api::SharedMemory,
             method if method.starts_with("Repository") => Api::ModelRepository,
-            _ => Api::Inference, // A method that comes later is restricted with what matters most.
+            _ => Api::Inference, // Unknown methods are restricted like inference.
         })
     }
 }
 
-/// A header that opens an API, and the values that do.
+/// A header that grants access to an API, and its accepted values.
 #[derive(Clone, PartialEq, Eq)]
 struct Rule {
     header: String,
-    /// Whether a value may stand behind `Bearer`, as in `Authorization: Bearer VALUE`.
+    /// Whether the value may follow `Bearer`, as in `Authorization: Bearer VALUE`.
     is_bearer: bool,
     keys: Vec<String>,
 }
 
-/// Without the keys.
+/// Shows the number of keys, but no key.
 impl fmt::Debug for Rule {
     fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(formatter, "{}: {} keys", self.header, self.keys.len())
     }
 }
 
-/// What a client lacks.
+/// A refusal: the key that is missing.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Denied<'a> {
     /// The header that is missing or wrong.
     pub header: &'a str,
-    /// Whether it is `Authorization: Bearer KEY` that was expected.
+    /// Whether `Authorization: Bearer KEY` was expected.
     pub is_bearer: bool,
 }
 
-/// Which APIs need which header. Empty: all are open.
+/// The headers that APIs require. By default no API is restricted.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Restrictions {
     rules: BTreeMap<Api, Vec<Rule>>,
 }
 
-/// The header of keys as most clients send them, and another one that some do.
+/// The headers in which clients usually send keys.
 const AUTHORIZATION: &str = "authorization";
 const API_KEY: &str = "x-api-key";
 
 impl Restrictions {
-    /// Restricts further APIs, or adds keys to those that are restricted; `rule` is `APIS:HEADER=VALUE`, the APIs separated
-    /// by commas, and `keys_of` returns the keys that VALUE stands for.
+    /// Restricts APIs, or adds keys to restricted ones. `rule` is `APIS:HEADER=VALUE` with comma-separated APIs; `keys_of` returns
+    /// the keys for VALUE.
     ///
     /// # Errors
-    /// When it is not of that form, an API is unknown, or there are no keys. The words never hold a key.
+    /// When the rule has another form, an API is unknown, or there are no keys. The message contains no key.
     pub fn add(&mut self, rule: &str, keys_of: impl FnOnce(&str) -> Result<Vec<String>, String>) -> Result<(), String> {
         let form = || format!("`{}` is not of the form `APIS:HEADER=VALUE`", without_value(rule));
         let (apis, key) = rule.split_once(':').ok_or_else(form)?;
@@ -174,21 +174,21 @@ impl Restrictions {
         self
     }
 
-    /// Whether `api` needs a key.
+    /// Whether `api` requires a key.
     pub fn restricts(&self, api: Api) -> bool {
         self.rules.contains_key(&api)
     }
 
-    /// Whether a request with these headers may use `api`.
+    /// Checks that a request with these headers may use `api`.
     ///
     /// # Errors
-    /// With the header that is missing or wrong.
+    /// When the key is missing or wrong, with the expected header.
     pub(crate) fn check(&self, api: Api, headers: &HeaderMap) -> Result<(), Denied<'_>> {
         let Some(rules) = self.rules.get(&api) else { return Ok(()) };
-        // Every key is compared, whichever matches, so that the time reveals nothing about them.
-        let fits = rules.iter().fold(false, |fits, rule| rule.fits(headers) | fits);
+        // All keys are compared, so that the duration reveals nothing about them.
+        let matches = rules.iter().fold(false, |matches, rule| rule.matches(headers) | matches);
         let expected = rules.iter().find(|rule| rule.header == AUTHORIZATION).unwrap_or(&rules[0]);
-        if fits {
+        if matches {
             Ok(())
         } else {
             Err(Denied { header: &expected.header, is_bearer: expected.header == AUTHORIZATION })
@@ -197,14 +197,14 @@ impl Restrictions {
 }
 
 impl Rule {
-    fn fits(&self, headers: &HeaderMap) -> bool {
+    fn matches(&self, headers: &HeaderMap) -> bool {
         let Some(given) = headers.get(&self.header) else { return false };
         let given = if self.is_bearer { without_scheme(given.as_bytes()) } else { given.as_bytes() };
-        self.keys.iter().fold(false, |fits, key| same(given, key.as_bytes()) | fits)
+        self.keys.iter().fold(false, |matches, key| constant_time_eq(given, key.as_bytes()) | matches)
     }
 }
 
-/// What stands behind `Bearer`, or all of it.
+/// The token after `Bearer`, or the whole value.
 fn without_scheme(value: &[u8]) -> &[u8] {
     match value.split_at_checked("Bearer ".len()) {
         Some((scheme, token)) if scheme.eq_ignore_ascii_case(b"Bearer ") => token.trim_ascii(),
@@ -212,7 +212,7 @@ fn without_scheme(value: &[u8]) -> &[u8] {
     }
 }
 
-/// A rule as it may be shown: its value may be a key.
+/// A rule for messages, without its value, which may be a key.
 fn without_value(rule: &str) -> String {
     match rule.split_once('=') {
         Some((apis, _)) => format!("{apis}=…"),
@@ -220,8 +220,9 @@ fn without_value(rule: &str) -> String {
     }
 }
 
-/// Equality in a time that reveals nothing about the key.
-fn same(given: &[u8], key: &[u8]) -> bool {
+/// Equality in constant time with respect to the key. By hand, because `subtle` returns at once if the lengths differ, which
+/// reveals the length of the key.
+fn constant_time_eq(given: &[u8], key: &[u8]) -> bool {
     let differences = given.iter().zip(key.iter().cycle()).fold(0, |all, (left, right)| all | (left ^ right));
     black_box(differences) == 0 && given.len() == key.len()
 }
@@ -245,7 +246,7 @@ mod tests {
     }
 
     #[test]
-    fn a_restricted_api_opens_with_its_key_alone() {
+    fn a_restricted_api_requires_its_key() {
         let rules = parse(&["model-repository,logging:Admin-Key=s3cret"]).unwrap();
         assert_eq!(rules.check(Api::Logging, &headers("admin-key", "s3cret")), Ok(()));
         for wrong in ["s3creT", "s3cre", "s3crets3cret", "", "x"] {
@@ -258,7 +259,7 @@ mod tests {
     }
 
     #[test]
-    fn each_of_several_keys_opens() {
+    fn each_of_several_keys_is_accepted() {
         let rules = parse(&["logging:a=one", "logging,trace:a=two", "logging:b=three"]).unwrap();
         for (header, key) in [("a", "one"), ("a", "two"), ("b", "three")] {
             assert_eq!(rules.check(Api::Logging, &headers(header, key)), Ok(()), "{header}: {key}");
@@ -268,7 +269,7 @@ mod tests {
     }
 
     #[test]
-    fn a_bearers_token_is_the_key() {
+    fn a_bearer_token_is_the_key() {
         let rules = parse(&["inference:Authorization=t0ken"]).unwrap();
         let with_scheme = parse(&["inference:authorization=Bearer t0ken"]).unwrap();
         for rules in [rules, with_scheme] {
@@ -294,7 +295,7 @@ mod tests {
     }
 
     #[test]
-    fn rules_that_cannot_be_are_refused_and_no_key_is_shown() {
+    fn invalid_rules_are_refused_and_no_key_is_shown() {
         for (rule, words) in [
             ("logging", "APIS:HEADER=VALUE"),
             ("logging:key", "APIS:HEADER=VALUE"),

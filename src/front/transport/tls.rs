@@ -18,17 +18,17 @@ use tokio_rustls::{TlsAcceptor, rustls};
 /// Files in PEM.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Tls {
-    /// The port in the names of its flags, as in `--http-server-cert`.
+    /// The prefix of the port's flags, such as `http` in `--http-server-cert`.
     pub port: &'static str,
-    /// The server's certificate, and those between it and a root.
+    /// The server's certificate and the intermediate certificates.
     pub certificate: PathBuf,
     /// Its private key.
     pub key: PathBuf,
-    /// Roots that clients' certificates must come from; `None` asks for none.
+    /// Root certificates for client certificates; `None` requires no client certificate.
     pub client_roots: Option<PathBuf>,
 }
 
-/// Why TLS cannot be.
+/// Why TLS cannot be set up.
 #[derive(Debug, thiserror::Error)]
 #[allow(missing_docs)] // Fields are named by their messages.
 pub enum TlsError {
@@ -44,10 +44,10 @@ pub enum TlsError {
 }
 
 impl Tls {
-    /// Reads the files, for clients that speak `protocol` within TLS.
+    /// Reads the files; `protocol` is the ALPN name.
     ///
     /// # Errors
-    /// When one cannot be read or does not hold what it should.
+    /// When a file cannot be read or has invalid content.
     pub(crate) fn acceptor(&self, protocol: &[u8]) -> Result<TlsAcceptor, TlsError> {
         let provider = Arc::new(rustls::crypto::ring::default_provider());
         let certificates = certificates(&self.certificate, self.flag("server-cert"), "a certificate")?;
@@ -103,19 +103,19 @@ fn certificates(path: &Path, flag: String, what: &'static str) -> Result<Vec<Cer
     Ok(certificates)
 }
 
-/// A connection, in the clear or not.
+/// A TCP connection with or without TLS.
 pub enum Socket {
-    /// As it is.
+    /// Without TLS.
     Plain(TcpStream),
     /// Within TLS.
     Tls(Box<TlsStream<TcpStream>>),
 }
 
 impl Socket {
-    /// Shakes hands where there is TLS.
+    /// Performs the TLS handshake if there is an acceptor. The caller sets the timeout.
     ///
     /// # Errors
-    /// When the client does not follow. How long it may take is the caller's to say.
+    /// When the handshake fails.
     pub async fn accept(stream: TcpStream, acceptor: Option<&TlsAcceptor>) -> io::Result<Self> {
         let Some(acceptor) = acceptor else { return Ok(Socket::Plain(stream)) };
         Ok(Socket::Tls(Box::new(acceptor.accept(stream).await?)))

@@ -1,7 +1,7 @@
-//! Polls a part of a task only when that part was woken.
+//! Polls a sub-future of a task only if it was woken.
 //!
-//! A task is polled again after each item and for each of its parts. Polling a part that has nothing costs as much as
-//! polling one that has something.
+//! A task is polled after each item and for each of its sub-futures. Polling a pending sub-future costs as much as polling a
+//! ready one.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering::AcqRel, Ordering::Release};
@@ -9,7 +9,8 @@ use std::task::{Context, Poll, Wake, Waker};
 
 use futures::task::AtomicWaker;
 
-/// Whether a part of a task was woken since it last had nothing to do. The part must be woken for everything it waits for.
+/// Whether a sub-future of a task was woken since it was last pending. The sub-future must register its waker for everything
+/// that it waits for.
 pub struct WakeFlag {
     state: Arc<State>,
     waker: Waker,
@@ -22,27 +23,27 @@ struct State {
 
 impl Default for WakeFlag {
     fn default() -> Self {
-        // A part that was never polled may have something.
+        // A sub-future that was never polled may be ready.
         let state = Arc::new(State { is_woken: AtomicBool::new(true), task: AtomicWaker::new() });
         Self { waker: Waker::from(state.clone()), state }
     }
 }
 
 impl WakeFlag {
-    /// Polls the part if it was woken since it was last pending.
-    pub fn poll<T>(&mut self, context: &mut Context<'_>, part: impl FnOnce(&mut Context<'_>) -> Poll<T>) -> Poll<T> {
+    /// Polls the sub-future if it was woken since it was last pending.
+    pub fn poll<T>(&mut self, context: &mut Context<'_>, poll: impl FnOnce(&mut Context<'_>) -> Poll<T>) -> Poll<T> {
         self.state.task.register(context.waker());
         if !self.state.is_woken.swap(false, AcqRel) {
             return Poll::Pending;
         }
-        let polled = part(&mut Context::from_waker(&self.waker));
+        let polled = poll(&mut Context::from_waker(&self.waker));
         if polled.is_ready() {
-            self.set(); // It may have more.
+            self.set(); // It may have more items.
         }
         polled
     }
 
-    /// Has the next poll reach the part, without waking the task.
+    /// Lets the next poll reach the sub-future, without waking the task.
     pub fn set(&self) {
         self.state.is_woken.store(true, Release);
     }
@@ -68,11 +69,11 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_part_that_was_pending_is_polled_only_after_it_was_woken() {
+    fn a_pending_sub_future_is_polled_only_after_a_wake_up() {
         let mut context = Context::from_waker(noop_waker_ref());
         let (mut flag, kept, items) = (WakeFlag::default(), RefCell::new(None), RefCell::new(1));
         let polls = RefCell::new(0);
-        let mut look = |flag: &mut WakeFlag| {
+        let mut poll = |flag: &mut WakeFlag| {
             flag.poll(&mut context, |context| {
                 *polls.borrow_mut() += 1;
                 *kept.borrow_mut() = Some(context.waker().clone());
@@ -84,14 +85,14 @@ mod tests {
                 Poll::Ready(())
             })
         };
-        assert!(look(&mut flag).is_ready() && look(&mut flag).is_pending());
-        assert!(look(&mut flag).is_pending());
+        assert!(poll(&mut flag).is_ready() && poll(&mut flag).is_pending());
+        assert!(poll(&mut flag).is_pending());
         assert_eq!(*polls.borrow(), 2, "it was polled without a wake-up");
         *items.borrow_mut() = 2;
         kept.borrow().as_ref().unwrap().wake_by_ref();
-        assert!(look(&mut flag).is_ready() && look(&mut flag).is_ready() && look(&mut flag).is_pending());
+        assert!(poll(&mut flag).is_ready() && poll(&mut flag).is_ready() && poll(&mut flag).is_pending());
         flag.set();
-        assert!(look(&mut flag).is_pending());
+        assert!(poll(&mut flag).is_pending());
         assert_eq!(*polls.borrow(), 6);
     }
 }

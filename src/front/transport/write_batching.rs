@@ -1,7 +1,7 @@
-//! Gathers what many streams of one connection write at about the same time into one system call.
+//! Batches the writes of the streams of one connection into one system call.
 //!
-//! A connection that flushed what it has as soon as it has a frame would make one system call for each token of each
-//! stream. It lets its other streams have their turn first, until they add nothing more.
+//! A connection that flushes every frame makes one system call per token and stream. Here a flush first lets the other streams
+//! of the connection run, until they write nothing more.
 
 use std::io::{self, IoSlice};
 use std::pin::Pin;
@@ -12,93 +12,93 @@ use std::task::{Context, Poll, ready};
 use bytes::{Buf, BytesMut};
 use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
 
-/// Bytes gathered before they are written without waiting for others.
+/// A batch of this size is written at once.
 const FULL_BYTES: usize = 64 << 10;
 
-/// Larger pieces are not copied.
+/// Larger writes are not copied into the batch.
 const LARGE_BYTES: usize = 16 << 10;
 
-/// A connection's bytes, gathered until the streams that are ready now have had their turn.
-pub struct Coalesce<T> {
+/// A socket whose writes are batched until the streams that are ready have written.
+pub struct WriteBatcher<T> {
     inner: T,
-    gathered: BytesMut,
-    /// How much was gathered when the streams were last given a turn.
+    batch: BytesMut,
+    /// The size of the batch when the streams were last allowed to run.
     yielded_at: usize,
     received: Arc<AtomicBool>,
 }
 
-impl<T: AsyncWrite + Unpin> Coalesce<T> {
-    /// Gathers writes to `inner`.
+impl<T: AsyncWrite + Unpin> WriteBatcher<T> {
+    /// Batches writes to `inner`.
     pub fn new(inner: T) -> Self {
-        Self { inner, gathered: BytesMut::new(), yielded_at: 0, received: Arc::default() }
+        Self { inner, batch: BytesMut::new(), yielded_at: 0, received: Arc::default() }
     }
 
-    /// Set by each read that brings something, for who watches whether the other end lives.
+    /// A flag that each read with data sets, for keep-alive.
     pub fn received(&self) -> Arc<AtomicBool> {
         self.received.clone()
     }
 
-    fn poll_write_gathered(&mut self, context: &mut Context<'_>) -> Poll<io::Result<()>> {
-        while !self.gathered.is_empty() {
-            let count = ready!(Pin::new(&mut self.inner).poll_write(context, &self.gathered))?;
+    fn poll_write_batch(&mut self, context: &mut Context<'_>) -> Poll<io::Result<()>> {
+        while !self.batch.is_empty() {
+            let count = ready!(Pin::new(&mut self.inner).poll_write(context, &self.batch))?;
             if count == 0 {
                 return Poll::Ready(Err(io::ErrorKind::WriteZero.into()));
             }
-            self.gathered.advance(count);
+            self.batch.advance(count);
         }
         self.yielded_at = 0;
         Poll::Ready(Ok(()))
     }
 
-    /// What was gathered and a large piece behind it, in one system call where the connection can: a client that is woken
-    /// by a head alone has to come again. How much of the piece was taken.
+    /// Writes the batch and then `bytes`, if possible in one system call, so that a client is not woken for the head alone.
+    /// Returns how many of `bytes` were written.
     fn poll_write_large(&mut self, context: &mut Context<'_>, bytes: &[u8]) -> Poll<io::Result<usize>> {
-        while !self.gathered.is_empty() {
-            let both = [IoSlice::new(&self.gathered), IoSlice::new(bytes)];
+        while !self.batch.is_empty() {
+            let both = [IoSlice::new(&self.batch), IoSlice::new(bytes)];
             let count = ready!(Pin::new(&mut self.inner).poll_write_vectored(context, &both))?;
             if count == 0 {
                 return Poll::Ready(Err(io::ErrorKind::WriteZero.into()));
             }
-            let gathered = self.gathered.len().min(count);
-            self.gathered.advance(gathered);
-            if count > gathered {
-                return Poll::Ready(Ok(count - gathered));
+            let num_batched = self.batch.len().min(count);
+            self.batch.advance(num_batched);
+            if count > num_batched {
+                return Poll::Ready(Ok(count - num_batched));
             }
         }
         Pin::new(&mut self.inner).poll_write(context, bytes)
     }
 }
 
-impl<T: AsyncWrite + Unpin> AsyncWrite for Coalesce<T> {
+impl<T: AsyncWrite + Unpin> AsyncWrite for WriteBatcher<T> {
     fn poll_write(mut self: Pin<&mut Self>, context: &mut Context<'_>, bytes: &[u8]) -> Poll<io::Result<usize>> {
         if bytes.len() > LARGE_BYTES {
             return self.poll_write_large(context, bytes);
         }
-        if self.gathered.len() + bytes.len() > FULL_BYTES {
-            ready!(self.poll_write_gathered(context))?;
+        if self.batch.len() + bytes.len() > FULL_BYTES {
+            ready!(self.poll_write_batch(context))?;
         }
-        self.gathered.extend_from_slice(bytes);
+        self.batch.extend_from_slice(bytes);
         Poll::Ready(Ok(bytes.len()))
     }
 
     fn poll_flush(mut self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<io::Result<()>> {
-        // As long as each turn brings more, up to what is full.
-        if self.gathered.len() != self.yielded_at {
-            self.yielded_at = self.gathered.len();
+        // Repeated while the batch grows.
+        if self.batch.len() != self.yielded_at {
+            self.yielded_at = self.batch.len();
             context.waker().wake_by_ref();
             return Poll::Pending;
         }
-        ready!(self.poll_write_gathered(context))?;
+        ready!(self.poll_write_batch(context))?;
         Pin::new(&mut self.inner).poll_flush(context)
     }
 
     fn poll_shutdown(mut self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<io::Result<()>> {
-        ready!(self.poll_write_gathered(context))?;
+        ready!(self.poll_write_batch(context))?;
         Pin::new(&mut self.inner).poll_shutdown(context)
     }
 }
 
-impl<T: AsyncRead + Unpin> AsyncRead for Coalesce<T> {
+impl<T: AsyncRead + Unpin> AsyncRead for WriteBatcher<T> {
     fn poll_read(
         mut self: Pin<&mut Self>,
         context: &mut Context<'_>,
@@ -118,7 +118,7 @@ mod tests {
     use super::*;
     use futures::task::noop_waker_ref;
 
-    /// Remembers each write, and takes at most `most` bytes of it.
+    /// Records each write, and accepts at most `most` bytes of it.
     struct Log {
         writes: Vec<Vec<u8>>,
         most: usize,
@@ -154,9 +154,9 @@ mod tests {
     }
 
     #[test]
-    fn what_is_written_before_a_flush_that_finds_nothing_new_goes_out_together() {
+    fn writes_are_sent_together_by_the_first_flush_after_which_nothing_was_added() {
         let mut context = Context::from_waker(noop_waker_ref());
-        let mut connection = Coalesce::new(Log { writes: Vec::new(), most: usize::MAX });
+        let mut connection = WriteBatcher::new(Log { writes: Vec::new(), most: usize::MAX });
         let _ = Pin::new(&mut connection).poll_write(&mut context, b"one ");
         assert!(Pin::new(&mut connection).poll_flush(&mut context).is_pending());
         let _ = Pin::new(&mut connection).poll_write(&mut context, b"two");
@@ -166,9 +166,9 @@ mod tests {
     }
 
     #[test]
-    fn a_large_piece_goes_out_with_what_is_before_it() {
+    fn a_large_write_is_sent_together_with_the_batch() {
         let mut context = Context::from_waker(noop_waker_ref());
-        let mut connection = Coalesce::new(Log { writes: Vec::new(), most: usize::MAX });
+        let mut connection = WriteBatcher::new(Log { writes: Vec::new(), most: usize::MAX });
         let _ = Pin::new(&mut connection).poll_write(&mut context, b"head");
         let body = vec![3; LARGE_BYTES + 1];
         let taken = Pin::new(&mut connection).poll_write(&mut context, &body);
@@ -177,9 +177,9 @@ mod tests {
     }
 
     #[test]
-    fn large_pieces_keep_their_place_and_short_writes_are_completed() {
+    fn large_writes_keep_their_order_and_short_writes_are_completed() {
         let mut context = Context::from_waker(noop_waker_ref());
-        let mut connection = Coalesce::new(Log { writes: Vec::new(), most: 1000 });
+        let mut connection = WriteBatcher::new(Log { writes: Vec::new(), most: 1000 });
         let (small, large) = (vec![1; 3000], vec![2; FULL_BYTES]);
         let _ = Pin::new(&mut connection).poll_write(&mut context, &small);
         let mut rest = large.as_slice();

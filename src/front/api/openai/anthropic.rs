@@ -19,7 +19,7 @@ use super::respond::AnswerFormat;
 use super::tools::{Tool, Tools};
 use crate::api::status::shown;
 use crate::api::triton::http::reply::{JSON, Reply, reply};
-use crate::api::triton::http::request_body::{Held, read_body};
+use crate::api::triton::http::request_body::{ChargedBody, read_body};
 use crate::chat::{Conversation, UnknownFields};
 use crate::state::State;
 use crate::transport::large_work::block_in_place_in_turn;
@@ -36,7 +36,7 @@ enum Purpose {
 
 /// `POST /v1/messages`.
 pub(super) async fn messages(state: &Arc<State>, headers: &HeaderMap, body: Incoming) -> Result<Reply, ApiError> {
-    let Held { bytes: body, charge } = read_body(state, headers, body).await?;
+    let ChargedBody { bytes: body, charge } = read_body(state, headers, body).await?;
     let read = || {
         charge.add(tree_bytes(&body)?)?;
         read(&body, state.server.limits(), state.config.unknown_fields, Purpose::Generate)
@@ -52,7 +52,7 @@ pub(super) async fn messages(state: &Arc<State>, headers: &HeaderMap, body: Inco
 
 /// `POST /v1/messages/count_tokens`.
 pub(super) async fn count_tokens(state: &Arc<State>, headers: &HeaderMap, body: Incoming) -> Result<Reply, ApiError> {
-    let Held { bytes: body, charge } = read_body(state, headers, body).await?;
+    let ChargedBody { bytes: body, charge } = read_body(state, headers, body).await?;
     let read = || {
         charge.add(tree_bytes(&body)?)?;
         read(&body, state.server.limits(), state.config.unknown_fields, Purpose::CountTokens)

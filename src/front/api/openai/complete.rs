@@ -23,7 +23,7 @@ use super::turn::{TurnOptions, divided};
 use super::turn_plan::TurnPlan;
 use super::{models, tensor_model};
 use crate::api::triton::http::reply::Reply;
-use crate::api::triton::http::request_body::{Held, read_body};
+use crate::api::triton::http::request_body::{ChargedBody, read_body};
 use crate::chat::{Conversation, UnknownFields};
 use crate::state::State;
 use crate::transport::budget::Charge;
@@ -120,7 +120,7 @@ pub(super) async fn complete(
     body: Incoming,
     is_chat: bool,
 ) -> Result<Reply, ApiError> {
-    let Held { bytes: body, charge } = read_body(state, headers, body).await?;
+    let ChargedBody { bytes: body, charge } = read_body(state, headers, body).await?;
     let limits = state.server.limits();
     let read = || {
         charge.add(tree_bytes(&body)?)?;

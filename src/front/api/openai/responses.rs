@@ -19,7 +19,7 @@ use super::responses_reply::{Echoed, ResponsesFormat};
 use super::tools::{Tool, ToolForm, Tools};
 use crate::api::status::shown;
 use crate::api::triton::http::reply::Reply;
-use crate::api::triton::http::request_body::{Held, read_body};
+use crate::api::triton::http::request_body::{ChargedBody, read_body};
 use crate::chat::{Conversation, UnknownFields};
 use crate::state::State;
 use crate::transport::large_work::block_in_place_in_turn;
@@ -30,7 +30,7 @@ const ENCRYPTED: &str = "reasoning.encrypted_content";
 
 /// `POST /v1/responses`.
 pub(super) async fn responses(state: &Arc<State>, headers: &HeaderMap, body: Incoming) -> Result<Reply, ApiError> {
-    let Held { bytes: body, charge } = read_body(state, headers, body).await?;
+    let ChargedBody { bytes: body, charge } = read_body(state, headers, body).await?;
     let read = || {
         charge.add(tree_bytes(&body)?)?;
         read(&body, state.server.limits(), state.config.unknown_fields)

@@ -57,7 +57,7 @@ pub(super) async fn complete(
         }
     };
     let prompts = prompts.into_iter().map(text).collect::<Result<Vec<String>, _>>()?;
-    let forwarded = state.config.http_forward.pick(headers)?;
+    let forwarded = state.config.http_forward.select(headers)?;
     let count = prompts.len() * request.parameters.n;
     let num_bytes: usize = prompts.iter().map(String::len).sum();
     let echoes = if request.echo { prompts.clone() } else { Vec::new() };

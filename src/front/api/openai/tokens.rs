@@ -16,7 +16,7 @@ use super::models;
 use super::parameters::Parameters;
 use super::prompt::{Prompt, encode_all};
 use crate::api::triton::http::reply::{JSON, Reply, reply};
-use crate::api::triton::http::request_body::{Held, read_body};
+use crate::api::triton::http::request_body::{ChargedBody, read_body};
 use crate::chat::{Conversation, UnknownFields};
 use crate::state::State;
 use crate::transport::large_work::block_in_place_in_turn;
@@ -73,7 +73,7 @@ fn find(state: &State, model: Option<String>) -> Result<(String, Generator), Api
 
 /// `POST /tokenize`: the tokens of a text or a conversation.
 pub(super) async fn tokenize(state: &State, headers: &HeaderMap, body: Incoming) -> Result<Reply, ApiError> {
-    let Held { bytes: body, charge } = read_body(state, headers, body).await?;
+    let ChargedBody { bytes: body, charge } = read_body(state, headers, body).await?;
     let read = || {
         charge.add(tree_bytes(&body)?)?;
         TokenizeRequest::read(&body, state.server.limits(), state.config.unknown_fields)
@@ -97,7 +97,7 @@ pub(super) async fn tokenize(state: &State, headers: &HeaderMap, body: Incoming)
 
 /// `POST /detokenize`: the text of tokens.
 pub(super) async fn detokenize(state: &State, headers: &HeaderMap, body: Incoming) -> Result<Reply, ApiError> {
-    let Held { bytes: body, charge } = read_body(state, headers, body).await?;
+    let ChargedBody { bytes: body, charge } = read_body(state, headers, body).await?;
     charge.add(tree_bytes(&body)?)?;
     let mut fields = Fields::read(&body)?;
     let (_, generator) = find(state, model_name(&mut fields, state.server.limits())?)?;
@@ -116,7 +116,7 @@ pub(super) async fn render(
     body: Incoming,
     is_chat: bool,
 ) -> Result<Reply, ApiError> {
-    let Held { bytes: body, charge } = read_body(state, headers, body).await?;
+    let ChargedBody { bytes: body, charge } = read_body(state, headers, body).await?;
     let read = || {
         charge.add(tree_bytes(&body)?)?;
         CompletionRequest::read(&body, is_chat, state.server.limits(), state.config.unknown_fields)

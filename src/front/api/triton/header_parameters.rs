@@ -1,25 +1,25 @@
-//! Headers of a request that models see as its parameters.
+//! Headers of a request that are passed to models as parameters.
 
 use http::HeaderMap;
 use regex::Regex;
 use serving::{InferError, InferRequest, Parameter};
 
-/// Names that have a meaning of their own among parameters.
+/// Parameter names with a special meaning.
 const RESERVED: [&str; 7] =
     ["sequence_id", "sequence_start", "sequence_end", "priority", "timeout", "headers", "binary_data_output"];
 
-/// Longest pattern, compiled.
+/// Maximum size of a compiled pattern.
 const MAX_PATTERN_BYTES: usize = 1 << 20;
 
-/// Which headers are forwarded: those whose name a pattern matches anywhere. Case does not count.
+/// Selects the headers to forward: those whose names contain a match of a regular expression, ignoring case.
 #[derive(Debug, Clone, Default)]
 pub struct HeaderPattern(Option<Regex>);
 
 impl HeaderPattern {
-    /// Of a regular expression; the empty one forwards nothing.
+    /// Compiles a regular expression; the empty one selects nothing.
     ///
     /// # Errors
-    /// When it is none.
+    /// When the expression is invalid or too large.
     pub fn new(pattern: &str) -> Result<Self, String> {
         if pattern.is_empty() {
             return Ok(Self(None));
@@ -28,13 +28,13 @@ impl HeaderPattern {
         built.map(|regex| Self(Some(regex))).map_err(|error| format!("`{pattern}` is no pattern for headers: {error}"))
     }
 
-    /// The headers that match, ready to be given to requests.
+    /// The names and values of the selected headers.
     ///
     /// # Errors
-    /// When one of them has a reserved name, or a value that is no text.
-    pub(crate) fn pick(&self, headers: &HeaderMap) -> Result<Vec<(String, String)>, InferError> {
+    /// When a selected header has a reserved name, or a value that is not UTF-8.
+    pub(crate) fn select(&self, headers: &HeaderMap) -> Result<Vec<(String, String)>, InferError> {
         let Some(pattern) = &self.0 else { return Ok(Vec::new()) };
-        let mut picked = Vec::new();
+        let mut selected = Vec::new();
         for (name, value) in headers.iter().filter(|(name, _)| pattern.is_match(name.as_str())) {
             let name = name.as_str();
             if RESERVED.contains(&name) || name.starts_with("triton_") {
@@ -43,15 +43,15 @@ impl HeaderPattern {
             }
             let value = std::str::from_utf8(value.as_bytes());
             let value = value.map_err(|_| InferError::invalid(format!("header '{name}' is not UTF-8")))?;
-            picked.push((name.to_owned(), value.to_owned()));
+            selected.push((name.to_owned(), value.to_owned()));
         }
-        Ok(picked)
+        Ok(selected)
     }
 }
 
-/// Gives a request the headers that were picked.
-pub(crate) fn forward(request: &mut InferRequest, picked: &[(String, String)]) {
-    let parameters = picked.iter().map(|(name, value)| (name.clone(), Parameter::String(value.clone())));
+/// Adds selected headers to the parameters of a request.
+pub(crate) fn forward(request: &mut InferRequest, selected: &[(String, String)]) {
+    let parameters = selected.iter().map(|(name, value)| (name.clone(), Parameter::String(value.clone())));
     request.parameters.extend(parameters);
 }
 
@@ -61,17 +61,17 @@ mod tests {
     use http::{HeaderName, HeaderValue};
 
     #[test]
-    fn headers_that_match_become_parameters() {
+    fn matching_headers_become_parameters() {
         let header = |name: &'static str, value| (HeaderName::from_static(name), HeaderValue::from_static(value));
         let headers = HeaderMap::from_iter([header("x-tenant", "blue"), header("host", "h")]);
-        let picked = HeaderPattern::new("X-.*").unwrap().pick(&headers).unwrap();
+        let selected = HeaderPattern::new("X-.*").unwrap().select(&headers).unwrap();
         let mut request = InferRequest::default();
-        forward(&mut request, &picked);
+        forward(&mut request, &selected);
         assert_eq!(request.parameters["x-tenant"], Parameter::String("blue".into()));
         assert_eq!(request.parameters.len(), 1);
-        assert!(HeaderPattern::default().pick(&headers).unwrap().is_empty());
+        assert!(HeaderPattern::default().select(&headers).unwrap().is_empty());
         let headers = HeaderMap::from_iter([header("priority", "1")]);
-        let error = HeaderPattern::new(".*").unwrap().pick(&headers).unwrap_err();
+        let error = HeaderPattern::new(".*").unwrap().select(&headers).unwrap_err();
         assert!(error.message.contains("'priority' is reserved"), "{error}");
         assert!(HeaderPattern::new("(").is_err());
     }

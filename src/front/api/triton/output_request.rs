@@ -1,46 +1,46 @@
-//! What a client asks beyond the request that models see: how each output shall come back.
+//! The requested form of outputs, and the reserved parameters of requests.
 
 use serving::{CorrelationId, InferRequest, Parameter};
 
-/// How one requested output comes back.
+/// The requested form of one output.
 #[derive(Debug, Clone, Default, PartialEq)]
 pub struct OutputRequest {
     /// The output's name.
     pub name: String,
-    /// As the `n` top classes instead of values; 0 for values.
+    /// The number of top classes to return instead of values; 0 for values.
     pub num_classes: usize,
-    /// Into shared memory instead of the response.
+    /// The shared memory to write the data to; `None` for the response.
     pub region: Option<RegionSlice>,
-    /// HTTP: raw after the JSON, or in it.
+    /// HTTP: whether the data follows the JSON in binary form; `None` for the default of the request.
     pub is_binary: Option<bool>,
 }
 
 /// A part of a registered shared-memory region.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct RegionSlice {
-    /// The name it was registered under.
+    /// The name of the region.
     pub region: String,
-    /// Where the part begins.
+    /// Offset from the start of the region in bytes.
     pub offset: u64,
-    /// Its length.
+    /// Length in bytes.
     pub byte_size: u64,
 }
 
-/// The parameter that asks a stream for its last, empty response.
+/// The parameter that enables the empty final response of a stream.
 pub const EMPTY_FINAL: &str = "triton_enable_empty_final_response";
 
-/// Why a value of a reserved parameter cannot be.
+/// Why the value of a reserved parameter is invalid.
 pub enum Refusal {
-    /// It has another type than this.
+    /// The value does not have this type.
     Expected(&'static str),
-    /// It is less than 0.
+    /// The value is less than 0.
     Negative,
-    /// The protocol keeps the name to itself.
+    /// The name is reserved by the protocol.
     Reserved,
 }
 
-/// What is said of a parameter without a value, or with one that is unsigned.
-pub fn no_such_choice(key: &str) -> Refusal {
+/// The refusal of a parameter without a value, or with a value of an unsupported type.
+pub fn unsupported_type(key: &str) -> Refusal {
     match key {
         "sequence_id" => Refusal::Expected("int64_param or string_param."),
         "sequence_start" | "sequence_end" => Refusal::Expected("bool_param."),
@@ -51,10 +51,10 @@ pub fn no_such_choice(key: &str) -> Refusal {
     }
 }
 
-/// Puts a parameter where it belongs: a field of the request, or a parameter that models see.
+/// Sets a field of the request for a reserved parameter, or adds a parameter for the model.
 ///
 /// # Errors
-/// When a reserved parameter has a value of another type.
+/// When a reserved parameter has an invalid value.
 pub fn set_parameter(request: &mut InferRequest, key: &str, value: Parameter) -> Result<(), Refusal> {
     match (key, value) {
         ("sequence_id", Parameter::Int(id)) => request.correlation_id = CorrelationId::Number(id as u64),
@@ -65,7 +65,7 @@ pub fn set_parameter(request: &mut InferRequest, key: &str, value: Parameter) ->
         ("priority", Parameter::Int(_)) => return Err(Refusal::Negative),
         ("timeout", Parameter::Int(timeout)) => request.timeout_us = timeout.max(0) as u64,
         ("sequence_id" | "sequence_start" | "sequence_end" | "priority" | "timeout", _) => {
-            return Err(no_such_choice(key));
+            return Err(unsupported_type(key));
         }
         (key, _) if key.starts_with("triton_") => return Err(Refusal::Reserved),
         (key, value) => drop(request.parameters.insert(key.to_owned(), value)),

@@ -1,7 +1,7 @@
-//! Shapes that clients leave out.
+//! Shapes of inputs that clients omit.
 
-/// A shape of `count` elements for an input with `dims`: the first open size takes what the others leave.
-/// With `is_batched` a batch dimension comes first.
+/// A shape of `count` elements for an input with `dims`. The first variable dimension is derived from the others. With `is_batched`
+/// the shape starts with a batch dimension.
 pub fn fit_shape(dims: &[i64], is_batched: bool, count: usize) -> Vec<i64> {
     let fixed: i64 = dims.iter().filter(|&&size| size > 0).product();
     let mut rest = count as i64 / fixed.max(1);
@@ -21,7 +21,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn an_open_size_takes_what_the_others_leave() {
+    fn the_first_variable_dimension_is_derived_from_the_others() {
         assert_eq!(fit_shape(&[-1], true, 5), [1, 5]);
         assert_eq!(fit_shape(&[2, -1], false, 6), [2, 3]);
         assert_eq!(fit_shape(&[-1, -1], false, 6), [6, 1]);

@@ -1,4 +1,4 @@
-//! Named parts of POSIX shared memory, or of a GPU's memory, that clients register to pass tensors without sending them.
+//! Shared memory of clients: named regions of POSIX shared memory or GPU memory through which tensors are passed.
 
 mod devices;
 mod objects;
@@ -13,56 +13,56 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use bytes::Bytes;
 use serving::{ClientMemory, ClientSlice, CopyBudget, DataType, ErrorKind, InferError, InferRequest, Limit, Limits};
 
-pub use self::devices::{ClientDevices, DeviceMemory, query_devices};
+pub use self::devices::{ClientDevices, DeviceMemory, run_device_work};
 pub use self::objects::ClientObjects;
 use self::slice::{Slice, unusable};
 use crate::api::triton::output_request::{OutputRequest, RegionSlice};
 use crate::transport::budget::{Budget, Charge};
 
-/// Regions that may be registered at once.
-pub const MAX_REGIONS: usize = 4096;
+/// Default of the maximum registered regions.
+pub const DEFAULT_MAX_REGIONS: usize = 4096;
 
 /// A registered region.
 #[derive(Debug)]
 struct Region {
     byte_size: u64,
-    place: Place,
+    backing: Backing,
 }
 
-/// Where a region lies.
+/// The memory of a region.
 #[derive(Debug)]
-enum Place {
-    /// In the object `key`, from `offset` on.
+enum Backing {
+    /// A part of the shared-memory object `key`; `object` is its device and inode.
     System { key: String, offset: u64, file: Arc<File>, object: (u64, u64) },
-    /// On a GPU.
+    /// GPU memory.
     Cuda { device: u64, memory: Arc<dyn DeviceMemory> },
 }
 
-/// What status answers about a region of system memory.
+/// The status of a region of system memory.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct RegionStatus {
-    /// The client's name for it.
+    /// The name of the region.
     pub name: String,
     /// The name of the shared-memory object.
     pub key: String,
-    /// Where the region begins in the object.
+    /// Offset of the region in the object in bytes.
     pub offset: u64,
-    /// Its length.
+    /// Length in bytes.
     pub byte_size: u64,
 }
 
-/// What status answers about a region of device memory.
+/// The status of a region of device memory.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct CudaRegionStatus {
-    /// The client's name for it.
+    /// The name of the region.
     pub name: String,
     /// The GPU.
     pub device: u64,
-    /// Its length.
+    /// Length in bytes.
     pub byte_size: u64,
 }
 
-/// Which regions are meant. Their names are one name space.
+/// The kind of a region. Names are unique over both kinds.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum MemoryKind {
     /// POSIX shared memory.
@@ -73,7 +73,8 @@ pub enum MemoryKind {
 
 /// The regions of all clients.
 ///
-/// An object is read and written as the file it is on Linux, so a client that truncates it gets an error, without harm to others.
+/// Objects are accessed by `read` and `write` calls instead of mappings, so that a client that truncates an object causes an error
+/// and not a fault of the process.
 #[derive(Debug)]
 pub struct SharedMemory {
     is_allowed: bool,
@@ -85,11 +86,11 @@ pub struct SharedMemory {
     regions: Mutex<BTreeMap<String, Region>>,
 }
 
-/// Requests that are in flight pay for copies, as they do for bodies.
+/// Charges copies of shared memory to the budget of requests.
 #[derive(Debug)]
-struct OfRequests(Arc<Budget>);
+struct RequestCopyBudget(Arc<Budget>);
 
-impl CopyBudget for OfRequests {
+impl CopyBudget for RequestCopyBudget {
     fn hold(&self, count: u64) -> Result<Box<dyn Any + Send + Sync>, InferError> {
         let charge: Charge = self.0.charge();
         charge.add(usize::try_from(count).unwrap_or(usize::MAX))?;
@@ -98,18 +99,18 @@ impl CopyBudget for OfRequests {
 }
 
 impl SharedMemory {
-    /// No regions, of `objects` that are a client's.
+    /// An empty table. `objects` selects the objects that clients may register.
     pub fn new(is_allowed: bool, objects: ClientObjects) -> Self {
         let (limits, regions) = <(Limits, Mutex<_>)>::default();
-        Self { is_allowed, objects, max_regions: MAX_REGIONS, limits, budget: None, devices: None, regions }
+        Self { is_allowed, objects, max_regions: DEFAULT_MAX_REGIONS, limits, budget: None, devices: None, regions }
     }
 
-    /// The same with at most `max_regions`, each of which keeps a file open; with limits on names, and copies paid from `budget`.
-    pub fn within(self, max_regions: usize, limits: Limits, budget: &Arc<Budget>) -> Self {
-        Self { max_regions, limits, budget: Some(Arc::new(OfRequests(budget.clone()))), ..self }
+    /// Sets the maximum number of regions, each of which keeps a file open, the limits of names, and the budget of copies.
+    pub fn with_limits(self, max_regions: usize, limits: Limits, budget: &Arc<Budget>) -> Self {
+        Self { max_regions, limits, budget: Some(Arc::new(RequestCopyBudget(budget.clone()))), ..self }
     }
 
-    /// The same, with device memory through `devices`.
+    /// Sets the interface to device memory.
     pub fn with_devices(self, devices: Option<Arc<dyn ClientDevices>>) -> Self {
         Self { devices, ..self }
     }
@@ -118,51 +119,53 @@ impl SharedMemory {
         self.regions.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Registers a part of the object `key`.
+    /// Registers a part of the shared-memory object `key`.
     ///
     /// # Errors
-    /// When the name is taken, or the object cannot be opened or is too small.
+    /// When the name is in use, or the object cannot be opened or is too small.
     pub fn register(&self, name: &str, key: &str, offset: u64, byte_size: u64) -> Result<(), InferError> {
-        let mut regions = self.room_for(name)?;
+        let mut regions = self.lock_to_add(name)?;
         let (file, length, object) = self.objects.open(key, &self.limits)?;
         if byte_size == 0 || offset.checked_add(byte_size).is_none_or(|end| end > length) {
             return Err(InferError::invalid(format!("failed to register shared memory region '{name}': invalid args")));
         }
-        // Regions of one object keep one file open.
-        let same = regions.values().find_map(|region| match &region.place {
-            Place::System { file, object: known, .. } if *known == object => Some(file.clone()),
+        // Regions of one object share an open file.
+        let same = regions.values().find_map(|region| match &region.backing {
+            Backing::System { file, object: known, .. } if *known == object => Some(file.clone()),
             _ => None,
         });
-        let place = Place::System { key: key.to_owned(), offset, file: same.unwrap_or_else(|| file.into()), object };
-        regions.insert(name.to_owned(), Region { byte_size, place });
+        let backing =
+            Backing::System { key: key.to_owned(), offset, file: same.unwrap_or_else(|| file.into()), object };
+        regions.insert(name.to_owned(), Region { byte_size, backing });
         Ok(())
     }
 
-    /// Registers device memory that `handle` names.
+    /// Registers the device memory of `handle`, a `cudaIpcMemHandle_t`.
     ///
     /// # Errors
-    /// When the name is taken, or the memory cannot be opened or is too small.
+    /// When the name is in use, or the memory cannot be opened or is too small.
     pub fn register_cuda(&self, name: &str, handle: &[u8], device: i64, byte_size: u64) -> Result<(), InferError> {
-        drop(self.room_for(name)?);
-        let refused = |why: &str| {
+        drop(self.lock_to_add(name)?);
+        let invalid = |why: &str| {
             InferError::invalid(format!(
                 "failed to register shared memory region: invalid args: region '{name}': {why}"
             ))
         };
-        let handle = handle.try_into().map_err(|_| refused("a cudaIpcMemHandle_t has 64 bytes"))?;
-        let device = u64::try_from(device).map_err(|_| refused("a device's number is not negative"))?;
+        let handle = handle.try_into().map_err(|_| invalid("a cudaIpcMemHandle_t has 64 bytes"))?;
+        let device = u64::try_from(device).map_err(|_| invalid("a device's number is not negative"))?;
         if byte_size == 0 {
-            return Err(refused("it has no bytes"));
+            return Err(invalid("it has no bytes"));
         }
-        let devices = self.devices.as_ref().ok_or_else(|| refused("this server opens no device memory"))?;
-        // A driver may take long: it runs without the lock.
-        let memory = devices.open(handle, device, byte_size).map_err(|why| refused(&why))?;
-        self.room_for(name)?.insert(name.to_owned(), Region { byte_size, place: Place::Cuda { device, memory } });
+        let devices = self.devices.as_ref().ok_or_else(|| invalid("this server opens no device memory"))?;
+        // The driver may be slow and is called without the lock.
+        let memory = devices.open(handle, device, byte_size).map_err(|why| invalid(&why))?;
+        self.lock_to_add(name)?
+            .insert(name.to_owned(), Region { byte_size, backing: Backing::Cuda { device, memory } });
         Ok(())
     }
 
-    /// The regions, to which one may be added under that name.
-    fn room_for(&self, name: &str) -> Result<MutexGuard<'_, BTreeMap<String, Region>>, InferError> {
+    /// Locks the table after checking that a region can be added under `name`.
+    fn lock_to_add(&self, name: &str) -> Result<MutexGuard<'_, BTreeMap<String, Region>>, InferError> {
         if !self.is_allowed {
             return Err(InferError::new(
                 ErrorKind::Unsupported,
@@ -182,41 +185,41 @@ impl SharedMemory {
         Ok(regions)
     }
 
-    /// Forgets a region of that kind; an unknown one is no error. An empty name forgets all of them.
+    /// Removes a region of this kind, or all of them if `name` is empty. An unknown region is not an error.
     pub fn unregister(&self, kind: MemoryKind, name: &str) {
-        let is_meant =
-            |known: &String, region: &mut Region| region.place.kind() == kind && (name.is_empty() || known == name);
-        let gone: Vec<(String, Region)> = self.regions().extract_if(.., is_meant).collect();
-        drop(gone); // Not while others wait: it may end a device's context.
+        let is_selected =
+            |known: &String, region: &mut Region| region.backing.kind() == kind && (name.is_empty() || known == name);
+        let removed: Vec<(String, Region)> = self.regions().extract_if(.., is_selected).collect();
+        drop(removed); // After the lock is released, because this may destroy a device context.
     }
 
-    /// One region of system memory, or all when `name` is empty.
+    /// The status of a region of system memory, or of all if `name` is empty.
     ///
     /// # Errors
-    /// When there is no such region.
+    /// When the region does not exist.
     pub fn status(&self, name: &str) -> Result<Vec<RegionStatus>, InferError> {
-        let status = |known: &String, region: &Region| match &region.place {
-            Place::System { key, offset, .. } => Some(RegionStatus {
+        let status = |known: &String, region: &Region| match &region.backing {
+            Backing::System { key, offset, .. } => Some(RegionStatus {
                 name: known.clone(),
                 key: key.clone(),
                 offset: *offset,
                 byte_size: region.byte_size,
             }),
-            Place::Cuda { .. } => None,
+            Backing::Cuda { .. } => None,
         };
         self.statuses(name, "system", status)
     }
 
-    /// One region of device memory, or all when `name` is empty.
+    /// The status of a region of device memory, or of all if `name` is empty.
     ///
     /// # Errors
-    /// When there is no such region.
+    /// When the region does not exist.
     pub fn cuda_status(&self, name: &str) -> Result<Vec<CudaRegionStatus>, InferError> {
-        let status = |known: &String, region: &Region| match region.place {
-            Place::Cuda { device, .. } => {
+        let status = |known: &String, region: &Region| match region.backing {
+            Backing::Cuda { device, .. } => {
                 Some(CudaRegionStatus { name: known.clone(), device, byte_size: region.byte_size })
             }
-            Place::System { .. } => None,
+            Backing::System { .. } => None,
         };
         self.statuses(name, "cuda", status)
     }
@@ -231,7 +234,7 @@ impl SharedMemory {
         let chosen = regions.iter().filter(|(known, _)| name.is_empty() || *known == name);
         let found: Vec<S> = chosen.filter_map(|(known, region)| status(known, region)).collect();
         if found.is_empty() && !name.is_empty() {
-            let words = match regions.get(name).map(|region| region.place.kind()) {
+            let words = match regions.get(name).map(|region| region.backing.kind()) {
                 None => format!("Unable to find {kind} shared memory region: '{name}'"),
                 Some(MemoryKind::System) => {
                     format!("The region named '{name}' is registered as system shared memory, not CUDA shared memory")
@@ -245,52 +248,57 @@ impl SharedMemory {
         Ok(found)
     }
 
-    /// Checks that a slice lies inside its region.
+    /// Checks that a slice is inside its region.
     ///
     /// # Errors
-    /// When it does not, or there is no such region.
+    /// When it is not, or the region does not exist.
     pub fn check(&self, slice: &RegionSlice) -> Result<(), InferError> {
         self.slice(slice).map(drop)
     }
 
-    /// The bytes of an input, or none and a note in `places` where the model may read them. Strings are read, for their
-    /// lengths have to be checked, and so is device memory, which no model maps.
+    /// The data of an input, or no data and an entry in `client_memory`, from which the model reads it. Strings are read here because
+    /// their lengths must be checked, and device memory because models cannot map it.
     ///
     /// # Errors
-    /// When the slice is not in its region, or the object has shrunk.
+    /// When the slice is not in its region, or the object has been truncated.
     pub fn input(
         &self,
         slice: &RegionSlice,
         name: &str,
         datatype: DataType,
-        places: &mut ClientMemory,
+        client_memory: &mut ClientMemory,
     ) -> Result<Bytes, InferError> {
         match self.slice(slice)? {
-            Slice::System(place) if datatype != DataType::Bytes => {
-                places.inputs.push((name.to_owned(), place));
+            Slice::System(slice) if datatype != DataType::Bytes => {
+                client_memory.inputs.push((name.to_owned(), slice));
                 Ok(Bytes::new())
             }
-            place => place.read(),
+            slice => slice.read(),
         }
     }
 
-    /// Sets where the model puts outputs. Wrong places are found when the output is there.
+    /// Adds the destinations of outputs in system memory to the request. An invalid destination is reported when the output is
+    /// written.
     ///
     /// # Errors
-    /// When inputs that are in the way cannot be read.
-    pub fn place_outputs(&self, asks: &[OutputRequest], request: &mut InferRequest) -> Result<(), InferError> {
-        for (ask, region) in asks.iter().filter_map(|ask| Some((ask, ask.region.as_ref()?))) {
+    /// When an input that overlaps an output cannot be read.
+    pub fn set_output_destinations(
+        &self,
+        outputs: &[OutputRequest],
+        request: &mut InferRequest,
+    ) -> Result<(), InferError> {
+        for (output, region) in outputs.iter().filter_map(|output| Some((output, output.region.as_ref()?))) {
             if let Ok(Slice::System(slice)) = self.slice(region) {
-                request.client_memory.outputs.push((ask.name.clone(), slice));
+                request.client_memory.outputs.push((output.name.clone(), slice));
             }
         }
         request.fetch_overwritten_inputs()
     }
 
-    /// Writes an output into its slice.
+    /// Writes the data of an output into a slice.
     ///
     /// # Errors
-    /// When the slice is too small, not in its region, or the object has shrunk.
+    /// When the slice is too small or not in its region, or the object has been truncated.
     pub fn write(&self, slice: &RegionSlice, output: &str, data: &[u8]) -> Result<(), InferError> {
         if (slice.byte_size as usize) < data.len() {
             return Err(InferError::internal(format!(
@@ -300,21 +308,21 @@ impl SharedMemory {
                 data.len()
             )));
         }
-        let place = match self.slice(slice)? {
-            Slice::System(place) => place,
+        let target = match self.slice(slice)? {
+            Slice::System(target) => target,
             Slice::Cuda { memory, offset, .. } => {
                 return memory.write(offset, data).map_err(|why| unusable(&slice.region, &why));
             }
         };
-        let (file, at) = (&place.file, place.offset);
-        let length = file.metadata().map_err(|error| place.lost(&error))?.len();
-        if at + data.len() as u64 > length {
+        let (file, offset) = (&target.file, target.offset);
+        let length = file.metadata().map_err(|error| target.lost(&error))?.len();
+        if offset + data.len() as u64 > length {
             return Err(InferError::invalid(format!("shared memory of region '{}' has shrunk", slice.region)));
         }
-        file.write_all_at(data, at).map_err(|error| place.lost(&error))
+        file.write_all_at(data, offset).map_err(|error| target.lost(&error))
     }
 
-    /// The part of the region.
+    /// Resolves a slice.
     fn slice(&self, slice: &RegionSlice) -> Result<Slice, InferError> {
         let regions = self.regions();
         let name = &slice.region;
@@ -329,8 +337,8 @@ impl SharedMemory {
             return Err(InferError::invalid(format!("Invalid offset + byte size for shared memory region: '{name}'")));
         }
         let byte_size = slice.byte_size;
-        Ok(match &region.place {
-            Place::System { offset, file, object, .. } => Slice::System(ClientSlice {
+        Ok(match &region.backing {
+            Backing::System { offset, file, object, .. } => Slice::System(ClientSlice {
                 file: file.clone(),
                 object: *object,
                 offset: offset + slice.offset,
@@ -338,7 +346,7 @@ impl SharedMemory {
                 region: name.clone(),
                 budget: self.budget.clone(),
             }),
-            Place::Cuda { memory, .. } => Slice::Cuda {
+            Backing::Cuda { memory, .. } => Slice::Cuda {
                 memory: memory.clone(),
                 offset: slice.offset,
                 byte_size,
@@ -349,11 +357,11 @@ impl SharedMemory {
     }
 }
 
-impl Place {
+impl Backing {
     fn kind(&self) -> MemoryKind {
         match self {
-            Place::System { .. } => MemoryKind::System,
-            Place::Cuda { .. } => MemoryKind::Cuda,
+            Backing::System { .. } => MemoryKind::System,
+            Backing::Cuda { .. } => MemoryKind::Cuda,
         }
     }
 }

@@ -2,10 +2,10 @@
 
 use serving::{InferError, InferResponse, ResponseStream};
 
-/// The one response of a model that is not decoupled.
+/// Reads the single response of a model that is not decoupled.
 ///
 /// # Errors
-/// The model's own, or that it did not answer exactly once.
+/// When the model returns an error, no response, or several responses.
 pub async fn single_response(model: &str, mut responses: ResponseStream) -> Result<InferResponse, InferError> {
     let no_response = || broken_contract(model, "ended without a response");
     let response = responses.next_response().await.ok_or_else(no_response)??;
@@ -21,7 +21,7 @@ pub async fn single_response(model: &str, mut responses: ResponseStream) -> Resu
     Ok(response)
 }
 
-/// The model answered in a way that its kind cannot.
+/// The error of a model that violates the contract of its transaction policy.
 pub fn broken_contract(model: &str, what: &str) -> InferError {
     InferError::internal(format!("model '{model}' {what}"))
 }

@@ -2,12 +2,12 @@ use std::future::poll_fn;
 
 use super::*;
 
-/// A pace that every body keeps.
-pub const ANY_PACE: Pace = Pace { patience: Duration::from_secs(3600), min_rate: 0 };
+/// Limits that every body meets.
+pub const NO_PROGRESS_LIMITS: ProgressLimits = ProgressLimits { timeout: Duration::from_secs(3600), min_rate: 0 };
 
 #[test]
-fn what_is_given_back_can_be_held_again() {
-    let budget = Budget::new(100, ANY_PACE);
+fn released_bytes_can_be_charged_again() {
+    let budget = Budget::new(100, NO_PROGRESS_LIMITS);
     let (one, two) = (budget.charge(), budget.charge());
     one.add(60).unwrap();
     let error = two.add(50).unwrap_err();
@@ -15,7 +15,7 @@ fn what_is_given_back_can_be_held_again() {
     two.add(40).unwrap();
     let part = one.split();
     drop(one);
-    assert_eq!(budget.used(), 100, "the part holds what was held");
+    assert_eq!(budget.used(), 100, "the new charge holds the bytes");
     drop(part);
     assert_eq!(budget.used(), 40);
     two.add(60).unwrap();
@@ -26,45 +26,45 @@ fn what_is_given_back_can_be_held_again() {
     assert_eq!(budget.used(), 0);
 }
 
-fn watched(budget: &Arc<Budget>, num_bytes: usize) -> Watched {
+fn watched(budget: &Arc<Budget>, num_bytes: usize) -> WatchedBody {
     let now = Instant::now();
-    Watched::new(budget.clone(), Begun { since: now, last_data: now, num_bytes }, num_bytes)
+    WatchedBody::new(budget.clone(), ArrivalStart { since: now, last_data: now, num_bytes }, num_bytes)
 }
 
 #[tokio::test]
-async fn a_body_is_watched_once_it_has_been_waited_for() {
-    let budget = Budget::new(100, Pace { patience: Duration::from_millis(300), min_rate: 0 });
-    let (charge, mut waiting) = (budget.charge(), Waiting::default());
+async fn an_incomplete_body_is_watched_after_the_check_interval() {
+    let budget = Budget::new(100, ProgressLimits { timeout: Duration::from_millis(300), min_rate: 0 });
+    let (charge, mut waiting) = (budget.charge(), ArrivalWatch::default());
     let mut poll = || waiting.poll_late(&charge, &mut Context::from_waker(std::task::Waker::noop())).is_ready();
     assert!(!poll() && !poll() && budget.arrivals().is_empty());
-    tokio::time::sleep(budget.pace.first_look()).await;
+    tokio::time::sleep(budget.progress.check_interval()).await;
     assert!(!poll() && budget.arrivals().len() == 1);
-    tokio::time::sleep(budget.pace.patience).await;
-    assert!(poll(), "its silence counts from its beginning");
+    tokio::time::sleep(budget.progress.timeout).await;
+    assert!(poll(), "the time without data counts from the start");
     drop(waiting);
     assert!(budget.arrivals().is_empty());
 }
 
-async fn late(watched: &mut Watched) -> String {
+async fn late(watched: &mut WatchedBody) -> String {
     poll_fn(|context| watched.poll_late(context)).await.message
 }
 
-const PATIENCE: Duration = Duration::from_secs(1);
+const TIMEOUT: Duration = Duration::from_secs(1);
 
 #[tokio::test]
-async fn a_body_that_stops_or_trickles_is_late() {
-    let budget = Budget::new(100, Pace { patience: PATIENCE, min_rate: 100_000 });
+async fn a_body_that_stalls_or_trickles_is_late() {
+    let budget = Budget::new(100, ProgressLimits { timeout: TIMEOUT, min_rate: 100_000 });
     let watched = || watched(&budget, 5);
     let (mut silent, mut slow, mut steady) = (watched(), watched(), watched());
-    let trickle = async |watched: &mut Watched, count: usize| {
+    let trickle = async |watched: &mut WatchedBody, count: usize| {
         loop {
             tokio::select! {
                 words = late(watched) => break words,
-                () = tokio::time::sleep(PATIENCE / 20) => watched.came(count),
+                () = tokio::time::sleep(TIMEOUT / 20) => watched.received(count),
             }
         }
     };
-    let long = tokio::time::timeout(3 * PATIENCE, trickle(&mut steady, 1_000_000));
+    let long = tokio::time::timeout(3 * TIMEOUT, trickle(&mut steady, 1_000_000));
     let (silent, slow, steady) = tokio::join!(late(&mut silent), trickle(&mut slow, 10), long);
     assert_eq!(silent, "request body stopped for 1s before its end");
     assert!(slow.ends_with(" bytes in 1s, at least 100000 a second are expected (--min-body-rate)"), "{slow}");
@@ -72,18 +72,18 @@ async fn a_body_that_stops_or_trickles_is_late() {
 }
 
 #[tokio::test]
-async fn the_slowest_body_makes_room_when_it_has_had_its_time() {
-    let budget = Budget::new(100, Pace { patience: PATIENCE, min_rate: 0 });
+async fn the_slowest_body_is_dropped_after_the_timeout() {
+    let budget = Budget::new(100, ProgressLimits { timeout: TIMEOUT, min_rate: 0 });
     let (charge, other) = (budget.charge(), budget.charge());
     charge.add(90).unwrap();
     let (mut slow, mut fast) = (watched(&budget, 30), watched(&budget, 60));
     assert!(other.add(20).is_err());
-    assert!(!slow.arrival.is_dropped(), "it has time");
-    tokio::time::sleep(PATIENCE).await;
-    slow.came(0);
-    fast.came(0);
+    assert!(!slow.arrival.is_dropped(), "the timeout has not elapsed");
+    tokio::time::sleep(TIMEOUT).await;
+    slow.received(0);
+    fast.received(0);
     assert!(other.add(20).is_err());
-    assert!(other.add(20).is_err(), "the same room is asked for");
+    assert!(other.add(20).is_err(), "the dropped body still counts");
     assert!(late(&mut slow).await.contains("others wait for the memory"));
     assert!(!fast.arrival.is_dropped(), "the faster one goes on");
     drop((slow, fast));

@@ -1,4 +1,4 @@
-//! The calls of a connection, and which of them can go on.
+//! The calls of a connection, and the polling of those that were woken.
 
 use std::future::Future;
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -11,55 +11,55 @@ use serving::RateLimitedLog;
 use tokio::task::coop::has_budget_remaining;
 
 use super::connection_waker::ConnectionWaker;
-use crate::transport::connections::{Activity, Busy};
+use crate::transport::connections::{Activity, BusyGuard};
 
-static BROKEN_CALLS: RateLimitedLog = RateLimitedLog::new(8);
+static PANICS: RateLimitedLog = RateLimitedLog::new(8);
 
 /// One call on a connection.
 pub trait Call: Send {
-    /// Goes on as far as it can, and has whatever it waits for wake it.
-    fn proceed(&mut self, context: &mut Context<'_>) -> Progress;
+    /// Advances as far as possible, and registers the waker for whatever the call waits for.
+    fn advance(&mut self, context: &mut Context<'_>) -> Progress;
 
-    /// Passes to the connection what made it return [`Progress::Made`]. Ready when that was the call's end.
+    /// Passes the output to the connection after [`Progress::HasOutput`]. Ready if the call has then ended.
     fn send(&mut self) -> Poll<()> {
         Poll::Pending
     }
 }
 
-/// How far a call has come.
+/// The result of [`Call::advance`].
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Progress {
-    /// It waits.
-    Waits,
-    /// It has something to send.
-    Made,
-    /// It has ended.
+    /// The call waits for an event.
+    Pending,
+    /// The call has output to send.
+    HasOutput,
+    /// The call has ended.
     Ended,
 }
 
-/// A call that sends for itself.
+/// A future that sends its output itself.
 impl Call for Pin<Box<dyn Future<Output = ()> + Send>> {
-    fn proceed(&mut self, context: &mut Context<'_>) -> Progress {
+    fn advance(&mut self, context: &mut Context<'_>) -> Progress {
         match self.as_mut().poll(context) {
             Poll::Ready(()) => Progress::Ended,
-            Poll::Pending => Progress::Waits,
+            Poll::Pending => Progress::Pending,
         }
     }
 }
 
-/// All calls of a connection. The slot of a call that has ended is used again.
+/// All calls of a connection. Slots of calls that have ended are reused.
 pub struct Calls {
     activity: Arc<Activity>,
-    /// While there are calls.
-    busy: Option<Busy>,
+    /// Set while there are calls.
+    busy: Option<BusyGuard>,
     slots: Vec<CallSlot>,
     free: Vec<usize>,
-    /// One for each 64 slots.
+    /// One group per 64 slots.
     groups: Vec<Arc<Group>>,
     /// Slots of calls that were woken.
     woken: Vec<usize>,
-    /// Slots of calls that have something to send.
-    made: Vec<usize>,
+    /// Slots of calls that have output to send.
+    with_output: Vec<usize>,
 }
 
 struct CallSlot {
@@ -67,7 +67,7 @@ struct CallSlot {
     waker: Waker,
 }
 
-/// Which of 64 calls were woken, a bit each.
+/// The calls of 64 slots that were woken, one bit each.
 struct Group {
     woken: AtomicU64,
     connection_waker: Arc<ConnectionWaker>,
@@ -93,12 +93,12 @@ impl Wake for CallWaker {
 }
 
 impl Calls {
-    /// No calls yet; `activity` is notified when there are some.
+    /// An empty set; `activity` is busy while there are calls.
     pub fn new(activity: Arc<Activity>) -> Self {
-        Self { activity, busy: None, slots: vec![], free: vec![], groups: vec![], woken: vec![], made: vec![] }
+        Self { activity, busy: None, slots: vec![], free: vec![], groups: vec![], woken: vec![], with_output: vec![] }
     }
 
-    /// Adds a call, which wakes the connection whenever it can proceed, as it can now.
+    /// Adds a call. It is woken at once, and wakes the connection whenever it can advance.
     pub fn push(&mut self, call: Box<dyn Call>, connection_waker: &Arc<ConnectionWaker>) {
         self.busy.get_or_insert_with(|| self.activity.request());
         let index = self.free.pop().unwrap_or_else(|| self.add_slot(connection_waker));
@@ -108,11 +108,11 @@ impl Calls {
     }
 
     /// Whether there is no call.
-    pub fn are_none(&self) -> bool {
+    pub fn is_empty(&self) -> bool {
         self.busy.is_none()
     }
 
-    /// Has every call proceed.
+    /// Wakes every call.
     pub fn wake_all(&self) {
         self.slots.iter().filter(|slot| slot.call.is_some()).for_each(|slot| slot.waker.wake_by_ref());
     }
@@ -127,9 +127,9 @@ impl Calls {
         index
     }
 
-    /// Has all calls proceed that were woken, then those send that have made something: each of the two is more code than a
-    /// processor's first cache holds together with the other. Whether there were any.
-    pub fn proceed(&mut self) -> bool {
+    /// Advances all calls that were woken, then sends the output of those that have some. The two passes are separate because the
+    /// code of both does not fit into the instruction cache together. Returns whether calls were woken and the task may go on.
+    pub fn advance(&mut self) -> bool {
         let mut woken = std::mem::take(&mut self.woken);
         for (group, slots) in self.groups.iter().zip((0..).step_by(64)) {
             if group.woken.load(Acquire) == 0 {
@@ -146,29 +146,29 @@ impl Calls {
             return false;
         }
         for &index in &woken {
-            self.settle(index, |call, waker| call.proceed(&mut Context::from_waker(waker)));
+            self.run(index, |call, waker| call.advance(&mut Context::from_waker(waker)));
         }
-        let mut made = std::mem::take(&mut self.made);
-        let send = |call: &mut Box<dyn Call>| if call.send().is_ready() { Progress::Ended } else { Progress::Waits };
-        made.drain(..).for_each(|index| self.settle(index, |call, _| send(call)));
-        self.made = made;
+        let mut with_output = std::mem::take(&mut self.with_output);
+        let send = |call: &mut Box<dyn Call>| if call.send().is_ready() { Progress::Ended } else { Progress::Pending };
+        with_output.drain(..).for_each(|index| self.run(index, |call, _| send(call)));
+        self.with_output = with_output;
         woken.clear();
         self.woken = woken;
-        has_budget_remaining() // Without budget calls wake themselves, and find nothing.
+        has_budget_remaining() // Without a budget, calls wake themselves and make no progress.
     }
 
-    /// Does what there is to do for a call, and with what comes of it. One that panics takes no other with it.
-    fn settle(&mut self, index: usize, act: impl FnOnce(&mut Box<dyn Call>, &Waker) -> Progress) {
+    /// Runs `act` for a call and handles its result. A panic ends this call alone.
+    fn run(&mut self, index: usize, act: impl FnOnce(&mut Box<dyn Call>, &Waker) -> Progress) {
         let CallSlot { call: slot, waker } = &mut self.slots[index];
-        let Some(call) = slot else { return }; // It was woken after its end.
+        let Some(call) = slot else { return }; // The call was woken after its end.
         let progress = catch_unwind(AssertUnwindSafe(|| act(call, waker)));
         match progress {
-            Ok(Progress::Waits) => {}
-            Ok(Progress::Made) => self.made.push(index),
+            Ok(Progress::Pending) => {}
+            Ok(Progress::HasOutput) => self.with_output.push(index),
             Ok(Progress::Ended) => self.remove(index),
             Err(_) => {
-                if let Some(suppressed) = BROKEN_CALLS.allow() {
-                    tracing::error!("a call broke off{suppressed}");
+                if let Some(suppressed) = PANICS.allow() {
+                    tracing::error!("a call panicked{suppressed}");
                 }
                 self.remove(index);
             }

@@ -1,4 +1,4 @@
-//! What wakes a connection.
+//! The waker of a connection.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering::SeqCst};
@@ -6,38 +6,38 @@ use std::task::Wake;
 
 use futures::task::AtomicWaker;
 
-/// Wakes the task of a connection, unless that is at work and checks by itself.
+/// Wakes the task of a connection, unless the task is running and will check by itself.
 #[derive(Default)]
 pub struct ConnectionWaker {
     pub task: AtomicWaker,
     is_woken: AtomicBool,
-    is_at_work: AtomicBool,
+    is_running: AtomicBool,
 }
 
 impl ConnectionWaker {
-    /// Notes that there is something to do, and wakes the task unless it is at work.
+    /// Sets the wake-up flag, and wakes the task unless it is running.
     pub fn wake_connection(&self) {
         self.is_woken.store(true, SeqCst);
-        if !self.is_at_work.load(SeqCst) {
+        if !self.is_running.load(SeqCst) {
             self.task.wake();
         }
     }
 
-    /// Begins a round, which sees everything that woke it until now.
+    /// Begins a round of polling, which handles all earlier wake-ups.
     pub fn begin(&self) {
-        self.is_at_work.store(true, SeqCst);
+        self.is_running.store(true, SeqCst);
         self.is_woken.store(false, SeqCst);
     }
 
-    /// Ends the work; whether nothing woke it since the round began.
-    pub fn end_round(&self) -> bool {
-        self.is_at_work.store(false, SeqCst);
+    /// Ends polling. Returns whether there was no wake-up since the round began.
+    pub fn finish_round(&self) -> bool {
+        self.is_running.store(false, SeqCst);
         !self.is_woken.load(SeqCst)
     }
 
-    /// Ends the work; the task wakes itself.
+    /// Ends polling; the caller wakes the task.
     pub fn end(&self) {
-        self.is_at_work.store(false, SeqCst);
+        self.is_running.store(false, SeqCst);
     }
 }
 

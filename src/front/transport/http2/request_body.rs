@@ -7,16 +7,16 @@ use bytes::Bytes;
 use h2::{Reason, RecvStream};
 use hyper::body::{Body, Frame};
 
-/// What a client sends on a stream, then its trailers. Its window opens again by what was read.
+/// The data and trailers of a stream. Reading data releases its flow-control capacity.
 pub struct RequestBody {
     stream: RecvStream,
-    is_data_over: bool,
+    has_all_data: bool,
 }
 
 impl RequestBody {
-    /// What comes on `stream`.
+    /// The body on `stream`.
     pub fn new(stream: RecvStream) -> Self {
-        Self { stream, is_data_over: false }
+        Self { stream, has_all_data: false }
     }
 }
 
@@ -28,19 +28,19 @@ impl Body for RequestBody {
         mut self: Pin<&mut Self>,
         context: &mut Context<'_>,
     ) -> Poll<Option<Result<Frame<Bytes>, h2::Error>>> {
-        if !self.is_data_over {
+        if !self.has_all_data {
             match ready!(self.stream.poll_data(context)) {
                 Some(Ok(data)) => {
-                    let _ = self.stream.flow_control().release_capacity(data.len()); // It was just given.
+                    let _ = self.stream.flow_control().release_capacity(data.len()); // Fails only beyond the received bytes.
                     return Poll::Ready(Some(Ok(Frame::data(data))));
                 }
-                Some(Err(error)) => return Poll::Ready(unless_early(error)),
-                None => self.is_data_over = true,
+                Some(Err(error)) => return Poll::Ready(stream_error(error)),
+                None => self.has_all_data = true,
             }
         }
         Poll::Ready(match ready!(self.stream.poll_trailers(context)) {
             Ok(trailers) => trailers.map(|trailers| Ok(Frame::trailers(trailers))),
-            Err(error) => unless_early(error),
+            Err(error) => stream_error(error),
         })
     }
 
@@ -49,7 +49,7 @@ impl Body for RequestBody {
     }
 }
 
-/// A client that has its answer may leave the rest of its request away (RFC 9113, 8.1).
-fn unless_early(error: h2::Error) -> Option<Result<Frame<Bytes>, h2::Error>> {
+/// `None` for a reset without an error: a client that has the response may omit the rest of the request (RFC 9113, 8.1).
+fn stream_error(error: h2::Error) -> Option<Result<Frame<Bytes>, h2::Error>> {
     (error.reason() != Some(Reason::NO_ERROR)).then_some(Err(error))
 }

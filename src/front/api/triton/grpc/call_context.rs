@@ -4,11 +4,11 @@ use std::sync::Arc;
 
 use serving::SpanContext;
 
-/// What the requests of a call take along.
+/// Headers and trace context that apply to all requests of a call.
 #[derive(Debug, Clone)]
-pub struct Forwarded {
-    /// Headers that models see.
+pub struct CallContext {
+    /// Headers that are passed to models as parameters.
     pub headers: Arc<[(String, String)]>,
-    /// The client's span that they belong to.
-    pub context: Option<SpanContext>,
+    /// The client's trace context.
+    pub span: Option<SpanContext>,
 }

@@ -1,4 +1,4 @@
-//! Messages of gRPC calls: prost's codec, with Triton's words for bytes that are none.
+//! The codec of gRPC messages: prost's, with Triton's message for undecodable bytes.
 
 use bytes::Buf as _;
 use prost::Message;
@@ -8,25 +8,25 @@ use tonic_prost::ProstCodec;
 
 use crate::transport::large_work::block_in_place_if_large;
 
-/// The codec of the inference service: answers `Answer`, asks `Ask`.
+/// The codec of the inference service.
 #[derive(Debug)]
-pub struct MessageCodec<Answer, Ask>(ProstCodec<Answer, Ask>);
+pub struct MessageCodec<Response, Request>(ProstCodec<Response, Request>);
 
-impl<Answer, Ask> Default for MessageCodec<Answer, Ask> {
+impl<Response, Request> Default for MessageCodec<Response, Request> {
     fn default() -> Self {
         Self(ProstCodec::default())
     }
 }
 
-impl<Answer, Ask> Codec for MessageCodec<Answer, Ask>
+impl<Response, Request> Codec for MessageCodec<Response, Request>
 where
-    Answer: Message + Send + 'static,
-    Ask: Message + Default + Send + 'static,
+    Response: Message + Send + 'static,
+    Request: Message + Default + Send + 'static,
 {
-    type Encode = Answer;
-    type Decode = Ask;
-    type Encoder = <ProstCodec<Answer, Ask> as Codec>::Encoder;
-    type Decoder = MessageDecoder<<ProstCodec<Answer, Ask> as Codec>::Decoder>;
+    type Encode = Response;
+    type Decode = Request;
+    type Encoder = <ProstCodec<Response, Request> as Codec>::Encoder;
+    type Decoder = MessageDecoder<<ProstCodec<Response, Request> as Codec>::Decoder>;
 
     fn encoder(&mut self) -> Self::Encoder {
         self.0.encoder()
@@ -37,7 +37,7 @@ where
     }
 }
 
-/// A decoder whose errors begin as Triton's do.
+/// A decoder whose errors start with Triton's prefix.
 #[derive(Debug)]
 pub struct MessageDecoder<Inner>(Inner);
 

@@ -1,6 +1,6 @@
-//! `grpc.health.v1.Health`: asked of the models at every call, never of a flag that someone forgot to set.
+//! `grpc.health.v1.Health`, from the current state of the models.
 //!
-//! Every service has the server's status, whatever name a probe gives it, as in Triton.
+//! As in Triton, every service name has the server's status.
 
 use std::pin::Pin;
 use std::sync::Arc;
@@ -13,7 +13,7 @@ use tonic_health::pb::{HealthCheckRequest, HealthCheckResponse, health_server};
 
 use crate::state::State;
 
-/// How often a watch looks.
+/// The interval at which a watch checks the status.
 const WATCH_INTERVAL: Duration = Duration::from_secs(1);
 
 /// The health service.

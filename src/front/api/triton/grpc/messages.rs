@@ -1,4 +1,4 @@
-//! The messages of a gRPC call, whole: what has come of one is kept as it comes, whatever length it was announced with.
+//! Reassembles the messages of a gRPC call. Memory is allocated as bytes arrive, not for the announced length.
 
 use std::pin::Pin;
 use std::sync::Arc;
@@ -13,20 +13,20 @@ use crate::api::status::grpc_status;
 use crate::api::triton::grpc::paths;
 use crate::api::triton::grpc::scan::{Kind, ScanError, scan};
 use crate::state::State;
-use crate::transport::budget::{Charge, Waiting};
-use crate::transport::content_coding::{Coding, Unreadable};
+use crate::transport::budget::{ArrivalWatch, Charge};
+use crate::transport::content_coding::{Coding, DecodeError};
 use crate::transport::large_work::block_in_place_if_large;
 
-/// Largest message of calls that take a few names and settings.
+/// Maximum message of calls that take a few names and settings.
 pub const SMALL_MESSAGE_BYTES: usize = 64 << 10;
-/// The flag and the length before a message.
+/// Compression flag and length before a message.
 const PREFIX_BYTES: usize = 5;
-/// What is reserved for a message of which little has come.
+/// The first allocation for a message.
 const FIRST_BYTES: usize = 64 << 10;
-/// What a message may become beside its own bytes before that is charged: less than any request takes.
+/// Decoded messages that take no more than this in addition to their bytes are not charged for it.
 const UNCHARGED_BYTES: usize = 4 << 10;
 
-/// What the call at `path` takes.
+/// The kind of messages of the call at `path`.
 pub fn kind_of(path: &str) -> Kind {
     match path {
         paths::MODEL_INFER | paths::MODEL_STREAM_INFER => Kind::Infer,
@@ -35,8 +35,8 @@ pub fn kind_of(path: &str) -> Kind {
     }
 }
 
-/// Whether the call at `path` may be open without a message on its way.
-fn may_rest(path: &str) -> bool {
+/// Whether the call at `path` may stay open without a message in progress.
+fn may_be_idle(path: &str) -> bool {
     path == paths::MODEL_STREAM_INFER || path.ends_with("/ServerReflectionInfo")
 }
 
@@ -46,56 +46,56 @@ pub struct Messages<B> {
     body: B,
     kind: Kind,
     limit: usize,
-    /// How messages that say so are packed.
+    /// The coding of messages with the compression flag.
     coding: Option<Coding>,
-    may_rest: bool,
-    /// What came and was not looked at.
-    came: Bytes,
+    may_be_idle: bool,
+    /// Received bytes that were not processed.
+    unread: Bytes,
     prefix: [u8; PREFIX_BYTES],
     prefix_len: usize,
-    /// The message that arrives, once its prefix has.
-    message: Option<Arriving>,
-    /// Pays for what has come.
+    /// The incomplete message after its prefix.
+    message: Option<PartialMessage>,
+    /// The charge of the received bytes.
     charge: Charge,
-    waiting: Waiting,
+    watch: ArrivalWatch,
     is_over: bool,
 }
 
-/// What is said of bytes that are no message.
+/// The status of a message that cannot be decoded.
 pub fn not_decoded(why: &str) -> Status {
     Status::internal(format!("Unable to parse request: {why}"))
 }
 
-/// A message that arrives.
-struct Arriving {
-    is_packed: bool,
+/// An incomplete message.
+struct PartialMessage {
+    is_compressed: bool,
     len: usize,
     bytes: Vec<u8>,
 }
 
-/// Takes what belongs to a message of `len` bytes, of which `bytes` are there, from what `came`. No more is reserved than twice
-/// what came.
-fn take(bytes: &mut Vec<u8>, len: usize, came: &mut Bytes) {
-    let count = came.len().min(len - bytes.len());
+/// Moves bytes from `unread` to the incomplete message `bytes` of length `len`. The allocation is at most twice the received bytes,
+/// or [`FIRST_BYTES`].
+fn take(bytes: &mut Vec<u8>, len: usize, unread: &mut Bytes) {
+    let count = unread.len().min(len - bytes.len());
     let needed = bytes.len() + count;
     if needed > bytes.capacity() {
         let capacity = (2 * needed).max(FIRST_BYTES).min(len);
         bytes.reserve_exact(capacity - bytes.len());
     }
-    bytes.extend_from_slice(&came[..count]);
-    came.advance(count);
+    bytes.extend_from_slice(&unread[..count]);
+    unread.advance(count);
 }
 
-/// A message as it was sent, unpacked, and what pays for it and for what it becomes.
+/// A decompressed message and its charge.
 pub struct Message {
-    /// Without its prefix.
+    /// The message without its prefix.
     pub bytes: Bytes,
-    /// Held until the request is answered.
+    /// The charge of the message and its decoded form, until the request is answered.
     pub charge: Charge,
 }
 
 impl<B: Body<Data = Bytes, Error = h2::Error> + Unpin> Messages<B> {
-    /// The messages of the call at `path`, packed in `coding` where they say so.
+    /// The messages of the call at `path`; those with the compression flag are in `coding`.
     pub fn new(state: Arc<State>, path: &str, coding: Option<Coding>, body: B) -> Self {
         let kind = kind_of(path);
         let limit = match kind {
@@ -108,50 +108,50 @@ impl<B: Body<Data = Bytes, Error = h2::Error> + Unpin> Messages<B> {
             kind,
             limit,
             coding,
-            may_rest: may_rest(path),
-            came: Bytes::new(),
+            may_be_idle: may_be_idle(path),
+            unread: Bytes::new(),
             prefix: [0; PREFIX_BYTES],
             prefix_len: 0,
             message: None,
-            waiting: Waiting::Not,
+            watch: ArrivalWatch::Idle,
             is_over: false,
             state,
         }
     }
 
-    /// The next message, where all of it has come.
-    fn next_whole(&mut self) -> Result<Option<Message>, Status> {
+    /// The next message if it is complete.
+    fn next_complete(&mut self) -> Result<Option<Message>, Status> {
         if self.message.is_none() {
-            let count = self.came.len().min(PREFIX_BYTES - self.prefix_len);
-            self.prefix[self.prefix_len..][..count].copy_from_slice(&self.came[..count]);
-            self.came.advance(count);
+            let count = self.unread.len().min(PREFIX_BYTES - self.prefix_len);
+            self.prefix[self.prefix_len..][..count].copy_from_slice(&self.unread[..count]);
+            self.unread.advance(count);
             self.prefix_len += count;
             if self.prefix_len < PREFIX_BYTES {
                 return Ok(None);
             }
             self.message = Some(self.begin()?);
         }
-        let Some(Arriving { is_packed, len, mut bytes }) = self.message.take() else { return Ok(None) };
-        let bytes = if bytes.is_empty() && self.came.len() >= len {
-            self.came.split_to(len) // Most messages arrive whole and are not copied.
+        let Some(PartialMessage { is_compressed, len, mut bytes }) = self.message.take() else { return Ok(None) };
+        let bytes = if bytes.is_empty() && self.unread.len() >= len {
+            self.unread.split_to(len) // Most messages arrive in one frame and are not copied.
         } else {
-            take(&mut bytes, len, &mut self.came);
+            take(&mut bytes, len, &mut self.unread);
             if bytes.len() < len {
-                self.message = Some(Arriving { is_packed, len, bytes });
+                self.message = Some(PartialMessage { is_compressed, len, bytes });
                 return Ok(None);
             }
             bytes.into()
         };
         self.prefix_len = 0;
-        self.waiting = Waiting::Not;
+        self.watch = ArrivalWatch::Idle;
         let charge = self.charge.split_off(PREFIX_BYTES + len);
-        let bytes = block_in_place_if_large(len, || self.finish(is_packed, bytes, &charge))?;
+        let bytes = block_in_place_if_large(len, || self.finish(is_compressed, bytes, &charge))?;
         Ok(Some(Message { bytes, charge }))
     }
 
-    fn begin(&self) -> Result<Arriving, Status> {
+    fn begin(&self) -> Result<PartialMessage, Status> {
         let [flag, len @ ..] = self.prefix;
-        let is_packed = match flag {
+        let is_compressed = match flag {
             0 => false,
             1 if self.coding.is_some() => true,
             1 => {
@@ -172,24 +172,24 @@ impl<B: Body<Data = Bytes, Error = h2::Error> + Unpin> Messages<B> {
                 "Error, decoded message length too large: found {len} bytes, the limit is: {limit} bytes"
             )));
         }
-        Ok(Arriving { is_packed, len, bytes: Vec::new() })
+        Ok(PartialMessage { is_compressed, len, bytes: Vec::new() })
     }
 
-    /// Unpacks a message, compares what it contains with the limits, and charges for what it becomes.
-    fn finish(&self, is_packed: bool, bytes: Bytes, charge: &Charge) -> Result<Bytes, Status> {
-        let coding = self.coding.filter(|_| is_packed);
+    /// Decompresses a message, checks its content against the limits, and charges its decoded form.
+    fn finish(&self, is_compressed: bool, bytes: Bytes, charge: &Charge) -> Result<Bytes, Status> {
+        let coding = self.coding.filter(|_| is_compressed);
         let bytes = match coding {
-            // A few bytes can unpack to gigabytes, so what is packed has the smaller bound of HTTP.
+            // A few bytes can decompress to gigabytes, therefore the smaller limit of HTTP applies.
             Some(coding) => {
                 let limit = self.limit.min(self.state.config.max_http_body_bytes);
                 coding.decode(&bytes, limit, charge).map_err(|why| match why {
-                    Unreadable::NotPacked(_, error) => {
+                    DecodeError::Malformed(_, error) => {
                         Status::internal(format!("Error decompressing: {error}, while sending request"))
                     }
-                    Unreadable::TooLarge(limit) => Status::resource_exhausted(format!(
+                    DecodeError::TooLarge(limit) => Status::resource_exhausted(format!(
                         "Error decompressing: size limit, of {limit} bytes, exceeded while decompressing message"
                     )),
-                    Unreadable::NoRoom(error) => grpc_status(error),
+                    DecodeError::OverBudget(error) => grpc_status(error),
                 })?
             }
             None => bytes,
@@ -204,20 +204,20 @@ impl<B: Body<Data = Bytes, Error = h2::Error> + Unpin> Messages<B> {
         Ok(bytes)
     }
 
-    /// Nothing has come: an error where something should have.
+    /// Without new data: ready with the error of a message that is overdue.
     fn poll_late(&mut self, context: &mut Context<'_>) -> Poll<Status> {
-        if self.may_rest && self.prefix_len == 0 {
+        if self.may_be_idle && self.prefix_len == 0 {
             return Poll::Pending;
         }
-        if self.may_rest {
-            self.waiting.watch(&self.charge); // A stream of requests is polled only when it has woken its call.
+        if self.may_be_idle {
+            self.watch.watch(&self.charge); // A stream is polled only after a wake-up.
         }
-        self.waiting.poll_late(&self.charge, context).map(grpc_status)
+        self.watch.poll_late(&self.charge, context).map(grpc_status)
     }
 
     fn poll_message(&mut self, context: &mut Context<'_>) -> Poll<Option<Result<Message, Status>>> {
         loop {
-            match self.next_whole() {
+            match self.next_complete() {
                 Ok(None) => {}
                 Ok(Some(message)) => return Poll::Ready(Some(Ok(message))),
                 Err(status) => return Poll::Ready(Some(Err(status))),
@@ -226,7 +226,7 @@ impl<B: Body<Data = Bytes, Error = h2::Error> + Unpin> Messages<B> {
                 Poll::Ready(Some(Ok(frame))) => frame,
                 Poll::Ready(Some(Err(error))) => {
                     let status = Status::from_error(Box::new(error));
-                    // A client that takes its call back sends no more.
+                    // A cancelled call has no further messages.
                     return Poll::Ready((status.code() != Code::Cancelled).then_some(Err(status)));
                 }
                 Poll::Ready(None) if self.prefix_len > 0 => {
@@ -239,8 +239,8 @@ impl<B: Body<Data = Bytes, Error = h2::Error> + Unpin> Messages<B> {
             if let Err(error) = self.charge.add(data.len()) {
                 return Poll::Ready(Some(Err(grpc_status(error))));
             }
-            self.waiting.came(data.len());
-            self.came = data;
+            self.watch.received(data.len());
+            self.unread = data;
         }
     }
 }
@@ -255,34 +255,34 @@ impl<B: Body<Data = Bytes, Error = h2::Error> + Unpin> Stream for Messages<B> {
         let message = ready!(self.poll_message(context));
         if !matches!(message, Some(Ok(_))) {
             self.is_over = true;
-            self.came = Bytes::new();
+            self.unread = Bytes::new();
             self.message = None;
-            self.waiting = Waiting::Not;
+            self.watch = ArrivalWatch::Idle;
             drop(self.charge.split());
         }
         Poll::Ready(message)
     }
 }
 
-/// The body of a call for `tonic`, which reserves what a prefix announces: it sees a prefix when its message is there.
-pub struct Whole<B> {
+/// The body of a call for `tonic`, which allocates the announced length. Therefore it contains complete messages only.
+pub struct CompleteMessages<B> {
     messages: Messages<B>,
-    /// What follows the prefix that was given last.
+    /// The message after a prefix that was returned alone.
     rest: Option<Bytes>,
-    held: Arc<Charge>,
+    charge: Arc<Charge>,
 }
 
-/// Messages up to this size are copied behind their prefix, which costs less than a piece of their own.
+/// Messages up to this size are copied behind their prefix, which is faster than a frame of their own.
 const JOINED_BYTES: usize = 4 << 10;
 
-impl<B: Body<Data = Bytes, Error = h2::Error> + Unpin> Whole<B> {
-    /// The body of `messages`, which `held` pays for.
-    pub fn new(messages: Messages<B>, held: Arc<Charge>) -> Self {
-        Self { messages, rest: None, held }
+impl<B: Body<Data = Bytes, Error = h2::Error> + Unpin> CompleteMessages<B> {
+    /// The body of `messages`, whose charges are added to `charge`.
+    pub fn new(messages: Messages<B>, charge: Arc<Charge>) -> Self {
+        Self { messages, rest: None, charge }
     }
 }
 
-impl<B: Body<Data = Bytes, Error = h2::Error> + Unpin> Body for Whole<B> {
+impl<B: Body<Data = Bytes, Error = h2::Error> + Unpin> Body for CompleteMessages<B> {
     type Data = Bytes;
     type Error = Status;
 
@@ -295,8 +295,8 @@ impl<B: Body<Data = Bytes, Error = h2::Error> + Unpin> Body for Whole<B> {
             None => return Poll::Ready(None),
             Some(message) => message?,
         };
-        this.held.join(charge);
-        let len = u32::try_from(bytes.len()).expect("no message is longer than its limit");
+        this.charge.join(charge);
+        let len = u32::try_from(bytes.len()).expect("messages are limited to 2 GiB");
         let is_joined = bytes.len() <= JOINED_BYTES;
         let mut part = Vec::with_capacity(PREFIX_BYTES + if is_joined { bytes.len() } else { 0 });
         part.push(0);

@@ -22,13 +22,13 @@ use serving::{ErrorKind, InferError, Limit};
 use tonic::{Request, Response, Status, Streaming};
 
 use crate::api::status::grpc_status;
-use crate::api::triton::grpc::call_context::Forwarded;
+use crate::api::triton::grpc::call_context::CallContext;
 use crate::api::triton::grpc::proto::grpc_inference_service_server::GrpcInferenceService;
 use crate::api::triton::grpc::proto::*;
 use crate::api::triton::grpc::response::InferReply;
 use crate::api::triton::grpc::stream_infer::InferStream;
 use crate::api::triton::header_parameters::forward;
-use crate::api::triton::shared_memory::{MemoryKind, query_devices};
+use crate::api::triton::shared_memory::{MemoryKind, run_device_work};
 use crate::api::triton::single_response::single_response;
 use crate::state::State;
 use crate::telemetry::log_settings::LogValue;
@@ -46,12 +46,12 @@ impl KserveGrpc {
         Self { state }
     }
 
-    /// `num_bytes`: what the message takes.
+    /// `num_bytes`: the decoded size of the message.
     async fn infer(
         &self,
         message: ModelInferRequest,
         num_bytes: usize,
-        forwarded: Option<Forwarded>,
+        call: Option<CallContext>,
     ) -> Result<InferReply, InferError> {
         if self.state.server.is_decoupled(&message.model_name, &message.model_version)? {
             return Err(InferError::new(
@@ -60,20 +60,20 @@ impl KserveGrpc {
             ));
         }
         let read = || request::read(message, &self.state.memory, &self.state.declared_datatype());
-        let asked = block_in_place_in_turn(num_bytes, read).await?;
-        let mut request = asked.request;
-        let context = forwarded.as_ref().and_then(|forwarded| forwarded.context);
-        if let Some(Forwarded { headers, .. }) = forwarded {
+        let parsed = block_in_place_in_turn(num_bytes, read).await?;
+        let mut request = parsed.request;
+        let span = call.as_ref().and_then(|call| call.span);
+        if let Some(CallContext { headers, .. }) = call {
             forward(&mut request, &headers);
         }
-        let trace = self.state.sample_trace(&request.model_name, context);
+        let trace = self.state.sample_trace(&request.model_name, span);
         trace.iter().for_each(|trace| trace.mark("GRPC_WAITREAD_END"));
         request.trace = trace.clone();
         let model = request.model_name.clone();
         let responses = block_in_place_in_turn(num_bytes, || self.state.server.infer(request)).await?;
         let response = single_response(&model, responses).await?;
         trace.iter().for_each(|trace| trace.mark("GRPC_SEND_START"));
-        let response = self.state.deliver(&asked.outputs, response)?;
+        let response = self.state.deliver(&parsed.outputs, response)?;
         Ok(InferReply { response, final_response: None })
     }
 }
@@ -89,10 +89,10 @@ impl GrpcInferenceService for KserveGrpc {
     }
 
     async fn model_infer(&self, request: Request<ModelInferRequest>) -> Result<Response<InferReply>, Status> {
-        // Held until the request is answered.
+        // The charge is kept until the request is answered.
         let charge = charge_of(&request, &self.state);
-        let forwarded = request.extensions().get().cloned();
-        let answer = self.infer(request.into_inner(), charge.held(), forwarded).await;
+        let call = request.extensions().get().cloned();
+        let answer = self.infer(request.into_inner(), charge.held(), call).await;
         answer.map(Response::new).map_err(grpc_status)
     }
 
@@ -103,10 +103,10 @@ impl GrpcInferenceService for KserveGrpc {
         request: Request<Streaming<ModelInferRequest>>,
     ) -> Result<Response<InferStream>, Status> {
         let ends_on_error = request.metadata().get("triton_grpc_error").is_some_and(|value| value == "true");
-        let forwarded = request.extensions().get().cloned();
+        let call = request.extensions().get().cloned();
         let charge = charge_of(&request, &self.state);
         let requests = request.into_inner().map(move |message| Ok((message?, charge.split()))).boxed();
-        Ok(Response::new(InferStream::new(self.state.clone(), requests, ends_on_error, forwarded)))
+        Ok(Response::new(InferStream::new(self.state.clone(), requests, ends_on_error, call)))
     }
 
     async fn model_ready(&self, request: Request<ModelReadyRequest>) -> Result<Response<ModelReadyResponse>, Status> {
@@ -165,7 +165,7 @@ impl GrpcInferenceService for KserveGrpc {
     ) -> Result<Response<CudaSharedMemoryRegisterResponse>, Status> {
         let CudaSharedMemoryRegisterRequest { name, raw_handle, device_id, byte_size } = request.into_inner();
         let state = self.state.clone();
-        query_devices(move || state.memory.register_cuda(&name, &raw_handle, device_id, byte_size))
+        run_device_work(move || state.memory.register_cuda(&name, &raw_handle, device_id, byte_size))
             .await
             .map(|()| Response::new(CudaSharedMemoryRegisterResponse {}))
             .map_err(grpc_status)
@@ -180,7 +180,7 @@ impl GrpcInferenceService for KserveGrpc {
             state.memory.unregister(MemoryKind::Cuda, &name);
             Ok(())
         };
-        query_devices(unregister)
+        run_device_work(unregister)
             .await
             .map(|()| Response::new(CudaSharedMemoryUnregisterResponse {}))
             .map_err(grpc_status)
@@ -207,16 +207,16 @@ impl GrpcInferenceService for KserveGrpc {
         &self,
         request: Request<LogSettingsRequest>,
     ) -> Result<Response<LogSettingsResponse>, Status> {
-        use log_settings_request::setting_value::ParameterChoice as ParsedRequest;
+        use log_settings_request::setting_value::ParameterChoice as RequestChoice;
         use log_settings_response::{SettingValue, setting_value::ParameterChoice};
         let settings = request.into_inner().settings;
         self.state.server.limits().check(Limit::Parameters, settings.len()).map_err(grpc_status)?;
         let settings = settings.into_iter().map(|(key, setting)| {
             let value = match setting.parameter_choice {
-                Some(ParsedRequest::BoolParam(value)) => LogValue::Bool(value),
-                Some(ParsedRequest::Uint32Param(value)) => LogValue::Uint(value),
-                Some(ParsedRequest::StringParam(value)) => LogValue::String(value),
-                // Nothing is of the wrong type for every setting.
+                Some(RequestChoice::BoolParam(value)) => LogValue::Bool(value),
+                Some(RequestChoice::Uint32Param(value)) => LogValue::Uint(value),
+                Some(RequestChoice::StringParam(value)) => LogValue::String(value),
+                // An absent value becomes a value of the wrong type, which is refused.
                 None if key == "log_format" => LogValue::Bool(false),
                 None => LogValue::String(String::new()),
             };
@@ -290,7 +290,7 @@ impl GrpcInferenceService for KserveGrpc {
         &self,
         request: Request<RepositoryModelLoadRequest>,
     ) -> Result<Response<RepositoryModelLoadResponse>, Status> {
-        let _charge = charge_of(&request, &self.state); // Files are held until they are written.
+        let _charge = charge_of(&request, &self.state); // The charge covers files until they are written.
         let request = request.into_inner();
         no_repository_name(&request.repository_name)?;
         let overrides = models::load_overrides(request.parameters).map_err(grpc_status)?;
@@ -310,7 +310,7 @@ impl GrpcInferenceService for KserveGrpc {
     }
 }
 
-/// What pays for the messages of a call.
+/// The charge of the messages of a call.
 fn charge_of<T>(request: &Request<T>, state: &State) -> Arc<Charge> {
     request.extensions().get().cloned().unwrap_or_else(|| Arc::new(state.budget.charge()))
 }

@@ -1,4 +1,4 @@
-//! What the server says of models, as protocol messages.
+//! Metadata and statistics of models as protocol messages, and the parameters of load and unload.
 
 use std::collections::BTreeMap;
 

@@ -1,4 +1,4 @@
-//! `ModelInferRequest` to the request that models see.
+//! Converts a `ModelInferRequest` to the request for models.
 
 use bytes::Bytes;
 use serving::{ClientMemory, DataType, InferError, InferRequest, Name, Parameter, Shape, Tensor};
@@ -7,36 +7,36 @@ use crate::api::triton::grpc::proto::infer_parameter::ParameterChoice;
 use crate::api::triton::grpc::proto::model_infer_request::{InferInputTensor, InferRequestedOutputTensor};
 use crate::api::triton::grpc::proto::{InferParameter, InferTensorContents, ModelInferRequest};
 use crate::api::triton::output_request::{
-    EMPTY_FINAL, OutputRequest, Refusal, RegionSlice, no_such_choice, set_parameter,
+    EMPTY_FINAL, OutputRequest, Refusal, RegionSlice, set_parameter, unsupported_type,
 };
 use crate::api::triton::shared_memory::SharedMemory;
 
 type Parameters = std::collections::BTreeMap<String, InferParameter>;
 
-/// A request and how its client wants the answer.
+/// A request and the requested form of its response.
 #[derive(Debug, Default)]
 pub struct ParsedRequest {
-    /// What the model sees.
+    /// The request for the model.
     pub request: InferRequest,
-    /// Outputs that come back in a special way.
+    /// Outputs with a requested form.
     pub outputs: Vec<OutputRequest>,
-    /// Whether an empty final response is wanted.
+    /// Whether the client requested an empty final response.
     pub wants_empty_final: bool,
 }
 
-/// The type that a model, of that name and version, declares for an input.
+/// Returns the type that a model, given by name and version, declares for an input.
 pub type Declared<'a> = &'a dyn Fn(&str, &str, &str) -> Option<DataType>;
 
-/// Reads a request. `declared` is asked where an input has a type that is none.
+/// Converts a request. `declared` is needed for the error of an input with an unknown datatype.
 ///
 /// # Errors
-/// When a parameter or a tensor's contents cannot be.
+/// When a parameter or the contents of a tensor are invalid.
 pub fn read(
     message: ModelInferRequest,
     memory: &SharedMemory,
     declared: Declared<'_>,
 ) -> Result<ParsedRequest, InferError> {
-    let mut asked = ParsedRequest {
+    let mut parsed = ParsedRequest {
         request: InferRequest {
             model_name: message.model_name.into(),
             model_version: message.model_version.into(),
@@ -45,25 +45,25 @@ pub fn read(
         },
         ..ParsedRequest::default()
     };
-    read_parameters(message.parameters, &mut asked)?;
-    let InferRequest { model_name, model_version, client_memory, .. } = &mut asked.request;
+    read_parameters(message.parameters, &mut parsed)?;
+    let InferRequest { model_name, model_version, client_memory, .. } = &mut parsed.request;
     let declared = |input: &str| declared(model_name, model_version, input);
-    asked.request.inputs =
+    parsed.request.inputs =
         read_inputs(model_name, message.inputs, message.raw_input_contents, memory, client_memory, &declared)?;
     for output in message.outputs {
-        read_output(output, &mut asked, memory)?;
+        read_output(output, &mut parsed, memory)?;
     }
-    memory.place_outputs(&asked.outputs, &mut asked.request)?;
-    Ok(asked)
+    memory.set_output_destinations(&parsed.outputs, &mut parsed.request)?;
+    Ok(parsed)
 }
 
-fn read_parameters(parameters: Parameters, asked: &mut ParsedRequest) -> Result<(), InferError> {
+fn read_parameters(parameters: Parameters, parsed: &mut ParsedRequest) -> Result<(), InferError> {
     for (key, parameter) in parameters {
         if key == EMPTY_FINAL {
             let Some(ParameterChoice::BoolParam(wanted)) = parameter.parameter_choice else {
                 return Err(wrong_type(&key, "bool_param."));
             };
-            asked.wants_empty_final = wanted;
+            parsed.wants_empty_final = wanted;
             continue;
         }
         let value = match parameter.parameter_choice {
@@ -74,9 +74,9 @@ fn read_parameters(parameters: Parameters, asked: &mut ParsedRequest) -> Result<
             Some(ParameterChoice::Uint64Param(value)) if key == "priority" => {
                 Parameter::Int(i64::try_from(value).unwrap_or(i64::MAX))
             }
-            _ => return Err(refused(&key, no_such_choice(&key))),
+            _ => return Err(refused(&key, unsupported_type(&key))),
         };
-        set_parameter(&mut asked.request, &key, value).map_err(|refusal| refused(&key, refusal))?;
+        set_parameter(&mut parsed.request, &key, value).map_err(|refusal| refused(&key, refusal))?;
     }
     Ok(())
 }
@@ -101,7 +101,7 @@ fn read_inputs(
     inputs: Vec<InferInputTensor>,
     raw: Vec<Bytes>,
     memory: &SharedMemory,
-    places: &mut ClientMemory,
+    client_memory: &mut ClientMemory,
     declared: &dyn Fn(&str) -> Option<DataType>,
 ) -> Result<Vec<Tensor>, InferError> {
     let is_raw = !raw.is_empty();
@@ -125,7 +125,7 @@ fn read_inputs(
                     input.name
                 )));
             }
-            memory.input(&slice, &input.name, datatype, places)?
+            memory.input(&slice, &input.name, datatype, client_memory)?
         } else if is_raw {
             if contents.is_some_and(|contents| contents != InferTensorContents::default()) {
                 return Err(InferError::invalid(format!(
@@ -142,7 +142,7 @@ fn read_inputs(
     Ok(tensors)
 }
 
-/// What is said of a tensor whose datatype is none; `None` when it has no data either.
+/// The error of an input with an unknown datatype; `None` if it also has no data.
 fn no_datatype(
     model: &str,
     name: &str,
@@ -150,8 +150,8 @@ fn no_datatype(
     contents: Option<&InferTensorContents>,
     declared: &dyn Fn(&str) -> Option<DataType>,
 ) -> Option<InferError> {
-    if let Some(held) = contents.and_then(|contents| held_types(contents).into_iter().flatten().next()) {
-        return Some(unexpected_contents(model, name, held, "<invalid>"));
+    if let Some(found) = contents.and_then(|contents| content_types(contents).into_iter().flatten().next()) {
+        return Some(unexpected_contents(model, name, found, "<invalid>"));
     }
     let words = || match declared(name) {
         Some(expected) => format!(
@@ -163,26 +163,26 @@ fn no_datatype(
     is_raw.then(|| InferError::invalid(words()))
 }
 
-fn unexpected_contents(model: &str, name: &str, held: DataType, expected: &str) -> InferError {
+fn unexpected_contents(model: &str, name: &str, found: DataType, expected: &str) -> InferError {
     InferError::invalid(format!(
         "unexpected explicit tensor data for input tensor '{name}' for model '{model}' of type '{}', expected datatype \
          '{expected}'",
-        held.name()
+        found.name()
     ))
 }
 
-/// Elements given one by one, as raw data.
+/// Converts the typed contents of an input to raw data.
 fn explicit_data(
     model: &str,
     name: &str,
     datatype: DataType,
     contents: InferTensorContents,
 ) -> Result<Bytes, InferError> {
-    let mut held = held_types(&contents).into_iter().flatten();
-    if let Some(other) = held.next().filter(|held| *held != field_type(datatype)) {
+    let mut found = content_types(&contents).into_iter().flatten();
+    if let Some(other) = found.next().filter(|found| *found != field_type(datatype)) {
         return Err(unexpected_contents(model, name, other, datatype.name()));
     }
-    if held.next().is_some() {
+    if found.next().is_some() {
         return Err(InferError::invalid(format!(
             "unexpected explicit tensor data for input tensor '{name}' for model '{model}', binary data was already supplied."
         )));
@@ -212,8 +212,8 @@ fn explicit_data(
     Ok(data.into())
 }
 
-/// Which fields of `contents` hold anything, by the type that errors name them with.
-fn held_types(contents: &InferTensorContents) -> [Option<DataType>; 8] {
+/// The fields of `contents` that are not empty, by the type that errors name.
+fn content_types(contents: &InferTensorContents) -> [Option<DataType>; 8] {
     [
         (!contents.bool_contents.is_empty()).then_some(DataType::Bool),
         (!contents.int_contents.is_empty()).then_some(DataType::Int32),
@@ -226,7 +226,7 @@ fn held_types(contents: &InferTensorContents) -> [Option<DataType>; 8] {
     ]
 }
 
-/// The field that holds elements of `datatype`, by its own type. FP16 and BF16 have none.
+/// The type of the field for elements of `datatype`. FP16 and BF16 have none.
 fn field_type(datatype: DataType) -> DataType {
     match datatype {
         DataType::Int8 | DataType::Int16 => DataType::Int32,
@@ -235,7 +235,7 @@ fn field_type(datatype: DataType) -> DataType {
     }
 }
 
-/// Appends `values` as `Narrow`; `None` when one does not fit.
+/// Appends `values` as `Narrow`; `None` if a value does not fit.
 fn narrow<Wide: Copy, Narrow: TryFrom<Wide>, const SIZE: usize>(
     values: &[Wide],
     data: &mut Vec<u8>,
@@ -250,7 +250,7 @@ fn narrow<Wide: Copy, Narrow: TryFrom<Wide>, const SIZE: usize>(
 
 fn read_output(
     output: InferRequestedOutputTensor,
-    asked: &mut ParsedRequest,
+    parsed: &mut ParsedRequest,
     memory: &SharedMemory,
 ) -> Result<(), InferError> {
     let num_classes = match output.parameters.get("classification").map(|parameter| &parameter.parameter_choice) {
@@ -266,9 +266,9 @@ fn read_output(
         return Err(InferError::invalid("output can't set both 'shared_memory_region' and 'classification'"));
     }
     region.iter().try_for_each(|region| memory.check(region))?;
-    asked.request.requested_outputs.push(Name::from(&output.name));
+    parsed.request.requested_outputs.push(Name::from(&output.name));
     if num_classes > 0 || region.is_some() {
-        asked.outputs.push(OutputRequest { name: output.name, num_classes, region, is_binary: None });
+        parsed.outputs.push(OutputRequest { name: output.name, num_classes, region, is_binary: None });
     }
     Ok(())
 }
@@ -284,7 +284,7 @@ fn read_region(tensor: &str, parameters: &Parameters) -> Result<Option<RegionSli
             "invalid value type for '{key}' parameter for tensor '{tensor}', expected {expected}."
         ))
     };
-    // A negative number lies outside of every region, as the largest one does.
+    // A negative number is outside of every region, like the largest number.
     let number = |key: &str| match choice(key) {
         None => Ok(None),
         Some(Some(ParameterChoice::Int64Param(value))) => Ok(Some(u64::try_from(*value).unwrap_or(u64::MAX))),

@@ -1,6 +1,6 @@
-//! Infer responses as protobuf, written straight from what a model answered.
+//! Encodes infer responses as protobuf directly from the responses of models.
 //!
-//! The generated types would copy every name and shape of every token into maps and vectors first.
+//! The generated types would first copy all names and shapes into maps and vectors, for each token.
 //! Wire layout: `proto/grpc_service.proto`, `ModelInferResponse` and `ModelStreamInferResponse`.
 
 use std::ops::Range;
@@ -13,7 +13,7 @@ use serving::{InferResponse, OutputDelta, Parameter, Tensor};
 use smallvec::SmallVec;
 use tonic::Status;
 
-/// Which parameter says whether a response of a stream is its last.
+/// The parameter that marks the final response of a request in a stream.
 const FINAL_RESPONSE: &str = "triton_final_response";
 
 /// Field of `ModelInferResponse`: `raw_output_contents`.
@@ -22,27 +22,27 @@ const CONTENTS: u32 = 6;
 /// `ModelInferResponse`. Every output has one entry in `raw_output_contents`.
 #[derive(Debug, Default)]
 pub struct InferReply {
-    /// What the model answered.
+    /// The response of the model.
     pub response: InferResponse,
-    /// Parameter `triton_final_response`, which only streams carry.
+    /// Parameter `triton_final_response`, in streams only.
     pub final_response: Option<bool>,
 }
 
-/// `ModelStreamInferResponse`, as it travels: encoded, behind the five bytes of a gRPC message that is not packed.
+/// An encoded `ModelStreamInferResponse` after the prefix of an uncompressed gRPC message.
 #[derive(Debug, Default, Clone)]
 pub struct StreamReply(Bytes);
 
-/// Bytes before a message.
+/// Length of the prefix of a message.
 const PREFIX_BYTES: usize = 5;
 
 impl StreamReply {
-    /// A response, or, with the words why it failed, what an error echoes of its request.
+    /// Encodes a response, or an error message with the fields that an error repeats.
     pub fn new(error_message: &str, reply: &InferReply) -> Self {
         let head = encode_head(&reply.response, reply.final_response);
         Self::of_outputs(error_message, &head, &reply.response.outputs)
     }
 
-    /// Of a response but for its outputs' elements, encoded already, and those.
+    /// Encodes a response from its encoded head and its outputs.
     fn of_outputs(error_message: &str, head: &[u8], outputs: &[Tensor]) -> Self {
         Self::encode(error_message, head, contents_len(outputs), |buffer| {
             outputs.iter().for_each(|output| put_content(&output.data, buffer));
@@ -54,7 +54,7 @@ impl StreamReply {
         let len = string_len(1, error_message) + delimited_len(2, response_len);
         let mut buffer = Vec::with_capacity(PREFIX_BYTES + len);
         buffer.push(0);
-        // What is larger is refused before it is sent.
+        // A larger message is refused in `framed`.
         buffer.extend_from_slice(&(len as u32).to_be_bytes());
         put_string(1, error_message, &mut buffer);
         put_header(2, response_len, &mut buffer);
@@ -63,10 +63,10 @@ impl StreamReply {
         Self(buffer.into())
     }
 
-    /// With the bytes that go before it.
+    /// The message with its prefix.
     ///
     /// # Errors
-    /// When it is longer than a gRPC message may be.
+    /// When the message exceeds the maximum length of gRPC.
     pub fn framed(self) -> Result<Bytes, Status> {
         match u32::try_from(self.0.len().saturating_sub(PREFIX_BYTES)) {
             Ok(_) => Ok(self.0),
@@ -79,10 +79,10 @@ impl StreamReply {
     }
 }
 
-/// The encoded form of one request's replies. They nearly always differ only in elements, so the rest is encoded once.
+/// Encodes the replies of one request. Most replies differ in elements only, so the head is encoded once.
 #[derive(Debug, Default)]
 pub struct ReplyTemplate {
-    /// The response that `head` encodes, without elements.
+    /// The response of `head`, without elements.
     response: InferResponse,
     final_response: Option<bool>,
     head: Bytes,
@@ -93,43 +93,43 @@ pub struct ReplyTemplate {
 #[derive(Debug, Default)]
 struct Contents {
     bytes: Vec<u8>,
-    /// The range of each output with its header, and the length of the header.
-    places: SmallVec<[(Range<usize>, usize); 4]>,
+    /// The range of each output including its header, and the length of the header.
+    ranges: SmallVec<[(Range<usize>, usize); 4]>,
 }
 
 impl Contents {
     fn set(&mut self, outputs: &[Tensor]) {
-        let Self { bytes, places } = self;
+        let Self { bytes, ranges } = self;
         bytes.clear();
-        places.clear();
+        ranges.clear();
         bytes.reserve(contents_len(outputs));
         for output in outputs {
             let begin = bytes.len();
             put_content(&output.data, bytes);
-            places.push((begin..bytes.len(), bytes.len() - begin - output.data.len()));
+            ranges.push((begin..bytes.len(), bytes.len() - begin - output.data.len()));
         }
     }
 
     /// Replaces the elements of an output.
     fn replace(&mut self, output: usize, data: &[u8]) {
-        let Self { bytes, places } = self;
-        let Some((place, header_len)) = places.get_mut(output) else { return };
-        let (begin, end) = (place.start, place.end);
-        if place.len() - *header_len == data.len() {
+        let Self { bytes, ranges } = self;
+        let Some((range, header_len)) = ranges.get_mut(output) else { return };
+        let (begin, end) = (range.start, range.end);
+        if range.len() - *header_len == data.len() {
             bytes[begin + *header_len..end].copy_from_slice(data);
             return;
         }
         let header = Header::new(CONTENTS, data.len());
         let header = header.bytes();
-        let (behind, new_end) = (bytes.len() - end, begin + header.len() + data.len());
-        bytes.resize(bytes.len().max(new_end + behind), 0);
-        bytes.copy_within(end..end + behind, new_end);
-        bytes.truncate(new_end + behind);
+        let (tail, new_end) = (bytes.len() - end, begin + header.len() + data.len());
+        bytes.resize(bytes.len().max(new_end + tail), 0);
+        bytes.copy_within(end..end + tail, new_end);
+        bytes.truncate(new_end + tail);
         bytes[begin..begin + header.len()].copy_from_slice(header);
         bytes[begin + header.len()..new_end].copy_from_slice(data);
-        (*place, *header_len) = (begin..new_end, header.len());
-        for (behind, _) in &mut places[output + 1..] {
-            *behind = behind.start - end + new_end..behind.end - end + new_end;
+        (*range, *header_len) = (begin..new_end, header.len());
+        for (range, _) in &mut ranges[output + 1..] {
+            *range = range.start - end + new_end..range.end - end + new_end;
         }
     }
 }
@@ -151,7 +151,7 @@ impl ReplyTemplate {
         self.filled()
     }
 
-    /// The last reply with new elements.
+    /// The last reply with the elements of `delta` replaced.
     pub fn delta(&mut self, delta: &OutputDelta) -> StreamReply {
         delta.iter().for_each(|(output, elements)| self.contents.replace(output, elements));
         self.filled()
@@ -177,7 +177,7 @@ impl ReplyTemplate {
     }
 }
 
-/// All of a `ModelInferResponse` that is before `raw_output_contents`.
+/// The fields of a `ModelInferResponse` before `raw_output_contents`.
 fn encode_head(response: &InferResponse, final_response: Option<bool>) -> Bytes {
     let mut head = Vec::with_capacity(head_len(response, final_response));
     put_head(response, final_response, &mut head);
@@ -241,7 +241,7 @@ impl Message for InferReply {
         buffer: &mut impl Buf,
         context: DecodeContext,
     ) -> Result<(), DecodeError> {
-        skip_field(wire_type, tag, buffer, context) // A server only writes these.
+        skip_field(wire_type, tag, buffer, context) // Servers do not decode responses.
     }
 
     fn clear(&mut self) {
@@ -265,7 +265,7 @@ impl Message for StreamReply {
         buffer: &mut impl Buf,
         context: DecodeContext,
     ) -> Result<(), DecodeError> {
-        skip_field(wire_type, tag, buffer, context) // A server only writes these.
+        skip_field(wire_type, tag, buffer, context) // Servers do not decode responses.
     }
 
     fn clear(&mut self) {
@@ -280,7 +280,7 @@ struct Header {
 }
 
 impl Header {
-    /// Byte by byte on the stack: each call of what a message goes into is dear.
+    /// Encodes on the stack, because each call of `put_slice` on the buffer is expensive.
     fn new(tag: u32, length: usize) -> Self {
         let mut all = [0; 16];
         let mut rest = &mut all[..];
@@ -303,7 +303,7 @@ fn delimited_len(tag: u32, length: usize) -> usize {
     key_len(tag) + encoded_len_varint(length as u64) + length
 }
 
-/// proto3: an empty string is absent.
+/// An empty string is absent in proto3.
 fn put_string(tag: u32, value: &str, buffer: &mut impl BufMut) {
     if !value.is_empty() {
         put_header(tag, value.len(), buffer);
@@ -331,7 +331,7 @@ fn output_len(output: &Tensor) -> usize {
     string_len(1, &output.name) + string_len(2, output.datatype.name()) + shape
 }
 
-/// One entry of `map<string, InferParameter>`. A chosen member is written even when it is zero.
+/// One entry of `map<string, InferParameter>`. A set member of a oneof is written even if it is zero.
 fn put_parameter(tag: u32, key: &str, value: &Parameter, buffer: &mut impl BufMut) {
     put_header(tag, entry_len(key, value), buffer);
     put_string(1, key, buffer);

@@ -1,33 +1,33 @@
-//! Looks through a gRPC message before it is decoded: what it contains is compared with the limits, and what it will take
-//! in memory is computed. Two bytes on the wire can become hundreds.
+//! Scans a gRPC message before it is decoded: checks its content against the limits, and computes the memory of its decoded form.
+//! Two bytes on the wire can become hundreds in memory.
 
 use bytes::Bytes;
 use serving::{InferError, Limit, Limits};
 
 use crate::api::triton::grpc::proto::model_infer_request::{InferInputTensor, InferRequestedOutputTensor};
 
-/// What an entry of a map takes, its node's part included.
+/// Memory of a map entry, including its share of the tree node.
 const PARAMETER_BYTES: usize = 256;
-/// A vector that grows has up to twice the room that it needs.
+/// A growing vector has up to twice the necessary capacity.
 const GROWTH: usize = 2;
 
-/// What a message is.
+/// The kind of a message.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Kind {
     /// A `ModelInferRequest`.
     Infer,
     /// A `RepositoryModelLoadRequest`.
     Load,
-    /// A few names and settings.
+    /// A message with a few names and settings.
     Small,
 }
 
 /// Why a message is refused.
 #[derive(Debug, PartialEq, Eq)]
 pub enum ScanError {
-    /// Its lengths contradict each other.
+    /// Its lengths are inconsistent.
     Malformed(&'static str),
-    /// It contains too much.
+    /// It exceeds a limit.
     Refused(InferError),
 }
 
@@ -37,10 +37,10 @@ impl From<InferError> for ScanError {
     }
 }
 
-/// Bytes that a decoded `message` takes beside its own.
+/// The memory in bytes of the decoded `message` in addition to its own bytes.
 ///
 /// # Errors
-/// When it contains more than `limits` allow, or its lengths contradict each other.
+/// When the message exceeds `limits`, or its lengths are inconsistent.
 pub fn scan(kind: Kind, message: &[u8], limits: &Limits) -> Result<usize, ScanError> {
     let mut scan = Scan { limits, num_bytes: 0 };
     match kind {
@@ -57,7 +57,7 @@ struct Scan<'a> {
 }
 
 impl Scan<'_> {
-    /// One more of what `limit` counts, which takes `num_bytes`.
+    /// Counts one more item of `num_bytes` against `limit`.
     fn count(&mut self, limit: Limit, count: &mut usize, num_bytes: usize) -> Result<(), ScanError> {
         *count += 1;
         self.num_bytes += num_bytes;
@@ -104,11 +104,11 @@ impl Scan<'_> {
         Ok(())
     }
 
-    /// Elements one by one; as many as a shape may have.
+    /// Typed elements. Their number is not limited here.
     fn contents(&mut self, contents: &[u8]) -> Result<(), ScanError> {
         for field in Fields(contents) {
             let (tag, value) = field?;
-            // The element where it is decoded, and the raw data that is made of it.
+            // The size of a decoded element, and of the raw data that it is converted to.
             let element = match tag {
                 1 => 1,
                 2 | 4 | 6 => 4,
@@ -145,7 +145,7 @@ impl Scan<'_> {
         for field in Fields(entry) {
             match field? {
                 (1, Value::Bytes(key)) => self.limits.check(Limit::NameBytes, key.len())?,
-                // The value's own lengths.
+                // The lengths inside the value.
                 (2, Value::Bytes(value)) => Fields(value).try_for_each(|field| field.map(drop))?,
                 _ => {}
             }
@@ -166,7 +166,7 @@ impl Scan<'_> {
     }
 }
 
-/// Integers of variable length in a value: one, or all that are packed.
+/// The number of varints in a value: one, or all packed ones.
 fn num_elements(value: &Value<'_>) -> usize {
     match value {
         Value::Number => 1,
@@ -174,14 +174,14 @@ fn num_elements(value: &Value<'_>) -> usize {
     }
 }
 
-/// A field's value, as far as it is looked at.
+/// A field's value, as far as the scan needs it.
 enum Value<'a> {
     Number,
     Bytes(&'a [u8]),
 }
 
-/// The fields of a message. What a decoder would refuse later may pass here, never the other way around. The bounds of a
-/// group are skipped and its fields are taken for the message's own.
+/// The fields of a message. Messages that the decoder refuses may pass here, but not the reverse. The delimiters of a group are
+/// skipped, and its fields count as fields of the message.
 struct Fields<'a>(&'a [u8]);
 
 impl<'a> Fields<'a> {
@@ -290,7 +290,7 @@ mod tests {
     }
 
     #[test]
-    fn what_a_message_becomes_is_told() {
+    fn the_decoded_size_is_computed() {
         let with = |contents: InferTensorContents| {
             let input = InferInputTensor { contents: Some(contents), ..input("a") };
             scanned(&ModelInferRequest { inputs: vec![input], ..Default::default() }).unwrap()
@@ -305,7 +305,7 @@ mod tests {
     }
 
     #[test]
-    fn no_message_that_decodes_is_malformed_here() {
+    fn every_message_that_decodes_passes_the_scan() {
         let message = ModelInferRequest {
             model_name: "m".into(),
             parameters: parameters(3),
@@ -328,8 +328,8 @@ mod tests {
     }
 
     #[test]
-    fn a_part_that_is_longer_than_the_whole_is_refused_before_it_is_decoded() {
-        // An input of two bytes whose contents claim to go on behind it.
+    fn a_field_that_is_longer_than_its_message_is_refused() {
+        // An input of two bytes whose contents claim to be longer.
         let message = [&[0x2a, 2, 0x2a, 100][..], &[0x42, 0].repeat(50)].concat();
         let error = scan(Kind::Infer, &message, &Limits::default()).unwrap_err();
         assert_eq!(error, ScanError::Malformed("delimited length exceeded"));

@@ -1,4 +1,4 @@
-//! One gRPC connection's service: dispatch by path to inference, health and reflection.
+//! Dispatches the calls of gRPC connections to inference, health and reflection.
 
 use std::convert::Infallible;
 use std::future::Future;
@@ -19,9 +19,9 @@ use tower_service::Service;
 
 use crate::api::status::grpc_status;
 use crate::api::triton::grpc::KserveGrpc;
-use crate::api::triton::grpc::call_context::Forwarded;
+use crate::api::triton::grpc::call_context::CallContext;
 use crate::api::triton::grpc::health::Health;
-use crate::api::triton::grpc::messages::{Messages, Whole};
+use crate::api::triton::grpc::messages::{CompleteMessages, Messages};
 use crate::api::triton::grpc::paths;
 use crate::api::triton::grpc::proto::grpc_inference_service_server::GrpcInferenceServiceServer;
 use crate::api::triton::grpc::stream_call::StreamCall;
@@ -32,8 +32,8 @@ use crate::transport::http2::{self, Call, RequestBody};
 use crate::transport::restricted::{Api, Denied};
 use tonic_health::pb::health_server::HealthServer;
 
-/// Longest answer, which is gRPC's own bound.
-const MAX_ANSWER_BYTES: usize = i32::MAX as usize;
+/// Maximum response, which is the limit of gRPC.
+const MAX_RESPONSE_BYTES: usize = i32::MAX as usize;
 
 /// All gRPC services of the port; cheap to clone.
 pub struct GrpcService<R: ServerReflection> {
@@ -69,11 +69,11 @@ pub fn grpc_service(state: Arc<State>) -> GrpcService<impl ServerReflection> {
     GrpcService { inference, health, reflection, state }
 }
 
-/// The inference service. What it is given has passed [`Messages`], which bounds and unpacks it.
+/// The inference service. Its messages have passed [`Messages`], which limits and decompresses them.
 fn inference(state: &Arc<State>) -> GrpcInferenceServiceServer<KserveGrpc> {
     let inference = GrpcInferenceServiceServer::new(KserveGrpc::new(state.clone()))
         .max_decoding_message_size(usize::MAX)
-        .max_encoding_message_size(MAX_ANSWER_BYTES)
+        .max_encoding_message_size(MAX_RESPONSE_BYTES)
         .accept_compressed(CompressionEncoding::Gzip)
         .accept_compressed(CompressionEncoding::Deflate);
     match state.config.grpc_response_compression {
@@ -83,7 +83,7 @@ fn inference(state: &Arc<State>) -> GrpcInferenceServiceServer<KserveGrpc> {
     }
 }
 
-/// Checks the key of a restricted API, and picks the headers that models see.
+/// Checks the key of a restricted API, and attaches the [`CallContext`] to inference calls.
 fn admit(state: &State, request: &mut Request<RequestBody>) -> Result<(), Status> {
     let Some(api) = Api::of_rpc(request.uri().path()) else { return Ok(()) };
     let config = &state.config;
@@ -92,23 +92,23 @@ fn admit(state: &State, request: &mut Request<RequestBody>) -> Result<(), Status
         false => Status::unavailable(format!("This protocol is restricted, expecting header '{header}'")),
     })?;
     if api == Api::Inference {
-        let headers = config.grpc_forward.pick(request.headers()).map_err(grpc_status)?;
-        let context = state.span_context(request.headers());
-        if !headers.is_empty() || context.is_some() {
-            request.extensions_mut().insert(Forwarded { headers: headers.into(), context });
+        let headers = config.grpc_forward.select(request.headers()).map_err(grpc_status)?;
+        let span = state.span_context(request.headers());
+        if !headers.is_empty() || span.is_some() {
+            request.extensions_mut().insert(CallContext { headers: headers.into(), span });
         }
     }
     Ok(())
 }
 
 impl<R: ServerReflection> GrpcService<R> {
-    /// Begins to answer a call; `None` where its client has left.
+    /// Starts a call; `None` if its client has disconnected.
     pub fn begin(&mut self, mut request: Request<RequestBody>, respond: SendResponse<Bytes>) -> Option<Box<dyn Call>> {
         if let Err(status) = admit(&self.state, &mut request) {
             return Some(refuse(status, respond));
         }
-        let patience = self.state.config.write_timeout;
-        let Ok(place) = self.state.grpc_calls.clone().try_acquire_owned() else {
+        let write_timeout = self.state.config.write_timeout;
+        let Ok(permit) = self.state.grpc_calls.clone().try_acquire_owned() else {
             SharedLimit::GrpcStreams.count_refusal();
             let most = self.state.config.max_grpc_streams;
             let words = format!("{most} gRPC calls are open, as many as may be (--grpc-max-streams); try again later");
@@ -116,22 +116,22 @@ impl<R: ServerReflection> GrpcService<R> {
         };
         let path = request.uri().path().to_owned();
         let coding = request.headers().get("grpc-encoding").filter(|coding| *coding != "identity").cloned();
-        let answers_plainly = matches!(self.state.config.grpc_response_compression, Compression::None);
-        if path == paths::MODEL_STREAM_INFER && answers_plainly && coding.is_none() {
-            let call = StreamCall::begin(self.state.clone(), request, place, respond);
+        let is_uncompressed = matches!(self.state.config.grpc_response_compression, Compression::None);
+        if path == paths::MODEL_STREAM_INFER && is_uncompressed && coding.is_none() {
+            let call = StreamCall::begin(self.state.clone(), request, permit, respond);
             return call.map(|call| Box::new(call) as Box<dyn Call>);
         }
         let coding = coding.and_then(|coding| Coding::of_content(coding.to_str().ok()?).ok()?);
         let charge = Arc::new(self.state.budget.charge());
         request.extensions_mut().insert(charge.clone());
         let state = self.state.clone();
-        let request = request.map(|body| Whole::new(Messages::new(state, &path, coding, body), charge));
+        let request = request.map(|body| CompleteMessages::new(Messages::new(state, &path, coding, body), charge));
         if path.starts_with(paths::INFERENCE) {
-            Some(answer(self.inference.call(request), place, respond, patience))
+            Some(tonic_call(self.inference.call(request), permit, respond, write_timeout))
         } else if path.starts_with("/grpc.health.v1.Health/") {
-            Some(answer(self.health.call(request), place, respond, patience))
+            Some(tonic_call(self.health.call(request), permit, respond, write_timeout))
         } else if path.starts_with("/grpc.reflection.v1.ServerReflection/") {
-            Some(answer(self.reflection.call(request), place, respond, patience))
+            Some(tonic_call(self.reflection.call(request), permit, respond, write_timeout))
         } else {
             let status = Status::unimplemented(format!("no service at '{path}'"));
             Some(refuse(status, respond))
@@ -139,15 +139,15 @@ impl<R: ServerReflection> GrpcService<R> {
     }
 }
 
-/// A call that one of `tonic`'s services answers; `place` is among the calls that may be open.
-fn answer(
-    answer: impl Future<Output = Result<Response<Body>, Infallible>> + Send + 'static,
-    place: OwnedSemaphorePermit,
+/// A call that a service of `tonic` answers; `permit` counts it as open.
+fn tonic_call(
+    response: impl Future<Output = Result<Response<Body>, Infallible>> + Send + 'static,
+    permit: OwnedSemaphorePermit,
     respond: SendResponse<Bytes>,
-    patience: Option<Duration>,
+    timeout: Option<Duration>,
 ) -> Box<dyn Call> {
-    let sent = http2::send(answer.map(|Ok(answer)| answer), respond, patience);
-    Box::new(sent.map(move |()| drop(place)).boxed())
+    let sent = http2::send(response.map(|Ok(response)| response), respond, timeout);
+    Box::new(sent.map(move |()| drop(permit)).boxed())
 }
 
 fn refuse(status: Status, respond: SendResponse<Bytes>) -> Box<dyn Call> {

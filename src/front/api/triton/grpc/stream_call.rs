@@ -1,6 +1,6 @@
-//! `ModelStreamInfer` without the layers between: replies are encoded as the messages that HTTP/2 sends.
+//! `ModelStreamInfer` without `tonic`: replies are encoded directly as the data frames of HTTP/2.
 //!
-//! For calls whose messages are not packed, in either direction; the others go through `tonic`.
+//! For calls without compression in either direction. Other calls go through `tonic`.
 
 use std::pin::Pin;
 use std::sync::Arc;
@@ -17,7 +17,7 @@ use tokio::sync::OwnedSemaphorePermit;
 use tokio::time::{Sleep, sleep};
 use tonic::Status;
 
-use crate::api::triton::grpc::call_context::Forwarded;
+use crate::api::triton::grpc::call_context::CallContext;
 use crate::api::triton::grpc::messages::{Message, Messages};
 use crate::api::triton::grpc::paths::MODEL_STREAM_INFER;
 use crate::api::triton::grpc::proto::ModelInferRequest;
@@ -25,34 +25,34 @@ use crate::api::triton::grpc::response::StreamReply;
 use crate::api::triton::grpc::stream_infer::InferStream;
 use crate::state::State;
 use crate::transport::budget::Charge;
-use crate::transport::http2::{Call, Gone, Progress, RequestBody, poll_room};
+use crate::transport::http2::{Call, ClientGone, Progress, RequestBody, poll_capacity};
 use crate::transport::large_work::block_in_place_if_large;
 use crate::transport::wake_flag::WakeFlag;
 
-/// Replies are gathered up to this size.
+/// Replies are batched up to this size.
 const FULL_BYTES: usize = 16 << 10;
 
-/// Bytes that are sent before it is looked again whether the client has room: what it does not take meanwhile is kept.
-const UNASKED_BYTES: usize = 16 << 10;
+/// Bytes that are sent before the capacity of the stream is checked again. Data beyond the capacity is buffered.
+const UNCHECKED_BYTES: usize = 16 << 10;
 
-/// One call: its requests are answered on its stream until both have ended. Dropping it cancels what is in flight.
+/// One call. Its requests are answered on its stream until both have ended. Dropping it cancels the requests in flight.
 pub struct StreamCall {
     replies: Replies,
     stream: SendStream<Bytes>,
-    /// Set when the client has cancelled the call, or has room again.
+    /// Set when the client has cancelled the call, or the stream has capacity again.
     stream_flag: WakeFlag,
-    /// The next messages, or how the call ended.
-    made: Option<Result<Bytes, HeaderMap>>,
-    /// Sent since the client was last known to have room.
-    unasked_bytes: usize,
-    /// How long the client may have no room, and the timer that runs while it has none.
-    patience: Option<Duration>,
+    /// The next messages, or the trailers.
+    output: Option<Result<Bytes, HeaderMap>>,
+    /// Bytes sent since the capacity was last checked.
+    unchecked_bytes: usize,
+    /// How long the stream may be without capacity, and the timer while it has none.
+    write_timeout: Option<Duration>,
     stall: Option<Pin<Box<Sleep>>>,
-    is_over: bool,
-    _place: OwnedSemaphorePermit,
+    has_ended: bool,
+    _permit: OwnedSemaphorePermit,
 }
 
-/// The request that a message is.
+/// Decodes a request.
 fn decode(message: Message) -> Result<(ModelInferRequest, Charge), Status> {
     let Message { bytes, charge } = message;
     let decoded = block_in_place_if_large(charge.held(), || ModelInferRequest::decode(bytes));
@@ -60,103 +60,103 @@ fn decode(message: Message) -> Result<(ModelInferRequest, Charge), Status> {
 }
 
 impl StreamCall {
-    /// Begins to answer `request`, which has its `place` among those that may be open. `None` where its client has left.
+    /// Starts to answer `request`; `permit` counts it as open. `None` if its client has disconnected.
     pub fn begin(
         state: Arc<State>,
         request: Request<RequestBody>,
-        place: OwnedSemaphorePermit,
+        permit: OwnedSemaphorePermit,
         mut respond: SendResponse<Bytes>,
     ) -> Option<Self> {
         let (parts, body) = request.into_parts();
-        let patience = state.config.write_timeout;
+        let write_timeout = state.config.write_timeout;
         let requests =
             Messages::new(state.clone(), MODEL_STREAM_INFER, None, body).map(|message| decode(message?)).boxed();
         let ends_on_error = parts.headers.get("triton_grpc_error").is_some_and(|value| value == "true");
-        let forwarded = parts.extensions.get::<Forwarded>().cloned();
-        let all = InferStream::new(state, requests, ends_on_error, forwarded);
+        let call = parts.extensions.get::<CallContext>().cloned();
+        let all = InferStream::new(state, requests, ends_on_error, call);
         let mut head = Response::new(());
         head.headers_mut().insert(header::CONTENT_TYPE, HeaderValue::from_static("application/grpc"));
         Some(Self {
-            replies: Replies { all, ending: None },
+            replies: Replies { all, end: None },
             stream: respond.send_response(head, false).ok()?,
             stream_flag: WakeFlag::default(),
-            made: None,
-            unasked_bytes: 0,
-            patience,
+            output: None,
+            unchecked_bytes: 0,
+            write_timeout,
             stall: None,
-            is_over: false,
-            _place: place,
+            has_ended: false,
+            _permit: permit,
         })
     }
 
-    /// Whether the client has room for what was made. An error when it has left.
-    fn poll_stream(&mut self, context: &mut Context<'_>) -> Poll<Result<(), Gone>> {
-        let Self { stream, stream_flag, made, unasked_bytes, .. } = self;
-        let waits = made.is_some();
+    /// Ready when the stream has capacity for the output; an error when the client has cancelled the call.
+    fn poll_stream(&mut self, context: &mut Context<'_>) -> Poll<Result<(), ClientGone>> {
+        let Self { stream, stream_flag, output, unchecked_bytes, .. } = self;
+        let has_output = output.is_some();
         let polled = stream_flag.poll(context, |context| match stream.poll_reset(context) {
-            Poll::Ready(_) => Poll::Ready(Err(Gone)),
-            Poll::Pending if waits => poll_room(stream, context),
+            Poll::Ready(_) => Poll::Ready(Err(ClientGone)),
+            Poll::Pending if has_output => poll_capacity(stream, context),
             Poll::Pending => Poll::Pending,
         });
         if polled.is_ready() {
-            *unasked_bytes = 0;
+            *unchecked_bytes = 0;
         }
         polled
     }
 
-    /// Ends the call when its client has had no room for too long.
-    fn wait_for_room(&mut self, context: &mut Context<'_>) -> Progress {
-        let Some(patience) = self.patience else { return Progress::Waits };
-        let stall = self.stall.get_or_insert_with(|| Box::pin(sleep(patience)));
+    /// Ends the call when its stream was without capacity for too long.
+    fn await_capacity(&mut self, context: &mut Context<'_>) -> Progress {
+        let Some(timeout) = self.write_timeout else { return Progress::Pending };
+        let stall = self.stall.get_or_insert_with(|| Box::pin(sleep(timeout)));
         match stall.as_mut().poll(context) {
             Poll::Ready(()) => {
-                tracing::debug!("a stream's client has made no room for its answers in {patience:?}");
+                tracing::debug!("the flow-control window of a stream was exhausted for {timeout:?}");
                 Progress::Ended
             }
-            Poll::Pending => Progress::Waits,
+            Poll::Pending => Progress::Pending,
         }
     }
 }
 
 impl Call for StreamCall {
-    fn proceed(&mut self, context: &mut Context<'_>) -> Progress {
+    fn advance(&mut self, context: &mut Context<'_>) -> Progress {
         match self.poll_stream(context) {
-            Poll::Ready(Err(Gone)) => return Progress::Ended,
+            Poll::Ready(Err(ClientGone)) => return Progress::Ended,
             Poll::Ready(Ok(())) => {
                 self.stall = None;
-                context.waker().wake_by_ref(); // What came meanwhile was not looked at.
-                return Progress::Made;
+                context.waker().wake_by_ref(); // Replies that became ready meanwhile were not polled.
+                return Progress::HasOutput;
             }
-            Poll::Pending if self.made.is_some() => return self.wait_for_room(context),
+            Poll::Pending if self.output.is_some() => return self.await_capacity(context),
             Poll::Pending => {}
         }
-        let Poll::Ready(made) = self.replies.poll_messages(context) else { return Progress::Waits };
-        self.unasked_bytes += made.as_ref().map_or(0, Bytes::len);
-        self.made = Some(made);
-        if self.unasked_bytes <= UNASKED_BYTES {
-            return Progress::Made;
+        let Poll::Ready(output) = self.replies.poll_messages(context) else { return Progress::Pending };
+        self.unchecked_bytes += output.as_ref().map_or(0, Bytes::len);
+        self.output = Some(output);
+        if self.unchecked_bytes <= UNCHECKED_BYTES {
+            return Progress::HasOutput;
         }
         self.stream_flag.set();
-        self.proceed(context)
+        self.advance(context)
     }
 
     fn send(&mut self) -> Poll<()> {
-        let sent = match self.made.take() {
+        let sent = match self.output.take() {
             Some(Ok(messages)) => self.stream.send_data(messages, false),
             Some(Err(trailers)) => {
-                self.is_over = true;
+                self.has_ended = true;
                 self.stream.send_trailers(trailers)
             }
             None => Ok(()),
         };
-        if self.is_over || sent.is_err() { Poll::Ready(()) } else { Poll::Pending }
+        if self.has_ended || sent.is_err() { Poll::Ready(()) } else { Poll::Pending }
     }
 }
 
 impl Drop for StreamCall {
-    /// A call that breaks off, as in a panic, has failed.
+    /// Resets the stream of a call that has not ended, for example after a panic.
     fn drop(&mut self) {
-        if !self.is_over {
+        if !self.has_ended {
             self.stream.send_reset(Reason::INTERNAL_ERROR);
         }
     }
@@ -164,8 +164,8 @@ impl Drop for StreamCall {
 
 struct Replies {
     all: InferStream,
-    /// What followed the last reply, where that is known.
-    ending: Option<Option<Result<Bytes, Status>>>,
+    /// The end of the replies, if it was already polled.
+    end: Option<Option<Result<Bytes, Status>>>,
 }
 
 impl Replies {
@@ -174,21 +174,21 @@ impl Replies {
         reply.map(|reply| reply.map(|reply| reply.and_then(StreamReply::framed)))
     }
 
-    /// The next messages, as many as are ready; or how the call ended.
+    /// The next messages, as many as are ready, or the trailers.
     fn poll_messages(&mut self, context: &mut Context<'_>) -> Poll<Result<Bytes, HeaderMap>> {
-        let next = match self.ending.take() {
-            Some(ending) => ending,
+        let next = match self.end.take() {
+            Some(end) => end,
             None => ready!(self.poll_reply(context)),
         };
         Poll::Ready(match next {
-            Some(Ok(first)) => Ok(self.gather(first, context)),
+            Some(Ok(first)) => Ok(self.batch(first, context)),
             Some(Err(status)) => Err(trailers(&status)),
             None => Err(trailers(&Status::ok(""))),
         })
     }
 
-    /// `first` and what is ready behind it.
-    fn gather(&mut self, first: Bytes, context: &mut Context<'_>) -> Bytes {
+    /// `first` and all further replies that are ready.
+    fn batch(&mut self, first: Bytes, context: &mut Context<'_>) -> Bytes {
         let mut all = BytesMut::new();
         while !self.all.is_drained() {
             if first.len().max(all.len()) >= FULL_BYTES {
@@ -202,8 +202,8 @@ impl Replies {
                     }
                     all.extend_from_slice(&next);
                 }
-                Poll::Ready(ending) => {
-                    self.ending = Some(ending);
+                Poll::Ready(end) => {
+                    self.end = Some(end);
                     context.waker().wake_by_ref();
                     break;
                 }
@@ -214,11 +214,11 @@ impl Replies {
     }
 }
 
-/// How a call ended, as it is sent.
+/// The trailers of a call with this status.
 fn trailers(status: &Status) -> HeaderMap {
     let mut trailers = HeaderMap::with_capacity(2);
     if status.add_header(&mut trailers).is_err() {
-        trailers.insert(Status::GRPC_STATUS, HeaderValue::from(status.code() as i32)); // Its words cannot be sent.
+        trailers.insert(Status::GRPC_STATUS, HeaderValue::from(status.code() as i32)); // The message is not a valid header.
     }
     trailers
 }

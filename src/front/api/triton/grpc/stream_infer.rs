@@ -1,7 +1,7 @@
-//! `ModelStreamInfer`: many requests at once over one stream, their responses as they come.
+//! `ModelStreamInfer`: concurrent requests over one stream, with responses in the order in which they are ready.
 //!
-//! One future drives it all: no task, channel or copy per response. What is ready at once is encoded into one write.
-//! Dropping it, as happens when the client leaves, cancels every request.
+//! One future drives all requests, without a task, channel or copy per response. Dropping it, for example when the client
+//! disconnects, cancels every request.
 
 use std::pin::Pin;
 use std::sync::Arc;
@@ -13,7 +13,7 @@ use serving::{InferError, InferResponse, OutputDelta, ResponseStream, StreamItem
 use tonic::Status;
 
 use crate::api::status::grpc_status;
-use crate::api::triton::grpc::call_context::Forwarded;
+use crate::api::triton::grpc::call_context::CallContext;
 use crate::api::triton::grpc::proto::ModelInferRequest;
 use crate::api::triton::grpc::request::{self, ParsedRequest};
 use crate::api::triton::grpc::response::{InferReply, ReplyTemplate, StreamReply};
@@ -24,46 +24,46 @@ use crate::transport::budget::Charge;
 use crate::transport::large_work::block_in_place_if_large;
 use crate::transport::wake_flag::WakeFlag;
 
-/// What a client asks, and what pays for it.
+/// The requests of a client with their charges.
 pub type Requests = BoxStream<'static, Result<(ModelInferRequest, Charge), Status>>;
 
 /// The responses of one RPC.
 pub struct InferStream {
     state: Arc<State>,
     requests: Option<Requests>,
-    /// Set when there may be another one.
+    /// Set when there may be another request.
     requests_flag: WakeFlag,
     active: Active,
-    /// Headers of the call that every request takes along.
-    forwarded: Option<Forwarded>,
+    /// Headers and trace context of the call.
+    call: Option<CallContext>,
     /// Whether the first error ends the RPC with its code (`triton_grpc_error: true`).
     ends_on_error: bool,
-    is_over: bool,
-    /// What [`InferStream::is_drained`] returns.
+    has_ended: bool,
+    /// The result of [`InferStream::is_drained`].
     is_drained: bool,
 }
 
-/// The requests of a stream. Most streams have one at a time, which is asked without a queue of who was woken.
+/// The requests in flight of a stream. Most streams have one at a time, which is polled without the queue of `SelectAll`.
 #[derive(Default)]
 struct Active {
     first: Option<ActiveRequest>,
     others: SelectAll<ActiveRequest>,
-    /// Whose turn it is, when both have something.
+    /// Whether `others` are polled first next time.
     others_next: bool,
 }
 
-/// One accepted request: its responses, and what they echo.
+/// One accepted request: its responses, and the fields that they repeat.
 struct ActiveRequest {
     state: Arc<State>,
-    asked: ParsedRequest,
+    parsed: ParsedRequest,
     template: ReplyTemplate,
     is_decoupled: bool,
-    /// An error was sent.
+    /// Whether an error was sent.
     has_failed: bool,
     responses: Option<ResponseStream>,
     /// As [`InferStream::is_drained`], after the last event.
     is_drained: bool,
-    /// What the request holds until it is answered.
+    /// The charge of the request until it is answered.
     _charge: Charge,
 }
 
@@ -80,27 +80,26 @@ struct Failure {
 
 impl InferStream {
     /// Answers `requests`.
-    pub fn new(state: Arc<State>, requests: Requests, ends_on_error: bool, forwarded: Option<Forwarded>) -> Self {
+    pub fn new(state: Arc<State>, requests: Requests, ends_on_error: bool, call: Option<CallContext>) -> Self {
         let (active, requests_flag) = Default::default();
         Self {
             state,
             requests: Some(requests),
             requests_flag,
             active,
-            forwarded,
+            call,
             ends_on_error,
-            is_over: false,
+            has_ended: false,
             is_drained: false,
         }
     }
 
-    /// Whether nothing follows the last reply now: polling again would be pending, and the reader's waker is registered.
-    /// False where that is not known.
+    /// Whether polling again would be pending with the waker registered. False if that is not known.
     pub fn is_drained(&self) -> bool {
         self.is_drained
     }
 
-    /// Takes on requests until none is waiting or the stream is full. Returns a request that could not be accepted.
+    /// Starts requests until none is ready or the stream is full. Returns the error of a request that was not accepted.
     fn poll_requests(&mut self, context: &mut Context<'_>) -> Poll<Option<Result<Event, Status>>> {
         loop {
             if self.is_full() {
@@ -110,10 +109,9 @@ impl InferStream {
             match ready!(self.requests_flag.poll(context, |context| requests.poll_next_unpin(context))) {
                 Some(Ok((message, charge))) => {
                     let id = message.id.clone();
-                    let (state, forwarded) = (self.state.clone(), self.forwarded.as_ref());
-                    match block_in_place_if_large(charge.held(), || {
-                        ActiveRequest::start(state, message, forwarded, charge)
-                    }) {
+                    let (state, call) = (self.state.clone(), self.call.as_ref());
+                    match block_in_place_if_large(charge.held(), || ActiveRequest::start(state, message, call, charge))
+                    {
                         Ok(request) => self.active.push(request),
                         Err(error) => return Poll::Ready(Some(Ok(Event::refused(id, error)))),
                     }
@@ -128,7 +126,8 @@ impl InferStream {
         self.active.len() >= self.state.config.max_requests_per_stream
     }
 
-    fn settle(&mut self, event: Result<Event, Status>) -> Result<StreamReply, Status> {
+    /// Converts an event to a reply; ends the stream on an error if it should.
+    fn finish(&mut self, event: Result<Event, Status>) -> Result<StreamReply, Status> {
         match event {
             Ok(Event::Reply(reply)) => Ok(reply),
             Ok(Event::Failure(failure)) if self.ends_on_error => {
@@ -143,9 +142,9 @@ impl InferStream {
         }
     }
 
-    /// Cancels what is in flight.
+    /// Cancels the requests in flight.
     fn end(&mut self) {
-        self.is_over = true;
+        self.has_ended = true;
         self.requests = None;
         self.active = Active::default();
     }
@@ -156,21 +155,21 @@ impl Stream for InferStream {
 
     fn poll_next(mut self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<Option<Self::Item>> {
         self.is_drained = false;
-        if self.is_over {
+        if self.has_ended {
             return Poll::Ready(None);
         }
         loop {
             if let Poll::Ready(Some(event)) = self.poll_requests(context) {
-                return Poll::Ready(Some(self.settle(event)));
+                return Poll::Ready(Some(self.finish(event)));
             }
             let was_full = self.is_full();
             match self.active.poll_next(context) {
                 Poll::Ready(Some(event)) => {
-                    // The requests were polled just now, so that their waker is registered.
+                    // The requests were polled above, so their waker is registered.
                     self.is_drained = self.active.is_drained();
-                    return Poll::Ready(Some(self.settle(Ok(event))));
+                    return Poll::Ready(Some(self.finish(Ok(event))));
                 }
-                _ if was_full && !self.is_full() => {} // There is room for waiting requests again.
+                _ if was_full && !self.is_full() => {} // Further requests can start.
                 Poll::Ready(None) if self.requests.is_none() => return Poll::Ready(None),
                 _ => return Poll::Pending,
             }
@@ -179,7 +178,7 @@ impl Stream for InferStream {
 }
 
 impl Event {
-    /// A request that no model took: only its id is echoed.
+    /// The error of a request that was not accepted, which repeats the id only.
     fn refused(id: String, error: InferError) -> Self {
         let response = InferResponse { id: id.into(), ..InferResponse::default() };
         Event::failed(error, InferReply { response, final_response: None })
@@ -195,31 +194,31 @@ impl ActiveRequest {
     fn start(
         state: Arc<State>,
         message: ModelInferRequest,
-        forwarded: Option<&Forwarded>,
+        call: Option<&CallContext>,
         charge: Charge,
     ) -> Result<Self, InferError> {
         let is_decoupled = state.server.is_decoupled(&message.model_name, &message.model_version)?;
-        let mut asked = request::read(message, &state.memory, &state.declared_datatype())?;
+        let mut parsed = request::read(message, &state.memory, &state.declared_datatype())?;
         let echo = serving::InferRequest {
-            model_name: asked.request.model_name.clone(),
-            model_version: asked.request.model_version.clone(),
-            id: asked.request.id.clone(),
+            model_name: parsed.request.model_name.clone(),
+            model_version: parsed.request.model_version.clone(),
+            id: parsed.request.id.clone(),
             ..Default::default()
         };
-        let mut request = std::mem::replace(&mut asked.request, echo);
-        if let Some(Forwarded { headers, .. }) = forwarded {
+        let mut request = std::mem::replace(&mut parsed.request, echo);
+        if let Some(CallContext { headers, .. }) = call {
             forward(&mut request, headers);
         }
-        request.trace = state.sample_trace(&request.model_name, forwarded.and_then(|forwarded| forwarded.context));
+        request.trace = state.sample_trace(&request.model_name, call.and_then(|call| call.span));
         request.trace.iter().for_each(|trace| trace.mark("GRPC_WAITREAD_END"));
         let mut responses = state.server.infer(request)?;
-        if asked.outputs.iter().all(|ask| ask.num_classes == 0 && ask.region.is_none()) {
+        if parsed.outputs.iter().all(|output| output.num_classes == 0 && output.region.is_none()) {
             responses.accept_deltas();
         }
         let template = ReplyTemplate::default();
         Ok(Self {
             state,
-            asked,
+            parsed,
             template,
             is_decoupled,
             has_failed: false,
@@ -229,13 +228,13 @@ impl ActiveRequest {
         })
     }
 
-    /// The response as a reply; `None` for an empty final one that the client did not ask for.
+    /// The reply of a response; `None` for an empty final response that the client did not request.
     fn reply(&mut self, response: InferResponse) -> Option<Event> {
         let is_final = response.is_final || !self.is_decoupled;
         if self.is_decoupled && response.is_final && response.outputs.is_empty() {
-            return self.asked.wants_empty_final.then(|| self.empty_final());
+            return self.parsed.wants_empty_final.then(|| self.empty_final());
         }
-        match self.state.deliver(&self.asked.outputs, response) {
+        match self.state.deliver(&self.parsed.outputs, response) {
             Ok(response) => Some(Event::Reply(self.template.reply(response, Some(is_final)))),
             Err(error) => Some(self.failure(error, is_final)),
         }
@@ -251,7 +250,7 @@ impl ActiveRequest {
     }
 
     fn echo(&self) -> InferResponse {
-        let request = &self.asked.request;
+        let request = &self.parsed.request;
         InferResponse { model_name: request.model_name.clone(), id: request.id.clone(), ..InferResponse::default() }
     }
 }
@@ -282,7 +281,7 @@ impl Active {
         Poll::Ready(event)
     }
 
-    /// The next event of any; `None` when there is no request.
+    /// The next event of any request; `None` when there is no request.
     fn poll_next(&mut self, context: &mut Context<'_>) -> Poll<Option<Event>> {
         if self.others.is_empty() {
             return self.poll_first(context);
@@ -319,7 +318,7 @@ impl Stream for ActiveRequest {
                     }
                 }
                 Some(Ok(StreamItem::Event(_))) => {} // Requests with tensors have none.
-                // A decoupled model may go on after an error.
+                // A decoupled model may send further responses after an error.
                 Some(Err(error)) if self.is_decoupled => {
                     self.has_failed = true;
                     return Poll::Ready(Some(self.failure(error, false)));
@@ -330,11 +329,11 @@ impl Stream for ActiveRequest {
                 }
                 None if self.has_failed => {
                     self.responses = None;
-                    return Poll::Ready(self.asked.wants_empty_final.then(|| self.empty_final()));
+                    return Poll::Ready(self.parsed.wants_empty_final.then(|| self.empty_final()));
                 }
                 None => {
                     self.responses = None;
-                    let model = &self.asked.request.model_name;
+                    let model = &self.parsed.request.model_name;
                     let error = broken_contract(model, "ended without a final response");
                     return Poll::Ready(Some(self.failure(error, true)));
                 }

@@ -16,10 +16,10 @@ use crate::api::triton::http::reply::error_text;
 use crate::api::triton::shapes::fit_shape;
 use crate::transport::budget::Charge;
 
-/// Reads a request: keys that name inputs become tensors, all others parameters.
+/// Reads a request. Members with the name of an input become tensors, all others parameters.
 ///
 /// # Errors
-/// When the body is not a JSON object, or a value is not what the input or parameter may be.
+/// When the body is not a JSON object, or a value is invalid for its input or parameter.
 pub fn read(body: &[u8], config: &ModelConfig, limits: &Limits) -> Result<InferRequest, InferError> {
     let root = json::parse(body, limits)?;
     let mut request = InferRequest::default();
@@ -64,7 +64,7 @@ fn read_member(
 ) -> Result<(), InferError> {
     let Some(input) = config.input.iter().find(|input| input.name == key) else {
         limits.check(Limit::NameBytes, key.len())?;
-        // Reserved names mean what they mean elsewhere where they can, and the model sees them too.
+        // Valid values of reserved names set fields of the request. The parameters are passed to the model, too.
         let _ = set_parameter(request, key, value);
         request.parameters.insert(key.to_owned(), model_parameter(key, value)?);
         return limits.check(Limit::Parameters, request.parameters.len());
@@ -74,10 +74,10 @@ fn read_member(
     Ok(())
 }
 
-/// A value as the tensor of an input.
+/// Converts a value to the tensor of an input.
 ///
 /// # Errors
-/// When it is none.
+/// When the value does not have the type and shape of the input.
 pub fn tensor(config: &ModelConfig, input: &ModelInput, value: &Value<'_>) -> Result<Tensor, InferError> {
     let key = input.name.as_str();
     let datatype = DataType::from_config(input.data_type())
@@ -104,7 +104,7 @@ pub fn tensor(config: &ModelConfig, input: &ModelInput, value: &Value<'_>) -> Re
     Ok(Tensor { name: key.into(), datatype, shape: shape.into(), data: data.into() })
 }
 
-/// A response as flat JSON, its members by name.
+/// Writes a response as flat JSON, sorted by member.
 ///
 /// # Errors
 /// When an output has no JSON form.
@@ -138,14 +138,15 @@ enum Member<'a> {
     Tensor(&'a Tensor),
 }
 
-/// What `generate` says of a model that answered no or many times.
+/// The error of `generate` for a model that returned no or several responses.
 pub const NOT_ONE_RESPONSE: &str = "generate expects model to produce exactly 1 response, \
                                     use generate stream for model that generates various number of responses";
 
-/// The one response of a request; `Ok(None)` when there were none or several. An empty final one only ends the stream.
+/// Reads the only response of a request; `Ok(None)` if there are none or several. An empty final response ends the stream and is
+/// not counted.
 ///
 /// # Errors
-/// The model's own.
+/// When the model returns an error.
 pub async fn only_response(
     mut responses: ResponseStream,
     is_decoupled: bool,
@@ -165,21 +166,21 @@ pub async fn only_response(
     Ok(only)
 }
 
-/// Events gather in one chunk up to this size when they are ready at once.
+/// Events that are ready together are sent in chunks of up to this size.
 const CHUNK_BYTES: usize = 16 << 10;
 
 /// Responses as server-sent events.
 pub struct Events {
     responses: Option<ResponseStream>,
-    /// A final response without outputs is no event: the model is decoupled, or there was one before.
+    /// Whether an empty final response is no event: the model is decoupled, or another response came before.
     skips_empty_final: bool,
     ready: Vec<u8>,
-    /// What the request holds until it is answered.
+    /// The charge of the request until it is answered.
     _charge: Charge,
 }
 
 impl Events {
-    /// Waits for the first response. The error is the request's when that is what came first.
+    /// Waits for the first response. Returns its error if the request failed.
     pub async fn start(
         mut responses: ResponseStream,
         is_decoupled: bool,
@@ -206,7 +207,7 @@ impl Events {
                 self.responses = None;
                 return;
             }
-            // A decoupled model may go on after it; else the stream ends by itself.
+            // A decoupled model may send further responses. Otherwise the stream of responses ends.
             Some(Err(error)) => {
                 self.event(&error_text(&error.message));
                 return;

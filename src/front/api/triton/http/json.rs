@@ -1,6 +1,6 @@
-//! A JSON reader for requests: borrows from the body, builds arrays only on request, bounds nesting.
+//! A JSON parser for requests. It borrows from the body, converts arrays on demand, and limits nesting.
 //!
-//! Error words and offsets are those that Triton's clients know. `NaN` and `Infinity` are read as numbers.
+//! Error messages and offsets are Triton's. `NaN` and `Infinity` are numbers. Not `serde_json`, which has neither.
 
 mod elements;
 mod parser;

@@ -1,10 +1,10 @@
-//! Writes JSON responses straight into their bytes.
+//! A JSON writer for responses.
 
 use std::io::Write;
 
 use serving::{DataType, InferError, Parameter, Tensor};
 
-/// A JSON text in the making. Commas are its own business.
+/// A JSON text under construction. Commas are inserted automatically.
 pub struct JsonWriter {
     text: Vec<u8>,
 }
@@ -20,48 +20,48 @@ impl JsonWriter {
         self.text
     }
 
-    /// Puts a comma between siblings.
+    /// Inserts a comma between siblings.
     fn separate(&mut self) {
         if !matches!(self.text.last(), None | Some(b'{' | b'[' | b':')) {
             self.text.push(b',');
         }
     }
 
-    /// `{`
+    /// Starts an object.
     pub fn begin_object(&mut self) {
         self.separate();
         self.text.push(b'{');
     }
 
-    /// `}`
+    /// Ends an object.
     pub fn end_object(&mut self) {
         self.text.push(b'}');
     }
 
-    /// `[`
+    /// Starts an array.
     pub fn begin_array(&mut self) {
         self.separate();
         self.text.push(b'[');
     }
 
-    /// `]`
+    /// Ends an array.
     pub fn end_array(&mut self) {
         self.text.push(b']');
     }
 
-    /// The key of the member whose value comes next.
+    /// Writes a key. Its value must follow.
     pub fn key(&mut self, key: &str) {
         self.string(key.as_bytes());
         self.text.push(b':');
     }
 
-    /// A string member.
+    /// Writes a string member.
     pub fn member(&mut self, key: &str, value: &[u8]) {
         self.key(key);
         self.string(value);
     }
 
-    /// A string. Bytes that are not UTF-8 pass as they are, as Triton's do.
+    /// Writes a string. As in Triton, bytes that are not UTF-8 are not changed.
     pub fn string(&mut self, value: &[u8]) {
         self.separate();
         self.text.push(b'"');
@@ -85,26 +85,26 @@ impl JsonWriter {
         }
     }
 
-    /// An integer.
+    /// Writes an integer.
     pub fn integer(&mut self, value: impl std::fmt::Display) {
         self.separate();
         self.display(format_args!("{value}"));
     }
 
-    /// `true` or `false`.
+    /// Writes a boolean.
     pub fn boolean(&mut self, value: bool) {
         self.separate();
         self.text.extend_from_slice(if value { b"true" } else { b"false" });
     }
 
-    /// A number; what is not finite is written `NaN`, `Infinity` or `-Infinity`.
+    /// Writes a number. Values that are not finite are `NaN`, `Infinity` and `-Infinity`.
     pub fn float(&mut self, value: f64) {
         self.separate();
         match value {
             value if value.is_nan() => self.text.extend(b"NaN"),
             f64::INFINITY => self.text.extend(b"Infinity"),
             f64::NEG_INFINITY => self.text.extend(b"-Infinity"),
-            // Where `{:?}` has an exponent already, and Triton none.
+            // In these ranges `{:?}` has an exponent, and Triton has none.
             value if (1e16..1e21).contains(&value.abs()) => self.display(format_args!("{value}.0")),
             value if (1e-6..1e-4).contains(&value.abs()) => self.display(format_args!("{value}")),
             value => self.display(format_args!("{value:?}")),
@@ -115,14 +115,14 @@ impl JsonWriter {
         self.text.write_fmt(value).expect("a Vec takes every write");
     }
 
-    /// An array of integers.
+    /// Writes an array of integers.
     pub fn integers(&mut self, values: &[i64]) {
         self.begin_array();
         values.iter().for_each(|value| self.integer(value));
         self.end_array();
     }
 
-    /// A member with a parameter's value.
+    /// Writes a parameter as a member.
     pub fn parameter(&mut self, key: &str, value: &Parameter) {
         self.key(key);
         match value {
@@ -133,10 +133,10 @@ impl JsonWriter {
         }
     }
 
-    /// The elements of a tensor as one flat array.
+    /// Writes the elements of a tensor as a flat array.
     ///
     /// # Errors
-    /// When its type has no JSON form, or its data is not what its type says.
+    /// When the datatype has no JSON form, or the data is invalid for it.
     pub fn tensor(&mut self, tensor: &Tensor) -> Result<(), InferError> {
         self.begin_array();
         self.elements(tensor)?;
@@ -144,7 +144,7 @@ impl JsonWriter {
         Ok(())
     }
 
-    /// The elements of a tensor, or its only one without an array around it.
+    /// Writes the elements of a tensor; a single element is written without an array.
     ///
     /// # Errors
     /// As [`JsonWriter::tensor`].

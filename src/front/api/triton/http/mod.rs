@@ -30,9 +30,9 @@ use crate::api::triton::http::reply::{
     BINARY, EVENTS, JSON, Reply, TEXT, allow_origin, denial, error_reply, error_text, json_reply, model_error,
     plain_error, preflight, probe, reply, unknown_coding,
 };
-use crate::api::triton::http::request_body::{Held, content_coding, header, read_coded};
+use crate::api::triton::http::request_body::{ChargedBody, content_coding, header, read_coded};
 use crate::api::triton::http::route::{ModelPath, Route};
-use crate::api::triton::shared_memory::query_devices;
+use crate::api::triton::shared_memory::run_device_work;
 use crate::api::triton::single_response::single_response;
 use crate::state::State;
 use crate::transport::body::ReplyBody;
@@ -43,7 +43,7 @@ use crate::transport::restricted::Api;
 
 const HEAD_LENGTH: HeaderName = HeaderName::from_static("inference-header-content-length");
 
-/// Answers one request; what goes wrong is an answer too.
+/// Answers one request. Errors are replies, too.
 pub async fn handle(state: Arc<State>, request: Request<Incoming>) -> Result<Reply, Infallible> {
     let (head, body) = request.into_parts();
     let cors = state.config.http_origins.cors(&head.headers);
@@ -83,7 +83,7 @@ async fn handle_request(state: Arc<State>, head: http::request::Parts, body: Inc
     answer(&state, route, changes, &head.headers, body).await.unwrap_or_else(|error| error_reply(&error))
 }
 
-/// `changes`: whether the request's method may change anything.
+/// `changes`: whether the request may change settings, which depends on its method.
 async fn answer(
     state: &Arc<State>,
     route: Route<'_>,
@@ -103,15 +103,15 @@ async fn answer(
         Route::ModelConfig(model) => models::model_config(&state.server, model).map(json_reply),
         Route::ModelStatistics(model) => models::statistics(&state.server, model).map(json_reply),
         other => {
-            // An unknown coding counts as none.
+            // An unknown coding is ignored.
             let coding = content_coding(headers).unwrap_or(None);
-            let Held { bytes, charge: _charge } = read_coded(state, coding, body).await?;
+            let ChargedBody { bytes, charge: _charge } = read_coded(state, coding, body).await?;
             control(state, other, changes, bytes).await.map(json_reply)
         }
     }
 }
 
-/// Requests that change or show the server's own state.
+/// Requests that read or change the state of the server.
 async fn control(state: &Arc<State>, route: Route<'_>, changes: bool, body: Bytes) -> Result<Vec<u8>, InferError> {
     let done = |()| Vec::new();
     match route {
@@ -129,11 +129,11 @@ async fn control(state: &Arc<State>, route: Route<'_>, changes: bool, body: Byte
                 server.memory.unregister(kind, &region);
                 Ok(())
             };
-            query_devices(unregister).await.map(done)
+            run_device_work(unregister).await.map(done)
         }
         Route::TraceSetting { model } => settings::trace(state, model, changes.then_some(&body)),
         Route::Logging => settings::logging(state, changes.then_some(&body)),
-        _ => unreachable!("the other routes are answered above"),
+        _ => unreachable!("`answer` handles the other routes"),
     }
 }
 
@@ -153,7 +153,7 @@ async fn infer(state: &State, model: ModelPath<'_>, headers: &HeaderMap, body: I
     let trace = state.sample_trace(model.name, state.span_context(headers));
     mark(&trace, "HTTP_RECV_START");
     let coding = content_coding(headers);
-    let Held { bytes: body, charge } = read_coded(state, coding.clone().unwrap_or(None), body).await?;
+    let ChargedBody { bytes: body, charge } = read_coded(state, coding.clone().unwrap_or(None), body).await?;
     mark(&trace, "HTTP_RECV_END");
     if let Err(error) = check_model(state, model) {
         return Ok(model_error(&error));
@@ -166,7 +166,7 @@ async fn infer(state: &State, model: ModelPath<'_>, headers: &HeaderMap, body: I
         Err(error) => return Ok(model_error(&error)),
     };
     let num_bytes = body.len();
-    let mut asked = if body.is_empty() || head_len == Some(0) {
+    let mut parsed = if body.is_empty() || head_len == Some(0) {
         infer::read_raw(body, &*state.server.model_config(model.name, model.version)?)?
     } else {
         let limits = state.server.limits();
@@ -175,11 +175,11 @@ async fn infer(state: &State, model: ModelPath<'_>, headers: &HeaderMap, body: I
         let head_bytes = head.len();
         block_in_place_in_turn(head_bytes, || infer::read(model.name, body, head_len, &state.memory, limits)).await?
     };
-    asked.request.model_name = model.name.into();
-    asked.request.model_version = model.version.into();
-    asked.request.trace = trace.clone();
-    forward(&mut asked.request, &state.config.http_forward.pick(headers)?);
-    let ParsedRequest { request, outputs, is_binary } = asked;
+    parsed.request.model_name = model.name.into();
+    parsed.request.model_version = model.version.into();
+    parsed.request.trace = trace.clone();
+    forward(&mut parsed.request, &state.config.http_forward.select(headers)?);
+    let ParsedRequest { request, outputs, is_binary } = parsed;
     let responses = block_in_place_in_turn(num_bytes, || state.server.infer(request)).await?;
     let response = single_response(model.name, responses).await;
     mark(&trace, "HTTP_SEND_START");
@@ -203,7 +203,7 @@ async fn infer(state: &State, model: ModelPath<'_>, headers: &HeaderMap, body: I
     }
 }
 
-/// Whether the model is there, and answers each request once.
+/// Checks that the model exists and is not decoupled.
 fn check_model(state: &State, model: ModelPath<'_>) -> Result<(), InferError> {
     if state.server.is_decoupled(model.name, model.version)? {
         return Err(InferError::new(
@@ -220,14 +220,14 @@ async fn generate(
     headers: &HeaderMap,
     body: Incoming,
 ) -> Result<Reply, InferError> {
-    let Begun { responses, is_decoupled, charge: _charge } = start_generate(state, model, headers, body).await?;
+    let GenerateRun { responses, is_decoupled, charge: _charge } = start_generate(state, model, headers, body).await?;
     let response = match generate::only_response(responses, is_decoupled).await {
         Ok(response) => response,
         Err(error) => return Ok(reply(generate_status(error.kind), JSON, error_text(&error.message))),
     };
     match response {
         Some(response) => Ok(reply(StatusCode::OK, JSON, generate::write(&response)?)),
-        None => Ok(reply(StatusCode::OK, JSON, error_text(NOT_ONE_RESPONSE))), // The status is Triton's.
+        None => Ok(reply(StatusCode::OK, JSON, error_text(NOT_ONE_RESPONSE))), // As in Triton, the status is 200.
     }
 }
 
@@ -237,18 +237,18 @@ async fn generate_stream(
     headers: &HeaderMap,
     body: Incoming,
 ) -> Result<Reply, InferError> {
-    let Begun { responses, is_decoupled, charge } = start_generate(state, model, headers, body).await?;
+    let GenerateRun { responses, is_decoupled, charge } = start_generate(state, model, headers, body).await?;
     let (events, error) = Events::start(responses, is_decoupled, charge).await;
     let status = error.map_or(StatusCode::OK, |error| generate_status(error.kind));
     Ok(reply(status, EVENTS, ReplyBody::Events(Box::pin(events))))
 }
 
-/// A request that is being answered.
-struct Begun {
+/// A started `generate` request.
+struct GenerateRun {
     responses: serving::ResponseStream,
-    /// Whether there may be any number of them.
+    /// Whether there may be any number of responses.
     is_decoupled: bool,
-    /// Held until the last one.
+    /// The charge of the request, until its last response.
     charge: Charge,
 }
 
@@ -257,11 +257,11 @@ async fn start_generate(
     model: ModelPath<'_>,
     headers: &HeaderMap,
     body: Incoming,
-) -> Result<Begun, InferError> {
+) -> Result<GenerateRun, InferError> {
     let trace = state.sample_trace(model.name, state.span_context(headers));
     mark(&trace, "HTTP_RECV_START");
     let coding = content_coding(headers);
-    let Held { bytes: body, charge } = read_coded(state, coding.clone().unwrap_or(None), body).await?;
+    let ChargedBody { bytes: body, charge } = read_coded(state, coding.clone().unwrap_or(None), body).await?;
     mark(&trace, "HTTP_RECV_END");
     let config = state.server.model_config(model.name, model.version)?;
     let unsupported = "Unsupported content-encoding, only 'identity', 'gzip' and 'deflate' are supported.";
@@ -274,10 +274,10 @@ async fn start_generate(
     request.model_name = model.name.into();
     request.model_version = model.version.into();
     request.trace = trace;
-    forward(&mut request, &state.config.http_forward.pick(headers)?);
+    forward(&mut request, &state.config.http_forward.select(headers)?);
     let is_decoupled = state.server.is_decoupled(model.name, model.version)?;
     let responses = block_in_place_in_turn(num_bytes, || state.server.infer(request)).await?;
-    Ok(Begun { responses, is_decoupled, charge })
+    Ok(GenerateRun { responses, is_decoupled, charge })
 }
 
 fn mark(trace: &Option<Trace>, name: &'static str) {

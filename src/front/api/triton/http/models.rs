@@ -21,7 +21,7 @@ pub fn server_metadata(server: &Server) -> Vec<u8> {
 /// `GET /v2/models/M[/versions/V]`
 ///
 /// # Errors
-/// When the model does not serve.
+/// When the model is not ready.
 pub fn model_metadata(server: &Server, model: ModelPath<'_>) -> Result<Vec<u8>, InferError> {
     let metadata = server.model_metadata(model.name, model.version)?;
     let mut writer = JsonWriter::with_capacity(1024);
@@ -60,7 +60,7 @@ fn tensors(writer: &mut JsonWriter, tensors: &[TensorMetadata]) {
 /// `GET /v2/models/M[/versions/V]/config`
 ///
 /// # Errors
-/// When the model does not serve.
+/// When the model is not ready.
 pub fn model_config(server: &Server, model: ModelPath<'_>) -> Result<Vec<u8>, InferError> {
     Ok(repository::to_json(&*server.model_config(model.name, model.version)?).into_bytes())
 }
@@ -68,7 +68,7 @@ pub fn model_config(server: &Server, model: ModelPath<'_>) -> Result<Vec<u8>, In
 /// `GET /v2/models/M[/versions/V]/stats` and `/v2/models/stats`
 ///
 /// # Errors
-/// When the model does not serve.
+/// When the model is not ready.
 pub fn statistics(server: &Server, model: ModelPath<'_>) -> Result<Vec<u8>, InferError> {
     let models = server.model_statistics(model.name, model.version)?;
     let mut writer = JsonWriter::with_capacity(1024 * models.len());

@@ -1,4 +1,4 @@
-//! Replies of the HTTP port: their content types, errors, and what browsers need.
+//! Replies of the HTTP port: content types, errors, and CORS headers.
 
 use http::header::{
     ACCEPT_ENCODING, ACCESS_CONTROL_ALLOW_HEADERS, ACCESS_CONTROL_ALLOW_METHODS, ACCESS_CONTROL_ALLOW_ORIGIN,
@@ -13,7 +13,7 @@ use crate::api::triton::http::json_writer::JsonWriter;
 use crate::transport::body::ReplyBody;
 use crate::transport::restricted::Denied;
 
-/// A response of ours.
+/// An HTTP response of the front.
 pub type Reply = Response<ReplyBody>;
 
 pub(crate) const JSON: HeaderValue = HeaderValue::from_static("application/json");
@@ -37,7 +37,7 @@ pub(crate) fn plain_error(status: StatusCode, message: &str) -> Reply {
     reply(status, TEXT, error_text(message))
 }
 
-/// The answer to a client without the key of an API.
+/// The reply to a request without the key of a restricted API.
 pub(crate) fn denial(denied: Denied<'_>) -> Reply {
     let words = format!("This API is restricted, expecting header '{}'", denied.header);
     if !denied.is_bearer {
@@ -48,12 +48,12 @@ pub(crate) fn denial(denied: Denied<'_>) -> Reply {
     reply
 }
 
-/// What the model says, or is said before the request is read, where `infer` was asked; Triton's type for it.
+/// The reply to a failed `infer` request. As in Triton, its content type is `text/plain`.
 pub(crate) fn model_error(error: &InferError) -> Reply {
     plain_error(http_status(error.kind), &error.message)
 }
 
-/// `infer` in a coding that is none of ours, with those that are.
+/// The reply to an `infer` request in an unsupported coding, with the supported ones.
 pub(crate) fn unknown_coding(error: &InferError) -> Reply {
     let mut reply = model_error(error);
     reply.headers_mut().insert(ACCEPT_ENCODING, HeaderValue::from_static("gzip, deflate"));
@@ -78,7 +78,7 @@ pub fn error_text(message: &str) -> Vec<u8> {
     writer.finish()
 }
 
-/// The reply to a browser that asks whether a page may send a request.
+/// The reply to a CORS preflight request.
 pub(crate) fn preflight(origin: HeaderValue, headers: &HeaderMap) -> Reply {
     let mut reply = reply(StatusCode::NO_CONTENT, TEXT, ReplyBody::empty());
     let allowed = reply.headers_mut();
@@ -91,7 +91,7 @@ pub(crate) fn preflight(origin: HeaderValue, headers: &HeaderMap) -> Reply {
     reply
 }
 
-/// Lets a page of `origin` read the reply.
+/// Adds the CORS headers for pages of `origin`.
 pub(crate) fn allow_origin(headers: &mut HeaderMap, origin: HeaderValue) {
     headers.insert(ACCESS_CONTROL_ALLOW_ORIGIN, origin);
     headers.append(VARY, HeaderValue::from_static("origin"));

@@ -9,7 +9,7 @@ use crate::api::triton::http::json_writer::JsonWriter;
 /// `POST /v2/repository/index`
 ///
 /// # Errors
-/// When the body is not JSON, or `ready` no boolean.
+/// When the body is not JSON, or `ready` is not a boolean.
 pub fn index(server: &Server, body: &[u8]) -> Result<Vec<u8>, InferError> {
     let root = if body.is_empty() { Value::Null } else { json::parse(body, server.limits())? };
     let ready_only = root.member("ready").map_or(Ok(false), Value::as_bool)?;
@@ -32,7 +32,7 @@ pub fn index(server: &Server, body: &[u8]) -> Result<Vec<u8>, InferError> {
 /// `POST /v2/repository/models/M/load`
 ///
 /// # Errors
-/// When the body is wrong, or the model does not load.
+/// When the body is invalid, or the model cannot be loaded.
 pub async fn load(server: &Server, model: &str, body: &[u8]) -> Result<(), InferError> {
     let mut overrides = LoadOverrides::default();
     for_each_parameter(server, body, |key, value| {
@@ -56,7 +56,7 @@ pub async fn load(server: &Server, model: &str, body: &[u8]) -> Result<(), Infer
 /// `POST /v2/repository/models/M/unload`. Unknown parameters are ignored.
 ///
 /// # Errors
-/// When the body is wrong, or the control mode does not allow it.
+/// When the body is invalid, or the control mode does not allow unloading.
 pub async fn unload(server: &Server, model: &str, body: &[u8]) -> Result<(), InferError> {
     let mut unload_dependents = false;
     for_each_parameter(server, body, |key, value| {

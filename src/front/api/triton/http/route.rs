@@ -4,16 +4,16 @@ use http::Method;
 
 use crate::api::triton::shared_memory::MemoryKind;
 
-/// A model as a path names it.
+/// A model in a path.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct ModelPath<'a> {
-    /// Its name, not unescaped.
+    /// The name, without percent-decoding.
     pub name: &'a str,
-    /// Its version, empty for the latest.
+    /// The version; empty for the latest.
     pub version: &'a str,
 }
 
-/// What a request is for.
+/// The route of a request.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[allow(missing_docs)] // The protocol's own paths.
 pub enum Route<'a> {
@@ -30,7 +30,7 @@ pub enum Route<'a> {
     RepositoryIndex,
     LoadModel(&'a str),
     UnloadModel(&'a str),
-    /// Load or unload in a repository of that name: there are no names.
+    /// Load or unload in a named repository, which is not supported.
     NamedRepository,
     MemoryStatus {
         kind: MemoryKind,
@@ -114,12 +114,12 @@ impl<'a> Route<'a> {
         }
     }
 
-    /// Whether what it says, a wrong method included, is `application/json` rather than `text/plain`.
+    /// Whether the content type of replies and errors is `application/json` instead of `text/plain`.
     pub fn answers_in_json(&self) -> bool {
         !matches!(self, Route::Live | Route::Ready | Route::ModelReady(_) | Route::Infer(_))
     }
 
-    /// Whether the route answers to `method`.
+    /// Whether the route supports `method`.
     pub fn allows(&self, method: &Method) -> bool {
         match self {
             Route::Infer(_)
@@ -142,7 +142,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn paths_lead_where_the_protocol_says() {
+    fn the_paths_of_the_protocol_have_routes() {
         let model = |version| ModelPath { name: "m", version };
         for (path, route) in [
             ("/v2", Route::ServerMetadata),
@@ -162,7 +162,7 @@ mod tests {
     }
 
     #[test]
-    fn other_paths_lead_nowhere() {
+    fn other_paths_have_no_route() {
         for path in [
             "/",
             "/v2/",

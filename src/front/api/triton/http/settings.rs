@@ -8,7 +8,7 @@ use serving::{InferError, Limit, Limits};
 use crate::api::triton::http::base64;
 use crate::api::triton::http::json::{self, Value};
 use crate::api::triton::http::json_writer::JsonWriter;
-use crate::api::triton::shared_memory::{MemoryKind, query_devices};
+use crate::api::triton::shared_memory::{MemoryKind, run_device_work};
 use crate::state::State;
 use crate::telemetry::log_settings::{LogFormat, LogValue};
 use crate::telemetry::trace_settings::{TRACE_KEYS, TraceChanges};
@@ -19,7 +19,7 @@ const CUDA_HANDLE_BYTES: usize = 64;
 /// `GET …sharedmemory[/region/N]/status`
 ///
 /// # Errors
-/// When there is no such region.
+/// When the region does not exist.
 pub fn memory_status(state: &State, kind: MemoryKind, region: &str) -> Result<Vec<u8>, InferError> {
     let mut writer = JsonWriter::with_capacity(128);
     writer.begin_array();
@@ -55,7 +55,7 @@ pub fn memory_status(state: &State, kind: MemoryKind, region: &str) -> Result<Ve
 /// `POST …sharedmemory/region/N/register`
 ///
 /// # Errors
-/// When a field is missing or wrong, or the memory cannot be had.
+/// When a field is absent or invalid, or the memory cannot be opened.
 pub async fn register_memory(
     state: &Arc<State>,
     kind: MemoryKind,
@@ -85,20 +85,20 @@ pub async fn register_memory(
             .ok_or_else(|| InferError::invalid("'raw_handle' must be a valid base64 encoded cudaIpcMemHandle_t"))?;
         let (state, region) = (Arc::clone(state), region.to_owned());
         let device = i64::try_from(device).unwrap_or(-1);
-        return query_devices(move || state.memory.register_cuda(&region, &handle, device, byte_size)).await;
+        return run_device_work(move || state.memory.register_cuda(&region, &handle, device, byte_size)).await;
     }
     let key = required("key")?.as_str()?;
     let offset = root.member("offset").map_or(Ok(0), Value::as_u64)?;
     state.memory.register(region, key, offset, required("byte_size")?.as_u64()?)
 }
 
-/// Answers `trace/setting`, after the changes if there are any.
+/// `trace/setting`: applies the changes of a body, and returns all settings.
 ///
 /// # Errors
-/// When the body is wrong, or there is no such model.
+/// When the body is invalid, or the model does not exist.
 pub fn trace(state: &State, model: &str, body: Option<&Bytes>) -> Result<Vec<u8>, InferError> {
     let mut changes = TraceChanges::new();
-    state.update_trace(model, TraceChanges::new())?; // An unknown model is said before a wrong body.
+    state.update_trace(model, TraceChanges::new())?; // The error of an unknown model precedes that of an invalid body.
     if let Some(body) = body
         && let Value::Object(members) = json::parse(body, state.server.limits())?
     {
@@ -141,10 +141,10 @@ fn trace_values(key: &str, value: &Value<'_>, limits: &Limits) -> Result<Option<
     }
 }
 
-/// Answers `logging`, after the changes if there are any.
+/// `logging`: applies the changes of a body, and returns all settings.
 ///
 /// # Errors
-/// When the body is wrong, or a setting cannot change.
+/// When the body is invalid, or a setting cannot be changed.
 pub fn logging(state: &State, body: Option<&Bytes>) -> Result<Vec<u8>, InferError> {
     let mut changes = Vec::new();
     if let Some(body) = body
@@ -169,7 +169,7 @@ pub fn logging(state: &State, body: Option<&Bytes>) -> Result<Vec<u8>, InferErro
     Ok(writer.finish())
 }
 
-/// The value of a setting; `None` when there is no such setting.
+/// The value of a setting; `None` for an unknown setting.
 fn log_value(key: &str, value: &Value<'_>) -> Result<Option<LogValue>, InferError> {
     Ok(Some(match key {
         "log_info" | "log_warning" | "log_error" => LogValue::Bool(value.as_bool()?),
@@ -180,7 +180,7 @@ fn log_value(key: &str, value: &Value<'_>) -> Result<Option<LogValue>, InferErro
                     .map_err(|_| InferError::invalid(format!("'{key}' is {number}, expected at most {}", u32::MAX)))?,
             )
         }
-        "log_file" => LogValue::String(String::new()), // Refused whatever it is.
+        "log_file" => LogValue::String(String::new()), // Every value is refused later.
         "log_format" => {
             let name = value.as_str()?;
             let unknown = |_| InferError::unavailable(format!("invalid argument for --log_format, got: {name}"));

@@ -6,32 +6,32 @@ use serving::InferError;
 
 /// Opens device memory of clients.
 pub trait ClientDevices: std::fmt::Debug + Send + Sync {
-    /// The first `byte_size` bytes of what `handle`, a `cudaIpcMemHandle_t`, names on GPU `device`.
+    /// Opens the first `byte_size` bytes of the memory of `handle`, a `cudaIpcMemHandle_t`, on GPU `device`.
     ///
     /// # Errors
-    /// In words, when they cannot be had.
+    /// With a message, when the memory cannot be opened.
     fn open(&self, handle: &[u8; 64], device: u64, byte_size: u64) -> Result<Arc<dyn DeviceMemory>, String>;
 }
 
 /// A region of device memory of a client. It is closed when dropped.
 pub trait DeviceMemory: std::fmt::Debug + Send + Sync {
-    /// Copies bytes from `offset` on.
+    /// Copies the bytes from `offset` to `into`.
     ///
     /// # Errors
-    /// In words, when they are not there any more.
+    /// With a message, when the memory is no longer accessible.
     fn read(&self, offset: u64, into: &mut [u8]) -> Result<(), String>;
 
-    /// Copies `data` to the bytes from `offset` on.
+    /// Copies `data` to `offset`.
     ///
     /// # Errors
     /// As [`DeviceMemory::read`].
     fn write(&self, offset: u64, data: &[u8]) -> Result<(), String>;
 }
 
-/// Runs what makes or ends a device context, which takes a driver a second, where no client waits for it.
+/// Runs work that creates or destroys a device context on a blocking thread, because the driver may take a second.
 ///
 /// # Errors
-/// The work's own.
-pub async fn query_devices(work: impl FnOnce() -> Result<(), InferError> + Send + 'static) -> Result<(), InferError> {
+/// The error of `work`.
+pub async fn run_device_work(work: impl FnOnce() -> Result<(), InferError> + Send + 'static) -> Result<(), InferError> {
     tokio::task::spawn_blocking(work).await.unwrap_or_else(|error| Err(InferError::internal(error.to_string())))
 }

@@ -1,4 +1,4 @@
-//! Objects of POSIX shared memory: which of them are a client's, and how one is opened.
+//! Objects of POSIX shared memory: the check that a client may use one, and its opening.
 
 use std::fs::File;
 use std::os::unix::fs::{FileExt as _, MetadataExt as _};
@@ -7,20 +7,20 @@ use std::path::Path;
 use rustix::fs::{Mode, OFlags};
 use serving::{InferError, Limit, Limits};
 
-/// Which objects of shared memory clients may register.
+/// The shared-memory objects that clients may register.
 #[derive(Debug, Clone, Default)]
 pub struct ClientObjects {
-    /// Names with these beginnings are the server's own.
+    /// Prefixes of names that are reserved for the server.
     pub reserved_prefixes: Vec<String>,
-    /// How every object of the server, and of other servers like it, begins; empty for no such sign.
+    /// The first bytes of each object of this server and of other Trireme servers; empty for no check.
     pub reserved_magic: Vec<u8>,
-    /// If there are any, a client's object has a name with one of these beginnings.
+    /// If not empty, objects of clients must have one of these prefixes.
     pub allowed_prefixes: Vec<String>,
 }
 
-/// How objects begin that programs beside a server keep in `/dev/shm`: MPI, its transports, NCCL, Triton, semaphores.
-/// Python's own names, `psm_…`, are a client's.
-const OF_OTHERS: [&str; 25] = [
+/// Prefixes of objects of other programs in `/dev/shm`: MPI and its transports, NCCL, semaphores. `psm_…` is not among them,
+/// because Python's `shared_memory` uses it.
+const FOREIGN_PREFIXES: [&str; 25] = [
     "vader_segment",
     "sm_segment",
     "smsc",
@@ -49,7 +49,10 @@ const OF_OTHERS: [&str; 25] = [
 ];
 
 impl ClientObjects {
-    /// The object, its length and its identity.
+    /// Opens an object. Returns the file, its length, and its device and inode.
+    ///
+    /// # Errors
+    /// When clients may not use the object, or it cannot be opened.
     pub(super) fn open(&self, key: &str, limits: &Limits) -> Result<(File, u64, (u64, u64)), InferError> {
         limits.check(Limit::NameBytes, key.len())?;
         let object = key.strip_prefix('/').unwrap_or(key);
@@ -59,7 +62,7 @@ impl ClientObjects {
             )));
         }
         self.check_name(key, object)?;
-        // Neither a link nor a pipe leads or holds anybody anywhere.
+        // Links are not followed, and opening a pipe does not block.
         let flags = OFlags::RDWR | OFlags::NOFOLLOW | OFlags::NONBLOCK | OFlags::CLOEXEC;
         let opened = rustix::fs::open(Path::new("/dev/shm").join(object), flags, Mode::empty());
         let file = File::from(opened.map_err(|error| cannot_open(key, &error.into()))?);
@@ -75,9 +78,9 @@ impl ClientObjects {
     fn check_name(&self, key: &str, object: &str) -> Result<(), InferError> {
         let begins = |prefixes: &[String]| prefixes.iter().any(|prefix| object.starts_with(prefix.as_str()));
         if begins(&self.reserved_prefixes) {
-            return Err(of_the_server(key));
+            return Err(reserved_by_server(key));
         }
-        if let Some(prefix) = OF_OTHERS.iter().find(|prefix| object.starts_with(**prefix)) {
+        if let Some(prefix) = FOREIGN_PREFIXES.iter().find(|prefix| object.starts_with(**prefix)) {
             return Err(InferError::invalid(format!(
                 "shared memory object '{key}' belongs to another program: names that begin with `{prefix}` are no client's"
             )));
@@ -91,17 +94,17 @@ impl ClientObjects {
         Ok(())
     }
 
-    /// Refuses what the server, or another server like it, made under whatever name.
+    /// Refuses objects of Trireme servers, whatever their name.
     fn check_content(&self, key: &str, file: &File) -> Result<(), InferError> {
         let mut begin = vec![0; self.reserved_magic.len()];
-        // A shorter object is none of the server's.
+        // A shorter object does not belong to a server.
         let is_reserved =
             !begin.is_empty() && file.read_exact_at(&mut begin, 0).is_ok() && begin == self.reserved_magic;
-        if is_reserved { Err(of_the_server(key)) } else { Ok(()) }
+        if is_reserved { Err(reserved_by_server(key)) } else { Ok(()) }
     }
 }
 
-fn of_the_server(key: &str) -> InferError {
+fn reserved_by_server(key: &str) -> InferError {
     InferError::invalid(format!("shared memory object '{key}' belongs to the server"))
 }
 

@@ -8,7 +8,7 @@ use serving::{ClientSlice, CopyBudget, InferError, copy_within};
 use super::devices::DeviceMemory;
 use crate::transport::large_work::block_in_place_if_large;
 
-/// A part of a region. Holding it keeps the memory.
+/// A part of a region. It keeps the memory open.
 pub(super) enum Slice {
     System(ClientSlice),
     Cuda {

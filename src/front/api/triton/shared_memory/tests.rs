@@ -78,9 +78,9 @@ fn device_memory_is_read_and_written_inside_its_bounds_and_let_go() {
     memory.register_cuda("r", &[b'h'; 64], 0, 6).unwrap();
     assert_eq!(memory.register("r", "/x", 0, 1).unwrap_err().kind, ErrorKind::AlreadyExists);
     assert_eq!(read(&memory, &slice(1, 3)).unwrap(), Bytes::from_static(&[1, 2, 3]));
-    let mut places = ClientMemory::default();
-    assert_eq!(memory.input(&slice(4, 2), "IN", DataType::Uint8, &mut places).unwrap()[..], [4, 5]);
-    assert!(places.inputs.is_empty(), "no model maps device memory");
+    let mut client_memory = ClientMemory::default();
+    assert_eq!(memory.input(&slice(4, 2), "IN", DataType::Uint8, &mut client_memory).unwrap()[..], [4, 5]);
+    assert!(client_memory.inputs.is_empty(), "no model maps device memory");
     memory.write(&slice(4, 2), "out", &[9, 9]).unwrap();
     assert_eq!(gpu.0.lock().unwrap()[..], [0, 1, 2, 3, 9, 9, 6, 7]);
     assert!(memory.write(&slice(0, 1), "out", &[1, 2]).is_err());
@@ -174,8 +174,8 @@ fn a_sparse_object_costs_no_more_than_requests_may_hold() {
     let object = Object::new("sparse", &[0; 8]);
     let path = Path::new("/dev/shm").join(&object.0);
     File::options().write(true).open(path).unwrap().set_len(1 << 40).unwrap();
-    let budget = Budget::new(1000, crate::transport::budget::tests::ANY_PACE);
-    let memory = SharedMemory::new(true, ClientObjects::default()).within(8, Limits::default(), &budget);
+    let budget = Budget::new(1000, crate::transport::budget::tests::NO_PROGRESS_LIMITS);
+    let memory = SharedMemory::new(true, ClientObjects::default()).with_limits(8, Limits::default(), &budget);
     memory.register("r", &object.0, 0, 1 << 40).unwrap();
     let held = read(&memory, &slice(0, 600)).unwrap();
     for byte_size in [1 << 40, 600] {
@@ -189,14 +189,14 @@ fn a_sparse_object_costs_no_more_than_requests_may_hold() {
 #[test]
 fn regions_are_as_many_as_they_may_be_and_share_the_file_of_their_object() {
     let object = Object::new("many", &[0; 8]);
-    let budget = Budget::new(1000, crate::transport::budget::tests::ANY_PACE);
-    let memory = SharedMemory::new(true, ClientObjects::default()).within(8, Limits::default(), &budget);
+    let budget = Budget::new(1000, crate::transport::budget::tests::NO_PROGRESS_LIMITS);
+    let memory = SharedMemory::new(true, ClientObjects::default()).with_limits(8, Limits::default(), &budget);
     (0..8).for_each(|count| memory.register(&count.to_string(), &object.0, 0, 8).unwrap());
     assert_eq!(memory.register("r", &object.0, 0, 8).unwrap_err().kind, ErrorKind::Unavailable);
     let regions = memory.regions();
-    let files = regions.values().map(|region| match &region.place {
-        Place::System { file, .. } => Arc::as_ptr(file),
-        Place::Cuda { .. } => std::ptr::null(),
+    let files = regions.values().map(|region| match &region.backing {
+        Backing::System { file, .. } => Arc::as_ptr(file),
+        Backing::Cuda { .. } => std::ptr::null(),
     });
     assert_eq!(files.collect::<std::collections::BTreeSet<_>>().len(), 1);
 }

@@ -7,22 +7,22 @@ use super::parameters::{optional_u64, read_region};
 use crate::api::triton::http::json::{self, Value, in_field};
 use crate::api::triton::shared_memory::SharedMemory;
 
-/// What the inputs of a request have in common.
-pub(super) struct Source<'a> {
+/// The context of the inputs of a request.
+pub(super) struct InputContext<'a> {
     pub model: &'a str,
-    /// Bytes of text that hold all elements.
-    pub room: usize,
+    /// Length of the JSON head in bytes, which bounds the number of elements.
+    pub head_len: usize,
     pub memory: &'a SharedMemory,
     pub limits: &'a Limits,
 }
 
 pub(super) fn read_input(
     input: &Value<'_>,
-    source: &Source<'_>,
+    context: &InputContext<'_>,
     tail: &mut Bytes,
-    places: &mut ClientMemory,
+    client_memory: &mut ClientMemory,
 ) -> Result<Tensor, InferError> {
-    let &Source { model, room, memory, limits } = source;
+    let &InputContext { model, head_len, memory, limits } = context;
     let parameters = input.member("parameters");
     let has = |key: &str| parameters.is_some_and(|parameters| parameters.member(key).is_some());
     let sources = [input.member("data").is_some(), has("binary_data_size"), has("shared_memory_region")];
@@ -38,15 +38,15 @@ pub(super) fn read_input(
     let binary_size = optional_u64(parameters, "binary_data_size")?;
     let region = read_region(parameters)?;
     let data = match (input.member("data"), binary_size, region) {
-        (Some(data), ..) => json_data(data, &name, datatype, &shape, room)?,
+        (Some(data), ..) => json_data(data, &name, datatype, &shape, head_len)?,
         (_, Some(size), _) => take_tail(tail, size, &name, model)?,
-        (.., Some(region)) => memory.input(&region, &name, datatype, places)?,
+        (.., Some(region)) => memory.input(&region, &name, datatype, client_memory)?,
         (None, None, None) => return Err(not_one_source(sources)),
     };
     Ok(Tensor { name: name.into(), datatype, shape: shape.into(), data })
 }
 
-/// `sources`: whether there are data, a size in the tail, and a region.
+/// `sources`: whether there is JSON data, a size of binary data, and a region.
 fn not_one_source(sources: [bool; 3]) -> InferError {
     let named = sources.into_iter().zip(["'data'", "'binary_data_size'", "'shared_memory_region'"]);
     let set: Vec<&str> = named.filter(|(is_set, _)| *is_set).map(|(_, name)| name).collect();
@@ -72,22 +72,22 @@ fn read_shape(shape: &Value<'_>, limits: &Limits) -> Result<Vec<i64>, InferError
     Ok(sizes)
 }
 
-/// A shape of more elements than these and bytes of text lies.
+/// Shapes with up to this many elements are not compared with the length of the head.
 const MANY_ELEMENTS: usize = 1 << 26;
 
-/// The elements of `data`. A text of `room` bytes cannot hold more elements than that.
+/// Converts the elements of `data`. A head of `head_len` bytes cannot contain more elements than that.
 fn json_data(
     data: &Value<'_>,
     name: &str,
     datatype: DataType,
     shape: &[i64],
-    room: usize,
+    head_len: usize,
 ) -> Result<Bytes, InferError> {
     let expected =
         shape.iter().try_fold(1usize, |product, &size| product.checked_mul(size as usize)).ok_or_else(|| {
             InferError::invalid(format!("shape {shape:?} of input '{name}' has more elements than can be counted"))
         })?;
-    // A shape without elements has none, whatever stands there; one without sizes is judged by the model's configuration.
+    // The data of a shape without elements is ignored. A shape without dimensions is checked against the configuration.
     if expected == 0 || shape.is_empty() {
         return Ok(Bytes::new());
     }
@@ -99,12 +99,12 @@ fn json_data(
     }
     let array = data.as_array().map_err(|error| in_field("data", error))?;
     let mut bytes = Vec::new();
-    if expected > room.max(MANY_ELEMENTS) {
+    if expected > head_len.max(MANY_ELEMENTS) {
         return Err(InferError::invalid(format!(
             "Unable to parse 'data': shape {shape:?} of input '{name}' has {expected} elements, more than the request can hold"
         )));
     }
-    // Strings are counted again where the request is checked against the model.
+    // The number of strings is checked with the request against the model.
     if array.flatten(datatype, expected, &mut bytes)? < expected && datatype != DataType::Bytes {
         return Err(json::shape_mismatch());
     }

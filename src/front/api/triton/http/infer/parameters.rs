@@ -5,10 +5,10 @@ use serving::{CorrelationId, InferError, InferRequest, Limit, Limits, Parameter}
 use crate::api::triton::http::json::{Value, in_field};
 use crate::api::triton::output_request::RegionSlice;
 
-/// Puts a parameter where it belongs: a field of the request, or a parameter that models see.
+/// Sets a field of the request for a reserved parameter, or adds a parameter for the model.
 ///
 /// # Errors
-/// When it has a type that it cannot have, or a name that the protocol keeps to itself.
+/// When the value has an invalid type, or the name is reserved.
 pub fn set_parameter(request: &mut InferRequest, key: &str, value: &Value<'_>) -> Result<(), InferError> {
     let named = |error| in_field(key, error);
     match (key, value) {
@@ -35,10 +35,10 @@ pub fn set_parameter(request: &mut InferRequest, key: &str, value: &Value<'_>) -
     Ok(())
 }
 
-/// A parameter that models see.
+/// Converts a value to a parameter for the model.
 ///
 /// # Errors
-/// When it is neither a number, a boolean nor a string.
+/// When the value is not a number, a boolean or a string.
 pub fn model_parameter(key: &str, value: &Value<'_>) -> Result<Parameter, InferError> {
     match value {
         Value::Bool(value) => Ok(Parameter::Bool(*value)),
@@ -52,7 +52,7 @@ pub fn model_parameter(key: &str, value: &Value<'_>) -> Result<Parameter, InferE
     }
 }
 
-/// How many there are, and how long their names.
+/// Checks the number of parameters and the lengths of their names.
 pub(super) fn check_parameters(parameters: Option<&Value<'_>>, limits: &Limits) -> Result<(), InferError> {
     let Some(Value::Object(members)) = parameters else { return Ok(()) };
     limits.check(Limit::Parameters, members.len())?;

@@ -7,10 +7,10 @@ use serving::{DataType, InferError, InferRequest, Name, Tensor};
 use super::request::ParsedRequest;
 use crate::api::triton::shapes::fit_shape;
 
-/// Takes the whole body as the model's only input.
+/// Converts the whole body to the model's only input.
 ///
 /// # Errors
-/// When the model has several inputs, or one that a body cannot stand for.
+/// When the model has several inputs, or the body does not determine the shape of its input.
 pub fn read_raw(body: Bytes, config: &ModelConfig) -> Result<ParsedRequest, InferError> {
     let [input] = config.input.as_slice() else {
         return Err(InferError::invalid(format!(
@@ -47,7 +47,7 @@ pub fn read_raw(body: Bytes, config: &ModelConfig) -> Result<ParsedRequest, Infe
     };
     let expected = tensor.num_elements().zip(tensor.datatype.size()).and_then(|(count, size)| count.checked_mul(size));
     if let Some(expected) = expected.filter(|&expected| expected != body.len()) {
-        // The input has its name only once its bytes fit.
+        // As in Triton, the message does not contain the name of the input.
         return Err(InferError::invalid(format!(
             "[request id: <id_unknown>] input byte size mismatch for input 'raw_input' for model '{}'. Expected {expected}, got {}",
             config.name,

@@ -7,22 +7,26 @@ use crate::api::triton::http::json_writer::JsonWriter;
 use crate::api::triton::output_request::OutputRequest;
 use crate::transport::body::ReplyBody;
 
-/// A response's body, and the length of its JSON head when raw tensors follow it.
-pub struct Answer {
+/// An encoded response: the body, and the length of its JSON head if binary tensors follow.
+pub struct EncodedResponse {
     /// The body.
     pub body: ReplyBody,
     /// `Inference-Header-Content-Length`.
     pub head_len: Option<usize>,
 }
 
-/// Raw tensors together smaller than this are copied behind the head, to be one write.
+/// Binary tensors of less than this in total are copied behind the head, for a single write.
 const COPY_BELOW: usize = 16 << 10;
 
 /// Writes a response.
 ///
 /// # Errors
 /// When an output has no JSON form.
-pub fn write(response: InferResponse, outputs: &[OutputRequest], is_binary: bool) -> Result<Answer, InferError> {
+pub fn write(
+    response: InferResponse,
+    outputs: &[OutputRequest],
+    is_binary: bool,
+) -> Result<EncodedResponse, InferError> {
     let mut writer = JsonWriter::with_capacity(256);
     writer.begin_object();
     write_head(&mut writer, &response);
@@ -30,11 +34,11 @@ pub fn write(response: InferResponse, outputs: &[OutputRequest], is_binary: bool
     writer.begin_array();
     let mut raw = Vec::new();
     for output in response.outputs {
-        let ask = outputs.iter().find(|ask| ask.name == output.name);
-        // Classes are text unless asked for one by one.
-        let is_classes = ask.is_some_and(|ask| ask.num_classes > 0);
-        let is_raw = ask.and_then(|ask| ask.is_binary).unwrap_or(is_binary && !is_classes);
-        let is_in_region = ask.is_some_and(|ask| ask.region.is_some());
+        let form = outputs.iter().find(|form| form.name == output.name);
+        // Classes are JSON unless the output itself is requested as binary.
+        let is_classes = form.is_some_and(|form| form.num_classes > 0);
+        let is_raw = form.and_then(|form| form.is_binary).unwrap_or(is_binary && !is_classes);
+        let is_in_region = form.is_some_and(|form| form.region.is_some());
         writer.begin_object();
         writer.member("name", output.name.as_bytes());
         writer.member("datatype", output.datatype.name().as_bytes());
@@ -57,15 +61,15 @@ pub fn write(response: InferResponse, outputs: &[OutputRequest], is_binary: bool
     writer.end_object();
     let mut head = writer.finish();
     if raw.is_empty() {
-        return Ok(Answer { body: head.into(), head_len: None });
+        return Ok(EncodedResponse { body: head.into(), head_len: None });
     }
     let head_len = Some(head.len());
     if raw.iter().map(Bytes::len).sum::<usize>() < COPY_BELOW {
         raw.iter().for_each(|tensor| head.extend_from_slice(tensor));
-        return Ok(Answer { body: head.into(), head_len });
+        return Ok(EncodedResponse { body: head.into(), head_len });
     }
     let parts = std::iter::once(head.into()).chain(raw).filter(|part: &Bytes| !part.is_empty());
-    Ok(Answer { body: ReplyBody::Parts(parts.collect()), head_len })
+    Ok(EncodedResponse { body: ReplyBody::Parts(parts.collect()), head_len })
 }
 
 fn write_head(writer: &mut JsonWriter, response: &InferResponse) {

@@ -18,10 +18,10 @@ fn with_input(fields: &str) -> Result<ParsedRequest, InferError> {
 #[test]
 fn tensors_come_from_json_and_from_the_tail() {
     let head = r#"{"id":"7","inputs":[{"name":"A","datatype":"INT32","shape":[1,2],"data":[[1,2]]},{"name":"B","datatype":"UINT8","shape":[3],"parameters":{"binary_data_size":3}}]}"#;
-    let asked = read_text(&format!("{head}xyz"), Some(head.len())).unwrap();
-    assert_eq!(asked.request.id, "7");
-    assert_eq!(asked.request.inputs[0].to_i32().unwrap(), [1, 2]);
-    assert_eq!(asked.request.inputs[1].data, "xyz");
+    let parsed = read_text(&format!("{head}xyz"), Some(head.len())).unwrap();
+    assert_eq!(parsed.request.id, "7");
+    assert_eq!(parsed.request.inputs[0].to_i32().unwrap(), [1, 2]);
+    assert_eq!(parsed.request.inputs[1].data, "xyz");
     assert!(read_text(&format!("{head}xy"), Some(head.len())).unwrap_err().message.contains("expecting 1 additional"));
     assert!(read_text(&format!("{head}xyz!"), Some(head.len())).unwrap_err().message.contains("additional input data"));
     assert!(read_text(head, Some(head.len() + 1)).is_err());
@@ -68,11 +68,11 @@ fn lists_and_names_have_limits() {
 #[test]
 fn parameters_go_where_they_belong() {
     let text = r#"{"parameters":{"sequence_id":9,"sequence_start":true,"priority":2,"timeout":5,"x":0.5,"binary_data_output":true},"inputs":[]}"#;
-    let asked = read_text(text, None).unwrap();
-    assert_eq!(asked.request.correlation_id, CorrelationId::Number(9));
-    assert!(asked.request.sequence_start && asked.is_binary);
-    assert_eq!((asked.request.priority, asked.request.timeout_us), (2, 5));
-    assert_eq!(asked.request.parameters["x"], Parameter::Double(0.5));
+    let parsed = read_text(text, None).unwrap();
+    assert_eq!(parsed.request.correlation_id, CorrelationId::Number(9));
+    assert!(parsed.request.sequence_start && parsed.is_binary);
+    assert_eq!((parsed.request.priority, parsed.request.timeout_us), (2, 5));
+    assert_eq!(parsed.request.parameters["x"], Parameter::Double(0.5));
     assert!(read_text(r#"{"parameters":{"triton_x":1},"inputs":[]}"#, None).is_err());
 }
 

@@ -7,9 +7,9 @@ use super::value::{Array, Value, in_field};
 
 type Result<T> = std::result::Result<T, InferError>;
 
-/// What the numbers in `body` take at most as tensor data; strings take no more than in the text.
+/// Upper bound of the tensor data of the numbers in `body`, in bytes. Strings are not larger than in the text.
 pub fn tensor_bytes(body: &[u8]) -> usize {
-    // Of each two numbers a comma is between, and a buffer that grows has up to twice the room that it needs.
+    // Commas separate numbers, and a growing buffer has up to twice the necessary capacity.
     2 * size_of::<u64>() * body.iter().filter(|byte| **byte == b',').count()
 }
 
@@ -17,15 +17,15 @@ impl<'a> Array<'a> {
     /// Calls `visit` with each element.
     ///
     /// # Errors
-    /// The first that `visit` returns.
+    /// The first error of `visit`.
     pub fn for_each(self, visit: impl FnMut(Value<'a>) -> Result<()>) -> Result<()> {
         Parser::of_checked(self.0).array(visit)
     }
 
-    /// Elements of the array itself, nested ones not counted.
+    /// The number of elements, without nested ones.
     ///
     /// # Errors
-    /// Never: the text is well-formed.
+    /// None, because the text is well-formed.
     pub fn count(self) -> Result<usize> {
         let mut count = 0;
         self.for_each(|_| {
@@ -35,14 +35,14 @@ impl<'a> Array<'a> {
         Ok(count)
     }
 
-    /// Appends the elements, nested ones in row-major order, as raw tensor data. Returns how many.
+    /// Appends the elements, nested ones in row-major order, as raw tensor data. Returns their number.
     ///
     /// # Errors
     /// When an element is not of `datatype`, or there are more than `limit`.
     pub fn flatten(self, datatype: DataType, limit: usize, data: &mut Vec<u8>) -> Result<usize> {
         let mut count = 0;
         let mut parser = Parser::of_checked(self.0);
-        // Where the text is well-formed, what is between elements can be passed over: nesting costs nothing.
+        // In well-formed text everything between scalars can be skipped, so nesting needs no recursion.
         while let Some(byte) = parser.peek() {
             if matches!(byte, b'[' | b']' | b',' | b' ' | b'\n' | b'\r' | b'\t') {
                 parser.at += 1;
@@ -59,12 +59,15 @@ impl<'a> Array<'a> {
     }
 }
 
-/// What a client reads whose data has more or fewer elements than its shape.
+/// The error of data with more or fewer elements than its shape.
 pub fn shape_mismatch() -> InferError {
     InferError::internal("Unable to parse 'data': Shape does not match true shape of 'data' field")
 }
 
-/// Appends one scalar as raw tensor data. An integer that its type cannot hold is refused.
+/// Appends a scalar as raw tensor data.
+///
+/// # Errors
+/// When the value does not have the type, or is out of its range.
 pub fn push_element(value: &Value<'_>, datatype: DataType, data: &mut Vec<u8>) -> Result<()> {
     let parsed = match datatype {
         DataType::Bytes => return push_string(value, data),

@@ -7,24 +7,24 @@ use serving::{InferError, Limit, Limits};
 
 use super::value::{Array, Value, double};
 
-/// Deepest nesting that is read.
+/// Maximum nesting.
 pub const MAX_DEPTH: usize = 128;
 
-/// Members that are neither inputs nor parameters.
+/// Maximum members other than inputs and parameters.
 const OTHER_MEMBERS: u64 = 64;
 
-/// May stand before a text, and says nothing.
+/// Ignored at the start of a text.
 const BYTE_ORDER_MARK: char = '\u{feff}';
 
 type Result<T> = std::result::Result<T, InferError>;
 
-/// Reads a whole body.
+/// Parses a body.
 ///
 /// # Errors
-/// When it is not JSON, with what is missing and where; when its objects have more members at once than the inputs and
-/// parameters of a request may be.
+/// When it is not JSON, with the reason and the offset, or when its objects have more members than the limits of inputs and
+/// parameters allow.
 pub fn parse<'a>(body: &'a [u8], limits: &Limits) -> Result<Value<'a>> {
-    // A NUL ends a text for Triton's parser: tensors may follow it where a client has forgotten to say how long the text is.
+    // A NUL byte ends the text, as for Triton's parser: binary tensors may follow if a client omits the length of the head.
     let body = CStr::from_bytes_until_nul(body).map_or(body, CStr::to_bytes);
     let text =
         std::str::from_utf8(body).map_err(|error| malformed("Invalid encoding in string.", error.valid_up_to()))?;
@@ -62,13 +62,13 @@ pub(super) struct Parser<'a> {
     text: &'a str,
     pub(super) at: usize,
     depth: usize,
-    /// Members of the objects that are held now; those in arrays are let go with their element.
+    /// Members of the objects in memory. Objects in arrays are dropped with their element.
     num_members: u64,
     max_members: u64,
 }
 
 impl<'a> Parser<'a> {
-    /// A parser of a part that was parsed before.
+    /// A parser of text that was already checked.
     pub(super) fn of_checked(text: &'a str) -> Self {
         Self { text, at: 0, depth: 0, num_members: 0, max_members: u64::MAX }
     }
@@ -204,7 +204,7 @@ impl<'a> Parser<'a> {
         Ok(Cow::Borrowed(&self.text[start..end]))
     }
 
-    /// Reads on from the first backslash, at `at`.
+    /// Parses a string from `start` whose first backslash is at `at`.
     fn escaped_string(&mut self, start: usize, at: usize) -> Result<String> {
         let bytes = self.text.as_bytes();
         let mut value = self.text[start..at].to_owned();
@@ -228,7 +228,7 @@ impl<'a> Parser<'a> {
         }
     }
 
-    /// The character of the escape at `at`, and where it ends.
+    /// The character of the escape at `at`, and the offset of its end.
     fn escape(&self, at: usize) -> Result<(char, usize)> {
         let invalid = || malformed("Invalid escape character in string.", at);
         let character = match self.text.as_bytes().get(at + 1).ok_or_else(invalid)? {

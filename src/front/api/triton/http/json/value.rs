@@ -6,20 +6,20 @@ use serving::InferError;
 
 type Result<T> = std::result::Result<T, InferError>;
 
-/// One JSON value; a number or an array is still text.
+/// A JSON value. Numbers and arrays are kept as text.
 #[derive(Debug, Clone, PartialEq)]
 pub enum Value<'a> {
     /// `null`.
     Null,
     /// `true` or `false`.
     Bool(bool),
-    /// A number's text.
+    /// The text of a number.
     Number(&'a str),
-    /// A string, unescaped.
+    /// A string without escapes.
     String(Cow<'a, str>),
-    /// An array, checked but not built.
+    /// A well-formed array.
     Array(Array<'a>),
-    /// Members in their order.
+    /// Members in the order of the text.
     Object(Vec<(Cow<'a, str>, Value<'a>)>),
 }
 
@@ -27,7 +27,7 @@ pub enum Value<'a> {
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Array<'a>(pub(super) &'a str);
 
-/// Adds the field to an access error.
+/// Adds the name of the field to an error.
 pub fn in_field(field: &str, error: InferError) -> InferError {
     InferError::new(error.kind, format!("Unable to parse '{field}': {}", error.message))
 }
@@ -41,7 +41,7 @@ impl<'a> Value<'a> {
         }
     }
 
-    /// The member called `name`, which must be there.
+    /// The member called `name`, which is required.
     pub fn required(&self, name: &str) -> Result<&Value<'a>> {
         self.member(name).ok_or_else(|| {
             InferError::internal(format!(
@@ -66,7 +66,7 @@ impl<'a> Value<'a> {
         }
     }
 
-    /// Whether it is a number of digits alone, however many.
+    /// Whether the value is a number that consists of digits only.
     pub fn is_whole(&self) -> bool {
         matches!(self, Value::Number(text) if text.bytes().all(|byte| byte.is_ascii_digit()))
     }
@@ -121,5 +121,5 @@ fn integer<T: std::str::FromStr>(text: &str, expected: &str) -> Result<T> {
 }
 
 pub(super) fn double(text: &str) -> f64 {
-    text.parse().unwrap_or(f64::NAN) // The parser lets nothing else through: numbers, NaN and infinities.
+    text.parse().unwrap_or(f64::NAN) // The parser has checked the number.
 }

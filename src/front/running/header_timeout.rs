@@ -1,5 +1,5 @@
-//! Ends HTTP connections whose client begins a request and does not finish its head. Idle ones stay open, as clients
-//! and load balancers that keep connections expect.
+//! A timeout for the head of HTTP requests. Idle connections stay open, as clients and load balancers with connection pools
+//! expect.
 
 use std::io;
 use std::pin::Pin;
@@ -11,65 +11,65 @@ use std::time::Duration;
 use hyper::rt::{Read, ReadBufCursor, Write};
 use tokio::time::{Instant, Sleep, sleep};
 
-/// How many requests of a connection have begun, their heads read, and how many of these have been answered.
+/// Counts the requests of a connection whose heads were read, and those that were answered.
 #[derive(Debug, Default)]
-pub struct Requests {
-    begun: AtomicU32,
+pub struct RequestCounts {
+    started: AtomicU32,
     answered: AtomicU32,
 }
 
-impl Requests {
-    /// Counts the request whose answer `future` makes.
+impl RequestCounts {
+    /// Counts the request that `future` answers.
     pub async fn count<F: Future>(&self, future: F) -> F::Output {
-        self.begun.fetch_add(1, Relaxed);
+        self.started.fetch_add(1, Relaxed);
         let output = future.await;
         self.answered.fetch_add(1, Relaxed);
         output
     }
 
-    fn begun(&self) -> u32 {
-        self.begun.load(Relaxed)
+    fn started(&self) -> u32 {
+        self.started.load(Relaxed)
     }
 
     fn are_answered(&self) -> bool {
-        self.begun() == self.answered.load(Relaxed)
+        self.started() == self.answered.load(Relaxed)
     }
 }
 
-/// A connection's bytes. Reading errs when a head takes longer than the patience, and at most twice that.
-pub struct SlowHeads<T> {
+/// A socket whose reads fail if a request's head is incomplete for longer than the timeout, after twice that time at the latest.
+pub struct HeaderTimeout<T> {
     inner: T,
-    requests: Arc<Requests>,
-    patience: Duration,
-    /// When the first bytes of a head came, and how many requests had begun by then.
+    requests: Arc<RequestCounts>,
+    timeout: Duration,
+    /// When the first bytes of a head arrived, and how many requests had started before.
     head: Option<(Instant, u32)>,
-    /// Looks at the head every `look_time`, and has the connection look at what else it waits for: nothing is set or cleared
-    /// for a request.
-    look: Pin<Box<Sleep>>,
-    look_time: Duration,
+    /// Wakes the connection every `check_interval` to check the head and the timeouts of its requests, so that no request needs a
+    /// timer of its own.
+    timer: Pin<Box<Sleep>>,
+    check_interval: Duration,
 }
 
-impl<T> SlowHeads<T> {
-    /// Watches the heads that come through `inner`, every `look_time`.
-    pub fn new(inner: T, requests: Arc<Requests>, patience: Duration, look_time: Duration) -> Self {
-        Self { inner, requests, patience, head: None, look: Box::pin(sleep(look_time)), look_time }
+impl<T> HeaderTimeout<T> {
+    /// Wraps `inner`. Heads are checked every `check_interval`.
+    pub fn new(inner: T, requests: Arc<RequestCounts>, timeout: Duration, check_interval: Duration) -> Self {
+        Self { inner, requests, timeout, head: None, timer: Box::pin(sleep(check_interval)), check_interval }
     }
 
-    /// Bytes came: the first of a head, unless they belong to a request or to a head that is under way.
+    /// Notes received bytes. They start a head unless a request or an incomplete head is in progress.
     fn note_bytes(&mut self) {
-        let begun = self.requests.begun();
-        if self.requests.are_answered() && self.head.is_none_or(|(_, before)| before != begun) {
-            self.head = Some((Instant::now(), begun));
+        let started = self.requests.started();
+        if self.requests.are_answered() && self.head.is_none_or(|(_, before)| before != started) {
+            self.head = Some((Instant::now(), started));
         }
     }
 
     fn is_late(&self) -> bool {
-        let begun = self.requests.begun();
-        self.head.is_some_and(|(since, before)| before == begun && since.elapsed() >= self.patience)
+        let started = self.requests.started();
+        self.head.is_some_and(|(since, before)| before == started && since.elapsed() >= self.timeout)
     }
 }
 
-impl<T: Read + Unpin> Read for SlowHeads<T> {
+impl<T: Read + Unpin> Read for HeaderTimeout<T> {
     fn poll_read(
         mut self: Pin<&mut Self>,
         context: &mut Context<'_>,
@@ -80,18 +80,18 @@ impl<T: Read + Unpin> Read for SlowHeads<T> {
             self.note_bytes();
             return read;
         }
-        while self.look.as_mut().poll(context).is_ready() {
+        while self.timer.as_mut().poll(context).is_ready() {
             if self.is_late() {
                 return Poll::Ready(Err(io::ErrorKind::TimedOut.into()));
             }
-            let next = Instant::now() + self.look_time;
-            self.look.as_mut().reset(next);
+            let next = Instant::now() + self.check_interval;
+            self.timer.as_mut().reset(next);
         }
         Poll::Pending
     }
 }
 
-impl<T: Write + Unpin> Write for SlowHeads<T> {
+impl<T: Write + Unpin> Write for HeaderTimeout<T> {
     fn poll_write(mut self: Pin<&mut Self>, context: &mut Context<'_>, bytes: &[u8]) -> Poll<io::Result<usize>> {
         Pin::new(&mut self.inner).poll_write(context, bytes)
     }
@@ -128,14 +128,14 @@ mod tests {
     use hyper_util::rt::{TokioIo, TokioTimer};
     use tokio::io::{AsyncReadExt, AsyncWriteExt, DuplexStream};
 
-    const PATIENCE: Duration = Duration::from_millis(200);
+    const TIMEOUT: Duration = Duration::from_millis(200);
     const REQUEST: &[u8] = b"GET / HTTP/1.1\r\nHost: x\r\n\r\n";
 
-    /// A client of a server that answers everything after `delay`.
+    /// A client of a server that answers each request after `delay`.
     fn connect(delay: Duration) -> DuplexStream {
         let (client, server) = tokio::io::duplex(1 << 10);
-        let requests = Arc::new(Requests::default());
-        let io = SlowHeads::new(TokioIo::new(server), requests.clone(), PATIENCE, PATIENCE);
+        let requests = Arc::new(RequestCounts::default());
+        let io = HeaderTimeout::new(TokioIo::new(server), requests.clone(), TIMEOUT, TIMEOUT);
         let service = service_fn(move |_: Request<Incoming>| {
             let requests = requests.clone();
             async move {
@@ -164,25 +164,25 @@ mod tests {
         for _ in 0..2 {
             client.write_all(REQUEST).await.unwrap();
             assert!(answer(&mut client).await.starts_with("HTTP/1.1 200"));
-            sleep(4 * PATIENCE).await;
+            sleep(4 * TIMEOUT).await;
         }
     }
 
     #[tokio::test]
-    async fn a_head_that_does_not_end_ends_the_connection() {
+    async fn an_incomplete_head_ends_the_connection() {
         let mut client = connect(Duration::ZERO);
         client.write_all(REQUEST).await.unwrap();
         assert!(answer(&mut client).await.starts_with("HTTP/1.1 200"));
-        sleep(3 * PATIENCE).await;
+        sleep(3 * TIMEOUT).await;
         client.write_all(b"GET / HTT").await.unwrap();
-        let begun = Instant::now();
+        let started = Instant::now();
         assert_eq!(answer(&mut client).await, "");
-        assert!(begun.elapsed() >= PATIENCE, "{:?}", begun.elapsed());
+        assert!(started.elapsed() >= TIMEOUT, "{:?}", started.elapsed());
     }
 
     #[tokio::test]
-    async fn an_answer_may_take_its_time() {
-        let mut client = connect(4 * PATIENCE);
+    async fn a_response_may_take_longer_than_the_timeout() {
+        let mut client = connect(4 * TIMEOUT);
         client.write_all(REQUEST).await.unwrap();
         assert!(answer(&mut client).await.starts_with("HTTP/1.1 200"));
     }
