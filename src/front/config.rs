@@ -16,12 +16,12 @@ use crate::transport::origins::Origins;
 use crate::transport::restricted::{Api, Restrictions};
 use crate::transport::tls::Tls;
 
-/// A host (name or address) and a port; port 0 lets the system choose.
+/// A host and a port. The system chooses the port if it is 0.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Address {
-    /// Such as `0.0.0.0`.
+    /// Name or IP address, for example `0.0.0.0`.
     pub host: String,
-    /// Such as 8001.
+    /// Port, for example 8001.
     pub port: u16,
 }
 
@@ -38,7 +38,7 @@ impl std::fmt::Display for Address {
     }
 }
 
-/// How gRPC responses are compressed for clients that accept it.
+/// Compression of gRPC responses for clients that accept it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum Compression {
     /// No compression, which suits fast networks.
@@ -50,14 +50,14 @@ pub enum Compression {
     Deflate,
 }
 
-/// Settings of the front. [`Config::default`] has Triton's ports and defaults.
+/// Settings of the front. [`Config::default`] listens on Triton's ports.
 #[derive(Debug, Clone)]
 pub struct Config {
-    /// KServe gRPC; `None` is off.
+    /// Address of gRPC; `None` disables it.
     pub grpc: Option<Address>,
-    /// KServe HTTP; `None` is off.
+    /// Address of HTTP; `None` disables it.
     pub http: Option<Address>,
-    /// Prometheus metrics; `None` is off.
+    /// Address of Prometheus metrics; `None` disables them.
     pub metrics: Option<Address>,
     /// Which durations of models the metrics contain.
     pub metrics_options: MetricsOptions,
@@ -105,7 +105,7 @@ pub struct Config {
     pub grpc_keepalive_time: Duration,
     /// Time after a ping without data that ends the connection.
     pub grpc_keepalive_timeout: Duration,
-    /// Time in which a client must send the head of an HTTP request.
+    /// Timeout of the head of an HTTP request.
     pub http_header_timeout: Duration,
     /// Maximum time without data in the middle of a request's body or a gRPC message.
     pub http_body_timeout: Duration,

@@ -1,8 +1,8 @@
-//! What the HTTP/2 library alone costs where many streams of few connections send a small message at the same time, again
-//! and again: below that no server with it can come. `scripts/bench_tokens --floor` runs it.
+//! Measures the cost of the HTTP/2 library alone: many streams on few connections send small messages at regular intervals. It is a
+//! lower bound for every server with this library. `scripts/bench_tokens --floor` runs it.
 //!
-//!     h2_floor serve PORT BYTES EVERY_MS COUNT   sends COUNT messages on each stream; until killed
-//!     h2_floor ask PORT STREAMS CONNECTIONS      reads them all, and ends
+//!     h2_floor serve PORT BYTES EVERY_MS COUNT   sends COUNT messages on each stream; runs until killed
+//!     h2_floor ask PORT STREAMS CONNECTIONS      reads all messages, then exits
 
 use std::error::Error;
 use std::time::Duration;
@@ -22,7 +22,7 @@ const WINDOW_BYTES: u32 = 16 << 20;
 async fn main() -> Result<(), Failure> {
     let arguments: Vec<String> = std::env::args().skip(1).collect();
     let number =
-        |place: usize| arguments.get(place).and_then(|it| it.parse::<usize>().ok()).ok_or("a number is missing");
+        |index: usize| arguments.get(index).and_then(|it| it.parse::<usize>().ok()).ok_or("a number is missing");
     match arguments.first().map(String::as_str) {
         Some("serve") => {
             let every = Duration::from_millis(number(3)? as u64);
@@ -56,7 +56,7 @@ async fn serve(port: u16, num_bytes: usize, every: Duration, count: usize) -> Re
     }
 }
 
-/// One connection: every stream gets a message with each tick.
+/// Serves one connection: each tick sends a message on every stream.
 async fn answer(
     socket: TcpStream,
     mut ticks: watch::Receiver<()>,

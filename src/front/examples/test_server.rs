@@ -1,7 +1,7 @@
-//! Serves fixture models, for clients in other languages and for load: `test_server REPOSITORY [PORT] [MODEL…]`.
+//! Serves fixture models for clients in other languages and load tests: `test_server REPOSITORY [PORT] [MODEL…]`.
 //!
-//! HTTP on PORT (8000 when absent), gRPC on the next, metrics on the one after. With models named, only these are loaded
-//! and others may be when a client asks.
+//! HTTP uses PORT (default 8000), gRPC the next port, metrics the one after. If models are named, only these are loaded, and clients
+//! can load others.
 
 #[path = "../tests/support/mod.rs"]
 mod support;

@@ -23,7 +23,7 @@ pub struct Family {
 
 /// The type of a metric.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-#[allow(missing_docs)] // Prometheus' own names.
+#[allow(missing_docs)] // Names of Prometheus.
 pub enum FamilyKind {
     Counter,
     Gauge,
@@ -31,7 +31,7 @@ pub enum FamilyKind {
     Summary,
 }
 
-/// One value of a metric.
+/// A value of a metric.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Sample {
     /// Suffix of the name: empty, or `_bucket`, `_sum`, `_count` of a histogram or summary.
@@ -77,7 +77,7 @@ pub(crate) fn write_family(text: &mut String, family: &Family) {
         FamilyKind::Summary => "summary",
     };
     let (name, help) = (family.name, family.help);
-    let _ = writeln!(text, "# HELP {name} {help}\n# TYPE {name} {kind}"); // A String takes every write.
+    let _ = writeln!(text, "# HELP {name} {help}\n# TYPE {name} {kind}"); // Writing to a String cannot fail.
     for sample in &family.samples {
         let _ = write!(text, "{name}{}", sample.suffix);
         for (index, (key, value)) in sample.labels.iter().enumerate() {

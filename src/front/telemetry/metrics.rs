@@ -204,7 +204,7 @@ fn microseconds(duration: StatisticDuration) -> f64 {
     (duration.ns / 1000) as f64
 }
 
-/// The labels of a model. The tags of its configuration come first, as in Triton.
+/// The labels of a model. The tags of its configuration come first; as in Triton, their names begin with `_`.
 fn labels(model: &ModelStatistics) -> Labels {
     let tags = model.tags.iter().map(|(key, value)| (format!("_{key}").into(), value.clone()));
     tags.chain([("model".into(), model.name.clone()), ("version".into(), model.version.clone())]).collect()
@@ -287,8 +287,8 @@ fn summary_family(models: &[ModelStatistics], summary: &SummaryOf, quantiles: &[
 }
 
 /// A quantile in microseconds of sorted durations in nanoseconds; NaN if there are none.
-fn quantile_us(sorted: &[u64], share: f64) -> f64 {
-    let rank = (share * sorted.len() as f64).ceil() as usize;
+fn quantile_us(sorted: &[u64], quantile: f64) -> f64 {
+    let rank = (quantile * sorted.len() as f64).ceil() as usize;
     sorted.get(rank.clamp(1, sorted.len().max(1)) - 1).map_or(f64::NAN, |&ns| (ns / 1000) as f64)
 }
 

@@ -6,7 +6,7 @@ use opentelemetry_proto::tonic::trace::v1::Span;
 use opentelemetry_proto::tonic::trace::v1::span::{Event, SpanKind};
 use serving::TraceRecord;
 
-/// The spans of one trace.
+/// The kinds of spans of a trace.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Part {
     Root,
@@ -25,7 +25,7 @@ impl Part {
     }
 
     fn span_id(self, seed: u64, trace: u64) -> Vec<u8> {
-        // Unique per trace and part, and never zero, because `seed` has its highest bit set.
+        // Unique per trace and part, and never zero, because the highest bit of `seed` is set.
         (seed ^ ((trace << 2) | self as u64)).to_be_bytes().to_vec()
     }
 }
@@ -90,7 +90,7 @@ fn attributes(trace: &TraceRecord) -> Vec<KeyValue> {
     attributes
 }
 
-/// An attribute.
+/// A text attribute.
 pub(crate) fn text(key: &str, value: &str) -> KeyValue {
     attribute(key, Value::StringValue(value.to_owned()))
 }

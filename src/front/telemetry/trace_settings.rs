@@ -25,7 +25,8 @@ pub type TraceChanges = Vec<(String, Option<Vec<String>>)>;
 /// Maximum models with their own settings.
 const MAX_MODELS: usize = 4096;
 
-/// Initial trace settings and the destination of traces. Without a file and a collector nothing is traced.
+/// Initial trace settings and the destination of traces. Without a file or a collector
+/// nothing is traced, whatever clients set.
 #[derive(Debug, Clone, Default)]
 pub struct TraceOptions {
     /// The trace file; with a frequency, the prefix of the names of files.
@@ -46,7 +47,7 @@ static NO_DESTINATION: RateLimitedLog = RateLimitedLog::new(1);
 /// Limits warnings about clients that request traces of tensors without permission.
 static TENSORS_NOT_ALLOWED: RateLimitedLog = RateLimitedLog::new(1);
 
-/// Trace settings of the server and, where they differ, of models.
+/// Trace settings of the server, and of models with their own settings.
 #[derive(Debug)]
 pub struct TraceSettings {
     defaults: TraceValues,

@@ -1,4 +1,4 @@
-//! Who may do what: keys of clients over every protocol.
+//! Access control: keys of clients over every protocol.
 
 mod support;
 
@@ -17,7 +17,7 @@ fn restricted(rules: &[&str]) -> Restrictions {
     restrictions
 }
 
-/// The status of a gRPC call with a header more.
+/// The status of a gRPC call with an additional header.
 async fn grpc_status(front: &TestFront, path: &str, header: Option<(&str, &str)>) -> String {
     let address = front.running.as_ref().unwrap().addresses().grpc.unwrap();
     let socket = tokio::net::TcpStream::connect(address).await.unwrap();
@@ -40,7 +40,7 @@ async fn grpc_status(front: &TestFront, path: &str, header: Option<(&str, &str)>
 }
 
 #[tokio::test]
-async fn inference_needs_a_key_over_every_protocol_and_takes_each_of_several() {
+async fn inference_requires_one_of_the_keys_over_every_protocol() {
     let keys = ["one".to_owned(), "two".to_owned()];
     let change = |config: &mut Config| {
         config.http_restrictions.add_keys(Api::Inference, &keys);
@@ -74,7 +74,11 @@ async fn inference_needs_a_key_over_every_protocol_and_takes_each_of_several() {
     connection.unary::<ServerLiveResponse>("ServerLive", &ServerLiveRequest {}).await.unwrap();
     let path = "/inference.GRPCInferenceService/ModelInfer";
     for header in [("authorization", "Bearer two"), ("x-api-key", "one")] {
-        assert_eq!(grpc_status(&front, path, Some(header)).await, "5", "it names no model, and its key is right");
+        assert_eq!(
+            grpc_status(&front, path, Some(header)).await,
+            "5",
+            "the key is valid, and the request names no model"
+        );
     }
     for header in [("authorization", "Bearer twos"), ("x-api-key", "")] {
         assert_eq!(grpc_status(&front, path, Some(header)).await, "16");
@@ -82,7 +86,7 @@ async fn inference_needs_a_key_over_every_protocol_and_takes_each_of_several() {
 }
 
 #[tokio::test]
-async fn metrics_and_reflection_open_with_their_key() {
+async fn metrics_and_reflection_require_their_key() {
     let change = |config: &mut Config| {
         config.http_restrictions = restricted(&["metrics:k=v"]);
         config.grpc_restrictions = restricted(&["reflection:k=v"]);

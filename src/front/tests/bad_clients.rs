@@ -1,4 +1,4 @@
-//! What one client may ask of memory and time, over real sockets, and that others are served meanwhile.
+//! Limits of the memory and time that one client can use, over real sockets, while other clients are served.
 
 mod support;
 
@@ -23,10 +23,10 @@ const INFER: &str = "/inference.GRPCInferenceService/ModelInfer";
 const STREAM: &str = "/inference.GRPCInferenceService/ModelStreamInfer";
 const HEALTH: &str = "/grpc.health.v1.Health/Check";
 const JSON_INFER: &str = r#"{"inputs":[{"name":"INPUT0","datatype":"FP32","shape":[1,2],"data":[0.5,2]}]}"#;
-/// No answer takes longer than this, on however slow a machine; before, these took minutes or for ever.
+/// Timeout of each response, also on slow machines.
 const SOON: Duration = Duration::from_secs(20);
 
-/// An HTTP/2 client whose frames are the test's own.
+/// An HTTP/2 client that sends any frames.
 #[derive(Clone)]
 struct RawClient(h2::client::SendRequest<Bytes>);
 
@@ -45,7 +45,7 @@ impl RawClient {
         self.0.clone().ready().await.unwrap().send_request(call, false).unwrap()
     }
 
-    /// A call that sends `bytes` and may send more.
+    /// Starts a call that has sent `bytes` and is still open.
     async fn begin(&self, path: &str, bytes: &[u8]) -> (ResponseFuture, SendStream<Bytes>) {
         let (answer, mut sending) = self.open(path, "identity").await;
         sending.send_data(Bytes::copy_from_slice(bytes), false).unwrap();
@@ -53,7 +53,7 @@ impl RawClient {
     }
 }
 
-/// Code and words with which a call ends.
+/// The status code and message of a call.
 async fn ending(answer: ResponseFuture) -> (u16, String) {
     let response = tokio::time::timeout(SOON, answer).await.expect("no answer").unwrap();
     let told = |headers: &HeaderMap| {
@@ -98,7 +98,7 @@ fn row(count: usize) -> ModelInferRequest {
     identity(vec![input], &vec![0; 4 * count])
 }
 
-/// Whether another client is served.
+/// Checks that another client is served.
 async fn is_served(front: &TestFront) {
     let answer =
         tokio::time::timeout(SOON, http(front, "POST", "/v2/models/identity_fp32/infer", JSON_INFER.as_bytes()));
@@ -106,7 +106,7 @@ async fn is_served(front: &TestFront) {
 }
 
 #[tokio::test]
-async fn a_message_takes_what_has_come_and_not_what_was_announced() {
+async fn memory_is_allocated_for_received_bytes_and_not_for_the_announced_length() {
     let front = TestFront::start().await;
     let client = RawClient::connect(&front).await;
     let before = memory_bytes("VmSize");
@@ -118,8 +118,8 @@ async fn a_message_takes_what_has_come_and_not_what_was_announced() {
     }
     is_served(&front).await;
     tokio::time::sleep(Duration::from_millis(200)).await;
-    // It would be 32 GiB. Other tests of this process take some hundred MiB.
-    assert!(memory_bytes("VmSize").saturating_sub(before) < 8 << 30, "it was reserved");
+    // The announced lengths are 32 GiB in total. Other tests of this process need some hundred MiB.
+    assert!(memory_bytes("VmSize").saturating_sub(before) < 8 << 30, "the announced length was allocated");
     drop(calls);
     for path in [INFER, STREAM, HEALTH, "/inference.GRPCInferenceService/ServerLive"] {
         let (answer, _sending) = client.begin(path, &prefix(0x7fff_ffff)).await;
@@ -131,7 +131,7 @@ async fn a_message_takes_what_has_come_and_not_what_was_announced() {
 }
 
 #[tokio::test]
-async fn a_message_of_very_many_parts_is_refused_before_it_is_decoded() {
+async fn a_message_with_too_many_fields_is_refused_before_it_is_decoded() {
     let front = TestFront::start().await;
     let connection = front.grpc().await;
     let names = |index: usize| InferInputTensor { name: format!("n{index}"), ..Default::default() };
@@ -147,7 +147,7 @@ async fn a_message_of_very_many_parts_is_refused_before_it_is_decoded() {
             let error = loop {
                 match replies.next_bytes().await {
                     Ok(Some(_)) => {}
-                    Ok(None) => panic!("{method} took it"),
+                    Ok(None) => panic!("{method} accepted the message"),
                     Err(error) => break error,
                 }
             };
@@ -171,7 +171,7 @@ async fn a_message_of_very_many_parts_is_refused_before_it_is_decoded() {
 }
 
 #[tokio::test]
-async fn messages_may_come_in_any_pieces() {
+async fn messages_may_be_split_into_any_frames() {
     let front = TestFront::start().await;
     let client = RawClient::connect(&front).await;
     let message = frame(&row(1000));
@@ -182,7 +182,7 @@ async fn messages_may_come_in_any_pieces() {
         }
         sending.send_data(Bytes::new(), true).unwrap();
         assert_eq!(ending(answer).await, (0, String::new()), "{piece}");
-        // A stream answers two messages whose border is anywhere.
+        // Two messages on a stream, with any boundary between frames.
         let (answer, mut sending) = client.open(STREAM, "identity").await;
         for part in [&message[..], &message[..]].concat().chunks(piece) {
             sending.send_data(Bytes::copy_from_slice(part), false).unwrap();
@@ -197,15 +197,15 @@ async fn messages_may_come_in_any_pieces() {
     }
 }
 
-fn packed(message: &[u8]) -> Bytes {
+fn compressed(message: &[u8]) -> Bytes {
     let mut encoder = flate2::write::GzEncoder::new(Vec::new(), flate2::Compression::fast());
     encoder.write_all(message).unwrap();
-    let packed = encoder.finish().unwrap();
-    [&[1][..], &(packed.len() as u32).to_be_bytes(), &packed].concat().into()
+    let compressed = encoder.finish().unwrap();
+    [&[1][..], &(compressed.len() as u32).to_be_bytes(), &compressed].concat().into()
 }
 
 #[tokio::test]
-async fn packed_messages_are_bounded_by_what_they_unpack_to() {
+async fn compressed_messages_are_limited_by_their_decompressed_size() {
     let front = TestFront::start_with(|config| {
         config.max_http_body_bytes = 1 << 20;
         config.max_bytes_in_flight = 400_000;
@@ -214,24 +214,24 @@ async fn packed_messages_are_bounded_by_what_they_unpack_to() {
     let client = RawClient::connect(&front).await;
     let ask = async |path: &str, count: usize| {
         let (answer, mut sending) = client.open(path, "gzip").await;
-        sending.send_data(packed(&row(count).encode_to_vec()), true).unwrap();
+        sending.send_data(compressed(&row(count).encode_to_vec()), true).unwrap();
         ending(answer).await
     };
     for path in [INFER, STREAM] {
         assert_eq!(ask(path, 10_000).await, (0, String::new()));
         let (code, words) = ask(path, 120_000).await;
-        assert_eq!(code, 14, "{words}: what it unpacks to is held");
+        assert_eq!(code, 14, "{words}: the decompressed size is charged");
     }
     let front = TestFront::start_with(|config| config.max_http_body_bytes = 1 << 20).await;
     let client = RawClient::connect(&front).await;
     let (answer, mut sending) = client.open(INFER, "gzip").await;
-    sending.send_data(packed(&row(1_000_000).encode_to_vec()), true).unwrap();
+    sending.send_data(compressed(&row(1_000_000).encode_to_vec()), true).unwrap();
     let (code, words) = ending(answer).await;
     assert!(code == 8 && words.contains("size limit, of 1048576 bytes"), "{code}: {words}");
 }
 
 #[tokio::test]
-async fn a_message_that_stops_ends_its_call_and_gives_back_what_it_holds() {
+async fn a_stalled_message_ends_its_call_and_releases_its_memory() {
     let front = TestFront::start_with(|config| {
         config.max_bytes_in_flight = 60_000;
         config.http_body_timeout = Duration::from_secs(1);
@@ -243,13 +243,16 @@ async fn a_message_that_stops_ends_its_call_and_gives_back_what_it_holds() {
         let (code, words) = ending(answer).await;
         assert!(code == 3 && words.contains("request body stopped for 1s before its end"), "{code}: {words}");
         let connection = front.grpc().await;
-        connection.unary::<ModelInferResponse>("ModelInfer", &row(10_000)).await.expect("there is room again");
+        connection.unary::<ModelInferResponse>("ModelInfer", &row(10_000)).await.expect("the memory was released");
     }
-    // One that never begins; a stream may wait.
-    let (resting, _rests) = client.begin(STREAM, &[]).await;
+    // A call without a message times out, except for a stream.
+    let (idle, _idle_sending) = client.begin(STREAM, &[]).await;
     let (answer, _sending) = client.begin(HEALTH, &[]).await;
     assert_eq!(ending(answer).await.0, 3);
-    assert!(tokio::time::timeout(Duration::from_secs(2), ending_of_stream(resting)).await.is_err(), "it was ended");
+    assert!(
+        tokio::time::timeout(Duration::from_secs(2), ending_of_stream(idle)).await.is_err(),
+        "the idle stream was ended"
+    );
 }
 
 async fn ending_of_stream(answer: ResponseFuture) {
@@ -274,14 +277,14 @@ async fn a_body_that_trickles_is_refused() {
         }
     });
     let mut answer = vec![0; 2000];
-    let count = tokio::time::timeout(SOON, reading.read(&mut answer)).await.expect("it goes on").unwrap();
+    let count = tokio::time::timeout(SOON, reading.read(&mut answer)).await.expect("the body was not refused").unwrap();
     let answer = String::from_utf8_lossy(&answer[..count]);
     assert!(answer.contains("at least 1000 a second are expected (--min-body-rate)"), "{answer}");
     trickle.abort();
 }
 
 #[tokio::test]
-async fn who_holds_the_memory_slowly_makes_room_for_others() {
+async fn a_slow_body_is_dropped_if_other_requests_need_its_memory() {
     let front = TestFront::start_with(|config| {
         config.max_bytes_in_flight = 60_000;
         config.http_body_timeout = Duration::from_secs(1);
@@ -298,7 +301,7 @@ async fn who_holds_the_memory_slowly_makes_room_for_others() {
     let connection = front.grpc().await;
     let begun = Instant::now();
     while connection.unary::<ModelInferResponse>("ModelInfer", &row(10_000)).await.is_err() {
-        assert!(begun.elapsed() < SOON, "one client keeps all others away");
+        assert!(begun.elapsed() < SOON, "the slow body was not dropped");
         tokio::time::sleep(Duration::from_millis(50)).await;
     }
     let (code, words) = ending(answer).await;
@@ -307,13 +310,13 @@ async fn who_holds_the_memory_slowly_makes_room_for_others() {
 }
 
 #[tokio::test]
-async fn calls_that_are_open_are_bounded_over_all_connections() {
+async fn open_calls_are_limited_over_all_connections() {
     let front = TestFront::start_with(|config| config.max_grpc_streams = 8).await;
     let clients = [RawClient::connect(&front).await, RawClient::connect(&front).await];
     let mut calls = Vec::new();
     for index in 0..8 {
         let (answer, sending) = clients[index % 2].begin(STREAM, &[]).await;
-        let response = tokio::time::timeout(SOON, answer).await.expect("a call begins").unwrap();
+        let response = tokio::time::timeout(SOON, answer).await.expect("the call started").unwrap();
         calls.push((response, sending));
     }
     let (answer, _sending) = clients[0].begin(HEALTH, &[0; 5]).await;
@@ -332,7 +335,7 @@ async fn calls_that_are_open_are_bounded_over_all_connections() {
             }
         }
     };
-    tokio::time::timeout(SOON, served).await.expect("the place of a call that ended is free");
+    tokio::time::timeout(SOON, served).await.expect("the permit of an ended call was released");
 }
 
 #[tokio::test]
@@ -373,7 +376,7 @@ async fn complete(front: &TestFront, fields: &str) -> (u16, serde_json::Value) {
 }
 
 #[tokio::test]
-async fn the_choices_of_a_prompt_share_it_and_are_bounded() {
+async fn the_choices_of_a_prompt_share_it_and_are_limited() {
     let front = TestFront::start_with(|config| config.max_bytes_in_flight = 4 << 20).await;
     let (status, answer) = complete(&front, r#""prompt":["a","é\n"],"n":2,"echo":true"#).await;
     assert_eq!(status, 200, "{answer}");
@@ -389,7 +392,7 @@ async fn the_choices_of_a_prompt_share_it_and_are_bounded() {
     let before = memory_bytes("VmRSS");
     let (status, answer) = complete(&front, &format!(r#""prompt":"{prompt}","n":128"#)).await;
     assert_eq!(status, 503, "{answer}");
-    assert!(memory_bytes("VmRSS").saturating_sub(before) < 256 << 20, "each choice had a prompt of its own");
+    assert!(memory_bytes("VmRSS").saturating_sub(before) < 256 << 20, "each choice has a copy of the prompt");
     assert_eq!(complete(&front, &format!(r#""prompt":"{prompt}","n":2"#)).await.0, 200);
     let (status, answer) = complete(&front, &format!(r#""prompt":[{}1]"#, "1,".repeat(1 << 20))).await;
     assert_eq!(status, 400, "{answer}");

@@ -1,4 +1,4 @@
-//! Connections that are held and not used: what they cost others, and when they end.
+//! Idle and slow connections: their effect on other clients, and their timeouts.
 
 mod support;
 
@@ -31,41 +31,42 @@ fn few_connections(config: &mut Config) {
     config.max_connections = 20;
 }
 
-/// `count` connections on which `bytes` were sent and nothing more.
+/// Opens `count` connections and sends `bytes` on each.
 async fn silent(address: std::net::SocketAddr, count: usize, bytes: &[u8]) -> Vec<TcpStream> {
     let mut all = Vec::new();
     for _ in 0..count {
         let mut socket = TcpStream::connect(address).await.unwrap();
-        let _ = socket.write_all(bytes).await; // The server may have ended it already.
+        let _ = socket.write_all(bytes).await; // The server may have closed the connection.
         all.push(socket);
     }
     all
 }
 
-/// Resolves when the server has ended the connection.
+/// Resolves when the server has closed the connection.
 async fn ended(socket: &mut (impl AsyncReadExt + Unpin)) {
     let mut heard = [0; 1024];
     while !matches!(socket.read(&mut heard).await, Ok(0) | Err(_)) {}
 }
 
 #[tokio::test]
-async fn a_port_full_of_silent_connections_answers_a_new_client() {
+async fn idle_connections_at_the_limit_are_evicted_for_a_new_client() {
     let front = TestFront::start_with(few_connections).await;
     let (http_port, grpc_port) = (front.http_address(), grpc_address(&front));
     let answered = b"GET /v2/health/live HTTP/1.1\r\nHost: x\r\n\r\n".as_slice();
     for bytes in [b"".as_slice(), b"GET / HT", answered] {
         let _held = silent(http_port, 100, bytes).await;
-        let answer = timeout(LONG, http(&front, "GET", "/v2/health/ready", b"")).await.expect("no room for it");
+        let answer =
+            timeout(LONG, http(&front, "GET", "/v2/health/ready", b"")).await.expect("no connection was evicted");
         assert_eq!(answer.status, 200);
     }
     for bytes in [b"".to_vec(), PREFACE[..12].to_vec(), PREFACE.to_vec(), [PREFACE, SETTINGS].concat()] {
         let _held = silent(grpc_port, 100, &bytes).await;
-        timeout(LONG, front.grpc()).await.expect("no room for it");
+        timeout(LONG, front.grpc()).await.expect("no connection was evicted");
     }
 }
 
 #[tokio::test]
-async fn connections_with_a_request_stay_where_idle_ones_make_room() {
+async fn connections_with_a_request_are_not_evicted() {
     let front = TestFront::start_with(few_connections).await;
     let address = front.http_address();
     let slow = br#"{"inputs":[{"name":"sleep_ms","datatype":"INT32","shape":[1,1],"data":[2000]}]}"#;
@@ -83,13 +84,13 @@ async fn connections_with_a_request_stay_where_idle_ones_make_room() {
 }
 
 #[tokio::test]
-async fn an_address_with_all_its_connections_in_use_gets_no_more() {
+async fn an_address_at_its_limit_gets_no_further_connection() {
     let front = TestFront::start_with(|config| config.max_connections_per_address = 2).await;
     let begun = b"POST /v2/models/slow/infer HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\n{";
     let mut held = silent(front.http_address(), 2, begun).await;
-    sleep(Duration::from_millis(300)).await; // Until both requests have begun.
+    sleep(Duration::from_millis(300)).await; // Until both requests have started.
     let mut third = TcpStream::connect(front.http_address()).await.unwrap();
-    timeout(LONG, ended(&mut third)).await.expect("a third connection is held");
+    timeout(LONG, ended(&mut third)).await.expect("the third connection was not closed");
     held.pop();
     let deadline = Instant::now() + LONG;
     let answered = b"GET /v2/health/live HTTP/1.1\r\nHost: x\r\n\r\n";
@@ -99,12 +100,12 @@ async fn an_address_with_all_its_connections_in_use_gets_no_more() {
         if matches!(again.read(&mut [0; 64]).await, Ok(1..)) {
             break;
         }
-        assert!(Instant::now() < deadline, "no room after one has gone");
+        assert!(Instant::now() < deadline, "no connection is accepted after one was closed");
         sleep(Duration::from_millis(50)).await;
     }
 }
 
-/// A certificate of `localhost`, self-signed.
+/// A self-signed certificate for `localhost`.
 fn certificate(folder: &Path, port: &'static str) -> Tls {
     let key = ["-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes", "-keyout", "key.pem"];
     let certificate = [
@@ -138,24 +139,24 @@ async fn tls_client(address: std::net::SocketAddr, tls: &Tls, protocol: &[u8]) -
 }
 
 #[tokio::test]
-async fn clients_that_do_not_begin_are_let_go_within_tls_and_without() {
+async fn connections_without_a_handshake_are_closed_with_and_without_tls() {
     let folder = tempfile::tempdir().unwrap();
     let tls = certificate(folder.path(), "grpc");
-    let impatient = |config: &mut Config| config.http_header_timeout = Duration::from_millis(500);
-    let within = TestFront::start_with(|config| (impatient(config), config.grpc_tls = Some(tls.clone())).1).await;
+    let with_timeout = |config: &mut Config| config.http_header_timeout = Duration::from_millis(500);
+    let within = TestFront::start_with(|config| (with_timeout(config), config.grpc_tls = Some(tls.clone())).1).await;
     for bytes in [b"".as_slice(), &PREFACE[..12]] {
         let mut client = tls_client(grpc_address(&within), &tls, b"h2").await;
         client.write_all(bytes).await.unwrap();
-        timeout(LONG, ended(&mut client)).await.expect("it may hold its connection for ever");
+        timeout(LONG, ended(&mut client)).await.expect("the connection was not closed");
     }
     let mut silent_in_handshake = TcpStream::connect(grpc_address(&within)).await.unwrap();
-    timeout(LONG, ended(&mut silent_in_handshake)).await.expect("it may stay in its handshake for ever");
-    let without = TestFront::start_with(impatient).await;
+    timeout(LONG, ended(&mut silent_in_handshake)).await.expect("the handshake has no timeout");
+    let without = TestFront::start_with(with_timeout).await;
     for bytes in [b"".as_slice(), &PREFACE[..12]] {
         let mut client = silent(grpc_address(&without), 1, bytes).await.remove(0);
-        timeout(LONG, ended(&mut client)).await.expect("it may hold its connection for ever");
+        timeout(LONG, ended(&mut client)).await.expect("the connection was not closed");
     }
-    // One that begins is served.
+    // A client that completes its handshake is served.
     let client = tls_client(grpc_address(&within), &tls, b"h2").await;
     let (requests, driver) = h2::client::handshake(client).await.unwrap();
     tokio::spawn(driver);
@@ -188,12 +189,12 @@ async fn http_and_metrics_serve_within_tls() {
         plain.write_all(request.as_bytes()).await.unwrap();
         let mut answer = Vec::new();
         let _ = plain.read_to_end(&mut answer).await;
-        assert!(!answer.starts_with(b"HTTP"), "served in the clear");
+        assert!(!answer.starts_with(b"HTTP"), "served without TLS");
     }
 }
 
 #[tokio::test]
-async fn a_file_of_tls_that_cannot_be_read_is_named_with_its_flag() {
+async fn the_error_of_an_unreadable_tls_file_names_its_flag() {
     let folder = tempfile::tempdir().unwrap();
     let tls = Tls { key: folder.path().join("none.pem"), ..certificate(folder.path(), "http") };
     let front = TestFront::start().await;
@@ -202,7 +203,7 @@ async fn a_file_of_tls_that_cannot_be_read_is_named_with_its_flag() {
     assert!(error.starts_with(expected) && error.contains("none.pem: "), "{error}");
 }
 
-/// A request for `count` pieces of `bytes` bytes.
+/// A `generate_stream` request for `count` responses of `bytes` bytes.
 fn generate_stream(bytes: usize, count: usize, delay_ms: usize) -> Vec<u8> {
     let body = format!(r#"{{"text_input":"{}","n":{count},"delay_ms":{delay_ms}}}"#, "a".repeat(bytes));
     let head =
@@ -211,7 +212,7 @@ fn generate_stream(bytes: usize, count: usize, delay_ms: usize) -> Vec<u8> {
 }
 
 #[tokio::test]
-async fn a_client_that_never_reads_its_answer_is_given_up() {
+async fn a_client_that_never_reads_its_response_is_disconnected() {
     let front = TestFront::start_with(|config| config.write_timeout = Some(Duration::from_millis(500))).await;
     let mut client = TcpStream::connect(front.http_address()).await.unwrap();
     client.write_all(&generate_stream(100_000, 10_000, 0)).await.unwrap();
@@ -226,7 +227,7 @@ async fn a_client_that_never_reads_its_answer_is_given_up() {
 }
 
 #[tokio::test]
-async fn a_client_with_nothing_to_read_or_that_reads_slowly_is_kept() {
+async fn a_client_without_data_to_read_or_that_reads_slowly_is_not_disconnected() {
     let front = TestFront::start_with(|config| config.write_timeout = Some(Duration::from_millis(500))).await;
     let mut rare = TcpStream::connect(front.http_address()).await.unwrap();
     rare.write_all(&generate_stream(1, 3, 1200)).await.unwrap();
@@ -246,7 +247,7 @@ async fn a_client_with_nothing_to_read_or_that_reads_slowly_is_kept() {
 }
 
 #[tokio::test]
-async fn a_grpc_stream_whose_client_makes_no_room_is_given_up_and_its_connection_serves_on() {
+async fn a_grpc_stream_with_an_exhausted_window_is_reset_and_its_connection_continues() {
     use client::proto::model_infer_request::InferInputTensor;
     use client::proto::{ModelInferRequest, ServerLiveRequest};
     let front = TestFront::start_with(|config| config.write_timeout = Some(Duration::from_millis(500))).await;
@@ -273,7 +274,7 @@ async fn a_grpc_stream_whose_client_makes_no_room_is_given_up_and_its_connection
     let reset = async {
         while let Some(data) = body.data().await {
             if data.is_err() {
-                return; // What came is never released.
+                return; // The flow-control capacity is never released.
             }
         }
     };

@@ -1,4 +1,4 @@
-//! gRPC as clients see it, over real sockets.
+//! The gRPC protocol over real sockets.
 
 mod support;
 
@@ -56,7 +56,7 @@ async fn collect(mut replies: Replies) -> Vec<ModelStreamInferResponse> {
 }
 
 #[tokio::test]
-async fn a_decoupled_model_streams_and_ends_with_the_empty_final_that_was_asked_for() {
+async fn a_decoupled_model_streams_and_ends_with_the_requested_empty_final_response() {
     let front = TestFront::start().await;
     let replies = collect(stream(&front, &[with_empty_final(stream_text("r", 3, 0))]).await).await;
     let responses: Vec<_> = replies.into_iter().map(|reply| reply.infer_response.unwrap()).collect();
@@ -67,13 +67,13 @@ async fn a_decoupled_model_streams_and_ends_with_the_empty_final_that_was_asked_
 }
 
 #[tokio::test]
-async fn without_asking_no_empty_final_comes() {
+async fn an_empty_final_response_is_sent_on_request_only() {
     let front = TestFront::start().await;
     assert_eq!(collect(stream(&front, &[stream_text("r", 2, 0)]).await).await.len(), 2);
 }
 
 #[tokio::test]
-async fn an_error_in_a_stream_is_a_message_and_other_requests_go_on() {
+async fn an_error_in_a_stream_is_a_message_and_other_requests_continue() {
     let front = TestFront::start().await;
     let unknown = ModelInferRequest { model_name: "nosuch".into(), id: "u".into(), ..Default::default() };
     let mut failing = stream_text("f", 3, 0);
@@ -105,11 +105,11 @@ async fn requests_beyond_the_bound_of_a_stream_wait_and_are_answered() {
         }
     });
     assert_eq!(collect(replies).await.len(), 150);
-    assert!(watched.await.unwrap() <= 3, "two in flight, and one whose last piece is on its way");
+    assert!(watched.await.unwrap() <= 3, "two in flight, and one whose last response is being sent");
 }
 
 #[tokio::test]
-async fn a_client_that_leaves_cancels_all_its_requests() {
+async fn a_disconnect_cancels_all_requests_of_a_stream() {
     let front = TestFront::start().await;
     let requests: Vec<_> = (0..10).map(|id| stream_text(&id.to_string(), 1_000_000, 50)).collect();
     let mut replies = stream(&front, &requests).await;
@@ -119,8 +119,8 @@ async fn a_client_that_leaves_cancels_all_its_requests() {
     eventually("all ten are cancelled", || front.streams.cancelled.load(Ordering::SeqCst) == 10).await;
 }
 
-/// The call of a client that has little room: its answer's body.
-async fn stream_with_little_room(front: &TestFront, request: &ModelInferRequest) -> h2::RecvStream {
+/// The response body of a call with a small flow-control window.
+async fn stream_with_small_window(front: &TestFront, request: &ModelInferRequest) -> h2::RecvStream {
     let socket =
         tokio::net::TcpStream::connect(front.running.as_ref().unwrap().addresses().grpc.unwrap()).await.unwrap();
     let client = h2::client::Builder::new().initial_window_size(3_000).handshake::<_, bytes::Bytes>(socket);
@@ -134,9 +134,9 @@ async fn stream_with_little_room(front: &TestFront, request: &ModelInferRequest)
 }
 
 #[tokio::test]
-async fn a_client_that_reads_slowly_gets_all_in_order() {
+async fn a_slow_reader_receives_all_responses_in_order() {
     let front = TestFront::start().await;
-    let mut body = stream_with_little_room(&front, &stream_text("", 1000, 0)).await;
+    let mut body = stream_with_small_window(&front, &stream_text("", 1000, 0)).await;
     let mut all = Vec::new();
     while let Some(data) = body.data().await {
         let data = data.unwrap();
@@ -145,31 +145,31 @@ async fn a_client_that_reads_slowly_gets_all_in_order() {
         all.extend(data);
     }
     let (mut rest, mut texts) = (&all[..], Vec::new());
-    while let Some((prefix, behind)) = rest.split_first_chunk::<5>() {
+    while let Some((prefix, tail)) = rest.split_first_chunk::<5>() {
         let len = u32::from_be_bytes(prefix[1..].try_into().unwrap()) as usize;
-        let reply = ModelStreamInferResponse::decode(&behind[..len]).unwrap();
+        let reply = ModelStreamInferResponse::decode(&tail[..len]).unwrap();
         texts.push(reply.infer_response.unwrap().raw_output_contents[1].clone());
-        rest = &behind[len..];
+        rest = &tail[len..];
     }
     assert_eq!(texts, (0..1000i32).map(|index| index.to_le_bytes().to_vec()).collect::<Vec<_>>());
     assert_eq!(body.trailers().await.unwrap().unwrap()["grpc-status"], "0");
 }
 
 #[tokio::test]
-async fn a_client_that_never_reads_is_waited_for_while_others_are_served() {
+async fn a_stream_whose_client_does_not_read_is_paused_while_others_are_served() {
     let front = TestFront::start().await;
-    let body = stream_with_little_room(&front, &stream_text("", 1_000_000, 0)).await;
+    let body = stream_with_small_window(&front, &stream_text("", 1_000_000, 0)).await;
     let other = stream(&front, &[stream_text("", 2000, 0)]).await;
     assert_eq!(collect(other).await.len(), 2000);
-    // What it does not take would be a hundred megabytes.
+    // All responses would be a hundred megabytes.
     tokio::time::sleep(std::time::Duration::from_millis(100)).await;
-    assert_eq!(front.streams.active.load(Ordering::SeqCst), 1, "its answer was kept for it");
+    assert_eq!(front.streams.active.load(Ordering::SeqCst), 1, "its responses were buffered");
     drop(body);
-    eventually("it is cancelled", || front.streams.cancelled.load(Ordering::SeqCst) == 1).await;
+    eventually("the request is cancelled", || front.streams.cancelled.load(Ordering::SeqCst) == 1).await;
 }
 
 #[tokio::test]
-async fn infer_answers_models_that_are_not_decoupled_and_refuses_the_others() {
+async fn infer_refuses_decoupled_models() {
     let front = TestFront::start().await;
     let connection = front.grpc().await;
     let mut request = ModelInferRequest { model_name: "identity_fp32".into(), id: "7".into(), ..Default::default() };
@@ -191,7 +191,7 @@ async fn infer_answers_models_that_are_not_decoupled_and_refuses_the_others() {
 }
 
 #[tokio::test]
-async fn bytes_that_are_no_request_are_refused_and_the_server_serves_on() {
+async fn malformed_bytes_are_refused_and_the_server_continues() {
     let front = TestFront::start().await;
     let connection = front.grpc().await;
     let garbage = bytes::Bytes::from_static(b"\0\0\0\0\x05\xff\xff\xff\xff\xff");
@@ -202,7 +202,7 @@ async fn bytes_that_are_no_request_are_refused_and_the_server_serves_on() {
 }
 
 #[tokio::test]
-async fn models_describe_themselves() {
+async fn metadata_configuration_statistics_and_index_of_models_are_returned() {
     let front = TestFront::start().await;
     let connection = front.grpc().await;
     let (name, version) = ("identity_fp32".to_owned(), String::new());
@@ -223,7 +223,7 @@ async fn models_describe_themselves() {
 }
 
 #[tokio::test]
-async fn a_request_that_was_answered_holds_nothing() {
+async fn an_answered_request_releases_its_memory() {
     let front = TestFront::start_with(|config| config.max_bytes_in_flight = 20_000).await;
     let connection = front.grpc().await;
     let ask = async |count: usize| {

@@ -1,4 +1,4 @@
-//! HTTP as clients see it, over real sockets.
+//! The HTTP protocol over real sockets.
 
 mod support;
 
@@ -16,7 +16,7 @@ const ANSWER: &str = concat!(
 );
 
 #[tokio::test]
-async fn probes_answer() {
+async fn probes_and_unknown_paths_have_their_status() {
     let front = TestFront::start().await;
     for (path, status) in [
         ("/v2/health/live", 200),
@@ -32,14 +32,14 @@ async fn probes_answer() {
 }
 
 #[tokio::test]
-async fn json_in_json_out() {
+async fn infer_with_json_tensors_returns_json() {
     let front = TestFront::start().await;
     let answer = http(&front, "POST", "/v2/models/identity_fp32/infer", INFER.as_bytes()).await;
     assert_eq!((answer.status, answer.text().as_str()), (200, ANSWER));
 }
 
 #[tokio::test]
-async fn binary_tensors_travel_behind_the_json() {
+async fn binary_tensors_follow_the_json_head() {
     let front = TestFront::start().await;
     let head = r#"{"inputs":[{"name":"INPUT0","datatype":"FP32","shape":[1,2],"parameters":{"binary_data_size":8}}],"parameters":{"binary_data_output":true}}"#;
     let body = [head.as_bytes(), b"abcdefgh"].concat();
@@ -51,7 +51,7 @@ async fn binary_tensors_travel_behind_the_json() {
 }
 
 #[tokio::test]
-async fn bodies_may_be_compressed_both_ways() {
+async fn request_and_response_bodies_may_be_compressed() {
     let front = TestFront::start().await;
     let mut encoder = flate2::write::GzEncoder::new(Vec::new(), flate2::Compression::fast());
     encoder.write_all(INFER.as_bytes()).unwrap();
@@ -73,7 +73,7 @@ async fn a_body_over_the_limit_is_refused() {
 }
 
 #[tokio::test]
-async fn bad_requests_get_one_clear_error_and_the_server_serves_on() {
+async fn invalid_requests_get_one_clear_error_and_the_server_continues() {
     let front = TestFront::start().await;
     let deep = format!("{{\"inputs\":{}1{}}}", "[".repeat(100_000), "]".repeat(100_000));
     let huge = INFER.replace("[1,2]", "[4,4611686018427387904]");
@@ -113,7 +113,7 @@ async fn generate_stream_sends_an_event_for_each_response() {
 }
 
 #[tokio::test]
-async fn a_client_that_leaves_an_event_stream_cancels_its_request() {
+async fn a_disconnect_from_an_event_stream_cancels_its_request() {
     let front = TestFront::start().await;
     let mut socket = tokio::net::TcpStream::connect(front.http_address()).await.unwrap();
     let body = r#"{"text_input":"t","n":1000000,"delay_ms":600000}"#;
@@ -139,7 +139,7 @@ async fn pipelined_requests_are_answered_in_order() {
 }
 
 #[tokio::test]
-async fn metrics_count_what_was_answered() {
+async fn metrics_count_answered_requests() {
     let front = TestFront::start().await;
     http(&front, "POST", "/v2/models/identity_fp32/infer", INFER.as_bytes()).await;
     let answer: HttpAnswer = front.metrics().await;
@@ -149,25 +149,25 @@ async fn metrics_count_what_was_answered() {
 }
 
 #[tokio::test]
-async fn a_drain_finishes_what_is_in_flight_and_refuses_the_rest() {
+async fn a_shutdown_finishes_requests_in_flight_and_refuses_new_ones() {
     let mut front = TestFront::start().await;
     let address = front.http_address();
     let slow = br#"{"inputs":[{"name":"sleep_ms","datatype":"INT32","shape":[1,1],"data":[3000]}]}"#;
     let in_flight = tokio::spawn(support::http_to(address, "POST", "/v2/models/slow/infer", "", slow.to_vec()));
     tokio::time::sleep(Duration::from_millis(500)).await;
-    let ending = tokio::spawn(front.running.take().unwrap().shutdown(Duration::from_secs(10)));
+    let shutdown = tokio::spawn(front.running.take().unwrap().shutdown(Duration::from_secs(10)));
     while http(&front, "GET", "/v2/health/ready", b"").await.status != 503 {
         tokio::time::sleep(Duration::from_millis(5)).await;
     }
     assert_eq!(http(&front, "POST", "/v2/models/identity_fp32/infer", INFER.as_bytes()).await.status, 503);
     let answer = in_flight.await.unwrap();
     assert_eq!(answer.status, 200, "{}", answer.text());
-    assert_eq!(ending.await.unwrap(), 0);
+    assert_eq!(shutdown.await.unwrap(), 0);
     assert!(tokio::net::TcpStream::connect(address).await.is_err(), "the port is closed");
 }
 
 #[tokio::test]
-async fn a_port_that_is_taken_is_named() {
+async fn the_error_of_a_port_in_use_names_it() {
     let front = TestFront::start().await;
     let taken = front.http_address();
     let error = front.start_another(taken.port()).await.err().unwrap();
@@ -178,7 +178,7 @@ async fn a_port_that_is_taken_is_named() {
 }
 
 #[tokio::test]
-async fn requests_in_flight_hold_no_more_together_than_they_may() {
+async fn the_memory_of_requests_in_flight_is_limited() {
     let front = TestFront::start_with(|config| config.max_bytes_in_flight = 20_000).await;
     let path = "/v2/models/identity_fp32/infer";
     let mut half = tokio::net::TcpStream::connect(front.http_address()).await.unwrap();
@@ -192,10 +192,10 @@ async fn requests_in_flight_hold_no_more_together_than_they_may() {
         }
         tokio::time::sleep(Duration::from_millis(10)).await;
     };
-    let patience = Duration::from_secs(60);
-    let refused = tokio::time::timeout(patience, until(503)).await.expect("a body that has not ended is held");
+    let limit = Duration::from_secs(60);
+    let refused = tokio::time::timeout(limit, until(503)).await.expect("an incomplete body is charged");
     assert!(refused.text().contains("all together may hold 20000; try again later"), "{}", refused.text());
-    assert_eq!(http(&front, "POST", path, INFER.as_bytes()).await.status, 200, "small ones find room");
+    assert_eq!(http(&front, "POST", path, INFER.as_bytes()).await.status, 200, "small requests are within the budget");
     drop(half);
-    tokio::time::timeout(patience, until(200)).await.expect("a client that left gives its room back");
+    tokio::time::timeout(limit, until(200)).await.expect("a disconnect releases the memory");
 }

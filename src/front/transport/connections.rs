@@ -23,7 +23,7 @@ pub struct Connections {
     /// Idle connections are evicted beyond this many.
     eviction_threshold: usize,
     max_per_address: usize,
-    began: Instant,
+    epoch: Instant,
     table: Mutex<Table>,
 }
 
@@ -51,8 +51,8 @@ pub struct Activity {
     address: IpAddr,
     /// Requests that are being read or answered.
     num_requests: AtomicU32,
-    began: Instant,
-    /// When its last request ended, in milliseconds since `began`.
+    epoch: Instant,
+    /// When the last request ended, in milliseconds since `epoch`.
     idle_since_ms: AtomicU64,
     /// Since when writes are blocked because the client does not read, or [`NOT_BLOCKED`].
     blocked_since_ms: AtomicU64,
@@ -67,12 +67,12 @@ impl Default for Activity {
 }
 
 impl Activity {
-    fn new(address: IpAddr, began: Instant) -> Self {
+    fn new(address: IpAddr, epoch: Instant) -> Self {
         Self {
             address,
             num_requests: AtomicU32::new(0),
-            began,
-            idle_since_ms: AtomicU64::new(began.elapsed().as_millis() as u64),
+            epoch,
+            idle_since_ms: AtomicU64::new(epoch.elapsed().as_millis() as u64),
             blocked_since_ms: AtomicU64::new(NOT_BLOCKED),
             is_evicted: AtomicBool::new(false),
             eviction: Notify::new(),
@@ -91,15 +91,15 @@ impl Activity {
     }
 
     fn now_ms(&self) -> u64 {
-        self.began.elapsed().as_millis() as u64
+        self.epoch.elapsed().as_millis() as u64
     }
 
-    /// Whether the connection has no request, or its client has read nothing for [`STALL`].
+    /// Whether the connection has neither a request nor a blocked write, or its write has been blocked for [`STALL`].
     pub fn is_idle(&self) -> bool {
         self.idle_since(self.now_ms()).is_some()
     }
 
-    /// Since when it is idle, in milliseconds since `began`.
+    /// Since when the connection is idle, in milliseconds since `epoch`; `None` if it is not.
     fn idle_since(&self, now_ms: u64) -> Option<u64> {
         match self.blocked_since_ms.load(Relaxed) {
             NOT_BLOCKED => (self.num_requests.load(Relaxed) == 0).then(|| self.idle_since_ms.load(Relaxed)),
@@ -133,7 +133,7 @@ impl Connections {
         Self {
             eviction_threshold: max - max / 5,
             max_per_address: if max_per_address == 0 { usize::MAX } else { max_per_address },
-            began: Instant::now(),
+            epoch: Instant::now(),
             table: Mutex::default(),
         }
     }
@@ -157,7 +157,7 @@ impl Connections {
                 return None;
             }
         }
-        let activity = Arc::new(Activity::new(address, self.began));
+        let activity = Arc::new(Activity::new(address, self.epoch));
         let id = table.next;
         table.next += 1;
         table.clients.entry(address).or_default().num_open += 1;

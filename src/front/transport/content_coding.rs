@@ -15,7 +15,7 @@ use crate::transport::budget::Charge;
 pub enum Coding {
     /// RFC 1952.
     Gzip,
-    /// RFC 1950; raw RFC 1951 is read too, as some clients send it.
+    /// RFC 1950. Raw RFC 1951, which some clients send, is also decoded.
     Deflate,
 }
 
@@ -51,7 +51,7 @@ const STEP_BYTES: u64 = 256 << 10;
 const MAX_ENTRIES: usize = 64;
 
 impl Coding {
-    /// The name in headers.
+    /// The name of the coding in headers.
     pub fn name(self) -> &'static str {
         match self {
             Coding::Gzip => "gzip",

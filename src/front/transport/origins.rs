@@ -21,7 +21,7 @@ pub struct Origins {
 impl FromStr for Origins {
     type Err = String;
 
-    /// Such as `https://example.org,http://localhost:3000`, or `*` for all.
+    /// Parses a list such as `https://example.org,http://localhost:3000`, or `*` for all origins.
     fn from_str(text: &str) -> Result<Self, String> {
         let mut origins = Self::default();
         for origin in text.split(',').map(str::trim).filter(|origin| !origin.is_empty()) {

@@ -15,13 +15,13 @@ pub enum Api {
     Health,
     /// Metadata of the server and of models.
     Metadata,
-    /// Infer, generate and streams.
+    /// Inference, generation and streams.
     Inference,
     /// Registration and status of shared memory.
     SharedMemory,
-    /// Configurations of models.
+    /// Model configurations.
     ModelConfig,
-    /// Index, load and unload.
+    /// Index, load and unload of models.
     ModelRepository,
     /// Statistics.
     Statistics,
@@ -164,11 +164,11 @@ impl Restrictions {
     fn restrict(&mut self, api: Api, header: &str, is_bearer: bool, keys: &[String]) {
         let bare = |key: &String| if is_bearer { without_scheme(key.as_bytes()).len() } else { key.len() };
         let keys = keys.iter().map(|key| key[key.len() - bare(key)..].to_owned());
-        let keys = keys.filter(|key| !key.is_empty()).collect(); // An empty one would open to everyone.
+        let keys = keys.filter(|key| !key.is_empty()).collect(); // An empty key would match every client.
         self.rules.entry(api).or_default().push(Rule { header: header.to_owned(), is_bearer, keys });
     }
 
-    /// The same with `prefix` before every header's name, as gRPC's metadata has it.
+    /// Adds `prefix` to the names of all headers, for gRPC metadata.
     pub fn with_prefix(mut self, prefix: &str) -> Self {
         self.rules.values_mut().flatten().for_each(|rule| rule.header = format!("{prefix}{}", rule.header));
         self

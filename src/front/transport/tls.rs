@@ -22,7 +22,7 @@ pub struct Tls {
     pub port: &'static str,
     /// The server's certificate and the intermediate certificates.
     pub certificate: PathBuf,
-    /// Its private key.
+    /// The private key of the certificate.
     pub key: PathBuf,
     /// Root certificates for client certificates; `None` requires no client certificate.
     pub client_roots: Option<PathBuf>,

@@ -1,4 +1,4 @@
-//! Models that answer as fixtures of the protocol do.
+//! Fixture models for tests of the protocols.
 
 use std::collections::HashMap;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -14,14 +14,14 @@ use serving::{
 };
 use tokio::sync::mpsc;
 
-/// Requests of `stream_text` that are being answered, and those that saw their client leave.
+/// Counts the active and the cancelled requests of `stream_text`.
 #[derive(Debug, Default)]
 pub struct Streams {
     pub active: AtomicUsize,
     pub cancelled: AtomicUsize,
 }
 
-/// Makes a fixture model by its name; any other echoes `INPUT…` as `OUTPUT…`.
+/// Creates a fixture model by its name. Other models return `INPUT…` as `OUTPUT…`.
 pub struct Fixtures {
     pub streams: Arc<Streams>,
 }
@@ -87,8 +87,8 @@ impl Fixture {
             .inputs
             .into_iter()
             .map(|input| Tensor { name: input.name.replace("INPUT", "OUTPUT").into(), ..input });
-        let asked = request.requested_outputs;
-        let outputs = outputs.filter(|output| asked.is_empty() || asked.contains(&output.name));
+        let requested = request.requested_outputs;
+        let outputs = outputs.filter(|output| requested.is_empty() || requested.contains(&output.name));
         InferResponse { outputs: outputs.collect(), ..InferResponse::default() }
     }
 }
@@ -102,7 +102,7 @@ fn text(request: &InferRequest, name: &str) -> String {
     strings.first().map(|text| String::from_utf8_lossy(text).into_owned()).unwrap_or_default()
 }
 
-/// `n` pieces "<text>#<i>", then an empty final response.
+/// Sends `n` responses "<text>#<i>", then an empty final response.
 fn stream_text(request: InferRequest, streams: Arc<Streams>) -> ResponseStream {
     let (sender, stream) = ResponseStream::channel(8);
     let text = text(&request, "text_input");
@@ -139,7 +139,7 @@ fn stream_text(request: InferRequest, streams: Arc<Streams>) -> ResponseStream {
     stream
 }
 
-/// A request of a model that steps: one token for each row in every step, as an engine has it.
+/// A request of a model with steps: each step returns one token per row.
 struct Row {
     sender: ResponseSender,
     tokens_left: i32,
@@ -163,13 +163,13 @@ fn join_steps(request: &InferRequest, rows: &mpsc::Sender<Row>) -> Result<Respon
 }
 
 fn start_steps() -> mpsc::Sender<Row> {
-    let (joining, mut joined) = mpsc::channel::<Row>(4096);
+    let (sender, mut receiver) = mpsc::channel::<Row>(4096);
     tokio::spawn(async move {
         let mut rows: Vec<Row> = Vec::new();
         let mut ticks = tokio::time::interval(STEP);
         loop {
             ticks.tick().await;
-            while let Ok(row) = joined.try_recv() {
+            while let Ok(row) = receiver.try_recv() {
                 rows.push(row);
             }
             for row in &mut rows {
@@ -181,10 +181,10 @@ fn start_steps() -> mpsc::Sender<Row> {
             rows.retain(|row| row.tokens_left > 0 && !row.sender.is_cancelled());
         }
     });
-    joining
+    sender
 }
 
-/// The text and a dump of the other inputs and parameters, as Python's `json.dumps` writes it.
+/// Returns the text with the other inputs and parameters in the format of Python's `json.dumps`.
 fn single_text(request: &InferRequest) -> InferResponse {
     let mut extra = Vec::new();
     if request.input("max_tokens").is_some() {
@@ -226,7 +226,7 @@ fn fails(request: &InferRequest) -> Result<ResponseStream, InferError> {
     let message = if code == "raise" {
         "Failed to process the request(s) for model 'fails_0_0', message: ValueError: boom".to_owned()
     } else {
-        format!("asked for {code}")
+        format!("requested for {code}")
     };
     Err(InferError::new(kind, message))
 }

@@ -15,23 +15,23 @@ impl HttpAnswer {
         String::from_utf8_lossy(&self.body).into_owned()
     }
 
-    /// The header called `name`, in lower case.
+    /// The value of the header `name`, which is in lower case.
     pub fn header(&self, name: &str) -> Option<&str> {
         self.headers.iter().find(|(key, _)| key == name).map(|(_, value)| value.as_str())
     }
 }
 
-/// Sends one request and reads the answer.
+/// Sends one request and reads the response.
 pub async fn http(front: &TestFront, method: &str, path: &str, body: &[u8]) -> HttpAnswer {
     http_with(front, method, path, "", body).await
 }
 
-/// The same with headers, each ended by a line break.
+/// As [`http`], with additional headers, each with a line break.
 pub async fn http_with(front: &TestFront, method: &str, path: &str, headers: &str, body: &[u8]) -> HttpAnswer {
     http_to(front.http_address(), method, path, headers, body.to_vec()).await
 }
 
-/// The same to any address.
+/// As [`http_with`], to any address.
 pub async fn http_to(
     address: std::net::SocketAddr,
     method: &str,
@@ -46,7 +46,7 @@ pub async fn http_to(
         "{method} {path} HTTP/1.1\r\nHost: test\r\nConnection: close\r\nContent-Length: {length}\r\n{headers}\r\n"
     );
     let sent = [head.as_bytes(), &body].concat();
-    let _ = socket.write_all(&sent).await; // A server that refuses early may not read it all.
+    let _ = socket.write_all(&sent).await; // The server may refuse the request before it has read the body.
     let mut bytes = Vec::new();
     socket.read_to_end(&mut bytes).await.unwrap();
     parse(&bytes)

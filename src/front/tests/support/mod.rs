@@ -1,4 +1,4 @@
-//! A front on free ports over models that answer as fixtures of the protocol do.
+//! A front on free ports with fixture models.
 #![allow(dead_code, unused_imports)] // Each test uses a part.
 
 mod fixtures;
@@ -13,7 +13,7 @@ use serving::{BackendFactory, ControlMode, Server, ServerConfig};
 pub use fixtures::{Fixtures, Streams};
 pub use http::{HttpAnswer, http, http_to, http_with};
 
-/// A server over the fixtures in `repository`, its models loaded where they can be.
+/// A server with the fixture models in `repository`. Models that cannot be loaded are reported and skipped.
 pub async fn serve(repository: &Path, control_mode: ControlMode) -> (Arc<Server>, Arc<Streams>) {
     let streams = Arc::new(Streams::default());
     let fixtures: Arc<dyn BackendFactory> = Arc::new(Fixtures { streams: streams.clone() });
@@ -34,7 +34,7 @@ pub fn add_model(repository: &Path, name: &str, config: &str) {
     std::fs::write(dir.join("config.pbtxt"), format!("name: \"{name}\"\n{config}")).unwrap();
 }
 
-/// A front on ports that the system chose, over fixture models.
+/// A front on free ports, with fixture models.
 pub struct TestFront {
     pub running: Option<front::Running>,
     pub streams: Arc<Streams>,
@@ -59,12 +59,12 @@ input [ { name: "sleep_ms" data_type: TYPE_INT32 dims: [ 1 ] } ] output [ { name
 "#;
 
 impl TestFront {
-    /// With the usual settings.
+    /// Starts with default settings.
     pub async fn start() -> Self {
         Self::start_with(|_| ()).await
     }
 
-    /// With settings changed by `change`.
+    /// Starts with settings that `change` modifies.
     pub async fn start_with(change: impl FnOnce(&mut front::Config)) -> Self {
         let repository = tempfile::tempdir().unwrap();
         for (name, config) in [("stream_text", STREAM_TEXT), ("identity_fp32", IDENTITY), ("slow", SLOW)] {
@@ -88,17 +88,17 @@ impl TestFront {
         self.addresses.http.unwrap()
     }
 
-    /// What the metrics port answers.
+    /// The response of the metrics port.
     pub async fn metrics(&self) -> HttpAnswer {
         http_to(self.addresses.metrics.unwrap(), "GET", "/metrics", "", Vec::new()).await
     }
 
-    /// Another front over the same models with its HTTP on `port`.
+    /// Starts another front for the same models with HTTP on `port`.
     pub async fn start_another(&self, port: u16) -> Result<front::Running, front::StartError> {
         self.start_another_with(|config| config.http = Some(front::Address::new("127.0.0.1", port))).await
     }
 
-    /// Another front over the same models, HTTP alone, with settings changed by `change`.
+    /// Starts another front for the same models with HTTP only and settings that `change` modifies.
     pub async fn start_another_with(
         &self,
         change: impl FnOnce(&mut front::Config),

@@ -15,7 +15,7 @@ use crate::transport::connections::{Activity, BusyGuard};
 
 static PANICS: RateLimitedLog = RateLimitedLog::new(8);
 
-/// One call on a connection.
+/// A call on a connection.
 pub trait Call: Send {
     /// Advances as far as possible, and registers the waker for whatever the call waits for.
     fn advance(&mut self, context: &mut Context<'_>) -> Progress;
@@ -107,7 +107,6 @@ impl Calls {
         slot.waker.wake_by_ref();
     }
 
-    /// Whether there is no call.
     pub fn is_empty(&self) -> bool {
         self.busy.is_none()
     }

@@ -22,7 +22,7 @@ pub struct Health {
 }
 
 impl Health {
-    /// The service over shared state.
+    /// A service with shared state.
     pub fn new(state: Arc<State>) -> Self {
         Self { state }
     }

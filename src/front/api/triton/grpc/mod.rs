@@ -35,13 +35,13 @@ use crate::telemetry::log_settings::LogValue;
 use crate::transport::budget::Charge;
 use crate::transport::large_work::block_in_place_in_turn;
 
-/// The service.
+/// The inference service.
 pub struct KserveGrpc {
     state: Arc<State>,
 }
 
 impl KserveGrpc {
-    /// The service over shared state.
+    /// A service with shared state.
     pub fn new(state: Arc<State>) -> Self {
         Self { state }
     }

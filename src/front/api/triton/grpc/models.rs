@@ -13,7 +13,7 @@ use crate::api::triton::grpc::proto::{
 
 type Parameters = BTreeMap<String, ModelRepositoryParameter>;
 
-/// A model's description.
+/// The metadata of a model.
 pub fn metadata(metadata: serving::ModelMetadata) -> ModelMetadataResponse {
     let tensors = |tensors: Vec<serving::TensorMetadata>| {
         let tensors = tensors.into_iter().map(|tensor| TensorMetadata {
@@ -32,7 +32,7 @@ pub fn metadata(metadata: serving::ModelMetadata) -> ModelMetadataResponse {
     }
 }
 
-/// A model's statistics.
+/// The statistics of a model.
 pub fn statistics(model: serving::ModelStatistics) -> ModelStatistics {
     let inference = &model.inference;
     let inference_stats = InferStatistics {
@@ -83,10 +83,10 @@ fn duration(duration: serving::StatisticDuration) -> Option<StatisticDuration> {
     Some(StatisticDuration { count: duration.count, ns: duration.ns })
 }
 
-/// Parameters of a load request.
+/// Reads the parameters of a load request.
 ///
 /// # Errors
-/// When one is unknown or has another type.
+/// When a parameter is unknown or has an invalid type.
 pub fn load_overrides(parameters: Parameters) -> Result<LoadOverrides, InferError> {
     let mut overrides = LoadOverrides::default();
     for (key, parameter) in parameters {
@@ -103,10 +103,10 @@ pub fn load_overrides(parameters: Parameters) -> Result<LoadOverrides, InferErro
     Ok(overrides)
 }
 
-/// Parameter of an unload request.
+/// Reads the `unload_dependents` parameter of an unload request.
 ///
 /// # Errors
-/// When one is unknown or has another type.
+/// When it is not a boolean.
 pub fn unload_dependents(parameters: Parameters) -> Result<bool, InferError> {
     let mut wanted = false;
     for (key, parameter) in parameters {
@@ -117,7 +117,7 @@ pub fn unload_dependents(parameters: Parameters) -> Result<bool, InferError> {
                     "invalid value type for '{key}' parameter, expected bool_param."
                 )));
             }
-            _ => {} // As over HTTP, others are ignored.
+            _ => {} // Unknown parameters are ignored, as over HTTP.
         }
     }
     Ok(wanted)

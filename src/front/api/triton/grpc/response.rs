@@ -135,7 +135,7 @@ impl Contents {
 }
 
 impl ReplyTemplate {
-    /// The reply for a response.
+    /// Encodes the reply for a response.
     pub fn reply(&mut self, response: InferResponse, final_response: Option<bool>) -> StreamReply {
         if self.head.is_empty() || !self.fits(&response, final_response) {
             self.head = encode_head(&response, final_response);

@@ -54,10 +54,10 @@ impl<R: ServerReflection> Clone for GrpcService<R> {
     }
 }
 
-/// The services over shared state.
+/// Creates the services with shared state.
 ///
 /// # Panics
-/// Never: the descriptors are built with this crate.
+/// Never, because the descriptors are built with this crate.
 pub fn grpc_service(state: Arc<State>) -> GrpcService<impl ServerReflection> {
     let inference = inference(&state);
     let reflection = tonic_reflection::server::Builder::configure()

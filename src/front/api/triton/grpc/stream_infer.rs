@@ -27,7 +27,7 @@ use crate::transport::wake_flag::WakeFlag;
 /// The requests of a client with their charges.
 pub type Requests = BoxStream<'static, Result<(ModelInferRequest, Charge), Status>>;
 
-/// The responses of one RPC.
+/// The replies of one call.
 pub struct InferStream {
     state: Arc<State>,
     requests: Option<Requests>,
@@ -103,7 +103,7 @@ impl InferStream {
     fn poll_requests(&mut self, context: &mut Context<'_>) -> Poll<Option<Result<Event, Status>>> {
         loop {
             if self.is_full() {
-                return Poll::Pending; // The end of a request wakes this again.
+                return Poll::Pending; // The end of a request wakes the task.
             }
             let Some(requests) = &mut self.requests else { return Poll::Ready(None) };
             match ready!(self.requests_flag.poll(context, |context| requests.poll_next_unpin(context))) {
@@ -317,7 +317,7 @@ impl Stream for ActiveRequest {
                         return Poll::Ready(Some(event));
                     }
                 }
-                Some(Ok(StreamItem::Event(_))) => {} // Requests with tensors have none.
+                Some(Ok(StreamItem::Event(_))) => {} // Only typed requests have events.
                 // A decoupled model may send further responses after an error.
                 Some(Err(error)) if self.is_decoupled => {
                     self.has_failed = true;

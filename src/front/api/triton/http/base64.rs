@@ -1,4 +1,4 @@
-//! base64 (RFC 4648, section 4), as JSON bodies carry files.
+//! base64 (RFC 4648, section 4) of files and handles in JSON bodies.
 
 use base64::Engine as _;
 use base64::alphabet::STANDARD;
@@ -12,7 +12,7 @@ const ENGINE: GeneralPurpose = GeneralPurpose::new(
         .with_decode_allow_trailing_bits(true),
 );
 
-/// The bytes; `None` when `text` is not base64.
+/// Decodes `text`; `None` if it is not base64.
 pub fn decode(text: &str) -> Option<Vec<u8>> {
     ENGINE.decode(text.trim_end_matches('=')).ok()
 }

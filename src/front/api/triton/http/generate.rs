@@ -1,4 +1,4 @@
-//! The generate extension: flat JSON in, flat JSON or server-sent events out.
+//! The generate extension: requests in flat JSON, responses in flat JSON or as server-sent events.
 
 use std::pin::Pin;
 use std::task::{Context, Poll};

@@ -1,6 +1,6 @@
 //! A JSON parser for requests. It borrows from the body, converts arrays on demand, and limits nesting.
 //!
-//! Error messages and offsets are Triton's. `NaN` and `Infinity` are numbers. Not `serde_json`, which has neither.
+//! Error messages and offsets are Triton's. `NaN` and `Infinity` are numbers. `serde_json` supports neither.
 
 mod elements;
 mod parser;

@@ -10,7 +10,7 @@ pub struct JsonWriter {
 }
 
 impl JsonWriter {
-    /// An empty text with room for `capacity` bytes.
+    /// An empty text with capacity for `capacity` bytes.
     pub fn with_capacity(capacity: usize) -> Self {
         Self { text: Vec::with_capacity(capacity) }
     }
@@ -112,7 +112,7 @@ impl JsonWriter {
     }
 
     fn display(&mut self, value: std::fmt::Arguments<'_>) {
-        self.text.write_fmt(value).expect("a Vec takes every write");
+        self.text.write_fmt(value).expect("writing to a Vec cannot fail");
     }
 
     /// Writes an array of integers.

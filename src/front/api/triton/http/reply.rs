@@ -68,7 +68,7 @@ pub(crate) fn json_reply(text: Vec<u8>) -> Reply {
     reply(StatusCode::OK, JSON, text)
 }
 
-/// `{"error": …}`
+/// The body of an error reply: `{"error": message}`.
 pub fn error_text(message: &str) -> Vec<u8> {
     let message = shown(message);
     let mut writer = JsonWriter::with_capacity(message.len() + 16);

@@ -15,7 +15,7 @@ pub struct ModelPath<'a> {
 
 /// The route of a request.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-#[allow(missing_docs)] // The protocol's own paths.
+#[allow(missing_docs)] // Named like the paths of the protocol.
 pub enum Route<'a> {
     Live,
     Ready,

@@ -13,7 +13,7 @@ use crate::state::State;
 use crate::telemetry::log_settings::{LogFormat, LogValue};
 use crate::telemetry::trace_settings::{TRACE_KEYS, TraceChanges};
 
-/// A `cudaIpcMemHandle_t`.
+/// Size of a `cudaIpcMemHandle_t`.
 const CUDA_HANDLE_BYTES: usize = 64;
 
 /// `GET …sharedmemory[/region/N]/status`

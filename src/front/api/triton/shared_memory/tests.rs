@@ -43,7 +43,7 @@ fn a_region_is_read_and_written_inside_its_bounds() {
     assert_eq!(read(&memory, &slice(0, 1)).unwrap_err().kind, ErrorKind::NotFound);
 }
 
-/// A GPU whose memory is this process's own.
+/// A fake GPU in host memory.
 #[derive(Debug)]
 struct Fake(Mutex<Vec<u8>>);
 
@@ -67,7 +67,7 @@ impl DeviceMemory for Fake {
 }
 
 #[test]
-fn device_memory_is_read_and_written_inside_its_bounds_and_let_go() {
+fn device_memory_is_read_and_written_inside_its_bounds_and_released() {
     let gpu = Arc::new(Fake(Mutex::new(vec![0, 1, 2, 3, 4, 5, 6, 7])));
     let memory = SharedMemory::new(true, ClientObjects::default()).with_devices(Some(Arc::new(gpu.clone())));
     assert!(memory.register_cuda("r", &[b'h'; 63], 0, 8).is_err());
@@ -96,7 +96,7 @@ fn device_memory_is_read_and_written_inside_its_bounds_and_let_go() {
 }
 
 #[test]
-fn an_object_that_shrank_is_an_error() {
+fn a_truncated_object_is_an_error() {
     let object = Object::new("shrunk", &[0; 8]);
     let memory = SharedMemory::new(true, ClientObjects::default());
     memory.register("r", &object.0, 0, 8).unwrap();
@@ -106,7 +106,7 @@ fn an_object_that_shrank_is_an_error() {
 }
 
 #[test]
-fn names_that_are_not_a_clients_are_refused() {
+fn reserved_names_are_refused() {
     let objects = ClientObjects { reserved_prefixes: vec!["prefix".into()], ..ClientObjects::default() };
     let memory = SharedMemory::new(true, objects);
     for key in ["/../etc/passwd", "..", "/", "/prefix0_ring", "a/b"] {
@@ -170,7 +170,7 @@ fn extreme_offsets_and_sizes_are_refused() {
 }
 
 #[test]
-fn a_sparse_object_costs_no_more_than_requests_may_hold() {
+fn a_sparse_object_is_limited_by_the_budget() {
     let object = Object::new("sparse", &[0; 8]);
     let path = Path::new("/dev/shm").join(&object.0);
     File::options().write(true).open(path).unwrap().set_len(1 << 40).unwrap();
@@ -187,7 +187,7 @@ fn a_sparse_object_costs_no_more_than_requests_may_hold() {
 }
 
 #[test]
-fn regions_are_as_many_as_they_may_be_and_share_the_file_of_their_object() {
+fn the_number_of_regions_is_limited_and_regions_share_the_file_of_their_object() {
     let object = Object::new("many", &[0; 8]);
     let budget = Budget::new(1000, crate::transport::budget::tests::NO_PROGRESS_LIMITS);
     let memory = SharedMemory::new(true, ClientObjects::default()).with_limits(8, Limits::default(), &budget);

@@ -17,7 +17,7 @@ fn every_kind_of_parameter() -> Arc<[(serving::Name, Parameter)]> {
 }
 
 #[test]
-fn a_reply_reads_back_as_the_protocol_describes_it() {
+fn an_encoded_reply_decodes_with_the_descriptors() {
     let reply = StreamReply::new(
         "",
         &InferReply {
@@ -53,7 +53,7 @@ fn a_reply_reads_back_as_the_protocol_describes_it() {
 }
 
 #[test]
-fn replies_of_a_request_read_back_whatever_differs_from_the_one_before() {
+fn a_template_encodes_replies_with_any_difference_from_the_last() {
     let response = |id: &str, output: Tensor| InferResponse {
         id: id.into(),
         parameters: every_kind_of_parameter(),
@@ -82,7 +82,7 @@ fn replies_of_a_request_read_back_whatever_differs_from_the_one_before() {
 }
 
 #[test]
-fn a_reply_that_is_repeated_differs_from_the_last_in_the_elements_that_are_told() {
+fn a_delta_replaces_elements_of_the_last_reply() {
     let response = |text: &str, id: i32| InferResponse {
         outputs: vec![Tensor::from_byte_strings("text", &[1], &[text]), Tensor::from_i32("ids", &[1], &[id])],
         allows_delta: true,
@@ -107,7 +107,7 @@ fn a_reply_that_is_repeated_differs_from_the_last_in_the_elements_that_are_told(
 }
 
 #[test]
-fn an_error_in_a_stream_echoes_the_request() {
+fn an_error_in_a_stream_repeats_the_id_of_the_request() {
     let response = InferResponse { id: "7".into(), ..Default::default() };
     let reply = StreamReply::new("no", &InferReply { response, final_response: None });
     let read = decode("inference.ModelStreamInferResponse", &reply.encode_to_vec());

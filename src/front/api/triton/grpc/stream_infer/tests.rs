@@ -11,11 +11,11 @@ use serving::{
 
 use super::*;
 
-/// A model that sends each number it is given, as a delta behind the first.
+/// A model that sends each number that the test gives it: the first as a response, further ones as deltas.
 #[derive(Clone, Default)]
 struct Numbers {
-    /// By request.
-    given: Arc<Mutex<Vec<UnboundedSender<i32>>>>,
+    /// One sender per request.
+    senders: Arc<Mutex<Vec<UnboundedSender<i32>>>>,
     num_polls: Arc<AtomicUsize>,
 }
 
@@ -27,7 +27,7 @@ struct NumberSource {
 
 impl Numbers {
     fn give(&self, request: usize, number: i32) {
-        self.given.lock().unwrap()[request].unbounded_send(number).unwrap();
+        self.senders.lock().unwrap()[request].unbounded_send(number).unwrap();
     }
 }
 
@@ -39,8 +39,8 @@ impl BackendFactory for Numbers {
 
 impl Backend for Numbers {
     fn infer(&self, _: serving::InferRequest) -> Result<ResponseStream, InferError> {
-        let (given, numbers) = unbounded();
-        self.given.lock().unwrap().push(given);
+        let (senders, numbers) = unbounded();
+        self.senders.lock().unwrap().push(senders);
         let source = NumberSource { numbers, next: None, num_polls: self.num_polls.clone() };
         Ok(ResponseStream::from_source(|_| Box::new(source)))
     }
@@ -96,7 +96,7 @@ fn request(id: &str) -> ModelInferRequest {
 }
 
 #[tokio::test]
-async fn a_drained_stream_is_not_polled_again_and_is_woken_by_whatever_comes() {
+async fn a_drained_stream_is_not_polled_until_a_response_or_request_wakes_it() {
     let root = tempfile::tempdir().unwrap();
     std::fs::create_dir_all(root.path().join("numbers/1")).unwrap();
     let config = r#"backend: "numbers" model_transaction_policy { decoupled: true }
@@ -109,7 +109,7 @@ async fn a_drained_stream_is_not_polled_again_and_is_woken_by_whatever_comes() {
     server.load_all().await.unwrap();
     let state = Arc::new(State::new(crate::Config::default(), server, Vec::new()).unwrap());
 
-    let (asking, arriving) = unbounded();
+    let (requests_sender, arriving) = unbounded();
     let of_stream = state.clone();
     let requests = arriving.map(move |message| Ok((message, of_stream.budget.charge()))).boxed();
     let mut stream = InferStream::new(state, requests, false, None);
@@ -122,7 +122,7 @@ async fn a_drained_stream_is_not_polled_again_and_is_woken_by_whatever_comes() {
     let num_woken = || woken.0.swap(0, Ordering::SeqCst);
     let num_polls = || model.num_polls.swap(0, Ordering::SeqCst);
 
-    asking.unbounded_send(request("a")).unwrap();
+    requests_sender.unbounded_send(request("a")).unwrap();
     assert_eq!(poll(), (false, false));
     model.give(0, 0);
     assert_eq!((poll(), poll()), ((true, false), (false, false)));
@@ -133,19 +133,23 @@ async fn a_drained_stream_is_not_polled_again_and_is_woken_by_whatever_comes() {
         assert_eq!(num_woken(), 1, "the wake-up for {number} was lost");
         assert_eq!(poll(), (true, true));
     }
-    assert_eq!(num_polls(), 19, "one for each number");
+    assert_eq!(num_polls(), 19, "one poll per number");
     model.give(0, 20);
     model.give(0, 21);
     assert_eq!((poll(), poll()), ((true, false), (true, true)));
 
     num_woken();
-    asking.unbounded_send(request("b")).unwrap();
+    requests_sender.unbounded_send(request("b")).unwrap();
     assert_eq!(num_woken(), 1, "a request wakes a drained stream");
     assert_eq!(poll(), (false, false));
     model.give(1, 0);
     model.give(0, 22);
     model.give(0, 23);
     assert!(num_woken() > 0);
-    assert_eq!((poll(), poll(), poll()), ((true, false), (true, false), (true, false)), "of two nothing is known");
+    assert_eq!(
+        (poll(), poll(), poll()),
+        ((true, false), (true, false), (true, false)),
+        "with two requests it is not known whether the stream is drained"
+    );
     assert_eq!(poll(), (false, false));
 }

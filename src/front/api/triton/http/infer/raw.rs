@@ -47,7 +47,7 @@ pub fn read_raw(body: Bytes, config: &ModelConfig) -> Result<ParsedRequest, Infe
     };
     let expected = tensor.num_elements().zip(tensor.datatype.size()).and_then(|(count, size)| count.checked_mul(size));
     if let Some(expected) = expected.filter(|&expected| expected != body.len()) {
-        // As in Triton, the message does not contain the name of the input.
+        // The message has the placeholder `raw_input` instead of the name of the input.
         return Err(InferError::invalid(format!(
             "[request id: <id_unknown>] input byte size mismatch for input 'raw_input' for model '{}'. Expected {expected}, got {}",
             config.name,

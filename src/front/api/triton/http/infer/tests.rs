@@ -16,7 +16,7 @@ fn with_input(fields: &str) -> Result<ParsedRequest, InferError> {
 }
 
 #[test]
-fn tensors_come_from_json_and_from_the_tail() {
+fn tensors_are_read_from_json_and_from_the_binary_tail() {
     let head = r#"{"id":"7","inputs":[{"name":"A","datatype":"INT32","shape":[1,2],"data":[[1,2]]},{"name":"B","datatype":"UINT8","shape":[3],"parameters":{"binary_data_size":3}}]}"#;
     let parsed = read_text(&format!("{head}xyz"), Some(head.len())).unwrap();
     assert_eq!(parsed.request.id, "7");
@@ -28,7 +28,7 @@ fn tensors_come_from_json_and_from_the_tail() {
 }
 
 #[test]
-fn shapes_that_lie_are_refused_before_anything_is_reserved() {
+fn shapes_larger_than_the_data_are_refused_before_allocation() {
     for shape in ["[1,1000000000]", "[1,1000000000000]", "[4,4611686018427387904]", "[1,1180591620717411303424]"] {
         let error = with_input(&format!(r#""datatype":"FP32","shape":{shape},"data":[1,2,3,4]"#)).unwrap_err();
         assert_eq!(error.kind, ErrorKind::InvalidArgument, "{shape}");
@@ -66,7 +66,7 @@ fn lists_and_names_have_limits() {
 }
 
 #[test]
-fn parameters_go_where_they_belong() {
+fn parameters_set_fields_of_the_request_or_are_passed_on() {
     let text = r#"{"parameters":{"sequence_id":9,"sequence_start":true,"priority":2,"timeout":5,"x":0.5,"binary_data_output":true},"inputs":[]}"#;
     let parsed = read_text(text, None).unwrap();
     assert_eq!(parsed.request.correlation_id, CorrelationId::Number(9));
@@ -77,7 +77,7 @@ fn parameters_go_where_they_belong() {
 }
 
 #[test]
-fn a_response_is_json_with_raw_tensors_behind_it() {
+fn a_response_is_json_followed_by_binary_tensors() {
     let response = InferResponse {
         model_name: "m".into(),
         model_version: "1".into(),
@@ -86,7 +86,7 @@ fn a_response_is_json_with_raw_tensors_behind_it() {
     };
     let raw_b = OutputRequest { name: "B".into(), is_binary: Some(true), ..OutputRequest::default() };
     let answer = write(response, &[raw_b], false).unwrap();
-    let ReplyBody::Parts(parts) = answer.body else { panic!("a response is no stream") };
+    let ReplyBody::Parts(parts) = answer.body else { panic!("the response has parts") };
     let head = r#"{"model_name":"m","model_version":"1","outputs":[{"name":"A","datatype":"INT32","shape":[2],"data":[-1,2]},{"name":"B","datatype":"FP32","shape":[1],"parameters":{"binary_data_size":4}}]}"#;
     assert_eq!(answer.head_len, Some(head.len()));
     assert_eq!(parts[0], [head.as_bytes(), &0.5f32.to_le_bytes()].concat());

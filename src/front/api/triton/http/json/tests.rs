@@ -24,7 +24,7 @@ fn message(text: &str) -> String {
 }
 
 #[test]
-fn reads_what_json_can_say() {
+fn all_kinds_of_values_are_parsed() {
     let value =
         parsed(r#" {"a": [1, [2.5, "x"]], "b": {"c": null, "d": true}, "e": "\u00e9\ud83d\ude00\n"} "#.as_bytes())
             .unwrap();
@@ -36,7 +36,7 @@ fn reads_what_json_can_say() {
 }
 
 #[test]
-fn says_what_is_wrong_and_where() {
+fn errors_have_a_reason_and_an_offset() {
     let head = "failed to parse the request JSON buffer: ";
     assert_eq!(message(""), format!("{head}The document is empty. at 0"));
     assert_eq!(message("{nope"), format!("{head}Missing a name for object member. at 1"));
@@ -50,7 +50,7 @@ fn says_what_is_wrong_and_where() {
 }
 
 #[test]
-fn a_cut_or_twisted_body_never_panics() {
+fn truncated_or_corrupted_bodies_do_not_panic() {
     let whole = r#"{"inputs":[{"name":"é\u00e9\ud83d\ude00","shape":[1,2],"data":[-1.5e+3,NaN,-Infinity,null,true]}]}"#;
     for end in 0..whole.len() {
         assert!(parsed(&whole.as_bytes()[..end]).is_err(), "{end}");
@@ -63,7 +63,7 @@ fn a_cut_or_twisted_body_never_panics() {
 }
 
 #[test]
-fn nesting_is_bounded() {
+fn nesting_is_limited() {
     let deep = |levels: usize| "[".repeat(levels) + "1" + &"]".repeat(levels);
     assert!(parsed(deep(MAX_DEPTH).as_bytes()).is_ok());
     let error = parsed(deep(100_000).as_bytes()).unwrap_err();
@@ -79,12 +79,12 @@ fn nested_data_flattens_in_row_major_order() {
 }
 
 #[test]
-fn deep_data_are_read_as_fast_as_flat_ones() {
+fn nested_data_is_read_in_linear_time() {
     let text = "[".repeat(MAX_DEPTH) + &"1,".repeat(500_000) + "1" + &"]".repeat(MAX_DEPTH);
     let value = parsed(text.as_bytes()).unwrap();
     let (begun, mut data) = (std::time::Instant::now(), Vec::new());
     assert_eq!(value.as_array().unwrap().flatten(DataType::Uint8, usize::MAX, &mut data).unwrap(), 500_001);
-    // Read once for each level it took minutes without optimization.
+    // One pass per level takes minutes without optimization.
     assert!(begun.elapsed() < std::time::Duration::from_secs(10));
     assert!(value.as_array().unwrap().flatten(DataType::Uint8, 7, &mut data).is_err());
 }
