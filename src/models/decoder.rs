@@ -22,6 +22,7 @@ pub(crate) struct Decoder<D: Device> {
     /// Set in the last stage.
     final_layers: Option<FinalLayers<D>>,
     buffers: Buffers<D>,
+    unused_tensors: Vec<String>,
 }
 
 /// The layers after the last decoder layer: final norm and output head.
@@ -98,7 +99,8 @@ impl<D: Device> Decoder<D> {
     ) -> Result<Self, ModelError> {
         let mut loader = Loader::new(dir, checkpoint, config, &shard, device);
         let stage = loader.device.pipeline_stage();
-        let needs_embedding = stage.is_first() || (stage.is_last() && config.head.is_tied);
+        let has_tied_head = stage.is_last() && loader.has_tied_head();
+        let needs_embedding = stage.is_first() || has_tied_head;
         let embedding = if needs_embedding { Some(loader.embedding()?) } else { None };
         let positions = match config.learned_positions {
             Some(num_positions) if stage.is_first() => Some(loader.positions(num_positions)?),
@@ -107,18 +109,23 @@ impl<D: Device> Decoder<D> {
         let mut widths = Vec::new();
         let own = stage.layers(config.num_layers());
         let layers = own.map(|index| Layer::load(&mut loader, index, &mut widths)).collect::<Result<Vec<_>, _>>()?;
-        let final_layers =
-            if stage.is_last() { Some(FinalLayers::load(&mut loader, embedding.as_ref())?) } else { None };
+        let final_layers = if stage.is_last() {
+            Some(FinalLayers::load(&mut loader, embedding.as_ref().filter(|_| has_tied_head))?)
+        } else {
+            None
+        };
         let has_parallel = layers.iter().any(|layer| layer.is_parallel);
         let buffers = Buffers::allocate(config.hidden_size, has_parallel, &widths, loader.device);
         let buffers = loader.or_device_error(buffers)?;
-        Ok(Self { config: config.clone(), shard, stage, embedding, positions, layers, final_layers, buffers })
+        let unused_tensors = if stage == PipelineStage::WHOLE { checkpoint.unused() } else { Vec::new() };
+        let config = config.clone();
+        Ok(Self { config, shard, stage, embedding, positions, layers, final_layers, buffers, unused_tensors })
     }
 }
 
 impl<D: Device> FinalLayers<D> {
-    fn load(loader: &mut Loader<'_, D>, embedding: Option<&D::Weight>) -> Result<Self, ModelError> {
-        Ok(Self { norm: loader.final_norm()?, head: loader.head(embedding)? })
+    fn load(loader: &mut Loader<'_, D>, tied_head: Option<&D::Weight>) -> Result<Self, ModelError> {
+        Ok(Self { norm: loader.final_norm()?, head: loader.head(tied_head)? })
     }
 }
 
@@ -316,6 +323,10 @@ impl<D: Device> Model<D> for Decoder<D> {
             ropes: self.config.ropes.iter().map(|rope| rope.table(max_positions)).collect(),
             layers: self.stage.layers(self.config.num_layers()).map(|index| self.layer_attention(index)).collect(),
         }
+    }
+
+    fn unused_tensors(&self) -> &[String] {
+        &self.unused_tensors
     }
 
     fn forward(&mut self, device: &mut D) -> Result<(), DeviceError> {

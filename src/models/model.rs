@@ -7,6 +7,10 @@ pub trait Model<D: Device> {
     /// Attention of every layer of this worker's shard, for [`Device::memory_plan`] and [`Device::allocate_cache`].
     fn attention_spec(&self, block_size: usize) -> AttentionSpec;
 
+    /// The names of tensors in the checkpoint that no layer of the whole model takes; empty for a stage of a pipeline.
+    /// There may be parts that are not served, or weights that `config.json` does not describe.
+    fn unused_tensors(&self) -> &[String];
+
     /// Runs the forward pass of the device's current step, up to and including [`Device::sample`].
     ///
     /// # Errors

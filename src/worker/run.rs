@@ -87,10 +87,21 @@ pub(crate) struct Worker<'a, D: Device> {
     phases: Vec<(String, Duration)>,
 }
 
+/// Rank 0 logs what a worker prints.
+fn warn_of_unused(tensors: &[String]) {
+    if let [first, ..] = tensors {
+        let others = tensors.iter().skip(1).take(2).map(|name| format!(", `{name}`")).collect::<String>();
+        eprintln!("{} tensors of the checkpoint are not used, for example `{first}`{others}", tensors.len());
+    }
+}
+
 impl<'a, D: Device + 'static> Worker<'a, D> {
     pub(crate) fn load(spec: &'a WorkerSpec, config: &models::Config, mut device: D) -> Result<Self, WorkerError> {
         let started = Instant::now();
         let model = models::load(&spec.checkpoint, config, &mut device)?;
+        if device.tensor_parallel().rank == 0 {
+            warn_of_unused(model.unused_tensors());
+        }
         Ok(Self { spec, device, model, phases: vec![("weights".to_owned(), started.elapsed())] })
     }
 

@@ -107,6 +107,9 @@ impl LlmConfig {
         let checkpoint = checkpoint::find(config, &load.model_dir, &load.version_dir);
         let checkpoint = checkpoint.map_err(|message| invalid(config, message))?;
         let model = models::Config::from_dir(&checkpoint).map_err(|error| invalid(config, error.to_string()))?;
+        for note in &model.notes {
+            tracing::info!(model = %config.name, "{note}");
+        }
         let queue = QueuePolicy::new(config);
         let Parallelism { tp_size, pp_size, num_replicas } = Parallelism::new(config, &model, defaults)?;
         check_shares(config, &model, tp_size)?;

@@ -6,7 +6,8 @@ mod safetensors;
 mod torch;
 mod zip;
 
-use std::collections::{BTreeMap, BTreeSet, HashMap};
+use std::cell::RefCell;
+use std::collections::{BTreeMap, BTreeSet, HashMap, HashSet};
 use std::ops::Range;
 use std::path::{Path, PathBuf};
 
@@ -20,6 +21,8 @@ use crate::fields::Fields;
 pub struct Checkpoint {
     dir: PathBuf,
     tensors: HashMap<String, Tensor>,
+    /// The names of tensors that were taken.
+    used: RefCell<HashSet<String>>,
 }
 
 #[derive(Debug)]
@@ -64,7 +67,7 @@ impl Checkpoint {
     /// Returns an error if a file is missing, truncated or of another format, or if a tensor of the index is not in its
     /// file.
     pub fn open(dir: &Path) -> Result<Self, ModelError> {
-        let mut checkpoint = Self { dir: dir.into(), tensors: HashMap::new() };
+        let mut checkpoint = Self { dir: dir.into(), tensors: HashMap::new(), used: RefCell::default() };
         for format in &FORMATS {
             let index = dir.join(format.index);
             if index.exists() {
@@ -100,6 +103,24 @@ impl Checkpoint {
     /// Whether the checkpoint contains this tensor.
     pub fn contains(&self, name: &str) -> bool {
         self.tensors.contains_key(name)
+    }
+
+    /// The names of tensors that were not taken, in order, without those that hold constants.
+    pub(crate) fn unused(&self) -> Vec<String> {
+        const CONSTANTS: [&str; 5] = ["inv_freq", "attn.bias", "masked_bias", "attention.bias", "embed_positions"];
+        let used = self.used.borrow();
+        let is_constant = |name: &str| CONSTANTS.iter().any(|constant| name.ends_with(constant));
+        let unused = self.tensors.keys().filter(|name| !used.contains(*name) && !is_constant(name));
+        let mut unused: Vec<String> = unused.cloned().collect();
+        unused.sort();
+        unused
+    }
+
+    /// Whether two tensors have the same bytes; `None` if one of them is missing.
+    pub(crate) fn have_equal_bytes(&self, one: &str, other: &str) -> Option<bool> {
+        let (Some(first), Some(second)) = (self.tensors.get(one), self.tensors.get(other)) else { return None };
+        self.used.borrow_mut().insert(one.to_owned());
+        Some(first.dtype == second.dtype && first.data == second.data)
     }
 
     /// The given rows and columns of the matrix `name`, which must be `[matrix_rows, matrix_cols]`.
@@ -186,6 +207,7 @@ impl Checkpoint {
     fn tensor(&self, name: &str, shape: &[usize]) -> Result<(&Tensor, DType), ModelError> {
         let missing = || ModelError::MissingTensor { tensor: name.into(), dir: self.dir.clone() };
         let tensor = self.tensors.get(name).ok_or_else(missing)?;
+        self.used.borrow_mut().insert(name.to_owned());
         let path = tensor.path.clone();
         if let Some(fault) = &tensor.fault {
             return Err(ModelError::Header { path, reason: format!("tensor `{name}` {fault}") });

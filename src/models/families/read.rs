@@ -18,6 +18,11 @@ pub(crate) fn config(dir: &Path) -> Result<Config, ModelError> {
     let top = Fields::read(&dir.join("config.json"))?;
     let family = family(&top)?;
     let mut notes = Vec::new();
+    if dir.join("adapter_config.json").exists() {
+        notes.push(
+            "the adapter beside this checkpoint is not applied; merge it into the weights to serve it".to_owned(),
+        );
+    }
     let fields = match family.is_nested {
         true => text_fields(&top, &mut notes)?,
         false => top,

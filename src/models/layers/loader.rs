@@ -127,7 +127,7 @@ impl<'a, D: Device> Loader<'a, D> {
 
     /// This worker's rows of the embedding table.
     pub(crate) fn embedding(&mut self) -> Result<D::Weight, ModelError> {
-        let name = format!("{}{}.weight", self.prefix, self.names.embedding);
+        let name = self.embedding_name();
         let slice = self.checkpoint.matrix(&name, self.vocabulary(), self.shard.vocab.clone(), self.width())?;
         let loaded = self.device.load_embedding(slice, self.shard.vocab.start as u32);
         self.or_device_error(loaded)
@@ -141,16 +141,31 @@ impl<'a, D: Device> Loader<'a, D> {
         self.or_device_error(loaded)
     }
 
-    /// The output head: the embedding, or this worker's rows of a separate matrix.
-    pub(crate) fn head(&mut self, embedding: Option<&D::Weight>) -> Result<D::Weight, ModelError> {
+    /// Whether the head is the embedding. A checkpoint may say so and still have a head with other values, for example
+    /// after training with adapters; then the head is used, as in transformers.
+    pub(crate) fn has_tied_head(&self) -> bool {
+        let (head, embedding) = (format!("{}.weight", self.head_name()), self.embedding_name());
+        self.config.head.is_tied && self.checkpoint.have_equal_bytes(&head, &embedding).unwrap_or(true)
+    }
+
+    fn head_name(&self) -> &'static str {
+        let names = self.names.heads;
+        let is_there = |name: &&&str| self.checkpoint.contains(&format!("{name}.weight"));
+        names.iter().find(is_there).unwrap_or(&names[0])
+    }
+
+    fn embedding_name(&self) -> String {
+        format!("{}{}.weight", self.prefix, self.names.embedding)
+    }
+
+    /// The output head: the embedding that is tied to it, or this worker's rows of a separate matrix.
+    pub(crate) fn head(&mut self, tied: Option<&D::Weight>) -> Result<D::Weight, ModelError> {
         let head = self.config.head;
-        if let Some(embedding) = embedding.filter(|_| head.is_tied) {
+        if let Some(embedding) = tied {
             let tied = self.device.tie_head(embedding);
             return self.or_device_error(tied);
         }
-        let names = self.names.heads;
-        let is_there = |name: &&&str| self.checkpoint.contains(&format!("{name}.weight"));
-        let name = names.iter().find(is_there).unwrap_or(&names[0]);
+        let name = self.head_name();
         let (name, bias_name) = (format!("{name}.weight"), format!("{name}.bias"));
         let (shape, rows) = (self.vocabulary(), self.shard.vocab.clone());
         let slice = match head.has_unit_rows {

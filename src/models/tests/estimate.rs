@@ -55,3 +55,21 @@ fn workers_of_a_group_share_the_matrices() {
     assert_eq!((first.block_bytes + second.block_bytes, whole.communicator_bytes), (whole.block_bytes, 0));
     assert!(first.communicator_bytes > 0);
 }
+
+#[test]
+fn tensors_that_no_layer_takes_are_named() {
+    let (source, dir) = (golden_dir("llama3_gqa"), tempfile::tempdir().unwrap());
+    std::fs::copy(source.join("model.safetensors"), dir.path().join("model.safetensors")).unwrap();
+    let config = std::fs::read_to_string(source.join("config.json")).unwrap();
+    let unused = |config: &str| {
+        std::fs::write(dir.path().join("config.json"), config).unwrap();
+        let config = models::Config::from_dir(dir.path()).unwrap();
+        let limits = StepLimits { max_tokens: 64, max_rows: 4, max_sequence_len: 128, vocab_size: config.vocab_size };
+        let mut estimator = Estimator::new(Target::Cpu, TensorParallel { rank: 0, size: 1 }, limits);
+        models::load(dir.path(), &config, &mut estimator).unwrap().unused_tensors().to_vec()
+    };
+    assert_eq!(unused(&config), Vec::<String>::new());
+    let fewer = config.replace("\"num_hidden_layers\": 2", "\"num_hidden_layers\": 1");
+    let unused = unused(&fewer);
+    assert_eq!((unused.len(), unused[0].as_str()), (9, "model.layers.1.input_layernorm.weight"));
+}

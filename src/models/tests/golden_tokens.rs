@@ -9,6 +9,7 @@
 
 mod support;
 
+use device::cpu::WeightPrecision;
 use engine::{SampledToken, SamplingParams};
 use ops::DType;
 use support::{MAX_ROWS, Runner, Sequence, golden_dir, on_group};
@@ -196,5 +197,21 @@ fn every_instruction_set_agrees_with_transformers() {
                 check(case, &golden, &runner.run(&[sequence(&golden)])[0]);
             }
         }
+    }
+}
+
+/// transformers keeps a head apart whose values differ from the embedding's, whatever `tie_word_embeddings` says.
+#[test]
+fn a_head_of_its_own_is_used_although_the_configuration_ties_it() {
+    let case = "llama3_gqa";
+    let (source, dir) = (golden_dir(case), tempfile::tempdir().unwrap());
+    std::fs::copy(source.join("model.safetensors"), dir.path().join("model.safetensors")).unwrap();
+    let config = std::fs::read_to_string(source.join("config.json")).unwrap();
+    let tied = config.replace("\"tie_word_embeddings\": false", "\"tie_word_embeddings\": true");
+    assert_ne!(config, tied);
+    std::fs::write(dir.path().join("config.json"), tied).unwrap();
+    let mut runner = Runner::of(dir.path(), 1, None, WeightPrecision::Checkpoint);
+    for golden in goldens(case) {
+        check(case, &golden, &runner.run(&[sequence(&golden)])[0]);
     }
 }
