@@ -30,6 +30,7 @@ mod compiler;
 mod error;
 mod grammar;
 mod mask;
+mod reference;
 mod schema;
 mod spec;
 mod start;

@@ -5,8 +5,9 @@ use serde_json::{Map, Value};
 use crate::ConstraintError;
 use crate::compiler::Limits;
 use crate::grammar::within;
+use crate::reference;
 
-const WHAT: &str = "the JSON schema";
+pub(crate) const WHAT: &str = "the JSON schema";
 
 /// Keywords that restrict a value, and that `llguidance` does not implement.
 const UNSUPPORTED: [&str; 21] = [
@@ -35,11 +36,11 @@ const UNSUPPORTED: [&str; 21] = [
 ];
 
 /// Keywords whose value is a schema.
-const ONE: [&str; 3] = ["items", "additionalProperties", "additionalItems"];
+pub(crate) const ONE: [&str; 3] = ["items", "additionalProperties", "additionalItems"];
 /// Keywords whose value is a list of schemas.
-const LIST: [&str; 5] = ["anyOf", "oneOf", "allOf", "prefixItems", "items"];
+pub(crate) const LIST: [&str; 5] = ["anyOf", "oneOf", "allOf", "prefixItems", "items"];
 /// Keywords whose value has schemas by name.
-const NAMED: [&str; 4] = ["properties", "patternProperties", "$defs", "definitions"];
+pub(crate) const NAMED: [&str; 4] = ["properties", "patternProperties", "$defs", "definitions"];
 
 /// A schema that may be given as JSON text.
 ///
@@ -60,7 +61,7 @@ pub(crate) fn check(schema: &Value, limits: &Limits) -> Result<Value, Constraint
     let place = Place::default();
     shallow(schema, &mut place.clone(), 0, limits)?;
     within(WHAT, schema.to_string().len(), limits)?;
-    checked(schema, &mut place.clone())
+    reference::plain(checked(schema, &mut place.clone())?, limits)
 }
 
 /// Refuses a deep value wherever the depth is: in schemas, and in the values of `enum` and `const`.
@@ -151,6 +152,21 @@ impl Place {
         let value = inner(self);
         self.0.pop();
         value
+    }
+}
+
+impl Place {
+    /// Runs `inner` several steps further down.
+    pub(crate) fn within_all<T>(&mut self, steps: &[String], inner: impl FnOnce(&mut Self) -> T) -> T {
+        match steps.split_first() {
+            Some((first, rest)) => {
+                self.0.push(first.chars().take(64).collect());
+                let value = self.within_all(rest, inner);
+                self.0.pop();
+                value
+            }
+            None => inner(self),
+        }
     }
 }
 
