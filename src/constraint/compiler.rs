@@ -4,8 +4,9 @@ use std::sync::{Arc, Condvar, Mutex, PoisonError};
 use std::thread;
 use std::time::{Duration, Instant};
 
-use llguidance::api::TopLevelGrammar;
+use llguidance::api::{StopReason, TopLevelGrammar};
 use llguidance::{Matcher, ParserFactory};
+use rustix::process::nice;
 
 use crate::cache::Cache;
 use crate::grammar::{grammar_of, readable};
@@ -13,6 +14,8 @@ use crate::{Constraint, ConstraintError, ConstraintSpec, Vocabulary};
 
 /// Intersecting schemas recurses up to 128 levels of some KiB each.
 const STACK_BYTES: usize = 16 << 20;
+/// How far the threads that compile stand back behind those that generate.
+const NICENESS: i32 = 10;
 
 /// What a constraint may cost.
 #[derive(Debug, Clone)]
@@ -122,6 +125,8 @@ impl Compiler {
         let (factory, cache) = (Arc::clone(&self.factory), Arc::clone(&self.cache));
         let build = move || {
             let _compilation = compilation;
+            // On Linux this is the niceness of the thread alone: the threads of a step come first. A failure changes no result.
+            let _ = nice(NICENESS);
             let built = compile(&factory, grammar, takes_warnings);
             if let Ok(matcher) = &built {
                 cache.insert(key, matcher);
@@ -154,6 +159,12 @@ fn compile(factory: &ParserFactory, grammar: TopLevelGrammar, takes_warnings: bo
     let mut matcher = Matcher::new(factory.create_parser(grammar));
     if let Some(error) = matcher.get_error() {
         return Err(readable(&error));
+    }
+    // What cannot begin is refused here, before an answer has begun.
+    if let Err(error) = matcher.compute_mask() {
+        let is_empty =
+            matcher.stop_reason() == StopReason::NoExtensionBias || error.to_string().contains("NoExtensionBias");
+        return Err(if is_empty { "no text can satisfy it".into() } else { readable(&error.to_string()) });
     }
     // A warning says that a part of the description was not taken as it is written.
     match matcher.grammar_warnings().first() {

@@ -26,7 +26,7 @@ pub(crate) fn grammar_of(spec: &ConstraintSpec, limits: &Limits) -> Result<TopLe
         }
         ConstraintSpec::Choice(choices) => {
             within(what, choices.iter().map(|choice| choice.len() + 1).sum(), limits)?;
-            Ok(TopLevelGrammar::from_lark(choice(choices)?))
+            Ok(TopLevelGrammar::from_regex(&choice(choices)?))
         }
         ConstraintSpec::Grammar(text) if text.contains("::=") => Err(ConstraintError::Unsupported {
             feature: "::=".into(),
@@ -84,6 +84,7 @@ pub(crate) fn literal(text: &str) -> String {
     Value::from(text).to_string()
 }
 
+/// The choices as one regular expression: the parser bounds the alternatives of a rule.
 fn choice(choices: &[String]) -> Result<String, ConstraintError> {
     let invalid = |reason: &str| ConstraintError::Invalid { what: "the list of choices", reason: reason.into() };
     if choices.is_empty() {
@@ -92,8 +93,14 @@ fn choice(choices: &[String]) -> Result<String, ConstraintError> {
     if choices.iter().any(String::is_empty) {
         return Err(invalid("one of its texts is empty"));
     }
-    let choices: Vec<String> = choices.iter().map(|choice| literal(choice)).collect();
-    Ok(format!("start: {}", choices.join(" | ")))
+    let choices: Vec<String> = choices.iter().map(|choice| escaped(choice)).collect();
+    Ok(choices.join("|"))
+}
+
+/// A regular expression that matches the text alone.
+fn escaped(text: &str) -> String {
+    let escape = |char: char| [Some('\\').filter(|_| r"\.+*?()|[]{}^$#&-~/".contains(char)), Some(char)];
+    text.chars().flat_map(escape).flatten().collect()
 }
 
 /// Refuses what would change the meaning of the rest of a grammar: options of `llguidance` that ignore parts of a schema.

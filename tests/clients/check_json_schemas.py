@@ -179,8 +179,9 @@ def validity(schema: dict, text: str) -> str:
         return f"invalid: no JSON: {error}: {text[:200]}"
     validator = jsonschema.validators.validator_for(schema, default=jsonschema.Draft202012Validator)
     try:
+        validator.check_schema(schema)
         error = next(validator(schema).iter_errors(value), None)
-    # The reference of a schema leads out of it, or a pattern is none of Python.
+    # The schema is of another draft than it says, its reference leads out of it, or a pattern is none of Python.
     except Exception as error:  # noqa: BLE001 (jsonschema passes on what `re` and `referencing` raise)
         return f"not checked: {type(error).__name__}"
     return f"invalid: {error.message[:200]} at {error.json_path}: {text[:300]}" if error else "valid"
