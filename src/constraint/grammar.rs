@@ -5,7 +5,7 @@ use serde_json::{Value, json};
 
 use crate::closed::close_objects;
 use crate::compiler::Limits;
-use crate::{ConstraintError, ConstraintSpec, schema, structural};
+use crate::{ConstraintError, ConstraintSpec, gbnf, schema, structural};
 
 /// The longest message of `llguidance` that is passed on, in characters.
 const MAX_MESSAGE: usize = 500;
@@ -28,10 +28,10 @@ pub(crate) fn grammar_of(spec: &ConstraintSpec, limits: &Limits) -> Result<TopLe
             within(what, choices.iter().map(|choice| choice.len() + 1).sum(), limits)?;
             Ok(TopLevelGrammar::from_regex(&choice(choices)?))
         }
-        ConstraintSpec::Grammar(text) if text.contains("::=") => Err(ConstraintError::Unsupported {
-            feature: "::=".into(),
-            place: "the grammar: GBNF or EBNF, expected Lark".into(),
-        }),
+        ConstraintSpec::Grammar(text) if gbnf::is_gbnf(text) => {
+            within(what, text.len(), limits)?;
+            Ok(TopLevelGrammar::from_lark(gbnf::lark(text, limits)?))
+        }
         ConstraintSpec::Grammar(text) => {
             check_lark(text)?;
             within(what, text.len(), limits)?;

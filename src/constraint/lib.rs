@@ -28,6 +28,7 @@ mod cache;
 mod closed;
 mod compiler;
 mod error;
+mod gbnf;
 mod grammar;
 mod mask;
 mod reference;

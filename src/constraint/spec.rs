@@ -11,7 +11,7 @@ pub enum ConstraintSpec {
     Regex(String),
     /// One of these texts.
     Choice(Vec<String>),
-    /// A grammar in Lark's syntax. One in GBNF or EBNF (rules with `::=`) is refused.
+    /// A grammar in Lark's syntax, or in that of llama.cpp (GBNF: rules with `::=`, which begin at `root`).
     Grammar(String),
     /// A grammar in llguidance's variant of Lark, which the server has made itself: it may have options that a client's
     /// [`ConstraintSpec::Grammar`] may not have.

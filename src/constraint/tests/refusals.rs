@@ -37,6 +37,4 @@ fn text_that_is_not_in_its_syntax_is_refused() {
         let error = refused(&spec);
         assert!(matches!(error, ConstraintError::Invalid { .. }), "{error}");
     }
-    let error = refused(&ConstraintSpec::Grammar("root ::= \"a\"".into()));
-    assert!(matches!(error, ConstraintError::Unsupported { .. } | ConstraintError::Invalid { .. }), "{error}");
 }
