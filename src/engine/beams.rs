@@ -149,7 +149,7 @@ impl Beams {
         self.candidates.clear();
         if next.is_empty() || self.is_over(&next, len) {
             let outputs = self.finished.drain(..).map(|finished| finished.output).collect();
-            return Some((outputs, if is_last { FinishReason::Length } else { FinishReason::EndId }));
+            return Some((outputs, if is_last { FinishReason::Length } else { FinishReason::EndId(None) }));
         }
         self.beams = next;
         None

@@ -58,8 +58,8 @@ pub struct BeamOutput {
 /// Why a sequence ended.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum FinishReason {
-    /// An end id was chosen.
-    EndId,
+    /// This end id was chosen. `None` for a beam search, each of whose beams has its own.
+    EndId(Option<TokenId>),
     /// A stop word was completed.
     StopWord,
     /// `max_tokens` were generated, or the context is full.

@@ -260,7 +260,7 @@ impl Sequence {
         let token = sampled.token;
         if self.end_ids.contains(&token) {
             released.extend(self.take_held());
-            return Some(FinishReason::EndId);
+            return Some(FinishReason::EndId(Some(token)));
         }
         self.tokens.push(token);
         match &mut self.stopping {

@@ -123,7 +123,7 @@ impl Metrics {
     /// Counts the end of a sequence; `None` counts a failure.
     pub(crate) fn ended(&self, reason: Option<FinishReason>) {
         let index = match reason {
-            Some(FinishReason::EndId) => 0,
+            Some(FinishReason::EndId(_)) => 0,
             Some(FinishReason::StopWord) => 1,
             Some(FinishReason::Length) => 2,
             Some(FinishReason::Cancelled) => 3,

@@ -270,7 +270,7 @@ fn end_ids_and_lengths_end_constrained_sequences_too() {
     workers.run();
     assert_eq!(workers.ends[&short].finished, Some(FinishReason::Length));
     assert_eq!(workers.outputs[&short].len(), 4);
-    assert_eq!(workers.ends[&ended].finished, Some(FinishReason::EndId));
+    assert_eq!(workers.ends[&ended].finished, Some(FinishReason::EndId(Some(TokenId(1)))));
 }
 
 #[test]

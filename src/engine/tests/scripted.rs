@@ -15,8 +15,8 @@ use std::fmt::Write as _;
 use std::path::Path;
 
 use engine::{
-    BeamParams, Engine, EngineConfig, Policy, Request, RowId, SampledToken, SamplingParams, SequenceId, StepOutput,
-    StepPlan, TokenEvent, TokenId,
+    BeamParams, Engine, EngineConfig, FinishReason, Policy, Request, RowId, SampledToken, SamplingParams, SequenceId,
+    StepOutput, StepPlan, TokenEvent, TokenId,
 };
 
 #[test]
@@ -185,7 +185,11 @@ impl ScriptRun {
             let tokens: String = event.tokens.iter().map(|token| format!(" {}", token.token.0)).collect();
             let blocks = event.blocks;
             let finished = event.finished.map_or(String::new(), |reason| {
-                format!(" {reason:?}, blocks {} new {} reused", blocks.num_allocated, blocks.num_reused)
+                let reason = match reason {
+                    FinishReason::EndId(_) => "EndId".to_owned(),
+                    other => format!("{other:?}"),
+                };
+                format!(" {reason}, blocks {} new {} reused", blocks.num_allocated, blocks.num_reused)
             });
             format!("{}:{tokens}{finished}\n", self.names[&event.sequence])
         };

@@ -18,7 +18,7 @@ pub fn run_alone(request: &Request, max_sequence_len: usize) -> (Vec<TokenId>, u
         let token = next_token(last);
         last = digest(last, token);
         if request.sampling.end_ids.contains(&token) {
-            return (output.clone(), output.len(), FinishReason::EndId);
+            return (output.clone(), output.len(), FinishReason::EndId(Some(token)));
         }
         output.push(token);
         let completed = request.stop_words.iter().filter(|word| output.ends_with(word)).map(Vec::len).max();

@@ -5,7 +5,7 @@ use chat_format::ChatDelta;
 use serde_json::{Value, json};
 
 use super::anthropic::error_json;
-use super::choices::{Finish, Piece, Usage};
+use super::choices::{Finish, Piece, StoppedAt, Usage};
 use super::error::ApiError;
 use super::respond::AnswerFormat;
 use super::turn::{Message, ToolCall, call_id};
@@ -149,8 +149,8 @@ fn tool_use(call: ToolCall) -> Value {
 fn stop_of(finish: Option<&Finish>) -> (Option<&'static str>, Option<&str>) {
     match finish {
         None => (None, None),
-        Some(Finish::Stop(None)) => (Some("end_turn"), None),
-        Some(Finish::Stop(Some(text))) => (Some("stop_sequence"), Some(text)),
+        Some(Finish::Stop(None | Some(StoppedAt::Token(_)))) => (Some("end_turn"), None),
+        Some(Finish::Stop(Some(StoppedAt::Text(text)))) => (Some("stop_sequence"), Some(text)),
         Some(Finish::Length) => (Some("max_tokens"), None),
         Some(Finish::ToolCalls) => (Some("tool_use"), None),
     }

@@ -44,12 +44,21 @@ pub(crate) struct TokenLogprob {
 /// Why a choice ended.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) enum Finish {
-    /// An end token, or a stop text: then the text.
-    Stop(Option<String>),
+    /// An end token of the model, or what the request stops at.
+    Stop(Option<StoppedAt>),
     /// The number of tokens, or the end of the context.
     Length,
     /// Calls of tools, which the client has to answer.
     ToolCalls,
+}
+
+/// What a request said that its text ends at.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) enum StoppedAt {
+    /// One of its stop strings.
+    Text(String),
+    /// One of its `stop_token_ids`, unless the model ends its texts there anyway.
+    Token(u32),
 }
 
 /// Token counts.
@@ -87,6 +96,8 @@ pub(crate) struct CallOptions {
     /// The prompt's tokens.
     pub prompt: Arc<[u32]>,
     pub stop: Arc<[String]>,
+    /// Ids at which the request ends, and the model does not.
+    pub stop_ids: Arc<[u32]>,
     /// Whether pieces list their tokens.
     pub lists_tokens: bool,
     /// Whether the output is dropped, because the request is for the prompt only.
@@ -145,7 +156,10 @@ impl Call {
         self.output_tokens[index] += tokens.len() as u64;
         let options = &self.options;
         let finish = finished.map(|reason| match (reason, stop) {
-            (_, Some(stop)) => Finish::Stop(options.stop.get(stop).cloned()),
+            (_, Some(stop)) => Finish::Stop(options.stop.get(stop).cloned().map(StoppedAt::Text)),
+            (FinishReason::EndId(Some(id)), None) if options.stop_ids.contains(&id.0) => {
+                Finish::Stop(Some(StoppedAt::Token(id.0)))
+            }
             (FinishReason::Length, None) => Finish::Length,
             _ => Finish::Stop(None),
         });

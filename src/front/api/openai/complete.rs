@@ -300,6 +300,7 @@ fn begin(
     let none = SamplingDefaults::default();
     let defaults = if state.config.uses_generation_config { &generator.defaults } else { &none };
     let stop: Arc<[String]> = parameters.stop.clone().into();
+    let stop_ids = parameters.own_stop_ids(generator);
     let mut choices = SelectAll::new();
     let mut num_calls = 0;
     for (at, prompt) in prompts.iter().enumerate() {
@@ -316,6 +317,7 @@ fn begin(
                 first,
                 prompt: Arc::clone(prompt),
                 stop: Arc::clone(&stop),
+                stop_ids: Arc::clone(&stop_ids),
                 lists_tokens: parameters.logprobs.is_some() || parameters.return_token_ids,
                 drops_output: parameters.max_tokens == Some(0),
                 tokenizer: generator.tokenizer.clone(),

@@ -19,6 +19,7 @@ mod respond;
 mod responses;
 mod responses_reply;
 mod tensor_model;
+mod tokenizer_info;
 mod tokens;
 mod tools;
 mod turn;
@@ -40,14 +41,15 @@ pub(crate) use error::ApiError;
 /// The paths of this module, for the error of an unknown one.
 const PATHS: &str = "/v1/models, /v1/completions, /v1/chat/completions, /v1/completions/render, /v1/chat/completions/render, \
                      /v1/responses, /v1/messages, /v1/messages/count_tokens, \
-                     /tokenize, /detokenize, /health, /ping and /version";
+                     /tokenize, /detokenize, /tokenizer_info, /health, /ping and /version";
 
 /// Client and server name a request by this header.
 const REQUEST_ID: HeaderName = HeaderName::from_static("x-request-id");
 
 /// Whether a path belongs to this module.
 pub(crate) fn is_path(path: &str) -> bool {
-    let is_alone = matches!(path, "/v1" | "/tokenize" | "/detokenize" | "/health" | "/ping" | "/version");
+    let is_alone =
+        matches!(path, "/v1" | "/tokenize" | "/detokenize" | "/tokenizer_info" | "/health" | "/ping" | "/version");
     is_alone || path.starts_with("/v1/")
 }
 
@@ -88,6 +90,7 @@ async fn answer(state: &Arc<State>, head: &http::request::Parts, body: Incoming)
         "/v1/chat/completions/render" if is_post => tokens::render(state, &head.headers, body, true).await,
         "/tokenize" if is_post => tokens::tokenize(state, &head.headers, body).await,
         "/detokenize" if is_post => tokens::detokenize(state, &head.headers, body).await,
+        "/tokenizer_info" if is_get => tokenizer_info::tokenizer_info(state, head.uri.query()).await,
         "/health" | "/ping" if is_get || head.method == Method::HEAD => Ok(health(state)),
         "/version" if is_get => Ok(json_reply(&json!({"version": env!("CARGO_PKG_VERSION")}))),
         "/v1/completions"
@@ -100,6 +103,7 @@ async fn answer(state: &Arc<State>, head: &http::request::Parts, body: Incoming)
         | "/v1/chat/completions/render"
         | "/tokenize"
         | "/detokenize"
+        | "/tokenizer_info"
         | "/health"
         | "/ping"
         | "/version" => {

@@ -1,5 +1,6 @@
 //! How tokens are chosen: the fields that all endpoints have in common.
 
+use std::sync::Arc;
 use std::time::{SystemTime, UNIX_EPOCH};
 
 use engine::{BeamParams, Request, SamplingParams, TokenId};
@@ -273,6 +274,12 @@ impl Parameters {
     /// Number of requests to the model for each prompt.
     pub(super) fn calls_per_prompt(&self) -> usize {
         if self.beams.is_some() { 1 } else { self.n }
+    }
+
+    /// The `stop_token_ids` at which the model would not end.
+    pub(super) fn own_stop_ids(&self, generator: &Generator) -> Arc<[u32]> {
+        let ends_model = |id: u32| !self.ignore_eos && generator.end_ids.contains(&TokenId(id));
+        self.stop_token_ids.iter().copied().filter(|&id| !ends_model(id)).collect()
     }
 
     fn end_ids(&self, generator: &Generator) -> Vec<TokenId> {

@@ -9,7 +9,7 @@ use generation::PromptLogprob;
 use serde_json::{Map, Value, json};
 use text::Tokenizer;
 
-use super::choices::{Finish, Piece, TokenLogprob, Usage, token_text};
+use super::choices::{Finish, Piece, StoppedAt, TokenLogprob, Usage, token_text};
 use super::error::ApiError;
 use super::parameters::Parameters;
 use super::respond::AnswerFormat;
@@ -90,7 +90,9 @@ impl Head {
         let (reason, stop) = match &piece.finish {
             None => (None, None),
             Some(Finish::Length) => (Some("length"), None),
-            Some(Finish::Stop(text)) => (Some("stop"), text.as_ref()),
+            Some(Finish::Stop(None)) => (Some("stop"), None),
+            Some(Finish::Stop(Some(StoppedAt::Text(text)))) => (Some("stop"), Some(json!(text))),
+            Some(Finish::Stop(Some(StoppedAt::Token(id)))) => (Some("stop"), Some(json!(id))),
             Some(Finish::ToolCalls) => (Some("tool_calls"), None),
         };
         fields.insert("finish_reason".to_owned(), json!(reason));

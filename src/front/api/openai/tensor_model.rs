@@ -10,7 +10,7 @@ use serde_json::{Value, json};
 use serving::{InferError, InferRequest, InferResponse, Limits, Name, Parameter, ResponseStream, Tensor};
 use text::StopText;
 
-use super::choices::{Choices, Finish, Piece, TokenLogprob, Usage};
+use super::choices::{Choices, Finish, Piece, StoppedAt, TokenLogprob, Usage};
 use super::complete::{CompletionRequest, charge_prompts, divide, take_prompts};
 use super::error::ApiError;
 use super::parameters::Parameters;
@@ -264,7 +264,7 @@ impl Choice {
         let mut text = String::new();
         if let Some(found) = self.search.push(&new_text, &mut text) {
             self.has_ended = true;
-            let finish = Some(Finish::Stop(Some(self.stop[found].clone())));
+            let finish = Some(Finish::Stop(Some(StoppedAt::Text(self.stop[found].clone()))));
             return Piece { text, tokens, finish, ..self.counted() };
         }
         match response.is_final {

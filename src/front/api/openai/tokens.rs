@@ -57,7 +57,7 @@ fn model_name(fields: &mut Fields, limits: &Limits) -> Result<Option<String>, Ap
 }
 
 /// The model of a request: by its name, or the server's only one.
-fn find(state: &State, model: Option<String>) -> Result<(String, Generator), ApiError> {
+pub(super) fn find(state: &State, model: Option<String>) -> Result<(String, Generator), ApiError> {
     let name = match model {
         Some(name) => name,
         None => models::only_generator(state).ok_or_else(|| {

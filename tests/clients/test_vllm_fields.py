@@ -1,0 +1,62 @@
+"""Fields and endpoints that clients know from vLLM: `stop_reason`, and the tokenizer's settings."""
+
+import json
+import urllib.error
+import urllib.request
+
+import pytest
+from openai import OpenAI
+
+from conftest import ROOT
+
+CHECKPOINT = ROOT / "model_repository/tensorrt_llm/1"
+QUESTION = [{"role": "user", "content": "What is the opposite of hot?"}]
+
+
+@pytest.fixture
+def client(world):
+    return OpenAI(base_url=f"http://{world.http}/v1", api_key="none", max_retries=0)
+
+
+def completed(client, **extra):
+    return client.completions.create(
+        model="ensemble", prompt="The captain", max_tokens=12, temperature=0, stop=extra.pop("stop", None), extra_body={"return_token_ids": True, **extra}).choices[0]
+
+
+def info(world, query=""):
+    with urllib.request.urlopen(f"http://{world.http}/tokenizer_info{query}", timeout=10) as answer:
+        return json.load(answer)
+
+
+def test_stop_reason_is_the_id_or_the_text_that_ended_the_answer_and_null_otherwise(client):
+    whole = completed(client, ignore_eos=True)
+    ids = whole.model_extra["token_ids"]
+    assert whole.finish_reason == "length" and whole.model_extra["stop_reason"] is None
+    stop_id = ids[3]
+    ended = completed(client, stop_token_ids=[stop_id])
+    assert (ended.finish_reason, ended.model_extra["stop_reason"]) == ("stop", stop_id)
+    stop = whole.text[4:7]
+    ended = completed(client, stop=[stop], stop_token_ids=[3])
+    assert (ended.finish_reason, ended.model_extra["stop_reason"]) == ("stop", stop)
+
+
+def test_a_chats_stop_reason_is_null_at_the_models_own_end_also_when_it_is_named(client, world):
+    fields = dict(model="ensemble", messages=QUESTION, max_tokens=100, temperature=0)
+    end_id = json.loads((CHECKPOINT / "config.json").read_text())["eos_token_id"]
+    for extra, expected in [({}, None), ({"stop_token_ids": [end_id]}, None), ({"stop_token_ids": [end_id], "ignore_eos": True}, end_id)]:
+        choice = client.chat.completions.create(**fields, extra_body=extra).choices[0]
+        assert (choice.finish_reason, choice.model_extra["stop_reason"]) == ("stop", expected), extra
+        chunks = list(client.chat.completions.create(**fields, stream=True, extra_body=extra))
+        assert chunks[-1].choices[0].model_extra["stop_reason"] == expected, extra
+        assert all("stop_reason" not in chunk.choices[0].model_extra for chunk in chunks[:-1])
+
+
+def test_tokenizer_info_is_the_checkpoints_file(world):
+    found = info(world)
+    assert found == json.loads((CHECKPOINT / "tokenizer_config.json").read_text())
+    assert info(world, "?model=ensemble") == found
+    with pytest.raises(urllib.error.HTTPError) as error:
+        info(world, "?model=nobody")
+    assert error.value.code == 404 and json.load(error.value)["error"]["code"] == "model_not_found"
+    # Without names of tokens, a client could not count them.
+    assert isinstance(found["eos_token"], str) and "message" in found["chat_template"]
