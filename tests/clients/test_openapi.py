@@ -117,16 +117,88 @@ def test_answers_with_tools_logprobs_and_chunks_are_as_described(world):
     check("Error", json.loads(answer))
 
 
-def test_small_endpoints_are_as_described(world):
-    for path, body in [
-        ("/tokenize", {"model": "ensemble", "prompt": "hot", "return_token_strs": True}),
+def answer_schema(path, method):
+    """The schema of the answer with status 200."""
+    answer = SPEC["paths"][path][method]["responses"]["200"]
+    if "$ref" in answer:
+        answer = SPEC["components"]["responses"][answer["$ref"].rsplit("/", 1)[1]]
+    return {**answer["content"]["application/json"]["schema"], "components": SPEC["components"]}
+
+
+def get(world, path):
+    """The status and the body."""
+    with urllib.request.urlopen(f"http://{world.http}{path}", timeout=10) as answer:
+        return answer.status, answer.read().decode()
+
+
+@pytest.mark.parametrize(
+    "path, body",
+    [
+        ("/tokenize", {"model": "ensemble", "prompt": "hot", "return_token_strs": True, "add_special_tokens": False}),
+        ("/tokenize", {"messages": USER, "tools": [TOOL], "chat_template_kwargs": {}, "documents": [], "add_generation_prompt": False}),
+        ("/tokenize", {"messages": [*USER, {"role": "assistant", "content": "It"}], "chat_template": "default", "continue_final_message": True,
+                       "add_generation_prompt": False, "reasoning_effort": "low"}),
         ("/detokenize", {"model": "ensemble", "tokens": [5, 6]}),
         ("/v1/messages/count_tokens", {"model": "ensemble", "messages": USER}),
-    ]:
-        status, answer = post(world, path, body)
+        ("/v1/completions/render", {"model": "ensemble", "prompt": ["hot", "cold"]}),
+        ("/v1/completions/render", {"model": "ensemble", "prompt": [5, 6]}),
+        ("/v1/chat/completions/render", {"model": "ensemble", "messages": USER, "tools": [TOOL]}),
+    ],
+)
+def test_endpoints_without_generation_are_as_described(world, path, body):
+    request = SPEC["paths"][path]["post"]["requestBody"]["content"]["application/json"]["schema"]
+    Draft202012Validator({**request, "components": SPEC["components"]}).validate(body)
+    status, answer = post(world, path, body)
+    assert status == 200, answer
+    Draft202012Validator(answer_schema(path, "post")).validate(json.loads(answer))
+    status, answer = post(world, path, body | {"temprature": 1})
+    assert status == 400 and "temprature" in answer
+
+
+def test_the_errors_of_the_page_are_those_of_the_server(world):
+    page = (ROOT / "docs/openai.md").read_text()
+    for path, body in [("/v1/chat/completions", {"messages": USER, "temperature": 3}), ("/v1/messages", {"messages": USER})]:
+        status, answer = post(world, path, {"model": "ensemble", **body})
+        assert status == 400
+        documented = [json.loads(line) for line in page.splitlines() if line.startswith('{"') and '"error"' in line]
+        assert json.loads(answer) in documented
+
+
+def test_questions_about_the_server_are_answered_as_described(world):
+    for path, asked in [("/v1/models", "/v1/models"), ("/v1/models/{name}", "/v1/models/ensemble"), ("/tokenizer_info", "/tokenizer_info"), ("/version", "/version")]:
+        status, answer = get(world, asked)
+        assert status == 200
+        Draft202012Validator(answer_schema(path, "get")).validate(json.loads(answer))
+    assert [get(world, path) for path in ("/health", "/ping")] == [(200, ""), (200, "")]
+    with pytest.raises(urllib.error.HTTPError) as error:
+        get(world, "/v1/models/nobody")
+    check("Error", json.load(error.value))
+    known = {path.replace("{name}", "ensemble") for path in SPEC["paths"]}
+    with pytest.raises(urllib.error.HTTPError) as error:
+        get(world, "/v1/unknown")
+    # The server lists its paths where it does not know one.
+    listed = json.load(error.value)["error"]["message"].split("there are ", 1)[1].rstrip(".").replace(" and ", ", ").split(", ")
+    assert known == {*listed, "/v1/models/ensemble"}
+
+
+@pytest.mark.parametrize("path, name, body", [
+    ("/v1/messages", "AnthropicEvent", {"messages": USER, "max_tokens": 300}),
+    ("/v1/responses", "ResponseEvent", {"input": "x", "max_output_tokens": 300}),
+])
+def test_events_of_messages_and_responses_are_as_described(world, path, name, body):
+    tool = {"name": "f", "input_schema": TOOL["function"]["parameters"]} if name == "AnthropicEvent" else {"type": "function", **TOOL["function"]}
+    demanded = {"tools": [tool], "tool_choice": {"type": "any"} if name == "AnthropicEvent" else "required"}
+    kinds = set()
+    for extra in ({}, demanded, {"max_tokens" if name == "AnthropicEvent" else "max_output_tokens": 2}):
+        status, answer = post(world, path, {"model": "ensemble", "temperature": 0, "stream": True, **body, **extra})
         assert status == 200, answer
-        schema = SPEC["paths"][path]["post"]["responses"]["200"]["content"]["application/json"]["schema"]
-        Draft202012Validator(schema).validate(json.loads(answer))
-    with urllib.request.urlopen(f"http://{world.http}/v1/models", timeout=10) as answer:
-        for model in json.load(answer)["data"]:
-            check("Model", model)
+        lines = answer.splitlines()
+        names = [line[7:] for line in lines if line.startswith("event: ")]
+        events = [json.loads(line[6:]) for line in lines if line.startswith("data: ")]
+        assert names == [event["type"] for event in events] and len(events) > 4
+        for event in events:
+            check(name, event)
+        kinds |= {*names}
+    wanted = {"message_start", "content_block_delta", "message_stop"} if name == "AnthropicEvent" else {
+        "response.completed", "response.incomplete", "response.output_text.done", "response.function_call_arguments.delta", "response.content_part.added"}
+    assert wanted <= kinds

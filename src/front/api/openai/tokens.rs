@@ -15,6 +15,7 @@ use super::fields::{Fields, check, tree_bytes};
 use super::models;
 use super::parameters::Parameters;
 use super::prompt::{Prompt, encode_all};
+use super::tools::{Tool, ToolForm, Tools};
 use crate::api::triton::http::reply::{JSON, Reply, reply};
 use crate::api::triton::http::request_body::{ChargedBody, read_body};
 use crate::chat::{Conversation, UnknownFields};
@@ -43,7 +44,12 @@ impl TokenizeRequest {
         parameters.add_special_tokens = fields.flag("add_special_tokens")?;
         let input = match fields.text("prompt")? {
             Some(prompt) => TokenizeInput::Prompt(prompt),
-            None => TokenizeInput::Conversation(Conversation::read(&mut fields, limits)?),
+            None => {
+                let mut conversation = Conversation::read(&mut fields, limits)?;
+                let tools = Tools::read(&mut fields, ToolForm::Chat)?;
+                conversation.tools = tools.offered().iter().map(Tool::json).collect();
+                TokenizeInput::Conversation(conversation)
+            }
         };
         fields.finish(unknown)?;
         Ok(Self { model, input, parameters, return_token_strs })
