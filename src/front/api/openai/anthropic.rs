@@ -9,12 +9,14 @@ use serde_json::{Map, Value, json};
 use serving::{Limit, Limits};
 
 use super::anthropic_reply::AnthropicFormat;
-use super::complete::{self, ChatRun, CompletionRequest, Input};
+use super::complete::{self, ChatRun};
 use super::conversation::{set_effort, set_thinking};
 use super::error::ApiError;
 use super::fields::{Fields, check, tree_bytes};
 use super::guide;
+use super::parameter_fields::token_count;
 use super::parameters::{Parameters, ThinkingBudget};
+use super::request::{CompletionRequest, Input};
 use super::respond::AnswerFormat;
 use super::tools::{Tool, Tools};
 use crate::api::status::shown;
@@ -63,30 +65,11 @@ pub(super) async fn count_tokens(state: &Arc<State>, headers: &HeaderMap, body: 
     Ok(reply(StatusCode::OK, JSON, json!({"input_tokens": prompt.len()}).to_string().into_bytes()))
 }
 
-/// An error in Anthropic's form.
-pub(super) fn error_json(error: &ApiError) -> Value {
-    let kind = match error.status {
-        StatusCode::UNAUTHORIZED => "authentication_error",
-        StatusCode::FORBIDDEN => "permission_error",
-        StatusCode::NOT_FOUND => "not_found_error",
-        StatusCode::PAYLOAD_TOO_LARGE => "request_too_large",
-        StatusCode::TOO_MANY_REQUESTS => "rate_limit_error",
-        StatusCode::SERVICE_UNAVAILABLE => "overloaded_error",
-        status if status.is_server_error() => "api_error",
-        _ => "invalid_request_error",
-    };
-    let message = match error.overflow {
-        Some((found, most)) => format!("prompt is too long: {found} tokens > {most} maximum"),
-        None => shown(&error.message).to_string(),
-    };
-    json!({"type": "error", "error": {"type": kind, "message": message}})
-}
-
 fn read(body: &[u8], limits: &Limits, unknown: UnknownFields, purpose: Purpose) -> Result<CompletionRequest, ApiError> {
     let mut fields = Fields::read(body)?;
     let model = fields.text("model")?.ok_or_else(|| ApiError::of_field("model", "`model` is missing."))?;
     check(limits, Limit::NameBytes, "model", model.len())?;
-    let max_tokens = Parameters::token_count(&mut fields, "max_tokens")?;
+    let max_tokens = token_count(&mut fields, "max_tokens")?;
     if purpose == Purpose::Generate && max_tokens.is_none_or(|count| count == 0) {
         return Err(ApiError::of_field(
             "max_tokens",

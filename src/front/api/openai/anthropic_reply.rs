@@ -2,13 +2,14 @@
 
 use bytes::Bytes;
 use chat_format::ChatDelta;
+use http::StatusCode;
 use serde_json::{Value, json};
 
-use super::anthropic::error_json;
 use super::choices::{Finish, Piece, StoppedAt, Usage};
 use super::error::ApiError;
 use super::respond::AnswerFormat;
 use super::turn::{Message, ToolCall, call_id};
+use crate::api::status::shown;
 
 /// The answer to one request.
 pub(super) struct AnthropicFormat {
@@ -138,6 +139,25 @@ impl AnswerFormat for AnthropicFormat {
         write(&mut events, error_json(error));
         events.into()
     }
+}
+
+/// An error in Anthropic's form.
+pub(super) fn error_json(error: &ApiError) -> Value {
+    let kind = match error.status {
+        StatusCode::UNAUTHORIZED => "authentication_error",
+        StatusCode::FORBIDDEN => "permission_error",
+        StatusCode::NOT_FOUND => "not_found_error",
+        StatusCode::PAYLOAD_TOO_LARGE => "request_too_large",
+        StatusCode::TOO_MANY_REQUESTS => "rate_limit_error",
+        StatusCode::SERVICE_UNAVAILABLE => "overloaded_error",
+        status if status.is_server_error() => "api_error",
+        _ => "invalid_request_error",
+    };
+    let message = match error.overflow {
+        Some((found, most)) => format!("prompt is too long: {found} tokens > {most} maximum"),
+        None => shown(&error.message).to_string(),
+    };
+    json!({"type": "error", "error": {"type": kind, "message": message}})
 }
 
 /// A call as a block. Arguments that are no JSON object, because the answer was cut off, are kept as text.

@@ -12,9 +12,11 @@ mod error;
 mod fields;
 mod guide;
 mod models;
+mod parameter_fields;
 mod parameters;
 mod prompt;
 mod reply;
+mod request;
 mod respond;
 mod responses;
 mod responses_reply;
@@ -57,7 +59,7 @@ pub(crate) fn is_path(path: &str) -> bool {
 pub(crate) async fn handle(state: &Arc<State>, head: &http::request::Parts, body: Incoming) -> Reply {
     let result = answer(state, head, body).await;
     let is_anthropic = head.uri.path().starts_with("/v1/messages");
-    let body_of = |error: &ApiError| if is_anthropic { anthropic::error_json(error) } else { error.json() };
+    let body_of = |error: &ApiError| if is_anthropic { anthropic_reply::error_json(error) } else { error.json() };
     let mut reply = result.unwrap_or_else(|error| error.reply_with(&body_of(&error)));
     let id = head.headers.get(REQUEST_ID).filter(|id| id.len() <= MAX_ID_BYTES).cloned();
     let id = id.or_else(|| HeaderValue::from_str(&format!("req-{:016x}", parameters::drawn_number())).ok());

@@ -7,8 +7,12 @@ use repository::ModelConfig;
 use repository::proto::DataType as ConfigType;
 use serde_json::{Value, json};
 
-use super::tensor_model::{ANSWER, PROMPT};
 use crate::state::State;
+
+/// Names of the input with the prompt.
+pub(super) const PROMPT: [&str; 5] = ["text_input", "prompt", "PROMPT", "INPUT_TEXT", "text"];
+/// Names of the output with the text.
+pub(super) const ANSWER: [&str; 3] = ["text_output", "response", "OUTPUT_TEXT"];
 
 /// Every ready model that answers text with text.
 pub(super) fn list(state: &State) -> Value {

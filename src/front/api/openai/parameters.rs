@@ -8,12 +8,14 @@ use generation::{
     ConstraintSpec, GenerateRequest, Generator, Guide, Preface, ReasoningBudget, SamplingDefaults, StartAfter,
     StopTexts, TextOptions,
 };
-use serde_json::Value;
-use serving::{Limit, Limits};
+use serving::Limits;
 
 use super::error::ApiError;
 use super::fields::Fields;
 use super::guide;
+use super::parameter_fields::{
+    Beams, MAX_TOKENS, allowed_token_ids, beams, cache_salt, logit_bias, prompt_logprobs, stream_options, truncation,
+};
 
 /// Tokens to generate when a completion does not say: OpenAI's own number.
 pub(super) const COMPLETION_TOKENS: u32 = 16;
@@ -21,16 +23,8 @@ pub(super) const COMPLETION_TOKENS: u32 = 16;
 const MAX_CHOICES: i64 = 128;
 /// Maximum number of stop strings of a request, and of bad words.
 const MAX_STOPS: usize = 64;
-/// Largest number of likeliest tokens that a request may ask for.
-const MAX_TOP_LOGPROBS: i64 = 20;
-/// Largest token count of a request.
-const MAX_TOKENS: i64 = i32::MAX as i64;
 /// Temperatures below this are greedy: their inverse is beyond what logits can be scaled by.
 const LEAST_TEMPERATURE: f64 = 1e-6;
-/// Maximum number of entries of `allowed_token_ids`.
-const MAX_ALLOWED_TOKENS: usize = 1 << 18;
-/// Longest `cache_salt` in characters.
-const MAX_SALT_CHARS: usize = 1024;
 /// Range of `priority`.
 const MAX_PRIORITY: i64 = 1 << 19;
 
@@ -93,13 +87,6 @@ pub(crate) struct ThinkingBudget {
     pub(super) tokens: usize,
     /// Whether a model without reasoning is an error.
     pub(super) is_demanded: bool,
-}
-
-/// A beam search: `n` beams.
-#[derive(Debug, Clone, Copy, PartialEq)]
-pub(crate) struct Beams {
-    length_penalty: f32,
-    early_stopping: bool,
 }
 
 impl Parameters {
@@ -193,16 +180,6 @@ impl Parameters {
         Ok(())
     }
 
-    /// Number of likeliest tokens of each output token, from 0 to 20.
-    pub(super) fn num_logprobs(fields: &mut Fields, name: &'static str) -> Result<Option<u32>, ApiError> {
-        Ok(fields.whole(name, 0, MAX_TOP_LOGPROBS)?.map(|count| count as u32))
-    }
-
-    /// A token count.
-    pub(super) fn token_count(fields: &mut Fields, name: &'static str) -> Result<Option<u32>, ApiError> {
-        Ok(fields.whole(name, 0, MAX_TOKENS)?.map(|count| count as u32))
-    }
-
     /// The request for the choices from number `first` on: one choice, or all beams. Where the request has no value,
     /// `defaults` apply.
     ///
@@ -286,114 +263,6 @@ impl Parameters {
         let own = generator.end_ids.iter().copied().filter(|_| !self.ignore_eos);
         own.chain(self.stop_token_ids.iter().copied().map(TokenId)).collect()
     }
-}
-
-/// `stream_options`: whether the usage is sent at the end, and whether with each chunk.
-fn stream_options(fields: &mut Fields, stream: bool) -> Result<(bool, bool), ApiError> {
-    let wrong = |words: String| ApiError::of_field("stream_options", words);
-    let Some(options) = fields.object("stream_options")? else { return Ok((false, false)) };
-    if !stream {
-        return Err(wrong("`stream_options` is allowed only with `stream: true`.".to_owned()));
-    }
-    let mut found = (false, false);
-    for (name, value) in options {
-        let value = value.as_bool().ok_or_else(|| wrong(format!("`stream_options.{name}` must be true or false.")))?;
-        match name.as_str() {
-            "include_usage" => found.0 = value,
-            "continuous_usage_stats" => found.1 = value,
-            // Pads chunks against traffic analysis; the text is the same.
-            "include_obfuscation" => {}
-            _ => return Err(wrong(format!("`stream_options.{name}` is not known."))),
-        }
-    }
-    Ok(found)
-}
-
-/// `logit_bias`: from token ids to values from -100 to 100.
-fn logit_bias(fields: &mut Fields, limits: &Limits) -> Result<Vec<(u32, f32)>, ApiError> {
-    let wrong = |words: String| ApiError::of_field("logit_bias", words);
-    let Some(entries) = fields.object("logit_bias")? else { return Ok(Vec::new()) };
-    limits.check(Limit::Words, entries.len()).map_err(|error| wrong(error.message))?;
-    let entry = |(id, bias): (String, Value)| {
-        let token = id.parse().map_err(|_| wrong(format!("`logit_bias` has the key `{id}`, expected a token id.")))?;
-        let value = bias.as_f64().filter(|bias| (-100.0..=100.0).contains(bias));
-        let value =
-            value.ok_or_else(|| wrong(format!("`logit_bias.{id}` is {bias}, expected a number from -100 to 100.")))?;
-        Ok((token, value as f32))
-    };
-    let mut entries: Vec<(u32, f32)> = entries.into_iter().map(entry).collect::<Result<_, ApiError>>()?;
-    entries.sort_by_key(|&(token, _)| token);
-    Ok(entries)
-}
-
-/// `allowed_token_ids`: the only tokens that are generated.
-fn allowed_token_ids(fields: &mut Fields) -> Result<Vec<u32>, ApiError> {
-    match fields.token_ids("allowed_token_ids", MAX_ALLOWED_TOKENS)? {
-        Some(ids) if ids.is_empty() => {
-            let words = "`allowed_token_ids` is empty; leave it out, or list at least one token.";
-            Err(ApiError::of_field("allowed_token_ids", words))
-        }
-        ids => Ok(ids.unwrap_or_default()),
-    }
-}
-
-/// `cache_salt`: text of 1 to 1024 characters.
-fn cache_salt(fields: &mut Fields) -> Result<Option<u64>, ApiError> {
-    let Some(salt) = fields.text("cache_salt")? else { return Ok(None) };
-    if salt.is_empty() || salt.chars().count() > MAX_SALT_CHARS {
-        let words = format!("`cache_salt` must have 1 to {MAX_SALT_CHARS} characters.");
-        return Err(ApiError::of_field("cache_salt", words));
-    }
-    // Others must not find a salt with the same number, so the digest is a cryptographic one.
-    let digest = ring::digest::digest(&ring::digest::SHA256, salt.as_bytes());
-    let (first, _) = digest.as_ref().split_first_chunk::<8>().expect("a digest has 32 bytes");
-    Ok(Some(u64::from_le_bytes(*first)))
-}
-
-fn prompt_logprobs(fields: &mut Fields, stream: bool) -> Result<Option<u32>, ApiError> {
-    match Parameters::num_logprobs(fields, "prompt_logprobs")? {
-        Some(_) if stream => {
-            Err(ApiError::of_field("prompt_logprobs", "`prompt_logprobs` is not available with `stream: true`."))
-        }
-        found => Ok(found),
-    }
-}
-
-/// `truncate_prompt_tokens`: how many of the prompt's last tokens to keep; -1 keeps as many as the model takes.
-fn truncation(fields: &mut Fields) -> Result<Option<usize>, ApiError> {
-    let kept = fields.whole("truncate_prompt_tokens", -1, MAX_TOKENS)?;
-    match kept {
-        Some(0) => Err(ApiError::of_field(
-            "truncate_prompt_tokens",
-            "`truncate_prompt_tokens` is 0, expected -1 or at least 1.",
-        )),
-        kept => Ok(kept.map(|kept| usize::try_from(kept).unwrap_or(usize::MAX))),
-    }
-}
-
-fn beams(fields: &mut Fields, n: usize, stream: bool) -> Result<Option<Beams>, ApiError> {
-    let is_on = fields.flag("use_beam_search")?.unwrap_or(false);
-    let length_penalty = fields.number("length_penalty", -100.0, 100.0)?;
-    let early_stopping = fields.flag("early_stopping")?;
-    if !is_on {
-        let given = [
-            ("length_penalty", length_penalty.is_some_and(|it| it != 1.0)),
-            ("early_stopping", early_stopping == Some(true)),
-        ];
-        return match given.into_iter().find(|(_, is_given)| *is_given) {
-            Some((name, _)) => Err(ApiError::of_field(name, format!("`{name}` needs `use_beam_search: true`."))),
-            None => Ok(None),
-        };
-    }
-    let wrong = |words: &str| Err(ApiError::of_field("use_beam_search", words));
-    if stream {
-        return wrong("`use_beam_search` does not stream: beams are known only when their search has ended.");
-    }
-    if n < 2 {
-        return wrong("`use_beam_search` needs `n` of at least 2, the number of beams.");
-    }
-    let length_penalty = length_penalty.unwrap_or(1.0) as f32;
-    Ok(Some(Beams { length_penalty, early_stopping: early_stopping.unwrap_or(false) }))
 }
 
 /// Token sequences that spell the words, at the start of a text and behind a space.

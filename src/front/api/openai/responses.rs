@@ -8,12 +8,14 @@ use hyper::body::Incoming;
 use serde_json::{Map, Value, json};
 use serving::{Limit, Limits};
 
-use super::complete::{self, ChatRun, CompletionRequest, Input};
+use super::complete::{self, ChatRun};
 use super::conversation::{check_messages, set_effort};
 use super::error::ApiError;
 use super::fields::{Fields, check, tree_bytes};
 use super::guide;
+use super::parameter_fields::{num_logprobs, token_count};
 use super::parameters::Parameters;
+use super::request::{CompletionRequest, Input};
 use super::respond::AnswerFormat;
 use super::responses_reply::{Echoed, ResponsesFormat};
 use super::tools::{Tool, ToolForm, Tools};
@@ -49,7 +51,7 @@ fn read(body: &[u8], limits: &Limits, unknown: UnknownFields) -> Result<(Complet
     let instructions = fields.text("instructions")?;
     let messages = read_input(&mut fields, instructions.as_deref(), limits)?;
     let mut parameters = Parameters::read(&mut fields, limits)?;
-    parameters.max_tokens = Parameters::token_count(&mut fields, "max_output_tokens")?;
+    parameters.max_tokens = token_count(&mut fields, "max_output_tokens")?;
     parameters.logprobs = logprobs(&mut fields)?;
     let mut echoed = Echoed::new(&model, instructions, &parameters);
     echoed.tools = fields.peek("tools").cloned().unwrap_or_else(|| json!([]));
@@ -126,7 +128,7 @@ fn logprobs(fields: &mut Fields) -> Result<Option<u32>, ApiError> {
             }
         }
     }
-    let top = Parameters::num_logprobs(fields, "top_logprobs")?;
+    let top = num_logprobs(fields, "top_logprobs")?;
     Ok(top.or(is_included.then_some(0)))
 }
 

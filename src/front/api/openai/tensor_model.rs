@@ -11,11 +11,12 @@ use serving::{InferError, InferRequest, InferResponse, Limits, Name, Parameter, 
 use text::StopText;
 
 use super::choices::{Choices, Finish, Piece, StoppedAt, TokenLogprob, Usage};
-use super::complete::{CompletionRequest, charge_prompts, divide, take_prompts};
 use super::error::ApiError;
+use super::models::{ANSWER, PROMPT};
 use super::parameters::Parameters;
 use super::prompt::Prompt;
 use super::reply::{Echo, Head, OpenAiFormat};
+use super::request::{CompletionRequest, charge_prompts, take_prompts};
 use super::respond::{Pieces, respond};
 use super::turn_plan::TurnPlan;
 use crate::api::triton::header_parameters;
@@ -25,10 +26,6 @@ use crate::state::State;
 use crate::transport::budget::Charge;
 use crate::transport::large_work::block_in_place_in_turn;
 
-/// Names of the input with the prompt.
-pub(super) const PROMPT: [&str; 5] = ["text_input", "prompt", "PROMPT", "INPUT_TEXT", "text"];
-/// Names of the output with the text.
-pub(super) const ANSWER: [&str; 3] = ["text_output", "response", "OUTPUT_TEXT"];
 /// Names of the number of tokens to generate.
 const LENGTH: [&str; 4] = ["max_tokens", "request_output_len", "max_new_tokens", "sampling_param_max_tokens"];
 const SEED: [&str; 3] = ["seed", "random_seed", "sampling_param_seed"];
@@ -64,7 +61,7 @@ pub(super) async fn complete(
     let begin = || begin(state, config, &request, is_chat, prompts, &forwarded);
     let choices = block_in_place_in_turn(num_bytes + count * REQUEST_BYTES, begin).await?;
     let head = Head::new(&request.parameters, &request.model, is_chat, Vec::new(), None);
-    let pieces: Pieces = if is_chat { divide(&request, choices, count, TurnPlan::plain()) } else { Box::pin(choices) };
+    let pieces: Pieces = if is_chat { TurnPlan::plain().divide(&request, choices, count) } else { Box::pin(choices) };
     let echo = Echo { texts: echoes, lists_tokens: request.parameters.logprobs.is_some() };
     let format = Box::new(OpenAiFormat::new(head, echo, count));
     respond(pieces, count, format, request.parameters.stream, charge).await

@@ -9,12 +9,12 @@ use serde_json::{Value, json};
 use serving::{Limit, Limits};
 
 use super::choices::token_text;
-use super::complete::{CompletionRequest, take_prompts};
 use super::error::ApiError;
 use super::fields::{Fields, check, tree_bytes};
 use super::models;
 use super::parameters::Parameters;
 use super::prompt::{Prompt, encode_all};
+use super::request::{CompletionRequest, take_prompts};
 use super::tools::{Tool, ToolForm, Tools};
 use crate::api::triton::http::reply::{JSON, Reply, reply};
 use crate::api::triton::http::request_body::{ChargedBody, read_body};

@@ -5,10 +5,13 @@ use std::sync::Arc;
 use chat_format::{ChatFormat, Choice, FormatError, ToolSchema, TurnParser, TurnStart};
 use generation::{ConstraintSpec, Generator, Preface, ReasoningBudget, StartAfter, close_objects};
 
-use super::complete::CompletionRequest;
+use super::choices::Choices;
 use super::error::ApiError;
 use super::prompt::Prompt;
+use super::request::CompletionRequest;
+use super::respond::Pieces;
 use super::tools::{ToolChoice, Tools};
+use super::turn::{TurnOptions, divided};
 
 /// Bytes at the end of a prompt that decide where the turn begins.
 const TAIL_BYTES: usize = 512;
@@ -119,8 +122,18 @@ impl TurnPlan {
         Ok(())
     }
 
+    /// The pieces of a chat of `count` choices, with their deltas.
+    pub(super) fn divide(self, request: &CompletionRequest, choices: Choices, count: usize) -> Pieces {
+        let is_named = matches!(request.tools.choice, ToolChoice::Named(_));
+        let options = TurnOptions {
+            includes_reasoning: request.includes_reasoning,
+            ends_with_tool_calls: !(is_named && request.ends_named_call_with_stop),
+        };
+        Box::pin(divided(choices, count, options, move || self.parser()))
+    }
+
     /// The parser of one choice; `None` where all text is content.
-    pub(super) fn parser(&self) -> Option<TurnParser> {
+    fn parser(&self) -> Option<TurnParser> {
         self.format.as_ref().map(|format| format.parser(self.start, &self.tools))
     }
 }
