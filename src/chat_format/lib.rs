@@ -24,6 +24,7 @@ mod json;
 mod lark;
 mod literal;
 mod marker;
+mod markers;
 mod named;
 mod object;
 mod parameters;

@@ -7,6 +7,7 @@ use crate::format::{Calls, ChatFormat, Named, Syntax};
 use crate::harmony::{self, Message};
 use crate::json::Step;
 use crate::marker::MarkerScan;
+use crate::markers::{Action, Markers};
 use crate::named::NamedBody;
 use crate::object::ObjectBody;
 use crate::parameters::ParametersBody;
@@ -58,44 +59,6 @@ struct Call {
     /// The text since it was last certain that this is a call.
     raw: String,
     certain: bool,
-}
-
-#[derive(Clone, Copy, Debug, PartialEq)]
-enum Action {
-    OpenReasoning {
-        anywhere: bool,
-    },
-    /// Reasoning that the prompt opened is opened by the model too.
-    ReopenReasoning,
-    CloseReasoning,
-    OpenWrap,
-    CloseWrap,
-    OpenCall,
-    CloseCall,
-    Drop,
-    Header,
-    EndMessage,
-}
-
-struct Marker {
-    text: String,
-    action: Action,
-}
-
-impl AsRef<str> for Marker {
-    fn as_ref(&self) -> &str {
-        &self.text
-    }
-}
-
-/// The markers that are looked for.
-struct Markers {
-    reasoning: Vec<Marker>,
-    /// Those that always count, then the end of the wrap, then the end of a call.
-    content: Vec<Marker>,
-    num_always: usize,
-    num_wrapped: usize,
-    header: [&'static str; 1],
 }
 
 impl TurnParser {
@@ -363,42 +326,5 @@ impl Calls {
             Syntax::Python => Box::new(PythonBody::new()),
             Syntax::Loose { quote } => Box::new(LooseBody::new(quote.clone())),
         }
-    }
-}
-
-impl Markers {
-    fn new(format: &ChatFormat, has_tools: bool) -> Self {
-        let marker = |text: &str, action| Marker { text: text.to_owned(), action };
-        let (mut reasoning, mut content, mut wrapped, mut pending) = (Vec::new(), Vec::new(), Vec::new(), Vec::new());
-        if let Some(r) = &format.reasoning {
-            content.push(marker(&r.open, Action::OpenReasoning { anywhere: r.anywhere }));
-            reasoning.push(marker(&r.open, Action::ReopenReasoning));
-            reasoning.push(marker(&r.close, Action::CloseReasoning));
-        }
-        content.extend(format.dropped.iter().map(|text| marker(text, Action::Drop)));
-        if let Some(calls) = format.calls.as_ref().filter(|_| has_tools) {
-            let opens = calls.open.iter().map(|open| (open, Action::OpenCall));
-            let wrap = calls.wrap.iter().map(|(open, _)| (open, Action::OpenWrap));
-            for (open, action) in opens.chain(wrap) {
-                content.push(marker(open, action));
-                if calls.end_reasoning {
-                    reasoning.push(marker(open, action));
-                }
-            }
-            wrapped.extend(calls.wrap.iter().map(|(_, close)| marker(close, Action::CloseWrap)));
-            pending.extend(calls.close.iter().map(|close| marker(close, Action::CloseCall)));
-            pending.extend(calls.suffix.iter().map(|suffix| marker(suffix, Action::Drop)));
-        }
-        if format.messages {
-            for list in [&mut reasoning, &mut content] {
-                list.extend(["<|start|>", "<|channel|>"].map(|text| marker(text, Action::Header)));
-                list.extend(["<|end|>", "<|call|>", "<|return|>"].map(|text| marker(text, Action::EndMessage)));
-            }
-        }
-        let num_always = content.len();
-        content.append(&mut wrapped);
-        let num_wrapped = content.len();
-        content.append(&mut pending);
-        Self { reasoning, content, num_always, num_wrapped, header: ["<|message|>"] }
     }
 }

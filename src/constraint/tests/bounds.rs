@@ -30,7 +30,7 @@ fn compiler(limits: Limits) -> Compiler {
 
 fn resident_mib() -> usize {
     let pages = fs::read_to_string("/proc/self/statm").unwrap();
-    pages.split(' ').nth(1).unwrap().parse::<usize>().unwrap() * 4096 >> 20
+    (pages.split(' ').nth(1).unwrap().parse::<usize>().unwrap() * 4096) >> 20
 }
 
 fn check(name: &str, fate: Fate, spec: &ConstraintSpec) {
