@@ -14,8 +14,9 @@ use crate::{Constraint, ConstraintError, ConstraintSpec, Vocabulary};
 
 /// Intersecting schemas recurses up to 128 levels of some KiB each.
 const STACK_BYTES: usize = 16 << 20;
-/// How far the threads that compile stand back behind those that generate.
-const NICENESS: i32 = 10;
+/// How far the threads that compile stand back behind those that generate: on a core that both want, they get a quarter of it, so that
+/// a compilation still ends in its time.
+const NICENESS: i32 = 5;
 
 /// What a constraint may cost.
 #[derive(Debug, Clone)]
