@@ -14,10 +14,11 @@ Needs torch, transformers and safetensors.
 import argparse
 import json
 import pathlib
+import tempfile
 
 import torch
 import transformers
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from transformers import (GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, MistralConfig,
                           MistralForCausalLM, Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM)
 
@@ -151,6 +152,16 @@ FAMILIES = {
     "helium": ("Helium", dict(head_dim=16)),
     "ernie4_5": ("Ernie4_5", dict(head_dim=24, use_bias=True, tie_word_embeddings=True)),
     "ministral": ("Ministral", dict(head_dim=16, num_hidden_layers=3, sliding_window=20, layer_types=MIXED)),
+    # experts: probabilities divided by their sum; a shared expert behind a gate; norms of heads; dense layers between; stacked weights
+    "mixtral": ("Mixtral", dict(num_local_experts=5, num_experts_per_tok=2)),
+    "qwen2_moe": ("Qwen2Moe", dict(num_experts=6, num_experts_per_tok=3, moe_intermediate_size=56,
+                                   shared_expert_intermediate_size=88)),
+    "qwen3_moe": ("Qwen3Moe", dict(num_experts=6, num_experts_per_tok=2, moe_intermediate_size=56, head_dim=24,
+                                   num_hidden_layers=3, mlp_only_layers=[1], norm_topk_prob=True)),
+    "olmoe": ("Olmoe", dict(num_experts=6, num_experts_per_tok=3, intermediate_size=56)),
+    "granite_moe": ("GraniteMoe", dict(num_local_experts=5, num_experts_per_tok=2, intermediate_size=56,
+                                       embedding_multiplier=12.0, residual_multiplier=0.22, attention_multiplier=0.0625,
+                                       logits_scaling=8.0)),
 }
 # Sequences that transformers would begin with the short factors.
 LONG_PROMPTS = {"phi3_longrope": (9, 20, 40)}
@@ -224,6 +235,15 @@ def save(folder, name, dtype, config, tensors):
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
 
 
+def as_saved(model):
+    """The tensors of a model with the names that its checkpoints have. Experts have others in memory."""
+    if not any(".experts." in name for name in model.state_dict()):
+        return model.state_dict()
+    with tempfile.TemporaryDirectory() as folder:
+        model.save_pretrained(folder)
+        return load_file(pathlib.Path(folder) / "model.safetensors")
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     root = pathlib.Path(__file__).resolve().parents[2]
@@ -242,7 +262,7 @@ def main():
         config.dtype = dtype
         tied = config.tie_word_embeddings
         own_head = ("lm_head.weight", "embed_out.weight")
-        tensors = {k: v for k, v in model.state_dict().items() if not (k in own_head and tied)}
+        tensors = {k: v for k, v in as_saved(model).items() if not (k in own_head and tied)}
         published_config, published_tensors, logits_of = published.variant(name, config, model, tensors)
         save(folder, name, dtype, published_config, published_tensors)
         generator = torch.Generator().manual_seed(100 + seed)

@@ -2,11 +2,12 @@
 
 use engine::{RowId, SampleMask, SampledToken, SamplingParams, TokenId};
 use ops::{
-    Activation, AttentionSpec, DType, Device, DeviceError, Feature, LinearRole, LogitSpec, MemoryEstimate, MemoryPlan,
-    NormKind, NormSlices, PipelineStage, StepInputs, StepLimits, Target, TensorParallel, WeightSlice,
+    Activation, AttentionSpec, DType, Device, DeviceError, ExpertSlices, Feature, LinearRole, LogitSpec,
+    MemoryEstimate, MemoryPlan, NormKind, NormSlices, PipelineStage, StepInputs, StepLimits, Target, TensorParallel,
+    WeightSlice,
 };
 
-use crate::cpu::{CpuDevice, CpuEstimate};
+use crate::cpu::{CpuDevice, CpuEstimate, ExpertBuffers};
 use crate::cuda::{CudaDevice, Estimate};
 
 /// Counts the memory that a [`CpuDevice`] or [`CudaDevice`] needs for a model, from the shapes of its weights alone.
@@ -22,6 +23,8 @@ pub struct Estimator {
     mapped_bytes: usize,
     /// Columns of all activation buffers.
     tensor_cols: usize,
+    /// Columns of the buffers of experts.
+    expert_cols: usize,
     widest_input: usize,
     has_wide_weights: bool,
 }
@@ -46,6 +49,7 @@ impl Estimator {
             weights_bytes: 0,
             mapped_bytes: 0,
             tensor_cols: 0,
+            expert_cols: 0,
             widest_input: 0,
             has_wide_weights: false,
         }
@@ -62,8 +66,13 @@ impl Estimator {
         let weights_bytes = self.weights_bytes as u64;
         match self.target {
             Target::Cpu => {
-                let cpu =
-                    CpuEstimate::new(limits, self.tensor_cols, self.widest_input, self.has_wide_weights, attention);
+                let cpu = CpuEstimate::new(
+                    limits,
+                    self.tensor_cols + self.expert_cols,
+                    self.widest_input,
+                    self.has_wide_weights,
+                    attention,
+                );
                 MemoryEstimate {
                     weights_bytes,
                     mapped_bytes: self.mapped_bytes as u64,
@@ -192,6 +201,20 @@ impl Device for Estimator {
         let weight = self.count_matrix(&[table]);
         self.mapped_bytes += weight.bytes;
         Ok(weight)
+    }
+
+    fn load_experts(&mut self, layer: &ExpertSlices<'_>) -> Result<EstimatedWeight, DeviceError> {
+        let (count, hidden) = (layer.experts.len(), layer.router.cols.len());
+        let inner = layer.experts.first().map_or(0, |expert| expert.down.cols.len());
+        let router = EstimatedWeight { cols: hidden, ..self.count_elements(count * hidden) };
+        self.fit_linear(&router);
+        for expert in &layer.experts {
+            self.load_linear(LinearRole::GateUp, &expert.gate_up, &[])?;
+            self.load_linear(LinearRole::Up, std::slice::from_ref(&expert.down), &[])?;
+        }
+        // The buffers are those of the largest layer.
+        self.expert_cols = self.expert_cols.max(ExpertBuffers::cols(count, hidden, inner));
+        Ok(router)
     }
 
     fn tensor(&mut self, cols: usize) -> Result<(), DeviceError> {

@@ -2,7 +2,7 @@
 
 use std::path::Path;
 
-use ops::{Activation, DType, Feature, HeadNormSpan, NormKind};
+use ops::{Activation, DType, Feature, HeadNormSpan, NormKind, Routing};
 
 use crate::names::Names;
 use crate::{ModelError, Rope, families};
@@ -77,8 +77,10 @@ pub struct HeadSpec {
 pub struct LayerSpec {
     /// Attention.
     pub attention: AttentionLayer,
-    /// Feed-forward.
-    pub mlp: MlpLayer,
+    /// The part of the feed-forward that every token passes: all of it, or an expert that all share.
+    pub mlp: Option<MlpLayer>,
+    /// The part of which each token passes some experts. Its output is added to that of `mlp`.
+    pub experts: Option<ExpertLayer>,
     /// Whether attention and feed-forward have the same input, so that both are added to it.
     pub is_parallel: bool,
 }
@@ -132,6 +134,19 @@ pub struct MlpLayer {
     pub activation: Activation,
     /// Whether its linear layers have biases.
     pub has_bias: bool,
+    /// Whether its output is multiplied by the sigmoid of a product with the input.
+    pub has_output_gate: bool,
+}
+
+/// The experts of a layer.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct ExpertLayer {
+    /// Number of experts.
+    pub num_experts: usize,
+    /// Inner width of each.
+    pub intermediate_size: usize,
+    /// How tokens choose among them.
+    pub routing: Routing,
 }
 
 impl Config {
@@ -151,7 +166,7 @@ impl Config {
     /// Ops that the model needs and that some devices lack.
     pub fn features(&self) -> Vec<Feature> {
         let attention = |is: fn(&AttentionLayer) -> bool| self.layers.iter().any(|layer| is(&layer.attention));
-        let mlp = |is: fn(&MlpLayer) -> bool| self.layers.iter().any(|layer| is(&layer.mlp));
+        let mlp = |is: fn(&MlpLayer) -> bool| self.layers.iter().any(|layer| layer.mlp.as_ref().is_some_and(is));
         let needs = [
             (self.norm.kind == NormKind::Layer, Feature::LayerNorm),
             (self.learned_positions.is_some(), Feature::LearnedPositions),
@@ -165,6 +180,7 @@ impl Config {
             (self.head.cap.is_some(), Feature::LogitCap),
             (self.names.has_branch_norms(), Feature::BranchNorm),
             (self.layers.iter().any(|layer| layer.is_parallel), Feature::ParallelBranches),
+            (self.layers.iter().any(|layer| layer.experts.is_some()), Feature::Experts),
         ];
         needs.into_iter().filter_map(|(needed, feature)| needed.then_some(feature)).collect()
     }

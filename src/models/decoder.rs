@@ -2,7 +2,7 @@
 
 use std::path::Path;
 
-use ops::{AttentionSpec, Device, DeviceError, HeadNorms, LayerAttention, LogitSpec, PipelineStage};
+use ops::{Activation, AttentionSpec, Device, DeviceError, HeadNorms, LayerAttention, LogitSpec, PipelineStage};
 
 use crate::config::{HeadNormSpec, LayerSpec, MlpLayer};
 use crate::layers::{LayerSource, Loader};
@@ -33,7 +33,6 @@ struct FinalLayers<D: Device> {
 
 /// One decoder layer.
 struct Layer<D: Device> {
-    mlp: MlpLayer,
     is_parallel: bool,
     /// Index of the buffers for its widths.
     widths: usize,
@@ -43,9 +42,17 @@ struct Layer<D: Device> {
     out: D::Weight,
     attention_branch_norm: Option<D::Weight>,
     mlp_norm: Option<D::Weight>,
+    mlp: Option<Mlp<D>>,
+    experts: Option<D::Weight>,
+    mlp_branch_norm: Option<D::Weight>,
+}
+
+/// A feed-forward that every token passes.
+struct Mlp<D: Device> {
+    activation: Activation,
     up: D::Weight, // gate and up, or up alone
     down: D::Weight,
-    mlp_branch_norm: Option<D::Weight>,
+    output_gate: Option<D::Weight>,
 }
 
 /// Activation buffers of a step, shared by all layers.
@@ -53,12 +60,12 @@ struct Buffers<D: Device> {
     residual: D::Tensor, // [T, E]
     normed: D::Tensor,   // [T, E]
     partial: D::Tensor,  // [T, E]
-    parallel: Option<ParallelBuffers<D>>,
+    second: Option<SecondBuffers<D>>,
     inner: Vec<InnerBuffers<D>>,
 }
 
-/// Buffers for layers whose feed-forward has the same input as attention.
-struct ParallelBuffers<D: Device> {
+/// Buffers for layers that add two parts: attention and feed-forward of the same input, or a shared expert and others.
+struct SecondBuffers<D: Device> {
     normed: D::Tensor,  // [T, E]
     partial: D::Tensor, // [T, E]
 }
@@ -68,7 +75,7 @@ struct InnerBuffers<D: Device> {
     qkv: D::Tensor,             // [T, (H + 2K) D]
     attended: D::Tensor,        // [T, H D]
     gate_up: Option<D::Tensor>, // [T, 2 I]
-    inner: D::Tensor,           // [T, I]
+    inner: Option<D::Tensor>,   // [T, I]
 }
 
 /// The widths of [`InnerBuffers`].
@@ -84,7 +91,7 @@ impl Widths {
     fn of(layer: &LayerSpec, shard: &LayerShard) -> Self {
         let dim = layer.attention.head_dim;
         let (heads, kv_heads) = (shard.heads.len() * dim, shard.kv_heads.len() * dim);
-        let (inner, is_gated) = (shard.intermediate.len(), layer.mlp.is_gated);
+        let (inner, is_gated) = (shard.intermediate.len(), layer.mlp.is_some_and(|mlp| mlp.is_gated));
         Self { qkv: heads + 2 * kv_heads, attended: heads, inner, is_gated }
     }
 }
@@ -114,8 +121,9 @@ impl<D: Device> Decoder<D> {
         } else {
             None
         };
-        let has_parallel = layers.iter().any(|layer| layer.is_parallel);
-        let buffers = Buffers::allocate(config.hidden_size, has_parallel, &widths, loader.device);
+        let has_two_parts = |layer: &Layer<D>| layer.is_parallel || (layer.mlp.is_some() && layer.experts.is_some());
+        let has_second = layers.iter().any(has_two_parts);
+        let buffers = Buffers::allocate(config.hidden_size, has_second, &widths, loader.device);
         let buffers = loader.or_device_error(buffers)?;
         let unused_tensors = if stage == PipelineStage::WHOLE { checkpoint.unused() } else { Vec::new() };
         let config = config.clone();
@@ -139,7 +147,6 @@ impl<D: Device> Layer<D> {
         }
         let head_norm = source.spec.attention.head_norm;
         Ok(Self {
-            mlp: source.spec.mlp,
             is_parallel: source.spec.is_parallel,
             widths: buffers,
             attention_norm: loader.layer_norm(source, loader.names.attention_norm)?,
@@ -151,8 +158,15 @@ impl<D: Device> Layer<D> {
             out: loader.out(source)?,
             attention_branch_norm: loader.layer_norm(source, loader.names.attention_branch_norm)?,
             mlp_norm: loader.layer_norm(source, loader.names.mlp_norm)?,
-            up: loader.up(source)?,
-            down: loader.down(source)?,
+            mlp: match source.spec.mlp {
+                Some(mlp) => Some(Mlp::load(loader, source, mlp)?),
+                None => None,
+            },
+            experts: match (source.spec.experts, &loader.names.experts) {
+                (Some(experts), Some(names)) => Some(loader.experts(source, experts, names)?),
+                (None, _) => None,
+                (Some(_), None) => unreachable!("an architecture with experts names them"),
+            },
             mlp_branch_norm: loader.layer_norm(source, loader.names.mlp_branch_norm)?,
         })
     }
@@ -175,31 +189,70 @@ impl<D: Device> Layer<D> {
         device.linear(partial, &b.attended, &self.out)
     }
 
-    /// `partial` = feed-forward of `x`, this worker's part of the sum.
+    /// `partial` = feed-forward of `x`, this worker's part of the sum. `second` is needed if it has two parts.
     fn feed_forward(
+        &self,
+        device: &mut D,
+        x: &D::Tensor,
+        partial: &mut D::Tensor,
+        second: Option<&mut D::Tensor>,
+        b: &mut InnerBuffers<D>,
+    ) -> Result<(), DeviceError> {
+        if let Some(mlp) = &self.mlp {
+            mlp.run(device, x, partial, b)?;
+        }
+        match (&self.experts, second) {
+            (None, _) => Ok(()),
+            (Some(experts), Some(second)) if self.mlp.is_some() => {
+                device.experts(second, x, experts)?;
+                device.add(partial, second)
+            }
+            (Some(experts), _) => device.experts(partial, x, experts),
+        }
+    }
+}
+
+impl<D: Device> Mlp<D> {
+    fn load(loader: &mut Loader<'_, D>, source: LayerSource<'_>, mlp: MlpLayer) -> Result<Self, ModelError> {
+        let names = loader.names;
+        let shared = names.experts.and_then(|names| names.shared).filter(|_| source.spec.experts.is_some());
+        let (up, down, gate) = shared.unwrap_or((names.up, names.down, ""));
+        Ok(Self {
+            activation: mlp.activation,
+            up: loader.up(source, mlp, up)?,
+            down: loader.down(source, mlp, down)?,
+            output_gate: if mlp.has_output_gate { Some(loader.output_gate(source, gate)?) } else { None },
+        })
+    }
+
+    fn run(
         &self,
         device: &mut D,
         x: &D::Tensor,
         partial: &mut D::Tensor,
         b: &mut InnerBuffers<D>,
     ) -> Result<(), DeviceError> {
-        let activation = self.mlp.activation;
+        let inner = b.inner.as_mut().expect("a feed-forward has an inner layer");
         match &mut b.gate_up {
-            Some(gate_up) => device.gated_linear(&mut b.inner, gate_up, x, &self.up, activation)?,
-            None => device.activated_linear(&mut b.inner, x, &self.up, activation)?,
+            Some(gate_up) => device.gated_linear(inner, gate_up, x, &self.up, self.activation)?,
+            None => device.activated_linear(inner, x, &self.up, self.activation)?,
         }
-        device.linear(partial, &b.inner, &self.down)
+        device.linear(partial, inner, &self.down)?;
+        match &self.output_gate {
+            Some(gate) => device.gate_rows(partial, x, gate),
+            None => Ok(()),
+        }
     }
 }
 
 impl<D: Device> Buffers<D> {
-    fn allocate(hidden: usize, has_parallel: bool, widths: &[Widths], device: &mut D) -> Result<Self, DeviceError> {
+    fn allocate(hidden: usize, has_second: bool, widths: &[Widths], device: &mut D) -> Result<Self, DeviceError> {
         let inner = |widths: &Widths, device: &mut D| {
             Ok(InnerBuffers {
                 qkv: device.tensor(widths.qkv)?,
                 attended: device.tensor(widths.attended)?,
                 gate_up: if widths.is_gated { Some(device.tensor(2 * widths.inner)?) } else { None },
-                inner: device.tensor(widths.inner)?,
+                inner: if widths.inner > 0 { Some(device.tensor(widths.inner)?) } else { None },
             })
         };
         Ok(Self {
@@ -207,8 +260,8 @@ impl<D: Device> Buffers<D> {
             normed: device.tensor(hidden)?,
             inner: widths.iter().map(|widths| inner(widths, device)).collect::<Result<_, DeviceError>>()?,
             partial: device.tensor(hidden)?,
-            parallel: match has_parallel {
-                true => Some(ParallelBuffers { normed: device.tensor(hidden)?, partial: device.tensor(hidden)? }),
+            second: match has_second {
+                true => Some(SecondBuffers { normed: device.tensor(hidden)?, partial: device.tensor(hidden)? }),
                 false => None,
             },
         })
@@ -264,7 +317,7 @@ impl<D: Device> Decoder<D> {
             Some(next) => next.attention_norm.as_ref(),
             None => self.final_layers.as_ref().map(|layers| &layers.norm),
         };
-        let Buffers { residual, normed, partial, inner, parallel } = b;
+        let Buffers { residual, normed, partial, inner, second } = b;
         let inner = &mut inner[layer.widths];
         layer.attend(
             device,
@@ -273,7 +326,7 @@ impl<D: Device> Decoder<D> {
             partial,
             inner,
         )?;
-        if let Some(second) = parallel.as_mut().filter(|_| layer.is_parallel) {
+        if let Some(second) = second.as_mut().filter(|_| layer.is_parallel) {
             let x = match &layer.mlp_norm {
                 Some(norm) => {
                     device.norm(&mut second.normed, residual, norm, eps)?;
@@ -281,12 +334,13 @@ impl<D: Device> Decoder<D> {
                 }
                 None => normed,
             };
-            layer.feed_forward(device, x, &mut second.partial, inner)?;
+            layer.feed_forward(device, x, &mut second.partial, None, inner)?;
             device.add(partial, &second.partial)?;
         } else {
             b.add_branch(device, layer.attention_branch_norm.as_ref(), layer.mlp_norm.as_ref(), eps)?;
             let x = if layer.mlp_norm.is_some() { &b.normed } else { &b.residual };
-            layer.feed_forward(device, x, &mut b.partial, &mut b.inner[layer.widths])?;
+            let second = b.second.as_mut().map(|second| &mut second.partial);
+            layer.feed_forward(device, x, &mut b.partial, second, &mut b.inner[layer.widths])?;
         }
         // Before the next stage any norm may be used: that stage normalizes the sum itself.
         let any = layer.attention_norm.as_ref().or(layer.mlp_norm.as_ref());

@@ -21,7 +21,7 @@ mod rope;
 pub mod shard;
 
 pub use checkpoint::Checkpoint;
-pub use config::{AttentionLayer, Config, HeadNormSpec, HeadSpec, LayerSpec, MlpLayer, NormSpec};
+pub use config::{AttentionLayer, Config, ExpertLayer, HeadNormSpec, HeadSpec, LayerSpec, MlpLayer, NormSpec};
 pub use error::ModelError;
 pub use estimate::{EstimateMemory, WorkerShape};
 pub use families::architectures;

@@ -22,6 +22,8 @@ pub(crate) struct Names {
     pub(crate) mlp_norm: Option<&'static str>,
     pub(crate) up: UpNames,
     pub(crate) down: &'static str,
+    /// The experts and their router, and the expert that all tokens share.
+    pub(crate) experts: Option<ExpertNames>,
     /// Norm of the feed-forward's output, before it is added to the hidden state.
     pub(crate) mlp_branch_norm: Option<&'static str>,
     pub(crate) final_norm: &'static str,
@@ -64,4 +66,22 @@ impl UpNames {
     pub(crate) fn is_gated(self) -> bool {
         !matches!(self, UpNames::Plain(_))
     }
+}
+
+/// The names of a layer's experts.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub(crate) struct ExpertNames {
+    pub(crate) router: &'static str,
+    pub(crate) layout: ExpertLayout,
+    /// up, down and output gate of the expert that all tokens share, if there is one.
+    pub(crate) shared: Option<(UpNames, &'static str, &'static str)>,
+}
+
+/// How experts are stored in a checkpoint.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub(crate) enum ExpertLayout {
+    /// Each on its own: `PREFIX.number.NAME` for gate, up and down.
+    Each { prefix: &'static str, names: [&'static str; 3] },
+    /// Together: gate and up as one tensor `[experts, 2 I, E]`, down as one `[experts, E, I]`.
+    Stacked([&'static str; 2]),
 }

@@ -29,8 +29,10 @@ pub struct LayerShard {
     pub heads: Range<usize>,
     /// KV heads of these query heads.
     pub kv_heads: Range<usize>,
-    /// Columns of the feed-forward's inner layer.
+    /// Columns of the feed-forward's inner layer; none if it consists of experts alone.
     pub intermediate: Range<usize>,
+    /// Columns of the inner layer of each expert; none without experts.
+    pub expert_intermediate: Range<usize>,
 }
 
 impl Shard {
@@ -65,7 +67,8 @@ impl LayerShard {
         Self {
             heads: rank * heads..(rank + 1) * heads,
             kv_heads: first_kv_head..first_kv_head + kv_heads,
-            intermediate: aligned_share(layer.mlp.intermediate_size, rank, size),
+            intermediate: aligned_share(dense_width(layer), rank, size),
+            expert_intermediate: aligned_share(expert_width(layer), rank, size),
         }
     }
 }
@@ -76,8 +79,18 @@ fn fits(config: &Config, layer: &LayerSpec, size: usize) -> bool {
     size > 0
         && layer.attention.num_heads.is_multiple_of(size)
         && (kv_heads.is_multiple_of(size) || size.is_multiple_of(kv_heads))
-        && !aligned_share(layer.mlp.intermediate_size, size - 1, size).is_empty()
+        && [dense_width(layer), expert_width(layer)]
+            .into_iter()
+            .all(|width| width == 0 || !aligned_share(width, size - 1, size).is_empty())
         && !aligned_share(config.vocab_size, size - 1, size).is_empty()
+}
+
+fn dense_width(layer: &LayerSpec) -> usize {
+    layer.mlp.map_or(0, |mlp| mlp.intermediate_size)
+}
+
+fn expert_width(layer: &LayerSpec) -> usize {
+    layer.experts.map_or(0, |experts| experts.intermediate_size)
 }
 
 /// Part `rank` when `0..n` is divided into `size` parts of equal, aligned length; the last part may be shorter.
@@ -108,7 +121,13 @@ pub(crate) mod tests {
             qkv_bias: false,
             out_bias: false,
         };
-        let mlp = MlpLayer { intermediate_size: 176, is_gated: true, activation: Activation::Silu, has_bias: false };
+        let mlp = MlpLayer {
+            intermediate_size: 176,
+            is_gated: true,
+            activation: Activation::Silu,
+            has_bias: false,
+            has_output_gate: false,
+        };
         Config {
             architecture: "LlamaForCausalLM".into(),
             names: families::find("LlamaForCausalLM").unwrap().names,
@@ -119,7 +138,7 @@ pub(crate) mod tests {
             learned_positions: None,
             norm: NormSpec { kind: NormKind::Rms, eps: 1e-5, has_weight: true, has_bias: false, offset: 0.0 },
             ropes: vec![],
-            layers: vec![LayerSpec { attention, mlp, is_parallel: false }; 2],
+            layers: vec![LayerSpec { attention, mlp: Some(mlp), experts: None, is_parallel: false }; 2],
             head: HeadSpec { is_tied: false, has_unit_rows: false, has_bias: false, scale: 1.0, cap: None },
             bos_id: None,
             eos_ids: vec![],

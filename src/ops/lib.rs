@@ -18,8 +18,9 @@ pub use error::DeviceError;
 pub use inputs::{SampleInput, StepInputs, TOKEN_ON_DEVICE};
 pub use memory::{MemoryEstimate, Target};
 pub use spec::{
-    Activation, AttentionSpec, DType, Feature, HeadNormSpan, HeadOrder, LayerAttention, LinearRole, LogitSpec,
-    MemoryPlan, NormKind, NormSlices, PipelineStage, RopeTable, StepLimits, TensorParallel, WeightSlice,
+    Activation, AttentionSpec, DType, ExpertSlice, ExpertSlices, Feature, HeadNormSpan, HeadOrder, LayerAttention,
+    LinearRole, LogitSpec, MemoryPlan, NormKind, NormSlices, PipelineStage, RopeTable, Routing, StepLimits,
+    TensorParallel, WeightSlice,
 };
 
 use engine::{CopiedBlock, RevisedRow, RowId, SampleMask, SampledToken, SamplingParams, TokenId};
@@ -71,6 +72,11 @@ pub trait Device: Sized {
     /// Loads the table of learned positions `[positions, E]` ([`Feature::LearnedPositions`]).
     fn load_positions(&mut self, _table: WeightSlice<'_>) -> Result<Self::Weight, DeviceError> {
         Err(DeviceError::lacks(Feature::LearnedPositions))
+    }
+
+    /// Loads the experts of a feed-forward and their router ([`Feature::Experts`]).
+    fn load_experts(&mut self, _experts: &ExpertSlices<'_>) -> Result<Self::Weight, DeviceError> {
+        Err(DeviceError::lacks(Feature::Experts))
     }
 
     /// Allocates an activation buffer with `cols` columns and a row for each token that a step may have.
@@ -178,6 +184,28 @@ pub trait Device: Sized {
         _activation: Activation,
     ) -> Result<(), DeviceError> {
         Err(DeviceError::lacks(Feature::PlainMlp))
+    }
+
+    /// `out[t, :]` = the sum, in the order of the experts, of `probability * expert(x[t, :])` over the experts that token
+    /// `t` chooses: this worker's partial sum ([`Feature::Experts`]).
+    fn experts(
+        &mut self,
+        _out: &mut Self::Tensor,
+        _x: &Self::Tensor,
+        _experts: &Self::Weight,
+    ) -> Result<(), DeviceError> {
+        Err(DeviceError::lacks(Feature::Experts))
+    }
+
+    /// `out[t, :] *= sigmoid(x[t, :] · gate)`, where `gate` was loaded as a linear layer with one row
+    /// ([`Feature::Experts`]).
+    fn gate_rows(
+        &mut self,
+        _out: &mut Self::Tensor,
+        _x: &Self::Tensor,
+        _gate: &Self::Weight,
+    ) -> Result<(), DeviceError> {
+        Err(DeviceError::lacks(Feature::Experts))
     }
 
     /// Norms in place: of the q part of `qkv [T, (H + 2K) D]` of `layer` by `q_norm`, and of the k part by `k_norm`

@@ -122,6 +122,40 @@ pub enum LinearRole {
     Head,
 }
 
+/// How tokens choose among the experts of a feed-forward.
+///
+/// The probabilities of all experts are the softmax, in f32, of the products of the router. A token goes to the `top_k`
+/// likeliest experts, the lower one where two are equal.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct Routing {
+    /// Experts of a token.
+    pub top_k: usize,
+    /// Whether the probabilities of the chosen experts are divided by their sum.
+    pub is_normalized: bool,
+    /// Activation function of the gates.
+    pub activation: Activation,
+}
+
+/// The experts of a feed-forward, of which each is a gated MLP. This worker has some columns of the inner layer of each.
+#[derive(Debug, Clone)]
+pub struct ExpertSlices<'a> {
+    /// `[experts, E]`, the same on every worker.
+    pub router: WeightSlice<'a>,
+    /// All experts, in order.
+    pub experts: Vec<ExpertSlice<'a>>,
+    /// How tokens choose.
+    pub routing: Routing,
+}
+
+/// The weights of one expert.
+#[derive(Debug, Clone)]
+pub struct ExpertSlice<'a> {
+    /// gate and up, each `[I, E]`.
+    pub gate_up: [WeightSlice<'a>; 2],
+    /// `[E, I]`.
+    pub down: WeightSlice<'a>,
+}
+
 /// The activation function of an MLP.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Activation {
@@ -262,6 +296,8 @@ pub enum Feature {
     BranchNorm,
     /// Two branches of the same input: [`crate::Device::add`].
     ParallelBranches,
+    /// Experts: [`crate::Device::load_experts`], [`crate::Device::experts`], [`crate::Device::gate_rows`].
+    Experts,
 }
 
 impl std::fmt::Display for Feature {
@@ -280,6 +316,7 @@ impl std::fmt::Display for Feature {
             Feature::LogitCap => "capped logits",
             Feature::BranchNorm => "norms behind attention and feed-forward",
             Feature::ParallelBranches => "attention and feed-forward in parallel",
+            Feature::Experts => "mixture of experts",
         })
     }
 }

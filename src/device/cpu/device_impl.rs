@@ -5,8 +5,8 @@ use std::ops::Range;
 use engine::{CopiedBlock, RevisedRow, RowId, SampleMask, SampledToken, SamplingParams, TokenId};
 use kernels::cpu::{self as k, Buffer, KvCache};
 use ops::{
-    Activation, AttentionSpec, Device, DeviceError, Feature, HeadNormSpan, HeadNorms, LayerAttention, LinearRole,
-    LogitSpec, MemoryPlan, NormKind, NormSlices, PipelineStage, StepInputs, TensorParallel, WeightSlice,
+    Activation, AttentionSpec, Device, DeviceError, ExpertSlices, Feature, HeadNormSpan, HeadNorms, LayerAttention,
+    LinearRole, LogitSpec, MemoryPlan, NormKind, NormSlices, PipelineStage, StepInputs, TensorParallel, WeightSlice,
 };
 
 use super::group::Group;
@@ -37,6 +37,7 @@ impl Device for CpuDevice {
         bias: &[WeightSlice<'_>],
     ) -> Result<CpuWeight, DeviceError> {
         let matrix = weights::matrix(parts, bias)?;
+        self.weights_bytes += bias.iter().map(|bias| (bias.cols.len() * size_of::<f32>()) as u64).sum::<u64>();
         let linear = self.add_linear(matrix, role == LinearRole::Head);
         if role == LinearRole::Head {
             self.exchange_vocabulary_offsets(parts[0].rows.clone())?;
@@ -73,6 +74,10 @@ impl Device for CpuDevice {
         Ok(CpuWeight::Matrix { matrix, first_row: 0 })
     }
 
+    fn load_experts(&mut self, experts: &ExpertSlices<'_>) -> Result<CpuWeight, DeviceError> {
+        self.load_expert_layer(experts).map(CpuWeight::Experts)
+    }
+
     fn tensor(&mut self, cols: usize) -> Result<CpuTensor, DeviceError> {
         let data = Buffer::new(self.config.limits.max_tokens * cols);
         self.workspace_bytes += size_of_val(&*data) as u64;
@@ -85,7 +90,7 @@ impl Device for CpuDevice {
         let kv_bytes = self.config.kv_memory_bytes.unwrap_or_else(|| weights::available_memory() / 2 / workers);
         Ok(MemoryPlan {
             weights_bytes: self.weights_bytes,
-            workspace_bytes: self.workspace_bytes + self.projection.bytes() as u64,
+            workspace_bytes: self.workspace_bytes + (self.projection.bytes() + self.expert_buffers.bytes()) as u64,
             block_bytes,
             max_blocks: (kv_bytes / block_bytes) as usize,
         })
@@ -236,6 +241,16 @@ impl Device for CpuDevice {
         self.linear(out, x, weight)?;
         let tokens = self.num_tokens();
         k::activate(&mut self.pool, out.rows_mut(tokens), gate(activation));
+        Ok(())
+    }
+
+    fn experts(&mut self, out: &mut CpuTensor, x: &CpuTensor, experts: &CpuWeight) -> Result<(), DeviceError> {
+        self.run_experts(out, x, experts.experts());
+        Ok(())
+    }
+
+    fn gate_rows(&mut self, out: &mut CpuTensor, x: &CpuTensor, gate: &CpuWeight) -> Result<(), DeviceError> {
+        self.run_gate_rows(out, x, gate.linear());
         Ok(())
     }
 

@@ -8,6 +8,7 @@
 mod choose;
 mod device_impl;
 mod estimate;
+mod experts;
 mod group;
 mod handshake;
 mod linear;
@@ -28,6 +29,7 @@ use ops::{
 };
 
 pub(crate) use estimate::CpuEstimate;
+pub(crate) use experts::ExpertBuffers;
 use group::Group;
 pub use group::GroupConfig;
 pub use kernels::cpu::allowed_cores;
@@ -74,6 +76,7 @@ pub struct CpuDevice {
     reported: Vec<Vec<f32>>,   // [V] of each position that the last step reports
     logit_cap: Option<f32>,    // of the current step
     branch: Buffer<f32>,       // [T, E], the norm of a branch
+    expert_buffers: ExpertBuffers,
     vocab_offsets: Vec<usize>, // start of each worker's share of the vocabulary, and the end
     results: VecDeque<Vec<SampledToken>>,
     weights_bytes: u64,
@@ -107,7 +110,10 @@ impl CpuTensor {
 impl CpuDevice {
     /// Optional ops that this device has.
     pub(crate) const FEATURES: &[Feature] = {
-        use Feature::*;
+        use Feature::{
+            Alibi, AllHeadsNorm, BranchNorm, EachHeadNorm, Experts, HeadNorm, LayerNorm, LearnedPositions, LogitCap,
+            OtherActivations, ParallelBranches, PlainMlp, ScoreCap, Sinks,
+        };
         &[
             LayerNorm,
             LearnedPositions,
@@ -122,6 +128,7 @@ impl CpuDevice {
             LogitCap,
             BranchNorm,
             ParallelBranches,
+            Experts,
         ]
     };
 
@@ -177,6 +184,7 @@ impl CpuDevice {
             unchosen: Vec::new(),
             logit_cap: None,
             branch: Buffer::new(0),
+            expert_buffers: ExpertBuffers::default(),
             reported: Vec::new(),
             vocab_offsets: Vec::new(),
             results: VecDeque::new(),

@@ -4,6 +4,7 @@ use kernels::cpu::{Matrix, Norm, WeightType, read_weights};
 use ops::{DType, DeviceError, NormKind, NormSlices, WeightSlice};
 
 use super::Linear;
+use super::experts::Experts;
 
 /// A weight of the model.
 pub enum CpuWeight {
@@ -12,6 +13,8 @@ pub enum CpuWeight {
     /// An embedding table; `first_row` is the index of its first row in the whole table.
     #[allow(missing_docs)] // Fields are named by the line above.
     Matrix { matrix: Matrix, first_row: usize },
+    /// The experts of a layer.
+    Experts(Experts),
     /// An RMS norm's gain.
     RmsNorm(Vec<f32>),
     /// A layer norm's gain and bias.
@@ -38,7 +41,14 @@ impl CpuWeight {
         match self {
             CpuWeight::RmsNorm(weight) => Norm::Rms { weight },
             CpuWeight::LayerNorm { weight, bias } => Norm::Layer { weight, bias },
-            CpuWeight::Linear(_) | CpuWeight::Matrix { .. } => panic!("a matrix is no norm's weight"),
+            _ => panic!("the weight is no norm's"),
+        }
+    }
+
+    pub(crate) fn experts(&self) -> &Experts {
+        match self {
+            CpuWeight::Experts(experts) => experts,
+            _ => panic!("the weight is no layer of experts"),
         }
     }
 

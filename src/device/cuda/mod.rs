@@ -150,7 +150,10 @@ fn device_error(error: CudaError) -> DeviceError {
 impl CudaDevice {
     /// Optional ops that this device has.
     pub(crate) const FEATURES: &[Feature] = {
-        use Feature::*;
+        use Feature::{
+            Alibi, AllHeadsNorm, BranchNorm, HeadNorm, LayerNorm, LearnedPositions, LogitCap, OtherActivations,
+            ParallelBranches, PlainMlp, ScoreCap,
+        };
         &[
             LayerNorm,
             LearnedPositions,

@@ -204,6 +204,21 @@ impl Checkpoint {
         Ok(WeightSlice { name, data: tensor.data, dtype, matrix_cols, rows: 0..1, cols, head_order: None })
     }
 
+    /// The given rows and columns of the matrices `name`, `[count, rows, cols]`, one below the other.
+    ///
+    /// # Errors
+    /// The same as of [`Checkpoint::matrix`].
+    pub fn stack<'a>(
+        &self,
+        name: &'a str,
+        shape: [usize; 3],
+        rows: Range<usize>,
+        cols: Range<usize>,
+    ) -> Result<WeightSlice<'a>, ModelError> {
+        let (tensor, dtype) = self.tensor(name, &shape)?;
+        Ok(WeightSlice { name, data: tensor.data, dtype, matrix_cols: shape[2], rows, cols, head_order: None })
+    }
+
     fn tensor(&self, name: &str, shape: &[usize]) -> Result<(&Tensor, DType), ModelError> {
         let missing = || ModelError::MissingTensor { tensor: name.into(), dir: self.dir.clone() };
         let tensor = self.tensors.get(name).ok_or_else(missing)?;

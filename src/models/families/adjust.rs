@@ -1,10 +1,10 @@
 //! What the rows of the table cannot say: one function for each architecture that differs by more.
 
-use ops::{Activation, DType, HeadNormSpan};
+use ops::{Activation, DType, HeadNormSpan, Routing};
 use serde_json::Value;
 
 use super::{layer_types::layer_types, weights};
-use crate::config::{AttentionLayer, Config, HeadNormSpec};
+use crate::config::{AttentionLayer, Config, ExpertLayer, HeadNormSpec, MlpLayer};
 use crate::fields::Fields;
 use crate::rope::{RopeScaling, RopeShape};
 use crate::{ModelError, Rope};
@@ -40,8 +40,9 @@ fn scale_embeddings(fields: &Fields, config: &mut Config) -> Adjusted {
 
 /// The first configurations name the exact GELU but mean the approximation.
 pub(super) fn gemma(fields: &Fields, config: &mut Config) -> Adjusted {
-    for layer in config.layers.iter_mut().filter(|layer| layer.mlp.activation == Activation::Gelu) {
-        layer.mlp.activation = Activation::GeluTanh;
+    let mlps = config.layers.iter_mut().filter_map(|layer| layer.mlp.as_mut());
+    for mlp in mlps.filter(|mlp| mlp.activation == Activation::Gelu) {
+        mlp.activation = Activation::GeluTanh;
     }
     fields.get("hidden_activation"); // It has no effect on this generation.
     scale_embeddings(fields, config)
@@ -227,5 +228,65 @@ pub(super) fn gpt2(fields: &Fields, config: &mut Config) -> Adjusted {
     each_attention(config, |attention| attention.rope = None);
     config.ropes.clear();
     config.learned_positions = Some(config.max_position_embeddings);
+    Ok(())
+}
+
+/// Experts in all layers, whose probabilities are divided by their sum.
+pub(super) fn mixtral(fields: &Fields, config: &mut Config) -> Adjusted {
+    let size = fields.required_size("intermediate_size")?;
+    put_experts(fields, config, size, true, |_| true)
+}
+
+pub(super) fn granite_moe(fields: &Fields, config: &mut Config) -> Adjusted {
+    granite(fields, config)?;
+    mixtral(fields, config)
+}
+
+pub(super) fn olmoe(fields: &Fields, config: &mut Config) -> Adjusted {
+    let size = fields.required_size("intermediate_size")?;
+    let is_normalized = fields.flag("norm_topk_prob", false)?;
+    put_experts(fields, config, size, is_normalized, |_| true)
+}
+
+/// Experts in some layers; the others have a feed-forward of `intermediate_size`.
+pub(super) fn qwen_moe(fields: &Fields, config: &mut Config) -> Adjusted {
+    let size = fields.required_size("moe_intermediate_size")?;
+    let is_normalized = fields.flag("norm_topk_prob", false)?;
+    let step = fields.size("decoder_sparse_step")?.unwrap_or(1);
+    let dense: Vec<u32> = fields.token_ids("mlp_only_layers")?;
+    let is_sparse = |index: usize| !dense.contains(&(index as u32)) && (index + 1).is_multiple_of(step);
+    put_experts(fields, config, size, is_normalized, is_sparse)
+}
+
+/// The same, with an expert that all tokens share.
+pub(super) fn qwen2_moe(fields: &Fields, config: &mut Config) -> Adjusted {
+    let dense: Vec<_> = config.layers.iter().map(|layer| layer.mlp).collect();
+    qwen_moe(fields, config)?;
+    let shared_size = fields.required_size("shared_expert_intermediate_size")?;
+    for (layer, dense) in config.layers.iter_mut().zip(dense).filter(|(layer, _)| layer.experts.is_some()) {
+        layer.mlp = dense.map(|mlp| MlpLayer { intermediate_size: shared_size, has_output_gate: true, ..mlp });
+    }
+    Ok(())
+}
+
+/// Replaces the feed-forward of the layers that `is_sparse` names by experts.
+fn put_experts(
+    fields: &Fields,
+    config: &mut Config,
+    intermediate_size: usize,
+    is_normalized: bool,
+    is_sparse: impl Fn(usize) -> bool,
+) -> Adjusted {
+    let (num_experts, top_k) = (fields.required_size("num_experts")?, fields.required_size("num_experts_per_tok")?);
+    if top_k > num_experts {
+        let expected = format!("at most the number of experts ({num_experts})");
+        return Err(fields.wrong("num_experts_per_tok", &expected, &top_k.into()));
+    }
+    for (index, layer) in config.layers.iter_mut().enumerate().filter(|(index, _)| is_sparse(*index)) {
+        debug_assert!(layer.experts.is_none(), "layer {index} is replaced once");
+        let activation = layer.mlp.take().map_or(Activation::Silu, |mlp| mlp.activation);
+        let routing = Routing { top_k, is_normalized, activation };
+        layer.experts = Some(ExpertLayer { num_experts, intermediate_size, routing });
+    }
     Ok(())
 }

@@ -13,14 +13,18 @@ pub(super) fn windows(fields: &Fields, rule: WindowRule, num_layers: usize) -> R
         WindowRule::IfEnabled => fields.flag("use_sliding_window", false)?,
         _ => true,
     };
-    // Read even if they have no effect, so that they are known.
-    let (window, first) = (fields.size("sliding_window")?, first_window_layer(fields)?);
+    // Read even if they have no effect, so that they are known. A window that is off may have any value.
+    let window = match is_on {
+        true => fields.size("sliding_window")?,
+        false => fields.get("sliding_window").and(None),
+    };
+    let first = first_window_layer(fields)?;
     let listed = layer_types(fields, num_layers)?;
     let pattern = match rule {
         WindowRule::Pattern(usual) => pattern(fields)?.unwrap_or(usual),
         _ => 0,
     };
-    let Some(window) = window.filter(|_| is_on) else {
+    let Some(window) = window else {
         return match listed.filter(|types| types.contains(&true)) {
             Some(_) => Err(fields.wrong(
                 "layer_types",

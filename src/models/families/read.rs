@@ -125,10 +125,12 @@ fn decoder(fields: &Fields, family: &Family) -> Result<Config, ModelError> {
         is_gated: family.names.up.is_gated(),
         activation: activation(fields)?,
         has_bias: has_bias(fields, family.mlp_bias)?,
+        has_output_gate: false,
     };
     let layer = |window| LayerSpec {
         attention: AttentionLayer { window, ..attention.clone() },
-        mlp,
+        mlp: Some(mlp),
+        experts: None,
         is_parallel: family.is_parallel,
     };
     Ok(Config {

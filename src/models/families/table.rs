@@ -323,6 +323,58 @@ pub(super) const FAMILIES: &[Family] = &[
                       "tie_word_embeddings": true, "max_position_embeddings": 131072}"#,
         ..LLAMA
     },
+    Family {
+        name: "MixtralForCausalLM",
+        model_type: "mixtral",
+        names: &weights::MIXTRAL,
+        aliases: &[("num_experts", "num_local_experts")],
+        defaults: r#"{"num_experts": 8, "num_experts_per_tok": 2, "rms_norm_eps": 1e-5, "rope_theta": 1000000.0,
+                      "num_key_value_heads": 8, "max_position_embeddings": 131072}"#,
+        adjust: adjust::mixtral,
+        ..MISTRAL
+    },
+    Family {
+        name: "Qwen2MoeForCausalLM",
+        model_type: "qwen2_moe",
+        names: &weights::QWEN_MOE,
+        attention_bias: qkv("qkv_bias", true),
+        window: WindowRule::IfEnabled,
+        defaults: r#"{"num_experts": 60, "num_experts_per_tok": 4, "moe_intermediate_size": 1408,
+                      "shared_expert_intermediate_size": 5632, "max_position_embeddings": 32768}"#,
+        adjust: adjust::qwen2_moe,
+        ..WITHOUT_MLP_BIAS
+    },
+    Family {
+        name: "Qwen3MoeForCausalLM",
+        model_type: "qwen3_moe",
+        names: &weights::QWEN_MOE,
+        aliases: &[("num_experts", "num_local_experts")],
+        window: WindowRule::IfEnabled,
+        head_norm: Some(HeadNormSpan::Head),
+        defaults: r#"{"num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768,
+                      "num_key_value_heads": 4, "max_position_embeddings": 32768}"#,
+        adjust: adjust::qwen_moe,
+        ..WITHOUT_MLP_BIAS
+    },
+    Family {
+        name: "OlmoeForCausalLM",
+        model_type: "olmoe",
+        names: &weights::QWEN_MOE,
+        head_norm: Some(HeadNormSpan::AllHeads),
+        defaults: r#"{"num_experts": 64, "num_experts_per_tok": 8, "rms_norm_eps": 1e-5,
+                      "max_position_embeddings": 4096}"#,
+        adjust: adjust::olmoe,
+        ..WITHOUT_MLP_BIAS
+    },
+    Family {
+        name: "GraniteMoeForCausalLM",
+        model_type: "granitemoe",
+        names: &weights::GRANITE_MOE,
+        aliases: &[("num_experts", "num_local_experts")],
+        defaults: r#"{"num_experts": 8, "num_experts_per_tok": 2}"#,
+        adjust: adjust::granite_moe,
+        ..WITHOUT_MLP_BIAS
+    },
     Family { name: "InternLMForCausalLM", model_type: "internlm", attention_bias: both("bias", true), ..LLAMA },
     Family {
         name: "InternLM2ForCausalLM",

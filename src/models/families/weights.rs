@@ -1,6 +1,6 @@
 //! The names of each family's weights.
 
-use crate::names::{Names, QkvNames, UpNames};
+use crate::names::{ExpertLayout, ExpertNames, Names, QkvNames, UpNames};
 
 /// Prefixes of a text model, also as a part of a model that sees images.
 const PREFIXES: &[&str] = &["model.", "language_model.model.", "model.language_model."];
@@ -18,6 +18,7 @@ pub(super) const LLAMA: Names = Names {
     mlp_norm: Some("post_attention_layernorm"),
     up: UpNames::Separate(["mlp.gate_proj", "mlp.up_proj"]),
     down: "mlp.down_proj",
+    experts: None,
     mlp_branch_norm: None,
     final_norm: "norm",
     heads: &["lm_head", "language_model.lm_head"],
@@ -127,5 +128,36 @@ pub(super) const GPT2: Names = Names {
     down: "mlp.c_proj",
     final_norm: "ln_f",
     transposed: true,
+    ..LLAMA
+};
+
+pub(super) const MIXTRAL: Names = Names {
+    experts: Some(ExpertNames {
+        router: "block_sparse_moe.gate",
+        layout: ExpertLayout::Each { prefix: "block_sparse_moe.experts", names: ["w1", "w3", "w2"] },
+        shared: None,
+    }),
+    ..LLAMA
+};
+
+pub(super) const QWEN_MOE: Names = Names {
+    experts: Some(ExpertNames {
+        router: "mlp.gate",
+        layout: ExpertLayout::Each { prefix: "mlp.experts", names: ["gate_proj", "up_proj", "down_proj"] },
+        shared: Some((
+            UpNames::Separate(["mlp.shared_expert.gate_proj", "mlp.shared_expert.up_proj"]),
+            "mlp.shared_expert.down_proj",
+            "mlp.shared_expert_gate",
+        )),
+    }),
+    ..LLAMA
+};
+
+pub(super) const GRANITE_MOE: Names = Names {
+    experts: Some(ExpertNames {
+        router: "block_sparse_moe.router.layer",
+        layout: ExpertLayout::Stacked(["block_sparse_moe.input_linear", "block_sparse_moe.output_linear"]),
+        shared: None,
+    }),
     ..LLAMA
 };

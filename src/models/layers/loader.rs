@@ -3,11 +3,13 @@
 use std::ops::Range;
 use std::path::Path;
 
-use ops::{Device, DeviceError, HeadNormSpan, HeadOrder, LinearRole, NormSlices, WeightSlice};
+use ops::{
+    Device, DeviceError, ExpertSlice, ExpertSlices, HeadNormSpan, HeadOrder, LinearRole, NormSlices, WeightSlice,
+};
 
-use crate::config::{HeadNormSpec, LayerSpec};
+use crate::config::{ExpertLayer, HeadNormSpec, LayerSpec, MlpLayer};
 use crate::layers::qkv::{RowSlice, scaled};
-use crate::names::{Names, UpNames};
+use crate::names::{ExpertLayout, ExpertNames, Names, UpNames};
 use crate::shard::{LayerShard, Shard};
 use crate::{Checkpoint, Config, ModelError};
 
@@ -199,16 +201,20 @@ impl<'a, D: Device> Loader<'a, D> {
     }
 
     /// gate and up of one layer as one matrix, or up alone, sharded by columns of the inner layer.
-    pub(crate) fn up(&mut self, layer: LayerSource<'_>) -> Result<D::Weight, ModelError> {
-        let (mlp, taken) = (&layer.spec.mlp, &layer.shard.intermediate);
-        let width = mlp.intermediate_size;
+    pub(crate) fn up(
+        &mut self,
+        layer: LayerSource<'_>,
+        mlp: MlpLayer,
+        names: UpNames,
+    ) -> Result<D::Weight, ModelError> {
+        let (taken, width) = (&layer.shard.intermediate, mlp.intermediate_size);
         let slice = |name, rows, offset: usize| RowSlice {
             name,
             rows,
             taken: offset + taken.start..offset + taken.end,
             head_order: None,
         };
-        let (role, row_slices) = match self.names.up {
+        let (role, row_slices) = match names {
             UpNames::Separate([gate, up]) => (LinearRole::GateUp, vec![slice(gate, width, 0), slice(up, width, 0)]),
             UpNames::Stacked(name) => {
                 (LinearRole::GateUp, vec![slice(name, 2 * width, 0), slice(name, 2 * width, width)])
@@ -216,6 +222,72 @@ impl<'a, D: Device> Loader<'a, D> {
             UpNames::Plain(up) => (LinearRole::Up, vec![slice(up, width, 0)]),
         };
         self.by_output(role, layer.index, &row_slices, mlp.has_bias)
+    }
+
+    /// The vector whose product with the input gates the output of a feed-forward, as a linear layer with one row.
+    pub(crate) fn output_gate(&mut self, layer: LayerSource<'_>, name: &str) -> Result<D::Weight, ModelError> {
+        let name = format!("{}.weight", self.layer_name(layer.index, name));
+        let slice = self.checkpoint.matrix(&name, [1, self.config.hidden_size], 0..1, self.width())?;
+        let loaded = self.device.load_linear(LinearRole::Up, &[slice], &[]);
+        self.or_device_error(loaded)
+    }
+
+    /// The experts of one layer, sharded by columns of their inner layers.
+    pub(crate) fn experts(
+        &mut self,
+        layer: LayerSource<'_>,
+        experts: ExpertLayer,
+        names: &ExpertNames,
+    ) -> Result<D::Weight, ModelError> {
+        let router_name = format!("{}.weight", self.layer_name(layer.index, names.router));
+        let shape = [experts.num_experts, self.config.hidden_size];
+        let router = self.checkpoint.matrix(&router_name, shape, 0..shape[0], self.width())?;
+        let weight_names: Vec<[String; 3]> =
+            (0..experts.num_experts).map(|expert| self.expert_names(layer.index, expert, names.layout)).collect();
+        let slices: Result<Vec<_>, _> =
+            weight_names.iter().enumerate().map(|(expert, names)| self.expert(layer, experts, expert, names)).collect();
+        let slices = ExpertSlices { router, experts: slices?, routing: experts.routing };
+        let loaded = self.device.load_experts(&slices);
+        self.or_device_error(loaded)
+    }
+
+    /// The full names of gate, up and down of an expert.
+    fn expert_names(&self, layer: usize, expert: usize, layout: ExpertLayout) -> [String; 3] {
+        match layout {
+            ExpertLayout::Each { prefix, names } => {
+                names.map(|name| format!("{}.weight", self.layer_name(layer, &format!("{prefix}.{expert}.{name}"))))
+            }
+            ExpertLayout::Stacked([gate_up, down]) => {
+                [gate_up, gate_up, down].map(|name| format!("{}.weight", self.layer_name(layer, name)))
+            }
+        }
+    }
+
+    fn expert<'n>(
+        &self,
+        layer: LayerSource<'_>,
+        experts: ExpertLayer,
+        expert: usize,
+        [gate, up, down]: &'n [String; 3],
+    ) -> Result<ExpertSlice<'n>, ModelError> {
+        let (hidden, inner) = (self.config.hidden_size, experts.intermediate_size);
+        let (taken, count) = (layer.shard.expert_intermediate.clone(), experts.num_experts);
+        let rows = |first: usize| first + taken.start..first + taken.end;
+        // Experts that are stored together are one matrix with their rows one below the other.
+        let (gate_up, down) = match gate == up {
+            false => {
+                let part = |name| self.checkpoint.matrix(name, [inner, hidden], rows(0), 0..hidden);
+                ([part(gate)?, part(up)?], self.checkpoint.matrix(down, [hidden, inner], 0..hidden, taken.clone())?)
+            }
+            true => {
+                let shape = [count, 2 * inner, hidden];
+                let part = |first| self.checkpoint.stack(gate, shape, rows(first), 0..hidden);
+                let own = expert * hidden..(expert + 1) * hidden;
+                let down = self.checkpoint.stack(down, [count, hidden, inner], own, taken.clone())?;
+                ([part(expert * 2 * inner)?, part(expert * 2 * inner + inner)?], down)
+            }
+        };
+        Ok(ExpertSlice { gate_up, down })
     }
 
     /// The attention output projection of one layer, sharded by heads along its input.
@@ -228,9 +300,9 @@ impl<'a, D: Device> Loader<'a, D> {
     }
 
     /// The down projection of one layer, sharded along its input.
-    pub(crate) fn down(&mut self, layer: LayerSource<'_>) -> Result<D::Weight, ModelError> {
-        let name = self.layer_name(layer.index, self.names.down);
-        let (mlp, taken) = (&layer.spec.mlp, layer.shard.intermediate.clone());
+    pub(crate) fn down(&mut self, layer: LayerSource<'_>, mlp: MlpLayer, name: &str) -> Result<D::Weight, ModelError> {
+        let name = self.layer_name(layer.index, name);
+        let taken = layer.shard.intermediate.clone();
         self.by_input(LinearRole::Down, &name, mlp.intermediate_size, taken, mlp.has_bias)
     }
 

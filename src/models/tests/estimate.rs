@@ -14,7 +14,9 @@ fn golden_dir(case: &str) -> PathBuf {
 
 #[test]
 fn estimates_of_the_cpu_are_what_it_takes() {
-    for case in ["llama3_gqa", "tied_mqa", "mha_bias_f32", "gpt2", "baichuan2_7b"] {
+    for case in
+        ["llama3_gqa", "tied_mqa", "mha_bias_f32", "gpt2", "baichuan2_7b", "phi", "cohere", "gemma3", "qwen2_moe"]
+    {
         let dir = golden_dir(case);
         let config = models::Config::from_dir(&dir).unwrap();
         let limits = StepLimits { max_tokens: 64, max_rows: 4, max_sequence_len: 128, vocab_size: config.vocab_size };

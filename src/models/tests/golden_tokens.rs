@@ -14,7 +14,7 @@ use engine::{SampledToken, SamplingParams};
 use ops::DType;
 use support::{MAX_ROWS, Runner, Sequence, golden_dir, on_group};
 
-const CASES: [&str; 42] = [
+const CASES: [&str; 47] = [
     "llama3_gqa",
     "tied_mqa",
     "mha_bias_f32",
@@ -57,6 +57,11 @@ const CASES: [&str; 42] = [
     "helium",
     "ernie4_5",
     "ministral",
+    "mixtral",
+    "qwen2_moe",
+    "qwen3_moe",
+    "olmoe",
+    "granite_moe",
 ];
 
 struct Golden {
