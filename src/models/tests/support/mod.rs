@@ -48,17 +48,27 @@ impl Runner {
 
     pub fn of(dir: &Path, threads: usize, group: Option<GroupConfig>, precision: WeightPrecision) -> Self {
         let config = Config::from_dir(dir).unwrap();
-        let limits = StepLimits {
-            max_tokens: 256,
-            max_rows: MAX_ROWS,
-            max_sequence_len: MAX_LEN,
-            vocab_size: config.vocab_size,
-        };
+        let limits = Self::limits(&config);
         let mut device = CpuDevice::new(CpuConfig { threads, limits, kv_memory_bytes: None, group }).unwrap();
         device.set_weight_precision(precision);
         let model = models::load(dir, &config, &mut device).unwrap();
         device.allocate_cache(&model.attention_spec(BLOCK_SIZE), MAX_ROWS * MAX_BLOCKS).unwrap();
         Self { device, model, step: 0 }
+    }
+
+    /// A model of one worker; `None` if it cannot be loaded.
+    pub fn try_of(dir: &Path, precision: WeightPrecision) -> Option<Self> {
+        let config = Config::from_dir(dir).ok()?;
+        let limits = Self::limits(&config);
+        let mut device = CpuDevice::new(CpuConfig { threads: 1, limits, kv_memory_bytes: None, group: None }).ok()?;
+        device.set_weight_precision(precision);
+        let model = models::load(dir, &config, &mut device).ok()?;
+        device.allocate_cache(&model.attention_spec(BLOCK_SIZE), MAX_ROWS * MAX_BLOCKS).ok()?;
+        Some(Self { device, model, step: 0 })
+    }
+
+    fn limits(config: &Config) -> StepLimits {
+        StepLimits { max_tokens: 256, max_rows: MAX_ROWS, max_sequence_len: MAX_LEN, vocab_size: config.vocab_size }
     }
 
     pub fn device(&mut self) -> &mut CpuDevice {

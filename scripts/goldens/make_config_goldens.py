@@ -1,0 +1,88 @@
+#!/usr/bin/env python3
+"""Changes every number and flag of each golden checkpoint's config.json and records what transformers computes then.
+
+    make_config_goldens.py > tests/goldens/config_changes.json      (needs torch and transformers)
+
+Each entry has the case, the field (a path with dots), its new value, and the first logits after a fixed prompt in fp32; null if
+transformers cannot load or run the changed checkpoint. `cargo test -p models --test config_changes` requires of every entry that the
+checkpoint is refused, or computed as transformers does.
+"""
+import json
+import pathlib
+import sys
+
+if {"-h", "--help"} & set(sys.argv[1:]):  # Before imports that may be missing.
+    sys.exit(print(__doc__))
+
+import torch
+from safetensors.torch import load_file
+from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.utils import logging
+
+GOLDENS = pathlib.Path(__file__).resolve().parents[2] / "tests" / "goldens"
+PROMPT = [5, 17, 3, 99, 42, 7, 120, 61, 30, 8, 77, 23]
+NUM_LOGITS = 6
+# Sizes of weights: any change makes a checkpoint whose tensors do not fit.
+SIZES = {"vocab_size", "hidden_size", "n_embd", "num_hidden_layers", "n_layer"}
+
+
+def fields(config, prefix=""):
+    """Paths and values of all numbers and flags."""
+    for key, value in config.items():
+        if isinstance(value, dict):
+            yield from fields(value, f"{prefix}{key}.")
+        elif isinstance(value, (bool, int, float)):
+            yield f"{prefix}{key}", value
+
+
+def changed(value):
+    if isinstance(value, bool):
+        return not value
+    return value * 2 + 1 if isinstance(value, int) else round(value * 1.5 + 0.25, 6)
+
+
+def with_field(config, path, value):
+    config = json.loads(json.dumps(config))
+    *outer, last = path.split(".")
+    place = config
+    for key in outer:
+        place = place[key]
+    place[last] = value
+    return config
+
+
+@torch.no_grad()
+def logits(folder, config):
+    try:
+        loaded = AutoConfig.for_model(config["model_type"], **{k: v for k, v in config.items() if k != "model_type"})
+        loaded._attn_implementation = "eager"
+        model, report = AutoModelForCausalLM.from_pretrained(folder, config=loaded, dtype=torch.float32, output_loading_info=True,
+                                                             attn_implementation="eager")
+        if report["missing_keys"] or report["mismatched_keys"]:
+            return None
+        found = model.eval()(torch.tensor([PROMPT])).logits[0, -1, :NUM_LOGITS]
+    except Exception:
+        return None
+    return [round(x, 4) for x in found.tolist()] if torch.isfinite(found).all() else None
+
+
+def main():
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    torch.set_num_threads(1)
+    lines = []
+    for folder in sorted(GOLDENS.iterdir()):
+        if not (folder / "model.safetensors").exists() or folder.name.startswith(("internlm", "baichuan")):
+            continue
+        config = json.loads((folder / "config.json").read_text())
+        for path, value in fields(config):
+            if path in SIZES:
+                continue
+            new = changed(value)
+            entry = {"case": folder.name, "field": path, "value": new, "logits": logits(folder, with_field(config, path, new))}
+            lines.append(json.dumps(entry))
+        print(folder.name, len(lines), file=sys.stderr)
+    print("[\n" + ",\n".join(lines) + "\n]")
+
+
+main()

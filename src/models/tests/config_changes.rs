@@ -1,0 +1,72 @@
+//! Every number and flag of `config.json` is changed in turn (`scripts/goldens/make_config_goldens.py`). The changed
+//! checkpoint must be refused, or computed as transformers does: a field never changes what transformers computes and
+//! leaves Trireme's results as they were.
+
+#[allow(dead_code)]
+mod support;
+
+use std::path::Path;
+
+use device::cpu::WeightPrecision;
+use engine::SamplingParams;
+use models::Config;
+use serde_json::Value;
+use support::{Runner, Sequence, golden_dir};
+
+const PROMPT: [u32; 12] = [5, 17, 3, 99, 42, 7, 120, 61, 30, 8, 77, 23];
+
+/// transformers chooses between two lists of factors by the length of each sequence, Trireme once for all sequences.
+const CHOSEN_AT_LOAD: (&str, &str) = ("phi3_longrope", "original_max_position_embeddings");
+
+/// `config` with another value of the field at `path`.
+fn changed(config: &Value, path: &str, value: &Value) -> Value {
+    let mut config = config.clone();
+    let pointer = format!("/{}", path.replace('.', "/"));
+    *config.pointer_mut(&pointer).expect("the field exists") = value.clone();
+    config
+}
+
+/// Log-probabilities of the first tokens after the prompt, or `None` if the checkpoint is refused.
+fn run(dir: &Path) -> Option<Vec<f64>> {
+    let config = Config::from_dir(dir).ok()?;
+    let vocab = config.vocab_size as u32;
+    let mut runner = Runner::try_of(dir, WeightPrecision::Checkpoint)?;
+    let sampling = SamplingParams { num_logprobs: Some(vocab), ..SamplingParams::default() };
+    let sequence = Sequence { prompt: PROMPT.to_vec(), num_tokens: 1, sampling, chunk: 256, start: 0 };
+    let mut top = runner.run(&[sequence]).remove(0).remove(0).top;
+    top.sort_by_key(|(token, _)| token.0);
+    Some(top.iter().map(|(_, p)| f64::from(*p)).collect())
+}
+
+#[test]
+fn a_changed_field_refuses_the_checkpoint_or_changes_it_as_in_transformers() {
+    let goldens = golden_dir("").join("config_changes.json");
+    let entries: Vec<Value> = serde_json::from_slice(&std::fs::read(goldens).unwrap()).unwrap();
+    let (mut served, mut wrong) = (0, Vec::new());
+    for entry in &entries {
+        let (case, field) = (entry["case"].as_str().unwrap(), entry["field"].as_str().unwrap());
+        if (case, field) == CHOSEN_AT_LOAD {
+            continue;
+        }
+        let (source, dir) = (golden_dir(case), tempfile::tempdir().unwrap());
+        let config: Value = serde_json::from_slice(&std::fs::read(source.join("config.json")).unwrap()).unwrap();
+        std::os::unix::fs::symlink(source.join("model.safetensors"), dir.path().join("model.safetensors")).unwrap();
+        let config = changed(&config, field, &entry["value"]);
+        std::fs::write(dir.path().join("config.json"), config.to_string()).unwrap();
+        let Some(found) = run(dir.path()) else { continue };
+        served += 1;
+        // Inputs of linear layers are rounded to bf16 if the weights are bf16.
+        let allowed = if config["dtype"] == "bfloat16" { 0.3 } else { 0.003 };
+        // Differences of logits are those of log-probabilities.
+        let agrees = entry["logits"].as_array().is_some_and(|expected| {
+            let expected: Vec<f64> = expected.iter().map(|x| x.as_f64().unwrap()).collect();
+            let differs = |(a, b): (&f64, &f64)| ((a - found[0]) - (b - expected[0])).abs() > allowed;
+            !found.iter().zip(&expected).any(differs)
+        });
+        if !agrees {
+            wrong.push(format!("{case}: `{field}` = {}", entry["value"]));
+        }
+    }
+    assert!(served * 4 > entries.len(), "only {served} of {} changed checkpoints were served", entries.len());
+    assert!(wrong.is_empty(), "{} differ from transformers:\n{}", wrong.len(), wrong.join("\n"));
+}
