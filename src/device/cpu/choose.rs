@@ -1,11 +1,9 @@
 //! From the last activations to tokens: computes logits, chooses a token for each row, and applies rank 0's revisions
 //! to rows.
 
-use std::ops::Range;
-
 use engine::{CopiedBlock, RevisedRow, SampleMask, SampledToken};
 use kernels::cpu::{self as k, Buffer};
-use ops::{Device, DeviceError, SampleInput};
+use ops::{DeviceError, SampleInput};
 
 use super::{CpuDevice, CpuTensor, Linear, out_of_range, sampler};
 
@@ -122,28 +120,6 @@ impl CpuDevice {
             let logits = &mut self.logits[..len * self.config.limits.vocab_size];
             logits.iter_mut().for_each(|logit| *logit = cap * (*logit / cap).tanh());
         }
-    }
-
-    /// The mean squares of all query heads and of all key heads of the whole group, for each row: `[T, 2]`.
-    pub(super) fn head_means(&mut self, qkv: &[f32], heads: k::Heads) -> Result<Vec<f32>, DeviceError> {
-        let own = k::head_squares(&mut self.pool, qkv, heads);
-        let size = self.tensor_parallel().size as usize;
-        // Workers that share a head all count it.
-        let counted = heads.counts.map(|count| count * size * heads.dim);
-        let mut means = vec![0.0; own.len()];
-        let mean = |rows: Range<usize>, parts: &[&[f32]]| {
-            for (index, mean) in means[2 * rows.start..2 * rows.end].iter_mut().enumerate() {
-                *mean = parts.iter().map(|part| part[index]).sum::<f32>() / counted[index % 2] as f32;
-            }
-        };
-        match &mut self.group {
-            Some(group) => group.exchange_rows("summing squares", &own, 2, mean)?,
-            None => {
-                let mut mean = mean;
-                mean(0..own.len() / 2, &[&own]);
-            }
-        }
-        Ok(means)
     }
 
     pub(super) fn revise_rows(&mut self, revised: &[RevisedRow]) -> Result<(), DeviceError> {

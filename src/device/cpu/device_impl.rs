@@ -1,12 +1,10 @@
 //! The [`Device`] interface of the CPU device.
 
-use std::ops::Range;
-
 use engine::{CopiedBlock, RevisedRow, RowId, SampleMask, SampledToken, SamplingParams, TokenId};
 use kernels::cpu::{self as k, Buffer, KvCache};
 use ops::{
-    Activation, AttentionSpec, Device, DeviceError, ExpertSlices, Feature, HeadNormSpan, HeadNorms, LayerAttention,
-    LinearRole, LogitSpec, MemoryPlan, NormKind, NormSlices, PipelineStage, StepInputs, TensorParallel, WeightSlice,
+    Activation, AttentionSpec, Device, DeviceError, ExpertSlices, Feature, HeadNorms, LayerAttention, LinearRole,
+    LogitSpec, MemoryPlan, NormKind, NormSlices, PipelineStage, StepInputs, TensorParallel, WeightSlice,
 };
 
 use super::group::Group;
@@ -261,21 +259,7 @@ impl Device for CpuDevice {
         norms: &HeadNorms<'_, CpuWeight>,
         eps: f32,
     ) -> Result<(), DeviceError> {
-        let spec = &self.cache().spec.layers[layer];
-        let heads = k::Heads { stride: qkv.cols, counts: [spec.num_heads, spec.num_kv_heads], dim: spec.head_dim };
-        let tokens = self.num_tokens();
-        match norms.span {
-            HeadNormSpan::Head | HeadNormSpan::EachHead => {
-                let norms = [norms.q.norm(), norms.k.norm()];
-                k::head_norm(&mut self.pool, qkv.rows_mut(tokens), heads, norms, eps);
-            }
-            HeadNormSpan::AllHeads => {
-                let means = self.head_means(qkv.rows(tokens), heads)?;
-                let gains = [norms.q.gain(), norms.k.gain()];
-                k::scale_heads(&mut self.pool, qkv.rows_mut(tokens), heads, &means, gains, eps);
-            }
-        }
-        Ok(())
+        self.norm_heads(qkv, layer, norms, eps)
     }
 
     fn rope_and_cache(&mut self, qkv: &mut CpuTensor, layer: usize) -> Result<(), DeviceError> {
@@ -347,25 +331,7 @@ impl Device for CpuDevice {
         next: Option<(&mut CpuTensor, &CpuWeight)>,
         eps: f32,
     ) -> Result<(), DeviceError> {
-        let (tokens, width) = (self.num_tokens(), residual.cols);
-        if self.branch.len() < tokens * width {
-            self.branch = Buffer::new(self.config.limits.max_tokens * width);
-        }
-        let (residual, partial) = (residual.rows_mut(tokens), partial.rows(tokens));
-        let (pool, scratch) = (&mut self.pool, &mut self.branch[..tokens * width]);
-        let mut next = next.map(|(out, weight)| (out.rows_mut(tokens), weight.norm()));
-        let mut add = |rows: Range<usize>, parts: &[&[f32]]| {
-            let range = rows.start * width..rows.end * width;
-            let next = next.as_mut().map(|(out, norm)| (&mut out[range.clone()], *norm));
-            k::add_normed(pool, &mut residual[range.clone()], &mut scratch[range], parts, branch.norm(), next, eps);
-        };
-        match &mut self.group {
-            Some(group) => group.exchange_rows("summing partial products", partial, width, add),
-            None => {
-                add(0..tokens, &[partial]);
-                Ok(())
-            }
-        }
+        self.add_normed_branch(residual, partial, branch, next, eps)
     }
 
     fn add(&mut self, x: &mut CpuTensor, y: &CpuTensor) -> Result<(), DeviceError> {

@@ -12,6 +12,7 @@ mod experts;
 mod group;
 mod handshake;
 mod linear;
+mod norms;
 mod peers;
 mod pipeline;
 mod rows;

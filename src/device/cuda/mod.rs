@@ -4,6 +4,7 @@
 //! one copy, tokens stay on the GPU, and results are read from pinned memory after the step's event. Decode steps are
 //! recorded as CUDA graphs, one for each number of rows in a list of buckets.
 
+mod cache;
 mod chain;
 mod config;
 mod decoder_ops;
@@ -21,6 +22,7 @@ mod ops;
 mod pipeline;
 mod queued;
 mod rows;
+mod sampling;
 mod step;
 mod verify;
 mod weights;
@@ -34,6 +36,7 @@ use engine::RowId;
 use kernels::cuda::library_gemm::{FirstUse, LibraryGemm};
 use kernels::cuda::{CudaError, DeviceBuffer, Event, Gpu, PinnedBuffer, Queue, Span};
 
+use cache::Cache;
 use chain::Chain;
 pub use config::CudaConfig;
 pub use exchange::{Exchange, FileExchange};
@@ -43,7 +46,7 @@ use load::Loader;
 use logits::Reports;
 use masked::MaskedStep;
 pub(crate) use memory::Estimate;
-use memory::{Cache, Workspace};
+use memory::Workspace;
 pub use nccl_rate::{NcclRate, nccl_rate};
 use pipeline::Pipeline;
 use queued::{Current, InFlight};
