@@ -105,7 +105,7 @@ def publish_as_baichuan(folder):
         tensors[prefix + "W_pack.weight"] = torch.cat([tensors.pop(f"{prefix}{part}_proj.weight") for part in "qkv"])
     config |= {"architectures": ["BaichuanForCausalLM"], "model_type": "baichuan", "z_loss_weight": 0,
                "model_max_length": config.pop("max_position_embeddings")}
-    for key in ("num_key_value_heads", "head_dim", "rope_theta", "rope_parameters", "rope_scaling"):
+    for key in ("num_key_value_heads", "head_dim", "rope_theta", "rope_parameters", "rope_scaling", "attention_bias", "mlp_bias"):
         config.pop(key, None)
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")

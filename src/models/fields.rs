@@ -68,11 +68,13 @@ impl Fields {
     /// A field that exists and is not null.
     pub(crate) fn get(&self, name: &str) -> Option<&Value> {
         let own = self.own_name(name);
-        self.read.borrow_mut().insert(format!("{}{own}", self.prefix));
+        // Beside its own name an architecture may also have the usual one, which it does not read.
+        self.read.borrow_mut().extend([own, name].map(|name| format!("{}{name}", self.prefix)));
         self.map.get(own).filter(|value| !value.is_null())
     }
 
-    /// The names of fields, at any depth that was read, that exist, are not null and were not read.
+    /// The names of fields, at any depth that was read, that were not read. Those that are null, `false` or empty say that
+    /// something is not there, and are left out.
     pub(crate) fn unread(&self) -> Vec<String> {
         let read = self.read.borrow();
         let mut unread = Vec::new();
@@ -152,6 +154,11 @@ impl Fields {
         }
     }
 
+    /// Accepts fields that describe what the architecture always does.
+    pub(crate) fn ignore(&self, names: &[&str]) {
+        names.iter().for_each(|name| _ = self.get(name));
+    }
+
     /// A string, or `None` if absent.
     pub(crate) fn text(&self, name: &str) -> Result<Option<&str>, ModelError> {
         match self.get(name) {
@@ -207,7 +214,9 @@ impl Fields {
 fn collect_unread(name: &str, value: &Value, read: &BTreeSet<String>, unread: &mut Vec<String>) {
     let inside = format!("{name}.");
     match value {
-        Value::Null => {}
+        Value::Null | Value::Bool(false) => {}
+        Value::Array(values) if values.is_empty() => {}
+        Value::Object(map) if map.is_empty() => {}
         Value::Object(map) if read.range(inside.clone()..).next().is_some_and(|next| next.starts_with(&inside)) => {
             map.iter().for_each(|(key, value)| collect_unread(&format!("{inside}{key}"), value, read, unread));
         }

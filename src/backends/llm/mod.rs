@@ -1,7 +1,7 @@
 //! The LLM engine as a backend.
 //!
 //! A model has one or more replicas, which share one queue. Each replica has a step thread on rank 0, and a worker process on each of
-//! its ranks. Requests arrive as tensors ([`inputs`], [`outputs`]) or as `GenerateRequest`s.
+//! its ranks. Requests arrive as tensors (`inputs`, `outputs`) or as `GenerateRequest`s.
 
 mod active_request;
 mod check;

@@ -44,7 +44,7 @@ pub(super) fn gemma(fields: &Fields, config: &mut Config) -> Adjusted {
     for mlp in mlps.filter(|mlp| mlp.activation == Activation::Gelu) {
         mlp.activation = Activation::GeluTanh;
     }
-    fields.get("hidden_activation"); // It has no effect on this generation.
+    fields.ignore(&["hidden_activation"]); // It has no effect on this generation.
     scale_embeddings(fields, config)
 }
 
@@ -90,7 +90,12 @@ fn layers_of_two_ropes(fields: &Fields, config: &mut Config, theta: f64, local_t
     Ok(())
 }
 
-pub(super) fn phi3(_: &Fields, config: &mut Config) -> Adjusted {
+pub(super) fn phi3(fields: &Fields, config: &mut Config) -> Adjusted {
+    for name in ["full_attn_mod", "interpolate_factor"] {
+        if let Some(found) = fields.get(name).filter(|value| value.as_u64() != Some(1)) {
+            return Err(fields.wrong(name, "1, the only value that is supported", found));
+        }
+    }
     if let RopeScaling::Long { original_max_positions, .. } = config.ropes[0].scaling {
         config.notes.push(format!(
             "rope `longrope`: one set of factors is used for all sequences, the short ones if no sequence may be longer \
@@ -130,6 +135,16 @@ pub(super) fn cohere(fields: &Fields, config: &mut Config) -> Adjusted {
 
 /// Only layers with a window are rotated.
 pub(super) fn cohere2(fields: &Fields, config: &mut Config) -> Adjusted {
+    fields.ignore(&[
+        "layer_switch",
+        "order_of_interleaved_layers",
+        "position_embedding_type",
+        "rotary_pct",
+        "use_embedding_sharing",
+        "use_gated_activation",
+        "use_parallel_block",
+        "use_parallel_embedding",
+    ]);
     config.head.scale = fields.required_positive("logit_scale")? as f32;
     each_attention(config, |attention| attention.rope = attention.rope.filter(|_| attention.window.is_some()));
     Ok(())
@@ -177,6 +192,19 @@ pub(super) fn stablelm(fields: &Fields, config: &mut Config) -> Adjusted {
         config.names = &weights::ONE_NORM;
         config.layers.iter_mut().for_each(|layer| layer.is_parallel = true);
     }
+    Ok(())
+}
+
+pub(super) fn starcoder2(fields: &Fields, _: &mut Config) -> Adjusted {
+    fields.ignore(&[
+        "activation_function",
+        "attention_softmax_in_fp32",
+        "layer_norm_epsilon",
+        "mlp_type",
+        "norm_type",
+        "scale_attention_softmax_in_fp32",
+        "scale_attn_weights",
+    ]);
     Ok(())
 }
 

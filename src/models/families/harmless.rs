@@ -137,6 +137,7 @@ const HARMLESS: &[&str] = &[
     "cross_attention_hidden_size",
     // Lengths that bound nothing in the forward pass.
     "model_max_length",
+    "sliding_window_size",
     "max_seq_len",
     "seq_length",
     "max_sequence_length",

@@ -21,8 +21,12 @@ pub(super) fn windows(fields: &Fields, rule: WindowRule, num_layers: usize) -> R
     let first = first_window_layer(fields)?;
     let listed = layer_types(fields, num_layers)?;
     let pattern = match rule {
-        WindowRule::Pattern(usual) => pattern(fields)?.unwrap_or(usual),
-        _ => 0,
+        WindowRule::Pattern(usual) if listed.is_none() => pattern(fields)?.unwrap_or(usual),
+        WindowRule::Pattern(_) => {
+            fields.ignore(&["sliding_window_pattern", "_sliding_window_pattern"]);
+            1
+        }
+        _ => 1,
     };
     let Some(window) = window else {
         return match listed.filter(|types| types.contains(&true)) {

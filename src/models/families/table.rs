@@ -264,6 +264,7 @@ pub(super) const FAMILIES: &[Family] = &[
         window: WindowRule::AllLayers,
         defaults: r#"{"num_key_value_heads": 2, "hidden_act": "gelu_pytorch_tanh", "tie_word_embeddings": true,
                       "max_position_embeddings": 4096}"#,
+        adjust: adjust::starcoder2,
         ..LLAMA
     },
     Family {

@@ -103,6 +103,13 @@ fn fields_without_effect_are_accepted() {
     let harmless = [("_name_or_path", json!("x")), ("attention_dropout", json!(0.1)), ("use_cache", json!(true))];
     assert!(read(|c| harmless.into_iter().for_each(|(name, value)| c[name] = value)).is_ok());
     assert!(read(|c| c["partial_rotary_factor"] = Value::Null).is_ok());
+    assert!(read(|c| c["use_mrope"] = json!(false)).is_ok());
+    let two_names = read_of("Gemma2ForCausalLM", |c| {
+        c["hidden_act"] = json!("gelu_pytorch_tanh");
+        c["hidden_activation"] = json!("gelu_pytorch_tanh");
+        c["sliding_window_size"] = json!(4096);
+    });
+    assert!(two_names.is_ok(), "{two_names:?}");
 }
 
 #[test]
@@ -148,6 +155,11 @@ fn absent_windows_have_the_defaults_of_their_family() {
         c["num_hidden_layers"] = json!(7);
         c["sliding_window_pattern"] = json!(3);
     });
+    let exaone = read_of("Exaone4ForCausalLM", |c| {
+        c["sliding_window_pattern"] = json!("LLLG");
+        c["layer_types"] = json!(["sliding_attention", "full_attention"]);
+    });
+    assert_eq!(windows(&exaone.unwrap()), [Some(4096), None]);
     let (window, none) = (Some(4096), None);
     assert_eq!(windows(&gemma.unwrap()), [window, window, none, window, window, none, window]);
 }

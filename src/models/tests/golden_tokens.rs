@@ -7,6 +7,7 @@
 //! bound the maximum of some hundred values. With f16 and f32 weights the inputs are f32: the count is the same, with
 //! 2^-20 for sums of some hundred terms in either order.
 
+#[allow(dead_code)]
 mod support;
 
 use device::cpu::WeightPrecision;
