@@ -25,6 +25,19 @@ struct Text {
     strip_left: usize,
 }
 
+impl Tokenizer {
+    /// The text of a whole sequence: the pieces of a [`Detokenizer`] joined. Unknown ids add no text.
+    pub fn decode(&self, ids: &[u32], skip_special: bool) -> String {
+        let mut detokenizer = Detokenizer::with_spelling(Arc::clone(self.spelling()), skip_special);
+        let mut text = String::new();
+        for &id in ids {
+            detokenizer.push_into(id, &mut text);
+        }
+        detokenizer.finish_into(&mut text);
+        text
+    }
+}
+
 impl Detokenizer {
     /// Starts a text; `skip_special` leaves out special tokens such as `</s>`.
     pub fn new(tokenizer: Arc<Tokenizer>, skip_special: bool) -> Self {

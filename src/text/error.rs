@@ -10,6 +10,8 @@ pub enum TextError {
     Read { path: PathBuf, source: std::io::Error },
     #[error("`{}` is no tokenizer that can be read: {reason}; copy it from the checkpoint again", .path.display())]
     Parse { path: PathBuf, reason: String },
+    #[error("`{}` has tiktoken's ranks, as in the original files of Llama 3, which are not read; take `tokenizer.json` of the same model in the form of Hugging Face", .path.display())]
+    Tiktoken { path: PathBuf },
     #[error("`{}` has the decoder `{decoder}`, whose text cannot be streamed; expected one of {expected}", .path.display())]
     Decoder { path: PathBuf, decoder: String, expected: &'static str },
     #[error("`{}` names the class `{class}`, whose `vocab.json` is not known here; expected `{expected}`, or a `tokenizer.json`", .path.display())]

@@ -8,6 +8,9 @@ use serde_json::Value;
 
 use crate::TextError;
 
+/// A larger id means a damaged file; the largest vocabularies have some 2^18 tokens.
+pub(crate) const MAX_TOKEN_ID: u32 = (1 << 24) - 1;
+
 /// Contents of `tokenizer_config.json`, `special_tokens_map.json` and `added_tokens.json` of a directory; `Null` for a missing
 /// file.
 pub(crate) struct Files {

@@ -40,6 +40,7 @@ mod spelling;
 mod spm;
 mod stop;
 mod tokenizer;
+mod tokenizer_type;
 mod trie;
 
 pub use chat::{ChatRequest, ChatTemplate};
@@ -47,4 +48,5 @@ pub use coverage::Coverage;
 pub use detokenizer::Detokenizer;
 pub use error::TextError;
 pub use stop::StopText;
-pub use tokenizer::{Roles, Tokenizer, TokenizerType};
+pub use tokenizer::{Roles, Tokenizer};
+pub use tokenizer_type::TokenizerType;

@@ -4,11 +4,9 @@ use serde_json::Value;
 use tokenizers::{Decoder, DecoderWrapper};
 
 use crate::TextError;
-use crate::sentencepiece::{PieceType, SPACE};
+use crate::files::MAX_TOKEN_ID;
+use crate::sentencepiece::{PieceType, SPACE, fallback_byte};
 use crate::spm::SpmTokenizer;
-
-/// A larger id means a damaged file; the largest vocabularies have some 2^18 tokens.
-pub(crate) const MAX_TOKEN_ID: u32 = (1 << 24) - 1;
 
 const SUPPORTED: &str = "`ByteLevel`, `Metaspace`, `WordPiece`, none, or a `Sequence` of `Replace`, `ByteFallback`, `Fuse` and a leading `Strip`";
 
@@ -267,13 +265,6 @@ fn decode_last(decoder: &DecoderWrapper, tokens: Vec<String>) -> Vec<u8> {
     let token = tokens.last().cloned();
     let decoded = decoder.decode_chain(tokens).ok().and_then(|mut texts| texts.pop());
     decoded.or(token).unwrap_or_default().into_bytes()
-}
-
-/// The byte of a fallback token such as `<0x0A>`.
-pub(crate) fn fallback_byte(token: &[u8]) -> Option<u8> {
-    let hex = token.strip_prefix(b"<0x")?.strip_suffix(b">")?;
-    let hex = std::str::from_utf8(hex).ok().filter(|hex| hex.len() == 2)?;
-    u8::from_str_radix(hex, 16).ok()
 }
 
 /// The alphabet of byte-level BPE (Radford et al. 2019): a printable Latin-1 character represents its own byte; U+0100 and the

@@ -1,13 +1,23 @@
 use std::path::Path;
 
 use crate::added::{AddedTokens, Segment};
-use crate::files::{AddedToken, Files};
+use crate::files::{AddedToken, Files, MAX_TOKEN_ID};
 use crate::sentencepiece::{PieceType, SentencePiece};
-use crate::spelling::MAX_TOKEN_ID;
-use crate::{Coverage, TextError, TokenizerType};
+use crate::tokenizer_type::TokenizerType;
+use crate::{Coverage, TextError};
 
 /// Number of T5's sentinel tokens where `extra_ids` does not set it.
 const T5_EXTRA_IDS: u64 = 100;
+
+/// Whether a file is tiktoken's: lines of a token in base64 and its rank.
+fn is_tiktoken(bytes: &[u8]) -> bool {
+    let line = bytes.split(|byte| *byte == b'\n').next().unwrap_or_default();
+    let Some((token, rank)) = std::str::from_utf8(line).ok().and_then(|line| line.trim_end().split_once(' ')) else {
+        return false;
+    };
+    let is_base64 = |char: char| char.is_ascii_alphanumeric() || "+/=".contains(char);
+    !token.is_empty() && token.chars().all(is_base64) && rank.parse::<u32>().is_ok()
+}
 
 /// A SentencePiece model with the added tokens of its checkpoint.
 pub(crate) struct SpmTokenizer {
@@ -23,7 +33,10 @@ impl SpmTokenizer {
     /// Reads the model at `path`; `files` are those of its directory.
     pub(crate) fn read(path: &Path, files: &Files, tokenizer_type: TokenizerType) -> Result<Self, TextError> {
         let bytes = std::fs::read(path).map_err(|source| TextError::Read { path: path.to_owned(), source })?;
-        let parse_error = |reason| TextError::Parse { path: path.to_owned(), reason };
+        let parse_error = |reason| match is_tiktoken(&bytes) {
+            true => TextError::Tiktoken { path: path.to_owned() },
+            false => TextError::Parse { path: path.to_owned(), reason },
+        };
         let model = SentencePiece::read(&bytes).map_err(parse_error)?;
         let rules = Rules::of(&model, files, tokenizer_type);
         let added = added_tokens(&model, files, &rules);

@@ -7,34 +7,8 @@ use std::sync::Arc;
 use crate::files::Files;
 use crate::spelling::{Piece, Spelling};
 use crate::spm::SpmTokenizer;
-use crate::{Coverage, Detokenizer, TextError, gpt2};
-
-/// Which files of a checkpoint are read, and by which rules: `tokenizer_type` of TensorRT-LLM's preprocessing.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
-pub enum TokenizerType {
-    /// `tokenizer.json`, else `tokenizer.model` or `spiece.model`, else `vocab.json` with `merges.txt`.
-    #[default]
-    Auto,
-    /// `tokenizer.model` first; begins a text with `<s>`.
-    Llama,
-    /// `spiece.model` or `tokenizer.model` first; ends a text with `</s>`.
-    T5,
-}
-
-impl std::str::FromStr for TokenizerType {
-    type Err = String;
-
-    /// # Errors
-    /// For another name; the message lists the valid ones.
-    fn from_str(name: &str) -> Result<Self, String> {
-        match name {
-            "auto" => Ok(Self::Auto),
-            "llama" => Ok(Self::Llama),
-            "t5" => Ok(Self::T5),
-            other => Err(format!("`tokenizer_type` is `{other}`, expected `auto`, `llama` or `t5`")),
-        }
-    }
-}
+use crate::tokenizer_type::TokenizerType;
+use crate::{Coverage, TextError, gpt2};
 
 /// The tokenizer of one checkpoint. It is immutable after loading; share it in an [`Arc`].
 pub struct Tokenizer {
@@ -148,17 +122,6 @@ impl Tokenizer {
             }
             Model::Spm(model) => Ok(model.encode(text, add_special)),
         }
-    }
-
-    /// The text of a whole sequence: the pieces of a [`Detokenizer`] joined. Unknown ids add no text.
-    pub fn decode(&self, ids: &[u32], skip_special: bool) -> String {
-        let mut detokenizer = Detokenizer::with_spelling(Arc::clone(&self.spelling), skip_special);
-        let mut text = String::new();
-        for &id in ids {
-            detokenizer.push_into(id, &mut text);
-        }
-        detokenizer.finish_into(&mut text);
-        text
     }
 
     /// One more than the largest token id, added tokens included. The vocabulary of the model's weights may be padded beyond it.
@@ -289,7 +252,7 @@ mod tests {
         let dir = tempfile::tempdir().unwrap();
         let message = Tokenizer::from_dir(dir.path()).err().unwrap().to_string();
         assert!(message.contains("has no `tokenizer.json`"), "{message}");
-        fs::write(dir.path().join("tokenizer.model"), b"IQ== 0\n").unwrap();
+        fs::write(dir.path().join("tokenizer.model"), b"no model").unwrap();
         let message = Tokenizer::from_dir(dir.path()).err().unwrap().to_string();
         assert!(message.contains("tokenizer.model") && message.contains("no SentencePiece model"), "{message}");
         fs::write(dir.path().join("vocab.json"), b"{}").unwrap();
@@ -298,6 +261,17 @@ mod tests {
         fs::remove_file(dir.path().join("tokenizer.model")).unwrap();
         let message = Tokenizer::from_dir(dir.path()).err().unwrap().to_string();
         assert!(message.contains("RobertaTokenizer") && message.contains("GPT2Tokenizer"), "{message}");
+    }
+
+    #[test]
+    fn a_file_of_tiktoken_is_refused_with_what_to_take_instead() {
+        let dir = tempfile::tempdir().unwrap();
+        fs::write(dir.path().join("tokenizer.model"), "IQ== 0\nIg== 1\nIw== 2\n").unwrap();
+        let message = Tokenizer::from_dir(dir.path()).err().unwrap().to_string();
+        assert!(message.contains("tiktoken's ranks") && message.contains("take `tokenizer.json`"), "{message}");
+        fs::write(dir.path().join("tokenizer.model"), "neither 1 thing").unwrap();
+        let message = Tokenizer::from_dir(dir.path()).err().unwrap().to_string();
+        assert!(message.contains("it is no SentencePiece model"), "{message}");
     }
 
     #[test]

@@ -22,6 +22,13 @@ use proto::{ModelProto, ModelType};
 /// Represents a space in a piece.
 pub(crate) const SPACE: char = '\u{2581}';
 
+/// The byte of a fallback token such as `<0x0A>`.
+pub(crate) fn fallback_byte(token: &[u8]) -> Option<u8> {
+    let hex = token.strip_prefix(b"<0x")?.strip_suffix(b">")?;
+    let hex = std::str::from_utf8(hex).ok().filter(|hex| hex.len() == 2)?;
+    u8::from_str_radix(hex, 16).ok()
+}
+
 /// A `tokenizer.model`.
 #[derive(Debug)]
 pub(crate) struct SentencePiece {
@@ -182,7 +189,7 @@ impl Pieces {
     fn byte_ids(&self) -> Result<Box<[u32; 256]>, String> {
         let mut ids = Box::new([u32::MAX; 256]);
         for (id, text) in self.texts.iter().enumerate().filter(|(id, _)| self.types[*id] == PieceType::Byte) {
-            if let Some(byte) = crate::spelling::fallback_byte(text.as_bytes()) {
+            if let Some(byte) = fallback_byte(text.as_bytes()) {
                 ids[usize::from(byte)] = id as u32;
             }
         }
