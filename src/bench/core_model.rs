@@ -11,8 +11,9 @@ use serde_json::{Value, json};
 use crate::dataset::{self, Choice, Length, Prompt, Source};
 use crate::figures::Figures;
 use crate::load::{self, Pace};
+use crate::outcome::{Outcome, Sampling};
 use crate::random::{Arrivals, Random};
-use crate::target::{Outcome, Protocol, Sampling, Target};
+use crate::target::{Protocol, Target};
 use crate::target_grpc::CONNECTIONS;
 use crate::{core_table, print_text, progress, serving, write_json};
 

@@ -5,8 +5,8 @@ use std::time::Duration;
 use serde::{Deserialize, Serialize};
 use text::Tokenizer;
 
+use crate::outcome::Outcome;
 use crate::percentiles::{Histogram, Percentiles};
-use crate::target::Outcome;
 
 /// The figures of a run. Latencies do not include failed requests.
 #[derive(Debug, Clone, Default, Serialize, Deserialize)]

@@ -22,6 +22,7 @@ mod identity;
 mod infer;
 mod infer_http;
 mod load;
+mod outcome;
 mod percentiles;
 mod progress;
 mod random;

@@ -10,8 +10,9 @@ use indicatif::ProgressBar;
 use tokio::time::Instant;
 
 use crate::dataset::Prompt;
+use crate::outcome::{Outcome, Sampling};
 use crate::random::Arrivals;
-use crate::target::{Outcome, Sampling, Target};
+use crate::target::Target;
 
 /// How many requests are sent, and when.
 pub(crate) struct Pace {

@@ -10,8 +10,9 @@ use text::Tokenizer;
 use crate::dataset::{self, Choice, Prompt, Source};
 use crate::figures::Figures;
 use crate::load::{self, Pace};
+use crate::outcome::Sampling;
 use crate::random::Arrivals;
-use crate::target::{Protocol, Sampling, Target};
+use crate::target::{Protocol, Target};
 use crate::target_grpc::CONNECTIONS;
 use crate::{print_text, progress, write_json};
 

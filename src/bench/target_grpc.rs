@@ -11,7 +11,7 @@ use client::proto::{
 use client::tensor::{Model, Values, texts};
 
 use crate::dataset::Prompt;
-use crate::target::{Outcome, Sampling};
+use crate::outcome::{Outcome, Sampling};
 
 /// Usual names of inputs; the first one that the model declares is used.
 const PROMPT: [&str; 6] = ["text_input", "prompt", "INPUT_TEXT", "PROMPT", "text", "QUERY"];

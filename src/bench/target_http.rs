@@ -5,7 +5,7 @@ use serde_json::{Map, Value, json};
 
 use crate::dataset::Prompt;
 use crate::http::HttpClient;
-use crate::target::{Outcome, Sampling};
+use crate::outcome::{Outcome, Sampling};
 
 /// Usual names of the prompt, the length limit and the output text; the first one that the model declares is used.
 const PROMPT: [&str; 4] = ["text_input", "prompt", "INPUT_TEXT", "text"];
