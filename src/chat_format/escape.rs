@@ -1,14 +1,4 @@
-//! JSON strings and numbers as text.
-
-use crate::json::{JsonStream, Step};
-
-/// Whether the text is a number of JSON, of any size.
-pub(crate) fn is_number(text: &str) -> bool {
-    let (mut json, mut out) = (JsonStream::new(), String::new());
-    text.starts_with(|c: char| c == '-' || c.is_ascii_digit())
-        && text.chars().all(|c| json.push(c, &mut out) == Step::More)
-        && json.push(' ', &mut out) == Step::Before
-}
+//! JSON strings as text.
 
 /// Appends `c` to a JSON string, as an escape if it is a control character.
 pub(crate) fn push_escaped_control(c: char, out: &mut String) {

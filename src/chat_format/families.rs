@@ -6,16 +6,6 @@ use crate::format::{Calls, ChatFormat, Named, Parameters, Reasoning, Syntax};
 
 static FAMILIES: LazyLock<Vec<Arc<ChatFormat>>> = LazyLock::new(|| all().into_iter().map(Arc::new).collect());
 
-/// The format of a family.
-pub(crate) fn named(name: &str) -> Option<Arc<ChatFormat>> {
-    FAMILIES.iter().find(|format| format.name == name).cloned()
-}
-
-/// The names of the families.
-pub(crate) fn names() -> impl Iterator<Item = &'static str> {
-    FAMILIES.iter().map(|format| format.name.as_str())
-}
-
 /// Texts of a template, all of which it must have, and the family that has them. The first match counts.
 const DETECTED: &[(&[&str], &str)] = &[
     (&["<|channel|>", "<|message|>"], "harmony"),
@@ -40,10 +30,22 @@ const DETECTED: &[(&[&str], &str)] = &[
     (&["<start_of_turn>"], "gemma3"),
 ];
 
-/// The family whose markers the template has.
-pub(crate) fn detect(template: &str) -> Option<Arc<ChatFormat>> {
-    let (_, name) = DETECTED.iter().find(|(texts, _)| texts.iter().all(|text| template.contains(text)))?;
-    named(name)
+impl ChatFormat {
+    /// The format of a family, by its name.
+    pub fn named(name: &str) -> Option<Arc<ChatFormat>> {
+        FAMILIES.iter().find(|format| format.name == name).cloned()
+    }
+
+    /// The names of all families.
+    pub fn names() -> impl Iterator<Item = &'static str> {
+        FAMILIES.iter().map(|format| format.name.as_str())
+    }
+
+    /// The family whose markers the text of a chat template has.
+    pub fn detect(chat_template: &str) -> Option<Arc<ChatFormat>> {
+        let (_, name) = DETECTED.iter().find(|(texts, _)| texts.iter().all(|text| chat_template.contains(text)))?;
+        Self::named(name)
+    }
 }
 
 fn think() -> Reasoning {

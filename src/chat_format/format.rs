@@ -1,10 +1,6 @@
 //! The description of how one family of models writes a turn.
 
-use std::sync::Arc;
-
-use crate::families;
-use crate::parser::TurnParser;
-use crate::{ToolSchema, TurnStart};
+use crate::TurnStart;
 
 /// How one family of models writes reasoning, content and tool calls.
 ///
@@ -104,21 +100,6 @@ pub(crate) struct Parameters {
 }
 
 impl ChatFormat {
-    /// The format of a family, by its name.
-    pub fn named(name: &str) -> Option<Arc<ChatFormat>> {
-        families::named(name)
-    }
-
-    /// The names of all families.
-    pub fn names() -> impl Iterator<Item = &'static str> {
-        families::names()
-    }
-
-    /// The family whose markers the text of a chat template has.
-    pub fn detect(chat_template: &str) -> Option<Arc<ChatFormat>> {
-        families::detect(chat_template)
-    }
-
     /// The name of the family, or `response_template` for a format that was read from a checkpoint.
     pub fn name(&self) -> &str {
         &self.name
@@ -210,10 +191,5 @@ impl ChatFormat {
             (Some(_), _) => TurnStart::Thinking,
             _ => TurnStart::Fresh,
         }
-    }
-
-    /// A parser of one turn. Calls are looked for only if there are `tools`.
-    pub fn parser(&self, start: TurnStart, tools: &[ToolSchema]) -> TurnParser {
-        TurnParser::new(self, start, tools)
     }
 }

@@ -1,6 +1,6 @@
 //! The grammar of a turn of Harmony. A turn has at most one call: `<|call|>` ends it.
 
-use crate::grammar::{Hold, arguments_schema};
+use crate::arguments_schema::{Hold, arguments_schema};
 use crate::lark::Lark;
 use crate::{ToolGrammar, ToolSchema, TurnStart};
 

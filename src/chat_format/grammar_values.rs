@@ -2,8 +2,8 @@
 
 use serde_json::{Map, Value, json};
 
+use crate::arguments_schema::Hold;
 use crate::format::Parameters;
-use crate::grammar::Hold;
 use crate::lark::Lark;
 use crate::schema;
 use crate::{FormatError, ToolSchema};

@@ -342,6 +342,14 @@ impl JsonStream {
     }
 }
 
+/// Whether the text is a number of JSON, of any size.
+pub(crate) fn is_number(text: &str) -> bool {
+    let (mut json, mut out) = (JsonStream::new(), String::new());
+    text.starts_with(|c: char| c == '-' || c.is_ascii_digit())
+        && text.chars().all(|c| json.push(c, &mut out) == Step::More)
+        && json.push(' ', &mut out) == Step::Before
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;

@@ -12,6 +12,7 @@
 #![forbid(unsafe_code)]
 
 mod arguments;
+mod arguments_schema;
 mod calls;
 mod escape;
 mod families;

@@ -1,6 +1,7 @@
 //! Values as Python or Gemma 4 write them, given as JSON as they come.
 
-use crate::escape::{is_number, push_escaped, quoted};
+use crate::escape::{push_escaped, quoted};
+use crate::json::is_number;
 use crate::json::{MAX_DEPTH, Step};
 use crate::marker::MarkerScan;
 

@@ -61,6 +61,13 @@ struct Call {
     certain: bool,
 }
 
+impl ChatFormat {
+    /// A parser of one turn. Calls are looked for only if there are `tools`.
+    pub fn parser(&self, start: TurnStart, tools: &[ToolSchema]) -> TurnParser {
+        TurnParser::new(self, start, tools)
+    }
+}
+
 impl TurnParser {
     pub(crate) fn new(format: &ChatFormat, start: TurnStart, tools: &[ToolSchema]) -> Self {
         let implied = format.reasoning.as_ref().is_some_and(|reasoning| reasoning.implied);

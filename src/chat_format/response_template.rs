@@ -2,9 +2,9 @@
 
 use serde_json::Value;
 
+use crate::FormatError;
 use crate::format::{Calls, ChatFormat, Named, Parameters, Reasoning, Syntax};
 use crate::pattern::{Part, parse, texts};
-use crate::{FormatError, families};
 
 impl ChatFormat {
     /// The format that `response_template` of a `tokenizer_config.json` describes.
@@ -24,7 +24,7 @@ impl ChatFormat {
         let fields = value.get("fields").ok_or_else(|| error("fields", "is missing"))?;
         only(fields, "fields", &["thinking", "reasoning", "reasoning_content", "content", "tool_calls"])?;
         if is_harmony(fields) {
-            let harmony = families::named("harmony").map(|format| (*format).clone());
+            let harmony = ChatFormat::named("harmony").map(|format| (*format).clone());
             return harmony.ok_or_else(|| error("fields", "is not known"));
         }
         let thinking = ["thinking", "reasoning", "reasoning_content"].iter().find_map(|name| fields.get(name));

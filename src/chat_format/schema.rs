@@ -2,7 +2,8 @@
 
 use serde_json::{Map, Value};
 
-use crate::escape::{is_number, quoted};
+use crate::escape::quoted;
+use crate::json::is_number;
 
 /// How deep references and alternatives are followed.
 const MAX_DEPTH: usize = 16;

@@ -1,5 +1,8 @@
 use thiserror::Error;
 
+/// The longest message of `llguidance` that is passed on, in characters.
+const MAX_MESSAGE: usize = 500;
+
 /// Why a constraint cannot be compiled, or cannot go on.
 #[derive(Debug, Clone, PartialEq, Eq, Error)]
 pub enum ConstraintError {
@@ -75,4 +78,14 @@ pub enum ConstraintError {
     /// The grammar exceeded a limit while a text was generated, or no token can continue it.
     #[error("the constraint cannot go on: {0}")]
     Stuck(String),
+}
+
+/// A message of `llguidance` on one line, without the dump of its state, cut to a readable length.
+pub(crate) fn readable(message: &str) -> String {
+    let message = message.split("\n<").next().unwrap_or_default();
+    let message = message.split_whitespace().collect::<Vec<_>>().join(" ");
+    match message.char_indices().nth(MAX_MESSAGE) {
+        Some((end, _)) => format!("{}…", &message[..end]),
+        None => message,
+    }
 }

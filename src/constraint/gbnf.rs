@@ -11,8 +11,8 @@ mod space;
 use std::collections::BTreeMap;
 
 use crate::ConstraintError;
-use crate::compiler::Limits;
-use crate::grammar::literal;
+use crate::lark::literal;
+use crate::limits::Limits;
 
 const WHAT: &str = "the GBNF grammar";
 

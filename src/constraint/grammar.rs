@@ -4,11 +4,8 @@ use llguidance::api::{GrammarWithLexer, TopLevelGrammar};
 use serde_json::{Value, json};
 
 use crate::closed::close_objects;
-use crate::compiler::Limits;
+use crate::limits::Limits;
 use crate::{ConstraintError, ConstraintSpec, gbnf, schema, structural};
-
-/// The longest message of `llguidance` that is passed on, in characters.
-const MAX_MESSAGE: usize = 500;
 
 pub(crate) fn grammar_of(spec: &ConstraintSpec, limits: &Limits) -> Result<TopLevelGrammar, ConstraintError> {
     let what = spec.what();
@@ -21,24 +18,24 @@ pub(crate) fn grammar_of(spec: &ConstraintSpec, limits: &Limits) -> Result<TopLe
             Ok(TopLevelGrammar::from_json_schema(with_white_space(close_objects(&schema::check(&parsed, limits)?))))
         }
         ConstraintSpec::Regex(regex) => {
-            within(what, regex.len(), limits)?;
+            limits.check_bytes(what, regex.len())?;
             Ok(TopLevelGrammar::from_regex(regex))
         }
         ConstraintSpec::Choice(choices) => {
-            within(what, choices.iter().map(|choice| choice.len() + 1).sum(), limits)?;
+            limits.check_bytes(what, choices.iter().map(|choice| choice.len() + 1).sum())?;
             Ok(TopLevelGrammar::from_regex(&choice(choices)?))
         }
         ConstraintSpec::Grammar(text) if gbnf::is_gbnf(text) => {
-            within(what, text.len(), limits)?;
+            limits.check_bytes(what, text.len())?;
             Ok(TopLevelGrammar::from_lark(gbnf::lark(text, limits)?))
         }
         ConstraintSpec::Grammar(text) => {
             check_lark(text)?;
-            within(what, text.len(), limits)?;
+            limits.check_bytes(what, text.len())?;
             Ok(TopLevelGrammar::from_lark(text.clone()))
         }
         ConstraintSpec::Lark(text) => {
-            within(what, text.len(), limits)?;
+            limits.check_bytes(what, text.len())?;
             Ok(TopLevelGrammar::from_lark(text.clone()))
         }
         ConstraintSpec::StructuralTag(value) => {
@@ -70,20 +67,6 @@ fn with_white_space(schema: Value) -> Value {
     }
 }
 
-/// # Errors
-/// When `got` bytes are over the limit of a description.
-pub(crate) fn within(what: &'static str, got: usize, limits: &Limits) -> Result<(), ConstraintError> {
-    match got > limits.max_bytes {
-        true => Err(ConstraintError::TooLarge { what, got, max: limits.max_bytes, unit: "bytes" }),
-        false => Ok(()),
-    }
-}
-
-/// A string literal of Lark: JSON's.
-pub(crate) fn literal(text: &str) -> String {
-    Value::from(text).to_string()
-}
-
 /// The choices as one regular expression: the parser bounds the alternatives of a rule.
 fn choice(choices: &[String]) -> Result<String, ConstraintError> {
     let invalid = |reason: &str| ConstraintError::Invalid { what: "the list of choices", reason: reason.into() };
@@ -108,15 +91,5 @@ fn check_lark(text: &str) -> Result<(), ConstraintError> {
     match text.contains("x-guidance") {
         true => Err(ConstraintError::Unsupported { feature: "x-guidance".into(), place: "the grammar".into() }),
         false => Ok(()),
-    }
-}
-
-/// A message of `llguidance` on one line, without the dump of its state, cut to a readable length.
-pub(crate) fn readable(message: &str) -> String {
-    let message = message.split("\n<").next().unwrap_or_default();
-    let message = message.split_whitespace().collect::<Vec<_>>().join(" ");
-    match message.char_indices().nth(MAX_MESSAGE) {
-        Some((end, _)) => format!("{}…", &message[..end]),
-        None => message,
     }
 }

@@ -8,9 +8,8 @@ use std::collections::HashMap;
 use serde_json::{Map, Value, json};
 
 use crate::ConstraintError;
-use crate::compiler::Limits;
-use crate::grammar::within;
-use crate::schema::{LIST, NAMED, ONE, Place, WHAT};
+use crate::limits::Limits;
+use crate::subschemas::{LIST, NAMED, ONE, Place, WHAT};
 
 /// Where parts of a schema are, by resource and anchor: `uri` or `uri#anchor`.
 type Places = HashMap<String, Vec<String>>;
@@ -27,7 +26,7 @@ pub(crate) fn plain(schema: Value, limits: &Limits) -> Result<Value, ConstraintE
     let mut rewritten = rewriting.schema(&schema, "", &mut Place::default())?;
     let copies = rewriting.copies;
     if let Some(fields) = rewritten.as_object_mut().filter(|_| !copies.is_empty()) {
-        within(WHAT, copies.values().map(|copy| copy.to_string().len()).sum(), limits)?;
+        limits.check_bytes(WHAT, copies.values().map(|copy| copy.to_string().len()).sum())?;
         let definitions = fields.entry("$defs").or_insert_with(|| json!({}));
         definitions.as_object_mut().into_iter().for_each(|known| known.extend(copies.clone()));
     }

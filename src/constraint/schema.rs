@@ -3,11 +3,9 @@
 use serde_json::{Map, Value};
 
 use crate::ConstraintError;
-use crate::compiler::Limits;
-use crate::grammar::within;
+use crate::limits::Limits;
 use crate::reference;
-
-pub(crate) const WHAT: &str = "the JSON schema";
+use crate::subschemas::{LIST, NAMED, ONE, Place, WHAT};
 
 /// Keywords that restrict a value, and that `llguidance` does not implement.
 const UNSUPPORTED: [&str; 21] = [
@@ -35,20 +33,13 @@ const UNSUPPORTED: [&str; 21] = [
     "x-guidance",
 ];
 
-/// Keywords whose value is a schema.
-pub(crate) const ONE: [&str; 3] = ["items", "additionalProperties", "additionalItems"];
-/// Keywords whose value is a list of schemas.
-pub(crate) const LIST: [&str; 5] = ["anyOf", "oneOf", "allOf", "prefixItems", "items"];
-/// Keywords whose value has schemas by name.
-pub(crate) const NAMED: [&str; 4] = ["properties", "patternProperties", "$defs", "definitions"];
-
 /// A schema that may be given as JSON text.
 ///
 /// # Errors
 /// When the text is too long, or is not JSON.
 pub(crate) fn parse(value: &Value, limits: &Limits) -> Result<Value, ConstraintError> {
     let Value::String(text) = value else { return Ok(value.clone()) };
-    within(WHAT, text.len(), limits)?;
+    limits.check_bytes(WHAT, text.len())?;
     serde_json::from_str(text)
         .map_err(|error| ConstraintError::Invalid { what: WHAT, reason: format!("its text is not JSON: {error}") })
 }
@@ -60,7 +51,7 @@ pub(crate) fn parse(value: &Value, limits: &Limits) -> Result<Value, ConstraintE
 pub(crate) fn check(schema: &Value, limits: &Limits) -> Result<Value, ConstraintError> {
     let place = Place::default();
     shallow(schema, &mut place.clone(), 0, limits)?;
-    within(WHAT, schema.to_string().len(), limits)?;
+    limits.check_bytes(WHAT, schema.to_string().len())?;
     reference::plain(checked(schema, &mut place.clone())?, limits)
 }
 
@@ -137,47 +128,6 @@ fn kind(value: &Value) -> &'static str {
         Value::String(_) => "a string",
         Value::Array(_) => "an array",
         Value::Object(_) => "an object",
-    }
-}
-
-/// A JSON pointer, as the place of a message.
-#[derive(Clone, Default)]
-pub(crate) struct Place(Vec<String>);
-
-impl Place {
-    /// Runs `inner` one step further down.
-    pub(crate) fn within<T>(&mut self, step: &str, inner: impl FnOnce(&mut Self) -> T) -> T {
-        // A message needs no more of a name.
-        self.0.push(step.chars().take(64).collect());
-        let value = inner(self);
-        self.0.pop();
-        value
-    }
-}
-
-impl Place {
-    /// Runs `inner` several steps further down.
-    pub(crate) fn within_all<T>(&mut self, steps: &[String], inner: impl FnOnce(&mut Self) -> T) -> T {
-        match steps.split_first() {
-            Some((first, rest)) => {
-                self.0.push(first.chars().take(64).collect());
-                let value = self.within_all(rest, inner);
-                self.0.pop();
-                value
-            }
-            None => inner(self),
-        }
-    }
-}
-
-impl std::fmt::Display for Place {
-    fn fmt(&self, formatter: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        formatter.write_str("#")?;
-        let cut = self.0.len().saturating_sub(12);
-        if cut > 0 {
-            formatter.write_str("/…")?;
-        }
-        self.0[cut..].iter().try_for_each(|step| write!(formatter, "/{}", step.replace('~', "~0").replace('/', "~1")))
     }
 }
 

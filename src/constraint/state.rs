@@ -197,5 +197,5 @@ impl Constraint {
 }
 
 fn stuck(error: impl std::fmt::Display) -> ConstraintError {
-    ConstraintError::Stuck(crate::grammar::readable(&error.to_string()))
+    ConstraintError::Stuck(crate::error::readable(&error.to_string()))
 }

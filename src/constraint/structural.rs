@@ -3,9 +3,10 @@
 use serde_json::Value;
 
 use crate::ConstraintError;
-use crate::compiler::Limits;
-use crate::grammar::{literal, within};
-use crate::schema::{self, Place};
+use crate::lark::literal;
+use crate::limits::Limits;
+use crate::schema;
+use crate::subschemas::Place;
 
 const WHAT: &str = "the structural tag";
 /// Text of any kind, as a terminal.
@@ -21,7 +22,7 @@ pub(crate) fn schema_name(index: usize) -> String {
 /// # Errors
 /// When the tag is too large or too deep, is not valid, or uses a format that is not implemented.
 pub(crate) fn lark(value: &Value, limits: &Limits) -> Result<(String, Vec<Value>), ConstraintError> {
-    within(WHAT, value.to_string().len(), limits)?;
+    limits.check_bytes(WHAT, value.to_string().len())?;
     let mut rules = Rules { text: Vec::new(), schemas: Vec::new(), limits, depth: 0 };
     let mut place = Place::default();
     let start = match (value.get("format"), value.get("structures")) {

@@ -4,7 +4,7 @@ use std::collections::HashMap;
 
 use super::{Node, Rules, WHAT, invalid};
 use crate::ConstraintError;
-use crate::compiler::Limits;
+use crate::limits::Limits;
 
 /// Largest number of repetitions.
 const MAX_COUNT: u32 = 100_000;

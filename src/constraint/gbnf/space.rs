@@ -1,7 +1,7 @@
 //! White space at the end of a part of a grammar.
 
 use super::{Node, class};
-use crate::grammar::literal;
+use crate::lark::literal;
 
 /// Nodes that a search for white space visits, and that its result may hold.
 const MAX_VISITS: usize = 2_000;
