@@ -8,7 +8,7 @@ use anyhow::{Context, Result, anyhow, bail};
 use ipc::ProcessWatch;
 use nix::sys::signal::Signal;
 
-use crate::detach::last_lines;
+use crate::excerpt;
 use crate::flags::WorldFlags;
 use crate::signals::{RESTART, RESTART_AFTER, RESTART_ROLLING};
 use crate::state::{Phase, RunDir, WorldState};
@@ -108,7 +108,7 @@ pub(crate) fn restart(run_dir: &RunDir, http_port: Option<u16>, how: Restart, ti
     loop {
         thread::sleep(Duration::from_millis(50));
         let Ok(now) = choose(run_dir, Some(old.http_port)) else {
-            bail!("the launcher has ended; the end of its log:\n{}", last_lines(&old.log));
+            bail!("the launcher has ended; from its log:\n{}", excerpt::of(&old.log));
         };
         // An earlier failure stays in the state until the launcher has noticed this restart.
         was_noticed |= now.rolling_failure.is_none() && now != old;
@@ -121,7 +121,7 @@ pub(crate) fn restart(run_dir: &RunDir, http_port: Option<u16>, how: Restart, ti
             return Ok(());
         }
         if start.elapsed() > timeout {
-            bail!("the world does not serve again after {timeout:?}; the end of its log:\n{}", last_lines(&old.log));
+            bail!("the world does not serve again after {timeout:?}; from its log:\n{}", excerpt::of(&old.log));
         }
     }
 }

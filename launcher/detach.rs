@@ -11,7 +11,7 @@ use anyhow::{Context, Result, bail};
 use ipc::ProcessWatch;
 use nix::sys::signal::Signal;
 
-use crate::crash;
+use crate::excerpt;
 use crate::flags::WorldFlags;
 use crate::state::{Phase, RunDir, WorldState};
 
@@ -21,7 +21,7 @@ const DEFAULT_READY_TIMEOUT: Duration = Duration::from_secs(600);
 /// Starts this program again in the background with the same `arguments`. Returns once the world serves.
 ///
 /// # Errors
-/// If the world ends or times out before it serves, with the end of its log.
+/// If the world ends or times out before it serves, with what its log says.
 pub(crate) fn detach(flags: &WorldFlags, arguments: &[OsString], run_dir: &RunDir) -> Result<()> {
     let log = run_dir.log_file(flags.http_port);
     let file = fs::File::create(&log).with_context(|| format!("cannot write {}", log.display()))?;
@@ -52,8 +52,8 @@ fn wait_until_ready(child: &mut Child, run_dir: &RunDir, timeout: Duration, log:
     let start = Instant::now();
     loop {
         if let Some(status) = child.try_wait().context("cannot wait for the launcher")? {
-            let reason = last_lines(log);
-            bail!("the world did not start ({}); the end of {}:\n{reason}", ipc::describe_exit(status), log.display());
+            let reason = excerpt::of(log);
+            bail!("the world did not start ({}); from {}:\n{reason}", ipc::describe_exit(status), log.display());
         }
         // A check of the port would not do: another program may serve there meanwhile.
         let serves = |world: &WorldState| world.launcher_pid == child.id() && world.phase == Phase::Serving;
@@ -62,8 +62,8 @@ fn wait_until_ready(child: &mut Child, run_dir: &RunDir, timeout: Duration, log:
         }
         if start.elapsed() > timeout {
             end(child)?;
-            let reason = last_lines(log);
-            bail!("the world does not serve after {timeout:?}; the end of {}:\n{reason}", log.display());
+            let reason = excerpt::of(log);
+            bail!("the world does not serve after {timeout:?}; from {}:\n{reason}", log.display());
         }
         thread::sleep(Duration::from_millis(50));
     }
@@ -80,12 +80,4 @@ fn end(child: &mut Child) -> Result<()> {
     }
     child.wait().context("cannot wait for the launcher")?;
     Ok(())
-}
-
-/// The end of a log, for an error message.
-pub(crate) fn last_lines(log: &Path) -> String {
-    const NUM_LINES: usize = 15;
-    let text = crash::end_of(log);
-    let lines: Vec<_> = text.lines().collect();
-    lines[lines.len().saturating_sub(NUM_LINES)..].join("\n")
 }

@@ -37,6 +37,7 @@ mod control;
 mod crash;
 mod detach;
 mod doctor;
+mod excerpt;
 pub mod flags;
 mod handover;
 mod health;
