@@ -57,6 +57,13 @@ pub fn gelu(x: f32) -> f32 {
     (0.5 * x * (1.0 + erf.copysign(x))) as f32
 }
 
+/// `0.75 x^2 + 0.5 x` above 0, else `1.5 (e^min(x, -1e-6) - 1 - x) + 0.5 x`.
+pub fn xielu(x: f32) -> f32 {
+    let x = f64::from(x);
+    let curved = if x > 0.0 { 0.75 * x * x } else { 1.5 * (x.min(-1e-6).exp_m1() - x) };
+    (curved + 0.5 * x) as f32
+}
+
 /// Rotates the pairs `(i, i + D / 2)` of one head by `angles [D / 2]`.
 pub fn rotate(head: &[f32], angles: &[f64]) -> Vec<f32> {
     let half = angles.len();

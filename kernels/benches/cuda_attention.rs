@@ -15,6 +15,7 @@ use kernels::cuda::prefill_attention::{
     PrefillAttention, PrefillRows, PrefillWorkspace, prefill_attention, prefill_attention_simple,
 };
 use kernels::cuda::rope_cache::{HeadShape, LayerCache};
+use kernels::cuda::scores::{ScoreChange, Scores};
 use kernels::cuda::{CudaError, DeviceBuffer, Gpu, Queue};
 
 /// `H`, `K`, `D`.
@@ -100,14 +101,14 @@ fn decode(gpu: &Arc<Gpu>, queue: &Queue, shape: HeadShape, rows: usize, len: usi
     let out = DeviceBuffer::with_count::<bf16>(gpu, rows * shape.num_heads * shape.head_dim).expect("memory");
     let workspace = DecodeWorkspace::new(gpu, rows, &[shape]).expect("memory");
     let slopes = slopes(gpu, shape);
-    let us_of = |positions: Positions, kernel: Kernel| {
+    let us_of = |change: ScoreChange, kernel: Kernel| {
         microseconds(queue, 2 * copies, |i| {
             let set = &sets[i % copies];
             let attention = DecodeAttention {
                 out: out.span(),
                 qkv: qkv.span(),
                 cache: set.cache(),
-                positions,
+                positions: Positions::Known,
                 rows: DecodeRows {
                     block_tables: set.tables.span(),
                     max_blocks: set.max_blocks,
@@ -115,16 +116,15 @@ fn decode(gpu: &Arc<Gpu>, queue: &Queue, shape: HeadShape, rows: usize, len: usi
                     num_rows: rows,
                 },
                 shape,
-                scale: (shape.head_dim as f32).powf(-0.5),
-                window: 0,
+                scores: Scores { change, ..Scores::scaled((shape.head_dim as f32).powf(-0.5)) },
                 workspace: &workspace,
             };
             kernel(queue, &attention)
         })
     };
-    let us = us_of(Positions::Known, decode_attention);
-    let alibi = us_of(Positions::Alibi(slopes.span()), decode_attention);
-    let split = us_of(Positions::Known, apart);
+    let us = us_of(ScoreChange::None, decode_attention);
+    let alibi = us_of(ScoreChange::Alibi(slopes.span()), decode_attention);
+    let split = us_of(ScoreChange::None, apart);
     let rate = bytes as f64 / us / 1e6;
     let share = 100.0 * rate / read;
     println!("{:>12} {rows:>5} {len:>6} {us:>9.1} {rate:>7.2} {share:>7.0} {alibi:>9.1} {split:>9.1}", title(shape));
@@ -153,17 +153,16 @@ fn prefill(gpu: &Arc<Gpu>, queue: &Queue, shape: HeadShape, rows: usize, len: us
         out: out.span(),
         qkv: qkv.span(),
         cache: set.cache(),
-        slopes: None,
         rows: prefill_rows,
         shape,
-        scale: (shape.head_dim as f32).powf(-0.5),
-        window: 0,
+        scores: Scores::scaled((shape.head_dim as f32).powf(-0.5)),
         workspace: &workspace,
     };
     let us = microseconds(queue, 4, |_| prefill_attention(queue, &plain));
     let simple = microseconds(queue, 2, |_| prefill_attention_simple(queue, &plain));
     let slopes = slopes(gpu, shape);
-    let with_slopes = PrefillAttention { slopes: Some(slopes.span()), ..plain };
+    let scores = Scores { change: ScoreChange::Alibi(slopes.span()), ..plain.scores };
+    let with_slopes = PrefillAttention { scores, ..plain };
     let alibi = microseconds(queue, 4, |_| prefill_attention(queue, &with_slopes));
     let flops = 2.0 * (rows * shape.num_heads * shape.head_dim) as f64 * len as f64 * (len + 1) as f64;
     println!("{:>12} {rows:>5} {len:>6} {us:>9.1} {:>8.0} {simple:>10.1} {alibi:>9.1}", title(shape), flops / us / 1e6);

@@ -9,7 +9,7 @@ use crate::cpu::shared::SharedOut;
 use crate::cpu::{Pool, exp};
 
 /// The gate's activation function.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, PartialEq)]
 pub enum Gate {
     /// `x * sigmoid(x)`.
     Silu,
@@ -21,6 +21,26 @@ pub enum Gate {
     Relu,
     /// `max(x, 0)^2`.
     ReluSquared,
+    /// Quadratic above 0 and exponential below, with learned curvatures (Huang & Schlag 2024).
+    Xielu(Xielu),
+    /// `g * sigmoid(alpha * g) * (u + 1)`, where `g` is the gate up to `limit` and `u` is up within `-limit..=limit`. Only for
+    /// gates.
+    Clamped {
+        /// `alpha`.
+        alpha: f32,
+        /// `limit`.
+        limit: f32,
+    },
+}
+
+/// `positive x^2 + slope x` above 0, else `negative (e^min(x, edge) - 1 - x) + slope x`.
+#[derive(Debug, Clone, Copy, PartialEq)]
+#[allow(missing_docs)] // Fields are named by the formula.
+pub struct Xielu {
+    pub positive: f32,
+    pub negative: f32,
+    pub slope: f32,
+    pub edge: f32,
 }
 
 /// `out = activation(gate) * up` for each row, where `x` is `[gate | up]`.
@@ -47,6 +67,10 @@ pub fn gate(pool: &mut Pool, out: &mut [f32], x: &[f32], width: usize, gate: Gat
                 Gate::Gelu => gelu_times(out, gates, ups),
                 Gate::Relu => relu_times(out, gates, ups),
                 Gate::ReluSquared => relu_squared_times(out, gates, ups),
+                Gate::Xielu(by) => {
+                    out.iter_mut().zip(gates).zip(ups).for_each(|((out, x), up)| *out = xielu(*x, by) * up)
+                }
+                Gate::Clamped { alpha, limit } => clamped_times(out, gates, ups, alpha, limit),
             }
         }
     });
@@ -66,6 +90,8 @@ pub fn activate(pool: &mut Pool, x: &mut [f32], gate: Gate) {
             Gate::Gelu => gelu_all(x),
             Gate::Relu => relu_all(x),
             Gate::ReluSquared => relu_squared_all(x),
+            Gate::Xielu(by) => x.iter_mut().for_each(|x| *x = xielu(*x, by)),
+            Gate::Clamped { .. } => unreachable!("a clamped gate has an up part"),
         }
     });
 }
@@ -74,6 +100,12 @@ for_each_isa! {
     fn silu_times(out: &mut [f32], gates: &[f32], ups: &[f32]) {
         for ((out, gate), up) in out.iter_mut().zip(gates).zip(ups) {
             *out = silu(*gate) * up;
+        }
+    }
+    fn clamped_times(out: &mut [f32], gates: &[f32], ups: &[f32], alpha: f32, limit: f32) {
+        for ((out, gate), up) in out.iter_mut().zip(gates).zip(ups) {
+            let (gate, up) = (gate.min(limit), up.clamp(-limit, limit));
+            *out = gate / (1.0 + exp(-alpha * gate)) * (up + 1.0);
         }
     }
     fn silu_all(x: &mut [f32]) {
@@ -123,15 +155,29 @@ for_each_isa! {
     }
 }
 
+/// `activation(x) * up`, for one element.
+#[inline(always)]
+pub(super) fn gated(gate: Gate, x: f32, up: f32) -> f32 {
+    match gate {
+        Gate::Clamped { alpha, limit } => {
+            let x = x.min(limit);
+            x / (1.0 + exp(-alpha * x)) * (up.clamp(-limit, limit) + 1.0)
+        }
+        other => activation(other, x) * up,
+    }
+}
+
 /// The activation function of one element.
 #[inline(always)]
-pub(super) fn activation(gate: Gate, x: f32) -> f32 {
+fn activation(gate: Gate, x: f32) -> f32 {
     match gate {
         Gate::Silu => silu(x),
         Gate::GeluTanh => gelu_tanh(x),
         Gate::Gelu => gelu(x),
         Gate::Relu => relu(x),
         Gate::ReluSquared => relu_squared(x),
+        Gate::Xielu(by) => xielu(x, by),
+        Gate::Clamped { .. } => unreachable!("a clamped gate has an up part"),
     }
 }
 
@@ -178,4 +224,13 @@ fn relu(x: f32) -> f32 {
 fn relu_squared(x: f32) -> f32 {
     let positive = x.max(0.0);
     positive * positive
+}
+
+/// `e^x - 1` is computed for small `x` too, where the two terms would cancel.
+#[inline(always)]
+fn xielu(x: f32, by: Xielu) -> f32 {
+    match x > 0.0 {
+        true => by.positive * x * x + by.slope * x,
+        false => (x.min(by.edge).exp_m1() - x) * by.negative + by.slope * x,
+    }
 }

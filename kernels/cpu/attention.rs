@@ -103,6 +103,7 @@ impl Tile<'_> {
             (false, ..=64) => self.compute_in::<T, TILE, 64>(out, q, k, v),
             (true, ..=128) => self.compute_in::<T, 4, 128>(out, q, k, v),
             (false, ..=128) => self.compute_in::<T, TILE, 128>(out, q, k, v),
+            (_, ..=256) => self.compute_in::<T, TILE, 256>(out, q, k, v),
             _ => self.compute_in::<T, TILE, MAX_HEAD_DIM>(out, q, k, v),
         }
     }

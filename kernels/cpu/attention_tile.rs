@@ -31,6 +31,9 @@ pub struct Attention<'a> {
     pub scale: f32,
     /// If set, only this number of last positions is attended to, the token's own included.
     pub window: Option<usize>,
+    /// If set, only the positions of a token's own chunk of this size are attended to: those from
+    /// `position / chunk * chunk` on.
+    pub chunk: Option<usize>,
     /// Distance in elements from one token's q to the next.
     pub q_stride: usize,
     /// `[H]` ALiBi slopes, or empty.
@@ -94,7 +97,9 @@ impl Tile<'_> {
     /// The positions that a query attends to.
     pub(super) fn seen(&self, query: usize) -> Range<usize> {
         let end = self.row.first_position + query / self.group + 1;
-        end - self.attention.window.map_or(end, |window| window.min(end))..end
+        let in_window = self.attention.window.map_or(0, |window| end.saturating_sub(window));
+        let in_chunk = self.attention.chunk.map_or(0, |chunk| (end - 1) / chunk * chunk);
+        in_window.max(in_chunk)..end
     }
 
     /// K and V of 16 positions: K starts at the first pair, V is `[16, D]`.

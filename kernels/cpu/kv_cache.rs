@@ -9,7 +9,7 @@ use crate::cpu::{Buffer, Pool, rotate};
 /// Number of positions in a step of attention's online softmax.
 pub(super) const CHUNK: usize = 16;
 /// Largest head dimension.
-pub(super) const MAX_HEAD_DIM: usize = 256;
+pub(super) const MAX_HEAD_DIM: usize = 512;
 
 /// Element type of KV blocks.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -55,9 +55,9 @@ impl KvCache {
     /// Reserves blocks; the system assigns memory to a block when it is first written.
     ///
     /// # Panics
-    /// Panics if `D` is odd or above 256, or if `B` is not a multiple of 16.
+    /// Panics if `D` is odd or above 512, or if `B` is not a multiple of 16.
     pub fn new(kv_type: KvType, num_blocks: usize, num_kv_heads: usize, block_size: usize, head_dim: usize) -> Self {
-        assert!(head_dim.is_multiple_of(2) && head_dim <= MAX_HEAD_DIM, "head dim is even and at most 256");
+        assert!(head_dim.is_multiple_of(2) && head_dim <= MAX_HEAD_DIM, "head dim is even and at most 512");
         assert!(block_size.is_multiple_of(CHUNK), "block size is a multiple of 16");
         let len = num_blocks * num_kv_heads * block_size * head_dim;
         let data = match kv_type {
@@ -94,13 +94,14 @@ impl KvCache {
     /// Panics if a slot, a position or a length is out of range.
     pub fn rotate_and_write(&mut self, pool: &mut Pool, qkv: &mut [f32], tokens: &Rotation<'_>) {
         let KvShape { num_blocks, num_kv_heads, block_size, head_dim } = self.shape;
-        let Rotation { stride, num_heads, positions, slots, angles } = *tokens;
+        let Rotation { stride, num_heads, positions, slots, angles, query_factors } = *tokens;
         assert!(stride >= (num_heads + 2 * num_kv_heads) * head_dim, "a row holds Q, K and V");
         assert!(
             slots.iter().all(|slot| (*slot as usize) < num_blocks * block_size),
             "slots lie in blocks of the cache"
         );
         assert_eq!(positions.len(), slots.len(), "each token has a position and a slot");
+        assert!(query_factors.is_empty() || query_factors.len() == slots.len(), "each token has a factor, or none has");
         let (shape, group, half) = (self.shape, num_heads / num_kv_heads, head_dim / 2);
         let qkv = SharedOut::new(qkv);
         let head = |kv_head: usize, write: &mut WriteHead<'_>| {
@@ -115,12 +116,9 @@ impl KvCache {
                         qkv.slice(at(num_heads + num_kv_heads + kv_head), head_dim),
                     )
                 };
-                if let Some([cos, sin]) = angles {
-                    let own = *position as usize * half..(*position as usize + 1) * half;
-                    let (cos, sin) = (&cos[own.clone()], &sin[own]);
-                    rotate(q, cos, sin);
-                    rotate(k, cos, sin);
-                }
+                let first = *position as usize * half;
+                turn(q, first, half, angles, query_factors.get(token));
+                turn(k, first, half, angles, None);
                 write(shape.start(slot / block_size, kv_head), slot % block_size, k, v);
             }
         };
@@ -222,7 +220,37 @@ impl KvElement for f32 {
     }
 }
 
-/// The tokens of a step, for [`KvCache::rotate_and_write`].
+/// Rotates Q of each token's row of `q [T, stride]` according to its position, as [`KvCache::rotate_and_write`] does.
+///
+/// # Panics
+/// Panics if a position or a length is out of range.
+pub fn rotate_queries(pool: &mut Pool, q: &mut [f32], head_dim: usize, tokens: &Rotation<'_>) {
+    let Rotation { stride, num_heads, positions, angles, query_factors, .. } = *tokens;
+    let (width, half) = (num_heads * head_dim, head_dim / 2);
+    assert!(stride >= width && q.len() >= positions.len() * stride, "a row holds Q");
+    assert!(query_factors.is_empty() || query_factors.len() == positions.len(), "each token has a factor, or none has");
+    let chunk = if positions.len() * stride < 1 << 14 { positions.len().max(1) } else { 1 };
+    let q = SharedOut::new(q);
+    pool.each(positions.len(), chunk, |rows| {
+        for token in rows {
+            // SAFETY: each row has one thread.
+            let q = unsafe { q.slice(token * stride, width) };
+            turn(q, positions[token] as usize * half, half, angles, query_factors.get(token));
+        }
+    });
+}
+
+/// Rotates heads by the `half` angles that start at `first`, then multiplies them by a factor.
+fn turn(heads: &mut [f32], first: usize, half: usize, angles: Option<[&[f32]; 2]>, factor: Option<&f32>) {
+    if let Some([cos, sin]) = angles {
+        rotate(heads, &cos[first..first + half], &sin[first..first + half]);
+    }
+    if let Some(factor) = factor {
+        heads.iter_mut().for_each(|x| *x *= factor);
+    }
+}
+
+/// The tokens of a step, for [`KvCache::rotate_and_write`] and [`rotate_queries`].
 #[derive(Debug, Clone, Copy)]
 pub struct Rotation<'a> {
     /// Distance in elements from one token's row to the next.
@@ -235,4 +263,6 @@ pub struct Rotation<'a> {
     pub slots: &'a [u32],
     /// Cosines and sines of all positions, each `[positions, D / 2]`. Without them nothing is rotated.
     pub angles: Option<[&'a [f32]; 2]>,
+    /// `[T]` factors of Q, or empty.
+    pub query_factors: &'a [f32],
 }

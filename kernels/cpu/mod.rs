@@ -35,13 +35,13 @@ mod x86_attention;
 #[cfg(target_arch = "x86_64")]
 mod x86_quantized;
 
-pub use activation::{Gate, activate, gate};
+pub use activation::{Gate, Xielu, activate, gate};
 pub use affinity::allowed_cores;
 pub use attention_tile::{Attention, AttentionRow};
 pub use buffer::Buffer;
 pub use exp::exp;
 pub use isa::Isa;
-pub use kv_cache::{KvCache, KvType, Rotation};
+pub use kv_cache::{KvCache, KvType, Rotation, rotate_queries};
 pub use linear::linear;
 pub use matrix::{Matrix, WeightType, read_weights};
 pub use norm::{Heads, Norm, add_norm, add_normed, head_norm, head_squares, norm, scale_heads};

@@ -113,7 +113,7 @@ pub fn add_normed(
     }
 }
 
-/// The query and key heads at the start of each row of `qkv`.
+/// The heads at the start of each row of `qkv`: query heads, key heads, and as many value heads as key heads.
 #[derive(Debug, Clone, Copy)]
 pub struct Heads {
     /// Distance in elements from one row to the next.
@@ -131,14 +131,17 @@ impl Heads {
     }
 }
 
-/// Norms, in place, of each query head by the first norm and of each key head by the second. A norm has the weights of
-/// one head, which are used for all, or those of all heads.
+/// Norms, in place, of each query head by the first norm, and where there are more norms, of each key head by the second
+/// and of each value head by the third. A norm has the weights of one head, which are used for all, or those of all
+/// heads.
 ///
 /// # Panics
 /// Panics if a row is too short for its heads, if `x` is not whole rows, or if a norm has another number of weights.
-pub fn head_norm(pool: &mut Pool, x: &mut [f32], heads: Heads, norms: [Norm<'_>; 2], eps: f32) {
-    let (widths, dim) = (heads.widths(), heads.dim);
-    let width: usize = widths.iter().sum();
+pub fn head_norm(pool: &mut Pool, x: &mut [f32], heads: Heads, norms: &[Norm<'_>], eps: f32) {
+    let ([q, k], dim) = (heads.widths(), heads.dim);
+    let widths = [q, k, k];
+    assert!(norms.len() <= widths.len(), "norms of q, k and v");
+    let width: usize = widths[..norms.len()].iter().sum();
     assert!(width <= heads.stride, "a row holds its heads");
     for (norm, width) in norms.iter().zip(widths) {
         assert!(norm.width() == dim || norm.width() == width, "weights of one head or of all");

@@ -12,7 +12,7 @@
 use std::arch::x86_64::*;
 use std::ops::Range;
 
-use crate::cpu::activation::activation;
+use crate::cpu::activation::gated;
 use crate::cpu::panels::{PANEL, RUN, TILE_ROWS};
 use crate::cpu::shared::SharedOut;
 use crate::cpu::{Gate, Isa, PanelInput, PanelMatrix, Pool};
@@ -180,7 +180,7 @@ fn multiply_gated<const R: usize>(gates: &mut [[__m512; 2]; R], ups: &[[__m512; 
             (std::mem::transmute::<__m512, [f32; 16]>(*gates), std::mem::transmute::<__m512, [f32; 16]>(*ups))
         };
         for (lane, up) in lanes.iter_mut().zip(&ups) {
-            *lane = activation(gate, *lane) * up;
+            *lane = gated(gate, *lane, *up);
         }
         // SAFETY: as above.
         *gates = unsafe { std::mem::transmute::<[f32; 16], __m512>(lanes) };

@@ -30,6 +30,7 @@ pub(super) unsafe fn run(tile: &Tile<'_>, out: &SharedOut<f32>, q: &[f32], k: &[
             (false, ..=64) => run_in::<TILE, 64>(tile, out, q, k, v),
             (true, ..=128) => run_in::<GROUP, 128>(tile, out, q, k, v),
             (false, ..=128) => run_in::<TILE, 128>(tile, out, q, k, v),
+            (_, ..=256) => run_in::<TILE, 256>(tile, out, q, k, v),
             _ => run_in::<TILE, MAX_HEAD_DIM>(tile, out, q, k, v),
         }
     }

@@ -1,12 +1,14 @@
 // decode_attention_bf16: o[r, h, :] = softmax(scale * q[r, h, :] . k[r, j, :]) v[r, j, :] over positions j of row r
 // rope_decode_attention_bf16: the same, but first rotates q and k of the newest position and writes its k and v
 // alibi_decode_attention_bf16: the first with slopes[h] * (j - newest position) added to the score of position j  (Press et al. 2022)
+// capped_decode_attention_bf16: the first with scores s that become cap * tanh(s / cap)
 // archs: 80 90a 100a ptx
 //
 // q             [R, H, D] bf16, rows `q_stride` elements apart (the q part of qkv)
 // k, v blocks   [block][K][B][D] bf16, one layer; query heads h G .. h G + G share KV head h, G = H / K
 // block_tables  [R, max_blocks] u32; context_lens [R] u32, 0 marks a padding row, whose output is zero
 // slopes        [H] f32
+// sinks         [H] f32 or null: a logit of each head that takes part in the softmax and has no value
 // o             [R, H, D] bf16
 // workspace     partial sums [R][H][splits][D] f32, their maximum and denominator [R][H][splits][2] f32, and counters
 //               [R][K * groups] u32, zero before the first launch and after each launch
@@ -300,8 +302,8 @@ struct Newest {
     }
 };
 
-template <int D, bool ROPE, bool ALIBI>
-__device__ __forceinline__ void decode_attention(const DecodeAttention& a, const Rope& rope, const float* slopes) {
+template <int D, bool ROPE, Scores SCORES>
+__device__ __forceinline__ void decode_attention(const DecodeAttention& a, const Rope& rope, const float* slopes, float cap) {
     extern __shared__ float4 dynamic[];
     pdl_launch();
     if (!ROPE) pdl_wait();
@@ -327,6 +329,7 @@ __device__ __forceinline__ void decode_attention(const DecodeAttention& a, const
     Walk<D> walk(a, c.begin, ROPE ? min(c.end, len - 1) : c.end, row, kv_head);
     Tile<D> tile;
     Softmax<D> state;
+    if (a.sinks && split == 0 && threadIdx.x < 32) state.begin_with(a.sinks + first_head, heads);
     u32 q[D / 16][2];
     const bf16* q_row = a.q + (u64)row * a.q_stride + (u64)(first_head + g) * D + 8 * t;
     if constexpr (ROPE) {
@@ -347,8 +350,10 @@ __device__ __forceinline__ void decode_attention(const DecodeAttention& a, const
         load_q<D>(q, q_row, g < heads);
         begin_walk(walk, tile);
     }
-    if constexpr (ALIBI) {
+    if constexpr (SCORES == Scores::ALIBI) {
         attend(state, walk, tile, c.first_valid, q, Alibi(slopes + first_head, heads, t, len));
+    } else if constexpr (SCORES == Scores::CAPPED) {
+        attend(state, walk, tile, c.first_valid, q, Capped(cap));
     } else {
         attend(state, walk, tile, c.first_valid, q, NoBias());
     }
@@ -363,19 +368,25 @@ __device__ __forceinline__ void decode_attention(const DecodeAttention& a, const
 
 #define DECODE_ATTENTION(D)                                                                                            \
     extern "C" __global__ void __launch_bounds__(WARPS * 32) decode_attention_bf16_d##D(const DecodeAttention a) {     \
-        decode_attention<D, false, false>(a, Rope{}, nullptr);                                                         \
+        decode_attention<D, false, Scores::PLAIN>(a, Rope{}, nullptr, 0.0f);                                                         \
     }
 
 #define ALIBI_DECODE_ATTENTION(D)                                                                                      \
     extern "C" __global__ void __launch_bounds__(WARPS * 32)                                                           \
         alibi_decode_attention_bf16_d##D(const DecodeAttention a, const float* slopes) {                               \
-        decode_attention<D, false, true>(a, Rope{}, slopes);                                                           \
+        decode_attention<D, false, Scores::ALIBI>(a, Rope{}, slopes, 0.0f);                                                           \
+    }
+
+#define CAPPED_DECODE_ATTENTION(D)                                                                                     \
+    extern "C" __global__ void __launch_bounds__(WARPS * 32)                                                           \
+        capped_decode_attention_bf16_d##D(const DecodeAttention a, float cap) {                                        \
+        decode_attention<D, false, Scores::CAPPED>(a, Rope{}, nullptr, cap);                                           \
     }
 
 #define ROPE_DECODE_ATTENTION(D)                                                                                       \
     extern "C" __global__ void __launch_bounds__(WARPS * 32)                                                           \
         rope_decode_attention_bf16_d##D(const DecodeAttention a, const Rope rope) {                                    \
-        decode_attention<D, true, false>(a, rope, nullptr);                                                            \
+        decode_attention<D, true, Scores::PLAIN>(a, rope, nullptr, 0.0f);                                                            \
     }
 
 DECODE_ATTENTION(64)
@@ -388,3 +399,5 @@ ROPE_DECODE_ATTENTION(256)
 ALIBI_DECODE_ATTENTION(64)
 ALIBI_DECODE_ATTENTION(96)
 ALIBI_DECODE_ATTENTION(128)
+CAPPED_DECODE_ATTENTION(128)
+CAPPED_DECODE_ATTENTION(256)

@@ -19,6 +19,7 @@ struct DecodeAttention {
     float* partial;  // [R][H][splits][D]
     float2* stats;   // [R][H][splits]: maximum, denominator
     u32* counters;   // [R][K * groups]
+    const float* sinks;  // [H] a logit of each head that has no value, or null
     u32 q_stride;    // elements
     u32 max_blocks;
     u32 heads, kv_heads;
@@ -31,8 +32,10 @@ struct DecodeAttention {
 // Number of groups of query heads per KV head.
 __device__ __forceinline__ u32 groups_of(const DecodeAttention& a) { return (a.heads / a.kv_heads + GROUP - 1) / GROUP; }
 
-// Added to the scaled scores, in powers of two, of this thread's heads 2t and 2t + 1: nothing, or ALiBi's penalty of
-// distance.
+// Changes the scaled scores, in powers of two, of this thread's heads 2t and 2t + 1: not at all, or by ALiBi's penalty of
+// distance, or by a cap.
+enum class Scores { PLAIN, ALIBI, CAPPED };
+
 struct NoBias {
     __device__ float add(float score, int, u32) const { return score; }
 };
@@ -47,6 +50,15 @@ struct Alibi {
     }
 
     __device__ float add(float score, int h, u32 position) const { return score + slope[h] * (float)(i32)(position - newest); }
+};
+
+// Soft cap of the scores: cap * tanh(score / cap).
+struct Capped {
+    float cap, inverse;
+
+    __device__ explicit Capped(float value) : cap(value * LOG2E), inverse(1.0f / (value * LOG2E)) {}
+
+    __device__ float add(float score, int, u32) const { return cap * tanh_exp(score * inverse); }
 };
 
 // The positions that one block processes.
@@ -73,6 +85,17 @@ struct Softmax {
     float top[2] = {-INFINITY_F, -INFINITY_F};
     float denominator[2] = {0.0f, 0.0f};  // of this thread's positions only
     float sum[D / 16][4] = {};
+
+    // Takes part in the softmax with the sinks of the heads, before any score; one warp of a row does so.
+    __device__ void begin_with(const float* sinks, int heads) {
+        const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
+#pragma unroll
+        for (int h = 0; h < 2; ++h) {
+            if (2 * t + h >= heads) continue;
+            top[h] = sinks[2 * t + h] * LOG2E;
+            denominator[h] = g == 0 ? 1.0f : 0.0f;
+        }
+    }
 
     // Takes the scaled scores of a tile and returns the probabilities as the fragment p^T.
     __device__ void step(float (&s)[4], u32& b0, u32& b1) {

@@ -5,6 +5,7 @@ use half::bf16;
 
 use super::error::ensure;
 use super::rope_cache::{HeadShape, LayerCache};
+use super::scores::{HEAD_DIMS, ScoreChange, Scores};
 use super::tensor_map::TensorMap;
 use super::{Arg, CudaError, DeviceBuffer, Gpu, Launch, Queue, Span};
 use std::sync::Arc;
@@ -12,10 +13,6 @@ use std::sync::Arc;
 const OP: &str = "decode_attention";
 /// Number of query heads that one thread block computes.
 const GROUP: usize = 8;
-/// Supported head dimensions.
-pub const HEAD_DIMS: [usize; 4] = [64, 96, 128, 256];
-/// Supported head dimensions with ALiBi.
-pub const ALIBI_HEAD_DIMS: [usize; 3] = [64, 96, 128];
 
 /// If rows times groups of heads reach this number, [`decode_attention_ring`] is faster, by measurement on an H200
 /// (kernels/README.md).
@@ -129,9 +126,6 @@ pub struct RopeTables {
 pub enum Positions {
     /// Not in this op: q and k are already rotated if necessary, and all keys and values are in the blocks.
     Known,
-    /// Like [`Positions::Known`], with `slopes[h]` times the distance to the row's newest position (0 or negative)
-    /// added to each score. `slopes` `[H]` f32.
-    Alibi(Span),
     /// For `qkv` without [`super::rope_cache`]: q and k of each row's newest position, `context_lens[r] - 1`, are
     /// rotated, and its k and v are written to the blocks. `qkv` is not changed. The caller asserts, when the step is
     /// packed, that no context is longer than the tables.
@@ -153,10 +147,8 @@ pub struct DecodeAttention<'a> {
     pub rows: DecodeRows,
     /// Head counts and sizes.
     pub shape: HeadShape,
-    /// Multiplier of the scores.
-    pub scale: f32,
-    /// Number of newest positions that a row attends to; 0 means all.
-    pub window: u32,
+    /// How scores follow from products. Changed scores need [`Positions::Known`].
+    pub scores: Scores,
     /// Partial sums and counters.
     pub workspace: &'a DecodeWorkspace,
 }
@@ -195,15 +187,9 @@ pub fn decode_attention_ring(q: &Queue, attention: &DecodeAttention<'_>, splits:
     args.extend(maps.iter().map(|map| Arg::Bytes(map.bytes())));
     args.push(attention.workspace.counters.span().elements::<u32>(attention.workspace.max_visits, 1).into());
     args.extend([Arg::U32(rows.num_rows as u32), Arg::U32(splits.splits as u32)]);
-    let name = match positions {
-        Positions::Known => format!("sm90_decode_attention_bf16_d{head_dim}"),
-        Positions::Alibi(slopes) => {
-            check_slopes(OP, slopes, shape)?;
-            args.push(slopes.into());
-            format!("sm90_alibi_decode_attention_bf16_d{head_dim}")
-        }
-        Positions::Rope(_) => return Err(CudaError::argument(OP, "the ring takes keys that are in their blocks")),
-    };
+    ensure!(OP, matches!(positions, Positions::Known), "the ring takes keys that are in their blocks");
+    args.extend(attention.scores.argument());
+    let name = format!("sm90_{}decode_attention_bf16_d{head_dim}", attention.scores.prefix());
     let blocks = (2 * q.gpu().num_multiprocessors() as usize).min(visits) as u32;
     q.launch(&name, Launch::new(blocks, 160).shared((ring_bytes(head_dim) + merged_bytes(shape)) as u32), &args)
 }
@@ -226,14 +212,15 @@ pub fn decode_attention_split(q: &Queue, attention: &DecodeAttention<'_>, splits
     let head_dim = attention.shape.head_dim;
     let launch = launch(q.gpu(), attention.rows, attention.shape, splits);
     match attention.positions {
-        Positions::Known => q.launch(&format!("decode_attention_bf16_d{head_dim}"), launch, &[Arg::Bytes(&argument)]),
-        Positions::Alibi(slopes) => {
-            check_slopes(OP, slopes, attention.shape)?;
-            let name = format!("alibi_decode_attention_bf16_d{head_dim}");
-            q.launch(&name, launch, &[Arg::Bytes(&argument), slopes.into()])
+        Positions::Known => {
+            let mut args = vec![Arg::Bytes(&argument)];
+            args.extend(attention.scores.argument());
+            let name = format!("{}decode_attention_bf16_d{head_dim}", attention.scores.prefix());
+            q.launch(&name, launch, &args)
         }
         Positions::Rope(RopeTables { cos, sin }) => {
-            ensure!(OP, rotates(attention.shape), "head_dim {head_dim}; a multiple of 64 is rotated here");
+            let is_plain = rotates(attention.shape) && attention.scores.change == ScoreChange::None;
+            ensure!(OP, is_plain, "head_dim {head_dim}; a multiple of 64 without changed scores is rotated here");
             let fits = cos.bytes() == sin.bytes() && cos.count::<f32>() >= head_dim / 2;
             ensure!(
                 OP,
@@ -256,9 +243,9 @@ pub fn rotates(shape: HeadShape) -> bool {
 }
 
 impl DecodeAttention<'_> {
-    /// The kernel's `DecodeAttention`: nine pointers, eight words.
-    fn argument(&self, splits: Splits) -> Result<[u8; 104], CudaError> {
-        let Self { out, qkv, cache, rows, shape, scale, window, workspace, .. } = *self;
+    /// The kernel's `DecodeAttention`: ten pointers, eight words.
+    fn argument(&self, splits: Splits) -> Result<[u8; 112], CudaError> {
+        let Self { out, qkv, cache, rows, shape, scores, workspace, .. } = *self;
         let HeadShape { num_heads, num_kv_heads, head_dim, block_size } = shape;
         let Splits { splits, min_chunk, cluster } = splits;
         ensure!(
@@ -276,7 +263,7 @@ impl DecodeAttention<'_> {
         let sums = partial_span.elements::<f32>(0, parts * head_dim);
         let stats = partial_span.elements::<f32>(parts * head_dim, parts * 2);
         let pointers = [qkv, cache.k, cache.v, rows.block_tables, rows.context_lens, out, sums, stats, counter_span];
-        let mut argument = [0u8; 104];
+        let mut argument = [0u8; 112];
         for (bytes, span) in argument.chunks_exact_mut(8).zip(pointers) {
             bytes.copy_from_slice(&span.address().to_ne_bytes());
         }
@@ -286,11 +273,12 @@ impl DecodeAttention<'_> {
             num_heads as u32,
             num_kv_heads as u32,
             block_size.trailing_zeros(),
-            window,
+            scores.window,
             min_chunk as u32,
-            scale.to_bits(),
+            scores.scale.to_bits(),
         ];
-        for (bytes, word) in argument[72..].chunks_exact_mut(4).zip(words) {
+        argument[72..80].copy_from_slice(&scores.sinks_address().to_ne_bytes());
+        for (bytes, word) in argument[80..].chunks_exact_mut(4).zip(words) {
             bytes.copy_from_slice(&word.to_ne_bytes());
         }
         Ok(argument)
@@ -299,7 +287,7 @@ impl DecodeAttention<'_> {
     fn check(&self) -> Result<(), CudaError> {
         let Self { out, qkv, cache, rows, shape, .. } = *self;
         let HeadShape { num_heads, head_dim, .. } = shape;
-        check_heads(OP, shape)?;
+        self.scores.check_fast(OP, shape)?;
         ensure!(OP, (1..=65535).contains(&rows.num_rows), "{} rows", rows.num_rows);
         let num_rows = rows.num_rows;
         ensure!(OP, out.count::<bf16>() >= num_rows * num_heads * head_dim, "out is too short for {num_rows} rows");
@@ -319,25 +307,4 @@ fn launch(gpu: &Gpu, rows: DecodeRows, shape: HeadShape, splits: Splits) -> Laun
         .grid(splits.splits as u32, (shape.num_kv_heads * groups(shape)) as u32, rows.num_rows as u32)
         .shared(merged_bytes(shape) as u32)
         .cluster(cluster as u32)
-}
-
-/// Checks that kernels for these heads exist.
-pub(super) fn check_heads(op: &'static str, shape: HeadShape) -> Result<(), CudaError> {
-    let HeadShape { num_heads, num_kv_heads, head_dim, block_size } = shape;
-    ensure!(op, HEAD_DIMS.contains(&head_dim), "head_dim {head_dim}; expected one of {HEAD_DIMS:?}");
-    ensure!(
-        op,
-        num_kv_heads > 0 && num_heads.is_multiple_of(num_kv_heads),
-        "{num_heads} heads for {num_kv_heads} KV heads"
-    );
-    ensure!(op, block_size >= 16 && block_size.is_power_of_two(), "block_size {block_size}; a power of two from 16");
-    Ok(())
-}
-
-/// Checks that kernels for these heads exist with ALiBi, and that there is a slope for each head.
-pub(super) fn check_slopes(op: &'static str, slopes: Span, shape: HeadShape) -> Result<(), CudaError> {
-    let HeadShape { num_heads, head_dim, .. } = shape;
-    ensure!(op, ALIBI_HEAD_DIMS.contains(&head_dim), "head_dim {head_dim}; expected one of {ALIBI_HEAD_DIMS:?}");
-    ensure!(op, slopes.count::<f32>() >= num_heads, "{} slopes for {num_heads} heads", slopes.count::<f32>());
-    Ok(())
 }

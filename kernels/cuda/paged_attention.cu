@@ -1,6 +1,7 @@
 // paged_attention_bf16: out[t, h, :] = softmax(scale q[t, h] . k[0 ..= position]) v, one warp per query head; the
 // simple version
 // alibi_paged_attention_bf16: the same with slopes[h] * (p - position) added to the score of position p
+// capped_paged_attention_bf16: the same with scores s that become cap * tanh(s / cap)
 //
 // out           [T, H D] bf16
 // qkv           [T, (H + 2K) D] bf16; only q is read, which is already rotated
@@ -10,6 +11,7 @@
 // token_tables  [T] u32: the row of block_tables that a token uses
 // positions     [T] u32; a token attends to positions p <= its own, and p > own - window if window is not 0
 // slots         [T] u32; u32::MAX marks a padding token, whose output is zeros
+// sinks         [H] f32 or null: a logit of each head that takes part in the softmax and has no value
 // slopes        [H] f32, for ALiBi                                                        (Press et al. 2022)
 // maths         fp32, online softmax
 // launch        grid (T, H), block 32
@@ -25,7 +27,7 @@ template <bool ALIBI>
 __device__ __forceinline__ void attend(bf16* out, const bf16* qkv, const bf16* k_blocks, const bf16* v_blocks,
                                        const u32* block_tables, const u32* token_tables, const u32* positions,
                                        const u32* slots, u32 max_blocks, u32 heads, u32 kv_heads, u32 dim, u32 log2_block,
-                                       float scale, u32 window, float cap, const float* slopes) {
+                                       float scale, u32 window, const float* sinks, float cap, const float* slopes) {
     const u32 t = blockIdx.x, head = blockIdx.y, lane = threadIdx.x;
     const u32 kv_head = head / (heads / kv_heads);
     float q[MAX_D / 32], sum[MAX_D / 32];
@@ -38,7 +40,7 @@ __device__ __forceinline__ void attend(bf16* out, const bf16* qkv, const bf16* k
         sum[j] = 0.0f;
     }
     const u32* table = block_tables + (u64)token_tables[t] * max_blocks;
-    float most = -INFINITY_F, mass = 0.0f;
+    float most = sinks ? sinks[head] : -INFINITY_F, mass = sinks ? 1.0f : 0.0f;
     const u32 end = slots[t] == 0xffffffffu ? 0 : positions[t] + 1;
     const u32 begin = window != 0 && end > window ? end - window : 0;
     const float slope = ALIBI ? slopes[head] : 0.0f;
@@ -62,21 +64,23 @@ __device__ __forceinline__ void attend(bf16* out, const bf16* qkv, const bf16* k
     bf16* to = out + ((u64)t * heads + head) * dim;
 #pragma unroll
     for (int j = 0; j < MAX_D / 32; ++j)
-        if (j * 32 + lane < dim) to[j * 32 + lane] = to_bf16(mass > 0.0f ? sum[j] / mass : 0.0f);
+        if (j * 32 + lane < dim) to[j * 32 + lane] = to_bf16(end > 0 ? sum[j] / mass : 0.0f);
 }
 
-extern "C" __global__ void __launch_bounds__(32)
-paged_attention_bf16(bf16* out, const bf16* qkv, const bf16* k_blocks, const bf16* v_blocks, const u32* block_tables,
-                     const u32* token_tables, const u32* positions, const u32* slots, u32 max_blocks, u32 heads,
-                     u32 kv_heads, u32 dim, u32 log2_block, float scale, u32 window, float cap) {
-    attend<false>(out, qkv, k_blocks, v_blocks, block_tables, token_tables, positions, slots, max_blocks, heads, kv_heads, dim,
-                  log2_block, scale, window, cap, nullptr);
+#define OPERANDS                                                                                                        \
+    bf16 *out, const bf16 *qkv, const bf16 *k_blocks, const bf16 *v_blocks, const u32 *block_tables,                    \
+        const u32 *token_tables, const u32 *positions, const u32 *slots, u32 max_blocks, u32 heads, u32 kv_heads,       \
+        u32 dim, u32 log2_block, float scale, u32 window, const float *sinks
+#define PASSED                                                                                                          \
+    out, qkv, k_blocks, v_blocks, block_tables, token_tables, positions, slots, max_blocks, heads, kv_heads, dim,       \
+        log2_block, scale, window, sinks
+
+extern "C" __global__ void __launch_bounds__(32) paged_attention_bf16(OPERANDS) { attend<false>(PASSED, 0.0f, nullptr); }
+
+extern "C" __global__ void __launch_bounds__(32) alibi_paged_attention_bf16(OPERANDS, const float* slopes) {
+    attend<true>(PASSED, 0.0f, slopes);
 }
 
-extern "C" __global__ void __launch_bounds__(32)
-alibi_paged_attention_bf16(bf16* out, const bf16* qkv, const bf16* k_blocks, const bf16* v_blocks, const u32* block_tables,
-                           const u32* token_tables, const u32* positions, const u32* slots, u32 max_blocks, u32 heads,
-                           u32 kv_heads, u32 dim, u32 log2_block, float scale, u32 window, float cap, const float* slopes) {
-    attend<true>(out, qkv, k_blocks, v_blocks, block_tables, token_tables, positions, slots, max_blocks, heads, kv_heads, dim,
-                 log2_block, scale, window, cap, slopes);
+extern "C" __global__ void __launch_bounds__(32) capped_paged_attention_bf16(OPERANDS, float cap) {
+    attend<false>(PASSED, cap, nullptr);
 }

@@ -4,6 +4,7 @@ use half::bf16;
 
 use super::error::ensure;
 use super::rope_cache::{HeadShape, LayerCache};
+use super::scores::Scores;
 use super::{CudaError, Launch, Queue, Span};
 
 /// Locations of the keys and values for a step's tokens.
@@ -19,19 +20,6 @@ pub struct TokenTables {
     pub positions: Span,
     /// `[T]` u32; `u32::MAX` marks padding.
     pub slots: Span,
-}
-
-/// How scores follow from products.
-#[derive(Debug, Clone, Copy)]
-pub struct Scores {
-    /// Multiplier of q·k.
-    pub scale: f32,
-    /// Number of newest positions that a token attends to; 0 means all.
-    pub window: u32,
-    /// If not 0, a score `s` becomes `cap * tanh(s / cap)`.
-    pub cap: f32,
-    /// `[H]` f32 for ALiBi, otherwise `None`.
-    pub slopes: Option<Span>,
 }
 
 /// Causal attention of each token's query heads over its row's KV blocks.
@@ -55,7 +43,7 @@ pub struct PagedAttention {
 pub fn paged_attention(q: &Queue, attention: &PagedAttention, num_tokens: usize) -> Result<(), CudaError> {
     let PagedAttention { out, qkv, cache, tables, shape, scores } = *attention;
     let op = "paged_attention";
-    let Scores { scale, window, cap, slopes } = scores;
+    scores.check(op, shape)?;
     let HeadShape { num_heads, num_kv_heads, head_dim, block_size } = shape;
     ensure!(op, (1..=256).contains(&head_dim), "head_dim {head_dim}; at most 256");
     ensure!(
@@ -81,15 +69,11 @@ pub fn paged_attention(q: &Queue, attention: &PagedAttention, num_tokens: usize)
         (num_kv_heads as u32).into(),
         (head_dim as u32).into(),
         block_size.trailing_zeros().into(),
-        scale.into(),
-        window.into(),
-        cap.into(),
+        scores.scale.into(),
+        scores.window.into(),
+        scores.sinks.unwrap_or(Span::NULL).into(),
     ];
-    let mut name = "paged_attention_bf16";
-    if let Some(slopes) = slopes {
-        ensure!(op, slopes.count::<f32>() >= num_heads, "{} slopes for {num_heads} heads", slopes.count::<f32>());
-        args.push(slopes.into());
-        name = "alibi_paged_attention_bf16";
-    }
-    q.launch(name, Launch::new(0, 32).grid(num_tokens as u32, num_heads as u32, 1), &args)
+    args.extend(scores.argument());
+    let name = format!("{}paged_attention_bf16", scores.prefix());
+    q.launch(&name, Launch::new(0, 32).grid(num_tokens as u32, num_heads as u32, 1), &args)
 }

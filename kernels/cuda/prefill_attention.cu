@@ -1,5 +1,6 @@
 // prefill_attention_bf16: o[t, h, :] = softmax(scale * q[t, h, :] . k[j, :]) v[j, :] over the positions j <= p of t's row
 // alibi_prefill_attention_bf16: the same with slopes[h] * (j - p) added to the score of position j    (Press et al. 2022)
+// capped_prefill_attention_bf16: the first with scores s that become cap * tanh(s / cap)
 // archs: 80 90a 100a ptx
 //
 // q, o          [T, H, D] bf16; the queries of row r are row_starts[r] .. row_starts[r + 1], the last of its context_lens[r] positions
@@ -55,6 +56,12 @@ struct Attention {
     float top[2] = {-INFINITY_F, -INFINITY_F};
     float denominator[2] = {0.0f, 0.0f};  // of this thread's keys only
     float sum[D / 8][4] = {};
+
+    // Takes part in the softmax with a sink, before any score.
+    __device__ void begin_with(float sink) {
+        top[0] = top[1] = sink;
+        denominator[0] = denominator[1] = threadIdx.x % 4 == 0 ? 1.0f : 0.0f;
+    }
 
     // s[16 queries, 64 keys] = q k^T
     __device__ static void scores(float (&s)[KEYS / 8][4], const Rows<D>& q, const Rows<D>& k, int warp, int lane) {
@@ -129,8 +136,8 @@ struct Attention {
     }
 };
 
-template <int D, bool ALIBI>
-__device__ __forceinline__ void prefill_attention(const PrefillAttention& a, const float* slopes) {
+template <int D, Scores SCORES>
+__device__ __forceinline__ void prefill_attention(const PrefillAttention& a, const float* slopes, float cap) {
     extern __shared__ uint4 dynamic[];
     pdl_launch();
     pdl_wait();
@@ -143,13 +150,15 @@ __device__ __forceinline__ void prefill_attention(const PrefillAttention& a, con
     auto k = [&](u32 stage) { return Rows<D>{base + Rows<D>::bytes(QUERIES + 2 * stage * KEYS)}; };
     auto v = [&](u32 stage) { return Rows<D>{base + Rows<D>::bytes(QUERIES + (2 * stage + 1) * KEYS)}; };
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-    const float scale = a.scale * LOG2E, slope = ALIBI ? slopes[head] * LOG2E : 0.0f;
+    const float scale = a.scale * LOG2E, slope = SCORES == Scores::ALIBI ? slopes[head] * LOG2E : 0.0f;
+    const float limit = cap * LOG2E, inverse_limit = 1.0f / limit;
 
     const u32 begin = tile.begin / KEYS * KEYS;
     load_queries<D>(q, a, tile, head);
     load_keys<D>(k(0), v(0), a, blocks, begin, tile.end);
     copy_async_commit();
     Attention<D> state;
+    if (a.sinks) state.begin_with(a.sinks[head] * LOG2E);
     u32 stage = 0;
     for (u32 first = begin; first < tile.end; first += KEYS, stage ^= 1) {
         if (first + KEYS < tile.end) load_keys<D>(k(stage ^ 1), v(stage ^ 1), a, blocks, first + KEYS, tile.end);
@@ -167,7 +176,8 @@ __device__ __forceinline__ void prefill_attention(const PrefillAttention& a, con
                 const u32 query = position + e / 2 * 8, key = first + 8 * j + lane % 4 * 2 + e % 2;
                 const bool seen = whole || sees(a, query, key);
                 float score = s[j][e] * scale;
-                if (ALIBI) score += slope * (float)(i32)(key - query);
+                if (SCORES == Scores::ALIBI) score += slope * (float)(i32)(key - query);
+                if (SCORES == Scores::CAPPED) score = limit * tanh_exp(score * inverse_limit);
                 s[j][e] = seen ? score : -INFINITY_F;
             }
         }
@@ -181,13 +191,19 @@ __device__ __forceinline__ void prefill_attention(const PrefillAttention& a, con
 
 #define PREFILL_ATTENTION(D)                                                                                           \
     extern "C" __global__ void __launch_bounds__(WARPS * 32) prefill_attention_bf16_d##D(const PrefillAttention a) {   \
-        prefill_attention<D, false>(a, nullptr);                                                                       \
+        prefill_attention<D, Scores::PLAIN>(a, nullptr, 0.0f);                                                         \
     }
 
 #define ALIBI_PREFILL_ATTENTION(D)                                                                                     \
     extern "C" __global__ void __launch_bounds__(WARPS * 32)                                                           \
         alibi_prefill_attention_bf16_d##D(const PrefillAttention a, const float* slopes) {                             \
-        prefill_attention<D, true>(a, slopes);                                                                         \
+        prefill_attention<D, Scores::ALIBI>(a, slopes, 0.0f);                                                          \
+    }
+
+#define CAPPED_PREFILL_ATTENTION(D)                                                                                    \
+    extern "C" __global__ void __launch_bounds__(WARPS * 32)                                                           \
+        capped_prefill_attention_bf16_d##D(const PrefillAttention a, float cap) {                                      \
+        prefill_attention<D, Scores::CAPPED>(a, nullptr, cap);                                                         \
     }
 
 PREFILL_ATTENTION(64)
@@ -197,3 +213,5 @@ PREFILL_ATTENTION(256)
 ALIBI_PREFILL_ATTENTION(64)
 ALIBI_PREFILL_ATTENTION(96)
 ALIBI_PREFILL_ATTENTION(128)
+CAPPED_PREFILL_ATTENTION(128)
+CAPPED_PREFILL_ATTENTION(256)

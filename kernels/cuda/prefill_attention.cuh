@@ -2,6 +2,8 @@
 #pragma once
 #include "common.cuh"
 
+enum class Scores { PLAIN, ALIBI, CAPPED };
+
 constexpr float LOG2E = 1.4426950408889634f;
 
 struct PrefillAttention {
@@ -12,6 +14,7 @@ struct PrefillAttention {
     const u32* context_lens;  // [R]
     const u32* row_starts;    // [R + 1]
     bf16* out;                // [T, H, D]
+    const float* sinks;       // [H] a logit of each head that has no value, or null
     u32 q_stride;
     u32 max_blocks;
     u32 heads, kv_heads;

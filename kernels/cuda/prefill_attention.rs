@@ -3,10 +3,9 @@
 
 use half::bf16;
 
-pub use super::decode_attention::{ALIBI_HEAD_DIMS, HEAD_DIMS};
-use super::decode_attention::{check_heads, check_slopes};
 use super::error::ensure;
 use super::rope_cache::{HeadShape, LayerCache};
+use super::scores::Scores;
 use super::tensor_map::TensorMap;
 use super::{Arg, CudaError, DeviceBuffer, Gpu, Launch, Queue, Span};
 use std::sync::Arc;
@@ -55,17 +54,12 @@ pub struct PrefillAttention<'a> {
     pub qkv: Span,
     /// The layer's blocks.
     pub cache: LayerCache,
-    /// ALiBi slopes, `[H]` f32: `slopes[h]` times the distance to the query's position (0 or negative) is added to each
-    /// score.
-    pub slopes: Option<Span>,
     /// The rows.
     pub rows: PrefillRows,
     /// Head counts and sizes.
     pub shape: HeadShape,
-    /// Multiplier of the scores.
-    pub scale: f32,
-    /// Number of newest positions that a query attends to; 0 means all.
-    pub window: u32,
+    /// How scores follow from products.
+    pub scores: Scores,
     /// The work counter.
     pub workspace: &'a PrefillWorkspace,
 }
@@ -107,7 +101,7 @@ fn prefill_attention_hopper(q: &Queue, attention: &PrefillAttention<'_>) -> Resu
         (tiles as u32).into(),
         works.into(),
     ];
-    args.extend(attention.slopes.map(Arg::from));
+    args.extend(attention.scores.argument());
     // The queries, and two stages of 128 keys and values; 1024 bytes for their alignment.
     let shared_bytes = 5 * 128 * head_dim * 2 + 1024;
     let launch = Launch::new(works.min(q.gpu().num_multiprocessors()), 384).shared(shared_bytes as u32);
@@ -119,21 +113,20 @@ pub fn prefill_attention_simple(q: &Queue, attention: &PrefillAttention<'_>) -> 
     attention.check()?;
     let argument = attention.argument();
     let mut args = vec![Arg::Bytes(&argument)];
-    args.extend(attention.slopes.map(Arg::from));
+    args.extend(attention.scores.argument());
     q.launch(&attention.kernel(), simple_launch(attention.rows, attention.shape), &args)
 }
 
 impl PrefillAttention<'_> {
     /// The name of the simple kernel.
     fn kernel(&self) -> String {
-        let kind = if self.slopes.is_some() { "alibi_" } else { "" };
-        format!("{kind}prefill_attention_bf16_d{}", self.shape.head_dim)
+        format!("{}prefill_attention_bf16_d{}", self.scores.prefix(), self.shape.head_dim)
     }
 
-    /// The kernels' `PrefillAttention`: seven pointers, seven words, padding.
-    fn argument(&self) -> [u8; 88] {
-        let Self { out, qkv, cache, rows, shape, scale, window, .. } = *self;
-        let mut argument = [0u8; 88];
+    /// The kernels' `PrefillAttention`: eight pointers, seven words, padding.
+    fn argument(&self) -> [u8; 96] {
+        let Self { out, qkv, cache, rows, shape, scores, .. } = *self;
+        let mut argument = [0u8; 96];
         let pointers = [qkv, cache.k, cache.v, rows.block_tables, rows.context_lens, rows.row_starts, out];
         for (bytes, span) in argument.chunks_exact_mut(8).zip(pointers) {
             bytes.copy_from_slice(&span.address().to_ne_bytes());
@@ -144,19 +137,20 @@ impl PrefillAttention<'_> {
             shape.num_heads as u32,
             shape.num_kv_heads as u32,
             shape.block_size.trailing_zeros(),
-            window,
-            scale.to_bits(),
+            scores.window,
+            scores.scale.to_bits(),
         ];
-        for (bytes, word) in argument[56..].chunks_exact_mut(4).zip(words) {
+        argument[56..64].copy_from_slice(&scores.sinks_address().to_ne_bytes());
+        for (bytes, word) in argument[64..].chunks_exact_mut(4).zip(words) {
             bytes.copy_from_slice(&word.to_ne_bytes());
         }
         argument
     }
 
     fn check(&self) -> Result<(), CudaError> {
-        let Self { out, qkv, cache, slopes, rows, shape, .. } = *self;
+        let Self { out, qkv, cache, rows, shape, .. } = *self;
         let HeadShape { num_heads, head_dim, .. } = shape;
-        check_heads(OP, shape)?;
+        self.scores.check_fast(OP, shape)?;
         let PrefillRows { num_rows, num_tokens, max_chunk, .. } = rows;
         ensure!(OP, (1..=65535).contains(&num_rows), "{num_rows} rows");
         ensure!(OP, (1..=num_tokens).contains(&max_chunk), "a longest chunk of {max_chunk} of {num_tokens} tokens");
@@ -172,7 +166,7 @@ impl PrefillAttention<'_> {
         ensure!(OP, tables >= num_rows * rows.max_blocks, "block_tables is too short for {num_rows} rows");
         let aligned = [out, qkv, cache.k, cache.v].iter().all(|span| span.is_aligned(16));
         ensure!(OP, aligned, "a buffer is not 16-byte aligned");
-        slopes.map_or(Ok(()), |slopes| check_slopes(OP, slopes, shape))
+        Ok(())
     }
 }
 

@@ -41,7 +41,8 @@ pub fn add_rms_norm(
     q.launch("add_rms_norm_bf16", launch, &args)
 }
 
-fn geometry(buffers: &[Span], weight: Span, rows: usize, cols: usize) -> Result<Launch, CudaError> {
+/// The launch of a norm of `rows` rows of each buffer; checks their sizes.
+pub(super) fn geometry(buffers: &[Span], weight: Span, rows: usize, cols: usize) -> Result<Launch, CudaError> {
     ensure!(
         "rms_norm",
         cols.is_multiple_of(8) && (8..=32_768).contains(&cols),

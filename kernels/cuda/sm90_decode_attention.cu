@@ -313,8 +313,8 @@ struct Consumer {
     RingPosition<Shared<D>::STAGES> stage;  // of the visit's first tile
     RingPosition<SLOTS> slot;
 
-    template <bool ALIBI>
-    __device__ void attend(const float* slopes) {
+    template <Scores SCORES>
+    __device__ void attend(const float* slopes, float cap) {
         while (true) {
             barrier_wait(smem.slot_full(slot.index), slot.parity);
             const Visit v = *smem.visit(slot.index);
@@ -326,8 +326,11 @@ struct Consumer {
             slot.skip(1);
             const Chunk c = chunk_of(v.len, a.window, a.min_chunk, v.split, splits);
             Softmax<D> state;
-            if constexpr (ALIBI) {
+            if (a.sinks && v.split == 0 && warp == 0) state.begin_with(a.sinks + heads.first, heads.count);
+            if constexpr (SCORES == Scores::ALIBI) {
                 attend_tiles(state, q, c, Alibi(slopes + heads.first, heads.count, threadIdx.x % 4, v.len));
+            } else if constexpr (SCORES == Scores::CAPPED) {
+                attend_tiles(state, q, c, Capped(cap));
             } else {
                 attend_tiles(state, q, c, NoBias());
             }
@@ -386,9 +389,9 @@ struct Consumer {
     }
 };
 
-template <int D, bool ALIBI>
-__device__ __forceinline__ void decode_attention(const DecodeAttention& a, const Maps& maps, const float* slopes, u32* next_visit,
-                                                 u32 num_rows, u32 splits) {
+template <int D, Scores SCORES>
+__device__ __forceinline__ void decode_attention(const DecodeAttention& a, const Maps& maps, const float* slopes, float cap,
+                                                 u32* next_visit, u32 num_rows, u32 splits) {
     extern __shared__ __align__(1024) u8 dynamic[];
     pdl_launch();
     const Shared<D> smem = {dynamic};
@@ -399,7 +402,7 @@ __device__ __forceinline__ void decode_attention(const DecodeAttention& a, const
         Producer<D>{a, smem, maps, splits}.produce(Work(a, smem.lens(), num_rows, splits), next_visit);
         copy_async_wait<0>();
     } else {
-        Consumer<D>{a, smem, splits, threadIdx.x / 32}.template attend<ALIBI>(slopes);
+        Consumer<D>{a, smem, splits, threadIdx.x / 32}.template attend<SCORES>(slopes, cap);
     }
 }
 
@@ -409,14 +412,21 @@ __device__ __forceinline__ void decode_attention(const DecodeAttention& a, const
         const __grid_constant__ TensorMap half_k_map, const __grid_constant__ TensorMap half_v_map, u32* next_visit,   \
         u32 num_rows, u32 splits) {                                                                                    \
         const Maps maps = {&k_map, &v_map, &half_k_map, &half_v_map};                                                  \
-        decode_attention<D, false>(a, maps, nullptr, next_visit, num_rows, splits);                                    \
+        decode_attention<D, Scores::PLAIN>(a, maps, nullptr, 0.0f, next_visit, num_rows, splits);                      \
     }                                                                                                                  \
     extern "C" __global__ void __launch_bounds__(THREADS + 32, 2) sm90_alibi_decode_attention_bf16_d##D(               \
         const DecodeAttention a, const __grid_constant__ TensorMap k_map, const __grid_constant__ TensorMap v_map,     \
         const __grid_constant__ TensorMap half_k_map, const __grid_constant__ TensorMap half_v_map, u32* next_visit,   \
         u32 num_rows, u32 splits, const float* slopes) {                                                               \
         const Maps maps = {&k_map, &v_map, &half_k_map, &half_v_map};                                                  \
-        decode_attention<D, true>(a, maps, slopes, next_visit, num_rows, splits);                                      \
+        decode_attention<D, Scores::ALIBI>(a, maps, slopes, 0.0f, next_visit, num_rows, splits);                       \
+    }                                                                                                                  \
+    extern "C" __global__ void __launch_bounds__(THREADS + 32, 2) sm90_capped_decode_attention_bf16_d##D(              \
+        const DecodeAttention a, const __grid_constant__ TensorMap k_map, const __grid_constant__ TensorMap v_map,     \
+        const __grid_constant__ TensorMap half_k_map, const __grid_constant__ TensorMap half_v_map, u32* next_visit,   \
+        u32 num_rows, u32 splits, float cap) {                                                                         \
+        const Maps maps = {&k_map, &v_map, &half_k_map, &half_v_map};                                                  \
+        decode_attention<D, Scores::CAPPED>(a, maps, nullptr, cap, next_visit, num_rows, splits);                      \
     }
 
 DECODE_ATTENTION(128)

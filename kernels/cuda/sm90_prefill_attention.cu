@@ -194,6 +194,19 @@ struct Attention {
         denominator[0] = denominator[1] = 0.0f;
     }
 
+    // Takes part in the softmax with a sink, divided by the scale, before any score.
+    __device__ void begin_with(float sink) {
+        top[0] = top[1] = sink;
+        denominator[0] = denominator[1] = threadIdx.x % 4 == 0 ? 1.0f : 0.0f;
+    }
+
+    // Caps scores before they are scaled: `limit` is the cap divided by the scale.
+    __device__ static void cap(float (&s)[64], float limit) {
+        const float inverse = 1.0f / limit;
+#pragma unroll
+        for (int i = 0; i < 64; ++i) s[i] = limit * tanh_exp(s[i] * inverse);
+    }
+
     __device__ static void scores(float (&s)[64], u32 q, u32 k) {
         wgmma_fence();
 #pragma unroll
@@ -297,9 +310,9 @@ __device__ __forceinline__ void clear_tail(u32 v, u32 valid, u32 group) {
     if (group == 1) asm volatile("bar.sync 2, 128;" ::: "memory");
 }
 
-template <int D, bool ALIBI>
+template <int D, Scores SCORES>
 __device__ __forceinline__ void consume(const Shared<D>& smem, const PrefillAttention& a, const Queue& queue, volatile u32* current,
-                                        const float* slopes) {
+                                        const float* slopes, float cap) {
     const u32 group = threadIdx.x / 128 - 1, warp = threadIdx.x / 32 % 4;
     const u32 first_query = group * 64 + warp * 16;  // first query of the warp
     const u32 q = smem.q() + group * 64 * 128;
@@ -315,17 +328,19 @@ __device__ __forceinline__ void consume(const Shared<D>& smem, const PrefillAtte
         // Whether some query does not attend to some key of the slice.
         auto partial = [&](u32 first) { return first + KEYS > lowest + 1 || (a.window && first + a.window <= highest); };
         const u32 position = lowest + threadIdx.x % 32 / 4;
-        const float slope = ALIBI ? slopes[w.head] / a.scale : 0.0f;
+        const float slope = SCORES == Scores::ALIBI ? slopes[w.head] / a.scale : 0.0f;
 
         Attention<D> state;
         state.clear();
+        if (a.sinks) state.begin_with(a.sinks[w.head] / a.scale);
         float s[64], correction[2];
         barrier_wait(smem.k_full(k.stage), k.parity);
         state.scores(s, q, smem.k(k.stage));
         wgmma_wait<0>();
         release(smem.k_empty(k.stage));
         k.next();
-        if (ALIBI) state.penalize(s, slope, position, w.begin);
+        if (SCORES == Scores::ALIBI) state.penalize(s, slope, position, w.begin);
+        if (SCORES == Scores::CAPPED) state.cap(s, cap / a.scale);
         if (partial(w.begin)) state.mask(s, a, position, w.begin);
         state.softmax(s, correction, scale);
         state.pack(s);
@@ -338,7 +353,8 @@ __device__ __forceinline__ void consume(const Shared<D>& smem, const PrefillAtte
             wgmma_wait<1>();
             release(smem.k_empty(k.stage));
             k.next();
-            if (ALIBI) state.penalize(s, slope, position, first);
+            if (SCORES == Scores::ALIBI) state.penalize(s, slope, position, first);
+            if (SCORES == Scores::CAPPED) state.cap(s, cap / a.scale);
             if (partial(first)) state.mask(s, a, position, first);
             state.softmax(s, correction, scale);
             wgmma_wait<0>();
@@ -359,9 +375,9 @@ __device__ __forceinline__ void consume(const Shared<D>& smem, const PrefillAtte
     }
 }
 
-template <int D, bool ALIBI>
+template <int D, Scores SCORES>
 __device__ __forceinline__ void prefill_attention(const Maps& maps, const PrefillAttention& a, const Queue& queue,
-                                                  const float* slopes) {
+                                                  const float* slopes, float cap) {
     extern __shared__ u8 dynamic[];
     __shared__ u32 current;  // the current tile
     __shared__ alignas(8) u64 barriers[10];
@@ -375,7 +391,7 @@ __device__ __forceinline__ void prefill_attention(const Maps& maps, const Prefil
         if (threadIdx.x == 0) produce<D>(smem, maps, a, queue, &current);
     } else {
         asm volatile("setmaxnreg.inc.sync.aligned.u32 232;");
-        consume<D, ALIBI>(smem, a, queue, &current, slopes);
+        consume<D, SCORES>(smem, a, queue, &current, slopes, cap);
     }
 }
 
@@ -384,13 +400,19 @@ __device__ __forceinline__ void prefill_attention(const Maps& maps, const Prefil
         sm90_prefill_attention_bf16_d##D(const __grid_constant__ TensorMap q_map, const __grid_constant__ TensorMap k_map, \
                                          const __grid_constant__ TensorMap v_map, const PrefillAttention a,            \
                                          u32* next_tile, u32 tiles, u32 works) {                                       \
-        prefill_attention<D, false>(Maps{&q_map, &k_map, &v_map}, a, Queue{next_tile, tiles, works}, nullptr);         \
+        prefill_attention<D, Scores::PLAIN>(Maps{&q_map, &k_map, &v_map}, a, Queue{next_tile, tiles, works}, nullptr, 0.0f); \
     }                                                                                                                  \
     extern "C" __global__ void __launch_bounds__(384, 1) sm90_alibi_prefill_attention_bf16_d##D(                       \
         const __grid_constant__ TensorMap q_map, const __grid_constant__ TensorMap k_map,                              \
         const __grid_constant__ TensorMap v_map, const PrefillAttention a, u32* next_tile, u32 tiles, u32 works,       \
         const float* slopes) {                                                                                         \
-        prefill_attention<D, true>(Maps{&q_map, &k_map, &v_map}, a, Queue{next_tile, tiles, works}, slopes);           \
+        prefill_attention<D, Scores::ALIBI>(Maps{&q_map, &k_map, &v_map}, a, Queue{next_tile, tiles, works}, slopes, 0.0f); \
+    }                                                                                                                  \
+    extern "C" __global__ void __launch_bounds__(384, 1) sm90_capped_prefill_attention_bf16_d##D(                      \
+        const __grid_constant__ TensorMap q_map, const __grid_constant__ TensorMap k_map,                              \
+        const __grid_constant__ TensorMap v_map, const PrefillAttention a, u32* next_tile, u32 tiles, u32 works,       \
+        float cap) {                                                                                                   \
+        prefill_attention<D, Scores::CAPPED>(Maps{&q_map, &k_map, &v_map}, a, Queue{next_tile, tiles, works}, nullptr, cap); \
     }
 
 PREFILL_ATTENTION(64)

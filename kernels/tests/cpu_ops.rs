@@ -5,8 +5,8 @@ mod cpu;
 
 use cpu::random;
 use kernels::cpu::{
-    Attention, AttentionRow, Gate, Heads, Isa, KvCache, KvType, Norm, Pool, activate, add_norm, add_normed, gate,
-    head_norm, head_squares, norm, rotate, scale_heads,
+    Attention, AttentionRow, Gate, Heads, Isa, KvCache, KvType, Norm, Pool, Rotation, Xielu, activate, add_norm,
+    add_normed, gate, head_norm, head_squares, norm, rotate, rotate_queries, scale_heads,
 };
 use kernels::reference;
 
@@ -59,7 +59,7 @@ fn heads_are_normed_in_place_and_what_follows_them_is_not() {
             })
             .collect();
         let heads = Heads { stride, counts: [3, 1], dim };
-        head_norm(&mut Pool::new(2), &mut x, heads, [Norm::Rms { weight: &q }, Norm::Rms { weight: &k }], 1e-6);
+        head_norm(&mut Pool::new(2), &mut x, heads, &[Norm::Rms { weight: &q }, Norm::Rms { weight: &k }], 1e-6);
         assert_near(&x, &expected, 30.0 * 2f32.powi(-24), "head_norm");
     }
 }
@@ -79,7 +79,7 @@ fn each_head_may_have_weights_of_its_own() {
         })
         .collect();
     let norms = [Norm::Layer { weight: &q, bias: &zeros }, Norm::Layer { weight: &k, bias: &zeros[..dim] }];
-    head_norm(&mut Pool::new(2), &mut x, Heads { stride, counts: [3, 1], dim }, norms, 1e-6);
+    head_norm(&mut Pool::new(2), &mut x, Heads { stride, counts: [3, 1], dim }, &norms, 1e-6);
     assert_near(&x, &expected, 60.0 * 2f32.powi(-24), "head_norm");
 }
 
@@ -121,12 +121,15 @@ fn a_branch_is_normed_before_it_is_added() {
 
 type Formula = fn(f32) -> f32;
 
-const ACTIVATIONS: [(Gate, Formula); 5] = [
+const XIELU: Xielu = Xielu { positive: 0.75, negative: 1.5, slope: 0.5, edge: -1e-6 };
+
+const ACTIVATIONS: [(Gate, Formula); 6] = [
     (Gate::Silu, reference::silu),
     (Gate::GeluTanh, reference::gelu_tanh),
     (Gate::Gelu, reference::gelu),
     (Gate::Relu, |x| x.max(0.0)),
     (Gate::ReluSquared, |x| x.max(0.0) * x.max(0.0)),
+    (Gate::Xielu(XIELU), reference::xielu),
 ];
 
 #[test]
@@ -176,6 +179,62 @@ fn rotation_agrees_with_the_reference() {
     assert_near(&x, &expected, 4.0 * 2f32.powi(-24), "rotate");
 }
 
+#[test]
+fn queries_are_rotated_and_scaled_alike_with_and_without_keys() {
+    let (dim, heads, tokens) = (16, 4, 300);
+    let (cos, sin) = (random(5, 64 * dim / 2), random(6, 64 * dim / 2));
+    let positions: Vec<u32> = (0..tokens as u32).map(|token| token * 7 % 64).collect();
+    let slots: Vec<u32> = (0..tokens as u32).collect();
+    let factors = random(7, tokens);
+    let rotation = |stride| Rotation {
+        stride,
+        num_heads: heads,
+        positions: &positions,
+        slots: &slots,
+        angles: Some([&cos, &sin]),
+        query_factors: &factors,
+    };
+    let stride = (heads + 2) * dim;
+    let mut qkv = random(8, tokens * stride);
+    let own =
+        |qkv: &[f32]| -> Vec<f32> { qkv.chunks_exact(stride).flat_map(|row| row[..heads * dim].to_vec()).collect() };
+    let mut q = own(&qkv);
+    let expected = |token: usize, head: &[f32]| -> Vec<f32> {
+        let first = positions[token] as usize * dim / 2;
+        let mut head = head.to_vec();
+        rotate(&mut head, &cos[first..first + dim / 2], &sin[first..first + dim / 2]);
+        head.iter().map(|x| x * factors[token]).collect()
+    };
+    let rows = q.chunks_exact(heads * dim).enumerate();
+    let wanted: Vec<f32> = rows.flat_map(|(t, row)| row.chunks_exact(dim).flat_map(move |h| expected(t, h))).collect();
+    let mut cache = KvCache::new(KvType::F32, tokens.div_ceil(16), 1, 16, dim);
+    cache.rotate_and_write(&mut Pool::new(2), &mut qkv, &rotation(stride));
+    rotate_queries(&mut Pool::new(2), &mut q, dim, &rotation(heads * dim));
+    assert_eq!(own(&qkv), wanted);
+    assert_eq!(q, wanted);
+}
+
+#[test]
+fn heads_of_v_are_normed_where_there_is_a_third_norm() {
+    let (dim, rows) = (16, 5);
+    let stride = 4 * dim; // Two query heads, a key head and a value head.
+    let weights = [random(1, dim), random(2, dim), vec![1.0; dim]];
+    let x = random(3, rows * stride);
+    for count in 1..=3 {
+        let norms: Vec<_> = weights[..count].iter().map(|weight| Norm::Rms { weight }).collect();
+        let mut found = x.clone();
+        head_norm(&mut Pool::new(1), &mut found, Heads { stride, counts: [2, 1], dim }, &norms, 1e-6);
+        let weight_of =
+            |head: usize| Some(head.saturating_sub(1)).filter(|norm| *norm < count).map(|norm| &weights[norm]);
+        let norm = |(head, x): (usize, &[f32])| match weight_of(head % 4) {
+            Some(weight) => reference::rms_norm(x, weight, 1e-6),
+            None => x.to_vec(),
+        };
+        let expected: Vec<f32> = x.chunks_exact(dim).enumerate().flat_map(norm).collect();
+        assert_near(&found, &expected, 30.0 * 2f32.powi(-24), "head_norm");
+    }
+}
+
 /// K and V of one row, in blocks taken in descending order, with NaN around them.
 #[derive(Clone)]
 struct Case {
@@ -185,6 +244,7 @@ struct Case {
     block: usize,
     len: usize,
     window: Option<usize>,
+    chunk: Option<usize>,
     slopes: Vec<f32>,
     cap: Option<f32>,
     sinks: Vec<f32>,
@@ -232,6 +292,7 @@ impl Case {
             num_heads: self.heads,
             scale: 0.3,
             window: self.window,
+            chunk: self.chunk,
             q_stride: width,
             alibi_slopes: &self.slopes,
             score_cap: self.cap,
@@ -246,7 +307,8 @@ impl Case {
 
     fn expected(&self, token: usize) -> Vec<f32> {
         let (k, v, q) = (self.k(), self.v(), random(13, self.len * self.heads * self.dim));
-        let start = (token + 1).saturating_sub(self.window.unwrap_or(usize::MAX));
+        let in_chunk = token - token % self.chunk.unwrap_or(usize::MAX);
+        let start = (token + 1).saturating_sub(self.window.unwrap_or(usize::MAX)).max(in_chunk);
         let head = |head: usize| {
             let kv_head = head / (self.heads / self.kv_heads);
             let of = |x: &[f32]| -> Vec<f32> {
@@ -269,12 +331,16 @@ impl Case {
 
 fn cases() -> Vec<Case> {
     let mut cases = Vec::new();
-    for (heads, kv_heads, dim) in [(4, 4, 64), (8, 2, 80), (3, 1, 8), (20, 1, 96), (4, 2, 128), (2, 2, 256)] {
+    for (heads, kv_heads, dim) in
+        [(4, 4, 64), (8, 2, 80), (3, 1, 8), (20, 1, 96), (4, 2, 128), (2, 2, 256), (6, 1, 512), (2, 1, 320)]
+    {
         for (block, len, window) in [(16, 1, None), (16, 16, Some(5)), (32, 67, None), (16, 70, Some(20))] {
-            let case = Case { heads, kv_heads, dim, block, len, window, slopes: vec![], cap: None, sinks: vec![] };
+            let (slopes, sinks) = (vec![], vec![]);
+            let case = Case { heads, kv_heads, dim, block, len, window, chunk: None, slopes, cap: None, sinks };
             let slopes = (0..heads as i32).map(|head| 0.5f32.powi(head + 1)).collect();
             cases.push(Case { slopes, ..case.clone() });
             cases.push(Case { cap: Some(0.7), ..case.clone() });
+            cases.push(Case { chunk: Some(24), ..case.clone() });
             cases.push(Case { sinks: random(14, heads), ..case.clone() });
             cases.push(case);
         }

@@ -7,12 +7,13 @@ mod rows;
 use gpu::{Random, assert_close, floats, poisoned};
 use half::bf16;
 use kernels::cuda::decode_attention::{
-    ALIBI_HEAD_DIMS, DecodeAttention, DecodeRows, DecodeWorkspace, Positions, RopeTables, Splits,
-    decode_attention_ring, decode_attention_split, has_ring, rotates,
+    DecodeAttention, DecodeRows, DecodeWorkspace, Positions, RopeTables, Splits, decode_attention_ring,
+    decode_attention_split, has_ring, rotates,
 };
 use kernels::cuda::rope_cache::{HeadShape, RopeInputs, rope_cache};
+use kernels::cuda::scores::{ALIBI_HEAD_DIMS, CAPPED_HEAD_DIMS, HEAD_DIMS};
 use kernels::cuda::{CudaError, DeviceBuffer, Queue};
-use rows::CachedRows;
+use rows::{CachedRows, Kind};
 
 const SHAPES: [[usize; 4]; 8] = [
     [4, 4, 128, 64],
@@ -43,43 +44,53 @@ const FEW_ROWS: [&[usize]; 4] = [&[1], &[5, 0, 17, 16], &[255, 256, 257], &[1000
 
 #[test]
 fn rows_of_any_length_attend_as_the_formula_says() {
-    attends_as_the_formula_says(3, false, decode_attention_split, &FEW_ROWS);
+    attends_as_the_formula_says(3, Kind::Plain, decode_attention_split, &FEW_ROWS);
 }
 
 #[test]
 fn alibi_penalizes_distance_as_the_formula_says() {
-    attends_as_the_formula_says(5, true, decode_attention_split, &FEW_ROWS);
+    attends_as_the_formula_says(5, Kind::Alibi, decode_attention_split, &FEW_ROWS);
+}
+
+#[test]
+fn capped_scores_and_sinks_are_attended_to_as_the_formula_says() {
+    for kind in [Kind::Capped, Kind::Sinks] {
+        attends_as_the_formula_says(9, kind, decode_attention_split, &FEW_ROWS);
+    }
 }
 
 #[test]
 fn the_ring_attends_as_the_formula_says() {
-    for alibi in [false, true] {
-        attends_as_the_formula_says(13, alibi, decode_attention_ring, &FEW_ROWS);
+    for kind in [Kind::Plain, Kind::Alibi, Kind::Capped, Kind::Sinks] {
+        attends_as_the_formula_says(13, kind, decode_attention_ring, &FEW_ROWS);
     }
 }
 
 #[test]
 fn a_block_of_the_ring_goes_over_many_rows() {
     let lens: Vec<usize> = (0..160).map(|row| [40, 0, 1, 16, 130, 17, 333, 64, 65, 2500][row * 7 % 10]).collect();
-    for alibi in [false, true] {
-        attends_as_the_formula_says(17, alibi, decode_attention_ring, &[&lens]);
+    for kind in [Kind::Plain, Kind::Alibi, Kind::Capped, Kind::Sinks] {
+        attends_as_the_formula_says(17, kind, decode_attention_ring, &[&lens]);
     }
 }
 
-fn attends_as_the_formula_says(seed: u64, alibi: bool, kernel: Kernel, lens: &[&[usize]]) {
+fn attends_as_the_formula_says(seed: u64, kind: Kind, kernel: Kernel, lens: &[&[usize]]) {
     let Some((gpu, queue)) = gpu::open() else { return };
     let mut random = Random::new(seed);
     for [num_heads, num_kv_heads, head_dim, block_size] in SHAPES {
         let shape = HeadShape { num_heads, num_kv_heads, head_dim, block_size };
         let ring = kernel as usize == decode_attention_ring as Kernel as usize;
-        if (alibi && !ALIBI_HEAD_DIMS.contains(&head_dim)) || (ring && !has_ring(&gpu, shape)) {
+        let supported = match kind {
+            Kind::Plain | Kind::Sinks => HEAD_DIMS.as_slice(),
+            Kind::Alibi => ALIBI_HEAD_DIMS.as_slice(),
+            Kind::Capped => CAPPED_HEAD_DIMS.as_slice(),
+        };
+        if !supported.contains(&head_dim) || (ring && !has_ring(&gpu, shape)) {
             continue;
         }
         for &lens in lens {
             let cached = CachedRows::new(&gpu, &mut random, shape, lens);
             let workspace = DecodeWorkspace::new(&gpu, lens.len().max(64), &[shape]).expect("memory");
-            let (slopes, slope_buffer) = cached.slopes(&gpu);
-            let slopes = if alibi { slopes.as_slice() } else { &[] };
             let cols = num_heads * head_dim;
             let qkv = random.bf16s(lens.len() * shape.qkv_cols(), 1.0);
             let qkv_buffer = DeviceBuffer::from_slice(&gpu, &qkv).expect("memory");
@@ -88,16 +99,16 @@ fn attends_as_the_formula_says(seed: u64, alibi: bool, kernel: Kernel, lens: &[&
                 if lens.len() > 64 && splits != default {
                     continue; // The workspace is for few rows.
                 }
+                let scores = cached.scores(&gpu, kind, window);
                 let out = poisoned::<bf16>(&gpu, &queue, lens.len() * cols);
                 let attention = DecodeAttention {
                     out: out.span(),
                     qkv: qkv_buffer.span(),
                     cache: cached.cache(),
-                    positions: if alibi { Positions::Alibi(slope_buffer.span()) } else { Positions::Known },
+                    positions: Positions::Known,
                     rows: decode_rows(&cached, lens.len()),
                     shape,
-                    scale: (head_dim as f32).powf(-0.5),
-                    window,
+                    scores: scores.on_gpu,
                     workspace: &workspace,
                 };
                 // Runs twice: the second run needs the counters that the first one reset.
@@ -112,9 +123,9 @@ fn attends_as_the_formula_says(seed: u64, alibi: bool, kernel: Kernel, lens: &[&
                         assert!(found.iter().all(|&x| x == 0.0), "a padded row gives zeros");
                         continue;
                     }
-                    let what = format!("{shape:?}, {lens:?}, {splits:?}, window {window}");
+                    let what = format!("{shape:?}, {kind:?}, {lens:?}, {splits:?}, window {window}");
                     let q = &qkv[row * shape.qkv_cols()..];
-                    cached.check(&what, found, q, row, len - 1, window as usize, slopes);
+                    cached.check(&what, found, q, row, len - 1, &scores);
                 }
             }
         }
@@ -139,11 +150,12 @@ fn rotation_inside_attention_writes_the_bits_of_rotation_before_it_and_attends_a
         let (cos, sin) = (table(f32::cos), table(f32::sin));
         for lens in [&[1][..], &[5, 0, 17, 16], &[255, 256, 257], &[1000, 3, 2049, 700]] {
             let workspace = DecodeWorkspace::new(&gpu, 64, &[shape]).expect("memory");
-            let scale = (head_dim as f32).powf(-0.5);
             for (splits, window) in [(Splits::for_rows(lens.len(), shape), 0), (FINE, 0), (JOINED, 0), (FINE, 100)] {
+                let kind = if window == 0 { Kind::Plain } else { Kind::Sinks };
                 let run = |fused: bool| {
                     let mut random = Random::new(11);
                     let cached = CachedRows::new(&gpu, &mut random, shape, lens);
+                    let scores = cached.scores(&gpu, kind, window);
                     let qkv = random.bf16s(lens.len() * shape.qkv_cols(), 1.0);
                     let qkv = DeviceBuffer::from_slice(&gpu, &qkv).expect("memory");
                     let count = lens.len() * num_heads * head_dim;
@@ -155,8 +167,7 @@ fn rotation_inside_attention_writes_the_bits_of_rotation_before_it_and_attends_a
                         positions: Positions::Rope(RopeTables { cos: cos.span(), sin: sin.span() }),
                         rows: decode_rows(&cached, lens.len()),
                         shape,
-                        scale,
-                        window,
+                        scores: scores.on_gpu,
                         workspace: &workspace,
                     };
                     let cache = attention.cache;

@@ -8,9 +8,10 @@ use kernels::cuda::embed::{Table, TokenSource, embed};
 use kernels::cuda::gated_activation::{GateActivation, gated_activation};
 use kernels::cuda::gather_rows::gather_rows;
 use kernels::cuda::library_gemm::{GemmBuffers, GemmShape, LibraryGemm};
-use kernels::cuda::paged_attention::{PagedAttention, Scores, TokenTables, paged_attention};
+use kernels::cuda::paged_attention::{PagedAttention, TokenTables, paged_attention};
 use kernels::cuda::rms_norm::{add_rms_norm, rms_norm};
 use kernels::cuda::rope_cache::{HeadShape, LayerCache, RopeInputs, rope_cache};
+use kernels::cuda::scores::{ScoreChange, Scores};
 use kernels::cuda::{DeviceBuffer, Span};
 use kernels::reference;
 
@@ -227,16 +228,20 @@ fn paged_attention_agrees_with_fp64() {
         let cache = LayerCache { k: dk.span(), v: dv.span() };
         let slopes: Vec<f32> = (0..heads).map(|head| 0.6f32.powi(head as i32 + 1)).collect();
         let slope_buffer = DeviceBuffer::from_slice(&gpu, &slopes).unwrap();
-        let attend = |slopes: Option<Span>, cap: f32| {
+        let sinks: Vec<f32> = (0..heads).map(|head| head as f32 % 3.0 - 1.0).collect();
+        let sink_buffer = DeviceBuffer::from_slice(&gpu, &sinks).unwrap();
+        let attend = |change: ScoreChange, sinks: Option<Span>| {
             q.fill(out.span(), 0xff).unwrap();
-            let scores = Scores { scale, window, cap, slopes };
+            let scores = Scores { scale, window, change, sinks };
             let (qkv, tables) = (dq.span(), token_tables);
             let attention = PagedAttention { out: out.span(), qkv, cache, tables, shape, scores };
             paged_attention(&q, &attention, tokens).unwrap();
             q.wait().unwrap();
             floats(&out.span().read(tokens * heads * dim).unwrap())
         };
-        for (alibi, cap) in [(false, 0.0), (true, 0.0), (false, 0.6)] {
+        for (alibi, cap, has_sinks) in
+            [(false, 0.0, false), (true, 0.0, false), (false, 0.6, false), (false, 0.0, true)]
+        {
             let mut expected = vec![0.0f32; tokens * heads * dim];
             for (t, h) in
                 (0..tokens).flat_map(|t| (0..heads).map(move |h| (t, h))).filter(|&(t, _)| slots[t] != u32::MAX)
@@ -257,15 +262,27 @@ fn paged_attention_agrees_with_fp64() {
                 };
                 let scores: Vec<f64> = (begin..end).map(score).collect();
                 let most = scores.iter().copied().fold(f64::NEG_INFINITY, f64::max);
-                let mass: f64 = scores.iter().map(|s| (s - most).exp()).sum();
+                let sink = if has_sinks { (f64::from(sinks[h]) - most).exp() } else { 0.0 };
+                let mass: f64 = scores.iter().map(|s| (s - most).exp()).sum::<f64>() + sink;
                 for d in 0..dim {
                     let sum: f64 =
                         (begin..end).zip(&scores).map(|(p, s)| (s - most).exp() * v[at(p) + d].to_f64()).sum();
                     expected[(t * heads + h) * dim + d] = (sum / mass) as f32;
                 }
             }
-            let found = attend(alibi.then(|| slope_buffer.span()), cap);
-            assert_close(&format!("{shape:?}, alibi {alibi}, cap {cap}"), &found, &expected, ULP, 1e-4);
+            let change = match (alibi, cap) {
+                (true, _) => ScoreChange::Alibi(slope_buffer.span()),
+                (false, 0.0) => ScoreChange::None,
+                (false, cap) => ScoreChange::Capped(cap),
+            };
+            let found = attend(change, has_sinks.then(|| sink_buffer.span()));
+            assert_close(
+                &format!("{shape:?}, alibi {alibi}, cap {cap}, sinks {has_sinks}"),
+                &found,
+                &expected,
+                ULP,
+                1e-4,
+            );
         }
     }
 }

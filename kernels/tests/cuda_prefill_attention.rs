@@ -9,10 +9,10 @@ use gpu::{Random, floats, poisoned};
 use half::bf16;
 use kernels::cuda::DeviceBuffer;
 use kernels::cuda::prefill_attention::{
-    ALIBI_HEAD_DIMS, PrefillAttention, PrefillRows, PrefillWorkspace, prefill_attention, prefill_attention_simple,
+    PrefillAttention, PrefillRows, PrefillWorkspace, prefill_attention, prefill_attention_simple,
 };
 use kernels::cuda::rope_cache::HeadShape;
-use rows::CachedRows;
+use rows::{CachedRows, Kind};
 
 const SHAPES: [[usize; 4]; 6] =
     [[2, 2, 128, 64], [4, 1, 128, 16], [3, 1, 64, 128], [2, 2, 64, 32], [2, 1, 96, 16], [2, 1, 256, 64]];
@@ -47,22 +47,21 @@ fn chunks_attend_to_their_prefix_and_themselves_as_the_formula_says() {
                 num_tokens,
                 max_chunk: chunks.iter().map(|c| c.0).max().unwrap_or(0),
             };
-            let (slopes, slope_buffer) = cached.slopes(&gpu);
-            let has_alibi = ALIBI_HEAD_DIMS.contains(&head_dim);
-            let kinds = [(0, false), (0, true), (75, false), (75, true)];
-            let plain = kinds.iter().map(|&(window, simple)| (window, simple, false));
-            let alibi = kinds.iter().filter(|_| has_alibi).map(|&(window, simple)| (window, simple, true));
-            for (window, simple, alibi) in plain.chain(alibi) {
+            let layouts = [(0, false), (0, true), (75, false), (75, true)];
+            let kinds = [Kind::Plain, Kind::Alibi, Kind::Capped, Kind::Sinks];
+            for (kind, (window, simple)) in kinds.into_iter().flat_map(|kind| layouts.map(|layout| (kind, layout))) {
+                let scores = cached.scores(&gpu, kind, window);
+                if !scores.on_gpu.has_fast_kernels(head_dim) {
+                    continue;
+                }
                 let out = poisoned::<bf16>(&gpu, &queue, num_tokens * cols);
                 let attention = PrefillAttention {
                     out: out.span(),
                     qkv: qkv_buffer.span(),
                     cache: cached.cache(),
-                    slopes: alibi.then(|| slope_buffer.span()),
                     rows,
                     shape,
-                    scale: (head_dim as f32).powf(-0.5),
-                    window,
+                    scores: scores.on_gpu,
                     workspace: &workspace,
                 };
                 let launched = if simple {
@@ -73,8 +72,7 @@ fn chunks_attend_to_their_prefix_and_themselves_as_the_formula_says() {
                 launched.expect("a launch");
                 queue.wait().expect("the kernel runs");
                 let found = floats(&out.span().read::<bf16>(num_tokens * cols).expect("a copy"));
-                let what = format!("{shape:?}, {chunks:?}, window {window}, simple {simple}, alibi {alibi}");
-                let slopes = if alibi { slopes.as_slice() } else { &[] };
+                let what = format!("{shape:?}, {chunks:?}, window {window}, simple {simple}, {kind:?}");
                 for (row, &(count, len)) in chunks.iter().enumerate() {
                     for i in 0..count {
                         let token = starts[row] as usize + i;
@@ -82,7 +80,7 @@ fn chunks_attend_to_their_prefix_and_themselves_as_the_formula_says() {
                         assert!(found.iter().all(|x| x.is_finite()), "{what}: token {token} is finite");
                         // The formula is slow, so only the ends and a sample of the other elements are checked.
                         if i % 37 == 0 || i + 1 == count || i % 128 == 127 {
-                            cached.check(&what, found, q, row, len - count + i, window as usize, slopes);
+                            cached.check(&what, found, q, row, len - count + i, &scores);
                         }
                     }
                 }

@@ -4,6 +4,7 @@ use std::sync::Arc;
 
 use half::bf16;
 use kernels::cuda::rope_cache::{HeadShape, LayerCache};
+use kernels::cuda::scores::{ScoreChange, Scores};
 use kernels::cuda::{DeviceBuffer, Gpu};
 use kernels::reference;
 
@@ -20,6 +21,27 @@ pub struct CachedRows {
     pub v_buffer: DeviceBuffer,
     pub table_buffer: DeviceBuffer,
     pub len_buffer: DeviceBuffer,
+}
+
+/// What happens with scores, and whether there are sinks.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub enum Kind {
+    Plain,
+    Alibi,
+    Capped,
+    Sinks,
+}
+
+/// A cap that changes scores of random vectors.
+const CAP: f32 = 1.5;
+
+/// Scores for a kernel and for the formula.
+pub struct KindOfScores {
+    pub on_gpu: Scores,
+    slopes: Vec<f32>,
+    sinks: Vec<f32>,
+    cap: Option<f32>,
+    _buffers: [DeviceBuffer; 2],
 }
 
 impl CachedRows {
@@ -73,11 +95,25 @@ impl CachedRows {
         })
     }
 
-    /// ALiBi slopes, from steep to nearly flat, and their buffer.
-    pub fn slopes(&self, gpu: &Arc<Gpu>) -> (Vec<f32>, DeviceBuffer) {
-        let slopes: Vec<f32> = (0..self.shape.num_heads).map(|head| 0.7f32.powi(head as i32 + 1)).collect();
-        let buffer = DeviceBuffer::from_slice(gpu, &slopes).expect("memory");
-        (slopes, buffer)
+    /// Scores of one kind, with slopes from steep to nearly flat, or sinks about as large as scores.
+    pub fn scores(&self, gpu: &Arc<Gpu>, kind: Kind, window: u32) -> KindOfScores {
+        let vector = |value: fn(usize) -> f32| (0..self.shape.num_heads).map(value).collect::<Vec<f32>>();
+        let slopes = if kind == Kind::Alibi { vector(|head| 0.7f32.powi(head as i32 + 1)) } else { Vec::new() };
+        let sinks = if kind == Kind::Sinks { vector(|head| head as f32 % 5.0 - 1.0) } else { Vec::new() };
+        let upload = |values: &[f32]| DeviceBuffer::from_slice(gpu, values).expect("memory");
+        let buffers = [upload(&slopes), upload(&sinks)];
+        let change = match kind {
+            Kind::Plain | Kind::Sinks => ScoreChange::None,
+            Kind::Alibi => ScoreChange::Alibi(buffers[0].span()),
+            Kind::Capped => ScoreChange::Capped(CAP),
+        };
+        let on_gpu = Scores {
+            window,
+            change,
+            sinks: (kind == Kind::Sinks).then(|| buffers[1].span()),
+            ..Scores::scaled((self.shape.head_dim as f32).powf(-0.5))
+        };
+        KindOfScores { on_gpu, slopes, sinks, cap: (kind == Kind::Capped).then_some(CAP), _buffers: buffers }
     }
 
     /// Positions `range` of a row's keys or values of one KV head.
@@ -95,31 +131,25 @@ impl CachedRows {
     /// within the rounding of the probabilities (2^-8 of the weighted magnitudes, at most the largest value) and of the
     /// store.
     ///
-    /// `slopes [H]` are ALiBi's; `None` without ALiBi.
-    #[allow(clippy::too_many_arguments)] // The result, and everything that it depends on.
-    pub fn check(
-        &self,
-        what: &str,
-        found: &[f32],
-        qkv: &[bf16],
-        row: usize,
-        position: usize,
-        window: usize,
-        slopes: &[f32],
-    ) {
+    pub fn check(&self, what: &str, found: &[f32], qkv: &[bf16], row: usize, position: usize, scores: &KindOfScores) {
         let HeadShape { num_heads, num_kv_heads, head_dim, .. } = self.shape;
+        let window = scores.on_gpu.window as usize;
         let first = if window > 0 { (position + 1).saturating_sub(window) } else { 0 };
-        let scale = (head_dim as f32).powf(-0.5);
         for kv_head in 0..num_kv_heads {
             let keys = self.gather(&self.k, row, kv_head, first..position + 1);
             let values = self.gather(&self.v, row, kv_head, first..position + 1);
             let sizes: Vec<f32> = values.iter().map(|v| v.abs()).collect();
             let group = num_heads / num_kv_heads;
             for head in kv_head * group..(kv_head + 1) * group {
-                let slope = slopes.get(head).copied().unwrap_or_default();
+                let own = reference::Scores {
+                    scale: scores.on_gpu.scale,
+                    slope: scores.slopes.get(head).copied().unwrap_or_default(),
+                    cap: scores.cap,
+                    sink: scores.sinks.get(head).copied(),
+                };
                 let query = floats(&qkv[head * head_dim..(head + 1) * head_dim]);
-                let expected = reference::alibi_attention(&query, &keys, &values, scale, slope);
-                let weighted = reference::alibi_attention(&query, &keys, &sizes, scale, slope);
+                let expected = reference::attention_with(&query, &keys, &values, own);
+                let weighted = reference::attention_with(&query, &keys, &sizes, own);
                 for d in 0..head_dim {
                     let (found, expected) = (found[head * head_dim + d], expected[d]);
                     let tolerance = (expected.abs() + weighted[d]) * 2.0f32.powi(-8) + 1e-5;

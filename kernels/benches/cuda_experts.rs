@@ -1,0 +1,119 @@
+//! Layers of experts on the first GPU: each op, compared with the memory bandwidth and in TFLOP/s.
+//!
+//! `cargo bench -p kernels --bench cuda_experts [-- READ_TB_S]`; the default bandwidth is 4.47 TB/s, an H200's. Tokens
+//! choose their experts by random logits. Two layers run in turn.
+
+mod gpu;
+
+use gpu::{microseconds, random};
+use half::bf16;
+use kernels::cuda::gated_activation::GateActivation;
+use kernels::cuda::gather_rows::gather_rows;
+use kernels::cuda::grouped_gemm::{Gate, GroupedRows, GroupedWeight, Kernel, grouped_gemm};
+use kernels::cuda::route_tokens::{Choices, Router, route_tokens};
+use kernels::cuda::sort_routes::{SortedRoutes, SortedRows, route_and_sort_tokens, sort_routes};
+use kernels::cuda::sum_experts::{ExpertOutputs, sum_experts};
+use kernels::cuda::{DeviceBuffer, Span};
+
+/// Name, experts, experts of a token, hidden size, columns of an expert.
+const SHAPES: [(&str, usize, usize, usize, usize); 3] =
+    [("qwen3-30b", 128, 8, 2048, 768), ("mixtral", 8, 2, 4096, 14336), ("gpt-oss", 32, 4, 2880, 2880)];
+const TOKENS: [usize; 8] = [1, 4, 8, 32, 128, 512, 2048, 8192];
+
+fn main() {
+    let Some((gpu, q)) = gpu::open() else { return };
+    let read = std::env::args().find_map(|arg| arg.parse::<f64>().ok()).unwrap_or(4.47);
+    println!("times in us; % read of the weights of the experts that are used; TFLOP/s of both products");
+    println!(
+        "{:>10} {:>6} {:>6} {:>7} {:>7} {:>9} {:>9} {:>6} {:>8} {:>9}",
+        "shape", "tokens", "kernel", "sort", "sum", "gate_up", "down", "% read", "TFLOP/s", "all"
+    );
+    for (name, count, top_k, hidden, inner) in SHAPES {
+        let layers: Vec<[DeviceBuffer; 2]> =
+            (0..2).map(|_| [random(&gpu, count * 2 * inner * hidden), random(&gpu, count * hidden * inner)]).collect();
+        for tokens in TOKENS {
+            let routes = tokens * top_k;
+            let words = |count: usize| DeviceBuffer::with_count::<u32>(&gpu, count).expect("memory");
+            let values = |count: usize| DeviceBuffer::with_count::<bf16>(&gpu, count).expect("memory");
+            // Uniform logits from a multiplicative hash.
+            let logit = |i: usize| ((i as u64 + 1).wrapping_mul(0x9e37_79b9_7f4a_7c15) >> 40) as f32 * 1e-7;
+            let logits: Vec<f32> = (0..tokens * count).map(logit).collect();
+            let logits = DeviceBuffer::from_slice(&gpu, &logits).expect("memory");
+            let slots = DeviceBuffer::from_slice(&gpu, &vec![0u32; tokens]).expect("memory");
+            let [experts, probabilities, sorted_tokens, places] = std::array::from_fn(|_| words(routes));
+            let (offsets, x, out) = (words(count + 1), random(&gpu, tokens * hidden), values(tokens * hidden));
+            let [rows, y] = std::array::from_fn(|_| values(routes * hidden));
+            let inside = values(routes * inner);
+            let choices = Choices { experts: experts.span(), probabilities: probabilities.span(), top_k };
+            let sorted = SortedRoutes {
+                offsets: offsets.span(),
+                tokens: sorted_tokens.span(),
+                places: places.span(),
+                first_expert: 0,
+                num_experts: count,
+            };
+            let copied = SortedRows { rows: rows.span(), x: x.span(), cols: hidden };
+            let runs = if tokens > 1000 { 6 } else { 40 };
+            let router =
+                Router { logits: logits.span(), bias: Span::NULL, slots: slots.span(), count, is_normalized: true };
+            let outputs = ExpertOutputs { y: y.span(), choices, sorted, cols: hidden };
+            let sort = |_| match tokens <= 16 {
+                true => route_and_sort_tokens(&q, sorted, choices, &router, tokens, copied),
+                false => {
+                    route_tokens(&q, choices, &router, tokens)?;
+                    if tokens <= 128 {
+                        return sort_routes(&q, sorted, choices, tokens, Some(copied));
+                    }
+                    sort_routes(&q, sorted, choices, tokens, None)?;
+                    gather_rows(&q, rows.span(), x.span(), sorted.tokens, routes, hidden)
+                }
+            };
+            let sum = |_| sum_experts(&q, out.span(), &outputs, tokens);
+            let [sort_us, sum_us] = [microseconds(&q, runs, sort), microseconds(&q, runs, sum)];
+            let starts: Vec<u32> = offsets.span().read(count + 1).expect("a copy");
+            let used = starts.windows(2).filter(|pair| pair[1] > pair[0]).count();
+            for kernel in [Kernel::Simple, Kernel::Skinny, Kernel::Wide] {
+                let is_useful = match kernel {
+                    Kernel::Simple => tokens <= 128,
+                    Kernel::Skinny => tokens <= 1024,
+                    Kernel::Wide => tokens >= 128,
+                };
+                if !is_useful {
+                    continue;
+                }
+                let weight = |i: usize, part: usize, n: usize, k: usize| GroupedWeight {
+                    weight: layers[i % 2][part].span(),
+                    bias: Span::NULL,
+                    num_experts: count,
+                    n,
+                    k,
+                };
+                let grouped = GroupedRows { offsets: offsets.span(), tokens, routes };
+                let gate_up = |i: usize| {
+                    let (weight, gate) =
+                        (weight(i, 0, 2 * inner, hidden), Some(Gate::Activation(GateActivation::Silu)));
+                    grouped_gemm(&q, inside.span(), rows.span(), &weight, grouped, gate, kernel)
+                };
+                let down = |i: usize| {
+                    grouped_gemm(&q, y.span(), inside.span(), &weight(i, 1, hidden, inner), grouped, None, kernel)
+                };
+                let whole = |i: usize| {
+                    sort(i)?;
+                    gate_up(i)?;
+                    down(i)?;
+                    sum(i)
+                };
+                let [up, down] = [microseconds(&q, runs, gate_up), microseconds(&q, runs, down)];
+                let all = microseconds(&q, runs, whole);
+                let bytes = (used * 3 * inner * hidden * 2) as f64;
+                let operations = (2 * routes * 3 * inner * hidden) as f64;
+                let kernel = format!("{kernel:?}");
+                println!(
+                    "{name:>10} {tokens:>6} {kernel:>6} {sort_us:>7.1} {sum_us:>7.1} {up:>9.1} {down:>9.1} {:>6.0} {:>8.0} {all:>9.1}",
+                    100.0 * bytes / (up + down) / 1e6 / read,
+                    operations / (up + down) / 1e6
+                );
+            }
+        }
+    }
+}

@@ -1,0 +1,99 @@
+// Common parts of grouped products: tiles of rows that belong to one expert, and what happens with the sums.
+#pragma once
+#include "activation.cuh"
+
+constexpr int MAX_GROUPS = 512;
+
+// What follows the product. The gated ones have N / 2 outputs; rows 16 b + i of w are gate row 8 b + i for i < 8 and up row
+// 8 b + i - 8 for i >= 8.
+enum GroupedEpilogue : u32 { STORE_ROWS = 0, GATE_SILU = 1, GATE_GELU_TANH = 2, GATE_GELU = 3, GATE_RELU = 4, GATE_RELU_SQUARED = 5, GATE_CLAMPED = 6 };
+
+template <u32 VALUE>
+struct Constant {
+    static constexpr u32 value = VALUE;
+};
+
+struct Grouped {
+    bf16* y;             // [R, N] or [R, N / 2]
+    const bf16* bias;    // [L, N] or null
+    const u32* offsets;  // [L + 1]: the rows of expert l are offsets[l] .. offsets[l + 1]
+    u32 groups;          // L
+    u32 n, k;
+    u32 epilogue;
+    float alpha, limit;  // of GATE_CLAMPED
+};
+
+// act(gate) * up, for an epilogue that is known when the kernel is compiled. GATE_CLAMPED is g * sigmoid(alpha g) * (u + 1)
+// with g = min(gate, limit) and u = clamp(up, -limit, limit).
+template <u32 EPILOGUE>
+__device__ __forceinline__ float gate_by(const Grouped& p, float gate, float up) {
+    if constexpr (EPILOGUE == GATE_CLAMPED) {
+        const float g = fminf(gate, p.limit), u = fminf(fmaxf(up, -p.limit), p.limit);
+        return __fdividef(g, 1.0f + __expf(-p.alpha * g)) * (u + 1.0f);
+    }
+    if constexpr (EPILOGUE == GATE_SILU) return __fdividef(gate, 1.0f + __expf(-gate)) * up;
+    if constexpr (EPILOGUE == GATE_GELU_TANH) return gelu_tanh(gate) * up;
+    if constexpr (EPILOGUE == GATE_GELU) return gelu(gate) * up;
+    if constexpr (EPILOGUE == GATE_RELU) return relu(gate) * up;
+    return relu_squared(gate) * up;
+}
+
+// Calls `f` with the epilogue as a constant, so that loops inside it have no branch.
+template <class F>
+__device__ __forceinline__ void with_epilogue(u32 epilogue, const F& f) {
+    switch (epilogue) {
+        case STORE_ROWS: f(Constant<STORE_ROWS>()); break;
+        case GATE_SILU: f(Constant<GATE_SILU>()); break;
+        case GATE_GELU_TANH: f(Constant<GATE_GELU_TANH>()); break;
+        case GATE_GELU: f(Constant<GATE_GELU>()); break;
+        case GATE_RELU: f(Constant<GATE_RELU>()); break;
+        case GATE_CLAMPED: f(Constant<GATE_CLAMPED>()); break;
+        default: f(Constant<GATE_RELU_SQUARED>()); break;
+    }
+}
+
+// Rows first .. first + rows of one expert, and the columns that start at column tile `column`.
+struct Tile {
+    u32 expert, first, rows, column;
+};
+
+// The tiles of all experts: at most `tile_rows` rows of an expert by one of `columns` parts of its outputs. Tiles with the
+// same weights follow each other, so that weights are read from memory once. `ends` is shared memory.
+struct Tiles {
+    u32* ends;  // [L]: number of row tiles up to and including an expert's
+    const u32* offsets;
+    u32 groups, tile_rows, columns;
+
+    // By all threads of the block.
+    __device__ void count() {
+        if (threadIdx.x < 32) {
+            u32 before = 0;
+            for (u32 base = 0; base < groups; base += 32) {
+                const u32 group = base + threadIdx.x;
+                u32 tiles = group < groups ? (offsets[group + 1] - offsets[group] + tile_rows - 1) / tile_rows : 0;
+#pragma unroll
+                for (int d = 1; d < 32; d <<= 1) {
+                    const u32 other = __shfl_up_sync(FULL_WARP, tiles, d);
+                    if (threadIdx.x >= d) tiles += other;
+                }
+                if (group < groups) ends[group] = before + tiles;
+                before += __shfl_sync(FULL_WARP, tiles, 31);
+            }
+        }
+        __syncthreads();
+    }
+
+    __device__ u32 total() const { return ends[groups - 1] * columns; }
+
+    __device__ Tile tile(u32 index) const {
+        u32 low = 0, high = groups - 1;  // the first expert whose end is above `index`
+        while (low < high) {
+            const u32 middle = (low + high) / 2;
+            if (ends[middle] * columns > index) high = middle;
+            else low = middle + 1;
+        }
+        const u32 before = low ? ends[low - 1] : 0, row_tiles = ends[low] - before, own = index - before * columns;
+        const u32 first = offsets[low] + own % row_tiles * tile_rows;
+        return Tile{low, first, min(tile_rows, offsets[low + 1] - first), own / row_tiles};
+    }
+};

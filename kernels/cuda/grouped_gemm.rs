@@ -1,0 +1,197 @@
+//! Products of rows sorted by expert with the weights of their experts. Kernels: `sm90_grouped_skinny_gemm.cu` for few
+//! rows an expert and `sm90_grouped_gemm.cu` for many, and `grouped_gemm.cu` on other GPUs.
+
+use half::bf16;
+
+use super::error::ensure;
+use super::gated_activation::GateActivation;
+use super::route_tokens::MAX_EXPERTS;
+use super::skinny_gemm::GATE_GROUP;
+use super::tensor_map::TensorMap;
+use super::{Arg, CudaError, Gpu, Launch, Queue, Span};
+
+const OP: &str = "grouped_gemm";
+
+/// Rows of a tile of the kernels for few rows, at most.
+const MAX_TILE_ROWS: usize = 64;
+/// Rows of an expert from which on the kernel for many rows is faster.
+const WIDE_ROWS: usize = 24;
+
+/// The weights `[num_experts, n, k]` of a layer of a worker's experts, and their biases `[num_experts, n]`, bf16.
+#[derive(Debug, Clone, Copy)]
+pub struct GroupedWeight {
+    /// `[num_experts, n, k]`.
+    pub weight: Span,
+    /// `[num_experts, n]`, or [`Span::NULL`].
+    pub bias: Span,
+    /// Number of experts.
+    pub num_experts: usize,
+    /// Number of outputs.
+    pub n: usize,
+    /// Number of inputs.
+    pub k: usize,
+}
+
+/// How the two halves of a gated product are joined.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub enum Gate {
+    /// `activation(gate) * up`.
+    Activation(GateActivation),
+    /// `g * sigmoid(alpha * g) * (u + 1)`, where `g = min(gate, limit)` and `u = clamp(up, -limit, limit)`.
+    Clamped {
+        /// `alpha`.
+        alpha: f32,
+        /// `limit`.
+        limit: f32,
+    },
+}
+
+/// The rows of a step.
+#[derive(Debug, Clone, Copy)]
+pub struct GroupedRows {
+    /// `[num_experts + 1]` u32: the first row of each expert, and the number of rows.
+    pub offsets: Span,
+    /// Number of tokens; an expert has at most this number of rows.
+    pub tokens: usize,
+    /// Number of rows of the buffers, at least the number of rows of all experts.
+    pub routes: usize,
+}
+
+/// The kernel that computes a product.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Kernel {
+    /// For any GPU.
+    Simple,
+    /// For Hopper and few rows an expert: reads weights as fast as memory allows.
+    Skinny,
+    /// For Hopper and many rows an expert: uses the tensor cores fully.
+    Wide,
+}
+
+impl Kernel {
+    /// The fastest kernel for `routes` rows of `num_experts` experts, by measurement (kernels/README.md).
+    pub fn for_rows(gpu: &Gpu, routes: usize, num_experts: usize) -> Self {
+        match has_hopper_kernels(gpu) {
+            false => Kernel::Simple,
+            true if routes >= num_experts * WIDE_ROWS => Kernel::Wide,
+            true => Kernel::Skinny,
+        }
+    }
+}
+
+/// Whether this GPU and this build have the fast kernels.
+pub fn has_hopper_kernels(gpu: &Gpu) -> bool {
+    gpu.capability().0 == 9 && gpu.has_kernel("sm90_grouped_gemm_bf16")
+}
+
+/// `y[r, :] = x[r, :] @ weight[expert of r]^T + bias`, `[routes, n]`; with `gate`, `[routes, n / 2]`, where the rows of each expert's weight are packed in groups of [`GATE_GROUP`]. The result of a row does not
+/// depend on other rows.
+pub fn grouped_gemm(
+    q: &Queue,
+    y: Span,
+    x: Span,
+    weight: &GroupedWeight,
+    rows: GroupedRows,
+    gate: Option<Gate>,
+    kernel: Kernel,
+) -> Result<(), CudaError> {
+    check(y, x, weight, rows, gate)?;
+    let GroupedWeight { num_experts, n, k, .. } = *weight;
+    let parameters = parameters(y, weight, rows, gate);
+    // Every expert with rows has at least one tile.
+    let most_tiles = |tile_rows: usize| rows.routes.min(num_experts) + rows.routes / tile_rows;
+    let tile_rows = rows.tokens.next_power_of_two().clamp(8, MAX_TILE_ROWS);
+    match kernel {
+        Kernel::Simple => {
+            let launch = Launch::new((n.div_ceil(16) * most_tiles(tile_rows)) as u32, 256);
+            let launch = launch.shared((8 * tile_rows * 17 * 4) as u32);
+            let args = [Arg::Bytes(bytemuck::bytes_of(&parameters)), x.into(), weight.weight.into()];
+            q.launch(&format!("grouped_gemm_bf16_m{tile_rows}"), launch, &args)
+        }
+        Kernel::Skinny => {
+            let w_map = TensorMap::matrix(weight.weight, num_experts * n, k, 64, 64)?;
+            let x_map = TensorMap::matrix(x, rows.routes, k, 8, 64)?;
+            let (stages, shared) = ring(q.gpu(), 2 * (64 + tile_rows) * 64 * 2, 24);
+            let args = [
+                Arg::Bytes(w_map.bytes()),
+                Arg::Bytes(x_map.bytes()),
+                Arg::Bytes(bytemuck::bytes_of(&parameters)),
+                (tile_rows as u32).into(),
+                stages.into(),
+            ];
+            let launch = Launch::new(q.gpu().num_multiprocessors(), 2 * 128 + 32).shared(shared);
+            q.launch("sm90_grouped_skinny_gemm_bf16", launch, &args)
+        }
+        Kernel::Wide => {
+            let w_map = TensorMap::matrix(weight.weight, num_experts * n, k, 256, 64)?;
+            let x_map = TensorMap::matrix(x, rows.routes, k, 64, 64)?;
+            let (stages, shared) = ring(q.gpu(), (128 + 256) * 64 * 2, 16);
+            let args = [
+                Arg::Bytes(w_map.bytes()),
+                Arg::Bytes(x_map.bytes()),
+                Arg::Bytes(bytemuck::bytes_of(&parameters)),
+                stages.into(),
+            ];
+            let launch = Launch::new(q.gpu().num_multiprocessors(), 3 * 128).shared(shared);
+            q.launch("sm90_grouped_gemm_bf16", launch, &args)
+        }
+    }
+}
+
+/// Number of stages of a ring that fills the shared memory, and the bytes to request.
+fn ring(gpu: &Gpu, stage_bytes: usize, most: usize) -> (u32, u32) {
+    // Tables and barriers are in static shared memory; the ring starts at a multiple of 1024 bytes.
+    let room = gpu.max_shared_bytes() as usize - 4 * MAX_EXPERTS - 1024 - 1024;
+    let stages = (room / stage_bytes).min(most);
+    (stages as u32, (stages * stage_bytes + 1024) as u32)
+}
+
+fn check(y: Span, x: Span, weight: &GroupedWeight, rows: GroupedRows, gate: Option<Gate>) -> Result<(), CudaError> {
+    let GroupedWeight { weight, bias, num_experts, n, k } = *weight;
+    let GroupedRows { offsets, tokens, routes } = rows;
+    ensure!(OP, (1..=MAX_EXPERTS).contains(&num_experts), "{num_experts} experts; expected 1 to {MAX_EXPERTS}");
+    ensure!(OP, k > 0 && k.is_multiple_of(8), "{k} inputs are not a multiple of 8");
+    let group = if gate.is_some() { 2 * GATE_GROUP } else { 8 };
+    ensure!(OP, n > 0 && n.is_multiple_of(group), "{n} outputs are not a multiple of {group}");
+    ensure!(OP, tokens > 0 && routes > 0, "no rows");
+    let outputs = if gate.is_some() { n / 2 } else { n };
+    ensure!(OP, x.count::<bf16>() >= routes * k, "x is shorter than {routes} x {k}");
+    ensure!(OP, y.count::<bf16>() >= routes * outputs, "y is shorter than {routes} x {outputs}");
+    ensure!(OP, weight.count::<bf16>() >= num_experts * n * k, "weights are shorter than {num_experts} x {n} x {k}");
+    ensure!(
+        OP,
+        bias.is_null() || bias.count::<bf16>() >= num_experts * n,
+        "biases are shorter than {num_experts} x {n}"
+    );
+    ensure!(OP, offsets.count::<u32>() > num_experts, "offsets are shorter than {}", num_experts + 1);
+    let aligned = [y, x, weight].iter().all(|span| span.is_aligned(16)) && (bias.is_null() || bias.is_aligned(8));
+    ensure!(OP, aligned, "a buffer is not 16-byte aligned");
+    Ok(())
+}
+
+/// `Grouped` of the kernels: y, bias, offsets, groups, n, k, epilogue, alpha, limit.
+fn parameters(y: Span, weight: &GroupedWeight, rows: GroupedRows, gate: Option<Gate>) -> [u64; 6] {
+    let (epilogue, alpha, limit): (u32, f32, f32) = match gate {
+        None => (0, 0.0, 0.0),
+        Some(Gate::Activation(activation)) => (activation_code(activation), 0.0, 0.0),
+        Some(Gate::Clamped { alpha, limit }) => (6, alpha, limit),
+    };
+    [
+        y.address(),
+        weight.bias.address(),
+        rows.offsets.address(),
+        weight.num_experts as u64 | (weight.n as u64) << 32,
+        weight.k as u64 | u64::from(epilogue) << 32,
+        u64::from(alpha.to_bits()) | u64::from(limit.to_bits()) << 32,
+    ]
+}
+
+fn activation_code(activation: GateActivation) -> u32 {
+    match activation {
+        GateActivation::Silu => 1,
+        GateActivation::GeluTanh => 2,
+        GateActivation::Gelu => 3,
+        GateActivation::Relu => 4,
+        GateActivation::ReluSquared => 5,
+    }
+}

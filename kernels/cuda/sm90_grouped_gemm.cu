@@ -1,0 +1,178 @@
+// sm90_grouped_gemm_bf16: y[r, n] = sum_k x[r, k] * w[l, n, k] (+ bias[l, n]) for the rows r of each expert l, for many rows
+// an expert
+// archs: 90a
+//
+// x        [R, K]    bf16, rows sorted by expert, through tensor map `x_map`, box [64, 64]; rows from R on are zero
+// w        [L, N, K] bf16 through tensor map `w_map` of [L N, K], box [256, 64]
+// y        [R, N] bf16, or [R, N / 2] bf16 = act(gate) * up: grouped.cuh
+// maths    fp32 in the tensor cores, K in order: no result depends on other rows
+// launch   one block for each multiprocessor, 384 threads, dynamic shared memory from the wrapper.
+//          Tiles are 128 rows of x, all of one expert, by 256 rows of its w, divided evenly. One warp keeps a ring of slices
+//          filled, across the ends of tiles; two warpgroups multiply 64 rows each. A warpgroup without rows does not
+//          multiply
+// needs    K % 8 == 0, N % 8 == 0 (N % 16 == 0 for gate/up), L <= 512: checked in grouped_gemm.rs
+// bound    tensor cores, 2 R N K operations
+// test     tests/cuda_experts.rs
+#include "grouped.cuh"
+#include "sm90.cuh"
+
+constexpr int GROUPS = 2;
+constexpr u32 ROWS = 64, TILE_ROWS = GROUPS * ROWS, TILE_COLS = 256;
+constexpr i32 BK = 64;
+constexpr u32 X_BYTES = ROWS * BK * 2, W_BYTES = TILE_COLS * BK * 2, STAGE_BYTES = GROUPS * X_BYTES + W_BYTES;
+
+struct Stages {
+    u32 base, full, empty;  // shared addresses; barriers of 8 bytes each
+    i32 count;
+
+    __device__ u32 x(i32 s, int group) const { return base + s * STAGE_BYTES + group * X_BYTES; }
+    __device__ u32 w(i32 s) const { return base + s * STAGE_BYTES + GROUPS * X_BYTES; }
+};
+
+struct Cursor {
+    i32 stage;
+    u32 parity;
+
+    __device__ void advance(i32 stages) {
+        if (++stage == stages) stage = 0, parity ^= 1;
+    }
+};
+
+__device__ __forceinline__ void produce(const Stages& ring, const Tiles& tiles, const TensorMap* w_map, const TensorMap* x_map,
+                                        const Grouped& p, u32 items, i32 slices) {
+    Cursor at{0, 1};
+    for (u32 item = blockIdx.x; item < items; item += gridDim.x) {
+        const Tile tile = tiles.tile(item);
+        const i32 w_row = tile.expert * p.n + tile.column * TILE_COLS;
+        const u32 boxes = tile.rows > ROWS ? 2 : 1;
+        for (i32 i = 0; i < slices; ++i) {
+            barrier_wait(ring.empty + 8 * at.stage, at.parity);
+            const u32 full = ring.full + 8 * at.stage;
+            barrier_arrive_expect(full, W_BYTES + boxes * X_BYTES);
+            for (u32 b = 0; b < boxes; ++b) tensor_load(ring.x(at.stage, b), x_map, i * BK, tile.first + b * ROWS, full, EVICT_LAST);
+            tensor_load(ring.w(at.stage), w_map, i * BK, w_row, full, EVICT_LAST);
+            at.advance(ring.count);
+        }
+    }
+}
+
+// Multiplies a tile's slices. A stage is released when the product after it was issued, so that tensor cores never wait.
+__device__ __forceinline__ void multiply_tile(float* acc, const Stages& ring, Cursor& at, i32 slices, int group) {
+    i32 before = 0;
+    for (i32 i = 0; i < slices; ++i) {
+        barrier_wait(ring.full + 8 * at.stage, at.parity);
+        const u64 x = tile_descriptor(ring.x(at.stage, group)), w = tile_descriptor(ring.w(at.stage));
+        wgmma_fence();
+#pragma unroll
+        for (int k = 0; k < BK / 16; ++k) wgmma<TILE_COLS>(acc, x + 2 * k, w + 2 * k);
+        wgmma_commit();
+        wgmma_wait<1>();
+        if (i > 0 && threadIdx.x % 32 == 0) barrier_arrive(ring.empty + 8 * before);
+        before = at.stage;
+        at.advance(ring.count);
+    }
+    wgmma_wait<0>();
+    if (threadIdx.x % 32 == 0) barrier_arrive(ring.empty + 8 * before);
+}
+
+// Releases a tile's stages without using them.
+__device__ __forceinline__ void skip_tile(const Stages& ring, Cursor& at, i32 slices) {
+    for (i32 i = 0; i < slices; ++i) {
+        barrier_wait(ring.full + 8 * at.stage, at.parity);
+        if (threadIdx.x % 32 == 0) barrier_arrive(ring.empty + 8 * at.stage);
+        at.advance(ring.count);
+    }
+}
+
+__device__ __forceinline__ float2 bias_of(const bf16* bias, u32 n, u32 count) {
+    if (!bias || n >= count) return make_float2(0.0f, 0.0f);
+    const u32 pair = *reinterpret_cast<const u32*>(bias + n);
+    return make_float2(unpack_lo(pair), unpack_hi(pair));
+}
+
+// Four lanes have the same row; each has one pair of columns of four blocks of eight columns. Afterwards, each has all pairs
+// of one block: a transpose of 4 x 4.
+__device__ __forceinline__ void gather_block(u32 (&v)[4], u32 t) {
+#pragma unroll
+    for (int d = 1; d <= 2; d <<= 1) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+            if (i & d) continue;
+            const u32 sent = t & d ? v[i] : v[i + d], got = __shfl_xor_sync(FULL_WARP, sent, d);
+            if (t & d) v[i] = got;
+            else v[i + d] = got;
+        }
+    }
+}
+
+// Stores rows g and g + 8 of each 16 rows of x. A thread has two columns of each eight, for both rows.
+template <u32 EPILOGUE>
+__device__ __forceinline__ void store(const Grouped& p, const Tile& tile, u32 n0, int group, const float* acc) {
+    constexpr bool IS_GATED = EPILOGUE != STORE_ROWS;
+    constexpr u32 BLOCKS = IS_GATED ? TILE_COLS / 16 : TILE_COLS / 8;  // of eight outputs
+    const u32 lane = threadIdx.x % 32, t = lane % 4, row = group * ROWS + threadIdx.x / 32 % 4 * 16 + lane / 4;
+    const bf16* bias = p.bias ? p.bias + (u64)tile.expert * p.n : nullptr;
+    const u32 pitch = IS_GATED ? p.n / 2 : p.n, first = IS_GATED ? n0 / 2 : n0;
+    bf16* const y = p.y + (u64)(tile.first + row) * pitch;
+#pragma unroll
+    for (u32 four = 0; four < BLOCKS; four += 4) {
+#pragma unroll
+        for (u32 half = 0; half < 2; ++half) {
+            u32 v[4];
+#pragma unroll
+            for (u32 i = 0; i < 4; ++i) {
+                const u32 block = four + i;
+                if constexpr (IS_GATED) {
+                    const float* a = acc + 8 * block + 2 * half;
+                    const u32 n = n0 + 16 * block + 2 * t;
+                    const float2 gate = bias_of(bias, n, p.n), up = bias_of(bias, n + 8, p.n);
+                    v[i] = pack_bf16x2(gate_by<EPILOGUE>(p, a[0] + gate.x, a[4] + up.x), gate_by<EPILOGUE>(p, a[1] + gate.y, a[5] + up.y));
+                } else {
+                    const float* a = acc + 4 * block + 2 * half;
+                    const float2 b = bias_of(bias, n0 + 8 * block + 2 * t, p.n);
+                    v[i] = pack_bf16x2(a[0] + b.x, a[1] + b.y);
+                }
+            }
+            gather_block(v, t);
+            const u32 column = first + 8 * (four + t);
+            if (row + 8 * half < tile.rows && column < pitch) {
+                *reinterpret_cast<uint4*>(y + (u64)half * 8 * pitch + column) = make_uint4(v[0], v[1], v[2], v[3]);
+            }
+        }
+    }
+}
+
+extern "C" __global__ void __launch_bounds__((GROUPS + 1) * 128, 1)
+sm90_grouped_gemm_bf16(const __grid_constant__ TensorMap w_map, const __grid_constant__ TensorMap x_map, const Grouped p, i32 stages) {
+    extern __shared__ u8 dynamic[];
+    __shared__ alignas(8) u64 barriers[32];
+    __shared__ u32 ends[MAX_GROUPS];
+    pdl_launch();
+    const u32 aligned = (shared_address(dynamic) + 1023) & ~1023u, bars = shared_address(barriers);
+    const Stages ring{aligned, bars, bars + 8 * stages, stages};
+    if (threadIdx.x == 0) {
+        for (i32 s = 0; s < stages; ++s) barrier_init(ring.full + 8 * s, 1), barrier_init(ring.empty + 8 * s, 4 * GROUPS);
+        barrier_init_fence();
+    }
+    pdl_wait();
+    Tiles tiles{ends, p.offsets, p.groups, TILE_ROWS, (p.n + TILE_COLS - 1) / TILE_COLS};
+    tiles.count();
+    const u32 items = tiles.total();
+    const i32 slices = (p.k + BK - 1) / BK;
+    const int group = threadIdx.x / 128;
+    if (group == GROUPS) {
+        if (threadIdx.x == GROUPS * 128) produce(ring, tiles, &w_map, &x_map, p, items, slices);
+        return;
+    }
+    Cursor at{0, 0};
+    for (u32 item = blockIdx.x; item < items; item += gridDim.x) {
+        const Tile tile = tiles.tile(item);
+        if (tile.rows <= group * ROWS) {
+            skip_tile(ring, at, slices);
+            continue;
+        }
+        float acc[TILE_COLS / 2] = {};
+        multiply_tile(acc, ring, at, slices, group);
+        with_epilogue(p.epilogue, [&](auto epilogue) { store<epilogue.value>(p, tile, tile.column * TILE_COLS, group, acc); });
+    }
+}

@@ -1,0 +1,397 @@
+//! Compares the kernels of experts with plain formulas: choice, order, grouped products and sum.
+
+mod gpu;
+
+use std::sync::Arc;
+
+use gpu::{Random, assert_close, floats, poisoned};
+use half::bf16;
+use kernels::cuda::gate_rows::gate_rows;
+use kernels::cuda::gated_activation::GateActivation;
+use kernels::cuda::grouped_gemm::{Gate, GroupedRows, GroupedWeight, Kernel, grouped_gemm, has_hopper_kernels};
+use kernels::cuda::route_tokens::{Choices, Router, route_tokens};
+use kernels::cuda::sort_routes::{MAX_ROUTES, SortedRoutes, SortedRows, route_and_sort_tokens, sort_routes};
+use kernels::cuda::sum_experts::{ExpertOutputs, sum_experts, sum_experts_add_norm};
+use kernels::cuda::{DeviceBuffer, Gpu, Queue, Span};
+use kernels::reference;
+
+const PADDING: u32 = u32::MAX;
+
+/// Tokens, experts, experts of a token.
+const ROUTINGS: [[usize; 3]; 6] = [[1, 4, 2], [3, 8, 2], [17, 60, 4], [64, 128, 8], [200, 512, 10], [1500, 32, 8]];
+
+fn upload<T: bytemuck::Pod>(gpu: &Arc<Gpu>, values: &[T]) -> DeviceBuffer {
+    DeviceBuffer::from_slice(gpu, values).expect("memory")
+}
+
+/// Experts in ascending order with their probabilities.
+fn choose(logits: &[f32], top_k: usize, is_normalized: bool) -> Vec<(u32, f32)> {
+    let max = logits.iter().copied().fold(f32::NEG_INFINITY, f32::max);
+    let total: f32 = logits.iter().map(|logit| (logit - max).exp()).sum();
+    let mut order: Vec<u32> = (0..logits.len() as u32).collect();
+    order.sort_by(|&a, &b| logits[b as usize].total_cmp(&logits[a as usize]).then(a.cmp(&b)));
+    order.truncate(top_k);
+    let probability = |expert: u32| (logits[expert as usize] - max).exp() / total;
+    let sum: f32 = if is_normalized { order.iter().map(|&expert| probability(expert)).sum() } else { 1.0 };
+    order.sort_unstable();
+    order.into_iter().map(|expert| (expert, probability(expert) / sum)).collect()
+}
+
+#[test]
+fn tokens_go_to_the_likeliest_experts_and_padding_to_none() {
+    let Some((gpu, q)) = gpu::open() else { return };
+    let mut random = Random::new(1);
+    for [tokens, count, top_k] in ROUTINGS {
+        // Few different values, so that many are equal.
+        let logits: Vec<f32> = (0..tokens * count).map(|_| random.below(40) as f32 * 0.1).collect();
+        let slots: Vec<u32> = (0..tokens).map(|token| if token % 5 == 2 { PADDING } else { 7 }).collect();
+        let bias: Vec<bf16> = (0..count).map(|expert| bf16::from_f32((expert % 3) as f32 * 0.5)).collect();
+        let (logits_on, slots_on, bias_on) = (upload(&gpu, &logits), upload(&gpu, &slots), upload(&gpu, &bias));
+        let biased: Vec<f32> = logits.iter().enumerate().map(|(i, logit)| logit + bias[i % count].to_f32()).collect();
+        for is_normalized in [false, true] {
+            let experts = poisoned::<u32>(&gpu, &q, tokens * top_k);
+            let probabilities = poisoned::<f32>(&gpu, &q, tokens * top_k);
+            let to = Choices { experts: experts.span(), probabilities: probabilities.span(), top_k };
+            let router =
+                Router { logits: logits_on.span(), bias: bias_on.span(), slots: slots_on.span(), count, is_normalized };
+            route_tokens(&q, to, &router, tokens).expect("a launch");
+            q.wait().expect("the kernel runs");
+            let experts: Vec<u32> = experts.span().read(tokens * top_k).expect("a copy");
+            let found: Vec<f32> = probabilities.span().read(tokens * top_k).expect("a copy");
+            for token in 0..tokens {
+                let own = token * top_k..(token + 1) * top_k;
+                if slots[token] == PADDING {
+                    assert!(experts[own.clone()].iter().all(|&expert| expert == count as u32));
+                    assert!(found[own].iter().all(|&probability| probability == 0.0));
+                    continue;
+                }
+                let expected = choose(&biased[token * count..][..count], top_k, is_normalized);
+                let (ids, probabilities): (Vec<u32>, Vec<f32>) = expected.into_iter().unzip();
+                assert_eq!(experts[own.clone()], ids, "token {token} of {tokens}, {count} experts");
+                assert_close("probabilities", &found[own], &probabilities, 1e-5, 1e-7);
+            }
+        }
+    }
+}
+
+/// Routes of a step, on the host and on the GPU.
+struct Routes {
+    top_k: usize,
+    experts: Vec<u32>, // [tokens, top_k]
+    probabilities: Vec<f32>,
+    experts_on: DeviceBuffer,
+    probabilities_on: DeviceBuffer,
+}
+
+impl Routes {
+    fn new(gpu: &Arc<Gpu>, random: &mut Random, [tokens, count, top_k]: [usize; 3]) -> Self {
+        let mut experts = Vec::new();
+        for token in 0..tokens {
+            // Low experts are likelier, and every sixth token is padding.
+            let logits: Vec<f32> = (0..count).map(|expert| random.unit() - expert as f32 / count as f32).collect();
+            let own = choose(&logits, top_k, false).into_iter().map(|(expert, _)| expert);
+            experts.extend(own.map(|expert| if token % 6 == 5 { count as u32 } else { expert }));
+        }
+        let probabilities: Vec<f32> = (0..tokens * top_k).map(|_| random.unit().abs()).collect();
+        let (experts_on, probabilities_on) = (upload(gpu, &experts), upload(gpu, &probabilities));
+        Self { top_k, experts, probabilities, experts_on, probabilities_on }
+    }
+
+    fn choices(&self) -> Choices {
+        Choices { experts: self.experts_on.span(), probabilities: self.probabilities_on.span(), top_k: self.top_k }
+    }
+
+    /// Routes of a range of experts, sorted.
+    fn sorted(&self, range: std::ops::Range<usize>) -> Vec<usize> {
+        let is_own = |route: &usize| range.contains(&(self.experts[*route] as usize));
+        let mut routes: Vec<usize> = (0..self.experts.len()).filter(is_own).collect();
+        routes.sort_by_key(|&route| (self.experts[route], route));
+        routes
+    }
+}
+
+#[test]
+fn rows_are_sorted_by_expert_and_copied() {
+    let Some((gpu, q)) = gpu::open() else { return };
+    let mut random = Random::new(2);
+    for shape @ [tokens, count, top_k] in ROUTINGS {
+        let routes = Routes::new(&gpu, &mut random, shape);
+        let (num_routes, cols) = (tokens * top_k, 72);
+        let x = random.bf16s(tokens * cols, 1.0);
+        let x_on = upload(&gpu, &x);
+        for range in [0..count, count / 4..count / 2] {
+            let offsets = poisoned::<u32>(&gpu, &q, range.len() + 1);
+            let (tokens_on, places) = (poisoned::<u32>(&gpu, &q, num_routes), poisoned::<u32>(&gpu, &q, num_routes));
+            let rows = poisoned::<bf16>(&gpu, &q, num_routes * cols);
+            let to = SortedRoutes {
+                offsets: offsets.span(),
+                tokens: tokens_on.span(),
+                places: places.span(),
+                first_expert: range.start,
+                num_experts: range.len(),
+            };
+            let copied = SortedRows { rows: rows.span(), x: x_on.span(), cols };
+            sort_routes(&q, to, routes.choices(), tokens, Some(copied)).expect("a launch");
+            q.wait().expect("the kernel runs");
+            let expected = routes.sorted(range.clone());
+            let offsets: Vec<u32> = offsets.span().read(range.len() + 1).expect("a copy");
+            for (index, expert) in range.clone().chain([range.end]).enumerate() {
+                let lower = expected.iter().filter(|&&route| (routes.experts[route] as usize) < expert).count();
+                assert_eq!(offsets[index] as usize, lower, "offset of expert {expert}, {shape:?}");
+            }
+            let tokens_of: Vec<u32> = tokens_on.span().read(num_routes).expect("a copy");
+            let places: Vec<u32> = places.span().read(num_routes).expect("a copy");
+            let rows: Vec<bf16> = rows.span().read(num_routes * cols).expect("a copy");
+            for (row, &route) in expected.iter().enumerate() {
+                assert_eq!((tokens_of[row] as usize, places[route] as usize), (route / top_k, row), "{shape:?}");
+                assert_eq!(rows[row * cols..][..cols], x[route / top_k * cols..][..cols], "row {row}, {shape:?}");
+            }
+        }
+    }
+}
+
+/// A gated product of the two halves.
+type Formula = fn(f32, f32) -> f32;
+
+/// A product of all rows by one kernel.
+struct Product {
+    rows: usize,
+    n: usize,
+    k: usize,
+    counts: Vec<usize>, // rows of each expert
+    x: Vec<bf16>,
+    weight: Vec<bf16>,
+    bias: Option<Vec<bf16>>,
+}
+
+impl Product {
+    fn new(random: &mut Random, counts: &[usize], [n, k]: [usize; 2], has_bias: bool) -> Self {
+        let rows = counts.iter().sum();
+        Self {
+            rows,
+            n,
+            k,
+            counts: counts.to_vec(),
+            x: random.bf16s(rows * k, 1.0),
+            weight: random.bf16s(counts.len() * n * k, 0.05),
+            bias: has_bias.then(|| random.bf16s(counts.len() * n, 1.0)),
+        }
+    }
+
+    fn run(&self, gpu: &Arc<Gpu>, q: &Queue, gate: Option<Gate>, kernel: Kernel) -> Vec<bf16> {
+        let (x, weight) = (upload(gpu, &self.x), upload(gpu, &self.weight));
+        let bias = self.bias.as_deref().map(|bias| upload(gpu, bias));
+        let starts = std::iter::once(0).chain(self.counts.iter().scan(0, |sum, count| {
+            *sum += *count as u32;
+            Some(*sum)
+        }));
+        let offsets = upload(gpu, &starts.collect::<Vec<u32>>());
+        let weight = GroupedWeight {
+            weight: weight.span(),
+            bias: bias.as_ref().map_or(Span::NULL, DeviceBuffer::span),
+            num_experts: self.counts.len(),
+            n: self.n,
+            k: self.k,
+        };
+        let tokens = self.counts.iter().copied().max().expect("an expert");
+        let rows = GroupedRows { offsets: offsets.span(), tokens, routes: self.rows };
+        let count = self.rows * if gate.is_some() { self.n / 2 } else { self.n };
+        let y = poisoned::<bf16>(gpu, q, count);
+        grouped_gemm(q, y.span(), x.span(), &weight, rows, gate, kernel).expect("a launch");
+        q.wait().expect("the kernel runs");
+        y.span().read(count).expect("a copy")
+    }
+
+    /// `[rows, n]`, in fp32.
+    fn expected(&self) -> Vec<f32> {
+        let (x, weight) = (floats(&self.x), floats(&self.weight));
+        let mut first = 0;
+        let mut out = Vec::new();
+        for (expert, &count) in self.counts.iter().enumerate() {
+            let own = &weight[expert * self.n * self.k..][..self.n * self.k];
+            let bias = self.bias.as_deref().map(|bias| floats(&bias[expert * self.n..][..self.n]));
+            out.extend(reference::linear(&x[first * self.k..][..count * self.k], own, bias.as_deref(), self.k));
+            first += count;
+        }
+        out
+    }
+}
+
+#[test]
+fn few_tokens_are_routed_and_sorted_at_once_with_the_same_result() {
+    let Some((gpu, q)) = gpu::open() else { return };
+    let mut random = Random::new(7);
+    for [tokens, count, top_k] in ROUTINGS.into_iter().filter(|[tokens, _, top_k]| tokens * top_k <= MAX_ROUTES) {
+        let (routes, cols) = (tokens * top_k, 40);
+        let logits: Vec<f32> = (0..tokens * count).map(|_| random.unit()).collect();
+        let slots: Vec<u32> = (0..tokens).map(|token| if token % 5 == 2 { PADDING } else { 7 }).collect();
+        let x = random.bf16s(tokens * cols, 1.0);
+        let (logits, slots, x) = (upload(&gpu, &logits), upload(&gpu, &slots), upload(&gpu, &x));
+        let router =
+            Router { logits: logits.span(), bias: Span::NULL, slots: slots.span(), count, is_normalized: true };
+        let run = |at_once: bool| {
+            let words = |count: usize| {
+                let buffer = DeviceBuffer::with_count::<u32>(&gpu, count).expect("memory");
+                q.fill(buffer.span(), 0).expect("a fill");
+                buffer
+            };
+            let [experts, probabilities, tokens_on, places] = std::array::from_fn(|_| words(routes));
+            let (offsets, rows) = (words(count / 2 + 1), words(routes * cols / 2));
+            let choices = Choices { experts: experts.span(), probabilities: probabilities.span(), top_k };
+            let to = SortedRoutes {
+                offsets: offsets.span(),
+                tokens: tokens_on.span(),
+                places: places.span(),
+                first_expert: count / 4,
+                num_experts: count / 2,
+            };
+            let copied = SortedRows { rows: rows.span(), x: x.span(), cols };
+            if at_once {
+                route_and_sort_tokens(&q, to, choices, &router, tokens, copied).expect("a launch");
+            } else {
+                route_tokens(&q, choices, &router, tokens).expect("a launch");
+                sort_routes(&q, to, choices, tokens, Some(copied)).expect("a launch");
+            }
+            q.wait().expect("the kernels run");
+            let buffers = [experts, probabilities, tokens_on, places, offsets, rows];
+            buffers.map(|buffer| buffer.span().read::<u32>(buffer.span().bytes() / 4).expect("a copy"))
+        };
+        assert_eq!(run(true), run(false), "{tokens} tokens, {top_k} of {count} experts");
+    }
+}
+
+#[test]
+fn every_expert_multiplies_its_rows() {
+    let Some((gpu, q)) = gpu::open() else { return };
+    let kernels: &[Kernel] = match has_hopper_kernels(&gpu) {
+        true => &[Kernel::Simple, Kernel::Skinny, Kernel::Wide],
+        false => &[Kernel::Simple],
+    };
+    let mut random = Random::new(3);
+    let counts: [&[usize]; 5] =
+        [&[1], &[0, 3, 0, 1], &[9, 0, 17, 64, 65, 2, 0, 1, 1, 1, 4], &[130, 0, 1, 64, 257], &[0, 0, 5, 0, 0, 0]];
+    for (index, counts) in counts.into_iter().enumerate() {
+        for [n, k] in [[16, 8], [64, 64], [80, 136], [528, 264], [256, 768], [1008, 520], [2048, 2056]] {
+            let product = Product::new(&mut random, counts, [n, k], (index + n / 16) % 2 == 0);
+            let sums = product.expected();
+            let slack = k as f32 * 2.0f32.powi(-24) * 4.0;
+            for &kernel in kernels {
+                let what = format!("{kernel:?}, {n} x {k}, {counts:?}");
+                let found = floats(&product.run(&gpu, &q, None, kernel));
+                assert_close(&what, &found, &sums, 2.0f32.powi(-8), slack);
+                let gates: [(Gate, Formula); 3] = [
+                    (Gate::Activation(GateActivation::Silu), |gate, up| reference::silu(gate) * up),
+                    (Gate::Activation(GateActivation::GeluTanh), |gate, up| reference::gelu_tanh(gate) * up),
+                    (Gate::Clamped { alpha: 1.7, limit: 1.5 }, |gate, up| {
+                        let (gate, up) = (gate.min(1.5), up.clamp(-1.5, 1.5));
+                        gate / (1.0 + (-1.7 * gate).exp()) * (up + 1.0)
+                    }),
+                ];
+                for (gate, formula) in gates {
+                    let pair = |o: usize| {
+                        let (row, column) = (o / (n / 2), o % (n / 2));
+                        let at = row * n + column / 8 * 16 + column % 8;
+                        formula(sums[at], sums[at + 8])
+                    };
+                    let expected: Vec<f32> = (0..product.rows * n / 2).map(pair).collect();
+                    let found = floats(&product.run(&gpu, &q, Some(gate), kernel));
+                    assert_close(&format!("{what}, {gate:?}"), &found, &expected, 2.0f32.powi(-7), 8.0 * slack + 1e-5);
+                }
+            }
+        }
+    }
+}
+
+#[test]
+fn a_row_alone_gets_the_bits_it_gets_among_others() {
+    let Some((gpu, q)) = gpu::open() else { return };
+    if !has_hopper_kernels(&gpu) {
+        return;
+    }
+    let (n, k) = (512, 1024);
+    let mut random = Random::new(4);
+    let all = Product::new(&mut random, &[3, 90, 0, 33], [n, k], false);
+    for kernel in [Kernel::Simple, Kernel::Skinny, Kernel::Wide] {
+        let together = all.run(&gpu, &q, None, kernel);
+        for (row, expert) in [(1, 0), (3, 1), (80, 1), (125, 3)] {
+            let mut counts = vec![0; 4];
+            counts[expert] = 1;
+            let alone = Product {
+                rows: 1,
+                counts,
+                x: all.x[row * k..][..k].to_vec(),
+                weight: all.weight.clone(),
+                bias: None,
+                ..all
+            };
+            assert_eq!(alone.run(&gpu, &q, None, kernel), together[row * n..][..n], "row {row}, {kernel:?}");
+        }
+    }
+}
+
+#[test]
+fn outputs_are_added_by_their_probabilities() {
+    let Some((gpu, q)) = gpu::open() else { return };
+    let mut random = Random::new(5);
+    for shape @ [tokens, count, top_k] in ROUTINGS {
+        let routes = Routes::new(&gpu, &mut random, shape);
+        let (num_routes, cols) = (tokens * top_k, 136);
+        let range = 0..count.div_ceil(2);
+        let expected_order = routes.sorted(range.clone());
+        let mut places = vec![u32::MAX; num_routes];
+        expected_order.iter().enumerate().for_each(|(row, &route)| places[route] = row as u32);
+        let y = random.bf16s(num_routes * cols, 1.0);
+        let (places_on, y_on) = (upload(&gpu, &places), upload(&gpu, &y));
+        let sorted = SortedRoutes {
+            offsets: Span::NULL,
+            tokens: Span::NULL,
+            places: places_on.span(),
+            first_expert: 0,
+            num_experts: range.len(),
+        };
+        let out = poisoned::<bf16>(&gpu, &q, tokens * cols);
+        let outputs = ExpertOutputs { y: y_on.span(), choices: routes.choices(), sorted, cols };
+        sum_experts(&q, out.span(), &outputs, tokens).expect("a launch");
+        q.wait().expect("the kernel runs");
+        let mut expected = vec![0.0f32; tokens * cols];
+        for route in (0..num_routes).filter(|&route| places[route] != u32::MAX) {
+            let row = &y[places[route] as usize * cols..][..cols];
+            let to = &mut expected[route / top_k * cols..][..cols];
+            to.iter_mut().zip(row).for_each(|(to, from)| *to += routes.probabilities[route] * from.to_f32());
+        }
+        let found = floats(&out.span().read::<bf16>(tokens * cols).expect("a copy"));
+        assert_close("sum", &found, &expected, 2.0f32.powi(-8), 1e-5);
+
+        let (residual, gain) = (random.bf16s(tokens * cols, 1.0), random.bf16s(cols, 1.0));
+        let (residual_on, gain_on) = (upload(&gpu, &residual), upload(&gpu, &gain));
+        let normed = poisoned::<bf16>(&gpu, &q, tokens * cols);
+        let (to, sums_on) = (normed.span(), residual_on.span());
+        sum_experts_add_norm(&q, to, sums_on, &outputs, gain_on.span(), tokens, 1e-5).expect("a launch");
+        q.wait().expect("the kernel runs");
+        let sums: Vec<f32> = expected.iter().zip(&residual).map(|(sum, own)| sum + own.to_f32()).collect();
+        let found = floats(&sums_on.read::<bf16>(tokens * cols).expect("a copy"));
+        assert_close("residual", &found, &sums, 2.0f32.powi(-8), 1e-5);
+        let gain = floats(&gain);
+        let normed_rows = sums.chunks_exact(cols).flat_map(|row| reference::rms_norm(row, &gain, 1e-5));
+        let found = floats(&to.read::<bf16>(tokens * cols).expect("a copy"));
+        assert_close("norm", &found, &normed_rows.collect::<Vec<f32>>(), 2.0f32.powi(-7), 1e-5);
+    }
+}
+
+#[test]
+fn rows_are_scaled_by_their_gate() {
+    let Some((gpu, q)) = gpu::open() else { return };
+    let mut random = Random::new(6);
+    for [rows, cols, width] in [[1, 64, 64], [5, 2056, 136], [33, 8, 4096]] {
+        let (values, x, gate) =
+            (random.bf16s(rows * cols, 1.0), random.bf16s(rows * width, 1.0), random.bf16s(width, 0.1));
+        let (out, x_on, gate_on) = (upload(&gpu, &values), upload(&gpu, &x), upload(&gpu, &gate));
+        gate_rows(&q, out.span(), x_on.span(), gate_on.span(), rows, cols, width).expect("a launch");
+        q.wait().expect("the kernel runs");
+        let gates = reference::linear(&floats(&x), &floats(&gate), None, width);
+        let scaled = |(i, v): (usize, &bf16)| v.to_f32() / (1.0 + (-gates[i / cols]).exp());
+        let expected: Vec<f32> = values.iter().enumerate().map(scaled).collect();
+        let found = floats(&out.span().read::<bf16>(rows * cols).expect("a copy"));
+        assert_close("gated rows", &found, &expected, 2.0f32.powi(-8), 1e-4);
+    }
+}
