@@ -5,7 +5,8 @@
     SHAPE: small, mha (Llama 2 7B's layer), gqa (Llama 3 8B's layer), mistral (a window), qwen2, qwen3 (norms of heads), gpt2,
            baichuan (ALiBi), internlm (biases), internlm2 (q, k and v of a group together), and the layers of other families:
            gemma2, gemma3, phi4, phi4mini, granite, olmo2, cohere2, smollm3, glm4, stablelm, gpt_neox, falcon, starcoder2, nemotron,
-           exaone4
+           exaone4; with experts qwen3moe (Qwen3 30B A3B's layer), mixtral, qwen2moe, olmoe, granitemoe,
+           gptoss (gpt-oss 20B's layer)
 
 Needs torch and transformers.
 """
@@ -40,7 +41,7 @@ SHAPES = {  # hidden, inner, heads, KV heads, vocabulary, rope theta
 }
 MIXED = ["sliding_attention", "full_attention"] * 2
 ROPE = {"rope_type": "default", "rope_theta": 10000.0}
-FAMILIES = {  # class, hidden, inner, heads, KV heads, and own fields; four layers
+FAMILIES = {  # class, hidden, inner, heads, KV heads, and own fields
     "gemma2": ("Gemma2", 3584, 14336, 16, 8, dict(head_dim=256, layer_types=MIXED, sliding_window=64, query_pre_attn_scalar=256,
                                                   attn_logit_softcapping=2.0, final_logit_softcapping=3.0, tie_word_embeddings=True)),
     "gemma3": ("Gemma3", 3840, 15360, 16, 8, dict(head_dim=256, layer_types=MIXED, sliding_window=64, query_pre_attn_scalar=256,
@@ -58,24 +59,35 @@ FAMILIES = {  # class, hidden, inner, heads, KV heads, and own fields; four laye
     "falcon": ("Falcon", 4544, None, 71, None, dict()),
     "starcoder2": ("Starcoder2", 3072, 12288, 24, 2, dict(sliding_window=64, eos_token_id=2, bos_token_id=1)),
     "nemotron": ("Nemotron", 3072, 9216, 24, 8, dict(head_dim=128, bos_token_id=1, eos_token_id=2)),
+    "qwen3moe": ("Qwen3Moe", 2048, 6144, 32, 4, dict(head_dim=128, num_experts=128, num_experts_per_tok=8, moe_intermediate_size=768,
+                                                     norm_topk_prob=True, vocab_size=151936)),
+    "mixtral": ("Mixtral", 2048, 7168, 16, 4, dict(num_local_experts=8, num_experts_per_tok=2)),
+    "qwen2moe": ("Qwen2Moe", 2048, 5632, 16, 16, dict(num_experts=60, num_experts_per_tok=4, moe_intermediate_size=1408,
+                                                      shared_expert_intermediate_size=5632)),
+    "olmoe": ("Olmoe", 2048, 1024, 16, 16, dict(num_experts=64, num_experts_per_tok=8, pad_token_id=0, eos_token_id=2)),
+    "granitemoe": ("GraniteMoe", 1536, 512, 24, 8, dict(num_local_experts=40, num_experts_per_tok=8, embedding_multiplier=12.0,
+                                                        residual_multiplier=0.22, logits_scaling=0.5,
+                                                        attention_multiplier=0.015625, tie_word_embeddings=True)),
+    "gptoss": ("GptOss", 2880, 2880, 64, 8, dict(head_dim=64, num_local_experts=32, num_experts_per_tok=4, sliding_window=64)),
     "exaone4": ("Exaone4", 2048, 4096, 32, 8, dict(head_dim=64, layer_types=MIXED, sliding_window=64)),
 }
 OWN_FIELDS = {"qwen3": {"head_dim": 128}, "mistral": {"sliding_window": 128}, "internlm": {"attention_bias": True}}
 
 
-def family(shape):
+def family(shape, layers):
     """A model of one of FAMILIES."""
     name, hidden, inner, heads, kv_heads, own = FAMILIES[shape]
     text = "Text" if name == "Gemma3" else ""
     sizes = dict(hidden_size=hidden, intermediate_size=inner, num_attention_heads=heads, num_key_value_heads=kv_heads)
     fields = {key: value for key, value in sizes.items() if value is not None} | own
-    config = getattr(transformers, f"{name}{text}Config")(vocab_size=32000, num_hidden_layers=4, max_position_embeddings=4096, **fields)
+    fields |= dict(vocab_size=own.get("vocab_size", 32000), num_hidden_layers=layers, max_position_embeddings=4096)
+    config = getattr(transformers, f"{name}{text}Config")(**fields)
     return getattr(transformers, f"{name}ForCausalLM")(config)
 
 
 def config_and_model(shape, layers):
     if shape in FAMILIES:
-        return family(shape)
+        return family(shape, layers)
     hidden, inner, heads, kv_heads, vocab, theta = SHAPES[shape]
     if shape == "gpt2":
         return GPT2LMHeadModel(GPT2Config(n_embd=hidden, n_inner=inner, n_head=heads, n_layer=layers, vocab_size=vocab))
@@ -92,7 +104,7 @@ def config_and_model(shape, layers):
 def randomize_biases_and_norms(model):
     """Adds noise to biases and norms. With their initial zeros and ones, tests would not notice if one were ignored."""
     for name, parameter in model.named_parameters():
-        if "norm" in name or ".ln_" in name or name.endswith("bias"):
+        if "norm" in name or ".ln_" in name or name.endswith(("bias", "sinks")):
             parameter.add_(0.2 * torch.randn_like(parameter))
 
 

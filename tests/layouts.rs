@@ -211,6 +211,20 @@ fn releases_before_0_14_return_zeros_for_outputs_that_were_not_requested() {
 }
 
 #[test]
+fn no_repository_is_made_for_a_checkpoint_that_cannot_be_served() {
+    let scratch = tempfile::tempdir().unwrap();
+    let config = std::fs::read_to_string(shipped_repository().join("tensorrt_llm/1/config.json")).unwrap();
+    let other = config.replace("\"silu\"", "\"sin\"");
+    assert_ne!(config, other);
+    std::fs::write(scratch.path().join("config.json"), other).unwrap();
+    let output = scratch.path().join("models");
+    let made = trireme(&["init", scratch.path().to_str().unwrap(), "--output", output.to_str().unwrap()]);
+    let message = String::from_utf8_lossy(&made.stderr);
+    assert!(!made.status.success() && message.contains("field `hidden_act` must be"), "{message}");
+    assert!(!output.exists());
+}
+
+#[test]
 fn a_template_is_filled_in_place() {
     let scratch = tempfile::tempdir().unwrap();
     let config = scratch.path().join("config.pbtxt");

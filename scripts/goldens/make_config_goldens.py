@@ -1,7 +1,9 @@
 #!/usr/bin/env python3
 """Changes every number and flag of each golden checkpoint's config.json and records what transformers computes then.
 
-    make_config_goldens.py > tests/goldens/config_changes.json      (needs torch and transformers)
+    make_config_goldens.py [CASE ...]      (needs torch and transformers)
+
+It writes tests/goldens/config_changes.json. With names of cases only their entries are made; the others stay as they are.
 
 Each entry has the case, the field (a path with dots), its new value, and the first logits after a fixed prompt in fp32; null if
 transformers cannot load or run the changed checkpoint. `cargo test -p models --test config_changes` requires of every entry that the
@@ -67,12 +69,18 @@ def logits(folder, config):
 
 
 def main():
+    out = GOLDENS / "config_changes.json"
+    only = sys.argv[1:]
+    old = json.loads(out.read_text()) if only else []
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     torch.set_num_threads(1)
     lines = []
     for folder in sorted(GOLDENS.iterdir()):
         if not (folder / "model.safetensors").exists() or folder.name.startswith(("internlm", "baichuan")):
+            continue
+        if only and folder.name not in only:
+            lines += [json.dumps(entry) for entry in old if entry["case"] == folder.name]
             continue
         config = json.loads((folder / "config.json").read_text())
         for path, value in fields(config):
@@ -82,7 +90,7 @@ def main():
             entry = {"case": folder.name, "field": path, "value": new, "logits": logits(folder, with_field(config, path, new))}
             lines.append(json.dumps(entry))
         print(folder.name, len(lines), file=sys.stderr)
-    print("[\n" + ",\n".join(lines) + "\n]")
+    out.write_text("[\n" + ",\n".join(lines) + "\n]\n")
 
 
 main()

@@ -95,6 +95,9 @@ FACTORS = lambda start, count: [round(start + 0.13 * i, 4) for i in range(count)
 FALCON = dict(head_dim=None, intermediate_size=None, num_key_value_heads=None)
 MIXED = ["sliding_attention", "full_attention", "sliding_attention"]
 
+GPT_OSS = dict(head_dim=24, num_hidden_layers=3, intermediate_size=64, num_local_experts=6, num_experts_per_tok=2, sliding_window=20,
+               swiglu_limit=1.0, rope_parameters=YARN | {"truncate": False, "beta_fast": 32.0, "beta_slow": 1.0})
+
 # Families that differ from Llama by more than numbers. Half precision is exact in fp32 products, so little rounding hides an error.
 FAMILIES = {
     # norms from one, scaled embeddings, the tanh GELU
@@ -162,6 +165,84 @@ FAMILIES = {
     "granite_moe": ("GraniteMoe", dict(num_local_experts=5, num_experts_per_tok=2, intermediate_size=56,
                                        embedding_multiplier=12.0, residual_multiplier=0.22, attention_multiplier=0.0625,
                                        logits_scaling=8.0)),
+    # queries that are longer from every eighth position on
+    "ministral3": ("Ministral3", dict(head_dim=16, rope_parameters={
+        "rope_type": "yarn", "rope_theta": 10000.0, "factor": 16.0, "original_max_position_embeddings": 8, "beta_fast": 32.0,
+        "beta_slow": 1.0, "mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.4})),
+    # layers without a window that have larger heads, fewer KV heads and use k as v; factors of layers; capped logits
+    "gemma4": ("Gemma4", dict(head_dim=16, num_hidden_layers=3, sliding_window=20, layer_types=MIXED[:1] + MIXED[:2],
+                              global_head_dim=32, num_global_key_value_heads=1, attention_k_eq_v=True,
+                              hidden_size_per_layer_input=0, final_logit_softcapping=4.0, tie_word_embeddings=True)),
+    # an embedding for each layer; two layers that read the keys and values of others, with a wider feed-forward
+    "gemma4_shared": ("Gemma4", dict(head_dim=16, num_hidden_layers=6, num_key_value_heads=1, sliding_window=20,
+                                     intermediate_size=56, layer_types=MIXED + MIXED[1::-1] + MIXED[1:2], global_head_dim=24,
+                                     num_kv_shared_layers=2, use_double_wide_mlp=True, hidden_size_per_layer_input=8,
+                                     vocab_size_per_layer_input=216, tie_word_embeddings=True)),
+    # an activation with learned numbers, norms of heads, no gate
+    "apertus": ("Apertus", dict(head_dim=24, rope_parameters=LLAMA3)),
+    # layers that see chunks; layers that are not rotated, whose queries are longer from every eighth position on; the weight of an
+    # expert multiplies its input; a dense layer
+    "llama4": ("Llama4", dict(head_dim=16, num_hidden_layers=3, no_rope_layers=[1, 0, 1], attention_chunk_size=11, floor_scale=8,
+                              attn_scale=0.5, num_local_experts=6, moe_layers=[0, 1], intermediate_size=56,
+                              intermediate_size_mlp=104, rope_parameters=LLAMA3)),
+    # every layer but the first of four has a window
+    "cwm": ("Cwm", dict(head_dim=16, num_hidden_layers=5, intermediate_size=56, sliding_window=20, rope_parameters=LLAMA3)),
+    "vaultgemma": ("VaultGemma", dict(head_dim=16, num_hidden_layers=3, sliding_window=20, query_pre_attn_scalar=24,
+                                      attn_logit_softcapping=3.0, final_logit_softcapping=4.0, tie_word_embeddings=True)),
+    # four multipliers, with norms behind each part and without
+    "hyperclovax": ("HyperCLOVAX", dict(embedding_multiplier=12.0, residual_multiplier=0.22, attention_multiplier=0.0625,
+                                        logits_scaling=0.125)),
+    "hyperclovax_granite": ("HyperCLOVAX", dict(use_post_norm=False, residual_multiplier=0.22, logits_scaling=0.125)),
+    # layer norms and biases, no gate
+    "jais2": ("Jais2", dict()),
+    # norms without weights, one behind the embedding; heads rotated backwards; capped logits
+    "nanochat": ("NanoChat", dict(head_dim=None, final_logit_softcapping=20.0)),
+    # learned positions from the third row of their table on
+    "opt": ("OPT", dict(head_dim=None, num_key_value_heads=None, intermediate_size=None, ffn_dim=104, tie_word_embeddings=True)),
+    # ALiBi, a norm of the embeddings, q, k and v of each head together
+    "bloom": ("Bloom", FALCON | dict(tie_word_embeddings=True)),
+    # a part of each head rotated in neighbouring pairs; a head with a bias
+    "gptj": ("GPTJ", FALCON | dict(n_inner=104, rotary_dim=8)),
+    # one KV head, or q, k and v of each head together
+    "gpt_bigcode": ("GPTBigCode", FALCON | dict(n_inner=104, tie_word_embeddings=True)),
+    "gpt_bigcode_mha": ("GPTBigCode", FALCON | dict(n_inner=104, multi_query=False, tie_word_embeddings=True)),
+    # experts beside the feed-forward, with inputs and norms of their own and a factor of each
+    "gemma4_moe": ("Gemma4", dict(head_dim=16, sliding_window=20, layer_types=MIXED[:2], global_head_dim=32, enable_moe_block=True,
+                                  num_experts=6, top_k_experts=2, moe_intermediate_size=56, hidden_size_per_layer_input=0,
+                                  tie_word_embeddings=True)),
+    # an expert that all tokens share, in one matrix; norms behind each part; experts and rotations of some layers
+    "granite_moe_shared": ("GraniteMoeShared", dict(num_local_experts=4, num_experts_per_tok=2, intermediate_size=56,
+                                                    shared_intermediate_size=88, residual_multiplier=0.22, logits_scaling=8.0,
+                                                    attention_multiplier=0.0625)),
+    "flex_olmo": ("FlexOlmo", dict(pad_token_id=0, num_key_value_heads=4, num_experts=4, num_experts_per_tok=2, intermediate_size=56)),
+    "mellum": ("Mellum", dict(head_dim=24, num_hidden_layers=3, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=56,
+                              sliding_window=20, layer_types=MIXED, mlp_layer_types=["sparse", "dense", "sparse"],
+                              rope_parameters={"sliding_attention": PLAIN, "full_attention": LINEAR})),
+    # sinks, biases of the router and the experts, clamped gates, rows of gate and up in turn; the same with experts in MXFP4
+    "gpt_oss": ("GptOss", GPT_OSS),
+    "gpt_oss_mxfp4": ("GptOss", GPT_OSS),
+    # a dense layer, then experts with sigmoids, chosen with a bias, beside two for all tokens; a part of each head rotated
+    "glm4_moe": ("Glm4Moe", dict(head_dim=24, num_hidden_layers=3, rope_parameters=PARTIAL, attention_bias=True, use_qk_norm=True,
+                                 n_routed_experts=6, num_experts_per_tok=2, moe_intermediate_size=56, n_shared_experts=2,
+                                 first_k_dense_replace=1, routed_scaling_factor=1.5)),
+    # experts chosen within two of four groups; windows in all layers but the first
+    "dots1": ("Dots1", dict(num_hidden_layers=3, n_routed_experts=8, num_experts_per_tok=3, moe_intermediate_size=56, n_shared_experts=1,
+                            first_k_dense_replace=1, n_group=4, topk_group=2, norm_topk_prob=True, routed_scaling_factor=2.5,
+                            sliding_window=20, max_window_layers=1)),
+    # norms of q and k over all heads; experts with sigmoids and a bias in all layers
+    "minimax_m2": ("MiniMaxM2", dict(head_dim=24, rope_parameters=PARTIAL, num_local_experts=6, num_experts_per_tok=2)),
+    # sigmoids with a bias; windows, and layers without a window that are not rotated
+    "exaone_moe": ("ExaoneMoe", dict(head_dim=24, num_hidden_layers=3, num_experts=6, num_experts_per_tok=2, moe_intermediate_size=56,
+                                     num_shared_experts=1, sliding_window=20, layer_types=MIXED,
+                                     mlp_layer_types=["sparse", "dense", "sparse"])),
+    # a softmax with a bias for the choice alone, beside two for all tokens; neighbouring pairs rotated
+    "ernie4_5_moe": ("Ernie4_5_Moe", dict(num_hidden_layers=3, moe_num_experts=6, moe_k=2, moe_intermediate_size=56,
+                                          moe_num_shared_experts=2, moe_layer_start_index=1)),
+    # weights in fp8 with a scale for each block, or for each row
+    "llama_fp8": ("Llama", dict(rope_parameters=PLAIN, head_dim=24)),
+    "qwen3_moe_fp8": ("Qwen3Moe", dict(num_experts=6, num_experts_per_tok=2, moe_intermediate_size=56, head_dim=24,
+                                       norm_topk_prob=True)),
+    "phi3_fp8_channel": ("Phi3", dict(head_dim=None, rope_parameters=PARTIAL, pad_token_id=0)),
 }
 # Sequences that transformers would begin with the short factors.
 LONG_PROMPTS = {"phi3_longrope": (9, 20, 40)}
@@ -170,9 +251,10 @@ LONG_PROMPTS = {"phi3_longrope": (9, 20, 40)}
 def family_case(name):
     """The row of CASES for a name of FAMILIES."""
     model_type, own = FAMILIES[name]
-    text = "Text" if model_type == "Gemma3" else ""
+    text = "Text" if model_type in ("Gemma3", "Gemma4", "Llama4") else ""
     shape = SMALL | own
-    return torch.float16, getattr(transformers, f"{model_type}{text}Config"), getattr(transformers, f"{model_type}ForCausalLM"), {
+    dtype = torch.bfloat16 if "fp" in name else torch.float16  # its values are those of bf16
+    return dtype, getattr(transformers, f"{model_type}{text}Config"), getattr(transformers, f"{model_type}ForCausalLM"), {
         key: value for key, value in shape.items() if value is not None}
 
 
@@ -188,7 +270,7 @@ def make_model(dtype, config_class, model_class, shape, seed):
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             noise = torch.randn(parameter.shape, generator=generator)
-            if ("norm" in name or ".ln_" in name) and "bias" not in name:
+            if ("norm" in name or ".ln_" in name or "router." in name and "scale" in name) and "bias" not in name:
                 values = 0.2 * noise if config.model_type in FROM_ONE else 1 + 0.2 * noise
             elif parameter.dim() == 1:
                 values = 0.1 * noise
@@ -198,6 +280,11 @@ def make_model(dtype, config_class, model_class, shape, seed):
                 inputs = parameter.shape[0 if config_class is GPT2Config else 1]
                 values = noise * 1.2 * inputs ** -0.5
             parameter.copy_(values.to(dtype).float())
+        for name, buffer in model.named_buffers():
+            if name.endswith("layer_scalar"):
+                buffer.copy_((0.5 + torch.rand(1, generator=generator)).to(dtype).float())
+            elif name.endswith("e_score_correction_bias"):
+                buffer.copy_((0.3 * torch.randn(buffer.shape, generator=generator)).to(dtype).float())
     return config, model
 
 
@@ -217,7 +304,8 @@ def golden(logits_of, prompt):
 
 def save(folder, name, dtype, config, tensors):
     """Writes weights in one of the formats of published checkpoints."""
-    tensors = {key: tensor.to(dtype).contiguous() for key, tensor in tensors.items()}
+    kept = lambda key, tensor: not tensor.is_floating_point() or tensor.element_size() == 1 or "weight_scale" in key
+    tensors = {key: (tensor if kept(key, tensor) else tensor.to(dtype)).contiguous() for key, tensor in tensors.items()}
     if name == "internlm":
         torch.save(tensors, folder / "pytorch_model.bin")
     elif name == "gpt2":
@@ -259,10 +347,10 @@ def main():
         folder = arguments.out / name
         folder.mkdir(parents=True, exist_ok=True)
         config.architectures = [model_class.__name__]
-        config.dtype = dtype
         tied = config.tie_word_embeddings
         own_head = ("lm_head.weight", "embed_out.weight")
         tensors = {k: v for k, v in as_saved(model).items() if not (k in own_head and tied)}
+        config.dtype = dtype  # Saving has set it to the reference's.
         published_config, published_tensors, logits_of = published.variant(name, config, model, tensors)
         save(folder, name, dtype, published_config, published_tensors)
         generator = torch.Generator().manual_seed(100 + seed)

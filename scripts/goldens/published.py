@@ -4,8 +4,10 @@ Each is a Llama with other names and another layout of q, k and v. Baichuan 2 ha
 report), and the larger Baichuan models have ALiBi instead of rotary embeddings (Press et al. 2022).
 """
 import math
+import tempfile
 
 import torch
+from safetensors.torch import save_file
 from torch.nn import functional
 
 
@@ -30,9 +32,76 @@ def variant(name, config, model, tensors):
         fields = as_published(config, "BaichuanForCausalLM", "baichuan", z_loss_weight=0, model_max_length=256)
         del fields["max_position_embeddings"]
         return fields, stored, lambda tokens: decoder(config, model.state_dict(), tokens, alibi=True)
+    if name == "gpt_oss_mxfp4":
+        tensors = mxfp4(model, tensors)
+        config.quantization_config = {"quant_method": "mxfp4", "modules_to_not_convert": [
+            "model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head"]}
+    if "fp8" in name:
+        block = None if name.endswith("channel") else (32, 16)
+        model, tensors = fp8(model, tensors, block)
+        plain = lambda tokens: model(torch.tensor([tokens])).logits[0, -1]
+        config.quantization_config = COMPRESSED if block is None else {
+            "quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": list(block),
+            "modules_to_not_convert": ["lm_head"]}
     fields = config.to_diff_dict() | {"architectures": config.architectures}
     fields["dtype"] = str(config.dtype).removeprefix("torch.")
     return fields, tensors, plain
+
+
+COMPRESSED = {
+    "quant_method": "compressed-tensors", "format": "float-quantized", "quantization_status": "compressed", "ignore": ["lm_head"],
+    "config_groups": {"group_0": {
+        "targets": ["Linear"], "weights": {"num_bits": 8, "type": "float", "strategy": "channel", "symmetric": True, "dynamic": False},
+        "input_activations": {"num_bits": 8, "type": "float", "strategy": "token", "symmetric": True, "dynamic": True}}}}
+
+
+@torch.no_grad()
+def fp8(model, tensors, block):
+    """A model whose linear layers have the values of weights in fp8, rounded to bf16, and the tensors as they are stored. There
+    is a scale for each block, or for each row."""
+    stored, read = {}, {}
+    for name, tensor in tensors.items():
+        if not name.endswith("proj.weight"):
+            stored[name] = read[name] = tensor
+            continue
+        rows, cols = tensor.shape
+        height, width = block or (1, cols)
+        padded = functional.pad(tensor.float(), (0, -cols % width, 0, -rows % height))
+        blocks = padded.unflatten(1, (-1, width)).unflatten(0, (-1, height))  # [rows, height, cols, width] of blocks
+        scales = blocks.abs().amax((1, 3), keepdim=True) / 448
+        small = (blocks / scales.clamp(min=1e-12)).to(torch.float8_e4m3fn)
+        flat = lambda blocks: blocks.flatten(2, 3).flatten(0, 1)[:rows, :cols]
+        stored[name] = flat(small.view(torch.uint8)).contiguous().view(torch.float8_e4m3fn)
+        stored[name + ("_scale_inv" if block else "_scale")] = scales[:, 0, :, 0].contiguous()
+        read[name] = flat(small.float() * scales).bfloat16().float()
+    with tempfile.TemporaryDirectory() as folder:
+        model.config.save_pretrained(folder)
+        save_file({name: tensor.contiguous() for name, tensor in read.items()}, folder + "/model.safetensors", {"format": "pt"})
+        model = type(model).from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
+    return model.eval(), stored
+
+
+@torch.no_grad()
+def mxfp4(model, tensors):
+    """The same tensors with the experts in MXFP4. The model gets the values that transformers reads from them."""
+    from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+
+    magnitudes = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
+    parameters, stored = dict(model.named_parameters()), {}
+    for name, tensor in tensors.items():
+        if not name.endswith(("experts.gate_up_proj", "experts.down_proj")):
+            stored[name] = tensor
+            continue
+        groups = tensor.float().transpose(1, 2).unflatten(-1, (-1, 32))
+        # The largest magnitude of a block becomes at most 6.
+        exponents = (groups.abs().amax(-1, keepdim=True) / 6).log2().ceil()
+        scaled = groups / exponents.exp2()
+        indices = (scaled.abs()[..., None] - magnitudes).abs().argmin(-1) + 8 * (scaled < 0)
+        blocks = (indices[..., ::2] + 16 * indices[..., 1::2]).to(torch.uint8)
+        scales = (exponents.squeeze(-1) + 127).to(torch.uint8)
+        stored |= {name + "_blocks": blocks, name + "_scales": scales}
+        parameters[name].copy_(convert_moe_packed_tensors(blocks, scales).float())
+    return stored
 
 
 def as_published(config, architecture, model_type, **own):

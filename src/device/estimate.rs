@@ -8,7 +8,7 @@ use ops::{
 };
 
 use crate::cpu::{CpuDevice, CpuEstimate, ExpertBuffers};
-use crate::cuda::{CudaDevice, Estimate};
+use crate::cuda::{CudaDevice, Estimate, ExpertSizes};
 
 /// Counts the memory that a [`CpuDevice`] or [`CudaDevice`] needs for a model, from the shapes of its weights alone.
 #[derive(Debug)]
@@ -23,9 +23,14 @@ pub struct Estimator {
     mapped_bytes: usize,
     /// Columns of all activation buffers.
     tensor_cols: usize,
-    /// Columns of the buffers of experts.
+    /// Columns of a CPU's buffers of experts.
     expert_cols: usize,
-    widest_input: usize,
+    /// Sizes of a GPU's buffers of experts.
+    expert_sizes: ExpertSizes,
+    /// Inputs of the widest linear layer that a CPU computes with the weights as they are stored.
+    widest_plain: usize,
+    /// The same of layers whose weights it copies into panels.
+    widest_panels: usize,
     has_wide_weights: bool,
 }
 
@@ -50,7 +55,9 @@ impl Estimator {
             mapped_bytes: 0,
             tensor_cols: 0,
             expert_cols: 0,
-            widest_input: 0,
+            expert_sizes: ExpertSizes::default(),
+            widest_plain: 0,
+            widest_panels: 0,
             has_wide_weights: false,
         }
     }
@@ -66,13 +73,9 @@ impl Estimator {
         let weights_bytes = self.weights_bytes as u64;
         match self.target {
             Target::Cpu => {
-                let cpu = CpuEstimate::new(
-                    limits,
-                    self.tensor_cols + self.expert_cols,
-                    self.widest_input,
-                    self.has_wide_weights,
-                    attention,
-                );
+                let cols = self.tensor_cols + self.expert_cols;
+                let widest = (self.widest_plain, self.widest_panels);
+                let cpu = CpuEstimate::new(limits, cols, widest, self.has_wide_weights, attention);
                 MemoryEstimate {
                     weights_bytes,
                     mapped_bytes: self.mapped_bytes as u64,
@@ -83,7 +86,8 @@ impl Estimator {
                 }
             }
             Target::Cuda => {
-                let cuda = Estimate::new(limits, self.hidden, self.tensor_cols, group, self.stage, attention);
+                let sizes = (self.tensor_cols, self.expert_sizes);
+                let cuda = Estimate::new(limits, self.hidden, sizes, group, self.stage, attention);
                 MemoryEstimate {
                     weights_bytes,
                     mapped_bytes: 0,
@@ -115,7 +119,8 @@ impl Estimator {
     }
 
     fn fit_linear(&mut self, weight: &EstimatedWeight) {
-        self.widest_input = self.widest_input.max(weight.cols);
+        let widest = if self.is_copied(weight) { &mut self.widest_panels } else { &mut self.widest_plain };
+        *widest = weight.cols.max(*widest);
     }
 
     fn count_vectors(&mut self, vectors: &[WeightSlice<'_>]) -> EstimatedWeight {
@@ -161,6 +166,10 @@ impl Device for Estimator {
         }
     }
 
+    fn reads_weights(&self) -> bool {
+        false
+    }
+
     fn load_linear(
         &mut self,
         role: LinearRole,
@@ -204,16 +213,20 @@ impl Device for Estimator {
     }
 
     fn load_experts(&mut self, layer: &ExpertSlices<'_>) -> Result<EstimatedWeight, DeviceError> {
-        let (count, hidden) = (layer.experts.len(), layer.router.cols.len());
+        let (count, hidden) = (layer.router.rows.len(), layer.router.cols.len());
         let inner = layer.experts.first().map_or(0, |expert| expert.down.cols.len());
         let router = EstimatedWeight { cols: hidden, ..self.count_elements(count * hidden) };
         self.fit_linear(&router);
         for expert in &layer.experts {
-            self.load_linear(LinearRole::GateUp, &expert.gate_up, &[])?;
-            self.load_linear(LinearRole::Up, std::slice::from_ref(&expert.down), &[])?;
+            self.load_linear(LinearRole::GateUp, &expert.gate_up, &expert.gate_up_bias)?;
+            self.load_linear(LinearRole::Up, std::slice::from_ref(&expert.down), expert.down_bias.as_slice())?;
         }
+        self.count_vectors(layer.router_bias.as_slice());
+        self.count_vectors(layer.selection_bias.as_slice());
+        self.count_elements(layer.scales.as_ref().map_or(0, |scales| scales.cols.len()));
         // The buffers are those of the largest layer.
         self.expert_cols = self.expert_cols.max(ExpertBuffers::cols(count, hidden, inner));
+        self.expert_sizes = self.expert_sizes.fitting(layer);
         Ok(router)
     }
 

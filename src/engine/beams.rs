@@ -5,7 +5,10 @@
 //! beam is `log-probability / length ^ len_penalty`. The diversity rate is TensorRT-LLM's: for the ranking, `rate * i`
 //! is added to the score of each continuation of beam `i`; log-probabilities are not changed.
 
+use std::ops::Range;
+
 use crate::stop::{StopWords, Tail};
+use crate::tables::Tables;
 use crate::{BeamOutput, BeamParams, BlockId, FinishReason, RowId, SampledToken, TokenId};
 
 /// Settings of the search, taken from its request.
@@ -26,8 +29,8 @@ pub(crate) struct Beams {
     pub(crate) rows: Vec<RowId>,
     /// Best first. Until the prompt is computed, one beam without tokens.
     beams: Vec<Beam>,
-    /// Block tables after the prompt's full blocks, one for each beam that workers hold.
-    pub(crate) tails: Vec<Vec<BlockId>>,
+    /// Block tables after the prompt's full blocks, for each beam that workers hold.
+    pub(crate) tails: Vec<Tables>,
     /// Number of rows in use at the workers. Beams take rows in order.
     pub(crate) num_live_rows: usize,
     /// Likeliest continuations of each beam, as far as the step in flight is settled.
@@ -108,9 +111,10 @@ impl Beams {
         num_candidates(self.width(), self.rules.end_ids.len(), self.rules.stop_words.len())
     }
 
-    /// Number of distinct blocks in `tails`.
-    pub(crate) fn num_tail_blocks(&self) -> usize {
-        let mut blocks: Vec<BlockId> = self.tails.iter().flatten().copied().collect();
+    /// Number of distinct blocks in `tails`, in some KV groups.
+    pub(crate) fn num_tail_blocks(&self, groups: Range<usize>) -> usize {
+        let tables = self.tails.iter().flat_map(|tail| &tail[groups.clone()]);
+        let mut blocks: Vec<BlockId> = tables.flat_map(|table| table.held()).copied().collect();
         blocks.sort_unstable();
         blocks.dedup();
         blocks.len()

@@ -4,10 +4,15 @@
 //! but its content can be found again), or *unused*. Allocation takes unused blocks first, then the cached
 //! block that was released longest ago.
 
-use std::collections::HashMap;
+use std::collections::hash_map::Entry;
+use std::collections::{HashMap, VecDeque};
 use std::hash::{BuildHasherDefault, DefaultHasher, Hasher};
+use std::ops::Range;
 
 use crate::{BlockId, TokenId};
+
+/// Number of contents of evicted blocks that are known, for each block.
+const EVICTED_PER_BLOCK: usize = 8;
 
 /// Identifies the content of a filled block: its tokens and, through its parent, all tokens before them. Never reused.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default)]
@@ -31,6 +36,8 @@ pub(crate) enum Lookup {
     Ready(BlockId),
     /// A running sequence computes it.
     BeingComputed,
+    /// Its block was evicted. Blocks after it may still be there.
+    Evicted(ContentId),
     /// No block holds it.
     Missing,
 }
@@ -47,14 +54,34 @@ pub(crate) struct BlockPool {
     oldest: Option<BlockId>,
     newest: Option<BlockId>,
     num_cached: usize,
-    /// Maps the hash of parent and tokens to the block that holds them. A collision counts as a miss.
+    /// Maps the hash of parent and tokens to the block of the first KV group that holds them. A collision counts as a
+    /// miss.
     contents: HashMap<u64, BlockId, BuildHasherDefault<AlreadyHashed>>,
+    /// Contents of evicted blocks of the first KV group, by the same hash, if it has a window.
+    evicted: HashMap<u64, Evicted, BuildHasherDefault<AlreadyHashed>>,
+    /// Hashes of `evicted`, oldest first; at most `max_evicted`.
+    eviction_order: VecDeque<u64>,
+    max_evicted: usize,
+    /// Blocks of the other KV groups, by the content that the first group has for the same tokens.
+    others: HashMap<(ContentId, usize), BlockId>,
+    /// `[groups]`: number of used blocks.
+    num_used_of: Vec<usize>,
     last_content: u64,
+}
+
+/// The content of an evicted block.
+#[derive(Debug)]
+struct Evicted {
+    content: ContentId,
+    parent: ContentId,
+    tokens: Box<[TokenId]>,
 }
 
 #[derive(Debug, Clone, Copy, Default)]
 struct Block {
     num_users: u32,
+    /// KV group of its users or content.
+    group: u32,
     /// `None` if the block cannot be found by its content.
     content: Option<ContentId>,
     parent: ContentId,
@@ -67,7 +94,9 @@ struct Block {
 }
 
 impl BlockPool {
-    pub(crate) fn new(num_blocks: usize, block_size: usize) -> Self {
+    /// With `keeps_evicted`, contents of the first KV group are known for some time after their blocks were evicted. It is
+    /// for groups with a window: later blocks are found through earlier ones, which are evicted first.
+    pub(crate) fn new(num_blocks: usize, block_size: usize, num_groups: usize, keeps_evicted: bool) -> Self {
         let mut pool = Self {
             block_size,
             blocks: vec![Block::default(); num_blocks],
@@ -77,6 +106,11 @@ impl BlockPool {
             newest: None,
             num_cached: 0,
             contents: HashMap::default(),
+            evicted: HashMap::default(),
+            eviction_order: VecDeque::new(),
+            max_evicted: if keeps_evicted { EVICTED_PER_BLOCK * num_blocks } else { 0 },
+            others: HashMap::new(),
+            num_used_of: vec![0; num_groups],
             last_content: 0,
         };
         pool.reset();
@@ -90,6 +124,10 @@ impl BlockPool {
         self.unused.extend((0..self.blocks.len() as u32).rev().map(BlockId));
         (self.oldest, self.newest, self.num_cached) = (None, None, 0);
         self.contents.clear();
+        self.evicted.clear();
+        self.eviction_order.clear();
+        self.others.clear();
+        self.num_used_of.fill(0);
     }
 
     /// Number of blocks that can be allocated: unused and cached ones.
@@ -109,19 +147,27 @@ impl BlockPool {
         self.blocks.len() - self.num_available()
     }
 
+    /// Number of blocks that sequences use in some KV groups.
+    pub(crate) fn num_used_by(&self, groups: Range<usize>) -> usize {
+        self.num_used_of[groups].iter().sum()
+    }
+
     pub(crate) fn num_users(&self, block: BlockId) -> u32 {
         self.blocks[block.0 as usize].num_users
     }
 
-    /// Allocates a block for one user and drops its content. Returns `None` if all blocks are in use.
-    pub(crate) fn allocate(&mut self) -> Option<BlockId> {
+    /// Allocates a block for one user in a KV group and drops its content. Returns `None` if all blocks are in use.
+    pub(crate) fn allocate(&mut self, group: usize) -> Option<BlockId> {
         let block = self.unused.pop().or_else(|| {
             let oldest = self.oldest?;
             self.unlink(oldest);
+            self.keep_content(oldest);
             self.forget(oldest);
             Some(oldest)
         })?;
-        self.blocks[block.0 as usize].num_users = 1;
+        let entry = &mut self.blocks[block.0 as usize];
+        (entry.num_users, entry.group) = (1, group as u32);
+        self.num_used_of[group] += 1;
         Some(block)
     }
 
@@ -129,6 +175,7 @@ impl BlockPool {
     pub(crate) fn share(&mut self, block: BlockId) {
         if self.num_users(block) == 0 {
             self.unlink(block);
+            self.num_used_of[self.blocks[block.0 as usize].group as usize] += 1;
         }
         self.blocks[block.0 as usize].num_users += 1;
     }
@@ -141,6 +188,7 @@ impl BlockPool {
         if entry.num_users > 0 {
             return;
         }
+        self.num_used_of[entry.group as usize] -= 1;
         if entry.content.is_some() {
             self.link_newest(block);
         } else {
@@ -150,7 +198,8 @@ impl BlockPool {
 
     /// Searches for the block that holds `tokens` (one block) after `parent`, for a reader in step `step`.
     pub(crate) fn find(&self, parent: ContentId, tokens: &[TokenId], step: u64) -> Lookup {
-        match self.contents.get(&hash(parent, tokens)) {
+        let hash = hash(parent, tokens);
+        match self.contents.get(&hash) {
             Some(&block) if self.holds(block, parent, tokens) => {
                 if self.blocks[block.0 as usize].ready_step <= step {
                     Lookup::Ready(block)
@@ -158,7 +207,10 @@ impl BlockPool {
                     Lookup::BeingComputed
                 }
             }
-            _ => Lookup::Missing,
+            _ => match self.evicted.get(&hash) {
+                Some(evicted) if evicted.is(parent, tokens) => Lookup::Evicted(evicted.content),
+                _ => Lookup::Missing,
+            },
         }
     }
 
@@ -171,14 +223,49 @@ impl BlockPool {
             let same = self.holds(other, parent, tokens);
             return self.content(other).filter(|_| same);
         }
-        self.last_content += 1;
-        let content = ContentId(self.last_content);
+        let evicted = self.evicted.remove(&hash).filter(|evicted| evicted.is(parent, tokens));
+        let content = evicted.map_or_else(|| self.new_content(), |evicted| evicted.content);
         self.contents.insert(hash, block);
         let start = block.0 as usize * self.block_size;
         self.tokens[start..start + self.block_size].copy_from_slice(tokens);
         let entry = &mut self.blocks[block.0 as usize];
         (entry.content, entry.parent, entry.hash, entry.ready_step) = (Some(content), parent, hash, u64::MAX);
         Some(content)
+    }
+
+    fn new_content(&mut self) -> ContentId {
+        self.last_content += 1;
+        ContentId(self.last_content)
+    }
+
+    /// Remembers the content of a block that is evicted, if blocks of other contents are found through it.
+    fn keep_content(&mut self, block: BlockId) {
+        let Block { content, parent, hash, group, .. } = self.blocks[block.0 as usize];
+        let Some(content) = content.filter(|_| self.max_evicted > 0 && group == 0) else { return };
+        if self.eviction_order.len() == self.max_evicted {
+            let oldest = self.eviction_order.pop_front().expect("a full list has a first");
+            self.evicted.remove(&oldest);
+        }
+        let start = block.0 as usize * self.block_size;
+        let tokens = self.tokens[start..start + self.block_size].into();
+        self.evicted.insert(hash, Evicted { content, parent, tokens });
+        self.eviction_order.push_back(hash);
+    }
+
+    /// The block of another KV group that a reader in step `step` finds for a content of the first group.
+    pub(crate) fn find_other(&self, content: ContentId, group: usize, step: u64) -> Option<BlockId> {
+        let block = *self.others.get(&(content, group))?;
+        (self.blocks[block.0 as usize].ready_step <= step).then_some(block)
+    }
+
+    /// Registers a filled block of another KV group under the content that the first group has for the same tokens, for
+    /// steps from `step` on. If another block is registered there, this one is not.
+    pub(crate) fn register_other(&mut self, block: BlockId, content: ContentId, step: u64) {
+        let entry = &mut self.blocks[block.0 as usize];
+        if let Entry::Vacant(vacant) = self.others.entry((content, entry.group as usize)) {
+            vacant.insert(block);
+            (entry.content, entry.ready_step) = (Some(content), step);
+        }
     }
 
     /// The plan before `step` fills the block, so steps from `step` on may read it.
@@ -193,8 +280,10 @@ impl BlockPool {
     /// Removes the content of the block, so that it is no longer found.
     pub(crate) fn forget(&mut self, block: BlockId) {
         let entry = &mut self.blocks[block.0 as usize];
-        if entry.content.take().is_some() {
-            self.contents.remove(&entry.hash);
+        match (entry.content.take(), entry.group) {
+            (None, _) => {}
+            (Some(_), 0) => drop(self.contents.remove(&entry.hash)),
+            (Some(content), group) => drop(self.others.remove(&(content, group as usize))),
         }
     }
 
@@ -228,6 +317,12 @@ impl BlockPool {
     }
 }
 
+impl Evicted {
+    fn is(&self, parent: ContentId, tokens: &[TokenId]) -> bool {
+        self.parent == parent && *self.tokens == *tokens
+    }
+}
+
 /// Hasher for keys that are hashes themselves.
 #[derive(Debug, Default)]
 struct AlreadyHashed(u64);
@@ -254,72 +349,4 @@ fn hash(parent: ContentId, tokens: &[TokenId]) -> u64 {
 }
 
 #[cfg(test)]
-mod tests {
-    use super::*;
-
-    const A: [TokenId; 2] = [TokenId(1), TokenId(2)];
-    const B: [TokenId; 2] = [TokenId(3), TokenId(4)];
-
-    fn filled(pool: &mut BlockPool, parent: ContentId, tokens: &[TokenId]) -> (BlockId, ContentId) {
-        let block = pool.allocate().unwrap();
-        let content = pool.register(block, parent, tokens).unwrap();
-        pool.set_ready(block, 0);
-        (block, content)
-    }
-
-    #[test]
-    fn content_is_found_only_after_the_same_parent_and_from_its_step_on() {
-        let mut pool = BlockPool::new(4, 2);
-        let (first, parent) = filled(&mut pool, ContentId::ROOT, &A);
-        let second = pool.allocate().unwrap();
-        pool.register(second, parent, &B);
-        assert_eq!(pool.find(ContentId::ROOT, &A, 0), Lookup::Ready(first));
-        assert_eq!(pool.find(ContentId::ROOT, &B, 9), Lookup::Missing);
-        assert_eq!(pool.find(parent, &B, 9), Lookup::BeingComputed);
-        pool.set_ready(second, 5);
-        assert_eq!(pool.find(parent, &B, 4), Lookup::BeingComputed);
-        assert_eq!(pool.find(parent, &B, 5), Lookup::Ready(second));
-    }
-
-    #[test]
-    fn the_block_released_longest_ago_is_taken_first_and_its_content_is_gone() {
-        let mut pool = BlockPool::new(2, 2);
-        let (a, _) = filled(&mut pool, ContentId::ROOT, &A);
-        let (b, _) = filled(&mut pool, ContentId::ROOT, &B);
-        pool.release(b);
-        pool.release(a);
-        assert_eq!((pool.num_cached(), pool.num_available(), pool.num_used()), (2, 2, 0));
-        assert_eq!(pool.allocate(), Some(b));
-        assert_eq!(pool.find(ContentId::ROOT, &B, 0), Lookup::Missing);
-        pool.share(a);
-        assert_eq!(pool.allocate(), None);
-        pool.release(a);
-        assert_eq!(pool.find(ContentId::ROOT, &A, 0), Lookup::Ready(a));
-    }
-
-    #[test]
-    fn content_under_a_colliding_hash_is_not_taken_for_another() {
-        let mut pool = BlockPool::new(4, 2);
-        let (first, parent) = filled(&mut pool, ContentId::ROOT, &A);
-        pool.contents.insert(hash(parent, &A), first);
-        pool.contents.insert(hash(ContentId::ROOT, &B), first);
-        assert_eq!(pool.find(parent, &A, 0), Lookup::Missing);
-        assert_eq!(pool.find(ContentId::ROOT, &B, 0), Lookup::Missing);
-        let second = pool.allocate().unwrap();
-        assert_eq!(pool.register(second, parent, &A), None);
-        pool.release(second);
-        assert_eq!((pool.num_cached(), pool.num_unused()), (0, 3));
-    }
-
-    #[test]
-    fn equal_content_keeps_its_first_block() {
-        let mut pool = BlockPool::new(2, 2);
-        let (first, content) = filled(&mut pool, ContentId::ROOT, &A);
-        let second = pool.allocate().unwrap();
-        assert_eq!(pool.register(second, ContentId::ROOT, &A), Some(content));
-        pool.release(second);
-        assert_eq!((pool.num_cached(), pool.num_unused()), (0, 1));
-        pool.release(first);
-        assert_eq!((pool.num_cached(), pool.num_unused()), (1, 1));
-    }
-}
+mod tests;

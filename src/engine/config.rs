@@ -27,6 +27,10 @@ pub struct EngineConfig {
     pub block_size: usize,
     /// Number of KV blocks that workers hold.
     pub num_blocks: usize,
+    /// The KV groups of the model's layers: for each, the number of last positions that its layers read, or `None` if
+    /// they read all positions. Groups without a window come first. A sequence has a block table for each group, and
+    /// any group may use any block.
+    pub windows: Vec<Option<usize>>,
     /// Maximum number of requests that wait for their first step.
     pub max_queue: usize,
     /// Maximum number of waiting requests of one priority, unless [`max_queue_of`](Self::max_queue_of) has another
@@ -70,6 +74,9 @@ pub enum ConfigError {
     /// A bound below what the engine needs to make progress.
     #[error("`{field}` is {found}; it must be at least {min} ({because})")]
     TooSmall { field: &'static str, found: usize, min: usize, because: &'static str },
+    /// A group without a window follows one with a window.
+    #[error("`windows` has `None` after a window; list the groups without a window first")]
+    WindowOrder,
     /// A bound above what the identifiers can count.
     #[error("`{field}` is {found}; it must be at most {max}")]
     TooLarge { field: &'static str, found: usize, max: usize },
@@ -85,6 +92,7 @@ impl Default for EngineConfig {
             max_sequence_len: 4096,
             block_size: 16,
             num_blocks: 4096,
+            windows: vec![None],
             max_queue: 1024,
             max_queue_each: i32::MAX as usize,
             max_queue_of: BTreeMap::new(),
@@ -112,6 +120,9 @@ impl EngineConfig {
             ("max_sequence_len", self.max_sequence_len, 2, "a prompt token and an output token"),
             ("block_size", self.block_size, 1, "a block holds a position"),
             ("num_blocks", self.num_blocks, 1, "a sequence needs a block"),
+            ("windows", self.windows.len(), 1, "layers belong to a KV group"),
+            ("windows", self.windows.iter().flatten().copied().min().unwrap_or(1), 1, "a position sees itself"),
+            ("windows", self.windows.iter().flatten().copied().max().unwrap_or(1), 1, "a position sees itself"),
             ("max_queue", self.max_queue, 1, QUEUED),
             ("max_queue_each", self.max_queue_each, 1, QUEUED),
             ("max_queue_of", self.max_queue_of.values().copied().min().unwrap_or(1), 1, QUEUED),
@@ -126,6 +137,9 @@ impl EngineConfig {
             if found > max {
                 return Err(ConfigError::TooLarge { field, found, max });
             }
+        }
+        if !self.windows.iter().is_sorted_by_key(Option::is_some) {
+            return Err(ConfigError::WindowOrder);
         }
         Ok(())
     }
@@ -185,9 +199,10 @@ impl EngineConfig {
         // Postcard writes a `u32` into at most 5 bytes, a `u64` into 10, an `f32` into 4 and a `bool` into 1.
         const NUMBERS: usize = 10 + 7 * 5 + 4; // step, lengths of the lists, checksum
         const LEFT: usize = 5;
-        const JOINED: usize = 5 * 5 + 10 + (8 * 4 + 6 * 5 + 10 + 3 * 5 + 10) + 5; // its numbers, sampling, a partial block
-        const GROWN: usize = 2 * 5;
-        const COPIED: usize = 3 * 5;
+        const JOINED: usize = 5 * 5 + 10 + (8 * 4 + 6 * 5 + 10 + 3 * 5 + 10); // its numbers, sampling
+        const TABLE: usize = 3 * 5; // its numbers, a partial block
+        const GROWN: usize = 3 * 5;
+        const COPIED: usize = 4 * 5;
         const WORK: usize = 3 * 5 + 1;
         // A row may receive what its last step settled: its own token and the drafts.
         let revised = 4 * 5 + 5 * (1 + self.max_drafts);
@@ -195,10 +210,17 @@ impl EngineConfig {
             0 => (0, GROWN),
             n => (2 * 5 + 5 * n, GROWN * (1 + n.div_ceil(self.block_size))),
         };
-        let row = LEFT + JOINED + revised + COPIED + grown + drafts + WORK;
+        let tables = self.num_groups() * (TABLE + COPIED + grown);
+        let row = LEFT + JOINED + revised + tables + drafts + WORK;
         let num_joined_tokens = self.max_joined_tokens + self.max_sequence_len;
         let num_joined_blocks = num_joined_tokens.div_ceil(self.block_size);
-        NUMBERS + self.max_rows * row + 5 * (num_joined_tokens + num_joined_blocks)
+        // With windows, rows also grow by the blocks of a chunk when they join.
+        let num_chunk_blocks = match self.num_groups() - self.num_full_groups() {
+            0 => 0,
+            num_windows => num_windows * self.max_step_tokens.div_ceil(self.block_size),
+        };
+        let num_table_blocks = self.num_groups() * num_joined_blocks;
+        NUMBERS + self.max_rows * row + 5 * (num_joined_tokens + num_table_blocks) + GROWN * num_chunk_blocks
     }
 }
 
@@ -245,6 +267,12 @@ mod tests {
             error.to_string(),
             "`max_step_tokens` is 63; it must be at least 64 (`max_rows`: a decode takes a token of each)"
         );
+        let windows = |windows| EngineConfig { windows, ..EngineConfig::default() }.validate();
+        assert_eq!(windows(vec![None, Some(8), Some(4)]), Ok(()));
+        assert_eq!(windows(vec![Some(8), None]), Err(ConfigError::WindowOrder));
+        for wrong in [vec![], vec![None, Some(0)], vec![None, Some(usize::MAX)]] {
+            assert!(windows(wrong).unwrap_err().to_string().starts_with("`windows` is "));
+        }
         let error = EngineConfig { num_blocks: usize::MAX, ..EngineConfig::default() }.validate().unwrap_err();
         assert!(error.to_string().starts_with("`num_blocks` is 18446744073709551615; it must be at most"));
     }
@@ -252,7 +280,8 @@ mod tests {
     #[test]
     fn the_largest_plan_fits_its_bound_and_wastes_little_of_it() {
         use crate::{
-            BlockId, CopiedBlock, JoinedRow, RevisedRow, RowId, RowWork, SamplingParams, SequenceId, StepPlan, TokenId,
+            BlockId, CopiedBlock, GrownTable, JoinedRow, JoinedTable, RevisedRow, RowId, RowWork, SamplingParams,
+            SequenceId, StepPlan, TokenId,
         };
         let config = EngineConfig {
             max_rows: 2,
@@ -277,20 +306,22 @@ mod tests {
             tokens: vec![TokenId(u32::MAX); 50],
             num_prompt_tokens: u32::MAX,
             num_computed: u32::MAX,
-            blocks: vec![BlockId(u32::MAX); 4],
+            tables: vec![JoinedTable { first: u32::MAX, blocks: vec![BlockId(u32::MAX); 4] }],
             sampling,
         };
         let work = RowWork { row: RowId(u32::MAX), start: u32::MAX, num_tokens: u32::MAX, samples: true };
         let tokens = vec![TokenId(u32::MAX); 4];
         let revised = RevisedRow { row: RowId(u32::MAX), parent: RowId(u32::MAX), num_kept: u32::MAX, tokens };
-        let copied = CopiedBlock { row: RowId(u32::MAX), from: BlockId(u32::MAX), to: BlockId(u32::MAX) };
+        let copied =
+            CopiedBlock { row: RowId(u32::MAX), group: u32::MAX, from: BlockId(u32::MAX), to: BlockId(u32::MAX) };
+        let grown = GrownTable { row: RowId(u32::MAX), group: u32::MAX, block: BlockId(u32::MAX) };
         let plan = StepPlan {
             step: u64::MAX,
             left: vec![RowId(u32::MAX); 2],
             joined: vec![joined],
             revised: vec![revised; 2],
             copied: vec![copied; 2],
-            grown: vec![(RowId(u32::MAX), BlockId(u32::MAX)); 2],
+            grown: vec![grown; 2],
             drafts: vec![(RowId(u32::MAX), vec![TokenId(u32::MAX); 3]); 2],
             work: vec![work; 2],
         };

@@ -6,7 +6,8 @@ use crate::blocks::BlockPool;
 use crate::draft::{Drafter, PromptLookup};
 use crate::queue::{Queue, ServiceKey, service_key};
 use crate::sequence::{Sequence, SequenceState, max_num_blocks};
-use crate::sequences::{Sequences, Slot};
+use crate::sequences::Sequences;
+use crate::slot::{Sample, Slot};
 use crate::{ConfigError, EngineConfig, FinishReason, Policy, Refused, Request, RowId, SequenceId, TokenEvent};
 
 /// The scheduler of one model: a state machine without clock, thread or I/O.
@@ -35,8 +36,13 @@ pub struct Engine {
     /// Rows freed since the last plan.
     pub(crate) left: Vec<RowId>,
     pub(crate) pool: BlockPool,
-    /// Blocks reserved for running sequences and not yet allocated; 0 under [`Policy::MaxUtilization`].
+    /// Number of KV groups without a window.
+    pub(crate) num_full_groups: usize,
+    /// Blocks of groups without a window that are reserved for running sequences and not yet allocated; 0 under
+    /// [`Policy::MaxUtilization`].
     pub(crate) num_reserved: usize,
+    /// Sum of [`Sequence::num_claimed`].
+    pub(crate) num_claimed: usize,
     /// Oldest first.
     pub(crate) in_flight: VecDeque<InFlight>,
     /// The buffer of a settled step, kept for reuse.
@@ -60,17 +66,6 @@ pub(crate) struct InFlight {
     pub(crate) samples: Vec<Sample>,
     /// Whether samples are constrained and their masks are not sent yet.
     pub(crate) needs_masks: bool,
-}
-
-/// A token that a plan samples.
-#[derive(Debug, Clone, Copy)]
-pub(crate) struct Sample {
-    pub(crate) slot: Slot,
-    /// The sequence that the token belongs to. When the token is settled, another sequence may be in the slot.
-    pub(crate) sequence: SequenceId,
-    pub(crate) row: RowId,
-    /// Whether the token is chosen among those of a mask.
-    pub(crate) is_constrained: bool,
 }
 
 /// Totals since the engine was created.
@@ -99,8 +94,15 @@ impl Engine {
     pub fn new(config: EngineConfig) -> Result<Self, ConfigError> {
         config.validate()?;
         Ok(Self {
-            pool: BlockPool::new(config.num_blocks, config.block_size),
+            pool: BlockPool::new(
+                config.num_blocks,
+                config.block_size,
+                config.num_groups(),
+                config.windows[0].is_some(),
+            ),
             free_rows: all_rows(config.max_rows),
+            num_full_groups: config.num_full_groups(),
+            num_claimed: 0,
             config,
             sequences: Sequences::default(),
             queue: Queue::default(),
@@ -145,7 +147,7 @@ impl Engine {
         let id = SequenceId(self.next_sequence);
         self.next_sequence += 1;
         self.totals.prompt_tokens += request.prompt.len() as u64;
-        let mut sequence = Sequence::new(id, request, max_len, self.config.max_drafts);
+        let mut sequence = Sequence::new(id, request, max_len, self.config.max_drafts, self.config.num_groups());
         sequence.needs_token_feedback = self.config.num_stages > 1;
         let slot = self.sequences.insert(sequence);
         self.queue.insert(&self.sequences[slot], slot);
@@ -196,7 +198,7 @@ impl Engine {
         self.left.clear();
         self.free_rows = all_rows(self.config.max_rows);
         self.pool.reset();
-        self.num_reserved = 0;
+        (self.num_reserved, self.num_claimed) = (0, 0);
         self.blocked_head = None;
         for (_, slot) in self.sequences.in_order() {
             let sequence = &mut self.sequences[slot];
@@ -229,9 +231,10 @@ impl Engine {
     /// Length at which the request's sequence is complete.
     fn check(&self, request: &Request) -> Result<usize, Refused> {
         let max_len = self.config.check(request)?;
-        let EngineConfig { block_size, num_blocks, max_queue, .. } = self.config;
+        let EngineConfig { block_size, num_blocks, max_queue, max_step_tokens, .. } = self.config;
         let num_beams = request.beams.map_or(1, |beams| beams.width as usize);
-        let needed = max_num_blocks(request.prompt.len(), max_len, num_beams, block_size);
+        let each = max_num_blocks(request.prompt.len(), max_len, num_beams, block_size);
+        let needed = self.num_full_groups * each + self.config.window_blocks(each, num_beams, max_step_tokens);
         if needed > num_blocks {
             return Err(Refused::NeverFits { needed, num_blocks });
         }
@@ -285,19 +288,22 @@ impl Engine {
             }
         }
         if self.config.policy == Policy::GuaranteedNoEvict {
-            self.num_reserved -= sequence.max_num_blocks(block_size) - sequence.num_held();
+            let full = 0..self.num_full_groups;
+            self.num_reserved -= full.len() * sequence.max_num_blocks(block_size) - sequence.num_held(full);
+            self.num_claimed -= sequence.num_claimed;
         }
         if self.config.prefix_cache {
-            for &block in &sequence.blocks[sequence.num_ready.min(sequence.num_registered)..sequence.num_registered] {
-                self.pool.forget(block);
-            }
+            let unfilled = sequence.num_ready.min(sequence.num_registered)..sequence.num_registered;
+            unfilled.filter_map(|index| sequence.tables[0].get(index)).for_each(|block| self.pool.forget(block));
             crate::prefix::register_output(&mut self.pool, sequence, block_size, step);
         }
-        for &block in sequence.beams.iter().flat_map(|beams| &beams.tails).flatten() {
-            self.pool.release(block);
+        for table in sequence.beams.iter().flat_map(|beams| &beams.tails).flatten() {
+            table.held().iter().for_each(|&block| self.pool.release(block));
         }
-        for &block in sequence.blocks.iter().rev() {
-            self.pool.release(block);
+        for index in (0..sequence.tables[0].len()).rev() {
+            for block in sequence.tables.iter().filter_map(|table| table.get(index)) {
+                self.pool.release(block);
+            }
         }
         sequence.reset_row();
         sequence.state = state;

@@ -8,7 +8,8 @@ use serde::{Deserialize, Serialize};
 #[repr(transparent)]
 pub struct TokenId(pub u32);
 
-/// One KV block: `block_size` consecutive positions of one sequence, in every layer.
+/// One KV block: `block_size` consecutive positions of one sequence, in every layer of a KV group. Any group may use
+/// any block.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Default, Pod, Zeroable, Serialize, Deserialize)]
 #[repr(transparent)]
 pub struct BlockId(pub u32);

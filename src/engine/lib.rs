@@ -46,6 +46,7 @@ mod constraint;
 mod draft;
 mod engine;
 mod ids;
+mod masks;
 pub mod plan;
 mod prefix;
 mod queue;
@@ -57,15 +58,21 @@ mod schedule_drafts;
 mod sequence;
 mod sequences;
 mod settle;
+mod slot;
 mod stats;
 mod stop;
+mod tables;
+mod windows;
 
 pub use config::{ConfigError, EngineConfig, Policy};
-pub use constraint::{Constraint, MaskJob, RequestConstraint, SampleMask};
+pub use constraint::{Constraint, RequestConstraint, SampleMask};
 pub use draft::{Drafter, PromptLookup};
 pub use engine::Engine;
 pub use ids::{BlockId, RowId, SequenceId, TokenId};
-pub use plan::{CopiedBlock, JoinedRow, PlanError, RevisedRow, RowWork, SampledToken, StepOutput, StepPlan};
+pub use masks::MaskJob;
+pub use plan::{
+    CopiedBlock, GrownTable, JoinedRow, JoinedTable, PlanError, RevisedRow, RowWork, SampledToken, StepOutput, StepPlan,
+};
 pub use request::{BeamOutput, BeamParams, BlockUsage, DraftUsage, FinishReason, Refused, Request, TokenEvent};
 pub use sampling::{MAX_BEAM_CANDIDATES, MAX_LOGPROBS, SamplingParams};
 pub use settle::SettleError;

@@ -23,8 +23,8 @@ pub struct StepPlan {
     pub revised: Vec<RevisedRow>,
     /// KV blocks that a row stops sharing. No block is both source and target.
     pub copied: Vec<CopiedBlock>,
-    /// Blocks appended to a row's block table, in order.
-    pub grown: Vec<(RowId, BlockId)>,
+    /// Blocks appended to a row's block tables, in order.
+    pub grown: Vec<GrownTable>,
     /// Draft tokens: guesses at the tokens after the first of a row's work, in the order of `work`.
     pub drafts: Vec<(RowId, Vec<TokenId>)>,
     /// The rows of this step: prefill chunks first, then rows that verify drafts, then decodes of one token.
@@ -44,10 +44,31 @@ pub struct JoinedRow {
     pub num_prompt_tokens: u32,
     /// Positions `0..num_computed` are already in the KV blocks (prefix cache).
     pub num_computed: u32,
-    /// The block table so far, covering at least `num_computed` positions.
-    pub blocks: Vec<BlockId>,
+    /// The block tables so far, one for each KV group. They cover `num_computed` positions, as far as later positions
+    /// can see them.
+    pub tables: Vec<JoinedTable>,
     /// How its tokens are chosen.
     pub sampling: SamplingParams,
+}
+
+/// A block table of a row that joins.
+#[derive(Debug, Clone, PartialEq, Eq, Default, Serialize, Deserialize)]
+pub struct JoinedTable {
+    /// Number of blocks before `blocks`, which no later position of the row sees.
+    pub first: u32,
+    /// The blocks from there on.
+    pub blocks: Vec<BlockId>,
+}
+
+/// A block appended to a block table of a row.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+pub struct GrownTable {
+    /// The row.
+    pub row: RowId,
+    /// The KV group of the table.
+    pub group: u32,
+    /// The block.
+    pub block: BlockId,
 }
 
 /// A row that continues from tokens chosen by rank 0: a beam, or a row whose drafts were verified. Tokens that a device
@@ -64,11 +85,13 @@ pub struct RevisedRow {
     pub tokens: Vec<TokenId>,
 }
 
-/// A row's last block was shared. It is replaced by a copy, in all layers.
+/// A row's last block was shared. It is replaced by a copy, in all layers of its KV group.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub struct CopiedBlock {
     /// The row whose block table changes.
     pub row: RowId,
+    /// The KV group of the table.
+    pub group: u32,
     /// The last block of that table.
     pub from: BlockId,
     /// The block that receives the copy and replaces `from`.
@@ -234,12 +257,12 @@ mod tests {
                 tokens: vec![TokenId(5), TokenId(31_999)],
                 num_prompt_tokens: 2,
                 num_computed: 0,
-                blocks: vec![BlockId(9)],
+                tables: vec![JoinedTable { first: 0, blocks: vec![BlockId(9)] }],
                 sampling: SamplingParams::default(),
             }],
             revised: vec![RevisedRow { row: RowId(1), parent: RowId(2), num_kept: 6, tokens: vec![TokenId(8)] }],
-            copied: vec![CopiedBlock { row: RowId(1), from: BlockId(2), to: BlockId(3) }],
-            grown: vec![(RowId(1), BlockId(4))],
+            copied: vec![CopiedBlock { row: RowId(1), group: 0, from: BlockId(2), to: BlockId(3) }],
+            grown: vec![GrownTable { row: RowId(1), group: 0, block: BlockId(4) }],
             drafts: vec![(RowId(2), vec![TokenId(8), TokenId(9)])],
             work: vec![RowWork { row: RowId(3), start: 0, num_tokens: 2, samples: true }],
         }

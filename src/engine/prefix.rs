@@ -4,51 +4,120 @@
 //! registered when a sequence is admitted, so that other sequences wait for them instead of computing them again. Plans
 //! after the one that fills a block may read it. The blocks of the output are registered when the sequence leaves its
 //! row.
+//!
+//! Blocks of the first KV group are found by their tokens, one after the other. Those of the other groups are registered
+//! under the content of the first group when they are filled. A prefix can be reused if each group still has the blocks
+//! that the position after it can see.
 
 use crate::BlockId;
-use crate::blocks::{BlockPool, Lookup};
+use crate::blocks::{BlockPool, ContentId, Lookup};
 use crate::sequence::Sequence;
+use crate::tables::first_visible;
 
-/// Writes to `found` the blocks with which a sequence joining in step `step` can start. The last token is always
+/// In place of a block that is not in the cache.
+const NONE: BlockId = BlockId(u32::MAX);
+
+/// A prefix that is in the cache.
+#[derive(Debug, Default)]
+pub(crate) struct Found {
+    /// Number of blocks in a KV group without a window.
+    pub(crate) len: usize,
+    /// The last blocks of each KV group, as many as the position after the prefix can see.
+    pub(crate) tables: Vec<Vec<BlockId>>,
+    /// Content of the last block of the prefix.
+    last: ContentId,
+    /// `[len]` contents of the blocks in the first group, unless it is the only one and has no window.
+    contents: Vec<ContentId>,
+}
+
+impl Found {
+    pub(crate) fn reset(&mut self, num_groups: usize) {
+        self.len = 0;
+        self.tables.resize_with(num_groups, Vec::new);
+        self.tables.iter_mut().for_each(Vec::clear);
+        self.contents.clear();
+    }
+}
+
+/// Writes to `found` the longest prefix with which a sequence joining in step `step` can start. The last token is always
 /// computed. Returns false if a running sequence is computing the next block: it will be available soon.
 pub(crate) fn find_prefix(
     pool: &BlockPool,
     sequence: &Sequence,
+    windows: &[Option<usize>],
     block_size: usize,
     step: u64,
-    found: &mut Vec<BlockId>,
+    found: &mut Found,
 ) -> bool {
-    found.clear();
     let mut parent = sequence.root;
+    let is_plain = windows == [None];
     for index in 0..(sequence.tokens.len() - 1) / block_size {
         match pool.find(parent, sequence.block_tokens(index, block_size), step) {
             Lookup::Ready(block) => {
-                found.push(block);
+                found.tables[0].push(block);
                 parent = pool.content(block).expect("a block that was found has a content");
+            }
+            Lookup::Evicted(content) => {
+                found.tables[0].push(NONE);
+                parent = content;
             }
             Lookup::BeingComputed => return false,
             Lookup::Missing => break,
         }
+        if !is_plain {
+            found.contents.push(parent);
+        }
+    }
+    found.len = if is_plain { found.tables[0].len() } else { common_len(pool, windows, block_size, step, found) };
+    found.contents.truncate(found.len);
+    found.last = found.contents.last().copied().unwrap_or(parent);
+    for (table, &window) in found.tables.iter_mut().zip(windows) {
+        table.truncate(found.len);
+        table.drain(..first_visible(window, found.len * block_size, block_size));
     }
     true
 }
 
-/// Registers the blocks that prefill will fill. The first `num_found` are registered already.
-pub(crate) fn register_prompt(pool: &mut BlockPool, sequence: &mut Sequence, block_size: usize, num_found: usize) {
-    (sequence.num_registered, sequence.num_ready) = (num_found, num_found);
-    if let Some(&last) = sequence.blocks[..num_found].last() {
-        sequence.last_content = pool.content(last).expect("a block that was found has a content");
+/// The length of the longest prefix of the contents found of which every group has the blocks that the position after it
+/// can see. Writes the blocks of the groups after the first to `found`.
+fn common_len(pool: &BlockPool, windows: &[Option<usize>], block_size: usize, step: u64, found: &mut Found) -> usize {
+    let mut longest = 0;
+    // For each group, the first block of the run of blocks that ends with the present one.
+    let mut run_starts = vec![0; windows.len()];
+    for (index, &content) in found.contents.iter().enumerate() {
+        let len = index + 1;
+        let mut is_usable = true;
+        for (group, &window) in windows.iter().enumerate() {
+            if group > 0 {
+                found.tables[group].push(pool.find_other(content, group, step).unwrap_or(NONE));
+            }
+            if found.tables[group][index] == NONE {
+                run_starts[group] = len;
+            }
+            is_usable &= run_starts[group] <= first_visible(window, len * block_size, block_size);
+        }
+        if is_usable {
+            longest = len;
+        }
+    }
+    longest
+}
+
+/// Registers the blocks that prefill will fill. Those that were found are registered already.
+pub(crate) fn register_prompt(pool: &mut BlockPool, sequence: &mut Sequence, block_size: usize, found: &Found) {
+    (sequence.num_registered, sequence.num_ready) = (found.len, found.len);
+    sequence.contents.clone_from(&found.contents);
+    if found.len > 0 {
+        sequence.last_content = found.last;
     }
     register_up_to(pool, sequence, block_size, sequence.join_len / block_size);
 }
 
 /// Makes the computed blocks of the prompt readable for plans from `step` on.
-pub(crate) fn publish(pool: &mut BlockPool, sequence: &mut Sequence, block_size: usize, step: u64) {
-    let num_filled = (sequence.num_computed / block_size).min(sequence.num_registered);
-    for &block in &sequence.blocks[sequence.num_ready.min(num_filled)..num_filled] {
-        pool.set_ready(block, step);
-    }
-    sequence.num_ready = sequence.num_ready.max(num_filled);
+pub(crate) fn publish_prompt(pool: &mut BlockPool, sequence: &mut Sequence, block_size: usize, step: u64) {
+    // If the first group has a window, the blocks of this chunk did not exist when the prompt was registered.
+    register_up_to(pool, sequence, block_size, sequence.num_computed / block_size);
+    publish(pool, sequence, block_size, step);
 }
 
 /// Registers the blocks of the output for plans from `step` on, if the prompt is computed.
@@ -60,12 +129,31 @@ pub(crate) fn register_output(pool: &mut BlockPool, sequence: &mut Sequence, blo
     publish(pool, sequence, block_size, step);
 }
 
+fn publish(pool: &mut BlockPool, sequence: &mut Sequence, block_size: usize, step: u64) {
+    let num_filled = (sequence.num_computed / block_size).min(sequence.num_registered);
+    for index in sequence.num_ready..num_filled {
+        if let Some(block) = sequence.tables[0].get(index) {
+            pool.set_ready(block, step);
+        }
+        for table in &sequence.tables[1..] {
+            if let Some(block) = table.get(index) {
+                pool.register_other(block, sequence.contents[index], step);
+            }
+        }
+    }
+    sequence.num_ready = sequence.num_ready.max(num_filled);
+}
+
 /// Stops at the first block that cannot be registered, because later blocks are found through it.
 fn register_up_to(pool: &mut BlockPool, sequence: &mut Sequence, block_size: usize, end: usize) {
     for index in sequence.num_registered..end {
+        let Some(block) = sequence.tables[0].get(index) else { return };
         let tokens = sequence.block_tokens(index, block_size);
-        let Some(content) = pool.register(sequence.blocks[index], sequence.last_content, tokens) else { return };
+        let Some(content) = pool.register(block, sequence.last_content, tokens) else { return };
         sequence.last_content = content;
         sequence.num_registered = index + 1;
+        if sequence.tables.len() > 1 {
+            sequence.contents.push(content);
+        }
     }
 }

@@ -5,7 +5,7 @@ use std::collections::BTreeMap;
 
 use crate::SequenceId;
 use crate::sequence::Sequence;
-use crate::sequences::Slot;
+use crate::slot::Slot;
 
 /// Sort key of the order of service: higher priority first, then those that are not delayed, then arrival.
 pub(crate) type ServiceKey = (Reverse<u32>, bool, SequenceId);

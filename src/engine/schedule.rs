@@ -1,12 +1,13 @@
 //! Makes the plan of the next step: decodes first, then prefill in the remaining token budget.
 
-use crate::engine::{Engine, InFlight, Sample};
-use crate::plan::{CopiedBlock, JoinedRow, RevisedRow, RowWork, StepPlan};
-use crate::prefix;
+use crate::engine::{Engine, InFlight};
+use crate::plan::{CopiedBlock, GrownTable, JoinedRow, RevisedRow, RowWork, StepPlan};
+use crate::prefix::{self, Found};
 use crate::queue::service_key;
 use crate::sequence::{Sequence, SequenceState};
-use crate::sequences::Slot;
-use crate::{BlockId, Policy, RowId, SamplingParams, TokenId};
+use crate::slot::{Sample, Slot};
+use crate::tables::Table;
+use crate::{Policy, RowId, SamplingParams, TokenId};
 
 /// Under [`Policy::MaxUtilization`] an admission leaves one block free for this number of running rows, because a
 /// sequence admitted into the last blocks is soon preempted again. Measured with `tests/soak.rs`, steps and preemptions
@@ -20,7 +21,7 @@ pub(crate) struct PlanBuilder {
     joined: Vec<JoinedRow>,
     pub(crate) revised: Vec<RevisedRow>,
     pub(crate) copied: Vec<CopiedBlock>,
-    pub(crate) grown: Vec<(RowId, BlockId)>,
+    pub(crate) grown: Vec<GrownTable>,
     pub(crate) drafts: Vec<(RowId, Vec<TokenId>)>,
     prefills: Vec<RowWork>,
     pub(crate) verifies: Vec<RowWork>,
@@ -122,31 +123,35 @@ impl Engine {
         }
     }
 
-    /// Appends a block to a decoding sequence, preempting sequences after it if necessary. Returns false if no block
+    /// Appends a block to each table of a decoding sequence, preempting sequences after it if necessary. Returns false if no block
     /// was left and the sequence itself was preempted.
     fn grow(&mut self, slot: Slot, builder: &mut PlanBuilder) -> bool {
-        let block = loop {
-            if let Some(block) = self.pool.allocate() {
-                break block;
-            }
+        self.slide(slot);
+        while self.pool.num_available() < self.config.num_groups() {
             if self.preempt_last() == slot {
                 return false;
             }
-        };
-        self.append(slot, block, builder);
+        }
+        self.append_all(slot, builder);
         true
     }
 
-    /// Appends an allocated block to a sequence's block table.
-    pub(crate) fn append(&mut self, slot: Slot, block: BlockId, builder: &mut PlanBuilder) {
+    /// Appends a block to each table of a sequence. The caller has made room.
+    pub(crate) fn append_all(&mut self, slot: Slot, builder: &mut PlanBuilder) {
+        (0..self.config.num_groups()).for_each(|group| self.append(slot, group, builder));
+    }
+
+    /// Appends a block to one table of a sequence. The caller has made room.
+    pub(crate) fn append(&mut self, slot: Slot, group: usize, builder: &mut PlanBuilder) {
+        let block = self.pool.allocate(group).expect("room was made for the sequence");
         let sequence = &mut self.sequences[slot];
-        sequence.blocks.push(block);
-        sequence.usage.num_allocated += 1;
+        sequence.tables[group].push(block);
+        sequence.usage.num_allocated += u32::from(group == 0);
         self.totals.allocated_blocks += 1;
-        if self.config.policy == Policy::GuaranteedNoEvict {
+        if self.config.policy == Policy::GuaranteedNoEvict && group < self.num_full_groups {
             self.num_reserved -= 1;
         }
-        builder.grown.push((running_row(sequence), block));
+        builder.grown.push(GrownTable { row: running_row(sequence), group: group as u32, block });
     }
 
     /// Preempts the last sequence in the order of service, and returns it.
@@ -160,28 +165,31 @@ impl Engine {
 
     /// Continues prefills that have begun.
     fn plan_chunks(&mut self, builder: &mut PlanBuilder) {
-        for index in 0..self.running.len() {
-            let (_, slot) = self.running[index];
-            if builder.prefill_budget == 0 {
-                break;
-            }
+        let mut index = 0;
+        while let Some(&(_, slot)) = self.running.get(index).filter(|_| builder.prefill_budget > 0) {
             if self.sequences[slot].is_prefilling() {
                 self.plan_chunk(slot, builder);
             }
+            index += 1;
         }
     }
 
     fn plan_chunk(&mut self, slot: Slot, builder: &mut PlanBuilder) {
-        let sequence = &mut self.sequences[slot];
-        let row = running_row(sequence);
+        let sequence = &self.sequences[slot];
         let remaining = sequence.join_len - sequence.num_computed;
         let num_tokens = remaining.min(builder.prefill_budget);
+        let end = sequence.num_computed + num_tokens;
+        if self.num_full_groups < self.config.num_groups() && !self.extend_windows(slot, end, builder) {
+            return;
+        }
+        let sequence = &mut self.sequences[slot];
+        let row = running_row(sequence);
         let (start, samples) = (sequence.num_computed as u32, num_tokens == remaining);
         builder.prefills.push(RowWork { row, start, num_tokens: num_tokens as u32, samples });
         builder.prefill_budget -= num_tokens;
         sequence.num_computed += num_tokens;
         if self.config.prefix_cache {
-            prefix::publish(&mut self.pool, sequence, self.config.block_size, self.next_step + 1);
+            prefix::publish_prompt(&mut self.pool, sequence, self.config.block_size, self.next_step + 1);
         }
         if samples {
             sequence.num_in_flight += 1;
@@ -195,7 +203,7 @@ impl Engine {
     /// Admits sequences from the front of the queue while rows, blocks and budget last. They are never reordered: one
     /// that does not fit blocks those behind it.
     fn admit(&mut self, builder: &mut PlanBuilder) {
-        let mut found = Vec::new();
+        let mut found = Found::default();
         while builder.prefill_budget > 0
             && let Some(&row) = self.free_rows.last()
             && let Some(slot) = self.queue.first()
@@ -216,43 +224,57 @@ impl Engine {
     }
 
     /// Whether there are enough blocks for the sequence. Blocks found in the prefix cache are written to `found`.
-    fn find_room(&mut self, slot: Slot, found: &mut Vec<BlockId>) -> bool {
+    fn find_room(&mut self, slot: Slot, found: &mut Found) -> bool {
         let sequence = &self.sequences[slot];
-        let block_size = self.config.block_size;
+        let (block_size, num_groups) = (self.config.block_size, self.config.num_groups());
+        let windows = self.config.window_blocks_of(sequence);
         let (needed, kept_back) = match self.config.policy {
-            Policy::GuaranteedNoEvict => (sequence.max_num_blocks(block_size), self.num_reserved),
+            Policy::GuaranteedNoEvict => {
+                (self.num_full_groups * sequence.max_num_blocks(block_size) + windows, self.num_reserved())
+            }
             Policy::MaxUtilization => {
                 let num_first = sequence.beams.as_ref().map_or(0, |beams| beams.width());
-                let needed = sequence.tokens.len().div_ceil(block_size) + num_first;
-                (needed.min(self.config.num_blocks), self.num_rows() / ROWS_PER_KEPT_BLOCK)
+                let needed = self.num_full_groups * sequence.tokens.len().div_ceil(block_size) + windows;
+                let needed = needed + num_groups * num_first;
+                (needed.min(self.config.num_blocks), num_groups * self.num_rows() / ROWS_PER_KEPT_BLOCK)
             }
         };
         let room = self.pool.num_available().saturating_sub(kept_back);
         if self.blocked_head.is_some_and(|(head, too_few)| head == sequence.id && room <= too_few) {
             return false;
         }
-        found.clear();
+        found.reset(num_groups);
         // The logits of reused positions would be missing.
         let may_reuse = self.config.prefix_cache && !sequence.sampling.context_logits;
-        if may_reuse && !prefix::find_prefix(&self.pool, sequence, block_size, self.next_step, found) {
+        let windows = &self.config.windows;
+        if may_reuse && !prefix::find_prefix(&self.pool, sequence, windows, block_size, self.next_step, found) {
             return false;
         }
-        let num_cached = found.iter().filter(|&&block| self.pool.num_users(block) == 0).count();
-        let fits = needed - found.len() + num_cached <= room;
+        // Blocks of windows count as if they were not found: they may be released before others that share them do so.
+        let full = &found.tables[..self.num_full_groups];
+        let num_cached = full.iter().flatten().filter(|&&block| self.pool.num_users(block) == 0).count();
+        let fits = needed - full.len() * found.len + num_cached <= room;
         self.blocked_head = (!fits).then_some((sequence.id, room));
         fits
     }
 
-    fn join(&mut self, slot: Slot, row: RowId, found: &[BlockId], builder: &mut PlanBuilder) {
+    fn join(&mut self, slot: Slot, row: RowId, found: &Found, builder: &mut PlanBuilder) {
         self.queue.remove(&self.sequences[slot]);
         let block_size = self.config.block_size;
         let sequence = &mut self.sequences[slot];
-        found.iter().for_each(|&block| self.pool.share(block));
-        sequence.blocks.extend_from_slice(found);
-        while sequence.blocks.len() < sequence.tokens.len().div_ceil(block_size) {
-            sequence.blocks.push(self.pool.allocate().expect("room was found for the joining sequence"));
+        for (table, blocks) in sequence.tables.iter_mut().zip(&found.tables) {
+            blocks.iter().for_each(|&block| self.pool.share(block));
+            table.set(found.len - blocks.len(), blocks);
+            self.totals.reused_blocks += blocks.len() as u64;
         }
-        sequence.num_computed = found.len() * block_size;
+        for (group, table) in sequence.tables[..self.num_full_groups].iter_mut().enumerate() {
+            while table.len() < sequence.tokens.len().div_ceil(block_size) {
+                table.push(self.pool.allocate(group).expect("room was found for the joining sequence"));
+                self.totals.allocated_blocks += 1;
+                sequence.usage.num_allocated += u32::from(group == 0);
+            }
+        }
+        sequence.num_computed = found.len * block_size;
         sequence.join_len = sequence.tokens.len();
         sequence.num_sent = sequence.tokens.len();
         if let Some(beams) = &mut sequence.beams {
@@ -261,17 +283,16 @@ impl Engine {
             beams.num_live_rows = 1;
         }
         if self.config.prefix_cache {
-            prefix::register_prompt(&mut self.pool, sequence, block_size, found.len());
+            prefix::register_prompt(&mut self.pool, sequence, block_size, found);
         }
         if self.config.policy == Policy::GuaranteedNoEvict {
-            self.num_reserved += sequence.max_num_blocks(block_size) - sequence.blocks.len();
+            let full = 0..self.num_full_groups;
+            self.num_reserved += full.len() * sequence.max_num_blocks(block_size) - sequence.num_held(full);
+            sequence.num_claimed = self.config.window_blocks_of(sequence);
+            self.num_claimed += sequence.num_claimed;
         }
-        let num_allocated = sequence.blocks.len() - found.len();
-        sequence.usage.num_allocated += num_allocated as u32;
-        self.totals.allocated_blocks += num_allocated as u64;
-        self.totals.reused_blocks += found.len() as u64;
         if !sequence.started {
-            sequence.usage.num_reused = found.len() as u32;
+            sequence.usage.num_reused = found.len as u32;
         }
         sequence.started = true;
         sequence.state = SequenceState::Running(row);
@@ -339,7 +360,7 @@ fn joined_row(sequence: &Sequence, row: RowId) -> JoinedRow {
         tokens: sequence.tokens.clone(),
         num_prompt_tokens: sequence.num_prompt_tokens as u32,
         num_computed: sequence.num_computed as u32,
-        blocks: sequence.blocks.clone(),
+        tables: sequence.tables.iter().map(Table::joined).collect(),
         sampling: SamplingParams::clone(&sequence.sampling),
     }
 }

@@ -1,17 +1,21 @@
 //! Plans the next step of a beam search: each beam continues its parent and shares blocks with it where possible.
 
+use std::iter::repeat;
+
 use crate::Policy;
-use crate::engine::{Engine, Sample};
-use crate::plan::{CopiedBlock, RevisedRow, RowWork};
+use crate::engine::Engine;
+use crate::plan::{CopiedBlock, GrownTable, RevisedRow, RowWork};
 use crate::schedule::PlanBuilder;
 use crate::sequence::Sequence;
-use crate::sequences::Slot;
+use crate::slot::{Sample, Slot};
+use crate::tables::{Table, Tables};
 
 impl Engine {
     /// Plans one token for each beam. Returns false if there were too few blocks and the sequence itself was preempted.
     pub(crate) fn plan_beams(&mut self, slot: Slot, builder: &mut PlanBuilder) -> bool {
-        let held_before = self.sequences[slot].num_held();
+        let held_before = self.sequences[slot].num_held(0..self.num_full_groups);
         self.follow_choices(slot);
+        self.slide(slot);
         let is_block_full = self.sequences[slot].num_computed.is_multiple_of(self.config.block_size);
         let num_needed = self.num_blocks_for_beams(slot, is_block_full);
         while self.pool.num_available() < num_needed {
@@ -19,12 +23,13 @@ impl Engine {
                 return false;
             }
         }
+        let num_groups = self.config.num_groups();
         self.unshare_last_blocks(slot, is_block_full, builder);
         let sequence = &mut self.sequences[slot];
-        sequence.usage.num_allocated += num_needed as u32;
+        sequence.usage.num_allocated += (num_needed / num_groups) as u32;
         self.totals.allocated_blocks += num_needed as u64;
         if self.config.policy == Policy::GuaranteedNoEvict {
-            self.num_reserved = self.num_reserved + held_before - sequence.num_held();
+            self.num_reserved = self.num_reserved + held_before - sequence.num_held(0..self.num_full_groups);
         }
         plan_work(sequence, slot, builder);
         true
@@ -36,44 +41,49 @@ impl Engine {
         let sequence = &mut self.sequences[slot];
         let beams = sequence.beams.as_mut().expect("a beam search has beams");
         if beams.tails.is_empty() {
-            beams.tails.push(sequence.blocks.split_off(sequence.num_prompt_tokens / block_size));
+            let num_shared = sequence.num_prompt_tokens / block_size;
+            beams.tails.push(sequence.tables.iter_mut().map(|table| table.split_off(num_shared)).collect());
         }
         let tails: Vec<_> = beams.choices.iter().map(|choice| beams.tails[choice.parent].clone()).collect();
-        tails.iter().flatten().for_each(|&block| self.pool.share(block));
-        beams.tails.iter().flatten().for_each(|&block| self.pool.release(block));
+        let held = |tails: &[Tables]| tails.iter().flatten().flat_map(Table::held).copied().collect::<Vec<_>>();
+        held(&tails).into_iter().for_each(|block| self.pool.share(block));
+        held(&beams.tails).into_iter().for_each(|block| self.pool.release(block));
         beams.tails = tails;
     }
 
-    /// Number of blocks needed before the beams can write their next position. If the last block is full, each beam
-    /// needs a new one; otherwise all but one of those that share it need a copy.
+    /// Number of blocks needed in all KV groups before the beams can write their next position. If the last block is
+    /// full, each beam needs a new one; otherwise all but one of those that share it need a copy.
     fn num_blocks_for_beams(&self, slot: Slot, is_block_full: bool) -> usize {
         let tails = &self.sequences[slot].beams.as_ref().expect("a beam search has beams").tails;
+        let num_groups = self.config.num_groups();
         if is_block_full {
-            return tails.len();
+            return num_groups * tails.len();
         }
-        let mut last: Vec<_> = tails.iter().map(|tail| tail.last()).collect();
+        // No block belongs to two groups.
+        let mut last: Vec<_> = tails.iter().flatten().map(Table::last).collect();
         last.sort_unstable();
         last.dedup();
-        tails.len() - last.len()
+        num_groups * tails.len() - last.len()
     }
 
     /// Gives every beam a last block that it does not share.
     fn unshare_last_blocks(&mut self, slot: Slot, is_block_full: bool, builder: &mut PlanBuilder) {
         let beams = self.sequences[slot].beams.as_mut().expect("a beam search has beams");
-        for (tail, &row) in beams.tails.iter_mut().zip(&beams.rows) {
-            match tail.last_mut() {
+        let tails = beams.tails.iter_mut().zip(&beams.rows);
+        for ((table, group), &row) in tails.flat_map(|(tail, row)| tail.iter_mut().zip(0..).zip(repeat(row))) {
+            match table.last_mut() {
                 Some(last) if !is_block_full => {
                     if self.pool.num_users(*last) > 1 {
-                        let (from, to) = (*last, self.pool.allocate().expect("room was made for the beams"));
+                        let to = self.pool.allocate(group).expect("room was made for the beams");
+                        let from = std::mem::replace(last, to);
                         self.pool.release(from);
-                        *last = to;
-                        builder.copied.push(CopiedBlock { row, from, to });
+                        builder.copied.push(CopiedBlock { row, group: group as u32, from, to });
                     }
                 }
                 _ => {
-                    let block = self.pool.allocate().expect("room was made for the beams");
-                    tail.push(block);
-                    builder.grown.push((row, block));
+                    let block = self.pool.allocate(group).expect("room was made for the beams");
+                    table.push(block);
+                    builder.grown.push(GrownTable { row, group: group as u32, block });
                 }
             }
         }

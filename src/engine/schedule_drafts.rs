@@ -5,7 +5,7 @@ use crate::engine::Engine;
 use crate::plan::{RevisedRow, RowWork};
 use crate::schedule::{PlanBuilder, running_row};
 use crate::sequence::Drafting;
-use crate::sequences::Slot;
+use crate::slot::Slot;
 
 impl Engine {
     /// Plans a decode whose block is allocated. Draft tokens use only free blocks; no sequence is preempted for
@@ -50,10 +50,14 @@ impl Engine {
             sequence.keep_valid(&mut drafts);
         }
         let (block_size, start) = (self.config.block_size, sequence.num_computed);
-        while self.sequences[slot].blocks.len() * block_size < start + 1 + drafts.len() {
-            match self.pool.allocate() {
-                Some(block) => self.append(slot, block, builder),
-                None => drafts.truncate(self.sequences[slot].blocks.len() * block_size - start - 1),
+        let num_positions = |engine: &Self| engine.sequences[slot].tables[0].len() * block_size;
+        if num_positions(self) < start + 1 + drafts.len() {
+            self.slide(slot);
+        }
+        while num_positions(self) < start + 1 + drafts.len() {
+            match self.pool.num_available() >= self.config.num_groups() {
+                true => self.append_all(slot, builder),
+                false => drafts.truncate(num_positions(self) - start - 1),
             }
         }
         drafts

@@ -1,16 +1,17 @@
 //! One sequence: its tokens, its KV blocks, and its progress through plans and outputs.
 
+use std::ops::Range;
+
 use smallvec::SmallVec;
 
 use crate::beams::{Beams, Rules};
 use crate::blocks::ContentId;
 use crate::constraint::RequestConstraint;
-use crate::engine::Sample;
-use crate::sequences::Slot;
+use crate::slot::{Sample, Slot};
 use crate::stop::{StopWords, Tail};
+use crate::tables::{Table, Tables};
 use crate::{
-    BlockId, BlockUsage, DraftUsage, FinishReason, Request, RowId, SampledToken, SamplingParams, SequenceId,
-    TokenEvent, TokenId,
+    BlockUsage, DraftUsage, FinishReason, Request, RowId, SampledToken, SamplingParams, SequenceId, TokenEvent, TokenId,
 };
 
 /// What a sequence is waiting for or doing.
@@ -46,10 +47,10 @@ pub(crate) struct Sequence {
     pub(crate) needs_token_feedback: bool,
     /// Set for a beam search; `tokens` stays the prompt then.
     pub(crate) beams: Option<Box<Beams>>,
-    /// The block table while it runs. In a beam search, only the blocks of the prompt that all beams share.
-    pub(crate) blocks: Vec<BlockId>,
     /// The prompt and the settled output.
     pub(crate) tokens: Vec<TokenId>,
+    /// The block tables while it runs. In a beam search, only the blocks of the prompt that all beams share.
+    pub(crate) tables: Tables,
 
     // Also read when an output is settled:
     /// Set if there are stop words.
@@ -73,10 +74,15 @@ pub(crate) struct Sequence {
     pub(crate) started: bool,
     /// While it runs: number of its tokens that rank 0 has sent to the workers. Devices may have sampled more.
     pub(crate) num_sent: usize,
-    /// `blocks[..num_registered]` have a content in the pool; `last_content` is that of the last one.
+    /// Number of blocks of the first KV group that have a content in the pool; `last_content` is that of the last one.
     pub(crate) num_registered: usize,
-    /// `blocks[..num_ready]` are filled by the plans made so far.
+    /// `[num_registered]` contents, if there are other KV groups.
+    pub(crate) contents: Vec<ContentId>,
+    /// Number of these blocks that are filled by the plans made so far.
     pub(crate) num_ready: usize,
+    /// Maximum number of blocks that it holds in KV groups with a window, while it runs under
+    /// [`crate::Policy::GuaranteedNoEvict`].
+    pub(crate) num_claimed: usize,
     pub(crate) last_content: ContentId,
     /// Parent of its first block in the prefix cache.
     pub(crate) root: ContentId,
@@ -98,7 +104,13 @@ pub(crate) struct Drafting {
 }
 
 impl Sequence {
-    pub(crate) fn new(id: SequenceId, mut request: Request, max_len: usize, max_drafts: usize) -> Self {
+    pub(crate) fn new(
+        id: SequenceId,
+        mut request: Request,
+        max_len: usize,
+        max_drafts: usize,
+        num_groups: usize,
+    ) -> Self {
         let stop_words = StopWords::new(request.stop_words);
         let plain = request.sampling.is_greedy() && request.sampling.uses_raw_logits();
         let rules = request.beams.map(|params| Rules {
@@ -132,12 +144,14 @@ impl Sequence {
             constraint: request.constraint,
             drafting: None,
             draft_usage: DraftUsage::default(),
-            blocks: Vec::new(),
+            tables: (0..num_groups).map(|_| Table::default()).collect(),
             num_computed: 0,
             join_len: 0,
             num_sent: 0,
             num_registered: 0,
+            contents: Vec::new(),
             num_ready: 0,
+            num_claimed: 0,
             last_content: ContentId::salted(request.cache_salt),
             root: ContentId::salted(request.cache_salt),
         }
@@ -181,9 +195,10 @@ impl Sequence {
         self.beams.as_ref().map_or(1, |beams| beams.width())
     }
 
-    /// Number of blocks that it uses; a block shared by several of its beams counts once.
-    pub(crate) fn num_held(&self) -> usize {
-        self.blocks.len() + self.beams.as_ref().map_or(0, |beams| beams.num_tail_blocks())
+    /// Number of blocks that it uses in some KV groups; a block shared by several of its beams counts once.
+    pub(crate) fn num_held(&self, groups: Range<usize>) -> usize {
+        let tails = self.beams.as_ref().map_or(0, |beams| beams.num_tail_blocks(groups.clone()));
+        self.tables[groups].iter().map(|table| table.held().len()).sum::<usize>() + tails
     }
 
     /// Creates an event with the usage so far.
@@ -200,13 +215,13 @@ impl Sequence {
         }
     }
 
-    /// Whether the next position lies beyond the block table.
+    /// Whether the next position lies beyond the block tables.
     #[inline]
     pub(crate) fn needs_block(&self, block_size: usize) -> bool {
-        self.num_computed == self.blocks.len() * block_size
+        self.num_computed == self.tables[0].len() * block_size
     }
 
-    /// Number of blocks at its maximum length.
+    /// Number of blocks at its maximum length, in a KV group without a window.
     pub(crate) fn max_num_blocks(&self, block_size: usize) -> usize {
         max_num_blocks(self.num_prompt_tokens, self.max_len, self.num_rows(), block_size)
     }
@@ -285,12 +300,13 @@ impl Sequence {
 
     /// Resets the state of a row. The caller has released the blocks, or they were lost.
     pub(crate) fn reset_row(&mut self) {
-        self.blocks.clear();
+        self.tables.iter_mut().for_each(Table::clear);
+        self.contents.clear();
         (self.num_computed, self.join_len, self.num_sent) = (0, 0, 0);
         if let Some(beams) = &mut self.beams {
             beams.restart();
         }
-        (self.num_registered, self.num_ready, self.last_content) = (0, 0, self.root);
+        (self.num_registered, self.num_ready, self.num_claimed, self.last_content) = (0, 0, 0, self.root);
     }
 }
 

@@ -5,10 +5,7 @@ use std::ops::{Index, IndexMut};
 
 use crate::SequenceId;
 use crate::sequence::Sequence;
-
-/// The index of a live sequence; reused after it ends.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) struct Slot(u32);
+use crate::slot::Slot;
 
 #[derive(Debug, Default)]
 pub(crate) struct Sequences {

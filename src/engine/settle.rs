@@ -2,9 +2,10 @@
 
 use smallvec::SmallVec;
 
-use crate::engine::{Engine, Sample};
+use crate::engine::Engine;
 use crate::plan::{SampledToken, StepOutput};
 use crate::sequence::{Drafting, SequenceState};
+use crate::slot::Sample;
 use crate::{FinishReason, RowId, TokenEvent};
 
 /// The output is not that of the oldest plan in flight. Workers and engine disagree, so the workers must be restarted.

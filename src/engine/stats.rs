@@ -77,7 +77,7 @@ pub struct Holding {
     pub num_rows: usize,
     /// Whether it is in the queue.
     pub queued: bool,
-    /// Length of its block table; in a beam search the number of distinct blocks.
+    /// Number of distinct blocks that it uses.
     pub num_blocks: usize,
     /// Its tokens in flight.
     pub num_in_flight: usize,
@@ -119,7 +119,7 @@ impl Engine {
                 row: if let SequenceState::Running(row) = sequence.state { Some(row) } else { None },
                 num_rows: if let SequenceState::Running(_) = sequence.state { sequence.num_rows() } else { 0 },
                 queued: sequence.state == SequenceState::Queued,
-                num_blocks: sequence.num_held(),
+                num_blocks: sequence.num_held(0..self.config.num_groups()),
                 num_in_flight: sequence.num_in_flight,
             }
         };
@@ -128,7 +128,7 @@ impl Engine {
             num_queued: self.queue.len(),
             num_rows: self.config.max_rows - self.free_rows.len(),
             num_blocks: self.pool.num_used(),
-            num_reserved_blocks: self.num_reserved,
+            num_reserved_blocks: self.num_reserved(),
             num_in_flight: self.in_flight.len(),
         }
     }
@@ -144,12 +144,18 @@ impl Engine {
             if counted == recorded { Ok(()) } else { Err(format!("{what}: counted {counted}, recorded {recorded}")) }
         };
         let mut users = vec![0; self.config.num_blocks];
+        let mut groups = vec![None; self.config.num_blocks];
         let mut rows = vec![0; self.config.max_rows];
         self.free_rows.iter().for_each(|row| rows[row.0 as usize] += 1);
         for (_, slot) in self.sequences.in_order() {
             let sequence = &self.sequences[slot];
-            let tails = sequence.beams.iter().flat_map(|beams| &beams.tails).flatten();
-            sequence.blocks.iter().chain(tails).for_each(|block| users[block.0 as usize] += 1);
+            let tails = sequence.beams.iter().flat_map(|beams| &beams.tails);
+            for (group, table) in tails.chain([&sequence.tables]).flat_map(|tables| tables.iter().enumerate()) {
+                for block in table.held() {
+                    users[block.0 as usize] += 1;
+                    groups[block.0 as usize] = Some(group);
+                }
+            }
             match (sequence.state, &sequence.beams) {
                 (SequenceState::Running(_), Some(beams)) => beams.rows.iter().for_each(|row| rows[row.0 as usize] += 1),
                 (SequenceState::Running(row), None) => rows[row.0 as usize] += 1,
@@ -165,6 +171,10 @@ impl Engine {
                 count,
                 self.pool.num_users(crate::BlockId(block as u32)) as usize,
             )?;
+        }
+        for group in 0..self.config.num_groups() {
+            let counted = groups.iter().filter(|&&found| found == Some(group)).count();
+            equal(&format!("blocks used by KV group {group}"), counted, self.pool.num_used_by(group..group + 1))?;
         }
         equal("blocks used", users.iter().filter(|&&count| count > 0).count(), ledger.num_blocks)?;
         equal("sequences queued", ledger.holdings.iter().filter(|holding| holding.queued).count(), ledger.num_queued)?;
@@ -185,11 +195,18 @@ impl Engine {
         let num_running = ledger.holdings.iter().filter(|holding| holding.row.is_some()).count();
         equal("sequences running", self.running.len(), num_running)?;
         equal("blocks reserved", self.count_reserved(), self.num_reserved)?;
+        let claims = self.running.iter().map(|&(_, slot)| self.sequences[slot].num_claimed);
+        equal("blocks claimed", claims.sum(), self.num_claimed)?;
+        self.audit_windows()?;
         let live_samples = self.in_flight.iter().flat_map(|step| &step.samples);
         let live = live_samples.filter(|sample| self.sequences.find(sample.sequence).is_some()).count();
         equal("tokens in flight", ledger.holdings.iter().map(|holding| holding.num_in_flight).sum(), live)?;
-        if self.num_reserved > self.pool.num_available() {
-            return Err(format!("{} blocks are reserved, {} available", self.num_reserved, self.pool.num_available()));
+        if self.num_reserved() > self.pool.num_available() {
+            return Err(format!(
+                "{} blocks are reserved, {} available",
+                self.num_reserved(),
+                self.pool.num_available()
+            ));
         }
         Ok(())
     }
@@ -202,9 +219,33 @@ impl Engine {
         }
         let promised = |&(_, slot): &(_, _)| {
             let sequence = &self.sequences[slot];
-            sequence.max_num_blocks(self.config.block_size) - sequence.num_held()
+            let full = 0..self.num_full_groups;
+            full.len() * sequence.max_num_blocks(self.config.block_size) - sequence.num_held(full)
         };
         self.running.iter().map(promised).sum()
+    }
+
+    /// Compares the blocks that sequences hold in KV groups with a window with the upper bound.
+    fn audit_windows(&self) -> Result<(), String> {
+        let windows = self.num_full_groups..self.config.num_groups();
+        for &(_, slot) in &self.running {
+            let sequence = &self.sequences[slot];
+            let bound = match self.config.policy {
+                Policy::GuaranteedNoEvict => sequence.num_claimed,
+                Policy::MaxUtilization => {
+                    let max = sequence.max_num_blocks(self.config.block_size);
+                    self.config.window_blocks(max, sequence.num_rows(), self.config.max_step_tokens)
+                }
+            };
+            let held = sequence.num_held(windows.clone());
+            if held > bound {
+                return Err(format!(
+                    "sequence {} holds {held} blocks of windows, at most {bound} allowed",
+                    sequence.id.0
+                ));
+            }
+        }
+        Ok(())
     }
 }
 

@@ -1,11 +1,9 @@
 //! The configuration of a model: what `config.json` says, as a specification of every layer.
 
-use std::path::Path;
+use ops::{Activation, DType, Feature, HeadNormSpan, NormKind, QueryScale, Routing, Scoring};
 
-use ops::{Activation, DType, Feature, HeadNormSpan, NormKind, Routing};
-
+use crate::Rope;
 use crate::names::Names;
-use crate::{ModelError, Rope, families};
 
 /// The configuration of a model after all checks.
 #[derive(Debug, Clone, PartialEq)]
@@ -22,8 +20,12 @@ pub struct Config {
     pub max_position_embeddings: usize,
     /// Multiplies the embeddings.
     pub embedding_scale: f32,
+    /// Multiplies the outputs of norms behind attention and feed-forward.
+    pub branch_scale: f32,
     /// Rows of the table of learned positions, which is added to the embeddings.
     pub learned_positions: Option<usize>,
+    /// An embedding of each token for each layer.
+    pub per_layer_input: Option<PerLayerInput>,
     /// The norms of the hidden state.
     pub norm: NormSpec,
     /// Rotary embeddings; layers refer to them by index.
@@ -38,8 +40,42 @@ pub struct Config {
     pub eos_ids: Vec<u32>,
     /// The dtype named by the configuration. The dtype of each tensor in the checkpoint takes precedence.
     pub dtype: DType,
+    /// Parts of a tensor-parallel group that have different experts. At 1, all workers have columns of every expert. It
+    /// comes from the deployment, not from the checkpoint.
+    pub expert_groups: usize,
+    /// How the linear layers are stored.
+    pub(crate) weight_format: WeightFormat,
     /// What the reader of a log should know: parts of the checkpoint that are not served, choices that were made.
     pub notes: Vec<String>,
+}
+
+/// How the weights of linear layers are stored. A tensor whose type is that of a plain one is one.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum WeightFormat {
+    /// bf16, f16 or f32.
+    Plain,
+    /// fp8 (e4m3), with a scale for each block of so many rows and columns, for each row, or for the matrix.
+    Fp8 {
+        /// Rows and columns of a block.
+        block: Option<[usize; 2]>,
+    },
+    /// Experts in MXFP4.
+    Mxfp4,
+}
+
+/// An embedding of each token for each layer. A layer adds to the hidden state `h` the norm of
+/// `out(activation(gate(h)) * input)`, where `input` is this embedding plus the norm of a projection of the token's
+/// embedding at the start of the model, the sum divided by the root of 2.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct PerLayerInput {
+    /// Width of the embedding of one layer.
+    pub width: usize,
+    /// Rows of the table; at least the vocabulary.
+    pub vocab_size: usize,
+    /// Multiplies the embedding.
+    pub scale: f32,
+    /// Activation function of the gate.
+    pub activation: Activation,
 }
 
 /// The norms of the hidden state.
@@ -94,6 +130,8 @@ pub struct AttentionLayer {
     pub num_kv_heads: usize,
     /// `D`, the size of a head; a multiple of 8.
     pub head_dim: usize,
+    /// Where k and v come from.
+    pub kv: KvSource,
     /// Multiplies q·k.
     pub scale: f32,
     /// Index in [`Config::ropes`]; `None` if q and k are not rotated.
@@ -102,8 +140,14 @@ pub struct AttentionLayer {
     pub has_alibi: bool,
     /// If set, attention reads only this number of last positions.
     pub window: Option<usize>,
+    /// If set, attention reads only the chunk of this number of positions in which the token lies.
+    pub chunk: Option<usize>,
     /// If set, a score `s` becomes `cap * tanh(s / cap)`.
     pub score_cap: Option<f32>,
+    /// Whether each head has a logit that takes part in the softmax and has no value.
+    pub has_sinks: bool,
+    /// If set, q is multiplied by a factor of its position.
+    pub query_scale: Option<QueryScale>,
     /// Norms of q and k before the rotation.
     pub head_norm: Option<HeadNormSpec>,
     /// Whether q, k, v have biases.
@@ -112,7 +156,18 @@ pub struct AttentionLayer {
     pub out_bias: bool,
 }
 
-/// Norms of q and k.
+/// Where k and v of a layer come from.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum KvSource {
+    /// From two projections of the layer's input.
+    Projections,
+    /// From one projection: v is k before its norm and rotation.
+    KeyProjection,
+    /// From this earlier layer, whose KV blocks are read. It has the same KV heads.
+    Layer(usize),
+}
+
+/// Norms of q and k, and of v.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct HeadNormSpec {
     /// What they are computed over.
@@ -121,6 +176,10 @@ pub struct HeadNormSpec {
     pub kind: NormKind,
     /// Added to the mean square or the variance.
     pub eps: f32,
+    /// Whether the checkpoint has weights of them; otherwise all are 1.
+    pub has_weight: bool,
+    /// Whether the heads of v are normed too, each on its own and without weights.
+    pub has_value: bool,
 }
 
 /// Feed-forward of a layer.
@@ -155,32 +214,55 @@ impl Config {
         self.layers.len()
     }
 
-    /// Reads `config.json`, and `generation_config.json` if it exists.
-    ///
-    /// # Errors
-    /// Returns an error if a file cannot be read, or if a field is missing, invalid or unknown.
-    pub fn from_dir(dir: &Path) -> Result<Self, ModelError> {
-        families::config(dir)
+    /// The same model in a tensor-parallel group whose workers form `count` parts with different experts.
+    pub fn in_expert_groups(self, count: u32) -> Self {
+        Self { expert_groups: count as usize, ..self }
     }
 
     /// Ops that the model needs and that some devices lack.
     pub fn features(&self) -> Vec<Feature> {
         let attention = |is: fn(&AttentionLayer) -> bool| self.layers.iter().any(|layer| is(&layer.attention));
         let mlp = |is: fn(&MlpLayer) -> bool| self.layers.iter().any(|layer| layer.mlp.as_ref().is_some_and(is));
+        let routing = |is: fn(&Routing) -> bool| {
+            self.layers.iter().any(|layer| layer.experts.as_ref().is_some_and(|experts| is(&experts.routing)))
+        };
         let needs = [
             (self.norm.kind == NormKind::Layer, Feature::LayerNorm),
             (self.learned_positions.is_some(), Feature::LearnedPositions),
-            (mlp(|mlp| !mlp.is_gated), Feature::PlainMlp),
+            (mlp(|mlp| !mlp.is_gated) || self.per_layer_input.is_some(), Feature::PlainMlp),
             (mlp(|mlp| !matches!(mlp.activation, Activation::Silu | Activation::GeluTanh)), Feature::OtherActivations),
+            (mlp(|mlp| matches!(mlp.activation, Activation::Xielu { .. })), Feature::Xielu),
             (attention(|a| a.head_norm.is_some_and(HeadNormSpec::is_simple)), Feature::HeadNorm),
             (attention(|a| a.head_norm.is_some_and(|norm| norm.needs_each_head())), Feature::EachHeadNorm),
             (attention(|a| a.head_norm.is_some_and(|norm| norm.span == HeadNormSpan::AllHeads)), Feature::AllHeadsNorm),
             (attention(|a| a.has_alibi), Feature::Alibi),
             (attention(|a| a.score_cap.is_some()), Feature::ScoreCap),
+            (attention(|a| a.has_sinks), Feature::Sinks),
+            (attention(|a| a.chunk.is_some()), Feature::ChunkedAttention),
+            (attention(|a| a.query_scale.is_some()), Feature::QueryScale),
             (self.head.cap.is_some(), Feature::LogitCap),
+            (attention(|a| a.head_norm.is_some_and(|norm| norm.has_value)), Feature::ValueNorm),
+            (attention(|a| matches!(a.kv, KvSource::Layer(_))), Feature::SharedKv),
+            (self.per_layer_input.is_some(), Feature::PerLayerInputs),
+            (self.names.layer_scalar.is_some(), Feature::LayerScale),
             (self.names.has_branch_norms(), Feature::BranchNorm),
-            (self.layers.iter().any(|layer| layer.is_parallel), Feature::ParallelBranches),
-            (self.layers.iter().any(|layer| layer.experts.is_some()), Feature::Experts),
+            (
+                self.layers.iter().any(|layer| layer.is_parallel) || self.per_layer_input.is_some(),
+                Feature::ParallelBranches,
+            ),
+            (routing(|_| true), Feature::Experts),
+            (routing(|routing| routing.scoring == Scoring::Sigmoid), Feature::SigmoidRouting),
+            (routing(|routing| routing.scales_input), Feature::ScaledExpertInputs),
+            (
+                routing(|_| true) && self.names.experts.is_some_and(|names| names.selection_bias.is_some()),
+                Feature::SelectionBias,
+            ),
+            (routing(|routing| routing.groups.is_some()), Feature::ExpertGroups),
+            (
+                routing(|routing| routing.scale != 1.0) || routing(|_| true) && self.names.has_experts_apart(),
+                Feature::ExpertScales,
+            ),
+            (routing(|_| true) && self.names.has_experts_apart(), Feature::ExpertsApart),
         ];
         needs.into_iter().filter_map(|(needed, feature)| needed.then_some(feature)).collect()
     }

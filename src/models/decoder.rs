@@ -4,10 +4,13 @@ use std::path::Path;
 
 use ops::{Activation, AttentionSpec, Device, DeviceError, HeadNorms, LayerAttention, LogitSpec, PipelineStage};
 
-use crate::config::{HeadNormSpec, LayerSpec, MlpLayer};
-use crate::layers::{LayerSource, Loader};
+use crate::buffers::{Buffers, InnerBuffers, Widths};
+use crate::config::{KvSource, LayerSpec, MlpLayer};
+use crate::expert_branch::ExpertBranch;
+use crate::layers::{HeadNormWeights, LayerSource, Loader};
 use crate::model::Model;
-use crate::shard::{LayerShard, Shard};
+use crate::per_layer::{PerLayerBranch, PerLayerInputs};
+use crate::shard::Shard;
 use crate::{Checkpoint, Config, ModelError, alibi};
 
 /// A decoder on device `D`, or one pipeline stage of it.
@@ -17,7 +20,10 @@ pub(crate) struct Decoder<D: Device> {
     stage: PipelineStage,
     /// Set in the first stage, and in the last stage if the head is tied to the embedding.
     embedding: Option<D::Weight>,
+    embedding_norm: Option<D::Weight>,
     positions: Option<D::Weight>,
+    /// Set if the layers have embeddings of their own.
+    per_layer: Option<PerLayerInputs<D>>,
     layers: Vec<Layer<D>>,
     /// Set in the last stage.
     final_layers: Option<FinalLayers<D>>,
@@ -38,13 +44,17 @@ struct Layer<D: Device> {
     widths: usize,
     attention_norm: Option<D::Weight>,
     qkv: D::Weight,
-    head_norms: Option<(HeadNormSpec, [D::Weight; 2])>, // norms of q and of k
+    head_norms: Option<HeadNormWeights<D>>,
     out: D::Weight,
+    sinks: Vec<f32>, // of this worker's heads, or none
     attention_branch_norm: Option<D::Weight>,
     mlp_norm: Option<D::Weight>,
     mlp: Option<Mlp<D>>,
     experts: Option<D::Weight>,
+    expert_branch: Option<ExpertBranch<D>>,
     mlp_branch_norm: Option<D::Weight>,
+    per_layer: Option<PerLayerBranch<D>>,
+    scalar: Option<f32>,
 }
 
 /// A feed-forward that every token passes.
@@ -53,47 +63,6 @@ struct Mlp<D: Device> {
     up: D::Weight, // gate and up, or up alone
     down: D::Weight,
     output_gate: Option<D::Weight>,
-}
-
-/// Activation buffers of a step, shared by all layers.
-struct Buffers<D: Device> {
-    residual: D::Tensor, // [T, E]
-    normed: D::Tensor,   // [T, E]
-    partial: D::Tensor,  // [T, E]
-    second: Option<SecondBuffers<D>>,
-    inner: Vec<InnerBuffers<D>>,
-}
-
-/// Buffers for layers that add two parts: attention and feed-forward of the same input, or a shared expert and others.
-struct SecondBuffers<D: Device> {
-    normed: D::Tensor,  // [T, E]
-    partial: D::Tensor, // [T, E]
-}
-
-/// Buffers of the widths that some layers share.
-struct InnerBuffers<D: Device> {
-    qkv: D::Tensor,             // [T, (H + 2K) D]
-    attended: D::Tensor,        // [T, H D]
-    gate_up: Option<D::Tensor>, // [T, 2 I]
-    inner: Option<D::Tensor>,   // [T, I]
-}
-
-/// The widths of [`InnerBuffers`].
-#[derive(PartialEq)]
-struct Widths {
-    qkv: usize,
-    attended: usize,
-    inner: usize,
-    is_gated: bool,
-}
-
-impl Widths {
-    fn of(layer: &LayerSpec, shard: &LayerShard) -> Self {
-        let dim = layer.attention.head_dim;
-        let (heads, kv_heads) = (shard.heads.len() * dim, shard.kv_heads.len() * dim);
-        let (inner, is_gated) = (shard.intermediate.len(), layer.mlp.is_some_and(|mlp| mlp.is_gated));
-        Self { qkv: heads + 2 * kv_heads, attended: heads, inner, is_gated }
-    }
 }
 
 impl<D: Device> Decoder<D> {
@@ -106,12 +75,18 @@ impl<D: Device> Decoder<D> {
     ) -> Result<Self, ModelError> {
         let mut loader = Loader::new(dir, checkpoint, config, &shard, device);
         let stage = loader.device.pipeline_stage();
+        refuse_split(dir, config, stage)?;
         let has_tied_head = stage.is_last() && loader.has_tied_head();
         let needs_embedding = stage.is_first() || has_tied_head;
         let embedding = if needs_embedding { Some(loader.embedding()?) } else { None };
+        let embedding_norm = if stage.is_first() { loader.embedding_norm()? } else { None };
         let positions = match config.learned_positions {
             Some(num_positions) if stage.is_first() => Some(loader.positions(num_positions)?),
             _ => None,
+        };
+        let per_layer = match config.per_layer_input {
+            Some(input) => Some(PerLayerInputs::load(&mut loader, input)?),
+            None => None,
         };
         let mut widths = Vec::new();
         let own = stage.layers(config.num_layers());
@@ -127,8 +102,33 @@ impl<D: Device> Decoder<D> {
         let buffers = loader.or_device_error(buffers)?;
         let unused_tensors = if stage == PipelineStage::WHOLE { checkpoint.unused() } else { Vec::new() };
         let config = config.clone();
-        Ok(Self { config, shard, stage, embedding, positions, layers, final_layers, buffers, unused_tensors })
+        Ok(Self {
+            config,
+            shard,
+            stage,
+            embedding,
+            embedding_norm,
+            positions,
+            per_layer,
+            layers,
+            final_layers,
+            buffers,
+            unused_tensors,
+        })
     }
+}
+
+/// Refuses a pipeline that would divide what its stages need in one place.
+fn refuse_split(dir: &Path, config: &Config, stage: PipelineStage) -> Result<(), ModelError> {
+    let own = stage.layers(config.num_layers());
+    let reads_outside = |layer: &LayerSpec| matches!(layer.attention.kv, KvSource::Layer(source) if source < own.start);
+    let what = match () {
+        () if stage == PipelineStage::WHOLE => return Ok(()),
+        () if config.per_layer_input.is_some() => "an embedding for each layer",
+        () if config.layers[own.clone()].iter().any(reads_outside) => "layers that share keys and values across stages",
+        () => return Ok(()),
+    };
+    Err(ModelError::Pipeline { dir: dir.into(), architecture: config.architecture.clone(), what })
 }
 
 impl<D: Device> FinalLayers<D> {
@@ -151,12 +151,10 @@ impl<D: Device> Layer<D> {
             widths: buffers,
             attention_norm: loader.layer_norm(source, loader.names.attention_norm)?,
             qkv: loader.qkv(source)?,
-            head_norms: match head_norm {
-                Some(norm) => Some((norm, loader.head_norms(source, norm)?)),
-                None => None,
-            },
+            head_norms: head_norm.map(|norm| loader.head_norms(source, norm)).transpose()?,
             out: loader.out(source)?,
-            attention_branch_norm: loader.layer_norm(source, loader.names.attention_branch_norm)?,
+            sinks: loader.sinks(source)?,
+            attention_branch_norm: loader.branch_norm(source, loader.names.attention_branch_norm)?,
             mlp_norm: loader.layer_norm(source, loader.names.mlp_norm)?,
             mlp: match source.spec.mlp {
                 Some(mlp) => Some(Mlp::load(loader, source, mlp)?),
@@ -167,7 +165,13 @@ impl<D: Device> Layer<D> {
                 (None, _) => None,
                 (Some(_), None) => unreachable!("an architecture with experts names them"),
             },
-            mlp_branch_norm: loader.layer_norm(source, loader.names.mlp_branch_norm)?,
+            expert_branch: ExpertBranch::load(loader, source)?,
+            mlp_branch_norm: loader.branch_norm(source, loader.names.mlp_branch_norm)?,
+            per_layer: match loader.config.per_layer_input {
+                Some(input) => Some(PerLayerBranch::load(loader, source, input)?),
+                None => None,
+            },
+            scalar: loader.layer_scalar(source)?,
         })
     }
 
@@ -181,15 +185,17 @@ impl<D: Device> Layer<D> {
         b: &mut InnerBuffers<D>,
     ) -> Result<(), DeviceError> {
         device.linear(&mut b.qkv, x, &self.qkv)?;
-        if let Some((norm, [q, k])) = &self.head_norms {
-            device.head_norm(&mut b.qkv, index, &HeadNorms { span: norm.span, q, k }, norm.eps)?;
+        if let Some(HeadNormWeights { spec, q, k, v }) = &self.head_norms {
+            let norms = HeadNorms { span: spec.span, q, k: k.as_ref(), v: v.as_ref() };
+            device.head_norm(&mut b.qkv, index, &norms, spec.eps)?;
         }
         device.rope_and_cache(&mut b.qkv, index)?;
         device.attention(&mut b.attended, &b.qkv, index)?;
         device.linear(partial, &b.attended, &self.out)
     }
 
-    /// `partial` = feed-forward of `x`, this worker's part of the sum. `second` is needed if it has two parts.
+    /// `partial` = feed-forward of `x`, this worker's part of the sum, without experts that have inputs of their own.
+    /// `second` is needed if it has two parts.
     fn feed_forward(
         &self,
         device: &mut D,
@@ -203,6 +209,7 @@ impl<D: Device> Layer<D> {
         }
         match (&self.experts, second) {
             (None, _) => Ok(()),
+            (Some(_), _) if self.expert_branch.is_some() => Ok(()),
             (Some(experts), Some(second)) if self.mlp.is_some() => {
                 device.experts(second, x, experts)?;
                 device.add(partial, second)
@@ -218,7 +225,7 @@ impl<D: Device> Mlp<D> {
         let shared = names.experts.and_then(|names| names.shared).filter(|_| source.spec.experts.is_some());
         let (up, down, gate) = shared.unwrap_or((names.up, names.down, ""));
         Ok(Self {
-            activation: mlp.activation,
+            activation: loader.activation(source, mlp.activation)?,
             up: loader.up(source, mlp, up)?,
             down: loader.down(source, mlp, down)?,
             output_gate: if mlp.has_output_gate { Some(loader.output_gate(source, gate)?) } else { None },
@@ -245,49 +252,6 @@ impl<D: Device> Mlp<D> {
     }
 }
 
-impl<D: Device> Buffers<D> {
-    fn allocate(hidden: usize, has_second: bool, widths: &[Widths], device: &mut D) -> Result<Self, DeviceError> {
-        let inner = |widths: &Widths, device: &mut D| {
-            Ok(InnerBuffers {
-                qkv: device.tensor(widths.qkv)?,
-                attended: device.tensor(widths.attended)?,
-                gate_up: if widths.is_gated { Some(device.tensor(2 * widths.inner)?) } else { None },
-                inner: if widths.inner > 0 { Some(device.tensor(widths.inner)?) } else { None },
-            })
-        };
-        Ok(Self {
-            residual: device.tensor(hidden)?,
-            normed: device.tensor(hidden)?,
-            inner: widths.iter().map(|widths| inner(widths, device)).collect::<Result<_, DeviceError>>()?,
-            partial: device.tensor(hidden)?,
-            second: match has_second {
-                true => Some(SecondBuffers { normed: device.tensor(hidden)?, partial: device.tensor(hidden)? }),
-                false => None,
-            },
-        })
-    }
-
-    /// Adds a branch, the sum of `partial` over the group, to the hidden state, and computes the next norm of it.
-    fn add_branch(
-        &mut self,
-        device: &mut D,
-        branch_norm: Option<&D::Weight>,
-        next_norm: Option<&D::Weight>,
-        eps: f32,
-    ) -> Result<(), DeviceError> {
-        match (branch_norm, next_norm) {
-            (Some(branch), next) => {
-                let next = next.map(|norm| (&mut self.normed, norm));
-                device.reduce_norm_add_norm(&mut self.residual, &mut self.partial, branch, next, eps)
-            }
-            (None, Some(next)) => {
-                device.reduce_add_norm(&mut self.normed, &mut self.residual, &self.partial, next, eps)
-            }
-            (None, None) => unreachable!("a branch without a norm is followed by one"),
-        }
-    }
-}
-
 impl<D: Device> Decoder<D> {
     /// Computes the input of the first layer: embeds the step's tokens, or receives the hidden state from the previous
     /// stage, and normalizes it.
@@ -295,12 +259,19 @@ impl<D: Device> Decoder<D> {
         let b = &mut self.buffers;
         match &self.embedding {
             Some(embedding) if self.stage.is_first() => {
-                device.embed(&mut b.residual, embedding, self.config.embedding_scale)?;
+                let to = if self.embedding_norm.is_some() { &mut b.normed } else { &mut b.residual };
+                device.embed(to, embedding, self.config.embedding_scale)?;
+                if let Some(norm) = &self.embedding_norm {
+                    device.norm(&mut b.residual, &b.normed, norm, self.config.norm.eps)?;
+                }
             }
             _ => device.recv_hidden(&mut b.residual)?,
         }
         if let Some(positions) = &self.positions {
             device.add_positions(&mut b.residual, positions)?;
+        }
+        if let Some(per_layer) = &mut self.per_layer {
+            per_layer.begin(device, &b.residual)?;
         }
         let final_norm = self.final_layers.as_ref().map(|layers| &layers.norm);
         let first_norm = self.layers.first().map_or(final_norm, |layer| layer.attention_norm.as_ref());
@@ -346,7 +317,24 @@ impl<D: Device> Decoder<D> {
         let any = layer.attention_norm.as_ref().or(layer.mlp_norm.as_ref());
         let is_last_of_stage = index + 1 == self.layers.len() && self.final_layers.is_none();
         let next = if is_last_of_stage { any } else { next };
-        self.buffers.add_branch(device, layer.mlp_branch_norm.as_ref(), next, eps)
+        let branch_norm = layer.mlp_branch_norm.as_ref();
+        match (&layer.expert_branch, &layer.experts, branch_norm) {
+            (Some(branch), Some(experts), Some(outer)) => branch.add(device, experts, outer, b, eps)?,
+            _ if layer.per_layer.is_none() && layer.scalar.is_none() => {
+                return b.add_branch(device, branch_norm, next, eps);
+            }
+            _ => b.add_branch(device, branch_norm, None, eps)?,
+        }
+        if let (Some(branch), Some(inputs)) = (&layer.per_layer, &mut self.per_layer) {
+            inputs.add_branch(device, branch, index, b, eps)?;
+        }
+        if let Some(factor) = layer.scalar {
+            device.scale(&mut b.residual, factor)?;
+        }
+        match next {
+            Some(norm) => device.norm(&mut b.normed, &b.residual, norm, eps),
+            None => Ok(()),
+        }
     }
 
     fn layer_attention(&self, index: usize) -> LayerAttention {
@@ -358,8 +346,13 @@ impl<D: Device> Decoder<D> {
             scale: attention.scale,
             rope: attention.rope,
             window: attention.window,
+            chunk: attention.chunk,
             score_cap: attention.score_cap,
-            sinks: Vec::new(),
+            sinks: self.layers[index - self.stage.layers(self.config.num_layers()).start].sinks.clone(),
+            kv_group: 0,
+            kv_buffer: index,
+            query_scale: attention.query_scale,
+            has_shared_kv: matches!(attention.kv, KvSource::Layer(_)),
             alibi_slopes: match attention.has_alibi {
                 true => alibi::slopes(attention.num_heads)[shard.heads.clone()].to_vec(),
                 false => Vec::new(),
@@ -369,13 +362,29 @@ impl<D: Device> Decoder<D> {
 }
 
 impl<D: Device> Model<D> for Decoder<D> {
-    fn attention_spec(&self, block_size: usize) -> AttentionSpec {
+    fn attention_spec(&self, block_size: usize, max_sequence_len: usize) -> AttentionSpec {
         let max_positions = self.config.max_position_embeddings;
+        let groups = self.config.kv_groups(max_sequence_len);
+        let mut num_layers = vec![0; groups.windows.len()];
+        let own = self.stage.layers(self.config.num_layers());
+        let mut layers: Vec<LayerAttention> = Vec::with_capacity(own.len());
+        for index in own.clone() {
+            let kv_group = groups.of_layers[index];
+            let kv_buffer = match self.config.layers[index].attention.kv {
+                KvSource::Layer(source) => layers[source - own.start].kv_buffer,
+                KvSource::Projections | KvSource::KeyProjection => {
+                    num_layers[kv_group] += 1;
+                    num_layers[kv_group] - 1
+                }
+            };
+            layers.push(LayerAttention { kv_group, kv_buffer, ..self.layer_attention(index) });
+        }
         AttentionSpec {
             block_size,
             max_positions,
             ropes: self.config.ropes.iter().map(|rope| rope.table(max_positions)).collect(),
-            layers: self.stage.layers(self.config.num_layers()).map(|index| self.layer_attention(index)).collect(),
+            layers,
+            kv_windows: groups.windows,
         }
     }
 

@@ -47,20 +47,24 @@ pub enum ModelError {
     )]
     Truncated { path: PathBuf, tensor: String, needed: u64, found: u64 },
     /// No file contains a tensor that the model needs.
-    #[error("tensor `{tensor}` is missing in {}", .dir.display())]
-    MissingTensor { tensor: String, dir: PathBuf },
+    #[error("tensor `{tensor}` is missing in {}, which has {found}", .dir.display())]
+    MissingTensor { tensor: String, dir: PathBuf, found: String },
     /// The shape of a tensor does not match `config.json`.
     #[error("tensor `{tensor}` in {} has shape {found:?}, expected {expected:?} by `config.json`", .path.display())]
     Shape { tensor: String, path: PathBuf, expected: Vec<usize>, found: Vec<usize> },
     /// The element type of a tensor is not supported.
     #[error("tensor `{tensor}` in {} has dtype `{found}`, expected `BF16`, `F16` or `F32`", .path.display())]
     Dtype { tensor: String, path: PathBuf, found: String },
-    /// The heads cannot be divided by the size of the tensor-parallel group.
+    /// A layer cannot be divided by the size of the tensor-parallel group. `what`: what cannot.
+    #[error("{what} cannot be shared by {found} workers; world sizes that would do: {usable}")]
+    WorldSize { what: String, found: u32, usable: String },
+    /// The experts cannot be divided among the parts of a group.
     #[error(
-        "{num_heads} heads and {num_kv_heads} KV heads cannot be shared by {found} workers; \
-         world sizes that would do: {usable}"
+        "{num_experts} experts cannot be divided among `ep` {found} parts of a group of {group} workers; \
+         `ep` must divide both{}",
+        if *.num_experts == 0 { " (this model has no experts: remove `ep`)" } else { "" }
     )]
-    WorldSize { num_heads: usize, num_kv_heads: usize, found: u32, usable: String },
+    ExpertGroups { num_experts: usize, group: u32, found: usize },
     /// The device lacks an op of this architecture.
     #[error(
         "architecture `{architecture}` of {} needs what this device does not have: {lacking}; \
@@ -68,6 +72,9 @@ pub enum ModelError {
         .dir.display()
     )]
     DeviceLacks { dir: PathBuf, architecture: String, lacking: String },
+    /// The model has parts that pipeline stages do not exchange.
+    #[error("architecture `{architecture}` of {} has {what}, which a pipeline cannot divide; set `pp` to 1", .dir.display())]
+    Pipeline { dir: PathBuf, architecture: String, what: &'static str },
     /// The device returned an error.
     #[error("cannot load {}", .dir.display())]
     Device { dir: PathBuf, source: DeviceError },

@@ -116,6 +116,14 @@ impl Fields {
         }
     }
 
+    /// Like [`Fields::size`], but 0 is allowed and is the value of an absent field.
+    pub(crate) fn count(&self, name: &str) -> Result<usize, ModelError> {
+        match self.get(name) {
+            Some(value) if value.as_u64() == Some(0) => Ok(0),
+            _ => Ok(self.size(name)?.unwrap_or(0)),
+        }
+    }
+
     /// Like [`Fields::size`], but the field must exist.
     pub(crate) fn required_size(&self, name: &str) -> Result<usize, ModelError> {
         self.required(name, "a whole number of at least 1")?;
@@ -151,6 +159,17 @@ impl Fields {
         match self.flag(name, only)? == only {
             true => Ok(()),
             false => Err(self.wrong(name, &format!("`{only}`, the only way that is supported"), &Value::Bool(!only))),
+        }
+    }
+
+    /// Refuses a string other than those of `only`, which mean what is supported.
+    pub(crate) fn only_text(&self, name: &str, only: &[&str]) -> Result<(), ModelError> {
+        match self.text(name)? {
+            Some(text) if !only.contains(&text) => {
+                let expected = format!("`{}`, the only way that is supported", only.join("` or `"));
+                Err(self.wrong(name, &expected, &text.into()))
+            }
+            _ => Ok(()),
         }
     }
 

@@ -6,25 +6,33 @@
 #![forbid(unsafe_code)]
 
 mod alibi;
+mod buffers;
 mod checkpoint;
 mod config;
 mod decoder;
 mod error;
 mod estimate;
+mod expert_branch;
 mod families;
 mod fields;
+mod kv_groups;
 mod layers;
 mod load;
 mod model;
 mod names;
+mod per_layer;
 mod rope;
 pub mod shard;
 
 pub use checkpoint::Checkpoint;
-pub use config::{AttentionLayer, Config, ExpertLayer, HeadNormSpec, HeadSpec, LayerSpec, MlpLayer, NormSpec};
+pub use config::{
+    AttentionLayer, Config, ExpertLayer, HeadNormSpec, HeadSpec, KvSource, LayerSpec, MlpLayer, NormSpec,
+    PerLayerInput, WeightFormat,
+};
 pub use error::ModelError;
 pub use estimate::{EstimateMemory, WorkerShape};
 pub use families::architectures;
+pub use kv_groups::KvGroups;
 pub use load::load;
 pub use model::Model;
 pub use rope::{Rope, RopeScaling};

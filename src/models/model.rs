@@ -5,7 +5,8 @@ use ops::{AttentionSpec, Device, DeviceError};
 /// A loaded model: this worker's shard of the weights, and the activation buffers of a step.
 pub trait Model<D: Device> {
     /// Attention of every layer of this worker's shard, for [`Device::memory_plan`] and [`Device::allocate_cache`].
-    fn attention_spec(&self, block_size: usize) -> AttentionSpec;
+    /// `max_sequence_len` is that of [`ops::StepLimits`].
+    fn attention_spec(&self, block_size: usize, max_sequence_len: usize) -> AttentionSpec;
 
     /// The names of tensors in the checkpoint that no layer of the whole model takes; empty for a stage of a pipeline.
     /// There may be parts that are not served, or weights that `config.json` does not describe.

@@ -6,8 +6,12 @@ pub(crate) struct Names {
     /// Possible prefixes of every name except the head's; the one that the embedding has is used.
     pub(crate) prefixes: &'static [&'static str],
     pub(crate) embedding: &'static str,
+    /// Norm of the embeddings.
+    pub(crate) embedding_norm: Option<&'static str>,
     /// Learned positions; empty if the architecture has none.
     pub(crate) positions: &'static str,
+    /// The row of position 0 in their table.
+    pub(crate) first_position: usize,
     /// Followed by the layer's number. The names from here to `down` follow that number.
     pub(crate) layers: &'static str,
     /// Norm of attention's input.
@@ -24,8 +28,14 @@ pub(crate) struct Names {
     pub(crate) down: &'static str,
     /// The experts and their router, and the expert that all tokens share.
     pub(crate) experts: Option<ExpertNames>,
+    /// A logit of each head that takes part in the softmax of attention and has no value.
+    pub(crate) sinks: Option<&'static str>,
     /// Norm of the feed-forward's output, before it is added to the hidden state.
     pub(crate) mlp_branch_norm: Option<&'static str>,
+    /// A tensor with one element that multiplies the hidden state behind the layer.
+    pub(crate) layer_scalar: Option<&'static str>,
+    /// The embedding of each layer, if the architecture has them.
+    pub(crate) per_layer_input: Option<PerLayerNames>,
     pub(crate) final_norm: &'static str,
     /// Possible names of the output head; the first one that exists is used.
     pub(crate) heads: &'static [&'static str],
@@ -34,10 +44,29 @@ pub(crate) struct Names {
 }
 
 impl Names {
+    /// Whether experts have other inputs and outputs than the feed-forward beside them.
+    pub(crate) fn has_experts_apart(&self) -> bool {
+        self.experts.is_some_and(|experts| experts.apart.is_some())
+    }
+
     /// Whether there are norms behind attention or feed-forward.
     pub(crate) fn has_branch_norms(&self) -> bool {
         self.attention_branch_norm.is_some() || self.mlp_branch_norm.is_some()
     }
+}
+
+/// The names of the weights around the embedding of each layer ([`crate::PerLayerInput`]).
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub(crate) struct PerLayerNames {
+    /// Embeddings of all layers, side by side.
+    pub(crate) embedding: &'static str,
+    /// From the model's embedding to one for each layer.
+    pub(crate) context: &'static str,
+    pub(crate) context_norm: &'static str,
+    /// In a layer: from the hidden state to the width of the embedding, and back. The norm follows.
+    pub(crate) gate: &'static str,
+    pub(crate) out: &'static str,
+    pub(crate) branch_norm: &'static str,
 }
 
 /// How q, k and v are stored in a checkpoint.
@@ -73,8 +102,37 @@ impl UpNames {
 pub(crate) struct ExpertNames {
     pub(crate) router: &'static str,
     pub(crate) layout: ExpertLayout,
+    /// What is added to the weights of experts while they are chosen. The full name.
+    pub(crate) selection_bias: Option<(&'static str, BiasForm)>,
+    /// Norms of the experts, if they have other inputs and outputs than the feed-forward beside them.
+    pub(crate) apart: Option<ApartNames>,
+    /// Whether the router and the experts have biases.
+    pub(crate) has_biases: bool,
     /// up, down and output gate of the expert that all tokens share, if there is one.
     pub(crate) shared: Option<(UpNames, &'static str, &'static str)>,
+}
+
+/// The names of what experts beside a feed-forward have of their own: their input is the norm of the hidden state, not
+/// that of the feed-forward, and the outputs of both are normed before they are added.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub(crate) struct ApartNames {
+    /// Norm of the experts' input.
+    pub(crate) input_norm: &'static str,
+    /// Gain of the norm of the router's input; divided by the root of the width. The full name.
+    pub(crate) router_gain: &'static str,
+    /// Factor of each expert. The full name.
+    pub(crate) scales: &'static str,
+    /// Norms of the output of the feed-forward and of the experts.
+    pub(crate) branch_norms: [&'static str; 2],
+}
+
+/// The shape in which the biases of experts are stored.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub(crate) enum BiasForm {
+    /// `[experts]`.
+    Vector,
+    /// `[1, experts]`.
+    Row,
 }
 
 /// How experts are stored in a checkpoint.
@@ -82,6 +140,11 @@ pub(crate) struct ExpertNames {
 pub(crate) enum ExpertLayout {
     /// Each on its own: `PREFIX.number.NAME` for gate, up and down.
     Each { prefix: &'static str, names: [&'static str; 3] },
-    /// Together: gate and up as one tensor `[experts, 2 I, E]`, down as one `[experts, E, I]`.
+    /// Together and as `[in, out]`, in tensors whose names have no suffix: gate and up `[experts, E, 2 I]`, down
+    /// `[experts, I, E]`.
+    StackedTransposed([&'static str; 2]),
+    /// The same, with rows of gate and up in turn. In MXFP4 they are `[experts, rows, cols]`: `NAME_blocks` and `NAME_scales`.
+    Alternating([&'static str; 2]),
+    /// Together: gate and up as one tensor `[experts, 2 I, E]`, down as one `[experts, E, I]`. The full names.
     Stacked([&'static str; 2]),
 }

@@ -20,6 +20,8 @@ pub struct Rope {
     pub rotary_dim: usize,
     /// Whether a checkpoint's pairs are neighbours `(2i, 2i + 1)`; otherwise `(i, i + rotary_dim / 2)`.
     pub is_interleaved: bool,
+    /// Whether heads are rotated by negative angles.
+    pub is_reversed: bool,
     /// Base of the geometric series of frequencies.
     pub theta: f64,
     /// How frequencies are scaled for contexts longer than those of the first training.
@@ -58,6 +60,13 @@ pub enum RopeScaling {
         high: f64,
         /// Context length of the first training.
         original_max_positions: f64,
+    },
+    /// Rotates the first pairs `(i, i + D / 2)` of a head and leaves the others, with the frequencies of whole heads.
+    Proportional {
+        /// Divides all frequencies.
+        factor: f64,
+        /// The share of pairs that are rotated.
+        share: f64,
     },
     /// Like `Llama3`, but the ramp is over dimensions, and cos and sin are multiplied by `attention_factor`.
     Yarn {
@@ -150,6 +159,7 @@ impl Rope {
             head_dim: shape.head_dim,
             rotary_dim,
             is_interleaved: shape.is_interleaved,
+            is_reversed: false,
             theta: theta.or(outer).unwrap_or(shape.theta),
             scaling,
         })
@@ -172,6 +182,10 @@ impl Rope {
             RopeScaling::Long { ref short_factors, ref long_factors, original_max_positions, .. } => {
                 let factors = if max_positions <= original_max_positions { short_factors } else { long_factors };
                 pairs.map(|i| plain(i) / factors[i]).collect()
+            }
+            RopeScaling::Proportional { factor, share } => {
+                let rotated = (share * dim as f64 / 2.0) as usize;
+                pairs.map(|i| if i < rotated { plain(i) / factor } else { 0.0 }).collect()
             }
             RopeScaling::Linear { factor } => pairs.map(|i| plain(i) / factor).collect(),
             RopeScaling::Llama3 { factor, low, high, original_max_positions } => pairs
@@ -220,7 +234,7 @@ impl Rope {
             for frequency in &frequencies {
                 let (sin, cos) = f64::from(position as f32 * frequency).sin_cos();
                 table.cos.push((cos * magnitude) as f32);
-                table.sin.push((sin * magnitude) as f32);
+                table.sin.push((sin * if self.is_reversed { -magnitude } else { magnitude }) as f32);
             }
             table.cos.extend(std::iter::repeat_n(1.0, unrotated));
             table.sin.extend(std::iter::repeat_n(0.0, unrotated));
@@ -248,6 +262,13 @@ impl RopeScaling {
             }
             Some("longrope" | "su") => Self::read_long(fields, max_positions, original, rotary_dim),
             Some("linear") => Ok(Self::Linear { factor: fields.required_positive("factor")? }),
+            Some("proportional") => {
+                let share = fields.positive("partial_rotary_factor")?.unwrap_or(1.0);
+                if share > 1.0 {
+                    return Err(fields.wrong("partial_rotary_factor", "at most 1", &share.into()));
+                }
+                Ok(Self::Proportional { factor: fields.positive("factor")?.unwrap_or(1.0), share })
+            }
             Some("llama3") => Ok(Self::Llama3 {
                 factor: fields.required_positive("factor")?,
                 low: fields.required_positive("low_freq_factor")?,
@@ -267,7 +288,7 @@ impl RopeScaling {
             }
             Some(other) => Err(fields.wrong(
                 name,
-                "`default`, `linear`, `dynamic`, `llama3`, `yarn` or `longrope`",
+                "`default`, `linear`, `dynamic`, `proportional`, `llama3`, `yarn` or `longrope`",
                 &serde_json::Value::from(other),
             )),
         }
@@ -316,7 +337,7 @@ mod tests {
     use super::*;
 
     fn rope(dim: usize, theta: f64, scaling: RopeScaling) -> Rope {
-        Rope { head_dim: dim, rotary_dim: dim, is_interleaved: false, theta, scaling }
+        Rope { head_dim: dim, rotary_dim: dim, is_interleaved: false, is_reversed: false, theta, scaling }
     }
 
     #[test]

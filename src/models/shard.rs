@@ -1,7 +1,8 @@
 //! The part of each weight that a worker of a tensor-parallel group holds.
 //!
 //! qkv and gate/up are split by output (heads, columns of the inner layer), out and down by input, embedding and head
-//! by vocabulary. KV heads are replicated if the group has more workers than there are KV heads.
+//! by vocabulary. KV heads are replicated if the group has more workers than there are KV heads. Experts are divided
+//! among the parts of a group, if there are several, and each expert is split like a feed-forward within its part.
 
 use std::ops::Range;
 
@@ -31,7 +32,9 @@ pub struct LayerShard {
     pub kv_heads: Range<usize>,
     /// Columns of the feed-forward's inner layer; none if it consists of experts alone.
     pub intermediate: Range<usize>,
-    /// Columns of the inner layer of each expert; none without experts.
+    /// Experts; none if the layer has none.
+    pub experts: Range<usize>,
+    /// Columns of the inner layer of each of these experts; none without experts.
     pub expert_intermediate: Range<usize>,
 }
 
@@ -39,50 +42,87 @@ impl Shard {
     /// The shard of worker `tp.rank`.
     ///
     /// # Errors
-    /// Returns an error if the heads cannot be divided by the group's size, or if a worker would have an empty shard.
+    /// Returns an error if the heads cannot be divided by the group's size, the experts by its parts, or if a worker
+    /// would have an empty shard.
     pub fn new(config: &Config, tp: TensorParallel) -> Result<Self, ModelError> {
         let (rank, size) = (tp.rank as usize, tp.size as usize);
+        check_expert_groups(config, tp)?;
         if let Some(layer) = config.layers.iter().find(|layer| !fits(config, layer, size)) {
             let fits_all = |size: &usize| config.layers.iter().all(|layer| fits(config, layer, *size));
             let usable: Vec<String> =
                 (1..=layer.attention.num_heads).filter(fits_all).map(|size| size.to_string()).collect();
-            return Err(ModelError::WorldSize {
-                num_heads: layer.attention.num_heads,
-                num_kv_heads: layer.attention.num_kv_heads,
-                found: tp.size,
-                usable: usable.join(", "),
-            });
+            let what = undivided(config, layer, size);
+            return Err(ModelError::WorldSize { what, found: tp.size, usable: usable.join(", ") });
         }
         Ok(Self {
-            layers: config.layers.iter().map(|layer| LayerShard::new(layer, rank, size)).collect(),
+            layers: config
+                .layers
+                .iter()
+                .map(|layer| LayerShard::new(layer, rank, size, config.expert_groups))
+                .collect(),
             vocab: aligned_share(config.vocab_size, rank, size),
         })
     }
 }
 
 impl LayerShard {
-    fn new(layer: &LayerSpec, rank: usize, size: usize) -> Self {
+    fn new(layer: &LayerSpec, rank: usize, size: usize, expert_groups: usize) -> Self {
         let (heads, kv_heads) = (layer.attention.num_heads / size, layer.attention.num_kv_heads.div_ceil(size));
         let first_kv_head = rank * layer.attention.num_kv_heads / size;
+        // The workers of a part have neighbouring ranks.
+        let part_size = size / expert_groups;
+        let num_experts = layer.experts.map_or(0, |experts| experts.num_experts) / expert_groups;
+        let part = rank / part_size;
         Self {
             heads: rank * heads..(rank + 1) * heads,
             kv_heads: first_kv_head..first_kv_head + kv_heads,
             intermediate: aligned_share(dense_width(layer), rank, size),
-            expert_intermediate: aligned_share(expert_width(layer), rank, size),
+            experts: part * num_experts..(part + 1) * num_experts,
+            expert_intermediate: aligned_share(expert_width(layer), rank % part_size, part_size),
         }
     }
 }
 
 /// Whether every worker of a group of `size` gets whole heads and a part of every weight of the layer.
 fn fits(config: &Config, layer: &LayerSpec, size: usize) -> bool {
+    size > 0 && fits_heads(layer, size) && widths(config, layer, size).into_iter().all(|(_, fits)| fits)
+}
+
+fn fits_heads(layer: &LayerSpec, size: usize) -> bool {
     let kv_heads = layer.attention.num_kv_heads;
-    size > 0
-        && layer.attention.num_heads.is_multiple_of(size)
-        && (kv_heads.is_multiple_of(size) || size.is_multiple_of(kv_heads))
-        && [dense_width(layer), expert_width(layer)]
-            .into_iter()
-            .all(|width| width == 0 || !aligned_share(width, size - 1, size).is_empty())
-        && !aligned_share(config.vocab_size, size - 1, size).is_empty()
+    layer.attention.num_heads.is_multiple_of(size) && (kv_heads.is_multiple_of(size) || size.is_multiple_of(kv_heads))
+}
+
+/// What is divided by columns, and whether each worker would have some.
+fn widths(config: &Config, layer: &LayerSpec, size: usize) -> [(usize, bool); 3] {
+    let inner = [(dense_width(layer), size), (expert_width(layer), size / config.expert_groups)];
+    // A group with fewer workers than parts has none for some experts.
+    let has_some = |width, size: usize| size > 0 && !aligned_share(width, size - 1, size).is_empty();
+    let [dense, experts] = inner.map(|(width, size)| (width, width == 0 || has_some(width, size)));
+    [dense, experts, (config.vocab_size, has_some(config.vocab_size, size))]
+}
+
+/// What of a layer does not fit, for an error message.
+fn undivided(config: &Config, layer: &LayerSpec, size: usize) -> String {
+    let narrow = (size > 0 && fits_heads(layer, size)).then(|| widths(config, layer, size));
+    let names = ["an inner layer of", "experts of", "a vocabulary of"];
+    let narrow = narrow.and_then(|widths| names.into_iter().zip(widths).find(|(_, (_, fits))| !fits));
+    match narrow {
+        Some((name, (width, _))) => format!("{name} {width} columns"),
+        None => format!("{} heads and {} KV heads", layer.attention.num_heads, layer.attention.num_kv_heads),
+    }
+}
+
+fn check_expert_groups(config: &Config, tp: TensorParallel) -> Result<(), ModelError> {
+    let groups = config.expert_groups;
+    let counts = config.layers.iter().filter_map(|layer| layer.experts.map(|experts| experts.num_experts));
+    let is_divided = |count: usize| groups > 0 && count.is_multiple_of(groups);
+    let undivided = counts.clone().find(|&count| !is_divided(count));
+    if is_divided(tp.size as usize) && undivided.is_none() && (groups == 1 || counts.clone().next().is_some()) {
+        return Ok(());
+    }
+    let num_experts = undivided.or(counts.max()).unwrap_or(0);
+    Err(ModelError::ExpertGroups { num_experts, group: tp.size, found: groups })
 }
 
 fn dense_width(layer: &LayerSpec) -> usize {
@@ -104,7 +144,7 @@ pub(crate) mod tests {
     use ops::{Activation, DType, NormKind};
 
     use super::*;
-    use crate::config::{AttentionLayer, HeadSpec, MlpLayer, NormSpec};
+    use crate::config::{AttentionLayer, HeadSpec, KvSource, MlpLayer, NormSpec};
     use crate::families;
 
     pub(crate) fn config(num_heads: usize, num_kv_heads: usize, vocab_size: usize) -> Config {
@@ -116,7 +156,11 @@ pub(crate) mod tests {
             rope: None,
             has_alibi: false,
             window: None,
+            chunk: None,
+            kv: KvSource::Projections,
             score_cap: None,
+            has_sinks: false,
+            query_scale: None,
             head_norm: None,
             qkv_bias: false,
             out_bias: false,
@@ -135,7 +179,9 @@ pub(crate) mod tests {
             vocab_size,
             max_position_embeddings: 128,
             embedding_scale: 1.0,
+            branch_scale: 1.0,
             learned_positions: None,
+            per_layer_input: None,
             norm: NormSpec { kind: NormKind::Rms, eps: 1e-5, has_weight: true, has_bias: false, offset: 0.0 },
             ropes: vec![],
             layers: vec![LayerSpec { attention, mlp: Some(mlp), experts: None, is_parallel: false }; 2],
@@ -143,6 +189,8 @@ pub(crate) mod tests {
             bos_id: None,
             eos_ids: vec![],
             dtype: DType::Bf16,
+            expert_groups: 1,
+            weight_format: crate::config::WeightFormat::Plain,
             notes: vec![],
         }
     }
@@ -184,5 +232,62 @@ pub(crate) mod tests {
             error,
             "8 heads and 4 KV heads cannot be shared by 3 workers; world sizes that would do: 1, 2, 4, 8"
         );
+    }
+
+    #[test]
+    fn a_size_that_leaves_a_worker_without_columns_is_refused_with_what_is_too_narrow() {
+        let mut config = config(8, 4, 512);
+        config.layers[1].mlp.as_mut().unwrap().intermediate_size = 40;
+        let error =
+            |config: &Config, size| Shard::new(config, TensorParallel { rank: 0, size }).unwrap_err().to_string();
+        let found = error(&config, 4);
+        assert_eq!(
+            found,
+            "an inner layer of 40 columns cannot be shared by 4 workers; world sizes that would do: 1, 2"
+        );
+        let narrow = Config { vocab_size: 8, ..config };
+        assert!(error(&narrow, 2).starts_with("a vocabulary of 8 columns cannot be"), "{}", error(&narrow, 2));
+    }
+
+    #[test]
+    fn parts_of_a_group_have_different_experts_and_share_the_columns_of_each() {
+        let mut config = config(8, 4, 512);
+        let (scoring, activation) = (ops::Scoring::Softmax, Activation::Silu);
+        let routing = ops::Routing {
+            top_k: 2,
+            scoring,
+            scales_input: false,
+            groups: None,
+            is_normalized: true,
+            scale: 1.0,
+            activation,
+        };
+        let experts = crate::ExpertLayer { num_experts: 6, intermediate_size: 48, routing };
+        config.layers[1].experts = Some(experts);
+        let own = |groups: u32, size: u32| -> Vec<_> {
+            let shards = shards(&config.clone().in_expert_groups(groups), size);
+            shards
+                .into_iter()
+                .map(|shard| (shard.layers[1].experts.clone(), shard.layers[1].expert_intermediate.clone()))
+                .collect()
+        };
+        assert_eq!(own(1, 2), [(0..6, 0..24), (0..6, 24..48)]);
+        assert_eq!(own(2, 2), [(0..3, 0..48), (3..6, 0..48)]);
+        assert_eq!(own(2, 4), [(0..3, 0..24), (0..3, 24..48), (3..6, 0..24), (3..6, 24..48)]);
+        let refused = |groups, size| {
+            Shard::new(&config.clone().in_expert_groups(groups), TensorParallel { rank: 0, size })
+                .unwrap_err()
+                .to_string()
+        };
+        assert_eq!(
+            refused(4, 4),
+            "6 experts cannot be divided among `ep` 4 parts of a group of 4 workers; `ep` must divide both"
+        );
+        assert!(refused(2, 1).starts_with("6 experts cannot"), "{}", refused(2, 1));
+        assert!(refused(0, 1).starts_with("6 experts cannot"), "{}", refused(0, 1));
+        config.layers[1].experts = None;
+        let error =
+            Shard::new(&config.in_expert_groups(2), TensorParallel { rank: 0, size: 2 }).unwrap_err().to_string();
+        assert!(error.ends_with("(this model has no experts: remove `ep`)"), "{error}");
     }
 }

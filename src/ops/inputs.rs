@@ -22,11 +22,12 @@ pub struct StepInputs {
     pub token_ids: Vec<u32>,
     /// `[T]`: position of each token in its sequence.
     pub positions: Vec<u32>,
-    /// `[T]`: index where K and V of each token are stored: `block * block_size + offset`.
+    /// `[G, T]`: index where K and V of each token are stored, in each of `G` KV groups: `block * block_size + offset`.
     pub slots: Vec<u32>,
     /// `[R]`: number of positions of the row after this step.
     pub context_lens: Vec<u32>,
-    /// `[R, max_blocks]`: block table of each row, row-major, padded with 0.
+    /// `[G, R, max_blocks]`: block table of each row in each KV group, padded with 0. Blocks before the window of a group
+    /// may be any: devices may load them, but must not use them.
     pub block_tables: Vec<u32>,
     /// Row length of `block_tables`.
     pub max_blocks: usize,
@@ -104,8 +105,14 @@ impl StepInputs {
         })
     }
 
-    /// The block table of row `index` of this step.
-    pub fn block_table(&self, index: usize) -> &[u32] {
-        &self.block_tables[index * self.max_blocks..(index + 1) * self.max_blocks]
+    /// `[T]`: index where K and V of each token are stored in a KV group.
+    pub fn slots_of(&self, group: usize) -> &[u32] {
+        &self.slots[group * self.num_tokens()..(group + 1) * self.num_tokens()]
+    }
+
+    /// The block table of row `index` of this step in a KV group.
+    pub fn block_table(&self, group: usize, index: usize) -> &[u32] {
+        let row = group * self.num_rows() + index;
+        &self.block_tables[row * self.max_blocks..(row + 1) * self.max_blocks]
     }
 }

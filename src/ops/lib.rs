@@ -9,18 +9,20 @@
 //! shard.
 #![forbid(unsafe_code)]
 
+mod attention;
 mod error;
 mod inputs;
 mod memory;
 mod spec;
 
+pub use attention::{AttentionSpec, LayerAttention, QueryScale, RopeTable};
 pub use error::DeviceError;
 pub use inputs::{SampleInput, StepInputs, TOKEN_ON_DEVICE};
 pub use memory::{MemoryEstimate, Target};
 pub use spec::{
-    Activation, AttentionSpec, DType, ExpertSlice, ExpertSlices, Feature, HeadNormSpan, HeadOrder, LayerAttention,
-    LinearRole, LogitSpec, MemoryPlan, NormKind, NormSlices, PipelineStage, RopeTable, Routing, StepLimits,
-    TensorParallel, WeightSlice,
+    Activation, DType, ExpertGroups, ExpertSlice, ExpertSlices, Feature, HeadNormSpan, HeadOrder, LinearRole,
+    LogitSpec, MemoryPlan, NormKind, NormSlices, PipelineStage, Routing, Scoring, StepLimits, TensorParallel,
+    WeightSlice,
 };
 
 use engine::{CopiedBlock, RevisedRow, RowId, SampleMask, SampledToken, SamplingParams, TokenId};
@@ -47,6 +49,12 @@ pub trait Device: Sized {
     /// The optional ops that this device has. The others are never called.
     fn features(&self) -> &'static [Feature] {
         &[]
+    }
+
+    /// Whether loading reads the data of weights. Otherwise weights that would have to be converted first may be passed
+    /// with data of another layout, and only their shapes are right.
+    fn reads_weights(&self) -> bool {
+        true
     }
 
     /// Loads a linear layer's weight `[N, K]` from slices of the checkpoint stacked along `N` (q, k, v as one; gate and
@@ -85,7 +93,7 @@ pub trait Device: Sized {
     /// The memory available for KV blocks after weights and workspace are allocated, and the size of a block.
     fn memory_plan(&self, attention: &AttentionSpec) -> Result<MemoryPlan, DeviceError>;
 
-    /// Allocates the KV blocks of all layers and the other buffers of attention and sampling. Called once, before the
+    /// Allocates the KV blocks and the other buffers of attention and sampling. Called once, before the
     /// first step.
     fn allocate_cache(&mut self, attention: &AttentionSpec, num_blocks: usize) -> Result<(), DeviceError>;
 
@@ -100,7 +108,7 @@ pub trait Device: Sized {
     ) -> Result<(), DeviceError>;
 
     /// Revises rows: they continue from tokens chosen by rank 0. Each reads its parent as it was before any of them.
-    /// Then blocks are copied in all layers. Only beam searches and verified drafts need it.
+    /// Then blocks are copied, all buffers of each. Only beam searches and verified drafts need it.
     fn revise(&mut self, revised: &[RevisedRow], copied: &[CopiedBlock]) -> Result<(), DeviceError> {
         match revised.is_empty() && copied.is_empty() {
             true => Ok(()),
@@ -147,7 +155,8 @@ pub trait Device: Sized {
     fn embed(&mut self, out: &mut Self::Tensor, table: &Self::Weight, scale: f32) -> Result<(), DeviceError>;
 
     /// `out[t, :] = x[t, :] * rsqrt(mean(x[t, :]^2) + eps) * gain`, or `(x[t, :] - mean) * rsqrt(variance + eps) * gain +
-    /// bias`. `weight` determines the kind of norm.
+    /// bias`. `weight` determines the kind of norm. A row may consist of several groups as wide as `weight`, which are
+    /// normalized one by one ([`Feature::PerLayerInputs`]).
     fn norm(
         &mut self,
         out: &mut Self::Tensor,
@@ -197,6 +206,17 @@ pub trait Device: Sized {
         Err(DeviceError::lacks(Feature::Experts))
     }
 
+    /// The same as [`Device::experts`], but tokens choose by `routed` instead of `x` ([`Feature::ExpertsApart`]).
+    fn experts_of(
+        &mut self,
+        _out: &mut Self::Tensor,
+        _x: &Self::Tensor,
+        _routed: &Self::Tensor,
+        _experts: &Self::Weight,
+    ) -> Result<(), DeviceError> {
+        Err(DeviceError::lacks(Feature::ExpertsApart))
+    }
+
     /// `out[t, :] *= sigmoid(x[t, :] · gate)`, where `gate` was loaded as a linear layer with one row
     /// ([`Feature::Experts`]).
     fn gate_rows(
@@ -208,8 +228,8 @@ pub trait Device: Sized {
         Err(DeviceError::lacks(Feature::Experts))
     }
 
-    /// Norms in place: of the q part of `qkv [T, (H + 2K) D]` of `layer` by `q_norm`, and of the k part by `k_norm`
-    /// ([`Feature::HeadNorm`], [`Feature::EachHeadNorm`], [`Feature::AllHeadsNorm`]).
+    /// Norms in place of the q, k and v parts of `qkv [T, (H + 2K) D]` of `layer` ([`Feature::HeadNorm`],
+    /// [`Feature::EachHeadNorm`], [`Feature::AllHeadsNorm`], [`Feature::ValueNorm`]).
     fn head_norm(
         &mut self,
         _qkv: &mut Self::Tensor,
@@ -221,7 +241,7 @@ pub trait Device: Sized {
     }
 
     /// Rotates the q and k parts of `qkv [T, (H + 2K) D]` by position, and writes k and v into the KV blocks of
-    /// `layer`.
+    /// `layer`. With [`LayerAttention::has_shared_kv`] there is only q.
     fn rope_and_cache(&mut self, qkv: &mut Self::Tensor, layer: usize) -> Result<(), DeviceError>;
 
     /// `out [T, H D]` = causal attention of the q part of `qkv` over each row's KV blocks of `layer`.
@@ -250,9 +270,30 @@ pub trait Device: Sized {
         Err(DeviceError::lacks(Feature::BranchNorm))
     }
 
+    /// `out = norm(sum of partial over the group)` ([`Feature::ExpertsApart`]).
+    fn reduce_norm(
+        &mut self,
+        _out: &mut Self::Tensor,
+        _partial: &Self::Tensor,
+        _weight: &Self::Weight,
+        _eps: f32,
+    ) -> Result<(), DeviceError> {
+        Err(DeviceError::lacks(Feature::ExpertsApart))
+    }
+
     /// `x += y` ([`Feature::ParallelBranches`]).
     fn add(&mut self, _x: &mut Self::Tensor, _y: &Self::Tensor) -> Result<(), DeviceError> {
         Err(DeviceError::lacks(Feature::ParallelBranches))
+    }
+
+    /// `x *= factor` ([`Feature::LayerScale`]).
+    fn scale(&mut self, _x: &mut Self::Tensor, _factor: f32) -> Result<(), DeviceError> {
+        Err(DeviceError::lacks(Feature::LayerScale))
+    }
+
+    /// `x[t, i] *= y[t, first + i]` for all columns `i` of `x` ([`Feature::PerLayerInputs`]).
+    fn multiply_columns(&mut self, _x: &mut Self::Tensor, _y: &Self::Tensor, _first: usize) -> Result<(), DeviceError> {
+        Err(DeviceError::lacks(Feature::PerLayerInputs))
     }
 
     /// Computes the logits of the `S` sampling positions of `x` over the whole group's vocabulary, and chooses a token
@@ -281,8 +322,10 @@ pub struct HeadNorms<'a, W> {
     pub span: HeadNormSpan,
     /// Norm of q.
     pub q: &'a W,
-    /// Norm of k.
-    pub k: &'a W,
+    /// Norm of k; `None` in a layer that has no k of its own.
+    pub k: Option<&'a W>,
+    /// Norm of v, if it has one. Its span is a head.
+    pub v: Option<&'a W>,
 }
 
 fn no_pipeline() -> DeviceError {

@@ -124,27 +124,63 @@ pub enum LinearRole {
 
 /// How tokens choose among the experts of a feed-forward.
 ///
-/// The probabilities of all experts are the softmax, in f32, of the products of the router. A token goes to the `top_k`
-/// likeliest experts, the lower one where two are equal.
+/// The weights of all experts follow, in f32, from the products of the router. A token goes to the `top_k` experts with
+/// the largest sum of weight and [`ExpertSlices::selection_bias`], the lower one where two are equal.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Routing {
     /// Experts of a token.
     pub top_k: usize,
-    /// Whether the probabilities of the chosen experts are divided by their sum.
+    /// How weights follow from products. All but the softmax require [`Feature::SigmoidRouting`].
+    pub scoring: Scoring,
+    /// Whether a weight multiplies the input of its expert ([`Feature::ScaledExpertInputs`]); otherwise its output.
+    pub scales_input: bool,
+    /// If set, only the experts of some groups can be chosen ([`Feature::ExpertGroups`]).
+    pub groups: Option<ExpertGroups>,
+    /// Whether the weights of the chosen experts are divided by their sum.
     pub is_normalized: bool,
+    /// Multiplies the weights of the chosen experts at the end. Other values than 1 require [`Feature::ExpertScales`].
+    pub scale: f32,
     /// Activation function of the gates.
     pub activation: Activation,
 }
 
-/// The experts of a feed-forward, of which each is a gated MLP. This worker has some columns of the inner layer of each.
+/// Experts form groups of equal size, in order. A token chooses within the groups whose two best experts have the largest
+/// sum, the lower group where two are equal.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct ExpertGroups {
+    /// Number of groups, each of two experts or more.
+    pub count: usize,
+    /// Number of groups that a token chooses.
+    pub chosen: usize,
+}
+
+/// How the weights of experts follow from the products of a router.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Scoring {
+    /// The softmax over all experts.
+    Softmax,
+    /// The sigmoid of each.
+    Sigmoid,
+}
+
+/// The experts of a feed-forward, of which each is a gated MLP. This worker has some of them, and of these some or all
+/// columns of the inner layer.
 #[derive(Debug, Clone)]
 pub struct ExpertSlices<'a> {
     /// `[experts, E]`, the same on every worker.
     pub router: WeightSlice<'a>,
-    /// All experts, in order.
+    /// `[experts]`, added to the products of the router.
+    pub router_bias: Option<WeightSlice<'a>>,
+    /// `[experts]`: added to the weights while experts are chosen ([`Feature::SelectionBias`]).
+    pub selection_bias: Option<WeightSlice<'a>>,
+    /// Index of this worker's first expert.
+    pub first: usize,
+    /// This worker's experts, in order.
     pub experts: Vec<ExpertSlice<'a>>,
     /// How tokens choose.
     pub routing: Routing,
+    /// `[experts]`: if set, multiplies the weight of each expert at the end. Requires [`Feature::ExpertScales`].
+    pub scales: Option<WeightSlice<'a>>,
 }
 
 /// The weights of one expert.
@@ -154,10 +190,14 @@ pub struct ExpertSlice<'a> {
     pub gate_up: [WeightSlice<'a>; 2],
     /// `[E, I]`.
     pub down: WeightSlice<'a>,
+    /// Biases of gate and up, each `[I]`; none, or two.
+    pub gate_up_bias: Vec<WeightSlice<'a>>,
+    /// Bias of down, `[E]`. Of the workers that share an expert, one has it.
+    pub down_bias: Option<WeightSlice<'a>>,
 }
 
 /// The activation function of an MLP.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, PartialEq)]
 pub enum Activation {
     /// `x * sigmoid(x)`.
     Silu,
@@ -169,6 +209,13 @@ pub enum Activation {
     Relu,
     /// `max(x, 0)^2`.
     ReluSquared,
+    /// `positive x^2 + slope x` above 0, else `negative (e^min(x, edge) - 1 - x) + slope x`. Requires [`Feature::Xielu`].
+    #[allow(missing_docs)] // Fields are named by the formula.
+    Xielu { positive: f32, negative: f32, slope: f32, edge: f32 },
+    /// Of experts alone: the gated product is `g * sigmoid(alpha * g) * (u + 1)`, where `g` is the gate up to `limit` and `u` is
+    /// up within `-limit..=limit`.
+    #[allow(missing_docs)] // Fields are named by the formula.
+    ClampedSwiglu { alpha: f32, limit: f32 },
 }
 
 /// A worker's rank in its tensor-parallel group.
@@ -212,60 +259,6 @@ impl PipelineStage {
     }
 }
 
-/// cos and sin of every position. The scaling rules are applied on the host.
-#[derive(Debug, Clone, PartialEq)]
-pub struct RopeTable {
-    /// `[max_positions, D / 2]` cosines, scaled if the model's rule says so.
-    pub cos: Vec<f32>,
-    /// `[max_positions, D / 2]` sines.
-    pub sin: Vec<f32>,
-}
-
-/// Attention of a model, for this worker's shard.
-#[derive(Debug, Clone, PartialEq)]
-pub struct AttentionSpec {
-    /// Positions in one KV block.
-    pub block_size: usize,
-    /// Maximum length of a sequence; the rotation tables have this number of positions.
-    pub max_positions: usize,
-    /// Rotary embeddings; elements `(i, i + D / 2)` of a head form a pair.
-    pub ropes: Vec<RopeTable>,
-    /// The layers with KV blocks.
-    pub layers: Vec<LayerAttention>,
-}
-
-impl AttentionSpec {
-    /// Elements of K, or of V, of one position in all layers.
-    pub fn kv_width(&self) -> usize {
-        self.layers.iter().map(|layer| layer.num_kv_heads * layer.head_dim).sum()
-    }
-}
-
-/// Attention of one layer, for this worker's shard.
-#[derive(Debug, Clone, PartialEq)]
-pub struct LayerAttention {
-    /// `H`, query heads on this worker.
-    pub num_heads: usize,
-    /// `K`, KV heads on this worker; divides `H`.
-    pub num_kv_heads: usize,
-    /// `D`, the head dimension.
-    pub head_dim: usize,
-    /// Multiplies q·k, usually `D^-0.5`.
-    pub scale: f32,
-    /// Index in [`AttentionSpec::ropes`]; `None` if q and k are not rotated.
-    pub rope: Option<usize>,
-    /// If set, attention reads only this number of last positions.
-    pub window: Option<usize>,
-    /// If set, a score `s` becomes `cap * tanh(s / cap)`. Requires [`Feature::ScoreCap`].
-    pub score_cap: Option<f32>,
-    /// `[H]` a logit of each head that takes part in the softmax and has no value. Empty if there are none. Requires
-    /// [`Feature::Sinks`].
-    pub sinks: Vec<f32>,
-    /// `[H]` ALiBi slopes of this worker's heads: `slope * (key position - query position)` is added to each score.
-    /// Empty if the model does not use ALiBi. Requires [`Feature::Alibi`].
-    pub alibi_slopes: Vec<f32>,
-}
-
 /// Ops that only some architectures need. A device may lack them; a model that needs a missing one is refused when it
 /// is loaded.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -278,26 +271,52 @@ pub enum Feature {
     PlainMlp,
     /// Activations other than SiLU and GELU's tanh approximation.
     OtherActivations,
+    /// [`Activation::Xielu`].
+    Xielu,
     /// Norms of q and k, the same for all heads: [`crate::Device::head_norm`].
     HeadNorm,
     /// Norms of q and k with weights of each head, or layer norms: [`crate::Device::head_norm`].
     EachHeadNorm,
     /// Norms of q and k over all heads of the group: [`crate::Device::head_norm`].
     AllHeadsNorm,
-    /// [`LayerAttention::alibi_slopes`].
+    /// [`crate::LayerAttention::alibi_slopes`].
     Alibi,
-    /// [`LayerAttention::score_cap`].
+    /// [`crate::LayerAttention::score_cap`].
     ScoreCap,
-    /// [`LayerAttention::sinks`].
+    /// [`crate::LayerAttention::sinks`].
     Sinks,
+    /// [`crate::LayerAttention::chunk`].
+    ChunkedAttention,
+    /// [`crate::LayerAttention::query_scale`].
+    QueryScale,
     /// [`LogitSpec::cap`].
     LogitCap,
     /// Norms behind a branch: [`crate::Device::reduce_norm_add_norm`].
     BranchNorm,
     /// Two branches of the same input: [`crate::Device::add`].
     ParallelBranches,
+    /// [`crate::HeadNorms::v`].
+    ValueNorm,
+    /// [`crate::LayerAttention::has_shared_kv`].
+    SharedKv,
+    /// Norms of several groups in a row by [`crate::Device::norm`], and [`crate::Device::multiply_columns`].
+    PerLayerInputs,
+    /// [`crate::Device::scale`].
+    LayerScale,
     /// Experts: [`crate::Device::load_experts`], [`crate::Device::experts`], [`crate::Device::gate_rows`].
     Experts,
+    /// [`Scoring::Sigmoid`].
+    SigmoidRouting,
+    /// [`Routing::scales_input`].
+    ScaledExpertInputs,
+    /// [`ExpertSlices::selection_bias`].
+    SelectionBias,
+    /// [`Routing::groups`].
+    ExpertGroups,
+    /// [`ExpertSlices::scales`] and [`Routing::scale`].
+    ExpertScales,
+    /// [`crate::Device::experts_of`] and [`crate::Device::reduce_norm`].
+    ExpertsApart,
 }
 
 impl std::fmt::Display for Feature {
@@ -307,15 +326,28 @@ impl std::fmt::Display for Feature {
             Feature::LearnedPositions => "learned positions",
             Feature::PlainMlp => "feed-forward without a gate",
             Feature::OtherActivations => "activations other than SiLU and GELU (tanh)",
+            Feature::Xielu => "the activation xIELU",
             Feature::HeadNorm => "norms of q and k",
             Feature::EachHeadNorm => "layer norms of each head of q and k",
             Feature::AllHeadsNorm => "norms of q and k over all heads",
             Feature::Alibi => "ALiBi",
             Feature::ScoreCap => "capped attention scores",
             Feature::Sinks => "attention sinks",
+            Feature::ChunkedAttention => "attention in chunks",
+            Feature::QueryScale => "a scale of queries that depends on the position",
             Feature::LogitCap => "capped logits",
             Feature::BranchNorm => "norms behind attention and feed-forward",
             Feature::ParallelBranches => "attention and feed-forward in parallel",
+            Feature::ValueNorm => "norms of v",
+            Feature::SharedKv => "layers that share keys and values",
+            Feature::PerLayerInputs => "an embedding for each layer",
+            Feature::LayerScale => "a factor of each layer",
+            Feature::SigmoidRouting => "experts that are weighted by sigmoids",
+            Feature::ScaledExpertInputs => "experts whose inputs are weighted",
+            Feature::SelectionBias => "experts that are chosen by their weights and a bias",
+            Feature::ExpertGroups => "experts that are chosen within groups",
+            Feature::ExpertScales => "a factor of each expert",
+            Feature::ExpertsApart => "experts with an input of their own",
             Feature::Experts => "mixture of experts",
         })
     }
@@ -359,7 +391,7 @@ pub struct MemoryPlan {
     pub weights_bytes: u64,
     /// Bytes used by activations and scratch buffers.
     pub workspace_bytes: u64,
-    /// Bytes of one KV block in all layers.
+    /// Bytes of one KV block: of all layers of one KV group.
     pub block_bytes: u64,
     /// Number of KV blocks that fit.
     pub max_blocks: usize,

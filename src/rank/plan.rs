@@ -129,14 +129,16 @@ fn shape(plan: &ModelPlan) -> String {
 
 impl Table<'_> {
     fn write_concurrency(&self, f: &mut fmt::Formatter<'_>, blocks: u64) -> fmt::Result {
-        let plan = self.plan;
-        let positions = blocks * plan.block_size as u64;
-        let at_once =
-            |length: usize| (blocks / length.div_ceil(plan.block_size).max(1) as u64).min(plan.max_rows as u64);
-        writeln!(f, "  {blocks} KV blocks of {} positions: {positions} positions", plan.block_size)?;
-        let mut line = format!("  at once, of at most {} sequences:", plan.max_rows);
-        let shorter = [512, 2048].into_iter().filter(|&length| length < plan.max_sequence_len);
-        for length in shorter.chain([plan.max_sequence_len]) {
+        let engine = &self.plan.engine;
+        let at_once = |length: usize| (blocks / engine.num_blocks_of(length).max(1) as u64).min(engine.max_rows as u64);
+        write!(f, "  {blocks} KV blocks of {} positions", engine.block_size)?;
+        match engine.windows[..] {
+            [None] => writeln!(f, ": {} positions", blocks * engine.block_size as u64)?,
+            ref windows => writeln!(f, ", {}", groups(windows))?,
+        }
+        let mut line = format!("  at once, of at most {} sequences:", engine.max_rows);
+        let shorter = [512, 2048].into_iter().filter(|&length| length < engine.max_sequence_len);
+        for length in shorter.chain([engine.max_sequence_len]) {
             let _ = write!(line, " {} of {length} positions,", at_once(length));
         }
         writeln!(f, "{}", line.trim_end_matches(','))
@@ -147,7 +149,8 @@ impl Table<'_> {
         if missing == 0 {
             return Ok(());
         }
-        write!(f, "  does not fit: a sequence of {} positions lacks {}", plan.max_sequence_len, size(missing))?;
+        let longest = plan.engine.max_sequence_len;
+        write!(f, "  does not fit: a sequence of {longest} positions lacks {}", size(missing))?;
         match plan.fitting_world(free) {
             Some(size) if plan.num_replicas > 1 => {
                 writeln!(f, "; replicas of {size} workers would fit, or a smaller `max_sequence_len`")
@@ -159,6 +162,19 @@ impl Table<'_> {
             ),
         }
     }
+}
+
+/// The KV groups of a model with windows, those that are alike together.
+fn groups(windows: &[Option<usize>]) -> String {
+    let kinds = windows.chunk_by(|a, b| a == b).map(|alike| {
+        let verb = if alike.len() == 1 { "keeps" } else { "keep" };
+        match alike[0] {
+            None => format!("{} {verb} all positions", alike.len()),
+            Some(window) => format!("{} {verb} the last {window}", alike.len()),
+        }
+    });
+    let plural = if windows.len() == 1 { "" } else { "s" };
+    format!("{} group{plural} of layers: {}", windows.len(), kinds.collect::<Vec<_>>().join(", "))
 }
 
 /// Writes columns that are as wide as their longest cells.
@@ -177,5 +193,19 @@ fn size(bytes: u64) -> String {
         0 => "-".to_owned(),
         bytes if bytes < 1 << 30 => format!("{:.1} MiB", bytes as f64 / (1u64 << 20) as f64),
         bytes => format!("{:.2} GiB", bytes as f64 / (1u64 << 30) as f64),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn groups_that_are_alike_are_counted_together() {
+        assert_eq!(groups(&[Some(4096)]), "1 group of layers: 1 keeps the last 4096");
+        assert_eq!(
+            groups(&[None, Some(1024), Some(1024), Some(64)]),
+            "4 groups of layers: 1 keeps all positions, 2 keep the last 1024, 1 keeps the last 64"
+        );
     }
 }

@@ -72,6 +72,8 @@ pub struct WorkerSpec {
     pub stage: u32,
     /// Number of pipeline stages, each of one tensor-parallel group.
     pub num_stages: u32,
+    /// Parts of the tensor-parallel group that have different experts.
+    pub expert_groups: u32,
     /// `[num_stages * tp_size]` node of each worker of the model, in the order of stages.
     pub nodes: Vec<u32>,
     /// `[nodes]` host names, for messages.

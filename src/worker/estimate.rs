@@ -13,5 +13,5 @@ use ops::MemoryEstimate;
 pub fn estimate_memory(checkpoint: &Path, config: &Config, worker: &WorkerShape) -> Result<MemoryEstimate, ModelError> {
     let mut estimator = Estimator::new(worker.target, worker.tp, worker.limits).in_stage(worker.stage);
     let loaded = models::load(checkpoint, config, &mut estimator)?;
-    Ok(estimator.estimate(&loaded.attention_spec(worker.block_size)))
+    Ok(estimator.estimate(&loaded.attention_spec(worker.block_size, worker.limits.max_sequence_len)))
 }

@@ -1,6 +1,8 @@
 //! The rows of a worker: each plan's changes are checked against them and packed into device inputs.
 
-use engine::{BlockId, CopiedBlock, RevisedRow, RowId, RowWork, SequenceId, StepPlan, TokenId};
+use std::iter::repeat;
+
+use engine::{BlockId, CopiedBlock, GrownTable, JoinedRow, RevisedRow, RowId, RowWork, SequenceId, StepPlan, TokenId};
 use ops::{SampleInput, StepInputs, TOKEN_ON_DEVICE};
 use supervision::LogitsPlace;
 
@@ -22,6 +24,12 @@ pub enum PlanMismatch {
     NoToken { step: u64, row: u32, position: u32, known: u32 },
     #[error("plan {step}: row {row} needs {needed} blocks but has {found}")]
     Blocks { step: u64, row: u32, needed: usize, found: usize },
+    #[error("plan {step}: row {row} has {found} block tables, but there are {groups} KV groups")]
+    Tables { step: u64, row: u32, found: usize, groups: usize },
+    #[error("plan {step}: row {row} names KV group {group}, but there are {groups}")]
+    GroupRange { step: u64, row: u32, group: u32, groups: usize },
+    #[error("plan {step}: row {row} needs block {needed} of KV group {group}, but its first is {first}")]
+    Released { step: u64, row: u32, group: usize, needed: usize, first: usize },
     #[error("plan {step}: row {row} names KV block {block}, but there are {num_blocks}")]
     BlockRange { step: u64, row: u32, block: u32, num_blocks: usize },
     #[error("plan {step}: row {row} keeps {kept} tokens of row {parent}, which has {known}")]
@@ -43,7 +51,8 @@ struct Row {
     num_computed: u32,
     /// Tokens sampled since the row joined, queued steps included.
     num_sampled: u32,
-    blocks: Vec<BlockId>,
+    /// For each KV group.
+    tables: Vec<Table>,
     /// Whether the sequence is a beam: rank 0 chooses its next token in a later plan.
     is_beam: bool,
     /// Whether its tokens are chosen among those of masks.
@@ -54,10 +63,21 @@ struct Row {
     reports_generation: bool,
 }
 
+/// A block table of a row.
+#[derive(Debug, Clone)]
+struct Table {
+    /// Index of the first block that rank 0 sent.
+    first: usize,
+    /// Those before `first` are block 0.
+    blocks: Vec<BlockId>,
+}
+
 /// All rows of a worker, and the number of the next plan.
 #[derive(Debug)]
 pub struct RowTable {
     rows: Vec<Option<Row>>,
+    /// For each KV group.
+    windows: Vec<Option<usize>>,
     block_size: usize,
     num_blocks: usize,
     next_step: u64,
@@ -66,10 +86,17 @@ pub struct RowTable {
 }
 
 impl RowTable {
-    /// An empty table of `max_rows` rows over `num_blocks` KV blocks; the first plan is number `next_step`.
-    pub fn new(max_rows: usize, block_size: usize, num_blocks: usize, next_step: u64) -> Self {
+    /// An empty table of `max_rows` rows over `num_blocks` KV blocks; the first plan is number `next_step`. `windows` are
+    /// those of the KV groups.
+    pub fn new(
+        max_rows: usize,
+        windows: Vec<Option<usize>>,
+        block_size: usize,
+        num_blocks: usize,
+        next_step: u64,
+    ) -> Self {
         let rows = (0..max_rows).map(|_| None).collect();
-        Self { rows, block_size, num_blocks, next_step, reported: Vec::new() }
+        Self { rows, windows, block_size, num_blocks, next_step, reported: Vec::new() }
     }
 
     /// Takes the sequence and position of each of [`StepInputs::logits`] of the last plan.
@@ -92,18 +119,16 @@ impl RowTable {
         self.join(plan)?;
         self.revise(plan.step, &plan.revised)?;
         self.copy(plan.step, &plan.copied)?;
-        for &(row, block) in &plan.grown {
+        for &GrownTable { row, group, block } in &plan.grown {
             self.check_block(plan.step, row, block)?;
-            self.occupied(plan.step, row)?.blocks.push(block);
+            self.table(plan.step, row, group)?.blocks.push(block);
         }
         self.pack(plan, inputs)
     }
 
     fn join(&mut self, plan: &StepPlan) -> Result<(), PlanMismatch> {
         for joined in &plan.joined {
-            for &block in &joined.blocks {
-                self.check_block(plan.step, joined.row, block)?;
-            }
+            let tables = self.joined_tables(plan.step, joined)?;
             let slot = self.slot(plan.step, joined.row)?;
             if let Some(row) = slot {
                 return Err(PlanMismatch::RowTaken { step: plan.step, row: joined.row.0, sequence: row.sequence.0 });
@@ -114,7 +139,7 @@ impl RowTable {
                 num_prompt_tokens: joined.num_prompt_tokens,
                 num_computed: joined.num_computed,
                 num_sampled: 0,
-                blocks: joined.blocks.clone(),
+                tables,
                 is_beam: joined.sampling.beam_candidates > 0,
                 is_constrained: joined.sampling.is_constrained,
                 reports_context: joined.sampling.context_logits,
@@ -122,6 +147,26 @@ impl RowTable {
             });
         }
         Ok(())
+    }
+
+    fn joined_tables(&self, step: u64, joined: &JoinedRow) -> Result<Vec<Table>, PlanMismatch> {
+        let (found, groups, row) = (joined.tables.len(), self.windows.len(), joined.row.0);
+        if found != groups {
+            return Err(PlanMismatch::Tables { step, row, found, groups });
+        }
+        let mut tables = Vec::with_capacity(groups);
+        for table in &joined.tables {
+            table.blocks.iter().try_for_each(|&block| self.check_block(step, joined.row, block))?;
+            let first = table.first as usize;
+            let most = joined.tokens.len() / self.block_size;
+            if first > most {
+                return Err(PlanMismatch::Blocks { step, row, needed: most, found: first });
+            }
+            let mut blocks = vec![BlockId::default(); first];
+            blocks.extend_from_slice(&table.blocks);
+            tables.push(Table { first, blocks });
+        }
+        Ok(tables)
     }
 
     /// Each revised row reads its parent in the state before all revisions.
@@ -148,7 +193,7 @@ impl RowTable {
     fn copy(&mut self, step: u64, copied: &[CopiedBlock]) -> Result<(), PlanMismatch> {
         for copied in copied {
             self.check_block(step, copied.row, copied.to)?;
-            match self.occupied(step, copied.row)?.blocks.last_mut() {
+            match self.table(step, copied.row, copied.group)?.blocks.last_mut() {
                 Some(last) if *last == copied.from => *last = copied.to,
                 last => {
                     let (found, last) = (copied.from.0, last.map(|last| last.0));
@@ -165,18 +210,18 @@ impl RowTable {
         reported.clear();
         let mut drafts = plan.drafts.iter().peekable();
         for work in &plan.work {
-            let block_size = self.block_size as u32;
             let row = self.occupied(plan.step, work.row)?;
             let drafted = drafts.next_if(|(row, _)| *row == work.row).map_or(&[][..], |(_, tokens)| tokens);
             let end = work.start + work.num_tokens;
-            row.check(plan.step, work, drafted.len() as u32, block_size)?;
+            row.check(plan.step, work, drafted.len() as u32)?;
+            self.check_blocks(plan.step, work)?;
+            let row = self.occupied(plan.step, work.row)?;
             let first_draft = end - drafted.len() as u32;
             for position in work.start..end {
                 let known = || row.tokens.get(position as usize).copied().unwrap_or(TOKEN_ON_DEVICE);
                 let draft = position.checked_sub(first_draft).map(|index| drafted[index as usize].0);
                 inputs.token_ids.push(draft.unwrap_or_else(known));
                 inputs.positions.push(position);
-                inputs.slots.push(row.blocks[(position / block_size) as usize].0 * block_size + position % block_size);
             }
             inputs.rows.push(work.row);
             inputs.row_starts.push(inputs.token_ids.len() as u32);
@@ -194,19 +239,69 @@ impl RowTable {
             return Err(PlanMismatch::Work { step: plan.step, row: row.0 });
         }
         self.reported = reported;
+        self.pack_slots(inputs);
         self.pack_block_tables(inputs);
         Ok(())
     }
 
+    /// Devices may load blocks before the window of a row, though they must not use them. They are replaced by a block that
+    /// the row has written.
     fn pack_block_tables(&self, inputs: &mut StepInputs) {
         let num_blocks = |context_len: u32| (context_len as usize).div_ceil(self.block_size);
         inputs.max_blocks = inputs.context_lens.iter().map(|&len| num_blocks(len)).max().unwrap_or(0);
-        inputs.block_tables.resize(inputs.rows.len() * inputs.max_blocks, 0);
-        for (index, (row, &context_len)) in inputs.rows.iter().zip(&inputs.context_lens).enumerate() {
-            let blocks = &self.rows[row.0 as usize].as_ref().expect("packed rows are occupied").blocks;
+        inputs.block_tables.resize(self.windows.len() * inputs.rows.len() * inputs.max_blocks, 0);
+        let rows = (0..self.windows.len()).flat_map(|group| inputs.rows.iter().zip(repeat(group)));
+        for (index, ((row, group), &context_len)) in rows.zip(inputs.context_lens.iter().cycle()).enumerate() {
+            let blocks = &self.packed(*row).tables[group].blocks;
             let table = &mut inputs.block_tables[index * inputs.max_blocks..][..num_blocks(context_len)];
             table.copy_from_slice(bytemuck::cast_slice(&blocks[..table.len()]));
+            if let Some(window) = self.windows[group] {
+                let start = inputs.positions[inputs.row_starts[index % inputs.rows.len()] as usize] as usize;
+                let first = (start + 1).saturating_sub(window) / self.block_size;
+                let seen = table[first];
+                table[..first].fill(seen);
+            }
         }
+    }
+
+    fn pack_slots(&self, inputs: &mut StepInputs) {
+        let block_size = self.block_size as u32;
+        for group in 0..self.windows.len() {
+            for (row, starts) in inputs.rows.iter().zip(inputs.row_starts.windows(2)) {
+                let blocks = &self.packed(*row).tables[group].blocks;
+                let positions = &inputs.positions[starts[0] as usize..starts[1] as usize];
+                let slot = |p: &u32| blocks[(p / block_size) as usize].0 * block_size + p % block_size;
+                inputs.slots.extend(positions.iter().map(slot));
+            }
+        }
+    }
+
+    fn packed(&self, row: RowId) -> &Row {
+        self.rows[row.0 as usize].as_ref().expect("packed rows are occupied")
+    }
+
+    /// Refuses work on positions without blocks, or that sees positions without blocks.
+    fn check_blocks(&self, step: u64, work: &RowWork) -> Result<(), PlanMismatch> {
+        let (row, block_size) = (work.row.0, self.block_size);
+        let windows = self.windows.iter().zip(&self.packed(work.row).tables);
+        for (group, (window, &Table { first, ref blocks })) in windows.enumerate() {
+            let seen = window.map_or(0, |window| (work.start as usize + 1).saturating_sub(window));
+            let (needed, end) =
+                (seen / block_size, (work.start as usize + work.num_tokens as usize).div_ceil(block_size));
+            if first > needed {
+                return Err(PlanMismatch::Released { step, row, group, needed, first });
+            }
+            if end > blocks.len() {
+                return Err(PlanMismatch::Blocks { step, row, needed: end, found: blocks.len() });
+            }
+        }
+        Ok(())
+    }
+
+    fn table(&mut self, step: u64, row: RowId, group: u32) -> Result<&mut Table, PlanMismatch> {
+        let groups = self.windows.len();
+        let mismatch = PlanMismatch::GroupRange { step, row: row.0, group, groups };
+        self.occupied(step, row)?.tables.get_mut(group as usize).ok_or(mismatch)
     }
 
     fn slot(&mut self, step: u64, row: RowId) -> Result<&mut Option<Row>, PlanMismatch> {
@@ -280,7 +375,7 @@ impl Row {
         Ok(())
     }
 
-    fn check(&self, step: u64, work: &RowWork, num_drafts: u32, block_size: u32) -> Result<(), PlanMismatch> {
+    fn check(&self, step: u64, work: &RowWork, num_drafts: u32) -> Result<(), PlanMismatch> {
         let (row, start, end) = (work.row.0, work.start, work.start + work.num_tokens);
         if work.num_tokens <= num_drafts {
             return Err(PlanMismatch::Work { step, row });
@@ -294,10 +389,6 @@ impl Row {
             (start.max(self.tokens.len() as u32)..end - num_drafts).find(|&position| position + 1 != known);
         if let Some(position) = first_missing {
             return Err(PlanMismatch::NoToken { step, row, position, known });
-        }
-        let needed = end.div_ceil(block_size) as usize;
-        if needed > self.blocks.len() {
-            return Err(PlanMismatch::Blocks { step, row, needed, found: self.blocks.len() });
         }
         Ok(())
     }

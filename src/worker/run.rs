@@ -107,7 +107,7 @@ impl<'a, D: Device + 'static> Worker<'a, D> {
 
     /// Runs steps until rank 0 sends [`ToWorker::Stop`].
     pub(crate) fn serve(mut self, rings: &Rings) -> Result<(), WorkerError> {
-        let attention = self.model.attention_spec(self.spec.block_size);
+        let attention = self.model.attention_spec(self.spec.block_size, self.spec.max_sequence_len);
         self.report_memory(&attention, rings)?;
         let num_blocks = match rings.receive()? {
             ToWorker::Configure { num_blocks } => num_blocks,
@@ -121,7 +121,13 @@ impl<'a, D: Device + 'static> Worker<'a, D> {
         self.device.allocate_cache(&attention, num_blocks)?;
         rings.send(&FromWorker::Ready)?;
 
-        let rows = RowTable::new(self.spec.max_rows, self.spec.block_size, num_blocks, self.spec.next_step);
+        let rows = RowTable::new(
+            self.spec.max_rows,
+            attention.kv_windows,
+            self.spec.block_size,
+            num_blocks,
+            self.spec.next_step,
+        );
         let steps = Steps {
             worker: self,
             rows,
@@ -139,7 +145,7 @@ impl<'a, D: Device + 'static> Worker<'a, D> {
         let max_blocks = match self.spec.kv_memory {
             KvMemory::FreeFraction(fraction) => (memory.max_blocks as f64 * fraction) as usize,
             KvMemory::Tokens(tokens) => {
-                let wanted = tokens.div_ceil(self.spec.block_size as u64) as usize;
+                let wanted = tokens.div_ceil(self.spec.block_size as u64) as usize * attention.kv_windows.len();
                 wanted.min(memory.max_blocks)
             }
         };

@@ -47,7 +47,7 @@ fn run(spec: &WorkerSpec, rings: &Rings) -> Result<(), WorkerError> {
     if let Some(print) = &spec.checkpoint_fingerprint {
         check_checkpoint(spec, print)?;
     }
-    let config = models::Config::from_dir(&spec.checkpoint)?;
+    let config = models::Config::from_dir(&spec.checkpoint)?.in_expert_groups(spec.expert_groups);
     let limits = StepLimits {
         max_tokens: spec.max_step_tokens,
         max_rows: spec.max_rows,

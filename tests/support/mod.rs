@@ -18,7 +18,9 @@ use nix::unistd::Pid;
 use serde_json::{Value, json};
 
 #[allow(unused_imports)] // Each test file uses a part of it.
-pub use repositories::{copied_repository, repository_with_queue, set_parameters, shipped_repository, widen};
+pub use repositories::{
+    copied_repository, golden_dir, golden_repository, repository_with_queue, set_parameters, shipped_repository, widen,
+};
 
 /// Timeout of each wait; large enough for a busy machine.
 pub const TIMEOUT: Duration = Duration::from_secs(90);
@@ -144,7 +146,13 @@ impl TestWorld {
     }
 
     pub fn stream_request(&self, body: &Value) -> TextStream {
-        let response = agent().post(self.url("/v2/models/ensemble/generate_stream")).send(body.to_string());
+        self.stream_of("ensemble", body)
+    }
+
+    /// The stream of any model.
+    pub fn stream_of(&self, model: &str, body: &Value) -> TextStream {
+        let path = format!("/v2/models/{model}/generate_stream");
+        let response = agent().post(self.url(&path)).send(body.to_string());
         let response = response.expect("the server answers");
         assert_eq!(response.status().as_u16(), 200, "{body}");
         TextStream { lines: Box::new(BufReader::new(response.into_body().into_reader()).lines()) }
@@ -256,6 +264,11 @@ impl TextStream {
                 return Some(serde_json::from_str(data).expect("an event is JSON"));
             }
         }
+    }
+
+    /// All events, of a model that does not return text.
+    pub fn events(mut self) -> impl Iterator<Item = Value> {
+        std::iter::from_fn(move || self.next_event())
     }
 }
 

@@ -76,3 +76,29 @@ fn copy(from: &Path, to: &Path) {
         }
     }
 }
+
+/// A checkpoint of `tests/goldens`.
+pub fn golden_dir(case: &str) -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/goldens").join(case)
+}
+
+/// A repository with the language model alone, for a checkpoint of `tests/goldens`.
+pub fn golden_repository(case: &str, parameters: &[(&str, &str)]) -> tempfile::TempDir {
+    let repository = copied_repository();
+    for model in ["ensemble", "preprocessing", "postprocessing"] {
+        fs::remove_dir_all(repository.path().join(model)).unwrap();
+    }
+    let model = repository.path().join("tensorrt_llm");
+    let version = model.join("1");
+    fs::remove_dir_all(&version).unwrap();
+    fs::create_dir(&version).unwrap();
+    for file in ["config.json", "model.safetensors"] {
+        fs::copy(golden_dir(case).join(file), version.join(file)).unwrap();
+    }
+    let config = model.join("config.pbtxt");
+    let text = fs::read_to_string(&config).unwrap();
+    let replaced = |line: &&str| !parameters.iter().any(|(key, _)| line.contains(&format!("\"{key}\"")));
+    fs::write(&config, text.lines().filter(replaced).map(|line| format!("{line}\n")).collect::<String>()).unwrap();
+    set_parameters(&repository, "tensorrt_llm", parameters);
+    repository
+}

@@ -47,6 +47,7 @@ pub const LLM_PARAMETERS: &[Key] = &[
     ),
     ("pp", Used("pipeline stages; default: 1")),
     ("pipeline_parallelism", Used("the same, another name")),
+    ("ep", Used("parts of the `tp` workers that have different experts; default: 1, columns of every expert on all")),
     ("tensor_para_size", Used("the same, in TurboMind's configurations")),
     ("max_tokens_in_paged_kv_cache", Used("size of the KV cache in tokens")),
     ("kv_cache_free_gpu_mem_fraction", Used("share of free memory for KV blocks")),

@@ -64,6 +64,8 @@ pub(crate) struct LlmConfig {
     pub(crate) tp_size: u32,
     /// Pipeline stages.
     pub(crate) pp_size: u32,
+    /// Parts of a tensor-parallel group that have different experts.
+    pub(crate) ep_size: u32,
     /// Copies of the model, each on `tp_size` x `pp_size` ranks of its own, from rank 0 on.
     pub(crate) num_replicas: u32,
     pub(crate) network: Option<String>,
@@ -111,7 +113,8 @@ impl LlmConfig {
             tracing::info!(model = %config.name, "{note}");
         }
         let queue = QueuePolicy::new(config);
-        let Parallelism { tp_size, pp_size, num_replicas } = Parallelism::new(config, &model, defaults)?;
+        let Parallelism { tp_size, pp_size, ep_size, num_replicas } = Parallelism::new(config, &model, defaults)?;
+        let model = model.in_expert_groups(ep_size);
         check_shares(config, &model, tp_size)?;
         let engine = engine_config(config, &model, defaults, &queue, tp_size)?;
         let groups_per_node = defaults.ranks_per_node.div_ceil(tp_size * pp_size).min(num_replicas);
@@ -126,6 +129,7 @@ impl LlmConfig {
             device: defaults.device,
             tp_size,
             pp_size,
+            ep_size,
             num_replicas,
             network: defaults.network.clone(),
             kv_memory: kv_memory(config, defaults, groups_per_node)?,
@@ -175,11 +179,12 @@ impl LlmConfig {
 struct Parallelism {
     tp_size: u32,
     pp_size: u32,
+    ep_size: u32,
     num_replicas: u32,
 }
 
 impl Parallelism {
-    /// Reads the parameters `tp`, `pp` and `replicas`. The default of `tp` is all ranks of the world. The default of `replicas` is
+    /// Reads the parameters `tp`, `pp`, `ep` and `replicas`. The default of `tp` is all ranks of the world. The default of `replicas` is
     /// the number that fits into the world.
     fn new(config: &ModelConfig, model: &models::Config, defaults: &LlmDefaults) -> Result<Self, InferError> {
         let (world_size, num_layers) = (defaults.world_size, model.num_layers());
@@ -209,7 +214,8 @@ impl Parallelism {
         if num_idle > 0 {
             tracing::warn!(model = %config.name, "{num_idle} of {world_size} ranks have no worker of this model");
         }
-        Ok(Self { tp_size, pp_size, num_replicas })
+        let ep_size = parameters::number(config, "ep")?.unwrap_or(1);
+        Ok(Self { tp_size, pp_size, ep_size, num_replicas })
     }
 }
 
@@ -248,6 +254,7 @@ fn engine_config(
         max_joined_tokens: max_sequence_len.max(EngineConfig::default().max_joined_tokens),
         prefix_cache: parameters::flag(config, "enable_kv_cache_reuse")?.unwrap_or(true),
         max_drafts: max_drafts(config)?,
+        windows: model.kv_groups(max_sequence_len).windows,
         ..EngineConfig::default()
     })
 }

@@ -273,7 +273,7 @@ impl Backend for Llm {
             max_sequence_len,
             num_kv_positions: num_blocks
                 .filter(|&count| count > 0)
-                .map_or(max_sequence_len, |count| count * block_size),
+                .map_or(max_sequence_len, |count| self.config.engine.max_positions(count)),
             max_rows,
             block_size,
             vocab_size: self.config.vocab_size,

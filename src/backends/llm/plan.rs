@@ -2,6 +2,7 @@
 
 use std::sync::{Arc, Mutex};
 
+use engine::EngineConfig;
 use futures::FutureExt;
 use futures::future::BoxFuture;
 use models::{EstimateMemory, ModelError};
@@ -28,19 +29,15 @@ pub struct ModelPlan {
     pub num_replicas: usize,
     /// Number of workers of a stage, which share the memory of a CPU.
     pub tp_size: u32,
-    /// Positions in a KV block.
-    pub block_size: usize,
-    /// Maximum number of sequences that run at once.
-    pub max_rows: usize,
-    /// Maximum length of a sequence.
-    pub max_sequence_len: usize,
+    /// Limits of its engine. The number of KV blocks follows from the memory.
+    pub engine: EngineConfig,
     kv_memory: KvMemory,
     larger: Vec<(u32, MemoryEstimate)>,
 }
 
 impl ModelPlan {
     fn new(config: &LlmConfig, estimate_memory: EstimateMemory) -> Result<Self, ModelError> {
-        let model = models::Config::from_dir(&config.checkpoint)?;
+        let model = models::Config::from_dir(&config.checkpoint)?.in_expert_groups(config.ep_size);
         let target = match config.device {
             DeviceChoice::Cpu { .. } => Target::Cpu,
             DeviceChoice::Cuda { .. } => Target::Cuda,
@@ -64,9 +61,7 @@ impl ModelPlan {
             workers,
             num_replicas: config.num_replicas as usize,
             tp_size: config.tp_size,
-            block_size: config.engine.block_size,
-            max_rows: config.engine.max_rows,
-            max_sequence_len: config.engine.max_sequence_len,
+            engine: config.engine.clone(),
             kv_memory: config.kv_memory,
             larger,
         })
@@ -90,7 +85,7 @@ impl ModelPlan {
 
     /// Bytes that a worker needs for the longest sequence.
     fn needed(&self, worker: &MemoryEstimate) -> u64 {
-        let blocks = self.max_sequence_len.div_ceil(self.block_size) as u64;
+        let blocks = self.engine.num_blocks_for(self.engine.max_sequence_len) as u64;
         let kv = (blocks * worker.block_bytes) as f64 / self.share();
         self.fixed_bytes(worker) + kv.ceil() as u64
     }
@@ -117,7 +112,10 @@ impl ModelPlan {
         let fit = (room / worker.block_bytes.max(1) as f64) as u64;
         match self.kv_memory {
             KvMemory::FreeFraction(_) => fit,
-            KvMemory::Tokens(tokens) => fit.min(tokens.div_ceil(self.block_size as u64)),
+            KvMemory::Tokens(tokens) => {
+                let num_groups = self.engine.windows.len() as u64;
+                fit.min(tokens.div_ceil(self.engine.block_size as u64) * num_groups)
+            }
         }
     }
 }

@@ -148,8 +148,8 @@ impl CpuDevice {
                 return Err(out_of_range("block", block.0, cache.num_blocks));
             }
         }
-        for layer in &mut cache.layers {
-            copied.iter().for_each(|copied| layer.copy_block(copied.from.0 as usize, copied.to.0 as usize));
+        for buffer in &mut cache.buffers {
+            copied.iter().for_each(|copied| buffer.copy_block(copied.from.0 as usize, copied.to.0 as usize));
         }
         Ok(())
     }

@@ -10,7 +10,7 @@ use ops::{
 use super::group::Group;
 use super::linear::Linear;
 use super::weights::CpuWeight;
-use super::{Cache, CpuDevice, CpuTensor, estimate, gate, out_of_range, weights};
+use super::{Cache, CpuDevice, CpuTensor, estimate, gate, out_of_range, slices, weights};
 
 impl Device for CpuDevice {
     type Weight = CpuWeight;
@@ -34,7 +34,7 @@ impl Device for CpuDevice {
         parts: &[WeightSlice<'_>],
         bias: &[WeightSlice<'_>],
     ) -> Result<CpuWeight, DeviceError> {
-        let matrix = weights::matrix(parts, bias)?;
+        let matrix = slices::matrix(parts, bias)?;
         self.weights_bytes += bias.iter().map(|bias| (bias.cols.len() * size_of::<f32>()) as u64).sum::<u64>();
         let linear = self.add_linear(matrix, role == LinearRole::Head);
         if role == LinearRole::Head {
@@ -44,7 +44,7 @@ impl Device for CpuDevice {
     }
 
     fn load_embedding(&mut self, table: WeightSlice<'_>, first_token: u32) -> Result<CpuWeight, DeviceError> {
-        let matrix = weights::matrix(&[table], &[])?;
+        let matrix = slices::matrix(&[table], &[])?;
         self.weights_bytes += matrix.bytes() as u64;
         Ok(CpuWeight::Matrix { matrix, first_row: first_token as usize })
     }
@@ -67,7 +67,7 @@ impl Device for CpuDevice {
     }
 
     fn load_positions(&mut self, table: WeightSlice<'_>) -> Result<CpuWeight, DeviceError> {
-        let matrix = weights::matrix(&[table], &[])?;
+        let matrix = slices::matrix(&[table], &[])?;
         self.weights_bytes += matrix.bytes() as u64;
         Ok(CpuWeight::Matrix { matrix, first_row: 0 })
     }
@@ -99,9 +99,9 @@ impl Device for CpuDevice {
         let unsupported = |what: &str, found: usize, expected: &str| {
             Err(DeviceError::Unsupported { what: what.into(), found: found.to_string(), expected: expected.into() })
         };
-        let fits = |head_dim: usize| head_dim.is_multiple_of(8) && head_dim <= 256;
+        let fits = |head_dim: usize| head_dim.is_multiple_of(8) && head_dim <= 512;
         if let Some(layer) = attention.layers.iter().find(|layer| !fits(layer.head_dim)) {
-            return unsupported("head dim", layer.head_dim, "multiples of 8 up to 256");
+            return unsupported("head dim", layer.head_dim, "multiples of 8 up to 512");
         }
         if block_size == 0 || !block_size.is_multiple_of(16) {
             return unsupported("block size", block_size, "multiples of 16");
@@ -115,8 +115,8 @@ impl Device for CpuDevice {
         let kv_type = self.kv_type();
         let layer =
             |layer: &LayerAttention| KvCache::new(kv_type, num_blocks, layer.num_kv_heads, block_size, layer.head_dim);
-        let layers = attention.layers.iter().map(layer).collect();
-        self.cache = Some(Cache { layers, spec: attention.clone(), num_blocks });
+        let buffers = attention.kv_buffers().into_iter().map(layer).collect();
+        self.cache = Some(Cache { buffers, spec: attention.clone(), num_blocks });
         Ok(())
     }
 
@@ -165,26 +165,7 @@ impl Device for CpuDevice {
     }
 
     fn embed(&mut self, out: &mut CpuTensor, table: &CpuWeight, scale: f32) -> Result<(), DeviceError> {
-        let (matrix, first_row) = table.matrix();
-        let width = out.cols;
-        let out = out.rows_mut(self.token_ids.len());
-        for (out, token) in out.chunks_exact_mut(width).zip(&self.token_ids) {
-            match (*token as usize).checked_sub(first_row).filter(|row| *row < matrix.rows()) {
-                Some(row) => {
-                    matrix.read_row(row, out);
-                    out.iter_mut().for_each(|out| *out *= scale);
-                }
-                None => out.fill(0.0),
-            }
-        }
-        let Some(group) = &mut self.group else { return Ok(()) };
-        let mine = out.to_vec();
-        group.exchange_rows("summing embeddings", &mine, width, |rows, parts| {
-            let out = &mut out[rows.start * width..rows.end * width];
-            for (index, out) in out.iter_mut().enumerate() {
-                *out = parts.iter().map(|part| part[index]).sum();
-            }
-        })
+        self.embed_tokens(out, table, scale)
     }
 
     fn norm(&mut self, out: &mut CpuTensor, x: &CpuTensor, weight: &CpuWeight, eps: f32) -> Result<(), DeviceError> {
@@ -194,17 +175,7 @@ impl Device for CpuDevice {
     }
 
     fn add_positions(&mut self, out: &mut CpuTensor, table: &CpuWeight) -> Result<(), DeviceError> {
-        let (matrix, _) = table.matrix();
-        let width = out.cols;
-        let mut row = vec![0.0; width];
-        for (out, position) in out.data.chunks_exact_mut(width).zip(&self.inputs.positions) {
-            if *position as usize >= matrix.rows() {
-                return Err(out_of_range("position", *position, matrix.rows()));
-            }
-            matrix.read_row(*position as usize, &mut row);
-            out.iter_mut().zip(&row).for_each(|(out, row)| *out += row);
-        }
-        Ok(())
+        self.add_learned_positions(out, table)
     }
 
     fn linear(&mut self, out: &mut CpuTensor, x: &CpuTensor, weight: &CpuWeight) -> Result<(), DeviceError> {
@@ -243,7 +214,18 @@ impl Device for CpuDevice {
     }
 
     fn experts(&mut self, out: &mut CpuTensor, x: &CpuTensor, experts: &CpuWeight) -> Result<(), DeviceError> {
-        self.run_experts(out, x, experts.experts());
+        self.run_experts(out, x, x, experts.experts());
+        Ok(())
+    }
+
+    fn experts_of(
+        &mut self,
+        out: &mut CpuTensor,
+        x: &CpuTensor,
+        routed: &CpuTensor,
+        experts: &CpuWeight,
+    ) -> Result<(), DeviceError> {
+        self.run_experts(out, x, routed, experts.experts());
         Ok(())
     }
 
@@ -263,42 +245,52 @@ impl Device for CpuDevice {
     }
 
     fn rope_and_cache(&mut self, qkv: &mut CpuTensor, layer: usize) -> Result<(), DeviceError> {
-        let Cache { layers, spec, .. } = self.cache.as_mut().expect("`allocate_cache` is called before the first step");
+        let Cache { buffers, spec, .. } =
+            self.cache.as_mut().expect("`allocate_cache` is called before the first step");
         let own = &spec.layers[layer];
         let rope = own.rope.map(|rope| &spec.ropes[rope]);
+        let positions = &self.inputs.positions;
+        let factors: Vec<f32> =
+            own.query_scale.iter().flat_map(|scale| positions.iter().map(|position| scale.at(*position))).collect();
         let tokens = k::Rotation {
             stride: qkv.cols,
             num_heads: own.num_heads,
-            positions: &self.inputs.positions,
-            slots: &self.inputs.slots,
+            positions,
+            slots: self.inputs.slots_of(own.kv_group),
             angles: rope.map(|rope| [&rope.cos[..], &rope.sin[..]]),
+            query_factors: &factors,
         };
-        layers[layer].rotate_and_write(&mut self.pool, &mut qkv.data, &tokens);
+        match own.has_shared_kv {
+            true => k::rotate_queries(&mut self.pool, &mut qkv.data, own.head_dim, &tokens),
+            false => buffers[own.kv_buffer].rotate_and_write(&mut self.pool, &mut qkv.data, &tokens),
+        }
         Ok(())
     }
 
     fn attention(&mut self, out: &mut CpuTensor, qkv: &CpuTensor, layer: usize) -> Result<(), DeviceError> {
         let inputs = &self.inputs;
-        let Cache { layers, spec, .. } = self.cache.as_ref().expect("`allocate_cache` is called before the first step");
+        let Cache { buffers, spec, .. } =
+            self.cache.as_ref().expect("`allocate_cache` is called before the first step");
+        let own = &spec.layers[layer];
         let row = |(index, starts): (usize, &[u32])| k::AttentionRow {
             first_token: starts[0] as usize,
             num_tokens: (starts[1] - starts[0]) as usize,
             first_position: inputs.positions[starts[0] as usize] as usize,
-            block_table: inputs.block_table(index),
+            block_table: inputs.block_table(own.kv_group, index),
         };
         let rows: Vec<_> = inputs.row_starts.windows(2).enumerate().filter(|(_, s)| s[0] < s[1]).map(row).collect();
-        let own = &spec.layers[layer];
         let attention = k::Attention {
             num_heads: own.num_heads,
             scale: own.scale,
             window: own.window,
+            chunk: own.chunk,
             q_stride: qkv.cols,
             alibi_slopes: &own.alibi_slopes,
             score_cap: own.score_cap,
             sinks: &own.sinks,
             isa: self.isa,
         };
-        attention.run(&mut self.pool, &mut out.data, &qkv.data, &rows, &layers[layer]);
+        attention.run(&mut self.pool, &mut out.data, &qkv.data, &rows, &buffers[own.kv_buffer]);
         Ok(())
     }
 
@@ -334,9 +326,34 @@ impl Device for CpuDevice {
         self.add_normed_branch(residual, partial, branch, next, eps)
     }
 
+    fn reduce_norm(
+        &mut self,
+        out: &mut CpuTensor,
+        partial: &CpuTensor,
+        weight: &CpuWeight,
+        eps: f32,
+    ) -> Result<(), DeviceError> {
+        self.norm_sum(out, partial, weight, eps)
+    }
+
     fn add(&mut self, x: &mut CpuTensor, y: &CpuTensor) -> Result<(), DeviceError> {
         let tokens = self.num_tokens();
         x.rows_mut(tokens).iter_mut().zip(y.rows(tokens)).for_each(|(x, y)| *x += y);
+        Ok(())
+    }
+
+    fn scale(&mut self, x: &mut CpuTensor, factor: f32) -> Result<(), DeviceError> {
+        let tokens = self.num_tokens();
+        x.rows_mut(tokens).iter_mut().for_each(|x| *x *= factor);
+        Ok(())
+    }
+
+    fn multiply_columns(&mut self, x: &mut CpuTensor, y: &CpuTensor, first: usize) -> Result<(), DeviceError> {
+        let (tokens, cols) = (self.num_tokens(), x.cols);
+        let rows = x.rows_mut(tokens).chunks_exact_mut(cols).zip(y.rows(tokens).chunks_exact(y.cols));
+        for (x, y) in rows {
+            x.iter_mut().zip(&y[first..first + cols]).for_each(|(x, y)| *x *= y);
+        }
         Ok(())
     }
 

@@ -8,7 +8,7 @@ use super::linear::{in_panels, input_bytes};
 
 pub(crate) struct CpuEstimate {
     pub(crate) workspace_bytes: usize,
-    /// Bytes of a KV block in all layers.
+    /// Bytes of a KV block.
     pub(crate) block_bytes: usize,
 }
 
@@ -18,11 +18,12 @@ impl CpuEstimate {
         in_panels(Isa::detect(), WeightType::Bf16)
     }
 
-    /// For activation buffers with `tensor_cols` columns in total, and linear layers of up to `widest_input` inputs.
+    /// For activation buffers with `tensor_cols` columns in total, and linear layers of up to the given numbers of inputs:
+    /// those with plain weights, and those with weights in panels.
     pub(crate) fn new(
         limits: &StepLimits,
         tensor_cols: usize,
-        widest_input: usize,
+        (widest_plain, widest_panels): (usize, usize),
         has_wide_weights: bool,
         spec: &AttentionSpec,
     ) -> Self {
@@ -31,13 +32,14 @@ impl CpuEstimate {
         let kv_type = if has_wide_weights { KvType::F32 } else { KvType::Bf16 };
         Self {
             workspace_bytes: (logits + activations) * size_of::<f32>()
-                + input_bytes(limits.max_tokens, widest_input, !has_wide_weights && Self::copies_bf16()),
+                + input_bytes(limits.max_tokens, widest_plain, false)
+                + input_bytes(limits.max_tokens, widest_panels, true),
             block_bytes: block_bytes(spec, kv_type),
         }
     }
 }
 
-/// Bytes of a KV block in all layers.
+/// Bytes of a KV block.
 pub(crate) fn block_bytes(spec: &AttentionSpec, kv_type: KvType) -> usize {
     spec.block_size * 2 * spec.kv_width() * kv_type.size()
 }

@@ -2,16 +2,19 @@
 //! experts, so that a token's sum does not depend on what else is in the step.
 
 use kernels::cpu::{self as k, Buffer, Matrix, WeightType};
-use ops::{DeviceError, ExpertSlices, Routing};
+use ops::{DeviceError, ExpertGroups, ExpertSlices, Routing, Scoring};
 
 use super::linear::Linear;
-use super::{CpuDevice, CpuTensor, gate, weights};
+use super::{CpuDevice, CpuTensor, gate, slices};
 
-/// The experts of a layer, this worker's part of each.
+/// The experts of a layer that this worker has, and its part of each.
 pub struct Experts {
-    router: Linear, // [experts, E] f32
+    router: Linear, // [experts of all workers, E] f32
+    first: usize,
     experts: Vec<Expert>,
     routing: Routing,
+    selection_bias: Vec<f32>, // [experts], or none
+    scales: Vec<f32>,         // [experts], or none
 }
 
 struct Expert {
@@ -65,37 +68,53 @@ struct Route {
 }
 
 impl CpuDevice {
-    pub(super) fn load_expert_layer(&mut self, slices: &ExpertSlices<'_>) -> Result<Experts, DeviceError> {
-        let (count, hidden) = (slices.experts.len(), slices.router.cols.len());
-        let inner = slices.experts.first().map_or(0, |expert| expert.down.cols.len());
+    pub(super) fn load_expert_layer(&mut self, layer: &ExpertSlices<'_>) -> Result<Experts, DeviceError> {
+        let (count, hidden) = (layer.router.rows.len(), layer.router.cols.len());
+        let inner = layer.experts.first().map_or(0, |expert| expert.down.cols.len());
         // The router is computed in f32 whatever the checkpoint's type is.
-        let router = weights::matrix(std::slice::from_ref(&slices.router), &[])?;
+        let router = slices::matrix(std::slice::from_ref(&layer.router), &[])?;
         let mut exact = Matrix::new(WeightType::F32, hidden);
         exact.stack(as_f32(&router).leak(), count, hidden * size_of::<f32>());
+        if let Some(bias) = &layer.router_bias {
+            exact.set_bias(slices::vector(bias)?);
+        }
         let router = Linear::Plain(exact);
-        self.weights_bytes += router.bytes() as u64;
+        let vectors = layer.experts.iter().flat_map(|expert| expert.gate_up_bias.iter().chain(&expert.down_bias));
+        let bias_elements: usize = vectors.chain(&layer.router_bias).map(|vector| vector.cols.len()).sum();
+        self.weights_bytes += (router.bytes() + bias_elements * size_of::<f32>()) as u64;
         self.projection.fit(&router);
         let mut experts = Vec::with_capacity(count);
-        for expert in &slices.experts {
-            let gate_up = weights::matrix(&expert.gate_up, &[])?;
-            let down = weights::matrix(std::slice::from_ref(&expert.down), &[])?;
+        for expert in &layer.experts {
+            let gate_up = slices::matrix(&expert.gate_up, &expert.gate_up_bias)?;
+            let down = slices::matrix(std::slice::from_ref(&expert.down), expert.down_bias.as_slice())?;
             experts.push(Expert { gate_up: self.add_linear(gate_up, false), down: self.add_linear(down, false) });
         }
         self.expert_buffers.fit(self.config.limits.max_tokens, count, hidden, inner);
-        Ok(Experts { router, experts, routing: slices.routing })
+        let scales = layer.scales.as_ref().map(slices::vector).transpose()?.unwrap_or_default();
+        let selection_bias = layer.selection_bias.as_ref().map(slices::vector).transpose()?.unwrap_or_default();
+        self.weights_bytes += (size_of_val(&*scales) + size_of_val(&*selection_bias)) as u64;
+        Ok(Experts { router, first: layer.first, experts, routing: layer.routing, selection_bias, scales })
     }
 
-    pub(super) fn run_experts(&mut self, out: &mut CpuTensor, x: &CpuTensor, layer: &Experts) {
-        let (tokens, width, count) = (self.num_tokens(), x.cols, layer.experts.len());
-        let (out, x, b) = (out.rows_mut(tokens), x.rows(tokens), &mut self.expert_buffers);
+    pub(super) fn run_experts(&mut self, out: &mut CpuTensor, x: &CpuTensor, routed: &CpuTensor, layer: &Experts) {
+        let (tokens, width, count) = (self.num_tokens(), x.cols, layer.router.rows());
+        let (out, x, routed) = (out.rows_mut(tokens), x.rows(tokens), routed.rows(tokens));
+        let b = &mut self.expert_buffers;
         let (pool, projection, isa) = (&mut self.pool, &mut self.projection, self.isa);
-        projection.project(pool, isa, &mut b.logits, x, tokens, &layer.router);
-        let routes = routes(&b.logits[..tokens * count], count, layer.routing);
+        projection.project(pool, isa, &mut b.logits, routed, tokens, &layer.router);
+        let mut routes = routes(&b.logits[..tokens * count], count, layer.routing, &layer.selection_bias);
+        for route in &mut routes {
+            route.probability *= layer.scales.get(route.expert).copied().unwrap_or(1.0);
+        }
         out.fill(0.0);
         for own in routes.chunk_by(|a, b| a.expert == b.expert) {
-            let (expert, rows) = (&layer.experts[own[0].expert], own.len());
+            // Experts of other workers are left to them.
+            let local = own[0].expert.checked_sub(layer.first).and_then(|index| layer.experts.get(index));
+            let (Some(expert), rows) = (local, own.len()) else { continue };
+            let scales_input = layer.routing.scales_input;
             for (to, route) in b.x.chunks_exact_mut(width).zip(own) {
-                to.copy_from_slice(&x[route.token * width..][..width]);
+                let factor = if scales_input { route.probability } else { 1.0 };
+                to.iter_mut().zip(&x[route.token * width..]).for_each(|(to, x)| *to = factor * x);
             }
             let by = (&expert.gate_up, gate(layer.routing.activation));
             let inner = expert.gate_up.rows() / 2;
@@ -104,7 +123,8 @@ impl CpuDevice {
             projection.project(pool, isa, &mut b.out, &b.inner[..rows * inner], rows, &expert.down);
             for (from, route) in b.out.chunks_exact(width).zip(own) {
                 let to = &mut out[route.token * width..][..width];
-                to.iter_mut().zip(from).for_each(|(to, from)| *to += route.probability * from);
+                let factor = if scales_input { 1.0 } else { route.probability };
+                to.iter_mut().zip(from).for_each(|(to, from)| *to += factor * from);
             }
         }
     }
@@ -131,30 +151,68 @@ fn as_f32(matrix: &Matrix) -> Vec<u8> {
     bytes
 }
 
-/// The routes of all tokens, by expert, then by token. `logits` `[T, count]`.
-fn routes(logits: &[f32], count: usize, routing: Routing) -> Vec<Route> {
+/// The weights of all experts for a token.
+fn score(weights: &mut [f32], logits: &[f32], scoring: Scoring) {
+    match scoring {
+        Scoring::Softmax => {
+            let max = logits.iter().copied().fold(f32::NEG_INFINITY, f32::max);
+            weights.iter_mut().zip(logits).for_each(|(weight, logit)| *weight = k::exp(logit - max));
+            let total: f32 = weights.iter().sum();
+            weights.iter_mut().for_each(|weight| *weight /= total);
+        }
+        Scoring::Sigmoid => {
+            weights.iter_mut().zip(logits).for_each(|(weight, logit)| *weight = 1.0 / (1.0 + k::exp(-logit)));
+        }
+    }
+}
+
+/// The index of the largest value, the lowest of those that are equal. `max_by` would take the last.
+fn largest(values: &[f32]) -> usize {
+    (1..values.len()).fold(0, |best, next| if values[next] > values[best] { next } else { best })
+}
+
+/// Sets the values of all groups that are not chosen to negative infinity.
+fn keep_groups(values: &mut [f32], groups: ExpertGroups) {
+    let size = values.len() / groups.count;
+    let best_two = |group: &[f32]| {
+        let first = largest(group);
+        let others = group.iter().enumerate().filter(|(index, _)| *index != first);
+        group[first] + others.map(|(_, &value)| value).fold(f32::NEG_INFINITY, f32::max)
+    };
+    let mut sums: Vec<f32> = values.chunks_exact(size).map(best_two).collect();
+    let mut is_chosen = vec![false; groups.count];
+    for _ in 0..groups.chosen {
+        let best = largest(&sums);
+        (is_chosen[best], sums[best]) = (true, f32::NEG_INFINITY);
+    }
+    for (group, _) in values.chunks_exact_mut(size).zip(is_chosen).filter(|(_, is_chosen)| !is_chosen) {
+        group.fill(f32::NEG_INFINITY);
+    }
+}
+
+/// The routes of all tokens, by expert, then by token. `logits` `[T, count]`; `selection_bias` `[count]` or empty.
+fn routes(logits: &[f32], count: usize, routing: Routing, selection_bias: &[f32]) -> Vec<Route> {
     let mut routes = Vec::with_capacity(logits.len() / count * routing.top_k);
     let mut probabilities = vec![0.0; count];
+    let mut values = vec![0.0; count];
     for (token, logits) in logits.chunks_exact(count).enumerate() {
-        let max = logits.iter().copied().fold(f32::NEG_INFINITY, f32::max);
-        for (probability, logit) in probabilities.iter_mut().zip(logits) {
-            *probability = k::exp(logit - max);
+        score(&mut probabilities, logits, routing.scoring);
+        values.copy_from_slice(&probabilities);
+        values.iter_mut().zip(selection_bias).for_each(|(value, bias)| *value += bias);
+        if let Some(groups) = routing.groups {
+            keep_groups(&mut values, groups);
         }
-        let total: f32 = probabilities.iter().sum();
         let first = routes.len();
         for _ in 0..routing.top_k {
-            // The first of the largest: `max_by` would take the last.
-            let likeliest =
-                |best: usize, next: usize| if probabilities[next] > probabilities[best] { next } else { best };
-            let expert = (1..count).fold(0, likeliest);
-            routes.push(Route { expert, token, probability: probabilities[expert] / total });
-            probabilities[expert] = -1.0;
+            let expert = largest(&values);
+            routes.push(Route { expert, token, probability: probabilities[expert] });
+            values[expert] = f32::NEG_INFINITY;
         }
-        if routing.is_normalized {
-            let own = &mut routes[first..];
-            let sum: f32 = own.iter().map(|route| route.probability).sum();
-            own.iter_mut().for_each(|route| route.probability /= sum);
-        }
+        let own = &mut routes[first..];
+        // Sigmoids can all be 0.
+        let sum = own.iter().map(|route| route.probability).sum::<f32>() + 1e-20;
+        let divisor = if routing.is_normalized { sum } else { 1.0 };
+        own.iter_mut().for_each(|route| route.probability = route.probability / divisor * routing.scale);
     }
     routes.sort_unstable_by_key(|route| (route.expert, route.token));
     routes
@@ -168,16 +226,60 @@ mod tests {
 
     #[test]
     fn a_token_goes_to_the_likeliest_experts_and_to_the_lower_of_equals() {
-        let routing = Routing { top_k: 2, is_normalized: false, activation: Activation::Silu };
+        let (scoring, activation) = (Scoring::Softmax, Activation::Silu);
+        let routing = Routing {
+            top_k: 2,
+            scoring,
+            scales_input: false,
+            groups: None,
+            is_normalized: false,
+            scale: 1.0,
+            activation,
+        };
         let third = 1.0 / 3.0;
         let logits = [0.0, 2f32.ln(), 0.0, 1.0, 1.0, 1.0];
-        let found = routes(&logits, 3, routing);
+        let found = routes(&logits, 3, routing, &[]);
         let expected = [(0, 0, 0.25), (0, 1, third), (1, 0, 0.5), (1, 1, third)];
         for (route, (expert, token, probability)) in found.iter().zip(expected) {
             assert_eq!((route.expert, route.token), (expert, token));
             assert!((route.probability - probability).abs() < 1e-6);
         }
-        let normalized = routes(&logits, 3, Routing { is_normalized: true, ..routing });
+        let normalized = routes(&logits, 3, Routing { is_normalized: true, ..routing }, &[]);
         assert!((normalized[2].probability - 2.0 * third).abs() < 1e-6, "{normalized:?}");
+        let sigmoid = routes(&logits[..3], 3, Routing { scoring: Scoring::Sigmoid, ..routing }, &[]);
+        let found: Vec<_> = sigmoid.iter().map(|route| (route.expert, route.probability)).collect();
+        assert!(found[0] == (0, 0.5) && found[1].0 == 1 && (found[1].1 - 2.0 / 3.0).abs() < 1e-6, "{found:?}");
+    }
+
+    #[test]
+    fn a_bias_and_groups_decide_which_experts_are_chosen_but_not_their_weights() {
+        let (scoring, activation) = (Scoring::Sigmoid, Activation::Silu);
+        let routing = Routing {
+            top_k: 2,
+            scoring,
+            scales_input: false,
+            groups: None,
+            is_normalized: false,
+            scale: 2.0,
+            activation,
+        };
+        let chosen = |routing, bias: &[f32]| -> Vec<_> {
+            let routes = routes(&[0.0, 3.0, 1.0, 1.0, 2.0, -9.0], 6, routing, bias);
+            routes.iter().map(|route| (route.expert, route.probability)).collect()
+        };
+        let weight = |logit: f32| 2.0 / (1.0 + (-logit).exp());
+        let expect = |found: Vec<(usize, f32)>, expected: [(usize, f32); 2]| {
+            for (found, (expert, logit)) in found.iter().zip(expected) {
+                assert!(found.0 == expert && (found.1 - weight(logit)).abs() < 1e-6, "{found:?}, not {expected:?}");
+            }
+            assert_eq!(found.len(), 2);
+        };
+        expect(chosen(routing, &[]), [(1, 3.0), (4, 2.0)]);
+        expect(chosen(routing, &[0.0, 0.0, 0.0, 0.0, 0.0, 1.0]), [(1, 3.0), (5, -9.0)]);
+        // The group of experts 2 and 3 has the largest sum of two, although it has neither of the best experts.
+        let groups = Some(ExpertGroups { count: 3, chosen: 1 });
+        expect(chosen(Routing { groups, ..routing }, &[0.0, -0.1, 0.0, 0.1, 0.0, 0.0]), [(2, 1.0), (3, 1.0)]);
+        // All values of chosen groups may be below 0.
+        expect(chosen(Routing { groups, ..routing }, &[-9.0, -9.0, -8.0, -8.0, -9.0, -9.0]), [(2, 1.0), (3, 1.0)]);
     }
 }

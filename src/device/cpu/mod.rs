@@ -7,6 +7,7 @@
 
 mod choose;
 mod device_impl;
+mod embeddings;
 mod estimate;
 mod experts;
 mod group;
@@ -17,6 +18,7 @@ mod peers;
 mod pipeline;
 mod rows;
 mod sampler;
+mod slices;
 mod streams;
 mod weights;
 
@@ -87,7 +89,7 @@ pub struct CpuDevice {
 
 /// KV blocks and the parameters of attention.
 struct Cache {
-    layers: Vec<KvCache>,
+    buffers: Vec<KvCache>,
     spec: AttentionSpec,
     num_blocks: usize,
 }
@@ -112,24 +114,39 @@ impl CpuDevice {
     /// Optional ops that this device has.
     pub(crate) const FEATURES: &[Feature] = {
         use Feature::{
-            Alibi, AllHeadsNorm, BranchNorm, EachHeadNorm, Experts, HeadNorm, LayerNorm, LearnedPositions, LogitCap,
-            OtherActivations, ParallelBranches, PlainMlp, ScoreCap, Sinks,
+            Alibi, AllHeadsNorm, BranchNorm, ChunkedAttention, EachHeadNorm, ExpertGroups, ExpertScales, Experts,
+            ExpertsApart, HeadNorm, LayerNorm, LayerScale, LearnedPositions, LogitCap, OtherActivations,
+            ParallelBranches, PerLayerInputs, PlainMlp, QueryScale, ScaledExpertInputs, ScoreCap, SelectionBias,
+            SharedKv, SigmoidRouting, Sinks, ValueNorm, Xielu,
         };
         &[
             LayerNorm,
             LearnedPositions,
             PlainMlp,
             OtherActivations,
+            Xielu,
             HeadNorm,
             EachHeadNorm,
             AllHeadsNorm,
             Alibi,
             ScoreCap,
             Sinks,
+            ChunkedAttention,
+            QueryScale,
             LogitCap,
             BranchNorm,
             ParallelBranches,
+            ValueNorm,
+            SharedKv,
+            PerLayerInputs,
+            LayerScale,
             Experts,
+            SigmoidRouting,
+            ScaledExpertInputs,
+            SelectionBias,
+            ExpertGroups,
+            ExpertScales,
+            ExpertsApart,
         ]
     };
 
@@ -255,8 +272,8 @@ impl CpuDevice {
             && inputs.row_starts.is_sorted()
             && inputs.row_starts[inputs.num_rows()] as usize == tokens
             && inputs.positions.len() == tokens
-            && inputs.slots.len() == tokens
-            && inputs.block_tables.len() == inputs.num_rows() * inputs.max_blocks;
+            && inputs.slots.len() == cache.spec.kv_windows.len() * tokens
+            && inputs.block_tables.len() == cache.spec.kv_windows.len() * inputs.num_rows() * inputs.max_blocks;
         if !shaped || tokens > limits.max_tokens || inputs.samples.len() > limits.max_tokens {
             let (found, rows) = (format!("{tokens} tokens of {} rows", inputs.num_rows()), limits.max_rows);
             let expected = format!("arrays of one length, {} tokens and {rows} rows at most", limits.max_tokens);
@@ -271,10 +288,10 @@ impl CpuDevice {
         bound("slot", &inputs.slots, slots)?;
         bound("position", &inputs.positions, positions)?;
         bound("block", &inputs.block_tables, cache.num_blocks)?;
-        for (index, starts) in inputs.row_starts.windows(2).enumerate() {
+        for starts in inputs.row_starts.windows(2) {
             let positions = &inputs.positions[starts[0] as usize..starts[1] as usize];
             if let Some(last) = positions.last()
-                && inputs.block_table(index).len() * cache.spec.block_size <= *last as usize
+                && inputs.max_blocks * cache.spec.block_size <= *last as usize
             {
                 return Err(out_of_range("position", *last, inputs.max_blocks * cache.spec.block_size));
             }
@@ -322,6 +339,10 @@ fn gate(activation: Activation) -> k::Gate {
         Activation::Gelu => k::Gate::Gelu,
         Activation::Relu => k::Gate::Relu,
         Activation::ReluSquared => k::Gate::ReluSquared,
+        Activation::Xielu { positive, negative, slope, edge } => {
+            k::Gate::Xielu(k::Xielu { positive, negative, slope, edge })
+        }
+        Activation::ClampedSwiglu { alpha, limit } => k::Gate::Clamped { alpha, limit },
     }
 }
 

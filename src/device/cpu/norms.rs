@@ -20,12 +20,14 @@ impl CpuDevice {
         let tokens = self.num_tokens();
         match norms.span {
             HeadNormSpan::Head | HeadNormSpan::EachHead => {
-                let norms = [norms.q.norm(), norms.k.norm()];
-                k::head_norm(&mut self.pool, qkv.rows_mut(tokens), heads, norms, eps);
+                let norms: Vec<_> = [Some(norms.q), norms.k, norms.v].into_iter().map_while(|norm| norm).collect();
+                let norms: Vec<_> = norms.into_iter().map(CpuWeight::norm).collect();
+                k::head_norm(&mut self.pool, qkv.rows_mut(tokens), heads, &norms, eps);
             }
             HeadNormSpan::AllHeads => {
                 let means = self.head_means(qkv.rows(tokens), heads)?;
-                let gains = [norms.q.gain(), norms.k.gain()];
+                let k = norms.k.expect("norms over all heads are of layers with k of their own");
+                let gains = [norms.q.gain(), k.gain()];
                 k::scale_heads(&mut self.pool, qkv.rows_mut(tokens), heads, &means, gains, eps);
             }
         }
@@ -51,6 +53,30 @@ impl CpuDevice {
             let range = rows.start * width..rows.end * width;
             let next = next.as_mut().map(|(out, norm)| (&mut out[range.clone()], *norm));
             k::add_normed(pool, &mut residual[range.clone()], &mut scratch[range], parts, branch.norm(), next, eps);
+        };
+        match &mut self.group {
+            Some(group) => group.exchange_rows("summing partial products", partial, width, add),
+            None => {
+                add(0..tokens, &[partial]);
+                Ok(())
+            }
+        }
+    }
+
+    /// `out = norm(sum of partial over the group)`.
+    pub(super) fn norm_sum(
+        &mut self,
+        out: &mut CpuTensor,
+        partial: &CpuTensor,
+        weight: &CpuWeight,
+        eps: f32,
+    ) -> Result<(), DeviceError> {
+        let (tokens, width) = (self.num_tokens(), out.cols);
+        let (out, partial, pool) = (out.rows_mut(tokens), partial.rows(tokens), &mut self.pool);
+        let mut sum = vec![0.0; out.len()];
+        let mut add = |rows: Range<usize>, parts: &[&[f32]]| {
+            let range = rows.start * width..rows.end * width;
+            k::add_norm(pool, &mut out[range.clone()], &mut sum[range], parts, weight.norm(), eps);
         };
         match &mut self.group {
             Some(group) => group.exchange_rows("summing partial products", partial, width, add),

@@ -1,22 +1,26 @@
-//! KV blocks of all layers, and the attention of each.
+//! KV blocks, and the attention of each layer.
 
 use std::sync::Arc;
 
 use kernels::cuda::copy_blocks::AllBlocks;
-use kernels::cuda::decode_attention::{self, ALIBI_HEAD_DIMS, DecodeWorkspace, HEAD_DIMS, RopeTables};
+use kernels::cuda::decode_attention::{self, DecodeWorkspace, RopeTables};
 use kernels::cuda::prefill_attention::PrefillWorkspace;
 use kernels::cuda::rope_cache::{HeadShape, LayerCache};
-use kernels::cuda::{CudaError, DeviceBuffer, Gpu, Span};
+use kernels::cuda::scores::{ScoreChange, Scores};
+use kernels::cuda::{CudaError, DeviceBuffer, Gpu, Queue};
 use ops::{AttentionSpec, LayerAttention, StepLimits};
 
-use super::step::StepBounds;
+use super::step::{StepBounds, TableShape};
 
-/// KV blocks of all layers and the rotation tables.
+/// KV blocks and the rotation tables.
 pub(crate) struct Cache {
     k: DeviceBuffer,
     v: DeviceBuffer,
     ropes: Vec<[DeviceBuffer; 2]>,
     layers: Vec<CacheLayer>,
+    /// For each buffer of KV blocks, bytes of K, or of V, of a block.
+    buffer_bytes: Vec<usize>,
+    num_groups: usize,
     pub(crate) decode: DecodeWorkspace,
     pub(crate) prefill: PrefillWorkspace,
     num_blocks: usize,
@@ -27,13 +31,12 @@ pub(crate) struct Cache {
 /// Attention of one layer.
 pub(crate) struct CacheLayer {
     pub(crate) shape: HeadShape,
-    pub(crate) scale: f32,
-    /// 0 if there is no window.
-    pub(crate) window: u32,
-    /// 0 if scores are not capped.
-    pub(crate) score_cap: f32,
+    pub(crate) scores: Scores,
     rope: Option<usize>,
-    slopes: Option<DeviceBuffer>,
+    /// ALiBi slopes and sinks, which `scores` refers to.
+    _vectors: [Option<DeviceBuffer>; 2],
+    /// The KV group, whose block tables the layer uses.
+    pub(crate) group: usize,
     /// Keys and values.
     pub(crate) blocks: LayerCache,
 }
@@ -47,24 +50,36 @@ impl Cache {
     ) -> Result<Self, CudaError> {
         let bytes = num_blocks * spec.block_size * spec.kv_width() * 2;
         let (k, v) = (DeviceBuffer::new(gpu, bytes)?, DeviceBuffer::new(gpu, bytes)?);
-        let mut start = 0;
+        let block_bytes = |layer: &&LayerAttention| head_shape(layer, spec.block_size).block_elements() * 2;
+        let buffer_bytes: Vec<usize> = spec.kv_buffers().iter().map(block_bytes).collect();
         let mut layers = Vec::new();
         for layer in &spec.layers {
             let shape = head_shape(layer, spec.block_size);
-            let bytes = num_blocks * shape.block_elements() * 2;
+            let start = num_blocks * buffer_bytes[..layer.kv_buffer].iter().sum::<usize>();
+            let bytes = num_blocks * buffer_bytes[layer.kv_buffer];
+            let upload = |values: &[f32]| match values {
+                [] => Ok(None),
+                values => DeviceBuffer::from_slice(gpu, values).map(Some),
+            };
+            let (slopes, sinks) = (upload(&layer.alibi_slopes)?, upload(&layer.sinks)?);
+            let change = match (&slopes, layer.score_cap) {
+                (Some(slopes), _) => ScoreChange::Alibi(slopes.span()),
+                (None, Some(cap)) => ScoreChange::Capped(cap),
+                (None, None) => ScoreChange::None,
+            };
             layers.push(CacheLayer {
                 shape,
-                scale: layer.scale,
-                window: layer.window.unwrap_or(0) as u32,
-                score_cap: layer.score_cap.unwrap_or(0.0),
-                rope: layer.rope,
-                slopes: match layer.alibi_slopes.as_slice() {
-                    [] => None,
-                    slopes => Some(DeviceBuffer::from_slice(gpu, slopes)?),
+                scores: Scores {
+                    scale: layer.scale,
+                    window: layer.window.unwrap_or(0) as u32,
+                    change,
+                    sinks: sinks.as_ref().map(DeviceBuffer::span),
                 },
+                rope: layer.rope,
+                _vectors: [slopes, sinks],
+                group: layer.kv_group,
                 blocks: LayerCache { k: k.span().part(start, bytes), v: v.span().part(start, bytes) },
             });
-            start += bytes;
         }
         let tables = spec
             .ropes
@@ -77,10 +92,18 @@ impl Cache {
             k,
             v,
             layers,
+            buffer_bytes,
+            num_groups: spec.kv_windows.len(),
             num_blocks,
             block_size: spec.block_size,
             max_positions: spec.max_positions,
         })
+    }
+
+    /// Sets all keys and values to zero. Prefill attention multiplies values before the window by 0, and they may be
+    /// unwritten: zero times NaN is not zero.
+    pub(super) fn clear(&self, queue: &Queue) -> Result<(), CudaError> {
+        [&self.k, &self.v].into_iter().try_for_each(|buffer| queue.fill(buffer.span(), 0))
     }
 
     /// Attention of one layer.
@@ -94,24 +117,22 @@ impl Cache {
         Some(RopeTables { cos: cos.span(), sin: sin.span() })
     }
 
-    /// Keys and values of all layers, in runs of layers whose blocks have the same size.
+    /// All keys and values, in runs of buffers whose blocks have the same size.
     pub(crate) fn all_blocks(&self) -> Vec<AllBlocks> {
         let mut start = 0;
-        let block_bytes = |layer: &CacheLayer| layer.shape.block_elements() * 2;
-        let runs = self.layers.chunk_by(|a, b| block_bytes(a) == block_bytes(b));
-        let run = |layers: &[CacheLayer]| {
-            let block_bytes = block_bytes(&layers[0]);
-            let bytes = layers.len() * self.num_blocks * block_bytes;
+        let runs = self.buffer_bytes.chunk_by(|a, b| a == b);
+        let run = |buffers: &[usize]| {
+            let bytes = buffers.len() * self.num_blocks * buffers[0];
             let [k, v] = [&self.k, &self.v].map(|buffer| buffer.span().part(start, bytes));
             start += bytes;
-            AllBlocks { k, v, num_layers: layers.len(), num_blocks: self.num_blocks, block_bytes }
+            AllBlocks { k, v, num_layers: buffers.len(), num_blocks: self.num_blocks, block_bytes: buffers[0] }
         };
         runs.map(run).collect()
     }
 
-    /// Row length of the block tables.
-    pub(crate) fn table_stride(&self, limits: &StepLimits) -> usize {
-        table_stride(limits, self.block_size)
+    /// Row length and number of the block tables.
+    pub(crate) fn tables(&self, limits: &StepLimits) -> TableShape {
+        table_shape(limits, self.block_size, self.num_groups)
     }
 
     pub(crate) fn bounds(&self, limits: &StepLimits) -> StepBounds {
@@ -121,7 +142,7 @@ impl Cache {
             max_samples: limits.max_rows,
             num_blocks: self.num_blocks,
             block_size: self.block_size,
-            table_stride: self.table_stride(limits),
+            tables: self.tables(limits),
             max_positions: self.max_positions,
             vocab_size: limits.vocab_size,
         }
@@ -129,21 +150,14 @@ impl Cache {
 }
 
 impl CacheLayer {
-    /// `[H]` f32 ALiBi slopes, if the layer uses ALiBi.
-    pub(crate) fn slopes(&self) -> Option<Span> {
-        self.slopes.as_ref().map(DeviceBuffer::span)
-    }
-
     /// Whether optimized kernels exist for this attention.
     pub(crate) fn has_fast_attention(&self) -> bool {
-        let head_dim = &self.shape.head_dim;
-        let supported = if self.slopes.is_some() { ALIBI_HEAD_DIMS.as_slice() } else { HEAD_DIMS.as_slice() };
-        self.score_cap == 0.0 && supported.contains(head_dim)
+        self.scores.has_fast_kernels(self.shape.head_dim)
     }
 
     /// Whether decode attention can apply the rotation itself.
     pub(crate) fn rotates(&self) -> bool {
-        self.rope.is_some() && self.slopes.is_none() && decode_attention::rotates(self.shape)
+        self.rope.is_some() && self.scores.change == ScoreChange::None && decode_attention::rotates(self.shape)
     }
 }
 
@@ -156,7 +170,7 @@ pub(super) fn shapes(spec: &AttentionSpec) -> Vec<HeadShape> {
     spec.layers.iter().map(|layer| head_shape(layer, spec.block_size)).collect()
 }
 
-/// Row length of the block tables of sequences up to the maximum.
-pub(super) fn table_stride(limits: &StepLimits, block_size: usize) -> usize {
-    limits.max_sequence_len.div_ceil(block_size).next_multiple_of(4)
+/// The block tables of sequences up to the maximum length.
+pub(super) fn table_shape(limits: &StepLimits, block_size: usize, num_groups: usize) -> TableShape {
+    TableShape { stride: limits.max_sequence_len.div_ceil(block_size).next_multiple_of(4), num_groups }
 }

@@ -93,6 +93,7 @@ impl CudaDevice {
             && config.use_fast_kernels
             && self.all_skinny
             && !self.has_layer_norms
+            && !self.expert_sizes.has_experts()
             && has_kernel(gpu)
     }
 

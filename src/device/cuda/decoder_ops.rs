@@ -19,6 +19,8 @@ pub(super) fn gate_activation(activation: Activation) -> GateActivation {
         Activation::Gelu => GateActivation::Gelu,
         Activation::Relu => GateActivation::Relu,
         Activation::ReluSquared => GateActivation::ReluSquared,
+        Activation::Xielu { .. } => unreachable!("models with xIELU are refused"),
+        Activation::ClampedSwiglu { .. } => unreachable!("only experts have it"),
     }
 }
 
@@ -65,7 +67,8 @@ impl CudaDevice {
             return Ok(());
         }
         self.flush()?;
-        let weights = HeadNormWeights { q: norms.q.values, k: norms.k.values };
+        let k = norms.k.expect("layers that share keys are refused");
+        let weights = HeadNormWeights { q: norms.q.values, k: k.values };
         let (shape, count) = (self.cache().layer(layer).shape, self.current().shape.tokens);
         if norms.span == HeadNormSpan::Head {
             return head_norm(&self.queue, qkv.values, weights, shape, count, eps).map_err(device_error);
@@ -92,6 +95,7 @@ impl CudaDevice {
         }
         self.run_deferred()?;
         self.flush()?;
+        self.sum_experts()?;
         let (rows, cols) = (self.current().shape.tokens, branch.cols);
         self.group.all_reduce(&self.queue, partial.values, rows, cols)?;
         let norm = BranchNorm {
@@ -110,6 +114,7 @@ impl CudaDevice {
         }
         self.run_deferred()?;
         self.flush()?;
+        self.sum_experts()?;
         add(&self.queue, x.values, y.values, self.current().shape.tokens * x.cols).map_err(device_error)
     }
 }

@@ -1,12 +1,12 @@
 //! The [`Device`] interface of the CUDA device.
 
 use engine::{CopiedBlock, RevisedRow, RowId, SampleMask, SampledToken, SamplingParams, TokenId};
+use kernels::cuda::DeviceBuffer;
 use kernels::cuda::copy_blocks::copy_blocks;
 use kernels::cuda::skinny_gemm::GATE_GROUP;
-use kernels::cuda::{DeviceBuffer, Span};
 use ops::{
-    Activation, AttentionSpec, Device, DeviceError, Feature, HeadNorms, LinearRole, LogitSpec, MemoryPlan, NormKind,
-    NormSlices, PipelineStage, StepInputs, TensorParallel, WeightSlice,
+    Activation, AttentionSpec, Device, DeviceError, ExpertSlices, Feature, HeadNorms, LinearRole, LogitSpec,
+    MemoryPlan, NormKind, NormSlices, PipelineStage, StepInputs, TensorParallel, WeightSlice,
 };
 
 use super::load::RowOrder;
@@ -44,13 +44,13 @@ impl Device for CudaDevice {
             self.hidden = rows;
         }
         self.all_skinny &= rows.is_multiple_of(8) && (role != LinearRole::GateUp || group == GATE_GROUP);
-        Ok(CudaWeight { values, bias, rows, cols, first_token: 0, group, is_partial })
+        Ok(CudaWeight { bias, group, is_partial, ..CudaWeight::matrix(values, rows, cols) })
     }
 
     fn load_embedding(&mut self, table: WeightSlice<'_>, first_token: u32) -> Result<CudaWeight, DeviceError> {
         let (values, rows, cols) = self.load_matrix(&[table], RowOrder::Stacked)?;
         self.hidden = cols;
-        Ok(CudaWeight { values, bias: Span::NULL, rows, cols, first_token, group: 0, is_partial: false })
+        Ok(CudaWeight { first_token, ..CudaWeight::matrix(values, rows, cols) })
     }
 
     fn tie_head(&mut self, embedding: &CudaWeight) -> Result<CudaWeight, DeviceError> {
@@ -61,13 +61,17 @@ impl Device for CudaDevice {
     fn load_norm(&mut self, norm: &NormSlices<'_>) -> Result<CudaWeight, DeviceError> {
         self.has_layer_norms |= norm.kind == NormKind::Layer;
         let (values, bias) = self.load_gain_and_bias(norm)?;
-        Ok(CudaWeight { values, bias, rows: 1, cols: norm.width, first_token: 0, group: 0, is_partial: false })
+        Ok(CudaWeight { bias, ..CudaWeight::matrix(values, 1, norm.width) })
     }
 
     fn load_positions(&mut self, table: WeightSlice<'_>) -> Result<CudaWeight, DeviceError> {
         let (values, rows, cols) = self.load_matrix(&[table], RowOrder::Stacked)?;
         self.num_positions = rows;
-        Ok(CudaWeight { values, bias: Span::NULL, rows, cols, first_token: 0, group: 0, is_partial: false })
+        Ok(CudaWeight::matrix(values, rows, cols))
+    }
+
+    fn load_experts(&mut self, experts: &ExpertSlices<'_>) -> Result<CudaWeight, DeviceError> {
+        self.load_expert_layer(experts)
     }
 
     fn tensor(&mut self, cols: usize) -> Result<CudaTensor, DeviceError> {
@@ -210,6 +214,14 @@ impl Device for CudaDevice {
         activation: Activation,
     ) -> Result<(), DeviceError> {
         self.op_activated_linear(*out, *x, weight, activation)
+    }
+
+    fn experts(&mut self, out: &mut CudaTensor, x: &CudaTensor, experts: &CudaWeight) -> Result<(), DeviceError> {
+        self.op_experts(*out, *x, experts)
+    }
+
+    fn gate_rows(&mut self, out: &mut CudaTensor, x: &CudaTensor, gate: &CudaWeight) -> Result<(), DeviceError> {
+        self.op_gate_rows(*out, *x, gate)
     }
 
     fn head_norm(

@@ -11,8 +11,9 @@ use kernels::cuda::sample::{ARGMAX_CHUNKS, Outputs};
 use kernels::cuda::{CudaError, DeviceBuffer, Gpu, PinnedBuffer, Span};
 use ops::{AttentionSpec, DeviceError, MemoryPlan, PipelineStage, StepLimits};
 
-use super::cache::{Cache, shapes, table_stride};
+use super::cache::{Cache, shapes, table_shape};
 use super::chain::{self, Chain};
+use super::experts::{ExpertBuffers, ExpertSizes};
 use super::graphs::largest_bucket;
 use super::group::peer_bytes;
 use super::rows::{MAX_TOP, Reported, Rows};
@@ -134,7 +135,7 @@ fn step_words(limits: &StepLimits, spec: &AttentionSpec) -> usize {
         max_samples: rows,
         num_blocks: 0,
         block_size: spec.block_size,
-        table_stride: table_stride(limits, spec.block_size),
+        tables: table_shape(limits, spec.block_size, spec.kv_windows.len()),
         max_positions: 0,
         vocab_size: 0,
     })
@@ -145,7 +146,7 @@ fn step_words(limits: &StepLimits, spec: &AttentionSpec) -> usize {
 fn pending_bytes(limits: &StepLimits, hidden: usize, group: usize, spec: &AttentionSpec) -> usize {
     let sizes = Workspace::sizes(limits, hidden, group);
     let ropes: usize = spec.ropes.iter().map(|rope| (rope.cos.len() + rope.sin.len()) * 4).sum();
-    let slopes: usize = spec.layers.iter().map(|layer| layer.alibi_slopes.len() * 4).sum();
+    let slopes: usize = spec.layers.iter().map(|layer| (layer.alibi_slopes.len() + layer.sinks.len()) * 4).sum();
     let decode = DecodeWorkspace::bytes(padded_rows(limits), &shapes(spec));
     sizes.iter().sum::<usize>() + step_words(limits, spec) * 4 + ropes + slopes + decode
 }
@@ -160,23 +161,24 @@ pub(crate) struct Estimate {
     pub(crate) workspace_bytes: usize,
     /// Buffers of the group.
     pub(crate) communicator_bytes: usize,
-    /// Bytes of a KV block in all layers.
+    /// Bytes of a KV block.
     pub(crate) block_bytes: usize,
     /// Left free for graphs and the driver.
     pub(crate) reserve_bytes: usize,
 }
 
 impl Estimate {
-    /// For activation buffers with `tensor_cols` columns in total.
+    /// For activation buffers with `tensor_cols` columns in total, and buffers of experts.
     pub(crate) fn new(
         limits: &StepLimits,
         hidden: usize,
-        tensor_cols: usize,
+        (tensor_cols, experts): (usize, ExpertSizes),
         group: usize,
         stage: PipelineStage,
         spec: &AttentionSpec,
     ) -> Self {
-        let tensors = tensor_rows(limits, largest_bucket(limits.max_rows)) * tensor_cols * 2;
+        let rows = tensor_rows(limits, largest_bucket(limits.max_rows));
+        let tensors = rows * tensor_cols * 2 + experts.bytes(rows);
         let pending = pending_bytes(limits, hidden, group, spec);
         let peers = if group > 1 { peer_bytes(group, hidden) } else { 0 };
         let communicators = usize::from(group > 1) + usize::from(stage.count > 1);
@@ -199,7 +201,8 @@ impl CudaDevice {
         let multiprocessors = self.gpu.num_multiprocessors() as usize;
         let chains = if self.can_chain() { chain::bytes(self.hidden, multiprocessors) } else { 0 };
         let peers = self.group.peer_bytes(self.hidden);
-        pending_bytes(&self.config.limits, self.hidden, self.group.size(), spec) + peers + chains
+        let experts = self.expert_sizes.bytes(self.tensor_rows());
+        pending_bytes(&self.config.limits, self.hidden, self.group.size(), spec) + peers + chains + experts
     }
 
     pub(crate) fn plan_memory(&self, spec: &AttentionSpec) -> Result<MemoryPlan, DeviceError> {
@@ -243,7 +246,11 @@ impl CudaDevice {
     /// workers.
     pub(crate) fn tensor_bytes(&self, cols: usize) -> usize {
         let least = if self.group.size() > 1 { MIN_SHARED_BYTES } else { 0 };
-        (tensor_rows(&self.config.limits, self.graphs.largest_bucket()) * cols * 2).max(least)
+        (self.tensor_rows() * cols * 2).max(least)
+    }
+
+    fn tensor_rows(&self) -> usize {
+        tensor_rows(&self.config.limits, self.graphs.largest_bucket())
     }
 
     fn take(&mut self, spec: &AttentionSpec, num_blocks: usize) -> Result<(), CudaError> {
@@ -260,7 +267,15 @@ impl CudaDevice {
                 spec.layers.iter().any(|layer| layer.num_kv_heads < layer.num_heads),
             )?;
         }
-        self.cache = Some(Cache::new(&self.gpu, spec, num_blocks, padded_rows(&self.config.limits))?);
+        if self.expert_sizes.has_experts() {
+            let buffers = ExpertBuffers::new(&self.gpu, &self.queue, self.expert_sizes, self.tensor_rows())?;
+            self.expert_buffers = Some(buffers);
+        }
+        let cache = Cache::new(&self.gpu, spec, num_blocks, padded_rows(&self.config.limits))?;
+        if spec.layers.iter().any(|layer| layer.window.is_some()) {
+            cache.clear(&self.queue)?;
+        }
+        self.cache = Some(cache);
         Ok(())
     }
 }

@@ -10,6 +10,7 @@ mod config;
 mod decoder_ops;
 mod device_impl;
 mod exchange;
+mod experts;
 mod graphs;
 mod group;
 mod load;
@@ -40,6 +41,8 @@ use cache::Cache;
 use chain::Chain;
 pub use config::CudaConfig;
 pub use exchange::{Exchange, FileExchange};
+pub(crate) use experts::ExpertSizes;
+use experts::{ExpertBuffers, ExpertLayer, Unsummed};
 use graphs::Graphs;
 use group::Group;
 use load::Loader;
@@ -83,6 +86,15 @@ pub struct CudaWeight {
     group: usize,
     /// Whether products with it are partial sums, which are summed by a norm.
     is_partial: bool,
+    /// For a router: its experts.
+    experts: Option<ExpertLayer>,
+}
+
+impl CudaWeight {
+    /// A matrix `[rows, cols]` without a bias.
+    fn matrix(values: Span, rows: usize, cols: usize) -> Self {
+        Self { values, bias: Span::NULL, rows, cols, first_token: 0, group: 0, is_partial: false, experts: None }
+    }
 }
 
 /// An activation buffer `[max_tokens, cols]` bf16.
@@ -120,6 +132,10 @@ pub struct CudaDevice {
     pinned_inputs: Vec<PinnedBuffer>,
     next_slot: usize,
     cache: Option<Cache>,
+    expert_sizes: ExpertSizes,
+    /// `None` if the model has no experts.
+    expert_buffers: Option<ExpertBuffers>,
+    unsummed: Option<Unsummed>,
     workspace: Option<Workspace>,
     rows: Rows,
     reports: Reports,
@@ -154,8 +170,8 @@ impl CudaDevice {
     /// Optional ops that this device has.
     pub(crate) const FEATURES: &[Feature] = {
         use Feature::{
-            Alibi, AllHeadsNorm, BranchNorm, HeadNorm, LayerNorm, LearnedPositions, LogitCap, OtherActivations,
-            ParallelBranches, PlainMlp, ScoreCap,
+            Alibi, AllHeadsNorm, BranchNorm, Experts, HeadNorm, LayerNorm, LearnedPositions, LogitCap,
+            OtherActivations, ParallelBranches, PlainMlp, ScoreCap, Sinks,
         };
         &[
             LayerNorm,
@@ -166,9 +182,11 @@ impl CudaDevice {
             AllHeadsNorm,
             Alibi,
             ScoreCap,
+            Sinks,
             LogitCap,
             BranchNorm,
             ParallelBranches,
+            Experts,
         ]
     };
 
@@ -208,6 +226,9 @@ impl CudaDevice {
             pinned_inputs: Vec::new(),
             next_slot: 0,
             cache: None,
+            expert_sizes: ExpertSizes::default(),
+            expert_buffers: None,
+            unsummed: None,
             workspace: None,
             rows,
             reports: Reports::default(),

@@ -5,7 +5,7 @@ use kernels::cuda::decode_attention::{DecodeAttention, DecodeRows, Positions, de
 use kernels::cuda::embed::{Table, TokenSource};
 use kernels::cuda::layer_norm::layer_norm;
 use kernels::cuda::library_gemm::{GemmBuffers, GemmShape};
-use kernels::cuda::paged_attention::{PagedAttention, Scores, TokenTables};
+use kernels::cuda::paged_attention::{PagedAttention, TokenTables};
 use kernels::cuda::prefill_attention::{PrefillAttention, PrefillRows, prefill_attention};
 use kernels::cuda::rope_cache::RopeInputs;
 use kernels::cuda::skinny_gemm::{self, Epilogue, LinearWeight};
@@ -29,7 +29,7 @@ impl CudaWeight {
 }
 
 impl CudaDevice {
-    fn num_tokens(&self) -> usize {
+    pub(super) fn num_tokens(&self) -> usize {
         self.current().shape.tokens
     }
 
@@ -43,6 +43,7 @@ impl CudaDevice {
 
     pub(crate) fn op_embed(&mut self, out: CudaTensor, table: &CudaWeight, scale: f32) -> Result<(), DeviceError> {
         self.chain.reset();
+        self.unsummed = None;
         if self.current().only_products {
             return Ok(());
         }
@@ -159,7 +160,7 @@ impl CudaDevice {
         self.flush()?;
         let (cache, spans) = (self.cache(), self.current().spans);
         let tables = cache.rope(layer).map(|rope| [rope.cos, rope.sin]);
-        let inputs = RopeInputs { tables, positions: spans.positions, slots: spans.slots };
+        let inputs = RopeInputs { tables, positions: spans.positions, slots: spans.slots.of(cache.layer(layer).group) };
         let shape = self.current().shape;
         let count = match self.attention_rotates(layer) {
             true => shape.tokens - (shape.rows - shape.prefill_rows),
@@ -212,8 +213,8 @@ impl CudaDevice {
     ) -> Result<(), DeviceError> {
         let (cache, spans, shape) = (self.cache(), self.current().spans, self.current().shape);
         let rows = PrefillRows {
-            block_tables: spans.block_tables,
-            max_blocks: cache.table_stride(&self.config.limits),
+            block_tables: spans.block_tables.of(cache.layer(layer).group),
+            max_blocks: cache.tables(&self.config.limits).stride,
             context_lens: spans.context_lens,
             row_starts: spans.row_starts,
             num_rows: shape.prefill_rows,
@@ -225,11 +226,9 @@ impl CudaDevice {
             out: out.values,
             qkv: qkv.values,
             cache: layer.blocks,
-            slopes: layer.slopes(),
             rows,
             shape: layer.shape,
-            scale: layer.scale,
-            window: layer.window,
+            scores: layer.scores,
             workspace: &cache.prefill,
         };
         prefill_attention(&self.queue, &attention).map_err(device_error)
@@ -239,21 +238,20 @@ impl CudaDevice {
     fn attend_simply(&self, out: CudaTensor, qkv: CudaTensor, layer: usize, count: usize) -> Result<(), DeviceError> {
         let (cache, spans) = (self.cache(), self.current().spans);
         let tables = TokenTables {
-            block_tables: spans.block_tables,
-            max_blocks: cache.table_stride(&self.config.limits),
+            block_tables: spans.block_tables.of(cache.layer(layer).group),
+            max_blocks: cache.tables(&self.config.limits).stride,
             token_tables: spans.token_tables,
             positions: spans.positions,
-            slots: spans.slots,
+            slots: spans.slots.of(cache.layer(layer).group),
         };
         let layer = cache.layer(layer);
-        let scores = Scores { scale: layer.scale, window: layer.window, cap: layer.score_cap, slopes: layer.slopes() };
         let attention = PagedAttention {
             out: out.values,
             qkv: qkv.values,
             cache: layer.blocks,
             tables,
             shape: layer.shape,
-            scores,
+            scores: layer.scores,
         };
         paged_attention::paged_attention(&self.queue, &attention, count).map_err(device_error)
     }
@@ -262,9 +260,10 @@ impl CudaDevice {
     fn attend_decodes(&self, out: CudaTensor, qkv: CudaTensor, layer: usize, first: usize) -> Result<(), DeviceError> {
         let (cache, spans, shape) = (self.cache(), self.current().spans, self.current().shape);
         let num_rows = shape.rows - shape.prefill_rows;
-        let max_blocks = cache.table_stride(&self.config.limits);
+        let max_blocks = cache.tables(&self.config.limits).stride;
+        let block_tables = spans.block_tables.of(cache.layer(layer).group);
         let rows = DecodeRows {
-            block_tables: spans.block_tables.elements::<u32>(shape.prefill_rows * max_blocks, num_rows * max_blocks),
+            block_tables: block_tables.elements::<u32>(shape.prefill_rows * max_blocks, num_rows * max_blocks),
             max_blocks,
             context_lens: spans.context_lens.elements::<u32>(shape.prefill_rows, num_rows),
             num_rows,
@@ -272,7 +271,7 @@ impl CudaDevice {
         let from = |tensor: CudaTensor| tensor.values.elements::<bf16>(first * tensor.cols, num_rows * tensor.cols);
         let positions = match cache.rope(layer).filter(|_| self.attention_rotates(layer)) {
             Some(tables) => Positions::Rope(tables),
-            None => cache.layer(layer).slopes().map_or(Positions::Known, Positions::Alibi),
+            None => Positions::Known,
         };
         let layer = cache.layer(layer);
         let attention = DecodeAttention {
@@ -282,8 +281,7 @@ impl CudaDevice {
             positions,
             rows,
             shape: layer.shape,
-            scale: layer.scale,
-            window: layer.window,
+            scores: layer.scores,
             workspace: &cache.decode,
         };
         decode_attention(&self.queue, &attention).map_err(device_error)
@@ -310,7 +308,7 @@ impl CudaDevice {
             cols: weight.cols,
             eps,
         };
-        if self.finish_deferred(operands)? {
+        if self.finish_deferred(operands)? || self.sum_experts_add_norm(&operands)? {
             return Ok(());
         }
         self.flush()?;

@@ -5,7 +5,7 @@ use kernels::cuda::Event;
 use ops::{DeviceError, SampleInput, StepInputs};
 
 use super::rows::Reported;
-use super::step::{self, Layout, StepBounds, StepShape, StepSpans};
+use super::step::{self, Layout, StepBounds, StepShape, StepSpans, TableShape};
 use super::{CudaDevice, device_error};
 
 /// The step whose ops are being queued.
@@ -35,14 +35,19 @@ impl CudaDevice {
     /// Refuses a decode whose token is not the last of its context: attention derives the rotation's position from the
     /// context's length.
     pub(super) fn check_newest(&self, inputs: &StepInputs) -> Result<(), DeviceError> {
-        let block_size = self.bounds()?.block_size as u32;
+        let bounds = self.bounds()?;
+        let block_size = bounds.block_size as u32;
         for row in inputs.num_prefill_rows..inputs.num_rows() {
             let token = inputs.row_starts[row] as usize;
-            let (position, slot) = (inputs.positions[token], inputs.slots[token]);
-            let block = inputs.block_table(row).get((position / block_size) as usize).copied();
-            let expected =
-                block.and_then(|block| block.checked_mul(block_size)).map(|first| first + position % block_size);
-            if position + 1 != inputs.context_lens[row] || expected != Some(slot) {
+            let position = inputs.positions[token];
+            for group in 0..bounds.tables.num_groups {
+                let slot = inputs.slots_of(group)[token];
+                let block = inputs.block_table(group, row).get((position / block_size) as usize).copied();
+                let expected =
+                    block.and_then(|block| block.checked_mul(block_size)).map(|first| first + position % block_size);
+                if position + 1 == inputs.context_lens[row] && expected == Some(slot) {
+                    continue;
+                }
                 return Err(DeviceError::Call {
                     call: format!("step {}", inputs.step),
                     reason: format!(
@@ -102,9 +107,9 @@ impl CudaDevice {
     }
 
     pub(super) fn step_at(&self, shape: StepShape, is_greedy: bool) -> Current {
-        let stride = self.cache.as_ref().map_or(0, |cache| cache.table_stride(&self.config.limits));
-        let layout = Layout::new(shape, stride);
-        let spans = StepSpans::new(self.step_block.span(), &layout, shape, stride);
+        let tables = self.cache.as_ref().map_or(TableShape::NONE, |cache| cache.tables(&self.config.limits));
+        let layout = Layout::new(shape, tables);
+        let spans = StepSpans::new(self.step_block.span(), &layout, shape, tables);
         Current { shape, spans, is_greedy, is_masked: false, only_products: false }
     }
 

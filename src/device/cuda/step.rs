@@ -18,10 +18,23 @@ pub(crate) struct StepBounds {
     pub(crate) max_samples: usize,
     pub(crate) num_blocks: usize,
     pub(crate) block_size: usize,
-    /// Row length of the packed block tables.
-    pub(crate) table_stride: usize,
+    pub(crate) tables: TableShape,
     pub(crate) max_positions: usize,
     pub(crate) vocab_size: usize,
+}
+
+/// The packed block tables.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct TableShape {
+    /// Row length.
+    pub(crate) stride: usize,
+    /// Number of KV groups; each has slots and tables of its own.
+    pub(crate) num_groups: usize,
+}
+
+impl TableShape {
+    /// Before the KV blocks are allocated.
+    pub(crate) const NONE: Self = Self { stride: 0, num_groups: 1 };
 }
 
 /// Numbers of tokens, rows and samples of a step, padding included.
@@ -73,7 +86,7 @@ pub(crate) struct Layout {
 }
 
 impl Layout {
-    pub(crate) fn new(shape: StepShape, table_stride: usize) -> Self {
+    pub(crate) fn new(shape: StepShape, tables: TableShape) -> Self {
         let mut words = 0;
         let mut take = |count: usize| {
             let start = words;
@@ -87,13 +100,13 @@ impl Layout {
             token_rows: take(tokens),
             token_tables: take(tokens),
             positions: take(tokens),
-            slots: take(tokens),
+            slots: take(tables.num_groups * slot_stride(tokens)),
             row_starts: take(rows + 1),
             context_lens: take(rows),
             sample_rows: take(samples),
             sample_tokens: take(samples),
             num_generated: take(samples),
-            block_tables: take(rows * table_stride),
+            block_tables: take(tables.num_groups * group_stride(rows, tables)),
             words: 0,
         };
         layout.words = words;
@@ -104,7 +117,7 @@ impl Layout {
     pub(crate) fn max_words(bounds: &StepBounds) -> usize {
         let (rows, tokens) = (bounds.max_rows, bounds.max_tokens.max(bounds.max_rows));
         let shape = StepShape { tokens, rows, prefill_rows: 0, max_chunk: 0, samples: tokens };
-        Self::new(shape, bounds.table_stride).words
+        Self::new(shape, bounds.tables).words
     }
 }
 
@@ -117,19 +130,47 @@ pub(crate) struct StepSpans {
     /// `[T]`: the row of the block tables that a token uses.
     pub(crate) token_tables: Span,
     pub(crate) positions: Span,
-    pub(crate) slots: Span,
+    pub(crate) slots: GroupSpans,
     pub(crate) row_starts: Span,
     pub(crate) context_lens: Span,
     pub(crate) sample_rows: Span,
     /// `[S]`: the token whose logits are used.
     pub(crate) sample_tokens: Span,
     pub(crate) num_generated: Span,
-    pub(crate) block_tables: Span,
+    pub(crate) block_tables: GroupSpans,
+}
+
+/// An array for each KV group.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct GroupSpans {
+    all: Span,
+    /// Words from one array to the next.
+    stride: usize,
+    /// Words of one array.
+    count: usize,
+}
+
+impl GroupSpans {
+    /// The array of a KV group.
+    pub(crate) fn of(&self, group: usize) -> Span {
+        self.all.elements::<u32>(group * self.stride, self.count)
+    }
+}
+
+/// Words from the slots of one KV group to those of the next.
+fn slot_stride(tokens: usize) -> usize {
+    tokens.next_multiple_of(ALIGN)
+}
+
+/// Words from the block tables of one KV group to those of the next.
+fn group_stride(rows: usize, tables: TableShape) -> usize {
+    (rows * tables.stride).next_multiple_of(ALIGN)
 }
 
 impl StepSpans {
-    pub(crate) fn new(block: Span, layout: &Layout, shape: StepShape, table_stride: usize) -> Self {
+    pub(crate) fn new(block: Span, layout: &Layout, shape: StepShape, tables: TableShape) -> Self {
         let part = |start, count| block.elements::<u32>(start, count);
+        let groups = |start, stride, count| GroupSpans { all: part(start, tables.num_groups * stride), stride, count };
         let StepShape { tokens, rows, samples, .. } = shape;
         Self {
             slot: part(layout.slot, 1),
@@ -137,20 +178,21 @@ impl StepSpans {
             token_rows: part(layout.token_rows, tokens),
             token_tables: part(layout.token_tables, tokens),
             positions: part(layout.positions, tokens),
-            slots: part(layout.slots, tokens),
+            slots: groups(layout.slots, slot_stride(tokens), tokens),
             row_starts: part(layout.row_starts, rows + 1),
             context_lens: part(layout.context_lens, rows),
             sample_rows: part(layout.sample_rows, samples),
             sample_tokens: part(layout.sample_tokens, samples),
             num_generated: part(layout.num_generated, samples),
-            block_tables: part(layout.block_tables, rows * table_stride),
+            block_tables: groups(layout.block_tables, group_stride(rows, tables), rows * tables.stride),
         }
     }
 }
 
 /// Packs `inputs` into `words`, padded to `shape`. Padding rows of a graph read only harmless values.
 pub(crate) fn pack(inputs: &StepInputs, bounds: &StepBounds, shape: StepShape, slot: u32, words: &mut [u32]) -> Layout {
-    let layout = Layout::new(shape, bounds.table_stride);
+    let TableShape { stride, num_groups } = bounds.tables;
+    let layout = Layout::new(shape, bounds.tables);
     let (tokens, rows) = (inputs.num_tokens(), inputs.num_rows());
     let mut put = |start: usize, count: usize, values: &mut dyn Iterator<Item = u32>, padding: u32| {
         let target = &mut words[start..start + count];
@@ -170,20 +212,26 @@ pub(crate) fn pack(inputs: &StepInputs, bounds: &StepBounds, shape: StepShape, s
     put(layout.token_rows, shape.tokens, &mut row_of_token().map(|r| inputs.rows[r].0), spare_row);
     put(layout.token_tables, shape.tokens, &mut row_of_token().map(|r| r as u32), 0);
     put(layout.positions, shape.tokens, &mut inputs.positions.iter().copied(), 0);
-    put(layout.slots, shape.tokens, &mut inputs.slots.iter().copied(), PADDING);
+    for group in 0..num_groups {
+        let start = layout.slots + group * slot_stride(shape.tokens);
+        put(start, shape.tokens, &mut inputs.slots_of(group).iter().copied(), PADDING);
+    }
     put(layout.row_starts, shape.rows + 1, &mut inputs.row_starts.iter().copied(), tokens as u32);
     put(layout.context_lens, shape.rows, &mut inputs.context_lens.iter().copied(), 0);
     put(layout.sample_rows, shape.samples, &mut sample_rows, spare_row);
     put(layout.sample_tokens, shape.samples, &mut inputs.samples.iter().map(|s| s.token_index), 0);
     put(layout.num_generated, shape.samples, &mut inputs.samples.iter().map(|s| s.num_generated), 0);
-    for row in 0..rows {
-        let table = inputs.block_table(row);
-        let used = table.len().min(bounds.table_stride);
-        let start = layout.block_tables + row * bounds.table_stride;
-        words[start..start + used].copy_from_slice(&table[..used]);
-        words[start + used..start + bounds.table_stride].fill(0);
+    for group in 0..num_groups {
+        let group_start = layout.block_tables + group * group_stride(shape.rows, bounds.tables);
+        for row in 0..rows {
+            let table = inputs.block_table(group, row);
+            let used = table.len().min(stride);
+            let start = group_start + row * stride;
+            words[start..start + used].copy_from_slice(&table[..used]);
+            words[start + used..start + stride].fill(0);
+        }
+        words[group_start + rows * stride..group_start + group_stride(shape.rows, bounds.tables)].fill(0);
     }
-    words[layout.block_tables + rows * bounds.table_stride..layout.words].fill(0);
     layout
 }
 
@@ -204,14 +252,22 @@ pub(crate) fn check(inputs: &StepInputs, bounds: &StepBounds) -> Result<(), Devi
             bounds.max_tokens, bounds.max_rows, bounds.max_samples
         ));
     }
+    let num_groups = bounds.tables.num_groups;
     let lengths = [inputs.positions.len(), inputs.slots.len()];
-    if lengths != [tokens; 2] || inputs.row_starts.len() != rows + 1 || inputs.context_lens.len() != rows {
+    if lengths != [tokens, num_groups * tokens]
+        || inputs.row_starts.len() != rows + 1
+        || inputs.context_lens.len() != rows
+    {
         return refuse(format!(
             "positions, slots {lengths:?} for {tokens} tokens, or arrays of rows differ from {rows}"
         ));
     }
-    if inputs.block_tables.len() != rows * inputs.max_blocks || inputs.num_prefill_rows > rows {
-        return refuse(format!("block tables of {} for {rows} x {}", inputs.block_tables.len(), inputs.max_blocks));
+    if inputs.block_tables.len() != num_groups * rows * inputs.max_blocks || inputs.num_prefill_rows > rows {
+        return refuse(format!(
+            "block tables of {} for {num_groups} x {rows} x {}",
+            inputs.block_tables.len(),
+            inputs.max_blocks
+        ));
     }
     let starts = &inputs.row_starts;
     if starts[0] != 0 || starts[rows] as usize != tokens || starts.windows(2).any(|pair| pair[0] >= pair[1]) {
@@ -242,11 +298,12 @@ pub(crate) fn check(inputs: &StepInputs, bounds: &StepBounds) -> Result<(), Devi
     }
     for (row, &context) in inputs.context_lens.iter().enumerate() {
         let blocks = (context as usize).div_ceil(bounds.block_size);
-        let table = inputs.block_table(row);
-        if blocks > table.len() || blocks > bounds.table_stride || context < starts[row + 1] - starts[row] {
-            return refuse(format!("context of {context} positions in a table of {} blocks", table.len()));
+        let len = inputs.max_blocks;
+        if blocks > len || blocks > bounds.tables.stride || context < starts[row + 1] - starts[row] {
+            return refuse(format!("context of {context} positions in a table of {len} blocks"));
         }
-        if let Some(block) = table[..blocks].iter().find(|&&b| b as usize >= bounds.num_blocks) {
+        let tables = (0..num_groups).flat_map(|group| &inputs.block_table(group, row)[..blocks]);
+        if let Some(block) = tables.copied().find(|&block| block as usize >= bounds.num_blocks) {
             return refuse(format!("block {block} of {}", bounds.num_blocks));
         }
     }
@@ -254,85 +311,4 @@ pub(crate) fn check(inputs: &StepInputs, bounds: &StepBounds) -> Result<(), Devi
 }
 
 #[cfg(test)]
-mod tests {
-    use super::*;
-    use engine::RowId;
-    use ops::SampleInput;
-
-    fn bounds() -> StepBounds {
-        StepBounds {
-            max_tokens: 8,
-            max_rows: 4,
-            max_samples: 6,
-            num_blocks: 10,
-            block_size: 4,
-            table_stride: 3,
-            max_positions: 12,
-            vocab_size: 100,
-        }
-    }
-
-    fn inputs() -> StepInputs {
-        StepInputs {
-            step: 1,
-            rows: vec![RowId(2), RowId(0)],
-            num_prefill_rows: 1,
-            row_starts: vec![0, 3, 4],
-            token_ids: vec![5, 6, 7, ops::TOKEN_ON_DEVICE],
-            positions: vec![0, 1, 2, 6],
-            slots: vec![36, 37, 38, 6],
-            context_lens: vec![3, 7],
-            block_tables: vec![9, 0, 3, 1],
-            max_blocks: 2,
-            samples: vec![SampleInput { row: RowId(0), token_index: 3, num_generated: 2 }],
-            masked: Vec::new(),
-            logits: Vec::new(),
-        }
-    }
-
-    #[test]
-    fn a_step_is_packed_with_tables_at_the_fixed_stride_and_padded() {
-        let (inputs, bounds) = (inputs(), bounds());
-        assert!(check(&inputs, &bounds).is_ok());
-        let shape = StepShape { tokens: 6, rows: 3, prefill_rows: 1, max_chunk: 3, samples: 2 };
-        let mut words = vec![u32::MAX - 1; Layout::max_words(&bounds)];
-        let layout = pack(&inputs, &bounds, shape, 3, &mut words);
-        assert_eq!(words[layout.slot], 3);
-        assert_eq!(words[layout.token_rows..][..6], [2, 2, 2, 0, 4, 4]);
-        assert_eq!(words[layout.token_tables..][..6], [0, 0, 0, 1, 0, 0]);
-        assert_eq!(words[layout.slots..][..6], [36, 37, 38, 6, PADDING, PADDING]);
-        assert_eq!(words[layout.row_starts..][..4], [0, 3, 4, 4]);
-        assert_eq!(words[layout.context_lens..][..3], [3, 7, 0]);
-        assert_eq!(words[layout.block_tables..][..9], [9, 0, 0, 3, 1, 0, 0, 0, 0]);
-        assert_eq!(words[layout.sample_rows..][..2], [0, 4]);
-    }
-
-    #[test]
-    fn samples_of_a_row_that_verifies_drafts_are_marked() {
-        let (mut inputs, bounds) = (inputs(), bounds());
-        let sample = |row, token_index| SampleInput { row: RowId(row), token_index, num_generated: token_index };
-        inputs.samples = vec![sample(2, 0), sample(2, 1), sample(2, 2), sample(0, 3)];
-        assert!(check(&inputs, &bounds).is_ok());
-        let mut words = vec![0; Layout::max_words(&bounds)];
-        let layout = pack(&inputs, &bounds, StepShape::of(&inputs), 0, &mut words);
-        assert_eq!(words[layout.sample_rows..][..4], [2 | VERIFIES, 2 | VERIFIES, 2 | VERIFIES, 0]);
-    }
-
-    #[test]
-    fn a_step_that_points_outside_is_refused() {
-        let spoil: [fn(&mut StepInputs); 7] = [
-            |i| i.rows[0] = RowId(4),
-            |i| i.token_ids[0] = 100,
-            |i| i.positions[3] = 12,
-            |i| i.slots[0] = 40,
-            |i| i.block_tables[0] = 10,
-            |i| i.context_lens[1] = 9,
-            |i| i.row_starts[1] = 2,
-        ];
-        for (index, spoil) in spoil.iter().enumerate() {
-            let mut inputs = inputs();
-            spoil(&mut inputs);
-            assert!(check(&inputs, &bounds()).is_err(), "case {index}");
-        }
-    }
-}
+mod tests;

@@ -19,16 +19,24 @@ pub(crate) fn split_into_decodes(inputs: &StepInputs, max_rows: usize) -> Option
     split.rows.truncate(first);
     split.row_starts.truncate(first + 1);
     split.context_lens.truncate(first);
-    split.block_tables.truncate(first * inputs.max_blocks);
     for row in first..inputs.num_rows() {
         for token in inputs.row_starts[row]..inputs.row_starts[row + 1] {
             split.rows.push(inputs.rows[row]);
             split.row_starts.push(token + 1);
             split.context_lens.push(inputs.positions[token as usize] + 1);
-            split.block_tables.extend_from_slice(inputs.block_table(row));
         }
     }
+    split.block_tables = split_tables(inputs, first);
     Some(split)
+}
+
+/// The block tables of each position of the rows from `first` on, after those of the rows before.
+fn split_tables(inputs: &StepInputs, first: usize) -> Vec<u32> {
+    let num_groups = inputs.slots.len() / inputs.num_tokens();
+    let count = |row: usize| if row < first { 1 } else { inputs.row_starts[row + 1] - inputs.row_starts[row] };
+    let tables = (0..num_groups).flat_map(|group| (0..inputs.num_rows()).map(move |row| (group, row)));
+    let copies = tables.flat_map(|(group, row)| (0..count(row)).map(move |_| inputs.block_table(group, row)));
+    copies.flatten().copied().collect()
 }
 
 /// The first row that chooses a token at each of several positions; all rows after it do so as well, or decode one
@@ -80,6 +88,12 @@ mod tests {
         assert_eq!(split.row_starts, [0, 3, 4, 5, 6, 7]);
         assert_eq!(split.context_lens, [3, 15, 16, 17, 4]);
         assert_eq!(split.block_tables, [2, 0, 0, 3, 0, 3, 0, 3, 5, 0]);
+        let mut two_groups = inputs();
+        two_groups.slots.extend_from_within(..);
+        two_groups.block_tables.extend([4, 0, 1, 6, 7, 0]);
+        let split_groups = split_into_decodes(&two_groups, 5).unwrap();
+        assert_eq!(split_groups.block_tables[..10], split.block_tables);
+        assert_eq!(split_groups.block_tables[10..], [4, 0, 1, 6, 1, 6, 1, 6, 7, 0]);
         let whole = inputs();
         assert_eq!((&split.token_ids, &split.samples), (&whole.token_ids, &whole.samples));
         assert_eq!((&split.slots, &split.logits), (&whole.slots, &whole.logits));

@@ -139,7 +139,12 @@ fn kind(row: &Row) -> usize {
 }
 
 /// The next step over all rows that have joined, and the rows that choose tokens with their number.
-fn plan(step: u64, rows: &mut [Row], options: &Options) -> (StepInputs, Vec<(usize, usize)>) {
+fn plan(
+    step: u64,
+    rows: &mut [Row],
+    options: &Options,
+    windows: &[Option<usize>],
+) -> (StepInputs, Vec<(usize, usize)>) {
     let mut inputs = StepInputs::default();
     inputs.clear(step);
     inputs.max_blocks = MAX_BLOCKS;
@@ -155,10 +160,26 @@ fn plan(step: u64, rows: &mut [Row], options: &Options) -> (StepInputs, Vec<(usi
             }
         }
     }
+    windows.iter().enumerate().for_each(|(group, &window)| add_tables(&mut inputs, group, window));
     if options.logits {
         inputs.logits = inputs.samples.iter().map(|sample| sample.token_index).collect();
     }
     (inputs, sampling)
+}
+
+/// Adds slots and block tables of a KV group. Each row has blocks of its own in each group. Blocks before the window
+/// are those of another row, so that a device that uses them chooses other tokens.
+fn add_tables(inputs: &mut StepInputs, group: usize, window: Option<usize>) {
+    // The order of the blocks differs from that of the positions.
+    let block = |row: usize, index: usize| (group * PROMPT_LENS.len() + row) * MAX_BLOCKS + (index * 7) % MAX_BLOCKS;
+    for (row, starts) in inputs.rows.iter().map(|row| row.0 as usize).zip(inputs.row_starts.windows(2)) {
+        let positions = &inputs.positions[starts[0] as usize..starts[1] as usize];
+        let slot = |&p: &u32| (block(row, p as usize / BLOCK) * BLOCK + p as usize % BLOCK) as u32;
+        inputs.slots.extend(positions.iter().map(slot));
+        let first_seen = window.map_or(0, |window| (positions[0] as usize + 1).saturating_sub(window) / BLOCK);
+        let owner = |index: usize| if index < first_seen { (row + 1) % PROMPT_LENS.len() } else { row };
+        inputs.block_tables.extend((0..MAX_BLOCKS).map(|index| block(owner(index), index) as u32));
+    }
 }
 
 fn add_row(inputs: &mut StepInputs, index: usize, row: &mut Row, kind: usize, sampling: &mut Vec<(usize, usize)>) {
@@ -169,16 +190,12 @@ fn add_row(inputs: &mut StepInputs, index: usize, row: &mut Row, kind: usize, sa
         let known = row.tokens.get(position).copied();
         inputs.token_ids.push(guess.or(known).unwrap_or(TOKEN_ON_DEVICE));
         inputs.positions.push(position as u32);
-        // The order of the blocks differs from that of the positions.
-        let block = index * MAX_BLOCKS + (position / BLOCK * 7) % MAX_BLOCKS;
-        inputs.slots.push((block * BLOCK + position % BLOCK) as u32);
     }
     row.computed += count;
     inputs.rows.push(RowId(index as u32));
     inputs.num_prefill_rows += usize::from(kind < 2);
     inputs.row_starts.push(inputs.token_ids.len() as u32);
     inputs.context_lens.push(row.computed as u32);
-    inputs.block_tables.extend((0..MAX_BLOCKS).map(|b| (index * MAX_BLOCKS + b * 7 % MAX_BLOCKS) as u32));
     if row.is_prefilling() {
         return;
     }
@@ -259,8 +276,9 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
         ..CudaConfig::new((stage.index * tp.size + tp.rank) as usize, limits)
     })?;
     let mut model = models::load(&options.checkpoint, &config, &mut device)?;
-    let spec = model.attention_spec(BLOCK);
-    let needed = PROMPT_LENS.len() * MAX_BLOCKS;
+    let spec = model.attention_spec(BLOCK, MAX_LEN);
+    let windows = spec.kv_windows.clone();
+    let needed = windows.len() * PROMPT_LENS.len() * MAX_BLOCKS;
     assert!(device.memory_plan(&spec)?.max_blocks >= needed, "too little memory");
     device.allocate_cache(&spec, needed)?;
 
@@ -276,7 +294,7 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
             device.join_row(RowId(rows.len() as u32), &tokens, length as u32, &sampling)?;
             rows.push(row);
         }
-        let (inputs, sampled) = plan(step, &mut rows, &options);
+        let (inputs, sampled) = plan(step, &mut rows, &options, &windows);
         let is_done = inputs.rows.is_empty();
         if !is_done {
             device.run_step(&inputs, &mut |device| model.forward(device))?;

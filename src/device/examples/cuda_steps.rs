@@ -179,13 +179,19 @@ fn spec(shape: Shape, num_layers: usize, max_positions: usize, tp_size: usize) -
         head_dim: DIM,
         scale: (DIM as f32).powf(-0.5),
         rope: Some(0),
+        kv_group: 0,
+        kv_buffer: 0,
         window: None,
         score_cap: None,
         sinks: Vec::new(),
+        chunk: None,
+        query_scale: None,
+        has_shared_kv: false,
         alibi_slopes: Vec::new(),
     };
     let ropes = vec![RopeTable { cos, sin }];
-    AttentionSpec { block_size: BLOCK, max_positions, ropes, layers: vec![layer; num_layers] }
+    let layers = (0..num_layers).map(|kv_buffer| LayerAttention { kv_buffer, ..layer.clone() }).collect();
+    AttentionSpec { block_size: BLOCK, max_positions, ropes, layers, kv_windows: vec![None] }
 }
 
 /// A step of `rows` rows that each compute positions `start..start + count`.

@@ -77,9 +77,16 @@ fn call() -> impl Strategy<Value = Call> {
     ]
 }
 
+/// KV groups: half of the engines have no window.
+fn windows() -> impl Strategy<Value = Vec<Option<usize>>> {
+    let some = (0usize..3, vec(1usize..20, 1..4))
+        .prop_map(|(full, windows)| std::iter::repeat_n(None, full).chain(windows.into_iter().map(Some)).collect());
+    prop_oneof![Just(vec![None]), some]
+}
+
 fn config() -> impl Strategy<Value = EngineConfig> {
     let sizes = (1usize..6, 1usize..20, 1usize..12, 1usize..6, 1usize..24, 1usize..4);
-    (sizes, any::<bool>(), any::<bool>(), 0usize..6, 1usize..4, 1usize..6).prop_map(
+    (sizes, any::<bool>(), any::<bool>(), 0usize..6, 1usize..4, 1usize..6, windows()).prop_map(
         |(
             (max_rows, spare_tokens, max_mixed_prefill_tokens, block_size, num_blocks, max_in_flight),
             evict,
@@ -87,6 +94,7 @@ fn config() -> impl Strategy<Value = EngineConfig> {
             max_drafts,
             num_stages,
             token_tile,
+            windows,
         )| {
             EngineConfig {
                 max_rows,
@@ -95,7 +103,8 @@ fn config() -> impl Strategy<Value = EngineConfig> {
                 token_tile,
                 max_sequence_len: 48,
                 block_size,
-                num_blocks,
+                num_blocks: num_blocks * windows.len(),
+                windows,
                 max_queue: 64,
                 max_queue_each: 56,
                 max_queue_of: [(1, 48)].into(),

@@ -5,6 +5,7 @@
 //!
 //! Calls, one a line (tokens are `3` or a range `1-4`, joined by commas):
 //! - `engine rows=2 tokens=8 …` creates a new engine; other settings have small defaults, see [`config`].
+//!   `windows=none,8` are two KV groups, the second with a window of 8 positions.
 //! - `submit NAME prompt=1-4,9 max=3 [end=7] [stop=4,5/6] [priority=1] [salt=9]`
 //! - `plan` prints the next plan; `settle TOKEN…` settles the oldest plan with these sampled tokens, in its order.
 //! - `settle step=N row=R TOKEN…` does the same for another step or row; `cancel NAME`, `finish NAME`, `recover`,
@@ -15,8 +16,8 @@ use std::fmt::Write as _;
 use std::path::Path;
 
 use engine::{
-    BeamParams, Engine, EngineConfig, FinishReason, Policy, Request, RowId, SampledToken, SamplingParams, SequenceId,
-    StepOutput, StepPlan, TokenEvent, TokenId,
+    BeamParams, Engine, EngineConfig, FinishReason, GrownTable, JoinedTable, Policy, Request, RowId, SampledToken,
+    SamplingParams, SequenceId, StepOutput, StepPlan, TokenEvent, TokenId,
 };
 
 #[test]
@@ -163,14 +164,19 @@ impl ScriptRun {
         for joined in &plan.joined {
             let name = &self.names[&joined.sequence];
             let (len, computed) = (joined.tokens.len(), joined.num_computed);
-            let blocks: Vec<_> = joined.blocks.iter().map(|block| block.0.to_string()).collect();
-            let blocks = blocks.join(" ");
+            let table = |table: &JoinedTable| {
+                let blocks = table.blocks.iter().map(|block| block.0.to_string());
+                let released = std::iter::repeat_n("-".to_owned(), table.first as usize);
+                released.chain(blocks).collect::<Vec<_>>().join(" ")
+            };
+            let blocks = joined.tables.iter().map(table).collect::<Vec<_>>().join(" | ");
             writeln!(text, "  {name} joins row {}: {computed} of {len} computed, blocks {blocks}", joined.row.0)
                 .unwrap();
             self.rows.insert(joined.row, name.clone());
         }
-        for (row, block) in &plan.grown {
-            writeln!(text, "  {} grows by block {}", self.rows[row], block.0).unwrap();
+        for GrownTable { row, group, block } in &plan.grown {
+            let group = if *group > 0 { format!(" in group {group}") } else { String::new() };
+            writeln!(text, "  {} grows by block {}{group}", self.rows[row], block.0).unwrap();
         }
         for work in &plan.work {
             let end = work.start + work.num_tokens;
@@ -207,6 +213,7 @@ fn config(settings: &BTreeMap<&str, &str>) -> EngineConfig {
         "len",
         "block",
         "blocks",
+        "windows",
         "queue",
         "in_flight",
         "joined",
@@ -224,6 +231,7 @@ fn config(settings: &BTreeMap<&str, &str>) -> EngineConfig {
         max_sequence_len: number("len", 32),
         block_size: number("block", 4),
         num_blocks: number("blocks", 16),
+        windows: settings.get("windows").map_or(vec![None], |list| list.split(',').map(|w| w.parse().ok()).collect()),
         max_queue: number("queue", 8),
         max_queue_each: i32::MAX as usize,
         max_queue_of: [].into(),

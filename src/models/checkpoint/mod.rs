@@ -1,6 +1,7 @@
 //! Checkpoints: memory-mapped files of weights, and the tensors in them.
 
 mod convert;
+mod copied;
 mod pickle;
 mod safetensors;
 mod torch;
@@ -11,6 +12,7 @@ use std::collections::{BTreeMap, BTreeSet, HashMap, HashSet};
 use std::ops::Range;
 use std::path::{Path, PathBuf};
 
+pub(crate) use convert::RowOrder;
 use ops::{DType, WeightSlice};
 
 use crate::ModelError;
@@ -138,48 +140,6 @@ impl Checkpoint {
         Ok(WeightSlice { name, data: tensor.data, dtype, matrix_cols: shape[1], rows, cols, head_order: None })
     }
 
-    /// Like [`Checkpoint::matrix`], for a matrix that is stored as `[matrix_cols, matrix_rows]`. The part is copied;
-    /// the copy stays in memory until the process ends.
-    ///
-    /// # Errors
-    /// The same as of [`Checkpoint::matrix`].
-    pub fn transposed<'a>(
-        &self,
-        name: &'a str,
-        shape: [usize; 2],
-        rows: Range<usize>,
-        cols: Range<usize>,
-    ) -> Result<WeightSlice<'a>, ModelError> {
-        let (tensor, dtype) = self.tensor(name, &[shape[1], shape[0]])?;
-        let data = convert::transpose(tensor.data, dtype, shape[0], rows.clone(), cols.clone());
-        let (rows, cols) = (0..rows.len(), 0..cols.len());
-        Ok(WeightSlice { name, data: Vec::leak(data), dtype, matrix_cols: cols.len(), rows, cols, head_order: None })
-    }
-
-    /// The given rows of the matrix `name`, each scaled to Euclidean norm 1. They are copied; the copy stays in memory
-    /// until the process ends.
-    ///
-    /// # Errors
-    /// The same as of [`Checkpoint::matrix`].
-    pub fn unit_rows<'a>(
-        &self,
-        name: &'a str,
-        shape: [usize; 2],
-        rows: Range<usize>,
-    ) -> Result<WeightSlice<'a>, ModelError> {
-        let (tensor, dtype) = self.tensor(name, &shape)?;
-        let data = convert::unit_rows(tensor.data, dtype, shape[1], rows.clone());
-        Ok(WeightSlice {
-            name,
-            data: Vec::leak(data),
-            dtype,
-            matrix_cols: shape[1],
-            rows,
-            cols: 0..shape[1],
-            head_order: None,
-        })
-    }
-
     /// Elements `range` of the vector `name`, which must be `[len]`.
     ///
     /// # Errors
@@ -219,8 +179,54 @@ impl Checkpoint {
         Ok(WeightSlice { name, data: tensor.data, dtype, matrix_cols: shape[2], rows, cols, head_order: None })
     }
 
-    fn tensor(&self, name: &str, shape: &[usize]) -> Result<(&Tensor, DType), ModelError> {
-        let missing = || ModelError::MissingTensor { tensor: name.into(), dir: self.dir.clone() };
+    /// The values `range` of the tensor `name`, counted over all its elements.
+    ///
+    /// # Errors
+    /// The same as of [`Checkpoint::matrix`].
+    pub fn values(&self, name: &str, shape: &[usize], range: Range<usize>) -> Result<Vec<f32>, ModelError> {
+        let (tensor, dtype) = self.tensor(name, shape)?;
+        let bytes = &tensor.data[range.start * dtype.size()..range.end * dtype.size()];
+        Ok(bytes.chunks_exact(dtype.size()).map(|value| convert::read(dtype, value) as f32).collect())
+    }
+
+    /// The value of the tensor `name`, which must be `[1]` or `[]`.
+    ///
+    /// # Errors
+    /// The same as of [`Checkpoint::matrix`].
+    pub fn scalar(&self, name: &str) -> Result<f32, ModelError> {
+        let has_no_dimension = self.tensors.get(name).is_some_and(|tensor| tensor.shape.is_empty());
+        let (tensor, dtype) = self.tensor(name, if has_no_dimension { &[] } else { &[1] })?;
+        Ok(convert::read(dtype, tensor.data) as f32)
+    }
+
+    /// The bytes of the tensor `name`, whose elements have one byte and this type.
+    fn bytes(&self, name: &str, dtype: &str, shape: &[usize]) -> Result<&'static [u8], ModelError> {
+        let tensor = self.shaped(name, shape)?;
+        let (path, found) = (tensor.path.clone(), tensor.dtype.clone());
+        if found != dtype || tensor.data.len() != shape.iter().product::<usize>() {
+            return Err(ModelError::Dtype { tensor: name.into(), path, found });
+        }
+        Ok(tensor.data)
+    }
+
+    /// Tensors that may be meant by `name`: one with a longer name that ends alike, or the first ones.
+    fn like(&self, name: &str) -> String {
+        let mut names: Vec<&str> = self.tensors.keys().map(String::as_str).collect();
+        names.sort_unstable();
+        let is_longer = |found: &&&str| found.strip_suffix(name).is_some_and(|prefix| prefix.ends_with('.'));
+        if names.is_empty() {
+            return "no tensors; in a file of PyTorch the state dict must not be inside of another dict".into();
+        }
+        match names.iter().find(is_longer) {
+            Some(longer) => format!("`{longer}`; save it without what stands before the name"),
+            None => format!("other tensors ({}), such as `{}`", names.len(), names[..names.len().min(3)].join("`, `")),
+        }
+    }
+
+    /// The tensor `name`, which must have this shape.
+    fn shaped(&self, name: &str, shape: &[usize]) -> Result<&Tensor, ModelError> {
+        let missing =
+            || ModelError::MissingTensor { tensor: name.into(), dir: self.dir.clone(), found: self.like(name) };
         let tensor = self.tensors.get(name).ok_or_else(missing)?;
         self.used.borrow_mut().insert(name.to_owned());
         let path = tensor.path.clone();
@@ -231,6 +237,12 @@ impl Checkpoint {
             let (expected, found) = (shape.into(), tensor.shape.clone());
             return Err(ModelError::Shape { tensor: name.into(), path, expected, found });
         }
+        Ok(tensor)
+    }
+
+    fn tensor(&self, name: &str, shape: &[usize]) -> Result<(&Tensor, DType), ModelError> {
+        let tensor = self.shaped(name, shape)?;
+        let path = tensor.path.clone();
         let dtype = match tensor.dtype.as_str() {
             "BF16" => DType::Bf16,
             "F16" => DType::F16,
@@ -316,6 +328,12 @@ mod tests {
         assert!(error.contains("tensor `w` in") && error.contains("has shape [2, 3], expected [3, 2]"), "{error}");
         let error = checkpoint.vector("b", 2, 0..2).unwrap_err().to_string();
         assert!(error.starts_with("tensor `b` is missing in"), "{error}");
+        assert!(error.ends_with("which has other tensors (1), such as `w`"), "{error}");
+
+        let wrapped = TWO_BY_THREE.replace("\"w\"", "\"module.w\"");
+        file(dir.path(), "model.safetensors", &wrapped, &[1; 12]);
+        let error = open().unwrap().matrix("w", [2, 3], 0..2, 0..3).unwrap_err().to_string();
+        assert!(error.ends_with("which has `module.w`; save it without what stands before the name"), "{error}");
 
         file(dir.path(), "model.safetensors", &TWO_BY_THREE.replace("BF16", "I8"), &[1; 12]);
         let error = open().unwrap().matrix("w", [2, 3], 0..2, 0..3).unwrap_err().to_string();

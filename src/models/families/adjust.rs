@@ -1,21 +1,21 @@
 //! What the rows of the table cannot say: one function for each architecture that differs by more.
 
-use ops::{Activation, DType, HeadNormSpan, Routing};
+use ops::{Activation, DType, HeadNormSpan, QueryScale};
 use serde_json::Value;
 
 use super::{layer_types::layer_types, weights};
-use crate::config::{AttentionLayer, Config, ExpertLayer, HeadNormSpec, MlpLayer};
+use crate::config::{AttentionLayer, Config, HeadNormSpec};
 use crate::fields::Fields;
 use crate::rope::{RopeScaling, RopeShape};
 use crate::{ModelError, Rope};
 
-type Adjusted = Result<(), ModelError>;
+pub(super) type Adjusted = Result<(), ModelError>;
 
 pub(super) fn nothing(_: &Fields, _: &mut Config) -> Adjusted {
     Ok(())
 }
 
-fn each_attention(config: &mut Config, mut change: impl FnMut(&mut AttentionLayer)) {
+pub(super) fn each_attention(config: &mut Config, mut change: impl FnMut(&mut AttentionLayer)) {
     config.layers.iter_mut().for_each(|layer| change(&mut layer.attention));
 }
 
@@ -31,10 +31,14 @@ fn rope_shape(config: &Config, theta: f64) -> RopeShape {
     }
 }
 
-/// Embeddings are scaled by the root of the width. With bf16 weights the factor is a bf16 number, as in training.
+/// The root of the width of an embedding, which scales it. With bf16 weights it is a bf16 number, as in training.
+pub(super) fn embedding_scale(width: usize, dtype: DType) -> f32 {
+    let root = (width as f32).sqrt();
+    if dtype == DType::Bf16 { half::bf16::from_f32(root).to_f32() } else { root }
+}
+
 fn scale_embeddings(fields: &Fields, config: &mut Config) -> Adjusted {
-    let root = (config.hidden_size as f32).sqrt();
-    config.embedding_scale = if config.dtype == DType::Bf16 { half::bf16::from_f32(root).to_f32() } else { root };
+    config.embedding_scale = embedding_scale(config.hidden_size, config.dtype);
     fields.only("use_bidirectional_attention", false)
 }
 
@@ -70,7 +74,7 @@ pub(super) fn olmo3(fields: &Fields, config: &mut Config) -> Adjusted {
 
 /// Layers without a window use `rope_parameters.full_attention`, or `rope_theta` with `rope_scaling`; layers with one
 /// use `rope_parameters.sliding_attention`, or `local_theta` without scaling.
-fn layers_of_two_ropes(fields: &Fields, config: &mut Config, theta: f64, local_theta: f64) -> Adjusted {
+pub(super) fn layers_of_two_ropes(fields: &Fields, config: &mut Config, theta: f64, local_theta: f64) -> Adjusted {
     let (full_shape, local_shape) = (rope_shape(config, theta), rope_shape(config, local_theta));
     let full = match fields.object("rope_scaling")? {
         Some(scaling) => Rope::of(fields, Some(scaling), full_shape)?,
@@ -87,6 +91,18 @@ fn layers_of_two_ropes(fields: &Fields, config: &mut Config, theta: f64, local_t
         None => vec![full, local],
     };
     each_attention(config, |attention| attention.rope = Some(usize::from(attention.window.is_some())));
+    Ok(())
+}
+
+/// Queries of late positions are longer.
+pub(super) fn ministral3(fields: &Fields, config: &mut Config) -> Adjusted {
+    let name = if fields.get("rope_scaling").is_some() { "rope_scaling" } else { "rope_parameters" };
+    let missing = || fields.wrong(name, "an object with `llama_4_scaling_beta`", &Value::Null);
+    let nested = fields.object(name)?.ok_or_else(missing)?;
+    nested.ignore(&["max_position_embeddings"]); // A copy.
+    let beta = nested.required_positive("llama_4_scaling_beta")? as f32;
+    let period = nested.required_size("original_max_position_embeddings")? as u32;
+    each_attention(config, |attention| attention.query_scale = Some(QueryScale { beta, period, offset: 0 }));
     Ok(())
 }
 
@@ -124,10 +140,29 @@ pub(super) fn granite(fields: &Fields, config: &mut Config) -> Adjusted {
     Ok(())
 }
 
+/// The multipliers of Granite, with norms behind attention and feed-forward, which take that of the residuals. That of
+/// the logits is a factor.
+pub(super) fn hyperclovax(fields: &Fields, config: &mut Config) -> Adjusted {
+    let usual_scale = config.layers[0].attention.scale;
+    let (eps, residual) = (config.norm.eps, fields.positive("residual_multiplier")?.unwrap_or(1.0));
+    granite(fields, config)?;
+    config.head.scale = 1.0 / config.head.scale;
+    if fields.get("attention_multiplier").is_none() {
+        each_attention(config, |attention| attention.scale = usual_scale);
+    }
+    if fields.flag("use_post_norm", true)? {
+        config.names = &weights::HYPERCLOVAX;
+        config.embedding_scale = (f64::from(config.embedding_scale) * residual) as f32;
+        (config.norm.eps, config.branch_scale) = (eps, residual as f32);
+    }
+    Ok(())
+}
+
 pub(super) fn cohere(fields: &Fields, config: &mut Config) -> Adjusted {
     config.head.scale = fields.required_positive("logit_scale")? as f32;
     if fields.flag("use_qk_norm", false)? {
-        let norm = HeadNormSpec { span: HeadNormSpan::EachHead, kind: config.norm.kind, eps: config.norm.eps };
+        let (span, kind, eps) = (HeadNormSpan::EachHead, config.norm.kind, config.norm.eps);
+        let norm = HeadNormSpec { span, kind, eps, has_weight: true, has_value: false };
         each_attention(config, |attention| attention.head_norm = Some(norm));
     }
     Ok(())
@@ -158,19 +193,26 @@ pub(super) fn exaone4(_: &Fields, config: &mut Config) -> Adjusted {
     Ok(())
 }
 
-/// Every n-th layer is not rotated.
+/// All layers but every n-th.
+pub(super) fn usual_rotated_layers(fields: &Fields, num_layers: usize) -> Result<Vec<bool>, ModelError> {
+    let interval = fields.size("no_rope_layer_interval")?.unwrap_or(4);
+    Ok((1..=num_layers).map(|number| !number.is_multiple_of(interval)).collect())
+}
+
+/// Which layers are rotated: those with a 1 in `no_rope_layers`, or all but every n-th.
+pub(super) fn rotated_layers(fields: &Fields, num_layers: usize) -> Result<Vec<bool>, ModelError> {
+    let Some(value) = fields.get("no_rope_layers") else { return usual_rotated_layers(fields, num_layers) };
+    fields.ignore(&["no_rope_layer_interval"]);
+    let flags = value.as_array().filter(|flags| flags.len() >= num_layers);
+    let flags = flags.and_then(|flags| flags.iter().map(Value::as_u64).collect::<Option<Vec<_>>>());
+    let expected = format!("a list of at least {num_layers} numbers, 1 for a rotated layer and 0 for others");
+    let flags = flags.ok_or_else(|| fields.wrong("no_rope_layers", &expected, value))?;
+    Ok(flags.into_iter().take(num_layers).map(|flag| flag != 0).collect())
+}
+
 pub(super) fn smollm3(fields: &Fields, config: &mut Config) -> Adjusted {
-    let (num_layers, interval) = (config.num_layers(), fields.size("no_rope_layer_interval")?.unwrap_or(4));
-    let rotated: Vec<bool> = match fields.get("no_rope_layers") {
-        None => (1..=num_layers).map(|number| !number.is_multiple_of(interval)).collect(),
-        Some(value) => {
-            let flags = value.as_array().filter(|flags| flags.len() >= num_layers);
-            let flags = flags.and_then(|flags| flags.iter().map(Value::as_u64).collect::<Option<Vec<_>>>());
-            let expected = format!("a list of at least {num_layers} numbers, 1 for a rotated layer and 0 for others");
-            let flags = flags.ok_or_else(|| fields.wrong("no_rope_layers", &expected, value))?;
-            flags.into_iter().map(|flag| flag != 0).collect()
-        }
-    };
+    let num_layers = config.num_layers();
+    let rotated = rotated_layers(fields, num_layers)?;
     let is_windowed = config.layers.iter().any(|layer| layer.attention.window.is_some());
     for (layer, is_rotated) in config.layers.iter_mut().zip(rotated) {
         layer.attention.rope = layer.attention.rope.filter(|_| is_rotated);
@@ -256,65 +298,5 @@ pub(super) fn gpt2(fields: &Fields, config: &mut Config) -> Adjusted {
     each_attention(config, |attention| attention.rope = None);
     config.ropes.clear();
     config.learned_positions = Some(config.max_position_embeddings);
-    Ok(())
-}
-
-/// Experts in all layers, whose probabilities are divided by their sum.
-pub(super) fn mixtral(fields: &Fields, config: &mut Config) -> Adjusted {
-    let size = fields.required_size("intermediate_size")?;
-    put_experts(fields, config, size, true, |_| true)
-}
-
-pub(super) fn granite_moe(fields: &Fields, config: &mut Config) -> Adjusted {
-    granite(fields, config)?;
-    mixtral(fields, config)
-}
-
-pub(super) fn olmoe(fields: &Fields, config: &mut Config) -> Adjusted {
-    let size = fields.required_size("intermediate_size")?;
-    let is_normalized = fields.flag("norm_topk_prob", false)?;
-    put_experts(fields, config, size, is_normalized, |_| true)
-}
-
-/// Experts in some layers; the others have a feed-forward of `intermediate_size`.
-pub(super) fn qwen_moe(fields: &Fields, config: &mut Config) -> Adjusted {
-    let size = fields.required_size("moe_intermediate_size")?;
-    let is_normalized = fields.flag("norm_topk_prob", false)?;
-    let step = fields.size("decoder_sparse_step")?.unwrap_or(1);
-    let dense: Vec<u32> = fields.token_ids("mlp_only_layers")?;
-    let is_sparse = |index: usize| !dense.contains(&(index as u32)) && (index + 1).is_multiple_of(step);
-    put_experts(fields, config, size, is_normalized, is_sparse)
-}
-
-/// The same, with an expert that all tokens share.
-pub(super) fn qwen2_moe(fields: &Fields, config: &mut Config) -> Adjusted {
-    let dense: Vec<_> = config.layers.iter().map(|layer| layer.mlp).collect();
-    qwen_moe(fields, config)?;
-    let shared_size = fields.required_size("shared_expert_intermediate_size")?;
-    for (layer, dense) in config.layers.iter_mut().zip(dense).filter(|(layer, _)| layer.experts.is_some()) {
-        layer.mlp = dense.map(|mlp| MlpLayer { intermediate_size: shared_size, has_output_gate: true, ..mlp });
-    }
-    Ok(())
-}
-
-/// Replaces the feed-forward of the layers that `is_sparse` names by experts.
-fn put_experts(
-    fields: &Fields,
-    config: &mut Config,
-    intermediate_size: usize,
-    is_normalized: bool,
-    is_sparse: impl Fn(usize) -> bool,
-) -> Adjusted {
-    let (num_experts, top_k) = (fields.required_size("num_experts")?, fields.required_size("num_experts_per_tok")?);
-    if top_k > num_experts {
-        let expected = format!("at most the number of experts ({num_experts})");
-        return Err(fields.wrong("num_experts_per_tok", &expected, &top_k.into()));
-    }
-    for (index, layer) in config.layers.iter_mut().enumerate().filter(|(index, _)| is_sparse(*index)) {
-        debug_assert!(layer.experts.is_none(), "layer {index} is replaced once");
-        let activation = layer.mlp.take().map_or(Activation::Silu, |mlp| mlp.activation);
-        let routing = Routing { top_k, is_normalized, activation };
-        layer.experts = Some(ExpertLayer { num_experts, intermediate_size, routing });
-    }
     Ok(())
 }

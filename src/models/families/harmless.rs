@@ -1,5 +1,9 @@
 //! Fields of `config.json` that do not change what a model computes.
 
+use super::Family;
+use crate::ModelError;
+use crate::fields::Fields;
+
 /// Fields that no architecture needs, by the last part of their name.
 const HARMLESS: &[&str] = &[
     // What the file is, and what wrote it.
@@ -149,4 +153,17 @@ const HARMLESS: &[&str] = &[
 pub(super) fn is_harmless(field: &str) -> bool {
     let name = field.rsplit('.').next().unwrap_or(field);
     name.starts_with('_') || HARMLESS.contains(&name)
+}
+
+/// A field that nothing read could change what the model computes.
+pub(super) fn refuse_unread(fields: &Fields, family: &Family) -> Result<(), ModelError> {
+    let unknown: Vec<String> = fields.unread().into_iter().filter(|field| !is_harmless(field)).collect();
+    match unknown.is_empty() {
+        true => Ok(()),
+        false => Err(ModelError::UnknownFields {
+            path: fields.path().into(),
+            architecture: family.name.to_owned(),
+            fields: unknown.iter().map(|field| format!("`{field}`")).collect::<Vec<_>>().join(", "),
+        }),
+    }
 }

@@ -46,6 +46,7 @@ pub(super) fn windows(fields: &Fields, rule: WindowRule, num_layers: usize) -> R
         (Some(types), _) => types,
         (None, WindowRule::IfEnabled) => (0..num_layers).map(|index| index >= first).collect(),
         (None, WindowRule::Pattern(_)) => (1..=num_layers).map(|number| !number.is_multiple_of(pattern)).collect(),
+        (None, WindowRule::PatternFromFirst(n)) => (0..num_layers).map(|index| !index.is_multiple_of(n)).collect(),
         (None, _) => vec![true; num_layers],
     };
     Ok(has_window.into_iter().map(|has| has.then_some(window)).collect())

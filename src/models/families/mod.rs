@@ -4,8 +4,13 @@
 //! A family like Llama is a row of [`table::FAMILIES`]. What a row cannot say is a function in `adjust`.
 
 mod adjust;
+mod experts;
+mod gemma4;
 mod harmless;
 mod layer_types;
+mod llama4;
+mod older;
+mod quantization;
 mod read;
 mod table;
 #[cfg(test)]
@@ -17,8 +22,6 @@ use ops::HeadNormSpan;
 use crate::fields::Fields;
 use crate::names::Names;
 use crate::{Config, ModelError};
-
-pub(crate) use read::config;
 
 /// A supported architecture.
 pub(crate) struct Family {
@@ -47,6 +50,8 @@ pub(crate) struct Family {
     pub(crate) is_interleaved: bool,
     /// Whether attention and feed-forward have the same input.
     pub(crate) is_parallel: bool,
+    /// Values of `quantization_config.quant_method` that are read besides those of all families.
+    pub(crate) quantizations: &'static [&'static str],
     /// Reads the remaining fields.
     pub(crate) adjust: fn(&Fields, &mut Config) -> Result<(), ModelError>,
 }
@@ -58,6 +63,8 @@ pub(crate) enum NormRule {
     Rms,
     /// RMS norm whose weight is stored as the difference from 1.
     RmsFromOne,
+    /// RMS norm without weight.
+    RmsWithoutWeight,
     /// Layer norm with weight and bias.
     Layer,
     /// Layer norm with weight and bias, whose weight is stored as the difference from 1.
@@ -98,6 +105,8 @@ pub(crate) enum WindowRule {
     IfEnabled,
     /// Those that `layer_types` names, or all but every n-th, where n is `sliding_window_pattern` or else this.
     Pattern(usize),
+    /// Those that `layer_types` names, or all but every n-th, beginning with the first.
+    PatternFromFirst(usize),
     /// Those that `layer_types` names, or all.
     Listed,
 }

@@ -5,45 +5,57 @@ use std::path::Path;
 use ops::{Activation, DType, NormKind};
 use serde_json::{Map, Value};
 
-use super::harmless::is_harmless;
+use super::harmless::refuse_unread;
 use super::layer_types::windows;
-use super::{BiasRule, Family, NormRule, architectures, find, find_by_model_type};
-use crate::config::{AttentionLayer, Config, HeadNormSpec, HeadSpec, LayerSpec, MlpLayer, NormSpec};
+use super::quantization::weight_format;
+use super::{BiasRule, Family, NormRule, architectures, find, find_by_model_type, weights};
+use crate::config::{
+    AttentionLayer, Config, HeadNormSpec, HeadSpec, KvSource, LayerSpec, MlpLayer, NormSpec, WeightFormat,
+};
 use crate::fields::Fields;
 use crate::rope::RopeShape;
 use crate::{ModelError, Rope};
 
-/// Reads `config.json`, and `generation_config.json` if it exists.
-pub(crate) fn config(dir: &Path) -> Result<Config, ModelError> {
-    let top = Fields::read(&dir.join("config.json"))?;
-    let family = family(&top)?;
-    let mut notes = Vec::new();
-    if dir.join("adapter_config.json").exists() {
-        notes.push(
-            "the adapter beside this checkpoint is not applied; merge it into the weights to serve it".to_owned(),
-        );
-    }
-    let fields = match family.is_nested {
-        true => text_fields(&top, &mut notes)?,
-        false => top,
-    };
-    let defaults: Map<String, Value> = serde_json::from_str(family.defaults).expect("defaults are a JSON object");
-    let fields = fields.with_aliases(family.aliases).with_defaults(&defaults);
-    refuse_quantized(&fields)?;
-    let mut config = decoder(&fields, family)?;
-    (family.adjust)(&fields, &mut config)?;
-    refuse_unread(&fields, family)?;
-    config.notes.append(&mut notes);
-    let generation = dir.join("generation_config.json");
-    if generation.exists() {
-        let generation = Fields::read(&generation)?;
-        let eos_ids = generation.token_ids("eos_token_id")?;
-        if !eos_ids.is_empty() {
-            config.eos_ids = eos_ids;
+impl Config {
+    /// Reads `config.json`, and `generation_config.json` if it exists.
+    ///
+    /// # Errors
+    /// Returns an error if a file cannot be read, or if a field is missing, invalid or unknown.
+    pub fn from_dir(dir: &Path) -> Result<Self, ModelError> {
+        let top = Fields::read(&dir.join("config.json"))?;
+        let family = family(&top)?;
+        let mut notes = Vec::new();
+        if dir.join("adapter_config.json").exists() {
+            notes.push(
+                "the adapter beside this checkpoint is not applied; merge it into the weights to serve it".to_owned(),
+            );
         }
-        config.bos_id = generation.token_ids("bos_token_id")?.first().copied().or(config.bos_id);
+        let (family, fields) = match family.is_nested {
+            true => text_model(family, &top, &mut notes)?,
+            false => (family, top),
+        };
+        let defaults: Map<String, Value> = serde_json::from_str(family.defaults).expect("defaults are a JSON object");
+        let fields = fields.with_aliases(family.aliases).with_defaults(&defaults);
+        let weight_format = weight_format(&fields, family)?;
+        let mut config = decoder(&fields, family)?;
+        config.weight_format = weight_format;
+        (family.adjust)(&fields, &mut config)?;
+        refuse_unread(&fields, family)?;
+        if weight_format != WeightFormat::Plain {
+            notes.push("the weights in fp8 or 4 bits are expanded to bf16 when they are loaded".to_owned());
+        }
+        config.notes.append(&mut notes);
+        let generation = dir.join("generation_config.json");
+        if generation.exists() {
+            let generation = Fields::read(&generation)?;
+            let eos_ids = generation.token_ids("eos_token_id")?;
+            if !eos_ids.is_empty() {
+                config.eos_ids = eos_ids;
+            }
+            config.bos_id = generation.token_ids("bos_token_id")?.first().copied().or(config.bos_id);
+        }
+        Ok(config)
     }
-    Ok(config)
 }
 
 fn family(fields: &Fields) -> Result<&'static Family, ModelError> {
@@ -64,38 +76,27 @@ fn family(fields: &Fields) -> Result<&'static Family, ModelError> {
     find_by_model_type(model_type).ok_or_else(|| unknown(model_type))
 }
 
-/// The fields of the text model in a file that also describes a vision model.
-fn text_fields(top: &Fields, notes: &mut Vec<String>) -> Result<Fields, ModelError> {
+/// The architecture and the fields of the text model in a file that also describes a vision model. `usual` is its
+/// architecture if `model_type` names no other.
+fn text_model(
+    usual: &'static Family,
+    top: &Fields,
+    notes: &mut Vec<String>,
+) -> Result<(&'static Family, Fields), ModelError> {
     let null = Value::Null;
     let text = top.object("text_config")?.ok_or_else(|| top.wrong("text_config", "an object", &null))?;
+    let named = match text.text("model_type")? {
+        Some(name) => find_by_model_type(name).ok_or_else(|| ModelError::Architecture {
+            path: top.path().into(),
+            found: name.into(),
+            known: architectures().join(", "),
+        })?,
+        None => usual,
+    };
     notes.push("only the text model of this checkpoint is served: images are refused".to_owned());
     let outer = ["bos_token_id", "eos_token_id", "dtype", "torch_dtype"];
     let outer = outer.into_iter().filter_map(|name| Some((name.to_owned(), top.get(name)?.clone())));
-    Ok(text.with_defaults(&outer.collect()))
-}
-
-/// Quantized weights have other tensors than this reader expects.
-fn refuse_quantized(fields: &Fields) -> Result<(), ModelError> {
-    let Some(quantization) = fields.object("quantization_config")? else { return Ok(()) };
-    let method = quantization.get("quant_method").cloned().unwrap_or(Value::Null);
-    Err(quantization.wrong(
-        "quant_method",
-        "absent: quantized checkpoints are not supported; use the original one",
-        &method,
-    ))
-}
-
-/// A field that nothing read could change what the model computes.
-fn refuse_unread(fields: &Fields, family: &Family) -> Result<(), ModelError> {
-    let unknown: Vec<String> = fields.unread().into_iter().filter(|field| !is_harmless(field)).collect();
-    match unknown.is_empty() {
-        true => Ok(()),
-        false => Err(ModelError::UnknownFields {
-            path: fields.path().into(),
-            architecture: family.name.to_owned(),
-            fields: unknown.iter().map(|field| format!("`{field}`")).collect::<Vec<_>>().join(", "),
-        }),
-    }
+    Ok((named, text.with_defaults(&outer.collect())))
 }
 
 /// Reads a decoder whose layers are alike, except for their windows.
@@ -123,7 +124,7 @@ fn decoder(fields: &Fields, family: &Family) -> Result<Config, ModelError> {
     let mlp = MlpLayer {
         intermediate_size,
         is_gated: family.names.up.is_gated(),
-        activation: activation(fields)?,
+        activation: activation(fields, family)?,
         has_bias: has_bias(fields, family.mlp_bias)?,
         has_output_gate: false,
     };
@@ -140,7 +141,9 @@ fn decoder(fields: &Fields, family: &Family) -> Result<Config, ModelError> {
         vocab_size: fields.required_size("vocab_size")?,
         max_position_embeddings: max_positions,
         embedding_scale: 1.0,
+        branch_scale: 1.0,
         learned_positions: None,
+        per_layer_input: None,
         norm,
         ropes: vec![Rope::read(fields, shape)?],
         layers: windows(fields, family.window, num_layers)?.into_iter().map(layer).collect(),
@@ -154,6 +157,8 @@ fn decoder(fields: &Fields, family: &Family) -> Result<Config, ModelError> {
         bos_id: fields.token_ids("bos_token_id")?.first().copied(),
         eos_ids: fields.token_ids("eos_token_id")?,
         dtype: dtype(fields)?,
+        expert_groups: 1,
+        weight_format: WeightFormat::Plain,
         notes: Vec::new(),
     })
 }
@@ -162,6 +167,7 @@ fn norm(fields: &Fields, rule: NormRule) -> Result<NormSpec, ModelError> {
     let (kind, has_weight, has_bias, offset) = match rule {
         NormRule::Rms => (NormKind::Rms, true, false, 0.0),
         NormRule::RmsFromOne => (NormKind::Rms, true, false, 1.0),
+        NormRule::RmsWithoutWeight => (NormKind::Rms, false, false, 0.0),
         NormRule::Layer => (NormKind::Layer, true, true, 0.0),
         NormRule::LayerFromOne => (NormKind::Layer, true, true, 1.0),
         NormRule::LayerWithoutBias => (NormKind::Layer, true, false, 0.0),
@@ -192,12 +198,22 @@ fn attention(
         num_heads,
         num_kv_heads,
         head_dim,
+        kv: KvSource::Projections,
         scale: (head_dim as f32).powf(-0.5),
         rope: Some(0),
         has_alibi: false,
         window: None,
+        chunk: None,
         score_cap: None,
-        head_norm: family.head_norm.map(|span| HeadNormSpec { span, kind: norm.kind, eps: norm.eps }),
+        has_sinks: false,
+        query_scale: None,
+        head_norm: family.head_norm.map(|span| HeadNormSpec {
+            span,
+            kind: norm.kind,
+            eps: norm.eps,
+            has_weight: true,
+            has_value: false,
+        }),
         qkv_bias: has_bias(fields, family.attention_bias.qkv)?,
         out_bias: has_bias(fields, family.attention_bias.out)?,
     })
@@ -227,13 +243,17 @@ fn has_bias(fields: &Fields, rule: BiasRule) -> Result<bool, ModelError> {
     }
 }
 
-fn activation(fields: &Fields) -> Result<Activation, ModelError> {
+fn activation(fields: &Fields, family: &Family) -> Result<Activation, ModelError> {
     match fields.text("hidden_act")?.unwrap_or("silu") {
         "silu" | "swish" => Ok(Activation::Silu),
         "gelu_pytorch_tanh" | "gelu_new" | "gelu_fast" => Ok(Activation::GeluTanh),
         "gelu" => Ok(Activation::Gelu),
         "relu" => Ok(Activation::Relu),
         "relu2" => Ok(Activation::ReluSquared),
+        // Its numbers are those of a feed-forward without a gate.
+        "xielu" if family.names.up == weights::PLAIN.up => {
+            Ok(Activation::Xielu { positive: 0.8, negative: 0.8, slope: 0.5, edge: -1e-6 })
+        }
         other => {
             let expected = "`silu`, `gelu`, `gelu_new`, `gelu_pytorch_tanh`, `relu` or `relu2`";
             Err(fields.wrong("hidden_act", expected, &Value::from(other)))

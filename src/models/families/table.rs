@@ -1,8 +1,8 @@
-//! One row for each architecture.
+//! One row for each architecture. The table is one file, however long, so that families can be compared.
 
 use ops::HeadNormSpan;
 
-use super::{AttentionBias, BiasRule, Family, NormRule, WindowRule, adjust, weights};
+use super::{AttentionBias, BiasRule, Family, NormRule, WindowRule, adjust, experts, gemma4, llama4, older, weights};
 
 const NEVER: AttentionBias = AttentionBias { qkv: BiasRule::Never, out: BiasRule::Never };
 const ALWAYS: AttentionBias = AttentionBias { qkv: BiasRule::Always, out: BiasRule::Always };
@@ -35,11 +35,26 @@ const LLAMA: Family = Family {
     partial_rotary: None,
     is_interleaved: false,
     is_parallel: false,
+    quantizations: &[],
     adjust: adjust::nothing,
 };
 
 /// A Llama whose feed-forward never has biases.
 const WITHOUT_MLP_BIAS: Family = Family { mlp_bias: BiasRule::Never, ..LLAMA };
+
+const LLAMA4: Family = Family {
+    name: "Llama4ForCausalLM",
+    model_type: "llama4_text",
+    names: &weights::LLAMA4,
+    aliases: &[("num_experts", "num_local_experts")],
+    is_interleaved: true,
+    defaults: r#"{"vocab_size": 202048, "hidden_size": 5120, "intermediate_size": 8192, "intermediate_size_mlp": 16384,
+                  "num_hidden_layers": 48, "num_attention_heads": 40, "num_key_value_heads": 8, "head_dim": 128,
+                  "max_position_embeddings": 131072, "rms_norm_eps": 1e-5, "num_experts": 16, "num_experts_per_tok": 1,
+                  "attention_chunk_size": 8192, "rope_theta": 500000.0}"#,
+    adjust: llama4::llama4,
+    ..WITHOUT_MLP_BIAS
+};
 
 const MISTRAL: Family = Family {
     name: "MistralForCausalLM",
@@ -72,6 +87,24 @@ const GEMMA3: Family = Family {
                   "max_position_embeddings": 131072, "query_pre_attn_scalar": 256}"#,
     adjust: adjust::gemma3,
     ..GEMMA
+};
+
+const GEMMA4: Family = Family {
+    name: "Gemma4ForCausalLM",
+    model_type: "gemma4_text",
+    names: &weights::GEMMA4,
+    norm: NormRule::Rms,
+    defaults: r#"{"vocab_size": 262144, "hidden_size": 2304, "intermediate_size": 9216, "num_hidden_layers": 30,
+                  "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256,
+                  "hidden_act": "gelu_pytorch_tanh", "tie_word_embeddings": true, "sliding_window": 512,
+                  "max_position_embeddings": 131072, "vocab_size_per_layer_input": 262144,
+                  "hidden_size_per_layer_input": 256,
+                  "rope_parameters": {
+                      "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
+                      "full_attention": {"rope_type": "proportional", "partial_rotary_factor": 0.25,
+                                         "rope_theta": 1000000.0}}}"#,
+    adjust: gemma4::gemma4,
+    ..GEMMA3
 };
 
 const OLMO2: Family = Family {
@@ -119,8 +152,21 @@ const BAICHUAN: Family = Family {
 
 pub(super) const FAMILIES: &[Family] = &[
     LLAMA,
+    LLAMA4,
+    Family { name: "Llama4ForConditionalGeneration", model_type: "llama4", is_nested: true, ..LLAMA4 },
     MISTRAL,
     Family { name: "Mistral3ForConditionalGeneration", model_type: "mistral3", is_nested: true, ..MISTRAL },
+    Family {
+        name: "Ministral3ForCausalLM",
+        model_type: "ministral3",
+        defaults: r#"{"head_dim": 128, "num_key_value_heads": 8, "rms_norm_eps": 1e-5,
+                      "max_position_embeddings": 262144,
+                      "rope_parameters": {"rope_type": "yarn", "rope_theta": 1000000.0, "factor": 16.0,
+                                          "original_max_position_embeddings": 16384, "mscale": 1.0,
+                                          "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.1}}"#,
+        adjust: adjust::ministral3,
+        ..MISTRAL
+    },
     Family { name: "MinistralForCausalLM", model_type: "ministral", window: WindowRule::Listed, ..MISTRAL },
     Family {
         name: "Qwen2ForCausalLM",
@@ -151,8 +197,23 @@ pub(super) const FAMILIES: &[Family] = &[
         adjust: adjust::gemma2,
         ..GEMMA3
     },
+    Family {
+        name: "VaultGemmaForCausalLM",
+        model_type: "vaultgemma",
+        names: &weights::VAULT_GEMMA,
+        window: WindowRule::Pattern(2),
+        head_norm: None,
+        defaults: r#"{"num_key_value_heads": 4, "head_dim": 256, "hidden_act": "gelu_pytorch_tanh",
+                      "tie_word_embeddings": true, "sliding_window": 4096, "max_position_embeddings": 8192,
+                      "query_pre_attn_scalar": 256, "final_logit_softcapping": 30.0,
+                      "attn_logit_softcapping": 50.0}"#,
+        adjust: adjust::gemma2,
+        ..GEMMA3
+    },
     GEMMA3,
     Family { name: "Gemma3ForConditionalGeneration", model_type: "gemma3", is_nested: true, ..GEMMA3 },
+    GEMMA4,
+    Family { name: "Gemma4ForConditionalGeneration", model_type: "gemma4", is_nested: true, ..GEMMA4 },
     Family {
         name: "Phi3ForCausalLM",
         model_type: "phi3",
@@ -178,6 +239,7 @@ pub(super) const FAMILIES: &[Family] = &[
         ..LLAMA
     },
     Family { name: "GraniteForCausalLM", model_type: "granite", adjust: adjust::granite, ..LLAMA },
+    Family { name: "HyperCLOVAXForCausalLM", model_type: "hyperclovax", adjust: adjust::hyperclovax, ..LLAMA },
     Family { name: "OlmoForCausalLM", model_type: "olmo", norm: NormRule::LayerWithoutWeight, ..WITHOUT_MLP_BIAS },
     OLMO2,
     Family {
@@ -289,11 +351,84 @@ pub(super) const FAMILIES: &[Family] = &[
         ..WITHOUT_MLP_BIAS
     },
     Family {
+        name: "CwmForCausalLM",
+        model_type: "cwm",
+        attention_bias: NEVER,
+        window: WindowRule::PatternFromFirst(4),
+        defaults: r#"{"head_dim": 128, "num_key_value_heads": 8, "rms_norm_eps": 1e-5, "sliding_window": 8192,
+                      "max_position_embeddings": 131072, "rope_theta": 1000000.0,
+                      "rope_parameters": {"rope_type": "llama3", "rope_theta": 1000000.0, "factor": 16.0,
+                                          "original_max_position_embeddings": 8192, "low_freq_factor": 1.0,
+                                          "high_freq_factor": 4.0}}"#,
+        ..LLAMA
+    },
+    Family {
+        name: "Jais2ForCausalLM",
+        model_type: "jais2",
+        names: &weights::PLAIN,
+        norm: NormRule::Layer,
+        attention_bias: both("attention_bias", true),
+        mlp_bias: BiasRule::Field { name: "mlp_bias", default: true },
+        defaults: r#"{"hidden_act": "relu2", "max_position_embeddings": 8192}"#,
+        ..LLAMA
+    },
+    Family {
+        name: "NanoChatForCausalLM",
+        model_type: "nanochat",
+        names: &weights::NANOCHAT,
+        norm: NormRule::RmsWithoutWeight,
+        head_norm: Some(HeadNormSpan::Head),
+        defaults: r#"{"hidden_act": "relu2", "final_logit_softcapping": 15.0}"#,
+        adjust: older::nanochat,
+        ..WITHOUT_MLP_BIAS
+    },
+    Family {
+        name: "OPTForCausalLM",
+        model_type: "opt",
+        names: &weights::OPT,
+        aliases: &[("intermediate_size", "ffn_dim"), ("hidden_act", "activation_function")],
+        norm: NormRule::Layer,
+        attention_bias: both("enable_bias", true),
+        mlp_bias: BiasRule::Field { name: "enable_bias", default: true },
+        defaults: r#"{"hidden_act": "relu", "tie_word_embeddings": true}"#,
+        adjust: older::opt,
+        ..LLAMA
+    },
+    Family {
+        name: "BloomForCausalLM",
+        model_type: "bloom",
+        names: &weights::BLOOM,
+        aliases: &[
+            ("hidden_size", "n_embed"),
+            ("num_attention_heads", "n_head"),
+            ("num_hidden_layers", "n_layer"),
+            ("layer_norm_eps", "layer_norm_epsilon"),
+        ],
+        norm: NormRule::Layer,
+        attention_bias: ALWAYS,
+        mlp_bias: BiasRule::Always,
+        inner_factor: Some(4),
+        defaults: r#"{"hidden_act": "gelu_pytorch_tanh", "tie_word_embeddings": true}"#,
+        adjust: older::bloom,
+        ..LLAMA
+    },
+    Family {
         name: "ArceeForCausalLM",
         model_type: "arcee",
         names: &weights::PLAIN,
         defaults: r#"{"hidden_act": "relu2", "rms_norm_eps": 1e-5, "max_position_embeddings": 4096}"#,
         ..LLAMA
+    },
+    Family {
+        name: "ApertusForCausalLM",
+        model_type: "apertus",
+        names: &weights::APERTUS,
+        head_norm: Some(HeadNormSpan::Head),
+        defaults: r#"{"hidden_act": "xielu", "rms_norm_eps": 1e-5, "max_position_embeddings": 65536,
+                      "rope_parameters": {"rope_type": "llama3", "rope_theta": 12000000.0, "factor": 8.0,
+                                          "original_max_position_embeddings": 8192, "low_freq_factor": 1.0,
+                                          "high_freq_factor": 4.0}}"#,
+        ..WITHOUT_MLP_BIAS
     },
     Family {
         name: "SeedOssForCausalLM",
@@ -331,8 +466,26 @@ pub(super) const FAMILIES: &[Family] = &[
         aliases: &[("num_experts", "num_local_experts")],
         defaults: r#"{"num_experts": 8, "num_experts_per_tok": 2, "rms_norm_eps": 1e-5, "rope_theta": 1000000.0,
                       "num_key_value_heads": 8, "max_position_embeddings": 131072}"#,
-        adjust: adjust::mixtral,
+        adjust: experts::mixtral,
         ..MISTRAL
+    },
+    Family {
+        name: "GptOssForCausalLM",
+        model_type: "gpt_oss",
+        names: &weights::GPT_OSS,
+        aliases: &[("num_experts", "num_local_experts")],
+        attention_bias: both("attention_bias", true),
+        window: WindowRule::Pattern(2),
+        quantizations: &["mxfp4"],
+        defaults: r#"{"vocab_size": 201088, "hidden_size": 2880, "intermediate_size": 2880, "num_hidden_layers": 36,
+                      "num_attention_heads": 64, "num_key_value_heads": 8, "head_dim": 64, "rms_norm_eps": 1e-5,
+                      "num_experts": 128, "num_experts_per_tok": 4, "sliding_window": 128,
+                      "max_position_embeddings": 131072, "rope_theta": 150000.0,
+                      "rope_parameters": {"rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0,
+                                          "truncate": false, "original_max_position_embeddings": 4096,
+                                          "rope_theta": 150000.0}}"#,
+        adjust: experts::gpt_oss,
+        ..WITHOUT_MLP_BIAS
     },
     Family {
         name: "Qwen2MoeForCausalLM",
@@ -342,7 +495,7 @@ pub(super) const FAMILIES: &[Family] = &[
         window: WindowRule::IfEnabled,
         defaults: r#"{"num_experts": 60, "num_experts_per_tok": 4, "moe_intermediate_size": 1408,
                       "shared_expert_intermediate_size": 5632, "max_position_embeddings": 32768}"#,
-        adjust: adjust::qwen2_moe,
+        adjust: experts::qwen2_moe,
         ..WITHOUT_MLP_BIAS
     },
     Family {
@@ -354,7 +507,7 @@ pub(super) const FAMILIES: &[Family] = &[
         head_norm: Some(HeadNormSpan::Head),
         defaults: r#"{"num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768,
                       "num_key_value_heads": 4, "max_position_embeddings": 32768}"#,
-        adjust: adjust::qwen_moe,
+        adjust: experts::qwen_moe,
         ..WITHOUT_MLP_BIAS
     },
     Family {
@@ -364,7 +517,109 @@ pub(super) const FAMILIES: &[Family] = &[
         head_norm: Some(HeadNormSpan::AllHeads),
         defaults: r#"{"num_experts": 64, "num_experts_per_tok": 8, "rms_norm_eps": 1e-5,
                       "max_position_embeddings": 4096}"#,
-        adjust: adjust::olmoe,
+        adjust: experts::olmoe,
+        ..WITHOUT_MLP_BIAS
+    },
+    Family {
+        name: "FlexOlmoForCausalLM",
+        model_type: "flex_olmo",
+        names: &weights::FLEX_OLMO,
+        head_norm: Some(HeadNormSpan::AllHeads),
+        defaults: r#"{"num_experts": 7, "num_experts_per_tok": 5, "max_position_embeddings": 4096,
+                      "rope_theta": 500000.0}"#,
+        adjust: experts::olmoe,
+        ..WITHOUT_MLP_BIAS
+    },
+    Family {
+        name: "Glm4MoeForCausalLM",
+        model_type: "glm4_moe",
+        names: &weights::DEEPSEEK_MOE,
+        aliases: &[("num_experts", "n_routed_experts")],
+        attention_bias: qkv("attention_bias", false),
+        head_norm: Some(HeadNormSpan::Head),
+        partial_rotary: Some(0.5),
+        defaults: r#"{"num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 1408, "n_shared_experts": 1,
+                      "first_k_dense_replace": 1, "norm_topk_prob": true, "num_key_value_heads": 8,
+                      "rms_norm_eps": 1e-5, "max_position_embeddings": 131072}"#,
+        adjust: experts::glm4_moe,
+        ..WITHOUT_MLP_BIAS
+    },
+    Family {
+        name: "Dots1ForCausalLM",
+        model_type: "dots1",
+        names: &weights::DEEPSEEK_MOE,
+        aliases: &[("num_experts", "n_routed_experts")],
+        head_norm: Some(HeadNormSpan::Head),
+        window: WindowRule::IfEnabled,
+        defaults: r#"{"use_sliding_window": true, "sliding_window": 4096, "max_window_layers": 62,
+                      "max_position_embeddings": 2048}"#,
+        adjust: experts::deepseek_moe,
+        ..WITHOUT_MLP_BIAS
+    },
+    Family {
+        name: "ExaoneMoeForCausalLM",
+        model_type: "exaone_moe",
+        names: &weights::EXAONE_MOE,
+        aliases: &[("n_shared_experts", "num_shared_experts")],
+        attention_bias: NEVER,
+        window: WindowRule::Pattern(4),
+        head_norm: Some(HeadNormSpan::Head),
+        defaults: r#"{"rms_norm_eps": 1e-5, "sliding_window": 4096, "num_experts": 64, "num_experts_per_tok": 8,
+                      "moe_intermediate_size": 1024, "n_shared_experts": 1, "first_k_dense_replace": 1,
+                      "norm_topk_prob": true, "routed_scaling_factor": 2.5, "max_position_embeddings": 2048}"#,
+        adjust: experts::exaone_moe,
+        ..WITHOUT_MLP_BIAS
+    },
+    Family {
+        name: "Ernie4_5_MoeForCausalLM",
+        model_type: "ernie4_5_moe",
+        names: &weights::ERNIE_MOE,
+        aliases: &[
+            ("num_experts", "moe_num_experts"),
+            ("num_experts_per_tok", "moe_k"),
+            ("n_shared_experts", "moe_num_shared_experts"),
+        ],
+        is_interleaved: true,
+        attention_bias: NEVER,
+        defaults: r#"{"num_key_value_heads": 4, "rms_norm_eps": 1e-5, "rope_theta": 500000.0,
+                      "tie_word_embeddings": true, "max_position_embeddings": 131072, "num_experts": 64, "num_experts_per_tok": 6,
+                      "n_shared_experts": 2, "moe_layer_start_index": 1, "moe_layer_end_index": -1,
+                      "moe_layer_interval": 1, "moe_intermediate_size": 1536}"#,
+        adjust: experts::ernie_moe,
+        ..WITHOUT_MLP_BIAS
+    },
+    Family {
+        name: "MiniMaxM2ForCausalLM",
+        model_type: "minimax_m2",
+        names: &weights::MINIMAX_M2,
+        aliases: &[("num_experts", "num_local_experts")],
+        attention_bias: NEVER,
+        head_norm: Some(HeadNormSpan::AllHeads),
+        partial_rotary: Some(1.0),
+        defaults: r#"{"head_dim": 128, "num_experts": 256, "num_experts_per_tok": 8, "num_key_value_heads": 8,
+                      "rope_theta": 5000000.0, "max_position_embeddings": 196608}"#,
+        adjust: experts::minimax_m2,
+        ..WITHOUT_MLP_BIAS
+    },
+    Family {
+        name: "MellumForCausalLM",
+        model_type: "mellum",
+        names: &weights::QWEN_MOE,
+        aliases: &[("num_experts", "num_local_experts")],
+        window: WindowRule::Pattern(1),
+        head_norm: Some(HeadNormSpan::Head),
+        defaults: r#"{"num_experts": 64, "num_experts_per_tok": 8, "moe_intermediate_size": 896, "head_dim": 128,
+                      "num_key_value_heads": 4, "sliding_window": 1024, "max_position_embeddings": 131072}"#,
+        adjust: experts::mellum,
+        ..WITHOUT_MLP_BIAS
+    },
+    Family {
+        name: "GraniteMoeSharedForCausalLM",
+        model_type: "granitemoeshared",
+        names: &weights::GRANITE_MOE,
+        aliases: &[("num_experts", "num_local_experts")],
+        defaults: r#"{"num_experts": 8, "num_experts_per_tok": 2}"#,
+        adjust: experts::granite_moe_shared,
         ..WITHOUT_MLP_BIAS
     },
     Family {
@@ -373,7 +628,7 @@ pub(super) const FAMILIES: &[Family] = &[
         names: &weights::GRANITE_MOE,
         aliases: &[("num_experts", "num_local_experts")],
         defaults: r#"{"num_experts": 8, "num_experts_per_tok": 2}"#,
-        adjust: adjust::granite_moe,
+        adjust: experts::granite_moe,
         ..WITHOUT_MLP_BIAS
     },
     Family { name: "InternLMForCausalLM", model_type: "internlm", attention_bias: both("bias", true), ..LLAMA },
@@ -405,6 +660,52 @@ pub(super) const FAMILIES: &[Family] = &[
         inner_factor: Some(4),
         defaults: r#"{"max_position_embeddings": 1024, "hidden_act": "gelu_new", "tie_word_embeddings": true}"#,
         adjust: adjust::gpt2,
+        ..LLAMA
+    },
+    Family {
+        name: "GPTJForCausalLM",
+        model_type: "gptj",
+        names: &weights::GPTJ,
+        aliases: &[
+            ("hidden_size", "n_embd"),
+            ("num_attention_heads", "n_head"),
+            ("num_hidden_layers", "n_layer"),
+            ("max_position_embeddings", "n_positions"),
+            ("intermediate_size", "n_inner"),
+            ("hidden_act", "activation_function"),
+            ("layer_norm_eps", "layer_norm_epsilon"),
+        ],
+        norm: NormRule::Layer,
+        attention_bias: NEVER,
+        mlp_bias: BiasRule::Always,
+        inner_factor: Some(4),
+        is_interleaved: true,
+        is_parallel: true,
+        defaults: r#"{"max_position_embeddings": 2048, "hidden_act": "gelu_new", "rotary_dim": 64}"#,
+        adjust: older::gptj,
+        ..LLAMA
+    },
+    Family {
+        name: "GPTBigCodeForCausalLM",
+        model_type: "gpt_bigcode",
+        names: &weights::GPT_BIGCODE,
+        aliases: &[
+            ("hidden_size", "n_embd"),
+            ("num_attention_heads", "n_head"),
+            ("num_key_value_heads", "n_head"), // transformers writes a number that it does not read.
+            ("num_hidden_layers", "n_layer"),
+            ("max_position_embeddings", "n_positions"),
+            ("intermediate_size", "n_inner"),
+            ("hidden_act", "activation_function"),
+            ("layer_norm_eps", "layer_norm_epsilon"),
+        ],
+        norm: NormRule::Layer,
+        attention_bias: ALWAYS,
+        mlp_bias: BiasRule::Always,
+        inner_factor: Some(4),
+        defaults: r#"{"max_position_embeddings": 1024, "hidden_act": "gelu_pytorch_tanh",
+                      "tie_word_embeddings": true}"#,
+        adjust: older::gpt_bigcode,
         ..LLAMA
     },
 ];

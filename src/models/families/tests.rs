@@ -1,9 +1,9 @@
 //! Configurations of all families: defaults, refusals, and what fields change.
 
-use ops::DType;
+use ops::{DType, QueryScale};
 use serde_json::{Value, json};
 
-use crate::{Config, ModelError, RopeScaling};
+use crate::{Config, KvSource, ModelError, RopeScaling};
 
 fn read_of(architecture: &str, change: impl FnOnce(&mut Value)) -> Result<Config, ModelError> {
     let mut config = json!({
@@ -113,10 +113,27 @@ fn fields_without_effect_are_accepted() {
 }
 
 #[test]
-fn a_quantized_checkpoint_is_refused_with_its_method() {
-    let error = error(|c| c["quantization_config"] = json!({"quant_method": "awq", "bits": 4}));
-    assert!(error.contains("`quantization_config.quant_method` must be absent: quantized"), "{error}");
-    assert!(error.ends_with("found \"awq\""), "{error}");
+fn a_quantization_that_is_not_read_is_refused_by_name() {
+    let refused = |quantization: Value| error(|c| c["quantization_config"] = quantization);
+    let awq = refused(json!({"quant_method": "awq", "bits": 4}));
+    assert!(awq.contains("`quantization_config.quant_method` must be absent, `fp8`"), "{awq}");
+    assert!(awq.contains("\"awq\"") && awq.contains("use the original checkpoint"), "{awq}");
+    let other = refused(json!({"quant_method": "fp8", "fmt": "e5m2"}));
+    assert!(other.contains("`quantization_config.fmt` must be `e4m3`"), "{other}");
+    let flat = refused(json!({"quant_method": "fp8", "weight_block_size": [128, 0]}));
+    assert!(flat.contains("`quantization_config.weight_block_size` must be a block of two"), "{flat}");
+    let unknown = refused(json!({"quant_method": "fp8", "rotation": "hadamard"}));
+    assert!(unknown.contains("`quantization_config.rotation`"), "{unknown}");
+    let group = |weights: Value| {
+        refused(json!({"quant_method": "compressed-tensors", "format": "float-quantized",
+                       "config_groups": {"group_0": {"weights": weights}}}))
+    };
+    let int8 = group(json!({"num_bits": 8, "type": "int", "strategy": "channel"}));
+    assert!(int8.contains("must be groups of weights in fp8"), "{int8}");
+    let groups = group(json!({"num_bits": 8, "type": "float", "strategy": "group"}));
+    assert!(groups.contains("`strategy` `tensor`, `channel` or `block`"), "{groups}");
+    let packed = refused(json!({"quant_method": "compressed-tensors", "format": "pack-quantized"}));
+    assert!(packed.contains("`quantization_config.format` must be `float-quantized`"), "{packed}");
 }
 
 #[test]
@@ -191,6 +208,135 @@ fn a_text_model_is_found_beside_a_vision_model() {
     assert_eq!(ropes, [(1e6, RopeScaling::Linear { factor: 8.0 }), (1e4, RopeScaling::None)]);
     assert!(config.notes[0].contains("only the text model"));
     assert_eq!(config.embedding_scale, 50.5, "the root of 2560 as a bf16 number");
+}
+
+#[test]
+fn the_text_model_beside_a_vision_model_is_the_one_that_its_model_type_names() {
+    let read = |model_type: &str| {
+        read_of("Mistral3ForConditionalGeneration", |c| {
+            let text = std::mem::replace(c, json!({"architectures": ["Mistral3ForConditionalGeneration"]}));
+            c["text_config"] = text;
+            c["text_config"]["model_type"] = json!(model_type);
+        })
+    };
+    let scale = QueryScale { beta: 0.1, period: 16_384, offset: 0 };
+    let third = read("ministral3").unwrap();
+    assert_eq!((windows(&third), third.layers[0].attention.query_scale), (vec![None; 2], Some(scale)));
+    let small = read("mistral").unwrap();
+    assert_eq!((windows(&small), small.layers[0].attention.query_scale), (vec![Some(4096); 2], None));
+    let error = read("opus").unwrap_err().to_string();
+    assert!(error.contains("`opus` is not supported"), "{error}");
+}
+
+/// A configuration as it is published, in which layers without a window are described by `global_` fields.
+#[test]
+fn layers_of_gemma_4_differ_in_heads_and_share_keys() {
+    let config = read_of("Gemma4ForConditionalGeneration", |c| {
+        *c = json!({
+            "architectures": ["Gemma4ForConditionalGeneration"], "model_type": "gemma4", "dtype": "bfloat16",
+            "vision_config": null,
+            "text_config": {"model_type": "gemma4_text", "hidden_size": 1536, "num_hidden_layers": 12,
+                            "num_key_value_heads": 2, "global_head_dim": 512, "num_global_key_value_heads": 1,
+                            "attention_k_eq_v": true, "num_kv_shared_layers": 6, "use_double_wide_mlp": true,
+                            "use_bidirectional_attention": "vision"},
+        });
+    });
+    let config = config.unwrap();
+    let (local, full) = (&config.layers[0].attention, &config.layers[5].attention);
+    assert_eq!(
+        (local.window, local.head_dim, local.num_kv_heads, local.kv),
+        (Some(512), 256, 2, KvSource::Projections)
+    );
+    assert_eq!((full.window, full.head_dim, full.num_kv_heads, full.kv), (None, 512, 1, KvSource::KeyProjection));
+    assert_eq!((local.scale, full.rope, local.rope), (1.0, Some(0), Some(1)));
+    let sources: Vec<_> = config.layers[6..].iter().map(|layer| layer.attention.kv).collect();
+    assert_eq!(sources, [4, 4, 4, 4, 4, 5].map(KvSource::Layer));
+    let widths: Vec<_> = config.layers.iter().map(|layer| layer.mlp.unwrap().intermediate_size).collect();
+    assert_eq!((widths[5], widths[6]), (9216, 18_432));
+    let frequencies = config.ropes[0].frequencies(8);
+    assert_eq!((frequencies.len(), frequencies[0], frequencies[64]), (256, 1.0, 0.0));
+    assert!(frequencies[63] == 1e6f64.powf(-126.0 / 512.0));
+    assert_eq!((config.per_layer_input.unwrap().width, config.per_layer_input.unwrap().scale), (256, 16.0));
+}
+
+#[test]
+fn what_gemma_4_may_have_and_trireme_lacks_is_refused_by_name() {
+    let error = |name: &str, value: Value| {
+        let config = read_of("Gemma4ForCausalLM", |c| {
+            c["vocab_size_per_layer_input"] = json!(501);
+            c[name] = value;
+        });
+        config.unwrap_err().to_string()
+    };
+    assert!(error("enable_moe_block", json!(true)).contains("`num_experts` must be a whole number"));
+    assert!(
+        error("use_bidirectional_attention", json!("all")).contains("`use_bidirectional_attention` must be absent")
+    );
+    assert!(error("vocab_size_per_layer_input", json!(500)).contains("must be at least `vocab_size` (501)"));
+    assert!(error("num_kv_shared_layers", json!(3)).contains("`num_kv_shared_layers` must be at most the number"));
+    assert!(
+        error("num_kv_shared_layers", json!(1)).contains("must be so small that layers of each type have their own")
+    );
+    assert!(
+        error("rope_scaling", json!({"rope_type": "linear", "factor": 2.0})).contains("`rope_scaling` must be absent")
+    );
+    let heads = json!({"1": {"head_dim": 512, "num_key_value_heads": 3}});
+    assert!(error("per_layer_config", heads).contains("KV heads that divide 4, found \"3 KV heads of 512\""));
+    assert!(
+        error("per_layer_config", json!({"1": {"layer_scalar": 2.0}})).contains("`per_layer_config.1.layer_scalar`")
+    );
+}
+
+/// A configuration as it is published: the empty list means the usual interval.
+#[test]
+fn layers_of_llama_4_see_chunks_or_all_and_have_experts_or_none() {
+    let read = |name: &str, value: Value| {
+        read_of("Llama4ForConditionalGeneration", |c| {
+            *c = json!({
+                "architectures": ["Llama4ForConditionalGeneration"], "model_type": "llama4", "dtype": "bfloat16",
+                "text_config": {"model_type": "llama4_text", "num_hidden_layers": 8, "no_rope_layers": [],
+                                "interleave_moe_layer_step": 2, "num_local_experts": 128, "use_qk_norm": false,
+                                "for_llm_compression": false},
+            });
+            c["text_config"][name] = value;
+        })
+    };
+    let config = read("attn_scale", json!(0.1)).unwrap();
+    let chunks: Vec<_> = config.layers.iter().map(|layer| layer.attention.chunk).collect();
+    let (some, none) = (Some(8192), None);
+    assert_eq!(chunks, [some, some, some, none, some, some, some, none]);
+    let [first, fourth] = [0, 3].map(|index| &config.layers[index]);
+    let scale = QueryScale { beta: 0.1, period: 8192, offset: 1 };
+    assert_eq!((first.attention.rope, first.attention.query_scale), (Some(0), None));
+    assert_eq!((fourth.attention.rope, fourth.attention.query_scale), (None, Some(scale)));
+    assert_eq!((first.mlp.unwrap().intermediate_size, first.experts.is_none()), (16_384, true));
+    let experts = fourth.experts.unwrap();
+    assert_eq!((experts.num_experts, experts.intermediate_size, experts.routing.scales_input), (128, 8192, true));
+    let error = |name, value| read(name, value).unwrap_err().to_string();
+    assert!(error("attention_chunk_size", Value::Null).contains("`text_config.attention_chunk_size` must be a whole"));
+    assert!(error("layer_types", json!(["full_attention"])).contains("a list of 8 names"));
+    assert!(error("num_experts_per_tok", json!(129)).contains("at most the number of experts"));
+}
+
+#[test]
+fn what_older_architectures_may_have_and_trireme_lacks_is_refused_by_name() {
+    let error = |architecture: &str, name: &str, value: Value| {
+        let config = read_of(architecture, |c| {
+            c.as_object_mut().unwrap().remove("rms_norm_eps");
+            c.as_object_mut().unwrap().remove("num_key_value_heads");
+            c[name] = value;
+        });
+        config.unwrap_err().to_string()
+    };
+    // OPT 350M has norms behind the sums, and narrower embeddings.
+    assert!(error("OPTForCausalLM", "do_layer_norm_before", json!(false)).contains("`do_layer_norm_before` must be"));
+    assert!(error("OPTForCausalLM", "word_embed_proj_dim", json!(32)).contains("must be `hidden_size` (64)"));
+    assert!(error("GPTJForCausalLM", "rotary_dim", json!(24)).contains("at most the size of a head (16)"));
+    let bloom = error("BloomForCausalLM", "apply_residual_connection_post_layernorm", json!(true));
+    assert!(bloom.contains("`apply_residual_connection_post_layernorm` must be `false`"), "{bloom}");
+    let scaled = json!({"rope_type": "linear", "factor": 2.0});
+    let nanochat = read_of("NanoChatForCausalLM", |c| c["rope_parameters"] = scaled).unwrap_err().to_string();
+    assert!(nanochat.contains("`rope_parameters` must be without scaling"), "{nanochat}");
 }
 
 #[test]

@@ -1,6 +1,6 @@
 //! The names of each family's weights.
 
-use crate::names::{ExpertLayout, ExpertNames, Names, QkvNames, UpNames};
+use crate::names::{ApartNames, BiasForm, ExpertLayout, ExpertNames, Names, PerLayerNames, QkvNames, UpNames};
 
 /// Prefixes of a text model, also as a part of a model that sees images.
 const PREFIXES: &[&str] = &["model.", "language_model.model.", "model.language_model."];
@@ -8,7 +8,9 @@ const PREFIXES: &[&str] = &["model.", "language_model.model.", "model.language_m
 pub(super) const LLAMA: Names = Names {
     prefixes: PREFIXES,
     embedding: "embed_tokens",
+    embedding_norm: None,
     positions: "",
+    first_position: 0,
     layers: "layers",
     attention_norm: Some("input_layernorm"),
     qkv: QkvNames::Separate(["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"]),
@@ -19,7 +21,10 @@ pub(super) const LLAMA: Names = Names {
     up: UpNames::Separate(["mlp.gate_proj", "mlp.up_proj"]),
     down: "mlp.down_proj",
     experts: None,
+    sinks: None,
     mlp_branch_norm: None,
+    layer_scalar: None,
+    per_layer_input: None,
     final_norm: "norm",
     heads: &["lm_head", "language_model.lm_head"],
     transposed: false,
@@ -45,6 +50,37 @@ pub(super) const GEMMA2: Names = Names {
     ..LLAMA
 };
 
+pub(super) const GEMMA4: Names = Names {
+    layer_scalar: Some("layer_scalar"),
+    per_layer_input: Some(PerLayerNames {
+        embedding: "embed_tokens_per_layer",
+        context: "per_layer_model_projection",
+        context_norm: "per_layer_projection_norm",
+        gate: "per_layer_input_gate",
+        out: "per_layer_projection",
+        branch_norm: "post_per_layer_input_norm",
+    }),
+    ..GEMMA2
+};
+
+/// With experts beside the feed-forward.
+pub(super) const GEMMA4_MOE: Names = Names {
+    experts: Some(ExpertNames {
+        router: "router.proj",
+        layout: ExpertLayout::Stacked(["experts.gate_up_proj", "experts.down_proj"]),
+        selection_bias: None,
+        apart: Some(ApartNames {
+            input_norm: "pre_feedforward_layernorm_2",
+            router_gain: "router.scale",
+            scales: "router.per_expert_scale",
+            branch_norms: ["post_feedforward_layernorm_1", "post_feedforward_layernorm_2"],
+        }),
+        has_biases: false,
+        shared: None,
+    }),
+    ..GEMMA4
+};
+
 pub(super) const GLM: Names = Names { up: UpNames::Stacked("mlp.gate_up_proj"), ..LLAMA };
 
 pub(super) const GLM4: Names = Names {
@@ -66,6 +102,49 @@ pub(super) const PHI: Names = Names {
 
 /// A feed-forward without a gate.
 pub(super) const PLAIN: Names = Names { up: UpNames::Plain("mlp.up_proj"), ..LLAMA };
+
+pub(super) const APERTUS: Names =
+    Names { attention_norm: Some("attention_layernorm"), mlp_norm: Some("feedforward_layernorm"), ..PLAIN };
+
+pub(super) const NANOCHAT: Names = Names {
+    embedding_norm: Some("norm"), // It has no weights, so the name is not looked up.
+    up: UpNames::Plain("mlp.fc1"),
+    down: "mlp.fc2",
+    ..LLAMA
+};
+
+pub(super) const OPT: Names = Names {
+    prefixes: &["model.decoder.", "decoder."],
+    positions: "embed_positions",
+    first_position: 2,
+    attention_norm: Some("self_attn_layer_norm"),
+    out: "self_attn.out_proj",
+    mlp_norm: Some("final_layer_norm"),
+    up: UpNames::Plain("fc1"),
+    down: "fc2",
+    final_norm: "final_layer_norm",
+    ..LLAMA
+};
+
+pub(super) const GPTJ: Names = Names {
+    prefixes: &["transformer."],
+    embedding: "wte",
+    layers: "h",
+    attention_norm: Some("ln_1"),
+    qkv: QkvNames::Separate(["attn.q_proj", "attn.k_proj", "attn.v_proj"]),
+    out: "attn.out_proj",
+    mlp_norm: None,
+    up: UpNames::Plain("mlp.fc_in"),
+    down: "mlp.fc_out",
+    final_norm: "ln_f",
+    ..LLAMA
+};
+
+/// Norms before and behind attention and feed-forward.
+pub(super) const HYPERCLOVAX: Names =
+    Names { attention_branch_norm: Some("post_norm1"), mlp_branch_norm: Some("post_norm2"), ..LLAMA };
+
+pub(super) const VAULT_GEMMA: Names = Names { mlp_norm: Some("pre_feedforward_layernorm"), ..LLAMA };
 
 pub(super) const STARCODER2: Names = Names { up: UpNames::Plain("mlp.c_fc"), down: "mlp.c_proj", ..LLAMA };
 
@@ -99,6 +178,9 @@ pub(super) const FALCON: Names = Names {
 pub(super) const FALCON_TWO_NORMS: Names =
     Names { attention_norm: Some("ln_attn"), mlp_norm: Some("ln_mlp"), ..FALCON };
 
+pub(super) const BLOOM: Names =
+    Names { embedding_norm: Some("word_embeddings_layernorm"), mlp_norm: Some("post_attention_layernorm"), ..FALCON };
+
 pub(super) const FALCON_SERIAL: Names = Names { mlp_norm: Some("post_attention_layernorm"), ..FALCON };
 
 pub(super) const BAICHUAN: Names = Names { qkv: QkvNames::Stacked("self_attn.W_pack"), ..LLAMA };
@@ -131,10 +213,32 @@ pub(super) const GPT2: Names = Names {
     ..LLAMA
 };
 
+/// GPT-2 with one KV head and other layouts.
+pub(super) const GPT_BIGCODE: Names = Names { transposed: false, ..GPT2 };
+
+/// The same with a KV head for each query head.
+pub(super) const GPT_BIGCODE_MHA: Names = Names { qkv: QkvNames::Grouped("attn.c_attn"), ..GPT_BIGCODE };
+
 pub(super) const MIXTRAL: Names = Names {
     experts: Some(ExpertNames {
         router: "block_sparse_moe.gate",
         layout: ExpertLayout::Each { prefix: "block_sparse_moe.experts", names: ["w1", "w3", "w2"] },
+        selection_bias: None,
+        apart: None,
+        has_biases: false,
+        shared: None,
+    }),
+    ..LLAMA
+};
+
+pub(super) const GPT_OSS: Names = Names {
+    sinks: Some("self_attn.sinks"),
+    experts: Some(ExpertNames {
+        router: "mlp.router",
+        layout: ExpertLayout::Alternating(["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]),
+        selection_bias: None,
+        apart: None,
+        has_biases: true,
         shared: None,
     }),
     ..LLAMA
@@ -144,6 +248,9 @@ pub(super) const QWEN_MOE: Names = Names {
     experts: Some(ExpertNames {
         router: "mlp.gate",
         layout: ExpertLayout::Each { prefix: "mlp.experts", names: ["gate_proj", "up_proj", "down_proj"] },
+        selection_bias: None,
+        apart: None,
+        has_biases: false,
         shared: Some((
             UpNames::Separate(["mlp.shared_expert.gate_proj", "mlp.shared_expert.up_proj"]),
             "mlp.shared_expert.down_proj",
@@ -153,11 +260,85 @@ pub(super) const QWEN_MOE: Names = Names {
     ..LLAMA
 };
 
+/// The names of DeepSeek V3's experts.
+const DEEPSEEK_EXPERTS: ExpertNames = ExpertNames {
+    router: "mlp.gate",
+    layout: ExpertLayout::Each { prefix: "mlp.experts", names: ["gate_proj", "up_proj", "down_proj"] },
+    selection_bias: Some(("mlp.gate.e_score_correction_bias", BiasForm::Vector)),
+    apart: None,
+    has_biases: false,
+    shared: Some((
+        UpNames::Separate(["mlp.shared_experts.gate_proj", "mlp.shared_experts.up_proj"]),
+        "mlp.shared_experts.down_proj",
+        "",
+    )),
+};
+
+pub(super) const DEEPSEEK_MOE: Names = Names { experts: Some(DEEPSEEK_EXPERTS), ..LLAMA };
+
+pub(super) const EXAONE_MOE: Names = Names {
+    experts: Some(ExpertNames {
+        selection_bias: Some(("mlp.e_score_correction_bias", BiasForm::Vector)),
+        ..DEEPSEEK_EXPERTS
+    }),
+    ..LLAMA
+};
+
+pub(super) const ERNIE_MOE: Names = Names {
+    experts: Some(ExpertNames {
+        selection_bias: Some(("mlp.moe_statics.e_score_correction_bias", BiasForm::Row)),
+        ..DEEPSEEK_EXPERTS
+    }),
+    ..LLAMA
+};
+
+pub(super) const MINIMAX_M2: Names = Names {
+    experts: Some(ExpertNames {
+        router: "block_sparse_moe.gate",
+        layout: ExpertLayout::Each { prefix: "block_sparse_moe.experts", names: ["w1", "w3", "w2"] },
+        selection_bias: Some(("block_sparse_moe.e_score_correction_bias", BiasForm::Vector)),
+        apart: None,
+        has_biases: false,
+        shared: None,
+    }),
+    ..LLAMA
+};
+
+/// With norms behind attention and experts alone.
+pub(super) const FLEX_OLMO: Names = Names { experts: QWEN_MOE.experts, ..NORMS_BEHIND };
+
+pub(super) const LLAMA4: Names = Names {
+    up: UpNames::Separate(["feed_forward.gate_proj", "feed_forward.up_proj"]),
+    down: "feed_forward.down_proj",
+    experts: Some(ExpertNames {
+        router: "feed_forward.router",
+        layout: ExpertLayout::StackedTransposed([
+            "feed_forward.experts.gate_up_proj",
+            "feed_forward.experts.down_proj",
+        ]),
+        selection_bias: None,
+        apart: None,
+        has_biases: false,
+        shared: Some((
+            UpNames::Separate(["feed_forward.shared_expert.gate_proj", "feed_forward.shared_expert.up_proj"]),
+            "feed_forward.shared_expert.down_proj",
+            "",
+        )),
+    }),
+    ..LLAMA
+};
+
 pub(super) const GRANITE_MOE: Names = Names {
     experts: Some(ExpertNames {
         router: "block_sparse_moe.router.layer",
-        layout: ExpertLayout::Stacked(["block_sparse_moe.input_linear", "block_sparse_moe.output_linear"]),
-        shared: None,
+        layout: ExpertLayout::Stacked([
+            "block_sparse_moe.input_linear.weight",
+            "block_sparse_moe.output_linear.weight",
+        ]),
+        selection_bias: None,
+        apart: None,
+        shared: Some((UpNames::Stacked("shared_mlp.input_linear"), "shared_mlp.output_linear", "")),
+        has_biases: false,
     }),
     ..LLAMA
 };

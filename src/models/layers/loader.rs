@@ -3,13 +3,11 @@
 use std::ops::Range;
 use std::path::Path;
 
-use ops::{
-    Device, DeviceError, ExpertSlice, ExpertSlices, HeadNormSpan, HeadOrder, LinearRole, NormSlices, WeightSlice,
-};
+use ops::{Activation, Device, DeviceError, HeadOrder, LinearRole, WeightSlice};
 
-use crate::config::{ExpertLayer, HeadNormSpec, LayerSpec, MlpLayer};
+use crate::config::{LayerSpec, MlpLayer, WeightFormat};
 use crate::layers::qkv::{RowSlice, scaled};
-use crate::names::{ExpertLayout, ExpertNames, Names, UpNames};
+use crate::names::{Names, UpNames};
 use crate::shard::{LayerShard, Shard};
 use crate::{Checkpoint, Config, ModelError};
 
@@ -20,7 +18,7 @@ pub(crate) struct Loader<'a, D> {
     pub(crate) config: &'a Config,
     pub(crate) names: &'a Names,
     /// Prefix of every name except the head's.
-    prefix: &'static str,
+    pub(super) prefix: &'static str,
     pub(crate) shard: &'a Shard,
     pub(crate) device: &'a mut D,
 }
@@ -52,79 +50,13 @@ impl<'a, D: Device> Loader<'a, D> {
     }
 
     /// The full name of a weight of layer `index`.
-    fn layer_name(&self, index: usize, name: &str) -> String {
+    pub(crate) fn layer_name(&self, index: usize, name: &str) -> String {
         format!("{}{}.{index}.{name}", self.prefix, self.names.layers)
     }
 
-    /// A norm of a layer's hidden state, if the architecture has it.
-    pub(crate) fn layer_norm(
-        &mut self,
-        layer: LayerSource<'_>,
-        name: Option<&str>,
-    ) -> Result<Option<D::Weight>, ModelError> {
-        name.map(|name| self.norm(&self.layer_name(layer.index, name), 1.0)).transpose()
-    }
-
-    /// The norm after the last layer. The scale of the logits is a part of it.
-    pub(crate) fn final_norm(&mut self) -> Result<D::Weight, ModelError> {
-        self.norm(&format!("{}{}", self.prefix, self.names.final_norm), self.config.head.scale)
-    }
-
-    fn norm(&mut self, name: &str, factor: f32) -> Result<D::Weight, ModelError> {
-        let (norm, width) = (self.config.norm, self.config.hidden_size);
-        let (weight_name, bias_name) = (format!("{name}.weight"), format!("{name}.bias"));
-        let vector = |name| self.checkpoint.vector(name, width, 0..width);
-        let slices = NormSlices {
-            kind: norm.kind,
-            width,
-            weight: norm.has_weight.then(|| vector(&weight_name)).transpose()?,
-            bias: norm.has_bias.then(|| vector(&bias_name)).transpose()?,
-            offset: norm.offset,
-            factor,
-        };
-        let loaded = self.device.load_norm(&slices);
-        self.or_device_error(loaded)
-    }
-
-    /// The norms of q and k.
-    pub(crate) fn head_norms(
-        &mut self,
-        layer: LayerSource<'_>,
-        norm: HeadNormSpec,
-    ) -> Result<[D::Weight; 2], ModelError> {
-        let [q, k] = self.names.head_norms;
-        let attention = &layer.spec.attention;
-        let heads = [(q, attention.num_heads, &layer.shard.heads), (k, attention.num_kv_heads, &layer.shard.kv_heads)];
-        let [q, k] = heads.map(|(name, count, taken)| self.head_norm(layer, norm, name, count, taken));
-        Ok([q?, k?])
-    }
-
-    fn head_norm(
-        &mut self,
-        layer: LayerSource<'_>,
-        norm: HeadNormSpec,
-        name: &str,
-        count: usize,
-        taken: &Range<usize>,
-    ) -> Result<D::Weight, ModelError> {
-        let name = format!("{}.weight", self.layer_name(layer.index, name));
-        let dim = layer.spec.attention.head_dim;
-        let mut weight = match norm.span {
-            HeadNormSpan::Head => self.checkpoint.vector(&name, dim, 0..dim)?,
-            HeadNormSpan::AllHeads => self.checkpoint.vector(&name, count * dim, scaled(taken, dim))?,
-            HeadNormSpan::EachHead => self.checkpoint.flattened(&name, [count, dim], taken.clone())?,
-        };
-        weight.head_order = self.head_order(layer.spec);
-        let slices = NormSlices {
-            kind: norm.kind,
-            width: weight.cols.len(),
-            weight: Some(weight),
-            bias: None,
-            offset: self.config.norm.offset,
-            factor: 1.0,
-        };
-        let loaded = self.device.load_norm(&slices);
-        self.or_device_error(loaded)
+    /// The full name of a weight of the model, without its suffix.
+    pub(crate) fn model_name(&self, name: &str) -> String {
+        format!("{}{name}", self.prefix)
     }
 
     /// This worker's rows of the embedding table.
@@ -138,8 +70,9 @@ impl<'a, D: Device> Loader<'a, D> {
     /// The table of learned positions.
     pub(crate) fn positions(&mut self, num_positions: usize) -> Result<D::Weight, ModelError> {
         let name = format!("{}{}.weight", self.prefix, self.names.positions);
-        let shape = [num_positions, self.config.hidden_size];
-        let loaded = self.device.load_positions(self.checkpoint.matrix(&name, shape, 0..shape[0], 0..shape[1])?);
+        let (first, width) = (self.names.first_position, self.config.hidden_size);
+        let last = first + num_positions;
+        let loaded = self.device.load_positions(self.checkpoint.matrix(&name, [last, width], first..last, 0..width)?);
         self.or_device_error(loaded)
     }
 
@@ -170,7 +103,7 @@ impl<'a, D: Device> Loader<'a, D> {
         let name = self.head_name();
         let (name, bias_name) = (format!("{name}.weight"), format!("{name}.bias"));
         let (shape, rows) = (self.vocabulary(), self.shard.vocab.clone());
-        let slice = match head.has_unit_rows {
+        let slice = match head.has_unit_rows && self.device.reads_weights() {
             true => self.checkpoint.unit_rows(&name, shape, rows.clone())?,
             false => self.checkpoint.matrix(&name, shape, rows.clone(), self.width())?,
         };
@@ -183,12 +116,12 @@ impl<'a, D: Device> Loader<'a, D> {
         [self.config.vocab_size, self.config.hidden_size]
     }
 
-    fn width(&self) -> Range<usize> {
+    pub(super) fn width(&self) -> Range<usize> {
         0..self.config.hidden_size
     }
 
     /// How the checkpoint orders the elements of q and k heads, if not as devices rotate them.
-    fn head_order(&self, layer: &LayerSpec) -> Option<HeadOrder> {
+    pub(super) fn head_order(&self, layer: &LayerSpec) -> Option<HeadOrder> {
         let rope = &self.config.ropes[layer.attention.rope?];
         rope.head_order()
     }
@@ -224,6 +157,26 @@ impl<'a, D: Device> Loader<'a, D> {
         self.by_output(role, layer.index, &row_slices, mlp.has_bias)
     }
 
+    /// An activation function with the numbers that the checkpoint has for it. Without them it keeps those from which
+    /// training starts, as in transformers.
+    pub(crate) fn activation(&self, layer: LayerSource<'_>, usual: Activation) -> Result<Activation, ModelError> {
+        let Activation::Xielu { positive, negative, slope, edge } = usual else { return Ok(usual) };
+        let read = |name: &str| {
+            let name = self.layer_name(layer.index, &format!("mlp.act_fn.{name}"));
+            self.checkpoint.contains(&name).then(|| self.checkpoint.scalar(&name)).transpose()
+        };
+        let softplus = |x: f32| x.max(0.0) + (-x.abs()).exp().ln_1p();
+        let slope = read("beta")?.unwrap_or(slope);
+        let (above, below) = (read("alpha_p")?.map(softplus), read("alpha_n")?.map(softplus));
+        let negative = below.map_or(negative, |below| slope + below);
+        Ok(Activation::Xielu {
+            positive: above.unwrap_or(positive),
+            negative,
+            slope,
+            edge: read("eps")?.unwrap_or(edge),
+        })
+    }
+
     /// The vector whose product with the input gates the output of a feed-forward, as a linear layer with one row.
     pub(crate) fn output_gate(&mut self, layer: LayerSource<'_>, name: &str) -> Result<D::Weight, ModelError> {
         let name = format!("{}.weight", self.layer_name(layer.index, name));
@@ -232,62 +185,15 @@ impl<'a, D: Device> Loader<'a, D> {
         self.or_device_error(loaded)
     }
 
-    /// The experts of one layer, sharded by columns of their inner layers.
-    pub(crate) fn experts(
-        &mut self,
-        layer: LayerSource<'_>,
-        experts: ExpertLayer,
-        names: &ExpertNames,
-    ) -> Result<D::Weight, ModelError> {
-        let router_name = format!("{}.weight", self.layer_name(layer.index, names.router));
-        let shape = [experts.num_experts, self.config.hidden_size];
-        let router = self.checkpoint.matrix(&router_name, shape, 0..shape[0], self.width())?;
-        let weight_names: Vec<[String; 3]> =
-            (0..experts.num_experts).map(|expert| self.expert_names(layer.index, expert, names.layout)).collect();
-        let slices: Result<Vec<_>, _> =
-            weight_names.iter().enumerate().map(|(expert, names)| self.expert(layer, experts, expert, names)).collect();
-        let slices = ExpertSlices { router, experts: slices?, routing: experts.routing };
-        let loaded = self.device.load_experts(&slices);
-        self.or_device_error(loaded)
-    }
-
-    /// The full names of gate, up and down of an expert.
-    fn expert_names(&self, layer: usize, expert: usize, layout: ExpertLayout) -> [String; 3] {
-        match layout {
-            ExpertLayout::Each { prefix, names } => {
-                names.map(|name| format!("{}.weight", self.layer_name(layer, &format!("{prefix}.{expert}.{name}"))))
+    /// The sinks of this worker's heads; none if the layer has none.
+    pub(crate) fn sinks(&self, layer: LayerSource<'_>) -> Result<Vec<f32>, ModelError> {
+        match self.names.sinks.filter(|_| layer.spec.attention.has_sinks) {
+            Some(name) => {
+                let (name, heads) = (self.layer_name(layer.index, name), layer.shard.heads.clone());
+                self.checkpoint.values(&name, &[layer.spec.attention.num_heads], heads)
             }
-            ExpertLayout::Stacked([gate_up, down]) => {
-                [gate_up, gate_up, down].map(|name| format!("{}.weight", self.layer_name(layer, name)))
-            }
+            None => Ok(Vec::new()),
         }
-    }
-
-    fn expert<'n>(
-        &self,
-        layer: LayerSource<'_>,
-        experts: ExpertLayer,
-        expert: usize,
-        [gate, up, down]: &'n [String; 3],
-    ) -> Result<ExpertSlice<'n>, ModelError> {
-        let (hidden, inner) = (self.config.hidden_size, experts.intermediate_size);
-        let (taken, count) = (layer.shard.expert_intermediate.clone(), experts.num_experts);
-        let rows = |first: usize| first + taken.start..first + taken.end;
-        // Experts that are stored together are one matrix with their rows one below the other.
-        let (gate_up, down) = match gate == up {
-            false => {
-                let part = |name| self.checkpoint.matrix(name, [inner, hidden], rows(0), 0..hidden);
-                ([part(gate)?, part(up)?], self.checkpoint.matrix(down, [hidden, inner], 0..hidden, taken.clone())?)
-            }
-            true => {
-                let shape = [count, 2 * inner, hidden];
-                let part = |first| self.checkpoint.stack(gate, shape, rows(first), 0..hidden);
-                let own = expert * hidden..(expert + 1) * hidden;
-                let down = self.checkpoint.stack(down, [count, hidden, inner], own, taken.clone())?;
-                ([part(expert * 2 * inner)?, part(expert * 2 * inner + inner)?], down)
-            }
-        };
-        Ok(ExpertSlice { gate_up, down })
     }
 
     /// The attention output projection of one layer, sharded by heads along its input.
@@ -352,6 +258,22 @@ impl<'a, D: Device> Loader<'a, D> {
         self.or_device_error(loaded)
     }
 
+    /// A part of a matrix, expanded to bf16 if it is stored in fp8.
+    pub(super) fn plain_or_fp8<'n>(
+        &self,
+        name: &'n str,
+        shape: [usize; 2],
+        rows: Range<usize>,
+        cols: Range<usize>,
+    ) -> Result<WeightSlice<'n>, ModelError> {
+        match self.config.weight_format {
+            WeightFormat::Fp8 { block } if self.checkpoint.is_fp8(name) => {
+                self.checkpoint.fp8(name, shape, (rows, cols), (block, self.device.reads_weights()))
+            }
+            _ => self.checkpoint.matrix(name, shape, rows, cols),
+        }
+    }
+
     /// A part of a linear layer `[out, in]`, whichever order it is stored in.
     fn linear<'n>(
         &self,
@@ -361,8 +283,9 @@ impl<'a, D: Device> Loader<'a, D> {
         cols: Range<usize>,
     ) -> Result<WeightSlice<'n>, ModelError> {
         match self.names.transposed {
+            true if !self.device.reads_weights() => self.checkpoint.unread(name, &[shape[1], shape[0]], rows, cols),
             true => self.checkpoint.transposed(name, shape, rows, cols),
-            false => self.checkpoint.matrix(name, shape, rows, cols),
+            false => self.plain_or_fp8(name, shape, rows, cols),
         }
     }
 

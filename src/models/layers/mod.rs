@@ -1,6 +1,10 @@
 //! Weights of the layers that decoders are composed of. Each worker loads its shard.
 
+mod experts;
 mod loader;
+mod norms;
+mod per_layer;
 mod qkv;
 
 pub(crate) use loader::{LayerSource, Loader};
+pub(crate) use norms::HeadNormWeights;

@@ -4,7 +4,7 @@ use std::ops::Range;
 
 use ops::HeadOrder;
 
-use crate::config::AttentionLayer;
+use crate::config::{AttentionLayer, KvSource};
 use crate::names::QkvNames;
 use crate::shard::LayerShard;
 
@@ -35,11 +35,19 @@ impl QkvNames {
         let kv_heads = scaled(&shard.kv_heads, dim);
         let after = |offset: usize, range: &Range<usize>| offset + range.start..offset + range.end;
         match *self {
-            QkvNames::Separate([q_name, k_name, v_name]) => vec![
-                RowSlice { name: q_name, rows: q, taken: heads, head_order: order },
-                RowSlice { name: k_name, rows: kv, taken: kv_heads.clone(), head_order: order },
-                RowSlice { name: v_name, rows: kv, taken: kv_heads, head_order: None },
-            ],
+            QkvNames::Separate([q_name, k_name, v_name]) => {
+                let v_name = if attention.kv == KvSource::KeyProjection { k_name } else { v_name };
+                let mut slices = vec![
+                    RowSlice { name: q_name, rows: q, taken: heads, head_order: order },
+                    RowSlice { name: k_name, rows: kv, taken: kv_heads.clone(), head_order: order },
+                    RowSlice { name: v_name, rows: kv, taken: kv_heads, head_order: None },
+                ];
+                if matches!(attention.kv, KvSource::Layer(_)) {
+                    slices.truncate(1);
+                }
+                slices
+            }
+            _ if attention.kv != KvSource::Projections => unreachable!("only separate matrices are left out or shared"),
             QkvNames::Stacked(name) => {
                 let parts = [(heads, order), (after(q, &kv_heads), order), (after(q + kv, &kv_heads), None)];
                 parts.map(|(taken, head_order)| RowSlice { name, rows: q + 2 * kv, taken, head_order }).into()
@@ -106,5 +114,18 @@ mod tests {
         let slices = QkvNames::Stacked("w").row_slices(&attention, &second, None);
         let taken: Vec<_> = slices.into_iter().map(|p| p.taken).collect();
         assert_eq!(taken, [32..64, 72..80, 88..96]);
+    }
+
+    #[test]
+    fn v_may_be_the_projection_of_k_and_a_layer_may_have_q_alone() {
+        let (mut attention, second) = layer_shard(1, 2);
+        let mut names_of = |kv| {
+            attention.kv = kv;
+            let slices = QkvNames::Separate(["q", "k", "v"]).row_slices(&attention, &second, None);
+            slices.into_iter().map(|slice| slice.name).collect::<Vec<_>>()
+        };
+        assert_eq!(names_of(KvSource::Projections), ["q", "k", "v"]);
+        assert_eq!(names_of(KvSource::KeyProjection), ["q", "k", "k"]);
+        assert_eq!(names_of(KvSource::Layer(0)), ["q"]);
     }
 }

@@ -4,7 +4,7 @@ use std::path::{Path, PathBuf};
 
 use device::Estimator;
 use device::cpu::{CpuConfig, CpuDevice};
-use ops::{Device, StepLimits, Target, TensorParallel};
+use ops::{Device, PipelineStage, StepLimits, Target, TensorParallel};
 
 const BLOCK_SIZE: usize = 16;
 
@@ -14,9 +14,25 @@ fn golden_dir(case: &str) -> PathBuf {
 
 #[test]
 fn estimates_of_the_cpu_are_what_it_takes() {
-    for case in
-        ["llama3_gqa", "tied_mqa", "mha_bias_f32", "gpt2", "baichuan2_7b", "phi", "cohere", "gemma3", "qwen2_moe"]
-    {
+    for case in [
+        "llama3_gqa",
+        "tied_mqa",
+        "mha_bias_f32",
+        "gpt2",
+        "baichuan2_7b",
+        "phi",
+        "cohere",
+        "gemma3",
+        "qwen2_moe",
+        "gemma4",
+        "gemma4_shared",
+        "gemma4_moe",
+        "gpt_oss",
+        "llama4",
+        "glm4_moe",
+        "llama_fp8",
+        "qwen3_moe_fp8",
+    ] {
         let dir = golden_dir(case);
         let config = models::Config::from_dir(&dir).unwrap();
         let limits = StepLimits { max_tokens: 64, max_rows: 4, max_sequence_len: 128, vocab_size: config.vocab_size };
@@ -24,11 +40,11 @@ fn estimates_of_the_cpu_are_what_it_takes() {
         let mut cpu =
             CpuDevice::new(CpuConfig { threads: 1, limits, kv_memory_bytes: Some(1 << 24), group: None }).unwrap();
         let model = models::load(&dir, &config, &mut cpu).unwrap();
-        let found = cpu.memory_plan(&model.attention_spec(BLOCK_SIZE)).unwrap();
+        let found = cpu.memory_plan(&model.attention_spec(BLOCK_SIZE, limits.max_sequence_len)).unwrap();
 
         let mut estimator = Estimator::new(Target::Cpu, TensorParallel { rank: 0, size: 1 }, limits);
         let model = models::load(&dir, &config, &mut estimator).unwrap();
-        let told = estimator.estimate(&model.attention_spec(BLOCK_SIZE));
+        let told = estimator.estimate(&model.attention_spec(BLOCK_SIZE, limits.max_sequence_len));
 
         let pairs = [
             ("weights", told.weights_bytes, found.weights_bytes),
@@ -42,6 +58,25 @@ fn estimates_of_the_cpu_are_what_it_takes() {
 }
 
 #[test]
+fn a_block_holds_the_layers_of_one_kv_group() {
+    let config = models::Config::from_dir(&golden_dir("gemma3")).unwrap();
+    let windows = |config: &models::Config, max_len| config.kv_groups(max_len).windows;
+    assert_eq!(windows(&config, 256), [None, Some(20), Some(20)]);
+    assert_eq!(windows(&config, 20), [None], "no sequence is longer than the window");
+    let mut other = config.clone();
+    other.layers[2].attention.num_kv_heads = 4;
+    assert_eq!(windows(&other, 256), [None], "blocks of different sizes");
+
+    let block_bytes = |max_sequence_len| {
+        let limits = StepLimits { max_tokens: 64, max_rows: 4, max_sequence_len, vocab_size: config.vocab_size };
+        let mut estimator = Estimator::new(Target::Cuda, TensorParallel { rank: 0, size: 1 }, limits);
+        let model = models::load(&golden_dir("gemma3"), &config, &mut estimator).unwrap();
+        estimator.estimate(&model.attention_spec(BLOCK_SIZE, max_sequence_len)).block_bytes
+    };
+    assert_eq!(block_bytes(20), 3 * block_bytes(256));
+}
+
+#[test]
 fn workers_of_a_group_share_the_matrices() {
     let dir = golden_dir("llama3_gqa");
     let config = models::Config::from_dir(&dir).unwrap();
@@ -49,13 +84,33 @@ fn workers_of_a_group_share_the_matrices() {
     let estimate = |rank, size| {
         let mut estimator = Estimator::new(Target::Cuda, TensorParallel { rank, size }, limits);
         let model = models::load(&dir, &config, &mut estimator).unwrap();
-        estimator.estimate(&model.attention_spec(BLOCK_SIZE))
+        estimator.estimate(&model.attention_spec(BLOCK_SIZE, limits.max_sequence_len))
     };
     let (whole, first, second) = (estimate(0, 1), estimate(0, 2), estimate(1, 2));
     let norms = (2 * config.num_layers() + 1) * config.hidden_size * 2;
     assert_eq!(first.weights_bytes + second.weights_bytes, whole.weights_bytes + norms as u64);
     assert_eq!((first.block_bytes + second.block_bytes, whole.communicator_bytes), (whole.block_bytes, 0));
     assert!(first.communicator_bytes > 0);
+}
+
+#[test]
+fn a_pipeline_of_layers_that_belong_together_is_refused() {
+    let dir = golden_dir("gemma4_shared");
+    let limits = StepLimits { max_tokens: 64, max_rows: 4, max_sequence_len: 128, vocab_size: 200 };
+    let load = |change: fn(&mut models::Config)| {
+        let mut config = models::Config::from_dir(&dir).unwrap();
+        change(&mut config);
+        let estimator = Estimator::new(Target::Cpu, TensorParallel { rank: 0, size: 1 }, limits);
+        let mut estimator = estimator.in_stage(PipelineStage { index: 1, count: 2 });
+        models::load(&dir, &config, &mut estimator).map(|_| ()).map_err(|error| error.to_string())
+    };
+    let error = load(|_| ()).unwrap_err();
+    assert!(
+        error.contains("has an embedding for each layer, which a pipeline cannot divide; set `pp` to 1"),
+        "{error}"
+    );
+    let error = load(|config| config.per_layer_input = None).unwrap_err();
+    assert!(error.contains("layers that share keys and values across stages"), "{error}");
 }
 
 #[test]

@@ -13,9 +13,9 @@ mod support;
 use device::cpu::WeightPrecision;
 use engine::{SampledToken, SamplingParams};
 use ops::DType;
-use support::{MAX_ROWS, Runner, Sequence, golden_dir, on_group};
+use support::{MAX_ROWS, Runner, Sequence, golden_dir, on_group, on_parts};
 
-const CASES: [&str; 47] = [
+const CASES: [&str; 77] = [
     "llama3_gqa",
     "tied_mqa",
     "mha_bias_f32",
@@ -63,6 +63,36 @@ const CASES: [&str; 47] = [
     "qwen3_moe",
     "olmoe",
     "granite_moe",
+    "ministral3",
+    "gemma4",
+    "gemma4_shared",
+    "gemma4_moe",
+    "gpt_oss",
+    "gpt_oss_mxfp4",
+    "llama4",
+    "apertus",
+    "cwm",
+    "vaultgemma",
+    "hyperclovax",
+    "hyperclovax_granite",
+    "jais2",
+    "nanochat",
+    "opt",
+    "bloom",
+    "gptj",
+    "gpt_bigcode",
+    "gpt_bigcode_mha",
+    "granite_moe_shared",
+    "flex_olmo",
+    "mellum",
+    "glm4_moe",
+    "dots1",
+    "minimax_m2",
+    "exaone_moe",
+    "ernie4_5_moe",
+    "llama_fp8",
+    "qwen3_moe_fp8",
+    "phi3_fp8_channel",
 ];
 
 struct Golden {
@@ -128,11 +158,16 @@ fn check(case: &str, golden: &Golden, output: &[SampledToken]) -> usize {
     equal
 }
 
-/// Compares a model with transformers at world sizes 1, 2 and 4.
+/// Compares a model with transformers at world sizes 1, 2 and 4; experts also in parts of a group.
 fn check_case(case: &str) {
     let goldens = goldens(case);
-    for size in [1, 2, 4] {
-        let outputs = on_group(case, size, |runner| {
+    let config = models::Config::from_dir(&golden_dir(case)).unwrap();
+    let counts: Vec<usize> =
+        config.layers.iter().filter_map(|l| l.experts.map(|experts| experts.num_experts)).collect();
+    let has_halves = !counts.is_empty() && counts.iter().all(|count| count.is_multiple_of(2));
+    let layouts = [(1, 1), (2, 1), (4, 1), (2, 2), (4, 2)];
+    for (size, parts) in layouts.into_iter().filter(|(_, parts)| *parts == 1 || has_halves) {
+        let outputs = on_parts(case, size, parts, |runner| {
             goldens.iter().map(|golden| runner.run(&[sequence(golden)]).remove(0)).collect::<Vec<_>>()
         });
         let equal: usize = goldens.iter().zip(&outputs).map(|(golden, output)| check(case, golden, output)).sum();

@@ -20,6 +20,7 @@ fn spec() -> WorkerSpec {
         tp_size: 1,
         stage: 0,
         num_stages: 1,
+        expert_groups: 1,
         nodes: vec![0],
         node_names: Vec::new(),
         checkpoint_fingerprint: None,

@@ -1,4 +1,4 @@
-use engine::{JoinedRow, RowWork, SamplingParams, TokenId};
+use engine::{JoinedRow, JoinedTable, RowWork, SamplingParams, TokenId};
 
 use super::*;
 
@@ -9,7 +9,7 @@ fn joined(row: u32, tokens: &[u32], blocks: &[u32]) -> JoinedRow {
         tokens: tokens.iter().map(|&token| TokenId(token)).collect(),
         num_prompt_tokens: tokens.len() as u32,
         num_computed: 0,
-        blocks: blocks.iter().map(|&block| BlockId(block)).collect(),
+        tables: vec![JoinedTable { first: 0, blocks: blocks.iter().map(|&block| BlockId(block)).collect() }],
         sampling: SamplingParams::default(),
     }
 }
@@ -20,7 +20,7 @@ fn work(row: u32, start: u32, num_tokens: u32, samples: bool) -> RowWork {
 
 #[test]
 fn a_prefill_and_then_a_decode_are_packed_for_the_device() {
-    let (mut table, mut inputs) = (RowTable::new(4, 2, 8, 1), StepInputs::default());
+    let (mut table, mut inputs) = (RowTable::new(4, vec![None], 2, 8, 1), StepInputs::default());
     let prefill = StepPlan {
         step: 1,
         joined: vec![joined(2, &[10, 11, 12], &[5, 3])],
@@ -30,7 +30,7 @@ fn a_prefill_and_then_a_decode_are_packed_for_the_device() {
     table.apply(&prefill, &mut inputs).unwrap();
     assert_eq!(inputs.token_ids, [10, 11, 12]);
     assert_eq!(inputs.slots, [10, 11, 6]);
-    assert_eq!(inputs.block_table(0), [5, 3]);
+    assert_eq!(inputs.block_table(0, 0), [5, 3]);
     assert_eq!(inputs.samples, [SampleInput { row: RowId(2), token_index: 2, num_generated: 0 }]);
 
     let decode = StepPlan { step: 2, work: vec![work(2, 3, 1, true)], ..StepPlan::default() };
@@ -39,7 +39,7 @@ fn a_prefill_and_then_a_decode_are_packed_for_the_device() {
     assert_eq!(inputs.samples[0].num_generated, 1);
     assert_eq!((inputs.num_prefill_rows, inputs.context_lens.as_slice()), (0, &[4][..]));
 
-    let grown = vec![(RowId(2), BlockId(1))];
+    let grown = vec![GrownTable { row: RowId(2), group: 0, block: BlockId(1) }];
     let further = StepPlan { step: 3, grown, work: vec![work(2, 4, 1, true)], ..StepPlan::default() };
     table.apply(&further, &mut inputs).unwrap();
     assert_eq!((inputs.token_ids.as_slice(), inputs.slots.as_slice()), (&[TOKEN_ON_DEVICE][..], &[2][..]));
@@ -48,7 +48,7 @@ fn a_prefill_and_then_a_decode_are_packed_for_the_device() {
 
 #[test]
 fn drafts_follow_the_newest_token_and_a_revision_keeps_the_accepted_ones() {
-    let (mut table, mut inputs) = (RowTable::new(4, 4, 8, 1), StepInputs::default());
+    let (mut table, mut inputs) = (RowTable::new(4, vec![None], 4, 8, 1), StepInputs::default());
     let join = StepPlan {
         step: 1,
         joined: vec![joined(2, &[10, 11], &[5, 3])],
@@ -73,7 +73,7 @@ fn drafts_follow_the_newest_token_and_a_revision_keeps_the_accepted_ones() {
 
 #[test]
 fn beams_continue_their_parents_and_write_into_their_own_blocks() {
-    let (mut table, mut inputs) = (RowTable::new(4, 4, 8, 1), StepInputs::default());
+    let (mut table, mut inputs) = (RowTable::new(4, vec![None], 4, 8, 1), StepInputs::default());
     let mut first = joined(0, &[10, 11, 12], &[5]);
     first.sampling.beam_candidates = 3;
     let join = StepPlan { step: 1, joined: vec![first], work: vec![work(0, 0, 3, true)], ..StepPlan::default() };
@@ -82,20 +82,20 @@ fn beams_continue_their_parents_and_write_into_their_own_blocks() {
     let fork = StepPlan {
         step: 2,
         revised: vec![beam(0, 20), beam(1, 21)],
-        copied: vec![CopiedBlock { row: RowId(0), from: BlockId(5), to: BlockId(6) }],
+        copied: vec![CopiedBlock { row: RowId(0), group: 0, from: BlockId(5), to: BlockId(6) }],
         work: vec![work(0, 3, 1, true), work(1, 3, 1, true)],
         ..StepPlan::default()
     };
     table.apply(&fork, &mut inputs).unwrap();
     assert_eq!((inputs.token_ids.as_slice(), inputs.slots.as_slice()), (&[20, 21][..], &[27, 23][..]));
-    let wrong = CopiedBlock { row: RowId(0), from: BlockId(5), to: BlockId(7) };
+    let wrong = CopiedBlock { row: RowId(0), group: 0, from: BlockId(5), to: BlockId(7) };
     let plan = StepPlan { step: 3, copied: vec![wrong], ..StepPlan::default() };
     assert!(matches!(table.apply(&plan, &mut inputs), Err(PlanMismatch::Copied { last: Some(6), .. })));
 }
 
 #[test]
 fn requested_logits_carry_their_position_or_output_token() {
-    let (mut table, mut inputs) = (RowTable::new(4, 4, 8, 1), StepInputs::default());
+    let (mut table, mut inputs) = (RowTable::new(4, vec![None], 4, 8, 1), StepInputs::default());
     let mut requesting = joined(1, &[10, 11, 12, 13], &[5]);
     // The sequence was preempted: token 13 is output.
     (requesting.num_prompt_tokens, requesting.sampling.context_logits, requesting.sampling.generation_logits) =
@@ -109,7 +109,7 @@ fn requested_logits_carry_their_position_or_output_token() {
     let expected: Vec<_> = context.chain([LogitsPlace::Generation(1)]).map(|place| (sequence, place)).collect();
     assert_eq!(table.take_reported(), expected);
     let decode = RowWork { row: RowId(1), start: 4, num_tokens: 1, samples: true };
-    let grown = vec![(RowId(1), BlockId(6))];
+    let grown = vec![GrownTable { row: RowId(1), group: 0, block: BlockId(6) }];
     let next = StepPlan { step: 2, grown, work: vec![decode], ..StepPlan::default() };
     table.apply(&next, &mut inputs).unwrap();
     assert_eq!(
@@ -118,9 +118,47 @@ fn requested_logits_carry_their_position_or_output_token() {
     );
 }
 
+/// Two KV groups, the second with a window of 3 positions.
+#[test]
+fn each_kv_group_has_slots_and_tables_of_its_own() {
+    let mut table = RowTable::new(2, vec![None, Some(3)], 2, 32, 1);
+    let windowed = JoinedTable { first: 1, blocks: vec![BlockId(20)] };
+    let mut row = joined(0, &[1, 2, 3, 4, 5], &[5, 6, 7]);
+    row.num_computed = 4;
+    row.tables.push(windowed.clone());
+    let plan = StepPlan {
+        step: 1,
+        joined: vec![row],
+        grown: vec![GrownTable { row: RowId(0), group: 1, block: BlockId(21) }],
+        work: vec![work(0, 4, 1, true)],
+        ..StepPlan::default()
+    };
+    let mut inputs = StepInputs::default();
+    table.apply(&plan, &mut inputs).unwrap();
+    assert_eq!((inputs.slots_of(0), inputs.slots_of(1)), (&[14][..], &[42][..]));
+    assert_eq!((inputs.block_table(0, 0), inputs.block_table(1, 0)), (&[5, 6, 7][..], &[20, 20, 21][..]));
+
+    let refused = |change: fn(&mut StepPlan)| {
+        let mut plan = plan.clone();
+        change(&mut plan);
+        RowTable::new(2, vec![None, Some(3)], 2, 32, 1).apply(&plan, &mut StepInputs::default()).unwrap_err()
+    };
+    let error = refused(|plan| drop(plan.joined[0].tables.pop()));
+    assert_eq!(error, PlanMismatch::Tables { step: 1, row: 0, found: 1, groups: 2 });
+    let error = refused(|plan| plan.grown[0].group = 2);
+    assert_eq!(error, PlanMismatch::GroupRange { step: 1, row: 0, group: 2, groups: 2 });
+    // The token at position 4 sees positions 2 and 3, which are in block 1.
+    let error = refused(|plan| plan.joined[0].tables[1].first = 2);
+    assert_eq!(error, PlanMismatch::Released { step: 1, row: 0, group: 1, needed: 1, first: 2 });
+    let error = refused(|plan| plan.joined[0].tables[1].first = u32::MAX);
+    assert!(matches!(error, PlanMismatch::Blocks { .. }));
+    let error = refused(|plan| plan.grown.clear());
+    assert_eq!(error, PlanMismatch::Blocks { step: 1, row: 0, needed: 3, found: 2 });
+}
+
 #[test]
 fn a_gap_in_step_numbers_is_named() {
-    let mut table = RowTable::new(1, 2, 8, 5);
+    let mut table = RowTable::new(1, vec![None], 2, 8, 5);
     let plan = StepPlan { step: 6, ..StepPlan::default() };
     let error = table.apply(&plan, &mut StepInputs::default()).unwrap_err();
     assert_eq!(error.to_string(), "plan 6 came where plan 5 was due");
@@ -129,7 +167,8 @@ fn a_gap_in_step_numbers_is_named() {
 #[test]
 fn work_beyond_the_blocks_or_the_tokens_is_refused() {
     let plan = |work| StepPlan { step: 1, joined: vec![joined(0, &[1, 2, 3], &[0])], work, ..StepPlan::default() };
-    let apply = |plan: &StepPlan| RowTable::new(2, 2, 8, 1).apply(plan, &mut StepInputs::default()).unwrap_err();
+    let apply =
+        |plan: &StepPlan| RowTable::new(2, vec![None], 2, 8, 1).apply(plan, &mut StepInputs::default()).unwrap_err();
     assert!(matches!(apply(&plan(vec![work(0, 0, 3, true)])), PlanMismatch::Blocks { needed: 2, found: 1, .. }));
     assert!(matches!(apply(&plan(vec![work(0, 0, 4, true)])), PlanMismatch::NoToken { position: 3, .. }));
     assert!(matches!(apply(&plan(vec![work(0, 1, 1, false)])), PlanMismatch::Start { .. }));

@@ -9,6 +9,7 @@ pub(crate) fn llm_config() -> LlmConfig {
         device: DeviceChoice::Cpu { threads: 1, first_core: None },
         tp_size: 1,
         pp_size: 1,
+        ep_size: 1,
         num_replicas: 1,
         network: None,
         kv_memory: KvMemory::Tokens(1024),

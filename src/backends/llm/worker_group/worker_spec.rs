@@ -16,6 +16,7 @@ pub(super) fn spec(config: &LlmConfig, next_step: u64) -> WorkerSpec {
         tp_size: config.tp_size,
         stage: 0,
         num_stages: config.pp_size,
+        expert_groups: config.ep_size,
         nodes: Vec::new(),
         node_names: Vec::new(),
         checkpoint_fingerprint: config.checkpoint_fingerprint.clone(),

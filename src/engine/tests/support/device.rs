@@ -1,6 +1,9 @@
 //! The simulated device.
 
-use engine::{BlockId, EngineConfig, RowId, RowWork, SampledToken, SequenceId, StepOutput, StepPlan, TokenId};
+use engine::{
+    BlockId, EngineConfig, GrownTable, JoinedTable, RowId, RowWork, SampledToken, SequenceId, StepOutput, StepPlan,
+    TokenId,
+};
 
 use super::tokens::VOCAB_SIZE;
 use super::tokens::digest;
@@ -11,7 +14,8 @@ use super::tokens::next_token;
 /// A worker with its device. It carries out plans in order and panics if a plan breaks its contract.
 pub struct Device {
     block_size: usize,
-    /// `[num_blocks * block_size]`
+    windows: Vec<Option<usize>>,
+    /// `[num_blocks * block_size]`, the digest of a position in its KV group
     kv: Vec<u64>,
     pub rows: Vec<Option<Row>>,
     last_step: Option<u64>,
@@ -22,7 +26,8 @@ pub struct Row {
     sequence: SequenceId,
     tokens: Vec<TokenId>,
     digests: Vec<u64>,
-    blocks: Vec<BlockId>,
+    /// For each KV group; `None` before the blocks that were sent.
+    tables: Vec<Vec<Option<BlockId>>>,
     num_computed: usize,
     /// Number of tokens when it joined.
     pub join_len: usize,
@@ -47,6 +52,7 @@ impl Device {
     pub fn new(config: &EngineConfig) -> Self {
         Self {
             block_size: config.block_size,
+            windows: config.windows.clone(),
             kv: vec![0; config.num_blocks * config.block_size],
             rows: (0..config.max_rows).map(|_| None).collect(),
             last_step: None,
@@ -60,11 +66,11 @@ impl Device {
         for work in &plan.work {
             let row = self.row(work.row);
             assert_eq!(row.num_computed, work.start as usize, "start of {work:?} in step {}", plan.step);
-            self.check(work.row, work.start as usize, plan.step, "before");
+            self.check(work, work.start as usize, plan.step, "before");
         }
         plan.work.iter().for_each(|work| self.compute(work));
         for work in &plan.work {
-            self.check(work.row, (work.start + work.num_tokens) as usize, plan.step, "after");
+            self.check(work, (work.start + work.num_tokens) as usize, plan.step, "after");
         }
         let tokens = plan.work.iter().filter(|work| work.samples).flat_map(|work| self.sample(work.row)).collect();
         StepOutput { step: plan.step, tokens }
@@ -77,11 +83,16 @@ impl Device {
         for joined in &plan.joined {
             let place = &mut self.rows[joined.row.0 as usize];
             assert!(place.is_none(), "row {} is joined but taken", joined.row.0);
+            assert_eq!(joined.tables.len(), self.windows.len(), "a table for each KV group");
+            let table = |table: &JoinedTable| {
+                let released = std::iter::repeat_n(None, table.first as usize);
+                released.chain(table.blocks.iter().copied().map(Some)).collect()
+            };
             *place = Some(Row {
                 sequence: joined.sequence,
                 tokens: joined.tokens.clone(),
                 digests: digests(&joined.tokens).collect(),
-                blocks: joined.blocks.clone(),
+                tables: joined.tables.iter().map(table).collect(),
                 num_computed: joined.num_computed as usize,
                 join_len: joined.tokens.len(),
                 beam_candidates: joined.sampling.beam_candidates as usize,
@@ -90,8 +101,9 @@ impl Device {
         }
         self.revise(plan);
         self.copy(plan);
-        for &(row, block) in &plan.grown {
-            self.rows[row.0 as usize].as_mut().expect("a growing row is taken").blocks.push(block);
+        for &GrownTable { row, group, block } in &plan.grown {
+            let row = self.rows[row.0 as usize].as_mut().expect("a growing row is taken");
+            row.tables[group as usize].push(Some(block));
         }
         for (row, drafts) in &plan.drafts {
             let row = self.rows[row.0 as usize].as_mut().expect("a verifying row is taken");
@@ -117,8 +129,9 @@ impl Device {
     fn copy(&mut self, plan: &StepPlan) {
         for copied in &plan.copied {
             let row = self.rows[copied.row.0 as usize].as_mut().expect("a row whose block is copied is taken");
-            assert_eq!(row.blocks.last(), Some(&copied.from), "the last block is copied");
-            *row.blocks.last_mut().unwrap() = copied.to;
+            let last = row.tables[copied.group as usize].last_mut().unwrap();
+            assert_eq!(*last, Some(copied.from), "the last block is copied");
+            *last = Some(copied.to);
             assert!(plan.copied.iter().all(|other| other.to != copied.from), "a copied block is read and written");
             let [from, to] = [copied.from, copied.to].map(|block| block.0 as usize * self.block_size);
             self.kv.copy_within(from..from + self.block_size, to);
@@ -129,17 +142,23 @@ impl Device {
         self.rows[row.0 as usize].as_ref().expect("a working row is taken")
     }
 
-    fn slot(&self, row: &Row, position: usize) -> usize {
-        row.blocks[position / self.block_size].0 as usize * self.block_size + position % self.block_size
+    fn slot(&self, row: &Row, group: usize, position: usize) -> usize {
+        let block = row.tables[group][position / self.block_size].expect("a position that is used has a block");
+        block.0 as usize * self.block_size + position % self.block_size
     }
 
-    fn check(&self, row: RowId, end: usize, step: u64, when: &str) {
-        let row = self.row(row);
+    /// Checks the positions before `end` that the work can see.
+    fn check(&self, work: &RowWork, end: usize, step: u64, when: &str) {
+        let row = self.row(work.row);
         let digests = row.all_digests();
         assert!(end <= digests.len(), "row of sequence {} holds fewer tokens than {end}", row.sequence.0);
-        for (position, digest) in digests.into_iter().enumerate().take(end) {
-            let found = self.kv[self.slot(row, position)];
-            assert_eq!(found, digest, "KV of position {position} of sequence {} {when} step {step}", row.sequence.0);
+        for (group, window) in self.windows.iter().enumerate() {
+            let first = window.map_or(0, |window| (work.start as usize + 1).saturating_sub(window));
+            for (position, &digest) in digests.iter().enumerate().take(end).skip(first) {
+                let (found, sequence) = (self.kv[self.slot(row, group, position)], row.sequence.0);
+                let expected = in_group(digest, group);
+                assert_eq!(found, expected, "KV of position {position}, group {group}, {sequence} {when} step {step}");
+            }
         }
     }
 
@@ -147,7 +166,10 @@ impl Device {
         let (start, end) = (work.start as usize, (work.start + work.num_tokens) as usize);
         let row = self.row(work.row);
         let digests = row.all_digests();
-        let writes: Vec<_> = (start..end).map(|position| (self.slot(row, position), digests[position])).collect();
+        let groups = 0..self.windows.len();
+        let write = &|group, position: usize| (self.slot(row, group, position), in_group(digests[position], group));
+        let writes: Vec<_> =
+            groups.flat_map(|group| (start..end).map(move |position| write(group, position))).collect();
         writes.into_iter().for_each(|(slot, digest)| self.kv[slot] = digest);
         self.rows[work.row.0 as usize].as_mut().unwrap().num_computed = end;
     }
@@ -173,4 +195,9 @@ impl Device {
         row.digests.push(digest(last, token));
         vec![sampled(token, vec![])]
     }
+}
+
+/// What the layers of a KV group store for a position.
+fn in_group(digest: u64, group: usize) -> u64 {
+    digest.rotate_left(group as u32) ^ group as u64
 }

@@ -12,5 +12,6 @@ mod tokens;
 mod world;
 
 pub use device::Device;
+pub use reference::run_alone;
 pub use tokens::{Guesser, Random, VOCAB_SIZE};
 pub use world::World;

@@ -18,6 +18,8 @@ const MAX_BLOCKS: usize = MAX_LEN / BLOCK_SIZE;
 pub struct Runner {
     device: CpuDevice,
     model: Box<dyn Model<CpuDevice>>,
+    /// Of the KV groups.
+    windows: Vec<Option<usize>>,
     step: u64,
 }
 
@@ -47,13 +49,23 @@ impl Runner {
     }
 
     pub fn of(dir: &Path, threads: usize, group: Option<GroupConfig>, precision: WeightPrecision) -> Self {
-        let config = Config::from_dir(dir).unwrap();
+        Self::with(dir, Config::from_dir(dir).unwrap(), threads, group, precision)
+    }
+
+    fn with(
+        dir: &Path,
+        config: Config,
+        threads: usize,
+        group: Option<GroupConfig>,
+        precision: WeightPrecision,
+    ) -> Self {
         let limits = Self::limits(&config);
         let mut device = CpuDevice::new(CpuConfig { threads, limits, kv_memory_bytes: None, group }).unwrap();
         device.set_weight_precision(precision);
         let model = models::load(dir, &config, &mut device).unwrap();
-        device.allocate_cache(&model.attention_spec(BLOCK_SIZE), MAX_ROWS * MAX_BLOCKS).unwrap();
-        Self { device, model, step: 0 }
+        let spec = model.attention_spec(BLOCK_SIZE, MAX_LEN);
+        device.allocate_cache(&spec, spec.kv_windows.len() * MAX_ROWS * MAX_BLOCKS).unwrap();
+        Self { device, model, windows: spec.kv_windows, step: 0 }
     }
 
     /// A model of one worker; `None` if it cannot be loaded.
@@ -63,8 +75,9 @@ impl Runner {
         let mut device = CpuDevice::new(CpuConfig { threads: 1, limits, kv_memory_bytes: None, group: None }).ok()?;
         device.set_weight_precision(precision);
         let model = models::load(dir, &config, &mut device).ok()?;
-        device.allocate_cache(&model.attention_spec(BLOCK_SIZE), MAX_ROWS * MAX_BLOCKS).ok()?;
-        Some(Self { device, model, step: 0 })
+        let spec = model.attention_spec(BLOCK_SIZE, MAX_LEN);
+        device.allocate_cache(&spec, spec.kv_windows.len() * MAX_ROWS * MAX_BLOCKS).ok()?;
+        Some(Self { device, model, windows: spec.kv_windows, step: 0 })
     }
 
     fn limits(config: &Config) -> StepLimits {
@@ -114,14 +127,12 @@ impl Runner {
                 for position in p.computed..p.computed + num_tokens {
                     inputs.token_ids.push(sequence.prompt.get(position).copied().unwrap_or(TOKEN_ON_DEVICE));
                     inputs.positions.push(position as u32);
-                    inputs.slots.push((row * MAX_LEN + position) as u32);
                 }
                 p.computed += num_tokens;
                 inputs.rows.push(RowId(row as u32));
                 inputs.num_prefill_rows += usize::from(prefill);
                 inputs.row_starts.push(inputs.token_ids.len() as u32);
                 inputs.context_lens.push(p.computed as u32);
-                inputs.block_tables.extend((0..MAX_BLOCKS).map(|block| (row * MAX_BLOCKS + block) as u32));
                 if p.computed >= sequence.prompt.len() {
                     let token_index = inputs.token_ids.len() as u32 - 1;
                     let num_generated = p.output.len() as u32;
@@ -129,7 +140,22 @@ impl Runner {
                 }
             }
         }
+        (0..self.windows.len()).for_each(|group| self.pack_tables(group, &mut inputs));
         inputs
+    }
+
+    /// Each row has blocks of its own in each KV group. Blocks that it no longer sees belong to another row.
+    fn pack_tables(&self, group: usize, inputs: &mut StepInputs) {
+        let block = |row: RowId, index: usize| ((group * MAX_ROWS + row.0 as usize) * MAX_BLOCKS + index) as u32;
+        for (row, starts) in inputs.rows.iter().zip(inputs.row_starts.windows(2)) {
+            let positions = &inputs.positions[starts[0] as usize..starts[1] as usize];
+            let slot = |p: &u32| block(*row, *p as usize / BLOCK_SIZE) * BLOCK_SIZE as u32 + p % BLOCK_SIZE as u32;
+            inputs.slots.extend(positions.iter().map(slot));
+            let seen = self.windows[group].map_or(0, |window| (positions[0] as usize + 1).saturating_sub(window));
+            let other = RowId((row.0 + 1) % MAX_ROWS as u32);
+            let owner = |index: usize| if index < seen / BLOCK_SIZE { other } else { *row };
+            inputs.block_tables.extend((0..MAX_BLOCKS).map(|index| block(owner(index), index)));
+        }
     }
 }
 
@@ -138,6 +164,16 @@ impl Runner {
 pub fn on_group<T: PartialEq + Send + std::fmt::Debug>(
     case: &str,
     size: u32,
+    job: impl Fn(&mut Runner) -> T + Sync,
+) -> T {
+    on_parts(case, size, 1, job)
+}
+
+/// The same, where the workers form `parts` with different experts.
+pub fn on_parts<T: PartialEq + Send + std::fmt::Debug>(
+    case: &str,
+    size: u32,
+    parts: u32,
     job: impl Fn(&mut Runner) -> T + Sync,
 ) -> T {
     static GROUPS: AtomicU32 = AtomicU32::new(0);
@@ -152,7 +188,9 @@ pub fn on_group<T: PartialEq + Send + std::fmt::Debug>(
     };
     let worker = |rank| {
         let group = (size > 1).then(|| group(rank));
-        job(&mut Runner::new(case, 1, group))
+        let dir = golden_dir(case);
+        let config = Config::from_dir(&dir).unwrap().in_expert_groups(parts);
+        job(&mut Runner::with(&dir, config, 1, group, WeightPrecision::Checkpoint))
     };
     std::thread::scope(|scope| {
         let workers: Vec<_> = (0..size).map(|rank| scope.spawn(move || worker(rank))).collect();

@@ -1,0 +1,283 @@
+//! Mixtures of experts: routes tokens, sorts them by expert, computes all experts in two grouped products, and sums.
+
+use std::sync::Arc;
+
+use half::bf16;
+use kernels::cuda::gate_rows::gate_rows;
+use kernels::cuda::gather_rows::gather_rows;
+use kernels::cuda::grouped_gemm::{Gate, GroupedRows, GroupedWeight, Kernel, grouped_gemm};
+use kernels::cuda::route_tokens::{Choices, MAX_CHOICES, MAX_EXPERTS, Router, route_tokens};
+use kernels::cuda::skinny_gemm::{Epilogue, GATE_GROUP};
+use kernels::cuda::sort_routes::{MAX_ROUTES, SortedRoutes, SortedRows, route_and_sort_tokens, sort_routes};
+use kernels::cuda::sum_experts::{ExpertOutputs, sum_experts, sum_experts_add_norm};
+use kernels::cuda::{CudaError, DeviceBuffer, Gpu, Queue, Span};
+use ops::{Activation, DeviceError, ExpertSlices, Routing, WeightSlice};
+
+use super::decoder_ops::gate_activation;
+use super::group::ReduceAddNorm;
+use super::load::{Part, RowOrder};
+use super::{CudaDevice, CudaTensor, CudaWeight, device_error};
+
+/// Up to this number of tokens it is faster if one kernel routes, sorts and copies rows, by measurement on an H100
+/// (kernels/README.md).
+const MAX_SORTED_AT_ONCE: usize = 16;
+/// Up to this number of tokens it is faster if the kernel that sorts copies the rows. With more, the block of the expert
+/// that most tokens choose would take longest.
+const MAX_COPIED_TOKENS: usize = 128;
+
+/// The experts of a layer: this worker's part of each.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct ExpertLayer {
+    router_bias: Span,
+    gate_up: GroupedWeight,
+    down: GroupedWeight,
+    /// Index of this worker's first expert.
+    first: usize,
+    routing: Routing,
+}
+
+/// The sizes of the buffers of experts: the largest of all layers.
+#[derive(Debug, Clone, Copy, Default)]
+pub(crate) struct ExpertSizes {
+    /// Number of experts.
+    count: usize,
+    /// Experts of a token.
+    top_k: usize,
+    hidden: usize,
+    /// Columns of an expert's inner layer on this worker.
+    inner: usize,
+}
+
+impl ExpertSizes {
+    /// With room for another layer.
+    pub(crate) fn fitting(self, layer: &ExpertSlices<'_>) -> Self {
+        let inner = layer.experts.first().map_or(0, |expert| expert.down.cols.len());
+        Self {
+            count: self.count.max(layer.router.rows.len()),
+            top_k: self.top_k.max(layer.routing.top_k),
+            hidden: self.hidden.max(layer.router.cols.len()),
+            inner: self.inner.max(inner),
+        }
+    }
+
+    /// Bytes of the buffers, as [`ExpertBuffers`] orders them.
+    fn sizes(self, tokens: usize) -> [usize; 7] {
+        let routes = tokens * self.top_k;
+        let words = 4 * routes;
+        [tokens * self.count * 4, words, words, words, words, routes * self.hidden * 2, routes * self.inner * 2]
+    }
+
+    /// Bytes of all buffers for steps of up to `tokens`; 0 if there are no experts.
+    pub(crate) fn bytes(self, tokens: usize) -> usize {
+        let offsets = if self.has_experts() { 4 * (self.count + 1) } else { 0 };
+        self.sizes(tokens).iter().sum::<usize>() + offsets
+    }
+
+    /// Whether a layer with experts was loaded.
+    pub(crate) fn has_experts(self) -> bool {
+        self.count > 0
+    }
+}
+
+/// Outputs of experts whose sum is not computed yet.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Unsummed {
+    out: Span,
+    experts: ExpertOutputs,
+}
+
+/// Buffers for the experts of a step, `R` routes of `T` tokens.
+pub(crate) struct ExpertBuffers {
+    logits: DeviceBuffer,        // [T, experts] f32
+    experts: DeviceBuffer,       // [T, top_k] u32
+    probabilities: DeviceBuffer, // [T, top_k] f32
+    tokens: DeviceBuffer,        // [R] u32
+    places: DeviceBuffer,        // [R] u32
+    rows: DeviceBuffer,          // [R, E] bf16: inputs by expert, then outputs
+    inner: DeviceBuffer,         // [R, I] bf16
+    offsets: DeviceBuffer,       // [experts + 1] u32
+}
+
+impl ExpertBuffers {
+    pub(crate) fn new(gpu: &Arc<Gpu>, queue: &Queue, sizes: ExpertSizes, tokens: usize) -> Result<Self, CudaError> {
+        let [logits, experts, probabilities, token_indices, places, rows, inner] = sizes.sizes(tokens);
+        let buffers = Self {
+            logits: DeviceBuffer::new(gpu, logits)?,
+            experts: DeviceBuffer::new(gpu, experts)?,
+            probabilities: DeviceBuffer::new(gpu, probabilities)?,
+            tokens: DeviceBuffer::new(gpu, token_indices)?,
+            places: DeviceBuffer::new(gpu, places)?,
+            rows: DeviceBuffer::new(gpu, rows)?,
+            inner: DeviceBuffer::new(gpu, inner)?,
+            offsets: DeviceBuffer::with_count::<u32>(gpu, sizes.count + 1)?,
+        };
+        // Rows behind those of the step are copied too: their tokens must exist.
+        queue.fill(buffers.tokens.span(), 0)?;
+        Ok(buffers)
+    }
+}
+
+impl CudaDevice {
+    pub(super) fn load_expert_layer(&mut self, layer: &ExpertSlices<'_>) -> Result<CudaWeight, DeviceError> {
+        let (count, hidden) = (layer.router.rows.len(), layer.router.cols.len());
+        let inner = layer.experts.first().map_or(0, |expert| expert.down.cols.len());
+        let top_k = layer.routing.top_k;
+        if count > MAX_EXPERTS || top_k > MAX_CHOICES || !inner.is_multiple_of(GATE_GROUP) {
+            return Err(DeviceError::Unsupported {
+                what: "experts".into(),
+                found: format!("{top_k} of {count} experts with {inner} columns on this worker"),
+                expected: format!("at most {MAX_CHOICES} of {MAX_EXPERTS} experts, columns a multiple of {GATE_GROUP}"),
+            });
+        }
+        self.expert_sizes = self.expert_sizes.fitting(layer);
+        let (router, ..) = self.load_matrix(std::slice::from_ref(&layer.router), RowOrder::Stacked)?;
+        let gate_ups: Vec<&[WeightSlice<'_>]> = layer.experts.iter().map(|expert| &expert.gate_up[..]).collect();
+        let downs: Vec<_> = layer.experts.iter().map(|expert| std::slice::from_ref(&expert.down)).collect();
+        let gate_up_biases: Vec<_> = layer.experts.iter().map(|expert| &expert.gate_up_bias[..]).collect();
+        let down_biases: Vec<_> = layer.experts.iter().map(|expert| expert.down_bias.as_slice()).collect();
+        let num_experts = layer.experts.len();
+        let order = RowOrder::Interleaved(GATE_GROUP);
+        let gate_up = GroupedWeight {
+            weight: self.load_grouped(&gate_ups, order, 2 * inner * hidden, Part::new)?,
+            bias: self.load_grouped(&gate_up_biases, order, 2 * inner, Part::column)?,
+            num_experts,
+            n: 2 * inner,
+            k: hidden,
+        };
+        let down = GroupedWeight {
+            weight: self.load_grouped(&downs, RowOrder::Stacked, hidden * inner, Part::new)?,
+            bias: self.load_grouped(&down_biases, RowOrder::Stacked, hidden, Part::column)?,
+            num_experts,
+            n: hidden,
+            k: inner,
+        };
+        let router_bias = self.load_row(layer.router_bias.as_slice(), RowOrder::Stacked)?;
+        let experts = ExpertLayer { router_bias, gate_up, down, first: layer.first, routing: layer.routing };
+        Ok(CudaWeight { experts: Some(experts), ..CudaWeight::matrix(router, count, hidden) })
+    }
+
+    /// Loads one matrix or vector of `elements` for each expert, one after the other; nothing if they have no parts.
+    fn load_grouped(
+        &mut self,
+        experts: &[&[WeightSlice<'_>]],
+        order: RowOrder,
+        elements: usize,
+        part: fn(&WeightSlice<'_>) -> Result<Part, DeviceError>,
+    ) -> Result<Span, DeviceError> {
+        if experts.iter().all(|parts| parts.is_empty()) {
+            return Ok(Span::NULL);
+        }
+        let buffer = DeviceBuffer::new(&self.gpu, experts.len() * elements * 2).map_err(device_error)?;
+        let span = buffer.span();
+        self.weights.push(buffer);
+        for (index, parts) in experts.iter().enumerate() {
+            let parts = parts.iter().map(part).collect::<Result<Vec<_>, _>>()?;
+            self.loader.get_mut().load(parts, order, span.elements::<bf16>(index * elements, elements))?;
+        }
+        Ok(span)
+    }
+
+    pub(super) fn op_experts(
+        &mut self,
+        out: CudaTensor,
+        x: CudaTensor,
+        weight: &CudaWeight,
+    ) -> Result<(), DeviceError> {
+        let ExpertLayer { router_bias, gate_up, down, first, routing } = weight.experts.expect("the weight of experts");
+        let (tokens, count, hidden) = (self.num_tokens(), weight.rows, weight.cols);
+        let logits = self.expert_buffers().logits.span();
+        self.product(logits, x.values, weight, tokens, count, Epilogue::StoreF32)?;
+        if self.current().only_products {
+            return Ok(());
+        }
+        let (q, b, routes) = (&self.queue, self.expert_buffers(), tokens * routing.top_k);
+        let choices =
+            Choices { experts: b.experts.span(), probabilities: b.probabilities.span(), top_k: routing.top_k };
+        let sorted = SortedRoutes {
+            offsets: b.offsets.span(),
+            tokens: b.tokens.span(),
+            places: b.places.span(),
+            first_expert: first,
+            num_experts: gate_up.num_experts,
+        };
+        let (rows, inner) = (b.rows.span(), b.inner.span());
+        let grouped = GroupedRows { offsets: sorted.offsets, tokens, routes };
+        let kernel = match self.config.use_fast_kernels {
+            true => Kernel::for_rows(q.gpu(), routes, gate_up.num_experts),
+            false => Kernel::Simple,
+        };
+        let gate = Some(match routing.activation {
+            Activation::ClampedSwiglu { alpha, limit } => Gate::Clamped { alpha, limit },
+            activation => Gate::Activation(gate_activation(activation)),
+        });
+        let router = Router {
+            logits,
+            bias: router_bias,
+            slots: self.current().spans.slots.of(0),
+            count,
+            is_normalized: routing.is_normalized,
+        };
+        let run = || {
+            let copied = SortedRows { rows, x: x.values, cols: hidden };
+            let is_copied = tokens <= MAX_COPIED_TOKENS;
+            if tokens <= MAX_SORTED_AT_ONCE && routes <= MAX_ROUTES {
+                route_and_sort_tokens(q, sorted, choices, &router, tokens, copied)?;
+            } else {
+                route_tokens(q, choices, &router, tokens)?;
+                sort_routes(q, sorted, choices, tokens, is_copied.then_some(copied))?;
+                if !is_copied {
+                    gather_rows(q, rows, x.values, sorted.tokens, routes, hidden)?;
+                }
+            }
+            grouped_gemm(q, inner, rows, &gate_up, grouped, gate, kernel)?;
+            grouped_gemm(q, rows, inner, &down, grouped, None, kernel)
+        };
+        run().map_err(device_error)?;
+        self.unsummed =
+            Some(Unsummed { out: out.values, experts: ExpertOutputs { y: rows, choices, sorted, cols: hidden } });
+        Ok(())
+    }
+
+    /// Sums the outputs of experts, if they still wait for it: what follows is not the norm that would include the sum.
+    pub(super) fn sum_experts(&mut self) -> Result<(), DeviceError> {
+        match self.unsummed.take() {
+            Some(Unsummed { out, experts }) => {
+                sum_experts(&self.queue, out, &experts, self.num_tokens()).map_err(device_error)
+            }
+            None => Ok(()),
+        }
+    }
+
+    /// Sums the outputs of experts, adds the residual and applies the norm; returns false if none wait for their sum.
+    pub(super) fn sum_experts_add_norm(&mut self, norm: &ReduceAddNorm) -> Result<bool, DeviceError> {
+        if self.group.size() > 1 || norm.layer_norm.is_some() {
+            self.sum_experts()?;
+            return Ok(false);
+        }
+        let Some(Unsummed { out, experts }) = self.unsummed.take() else { return Ok(false) };
+        assert_eq!(out.address(), norm.partial.address(), "the norm that follows experts takes their sum");
+        sum_experts_add_norm(&self.queue, norm.out, norm.residual, &experts, norm.weight, norm.rows, norm.eps)
+            .map_err(device_error)?;
+        Ok(true)
+    }
+
+    /// `out[t, :] *= sigmoid(x[t, :] · gate)`.
+    pub(super) fn op_gate_rows(
+        &mut self,
+        out: CudaTensor,
+        x: CudaTensor,
+        gate: &CudaWeight,
+    ) -> Result<(), DeviceError> {
+        if self.current().only_products {
+            return Ok(());
+        }
+        self.run_deferred()?;
+        self.flush()?;
+        gate_rows(&self.queue, out.values, x.values, gate.values, self.num_tokens(), out.cols, gate.cols)
+            .map_err(device_error)
+    }
+
+    fn expert_buffers(&self) -> &ExpertBuffers {
+        self.expert_buffers.as_ref().expect("a model with experts has their buffers")
+    }
+}

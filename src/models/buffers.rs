@@ -1,0 +1,96 @@
+//! Activation buffers of a decoder.
+
+use ops::{Device, DeviceError};
+
+use crate::config::{KvSource, LayerSpec};
+use crate::shard::LayerShard;
+
+/// Activation buffers of a step, shared by all layers.
+pub(crate) struct Buffers<D: Device> {
+    pub(crate) residual: D::Tensor, // [T, E]
+    pub(crate) normed: D::Tensor,   // [T, E]
+    pub(crate) partial: D::Tensor,  // [T, E]
+    pub(crate) second: Option<SecondBuffers<D>>,
+    pub(crate) inner: Vec<InnerBuffers<D>>,
+}
+
+/// Buffers for layers that add two parts: attention and feed-forward of the same input, or a shared expert and others.
+pub(crate) struct SecondBuffers<D: Device> {
+    pub(crate) normed: D::Tensor,  // [T, E]
+    pub(crate) partial: D::Tensor, // [T, E]
+}
+
+/// Buffers of the widths that some layers share.
+pub(crate) struct InnerBuffers<D: Device> {
+    pub(crate) qkv: D::Tensor,             // [T, (H + 2K) D], or [T, H D] without k and v
+    pub(crate) attended: D::Tensor,        // [T, H D]
+    pub(crate) gate_up: Option<D::Tensor>, // [T, 2 I]
+    pub(crate) inner: Option<D::Tensor>,   // [T, I]
+}
+
+/// The widths of [`InnerBuffers`].
+#[derive(PartialEq)]
+pub(crate) struct Widths {
+    pub(crate) qkv: usize,
+    pub(crate) attended: usize,
+    pub(crate) inner: usize,
+    pub(crate) is_gated: bool,
+}
+
+impl Widths {
+    pub(crate) fn of(layer: &LayerSpec, shard: &LayerShard) -> Self {
+        let dim = layer.attention.head_dim;
+        let (heads, kv_heads) = (shard.heads.len() * dim, shard.kv_heads.len() * dim);
+        let kv_heads = if matches!(layer.attention.kv, KvSource::Layer(_)) { 0 } else { kv_heads };
+        let (inner, is_gated) = (shard.intermediate.len(), layer.mlp.is_some_and(|mlp| mlp.is_gated));
+        Self { qkv: heads + 2 * kv_heads, attended: heads, inner, is_gated }
+    }
+}
+
+impl<D: Device> Buffers<D> {
+    pub(crate) fn allocate(
+        hidden: usize,
+        has_second: bool,
+        widths: &[Widths],
+        device: &mut D,
+    ) -> Result<Self, DeviceError> {
+        let inner = |widths: &Widths, device: &mut D| {
+            Ok(InnerBuffers {
+                qkv: device.tensor(widths.qkv)?,
+                attended: device.tensor(widths.attended)?,
+                gate_up: if widths.is_gated { Some(device.tensor(2 * widths.inner)?) } else { None },
+                inner: if widths.inner > 0 { Some(device.tensor(widths.inner)?) } else { None },
+            })
+        };
+        Ok(Self {
+            residual: device.tensor(hidden)?,
+            normed: device.tensor(hidden)?,
+            inner: widths.iter().map(|widths| inner(widths, device)).collect::<Result<_, DeviceError>>()?,
+            partial: device.tensor(hidden)?,
+            second: match has_second {
+                true => Some(SecondBuffers { normed: device.tensor(hidden)?, partial: device.tensor(hidden)? }),
+                false => None,
+            },
+        })
+    }
+
+    /// Adds a branch, the sum of `partial` over the group, to the hidden state, and computes the next norm of it.
+    pub(crate) fn add_branch(
+        &mut self,
+        device: &mut D,
+        branch_norm: Option<&D::Weight>,
+        next_norm: Option<&D::Weight>,
+        eps: f32,
+    ) -> Result<(), DeviceError> {
+        match (branch_norm, next_norm) {
+            (Some(branch), next) => {
+                let next = next.map(|norm| (&mut self.normed, norm));
+                device.reduce_norm_add_norm(&mut self.residual, &mut self.partial, branch, next, eps)
+            }
+            (None, Some(next)) => {
+                device.reduce_add_norm(&mut self.normed, &mut self.residual, &self.partial, next, eps)
+            }
+            (None, None) => unreachable!("a branch without a norm is followed by one"),
+        }
+    }
+}

@@ -1,0 +1,158 @@
+//! Loads this worker's experts of a layer.
+
+use std::ops::Range;
+
+use ops::{DType, Device, ExpertSlice, ExpertSlices, WeightSlice};
+
+use super::LayerSource;
+use super::loader::Loader;
+use crate::ModelError;
+use crate::checkpoint::RowOrder;
+use crate::config::ExpertLayer;
+use crate::names::{BiasForm, ExpertLayout, ExpertNames};
+
+/// Ends of the names of a tensor in MXFP4.
+const BLOCKS: &str = "_blocks";
+const SCALES: &str = "_scales";
+
+/// The full names of an expert's weights: gate, up, down.
+type WeightNames = [String; 3];
+
+impl<D: Device> Loader<'_, D> {
+    /// The experts of one layer: this worker's part of the group, sharded by columns of their inner layers.
+    pub(crate) fn experts(
+        &mut self,
+        layer: LayerSource<'_>,
+        experts: ExpertLayer,
+        names: &ExpertNames,
+    ) -> Result<D::Weight, ModelError> {
+        let router_name = format!("{}.weight", self.layer_name(layer.index, names.router));
+        let shape = [experts.num_experts, self.config.hidden_size];
+        let router = self.checkpoint.matrix(&router_name, shape, 0..shape[0], self.width())?;
+        let bias_name = format!("{}.bias", self.layer_name(layer.index, names.router));
+        let router_bias = match names.has_biases {
+            true => Some(self.checkpoint.vector(&bias_name, shape[0], 0..shape[0])?),
+            false => None,
+        };
+        let selection_bias = names.selection_bias.map(|(name, form)| (self.layer_name(layer.index, name), form));
+        let selection_bias = match &selection_bias {
+            None => None,
+            Some((name, BiasForm::Vector)) => Some(self.checkpoint.vector(name, shape[0], 0..shape[0])?),
+            Some((name, BiasForm::Row)) => Some(self.checkpoint.flattened(name, [1, shape[0]], 0..1)?),
+        };
+        let own = layer.shard.experts.clone();
+        let weight_names: Vec<WeightNames> =
+            own.clone().map(|expert| self.expert_names(layer.index, expert, names.layout)).collect();
+        let mut slices = Vec::with_capacity(own.len());
+        for (expert, weight_names) in own.clone().zip(&weight_names) {
+            slices.push(self.expert(layer, experts, expert, (names, weight_names))?);
+        }
+        let scales_name = names.apart.map(|apart| self.layer_name(layer.index, apart.scales));
+        let scales =
+            scales_name.as_ref().map(|name| self.checkpoint.vector(name, shape[0], 0..shape[0])).transpose()?;
+        let (first, routing) = (own.start, experts.routing);
+        let slices = ExpertSlices { router, router_bias, selection_bias, first, experts: slices, routing, scales };
+        let loaded = self.device.load_experts(&slices);
+        self.or_device_error(loaded)
+    }
+
+    fn expert_names(&self, layer: usize, expert: usize, layout: ExpertLayout) -> WeightNames {
+        match layout {
+            ExpertLayout::Each { prefix, names } => {
+                names.map(|name| format!("{}.weight", self.layer_name(layer, &format!("{prefix}.{expert}.{name}"))))
+            }
+            ExpertLayout::StackedTransposed([gate_up, down])
+            | ExpertLayout::Stacked([gate_up, down])
+            | ExpertLayout::Alternating([gate_up, down]) => {
+                [gate_up, gate_up, down].map(|name| self.layer_name(layer, name))
+            }
+        }
+    }
+
+    fn expert<'n>(
+        &self,
+        layer: LayerSource<'_>,
+        experts: ExpertLayer,
+        expert: usize,
+        (names, [gate, up, down]): (&ExpertNames, &'n WeightNames),
+    ) -> Result<ExpertSlice<'n>, ModelError> {
+        let (hidden, inner) = (self.config.hidden_size, experts.intermediate_size);
+        let (taken, count) = (layer.shard.expert_intermediate.clone(), experts.num_experts);
+        let rows = |first: usize| first + taken.start..first + taken.end;
+        // Experts that are stored together are one matrix with their rows one below the other.
+        let (gate_up, down_slice) = match names.layout {
+            ExpertLayout::StackedTransposed(_) => {
+                let part = |name, shape: [usize; 2], rows, cols| match self.device.reads_weights() {
+                    true => self.checkpoint.transposed_of(name, (expert, count), shape, rows, cols),
+                    false => self.checkpoint.unread(name, &[count, shape[1], shape[0]], rows, cols),
+                };
+                let gate = part(gate, [2 * inner, hidden], rows(0), 0..hidden)?;
+                let up = part(up, [2 * inner, hidden], rows(inner), 0..hidden)?;
+                ([gate, up], part(down, [hidden, inner], 0..hidden, taken.clone())?)
+            }
+            ExpertLayout::Alternating(_) => {
+                let both =
+                    self.expanded(gate, (expert, count), [2 * inner, hidden], (RowOrder::EvenFirst, 0..hidden))?;
+                let whole =
+                    self.expanded(down, (expert, count), [hidden, inner], (RowOrder::AsStored, taken.clone()))?;
+                ([0, inner].map(|first| WeightSlice { rows: rows(first), ..both.clone() }), whole)
+            }
+            ExpertLayout::Each { .. } => {
+                let part = |name| self.plain_or_fp8(name, [inner, hidden], rows(0), 0..hidden);
+                ([part(gate)?, part(up)?], self.plain_or_fp8(down, [hidden, inner], 0..hidden, taken.clone())?)
+            }
+            ExpertLayout::Stacked(_) => {
+                let shape = [count, 2 * inner, hidden];
+                let part = |first| self.checkpoint.stack(gate, shape, rows(first), 0..hidden);
+                let own = expert * hidden..(expert + 1) * hidden;
+                let down = self.checkpoint.stack(down, [count, hidden, inner], own, taken.clone())?;
+                ([part(expert * 2 * inner)?, part(expert * 2 * inner + inner)?], down)
+            }
+        };
+        let mut slice = ExpertSlice { gate_up, down: down_slice, gate_up_bias: Vec::new(), down_bias: None };
+        if names.has_biases {
+            let values = |name: &str, width: usize| {
+                let range = expert * width..(expert + 1) * width;
+                self.checkpoint.values(&format!("{name}_bias"), &[count, width], range)
+            };
+            let both = values(gate, 2 * inner)?;
+            let half = |first| both.iter().skip(first).step_by(2).copied();
+            let part = |first| vector(gate, half(first).skip(taken.start).take(taken.len()));
+            slice.gate_up_bias = vec![part(0), part(1)];
+            // The outputs of workers that share an expert are added.
+            if taken.start == 0 {
+                slice.down_bias = Some(vector(down, values(down, hidden)?.into_iter()));
+            }
+        }
+        Ok(slice)
+    }
+
+    /// Matrix `index` of `count`, all its rows in the given order and some of its columns, stored in MXFP4 or transposed.
+    fn expanded<'n>(
+        &self,
+        name: &'n str,
+        matrix: (usize, usize),
+        shape: [usize; 2],
+        (order, cols): (RowOrder, Range<usize>),
+    ) -> Result<WeightSlice<'n>, ModelError> {
+        let (blocks, scales) = (format!("{name}{BLOCKS}"), format!("{name}{SCALES}"));
+        let is_read = self.device.reads_weights();
+        if self.checkpoint.contains(&blocks) {
+            let whole = self.checkpoint.mxfp4((&blocks, &scales), matrix, shape, (order, is_read))?;
+            return Ok(WeightSlice { name, cols, ..whole });
+        }
+        let rows = 0..shape[0];
+        match is_read {
+            true => self.checkpoint.transposed_of_in(name, matrix, shape, (order, cols)),
+            false => self.checkpoint.unread(name, &[matrix.1, shape[1], shape[0]], rows, cols),
+        }
+    }
+}
+
+/// A vector that stays in memory until the process ends.
+fn vector<'n>(name: &'n str, values: impl Iterator<Item = f32>) -> WeightSlice<'n> {
+    let data: Vec<u8> = values.flat_map(f32::to_le_bytes).collect();
+    let len = data.len() / size_of::<f32>();
+    let data = Vec::leak(data);
+    WeightSlice { name, data, dtype: DType::F32, matrix_cols: len, rows: 0..1, cols: 0..len, head_order: None }
+}
