@@ -90,6 +90,7 @@ pub fn init(args: &InitArgs) -> Result<(), LintError> {
             format!("{} has no config.json; name the directory of a Hugging Face checkpoint", checkpoint.display());
         return Err(LintError::Usage(words));
     }
+    models::Config::from_dir(checkpoint).map_err(|error| LintError::Usage(error.to_string()))?;
     let checkpoint = std::path::absolute(checkpoint).map_err(failed("finding", checkpoint))?;
     let templates = args.layout.templates();
     let in_the_way = templates.iter().map(|(model, _)| args.output.join(model)).find(|dir| dir.exists());
@@ -210,18 +211,27 @@ fn failed(what: &'static str, path: &Path) -> impl FnOnce(std::io::Error) -> Lin
 mod tests {
     use super::*;
 
-    fn args(checkpoint: &Path, layout: LintLayout, output: PathBuf, fill: &str) -> InitArgs {
-        let (checkpoint, fill) = (Some(checkpoint.to_owned()), Values::parse(fill).unwrap());
-        InitArgs { checkpoint, layout, output, fill, template: None }
+    fn args(layout: LintLayout, output: PathBuf, fill: &str) -> InitArgs {
+        let checkpoint = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../tests/goldens/llama3_gqa");
+        InitArgs { checkpoint: Some(checkpoint), layout, output, fill: Values::parse(fill).unwrap(), template: None }
+    }
+
+    #[test]
+    fn a_checkpoint_that_cannot_be_served_is_refused() {
+        let dir = tempfile::tempdir().unwrap();
+        std::fs::write(dir.path().join("config.json"), r#"{"model_type": "none"}"#).unwrap();
+        let output = dir.path().join("r");
+        let args = InitArgs { checkpoint: Some(dir.path().to_owned()), ..args(LintLayout::Gpt, output.clone(), "") };
+        let error = init(&args).unwrap_err().to_string();
+        assert!(error.contains("config.json") && !output.exists(), "{error}");
     }
 
     #[test]
     fn every_layout_leaves_nothing_unfilled() {
         let dir = tempfile::tempdir().unwrap();
-        std::fs::write(dir.path().join("config.json"), "{}").unwrap();
         for layout in LintLayout::value_variants() {
             let output = dir.path().join(format!("{layout:?}"));
-            init(&args(dir.path(), *layout, output.clone(), "")).unwrap();
+            init(&args(*layout, output.clone(), "")).unwrap();
             let repository = repository::Repository::open(&[output]).unwrap();
             for name in repository.model_names().unwrap() {
                 assert_eq!(repository.model(&name).unwrap().unfilled, Vec::<String>::new(), "{layout:?} {name}");
@@ -232,18 +242,17 @@ mod tests {
     #[test]
     fn values_are_filled_in_and_unknown_ones_refused() {
         let dir = tempfile::tempdir().unwrap();
-        std::fs::write(dir.path().join("config.json"), "{}").unwrap();
         let output = dir.path().join("r");
-        let filled = args(dir.path(), LintLayout::TensorrtLlm, output.clone(), "triton_max_batch_size:7,tp:2");
+        let filled = args(LintLayout::TensorrtLlm, output.clone(), "triton_max_batch_size:7,tp:2");
         assert_eq!((num_ranks(&filled.fill), num_ranks(&Values::default())), (2, 1));
         init(&filled).unwrap();
         let source =
             repository::Repository::open(std::slice::from_ref(&output)).unwrap().model("tensorrt_llm").unwrap();
         assert_eq!((source.config.max_batch_size, source.config.parameter("tp")), (7, Some("2")));
-        let error = init(&args(dir.path(), LintLayout::Gpt, dir.path().join("g"), "nothing:7")).unwrap_err();
+        let error = init(&args(LintLayout::Gpt, dir.path().join("g"), "nothing:7")).unwrap_err();
         assert!(error.to_string().contains("no config.pbtxt has `${nothing}`"), "{error}");
-        init(&args(dir.path(), LintLayout::Gpt, dir.path().join("g"), "nothing:7,triton_max_batch_size:3")).unwrap();
-        let error = init(&args(dir.path(), LintLayout::TensorrtLlm, output, "")).unwrap_err();
+        init(&args(LintLayout::Gpt, dir.path().join("g"), "nothing:7,triton_max_batch_size:3")).unwrap();
+        let error = init(&args(LintLayout::TensorrtLlm, output, "")).unwrap_err();
         assert!(error.to_string().contains("is there already"), "{error}");
     }
 }
