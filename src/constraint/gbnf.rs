@@ -5,6 +5,7 @@
 //! earlier, the text goes on. White space at the end of a terminal is matched character by character, so that a rule may demand a line break behind
 //! optional white space. Every text that the result allows is one of the grammar.
 
+mod node;
 mod read;
 mod space;
 
@@ -13,37 +14,7 @@ use std::collections::BTreeMap;
 use crate::ConstraintError;
 use crate::lark::literal;
 use crate::limits::Limits;
-
-const WHAT: &str = "the GBNF grammar";
-
-/// A part of a rule.
-#[derive(Debug, Clone, PartialEq)]
-enum Node {
-    Literal(String),
-    /// Ranges of characters, both ends included.
-    Class {
-        ranges: Vec<(char, char)>,
-        is_negated: bool,
-    },
-    /// Any character, a line break too.
-    Any,
-    /// A rule by its number.
-    Rule(usize),
-    Sequence(Vec<Node>),
-    Choice(Vec<Node>),
-    Repeat {
-        inner: Box<Node>,
-        min: u32,
-        max: Option<u32>,
-    },
-}
-
-/// The rules of a grammar, by number.
-#[derive(Debug)]
-struct Rules {
-    bodies: Vec<Node>,
-    root: usize,
-}
+use node::{Node, class, repeated};
 
 /// Whether a grammar is in GBNF: its first rule is `name ::= …`.
 pub(crate) fn is_gbnf(text: &str) -> bool {
@@ -203,25 +174,4 @@ impl Writer<'_> {
             Node::Repeat { inner, min, max } => repeated(&self.terminal(inner), *min, *max),
         }
     }
-}
-
-fn repeated(inner: &str, min: u32, max: Option<u32>) -> String {
-    match (min, max) {
-        (0, None) => format!("({inner})*"),
-        (1, None) => format!("({inner})+"),
-        (0, Some(1)) => format!("({inner})?"),
-        (min, None) => format!("({inner}){{{min},}}"),
-        (min, Some(max)) => format!("({inner}){{{min},{max}}}"),
-    }
-}
-
-/// A class of a regular expression between slashes. Escapes leave nothing that either syntax could read otherwise.
-fn class(ranges: &[(char, char)], is_negated: bool) -> String {
-    let range = |(first, last): &(char, char)| format!(r"\u{{{:x}}}-\u{{{:x}}}", *first as u32, *last as u32);
-    let ranges: String = ranges.iter().map(range).collect();
-    format!("/[{}{ranges}]/", if is_negated { "^" } else { "" })
-}
-
-fn invalid(line: usize, reason: &str) -> ConstraintError {
-    ConstraintError::Invalid { what: WHAT, reason: format!("{reason}, in line {line}") }
 }

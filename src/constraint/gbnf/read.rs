@@ -2,7 +2,7 @@
 
 use std::collections::HashMap;
 
-use super::{Node, Rules, WHAT, invalid};
+use super::node::{Node, Rules, WHAT, invalid};
 use crate::ConstraintError;
 use crate::limits::Limits;
 

@@ -1,6 +1,6 @@
 //! White space at the end of a part of a grammar.
 
-use super::{Node, class};
+use super::node::{Node, class, repeated};
 use crate::lark::literal;
 
 /// Nodes that a search for white space visits, and that its result may hold.
@@ -111,6 +111,6 @@ pub(super) fn by_character(bodies: &[Node], node: &Node) -> String {
             let texts: Vec<String> = parts.iter().map(|part| by_character(bodies, part)).collect();
             format!("({})", texts.join(" | "))
         }
-        Node::Repeat { inner, min, max } => super::repeated(&by_character(bodies, inner), *min, *max),
+        Node::Repeat { inner, min, max } => repeated(&by_character(bodies, inner), *min, *max),
     }
 }

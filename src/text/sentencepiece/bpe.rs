@@ -1,7 +1,7 @@
 use std::cmp::Ordering;
 use std::collections::{BinaryHeap, HashMap};
 
-use super::{Found, Pieces};
+use super::pieces::{Found, Pieces};
 
 /// A part of the text that is one piece so far; a node of a linked list.
 struct Symbol {

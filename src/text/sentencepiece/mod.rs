@@ -7,27 +7,18 @@
 mod bpe;
 mod charsmap;
 mod normalizer;
+mod pieces;
 mod proto;
 mod unigram;
 
-use std::collections::HashMap;
-
 use prost::Message as _;
 
-use crate::trie::Trie;
 use normalizer::Normalizer;
+pub(crate) use normalizer::SPACE;
+pub(crate) use pieces::fallback_byte;
+use pieces::{Found, Pieces};
 pub(crate) use proto::PieceType;
 use proto::{ModelProto, ModelType};
-
-/// Represents a space in a piece.
-pub(crate) const SPACE: char = '\u{2581}';
-
-/// The byte of a fallback token such as `<0x0A>`.
-pub(crate) fn fallback_byte(token: &[u8]) -> Option<u8> {
-    let hex = token.strip_prefix(b"<0x")?.strip_suffix(b">")?;
-    let hex = std::str::from_utf8(hex).ok().filter(|hex| hex.len() == 2)?;
-    u8::from_str_radix(hex, 16).ok()
-}
 
 /// A `tokenizer.model`.
 #[derive(Debug)]
@@ -39,25 +30,6 @@ pub(crate) struct SentencePiece {
     byte_ids: Option<Box<[u32; 256]>>,
     bos_id: i32,
     eos_id: i32,
-}
-
-/// The vocabulary.
-#[derive(Debug)]
-struct Pieces {
-    texts: Vec<String>,
-    scores: Vec<f32>,
-    types: Vec<PieceType>,
-    /// Ids of the pieces that may match text: neither control, unknown nor byte pieces.
-    by_text: HashMap<String, u32>,
-    all: Trie,
-    user_defined: Trie,
-    min_score: f32,
-}
-
-/// A part of a text and its piece; `None` for an unknown character.
-struct Found {
-    len: usize,
-    id: Option<u32>,
 }
 
 impl SentencePiece {
@@ -149,53 +121,5 @@ impl SentencePiece {
     pub(crate) fn drops_first_space(&self) -> (bool, bool) {
         let all = self.normalizer.remove_extra_whitespaces;
         (self.normalizer.add_dummy_prefix || all, all)
-    }
-}
-
-impl Pieces {
-    fn new(model: &ModelProto) -> Result<Self, String> {
-        let texts: Vec<String> = model.pieces.iter().map(|piece| piece.piece().to_owned()).collect();
-        let types: Vec<PieceType> = model.pieces.iter().map(proto::Piece::r#type).collect();
-        let scores: Vec<f32> = model.pieces.iter().map(proto::Piece::score).collect();
-        if u32::try_from(texts.len()).is_err() {
-            return Err("it has more than 2^32 pieces".to_owned());
-        }
-        let of = |wanted: fn(PieceType) -> bool| {
-            let ids = types.iter().enumerate().filter(move |(_, kind)| wanted(**kind)).map(|(id, _)| id);
-            ids.map(|id| (texts[id].as_str(), id as u32))
-        };
-        let is_text = |kind| matches!(kind, PieceType::Normal | PieceType::UserDefined | PieceType::Unused);
-        let normal = || of(|kind| kind == PieceType::Normal).map(|(_, id)| scores[id as usize]);
-        Ok(Self {
-            by_text: of(is_text).map(|(text, id)| (text.to_owned(), id)).collect(),
-            all: Trie::new(of(is_text)),
-            user_defined: Trie::new(of(|kind| kind == PieceType::UserDefined)),
-            min_score: normal().fold(f32::MAX, f32::min),
-            texts,
-            scores,
-            types,
-        })
-    }
-
-    fn is_unused(&self, id: u32) -> bool {
-        self.types[id as usize] == PieceType::Unused
-    }
-
-    fn is_user_defined(&self, id: u32) -> bool {
-        self.types[id as usize] == PieceType::UserDefined
-    }
-
-    /// The piece of each byte.
-    fn byte_ids(&self) -> Result<Box<[u32; 256]>, String> {
-        let mut ids = Box::new([u32::MAX; 256]);
-        for (id, text) in self.texts.iter().enumerate().filter(|(id, _)| self.types[*id] == PieceType::Byte) {
-            if let Some(byte) = fallback_byte(text.as_bytes()) {
-                ids[usize::from(byte)] = id as u32;
-            }
-        }
-        match ids.iter().position(|id| *id == u32::MAX) {
-            Some(byte) => Err(format!("it has no piece `<0x{byte:02X}>` although it falls back to bytes")),
-            None => Ok(ids),
-        }
     }
 }

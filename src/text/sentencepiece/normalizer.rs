@@ -1,7 +1,9 @@
-use super::SPACE;
 use super::charsmap::Charsmap;
 use super::proto::{NormalizerSpec, TrainerSpec};
 use crate::trie::Trie;
+
+/// Represents a space in a piece.
+pub(crate) const SPACE: char = '\u{2581}';
 
 /// Normalizes a text into the characters of the vocabulary.
 #[derive(Debug)]

@@ -1,4 +1,4 @@
-use super::{Found, Pieces};
+use super::pieces::{Found, Pieces};
 
 /// Difference between the lowest score of a piece and that of an unknown character.
 const UNKNOWN_PENALTY: f32 = 10.0;
