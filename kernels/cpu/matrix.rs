@@ -2,6 +2,8 @@
 
 use std::ops::Range;
 
+use bytes::Bytes;
+
 use crate::cpu::dot::{Bf16, Element, F16, F32};
 
 /// Number of rows whose products are computed together.
@@ -28,7 +30,7 @@ impl WeightType {
     }
 }
 
-/// A weight matrix `[N, K]` in memory that it does not own, in parts stacked along `N`.
+/// A weight matrix `[N, K]` in parts stacked along `N`. Clones share their memory.
 #[derive(Debug, Clone)]
 pub struct Matrix {
     pub(super) weight_type: WeightType,
@@ -40,7 +42,7 @@ pub struct Matrix {
 
 #[derive(Debug, Clone)]
 pub(crate) struct Part {
-    pub(super) data: &'static [u8], // starting at the first element used
+    pub(super) data: Bytes, // starting at the first element used
     pub(super) rows: usize,
     pub(super) row_bytes: usize,   // distance from one row to the next
     pub(super) first_row: usize,   // index in the matrix
@@ -69,7 +71,8 @@ impl Matrix {
     ///
     /// # Panics
     /// Panics if `data` ends before its last row.
-    pub fn stack(&mut self, data: &'static [u8], rows: usize, row_bytes: usize) {
+    pub fn stack(&mut self, data: impl Into<Bytes>, rows: usize, row_bytes: usize) {
+        let data = data.into();
         let width = self.cols * self.weight_type.size();
         assert!(rows == 0 || (rows - 1) * row_bytes + width <= data.len(), "weights end before their last row");
         let first_group = self.num_groups();
@@ -119,7 +122,7 @@ impl Matrix {
     ///
     /// # Panics
     /// Panics if there is no such row.
-    pub(crate) fn row_bytes(&self, index: usize) -> &'static [u8] {
+    pub(crate) fn row_bytes(&self, index: usize) -> &[u8] {
         let part = self.parts.iter().find(|part| (part.first_row..part.first_row + part.rows).contains(&index));
         let part = part.expect("the row is in the matrix");
         &part.data[(index - part.first_row) * part.row_bytes..][..self.cols * self.weight_type.size()]

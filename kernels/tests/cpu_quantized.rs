@@ -15,7 +15,7 @@ fn random(seed: u64, len: usize) -> Vec<f32> {
 fn matrix(weights: &[f32], bias: &[f32], k: usize) -> Matrix {
     let bytes: Vec<u8> = weights.iter().flat_map(|weight| weight.to_le_bytes()).collect();
     let mut matrix = Matrix::new(WeightType::F32, k);
-    matrix.stack(Box::leak(bytes.into_boxed_slice()), weights.len() / k, 4 * k);
+    matrix.stack(bytes, weights.len() / k, 4 * k);
     matrix.set_bias(bias.to_vec());
     matrix
 }

@@ -7,7 +7,7 @@ use ops::{
     WeightSlice,
 };
 
-use crate::cpu::{CpuDevice, CpuEstimate, ExpertBuffers};
+use crate::cpu::{CpuDevice, CpuEstimate, ExpertBuffers, is_computed};
 use crate::cuda::{CudaDevice, Estimate, ExpertSizes};
 
 /// Counts the memory that a [`CpuDevice`] or [`CudaDevice`] needs for a model, from the shapes of its weights alone.
@@ -40,6 +40,8 @@ pub struct EstimatedWeight {
     cols: usize,
     bytes: usize,
     is_bf16: bool,
+    /// Whether the rows are copied when they are read.
+    is_computed: bool,
 }
 
 impl Estimator {
@@ -110,7 +112,8 @@ impl Estimator {
         self.weights_bytes += bytes;
         let is_bf16 = dtype == DType::Bf16;
         self.has_wide_weights |= !is_bf16;
-        EstimatedWeight { cols: parts.first().map_or(0, |part| part.cols.len()), bytes, is_bf16 }
+        let is_computed = parts.iter().any(is_computed);
+        EstimatedWeight { cols: parts.first().map_or(0, |part| part.cols.len()), bytes, is_bf16, is_computed }
     }
 
     /// Whether a CPU copies the weights of this layer.
@@ -134,7 +137,7 @@ impl Estimator {
             Target::Cuda => elements * 2,
         };
         self.weights_bytes += bytes;
-        EstimatedWeight { cols: elements, bytes, is_bf16: false }
+        EstimatedWeight { cols: elements, bytes, is_bf16: false, is_computed: true }
     }
 }
 
@@ -166,10 +169,6 @@ impl Device for Estimator {
         }
     }
 
-    fn reads_weights(&self) -> bool {
-        false
-    }
-
     fn load_linear(
         &mut self,
         role: LinearRole,
@@ -182,7 +181,7 @@ impl Device for Estimator {
             self.hidden = parts.iter().map(|part| part.rows.len()).sum();
         }
         self.fit_linear(&weight);
-        if !self.is_copied(&weight) {
+        if !weight.is_computed && !self.is_copied(&weight) {
             self.mapped_bytes += weight.bytes;
         }
         Ok(weight)

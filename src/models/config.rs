@@ -54,13 +54,21 @@ pub struct Config {
 pub enum WeightFormat {
     /// bf16, f16 or f32.
     Plain,
-    /// fp8 (e4m3), with a scale for each block of so many rows and columns, for each row, or for the matrix.
-    Fp8 {
-        /// Rows and columns of a block.
+    /// fp8, integers or 4-bit floats in one of the forms that the types of the tensors tell apart: those of the method `fp8`, of
+    /// compressed-tensors and of ModelOpt.
+    ByTensors {
+        /// Rows and columns of a block of fp8 that has a scale; none if each row has one, or the matrix.
         block: Option<[usize; 2]>,
     },
-    /// Experts in MXFP4.
-    Mxfp4,
+    /// AWQ: integers of 4 bits in groups.
+    Awq,
+    /// GPTQ: integers of 2, 4 or 8 bits in groups.
+    Gptq {
+        /// What is added to each stored zero point.
+        zero_offset: i32,
+    },
+    /// Experts in MXFP4 as gpt-oss has them.
+    Mxfp4Experts,
 }
 
 /// An embedding of each token for each layer. A layer adds to the hidden state `h` the norm of

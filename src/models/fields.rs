@@ -55,6 +55,11 @@ impl Fields {
         self
     }
 
+    /// All fields of the object.
+    pub(crate) fn to_map(&self) -> Map<String, Value> {
+        self.map.clone()
+    }
+
     pub(crate) fn path(&self) -> &Path {
         &self.path
     }

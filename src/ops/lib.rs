@@ -21,8 +21,8 @@ pub use inputs::{SampleInput, StepInputs, TOKEN_ON_DEVICE};
 pub use memory::{MemoryEstimate, Target};
 pub use spec::{
     Activation, DType, ExpertGroups, ExpertSlice, ExpertSlices, Feature, HeadNormSpan, HeadOrder, LinearRole,
-    LogitSpec, MemoryPlan, NormKind, NormSlices, PipelineStage, Routing, Scoring, StepLimits, TensorParallel,
-    WeightSlice,
+    LogitSpec, MemoryPlan, NormKind, NormSlices, PipelineStage, Routing, RowSource, Scoring, StepLimits,
+    TensorParallel, WeightData, WeightSlice,
 };
 
 use engine::{CopiedBlock, RevisedRow, RowId, SampleMask, SampledToken, SamplingParams, TokenId};
@@ -49,12 +49,6 @@ pub trait Device: Sized {
     /// The optional ops that this device has. The others are never called.
     fn features(&self) -> &'static [Feature] {
         &[]
-    }
-
-    /// Whether loading reads the data of weights. Otherwise weights that would have to be converted first may be passed
-    /// with data of another layout, and only their shapes are right.
-    fn reads_weights(&self) -> bool {
-        true
     }
 
     /// Loads a linear layer's weight `[N, K]` from slices of the checkpoint stacked along `N` (q, k, v as one; gate and

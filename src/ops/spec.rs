@@ -1,6 +1,10 @@
 //! Descriptions of weights, attention and limits that a model passes to a device.
 
+use std::fmt::Debug;
 use std::ops::Range;
+use std::sync::Arc;
+
+use bytes::Bytes;
 
 /// Element type of a tensor in a checkpoint.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -23,13 +27,31 @@ impl DType {
     }
 }
 
-/// A rectangle of a row-major matrix `[matrix_rows, matrix_cols]` in a memory-mapped checkpoint. A vector has one row.
+/// Rows that are computed when they are read: those of a matrix that is quantized, or stored in another order.
+pub trait RowSource: Debug + Send + Sync {
+    /// Writes the columns `cols` of row `row` to `out`, little-endian, in the type of the [`WeightSlice`].
+    ///
+    /// # Panics
+    /// Panics if there is no such row or column, or if `out` has another length.
+    fn read_row(&self, row: usize, cols: Range<usize>, out: &mut [u8]);
+}
+
+/// The elements of a matrix.
+#[derive(Debug, Clone)]
+pub enum WeightData {
+    /// Row-major and little-endian. Bytes of a memory-mapped file stay mapped until the process ends.
+    Stored(Bytes),
+    /// Computed row by row.
+    Computed(Arc<dyn RowSource>),
+}
+
+/// A rectangle of a row-major matrix `[matrix_rows, matrix_cols]` of a checkpoint. A vector has one row, which is stored.
 #[derive(Debug, Clone)]
 pub struct WeightSlice<'a> {
     /// Name in the checkpoint, for messages.
     pub name: &'a str,
-    /// The whole matrix, little-endian. It stays mapped until the process ends, so a device may keep the pointer.
-    pub data: &'static [u8],
+    /// The whole matrix.
+    pub data: WeightData,
     /// Its element type.
     pub dtype: DType,
     /// Number of columns of the whole matrix.
@@ -46,6 +68,33 @@ impl WeightSlice<'_> {
     /// The row of the stored matrix that is row `row` of the model; of a vector, the element.
     pub fn stored(&self, row: usize) -> usize {
         self.head_order.map_or(row, |order| order.stored(row))
+    }
+
+    /// Writes row `row` of the model, as far as it belongs to the slice, to `out`: little-endian, in the type of the
+    /// slice.
+    ///
+    /// # Panics
+    /// Panics if there is no such row, or if `out` has another length.
+    pub fn read_row(&self, row: usize, out: &mut [u8]) {
+        let row = self.stored(row);
+        match &self.data {
+            WeightData::Stored(bytes) => {
+                let start = (row * self.matrix_cols + self.cols.start) * self.dtype.size();
+                out.copy_from_slice(&bytes[start..start + self.cols.len() * self.dtype.size()]);
+            }
+            WeightData::Computed(source) => source.read_row(row, self.cols.clone(), out),
+        }
+    }
+
+    /// The bytes of the slice of a vector.
+    ///
+    /// # Panics
+    /// Panics if the elements are not stored.
+    pub fn vector_bytes(&self) -> &[u8] {
+        match &self.data {
+            WeightData::Stored(bytes) => &bytes[self.cols.start * self.dtype.size()..self.cols.end * self.dtype.size()],
+            WeightData::Computed(_) => unreachable!("vectors are stored"),
+        }
     }
 }
 

@@ -34,7 +34,7 @@ impl Device for CpuDevice {
         parts: &[WeightSlice<'_>],
         bias: &[WeightSlice<'_>],
     ) -> Result<CpuWeight, DeviceError> {
-        let matrix = slices::matrix(parts, bias)?;
+        let matrix = slices::matrix(&mut self.pool, parts, bias)?;
         self.weights_bytes += bias.iter().map(|bias| (bias.cols.len() * size_of::<f32>()) as u64).sum::<u64>();
         let linear = self.add_linear(matrix, role == LinearRole::Head);
         if role == LinearRole::Head {
@@ -44,7 +44,7 @@ impl Device for CpuDevice {
     }
 
     fn load_embedding(&mut self, table: WeightSlice<'_>, first_token: u32) -> Result<CpuWeight, DeviceError> {
-        let matrix = slices::matrix(&[table], &[])?;
+        let matrix = slices::matrix(&mut self.pool, &[table], &[])?;
         self.weights_bytes += matrix.bytes() as u64;
         Ok(CpuWeight::Matrix { matrix, first_row: first_token as usize })
     }
@@ -67,7 +67,7 @@ impl Device for CpuDevice {
     }
 
     fn load_positions(&mut self, table: WeightSlice<'_>) -> Result<CpuWeight, DeviceError> {
-        let matrix = slices::matrix(&[table], &[])?;
+        let matrix = slices::matrix(&mut self.pool, &[table], &[])?;
         self.weights_bytes += matrix.bytes() as u64;
         Ok(CpuWeight::Matrix { matrix, first_row: 0 })
     }

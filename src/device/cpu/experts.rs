@@ -72,9 +72,9 @@ impl CpuDevice {
         let (count, hidden) = (layer.router.rows.len(), layer.router.cols.len());
         let inner = layer.experts.first().map_or(0, |expert| expert.down.cols.len());
         // The router is computed in f32 whatever the checkpoint's type is.
-        let router = slices::matrix(std::slice::from_ref(&layer.router), &[])?;
+        let router = slices::matrix(&mut self.pool, std::slice::from_ref(&layer.router), &[])?;
         let mut exact = Matrix::new(WeightType::F32, hidden);
-        exact.stack(as_f32(&router).leak(), count, hidden * size_of::<f32>());
+        exact.stack(as_f32(&router), count, hidden * size_of::<f32>());
         if let Some(bias) = &layer.router_bias {
             exact.set_bias(slices::vector(bias)?);
         }
@@ -85,8 +85,8 @@ impl CpuDevice {
         self.projection.fit(&router);
         let mut experts = Vec::with_capacity(count);
         for expert in &layer.experts {
-            let gate_up = slices::matrix(&expert.gate_up, &expert.gate_up_bias)?;
-            let down = slices::matrix(std::slice::from_ref(&expert.down), expert.down_bias.as_slice())?;
+            let gate_up = slices::matrix(&mut self.pool, &expert.gate_up, &expert.gate_up_bias)?;
+            let down = slices::matrix(&mut self.pool, std::slice::from_ref(&expert.down), expert.down_bias.as_slice())?;
             experts.push(Expert { gate_up: self.add_linear(gate_up, false), down: self.add_linear(down, false) });
         }
         self.expert_buffers.fit(self.config.limits.max_tokens, count, hidden, inner);

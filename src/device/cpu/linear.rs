@@ -19,9 +19,8 @@ pub(super) fn quant_type(precision: WeightPrecision, is_head: bool) -> Option<Qu
 pub enum Linear {
     /// Used directly in the mapped checkpoint.
     Plain(Matrix),
-    /// Copied from the checkpoint to the memory layout that is fastest on this processor. The second field is the
-    /// original.
-    Panels(PanelMatrix, Matrix),
+    /// Copied from the checkpoint to the memory layout that is fastest on this processor.
+    Panels(PanelMatrix),
     /// Quantized, in memory of this device.
     Quantized(QuantMatrix),
 }
@@ -30,21 +29,24 @@ impl Linear {
     pub(super) fn new(pool: &mut Pool, isa: Isa, matrix: Matrix, quant_type: Option<QuantType>) -> Self {
         match quant_type {
             Some(quant_type) => Self::Quantized(QuantMatrix::new(pool, &matrix, quant_type)),
-            None if in_panels(isa, matrix.weight_type()) => Self::Panels(PanelMatrix::new(pool, &matrix), matrix),
+            None if in_panels(isa, matrix.weight_type()) => Self::Panels(PanelMatrix::new(pool, &matrix)),
             None => Self::Plain(matrix),
         }
     }
 
     pub(super) fn rows(&self) -> usize {
         match self {
-            Self::Plain(matrix) | Self::Panels(_, matrix) => matrix.rows(),
+            Self::Plain(matrix) => matrix.rows(),
+            Self::Panels(matrix) => matrix.rows(),
             Self::Quantized(matrix) => matrix.rows(),
         }
     }
 
     pub(super) fn bytes(&self) -> usize {
         match self {
-            Self::Plain(matrix) | Self::Panels(_, matrix) => matrix.bytes(),
+            Self::Plain(matrix) => matrix.bytes(),
+            // Without the rows that fill the last panel.
+            Self::Panels(matrix) => matrix.rows() * matrix.cols() * WeightType::Bf16.size(),
             Self::Quantized(matrix) => matrix.bytes(),
         }
     }
@@ -83,7 +85,7 @@ impl Inputs {
     pub(super) fn fit(&mut self, linear: &Linear) {
         match linear {
             Linear::Plain(matrix) => self.fit_plain(matrix.cols()),
-            Linear::Panels(matrix, _) if matrix.cols() > self.widest_panels => {
+            Linear::Panels(matrix) if matrix.cols() > self.widest_panels => {
                 self.widest_panels = matrix.cols();
                 self.panels = PanelInput::new(0, 0);
                 self.panels = PanelInput::new(self.max_rows, self.widest_panels);
@@ -117,11 +119,13 @@ impl Inputs {
     pub(super) fn project(&mut self, pool: &mut Pool, isa: Isa, out: &mut [f32], x: &[f32], rows: usize, by: &Linear) {
         match by {
             #[cfg(target_arch = "x86_64")]
-            Linear::Panels(panels, _) if PanelMatrix::is_supported(isa) => {
+            Linear::Panels(panels) => {
                 self.panels.pack(pool, x, rows, panels.cols());
                 k::panel_linear(pool, out, &self.panels, panels);
             }
-            Linear::Plain(matrix) | Linear::Panels(_, matrix) => {
+            #[cfg(not(target_arch = "x86_64"))]
+            Linear::Panels(_) => unreachable!("panels are made only on processors that support them"),
+            Linear::Plain(matrix) => {
                 self.fit_plain(matrix.cols());
                 self.plain.pack(pool, x, rows, matrix.cols(), matrix.weight_type());
                 k::linear(pool, isa, out, &self.plain, matrix);
@@ -145,8 +149,7 @@ impl Inputs {
         (by, gate): (&Linear, k::Gate),
     ) {
         #[cfg(target_arch = "x86_64")]
-        if let Linear::Panels(panels, _) = by
-            && PanelMatrix::is_supported(isa)
+        if let Linear::Panels(panels) = by
             && panels.can_gate()
         {
             self.panels.pack(pool, x, rows, panels.cols());

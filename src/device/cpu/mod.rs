@@ -43,6 +43,7 @@ pub use peers::Peers;
 use pipeline::Pipeline;
 use rows::Row;
 pub use settings::WeightPrecision;
+pub(crate) use slices::is_computed;
 use streams::StreamKind;
 pub use weights::{CpuWeight, available_memory};
 

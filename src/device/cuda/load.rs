@@ -1,4 +1,4 @@
-//! Loads weights from the memory-mapped checkpoint to the GPU: threads copy chunks to pinned memory, from where the GPU
+//! Loads weights from the checkpoint to the GPU: threads copy or compute chunks in pinned memory, from where the GPU
 //! copies them.
 
 use std::sync::mpsc::{Receiver, SyncSender, sync_channel};
@@ -7,7 +7,7 @@ use std::thread::JoinHandle;
 
 use half::{bf16, f16};
 use kernels::cuda::{CudaError, Event, Gpu, PinnedBuffer, Queue, Span};
-use ops::{DType, DeviceError, HeadOrder, WeightSlice};
+use ops::{DType, DeviceError, HeadOrder, WeightData, WeightSlice};
 
 /// Bytes of a chunk; each thread has two buffers.
 const CHUNK_BYTES: usize = 4 << 20;
@@ -17,7 +17,7 @@ const MAX_WAITING: usize = 4096;
 /// Rows of the checkpoint that become part of a matrix, converted to bf16.
 #[derive(Debug, Clone)]
 pub(crate) struct Part {
-    data: &'static [u8],
+    data: WeightData,
     dtype: DType,
     matrix_cols: usize,
     first_row: usize,
@@ -33,15 +33,19 @@ pub(crate) struct Part {
 impl Part {
     pub(crate) fn new(slice: &WeightSlice<'_>) -> Result<Self, DeviceError> {
         let needed = slice.rows.end * slice.matrix_cols * slice.dtype.size();
-        if slice.data.len() < needed || slice.cols.end > slice.matrix_cols {
+        let num_bytes = match &slice.data {
+            WeightData::Stored(bytes) => bytes.len(),
+            WeightData::Computed(_) => needed,
+        };
+        if num_bytes < needed || slice.cols.end > slice.matrix_cols {
             return Err(DeviceError::Unsupported {
                 what: format!("weight `{}`", slice.name),
-                found: format!("{} bytes, columns up to {}", slice.data.len(), slice.cols.end),
+                found: format!("{} bytes, columns up to {}", num_bytes, slice.cols.end),
                 expected: format!("{needed} bytes, columns up to {}", slice.matrix_cols),
             });
         }
         Ok(Self {
-            data: slice.data,
+            data: slice.data.clone(),
             dtype: slice.dtype,
             matrix_cols: slice.matrix_cols,
             first_row: slice.rows.start,
@@ -75,9 +79,19 @@ impl Part {
         let size = self.dtype.size();
         let row = self.first_row + row;
         let row = self.head_order.map_or(row, |order| order.stored(row));
-        let start = (row * self.matrix_cols + self.first_col) * size;
-        let from = &self.data[start..start + self.cols * size];
         let is_changed = self.offset != 0.0 || self.factor != 1.0;
+        let mut computed = Vec::new();
+        let from = match &self.data {
+            WeightData::Stored(bytes) => {
+                let start = (row * self.matrix_cols + self.first_col) * size;
+                &bytes[start..start + self.cols * size]
+            }
+            WeightData::Computed(source) => {
+                computed.resize(self.cols * size, 0);
+                source.read_row(row, self.first_col..self.first_col + self.cols, &mut computed);
+                &computed[..]
+            }
+        };
         let convert = |out: &mut [u8], value: f32| {
             let value = if is_changed { (value + self.offset) * self.factor } else { value };
             out.copy_from_slice(&bf16::from_f32(value).to_le_bytes());
@@ -248,10 +262,9 @@ mod tests {
     fn part(rows: usize, start: u16) -> Part {
         let values: Vec<u8> =
             (0..rows as u16 * 4).flat_map(|i| bf16::from_f32((start + i) as f32).to_le_bytes()).collect();
-        let data: &'static [u8] = values.leak();
         let slice = WeightSlice {
             name: "w",
-            data,
+            data: WeightData::Stored(values.into()),
             dtype: DType::Bf16,
             matrix_cols: 4,
             rows: 0..rows,

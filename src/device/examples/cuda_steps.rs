@@ -14,7 +14,7 @@ use device::cuda::{CudaConfig, CudaDevice, CudaTensor, CudaWeight, FileExchange}
 use engine::{RowId, SamplingParams, TokenId};
 use ops::{
     Activation, AttentionSpec, DType, Device, DeviceError, LayerAttention, LinearRole, LogitSpec, NormKind, NormSlices,
-    RopeTable, SampleInput, StepInputs, StepLimits, TOKEN_ON_DEVICE, TensorParallel, WeightSlice,
+    RopeTable, SampleInput, StepInputs, StepLimits, TOKEN_ON_DEVICE, TensorParallel, WeightData, WeightSlice,
 };
 
 const DIM: usize = 128;
@@ -81,7 +81,7 @@ struct Model {
 }
 
 /// Bytes of bf16 weights of size about 0.02; all matrices are slices of them.
-fn random_bytes(count: usize) -> &'static [u8] {
+fn random_bytes(count: usize) -> Vec<u8> {
     let mut state = 1u64;
     let mut bytes = Vec::with_capacity(count);
     while bytes.len() < count {
@@ -91,7 +91,7 @@ fn random_bytes(count: usize) -> &'static [u8] {
         let bits = (mantissa & 0x80ff) | 0x3c00;
         bytes.extend_from_slice(&bits.to_le_bytes());
     }
-    bytes.leak()
+    bytes
 }
 
 impl Model {
@@ -102,11 +102,11 @@ impl Model {
         let Shape { hidden, .. } = shape;
         let (heads, kv_heads) = (shape.heads / size * DIM, shape.kv_heads / size * DIM);
         let (inner, vocab) = (shape.inner / size, shape.vocab / size);
-        let data = random_bytes(shape.inner.max(shape.vocab) * hidden * 2);
-        let ones: &'static [u8] = [0x80u8, 0x3f].repeat(hidden).leak();
+        let data = WeightData::Stored(random_bytes(shape.inner.max(shape.vocab) * hidden * 2).into());
+        let ones = WeightData::Stored([0x80u8, 0x3f].repeat(hidden).into());
         let matrix = |rows: usize, cols: usize| WeightSlice {
             name: "random",
-            data,
+            data: data.clone(),
             dtype: DType::Bf16,
             matrix_cols: cols,
             rows: 0..rows,

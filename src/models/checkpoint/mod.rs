@@ -1,10 +1,12 @@
 //! Checkpoints: memory-mapped files of weights, and the tensors in them.
 
-mod convert;
-mod copied;
+mod computed;
 mod pickle;
+mod quantized;
+mod rows;
 mod safetensors;
 mod torch;
+mod value;
 mod zip;
 
 use std::cell::RefCell;
@@ -12,8 +14,9 @@ use std::collections::{BTreeMap, BTreeSet, HashMap, HashSet};
 use std::ops::Range;
 use std::path::{Path, PathBuf};
 
-pub(crate) use convert::RowOrder;
-use ops::{DType, WeightSlice};
+use bytes::Bytes;
+pub(crate) use computed::RowOrder;
+use ops::{DType, WeightData, WeightSlice};
 
 use crate::ModelError;
 use crate::fields::Fields;
@@ -34,6 +37,12 @@ struct Tensor {
     shape: Vec<usize>,
     data: &'static [u8],
     fault: Option<String>, // why it cannot be used
+}
+
+impl Tensor {
+    fn stored(&self) -> WeightData {
+        WeightData::Stored(Bytes::from_static(self.data))
+    }
 }
 
 /// A file format that contains tensors.
@@ -109,7 +118,18 @@ impl Checkpoint {
 
     /// The names of tensors that were not taken, in order, without those that hold constants.
     pub(crate) fn unused(&self) -> Vec<String> {
-        const CONSTANTS: [&str; 5] = ["inv_freq", "attn.bias", "masked_bias", "attention.bias", "embed_positions"];
+        const CONSTANTS: [&str; 9] = [
+            "inv_freq",
+            "attn.bias",
+            "masked_bias",
+            "attention.bias",
+            "embed_positions",
+            // Scales of a quantized KV cache.
+            ".k_scale",
+            ".v_scale",
+            ".kv_scale",
+            ".output_scale",
+        ];
         let used = self.used.borrow();
         let is_constant = |name: &str| CONSTANTS.iter().any(|constant| name.ends_with(constant));
         let unused = self.tensors.keys().filter(|name| !used.contains(*name) && !is_constant(name));
@@ -137,7 +157,7 @@ impl Checkpoint {
         cols: Range<usize>,
     ) -> Result<WeightSlice<'a>, ModelError> {
         let (tensor, dtype) = self.tensor(name, &shape)?;
-        Ok(WeightSlice { name, data: tensor.data, dtype, matrix_cols: shape[1], rows, cols, head_order: None })
+        Ok(WeightSlice { name, data: tensor.stored(), dtype, matrix_cols: shape[1], rows, cols, head_order: None })
     }
 
     /// Elements `range` of the vector `name`, which must be `[len]`.
@@ -146,7 +166,15 @@ impl Checkpoint {
     /// The same as of [`Checkpoint::matrix`].
     pub fn vector<'a>(&self, name: &'a str, len: usize, range: Range<usize>) -> Result<WeightSlice<'a>, ModelError> {
         let (tensor, dtype) = self.tensor(name, &[len])?;
-        Ok(WeightSlice { name, data: tensor.data, dtype, matrix_cols: len, rows: 0..1, cols: range, head_order: None })
+        Ok(WeightSlice {
+            name,
+            data: tensor.stored(),
+            dtype,
+            matrix_cols: len,
+            rows: 0..1,
+            cols: range,
+            head_order: None,
+        })
     }
 
     /// The given rows of the matrix `name`, one behind the other as a vector.
@@ -161,7 +189,7 @@ impl Checkpoint {
     ) -> Result<WeightSlice<'a>, ModelError> {
         let (tensor, dtype) = self.tensor(name, &shape)?;
         let (matrix_cols, cols) = (shape[0] * shape[1], rows.start * shape[1]..rows.end * shape[1]);
-        Ok(WeightSlice { name, data: tensor.data, dtype, matrix_cols, rows: 0..1, cols, head_order: None })
+        Ok(WeightSlice { name, data: tensor.stored(), dtype, matrix_cols, rows: 0..1, cols, head_order: None })
     }
 
     /// The given rows and columns of the matrices `name`, `[count, rows, cols]`, one below the other.
@@ -176,7 +204,7 @@ impl Checkpoint {
         cols: Range<usize>,
     ) -> Result<WeightSlice<'a>, ModelError> {
         let (tensor, dtype) = self.tensor(name, &shape)?;
-        Ok(WeightSlice { name, data: tensor.data, dtype, matrix_cols: shape[2], rows, cols, head_order: None })
+        Ok(WeightSlice { name, data: tensor.stored(), dtype, matrix_cols: shape[2], rows, cols, head_order: None })
     }
 
     /// The values `range` of the tensor `name`, counted over all its elements.
@@ -186,7 +214,7 @@ impl Checkpoint {
     pub fn values(&self, name: &str, shape: &[usize], range: Range<usize>) -> Result<Vec<f32>, ModelError> {
         let (tensor, dtype) = self.tensor(name, shape)?;
         let bytes = &tensor.data[range.start * dtype.size()..range.end * dtype.size()];
-        Ok(bytes.chunks_exact(dtype.size()).map(|value| convert::read(dtype, value) as f32).collect())
+        Ok(bytes.chunks_exact(dtype.size()).map(|value| value::read(dtype, value) as f32).collect())
     }
 
     /// The value of the tensor `name`, which must be `[1]` or `[]`.
@@ -196,14 +224,19 @@ impl Checkpoint {
     pub fn scalar(&self, name: &str) -> Result<f32, ModelError> {
         let has_no_dimension = self.tensors.get(name).is_some_and(|tensor| tensor.shape.is_empty());
         let (tensor, dtype) = self.tensor(name, if has_no_dimension { &[] } else { &[1] })?;
-        Ok(convert::read(dtype, tensor.data) as f32)
+        Ok(value::read(dtype, tensor.data) as f32)
     }
 
     /// The bytes of the tensor `name`, whose elements have one byte and this type.
     fn bytes(&self, name: &str, dtype: &str, shape: &[usize]) -> Result<&'static [u8], ModelError> {
+        self.integers(name, dtype, shape, 1)
+    }
+
+    /// The bytes of the tensor `name`, whose elements have `size` bytes and this type.
+    fn integers(&self, name: &str, dtype: &str, shape: &[usize], size: usize) -> Result<&'static [u8], ModelError> {
         let tensor = self.shaped(name, shape)?;
         let (path, found) = (tensor.path.clone(), tensor.dtype.clone());
-        if found != dtype || tensor.data.len() != shape.iter().product::<usize>() {
+        if found != dtype || tensor.data.len() != shape.iter().product::<usize>() * size {
             return Err(ModelError::Dtype { tensor: name.into(), path, found });
         }
         Ok(tensor.data)
@@ -309,7 +342,8 @@ mod tests {
         file(dir.path(), "model.safetensors", TWO_BY_THREE, &[1; 12]);
         let checkpoint = Checkpoint::open(dir.path()).unwrap();
         let slice = checkpoint.matrix("w", [2, 3], 1..2, 0..3).unwrap();
-        assert_eq!((slice.data, slice.dtype, slice.matrix_cols), (&[1u8; 12][..], DType::Bf16, 3));
+        let WeightData::Stored(data) = slice.data else { panic!("the matrix is stored") };
+        assert_eq!((&data[..], slice.dtype, slice.matrix_cols), (&[1u8; 12][..], DType::Bf16, 3));
     }
 
     #[test]

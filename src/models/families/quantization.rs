@@ -1,6 +1,8 @@
-//! How the weights of a checkpoint are quantized: `quantization_config`.
+//! How the weights of a checkpoint are quantized: `quantization_config`, or a file of its own.
 
-use serde_json::Value;
+use std::path::Path;
+
+use serde_json::{Map, Value, json};
 
 use super::Family;
 use super::harmless::refuse_unread;
@@ -8,23 +10,95 @@ use crate::ModelError;
 use crate::config::WeightFormat;
 use crate::fields::Fields;
 
-/// The format of the linear layers. The types of the tensors tell which of them are quantized.
-pub(super) fn weight_format(fields: &Fields, family: &Family) -> Result<WeightFormat, ModelError> {
-    let Some(quantization) = fields.object("quantization_config")? else { return Ok(WeightFormat::Plain) };
-    // Names of what is not quantized, and how a part of transformers would load it.
-    quantization.ignore(&["modules_to_not_convert", "ignored_layers", "ignore", "dequantize"]);
+/// Fields that name layers, describe how a checkpoint was made, or choose kernels of other programs. The types of the tensors tell which
+/// layers are quantized.
+const HARMLESS: &[&str] = &[
+    "modules_to_not_convert",
+    "ignored_layers",
+    "ignore",
+    "exclude_modules",
+    "modules_in_block_to_quantize",
+    "dynamic",
+    "lm_head",
+    "dequantize",
+    "version",
+    "global_compression_ratio",
+    "producer",
+    "model_name_or_path",
+    "model_file_base_name",
+    "true_sequential",
+    "static_groups",
+    "damp_percent",
+    "damp_auto_increment",
+    "mse",
+    "mock_quantization",
+    "batch_size",
+    "dataset",
+    "tokenizer",
+    "meta",
+    "exllama_config",
+    "use_exllama",
+    "disable_exllama",
+    "max_input_length",
+    "cache_block_outputs",
+    "block_name_to_quantize",
+    "module_name_preceding_first_block",
+    "use_cuda_fp16",
+    "model_seqlen",
+    "pad_token_id",
+    "do_fuse",
+    "fuse_max_seq_len",
+    "modules_to_fuse",
+    "backend",
+    "pack_dtype",
+];
+
+/// `quantization_config` of checkpoints that have it in a file beside `config.json`; nothing if there is none.
+pub(super) fn from_other_files(dir: &Path) -> Result<Map<String, Value>, ModelError> {
+    /// Name of the file, the object in it, and the value of `quant_method`.
+    const FILES: [(&str, Option<&str>, &str); 3] = [
+        ("hf_quant_config.json", Some("quantization"), "modelopt"),
+        ("quantize_config.json", None, "gptq"),
+        ("quant_config.json", None, "awq"),
+    ];
+    let Some((name, object, method)) = FILES.into_iter().find(|(name, ..)| dir.join(name).is_file()) else {
+        return Ok(Map::new());
+    };
+    let file = Fields::read(&dir.join(name))?;
+    let fields = match object {
+        Some(object) => file.object(object)?.map(|inner| inner.to_map()).unwrap_or_default(),
+        None => file.to_map(),
+    };
+    let config: Map<String, Value> = [("quant_method".to_owned(), json!(method))].into_iter().chain(fields).collect();
+    Ok([("quantization_config".to_owned(), Value::Object(config))].into_iter().collect())
+}
+
+/// The format of the linear layers, and what a reader of the log should know of it.
+pub(super) fn weight_format(fields: &Fields, family: &Family) -> Result<(WeightFormat, Vec<String>), ModelError> {
+    let Some(quantization) = fields.object("quantization_config")? else {
+        return Ok((WeightFormat::Plain, Vec::new()));
+    };
+    quantization.ignore(HARMLESS);
     let method = quantization.get("quant_method").cloned().unwrap_or(Value::Null);
     let format = match method.as_str() {
         Some("fp8") => fp8(&quantization)?,
         Some("compressed-tensors") => compressed_tensors(&quantization)?,
-        Some(method) if family.quantizations.contains(&method) => WeightFormat::Mxfp4,
+        Some("modelopt" | "modelopt_fp4") => modelopt(&quantization)?,
+        Some("awq") => awq(&quantization)?,
+        Some("gptq") => gptq(&quantization)?,
+        Some(method) if family.quantizations.contains(&method) => WeightFormat::Mxfp4Experts,
         _ => {
-            let expected = "absent, `fp8`, `compressed-tensors` or, for gpt-oss, `mxfp4`; use the original checkpoint";
+            let expected = "absent, `awq`, `compressed-tensors`, `fp8`, `gptq`, `modelopt` or, for gpt-oss, `mxfp4`; use the \
+                            original checkpoint";
             return Err(quantization.wrong("quant_method", expected, &method));
         }
     };
+    let mut notes = vec!["quantized weights are expanded to bf16 when they are loaded".to_owned()];
+    if ["kv_cache_scheme", "kv_cache_quant_algo"].iter().any(|name| quantization.get(name).is_some()) {
+        notes.push("keys and values are kept in bf16, not in the type that the checkpoint names for them".to_owned());
+    }
     refuse_unread(&quantization, family)?;
-    Ok(format)
+    Ok((format, notes))
 }
 
 /// fp8 as in DeepSeek's and Qwen's checkpoints: blocks, or one scale for a matrix.
@@ -37,33 +111,100 @@ fn fp8(quantization: &Fields) -> Result<WeightFormat, ModelError> {
         Some(value) => Some(block_size(quantization, "weight_block_size", value)?),
         None => None,
     };
-    Ok(WeightFormat::Fp8 { block })
+    Ok(WeightFormat::ByTensors { block })
 }
 
-/// The format `float-quantized`: groups of layers with weights in fp8.
+/// Weights in groups of layers, each with a form of its own.
 fn compressed_tensors(quantization: &Fields) -> Result<WeightFormat, ModelError> {
-    quantization.only_text("format", &["float-quantized", "naive-quantized"])?;
+    let formats = [
+        "float-quantized",
+        "naive-quantized",
+        "int-quantized",
+        "pack-quantized",
+        "nvfp4-pack-quantized",
+        "mxfp4-pack-quantized",
+        "mixed-precision",
+    ];
+    quantization.only_text("format", &formats)?;
     quantization.only_text("quantization_status", &["compressed", "frozen"])?;
-    quantization.ignore(&["version", "global_compression_ratio"]);
+    // Transforms rotate activations, and sparse weights have a form of their own.
+    for name in ["transform_config", "sparsity_config"] {
+        let value = quantization.get(name).cloned().unwrap_or(Value::Null);
+        let is_empty = value.as_object().is_none_or(Map::is_empty) || value["format"] == "dense";
+        if !is_empty {
+            return Err(quantization.wrong(name, "empty", &value));
+        }
+    }
     let null = Value::Null;
     let groups = quantization.get("config_groups").unwrap_or(&null);
     let wrong = |expected: &str, found: &Value| quantization.wrong("config_groups", expected, found);
-    let weights = groups.as_object().filter(|groups| !groups.is_empty()).ok_or_else(|| wrong("an object", groups))?;
+    let groups = groups.as_object().filter(|groups| !groups.is_empty()).ok_or_else(|| wrong("an object", groups))?;
     let mut block = None;
-    for weights in weights.values().map(|group| &group["weights"]) {
-        let is_fp8 = weights["num_bits"] == 8 && weights["type"] == "float";
-        if !is_fp8 || weights["symmetric"] == false || weights["dynamic"] == true {
-            return Err(wrong("groups of weights in fp8 (`num_bits` 8, `type` `float`, symmetric, static)", weights));
+    for group in groups.values() {
+        if !group["output_activations"].is_null() {
+            return Err(wrong("groups whose `output_activations` are null", group));
         }
-        match weights["strategy"].as_str() {
-            Some("tensor" | "channel") => {}
-            Some("block") => {
+        let weights = &group["weights"];
+        if weights["dynamic"] == true {
+            return Err(wrong("groups whose weights are not `dynamic`", weights));
+        }
+        let known = match (weights["type"].as_str(), weights["num_bits"].as_u64(), weights["strategy"].as_str()) {
+            (Some("float"), Some(8), Some("tensor" | "channel")) => true,
+            (Some("float"), Some(8), Some("block")) => {
                 block = Some(block_size(quantization, "config_groups", &weights["block_structure"])?);
+                true
             }
-            _ => return Err(wrong("groups with the `strategy` `tensor`, `channel` or `block`", weights)),
+            (Some("float"), Some(4), Some("tensor_group" | "group")) => true,
+            (Some("int"), Some(2..=8), Some("tensor" | "channel" | "group")) => true,
+            _ => false,
+        };
+        if !known {
+            let expected = "groups of weights in fp8 (`strategy` `tensor`, `channel` or `block`), in 4-bit floats (`tensor_group` or \
+                            `group`), or in integers of 2 to 8 bits (`tensor`, `channel` or `group`)";
+            return Err(wrong(expected, weights));
         }
     }
-    Ok(WeightFormat::Fp8 { block })
+    Ok(WeightFormat::ByTensors { block })
+}
+
+fn modelopt(quantization: &Fields) -> Result<WeightFormat, ModelError> {
+    quantization.only_text("quant_algo", &["FP8", "FP8_PER_CHANNEL_PER_TOKEN", "NVFP4", "W4A16_NVFP4"])?;
+    quantization.ignore(&["group_size", "config_groups"]);
+    Ok(WeightFormat::ByTensors { block: None })
+}
+
+fn awq(quantization: &Fields) -> Result<WeightFormat, ModelError> {
+    let four = |name: &str| match quantization.get(name) {
+        Some(bits) if *bits != json!(4) => Err(quantization.wrong(name, "4", bits)),
+        _ => Ok(()),
+    };
+    ["bits", "w_bit"].into_iter().try_for_each(four)?;
+    // Other versions order the values of a word in another way.
+    match quantization.get("version").and_then(Value::as_str) {
+        Some(version) if !version.eq_ignore_ascii_case("gemm") => {
+            return Err(quantization.wrong("version", "`gemm`", &json!(version)));
+        }
+        _ => {}
+    }
+    quantization.only("zero_point", true)?;
+    quantization.ignore(&["group_size", "q_group_size"]);
+    Ok(WeightFormat::Awq)
+}
+
+fn gptq(quantization: &Fields) -> Result<WeightFormat, ModelError> {
+    quantization.only_text("checkpoint_format", &["gptq", "gptq_v2"])?;
+    quantization.only("is_marlin_format", false)?;
+    // The tensors tell the number of bits, the groups, their order and the zero points.
+    quantization.ignore(&["bits", "group_size", "desc_act", "sym"]);
+    match quantization.get("bits") {
+        Some(bits) if ![json!(2), json!(4), json!(8)].contains(bits) => {
+            return Err(quantization.wrong("bits", "2, 4 or 8", bits));
+        }
+        _ => {}
+    }
+    // The first version stores zero points less 1.
+    let zero_offset = i32::from(quantization.text("checkpoint_format")? != Some("gptq_v2"));
+    Ok(WeightFormat::Gptq { zero_offset })
 }
 
 /// Rows and columns of a block.

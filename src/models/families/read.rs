@@ -7,7 +7,7 @@ use serde_json::{Map, Value};
 
 use super::harmless::refuse_unread;
 use super::layer_types::windows;
-use super::quantization::weight_format;
+use super::quantization::{from_other_files, weight_format};
 use super::{BiasRule, Family, NormRule, architectures, find, find_by_model_type, weights};
 use crate::config::{
     AttentionLayer, Config, HeadNormSpec, HeadSpec, KvSource, LayerSpec, MlpLayer, NormSpec, WeightFormat,
@@ -22,7 +22,7 @@ impl Config {
     /// # Errors
     /// Returns an error if a file cannot be read, or if a field is missing, invalid or unknown.
     pub fn from_dir(dir: &Path) -> Result<Self, ModelError> {
-        let top = Fields::read(&dir.join("config.json"))?;
+        let top = Fields::read(&dir.join("config.json"))?.with_defaults(&from_other_files(dir)?);
         let family = family(&top)?;
         let mut notes = Vec::new();
         if dir.join("adapter_config.json").exists() {
@@ -36,14 +36,12 @@ impl Config {
         };
         let defaults: Map<String, Value> = serde_json::from_str(family.defaults).expect("defaults are a JSON object");
         let fields = fields.with_aliases(family.aliases).with_defaults(&defaults);
-        let weight_format = weight_format(&fields, family)?;
+        let (weight_format, quantization_notes) = weight_format(&fields, family)?;
         let mut config = decoder(&fields, family)?;
         config.weight_format = weight_format;
         (family.adjust)(&fields, &mut config)?;
         refuse_unread(&fields, family)?;
-        if weight_format != WeightFormat::Plain {
-            notes.push("the weights in fp8 or 4 bits are expanded to bf16 when they are loaded".to_owned());
-        }
+        notes.extend(quantization_notes);
         config.notes.append(&mut notes);
         let generation = dir.join("generation_config.json");
         if generation.exists() {
@@ -94,7 +92,7 @@ fn text_model(
         None => usual,
     };
     notes.push("only the text model of this checkpoint is served: images are refused".to_owned());
-    let outer = ["bos_token_id", "eos_token_id", "dtype", "torch_dtype"];
+    let outer = ["bos_token_id", "eos_token_id", "dtype", "torch_dtype", "quantization_config"];
     let outer = outer.into_iter().filter_map(|name| Some((name.to_owned(), top.get(name)?.clone())));
     Ok((named, text.with_defaults(&outer.collect())))
 }

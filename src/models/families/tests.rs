@@ -1,8 +1,11 @@
 //! Configurations of all families: defaults, refusals, and what fields change.
 
+use std::path::Path;
+
 use ops::{DType, QueryScale};
 use serde_json::{Value, json};
 
+use crate::config::WeightFormat;
 use crate::{Config, KvSource, ModelError, RopeScaling};
 
 fn read_of(architecture: &str, change: impl FnOnce(&mut Value)) -> Result<Config, ModelError> {
@@ -115,9 +118,9 @@ fn fields_without_effect_are_accepted() {
 #[test]
 fn a_quantization_that_is_not_read_is_refused_by_name() {
     let refused = |quantization: Value| error(|c| c["quantization_config"] = quantization);
-    let awq = refused(json!({"quant_method": "awq", "bits": 4}));
-    assert!(awq.contains("`quantization_config.quant_method` must be absent, `fp8`"), "{awq}");
-    assert!(awq.contains("\"awq\"") && awq.contains("use the original checkpoint"), "{awq}");
+    let other = refused(json!({"quant_method": "bitsandbytes", "load_in_4bit": true}));
+    assert!(other.contains("`quantization_config.quant_method` must be absent, `awq`"), "{other}");
+    assert!(other.contains("\"bitsandbytes\"") && other.contains("use the original checkpoint"), "{other}");
     let other = refused(json!({"quant_method": "fp8", "fmt": "e5m2"}));
     assert!(other.contains("`quantization_config.fmt` must be `e4m3`"), "{other}");
     let flat = refused(json!({"quant_method": "fp8", "weight_block_size": [128, 0]}));
@@ -128,12 +131,45 @@ fn a_quantization_that_is_not_read_is_refused_by_name() {
         refused(json!({"quant_method": "compressed-tensors", "format": "float-quantized",
                        "config_groups": {"group_0": {"weights": weights}}}))
     };
-    let int8 = group(json!({"num_bits": 8, "type": "int", "strategy": "channel"}));
-    assert!(int8.contains("must be groups of weights in fp8"), "{int8}");
-    let groups = group(json!({"num_bits": 8, "type": "float", "strategy": "group"}));
-    assert!(groups.contains("`strategy` `tensor`, `channel` or `block`"), "{groups}");
-    let packed = refused(json!({"quant_method": "compressed-tensors", "format": "pack-quantized"}));
-    assert!(packed.contains("`quantization_config.format` must be `float-quantized`"), "{packed}");
+    let wide = group(json!({"num_bits": 16, "type": "int", "strategy": "channel"}));
+    assert!(wide.contains("must be groups of weights in fp8"), "{wide}");
+    let token = group(json!({"num_bits": 8, "type": "float", "strategy": "token"}));
+    assert!(token.contains("`strategy` `tensor`, `channel` or `block`"), "{token}");
+    let dynamic = group(json!({"num_bits": 8, "type": "int", "strategy": "channel", "dynamic": true}));
+    assert!(dynamic.contains("whose weights are not `dynamic`"), "{dynamic}");
+    let sparse = refused(json!({"quant_method": "compressed-tensors", "format": "marlin-24"}));
+    assert!(sparse.contains("`quantization_config.format` must be `float-quantized`"), "{sparse}");
+    let rotated = refused(json!({"quant_method": "compressed-tensors", "format": "pack-quantized",
+                                 "transform_config": {"config_groups": {"u": {"type": "hadamard"}}}}));
+    assert!(rotated.contains("`quantization_config.transform_config` must be empty"), "{rotated}");
+    let gemv = refused(json!({"quant_method": "awq", "bits": 4, "version": "gemv"}));
+    assert!(gemv.contains("`quantization_config.version` must be `gemm`"), "{gemv}");
+    let three = refused(json!({"quant_method": "gptq", "bits": 3}));
+    assert!(three.contains("`quantization_config.bits` must be 2, 4 or 8"), "{three}");
+    let marlin = refused(json!({"quant_method": "gptq", "bits": 4, "checkpoint_format": "marlin"}));
+    assert!(marlin.contains("`quantization_config.checkpoint_format` must be `gptq` or `gptq_v2`"), "{marlin}");
+    let mixed = refused(json!({"quant_method": "modelopt", "quant_algo": "MIXED_PRECISION"}));
+    assert!(mixed.contains("`quantization_config.quant_algo` must be `FP8`"), "{mixed}");
+}
+
+#[test]
+fn a_quantization_may_be_in_a_file_of_its_own() {
+    let dir = tempfile::tempdir().unwrap();
+    let config = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../tests/goldens/llama3_gqa/config.json");
+    std::fs::copy(config, dir.path().join("config.json")).unwrap();
+    let format = |file: &str, text: &str| {
+        std::fs::write(dir.path().join(file), text).unwrap();
+        let config = Config::from_dir(dir.path()).unwrap();
+        std::fs::remove_file(dir.path().join(file)).unwrap();
+        (config.weight_format, config.notes.len())
+    };
+    let modelopt =
+        r#"{"producer": {"name": "modelopt"}, "quantization": {"quant_algo": "FP8", "kv_cache_quant_algo": "FP8"}}"#;
+    assert_eq!(format("hf_quant_config.json", modelopt), (WeightFormat::ByTensors { block: None }, 2));
+    let gptq = r#"{"bits": 4, "group_size": 128, "desc_act": false, "sym": true, "damp_percent": 0.01}"#;
+    assert_eq!(format("quantize_config.json", gptq), (WeightFormat::Gptq { zero_offset: 1 }, 1));
+    let awq = r#"{"zero_point": true, "q_group_size": 128, "w_bit": 4, "version": "GEMM"}"#;
+    assert_eq!(format("quant_config.json", awq), (WeightFormat::Awq, 1));
 }
 
 #[test]

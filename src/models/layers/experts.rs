@@ -2,7 +2,7 @@
 
 use std::ops::Range;
 
-use ops::{DType, Device, ExpertSlice, ExpertSlices, WeightSlice};
+use ops::{DType, Device, ExpertSlice, ExpertSlices, WeightData, WeightSlice};
 
 use super::LayerSource;
 use super::loader::Loader;
@@ -10,10 +10,6 @@ use crate::ModelError;
 use crate::checkpoint::RowOrder;
 use crate::config::ExpertLayer;
 use crate::names::{BiasForm, ExpertLayout, ExpertNames};
-
-/// Ends of the names of a tensor in MXFP4.
-const BLOCKS: &str = "_blocks";
-const SCALES: &str = "_scales";
 
 /// The full names of an expert's weights: gate, up, down.
 type WeightNames = [String; 3];
@@ -82,24 +78,25 @@ impl<D: Device> Loader<'_, D> {
         // Experts that are stored together are one matrix with their rows one below the other.
         let (gate_up, down_slice) = match names.layout {
             ExpertLayout::StackedTransposed(_) => {
-                let part = |name, shape: [usize; 2], rows, cols| match self.device.reads_weights() {
-                    true => self.checkpoint.transposed_of(name, (expert, count), shape, rows, cols),
-                    false => self.checkpoint.unread(name, &[count, shape[1], shape[0]], rows, cols),
+                let part = |name, shape: [usize; 2], rows, cols| {
+                    self.checkpoint.transposed_of(name, (expert, count), shape, RowOrder::AsStored, (rows, cols))
                 };
                 let gate = part(gate, [2 * inner, hidden], rows(0), 0..hidden)?;
                 let up = part(up, [2 * inner, hidden], rows(inner), 0..hidden)?;
                 ([gate, up], part(down, [hidden, inner], 0..hidden, taken.clone())?)
             }
             ExpertLayout::Alternating(_) => {
-                let both =
-                    self.expanded(gate, (expert, count), [2 * inner, hidden], (RowOrder::EvenFirst, 0..hidden))?;
-                let whole =
-                    self.expanded(down, (expert, count), [hidden, inner], (RowOrder::AsStored, taken.clone()))?;
-                ([0, inner].map(|first| WeightSlice { rows: rows(first), ..both.clone() }), whole)
+                let matrix = (expert, count);
+                let part = |name, rows| {
+                    self.alternating(name, matrix, [2 * inner, hidden], RowOrder::EvenFirst, (rows, 0..hidden))
+                };
+                let own = (0..hidden, taken.clone());
+                let down = self.alternating(down, matrix, [hidden, inner], RowOrder::AsStored, own)?;
+                ([part(gate, rows(0))?, part(up, rows(inner))?], down)
             }
             ExpertLayout::Each { .. } => {
-                let part = |name| self.plain_or_fp8(name, [inner, hidden], rows(0), 0..hidden);
-                ([part(gate)?, part(up)?], self.plain_or_fp8(down, [hidden, inner], 0..hidden, taken.clone())?)
+                let part = |name| self.matrix(name, [inner, hidden], rows(0), 0..hidden);
+                ([part(gate)?, part(up)?], self.matrix(down, [hidden, inner], 0..hidden, taken.clone())?)
             }
             ExpertLayout::Stacked(_) => {
                 let shape = [count, 2 * inner, hidden];
@@ -127,32 +124,26 @@ impl<D: Device> Loader<'_, D> {
         Ok(slice)
     }
 
-    /// Matrix `index` of `count`, all its rows in the given order and some of its columns, stored in MXFP4 or transposed.
-    fn expanded<'n>(
+    /// The given rows and columns of a matrix that is stored in MXFP4 or transposed.
+    fn alternating<'n>(
         &self,
         name: &'n str,
         matrix: (usize, usize),
         shape: [usize; 2],
-        (order, cols): (RowOrder, Range<usize>),
+        order: RowOrder,
+        part: (Range<usize>, Range<usize>),
     ) -> Result<WeightSlice<'n>, ModelError> {
-        let (blocks, scales) = (format!("{name}{BLOCKS}"), format!("{name}{SCALES}"));
-        let is_read = self.device.reads_weights();
-        if self.checkpoint.contains(&blocks) {
-            let whole = self.checkpoint.mxfp4((&blocks, &scales), matrix, shape, (order, is_read))?;
-            return Ok(WeightSlice { name, cols, ..whole });
-        }
-        let rows = 0..shape[0];
-        match is_read {
-            true => self.checkpoint.transposed_of_in(name, matrix, shape, (order, cols)),
-            false => self.checkpoint.unread(name, &[matrix.1, shape[1], shape[0]], rows, cols),
+        match self.checkpoint.mxfp4_of(name, matrix, shape, order, part.clone())? {
+            Some(slice) => Ok(slice),
+            None => self.checkpoint.transposed_of(name, matrix, shape, order, part),
         }
     }
 }
 
-/// A vector that stays in memory until the process ends.
+/// A vector in f32.
 fn vector<'n>(name: &'n str, values: impl Iterator<Item = f32>) -> WeightSlice<'n> {
     let data: Vec<u8> = values.flat_map(f32::to_le_bytes).collect();
     let len = data.len() / size_of::<f32>();
-    let data = Vec::leak(data);
+    let data = WeightData::Stored(data.into());
     WeightSlice { name, data, dtype: DType::F32, matrix_cols: len, rows: 0..1, cols: 0..len, head_order: None }
 }

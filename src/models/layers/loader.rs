@@ -5,7 +5,7 @@ use std::path::Path;
 
 use ops::{Activation, Device, DeviceError, HeadOrder, LinearRole, WeightSlice};
 
-use crate::config::{LayerSpec, MlpLayer, WeightFormat};
+use crate::config::{LayerSpec, MlpLayer};
 use crate::layers::qkv::{RowSlice, scaled};
 use crate::names::{Names, UpNames};
 use crate::shard::{LayerShard, Shard};
@@ -103,9 +103,9 @@ impl<'a, D: Device> Loader<'a, D> {
         let name = self.head_name();
         let (name, bias_name) = (format!("{name}.weight"), format!("{name}.bias"));
         let (shape, rows) = (self.vocabulary(), self.shard.vocab.clone());
-        let slice = match head.has_unit_rows && self.device.reads_weights() {
+        let slice = match head.has_unit_rows {
             true => self.checkpoint.unit_rows(&name, shape, rows.clone())?,
-            false => self.checkpoint.matrix(&name, shape, rows.clone(), self.width())?,
+            false => self.matrix(&name, shape, rows.clone(), self.width())?,
         };
         let bias = head.has_bias.then(|| self.checkpoint.vector(&bias_name, shape[0], rows)).transpose()?;
         let loaded = self.device.load_linear(LinearRole::Head, &[slice], bias.as_slice());
@@ -258,20 +258,15 @@ impl<'a, D: Device> Loader<'a, D> {
         self.or_device_error(loaded)
     }
 
-    /// A part of a matrix, expanded to bf16 if it is stored in fp8.
-    pub(super) fn plain_or_fp8<'n>(
+    /// A part of a matrix that may be quantized.
+    pub(super) fn matrix<'n>(
         &self,
         name: &'n str,
         shape: [usize; 2],
         rows: Range<usize>,
         cols: Range<usize>,
     ) -> Result<WeightSlice<'n>, ModelError> {
-        match self.config.weight_format {
-            WeightFormat::Fp8 { block } if self.checkpoint.is_fp8(name) => {
-                self.checkpoint.fp8(name, shape, (rows, cols), (block, self.device.reads_weights()))
-            }
-            _ => self.checkpoint.matrix(name, shape, rows, cols),
-        }
+        self.checkpoint.maybe_quantized(name, shape, (rows, cols), self.config.weight_format)
     }
 
     /// A part of a linear layer `[out, in]`, whichever order it is stored in.
@@ -282,10 +277,9 @@ impl<'a, D: Device> Loader<'a, D> {
         rows: Range<usize>,
         cols: Range<usize>,
     ) -> Result<WeightSlice<'n>, ModelError> {
-        match self.names.transposed {
-            true if !self.device.reads_weights() => self.checkpoint.unread(name, &[shape[1], shape[0]], rows, cols),
+        match self.names.transposed && self.checkpoint.contains(name) {
             true => self.checkpoint.transposed(name, shape, rows, cols),
-            false => self.plain_or_fp8(name, shape, rows, cols),
+            false => self.matrix(name, shape, rows, cols),
         }
     }
 

@@ -1,0 +1,149 @@
+//! Matrices of packed integers of 2 to 8 bits in groups along the input, each with a scale and a zero point.
+
+use std::ops::Range;
+
+use ops::RowSource;
+
+use super::scaled::blocks;
+use super::{StoredMatrix, Words};
+use crate::checkpoint::value::write_bf16;
+
+/// Values of `bits` bits, one behind the other in words, the first in the low bits.
+fn packed(words: Words, row: usize, index: usize, bits: usize) -> u32 {
+    let (word, shift) = (index * bits / 32, index * bits % 32);
+    let low = u64::from(words.get(row, word));
+    // A value may continue in the next word.
+    let high = if shift + bits > 32 { u64::from(words.get(row, word + 1)) } else { 0 };
+    ((low | high << 32) >> shift) as u32 & ((1 << bits) - 1)
+}
+
+/// compressed-tensors' `pack-quantized`: values of a row are packed along the row, offset by half of their range.
+#[derive(Debug)]
+pub(in crate::checkpoint) struct PackedIntegers {
+    pub(in crate::checkpoint) words: Words,
+    pub(in crate::checkpoint) bits: usize,
+    /// `[rows, groups]`; one for all groups of a row, or for all of the matrix, if there is only one.
+    pub(in crate::checkpoint) scales: StoredMatrix,
+    /// Whether each row has scales of its own.
+    pub(in crate::checkpoint) has_row_scales: bool,
+    /// Columns of a group.
+    pub(in crate::checkpoint) group: usize,
+    /// Packed along the rows of the matrix: `[rows * bits / 32, groups]`.
+    pub(in crate::checkpoint) zeros: Option<Words>,
+    /// The group of each column, if they are not in order.
+    pub(in crate::checkpoint) group_of: Option<Words>,
+}
+
+impl PackedIntegers {
+    fn zero(&self, row: usize, group: usize) -> i32 {
+        let Some(zeros) = self.zeros else { return 0 };
+        // The column of words is read from top to bottom.
+        let (word, shift) = (row * self.bits / 32, row * self.bits % 32);
+        let low = u64::from(zeros.get(word, group));
+        let high = if shift + self.bits > 32 { u64::from(zeros.get(word + 1, group)) } else { 0 };
+        let value = ((low | high << 32) >> shift) as u32 & ((1 << self.bits) - 1);
+        value.cast_signed() - (1 << (self.bits - 1))
+    }
+
+    fn scale(&self, row: usize, group: usize) -> f32 {
+        self.scales.get(if self.has_row_scales { row } else { 0 }, group) as f32
+    }
+}
+
+impl RowSource for PackedIntegers {
+    fn read_row(&self, row: usize, cols: Range<usize>, out: &mut [u8]) {
+        let half = 1 << (self.bits - 1);
+        let value = |col: usize| packed(self.words, row, col, self.bits).cast_signed() - half;
+        if let Some(group_of) = self.group_of {
+            let values = cols.map(|col| {
+                let group = group_of.get(0, col) as usize;
+                (value(col) - self.zero(row, group)) as f32 * self.scale(row, group)
+            });
+            return write_bf16(values, out);
+        }
+        let mut out = out;
+        for (group, cols) in blocks(cols, self.group) {
+            let (zero, scale) = (self.zero(row, group), self.scale(row, group));
+            let (part, rest) = out.split_at_mut(2 * cols.len());
+            write_bf16(cols.map(|col| (value(col) - zero) as f32 * scale), part);
+            out = rest;
+        }
+    }
+}
+
+/// AWQ with 4 bits: the matrix is transposed, and eight neighbouring outputs share a word.
+#[derive(Debug)]
+pub(in crate::checkpoint) struct Awq {
+    /// `[cols, rows / 8]`.
+    pub(in crate::checkpoint) words: Words,
+    /// `[groups, rows / 8]`.
+    pub(in crate::checkpoint) zeros: Words,
+    /// `[groups, rows]`.
+    pub(in crate::checkpoint) scales: StoredMatrix,
+    /// Columns of a group.
+    pub(in crate::checkpoint) group: usize,
+}
+
+impl RowSource for Awq {
+    fn read_row(&self, row: usize, cols: Range<usize>, out: &mut [u8]) {
+        /// Where the outputs of a word are in it, in halves of bytes.
+        const ORDER: [usize; 8] = [0, 4, 1, 5, 2, 6, 3, 7];
+        let (word, shift) = (row / 8, 4 * ORDER[row % 8]);
+        let value = |words: &Words, at: usize| (words.get(at, word) >> shift & 15).cast_signed();
+        let mut out = out;
+        for (group, cols) in blocks(cols, self.group) {
+            let (zero, scale) = (value(&self.zeros, group), self.scales.get(group, row) as f32);
+            let (part, rest) = out.split_at_mut(2 * cols.len());
+            write_bf16(cols.map(|col| (value(&self.words, col) - zero) as f32 * scale), part);
+            out = rest;
+        }
+    }
+}
+
+/// GPTQ with 2, 4 or 8 bits: the matrix is transposed, and neighbouring inputs share a word.
+#[derive(Debug)]
+pub(in crate::checkpoint) struct Gptq {
+    /// `[cols * bits / 32, rows]`.
+    pub(in crate::checkpoint) words: Words,
+    /// `[groups, rows * bits / 32]`.
+    pub(in crate::checkpoint) zeros: Words,
+    /// `[groups, rows]`.
+    pub(in crate::checkpoint) scales: StoredMatrix,
+    pub(in crate::checkpoint) bits: usize,
+    /// What is added to each stored zero point.
+    pub(in crate::checkpoint) zero_offset: i32,
+    /// Columns of a group.
+    pub(in crate::checkpoint) group: usize,
+    /// The group of each column, if they are not in order.
+    pub(in crate::checkpoint) group_of: Option<Words>,
+}
+
+impl Gptq {
+    fn zero_and_scale(&self, row: usize, group: usize) -> (i32, f32) {
+        let zero = packed(self.zeros, group, row, self.bits).cast_signed() + self.zero_offset;
+        (zero, self.scales.get(group, row) as f32)
+    }
+}
+
+impl RowSource for Gptq {
+    fn read_row(&self, row: usize, cols: Range<usize>, out: &mut [u8]) {
+        let per_word = 32 / self.bits;
+        let mask = (1 << self.bits) - 1;
+        let value =
+            |col: usize| (self.words.get(col / per_word, row) >> (col % per_word * self.bits) & mask).cast_signed();
+        if let Some(group_of) = self.group_of {
+            let values = cols.map(|col| {
+                let (zero, scale) = self.zero_and_scale(row, group_of.get(0, col) as usize);
+                (value(col) - zero) as f32 * scale
+            });
+            return write_bf16(values, out);
+        }
+        let mut out = out;
+        for (group, cols) in blocks(cols, self.group) {
+            let (zero, scale) = self.zero_and_scale(row, group);
+            let (part, rest) = out.split_at_mut(2 * cols.len());
+            write_bf16(cols.map(|col| (value(col) - zero) as f32 * scale), part);
+            out = rest;
+        }
+    }
+}
