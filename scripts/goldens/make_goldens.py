@@ -23,6 +23,7 @@ from transformers import (GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCaus
                           MistralForCausalLM, Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM)
 
 import published
+import quantized
 
 NUM_TOKENS = 32
 FROM_ONE = ("gemma", "gemma2", "gemma3_text", "nemotron")  # store norms as differences from one
@@ -90,6 +91,7 @@ CASES = {
 
 SMALL = dict(hidden_size=64, intermediate_size=104, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
              vocab_size=200, tie_word_embeddings=False)
+WIDE = dict(intermediate_size=128, head_dim=32, rope_parameters=PLAIN)
 PARTIAL = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5}
 FACTORS = lambda start, count: [round(start + 0.13 * i, 4) for i in range(count)]
 FALCON = dict(head_dim=None, intermediate_size=None, num_key_value_heads=None)
@@ -243,6 +245,16 @@ FAMILIES = {
     "qwen3_moe_fp8": ("Qwen3Moe", dict(num_experts=6, num_experts_per_tok=2, moe_intermediate_size=56, head_dim=24,
                                        norm_topk_prob=True)),
     "phi3_fp8_channel": ("Phi3", dict(head_dim=None, rope_parameters=PARTIAL, pad_token_id=0)),
+    # quantized in the forms of `quantized.py`
+    "llama_awq": ("Llama", WIDE),
+    "qwen2_gptq": ("Qwen2", WIDE | dict(head_dim=None)),
+    "llama_gptq_v2": ("Llama", WIDE),
+    "qwen3_w4a16": ("Qwen3", WIDE),
+    "mistral_w5_asym": ("Mistral", WIDE | dict(sliding_window=None)),
+    "phi3_w8a8": ("Phi3", dict(head_dim=None, rope_parameters=PARTIAL, pad_token_id=0)),
+    "qwen3_nvfp4": ("Qwen3", WIDE),
+    "llama_mxfp4": ("Llama", WIDE),
+    "qwen2_modelopt": ("Qwen2", WIDE | dict(head_dim=None)),
 }
 # Sequences that transformers would begin with the short factors.
 LONG_PROMPTS = {"phi3_longrope": (9, 20, 40)}
@@ -253,7 +265,7 @@ def family_case(name):
     model_type, own = FAMILIES[name]
     text = "Text" if model_type in ("Gemma3", "Gemma4", "Llama4") else ""
     shape = SMALL | own
-    dtype = torch.bfloat16 if "fp" in name else torch.float16  # its values are those of bf16
+    dtype = torch.bfloat16 if "fp" in name or name in quantized.FORMS else torch.float16  # its values are those of bf16
     return dtype, getattr(transformers, f"{model_type}{text}Config"), getattr(transformers, f"{model_type}ForCausalLM"), {
         key: value for key, value in shape.items() if value is not None}
 
@@ -304,7 +316,7 @@ def golden(logits_of, prompt):
 
 def save(folder, name, dtype, config, tensors):
     """Writes weights in one of the formats of published checkpoints."""
-    kept = lambda key, tensor: not tensor.is_floating_point() or tensor.element_size() == 1 or "weight_scale" in key
+    kept = lambda key, tensor: not tensor.is_floating_point() or tensor.element_size() == 1 or key.endswith(("scales", "scale", "scale_inv", "scale_2"))
     tensors = {key: (tensor if kept(key, tensor) else tensor.to(dtype)).contiguous() for key, tensor in tensors.items()}
     if name == "internlm":
         torch.save(tensors, folder / "pytorch_model.bin")

@@ -10,6 +10,8 @@ import torch
 from safetensors.torch import save_file
 from torch.nn import functional
 
+import quantized
+
 
 def variant(name, config, model, tensors):
     """Configuration and tensors as published, and a function from tokens to the logits of the last."""
@@ -36,6 +38,10 @@ def variant(name, config, model, tensors):
         tensors = mxfp4(model, tensors)
         config.quantization_config = {"quant_method": "mxfp4", "modules_to_not_convert": [
             "model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head"]}
+    if name in quantized.FORMS:
+        config.quantization_config, tensors, read = quantized.quantized(name, tensors)
+        model = reloaded(model, read)
+        plain = lambda tokens: model(torch.tensor([tokens])).logits[0, -1]
     if "fp8" in name:
         block = None if name.endswith("channel") else (32, 16)
         model, tensors = fp8(model, tensors, block)
@@ -74,11 +80,17 @@ def fp8(model, tensors, block):
         stored[name] = flat(small.view(torch.uint8)).contiguous().view(torch.float8_e4m3fn)
         stored[name + ("_scale_inv" if block else "_scale")] = scales[:, 0, :, 0].contiguous()
         read[name] = flat(small.float() * scales).bfloat16().float()
+    return reloaded(model, read), stored
+
+
+def reloaded(model, tensors):
+    """The same model with other weights, computing in fp32."""
     with tempfile.TemporaryDirectory() as folder:
-        model.config.save_pretrained(folder)
-        save_file({name: tensor.contiguous() for name, tensor in read.items()}, folder + "/model.safetensors", {"format": "pt"})
+        fields = {key: value for key, value in model.config.to_diff_dict().items() if key != "quantization_config"}
+        type(model.config)(**fields).save_pretrained(folder)
+        save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, folder + "/model.safetensors", {"format": "pt"})
         model = type(model).from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
-    return model.eval(), stored
+    return model.eval()
 
 
 @torch.no_grad()

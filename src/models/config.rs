@@ -62,7 +62,7 @@ pub enum WeightFormat {
     },
     /// AWQ: integers of 4 bits in groups.
     Awq,
-    /// GPTQ: integers of 2, 4 or 8 bits in groups.
+    /// GPTQ: integers of 2, 3, 4 or 8 bits in groups.
     Gptq {
         /// What is added to each stored zero point.
         zero_offset: i32,

@@ -132,8 +132,8 @@ impl Layer<'_> {
         let Some([num_words, _]) = self.stored_shape("qweight") else { return Ok(None) };
         let [rows, cols] = self.shape;
         let is_right = |bits: &usize| (cols * bits).is_multiple_of(32) && num_words == cols * bits / 32;
-        let bits = [2, 4, 8].into_iter().find(is_right).ok_or_else(|| {
-            self.wrong("qweight", &format!("has {num_words} words for {cols} inputs; expected 2, 4 or 8 bits each"))
+        let bits = [2, 3, 4, 8].into_iter().find(is_right).ok_or_else(|| {
+            self.wrong("qweight", &format!("has {num_words} words for {cols} inputs; expected 2, 3, 4 or 8 bits each"))
         })?;
         let words = self.checkpoint.words(&self.name("qweight"), [num_words, rows])?;
         let groups = self.stored_shape("scales").map_or(1, |shape| shape[0]);
@@ -150,7 +150,7 @@ impl Layer<'_> {
         match (dtype("weight_packed"), dtype("weight")) {
             (Some("I32"), _) => self.packed_integers().map(Some),
             (Some("U8"), _) => match dtype("weight_scale") {
-                Some("U8") => self.mxfp4().map(Some),
+                Some(scale @ ("U8" | "F8_E8M0")) => self.mxfp4(scale).map(Some),
                 _ => {
                     let divisor = self.checkpoint.scalar(&self.name("weight_global_scale"))?;
                     self.nvfp4("weight_packed", 1.0 / divisor).map(Some)
@@ -193,11 +193,11 @@ impl Layer<'_> {
         Ok(Arc::new(PackedIntegers { words, bits, scales, has_row_scales, group, zeros, group_of }))
     }
 
-    fn mxfp4(&self) -> Result<Arc<dyn RowSource>, ModelError> {
+    fn mxfp4(&self, scale_dtype: &str) -> Result<Arc<dyn RowSource>, ModelError> {
         let [rows, cols] = self.shape;
         let nibbles = self.checkpoint.bytes(&self.name("weight_packed"), "U8", &[rows, cols / 2])?;
         let shape = [rows, cols / Microscaled::MXFP4_BLOCK];
-        let scales = self.checkpoint.bytes(&self.name("weight_scale"), "U8", &shape)?;
+        let scales = self.checkpoint.bytes(&self.name("weight_scale"), scale_dtype, &shape)?;
         Ok(Arc::new(Microscaled::mxfp4(nibbles, scales, cols)))
     }
 

@@ -197,8 +197,8 @@ fn gptq(quantization: &Fields) -> Result<WeightFormat, ModelError> {
     // The tensors tell the number of bits, the groups, their order and the zero points.
     quantization.ignore(&["bits", "group_size", "desc_act", "sym"]);
     match quantization.get("bits") {
-        Some(bits) if ![json!(2), json!(4), json!(8)].contains(bits) => {
-            return Err(quantization.wrong("bits", "2, 4 or 8", bits));
+        Some(bits) if ![2, 3, 4, 8].map(|bits| json!(bits)).contains(bits) => {
+            return Err(quantization.wrong("bits", "2, 3, 4 or 8", bits));
         }
         _ => {}
     }

@@ -144,8 +144,8 @@ fn a_quantization_that_is_not_read_is_refused_by_name() {
     assert!(rotated.contains("`quantization_config.transform_config` must be empty"), "{rotated}");
     let gemv = refused(json!({"quant_method": "awq", "bits": 4, "version": "gemv"}));
     assert!(gemv.contains("`quantization_config.version` must be `gemm`"), "{gemv}");
-    let three = refused(json!({"quant_method": "gptq", "bits": 3}));
-    assert!(three.contains("`quantization_config.bits` must be 2, 4 or 8"), "{three}");
+    let five = refused(json!({"quant_method": "gptq", "bits": 5}));
+    assert!(five.contains("`quantization_config.bits` must be 2, 3, 4 or 8"), "{five}");
     let marlin = refused(json!({"quant_method": "gptq", "bits": 4, "checkpoint_format": "marlin"}));
     assert!(marlin.contains("`quantization_config.checkpoint_format` must be `gptq` or `gptq_v2`"), "{marlin}");
     let mixed = refused(json!({"quant_method": "modelopt", "quant_algo": "MIXED_PRECISION"}));

@@ -32,6 +32,7 @@ fn estimates_of_the_cpu_are_what_it_takes() {
         "glm4_moe",
         "llama_fp8",
         "qwen3_moe_fp8",
+        "qwen2_gptq",
     ] {
         let dir = golden_dir(case);
         let config = models::Config::from_dir(&dir).unwrap();

@@ -15,7 +15,7 @@ use engine::{SampledToken, SamplingParams};
 use ops::DType;
 use support::{MAX_ROWS, Runner, Sequence, golden_dir, on_group, on_parts};
 
-const CASES: [&str; 77] = [
+const CASES: [&str; 86] = [
     "llama3_gqa",
     "tied_mqa",
     "mha_bias_f32",
@@ -93,6 +93,15 @@ const CASES: [&str; 77] = [
     "llama_fp8",
     "qwen3_moe_fp8",
     "phi3_fp8_channel",
+    "llama_awq",
+    "qwen2_gptq",
+    "llama_gptq_v2",
+    "qwen3_w4a16",
+    "mistral_w5_asym",
+    "phi3_w8a8",
+    "qwen3_nvfp4",
+    "llama_mxfp4",
+    "qwen2_modelopt",
 ];
 
 struct Golden {

@@ -8,13 +8,13 @@ use super::scaled::blocks;
 use super::{StoredMatrix, Words};
 use crate::checkpoint::value::write_bf16;
 
-/// Values of `bits` bits, one behind the other in words, the first in the low bits.
-fn packed(words: Words, row: usize, index: usize, bits: usize) -> u32 {
-    let (word, shift) = (index * bits / 32, index * bits % 32);
-    let low = u64::from(words.get(row, word));
+/// Value `index` of values of `bits` bits that are one behind the other in words, the first in the low bits.
+fn packed(word: impl Fn(usize) -> u32, index: usize, bits: usize) -> i32 {
+    let (first, shift) = (index * bits / 32, index * bits % 32);
+    let low = u64::from(word(first));
     // A value may continue in the next word.
-    let high = if shift + bits > 32 { u64::from(words.get(row, word + 1)) } else { 0 };
-    ((low | high << 32) >> shift) as u32 & ((1 << bits) - 1)
+    let high = if shift + bits > 32 { u64::from(word(first + 1)) } else { 0 };
+    (((low | high << 32) >> shift) as u32 & ((1 << bits) - 1)).cast_signed()
 }
 
 /// compressed-tensors' `pack-quantized`: values of a row are packed along the row, offset by half of their range.
@@ -37,12 +37,7 @@ pub(in crate::checkpoint) struct PackedIntegers {
 impl PackedIntegers {
     fn zero(&self, row: usize, group: usize) -> i32 {
         let Some(zeros) = self.zeros else { return 0 };
-        // The column of words is read from top to bottom.
-        let (word, shift) = (row * self.bits / 32, row * self.bits % 32);
-        let low = u64::from(zeros.get(word, group));
-        let high = if shift + self.bits > 32 { u64::from(zeros.get(word + 1, group)) } else { 0 };
-        let value = ((low | high << 32) >> shift) as u32 & ((1 << self.bits) - 1);
-        value.cast_signed() - (1 << (self.bits - 1))
+        packed(|word| zeros.get(word, group), row, self.bits) - (1 << (self.bits - 1))
     }
 
     fn scale(&self, row: usize, group: usize) -> f32 {
@@ -53,7 +48,7 @@ impl PackedIntegers {
 impl RowSource for PackedIntegers {
     fn read_row(&self, row: usize, cols: Range<usize>, out: &mut [u8]) {
         let half = 1 << (self.bits - 1);
-        let value = |col: usize| packed(self.words, row, col, self.bits).cast_signed() - half;
+        let value = |col: usize| packed(|word| self.words.get(row, word), col, self.bits) - half;
         if let Some(group_of) = self.group_of {
             let values = cols.map(|col| {
                 let group = group_of.get(0, col) as usize;
@@ -100,7 +95,7 @@ impl RowSource for Awq {
     }
 }
 
-/// GPTQ with 2, 4 or 8 bits: the matrix is transposed, and neighbouring inputs share a word.
+/// GPTQ: the matrix is transposed, and neighbouring inputs share a word.
 #[derive(Debug)]
 pub(in crate::checkpoint) struct Gptq {
     /// `[cols * bits / 32, rows]`.
@@ -120,17 +115,16 @@ pub(in crate::checkpoint) struct Gptq {
 
 impl Gptq {
     fn zero_and_scale(&self, row: usize, group: usize) -> (i32, f32) {
-        let zero = packed(self.zeros, group, row, self.bits).cast_signed() + self.zero_offset;
+        let zero = packed(|word| self.zeros.get(group, word), row, self.bits) + self.zero_offset;
+        // A zero point of 0 is stored as the largest number.
+        let zero = zero & ((1 << self.bits) - 1);
         (zero, self.scales.get(group, row) as f32)
     }
 }
 
 impl RowSource for Gptq {
     fn read_row(&self, row: usize, cols: Range<usize>, out: &mut [u8]) {
-        let per_word = 32 / self.bits;
-        let mask = (1 << self.bits) - 1;
-        let value =
-            |col: usize| (self.words.get(col / per_word, row) >> (col % per_word * self.bits) & mask).cast_signed();
+        let value = |col: usize| packed(|word| self.words.get(word, row), col, self.bits);
         if let Some(group_of) = self.group_of {
             let values = cols.map(|col| {
                 let (zero, scale) = self.zero_and_scale(row, group_of.get(0, col) as usize);
