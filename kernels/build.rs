@@ -29,7 +29,8 @@ fn main() {
     println!("cargo:rerun-if-changed=cuda");
     println!("cargo:rerun-if-env-changed=NVRTC_DIR");
     println!("cargo:rerun-if-env-changed=CUDA_HOME");
-    let workspace = Path::new(env!("CARGO_MANIFEST_DIR")).parent().expect("kernels lies in the workspace");
+    let workspace = workspace_dir();
+    watch_nvrtc(workspace_dir());
     let out = PathBuf::from(std::env::var_os("OUT_DIR").expect("cargo sets OUT_DIR")).join("cuda_images.rs");
 
     let nvrtc = match Nvrtc::find(workspace) {
@@ -59,6 +60,25 @@ fn main() {
     }
     code.push_str("];\n");
     write(&out, &code);
+}
+
+fn workspace_dir() -> &'static Path {
+    Path::new(env!("CARGO_MANIFEST_DIR")).parent().expect("kernels lies in the workspace")
+}
+
+/// Builds again when NVRTC appears, changes or goes. Cargo takes a path that does not exist as changed in each build, so the
+/// folder of `scripts/install_nvrtc` is made first, and libraries of the system are watched where they exist.
+fn watch_nvrtc(workspace: &Path) {
+    let unpacked = workspace.join(".cache/nvrtc");
+    // A build in a read-only folder has no such folder to watch.
+    if unpacked.is_dir() || fs::create_dir_all(&unpacked).is_ok() {
+        println!("cargo:rerun-if-changed={}", unpacked.display());
+    }
+    for library in nvrtc::folders(workspace).iter().map(|folder| folder.join(nvrtc::LIBRARY)) {
+        if library.exists() {
+            println!("cargo:rerun-if-changed={}", library.display());
+        }
+    }
 }
 
 fn write(path: &Path, text: &str) {

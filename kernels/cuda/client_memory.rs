@@ -31,7 +31,7 @@ impl ClientMemory {
     /// if the allocation is smaller than `bytes`.
     pub fn open(handle: &IpcHandle, ordinal: usize, bytes: usize) -> Result<Self, CudaError> {
         if !driver_is_present() {
-            return Err(CudaError::NoDriver { reason: "libcuda.so.1 cannot be loaded".into() });
+            return Err(CudaError::NoGpu { reason: "libcuda.so.1 cannot be loaded".into() });
         }
         let context = Context::retain(ordinal)?;
         let current = context.enter()?;

@@ -6,9 +6,9 @@ use cudarc::driver::sys::CUresult;
 #[derive(Debug, thiserror::Error)]
 #[allow(missing_docs)] // Fields are named in the messages.
 pub enum CudaError {
-    /// There is no driver, or it is too old.
-    #[error("no CUDA driver: {reason}")]
-    NoDriver { reason: String },
+    /// There is no driver, it is too old, it shows no GPU, or this build has no kernels.
+    #[error("no usable GPU: {reason}")]
+    NoGpu { reason: String },
     /// This build has no kernels, or none for this device.
     #[error("no kernel `{kernel}` for compute capability {major}.{minor} in this build")]
     NoKernel { kernel: String, major: i32, minor: i32 },

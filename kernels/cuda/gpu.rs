@@ -17,6 +17,19 @@ pub fn driver_is_present() -> bool {
     unsafe { sys::is_culib_present() }
 }
 
+/// The reason, and what to do, where a build has no kernels.
+const NO_KERNELS: &str = "this build has no GPU kernels: run `scripts/install_nvrtc`, then `cargo build --release`";
+
+/// What is wrong with a driver that supports CUDA `driver`, as the driver counts (1000 times the major version plus 10 times the
+/// minor one), for kernels that CUDA `kernels` compiled. Drivers load what any minor version of their own major version compiled.
+fn too_old(driver: i32, kernels: &str) -> Option<String> {
+    let major: i32 = kernels.split('.').next()?.parse().ok()?;
+    (driver / 1000 < major).then(|| {
+        let (found, minor) = (driver / 1000, driver % 1000 / 10);
+        format!("the NVIDIA driver supports CUDA up to {found}.{minor}, but the kernels need CUDA {major}: update the driver")
+    })
+}
+
 /// A GPU with its primary context and all embedded kernels loaded. It exists until the process ends.
 #[derive(Debug)]
 pub struct Gpu {
@@ -40,21 +53,32 @@ unsafe impl Send for Gpu {}
 unsafe impl Sync for Gpu {}
 
 impl Gpu {
-    /// Number of GPUs that the driver shows; 0 without a driver.
-    pub fn count() -> usize {
+    /// Number of GPUs that this process can use; 0 without a driver.
+    ///
+    /// # Errors
+    /// Returns why a driver that is there cannot be used, and what to do: it shows no GPU, it is too old for the kernels, or
+    /// this build has no kernels.
+    pub fn count() -> Result<usize, CudaError> {
+        let none = |reason: String| Err(CudaError::NoGpu { reason });
         if !driver_is_present() {
-            return 0;
+            return Ok(0);
         }
-        let mut count = 0;
-        // SAFETY: the library is present; `count` is writable.
-        unsafe {
-            if sys::cuInit(0) != sys::CUresult::CUDA_SUCCESS
-                || sys::cuDeviceGetCount(&mut count) != sys::CUresult::CUDA_SUCCESS
-            {
-                return 0;
-            }
+        let (mut count, mut driver) = (0, 0);
+        // SAFETY: the library is present; `count` and `driver` are writable.
+        let result = unsafe {
+            check(sys::cuInit(0), "cuInit")
+                .and_then(|()| check(sys::cuDeviceGetCount(&mut count), "cuDeviceGetCount"))
+                .and_then(|()| check(sys::cuDriverGetVersion(&mut driver), "cuDriverGetVersion"))
+        };
+        match (result, usize::try_from(count)) {
+            (Err(error), _) => none(format!("the NVIDIA driver shows no GPU: {error}; see `nvidia-smi`")),
+            (_, Ok(0) | Err(_)) => none("the NVIDIA driver shows no GPU; see CUDA_VISIBLE_DEVICES".to_owned()),
+            (_, Ok(_)) if NVRTC_VERSION.is_none() => none(NO_KERNELS.to_owned()),
+            (_, Ok(count)) => match too_old(driver, NVRTC_VERSION.unwrap_or_default()) {
+                Some(reason) => none(reason),
+                None => Ok(count),
+            },
         }
-        count as usize
     }
 
     /// Opens GPU `ordinal` and loads the kernels.
@@ -63,12 +87,12 @@ impl Gpu {
     /// Returns an error without a driver, without that GPU, or if this build has no kernels for it.
     pub fn open(ordinal: usize) -> Result<Arc<Self>, CudaError> {
         if !driver_is_present() {
-            return Err(CudaError::NoDriver {
+            return Err(CudaError::NoGpu {
                 reason: "libcuda.so.1 cannot be loaded; is the NVIDIA driver installed?".into(),
             });
         }
         if NVRTC_VERSION.is_none() {
-            return Err(CudaError::NoDriver { reason: "this binary was built without CUDA kernels".into() });
+            return Err(CudaError::NoGpu { reason: NO_KERNELS.into() });
         }
         let (mut device, mut context) = (0, std::ptr::null_mut());
         // SAFETY: out pointers are writable; the context is retained until the process ends.
@@ -226,5 +250,18 @@ fn device_name(device: sys::CUdevice) -> Result<String, CudaError> {
         check(sys::cuDeviceGetName(text.as_mut_ptr().cast(), 128, device), "cuDeviceGetName")?;
         let text: CString = CStr::from_ptr(text.as_ptr().cast()).to_owned();
         Ok(text.to_string_lossy().into_owned())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_driver_of_an_older_major_version_is_refused_with_both_versions() {
+        assert_eq!(too_old(13000, "13.0"), None);
+        assert_eq!(too_old(13010, "13.2"), None);
+        let reason = too_old(12080, "13.0").unwrap();
+        assert!(reason.contains("CUDA up to 12.8, but the kernels need CUDA 13: update the driver"), "{reason}");
     }
 }

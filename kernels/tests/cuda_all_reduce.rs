@@ -31,7 +31,7 @@ const PATIENCE_NS: u64 = 5_000_000_000;
 
 #[test]
 fn every_rank_of_a_group_ends_with_the_same_sum_residual_and_norm() {
-    let gpus = Gpu::count();
+    let gpus = Gpu::count().unwrap_or(0);
     if gpus < 2 {
         println!("skipped: {gpus} CUDA devices, 2 are needed");
         return;

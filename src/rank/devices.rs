@@ -6,6 +6,9 @@ use supervision::DeviceChoice;
 use crate::error::RankError;
 use crate::hardware::Hardware;
 
+const NO_DRIVER: &str = "no NVIDIA driver: libcuda.so.1 cannot be loaded; install the driver, or start the container with GPUs \
+                         (`docker run --gpus all`)";
+
 /// The device of the first worker of a node with `num_workers` workers, and the reason for the log. With `pin`, each
 /// CPU thread gets its own core, if there are enough cores and no quota shows that other processes use them.
 pub(crate) fn choose(
@@ -27,27 +30,29 @@ pub(crate) fn choose(
     let cpu_words = format!("CPU with {threads} threads a worker{pinned}");
     let cuda = match device {
         DeviceKind::Cpu => return Ok((cpu, format!("{cpu_words}: as requested"))),
-        DeviceKind::Auto | DeviceKind::Cuda => match (hardware.num_gpus)() {
-            0 => Err("no CUDA driver or device found".to_owned()),
-            found => Ok(found),
-        },
+        DeviceKind::Auto | DeviceKind::Cuda => (hardware.num_gpus)(),
     };
     match (device, cuda) {
-        (_, Ok(found)) if found >= num_workers => {
+        (_, Ok(found)) if found > 0 && found >= num_workers => {
             Ok((DeviceChoice::Cuda { ordinal: 0 }, format!("CUDA: {found} devices for {num_workers} workers")))
         }
         (DeviceKind::Cuda, found) => {
             let reason = match found {
+                Ok(0) => NO_DRIVER.to_owned(),
                 Ok(found) => format!("{found} devices for {num_workers} workers; start with `--world_size={found}`"),
                 Err(reason) => reason,
             };
             Err(RankError::Device { device: "cuda".to_owned(), reason })
         }
+        (_, Ok(0)) => Ok((cpu, format!("{cpu_words}: no NVIDIA driver"))),
         (_, Ok(found)) => {
             let why = format!("only {found} CUDA devices for {num_workers} workers");
             Ok((cpu, format!("{cpu_words}: {why}")))
         }
-        (_, Err(reason)) => Ok((cpu, format!("{cpu_words}: {reason}"))),
+        (_, Err(reason)) => {
+            tracing::warn!("models run on the CPU: {reason}");
+            Ok((cpu, format!("{cpu_words}: {reason}")))
+        }
     }
 }
 
@@ -68,7 +73,7 @@ mod tests {
         }
     }
 
-    fn node(num_gpus: fn() -> usize) -> Hardware {
+    fn node(num_gpus: fn() -> Result<usize, String>) -> Hardware {
         Hardware {
             num_gpus,
             free_gpu_memory: |_| Err("no test asks for free memory".to_owned()),
@@ -83,16 +88,20 @@ mod tests {
     fn gpus_are_chosen_when_each_worker_gets_one() {
         let chosen = |gpus, kind, workers| choose(&node(gpus), kind, Some(1), false, workers);
         for kind in [DeviceKind::Auto, DeviceKind::Cuda] {
-            assert!(matches!(chosen(|| 2, kind, 2), Ok((DeviceChoice::Cuda { ordinal: 0 }, _))), "{kind:?}");
+            assert!(matches!(chosen(|| Ok(2), kind, 2), Ok((DeviceChoice::Cuda { ordinal: 0 }, _))), "{kind:?}");
         }
-        let (device, why) = chosen(|| 2, DeviceKind::Auto, 3).unwrap();
+        let (device, why) = chosen(|| Ok(2), DeviceKind::Auto, 3).unwrap();
         assert!(matches!(device, DeviceChoice::Cpu { threads: 1, .. }), "{device:?}");
         assert!(why.ends_with("only 2 CUDA devices for 3 workers"), "{why}");
-        let error = chosen(|| 2, DeviceKind::Cuda, 3).unwrap_err().to_string();
+        let error = chosen(|| Ok(2), DeviceKind::Cuda, 3).unwrap_err().to_string();
         assert!(error.contains("start with `--world_size=2`"), "{error}");
-        let error = chosen(|| 0, DeviceKind::Cuda, 1).unwrap_err().to_string();
-        assert!(error.contains("no CUDA driver or device found"), "{error}");
-        assert!(matches!(chosen(|| 2, DeviceKind::Cpu, 1), Ok((DeviceChoice::Cpu { .. }, _))));
+        let error = chosen(|| Err("no kernels".to_owned()), DeviceKind::Cuda, 1).unwrap_err().to_string();
+        assert!(error.contains("no kernels"), "{error}");
+        let error = chosen(|| Ok(0), DeviceKind::Cuda, 1).unwrap_err().to_string();
+        assert!(error.contains("no NVIDIA driver: libcuda.so.1 cannot be loaded"), "{error}");
+        let (device, why) = chosen(|| Err("no kernels".to_owned()), DeviceKind::Auto, 1).unwrap();
+        assert!(matches!(device, DeviceChoice::Cpu { .. }) && why.ends_with("no kernels"), "{why}");
+        assert!(matches!(chosen(|| Ok(2), DeviceKind::Cpu, 1), Ok((DeviceChoice::Cpu { .. }, _))));
     }
 
     #[test]
@@ -103,9 +112,9 @@ mod tests {
             other => panic!("{other:?}"),
         };
         let cores = std::thread::available_parallelism().map_or(1, usize::from);
-        assert_eq!(first_core(&node(|| 0), cores), Some(0));
-        assert_eq!(first_core(&node(|| 0), cores + 1), None);
-        let with_quota = Hardware { num_allowed_cores: || usize::MAX, ..node(|| 0) };
+        assert_eq!(first_core(&node(|| Ok(0)), cores), Some(0));
+        assert_eq!(first_core(&node(|| Ok(0)), cores + 1), None);
+        let with_quota = Hardware { num_allowed_cores: || usize::MAX, ..node(|| Ok(0)) };
         assert_eq!(first_core(&with_quota, cores), None);
     }
 }

@@ -9,8 +9,9 @@ use models::EstimateMemory;
 /// Queries of the devices of this node. The program implements them, because this crate does not depend on `device`.
 #[derive(Clone)]
 pub struct Hardware {
-    /// Number of GPUs that the driver shows to this process.
-    pub num_gpus: fn() -> usize,
+    /// Number of GPUs that this process can use, 0 without a driver; or why a driver that is there cannot be used, and what
+    /// to do.
+    pub num_gpus: fn() -> Result<usize, String>,
     /// Name and free bytes of the GPU with this ordinal, or why it cannot be used.
     pub free_gpu_memory: fn(usize) -> Result<(String, u64), String>,
     /// Bytes of the CPU's memory that processes can get without swapping; 0 if unknown.

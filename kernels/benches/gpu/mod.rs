@@ -11,9 +11,16 @@ pub const ROTATED_BYTES: usize = 400 << 20;
 
 /// The first GPU and a queue on it. Prints a message and returns `None` if there is none.
 pub fn open() -> Option<(Arc<Gpu>, Queue)> {
-    if Gpu::count() == 0 {
-        println!("skipped: no CUDA device");
-        return None;
+    match Gpu::count() {
+        Ok(0) => {
+            println!("skipped: no CUDA device");
+            return None;
+        }
+        Err(reason) => {
+            println!("skipped: {reason}");
+            return None;
+        }
+        Ok(_) => {}
     }
     let gpu = Gpu::open(0).expect("a GPU that the driver shows can be opened");
     let queue = Queue::new(&gpu).expect("a queue");

@@ -34,18 +34,28 @@ pub struct Nvrtc {
     _library: Library,
 }
 
+/// File name of the library.
+pub const LIBRARY: &str = "libnvrtc.so.13";
+
+/// Where the library is searched for: `$NVRTC_DIR`, the unpacked wheel in `<workspace>/.cache/nvrtc`, `$CUDA_HOME` and the
+/// usual places.
+pub fn folders(workspace: &Path) -> Vec<PathBuf> {
+    let mut folders = Vec::new();
+    if let Some(folder) = std::env::var_os("NVRTC_DIR") {
+        folders.push(PathBuf::from(folder));
+    }
+    folders.push(workspace.join(".cache/nvrtc/nvidia/cu13/lib"));
+    if let Some(home) = std::env::var_os("CUDA_HOME") {
+        folders.push(PathBuf::from(home).join("lib64"));
+    }
+    folders.extend(["/usr/local/cuda/lib64", "/usr/lib/x86_64-linux-gnu", "/usr/lib64"].map(PathBuf::from));
+    folders
+}
+
 impl Nvrtc {
-    /// Searches `$NVRTC_DIR`, the unpacked wheel in `<workspace>/.cache/nvrtc`, `$CUDA_HOME` and the usual places.
+    /// Loads the library from the first of the [`folders`] that has it.
     pub fn find(workspace: &Path) -> Result<Self, String> {
-        let mut folders = Vec::new();
-        if let Some(folder) = std::env::var_os("NVRTC_DIR") {
-            folders.push(PathBuf::from(folder));
-        }
-        folders.push(workspace.join(".cache/nvrtc/nvidia/cu13/lib"));
-        if let Some(home) = std::env::var_os("CUDA_HOME") {
-            folders.push(PathBuf::from(home).join("lib64"));
-        }
-        folders.extend(["/usr/local/cuda/lib64", "/usr/lib/x86_64-linux-gnu", "/usr/lib64"].map(PathBuf::from));
+        let folders = folders(workspace);
         let mut problems = Vec::new();
         for folder in &folders {
             match Self::load(folder) {
@@ -56,13 +66,13 @@ impl Nvrtc {
         }
         let folders: Vec<String> = folders.iter().map(|f| f.display().to_string()).collect();
         match problems.is_empty() {
-            true => Err(format!("no libnvrtc.so.13 in {}", folders.join(", "))),
+            true => Err(format!("no {LIBRARY} in {}", folders.join(", "))),
             false => Err(problems.join("; ")),
         }
     }
 
     fn load(folder: &Path) -> Result<Option<Self>, String> {
-        let path = folder.join("libnvrtc.so.13");
+        let path = folder.join(LIBRARY);
         if !path.exists() {
             return Ok(None);
         }

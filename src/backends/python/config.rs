@@ -27,7 +27,7 @@ pub struct PythonConfig {
     /// The host of each rank of the world, rank 0 first.
     pub hosts: Vec<String>,
     /// Counts the GPUs of this node. Called only for a model with an instance on each GPU.
-    pub num_gpus: fn() -> usize,
+    pub num_gpus: fn() -> Result<usize, String>,
     /// Models with a process on every rank, unless their configuration says otherwise.
     pub mpi_models: Vec<String>,
     /// Environment variables that models get although their names suggest secrets.
@@ -47,7 +47,7 @@ impl PythonConfig {
             log_verbose: false,
             auto_complete: true,
             hosts: Vec::new(),
-            num_gpus: || 0,
+            num_gpus: || Ok(0),
             mpi_models: vec!["tensorrt_llm".to_owned()],
             pass_environment: Vec::new(),
         }

@@ -136,7 +136,7 @@ fn interpreter(host: &Host, load: &LoadRequest) -> Result<PathBuf, InferError> {
 }
 
 /// The instances of all groups. A group of kind GPU that names no GPU has instances on all GPUs.
-fn places(config: &ModelConfig, num_gpus: fn() -> usize) -> Vec<Place> {
+fn places(config: &ModelConfig, num_gpus: fn() -> Result<usize, String>) -> Vec<Place> {
     let mut places = Vec::new();
     for group in &config.instance_group {
         let kind = match group.kind() {
@@ -158,21 +158,21 @@ fn places(config: &ModelConfig, num_gpus: fn() -> usize) -> Vec<Place> {
     places
 }
 
-fn all_gpus(config: &ModelConfig, num_gpus: usize) -> Vec<i32> {
-    if num_gpus == 0 {
-        tracing::warn!(
-            model = config.name,
-            "KIND_GPU on a machine without a GPU: one instance is started with device id 0"
-        );
-    }
-    (0..num_gpus.max(1)).filter_map(|device| i32::try_from(device).ok()).collect()
+fn all_gpus(config: &ModelConfig, num_gpus: Result<usize, String>) -> Vec<i32> {
+    let found =
+        num_gpus.and_then(|found| if found == 0 { Err("there is no NVIDIA driver".to_owned()) } else { Ok(found) });
+    let num_gpus = found.unwrap_or_else(|reason| {
+        tracing::warn!(model = config.name, "KIND_GPU, but one instance is started with device id 0: {reason}");
+        1
+    });
+    (0..num_gpus).filter_map(|device| i32::try_from(device).ok()).collect()
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
 
-    fn devices(group: &str, num_gpus: fn() -> usize) -> Vec<(&'static str, i32)> {
+    fn devices(group: &str, num_gpus: fn() -> Result<usize, String>) -> Vec<(&'static str, i32)> {
         let json = format!(r#"{{"name": "m", "backend": "python", "instance_group": [{{{group}}}]}}"#);
         let config = repository::from_json("m", &json).unwrap();
         places(&config, num_gpus).iter().map(|place| (place.kind, place.device)).collect()
@@ -186,7 +186,7 @@ mod tests {
         let two = r#""kind": "KIND_GPU", "gpus": [1, 3]"#;
         assert_eq!(devices(two, not_counted), [("GPU", 1), ("GPU", 3)]);
         let all = r#""kind": "KIND_GPU", "count": 2"#;
-        assert_eq!(devices(all, || 2), [("GPU", 0), ("GPU", 0), ("GPU", 1), ("GPU", 1)]);
-        assert_eq!(devices(all, || 0), [("GPU", 0), ("GPU", 0)]);
+        assert_eq!(devices(all, || Ok(2)), [("GPU", 0), ("GPU", 0), ("GPU", 1), ("GPU", 1)]);
+        assert_eq!(devices(all, || Ok(0)), [("GPU", 0), ("GPU", 0)]);
     }
 }

@@ -57,9 +57,12 @@ use rows::Rows;
 
 pub use kernels::cuda::client_memory::ClientMemory;
 
-/// Number of GPUs that the driver shows to this process; 0 without a driver, or in a build without CUDA kernels.
-pub fn num_gpus() -> usize {
-    if kernels::cuda::NVRTC_VERSION.is_some() { Gpu::count() } else { 0 }
+/// Number of GPUs that this process can use; 0 without a driver.
+///
+/// # Errors
+/// Returns why a driver that is there cannot be used, and what to do.
+pub fn num_gpus() -> Result<usize, String> {
+    Gpu::count().map_err(|error| error.to_string())
 }
 
 /// Name and free bytes of a GPU that this process has not opened yet. The context that is opened for this query uses
@@ -153,7 +156,7 @@ pub struct CudaDevice {
 /// Converts an error of the kernels crate.
 fn device_error(error: CudaError) -> DeviceError {
     match error {
-        CudaError::NoDriver { reason } => DeviceError::Unavailable { device: "cuda".into(), reason },
+        CudaError::NoGpu { reason } => DeviceError::Unavailable { device: "cuda".into(), reason },
         CudaError::OutOfMemory { bytes, free, .. } => DeviceError::OutOfMemory {
             device: "cuda".into(),
             what: "a buffer".into(),

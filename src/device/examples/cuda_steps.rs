@@ -342,7 +342,7 @@ fn config(options: &Options) -> CudaConfig {
 
 fn main() -> Result<(), DeviceError> {
     let options = options();
-    if device::cuda::num_gpus() == 0 {
+    if device::cuda::num_gpus().unwrap_or(0) == 0 {
         println!("skipped: no CUDA device");
         return Ok(());
     }
