@@ -26,6 +26,7 @@ pub(crate) fn detach(flags: &WorldFlags, arguments: &[OsString], run_dir: &RunDi
     let log = run_dir.log_file(flags.http_port);
     let file = fs::File::create(&log).with_context(|| format!("cannot write {}", log.display()))?;
     let mut child = Command::new(std::env::current_exe().context("cannot find this program")?)
+        .args(own_words())
         .arg("--detached")
         .args(arguments)
         .stdin(Stdio::null())
@@ -45,7 +46,13 @@ pub(crate) fn detach(flags: &WorldFlags, arguments: &[OsString], run_dir: &RunDi
         log.display(),
         flags.http_port,
     );
+    flags.ready_message.iter().for_each(|message| println!("{message}"));
     Ok(())
+}
+
+/// What precedes the flags on the command line of this process: the name of the sub-command, in `trireme launch`.
+fn own_words() -> Option<OsString> {
+    std::env::args_os().nth(1).filter(|word| word == crate::SUB_COMMAND)
 }
 
 fn wait_until_ready(child: &mut Child, run_dir: &RunDir, timeout: Duration, log: &Path) -> Result<()> {

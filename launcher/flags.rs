@@ -308,6 +308,9 @@ pub struct WorldFlags {
     /// Set by `--detach` for the background process.
     #[arg(long, hide = true)]
     pub detached: bool,
+    /// What to print when the world serves for the first time; set by `trireme serve`.
+    #[arg(long, hide = true, value_name = "TEXT")]
+    pub ready_message: Option<String>,
     /// Flags for every rank, after a bare `--`.
     #[arg(last = true, value_name = "RANK FLAGS")]
     pub rank_flags: Vec<String>,

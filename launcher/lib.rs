@@ -62,7 +62,8 @@ mod systemd;
 mod world;
 
 use std::ffi::OsString;
-use std::path::Path;
+use std::path::{Path, PathBuf};
+use std::process::ExitCode;
 use std::time::Duration;
 
 use anyhow::{Context, Result, bail};
@@ -81,6 +82,21 @@ use systemd::Systemd;
 
 /// Time that requests in flight may take at shutdown when `--exit_timeout` is not given.
 const DEFAULT_EXIT_TIMEOUT_SECS: u64 = 30;
+
+/// The sub-command of `trireme` that is this program.
+pub const SUB_COMMAND: &str = "launch";
+
+/// Runs a command line, program name first, and reports its error.
+pub fn main(line: Vec<OsString>) -> ExitCode {
+    let flags = Flags::parse_from_line(line.iter().cloned()).unwrap_or_else(|error| error.exit());
+    match run(&flags, &line[1..]) {
+        Ok(code) => ExitCode::from(code),
+        Err(error) => {
+            eprintln!("launch: error: {error:#}");
+            ExitCode::FAILURE
+        }
+    }
+}
 
 /// Runs the action in `flags` and returns the exit code. `arguments` are those of this process, without its name.
 pub fn run(flags: &Flags, arguments: &[OsString]) -> Result<u8> {
@@ -111,6 +127,26 @@ pub fn run(flags: &Flags, arguments: &[OsString]) -> Result<u8> {
 /// When the run directory cannot be used.
 pub fn worlds() -> Result<Vec<status::WorldStatus>> {
     Ok(status::collect(&RunDir::open()?))
+}
+
+/// The directory of state files, sockets and logs of this user's worlds.
+///
+/// # Errors
+/// When it cannot be used.
+pub fn run_dir() -> Result<PathBuf> {
+    Ok(RunDir::open()?.path().to_owned())
+}
+
+/// The model repositories that worlds of this user serve on this machine, each with the world's HTTP port.
+///
+/// # Errors
+/// When the run directory cannot be used, or has the state of a world that another version started.
+pub fn served_repositories() -> Result<Vec<(PathBuf, u16)>> {
+    let found = RunDir::open()?.scan();
+    if !found.unknown.is_empty() || found.worlds.iter().any(|world| world.phase == Phase::Other) {
+        bail!("another version of the launcher runs a world; `launch status` shows it");
+    }
+    Ok(found.worlds.into_iter().map(|world| (world.model_repository, world.http_port)).collect())
 }
 
 fn start(flags: &WorldFlags, arguments: &[OsString], run_dir: RunDir) -> Result<u8> {
@@ -249,8 +285,22 @@ fn mpi_of(named: Option<&Path>, is_needed: bool) -> Mpirun {
     }
 }
 
+/// Whether a path that leads to no directory has the form `ORG/NAME`.
+fn is_hub_name(path: &Path) -> bool {
+    let Some(text) = path.to_str().filter(|_| !path.exists()) else { return false };
+    let parts: Vec<&str> = text.split('/').collect();
+    parts.len() == 2 && parts.iter().all(|part| part.starts_with(|first: char| first.is_ascii_alphanumeric()))
+}
+
 /// Checks that the model repository, the server program and `mpirun` exist on this machine.
 fn check(flags: &WorldFlags, site: &Site, plan: &Plan) -> Result<()> {
+    let is_checkpoint = flags.model_repo.join("config.json").is_file();
+    if is_checkpoint || is_hub_name(&flags.model_repo) {
+        let (path, what) = (flags.model_repo.display(), if is_checkpoint { "a checkpoint" } else { "no directory" });
+        bail!(
+            "{path} is {what}, and `launch` takes a model repository; serve a checkpoint or a model of a hub with `trireme serve {path}`"
+        );
+    }
     if !flags.model_repo.is_dir() {
         bail!("there is no model repository at {}; say where it is with --model_repo=DIR", flags.model_repo.display());
     }

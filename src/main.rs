@@ -10,13 +10,19 @@ use std::sync::Arc;
 use bench::BenchArgs;
 use clap::{Arg, Args, Command, FromArgMatches};
 use client::ClientArgs;
+use hub::{PullArgs, RmArgs};
 use lint::{InitArgs, LintArgs};
 use rank::Hardware;
+use serve::ServeArgs;
 use top::TopArgs;
 
 fn main() -> ExitCode {
     let mut args: Vec<_> = std::env::args_os().collect();
-    if args.get(1).is_some_and(|command| command == "rank" || command == "plan") {
+    if args.get(1).is_some_and(|command| command == launcher::SUB_COMMAND) {
+        ipc::end_with_the_reader();
+        return launcher::main(args.split_off(1));
+    }
+    if args.get(1).is_some_and(|command| command == "rank" || command == "plan" || command == "serve") {
         args = rank::with_dashes(args);
     } else if args.get(1).is_some_and(|command| command == "bench") {
         args = bench::with_dashes(args);
@@ -28,6 +34,10 @@ fn main() -> ExitCode {
     let matches = match command().try_get_matches_from(args) {
         Ok(matches) => matches,
         Err(error) if is_rank => return rank::usage_error(&error),
+        Err(error) if serve::advice(&error).is_some() => {
+            eprintln!("error: {}", serve::advice(&error).unwrap_or_default());
+            return ExitCode::from(2);
+        }
         Err(error) => error.exit(),
     };
     let result = match matches.subcommand() {
@@ -40,6 +50,10 @@ fn main() -> ExitCode {
         Some(("lint", matches)) => run_lint(matches),
         Some(("init", matches)) => run_init(matches),
         Some(("top", matches)) => run_top(matches),
+        Some(("serve", matches)) => run_serve(matches),
+        Some(("pull", matches)) => run_pull(matches),
+        Some(("list", _)) => hub::run_list().map(|()| ExitCode::SUCCESS).map_err(anyhow::Error::from),
+        Some(("rm", matches)) => run_rm(matches),
         _ => unreachable!("clap knows the sub-commands"),
     };
     result.unwrap_or_else(|error| {
@@ -64,6 +78,15 @@ fn command() -> Command {
         .about("Serves one language model over many GPUs behind Triton's protocols")
         .subcommand_required(true)
         .arg_required_else_help(true)
+        .subcommand(ServeArgs::augment_args(
+            Command::new("serve").about("Serves a checkpoint or a model of a hub: one command, no repository"),
+        ))
+        .subcommand(PullArgs::augment_args(Command::new("pull").about("Downloads a model from a hub into the cache")))
+        .subcommand(Command::new("list").about("Lists the models in the hub's cache"))
+        .subcommand(RmArgs::augment_args(Command::new("rm").about("Removes a model from the hub's cache")))
+        .subcommand(
+            Command::new(launcher::SUB_COMMAND).about("The same as the program `launch`: starts and runs worlds"),
+        )
         .subcommand(rank::command())
         .subcommand(plan_command())
         .subcommand(Command::new("worker").about("A worker of a rank; started by its rank, never by hand").hide(true))
@@ -157,5 +180,19 @@ fn run_init(matches: &clap::ArgMatches) -> anyhow::Result<ExitCode> {
 
 fn run_top(matches: &clap::ArgMatches) -> anyhow::Result<ExitCode> {
     top::run(&TopArgs::from_arg_matches(matches)?)?;
+    Ok(ExitCode::SUCCESS)
+}
+
+fn run_serve(matches: &clap::ArgMatches) -> anyhow::Result<ExitCode> {
+    serve::run(&ServeArgs::from_arg_matches(matches)?, &hardware())
+}
+
+fn run_pull(matches: &clap::ArgMatches) -> anyhow::Result<ExitCode> {
+    serve::pull(&PullArgs::from_arg_matches(matches)?)?;
+    Ok(ExitCode::SUCCESS)
+}
+
+fn run_rm(matches: &clap::ArgMatches) -> anyhow::Result<ExitCode> {
+    serve::remove(&RmArgs::from_arg_matches(matches)?)?;
     Ok(ExitCode::SUCCESS)
 }

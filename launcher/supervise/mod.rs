@@ -312,6 +312,9 @@ impl Supervisor {
             running.started.elapsed().as_secs_f64()
         );
         eprintln!("launch: {message}");
+        if self.state.times_served == 1 {
+            self.flags.ready_message.iter().for_each(|message| eprintln!("{message}"));
+        }
         self.systemd.ready(&message);
     }
 

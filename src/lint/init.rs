@@ -103,20 +103,47 @@ pub fn init(args: &InitArgs) -> Result<(), LintError> {
     check_values(&args.fill, templates.iter().map(|(_, text)| (*text).to_owned()).collect())?;
     let values = args.fill.clone().or(&defaults(&checkpoint));
     for (model, template) in templates {
-        let version = args.output.join(model).join("1");
-        std::fs::create_dir_all(&version).map_err(failed("making", &version))?;
-        let config = args.output.join(model).join("config.pbtxt");
-        std::fs::write(&config, without_unset(&values.fill(template))).map_err(failed("writing", &config))?;
-        if args.layout.has_weights() {
-            let link = version.join("weights");
-            std::os::unix::fs::symlink(&checkpoint, &link).map_err(failed("linking", &link))?;
-        }
+        let weights = args.layout.has_weights().then_some(checkpoint.as_path());
+        write_model(&args.output.join(model), &without_unset(&values.fill(template)), weights)?;
     }
     let names: Vec<&str> = templates.iter().map(|(model, _)| *model).collect();
     println!("made {} with {}", args.output.display(), names.join(", "));
     println!("look at it:  trireme lint {}", args.output.display());
     println!("serve it:    launch --world_size={} --model_repo={}", num_ranks(&values), args.output.display());
     Ok(())
+}
+
+/// Writes a repository with one model, text in and text out, in the form of layout `llama-python` under any name.
+/// `parameters` are those of the model's `config.pbtxt`.
+///
+/// # Errors
+/// When the checkpoint cannot be served, or a file cannot be written.
+pub fn write_text_repository(
+    output: &Path,
+    model: &str,
+    checkpoint: &Path,
+    parameters: &[(&str, String)],
+) -> Result<(), LintError> {
+    models::Config::from_dir(checkpoint).map_err(|error| LintError::Usage(error.to_string()))?;
+    let checkpoint = std::path::absolute(checkpoint).map_err(failed("finding", checkpoint))?;
+    let [(_, template)] = LintLayout::LlamaPython.templates() else { unreachable!("the layout has one model") };
+    // The directory has the name.
+    let lines = template.lines().filter(|line| !line.starts_with("name:")).map(|line| format!("{line}\n"));
+    let mut text = without_unset(&Values::default().or(&defaults(&checkpoint)).fill(&lines.collect::<String>()));
+    for (key, value) in parameters {
+        text += &format!("parameters {{ key: \"{key}\" value: {{ string_value: \"{value}\" }} }}\n");
+    }
+    write_model(&output.join(model), &text, Some(&checkpoint))
+}
+
+/// Writes a model with the version directory 1, and a link to its checkpoint there.
+fn write_model(dir: &Path, config: &str, weights: Option<&Path>) -> Result<(), LintError> {
+    let (version, path) = (dir.join("1"), dir.join("config.pbtxt"));
+    std::fs::create_dir_all(&version).map_err(failed("making", &version))?;
+    std::fs::write(&path, config).map_err(failed("writing", &path))?;
+    let Some(weights) = weights else { return Ok(()) };
+    let link = version.join("weights");
+    std::os::unix::fs::symlink(weights, &link).map_err(failed("linking", &link))
 }
 
 /// The `tp` of the values; 1 if it is not set.
@@ -237,6 +264,25 @@ mod tests {
                 assert_eq!(repository.model(&name).unwrap().unfilled, Vec::<String>::new(), "{layout:?} {name}");
             }
         }
+    }
+
+    #[test]
+    fn a_repository_of_one_text_model_has_any_name_and_the_given_parameters() {
+        let dir = tempfile::tempdir().unwrap();
+        let parameters = [("tp", "2".to_owned()), ("max_sequence_len", "64".to_owned())];
+        let checkpoint = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../tests/goldens/llama3_gqa");
+        write_text_repository(dir.path(), "Qwen3-0.6B", &checkpoint, &parameters).unwrap();
+        let repository = repository::Repository::open(&[dir.path().to_owned()]).unwrap();
+        assert_eq!(repository.model_names().unwrap(), ["Qwen3-0.6B"]);
+        let source = repository.model("Qwen3-0.6B").unwrap();
+        assert_eq!(
+            (source.config.parameter("tp"), source.config.parameter("max_sequence_len")),
+            (Some("2"), Some("64"))
+        );
+        assert_eq!(source.unfilled, Vec::<String>::new());
+        assert!(dir.path().join("Qwen3-0.6B/1/weights/config.json").is_file());
+        let error = write_text_repository(dir.path(), "m", dir.path(), &[]).unwrap_err().to_string();
+        assert!(error.contains("config.json"), "{error}");
     }
 
     #[test]

@@ -36,7 +36,7 @@ use clap::Args;
 use models::EstimateMemory;
 
 pub use finding::{Finding, Report, Verdict};
-pub use init::{InitArgs, LintLayout, init};
+pub use init::{InitArgs, LintLayout, init, write_text_repository};
 
 /// Why a command failed.
 #[derive(Debug, thiserror::Error)]

@@ -37,6 +37,10 @@ pub struct RankArgs {
     /// Model to load at start (explicit mode); `*` loads all
     #[arg(long, value_name = "NAME")]
     pub load_model: Vec<String>,
+    /// A further name by which clients may request a model: `NAME=MODEL`, as in `org/name=model`; may be given more than once.
+    /// `/v1/models` lists the model by it instead of by its own
+    #[arg(long, value_name = "NAME=MODEL", value_parser = served_name)]
+    pub served_model_name: Vec<(String, String)>,
     /// Seconds between two polls of the repository (poll mode)
     #[arg(long, default_value_t = 15)]
     pub repository_poll_secs: u64,
@@ -273,6 +277,14 @@ fn backend_setting(text: &str) -> Result<String, String> {
     match text.split_once(',') {
         Some(_) => Ok(text.to_owned()),
         None => Err("expected `NAME,KEY=VALUE`".to_owned()),
+    }
+}
+
+/// A name for clients, and the model's own, which has no `=`.
+fn served_name(text: &str) -> Result<(String, String), String> {
+    match text.rsplit_once('=') {
+        Some((name, model)) if !name.is_empty() && !model.is_empty() => Ok((name.to_owned(), model.to_owned())),
+        _ => Err("expected `NAME=MODEL`, with a MODEL of the repository".to_owned()),
     }
 }
 

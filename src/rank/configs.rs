@@ -1,5 +1,6 @@
 //! The configurations of the server's parts, from the command line.
 
+use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -81,6 +82,7 @@ pub(crate) fn server_config(args: &RankArgs) -> ServerConfig {
         },
         strict_readiness: args.strict_readiness,
         limits: args.limits,
+        served_names: args.served_model_name.iter().cloned().collect(),
         load_parallelism: args.model_load_thread_count as usize,
         load_retries: args.model_load_retry_count,
         response_cache_bytes: args.cache_config.max(args.response_cache_byte_size),
@@ -110,7 +112,10 @@ pub(crate) fn front_config(
     let chat_formats =
         args.front.chat_format.parse::<FormatChoice>().map_err(|error| format!("`--chat-format`: {error}"))?;
     let templates = ChatTemplates::new(args.model_repository.clone(), chat_formats);
-    config.chat = front::Chat(Some(Arc::new(Templates(templates.trust_clients(args.trust_request_chat_template)))));
+    config.chat = front::Chat(Some(Arc::new(Templates {
+        templates: templates.trust_clients(args.trust_request_chat_template),
+        served_names: args.served_model_name.iter().cloned().collect(),
+    })));
     config.metrics_options = args.metrics.options()?;
     config.client_devices = Some(Arc::clone(&hardware.client_devices));
     Ok(config)
@@ -139,7 +144,17 @@ fn bound_files(config: &mut front::Config) {
 }
 
 /// Chat templates of the model repository, for the front.
-struct Templates(ChatTemplates);
+struct Templates {
+    templates: ChatTemplates,
+    /// Further names of models, each with the model's own.
+    served_names: BTreeMap<String, String>,
+}
+
+impl Templates {
+    fn model_of<'a>(&'a self, name: &'a str) -> &'a str {
+        self.served_names.get(name).map_or(name, String::as_str)
+    }
+}
 
 impl front::ChatPrompts for Templates {
     fn prompt(&self, model: &str, conversation: &front::Conversation) -> Result<String, serving::InferError> {
@@ -152,11 +167,11 @@ impl front::ChatPrompts for Templates {
             add_generation_prompt: conversation.add_generation_prompt,
             continue_final_message: conversation.continue_final_message,
         };
-        self.0.prompt(model, &request)
+        self.templates.prompt(self.model_of(model), &request)
     }
 
     fn format(&self, model: &str, has_tools: bool) -> Result<Option<Arc<ChatFormat>>, serving::InferError> {
-        self.0.format(model, has_tools)
+        self.templates.format(self.model_of(model), has_tools)
     }
 }
 

@@ -43,7 +43,7 @@ use supervision::WorkerSupervisor;
 pub use args::{RankArgs, command, parse, with_dashes};
 pub use error::RankError;
 pub use hardware::Hardware;
-pub use plan::plan;
+pub use plan::{WorldPlan, plan};
 pub use usage::usage_error;
 
 /// Timeout for the other ranks at the end of the world.

@@ -23,24 +23,78 @@ use crate::hardware::Hardware;
 /// # Errors
 /// When the repository or the device cannot be used.
 pub fn plan(args: &RankArgs, world_size: u32, hardware: &Hardware) -> Result<ExitCode, RankError> {
-    let defaults = llm_defaults(args, hardware, world_size, world_size as usize)?;
-    let devices = (0..world_size as usize)
-        .map(|rank| Free::of(hardware, defaults.device, rank))
-        .collect::<Result<Vec<_>, _>>()?;
-    let planner = Arc::new(PlanFactory::new(defaults, hardware.estimate_memory));
-    let runtime = tokio::runtime::Builder::new_multi_thread().enable_all().build().map_err(RankError::Runtime)?;
-    runtime.block_on(load(args, &planner))?;
-
-    let (plans, failures) = (planner.plans(), planner.failures());
-    plans.iter().for_each(|plan| print!("{}", Table { plan, devices: &devices }));
-    failures.iter().for_each(|failure| println!("{failure}"));
-    if plans.is_empty() && failures.is_empty() {
+    let plan = WorldPlan::new(args, world_size, hardware)?;
+    print!("{plan}");
+    plan.failures.iter().for_each(|failure| println!("{failure}"));
+    if plan.models.is_empty() && plan.failures.is_empty() {
         let places: Vec<_> = args.model_repository.iter().map(|path| path.display().to_string()).collect();
         println!("no language model is in {}", places.join(", "));
     }
-    let least = devices.iter().map(|device| device.bytes).min().unwrap_or(0);
-    let all_fit = plans.iter().all(|plan| plan.missing_bytes(least) == 0);
-    Ok(if all_fit && failures.is_empty() { ExitCode::SUCCESS } else { ExitCode::FAILURE })
+    Ok(if plan.fits() { ExitCode::SUCCESS } else { ExitCode::FAILURE })
+}
+
+/// The memory of the LLMs of a world. `Display` shows a table for each.
+pub struct WorldPlan {
+    /// The LLMs that could be planned.
+    pub models: Vec<ModelPlan>,
+    /// Why the others could not, one line each.
+    pub failures: Vec<String>,
+    devices: Vec<Free>,
+}
+
+impl WorldPlan {
+    /// Plans a world of `world_size` ranks on one node.
+    ///
+    /// # Errors
+    /// When the repository or the device cannot be used.
+    pub fn new(args: &RankArgs, world_size: u32, hardware: &Hardware) -> Result<Self, RankError> {
+        let defaults = llm_defaults(args, hardware, world_size, world_size as usize)?;
+        let devices = (0..world_size as usize).map(|rank| Free::of(hardware, defaults.device, rank));
+        let devices = devices.collect::<Result<_, _>>()?;
+        let planner = Arc::new(PlanFactory::new(defaults, hardware.estimate_memory));
+        let runtime = tokio::runtime::Builder::new_multi_thread().enable_all().build().map_err(RankError::Runtime)?;
+        runtime.block_on(load(args, &planner))?;
+        Ok(Self { models: planner.plans(), failures: planner.failures(), devices })
+    }
+
+    /// Free bytes of the device with the least.
+    pub fn free_bytes(&self) -> u64 {
+        self.devices.iter().map(|device| device.bytes).min().unwrap_or(0)
+    }
+
+    /// Whether every LLM could be planned and fits.
+    pub fn fits(&self) -> bool {
+        self.failures.is_empty() && self.models.iter().all(|plan| plan.missing_bytes(self.free_bytes()) == 0)
+    }
+
+    /// One line for each LLM: what its largest worker takes of its device, and what that allows.
+    pub fn brief(&self) -> Vec<String> {
+        self.models.iter().map(|plan| self.brief_of(plan)).collect()
+    }
+
+    fn brief_of(&self, plan: &ModelPlan) -> String {
+        let free = self.free_bytes();
+        let worker = plan.workers.iter().max_by_key(|worker| worker.weights_bytes);
+        let (weights, block) = worker.map_or((0, 0), |worker| (worker.weights_bytes, worker.block_bytes));
+        let blocks = plan.num_blocks(free);
+        let device = self.devices.first().map_or("", |device| device.name.as_str());
+        let (weights, cache, free) = (size(weights), size(blocks * block), size(free));
+        let shape = shape(plan);
+        let shape = shape.trim_end_matches(", each with:");
+        let mut line = format!("{shape}: weights {weights} and KV cache {cache} of {free} that are free on {device}");
+        if let [None] = plan.engine.windows[..] {
+            let positions = blocks * plan.engine.block_size as u64;
+            let longest = plan.engine.max_sequence_len;
+            let _ = write!(line, "; {positions} tokens of KV cache, {longest} a sequence at most");
+        }
+        line
+    }
+}
+
+impl fmt::Display for WorldPlan {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        self.models.iter().try_for_each(|plan| write!(f, "{}", Table { plan, devices: &self.devices }))
+    }
 }
 
 /// Loads the repository as a server would, with factories that only plan. Models without weights are skipped.

@@ -64,6 +64,20 @@ impl Server {
         &self.lifecycle.registry
     }
 
+    /// The model that clients request by `name`, which is the model's own or one of [`ServerConfig::served_names`].
+    pub fn model_of<'a>(&'a self, name: &'a str) -> &'a str {
+        self.config.served_names.get(name).map_or(name, String::as_str)
+    }
+
+    /// Further names of a model.
+    pub fn names_of<'a>(&'a self, model: &'a str) -> impl Iterator<Item = &'a str> {
+        self.config.served_names.iter().filter(move |(_, its)| *its == model).map(|(name, _)| name.as_str())
+    }
+
+    fn resolve(&self, name: &str, version: &str) -> Result<Arc<ServedModel>, InferError> {
+        self.registry().resolve(self.model_of(name), version)
+    }
+
     /// Loads the models that the control mode names. A model that fails to load does not stop the others.
     ///
     /// # Errors
@@ -146,7 +160,7 @@ impl Server {
             return Err(InferError::unavailable("the server is stopping and takes no new requests"));
         }
         self.config.limits.check_request(&request)?;
-        self.registry().resolve(&request.model_name, &request.model_version)?.infer(request)
+        self.resolve(&request.model_name, &request.model_version)?.infer(request)
     }
 
     /// Properties of a model that generates text; `None` for a model without text generation.
@@ -154,7 +168,7 @@ impl Server {
     /// # Errors
     /// When the model does not serve.
     pub fn generator(&self, model: &str, version: &str) -> Result<Option<Generator>, InferError> {
-        Ok(self.registry().resolve(model, version)?.generator())
+        Ok(self.resolve(model, version)?.generator())
     }
 
     /// Accepts a request to generate text.
@@ -165,7 +179,7 @@ impl Server {
         if self.is_draining.load(Ordering::Relaxed) {
             return Err(InferError::unavailable("the server is stopping and takes no new requests"));
         }
-        self.registry().resolve(&call.model_name, &call.model_version)?.generate(call).map(EventStream)
+        self.resolve(&call.model_name, &call.model_version)?.generate(call).map(EventStream)
     }
 
     /// Accepts a request that a model sends to serve its own request. It is accepted while the server drains too, because it
@@ -174,7 +188,7 @@ impl Server {
     /// # Errors
     /// When the model does not serve, or the request does not fit the model.
     pub fn infer_for_model(&self, request: InferRequest) -> Result<ResponseStream, InferError> {
-        self.registry().resolve(&request.model_name, &request.model_version)?.infer(request)
+        self.resolve(&request.model_name, &request.model_version)?.infer(request)
     }
 
     /// Whether the server runs.
@@ -201,7 +215,7 @@ impl Server {
     pub fn model_is_ready(&self, name: &str, version: &str) -> Result<bool, InferError> {
         let version = parse_version(version)?;
         let is_up = !self.is_draining.load(Ordering::SeqCst);
-        Ok(is_up && self.registry().resolve_number(name, version).is_ok_and(|model| model.is_ready()))
+        Ok(is_up && self.registry().resolve_number(self.model_of(name), version).is_ok_and(|model| model.is_ready()))
     }
 
     /// Like [`Server::model_is_ready`], with the model's own check where it has one, which may take seconds.
@@ -212,7 +226,7 @@ impl Server {
         if !self.model_is_ready(name, version)? {
             return Ok(false);
         }
-        match self.registry().resolve(name, version) {
+        match self.resolve(name, version) {
             Ok(model) => Ok(model.probe().await),
             Err(_) => Ok(false),
         }
@@ -223,7 +237,7 @@ impl Server {
     /// # Errors
     /// When the model does not serve.
     pub fn is_decoupled(&self, name: &str, version: &str) -> Result<bool, InferError> {
-        Ok(self.registry().resolve(name, version)?.is_decoupled)
+        Ok(self.resolve(name, version)?.is_decoupled)
     }
 
     /// Metadata of the server.
@@ -237,9 +251,14 @@ impl Server {
     /// # Errors
     /// When the model does not serve.
     pub fn model_metadata(&self, name: &str, version: &str) -> Result<ModelMetadata, InferError> {
-        let model = self.registry().resolve(name, version)?;
+        let model = self.resolve(name, version)?;
         let versions = match version {
-            "" => self.registry().ready_versions(name).iter().map(|model| model.version.to_string()).collect(),
+            "" => self
+                .registry()
+                .ready_versions(self.model_of(name))
+                .iter()
+                .map(|model| model.version.to_string())
+                .collect(),
             _ => vec![model.version_text.to_string()],
         };
         Ok(ModelMetadata::new(&model.config, versions))
@@ -250,12 +269,12 @@ impl Server {
     /// # Errors
     /// When the model does not serve.
     pub fn model_config(&self, name: &str, version: &str) -> Result<Arc<ModelConfig>, InferError> {
-        Ok(self.registry().resolve(name, version)?.config.clone())
+        Ok(self.resolve(name, version)?.config.clone())
     }
 
     /// Names of the classes of an output, from its `label_filename`; `None` without one.
     pub fn output_labels(&self, name: &str, version: &str, output: &str) -> Option<Arc<[String]>> {
-        self.registry().resolve(name, version).ok()?.labels.get(output).cloned()
+        self.resolve(name, version).ok()?.labels.get(output).cloned()
     }
 
     /// Statistics of a model's version, of all its versions (`version` empty), or of all models (`name` empty too).
@@ -263,7 +282,7 @@ impl Server {
     /// # Errors
     /// When the model does not serve.
     pub fn model_statistics(&self, name: &str, version: &str) -> Result<Vec<ModelStatistics>, InferError> {
-        let models: Vec<Arc<ServedModel>> = match (name, parse_version(version)?) {
+        let models: Vec<Arc<ServedModel>> = match (self.model_of(name), parse_version(version)?) {
             ("", _) => self.registry().all_ready(),
             (name, None) => self.registry().ready_versions(name),
             (name, Some(number)) => {

@@ -1,5 +1,6 @@
 //! The configuration of a server.
 
+use std::collections::BTreeMap;
 use std::path::PathBuf;
 use std::time::Duration;
 
@@ -49,6 +50,8 @@ pub struct ServerConfig {
     pub keeps_recent_durations: bool,
     /// Limits on the contents of one request.
     pub limits: Limits,
+    /// Further names by which clients may request models, each with the name of its model.
+    pub served_names: BTreeMap<String, String>,
 }
 
 impl Default for ServerConfig {
@@ -81,6 +84,7 @@ impl Default for ServerConfig {
             response_cache_bytes: 0,
             keeps_recent_durations: false,
             limits: Limits::default(),
+            served_names: BTreeMap::new(),
         }
     }
 }

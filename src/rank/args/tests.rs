@@ -26,6 +26,16 @@ fn the_response_cache_has_a_size() {
 }
 
 #[test]
+fn models_get_further_names() {
+    let (args, _) = rank_args("rank --model-repo=/m --served_model_name=org/a=b=m --served-model-name a=m").unwrap();
+    let name = |index: usize| (args.served_model_name[index].0.as_str(), args.served_model_name[index].1.as_str());
+    assert_eq!([name(0), name(1)], [("org/a=b", "m"), ("a", "m")]);
+    for wrong in ["a", "=m", "a="] {
+        assert!(rank_args(&format!("rank --model-repo=/m --served-model-name={wrong}")).is_err(), "{wrong}");
+    }
+}
+
+#[test]
 fn unambiguous_prefixes_and_numbers_for_booleans_parse() {
     let (args, _) = rank_args("rank --model-repo=/m --allow-grpc=1 --exit-on=false").unwrap();
     assert!(args.allow_grpc && !args.exit_on_error);

@@ -32,6 +32,7 @@ use std::sync::Arc;
 use http::header::{HeaderName, HeaderValue};
 use http::{Method, StatusCode};
 use hyper::body::Incoming;
+use percent_encoding::percent_decode_str;
 use serde_json::{Value, json};
 
 use crate::api::triton::http::reply::{JSON, Reply, TEXT, reply};
@@ -114,7 +115,9 @@ async fn answer(state: &Arc<State>, head: &http::request::Parts, body: Incoming)
         }
         _ => match path.strip_prefix("/v1/models/").filter(|_| is_get) {
             Some(name) => {
-                models::entry(state, name).map(|entry| json_reply(&entry)).ok_or_else(|| ApiError::no_model(name))
+                // Clients may send the slash of `ORG/NAME` as `%2F`.
+                let name = percent_decode_str(name).decode_utf8_lossy();
+                models::entry(state, &name).map(|entry| json_reply(&entry)).ok_or_else(|| ApiError::no_model(&name))
             }
             None => {
                 let message = format!("Unknown path {path}: there are {PATHS}.");

@@ -14,11 +14,16 @@ pub(super) const PROMPT: [&str; 5] = ["text_input", "prompt", "PROMPT", "INPUT_T
 /// Names of the output with the text.
 pub(super) const ANSWER: [&str; 3] = ["text_output", "response", "OUTPUT_TEXT"];
 
-/// Every ready model that answers text with text.
+/// Every ready model that answers text with text, by its further names if it has any.
 pub(super) fn list(state: &State) -> Value {
-    let mut names: Vec<String> = state.server.repository_index(true).into_iter().map(|entry| entry.name).collect();
-    names.dedup();
-    let entries = names.iter().filter_map(|name| entry(state, name));
+    let mut models: Vec<String> = state.server.repository_index(true).into_iter().map(|entry| entry.name).collect();
+    models.dedup();
+    let names = models.iter().flat_map(|model| {
+        let mut names = state.server.names_of(model).peekable();
+        let own = names.peek().is_none().then_some(model.as_str());
+        names.chain(own)
+    });
+    let entries = names.filter_map(|name| entry(state, name));
     json!({"object": "list", "data": entries.collect::<Vec<_>>()})
 }
 
@@ -29,7 +34,7 @@ pub(super) fn entry(state: &State, name: &str) -> Option<Value> {
     let created = generator.as_ref().map_or(0, |generator| generator.created);
     let mut entry = json!({"id": name, "object": "model", "created": created, "owned_by": "trireme"});
     if let Some(generator) = generator {
-        entry["root"] = json!(name);
+        entry["root"] = json!(state.server.model_of(name));
         entry["max_model_len"] = json!(generator.max_sequence_len);
     }
     Some(entry)

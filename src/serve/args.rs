@@ -1,0 +1,113 @@
+//! The command line of `trireme serve`: few flags, with the names that users of vLLM know.
+
+use clap::Args;
+use clap::error::{ContextKind, ContextValue, ErrorKind};
+use settings::{DeviceKind, WeightPrecision};
+
+/// `trireme serve`
+#[derive(Debug, Clone, Args)]
+pub struct ServeArgs {
+    /// Directory of a Hugging Face checkpoint, or the name of a model on the hub: ORG/NAME, ORG/NAME@REVISION
+    #[arg(value_name = "MODEL")]
+    pub(crate) model: String,
+    /// Branch, tag or commit of a model on the hub
+    #[arg(long, value_name = "REVISION")]
+    pub(crate) revision: Option<String>,
+    /// Names by which clients request the model, in place of ORG/NAME or the directory's
+    #[arg(long, value_name = "NAME", num_args = 1.., value_delimiter = ',')]
+    pub(crate) served_model_name: Vec<String>,
+    /// GPUs that share each layer [default: the smallest number that fits; 1 on CPUs]
+    #[arg(long, visible_alias = "tensor-parallel-size", value_name = "N", value_parser = clap::value_parser!(u32).range(1..=1024))]
+    pub(crate) tp: Option<u32>,
+    /// Stages of layers, each on `--tp` GPUs of its own
+    #[arg(long, visible_alias = "pipeline-parallel-size", value_name = "N", default_value_t = 1, value_parser = clap::value_parser!(u32).range(1..=1024))]
+    pub(crate) pp: u32,
+    /// Copies of the model behind one address, each on `--tp` x `--pp` GPUs of its own
+    #[arg(long, visible_alias = "data-parallel-size", value_name = "N", default_value_t = 1, value_parser = clap::value_parser!(u32).range(1..=1024))]
+    pub(crate) replicas: u32,
+    /// Longest sequence, prompt and answer together, in tokens [default: the model's]
+    #[arg(long, value_name = "TOKENS", value_parser = clap::value_parser!(u32).range(1..))]
+    pub(crate) max_model_len: Option<u32>,
+    /// Most tokens of one step
+    #[arg(long, value_name = "TOKENS", value_parser = clap::value_parser!(u32).range(1..))]
+    pub(crate) max_num_batched_tokens: Option<u32>,
+    /// Share of the memory that is free after loading, for the KV cache [default: 0.9 on GPUs, 0.25 on CPUs]
+    #[arg(long, value_name = "SHARE", value_parser = share)]
+    pub(crate) kv_memory_fraction: Option<f64>,
+    /// Prompts with a common beginning do not share KV blocks
+    #[arg(long)]
+    pub(crate) no_enable_prefix_caching: bool,
+    /// Address to serve on
+    #[arg(long, default_value = "0.0.0.0")]
+    pub(crate) host: String,
+    /// Port of OpenAI's, Anthropic's and Triton's protocols over HTTP
+    #[arg(long, visible_alias = "http-port", default_value_t = 8000, value_parser = clap::value_parser!(u16).range(1..))]
+    pub(crate) port: u16,
+    /// Port of gRPC [default: the one after --port]
+    #[arg(long, value_name = "PORT", value_parser = clap::value_parser!(u16).range(1..))]
+    pub(crate) grpc_port: Option<u16>,
+    /// Port of the metrics [default: the second after --port]
+    #[arg(long, value_name = "PORT", value_parser = clap::value_parser!(u16).range(1..))]
+    pub(crate) metrics_port: Option<u16>,
+    /// Inference needs one of the keys in this file, one a line; TRIREME_API_KEYS holds further keys
+    #[arg(long, value_name = "FILE")]
+    pub(crate) api_key_file: Option<String>,
+    /// Sampling settings of requests that have none: those of the model (`checkpoint`) or OpenAI's (`none`)
+    #[arg(long, value_parser = ["checkpoint", "none"], value_name = "SOURCE")]
+    pub(crate) generation_config: Option<String>,
+    /// How the model writes reasoning and tool calls [default: as its checkpoint says]
+    #[arg(long, value_name = "NAME")]
+    pub(crate) chat_format: Option<String>,
+    /// The device that the model computes on
+    #[arg(long, value_enum, default_value_t = DeviceKind::Auto)]
+    pub(crate) device: DeviceKind,
+    /// Precision of linear layers' weights on CPUs
+    #[arg(long, value_enum, value_name = "PRECISION")]
+    pub(crate) weight_only_precision: Option<WeightPrecision>,
+    /// Serve in the background: return once the model serves; `launch stop` ends it
+    #[arg(long)]
+    pub(crate) detach: bool,
+    /// Seconds in which the model must serve
+    #[arg(long, value_name = "SECONDS")]
+    pub(crate) wait_ready: Option<u64>,
+    /// Print what fits and the command of the world, and start nothing
+    #[arg(long)]
+    pub(crate) dry_run: bool,
+    /// Flags for the server (`trireme rank --help`), after a bare `--`
+    #[arg(last = true, value_name = "RANK FLAGS")]
+    pub(crate) rank_flags: Vec<String>,
+}
+
+fn share(text: &str) -> Result<f64, String> {
+    let share = text.parse().ok().filter(|share| *share > 0.0 && *share <= 1.0);
+    share.ok_or_else(|| "expected a number above 0 and at most 1".to_owned())
+}
+
+/// Flags of other servers, and what to do here.
+const OTHERS: [(&str, &str); 12] = [
+    ("--api-key", "give the keys in a file with `--api-key-file`, or in the variable TRIREME_API_KEYS"),
+    ("--chat-template", "put the template into the checkpoint as `chat_template.jinja`"),
+    ("--cpu-offload-gb", "weights stay on the device; raise `--tp`"),
+    ("--download-dir", "set HF_HUB_CACHE to the directory"),
+    ("--dtype", "leave it out: the model computes in the type of its weights; `--weight-only-precision` is for CPUs"),
+    ("--enable-prefix-caching", "leave it out: it is on"),
+    ("--enforce-eager", "leave it out: a start takes seconds"),
+    ("--gpu-memory-utilization", "`--kv-memory-fraction` is the share of what is free after loading"),
+    (
+        "--max-num-seqs",
+        "leave it out: 128 sequences run at once, others wait; `launch` with a repository of `trireme init` takes other numbers",
+    ),
+    ("--quantization", "leave it out: the checkpoint says how its weights are quantized"),
+    (
+        "--tool-call-parser",
+        "`--chat-format` names the form of reasoning and tool calls, which is found by itself for known models",
+    ),
+    ("--trust-remote-code", "leave it out: code of a checkpoint is never run"),
+];
+
+/// What to do about a flag of another server that `error` refuses.
+pub fn advice(error: &clap::Error) -> Option<String> {
+    let Some(ContextValue::String(flag)) = error.get(ContextKind::InvalidArg) else { return None };
+    let (name, words) = OTHERS.iter().find(|(name, _)| name == flag)?;
+    (error.kind() == ErrorKind::UnknownArgument).then(|| format!("`{name}` is not a flag of `trireme serve`: {words}"))
+}

@@ -1,0 +1,63 @@
+//! The model repository of a world, in the run directory.
+
+use std::fs;
+use std::path::{Path, PathBuf};
+
+use anyhow::{Context as _, Result};
+
+use crate::args::ServeArgs;
+use crate::checkpoint::Checkpoint;
+
+/// How the directory of a repository begins; the number of the process that made it follows.
+const PREFIX: &str = "serve-";
+
+/// Writes the repository of one model, and removes those of worlds that have ended.
+///
+/// # Errors
+/// When the checkpoint cannot be served, or a file cannot be written.
+pub(crate) fn write(args: &ServeArgs, checkpoint: &Checkpoint) -> Result<PathBuf> {
+    let run_dir = launcher::run_dir()?;
+    remove_unused(&run_dir);
+    let dir = run_dir.join(format!("{PREFIX}{}", std::process::id()));
+    if dir.exists() {
+        // One of an ended process with the same number, which `remove_unused` has taken for this one's.
+        fs::remove_dir_all(&dir).with_context(|| format!("cannot remove {}", dir.display()))?;
+    }
+    lint::write_text_repository(&dir, checkpoint.model(), &checkpoint.dir, &parameters(args))?;
+    Ok(dir)
+}
+
+/// Removes a repository that no world will serve.
+pub(crate) fn remove(dir: &Path) {
+    // What is left is removed by the next start.
+    let _ = fs::remove_dir_all(dir);
+}
+
+/// Removes the repositories of ended worlds; none if it is not known which worlds run.
+fn remove_unused(run_dir: &Path) {
+    let Ok(served) = launcher::served_repositories() else { return };
+    for entry in fs::read_dir(run_dir).into_iter().flatten().flatten() {
+        let (name, path) = (entry.file_name(), entry.path());
+        let Some(pid) = name.to_str().and_then(|name| name.strip_prefix(PREFIX)) else { continue };
+        let is_used = Path::new("/proc").join(pid).exists() || served.iter().any(|(repository, _)| *repository == path);
+        if !is_used {
+            remove(&path);
+        }
+    }
+}
+
+/// The parameters of the model.
+fn parameters(args: &ServeArgs) -> Vec<(&'static str, String)> {
+    let number = |number: u32| Some(number.to_string());
+    let parameters = [
+        ("tp", args.tp.and_then(number)),
+        ("pp", number(args.pp)),
+        ("replicas", number(args.replicas)),
+        ("max_sequence_len", args.max_model_len.and_then(number)),
+        ("max_num_tokens", args.max_num_batched_tokens.and_then(number)),
+        ("kv_cache_free_gpu_mem_fraction", args.kv_memory_fraction.map(|share| share.to_string())),
+        ("enable_kv_cache_reuse", args.no_enable_prefix_caching.then(|| "false".to_owned())),
+        ("chat_format", args.chat_format.clone()),
+    ];
+    parameters.into_iter().filter_map(|(key, value)| Some((key, value?))).collect()
+}
