@@ -12,12 +12,9 @@
 // bound    memory, 2 N K bytes; sm90_skinny_gemm.cu is closer to this bound
 // test     tests/cuda_skinny_gemm.rs: each element within 2^-8 relative of its own value plus K 2^-24 of the sum of
 //          magnitudes
-#include "activation.cuh"
-#include "mma.cuh"
+#include "simple_gemm.cuh"
 
-constexpr int WARPS = 8, ROWS = 16, RUN = 32;
-
-enum Epilogue : i32 { STORE = 0, STORE_F32 = 1, SILU = 2, GELU = 3 };
+constexpr int RUN = 32;
 
 // One run of 32 columns of rows g and g + 8; zero outside the matrix.
 __device__ __forceinline__ void load_run(uint4 (&w)[2], const bf16* const (&rows)[2], u32 column, u32 k) {
@@ -40,15 +37,6 @@ __device__ __forceinline__ void multiply(float (&acc)[NT / 8][4], const uint4 (&
     }
 }
 
-// Sum over the warps for element (m, n) of the tile.
-template <int NT>
-__device__ __forceinline__ float tile_sum(const float* partial, int m, int n) {
-    float sum = 0.0f;
-#pragma unroll
-    for (int w = 0; w < WARPS; ++w) sum += partial[(w * NT + m) * (ROWS + 1) + n];
-    return sum;
-}
-
 template <int NT>
 __device__ __forceinline__ void skinny_gemm(void* y, const bf16* x, const bf16* w, const bf16* bias, u32 m, u32 n, u32 k,
                                             i32 epilogue) {
@@ -69,30 +57,7 @@ __device__ __forceinline__ void skinny_gemm(void* y, const bf16* x, const bf16* 
 #pragma unroll
         for (int i = 0; i < AHEAD; ++i) multiply<NT>(acc, a[i], x, m, (run + i * WARPS) * RUN + 8 * t, k, g);
     }
-#pragma unroll
-    for (int j = 0; j < NT / 8; ++j) {
-#pragma unroll
-        for (int e = 0; e < 4; ++e) {
-            partial[(warp * NT + 8 * j + 2 * t + e % 2) * (ROWS + 1) + g + e / 2 * 8] = acc[j][e];
-        }
-    }
-    __syncthreads();
-
-    const int columns = epilogue < SILU ? ROWS : ROWS / 2;
-    for (u32 i = threadIdx.x; i < m * columns; i += blockDim.x) {
-        const int row = i / columns, c = i % columns;
-        if (n0 + c >= n) continue;
-        float v = tile_sum<NT>(partial, row, c) + (bias ? to_f32(bias[n0 + c]) : 0.0f);
-        if (epilogue >= SILU) {
-            const float up = tile_sum<NT>(partial, row, c + 8) + (bias ? to_f32(bias[n0 + c + 8]) : 0.0f);
-            v = (epilogue == SILU ? silu(v) : gelu_tanh(v)) * up;
-            ((bf16*)y)[(u64)row * (n / 2) + n0 / 2 + c] = to_bf16(v);
-        } else if (epilogue == STORE_F32) {
-            ((float*)y)[(u64)row * n + n0 + c] = v;
-        } else {
-            ((bf16*)y)[(u64)row * n + n0 + c] = to_bf16(v);
-        }
-    }
+    store_tile<NT>(partial, acc, y, bias, m, n, n0, epilogue);
 }
 
 #define SKINNY_GEMM(NT)                                                                                                \

@@ -55,7 +55,7 @@ impl Epilogue {
         }
     }
 
-    fn output_bytes(self, rows: usize, n: usize) -> usize {
+    pub(super) fn output_bytes(self, rows: usize, n: usize) -> usize {
         match self {
             Epilogue::Store => rows * n * 2,
             Epilogue::StoreF32 => rows * n * 4,
@@ -147,7 +147,7 @@ pub fn skinny_gemm_split(
 
     let weight_map = TensorMap::matrix(linear.weight, linear.n, linear.k, TILE, SLICE)?;
     let x_map = TensorMap::matrix(x, rows, linear.k, width, SLICE)?;
-    let output = output_argument(y, linear, rows, epilogue.code());
+    let output = output_argument(y, linear.bias, rows, linear.n, epilogue.code());
     let args = [
         Arg::Bytes(weight_map.bytes()),
         Arg::Bytes(x_map.bytes()),
@@ -209,12 +209,8 @@ pub(super) fn check(y: Span, x: Span, linear: &LinearWeight, rows: usize, epilog
 }
 
 /// `Output` of the kernel: y, bias, m, n, epilogue, pitch.
-fn output_argument(y: Span, linear: &LinearWeight, rows: usize, epilogue: u32) -> [u8; 32] {
-    let words: [u64; 4] = [
-        y.address(),
-        linear.bias.address(),
-        rows as u64 | (linear.n as u64) << 32,
-        u64::from(epilogue) | (linear.n as u64) << 32,
-    ];
+pub(super) fn output_argument(y: Span, bias: Span, rows: usize, n: usize, epilogue: u32) -> [u8; 32] {
+    let words: [u64; 4] =
+        [y.address(), bias.address(), rows as u64 | (n as u64) << 32, u64::from(epilogue) | (n as u64) << 32];
     bytemuck::cast(words)
 }

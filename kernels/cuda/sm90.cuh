@@ -145,6 +145,57 @@ __device__ __forceinline__ void wgmma_n256(float* d, u64 a, u64 b) {
         : "l"(a), "l"(b));
 }
 
+// The same with A in registers: `a` has this thread's rows g and g + 8 in columns 2t, 2t + 1 (a[0], a[1]) and 2t + 8, 2t + 9
+// (a[2], a[3]), two bf16 each. Without `add`, D is overwritten. The registers may not change before wgmma_wait.
+__device__ __forceinline__ void wgmma_registers_n8(float* d, const u32* a, u64 b, i32 add) {
+    asm volatile(
+        "{\n"
+        ".reg .pred p;\n"
+        "setp.ne.s32 p, %9, 0;\n"
+        "wgmma.mma_async.sync.aligned.m64n8k16.f32.bf16.bf16 "
+        "{%0, %1, %2, %3}, {%4, %5, %6, %7}, %8, p, 1, 1, 0;\n"
+        "}\n"
+        : F4(0)
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(add));
+}
+
+__device__ __forceinline__ void wgmma_registers_n16(float* d, const u32* a, u64 b, i32 add) {
+    asm volatile(
+        "{\n"
+        ".reg .pred p;\n"
+        "setp.ne.s32 p, %13, 0;\n"
+        "wgmma.mma_async.sync.aligned.m64n16k16.f32.bf16.bf16 "
+        "{%0, %1, %2, %3, %4, %5, %6, %7}, {%8, %9, %10, %11}, %12, p, 1, 1, 0;\n"
+        "}\n"
+        : F4(0), F4(4)
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(add));
+}
+
+__device__ __forceinline__ void wgmma_registers_n32(float* d, const u32* a, u64 b, i32 add) {
+    asm volatile(
+        "{\n"
+        ".reg .pred p;\n"
+        "setp.ne.s32 p, %21, 0;\n"
+        "wgmma.mma_async.sync.aligned.m64n32k16.f32.bf16.bf16 "
+        "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15}, {%16, %17, %18, %19}, %20, p, 1, 1, 0;\n"
+        "}\n"
+        : F16(0)
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(add));
+}
+
+__device__ __forceinline__ void wgmma_registers_n64(float* d, const u32* a, u64 b, i32 add) {
+    asm volatile(
+        "{\n"
+        ".reg .pred p;\n"
+        "setp.ne.s32 p, %37, 0;\n"
+        "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 "
+        "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
+        "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31}, {%32, %33, %34, %35}, %36, p, 1, 1, 0;\n"
+        "}\n"
+        : F16(0), F16(16)
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(add));
+}
+
 #undef F4
 #undef F16
 
@@ -157,4 +208,13 @@ __device__ __forceinline__ void wgmma(float* d, u64 a, u64 b) {
     if constexpr (N == 64) wgmma_n64(d, a, b);
     if constexpr (N == 128) wgmma_n128(d, a, b);
     if constexpr (N == 256) wgmma_n256(d, a, b);
+}
+
+template <int N>
+__device__ __forceinline__ void wgmma_registers(float* d, const u32* a, u64 b, i32 add) {
+    static_assert(N == 8 || N == 16 || N == 32 || N == 64, "wgmma_registers: a width this file has");
+    if constexpr (N == 8) wgmma_registers_n8(d, a, b, add);
+    if constexpr (N == 16) wgmma_registers_n16(d, a, b, add);
+    if constexpr (N == 32) wgmma_registers_n32(d, a, b, add);
+    if constexpr (N == 64) wgmma_registers_n64(d, a, b, add);
 }

@@ -47,6 +47,28 @@ __device__ __forceinline__ void store_partial(float* partial, const float* acc) 
     }
 }
 
+// Sums of a tile over the cluster's blocks and their groups. A block stores its own as [GROUPS][MT][PITCH] f32; a row
+// of them belongs to a row of x, and MT rows fit.
+template <int MT, int GROUPS>
+struct Reducer {
+    u32 partial;  // shared address; it is the same in the other blocks
+    i32 parts;
+
+    __device__ float4 sum(int m, int r) const {
+        float4 total = make_float4(0.f, 0.f, 0.f, 0.f);
+        const u32 offset = (u32)(m * PITCH + r) * 4;
+        for (int p = 0; p < parts; ++p) {
+            const u32 there = cluster_map(partial + offset, p);
+#pragma unroll
+            for (int g = 0; g < GROUPS; ++g) {
+                const float4 v = cluster_load(there + g * MT * PITCH * 4);
+                total.x += v.x, total.y += v.y, total.z += v.z, total.w += v.w;
+            }
+        }
+        return total;
+    }
+};
+
 enum Epilogue : i32 { STORE = 0, STORE_F32 = 1, SILU = 2, GELU = 3 };
 
 struct Output {
@@ -97,5 +119,15 @@ __device__ __forceinline__ void store_gated(const Parts& parts, const Output& ou
         const float4 v = out.epilogue == SILU ? gated<silu>(gate, up) : gated<gelu_tanh>(gate, up);
         const int column = n / 16 * 8 + n % 16;
         *reinterpret_cast<uint2*>((bf16*)out.y + (i64)m * (out.n / 2) + column) = pack4(v);
+    }
+}
+
+// Either of both, as the epilogue says.
+template <class Parts>
+__device__ __forceinline__ void store_rows(const Parts& parts, const Output& out, i32 n0, i32 first, i32 count, int threads) {
+    if (out.epilogue < SILU) {
+        store_tile(parts, out, n0, first, count, threads);
+    } else {
+        store_gated(parts, out, n0, first, count, threads);
     }
 }

@@ -40,28 +40,6 @@ __device__ __forceinline__ void produce(const R& ring, const TensorMap* w_map, c
     }
 }
 
-// Sums of a tile over the cluster's blocks and their groups. A block stores its own as [GROUPS][MT][PITCH] f32; a row
-// of them belongs to a row of x, and MT rows fit.
-template <int MT, int GROUPS>
-struct Reducer {
-    u32 partial;  // shared address; it is the same in the other blocks
-    i32 parts;
-
-    __device__ float4 sum(int m, int r) const {
-        float4 total = make_float4(0.f, 0.f, 0.f, 0.f);
-        const u32 offset = (u32)(m * PITCH + r) * 4;
-        for (int p = 0; p < parts; ++p) {
-            const u32 there = cluster_map(partial + offset, p);
-#pragma unroll
-            for (int g = 0; g < GROUPS; ++g) {
-                const float4 v = cluster_load(there + g * MT * PITCH * 4);
-                total.x += v.x, total.y += v.y, total.z += v.z, total.w += v.w;
-            }
-        }
-        return total;
-    }
-};
-
 // Multiplies every GROUPS-th slice when it has arrived.
 template <int NT, int GROUPS>
 __device__ __forceinline__ void consume(const Ring<TILE, NT>& ring, i32 count, i32 group, float* acc) {
@@ -111,12 +89,7 @@ __device__ __forceinline__ void skinny_gemm(const TensorMap* w_map, const Tensor
     float* partial = reinterpret_cast<float*>(dynamic + (aligned - raw)) + group * NT * PITCH;
     if (threadIdx.x < CONSUMERS) store_partial<NT>(partial, acc);
     cluster_sync();
-    const i32 rows = TILE / parts;
-    if (out.epilogue < SILU) {
-        store_tile(reducer, out, n0, part * rows, rows, blockDim.x);
-    } else {
-        store_gated(reducer, out, n0, part * rows, rows, blockDim.x);
-    }
+    store_rows(reducer, out, n0, part * (TILE / parts), TILE / parts, blockDim.x);
     cluster_sync();  // no block may exit while another reads its partial sums
 }
 

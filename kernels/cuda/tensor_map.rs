@@ -8,8 +8,11 @@ use super::error::{check, ensure};
 use super::{CudaError, Span};
 
 const OP: &str = "tensor_map";
+/// Type and bytes of an element.
+const BF16: (sys::CUtensorMapDataType, usize) = (sys::CUtensorMapDataType::CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 2);
+const BYTES: (sys::CUtensorMapDataType, usize) = (sys::CUtensorMapDataType::CU_TENSOR_MAP_DATA_TYPE_UINT8, 1);
 
-/// A bf16 matrix and the box that one copy fetches, with the 128-byte swizzle; elements outside the matrix are zero.
+/// A matrix of bf16 or bytes and the box that one copy fetches, with the 128-byte swizzle; elements outside the matrix are zero.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct TensorMap(sys::CUtensorMap);
 
@@ -22,7 +25,18 @@ impl TensorMap {
         box_rows: usize,
         box_cols: usize,
     ) -> Result<Self, CudaError> {
-        Self::encode(matrix, [cols, rows], [cols * 2], [box_cols, box_rows])
+        Self::encode(matrix, BF16, [cols, rows], [cols * 2], [box_cols, box_rows])
+    }
+
+    /// The same for a matrix of bytes.
+    pub(crate) fn bytes_matrix(
+        matrix: Span,
+        rows: usize,
+        cols: usize,
+        box_rows: usize,
+        box_cols: usize,
+    ) -> Result<Self, CudaError> {
+        Self::encode(matrix, BYTES, [cols, rows], [cols], [box_cols, box_rows])
     }
 
     /// `matrix` `[rows, cols]`, contiguous, as panels of 64 columns. A box has `box_rows` rows of all panels, one panel
@@ -30,19 +44,20 @@ impl TensorMap {
     pub(crate) fn panels(matrix: Span, rows: usize, cols: usize, box_rows: usize) -> Result<Self, CudaError> {
         ensure!(OP, cols.is_multiple_of(64), "{cols} columns are not panels of 64");
         let panels = cols / 64;
-        Self::encode(matrix, [64, rows, panels], [cols * 2, 128], [64, box_rows, panels])
+        Self::encode(matrix, BF16, [64, rows, panels], [cols * 2, 128], [64, box_rows, panels])
     }
 
     /// Sizes of the dimensions and of a box in elements, innermost first, and strides of all but the innermost in
     /// bytes.
     fn encode<const N: usize, const M: usize>(
         matrix: Span,
+        (dtype, element_bytes): (sys::CUtensorMapDataType, usize),
         dims: [usize; N],
         strides: [usize; M],
         boxes: [usize; N],
     ) -> Result<Self, CudaError> {
         const { assert!(M + 1 == N, "the innermost dimension has no stride") };
-        ensure!(OP, boxes[0] * 2 <= 128 && boxes.iter().all(|size| (1..=256).contains(size)), "a box of {boxes:?}");
+        ensure!(OP, boxes[0] * element_bytes <= 128 && boxes.iter().all(|size| (1..=256).contains(size)), "a box of {boxes:?}");
         let aligned = strides.iter().all(|stride| stride.is_multiple_of(16)) && matrix.is_aligned(16);
         ensure!(OP, aligned, "rows do not start at multiples of 16 bytes");
         // SAFETY: a map is plain data, written below.
@@ -53,7 +68,7 @@ impl TensorMap {
         let code = unsafe {
             sys::cuTensorMapEncodeTiled(
                 &mut map,
-                sys::CUtensorMapDataType::CU_TENSOR_MAP_DATA_TYPE_BFLOAT16,
+                dtype,
                 N as u32,
                 matrix.address() as *mut c_void,
                 dims.as_ptr(),

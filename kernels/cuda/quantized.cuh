@@ -1,0 +1,88 @@
+// Quantized weights: how their codes lie in memory, and how they become bf16.
+//
+// codes    e4m3: one byte a column, a slice is 128 columns; u4: half a byte a column, a slice is 256 columns. A row of
+//          a slice is 128 bytes. Its chunk 2 t + h of 16 bytes has what thread t of four in a row of a matrix product
+//          needs in one half of the steps of 16 columns: columns 2 t, 2 t + 1, 2 t + 8 and 2 t + 9 of each step. An
+//          e4m3 word has one step, its bytes in the order 2 t, 2 t + 8, 2 t + 1, 2 t + 9. A u4 word has two steps, the
+//          first in the nibbles 0, 4, 1, 5, the second in 2, 6, 3, 7 (columns in order). packing.rs writes this.
+// scales   described by `Format` in quantized_gemm.rs
+#pragma once
+#include "common.cuh"
+
+enum Format : i32 { FP8_ROWS = 0, FP8_BLOCKS = 1, INT4_128 = 2, INT4_32 = 3 };
+
+template <int FORMAT>
+struct Codes {
+    static constexpr bool IS_FP8 = FORMAT == FP8_ROWS || FORMAT == FP8_BLOCKS;
+    static constexpr int COLUMNS = IS_FP8 ? 128 : 256;  // of a slice
+    static constexpr int STEPS = COLUMNS / 16;
+    static constexpr int GROUP_STEPS = FORMAT == INT4_32 ? 2 : 8;  // steps of 16 columns with the same scale
+    static constexpr int GROUPS = STEPS / GROUP_STEPS;
+};
+
+// A scale of a group of u4 codes: f16 or bf16.
+__device__ __forceinline__ float group_scale(u16 bits, bool is_f16) {
+    float f;
+    if (!is_f16) return __uint_as_float((u32)bits << 16);
+    asm("cvt.f32.f16 %0, %1;" : "=f"(f) : "h"(bits));
+    return f;
+}
+
+// The value of an e4m3 code. Exponents of e4m3 have a bias of 7, those of f32 one of 127.
+__device__ __forceinline__ float e4m3_value(u32 code) {
+    return __uint_as_float((code & 0x80) << 24 | (code & 0x7f) << 20) * 0x1p120f;
+}
+
+// a * b + c, two bf16 each.
+__device__ __forceinline__ u32 multiply_add_bf16x2(u32 a, u32 b, u32 c) {
+    u32 r;
+    asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(r) : "r"(a), "r"(b), "r"(c));
+    return r;
+}
+
+// The four e4m3 codes of a word as bf16: columns 2 t, 2 t + 1 in `low`, 2 t + 8, 2 t + 9 in `high`. bf16 holds every
+// value exactly, also those that are subnormal before the product.
+__device__ __forceinline__ void expand_e4m3(u32 word, u32& low, u32& high) {
+    constexpr u32 SIGN = 0x80008000u, REST = 0x07f007f0u, TWO_TO_120 = 0x7b807b80u, MINUS_ZERO = 0x80008000u;
+    low = multiply_add_bf16x2(((word << 8) & SIGN) | ((word << 4) & REST), TWO_TO_120, MINUS_ZERO);
+    high = multiply_add_bf16x2((word & SIGN) | ((word >> 4) & REST), TWO_TO_120, MINUS_ZERO);
+}
+
+constexpr u32 U4_BASE = 0x43004300u;  // 128 twice; the lowest bits of its mantissa are units
+
+// What expand_u4 takes for a zero point up to 16.
+__device__ __forceinline__ u32 negative_zero_point(u32 zero) { return (U4_BASE | 0x80008000u) + zero * 0x10001u; }
+
+// Half of the eight u4 codes of a word, less their zero point: `zero` is -(128 + zero point) twice.
+__device__ __forceinline__ void expand_u4(u32 word, int step, u32 zero, u32& low, u32& high) {
+    constexpr u32 ONE = 0x3f803f80u;
+    low = multiply_add_bf16x2(((word >> (8 * step)) & 0x000f000fu) | U4_BASE, ONE, zero);
+    high = multiply_add_bf16x2(((word >> (8 * step + 4)) & 0x000f000fu) | U4_BASE, ONE, zero);
+}
+
+// The scales and zero points of a thread's two rows, g and g + 8 of a warp's 16, in one group of columns.
+struct RowScales {
+    float first, second;
+    u32 first_zero, second_zero;  // as expand_u4 takes them
+};
+
+// The fragment of a step of 16 columns: `words` has the 32 bytes of a thread's two rows.
+template <int FORMAT>
+__device__ __forceinline__ void expand(u32* a, const u32 (*words)[8], int step, const RowScales& scales) {
+    if constexpr (Codes<FORMAT>::IS_FP8) {
+        expand_e4m3(words[0][step], a[0], a[2]);
+        expand_e4m3(words[1][step], a[1], a[3]);
+    } else {
+        expand_u4(words[0][step / 2], step % 2, scales.first_zero, a[0], a[2]);
+        expand_u4(words[1][step / 2], step % 2, scales.second_zero, a[1], a[3]);
+    }
+}
+
+// Scales and zero points of a weight.
+struct Meta {
+    const u8* values;
+    i32 bytes;  // of a tile and slice; 0 for FP8_ROWS, whose scales belong to rows
+    i32 is_f16;
+};
+
+constexpr i32 SCALE_TILE = 64;  // rows whose scales lie together

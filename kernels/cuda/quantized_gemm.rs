@@ -1,0 +1,194 @@
+//! Linear layers with weights in 8 or 4 bits for few rows, bound by memory bandwidth, and the expansion of such weights
+//! to bf16. Kernels: `sm90_quantized_gemm.cu`, `quantized_gemm.cu` on other GPUs, `dequantize.cu`.
+
+use half::bf16;
+
+use super::error::ensure;
+pub use super::packed_weight::{PackedFormat, PackedWeight, TILE};
+use super::skinny_gemm::{Epilogue, GATE_GROUP, MAX_ROWS, output_argument, width_for};
+use super::tensor_map::TensorMap;
+use super::{Arg, CudaError, Gpu, Launch, Queue, Span};
+
+const OP: &str = "quantized_gemm";
+/// Columns of `x` in a box of the copy engine: 128 bytes.
+const BOX: usize = 64;
+
+/// Number of rows of `x` up to which a kernel with four warpgroups exists.
+const MAX_WIDTH_OF_FOUR: usize = 32;
+
+/// How the kernel divides the work.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct QuantizedSplit {
+    /// Number of parts of K, which is the number of blocks in a cluster: 1, 2, 4 or 8.
+    pub parts: usize,
+    /// Number of warpgroups of a block that multiply slices of K in turn: 2 or 4.
+    pub groups: usize,
+    /// Shared memory of a block for the ring of slices, in bytes.
+    pub ring_bytes: usize,
+}
+
+impl QuantizedSplit {
+    /// The division for a shape, by measurement (kernels/README.md). It determines the order of summation, so it
+    /// depends on the number of rows only where there are more than 32.
+    pub fn for_shape(n: usize, slices: usize, rows: usize) -> Self {
+        let tiles = n.div_ceil(TILE);
+        let parts = match tiles {
+            _ if slices < 8 => 1,
+            0..34 => 4,
+            34..300 => 2,
+            _ => 1,
+        };
+        let (groups, ring_bytes) = match tiles * parts {
+            0..133 => (if rows > MAX_WIDTH_OF_FOUR { 2 } else { 4 }, 200 << 10),
+            _ if rows > 32 => (2, 100 << 10),
+            _ => (2, 64 << 10),
+        };
+        Self { parts, groups, ring_bytes }
+    }
+}
+
+/// Whether this GPU and this build have the fast kernel.
+pub fn has_hopper_kernel(gpu: &Gpu) -> bool {
+    gpu.capability().0 == 9 && gpu.has_kernel("sm90_quantized_gemm_fp8_rows_m8_g2")
+}
+
+/// `y = x @ weight^T + bias` for `x [rows, k]`, `rows` at most [`MAX_ROWS`]. The result of a row does not depend on the
+/// other rows.
+pub fn quantized_gemm(
+    q: &Queue,
+    y: Span,
+    x: Span,
+    weight: &PackedWeight,
+    rows: usize,
+    epilogue: Epilogue,
+) -> Result<(), CudaError> {
+    if has_hopper_kernel(q.gpu()) {
+        let split = QuantizedSplit::for_shape(weight.n, weight.format.slices(weight.k), rows);
+        quantized_gemm_split(q, y, x, weight, rows, epilogue, split)
+    } else {
+        quantized_gemm_simple(q, y, x, weight, rows, epilogue)
+    }
+}
+
+/// [`quantized_gemm`] on Hopper with a given division.
+pub fn quantized_gemm_split(
+    q: &Queue,
+    y: Span,
+    x: Span,
+    weight: &PackedWeight,
+    rows: usize,
+    epilogue: Epilogue,
+    split: QuantizedSplit,
+) -> Result<(), CudaError> {
+    check_product(y, x, weight, rows, epilogue)?;
+    let PackedWeight { codes, bias, n, k, format, .. } = *weight;
+    let QuantizedSplit { parts, groups, ring_bytes } = split;
+    ensure!(OP, matches!(parts, 1 | 2 | 4 | 8), "K in {parts} parts; expected 1, 2, 4 or 8");
+    ensure!(OP, matches!(groups, 2 | 4), "{groups} groups; expected 2 or 4");
+    let width = width_for(rows);
+    ensure!(OP, groups == 2 || width <= MAX_WIDTH_OF_FOUR, "{rows} rows in 4 groups; expected 2 groups");
+    let stage_bytes = TILE * 128 + width * format.slice_cols() * 2 + format.meta_bytes();
+    // A stage belongs to one group of warps, because its barrier must be waited for in order.
+    let stages = ((ring_bytes / stage_bytes).min(32) / groups).max(1) * groups;
+    let partial_bytes = groups * (TILE + 4) * width * 4;
+    let shared_bytes = (stages * stage_bytes).max(partial_bytes) + 1024;
+    // The barriers are in static shared memory.
+    let static_bytes = 512;
+    let fits = shared_bytes + static_bytes <= q.gpu().max_shared_bytes() as usize;
+    ensure!(OP, fits, "a ring of {ring_bytes} bytes is too large");
+
+    let codes_map = TensorMap::bytes_matrix(codes, n, format.row_bytes(k), TILE, 128)?;
+    let x_map = TensorMap::matrix(x, rows, k, width, BOX)?;
+    let output = output_argument(y, bias, rows, n, epilogue.code());
+    let meta = meta_argument(weight);
+    let args = [
+        Arg::Bytes(codes_map.bytes()),
+        Arg::Bytes(x_map.bytes()),
+        Arg::Bytes(&output),
+        Arg::Bytes(bytemuck::bytes_of(&meta)),
+        (k as u32).into(),
+        (stages as u32).into(),
+        (parts as u32).into(),
+    ];
+    let launch = Launch::new(0, (groups * 128 + 32) as u32)
+        .grid(parts as u32, n.div_ceil(TILE) as u32, 1)
+        .shared(shared_bytes as u32)
+        .cluster(parts as u32);
+    q.launch(&format!("sm90_quantized_gemm_{}_m{width}_g{groups}", format.name()), launch, &args)
+}
+
+/// [`quantized_gemm`] with the version that runs on any GPU.
+pub fn quantized_gemm_simple(
+    q: &Queue,
+    y: Span,
+    x: Span,
+    weight: &PackedWeight,
+    rows: usize,
+    epilogue: Epilogue,
+) -> Result<(), CudaError> {
+    check_product(y, x, weight, rows, epilogue)?;
+    let width = width_for(rows);
+    let meta = meta_argument(weight);
+    let args = [
+        y.into(),
+        x.into(),
+        weight.codes.into(),
+        Arg::Bytes(bytemuck::bytes_of(&meta)),
+        weight.bias.into(),
+        (rows as u32).into(),
+        (weight.n as u32).into(),
+        (weight.k as u32).into(),
+        epilogue.code().into(),
+    ];
+    let launch = Launch::new(weight.n.div_ceil(16) as u32, 256).shared((8 * width * 17 * 4) as u32);
+    q.launch(&format!("quantized_gemm_{}_m{width}", weight.format.name()), launch, &args)
+}
+
+/// `Meta` of the kernels: the address of the scales, their bytes in a tile and slice, and whether they are f16.
+fn meta_argument(weight: &PackedWeight) -> [u64; 2] {
+    let format = weight.format;
+    [weight.scales.address(), format.meta_bytes() as u64 | u64::from(format.scale_is_f16()) << 32]
+}
+
+fn check_product(y: Span, x: Span, weight: &PackedWeight, rows: usize, epilogue: Epilogue) -> Result<(), CudaError> {
+    check(weight)?;
+    let (n, k) = (weight.n, weight.k);
+    ensure!(OP, (1..=MAX_ROWS).contains(&rows), "{rows} rows; expected 1 to {MAX_ROWS}");
+    let group = if matches!(epilogue, Epilogue::Gated(_)) { 2 * GATE_GROUP } else { 8 };
+    ensure!(OP, n.is_multiple_of(group), "{n} outputs are not a multiple of {group}");
+    ensure!(OP, x.count::<bf16>() >= rows * k && x.is_aligned(16), "x is shorter than {rows} x {k}, or not aligned");
+    ensure!(OP, y.bytes() >= epilogue.output_bytes(rows, n) && y.is_aligned(16), "y is too short, or not aligned");
+    Ok(())
+}
+
+/// `out [n, k]` bf16: the values of a weight, rounded.
+pub fn dequantize(q: &Queue, out: Span, weight: &PackedWeight) -> Result<(), CudaError> {
+    check(weight)?;
+    let PackedWeight { codes, scales, n, k, format, .. } = *weight;
+    ensure!(OP, out.count::<bf16>() >= n * k && out.is_aligned(16), "out is shorter than {n} x {k}, or not aligned");
+    let args = [
+        out.into(),
+        codes.into(),
+        scales.into(),
+        (format.meta_bytes() as u32).into(),
+        format.scale_is_f16().into(),
+        (n as u32).into(),
+        (k as u32).into(),
+    ];
+    let launch = Launch::new(0, 256).grid(format.slices(k) as u32, n.div_ceil(8) as u32, 1);
+    q.launch(&format!("dequantize_bf16_{}", format.name()), launch, &args)
+}
+
+fn check(weight: &PackedWeight) -> Result<(), CudaError> {
+    let PackedWeight { codes, scales, bias, n, k, format } = *weight;
+    if let PackedFormat::Int4 { group, .. } = format {
+        ensure!(OP, matches!(group, 32 | 128), "groups of {group} inputs; expected 32 or 128");
+    }
+    ensure!(OP, k > 0 && k.is_multiple_of(8), "{k} inputs are not a multiple of 8");
+    ensure!(OP, n > 0 && n.is_multiple_of(8), "{n} outputs are not a multiple of 8");
+    ensure!(OP, codes.bytes() >= format.codes_bytes(n, k), "the codes are shorter than {n} x {k}");
+    ensure!(OP, scales.bytes() >= format.scales_bytes(n, k), "the scales are shorter than those of {n} x {k}");
+    ensure!(OP, bias.is_null() || (bias.count::<bf16>() >= n && bias.is_aligned(8)), "the bias is shorter than {n}");
+    ensure!(OP, codes.is_aligned(16) && scales.is_aligned(16), "a buffer is not 16-byte aligned");
+    Ok(())
+}
