@@ -57,7 +57,11 @@ impl TensorMap {
         boxes: [usize; N],
     ) -> Result<Self, CudaError> {
         const { assert!(M + 1 == N, "the innermost dimension has no stride") };
-        ensure!(OP, boxes[0] * element_bytes <= 128 && boxes.iter().all(|size| (1..=256).contains(size)), "a box of {boxes:?}");
+        ensure!(
+            OP,
+            boxes[0] * element_bytes <= 128 && boxes.iter().all(|size| (1..=256).contains(size)),
+            "a box of {boxes:?}"
+        );
         let aligned = strides.iter().all(|stride| stride.is_multiple_of(16)) && matrix.is_aligned(16);
         ensure!(OP, aligned, "rows do not start at multiples of 16 bytes");
         // SAFETY: a map is plain data, written below.

@@ -8,7 +8,7 @@ use ops::{
 };
 
 use crate::cpu::{CpuDevice, CpuEstimate, ExpertBuffers, is_computed};
-use crate::cuda::{CudaDevice, Estimate, ExpertSizes};
+use crate::cuda::{CudaDevice, Estimate, ExpertSizes, gate_order, packed_format};
 
 /// Counts the memory that a [`CpuDevice`] or [`CudaDevice`] needs for a model, from the shapes of its weights alone.
 #[derive(Debug)]
@@ -27,6 +27,8 @@ pub struct Estimator {
     expert_cols: usize,
     /// Sizes of a GPU's buffers of experts.
     expert_sizes: ExpertSizes,
+    /// Bytes of the largest matrix that a GPU keeps quantized, in bf16.
+    expanded_bytes: usize,
     /// Inputs of the widest linear layer that a CPU computes with the weights as they are stored.
     widest_plain: usize,
     /// The same of layers whose weights it copies into panels.
@@ -58,6 +60,7 @@ impl Estimator {
             tensor_cols: 0,
             expert_cols: 0,
             expert_sizes: ExpertSizes::default(),
+            expanded_bytes: 0,
             widest_plain: 0,
             widest_panels: 0,
             has_wide_weights: false,
@@ -88,7 +91,7 @@ impl Estimator {
                 }
             }
             Target::Cuda => {
-                let sizes = (self.tensor_cols, self.expert_sizes);
+                let sizes = (self.tensor_cols, self.expert_sizes, self.expanded_bytes);
                 let cuda = Estimate::new(limits, self.hidden, sizes, group, self.stage, attention);
                 MemoryEstimate {
                     weights_bytes,
@@ -114,6 +117,36 @@ impl Estimator {
         self.has_wide_weights |= !is_bf16;
         let is_computed = parts.iter().any(is_computed);
         EstimatedWeight { cols: parts.first().map_or(0, |part| part.cols.len()), bytes, is_bf16, is_computed }
+    }
+
+    /// Counts a matrix of an expert. GPUs keep none of them quantized.
+    fn load_expert(&mut self, parts: &[WeightSlice<'_>], bias: &[WeightSlice<'_>]) {
+        self.count_vectors(bias);
+        let weight = self.count_matrix(parts);
+        self.count_use(&weight);
+    }
+
+    /// Counts what a CPU needs for products with a weight.
+    fn count_use(&mut self, weight: &EstimatedWeight) {
+        self.fit_linear(weight);
+        if !weight.is_computed && !self.is_copied(weight) {
+            self.mapped_bytes += weight.bytes;
+        }
+    }
+
+    /// Counts a matrix of products, which a GPU may keep quantized.
+    fn count_product(&mut self, role: LinearRole, parts: &[WeightSlice<'_>]) -> EstimatedWeight {
+        let packed = match self.target {
+            Target::Cpu => None,
+            Target::Cuda => packed_format(parts, gate_order(role, parts).0),
+        };
+        let weight = self.count_matrix(parts);
+        let Some(format) = packed else { return weight };
+        let rows = parts.iter().map(|part| part.rows.len()).sum();
+        let bytes = format.codes_bytes(rows, weight.cols) + format.scales_bytes(rows, weight.cols);
+        self.weights_bytes -= weight.bytes - bytes;
+        self.expanded_bytes = self.expanded_bytes.max(weight.bytes);
+        EstimatedWeight { bytes, ..weight }
     }
 
     /// Whether a CPU copies the weights of this layer.
@@ -176,14 +209,11 @@ impl Device for Estimator {
         bias: &[WeightSlice<'_>],
     ) -> Result<EstimatedWeight, DeviceError> {
         self.count_vectors(bias);
-        let weight = self.count_matrix(parts);
+        let weight = self.count_product(role, parts);
         if matches!(role, LinearRole::Out | LinearRole::Down) {
             self.hidden = parts.iter().map(|part| part.rows.len()).sum();
         }
-        self.fit_linear(&weight);
-        if !weight.is_computed && !self.is_copied(&weight) {
-            self.mapped_bytes += weight.bytes;
-        }
+        self.count_use(&weight);
         Ok(weight)
     }
 
@@ -217,8 +247,8 @@ impl Device for Estimator {
         let router = EstimatedWeight { cols: hidden, ..self.count_elements(count * hidden) };
         self.fit_linear(&router);
         for expert in &layer.experts {
-            self.load_linear(LinearRole::GateUp, &expert.gate_up, &expert.gate_up_bias)?;
-            self.load_linear(LinearRole::Up, std::slice::from_ref(&expert.down), expert.down_bias.as_slice())?;
+            self.load_expert(&expert.gate_up, &expert.gate_up_bias);
+            self.load_expert(std::slice::from_ref(&expert.down), expert.down_bias.as_slice());
         }
         self.count_vectors(layer.router_bias.as_slice());
         self.count_vectors(layer.selection_bias.as_slice());

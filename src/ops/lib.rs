@@ -13,12 +13,14 @@ mod attention;
 mod error;
 mod inputs;
 mod memory;
+mod quantized;
 mod spec;
 
 pub use attention::{AttentionSpec, LayerAttention, QueryScale, RopeTable};
 pub use error::DeviceError;
 pub use inputs::{SampleInput, StepInputs, TOKEN_ON_DEVICE};
 pub use memory::{MemoryEstimate, Target};
+pub use quantized::{Quantization, QuantizedRows};
 pub use spec::{
     Activation, DType, ExpertGroups, ExpertSlice, ExpertSlices, Feature, HeadNormSpan, HeadOrder, LinearRole,
     LogitSpec, MemoryPlan, NormKind, NormSlices, PipelineStage, Routing, RowSource, Scoring, StepLimits,

@@ -6,6 +6,8 @@ use std::sync::Arc;
 
 use bytes::Bytes;
 
+use crate::QuantizedRows;
+
 /// Element type of a tensor in a checkpoint.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum DType {
@@ -34,6 +36,11 @@ pub trait RowSource: Debug + Send + Sync {
     /// # Panics
     /// Panics if there is no such row or column, or if `out` has another length.
     fn read_row(&self, row: usize, cols: Range<usize>, out: &mut [u8]);
+
+    /// The same rows as codes and scales, if a device can keep them so.
+    fn quantized(&self) -> Option<&dyn QuantizedRows> {
+        None
+    }
 }
 
 /// The elements of a matrix.

@@ -91,7 +91,7 @@ impl CudaDevice {
         // Stages take part in the same exchanges, and some of them may not support chains.
         self.pipeline.stage.count == 1
             && config.use_fast_kernels
-            && self.all_skinny
+            && self.all_chain
             && !self.has_layer_norms
             && !self.expert_sizes.has_experts()
             && has_kernel(gpu)

@@ -37,24 +37,25 @@ impl Device for CudaDevice {
         bias: &[WeightSlice<'_>],
     ) -> Result<CudaWeight, DeviceError> {
         let (order, group) = gate_order(role, parts);
-        let (values, rows, cols) = self.load_matrix(parts, order)?;
-        let bias = self.load_row(bias, order)?;
+        let weight = self.load_product(parts, order)?;
+        let (rows, bias) = (weight.rows, self.load_row(bias, order)?);
         let is_partial = matches!(role, LinearRole::Out | LinearRole::Down);
         if is_partial {
             self.hidden = rows;
         }
-        self.all_skinny &= rows.is_multiple_of(8) && (role != LinearRole::GateUp || group == GATE_GROUP);
-        Ok(CudaWeight { bias, group, is_partial, ..CudaWeight::matrix(values, rows, cols) })
+        let is_skinny = rows.is_multiple_of(8) && (role != LinearRole::GateUp || group == GATE_GROUP);
+        self.all_chain &= is_skinny && weight.packed.is_none();
+        Ok(CudaWeight { bias, group, is_partial, ..weight })
     }
 
     fn load_embedding(&mut self, table: WeightSlice<'_>, first_token: u32) -> Result<CudaWeight, DeviceError> {
-        let (values, rows, cols) = self.load_matrix(&[table], RowOrder::Stacked)?;
-        self.hidden = cols;
-        Ok(CudaWeight { first_token, ..CudaWeight::matrix(values, rows, cols) })
+        let weight = self.load_matrix(&[table], RowOrder::Stacked)?;
+        self.hidden = weight.cols;
+        Ok(CudaWeight { first_token, ..weight })
     }
 
     fn tie_head(&mut self, embedding: &CudaWeight) -> Result<CudaWeight, DeviceError> {
-        self.all_skinny &= embedding.rows.is_multiple_of(8);
+        self.all_chain &= embedding.rows.is_multiple_of(8);
         Ok(*embedding)
     }
 
@@ -65,9 +66,9 @@ impl Device for CudaDevice {
     }
 
     fn load_positions(&mut self, table: WeightSlice<'_>) -> Result<CudaWeight, DeviceError> {
-        let (values, rows, cols) = self.load_matrix(&[table], RowOrder::Stacked)?;
-        self.num_positions = rows;
-        Ok(CudaWeight::matrix(values, rows, cols))
+        let weight = self.load_matrix(&[table], RowOrder::Stacked)?;
+        self.num_positions = weight.rows;
+        Ok(weight)
     }
 
     fn load_experts(&mut self, experts: &ExpertSlices<'_>) -> Result<CudaWeight, DeviceError> {

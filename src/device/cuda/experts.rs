@@ -15,7 +15,7 @@ use ops::{Activation, DeviceError, ExpertSlices, Routing, WeightSlice};
 
 use super::decoder_ops::gate_activation;
 use super::group::ReduceAddNorm;
-use super::load::{Part, RowOrder};
+use super::load::{Form, Part, RowOrder};
 use super::{CudaDevice, CudaTensor, CudaWeight, device_error};
 
 /// Up to this number of tokens it is faster if one kernel routes, sorts and copies rows, by measurement on an H100
@@ -130,7 +130,7 @@ impl CudaDevice {
             });
         }
         self.expert_sizes = self.expert_sizes.fitting(layer);
-        let (router, ..) = self.load_matrix(std::slice::from_ref(&layer.router), RowOrder::Stacked)?;
+        let router = self.load_matrix(std::slice::from_ref(&layer.router), RowOrder::Stacked)?.values;
         let gate_ups: Vec<&[WeightSlice<'_>]> = layer.experts.iter().map(|expert| &expert.gate_up[..]).collect();
         let downs: Vec<_> = layer.experts.iter().map(|expert| std::slice::from_ref(&expert.down)).collect();
         let gate_up_biases: Vec<_> = layer.experts.iter().map(|expert| &expert.gate_up_bias[..]).collect();
@@ -172,7 +172,8 @@ impl CudaDevice {
         self.weights.push(buffer);
         for (index, parts) in experts.iter().enumerate() {
             let parts = parts.iter().map(part).collect::<Result<Vec<_>, _>>()?;
-            self.loader.get_mut().load(parts, order, span.elements::<bf16>(index * elements, elements))?;
+            let own = span.elements::<bf16>(index * elements, elements);
+            self.loader.get_mut().load(parts, order, Form::Values, own)?;
         }
         Ok(span)
     }

@@ -1,11 +1,13 @@
 //! Loads weights from the checkpoint to the GPU: threads copy or compute chunks in pinned memory, from where the GPU
 //! copies them.
 
+use std::ops::Range;
 use std::sync::mpsc::{Receiver, SyncSender, sync_channel};
 use std::sync::{Arc, Mutex};
 use std::thread::JoinHandle;
 
 use half::{bf16, f16};
+use kernels::cuda::quantized_gemm::{PackedFormat, TILE};
 use kernels::cuda::{CudaError, Event, Gpu, PinnedBuffer, Queue, Span};
 use ops::{DType, DeviceError, HeadOrder, WeightData, WeightSlice};
 
@@ -17,7 +19,7 @@ const MAX_WAITING: usize = 4096;
 /// Rows of the checkpoint that become part of a matrix, converted to bf16.
 #[derive(Debug, Clone)]
 pub(crate) struct Part {
-    data: WeightData,
+    pub(super) data: WeightData,
     dtype: DType,
     matrix_cols: usize,
     first_row: usize,
@@ -74,11 +76,21 @@ impl Part {
         self.rows
     }
 
+    /// The columns of the stored matrix.
+    pub(super) fn cols(&self) -> Range<usize> {
+        self.first_col..self.first_col + self.cols
+    }
+
+    /// The row of the stored matrix that is row `row` of the part.
+    pub(super) fn stored_row(&self, row: usize) -> usize {
+        let row = self.first_row + row;
+        self.head_order.map_or(row, |order| order.stored(row))
+    }
+
     /// Writes row `row` as bf16 to `out` of `2 * cols` bytes.
     fn copy_row(&self, row: usize, out: &mut [u8]) {
         let size = self.dtype.size();
-        let row = self.first_row + row;
-        let row = self.head_order.map_or(row, |order| order.stored(row));
+        let row = self.stored_row(row);
         let is_changed = self.offset != 0.0 || self.factor != 1.0;
         let mut computed = Vec::new();
         let from = match &self.data {
@@ -88,7 +100,7 @@ impl Part {
             }
             WeightData::Computed(source) => {
                 computed.resize(self.cols * size, 0);
-                source.read_row(row, self.first_col..self.first_col + self.cols, &mut computed);
+                source.read_row(row, self.cols(), &mut computed);
                 &computed[..]
             }
         };
@@ -127,8 +139,8 @@ pub(crate) enum RowOrder {
 }
 
 impl RowOrder {
-    /// The part, and the row in it, of row `row` of the matrix.
-    fn source(self, parts: &[Part], row: usize) -> (usize, usize) {
+    /// The part, and the row in it, of row `row` of the matrix; `sizes` are the numbers of rows of the parts.
+    pub(super) fn source(self, sizes: &[usize], row: usize) -> (usize, usize) {
         match self {
             RowOrder::Interleaved(group) => {
                 let (pair, within) = (row / (2 * group), row % (2 * group));
@@ -136,11 +148,11 @@ impl RowOrder {
             }
             RowOrder::Stacked => {
                 let mut row = row;
-                for (index, part) in parts.iter().enumerate() {
-                    if row < part.rows {
+                for (index, &size) in sizes.iter().enumerate() {
+                    if row < size {
                         return (index, row);
                     }
-                    row -= part.rows;
+                    row -= size;
                 }
                 unreachable!("row {row} is beyond the parts of its matrix")
             }
@@ -148,10 +160,35 @@ impl RowOrder {
     }
 }
 
+/// What is loaded of the rows of a matrix.
+#[derive(Debug, Clone, Copy)]
+pub(crate) enum Form {
+    /// Their values in bf16.
+    Values,
+    /// Their codes.
+    Codes(PackedFormat),
+    /// The scales of whole tiles of rows.
+    Scales(PackedFormat),
+}
+
+impl Form {
+    /// Rows that are loaded together at least, and their bytes; each has `cols` columns.
+    fn unit(self, cols: usize) -> (usize, usize) {
+        match self {
+            Form::Values => (1, 2 * cols),
+            Form::Codes(format) => (1, format.row_bytes(cols)),
+            Form::Scales(format) => (TILE, format.tile_meta_bytes(cols)),
+        }
+    }
+}
+
 struct Job {
     parts: Arc<[Part]>,
+    /// Numbers of rows of the parts.
+    sizes: Arc<[usize]>,
     order: RowOrder,
-    first_row: usize,
+    form: Form,
+    rows: Range<usize>,
     to: Span,
 }
 
@@ -182,15 +219,16 @@ impl Loader {
     }
 
     /// Queues the loading of the matrix of `parts`, all with the same columns, into `to`.
-    pub(crate) fn load(&mut self, parts: Vec<Part>, order: RowOrder, to: Span) -> Result<(), DeviceError> {
-        let rows: usize = parts.iter().map(Part::rows).sum();
-        let row_bytes = 2 * parts.first().map_or(0, |part| part.cols);
+    pub(crate) fn load(&mut self, parts: Vec<Part>, order: RowOrder, form: Form, to: Span) -> Result<(), DeviceError> {
+        let sizes: Arc<[usize]> = parts.iter().map(Part::rows).collect();
+        let rows: usize = sizes.iter().sum();
+        let (unit_rows, unit_bytes) = form.unit(parts.first().map_or(0, |part| part.cols));
         let parts: Arc<[Part]> = parts.into();
-        let step = (CHUNK_BYTES / row_bytes.max(1)).max(1);
-        for first_row in (0..rows).step_by(step) {
-            let count = step.min(rows - first_row);
-            let to = to.part(first_row * row_bytes, count * row_bytes);
-            let job = Job { parts: parts.clone(), order, first_row, to };
+        let step = unit_rows * (CHUNK_BYTES / unit_bytes.max(1)).max(1);
+        for first in (0..rows).step_by(step) {
+            let rows = first..rows.min(first + step);
+            let to = to.part(first / unit_rows * unit_bytes, rows.len().div_ceil(unit_rows) * unit_bytes);
+            let job = Job { parts: parts.clone(), sizes: sizes.clone(), order, form, rows, to };
             let jobs = self.jobs.as_ref().expect("weights are loaded before the cache is allocated");
             if jobs.send(job).is_err() {
                 return self.finish();
@@ -248,10 +286,24 @@ fn run(gpu: &Arc<Gpu>, jobs: &Mutex<Receiver<Job>>) -> Result<(), CudaError> {
 }
 
 fn fill(job: &Job, out: &mut [u8]) {
-    let row_bytes = 2 * job.parts[0].cols;
-    for (index, row) in out.chunks_exact_mut(row_bytes).enumerate() {
-        let (part, from) = job.order.source(&job.parts, job.first_row + index);
-        job.parts[part].copy_row(from, row);
+    let cols = job.parts[0].cols;
+    let (unit_rows, unit_bytes) = job.form.unit(cols);
+    let mut codes = Vec::new();
+    match job.form {
+        Form::Values => {}
+        Form::Codes(_) => codes.resize(cols, 0),
+        // Rows that a tile lacks have scales of 0.
+        Form::Scales(_) => out.fill(0),
+    }
+    for (index, row) in job.rows.clone().enumerate() {
+        let (part, from) = job.order.source(&job.sizes, row);
+        let part = &job.parts[part];
+        let out = &mut out[index / unit_rows * unit_bytes..][..unit_bytes];
+        match job.form {
+            Form::Values => part.copy_row(from, out),
+            Form::Codes(format) => part.pack_row(from, format, &mut codes, out),
+            Form::Scales(format) => part.pack_scales(from, format, out, row % TILE),
+        }
     }
 }
 
@@ -278,7 +330,7 @@ mod tests {
     fn rows_come_from_the_requested_part_and_columns() {
         let parts = [part(3, 0), part(2, 100)];
         let mut out = [0; 4];
-        let (index, row) = RowOrder::Stacked.source(&parts, 4);
+        let (index, row) = RowOrder::Stacked.source(&[3, 2], 4);
         parts[index].copy_row(row, &mut out);
         let values = [bf16::from_le_bytes([out[0], out[1]]), bf16::from_le_bytes([out[2], out[3]])];
         assert_eq!(values.map(bf16::to_f32), [105.0, 106.0]);
@@ -286,9 +338,8 @@ mod tests {
 
     #[test]
     fn interleaving_takes_groups_of_both_parts_in_turn() {
-        let parts = [part(4, 0), part(4, 100)];
         let order = RowOrder::Interleaved(2);
-        let sources: Vec<_> = (0..8).map(|row| order.source(&parts, row)).collect();
+        let sources: Vec<_> = (0..8).map(|row| order.source(&[4, 4], row)).collect();
         assert_eq!(sources, [(0, 0), (0, 1), (1, 0), (1, 1), (0, 2), (0, 3), (1, 2), (1, 3)]);
     }
 }

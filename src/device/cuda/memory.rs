@@ -37,6 +37,8 @@ pub(crate) struct Workspace {
     pub(crate) pairs: DeviceBuffer,
     /// `[group, T, 2]` f32: sums of squares of q and k.
     pub(crate) squares: DeviceBuffer,
+    /// The largest quantized matrix in bf16.
+    pub(crate) expanded: DeviceBuffer,
     outputs: PinnedBuffer,
     /// Number of rows of each of these buffers; samples of a step are processed in parts of this size.
     pub(crate) max_rows: usize,
@@ -63,7 +65,13 @@ impl Workspace {
         ]
     }
 
-    fn new(gpu: &Arc<Gpu>, config: &CudaConfig, hidden: usize, group: usize) -> Result<Self, CudaError> {
+    fn new(
+        gpu: &Arc<Gpu>,
+        config: &CudaConfig,
+        hidden: usize,
+        group: usize,
+        expanded_bytes: usize,
+    ) -> Result<Self, CudaError> {
         let limits = &config.limits;
         let [gathered, logits, scratch, pairs, squares] = Self::sizes(limits, hidden, group);
         let max_rows = padded_rows(limits);
@@ -74,6 +82,7 @@ impl Workspace {
             scratch: DeviceBuffer::new(gpu, scratch)?,
             pairs: DeviceBuffer::new(gpu, pairs)?,
             squares: DeviceBuffer::new(gpu, squares)?,
+            expanded: DeviceBuffer::new(gpu, expanded_bytes)?,
             outputs: PinnedBuffer::new(gpu, config.max_in_flight() * Outputs::slot_bytes(max_samples, MAX_TOP))?,
             max_rows,
             max_samples,
@@ -168,17 +177,18 @@ pub(crate) struct Estimate {
 }
 
 impl Estimate {
-    /// For activation buffers with `tensor_cols` columns in total, and buffers of experts.
+    /// For activation buffers with `tensor_cols` columns in total, buffers of experts, and a quantized matrix of
+    /// `expanded_bytes` in bf16.
     pub(crate) fn new(
         limits: &StepLimits,
         hidden: usize,
-        (tensor_cols, experts): (usize, ExpertSizes),
+        (tensor_cols, experts, expanded_bytes): (usize, ExpertSizes, usize),
         group: usize,
         stage: PipelineStage,
         spec: &AttentionSpec,
     ) -> Self {
         let rows = tensor_rows(limits, largest_bucket(limits.max_rows));
-        let tensors = rows * tensor_cols * 2 + experts.bytes(rows);
+        let tensors = rows * tensor_cols * 2 + experts.bytes(rows) + expanded_bytes;
         let pending = pending_bytes(limits, hidden, group, spec);
         let peers = if group > 1 { peer_bytes(group, hidden) } else { 0 };
         let communicators = usize::from(group > 1) + usize::from(stage.count > 1);
@@ -202,7 +212,11 @@ impl CudaDevice {
         let chains = if self.can_chain() { chain::bytes(self.hidden, multiprocessors) } else { 0 };
         let peers = self.group.peer_bytes(self.hidden);
         let experts = self.expert_sizes.bytes(self.tensor_rows());
-        pending_bytes(&self.config.limits, self.hidden, self.group.size(), spec) + peers + chains + experts
+        pending_bytes(&self.config.limits, self.hidden, self.group.size(), spec)
+            + peers
+            + chains
+            + experts
+            + self.expanded_bytes
     }
 
     pub(crate) fn plan_memory(&self, spec: &AttentionSpec) -> Result<MemoryPlan, DeviceError> {
@@ -259,7 +273,8 @@ impl CudaDevice {
         self.pinned_inputs = (0..self.config.max_in_flight())
             .map(|_| PinnedBuffer::new(&self.gpu, words * 4))
             .collect::<Result<_, _>>()?;
-        self.workspace = Some(Workspace::new(&self.gpu, &self.config, self.hidden, self.group.size())?);
+        self.workspace =
+            Some(Workspace::new(&self.gpu, &self.config, self.hidden, self.group.size(), self.expanded_bytes)?);
         if self.can_chain() {
             self.chain = Chain::new(
                 &self.gpu,

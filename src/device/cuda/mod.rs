@@ -20,6 +20,7 @@ mod memory;
 mod nccl;
 mod nccl_rate;
 mod ops;
+mod packed;
 mod pipeline;
 mod queued;
 mod rows;
@@ -51,9 +52,12 @@ use masked::MaskedStep;
 pub(crate) use memory::Estimate;
 use memory::Workspace;
 pub use nccl_rate::{NcclRate, nccl_rate};
+use packed::Packed;
+pub(crate) use packed::packed_format;
 use pipeline::Pipeline;
 use queued::{Current, InFlight};
 use rows::Rows;
+pub(crate) use weights::gate_order;
 
 pub use kernels::cuda::client_memory::ClientMemory;
 
@@ -89,14 +93,17 @@ pub struct CudaWeight {
     group: usize,
     /// Whether products with it are partial sums, which are summed by a norm.
     is_partial: bool,
+    /// If set, `values` are codes.
+    packed: Option<Packed>,
     /// For a router: its experts.
     experts: Option<ExpertLayer>,
 }
 
 impl CudaWeight {
-    /// A matrix `[rows, cols]` without a bias.
+    /// A matrix `[rows, cols]` in bf16 without a bias.
     fn matrix(values: Span, rows: usize, cols: usize) -> Self {
-        Self { values, bias: Span::NULL, rows, cols, first_token: 0, group: 0, is_partial: false, experts: None }
+        let (bias, packed, experts) = (Span::NULL, None, None);
+        Self { values, bias, rows, cols, first_token: 0, group: 0, is_partial: false, packed, experts }
     }
 }
 
@@ -120,8 +127,10 @@ pub struct CudaDevice {
     pipeline: Pipeline,
     gemm: LibraryGemm,
     chain: Chain,
-    /// Whether the kernel for few rows supports every matrix loaded so far.
-    all_skinny: bool,
+    /// Whether the kernel for chains supports every matrix loaded so far.
+    all_chain: bool,
+    /// Bytes of the largest quantized matrix in bf16.
+    expanded_bytes: usize,
     /// Whether the current step comes from [`verify::split_into_decodes`]: its rows read keys and values that other
     /// rows write.
     is_split: bool,
@@ -220,7 +229,8 @@ impl CudaDevice {
             pipeline,
             gemm,
             chain: Chain::default(),
-            all_skinny: true,
+            all_chain: true,
+            expanded_bytes: 0,
             is_split: false,
             has_layer_norms: false,
             logit_cap: None,

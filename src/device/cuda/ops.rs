@@ -9,7 +9,7 @@ use kernels::cuda::paged_attention::{PagedAttention, TokenTables};
 use kernels::cuda::prefill_attention::{PrefillAttention, PrefillRows, prefill_attention};
 use kernels::cuda::rope_cache::RopeInputs;
 use kernels::cuda::skinny_gemm::{self, Epilogue, LinearWeight};
-use kernels::cuda::{Span, embed, gated_activation, paged_attention, rms_norm, rope_cache};
+use kernels::cuda::{Span, embed, gated_activation, paged_attention, quantized_gemm, rms_norm, rope_cache};
 use ops::{Activation, DeviceError};
 
 use super::cache::Cache;
@@ -109,13 +109,27 @@ impl CudaDevice {
                 return Ok(());
             }
             self.flush()?;
-            return skinny_gemm::skinny_gemm(&self.queue, out, x, &weight.linear(), m, epilogue).map_err(device_error);
+            return match weight.packed_weight() {
+                Some(packed) => quantized_gemm::quantized_gemm(&self.queue, out, x, &packed, m, epilogue),
+                None => skinny_gemm::skinny_gemm(&self.queue, out, x, &weight.linear(), m, epilogue),
+            }
+            .map_err(device_error);
         }
         self.flush()?;
         let to_f32 = epilogue == Epilogue::StoreF32;
         let shape = GemmShape { m, n: weight.rows, k: weight.cols, stride, to_f32 };
-        let buffers = GemmBuffers { y: out, x, w: weight.values, bias: weight.bias };
+        let buffers = GemmBuffers { y: out, x, w: self.expanded(weight)?, bias: weight.bias };
         self.gemm.run(&self.queue, shape, buffers).map_err(device_error)
+    }
+
+    /// The weight in bf16: if it is quantized, expanded into a buffer that the next product may overwrite.
+    fn expanded(&self, weight: &CudaWeight) -> Result<Span, DeviceError> {
+        let Some(packed) = weight.packed_weight() else { return Ok(weight.values) };
+        let buffer = self.workspace().expanded.span().part(0, weight.rows * weight.cols * 2);
+        if !self.current().only_products {
+            quantized_gemm::dequantize(&self.queue, buffer, &packed).map_err(device_error)?;
+        }
+        Ok(buffer)
     }
 
     /// Whether the kernel for few rows computes this product.

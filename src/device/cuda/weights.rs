@@ -5,31 +5,50 @@ use kernels::cuda::skinny_gemm::GATE_GROUP;
 use kernels::cuda::{DeviceBuffer, Span};
 use ops::{DeviceError, LinearRole, NormKind, NormSlices, WeightSlice};
 
-use super::load::{Part, RowOrder};
-use super::{CudaDevice, device_error};
+use super::load::{Form, Part, RowOrder};
+use super::packed::{Packed, packed_format};
+use super::{CudaDevice, CudaWeight, device_error};
 
 impl CudaDevice {
-    /// Allocates a matrix and queues its loading.
+    /// Allocates a matrix in bf16 and queues its loading.
     pub(super) fn load_matrix(
         &mut self,
         parts: &[WeightSlice<'_>],
         order: RowOrder,
-    ) -> Result<(Span, usize, usize), DeviceError> {
-        let cols = parts.first().map_or(0, |part| part.cols.len());
-        let rows: usize = parts.iter().map(|part| part.rows.len()).sum();
-        if let Some(part) = parts.iter().find(|part| part.cols.len() != cols || cols == 0 || !cols.is_multiple_of(8)) {
-            return Err(DeviceError::Unsupported {
-                what: format!("weight `{}`", part.name),
-                found: format!("{} columns beside {cols}", part.cols.len()),
-                expected: "equal columns in all parts, a multiple of 8".into(),
-            });
-        }
-        let buffer = DeviceBuffer::new(&self.gpu, rows * cols * 2).map_err(device_error)?;
+    ) -> Result<CudaWeight, DeviceError> {
+        let (rows, cols) = matrix_shape(parts)?;
+        let values = self.load_form(parts, order, Form::Values, rows * cols * 2)?;
+        Ok(CudaWeight::matrix(values, rows, cols))
+    }
+
+    /// The same for a matrix of products, which stays quantized if it can.
+    pub(super) fn load_product(
+        &mut self,
+        parts: &[WeightSlice<'_>],
+        order: RowOrder,
+    ) -> Result<CudaWeight, DeviceError> {
+        let Some(format) = packed_format(parts, order) else { return self.load_matrix(parts, order) };
+        let (rows, cols) = matrix_shape(parts)?;
+        let codes = self.load_form(parts, order, Form::Codes(format), format.codes_bytes(rows, cols))?;
+        let scales = self.load_form(parts, order, Form::Scales(format), format.scales_bytes(rows, cols))?;
+        self.expanded_bytes = self.expanded_bytes.max(rows * cols * 2);
+        Ok(CudaWeight { packed: Some(Packed { scales, format }), ..CudaWeight::matrix(codes, rows, cols) })
+    }
+
+    /// Allocates a buffer and queues the loading of one form of a matrix.
+    fn load_form(
+        &mut self,
+        parts: &[WeightSlice<'_>],
+        order: RowOrder,
+        form: Form,
+        bytes: usize,
+    ) -> Result<Span, DeviceError> {
+        let buffer = DeviceBuffer::new(&self.gpu, bytes).map_err(device_error)?;
         let span = buffer.span();
         self.weights.push(buffer);
         let parts = parts.iter().map(Part::new).collect::<Result<Vec<_>, _>>()?;
-        self.loader.get_mut().load(parts, order, span)?;
-        Ok((span, rows, cols))
+        self.loader.get_mut().load(parts, order, form, span)?;
+        Ok(span)
     }
 
     /// Allocates a bias or norm weight and queues its loading.
@@ -74,14 +93,27 @@ impl CudaDevice {
         let buffer = DeviceBuffer::new(&self.gpu, length * 2).map_err(device_error)?;
         let span = buffer.span();
         self.weights.push(buffer);
-        self.loader.get_mut().load(columns, order, span)?;
+        self.loader.get_mut().load(columns, order, Form::Values, span)?;
         Ok(span)
     }
 }
 
+/// Rows and columns of the matrix of `parts`.
+fn matrix_shape(parts: &[WeightSlice<'_>]) -> Result<(usize, usize), DeviceError> {
+    let cols = parts.first().map_or(0, |part| part.cols.len());
+    if let Some(part) = parts.iter().find(|part| part.cols.len() != cols || cols == 0 || !cols.is_multiple_of(8)) {
+        return Err(DeviceError::Unsupported {
+            what: format!("weight `{}`", part.name),
+            found: format!("{} columns beside {cols}", part.cols.len()),
+            expected: "equal columns in all parts, a multiple of 8".into(),
+        });
+    }
+    Ok((parts.iter().map(|part| part.rows.len()).sum(), cols))
+}
+
 /// The row order of gate and up in one matrix, and the number of alternating columns of each: the groups of the fused
 /// kernel if the sizes allow it. Other matrices are stacked.
-pub(super) fn gate_order(role: LinearRole, parts: &[WeightSlice<'_>]) -> (RowOrder, usize) {
+pub(crate) fn gate_order(role: LinearRole, parts: &[WeightSlice<'_>]) -> (RowOrder, usize) {
     match (role, parts) {
         (LinearRole::GateUp, [gate, up]) if gate.rows.len() == up.rows.len() => match gate.rows.len() {
             rows if rows.is_multiple_of(GATE_GROUP) => (RowOrder::Interleaved(GATE_GROUP), GATE_GROUP),

@@ -2,7 +2,7 @@
 
 use std::ops::Range;
 
-use ops::RowSource;
+use ops::{DType, Quantization, QuantizedRows, RowSource};
 
 use super::scaled::blocks;
 use super::{StoredMatrix, Words};
@@ -15,6 +15,11 @@ fn packed(word: impl Fn(usize) -> u32, index: usize, bits: usize) -> i32 {
     // A value may continue in the next word.
     let high = if shift + bits > 32 { u64::from(word(first + 1)) } else { 0 };
     (((low | high << 32) >> shift) as u32 & ((1 << bits) - 1)).cast_signed()
+}
+
+/// The form of 4-bit integers in groups along a row, whose scales have this type. Scales in f32 are no part of it.
+fn int4(bits: usize, group: usize, has_zeros: bool, scale: DType) -> Option<Quantization> {
+    (bits == 4 && scale != DType::F32).then_some(Quantization::Int4 { group, has_zeros, scale })
 }
 
 /// compressed-tensors' `pack-quantized`: values of a row are packed along the row, offset by half of their range.
@@ -35,6 +40,10 @@ pub(in crate::checkpoint) struct PackedIntegers {
 }
 
 impl PackedIntegers {
+    fn form(&self) -> Option<Quantization> {
+        int4(self.bits, self.group, self.zeros.is_some(), self.scales.dtype).filter(|_| self.group_of.is_none())
+    }
+
     fn zero(&self, row: usize, group: usize) -> i32 {
         let Some(zeros) = self.zeros else { return 0 };
         packed(|word| zeros.get(word, group), row, self.bits) - (1 << (self.bits - 1))
@@ -64,6 +73,28 @@ impl RowSource for PackedIntegers {
             out = rest;
         }
     }
+
+    fn quantized(&self) -> Option<&dyn QuantizedRows> {
+        self.form().map(|_| self as &dyn QuantizedRows)
+    }
+}
+
+impl QuantizedRows for PackedIntegers {
+    fn quantization(&self) -> Quantization {
+        self.form().expect("only rows of this form are quantized rows")
+    }
+
+    fn read_codes(&self, row: usize, cols: Range<usize>, out: &mut [u8]) {
+        for (out, col) in out.iter_mut().zip(cols) {
+            *out = packed(|word| self.words.get(row, word), col, self.bits) as u8;
+        }
+    }
+
+    fn scale(&self, row: usize, col: usize) -> (f32, u8) {
+        let group = col / self.group;
+        let zero = self.zeros.map_or(8, |zeros| packed(|word| zeros.get(word, group), row, self.bits));
+        (PackedIntegers::scale(self, row, group), zero as u8)
+    }
 }
 
 /// AWQ with 4 bits: the matrix is transposed, and eight neighbouring outputs share a word.
@@ -79,19 +110,49 @@ pub(in crate::checkpoint) struct Awq {
     pub(in crate::checkpoint) group: usize,
 }
 
-impl RowSource for Awq {
-    fn read_row(&self, row: usize, cols: Range<usize>, out: &mut [u8]) {
+impl Awq {
+    fn form(&self) -> Option<Quantization> {
+        int4(4, self.group, true, self.scales.dtype)
+    }
+
+    /// The code of output `row` in row `at` of `words`.
+    fn value(&self, words: &Words, at: usize, row: usize) -> i32 {
         /// Where the outputs of a word are in it, in halves of bytes.
         const ORDER: [usize; 8] = [0, 4, 1, 5, 2, 6, 3, 7];
-        let (word, shift) = (row / 8, 4 * ORDER[row % 8]);
-        let value = |words: &Words, at: usize| (words.get(at, word) >> shift & 15).cast_signed();
+        (words.get(at, row / 8) >> (4 * ORDER[row % 8]) & 15).cast_signed()
+    }
+}
+
+impl RowSource for Awq {
+    fn read_row(&self, row: usize, cols: Range<usize>, out: &mut [u8]) {
         let mut out = out;
         for (group, cols) in blocks(cols, self.group) {
-            let (zero, scale) = (value(&self.zeros, group), self.scales.get(group, row) as f32);
+            let (zero, scale) = (self.value(&self.zeros, group, row), self.scales.get(group, row) as f32);
             let (part, rest) = out.split_at_mut(2 * cols.len());
-            write_bf16(cols.map(|col| (value(&self.words, col) - zero) as f32 * scale), part);
+            write_bf16(cols.map(|col| (self.value(&self.words, col, row) - zero) as f32 * scale), part);
             out = rest;
         }
+    }
+
+    fn quantized(&self) -> Option<&dyn QuantizedRows> {
+        self.form().map(|_| self as &dyn QuantizedRows)
+    }
+}
+
+impl QuantizedRows for Awq {
+    fn quantization(&self) -> Quantization {
+        self.form().expect("only rows of this form are quantized rows")
+    }
+
+    fn read_codes(&self, row: usize, cols: Range<usize>, out: &mut [u8]) {
+        for (out, col) in out.iter_mut().zip(cols) {
+            *out = self.value(&self.words, col, row) as u8;
+        }
+    }
+
+    fn scale(&self, row: usize, col: usize) -> (f32, u8) {
+        let group = col / self.group;
+        (self.scales.get(group, row) as f32, self.value(&self.zeros, group, row) as u8)
     }
 }
 
@@ -114,6 +175,10 @@ pub(in crate::checkpoint) struct Gptq {
 }
 
 impl Gptq {
+    fn form(&self) -> Option<Quantization> {
+        int4(self.bits, self.group, true, self.scales.dtype).filter(|_| self.group_of.is_none())
+    }
+
     fn zero_and_scale(&self, row: usize, group: usize) -> (i32, f32) {
         let zero = packed(|word| self.zeros.get(group, word), row, self.bits) + self.zero_offset;
         // A zero point of 0 is stored as the largest number.
@@ -139,5 +204,26 @@ impl RowSource for Gptq {
             write_bf16(cols.map(|col| (value(col) - zero) as f32 * scale), part);
             out = rest;
         }
+    }
+
+    fn quantized(&self) -> Option<&dyn QuantizedRows> {
+        self.form().map(|_| self as &dyn QuantizedRows)
+    }
+}
+
+impl QuantizedRows for Gptq {
+    fn quantization(&self) -> Quantization {
+        self.form().expect("only rows of this form are quantized rows")
+    }
+
+    fn read_codes(&self, row: usize, cols: Range<usize>, out: &mut [u8]) {
+        for (out, col) in out.iter_mut().zip(cols) {
+            *out = packed(|word| self.words.get(word, row), col, self.bits) as u8;
+        }
+    }
+
+    fn scale(&self, row: usize, col: usize) -> (f32, u8) {
+        let (zero, scale) = self.zero_and_scale(row, col / self.group);
+        (scale, zero as u8)
     }
 }

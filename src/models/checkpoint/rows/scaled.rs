@@ -2,7 +2,7 @@
 
 use std::ops::Range;
 
-use ops::RowSource;
+use ops::{Quantization, QuantizedRows, RowSource};
 
 use super::StoredMatrix;
 use crate::checkpoint::value::{e2m1, e4m3, e8m0, write_bf16};
@@ -53,6 +53,24 @@ impl RowSource for ScaledBytes {
             write_bf16(bytes[cols].iter().map(value), part);
             out = rest;
         }
+    }
+
+    fn quantized(&self) -> Option<&dyn QuantizedRows> {
+        (!self.is_integer).then_some(self as &dyn QuantizedRows)
+    }
+}
+
+impl QuantizedRows for ScaledBytes {
+    fn quantization(&self) -> Quantization {
+        Quantization::Fp8 { block: self.scales.block }
+    }
+
+    fn read_codes(&self, row: usize, cols: Range<usize>, out: &mut [u8]) {
+        out.copy_from_slice(&self.data[row * self.cols..][cols]);
+    }
+
+    fn scale(&self, row: usize, col: usize) -> (f32, u8) {
+        (self.scales.get(row, col) as f32, 0)
     }
 }
 

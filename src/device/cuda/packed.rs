@@ -1,0 +1,199 @@
+//! Weights that stay quantized on the GPU: which ones, and how their codes and scales are filled.
+
+use kernels::cuda::Span;
+use kernels::cuda::quantized_gemm::{PackedFormat, PackedWeight, TILE};
+use ops::{DType, Quantization, QuantizedRows, WeightData, WeightSlice};
+
+use super::CudaWeight;
+use super::load::{Part, RowOrder};
+
+/// Codes of a weight, and where its scales are.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Packed {
+    /// See [`PackedWeight::scales`].
+    pub(crate) scales: Span,
+    pub(crate) format: PackedFormat,
+}
+
+impl CudaWeight {
+    /// The weight as the kernels for quantized weights take it; `None` if it is in bf16.
+    pub(crate) fn packed_weight(&self) -> Option<PackedWeight> {
+        let Packed { scales, format } = self.packed?;
+        Some(PackedWeight { codes: self.values, scales, bias: self.bias, n: self.rows, k: self.cols, format })
+    }
+}
+
+/// The codes of a slice; `None` if its values have to be computed.
+pub(super) fn quantized<'a>(data: &'a WeightData) -> Option<&'a dyn QuantizedRows> {
+    match data {
+        WeightData::Stored(_) => None,
+        WeightData::Computed(source) => source.quantized(),
+    }
+}
+
+/// The format in which a matrix of `parts` stays quantized. `None` if it must be expanded to bf16: parts are not quantized
+/// or in different formats, or scales are not divided as the kernels need it.
+pub(crate) fn packed_format(parts: &[WeightSlice<'_>], order: RowOrder) -> Option<PackedFormat> {
+    let cols = parts.first()?.cols.len();
+    let rows: usize = parts.iter().map(|part| part.rows.len()).sum();
+    let format = part_format(&parts[0])?;
+    let fits =
+        rows.is_multiple_of(8) && cols.is_multiple_of(8) && parts.iter().all(|part| part_format(part) == Some(format));
+    (fits && (format != PackedFormat::Fp8Blocks || tiles_have_two_scales(parts, order))).then_some(format)
+}
+
+fn part_format(part: &WeightSlice<'_>) -> Option<PackedFormat> {
+    match quantized(&part.data)?.quantization() {
+        Quantization::Fp8 { block: [_, width] } if width >= part.matrix_cols => Some(PackedFormat::Fp8Rows),
+        Quantization::Fp8 { block: [_, width] } => {
+            let slice = PackedFormat::Fp8Blocks.slice_cols();
+            let fits = width.is_multiple_of(slice) && part.cols.start.is_multiple_of(slice);
+            fits.then_some(PackedFormat::Fp8Blocks)
+        }
+        Quantization::Int4 { group, has_zeros, scale } => {
+            // Scales of wider groups are repeated.
+            let is_aligned = |to: &usize| group.is_multiple_of(*to) && part.cols.start.is_multiple_of(*to);
+            let group = [128, 32].into_iter().find(is_aligned)?;
+            Some(PackedFormat::Int4 { group, has_zeros, scale_is_f16: scale == DType::F16 })
+        }
+    }
+}
+
+/// Whether the rows `r` of each tile with `r % 16 < 8` are in one row of blocks, and the others, too.
+fn tiles_have_two_scales(parts: &[WeightSlice<'_>], order: RowOrder) -> bool {
+    let sizes: Vec<usize> = parts.iter().map(|part| part.rows.len()).collect();
+    let rows: usize = sizes.iter().sum();
+    let block_of = |row: usize| {
+        let (index, within) = order.source(&sizes, row);
+        let part = &parts[index];
+        match quantized(&part.data).map(QuantizedRows::quantization) {
+            Some(Quantization::Fp8 { block: [height, _] }) => (index, part.stored(part.rows.start + within) / height),
+            _ => unreachable!("all parts are in blocks"),
+        }
+    };
+    // The first eight rows of a tile have the first scale, the next eight the second.
+    (0..rows).all(|row| {
+        let first = row / TILE * TILE + row % 16 / 8 * 8;
+        block_of(row) == block_of(first)
+    })
+}
+
+impl Part {
+    /// Writes the codes of row `row` to `out`, in the order of the kernels. `codes` has a byte for each column.
+    pub(super) fn pack_row(&self, row: usize, format: PackedFormat, codes: &mut [u8], out: &mut [u8]) {
+        let source = quantized(&self.data).expect("only quantized parts are packed");
+        source.read_codes(self.stored_row(row), self.cols(), codes);
+        format.pack_row(codes, out);
+    }
+
+    /// Writes the scales of row `row` to those of its tile, where it is row `tile_row`.
+    pub(super) fn pack_scales(&self, row: usize, format: PackedFormat, tile: &mut [u8], tile_row: usize) {
+        let source = quantized(&self.data).expect("only quantized parts are packed");
+        let (row, cols) = (self.stored_row(row), self.cols());
+        let group = match format {
+            PackedFormat::Fp8Rows => cols.len(),
+            PackedFormat::Fp8Blocks => format.slice_cols(),
+            PackedFormat::Int4 { group, .. } => group,
+        };
+        for (index, col) in cols.step_by(group).enumerate() {
+            let (scale, zero) = source.scale(row, col);
+            format.put_scale(tile, tile_row, index, scale, zero);
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::ops::Range;
+    use std::sync::Arc;
+
+    use ops::RowSource;
+
+    use super::*;
+
+    /// Codes and scales that follow from row and column.
+    #[derive(Debug)]
+    struct Numbered(Quantization);
+
+    impl RowSource for Numbered {
+        fn read_row(&self, _row: usize, _cols: Range<usize>, _out: &mut [u8]) {}
+
+        fn quantized(&self) -> Option<&dyn QuantizedRows> {
+            Some(self)
+        }
+    }
+
+    impl QuantizedRows for Numbered {
+        fn quantization(&self) -> Quantization {
+            self.0
+        }
+
+        fn read_codes(&self, row: usize, cols: Range<usize>, out: &mut [u8]) {
+            out.iter_mut().zip(cols).for_each(|(out, col)| *out = (row + col) as u8);
+        }
+
+        fn scale(&self, row: usize, col: usize) -> (f32, u8) {
+            ((row * 1000 + col) as f32, 3)
+        }
+    }
+
+    fn slice(quantization: Quantization, rows: Range<usize>, cols: Range<usize>) -> WeightSlice<'static> {
+        WeightSlice {
+            name: "w",
+            data: WeightData::Computed(Arc::new(Numbered(quantization))),
+            dtype: DType::Bf16,
+            matrix_cols: 512,
+            rows,
+            cols,
+            head_order: None,
+        }
+    }
+
+    #[test]
+    fn blocks_of_fp8_stay_where_each_half_of_a_tile_is_in_one_row_of_blocks() {
+        let blocks = Quantization::Fp8 { block: [128, 128] };
+        let format = |rows: [Range<usize>; 2], cols: Range<usize>, order| {
+            let [first, second] = rows.map(|rows| slice(blocks, rows, cols.clone()));
+            packed_format(&[first, second], order)
+        };
+        let interleaved = RowOrder::Interleaved(8);
+        assert_eq!(format([0..128, 128..192], 0..512, RowOrder::Stacked), Some(PackedFormat::Fp8Blocks));
+        assert_eq!(format([0..128, 0..128], 128..512, interleaved), Some(PackedFormat::Fp8Blocks));
+        assert_eq!(format([0..96, 128..192], 0..512, RowOrder::Stacked), None);
+        assert_eq!(format([0..128, 0..128], 64..512, interleaved), None);
+        // Rows 16 to 48 of a part of each: two rows of blocks within a tile.
+        assert_eq!(format([112..144, 112..144], 0..512, interleaved), None);
+    }
+
+    #[test]
+    fn parts_in_different_formats_are_expanded() {
+        let int4 = |group, has_zeros| Quantization::Int4 { group, has_zeros, scale: DType::F16 };
+        let of = |a, b, cols: Range<usize>| {
+            packed_format(&[slice(a, 0..8, cols.clone()), slice(b, 0..8, cols)], RowOrder::Stacked)
+        };
+        let packed = |group, has_zeros| Some(PackedFormat::Int4 { group, has_zeros, scale_is_f16: true });
+        assert_eq!(of(int4(128, true), int4(128, true), 0..512), packed(128, true));
+        assert_eq!(of(int4(512, false), int4(512, false), 256..512), packed(128, false));
+        assert_eq!(of(int4(64, true), int4(64, true), 64..512), packed(32, true));
+        assert_eq!(of(int4(128, true), int4(128, false), 0..512), None);
+        assert_eq!(of(int4(16, true), int4(16, true), 0..512), None);
+        assert_eq!(of(Quantization::Fp8 { block: [1, 512] }, int4(128, true), 0..512), None);
+        assert_eq!(
+            of(Quantization::Fp8 { block: [1, 512] }, Quantization::Fp8 { block: [4096, 512] }, 8..512),
+            Some(PackedFormat::Fp8Rows)
+        );
+    }
+
+    #[test]
+    fn scales_of_a_row_are_those_of_its_columns() {
+        let quantization = Quantization::Int4 { group: 128, has_zeros: true, scale: DType::Bf16 };
+        let part = Part::new(&slice(quantization, 2..10, 256..512)).unwrap();
+        let format = PackedFormat::Int4 { group: 128, has_zeros: true, scale_is_f16: false };
+        let mut tile = vec![0; format.tile_meta_bytes(256)];
+        part.pack_scales(0, format, &mut tile, 5);
+        let scale = |group: usize| half::bf16::from_le_bytes([tile[128 * group + 10], tile[128 * group + 11]]).to_f32();
+        // Rounded to bf16.
+        assert_eq!([scale(0), scale(1)], [2256.0, 2384.0]);
+        assert_eq!([tile[256 + 5], tile[256 + 64 + 5]], [3, 3]);
+    }
+}

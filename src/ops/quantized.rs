@@ -1,0 +1,43 @@
+//! Quantized matrices, which a device may keep as they are.
+
+use std::fmt::Debug;
+use std::ops::Range;
+
+use crate::DType;
+
+/// How the codes of a quantized matrix become values: `value = (code - zero point) * scale`.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Quantization {
+    /// e4m3 without zero points, with a scale in f32 for each block.
+    Fp8 {
+        /// Rows and columns of a block, from the first row and column of the matrix on. The last blocks may be smaller.
+        block: [usize; 2],
+    },
+    /// Integers from 0 to 15. Each group of a row has a scale.
+    Int4 {
+        /// Columns of a group, from the first column of the matrix on. They divide the columns of the matrix.
+        group: usize,
+        /// Whether groups have zero points, from 0 to 16; otherwise they are 8.
+        has_zeros: bool,
+        /// Type of the scales: bf16 or f16.
+        scale: DType,
+    },
+}
+
+/// The rows of a quantized matrix.
+pub trait QuantizedRows: Debug + Send + Sync {
+    /// The form of the codes.
+    fn quantization(&self) -> Quantization;
+
+    /// Writes the codes of the columns `cols` of row `row` to `out`, one byte for each.
+    ///
+    /// # Panics
+    /// Panics if there is no such row or column, or if `out` has another length.
+    fn read_codes(&self, row: usize, cols: Range<usize>, out: &mut [u8]);
+
+    /// Scale and zero point of the element in this row and column; the zero point of fp8 is 0.
+    ///
+    /// # Panics
+    /// Panics if there is no such element.
+    fn scale(&self, row: usize, col: usize) -> (f32, u8);
+}
