@@ -59,7 +59,7 @@ fn main() {
                 continue;
             }
             let mut found = Vec::new();
-            for parts in [1, 2, 4, 8] {
+            for parts in [1, 2, 4] {
                 for (groups, ring_kib) in [(2, 32), (2, 48), (2, 64), (2, 100), (2, 200), (4, 64), (4, 100), (4, 200)] {
                     if groups == 4 && rows > 32 {
                         continue;

@@ -8,6 +8,8 @@ use half::bf16;
 
 use super::all_reduce::{PeerGroup, Shots};
 use super::error::ensure;
+use super::packed_weight::PackedWeight;
+use super::quantized_gemm::{check_product, meta_argument};
 use super::skinny_gemm::{self, Epilogue, LinearWeight};
 use super::tensor_map::TensorMap;
 use super::{Arg, CudaError, DeviceBuffer, Gpu, Launch, Queue, Span};
@@ -47,12 +49,48 @@ pub struct Link {
     pub pitch: usize,
     /// `[rows, k]` bf16: the output of the previous link, or older data.
     pub x: Span,
-    /// Weight and bias.
-    pub linear: LinearWeight,
+    /// Weight and bias. All links of a chain have the same [`LinkWeight::name`].
+    pub linear: LinkWeight,
     /// What happens with the product.
     pub end: LinkEnd,
     /// The scale that the rows of `x` lack, if [`LinkEnd::AddNorm`] wrote `x`.
     pub scale: Option<RowScale>,
+}
+
+/// The weight of a link.
+#[derive(Debug, Clone, Copy)]
+pub enum LinkWeight {
+    /// In bf16.
+    Plain(LinearWeight),
+    /// In 8 or 4 bits.
+    Packed(PackedWeight),
+}
+
+impl LinkWeight {
+    /// The part of the kernel's name.
+    pub fn name(&self) -> &'static str {
+        match self {
+            LinkWeight::Plain(_) => "bf16",
+            LinkWeight::Packed(weight) => weight.format.name(),
+        }
+    }
+
+    /// Numbers of outputs and inputs.
+    fn shape(&self) -> [usize; 2] {
+        match self {
+            LinkWeight::Plain(weight) => [weight.n, weight.k],
+            LinkWeight::Packed(weight) => [weight.n, weight.k],
+        }
+    }
+
+    /// Columns of a slice, and bytes that a stage of the ring has besides 128 for each row of the weight and its columns
+    /// of `x`.
+    fn slice(&self) -> (usize, usize) {
+        match self {
+            LinkWeight::Plain(_) => (SLICE, 0),
+            LinkWeight::Packed(weight) => (weight.format.slice_cols(), weight.format.max_meta_bytes()),
+        }
+    }
 }
 
 /// What happens with a product.
@@ -134,7 +172,11 @@ pub fn linear_chain(
     ensure!(OP, (1..=MAX_ROWS).contains(&rows), "{rows} rows; expected 1 to {MAX_ROWS}");
     let gpu = q.gpu();
     let width = skinny_gemm::width_for(rows);
-    let (stage_bytes, partial_bytes) = ((TILE + width) * SLICE * 2, GROUPS * width * (TILE + 4) * 4);
+    let name = links[0].linear.name();
+    let other = links.iter().map(|link| link.linear.name()).find(|other| *other != name);
+    ensure!(OP, other.is_none(), "weights in {name} and {}", other.unwrap_or_default());
+    let (slice, more) = links[0].linear.slice();
+    let (stage_bytes, partial_bytes) = (TILE * 128 + width * slice * 2 + more, GROUPS * width * (TILE + 4) * 4);
     // A stage belongs to one group of warps, because its barrier must be waited for in order.
     let room = (gpu.max_shared_bytes() as usize).saturating_sub(SPARE_BYTES + 1024 + partial_bytes);
     let stages = (room / stage_bytes).min(MAX_STAGES) / GROUPS * GROUPS;
@@ -149,39 +191,50 @@ pub fn linear_chain(
         ..ChainArgument::zeroed()
     };
     for (argument, link) in chain.links.iter_mut().zip(links) {
-        let slices = link.linear.n.div_ceil(TILE) * link.linear.k.div_ceil(SLICE);
+        let [n, k] = link.linear.shape();
+        let slices = n.div_ceil(TILE) * k.div_ceil(slice);
         let fits = slices < u32::MAX as usize / (gpu.num_multiprocessors() as usize + 1);
-        ensure!(OP, fits, "a weight of {} x {} is too large", link.linear.n, link.linear.k);
+        ensure!(OP, fits, "a weight of {n} x {k} is too large");
         *argument = link.argument(rows, width)?;
     }
     let summed = links.iter().find(|link| matches!(link.end, LinkEnd::AddNorm(_)));
     if let (Some(group), Some(link)) = (group, summed) {
-        let peers = group.argument(&[link.y], rows, link.linear.n, Shots::One)?;
+        let peers = group.argument(&[link.y], rows, link.linear.shape()[0], Shots::One)?;
         chain.peers = bytemuck::pod_read_unaligned(&peers);
     }
     let launch = Launch::new(gpu.num_multiprocessors(), THREADS as u32)
         .shared((stages * stage_bytes + partial_bytes + 1024) as u32);
     let kind = if group.is_some() { "peer_" } else { "" };
-    q.launch(&format!("sm90_{kind}linear_chain_bf16_m{width}"), launch, &[Arg::Bytes(bytemuck::bytes_of(&chain))])
+    q.launch(&format!("sm90_{kind}linear_chain_{name}_m{width}"), launch, &[Arg::Bytes(bytemuck::bytes_of(&chain))])
 }
 
 impl Link {
     /// The kernel's `Link`, after a check that the operands have `rows` rows.
     fn argument(&self, rows: usize, width: usize) -> Result<LinkArgument, CudaError> {
         let Self { y, pitch, x, linear, end, scale } = *self;
-        let LinearWeight { weight, bias, n, k } = linear;
+        let [n, k] = linear.shape();
         let epilogue = match end {
             LinkEnd::Store(epilogue) => epilogue,
             LinkEnd::AddNorm(_) => Epilogue::Store,
         };
-        skinny_gemm::check(y, x, &linear, rows, epilogue)?;
+        let (weight, bias, meta) = match linear {
+            LinkWeight::Plain(plain) => {
+                skinny_gemm::check(y, x, &plain, rows, epilogue)?;
+                (TensorMap::matrix(plain.weight, n, k, TILE, SLICE)?, plain.bias, [0; 2])
+            }
+            LinkWeight::Packed(packed) => {
+                check_product(y, x, &packed, rows, epilogue)?;
+                let map = TensorMap::bytes_matrix(packed.codes, n, packed.format.row_bytes(k), TILE, 128)?;
+                (map, packed.bias, meta_argument(&packed))
+            }
+        };
         if let LinkEnd::Store(Epilogue::Store | Epilogue::StoreF32) = end {
             let bytes = if epilogue == Epilogue::StoreF32 { 4 } else { 2 };
             let fits = pitch >= n && pitch.is_multiple_of(8) && y.bytes() >= ((rows - 1) * pitch + n) * bytes;
             ensure!(OP, fits, "y does not hold {rows} rows of {n} outputs, {pitch} apart");
         }
         let mut argument = LinkArgument {
-            weight: map_words(&TensorMap::matrix(weight, n, k, TILE, SLICE)?),
+            weight: map_words(&weight),
             x: map_words(&TensorMap::matrix(x, rows, k, width, SLICE)?),
             y: y.address(),
             bias: bias.address(),
@@ -190,6 +243,7 @@ impl Link {
             epilogue: epilogue.code(),
             pitch: pitch as u32,
             k: k as u32,
+            meta,
             ..LinkArgument::zeroed()
         };
         if let LinkEnd::AddNorm(add) = end {
@@ -251,7 +305,9 @@ struct LinkArgument {
     inverse_cols: f32,
     eps: f32,
     k: u32,
-    padding_after: [u32; 11],
+    padding: u32,
+    meta: [u64; 2],
+    padding_after: [u32; 6],
 }
 
 /// The kernel's `Chain`.

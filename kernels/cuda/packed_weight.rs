@@ -64,6 +64,16 @@ impl PackedFormat {
         }
     }
 
+    /// [`PackedFormat::meta_bytes`], with zero points.
+    pub(super) fn max_meta_bytes(self) -> usize {
+        match self {
+            PackedFormat::Int4 { group, scale_is_f16, .. } => {
+                PackedFormat::Int4 { group, has_zeros: true, scale_is_f16 }.meta_bytes()
+            }
+            other => other.meta_bytes(),
+        }
+    }
+
     /// Bytes of all codes of a weight.
     pub fn codes_bytes(self, rows: usize, cols: usize) -> usize {
         rows * self.row_bytes(cols)

@@ -18,6 +18,8 @@ struct Codes {
     static constexpr int STEPS = COLUMNS / 16;
     static constexpr int GROUP_STEPS = FORMAT == INT4_32 ? 2 : 8;  // steps of 16 columns with the same scale
     static constexpr int GROUPS = STEPS / GROUP_STEPS;
+    // Bytes of scales and zero points of a tile of 64 rows and a slice, at most.
+    static constexpr int META_BYTES = FORMAT == FP8_ROWS ? 0 : FORMAT == FP8_BLOCKS ? 16 : GROUPS * 64 * 3;
 };
 
 // A scale of a group of u4 codes: f16 or bf16.

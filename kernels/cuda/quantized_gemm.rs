@@ -19,7 +19,7 @@ const MAX_WIDTH_OF_FOUR: usize = 32;
 /// How the kernel divides the work.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct QuantizedSplit {
-    /// Number of parts of K, which is the number of blocks in a cluster: 1, 2, 4 or 8.
+    /// Number of parts of K, which is the number of blocks in a cluster: 1, 2 or 4.
     pub parts: usize,
     /// Number of warpgroups of a block that multiply slices of K in turn: 2 or 4.
     pub groups: usize,
@@ -83,11 +83,11 @@ pub fn quantized_gemm_split(
     check_product(y, x, weight, rows, epilogue)?;
     let PackedWeight { codes, bias, n, k, format, .. } = *weight;
     let QuantizedSplit { parts, groups, ring_bytes } = split;
-    ensure!(OP, matches!(parts, 1 | 2 | 4 | 8), "K in {parts} parts; expected 1, 2, 4 or 8");
+    ensure!(OP, matches!(parts, 1 | 2 | 4), "K in {parts} parts; expected 1, 2 or 4");
     ensure!(OP, matches!(groups, 2 | 4), "{groups} groups; expected 2 or 4");
     let width = width_for(rows);
     ensure!(OP, groups == 2 || width <= MAX_WIDTH_OF_FOUR, "{rows} rows in 4 groups; expected 2 groups");
-    let stage_bytes = TILE * 128 + width * format.slice_cols() * 2 + format.meta_bytes();
+    let stage_bytes = TILE * 128 + width * format.slice_cols() * 2 + format.max_meta_bytes();
     // A stage belongs to one group of warps, because its barrier must be waited for in order.
     let stages = ((ring_bytes / stage_bytes).min(32) / groups).max(1) * groups;
     let partial_bytes = groups * (TILE + 4) * width * 4;
@@ -145,12 +145,19 @@ pub fn quantized_gemm_simple(
 }
 
 /// `Meta` of the kernels: the address of the scales, their bytes in a tile and slice, and whether they are f16.
-fn meta_argument(weight: &PackedWeight) -> [u64; 2] {
+pub(super) fn meta_argument(weight: &PackedWeight) -> [u64; 2] {
     let format = weight.format;
     [weight.scales.address(), format.meta_bytes() as u64 | u64::from(format.scale_is_f16()) << 32]
 }
 
-fn check_product(y: Span, x: Span, weight: &PackedWeight, rows: usize, epilogue: Epilogue) -> Result<(), CudaError> {
+/// Checks the operands of a product.
+pub(super) fn check_product(
+    y: Span,
+    x: Span,
+    weight: &PackedWeight,
+    rows: usize,
+    epilogue: Epilogue,
+) -> Result<(), CudaError> {
     check(weight)?;
     let (n, k) = (weight.n, weight.k);
     ensure!(OP, (1..=MAX_ROWS).contains(&rows), "{rows} rows; expected 1 to {MAX_ROWS}");

@@ -1,5 +1,5 @@
-// sm90_linear_chain_bf16: consecutive products of few rows in one kernel; a link reads what the one before wrote
-// sm90_peer_linear_chain_bf16: the same for the ranks of a group; in ADD_NORM links each rank has a part of K
+// sm90_linear_chain_FORMAT: consecutive products of few rows in one kernel; a link reads what the one before wrote
+// sm90_peer_linear_chain_FORMAT: the same for the ranks of a group; in ADD_NORM links each rank has a part of K
 // archs: 90a
 //
 // A link is y[m, n] = sum_k x[m, k] * w[n, k] (+ bias[n]) of M <= 16 rows, and one of
@@ -9,7 +9,8 @@
 //          the row's squares + eps)
 //
 // x        [M, K]  bf16 through a tensor map of [NT rows, 64]; rows from M on are zero
-// w        [N, K]  bf16 through a tensor map of [TILE, 64]; read once
+// w        FORMAT bf16: [N, K] bf16 through a tensor map of [TILE, 64]. Others: codes and scales as sm90_quantized_gemm.cu
+//          describes, through a tensor map of [TILE, 128] bytes; all links have the same format. Read once
 // squares  [M, ceil(N / TILE)] f32
 // packets  [blocks][NT TILE / 4] of 32 bytes: partial sums of a tile that several blocks share, four floats and four tags
 // arrivals u32: how often a block has ended a link, over all launches. epochs [blocks] u32: the number of links over all
@@ -17,7 +18,7 @@
 // peers    described in sm90_gemm.cuh; all ranks launch the same chain
 // launch   one block per multiprocessor, 128 GROUPS + 96 threads, dynamic shared memory and `stages`, a multiple of
 //          GROUPS, from the wrapper.
-//          A link's tiles of TILE rows of w are cut into slices of 64 columns, and the slices are divided evenly among
+//          A link's tiles of TILE rows of w are cut into slices of 64 columns (128 of fp8, 256 of 4 bits), and the slices are divided evenly among
 //          the blocks. One warp keeps a ring filled with weights, of this link and then of the next one, whose x does
 //          not exist yet. A second warp loads x as soon as all blocks have arrived. A third warp adds squares. GROUPS
 //          warpgroups multiply, each every GROUPS-th slice. So weights are loaded without a pause across the ends of
@@ -28,10 +29,10 @@
 //          Squares and y are computed from the fp32 sum; with peers, each rank's part is rounded to bf16 first
 // needs    K % 8 == 0, N % 8 == 0 (N % 16 == 0 for gate/up), all blocks resident at the same time: checked in
 //          linear_chain.rs
-// bound    memory, 2 N K bytes per link
+// bound    memory, 2 N K bytes per link in bf16
 // test     tests/cuda_linear_chain.rs, compared with reference::linear and reference::rms_norm
 #include "peers.cuh"
-#include "sm90_gemm.cuh"
+#include "sm90_quantized.cuh"
 
 constexpr i32 ADD_NORM = 4;
 constexpr int GROUPS = 4;        // warpgroups that multiply
@@ -53,6 +54,7 @@ struct Link {
     Output out;
     Norm norm;
     i32 k;
+    Meta meta;  // of quantized weights
 };
 
 struct Chain {
@@ -64,6 +66,26 @@ struct Chain {
     i32 count, stages;
 };
 
+// Weights in bf16, with the interface of QuantizedRing.
+template <int NT>
+struct PlainRing : Ring<TILE, NT> {
+    using R = Ring<TILE, NT>;
+    static constexpr i32 COLUMNS = BK;
+    static constexpr u32 META_BYTES = 0;
+
+    __device__ void load_weights(i32 s, const TensorMap* map, const Meta&, i32 n0, i32 slice, i32, u32 more) const {
+        barrier_arrive_expect(R::full + 8 * s, R::W_BYTES + more);
+        tensor_load(R::w(s), map, slice * BK, n0, R::full + 8 * s, EVICT_FIRST);
+    }
+
+    __device__ void load_rows(i32 s, const TensorMap* map, i32 slice) const {
+        tensor_load(R::x(s), map, slice * BK, 0, R::full + 8 * s, EVICT_LAST);
+    }
+
+    __device__ __forceinline__ void multiply(float* acc, i32 s, const Meta&) const { multiply_slice<NT>(acc, R::w(s), R::x(s)); }
+    __device__ __forceinline__ void scale_rows(float*, const Meta&, i32) const {}
+};
+
 // The slices of a link that a block computes, counted tile by tile.
 struct Share {
     u32 slices;  // number of slices in a tile
@@ -73,9 +95,10 @@ struct Share {
     __device__ u32 block_of(u32 slice) const { return ((slice + 1) * gridDim.x - 1) / total; }
 };
 
+template <class R>
 __device__ __forceinline__ Share share_of(const Link& link) {
     Share s;
-    s.slices = (link.k + BK - 1) / BK;
+    s.slices = (link.k + R::COLUMNS - 1) / R::COLUMNS;
     s.total = (link.out.n + TILE - 1) / TILE * s.slices;
     s.first = s.first_of(blockIdx.x);
     s.end = s.first_of(blockIdx.x + 1);
@@ -121,12 +144,11 @@ __device__ __forceinline__ void load_weights(const R& ring, const Chain& c) {
     Cursor at{0, 1};
     for (i32 l = 0; l < c.count; ++l) {
         const Link& link = c.links[l];
-        const Share share = share_of(link);
+        const Share share = share_of<R>(link);
         i32 tile = share.first / share.slices, slice = share.first % share.slices;
         for (u32 i = share.first; i < share.end; ++i) {
             barrier_wait(ring.empty + 8 * at.stage, at.parity);
-            barrier_arrive_expect(ring.full + 8 * at.stage, R::W_BYTES);
-            tensor_load(ring.w(at.stage), &link.w, slice * BK, tile * TILE, ring.full + 8 * at.stage, EVICT_FIRST);
+            ring.load_weights(at.stage, &link.w, link.meta, tile * TILE, slice, share.slices, 0);
             if (++slice == (i32)share.slices) slice = 0, ++tile;
             at.advance(1, ring.stages);
         }
@@ -139,7 +161,7 @@ __device__ __forceinline__ void load_rows(const R& ring, const Chain& c, u32 epo
     Cursor at{0, 1};
     for (i32 l = 0; l < c.count; ++l) {
         const Link& link = c.links[l];
-        const Share share = share_of(link);
+        const Share share = share_of<R>(link);
         if (l > 0) {
             wait_for_links(c, epoch + l);
             proxy_fence();
@@ -148,7 +170,7 @@ __device__ __forceinline__ void load_rows(const R& ring, const Chain& c, u32 epo
         for (u32 i = share.first; i < share.end; ++i) {
             barrier_wait(ring.empty + 8 * at.stage, at.parity);
             barrier_arrive_expect(ring.full + 8 * at.stage, R::X_BYTES);
-            tensor_load(ring.x(at.stage), &link.x, slice * BK, 0, ring.full + 8 * at.stage, EVICT_LAST);
+            ring.load_rows(at.stage, &link.x, slice);
             if (++slice == (i32)share.slices) slice = 0;
             at.advance(1, ring.stages);
         }
@@ -157,7 +179,7 @@ __device__ __forceinline__ void load_rows(const R& ring, const Chain& c, u32 epo
 
 // One warp: computes the scale of each row of x, for each link that needs it. Before that, it prefetches what the
 // epilogues of the block's tiles read.
-template <int NT>
+template <class R, int NT>
 __device__ __forceinline__ void compute_scales(float (*scales)[NT], u32 ready, const Chain& c, u32 epoch) {
     constexpr int ROWS = 8;  // at a time, so that loads do not wait for each other
     constexpr int LINE = 64;  // columns in a cache line
@@ -165,7 +187,7 @@ __device__ __forceinline__ void compute_scales(float (*scales)[NT], u32 ready, c
     for (i32 l = 0; l < c.count; ++l) {
         const Norm& norm = c.links[l].norm;
         const Output& out = c.links[l].out;
-        const Share share = share_of(c.links[l]);
+        const Share share = share_of<R>(c.links[l]);
         const i32 begin = share.first / share.slices * TILE, end = (share.end + share.slices - 1) / share.slices * TILE;
         for (i32 n = begin + lane * LINE; n < min(end, out.n); n += 32 * LINE) {
             if (out.bias) prefetch(out.bias + n);
@@ -245,11 +267,12 @@ struct Sums {
 };
 
 // Multiplies this group's slices up to `end`, counted over all links, and adds them to `acc`.
-template <int NT>
-__device__ __forceinline__ void consume(const Ring<TILE, NT>& ring, Cursor& at, u32& next, u32 end, float* acc) {
+template <class R>
+__device__ __forceinline__ void consume(const R& ring, Cursor& at, u32& next, u32 end, float* acc, const Meta& meta) {
     for (; next < end; next += GROUPS) {
         barrier_wait(ring.full + 8 * at.stage, at.parity);
-        multiply_slice<NT>(acc, ring.w(at.stage), ring.x(at.stage));
+        ring.multiply(acc, at.stage, meta);
+        __syncwarp();
         if (threadIdx.x % 32 == 0) barrier_arrive(ring.empty + 8 * at.stage);
         at.advance(GROUPS, ring.stages);
     }
@@ -341,22 +364,23 @@ __device__ __forceinline__ void add_norm(const Sums<NT>& sums, const Link& link,
 }
 
 // The products of all links.
-template <int NT, bool PEERS>
-__device__ __forceinline__ void multiply(const Ring<TILE, NT>& ring, const Chain& c, float* partial, const float (*scales)[NT],
+template <class R, int NT, bool PEERS>
+__device__ __forceinline__ void multiply(const R& ring, const Chain& c, float* partial, const float (*scales)[NT],
                                          u32 scaled, u32 epoch) {
     const i32 group = threadIdx.x / 128;
     Cursor at{group, 0};
     u32 next = group, run = 0, scaled_parity = 0;
     for (i32 l = 0; l < c.count; ++l) {
         const Link& link = c.links[l];
-        const Share share = share_of(link);
+        const Share share = share_of<R>(link);
         const bool is_scaled = link.norm.squares_in != nullptr;
         bool waits = is_scaled;
         for (u32 i = share.first; i < share.end;) {
             const u32 tile = i / share.slices, begin = tile * share.slices, until = min(begin + share.slices, share.end);
             float acc[NT / 2] = {};
             run += until - i;
-            consume<NT>(ring, at, next, run, acc);
+            consume(ring, at, next, run, acc, link.meta);
+            ring.scale_rows(acc, link.meta, tile * TILE);
             store_partial<NT>(partial + group * NT * PITCH, acc);
             if (waits) barrier_wait(scaled, scaled_parity), scaled_parity ^= 1, waits = false;
             team_sync();
@@ -390,18 +414,18 @@ __device__ __forceinline__ void multiply(const Ring<TILE, NT>& ring, const Chain
     if (threadIdx.x == 0) c.epochs[blockIdx.x] = epoch + c.count;
 }
 
-template <int NT, bool PEERS>
+template <class R, int NT, bool PEERS>
 __device__ __forceinline__ void linear_chain(const Chain& c) {
-    using R = Ring<TILE, NT>;
     extern __shared__ u8 dynamic[];
     __shared__ alignas(8) u64 barriers[65];
     __shared__ float scales[MAX_LINKS][NT];
     pdl_launch();
 
     const u32 raw = shared_address(dynamic), aligned = (raw + 1023) & ~1023u;
-    const R ring{aligned, shared_address(barriers), shared_address(barriers + 32), c.stages};
+    R ring;
+    ring.base = aligned, ring.full = shared_address(barriers), ring.empty = shared_address(barriers + 32), ring.stages = c.stages;
     const u32 scaled = shared_address(barriers + 64);
-    float* partial = reinterpret_cast<float*>(dynamic + (aligned - raw) + c.stages * R::STAGE_BYTES);
+    float* partial = reinterpret_cast<float*>(dynamic + (aligned - raw) + c.stages * (R::STAGE_BYTES + R::META_BYTES));
     if (threadIdx.x == 0) {
         for (i32 s = 0; s < c.stages; ++s) {
             barrier_init(ring.full + 8 * s, 2);
@@ -424,21 +448,28 @@ __device__ __forceinline__ void linear_chain(const Chain& c) {
     if (warp == CONSUMERS / 32 + 1) {
         if (threadIdx.x % 32 == 0) load_rows(ring, c, epoch);
     } else if (warp == CONSUMERS / 32 + 2) {
-        compute_scales<NT>(scales, scaled, c, epoch);
+        compute_scales<R, NT>(scales, scaled, c, epoch);
     } else {
-        multiply<NT, PEERS>(ring, c, partial, scales, scaled, epoch);
+        multiply<R, NT, PEERS>(ring, c, partial, scales, scaled, epoch);
     }
 }
 
-#define LINEAR_CHAIN(NT)                                                                                               \
-    extern "C" __global__ void __launch_bounds__(GROUPS * 128 + 96, 1)                                                 \
-        sm90_linear_chain_bf16_m##NT(const __grid_constant__ Chain c) {                                                \
-        linear_chain<NT, false>(c);                                                                            \
-    }                                                                                                                  \
-    extern "C" __global__ void __launch_bounds__(GROUPS * 128 + 96, 1)                                                 \
-        sm90_peer_linear_chain_bf16_m##NT(const __grid_constant__ Chain c) {                                           \
-        linear_chain<NT, true>(c);                                                                             \
+#define LINEAR_CHAIN(NAME, NT, ...) \
+    extern "C" __global__ void __launch_bounds__(GROUPS * 128 + 96, 1) \
+        sm90_linear_chain_##NAME##_m##NT(const __grid_constant__ Chain c) { \
+        linear_chain<__VA_ARGS__, NT, false>(c); \
+    } \
+    extern "C" __global__ void __launch_bounds__(GROUPS * 128 + 96, 1) \
+        sm90_peer_linear_chain_##NAME##_m##NT(const __grid_constant__ Chain c) { \
+        linear_chain<__VA_ARGS__, NT, true>(c); \
     }
 
-LINEAR_CHAIN(8)
-LINEAR_CHAIN(16)
+#define LINEAR_CHAINS(NT) \
+    LINEAR_CHAIN(bf16, NT, PlainRing<NT>) \
+    LINEAR_CHAIN(fp8_rows, NT, QuantizedRing<FP8_ROWS, NT>) \
+    LINEAR_CHAIN(fp8_blocks, NT, QuantizedRing<FP8_BLOCKS, NT>) \
+    LINEAR_CHAIN(int4_g128, NT, QuantizedRing<INT4_128, NT>) \
+    LINEAR_CHAIN(int4_g32, NT, QuantizedRing<INT4_32, NT>)
+
+LINEAR_CHAINS(8)
+LINEAR_CHAINS(16)

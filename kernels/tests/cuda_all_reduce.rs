@@ -10,7 +10,7 @@ use std::time::{Duration, Instant};
 use gpu::{Random, assert_close, floats, poisoned};
 use half::bf16;
 use kernels::cuda::all_reduce::{PeerBuffer, PeerGroup, PeerHandle, Shots};
-use kernels::cuda::linear_chain::{self, AddNorm, ChainScratch, Link, LinkEnd, linear_chain};
+use kernels::cuda::linear_chain::{self, AddNorm, ChainScratch, Link, LinkEnd, LinkWeight, linear_chain};
 use kernels::cuda::owner_norm::{OwnerNorm, SharedBuffer, owner_norm};
 use kernels::cuda::skinny_gemm::LinearWeight;
 use kernels::cuda::{CudaError, DeviceBuffer, Event, Gpu, Queue, Span};
@@ -200,7 +200,7 @@ impl Worker {
         let slices = linear_chain::norm_slices(n);
         let squares = poisoned::<f32>(&self.gpu, &self.queue, rows * slices);
         self.queue.wait().expect("fills");
-        let linear = LinearWeight { weight: weight.span(), bias: Span::NULL, n, k };
+        let linear = LinkWeight::Plain(LinearWeight { weight: weight.span(), bias: Span::NULL, n, k });
         let add = AddNorm { residual: r.span(), gain: g.span(), squares: squares.span() };
         let link = Link { y: y.span(), pitch: n, x: x.span(), linear, end: LinkEnd::AddNorm(add), scale: None };
         linear_chain(&self.queue, &[link], rows, scratch, Some(group)).expect("a launch");

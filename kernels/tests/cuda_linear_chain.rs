@@ -1,6 +1,8 @@
 //! Compares chains of products with the plain formulas, link by link, for odd shapes.
 
 mod gpu;
+#[path = "gpu/quantized.rs"]
+mod quantized;
 
 use std::sync::Arc;
 
@@ -8,11 +10,13 @@ use gpu::{Random, floats, poisoned};
 use half::bf16;
 use kernels::cuda::gated_activation::GateActivation;
 use kernels::cuda::linear_chain::{
-    AddNorm, ChainScratch, Link, LinkEnd, RowScale, has_kernel, linear_chain, norm_slices,
+    AddNorm, ChainScratch, Link, LinkEnd, LinkWeight, RowScale, has_kernel, linear_chain, norm_slices,
 };
+use kernels::cuda::quantized_gemm::PackedFormat;
 use kernels::cuda::skinny_gemm::{Epilogue, LinearWeight};
 use kernels::cuda::{DeviceBuffer, Gpu, Queue, Span};
 use kernels::reference;
+use quantized::{FORMATS, QuantizedWeight};
 
 const EPS: f32 = 1e-5;
 
@@ -26,36 +30,58 @@ struct Shape {
 }
 
 struct Weight {
-    values: Vec<bf16>,
+    values: Vec<f32>,
     bias: Option<Vec<bf16>>,
     n: usize,
     k: usize,
-    on_gpu: DeviceBuffer,
-    bias_on_gpu: Option<DeviceBuffer>,
+    on_gpu: OnGpu,
+}
+
+enum OnGpu {
+    Plain { values: DeviceBuffer, bias: Option<DeviceBuffer> },
+    Packed(QuantizedWeight),
 }
 
 impl Weight {
-    fn new(gpu: &Arc<Gpu>, random: &mut Random, n: usize, k: usize, with_bias: bool) -> Self {
+    /// In bf16 if there is no format.
+    fn new(
+        gpu: &Arc<Gpu>,
+        random: &mut Random,
+        [n, k]: [usize; 2],
+        format: Option<PackedFormat>,
+        with_bias: bool,
+    ) -> Self {
+        if let Some(format) = format {
+            let packed = QuantizedWeight::random(gpu, random, [n, k], format, with_bias);
+            let bias = packed.bias.as_ref().map(|(bias, _)| bias.clone());
+            return Self { values: packed.values.clone(), bias, n, k, on_gpu: OnGpu::Packed(packed) };
+        }
         let values = random.bf16s(n * k, 2.0 / (k as f32).sqrt());
         let bias = with_bias.then(|| random.bf16s(n, 0.5));
         let upload = |values: &[bf16]| DeviceBuffer::from_slice(gpu, values).expect("memory");
-        Self { on_gpu: upload(&values), bias_on_gpu: bias.as_deref().map(upload), values, bias, n, k }
+        let on_gpu = OnGpu::Plain { values: upload(&values), bias: bias.as_deref().map(upload) };
+        Self { on_gpu, values: floats(&values), bias, n, k }
     }
 
-    fn linear(&self) -> LinearWeight {
-        let bias = self.bias_on_gpu.as_ref().map_or(Span::NULL, DeviceBuffer::span);
-        LinearWeight { weight: self.on_gpu.span(), bias, n: self.n, k: self.k }
+    fn linear(&self) -> LinkWeight {
+        match &self.on_gpu {
+            OnGpu::Plain { values, bias } => {
+                let bias = bias.as_ref().map_or(Span::NULL, DeviceBuffer::span);
+                LinkWeight::Plain(LinearWeight { weight: values.span(), bias, n: self.n, k: self.k })
+            }
+            OnGpu::Packed(packed) => LinkWeight::Packed(packed.packed()),
+        }
     }
 
     /// Products of `x [rows, k]`, with rows multiplied by `scales`, and the tolerance for sums in another order.
     fn multiply(&self, x: &[bf16], scales: &[f32]) -> (Vec<f32>, Vec<f32>) {
         let x: Vec<f32> =
             floats(x).chunks(self.k).zip(scales).flat_map(|(row, s)| row.iter().map(move |v| v * s)).collect();
-        let weight = floats(&self.values);
+        let weight = &self.values;
         let bias = self.bias.as_deref().map(floats);
         let magnitudes = |values: &[f32]| values.iter().map(|v| v.abs()).collect::<Vec<f32>>();
-        let sums = reference::linear(&x, &weight, bias.as_deref(), self.k);
-        let sizes = reference::linear(&magnitudes(&x), &magnitudes(&weight), None, self.k);
+        let sums = reference::linear(&x, weight, bias.as_deref(), self.k);
+        let sizes = reference::linear(&magnitudes(&x), &magnitudes(weight), None, self.k);
         let slack =
             |(sum, size): (&f32, &f32)| size * self.k as f32 * 2.0f32.powi(-24) + sum.abs() * 2.0f32.powi(-20) + 1e-6;
         let slacks = sums.iter().zip(&sizes).map(slack).collect();
@@ -81,9 +107,9 @@ struct Case {
 }
 
 impl Case {
-    fn new(gpu: &Arc<Gpu>, random: &mut Random, shape: &Shape, with_bias: bool) -> Self {
+    fn new(gpu: &Arc<Gpu>, random: &mut Random, shape: &Shape, format: Option<PackedFormat>, with_bias: bool) -> Self {
         let Shape { attended, hidden, inner, qkv } = *shape;
-        let mut weight = |n, k| Weight::new(gpu, random, n, k, with_bias);
+        let mut weight = |n, k| Weight::new(gpu, random, [n, k], format, with_bias);
         let weights = [weight(hidden, attended), weight(2 * inner, hidden), weight(hidden, inner), weight(qkv, hidden)];
         let gains = [random.bf16s(hidden, 1.0), random.bf16s(hidden, 1.0)];
         let gains_on_gpu = gains.each_ref().map(|gain| DeviceBuffer::from_slice(gpu, gain).expect("memory"));
@@ -206,10 +232,12 @@ fn every_link_of_a_chain_agrees_with_its_formula() {
         Shape { attended: 1024, hidden: 1000, inner: 136, qkv: 2048 },
         Shape { attended: 4096, hidden: 2048, inner: 2752, qkv: 6144 },
     ];
-    for (index, shape) in shapes.iter().enumerate() {
-        let case = Case::new(&gpu, &mut random, shape, index % 2 == 1);
-        for rows in [1, 2, 7, 8, 9, 16, 3, 1] {
-            case.run(&gpu, &mut random, rows);
+    for format in FORMATS.map(Some).into_iter().chain([None]) {
+        for (index, shape) in shapes.iter().enumerate() {
+            let case = Case::new(&gpu, &mut random, shape, format, index % 2 == 1);
+            for rows in [1, 2, 7, 8, 9, 16, 3, 1] {
+                case.run(&gpu, &mut random, rows);
+            }
         }
     }
 }

@@ -9,7 +9,8 @@ use std::ops::RangeInclusive;
 use std::sync::Arc;
 
 use kernels::cuda::linear_chain::{
-    AddNorm, ChainScratch, Link, LinkEnd, MAX_LINKS, MAX_ROWS, RowScale, has_kernel, linear_chain, norm_slices,
+    AddNorm, ChainScratch, Link, LinkEnd, LinkWeight, MAX_LINKS, MAX_ROWS, RowScale, has_kernel, linear_chain,
+    norm_slices,
 };
 use kernels::cuda::skinny_gemm::Epilogue;
 use kernels::cuda::{CudaError, DeviceBuffer, Gpu, Span};
@@ -84,6 +85,13 @@ pub(crate) fn bytes(cols: usize, multiprocessors: usize) -> usize {
     squares_bytes(cols) + ChainScratch::bytes(multiprocessors)
 }
 
+impl CudaWeight {
+    /// The weight as a link of a chain takes it.
+    fn in_chain(&self) -> LinkWeight {
+        self.packed_weight().map_or(LinkWeight::Plain(self.linear()), LinkWeight::Packed)
+    }
+}
+
 impl CudaDevice {
     /// Whether chains are possible for this model: the kernel must support every matrix.
     pub(crate) fn can_chain(&self) -> bool {
@@ -91,7 +99,7 @@ impl CudaDevice {
         // Stages take part in the same exchanges, and some of them may not support chains.
         self.pipeline.stage.count == 1
             && config.use_fast_kernels
-            && self.all_chain
+            && self.all_skinny
             && !self.has_layer_norms
             && !self.expert_sizes.has_experts()
             && has_kernel(gpu)
@@ -137,7 +145,7 @@ impl CudaDevice {
         assert_eq!(out.address(), norm.partial.address(), "the norm that follows a partial product takes it");
         let squares = memory.squares.span();
         let end = LinkEnd::AddNorm(AddNorm { residual: norm.residual, gain: norm.weight, squares });
-        self.add_link(Link { y: norm.out, pitch: norm.cols, x, linear: weight.linear(), end, scale: None })?;
+        self.add_link(Link { y: norm.out, pitch: norm.cols, x, linear: weight.in_chain(), end, scale: None })?;
         self.chain.unscaled = Some((norm.out, RowScale { squares, cols: norm.cols, eps: norm.eps }));
         Ok(true)
     }
@@ -153,13 +161,14 @@ impl CudaDevice {
     ) -> Result<bool, DeviceError> {
         let scale = self.chain.scale_of(x);
         if scale.is_some() {
-            self.add_link(Link { y, pitch, x, linear: weight.linear(), end: LinkEnd::Store(epilogue), scale })?;
+            self.add_link(Link { y, pitch, x, linear: weight.in_chain(), end: LinkEnd::Store(epilogue), scale })?;
         }
         Ok(scale.is_some())
     }
 
     fn add_link(&mut self, link: Link) -> Result<(), DeviceError> {
-        if self.chain.links.len() == MAX_LINKS {
+        let is_other = |other: &Link| other.linear.name() != link.linear.name();
+        if self.chain.links.len() == MAX_LINKS || self.chain.links.last().is_some_and(is_other) {
             self.flush()?;
         }
         self.chain.links.push(link);

@@ -44,7 +44,7 @@ impl Device for CudaDevice {
             self.hidden = rows;
         }
         let is_skinny = rows.is_multiple_of(8) && (role != LinearRole::GateUp || group == GATE_GROUP);
-        self.all_chain &= is_skinny && weight.packed.is_none();
+        self.all_skinny &= is_skinny;
         Ok(CudaWeight { bias, group, is_partial, ..weight })
     }
 
@@ -55,7 +55,7 @@ impl Device for CudaDevice {
     }
 
     fn tie_head(&mut self, embedding: &CudaWeight) -> Result<CudaWeight, DeviceError> {
-        self.all_chain &= embedding.rows.is_multiple_of(8);
+        self.all_skinny &= embedding.rows.is_multiple_of(8);
         Ok(*embedding)
     }
 

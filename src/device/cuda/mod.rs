@@ -127,8 +127,8 @@ pub struct CudaDevice {
     pipeline: Pipeline,
     gemm: LibraryGemm,
     chain: Chain,
-    /// Whether the kernel for chains supports every matrix loaded so far.
-    all_chain: bool,
+    /// Whether the kernels for few rows support every matrix loaded so far.
+    all_skinny: bool,
     /// Bytes of the largest quantized matrix in bf16.
     expanded_bytes: usize,
     /// Whether the current step comes from [`verify::split_into_decodes`]: its rows read keys and values that other
@@ -229,7 +229,7 @@ impl CudaDevice {
             pipeline,
             gemm,
             chain: Chain::default(),
-            all_chain: true,
+            all_skinny: true,
             expanded_bytes: 0,
             is_split: false,
             has_layer_norms: false,

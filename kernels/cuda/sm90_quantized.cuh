@@ -1,0 +1,131 @@
+// Quantized weights on Hopper: a ring of slices of codes and of x, which one warpgroup multiplies at a time.
+#pragma once
+#include "sm90_gemm.cuh"
+#include "quantized.cuh"
+
+static_assert(TILE == SCALE_TILE, "a block needs the scales of one tile");
+
+// Copies `bytes` bytes, a multiple of 16, to shared memory.
+__device__ __forceinline__ void bulk_load(u32 dst, const u8* from, u32 bytes, u32 barrier, u64 policy) {
+    asm volatile(
+        "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, [%3], %4;" ::"r"(dst),
+        "l"(from), "r"(bytes), "r"(barrier), "l"(policy)
+        : "memory");
+}
+
+__device__ __forceinline__ uint4 shared_load16(u32 address) {
+    uint4 v;
+    asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(address) : "memory");
+    return v;
+}
+
+__device__ __forceinline__ float shared_load_f32(u32 address) {
+    float v;
+    asm volatile("ld.shared.f32 %0, [%1];" : "=f"(v) : "r"(address) : "memory");
+    return v;
+}
+
+__device__ __forceinline__ u16 shared_load_u16(u32 address) {
+    u16 v;
+    asm volatile("ld.shared.u16 %0, [%1];" : "=h"(v) : "r"(address) : "memory");
+    return v;
+}
+
+__device__ __forceinline__ u32 shared_load_u8(u32 address) {
+    u32 v;
+    asm volatile("ld.shared.u8 %0, [%1];" : "=r"(v) : "r"(address) : "memory");
+    return v;
+}
+
+// `row`: the first row within the tile.
+template <int FORMAT>
+__device__ __forceinline__ RowScales row_scales(u32 meta, u32 meta_bytes, int group, int row, bool is_f16) {
+    if constexpr (FORMAT == FP8_BLOCKS) return {shared_load_f32(meta), shared_load_f32(meta + 4), 0, 0};
+    constexpr u32 SCALE_BYTES = Codes<FORMAT>::GROUPS * SCALE_TILE * 2;
+    const u32 scale = meta + (group * TILE + row) * 2, zero = meta + SCALE_BYTES + group * TILE + row;
+    const bool has_zeros = meta_bytes > SCALE_BYTES;
+    return {group_scale(shared_load_u16(scale), is_f16), group_scale(shared_load_u16(scale + 16), is_f16),
+            negative_zero_point(has_zeros ? shared_load_u8(zero) : 8), negative_zero_point(has_zeros ? shared_load_u8(zero + 8) : 8)};
+}
+
+template <int FORMAT, int NT>
+struct QuantizedRing {
+    using C = Codes<FORMAT>;
+    static constexpr i32 COLUMNS = C::COLUMNS;
+    static constexpr int BOXES = COLUMNS / BK;  // of x, each BK columns
+    static constexpr u32 W_BYTES = TILE * 128, BOX_BYTES = NT * BK * 2, X_BYTES = BOXES * BOX_BYTES, STAGE_BYTES = W_BYTES + X_BYTES;
+    static constexpr u32 META_BYTES = C::META_BYTES;
+    static_assert(BOX_BYTES % 1024 == 0, "swizzle atoms are 1024 bytes");
+    u32 base, full, empty;  // shared addresses: stages, then scales of each stage, and barriers of 8 bytes each
+    i32 stages;
+
+    __device__ u32 w(i32 s) const { return base + s * STAGE_BYTES; }
+    __device__ u32 x(i32 s, i32 box) const { return base + s * STAGE_BYTES + W_BYTES + box * BOX_BYTES; }
+    __device__ u32 scales(i32 s) const { return base + stages * STAGE_BYTES + s * META_BYTES; }
+
+    // Loads codes and scales of one of `slices` slices of rows n0 .. n0 + TILE, and lets the stage wait for `more` bytes besides.
+    __device__ void load_weights(i32 s, const TensorMap* map, const Meta& meta, i32 n0, i32 slice, i32 slices, u32 more) const {
+        barrier_arrive_expect(full + 8 * s, W_BYTES + meta.bytes + more);
+        tensor_load(w(s), map, slice * 128, n0, full + 8 * s, EVICT_FIRST);
+        if constexpr (FORMAT != FP8_ROWS) {
+            const u8* from = meta.values + ((i64)(n0 / TILE) * slices + slice) * meta.bytes;
+            bulk_load(scales(s), from, meta.bytes, full + 8 * s, EVICT_FIRST);
+        }
+    }
+
+    __device__ void load_rows(i32 s, const TensorMap* map, i32 slice) const {
+#pragma unroll
+        for (int box = 0; box < BOXES; ++box) {
+            tensor_load(x(s, box), map, (slice * BOXES + box) * BK, 0, full + 8 * s, EVICT_LAST);
+        }
+    }
+
+    // One warpgroup: acc [64 rows of w, NT rows of x] += a slice of w times that of x.
+    __device__ __forceinline__ void multiply(float* acc, i32 s, const Meta& meta) const {
+        const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4, row = threadIdx.x / 32 % 4 * 16 + g;
+        u32 words[2][8];
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+#pragma unroll
+            for (int h = 0; h < 2; ++h) {
+                const uint4 v = shared_load16(w(s) + (row + 8 * r) * 128 + ((2 * t + h) ^ g) * 16);
+                words[r][4 * h] = v.x, words[r][4 * h + 1] = v.y, words[r][4 * h + 2] = v.z, words[r][4 * h + 3] = v.w;
+            }
+        }
+        float sums[FORMAT == FP8_ROWS ? 1 : NT / 2];
+#pragma unroll
+        for (int group = 0; group < C::GROUPS; ++group) {
+            RowScales of{};
+            if constexpr (FORMAT != FP8_ROWS) of = row_scales<FORMAT>(scales(s), meta.bytes, group, row, meta.is_f16 != 0);
+            u32 a[C::GROUP_STEPS][4];
+#pragma unroll
+            for (int i = 0; i < C::GROUP_STEPS; ++i) expand<FORMAT>(a[i], words, group * C::GROUP_STEPS + i, of);
+            wgmma_fence();
+#pragma unroll
+            for (int i = 0; i < C::GROUP_STEPS; ++i) {
+                const int step = group * C::GROUP_STEPS + i;
+                const u64 columns = tile_descriptor(x(s, step / 4)) + 2 * (step % 4);
+                if constexpr (FORMAT == FP8_ROWS) {
+                    wgmma_registers<NT>(acc, a[i], columns, 1);
+                } else {
+                    wgmma_registers<NT>(sums, a[i], columns, i > 0);
+                }
+            }
+            wgmma_commit();
+            wgmma_wait<0>();
+            if constexpr (FORMAT != FP8_ROWS) {
+#pragma unroll
+                for (int i = 0; i < NT / 2; ++i) acc[i] += (i % 4 < 2 ? of.first : of.second) * sums[i];
+            }
+        }
+    }
+
+    // Multiplies the sums of rows n0 .. n0 + TILE by their rows' scales, if scales belong to rows.
+    __device__ __forceinline__ void scale_rows(float* acc, const Meta& meta, i32 n0) const {
+        if constexpr (FORMAT != FP8_ROWS) return;
+        const float* of = reinterpret_cast<const float*>(meta.values) + n0 + threadIdx.x / 32 % 4 * 16 + threadIdx.x % 32 / 4;
+        const float first = of[0], second = of[8];
+#pragma unroll
+        for (int i = 0; i < NT / 2; ++i) acc[i] *= i % 4 < 2 ? first : second;
+    }
+};
