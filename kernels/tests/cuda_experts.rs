@@ -1,4 +1,4 @@
-//! Compares the kernels of experts with plain formulas: choice, order, grouped products and sum.
+//! Compares the kernels of experts with plain formulas: order, grouped products and sum.
 
 mod gpu;
 
@@ -9,69 +9,17 @@ use half::bf16;
 use kernels::cuda::gate_rows::gate_rows;
 use kernels::cuda::gated_activation::GateActivation;
 use kernels::cuda::grouped_gemm::{Gate, GroupedRows, GroupedWeight, Kernel, grouped_gemm, has_hopper_kernels};
-use kernels::cuda::route_tokens::{Choices, Router, route_tokens};
-use kernels::cuda::sort_routes::{MAX_ROUTES, SortedRoutes, SortedRows, route_and_sort_tokens, sort_routes};
+use kernels::cuda::route_tokens::Choices;
+use kernels::cuda::sort_routes::{SortedRoutes, SortedRows, sort_routes};
 use kernels::cuda::sum_experts::{ExpertOutputs, sum_experts, sum_experts_add_norm};
 use kernels::cuda::{DeviceBuffer, Gpu, Queue, Span};
-use kernels::reference;
-
-const PADDING: u32 = u32::MAX;
+use kernels::reference::{self, Choosing};
 
 /// Tokens, experts, experts of a token.
 const ROUTINGS: [[usize; 3]; 6] = [[1, 4, 2], [3, 8, 2], [17, 60, 4], [64, 128, 8], [200, 512, 10], [1500, 32, 8]];
 
 fn upload<T: bytemuck::Pod>(gpu: &Arc<Gpu>, values: &[T]) -> DeviceBuffer {
     DeviceBuffer::from_slice(gpu, values).expect("memory")
-}
-
-/// Experts in ascending order with their probabilities.
-fn choose(logits: &[f32], top_k: usize, is_normalized: bool) -> Vec<(u32, f32)> {
-    let max = logits.iter().copied().fold(f32::NEG_INFINITY, f32::max);
-    let total: f32 = logits.iter().map(|logit| (logit - max).exp()).sum();
-    let mut order: Vec<u32> = (0..logits.len() as u32).collect();
-    order.sort_by(|&a, &b| logits[b as usize].total_cmp(&logits[a as usize]).then(a.cmp(&b)));
-    order.truncate(top_k);
-    let probability = |expert: u32| (logits[expert as usize] - max).exp() / total;
-    let sum: f32 = if is_normalized { order.iter().map(|&expert| probability(expert)).sum() } else { 1.0 };
-    order.sort_unstable();
-    order.into_iter().map(|expert| (expert, probability(expert) / sum)).collect()
-}
-
-#[test]
-fn tokens_go_to_the_likeliest_experts_and_padding_to_none() {
-    let Some((gpu, q)) = gpu::open() else { return };
-    let mut random = Random::new(1);
-    for [tokens, count, top_k] in ROUTINGS {
-        // Few different values, so that many are equal.
-        let logits: Vec<f32> = (0..tokens * count).map(|_| random.below(40) as f32 * 0.1).collect();
-        let slots: Vec<u32> = (0..tokens).map(|token| if token % 5 == 2 { PADDING } else { 7 }).collect();
-        let bias: Vec<bf16> = (0..count).map(|expert| bf16::from_f32((expert % 3) as f32 * 0.5)).collect();
-        let (logits_on, slots_on, bias_on) = (upload(&gpu, &logits), upload(&gpu, &slots), upload(&gpu, &bias));
-        let biased: Vec<f32> = logits.iter().enumerate().map(|(i, logit)| logit + bias[i % count].to_f32()).collect();
-        for is_normalized in [false, true] {
-            let experts = poisoned::<u32>(&gpu, &q, tokens * top_k);
-            let probabilities = poisoned::<f32>(&gpu, &q, tokens * top_k);
-            let to = Choices { experts: experts.span(), probabilities: probabilities.span(), top_k };
-            let router =
-                Router { logits: logits_on.span(), bias: bias_on.span(), slots: slots_on.span(), count, is_normalized };
-            route_tokens(&q, to, &router, tokens).expect("a launch");
-            q.wait().expect("the kernel runs");
-            let experts: Vec<u32> = experts.span().read(tokens * top_k).expect("a copy");
-            let found: Vec<f32> = probabilities.span().read(tokens * top_k).expect("a copy");
-            for token in 0..tokens {
-                let own = token * top_k..(token + 1) * top_k;
-                if slots[token] == PADDING {
-                    assert!(experts[own.clone()].iter().all(|&expert| expert == count as u32));
-                    assert!(found[own].iter().all(|&probability| probability == 0.0));
-                    continue;
-                }
-                let expected = choose(&biased[token * count..][..count], top_k, is_normalized);
-                let (ids, probabilities): (Vec<u32>, Vec<f32>) = expected.into_iter().unzip();
-                assert_eq!(experts[own.clone()], ids, "token {token} of {tokens}, {count} experts");
-                assert_close("probabilities", &found[own], &probabilities, 1e-5, 1e-7);
-            }
-        }
-    }
 }
 
 /// Routes of a step, on the host and on the GPU.
@@ -89,7 +37,9 @@ impl Routes {
         for token in 0..tokens {
             // Low experts are likelier, and every sixth token is padding.
             let logits: Vec<f32> = (0..count).map(|expert| random.unit() - expert as f32 / count as f32).collect();
-            let own = choose(&logits, top_k, false).into_iter().map(|(expert, _)| expert);
+            let own = reference::choose_experts(&logits, &Choosing::softmax(top_k, false))
+                .into_iter()
+                .map(|(expert, _)| expert);
             experts.extend(own.map(|expert| if token % 6 == 5 { count as u32 } else { expert }));
         }
         let probabilities: Vec<f32> = (0..tokens * top_k).map(|_| random.unit().abs()).collect();
@@ -214,49 +164,6 @@ impl Product {
             first += count;
         }
         out
-    }
-}
-
-#[test]
-fn few_tokens_are_routed_and_sorted_at_once_with_the_same_result() {
-    let Some((gpu, q)) = gpu::open() else { return };
-    let mut random = Random::new(7);
-    for [tokens, count, top_k] in ROUTINGS.into_iter().filter(|[tokens, _, top_k]| tokens * top_k <= MAX_ROUTES) {
-        let (routes, cols) = (tokens * top_k, 40);
-        let logits: Vec<f32> = (0..tokens * count).map(|_| random.unit()).collect();
-        let slots: Vec<u32> = (0..tokens).map(|token| if token % 5 == 2 { PADDING } else { 7 }).collect();
-        let x = random.bf16s(tokens * cols, 1.0);
-        let (logits, slots, x) = (upload(&gpu, &logits), upload(&gpu, &slots), upload(&gpu, &x));
-        let router =
-            Router { logits: logits.span(), bias: Span::NULL, slots: slots.span(), count, is_normalized: true };
-        let run = |at_once: bool| {
-            let words = |count: usize| {
-                let buffer = DeviceBuffer::with_count::<u32>(&gpu, count).expect("memory");
-                q.fill(buffer.span(), 0).expect("a fill");
-                buffer
-            };
-            let [experts, probabilities, tokens_on, places] = std::array::from_fn(|_| words(routes));
-            let (offsets, rows) = (words(count / 2 + 1), words(routes * cols / 2));
-            let choices = Choices { experts: experts.span(), probabilities: probabilities.span(), top_k };
-            let to = SortedRoutes {
-                offsets: offsets.span(),
-                tokens: tokens_on.span(),
-                places: places.span(),
-                first_expert: count / 4,
-                num_experts: count / 2,
-            };
-            let copied = SortedRows { rows: rows.span(), x: x.span(), cols };
-            if at_once {
-                route_and_sort_tokens(&q, to, choices, &router, tokens, copied).expect("a launch");
-            } else {
-                route_tokens(&q, choices, &router, tokens).expect("a launch");
-                sort_routes(&q, to, choices, tokens, Some(copied)).expect("a launch");
-            }
-            q.wait().expect("the kernels run");
-            let buffers = [experts, probabilities, tokens_on, places, offsets, rows];
-            buffers.map(|buffer| buffer.span().read::<u32>(buffer.span().bytes() / 4).expect("a copy"))
-        };
-        assert_eq!(run(true), run(false), "{tokens} tokens, {top_k} of {count} experts");
     }
 }
 

@@ -173,8 +173,9 @@ impl CudaDevice {
     /// Optional ops that this device has.
     pub(crate) const FEATURES: &[Feature] = {
         use Feature::{
-            Alibi, AllHeadsNorm, BranchNorm, Experts, HeadNorm, LayerNorm, LearnedPositions, LogitCap,
-            OtherActivations, ParallelBranches, PlainMlp, ScoreCap, Sinks,
+            Alibi, AllHeadsNorm, BranchNorm, ExpertGroups, ExpertScales, Experts, HeadNorm, LayerNorm,
+            LearnedPositions, LogitCap, OtherActivations, ParallelBranches, PlainMlp, ScoreCap, SelectionBias,
+            SigmoidRouting, Sinks,
         };
         &[
             LayerNorm,
@@ -190,6 +191,10 @@ impl CudaDevice {
             BranchNorm,
             ParallelBranches,
             Experts,
+            SigmoidRouting,
+            SelectionBias,
+            ExpertGroups,
+            ExpertScales,
         ]
     };
 
