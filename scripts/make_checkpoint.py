@@ -5,8 +5,9 @@
     SHAPE: small, mha (Llama 2 7B's layer), gqa (Llama 3 8B's layer), mistral (a window), qwen2, qwen3 (norms of heads), gpt2,
            baichuan (ALiBi), internlm (biases), internlm2 (q, k and v of a group together), and the layers of other families:
            gemma2, gemma3, phi4, phi4mini, granite, olmo2, cohere2, smollm3, glm4, stablelm, gpt_neox, falcon, starcoder2, nemotron,
-           exaone4; with experts qwen3moe (Qwen3 30B A3B's layer), mixtral, qwen2moe, olmoe, granitemoe, gptoss (gpt-oss 20B's layer), and
-           with the heads of these and fewer or narrower experts glm4moe, dots1, exaonemoe, minimaxm2, ernie45moe
+           exaone4, ministral3, apertus, commandr (Command R+); with experts qwen3moe (Qwen3 30B A3B's layer), mixtral, qwen2moe, olmoe,
+           granitemoe, gptoss (gpt-oss 20B's layer), and with the heads of these and fewer or narrower experts glm4moe, dots1, exaonemoe,
+           minimaxm2, ernie45moe
 
 Needs torch and transformers.
 """
@@ -72,6 +73,11 @@ FAMILIES = {  # class, hidden, inner, heads, KV heads, and own fields
                                                         attention_multiplier=0.015625, tie_word_embeddings=True)),
     "gptoss": ("GptOss", 2880, 2880, 64, 8, dict(head_dim=64, num_local_experts=32, num_experts_per_tok=4, sliding_window=64)),
     "exaone4": ("Exaone4", 2048, 4096, 32, 8, dict(head_dim=64, layer_types=MIXED, sliding_window=64)),
+    "ministral3": ("Ministral3", 3072, 9216, 32, 8, dict(head_dim=128, rope_parameters=dict(
+        rope_type="yarn", rope_theta=1e6, factor=16.0, original_max_position_embeddings=32, beta_fast=32.0, beta_slow=1.0, mscale=1.0,
+        mscale_all_dim=1.0, llama_4_scaling_beta=0.1))),
+    "apertus": ("Apertus", 4096, 21504, 32, 8, dict(head_dim=128, rope_parameters=ROPE, pad_token_id=0, eos_token_id=2)),
+    "commandr": ("Cohere", 4096, 11264, 32, 4, dict(use_qk_norm=True, logit_scale=0.25, eos_token_id=2)),
     "glm4moe": ("Glm4Moe", 2048, 5504, 32, 4, DEEPSEEK | dict(head_dim=128, attention_bias=True, use_qk_norm=True,
                                                              rope_parameters=ROPE | {"partial_rotary_factor": 0.5})),
     "dots1": ("Dots1", 2048, 5504, 16, 16, DEEPSEEK | dict(n_group=8, topk_group=4, routed_scaling_factor=2.5)),

@@ -246,7 +246,7 @@ impl DecodeAttention<'_> {
     /// The kernel's `DecodeAttention`: ten pointers, eight words.
     fn argument(&self, splits: Splits) -> Result<[u8; 112], CudaError> {
         let Self { out, qkv, cache, rows, shape, scores, workspace, .. } = *self;
-        let HeadShape { num_heads, num_kv_heads, head_dim, block_size } = shape;
+        let HeadShape { num_heads, num_kv_heads, head_dim, block_size, .. } = shape;
         let Splits { splits, min_chunk, cluster } = splits;
         ensure!(
             OP,

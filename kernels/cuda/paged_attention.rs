@@ -44,7 +44,7 @@ pub fn paged_attention(q: &Queue, attention: &PagedAttention, num_tokens: usize)
     let PagedAttention { out, qkv, cache, tables, shape, scores } = *attention;
     let op = "paged_attention";
     scores.check(op, shape)?;
-    let HeadShape { num_heads, num_kv_heads, head_dim, block_size } = shape;
+    let HeadShape { num_heads, num_kv_heads, head_dim, block_size, .. } = shape;
     ensure!(op, (1..=256).contains(&head_dim), "head_dim {head_dim}; at most 256");
     ensure!(
         op,

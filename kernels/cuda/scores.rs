@@ -87,7 +87,7 @@ impl Scores {
 
     /// The same, and that a fast kernel exists for the heads.
     pub(super) fn check_fast(&self, op: &'static str, shape: HeadShape) -> Result<(), CudaError> {
-        let HeadShape { num_heads, num_kv_heads, head_dim, block_size } = shape;
+        let HeadShape { num_heads, num_kv_heads, head_dim, block_size, .. } = shape;
         let dims = self.head_dims();
         ensure!(op, dims.contains(&head_dim), "head_dim {head_dim}; expected one of {dims:?}");
         ensure!(

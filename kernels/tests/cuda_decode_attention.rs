@@ -78,7 +78,7 @@ fn attends_as_the_formula_says(seed: u64, kind: Kind, kernel: Kernel, lens: &[&[
     let Some((gpu, queue)) = gpu::open() else { return };
     let mut random = Random::new(seed);
     for [num_heads, num_kv_heads, head_dim, block_size] in SHAPES {
-        let shape = HeadShape { num_heads, num_kv_heads, head_dim, block_size };
+        let shape = HeadShape { num_heads, num_kv_heads, head_dim, block_size, has_kv: true };
         let ring = kernel as usize == decode_attention_ring as Kernel as usize;
         let supported = match kind {
             Kind::Plain | Kind::Sinks => HEAD_DIMS.as_slice(),
@@ -137,7 +137,7 @@ fn rotation_inside_attention_writes_the_bits_of_rotation_before_it_and_attends_a
     let Some((gpu, queue)) = gpu::open() else { return };
     const MAX_POSITIONS: usize = 2100;
     for [num_heads, num_kv_heads, head_dim, block_size] in SHAPES {
-        let shape = HeadShape { num_heads, num_kv_heads, head_dim, block_size };
+        let shape = HeadShape { num_heads, num_kv_heads, head_dim, block_size, has_kv: true };
         if !rotates(shape) {
             continue;
         }
@@ -183,6 +183,7 @@ fn rotation_inside_attention_writes_the_bits_of_rotation_before_it_and_attends_a
                             tables: Some([cos.span(), sin.span()]),
                             positions: positions.span(),
                             slots: slots.span(),
+                            query_scale: None,
                         };
                         rope_cache(&queue, qkv.span(), cache, inputs, shape, lens.len()).expect("a launch");
                         let attention = DecodeAttention { positions: Positions::Known, ..attention };

@@ -27,7 +27,7 @@ fn chunks_attend_to_their_prefix_and_themselves_as_the_formula_says() {
     let mut random = Random::new(4);
     let workspace = PrefillWorkspace::new(&gpu).expect("memory");
     for [num_heads, num_kv_heads, head_dim, block_size] in SHAPES {
-        let shape = HeadShape { num_heads, num_kv_heads, head_dim, block_size };
+        let shape = HeadShape { num_heads, num_kv_heads, head_dim, block_size, has_kv: true };
         for chunks in CHUNKS {
             let lens: Vec<usize> = chunks.iter().map(|c| c.1).collect();
             let cached = CachedRows::new(&gpu, &mut random, shape, &lens);

@@ -173,20 +173,24 @@ impl CudaDevice {
     /// Optional ops that this device has.
     pub(crate) const FEATURES: &[Feature] = {
         use Feature::{
-            Alibi, AllHeadsNorm, BranchNorm, ExpertGroups, ExpertScales, Experts, HeadNorm, LayerNorm,
-            LearnedPositions, LogitCap, OtherActivations, ParallelBranches, PlainMlp, ScoreCap, SelectionBias,
-            SigmoidRouting, Sinks,
+            Alibi, AllHeadsNorm, BranchNorm, EachHeadNorm, ExpertGroups, ExpertScales, Experts, HeadNorm, LayerNorm,
+            LearnedPositions, LogitCap, OtherActivations, ParallelBranches, PlainMlp, QueryScale, ScoreCap,
+            SelectionBias, SigmoidRouting, Sinks, ValueNorm, Xielu,
         };
         &[
             LayerNorm,
             LearnedPositions,
             PlainMlp,
             OtherActivations,
+            Xielu,
             HeadNorm,
+            EachHeadNorm,
             AllHeadsNorm,
+            ValueNorm,
             Alibi,
             ScoreCap,
             Sinks,
+            QueryScale,
             LogitCap,
             BranchNorm,
             ParallelBranches,

@@ -160,7 +160,12 @@ impl CudaDevice {
         self.flush()?;
         let (cache, spans) = (self.cache(), self.current().spans);
         let tables = cache.rope(layer).map(|rope| [rope.cos, rope.sin]);
-        let inputs = RopeInputs { tables, positions: spans.positions, slots: spans.slots.of(cache.layer(layer).group) };
+        let inputs = RopeInputs {
+            tables,
+            positions: spans.positions,
+            slots: spans.slots.of(cache.layer(layer).group),
+            query_scale: cache.layer(layer).query_scale,
+        };
         let shape = self.current().shape;
         let count = match self.attention_rotates(layer) {
             true => shape.tokens - (shape.rows - shape.prefill_rows),
