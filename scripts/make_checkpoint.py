@@ -7,7 +7,7 @@
            gemma2, gemma3, phi4, phi4mini, granite, olmo2, cohere2, smollm3, glm4, stablelm, gpt_neox, falcon, starcoder2, nemotron,
            exaone4, ministral3, apertus, commandr (Command R+); with experts qwen3moe (Qwen3 30B A3B's layer), mixtral, qwen2moe, olmoe,
            granitemoe, gptoss (gpt-oss 20B's layer), and with the heads of these and fewer or narrower experts glm4moe, dots1, exaonemoe,
-           minimaxm2, ernie45moe
+           minimaxm2, ernie45moe, llama4
 
 Needs torch and transformers.
 """
@@ -88,6 +88,9 @@ FAMILIES = {  # class, hidden, inner, heads, KV heads, and own fields
                                                       bos_token_id=1, eos_token_id=2, rope_parameters=ROPE | {"partial_rotary_factor": 0.5})),
     "ernie45moe": ("Ernie4_5_Moe", 2560, 6144, 20, 4, dict(moe_num_experts=32, moe_k=6, moe_intermediate_size=768,
                                                            moe_num_shared_experts=2, moe_layer_start_index=1)),
+    "llama4": ("Llama4", 2560, 4096, 40, 8, dict(intermediate_size_mlp=8192, head_dim=128, num_local_experts=16, moe_layers=[0, 1, 3],
+                                                 no_rope_layers=[1, 1, 1, 0], attention_chunk_size=64, floor_scale=32, attn_scale=0.1,
+                                                 pad_token_id=0)),
 }
 OWN_FIELDS = {"qwen3": {"head_dim": 128}, "mistral": {"sliding_window": 128}, "internlm": {"attention_bias": True}}
 
@@ -95,7 +98,7 @@ OWN_FIELDS = {"qwen3": {"head_dim": 128}, "mistral": {"sliding_window": 128}, "i
 def family(shape, layers):
     """A model of one of FAMILIES."""
     name, hidden, inner, heads, kv_heads, own = FAMILIES[shape]
-    text = "Text" if name == "Gemma3" else ""
+    text = "Text" if name in ("Gemma3", "Llama4") else ""
     sizes = dict(hidden_size=hidden, intermediate_size=inner, num_attention_heads=heads, num_key_value_heads=kv_heads)
     fields = {key: value for key, value in sizes.items() if value is not None} | own
     fields |= dict(vocab_size=own.get("vocab_size", 32000), num_hidden_layers=layers, max_position_embeddings=4096)

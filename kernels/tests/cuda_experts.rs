@@ -10,6 +10,7 @@ use kernels::cuda::gate_rows::gate_rows;
 use kernels::cuda::gated_activation::GateActivation;
 use kernels::cuda::grouped_gemm::{Gate, GroupedRows, GroupedWeight, Kernel, grouped_gemm, has_hopper_kernels};
 use kernels::cuda::route_tokens::Choices;
+use kernels::cuda::scale_routes::scale_routes;
 use kernels::cuda::sort_routes::{SortedRoutes, SortedRows, sort_routes};
 use kernels::cuda::sum_experts::{ExpertOutputs, sum_experts, sum_experts_add_norm};
 use kernels::cuda::{DeviceBuffer, Gpu, Queue, Span};
@@ -282,6 +283,47 @@ fn outputs_are_added_by_their_probabilities() {
         let normed_rows = sums.chunks_exact(cols).flat_map(|row| reference::rms_norm(row, &gain, 1e-5));
         let found = floats(&to.read::<bf16>(tokens * cols).expect("a copy"));
         assert_close("norm", &found, &normed_rows.collect::<Vec<f32>>(), 2.0f32.powi(-7), 1e-5);
+    }
+}
+
+#[test]
+fn inputs_are_multiplied_by_their_probabilities_and_outputs_then_added_as_they_are() {
+    let Some((gpu, q)) = gpu::open() else { return };
+    let mut random = Random::new(9);
+    for shape @ [tokens, count, top_k] in ROUTINGS {
+        let routes = Routes::new(&gpu, &mut random, shape);
+        let (num_routes, cols) = (tokens * top_k, 136);
+        let range = count / 4..count / 2;
+        let mut places = vec![u32::MAX; num_routes];
+        routes.sorted(range.clone()).iter().enumerate().for_each(|(row, &route)| places[route] = row as u32);
+        let y = random.bf16s(num_routes * cols, 1.0);
+        let (places_on, scaled) = (upload(&gpu, &places), upload(&gpu, &y));
+        let sorted = SortedRoutes {
+            offsets: Span::NULL,
+            tokens: Span::NULL,
+            places: places_on.span(),
+            first_expert: range.start,
+            num_experts: range.len(),
+        };
+        let out = poisoned::<bf16>(&gpu, &q, tokens * cols);
+        scale_routes(&q, scaled.span(), routes.choices(), sorted, num_routes, cols).expect("a launch");
+        let outputs = ExpertOutputs { y: scaled.span(), choices: routes.choices(), sorted, cols };
+        sum_experts(&q, out.span(), &outputs, tokens).expect("a launch");
+        q.wait().expect("the kernels run");
+        let mut rows = y.clone();
+        for route in (0..num_routes).filter(|&route| places[route] != u32::MAX) {
+            let row = &mut rows[places[route] as usize * cols..][..cols];
+            row.iter_mut().for_each(|x| *x = bf16::from_f32(x.to_f32() * routes.probabilities[route]));
+        }
+        assert!(scaled.span().read::<bf16>(num_routes * cols).expect("a copy") == rows, "{shape:?}: rows are scaled");
+        let mut sums = vec![0.0f32; tokens * cols];
+        for route in (0..num_routes).filter(|&route| places[route] != u32::MAX) {
+            let row = &rows[places[route] as usize * cols..][..cols];
+            let to = &mut sums[route / top_k * cols..][..cols];
+            to.iter_mut().zip(row).for_each(|(to, from)| *to += from.to_f32());
+        }
+        let found = floats(&out.span().read::<bf16>(tokens * cols).expect("a copy"));
+        assert_close("sum of scaled rows", &found, &sums, 2.0f32.powi(-8), 1e-5);
     }
 }
 

@@ -237,11 +237,19 @@ fn gathered_rows_are_the_ones_asked_for() {
 fn paged_attention_agrees_with_fp64() {
     let Some((gpu, q)) = open() else { return };
     let mut random = Random::new(6);
-    for (heads, kv_heads, dim, block, window) in
-        [(4, 2, 64, 16, 0), (8, 8, 128, 32, 0), (6, 1, 96, 16, 20), (2, 1, 256, 64, 0), (3, 3, 80, 16, 7)]
-    {
-        let shape =
-            HeadShape { num_heads: heads, num_kv_heads: kv_heads, head_dim: dim, block_size: block, has_kv: true };
+    for (heads, kv_heads, dim, block, window, chunk) in [
+        (4, 2, 64, 16, 0, 0),
+        (8, 8, 128, 32, 0, 0),
+        (6, 1, 96, 16, 20, 0),
+        (2, 1, 256, 64, 0, 0),
+        (3, 3, 80, 16, 7, 0),
+        (2, 1, 512, 32, 0, 0),
+        (4, 2, 320, 16, 40, 50),
+        (2, 2, 64, 16, 0, 37),
+    ] {
+        // Rows of some have q alone.
+        let has_kv = ![96, 512].contains(&dim);
+        let shape = HeadShape { num_heads: heads, num_kv_heads: kv_heads, head_dim: dim, block_size: block, has_kv };
         let (blocks, max_blocks, cols, scale) = (40, 9, shape.qkv_cols(), (dim as f32).powf(-0.5));
         let size = blocks * shape.block_elements();
         let (k, v) = (random.bf16s(size, 1.0), random.bf16s(size, 1.0));
@@ -271,7 +279,7 @@ fn paged_attention_agrees_with_fp64() {
         let sink_buffer = DeviceBuffer::from_slice(&gpu, &sinks).unwrap();
         let attend = |change: ScoreChange, sinks: Option<Span>| {
             q.fill(out.span(), 0xff).unwrap();
-            let scores = Scores { scale, window, change, sinks };
+            let scores = Scores { scale, window, chunk, change, sinks };
             let (qkv, tables) = (dq.span(), token_tables);
             let attention = PagedAttention { out: out.span(), qkv, cache, tables, shape, scores };
             paged_attention(&q, &attention, tokens).unwrap();
@@ -286,7 +294,8 @@ fn paged_attention_agrees_with_fp64() {
                 (0..tokens).flat_map(|t| (0..heads).map(move |h| (t, h))).filter(|&(t, _)| slots[t] != u32::MAX)
             {
                 let end = positions[t] as usize + 1;
-                let begin = if window > 0 { end.saturating_sub(window as usize) } else { 0 };
+                let in_window = if window > 0 { end.saturating_sub(window as usize) } else { 0 };
+                let begin = in_window.max(if chunk > 0 { (end - 1) / chunk as usize * chunk as usize } else { 0 });
                 let at = |p: usize| {
                     let b = tables[rows[t] as usize * max_blocks + p / block] as usize;
                     ((b * kv_heads + h / (heads / kv_heads)) * block + p % block) * dim

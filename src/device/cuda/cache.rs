@@ -73,6 +73,7 @@ impl Cache {
                 scores: Scores {
                     scale: layer.scale,
                     window: layer.window.unwrap_or(0) as u32,
+                    chunk: layer.chunk.unwrap_or(0) as u32,
                     change,
                     sinks: sinks.as_ref().map(DeviceBuffer::span),
                 },
@@ -163,8 +164,9 @@ impl CacheLayer {
 
     /// Whether decode attention can apply the rotation itself.
     pub(crate) fn rotates(&self) -> bool {
-        let is_plain = self.scores.change == ScoreChange::None && self.query_scale.is_none() && self.shape.has_kv;
-        self.rope.is_some() && is_plain && decode_attention::rotates(self.shape)
+        let is_plain = self.scores.change == ScoreChange::None && self.scores.chunk == 0;
+        let is_alone = self.query_scale.is_none() && self.shape.has_kv;
+        self.rope.is_some() && is_plain && is_alone && decode_attention::rotates(self.shape)
     }
 }
 

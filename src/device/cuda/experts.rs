@@ -9,6 +9,7 @@ use kernels::cuda::grouped_gemm::{Gate, GroupedRows, GroupedWeight, Kernel, grou
 use kernels::cuda::route_tokens::{
     self as router, Choices, MAX_CHOICES, MAX_EXPERTS, MAX_GROUPS, Router, route_tokens,
 };
+use kernels::cuda::scale_routes::scale_routes;
 use kernels::cuda::skinny_gemm::{Epilogue, GATE_GROUP};
 use kernels::cuda::sort_routes::{MAX_ROUTES, SortedRoutes, SortedRows, route_and_sort_tokens, sort_routes};
 use kernels::cuda::sum_experts::{ExpertOutputs, sum_experts, sum_experts_add_norm};
@@ -269,6 +270,9 @@ impl CudaDevice {
                 if !is_copied {
                     gather_rows(q, rows, x.values, sorted.tokens, routes, hidden)?;
                 }
+            }
+            if routing.scales_input {
+                scale_routes(q, rows, choices, sorted, routes, hidden)?;
             }
             grouped_gemm(q, inner, rows, &gate_up, grouped, gate, kernel)?;
             grouped_gemm(q, rows, inner, &down, grouped, None, kernel)

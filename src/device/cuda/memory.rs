@@ -272,7 +272,7 @@ impl CudaDevice {
             self.expert_buffers = Some(buffers);
         }
         let cache = Cache::new(&self.gpu, spec, num_blocks, padded_rows(&self.config.limits))?;
-        if spec.layers.iter().any(|layer| layer.window.is_some()) {
+        if spec.layers.iter().any(|layer| layer.window.is_some() || layer.chunk.is_some()) {
             cache.clear(&self.queue)?;
         }
         self.cache = Some(cache);

@@ -173,9 +173,9 @@ impl CudaDevice {
     /// Optional ops that this device has.
     pub(crate) const FEATURES: &[Feature] = {
         use Feature::{
-            Alibi, AllHeadsNorm, BranchNorm, EachHeadNorm, ExpertGroups, ExpertScales, Experts, HeadNorm, LayerNorm,
-            LearnedPositions, LogitCap, OtherActivations, ParallelBranches, PlainMlp, QueryScale, ScoreCap,
-            SelectionBias, SigmoidRouting, Sinks, ValueNorm, Xielu,
+            Alibi, AllHeadsNorm, BranchNorm, ChunkedAttention, EachHeadNorm, ExpertGroups, ExpertScales, Experts,
+            HeadNorm, LayerNorm, LearnedPositions, LogitCap, OtherActivations, ParallelBranches, PlainMlp, QueryScale,
+            ScaledExpertInputs, ScoreCap, SelectionBias, SigmoidRouting, Sinks, ValueNorm, Xielu,
         };
         &[
             LayerNorm,
@@ -190,12 +190,14 @@ impl CudaDevice {
             Alibi,
             ScoreCap,
             Sinks,
+            ChunkedAttention,
             QueryScale,
             LogitCap,
             BranchNorm,
             ParallelBranches,
             Experts,
             SigmoidRouting,
+            ScaledExpertInputs,
             SelectionBias,
             ExpertGroups,
             ExpertScales,
