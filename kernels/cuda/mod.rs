@@ -70,6 +70,7 @@ pub mod rms_norm;
 pub mod rope_cache;
 pub mod route_tokens;
 pub mod sample;
+pub mod scale;
 pub mod scale_routes;
 pub mod scores;
 pub mod skinny_gemm;

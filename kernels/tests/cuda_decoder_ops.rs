@@ -13,6 +13,7 @@ use kernels::cuda::gated_activation::GateActivation;
 use kernels::cuda::head_norm::{HeadNorm, HeadNormWeights, head_norm};
 use kernels::cuda::layer_norm::{LayerNormWeight, add_layer_norm, layer_norm};
 use kernels::cuda::rope_cache::HeadShape;
+use kernels::cuda::scale::{Columns, multiply_columns, scale};
 use kernels::cuda::wide_head_norm::{Squares, head_squares, scale_heads};
 use kernels::cuda::{DeviceBuffer, Span};
 use kernels::reference;
@@ -266,5 +267,28 @@ fn branches_are_added_and_logits_are_capped() {
         q.wait().unwrap();
         let expected: Vec<f32> = logits.iter().map(|x| (30.0 * (f64::from(*x) / 30.0).tanh()) as f32).collect();
         assert_close("capped", &capped.span().read::<f32>(count).unwrap(), &expected, 2f32.powi(-20), 1e-6);
+    }
+}
+
+#[test]
+fn elements_are_multiplied_by_a_number_and_by_columns() {
+    let Some((gpu, q)) = open() else { return };
+    let mut random = Random::new(28);
+    for (rows, cols, width, first) in [(1, 8, 8, 0), (5, 264, 1320, 528), (33, 256, 8960, 8704), (3, 2056, 4112, 2056)]
+    {
+        let (x, y) = (random.bf16s(rows * cols, 2.0), random.bf16s(rows * width, 2.0));
+        let (dx, dy) = (DeviceBuffer::from_slice(&gpu, &x).unwrap(), DeviceBuffer::from_slice(&gpu, &y).unwrap());
+        let columns = Columns { matrix: dy.span(), width, first };
+        multiply_columns(&q, dx.span(), columns, rows, cols).unwrap();
+        q.wait().unwrap();
+        let factor = |i: usize| y[i / cols * width + first + i % cols].to_f32();
+        let product = |(i, x): (usize, &bf16)| bf16::from_f32(x.to_f32() * factor(i));
+        let expected: Vec<bf16> = x.iter().enumerate().map(product).collect();
+        assert!(dx.span().read::<bf16>(rows * cols).unwrap() == expected, "{rows} x {cols} of {width}");
+        scale(&q, dy.span(), 0.7, rows * cols).unwrap();
+        q.wait().unwrap();
+        let scaled = |(i, y): (usize, &bf16)| if i < rows * cols { bf16::from_f32(y.to_f32() * 0.7) } else { *y };
+        let expected: Vec<bf16> = y.iter().enumerate().map(scaled).collect();
+        assert!(dy.span().read::<bf16>(rows * width).unwrap() == expected, "{rows} x {cols} elements and no more");
     }
 }

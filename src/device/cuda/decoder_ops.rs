@@ -7,6 +7,7 @@ use kernels::cuda::branch_norm::{BranchNorm, add, branch_norm};
 use kernels::cuda::gated_activation::GateActivation;
 use kernels::cuda::head_norm::{HeadNorm, HeadNormWeights, head_norm};
 use kernels::cuda::layer_norm::LayerNormWeight;
+use kernels::cuda::scale::{Columns, multiply_columns, scale};
 use kernels::cuda::wide_head_norm::{Squares, head_squares, scale_heads};
 use ops::{Activation, DeviceError, HeadNormSpan, HeadNorms};
 
@@ -126,5 +127,47 @@ impl CudaDevice {
         self.flush()?;
         self.sum_experts()?;
         add(&self.queue, x.values, y.values, self.current().shape.tokens * x.cols).map_err(device_error)
+    }
+
+    pub(crate) fn op_reduce_norm(
+        &mut self,
+        out: CudaTensor,
+        partial: CudaTensor,
+        weight: &CudaWeight,
+        eps: f32,
+    ) -> Result<(), DeviceError> {
+        if self.current().only_products {
+            return Ok(());
+        }
+        self.run_deferred()?;
+        self.flush()?;
+        self.sum_experts()?;
+        self.group.all_reduce(&self.queue, partial.values, self.num_tokens(), partial.cols)?;
+        self.op_norm(out, partial, weight, eps)
+    }
+
+    pub(crate) fn op_scale(&mut self, x: CudaTensor, factor: f32) -> Result<(), DeviceError> {
+        if self.current().only_products {
+            return Ok(());
+        }
+        self.run_deferred()?;
+        self.flush()?;
+        self.sum_experts()?;
+        scale(&self.queue, x.values, factor, self.num_tokens() * x.cols).map_err(device_error)
+    }
+
+    pub(crate) fn op_multiply_columns(
+        &mut self,
+        x: CudaTensor,
+        y: CudaTensor,
+        first: usize,
+    ) -> Result<(), DeviceError> {
+        if self.current().only_products {
+            return Ok(());
+        }
+        self.run_deferred()?;
+        self.flush()?;
+        let columns = Columns { matrix: y.values, width: y.cols, first };
+        multiply_columns(&self.queue, x.values, columns, self.num_tokens(), x.cols).map_err(device_error)
     }
 }

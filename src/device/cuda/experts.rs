@@ -225,16 +225,18 @@ impl CudaDevice {
         Ok(span)
     }
 
+    /// Outputs of the experts for `x`, which tokens choose by `routed`. They are summed later.
     pub(super) fn op_experts(
         &mut self,
         out: CudaTensor,
         x: CudaTensor,
+        routed: CudaTensor,
         weight: &CudaWeight,
     ) -> Result<(), DeviceError> {
         let ExpertLayer { gate_up, down, first, routing, .. } = weight.experts.expect("the weight of experts");
         let (tokens, count, hidden) = (self.num_tokens(), weight.rows, weight.cols);
         let logits = self.expert_buffers().logits.span();
-        self.product(logits, x.values, weight, tokens, count, Epilogue::StoreF32)?;
+        self.product(logits, routed.values, weight, tokens, count, Epilogue::StoreF32)?;
         if self.current().only_products {
             return Ok(());
         }

@@ -174,8 +174,9 @@ impl CudaDevice {
     pub(crate) const FEATURES: &[Feature] = {
         use Feature::{
             Alibi, AllHeadsNorm, BranchNorm, ChunkedAttention, EachHeadNorm, ExpertGroups, ExpertScales, Experts,
-            HeadNorm, LayerNorm, LearnedPositions, LogitCap, OtherActivations, ParallelBranches, PlainMlp, QueryScale,
-            ScaledExpertInputs, ScoreCap, SelectionBias, SigmoidRouting, Sinks, ValueNorm, Xielu,
+            ExpertsApart, HeadNorm, LayerNorm, LayerScale, LearnedPositions, LogitCap, OtherActivations,
+            ParallelBranches, PerLayerInputs, PlainMlp, QueryScale, ScaledExpertInputs, ScoreCap, SelectionBias,
+            SharedKv, SigmoidRouting, Sinks, ValueNorm, Xielu,
         };
         &[
             LayerNorm,
@@ -192,15 +193,19 @@ impl CudaDevice {
             Sinks,
             ChunkedAttention,
             QueryScale,
+            SharedKv,
             LogitCap,
             BranchNorm,
             ParallelBranches,
+            PerLayerInputs,
+            LayerScale,
             Experts,
             SigmoidRouting,
             ScaledExpertInputs,
             SelectionBias,
             ExpertGroups,
             ExpertScales,
+            ExpertsApart,
         ]
     };
 

@@ -66,7 +66,8 @@ impl CudaDevice {
         weight: &CudaWeight,
         eps: f32,
     ) -> Result<(), DeviceError> {
-        let rows = self.num_tokens();
+        // A row may consist of several groups.
+        let rows = self.num_tokens() * (x.cols / weight.cols);
         self.run_deferred()?;
         self.flush()?;
         if self.current().only_products {
