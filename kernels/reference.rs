@@ -115,3 +115,82 @@ pub fn attention_with(q: &[f32], k: &[f32], v: &[f32], scores: Scores) -> Vec<f3
     let column = |i: usize| weights.iter().zip(v.chunks_exact(dim)).map(|(w, v)| w * f64::from(v[i])).sum::<f64>();
     (0..dim).map(|i| (column(i) / total) as f32).collect()
 }
+
+/// How [`choose_experts`] chooses.
+#[derive(Debug, Clone, Copy)]
+pub struct Choosing<'a> {
+    /// Number of experts of a token.
+    pub top_k: usize,
+    /// Whether weights are the sigmoids of logits; otherwise their softmax.
+    pub is_sigmoid: bool,
+    /// Added to the weights while experts are chosen; empty for none.
+    pub selection_bias: &'a [f32],
+    /// Number of groups, and of those that a token chooses: the ones whose two best experts have the largest sums.
+    pub groups: Option<[usize; 2]>,
+    /// Whether the weights of the chosen experts are divided by their sum.
+    pub is_normalized: bool,
+    /// Multiplies the weights of the chosen experts.
+    pub scale: f32,
+    /// Multiply the weights of the experts at the end; empty for none.
+    pub scales: &'a [f32],
+}
+
+impl Choosing<'static> {
+    /// The softmax, without biases and factors.
+    pub fn softmax(top_k: usize, is_normalized: bool) -> Self {
+        let (is_sigmoid, groups, scale) = (false, None, 1.0);
+        Self { top_k, is_sigmoid, selection_bias: &[], groups, is_normalized, scale, scales: &[] }
+    }
+}
+
+impl Choosing<'_> {
+    fn weights(&self, logits: &[f32]) -> Vec<f64> {
+        if self.is_sigmoid {
+            return logits.iter().map(|x| 1.0 / (1.0 + (-f64::from(*x)).exp())).collect();
+        }
+        let max = logits.iter().copied().fold(f32::NEG_INFINITY, f32::max);
+        let exps: Vec<f64> = logits.iter().map(|x| (f64::from(*x) - f64::from(max)).exp()).collect();
+        let total: f64 = exps.iter().sum();
+        exps.iter().map(|x| x / total).collect()
+    }
+
+    /// What experts are chosen by: the sum of weight and selection bias of each.
+    pub fn values(&self, logits: &[f32]) -> Vec<f64> {
+        let bias = |expert: usize| self.selection_bias.get(expert).copied().unwrap_or(0.0);
+        self.weights(logits).iter().enumerate().map(|(expert, weight)| weight + f64::from(bias(expert))).collect()
+    }
+
+    /// What groups are chosen by; empty if there are none.
+    pub fn group_sums(&self, values: &[f64]) -> Vec<f64> {
+        let Some([count, _]) = self.groups else { return Vec::new() };
+        let best_two = |group: &[f64]| {
+            let mut sorted = group.to_vec();
+            sorted.sort_by(|a, b| b.total_cmp(a));
+            sorted[0] + sorted[1]
+        };
+        values.chunks_exact(values.len() / count).map(best_two).collect()
+    }
+}
+
+/// The indices of the `count` largest values, the lower one of equals, in ascending order.
+fn largest(values: &[f64], count: usize) -> Vec<usize> {
+    let mut order: Vec<usize> = (0..values.len()).collect();
+    order.sort_by(|&a, &b| values[b].total_cmp(&values[a]).then(a.cmp(&b)));
+    order.truncate(count);
+    order.sort_unstable();
+    order
+}
+
+/// The experts that a token with these router products chooses, in ascending order, and their weights.
+pub fn choose_experts(logits: &[f32], choosing: &Choosing<'_>) -> Vec<(u32, f32)> {
+    let (weights, mut values) = (choosing.weights(logits), choosing.values(logits));
+    if let Some([count, chosen]) = choosing.groups {
+        let (kept, size) = (largest(&choosing.group_sums(&values), chosen), values.len() / count);
+        let others = values.iter_mut().enumerate().filter(|(expert, _)| !kept.contains(&(expert / size)));
+        others.for_each(|(_, value)| *value = f64::NEG_INFINITY);
+    }
+    let chosen = largest(&values, choosing.top_k);
+    let sum = if choosing.is_normalized { chosen.iter().map(|&expert| weights[expert]).sum() } else { 1.0 };
+    let factor = |expert: usize| f64::from(choosing.scale * choosing.scales.get(expert).copied().unwrap_or(1.0));
+    chosen.iter().map(|&expert| (expert as u32, (weights[expert] / sum * factor(expert)) as f32)).collect()
+}

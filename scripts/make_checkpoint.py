@@ -5,8 +5,9 @@
     SHAPE: small, mha (Llama 2 7B's layer), gqa (Llama 3 8B's layer), mistral (a window), qwen2, qwen3 (norms of heads), gpt2,
            baichuan (ALiBi), internlm (biases), internlm2 (q, k and v of a group together), and the layers of other families:
            gemma2, gemma3, phi4, phi4mini, granite, olmo2, cohere2, smollm3, glm4, stablelm, gpt_neox, falcon, starcoder2, nemotron,
-           exaone4; with experts qwen3moe (Qwen3 30B A3B's layer), mixtral, qwen2moe, olmoe, granitemoe,
-           gptoss (gpt-oss 20B's layer)
+           exaone4, ministral3, apertus, commandr (Command R+), gemma4 (31B's heads), gemma4e (E4B's heads, an embedding for each layer);
+           with experts qwen3moe (Qwen3 30B A3B's layer), mixtral, qwen2moe, olmoe, granitemoe, gptoss (gpt-oss 20B's layer), and with
+           the heads of these and fewer or narrower experts glm4moe, dots1, exaonemoe, minimaxm2, ernie45moe, llama4, gemma4moe
 
 Needs torch and transformers.
 """
@@ -41,6 +42,9 @@ SHAPES = {  # hidden, inner, heads, KV heads, vocabulary, rope theta
 }
 MIXED = ["sliding_attention", "full_attention"] * 2
 ROPE = {"rope_type": "default", "rope_theta": 10000.0}
+GEMMA4 = dict(head_dim=256, global_head_dim=512, layer_types=MIXED, sliding_window=64, tie_word_embeddings=True)
+DEEPSEEK = dict(n_routed_experts=64, num_experts_per_tok=8, moe_intermediate_size=704, n_shared_experts=1, first_k_dense_replace=1,
+                norm_topk_prob=True)
 FAMILIES = {  # class, hidden, inner, heads, KV heads, and own fields
     "gemma2": ("Gemma2", 3584, 14336, 16, 8, dict(head_dim=256, layer_types=MIXED, sliding_window=64, query_pre_attn_scalar=256,
                                                   attn_logit_softcapping=2.0, final_logit_softcapping=3.0, tie_word_embeddings=True)),
@@ -70,6 +74,30 @@ FAMILIES = {  # class, hidden, inner, heads, KV heads, and own fields
                                                         attention_multiplier=0.015625, tie_word_embeddings=True)),
     "gptoss": ("GptOss", 2880, 2880, 64, 8, dict(head_dim=64, num_local_experts=32, num_experts_per_tok=4, sliding_window=64)),
     "exaone4": ("Exaone4", 2048, 4096, 32, 8, dict(head_dim=64, layer_types=MIXED, sliding_window=64)),
+    "ministral3": ("Ministral3", 3072, 9216, 32, 8, dict(head_dim=128, rope_parameters=dict(
+        rope_type="yarn", rope_theta=1e6, factor=16.0, original_max_position_embeddings=32, beta_fast=32.0, beta_slow=1.0, mscale=1.0,
+        mscale_all_dim=1.0, llama_4_scaling_beta=0.1))),
+    "apertus": ("Apertus", 4096, 21504, 32, 8, dict(head_dim=128, rope_parameters=ROPE, pad_token_id=0, eos_token_id=2)),
+    "commandr": ("Cohere", 4096, 11264, 32, 4, dict(use_qk_norm=True, logit_scale=0.25, eos_token_id=2)),
+    "gemma4": ("Gemma4", 3840, 15360, 16, 8, GEMMA4 | dict(num_global_key_value_heads=4, attention_k_eq_v=True,
+                                                          hidden_size_per_layer_input=0, final_logit_softcapping=3.0)),
+    "gemma4e": ("Gemma4", 2560, 10240, 8, 2, GEMMA4 | dict(layer_types=MIXED + MIXED[:2], num_kv_shared_layers=2,
+                                                          hidden_size_per_layer_input=256, vocab_size_per_layer_input=32000)),
+    "gemma4moe": ("Gemma4", 2816, 2112, 16, 8, GEMMA4 | dict(enable_moe_block=True, num_experts=32, top_k_experts=8,
+                                                            moe_intermediate_size=704, hidden_size_per_layer_input=0)),
+    "glm4moe": ("Glm4Moe", 2048, 5504, 32, 4, DEEPSEEK | dict(head_dim=128, attention_bias=True, use_qk_norm=True,
+                                                             rope_parameters=ROPE | {"partial_rotary_factor": 0.5})),
+    "dots1": ("Dots1", 2048, 5504, 16, 16, DEEPSEEK | dict(n_group=8, topk_group=4, routed_scaling_factor=2.5)),
+    "exaonemoe": ("ExaoneMoe", 2048, 5632, 32, 4, dict(
+        head_dim=128, num_experts=32, num_experts_per_tok=4, moe_intermediate_size=704, num_shared_experts=1, sliding_window=64,
+        layer_types=MIXED, mlp_layer_types=["dense"] + 3 * ["sparse"])),
+    "minimaxm2": ("MiniMaxM2", 2048, 768, 48, 8, dict(head_dim=128, num_local_experts=32, num_experts_per_tok=8,
+                                                      bos_token_id=1, eos_token_id=2, rope_parameters=ROPE | {"partial_rotary_factor": 0.5})),
+    "ernie45moe": ("Ernie4_5_Moe", 2560, 6144, 20, 4, dict(moe_num_experts=32, moe_k=6, moe_intermediate_size=768,
+                                                           moe_num_shared_experts=2, moe_layer_start_index=1)),
+    "llama4": ("Llama4", 2560, 4096, 40, 8, dict(intermediate_size_mlp=8192, head_dim=128, num_local_experts=16, moe_layers=[0, 1, 3],
+                                                 no_rope_layers=[1, 1, 1, 0], attention_chunk_size=64, floor_scale=32, attn_scale=0.1,
+                                                 pad_token_id=0)),
 }
 OWN_FIELDS = {"qwen3": {"head_dim": 128}, "mistral": {"sliding_window": 128}, "internlm": {"attention_bias": True}}
 
@@ -77,9 +105,10 @@ OWN_FIELDS = {"qwen3": {"head_dim": 128}, "mistral": {"sliding_window": 128}, "i
 def family(shape, layers):
     """A model of one of FAMILIES."""
     name, hidden, inner, heads, kv_heads, own = FAMILIES[shape]
-    text = "Text" if name == "Gemma3" else ""
+    text = "Text" if name in ("Gemma3", "Gemma4", "Llama4") else ""
     sizes = dict(hidden_size=hidden, intermediate_size=inner, num_attention_heads=heads, num_key_value_heads=kv_heads)
     fields = {key: value for key, value in sizes.items() if value is not None} | own
+    layers = len(own.get("layer_types", layers * [None]))
     fields |= dict(vocab_size=own.get("vocab_size", 32000), num_hidden_layers=layers, max_position_embeddings=4096)
     config = getattr(transformers, f"{name}{text}Config")(**fields)
     return getattr(transformers, f"{name}ForCausalLM")(config)
@@ -102,9 +131,12 @@ def config_and_model(shape, layers):
 
 @torch.no_grad()
 def randomize_biases_and_norms(model):
-    """Adds noise to biases and norms. With their initial zeros and ones, tests would not notice if one were ignored."""
-    for name, parameter in model.named_parameters():
-        if "norm" in name or ".ln_" in name or name.endswith(("bias", "sinks")):
+    """Adds noise to biases, norms and factors. With their initial zeros and ones, tests would not notice if one were ignored."""
+    for name, parameter in [*model.named_parameters(), *model.named_buffers()]:
+        if name.endswith("e_score_correction_bias"):  # beside the weights of experts, which differ little
+            parameter.add_(0.05 * torch.randn_like(parameter))
+        elif name.endswith("layer_scalar") or isinstance(parameter, torch.nn.Parameter) and (
+                "norm" in name or ".ln_" in name or name.endswith(("bias", "sinks", "router.scale", "per_expert_scale"))):
             parameter.add_(0.2 * torch.randn_like(parameter))
 
 

@@ -65,7 +65,7 @@ fn main() {
         "decode H/K/D", "rows", "len", "us", "TB/s", "% read", "ALiBi us", "no ring"
     );
     for (num_heads, num_kv_heads, head_dim) in HEADS {
-        let shape = HeadShape { num_heads, num_kv_heads, head_dim, block_size: BLOCK_SIZE };
+        let shape = HeadShape { num_heads, num_kv_heads, head_dim, block_size: BLOCK_SIZE, has_kv: true };
         for (rows, len) in DECODES {
             decode(&gpu, &queue, shape, rows, len, read);
         }
@@ -75,7 +75,7 @@ fn main() {
         "prefill", "rows", "len", "us", "TFLOP/s", "simple us", "ALiBi us"
     );
     for (num_heads, num_kv_heads, head_dim) in HEADS {
-        let shape = HeadShape { num_heads, num_kv_heads, head_dim, block_size: BLOCK_SIZE };
+        let shape = HeadShape { num_heads, num_kv_heads, head_dim, block_size: BLOCK_SIZE, has_kv: true };
         for (rows, len) in PREFILLS {
             prefill(&gpu, &queue, shape, rows, len);
         }

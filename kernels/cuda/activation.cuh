@@ -19,6 +19,16 @@ __device__ __forceinline__ float relu_squared(float x) {
     return positive * positive;
 }
 
+// An activation with four numbers.
+struct Xielu {
+    float positive, negative, slope, edge;
+
+    __device__ float operator()(float x) const {
+        const float curved = x > 0.0f ? positive * x * x : negative * (expm1f(fminf(x, edge)) - x);
+        return curved + slope * x;
+    }
+};
+
 template <float (*ACT)(float)>
 __device__ __forceinline__ float4 gated(const float4& gate, const float4& up) {
     return make_float4(ACT(gate.x) * up.x, ACT(gate.y) * up.y, ACT(gate.z) * up.z, ACT(gate.w) * up.w);

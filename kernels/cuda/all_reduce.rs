@@ -192,6 +192,11 @@ impl PeerGroup {
         (word.load(Ordering::Acquire) as usize).checked_sub(1)
     }
 
+    /// Maximum number of columns of a sum.
+    pub fn max_cols(&self) -> usize {
+        self.own.max_cols
+    }
+
     /// `y [rows, cols]` = sum over the group of `partial [rows, cols]`, bf16; `y` may be `partial`. All ranks must call
     /// it with the same arguments.
     pub fn all_reduce(

@@ -1,5 +1,5 @@
 // decode_attention_bf16: o[r, h, :] = softmax(scale * q[r, h, :] . k[r, j, :]) v[r, j, :] over positions j of row r
-// rope_decode_attention_bf16: the same, but first rotates q and k of the newest position and writes its k and v
+// rope_decode_attention_bf16: the same, but first rotates q and k of the newest position and writes its k and v; without chunks
 // alibi_decode_attention_bf16: the first with slopes[h] * (j - newest position) added to the score of position j  (Press et al. 2022)
 // capped_decode_attention_bf16: the first with scores s that become cap * tanh(s / cap)
 // archs: 80 90a 100a ptx
@@ -322,7 +322,7 @@ __device__ __forceinline__ void decode_attention(const DecodeAttention& a, const
         for (int i = threadIdx.x; i < heads * D; i += blockDim.x) out[i] = to_bf16(0.0f);
         return;
     }
-    const Chunk c = chunk_of(len, a.window, a.min_chunk, split, splits);
+    const Chunk c = chunk_of<!ROPE>(a, len, split, splits);
     if (split >= c.active) return;
 
     const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;

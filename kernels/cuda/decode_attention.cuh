@@ -27,6 +27,8 @@ struct DecodeAttention {
     u32 window;       // positions that are attended to, 0 for all
     u32 min_chunk;    // minimum number of positions in a split, a multiple of 16
     float scale;
+    u32 chunk;        // positions that are attended to begin at a multiple of it, 0 for no bound
+    u32 padding;
 };
 
 // Number of groups of query heads per KV head.
@@ -63,16 +65,18 @@ struct Capped {
 
 // The positions that one block processes.
 struct Chunk {
-    u32 first_valid;  // earlier positions are outside the window
+    u32 first_valid;  // earlier positions are outside the window or the chunk of the newest
     u32 begin, end;
     u32 active;  // number of splits with work
 };
 
-__device__ __forceinline__ Chunk chunk_of(u32 len, u32 window, u32 min_chunk, u32 split, u32 splits) {
+template <bool HAS_CHUNKS = true>
+__device__ __forceinline__ Chunk chunk_of(const DecodeAttention& a, u32 len, u32 split, u32 splits) {
     Chunk c;
-    c.first_valid = window && len > window ? len - window : 0;
+    c.first_valid = a.window && len > a.window ? len - a.window : 0;
+    if (HAS_CHUNKS && a.chunk) c.first_valid = max(c.first_valid, (len - 1) / a.chunk * a.chunk);
     const u32 start = c.first_valid / TILE * TILE, span = len - start;
-    const u32 size = max(min_chunk, ((span + splits - 1) / splits + 63) / 64 * 64);
+    const u32 size = max(a.min_chunk, ((span + splits - 1) / splits + 63) / 64 * 64);
     c.active = (span + size - 1) / size;
     c.begin = start + split * size;
     c.end = min(c.begin + size, len);

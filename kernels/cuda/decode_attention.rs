@@ -137,7 +137,7 @@ pub enum Positions {
 pub struct DecodeAttention<'a> {
     /// `[R, H D]`.
     pub out: Span,
-    /// `[R, (H + 2K) D]`; the q part is read.
+    /// `[R, (H + 2K) D]`, or `[R, H D]` without k and v; the q part is read.
     pub qkv: Span,
     /// The layer's blocks.
     pub cache: LayerCache,
@@ -147,7 +147,7 @@ pub struct DecodeAttention<'a> {
     pub rows: DecodeRows,
     /// Head counts and sizes.
     pub shape: HeadShape,
-    /// How scores follow from products. Changed scores need [`Positions::Known`].
+    /// How scores follow from products. Changed scores and chunks need [`Positions::Known`].
     pub scores: Scores,
     /// Partial sums and counters.
     pub workspace: &'a DecodeWorkspace,
@@ -219,8 +219,9 @@ pub fn decode_attention_split(q: &Queue, attention: &DecodeAttention<'_>, splits
             q.launch(&name, launch, &args)
         }
         Positions::Rope(RopeTables { cos, sin }) => {
-            let is_plain = rotates(attention.shape) && attention.scores.change == ScoreChange::None;
-            ensure!(OP, is_plain, "head_dim {head_dim}; a multiple of 64 without changed scores is rotated here");
+            let is_plain = attention.scores.change == ScoreChange::None && attention.scores.chunk == 0;
+            ensure!(OP, is_plain && attention.shape.has_kv, "changed scores, chunks, or q alone are not rotated here");
+            ensure!(OP, rotates(attention.shape), "head_dim {head_dim}; a multiple of 64 is rotated here");
             let fits = cos.bytes() == sin.bytes() && cos.count::<f32>() >= head_dim / 2;
             ensure!(
                 OP,
@@ -243,10 +244,10 @@ pub fn rotates(shape: HeadShape) -> bool {
 }
 
 impl DecodeAttention<'_> {
-    /// The kernel's `DecodeAttention`: ten pointers, eight words.
-    fn argument(&self, splits: Splits) -> Result<[u8; 112], CudaError> {
+    /// The kernel's `DecodeAttention`: ten pointers, nine words, padding.
+    fn argument(&self, splits: Splits) -> Result<[u8; 120], CudaError> {
         let Self { out, qkv, cache, rows, shape, scores, workspace, .. } = *self;
-        let HeadShape { num_heads, num_kv_heads, head_dim, block_size } = shape;
+        let HeadShape { num_heads, num_kv_heads, head_dim, block_size, .. } = shape;
         let Splits { splits, min_chunk, cluster } = splits;
         ensure!(
             OP,
@@ -263,7 +264,7 @@ impl DecodeAttention<'_> {
         let sums = partial_span.elements::<f32>(0, parts * head_dim);
         let stats = partial_span.elements::<f32>(parts * head_dim, parts * 2);
         let pointers = [qkv, cache.k, cache.v, rows.block_tables, rows.context_lens, out, sums, stats, counter_span];
-        let mut argument = [0u8; 112];
+        let mut argument = [0u8; 120];
         for (bytes, span) in argument.chunks_exact_mut(8).zip(pointers) {
             bytes.copy_from_slice(&span.address().to_ne_bytes());
         }
@@ -276,6 +277,7 @@ impl DecodeAttention<'_> {
             scores.window,
             min_chunk as u32,
             scores.scale.to_bits(),
+            scores.chunk,
         ];
         argument[72..80].copy_from_slice(&scores.sinks_address().to_ne_bytes());
         for (bytes, word) in argument[80..].chunks_exact_mut(4).zip(words) {

@@ -9,7 +9,7 @@
 //! | buffer | layout |
 //! |---|---|
 //! | activations | `[T, cols]` bf16, contiguous, `cols % 8 == 0` |
-//! | qkv | `[T, (H + 2K) D]` bf16: all q heads, then all k heads, then all v heads of one token |
+//! | qkv | `[T, (H + 2K) D]` bf16: all q heads, then all k heads, then all v heads of one token; q alone, `[T, H D]`, in layers that read the keys and values of another |
 //! | K blocks, V blocks | two buffers, each `[layer][block][K][B][D]` bf16; a wrapper gets the span of one layer |
 //! | slots | `[T]` u32: `block * B + offset`; `u32::MAX` writes nothing (padding) |
 //! | block_tables | `[R, max_blocks]` u32, padded with 0; row stride `max_blocks` is fixed for the life of the device |
@@ -72,6 +72,8 @@ pub mod rms_norm;
 pub mod rope_cache;
 pub mod route_tokens;
 pub mod sample;
+pub mod scale;
+pub mod scale_routes;
 pub mod scores;
 pub mod skinny_gemm;
 pub mod sort_routes;

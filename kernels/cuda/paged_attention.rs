@@ -7,6 +7,9 @@ use super::rope_cache::{HeadShape, LayerCache};
 use super::scores::Scores;
 use super::{CudaError, Launch, Queue, Span};
 
+/// Maximum size of a head.
+pub const MAX_HEAD_DIM: usize = 512;
+
 /// Locations of the keys and values for a step's tokens.
 #[derive(Debug, Clone, Copy)]
 pub struct TokenTables {
@@ -27,7 +30,7 @@ pub struct TokenTables {
 pub struct PagedAttention {
     /// `[T, H D]`.
     pub out: Span,
-    /// `[T, (H + 2K) D]`; the q part is read.
+    /// `[T, (H + 2K) D]`, or `[T, H D]` without k and v; the q part is read.
     pub qkv: Span,
     /// The layer's blocks.
     pub cache: LayerCache,
@@ -44,8 +47,8 @@ pub fn paged_attention(q: &Queue, attention: &PagedAttention, num_tokens: usize)
     let PagedAttention { out, qkv, cache, tables, shape, scores } = *attention;
     let op = "paged_attention";
     scores.check(op, shape)?;
-    let HeadShape { num_heads, num_kv_heads, head_dim, block_size } = shape;
-    ensure!(op, (1..=256).contains(&head_dim), "head_dim {head_dim}; at most 256");
+    let HeadShape { num_heads, num_kv_heads, head_dim, block_size, .. } = shape;
+    ensure!(op, (1..=MAX_HEAD_DIM).contains(&head_dim), "head_dim {head_dim}; at most {MAX_HEAD_DIM}");
     ensure!(
         op,
         num_kv_heads > 0 && num_heads.is_multiple_of(num_kv_heads),
@@ -64,6 +67,7 @@ pub fn paged_attention(q: &Queue, attention: &PagedAttention, num_tokens: usize)
         tables.token_tables.into(),
         tables.positions.into(),
         tables.slots.into(),
+        (shape.qkv_cols() as u32).into(),
         (tables.max_blocks as u32).into(),
         (num_heads as u32).into(),
         (num_kv_heads as u32).into(),
@@ -71,6 +75,7 @@ pub fn paged_attention(q: &Queue, attention: &PagedAttention, num_tokens: usize)
         block_size.trailing_zeros().into(),
         scores.scale.into(),
         scores.window.into(),
+        scores.chunk.into(),
         scores.sinks.unwrap_or(Span::NULL).into(),
     ];
     args.extend(scores.argument());

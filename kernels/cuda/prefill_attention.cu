@@ -168,13 +168,14 @@ __device__ __forceinline__ void prefill_attention(const PrefillAttention& a, con
         float s[KEYS / 8][4] = {};
         state.scores(s, q, k(stage), warp, lane);
         const u32 position = tile.position + warp * 16 + lane / 4;
-        const bool whole = first + KEYS <= tile.position + warp * 16 + 1 && (!a.window || first + a.window > tile.position + warp * 16 + 15);
+        const u32 seen_from[2] = {first_seen(a, position), first_seen(a, position + 8)};
+        const bool whole = first + KEYS <= tile.position + warp * 16 + 1 && first >= first_seen(a, tile.position + warp * 16 + 15);
 #pragma unroll
         for (int j = 0; j < KEYS / 8; ++j) {
 #pragma unroll
             for (int e = 0; e < 4; ++e) {
                 const u32 query = position + e / 2 * 8, key = first + 8 * j + lane % 4 * 2 + e % 2;
-                const bool seen = whole || sees(a, query, key);
+                const bool seen = whole || sees(query, seen_from[e / 2], key);
                 float score = s[j][e] * scale;
                 if (SCORES == Scores::ALIBI) score += slope * (float)(i32)(key - query);
                 if (SCORES == Scores::CAPPED) score = limit * tanh_exp(score * inverse_limit);

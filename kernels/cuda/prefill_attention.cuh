@@ -21,6 +21,7 @@ struct PrefillAttention {
     u32 block_shift;  // log2 B
     u32 window;       // positions that are attended to, 0 for all
     float scale;
+    u32 chunk;        // positions that are attended to begin at a multiple of it, 0 for no bound
 };
 
 // A tile of queries of one row, and the keys that it attends to.
@@ -33,6 +34,12 @@ struct QueryTile {
     u32 begin, end; // keys that any query of the tile attends to
 };
 
+// The first key that the query at `position` attends to.
+__device__ __forceinline__ u32 first_seen(const PrefillAttention& a, u32 position) {
+    const u32 first = a.window && position + 1 > a.window ? position + 1 - a.window : 0;
+    return a.chunk ? max(first, position / a.chunk * a.chunk) : first;
+}
+
 __device__ __forceinline__ QueryTile query_tile(const PrefillAttention& a, u32 row, u32 index, u32 queries) {
     QueryTile t;
     t.row = row;
@@ -41,15 +48,13 @@ __device__ __forceinline__ QueryTile query_tile(const PrefillAttention& a, u32 r
     t.token = start + index * queries;
     t.count = index * queries < tokens ? min(tokens - index * queries, queries) : 0;
     t.position = t.len - tokens + index * queries;
-    t.begin = a.window && t.position + 1 > a.window ? t.position + 1 - a.window : 0;
+    t.begin = first_seen(a, t.position);
     t.end = t.position + t.count;
     return t;
 }
 
-// Whether the query at `position` attends to the key at `key`.
-__device__ __forceinline__ bool sees(const PrefillAttention& a, u32 position, u32 key) {
-    return key <= position && (!a.window || key + a.window > position);
-}
+// Whether the query at `position`, which attends to keys from `first` on, attends to the key at `key`.
+__device__ __forceinline__ bool sees(u32 position, u32 first, u32 key) { return key <= position && key >= first; }
 
 // The element offset of a key's row of one KV head in the K and V blocks.
 struct BlockRows {

@@ -50,7 +50,7 @@ impl PrefillWorkspace {
 pub struct PrefillAttention<'a> {
     /// `[T, H D]`.
     pub out: Span,
-    /// `[T, (H + 2K) D]`; the q part is read, because k and v are already in the blocks.
+    /// `[T, (H + 2K) D]`, or `[T, H D]` without k and v; the q part is read, because k and v are already in the blocks.
     pub qkv: Span,
     /// The layer's blocks.
     pub cache: LayerCache,
@@ -123,7 +123,7 @@ impl PrefillAttention<'_> {
         format!("{}prefill_attention_bf16_d{}", self.scores.prefix(), self.shape.head_dim)
     }
 
-    /// The kernels' `PrefillAttention`: eight pointers, seven words, padding.
+    /// The kernels' `PrefillAttention`: eight pointers, eight words.
     fn argument(&self) -> [u8; 96] {
         let Self { out, qkv, cache, rows, shape, scores, .. } = *self;
         let mut argument = [0u8; 96];
@@ -139,6 +139,7 @@ impl PrefillAttention<'_> {
             shape.block_size.trailing_zeros(),
             scores.window,
             scores.scale.to_bits(),
+            scores.chunk,
         ];
         argument[56..64].copy_from_slice(&scores.sinks_address().to_ne_bytes());
         for (bytes, word) in argument[64..].chunks_exact_mut(4).zip(words) {

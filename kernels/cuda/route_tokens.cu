@@ -1,15 +1,20 @@
-// route_tokens_f32: the experts of each token and their probabilities
+// route_tokens_f32: the experts of each token and their weights
 //
-// logits        [T, X]  f32, products of the router for X experts
-// bias          [X]     bf16 or null, added to the logits
-// slots         [T] u32; a token whose slot is u32::MAX is padding and goes to no expert
-// experts       [T, K]  u32: the K likeliest experts of a token, the lower one of equals, in ascending order; X for padding
-// probabilities [T, K]  f32: softmax over all experts; if normalized, divided by the sum of the K
-// maths         fp32 in a fixed order: no result depends on other tokens
-// launch        grid ceil(T / 4), block 128: one warp for each token
-// needs         K <= 32, K <= X <= 512: checked in route_tokens.rs
-// bound         latency
-// test          tests/cuda_experts.rs, compared with a sort in f32
+// logits         [T, X]  f32, products of the router for X experts
+// bias           [X]     bf16 or null, added to the logits
+// selection_bias [X]     f32 or null, added to the weights while experts are chosen      (Wang et al. 2024)
+// scales         [X]     f32 or null, multiply the weights at the end
+// slots          [T] u32; a token whose slot is u32::MAX is padding and goes to no expert
+// experts        [T, K]  u32: the K experts of a token with the largest sums of weight and selection bias, the lower one of equals,
+//                in ascending order; X for padding. With groups, only those of the groups whose two best experts have the
+//                largest sums
+// probabilities  [T, K]  f32: weights, the softmax over all experts or the sigmoid of each; if normalized, divided by the
+//                sum of the K; times a factor
+// maths          fp32 in a fixed order: no result depends on other tokens
+// launch         grid ceil(T / 4), block 128: one warp for each token
+// needs          K <= 32, K <= X <= 512, groups of equal size, at most 32: checked in route_tokens.rs
+// bound          latency
+// test           tests/cuda_routing.rs, compared with a sort in fp64
 // archs: 80 90a 100a ptx
 #include "routing.cuh"
 

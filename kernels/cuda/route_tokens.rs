@@ -11,6 +11,9 @@ pub const MAX_EXPERTS: usize = 512;
 /// Maximum number of experts of a token.
 pub const MAX_CHOICES: usize = 32;
 
+/// Maximum number of groups of experts.
+pub const MAX_GROUPS: usize = 32;
+
 /// Where the choices of `T` tokens go.
 #[derive(Debug, Clone, Copy)]
 pub struct Choices {
@@ -22,29 +25,81 @@ pub struct Choices {
     pub top_k: usize,
 }
 
-/// What the choice is made by.
+/// What the choice is made by. Weights of experts follow from logits and biases; a token goes to the experts with the
+/// largest sums of weight and selection bias.
 #[derive(Debug, Clone, Copy)]
 pub struct Router {
     /// `[T, count]` f32: products of the router.
     pub logits: Span,
     /// `[count]` bf16, added to the logits; or [`Span::NULL`].
     pub bias: Span,
+    /// `[count]` f32, added to the weights while experts are chosen; or [`Span::NULL`].
+    pub selection_bias: Span,
+    /// `[count]` f32, which multiply the weights at the end; or [`Span::NULL`].
+    pub scales: Span,
     /// `[T]` u32; `u32::MAX` marks padding.
     pub slots: Span,
     /// Number of experts.
     pub count: usize,
-    /// Whether the probabilities of the chosen experts are divided by their sum.
+    /// How weights follow from logits.
+    pub scoring: Scoring,
+    /// If set, only the experts of some groups can be chosen.
+    pub groups: Option<Groups>,
+    /// Whether the weights of the chosen experts are divided by their sum.
     pub is_normalized: bool,
+    /// Multiplies the weights of the chosen experts.
+    pub scale: f32,
+}
+
+/// How the weights of experts follow from their logits.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Scoring {
+    /// The softmax over all experts.
+    Softmax,
+    /// The sigmoid of each.
+    Sigmoid,
+}
+
+/// Groups of equal size, in order. A token chooses within those whose two best experts have the largest sum, the lower
+/// group where two are equal.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Groups {
+    /// Number of groups, each of two experts or more.
+    pub count: usize,
+    /// Number of groups that a token chooses.
+    pub chosen: usize,
 }
 
 impl Router {
+    /// The softmax of the logits, without biases and factors.
+    pub fn softmax(logits: Span, slots: Span, count: usize, is_normalized: bool) -> Self {
+        Self {
+            logits,
+            bias: Span::NULL,
+            selection_bias: Span::NULL,
+            scales: Span::NULL,
+            slots,
+            count,
+            scoring: Scoring::Softmax,
+            groups: None,
+            is_normalized,
+            scale: 1.0,
+        }
+    }
+
     pub(super) fn check(&self, to: Choices, tokens: usize) -> Result<(), CudaError> {
         let (op, Choices { experts, probabilities, top_k }) = ("route_tokens", to);
-        let Self { logits, bias, slots, count, .. } = *self;
+        let Self { logits, bias, selection_bias, scales, slots, count, groups, .. } = *self;
         ensure!(op, (1..=MAX_EXPERTS).contains(&count), "{count} experts; expected 1 to {MAX_EXPERTS}");
         ensure!(op, (1..=count.min(MAX_CHOICES)).contains(&top_k), "{top_k} of {count} experts for a token");
         ensure!(op, tokens > 0, "no tokens");
         ensure!(op, bias.is_null() || bias.count::<bf16>() >= count, "the bias is shorter than {count}");
+        for (name, span) in [("selection bias", selection_bias), ("scales", scales)] {
+            ensure!(op, span.is_null() || span.count::<f32>() >= count, "{name} shorter than {count}");
+        }
+        if let Some(groups) = groups {
+            groups.check(count, top_k)?;
+        }
         ensure!(op, experts.count::<u32>() >= tokens * top_k, "experts are shorter than {tokens} x {top_k}");
         ensure!(
             op,
@@ -56,10 +111,33 @@ impl Router {
         Ok(())
     }
 
-    /// `Router` of the kernels: bias, count, top_k, is_normalized, padding.
-    pub(super) fn parameters(&self, to: Choices) -> [u64; 3] {
-        let (count, top_k) = (self.count as u64, to.top_k as u64);
-        [self.bias.address(), count | top_k << 32, u64::from(self.is_normalized)]
+    /// `Router` of the kernels: bias, selection_bias, scales, count, top_k, is_normalized, is_sigmoid, groups,
+    /// chosen_groups, scale, padding.
+    pub(super) fn parameters(&self, to: Choices) -> [u64; 7] {
+        let pair = |low: usize, high: usize| low as u64 | (high as u64) << 32;
+        let (groups, chosen) = self.groups.map_or((0, 0), |groups| (groups.count, groups.chosen));
+        [
+            self.bias.address(),
+            self.selection_bias.address(),
+            self.scales.address(),
+            pair(self.count, to.top_k),
+            pair(usize::from(self.is_normalized), usize::from(self.scoring == Scoring::Sigmoid)),
+            pair(groups, chosen),
+            u64::from(self.scale.to_bits()),
+        ]
+    }
+}
+
+impl Groups {
+    fn check(self, num_experts: usize, top_k: usize) -> Result<(), CudaError> {
+        let Self { count, chosen } = self;
+        let fits = (1..=MAX_GROUPS).contains(&count)
+            && num_experts.is_multiple_of(count)
+            && num_experts / count >= 2
+            && (1..=count).contains(&chosen)
+            && chosen * (num_experts / count) >= top_k;
+        ensure!("route_tokens", fits, "{top_k} of {num_experts} experts in {chosen} of {count} groups");
+        Ok(())
     }
 }
 

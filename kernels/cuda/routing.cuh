@@ -12,6 +12,17 @@ __device__ __forceinline__ void warp_likeliest(float& value, u32& index) {
     }
 }
 
+// The two largest values of the warp.
+__device__ __forceinline__ void warp_best_two(float& first, float& second) {
+#pragma unroll
+    for (int d = 16; d > 0; d >>= 1) {
+        const float other_first = __shfl_xor_sync(FULL_WARP, first, d);
+        const float other_second = __shfl_xor_sync(FULL_WARP, second, d);
+        second = fmaxf(fminf(first, other_first), fmaxf(second, other_second));
+        first = fmaxf(first, other_first);
+    }
+}
+
 // A choice; lane i of a warp has the choice that is i-th in the order of `place`.
 struct Choice {
     u32 expert;
@@ -21,37 +32,88 @@ struct Choice {
 
 // How experts are chosen.
 struct Router {
-    const bf16* bias;  // [count], added to the logits, or null
-    u32 count, top_k, is_normalized;
+    const bf16* bias;             // [count], added to the logits, or null
+    const float* selection_bias;  // [count], added to the weights while experts are chosen, or null
+    const float* scales;          // [count], multiply the weights at the end, or null
+    u32 count, top_k;
+    u32 is_normalized, is_sigmoid;
+    u32 groups, chosen_groups;    // experts form `groups` groups of equal size, in order; 0 means none
+    float scale;                  // multiplies the weights of the chosen experts
+    u32 padding;
+
+    __device__ float logit(const float* logits, u32 expert) const {
+        return logits[expert] + (bias ? to_f32(bias[expert]) : 0.0f);
+    }
 };
 
-// The `top_k` likeliest experts of `logits [count]`, the lower one of equals: lane i < top_k returns one of them. Up to
-// 32 OWN experts.
+__device__ __forceinline__ float sigmoid(float x) { return 1.0f / (1.0f + expf(-x)); }
+
+// Sets the values of all groups but those whose two best experts have the largest sums to negative infinity; the lower
+// group of equals is chosen. Lane l has the values of experts l, l + 32, ...
+template <int OWN>
+__device__ __forceinline__ void keep_groups(float (&own)[OWN], const Router& router) {
+    const u32 lane = threadIdx.x % 32, size = router.count / router.groups;
+    float sum = -INFINITY_F;  // of group `lane`
+    for (u32 group = 0; group < router.groups; ++group) {
+        float first = -INFINITY_F, second = -INFINITY_F;
+#pragma unroll
+        for (int i = 0; i < OWN; ++i) {
+            if ((lane + 32 * i) / size != group) continue;
+            second = fmaxf(second, fminf(first, own[i]));
+            first = fmaxf(first, own[i]);
+        }
+        warp_best_two(first, second);
+        if (lane == group) sum = first + second;
+    }
+    u32 chosen = 0;  // a bit for each group
+    for (u32 turn = 0; turn < router.chosen_groups; ++turn) {
+        float best = sum;
+        u32 at = lane;
+        warp_likeliest(best, at);
+        chosen |= 1u << at;
+        if (lane == at) sum = -INFINITY_F;
+    }
+#pragma unroll
+    for (int i = 0; i < OWN; ++i) {
+        const u32 group = (lane + 32 * i) / size;
+        if (group >= router.groups || !(chosen >> group & 1u)) own[i] = -INFINITY_F;
+    }
+}
+
+// The `top_k` experts with the largest sums of weight and selection bias, the lower one of equals: lane i < top_k returns
+// one of them. Up to 32 OWN experts.
 template <int OWN>
 __device__ __forceinline__ Choice choose_experts(const float* logits, const Router& router) {
     const u32 lane = threadIdx.x % 32, count = router.count;
     float own[OWN];  // of experts lane, lane + 32, ...
-    float max = -INFINITY_F;
+    float max = -INFINITY_F, total = 0.0f;
 #pragma unroll
     for (int i = 0; i < OWN; ++i) {
         const u32 expert = lane + 32 * i;
-        own[i] = expert < count ? logits[expert] + (router.bias ? to_f32(router.bias[expert]) : 0.0f) : -INFINITY_F;
+        own[i] = expert < count ? router.logit(logits, expert) : -INFINITY_F;
         max = fmaxf(max, own[i]);
     }
-    max = warp_max(max);
-    float total = 0.0f;
+    if (!router.is_sigmoid) {
+        max = warp_max(max);
+#pragma unroll
+        for (int i = 0; i < OWN; ++i) {
+            own[i] = expf(own[i] - max);
+            total += own[i];
+        }
+        total = warp_sum(total);
+    }
 #pragma unroll
     for (int i = 0; i < OWN; ++i) {
-        own[i] = expf(own[i] - max);
-        total += own[i];
-        if (lane + 32 * i >= count) own[i] = -1.0f;
+        const u32 expert = lane + 32 * i;
+        own[i] = router.is_sigmoid ? sigmoid(own[i]) : own[i] / total;
+        if (router.selection_bias && expert < count) own[i] += router.selection_bias[expert];
+        if (expert >= count) own[i] = -INFINITY_F;
     }
-    total = warp_sum(total);
+    if (router.groups) keep_groups(own, router);
 
     Choice choice{0xffffffffu, 0.0f, 0};
-    float sum = 0.0f;
     for (u32 turn = 0; turn < router.top_k; ++turn) {
-        float best = -2.0f;
+        float best = -INFINITY_F;
         u32 at = 0xffffffffu;
 #pragma unroll
         for (int i = 0; i < OWN; ++i) {
@@ -60,13 +122,27 @@ __device__ __forceinline__ Choice choose_experts(const float* logits, const Rout
         warp_likeliest(best, at);
 #pragma unroll
         for (int i = 0; i < OWN; ++i) {
-            if (lane + 32 * i == at) own[i] = -1.0f;
+            if (lane + 32 * i == at) own[i] = -INFINITY_F;
         }
-        if (lane == turn) choice.expert = at, choice.probability = best / total;
-        sum += best / total;
+        if (lane == turn) choice.expert = at, choice.probability = best;
     }
-    if (router.is_normalized) choice.probability /= sum;
-    for (u32 i = 0; i < router.top_k; ++i) choice.place += __shfl_sync(FULL_WARP, choice.expert, i) < choice.expert;
+    // Logits that are not numbers choose no expert.
+    const bool is_chosen = choice.expert < count;
+    if (!is_chosen) choice.probability = 0.0f;
+    if (router.selection_bias && is_chosen) {
+        const float logit = router.logit(logits, choice.expert);
+        choice.probability = router.is_sigmoid ? sigmoid(logit) : expf(logit - max) / total;
+    }
+    float sum = 0.0f;
+    for (u32 i = 0; i < router.top_k; ++i) {
+        sum += __shfl_sync(FULL_WARP, choice.probability, i);
+        const u32 other = __shfl_sync(FULL_WARP, choice.expert, i);
+        choice.place += other < choice.expert || (other == choice.expert && i < lane);
+    }
+    // Sigmoids can all be 0.
+    if (router.is_normalized) choice.probability /= sum + 1e-20f;
+    choice.probability *= router.scale;
+    if (router.scales && is_chosen) choice.probability *= router.scales[choice.expert];
     return choice;
 }
 

@@ -18,6 +18,8 @@ pub struct Scores {
     pub scale: f32,
     /// Number of newest positions that a token attends to; 0 means all.
     pub window: u32,
+    /// If not 0, a token attends only to positions from `position / chunk * chunk` on.
+    pub chunk: u32,
     /// What happens with scaled scores.
     pub change: ScoreChange,
     /// `[H]` f32: a logit of each head that takes part in the softmax and has no value.
@@ -38,7 +40,7 @@ pub enum ScoreChange {
 impl Scores {
     /// Scaled scores of all positions.
     pub fn scaled(scale: f32) -> Self {
-        Self { scale, window: 0, change: ScoreChange::None, sinks: None }
+        Self { scale, window: 0, chunk: 0, change: ScoreChange::None, sinks: None }
     }
 
     /// Whether fast kernels exist for heads of this size.
@@ -87,7 +89,7 @@ impl Scores {
 
     /// The same, and that a fast kernel exists for the heads.
     pub(super) fn check_fast(&self, op: &'static str, shape: HeadShape) -> Result<(), CudaError> {
-        let HeadShape { num_heads, num_kv_heads, head_dim, block_size } = shape;
+        let HeadShape { num_heads, num_kv_heads, head_dim, block_size, .. } = shape;
         let dims = self.head_dims();
         ensure!(op, dims.contains(&head_dim), "head_dim {head_dim}; expected one of {dims:?}");
         ensure!(

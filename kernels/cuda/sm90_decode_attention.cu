@@ -106,7 +106,7 @@ struct Work {
     // Number of splits of a row after its first.
     __device__ u32 further(u32 row) const {
         const u32 len = row < num_rows ? len_of(row) : 0;
-        return len == 0 ? 0 : chunk_of(len, a.window, a.min_chunk, 0, splits).active - 1;
+        return len == 0 ? 0 : chunk_of(a, len, 0, splits).active - 1;
     }
 
     __device__ Visit at(u32 index) const {
@@ -200,7 +200,7 @@ struct Producer {
 
     __device__ u32 look_up(const Visit& v, u32 from) const {
         if (v.row == NONE) return 0;
-        const Chunk c = chunk_of(v.len, a.window, a.min_chunk, v.split, splits);
+        const Chunk c = chunk_of(a, v.len, v.split, splits);
         const u32 p = c.begin + (from + threadIdx.x % 32) * TILE;
         return p < c.end ? a.block_tables[(u64)v.row * a.max_blocks + (p >> a.block_shift)] : 0;
     }
@@ -208,7 +208,7 @@ struct Producer {
     // Loads the visit's tiles from `i` on, but at most `most`, and without the newest position's if `early`; returns
     // the index of the next one.
     __device__ u32 load_tiles(const Visit& v, u32 blocks, u32 i, u32 most, bool early) {
-        const Chunk c = chunk_of(v.len, a.window, a.min_chunk, v.split, splits);
+        const Chunk c = chunk_of(a, v.len, v.split, splits);
         const u32 kv_head = Heads(a, v).kv_head;
         for (; i < most && c.begin + i * TILE < c.end; ++i) {
             const u32 p = c.begin + i * TILE, valid = min(c.end - p, (u32)TILE);
@@ -324,7 +324,7 @@ struct Consumer {
             load_queries<D>(q, smem.queries(slot.index), heads.count);
             barrier_arrive(smem.slot_empty(slot.index));
             slot.skip(1);
-            const Chunk c = chunk_of(v.len, a.window, a.min_chunk, v.split, splits);
+            const Chunk c = chunk_of(a, v.len, v.split, splits);
             Softmax<D> state;
             if (a.sinks && v.split == 0 && warp == 0) state.begin_with(a.sinks + heads.first, heads.count);
             if constexpr (SCORES == Scores::ALIBI) {

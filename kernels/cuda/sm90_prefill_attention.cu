@@ -227,9 +227,11 @@ struct Attention {
     // Sets scores of keys that are not attended to to minus infinity.
     __device__ static void mask(float (&s)[64], const PrefillAttention& a, u32 position, u32 first) {
         const u32 key = first + threadIdx.x % 4 * 2;
+        const u32 seen_from[2] = {first_seen(a, position), first_seen(a, position + 8)};
 #pragma unroll
         for (int i = 0; i < 64; ++i) {
-            if (!sees(a, position + i / 2 % 2 * 8, key + i / 4 * 8 + i % 2)) s[i] = -INFINITY_F;
+            const int r = i / 2 % 2;
+            if (!sees(position + r * 8, seen_from[r], key + i / 4 * 8 + i % 2)) s[i] = -INFINITY_F;
         }
     }
 
@@ -326,7 +328,7 @@ __device__ __forceinline__ void consume(const Shared<D>& smem, const PrefillAtte
         if (w.count == 0) return;
         const u32 lowest = w.tile.position + first_query, highest = lowest + 15;
         // Whether some query does not attend to some key of the slice.
-        auto partial = [&](u32 first) { return first + KEYS > lowest + 1 || (a.window && first + a.window <= highest); };
+        auto partial = [&](u32 first) { return first + KEYS > lowest + 1 || first < first_seen(a, highest); };
         const u32 position = lowest + threadIdx.x % 32 / 4;
         const float slope = SCORES == Scores::ALIBI ? slopes[w.head] / a.scale : 0.0f;
 

@@ -11,7 +11,7 @@
 //           the order of blocks
 // needs     E % 8 == 0, x and rows 16-byte aligned; R <= 2048 for route_and_sort_tokens: checked in sort_routes.rs
 // bound     latency; memory for many tokens
-// test      tests/cuda_experts.rs, exact
+// test      tests/cuda_experts.rs and tests/cuda_routing.rs, exact
 // archs: 80 90a 100a ptx
 #include "routing.cuh"
 

@@ -78,7 +78,7 @@ fn attends_as_the_formula_says(seed: u64, kind: Kind, kernel: Kernel, lens: &[&[
     let Some((gpu, queue)) = gpu::open() else { return };
     let mut random = Random::new(seed);
     for [num_heads, num_kv_heads, head_dim, block_size] in SHAPES {
-        let shape = HeadShape { num_heads, num_kv_heads, head_dim, block_size };
+        let shape = HeadShape { num_heads, num_kv_heads, head_dim, block_size, has_kv: true };
         let ring = kernel as usize == decode_attention_ring as Kernel as usize;
         let supported = match kind {
             Kind::Plain | Kind::Sinks => HEAD_DIMS.as_slice(),
@@ -95,11 +95,12 @@ fn attends_as_the_formula_says(seed: u64, kind: Kind, kernel: Kernel, lens: &[&[
             let qkv = random.bf16s(lens.len() * shape.qkv_cols(), 1.0);
             let qkv_buffer = DeviceBuffer::from_slice(&gpu, &qkv).expect("memory");
             let default = Splits::for_rows(lens.len(), shape);
-            for (splits, window) in [(default, 0), (FINE, 0), (JOINED, 0), (default, 100), (FINE, 100), (JOINED, 100)] {
+            let bounds = [[0, 0], [100, 0], [0, 64], [30, 100]];
+            for (splits, bounds) in [default, FINE, JOINED].into_iter().flat_map(|splits| bounds.map(|b| (splits, b))) {
                 if lens.len() > 64 && splits != default {
                     continue; // The workspace is for few rows.
                 }
-                let scores = cached.scores(&gpu, kind, window);
+                let scores = cached.scores(&gpu, kind, bounds);
                 let out = poisoned::<bf16>(&gpu, &queue, lens.len() * cols);
                 let attention = DecodeAttention {
                     out: out.span(),
@@ -123,7 +124,7 @@ fn attends_as_the_formula_says(seed: u64, kind: Kind, kernel: Kernel, lens: &[&[
                         assert!(found.iter().all(|&x| x == 0.0), "a padded row gives zeros");
                         continue;
                     }
-                    let what = format!("{shape:?}, {kind:?}, {lens:?}, {splits:?}, window {window}");
+                    let what = format!("{shape:?}, {kind:?}, {lens:?}, {splits:?}, window and chunk {bounds:?}");
                     let q = &qkv[row * shape.qkv_cols()..];
                     cached.check(&what, found, q, row, len - 1, &scores);
                 }
@@ -137,7 +138,7 @@ fn rotation_inside_attention_writes_the_bits_of_rotation_before_it_and_attends_a
     let Some((gpu, queue)) = gpu::open() else { return };
     const MAX_POSITIONS: usize = 2100;
     for [num_heads, num_kv_heads, head_dim, block_size] in SHAPES {
-        let shape = HeadShape { num_heads, num_kv_heads, head_dim, block_size };
+        let shape = HeadShape { num_heads, num_kv_heads, head_dim, block_size, has_kv: true };
         if !rotates(shape) {
             continue;
         }
@@ -150,12 +151,13 @@ fn rotation_inside_attention_writes_the_bits_of_rotation_before_it_and_attends_a
         let (cos, sin) = (table(f32::cos), table(f32::sin));
         for lens in [&[1][..], &[5, 0, 17, 16], &[255, 256, 257], &[1000, 3, 2049, 700]] {
             let workspace = DecodeWorkspace::new(&gpu, 64, &[shape]).expect("memory");
-            for (splits, window) in [(Splits::for_rows(lens.len(), shape), 0), (FINE, 0), (JOINED, 0), (FINE, 100)] {
+            let default = Splits::for_rows(lens.len(), shape);
+            for (splits, window) in [(default, 0), (FINE, 0), (JOINED, 0), (FINE, 100)] {
                 let kind = if window == 0 { Kind::Plain } else { Kind::Sinks };
                 let run = |fused: bool| {
                     let mut random = Random::new(11);
                     let cached = CachedRows::new(&gpu, &mut random, shape, lens);
-                    let scores = cached.scores(&gpu, kind, window);
+                    let scores = cached.scores(&gpu, kind, [window, 0]);
                     let qkv = random.bf16s(lens.len() * shape.qkv_cols(), 1.0);
                     let qkv = DeviceBuffer::from_slice(&gpu, &qkv).expect("memory");
                     let count = lens.len() * num_heads * head_dim;
@@ -183,6 +185,7 @@ fn rotation_inside_attention_writes_the_bits_of_rotation_before_it_and_attends_a
                             tables: Some([cos.span(), sin.span()]),
                             positions: positions.span(),
                             slots: slots.span(),
+                            query_scale: None,
                         };
                         rope_cache(&queue, qkv.span(), cache, inputs, shape, lens.len()).expect("a launch");
                         let attention = DecodeAttention { positions: Positions::Known, ..attention };

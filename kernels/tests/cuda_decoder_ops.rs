@@ -5,16 +5,17 @@ mod gpu;
 
 use gpu::{Random, assert_close, floats, open, poisoned};
 use half::bf16;
-use kernels::cuda::DeviceBuffer;
-use kernels::cuda::activation::activate;
+use kernels::cuda::activation::{Xielu, activate, activate_xielu};
 use kernels::cuda::add_positions::add_positions;
 use kernels::cuda::branch_norm::{BranchNorm, add, branch_norm};
 use kernels::cuda::cap_logits::cap_logits;
 use kernels::cuda::gated_activation::GateActivation;
-use kernels::cuda::head_norm::{HeadNormWeights, head_norm};
+use kernels::cuda::head_norm::{HeadNorm, HeadNormWeights, head_norm};
 use kernels::cuda::layer_norm::{LayerNormWeight, add_layer_norm, layer_norm};
 use kernels::cuda::rope_cache::HeadShape;
+use kernels::cuda::scale::{Columns, multiply_columns, scale};
 use kernels::cuda::wide_head_norm::{Squares, head_squares, scale_heads};
+use kernels::cuda::{DeviceBuffer, Span};
 use kernels::reference;
 
 /// One bf16 rounding.
@@ -80,6 +81,15 @@ fn plain_activations_agree_with_fp64_and_touch_nothing_behind() {
             assert_close(&format!("{activation:?} of {count}"), &found[..count], &expected, ULP, 1e-6);
             assert!(found[count..].iter().all(|x| x.is_nan()), "{activation:?} writes {count} elements and no more");
         }
+        let y = poisoned::<bf16>(&gpu, &q, count + 8);
+        y.span().write(&x).unwrap();
+        let xielu = Xielu { positive: 0.75, negative: 1.5, slope: 0.5, edge: -1e-6 };
+        activate_xielu(&q, y.span(), xielu, count).unwrap();
+        q.wait().unwrap();
+        let expected: Vec<f32> = x.iter().map(|x| reference::xielu(x.to_f32())).collect();
+        let found = floats(&y.span().read(count + 8).unwrap());
+        assert_close(&format!("xIELU of {count}"), &found[..count], &expected, ULP, 1e-5);
+        assert!(found[count..].iter().all(|x| x.is_nan()), "xIELU writes {count} elements and no more");
     }
 }
 
@@ -103,28 +113,57 @@ fn positions_are_added_to_each_token() {
 }
 
 #[test]
-fn heads_of_q_and_k_are_normed_and_those_of_v_left_alone() {
+fn heads_of_q_and_k_are_normed_and_those_of_v_where_they_have_a_norm() {
     let Some((gpu, q)) = open() else { return };
     let mut random = Random::new(24);
     for (heads, kv_heads, dim, tokens) in
-        [(4, 2, 64, 5), (32, 8, 128, 3), (6, 1, 96, 19), (3, 3, 256, 40), (2, 1, 16, 3)]
+        [(4, 2, 64, 5), (32, 8, 128, 3), (6, 1, 96, 19), (3, 3, 256, 40), (2, 1, 16, 3), (8, 2, 512, 6), (5, 1, 264, 4)]
     {
-        let shape = HeadShape { num_heads: heads, num_kv_heads: kv_heads, head_dim: dim, block_size: 16 };
-        let (cols, rotated) = (shape.qkv_cols(), (heads + kv_heads) * dim);
-        let (qkv, wq, wk) = (random.bf16s(tokens * cols, 2.0), random.bf16s(dim, 1.0), random.bf16s(dim, 1.0));
         let on_device = |values: &[bf16]| DeviceBuffer::from_slice(&gpu, values).unwrap();
-        let (dx, dq, dk) = (on_device(&qkv), on_device(&wq), on_device(&wk));
-        let weights = HeadNormWeights { q: dq.span(), k: dk.span() };
-        head_norm(&q, dx.span(), weights, shape, tokens, 1e-6).unwrap();
-        q.wait().unwrap();
-        let found: Vec<bf16> = dx.span().read(tokens * cols).unwrap();
-        for t in 0..tokens {
-            let (found, x) = (&found[t * cols..(t + 1) * cols], &qkv[t * cols..(t + 1) * cols]);
-            let of_q = reference::rms_norm(&floats(&x[..heads * dim]), &floats(&wq), 1e-6);
-            let of_k = reference::rms_norm(&floats(&x[heads * dim..rotated]), &floats(&wk), 1e-6);
-            let expected = [of_q, of_k].concat();
-            assert_close(&format!("{shape:?}, token {t}"), &floats(&found[..rotated]), &expected, ULP, 1e-6);
-            assert!(found[rotated..] == x[rotated..], "{shape:?}, token {t}: v is as it was");
+        for kind in 0..16 {
+            let [has_each, is_layer, has_v, has_kv] = [1, 2, 4, 8].map(|bit| kind & bit != 0);
+            let shape = HeadShape { num_heads: heads, num_kv_heads: kv_heads, head_dim: dim, block_size: 16, has_kv };
+            let (cols, kv_heads, has_v) = (shape.qkv_cols(), if has_kv { kv_heads } else { 0 }, has_v && has_kv);
+            let qkv: Vec<bf16> =
+                random.bf16s(tokens * cols, 2.0).iter().map(|x| bf16::from_f32(x.to_f32() + 0.5)).collect();
+            let counts = [heads, kv_heads, kv_heads];
+            let weights = [has_each, has_each, false].into_iter().zip(counts);
+            let weights: Vec<Vec<bf16>> =
+                weights.map(|(each, count)| random.bf16s(if each { count * dim } else { dim }, 1.0)).collect();
+            let (dx, dw) = (on_device(&qkv), [0, 1, 2].map(|part| on_device(&weights[part])));
+            let norm = HeadNorm {
+                weights: HeadNormWeights { q: dw[0].span(), k: if has_kv { dw[1].span() } else { Span::NULL } },
+                v: if has_v { dw[2].span() } else { Span::NULL },
+                has_each,
+                is_layer,
+                eps: 1e-6,
+            };
+            head_norm(&q, dx.span(), &norm, shape, tokens).unwrap();
+            q.wait().unwrap();
+            let found: Vec<bf16> = dx.span().read(tokens * cols).unwrap();
+            for t in 0..tokens {
+                let (found, x) = (&found[t * cols..(t + 1) * cols], &qkv[t * cols..(t + 1) * cols]);
+                let mut first = 0;
+                for (part, count) in counts.into_iter().enumerate() {
+                    let what = format!("{shape:?}, kind {kind}, part {part} of token {t}");
+                    let own = first..first + count * dim;
+                    first = own.end;
+                    if part == 2 && !has_v {
+                        assert!(found[own.clone()] == x[own], "{what} is as it was");
+                        continue;
+                    }
+                    let normed = |(head, x): (usize, &[bf16])| {
+                        let start = if weights[part].len() > dim { head * dim } else { 0 };
+                        let weight = floats(&weights[part][start..start + dim]);
+                        match is_layer {
+                            true => reference::layer_norm(&floats(x), &weight, &vec![0.0; dim], 1e-6),
+                            false => reference::rms_norm(&floats(x), &weight, 1e-6),
+                        }
+                    };
+                    let expected: Vec<f32> = x[own.clone()].chunks_exact(dim).enumerate().flat_map(normed).collect();
+                    assert_close(&what, &floats(&found[own]), &expected, ULP, 1e-6);
+                }
+            }
         }
     }
 }
@@ -136,7 +175,7 @@ fn all_heads_of_q_and_all_of_k_are_normed_together() {
     for (heads, kv_heads, dim, tokens, workers) in
         [(4, 2, 64, 5, 1), (32, 32, 128, 3, 1), (6, 1, 96, 19, 2), (3, 3, 256, 40, 4), (2, 1, 16, 3, 1)]
     {
-        let shape = HeadShape { num_heads: heads, num_kv_heads: kv_heads, head_dim: dim, block_size: 16 };
+        let shape = HeadShape { num_heads: heads, num_kv_heads: kv_heads, head_dim: dim, block_size: 16, has_kv: true };
         let (cols, widths) = (shape.qkv_cols(), [heads * dim, kv_heads * dim]);
         let (wq, wk) = (random.bf16s(widths[0], 1.0), random.bf16s(widths[1], 1.0));
         let on_device = |values: &[bf16]| DeviceBuffer::from_slice(&gpu, values).unwrap();
@@ -228,5 +267,28 @@ fn branches_are_added_and_logits_are_capped() {
         q.wait().unwrap();
         let expected: Vec<f32> = logits.iter().map(|x| (30.0 * (f64::from(*x) / 30.0).tanh()) as f32).collect();
         assert_close("capped", &capped.span().read::<f32>(count).unwrap(), &expected, 2f32.powi(-20), 1e-6);
+    }
+}
+
+#[test]
+fn elements_are_multiplied_by_a_number_and_by_columns() {
+    let Some((gpu, q)) = open() else { return };
+    let mut random = Random::new(28);
+    for (rows, cols, width, first) in [(1, 8, 8, 0), (5, 264, 1320, 528), (33, 256, 8960, 8704), (3, 2056, 4112, 2056)]
+    {
+        let (x, y) = (random.bf16s(rows * cols, 2.0), random.bf16s(rows * width, 2.0));
+        let (dx, dy) = (DeviceBuffer::from_slice(&gpu, &x).unwrap(), DeviceBuffer::from_slice(&gpu, &y).unwrap());
+        let columns = Columns { matrix: dy.span(), width, first };
+        multiply_columns(&q, dx.span(), columns, rows, cols).unwrap();
+        q.wait().unwrap();
+        let factor = |i: usize| y[i / cols * width + first + i % cols].to_f32();
+        let product = |(i, x): (usize, &bf16)| bf16::from_f32(x.to_f32() * factor(i));
+        let expected: Vec<bf16> = x.iter().enumerate().map(product).collect();
+        assert!(dx.span().read::<bf16>(rows * cols).unwrap() == expected, "{rows} x {cols} of {width}");
+        scale(&q, dy.span(), 0.7, rows * cols).unwrap();
+        q.wait().unwrap();
+        let scaled = |(i, y): (usize, &bf16)| if i < rows * cols { bf16::from_f32(y.to_f32() * 0.7) } else { *y };
+        let expected: Vec<bf16> = y.iter().enumerate().map(scaled).collect();
+        assert!(dy.span().read::<bf16>(rows * width).unwrap() == expected, "{rows} x {cols} elements and no more");
     }
 }

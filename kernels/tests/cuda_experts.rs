@@ -1,4 +1,4 @@
-//! Compares the kernels of experts with plain formulas: choice, order, grouped products and sum.
+//! Compares the kernels of experts with plain formulas: order, grouped products and sum.
 
 mod gpu;
 
@@ -9,69 +9,18 @@ use half::bf16;
 use kernels::cuda::gate_rows::gate_rows;
 use kernels::cuda::gated_activation::GateActivation;
 use kernels::cuda::grouped_gemm::{Gate, GroupedRows, GroupedWeight, Kernel, grouped_gemm, has_hopper_kernels};
-use kernels::cuda::route_tokens::{Choices, Router, route_tokens};
-use kernels::cuda::sort_routes::{MAX_ROUTES, SortedRoutes, SortedRows, route_and_sort_tokens, sort_routes};
+use kernels::cuda::route_tokens::Choices;
+use kernels::cuda::scale_routes::scale_routes;
+use kernels::cuda::sort_routes::{SortedRoutes, SortedRows, sort_routes};
 use kernels::cuda::sum_experts::{ExpertOutputs, sum_experts, sum_experts_add_norm};
 use kernels::cuda::{DeviceBuffer, Gpu, Queue, Span};
-use kernels::reference;
-
-const PADDING: u32 = u32::MAX;
+use kernels::reference::{self, Choosing};
 
 /// Tokens, experts, experts of a token.
 const ROUTINGS: [[usize; 3]; 6] = [[1, 4, 2], [3, 8, 2], [17, 60, 4], [64, 128, 8], [200, 512, 10], [1500, 32, 8]];
 
 fn upload<T: bytemuck::Pod>(gpu: &Arc<Gpu>, values: &[T]) -> DeviceBuffer {
     DeviceBuffer::from_slice(gpu, values).expect("memory")
-}
-
-/// Experts in ascending order with their probabilities.
-fn choose(logits: &[f32], top_k: usize, is_normalized: bool) -> Vec<(u32, f32)> {
-    let max = logits.iter().copied().fold(f32::NEG_INFINITY, f32::max);
-    let total: f32 = logits.iter().map(|logit| (logit - max).exp()).sum();
-    let mut order: Vec<u32> = (0..logits.len() as u32).collect();
-    order.sort_by(|&a, &b| logits[b as usize].total_cmp(&logits[a as usize]).then(a.cmp(&b)));
-    order.truncate(top_k);
-    let probability = |expert: u32| (logits[expert as usize] - max).exp() / total;
-    let sum: f32 = if is_normalized { order.iter().map(|&expert| probability(expert)).sum() } else { 1.0 };
-    order.sort_unstable();
-    order.into_iter().map(|expert| (expert, probability(expert) / sum)).collect()
-}
-
-#[test]
-fn tokens_go_to_the_likeliest_experts_and_padding_to_none() {
-    let Some((gpu, q)) = gpu::open() else { return };
-    let mut random = Random::new(1);
-    for [tokens, count, top_k] in ROUTINGS {
-        // Few different values, so that many are equal.
-        let logits: Vec<f32> = (0..tokens * count).map(|_| random.below(40) as f32 * 0.1).collect();
-        let slots: Vec<u32> = (0..tokens).map(|token| if token % 5 == 2 { PADDING } else { 7 }).collect();
-        let bias: Vec<bf16> = (0..count).map(|expert| bf16::from_f32((expert % 3) as f32 * 0.5)).collect();
-        let (logits_on, slots_on, bias_on) = (upload(&gpu, &logits), upload(&gpu, &slots), upload(&gpu, &bias));
-        let biased: Vec<f32> = logits.iter().enumerate().map(|(i, logit)| logit + bias[i % count].to_f32()).collect();
-        for is_normalized in [false, true] {
-            let experts = poisoned::<u32>(&gpu, &q, tokens * top_k);
-            let probabilities = poisoned::<f32>(&gpu, &q, tokens * top_k);
-            let to = Choices { experts: experts.span(), probabilities: probabilities.span(), top_k };
-            let router =
-                Router { logits: logits_on.span(), bias: bias_on.span(), slots: slots_on.span(), count, is_normalized };
-            route_tokens(&q, to, &router, tokens).expect("a launch");
-            q.wait().expect("the kernel runs");
-            let experts: Vec<u32> = experts.span().read(tokens * top_k).expect("a copy");
-            let found: Vec<f32> = probabilities.span().read(tokens * top_k).expect("a copy");
-            for token in 0..tokens {
-                let own = token * top_k..(token + 1) * top_k;
-                if slots[token] == PADDING {
-                    assert!(experts[own.clone()].iter().all(|&expert| expert == count as u32));
-                    assert!(found[own].iter().all(|&probability| probability == 0.0));
-                    continue;
-                }
-                let expected = choose(&biased[token * count..][..count], top_k, is_normalized);
-                let (ids, probabilities): (Vec<u32>, Vec<f32>) = expected.into_iter().unzip();
-                assert_eq!(experts[own.clone()], ids, "token {token} of {tokens}, {count} experts");
-                assert_close("probabilities", &found[own], &probabilities, 1e-5, 1e-7);
-            }
-        }
-    }
 }
 
 /// Routes of a step, on the host and on the GPU.
@@ -89,7 +38,9 @@ impl Routes {
         for token in 0..tokens {
             // Low experts are likelier, and every sixth token is padding.
             let logits: Vec<f32> = (0..count).map(|expert| random.unit() - expert as f32 / count as f32).collect();
-            let own = choose(&logits, top_k, false).into_iter().map(|(expert, _)| expert);
+            let own = reference::choose_experts(&logits, &Choosing::softmax(top_k, false))
+                .into_iter()
+                .map(|(expert, _)| expert);
             experts.extend(own.map(|expert| if token % 6 == 5 { count as u32 } else { expert }));
         }
         let probabilities: Vec<f32> = (0..tokens * top_k).map(|_| random.unit().abs()).collect();
@@ -218,49 +169,6 @@ impl Product {
 }
 
 #[test]
-fn few_tokens_are_routed_and_sorted_at_once_with_the_same_result() {
-    let Some((gpu, q)) = gpu::open() else { return };
-    let mut random = Random::new(7);
-    for [tokens, count, top_k] in ROUTINGS.into_iter().filter(|[tokens, _, top_k]| tokens * top_k <= MAX_ROUTES) {
-        let (routes, cols) = (tokens * top_k, 40);
-        let logits: Vec<f32> = (0..tokens * count).map(|_| random.unit()).collect();
-        let slots: Vec<u32> = (0..tokens).map(|token| if token % 5 == 2 { PADDING } else { 7 }).collect();
-        let x = random.bf16s(tokens * cols, 1.0);
-        let (logits, slots, x) = (upload(&gpu, &logits), upload(&gpu, &slots), upload(&gpu, &x));
-        let router =
-            Router { logits: logits.span(), bias: Span::NULL, slots: slots.span(), count, is_normalized: true };
-        let run = |at_once: bool| {
-            let words = |count: usize| {
-                let buffer = DeviceBuffer::with_count::<u32>(&gpu, count).expect("memory");
-                q.fill(buffer.span(), 0).expect("a fill");
-                buffer
-            };
-            let [experts, probabilities, tokens_on, places] = std::array::from_fn(|_| words(routes));
-            let (offsets, rows) = (words(count / 2 + 1), words(routes * cols / 2));
-            let choices = Choices { experts: experts.span(), probabilities: probabilities.span(), top_k };
-            let to = SortedRoutes {
-                offsets: offsets.span(),
-                tokens: tokens_on.span(),
-                places: places.span(),
-                first_expert: count / 4,
-                num_experts: count / 2,
-            };
-            let copied = SortedRows { rows: rows.span(), x: x.span(), cols };
-            if at_once {
-                route_and_sort_tokens(&q, to, choices, &router, tokens, copied).expect("a launch");
-            } else {
-                route_tokens(&q, choices, &router, tokens).expect("a launch");
-                sort_routes(&q, to, choices, tokens, Some(copied)).expect("a launch");
-            }
-            q.wait().expect("the kernels run");
-            let buffers = [experts, probabilities, tokens_on, places, offsets, rows];
-            buffers.map(|buffer| buffer.span().read::<u32>(buffer.span().bytes() / 4).expect("a copy"))
-        };
-        assert_eq!(run(true), run(false), "{tokens} tokens, {top_k} of {count} experts");
-    }
-}
-
-#[test]
 fn every_expert_multiplies_its_rows() {
     let Some((gpu, q)) = gpu::open() else { return };
     let kernels: &[Kernel] = match has_hopper_kernels(&gpu) {
@@ -375,6 +283,47 @@ fn outputs_are_added_by_their_probabilities() {
         let normed_rows = sums.chunks_exact(cols).flat_map(|row| reference::rms_norm(row, &gain, 1e-5));
         let found = floats(&to.read::<bf16>(tokens * cols).expect("a copy"));
         assert_close("norm", &found, &normed_rows.collect::<Vec<f32>>(), 2.0f32.powi(-7), 1e-5);
+    }
+}
+
+#[test]
+fn inputs_are_multiplied_by_their_probabilities_and_outputs_then_added_as_they_are() {
+    let Some((gpu, q)) = gpu::open() else { return };
+    let mut random = Random::new(9);
+    for shape @ [tokens, count, top_k] in ROUTINGS {
+        let routes = Routes::new(&gpu, &mut random, shape);
+        let (num_routes, cols) = (tokens * top_k, 136);
+        let range = count / 4..count / 2;
+        let mut places = vec![u32::MAX; num_routes];
+        routes.sorted(range.clone()).iter().enumerate().for_each(|(row, &route)| places[route] = row as u32);
+        let y = random.bf16s(num_routes * cols, 1.0);
+        let (places_on, scaled) = (upload(&gpu, &places), upload(&gpu, &y));
+        let sorted = SortedRoutes {
+            offsets: Span::NULL,
+            tokens: Span::NULL,
+            places: places_on.span(),
+            first_expert: range.start,
+            num_experts: range.len(),
+        };
+        let out = poisoned::<bf16>(&gpu, &q, tokens * cols);
+        scale_routes(&q, scaled.span(), routes.choices(), sorted, num_routes, cols).expect("a launch");
+        let outputs = ExpertOutputs { y: scaled.span(), choices: routes.choices(), sorted, cols };
+        sum_experts(&q, out.span(), &outputs, tokens).expect("a launch");
+        q.wait().expect("the kernels run");
+        let mut rows = y.clone();
+        for route in (0..num_routes).filter(|&route| places[route] != u32::MAX) {
+            let row = &mut rows[places[route] as usize * cols..][..cols];
+            row.iter_mut().for_each(|x| *x = bf16::from_f32(x.to_f32() * routes.probabilities[route]));
+        }
+        assert!(scaled.span().read::<bf16>(num_routes * cols).expect("a copy") == rows, "{shape:?}: rows are scaled");
+        let mut sums = vec![0.0f32; tokens * cols];
+        for route in (0..num_routes).filter(|&route| places[route] != u32::MAX) {
+            let row = &rows[places[route] as usize * cols..][..cols];
+            let to = &mut sums[route / top_k * cols..][..cols];
+            to.iter_mut().zip(row).for_each(|(to, from)| *to += from.to_f32());
+        }
+        let found = floats(&out.span().read::<bf16>(tokens * cols).expect("a copy"));
+        assert_close("sum of scaled rows", &found, &sums, 2.0f32.powi(-8), 1e-5);
     }
 }
 

@@ -10,7 +10,7 @@ use kernels::cuda::gather_rows::gather_rows;
 use kernels::cuda::library_gemm::{GemmBuffers, GemmShape, LibraryGemm};
 use kernels::cuda::paged_attention::{PagedAttention, TokenTables, paged_attention};
 use kernels::cuda::rms_norm::{add_rms_norm, rms_norm};
-use kernels::cuda::rope_cache::{HeadShape, LayerCache, RopeInputs, rope_cache};
+use kernels::cuda::rope_cache::{HeadShape, LayerCache, QueryScale, RopeInputs, rope_cache};
 use kernels::cuda::scores::{ScoreChange, Scores};
 use kernels::cuda::{DeviceBuffer, Span};
 use kernels::reference;
@@ -90,10 +90,15 @@ fn embedding_takes_given_and_sampled_tokens_and_zeros_for_other_workers() {
 fn rope_rotates_and_fills_exactly_its_slots() {
     let Some((gpu, q)) = open() else { return };
     let mut random = Random::new(3);
-    for (heads, kv_heads, dim, block, tokens) in
-        [(4, 2, 64, 16, 5), (32, 32, 128, 16, 1), (6, 1, 96, 32, 19), (3, 3, 256, 64, 40), (2, 1, 16, 16, 3)]
-    {
-        let shape = HeadShape { num_heads: heads, num_kv_heads: kv_heads, head_dim: dim, block_size: block };
+    for (heads, kv_heads, dim, block, tokens, beta, has_kv) in [
+        (4, 2, 64, 16, 5, 0.0, true),
+        (32, 32, 128, 16, 1, 0.0, true),
+        (6, 1, 96, 32, 19, 0.5, true),
+        (3, 3, 256, 64, 40, 0.0, false),
+        (2, 1, 16, 16, 3, 0.25, true),
+        (4, 1, 512, 16, 7, 0.4, false),
+    ] {
+        let shape = HeadShape { num_heads: heads, num_kv_heads: kv_heads, head_dim: dim, block_size: block, has_kv };
         let (blocks, positions_max, cols) = (9, 50, shape.qkv_cols());
         let size = blocks * shape.block_elements();
         let (k_blocks, v_blocks) = (poisoned::<bf16>(&gpu, &q, size), poisoned::<bf16>(&gpu, &q, size));
@@ -109,7 +114,9 @@ fn rope_rotates_and_fills_exactly_its_slots() {
         let (dc, ds) = (DeviceBuffer::from_slice(&gpu, &cos).unwrap(), DeviceBuffer::from_slice(&gpu, &sin).unwrap());
         let (dp, dl) =
             (DeviceBuffer::from_slice(&gpu, &positions).unwrap(), DeviceBuffer::from_slice(&gpu, &slots).unwrap());
-        let inputs = RopeInputs { tables: Some([dc.span(), ds.span()]), positions: dp.span(), slots: dl.span() };
+        let query_scale = (beta != 0.0).then_some(QueryScale { beta, period: 4, offset: 1 });
+        let tables = Some([dc.span(), ds.span()]);
+        let inputs = RopeInputs { tables, positions: dp.span(), slots: dl.span(), query_scale };
         let cache = LayerCache { k: k_blocks.span(), v: v_blocks.span() };
         rope_cache(&q, dq.span(), cache, inputs, shape, tokens).unwrap();
         q.wait().unwrap();
@@ -121,12 +128,13 @@ fn rope_rotates_and_fills_exactly_its_slots() {
         };
         let found = floats(&dq.span().read(tokens * cols).unwrap());
         let mut expected = floats(&qkv);
+        let factor = |t: usize| 1.0 + beta * (((positions[t] + 1) / 4) as f32).ln_1p();
         for (t, h, d) in (0..tokens).flat_map(|t| (0..heads * dim).map(move |i| (t, i / dim, i % dim))) {
-            expected[t * cols + h * dim + d] = rotated(t, h, d);
+            expected[t * cols + h * dim + d] = factor(t) * rotated(t, h, d);
         }
-        assert_close("q, and k and v as they were", &found, &expected, ULP, 1e-6);
+        assert_close("q, and k and v as they were", &found, &expected, ULP, 4e-6);
         let (mut k, mut v) = (vec![f32::NAN; size], vec![f32::NAN; size]);
-        for t in (0..tokens).filter(|&t| slots[t] != u32::MAX) {
+        for t in (0..tokens).filter(|&t| has_kv && slots[t] != u32::MAX) {
             let (b, offset) = (slots[t] as usize / block, slots[t] as usize % block);
             for (h, d) in (0..kv_heads * dim).map(|i| (i / dim, i % dim)) {
                 let at = ((b * kv_heads + h) * block + offset) * dim + d;
@@ -141,6 +149,36 @@ fn rope_rotates_and_fills_exactly_its_slots() {
             let clean = |values: &[f32]| values.iter().map(|v| if v.is_nan() { 0.0 } else { *v }).collect::<Vec<_>>();
             assert_close(name, &clean(&found), &clean(expected), ULP, 1e-6);
         }
+    }
+}
+
+#[test]
+fn queries_that_are_not_rotated_are_scaled_by_position() {
+    let Some((gpu, q)) = open() else { return };
+    let mut random = Random::new(9);
+    let shape = HeadShape { num_heads: 4, num_kv_heads: 2, head_dim: 64, block_size: 16, has_kv: true };
+    let (tokens, cols) = (9, shape.qkv_cols());
+    let size = 2 * shape.block_elements();
+    let (k_blocks, v_blocks) = (poisoned::<bf16>(&gpu, &q, size), poisoned::<bf16>(&gpu, &q, size));
+    let qkv = random.bf16s(tokens * cols, 1.0);
+    let positions: Vec<u32> = (0..tokens as u32).map(|t| 1000 * t).collect();
+    let slots: Vec<u32> = (0..tokens as u32).collect();
+    let dq = DeviceBuffer::from_slice(&gpu, &qkv).unwrap();
+    let words = |values: &[u32]| DeviceBuffer::from_slice(&gpu, values).unwrap();
+    let (dp, dl) = (words(&positions), words(&slots));
+    let query_scale = Some(QueryScale { beta: 0.1, period: 1000, offset: 0 });
+    let inputs = RopeInputs { tables: None, positions: dp.span(), slots: dl.span(), query_scale };
+    let cache = LayerCache { k: k_blocks.span(), v: v_blocks.span() };
+    rope_cache(&q, dq.span(), cache, inputs, shape, tokens).unwrap();
+    q.wait().unwrap();
+    let found = floats(&dq.span().read(tokens * cols).unwrap());
+    let factor = |i: usize| if i % cols < 4 * 64 { 1.0 + 0.1 * ((i / cols) as f32).ln_1p() } else { 1.0 };
+    let expected: Vec<f32> = qkv.iter().enumerate().map(|(i, x)| x.to_f32() * factor(i)).collect();
+    assert_close("q, and k and v as they were", &found, &expected, ULP, 1e-6);
+    let k: Vec<bf16> = k_blocks.span().read(size).unwrap();
+    for (t, head) in (0..tokens).flat_map(|t| [(t, 0), (t, 1)]) {
+        let (own, from) = ((head * 16 + t) * 64, t * cols + (4 + head) * 64);
+        assert!(k[own..own + 64] == qkv[from..from + 64], "k of token {t} is not scaled");
     }
 }
 
@@ -199,10 +237,19 @@ fn gathered_rows_are_the_ones_asked_for() {
 fn paged_attention_agrees_with_fp64() {
     let Some((gpu, q)) = open() else { return };
     let mut random = Random::new(6);
-    for (heads, kv_heads, dim, block, window) in
-        [(4, 2, 64, 16, 0), (8, 8, 128, 32, 0), (6, 1, 96, 16, 20), (2, 1, 256, 64, 0), (3, 3, 80, 16, 7)]
-    {
-        let shape = HeadShape { num_heads: heads, num_kv_heads: kv_heads, head_dim: dim, block_size: block };
+    for (heads, kv_heads, dim, block, window, chunk) in [
+        (4, 2, 64, 16, 0, 0),
+        (8, 8, 128, 32, 0, 0),
+        (6, 1, 96, 16, 20, 0),
+        (2, 1, 256, 64, 0, 0),
+        (3, 3, 80, 16, 7, 0),
+        (2, 1, 512, 32, 0, 0),
+        (4, 2, 320, 16, 40, 50),
+        (2, 2, 64, 16, 0, 37),
+    ] {
+        // Rows of some have q alone.
+        let has_kv = ![96, 512].contains(&dim);
+        let shape = HeadShape { num_heads: heads, num_kv_heads: kv_heads, head_dim: dim, block_size: block, has_kv };
         let (blocks, max_blocks, cols, scale) = (40, 9, shape.qkv_cols(), (dim as f32).powf(-0.5));
         let size = blocks * shape.block_elements();
         let (k, v) = (random.bf16s(size, 1.0), random.bf16s(size, 1.0));
@@ -232,7 +279,7 @@ fn paged_attention_agrees_with_fp64() {
         let sink_buffer = DeviceBuffer::from_slice(&gpu, &sinks).unwrap();
         let attend = |change: ScoreChange, sinks: Option<Span>| {
             q.fill(out.span(), 0xff).unwrap();
-            let scores = Scores { scale, window, change, sinks };
+            let scores = Scores { scale, window, chunk, change, sinks };
             let (qkv, tables) = (dq.span(), token_tables);
             let attention = PagedAttention { out: out.span(), qkv, cache, tables, shape, scores };
             paged_attention(&q, &attention, tokens).unwrap();
@@ -247,7 +294,8 @@ fn paged_attention_agrees_with_fp64() {
                 (0..tokens).flat_map(|t| (0..heads).map(move |h| (t, h))).filter(|&(t, _)| slots[t] != u32::MAX)
             {
                 let end = positions[t] as usize + 1;
-                let begin = if window > 0 { end.saturating_sub(window as usize) } else { 0 };
+                let in_window = if window > 0 { end.saturating_sub(window as usize) } else { 0 };
+                let begin = in_window.max(if chunk > 0 { (end - 1) / chunk as usize * chunk as usize } else { 0 });
                 let at = |p: usize| {
                     let b = tables[rows[t] as usize * max_blocks + p / block] as usize;
                     ((b * kv_heads + h / (heads / kv_heads)) * block + p % block) * dim

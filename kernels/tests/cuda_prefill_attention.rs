@@ -27,7 +27,7 @@ fn chunks_attend_to_their_prefix_and_themselves_as_the_formula_says() {
     let mut random = Random::new(4);
     let workspace = PrefillWorkspace::new(&gpu).expect("memory");
     for [num_heads, num_kv_heads, head_dim, block_size] in SHAPES {
-        let shape = HeadShape { num_heads, num_kv_heads, head_dim, block_size };
+        let shape = HeadShape { num_heads, num_kv_heads, head_dim, block_size, has_kv: true };
         for chunks in CHUNKS {
             let lens: Vec<usize> = chunks.iter().map(|c| c.1).collect();
             let cached = CachedRows::new(&gpu, &mut random, shape, &lens);
@@ -47,10 +47,11 @@ fn chunks_attend_to_their_prefix_and_themselves_as_the_formula_says() {
                 num_tokens,
                 max_chunk: chunks.iter().map(|c| c.0).max().unwrap_or(0),
             };
-            let layouts = [(0, false), (0, true), (75, false), (75, true)];
+            let bounds = [[0, 0], [75, 0], [0, 100], [0, 64], [40, 150]];
+            let layouts = bounds.into_iter().flat_map(|bounds| [(bounds, false), (bounds, true)]);
             let kinds = [Kind::Plain, Kind::Alibi, Kind::Capped, Kind::Sinks];
-            for (kind, (window, simple)) in kinds.into_iter().flat_map(|kind| layouts.map(|layout| (kind, layout))) {
-                let scores = cached.scores(&gpu, kind, window);
+            for (kind, (bounds, simple)) in kinds.into_iter().flat_map(|kind| layouts.clone().map(move |l| (kind, l))) {
+                let scores = cached.scores(&gpu, kind, bounds);
                 if !scores.on_gpu.has_fast_kernels(head_dim) {
                     continue;
                 }
@@ -72,7 +73,7 @@ fn chunks_attend_to_their_prefix_and_themselves_as_the_formula_says() {
                 launched.expect("a launch");
                 queue.wait().expect("the kernel runs");
                 let found = floats(&out.span().read::<bf16>(num_tokens * cols).expect("a copy"));
-                let what = format!("{shape:?}, {chunks:?}, window {window}, simple {simple}, {kind:?}");
+                let what = format!("{shape:?}, {chunks:?}, window and chunk {bounds:?}, simple {simple}, {kind:?}");
                 for (row, &(count, len)) in chunks.iter().enumerate() {
                     for i in 0..count {
                         let token = starts[row] as usize + i;

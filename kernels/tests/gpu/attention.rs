@@ -95,8 +95,9 @@ impl CachedRows {
         })
     }
 
-    /// Scores of one kind, with slopes from steep to nearly flat, or sinks about as large as scores.
-    pub fn scores(&self, gpu: &Arc<Gpu>, kind: Kind, window: u32) -> KindOfScores {
+    /// Scores of one kind within a window and a chunk, with slopes from steep to nearly flat, or sinks about as large as
+    /// scores.
+    pub fn scores(&self, gpu: &Arc<Gpu>, kind: Kind, [window, chunk]: [u32; 2]) -> KindOfScores {
         let vector = |value: fn(usize) -> f32| (0..self.shape.num_heads).map(value).collect::<Vec<f32>>();
         let slopes = if kind == Kind::Alibi { vector(|head| 0.7f32.powi(head as i32 + 1)) } else { Vec::new() };
         let sinks = if kind == Kind::Sinks { vector(|head| head as f32 % 5.0 - 1.0) } else { Vec::new() };
@@ -109,6 +110,7 @@ impl CachedRows {
         };
         let on_gpu = Scores {
             window,
+            chunk,
             change,
             sinks: (kind == Kind::Sinks).then(|| buffers[1].span()),
             ..Scores::scaled((self.shape.head_dim as f32).powf(-0.5))
@@ -133,8 +135,9 @@ impl CachedRows {
     ///
     pub fn check(&self, what: &str, found: &[f32], qkv: &[bf16], row: usize, position: usize, scores: &KindOfScores) {
         let HeadShape { num_heads, num_kv_heads, head_dim, .. } = self.shape;
-        let window = scores.on_gpu.window as usize;
-        let first = if window > 0 { (position + 1).saturating_sub(window) } else { 0 };
+        let (window, chunk) = (scores.on_gpu.window as usize, scores.on_gpu.chunk as usize);
+        let in_window = if window > 0 { (position + 1).saturating_sub(window) } else { 0 };
+        let first = position.checked_div(chunk).map_or(in_window, |chunks| in_window.max(chunks * chunk));
         for kv_head in 0..num_kv_heads {
             let keys = self.gather(&self.k, row, kv_head, first..position + 1);
             let values = self.gather(&self.v, row, kv_head, first..position + 1);

@@ -43,7 +43,7 @@ pub use peers::Peers;
 use pipeline::Pipeline;
 use rows::Row;
 pub use settings::WeightPrecision;
-pub(crate) use slices::is_computed;
+pub(crate) use slices::{is_computed, vector};
 use streams::StreamKind;
 pub use weights::{CpuWeight, available_memory};
 

@@ -5,7 +5,7 @@ use std::sync::Arc;
 use kernels::cuda::copy_blocks::AllBlocks;
 use kernels::cuda::decode_attention::{self, DecodeWorkspace, RopeTables};
 use kernels::cuda::prefill_attention::PrefillWorkspace;
-use kernels::cuda::rope_cache::{HeadShape, LayerCache};
+use kernels::cuda::rope_cache::{HeadShape, LayerCache, QueryScale};
 use kernels::cuda::scores::{ScoreChange, Scores};
 use kernels::cuda::{CudaError, DeviceBuffer, Gpu, Queue};
 use ops::{AttentionSpec, LayerAttention, StepLimits};
@@ -33,6 +33,7 @@ pub(crate) struct CacheLayer {
     pub(crate) shape: HeadShape,
     pub(crate) scores: Scores,
     rope: Option<usize>,
+    pub(crate) query_scale: Option<QueryScale>,
     /// ALiBi slopes and sinks, which `scores` refers to.
     _vectors: [Option<DeviceBuffer>; 2],
     /// The KV group, whose block tables the layer uses.
@@ -72,10 +73,16 @@ impl Cache {
                 scores: Scores {
                     scale: layer.scale,
                     window: layer.window.unwrap_or(0) as u32,
+                    chunk: layer.chunk.unwrap_or(0) as u32,
                     change,
                     sinks: sinks.as_ref().map(DeviceBuffer::span),
                 },
                 rope: layer.rope,
+                query_scale: layer.query_scale.map(|scale| QueryScale {
+                    beta: scale.beta,
+                    period: scale.period.max(1),
+                    offset: scale.offset,
+                }),
                 _vectors: [slopes, sinks],
                 group: layer.kv_group,
                 blocks: LayerCache { k: k.span().part(start, bytes), v: v.span().part(start, bytes) },
@@ -157,12 +164,20 @@ impl CacheLayer {
 
     /// Whether decode attention can apply the rotation itself.
     pub(crate) fn rotates(&self) -> bool {
-        self.rope.is_some() && self.scores.change == ScoreChange::None && decode_attention::rotates(self.shape)
+        let is_plain = self.scores.change == ScoreChange::None && self.scores.chunk == 0;
+        let is_alone = self.query_scale.is_none() && self.shape.has_kv;
+        self.rope.is_some() && is_plain && is_alone && decode_attention::rotates(self.shape)
     }
 }
 
 fn head_shape(layer: &LayerAttention, block_size: usize) -> HeadShape {
-    HeadShape { num_heads: layer.num_heads, num_kv_heads: layer.num_kv_heads, head_dim: layer.head_dim, block_size }
+    HeadShape {
+        num_heads: layer.num_heads,
+        num_kv_heads: layer.num_kv_heads,
+        head_dim: layer.head_dim,
+        block_size,
+        has_kv: !layer.has_shared_kv,
+    }
 }
 
 /// The shapes of all layers.

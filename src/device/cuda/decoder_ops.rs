@@ -1,11 +1,13 @@
 //! Ops that only some decoders need: learned positions, MLPs without a gate, norms of heads and behind branches.
 
-use kernels::cuda::activation::activate;
+use kernels::cuda::Span;
+use kernels::cuda::activation::{Xielu, activate, activate_xielu};
 use kernels::cuda::add_positions::add_positions;
 use kernels::cuda::branch_norm::{BranchNorm, add, branch_norm};
 use kernels::cuda::gated_activation::GateActivation;
-use kernels::cuda::head_norm::{HeadNormWeights, head_norm};
+use kernels::cuda::head_norm::{HeadNorm, HeadNormWeights, head_norm};
 use kernels::cuda::layer_norm::LayerNormWeight;
+use kernels::cuda::scale::{Columns, multiply_columns, scale};
 use kernels::cuda::wide_head_norm::{Squares, head_squares, scale_heads};
 use ops::{Activation, DeviceError, HeadNormSpan, HeadNorms};
 
@@ -19,7 +21,7 @@ pub(super) fn gate_activation(activation: Activation) -> GateActivation {
         Activation::Gelu => GateActivation::Gelu,
         Activation::Relu => GateActivation::Relu,
         Activation::ReluSquared => GateActivation::ReluSquared,
-        Activation::Xielu { .. } => unreachable!("models with xIELU are refused"),
+        Activation::Xielu { .. } => unreachable!("only feed-forwards without a gate have it"),
         Activation::ClampedSwiglu { .. } => unreachable!("only experts have it"),
     }
 }
@@ -53,7 +55,13 @@ impl CudaDevice {
         }
         self.flush()?;
         let count = self.current().shape.tokens * weight.rows;
-        activate(&self.queue, out.values, gate_activation(activation), count).map_err(device_error)
+        let done = match activation {
+            Activation::Xielu { positive, negative, slope, edge } => {
+                activate_xielu(&self.queue, out.values, Xielu { positive, negative, slope, edge }, count)
+            }
+            activation => activate(&self.queue, out.values, gate_activation(activation), count),
+        };
+        done.map_err(device_error)
     }
 
     pub(crate) fn op_head_norm(
@@ -67,11 +75,14 @@ impl CudaDevice {
             return Ok(());
         }
         self.flush()?;
-        let k = norms.k.expect("layers that share keys are refused");
-        let weights = HeadNormWeights { q: norms.q.values, k: k.values };
+        let values = |weight: Option<&CudaWeight>| weight.map_or(Span::NULL, |weight| weight.values);
+        let weights = HeadNormWeights { q: norms.q.values, k: values(norms.k) };
         let (shape, count) = (self.cache().layer(layer).shape, self.current().shape.tokens);
-        if norms.span == HeadNormSpan::Head {
-            return head_norm(&self.queue, qkv.values, weights, shape, count, eps).map_err(device_error);
+        if norms.span != HeadNormSpan::AllHeads {
+            let has_each = norms.span == HeadNormSpan::EachHead;
+            let (v, is_layer) = (values(norms.v), norms.q.layer_norm().is_some());
+            let norm = HeadNorm { weights, v, has_each, is_layer, eps };
+            return head_norm(&self.queue, qkv.values, &norm, shape, count).map_err(device_error);
         }
         let workers = self.group.size();
         let all = self.workspace().squares.span().elements::<f32>(0, workers * count * 2);
@@ -116,5 +127,47 @@ impl CudaDevice {
         self.flush()?;
         self.sum_experts()?;
         add(&self.queue, x.values, y.values, self.current().shape.tokens * x.cols).map_err(device_error)
+    }
+
+    pub(crate) fn op_reduce_norm(
+        &mut self,
+        out: CudaTensor,
+        partial: CudaTensor,
+        weight: &CudaWeight,
+        eps: f32,
+    ) -> Result<(), DeviceError> {
+        if self.current().only_products {
+            return Ok(());
+        }
+        self.run_deferred()?;
+        self.flush()?;
+        self.sum_experts()?;
+        self.group.all_reduce(&self.queue, partial.values, self.num_tokens(), partial.cols)?;
+        self.op_norm(out, partial, weight, eps)
+    }
+
+    pub(crate) fn op_scale(&mut self, x: CudaTensor, factor: f32) -> Result<(), DeviceError> {
+        if self.current().only_products {
+            return Ok(());
+        }
+        self.run_deferred()?;
+        self.flush()?;
+        self.sum_experts()?;
+        scale(&self.queue, x.values, factor, self.num_tokens() * x.cols).map_err(device_error)
+    }
+
+    pub(crate) fn op_multiply_columns(
+        &mut self,
+        x: CudaTensor,
+        y: CudaTensor,
+        first: usize,
+    ) -> Result<(), DeviceError> {
+        if self.current().only_products {
+            return Ok(());
+        }
+        self.run_deferred()?;
+        self.flush()?;
+        let columns = Columns { matrix: y.values, width: y.cols, first };
+        multiply_columns(&self.queue, x.values, columns, self.num_tokens(), x.cols).map_err(device_error)
     }
 }

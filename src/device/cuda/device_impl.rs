@@ -218,7 +218,17 @@ impl Device for CudaDevice {
     }
 
     fn experts(&mut self, out: &mut CudaTensor, x: &CudaTensor, experts: &CudaWeight) -> Result<(), DeviceError> {
-        self.op_experts(*out, *x, experts)
+        self.op_experts(*out, *x, *x, experts)
+    }
+
+    fn experts_of(
+        &mut self,
+        out: &mut CudaTensor,
+        x: &CudaTensor,
+        routed: &CudaTensor,
+        experts: &CudaWeight,
+    ) -> Result<(), DeviceError> {
+        self.op_experts(*out, *x, *routed, experts)
     }
 
     fn gate_rows(&mut self, out: &mut CudaTensor, x: &CudaTensor, gate: &CudaWeight) -> Result<(), DeviceError> {
@@ -265,8 +275,26 @@ impl Device for CudaDevice {
         self.op_reduce_norm_add_norm(*residual, *partial, branch, next.map(|(out, weight)| (*out, weight)), eps)
     }
 
+    fn reduce_norm(
+        &mut self,
+        out: &mut CudaTensor,
+        partial: &CudaTensor,
+        weight: &CudaWeight,
+        eps: f32,
+    ) -> Result<(), DeviceError> {
+        self.op_reduce_norm(*out, *partial, weight, eps)
+    }
+
     fn add(&mut self, x: &mut CudaTensor, y: &CudaTensor) -> Result<(), DeviceError> {
         self.op_add(*x, *y)
+    }
+
+    fn scale(&mut self, x: &mut CudaTensor, factor: f32) -> Result<(), DeviceError> {
+        self.op_scale(*x, factor)
+    }
+
+    fn multiply_columns(&mut self, x: &mut CudaTensor, y: &CudaTensor, first: usize) -> Result<(), DeviceError> {
+        self.op_multiply_columns(*x, *y, first)
     }
 
     fn sample(&mut self, x: &CudaTensor, head: &CudaWeight, logits: LogitSpec) -> Result<(), DeviceError> {

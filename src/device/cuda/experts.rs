@@ -6,12 +6,15 @@ use half::bf16;
 use kernels::cuda::gate_rows::gate_rows;
 use kernels::cuda::gather_rows::gather_rows;
 use kernels::cuda::grouped_gemm::{Gate, GroupedRows, GroupedWeight, Kernel, grouped_gemm};
-use kernels::cuda::route_tokens::{Choices, MAX_CHOICES, MAX_EXPERTS, Router, route_tokens};
+use kernels::cuda::route_tokens::{
+    self as router, Choices, MAX_CHOICES, MAX_EXPERTS, MAX_GROUPS, Router, route_tokens,
+};
+use kernels::cuda::scale_routes::scale_routes;
 use kernels::cuda::skinny_gemm::{Epilogue, GATE_GROUP};
 use kernels::cuda::sort_routes::{MAX_ROUTES, SortedRoutes, SortedRows, route_and_sort_tokens, sort_routes};
 use kernels::cuda::sum_experts::{ExpertOutputs, sum_experts, sum_experts_add_norm};
 use kernels::cuda::{CudaError, DeviceBuffer, Gpu, Queue, Span};
-use ops::{Activation, DeviceError, ExpertSlices, Routing, WeightSlice};
+use ops::{Activation, DeviceError, ExpertSlices, Routing, Scoring, WeightSlice};
 
 use super::decoder_ops::gate_activation;
 use super::group::ReduceAddNorm;
@@ -29,6 +32,8 @@ const MAX_COPIED_TOKENS: usize = 128;
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct ExpertLayer {
     router_bias: Span,
+    selection_bias: Span, // [experts] f32, or null
+    scales: Span,         // [experts] f32, or null
     gate_up: GroupedWeight,
     down: GroupedWeight,
     /// Index of this worker's first expert.
@@ -117,6 +122,29 @@ impl ExpertBuffers {
     }
 }
 
+impl CudaWeight {
+    /// How tokens choose by `logits`, if this is the weight of experts.
+    fn router(&self, logits: Span, slots: Span) -> Router {
+        let ExpertLayer { router_bias, selection_bias, scales, routing, .. } =
+            self.experts.expect("the weight of experts");
+        Router {
+            logits,
+            bias: router_bias,
+            selection_bias,
+            scales,
+            slots,
+            count: self.rows,
+            scoring: match routing.scoring {
+                Scoring::Softmax => router::Scoring::Softmax,
+                Scoring::Sigmoid => router::Scoring::Sigmoid,
+            },
+            groups: routing.groups.map(|groups| router::Groups { count: groups.count, chosen: groups.chosen }),
+            is_normalized: routing.is_normalized,
+            scale: routing.scale,
+        }
+    }
+}
+
 impl CudaDevice {
     pub(super) fn load_expert_layer(&mut self, layer: &ExpertSlices<'_>) -> Result<CudaWeight, DeviceError> {
         let (count, hidden) = (layer.router.rows.len(), layer.router.cols.len());
@@ -127,6 +155,13 @@ impl CudaDevice {
                 what: "experts".into(),
                 found: format!("{top_k} of {count} experts with {inner} columns on this worker"),
                 expected: format!("at most {MAX_CHOICES} of {MAX_EXPERTS} experts, columns a multiple of {GATE_GROUP}"),
+            });
+        }
+        if let Some(groups) = layer.routing.groups.filter(|groups| groups.count > MAX_GROUPS) {
+            return Err(DeviceError::Unsupported {
+                what: "groups of experts".into(),
+                found: groups.count.to_string(),
+                expected: format!("at most {MAX_GROUPS}"),
             });
         }
         self.expert_sizes = self.expert_sizes.fitting(layer);
@@ -152,8 +187,21 @@ impl CudaDevice {
             k: inner,
         };
         let router_bias = self.load_row(layer.router_bias.as_slice(), RowOrder::Stacked)?;
-        let experts = ExpertLayer { router_bias, gate_up, down, first: layer.first, routing: layer.routing };
+        let selection_bias = self.load_exact(layer.selection_bias.as_ref())?;
+        let scales = self.load_exact(layer.scales.as_ref())?;
+        let (first, routing) = (layer.first, layer.routing);
+        let experts = ExpertLayer { router_bias, selection_bias, scales, gate_up, down, first, routing };
         Ok(CudaWeight { experts: Some(experts), ..CudaWeight::matrix(router, count, hidden) })
+    }
+
+    /// Uploads a vector in f32; nothing if there is none.
+    fn load_exact(&mut self, vector: Option<&WeightSlice<'_>>) -> Result<Span, DeviceError> {
+        let Some(vector) = vector else { return Ok(Span::NULL) };
+        let values = crate::cpu::vector(vector)?;
+        let buffer = DeviceBuffer::from_slice(&self.gpu, &values).map_err(device_error)?;
+        let span = buffer.span();
+        self.weights.push(buffer);
+        Ok(span)
     }
 
     /// Loads one matrix or vector of `elements` for each expert, one after the other; nothing if they have no parts.
@@ -178,16 +226,18 @@ impl CudaDevice {
         Ok(span)
     }
 
+    /// Outputs of the experts for `x`, which tokens choose by `routed`. They are summed later.
     pub(super) fn op_experts(
         &mut self,
         out: CudaTensor,
         x: CudaTensor,
+        routed: CudaTensor,
         weight: &CudaWeight,
     ) -> Result<(), DeviceError> {
-        let ExpertLayer { router_bias, gate_up, down, first, routing } = weight.experts.expect("the weight of experts");
+        let ExpertLayer { gate_up, down, first, routing, .. } = weight.experts.expect("the weight of experts");
         let (tokens, count, hidden) = (self.num_tokens(), weight.rows, weight.cols);
         let logits = self.expert_buffers().logits.span();
-        self.product(logits, x.values, weight, tokens, count, Epilogue::StoreF32)?;
+        self.product(logits, routed.values, weight, tokens, count, Epilogue::StoreF32)?;
         if self.current().only_products {
             return Ok(());
         }
@@ -211,13 +261,7 @@ impl CudaDevice {
             Activation::ClampedSwiglu { alpha, limit } => Gate::Clamped { alpha, limit },
             activation => Gate::Activation(gate_activation(activation)),
         });
-        let router = Router {
-            logits,
-            bias: router_bias,
-            slots: self.current().spans.slots.of(0),
-            count,
-            is_normalized: routing.is_normalized,
-        };
+        let router = weight.router(logits, self.current().spans.slots.of(0));
         let run = || {
             let copied = SortedRows { rows, x: x.values, cols: hidden };
             let is_copied = tokens <= MAX_COPIED_TOKENS;
@@ -229,6 +273,9 @@ impl CudaDevice {
                 if !is_copied {
                     gather_rows(q, rows, x.values, sorted.tokens, routes, hidden)?;
                 }
+            }
+            if routing.scales_input {
+                scale_routes(q, rows, choices, sorted, routes, hidden)?;
             }
             grouped_gemm(q, inner, rows, &gate_up, grouped, gate, kernel)?;
             grouped_gemm(q, rows, inner, &down, grouped, None, kernel)

@@ -188,7 +188,7 @@ impl Group {
     /// Sums bf16 `buffer [rows, cols]` over the group, in place.
     pub(crate) fn all_reduce(&self, q: &Queue, buffer: Span, rows: usize, cols: usize) -> Result<(), DeviceError> {
         let Some(nccl) = &self.nccl else { return Ok(()) };
-        match self.peers.as_ref().filter(|_| rows <= MAX_PEER_ROWS) {
+        match self.peers.as_ref().filter(|peers| rows <= MAX_PEER_ROWS && cols <= peers.max_cols()) {
             Some(peers) => {
                 let shots = Shots::for_message(2 * rows * cols, self.size());
                 peers.all_reduce(q, buffer, buffer, rows, cols, shots).map_err(device_error)

@@ -6,6 +6,7 @@ use engine::{RowId, SampledToken, TokenId};
 use kernels::cuda::decode_attention::DecodeWorkspace;
 use kernels::cuda::library_gemm::LibraryGemm;
 use kernels::cuda::owner_norm::MIN_SHARED_BYTES;
+use kernels::cuda::paged_attention::MAX_HEAD_DIM;
 use kernels::cuda::rope_cache::HeadShape;
 use kernels::cuda::sample::{ARGMAX_CHUNKS, Outputs};
 use kernels::cuda::{CudaError, DeviceBuffer, Gpu, PinnedBuffer, Span};
@@ -236,13 +237,13 @@ impl CudaDevice {
 
     pub(crate) fn take_memory(&mut self, spec: &AttentionSpec, num_blocks: usize) -> Result<(), DeviceError> {
         let fits = |shape: &HeadShape| {
-            shape.block_size.is_power_of_two() && shape.head_dim.is_multiple_of(16) && shape.head_dim <= 256
+            shape.block_size.is_power_of_two() && shape.head_dim.is_multiple_of(16) && shape.head_dim <= MAX_HEAD_DIM
         };
         if let Some(shape) = shapes(spec).iter().find(|shape| !fits(shape)) {
             return Err(DeviceError::Unsupported {
                 what: "attention".into(),
                 found: format!("head_dim {}, block_size {}", shape.head_dim, shape.block_size),
-                expected: "head_dim a multiple of 16 up to 256, block_size a power of two".into(),
+                expected: format!("head_dim a multiple of 16 up to {MAX_HEAD_DIM}, block_size a power of two"),
             });
         }
         self.group.open_peers(&self.gpu, self.hidden, self.can_chain())?;
@@ -287,7 +288,7 @@ impl CudaDevice {
             self.expert_buffers = Some(buffers);
         }
         let cache = Cache::new(&self.gpu, spec, num_blocks, padded_rows(&self.config.limits))?;
-        if spec.layers.iter().any(|layer| layer.window.is_some()) {
+        if spec.layers.iter().any(|layer| layer.window.is_some() || layer.chunk.is_some()) {
             cache.clear(&self.queue)?;
         }
         self.cache = Some(cache);

@@ -182,23 +182,39 @@ impl CudaDevice {
     /// Optional ops that this device has.
     pub(crate) const FEATURES: &[Feature] = {
         use Feature::{
-            Alibi, AllHeadsNorm, BranchNorm, Experts, HeadNorm, LayerNorm, LearnedPositions, LogitCap,
-            OtherActivations, ParallelBranches, PlainMlp, ScoreCap, Sinks,
+            Alibi, AllHeadsNorm, BranchNorm, ChunkedAttention, EachHeadNorm, ExpertGroups, ExpertScales, Experts,
+            ExpertsApart, HeadNorm, LayerNorm, LayerScale, LearnedPositions, LogitCap, OtherActivations,
+            ParallelBranches, PerLayerInputs, PlainMlp, QueryScale, ScaledExpertInputs, ScoreCap, SelectionBias,
+            SharedKv, SigmoidRouting, Sinks, ValueNorm, Xielu,
         };
         &[
             LayerNorm,
             LearnedPositions,
             PlainMlp,
             OtherActivations,
+            Xielu,
             HeadNorm,
+            EachHeadNorm,
             AllHeadsNorm,
+            ValueNorm,
             Alibi,
             ScoreCap,
             Sinks,
+            ChunkedAttention,
+            QueryScale,
+            SharedKv,
             LogitCap,
             BranchNorm,
             ParallelBranches,
+            PerLayerInputs,
+            LayerScale,
             Experts,
+            SigmoidRouting,
+            ScaledExpertInputs,
+            SelectionBias,
+            ExpertGroups,
+            ExpertScales,
+            ExpertsApart,
         ]
     };
 

@@ -66,7 +66,8 @@ impl CudaDevice {
         weight: &CudaWeight,
         eps: f32,
     ) -> Result<(), DeviceError> {
-        let rows = self.num_tokens();
+        // A row may consist of several groups.
+        let rows = self.num_tokens() * (x.cols / weight.cols);
         self.run_deferred()?;
         self.flush()?;
         if self.current().only_products {
@@ -174,7 +175,12 @@ impl CudaDevice {
         self.flush()?;
         let (cache, spans) = (self.cache(), self.current().spans);
         let tables = cache.rope(layer).map(|rope| [rope.cos, rope.sin]);
-        let inputs = RopeInputs { tables, positions: spans.positions, slots: spans.slots.of(cache.layer(layer).group) };
+        let inputs = RopeInputs {
+            tables,
+            positions: spans.positions,
+            slots: spans.slots.of(cache.layer(layer).group),
+            query_scale: cache.layer(layer).query_scale,
+        };
         let shape = self.current().shape;
         let count = match self.attention_rotates(layer) {
             true => shape.tokens - (shape.rows - shape.prefill_rows),

@@ -1,0 +1,184 @@
+//! Compares the choice of experts with the plain formula.
+
+mod gpu;
+
+use std::sync::Arc;
+
+use gpu::{Random, assert_close, poisoned};
+use half::bf16;
+use kernels::cuda::route_tokens::{Choices, Groups, Router, Scoring, route_tokens};
+use kernels::cuda::sort_routes::{MAX_ROUTES, SortedRoutes, SortedRows, route_and_sort_tokens, sort_routes};
+use kernels::cuda::{DeviceBuffer, Gpu, Queue, Span};
+use kernels::reference::{self, Choosing};
+
+const PADDING: u32 = u32::MAX;
+
+/// Tokens, experts, experts of a token.
+const ROUTINGS: [[usize; 3]; 6] = [[1, 4, 2], [3, 8, 2], [17, 60, 4], [64, 128, 8], [200, 512, 10], [1500, 32, 8]];
+
+fn upload<T: bytemuck::Pod>(gpu: &Arc<Gpu>, values: &[T]) -> DeviceBuffer {
+    DeviceBuffer::from_slice(gpu, values).expect("memory")
+}
+
+/// Whether roundings may change the choice: two values that it depends on are different but close.
+fn is_close(logits: &[f32], choosing: &Choosing<'_>) -> bool {
+    let has_close = |mut values: Vec<f64>| {
+        values.sort_by(f64::total_cmp);
+        values.windows(2).any(|pair| pair[0] != pair[1] && pair[1] - pair[0] < 4e-6)
+    };
+    let values = choosing.values(logits);
+    has_close(choosing.group_sums(&values)) || has_close(values)
+}
+
+/// Asserts that the tokens of `slots` are routed as the formula says. Returns the number of tokens that were compared.
+fn check_routes(
+    (gpu, q): (&Arc<Gpu>, &Queue),
+    router: &Router,
+    (logits, slots): (&[f32], &[u32]),
+    choosing: &Choosing<'_>,
+) -> usize {
+    let (tokens, count, top_k) = (slots.len(), router.count, choosing.top_k);
+    let experts = poisoned::<u32>(gpu, q, tokens * top_k);
+    let probabilities = poisoned::<f32>(gpu, q, tokens * top_k);
+    let to = Choices { experts: experts.span(), probabilities: probabilities.span(), top_k };
+    route_tokens(q, to, router, tokens).expect("a launch");
+    q.wait().expect("the kernel runs");
+    let experts: Vec<u32> = experts.span().read(tokens * top_k).expect("a copy");
+    let found: Vec<f32> = probabilities.span().read(tokens * top_k).expect("a copy");
+    let mut compared = 0;
+    for token in 0..tokens {
+        let own = token * top_k..(token + 1) * top_k;
+        if slots[token] == PADDING {
+            assert!(experts[own.clone()].iter().all(|&expert| expert == count as u32));
+            assert!(found[own].iter().all(|&probability| probability == 0.0));
+            continue;
+        }
+        let logits = &logits[token * count..][..count];
+        if is_close(logits, choosing) {
+            continue;
+        }
+        let (ids, weights): (Vec<u32>, Vec<f32>) = reference::choose_experts(logits, choosing).into_iter().unzip();
+        assert_eq!(experts[own.clone()], ids, "token {token} of {tokens}, {count} experts, {choosing:?}");
+        assert_close("weights", &found[own], &weights, 1e-5, 1e-7);
+        compared += 1;
+    }
+    compared
+}
+
+#[test]
+fn tokens_go_to_the_likeliest_experts_and_padding_to_none() {
+    let Some((gpu, q)) = gpu::open() else { return };
+    let mut random = Random::new(1);
+    for [tokens, count, top_k] in ROUTINGS {
+        // Few different values, so that many are equal, also with the bias.
+        let logits: Vec<f32> = (0..tokens * count).map(|_| random.below(32) as f32 * 0.125).collect();
+        let slots: Vec<u32> = (0..tokens).map(|token| if token % 5 == 2 { PADDING } else { 7 }).collect();
+        let bias: Vec<bf16> = (0..count).map(|expert| bf16::from_f32((expert % 3) as f32 * 0.5)).collect();
+        let (logits_on, slots_on, bias_on) = (upload(&gpu, &logits), upload(&gpu, &slots), upload(&gpu, &bias));
+        let biased: Vec<f32> = logits.iter().enumerate().map(|(i, logit)| logit + bias[i % count].to_f32()).collect();
+        for is_normalized in [false, true] {
+            let router = Router::softmax(logits_on.span(), slots_on.span(), count, is_normalized);
+            let router = Router { bias: bias_on.span(), ..router };
+            let choosing = Choosing::softmax(top_k, is_normalized);
+            let compared = check_routes((&gpu, &q), &router, (&biased, &slots), &choosing);
+            assert!(compared * 2 >= tokens, "{compared} of {tokens} tokens were compared");
+        }
+    }
+}
+
+#[test]
+fn sigmoids_biases_and_groups_decide_the_choice_and_factors_the_weights() {
+    let Some((gpu, q)) = gpu::open() else { return };
+    let mut random = Random::new(8);
+    let groups = [[2, 1], [4, 2], [12, 4], [8, 4], [32, 5], [8, 4]];
+    for ([tokens, count, top_k], groups) in ROUTINGS.into_iter().zip(groups) {
+        // Few different values, so that many are equal.
+        let logits: Vec<f32> = (0..tokens * count).map(|_| random.below(12) as f32 * 0.3 - 1.0).collect();
+        let slots: Vec<u32> = (0..tokens).map(|token| if token % 5 == 2 { PADDING } else { 7 }).collect();
+        // All values may be below 0.
+        let bias: Vec<f32> = (0..count).map(|_| random.below(4) as f32 * 0.26 - 1.5).collect();
+        let scales: Vec<f32> = (0..count).map(|_| random.unit() + 1.5).collect();
+        let (logits_on, slots_on) = (upload(&gpu, &logits), upload(&gpu, &slots));
+        let (bias_on, scales_on) = (upload(&gpu, &bias), upload(&gpu, &scales));
+        let plain = Choosing::softmax(top_k, true);
+        let sigmoid = Choosing { is_sigmoid: true, ..plain };
+        let kinds = [
+            Choosing { is_normalized: false, ..sigmoid },
+            Choosing { selection_bias: &bias, scale: 2.5, ..sigmoid },
+            Choosing { selection_bias: &bias, groups: Some(groups), ..sigmoid },
+            Choosing { groups: Some(groups), is_normalized: false, scale: 0.5, scales: &scales, ..sigmoid },
+            Choosing { selection_bias: &bias, ..plain },
+            Choosing { scales: &scales, ..plain },
+        ];
+        for choosing in kinds {
+            let given = |values: &[f32], on: Span| if values.is_empty() { Span::NULL } else { on };
+            let router = Router {
+                selection_bias: given(choosing.selection_bias, bias_on.span()),
+                scales: given(choosing.scales, scales_on.span()),
+                scoring: if choosing.is_sigmoid { Scoring::Sigmoid } else { Scoring::Softmax },
+                groups: choosing.groups.map(|[count, chosen]| Groups { count, chosen }),
+                scale: choosing.scale,
+                ..Router::softmax(logits_on.span(), slots_on.span(), count, choosing.is_normalized)
+            };
+            let compared = check_routes((&gpu, &q), &router, (&logits, &slots), &choosing);
+            assert!(compared * 2 >= tokens, "{compared} of {tokens} tokens were compared, {choosing:?}");
+        }
+    }
+}
+
+#[test]
+fn few_tokens_are_routed_and_sorted_at_once_with_the_same_result() {
+    let Some((gpu, q)) = gpu::open() else { return };
+    let mut random = Random::new(7);
+    for [tokens, count, top_k] in ROUTINGS.into_iter().filter(|[tokens, _, top_k]| tokens * top_k <= MAX_ROUTES) {
+        let (routes, cols) = (tokens * top_k, 40);
+        let logits: Vec<f32> = (0..tokens * count).map(|_| random.unit()).collect();
+        let slots: Vec<u32> = (0..tokens).map(|token| if token % 5 == 2 { PADDING } else { 7 }).collect();
+        let x = random.bf16s(tokens * cols, 1.0);
+        let (logits, slots, x) = (upload(&gpu, &logits), upload(&gpu, &slots), upload(&gpu, &x));
+        let bias: Vec<f32> = (0..count).map(|_| random.unit()).collect();
+        let bias = upload(&gpu, &bias);
+        let softmax = Router::softmax(logits.span(), slots.span(), count, true);
+        let sigmoid = Router {
+            selection_bias: bias.span(),
+            scales: bias.span(),
+            scoring: Scoring::Sigmoid,
+            groups: Some(Groups { count: 2, chosen: 1 }),
+            ..softmax
+        };
+        let run = |router: &Router, at_once: bool| {
+            let words = |count: usize| {
+                let buffer = DeviceBuffer::with_count::<u32>(&gpu, count).expect("memory");
+                q.fill(buffer.span(), 0).expect("a fill");
+                buffer
+            };
+            let [experts, probabilities, tokens_on, places] = std::array::from_fn(|_| words(routes));
+            let (offsets, rows) = (words(count / 2 + 1), words(routes * cols / 2));
+            let choices = Choices { experts: experts.span(), probabilities: probabilities.span(), top_k };
+            let to = SortedRoutes {
+                offsets: offsets.span(),
+                tokens: tokens_on.span(),
+                places: places.span(),
+                first_expert: count / 4,
+                num_experts: count / 2,
+            };
+            let copied = SortedRows { rows: rows.span(), x: x.span(), cols };
+            if at_once {
+                route_and_sort_tokens(&q, to, choices, router, tokens, copied).expect("a launch");
+            } else {
+                route_tokens(&q, choices, router, tokens).expect("a launch");
+                sort_routes(&q, to, choices, tokens, Some(copied)).expect("a launch");
+            }
+            q.wait().expect("the kernels run");
+            let buffers = [experts, probabilities, tokens_on, places, offsets, rows];
+            buffers.map(|buffer| buffer.span().read::<u32>(buffer.span().bytes() / 4).expect("a copy"))
+        };
+        for router in [softmax, sigmoid] {
+            assert_eq!(
+                run(&router, true),
+                run(&router, false),
+                "{tokens} tokens, {top_k} of {count} experts, {router:?}"
+            );
+        }
+    }
+}
