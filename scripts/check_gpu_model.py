@@ -30,7 +30,7 @@ def load(checkpoint, dtype):
     config = json.loads((pathlib.Path(checkpoint) / "config.json").read_text())
     if config["model_type"] == "baichuan":
         return alibi_llama(checkpoint, config).to(dtype).to(DEVICE).eval()
-    if config["model_type"].startswith("internlm"):
+    if (pathlib.Path(checkpoint) / "reference").is_dir():  # what transformers does not have, or quantized weights in fp32
         checkpoint = pathlib.Path(checkpoint) / "reference"
     # Some versions choose an implementation of attention that ignores caps of scores.
     own = {"attn_implementation": "eager"} if config.get("attn_logit_softcapping") else {}

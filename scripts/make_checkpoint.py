@@ -1,13 +1,16 @@
 #!/usr/bin/env python3
 """Writes a checkpoint with layers of real sizes and random bf16 weights, for tests on a GPU.
 
-    make_checkpoint.py SHAPE OUT_DIR [--layers N]
+    make_checkpoint.py SHAPE OUT_DIR [--layers N] [--quantize fp8|fp8-blocks|awq|gptq]
     SHAPE: small, mha (Llama 2 7B's layer), gqa (Llama 3 8B's layer), mistral (a window), qwen2, qwen3 (norms of heads), gpt2,
            baichuan (ALiBi), internlm (biases), internlm2 (q, k and v of a group together), and the layers of other families:
            gemma2, gemma3, phi4, phi4mini, granite, olmo2, cohere2, smollm3, glm4, stablelm, gpt_neox, falcon, starcoder2, nemotron,
            exaone4, ministral3, apertus, commandr (Command R+), gemma4 (31B's heads), gemma4e (E4B's heads, an embedding for each layer);
            with experts qwen3moe (Qwen3 30B A3B's layer), mixtral, qwen2moe, olmoe, granitemoe, gptoss (gpt-oss 20B's layer), and with
            the heads of these and fewer or narrower experts glm4moe, dots1, exaonemoe, minimaxm2, ernie45moe, llama4, gemma4moe
+
+With --quantize the linear layers of decoder layers are rounded to a form of published checkpoints: fp8 with a scale for each row or for
+blocks of 128 x 128, or 4 bits in groups of 128. `reference` in OUT_DIR has the same values in fp32, which check_gpu_model.py loads.
 
 Needs torch and transformers.
 """
@@ -168,11 +171,78 @@ def publish_as_internlm(folder, shape, config):
     (folder / "config.json").write_text(json.dumps(fields, indent=2) + "\n")
 
 
+def in_fp8(weight, block):
+    """Codes and scales of blocks of [rows, columns], and their values."""
+    rows, cols = weight.shape
+    height, width = block[0], block[1] or cols
+    blocks = weight.float().reshape(rows // height, height, cols // width, width)
+    scale = blocks.abs().amax(dim=(1, 3), keepdim=True) / 448
+    codes = (blocks / scale).to(torch.float8_e4m3fn)
+    values = codes.float() * scale
+    return codes.reshape(rows, cols), scale[:, 0, :, 0].float().contiguous(), values.reshape(rows, cols)
+
+
+def in_4_bits(weight, group=128):
+    """Codes [rows, cols], scales and zero points [rows, groups] and the values."""
+    rows, cols = weight.shape
+    groups = weight.float().reshape(rows, cols // group, group)
+    low, high = groups.amin(-1, keepdim=True), groups.amax(-1, keepdim=True)
+    scale = ((high - low) / 15).clamp(min=1e-6).half().float()
+    zero = (-low / scale).round().clamp(1, 15)  # GPTQ cannot store 0
+    codes = ((groups / scale).round() + zero).clamp(0, 15)
+    values = ((codes - zero) * scale).reshape(rows, cols)
+    return codes.reshape(rows, cols).int(), scale[..., 0], zero[..., 0].int(), values
+
+
+def packed(values, order=range(8)):
+    """Eight neighbouring columns in a word; order[i] is the column in nibble i."""
+    columns = values.reshape(values.shape[0], -1, 8).long()
+    word = sum(columns[..., column] << (4 * nibble) for nibble, column in enumerate(order))
+    return torch.where(word >= 2**31, word - 2**32, word).int().contiguous()
+
+
+def quantize(folder, form):
+    """Rewrites the checkpoint in a quantized form, and its values in fp32 to `reference`."""
+    tensors = load_file(folder / "model.safetensors")
+    config = json.loads((folder / "config.json").read_text())
+    values = {name: tensor.float() for name, tensor in tensors.items()}
+    for name in [name for name in tensors if name.endswith("_proj.weight")]:
+        weight, layer = tensors.pop(name).to("cuda" if torch.cuda.is_available() else "cpu"), name.removesuffix("weight")
+        if form in ("fp8", "fp8-blocks"):
+            codes, scales, values[name] = in_fp8(weight, (1, None) if form == "fp8" else (128, 128))
+            own = {"weight": codes, "weight_scale" if form == "fp8" else "weight_scale_inv": scales}
+        else:
+            codes, scales, zeros, values[name] = in_4_bits(weight)
+            order = (0, 2, 4, 6, 1, 3, 5, 7) if form == "awq" else range(8)
+            along_inputs = packed(codes).T if form == "gptq" else packed(codes.T, order)
+            stored_zeros = zeros.T - int(form == "gptq")
+            own = {"qweight": along_inputs.contiguous(), "qzeros": packed(stored_zeros, order), "scales": scales.T.half().contiguous()}
+        tensors |= {layer + end: tensor.cpu() for end, tensor in own.items()}
+        values[name] = values[name].cpu()
+    config["quantization_config"] = {
+        "fp8": {"quant_method": "compressed-tensors", "format": "float-quantized", "config_groups": {"group_0": {
+            "targets": ["Linear"], "weights": {"num_bits": 8, "type": "float", "strategy": "channel", "symmetric": True, "dynamic": False},
+            "input_activations": {"num_bits": 8, "type": "float", "strategy": "token", "symmetric": True, "dynamic": True}}},
+            "ignore": ["lm_head"]},
+        "fp8-blocks": {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]},
+        "awq": {"quant_method": "awq", "bits": 4, "group_size": 128, "zero_point": True, "version": "gemm"},
+        "gptq": {"quant_method": "gptq", "bits": 4, "group_size": 128, "desc_act": False, "sym": False, "checkpoint_format": "gptq"},
+    }[form]
+    reference = folder / "reference"
+    reference.mkdir(exist_ok=True)
+    plain = {key: value for key, value in config.items() if key != "quantization_config"}
+    (reference / "config.json").write_text(json.dumps(plain | {"dtype": "float32"}, indent=2) + "\n")
+    save_file(values, reference / "model.safetensors", metadata={"format": "pt"})
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("shape", choices=[*SHAPES, *FAMILIES])
     parser.add_argument("out", type=pathlib.Path)
     parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument("--quantize", choices=["fp8", "fp8-blocks", "awq", "gptq"])
     arguments = parser.parse_args()
     torch.manual_seed(0)
     torch.set_default_dtype(torch.bfloat16)
@@ -186,6 +256,8 @@ def main():
         publish_as_baichuan(arguments.out)
     if is_internlm:
         publish_as_internlm(arguments.out, arguments.shape, model.config)
+    if arguments.quantize:
+        quantize(arguments.out, arguments.quantize)
     print(f"{arguments.out}: {sum(p.numel() for p in model.parameters()) / 1e6:.0f} million parameters")
 
 

@@ -10,7 +10,7 @@ use gpu::{ROTATED_BYTES, microseconds, random};
 use half::bf16;
 use kernels::cuda::gated_activation::GateActivation;
 use kernels::cuda::quantized_gemm::{
-    PackedFormat, PackedWeight, QuantizedSplit, dequantize, quantized_gemm, quantized_gemm_split,
+    PackedFormat, PackedWeight, QuantizedSplit, dequantize, quantized_gemm, quantized_gemm_split, quantized_wide_gemm,
 };
 use kernels::cuda::skinny_gemm::Epilogue;
 use kernels::cuda::{DeviceBuffer, Span};
@@ -19,6 +19,8 @@ use kernels::cuda::{DeviceBuffer, Span};
 const SHAPES: [(&str, usize, usize); 4] =
     [("qkv", 6144, 4096), ("o", 4096, 4096), ("gate_up", 28672, 4096), ("down", 4096, 14336)];
 const ROWS: [usize; 5] = [1, 8, 16, 32, 64];
+/// More rows, by the other kernel.
+const MANY_ROWS: [usize; 6] = [65, 128, 256, 512, 1024, 2048];
 const FORMATS: [PackedFormat; 3] = [
     PackedFormat::Fp8Rows,
     PackedFormat::Fp8Blocks,
@@ -73,6 +75,17 @@ fn main() {
             }
             found.sort_by(|a, b| a.0.total_cmp(&b.0));
             found.iter().take(4).for_each(|(us, what)| print(*us, what));
+        }
+        for rows in MANY_ROWS {
+            let (x, y) = (random(&gpu, rows * k), DeviceBuffer::with_count::<bf16>(&gpu, rows * n).expect("memory"));
+            let us = microseconds(&queue, copies, |i| {
+                quantized_wide_gemm(&queue, y.span(), x.span(), &weight(i), rows, epilogue)
+            });
+            let tflops = (2 * rows * n * k) as f64 / us / 1e6;
+            println!(
+                "{label:>9} {name:>8} {rows:>4} {us:>7.1} {:>6.2} TB/s, {tflops:.0} TFLOP/s",
+                bytes as f64 / us / 1e6
+            );
         }
         let out = DeviceBuffer::with_count::<bf16>(&gpu, n * k).expect("memory");
         let us = microseconds(&queue, 2 * copies, |i| dequantize(&queue, out.span(), &weight(i)));

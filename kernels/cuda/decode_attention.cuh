@@ -74,7 +74,7 @@ template <bool HAS_CHUNKS = true>
 __device__ __forceinline__ Chunk chunk_of(const DecodeAttention& a, u32 len, u32 split, u32 splits) {
     Chunk c;
     c.first_valid = a.window && len > a.window ? len - a.window : 0;
-    if (HAS_CHUNKS && a.chunk) c.first_valid = max(c.first_valid, (len - 1) / a.chunk * a.chunk);
+    if (HAS_CHUNKS && a.chunk && len > 0) c.first_valid = max(c.first_valid, (len - 1) / a.chunk * a.chunk);
     const u32 start = c.first_valid / TILE * TILE, span = len - start;
     const u32 size = max(a.min_chunk, ((span + splits - 1) / splits + 63) / 64 * 64);
     c.active = (span + size - 1) / size;

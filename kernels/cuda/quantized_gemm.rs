@@ -1,5 +1,6 @@
 //! Linear layers with weights in 8 or 4 bits for few rows, bound by memory bandwidth, and the expansion of such weights
-//! to bf16. Kernels: `sm90_quantized_gemm.cu`, `quantized_gemm.cu` on other GPUs, `dequantize.cu`.
+//! to bf16. Kernels: `sm90_quantized_gemm.cu`, `quantized_gemm.cu` on other GPUs, `sm90_quantized_wide_gemm.cu` for
+//! more rows, `dequantize.cu`.
 
 use half::bf16;
 
@@ -35,16 +36,62 @@ impl QuantizedSplit {
         let parts = match tiles {
             _ if slices < 8 => 1,
             0..34 => 4,
-            34..300 => 2,
+            34..67 => 2,
             _ => 1,
         };
         let (groups, ring_bytes) = match tiles * parts {
             0..133 => (if rows > MAX_WIDTH_OF_FOUR { 2 } else { 4 }, 200 << 10),
-            _ if rows > 32 => (2, 100 << 10),
-            _ => (2, 64 << 10),
+            _ => (2, 100 << 10),
         };
         Self { parts, groups, ring_bytes }
     }
+}
+
+/// Rows of `x` and of the weight that a block of the kernel for many rows computes.
+const WIDE: usize = 128;
+
+/// The same as [`quantized_gemm`] for any number of rows, by the tensor cores; only on Hopper ([`has_hopper_kernel`]).
+pub fn quantized_wide_gemm(
+    q: &Queue,
+    y: Span,
+    x: Span,
+    weight: &PackedWeight,
+    rows: usize,
+    epilogue: Epilogue,
+) -> Result<(), CudaError> {
+    check_product(y, x, weight, rows, epilogue)?;
+    let PackedWeight { codes, bias, n, k, format, .. } = *weight;
+    let stage_bytes = WIDE * 128 + WIDE * format.slice_cols() * 2 + WIDE / TILE * format.max_meta_bytes();
+    let static_bytes = 1024;
+    let room = (q.gpu().max_shared_bytes() as usize).saturating_sub(1024 + static_bytes);
+    let stages = (room / stage_bytes).min(8);
+    let partial_bytes = WIDE / TILE * WIDE * (TILE + 4) * 4;
+    ensure!(OP, stages > 0 && partial_bytes <= room, "shared memory of {room} bytes is too small");
+    // Few tiles do not fill the GPU. The division depends on the shape alone, so that no result depends on the rows.
+    let parts = match n.div_ceil(WIDE) {
+        _ if format.slices(k) < 8 => 1,
+        0..34 => 4,
+        34..67 => 2,
+        _ => 1,
+    };
+    let codes_map = TensorMap::bytes_matrix(codes, n, format.row_bytes(k), WIDE, 128)?;
+    let x_map = TensorMap::matrix(x, rows, k, WIDE, BOX)?;
+    let output = output_argument(y, bias, rows, n, epilogue.code());
+    let meta = meta_argument(weight);
+    let args = [
+        Arg::Bytes(codes_map.bytes()),
+        Arg::Bytes(x_map.bytes()),
+        Arg::Bytes(&output),
+        Arg::Bytes(bytemuck::bytes_of(&meta)),
+        (k as u32).into(),
+        (stages as u32).into(),
+        (parts as u32).into(),
+    ];
+    let launch = Launch::new(0, (WIDE / TILE * 128 + 32) as u32)
+        .grid(parts as u32, rows.div_ceil(WIDE) as u32, n.div_ceil(WIDE) as u32)
+        .shared(((stages * stage_bytes).max(partial_bytes) + 1024) as u32)
+        .cluster(parts as u32);
+    q.launch(&format!("sm90_quantized_wide_gemm_{}", format.name()), launch, &args)
 }
 
 /// Whether this GPU and this build have the fast kernel.
@@ -81,6 +128,7 @@ pub fn quantized_gemm_split(
     split: QuantizedSplit,
 ) -> Result<(), CudaError> {
     check_product(y, x, weight, rows, epilogue)?;
+    ensure!(OP, rows <= MAX_ROWS, "{rows} rows; expected 1 to {MAX_ROWS}");
     let PackedWeight { codes, bias, n, k, format, .. } = *weight;
     let QuantizedSplit { parts, groups, ring_bytes } = split;
     ensure!(OP, matches!(parts, 1 | 2 | 4), "K in {parts} parts; expected 1, 2 or 4");
@@ -127,6 +175,7 @@ pub fn quantized_gemm_simple(
     epilogue: Epilogue,
 ) -> Result<(), CudaError> {
     check_product(y, x, weight, rows, epilogue)?;
+    ensure!(OP, rows <= MAX_ROWS, "{rows} rows; expected 1 to {MAX_ROWS}");
     let width = width_for(rows);
     let meta = meta_argument(weight);
     let args = [
@@ -160,7 +209,7 @@ pub(super) fn check_product(
 ) -> Result<(), CudaError> {
     check(weight)?;
     let (n, k) = (weight.n, weight.k);
-    ensure!(OP, (1..=MAX_ROWS).contains(&rows), "{rows} rows; expected 1 to {MAX_ROWS}");
+    ensure!(OP, rows > 0, "no rows");
     let group = if matches!(epilogue, Epilogue::Gated(_)) { 2 * GATE_GROUP } else { 8 };
     ensure!(OP, n.is_multiple_of(group), "{n} outputs are not a multiple of {group}");
     ensure!(OP, x.count::<bf16>() >= rows * k && x.is_aligned(16), "x is shorter than {rows} x {k}, or not aligned");

@@ -196,6 +196,21 @@ __device__ __forceinline__ void wgmma_registers_n64(float* d, const u32* a, u64 
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(add));
 }
 
+__device__ __forceinline__ void wgmma_registers_n128(float* d, const u32* a, u64 b, i32 add) {
+    asm volatile(
+        "{\n"
+        ".reg .pred p;\n"
+        "setp.ne.s32 p, %69, 0;\n"
+        "wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 "
+        "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
+        "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, "
+        "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, "
+        "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63}, {%64, %65, %66, %67}, %68, p, 1, 1, 0;\n"
+        "}\n"
+        : F16(0), F16(16), F16(32), F16(48)
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(add));
+}
+
 #undef F4
 #undef F16
 
@@ -212,9 +227,10 @@ __device__ __forceinline__ void wgmma(float* d, u64 a, u64 b) {
 
 template <int N>
 __device__ __forceinline__ void wgmma_registers(float* d, const u32* a, u64 b, i32 add) {
-    static_assert(N == 8 || N == 16 || N == 32 || N == 64, "wgmma_registers: a width this file has");
+    static_assert(N == 8 || N == 16 || N == 32 || N == 64 || N == 128, "wgmma_registers: a width this file has");
     if constexpr (N == 8) wgmma_registers_n8(d, a, b, add);
     if constexpr (N == 16) wgmma_registers_n16(d, a, b, add);
     if constexpr (N == 32) wgmma_registers_n32(d, a, b, add);
     if constexpr (N == 64) wgmma_registers_n64(d, a, b, add);
+    if constexpr (N == 128) wgmma_registers_n128(d, a, b, add);
 }

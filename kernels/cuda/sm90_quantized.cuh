@@ -1,4 +1,4 @@
-// Quantized weights on Hopper: a ring of slices of codes and of x, which one warpgroup multiplies at a time.
+// Quantized weights on Hopper: a ring of slices of codes and of x. One warpgroup multiplies a tile of a slice.
 #pragma once
 #include "sm90_gemm.cuh"
 #include "quantized.cuh"
@@ -48,13 +48,14 @@ __device__ __forceinline__ RowScales row_scales(u32 meta, u32 meta_bytes, int gr
             negative_zero_point(has_zeros ? shared_load_u8(zero) : 8), negative_zero_point(has_zeros ? shared_load_u8(zero + 8) : 8)};
 }
 
-template <int FORMAT, int NT>
+// A stage has TILES tiles of w and NT rows of x.
+template <int FORMAT, int NT, int TILES = 1>
 struct QuantizedRing {
     using C = Codes<FORMAT>;
     static constexpr i32 COLUMNS = C::COLUMNS;
     static constexpr int BOXES = COLUMNS / BK;  // of x, each BK columns
-    static constexpr u32 W_BYTES = TILE * 128, BOX_BYTES = NT * BK * 2, X_BYTES = BOXES * BOX_BYTES, STAGE_BYTES = W_BYTES + X_BYTES;
-    static constexpr u32 META_BYTES = C::META_BYTES;
+    static constexpr u32 TILE_BYTES = TILE * 128, W_BYTES = TILES * TILE_BYTES, BOX_BYTES = NT * BK * 2, X_BYTES = BOXES * BOX_BYTES, STAGE_BYTES = W_BYTES + X_BYTES;
+    static constexpr u32 META_BYTES = TILES * C::META_BYTES;
     static_assert(BOX_BYTES % 1024 == 0, "swizzle atoms are 1024 bytes");
     u32 base, full, empty;  // shared addresses: stages, then scales of each stage, and barriers of 8 bytes each
     i32 stages;
@@ -63,40 +64,47 @@ struct QuantizedRing {
     __device__ u32 x(i32 s, i32 box) const { return base + s * STAGE_BYTES + W_BYTES + box * BOX_BYTES; }
     __device__ u32 scales(i32 s) const { return base + stages * STAGE_BYTES + s * META_BYTES; }
 
-    // Loads codes and scales of one of `slices` slices of rows n0 .. n0 + TILE, and lets the stage wait for `more` bytes besides.
-    __device__ void load_weights(i32 s, const TensorMap* map, const Meta& meta, i32 n0, i32 slice, i32 slices, u32 more) const {
-        barrier_arrive_expect(full + 8 * s, W_BYTES + meta.bytes + more);
+    // Loads codes and scales of one of `slices` slices of the stage's tiles, whose first row is n0, and lets the stage wait for
+    // `more` bytes besides. Scales of tiles behind `last`, the last of the weight, are those of `last`.
+    __device__ void load_weights(i32 s, const TensorMap* map, const Meta& meta, i32 n0, i32 slice, i32 slices, u32 more, i32 last = 0x7fffffff) const {
+        barrier_arrive_expect(full + 8 * s, W_BYTES + TILES * meta.bytes + more);
         tensor_load(w(s), map, slice * 128, n0, full + 8 * s, EVICT_FIRST);
         if constexpr (FORMAT != FP8_ROWS) {
-            const u8* from = meta.values + ((i64)(n0 / TILE) * slices + slice) * meta.bytes;
-            bulk_load(scales(s), from, meta.bytes, full + 8 * s, EVICT_FIRST);
-        }
-    }
-
-    __device__ void load_rows(i32 s, const TensorMap* map, i32 slice) const {
 #pragma unroll
-        for (int box = 0; box < BOXES; ++box) {
-            tensor_load(x(s, box), map, (slice * BOXES + box) * BK, 0, full + 8 * s, EVICT_LAST);
-        }
-    }
-
-    // One warpgroup: acc [64 rows of w, NT rows of x] += a slice of w times that of x.
-    __device__ __forceinline__ void multiply(float* acc, i32 s, const Meta& meta) const {
-        const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4, row = threadIdx.x / 32 % 4 * 16 + g;
-        u32 words[2][8];
-#pragma unroll
-        for (int r = 0; r < 2; ++r) {
-#pragma unroll
-            for (int h = 0; h < 2; ++h) {
-                const uint4 v = shared_load16(w(s) + (row + 8 * r) * 128 + ((2 * t + h) ^ g) * 16);
-                words[r][4 * h] = v.x, words[r][4 * h + 1] = v.y, words[r][4 * h + 2] = v.z, words[r][4 * h + 3] = v.w;
+            for (int tile = 0; tile < TILES; ++tile) {
+                const u8* from = meta.values + ((i64)min(n0 / TILE + tile, last) * slices + slice) * meta.bytes;
+                bulk_load(scales(s) + tile * C::META_BYTES, from, meta.bytes, full + 8 * s, EVICT_FIRST);
             }
         }
+    }
+
+    // Loads a slice of rows m0 .. m0 + NT of x.
+    __device__ void load_rows(i32 s, const TensorMap* map, i32 slice, i32 m0 = 0) const {
+#pragma unroll
+        for (int box = 0; box < BOXES; ++box) {
+            tensor_load(x(s, box), map, (slice * BOXES + box) * BK, m0, full + 8 * s, EVICT_LAST);
+        }
+    }
+
+    // One warpgroup: acc [64 rows of w, NT rows of x] += a slice of a tile of w times that of x.
+    __device__ __forceinline__ void multiply(float* acc, i32 s, const Meta& meta, i32 tile = 0) const {
+        const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4, row = threadIdx.x / 32 % 4 * 16 + g;
+        u32 words[2][8];
+        const auto load_half = [&](int h) {
+#pragma unroll
+            for (int r = 0; r < 2; ++r) {
+                const uint4 v = shared_load16(w(s) + tile * TILE_BYTES + (row + 8 * r) * 128 + ((2 * t + h) ^ g) * 16);
+                words[r][4 * h] = v.x, words[r][4 * h + 1] = v.y, words[r][4 * h + 2] = v.z, words[r][4 * h + 3] = v.w;
+            }
+        };
+        load_half(0);
+        if constexpr (C::GROUPS == 1) load_half(1);
         float sums[FORMAT == FP8_ROWS ? 1 : NT / 2];
 #pragma unroll
         for (int group = 0; group < C::GROUPS; ++group) {
+            if (C::GROUPS > 1 && group == C::GROUPS / 2) load_half(1);
             RowScales of{};
-            if constexpr (FORMAT != FP8_ROWS) of = row_scales<FORMAT>(scales(s), meta.bytes, group, row, meta.is_f16 != 0);
+            if constexpr (FORMAT != FP8_ROWS) of = row_scales<FORMAT>(scales(s) + tile * C::META_BYTES, meta.bytes, group, row, meta.is_f16 != 0);
             u32 a[C::GROUP_STEPS][4];
 #pragma unroll
             for (int i = 0; i < C::GROUP_STEPS; ++i) expand<FORMAT>(a[i], words, group * C::GROUP_STEPS + i, of);

@@ -11,7 +11,7 @@ use half::bf16;
 use kernels::cuda::gated_activation::GateActivation;
 use kernels::cuda::quantized_gemm::{
     PackedWeight, QuantizedSplit, dequantize, has_hopper_kernel, quantized_gemm, quantized_gemm_simple,
-    quantized_gemm_split,
+    quantized_gemm_split, quantized_wide_gemm,
 };
 use kernels::cuda::skinny_gemm::Epilogue;
 use kernels::cuda::{CudaError, DeviceBuffer, Gpu, Queue, Span};
@@ -100,6 +100,38 @@ fn few_rows_through_a_quantized_layer_agree_with_the_formula() {
                         check(&format!("{split:?}"), &|y, x, packed| {
                             quantized_gemm_split(&queue, y, x, packed, rows, epilogue, split)
                         });
+                    }
+                }
+            }
+        }
+    }
+}
+
+#[test]
+fn many_rows_through_a_quantized_layer_agree_with_the_formula() {
+    let Some((gpu, queue)) = gpu::open() else { return };
+    if !has_hopper_kernel(&gpu) {
+        println!("skipped: the kernel needs a GPU of compute capability 9");
+        return;
+    }
+    let epilogues = [Epilogue::Store, Epilogue::StoreF32, Epilogue::Gated(GateActivation::Silu)];
+    let mut random = Random::new(14);
+    for format in FORMATS {
+        for [n, k] in [[64, 128], [208, 136], [1008, 520], [96, 2752], [48, 8], [4608, 1032], [9216, 264]] {
+            let weight = QuantizedWeight::random(&gpu, &mut random, [n, k], format, n % 32 == 16);
+            for rows in [1, 65, 128, 129, 300] {
+                let x = random.bf16s(rows * k, 1.0);
+                for epilogue in epilogues {
+                    let expected = expected(&floats(&x), &weight, epilogue);
+                    let found = run((&gpu, &queue), &x, &weight, epilogue, |y, x, packed| {
+                        quantized_wide_gemm(&queue, y, x, packed, rows, epilogue).expect("a launch");
+                    });
+                    for (i, (&found, &(expected, tolerance))) in found.iter().zip(&expected).enumerate() {
+                        assert!(
+                            (found - expected).abs() <= tolerance,
+                            "{format:?}, {rows} x {n} x {k}, {epilogue:?}: element {i} is {found}, {expected} was expected \
+                             within {tolerance}",
+                        );
                     }
                 }
             }

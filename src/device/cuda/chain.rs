@@ -25,6 +25,8 @@ use super::{CudaDevice, CudaWeight, device_error};
 const CHAINED_ROWS: RangeInclusive<usize> = 2..=8;
 /// The same for models in which several query heads share keys and values.
 const CHAINED_ROWS_OF_GROUPED_QUERIES: RangeInclusive<usize> = 1..=8;
+/// The same for models with quantized weights.
+const CHAINED_ROWS_OF_QUANTIZED: RangeInclusive<usize> = 1..=MAX_ROWS;
 
 /// The state between two products of the current step.
 #[derive(Default)]
@@ -55,9 +57,19 @@ struct Deferred {
 }
 
 impl Chain {
-    /// For norms of `cols` columns. `has_grouped_queries`: whether several query heads share keys and values.
-    pub(crate) fn new(gpu: &Arc<Gpu>, cols: usize, has_grouped_queries: bool) -> Result<Self, CudaError> {
-        let chained_rows = if has_grouped_queries { CHAINED_ROWS_OF_GROUPED_QUERIES } else { CHAINED_ROWS };
+    /// For norms of `cols` columns. `has_grouped_queries`: whether several query heads share keys and values;
+    /// `is_quantized`: whether there are quantized weights.
+    pub(crate) fn new(
+        gpu: &Arc<Gpu>,
+        cols: usize,
+        has_grouped_queries: bool,
+        is_quantized: bool,
+    ) -> Result<Self, CudaError> {
+        let chained_rows = match has_grouped_queries {
+            _ if is_quantized => CHAINED_ROWS_OF_QUANTIZED,
+            true => CHAINED_ROWS_OF_GROUPED_QUERIES,
+            false => CHAINED_ROWS,
+        };
         let squares = DeviceBuffer::new(gpu, squares_bytes(cols))?;
         let memory = Memory { chained_rows, scratch: ChainScratch::new(gpu)?, squares };
         Ok(Self { memory: Some(memory), ..Self::default() })

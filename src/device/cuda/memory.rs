@@ -281,6 +281,7 @@ impl CudaDevice {
                 &self.gpu,
                 self.hidden,
                 spec.layers.iter().any(|layer| layer.num_kv_heads < layer.num_heads),
+                self.expanded_bytes > 0,
             )?;
         }
         if self.expert_sizes.has_experts() {

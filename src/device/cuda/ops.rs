@@ -22,6 +22,9 @@ use super::{CudaDevice, CudaTensor, CudaWeight, device_error};
 /// memory-bound (kernels/README.md).
 const MAX_ROTATED_HEADS: usize = 2048;
 
+/// Up to this number of rows it is faster to expand quantized weights in the product than before it (kernels/README.md).
+const MAX_QUANTIZED_ROWS: usize = 1024;
+
 impl CudaWeight {
     pub(crate) fn linear(&self) -> LinearWeight {
         LinearWeight { weight: self.values, bias: self.bias, n: self.rows, k: self.cols }
@@ -105,12 +108,15 @@ impl CudaDevice {
         if !self.current().only_products && self.link(out, x, weight, stride, epilogue)? {
             return Ok(());
         }
-        if stride == weight.rows && self.is_skinny(m, weight) {
+        if stride == weight.rows && self.is_own(m, weight) {
             if self.current().only_products {
                 return Ok(());
             }
             self.flush()?;
             return match weight.packed_weight() {
+                Some(packed) if m > skinny_gemm::MAX_ROWS => {
+                    quantized_gemm::quantized_wide_gemm(&self.queue, out, x, &packed, m, epilogue)
+                }
                 Some(packed) => quantized_gemm::quantized_gemm(&self.queue, out, x, &packed, m, epilogue),
                 None => skinny_gemm::skinny_gemm(&self.queue, out, x, &weight.linear(), m, epilogue),
             }
@@ -133,9 +139,13 @@ impl CudaDevice {
         Ok(buffer)
     }
 
-    /// Whether the kernel for few rows computes this product.
-    fn is_skinny(&self, m: usize, weight: &CudaWeight) -> bool {
-        self.config.use_fast_kernels && m <= skinny_gemm::MAX_ROWS && weight.rows.is_multiple_of(8)
+    /// Whether an own kernel computes this product, and not the library.
+    fn is_own(&self, m: usize, weight: &CudaWeight) -> bool {
+        let most = match weight.packed {
+            Some(_) if quantized_gemm::has_hopper_kernel(&self.gpu) => MAX_QUANTIZED_ROWS,
+            _ => skinny_gemm::MAX_ROWS,
+        };
+        self.config.use_fast_kernels && m <= most && weight.rows.is_multiple_of(8)
     }
 
     pub(crate) fn op_gated_linear(
@@ -148,7 +158,7 @@ impl CudaDevice {
     ) -> Result<(), DeviceError> {
         let activation = gate_activation(activation);
         let (rows, cols) = (self.num_tokens(), weight.rows / 2);
-        if weight.group == skinny_gemm::GATE_GROUP && self.is_skinny(rows, weight) && activation.is_fused() {
+        if weight.group == skinny_gemm::GATE_GROUP && self.is_own(rows, weight) && activation.is_fused() {
             return self.product(out.values, x.values, weight, rows, weight.rows, Epilogue::Gated(activation));
         }
         self.op_linear(scratch.values, x.values, weight)?;

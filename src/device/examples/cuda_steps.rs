@@ -1,11 +1,12 @@
 //! Measures decode and prefill steps of a Llama-shaped model on a GPU, with random weights and without a checkpoint.
 //!
 //! `cargo run --release -p device --example cuda_steps -- [--shape llama2-7b|llama3-8b] [--layers N] [--simple] [--no-graphs]
-//! [--context N] [--prefill N] [--batch N] [--tp-size N --rank R --exchange DIR]`
+//! [--context N] [--prefill N] [--batch N] [--weights bf16|fp8|fp8-blocks|int4] [--tp-size N --rank R --exchange DIR]`
 //!
 //! Prints milliseconds per decode step for several batch sizes and for a mixed step, with two steps in flight, and
 //! prefill tokens per second.
 
+use std::ops::Range;
 use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -14,7 +15,8 @@ use device::cuda::{CudaConfig, CudaDevice, CudaTensor, CudaWeight, FileExchange}
 use engine::{RowId, SamplingParams, TokenId};
 use ops::{
     Activation, AttentionSpec, DType, Device, DeviceError, LayerAttention, LinearRole, LogitSpec, NormKind, NormSlices,
-    RopeTable, SampleInput, StepInputs, StepLimits, TOKEN_ON_DEVICE, TensorParallel, WeightData, WeightSlice,
+    Quantization, QuantizedRows, RopeTable, RowSource, SampleInput, StepInputs, StepLimits, TOKEN_ON_DEVICE,
+    TensorParallel, WeightData, WeightSlice,
 };
 
 const DIM: usize = 128;
@@ -80,6 +82,60 @@ struct Model {
     partial: CudaTensor,
 }
 
+/// Random codes of a quantized matrix, with values of size about 0.02.
+#[derive(Debug)]
+struct RandomRows {
+    quantization: Quantization,
+    codes: Vec<u8>,
+}
+
+impl RandomRows {
+    /// Codes for rows of up to `cols` columns.
+    fn new(quantization: Quantization, cols: usize) -> Self {
+        let is_int4 = matches!(quantization, Quantization::Int4 { .. });
+        // Exponents of e4m3 up to 2^7, so that there is no NaN.
+        let codes =
+            random_bytes(cols + 4096).iter().map(|byte| if is_int4 { byte % 16 } else { byte & 0xf7 }).collect();
+        Self { quantization, codes }
+    }
+}
+
+impl RowSource for RandomRows {
+    fn read_row(&self, _row: usize, _cols: Range<usize>, _out: &mut [u8]) {
+        unreachable!("these sizes stay quantized")
+    }
+
+    fn quantized(&self) -> Option<&dyn QuantizedRows> {
+        Some(self)
+    }
+}
+
+impl QuantizedRows for RandomRows {
+    fn quantization(&self) -> Quantization {
+        self.quantization
+    }
+
+    fn read_codes(&self, row: usize, cols: Range<usize>, out: &mut [u8]) {
+        let first = row * 37 % 4096 + cols.start;
+        out.copy_from_slice(&self.codes[first..first + cols.len()]);
+    }
+
+    fn scale(&self, _row: usize, _col: usize) -> (f32, u8) {
+        if matches!(self.quantization, Quantization::Int4 { .. }) { (0.005, 8) } else { (0.0005, 0) }
+    }
+}
+
+/// The form of weights by its name; `None` for bf16.
+fn quantization(name: &str) -> Option<Quantization> {
+    match name {
+        "bf16" => None,
+        "fp8" => Some(Quantization::Fp8 { block: [1, usize::MAX] }),
+        "fp8-blocks" => Some(Quantization::Fp8 { block: [128, 128] }),
+        "int4" => Some(Quantization::Int4 { group: 128, has_zeros: true, scale: DType::F16 }),
+        other => panic!("unknown form of weights `{other}`; known are bf16, fp8, fp8-blocks and int4"),
+    }
+}
+
 /// Bytes of bf16 weights of size about 0.02; all matrices are slices of them.
 fn random_bytes(count: usize) -> Vec<u8> {
     let mut state = 1u64;
@@ -96,7 +152,12 @@ fn random_bytes(count: usize) -> Vec<u8> {
 
 impl Model {
     /// This worker's shard of a model with `num_layers` layers.
-    fn load(device: &mut CudaDevice, shape: Shape, num_layers: usize) -> Result<Self, DeviceError> {
+    fn load(
+        device: &mut CudaDevice,
+        shape: Shape,
+        num_layers: usize,
+        quantization: Option<Quantization>,
+    ) -> Result<Self, DeviceError> {
         let tp = device.tensor_parallel();
         let size = tp.size as usize;
         let Shape { hidden, .. } = shape;
@@ -113,6 +174,12 @@ impl Model {
             cols: 0..cols,
             head_order: None,
         };
+        let product = |rows: usize, cols: usize| match quantization {
+            None => matrix(rows, cols),
+            Some(form) => {
+                WeightSlice { data: WeightData::Computed(Arc::new(RandomRows::new(form, cols))), ..matrix(rows, cols) }
+            }
+        };
         let norm = NormSlices {
             kind: NormKind::Rms,
             width: hidden,
@@ -124,14 +191,14 @@ impl Model {
         let embedding = device.load_embedding(matrix(vocab, hidden), tp.rank * vocab as u32)?;
         let mut layers = Vec::new();
         for _ in 0..num_layers {
-            let (query, key) = (matrix(heads, hidden), matrix(kv_heads, hidden));
-            let gate = matrix(inner, hidden);
+            let (query, key) = (product(heads, hidden), product(kv_heads, hidden));
+            let gate = product(inner, hidden);
             layers.push(Layer {
                 norms: [device.load_norm(&norm)?, device.load_norm(&norm)?],
                 qkv: device.load_linear(LinearRole::Qkv, &[query, key.clone(), key], &[])?,
-                out: device.load_linear(LinearRole::Out, &[matrix(hidden, heads)], &[])?,
+                out: device.load_linear(LinearRole::Out, &[product(hidden, heads)], &[])?,
                 gate_up: device.load_linear(LinearRole::GateUp, &[gate.clone(), gate], &[])?,
-                down: device.load_linear(LinearRole::Down, &[matrix(hidden, inner)], &[])?,
+                down: device.load_linear(LinearRole::Down, &[product(hidden, inner)], &[])?,
             });
         }
         Ok(Self {
@@ -252,6 +319,7 @@ fn mixed_step(number: u64, rows: usize, start: usize, chunk: usize, blocks_per_r
 
 struct Options {
     shape: Shape,
+    quantization: Option<Quantization>,
     layers: usize,
     context: usize,
     prefill: usize,
@@ -270,6 +338,7 @@ fn options() -> Options {
     let name = value("--shape").unwrap_or_else(|| SHAPES[0].name.to_owned());
     Options {
         shape: *SHAPES.iter().find(|shape| shape.name == name).expect("--shape is llama2-7b or llama3-8b"),
+        quantization: value("--weights").and_then(|name| quantization(&name)),
         layers: number("--layers", 32),
         context: number("--context", 128),
         prefill: number("--prefill", 16384),
@@ -355,7 +424,7 @@ fn main() -> Result<(), DeviceError> {
     let mark = |what: &str| print_rank_0(format!("start-up: {what} at {:.2} s", begin.elapsed().as_secs_f64()));
     let mut device = CudaDevice::new(config(&options))?;
     mark("device open");
-    let mut model = Model::load(&mut device, options.shape, options.layers)?;
+    let mut model = Model::load(&mut device, options.shape, options.layers, options.quantization)?;
     mark("weights queued");
     let spec = spec(options.shape, options.layers, MAX_LEN, options.tp.size as usize);
     let plan = device.memory_plan(&spec)?;
