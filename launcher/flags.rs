@@ -11,7 +11,7 @@ use crate::keys::Keys;
 
 const AFTER_HELP: &str = "\
 Flags may be written with `_` or `-`, as `--flag=value` or `--flag value`, or shortened while unambiguous.
-Flags after a bare `--` are passed to every rank unchanged.
+Flags of the server (`trireme rank --help`) are passed to every rank: those that this program does not know, and all after a bare `--`.
 
 Examples:
   launch --world_size=2 --model_repo=model_repository

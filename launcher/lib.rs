@@ -50,6 +50,7 @@ mod mpirun;
 pub mod plan;
 mod port_holder;
 mod processes;
+mod rank_flags;
 mod refusal;
 mod sbatch;
 pub mod scrape;
@@ -88,6 +89,7 @@ pub const SUB_COMMAND: &str = "launch";
 
 /// Runs a command line, program name first, and reports its error.
 pub fn main(line: Vec<OsString>) -> ExitCode {
+    let line = rank_flags::behind_dashes(line).unwrap_or_else(|error| error.exit());
     let flags = Flags::parse_from_line(line.iter().cloned()).unwrap_or_else(|error| error.exit());
     match run(&flags, &line[1..]) {
         Ok(code) => ExitCode::from(code),
@@ -255,9 +257,13 @@ fn hide_keys(arguments: &[OsString]) {
     }
 }
 
+/// The server program beside this one.
+pub(crate) fn trireme() -> Result<PathBuf> {
+    Ok(std::env::current_exe().context("cannot find this program")?.with_file_name("trireme"))
+}
+
 fn site(run_dir: &RunDir, flags: &WorldFlags) -> Result<Site> {
     let http_port = flags.http_port;
-    let launch = std::env::current_exe().context("cannot find this program")?;
     let cores = sysinfo::System::physical_core_count().map_or(1, |cores| cores as u32);
     let allocation = srun::Allocation::from_env();
     // Worlds on one node need distinct names. Slurm jobs do not see each other's run directories.
@@ -267,7 +273,7 @@ fn site(run_dir: &RunDir, flags: &WorldFlags) -> Result<Site> {
         None if run_dir.worlds().is_empty() => "prefix".to_owned(),
         None => format!("prefix{http_port}_"),
     };
-    let trireme = launch.with_file_name("trireme");
+    let trireme = trireme()?;
     let environment = std::env::vars_os().filter_map(|(name, _)| name.into_string().ok()).collect();
     let hosts = hosts::of_flags(flags)?;
     let mpirun = mpi_of(flags.mpirun.as_deref(), flags.world_size > 1 || !hosts.is_empty());

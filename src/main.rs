@@ -42,6 +42,10 @@ fn main() -> ExitCode {
     };
     let result = match matches.subcommand() {
         Some(("rank", matches)) => run_rank(matches),
+        Some(("rank-flags", _)) => {
+            rank::flag_names().for_each(|line| println!("{line}"));
+            Ok(ExitCode::SUCCESS)
+        }
         Some(("plan", matches)) => run_plan(matches),
         Some(("worker", _)) => worker::main().map(|()| ExitCode::SUCCESS).map_err(anyhow::Error::from),
         Some(("nccl-check", matches)) => run_nccl_check(matches),
@@ -89,6 +93,7 @@ fn command() -> Command {
         )
         .subcommand(rank::command())
         .subcommand(plan_command())
+        .subcommand(Command::new("rank-flags").about("The flags of a rank, a line each; for `launch`").hide(true))
         .subcommand(Command::new("worker").about("A worker of a rank; started by its rank, never by hand").hide(true))
         .subcommand(nccl_check_command())
         .subcommand(ClientArgs::augment_args(

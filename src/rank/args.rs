@@ -233,6 +233,21 @@ pub fn command() -> Command {
     })
 }
 
+/// Each flag of a rank as `--NAME`, or as `--NAME VALUE` where the next word is its value if there is none behind `=`.
+pub fn flag_names() -> impl Iterator<Item = String> {
+    let words = |arg: &Arg| {
+        let takes_word = arg.get_action().takes_values()
+            && !arg.is_require_equals_set()
+            && arg.get_num_args().is_none_or(|range| range.min_values() > 0);
+        let end = if takes_word { " VALUE" } else { "" };
+        let names = arg.get_long_and_visible_aliases().unwrap_or_default();
+        names.into_iter().map(move |name| format!("--{name}{end}")).collect::<Vec<_>>()
+    };
+    let mut command = command();
+    command.build();
+    command.get_arguments().flat_map(words).collect::<Vec<_>>().into_iter()
+}
+
 /// The flag of one limit.
 fn limit_arg(limit: Limit) -> Arg {
     let help = format!("{} [default: {}]", limit.help(), limit.default_value());

@@ -1,0 +1,50 @@
+"""The launcher with real ranks: worlds of one user side by side, flags of ranks without `--`, empty repositories."""
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import urllib.request
+from pathlib import Path
+
+import pytest
+
+from conftest import BINARIES, ROOT, launch
+from ports import free_ports
+from serving import IDENTITY, repository
+
+
+def ports() -> tuple[list[int], list[str]]:
+    """Free ports, and the flags that use them."""
+    found = free_ports(3)
+    return found, [f"--{name}_port={port}" for name, port in zip(("http", "grpc", "metrics"), found)]
+
+
+def run(*words, environment: dict[str, str] | None = None, program: Path = BINARIES / "launch") -> subprocess.CompletedProcess:
+    return subprocess.run([program, *words], cwd=ROOT, capture_output=True, text=True, timeout=120, env=os.environ | (environment or {}))
+
+
+def test_flags_of_ranks_need_no_dashes(tmp_path):
+    models = repository(tmp_path / "models", identity=IDENTITY)
+    (http, *_), flags = ports()
+    started = launch(f"--model_repo={models}", "--allow_client_shm", "true", "--id=named", "--device=cpu", "--detach", *flags)
+    assert started.returncode == 0, started.stderr
+    try:
+        assert json.loads(urllib.request.urlopen(f"http://localhost:{http}/v2", timeout=60).read())["name"] == "named"
+        register = urllib.request.Request(f"http://localhost:{http}/v2/systemsharedmemory/region/r/register", b'{"key": "/no_such", "offset": 0, "byte_size": 8}')
+        with pytest.raises(urllib.error.HTTPError) as refused:
+            urllib.request.urlopen(register, timeout=60)
+        assert b"--allow-client-shm" not in refused.value.read(), "clients' shared memory is off"
+    finally:
+        assert launch("stop", f"--http_port={http}").returncode == 0
+    unknown = launch("--dry_run", "--no-such-flag=1", "--id=named")
+    assert unknown.returncode == 2 and "--no-such-flag" in unknown.stderr, unknown.stderr
+
+
+def test_flags_are_those_of_the_server_program_that_is_given(tmp_path):
+    alone = shutil.copy(BINARIES / "launch", tmp_path / "launch")
+    known = run("--dry_run", f"--trireme={BINARIES}/trireme", "--id=named", program=alone)
+    assert known.returncode == 0 and re.search(r" rank .*--id=named\n", known.stdout), known.stdout + known.stderr
+    unknown = run("--dry_run", f"--trireme={tmp_path}/none", "--id=named", program=alone)
+    assert unknown.returncode == 2 and "--id" in unknown.stderr, unknown.stderr
