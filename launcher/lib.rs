@@ -266,11 +266,9 @@ fn site(run_dir: &RunDir, flags: &WorldFlags) -> Result<Site> {
     let http_port = flags.http_port;
     let cores = sysinfo::System::physical_core_count().map_or(1, |cores| cores as u32);
     let allocation = srun::Allocation::from_env();
-    // Worlds on one node need distinct names. Slurm jobs do not see each other's run directories.
+    // Worlds on one node need distinct names, and do not know of each other if their run directories differ.
     let shm_prefix = match &allocation {
-        Some(Allocation { job, .. }) if run_dir.worlds().is_empty() => format!("prefix{job}_"),
         Some(Allocation { job, .. }) => format!("prefix{job}_{http_port}_"),
-        None if run_dir.worlds().is_empty() => "prefix".to_owned(),
         None => format!("prefix{http_port}_"),
     };
     let trireme = trireme()?;

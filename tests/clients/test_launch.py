@@ -5,6 +5,7 @@ import os
 import re
 import shutil
 import subprocess
+import tempfile
 import urllib.request
 from pathlib import Path
 
@@ -23,6 +24,36 @@ def ports() -> tuple[list[int], list[str]]:
 
 def run(*words, environment: dict[str, str] | None = None, program: Path = BINARIES / "launch") -> subprocess.CompletedProcess:
     return subprocess.run([program, *words], cwd=ROOT, capture_output=True, text=True, timeout=120, env=os.environ | (environment or {}))
+
+
+@pytest.fixture
+def short_folder():
+    """A folder with a short path, for sockets."""
+    with tempfile.TemporaryDirectory(dir="/tmp") as folder:
+        yield Path(folder)
+
+
+def test_two_worlds_of_one_user_with_different_run_directories_serve_at_once(short_folder):
+    started = []
+    try:
+        for name in ("a", "b"):
+            (short_folder / name).mkdir(mode=0o700)
+            environment = {"XDG_RUNTIME_DIR": str(short_folder / name)}
+            (http, *_), flags = ports()
+            world = run("--world_size=2", "--model_repo=model_repository", "--device=cpu", "--oversubscribe", "--detach", *flags, environment=environment)
+            assert world.returncode == 0, world.stderr
+            started.append((http, environment))
+        for http, _ in started * 2:
+            body = json.dumps({"model": "ensemble", "prompt": "Once upon a time", "max_tokens": 4}).encode()
+            request = urllib.request.Request(f"http://localhost:{http}/v1/completions", body, {"content-type": "application/json"})
+            assert json.loads(urllib.request.urlopen(request, timeout=60).read())["choices"][0]["text"]
+        for http, _ in started:
+            assert [name for name in os.listdir("/dev/shm") if name.startswith(f"prefix{http}_0_")]
+    finally:
+        for http, environment in started:
+            stopped = run("stop", f"--http_port={http}", environment=environment)
+            assert stopped.returncode == 0, stopped.stderr
+    assert not [name for name in os.listdir("/dev/shm") for http, _ in started if name.startswith(f"prefix{http}_")]
 
 
 def test_flags_of_ranks_need_no_dashes(tmp_path):

@@ -16,7 +16,7 @@ fn a_dry_run_prints_the_command_and_starts_nothing() {
     let rank = |rank, rest| {
         format!(
             "-n 1 {} rank --model-repository=models --grpc-port={grpc} --http-port={http} --metrics-port={metrics} \
-             --device=auto --backend-config=python,shm-region-prefix-name=prefix{rank}_ {rest}--id=me",
+             --device=auto --backend-config=python,shm-region-prefix-name=prefix{http}_{rank}_ {rest}--id=me",
             fake.display()
         )
     };
