@@ -322,15 +322,27 @@ pub struct WorldFlags {
 impl WorldFlags {
     /// The host of rank 0's HTTP port, as seen from this machine: `--http-address` among the ranks' flags, if any.
     pub(crate) fn http_host(&self) -> String {
-        let normal: Vec<String> = self.rank_flags.iter().map(|flag| text_with_dashes(flag)).collect();
-        let value = |(index, flag): (usize, &String)| match flag.strip_prefix("--http-address")? {
-            "" => normal.get(index + 1).cloned(),
-            rest => rest.strip_prefix('=').map(str::to_owned),
-        };
-        match normal.iter().enumerate().filter_map(value).next_back() {
+        match self.rank_flag("--http-address") {
             Some(host) if host != "0.0.0.0" && host != "::" => host,
             _ => "127.0.0.1".to_owned(),
         }
+    }
+
+    /// Whether an empty model repository is of use: models are loaded later, or are in another repository.
+    pub(crate) fn may_have_no_model(&self) -> bool {
+        let loads_later = self.rank_flag("--model-control-mode").is_some_and(|mode| mode != "none");
+        loads_later
+            || ["--model-repository", "--model-store", "--model-repo"].iter().any(|name| self.rank_flag(name).is_some())
+    }
+
+    /// The last value of a flag among those for the ranks.
+    fn rank_flag(&self, name: &str) -> Option<String> {
+        let normal: Vec<String> = self.rank_flags.iter().map(|flag| text_with_dashes(flag)).collect();
+        let value = |(index, flag): (usize, &String)| match flag.strip_prefix(name)? {
+            "" => normal.get(index + 1).cloned(),
+            rest => rest.strip_prefix('=').map(str::to_owned),
+        };
+        normal.iter().enumerate().filter_map(value).next_back()
     }
 }
 
@@ -383,6 +395,19 @@ mod tests {
             ("-- --http_address=10.0.0.1 --http-address 10.0.0.2 --id=me", "10.0.0.2"),
         ] {
             assert_eq!(parse(line).http_host(), host, "{line}");
+        }
+    }
+
+    #[test]
+    fn an_empty_repository_is_of_use_if_models_are_loaded_later_or_are_elsewhere() {
+        for (line, is_of_use) in [
+            ("", false),
+            ("-- --model-control-mode=none", false),
+            ("-- --model_control_mode explicit", true),
+            ("-- --model-control-mode=poll", true),
+            ("-- --model_store=/more", true),
+        ] {
+            assert_eq!(parse(line).may_have_no_model(), is_of_use, "{line}");
         }
     }
 

@@ -296,6 +296,14 @@ fn is_hub_name(path: &Path) -> bool {
     parts.len() == 2 && parts.iter().all(|part| part.starts_with(|first: char| first.is_ascii_alphanumeric()))
 }
 
+/// Whether a directory has a folder that could be a model's.
+fn has_folder(dir: &Path) -> Result<bool> {
+    let entries = std::fs::read_dir(dir).with_context(|| format!("cannot read {}", dir.display()))?;
+    let is_model =
+        |entry: std::fs::DirEntry| entry.path().is_dir() && !entry.file_name().to_string_lossy().starts_with('.');
+    Ok(entries.flatten().any(is_model))
+}
+
 /// Checks that the model repository, the server program and `mpirun` exist on this machine.
 fn check(flags: &WorldFlags, site: &Site, plan: &Plan) -> Result<()> {
     let is_checkpoint = flags.model_repo.join("config.json").is_file();
@@ -307,6 +315,12 @@ fn check(flags: &WorldFlags, site: &Site, plan: &Plan) -> Result<()> {
     }
     if !flags.model_repo.is_dir() {
         bail!("there is no model repository at {}; say where it is with --model_repo=DIR", flags.model_repo.display());
+    }
+    if !flags.may_have_no_model() && !has_folder(&flags.model_repo)? {
+        bail!(
+            "{} holds no model: it has no folders; to load models later, start with --model-control-mode=explicit or poll",
+            flags.model_repo.display()
+        );
     }
     let trireme = flags.trireme.as_ref().unwrap_or(&site.trireme);
     let in_image = flags.container_image.is_some();

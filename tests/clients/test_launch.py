@@ -79,3 +79,16 @@ def test_flags_are_those_of_the_server_program_that_is_given(tmp_path):
     assert known.returncode == 0 and re.search(r" rank .*--id=named\n", known.stdout), known.stdout + known.stderr
     unknown = run("--dry_run", f"--trireme={tmp_path}/none", "--id=named", program=alone)
     assert unknown.returncode == 2 and "--id" in unknown.stderr, unknown.stderr
+
+
+def test_an_empty_repository_is_refused_unless_models_are_loaded_later(tmp_path):
+    (tmp_path / "empty/.git").mkdir(parents=True)
+    _, flags = ports()
+    refused = launch(f"--model_repo={tmp_path}/empty", "--device=cpu", "--detach", *flags)
+    assert refused.returncode == 1 and f"{tmp_path}/empty holds no model" in refused.stderr, refused.stderr
+    (http, *_), flags = ports()
+    started = launch(f"--model_repo={tmp_path}/empty", "--device=cpu", "--detach", "--model-control-mode=explicit", *flags)
+    try:
+        assert started.returncode == 0, started.stderr
+    finally:
+        launch("stop", f"--http_port={http}")

@@ -66,6 +66,19 @@ fn a_detached_world_can_be_listed_and_stopped_and_its_ports_are_taken() {
 }
 
 #[test]
+fn an_empty_repository_is_refused_before_anything_starts() {
+    let site = TestSite::new();
+    fs::create_dir_all(site.dir.path().join("empty/.git")).unwrap();
+    let refused = site
+        .launch("--model_repo=empty --trireme=/bin/true --http_port=1 --grpc_port=2 --metrics_port=3")
+        .output()
+        .unwrap();
+    assert_eq!(code(refused.status), 1);
+    assert!(text(&refused).contains("empty holds no model: it has no folders"), "{}", text(&refused));
+    site.assert_nothing_is_left();
+}
+
+#[test]
 fn a_detached_world_that_cannot_start_says_why() {
     let site = TestSite::new();
     let output = site.start("--detach").env("FAKE_FAIL", "load").output().unwrap();
