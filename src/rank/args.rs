@@ -128,6 +128,9 @@ pub struct RankArgs {
     /// Socket of the launcher's health checks of rank 0; set by the launcher
     #[arg(long, env = "TRIREME_CONTROL", hide = true, hide_env = true, value_name = "SOCKET")]
     pub control: Option<PathBuf>,
+    /// How often the launcher has started this world again; set by the launcher
+    #[arg(long, env = "TRIREME_WORLD_RESTARTS", hide = true, hide_env = true, value_name = "N")]
+    pub world_restarts: Option<u32>,
     /// `NAME,KEY=VALUE`; `python,shm-region-prefix-name=P` names this rank's shared memory
     #[arg(long, value_name = "NAME,KEY=VALUE", value_parser = backend_setting)]
     pub backend_config: Vec<String>,
