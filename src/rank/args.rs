@@ -225,11 +225,9 @@ const WITHOUT_EFFECT: &[(&str, bool)] = &[
 
 /// The sub-command `rank` with every option.
 pub fn command() -> Command {
-    let base = Command::new("rank")
-        .about("One rank of a world: rank 0 serves clients, every rank supervises its workers")
-        .infer_long_args(true)
-        .args_override_self(true);
-    let with_effect = Limit::all().fold(RankArgs::augment_args(base), |command, limit| command.arg(limit_arg(limit)));
+    let base = RankArgs::augment_args(Command::new("rank").infer_long_args(true).args_override_self(true))
+        .about("One rank of a world: rank 0 serves clients, every rank supervises its workers");
+    let with_effect = Limit::all().fold(base, |command, limit| command.arg(limit_arg(limit)));
     WITHOUT_EFFECT.iter().fold(with_effect, |command, &(name, takes_value)| {
         let action = if takes_value { ArgAction::Append } else { ArgAction::SetTrue };
         command.arg(Arg::new(name).long(name).action(action).hide(true))
