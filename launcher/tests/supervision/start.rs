@@ -50,6 +50,9 @@ fn a_detached_world_can_be_listed_and_stopped_and_its_ports_are_taken() {
     let nobody = site.launch("status --http_port=1").output().unwrap();
     assert!(code(nobody.status) == 1 && text(&nobody).contains("serves HTTP on port 1;"), "{}", text(&nobody));
 
+    let logs = site.launch("logs --rank=9").output().unwrap();
+    assert!(code(logs.status) == 1 && text(&logs).contains("has no rank 9: its last is 0"), "{}", text(&logs));
+
     let second = site.start("").output().unwrap();
     assert_eq!(code(second.status), 1);
     let refusal = text(&second);
@@ -63,6 +66,17 @@ fn a_detached_world_can_be_listed_and_stopped_and_its_ports_are_taken() {
     site.assert_nothing_is_left();
     assert_eq!(code(site.launch("stop").output().unwrap().status), 1);
     assert_eq!(code(site.launch("stop --all").output().unwrap().status), 0);
+}
+
+#[test]
+fn without_slurm_the_actions_on_jobs_say_so() {
+    let site = TestSite::new();
+    for action in ["status --job=7", "stop --job=7"] {
+        let refused = site.launch(action).env("PATH", site.dir.path()).output().unwrap();
+        assert_eq!(code(refused.status), 1);
+        let expected = "there is no Slurm on this machine: `squeue` is not in PATH";
+        assert!(text(&refused).contains(expected), "{action}: {}", text(&refused));
+    }
 }
 
 #[test]
