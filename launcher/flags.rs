@@ -20,7 +20,7 @@ Examples:
 
 /// Starts a world of ranks that serves a model repository, and keeps it running.
 #[derive(Debug, Parser)]
-#[command(name = "launch", version, infer_long_args = true, args_conflicts_with_subcommands = true)]
+#[command(name = "launch", version = env!("TRIREME_VERSION"), infer_long_args = true, args_conflicts_with_subcommands = true)]
 #[command(after_help = AFTER_HELP)]
 pub struct Flags {
     /// An action instead of starting a world.

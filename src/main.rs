@@ -78,7 +78,7 @@ fn words(error: &anyhow::Error) -> String {
 
 fn command() -> Command {
     Command::new("trireme")
-        .version(env!("CARGO_PKG_VERSION"))
+        .version(env!("TRIREME_VERSION"))
         .about("Serves one language model over many GPUs behind Triton's protocols")
         .subcommand_required(true)
         .arg_required_else_help(true)
