@@ -11,7 +11,7 @@ use crate::keys::Keys;
 
 const AFTER_HELP: &str = "\
 Flags may be written with `_` or `-`, as `--flag=value` or `--flag value`, or shortened while unambiguous.
-Flags after a bare `--` are passed to every rank unchanged.
+Flags of the server (`trireme rank --help`) are passed to every rank: those that this program does not know, and all after a bare `--`.
 
 Examples:
   launch --world_size=2 --model_repo=model_repository
@@ -20,7 +20,7 @@ Examples:
 
 /// Starts a world of ranks that serves a model repository, and keeps it running.
 #[derive(Debug, Parser)]
-#[command(name = "launch", version, infer_long_args = true, args_conflicts_with_subcommands = true)]
+#[command(name = "launch", version = env!("TRIREME_VERSION"), infer_long_args = true, args_conflicts_with_subcommands = true)]
 #[command(after_help = AFTER_HELP)]
 pub struct Flags {
     /// An action instead of starting a world.
@@ -322,15 +322,27 @@ pub struct WorldFlags {
 impl WorldFlags {
     /// The host of rank 0's HTTP port, as seen from this machine: `--http-address` among the ranks' flags, if any.
     pub(crate) fn http_host(&self) -> String {
-        let normal: Vec<String> = self.rank_flags.iter().map(|flag| text_with_dashes(flag)).collect();
-        let value = |(index, flag): (usize, &String)| match flag.strip_prefix("--http-address")? {
-            "" => normal.get(index + 1).cloned(),
-            rest => rest.strip_prefix('=').map(str::to_owned),
-        };
-        match normal.iter().enumerate().filter_map(value).next_back() {
+        match self.rank_flag("--http-address") {
             Some(host) if host != "0.0.0.0" && host != "::" => host,
             _ => "127.0.0.1".to_owned(),
         }
+    }
+
+    /// Whether an empty model repository is of use: models are loaded later, or are in another repository.
+    pub(crate) fn may_have_no_model(&self) -> bool {
+        let loads_later = self.rank_flag("--model-control-mode").is_some_and(|mode| mode != "none");
+        loads_later
+            || ["--model-repository", "--model-store", "--model-repo"].iter().any(|name| self.rank_flag(name).is_some())
+    }
+
+    /// The last value of a flag among those for the ranks.
+    fn rank_flag(&self, name: &str) -> Option<String> {
+        let normal: Vec<String> = self.rank_flags.iter().map(|flag| text_with_dashes(flag)).collect();
+        let value = |(index, flag): (usize, &String)| match flag.strip_prefix(name)? {
+            "" => normal.get(index + 1).cloned(),
+            rest => rest.strip_prefix('=').map(str::to_owned),
+        };
+        normal.iter().enumerate().filter_map(value).next_back()
     }
 }
 
@@ -383,6 +395,19 @@ mod tests {
             ("-- --http_address=10.0.0.1 --http-address 10.0.0.2 --id=me", "10.0.0.2"),
         ] {
             assert_eq!(parse(line).http_host(), host, "{line}");
+        }
+    }
+
+    #[test]
+    fn an_empty_repository_is_of_use_if_models_are_loaded_later_or_are_elsewhere() {
+        for (line, is_of_use) in [
+            ("", false),
+            ("-- --model-control-mode=none", false),
+            ("-- --model_control_mode explicit", true),
+            ("-- --model-control-mode=poll", true),
+            ("-- --model_store=/more", true),
+        ] {
+            assert_eq!(parse(line).may_have_no_model(), is_of_use, "{line}");
         }
     }
 

@@ -50,6 +50,7 @@ mod mpirun;
 pub mod plan;
 mod port_holder;
 mod processes;
+mod rank_flags;
 mod refusal;
 mod sbatch;
 pub mod scrape;
@@ -88,6 +89,7 @@ pub const SUB_COMMAND: &str = "launch";
 
 /// Runs a command line, program name first, and reports its error.
 pub fn main(line: Vec<OsString>) -> ExitCode {
+    let line = rank_flags::behind_dashes(line).unwrap_or_else(|error| error.exit());
     let flags = Flags::parse_from_line(line.iter().cloned()).unwrap_or_else(|error| error.exit());
     match run(&flags, &line[1..]) {
         Ok(code) => ExitCode::from(code),
@@ -255,19 +257,21 @@ fn hide_keys(arguments: &[OsString]) {
     }
 }
 
+/// The server program beside this one.
+pub(crate) fn trireme() -> Result<PathBuf> {
+    Ok(std::env::current_exe().context("cannot find this program")?.with_file_name("trireme"))
+}
+
 fn site(run_dir: &RunDir, flags: &WorldFlags) -> Result<Site> {
     let http_port = flags.http_port;
-    let launch = std::env::current_exe().context("cannot find this program")?;
     let cores = sysinfo::System::physical_core_count().map_or(1, |cores| cores as u32);
     let allocation = srun::Allocation::from_env();
-    // Worlds on one node need distinct names. Slurm jobs do not see each other's run directories.
+    // Worlds on one node need distinct names, and do not know of each other if their run directories differ.
     let shm_prefix = match &allocation {
-        Some(Allocation { job, .. }) if run_dir.worlds().is_empty() => format!("prefix{job}_"),
         Some(Allocation { job, .. }) => format!("prefix{job}_{http_port}_"),
-        None if run_dir.worlds().is_empty() => "prefix".to_owned(),
         None => format!("prefix{http_port}_"),
     };
-    let trireme = launch.with_file_name("trireme");
+    let trireme = trireme()?;
     let environment = std::env::vars_os().filter_map(|(name, _)| name.into_string().ok()).collect();
     let hosts = hosts::of_flags(flags)?;
     let mpirun = mpi_of(flags.mpirun.as_deref(), flags.world_size > 1 || !hosts.is_empty());
@@ -292,6 +296,14 @@ fn is_hub_name(path: &Path) -> bool {
     parts.len() == 2 && parts.iter().all(|part| part.starts_with(|first: char| first.is_ascii_alphanumeric()))
 }
 
+/// Whether a directory has a folder that could be a model's.
+fn has_folder(dir: &Path) -> Result<bool> {
+    let entries = std::fs::read_dir(dir).with_context(|| format!("cannot read {}", dir.display()))?;
+    let is_model =
+        |entry: std::fs::DirEntry| entry.path().is_dir() && !entry.file_name().to_string_lossy().starts_with('.');
+    Ok(entries.flatten().any(is_model))
+}
+
 /// Checks that the model repository, the server program and `mpirun` exist on this machine.
 fn check(flags: &WorldFlags, site: &Site, plan: &Plan) -> Result<()> {
     let is_checkpoint = flags.model_repo.join("config.json").is_file();
@@ -303,6 +315,12 @@ fn check(flags: &WorldFlags, site: &Site, plan: &Plan) -> Result<()> {
     }
     if !flags.model_repo.is_dir() {
         bail!("there is no model repository at {}; say where it is with --model_repo=DIR", flags.model_repo.display());
+    }
+    if !flags.may_have_no_model() && !has_folder(&flags.model_repo)? {
+        bail!(
+            "{} holds no model: it has no folders; to load models later, start with --model-control-mode=explicit or poll",
+            flags.model_repo.display()
+        );
     }
     let trireme = flags.trireme.as_ref().unwrap_or(&site.trireme);
     let in_image = flags.container_image.is_some();

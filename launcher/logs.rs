@@ -6,7 +6,7 @@ use std::path::Path;
 use std::thread;
 use std::time::Duration;
 
-use anyhow::{Context, Result};
+use anyhow::{Context, Result, bail};
 
 use crate::capture::Follower;
 use crate::state::WorldState;
@@ -28,6 +28,9 @@ pub(crate) struct Wanted {
 
 /// Prints the log of `world`.
 pub(crate) fn print(world: &WorldState, wanted: &Wanted) -> Result<()> {
+    if let Some(rank) = wanted.rank.filter(|rank| *rank >= world.world_size) {
+        bail!("the world on port {} has no rank {rank}: its last is {}", world.http_port, world.world_size - 1);
+    }
     let cannot = || format!("cannot read the log {}", world.log.display());
     let mut reader = Lines::open(&world.log).with_context(cannot)?;
     let mut filter = RankFilter { rank: wanted.rank, ranks: HashMap::new(), last_rank: None };

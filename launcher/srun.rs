@@ -1,10 +1,11 @@
 //! Worlds that Slurm's `srun` starts, inside an allocation.
 
 use std::collections::BTreeSet;
+use std::io::ErrorKind;
 use std::path::PathBuf;
 use std::process::Command;
 
-use anyhow::{Context, Result, bail};
+use anyhow::{Context, Result, anyhow, bail};
 
 use crate::command::{CommandLine, quoted};
 use crate::container::Container;
@@ -185,7 +186,10 @@ pub(crate) fn steps(job: u32) -> Result<Vec<(String, String)>> {
 /// Runs a Slurm command and returns its standard output.
 pub(crate) fn output(command: &mut Command) -> Result<String> {
     let name = command.get_program().to_string_lossy().into_owned();
-    let output = command.output().with_context(|| format!("cannot run `{name}`"))?;
+    let output = command.output().map_err(|error| match error.kind() {
+        ErrorKind::NotFound => anyhow!("there is no Slurm on this machine: `{name}` is not in PATH"),
+        _ => anyhow::Error::new(error).context(format!("cannot run `{name}`")),
+    })?;
     if !output.status.success() {
         bail!("`{name}` failed: {}", String::from_utf8_lossy(&output.stderr).trim());
     }

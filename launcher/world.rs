@@ -31,6 +31,8 @@ const WORLD_VARIABLE: &str = "TRIREME_WORLD";
 pub(crate) struct WorldPaths {
     /// Number of the start, counted by this launcher.
     pub(crate) start: u32,
+    /// How often the world was started again.
+    pub(crate) num_restarts: u32,
     /// Socket at which rank 0 hands over its ports.
     pub(crate) hand_over: PathBuf,
     /// Socket at which rank 0 reports its health.
@@ -69,6 +71,7 @@ impl World {
         command.args(&plan.command.args).stdin(Stdio::null()).env(WORLD_VARIABLE, &id);
         command.env("TRIREME_HAND_OVER", &paths.hand_over).env("TRIREME_CRASH_DIR", &paths.crash_dir);
         command.env("TRIREME_CONTROL", &paths.control).env("TRIREME_CAUSE_FILE", &paths.cause);
+        command.env("TRIREME_WORLD_RESTARTS", paths.num_restarts.to_string());
         make_private(&paths.cause).with_context(|| format!("cannot make {}", paths.cause.display()))?;
         // Only the launcher notifies systemd.
         command.env_remove("NOTIFY_SOCKET").env_remove("WATCHDOG_USEC").env_remove("TRIREME_TAKE_OVER");

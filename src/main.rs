@@ -42,6 +42,10 @@ fn main() -> ExitCode {
     };
     let result = match matches.subcommand() {
         Some(("rank", matches)) => run_rank(matches),
+        Some(("rank-flags", _)) => {
+            rank::flag_names().for_each(|line| println!("{line}"));
+            Ok(ExitCode::SUCCESS)
+        }
         Some(("plan", matches)) => run_plan(matches),
         Some(("worker", _)) => worker::main().map(|()| ExitCode::SUCCESS).map_err(anyhow::Error::from),
         Some(("nccl-check", matches)) => run_nccl_check(matches),
@@ -74,34 +78,38 @@ fn words(error: &anyhow::Error) -> String {
 
 fn command() -> Command {
     Command::new("trireme")
-        .version(env!("CARGO_PKG_VERSION"))
+        .version(env!("TRIREME_VERSION"))
         .about("Serves one language model over many GPUs behind Triton's protocols")
         .subcommand_required(true)
         .arg_required_else_help(true)
-        .subcommand(ServeArgs::augment_args(
-            Command::new("serve").about("Serves a checkpoint or a model of a hub: one command, no repository"),
+        .subcommand(described::<ServeArgs>(
+            "serve",
+            "Serves a checkpoint or a model of a hub: one command, no repository",
         ))
-        .subcommand(PullArgs::augment_args(Command::new("pull").about("Downloads a model from a hub into the cache")))
+        .subcommand(described::<PullArgs>("pull", "Downloads a model from a hub into the cache"))
         .subcommand(Command::new("list").about("Lists the models in the hub's cache"))
-        .subcommand(RmArgs::augment_args(Command::new("rm").about("Removes a model from the hub's cache")))
+        .subcommand(described::<RmArgs>("rm", "Removes a model from the hub's cache"))
         .subcommand(
             Command::new(launcher::SUB_COMMAND).about("The same as the program `launch`: starts and runs worlds"),
         )
         .subcommand(rank::command())
         .subcommand(plan_command())
+        .subcommand(Command::new("rank-flags").about("The flags of a rank, a line each; for `launch`").hide(true))
         .subcommand(Command::new("worker").about("A worker of a rank; started by its rank, never by hand").hide(true))
         .subcommand(nccl_check_command())
-        .subcommand(ClientArgs::augment_args(
-            Command::new("client").about("Sends a prompt and prints the answer as it comes"),
+        .subcommand(described::<ClientArgs>("client", "Sends a prompt and prints the answer as it comes"))
+        .subcommand(described::<BenchArgs>("bench", "Measures a running server"))
+        .subcommand(described::<LintArgs>(
+            "lint",
+            "Explains every file and key of a model repository, and what is wrong with it",
         ))
-        .subcommand(BenchArgs::augment_args(Command::new("bench").about("Measures a running server")))
-        .subcommand(LintArgs::augment_args(
-            Command::new("lint").about("Explains every file and key of a model repository, and what is wrong with it"),
-        ))
-        .subcommand(InitArgs::augment_args(
-            Command::new("init").about("Makes a model repository of a published layout around a checkpoint"),
-        ))
-        .subcommand(TopArgs::augment_args(Command::new("top").about("Shows what a world does now, in a terminal")))
+        .subcommand(described::<InitArgs>("init", "Makes a model repository of a published layout around a checkpoint"))
+        .subcommand(described::<TopArgs>("top", "Shows what a world does now, in a terminal"))
+}
+
+/// A sub-command with its arguments. The description comes after them, because theirs would replace it.
+fn described<A: Args>(name: &'static str, about: &'static str) -> Command {
+    A::augment_args(Command::new(name)).about(about)
 }
 
 /// Takes the flags of a rank.
@@ -195,4 +203,18 @@ fn run_pull(matches: &clap::ArgMatches) -> anyhow::Result<ExitCode> {
 fn run_rm(matches: &clap::ArgMatches) -> anyhow::Result<ExitCode> {
     serve::remove(&RmArgs::from_arg_matches(matches)?)?;
     Ok(ExitCode::SUCCESS)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_help_describes_every_sub_command() {
+        for command in command().get_subcommands() {
+            let about = command.get_about().map(ToString::to_string).unwrap_or_default();
+            let words = about.split_whitespace().count();
+            assert!(words > 3 && !about.starts_with('`') && !about.contains('\n'), "{}: {about}", command.get_name());
+        }
+    }
 }

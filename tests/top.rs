@@ -34,11 +34,14 @@ fn a_frame_shows_the_model_and_its_busy_workers() {
         if stream.next().is_none() {
             stream = world.stream("Once upon a time", 1500);
         }
-        row(&frame, "tensorrt_llm").get(4).is_some_and(|tokens| tokens.parse::<f64>().is_ok_and(|tokens| tokens > 0.0))
+        row(&frame, "tensorrt_llm").get(2).is_some_and(|tokens| tokens.parse::<f64>().is_ok_and(|tokens| tokens > 0.0))
     });
     let model = row(&frame, "tensorrt_llm");
     assert_eq!(model[1], "ready", "{frame}");
-    assert!(model[2].parse::<f64>().unwrap() > 0.0, "steps per second:\n{frame}");
+    assert!(model[4].parse::<f64>().unwrap() > 0.0, "steps per second:\n{frame}");
+    let latencies = frame.lines().filter(|line| line.starts_with("tensorrt_llm")).nth(1).unwrap_or_default();
+    let times = latencies.split_ascii_whitespace().skip(1).take(5).filter(|time| time.ends_with('s'));
+    assert_eq!(times.count(), 5, "step, time to first token and between tokens:\n{frame}");
     let workers: Vec<_> = frame.lines().filter(|line| line.starts_with("worker")).collect();
     assert_eq!(workers.len(), 2, "{frame}");
     for pid in world.workers() {

@@ -158,6 +158,8 @@ impl Supervisor {
         let plan = plan::plan(&self.flags, &site)?;
         let paths = WorldPaths {
             start: self.num_starts,
+            // A world that takes over counts once it has the ports, which is before anyone can ask it.
+            num_restarts: self.state.num_restarts + u32::from(take_over.is_some()),
             hand_over: self.run_dir.hand_over_socket(self.state.launcher_pid, self.num_starts),
             control: self.run_dir.control_socket(self.state.launcher_pid, self.num_starts),
             cause: self.run_dir.cause_file(self.state.launcher_pid, self.num_starts),

@@ -33,3 +33,14 @@ fn the_documentation_holds_every_flag_of_every_action() {
         }
     }
 }
+
+#[test]
+fn the_version_is_that_of_the_package_and_names_a_known_commit() {
+    let output = Command::new(env!("CARGO_BIN_EXE_launch")).arg("--version").output().expect("launch runs");
+    let version = String::from_utf8(output.stdout).expect("a version is text");
+    assert_eq!(version.trim_end(), format!("launch {}", env!("TRIREME_VERSION")));
+    let rest = version.trim_end().strip_prefix(concat!("launch ", env!("CARGO_PKG_VERSION"))).expect("the version");
+    let commit = rest.strip_prefix(" (").and_then(|rest| rest.strip_suffix(')'));
+    let is_commit = |commit: &str| commit.len() >= 7 && commit.bytes().all(|byte| byte.is_ascii_hexdigit());
+    assert!(rest.is_empty() || commit.is_some_and(is_commit), "{version}");
+}

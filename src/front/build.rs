@@ -1,6 +1,12 @@
-//! Generates the gRPC service from `proto/`, without protoc.
+//! Generates the gRPC service from `proto/`, without protoc, and the page's reference of the API from `docs/openapi.yaml`.
 
 use std::path::{Path, PathBuf};
+
+use serde_json::Value;
+use yaml_rust2::{Yaml, YamlLoader};
+
+/// The description of the HTTP API.
+const OPENAPI: &str = "../../docs/openapi.yaml";
 
 /// Encoded by `response.rs` directly from the responses of models.
 const HAND_WRITTEN: [(&str, &str); 2] = [
@@ -33,7 +39,34 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
         }
     }
     config.compile_fds(descriptors)?;
+    println!("cargo::rerun-if-changed={OPENAPI}");
+    write_openapi(&out_dir.join("openapi.json"))?;
     Ok(())
+}
+
+/// Writes the description as JSON, which browsers can read.
+fn write_openapi(path: &Path) -> Result<(), Box<dyn std::error::Error>> {
+    let documents = YamlLoader::load_from_str(&std::fs::read_to_string(OPENAPI)?)?;
+    let [document] = documents.as_slice() else { return Err(format!("{OPENAPI} is not one document").into()) };
+    std::fs::write(path, json(document)?.to_string())?;
+    Ok(())
+}
+
+fn json(yaml: &Yaml) -> Result<Value, String> {
+    Ok(match yaml {
+        Yaml::Null => Value::Null,
+        Yaml::Boolean(value) => Value::Bool(*value),
+        Yaml::Integer(value) => Value::from(*value),
+        Yaml::Real(_) => yaml.as_f64().map(Value::from).ok_or_else(|| format!("{yaml:?} is no number"))?,
+        Yaml::String(text) => Value::from(text.as_str()),
+        Yaml::Array(items) => items.iter().map(json).collect::<Result<Vec<Value>, String>>()?.into(),
+        Yaml::Hash(members) => {
+            let name = |key: &Yaml| key.as_str().map(str::to_owned).ok_or_else(|| format!("{key:?} is no name"));
+            let member = |(key, value): (&Yaml, &Yaml)| Ok((name(key)?, json(value)?));
+            Value::Object(members.iter().map(member).collect::<Result<_, String>>()?)
+        }
+        Yaml::Alias(_) | Yaml::BadValue => return Err(format!("{yaml:?} has no place in JSON")),
+    })
 }
 
 fn write_descriptors(descriptors: &impl prost::Message, path: &Path) -> std::io::Result<()> {

@@ -50,6 +50,15 @@ pub enum Compression {
     Deflate,
 }
 
+/// What is known of the world of this server.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct WorldFacts {
+    /// The host of each rank.
+    pub hosts: Vec<String>,
+    /// How often its launcher has started it again; `None` without a launcher.
+    pub num_restarts: Option<u32>,
+}
+
 /// Settings of the front. [`Config::default`] listens on Triton's ports.
 #[derive(Debug, Clone)]
 pub struct Config {
@@ -125,6 +134,10 @@ pub struct Config {
     pub unknown_fields: UnknownFields,
     /// Whether OpenAI's endpoints take defaults of sampling from a checkpoint's `generation_config.json`.
     pub uses_generation_config: bool,
+    /// Whether HTTP serves the page at `/` and `/ui`.
+    pub serves_page: bool,
+    /// The world of this server, for the page.
+    pub world: WorldFacts,
     /// Whether clients may register shared memory.
     pub allow_client_shm: bool,
     /// Opens device memory of clients; `None` without devices.
@@ -175,6 +188,8 @@ impl Default for Config {
             chat: Chat::default(),
             unknown_fields: UnknownFields::Refuse,
             uses_generation_config: true,
+            serves_page: true,
+            world: WorldFacts::default(),
             allow_client_shm: true,
             client_devices: None,
             client_objects: ClientObjects::default(),

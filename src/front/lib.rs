@@ -28,7 +28,7 @@ pub use api::status::{grpc_code, http_status};
 pub use api::triton::header_parameters::HeaderPattern;
 pub use api::triton::shared_memory::{ClientDevices, ClientObjects, DeviceMemory};
 pub use chat::{Chat, ChatPrompts, Conversation, UnknownFields};
-pub use config::{Address, Compression, Config, ConfigError};
+pub use config::{Address, Compression, Config, ConfigError, WorldFacts};
 pub use running::{Addresses, Listeners, Running, start, start_on};
 pub use telemetry::exposition::{Family, FamilyKind, Labels, Sample};
 pub use telemetry::ledger::LedgerSource;

@@ -118,6 +118,7 @@ pub async fn start_on(
         running.addresses.metrics =
             Some(running.add(serve_metrics(listener, metrics_acceptor, state), "metrics service")?);
     }
+    let _ = running.state.addresses.set(running.addresses); // Set once, here.
     Ok(running)
 }
 

@@ -1,7 +1,7 @@
 //! State that all protocols share.
 
-use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, OnceLock};
 
 use http::HeaderMap;
 use serving::{DataType, InferError, InferResponse, Server, SpanContext, Trace};
@@ -11,6 +11,7 @@ use crate::api::triton::classification::classify;
 use crate::api::triton::output_request::OutputRequest;
 use crate::api::triton::shared_memory::SharedMemory;
 use crate::config::{Config, ConfigError};
+use crate::running::Addresses;
 use crate::telemetry::log_settings::LogSettings;
 use crate::telemetry::metrics_settings::MetricsSource;
 use crate::telemetry::trace_settings::{TraceChanges, TraceOptions, TraceSettings, TraceValues};
@@ -30,6 +31,8 @@ pub struct State {
     pub sources: Vec<Arc<dyn MetricsSource>>,
     /// The memory budget of requests.
     pub budget: Arc<Budget>,
+    /// The addresses of the services, once all ports are open.
+    pub addresses: OnceLock<Addresses>,
     /// One permit per gRPC call that may still be opened.
     pub grpc_calls: Arc<Semaphore>,
     trace: TraceSettings,
@@ -54,6 +57,7 @@ impl State {
         let trace = TraceSettings::new(&trace).map_err(|reason| ConfigError { field: "trace", reason })?;
         Ok(Self {
             budget,
+            addresses: OnceLock::new(),
             grpc_calls: Arc::new(Semaphore::new(config.max_grpc_streams)),
             config,
             server,

@@ -128,6 +128,9 @@ pub struct RankArgs {
     /// Socket of the launcher's health checks of rank 0; set by the launcher
     #[arg(long, env = "TRIREME_CONTROL", hide = true, hide_env = true, value_name = "SOCKET")]
     pub control: Option<PathBuf>,
+    /// How often the launcher has started this world again; set by the launcher
+    #[arg(long, env = "TRIREME_WORLD_RESTARTS", hide = true, hide_env = true, value_name = "N")]
+    pub world_restarts: Option<u32>,
     /// `NAME,KEY=VALUE`; `python,shm-region-prefix-name=P` names this rank's shared memory
     #[arg(long, value_name = "NAME,KEY=VALUE", value_parser = backend_setting)]
     pub backend_config: Vec<String>,
@@ -222,15 +225,28 @@ const WITHOUT_EFFECT: &[(&str, bool)] = &[
 
 /// The sub-command `rank` with every option.
 pub fn command() -> Command {
-    let base = Command::new("rank")
-        .about("One rank of a world: rank 0 serves clients, every rank supervises its workers")
-        .infer_long_args(true)
-        .args_override_self(true);
-    let with_effect = Limit::all().fold(RankArgs::augment_args(base), |command, limit| command.arg(limit_arg(limit)));
+    let base = RankArgs::augment_args(Command::new("rank").infer_long_args(true).args_override_self(true))
+        .about("One rank of a world: rank 0 serves clients, every rank supervises its workers");
+    let with_effect = Limit::all().fold(base, |command, limit| command.arg(limit_arg(limit)));
     WITHOUT_EFFECT.iter().fold(with_effect, |command, &(name, takes_value)| {
         let action = if takes_value { ArgAction::Append } else { ArgAction::SetTrue };
         command.arg(Arg::new(name).long(name).action(action).hide(true))
     })
+}
+
+/// Each flag of a rank as `--NAME`, or as `--NAME VALUE` where the next word is its value if there is none behind `=`.
+pub fn flag_names() -> impl Iterator<Item = String> {
+    let words = |arg: &Arg| {
+        let takes_word = arg.get_action().takes_values()
+            && !arg.is_require_equals_set()
+            && arg.get_num_args().is_none_or(|range| range.min_values() > 0);
+        let end = if takes_word { " VALUE" } else { "" };
+        let names = arg.get_long_and_visible_aliases().unwrap_or_default();
+        names.into_iter().map(move |name| format!("--{name}{end}")).collect::<Vec<_>>()
+    };
+    let mut command = command();
+    command.build();
+    command.get_arguments().flat_map(words).collect::<Vec<_>>().into_iter()
 }
 
 /// The flag of one limit.

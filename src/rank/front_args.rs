@@ -129,6 +129,10 @@ pub struct FrontArgs {
     /// such as `hermes` is for all models; a model's parameter `chat_format` comes first
     #[arg(long, default_value = "auto", value_name = "NAME")]
     pub chat_format: String,
+    /// Serve a page at `/` and `/ui` of the HTTP port: status, playground, reference and snippets for clients
+    #[arg(long, default_value = "true", num_args = 0..=1, default_missing_value = "true", require_equals = true,
+          value_parser = boolean, action = ArgAction::Set)]
+    pub allow_page: bool,
     /// Clients may register shared memory: names under /dev/shm, this server's own excepted, and memory of GPUs
     #[arg(long, default_value = "false", value_parser = boolean, action = ArgAction::Set)]
     pub allow_client_shm: bool,
@@ -226,6 +230,7 @@ impl FrontArgs {
             _ => UnknownFields::Refuse,
         };
         config.uses_generation_config = self.generation_config == "checkpoint";
+        config.serves_page = self.allow_page;
         config.allow_client_shm = self.allow_client_shm;
         let prefixes = self.client_shm_prefix.iter().map(|prefix| prefix.trim_start_matches('/').to_owned());
         config.client_objects.allowed_prefixes = prefixes.collect();

@@ -40,7 +40,7 @@ use comm::World;
 use ipc::{Prefix, set_process_title, sweep_all_stale, sweep_stale};
 use supervision::WorkerSupervisor;
 
-pub use args::{RankArgs, command, parse, with_dashes};
+pub use args::{RankArgs, command, flag_names, parse, with_dashes};
 pub use error::RankError;
 pub use hardware::Hardware;
 pub use plan::{WorldPlan, plan};

@@ -11,7 +11,7 @@ use backends::layouts::Layouts;
 use backends::llm::LlmFactory;
 use backends::python::PythonFactory;
 use comm::World;
-use front::{Listeners, Running};
+use front::{Listeners, Running, WorldFacts};
 use ipc::Prefix;
 use serving::{BackendFactory, Server, ServerConfig};
 use supervision::{FromAgent, ToAgent, WorkerSupervisor};
@@ -58,7 +58,8 @@ pub(crate) fn run(
             Arc::new(PythonFactory::new(python_config(&args, &hardware, &prefix, world)?).map_err(RankError::Runtime)?);
         let llm = Arc::new(LlmFactory::new(defaults, Arc::clone(&agents), prefix.clone(), grpc.handle().clone()));
         let prefixes = prefixes(prefix.as_str(), world.size());
-        let front = front_config(&args, &hardware, prefixes).map_err(RankError::Server)?;
+        let mut front = front_config(&args, &hardware, prefixes).map_err(RankError::Server)?;
+        front.world = world_facts(&args, world);
         runtime.block_on(serve(&args, front, grpc.handle(), llm, python, Arc::new(startup), &control))
     });
     // Requests that are left end with the runtime, before the other ranks end.
@@ -68,6 +69,11 @@ pub(crate) fn run(
         agents.send(rank, ToAgent::Shutdown);
     }
     result
+}
+
+fn world_facts(args: &RankArgs, world: &World) -> WorldFacts {
+    let hosts = (0..world.size()).map(|rank| world.hostname(rank).to_owned()).collect();
+    WorldFacts { hosts, num_restarts: args.world_restarts }
 }
 
 /// Default number of threads for HTTP: few threads share the work of a step without wake-ups between them.

@@ -90,5 +90,8 @@ fn ready_message(args: &ServeArgs, checkpoint: &Checkpoint) -> Result<String> {
     };
     let key = args.api_key_file.as_ref().map_or("", |_| " -H 'Authorization: Bearer KEY'");
     let body = body.to_string().replace('\'', r"'\''");
-    Ok(format!("serves `{}` at {address}/v1; try:\n  curl {address}/v1/{path}{key} -d '{body}'", names.join("`, `")))
+    let has_page = !args.rank_flags.iter().any(|flag| flag.replace('_', "-") == "--allow-page=false");
+    let page = if has_page { format!(", with a page at {address}/") } else { String::new() };
+    let names = names.join("`, `");
+    Ok(format!("serves `{names}` at {address}/v1{page}; try:\n  curl {address}/v1/{path}{key} -d '{body}'"))
 }

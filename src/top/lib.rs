@@ -37,14 +37,14 @@ use ratatui::crossterm::event::{self, Event, KeyCode, KeyEventKind, KeyModifiers
 use ratatui::{DefaultTerminal, Terminal};
 
 pub use snapshot::{Snapshot, Source};
-pub use view::{ModelView, ProcessView, View};
+pub use view::{Latency, ModelView, ProcessView, View};
 
 /// Shortest interval between two snapshots, in seconds.
 const MIN_INTERVAL: f64 = 0.1;
 
 /// Lines and columns of a printed frame.
 const PRINTED_HEIGHT: u16 = 200;
-const PRINTED_WIDTH: u16 = 120;
+const PRINTED_WIDTH: u16 = 100;
 
 /// `trireme top`
 #[derive(Debug, Clone, Args)]

@@ -39,6 +39,14 @@ pub struct ModelView {
     pub step_time: Option<Duration>,
     /// Generated tokens per second.
     pub tokens_per_s: f64,
+    /// Requests that ended per second.
+    pub requests_per_s: f64,
+    /// Requests that failed since the model was loaded.
+    pub num_failed: u64,
+    /// Time from a request's arrival to its first token, between the snapshots or, if no token came, since the model was loaded.
+    pub first_token: Option<Latency>,
+    /// Time between two tokens of a sequence, in the same way.
+    pub inter_token: Option<Latency>,
     /// Accepted prompt tokens per second.
     pub prompt_tokens_per_s: f64,
     /// Sequences in the current steps.
@@ -55,6 +63,15 @@ pub struct ModelView {
     pub num_restarts: u64,
     /// The worker that lags most, and by how many steps; `None` if no worker lags.
     pub slowest: Option<(String, u64)>,
+}
+
+/// Quantiles of a latency.
+#[derive(Debug, Clone, Copy, Default, PartialEq)]
+pub struct Latency {
+    /// The median.
+    pub p50: Duration,
+    /// The 99th percentile.
+    pub p99: Duration,
 }
 
 /// One process.
@@ -116,6 +133,10 @@ fn models(before: &Metrics, now: &Metrics, time: Duration) -> Vec<ModelView> {
             steps_per_s: model.steps_per_s,
             step_time: step_time.and_then(|seconds| Duration::try_from_secs_f64(seconds).ok()),
             tokens_per_s: model.tokens_per_s,
+            requests_per_s: grown("trireme_llm_sequences_ended_total") / time.as_secs_f64().max(1e-3),
+            num_failed: failed(now, name),
+            first_token: latency(before, now, "trireme_llm_time_to_first_token_seconds", name),
+            inter_token: latency(before, now, "trireme_llm_inter_token_latency_seconds", name),
             prompt_tokens_per_s: grown("trireme_llm_prompt_tokens_total") / time.as_secs_f64().max(1e-3),
             num_running: model.num_running,
             num_waiting: model.num_waiting,
@@ -128,6 +149,49 @@ fn models(before: &Metrics, now: &Metrics, time: Duration) -> Vec<ModelView> {
         }
     };
     status::models(before, now, time).into_iter().map(of).collect()
+}
+
+fn failed(metrics: &Metrics, model: &str) -> u64 {
+    let ended = metrics.all("trireme_llm_sequences_ended_total").filter(|sample| sample.label("model") == model);
+    ended.filter(|sample| sample.label("reason") == "failed").map(|sample| sample.value as u64).sum()
+}
+
+/// Quantiles of the observations between two snapshots, or of all if there are none; `None` if the histogram is empty.
+fn latency(before: &Metrics, now: &Metrics, metric: &str, model: &str) -> Option<Latency> {
+    let (early, late) = (buckets(before, metric, model), buckets(now, metric, model));
+    let total = |buckets: &[(f64, f64)]| buckets.last().map_or(0.0, |(_, count)| *count);
+    // After a restart the counters begin at 0.
+    let is_continued = early.len() == late.len() && total(&early) < total(&late);
+    let recent: Vec<(f64, f64)> = match is_continued {
+        true => late.iter().zip(&early).map(|((bound, count), (_, before))| (*bound, count - before)).collect(),
+        false => late,
+    };
+    Some(Latency { p50: quantile(&recent, 0.5)?, p99: quantile(&recent, 0.99)? })
+}
+
+/// The upper bounds of a histogram's buckets with their cumulative counts, summed over the replicas of a model.
+fn buckets(metrics: &Metrics, metric: &str, model: &str) -> Vec<(f64, f64)> {
+    let name = format!("{metric}_bucket");
+    let mut buckets: Vec<(f64, f64)> = Vec::new();
+    for sample in metrics.all(&name).filter(|sample| sample.label("model") == model) {
+        let Ok(bound) = sample.label("le").parse::<f64>() else { continue };
+        match buckets.iter_mut().find(|(known, _)| *known == bound) {
+            Some((_, count)) => *count += sample.value,
+            None => buckets.push((bound, sample.value)),
+        }
+    }
+    buckets
+}
+
+/// A quantile, linear within a bucket, as Prometheus computes it. The last bucket has no upper bound, so its lower one stands for it.
+fn quantile(buckets: &[(f64, f64)], share: f64) -> Option<Duration> {
+    let rank = share * buckets.last().map(|(_, count)| *count).filter(|count| *count > 0.0)?;
+    let at = buckets.iter().position(|(_, count)| *count >= rank)?;
+    let (lower, below) = at.checked_sub(1).map_or((0.0, 0.0), |before| buckets[before]);
+    let (upper, count) = buckets[at];
+    let inside = (rank - below) / (count - below).max(f64::MIN_POSITIVE);
+    let seconds = if upper.is_finite() { lower + (upper - lower) * inside } else { lower };
+    Duration::try_from_secs_f64(seconds).ok()
 }
 
 fn memory(metrics: &Metrics, model: &str) -> Option<u64> {
@@ -199,6 +263,34 @@ mod tests {
         let seen: Vec<_> = view.processes.iter().map(|process| (process.status.pid, process.step_lag)).collect();
         assert_eq!(seen, [(7, Some(0)), (8, Some(2))]);
         assert_eq!(view.processes[1].status.state, "loading");
+    }
+
+    #[test]
+    fn latencies_are_those_between_two_snapshots() {
+        let text = |counts: [u32; 3], failed: u32| {
+            let [fast, slow, all] = counts;
+            Metrics::parse(&format!(
+                "trireme_llm_ready{{model=\"m\"}} 1\n\
+                 trireme_llm_sequences_ended_total{{model=\"m\",reason=\"length\"}} {all}\n\
+                 trireme_llm_sequences_ended_total{{model=\"m\",reason=\"failed\"}} {failed}\n\
+                 trireme_llm_time_to_first_token_seconds_bucket{{model=\"m\",le=\"0.1\"}} {fast}\n\
+                 trireme_llm_time_to_first_token_seconds_bucket{{model=\"m\",le=\"0.5\"}} {slow}\n\
+                 trireme_llm_time_to_first_token_seconds_bucket{{model=\"m\",le=\"+Inf\"}} {all}\n"
+            ))
+        };
+        let then = Instant::now();
+        let at = |at, metrics| Snapshot { at, server: "far:8002".into(), world: None, metrics: Ok(metrics) };
+        let before = at(then, text([100, 100, 100], 0));
+        let now = at(then + Duration::from_secs(2), text([110, 120, 120], 2));
+        let model = &View::of(&before, &now).models[0];
+        let latency = model.first_token.unwrap();
+        assert_eq!((latency.p50.as_millis(), latency.p99.as_millis()), (100, 492));
+        assert_eq!((model.requests_per_s, model.num_failed, model.inter_token), (11.0, 2, None));
+        // Without a token between them, all since the start count; beyond the last bound, that bound does.
+        let idle = &View::of(&now, &now).models[0];
+        assert_eq!(idle.first_token.unwrap().p50.as_millis(), 54);
+        let slow = at(then, text([0, 0, 1], 0));
+        assert_eq!(View::of(&slow, &slow).models[0].first_token.unwrap().p50.as_millis(), 500);
     }
 
     #[test]

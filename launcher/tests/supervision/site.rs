@@ -33,7 +33,7 @@ impl Drop for TestSite {
 impl TestSite {
     pub(crate) fn new() -> Self {
         let dir = tempfile::tempdir().unwrap();
-        fs::create_dir(dir.path().join("models")).unwrap();
+        fs::create_dir_all(dir.path().join("models/llama/1")).unwrap();
         let listeners = [(); 3].map(|()| TcpListener::bind("127.0.0.1:0").unwrap());
         let ports = listeners.map(|listener| listener.local_addr().unwrap().port());
         Self { dir, ports }

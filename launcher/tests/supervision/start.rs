@@ -16,7 +16,7 @@ fn a_dry_run_prints_the_command_and_starts_nothing() {
     let rank = |rank, rest| {
         format!(
             "-n 1 {} rank --model-repository=models --grpc-port={grpc} --http-port={http} --metrics-port={metrics} \
-             --device=auto --backend-config=python,shm-region-prefix-name=prefix{rank}_ {rest}--id=me",
+             --device=auto --backend-config=python,shm-region-prefix-name=prefix{http}_{rank}_ {rest}--id=me",
             fake.display()
         )
     };
@@ -50,6 +50,9 @@ fn a_detached_world_can_be_listed_and_stopped_and_its_ports_are_taken() {
     let nobody = site.launch("status --http_port=1").output().unwrap();
     assert!(code(nobody.status) == 1 && text(&nobody).contains("serves HTTP on port 1;"), "{}", text(&nobody));
 
+    let logs = site.launch("logs --rank=9").output().unwrap();
+    assert!(code(logs.status) == 1 && text(&logs).contains("has no rank 9: its last is 0"), "{}", text(&logs));
+
     let second = site.start("").output().unwrap();
     assert_eq!(code(second.status), 1);
     let refusal = text(&second);
@@ -63,6 +66,30 @@ fn a_detached_world_can_be_listed_and_stopped_and_its_ports_are_taken() {
     site.assert_nothing_is_left();
     assert_eq!(code(site.launch("stop").output().unwrap().status), 1);
     assert_eq!(code(site.launch("stop --all").output().unwrap().status), 0);
+}
+
+#[test]
+fn without_slurm_the_actions_on_jobs_say_so() {
+    let site = TestSite::new();
+    for action in ["status --job=7", "stop --job=7"] {
+        let refused = site.launch(action).env("PATH", site.dir.path()).output().unwrap();
+        assert_eq!(code(refused.status), 1);
+        let expected = "there is no Slurm on this machine: `squeue` is not in PATH";
+        assert!(text(&refused).contains(expected), "{action}: {}", text(&refused));
+    }
+}
+
+#[test]
+fn an_empty_repository_is_refused_before_anything_starts() {
+    let site = TestSite::new();
+    fs::create_dir_all(site.dir.path().join("empty/.git")).unwrap();
+    let refused = site
+        .launch("--model_repo=empty --trireme=/bin/true --http_port=1 --grpc_port=2 --metrics_port=3")
+        .output()
+        .unwrap();
+    assert_eq!(code(refused.status), 1);
+    assert!(text(&refused).contains("empty holds no model: it has no folders"), "{}", text(&refused));
+    site.assert_nothing_is_left();
 }
 
 #[test]

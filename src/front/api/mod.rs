@@ -1,5 +1,6 @@
 //! The protocols of clients.
 
 pub(crate) mod openai;
+pub(crate) mod page;
 pub(crate) mod status;
 pub(crate) mod triton;

@@ -40,15 +40,21 @@ pub async fn handle(state: Arc<State>, request: Request<Incoming>) -> Result<Res
 }
 
 fn scrape(state: &State) -> String {
+    let families = families(state);
+    let mut text = String::with_capacity(256 * families.len());
+    families.iter().for_each(|family| write_family(&mut text, family));
+    text.extend(state.sources.iter().map(|source| source.text()));
+    text
+}
+
+/// The current metrics, but those whose names are known at run time only.
+pub(crate) fn families(state: &State) -> Vec<Family> {
     let statistics = state.server.model_statistics("", "").unwrap_or_default();
     let mut families = model_families(&statistics, &state.config.metrics_options);
     families.push(refused_requests());
     families.extend(state.server.cache_statistics().iter().flat_map(cache_families));
     families.extend(state.sources.iter().flat_map(|source| source.families()));
-    let mut text = String::with_capacity(256 * families.len());
-    families.iter().for_each(|family| write_family(&mut text, family));
-    text.extend(state.sources.iter().map(|source| source.text()));
-    text
+    families
 }
 
 /// The number of requests refused by each limit.

@@ -21,7 +21,6 @@ use http::{Method, Request, Response, StatusCode};
 use hyper::body::Incoming;
 use serving::{ErrorKind, InferError, InferResponse, Limit, SharedLimit, Trace};
 
-use crate::api::openai;
 use crate::api::status::generate_status;
 use crate::api::triton::header_parameters::forward;
 use crate::api::triton::http::generate::{Events, NOT_ONE_RESPONSE};
@@ -34,6 +33,7 @@ use crate::api::triton::http::request_body::{ChargedBody, content_coding, header
 use crate::api::triton::http::route::{ModelPath, Route};
 use crate::api::triton::shared_memory::run_device_work;
 use crate::api::triton::single_response::single_response;
+use crate::api::{openai, page};
 use crate::state::State;
 use crate::transport::body::ReplyBody;
 use crate::transport::budget::Charge;
@@ -68,6 +68,9 @@ async fn handle_request(state: Arc<State>, head: http::request::Parts, body: Inc
     }
     if openai::is_path(head.uri.path()) {
         return openai::handle(&state, &head, body).await;
+    }
+    if state.config.serves_page && page::is_path(head.uri.path()) {
+        return page::handle(&state, &head);
     }
     let Some(route) = Route::of(head.uri.path()) else {
         return plain_error(StatusCode::NOT_FOUND, "Not Found");

@@ -1,0 +1,94 @@
+"""The launcher with real ranks: worlds of one user side by side, flags of ranks without `--`, empty repositories."""
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import tempfile
+import urllib.request
+from pathlib import Path
+
+import pytest
+
+from conftest import BINARIES, ROOT, launch
+from ports import free_ports
+from serving import IDENTITY, repository
+
+
+def ports() -> tuple[list[int], list[str]]:
+    """Free ports, and the flags that use them."""
+    found = free_ports(3)
+    return found, [f"--{name}_port={port}" for name, port in zip(("http", "grpc", "metrics"), found)]
+
+
+def run(*words, environment: dict[str, str] | None = None, program: Path = BINARIES / "launch") -> subprocess.CompletedProcess:
+    return subprocess.run([program, *words], cwd=ROOT, capture_output=True, text=True, timeout=120, env=os.environ | (environment or {}))
+
+
+@pytest.fixture
+def short_folder():
+    """A folder with a short path, for sockets."""
+    with tempfile.TemporaryDirectory(dir="/tmp") as folder:
+        yield Path(folder)
+
+
+def test_two_worlds_of_one_user_with_different_run_directories_serve_at_once(short_folder):
+    started = []
+    try:
+        for name in ("a", "b"):
+            (short_folder / name).mkdir(mode=0o700)
+            environment = {"XDG_RUNTIME_DIR": str(short_folder / name)}
+            (http, *_), flags = ports()
+            world = run("--world_size=2", "--model_repo=model_repository", "--device=cpu", "--oversubscribe", "--detach", *flags, environment=environment)
+            assert world.returncode == 0, world.stderr
+            started.append((http, environment))
+        for http, _ in started * 2:
+            body = json.dumps({"model": "ensemble", "prompt": "Once upon a time", "max_tokens": 4}).encode()
+            request = urllib.request.Request(f"http://localhost:{http}/v1/completions", body, {"content-type": "application/json"})
+            assert json.loads(urllib.request.urlopen(request, timeout=60).read())["choices"][0]["text"]
+        for http, _ in started:
+            assert [name for name in os.listdir("/dev/shm") if name.startswith(f"prefix{http}_0_")]
+    finally:
+        for http, environment in started:
+            stopped = run("stop", f"--http_port={http}", environment=environment)
+            assert stopped.returncode == 0, stopped.stderr
+    assert not [name for name in os.listdir("/dev/shm") for http, _ in started if name.startswith(f"prefix{http}_")]
+
+
+def test_flags_of_ranks_need_no_dashes(tmp_path):
+    models = repository(tmp_path / "models", identity=IDENTITY)
+    (http, *_), flags = ports()
+    started = launch(f"--model_repo={models}", "--allow_client_shm", "true", "--id=named", "--device=cpu", "--detach", *flags)
+    assert started.returncode == 0, started.stderr
+    try:
+        assert json.loads(urllib.request.urlopen(f"http://localhost:{http}/v2", timeout=60).read())["name"] == "named"
+        register = urllib.request.Request(f"http://localhost:{http}/v2/systemsharedmemory/region/r/register", b'{"key": "/no_such", "offset": 0, "byte_size": 8}')
+        with pytest.raises(urllib.error.HTTPError) as refused:
+            urllib.request.urlopen(register, timeout=60)
+        assert b"--allow-client-shm" not in refused.value.read(), "clients' shared memory is off"
+    finally:
+        assert launch("stop", f"--http_port={http}").returncode == 0
+    unknown = launch("--dry_run", "--no-such-flag=1", "--id=named")
+    assert unknown.returncode == 2 and "--no-such-flag" in unknown.stderr, unknown.stderr
+
+
+def test_flags_are_those_of_the_server_program_that_is_given(tmp_path):
+    alone = shutil.copy(BINARIES / "launch", tmp_path / "launch")
+    known = run("--dry_run", f"--trireme={BINARIES}/trireme", "--id=named", program=alone)
+    assert known.returncode == 0 and re.search(r" rank .*--id=named\n", known.stdout), known.stdout + known.stderr
+    unknown = run("--dry_run", f"--trireme={tmp_path}/none", "--id=named", program=alone)
+    assert unknown.returncode == 2 and "--id" in unknown.stderr, unknown.stderr
+
+
+def test_an_empty_repository_is_refused_unless_models_are_loaded_later(tmp_path):
+    (tmp_path / "empty/.git").mkdir(parents=True)
+    _, flags = ports()
+    refused = launch(f"--model_repo={tmp_path}/empty", "--device=cpu", "--detach", *flags)
+    assert refused.returncode == 1 and f"{tmp_path}/empty holds no model" in refused.stderr, refused.stderr
+    (http, *_), flags = ports()
+    started = launch(f"--model_repo={tmp_path}/empty", "--device=cpu", "--detach", "--model-control-mode=explicit", *flags)
+    try:
+        assert started.returncode == 0, started.stderr
+    finally:
+        launch("stop", f"--http_port={http}")
