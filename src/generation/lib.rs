@@ -10,6 +10,7 @@ mod event;
 mod generator;
 mod request;
 mod sequence_text;
+mod stop_search;
 mod timestamp;
 mod tokenizers;
 
@@ -20,5 +21,6 @@ pub use event::{Delta, GenerateEvent, Logits, LogitsPosition, PromptLogprob, Tok
 pub use generator::{Generator, SamplingDefaults};
 pub use request::{GenerateRequest, InvalidRequest, StopTexts, TextOptions};
 pub use sequence_text::SequenceText;
+pub use stop_search::StopSearch;
 pub use timestamp::Timestamp;
 pub use tokenizers::{open_tokenizer, tokenizer};

@@ -16,7 +16,6 @@ mod rows;
 mod static_batch;
 mod text_model;
 mod text_names;
-mod text_values;
 mod turbomind;
 
 use std::collections::{BTreeSet, HashMap};

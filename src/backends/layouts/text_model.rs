@@ -3,35 +3,41 @@
 //! They have different names for the same inputs, which `text_names` converts to those of the engine. No chat template is applied to
 //! prompts.
 
+mod inputs;
 mod request;
 mod response;
+mod row_text;
 
 use std::sync::Arc;
+use std::sync::atomic::AtomicBool;
 
 use futures::FutureExt as _;
 use futures::future::BoxFuture;
 use generation::Generator;
 use repository::ModelConfig;
-use repository::proto::{DataType as ConfigType, ModelOutput, ModelParameter};
+use repository::proto::{DataType as ConfigType, ModelOutput};
 use serving::{
-    Backend, BackendFactory, GenerateCall, InferError, InferRequest, Limits, LoadRequest, ResponseStream, Tensor,
+    Backend, BackendFactory, EventStream, GenerateCall, InferError, InferRequest, Limits, LoadRequest, ResponseStream,
+    Tensor,
 };
 use tokio::runtime::Handle;
 
-use super::engine_config::{engine_output, with_checkpoint};
+use super::engine_config::{engine_output, with_checkpoint, with_tokenizer};
 use super::keys::Use;
 use super::recognise::is_lmdeploy_model;
 use super::text_names::{STREAM, default_inputs, input, missing_inputs, text_output};
-use super::text_values::{RunningText, prompts};
 use crate::encoder::{self, Encoder};
+use crate::llm::inputs::RequestBounds;
 use crate::tensor_values::first;
 use crate::{checkpoint, parameters};
+use inputs::prompts;
+use row_text::RowText;
 
 /// Parameters with the default number of tokens to generate.
 const DEFAULT_LENGTH: [&str; 3] = ["max_output_length", "max_output_tokens", "max_new_tokens"];
 
 /// The default number of tokens to generate where the configuration has none: that of LMDeploy.
-const DEFAULT_MAX_TOKENS: i32 = 512;
+const DEFAULT_MAX_TOKENS: u32 = 512;
 
 /// The output of natural log-probabilities of tokens, with `return_log_probs`.
 const LOG_PROBS: &str = "output_log_probs";
@@ -65,36 +71,41 @@ impl BackendFactory for TextModelFactory {
     fn load(&self, model: LoadRequest) -> BoxFuture<'static, Result<Arc<dyn Backend>, InferError>> {
         let llm = self.llm.clone();
         async move {
-            let request = with_checkpoint(&model, configure_engine)?;
+            let request = with_tokenizer(with_checkpoint(&model, configure_engine)?)?;
             let text_model = TextModel::new(&model, &request)?;
             let llm = llm.load(request).await?;
-            Ok(Arc::new(TextModel { llm: Some(llm), ..text_model }) as Arc<dyn Backend>)
+            let generator = llm.generator();
+            let engine = Some(Engine { llm, generator });
+            Ok(Arc::new(TextModel { engine, ..text_model }) as Arc<dyn Backend>)
         }
         .boxed()
     }
 }
 
-/// The engine inside a text model always streams.
+/// The engine inside a text model sends events, so it has no outputs.
 fn configure_engine(config: &mut ModelConfig) {
     config.max_batch_size = config.max_batch_size.max(MAX_ROWS);
-    config.model_transaction_policy.get_or_insert_default().decoupled = true;
-    let outputs = [
-        ("output_ids", ConfigType::TypeInt32),
-        ("sequence_length", ConfigType::TypeInt32),
-        (LOG_PROBS, ConfigType::TypeFp32),
-    ];
-    config.output = outputs.map(|(name, data_type)| engine_output(name, data_type)).to_vec();
-    config.parameters.insert("exclude_input_in_output".to_owned(), ModelParameter { string_value: "true".to_owned() });
+    config.output.clear();
+}
+
+/// The loaded engine.
+#[derive(Clone)]
+struct Engine {
+    llm: Arc<dyn Backend>,
+    /// Its properties when it was loaded; `None` for an engine that only checks its configuration.
+    generator: Option<Generator>,
 }
 
 /// A loaded text model. Clones share the engine.
 #[derive(Clone)]
 struct TextModel {
     /// Set once the engine is loaded.
-    llm: Option<Arc<dyn Backend>>,
+    engine: Option<Engine>,
+    name: String,
+    has_warned_of_greedy: Arc<AtomicBool>,
     encoder: Arc<Encoder>,
     limits: Limits,
-    max_tokens: i32,
+    max_tokens: u32,
     /// Whether texts have the shape `[rows, 1]`. Otherwise they have the shape `[rows]`, because clients of TensorRT-LLM's text models
     /// read `text_output[0]`.
     is_nested: bool,
@@ -112,7 +123,7 @@ impl TextModel {
         let dir = engine.config.parameter("gpt_model_path").unwrap_or_default();
         let tokenizer = match checkpoint::has_tokenizer(dir.as_ref()) {
             true => generation::tokenizer(dir.as_ref()).map_err(|error| wrong(error.to_string()))?,
-            false => checkpoint::tokenizer(model)?.0,
+            false => checkpoint::tokenizer(engine)?.0,
         };
         let mut max_tokens = DEFAULT_MAX_TOKENS;
         for key in DEFAULT_LENGTH {
@@ -123,7 +134,9 @@ impl TextModel {
         let text = text.or_else(|| config.output.iter().find(is_text));
         let text = text.ok_or_else(|| wrong("no output is TYPE_STRING; declare `text_output`".to_owned()))?;
         Ok(Self {
-            llm: None,
+            engine: None,
+            name: config.name.clone(),
+            has_warned_of_greedy: Arc::default(),
             encoder: Arc::new(Encoder::new(tokenizer, dir.as_ref(), model)),
             limits: model.limits,
             max_tokens,
@@ -137,8 +150,31 @@ impl TextModel {
         })
     }
 
+    fn engine(&self) -> &Engine {
+        self.engine.as_ref().expect("the engine was loaded before the model serves")
+    }
+
     fn llm(&self) -> &Arc<dyn Backend> {
-        self.llm.as_ref().expect("the engine was loaded before the model serves")
+        &self.engine().llm
+    }
+
+    /// The properties that the values of a request depend on.
+    ///
+    /// # Errors
+    /// When the engine generates no text.
+    fn request_bounds(&self) -> Result<RequestBounds<'_>, InferError> {
+        let generator = self.engine().generator.as_ref();
+        let no_text = || InferError::internal(format!("the engine of model '{}' generates no text", self.name));
+        let Generator { vocab_size, max_rows, max_drafts, end_ids, .. } = generator.ok_or_else(no_text)?;
+        Ok(RequestBounds {
+            name: &self.name,
+            vocab_size: *vocab_size,
+            max_rows: *max_rows,
+            max_drafts: *max_drafts,
+            end_ids,
+            limits: &self.limits,
+            has_warned_of_greedy: &self.has_warned_of_greedy,
+        })
     }
 }
 
@@ -210,11 +246,8 @@ fn refuse_unsupported(request: &InferRequest) -> Result<(), InferError> {
     Ok(())
 }
 
-/// A request to the engine, and the text of its output.
-type Prepared = (InferRequest, RunningText);
-
-/// A response stream of the engine, and the text of its output.
-type Run = (ResponseStream, RunningText);
+/// The events of the engine, and the text for them.
+type Run = (EventStream, RowText);
 
 impl TextModel {
     /// Checks that the response to `num_prompts` prompts can be streamed.
@@ -232,7 +265,7 @@ impl TextModel {
     }
 
     /// Starts requests on the engine.
-    fn start(&self, prepared: Vec<Prepared>) -> Result<Vec<Run>, InferError> {
-        prepared.into_iter().map(|(request, text)| Ok((self.llm().infer(request)?, text))).collect()
+    fn start(&self, prepared: Vec<(GenerateCall, RowText)>) -> Result<Vec<Run>, InferError> {
+        prepared.into_iter().map(|(call, text)| Ok((self.llm().generate(call)?.into(), text))).collect()
     }
 }

@@ -18,7 +18,7 @@ use serving::{
 };
 
 use super::engine_config::{engine_output, with_checkpoint};
-use super::engine_request::{EngineInputs, EngineOutput, Renames, rename};
+use super::engine_request::{Renames, add_missing, rename};
 use crate::tensor_values::first;
 use sessions::{Run, SessionRequest, Sessions};
 
@@ -144,7 +144,8 @@ async fn respond(mut run: Run, mut engine: ResponseStream, outputs: Arc<[Name]>,
 
 /// A response of the engine with all tokens of the session in place of the new ones.
 fn with_session(run: &mut Run, declared: &[Name], response: InferResponse) -> InferResponse {
-    run.tokens.extend(EngineOutput::new(&response).tokens);
+    let new = response.outputs.iter().find(|tensor| tensor.name == "output_ids").and_then(Tensor::to_i32);
+    run.tokens.extend(new.unwrap_or_default().into_iter().map(i32::cast_unsigned));
     let mut outputs = tokens(&run.tokens, run.tokens.len()).to_vec();
     outputs.extend(response.outputs.iter().filter(|tensor| tensor.name.ends_with("log_probs")).cloned());
     outputs.retain(|tensor| declared.contains(&tensor.name));
@@ -178,11 +179,11 @@ fn is_set(request: &InferRequest, name: &str, default: bool) -> Result<bool, Inf
 /// The engine's request: all inputs except those of the session, streamed.
 fn engine_request(request: &InferRequest, prompt: &[u32]) -> InferRequest {
     let is_other = |tensor: &&Tensor| !SESSION_INPUTS.contains(&tensor.name.as_str());
-    let mut others: Vec<Tensor> = request.inputs.iter().filter(is_other).cloned().collect();
-    rename(RENAMES, &mut others);
-    let mut inputs = EngineInputs::new(prompt, true);
-    others.into_iter().for_each(|input| inputs.replace(input));
-    inputs.into_request(request)
+    let mut inputs: Vec<Tensor> = request.inputs.iter().filter(is_other).cloned().collect();
+    rename(RENAMES, &mut inputs);
+    let ids = Tensor::from_u32("input_ids", &[1, prompt.len() as i64], prompt);
+    add_missing(&mut inputs, [ids, Tensor::from_bool("streaming", &[1, 1], &[true])]);
+    InferRequest { inputs, requested_outputs: Vec::new(), ..request.clone() }
 }
 
 /// The token ids of a request, without padding.

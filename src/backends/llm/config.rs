@@ -12,6 +12,7 @@ use repository::ModelConfig;
 use serving::{DataType, InferError, Limits, LoadRequest};
 use supervision::{DeviceChoice, KvMemory, WeightPrecision};
 
+use super::inputs::RequestBounds;
 use super::queue_policy::QueuePolicy;
 use crate::{checkpoint, parameters};
 
@@ -162,6 +163,19 @@ impl LlmConfig {
             vocab_size: self.vocab_size,
         };
         WorkerShape { target, tp, stage, limits, block_size: self.engine.block_size }
+    }
+
+    /// The properties that the values of a request depend on.
+    pub(crate) fn request_bounds(&self) -> RequestBounds<'_> {
+        RequestBounds {
+            name: &self.name,
+            vocab_size: self.vocab_size,
+            max_rows: self.engine.max_rows,
+            max_drafts: self.engine.max_drafts as u32,
+            end_ids: &self.end_ids,
+            limits: &self.limits,
+            has_warned_of_greedy: &self.has_warned_of_greedy,
+        }
     }
 
     /// Number of workers of one replica.
