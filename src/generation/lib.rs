@@ -18,7 +18,7 @@ pub use constrain::{Constraints, Guide, Preface, ReasoningBudget};
 pub use constraint::{ConstraintError, ConstraintSpec, StartAfter, close_objects};
 pub use decoder::TextDecoder;
 pub use event::{Delta, GenerateEvent, Logits, LogitsPosition, PromptLogprob, Tokens};
-pub use generator::{Generator, SamplingDefaults};
+pub use generator::{Generator, RequestBounds, SamplingDefaults};
 pub use request::{GenerateRequest, InvalidRequest, StopTexts, TextOptions};
 pub use sequence_text::SequenceText;
 pub use stop_search::StopSearch;

@@ -6,6 +6,7 @@
 mod adapter;
 mod bls;
 mod engine;
+mod engine_bounds;
 mod engine_config;
 mod engine_request;
 mod forward;

@@ -9,7 +9,6 @@ mod response;
 mod row_text;
 
 use std::sync::Arc;
-use std::sync::atomic::AtomicBool;
 
 use futures::FutureExt as _;
 use futures::future::BoxFuture;
@@ -22,12 +21,12 @@ use serving::{
 };
 use tokio::runtime::Handle;
 
+use super::engine_bounds::EngineBounds;
 use super::engine_config::{engine_output, with_checkpoint, with_tokenizer};
 use super::keys::Use;
 use super::recognise::is_lmdeploy_model;
 use super::text_names::{STREAM, default_inputs, input, missing_inputs, text_output};
 use crate::encoder::{self, Encoder};
-use crate::llm::inputs::RequestBounds;
 use crate::tensor_values::first;
 use crate::{checkpoint, parameters};
 use inputs::prompts;
@@ -74,8 +73,7 @@ impl BackendFactory for TextModelFactory {
             let request = with_tokenizer(with_checkpoint(&model, configure_engine)?)?;
             let text_model = TextModel::new(&model, &request)?;
             let llm = llm.load(request).await?;
-            let generator = llm.generator();
-            let engine = Some(Engine { llm, generator });
+            let engine = Some(Engine { bounds: EngineBounds::new(&model, &*llm), llm });
             Ok(Arc::new(TextModel { engine, ..text_model }) as Arc<dyn Backend>)
         }
         .boxed()
@@ -92,8 +90,7 @@ fn configure_engine(config: &mut ModelConfig) {
 #[derive(Clone)]
 struct Engine {
     llm: Arc<dyn Backend>,
-    /// Its properties when it was loaded; `None` for an engine that only checks its configuration.
-    generator: Option<Generator>,
+    bounds: Arc<EngineBounds>,
 }
 
 /// A loaded text model. Clones share the engine.
@@ -101,8 +98,6 @@ struct Engine {
 struct TextModel {
     /// Set once the engine is loaded.
     engine: Option<Engine>,
-    name: String,
-    has_warned_of_greedy: Arc<AtomicBool>,
     encoder: Arc<Encoder>,
     limits: Limits,
     max_tokens: u32,
@@ -135,8 +130,6 @@ impl TextModel {
         let text = text.ok_or_else(|| wrong("no output is TYPE_STRING; declare `text_output`".to_owned()))?;
         Ok(Self {
             engine: None,
-            name: config.name.clone(),
-            has_warned_of_greedy: Arc::default(),
             encoder: Arc::new(Encoder::new(tokenizer, dir.as_ref(), model)),
             limits: model.limits,
             max_tokens,
@@ -156,25 +149,6 @@ impl TextModel {
 
     fn llm(&self) -> &Arc<dyn Backend> {
         &self.engine().llm
-    }
-
-    /// The properties that the values of a request depend on.
-    ///
-    /// # Errors
-    /// When the engine generates no text.
-    fn request_bounds(&self) -> Result<RequestBounds<'_>, InferError> {
-        let generator = self.engine().generator.as_ref();
-        let no_text = || InferError::internal(format!("the engine of model '{}' generates no text", self.name));
-        let Generator { vocab_size, max_rows, max_drafts, end_ids, .. } = generator.ok_or_else(no_text)?;
-        Ok(RequestBounds {
-            name: &self.name,
-            vocab_size: *vocab_size,
-            max_rows: *max_rows,
-            max_drafts: *max_drafts,
-            end_ids,
-            limits: &self.limits,
-            has_warned_of_greedy: &self.has_warned_of_greedy,
-        })
     }
 }
 

@@ -12,7 +12,7 @@ use repository::ModelConfig;
 use serving::{DataType, InferError, Limits, LoadRequest};
 use supervision::{DeviceChoice, KvMemory, WeightPrecision, WorkerSettings};
 
-use super::inputs::RequestBounds;
+use super::inputs::ValueBounds;
 use super::queue_policy::QueuePolicy;
 use crate::{checkpoint, parameters};
 
@@ -147,8 +147,8 @@ impl LlmConfig {
     }
 
     /// The properties that the values of a request depend on.
-    pub(crate) fn request_bounds(&self) -> RequestBounds<'_> {
-        RequestBounds {
+    pub(crate) fn value_bounds(&self) -> ValueBounds<'_> {
+        ValueBounds {
             name: &self.name,
             vocab_size: self.vocab_size,
             max_rows: self.engine.max_rows,

@@ -16,7 +16,7 @@ use super::config::LlmConfig;
 use super::refusal::error_of;
 use super::text_stop;
 use crate::tensor_values::{float, scalar, values};
-pub(crate) use bounds::{RequestBounds, RequestDefaults};
+pub(crate) use bounds::{RequestDefaults, ValueBounds};
 use guide::guide;
 use sampling::sampling;
 use token::token;
@@ -92,7 +92,7 @@ pub(crate) fn parse(config: &LlmConfig, request: &InferRequest) -> Result<Comman
         return Ok(Command::Stop);
     }
     refuse_unsupported(request)?;
-    let (bounds, streaming) = (config.request_bounds(), flag(&["streaming"])?);
+    let (bounds, streaming) = (config.value_bounds(), flag(&["streaming"])?);
     let prompt = prompt(config, request)?;
     let mut generate = generation(&bounds, request, &RequestDefaults::default())?;
     let sequence = &mut generate.sequence;
@@ -117,7 +117,7 @@ pub(crate) fn parse(config: &LlmConfig, request: &InferRequest) -> Result<Comman
 /// # Errors
 /// As [`parse`].
 pub(crate) fn generation(
-    bounds: &RequestBounds<'_>,
+    bounds: &ValueBounds<'_>,
     request: &InferRequest,
     defaults: &RequestDefaults,
 ) -> Result<GenerateRequest, InferError> {
@@ -187,7 +187,7 @@ fn wants_logits(config: &LlmConfig, request: &InferRequest, output: &str) -> Res
 }
 
 fn num_sequences(
-    bounds: &RequestBounds<'_>,
+    bounds: &ValueBounds<'_>,
     request: &InferRequest,
     beams: Option<&BeamParams>,
 ) -> Result<usize, InferError> {
@@ -203,7 +203,7 @@ fn num_sequences(
 }
 
 /// TensorRT-LLM's settings of a beam search, with its defaults.
-fn beams(bounds: &RequestBounds<'_>, request: &InferRequest) -> Result<Option<BeamParams>, InferError> {
+fn beams(bounds: &ValueBounds<'_>, request: &InferRequest) -> Result<Option<BeamParams>, InferError> {
     let width = scalar::<i64>(request, &["beam_width"])?.unwrap_or(1);
     // The engine would refuse it with the same message, but only after the width has sized the request's buffers.
     let max = bounds.max_rows;
@@ -224,7 +224,7 @@ fn beams(bounds: &RequestBounds<'_>, request: &InferRequest) -> Result<Option<Be
 }
 
 /// The request's parameter `prompt_lookup_num_tokens`, else the model's.
-fn max_drafts(bounds: &RequestBounds<'_>, request: &InferRequest) -> Result<u32, InferError> {
+fn max_drafts(bounds: &ValueBounds<'_>, request: &InferRequest) -> Result<u32, InferError> {
     let max = bounds.max_drafts;
     match request.parameters.get("prompt_lookup_num_tokens") {
         None => Ok(max),
@@ -264,7 +264,7 @@ fn prompt(config: &LlmConfig, request: &InferRequest) -> Result<Vec<TokenId>, In
 /// So they are taken modulo the size of the vocabulary, unless the model has `check_input_ids`.
 fn prompt_token(config: &LlmConfig, id: i64) -> Result<TokenId, InferError> {
     let beyond = u64::try_from(id).ok().filter(|&id| id >= config.vocab_size as u64 && !config.check_input_ids);
-    let Some(beyond) = beyond else { return token(&config.request_bounds(), "input_ids", id) };
+    let Some(beyond) = beyond else { return token(&config.value_bounds(), "input_ids", id) };
     if !config.has_wrapped_ids.swap(true, Ordering::Relaxed) {
         tracing::warn!(
             model = %config.name,

@@ -7,7 +7,7 @@ use std::time::{Instant, SystemTime, UNIX_EPOCH};
 use engine::{EngineConfig, Refused, Request, RequestConstraint};
 use futures::FutureExt;
 use futures::future::BoxFuture;
-use generation::{ConstraintError, Constraints, GenerateRequest, Generator, SequenceText};
+use generation::{ConstraintError, Constraints, GenerateRequest, Generator, RequestBounds, SequenceText};
 use serving::{
     Backend, GenerateCall, InferError, InferRequest, InferResponse, MemoryUsage, Name, ResponseStream, TextModel,
     TextOutputs,
@@ -286,6 +286,12 @@ impl Backend for Llm {
             max_drafts: max_drafts as u32,
             created: self.created,
         })
+    }
+
+    fn request_bounds(&self) -> Option<RequestBounds> {
+        let bounds = self.config.value_bounds();
+        let (vocab_size, max_rows, max_drafts) = (bounds.vocab_size, bounds.max_rows, bounds.max_drafts);
+        Some(RequestBounds { vocab_size, max_rows, max_drafts, end_ids: bounds.end_ids.to_vec() })
     }
 
     fn generate(&self, call: GenerateCall) -> Result<ResponseStream, InferError> {

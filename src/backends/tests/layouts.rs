@@ -6,9 +6,9 @@ use std::sync::Arc;
 use std::task::{Context, Poll};
 
 use backends::layouts::{Layout, Layouts, recognise};
-use engine::FinishReason;
+use engine::{FinishReason, RowId, SampledToken};
 use futures::future::{BoxFuture, FutureExt as _};
-use generation::{Delta, GenerateEvent, Generator, SamplingDefaults, Timestamp};
+use generation::{Delta, GenerateEvent, RequestBounds, Timestamp};
 use serving::{
     Backend, BackendFactory, GenerateCall, InferError, InferRequest, InferResponse, LoadRequest, OutputDelta,
     ResponseSource, ResponseStream, Server, ServerConfig, StreamEvent, StreamItem, Tensor,
@@ -45,38 +45,22 @@ struct EchoEngine {
 }
 
 impl Backend for EchoEngine {
-    fn infer(&self, request: InferRequest) -> Result<ResponseStream, InferError> {
-        let ids = request.input("input_ids").expect("the engine's name of the prompt").to_u32().unwrap_or_default();
-        let ids: Vec<i32> = ids.into_iter().map(u32::cast_signed).collect();
-        let outputs = vec![Tensor::from_i32("output_ids", &[1, 1, ids.len() as i64], &ids)];
-        Ok(ResponseStream::ready(InferResponse { outputs, ..InferResponse::default() }))
+    fn infer(&self, _: InferRequest) -> Result<ResponseStream, InferError> {
+        Err(InferError::internal("layouts of text and of sessions send typed requests"))
     }
 
-    fn generator(&self) -> Option<Generator> {
-        Some(Generator {
-            tokenizer: self.tokenizer.clone()?,
-            checkpoint: PathBuf::new(),
-            max_sequence_len: 64,
-            num_kv_positions: 64,
-            max_rows: 4,
-            block_size: 16,
-            vocab_size: 2,
-            max_prompt_bytes: 1024,
-            end_ids: Vec::new(),
-            adds_special_tokens: true,
-            defaults: SamplingDefaults::default(),
-            max_drafts: 0,
-            created: 0,
-        })
+    fn request_bounds(&self) -> Option<RequestBounds> {
+        Some(RequestBounds { vocab_size: 8, max_rows: 4, ..RequestBounds::default() })
     }
 
     fn generate(&self, call: GenerateCall) -> Result<ResponseStream, InferError> {
         let (request, tokenizer) = (call.request, self.tokenizer.as_ref().expect("there is a checkpoint"));
-        assert_eq!(request.num_sequences, 1, "a text model returns one sequence");
+        assert_eq!(request.num_sequences, 1, "a response has one sequence");
         let ids: Vec<u32> = request.sequence.prompt.iter().map(|id| id.0).collect();
-        let text = tokenizer.decode(&ids, request.text.expect("a text is requested").skip_special_tokens);
-        let finished = Some(FinishReason::Length);
-        let delta = Delta { text, finished, ..Delta::new(0, Timestamp::now()) };
+        let text = request.text.map_or_else(String::new, |text| tokenizer.decode(&ids, text.skip_special_tokens));
+        let sampled = |&token| SampledToken { row: RowId(0), token, logprob: None, top: Vec::new() };
+        let (tokens, finished) = (request.sequence.prompt.iter().map(sampled).collect(), Some(FinishReason::Length));
+        let delta = Delta { tokens, text, finished, ..Delta::new(0, Timestamp::now()) };
         Ok(ResponseStream::from_source(|_| Box::new(OneDelta(Some(delta)))))
     }
 

@@ -85,7 +85,7 @@ impl TextModel {
             false => SamplingDefaults::default(),
         };
         let defaults = RequestDefaults { max_tokens: Some(self.max_tokens), sampling };
-        let mut generate = generation(&self.request_bounds()?, &row, &defaults)?;
+        let mut generate = generation(&self.engine().bounds.of_values()?, &row, &defaults)?;
         generate.num_sequences = 1; // The best beam is the text.
         generate.sequence.prompt = ids.into_iter().map(TokenId).collect();
         generate.sequence.sampling.bad_words = common.bad_words.clone();

@@ -8,7 +8,7 @@ use serving::Limits;
 
 /// The properties of a model that the values of a request depend on.
 #[derive(Debug, Clone, Copy)]
-pub(crate) struct RequestBounds<'a> {
+pub(crate) struct ValueBounds<'a> {
     /// Name of the model.
     pub(crate) name: &'a str,
     /// Number of token ids.

@@ -6,7 +6,7 @@ use engine::{SamplingParams, TokenId};
 use generation::SamplingDefaults;
 use serving::{InferError, InferRequest};
 
-use super::bounds::RequestBounds;
+use super::bounds::ValueBounds;
 use super::token::token;
 use super::words::words;
 use crate::tensor_values::{at_least_zero, float, scalar, wrong_type};
@@ -16,7 +16,7 @@ const LEAST_TEMPERATURE: f32 = 1e-6;
 
 /// The sampling parameters. Those that neither the request nor `given` has are off.
 pub(super) fn sampling(
-    bounds: &RequestBounds<'_>,
+    bounds: &ValueBounds<'_>,
     request: &InferRequest,
     given: &SamplingDefaults,
 ) -> Result<SamplingParams, InferError> {
@@ -60,7 +60,7 @@ pub(super) fn effective_temperature(temperature: Option<f32>, top_k: u32, top_p:
 }
 
 /// Logs a warning, once per model, that a temperature had no effect.
-fn warn_of_greedy(bounds: &RequestBounds<'_>) {
+fn warn_of_greedy(bounds: &ValueBounds<'_>) {
     if !bounds.has_warned_of_greedy.swap(true, Ordering::Relaxed) {
         tracing::warn!(
             model = %bounds.name,
@@ -71,20 +71,20 @@ fn warn_of_greedy(bounds: &RequestBounds<'_>) {
 }
 
 /// The token that resets top-p; a negative id means none.
-fn top_p_reset(bounds: &RequestBounds<'_>, request: &InferRequest) -> Result<Option<TokenId>, InferError> {
+fn top_p_reset(bounds: &ValueBounds<'_>, request: &InferRequest) -> Result<Option<TokenId>, InferError> {
     let id = scalar::<i64>(request, &["runtime_top_p_reset_ids"])?.filter(|&id| id >= 0);
     id.map(|id| token(bounds, "runtime_top_p_reset_ids", id)).transpose()
 }
 
 /// `end_id` of the request, or else the checkpoint's. An id outside of the vocabulary means none: benchmarks of other servers send
 /// 1048576 for outputs of a fixed length.
-fn end_ids(bounds: &RequestBounds<'_>, request: &InferRequest) -> Result<Vec<TokenId>, InferError> {
+fn end_ids(bounds: &ValueBounds<'_>, request: &InferRequest) -> Result<Vec<TokenId>, InferError> {
     let requested = scalar::<i64>(request, &["end_id"])?;
     let of = |id: i64| token(bounds, "end_id", id).into_iter().collect();
     Ok(requested.map_or_else(|| bounds.end_ids.to_vec(), of))
 }
 
-fn logit_bias(bounds: &RequestBounds<'_>, request: &InferRequest) -> Result<Vec<(TokenId, f32)>, InferError> {
+fn logit_bias(bounds: &ValueBounds<'_>, request: &InferRequest) -> Result<Vec<(TokenId, f32)>, InferError> {
     let Some(tensor) = request.input("embedding_bias") else {
         return Ok(Vec::new());
     };

@@ -3,7 +3,7 @@
 use engine::TokenId;
 use serving::{InferError, InferRequest, Limit};
 
-use super::bounds::RequestBounds;
+use super::bounds::ValueBounds;
 use super::token::token;
 use crate::tensor_values;
 
@@ -12,7 +12,7 @@ const SPELLINGS: u64 = 3;
 
 /// A list of words in TensorRT-LLM's layout `[2, n]`: the ids of all words, and the end of each word, padded with -1.
 pub(crate) fn words(
-    bounds: &RequestBounds<'_>,
+    bounds: &ValueBounds<'_>,
     request: &InferRequest,
     name: &str,
 ) -> Result<Vec<Vec<TokenId>>, InferError> {
