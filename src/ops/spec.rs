@@ -179,15 +179,15 @@ pub enum LinearRole {
 pub struct Routing {
     /// Experts of a token.
     pub top_k: usize,
-    /// How weights follow from products. All but the softmax require [`Feature::SigmoidRouting`].
+    /// How weights follow from products. All but the softmax require [`crate::Feature::SigmoidRouting`].
     pub scoring: Scoring,
-    /// Whether a weight multiplies the input of its expert ([`Feature::ScaledExpertInputs`]); otherwise its output.
+    /// Whether a weight multiplies the input of its expert ([`crate::Feature::ScaledExpertInputs`]); otherwise its output.
     pub scales_input: bool,
-    /// If set, only the experts of some groups can be chosen ([`Feature::ExpertGroups`]).
+    /// If set, only the experts of some groups can be chosen ([`crate::Feature::ExpertGroups`]).
     pub groups: Option<ExpertGroups>,
     /// Whether the weights of the chosen experts are divided by their sum.
     pub is_normalized: bool,
-    /// Multiplies the weights of the chosen experts at the end. Other values than 1 require [`Feature::ExpertScales`].
+    /// Multiplies the weights of the chosen experts at the end. Other values than 1 require [`crate::Feature::ExpertScales`].
     pub scale: f32,
     /// Activation function of the gates.
     pub activation: Activation,
@@ -220,7 +220,7 @@ pub struct ExpertSlices<'a> {
     pub router: WeightSlice<'a>,
     /// `[experts]`, added to the products of the router.
     pub router_bias: Option<WeightSlice<'a>>,
-    /// `[experts]`: added to the weights while experts are chosen ([`Feature::SelectionBias`]).
+    /// `[experts]`: added to the weights while experts are chosen ([`crate::Feature::SelectionBias`]).
     pub selection_bias: Option<WeightSlice<'a>>,
     /// Index of this worker's first expert.
     pub first: usize,
@@ -228,7 +228,7 @@ pub struct ExpertSlices<'a> {
     pub experts: Vec<ExpertSlice<'a>>,
     /// How tokens choose.
     pub routing: Routing,
-    /// `[experts]`: if set, multiplies the weight of each expert at the end. Requires [`Feature::ExpertScales`].
+    /// `[experts]`: if set, multiplies the weight of each expert at the end. Requires [`crate::Feature::ExpertScales`].
     pub scales: Option<WeightSlice<'a>>,
 }
 
@@ -258,7 +258,7 @@ pub enum Activation {
     Relu,
     /// `max(x, 0)^2`.
     ReluSquared,
-    /// `positive x^2 + slope x` above 0, else `negative (e^min(x, edge) - 1 - x) + slope x`. Requires [`Feature::Xielu`].
+    /// `positive x^2 + slope x` above 0, else `negative (e^min(x, edge) - 1 - x) + slope x`. Requires [`crate::Feature::Xielu`].
     #[allow(missing_docs)] // Fields are named by the formula.
     Xielu { positive: f32, negative: f32, slope: f32, edge: f32 },
     /// Of experts alone: the gated product is `g * sigmoid(alpha * g) * (u + 1)`, where `g` is the gate up to `limit` and `u` is
@@ -311,7 +311,7 @@ impl PipelineStage {
 /// How logits follow from the products of the output head.
 #[derive(Debug, Clone, Copy, PartialEq, Default)]
 pub struct LogitSpec {
-    /// If set, a logit `x` becomes `cap * tanh(x / cap)`. Requires [`Feature::LogitCap`].
+    /// If set, a logit `x` becomes `cap * tanh(x / cap)`. Requires [`crate::Feature::LogitCap`].
     pub cap: Option<f32>,
 }
 
