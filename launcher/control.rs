@@ -173,7 +173,7 @@ fn finish(world: &WorldState, launcher: &ProcessWatch) -> Result<()> {
     }
     launcher.wait(Duration::from_secs(5));
     world::remove_leftovers()?;
-    println!("the world on http port {} did not end when asked, and was killed", world.http_port);
+    println!("the world on http port {} did not end within its time, and was killed", world.http_port);
     Ok(())
 }
 
@@ -212,7 +212,7 @@ pub(crate) fn stop_job(job: u32) -> Result<()> {
     while !is_over()? {
         if start.elapsed() > JOB_TIMEOUT {
             srun::output(Command::new("scancel").arg(job.to_string()))?;
-            println!("job {job} did not end when asked, and was cancelled");
+            println!("job {job} did not end within its time, and was cancelled");
             return Ok(());
         }
         thread::sleep(Duration::from_millis(500));

@@ -15,6 +15,9 @@ use crate::excerpt;
 use crate::flags::WorldFlags;
 use crate::state::{Phase, RunDir, WorldState};
 
+/// The sub-command of `trireme` that is this program.
+pub const SUB_COMMAND: &str = "launch";
+
 /// How long `--detach` waits without `--wait-ready`.
 const DEFAULT_READY_TIMEOUT: Duration = Duration::from_secs(600);
 
@@ -52,7 +55,7 @@ pub(crate) fn detach(flags: &WorldFlags, arguments: &[OsString], run_dir: &RunDi
 
 /// What precedes the flags on the command line of this process: the name of the sub-command, in `trireme launch`.
 fn own_words() -> Option<OsString> {
-    std::env::args_os().nth(1).filter(|word| word == crate::SUB_COMMAND)
+    std::env::args_os().nth(1).filter(|word| word == SUB_COMMAND)
 }
 
 fn wait_until_ready(child: &mut Child, run_dir: &RunDir, timeout: Duration, log: &Path) -> Result<()> {

@@ -19,7 +19,7 @@ const TAKE: u8 = b'!';
 /// Sent by the receiver of sockets if the sender shall go on serving.
 pub(crate) const COPY: u8 = b'=';
 
-/// Listening sockets, with the names by which rank 0 tells them apart: one byte each.
+/// Listening sockets, with the names by which rank 0 distinguishes them: one byte each.
 #[derive(Debug)]
 pub(crate) struct Sockets {
     names: Vec<u8>,

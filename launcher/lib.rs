@@ -81,11 +81,7 @@ use state::{Phase, RunDir, WorldState};
 use supervise::Supervisor;
 use systemd::Systemd;
 
-/// Time that requests in flight may take at shutdown when `--exit_timeout` is not given.
-const DEFAULT_EXIT_TIMEOUT_SECS: u64 = 30;
-
-/// The sub-command of `trireme` that is this program.
-pub const SUB_COMMAND: &str = "launch";
+pub use detach::SUB_COMMAND;
 
 /// Runs a command line, program name first, and reports its error.
 pub fn main(line: Vec<OsString>) -> ExitCode {
@@ -221,7 +217,7 @@ fn supervise(flags: &WorldFlags, site: Site, plan: &Plan, run_dir: RunDir) -> Re
         control: None,
         rank_0_may_be_elsewhere: plan.rank_0_may_be_elsewhere,
         shm_prefix: site.shm_prefix.clone(),
-        exit_timeout_secs: flags.exit_timeout.unwrap_or(DEFAULT_EXIT_TIMEOUT_SECS),
+        exit_timeout_secs: flags.exit_timeout.unwrap_or(WorldState::default().exit_timeout_secs),
         num_restarts: 0,
         times_served: 0,
         phase: Phase::Loading,
@@ -274,19 +270,10 @@ fn site(run_dir: &RunDir, flags: &WorldFlags) -> Result<Site> {
     let trireme = trireme()?;
     let environment = std::env::vars_os().filter_map(|(name, _)| name.into_string().ok()).collect();
     let hosts = hosts::of_flags(flags)?;
-    let mpirun = mpi_of(flags.mpirun.as_deref(), flags.world_size > 1 || !hosts.is_empty());
+    let mpirun = Mpirun::named(flags.mpirun.as_deref(), flags.world_size > 1 || !hosts.is_empty());
     let work_dir = std::env::current_dir().context("cannot tell the working directory")?;
     let run_dir = run_dir.path().to_owned();
     Ok(Site { trireme, num_cores: cores, shm_prefix, mpirun, allocation, hosts, environment, work_dir, run_dir })
-}
-
-/// The `mpirun` that was named, else the one in PATH. The latter is queried for its kind only if `is_needed`.
-fn mpi_of(named: Option<&Path>, is_needed: bool) -> Mpirun {
-    match named {
-        Some(program) => Mpirun::of(program),
-        None if is_needed => Mpirun::of(Path::new("mpirun")),
-        None => Mpirun::default(),
-    }
 }
 
 /// Whether a path that leads to no directory has the form `ORG/NAME`.

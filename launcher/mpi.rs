@@ -39,6 +39,15 @@ impl Mpirun {
         Self { program: program.to_owned(), kind }
     }
 
+    /// The `mpirun` that was named, else the one in PATH. The latter is queried for its kind only if `is_needed`.
+    pub(crate) fn named(program: Option<&Path>, is_needed: bool) -> Self {
+        match program {
+            Some(program) => Self::of(program),
+            None if is_needed => Self::of(Path::new("mpirun")),
+            None => Self::default(),
+        }
+    }
+
     /// Returns an error with installation advice if the program is not on this machine.
     pub(crate) fn check_installed(&self) -> Result<()> {
         let path = std::env::var_os("PATH").unwrap_or_default();

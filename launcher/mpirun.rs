@@ -124,7 +124,7 @@ pub(crate) fn find_rank_0(mpirun: u32) -> Option<u32> {
 }
 
 /// A directory for the session files and shared memory of Open MPI, for a world of one node. Its name identifies the launcher, so
-/// that leftovers of a killed launcher can be told from files that another PID namespace with the same `/dev/shm` uses.
+/// that leftovers of a killed launcher can be distinguished from files that another PID namespace with the same `/dev/shm` uses.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct SessionDir(PathBuf);
 

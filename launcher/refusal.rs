@@ -113,7 +113,7 @@ fn refuse_grpc(mut stream: &TcpStream, reason: &str, deadline: Instant) -> io::R
             frame::HEADERS if id > last_stream => {
                 last_stream = id;
                 write_frame(stream, frame::HEADERS, frame::END_STREAM_AND_HEADERS, id, &trailers)?;
-                // NO_ERROR: tells the client not to send the rest of its request.
+                // NO_ERROR: asks the client not to send the rest of its request.
                 write_frame(stream, frame::RST_STREAM, 0, id, &[0; 4])?;
                 stream.set_read_timeout(Some(IO_TIMEOUT / 10))?;
             }

@@ -91,7 +91,7 @@ impl Default for WorldState {
             control: None,
             rank_0_may_be_elsewhere: false,
             shm_prefix: String::new(),
-            exit_timeout_secs: crate::DEFAULT_EXIT_TIMEOUT_SECS,
+            exit_timeout_secs: 30, // The time of requests in flight without `--exit_timeout`.
             num_restarts: 0,
             times_served: 0,
             phase: Phase::Loading,

@@ -107,6 +107,18 @@ fn tensorrt_llms_inflight_and_bls_models_return_the_text_of_the_ensemble() {
         let log_probs = ask(&world, model, &body, "output_log_probs");
         assert_eq!(log_probs.as_array().map(Vec::len), Some(MAX_TOKENS as usize), "{model}: {log_probs}");
     }
+    // Each response counts as a request to the detokenizer, which the language model's stream includes.
+    let num_texts = || {
+        let (_, text) = world.get("/v2/models/postprocessing/stats");
+        serde_json::from_str::<Value>(&text).unwrap()["model_stats"][0]["inference_count"].as_u64().unwrap()
+    };
+    let (before, streamed) = (num_texts(), json!({"text_input": PROMPT, "max_tokens": MAX_TOKENS, "stream": true}));
+    let (status, events) = world.post("/v2/models/tensorrt_llm_bls/generate_stream", &streamed);
+    let events: Vec<&str> = events.lines().filter_map(|line| line.strip_prefix("data: ")).collect();
+    assert_eq!((status, events.len() as u64), (200, num_texts() - before), "{events:?}");
+    let text = |event: &&str| serde_json::from_str::<Value>(event).unwrap()["text_output"].as_str().unwrap().to_owned();
+    assert!(answer.ends_with(&events.iter().map(text).collect::<String>()), "{events:?}");
+    assert!(events.len() > 4, "{events:?}");
     // Without top-k and top-p TensorRT-LLM is greedy at any temperature; with a top-p of 1 it samples.
     let text = |temperature: f64, top_p: f64, seed: u64| {
         let body = json!({"text_input": PROMPT, "max_tokens": MAX_TOKENS, "temperature": temperature, "top_p": top_p,

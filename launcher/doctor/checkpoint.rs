@@ -8,7 +8,7 @@ use std::time::Instant;
 
 use nix::fcntl::{PosixFadviseAdvice, posix_fadvise};
 
-use super::{Finding, size};
+use super::finding::{Finding, size};
 
 /// Number of bytes that are read to measure the rate.
 const SAMPLE_BYTES: u64 = 256 << 20;
@@ -140,7 +140,7 @@ mod tests {
         fs::create_dir_all(&version).unwrap();
         fs::write(version.join("a.safetensors"), safetensors(100, 100)).unwrap();
         let levels = |findings: &[Finding]| findings.iter().map(|finding| finding.level).collect::<Vec<_>>();
-        assert_eq!(levels(&check(dir.path())), [super::super::Level::Ok; 3]);
+        assert_eq!(levels(&check(dir.path())), [super::super::finding::Level::Ok; 3]);
 
         fs::write(version.join("b.safetensors"), safetensors(99, 100)).unwrap();
         fs::write(version.join("c.safetensors"), "hello").unwrap();

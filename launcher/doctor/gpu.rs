@@ -6,8 +6,9 @@ use std::process::Command;
 
 use settings::DeviceKind;
 
+use super::finding::Finding;
 use super::mpi::{find, output};
-use super::{Finding, nccl_rate};
+use super::nccl_rate;
 use crate::flags::DoctorFlags;
 
 /// Usual directories of NCCL.

@@ -5,7 +5,7 @@ use std::fs;
 use nix::sys::resource::{RLIM_INFINITY, Resource, getrlimit};
 use nix::sys::statvfs::statvfs;
 
-use super::{Finding, size};
+use super::finding::{Finding, size};
 use crate::control;
 use crate::flags::DoctorFlags;
 use crate::state::RunDir;

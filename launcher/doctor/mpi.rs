@@ -4,7 +4,7 @@ use std::path::PathBuf;
 use std::process::{Command, Stdio};
 use std::time::Instant;
 
-use super::Finding;
+use super::finding::Finding;
 use crate::flags::DoctorFlags;
 use crate::mpi::{self, MpiKind, Mpirun};
 use crate::srun;
@@ -22,7 +22,7 @@ pub(super) fn program(flags: &DoctorFlags) -> Finding {
 
 /// Checks which MPI launcher there is and whether it starts processes.
 pub(super) fn check(flags: &DoctorFlags) -> Vec<Finding> {
-    let mpirun = crate::mpi_of(flags.mpirun.as_deref(), true);
+    let mpirun = Mpirun::named(flags.mpirun.as_deref(), true);
     if let Some(job) = srun::Allocation::from_env() {
         return vec![slurm(&job, mpirun.kind)];
     }

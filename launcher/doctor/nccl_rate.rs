@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 use anyhow::{Context, Result, bail};
 use serde::Deserialize;
 
-use super::Finding;
+use super::finding::Finding;
 use crate::flags::DoctorFlags;
 
 /// Time limit of the measurement.
@@ -117,7 +117,7 @@ fn first_output(processes: &mut [Child]) -> Result<Rate> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::doctor::Level;
+    use crate::doctor::finding::Level;
 
     #[test]
     fn a_rate_below_that_of_nvlink_is_a_warning() {

@@ -225,7 +225,7 @@ impl Supervisor {
         Ok(Run { status, was_requested, restart: restart && was_requested, served, gave_up })
     }
 
-    /// From now on clients are told that the world has ended, why, and that it restarts.
+    /// From now on clients get an error: the world has ended, why, and whether it restarts.
     fn refuse_clients(&self, status: Option<ExitStatus>, cause: Option<String>, has_failed: bool) {
         // If the ports are offered to the next world, connections wait instead.
         let Some(port_holder) = self.port_holder.as_ref().filter(|_| self.offered_ports.is_none()) else { return };
@@ -252,7 +252,7 @@ impl Supervisor {
             RESTART | RESTART_ROLLING | RESTART_AFTER if running.shutdown != Shutdown::None => {}
             RESTART | RESTART_ROLLING | RESTART_AFTER => {
                 running.restart = true;
-                self.advance_shutdown(running, "a restart is asked for");
+                self.advance_shutdown(running, "a restart is requested");
             }
             _ => {
                 running.restart = false;
@@ -320,7 +320,7 @@ impl Supervisor {
         self.systemd.ready(&message);
     }
 
-    /// Creates the port holder from the first world that serves; tells it that a later one serves.
+    /// Creates the port holder from the first world that serves; notifies it when a later one serves.
     fn keep_ports(&mut self, world: &World) {
         match &self.port_holder {
             Some(port_holder) => port_holder.stop_refusing(),

@@ -14,7 +14,7 @@ impl Supervisor {
     /// Starts a second world, which takes the ports over once it has loaded; the old one then drains.
     pub(super) fn start_rolling(&mut self, running: &mut Running) -> Result<()> {
         if running.next.is_none() {
-            eprintln!("launch: a rolling restart is asked for: loads a second world beside the first");
+            eprintln!("launch: a rolling restart is requested: loads a second world beside the first");
             running.next = Some(self.start_world(Some(&running.world))?);
             self.state.rolling_failure = None;
             self.write_state();

@@ -184,7 +184,7 @@ class InferenceRequest:
         return self._model
 
     def requested_output_names(self):
-        """Names of the outputs asked for, as a set."""
+        """Names of the requested outputs, as a set."""
         return set(self._outputs)
 
     def flags(self):

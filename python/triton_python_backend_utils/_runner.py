@@ -1,4 +1,4 @@
-"""The life of a model process: load, execute until told to end, finalize."""
+"""The life of a model process: load, execute until the server ends it, finalize."""
 
 import ctypes
 import importlib
@@ -71,7 +71,7 @@ def _connected(path):
 
 
 def _mpi_rank():
-    """The rank, as the launcher tells it: Open MPI's, or Slurm's."""
+    """The rank from the launcher's environment: Open MPI's, or Slurm's."""
     return int(os.environ.get("OMPI_COMM_WORLD_RANK") or os.environ.get("SLURM_PROCID") or 0)
 
 
@@ -126,7 +126,7 @@ def _open_or_close(number, path):
 
 
 def _load(channel):
-    """The loaded model; None when it failed, which the server has been told, or when that was all."""
+    """The loaded model; None when it failed, which was reported to the server, or when that was all."""
     channel.wait(channel.work)
     arguments = channel.work.items.popleft()[1]
     try:
@@ -250,7 +250,7 @@ def _serve(channel, model):
         _loop.stop()
     except Exception:
         channel.send(_channel.LOG, Logger.ERROR, "finalize", traceback.format_exc())
-    # From here on it may be told to end: with processes on other ranks, MPI would wait for them at exit.
+    # From here on the server may end it: with processes on other ranks, MPI would wait for them at exit.
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     channel.send(_channel.FINALIZED)
 

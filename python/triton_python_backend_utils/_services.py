@@ -53,7 +53,7 @@ def _log(message, level):
 
 
 class MetricFamily:
-    """Metrics of one name, told apart by labels. Shared with every model that makes the same family."""
+    """Metrics of one name, distinguished by labels. Shared with every model that makes the same family."""
 
     COUNTER, GAUGE, HISTOGRAM = range(3)
 

@@ -1,5 +1,6 @@
 //! Stop and bad words in TensorRT-LLM's layout `[2, n]`: token ids in the first row, the ends of the words in the second.
 
+use engine::TokenId;
 use rustc_hash::FxHashSet;
 use serving::{InferError, Limit, Limits};
 use text::Tokenizer;
@@ -22,8 +23,7 @@ impl WordList {
     /// # Errors
     /// When there are more or longer words than `limits` allow, or a word cannot be encoded.
     pub fn encode(tokenizer: &Tokenizer, limits: &Limits, words: &[&str]) -> Result<Self, InferError> {
-        limits.check(Limit::Words, words.len())?;
-        words.iter().try_for_each(|word| limits.check(Limit::WordBytes, word.len()))?;
+        check_words(limits, words)?;
         let encode = |text: &str| {
             tokenizer.encode(text, false).map_err(|error| InferError::invalid(format!("cannot encode a word: {error}")))
         };
@@ -39,6 +39,11 @@ impl WordList {
             }
         }
         Ok(Self { words: spellings })
+    }
+
+    /// The spellings as token ids.
+    pub fn into_tokens(self) -> Vec<Vec<TokenId>> {
+        self.words.into_iter().map(|word| word.into_iter().map(TokenId).collect()).collect()
     }
 
     /// Number of columns that the words need, at least one.
@@ -58,4 +63,13 @@ impl WordList {
         values.extend(ends);
         values.resize(start + 2 * width, NO_END);
     }
+}
+
+/// Checks the number and the lengths of words.
+///
+/// # Errors
+/// When there are more or longer words than `limits` allow.
+pub(crate) fn check_words(limits: &Limits, words: &[&str]) -> Result<(), InferError> {
+    limits.check(Limit::Words, words.len())?;
+    words.iter().try_for_each(|word| limits.check(Limit::WordBytes, word.len()))
 }

@@ -7,10 +7,10 @@ use client::ClientError;
 use serde::Serialize;
 
 use crate::figures::Figures;
+use crate::files::{print_text, write_json};
 use crate::serving::{self, WorkloadArgs};
 use crate::target::{Protocol, Target};
 use crate::target_grpc::CONNECTIONS;
-use crate::{print_text, write_json};
 
 /// Two servers or two models, alternately with the same requests: each figure as a ratio with its 95 % confidence interval
 #[derive(Debug, Clone, Args)]

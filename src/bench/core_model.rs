@@ -10,12 +10,13 @@ use serde_json::{Value, json};
 
 use crate::dataset::{self, Choice, Length, Prompt, Source};
 use crate::figures::Figures;
+use crate::files::{self, print_text, write_json};
 use crate::load::{self, Pace};
 use crate::outcome::{Outcome, Sampling};
 use crate::random::{Arrivals, Random};
 use crate::target::{Protocol, Target};
 use crate::target_grpc::CONNECTIONS;
-use crate::{core_table, print_text, progress, serving, write_json};
+use crate::{core_table, progress, serving};
 
 /// A language model without tokenizers, measured like TensorRT-LLM's benchmark_core_model
 #[derive(Debug, Clone, Args)]
@@ -42,7 +43,7 @@ pub struct CoreArgs {
     #[arg(long, default_value = "exponential_dist", value_parser = ["constant", "exponential_dist"])]
     time_delay_dist: String,
     /// Stream the responses, if the model can
-    #[arg(long, default_value = "true", value_parser = crate::boolean, action = clap::ArgAction::Set, num_args = 0..=1, default_missing_value = "true")]
+    #[arg(long, default_value = "true", value_parser = crate::outcome::boolean, action = clap::ArgAction::Set, num_args = 0..=1, default_missing_value = "true")]
     streaming: bool,
     /// Requests that are sent before the measurement
     #[arg(long, default_value_t = 0)]
@@ -167,12 +168,12 @@ fn text(figures: &Figures, outcomes: &[Outcome], elapsed: Duration) -> String {
 
 fn finish(args: &CoreArgs, figures: &Figures, outcomes: &[Outcome]) -> Result<(), ClientError> {
     if let Some(path) = &args.op_stats_csv {
-        let before = if path.exists() { crate::read(path)? } else { String::new() };
-        crate::write(path, &(before.clone() + &core_table::csv(figures, before.is_empty())))?;
+        let before = if path.exists() { files::read(path)? } else { String::new() };
+        files::write(path, &(before.clone() + &core_table::csv(figures, before.is_empty())))?;
     }
     if let Some(path) = &args.dump_perfetto_trace {
         let events: Vec<Value> = outcomes.iter().enumerate().map(|(at, outcome)| event(at, outcome)).collect();
-        crate::write(path, &Value::from(events).to_string())?;
+        files::write(path, &Value::from(events).to_string())?;
     }
     if let Some(path) = &args.json {
         write_json(path, figures)?;
@@ -244,7 +245,7 @@ fn histogram(key: &str) -> Result<[Bins; 2], ClientError> {
         return Ok(EXAMPLE.map(<[_]>::to_vec));
     }
     let wrong = |words: String| ClientError::Usage(format!("histogram `{key}`: {words}"));
-    let file: Value = serde_json::from_str(&crate::read(key.as_ref())?).map_err(|error| wrong(error.to_string()))?;
+    let file: Value = serde_json::from_str(&files::read(key.as_ref())?).map_err(|error| wrong(error.to_string()))?;
     let bins = |name: &str| -> Result<Bins, ClientError> {
         let bins: Bins =
             serde_json::from_value(file[name].clone()).map_err(|error| wrong(format!("`{name}`: {error}")))?;

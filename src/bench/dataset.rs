@@ -115,7 +115,7 @@ pub(crate) fn load(source: &Source, tokenizer: Option<&Tokenizer>, choice: Choic
 
 /// The objects of a JSON array or of JSON lines, and whether their order must be kept.
 fn records(path: &Path) -> Result<(Vec<Value>, bool), ClientError> {
-    let text = crate::read(path)?;
+    let text = crate::files::read(path)?;
     if text.trim_start().starts_with('[')
         && let Ok(records) = serde_json::from_str(&text)
     {

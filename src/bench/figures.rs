@@ -142,7 +142,7 @@ impl Figures {
     pub(crate) fn problems(&self) -> String {
         let mut text = String::new();
         if self.short_answers > 0 {
-            text += &format!("\n{} of {} answers are shorter than asked for", self.short_answers, self.requests);
+            text += &format!("\n{} of {} answers are shorter than requested", self.short_answers, self.requests);
         }
         if let Some(error) = &self.first_error {
             text += &format!("\n{} of {} requests failed, one of them with: {error}", self.errors, self.requests);

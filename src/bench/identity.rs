@@ -12,11 +12,12 @@ use futures::future::try_join_all;
 use serde::Serialize;
 use std::path::PathBuf;
 
+use crate::files::{print_text, write_json};
 use crate::infer::Protocol;
 use crate::infer_http::HttpConnection;
 use crate::percentiles::Percentiles;
+use crate::progress;
 use crate::random::Random;
-use crate::{print_text, progress, write_json};
 
 /// Latency and sentences per second of one batch of a fixed shape, measured like TensorRT-LLM's identity_test
 #[derive(Debug, Clone, Args)]

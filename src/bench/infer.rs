@@ -8,9 +8,9 @@ use clap::{Args, ValueEnum};
 use futures::future::join_all;
 use serde::Serialize;
 
+use crate::files::{print_text, write_json};
 use crate::infer_http::HttpConnection;
 use crate::percentiles::Percentiles;
-use crate::{print_text, write_json};
 use client::ClientError;
 use client::grpc::{Connection, frame};
 use client::proto::ModelInferRequest;

@@ -17,6 +17,7 @@ mod core_model;
 mod core_table;
 mod dataset;
 mod figures;
+mod files;
 mod http;
 mod identity;
 mod infer;
@@ -94,45 +95,6 @@ pub fn with_dashes(args: Vec<std::ffi::OsString>) -> Vec<std::ffi::OsString> {
         }
     };
     args.into_iter().map(convert).collect()
-}
-
-/// Parses a boolean in any form that other tools accept.
-pub(crate) fn boolean(text: &str) -> Result<bool, String> {
-    match text.to_ascii_lowercase().as_str() {
-        "true" | "1" | "yes" => Ok(true),
-        "false" | "0" | "no" => Ok(false),
-        _ => Err(format!("`{text}` is neither true nor false")),
-    }
-}
-
-/// Reads a file; the error contains its path.
-pub(crate) fn read(path: &std::path::Path) -> Result<String, ClientError> {
-    std::fs::read_to_string(path)
-        .map_err(|source| ClientError::Io { what: format!("reading `{}`", path.display()), source })
-}
-
-/// Writes a file; the error contains its path.
-pub(crate) fn write(path: &std::path::Path, text: &str) -> Result<(), ClientError> {
-    std::fs::write(path, text)
-        .map_err(|source| ClientError::Io { what: format!("writing `{}`", path.display()), source })
-}
-
-/// Writes figures as JSON; to standard output if the path is `-`.
-pub(crate) fn write_json(path: &std::path::Path, figures: &impl serde::Serialize) -> Result<(), ClientError> {
-    let text = serde_json::to_string_pretty(figures).expect("figures are numbers under names") + "\n";
-    if path.as_os_str() == "-" {
-        print!("{text}");
-        return Ok(());
-    }
-    write(path, &text)
-}
-
-/// Prints text for people: to standard error if standard output is used for JSON.
-pub(crate) fn print_text(json: Option<&std::path::PathBuf>, text: &str) {
-    match json.is_some_and(|path| path.as_os_str() == "-") {
-        true => eprintln!("{text}"),
-        false => println!("{text}"),
-    }
 }
 
 #[cfg(test)]

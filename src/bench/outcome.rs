@@ -22,10 +22,10 @@ pub(crate) struct Sampling {
     #[arg(long, default_value_t = 1.0)]
     pub temperature: f64,
     /// Stream the responses, so that the first token can be timed
-    #[arg(long, default_value = "true", value_parser = crate::boolean, action = clap::ArgAction::Set, num_args = 0..=1, default_missing_value = "true")]
+    #[arg(long, default_value = "true", value_parser = boolean, action = clap::ArgAction::Set, num_args = 0..=1, default_missing_value = "true")]
     pub stream_output: bool,
     /// Generate beyond the token that ends a sequence, so that the work does not depend on the text
-    #[arg(long, default_value = "true", value_parser = crate::boolean, action = clap::ArgAction::Set, num_args = 0..=1, default_missing_value = "true")]
+    #[arg(long, default_value = "true", value_parser = boolean, action = clap::ArgAction::Set, num_args = 0..=1, default_missing_value = "true")]
     pub ignore_eos: bool,
     /// A JSON object whose fields are added to the body of every request, for example a `response_format`; not over gRPC
     #[arg(long, value_name = "JSON", value_parser = json_object, default_value = "{}")]
@@ -114,6 +114,15 @@ impl Outcome {
     pub(crate) fn end(&mut self, result: Result<(), ClientError>) {
         self.latency = self.started.elapsed();
         self.error = result.err().map(|error| error.to_string());
+    }
+}
+
+/// Parses a boolean in any form that other tools accept.
+pub(crate) fn boolean(text: &str) -> Result<bool, String> {
+    match text.to_ascii_lowercase().as_str() {
+        "true" | "1" | "yes" => Ok(true),
+        "false" | "0" | "no" => Ok(false),
+        _ => Err(format!("`{text}` is neither true nor false")),
     }
 }
 

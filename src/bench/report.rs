@@ -41,13 +41,13 @@ pub(crate) fn run(args: &ReportArgs) -> Result<(), ClientError> {
     let runs = args.figures.iter().map(|path| read(path)).collect::<Result<Vec<_>, _>>()?;
     let baseline = args.baseline.as_deref().map(read).transpose()?;
     let roof = roof_ms(args)?;
-    crate::write(&args.output, &page(args, &runs, baseline.as_ref(), roof))?;
+    crate::files::write(&args.output, &page(args, &runs, baseline.as_ref(), roof))?;
     println!("wrote {}", args.output.display());
     Ok(())
 }
 
 fn read(path: &Path) -> Result<Runs, ClientError> {
-    let text = crate::read(path)?;
+    let text = crate::files::read(path)?;
     let wrong = |error: serde_json::Error| {
         ClientError::Usage(format!("`{}` holds no figures of `bench serving --json`: {error}", path.display()))
     };

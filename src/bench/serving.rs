@@ -9,12 +9,13 @@ use text::Tokenizer;
 
 use crate::dataset::{self, Choice, Prompt, Source};
 use crate::figures::Figures;
+use crate::files::{self, print_text, write_json};
 use crate::load::{self, Pace};
 use crate::outcome::Sampling;
+use crate::progress;
 use crate::random::Arrivals;
 use crate::target::{Protocol, Target};
 use crate::target_grpc::CONNECTIONS;
-use crate::{print_text, progress, write_json};
 
 /// Throughput and latencies of a language model with a dataset
 #[derive(Debug, Clone, Args)]
@@ -158,7 +159,7 @@ pub(crate) async fn run(args: ServingArgs) -> Result<(), ClientError> {
     }
     if let Some(path) = &args.csv {
         let lines: String = runs.runs.iter().map(Figures::csv_line).collect();
-        crate::write(path, &format!("{}{lines}", Figures::CSV_HEAD))?;
+        files::write(path, &format!("{}{lines}", Figures::CSV_HEAD))?;
     }
     if let Some(path) = &args.json {
         write_json(path, &runs)?;

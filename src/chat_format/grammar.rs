@@ -6,7 +6,7 @@ use crate::lark::Lark;
 use crate::{Choice, FormatError, ToolGrammar, ToolSchema, TurnStart};
 use crate::{grammar_harmony, grammar_values};
 
-/// The rules of one call: what stands between its markers.
+/// The rules of one call: the text between its markers.
 pub(crate) struct Bodies<'a> {
     pub(crate) format: &'a str,
     pub(crate) tools: Vec<(&'a ToolSchema, Hold)>,
@@ -21,7 +21,7 @@ impl ChatFormat {
     ///
     /// Arguments of strict tools are held to their schema, those of others to an object, or under `Required` and
     /// `Named` to as much of the schema as a grammar can express. Parameters come in the order of the schema.
-    /// `is_special` tells which texts are special tokens of the tokenizer.
+    /// `is_special` returns whether a text is a special token of the tokenizer.
     ///
     /// # Errors
     /// When `choice` names no tool, the format has no calls, or the schema of a strict tool cannot be expressed.
@@ -155,7 +155,7 @@ impl Turn<'_> {
         if self.free { format!("{think}({group} | SPACE {text} | SPACE)") } else { format!("{think}SPACE {group}") }
     }
 
-    /// What stands behind the first marker.
+    /// The text behind the first marker.
     fn group(&self, lark: &mut Lark) -> Result<String, FormatError> {
         let body = self.body(lark)?;
         let suffix =

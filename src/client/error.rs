@@ -8,7 +8,7 @@ pub enum ClientError {
         "nothing answers at `{url}`: start a server with `launch --model_repo=DIR`, or name another with `-u HOST:PORT`"
     )]
     Unreachable { url: String, source: std::io::Error },
-    #[error("`{url}` does not speak gRPC: give the gRPC port, 8001 unless the server was told otherwise")]
+    #[error("`{url}` does not speak gRPC: give the gRPC port, 8001 unless the server has another")]
     NotGrpc { url: String, source: h2::Error },
     #[error("the connection to `{url}` broke: {source}")]
     Connection { url: String, source: h2::Error },

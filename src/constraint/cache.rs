@@ -15,7 +15,7 @@ struct Entries {
     bytes: usize,
 }
 
-/// What a compiled grammar occupies at least, beside its description.
+/// Minimum memory of a compiled grammar, in addition to its description.
 const BASE_BYTES: usize = 64 << 10;
 /// A compiled grammar occupies a small multiple of its description.
 const GROWTH: usize = 32;

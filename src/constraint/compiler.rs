@@ -16,8 +16,8 @@ use crate::{Constraint, ConstraintError, ConstraintSpec, Vocabulary};
 
 /// Intersecting schemas recurses up to 128 levels of some KiB each.
 const STACK_BYTES: usize = 16 << 20;
-/// How far the threads that compile stand back behind those that generate: on a core that both want, they get a quarter of it, so that
-/// a compilation still ends in its time.
+/// The niceness of threads that compile. On a core that a generating thread needs, too, they get a quarter of the time, so that a
+/// compilation still ends within its limit.
 const NICENESS: i32 = 5;
 
 /// Compiles constraints over one vocabulary. Share it in an [`Arc`].
@@ -74,7 +74,7 @@ impl Compiler {
         }
     }
 
-    /// Compiles on a thread of its own, which has a large stack and can be left behind.
+    /// Compiles on a thread of its own, which has a large stack and may outlive the request.
     fn build(
         &self,
         grammar: TopLevelGrammar,
@@ -83,7 +83,7 @@ impl Compiler {
         compilation: Compilation,
     ) -> Result<Matcher, ConstraintError> {
         let what = spec.what();
-        // The server's own grammars ask for what they get.
+        // Warnings about the server's own grammars are expected.
         let takes_warnings = matches!(spec, ConstraintSpec::Lark(_));
         let (sender, receiver) = sync_channel(1);
         let (factory, cache) = (Arc::clone(&self.factory), Arc::clone(&self.cache));
@@ -124,7 +124,7 @@ fn compile(factory: &ParserFactory, grammar: TopLevelGrammar, takes_warnings: bo
     if let Some(error) = matcher.get_error() {
         return Err(readable(&error));
     }
-    // What cannot begin is refused here, before an answer has begun.
+    // A constraint without a first token is refused here, before the response begins.
     if let Err(error) = matcher.compute_mask() {
         let is_empty =
             matcher.stop_reason() == StopReason::NoExtensionBias || error.to_string().contains("NoExtensionBias");

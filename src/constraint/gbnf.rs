@@ -2,7 +2,7 @@
 //!
 //! A part of the grammar without recursion is a regular language: it becomes one terminal, which matches exactly what the part matches. Recursive
 //! rules become rules. Between the terminals of a rule the lexer is greedy, as in every Lark grammar here: where one terminal could also stop
-//! earlier, the text goes on. White space at the end of a terminal is matched character by character, so that a rule may demand a line break behind
+//! earlier, the terminal continues. White space at the end of a terminal is matched character by character, so that a rule may demand a line break behind
 //! optional white space. Every text that the result allows is one of the grammar.
 
 mod node;

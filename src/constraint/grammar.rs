@@ -51,7 +51,7 @@ pub(crate) fn grammar_of(spec: &ConstraintSpec, limits: &Limits) -> Result<TopLe
 }
 
 /// White space between the parts of a JSON text: a line break with indentation, or blanks. It is bounded, because models
-/// whose prompt does not speak of JSON write white space without end.
+/// whose prompt does not mention JSON write white space without end.
 const WHITE_SPACE: &str = r"[\x20\x09]{1,64}|[\x0D\x0A]{1,2}[\x20\x09]{0,64}";
 
 /// The schema with the option of `llguidance` for white space.

@@ -1,10 +1,10 @@
-//! What a constraint may cost.
+//! Limits of the cost of a constraint.
 
 use std::time::Duration;
 
 use crate::ConstraintError;
 
-/// What a constraint may cost.
+/// Limits of the cost of a constraint.
 #[derive(Debug, Clone)]
 pub struct Limits {
     /// Bytes of a description: a schema as JSON text, a grammar, a regular expression.

@@ -100,7 +100,7 @@ impl Rewriting<'_> {
         });
         let target = target.ok_or_else(unknown)?;
         if found.iter().any(|step| step.contains('/')) || found == [""] {
-            // Its own references are rewritten where it stands; a copy that has some would need another pass.
+            // Its own references are rewritten at its place; a copy with references would need another pass.
             if target.to_string().contains("\"$ref\"") {
                 let reason = format!(
                     "the `$ref` `{reference}` at `{place}` leads to a part whose name holds `/` and which has references: move it to `$defs`"

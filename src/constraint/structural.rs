@@ -192,17 +192,17 @@ impl Rules<'_> {
         let mut alternatives = Vec::new();
         for &trigger in triggers {
             let text = self.rule(&format!("[suffix={}]", literal(trigger)), ANY_TEXT);
-            let rests: Vec<String> = tags
+            let ends: Vec<String> = tags
                 .iter()
                 .filter_map(|tag| {
                     let rest = tag.begin.strip_prefix(trigger)?;
                     Some(format!("{} {} {}", terminal(rest), tag.content, terminal(&tag.end)))
                 })
                 .collect();
-            if rests.is_empty() {
+            if ends.is_empty() {
                 return Err(invalid(place, &format!("no tag begins with the trigger `{trigger}`")));
             }
-            let rest = self.rule("", &rests.join(" | "));
+            let rest = self.rule("", &ends.join(" | "));
             alternatives.push(format!("{text} {rest}"));
         }
         if let Some(tag) = tags.iter().find(|tag| !triggers.iter().any(|&trigger| tag.begin.starts_with(trigger))) {

@@ -132,9 +132,9 @@ pub struct SampledToken {
     pub row: RowId,
     /// The token.
     pub token: TokenId,
-    /// Natural log-probability of `token` under the softmax of the raw logits, if the request asked for it.
+    /// Natural log-probability of `token` under the softmax of the raw logits, if the request has them.
     pub logprob: Option<f32>,
-    /// The likeliest tokens and their log-probabilities, best first, if the request asked for them.
+    /// The likeliest tokens and their log-probabilities, best first, if the request has them.
     pub top: Vec<(TokenId, f32)>,
 }
 

@@ -132,7 +132,7 @@ pub enum Refused {
     #[error("end ids, bad words and logit bias have {len} entries (2 for a biased token); at most {max} are taken")]
     ListsTooLong { len: usize, max: usize },
     /// Devices have buffers for at most `max` log-probabilities.
-    #[error("log-probabilities of the {found} likeliest tokens are asked for; at most {max} are reported")]
+    #[error("log-probabilities of the {found} likeliest tokens are requested; at most {max} are reported")]
     TooManyLogprobs { found: u32, max: u32 },
     /// The sequence would need more KV blocks than exist.
     #[error("{needed} KV blocks are needed for prompt and output but there are {num_blocks}; lower max_tokens")]

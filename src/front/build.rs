@@ -14,12 +14,15 @@ const HAND_WRITTEN: [(&str, &str); 2] = [
     (".inference.ModelStreamInferResponse", "crate::api::triton::grpc::response::StreamReply"),
 ];
 
+/// Served by `stream_call.rs` without `tonic`.
+const STREAM: &str = "ModelStreamInfer";
+
 fn main() -> Result<(), Box<dyn std::error::Error>> {
     let includes = ["proto", "../repository/proto"];
     for include in includes {
         println!("cargo::rerun-if-changed={include}");
     }
-    let descriptors = protox::compile(["grpc_service.proto"], includes)?;
+    let mut descriptors = protox::compile(["grpc_service.proto"], includes)?;
     let out_dir = PathBuf::from(std::env::var("OUT_DIR")?);
     write_descriptors(&descriptors, &out_dir.join("descriptors.bin"))?;
 
@@ -37,6 +40,9 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
         for name in messages.chain(file.enum_type.iter().map(|choice| choice.name())) {
             config = config.extern_path(format!(".inference.{name}"), format!("::repository::proto::{name}"));
         }
+    }
+    for service in descriptors.file.iter_mut().flat_map(|file| &mut file.service) {
+        service.method.retain(|method| method.name() != STREAM);
     }
     config.compile_fds(descriptors)?;
     println!("cargo::rerun-if-changed={OPENAPI}");

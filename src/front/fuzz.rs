@@ -85,7 +85,7 @@ pub fn write(response: InferResponse) {
     let reply = InferReply { response: response.clone(), final_response: Some(true) };
     let bytes = reply.encode_to_vec();
     assert_eq!(bytes.len(), reply.encoded_len());
-    if let Ok(text) = generate::write(&response) {
+    if let Ok(text) = generate::write(response.clone()) {
         // Elements of BYTES are not changed, so the text may not be UTF-8.
         let text = String::from_utf8_lossy(&text);
         json::parse(text.as_bytes(), &Limits::default()).expect("a generate answer is JSON");

@@ -49,6 +49,8 @@ pub struct Delta {
     pub stop: Option<usize>,
     /// When the step that chose them was settled.
     pub at: Timestamp,
+    /// When `text` was complete, and how many nanoseconds decoding it took; `None` where the request has no text options.
+    pub decoded: Option<(Timestamp, u64)>,
     /// Set on the last delta of the sequence.
     pub finished: Option<FinishReason>,
     /// KV blocks of the sequence so far.
@@ -59,6 +61,25 @@ pub struct Delta {
     pub cum_log_prob: Option<f32>,
     /// No event follows now, and the reader's waker is registered.
     pub is_drained: bool,
+}
+
+impl Delta {
+    /// A delta of a sequence without tokens, of a step that was settled at `at`.
+    pub fn new(index: usize, at: Timestamp) -> Self {
+        Self {
+            index,
+            tokens: Tokens::new(),
+            text: String::new(),
+            stop: None,
+            at,
+            decoded: None,
+            finished: None,
+            blocks: BlockUsage::default(),
+            drafts: DraftUsage::default(),
+            cum_log_prob: None,
+            is_drained: false,
+        }
+    }
 }
 
 /// Part of the raw logits `[V]` at one position of a sequence. A position that is computed again, after a preemption or a

@@ -37,6 +37,19 @@ pub struct Generator {
     pub created: u64,
 }
 
+/// Bounds and defaults of the values of a request to a model that generates tokens.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct RequestBounds {
+    /// Number of token ids.
+    pub vocab_size: usize,
+    /// Maximum number of sequences that run at once.
+    pub max_rows: usize,
+    /// Maximum number of draft tokens of a request.
+    pub max_drafts: u32,
+    /// Tokens that end a sequence.
+    pub end_ids: Vec<TokenId>,
+}
+
 impl std::fmt::Debug for Generator {
     fn fmt(&self, formatter: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         formatter.debug_struct("Generator").field("checkpoint", &self.checkpoint).finish_non_exhaustive()

@@ -10,6 +10,7 @@ mod event;
 mod generator;
 mod request;
 mod sequence_text;
+mod stop_search;
 mod timestamp;
 mod tokenizers;
 
@@ -17,8 +18,9 @@ pub use constrain::{Constraints, Guide, Preface, ReasoningBudget};
 pub use constraint::{ConstraintError, ConstraintSpec, StartAfter, close_objects};
 pub use decoder::TextDecoder;
 pub use event::{Delta, GenerateEvent, Logits, LogitsPosition, PromptLogprob, Tokens};
-pub use generator::{Generator, SamplingDefaults};
+pub use generator::{Generator, RequestBounds, SamplingDefaults};
 pub use request::{GenerateRequest, InvalidRequest, StopTexts, TextOptions};
 pub use sequence_text::SequenceText;
+pub use stop_search::StopSearch;
 pub use timestamp::Timestamp;
 pub use tokenizers::{open_tokenizer, tokenizer};

@@ -13,6 +13,8 @@ pub struct GenerateRequest {
     pub stop: StopTexts,
     /// How the tokens are decoded; `None` where the reader needs tokens only.
     pub text: Option<TextOptions>,
+    /// Whether the text of a sequence begins with that of the prompt.
+    pub includes_prompt: bool,
     /// Constraints of the text.
     pub guide: Guide,
     /// `Some(n)` reports the log-probability of each token of the prompt, and the `n` likeliest tokens at its position.

@@ -3,37 +3,47 @@
 use std::collections::VecDeque;
 use std::sync::Arc;
 
-use engine::SampledToken;
-use text::{Detokenizer, StopText, Tokenizer};
+use engine::{SampledToken, TokenId};
+use text::Tokenizer;
 
-use crate::{StopTexts, TextOptions, Tokens};
+use crate::{StopSearch, StopTexts, TextOptions, Tokens};
 
 /// Turns the tokens of one sequence into text, and ends it where a stop text is complete.
 ///
 /// Text that may still become a stop text is withheld, with the tokens that begin in it. The pieces of text joined are the
 /// text of the sequence, and each token is released once.
 pub struct SequenceText {
-    detokenizer: Detokenizer,
-    search: StopText,
+    search: StopSearch,
     stop: Arc<StopTexts>,
     /// Tokens that are withheld, each with the position of its first byte in the text.
     withheld: VecDeque<(SampledToken, usize)>,
-    /// Bytes of text of all tokens, and bytes that were released.
-    text_len: usize,
+    /// Bytes of text that were released.
     released_len: usize,
+    /// Text of the prompt that the next piece begins with.
+    prompt_text: String,
 }
 
 impl SequenceText {
     /// The text of a sequence before its first token.
     pub fn new(tokenizer: &Arc<Tokenizer>, options: TextOptions, stop: &Arc<StopTexts>) -> Self {
         Self {
-            detokenizer: Detokenizer::new(Arc::clone(tokenizer), options.skip_special_tokens),
-            search: StopText::new(stop.texts.iter().cloned()),
+            search: StopSearch::new(tokenizer, options.skip_special_tokens, &stop.texts),
             stop: Arc::clone(stop),
             withheld: VecDeque::new(),
-            text_len: 0,
             released_len: 0,
+            prompt_text: String::new(),
         }
+    }
+
+    /// Lets the text begin with that of the prompt, which is not searched.
+    pub fn with_prompt(mut self, prompt: &[TokenId]) -> Self {
+        self.search.decode_prompt(prompt, &mut self.prompt_text);
+        self
+    }
+
+    /// Whether there are stop texts.
+    pub fn has_stop_texts(&self) -> bool {
+        self.search.has_texts()
     }
 
     /// Adds tokens. Appends the text that cannot belong to a stop text any more to `text`, and the tokens that begin in
@@ -47,34 +57,37 @@ impl SequenceText {
         text: &mut String,
         released: &mut Tokens,
     ) -> Option<usize> {
-        let mut piece = String::new();
+        text.push_str(&std::mem::take(&mut self.prompt_text));
         for token in tokens {
-            piece.clear();
-            self.detokenizer.push_into(token.token.0, &mut piece);
-            self.withheld.push_back((token, self.text_len));
-            if let Some(found) = self.search(&piece, text, released) {
-                return Some(found);
+            if !self.has_stop_texts() {
+                self.search.push(token.token, text);
+                released.push(token);
+                continue;
+            }
+            let (before, begin, id) = (text.len(), self.search.text_len(), token.token);
+            self.withheld.push_back((token, begin));
+            let found = self.search.push(id, text);
+            self.release(text.len() - before, found, text, released);
+            if found.is_some() {
+                return found;
             }
         }
         if !ends {
             return None;
         }
-        piece.clear();
-        self.detokenizer.finish_into(&mut piece);
-        let found = self.search(&piece, text, released);
+        let before = text.len();
+        let found = self.search.finish(text);
+        self.release(text.len() - before, found, text, released);
         if found.is_none() {
-            self.search.finish(text);
             released.extend(self.withheld.drain(..).map(|(token, _)| token));
         }
         found
     }
 
-    fn search(&mut self, piece: &str, text: &mut String, released: &mut Tokens) -> Option<usize> {
-        let before = text.len();
-        let found = self.search.push(piece, text);
-        self.text_len += piece.len();
-        self.released_len += text.len() - before;
-        let is_free = self.released_len == self.text_len && found.is_none();
+    /// Releases tokens after `len` more bytes of text were released.
+    fn release(&mut self, len: usize, found: Option<usize>, text: &mut String, released: &mut Tokens) {
+        self.released_len += len;
+        let is_free = self.released_len == self.search.text_len() && found.is_none();
         let includes_stop = found.is_some() && self.stop.is_included;
         while let Some((token, _)) =
             self.withheld.pop_front_if(|(_, begin)| is_free || includes_stop || *begin < self.released_len)
@@ -84,7 +97,6 @@ impl SequenceText {
         if let Some(found) = found.filter(|_| self.stop.is_included) {
             text.push_str(&self.stop.texts[found]);
         }
-        found
     }
 }
 
@@ -156,6 +168,22 @@ mod tests {
         let (steps, found) = run(stop(&["abc"]), &[1, 2, 0, 3]);
         assert_eq!(steps, [step("", &[]), step("", &[]), step("abx", &[1, 2, 0]), step("ab", &[3])]);
         assert_eq!(found, None);
+    }
+
+    #[test]
+    fn a_text_may_begin_with_its_prompt_which_is_not_searched() {
+        let stop = Arc::new(stop(&["ab"]));
+        let options = TextOptions { skip_special_tokens: true };
+        let mut sequence = SequenceText::new(&tokenizer(), options, &stop).with_prompt(&[TokenId(3), TokenId(8)]);
+        let mut push = |token: u32| {
+            let (mut text, mut released) = (String::new(), Tokens::new());
+            let sampled = SampledToken { row: RowId(0), token: TokenId(token), logprob: None, top: Vec::new() };
+            let found = sequence.push([sampled], false, &mut text, &mut released);
+            (text, released.len(), found)
+        };
+        assert_eq!(push(9), ("abé".to_owned(), 1, None), "the character that the prompt begins is completed");
+        assert_eq!(push(0), ("x".to_owned(), 1, None));
+        assert_eq!(push(3), (String::new(), 0, Some(0)));
     }
 
     #[test]

@@ -17,10 +17,10 @@ use crate::progress::Progress;
 /// Bytes of one read.
 const CHUNK_BYTES: usize = 256 << 10;
 
-/// Bytes after which an attempt counts as progress, so that a large file may be cut often.
+/// Number of bytes from which an attempt counts as progress, so that many attempts may download a large file.
 const PROGRESS_BYTES: u64 = 1 << 20;
 
-/// Makes the blob of `file` exist. Another process that downloads it is waited for.
+/// Downloads `file` to its blob, if it is not there. Waits for another process that downloads it.
 ///
 /// # Errors
 /// When the attempts fail, the content has another hash or size, or the disk cannot be written.
@@ -106,7 +106,7 @@ impl<'a> Part<'a> {
         self.progress.add(bytes.len() as u64);
     }
 
-    /// Forgets all bytes.
+    /// Drops all bytes.
     fn restart(&mut self) -> Result<(), HubError> {
         self.progress.subtract(self.len);
         (self.len, self.hash) = (0, self.remote.digest.start(self.remote.size));

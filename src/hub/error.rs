@@ -35,7 +35,7 @@ pub enum HubError {
     /// Another status than expected.
     #[error("{url} answered {status}: {message}; try again later")]
     Status { url: String, status: u16, message: String },
-    /// An answer without the expected form.
+    /// A response without the expected form.
     #[error("the answer of {url} is not that of a hub: {reason}; check HF_ENDPOINT")]
     Answer { url: String, reason: String },
     /// The network must not be used.
@@ -50,7 +50,7 @@ pub enum HubError {
          directory on a larger disk", .dir.display()
     )]
     NoSpace { dir: PathBuf, needed: String, free: String },
-    /// Bytes other than the hub promised.
+    /// Content whose size or hash differs from the hub's.
     #[error(
         "`{file}` arrived with {what} {found}, and the hub announced {expected}; it was deleted, so download it again"
     )]

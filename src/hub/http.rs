@@ -34,7 +34,7 @@ pub(crate) enum Failure {
     Connection(String),
     /// A status other than success.
     Status(Refusal),
-    /// Another attempt would fail too.
+    /// Another attempt would fail, too.
     Final(HubError),
 }
 
@@ -128,7 +128,7 @@ impl Client {
         self.send(&Method::GET, url, from)
     }
 
-    /// The headers of the first answer that tells the hash of a file; redirects to the place of its bytes are not followed.
+    /// The headers of the first response that has the hash of a file; redirects to the place of its bytes are not followed.
     pub(crate) fn head(&self, url: &str) -> Result<HeaderMap, Failure> {
         self.repeated(|| self.send(&Method::HEAD, url, 0)).map(|response| response.into_parts().0.headers)
     }
@@ -190,7 +190,7 @@ impl Client {
         if from > 0 {
             request = request.header(RANGE, format!("bytes={from}-"));
         }
-        // Files lie on other hosts, which get no token.
+        // Files are on other hosts, which get no token.
         if let Some(Token(token)) = self.token.as_ref().filter(|_| has_origin(url, &self.endpoint)) {
             request = request.header(AUTHORIZATION, format!("Bearer {token}"));
         }

@@ -64,7 +64,7 @@ struct Lfs {
 }
 
 impl Listing {
-    /// Asks the hub.
+    /// Requests the listing from the hub.
     ///
     /// # Errors
     /// When the hub cannot be reached, does not show the model, or answers with something else.
@@ -86,7 +86,7 @@ impl Listing {
     /// Where a file is, with its size and hash.
     ///
     /// # Errors
-    /// When the hub must be asked for them, and does not tell.
+    /// When the hub must be queried for them, and does not return them.
     pub(crate) fn locate(&self, client: &Client, name: &ModelName, file: &Listed) -> Result<RemoteFile, HubError> {
         let path: Vec<String> = file.name.split('/').map(|part| utf8_percent_encode(part, &PATH).to_string()).collect();
         let url = format!("{}/{}/resolve/{}/{}", client.endpoint(), name.id(), self.commit, path.join("/"));

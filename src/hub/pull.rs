@@ -58,14 +58,14 @@ pub fn pull(name: &ModelName, settings: &Settings, check: Check) -> Result<Pulle
     }
 }
 
-/// Asks the hub and downloads. A branch or tag points to the new commit once all of it is there.
+/// Requests the listing and downloads the files. A branch or tag points to the new commit once all of it is there.
 fn fetch(name: &ModelName, settings: &Settings, cache: &ModelCache, check: Check) -> Result<PathBuf, HubError> {
     let client = Client::new(settings);
     let listing = Listing::of(&client, name)?;
     let dir = cache.snapshot(&listing.commit);
     let refused = |reason| HubError::NotServable { model: name.to_string(), reason };
     if !listing.files.iter().any(|file| file.name == "config.json") {
-        // The reason for missing weights tells more, if there is one.
+        // The reason for missing weights is more helpful, if there is one.
         let reason = needed::weights(&listing.files, &dir).err();
         return Err(refused(
             reason.unwrap_or_else(|| "it has no config.json, so it is no checkpoint of transformers".into()),
@@ -105,7 +105,7 @@ fn download_all(
 
 fn check_space(cache: &ModelCache, needed: u64) -> Result<(), HubError> {
     let dir = cache.blobs();
-    // A file system that does not tell its free space is tried.
+    // A file system whose free space is unknown is tried.
     let Ok(found) = statvfs(&dir) else { return Ok(()) };
     let free = found.blocks_available().saturating_mul(found.fragment_size());
     if needed.saturating_add(SPARE_BYTES) <= free {

@@ -10,7 +10,7 @@ use backends::llm::{CheckFactory, LlmDefaults};
 use backends::python::CheckPythonFactory;
 use models::EstimateMemory;
 use serving::{BackendFactory, LoadFailure, Server, ServerConfig};
-use supervision::DeviceChoice;
+use supervision::{DeviceChoice, WorkerSettings};
 
 use crate::LintError;
 
@@ -42,16 +42,18 @@ pub(crate) fn failures(
 
 fn defaults(world_size: u32) -> LlmDefaults {
     LlmDefaults {
-        device: DeviceChoice::Cpu { threads: 1, first_core: None },
+        worker: WorkerSettings {
+            device: DeviceChoice::Cpu { threads: 1, first_core: None },
+            network: None,
+            weight_precision: Default::default(),
+            step_timeout: Duration::from_secs(10),
+            library_dirs: Vec::new(),
+            cache_dir: None,
+        },
         world_size,
         ranks_per_node: world_size,
-        network: None,
         block_size: 16,
         kv_free_fraction: 0.25,
         max_step_tokens: 512,
-        weight_precision: Default::default(),
-        step_timeout: Duration::from_secs(10),
-        library_dirs: Vec::new(),
-        cache_dir: None,
     }
 }

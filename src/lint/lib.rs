@@ -20,6 +20,7 @@
 #![forbid(unsafe_code)]
 
 mod dry_load;
+mod error;
 mod explain;
 mod fields;
 mod files;
@@ -35,20 +36,9 @@ use std::process::ExitCode;
 use clap::Args;
 use models::EstimateMemory;
 
+pub use error::LintError;
 pub use finding::{Finding, Report, Verdict};
 pub use init::{InitArgs, LintLayout, init, write_text_repository};
-
-/// Why a command failed.
-#[derive(Debug, thiserror::Error)]
-#[allow(missing_docs)] // Fields are named by their messages.
-pub enum LintError {
-    #[error("{0}")]
-    Repository(#[from] repository::RepositoryError),
-    #[error("{what}: {source}")]
-    Io { what: String, source: std::io::Error },
-    #[error("{0}")]
-    Usage(String),
-}
 
 /// `trireme lint`
 #[derive(Debug, Clone, Args)]

@@ -148,7 +148,7 @@ pub struct AttentionLayer {
     pub has_alibi: bool,
     /// If set, attention reads only this number of last positions.
     pub window: Option<usize>,
-    /// If set, attention reads only the chunk of this number of positions in which the token lies.
+    /// If set, attention reads only the chunk of this number of positions of the token.
     pub chunk: Option<usize>,
     /// If set, a score `s` becomes `cap * tanh(s / cap)`.
     pub score_cap: Option<f32>,

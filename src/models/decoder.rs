@@ -2,12 +2,13 @@
 
 use std::path::Path;
 
-use ops::{Activation, AttentionSpec, Device, DeviceError, HeadNorms, LayerAttention, LogitSpec, PipelineStage};
+use ops::{AttentionSpec, Device, DeviceError, HeadNorms, LayerAttention, LogitSpec, PipelineStage};
 
 use crate::buffers::{Buffers, InnerBuffers, Widths};
-use crate::config::{KvSource, LayerSpec, MlpLayer};
+use crate::config::{KvSource, LayerSpec};
 use crate::expert_branch::ExpertBranch;
 use crate::layers::{HeadNormWeights, LayerSource, Loader};
+use crate::mlp::Mlp;
 use crate::model::Model;
 use crate::per_layer::{PerLayerBranch, PerLayerInputs};
 use crate::shard::Shard;
@@ -55,14 +56,6 @@ struct Layer<D: Device> {
     mlp_branch_norm: Option<D::Weight>,
     per_layer: Option<PerLayerBranch<D>>,
     scalar: Option<f32>,
-}
-
-/// A feed-forward that every token passes.
-struct Mlp<D: Device> {
-    activation: Activation,
-    up: D::Weight, // gate and up, or up alone
-    down: D::Weight,
-    output_gate: Option<D::Weight>,
 }
 
 impl<D: Device> Decoder<D> {
@@ -215,39 +208,6 @@ impl<D: Device> Layer<D> {
                 device.add(partial, second)
             }
             (Some(experts), _) => device.experts(partial, x, experts),
-        }
-    }
-}
-
-impl<D: Device> Mlp<D> {
-    fn load(loader: &mut Loader<'_, D>, source: LayerSource<'_>, mlp: MlpLayer) -> Result<Self, ModelError> {
-        let names = loader.names;
-        let shared = names.experts.and_then(|names| names.shared).filter(|_| source.spec.experts.is_some());
-        let (up, down, gate) = shared.unwrap_or((names.up, names.down, ""));
-        Ok(Self {
-            activation: loader.activation(source, mlp.activation)?,
-            up: loader.up(source, mlp, up)?,
-            down: loader.down(source, mlp, down)?,
-            output_gate: if mlp.has_output_gate { Some(loader.output_gate(source, gate)?) } else { None },
-        })
-    }
-
-    fn run(
-        &self,
-        device: &mut D,
-        x: &D::Tensor,
-        partial: &mut D::Tensor,
-        b: &mut InnerBuffers<D>,
-    ) -> Result<(), DeviceError> {
-        let inner = b.inner.as_mut().expect("a feed-forward has an inner layer");
-        match &mut b.gate_up {
-            Some(gate_up) => device.gated_linear(inner, gate_up, x, &self.up, self.activation)?,
-            None => device.activated_linear(inner, x, &self.up, self.activation)?,
-        }
-        device.linear(partial, inner, &self.down)?;
-        match &self.output_gate {
-            Some(gate) => device.gate_rows(partial, x, gate),
-            None => Ok(()),
         }
     }
 }

@@ -18,6 +18,7 @@ mod fields;
 mod kv_groups;
 mod layers;
 mod load;
+mod mlp;
 mod model;
 mod names;
 mod per_layer;

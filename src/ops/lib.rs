@@ -11,6 +11,7 @@
 
 mod attention;
 mod error;
+mod feature;
 mod inputs;
 mod memory;
 mod quantized;
@@ -18,13 +19,14 @@ mod spec;
 
 pub use attention::{AttentionSpec, LayerAttention, QueryScale, RopeTable};
 pub use error::DeviceError;
+pub use feature::Feature;
 pub use inputs::{SampleInput, StepInputs, TOKEN_ON_DEVICE};
 pub use memory::{MemoryEstimate, Target};
 pub use quantized::{Quantization, QuantizedRows};
 pub use spec::{
-    Activation, DType, ExpertGroups, ExpertSlice, ExpertSlices, Feature, HeadNormSpan, HeadOrder, LinearRole,
-    LogitSpec, MemoryPlan, NormKind, NormSlices, PipelineStage, Routing, RowSource, Scoring, StepLimits,
-    TensorParallel, WeightData, WeightSlice,
+    Activation, DType, ExpertGroups, ExpertSlice, ExpertSlices, HeadNormSpan, HeadOrder, LinearRole, LogitSpec,
+    MemoryPlan, NormKind, NormSlices, PipelineStage, Routing, RowSource, Scoring, StepLimits, TensorParallel,
+    WeightData, WeightSlice,
 };
 
 use engine::{CopiedBlock, RevisedRow, RowId, SampleMask, SampledToken, SamplingParams, TokenId};

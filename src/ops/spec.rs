@@ -186,15 +186,15 @@ pub enum LinearRole {
 pub struct Routing {
     /// Experts of a token.
     pub top_k: usize,
-    /// How weights follow from products. All but the softmax require [`Feature::SigmoidRouting`].
+    /// How weights follow from products. All but the softmax require [`crate::Feature::SigmoidRouting`].
     pub scoring: Scoring,
-    /// Whether a weight multiplies the input of its expert ([`Feature::ScaledExpertInputs`]); otherwise its output.
+    /// Whether a weight multiplies the input of its expert ([`crate::Feature::ScaledExpertInputs`]); otherwise its output.
     pub scales_input: bool,
-    /// If set, only the experts of some groups can be chosen ([`Feature::ExpertGroups`]).
+    /// If set, only the experts of some groups can be chosen ([`crate::Feature::ExpertGroups`]).
     pub groups: Option<ExpertGroups>,
     /// Whether the weights of the chosen experts are divided by their sum.
     pub is_normalized: bool,
-    /// Multiplies the weights of the chosen experts at the end. Other values than 1 require [`Feature::ExpertScales`].
+    /// Multiplies the weights of the chosen experts at the end. Other values than 1 require [`crate::Feature::ExpertScales`].
     pub scale: f32,
     /// Activation function of the gates.
     pub activation: Activation,
@@ -227,7 +227,7 @@ pub struct ExpertSlices<'a> {
     pub router: WeightSlice<'a>,
     /// `[experts]`, added to the products of the router.
     pub router_bias: Option<WeightSlice<'a>>,
-    /// `[experts]`: added to the weights while experts are chosen ([`Feature::SelectionBias`]).
+    /// `[experts]`: added to the weights while experts are chosen ([`crate::Feature::SelectionBias`]).
     pub selection_bias: Option<WeightSlice<'a>>,
     /// Index of this worker's first expert.
     pub first: usize,
@@ -235,7 +235,7 @@ pub struct ExpertSlices<'a> {
     pub experts: Vec<ExpertSlice<'a>>,
     /// How tokens choose.
     pub routing: Routing,
-    /// `[experts]`: if set, multiplies the weight of each expert at the end. Requires [`Feature::ExpertScales`].
+    /// `[experts]`: if set, multiplies the weight of each expert at the end. Requires [`crate::Feature::ExpertScales`].
     pub scales: Option<WeightSlice<'a>>,
 }
 
@@ -265,7 +265,7 @@ pub enum Activation {
     Relu,
     /// `max(x, 0)^2`.
     ReluSquared,
-    /// `positive x^2 + slope x` above 0, else `negative (e^min(x, edge) - 1 - x) + slope x`. Requires [`Feature::Xielu`].
+    /// `positive x^2 + slope x` above 0, else `negative (e^min(x, edge) - 1 - x) + slope x`. Requires [`crate::Feature::Xielu`].
     #[allow(missing_docs)] // Fields are named by the formula.
     Xielu { positive: f32, negative: f32, slope: f32, edge: f32 },
     /// Of experts alone: the gated product is `g * sigmoid(alpha * g) * (u + 1)`, where `g` is the gate up to `limit` and `u` is
@@ -315,104 +315,10 @@ impl PipelineStage {
     }
 }
 
-/// Ops that only some architectures need. A device may lack them; a model that needs a missing one is refused when it
-/// is loaded.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Feature {
-    /// Norms of [`NormKind::Layer`].
-    LayerNorm,
-    /// Learned positions: [`crate::Device::load_positions`], [`crate::Device::add_positions`].
-    LearnedPositions,
-    /// An MLP without a gate: [`crate::Device::activated_linear`].
-    PlainMlp,
-    /// Activations other than SiLU and GELU's tanh approximation.
-    OtherActivations,
-    /// [`Activation::Xielu`].
-    Xielu,
-    /// Norms of q and k, the same for all heads: [`crate::Device::head_norm`].
-    HeadNorm,
-    /// Norms of q and k with weights of each head, or layer norms: [`crate::Device::head_norm`].
-    EachHeadNorm,
-    /// Norms of q and k over all heads of the group: [`crate::Device::head_norm`].
-    AllHeadsNorm,
-    /// [`crate::LayerAttention::alibi_slopes`].
-    Alibi,
-    /// [`crate::LayerAttention::score_cap`].
-    ScoreCap,
-    /// [`crate::LayerAttention::sinks`].
-    Sinks,
-    /// [`crate::LayerAttention::chunk`].
-    ChunkedAttention,
-    /// [`crate::LayerAttention::query_scale`].
-    QueryScale,
-    /// [`LogitSpec::cap`].
-    LogitCap,
-    /// Norms behind a branch: [`crate::Device::reduce_norm_add_norm`].
-    BranchNorm,
-    /// Two branches of the same input: [`crate::Device::add`].
-    ParallelBranches,
-    /// [`crate::HeadNorms::v`].
-    ValueNorm,
-    /// [`crate::LayerAttention::has_shared_kv`].
-    SharedKv,
-    /// Norms of several groups in a row by [`crate::Device::norm`], and [`crate::Device::multiply_columns`].
-    PerLayerInputs,
-    /// [`crate::Device::scale`].
-    LayerScale,
-    /// Experts: [`crate::Device::load_experts`], [`crate::Device::experts`], [`crate::Device::gate_rows`].
-    Experts,
-    /// [`Scoring::Sigmoid`].
-    SigmoidRouting,
-    /// [`Routing::scales_input`].
-    ScaledExpertInputs,
-    /// [`ExpertSlices::selection_bias`].
-    SelectionBias,
-    /// [`Routing::groups`].
-    ExpertGroups,
-    /// [`ExpertSlices::scales`] and [`Routing::scale`].
-    ExpertScales,
-    /// [`crate::Device::experts_of`] and [`crate::Device::reduce_norm`].
-    ExpertsApart,
-}
-
-impl std::fmt::Display for Feature {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.write_str(match self {
-            Feature::LayerNorm => "layer norm",
-            Feature::LearnedPositions => "learned positions",
-            Feature::PlainMlp => "feed-forward without a gate",
-            Feature::OtherActivations => "activations other than SiLU and GELU (tanh)",
-            Feature::Xielu => "the activation xIELU",
-            Feature::HeadNorm => "norms of q and k",
-            Feature::EachHeadNorm => "layer norms of each head of q and k",
-            Feature::AllHeadsNorm => "norms of q and k over all heads",
-            Feature::Alibi => "ALiBi",
-            Feature::ScoreCap => "capped attention scores",
-            Feature::Sinks => "attention sinks",
-            Feature::ChunkedAttention => "attention in chunks",
-            Feature::QueryScale => "a scale of queries that depends on the position",
-            Feature::LogitCap => "capped logits",
-            Feature::BranchNorm => "norms behind attention and feed-forward",
-            Feature::ParallelBranches => "attention and feed-forward in parallel",
-            Feature::ValueNorm => "norms of v",
-            Feature::SharedKv => "layers that share keys and values",
-            Feature::PerLayerInputs => "an embedding for each layer",
-            Feature::LayerScale => "a factor of each layer",
-            Feature::SigmoidRouting => "experts that are weighted by sigmoids",
-            Feature::ScaledExpertInputs => "experts whose inputs are weighted",
-            Feature::SelectionBias => "experts that are chosen by their weights and a bias",
-            Feature::ExpertGroups => "experts that are chosen within groups",
-            Feature::ExpertScales => "a factor of each expert",
-            Feature::ExpertsApart => "experts with an input of their own",
-            Feature::Experts => "mixture of experts",
-        })
-    }
-}
-
 /// How logits follow from the products of the output head.
 #[derive(Debug, Clone, Copy, PartialEq, Default)]
 pub struct LogitSpec {
-    /// If set, a logit `x` becomes `cap * tanh(x / cap)`. Requires [`Feature::LogitCap`].
+    /// If set, a logit `x` becomes `cap * tanh(x / cap)`. Requires [`crate::Feature::LogitCap`].
     pub cap: Option<f32>,
 }
 

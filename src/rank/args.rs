@@ -16,7 +16,7 @@ use crate::metrics_args::MetricsArgs;
 
 /// Which models are loaded at start, and how that may change.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
-pub enum ControlMode {
+pub enum ControlModeFlag {
     /// All models of the repository, without later changes.
     None,
     /// All models; the repository is polled for changes.
@@ -33,7 +33,7 @@ pub struct RankArgs {
     pub model_repository: Vec<PathBuf>,
     /// Who decides which models are loaded
     #[arg(long, value_enum, default_value = "none")]
-    pub model_control_mode: ControlMode,
+    pub model_control_mode: ControlModeFlag,
     /// Model to load at start (explicit mode); `*` loads all
     #[arg(long, value_name = "NAME")]
     pub load_model: Vec<String>,
@@ -268,7 +268,7 @@ pub fn parse(matches: &ArgMatches) -> Result<(RankArgs, Vec<&'static str>), clap
             args.limits.set(limit, *value);
         }
     }
-    if !args.load_model.is_empty() && args.model_control_mode != ControlMode::Explicit {
+    if !args.load_model.is_empty() && args.model_control_mode != ControlModeFlag::Explicit {
         let words = "use of '--load-model' requires setting '--model-control-mode=explicit' as well";
         return Err(command().error(clap::error::ErrorKind::ArgumentConflict, words));
     }

@@ -12,6 +12,7 @@ use comm::World;
 use front::Address;
 use ipc::Prefix;
 use serving::{ControlMode, ServerConfig};
+use supervision::{DeviceChoice, WorkerSettings};
 
 use crate::args::{self, RankArgs};
 use crate::error::RankError;
@@ -32,20 +33,22 @@ pub(crate) fn llm_defaults(
 ) -> Result<LlmDefaults, RankError> {
     let (device, why) = devices::choose(hardware, args.device, args.threads, args.pin_threads, num_workers)?;
     tracing::info!("workers compute on {why}");
-    let is_cpu = matches!(device, supervision::DeviceChoice::Cpu { .. });
+    let is_cpu = matches!(device, DeviceChoice::Cpu { .. });
     Ok(LlmDefaults {
-        device,
+        worker: WorkerSettings {
+            device,
+            network: args.network.clone(),
+            weight_precision: args.weight_only_precision,
+            step_timeout: Duration::from_secs(args.step_timeout),
+            library_dirs: args.library_dir.clone(),
+            cache_dir: args.cache_dir(),
+        },
         world_size,
         ranks_per_node: num_workers as u32,
-        network: args.network.clone(),
         block_size: if is_cpu { 16 } else { 64 },
         // Other processes use the memory of a CPU, too.
         kv_free_fraction: if is_cpu { 0.25 } else { 0.9 },
         max_step_tokens: if is_cpu { CPU_STEP_TOKENS } else { CUDA_STEP_TOKENS },
-        weight_precision: args.weight_only_precision,
-        step_timeout: Duration::from_secs(args.step_timeout),
-        library_dirs: args.library_dir.clone(),
-        cache_dir: args.cache_dir(),
     })
 }
 
@@ -76,9 +79,11 @@ pub(crate) fn server_config(args: &RankArgs) -> ServerConfig {
         name: args.id.clone(),
         repositories: args.model_repository.clone(),
         control_mode: match args.model_control_mode {
-            args::ControlMode::None => ControlMode::None,
-            args::ControlMode::Explicit => ControlMode::Explicit { load: args.load_model.clone() },
-            args::ControlMode::Poll => ControlMode::Poll { interval: Duration::from_secs(args.repository_poll_secs) },
+            args::ControlModeFlag::None => ControlMode::None,
+            args::ControlModeFlag::Explicit => ControlMode::Explicit { load: args.load_model.clone() },
+            args::ControlModeFlag::Poll => {
+                ControlMode::Poll { interval: Duration::from_secs(args.repository_poll_secs) }
+            }
         },
         strict_readiness: args.strict_readiness,
         limits: args.limits,

@@ -49,7 +49,7 @@ impl WorldPlan {
     /// When the repository or the device cannot be used.
     pub fn new(args: &RankArgs, world_size: u32, hardware: &Hardware) -> Result<Self, RankError> {
         let defaults = llm_defaults(args, hardware, world_size, world_size as usize)?;
-        let devices = (0..world_size as usize).map(|rank| Free::of(hardware, defaults.device, rank));
+        let devices = (0..world_size as usize).map(|rank| Free::of(hardware, defaults.worker.device, rank));
         let devices = devices.collect::<Result<_, _>>()?;
         let planner = Arc::new(PlanFactory::new(defaults, hardware.estimate_memory));
         let runtime = tokio::runtime::Builder::new_multi_thread().enable_all().build().map_err(RankError::Runtime)?;

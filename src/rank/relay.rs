@@ -92,7 +92,7 @@ fn leave_signals_to_rank_0(world: &Arc<World>, replies: Receiver<()>) -> std::io
             match replies.recv_timeout(REPLY_TIMEOUT) {
                 Ok(()) => thread::sleep(REPLY_TIMEOUT),
                 Err(RecvTimeoutError::Disconnected) => return,
-                Err(RecvTimeoutError::Timeout) => world.abort(1, "was told to end, and rank 0 does not answer"),
+                Err(RecvTimeoutError::Timeout) => world.abort(1, "had to end, and rank 0 does not answer"),
             }
         }
     })?;

@@ -49,7 +49,7 @@ pub(crate) fn choose(args: &ServeArgs, line: &[String], hardware: &Hardware) -> 
         let plan = WorldPlan::new(&rank_args, world_size, hardware)?;
         if plan.fits() {
             let why = match (args.tp, num_gpus) {
-                (Some(_), _) => "as asked".to_owned(),
+                (Some(_), _) => "as requested".to_owned(),
                 (None, None) => "on CPUs".to_owned(),
                 (None, Some(gpus)) => format!("the smallest number of {gpus} GPUs that fits"),
             };

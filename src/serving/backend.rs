@@ -4,7 +4,7 @@ use std::path::PathBuf;
 use std::sync::Arc;
 
 use futures::future::{BoxFuture, FutureExt as _};
-use generation::Generator;
+use generation::{Generator, RequestBounds};
 use repository::{ModelConfig, ModelSource};
 
 use crate::{
@@ -52,7 +52,14 @@ pub trait Backend: Send + Sync {
         None
     }
 
-    /// Accepts a request to generate text, and returns at once. Only called where [`Backend::generator`] is `Some`.
+    /// Bounds of requests to generate, for adapters inside a backend; `None` for a model without generation. A model without a
+    /// tokenizer has them, too.
+    fn request_bounds(&self) -> Option<RequestBounds> {
+        None
+    }
+
+    /// Accepts a request to generate, and returns at once. Only called where [`Backend::generator`] is `Some`, or without text
+    /// options where [`Backend::request_bounds`] is.
     ///
     /// # Errors
     /// When the request cannot be accepted, for example because of invalid values or a full queue.

@@ -71,6 +71,13 @@ impl EventStream {
     }
 }
 
+/// The events of a backend's stream.
+impl From<ResponseStream> for EventStream {
+    fn from(stream: ResponseStream) -> Self {
+        Self(stream)
+    }
+}
+
 /// The items of another model's stream.
 struct Inner(ResponseStream);
 

@@ -1,4 +1,6 @@
 //! Histograms that any thread can add to without a lock.
+//!
+//! `prometheus-client` locks a mutex for each observation, of which a token makes several.
 
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 

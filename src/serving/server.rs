@@ -20,6 +20,8 @@ use crate::{
     LoadOverrides, ModelMetadata, ResponseStream, ServerConfig, ServerMetadata,
 };
 
+mod text;
+
 /// Serves the models of a repository.
 pub struct Server {
     config: ServerConfig,

@@ -42,8 +42,6 @@ pub struct TextOutputs {
     pub decoder: TextDecoder,
     /// The shape of texts, see [`DetokenizerModel::is_nested`].
     pub is_nested: bool,
-    /// Whether each row has its own length. Otherwise shorter rows are padded to the longest.
-    pub has_lengths: bool,
     /// Counts each response as a request to the detokenizer.
     pub calls: CallCounter,
     /// Parameters of each response.

@@ -20,6 +20,6 @@ pub use checkpoint::{difference, fingerprint};
 pub use messages::{FromAgent, RelayedWorker, ToAgent, WorkerId};
 pub use protocol::{
     DeviceChoice, FromWorker, KvMemory, LogitsPiece, LogitsPlace, MAX_LOGITS_PIECE, MAX_MASK_WORDS, ShmName, ToWorker,
-    WeightPrecision, WorkerSpec,
+    WeightPrecision, WorkerSettings, WorkerSpec,
 };
 pub use supervisor::WorkerSupervisor;

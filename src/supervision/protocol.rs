@@ -58,8 +58,8 @@ pub struct WorkerSpec {
     pub model: String,
     /// Hugging Face checkpoint directory.
     pub checkpoint: PathBuf,
-    /// The device to compute on.
-    pub device: DeviceChoice,
+    /// Settings that the operator of the world chooses.
+    pub settings: WorkerSettings,
     /// Number of the rank that starts it.
     pub rank: u32,
     /// Number of workers of the model on this node, other replicas included.
@@ -80,8 +80,6 @@ pub struct WorkerSpec {
     pub node_names: Vec<String>,
     /// [`fingerprint`](crate::fingerprint) of the checkpoint on rank 0's node; `None` in a world of one node.
     pub checkpoint_fingerprint: Option<Vec<u8>>,
-    /// The network between the nodes: an interface, or an address with its prefix length. `None`: any.
-    pub network: Option<String>,
     /// Shared-memory region of the tensor-parallel group; unused in a group of one.
     pub group_region: ShmName,
     /// Ring of [`ToWorker`] messages, created by this worker's rank.
@@ -102,12 +100,21 @@ pub struct WorkerSpec {
     pub block_size: usize,
     /// Memory for the KV cache.
     pub kv_memory: KvMemory,
-    /// Storage of the weights of linear layers. Only CPUs use it; other devices store them as the checkpoint has them.
-    pub weight_precision: WeightPrecision,
     /// The number of the first plan.
     pub next_step: u64,
-    /// How long a worker waits for its group in a collective operation.
-    pub collective_timeout: Duration,
+}
+
+/// Settings of a worker that are the same for all workers of a model.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct WorkerSettings {
+    /// The device to compute on.
+    pub device: DeviceChoice,
+    /// The network between the nodes: an interface, or an address with its prefix length. `None`: any.
+    pub network: Option<String>,
+    /// Storage of the weights of linear layers. Only CPUs use it; other devices store them as the checkpoint has them.
+    pub weight_precision: WeightPrecision,
+    /// Duration of a step after which its workers count as hung. A worker waits this long for its group in a collective operation.
+    pub step_timeout: Duration,
     /// Directories that are searched first for NVIDIA's libraries.
     pub library_dirs: Vec<PathBuf>,
     /// Directory that keeps measurements between starts.
@@ -216,7 +223,7 @@ pub enum FromWorker {
     Ready,
     /// The tokens of a step. Only the worker that [reports](WorkerSpec::reports) sends it.
     Output(StepOutput),
-    /// Raw logits that a request asked for; sent before the [`FromWorker::Output`] of the step that computed them.
+    /// Raw logits that a request wants; sent before the [`FromWorker::Output`] of the step that computed them.
     Logits(LogitsPiece),
     /// The worker ends because of an error.
     Failed {

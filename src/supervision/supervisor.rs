@@ -145,7 +145,7 @@ impl WorkerSupervisor {
         let (events, workers) = (self.events.clone(), Arc::clone(&self.workers));
         let (spawned, wait_spawned) = mpsc::channel::<()>();
         // Longer than the step watchdog, which reports stacks but is active only while steps run.
-        let max_stopped = spec.collective_timeout.mul_f32(1.5);
+        let max_stopped = spec.settings.step_timeout.mul_f32(1.5);
         let run = move || {
             let ended = match spawn(&prefix, &program, worker, spec) {
                 Ok(Started { mut child, watch, announcement, rings, stderr }) => {

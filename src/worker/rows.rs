@@ -57,9 +57,9 @@ struct Row {
     is_beam: bool,
     /// Whether its tokens are chosen among those of masks.
     is_constrained: bool,
-    /// Whether its request asked for the logits of the prompt.
+    /// Whether its request wants the logits of the prompt.
     reports_context: bool,
-    /// Whether its request asked for the logits of the output.
+    /// Whether its request wants the logits of the output.
     reports_generation: bool,
 }
 
@@ -328,7 +328,7 @@ impl Row {
         self.tokens.len() as u32 + self.num_sampled
     }
 
-    /// Requests the logits of the prompt positions that this step computes, if the request asked for them.
+    /// Requests the logits of the prompt positions that this step computes, if the request wants them.
     fn report_context(&self, work: &RowWork, inputs: &mut StepInputs, reported: &mut Vec<(SequenceId, LogitsPlace)>) {
         if !self.reports_context {
             return;

@@ -54,7 +54,7 @@ fn run(spec: &WorkerSpec, rings: &Rings) -> Result<(), WorkerError> {
         max_sequence_len: spec.max_sequence_len,
         vocab_size: config.vocab_size,
     };
-    match spec.device {
+    match spec.settings.device {
         DeviceChoice::Cpu { threads, first_core } => {
             let group = cpu_group(spec, threads)?;
             let device_config = CpuConfig { threads, limits, kv_memory_bytes: None, group };
@@ -67,7 +67,7 @@ fn run(spec: &WorkerSpec, rings: &Rings) -> Result<(), WorkerError> {
             {
                 eprintln!("{error}"); // Rank 0 logs it; the worker also runs unpinned.
             }
-            device.set_weight_precision(spec.weight_precision);
+            device.set_weight_precision(spec.settings.weight_precision);
             Worker::load(spec, &config, device)?.serve(rings)
         }
         DeviceChoice::Cuda { ordinal } => {
@@ -91,7 +91,7 @@ fn cpu_group(spec: &WorkerSpec, threads: usize) -> Result<Option<GroupConfig>, W
         prefix: spec.group_region.prefix.parse()?,
         name: spec.group_region.name.clone(),
         tensor_parallel: tensor_parallel(spec),
-        timeout: spec.collective_timeout,
+        timeout: spec.settings.step_timeout,
         spin: threads * spec.num_local_workers <= num_cores,
     }))
 }
@@ -99,7 +99,7 @@ fn cpu_group(spec: &WorkerSpec, threads: usize) -> Result<Option<GroupConfig>, W
 /// How this worker reaches those on other nodes and in other stages.
 fn peers(spec: &WorkerSpec, rings: &Rings) -> Result<Peers, WorkerError> {
     let addresses = match spec.spans_nodes() {
-        true => network::addresses(spec.network.as_deref())?,
+        true => network::addresses(spec.settings.network.as_deref())?,
         false => Vec::new(),
     };
     Ok(Peers {
@@ -110,7 +110,7 @@ fn peers(spec: &WorkerSpec, rings: &Rings) -> Result<Peers, WorkerError> {
         exchange: Arc::new(RankExchange::new(rings, 0..spec.nodes.len())),
         prefix: spec.group_region.prefix.parse()?,
         name: spec.group_region.name.clone(),
-        timeout: spec.collective_timeout,
+        timeout: spec.settings.step_timeout,
     })
 }
 
@@ -150,8 +150,8 @@ fn cuda_config(
         exchange: exchange(group.collect()),
         stage: PipelineStage { index: spec.stage, count: spec.num_stages },
         stage_exchange: exchange(stages.collect()),
-        library_dirs: spec.library_dirs.clone(),
-        cache_dir: spec.cache_dir.clone(),
+        library_dirs: spec.settings.library_dirs.clone(),
+        cache_dir: spec.settings.cache_dir.clone(),
         // `report_memory` applies the fraction of the spec.
         kv_memory_fraction: 1.0,
         max_drafts: spec.max_drafts,

@@ -1,4 +1,4 @@
-"""Reasoning is told from the answer, counted and limited, over OpenAI's and Anthropic's protocols."""
+"""Reasoning is separated from the answer, counted and limited, over OpenAI's and Anthropic's protocols."""
 
 import json
 import re

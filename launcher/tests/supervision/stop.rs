@@ -71,7 +71,7 @@ fn a_restart_keeps_the_launcher_and_its_flags() {
     assert_eq!(status[0]["processes"][0]["pid"], launch.id(), "{status}");
 
     let logs = text(&site.launch(&format!("logs --http_port={port}")).output().unwrap());
-    assert!(logs.contains("launch: SIGUSR1") || logs.contains("a restart is asked for"), "{logs}");
+    assert!(logs.contains("launch: SIGUSR1") || logs.contains("a restart is requested"), "{logs}");
     signal(launch.id() as i32, Signal::SIGTERM);
     let output = output(launch);
     assert_eq!(code(output.status), 0, "{}", text(&output));

@@ -10,7 +10,7 @@ use repository::ModelConfig;
 use repository::proto::ModelInput;
 use serving::{
     Backend, BackendFactory, EnsembleStep, EventStream, GenerateCall, InferError, InferRequest, InferResponse,
-    LoadRequest, Name, ResponseSender, ResponseStream, Server, Tensor,
+    LoadRequest, Name, ResponseSender, ResponseStream, Server, Tensor, TextOutput, TextOutputs,
 };
 
 use super::engine_request::{Renames, renamed, selected};
@@ -55,8 +55,11 @@ const TO_POSTPROCESSING: &Renames = &[
     ("sequence_end", "SEQUENCE_END"),
 ];
 
+/// The output of text.
+const TEXT: &str = "text_output";
+
 /// Outputs of `postprocessing`.
-const FROM_POSTPROCESSING: &Renames = &[("OUTPUT", "text_output")];
+const FROM_POSTPROCESSING: &Renames = &[("OUTPUT", TEXT)];
 
 /// Inputs of the language model, which have other names there.
 const RENAMED: &Renames = &[
@@ -213,7 +216,7 @@ impl Models {
         })
     }
 
-    /// Sends a request to a model, without inputs that it does not declare.
+    /// Sends a request to a model.
     fn infer(
         &self,
         config: &ModelConfig,
@@ -221,16 +224,20 @@ impl Models {
         inputs: Vec<Tensor>,
         step: Option<EnsembleStep>,
     ) -> Result<ResponseStream, InferError> {
-        let declared = |name: &str| config.input.iter().any(|input| input.name == name);
-        let inputs = inputs.into_iter().filter(|tensor| declared(&tensor.name)).collect();
-        self.server.infer_for_model(InferRequest {
-            model_name: Name::from(&config.name),
-            model_version: Name::default(),
-            inputs,
-            requested_outputs: Vec::new(),
-            step,
-            ..from.clone()
-        })
+        self.server.infer_for_model(InferRequest { step, ..model_request(config, from, inputs) })
+    }
+}
+
+/// A request to a model, without inputs that it does not declare.
+fn model_request(config: &ModelConfig, from: &InferRequest, inputs: Vec<Tensor>) -> InferRequest {
+    let declared = |name: &str| config.input.iter().any(|input| input.name == name);
+    InferRequest {
+        model_name: Name::from(&config.name),
+        model_version: Name::default(),
+        inputs: inputs.into_iter().filter(|tensor| declared(&tensor.name)).collect(),
+        requested_outputs: Vec::new(),
+        step: None,
+        ..from.clone()
     }
 }
 
@@ -240,7 +247,13 @@ impl Bls {
         let inputs = selected(TO_PREPROCESSING, &request.inputs);
         let mut stream = models.infer(&models.preprocessing, request, inputs, Some(text.step.clone()))?;
         let prompt = only_response(&mut stream, PREPROCESSING).await?;
-        let mut generated = models.infer(&models.language, request, language_inputs(request, &prompt, models), None)?;
+        let generate = model_request(&models.language, request, language_inputs(request, &prompt, models));
+        let text_outputs = self.text_outputs(&generate, request, models)?;
+        text.is_decoded = text_outputs.is_some();
+        let mut generated = match text_outputs {
+            Some(outputs) => models.server.infer_text_for_model(generate, outputs)?,
+            None => models.server.infer_for_model(generate)?,
+        };
         sender.mark_scheduled();
         loop {
             let Some(response) = generated.next_response().await.transpose()? else { return Ok(()) };
@@ -259,6 +272,29 @@ impl Bls {
         }
     }
 
+    /// The outputs, for a language model that makes the text itself. `None` where each response is a request to `postprocessing`: a
+    /// trace shows these requests, and one response to several rows has several texts.
+    fn text_outputs(
+        &self,
+        generate: &InferRequest,
+        request: &InferRequest,
+        models: &Models,
+    ) -> Result<Option<TextOutputs>, InferError> {
+        let num_rows = generate.inputs.first().and_then(|tensor| tensor.shape.first()).copied().unwrap_or(1);
+        if request.trace.is_some() || (num_rows > 1 && models.language.max_batch_size > 0) {
+            return Ok(None);
+        }
+        let generated = models.language.output.iter().map(|output| Name::from(&output.name));
+        let generated = generated.map(|name| (name.clone(), TextOutput::Generated(name)));
+        let outputs = generated.chain([(Name::new_static(TEXT), TextOutput::Text)]);
+        let outputs = outputs.filter(|(name, _)| self.returns(request, name)).collect();
+        models.server.text_outputs(&models.language.name, POSTPROCESSING, outputs)
+    }
+
+    fn returns(&self, request: &InferRequest, output: &Name) -> bool {
+        self.outputs.contains(output) && request.wants_output(output.as_str())
+    }
+
     async fn postprocess(
         &self,
         request: &InferRequest,
@@ -267,18 +303,19 @@ impl Bls {
         text: &mut TextState,
     ) -> Result<InferResponse, InferError> {
         let is_final = response.is_final;
-        let inputs = selected(TO_POSTPROCESSING, &response.outputs);
-        let mut step = text.step.clone();
-        step.is_last = is_final;
-        let mut stream = models.infer(&models.postprocessing, request, inputs, Some(step))?;
-        let detokenized = only_response(&mut stream, POSTPROCESSING).await?;
-        let mut outputs = selected(FROM_POSTPROCESSING, &detokenized.outputs);
-        if self.accumulate {
-            outputs.iter_mut().for_each(|output| *output = text.accumulate(output));
+        if !text.is_decoded {
+            let inputs = selected(TO_POSTPROCESSING, &response.outputs);
+            let mut step = text.step.clone();
+            step.is_last = is_final;
+            let mut stream = models.infer(&models.postprocessing, request, inputs, Some(step))?;
+            let detokenized = only_response(&mut stream, POSTPROCESSING).await?;
+            response.outputs.extend(selected(FROM_POSTPROCESSING, &detokenized.outputs));
+            response.outputs.retain(|tensor| self.returns(request, &tensor.name));
         }
-        response.outputs.append(&mut outputs);
-        let is_wanted = |name: &Name| self.outputs.contains(name) && request.wants_output(name.as_str());
-        response.outputs.retain(|tensor| is_wanted(&tensor.name));
+        if self.accumulate {
+            let texts = response.outputs.iter_mut().filter(|tensor| tensor.name == TEXT);
+            texts.for_each(|output| *output = text.accumulate(output));
+        }
         Ok(InferResponse { outputs: response.outputs, is_final, id: request.id.clone(), ..InferResponse::default() })
     }
 }
@@ -287,6 +324,8 @@ impl Bls {
 #[derive(Default)]
 struct TextState {
     step: EnsembleStep,
+    /// Whether responses of the language model have their text.
+    is_decoded: bool,
     texts: Vec<Vec<u8>>,
 }
 

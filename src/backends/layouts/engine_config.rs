@@ -27,6 +27,23 @@ pub(super) fn with_checkpoint(
     Ok(LoadRequest { config: Arc::new(config), ..model.clone() })
 }
 
+/// Names the tokenizer of a model in the configuration of its engine, where the checkpoint has none.
+///
+/// # Errors
+/// When the model has no tokenizer either.
+pub(super) fn with_tokenizer(engine: LoadRequest) -> Result<LoadRequest, InferError> {
+    let checkpoint = engine.config.parameter("gpt_model_path").unwrap_or_default();
+    if checkpoint::has_tokenizer(checkpoint.as_ref()) {
+        return Ok(engine);
+    }
+    let dir = checkpoint::tokenizer_dir(&engine.config, &engine.model_dir, &engine.version_dir)
+        .map_err(|message| InferError::invalid(format!("model `{}`: {message}", engine.config.name)))?;
+    let mut config = ModelConfig::clone(&engine.config);
+    let dir = std::path::absolute(&dir).unwrap_or(dir);
+    config.parameters.insert("tokenizer_dir".to_owned(), ModelParameter { string_value: dir.display().to_string() });
+    Ok(LoadRequest { config: Arc::new(config), ..engine })
+}
+
 /// An output of the engine that a layout uses.
 pub(super) fn engine_output(name: &str, data_type: DataType) -> ModelOutput {
     let mut output = ModelOutput { name: name.to_owned(), dims: vec![-1], ..ModelOutput::default() };

@@ -1,6 +1,6 @@
-//! The request of a layout to its engine, and the engine's response.
+//! The tensors of a layout's request under the engine's names.
 
-use serving::{InferError, InferRequest, InferResponse, Name, Shape, Tensor};
+use serving::{InferError, InferRequest, Name, Shape, Tensor};
 
 use crate::tensor_values::{find, strings};
 
@@ -33,54 +33,13 @@ pub(super) fn selected(renames: &Renames, tensors: &[Tensor]) -> Vec<Tensor> {
     renames.iter().filter_map(select).collect()
 }
 
-/// The inputs of one request to the engine, which has one prompt.
-pub(super) struct EngineInputs(Vec<Tensor>);
-
-impl EngineInputs {
-    /// The inputs `input_ids` and `streaming`.
-    pub fn new(prompt: &[u32], streaming: bool) -> Self {
-        let ids = Tensor::from_u32("input_ids", &[1, prompt.len() as i64], prompt);
-        Self(vec![ids, Tensor::from_bool("streaming", &[1, 1], &[streaming])])
-    }
-
-    /// Adds the inputs that `request` has under the layout's names.
-    ///
-    /// # Errors
-    /// When a tensor has neither one value nor one for each row.
-    pub fn add_named(&mut self, request: &InferRequest, names: &Names, row: Row) -> Result<(), InferError> {
-        for (name, aliases) in names {
-            if let Some(tensor) = find(request, aliases) {
-                self.0.push(row.of(tensor, name)?);
-            }
-        }
-        Ok(())
-    }
-
-    /// Adds inputs.
-    pub fn extend(&mut self, inputs: impl IntoIterator<Item = Tensor>) {
-        self.0.extend(inputs);
-    }
-
-    /// Adds the inputs that are absent.
-    pub fn add_defaults(&mut self, defaults: impl IntoIterator<Item = Tensor>) {
-        add_missing(&mut self.0, defaults);
-    }
-
-    /// Replaces an input.
-    pub fn replace(&mut self, input: Tensor) {
-        self.0.retain(|tensor| tensor.name != input.name);
-        self.0.push(input);
-    }
-
-    /// The input of this name.
-    pub fn get(&self, name: &str) -> Option<&Tensor> {
-        self.0.iter().find(|tensor| tensor.name == name)
-    }
-
-    /// The request to the engine: `request` with these inputs and all outputs.
-    pub fn into_request(self, request: &InferRequest) -> InferRequest {
-        InferRequest { inputs: self.0, requested_outputs: Vec::new(), ..request.clone() }
-    }
+/// The inputs that one row of `request` has under the layout's names, with the engine's.
+///
+/// # Errors
+/// When a tensor has neither one value nor one for each row.
+pub(super) fn row_inputs(request: &InferRequest, names: &Names, row: Row) -> Result<Vec<Tensor>, InferError> {
+    let input = |(name, aliases): &(&'static str, &[&str])| Some(row.of(find(request, aliases)?, name));
+    names.iter().filter_map(input).collect()
 }
 
 /// Adds the tensors of `defaults` whose names are absent.
@@ -129,24 +88,6 @@ impl Row {
     }
 }
 
-/// The tokens of one response of the engine, and their natural log-probabilities where they are requested.
-pub(super) struct EngineOutput {
-    pub tokens: Vec<u32>,
-    pub log_probs: Vec<f32>,
-}
-
-impl EngineOutput {
-    /// The tokens of `response`.
-    pub fn new(response: &InferResponse) -> Self {
-        let output = |name: &str| response.outputs.iter().find(|tensor| tensor.name == name);
-        let tokens = output("output_ids").and_then(Tensor::to_i32).unwrap_or_default();
-        Self {
-            tokens: tokens.into_iter().map(i32::cast_unsigned).collect(),
-            log_probs: output("output_log_probs").and_then(Tensor::to_f32).unwrap_or_default(),
-        }
-    }
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -179,17 +120,13 @@ mod tests {
             inputs: vec![Tensor::from_i32("top_k", &[1], &[7]), Tensor::from_f32("TEMPERATURE", &[1], &[0.5])],
             ..InferRequest::default()
         };
-        let mut inputs = EngineInputs::new(&[1, 2], true);
         let names =
             [("temperature", &["temperature", "TEMPERATURE"][..]), ("runtime_top_k", &["top_k"]), ("seed", &["seed"])];
-        inputs.add_named(&request, &names, Row { index: 0, count: 1 }).unwrap();
-        inputs.add_defaults([
-            Tensor::from_i32("runtime_top_k", &[1, 1], &[1]),
-            Tensor::from_i32("end_id", &[1, 1], &[2]),
-        ]);
-        inputs.replace(Tensor::from_i32("end_id", &[1, 1], &[-1]));
-        let found: Vec<Name> = inputs.into_request(&request).inputs.into_iter().map(|tensor| tensor.name).collect();
-        assert_eq!(found, ["input_ids", "streaming", "temperature", "runtime_top_k", "end_id"]);
+        let mut inputs = row_inputs(&request, &names, Row { index: 0, count: 1 }).unwrap();
+        let defaults = [Tensor::from_i32("runtime_top_k", &[1, 1], &[1]), Tensor::from_i32("end_id", &[1, 1], &[2])];
+        add_missing(&mut inputs, defaults);
+        let found: Vec<Name> = inputs.into_iter().map(|tensor| tensor.name).collect();
+        assert_eq!(found, ["temperature", "runtime_top_k", "end_id"]);
         assert_eq!([renamed(&[("a", "b")], "a"), renamed(&[("a", "b")], "c")], ["b", "c"]);
     }
 }

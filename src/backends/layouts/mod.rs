@@ -6,6 +6,7 @@
 mod adapter;
 mod bls;
 mod engine;
+mod engine_bounds;
 mod engine_config;
 mod engine_request;
 mod forward;
@@ -16,7 +17,6 @@ mod rows;
 mod static_batch;
 mod text_model;
 mod text_names;
-mod text_values;
 mod turbomind;
 
 use std::collections::{BTreeSet, HashMap};

@@ -3,8 +3,10 @@
 //! They have different names for the same inputs, which `text_names` converts to those of the engine. No chat template is applied to
 //! prompts.
 
+mod inputs;
 mod request;
 mod response;
+mod row_text;
 
 use std::sync::Arc;
 
@@ -12,26 +14,29 @@ use futures::FutureExt as _;
 use futures::future::BoxFuture;
 use generation::Generator;
 use repository::ModelConfig;
-use repository::proto::{DataType as ConfigType, ModelOutput, ModelParameter};
+use repository::proto::{DataType as ConfigType, ModelOutput};
 use serving::{
-    Backend, BackendFactory, GenerateCall, InferError, InferRequest, Limits, LoadRequest, ResponseStream, Tensor,
+    Backend, BackendFactory, EventStream, GenerateCall, InferError, InferRequest, Limits, LoadRequest, ResponseStream,
+    Tensor,
 };
 use tokio::runtime::Handle;
 
-use super::engine_config::{engine_output, with_checkpoint};
+use super::engine_bounds::EngineBounds;
+use super::engine_config::{engine_output, with_checkpoint, with_tokenizer};
 use super::keys::Use;
 use super::recognise::is_lmdeploy_model;
 use super::text_names::{STREAM, default_inputs, input, missing_inputs, text_output};
-use super::text_values::{RunningText, prompts};
 use crate::encoder::{self, Encoder};
 use crate::tensor_values::first;
 use crate::{checkpoint, parameters};
+use inputs::prompts;
+use row_text::RowText;
 
 /// Parameters with the default number of tokens to generate.
 const DEFAULT_LENGTH: [&str; 3] = ["max_output_length", "max_output_tokens", "max_new_tokens"];
 
 /// The default number of tokens to generate where the configuration has none: that of LMDeploy.
-const DEFAULT_MAX_TOKENS: i32 = 512;
+const DEFAULT_MAX_TOKENS: u32 = 512;
 
 /// The output of natural log-probabilities of tokens, with `return_log_probs`.
 const LOG_PROBS: &str = "output_log_probs";
@@ -65,36 +70,37 @@ impl BackendFactory for TextModelFactory {
     fn load(&self, model: LoadRequest) -> BoxFuture<'static, Result<Arc<dyn Backend>, InferError>> {
         let llm = self.llm.clone();
         async move {
-            let request = with_checkpoint(&model, configure_engine)?;
+            let request = with_tokenizer(with_checkpoint(&model, configure_engine)?)?;
             let text_model = TextModel::new(&model, &request)?;
             let llm = llm.load(request).await?;
-            Ok(Arc::new(TextModel { llm: Some(llm), ..text_model }) as Arc<dyn Backend>)
+            let engine = Some(Engine { bounds: EngineBounds::new(&model, &*llm), llm });
+            Ok(Arc::new(TextModel { engine, ..text_model }) as Arc<dyn Backend>)
         }
         .boxed()
     }
 }
 
-/// The engine inside a text model always streams.
+/// The engine inside a text model sends events, so it has no outputs.
 fn configure_engine(config: &mut ModelConfig) {
     config.max_batch_size = config.max_batch_size.max(MAX_ROWS);
-    config.model_transaction_policy.get_or_insert_default().decoupled = true;
-    let outputs = [
-        ("output_ids", ConfigType::TypeInt32),
-        ("sequence_length", ConfigType::TypeInt32),
-        (LOG_PROBS, ConfigType::TypeFp32),
-    ];
-    config.output = outputs.map(|(name, data_type)| engine_output(name, data_type)).to_vec();
-    config.parameters.insert("exclude_input_in_output".to_owned(), ModelParameter { string_value: "true".to_owned() });
+    config.output.clear();
+}
+
+/// The loaded engine.
+#[derive(Clone)]
+struct Engine {
+    llm: Arc<dyn Backend>,
+    bounds: Arc<EngineBounds>,
 }
 
 /// A loaded text model. Clones share the engine.
 #[derive(Clone)]
 struct TextModel {
     /// Set once the engine is loaded.
-    llm: Option<Arc<dyn Backend>>,
+    engine: Option<Engine>,
     encoder: Arc<Encoder>,
     limits: Limits,
-    max_tokens: i32,
+    max_tokens: u32,
     /// Whether texts have the shape `[rows, 1]`. Otherwise they have the shape `[rows]`, because clients of TensorRT-LLM's text models
     /// read `text_output[0]`.
     is_nested: bool,
@@ -112,7 +118,7 @@ impl TextModel {
         let dir = engine.config.parameter("gpt_model_path").unwrap_or_default();
         let tokenizer = match checkpoint::has_tokenizer(dir.as_ref()) {
             true => generation::tokenizer(dir.as_ref()).map_err(|error| wrong(error.to_string()))?,
-            false => checkpoint::tokenizer(model)?.0,
+            false => checkpoint::tokenizer(engine)?.0,
         };
         let mut max_tokens = DEFAULT_MAX_TOKENS;
         for key in DEFAULT_LENGTH {
@@ -123,7 +129,7 @@ impl TextModel {
         let text = text.or_else(|| config.output.iter().find(is_text));
         let text = text.ok_or_else(|| wrong("no output is TYPE_STRING; declare `text_output`".to_owned()))?;
         Ok(Self {
-            llm: None,
+            engine: None,
             encoder: Arc::new(Encoder::new(tokenizer, dir.as_ref(), model)),
             limits: model.limits,
             max_tokens,
@@ -137,8 +143,12 @@ impl TextModel {
         })
     }
 
+    fn engine(&self) -> &Engine {
+        self.engine.as_ref().expect("the engine was loaded before the model serves")
+    }
+
     fn llm(&self) -> &Arc<dyn Backend> {
-        self.llm.as_ref().expect("the engine was loaded before the model serves")
+        &self.engine().llm
     }
 }
 
@@ -210,11 +220,8 @@ fn refuse_unsupported(request: &InferRequest) -> Result<(), InferError> {
     Ok(())
 }
 
-/// A request to the engine, and the text of its output.
-type Prepared = (InferRequest, RunningText);
-
-/// A response stream of the engine, and the text of its output.
-type Run = (ResponseStream, RunningText);
+/// The events of the engine, and the text for them.
+type Run = (EventStream, RowText);
 
 impl TextModel {
     /// Checks that the response to `num_prompts` prompts can be streamed.
@@ -232,7 +239,7 @@ impl TextModel {
     }
 
     /// Starts requests on the engine.
-    fn start(&self, prepared: Vec<Prepared>) -> Result<Vec<Run>, InferError> {
-        prepared.into_iter().map(|(request, text)| Ok((self.llm().infer(request)?, text))).collect()
+    fn start(&self, prepared: Vec<(GenerateCall, RowText)>) -> Result<Vec<Run>, InferError> {
+        prepared.into_iter().map(|(call, text)| Ok((self.llm().generate(call)?.into(), text))).collect()
     }
 }

@@ -8,17 +8,21 @@ mod sessions;
 
 use std::sync::Arc;
 
+use engine::{FinishReason, TokenId};
 use futures::FutureExt as _;
 use futures::future::BoxFuture;
+use generation::{Delta, GenerateEvent, Timestamp};
 use repository::ModelConfig;
-use repository::proto::{DataType as ConfigType, ModelParameter};
+use repository::proto::ModelParameter;
 use serving::{
-    Backend, BackendFactory, CorrelationId, InferError, InferRequest, InferResponse, LoadRequest, Name, ResponseSender,
-    ResponseStream, Tensor,
+    Backend, BackendFactory, CorrelationId, EventStream, GenerateCall, InferError, InferRequest, InferResponse,
+    LoadRequest, Name, ResponseSender, ResponseStream, Tensor,
 };
 
-use super::engine_config::{engine_output, with_checkpoint};
-use super::engine_request::{EngineInputs, EngineOutput, Renames, rename};
+use super::engine_bounds::EngineBounds;
+use super::engine_config::with_checkpoint;
+use super::engine_request::{Renames, rename};
+use crate::llm::inputs::{RequestDefaults, check_streaming, generation, refuse_unsupported, words};
 use crate::tensor_values::first;
 use sessions::{Run, SessionRequest, Sessions};
 
@@ -47,11 +51,12 @@ impl BackendFactory for SessionsFactory {
     fn load(&self, model: LoadRequest) -> BoxFuture<'static, Result<Arc<dyn Backend>, InferError>> {
         let llm = self.llm.clone();
         async move {
-            let request = with_checkpoint(&model, configure_engine)?;
+            let llm = llm.load(with_checkpoint(&model, configure_engine)?).await?;
             let sessions = SessionModel {
                 outputs: model.config.output.iter().map(|output| Name::from(&output.name)).collect(),
                 sessions: Sessions::default(),
-                llm: llm.load(request).await?,
+                bounds: EngineBounds::new(&model, &*llm),
+                llm,
             };
             Ok(Arc::new(sessions) as Arc<dyn Backend>)
         }
@@ -63,14 +68,7 @@ impl BackendFactory for SessionsFactory {
 fn configure_engine(config: &mut ModelConfig) {
     let instances = i32::try_from(config.num_instances()).unwrap_or(i32::MAX);
     config.max_batch_size = config.max_batch_size.max(instances);
-    config.model_transaction_policy.get_or_insert_default().decoupled = true;
-    let outputs = [
-        ("output_ids", ConfigType::TypeInt32),
-        ("cum_log_probs", ConfigType::TypeFp32),
-        ("output_log_probs", ConfigType::TypeFp32),
-    ];
-    config.output = outputs.map(|(name, data_type)| engine_output(name, data_type)).to_vec();
-    config.parameters.insert("exclude_input_in_output".to_owned(), ModelParameter { string_value: "true".to_owned() });
+    config.output.clear(); // It sends events.
     // TurboMind's name for `tp`.
     if let Some(size) = config.parameter("tensor_para_size").map(str::to_owned) {
         config.parameters.entry("tp".to_owned()).or_insert(ModelParameter { string_value: size });
@@ -80,6 +78,7 @@ fn configure_engine(config: &mut ModelConfig) {
 /// The model, with its sessions.
 struct SessionModel {
     llm: Arc<dyn Backend>,
+    bounds: Arc<EngineBounds>,
     outputs: Arc<[Name]>,
     sessions: Sessions,
 }
@@ -98,11 +97,8 @@ impl Backend for SessionModel {
         }
         let max_tokens = usize::try_from(max_tokens).unwrap_or(0);
         let run = self.sessions.begin(&session, &new_tokens(&request)?, max_tokens)?;
-        match self.llm.infer(engine_request(&request, &run.tokens)) {
-            Ok(engine) => {
-                let outputs = self.outputs.clone();
-                Ok(ResponseStream::from_future(|sender| respond(run, engine, outputs, sender)))
-            }
+        match self.generate(&request, &run.tokens) {
+            Ok((events, outputs)) => Ok(ResponseStream::from_future(|sender| respond(run, events, outputs, sender))),
             Err(error) => {
                 run.abort();
                 Err(error)
@@ -119,36 +115,88 @@ impl Backend for SessionModel {
     }
 }
 
-/// Sends the responses of the engine with all tokens of the session.
-async fn respond(mut run: Run, mut engine: ResponseStream, outputs: Arc<[Name]>, sender: ResponseSender) {
+impl SessionModel {
+    /// Starts a request of the engine with the session's tokens as its prompt. Returns its events, and the outputs of its responses.
+    fn generate(&self, request: &InferRequest, prompt: &[u32]) -> Result<(EventStream, SessionOutputs), InferError> {
+        let is_other = |tensor: &&Tensor| !SESSION_INPUTS.contains(&tensor.name.as_str());
+        let mut inputs: Vec<Tensor> = request.inputs.iter().filter(is_other).cloned().collect();
+        rename(RENAMES, &mut inputs);
+        let request = InferRequest { inputs, ..request.clone() };
+        refuse_unsupported(&request)?;
+        let bounds = self.bounds.of_values()?;
+        let mut generate = generation(&bounds, &request, &RequestDefaults::default())?;
+        check_streaming(true, true, generate.sequence.beams.as_ref())?;
+        generate.num_sequences = 1;
+        generate.sequence.prompt = prompt.iter().copied().map(TokenId).collect();
+        generate.sequence.stop_words = words(&bounds, &request, "stop_words_list")?;
+        let returns_log_probs = generate.sequence.sampling.num_logprobs.is_some();
+        let outputs = SessionOutputs { declared: self.outputs.clone(), returns_log_probs, cum_log_prob: 0.0 };
+        let call = GenerateCall { id: request.id, ..GenerateCall::new("", generate) };
+        Ok((self.llm.generate(call)?.into(), outputs))
+    }
+}
+
+/// Sends the events of the engine with all tokens of the session.
+async fn respond(mut run: Run, mut events: EventStream, mut outputs: SessionOutputs, sender: ResponseSender) {
     loop {
-        let item = tokio::select! {
-            item = engine.next_response() => item,
+        let event = tokio::select! {
+            event = events.next_event() => event,
             // The tokens so far stay part of the session.
-            () = run.stopped() => Some(Ok(InferResponse { is_final: true, ..InferResponse::default() })),
+            () = run.stopped() => Some(Ok(GenerateEvent::Delta(cancelled()))),
         };
         sender.mark_scheduled();
-        engine.generation().into_iter().for_each(|generation| sender.report(generation));
-        let Some(item) = item else { return };
-        let ends = item.as_ref().map_or(true, |response| response.is_final);
-        let item = item.map(|response| with_session(&mut run, &outputs, response));
-        if ends && item.is_ok() {
+        events.generation().into_iter().for_each(|generation| sender.report(generation));
+        let delta = match event {
+            None => return,
+            Some(Ok(GenerateEvent::Delta(delta))) => delta,
+            Some(Ok(_)) => continue,
+            Some(Err(error)) => {
+                sender.send(Err(error)).await;
+                return;
+            }
+        };
+        let is_final = delta.finished.is_some();
+        if delta.tokens.is_empty() && !is_final {
+            continue;
+        }
+        let response = outputs.response(&mut run, &delta);
+        if is_final {
             // Before the response is sent, because the client may send its next request at once.
             run.finish();
         }
-        if !sender.send(item).await || ends {
+        if !sender.send(Ok(response)).await || is_final {
             return;
         }
     }
 }
 
-/// A response of the engine with all tokens of the session in place of the new ones.
-fn with_session(run: &mut Run, declared: &[Name], response: InferResponse) -> InferResponse {
-    run.tokens.extend(EngineOutput::new(&response).tokens);
-    let mut outputs = tokens(&run.tokens, run.tokens.len()).to_vec();
-    outputs.extend(response.outputs.iter().filter(|tensor| tensor.name.ends_with("log_probs")).cloned());
-    outputs.retain(|tensor| declared.contains(&tensor.name));
-    InferResponse { outputs, ..response }
+/// The end of a request that its session stopped.
+fn cancelled() -> Delta {
+    Delta { finished: Some(FinishReason::Cancelled), ..Delta::new(0, Timestamp::now()) }
+}
+
+/// The outputs of a request's responses.
+struct SessionOutputs {
+    declared: Arc<[Name]>,
+    returns_log_probs: bool,
+    /// Sum of the log-probabilities of all tokens so far.
+    cum_log_prob: f64,
+}
+
+impl SessionOutputs {
+    /// A response with all tokens of the session, to which those of `delta` are added.
+    fn response(&mut self, run: &mut Run, delta: &Delta) -> InferResponse {
+        run.tokens.extend(delta.tokens.iter().map(|token| token.token.0));
+        let mut outputs = tokens(&run.tokens, run.tokens.len()).to_vec();
+        if self.returns_log_probs {
+            let log_probs: Vec<f32> = delta.tokens.iter().map(|token| token.logprob.unwrap_or(0.0)).collect();
+            self.cum_log_prob += log_probs.iter().copied().map(f64::from).sum::<f64>();
+            outputs.push(Tensor::from_f32("cum_log_probs", &[1, 1], &[self.cum_log_prob as f32]));
+            outputs.push(Tensor::from_f32("output_log_probs", &[1, 1, log_probs.len() as i64], &log_probs));
+        }
+        outputs.retain(|tensor| self.declared.contains(&tensor.name));
+        InferResponse { outputs, is_final: delta.finished.is_some(), ..InferResponse::default() }
+    }
 }
 
 /// The outputs of tokens, and of the length of the session.
@@ -173,16 +221,6 @@ fn session_request(request: &InferRequest) -> Result<SessionRequest, InferError>
 /// Whether an integer input is not 0.
 fn is_set(request: &InferRequest, name: &str, default: bool) -> Result<bool, InferError> {
     Ok(first::<i64>(request, &[name])?.map_or(default, |value| value != 0))
-}
-
-/// The engine's request: all inputs except those of the session, streamed.
-fn engine_request(request: &InferRequest, prompt: &[u32]) -> InferRequest {
-    let is_other = |tensor: &&Tensor| !SESSION_INPUTS.contains(&tensor.name.as_str());
-    let mut others: Vec<Tensor> = request.inputs.iter().filter(is_other).cloned().collect();
-    rename(RENAMES, &mut others);
-    let mut inputs = EngineInputs::new(prompt, true);
-    others.into_iter().for_each(|input| inputs.replace(input));
-    inputs.into_request(request)
 }
 
 /// The token ids of a request, without padding.

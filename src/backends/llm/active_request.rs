@@ -5,7 +5,7 @@ use std::sync::Arc;
 
 use engine::{BlockUsage, FinishReason, RowId, SampledToken, SequenceId, TokenEvent};
 use generation::{Delta, GenerateEvent, Logits, LogitsPosition, SequenceText, Tokens};
-use serving::{CallCounter, ErrorKind, InferError, Name, Timestamp};
+use serving::{ErrorKind, InferError, Name, Timestamp};
 use smallvec::{SmallVec, smallvec};
 use supervision::LogitsPlace;
 use tokio::sync::watch;
@@ -19,25 +19,15 @@ use super::submission::{StopHandle, StopHandles, Submission, UNLOADED, WaitOutco
 use super::text_stop::TextStop;
 use super::timing::Timing;
 
-/// The texts of a request's sequences.
-pub(crate) struct SequenceTexts {
-    /// By sequence.
-    pub(crate) sequences: SmallVec<[SequenceText; 1]>,
-    /// Counts each addition of tokens as a request to the model that decodes them.
-    pub(crate) decode_calls: Option<CallCounter>,
-}
+/// The texts of a request's sequences, by sequence.
+pub(crate) type SequenceTexts = SmallVec<[SequenceText; 1]>;
 
-impl SequenceTexts {
-    /// Adds tokens to a sequence. Returns its new text, the tokens that are released with it, and the stop text that ends it.
-    fn push(&mut self, index: usize, tokens: Tokens, ends: bool) -> (String, Tokens, Option<usize>) {
-        let started = self.decode_calls.as_ref().map(|_| Timestamp::now());
-        let (mut text, mut released) = (String::new(), Tokens::new());
-        let stop = self.sequences[index].push(tokens, ends, &mut text, &mut released);
-        if let (Some(calls), Some(started)) = (&mut self.decode_calls, started) {
-            calls.count(Timestamp::now().ns_since(started));
-        }
-        (text, released, stop)
-    }
+/// Adds new tokens of a sequence to its text. Sets the text, the tokens that are released with it, and the stop text that ends it.
+fn decode(sequence: &mut SequenceText, tokens: Tokens, ends: bool, delta: &mut Delta) {
+    let started = Timestamp::now();
+    delta.stop = sequence.push(tokens, ends, &mut delta.text, &mut delta.tokens);
+    let ended = Timestamp::now();
+    delta.decoded = Some((ended, ended.ns_since(started)));
 }
 
 /// A request in flight.
@@ -53,8 +43,8 @@ pub(crate) struct ActiveRequest {
     pub(crate) timing: Timing,
     /// One for each sequence, where there are stop words.
     pub(crate) text_stops: Vec<TextStop>,
-    /// Set where the events have text.
-    pub(crate) texts: Option<SequenceTexts>,
+    /// One for each sequence, or beam, where the events have text.
+    pub(crate) texts: SequenceTexts,
     /// Empty until a replica has accepted the request. A beam search has one sequence for all of its beams.
     pub(crate) sequences: SmallVec<[SequenceId; 1]>,
     /// Whether each sequence, or beam, has ended.
@@ -88,29 +78,22 @@ impl ActiveRequest {
         self.ended.iter().for_each(|_| self.timing.ended(reason));
     }
 
-    /// Fast path: the delta of one token of a running sequence. `None` where the token needs a search for stop words, a text or
-    /// a beam.
+    /// Fast path: the delta of one token of a running sequence. `None` where the token needs a search for stop words or a beam.
     pub(crate) fn one_token(&mut self, token: &OneToken, is_drained: bool) -> Option<Delta> {
-        if !self.text_stops.is_empty() || self.texts.is_some() || self.ended.len() > self.sequences.len() {
+        let has_stop_texts = self.texts.first().is_some_and(SequenceText::has_stop_texts);
+        if has_stop_texts || !self.text_stops.is_empty() || self.ended.len() > self.sequences.len() {
             return None;
         }
         let index = self.index_of(token.sequence).filter(|&index| !self.ended[index])?;
         let &OneToken { row, token, logprob, blocks, drafts, at, .. } = token;
         self.timing.tokens(index, 1, blocks, at);
         let tokens = smallvec![SampledToken { row, token, logprob, top: Vec::new() }];
-        let text = String::new();
-        Some(Delta {
-            index,
-            tokens,
-            text,
-            stop: None,
-            at,
-            finished: None,
-            blocks,
-            drafts,
-            cum_log_prob: None,
-            is_drained,
-        })
+        let mut delta = Delta { blocks, drafts, is_drained, ..Delta::new(index, at) };
+        match self.texts.get_mut(index) {
+            Some(text) => decode(text, tokens, false, &mut delta),
+            None => delta.tokens = tokens,
+        }
+        Some(delta)
     }
 
     /// Handles the next event of the queue, and appends the resulting events to `ready`.
@@ -184,32 +167,27 @@ impl ActiveRequest {
             self.take_beams(event, at);
             return;
         }
-        let TokenEvent { sequence, tokens, mut finished, blocks, drafts, .. } = event;
-        let (mut text, mut stop, mut is_stopped) = (String::new(), None, false);
-        let tokens = match (&mut self.texts, self.text_stops.get_mut(index)) {
-            (Some(texts), _) => {
-                let released;
-                (text, released, stop) = texts.push(index, tokens, finished.is_some());
-                is_stopped = stop.is_some();
-                released
+        let TokenEvent { sequence, tokens, finished, blocks, drafts, .. } = event;
+        let mut delta = Delta { finished, blocks, drafts, is_drained, ..Delta::new(index, at) };
+        let is_stopped = match (self.texts.get_mut(index), self.text_stops.get_mut(index)) {
+            (Some(text), _) => {
+                decode(text, tokens, finished.is_some(), &mut delta);
+                delta.stop.is_some()
             }
-            (None, Some(text_stop)) => {
-                let mut free = Tokens::new();
-                is_stopped = text_stop.push(tokens, finished.is_some(), &mut free);
-                free
+            (None, Some(text_stop)) => text_stop.push(tokens, finished.is_some(), &mut delta.tokens),
+            (None, None) => {
+                delta.tokens = tokens;
+                false
             }
-            (None, None) => tokens,
         };
         if is_stopped {
             if finished.is_none() {
                 self.timing.ended(Some(FinishReason::StopWord));
                 self.submission.send(Message::Finish(sequence));
             }
-            finished = Some(FinishReason::StopWord);
+            delta.finished = Some(FinishReason::StopWord);
         }
-        self.ended[index] = finished.is_some();
-        let cum_log_prob = None;
-        let delta = Delta { index, tokens, text, stop, at, finished, blocks, drafts, cum_log_prob, is_drained };
+        self.ended[index] = delta.finished.is_some();
         self.ready.push_back(GenerateEvent::Delta(delta));
     }
 
@@ -224,17 +202,16 @@ impl ActiveRequest {
             let cum_log_prob = beam.as_ref().map(|beam| beam.cum_log_prob);
             let sampled =
                 |(token, logprob)| SampledToken { row: RowId(0), token, logprob: Some(logprob), top: Vec::new() };
-            let tokens = beam.into_iter().flat_map(|beam| beam.tokens).map(sampled).collect();
+            let tokens: Tokens = beam.into_iter().flat_map(|beam| beam.tokens).map(sampled).collect();
             // The beams share their blocks, which count once.
             let blocks = if index == 0 { event.blocks } else { BlockUsage::default() };
-            self.ended[index] = true;
             let (finished, drafts) = (event.finished, event.drafts);
-            let (text, tokens, stop) = match &mut self.texts {
-                Some(texts) => texts.push(index, tokens, true),
-                None => (String::new(), tokens, None),
-            };
-            let is_drained = false;
-            let delta = Delta { index, tokens, text, stop, at, finished, blocks, drafts, cum_log_prob, is_drained };
+            let mut delta = Delta { finished, blocks, drafts, cum_log_prob, ..Delta::new(index, at) };
+            match self.texts.get_mut(index) {
+                Some(text) => decode(text, tokens, true, &mut delta),
+                None => delta.tokens = tokens,
+            }
+            self.ended[index] = true;
             self.ready.push_back(GenerateEvent::Delta(delta));
         }
     }

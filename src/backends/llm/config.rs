@@ -10,8 +10,9 @@ use models::WorkerShape;
 use ops::{PipelineStage, StepLimits, Target, TensorParallel};
 use repository::ModelConfig;
 use serving::{DataType, InferError, Limits, LoadRequest};
-use supervision::{DeviceChoice, KvMemory, WeightPrecision};
+use supervision::{DeviceChoice, KvMemory, WeightPrecision, WorkerSettings};
 
+use super::inputs::ValueBounds;
 use super::queue_policy::QueuePolicy;
 use crate::{checkpoint, parameters};
 
@@ -28,28 +29,18 @@ const MIXED_PREFILL_TOKENS: [usize; 2] = [128, 512];
 /// Defaults of all LLMs of this world.
 #[derive(Debug, Clone)]
 pub struct LlmDefaults {
-    /// Device of each rank's worker.
-    pub device: DeviceChoice,
+    /// Settings of each worker. A model's `weight_only_precision` replaces that of the weights.
+    pub worker: WorkerSettings,
     /// Ranks of the world, each with one worker per model.
     pub world_size: u32,
     /// Most ranks on one node.
     pub ranks_per_node: u32,
-    /// The network interface between nodes, for the collectives of workers.
-    pub network: Option<String>,
     /// Positions in a KV block.
     pub block_size: usize,
     /// Default share of free memory for KV blocks.
     pub kv_free_fraction: f64,
     /// Default maximum number of tokens in a step.
     pub max_step_tokens: usize,
-    /// Default precision of the weights of linear layers on a CPU.
-    pub weight_precision: WeightPrecision,
-    /// Duration of a step after which its workers count as hung.
-    pub step_timeout: std::time::Duration,
-    /// Directories that workers search for NVIDIA's libraries first.
-    pub library_dirs: Vec<PathBuf>,
-    /// Directory of measurements that workers keep between starts.
-    pub cache_dir: Option<PathBuf>,
 }
 
 /// The configuration of one LLM.
@@ -59,7 +50,8 @@ pub(crate) struct LlmConfig {
     pub(crate) checkpoint: PathBuf,
     /// Fingerprint of the checkpoint, which workers on other nodes compare with theirs. `None` on a single node.
     pub(crate) checkpoint_fingerprint: Option<Vec<u8>>,
-    pub(crate) device: DeviceChoice,
+    /// Settings of each worker.
+    pub(crate) worker: WorkerSettings,
     /// Workers of a stage.
     pub(crate) tp_size: u32,
     /// Pipeline stages.
@@ -68,9 +60,7 @@ pub(crate) struct LlmConfig {
     pub(crate) ep_size: u32,
     /// Copies of the model, each on `tp_size` x `pp_size` ranks of its own, from rank 0 on.
     pub(crate) num_replicas: u32,
-    pub(crate) network: Option<String>,
     pub(crate) kv_memory: KvMemory,
-    pub(crate) weight_precision: WeightPrecision,
     /// `num_blocks` is set when the workers have reported how many fit.
     pub(crate) engine: EngineConfig,
     /// Priorities, timeouts and bounds of queued requests.
@@ -98,9 +88,6 @@ pub(crate) struct LlmConfig {
     pub(crate) end_ids: Vec<TokenId>,
     /// The checkpoint's `generation_config.json`. Requests as tensors do not use it.
     pub(crate) sampling_defaults: SamplingDefaults,
-    pub(crate) step_timeout: std::time::Duration,
-    pub(crate) library_dirs: Vec<PathBuf>,
-    pub(crate) cache_dir: Option<PathBuf>,
 }
 
 impl LlmConfig {
@@ -126,14 +113,12 @@ impl LlmConfig {
             sampling_defaults: SamplingDefaults::from_dir(&checkpoint),
             checkpoint,
             checkpoint_fingerprint: None,
-            device: defaults.device,
+            worker: WorkerSettings { weight_precision: weight_precision(config, defaults)?, ..defaults.worker.clone() },
             tp_size,
             pp_size,
             ep_size,
             num_replicas,
-            network: defaults.network.clone(),
             kv_memory: kv_memory(config, defaults, groups_per_node)?,
-            weight_precision: weight_precision(config, defaults)?,
             engine,
             queue,
             limits: load.limits,
@@ -147,9 +132,6 @@ impl LlmConfig {
             has_wrapped_ids: Arc::default(),
             has_warned_of_greedy: Arc::default(),
             end_ids: model.eos_ids.iter().copied().map(TokenId).collect(),
-            step_timeout: defaults.step_timeout,
-            library_dirs: defaults.library_dirs.clone(),
-            cache_dir: defaults.cache_dir.clone(),
         })
     }
 
@@ -162,6 +144,19 @@ impl LlmConfig {
             vocab_size: self.vocab_size,
         };
         WorkerShape { target, tp, stage, limits, block_size: self.engine.block_size }
+    }
+
+    /// The properties that the values of a request depend on.
+    pub(crate) fn value_bounds(&self) -> ValueBounds<'_> {
+        ValueBounds {
+            name: &self.name,
+            vocab_size: self.vocab_size,
+            max_rows: self.engine.max_rows,
+            max_drafts: self.engine.max_drafts as u32,
+            end_ids: &self.end_ids,
+            limits: &self.limits,
+            has_warned_of_greedy: &self.has_warned_of_greedy,
+        }
     }
 
     /// Number of workers of one replica.
@@ -245,8 +240,8 @@ fn engine_config(
             .max(max_rows),
         max_sequence_len,
         block_size: parameters::number(config, "tokens_per_block")?.unwrap_or(defaults.block_size),
-        max_mixed_prefill_tokens: max_mixed_prefill_tokens(config, defaults.device, tp_size)?,
-        token_tile: if matches!(defaults.device, DeviceChoice::Cuda { .. }) { GPU_TOKEN_TILE } else { 1 },
+        max_mixed_prefill_tokens: max_mixed_prefill_tokens(config, defaults.worker.device, tp_size)?,
+        token_tile: if matches!(defaults.worker.device, DeviceChoice::Cuda { .. }) { GPU_TOKEN_TILE } else { 1 },
         max_queue: queue.total,
         max_queue_each: queue.each,
         max_queue_of: queue.of,
@@ -309,9 +304,10 @@ fn max_drafts(config: &ModelConfig) -> Result<usize, InferError> {
 
 /// Precision of the weights of linear layers on a CPU.
 fn weight_precision(config: &ModelConfig, defaults: &LlmDefaults) -> Result<WeightPrecision, InferError> {
-    let precision = parameters::text(config, "weight_only_precision").map_or(Ok(defaults.weight_precision), str::parse);
+    let precision =
+        parameters::text(config, "weight_only_precision").map_or(Ok(defaults.worker.weight_precision), str::parse);
     let precision = precision.map_err(|message| invalid(config, message))?;
-    if precision != WeightPrecision::Checkpoint && matches!(defaults.device, DeviceChoice::Cuda { .. }) {
+    if precision != WeightPrecision::Checkpoint && matches!(defaults.worker.device, DeviceChoice::Cuda { .. }) {
         tracing::warn!(model = %config.name, "`weight_only_precision` has no effect: CUDA devices hold the checkpoint's");
     }
     Ok(precision)
@@ -332,7 +328,7 @@ fn kv_memory(config: &ModelConfig, defaults: &LlmDefaults, groups_per_node: u32)
             fraction = value;
         }
     }
-    let sharing = if matches!(defaults.device, DeviceChoice::Cpu { .. }) { groups_per_node } else { 1 };
+    let sharing = if matches!(defaults.worker.device, DeviceChoice::Cpu { .. }) { groups_per_node } else { 1 };
     Ok(KvMemory::FreeFraction(fraction / f64::from(sharing)))
 }
 

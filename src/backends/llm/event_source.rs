@@ -3,7 +3,7 @@
 use std::task::{Context, Poll, ready};
 
 use generation::GenerateEvent;
-use serving::{InferError, OutputDelta, ProgressReporter, ResponseSource, StreamEvent, StreamItem};
+use serving::{CallCounter, InferError, OutputDelta, ProgressReporter, ResponseSource, StreamEvent, StreamItem};
 
 use super::generate_stream::GenerateStream;
 use super::prompt_logprobs::PromptLogprobs;
@@ -18,6 +18,8 @@ pub(crate) struct EventSource {
     pub(crate) next: Option<GenerateEvent>,
     /// Sequences that have not ended.
     pub(crate) num_open: usize,
+    /// Counts each delta as a call of the model that would decode it.
+    pub(crate) decode_calls: Option<CallCounter>,
 }
 
 impl EventSource {
@@ -30,6 +32,12 @@ impl EventSource {
     fn item(&mut self, event: GenerateEvent) -> StreamItem {
         if let GenerateEvent::Delta(delta) = &event {
             self.num_open -= usize::from(delta.finished.is_some());
+            if let (Some(calls), Some((_, decode_ns))) = (&mut self.decode_calls, delta.decoded) {
+                calls.count(decode_ns);
+                if self.num_open == 0 {
+                    calls.flush(); // Before the client can read the statistics.
+                }
+            }
             self.progress.set_computed_at(delta.at.into());
             if delta.finished.is_some() {
                 self.report();

@@ -141,7 +141,7 @@ impl BackendFactory for LlmFactory {
                 config.checkpoint_fingerprint = Some(checkpoint_fingerprint(&config).await?);
             }
             let (router, loads) = start_replicas(&config, &agents, &prefix, &event_runtime)?;
-            let tokenizer = tokenizer(&config).await;
+            let tokenizer = tokenizer(&config, load.clone()).await;
             let mut loads: FuturesUnordered<_> = loads.into_iter().collect();
             while let Some(is_loaded) = loads.next().await {
                 if let Err(reason) = is_loaded.unwrap_or_else(|_| Err("its step thread ended".to_owned())) {
@@ -162,16 +162,21 @@ impl BackendFactory for LlmFactory {
     }
 }
 
-/// The checkpoint's tokenizer, if it has one.
-async fn tokenizer(config: &LlmConfig) -> Option<Arc<Tokenizer>> {
+/// The tokenizer of the checkpoint, or else the one that the configuration names; `None` without either.
+async fn tokenizer(config: &LlmConfig, load: LoadRequest) -> Option<Arc<Tokenizer>> {
     let dir = config.checkpoint.clone();
-    if !crate::checkpoint::has_tokenizer(&dir) {
+    let has_own = crate::checkpoint::has_tokenizer(&dir);
+    if !has_own && load.config.parameter("tokenizer_dir").is_none() {
         return None;
     }
-    match tokio::task::spawn_blocking(move || generation::tokenizer(&dir)).await {
+    let read = move || match has_own {
+        true => generation::tokenizer(&dir).map_err(|error| error.to_string()),
+        false => crate::checkpoint::tokenizer(&load).map(|(tokenizer, _)| tokenizer).map_err(|error| error.message),
+    };
+    match tokio::task::spawn_blocking(read).await {
         Ok(Ok(tokenizer)) => Some(tokenizer),
         Ok(Err(error)) => {
-            tracing::warn!(model = %config.name, %error, "stop words are found by their tokens alone");
+            tracing::warn!(model = %config.name, error, "stop words are found by their tokens alone");
             None
         }
         Err(_) => None,

@@ -3,7 +3,7 @@
 use std::time::Duration;
 
 use serving::{InferError, InferRequest, LoadRequest};
-use supervision::{DeviceChoice, WeightPrecision};
+use supervision::{DeviceChoice, WeightPrecision, WorkerSettings};
 
 use super::config::{LlmConfig, LlmDefaults};
 use super::inputs::{self, Command};
@@ -18,17 +18,19 @@ impl LlmInputs {
     /// When the configuration is invalid.
     pub fn new(load: &LoadRequest) -> Result<Self, InferError> {
         let defaults = LlmDefaults {
-            device: DeviceChoice::Cpu { threads: 1, first_core: None },
+            worker: WorkerSettings {
+                device: DeviceChoice::Cpu { threads: 1, first_core: None },
+                network: None,
+                weight_precision: WeightPrecision::Checkpoint,
+                step_timeout: Duration::from_secs(1),
+                library_dirs: Vec::new(),
+                cache_dir: None,
+            },
             world_size: 1,
             ranks_per_node: 1,
-            network: None,
             block_size: 16,
             kv_free_fraction: 0.1,
             max_step_tokens: 256,
-            weight_precision: WeightPrecision::Checkpoint,
-            step_timeout: Duration::from_secs(1),
-            library_dirs: Vec::new(),
-            cache_dir: None,
         };
         LlmConfig::new(load, &defaults).map(Self)
     }

@@ -3,10 +3,10 @@
 use std::collections::VecDeque;
 use std::task::{Context, Poll, ready};
 
-use engine::{BlockUsage, DraftUsage, FinishReason};
+use engine::FinishReason;
 use futures::FutureExt as _;
 use futures::future::BoxFuture;
-use generation::{Delta, GenerateEvent, Tokens};
+use generation::{Delta, GenerateEvent};
 use serving::{Generation, InferError, Timestamp};
 use tokio::runtime::Handle;
 
@@ -109,9 +109,7 @@ impl GenerateStream {
 /// The last event of a sequence that never ran.
 fn cancelled(index: usize) -> GenerateEvent {
     let finished = Some(FinishReason::Cancelled);
-    let (tokens, at, blocks, drafts) = (Tokens::new(), Timestamp::now(), BlockUsage::default(), DraftUsage::default());
-    let (text, stop, cum_log_prob, is_drained) = (String::new(), None, None, false);
-    GenerateEvent::Delta(Delta { index, tokens, text, stop, at, finished, blocks, drafts, cum_log_prob, is_drained })
+    GenerateEvent::Delta(Delta { finished, ..Delta::new(index, Timestamp::now()) })
 }
 
 impl Drop for GenerateStream {

@@ -1,5 +1,6 @@
 //! Parses a request's tensors, which have TensorRT-LLM's names.
 
+mod bounds;
 mod guide;
 mod sampling;
 mod token;
@@ -7,17 +8,19 @@ mod words;
 
 use std::sync::atomic::Ordering;
 
-use engine::{BeamParams, Refused, Request, SamplingParams, TokenId};
-use generation::GenerateRequest;
+use engine::{BeamParams, Refused, Request, TokenId};
+use generation::{GenerateRequest, TextDecoder, TextOptions};
 use serving::{InferError, InferRequest, Parameter};
 
 use super::config::LlmConfig;
 use super::refusal::error_of;
+use super::text_stop;
 use crate::tensor_values::{float, scalar, values};
+pub(crate) use bounds::{RequestDefaults, ValueBounds};
 use guide::guide;
 use sampling::sampling;
 use token::token;
-use words::words;
+pub(crate) use words::words;
 
 /// A request as tensors, parsed.
 #[derive(Debug, Clone)]
@@ -48,6 +51,28 @@ impl TensorRequest {
             _ => true,
         }
     }
+
+    /// Lets the events of the request have text. Its stop words become stop texts as far as their texts can be searched for; those of
+    /// a beam search are found by their tokens.
+    pub(crate) fn decode(&mut self, decoder: &TextDecoder) {
+        let includes_prompt = !self.excludes_input();
+        let TextDecoder { tokenizer, skip_special_tokens } = decoder;
+        let GenerateRequest { sequence, stop, text, .. } = &mut self.generate;
+        *text = Some(TextOptions { skip_special_tokens: *skip_special_tokens });
+        if let Some(&before) = sequence.prompt.last() {
+            let stop_words = &mut sequence.stop_words;
+            text_stop::keep_space(tokenizer, stop_words, before);
+            if sequence.beams.is_none() {
+                stop.texts = text_stop::take_stop_texts(tokenizer, *skip_special_tokens, stop_words, before);
+            }
+        }
+        self.generate.includes_prompt = includes_prompt;
+    }
+
+    /// Whether the prompt is excluded from the output. A stream never includes its prompt, as in TensorRT-LLM.
+    pub(crate) fn excludes_input(&self) -> bool {
+        self.exclude_input || self.streaming
+    }
 }
 
 /// A parsed request.
@@ -67,46 +92,56 @@ pub(crate) fn parse(config: &LlmConfig, request: &InferRequest) -> Result<Comman
         return Ok(Command::Stop);
     }
     refuse_unsupported(request)?;
-    let (prompt, max_tokens) = (prompt(config, request)?, max_tokens(request)?);
-    let streaming = flag(&["streaming"])?;
-    let beams = beams(config, request)?;
-    check_streaming(config, streaming, beams.as_ref())?;
-    let return_log_probs = flag(&["return_log_probs"])?;
-    let num_sequences = num_sequences(config, request, beams.as_ref())?;
-    let sequence = Request {
-        prompt,
-        max_tokens,
-        sampling: SamplingParams {
-            context_logits: wants_logits(config, request, "context_logits")?,
-            generation_logits: wants_logits(config, request, "generation_logits")?,
-            ..sampling(config, request, return_log_probs)?
-        },
-        stop_words: words(config, request, "stop_words_list")?,
-        beams,
-        max_drafts: max_drafts(config, request)?,
-        ..Request::default()
-    };
-    let generate = GenerateRequest {
-        sequence,
-        num_sequences,
-        guide: guide(request)?,
-        priority: request.priority,
-        timeout_us: request.timeout_us,
-        ..GenerateRequest::default()
-    };
+    let (bounds, streaming) = (config.value_bounds(), flag(&["streaming"])?);
+    let prompt = prompt(config, request)?;
+    let mut generate = generation(&bounds, request, &RequestDefaults::default())?;
+    let sequence = &mut generate.sequence;
+    sequence.prompt = prompt;
+    sequence.stop_words = words(&bounds, request, "stop_words_list")?;
+    sequence.sampling.context_logits = wants_logits(config, request, "context_logits")?;
+    sequence.sampling.generation_logits = wants_logits(config, request, "generation_logits")?;
+    check_streaming(config.decoupled, streaming, sequence.beams.as_ref())?;
     Ok(Command::Generate(Box::new(TensorRequest {
+        return_log_probs: sequence.sampling.num_logprobs.is_some(),
         generate,
         streaming,
         exclude_input: scalar(request, &["exclude_input_in_output"])?.unwrap_or(config.exclude_input),
-        return_log_probs,
         return_perf_metrics: flag(&["return_perf_metrics", "return_kv_cache_reuse_stats"])?,
         return_num_input_tokens: flag(&["return_num_input_tokens"])?,
         return_num_output_tokens: flag(&["return_num_output_tokens"])?,
     })))
 }
 
-fn max_tokens(request: &InferRequest) -> Result<u32, InferError> {
-    let max_tokens = scalar::<i64>(request, &["request_output_len"])?.ok_or_else(|| {
+/// The parameters of a request, without its prompt, its stop words and its outputs.
+///
+/// # Errors
+/// As [`parse`].
+pub(crate) fn generation(
+    bounds: &ValueBounds<'_>,
+    request: &InferRequest,
+    defaults: &RequestDefaults,
+) -> Result<GenerateRequest, InferError> {
+    let max_tokens = max_tokens(request, defaults.max_tokens)?;
+    let beams = beams(bounds, request)?;
+    let sequence = Request {
+        max_tokens,
+        sampling: sampling(bounds, request, &defaults.sampling)?,
+        beams,
+        max_drafts: max_drafts(bounds, request)?,
+        ..Request::default()
+    };
+    Ok(GenerateRequest {
+        sequence,
+        num_sequences: num_sequences(bounds, request, beams.as_ref())?,
+        guide: guide(request)?,
+        priority: request.priority,
+        timeout_us: request.timeout_us,
+        ..GenerateRequest::default()
+    })
+}
+
+fn max_tokens(request: &InferRequest, default: Option<u32>) -> Result<u32, InferError> {
+    let max_tokens = scalar::<i64>(request, &["request_output_len"])?.or(default.map(i64::from)).ok_or_else(|| {
         InferError::invalid("input `request_output_len` is missing: it says how many tokens to generate")
     })?;
     u32::try_from(max_tokens).ok().filter(|&tokens| tokens > 0).ok_or_else(|| {
@@ -115,8 +150,12 @@ fn max_tokens(request: &InferRequest) -> Result<u32, InferError> {
 }
 
 /// Checks that the responses to a request can be streamed.
-fn check_streaming(config: &LlmConfig, streaming: bool, beams: Option<&BeamParams>) -> Result<(), InferError> {
-    let (reason, advice) = match (streaming, config.decoupled, beams) {
+pub(crate) fn check_streaming(
+    is_decoupled: bool,
+    streaming: bool,
+    beams: Option<&BeamParams>,
+) -> Result<(), InferError> {
+    let (reason, advice) = match (streaming, is_decoupled, beams) {
         (false, ..) | (true, true, None) => return Ok(()),
         (true, false, _) => (
             "this model is not decoupled",
@@ -147,10 +186,14 @@ fn wants_logits(config: &LlmConfig, request: &InferRequest, output: &str) -> Res
     Ok(true)
 }
 
-fn num_sequences(config: &LlmConfig, request: &InferRequest, beams: Option<&BeamParams>) -> Result<usize, InferError> {
+fn num_sequences(
+    bounds: &ValueBounds<'_>,
+    request: &InferRequest,
+    beams: Option<&BeamParams>,
+) -> Result<usize, InferError> {
     let (default, max, bound) = match beams {
         Some(beams) => (i64::from(beams.width), beams.width as usize, "`beam_width`"),
-        None => (1, config.engine.max_rows, "`max_batch_size`"),
+        None => (1, bounds.max_rows, "`max_batch_size`"),
     };
     let count = scalar::<i64>(request, &["num_return_sequences"])?.unwrap_or(default);
     usize::try_from(count)
@@ -160,10 +203,10 @@ fn num_sequences(config: &LlmConfig, request: &InferRequest, beams: Option<&Beam
 }
 
 /// TensorRT-LLM's settings of a beam search, with its defaults.
-fn beams(config: &LlmConfig, request: &InferRequest) -> Result<Option<BeamParams>, InferError> {
+fn beams(bounds: &ValueBounds<'_>, request: &InferRequest) -> Result<Option<BeamParams>, InferError> {
     let width = scalar::<i64>(request, &["beam_width"])?.unwrap_or(1);
     // The engine would refuse it with the same message, but only after the width has sized the request's buffers.
-    let max = config.engine.max_rows;
+    let max = bounds.max_rows;
     if let Some(width) = u32::try_from(width).ok().filter(|&width| width > 1 && width as usize > max) {
         return Err(error_of(&Refused::BeamWidth { width, max }));
     }
@@ -181,8 +224,8 @@ fn beams(config: &LlmConfig, request: &InferRequest) -> Result<Option<BeamParams
 }
 
 /// The request's parameter `prompt_lookup_num_tokens`, else the model's.
-fn max_drafts(config: &LlmConfig, request: &InferRequest) -> Result<u32, InferError> {
-    let max = config.engine.max_drafts as u32;
+fn max_drafts(bounds: &ValueBounds<'_>, request: &InferRequest) -> Result<u32, InferError> {
+    let max = bounds.max_drafts;
     match request.parameters.get("prompt_lookup_num_tokens") {
         None => Ok(max),
         Some(&Parameter::Int(count)) if (0..=i64::from(max)).contains(&count) => Ok(count as u32),
@@ -221,12 +264,13 @@ fn prompt(config: &LlmConfig, request: &InferRequest) -> Result<Vec<TokenId>, In
 /// So they are taken modulo the size of the vocabulary, unless the model has `check_input_ids`.
 fn prompt_token(config: &LlmConfig, id: i64) -> Result<TokenId, InferError> {
     let beyond = u64::try_from(id).ok().filter(|&id| id >= config.vocab_size as u64 && !config.check_input_ids);
-    let Some(beyond) = beyond else { return token(config, "input_ids", id) };
+    let Some(beyond) = beyond else { return token(&config.value_bounds(), "input_ids", id) };
     if !config.has_wrapped_ids.swap(true, Ordering::Relaxed) {
         tracing::warn!(
             model = %config.name,
-            "`input_ids` holds token {id}, but the vocabulary is 0..{size}: such ids are taken modulo {size}, which is said \
-             once; is the client's tokenizer another model's? parameter `check_input_ids` set to `true` refuses them",
+            "`input_ids` holds token {id}, but the vocabulary is 0..{size}: such ids are taken modulo {size}; is the \
+             client's tokenizer another model's? parameter `check_input_ids` set to `true` refuses them; later requests like this \
+             are not logged",
             size = config.vocab_size
         );
     }
@@ -234,7 +278,7 @@ fn prompt_token(config: &LlmConfig, id: i64) -> Result<TokenId, InferError> {
 }
 
 /// Refuses inputs that would change the output if they were ignored.
-fn refuse_unsupported(request: &InferRequest) -> Result<(), InferError> {
+pub(crate) fn refuse_unsupported(request: &InferRequest) -> Result<(), InferError> {
     let unsupported = ["draft_input_ids", "prompt_embedding_table", "lora_weights", "lora_task_id"];
     match unsupported.into_iter().find(|name| request.input(name).is_some()) {
         Some(name) => Err(InferError::invalid(format!("input `{name}` is not supported; leave it out"))),

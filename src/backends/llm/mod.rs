@@ -15,7 +15,7 @@ mod factory;
 pub(crate) mod fuzz;
 mod generate_stream;
 mod inbox;
-mod inputs;
+pub(crate) mod inputs;
 mod ledger;
 mod llm_stream;
 mod logits;
@@ -35,7 +35,6 @@ mod sent_prefixes;
 mod step_thread;
 mod submission;
 mod text_stop;
-mod texts;
 mod timing;
 mod worker_group;
 

@@ -7,10 +7,10 @@ use std::time::{Instant, SystemTime, UNIX_EPOCH};
 use engine::{EngineConfig, Refused, Request, RequestConstraint};
 use futures::FutureExt;
 use futures::future::BoxFuture;
-use generation::{ConstraintError, Constraints, GenerateRequest, Generator, SequenceText};
+use generation::{ConstraintError, Constraints, GenerateRequest, Generator, RequestBounds, SequenceText};
 use serving::{
-    Backend, CallCounter, GenerateCall, InferError, InferRequest, InferResponse, MemoryUsage, Name, ResponseStream,
-    TextModel, TextOutputs,
+    Backend, GenerateCall, InferError, InferRequest, InferResponse, MemoryUsage, Name, ResponseStream, TextModel,
+    TextOutputs,
 };
 use smallvec::{SmallVec, smallvec};
 use text::Tokenizer;
@@ -34,7 +34,7 @@ use super::refusal::error_of;
 use super::replicas::stop_all;
 use super::router::{Admission, Router};
 use super::submission::{StopHandle, StopHandles, Submission};
-use super::text_stop::TextStop;
+use super::text_stop::{self, TextStop};
 use super::timing::Timing;
 use crate::encoder;
 
@@ -124,8 +124,8 @@ impl Llm {
         let (Some(tokenizer), Some(&before)) = (&self.tokenizer, request.sequence.prompt.last()) else {
             return Vec::new();
         };
-        TextStop::keep_space(tokenizer, &mut request.sequence.stop_words, before);
-        let texts = TextStop::texts(tokenizer, &request.sequence.stop_words, before);
+        text_stop::keep_space(tokenizer, &mut request.sequence.stop_words, before);
+        let texts = text_stop::stop_texts(tokenizer, &request.sequence.stop_words, before);
         (0..num_requests).map_while(|_| TextStop::new(tokenizer, &texts, before)).collect()
     }
 }
@@ -138,24 +138,27 @@ impl Llm {
         text: Option<TextOutputs>,
     ) -> Result<ResponseStream, InferError> {
         let started = Instant::now();
-        let parsed = match inputs::parse(&self.config, &request)? {
+        let mut parsed = match inputs::parse(&self.config, &request)? {
             Command::Stop => return Ok(self.stop(&request)),
             Command::Generate(parsed) => *parsed,
         };
+        let decoder = text.as_ref().map(|text| text.decoder.clone());
+        decoder.iter().for_each(|decoder| parsed.decode(decoder));
         let responses = Responses::new(&self.config, &self.version, &request, &parsed, text);
-        let events = self.start(request.id, parsed.generate, None)?;
+        let tokenizer = decoder.map(|decoder| decoder.tokenizer).or_else(|| self.tokenizer.clone());
+        let events = self.start(request.id, parsed.generate, tokenizer)?;
         Ok(ResponseStream::from_source(|progress| {
             progress.add_input_time(started.elapsed());
             Box::new(LlmStream { events, responses, progress })
         }))
     }
 
-    /// Starts a request and returns its events. `decode_calls` counts the calls that decode its tokens.
+    /// Starts a request and returns its events. `tokenizer` decodes its tokens.
     fn start(
         &self,
         client_id: Name,
         mut request: GenerateRequest,
-        decode_calls: Option<CallCounter>,
+        tokenizer: Option<Arc<Tokenizer>>,
     ) -> Result<GenerateStream, InferError> {
         let LlmConfig { limits, queue, .. } = &*self.config;
         let logits_bytes = check_request::check(&self.config, &request)?;
@@ -165,8 +168,8 @@ impl Llm {
         let timeout = queue.timeout(request.priority, request.timeout_us);
         let timeout = timeout.map(|timeout| (Instant::now() + timeout.after, timeout.rejects));
         request.sequence.priority = queue.priority(request.priority).saturating_add_signed(-request.priority_offset);
-        let texts = self.sequence_texts(&mut request, decode_calls)?;
-        let text_stops = if texts.is_some() { Vec::new() } else { self.text_stops(&mut request) };
+        let texts = self.sequence_texts(&mut request, tokenizer)?;
+        let text_stops = if request.text.is_some() { Vec::new() } else { self.text_stops(&mut request) };
         let sequences = request.into_sequences();
         let admission = self.admit(&sequences)?;
         let timing = self.timing(&admission, &sequences);
@@ -232,20 +235,20 @@ impl Llm {
         })
     }
 
-    /// Decoders of the request's sequences; `None` without text options.
+    /// Decoders of the request's sequences; none without text options.
     fn sequence_texts(
         &self,
         request: &mut GenerateRequest,
-        decode_calls: Option<CallCounter>,
-    ) -> Result<Option<SequenceTexts>, InferError> {
-        let Some(options) = request.text else { return Ok(None) };
-        let tokenizer = self.tokenizer.as_ref().ok_or_else(|| {
+        tokenizer: Option<Arc<Tokenizer>>,
+    ) -> Result<SequenceTexts, InferError> {
+        let Some(options) = request.text else { return Ok(SequenceTexts::new()) };
+        let tokenizer = tokenizer.ok_or_else(|| {
             InferError::invalid(format!("model `{}` has no tokenizer that can be read", self.config.name))
         })?;
         let stop = Arc::new(std::mem::take(&mut request.stop));
-        let sequence = || SequenceText::new(tokenizer, options, &stop);
-        let sequences = std::iter::repeat_with(sequence).take(request.num_sequences).collect();
-        Ok(Some(SequenceTexts { sequences, decode_calls }))
+        let prompt = if request.includes_prompt { &request.sequence.prompt[..] } else { &[] };
+        let sequence = || SequenceText::new(&tokenizer, options, &stop).with_prompt(prompt);
+        Ok(std::iter::repeat_with(sequence).take(request.num_sequences).collect())
     }
 }
 
@@ -285,6 +288,12 @@ impl Backend for Llm {
         })
     }
 
+    fn request_bounds(&self) -> Option<RequestBounds> {
+        let bounds = self.config.value_bounds();
+        let (vocab_size, max_rows, max_drafts) = (bounds.vocab_size, bounds.max_rows, bounds.max_drafts);
+        Some(RequestBounds { vocab_size, max_rows, max_drafts, end_ids: bounds.end_ids.to_vec() })
+    }
+
     fn generate(&self, call: GenerateCall) -> Result<ResponseStream, InferError> {
         let GenerateCall { id, mut request, decode_calls, .. } = call;
         let started = Instant::now();
@@ -294,10 +303,10 @@ impl Backend for Llm {
             PromptLogprobs::new(request.sequence.prompt.clone(), num_top, self.config.vocab_size)
         });
         let num_open = request.num_sequences;
-        let events = self.start(id, request, decode_calls)?;
+        let events = self.start(id, request, self.tokenizer.clone())?;
         Ok(ResponseStream::from_source(|progress| {
             progress.add_input_time(started.elapsed());
-            Box::new(EventSource { events, progress, prompt_logprobs, next: None, num_open })
+            Box::new(EventSource { events, progress, prompt_logprobs, next: None, num_open, decode_calls })
         }))
     }
 

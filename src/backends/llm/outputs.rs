@@ -9,13 +9,15 @@ use std::time::SystemTime;
 
 use engine::TokenId;
 use generation::{Delta, Logits};
-use serving::{InferRequest, InferResponse, Name, OutputDelta, Parameter, Tensor, TextOutput, TextOutputs, Timestamp};
+use serving::{
+    CallCounter, Elements, InferRequest, InferResponse, Name, OutputDelta, Parameter, Tensor, TextOutput, TextOutputs,
+    Timestamp,
+};
 use smallvec::{SmallVec, smallvec};
 
 use super::config::LlmConfig;
 use super::inputs::TensorRequest;
 use super::logits::LogitsForm;
-use super::texts::Texts;
 use kind::{Change, Changing, Number, OutputKind, Value, changing, placeholder};
 use sequence::Output;
 
@@ -31,8 +33,8 @@ pub(crate) struct Responses {
     parameters: Arc<[(Name, Parameter)]>,
     /// The outputs of each response, in order.
     outputs: Vec<(Name, Value)>,
-    /// Decoders of the sequences; set where some outputs are text.
-    texts: Option<Texts>,
+    /// Set where some outputs are text.
+    texts: Option<TextForm>,
     mode: ResponseMode,
     /// The prompt as part of the output; empty when it is excluded.
     prompt: Vec<TokenId>,
@@ -46,6 +48,16 @@ pub(crate) struct Responses {
     changing: Option<Changing>,
     /// The sequence of the last response, if a delta may follow it.
     delta_base: Option<usize>,
+}
+
+/// The form of texts in the responses of a text ensemble, and the statistics of the model that would decode them.
+struct TextForm {
+    /// Whether texts have the shape `[1, sequences]`; otherwise they have the shape `[sequences]`.
+    is_nested: bool,
+    /// Counts each response as a call.
+    calls: CallCounter,
+    /// Time that decoding took since the last response.
+    decode_ns: u64,
 }
 
 /// A response, or a delta to the previous one.
@@ -79,8 +91,7 @@ impl Responses {
             None => (model_outputs(config, request, parsed), Arc::default()),
             Some(text) => (ensemble_outputs(config, parsed, text), text.parameters.clone()),
         };
-        let texts = text.map(|text| Texts::new(text, parsed.generate.num_sequences));
-        let exclude_input = parsed.exclude_input || parsed.streaming;
+        let texts = text.map(|TextOutputs { is_nested, calls, .. }| TextForm { is_nested, calls, decode_ns: 0 });
         let mode = match (parsed.streaming, config.decoupled) {
             _ if parsed.generate.sequence.beams.is_some() => ResponseMode::Once,
             (true, _) => ResponseMode::Streaming,
@@ -97,7 +108,7 @@ impl Responses {
             outputs,
             texts,
             mode,
-            prompt: if exclude_input { Vec::new() } else { parsed.generate.sequence.prompt.clone() },
+            prompt: if parsed.excludes_input() { Vec::new() } else { parsed.generate.sequence.prompt.clone() },
             num_input_tokens: parsed.generate.sequence.prompt.len(),
             padding: parsed.generate.sequence.sampling.end_ids.first().copied().unwrap_or(PADDING),
             logits_form: LogitsForm { datatype: config.logits_type, vocab_size: config.vocab_size },
@@ -123,9 +134,13 @@ impl Responses {
         self.sequences[part.index].logits.keep(self.logits_form, &part);
     }
 
-    /// Moves a delta's tokens to its sequence.
+    /// Moves a delta's tokens and text to its sequence.
     fn take(&mut self, delta: &mut Delta) -> &mut Output {
         let output = &mut self.sequences[delta.index];
+        if let (Some(texts), Some((_, decode_ns))) = (&mut self.texts, delta.decoded) {
+            texts.decode_ns += decode_ns;
+            output.take_text(&mut delta.text);
+        }
         output.take(&mut delta.tokens, delta.at, delta.blocks);
         output.drafts = delta.drafts;
         output.cumulative_log_prob = delta.cum_log_prob.map_or(output.cumulative_log_prob, f64::from);
@@ -154,24 +169,25 @@ impl Responses {
         }
         let is_one_of_more = num_pending == 1 && !ends;
         if accepts_deltas && is_one_of_more && self.delta_base == Some(index) {
-            return Some(OutputItem::Delta(self.delta(index, changes)));
+            let decoded_at = delta.decoded.map(|(at, _)| at);
+            self.delta(index, changes);
+            return Some(OutputItem::Delta(decoded_at.unwrap_or_else(Timestamp::now)));
         }
         self.delta_base = (self.changing.is_some() && is_one_of_more).then_some(index);
         let indices = if self.mode == ResponseMode::Once { 0..self.sequences.len() } else { index..index + 1 };
         Some(OutputItem::Response(Box::new(self.response(indices))))
     }
 
-    /// Sets the values of the last response that one more token changes. Returns the time after that.
-    fn delta(&mut self, index: usize, delta: &mut OutputDelta) -> Timestamp {
-        let Some(changing) = self.changing.take() else { return Timestamp::now() };
-        let mut made = None;
+    /// Sets the values of the last response that one more token changes.
+    fn delta(&mut self, index: usize, delta: &mut OutputDelta) {
+        let Some(changing) = self.changing.take() else { return };
         let token = self.sequences[index].pending.first();
         let (token, logprob) = token.map_or((0, None), |token| (token.token.0, token.logprob));
         for &(output, change) in &changing {
             let kind = match change {
                 Change::Generated(kind) => kind,
                 Change::Text => {
-                    made = self.texts.as_mut().map(|texts| texts.push_one(index, token, output, delta));
+                    delta.set(output, Elements::text(&self.sequences[index].text));
                     continue;
                 }
             };
@@ -184,8 +200,15 @@ impl Responses {
             number.set(output, delta);
         }
         self.changing = Some(changing);
-        self.sequences[index].pending.clear();
-        made.unwrap_or_else(Timestamp::now)
+        self.sequences[index].clear();
+        self.count_texts();
+    }
+
+    /// Counts a response as a call of the model that would decode it.
+    fn count_texts(&mut self) {
+        if let Some(texts) = &mut self.texts {
+            texts.calls.count(std::mem::take(&mut texts.decode_ns));
+        }
     }
 
     /// The response with the new tokens of some sequences.
@@ -202,10 +225,11 @@ impl Responses {
         };
         let outputs = specified.iter().map(output).collect();
         self.outputs = specified;
-        self.sequences[indices].iter_mut().for_each(|output| output.pending.clear());
+        self.sequences[indices].iter_mut().for_each(Output::clear);
         let is_final = self.num_open == 0;
+        self.count_texts();
         if let (true, Some(texts)) = (is_final, &mut self.texts) {
-            texts.flush(); // Before the client can read the statistics.
+            texts.calls.flush(); // Before the client can read the statistics.
         }
         InferResponse {
             model_name: self.model_name.clone(),

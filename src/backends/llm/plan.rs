@@ -38,7 +38,7 @@ pub struct ModelPlan {
 impl ModelPlan {
     fn new(config: &LlmConfig, estimate_memory: EstimateMemory) -> Result<Self, ModelError> {
         let model = models::Config::from_dir(&config.checkpoint)?.in_expert_groups(config.ep_size);
-        let target = match config.device {
+        let target = match config.worker.device {
             DeviceChoice::Cpu { .. } => Target::Cpu,
             DeviceChoice::Cuda { .. } => Target::Cuda,
         };
@@ -57,7 +57,7 @@ impl ModelPlan {
         let larger = sizes.map_while(first).collect();
         Ok(Self {
             name: config.name.clone(),
-            device: config.device,
+            device: config.worker.device,
             workers,
             num_replicas: config.num_replicas as usize,
             tp_size: config.tp_size,

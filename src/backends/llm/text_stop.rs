@@ -6,61 +6,86 @@
 use std::collections::VecDeque;
 use std::sync::Arc;
 
-use engine::{RowId, SampledToken, TokenId};
-use text::{Detokenizer, StopText, Tokenizer};
+use engine::{SampledToken, TokenId};
+use generation::{StopSearch, Tokens};
+use text::Tokenizer;
 
-use generation::Tokens;
-
-/// Searches the text of one sequence for stop words.
+/// Ends one sequence of tokens where its text completes a stop word. For requests whose outputs are token ids; where they are
+/// texts, [`generation::SequenceText`] does this.
 pub(crate) struct TextStop {
     tokenizer: Arc<Tokenizer>,
     /// The token before the output, because a token may have another text at the start of a text.
     before: TokenId,
-    detokenizer: Detokenizer,
-    stop: StopText,
+    search: StopSearch,
     /// Tokens that are withheld, with the length of the text up to the end of each; `None` while a character
     /// that it begins is incomplete.
     withheld: VecDeque<(SampledToken, Option<usize>)>,
-    /// Length of the text of all tokens.
-    text_len: usize,
     /// Length of the text of released tokens.
     released_len: usize,
     /// The text after that which is not part of a stop word.
     free: String,
 }
 
+/// Removes the spellings of stop words with white space before a word that is a stop word itself: the white space belongs to the
+/// output. `before` is the last token of the prompt.
+pub(crate) fn keep_space(tokenizer: &Arc<Tokenizer>, stop_words: &mut Vec<Vec<TokenId>>, before: TokenId) {
+    let texts: Vec<String> = stop_words.iter().map(|word| decode(tokenizer, before, word, false)).collect();
+    let is_spaced = |text: &String| {
+        let word = text.trim_start();
+        word.len() < text.len() && is_searchable(word) && texts.iter().any(|other| other == word)
+    };
+    let mut spaced = texts.iter().map(is_spaced);
+    stop_words.retain(|_| !spaced.next().expect("each word has a text"));
+}
+
+/// The texts of stop words that can be searched for. `before` is the last token of the prompt.
+pub(crate) fn stop_texts(tokenizer: &Arc<Tokenizer>, stop_words: &[Vec<TokenId>], before: TokenId) -> Vec<String> {
+    sorted(stop_words.iter().map(|word| decode(tokenizer, before, word, false)).filter(|text| is_searchable(text)))
+}
+
+/// Removes the stop words that a search of the text finds, and returns their texts. The others, which are special tokens or parts of
+/// characters, stay: they can be found by their ids only. `before` is the last token of the prompt.
+pub(crate) fn take_stop_texts(
+    tokenizer: &Arc<Tokenizer>,
+    skip_special_tokens: bool,
+    stop_words: &mut Vec<Vec<TokenId>>,
+    before: TokenId,
+) -> Vec<String> {
+    let mut texts = Vec::new();
+    stop_words.retain(|word| {
+        let text = decode(tokenizer, before, word, false);
+        let is_whole = !skip_special_tokens || decode(tokenizer, before, word, true) == text;
+        let is_taken = is_searchable(&text) && is_whole;
+        if is_searchable(&text) {
+            texts.push(text);
+        }
+        !is_taken
+    });
+    sorted(texts.into_iter())
+}
+
+/// Whether the text of a stop word can be searched for.
+fn is_searchable(text: &str) -> bool {
+    !text.is_empty() && !text.contains(char::REPLACEMENT_CHARACTER)
+}
+
+/// Each text once.
+fn sorted(texts: impl Iterator<Item = String>) -> Vec<String> {
+    let mut texts: Vec<String> = texts.collect();
+    texts.sort_unstable();
+    texts.dedup();
+    texts
+}
+
 impl TextStop {
-    /// Removes the spellings of stop words with white space before a word that is a stop word itself: the white space belongs
-    /// to the output. `before` is the last token of the prompt.
-    pub(crate) fn keep_space(tokenizer: &Arc<Tokenizer>, stop_words: &mut Vec<Vec<TokenId>>, before: TokenId) {
-        let texts: Vec<String> = stop_words.iter().map(|word| decode(tokenizer, before, word)).collect();
-        let is_searched = |text: &str| !text.is_empty() && !text.contains(char::REPLACEMENT_CHARACTER);
-        let is_spaced = |text: &String| {
-            let word = text.trim_start();
-            word.len() < text.len() && is_searched(word) && texts.iter().any(|other| other == word)
-        };
-        let mut spaced = texts.iter().map(is_spaced);
-        stop_words.retain(|_| !spaced.next().expect("each word has a text"));
-    }
-
-    /// The texts of stop words that can be searched for. `before` is the last token of the prompt.
-    pub(crate) fn texts(tokenizer: &Arc<Tokenizer>, stop_words: &[Vec<TokenId>], before: TokenId) -> Vec<String> {
-        let mut texts: Vec<String> = stop_words.iter().map(|word| decode(tokenizer, before, word)).collect();
-        texts.retain(|text| !text.is_empty() && !text.contains(char::REPLACEMENT_CHARACTER));
-        texts.sort_unstable();
-        texts.dedup();
-        texts
-    }
-
     /// A search for `texts` after the token `before`; `None` without texts.
     pub(crate) fn new(tokenizer: &Arc<Tokenizer>, texts: &[String], before: TokenId) -> Option<Self> {
-        (!texts.is_empty()).then(|| Self {
+        let search = StopSearch::new(tokenizer, false, texts).after(before);
+        search.has_texts().then(|| Self {
             tokenizer: Arc::clone(tokenizer),
             before,
-            detokenizer: primed(tokenizer, before),
-            stop: StopText::new(texts.iter().cloned()),
+            search,
             withheld: VecDeque::new(),
-            text_len: 0,
             released_len: 0,
             free: String::new(),
         })
@@ -75,19 +100,17 @@ impl TextStop {
         ends: bool,
         released: &mut Tokens,
     ) -> bool {
-        let mut piece = String::new();
         for token in tokens {
-            piece.clear();
-            self.detokenizer.push_into(token.token.0, &mut piece);
+            let (id, text_len) = (token.token, self.search.text_len());
             self.withheld.push_back((token, None));
-            if self.search(&piece, released) {
+            let is_found = self.search.push(id, &mut self.free).is_some();
+            if self.search.text_len() > text_len && self.release(is_found, released) {
                 return true;
             }
         }
         if ends {
-            piece.clear();
-            self.detokenizer.finish_into(&mut piece);
-            if self.search(&piece, released) {
+            let is_found = self.search.finish(&mut self.free).is_some();
+            if self.release(is_found, released) {
                 return true;
             }
             released.extend(self.withheld.drain(..).map(|(token, _)| token));
@@ -95,15 +118,12 @@ impl TextStop {
         false
     }
 
-    fn search(&mut self, piece: &str, released: &mut Tokens) -> bool {
-        if piece.is_empty() {
-            return false;
-        }
-        self.text_len += piece.len();
+    /// Releases the tokens whose text is free. Returns `is_found`.
+    fn release(&mut self, is_found: bool, released: &mut Tokens) -> bool {
+        let text_len = self.search.text_len();
         for (_, end) in self.withheld.iter_mut().filter(|(_, end)| end.is_none()) {
-            *end = Some(self.text_len);
+            *end = Some(text_len);
         }
-        let found = self.stop.push(piece, &mut self.free).is_some();
         let free_len = self.released_len + self.free.len();
         while let Some((token, end)) = self.withheld.pop_front_if(|(_, end)| end.is_some_and(|end| end <= free_len)) {
             let end = end.expect("the filter keeps those with an end");
@@ -111,26 +131,19 @@ impl TextStop {
             self.released_len = end;
             released.push(token);
         }
-        if found {
+        if is_found {
             released.extend(spell(&self.tokenizer, self.before, &self.free));
         }
-        found
+        is_found
     }
 }
 
-/// A detokenizer whose last token was `before`.
-fn primed(tokenizer: &Arc<Tokenizer>, before: TokenId) -> Detokenizer {
-    let mut detokenizer = Detokenizer::new(Arc::clone(tokenizer), false);
-    let mut dropped = String::new();
-    detokenizer.push_into(before.0, &mut dropped);
-    detokenizer.finish_into(&mut dropped);
-    detokenizer
-}
-
-fn decode(tokenizer: &Arc<Tokenizer>, before: TokenId, tokens: &[TokenId]) -> String {
-    let (mut detokenizer, mut text) = (primed(tokenizer, before), String::new());
-    tokens.iter().for_each(|token| detokenizer.push_into(token.0, &mut text));
-    detokenizer.finish_into(&mut text);
+/// The text of `tokens` after the token `before`.
+fn decode(tokenizer: &Arc<Tokenizer>, before: TokenId, tokens: &[TokenId], skip_special_tokens: bool) -> String {
+    let mut search = StopSearch::new(tokenizer, skip_special_tokens, &[]).after(before);
+    let mut text = String::new();
+    tokens.iter().for_each(|&token| _ = search.push(token, &mut text));
+    search.finish(&mut text);
     text
 }
 
@@ -144,12 +157,18 @@ fn spell(tokenizer: &Arc<Tokenizer>, before: TokenId, text: &str) -> Vec<Sampled
     let after_line_end = encode(&format!("\n{text}"));
     let inside = after_line_end.strip_prefix(line_end.as_slice()).unwrap_or_default().to_vec();
     let spellings = [encode(text), inside];
-    let right = spellings.into_iter().find(|tokens| decode(tokenizer, before, tokens) == text).unwrap_or_default();
-    right.into_iter().map(|token| SampledToken { row: RowId(0), token, logprob: None, top: Vec::new() }).collect()
+    let right =
+        spellings.into_iter().find(|tokens| decode(tokenizer, before, tokens, false) == text).unwrap_or_default();
+    right
+        .into_iter()
+        .map(|token| SampledToken { row: engine::RowId(0), token, logprob: None, top: Vec::new() })
+        .collect()
 }
 
 #[cfg(test)]
 mod tests {
+    use engine::RowId;
+
     use super::*;
 
     /// Token ids by their text; every string is a token of its own.
@@ -176,7 +195,7 @@ mod tests {
     fn released(stop_words: &[&[&str]], tokens: &[&str]) -> (Vec<String>, bool) {
         let (tokenizer, before) = (tokenizer(), ids(&["x"])[0]);
         let words: Vec<_> = stop_words.iter().map(|word| ids(word)).collect();
-        let texts = TextStop::texts(&tokenizer, &words, before);
+        let texts = stop_texts(&tokenizer, &words, before);
         let mut stop = TextStop::new(&tokenizer, &texts, before).unwrap();
         let mut texts = Vec::new();
         for (index, token) in ids(tokens).into_iter().enumerate() {
@@ -184,7 +203,7 @@ mod tests {
             let sampled = SampledToken { row: RowId(0), token, logprob: None, top: Vec::new() };
             let found = stop.push([sampled], index + 1 == tokens.len(), &mut released);
             let released: Vec<TokenId> = released.iter().map(|token| token.token).collect();
-            texts.push(decode(&tokenizer, before, &released));
+            texts.push(decode(&tokenizer, before, &released, false));
             if found {
                 return (texts, true);
             }
@@ -220,7 +239,7 @@ mod tests {
 
     #[test]
     fn a_stop_word_without_text_is_left_to_the_engine() {
-        assert!(TextStop::texts(&tokenizer(), &[vec![TokenId(999)]], TokenId(0)).is_empty());
+        assert!(stop_texts(&tokenizer(), &[vec![TokenId(999)]], TokenId(0)).is_empty());
         assert!(TextStop::new(&tokenizer(), &[], TokenId(0)).is_none());
     }
 }

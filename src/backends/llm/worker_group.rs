@@ -10,7 +10,8 @@ use std::time::Duration;
 use engine::{StepPlan, plan};
 use ipc::{Doorbell, Prefix, Received, RecvError};
 use supervision::{
-    Agents, DeviceChoice, FromAgent, FromWorker, Nodes, RelayedWorker, ShmName, ToAgent, ToWorker, WorkerId, WorkerSpec,
+    Agents, DeviceChoice, FromAgent, FromWorker, Nodes, RelayedWorker, ShmName, ToAgent, ToWorker, WorkerId,
+    WorkerSettings, WorkerSpec,
 };
 
 use super::config::LlmConfig;
@@ -101,11 +102,12 @@ impl WorkerGroup {
         let num_ranks = config.num_replicas * num_workers;
         for index in 0..num_workers {
             let rank = first_rank + index;
-            let device = config.device.of_local_rank(agents.nodes().local_rank(rank));
+            let device = config.worker.device.of_local_rank(agents.nodes().local_rank(rank));
             let (stage, tp_rank) = (index / config.tp_size, index % config.tp_size);
             let on_its_node = |&other: &u32| agents.nodes().of(other) == agents.nodes().of(rank);
             let num_local_workers = (0..num_ranks).filter(on_its_node).count();
-            let spec = WorkerSpec { rank, stage, tp_rank, device, num_local_workers, ..spec.clone() };
+            let settings = WorkerSettings { device, ..spec.settings.clone() };
+            let spec = WorkerSpec { rank, stage, tp_rank, settings, num_local_workers, ..spec.clone() };
             agents.send(rank, ToAgent::Start(WorkerId { instance, tp_rank: index }, Box::new(spec)));
         }
         group
@@ -362,7 +364,7 @@ impl WorkerGroup {
 }
 
 fn device_name(config: &LlmConfig, nodes: &Nodes, rank: u32) -> String {
-    match config.device.of_local_rank(nodes.local_rank(rank)) {
+    match config.worker.device.of_local_rank(nodes.local_rank(rank)) {
         DeviceChoice::Cpu { .. } => "cpu".to_owned(),
         DeviceChoice::Cuda { ordinal } => format!("cuda:{ordinal}"),
     }

@@ -1,15 +1,20 @@
 //! Models of published layouts, served natively around an engine that returns its prompt.
 
 use std::fs;
+use std::path::PathBuf;
 use std::sync::Arc;
+use std::task::{Context, Poll};
 
 use backends::layouts::{Layout, Layouts, recognise};
+use engine::{FinishReason, RowId, SampledToken};
 use futures::future::{BoxFuture, FutureExt as _};
+use generation::{Delta, GenerateEvent, RequestBounds, Timestamp};
 use serving::{
-    Backend, BackendFactory, InferError, InferRequest, InferResponse, LoadRequest, ResponseStream, Server,
-    ServerConfig, Tensor,
+    Backend, BackendFactory, GenerateCall, InferError, InferRequest, InferResponse, LoadRequest, OutputDelta,
+    ResponseSource, ResponseStream, Server, ServerConfig, StreamEvent, StreamItem, Tensor,
 };
 use tempfile::TempDir;
+use text::Tokenizer;
 
 const TOKENIZER: &str = r#"{"version":"1.0","added_tokens":[],
     "model":{"type":"WordLevel","vocab":{"hello":0,"world":1},"unk_token":"hello"},"pre_tokenizer":{"type":"Whitespace"}}"#;
@@ -33,17 +38,30 @@ output [ { name: "output_ids" data_type: TYPE_UINT32 dims: [ -1, -1 ] },
 "#;
 
 /// An engine that returns its prompt as the output of each sequence.
-struct EchoEngine;
+#[derive(Default)]
+struct EchoEngine {
+    /// The tokenizer of its checkpoint.
+    tokenizer: Option<Arc<Tokenizer>>,
+}
 
 impl Backend for EchoEngine {
-    fn infer(&self, request: InferRequest) -> Result<ResponseStream, InferError> {
-        let ids = request.input("input_ids").expect("the engine's name of the prompt").to_u32().unwrap_or_default();
-        let number = |name: &str| request.input(name).and_then(|tensor| tensor.to_i32()?.first().copied());
-        let num_sequences = number("num_return_sequences").or(number("beam_width")).unwrap_or(1) as usize;
-        let ids: Vec<i32> = ids.into_iter().map(u32::cast_signed).collect();
-        let shape = [1, num_sequences as i64, ids.len() as i64];
-        let outputs = vec![Tensor::from_i32("output_ids", &shape, &ids.repeat(num_sequences))];
-        Ok(ResponseStream::ready(InferResponse { outputs, ..InferResponse::default() }))
+    fn infer(&self, _: InferRequest) -> Result<ResponseStream, InferError> {
+        Err(InferError::internal("layouts of text and of sessions send typed requests"))
+    }
+
+    fn request_bounds(&self) -> Option<RequestBounds> {
+        Some(RequestBounds { vocab_size: 8, max_rows: 4, ..RequestBounds::default() })
+    }
+
+    fn generate(&self, call: GenerateCall) -> Result<ResponseStream, InferError> {
+        let (request, tokenizer) = (call.request, self.tokenizer.as_ref().expect("there is a checkpoint"));
+        assert_eq!(request.num_sequences, 1, "a response has one sequence");
+        let ids: Vec<u32> = request.sequence.prompt.iter().map(|id| id.0).collect();
+        let text = request.text.map_or_else(String::new, |text| tokenizer.decode(&ids, text.skip_special_tokens));
+        let sampled = |&token| SampledToken { row: RowId(0), token, logprob: None, top: Vec::new() };
+        let (tokens, finished) = (request.sequence.prompt.iter().map(sampled).collect(), Some(FinishReason::Length));
+        let delta = Delta { tokens, text, finished, ..Delta::new(0, Timestamp::now()) };
+        Ok(ResponseStream::from_source(|_| Box::new(OneDelta(Some(delta)))))
     }
 
     fn drain(&self) -> BoxFuture<'_, ()> {
@@ -51,9 +69,26 @@ impl Backend for EchoEngine {
     }
 }
 
+/// The only event of a request.
+struct OneDelta(Option<Delta>);
+
+impl ResponseSource for OneDelta {
+    fn poll_next(
+        &mut self,
+        _: bool,
+        _: &mut OutputDelta,
+        _: &mut Context<'_>,
+    ) -> Poll<Option<Result<StreamItem, InferError>>> {
+        let event = |delta| StreamEvent { event: GenerateEvent::Delta(delta), is_last: true };
+        Poll::Ready(self.0.take().map(|delta| Ok(StreamItem::Event(Box::new(event(delta))))))
+    }
+}
+
 impl BackendFactory for EchoEngine {
-    fn load(&self, _: LoadRequest) -> BoxFuture<'static, Result<Arc<dyn Backend>, InferError>> {
-        std::future::ready(Ok(Arc::new(EchoEngine) as Arc<dyn Backend>)).boxed()
+    fn load(&self, load: LoadRequest) -> BoxFuture<'static, Result<Arc<dyn Backend>, InferError>> {
+        let dir = load.config.parameter("gpt_model_path").map(PathBuf::from);
+        let tokenizer = dir.and_then(|dir| generation::tokenizer(&dir).ok());
+        std::future::ready(Ok(Arc::new(EchoEngine { tokenizer }) as Arc<dyn Backend>)).boxed()
     }
 }
 
@@ -72,7 +107,7 @@ async fn world(name: &str, config: &str, checkpoint_files: &[(&str, &str)]) -> W
     for (file, text) in checkpoint_files {
         fs::write(dir.join("1/weights").join(file), text).unwrap();
     }
-    let layouts = Layouts::new(Arc::new(EchoEngine), Arc::new(EchoEngine));
+    let layouts = Layouts::new(Arc::new(EchoEngine::default()), Arc::new(EchoEngine::default()));
     let settings = ServerConfig { repositories: vec![root.path().to_owned()], ..ServerConfig::default() };
     let server = Server::new(settings, layouts.factories()).unwrap();
     layouts.attach(&server);

@@ -371,13 +371,13 @@ impl Device for CpuDevice {
 
     fn recv_hidden(&mut self, out: &mut CpuTensor) -> Result<(), DeviceError> {
         let (step, tokens) = (self.inputs.step, self.num_tokens());
-        let pipeline = self.pipeline.as_mut().expect("only a stage of a pipeline takes over");
+        let pipeline = self.pipeline.as_mut().expect("only a stage of a pipeline receives a hidden state");
         pipeline.receive(step, out.rows_mut(tokens))
     }
 
     fn send_hidden(&mut self, x: &CpuTensor) -> Result<(), DeviceError> {
         let (step, tokens) = (self.inputs.step, self.num_tokens());
-        self.pipeline.as_mut().expect("only a stage of a pipeline hands on").send(step, x.rows(tokens))?;
+        self.pipeline.as_mut().expect("only a stage of a pipeline sends a hidden state").send(step, x.rows(tokens))?;
         self.results.push_back(Vec::new());
         Ok(())
     }

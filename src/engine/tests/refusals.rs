@@ -44,7 +44,7 @@ fn a_refused_request_gets_the_reason_and_leaves_no_state() {
             }),
             "6 KV blocks are needed for prompt and output but there are 4",
         ),
-        (with(&|request| request.sampling.num_logprobs = Some(MAX_LOGPROBS + 1)), "33 likeliest tokens are asked for"),
+        (with(&|request| request.sampling.num_logprobs = Some(MAX_LOGPROBS + 1)), "33 likeliest tokens are requested"),
     ];
     for (request, words) in cases {
         let refused = engine.submit(request).unwrap_err().to_string();

@@ -3,7 +3,7 @@
 //! HTTP uses PORT (default 8000), gRPC the next port, metrics the one after. If models are named, only these are loaded, and clients
 //! can load others.
 
-#[path = "../tests/support/mod.rs"]
+#[path = "../tests/all/support/mod.rs"]
 mod support;
 
 use std::path::PathBuf;

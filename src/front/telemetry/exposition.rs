@@ -1,4 +1,6 @@
 //! The text format of Prometheus (<https://prometheus.io/docs/instrumenting/exposition_formats/>).
+//!
+//! `prometheus-client` writes OpenMetrics, whose counters have other names than Triton's.
 
 use std::borrow::Cow;
 use std::fmt::Write;

@@ -1,4 +1,6 @@
 //! The export of spans to an OpenTelemetry collector: a bounded queue, and a thread that posts batches.
+//!
+//! `opentelemetry-otlp` would add an HTTP client and would create the spans itself; here they are made of Triton's trace records.
 
 use std::hash::{BuildHasher as _, RandomState};
 use std::io;

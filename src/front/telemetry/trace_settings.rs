@@ -99,10 +99,10 @@ impl TraceSettings {
     pub fn get(&self, model: &str) -> TraceValues {
         let (mut values, owner) = (self.values(model), self.owner(model));
         let count = values.get_mut("trace_count").expect("every setting has a value");
-        if let Ok(asked) = count[0].parse::<u64>() {
+        if let Ok(limit) = count[0].parse::<u64>() {
             let counts = self.counts.lock().unwrap_or_else(PoisonError::into_inner);
             let (_, traced) = counts.get(owner).copied().unwrap_or_default();
-            *count = vec![asked.saturating_sub(traced).to_string()];
+            *count = vec![limit.saturating_sub(traced).to_string()];
         }
         values
     }

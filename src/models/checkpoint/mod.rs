@@ -294,7 +294,7 @@ impl Checkpoint {
 /// Reads an index: maps tensor names to files.
 fn index_files(index: &Path) -> Result<BTreeMap<String, PathBuf>, ModelError> {
     let fields = Fields::read(index)?;
-    let dir = index.parent().expect("an index file lies in a directory");
+    let dir = index.parent().expect("an index file is in a directory");
     let map = match fields.get("weight_map") {
         Some(serde_json::Value::Object(map)) => map,
         other => {

@@ -91,12 +91,12 @@ fn bytes(record: &TensorRecord, storages: &HashMap<String, &'static [u8]>) -> Re
     let mut expected = 1usize;
     for (len, stride) in shape.iter().zip(strides).rev() {
         if *len != 1 && *stride != expected {
-            return Err(format!("lies with strides {strides:?} for shape {shape:?}; save it contiguous"));
+            return Err(format!("has strides {strides:?} for shape {shape:?}; save it contiguous"));
         }
         expected = expected.saturating_mul(*len);
     }
     let storage =
-        storages.get(&record.key).ok_or_else(|| format!("lies in storage `{}`, which is missing", record.key))?;
+        storages.get(&record.key).ok_or_else(|| format!("is in storage `{}`, which is missing", record.key))?;
     let size = element_size(record.dtype);
     let start = record.offset.saturating_mul(size);
     let end = start.saturating_add(expected.saturating_mul(size));

@@ -1,4 +1,6 @@
 //! Zip archives with uncompressed entries, as `torch.save` writes them (PKWARE APPNOTE 6.3, sections 4.3 and 4.5.3).
+//!
+//! The crate `zip` copies what it reads; weights must stay mapped, so only the position of each entry is needed.
 
 use std::collections::HashMap;
 

@@ -90,7 +90,7 @@ const HARMLESS: &[&str] = &[
     "low_cpu_mem_usage",
     "use_fused_kernels",
     "is_llama_config",
-    // Heads of other tasks, and outputs that are not asked for.
+    // Heads of other tasks, and outputs that are not requested.
     "summary_activation",
     "summary_first_dropout",
     "summary_proj_to_labels",

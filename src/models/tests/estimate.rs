@@ -45,15 +45,15 @@ fn estimates_of_the_cpu_are_what_it_takes() {
 
         let mut estimator = Estimator::new(Target::Cpu, TensorParallel { rank: 0, size: 1 }, limits);
         let model = models::load(&dir, &config, &mut estimator).unwrap();
-        let told = estimator.estimate(&model.attention_spec(BLOCK_SIZE, limits.max_sequence_len));
+        let estimated = estimator.estimate(&model.attention_spec(BLOCK_SIZE, limits.max_sequence_len));
 
         let pairs = [
-            ("weights", told.weights_bytes, found.weights_bytes),
-            ("workspace", told.workspace_bytes, found.workspace_bytes),
-            ("block", told.block_bytes, found.block_bytes),
+            ("weights", estimated.weights_bytes, found.weights_bytes),
+            ("workspace", estimated.workspace_bytes, found.workspace_bytes),
+            ("block", estimated.block_bytes, found.block_bytes),
         ];
-        for (what, told, found) in pairs {
-            assert!(told.abs_diff(found) * 50 <= found, "{case}: {what} of {found} bytes, told {told}");
+        for (what, estimated, found) in pairs {
+            assert!(estimated.abs_diff(found) * 50 <= found, "{case}: {what} of {found} bytes, estimated {estimated}");
         }
     }
 }

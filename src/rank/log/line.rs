@@ -1,8 +1,10 @@
 //! One line of the log, in each of the formats.
 
 use std::fmt;
-use std::time::{SystemTime, UNIX_EPOCH};
 
+use jiff::Timestamp;
+use jiff::civil::DateTime;
+use jiff::tz::Offset;
 use tracing::field::{Field, Visit};
 use tracing::{Event, Level};
 use tracing_subscriber::fmt::format::Writer;
@@ -16,7 +18,7 @@ pub(crate) const TABLE_TARGET: &str = "table";
 pub(super) struct Line {
     is_table: bool,
     level: Level,
-    at: Time,
+    at: DateTime,
     file: &'static str,
     number: u32,
     text: Text,
@@ -32,7 +34,7 @@ impl Line {
             text.max_message = usize::MAX;
         }
         event.record(&mut text);
-        Self { is_table, level: *metadata.level(), at: Time::now(), file, number: metadata.line().unwrap_or(0), text }
+        Self { is_table, level: *metadata.level(), at: now(), file, number: metadata.line().unwrap_or(0), text }
     }
 
     fn level_char(&self) -> char {
@@ -44,14 +46,12 @@ impl Line {
     }
 
     pub(super) fn write_default(&self, mut out: Writer<'_>) -> fmt::Result {
-        let Time { month, day, hour, minute, second, micros, .. } = self.at;
-        write!(out, "{}{month:02}{day:02} {hour:02}:{minute:02}:{second:02}.{micros:06} ", self.level_char())?;
+        write!(out, "{}{} ", self.level_char(), self.at.strftime("%m%d %H:%M:%S.%6f"))?;
         self.write_rest(out)
     }
 
     pub(super) fn write_iso8601(&self, mut out: Writer<'_>) -> fmt::Result {
-        let Time { year, month, day, hour, minute, second, .. } = self.at;
-        write!(out, "{year:04}-{month:02}-{day:02}T{hour:02}:{minute:02}:{second:02}Z {} ", self.level_char())?;
+        write!(out, "{} {} ", self.at.strftime("%Y-%m-%dT%H:%M:%SZ"), self.level_char())?;
         self.write_rest(out)
     }
 
@@ -66,8 +66,7 @@ impl Line {
     }
 
     pub(super) fn write_json(&self, mut out: Writer<'_>) -> fmt::Result {
-        let Time { year, month, day, hour, minute, second, micros } = self.at;
-        write!(out, "{{\"time\":\"{year:04}-{month:02}-{day:02}T{hour:02}:{minute:02}:{second:02}.{micros:06}Z\"")?;
+        write!(out, "{{\"time\":\"{}\"", self.at.strftime("%Y-%m-%dT%H:%M:%S.%6fZ"))?;
         write!(out, ",\"level\":\"{}\",\"pid\":{}", self.level.as_str().to_lowercase(), std::process::id())?;
         write!(out, ",\"source\":\"{}:{}\",\"message\":{}", self.file, self.number, Json(&self.text.message))?;
         for (name, value) in &self.text.fields {
@@ -142,50 +141,30 @@ impl Visit for Text {
     }
 }
 
-/// A time in UTC.
-#[derive(Clone, Copy)]
-struct Time {
-    year: u64,
-    month: u64,
-    day: u64,
-    hour: u64,
-    minute: u64,
-    second: u64,
-    micros: u32,
-}
-
-impl Time {
-    fn now() -> Self {
-        let since = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
-        let (year, month, day) = date(since.as_secs() / 86_400);
-        let seconds = since.as_secs() % 86_400;
-        let (hour, minute, second) = (seconds / 3600, seconds / 60 % 60, seconds % 60);
-        Self { year, month, day, hour, minute, second, micros: since.subsec_micros() }
-    }
-}
-
-/// Year, month and day of the day number `days` since 1970-01-01 (Hinnant, "chrono-Compatible Low-Level Date Algorithms").
-fn date(days: u64) -> (u64, u64, u64) {
-    let shifted = days + 719_468;
-    let day_of_era = shifted % 146_097;
-    let year_of_era = (day_of_era - day_of_era / 1460 + day_of_era / 36_524 - day_of_era / 146_096) / 365;
-    let day_of_year = day_of_era - (365 * year_of_era + year_of_era / 4 - year_of_era / 100);
-    let shifted_month = (5 * day_of_year + 2) / 153;
-    let day = day_of_year - (153 * shifted_month + 2) / 5 + 1;
-    let month = if shifted_month < 10 { shifted_month + 3 } else { shifted_month - 9 };
-    (shifted / 146_097 * 400 + year_of_era + u64::from(month <= 2), month, day)
+/// The current time in UTC.
+fn now() -> DateTime {
+    Offset::UTC.to_datetime(Timestamp::now())
 }
 
 #[cfg(test)]
 mod tests {
+    use jiff::civil::date;
+
     use super::*;
 
     #[test]
-    fn days_become_dates() {
-        assert_eq!(date(0), (1970, 1, 1));
-        assert_eq!(date(59), (1970, 3, 1));
-        assert_eq!(date(19_782), (2024, 2, 29));
-        assert_eq!(date(20_778), (2026, 11, 21));
+    fn each_format_has_the_time_in_its_own_form() {
+        let text = Text { message: "text".into(), fields: Vec::new(), max_message: 0 };
+        let at = date(2024, 2, 29).at(3, 4, 5, 678_000);
+        let line = Line { is_table: false, level: Level::WARN, at, file: "x.rs", number: 7, text };
+        let mut written = [String::new(), String::new(), String::new()];
+        let [default, iso8601, json] = &mut written;
+        line.write_default(Writer::new(default)).unwrap();
+        line.write_iso8601(Writer::new(iso8601)).unwrap();
+        line.write_json(Writer::new(json)).unwrap();
+        let expected =
+            ["W0229 03:04:05.000678 ", "2024-02-29T03:04:05Z W ", "{\"time\":\"2024-02-29T03:04:05.000678Z\","];
+        written.iter().zip(expected).for_each(|(line, begin)| assert!(line.starts_with(begin), "{line}"));
     }
 
     #[test]
@@ -195,7 +174,7 @@ mod tests {
             fields: vec![("id", Value::Text("x\\y".into())), ("n", Value::Bare("3".into()))],
             max_message: 0,
         };
-        let line = Line { is_table: false, level: Level::INFO, at: Time::now(), file: "x.rs", number: 7, text };
+        let line = Line { is_table: false, level: Level::INFO, at: now(), file: "x.rs", number: 7, text };
         let mut written = String::new();
         line.write_json(Writer::new(&mut written)).unwrap();
         let end = r#""source":"x.rs:7","message":"a \"b\"\n\u0001","id":"x\\y","n":3}"#;

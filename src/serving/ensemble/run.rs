@@ -167,7 +167,6 @@ impl Run {
                 .collect(),
             decoder: model.decoder.clone(),
             is_nested: model.is_nested,
-            has_lengths: plan.has_lengths,
             calls: CallCounter::new(self.models[plan.detokenizer].statistics.clone()),
             parameters: self.parameters.clone(),
         }

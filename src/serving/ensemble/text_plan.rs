@@ -22,8 +22,6 @@ const TEXT: &str = "OUTPUT";
 pub(super) struct TextPlan {
     pub(super) generator: usize,
     pub(super) detokenizer: usize,
-    /// Whether the lengths of rows are passed on.
-    pub(super) has_lengths: bool,
 }
 
 impl TextPlan {
@@ -32,8 +30,10 @@ impl TextPlan {
         let plan = |detokenizer: usize| {
             let &[generator] = &graph.steps[detokenizer].producers[..] else { return None };
             let (from, to) = (&graph.steps[generator], &graph.steps[detokenizer]);
-            let plan = Self { generator, detokenizer, has_lengths: connects(from, to, LENGTHS) };
-            (connects(from, to, TOKENS) && plan.is_end_of(graph)).then_some(plan)
+            let plan = Self { generator, detokenizer };
+            // Without lengths, the detokenizer would also decode the padding of shorter rows.
+            let is_connected = connects(from, to, TOKENS) && connects(from, to, LENGTHS);
+            (is_connected && plan.is_end_of(graph)).then_some(plan)
         };
         (0..graph.steps.len()).find_map(plan)
     }

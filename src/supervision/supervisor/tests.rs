@@ -7,13 +7,20 @@ use ipc::{RingReceiver, RingSender};
 use nix::fcntl::{FcntlArg, FdFlag};
 
 use super::*;
-use crate::protocol::{DeviceChoice, KvMemory};
+use crate::protocol::{DeviceChoice, KvMemory, WorkerSettings};
 
 fn spec() -> WorkerSpec {
     WorkerSpec {
         model: "m".into(),
         checkpoint: "/nowhere".into(),
-        device: DeviceChoice::Cpu { threads: 1, first_core: None },
+        settings: WorkerSettings {
+            device: DeviceChoice::Cpu { threads: 1, first_core: None },
+            network: None,
+            weight_precision: Default::default(),
+            step_timeout: Duration::from_secs(1),
+            library_dirs: Vec::new(),
+            cache_dir: None,
+        },
         rank: 0,
         num_local_workers: 1,
         tp_rank: 0,
@@ -24,7 +31,6 @@ fn spec() -> WorkerSpec {
         nodes: vec![0],
         node_names: Vec::new(),
         checkpoint_fingerprint: None,
-        network: None,
         group_region: ShmName::default(),
         plan_ring: ShmName::default(),
         output_ring: ShmName::default(),
@@ -35,11 +41,7 @@ fn spec() -> WorkerSpec {
         max_sequence_len: 1,
         block_size: 1,
         kv_memory: KvMemory::Tokens(1),
-        weight_precision: Default::default(),
         next_step: 0,
-        collective_timeout: Duration::from_secs(1),
-        library_dirs: Vec::new(),
-        cache_dir: None,
     }
 }
 

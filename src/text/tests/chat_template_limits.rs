@@ -1,7 +1,7 @@
 //! Templates take bounded steps, and write bounded text.
 //!
 //! One thing is not bounded: the engine compares and joins values that a template built of the same lists many times over without
-//! counting. Therefore a server takes templates from its clients only if it is told to.
+//! counting. Therefore a server takes templates from its clients only if its operator allows it.
 
 use std::time::{Duration, Instant};
 

@@ -1,24 +1,25 @@
 //! Responses of a text model.
 
 use futures::future::join_all;
-use serving::{InferError, InferRequest, InferResponse, ResponseSender, ResponseStream, Tensor};
+use generation::GenerateEvent;
+use serving::{EventStream, InferError, InferRequest, InferResponse, ResponseSender, Tensor};
 
-use super::super::text_values::{RunningText, TextPiece};
+use super::row_text::RowText;
 use super::{LOG_PROBS, Run, TextModel};
 use crate::padding::pad_rows;
 
 impl TextModel {
     /// A response with one piece of text for each prompt.
-    fn response(&self, request: &InferRequest, rows: &[TextPiece], is_final: bool) -> InferResponse {
+    fn response(&self, request: &InferRequest, rows: &[RowText], is_final: bool) -> InferResponse {
         let num_rows = rows.len() as i64;
         let shape = if self.is_nested { &[num_rows, 1][..] } else { &[num_rows] };
-        let strings = |name: &str, of: fn(&TextPiece) -> &str| {
+        let strings = |name: &str, of: fn(&RowText) -> &str| {
             Tensor::from_byte_strings(name, shape, &rows.iter().map(of).collect::<Vec<&str>>())
         };
         let is_declared = |name: &str| self.outputs.iter().any(|output| output == name);
         let mut outputs = vec![strings(&self.text_output, |row| &row.text)];
         if is_final && is_declared("finish_reason") {
-            outputs.push(strings("finish_reason", |row| row.finish_reason));
+            outputs.push(strings("finish_reason", RowText::finish_reason));
         }
         let (width, log_probs) = pad_rows(rows.iter().map(|row| row.log_probs.as_slice()), 0.0);
         if width > 0 {
@@ -41,56 +42,56 @@ impl TextModel {
         sender: ResponseSender,
     ) {
         match (streaming, runs.pop()) {
-            (true, Some((engine, text))) => self.stream(request, engine, text, sender).await,
+            (true, Some((events, text))) => self.stream(request, events, text, sender).await,
             (_, last) => self.send_whole(request, runs.into_iter().chain(last).collect(), sender).await,
         }
     }
 
     /// Sends a response for each piece of text. The last one is final.
-    async fn stream(
-        self,
-        request: InferRequest,
-        mut engine: ResponseStream,
-        mut text: RunningText,
-        sender: ResponseSender,
-    ) {
-        loop {
-            let item = engine.next_response().await;
+    async fn stream(self, request: InferRequest, mut events: EventStream, text: RowText, sender: ResponseSender) {
+        let mut rows = [text];
+        while let Some(event) = events.next_event().await {
             sender.mark_scheduled();
-            engine.generation().into_iter().for_each(|generation| sender.report(generation));
-            let response = match item {
-                None => return,
-                Some(Err(error)) => {
+            report(&sender, &events);
+            match event {
+                Ok(GenerateEvent::Delta(delta)) => rows[0].push(delta),
+                Ok(_) => continue,
+                Err(error) => {
                     sender.send(Err(error)).await;
                     return;
                 }
-                Some(Ok(response)) => response,
-            };
-            text.push(&response);
-            if text.is_empty() && !response.is_final {
+            }
+            let is_final = rows[0].finished.is_some();
+            if rows[0].text.is_empty() && !is_final {
                 continue;
             }
-            let piece = self.response(&request, &[text.take()], response.is_final);
-            if !sender.send(Ok(piece)).await || response.is_final {
+            if !sender.send(Ok(self.response(&request, &rows, is_final))).await || is_final {
                 return;
             }
+            rows[0].clear();
         }
     }
 
     /// Sends one response with the whole text for every prompt.
     async fn send_whole(self, request: InferRequest, runs: Vec<Run>, sender: ResponseSender) {
-        let report =
-            |engine: &ResponseStream| engine.generation().into_iter().for_each(|generation| sender.report(generation));
-        let whole = |(mut engine, mut text): Run| async move {
-            while let Some(item) = engine.next_response().await {
-                text.push(&item?);
+        let sender = &sender;
+        let whole = |(mut events, mut text): Run| async move {
+            while let Some(event) = events.next_event().await {
+                if let GenerateEvent::Delta(delta) = event? {
+                    text.push(delta);
+                }
             }
-            report(&engine);
-            Ok(text.take())
+            report(sender, &events);
+            Ok(text)
         };
-        let texts: Vec<Result<TextPiece, InferError>> = join_all(runs.into_iter().map(whole)).await;
+        let texts: Vec<Result<RowText, InferError>> = join_all(runs.into_iter().map(whole)).await;
         sender.mark_scheduled();
         let rows: Result<Vec<_>, InferError> = texts.into_iter().collect();
         sender.send(rows.map(|rows| self.response(&request, &rows, true))).await;
     }
+}
+
+/// Reports the progress of the engine's request as that of this one.
+fn report(sender: &ResponseSender, events: &EventStream) {
+    events.generation().into_iter().for_each(|generation| sender.report(generation));
 }

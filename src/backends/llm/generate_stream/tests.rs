@@ -2,7 +2,7 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::task::Waker;
 
-use engine::{RowId, SampledToken, SequenceId, TokenEvent, TokenId};
+use engine::{BlockUsage, DraftUsage, RowId, SampledToken, SequenceId, TokenEvent, TokenId};
 use serving::{Name, OutputDelta, ResponseStream, StreamItem, Timestamp};
 use smallvec::{SmallVec, smallvec};
 use tokio::sync::watch;
@@ -45,7 +45,7 @@ fn running() -> (ResponseStream, event_queue::Sender, Arc<ReplicaState>) {
             in_flight: Arc::new(watch::Sender::new(1)),
             _logits: None,
             timing: Timing::new(&shared, 16, 1, 1),
-            texts: None,
+            texts: SmallVec::new(),
             text_stops: Vec::new(),
             sequences: SmallVec::new(),
             ended: smallvec![false],

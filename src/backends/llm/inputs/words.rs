@@ -3,7 +3,7 @@
 use engine::TokenId;
 use serving::{InferError, InferRequest, Limit};
 
-use super::super::config::LlmConfig;
+use super::bounds::ValueBounds;
 use super::token::token;
 use crate::tensor_values;
 
@@ -11,7 +11,11 @@ use crate::tensor_values;
 const SPELLINGS: u64 = 3;
 
 /// A list of words in TensorRT-LLM's layout `[2, n]`: the ids of all words, and the end of each word, padded with -1.
-pub(super) fn words(config: &LlmConfig, request: &InferRequest, name: &str) -> Result<Vec<Vec<TokenId>>, InferError> {
+pub(crate) fn words(
+    bounds: &ValueBounds<'_>,
+    request: &InferRequest,
+    name: &str,
+) -> Result<Vec<Vec<TokenId>>, InferError> {
     let Some(tensor) = request.input(name) else {
         return Ok(Vec::new());
     };
@@ -25,7 +29,7 @@ pub(super) fn words(config: &LlmConfig, request: &InferRequest, name: &str) -> R
         return Err(broken(&format!("has shape {:?}", tensor.shape)));
     }
     let (ids, ends) = values.split_at(values.len() / 2);
-    let (count, max) = (ends.iter().take_while(|&&end| end > 0).count(), SPELLINGS * config.limits.get(Limit::Words));
+    let (count, max) = (ends.iter().take_while(|&&end| end > 0).count(), SPELLINGS * bounds.limits.get(Limit::Words));
     if count as u64 > max {
         return Err(Limit::Words.refuse(count as u64, max));
     }
@@ -34,8 +38,8 @@ pub(super) fn words(config: &LlmConfig, request: &InferRequest, name: &str) -> R
         let end = usize::try_from(end).ok().filter(|&end| end > start && end <= ids.len());
         let end = end.ok_or_else(|| broken("names an end beyond its ids"))?;
         // A token has at least one byte. After a space, a word may have two more tokens.
-        config.limits.check(Limit::WordBytes, (end - start).saturating_sub(2))?;
-        words.push(ids[start..end].iter().map(|&id| token(config, name, id)).collect::<Result<Vec<_>, _>>()?);
+        bounds.limits.check(Limit::WordBytes, (end - start).saturating_sub(2))?;
+        words.push(ids[start..end].iter().map(|&id| token(bounds, name, id)).collect::<Result<Vec<_>, _>>()?);
         start = end;
     }
     Ok(words)

@@ -11,6 +11,8 @@ use super::super::logits::Logits;
 pub(super) struct Output {
     /// Tokens that no response has returned yet.
     pub(super) pending: Tokens,
+    /// Text that no response has returned yet.
+    pub(super) text: String,
     pub(super) num_tokens: usize,
     pub(super) cumulative_log_prob: f64,
     pub(super) blocks: BlockUsage,
@@ -37,6 +39,20 @@ impl Output {
         } else {
             self.pending.append(tokens);
         }
+    }
+
+    pub(super) fn take_text(&mut self, text: &mut String) {
+        if self.text.is_empty() {
+            self.text = std::mem::take(text);
+        } else {
+            self.text.push_str(text);
+        }
+    }
+
+    /// Removes the tokens and the text that a response has returned.
+    pub(super) fn clear(&mut self) {
+        self.pending.clear();
+        self.text.clear();
     }
 }
 

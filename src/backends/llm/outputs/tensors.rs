@@ -12,19 +12,12 @@ use super::kind::{Number, OutputKind};
 use super::sequence::{Output, longest};
 
 impl Responses {
-    /// The text of the new tokens of some sequences.
-    pub(super) fn text(&mut self, name: &Name, indices: Range<usize>) -> Tensor {
-        let Self { texts: Some(texts), sequences, prompt, padding, .. } = self else {
-            unreachable!("a text ensemble's responses have texts");
-        };
-        let sequences = &sequences[indices.clone()];
-        let width = longest(sequences);
-        let rows = indices.zip(sequences).map(|(index, output)| {
-            let padding = std::iter::repeat_n(padding.0, width - output.pending.len());
-            let tokens = prompt.iter().map(|id| id.0).chain(output.pending.iter().map(|token| token.token.0));
-            (index, tokens, padding, output.ended)
-        });
-        texts.push_rows(name, rows)
+    /// The new text of some sequences.
+    pub(super) fn text(&self, name: &Name, indices: Range<usize>) -> Tensor {
+        let texts: SmallVec<[&str; 4]> = self.sequences[indices].iter().map(|output| output.text.as_str()).collect();
+        let (nested, list) = ([1, texts.len() as i64], [texts.len() as i64]);
+        let is_nested = self.texts.as_ref().is_some_and(|texts| texts.is_nested);
+        Tensor::from_byte_strings(name.clone(), if is_nested { &nested[..] } else { &list }, &texts)
     }
 
     /// One output of some sequences, except logits. The shape begins with a batch of 1. Sequences use the dimension of beams.

@@ -76,11 +76,10 @@ fn delta(index: usize, tokens: &[(u32, f32)], ends: bool) -> Delta {
         top: Vec::new(),
     };
     let blocks = BlockUsage { num_reused: 2, num_allocated: 1 };
-    let (drafts, cum_log_prob) = (DraftUsage { num_drafted: 4, num_accepted: tokens.len() as u32 }, None);
+    let drafts = DraftUsage { num_drafted: 4, num_accepted: tokens.len() as u32 };
     let (tokens, at) = (tokens.iter().map(token).collect(), Timestamp::now());
     let finished = ends.then_some(FinishReason::Length);
-    let (text, stop) = (String::new(), None);
-    Delta { index, tokens, text, stop, at, finished, blocks, drafts, cum_log_prob, is_drained: false }
+    Delta { tokens, finished, blocks, drafts, ..Delta::new(index, at) }
 }
 
 fn output<'a>(response: &'a InferResponse, name: &str) -> &'a Tensor {

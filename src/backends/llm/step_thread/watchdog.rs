@@ -43,7 +43,7 @@ impl Running {
 
     pub(super) fn check_watchdog(&self) -> Result<(), WorkerLoss> {
         // The timeout doubles with each loss, so that a slow machine completes the step at last.
-        let timeout = self.thread.config.step_timeout * (1 << self.losses.min(MAX_LOSSES));
+        let timeout = self.thread.config.worker.step_timeout * (1 << self.losses.min(MAX_LOSSES));
         let (waited, allowed) = (self.last_progress.elapsed(), timeout + self.longest_step);
         match waited > allowed {
             true => Err(WorkerLoss::new(format!("a step was not done after {waited:.1?}, {allowed:.1?} are allowed"))),

@@ -9,7 +9,7 @@ pub(super) fn spec(config: &LlmConfig, next_step: u64) -> WorkerSpec {
     WorkerSpec {
         model: config.name.clone(),
         checkpoint: config.checkpoint.clone(),
-        device: config.device,
+        settings: config.worker.clone(),
         rank: 0,
         num_local_workers: 1,
         tp_rank: 0,
@@ -20,7 +20,6 @@ pub(super) fn spec(config: &LlmConfig, next_step: u64) -> WorkerSpec {
         nodes: Vec::new(),
         node_names: Vec::new(),
         checkpoint_fingerprint: config.checkpoint_fingerprint.clone(),
-        network: config.network.clone(),
         group_region: ShmName::default(),
         plan_ring: ShmName::default(),
         output_ring: ShmName::default(),
@@ -31,11 +30,7 @@ pub(super) fn spec(config: &LlmConfig, next_step: u64) -> WorkerSpec {
         max_sequence_len: config.engine.max_sequence_len,
         block_size: config.engine.block_size,
         kv_memory: config.kv_memory,
-        weight_precision: config.weight_precision,
         next_step,
-        collective_timeout: config.step_timeout,
-        library_dirs: config.library_dirs.clone(),
-        cache_dir: config.cache_dir.clone(),
     }
 }
 

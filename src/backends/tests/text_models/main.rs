@@ -87,9 +87,9 @@ async fn sequences_of_one_run_keep_their_texts_apart_and_end_one_by_one() {
     let step = EnsembleStep::default();
     let mut texts = [String::new(), String::new()];
     let [first, second] = [ids("é!"), ids("世")];
-    let news =
+    let tokens =
         [(0, first[0], false), (1, second[0], false), (0, first[1], false), (1, second[1], true), (0, first[2], true)];
-    for (index, id, ends) in news {
+    for (index, id, ends) in tokens {
         let inputs = vec![
             Tensor::from_i32("TOKENS_BATCH", &[1, 1, 1], &[id]),
             Tensor::from_i32("SEQUENCE_LENGTH", &[1, 1], &[1]),

@@ -19,7 +19,7 @@ struct Stream {
     /// Outputs of a beam search; it has no other output.
     beams: Option<Vec<Vec<TokenId>>>,
     received: usize,
-    /// Set if it was asked to end early, for this reason.
+    /// Set if it must end early, for this reason.
     ended_early: Option<FinishReason>,
     finished: bool,
 }

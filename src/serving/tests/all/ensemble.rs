@@ -272,11 +272,13 @@ const GENERATOR: &str = r#"backend: "deltas"
 model_transaction_policy { decoupled: true }
 input [ { name: "text" data_type: TYPE_STRING dims: [ 1 ] } ]
 output [ { name: "output_ids" data_type: TYPE_STRING dims: [ 1 ] },
+         { name: "sequence_length" data_type: TYPE_STRING dims: [ 1 ] },
          { name: "cum_log_probs" data_type: TYPE_STRING dims: [ 1 ] } ]
 "#;
 
 const DECODER: &str = r#"backend: "decode"
 input [ { name: "TOKENS_BATCH" data_type: TYPE_STRING dims: [ 1 ] },
+        { name: "SEQUENCE_LENGTH" data_type: TYPE_STRING dims: [ 1 ] },
         { name: "CUM_LOG_PROBS" data_type: TYPE_STRING dims: [ 1 ] optional: true } ]
 output [ { name: "OUTPUT" data_type: TYPE_STRING dims: [ 1 ] },
          { name: "OUT_CUM_LOG_PROBS" data_type: TYPE_STRING dims: [ 1 ] } ]
@@ -286,8 +288,8 @@ output [ { name: "OUTPUT" data_type: TYPE_STRING dims: [ 1 ] },
 async fn a_text_ensemble_has_the_same_responses_and_statistics_with_and_without_fusion() {
     let steps = [
         "join: a=x -> joined=clean",
-        "deltas: text=clean -> output_ids=_ids cum_log_probs=_sum",
-        "decode: TOKENS_BATCH=_ids CUM_LOG_PROBS=_sum -> OUTPUT=y OUT_CUM_LOG_PROBS=sum",
+        "deltas: text=clean -> output_ids=_ids sequence_length=_len cum_log_probs=_sum",
+        "decode: TOKENS_BATCH=_ids SEQUENCE_LENGTH=_len CUM_LOG_PROBS=_sum -> OUTPUT=y OUT_CUM_LOG_PROBS=sum",
     ];
     let outputs = |outputs: &str| ensemble(&steps).replacen("output [ {", &format!("output [ {outputs} {{"), 1);
     let output = |name: &str| format!("{{ name: \"{name}\" data_type: TYPE_STRING dims: [ 1 ] }},");
@@ -322,7 +324,10 @@ async fn a_text_ensemble_has_the_same_responses_and_statistics_with_and_without_
 
 #[tokio::test]
 async fn a_text_ensemble_returns_the_requested_outputs() {
-    let steps = ["deltas: text=x -> output_ids=_ids cum_log_probs=sum", "decode: TOKENS_BATCH=_ids -> OUTPUT=y"];
+    let steps = [
+        "deltas: text=x -> output_ids=_ids sequence_length=_len cum_log_probs=sum",
+        "decode: TOKENS_BATCH=_ids SEQUENCE_LENGTH=_len -> OUTPUT=y",
+    ];
     let ens =
         ensemble(&steps).replacen("output [ {", "output [ { name: \"sum\" data_type: TYPE_STRING dims: [ 1 ] }, {", 1);
     let server = TestRepository::new(&[("deltas", GENERATOR), ("decode", DECODER), ("ens", &ens)]).started().await;

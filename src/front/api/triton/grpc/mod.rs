@@ -2,6 +2,7 @@
 
 pub(crate) mod call_context;
 pub(crate) mod codec;
+pub(crate) mod codings;
 pub(crate) mod health;
 pub(crate) mod messages;
 pub(crate) mod models;
@@ -16,17 +17,15 @@ pub(crate) mod stream_infer;
 
 use std::sync::Arc;
 
-use futures::StreamExt as _;
 use repository::ModelConfig;
 use serving::{ErrorKind, InferError, Limit};
-use tonic::{Request, Response, Status, Streaming};
+use tonic::{Request, Response, Status};
 
 use crate::api::status::grpc_status;
 use crate::api::triton::grpc::call_context::CallContext;
 use crate::api::triton::grpc::proto::grpc_inference_service_server::GrpcInferenceService;
 use crate::api::triton::grpc::proto::*;
 use crate::api::triton::grpc::response::InferReply;
-use crate::api::triton::grpc::stream_infer::InferStream;
 use crate::api::triton::header_parameters::forward;
 use crate::api::triton::shared_memory::{MemoryKind, run_device_work};
 use crate::api::triton::single_response::single_response;
@@ -94,19 +93,6 @@ impl GrpcInferenceService for KserveGrpc {
         let call = request.extensions().get().cloned();
         let answer = self.infer(request.into_inner(), charge.held(), call).await;
         answer.map(Response::new).map_err(grpc_status)
-    }
-
-    type ModelStreamInferStream = InferStream;
-
-    async fn model_stream_infer(
-        &self,
-        request: Request<Streaming<ModelInferRequest>>,
-    ) -> Result<Response<InferStream>, Status> {
-        let ends_on_error = request.metadata().get("triton_grpc_error").is_some_and(|value| value == "true");
-        let call = request.extensions().get().cloned();
-        let charge = charge_of(&request, &self.state);
-        let requests = request.into_inner().map(move |message| Ok((message?, charge.split()))).boxed();
-        Ok(Response::new(InferStream::new(self.state.clone(), requests, ends_on_error, call)))
     }
 
     async fn model_ready(&self, request: Request<ModelReadyRequest>) -> Result<Response<ModelReadyResponse>, Status> {

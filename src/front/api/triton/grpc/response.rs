@@ -13,6 +13,9 @@ use serving::{InferResponse, OutputDelta, Parameter, Tensor};
 use smallvec::SmallVec;
 use tonic::Status;
 
+use crate::transport::content_coding::Coding;
+use crate::transport::large_work::block_in_place_if_large;
+
 /// The parameter that marks the final response of a request in a stream.
 const FINAL_RESPONSE: &str = "triton_final_response";
 
@@ -63,19 +66,19 @@ impl StreamReply {
         Self(buffer.into())
     }
 
-    /// The message with its prefix.
+    /// The message with its prefix, compressed with `coding`.
     ///
     /// # Errors
     /// When the message exceeds the maximum length of gRPC.
-    pub fn framed(self) -> Result<Bytes, Status> {
-        match u32::try_from(self.0.len().saturating_sub(PREFIX_BYTES)) {
-            Ok(_) => Ok(self.0),
-            Err(_) => Err(Status::resource_exhausted("a response is longer than 4 GiB; ask for fewer outputs")),
-        }
-    }
-
-    fn message(&self) -> &[u8] {
-        self.0.get(PREFIX_BYTES..).unwrap_or_default()
+    pub fn framed(self, coding: Option<Coding>) -> Result<Bytes, Status> {
+        let too_long = |_| Status::resource_exhausted("a response is longer than 4 GiB; request fewer outputs");
+        u32::try_from(self.0.len().saturating_sub(PREFIX_BYTES)).map_err(too_long)?;
+        let Some(coding) = coding else { return Ok(self.0) };
+        let message = self.0.get(PREFIX_BYTES..).unwrap_or_default();
+        let packed = block_in_place_if_large(message.len(), || coding.encode(message));
+        let packed = packed.map_err(|error| Status::internal(format!("cannot compress a response: {error}")))?;
+        let len = u32::try_from(packed.len()).map_err(too_long)?;
+        Ok([&[1][..], &len.to_be_bytes(), &packed].concat().into())
     }
 }
 
@@ -232,30 +235,6 @@ impl Message for InferReply {
 
     fn encoded_len(&self) -> usize {
         head_len(&self.response, self.final_response) + contents_len(&self.response.outputs)
-    }
-
-    fn merge_field(
-        &mut self,
-        tag: u32,
-        wire_type: WireType,
-        buffer: &mut impl Buf,
-        context: DecodeContext,
-    ) -> Result<(), DecodeError> {
-        skip_field(wire_type, tag, buffer, context) // Servers do not decode responses.
-    }
-
-    fn clear(&mut self) {
-        *self = Self::default();
-    }
-}
-
-impl Message for StreamReply {
-    fn encode_raw(&self, buffer: &mut impl BufMut) {
-        buffer.put_slice(self.message());
-    }
-
-    fn encoded_len(&self) -> usize {
-        self.message().len()
     }
 
     fn merge_field(

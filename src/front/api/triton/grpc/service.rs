@@ -20,6 +20,7 @@ use tower_service::Service;
 use crate::api::status::grpc_status;
 use crate::api::triton::grpc::KserveGrpc;
 use crate::api::triton::grpc::call_context::CallContext;
+use crate::api::triton::grpc::codings::Codings;
 use crate::api::triton::grpc::health::Health;
 use crate::api::triton::grpc::messages::{CompleteMessages, Messages};
 use crate::api::triton::grpc::paths;
@@ -115,13 +116,17 @@ impl<R: ServerReflection> GrpcService<R> {
             return Some(refuse(grpc_status(InferError::unavailable(words)), respond));
         };
         let path = request.uri().path().to_owned();
-        let coding = request.headers().get("grpc-encoding").filter(|coding| *coding != "identity").cloned();
-        let is_uncompressed = matches!(self.state.config.grpc_response_compression, Compression::None);
-        if path == paths::MODEL_STREAM_INFER && is_uncompressed && coding.is_none() {
-            let call = StreamCall::begin(self.state.clone(), request, permit, respond);
+        if path == paths::MODEL_STREAM_INFER {
+            let codings = match Codings::of(request.headers(), self.state.config.grpc_response_compression) {
+                Ok(codings) => codings,
+                Err(status) => return Some(refuse(status, respond)),
+            };
+            let call = StreamCall::begin(self.state.clone(), request, codings, permit, respond);
             return call.map(|call| Box::new(call) as Box<dyn Call>);
         }
-        let coding = coding.and_then(|coding| Coding::of_content(coding.to_str().ok()?).ok()?);
+        // `tonic` refuses unsupported codings, and compresses the response.
+        let coding =
+            request.headers().get("grpc-encoding").and_then(|it| Coding::of_content(it.to_str().ok()?).ok()?);
         let charge = Arc::new(self.state.budget.charge());
         request.extensions_mut().insert(charge.clone());
         let state = self.state.clone();

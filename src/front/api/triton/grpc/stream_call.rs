@@ -1,6 +1,4 @@
 //! `ModelStreamInfer` without `tonic`: replies are encoded directly as the data frames of HTTP/2.
-//!
-//! For calls without compression in either direction. Other calls go through `tonic`.
 
 use std::pin::Pin;
 use std::sync::Arc;
@@ -18,13 +16,14 @@ use tokio::time::{Sleep, sleep};
 use tonic::Status;
 
 use crate::api::triton::grpc::call_context::CallContext;
+use crate::api::triton::grpc::codings::Codings;
 use crate::api::triton::grpc::messages::{Message, Messages};
 use crate::api::triton::grpc::paths::MODEL_STREAM_INFER;
 use crate::api::triton::grpc::proto::ModelInferRequest;
-use crate::api::triton::grpc::response::StreamReply;
 use crate::api::triton::grpc::stream_infer::InferStream;
 use crate::state::State;
 use crate::transport::budget::Charge;
+use crate::transport::content_coding::Coding;
 use crate::transport::http2::{Call, ClientGone, Progress, RequestBody, poll_capacity};
 use crate::transport::large_work::block_in_place_if_large;
 use crate::transport::wake_flag::WakeFlag;
@@ -60,24 +59,30 @@ fn decode(message: Message) -> Result<(ModelInferRequest, Charge), Status> {
 }
 
 impl StreamCall {
-    /// Starts to answer `request`; `permit` counts it as open. `None` if its client has disconnected.
+    /// Starts to answer `request`, whose messages have these codings; `permit` counts it as open. `None` if its client has
+    /// disconnected.
     pub fn begin(
         state: Arc<State>,
         request: Request<RequestBody>,
+        codings: Codings,
         permit: OwnedSemaphorePermit,
         mut respond: SendResponse<Bytes>,
     ) -> Option<Self> {
         let (parts, body) = request.into_parts();
         let write_timeout = state.config.write_timeout;
-        let requests =
-            Messages::new(state.clone(), MODEL_STREAM_INFER, None, body).map(|message| decode(message?)).boxed();
+        let requests = Messages::new(state.clone(), MODEL_STREAM_INFER, codings.requests, body)
+            .map(|message| decode(message?))
+            .boxed();
         let ends_on_error = parts.headers.get("triton_grpc_error").is_some_and(|value| value == "true");
         let call = parts.extensions.get::<CallContext>().cloned();
         let all = InferStream::new(state, requests, ends_on_error, call);
         let mut head = Response::new(());
         head.headers_mut().insert(header::CONTENT_TYPE, HeaderValue::from_static("application/grpc"));
+        if let Some(coding) = codings.replies {
+            head.headers_mut().insert("grpc-encoding", HeaderValue::from_static(coding.name()));
+        }
         Some(Self {
-            replies: Replies { all, end: None },
+            replies: Replies { all, coding: codings.replies, end: None },
             stream: respond.send_response(head, false).ok()?,
             stream_flag: WakeFlag::default(),
             output: None,
@@ -164,6 +169,7 @@ impl Drop for StreamCall {
 
 struct Replies {
     all: InferStream,
+    coding: Option<Coding>,
     /// The end of the replies, if it was already polled.
     end: Option<Option<Result<Bytes, Status>>>,
 }
@@ -171,7 +177,7 @@ struct Replies {
 impl Replies {
     fn poll_reply(&mut self, context: &mut Context<'_>) -> Poll<Option<Result<Bytes, Status>>> {
         let reply = Pin::new(&mut self.all).poll_next(context);
-        reply.map(|reply| reply.map(|reply| reply.and_then(StreamReply::framed)))
+        reply.map(|reply| reply.map(|reply| reply.and_then(|reply| reply.framed(self.coding))))
     }
 
     /// The next messages, as many as are ready, or the trailers.

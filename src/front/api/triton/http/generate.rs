@@ -4,14 +4,17 @@ use std::pin::Pin;
 use std::task::{Context, Poll};
 
 use bytes::Bytes;
-use futures::{Stream, StreamExt};
+use futures::Stream;
 use repository::ModelConfig;
 use repository::proto::ModelInput;
-use serving::{DataType, InferError, InferRequest, InferResponse, Limit, Limits, Parameter, ResponseStream, Tensor};
+use serving::{
+    DataType, InferError, InferRequest, InferResponse, Limit, Limits, OutputDelta, Parameter, ResponseStream,
+    StreamItem, Tensor,
+};
 
+use crate::api::triton::http::flat_response::Template;
 use crate::api::triton::http::infer::{model_parameter, set_parameter};
 use crate::api::triton::http::json::{self, Value, in_field};
-use crate::api::triton::http::json_writer::JsonWriter;
 use crate::api::triton::http::reply::error_text;
 use crate::api::triton::shapes::fit_shape;
 use crate::transport::budget::Charge;
@@ -108,34 +111,10 @@ pub fn tensor(config: &ModelConfig, input: &ModelInput, value: &Value<'_>) -> Re
 ///
 /// # Errors
 /// When an output has no JSON form.
-pub fn write(response: &InferResponse) -> Result<Vec<u8>, InferError> {
-    let id = Some(("id", Member::Text(&response.id))).filter(|_| !response.id.is_empty());
-    let model =
-        [("model_name", Member::Text(&response.model_name)), ("model_version", Member::Text(&response.model_version))];
-    let parameters = response.parameters.iter().map(|(key, value)| (key.as_str(), Member::Parameter(value)));
-    let outputs = response.outputs.iter().map(|output| (&*output.name, Member::Tensor(output)));
-    let mut members: Vec<(&str, Member<'_>)> = id.into_iter().chain(model).chain(parameters).chain(outputs).collect();
-    members.sort_by_key(|(key, _)| *key);
-    let mut writer = JsonWriter::with_capacity(256);
-    writer.begin_object();
-    for (key, member) in members {
-        match member {
-            Member::Text(text) => writer.member(key, text.as_bytes()),
-            Member::Parameter(value) => writer.parameter(key, value),
-            Member::Tensor(tensor) => {
-                writer.key(key);
-                writer.tensor_or_scalar(tensor)?;
-            }
-        }
-    }
-    writer.end_object();
-    Ok(writer.finish())
-}
-
-enum Member<'a> {
-    Text(&'a str),
-    Parameter(&'a Parameter),
-    Tensor(&'a Tensor),
+pub fn write(response: InferResponse) -> Result<Vec<u8>, InferError> {
+    let mut text = Vec::with_capacity(256);
+    Template::of(response)?.write(&mut text);
+    Ok(text)
 }
 
 /// The error of `generate` for a model that returned no or several responses.
@@ -174,6 +153,9 @@ pub struct Events {
     responses: Option<ResponseStream>,
     /// Whether an empty final response is no event: the model is decoupled, or another response came before.
     skips_empty_final: bool,
+    /// The last response, and the values that a delta has for it.
+    template: Template,
+    delta: OutputDelta,
     ready: Vec<u8>,
     /// The charge of the request until it is answered.
     _charge: Charge,
@@ -186,10 +168,14 @@ impl Events {
         is_decoupled: bool,
         charge: Charge,
     ) -> (Self, Option<InferError>) {
-        let first = responses.next_response().await;
+        responses.accept_deltas();
+        let mut delta = OutputDelta::default();
+        let first = responses.next_item(&mut delta).await;
         let mut events = Self {
             responses: Some(responses),
             skips_empty_final: is_decoupled,
+            template: Template::default(),
+            delta,
             ready: Vec::with_capacity(256),
             _charge: charge,
         };
@@ -201,18 +187,20 @@ impl Events {
         (events, error)
     }
 
-    fn push(&mut self, response: Option<Result<InferResponse, InferError>>) {
-        let written = match response {
+    fn push(&mut self, item: Option<Result<StreamItem, InferError>>) {
+        let changed = match item {
             None => {
                 self.responses = None;
                 return;
             }
             // A decoupled model may send further responses. Otherwise the stream of responses ends.
             Some(Err(error)) => {
-                self.event(&error_text(&error.message));
+                self.error(&error);
                 return;
             }
-            Some(Ok(response)) => {
+            Some(Ok(StreamItem::Event(_))) => return, // Only typed requests have events.
+            Some(Ok(StreamItem::Delta(_))) => self.template.apply(&self.delta),
+            Some(Ok(StreamItem::Response(response))) => {
                 if response.is_final {
                     self.responses = None;
                 }
@@ -220,18 +208,25 @@ impl Events {
                     return;
                 }
                 self.skips_empty_final = true;
-                write(&response).map(|text| self.event(&text))
+                Template::of(*response).map(|template| self.template = template)
             }
         };
-        if let Err(error) = written {
-            self.responses = None;
-            self.event(&error_text(&error.message));
+        match changed {
+            Ok(()) => {
+                self.ready.extend_from_slice(b"data: ");
+                self.template.write(&mut self.ready);
+                self.ready.extend_from_slice(b"\n\n");
+            }
+            Err(error) => {
+                self.responses = None;
+                self.error(&error);
+            }
         }
     }
 
-    fn event(&mut self, text: &[u8]) {
+    fn error(&mut self, error: &InferError) {
         self.ready.extend_from_slice(b"data: ");
-        self.ready.extend_from_slice(text);
+        self.ready.extend_from_slice(&error_text(&error.message));
         self.ready.extend_from_slice(b"\n\n");
     }
 }
@@ -239,17 +234,18 @@ impl Events {
 impl Stream for Events {
     type Item = Bytes;
 
-    fn poll_next(mut self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<Option<Bytes>> {
-        while self.ready.len() < CHUNK_BYTES {
-            let Some(responses) = &mut self.responses else { break };
-            match responses.poll_next_unpin(context) {
-                Poll::Ready(response) => self.push(response),
+    fn poll_next(self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<Option<Bytes>> {
+        let events = self.get_mut();
+        while events.ready.len() < CHUNK_BYTES {
+            let Some(responses) = &mut events.responses else { break };
+            match responses.poll_item(&mut events.delta, context) {
+                Poll::Ready(item) => events.push(item),
                 Poll::Pending => break,
             }
         }
-        if self.ready.is_empty() {
-            return if self.responses.is_none() { Poll::Ready(None) } else { Poll::Pending };
+        if events.ready.is_empty() {
+            return if events.responses.is_none() { Poll::Ready(None) } else { Poll::Pending };
         }
-        Poll::Ready(Some(std::mem::take(&mut self.ready).into()))
+        Poll::Ready(Some(std::mem::take(&mut events.ready).into()))
     }
 }

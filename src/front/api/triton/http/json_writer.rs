@@ -1,4 +1,6 @@
 //! A JSON writer for responses.
+//!
+//! `serde_json` writes numbers and non-finite values in another form than Triton, and would need a tree for the elements of a tensor.
 
 use std::io::Write;
 

@@ -1,6 +1,7 @@
 //! The KServe v2 protocol over HTTP.
 
 pub(crate) mod base64;
+pub(crate) mod flat_response;
 pub(crate) mod generate;
 pub(crate) mod infer;
 pub(crate) mod json;
@@ -229,7 +230,7 @@ async fn generate(
         Err(error) => return Ok(reply(generate_status(error.kind), JSON, error_text(&error.message))),
     };
     match response {
-        Some(response) => Ok(reply(StatusCode::OK, JSON, generate::write(&response)?)),
+        Some(response) => Ok(reply(StatusCode::OK, JSON, generate::write(response)?)),
         None => Ok(reply(StatusCode::OK, JSON, error_text(NOT_ONE_RESPONSE))), // As in Triton, the status is 200.
     }
 }

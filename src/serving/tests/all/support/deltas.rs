@@ -43,7 +43,7 @@ impl ResponseSource for Deltas {
         }
         let note = Tensor::from_byte_strings("cum_log_probs", &[1], &["same"]);
         let outputs = match &self.outputs {
-            None => vec![piece, note],
+            None => vec![piece, note.clone(), Tensor { name: "sequence_length".into(), ..note }],
             Some(text) => {
                 let output = |(name, output): &(Name, TextOutput)| match output {
                     TextOutput::Text => Tensor { name: name.clone(), ..piece.clone() },

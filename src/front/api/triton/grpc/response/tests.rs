@@ -1,10 +1,17 @@
 use super::*;
+use crate::transport::budget::Budget;
+use crate::transport::budget::tests::NO_PROGRESS_LIMITS;
 use prost_reflect::{DescriptorPool, DynamicMessage};
 
 fn decode(message: &str, bytes: &[u8]) -> serde_json::Value {
     let pool = DescriptorPool::decode(crate::api::triton::grpc::proto::DESCRIPTORS).unwrap();
     let descriptor = pool.get_message_by_name(message).unwrap();
     serde_json::to_value(DynamicMessage::decode(descriptor, bytes).unwrap()).unwrap()
+}
+
+/// The message without its prefix.
+fn message(reply: StreamReply) -> Bytes {
+    reply.framed(None).unwrap().slice(PREFIX_BYTES..)
 }
 
 fn every_kind_of_parameter() -> Arc<[(serving::Name, Parameter)]> {
@@ -36,8 +43,11 @@ fn an_encoded_reply_decodes_with_the_descriptors() {
             final_response: Some(false),
         },
     );
-    let bytes = reply.encode_to_vec();
-    assert_eq!(bytes.len(), reply.encoded_len());
+    let packed = reply.clone().framed(Some(Coding::Gzip)).unwrap();
+    assert_eq!(packed[..5], [&[1][..], &(packed.len() as u32 - 5).to_be_bytes()].concat());
+    let bytes = message(reply);
+    let charge = Budget::new(1 << 20, NO_PROGRESS_LIMITS).charge();
+    assert_eq!(Coding::Gzip.decode(&packed[5..], 1 << 20, &charge).unwrap(), bytes);
     let read = decode("inference.ModelStreamInferResponse", &bytes);
     let infer = &read["inferResponse"];
     assert_eq!(infer["modelName"], "m");
@@ -77,7 +87,7 @@ fn a_template_encodes_replies_with_any_difference_from_the_last() {
     let mut last = ReplyTemplate::default();
     for (response, final_response) in all {
         let alone = StreamReply::new("", &InferReply { response: response.clone(), final_response });
-        assert_eq!(last.reply(response, final_response).encode_to_vec(), alone.encode_to_vec());
+        assert_eq!(message(last.reply(response, final_response)), message(alone));
     }
 }
 
@@ -100,8 +110,8 @@ fn a_delta_replaces_elements_of_the_last_reply() {
         let again = last.delta(&changes);
         let reply = InferReply { response: response(text, id), final_response: Some(false) };
         let alone = StreamReply::new("", &reply);
-        assert_eq!(again.encode_to_vec(), alone.encode_to_vec());
-        let framed = again.framed().unwrap();
+        assert_eq!(message(again.clone()), message(alone));
+        let framed = again.framed(None).unwrap();
         assert_eq!(framed[..5], [&[0][..], &(framed.len() as u32 - 5).to_be_bytes()].concat());
     }
 }
@@ -110,6 +120,6 @@ fn a_delta_replaces_elements_of_the_last_reply() {
 fn an_error_in_a_stream_repeats_the_id_of_the_request() {
     let response = InferResponse { id: "7".into(), ..Default::default() };
     let reply = StreamReply::new("no", &InferReply { response, final_response: None });
-    let read = decode("inference.ModelStreamInferResponse", &reply.encode_to_vec());
+    let read = decode("inference.ModelStreamInferResponse", &message(reply));
     assert_eq!(read, serde_json::json!({"errorMessage": "no", "inferResponse": {"id": "7"}}));
 }

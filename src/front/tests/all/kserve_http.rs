@@ -1,12 +1,10 @@
 //! The HTTP protocol over real sockets.
 
-mod support;
-
 use std::io::Write;
 use std::sync::atomic::Ordering;
 use std::time::Duration;
 
-use support::{HttpAnswer, TestFront, eventually, http, http_with};
+use crate::support::{HttpAnswer, TestFront, eventually, http, http_to, http_with};
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 
 const INFER: &str = r#"{"id":"7","inputs":[{"name":"INPUT0","datatype":"FP32","shape":[1,2],"data":[0.5,2]}]}"#;
@@ -153,7 +151,7 @@ async fn a_shutdown_finishes_requests_in_flight_and_refuses_new_ones() {
     let mut front = TestFront::start().await;
     let address = front.http_address();
     let slow = br#"{"inputs":[{"name":"sleep_ms","datatype":"INT32","shape":[1,1],"data":[3000]}]}"#;
-    let in_flight = tokio::spawn(support::http_to(address, "POST", "/v2/models/slow/infer", "", slow.to_vec()));
+    let in_flight = tokio::spawn(http_to(address, "POST", "/v2/models/slow/infer", "", slow.to_vec()));
     tokio::time::sleep(Duration::from_millis(500)).await;
     let shutdown = tokio::spawn(front.running.take().unwrap().shutdown(Duration::from_secs(10)));
     while http(&front, "GET", "/v2/health/ready", b"").await.status != 503 {

@@ -1,10 +1,9 @@
 //! Limits of the memory and time that one client can use, over real sockets, while other clients are served.
 
-mod support;
-
 use std::io::Write as _;
 use std::time::{Duration, Instant};
 
+use crate::support::{HttpAnswer, TestFront, http, http_with};
 use bytes::{BufMut as _, Bytes, BytesMut};
 use client::ClientError;
 use client::grpc::frame;
@@ -16,7 +15,6 @@ use h2::client::ResponseFuture;
 use h2::{RecvStream, SendStream};
 use http::HeaderMap;
 use prost::Message as _;
-use support::{HttpAnswer, TestFront, http, http_with};
 use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
 
 const INFER: &str = "/inference.GRPCInferenceService/ModelInfer";
@@ -56,19 +54,19 @@ impl RawClient {
 /// The status code and message of a call.
 async fn ending(answer: ResponseFuture) -> (u16, String) {
     let response = tokio::time::timeout(SOON, answer).await.expect("no answer").unwrap();
-    let told = |headers: &HeaderMap| {
+    let status_of = |headers: &HeaderMap| {
         let code = headers.get("grpc-status")?.to_str().ok()?.parse().ok()?;
         let words = headers.get("grpc-message").map_or("", |words| words.to_str().unwrap());
         Some((code, words.replace("%20", " ").replace("%2C", ",")))
     };
-    if let Some(told) = told(response.headers()) {
-        return told;
+    if let Some(status) = status_of(response.headers()) {
+        return status;
     }
     let mut body: RecvStream = response.into_body();
     while let Some(data) = body.data().await {
         let _ = body.flow_control().release_capacity(data.unwrap().len());
     }
-    told(&body.trailers().await.unwrap().unwrap()).unwrap()
+    status_of(&body.trailers().await.unwrap().unwrap()).unwrap()
 }
 
 fn prefix(len: u32) -> Vec<u8> {
@@ -343,8 +341,8 @@ async fn very_many_outputs_are_refused_at_once() {
     let front = TestFront::start().await;
     let names: Vec<String> = (0..100_000).map(|index| format!(r#"{{"name":"n{index}"}}"#)).collect();
     let body = JSON_INFER.replace("]}]}", &format!("]}}],\"outputs\":[{}]}}", names.join(",")));
-    let asked = http(&front, "POST", "/v2/models/identity_fp32/infer", body.as_bytes());
-    let answer = tokio::time::timeout(SOON, asked).await.expect("no answer");
+    let answer = http(&front, "POST", "/v2/models/identity_fp32/infer", body.as_bytes());
+    let answer = tokio::time::timeout(SOON, answer).await.expect("no answer");
     assert_eq!(answer.status, 400);
     assert!(answer.text().contains("1025 outputs, at most 1024 are allowed"), "{}", answer.text());
 }
@@ -370,8 +368,8 @@ async fn a_web_page_of_another_server_is_refused() {
 
 async fn complete(front: &TestFront, fields: &str) -> (u16, serde_json::Value) {
     let body = format!(r#"{{"model":"stream_text","max_tokens":4,{fields}}}"#);
-    let asked = http(front, "POST", "/v1/completions", body.as_bytes());
-    let answer = tokio::time::timeout(SOON, asked).await.expect("no answer");
+    let answer = http(front, "POST", "/v1/completions", body.as_bytes());
+    let answer = tokio::time::timeout(SOON, answer).await.expect("no answer");
     (answer.status, serde_json::from_slice(&answer.body).unwrap())
 }
 

@@ -1,15 +1,13 @@
 //! Idle and slow connections: their effect on other clients, and their timeouts.
 
-mod support;
-
 use std::path::Path;
 use std::process::Command;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
+use crate::support::{TestFront, eventually, http, http_to};
 use front::{Config, Tls};
-use support::{TestFront, eventually, http, http_to};
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::TcpStream;
 use tokio::time::{sleep, timeout};

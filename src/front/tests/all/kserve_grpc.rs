@@ -1,9 +1,8 @@
 //! The gRPC protocol over real sockets.
 
-mod support;
-
 use std::sync::atomic::Ordering;
 
+use crate::support::{TestFront, eventually};
 use bytes::BytesMut;
 use client::ClientError;
 use client::grpc::{Replies, frame};
@@ -15,7 +14,6 @@ use client::proto::{
     ModelStatisticsResponse, ModelStreamInferResponse, RepositoryIndexRequest, RepositoryIndexResponse,
 };
 use prost::Message as _;
-use support::{TestFront, eventually};
 
 fn add_input(request: &mut ModelInferRequest, name: &str, datatype: &str, shape: &[i64], data: &[u8]) {
     let (name, datatype, shape) = (name.to_owned(), datatype.to_owned(), shape.to_vec());

@@ -1,11 +1,9 @@
 //! Access control: keys of clients over every protocol.
 
-mod support;
-
+use crate::support::{TestFront, http, http_to, http_with};
 use client::ClientError;
 use client::proto::{ModelInferRequest, ModelInferResponse, ServerLiveRequest, ServerLiveResponse};
 use front::{Api, Config, Restrictions};
-use support::{TestFront, http, http_to, http_with};
 
 const INFER: &[u8] = br#"{"inputs":[{"name":"INPUT0","datatype":"FP32","shape":[1,2],"data":[0.5,2]}]}"#;
 

@@ -1,0 +1,97 @@
+//! Features that a device may lack.
+
+use std::fmt;
+
+/// Ops that only some architectures need. A device may lack them; a model that needs a missing one is refused when it
+/// is loaded.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Feature {
+    /// Norms of [`crate::NormKind::Layer`].
+    LayerNorm,
+    /// Learned positions: [`crate::Device::load_positions`], [`crate::Device::add_positions`].
+    LearnedPositions,
+    /// An MLP without a gate: [`crate::Device::activated_linear`].
+    PlainMlp,
+    /// Activations other than SiLU and GELU's tanh approximation.
+    OtherActivations,
+    /// [`crate::Activation::Xielu`].
+    Xielu,
+    /// Norms of q and k, the same for all heads: [`crate::Device::head_norm`].
+    HeadNorm,
+    /// Norms of q and k with weights of each head, or layer norms: [`crate::Device::head_norm`].
+    EachHeadNorm,
+    /// Norms of q and k over all heads of the group: [`crate::Device::head_norm`].
+    AllHeadsNorm,
+    /// [`crate::LayerAttention::alibi_slopes`].
+    Alibi,
+    /// [`crate::LayerAttention::score_cap`].
+    ScoreCap,
+    /// [`crate::LayerAttention::sinks`].
+    Sinks,
+    /// [`crate::LayerAttention::chunk`].
+    ChunkedAttention,
+    /// [`crate::LayerAttention::query_scale`].
+    QueryScale,
+    /// [`crate::LogitSpec::cap`].
+    LogitCap,
+    /// Norms behind a branch: [`crate::Device::reduce_norm_add_norm`].
+    BranchNorm,
+    /// Two branches of the same input: [`crate::Device::add`].
+    ParallelBranches,
+    /// [`crate::HeadNorms::v`].
+    ValueNorm,
+    /// [`crate::LayerAttention::has_shared_kv`].
+    SharedKv,
+    /// Norms of several groups in a row by [`crate::Device::norm`], and [`crate::Device::multiply_columns`].
+    PerLayerInputs,
+    /// [`crate::Device::scale`].
+    LayerScale,
+    /// Experts: [`crate::Device::load_experts`], [`crate::Device::experts`], [`crate::Device::gate_rows`].
+    Experts,
+    /// [`crate::Scoring::Sigmoid`].
+    SigmoidRouting,
+    /// [`crate::Routing::scales_input`].
+    ScaledExpertInputs,
+    /// [`crate::ExpertSlices::selection_bias`].
+    SelectionBias,
+    /// [`crate::Routing::groups`].
+    ExpertGroups,
+    /// [`crate::ExpertSlices::scales`] and [`crate::Routing::scale`].
+    ExpertScales,
+    /// [`crate::Device::experts_of`] and [`crate::Device::reduce_norm`].
+    ExpertsApart,
+}
+
+impl fmt::Display for Feature {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Feature::LayerNorm => "layer norm",
+            Feature::LearnedPositions => "learned positions",
+            Feature::PlainMlp => "feed-forward without a gate",
+            Feature::OtherActivations => "activations other than SiLU and GELU (tanh)",
+            Feature::Xielu => "the activation xIELU",
+            Feature::HeadNorm => "norms of q and k",
+            Feature::EachHeadNorm => "layer norms of each head of q and k",
+            Feature::AllHeadsNorm => "norms of q and k over all heads",
+            Feature::Alibi => "ALiBi",
+            Feature::ScoreCap => "capped attention scores",
+            Feature::Sinks => "attention sinks",
+            Feature::ChunkedAttention => "attention in chunks",
+            Feature::QueryScale => "a scale of queries that depends on the position",
+            Feature::LogitCap => "capped logits",
+            Feature::BranchNorm => "norms behind attention and feed-forward",
+            Feature::ParallelBranches => "attention and feed-forward in parallel",
+            Feature::ValueNorm => "norms of v",
+            Feature::SharedKv => "layers that share keys and values",
+            Feature::PerLayerInputs => "an embedding for each layer",
+            Feature::LayerScale => "a factor of each layer",
+            Feature::SigmoidRouting => "experts that are weighted by sigmoids",
+            Feature::ScaledExpertInputs => "experts whose inputs are weighted",
+            Feature::SelectionBias => "experts that are chosen by their weights and a bias",
+            Feature::ExpertGroups => "experts that are chosen within groups",
+            Feature::ExpertScales => "a factor of each expert",
+            Feature::ExpertsApart => "experts with an input of their own",
+            Feature::Experts => "mixture of experts",
+        })
+    }
+}

@@ -1,0 +1,53 @@
+//! The command line.
+
+use clap::Parser;
+
+/// Simulates worlds of many ranks: the real scheduler and plans, a model of devices, network and front
+#[derive(Debug, Clone, Parser)]
+pub struct SimulateArgs {
+    /// Sizes of the worlds
+    #[arg(long, value_delimiter = ',', default_values_t = [8, 16, 32, 64, 128, 256, 512, 1024])]
+    pub ranks: Vec<u32>,
+    /// Ranks of a node; they serve one copy of the model together
+    #[arg(long, default_value_t = 8, value_parser = clap::value_parser!(u32).range(1..))]
+    pub ranks_per_node: u32,
+    /// Measured steps of such a group: rows and milliseconds. [default: four H200s, llama2-7b shape]
+    #[arg(long, default_value = "1:2.26,8:2.39,32:2.55,128:4.11", value_name = "ROWS:MS,...")]
+    pub step_ms: String,
+    /// Prompt tokens that such a group computes per second
+    #[arg(long, default_value_t = 121_287.0, value_name = "N")]
+    pub prefill_per_s: f64,
+    /// Cores of rank 0
+    #[arg(long, default_value_t = 16, value_parser = clap::value_parser!(u32).range(1..))]
+    pub cores: u32,
+    /// CPU time of rank 0 for each token sent to a client, in microseconds
+    #[arg(long, default_value_t = 16.0, value_name = "US")]
+    pub token_us: f64,
+    /// Time of rank 0's MPI thread for each message, in microseconds
+    #[arg(long, default_value_t = 10.0, value_name = "US")]
+    pub message_us: f64,
+    /// Network latency of a message, in microseconds
+    #[arg(long, default_value_t = 50.0, value_name = "US")]
+    pub latency_us: f64,
+    /// Bandwidth of rank 0's network
+    #[arg(long, default_value_t = 100.0, value_name = "GBIT/S")]
+    pub gbit: f64,
+    /// Requests in flight in each group
+    #[arg(long, default_value_t = 128, value_parser = clap::value_parser!(u32).range(1..=4096))]
+    pub concurrency: u32,
+    /// Tokens of a prompt
+    #[arg(long, default_value_t = 512, value_parser = clap::value_parser!(u32).range(1..))]
+    pub prompt: u32,
+    /// Tokens of an output
+    #[arg(long, default_value_t = 128, value_parser = clap::value_parser!(u32).range(1..))]
+    pub output: u32,
+    /// Steps of each group
+    #[arg(long, default_value_t = 600, value_parser = clap::value_parser!(u32).range(1..))]
+    pub steps: u32,
+}
+
+impl Default for SimulateArgs {
+    fn default() -> Self {
+        Self::parse_from(["simulate"])
+    }
+}
