@@ -94,7 +94,7 @@ async fn answer(state: &Arc<State>, head: &http::request::Parts, body: Incoming)
         "/tokenize" if is_post => tokens::tokenize(state, &head.headers, body).await,
         "/detokenize" if is_post => tokens::detokenize(state, &head.headers, body).await,
         "/tokenizer_info" if is_get => tokenizer_info::tokenizer_info(state, head.uri.query()).await,
-        "/health" | "/ping" if is_get || head.method == Method::HEAD => Ok(health(state)),
+        "/health" | "/ping" if is_get => Ok(health(state)),
         "/version" if is_get => Ok(json_reply(&json!({"version": env!("CARGO_PKG_VERSION")}))),
         "/v1/completions"
         | "/v1/chat/completions"

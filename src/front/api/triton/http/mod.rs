@@ -28,7 +28,7 @@ use crate::api::triton::http::generate::{Events, NOT_ONE_RESPONSE};
 use crate::api::triton::http::infer::ParsedRequest;
 use crate::api::triton::http::reply::{
     BINARY, EVENTS, JSON, Reply, TEXT, allow_origin, denial, error_reply, error_text, json_reply, model_error,
-    plain_error, preflight, probe, reply, unknown_coding,
+    plain_error, preflight, probe, reply, unknown_coding, wants_json, without_body,
 };
 use crate::api::triton::http::request_body::{ChargedBody, content_coding, header, read_coded};
 use crate::api::triton::http::route::{ModelPath, Route};
@@ -57,7 +57,16 @@ pub async fn handle(state: Arc<State>, request: Request<Incoming>) -> Result<Rep
     Ok(reply)
 }
 
-async fn handle_request(state: Arc<State>, head: http::request::Parts, body: Incoming) -> Reply {
+/// Answers a HEAD request as the GET request of its path, without the body.
+async fn handle_request(state: Arc<State>, mut head: http::request::Parts, body: Incoming) -> Reply {
+    if head.method != Method::HEAD {
+        return handle_method(state, head, body).await;
+    }
+    head.method = Method::GET;
+    without_body(handle_method(state, head, body).await)
+}
+
+async fn handle_method(state: Arc<State>, head: http::request::Parts, body: Incoming) -> Reply {
     if let Err(words) = state.config.http_origins.check(&head.method, &head.uri, &head.headers) {
         SharedLimit::Origins.count_refusal();
         return plain_error(StatusCode::FORBIDDEN, &words);
@@ -95,9 +104,11 @@ async fn answer(
         Route::Infer(model) => infer(state, model, headers, body).await,
         Route::Generate(model) => generate(state, model, headers, body).await,
         Route::GenerateStream(model) => generate_stream(state, model, headers, body).await,
-        Route::Live => Ok(probe(state.server.is_live(), StatusCode::BAD_REQUEST)),
-        Route::Ready => Ok(ready(state)),
-        Route::ModelReady(model) => model_ready(state, model).await,
+        Route::Live => {
+            Ok(probe(state.server.is_live(), StatusCode::BAD_REQUEST, wants_json(headers).then_some("live")))
+        }
+        Route::Ready => Ok(ready(state, headers)),
+        Route::ModelReady(model) => model_ready(state, model, headers).await,
         Route::ServerMetadata => Ok(json_reply(models::server_metadata(&state.server))),
         Route::ModelMetadata(model) => models::model_metadata(&state.server, model).map(json_reply),
         Route::ModelConfig(model) => models::model_config(&state.server, model).map(json_reply),
@@ -137,15 +148,15 @@ async fn control(state: &Arc<State>, route: Route<'_>, changes: bool, body: Byte
     }
 }
 
-fn ready(state: &State) -> Reply {
+fn ready(state: &State, headers: &HeaderMap) -> Reply {
     let status = if state.is_draining() { StatusCode::SERVICE_UNAVAILABLE } else { StatusCode::BAD_REQUEST };
-    probe(state.is_ready(), status)
+    probe(state.is_ready(), status, wants_json(headers).then_some("ready"))
 }
 
-async fn model_ready(state: &State, model: ModelPath<'_>) -> Result<Reply, InferError> {
+async fn model_ready(state: &State, model: ModelPath<'_>, headers: &HeaderMap) -> Result<Reply, InferError> {
     let is_ready = state.server.probe_model(model.name, model.version).await? && !state.is_draining();
     let not_ready = || plain_error(StatusCode::BAD_REQUEST, "Model version not ready");
-    Ok(if is_ready { probe(true, StatusCode::OK) } else { not_ready() })
+    Ok(if is_ready { probe(true, StatusCode::OK, wants_json(headers).then_some("ready")) } else { not_ready() })
 }
 
 async fn infer(state: &State, model: ModelPath<'_>, headers: &HeaderMap, body: Incoming) -> Result<Reply, InferError> {
