@@ -1,10 +1,10 @@
 //! The prompts of a text model's request, and the text of its output.
 
+use generation::input_names::PROMPT;
 use serving::{InferError, InferRequest, InferResponse};
 use text::Detokenizer;
 
 use super::engine_request::EngineOutput;
-use super::text_names::PROMPT;
 use crate::tensor_values::{find, utf8};
 
 /// The prompts of a request.

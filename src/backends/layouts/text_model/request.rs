@@ -1,10 +1,10 @@
 //! Requests of a text model to its engine.
 
+use generation::input_names::{BAD_WORDS, EXCLUDE_INPUT, NAMES, STOP_WORDS};
 use serving::{InferError, InferRequest, Tensor};
 use text::Detokenizer;
 
 use super::super::engine_request::{EngineInputs, Row};
-use super::super::text_names::{BAD_WORDS, EXCLUDE_INPUT, NAMES, STOP_WORDS};
 use super::super::text_values::RunningText;
 use super::{Prepared, TextModel};
 use crate::tensor_values::first;

@@ -158,7 +158,7 @@ fn tensors(
     if !parameters.stop.is_empty() {
         optional(&["stop_words"], Some(json!(parameters.stop)));
     }
-    let mut tensors = generate::read(&serde_json::to_vec(&body).expect("a map of values"), config, limits)?;
+    let mut tensors = generate::read(&serde_json::to_vec(&body).expect("a map of values"), config, limits, &|| false)?;
     tensors.model_name = Name::from(&request.model);
     Ok(tensors)
 }

@@ -33,7 +33,7 @@ use crate::api::triton::http::reply::{
 use crate::api::triton::http::request_body::{ChargedBody, content_coding, header, read_coded};
 use crate::api::triton::http::route::{ModelPath, Route};
 use crate::api::triton::shared_memory::run_device_work;
-use crate::api::triton::single_response::single_response;
+use crate::api::triton::single_response::{Transactions, single_response};
 use crate::state::State;
 use crate::transport::body::ReplyBody;
 use crate::transport::budget::Charge;
@@ -166,8 +166,12 @@ async fn infer(state: &State, model: ModelPath<'_>, headers: &HeaderMap, body: I
     let coding = content_coding(headers);
     let ChargedBody { bytes: body, charge } = read_coded(state, coding.clone().unwrap_or(None), body).await?;
     mark(&trace, "HTTP_RECV_END");
-    if let Err(error) = check_model(state, model) {
-        return Ok(model_error(&error));
+    let transactions = match Transactions::of(&state.server, model.name, model.version) {
+        Ok(transactions) => transactions,
+        Err(error) => return Ok(model_error(&error)),
+    };
+    if transactions == Transactions::Decoupled {
+        return Ok(model_error(&decoupled()));
     }
     if let Err(error) = coding {
         return Ok(unknown_coding(&error));
@@ -186,6 +190,9 @@ async fn infer(state: &State, model: ModelPath<'_>, headers: &HeaderMap, body: I
         let head_bytes = head.len();
         block_in_place_in_turn(head_bytes, || infer::read(model.name, body, head_len, &state.memory, limits)).await?
     };
+    if transactions.may_answer_more_than_once(&parsed.request) {
+        return Ok(model_error(&decoupled()));
+    }
     parsed.request.model_name = model.name.into();
     parsed.request.model_version = model.version.into();
     parsed.request.trace = trace.clone();
@@ -214,15 +221,8 @@ async fn infer(state: &State, model: ModelPath<'_>, headers: &HeaderMap, body: I
     }
 }
 
-/// Checks that the model exists and is not decoupled.
-fn check_model(state: &State, model: ModelPath<'_>) -> Result<(), InferError> {
-    if state.server.is_decoupled(model.name, model.version)? {
-        return Err(InferError::new(
-            ErrorKind::Unsupported,
-            "HTTP end point doesn't support models with decoupled transaction policy",
-        ));
-    }
-    Ok(())
+fn decoupled() -> InferError {
+    InferError::new(ErrorKind::Unsupported, "HTTP end point doesn't support models with decoupled transaction policy")
 }
 
 async fn generate(
@@ -279,8 +279,9 @@ async fn start_generate(
     coding.map_err(|_| InferError::invalid(unsupported))?;
     charge.add(json::tensor_bytes(&body))?;
     let num_bytes = body.len();
-    let mut request =
-        block_in_place_in_turn(num_bytes, || generate::read(&body, &config, state.server.limits())).await?;
+    let generates_text = || state.server.generator(model.name, model.version).is_ok_and(|it| it.is_some());
+    let read = || generate::read(&body, &config, state.server.limits(), &generates_text);
+    let mut request = block_in_place_in_turn(num_bytes, read).await?;
     drop(body);
     request.model_name = model.name.into();
     request.model_version = model.version.into();
