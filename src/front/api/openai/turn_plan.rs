@@ -118,7 +118,7 @@ impl TurnPlan {
         parameters.constrained_after = grammar.starts_after.clone().map(|end| start_after(end, generator));
         let unknown = || ApiError::of_field("tools", "The tokenizer of this model lacks a token of its tool calls.");
         let grammar = grammar.with_ids(&|name| tokenizer.token_to_id(name)).ok_or_else(unknown)?;
-        parameters.constraint = Some(ConstraintSpec::Lark(grammar.lark));
+        parameters.constraint = Some(("tools", ConstraintSpec::Lark(grammar.lark)));
         Ok(())
     }
 
