@@ -65,7 +65,8 @@ pub(super) async fn complete(
     let begin = || begin(state, config, &request, is_chat, prompts, &forwarded);
     let choices = block_in_place_in_turn(num_bytes + count * REQUEST_BYTES, begin).await?;
     let head = Head::new(&request.parameters, &request.model, is_chat, Vec::new(), None);
-    let pieces: Pieces = if is_chat { TurnPlan::plain().divide(&request, choices, count) } else { Box::pin(choices) };
+    let pieces: Pieces =
+        if is_chat { TurnPlan::plain().divide(&request, choices, vec![None; count]) } else { Box::pin(choices) };
     let echo = Echo { texts: echoes, lists_tokens: request.parameters.logprobs.is_some() };
     let format = Box::new(OpenAiFormat::new(head, echo, count));
     respond(pieces, count, format, request.parameters.stream, charge).await
