@@ -167,11 +167,11 @@ fn tensors(
     Ok(tensors)
 }
 
-/// Settings that change the answer and are not at their defaults: the field, the inputs that models have for it, its value.
 fn no_input(field: &'static str, model: &str) -> ApiError {
     ApiError::of_field(field, format!("`{field}` is not supported by model `{model}`, which has no input for it."))
 }
 
+/// Settings that change the answer and are not at their defaults: the field, the inputs that models have for it, its value.
 fn required_inputs(parameters: &Parameters) -> Vec<(&'static str, &'static [&'static str], Value)> {
     let other_than = |value: Option<f32>, default: f32| value.filter(|it| *it != default).map(|it| json!(it));
     let (guide_type, guide) = guide(parameters).unzip();
@@ -199,7 +199,6 @@ fn required_inputs(parameters: &Parameters) -> Vec<(&'static str, &'static [&'st
     inputs.into_iter().filter_map(|(field, names, value)| Some((field, names, value?))).collect()
 }
 
-/// A choice that is being generated.
 /// The constraint of a request as the values of Triton's inputs `guided_decoding_guide_type` and `guided_decoding_guide`.
 fn guide(parameters: &Parameters) -> Option<(Value, Value)> {
     let text_of = |value: &Value| value.as_str().map_or_else(|| value.to_string(), str::to_owned);
@@ -254,6 +253,7 @@ fn unsupported(request: &CompletionRequest) -> Option<&'static str> {
     set.into_iter().find(|(_, is_set)| *is_set).map(|(field, _)| field)
 }
 
+/// A choice that is being generated.
 struct Choice {
     index: usize,
     responses: ResponseStream,
@@ -360,7 +360,12 @@ impl Choice {
         if logprobs.is_empty() {
             return (text, Vec::new());
         }
-        let token = TokenLogprob { text: text.clone(), id: 0, logprob: Some(logprobs.iter().sum()), top: Vec::new() };
+        let token = TokenLogprob {
+            spelling: text.clone().into(),
+            id: 0,
+            logprob: Some(logprobs.iter().sum()),
+            top: Vec::new(),
+        };
         (text, vec![token])
     }
 }
