@@ -198,6 +198,12 @@ fn the_python_gpt_repository_returns_the_prompt_with_the_output() {
     let warm = json!({"text_input": PROMPT, "max_tokens": MAX_TOKENS, "end_id": 2, "pad_id": 2, "top_p": 0.99,
                       "temperature": 5.0, "random_seed": 1});
     assert_eq!(ask(&world, "ensemble", &warm, "text_output"), text);
+    let word = answer.split_whitespace().next_back().expect("the answer has words");
+    for words in ["stop_words", "bad_words"] {
+        let body = json!({"text_input": PROMPT, "max_tokens": MAX_TOKENS, "end_id": 2, "pad_id": 2, words: [format!(" {word}")]});
+        let without = ask(&world, "ensemble", &body, "text_output");
+        assert_ne!(without, text, "`{words}` with `{word}` changes the text");
+    }
     let beams = json!({"text_input": PROMPT, "max_tokens": 4, "end_id": 2, "pad_id": 2, "beam_width": 2});
     assert_eq!(ask(&world, "ensemble", &beams, "text_output").as_array().map(Vec::len), Some(2));
 }
