@@ -100,7 +100,7 @@ fn each_layout_declares_every_setting_of_generation() {
         let config = std::fs::read_to_string(repository.join(model).join("config.pbtxt")).unwrap();
         let (inputs, _) = config.split_once("output [").expect("outputs follow the inputs");
         let is_declared = |name: &&str| inputs.contains(&format!("name: \"{name}\""));
-        let missing: Vec<_> = SETTINGS.iter().filter(|names| !names.iter().any(|name| is_declared(name))).collect();
+        let missing: Vec<_> = SETTINGS.iter().filter(|names| !names.iter().any(&is_declared)).collect();
         assert!(missing.is_empty(), "{layout}/{model} declares none of {missing:?}");
     }
 }
