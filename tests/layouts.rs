@@ -11,6 +11,28 @@ use support::{Options, TestWorld, shipped_repository};
 const PROMPT: &str = "Q: What is 7 plus 8?\nA:";
 const MAX_TOKENS: u32 = 8;
 
+/// The settings of generation that the engine has, each with its names in the layouts.
+const SETTINGS: &[&[&str]] = &[
+    &["max_tokens", "request_output_len"],
+    &["temperature"],
+    &["top_k", "runtime_top_k"],
+    &["top_p", "runtime_top_p"],
+    &["min_p", "runtime_min_p"],
+    &["repetition_penalty"],
+    &["presence_penalty"],
+    &["frequency_penalty"],
+    &["seed", "random_seed"],
+    &["min_tokens", "min_length"],
+    &["beam_width"],
+    &["length_penalty", "len_penalty"],
+    &["guided_decoding_guide_type"],
+    &["guided_decoding_guide"],
+    &["end_id"],
+    &["stop_words", "stop_words_list"],
+    &["bad_words", "bad_words_list"],
+    &["return_log_probs", "is_return_log_probs", "output_log_probs"],
+];
+
 fn trireme(args: &[&str]) -> Output {
     Command::new(env!("CARGO_BIN_EXE_trireme")).args(args).output().expect("trireme runs")
 }
@@ -60,6 +82,30 @@ fn answer() -> String {
 }
 
 #[test]
+fn each_layout_declares_every_setting_of_generation() {
+    for (layout, model) in [
+        ("lmdeploy", "lmdeploy_model"),
+        ("sglang", "sglang_model"),
+        ("turbomind", "turbomind"),
+        ("llama-python", "llama-python"),
+        ("gpt", "ensemble"),
+        ("gpt", "tensorrt_llm"),
+        ("tensorrt-llm", "ensemble"),
+        ("tensorrt-llm", "tensorrt_llm"),
+        ("tensorrt-llm", "tensorrt_llm_bls"),
+    ] {
+        let scratch = tempfile::tempdir().unwrap();
+        let repository = scratch.path().join("models");
+        init(layout, &repository);
+        let config = std::fs::read_to_string(repository.join(model).join("config.pbtxt")).unwrap();
+        let (inputs, _) = config.split_once("output [").expect("outputs follow the inputs");
+        let is_declared = |name: &&str| inputs.contains(&format!("name: \"{name}\""));
+        let missing: Vec<_> = SETTINGS.iter().filter(|names| !names.iter().any(&is_declared)).collect();
+        assert!(missing.is_empty(), "{layout}/{model} declares none of {missing:?}");
+    }
+}
+
+#[test]
 fn text_models_of_lmdeploy_sglang_and_hugging_face_return_the_text_of_the_ensemble() {
     let (_scratch, world) = serve(&["lmdeploy", "sglang", "llama-python"]);
     let answer = answer();
@@ -76,6 +122,17 @@ fn text_models_of_lmdeploy_sglang_and_hugging_face_return_the_text_of_the_ensemb
     };
     let first = drawn(0);
     assert!((1..8).any(|seed| drawn(seed) != first), "eight seeds gave {first}");
+    for (model, prompt) in [("lmdeploy_model", "prompt"), ("sglang_model", "prompt"), ("llama-python", "text_input")] {
+        let body = json!({prompt: PROMPT, "max_tokens": MAX_TOKENS, "ignore_eos": false, "stream": false, "temperature": 0.5,
+                          "top_k": 4, "top_p": 0.9, "min_p": 0.1, "repetition_penalty": 1.1, "presence_penalty": 0.1,
+                          "frequency_penalty": 0.1, "random_seed": 3, "min_length": 2, "end_id": 2, "stop_words": ["xyz"],
+                          "bad_words": ["xyz"], "skip_special_tokens": true, "return_log_probs": true});
+        assert!(ask(&world, model, &body, "output_log_probs").is_array(), "{model}");
+        let body = json!({prompt: PROMPT, "max_tokens": MAX_TOKENS, "ignore_eos": false, "stream": false,
+                          "sampling_param_min_p": 0.5, "any_parameter": 1});
+        let (status, text) = world.post(&format!("/v2/models/{model}/generate"), &body);
+        assert!(status == 400 && text.contains("'sampling_param_min_p' changes the text"), "{status}: {text}");
+    }
 }
 
 #[test]
@@ -126,6 +183,14 @@ fn tensorrt_llms_inflight_and_bls_models_return_the_text_of_the_ensemble() {
         ask(&world, "ensemble", &body, "text_output")
     };
     assert_eq!(text(5.0, 0.0, 1), answer);
+    for model in ["ensemble", "tensorrt_llm_bls"] {
+        let drawn = |seed: &str| {
+            let body =
+                json!({"text_input": "Once", "max_tokens": MAX_TOKENS, "temperature": 2.0, "top_p": 1.0, seed: 5});
+            ask(&world, model, &body, "text_output")
+        };
+        assert_eq!(drawn("seed"), drawn("random_seed"), "{model}: names of two releases");
+    }
     assert!(world.log_text().contains("neither `runtime_top_k` nor `runtime_top_p`"), "{}", world.log_text());
     assert!((0..8).any(|seed| text(5.0, 1.0, seed) != answer), "eight seeds gave {answer}");
     // The way benchmarks of vLLM, SGLang and LMDeploy request a fixed length from TensorRT-LLM's ensemble.
@@ -145,6 +210,12 @@ fn the_python_gpt_repository_returns_the_prompt_with_the_output() {
     let warm = json!({"text_input": PROMPT, "max_tokens": MAX_TOKENS, "end_id": 2, "pad_id": 2, "top_p": 0.99,
                       "temperature": 5.0, "random_seed": 1});
     assert_eq!(ask(&world, "ensemble", &warm, "text_output"), text);
+    let word = answer.split_whitespace().next_back().expect("the answer has words");
+    for words in ["stop_words", "bad_words"] {
+        let body = json!({"text_input": PROMPT, "max_tokens": MAX_TOKENS, "end_id": 2, "pad_id": 2, words: [format!(" {word}")]});
+        let without = ask(&world, "ensemble", &body, "text_output");
+        assert_ne!(without, text, "`{words}` with `{word}` changes the text");
+    }
     let beams = json!({"text_input": PROMPT, "max_tokens": 4, "end_id": 2, "pad_id": 2, "beam_width": 2});
     assert_eq!(ask(&world, "ensemble", &beams, "text_output").as_array().map(Vec::len), Some(2));
 }

@@ -74,6 +74,19 @@ impl Tool<'_> {
 
     /// A value as JSON, with the definitions that it may refer to.
     fn json(&self, schema: &Value, lark: &Lark) -> String {
+        lark.json(&self.with_definitions(schema))
+    }
+
+    /// A value as JSON whose strings do not have the marker, because the parser ends the value there.
+    fn json_without(&self, marker: &str, schema: &Value, lark: &Lark) -> String {
+        let mut schema = self.with_definitions(schema);
+        if let Some(pattern) = pattern_without(marker) {
+            restrict_strings(&mut schema, &pattern);
+        }
+        lark.json(&schema)
+    }
+
+    fn with_definitions(&self, schema: &Value) -> Value {
         let mut schema = schema.clone();
         if let Some(object) = schema.as_object_mut() {
             for key in ["$defs", "definitions"] {
@@ -85,7 +98,47 @@ impl Tool<'_> {
                 object.insert("x-guidance".into(), json!({"lenient": true}));
             }
         }
-        lark.json(&schema)
+        schema
+    }
+}
+
+/// A regular expression for texts without the marker. `None` if the first character of the marker occurs in it again.
+fn pattern_without(marker: &str) -> Option<String> {
+    let escaped = |c: char| if r"\.+*?()|[]{}^$#&-~".contains(c) { format!("\\{c}") } else { c.to_string() };
+    let characters: Vec<char> = marker.chars().collect();
+    let (first, rest) = characters.split_first()?;
+    if rest.is_empty() || rest.contains(first) {
+        return None;
+    }
+    let first = escaped(*first);
+    let prefix = |end: usize| characters[..end].iter().copied().map(escaped).collect::<String>();
+    // The marker's beginnings, and each with a character that neither goes on nor begins anew.
+    let begun = (1..characters.len()).map(prefix).collect::<Vec<_>>().join("|");
+    let other = |end: usize| format!("{}[^{first}{}]", prefix(end), escaped(characters[end]));
+    let ended = (1..characters.len()).map(other).collect::<Vec<_>>().join("|");
+    Some(format!("^([^{first}]|({begun})*({ended}))*({begun})*$"))
+}
+
+/// Gives strings of a schema a pattern, unless the schema says already what they are.
+fn restrict_strings(schema: &mut Value, pattern: &str) {
+    match schema {
+        Value::Array(items) => items.iter_mut().for_each(|item| restrict_strings(item, pattern)),
+        Value::Object(fields) => {
+            let is_string = match fields.get("type") {
+                Some(Value::Array(types)) => types.iter().any(|name| name == "string"),
+                name => name.is_some_and(|name| name == "string"),
+            };
+            let is_known = ["enum", "const", "pattern", "format"].iter().any(|key| fields.contains_key(*key));
+            for (key, value) in fields.iter_mut() {
+                if !matches!(key.as_str(), "enum" | "const" | "default" | "examples" | "required") {
+                    restrict_strings(value, pattern);
+                }
+            }
+            if is_string && !is_known {
+                fields.insert("pattern".to_owned(), pattern.into());
+            }
+        }
+        _ => {}
     }
 }
 
@@ -184,7 +237,7 @@ fn parameter(
         return Ok(format!("({}) {close}", choices.join(" | ")));
     }
     if !types.string {
-        return Ok(format!("{} {close}", tool.json(property, lark)));
+        return Ok(format!("{} {close}", tool.json_without(&syntax.value.1, property, lark)));
     }
     if let Some(keyword) = keyword(property) {
         tool.lacks(|| format!("`{keyword}` of `{key}` cannot be expressed"))?;

@@ -17,11 +17,16 @@ pub(crate) fn schema_name(index: usize) -> String {
     format!("schema_{index}")
 }
 
-/// The grammar of a structural tag, and the schemas that it names with [`schema_name`].
+/// The grammar of a structural tag, which may be given as JSON text, and the schemas that it names with [`schema_name`].
 ///
 /// # Errors
 /// When the tag is too large or too deep, is not valid, or uses a format that is not implemented.
 pub(crate) fn lark(value: &Value, limits: &Limits) -> Result<(String, Vec<Value>), ConstraintError> {
+    let parsed = match value {
+        Value::String(text) => Some(parse(text, limits)?),
+        _ => None,
+    };
+    let value = parsed.as_ref().unwrap_or(value);
     limits.check_bytes(WHAT, value.to_string().len())?;
     let mut rules = Rules { text: Vec::new(), schemas: Vec::new(), limits, depth: 0 };
     let mut place = Place::default();
@@ -32,6 +37,12 @@ pub(crate) fn lark(value: &Value, limits: &Limits) -> Result<(String, Vec<Value>
     };
     rules.text.push(format!("start: {start}"));
     Ok((rules.text.join("\n"), rules.schemas))
+}
+
+fn parse(text: &str, limits: &Limits) -> Result<Value, ConstraintError> {
+    limits.check_bytes(WHAT, text.len())?;
+    serde_json::from_str(text)
+        .map_err(|error| ConstraintError::Invalid { what: WHAT, reason: format!("its text is not JSON: {error}") })
 }
 
 struct Rules<'a> {

@@ -52,7 +52,7 @@ pub fn http_raw(body: &[u8], config: &ModelConfig) -> Result<InferRequest, Infer
 /// # Errors
 /// When the request is invalid.
 pub fn generate(body: &[u8], config: &ModelConfig) -> Result<InferRequest, InferError> {
-    generate::read(body, config, &Limits::default())
+    generate::read(body, config, &Limits::default(), &|| true)
 }
 
 /// Parses a `ModelInferRequest`.

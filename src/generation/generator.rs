@@ -86,6 +86,19 @@ impl SamplingDefaults {
         serde_json::from_str(&text).map_or_else(|_| Self::default(), |config| Self::from_json(&config))
     }
 
+    /// The settings as text: `temperature 0.6, top_k 20`; empty without any.
+    pub fn listed(&self) -> String {
+        let number = |name: &str, value: Option<f32>| value.map(|value| format!("{name} {value}"));
+        let settings = [
+            number("temperature", self.temperature),
+            number("top_p", self.top_p),
+            self.top_k.map(|top_k| format!("top_k {top_k}")),
+            number("min_p", self.min_p),
+            number("repetition_penalty", self.repetition_penalty),
+        ];
+        settings.into_iter().flatten().collect::<Vec<_>>().join(", ")
+    }
+
     fn from_json(config: &serde_json::Value) -> Self {
         let number = |name: &str, range: std::ops::RangeInclusive<f64>| {
             config[name].as_f64().filter(|value| range.contains(value)).map(|value| value as f32)
@@ -116,6 +129,8 @@ mod tests {
             repetition_penalty: Some(1.05),
         };
         assert_eq!(found, expected);
+        assert_eq!(found.listed(), "temperature 0.6, top_p 0.95, top_k 20, repetition_penalty 1.05");
+        assert_eq!(SamplingDefaults::default().listed(), "");
         let config =
             serde_json::json!({"temperature": -1, "top_p": 0, "top_k": -5, "min_p": 2, "repetition_penalty": "x"});
         assert_eq!(SamplingDefaults::from_json(&config), SamplingDefaults::default());

@@ -8,6 +8,7 @@ mod constrain;
 mod decoder;
 mod event;
 mod generator;
+pub mod input_names;
 mod request;
 mod sequence_text;
 mod stop_search;

@@ -123,6 +123,12 @@ const PLAIN: &[Plain] = &[
     counter("trireme_llm_prompt_tokens_total", "Prompt tokens of accepted requests", |model| {
         model.engine.total_prompt_tokens as f64
     }),
+    counter("trireme_llm_cached_prompt_tokens_total", "Prompt tokens that the prefix cache had", |model| {
+        model.metrics.cached_tokens as f64
+    }),
+    counter("trireme_llm_reasoning_tokens_total", "Tokens generated as reasoning, in chats", |model| {
+        model.metrics.reasoning_tokens as f64
+    }),
     counter("trireme_llm_output_tokens_total", "Tokens generated", |model| model.engine.total_output_tokens as f64),
     counter("trireme_llm_discarded_tokens_total", "Tokens computed for sequences that had ended", |model| {
         model.engine.total_discarded_tokens as f64

@@ -55,7 +55,13 @@ impl ServedModel {
             request.fetch_client_memory()?;
         }
         // A request that does not fit the model is not counted, as in Triton.
-        let batch_size = self.signature.check(request)?;
+        let batch_size = match self.signature.check(request) {
+            Err(error) if self.generator().is_none() || !self.signature.adapt_text_request(request) => {
+                return Err(error);
+            }
+            Err(_) => self.signature.check(request)?,
+            Ok(batch_size) => batch_size,
+        };
         if let Some(trace) = &request.trace {
             trace.name(&self.config.name, self.version, &request.id);
             trace.mark_at("REQUEST_START", started);

@@ -96,6 +96,16 @@ impl Signature {
         }
     }
 
+    /// Number of dimensions of an input, without the batch.
+    pub fn input_rank(&self, name: &str) -> Option<usize> {
+        self.input(name).map(|input| input.dims.len())
+    }
+
+    /// Whether shapes begin with a batch dimension.
+    pub fn is_batched(&self) -> bool {
+        self.max_batch_size > 0
+    }
+
     fn input(&self, name: &str) -> Option<&Input> {
         self.inputs.iter().find(|input| input.name == name)
     }

@@ -111,6 +111,12 @@ impl ClientMemory {
     pub fn input(&self, name: &str) -> Option<&ClientSlice> {
         self.inputs.iter().find(|(input, _)| input == name).map(|(_, slice)| slice)
     }
+
+    /// Gives an input another name.
+    pub(crate) fn rename_input(&mut self, from: &str, to: &str) {
+        let inputs = self.inputs.iter_mut().filter(|(input, _)| input == from);
+        inputs.for_each(|(input, _)| to.clone_into(input));
+    }
 }
 
 /// Ranges that outputs are written to, sorted: object, start, and the largest end among the ranges of this object up to here.

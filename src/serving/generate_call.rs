@@ -6,7 +6,10 @@ use std::time::Duration;
 
 use generation::{GenerateEvent, GenerateRequest};
 
-use crate::{CallCounter, Generation, InferError, Name, OutputDelta, ResponseSource, ResponseStream, StreamItem};
+use crate::{
+    CallCounter, Generation, InferError, Name, OutputDelta, ProgressReporter, ResponseSource, ResponseStream,
+    StreamItem,
+};
 
 /// A request to generate text, addressed to a model.
 #[derive(Debug)]
@@ -63,6 +66,11 @@ impl EventStream {
     pub fn into_responses(self) -> ResponseStream {
         let progress = self.0.progress().cloned();
         ResponseStream::of_inner(Box::new(Inner(self.0)), progress)
+    }
+
+    /// Where the reader of the text reports what only it knows.
+    pub fn progress(&self) -> Option<ProgressReporter> {
+        self.0.progress().cloned().map(ProgressReporter)
     }
 
     /// Times and token counts of the request so far; `None` until it is scheduled.

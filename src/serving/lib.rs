@@ -92,6 +92,7 @@ mod statistics;
 mod stream;
 mod tensor;
 mod text;
+mod text_request;
 mod trace;
 mod warmup;
 

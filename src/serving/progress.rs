@@ -50,9 +50,11 @@ pub(crate) struct Progress {
     sources: Mutex<Vec<Arc<Progress>>>,
     /// The fields of a [`Generation`]. They need no lock, because a model may report for each token.
     generation: [AtomicU64; 7],
+    /// Output tokens that the reader of the text has recognised as reasoning.
+    reasoning_tokens: AtomicU64,
 }
 
-/// A [`crate::ResponseSource`] reports the progress of its request here.
+/// A [`crate::ResponseSource`] reports the progress of its request here, and so does the reader of a text.
 #[derive(Debug, Clone)]
 pub struct ProgressReporter(pub(crate) Arc<Progress>);
 
@@ -76,6 +78,16 @@ impl ProgressReporter {
     pub fn report(&self, generation: Generation) {
         self.0.report(generation);
     }
+
+    /// Counts output tokens as reasoning, which only the reader of the text can recognise.
+    pub fn add_reasoning_tokens(&self, count: u64) {
+        self.0.reasoning_tokens.fetch_add(count, Relaxed);
+    }
+
+    /// Output tokens that were counted as reasoning.
+    pub fn reasoning_tokens(&self) -> u64 {
+        self.0.reasoning_tokens()
+    }
 }
 
 impl Default for Progress {
@@ -88,6 +100,7 @@ impl Default for Progress {
             is_reported: AtomicBool::new(false),
             sources: Mutex::default(),
             generation: Default::default(),
+            reasoning_tokens: AtomicU64::new(0),
         }
     }
 }
@@ -125,6 +138,11 @@ impl Progress {
             field.store(value, Relaxed);
         }
         self.is_reported.store(true, Release);
+    }
+
+    /// Output tokens that were counted as reasoning.
+    pub fn reasoning_tokens(&self) -> u64 {
+        self.reasoning_tokens.load(Relaxed)
     }
 
     /// Uses the reports of `other` from now on, as long as this request has no report of its own.

@@ -34,7 +34,18 @@ pub(crate) struct RequestMetrics {
     progress: Option<Arc<Progress>>,
     /// Whether the request is a step of an ensemble. Then only the ensemble's log line is written.
     is_step: bool,
+    /// The end of the request, for its log line. The line is written when the stream is dropped, after its reader has counted the
+    /// reasoning.
+    end: Option<RequestEnd>,
     trace: Option<Trace>,
+}
+
+/// The outcome of a request and its durations.
+#[derive(Debug, Clone, Copy)]
+struct RequestEnd {
+    outcome: &'static str,
+    total: Duration,
+    queued: Duration,
 }
 
 /// Result of looking for a request in the response cache, with the time that it took.
@@ -72,6 +83,7 @@ impl RequestMetrics {
             cache_lookup,
             progress: None,
             is_step: request.step.is_some(),
+            end: None,
             trace: request.trace.clone(),
             model,
         }
@@ -220,7 +232,7 @@ impl RequestMetrics {
         let input = self.check_time + progress.as_ref().map_or(Duration::ZERO, |progress| progress.input());
         self.model.statistics.succeeded(Outcome { total, queued, input, output, batch_size, executed, cache });
         self.end_trace(scheduled.map(|queue| queue.at), response);
-        self.log_request("ok", queued);
+        self.end = Some(RequestEnd { outcome: "ok", total: self.started.elapsed(), queued });
     }
 
     fn fail(&mut self, failure: Failure) {
@@ -229,20 +241,19 @@ impl RequestMetrics {
             self.ended = true;
             self.model.statistics.failed(failure, self.started.elapsed());
             self.end_trace(None, &InferResponse::default());
-            self.log_request(failure.name(), Duration::ZERO);
+            let total = self.started.elapsed();
+            self.end = Some(RequestEnd { outcome: failure.name(), total, queued: Duration::ZERO });
         }
     }
 
     /// Writes the request's log line, with the parts of its time.
-    fn log_request(&self, outcome: &str, queued: Duration) {
-        if self.is_step {
-            return;
-        }
+    fn log_request(&self) {
+        let Some(RequestEnd { outcome, total, queued }) = self.end.filter(|_| !self.is_step) else { return };
         let (model, version, id, responses) =
             (self.model.config.name.as_str(), self.model.version, self.id.as_str(), self.responses.count());
-        let total = self.started.elapsed();
         let total_ms = milliseconds(total);
-        let Some(generation) = self.progress.as_ref().and_then(|progress| progress.generation()) else {
+        let progress = self.progress.as_ref();
+        let Some(generation) = progress.and_then(|progress| progress.generation()) else {
             let queue_ms = milliseconds(queued);
             tracing::debug!(target: "request", id, model, version, outcome, total_ms, queue_ms, responses, "request");
             return;
@@ -250,9 +261,10 @@ impl RequestMetrics {
         let Generation { queue, prefill, decode, prompt_tokens, cached_tokens, output_tokens, preempted } = generation;
         let stream_ms = milliseconds(total.saturating_sub(queue + prefill + decode));
         let (queue_ms, prefill_ms, decode_ms) = (milliseconds(queue), milliseconds(prefill), milliseconds(decode));
+        let reasoning_tokens = progress.map_or(0, |progress| progress.reasoning_tokens());
         tracing::info!(
             target: "request", id, model, version, outcome, total_ms, queue_ms, prefill_ms, decode_ms, stream_ms,
-            prompt_tokens, cached_tokens, output_tokens, preempted, responses, "request"
+            prompt_tokens, cached_tokens, output_tokens, reasoning_tokens, preempted, responses, "request"
         );
     }
 
@@ -308,6 +320,7 @@ impl Drop for RequestMetrics {
             self.fail(Failure::Canceled);
         }
         self.responses.flush(&self.model.statistics);
+        self.log_request();
         self.model.in_flight.leave();
     }
 }

@@ -1,6 +1,7 @@
 """Runs test cases of frameworks in a Python environment of their own.
 
-LiteLLM and Instructor do not yet allow the newest `openai`, which the other tests use. Their cases are files of pytest in `frameworks/`, run
+LiteLLM and Instructor do not yet allow the newest `openai`, which the other tests use, and KServe and LlamaIndex have versions of their own of
+what others need. Their cases are files of pytest in `frameworks/`, run
 by that environment's Python; each case is reported as one test here.
 """
 
@@ -35,10 +36,10 @@ def cases(file: str) -> list[str]:
     return [node.name for node in module.body if isinstance(node, ast.FunctionDef) and node.name.startswith("test_")]
 
 
-def run(file: str, http: str, report: Path) -> dict[str, list[str]]:
-    """Runs a file's cases against the server at `http`. Returns the failures of each function, one for each failed set of parameters."""
+def run(file: str, world, report: Path) -> dict[str, list[str]]:
+    """Runs a file's cases against the server of `world`. Returns the failures of each function, one for each failed set of parameters."""
     command = [python(), "-m", "pytest", "-q", "-p", "no:cacheprovider", f"--confcutdir={FOLDER}", f"--rootdir={FOLDER}", f"--junit-xml={report}", "--tb=short"]
-    ended = subprocess.run([*command, FOLDER / file], env=os.environ | {"TRIREME_HTTP": http}, capture_output=True, text=True, timeout=300)
+    ended = subprocess.run([*command, FOLDER / file], env=os.environ | {"TRIREME_HTTP": world.http, "TRIREME_GRPC": world.grpc}, capture_output=True, text=True, timeout=300)
     assert report.exists(), ended.stdout + ended.stderr
     found: dict[str, list[str]] = {}
     for case in ElementTree.parse(report).iter("testcase"):

@@ -123,7 +123,11 @@ def test_inference_needs_a_key_of_the_file_or_the_environment(tmp_path, monkeypa
             assert status(infer, {"x-api-key": key}, body)[0] == 200
         assert status(f"http://{server.http}/v1/completions", {}, b"{}") == (401, "Bearer")
         assert status(f"http://{server.http}/v1/completions", {"Authorization": "Bearer one"}, b"{}")[0] != 401
-        assert status(f"http://{server.http}/v2/health/ready", {})[0] == 200
+        for path in ("/v1/models", "/v1/models/identity"):
+            assert status(f"http://{server.http}{path}", {}) == (401, "Bearer"), path
+            assert status(f"http://{server.http}{path}", {"Authorization": "Bearer one"})[0] in (200, 404), path
+        for path in ("/v2/health/ready", "/v2", "/version", "/health"):
+            assert status(f"http://{server.http}{path}", {})[0] == 200, path
         with grpcclient.InferenceServerClient(server.grpc) as client:
             with pytest.raises(InferenceServerException, match="authorization: Bearer KEY"):
                 echoed(client)
@@ -145,6 +149,31 @@ def test_keys_of_rules_come_from_files_and_a_literal_one_is_a_warning(tmp_path, 
         log = server.await_log("--grpc-restricted-protocol has a key on the command line").string
         assert "--http-restricted-api has a key" not in log and "s3cret" not in log
         assert "every user of this machine can read the keys in" in log
+
+
+def test_pages_of_an_allowed_origin_may_call_the_api(tmp_path):
+    with rank(tmp_path, "--http-allowed-origins=https://chat.example") as server:
+
+        def call(method, origin, body=None, **headers):
+            headers = {"Origin": origin} | {name.replace("_", "-"): value for name, value in headers.items()}
+            request = urllib.request.Request(f"http://{server.http}/v1/completions", body, headers, method=method)
+            try:
+                return urllib.request.urlopen(request, timeout=60)
+            except urllib.error.HTTPError as error:
+                return error
+
+        asked = {"Access_Control_Request_Method": "POST", "Access_Control_Request_Headers": "authorization,content-type"}
+        preflight = call("OPTIONS", "https://chat.example", **asked)
+        assert preflight.status == 204 and preflight.headers["access-control-allow-origin"] == "https://chat.example"
+        assert "POST" in preflight.headers["access-control-allow-methods"]
+        assert preflight.headers["access-control-allow-headers"] == "authorization,content-type"
+        body = json.dumps({"model": "nobody", "prompt": "x"}).encode()
+        answer = call("POST", "https://chat.example", body, Content_Type="application/json")
+        assert answer.status == 404 and json.load(answer)["error"]["code"] == "model_not_found", "the request was read"
+        assert answer.headers["access-control-allow-origin"] == "https://chat.example" and answer.headers["vary"] == "origin"
+        assert "x-request-id" in answer.headers["access-control-expose-headers"]
+        refused = call("POST", "https://other.example", body, Content_Type="application/json")
+        assert refused.status == 403 and refused.headers["access-control-allow-origin"] is None
 
 
 def test_a_port_full_of_silent_clients_answers_new_ones(certificates, tmp_path):

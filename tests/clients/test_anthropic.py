@@ -84,12 +84,18 @@ def test_errors_have_anthropics_form(client):
         source = {"type": "url", "url": "http://localhost/x.png"}
         ask(client, messages=[{"role": "user", "content": [{"type": "image", "source": source}]}])
     assert refused.value.body["error"]["type"] == "invalid_request_error"
+    assert missing.value.request_id.startswith("req-") and missing.value.body["request_id"] == missing.value.request_id
     with pytest.raises(anthropic.BadRequestError, match="`temprature` is not known"):
         ask(client, extra_body={"temprature": 1})
     for body in (b"{", b"[]", b'{"model": "ensemble"}'):
         with pytest.raises(urllib.error.HTTPError) as error:
             urllib.request.urlopen(f"{str(client.base_url).rstrip('/')}/v1/messages", data=body, timeout=30)
         assert error.value.code == 400 and json.load(error.value)["type"] == "error"
+
+
+def test_a_message_has_the_id_of_its_request(client):
+    assert ask(client)._request_id.startswith("req-")
+    assert ask(client, extra_headers={"x-request-id": "mine-7"})._request_id == "mine-7"
 
 
 @pytest.mark.parametrize("field, value", [("n", 2), ("return_token_ids", True), ("stop", ["x"])])

@@ -53,6 +53,14 @@ def test_a_template_sees_every_field(render):
     assert render(add_generation_prompt=False).endswith("Hi\n")
 
 
+def test_a_template_sees_tools_as_the_client_wrote_them(render):
+    schema = {"properties": {"b": {"type": "string"}, "a": {"type": "integer"}}, "type": "object"}
+    tool = {"function": {"strict": False, "parameters": schema, "x-hint": [1], "name": "z"}, "type": "function", "extra": None}
+    assert render(tools=[tool]).startswith(json.dumps([tool]) + "|null|")
+    bare = {"type": "function", "function": {"name": "z"}}
+    assert render(tools=[bare]).startswith(json.dumps([bare]) + "|null|"), "nothing is added"
+
+
 def test_the_last_message_is_continued(render):
     messages = [USER, {"role": "assistant", "content": "I am "}]
     assert render(messages=messages, continue_final_message=True).endswith("['role', 'content']I am ")

@@ -1,13 +1,15 @@
 """gRPC through an unmodified tritonclient."""
 
+import json
 from concurrent.futures import ThreadPoolExecutor
 
+import grpc as grpc_module
 import numpy as np
 import pytest
 import tritonclient.grpc as grpcclient
 from tritonclient.utils import InferenceServerException
 
-from triton_requests import ANSWER, QUESTION, STORY, stream, tensor, text_inputs
+from triton_requests import ANSWER, QUESTION, STORY, post, stream, tensor, text_inputs
 
 
 def test_server_and_models_are_live_and_ready(grpc):
@@ -89,6 +91,59 @@ def test_one_request_alone_or_among_thirty_two_gets_the_same_text(world, grpc):
         assert set(pool.map(ask, range(32))) == {alone}
 
 
-def test_plain_infer_on_a_decoupled_model_is_refused(grpc):
+def test_plain_infer_on_a_decoupled_text_model_answers_with_the_whole_text(world, grpc):
+    inputs = text_inputs(QUESTION, 32, False)
+    for inputs in (inputs, [tensor for tensor in inputs if tensor.name() != "stream"]):
+        assert grpc.infer("ensemble", inputs).as_numpy("text_output").tolist() == [ANSWER.encode()]
+    body = {"inputs": [{"name": "text_input", "shape": [1], "datatype": "BYTES", "data": [QUESTION]}, {"name": "max_tokens", "shape": [1], "datatype": "INT32", "data": [32]}]}
+    status, _, answer = post(world.http, "/v2/models/ensemble/infer", body)
+    outputs = {output["name"]: output["data"] for output in json.loads(answer)["outputs"]}
+    assert status == 200 and outputs["text_output"] == [ANSWER]
+
+
+def test_plain_infer_with_a_stream_on_a_decoupled_model_is_refused(grpc):
     with pytest.raises(InferenceServerException, match="decoupled"):
-        grpc.infer("ensemble", text_inputs(QUESTION, 8, False))
+        grpc.infer("ensemble", text_inputs(QUESTION, 8, True))
+
+
+def test_several_answers_to_plain_infer_are_an_error(grpc):
+    with pytest.raises(InferenceServerException, match="more than once"):
+        grpc.infer("ensemble", text_inputs(QUESTION, 4, False, num_return_sequences=([2], np.int32), temperature=([1.0], np.float32), top_p=([1.0], np.float32)))
+
+
+def test_the_seed_has_the_names_of_two_releases(grpc):
+    def sample(name):
+        options = {"temperature": ([1.5], np.float32), "top_k": ([50], np.int32), name: ([5], np.uint64)}
+        return "".join(stream(grpc, text_inputs(STORY, 24, True, **options))[0])
+
+    assert sample("random_seed") == sample("seed")
+
+
+def test_reflection_lists_the_services_in_both_of_its_versions(world):
+    for version in ("v1", "v1alpha"):
+        assert reflected(world.grpc, version) >= {"inference.GRPCInferenceService", "grpc.health.v1.Health"}, version
+
+
+def reflected(address: str, version: str) -> set[str]:
+    """The services that reflection lists. The messages are small enough to be written by hand: `list_services` is field 7, a service's name field 1."""
+
+    def fields(data: bytes) -> list[tuple[int, bytes]]:
+        found = []
+        while data:
+            number, kind, data = data[0] >> 3, data[0] & 7, data[1:]
+            assert kind == 2, "only fields of bytes are expected"
+            length, at = 0, 0
+            while True:
+                length |= (data[at] & 127) << (7 * at)
+                at += 1
+                if data[at - 1] < 128:
+                    break
+            found.append((number, data[at : at + length]))
+            data = data[at + length :]
+        return found
+
+    with grpc_module.insecure_channel(address) as channel:
+        call = channel.stream_stream(f"/grpc.reflection.{version}.ServerReflection/ServerReflectionInfo")
+        (answer,) = call(iter([b"\x3a\x01*"]), timeout=30)
+    services = next(value for number, value in fields(answer) if number == 6)
+    return {value.decode() for _, service in fields(services) for number, value in fields(service) if number == 1}

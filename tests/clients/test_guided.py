@@ -48,6 +48,14 @@ def test_generate_follows_a_schema_a_pattern_and_a_grammar(world, sampling):
     assert guided("ebnf_grammar", grammar) in ("the blue sky", "the grey sky")
 
 
+def test_generate_follows_a_structural_tag(world):
+    tag = {"type": "tag", "begin": "<f>", "content": {"type": "json_schema", "json_schema": SCHEMA}, "end": "</f>"}
+    guide = json.dumps({"type": "structural_tag", "format": tag})
+    status, text = generate(world, guided_decoding_guide_type="structural_tag", guided_decoding_guide=guide)
+    assert status == 200 and text.startswith("<f>") and text.endswith("</f>"), text
+    assert set(json.loads(text[3:-4])) == set(SCHEMA["properties"])
+
+
 def test_a_stream_joins_to_the_constrained_text(world):
     body = {"text_input": "x", "max_tokens": 60, "stream": True,
             "guided_decoding_guide_type": "regex", "guided_decoding_guide": "(yes|no), [0-9]{12}"}

@@ -9,7 +9,7 @@ FILE = "instructor_cases.py"
 
 @pytest.fixture(scope="module")
 def results(world, tmp_path_factory):
-    return run(FILE, world.http, tmp_path_factory.mktemp("instructor") / "report.xml")
+    return run(FILE, world, tmp_path_factory.mktemp("instructor") / "report.xml")
 
 
 @pytest.mark.parametrize("case", cases(FILE))

@@ -9,7 +9,7 @@ FILE = "litellm_cases.py"
 
 @pytest.fixture(scope="module")
 def results(world, tmp_path_factory):
-    return run(FILE, world.http, tmp_path_factory.mktemp("litellm") / "report.xml")
+    return run(FILE, world, tmp_path_factory.mktemp("litellm") / "report.xml")
 
 
 @pytest.mark.parametrize("case", cases(FILE))

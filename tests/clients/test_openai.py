@@ -93,6 +93,16 @@ def test_log_probabilities_are_those_of_the_chosen_tokens(client):
     assert chat.choices[0].logprobs.content[0].logprob <= 0
 
 
+def test_the_bytes_of_logprobs_are_those_of_tokens_that_are_parts_of_a_character(client):
+    emoji = {"structured_outputs": {"choice": ["🙂🌍"]}}
+    messages = [{"role": "user", "content": "Hello?"}]
+    chat = client.chat.completions.create(model="ensemble", messages=messages, max_tokens=16, logprobs=True, top_logprobs=2, extra_body=emoji)
+    tokens = chat.choices[0].logprobs.content
+    assert chat.choices[0].message.content == "🙂🌍" and len(tokens) > 2
+    assert b"".join(bytes(token.bytes) for token in tokens).startswith("🙂🌍".encode())
+    assert all(bytes(token.bytes) in [bytes(top.bytes) for top in token.top_logprobs] for token in tokens if token.logprob > -0.5)
+
+
 def test_errors_have_openais_form(client):
     with pytest.raises(openai.NotFoundError) as missing:
         client.completions.create(model="nobody", prompt="x")

@@ -19,8 +19,9 @@ BROKEN = IDENTITY.replace('backend: "identity"', 'backend: "no_such_backend"')
 
 
 def status(address: str, path: str) -> int:
+    """The status of a path of Triton's protocol, or of any path that begins with a slash."""
     try:
-        with urllib.request.urlopen(f"http://{address}/v2/{path}", timeout=30) as response:
+        with urllib.request.urlopen(f"http://{address}{path if path.startswith('/') else '/v2/' + path}", timeout=30) as response:
             return response.status
     except urllib.error.HTTPError as error:
         return error.code
@@ -53,6 +54,25 @@ def test_a_later_load_failure_does_not_affect_other_models(tmp_path):
         assert post(one.http, "/v2/repository/models/broken/load", {})[0] == 400
         ready = [status(one.http, path) for path in ("health/ready", "models/identity/ready", "models/broken/ready")]
         assert ready == [200, 200, 400]
+
+
+def test_health_needs_one_model_that_answers_and_not_those_that_failed_to_load(tmp_path):
+    models = tmp_path / "models"
+    shutil.copytree(ROOT / "model_repository", models)
+    (models / "broken/1").mkdir(parents=True)
+    (models / "broken/config.pbtxt").write_text(BROKEN)
+    log = tmp_path / "rank.log"
+    command = [BINARIES / "trireme", "rank", f"--model-repository={models}", f"--log-file={log}", "--device=cpu", "--exit-on-error=false"]
+    command += ["--http-address=127.0.0.1", "--grpc-address=127.0.0.1", "--http-port=0", "--grpc-port=0", "--metrics-port=0"]
+    command += [f"--backend-config=python,shm-region-prefix-name=health{tmp_path.name[-10:]}_"]
+    process = subprocess.Popen(command, stderr=subprocess.DEVNULL)
+    try:
+        one = Rank(process, log)
+        assert status(one.http, "health/ready") == 400, "strict readiness requires all models"
+        assert status(one.http, "/health") == 200, "the ensemble can run a step"
+    finally:
+        process.terminate()
+        process.wait(timeout=60)
 
 
 @pytest.fixture
@@ -90,6 +110,7 @@ def test_a_model_is_not_ready_while_its_workers_restart(restartable):
     await_status(one.http, "models/tensorrt_llm/ready", 400)
     assert status(one.http, "models/ensemble/ready") == 400, "a step of the ensemble cannot run"
     assert status(one.http, "health/ready") == 400
+    assert [status(one.http, path) for path in ("/health", "/ping")] == [503, 503], "no model that answers text can run a step"
     assert [status(one.http, f"models/{name}/ready") for name in ("identity", "preprocessing")] == [200, 200]
     found = metrics_page.families(metrics_page.page(one.metrics))
     assert found["trireme_llm_ready"].value() == 0
@@ -103,5 +124,6 @@ def test_a_model_is_not_ready_while_its_workers_restart(restartable):
         assert time.monotonic() < deadline
         time.sleep(0.2)
     await_status(one.http, "health/ready", 200)
+    assert status(one.http, "/health") == 200
     code, _, body = post(one.http, "/v2/models/ensemble/generate", {"text_input": "Once", "max_tokens": 4})
     assert code == 200, body

@@ -8,6 +8,7 @@ import anthropic
 import openai
 import pytest
 
+import metrics_page
 from conftest import ROOT, free_ports, launch
 
 # As Qwen 3's template, in short: the prompt opens the reasoning unless it is turned off.
@@ -24,8 +25,8 @@ QUESTION = [{"role": "user", "content": "What is the opposite of hot?"}]
 
 
 @pytest.fixture(scope="module")
-def url(tmp_path_factory):
-    """A server whose model reasons."""
+def ports(tmp_path_factory):
+    """The ports of HTTP and of the metrics of a server whose model reasons."""
     models = tmp_path_factory.mktemp("reasoning") / "models"
     shutil.copytree(ROOT / "model_repository", models)
     (models / "tensorrt_llm/1/chat_template.jinja").write_text(TEMPLATE)
@@ -35,9 +36,14 @@ def url(tmp_path_factory):
     flags = [f"--http_port={http}", f"--grpc_port={grpc}", f"--metrics_port={metrics}"]
     started = launch("--world_size=1", f"--model_repo={models}", "--device=cpu", "--detach", *flags)
     assert started.returncode == 0, started.stderr
-    yield f"http://localhost:{http}"
+    yield http, metrics
     stopped = launch("stop", f"--http_port={http}")
     assert stopped.returncode == 0, stopped.stderr
+
+
+@pytest.fixture(scope="module")
+def url(ports):
+    return f"http://localhost:{ports[0]}"
 
 
 @pytest.fixture
@@ -70,6 +76,19 @@ def test_reasoning_ends_behind_its_budget_and_the_answer_follows(client):
     assert (reasoning, content) == (message.reasoning, message.content or "")
     hidden = chat(client, extra=budget | {"include_reasoning": False}).choices[0].message
     assert hidden.content == message.content and not getattr(hidden, "reasoning", None)
+
+
+def test_reasoning_and_cached_prompts_are_counted(client, ports):
+    def counted() -> tuple[float, float]:
+        families = metrics_page.families(metrics_page.page(f"localhost:{ports[1]}"))
+        return tuple(families[f"trireme_llm_{name}_tokens_total"].value() for name in ("reasoning", "cached_prompt"))
+
+    before = counted()
+    usages = [chat(client, max_tokens=6, extra={"ignore_eos": True}).usage for _ in range(2)]
+    reasoning = sum(usage.completion_tokens_details.reasoning_tokens for usage in usages)
+    cached = sum(usage.prompt_tokens_details.cached_tokens for usage in usages)
+    assert 0 < reasoning <= 12
+    assert tuple(after - earlier for after, earlier in zip(counted(), before)) == (reasoning, cached)
 
 
 def test_a_constraint_begins_behind_the_reasoning(client):

@@ -69,6 +69,18 @@ def test_other_servers_names_of_constraints_work(client):
     assert json.loads(chat(client, extra_body={"guided_json": WEATHER}).choices[0].message.content)["days"] > 0
 
 
+def test_a_structural_tag_frees_the_text_around_its_parts(client):
+    tag = {"type": "tag", "begin": "<call>", "content": {"type": "json_schema", "json_schema": WEATHER}, "end": "</call>"}
+    form = {"type": "structural_tag", "format": {"type": "sequence", "elements": [{"type": "const_string", "value": "Yes: "}, tag]}}
+    for fields in ({"response_format": form}, {"extra_body": {"structured_outputs": {"structural_tag": json.dumps(form)}}}):
+        answer = chat(client, **fields).choices[0]
+        found = re.fullmatch("Yes: <call>(.*)</call>", answer.message.content, re.DOTALL)
+        assert answer.finish_reason == "stop" and found, answer
+        check_weather(json.loads(found.group(1)))
+    with pytest.raises(openai.BadRequestError, match="`nothing` at `#/format` is not supported"):
+        chat(client, response_format={"type": "structural_tag", "format": {"type": "nothing"}})
+
+
 def test_json_object_gives_an_object_or_says_that_it_was_cut(client):
     answer = chat(client, response_format={"type": "json_object"}, max_tokens=200)
     if answer.choices[0].finish_reason == "stop":

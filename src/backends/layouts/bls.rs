@@ -6,6 +6,7 @@ use std::sync::{Arc, OnceLock, Weak};
 use futures::FutureExt as _;
 use futures::future::BoxFuture;
 use generation::Generator;
+use generation::input_names::RELEASES;
 use repository::ModelConfig;
 use repository::proto::ModelInput;
 use serving::{
@@ -69,10 +70,6 @@ const RENAMED: &Renames = &[
     ("length_penalty", "len_penalty"),
     ("stream", "streaming"),
 ];
-
-/// Inputs of the language model that were renamed between releases: the earlier name and the later one.
-const RELEASES: [(&str, &str); 3] =
-    [("min_length", "min_tokens"), ("random_seed", "seed"), ("return_kv_cache_reuse_stats", "return_perf_metrics")];
 
 const IMAGES: [&str; 4] = ["image_input", "image_bytes_input", "image_url_input", "video_bytes_input"];
 const DRAFT: [&str; 2] = ["num_draft_tokens", "use_draft_logits"];

@@ -2,6 +2,7 @@
 
 use std::path::Path;
 
+use generation::input_names::PROMPT;
 use repository::ModelConfig;
 use repository::proto::DataType;
 
@@ -66,7 +67,7 @@ pub(super) fn is_lmdeploy_model(config: &ModelConfig) -> bool {
 }
 
 fn has_text_input(config: &ModelConfig) -> bool {
-    let is_prompt = |name: &str| text_names::PROMPT.contains(&name);
+    let is_prompt = |name: &str| PROMPT.contains(&name);
     config.input.iter().any(|input| input.data_type() == DataType::TypeString && is_prompt(&input.name))
 }
 

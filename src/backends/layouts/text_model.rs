@@ -13,6 +13,7 @@ use std::sync::Arc;
 use futures::FutureExt as _;
 use futures::future::BoxFuture;
 use generation::Generator;
+use generation::input_names::STREAM;
 use repository::ModelConfig;
 use repository::proto::{DataType as ConfigType, ModelOutput};
 use serving::{
@@ -25,7 +26,7 @@ use super::engine_bounds::EngineBounds;
 use super::engine_config::{engine_output, with_checkpoint, with_tokenizer};
 use super::keys::Use;
 use super::recognise::is_lmdeploy_model;
-use super::text_names::{STREAM, default_inputs, input, missing_inputs, text_output};
+use super::text_names::{default_inputs, input, missing_inputs, text_output};
 use crate::encoder::{self, Encoder};
 use crate::tensor_values::first;
 use crate::{checkpoint, parameters};

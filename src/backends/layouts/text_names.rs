@@ -1,49 +1,11 @@
 //! Names of the inputs and outputs of text models, with their effects.
 
+use generation::input_names::{BAD_WORDS, EXCLUDE_INPUT, NAMES, PROMPT, STOP_WORDS, STREAM};
 use repository::ModelConfig;
 use repository::proto::{DataType as ConfigType, ModelInput, ModelOutput};
 
 use super::engine_config::engine_output;
 use super::keys::Use;
-
-/// Names of the prompt.
-pub(super) const PROMPT: [&str; 8] =
-    ["prompt", "text_input", "PROMPT", "INPUT_TEXT", "input_text", "text", "query", "QUERY"];
-
-/// Names of the flag for a stream.
-pub(super) const STREAM: [&str; 3] = ["stream", "streaming", "STREAM"];
-
-/// Names of words that end the text.
-pub(super) const STOP_WORDS: [&str; 3] = ["stop_words", "stop", "sampling_param_stop"];
-
-/// Names of words that are never generated.
-pub(super) const BAD_WORDS: [&str; 1] = ["bad_words"];
-
-/// Names of the flag that excludes the prompt from the output.
-pub(super) const EXCLUDE_INPUT: [&str; 2] = ["exclude_input_in_output", "sampling_param_exclude_input_from_output"];
-
-/// Inputs that are passed to the engine: its name, then the names of models in order of precedence.
-pub(super) const NAMES: &[(&str, &[&str])] = &[
-    (
-        "request_output_len",
-        &["max_tokens", "max_new_tokens", "request_output_len", "output_len", "sampling_param_max_tokens"],
-    ),
-    ("temperature", &["temperature", "TEMPERATURE", "sampling_param_temperature"]),
-    ("runtime_top_k", &["top_k", "runtime_top_k", "TOP_K", "sampling_param_top_k"]),
-    ("runtime_top_p", &["top_p", "runtime_top_p", "TOP_P", "sampling_param_top_p"]),
-    ("runtime_min_p", &["min_p", "runtime_min_p", "sampling_param_min_p"]),
-    ("repetition_penalty", &["repetition_penalty"]),
-    ("presence_penalty", &["presence_penalty", "sampling_param_presence_penalty"]),
-    ("frequency_penalty", &["frequency_penalty", "sampling_param_frequency_penalty"]),
-    ("seed", &["seed", "random_seed", "sampling_param_seed"]),
-    ("min_tokens", &["min_tokens", "min_length", "min_new_tokens"]),
-    ("beam_width", &["beam_width", "num_beams"]),
-    ("len_penalty", &["length_penalty", "len_penalty"]),
-    ("guided_decoding_guide_type", &["guided_decoding_guide_type"]),
-    ("guided_decoding_guide", &["guided_decoding_guide"]),
-    ("end_id", &["end_id"]),
-    ("return_log_probs", &["return_log_probs", "return_cumulative_logprob"]),
-];
 
 const OTHERS: &[(&str, Use)] = &[
     ("ignore_eos", Use::Used("continues after tokens that end a sequence")),

@@ -99,6 +99,8 @@ impl LlmConfig {
         for note in &model.notes {
             tracing::info!(model = %config.name, "{note}");
         }
+        let sampling_defaults = SamplingDefaults::from_dir(&checkpoint);
+        log_sampling_defaults(&config.name, &sampling_defaults);
         let queue = QueuePolicy::new(config);
         let Parallelism { tp_size, pp_size, ep_size, num_replicas } = Parallelism::new(config, &model, defaults)?;
         let model = model.in_expert_groups(ep_size);
@@ -110,7 +112,7 @@ impl LlmConfig {
         let engine = EngineConfig { num_stages: stages, max_in_flight: engine.max_in_flight.max(stages + 1), ..engine };
         Ok(Self {
             name: config.name.clone(),
-            sampling_defaults: SamplingDefaults::from_dir(&checkpoint),
+            sampling_defaults,
             checkpoint,
             checkpoint_fingerprint: None,
             worker: WorkerSettings { weight_precision: weight_precision(config, defaults)?, ..defaults.worker.clone() },
@@ -211,6 +213,19 @@ impl Parallelism {
         }
         let ep_size = parameters::number(config, "ep")?.unwrap_or(1);
         Ok(Self { tp_size, pp_size, ep_size, num_replicas })
+    }
+}
+
+/// Says which settings requests to OpenAI's and Anthropic's endpoints have by default.
+fn log_sampling_defaults(model: &str, defaults: &SamplingDefaults) {
+    match defaults.listed() {
+        none if none.is_empty() => {
+            tracing::info!(model, "generation_config.json has no sampling defaults: OpenAI's apply")
+        }
+        listed => tracing::info!(
+            model,
+            "sampling defaults of generation_config.json for /v1, unless --generation-config=none: {listed}"
+        ),
     }
 }
 

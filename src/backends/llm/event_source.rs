@@ -1,5 +1,7 @@
 //! The response stream of a [`GenerateRequest`](generation::GenerateRequest): its events.
 
+use std::sync::Arc;
+use std::sync::atomic::Ordering::Relaxed;
 use std::task::{Context, Poll, ready};
 
 use generation::GenerateEvent;
@@ -7,6 +9,7 @@ use serving::{CallCounter, InferError, OutputDelta, ProgressReporter, ResponseSo
 
 use super::generate_stream::GenerateStream;
 use super::prompt_logprobs::PromptLogprobs;
+use super::replica_state::ReplicaState;
 
 /// Passes on the events of a request, with log-probabilities of the prompt in place of its logits.
 pub(crate) struct EventSource {
@@ -20,6 +23,8 @@ pub(crate) struct EventSource {
     pub(crate) num_open: usize,
     /// Counts each delta as a call of the model that would decode it.
     pub(crate) decode_calls: Option<CallCounter>,
+    /// The replica whose metrics count the reasoning: the first one, because the reader does not know which one ran the request.
+    pub(crate) counted_by: Arc<ReplicaState>,
 }
 
 impl EventSource {
@@ -93,5 +98,6 @@ impl ResponseSource for EventSource {
 impl Drop for EventSource {
     fn drop(&mut self) {
         self.report();
+        self.counted_by.metrics.reasoning_tokens.fetch_add(self.progress.reasoning_tokens(), Relaxed);
     }
 }

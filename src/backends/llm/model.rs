@@ -304,9 +304,10 @@ impl Backend for Llm {
         });
         let num_open = request.num_sequences;
         let events = self.start(id, request, self.tokenizer.clone())?;
+        let counted_by = Arc::clone(&self.router.replicas()[0].shared);
         Ok(ResponseStream::from_source(|progress| {
             progress.add_input_time(started.elapsed());
-            Box::new(EventSource { events, progress, prompt_logprobs, next: None, num_open, decode_calls })
+            Box::new(EventSource { events, progress, prompt_logprobs, next: None, num_open, decode_calls, counted_by })
         }))
     }
 

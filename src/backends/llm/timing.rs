@@ -84,7 +84,9 @@ impl Timing {
         let Some(sequence) = self.sequences.get_mut(index) else { return };
         if !sequence.is_counted {
             sequence.is_counted = true;
-            self.generation.cached_tokens += u64::from(blocks.num_reused) * self.block_size;
+            let cached_tokens = u64::from(blocks.num_reused) * self.block_size;
+            self.generation.cached_tokens += cached_tokens;
+            self.shared.metrics.cached_tokens.fetch_add(cached_tokens, Relaxed);
             self.shared.metrics.prefix_lookups.fetch_add(1, Relaxed);
             self.shared.metrics.prefix_hits.fetch_add(u64::from(blocks.num_reused > 0), Relaxed);
         }
@@ -161,6 +163,7 @@ mod tests {
         let values = shared.metrics.read();
         assert_eq!((values.queue.count, values.first_token.count, values.inter_token.count), (1, 1, 2));
         assert_eq!((values.prefix_lookups, values.prefix_hits, values.ends), (1, 1, [0, 0, 1, 0, 0, 0]));
+        assert_eq!(values.cached_tokens, 32);
         assert_eq!((values.output_tokens.sum, values.request.count), (3.0, 1));
     }
 }

@@ -82,7 +82,7 @@ impl Api {
         if path.starts_with("/grpc.health.v1.Health/") {
             return Some(Api::Health);
         }
-        if path.starts_with("/grpc.reflection.v1.ServerReflection/") {
+        if path.starts_with("/grpc.reflection.v1.") || path.starts_with("/grpc.reflection.v1alpha.") {
             return Some(Api::Reflection);
         }
         Some(match path.strip_prefix("/inference.GRPCInferenceService/")? {

@@ -28,3 +28,9 @@ def check_weather(arguments):
 def server():
     """The HTTP address of a running server."""
     return f"http://{os.environ['TRIREME_HTTP']}"
+
+
+@pytest.fixture(scope="session")
+def grpc_address():
+    """The gRPC address of the same server."""
+    return os.environ["TRIREME_GRPC"]

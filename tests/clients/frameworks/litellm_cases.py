@@ -109,3 +109,16 @@ def test_anthropics_messages_pass_through(server):
     answer = asyncio.run(litellm.anthropic.messages.acreate(
         model="anthropic/ensemble", api_base=server, api_key="none", messages=MESSAGES, max_tokens=32, temperature=0))
     assert [block["text"] for block in answer["content"]] == [ANSWER] and answer["stop_reason"] == "end_turn"
+
+
+@pytest.mark.parametrize("path", ["generate", "infer"])
+def test_tritons_endpoints_answer_with_the_whole_text(server, path):
+    prompt = [{"role": "user", "content": f"Q: {QUESTION}\nA:"}]
+    answer = litellm.completion(model="triton/ensemble", api_base=f"{server}/v2/models/ensemble/{path}", messages=prompt, max_tokens=64, num_retries=0)
+    assert ANSWER in answer.choices[0].message.content
+
+
+def test_tritons_generate_streams(server):
+    prompt = [{"role": "user", "content": f"Q: {QUESTION}\nA:"}]
+    chunks = litellm.completion(model="triton/ensemble", api_base=f"{server}/v2/models/ensemble/generate", messages=prompt, max_tokens=64, stream=True)
+    assert ANSWER in "".join(chunk.choices[0].delta.content or "" for chunk in chunks)

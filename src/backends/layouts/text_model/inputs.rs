@@ -2,8 +2,8 @@
 
 use serving::{InferError, InferRequest};
 
-use super::super::text_names::PROMPT;
 use crate::tensor_values::{find, utf8};
+use generation::input_names::PROMPT;
 
 /// The prompts of a request.
 ///

@@ -1,11 +1,11 @@
 //! The request of a text model as a request to generate text.
 
 use engine::TokenId;
+use generation::input_names::{BAD_WORDS, EXCLUDE_INPUT, NAMES, STOP_WORDS};
 use generation::{GenerateRequest, SamplingDefaults, TextOptions};
 use serving::{GenerateCall, InferError, InferRequest};
 
 use super::super::engine_request::{Row, row_inputs};
-use super::super::text_names::{BAD_WORDS, EXCLUDE_INPUT, NAMES, STOP_WORDS};
 use super::TextModel;
 use super::inputs::words;
 use super::row_text::RowText;

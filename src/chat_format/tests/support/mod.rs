@@ -1,6 +1,9 @@
 //! Random turns, and writers of them that know nothing of the parser.
 #![allow(dead_code, missing_docs)]
 
+pub mod random_tools;
+pub mod turns;
+pub mod walks;
 pub mod write;
 
 use chat_format::{ChatDelta, ToolSchema};

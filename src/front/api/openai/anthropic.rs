@@ -18,7 +18,7 @@ use super::parameter_fields::token_count;
 use super::parameters::{Parameters, ThinkingBudget};
 use super::request::{CompletionRequest, Input};
 use super::respond::AnswerFormat;
-use super::tools::{Tool, Tools};
+use super::tools::Tools;
 use crate::api::status::shown;
 use crate::api::triton::http::reply::{JSON, Reply, reply};
 use crate::api::triton::http::request_body::{ChargedBody, read_body};
@@ -78,10 +78,10 @@ fn read(body: &[u8], limits: &Limits, unknown: UnknownFields, purpose: Purpose) 
     }
     let mut parameters = parameters(&mut fields, limits)?;
     parameters.max_tokens = max_tokens;
-    let tools = Tools::read_anthropic(&mut fields)?;
+    let mut tools = Tools::read_anthropic(&mut fields)?;
     let mut conversation = Conversation {
         messages: read_messages(&mut fields, limits)?,
-        tools: tools.offered().iter().map(Tool::json).collect(),
+        tools: tools.take_for_template(),
         variables: fields.object("chat_template_kwargs")?.unwrap_or_default(),
         ..Conversation::default()
     };

@@ -3,6 +3,7 @@
 use bytes::Bytes;
 use chat_format::ChatDelta;
 use http::StatusCode;
+use http::header::HeaderValue;
 use serde_json::{Value, json};
 
 use super::choices::{Finish, Piece, StoppedAt, Usage};
@@ -141,7 +142,14 @@ impl AnswerFormat for AnthropicFormat {
     }
 }
 
-/// An error in Anthropic's form.
+/// The body of an error's reply, with the id of the request.
+pub(super) fn answered_error(error: &ApiError, id: Option<&HeaderValue>) -> Value {
+    let mut body = error_json(error);
+    body["request_id"] = json!(id.and_then(|id| id.to_str().ok()));
+    body
+}
+
+/// An error in Anthropic's form, as an event of a stream.
 pub(super) fn error_json(error: &ApiError) -> Value {
     let kind = match error.status {
         StatusCode::UNAUTHORIZED => "authentication_error",

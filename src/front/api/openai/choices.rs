@@ -32,13 +32,41 @@ pub(crate) struct Piece {
 /// A token and its log-probabilities.
 #[derive(Debug, Clone, PartialEq)]
 pub(crate) struct TokenLogprob {
-    /// The token's text; special tokens are spelled out.
-    pub text: String,
+    pub spelling: Spelling,
     pub id: u32,
     /// `None` where the request has no log-probabilities.
     pub logprob: Option<f32>,
-    /// The likeliest tokens with their texts, best first.
-    pub top: Vec<(u32, String, f32)>,
+    /// The likeliest tokens, best first.
+    pub top: Vec<(Spelling, f32)>,
+}
+
+/// How a token is spelled.
+#[derive(Debug, Clone, PartialEq)]
+pub(crate) struct Spelling {
+    /// The token's text; special tokens are spelled out.
+    pub text: String,
+    /// The token's bytes, where they are not those of the text: a token may be a part of a character.
+    pub other_bytes: Option<Box<[u8]>>,
+}
+
+impl Spelling {
+    /// The spelling of a token inside of a text.
+    pub fn of(tokenizer: &Arc<Tokenizer>, token: TokenId) -> Self {
+        let text = token_text(tokenizer, token);
+        let bytes = tokenizer.token_bytes(token.0).filter(|_| text.contains(char::REPLACEMENT_CHARACTER));
+        Self { text, other_bytes: bytes.map(|bytes| bytes.into()) }
+    }
+
+    /// The token's bytes.
+    pub fn bytes(&self) -> &[u8] {
+        self.other_bytes.as_deref().unwrap_or(self.text.as_bytes())
+    }
+}
+
+impl From<String> for Spelling {
+    fn from(text: String) -> Self {
+        Self { text, other_bytes: None }
+    }
 }
 
 /// Why a choice ended.
@@ -188,8 +216,9 @@ impl Call {
 }
 
 fn spelled(tokenizer: &Arc<Tokenizer>, sampled: &SampledToken) -> TokenLogprob {
-    let top = sampled.top.iter().map(|&(id, logprob)| (id.0, token_text(tokenizer, id), logprob)).collect();
-    TokenLogprob { text: token_text(tokenizer, sampled.token), id: sampled.token.0, logprob: sampled.logprob, top }
+    let top = sampled.top.iter().map(|&(id, logprob)| (Spelling::of(tokenizer, id), logprob)).collect();
+    let spelling = Spelling::of(tokenizer, sampled.token);
+    TokenLogprob { spelling, id: sampled.token.0, logprob: sampled.logprob, top }
 }
 
 /// The text of a token inside of a text; a special token's name.

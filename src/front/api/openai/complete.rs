@@ -8,7 +8,7 @@ use futures::stream::SelectAll;
 use generation::{Generator, SamplingDefaults};
 use http::HeaderMap;
 use hyper::body::Incoming;
-use serving::{GenerateCall, Name};
+use serving::{GenerateCall, Name, ProgressReporter};
 
 use super::choices::{CallOptions, Choices, pieces};
 use super::error::ApiError;
@@ -88,9 +88,9 @@ async fn start(
     let encode_time = started.elapsed();
     let count = prompts.len() * request.parameters.n;
     let begin = || begin(state, request, generator, &prompts, encode_time);
-    let choices = block_in_place_in_turn(count * REQUEST_BYTES, begin).await?;
+    let (choices, requests) = block_in_place_in_turn(count * REQUEST_BYTES, begin).await?;
     let pieces: Pieces = match is_chat {
-        true => plan.divide(request, choices, count),
+        true => plan.divide(request, choices, requests),
         false => Box::pin(choices),
     };
     let echoes = echoed.into_iter().map(|prompt| text_of(prompt, generator)).collect();
@@ -168,31 +168,30 @@ fn text_of(prompt: Prompt, generator: &Generator) -> String {
     }
 }
 
-/// Starts the requests to the model.
+/// Starts the requests to the model. Returns their choices, and the request of each choice.
 fn begin(
     state: &State,
     request: &CompletionRequest,
     generator: &Generator,
     prompts: &[Arc<[u32]>],
     encode_time: Duration,
-) -> Result<Choices, ApiError> {
+) -> Result<(Choices, Vec<Option<ProgressReporter>>), ApiError> {
     let parameters = &request.parameters;
     let none = SamplingDefaults::default();
     let defaults = if state.config.uses_generation_config { &generator.defaults } else { &none };
     let stop: Arc<[String]> = parameters.stop.clone().into();
     let stop_ids = parameters.own_stop_ids(generator);
-    let mut choices = SelectAll::new();
-    let mut num_calls = 0;
+    let (mut choices, mut requests) = (SelectAll::new(), Vec::new());
     for (at, prompt) in prompts.iter().enumerate() {
         for call in 0..parameters.calls_per_prompt() {
             let first = at * parameters.n + call;
             let generate = parameters.request(generator, defaults, prompt, first)?;
             let num_sequences = generate.num_sequences;
             // Encoding counts for the first call.
-            let encode_time = if num_calls == 0 { encode_time } else { Duration::ZERO };
-            num_calls += 1;
+            let encode_time = if requests.is_empty() { encode_time } else { Duration::ZERO };
             let call = GenerateCall { encode_time, ..GenerateCall::new(Name::from(&request.model), generate) };
             let events = state.server.generate(call)?;
+            requests.extend(std::iter::repeat_n(events.progress(), num_sequences));
             let options = CallOptions {
                 first,
                 prompt: Arc::clone(prompt),
@@ -205,5 +204,5 @@ fn begin(
             choices.push(pieces(events, num_sequences, options));
         }
     }
-    Ok(choices)
+    Ok((choices, requests))
 }

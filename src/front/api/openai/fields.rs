@@ -8,6 +8,8 @@ use crate::chat::UnknownFields;
 
 /// Maximum number of values in a body, on all levels together.
 const MAX_VALUES: usize = 1 << 20;
+/// Unknown fields that a line of the log names at most.
+const MAX_LISTED: usize = 32;
 /// Memory of a value in a tree, with its name; without the text of both.
 const VALUE_BYTES: usize = 192;
 
@@ -186,11 +188,12 @@ impl Fields {
     /// # Errors
     /// When there is one, unless they are to be ignored.
     pub(crate) fn finish(self, unknown: UnknownFields) -> Result<(), ApiError> {
-        let mut names = self.0.into_iter().filter(|(_, value)| !value.is_null()).map(|(name, _)| name);
-        match (unknown, names.next()) {
+        let names: Vec<String> =
+            self.0.into_iter().filter(|(_, value)| !value.is_null()).map(|(name, _)| name).collect();
+        match (unknown, names.first()) {
             (_, None) => Ok(()),
-            (UnknownFields::Ignore, Some(name)) => {
-                tracing::warn!(field = %crate::api::status::shown(&name), "a request has a field that is not known; it is ignored");
+            (UnknownFields::Ignore, Some(_)) => {
+                tracing::warn!(fields = listed(&names), "a request has fields that are not known; they are ignored");
                 Ok(())
             }
             (UnknownFields::Refuse, Some(name)) => {
@@ -198,9 +201,19 @@ impl Fields {
                     "`{name}` is not known to this endpoint; leave it out, or start the server with \
                      `--unknown-fields=ignore`."
                 );
-                Err(ApiError::of_field(name, words))
+                Err(ApiError::of_field(name.clone(), words))
             }
         }
+    }
+}
+
+/// Names for a line of the log: the first ones, and how many follow.
+fn listed(names: &[String]) -> String {
+    let shown = names.iter().take(MAX_LISTED).map(|name| crate::api::status::shown(name));
+    let listed = shown.collect::<Vec<_>>().join(", ");
+    match names.len().saturating_sub(MAX_LISTED) {
+        0 => listed,
+        more => format!("{listed} and {more} more"),
     }
 }
 
@@ -233,6 +246,9 @@ mod tests {
         assert!(error["error"]["message"].as_str().unwrap().contains("`temprature` is not known"));
         let fields = Fields::read(br#"{"temprature": 0.5}"#).unwrap();
         assert_eq!(fields.finish(UnknownFields::Ignore), Ok(()));
+        let names: Vec<String> = (0..34).map(|at| format!("f{at}")).collect();
+        assert_eq!(listed(&names[..2]), "f0, f1");
+        assert!(listed(&names).starts_with("f0, f1, ") && listed(&names).ends_with(", f31 and 2 more"));
         assert!(Fields::read(b"[]").is_err());
     }
 }

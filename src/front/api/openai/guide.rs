@@ -29,11 +29,12 @@ enum Kind {
     StructuralTag,
 }
 
-/// Reads `response_format`, `structured_outputs`, and the fields of vLLM and SGLang with the same meaning.
+/// Reads `response_format`, `structured_outputs`, and the fields of vLLM and SGLang with the same meaning. Returns the name of
+/// the field and its constraint.
 ///
 /// # Errors
 /// When a field has an invalid value, or several fields say what the answer must be.
-pub(super) fn read(fields: &mut Fields) -> Result<Option<ConstraintSpec>, ApiError> {
+pub(super) fn read(fields: &mut Fields) -> Result<Option<(&'static str, ConstraintSpec)>, ApiError> {
     let mut found: Vec<(&'static str, ConstraintSpec)> = Vec::new();
     let mut add = |name, spec: Option<ConstraintSpec>| found.extend(spec.map(|spec| (name, spec)));
     if let Some(format) = fields.object("response_format")? {
@@ -55,7 +56,7 @@ pub(super) fn read(fields: &mut Fields) -> Result<Option<ConstraintSpec>, ApiErr
     // All models are constrained by the same library.
     fields.ignore(&["guided_decoding_backend"]);
     match found.len() {
-        0 | 1 => Ok(found.pop().map(|(_, spec)| spec)),
+        0 | 1 => Ok(found.pop()),
         _ => {
             let (first, second) = (found[0].0, found[1].0);
             let words = format!("`{first}` and `{second}` both say what the answer must be; send one of them.");
@@ -173,7 +174,8 @@ mod tests {
 
     fn guide(body: Value) -> Result<Option<ConstraintSpec>, String> {
         let mut fields = Fields::read(body.to_string().as_bytes()).unwrap();
-        read(&mut fields).map_err(|error| error.json()["error"]["message"].as_str().unwrap().to_owned())
+        let found = read(&mut fields).map(|found| found.map(|(_, spec)| spec));
+        found.map_err(|error| error.json()["error"]["message"].as_str().unwrap().to_owned())
     }
 
     #[test]

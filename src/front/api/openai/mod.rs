@@ -48,6 +48,8 @@ const PATHS: &str = "/v1/models, /v1/completions, /v1/chat/completions, /v1/comp
 
 /// Client and server name a request by this header.
 const REQUEST_ID: HeaderName = HeaderName::from_static("x-request-id");
+/// The same for Anthropic's clients.
+const ANTHROPIC_ID: HeaderName = HeaderName::from_static("request-id");
 
 /// Whether a path belongs to this module.
 pub(crate) fn is_path(path: &str) -> bool {
@@ -60,11 +62,19 @@ pub(crate) fn is_path(path: &str) -> bool {
 pub(crate) async fn handle(state: &Arc<State>, head: &http::request::Parts, body: Incoming) -> Reply {
     let result = answer(state, head, body).await;
     let is_anthropic = head.uri.path().starts_with("/v1/messages");
-    let body_of = |error: &ApiError| if is_anthropic { anthropic_reply::error_json(error) } else { error.json() };
-    let mut reply = result.unwrap_or_else(|error| error.reply_with(&body_of(&error)));
     let id = head.headers.get(REQUEST_ID).filter(|id| id.len() <= MAX_ID_BYTES).cloned();
     let id = id.or_else(|| HeaderValue::from_str(&format!("req-{:016x}", parameters::drawn_number())).ok());
-    id.into_iter().for_each(|id| drop(reply.headers_mut().insert(REQUEST_ID, id)));
+    let body_of = |error: &ApiError| match is_anthropic {
+        true => anthropic_reply::answered_error(error, id.as_ref()),
+        false => error.json(),
+    };
+    let mut reply = result.unwrap_or_else(|error| error.reply_with(&body_of(&error)));
+    if let Some(id) = id {
+        if is_anthropic {
+            reply.headers_mut().insert(ANTHROPIC_ID, id.clone());
+        }
+        reply.headers_mut().insert(REQUEST_ID, id);
+    }
     reply
 }
 
@@ -74,12 +84,15 @@ const MAX_ID_BYTES: usize = 512;
 async fn answer(state: &Arc<State>, head: &http::request::Parts, body: Incoming) -> Result<Reply, ApiError> {
     let path = head.uri.path().trim_end_matches('/');
     let (is_post, is_get) = (head.method == Method::POST, head.method == Method::GET);
+    let restrictions = &state.config.http_restrictions;
     let api = match path {
         "/health" | "/ping" => Api::Health,
         _ if is_post => Api::Inference,
+        // As at OpenAI, a key is needed for all of `/v1` or for none of it.
+        _ if path.starts_with("/v1/") && restrictions.restricts(Api::Inference) => Api::Inference,
         _ => Api::Metadata,
     };
-    if let Err(denied) = state.config.http_restrictions.check(api, &head.headers) {
+    if let Err(denied) = restrictions.check(api, &head.headers) {
         return Err(ApiError::restricted(denied.header, denied.is_bearer));
     }
     match path {
@@ -94,7 +107,7 @@ async fn answer(state: &Arc<State>, head: &http::request::Parts, body: Incoming)
         "/tokenize" if is_post => tokens::tokenize(state, &head.headers, body).await,
         "/detokenize" if is_post => tokens::detokenize(state, &head.headers, body).await,
         "/tokenizer_info" if is_get => tokenizer_info::tokenizer_info(state, head.uri.query()).await,
-        "/health" | "/ping" if is_get || head.method == Method::HEAD => Ok(health(state)),
+        "/health" | "/ping" if is_get => Ok(health(state)),
         "/version" if is_get => Ok(json_reply(&json!({"version": env!("CARGO_PKG_VERSION")}))),
         "/v1/completions"
         | "/v1/chat/completions"
@@ -127,9 +140,9 @@ async fn answer(state: &Arc<State>, head: &http::request::Parts, body: Incoming)
     }
 }
 
-/// 200 when a step can run now, otherwise 503.
+/// 200 when a model can run a step now, otherwise 503.
 fn health(state: &State) -> Reply {
-    let status = if state.is_ready() { StatusCode::OK } else { StatusCode::SERVICE_UNAVAILABLE };
+    let status = if models::can_answer(state) { StatusCode::OK } else { StatusCode::SERVICE_UNAVAILABLE };
     reply(status, TEXT, ReplyBody::empty())
 }
 

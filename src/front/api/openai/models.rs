@@ -52,13 +52,32 @@ pub(super) fn only_generator(state: &State) -> Option<String> {
     names.next().filter(|first| names.all(|name| name == *first))
 }
 
+/// Whether a model that answers text with text can do so now. Models that failed to load, and other models, do not matter. A
+/// server without such models can answer when it is ready.
+pub(super) fn can_answer(state: &State) -> bool {
+    let names = state.server.repository_index(true).into_iter().map(|entry| entry.name);
+    let mut names = names.filter(|name| text_config(state, name).is_some()).peekable();
+    match names.peek() {
+        Some(_) => !state.is_draining() && names.any(|name| is_ready(state, &name)),
+        None => state.is_ready(),
+    }
+}
+
 /// The configuration of a ready model that answers text with text.
 pub(super) fn text_model(state: &State, name: &str) -> Option<Arc<ModelConfig>> {
+    text_config(state, name).filter(|_| is_ready(state, name))
+}
+
+fn is_ready(state: &State, name: &str) -> bool {
+    state.server.model_is_ready(name, "").unwrap_or(false)
+}
+
+/// The configuration of a loaded model that answers text with text.
+fn text_config(state: &State, name: &str) -> Option<Arc<ModelConfig>> {
     let config = state.server.model_config(name, "").ok()?;
     let is_text = |data_type: ConfigType| data_type == ConfigType::TypeString;
     let takes = config.input.iter().any(|input| PROMPT.contains(&input.name.as_str()) && is_text(input.data_type()));
     let gives =
         config.output.iter().any(|output| ANSWER.contains(&output.name.as_str()) && is_text(output.data_type()));
-    let is_ready = state.server.model_is_ready(name, "").unwrap_or(false);
-    (takes && gives && is_ready).then_some(config)
+    (takes && gives).then_some(config)
 }

@@ -54,8 +54,8 @@ pub(crate) struct Parameters {
     pub(super) logit_bias: Vec<(u32, f32)>,
     /// Only these are generated; empty for no such limit.
     pub(super) allowed_token_ids: Vec<u32>,
-    /// What the answer must be.
-    pub(super) constraint: Option<ConstraintSpec>,
+    /// What the answer must be, and the field that says so.
+    pub(super) constraint: Option<(&'static str, ConstraintSpec)>,
     /// The part of the answer after which `constraint` applies.
     pub(super) constrained_after: Option<StartAfter>,
     /// Reasoning with which the answer may begin, before `constraint` applies.
@@ -176,7 +176,7 @@ impl Parameters {
             let words = format!("`{field}` and another field both say what the answer must be; send one of them.");
             return Err(ApiError::of_field(field, words));
         }
-        self.constraint = spec.or(self.constraint.take());
+        self.constraint = spec.map(|spec| (field, spec)).or(self.constraint.take());
         Ok(())
     }
 
@@ -235,7 +235,7 @@ impl Parameters {
             num_sequences: if self.beams.is_some() { self.n } else { 1 },
             stop: StopTexts { texts: self.stop.clone(), is_included: self.includes_stop },
             guide: Guide {
-                spec: self.constraint.clone(),
+                spec: self.constraint.as_ref().map(|(_, spec)| spec.clone()),
                 preface: self.preface.clone(),
                 starts_after: self.constrained_after.clone(),
                 allowed_tokens: self.allowed_token_ids.iter().copied().map(TokenId).collect(),

@@ -9,7 +9,7 @@ use generation::PromptLogprob;
 use serde_json::{Map, Value, json};
 use text::Tokenizer;
 
-use super::choices::{Finish, Piece, StoppedAt, TokenLogprob, Usage, token_text};
+use super::choices::{Finish, Piece, Spelling, StoppedAt, TokenLogprob, Usage, token_text};
 use super::error::ApiError;
 use super::parameters::Parameters;
 use super::respond::AnswerFormat;
@@ -155,12 +155,12 @@ impl Head {
     /// The tokens of a prompt with their log-probabilities, as the start of an echoed choice.
     pub fn echoed_tokens(&self, prompt: usize, found: Option<&[PromptLogprob]>) -> Vec<TokenLogprob> {
         let (Some(tokens), Some(tokenizer)) = (self.prompts.get(prompt), &self.tokenizer) else { return Vec::new() };
-        let text = |id: u32| token_text(tokenizer, TokenId(id));
+        let spelling = |id: u32| Spelling::of(tokenizer, TokenId(id));
         let token = |(at, &id): (usize, &u32)| {
             let found = at.checked_sub(1).and_then(|at| found?.get(at));
             let top = found.map(|found| &*found.top).unwrap_or_default();
-            let top = top.iter().map(|&(token, logprob)| (token.0, text(token.0), logprob)).collect();
-            TokenLogprob { text: text(id), id, logprob: found.map(|found| found.logprob), top }
+            let top = top.iter().map(|&(token, logprob)| (spelling(token.0), logprob)).collect();
+            TokenLogprob { spelling: spelling(id), id, logprob: found.map(|found| found.logprob), top }
         };
         tokens.iter().enumerate().map(token).collect()
     }
@@ -290,9 +290,9 @@ fn finite(logprob: f32) -> f32 {
 }
 
 pub(super) fn chat_logprob(token: &TokenLogprob) -> Value {
-    let entry = |text: &str, logprob: f32| json!({"token": text, "logprob": finite(logprob), "bytes": text.as_bytes()});
-    let mut value = entry(&token.text, token.logprob.unwrap_or(LEAST_LOGPROB));
-    value["top_logprobs"] = token.top.iter().map(|(_, text, logprob)| entry(text, *logprob)).collect();
+    let entry = |spelling: &Spelling, logprob: f32| json!({"token": spelling.text, "logprob": finite(logprob), "bytes": spelling.bytes()});
+    let mut value = entry(&token.spelling, token.logprob.unwrap_or(LEAST_LOGPROB));
+    value["top_logprobs"] = token.top.iter().map(|(spelling, logprob)| entry(spelling, *logprob)).collect();
     value
 }
 
@@ -300,18 +300,18 @@ pub(super) fn chat_logprob(token: &TokenLogprob) -> Value {
 fn completion_logprobs(tokens: &[TokenLogprob], offset: usize) -> Value {
     let mut end = offset;
     let mut begin_of = |token: &TokenLogprob| {
-        end += token.text.chars().count();
-        end - token.text.chars().count()
+        end += token.spelling.text.chars().count();
+        end - token.spelling.text.chars().count()
     };
     let offsets: Vec<usize> = tokens.iter().map(&mut begin_of).collect();
-    let texts: Vec<&str> = tokens.iter().map(|token| token.text.as_str()).collect();
+    let texts: Vec<&str> = tokens.iter().map(|token| token.spelling.text.as_str()).collect();
     let values: Vec<Option<f32>> = tokens.iter().map(|token| token.logprob.map(finite)).collect();
     let top = |token: &TokenLogprob| match token.logprob {
         None => Value::Null,
         Some(logprob) => {
             let entry = |text: &str, logprob: f32| (text.to_owned(), json!(finite(logprob)));
-            let likeliest = token.top.iter().map(|(_, text, logprob)| entry(text, *logprob));
-            Value::Object(likeliest.chain([entry(&token.text, logprob)]).collect())
+            let likeliest = token.top.iter().map(|(spelling, logprob)| entry(&spelling.text, *logprob));
+            Value::Object(likeliest.chain([entry(&token.spelling.text, logprob)]).collect())
         }
     };
     let top: Vec<Value> = tokens.iter().map(top).collect();

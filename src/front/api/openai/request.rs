@@ -8,7 +8,7 @@ use super::fields::{Fields, check};
 use super::parameter_fields::{num_logprobs, token_count};
 use super::parameters::{COMPLETION_TOKENS, Parameters};
 use super::prompt::{Prompt, read_prompts};
-use super::tools::{Tool, ToolForm, Tools};
+use super::tools::{ToolForm, Tools};
 use crate::chat::{Conversation, UnknownFields};
 use crate::state::State;
 use crate::transport::budget::Charge;
@@ -62,7 +62,7 @@ impl CompletionRequest {
                 |modalities: &Value| modalities.as_array().is_some_and(|list| list.iter().all(|it| it == "text"));
             fields.refuse_unless("modalities", is_text, "models answer with text")?;
             if let Input::Conversation(conversation) = &mut input {
-                conversation.tools = tools.offered().iter().map(Tool::json).collect();
+                conversation.tools = tools.take_for_template();
             }
         } else {
             parameters.max_tokens = Some(max_tokens.unwrap_or(COMPLETION_TOKENS));

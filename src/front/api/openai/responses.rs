@@ -18,7 +18,7 @@ use super::parameters::Parameters;
 use super::request::{CompletionRequest, Input};
 use super::respond::AnswerFormat;
 use super::responses_reply::{Echoed, ResponsesFormat};
-use super::tools::{Tool, ToolForm, Tools};
+use super::tools::{ToolForm, Tools};
 use crate::api::status::shown;
 use crate::api::triton::http::reply::Reply;
 use crate::api::triton::http::request_body::{ChargedBody, read_body};
@@ -57,11 +57,11 @@ fn read(body: &[u8], limits: &Limits, unknown: UnknownFields) -> Result<(Complet
     echoed.tools = fields.peek("tools").cloned().unwrap_or_else(|| json!([]));
     echoed.tool_choice = fields.peek("tool_choice").cloned().unwrap_or_else(|| json!("auto"));
     echoed.metadata = fields.take("metadata").unwrap_or_else(|| json!({}));
-    let tools = Tools::read(&mut fields, ToolForm::Responses)?;
+    let mut tools = Tools::read(&mut fields, ToolForm::Responses)?;
     echoed.parallel_tool_calls = tools.parallel;
     let mut conversation = Conversation {
         messages,
-        tools: tools.offered().iter().map(Tool::json).collect(),
+        tools: tools.take_for_template(),
         variables: fields.object("chat_template_kwargs")?.unwrap_or_default(),
         add_generation_prompt: true,
         ..Conversation::default()

@@ -3,6 +3,7 @@
 
 use bytes::Bytes;
 use futures::stream::{BoxStream, SelectAll, StreamExt, unfold};
+use generation::ConstraintSpec;
 use http::HeaderMap;
 use repository::ModelConfig;
 use repository::proto::DataType as ConfigType;
@@ -44,6 +45,9 @@ pub(super) async fn complete(
     charge: Charge,
 ) -> Result<Reply, ApiError> {
     let is_chat = request.is_chat;
+    if let Some(field) = unsupported(&request) {
+        return Err(no_input(field, &request.model));
+    }
     let prompts = take_prompts(state, &mut request).await?;
     charge_prompts(state.server.limits(), &charge, &request, &prompts)?;
     let text = |prompt| match prompt {
@@ -61,7 +65,8 @@ pub(super) async fn complete(
     let begin = || begin(state, config, &request, is_chat, prompts, &forwarded);
     let choices = block_in_place_in_turn(num_bytes + count * REQUEST_BYTES, begin).await?;
     let head = Head::new(&request.parameters, &request.model, is_chat, Vec::new(), None);
-    let pieces: Pieces = if is_chat { TurnPlan::plain().divide(&request, choices, count) } else { Box::pin(choices) };
+    let pieces: Pieces =
+        if is_chat { TurnPlan::plain().divide(&request, choices, vec![None; count]) } else { Box::pin(choices) };
     let echo = Echo { texts: echoes, lists_tokens: request.parameters.logprobs.is_some() };
     let format = Box::new(OpenAiFormat::new(head, echo, count));
     respond(pieces, count, format, request.parameters.stream, charge).await
@@ -78,9 +83,9 @@ fn begin(
 ) -> Result<Choices, ApiError> {
     let max_tokens = request.parameters.max_tokens.unwrap_or(CHAT_TOKENS).max(1);
     let mut common = tensors(config, request, max_tokens, state.server.limits())?;
-    if is_chat {
-        // The template has spelled them out.
-        common.parameters.insert("add_special_tokens".to_owned(), Parameter::Bool(false));
+    // The template of a chat has spelled them out.
+    if let Some(adds) = request.parameters.add_special_tokens.or(is_chat.then_some(false)) {
+        common.parameters.insert("add_special_tokens".to_owned(), Parameter::Bool(adds));
     }
     header_parameters::forward(&mut common, forwarded);
     let input = |names: &[&str]| common.inputs.iter().position(|input| names.contains(&&*input.name));
@@ -143,8 +148,7 @@ fn tensors(
     offer(&["top_p", "runtime_top_p", "sampling_param_top_p"], json!(parameters.top_p.unwrap_or(1.0)));
     for (field, names, value) in required_inputs(parameters) {
         if !offer(names, value) {
-            let words = format!("`{field}` is not supported by model `{}`, which has no input for it.", request.model);
-            return Err(ApiError::of_field(field, words));
+            return Err(no_input(field, &request.model));
         }
     }
     let mut optional = |names: &[&str], value: Option<Value>| value.is_some_and(|value| offer(names, value));
@@ -158,16 +162,21 @@ fn tensors(
     if !parameters.stop.is_empty() {
         optional(&["stop_words"], Some(json!(parameters.stop)));
     }
-    let mut tensors = generate::read(&serde_json::to_vec(&body).expect("a map of values"), config, limits)?;
+    let mut tensors = generate::read(&serde_json::to_vec(&body).expect("a map of values"), config, limits, &|| false)?;
     tensors.model_name = Name::from(&request.model);
     Ok(tensors)
+}
+
+fn no_input(field: &'static str, model: &str) -> ApiError {
+    ApiError::of_field(field, format!("`{field}` is not supported by model `{model}`, which has no input for it."))
 }
 
 /// Settings that change the answer and are not at their defaults: the field, the inputs that models have for it, its value.
 fn required_inputs(parameters: &Parameters) -> Vec<(&'static str, &'static [&'static str], Value)> {
     let other_than = |value: Option<f32>, default: f32| value.filter(|it| *it != default).map(|it| json!(it));
-    let given = |is_given: bool| is_given.then_some(Value::Bool(true));
-    let inputs: [(_, &[&str], _); 14] = [
+    let (guide_type, guide) = guide(parameters).unzip();
+    let constrained_by = parameters.constraint.as_ref().map_or("", |(field, _)| *field);
+    let inputs: [(_, &[&str], _); 10] = [
         (
             "presence_penalty",
             &["presence_penalty", "sampling_param_presence_penalty"],
@@ -179,19 +188,69 @@ fn required_inputs(parameters: &Parameters) -> Vec<(&'static str, &'static [&'st
             other_than(parameters.frequency_penalty, 0.0),
         ),
         ("repetition_penalty", &["repetition_penalty"], other_than(parameters.repetition_penalty, 1.0)),
-        ("min_p", &["min_p", "runtime_min_p"], other_than(parameters.min_p, 0.0)),
+        ("min_p", &["min_p", "runtime_min_p", "sampling_param_min_p"], other_than(parameters.min_p, 0.0)),
         ("min_tokens", &["min_tokens", "min_length"], parameters.min_tokens.filter(|it| *it > 0).map(|it| json!(it))),
-        ("logprobs", &["return_log_probs"], given(parameters.logprobs.is_some())),
+        ("logprobs", &["return_log_probs"], parameters.logprobs.map(|_| json!(true))),
         ("bad_words", &["bad_words"], (!parameters.bad_words.is_empty()).then(|| json!(parameters.bad_words))),
-        ("logit_bias", &[], given(!parameters.logit_bias.is_empty())),
-        ("stop_token_ids", &[], given(!parameters.stop_token_ids.is_empty())),
-        ("include_stop_str_in_output", &[], given(parameters.includes_stop)),
-        ("prompt_logprobs", &[], given(parameters.prompt_logprobs.is_some())),
-        ("truncate_prompt_tokens", &[], given(parameters.truncate_prompt_tokens.is_some())),
-        ("return_token_ids", &[], given(parameters.return_token_ids)),
-        ("use_beam_search", &[], given(parameters.beams.is_some())),
+        ("skip_special_tokens", &["skip_special_tokens"], (!parameters.skip_special_tokens).then(|| json!(false))),
+        (constrained_by, &["guided_decoding_guide_type"], guide_type),
+        (constrained_by, &["guided_decoding_guide"], guide),
     ];
     inputs.into_iter().filter_map(|(field, names, value)| Some((field, names, value?))).collect()
+}
+
+/// The constraint of a request as the values of Triton's inputs `guided_decoding_guide_type` and `guided_decoding_guide`.
+fn guide(parameters: &Parameters) -> Option<(Value, Value)> {
+    let text_of = |value: &Value| value.as_str().map_or_else(|| value.to_string(), str::to_owned);
+    let (kind, guide) = match &parameters.constraint.as_ref()?.1 {
+        ConstraintSpec::JsonObject => ("json_schema", r#"{"type": "object"}"#.to_owned()),
+        ConstraintSpec::JsonSchema(schema) => ("json_schema", text_of(schema)),
+        ConstraintSpec::Regex(pattern) => ("regex", pattern.clone()),
+        ConstraintSpec::Choice(texts) => {
+            ("regex", texts.iter().map(|text| literal(text)).collect::<Vec<_>>().join("|"))
+        }
+        ConstraintSpec::Grammar(grammar) | ConstraintSpec::Lark(grammar) => ("ebnf_grammar", grammar.clone()),
+        ConstraintSpec::StructuralTag(tag) => ("structural_tag", text_of(tag)),
+    };
+    Some((json!(kind), json!(guide)))
+}
+
+/// A regular expression that matches this text only.
+fn literal(text: &str) -> String {
+    let mut pattern = String::with_capacity(text.len());
+    for character in text.chars() {
+        // Other punctuation means something else behind a backslash, or nothing.
+        if r"\.+*?()|[]{}^$#&-~".contains(character) {
+            pattern.push('\\');
+        }
+        pattern.push(character);
+    }
+    pattern
+}
+
+/// The first setting that changes the answer and that no model of tensors has an input for.
+fn unsupported(request: &CompletionRequest) -> Option<&'static str> {
+    let parameters = &request.parameters;
+    let likeliest = if request.is_chat { ("top_logprobs", 1) } else { ("logprobs", 2) };
+    let set = [
+        // The tools are shown to the model, but its calls would be text.
+        ("tools", !request.tools.offered().is_empty()),
+        ("logit_bias", !parameters.logit_bias.is_empty()),
+        ("allowed_token_ids", !parameters.allowed_token_ids.is_empty()),
+        ("stop_token_ids", !parameters.stop_token_ids.is_empty()),
+        ("include_stop_str_in_output", parameters.includes_stop),
+        ("prompt_logprobs", parameters.prompt_logprobs.is_some()),
+        ("echo", request.echo && parameters.logprobs.is_some()),
+        (likeliest.0, parameters.logprobs.is_some_and(|count| count >= likeliest.1)),
+        ("truncate_prompt_tokens", parameters.truncate_prompt_tokens.is_some()),
+        ("return_token_ids", parameters.return_token_ids),
+        ("use_beam_search", parameters.beams.is_some()),
+        ("thinking_token_budget", parameters.thinking_budget.is_some()),
+        ("include_reasoning", !request.includes_reasoning),
+        ("cache_salt", parameters.cache_salt.is_some()),
+        ("priority", parameters.priority != 0),
+    ];
+    set.into_iter().find(|(_, is_set)| *is_set).map(|(field, _)| field)
 }
 
 /// A choice that is being generated.
@@ -301,35 +360,15 @@ impl Choice {
         if logprobs.is_empty() {
             return (text, Vec::new());
         }
-        let token = TokenLogprob { text: text.clone(), id: 0, logprob: Some(logprobs.iter().sum()), top: Vec::new() };
+        let token = TokenLogprob {
+            spelling: text.clone().into(),
+            id: 0,
+            logprob: Some(logprobs.iter().sum()),
+            top: Vec::new(),
+        };
         (text, vec![token])
     }
 }
 
 #[cfg(test)]
-mod tests {
-    use super::*;
-    use crate::chat::UnknownFields;
-    use repository::proto::ModelInput;
-
-    #[test]
-    fn what_a_model_has_no_input_for_is_refused_where_it_would_change_the_answer() {
-        let mut prompt = ModelInput { name: "prompt".to_owned(), dims: vec![1], ..ModelInput::default() };
-        prompt.set_data_type(ConfigType::TypeString);
-        let config = ModelConfig { name: "m".to_owned(), input: vec![prompt], ..ModelConfig::default() };
-        let convert = |more: &str| {
-            let body = format!(r#"{{"model": "m", "prompt": "a"{more}}}"#);
-            let limits = Limits::default();
-            let request = CompletionRequest::read(body.as_bytes(), false, &limits, UnknownFields::Refuse).unwrap();
-            tensors(&config, &request, 16, &limits).map_err(|error| error.message)
-        };
-        for more in ["", r#", "seed": 3, "presence_penalty": 0, "repetition_penalty": 1, "min_tokens": 0"#] {
-            assert_eq!(convert(more).unwrap().inputs.len(), 1, "{more}");
-        }
-        let fields = [("presence_penalty", "0.5"), ("min_tokens", "2"), ("logprobs", "1"), ("min_p", "0.1")];
-        for (field, value) in fields.into_iter().chain([("logit_bias", r#"{"5": 1}"#), ("stop_token_ids", "[5]")]) {
-            let refusal = convert(&format!(r#", "{field}": {value}"#)).unwrap_err();
-            assert_eq!(refusal, format!("`{field}` is not supported by model `m`, which has no input for it."));
-        }
-    }
-}
+mod tests;

@@ -15,7 +15,7 @@ use super::models;
 use super::parameters::Parameters;
 use super::prompt::{Prompt, encode_all};
 use super::request::{CompletionRequest, take_prompts};
-use super::tools::{Tool, ToolForm, Tools};
+use super::tools::{ToolForm, Tools};
 use crate::api::triton::http::reply::{JSON, Reply, reply};
 use crate::api::triton::http::request_body::{ChargedBody, read_body};
 use crate::chat::{Conversation, UnknownFields};
@@ -46,8 +46,8 @@ impl TokenizeRequest {
             Some(prompt) => TokenizeInput::Prompt(prompt),
             None => {
                 let mut conversation = Conversation::read(&mut fields, limits)?;
-                let tools = Tools::read(&mut fields, ToolForm::Chat)?;
-                conversation.tools = tools.offered().iter().map(Tool::json).collect();
+                let mut tools = Tools::read(&mut fields, ToolForm::Chat)?;
+                conversation.tools = tools.take_for_template();
                 TokenizeInput::Conversation(conversation)
             }
         };

@@ -9,32 +9,20 @@ use super::fields::Fields;
 const MAX_TOOLS: usize = 512;
 /// Longest name of a tool in bytes.
 const MAX_NAME_BYTES: usize = 256;
+/// Anthropic's name of the arguments' schema.
+const INPUT_SCHEMA: &str = "input_schema";
 
 /// A function that the model may call.
 #[derive(Debug, Clone, PartialEq)]
 pub(crate) struct Tool {
     pub(super) name: String,
-    pub(super) description: Option<String>,
     /// JSON schema of the arguments.
     pub(super) parameters: Value,
     /// Whether the arguments must follow the schema.
     pub(super) strict: bool,
-}
-
-impl Tool {
-    /// OpenAI's form, which chat templates read.
-    pub(super) fn json(&self) -> Value {
-        let mut function = Map::new();
-        function.insert("name".to_owned(), json!(self.name));
-        if let Some(description) = &self.description {
-            function.insert("description".to_owned(), json!(description));
-        }
-        function.insert("parameters".to_owned(), self.parameters.clone());
-        if self.strict {
-            function.insert("strict".to_owned(), json!(true));
-        }
-        json!({"type": "function", "function": function})
-    }
+    /// The tool in the form of OpenAI's chats, which chat templates read, with the client's keys in their order. Null after
+    /// [`Tools::take_for_template`].
+    for_template: Value,
 }
 
 /// Which tools the model calls.
@@ -138,6 +126,12 @@ impl Tools {
     pub(super) fn offered(&self) -> &[Tool] {
         if self.choice == ToolChoice::None { &[] } else { &self.list }
     }
+
+    /// The tools that the model sees, as its template reads them. They are taken out of this list, because schemas may be large.
+    pub(super) fn take_for_template(&mut self) -> Vec<Value> {
+        let offered = if self.choice == ToolChoice::None { &mut [] } else { &mut self.list[..] };
+        offered.iter_mut().map(|tool| tool.for_template.take()).collect()
+    }
 }
 
 fn read_list(list: Vec<Value>, form: ToolForm) -> Result<Vec<Tool>, ApiError> {
@@ -156,7 +150,7 @@ fn read_list(list: Vec<Value>, form: ToolForm) -> Result<Vec<Tool>, ApiError> {
     Ok(tools)
 }
 
-fn read_tool(at: usize, mut tool: Value, form: ToolForm) -> Result<Tool, ApiError> {
+fn read_tool(at: usize, tool: Value, form: ToolForm) -> Result<Tool, ApiError> {
     let wrong = |words: String| ApiError::of_field("tools", format!("`tools[{at}]` {words}."));
     let kind = tool.get("type").and_then(Value::as_str).map(str::to_owned);
     let is_function = match form {
@@ -167,11 +161,11 @@ fn read_tool(at: usize, mut tool: Value, form: ToolForm) -> Result<Tool, ApiErro
         let kind = kind.map_or("none".to_owned(), |kind| format!("`{}`", crate::api::status::shown(&kind)));
         return Err(wrong(format!("has the type {kind}; only functions of the client can be called")));
     }
-    let place = if form == ToolForm::Chat { tool.get_mut("function") } else { Some(&mut tool) };
+    let place = if form == ToolForm::Chat { tool.get("function") } else { Some(&tool) };
     let Some(Value::Object(function)) = place else { return Err(wrong("has no object `function`".to_owned())) };
-    let mut take = |name: &str| function.remove(name).filter(|value| !value.is_null());
-    let name = match take("name") {
-        Some(Value::String(name)) if is_name(&name) => name,
+    let get = |name: &str| function.get(name).filter(|value| !value.is_null());
+    let name = match get("name") {
+        Some(Value::String(name)) if is_name(name) => name.clone(),
         Some(Value::String(_)) => {
             return Err(wrong(format!(
                 "has an invalid `name`: letters, digits, `_`, `-`, `.`, `:` and `/`, at most {MAX_NAME_BYTES}"
@@ -179,23 +173,37 @@ fn read_tool(at: usize, mut tool: Value, form: ToolForm) -> Result<Tool, ApiErro
         }
         _ => return Err(wrong("has no `name`".to_owned())),
     };
-    let schema_name = if form == ToolForm::Anthropic { "input_schema" } else { "parameters" };
-    let parameters = match take(schema_name) {
+    let schema_name = if form == ToolForm::Anthropic { INPUT_SCHEMA } else { "parameters" };
+    let parameters = match get(schema_name) {
         None => json!({"type": "object", "properties": {}}),
-        Some(schema @ Value::Object(_)) => schema,
+        Some(schema @ Value::Object(_)) => schema.clone(),
         Some(_) => return Err(wrong(format!("has a `{schema_name}` that is no JSON schema"))),
     };
-    let description = match take("description") {
-        None => None,
-        Some(Value::String(text)) => Some(text),
-        Some(_) => return Err(wrong("has a `description` that is no text".to_owned())),
-    };
-    let strict = match take("strict") {
-        None | Some(Value::Null) => false,
-        Some(Value::Bool(strict)) => strict,
+    if get("description").is_some_and(|description| !description.is_string()) {
+        return Err(wrong("has a `description` that is no text".to_owned()));
+    }
+    let strict = match get("strict") {
+        None => false,
+        Some(Value::Bool(strict)) => *strict,
         Some(_) => return Err(wrong("has a `strict` that is not true or false".to_owned())),
     };
-    Ok(Tool { name, description, parameters, strict })
+    Ok(Tool { name, parameters, strict, for_template: in_chat_form(tool, form) })
+}
+
+/// A tool in the form of OpenAI's chats. Keys keep their order, and those that are not known stay: templates may read them.
+fn in_chat_form(tool: Value, form: ToolForm) -> Value {
+    let Value::Object(fields) = tool else { return tool };
+    if form == ToolForm::Chat {
+        return fields.into();
+    }
+    let is_of_api = |name: &str| name == "type" || form == ToolForm::Anthropic && name == "cache_control";
+    let renamed = |(name, value)| match form {
+        ToolForm::Anthropic if name == INPUT_SCHEMA => ("parameters".to_owned(), value),
+        _ => (name, value),
+    };
+    let function: Value =
+        fields.into_iter().filter(|(name, _)| !is_of_api(name)).map(renamed).collect::<Map<_, _>>().into();
+    json!({"type": "function", "function": function})
 }
 
 fn is_name(name: &str) -> bool {
@@ -239,11 +247,30 @@ mod tests {
         flat["type"] = json!("function");
         let responses = json!({"tools": [flat], "tool_choice": {"type": "function", "name": "weather"}});
         let anthropic = json!({"tools": [{"name": "weather", "description": "Weather", "input_schema": schema}], "tool_choice": {"type": "tool", "name": "weather"}});
-        let found = read(chat, ToolForm::Chat).unwrap();
+        let mut found = read(chat, ToolForm::Chat).unwrap();
         assert_eq!(found.choice, ToolChoice::Named("weather".to_owned()));
-        assert_eq!(found.offered()[0].json()["function"], function);
         assert_eq!(read(responses, ToolForm::Responses).unwrap(), found);
         assert_eq!(read(anthropic, ToolForm::Anthropic).unwrap(), found);
+        assert_eq!(found.take_for_template()[0]["function"], function);
+    }
+
+    #[test]
+    fn templates_read_tools_as_the_client_wrote_them() {
+        let shown = |body: &str, form: ToolForm| {
+            let tools = read(serde_json::from_str(body).unwrap(), form).unwrap().take_for_template();
+            serde_json::to_string(&tools).unwrap()
+        };
+        let chat = r#"[{"function":{"strict":false,"x":[1],"parameters":{"b":1,"a":2},"name":"f"},"type":"function"}]"#;
+        assert_eq!(shown(&format!(r#"{{"tools":{chat}}}"#), ToolForm::Chat), chat);
+        let bare = r#"[{"type":"function","function":{"description":null,"name":"f"}}]"#;
+        assert_eq!(shown(&format!(r#"{{"tools":{bare}}}"#), ToolForm::Chat), bare);
+        let flat = r#"{"tools":[{"x":1,"parameters":{},"type":"function","name":"f"}]}"#;
+        let function = r#"[{"type":"function","function":{"x":1,"parameters":{},"name":"f"}}]"#;
+        assert_eq!(shown(flat, ToolForm::Responses), function);
+        let anthropic = r#"{"tools":[{"x":1,"input_schema":{},"cache_control":{},"name":"f"}]}"#;
+        assert_eq!(shown(anthropic, ToolForm::Anthropic), function);
+        let none = r#"{"tools":[{"type":"function","function":{"name":"f"}}],"tool_choice":"none"}"#;
+        assert_eq!(shown(none, ToolForm::Chat), "[]");
     }
 
     #[test]

@@ -5,6 +5,7 @@ use std::collections::BTreeMap;
 use chat_format::{ChatDelta, TurnParser};
 use futures::StreamExt as _;
 use serde_json::{Map, Value, json};
+use serving::ProgressReporter;
 
 use super::choices::{Choices, Finish, Piece};
 
@@ -24,17 +25,20 @@ struct Turn {
     has_tool_call: bool,
     num_tokens: u64,
     reasoning_tokens: u64,
+    /// The request that generates the choice, where it counts reasoning.
+    request: Option<ProgressReporter>,
 }
 
-/// The pieces of a chat, each with the deltas of its text. `parser` makes the parser of one choice.
+/// The pieces of a chat, each with the deltas of its text. `requests` has the request of each choice, where it counts reasoning;
+/// `parser` makes the parser of one choice.
 pub(crate) fn divided(
     choices: Choices,
-    count: usize,
+    requests: Vec<Option<ProgressReporter>>,
     options: TurnOptions,
     parser: impl Fn() -> Option<TurnParser>,
 ) -> impl futures::Stream<Item = Result<Piece, serving::InferError>> + Send {
-    let turn = |_| Turn { parser: parser(), has_tool_call: false, num_tokens: 0, reasoning_tokens: 0 };
-    let mut turns: Vec<Turn> = (0..count).map(turn).collect();
+    let turn = |request| Turn { parser: parser(), has_tool_call: false, num_tokens: 0, reasoning_tokens: 0, request };
+    let mut turns: Vec<Turn> = requests.into_iter().map(turn).collect();
     choices.filter_map(move |piece| {
         let piece = piece.map(|piece| turns[piece.index].divide(piece, &options));
         let says_something =
@@ -63,6 +67,7 @@ impl Turn {
         // A token belongs to the reasoning if the turn still reasons behind it.
         if deltas.last().is_some_and(|delta| matches!(delta, ChatDelta::Reasoning(_))) {
             self.reasoning_tokens += new_tokens;
+            self.request.iter().for_each(|request| request.add_reasoning_tokens(new_tokens));
         }
         piece.usage.reasoning_tokens = self.reasoning_tokens;
         self.has_tool_call |= deltas.iter().any(|delta| matches!(delta, ChatDelta::ToolCallStart { .. }));

@@ -4,6 +4,7 @@ use std::sync::Arc;
 
 use chat_format::{ChatFormat, Choice, FormatError, ToolSchema, TurnParser, TurnStart};
 use generation::{ConstraintSpec, Generator, Preface, ReasoningBudget, StartAfter, close_objects};
+use serving::ProgressReporter;
 
 use super::choices::Choices;
 use super::error::ApiError;
@@ -118,18 +119,23 @@ impl TurnPlan {
         parameters.constrained_after = grammar.starts_after.clone().map(|end| start_after(end, generator));
         let unknown = || ApiError::of_field("tools", "The tokenizer of this model lacks a token of its tool calls.");
         let grammar = grammar.with_ids(&|name| tokenizer.token_to_id(name)).ok_or_else(unknown)?;
-        parameters.constraint = Some(ConstraintSpec::Lark(grammar.lark));
+        parameters.constraint = Some(("tools", ConstraintSpec::Lark(grammar.lark)));
         Ok(())
     }
 
-    /// The pieces of a chat of `count` choices, with their deltas.
-    pub(super) fn divide(self, request: &CompletionRequest, choices: Choices, count: usize) -> Pieces {
+    /// The pieces of a chat, with their deltas. `requests` has the request of each choice, where it counts reasoning.
+    pub(super) fn divide(
+        self,
+        request: &CompletionRequest,
+        choices: Choices,
+        requests: Vec<Option<ProgressReporter>>,
+    ) -> Pieces {
         let is_named = matches!(request.tools.choice, ToolChoice::Named(_));
         let options = TurnOptions {
             includes_reasoning: request.includes_reasoning,
             ends_with_tool_calls: !(is_named && request.ends_named_call_with_stop),
         };
-        Box::pin(divided(choices, count, options, move || self.parser()))
+        Box::pin(divided(choices, requests, options, move || self.parser()))
     }
 
     /// The parser of one choice; `None` where all text is content.

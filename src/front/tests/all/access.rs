@@ -95,7 +95,9 @@ async fn metrics_and_reflection_require_their_key() {
         assert_eq!(http_to(metrics, "GET", path, "", Vec::new()).await.status, 403);
     }
     assert_eq!(http_to(metrics, "GET", "/metrics", "k: v\r\n", Vec::new()).await.status, 200);
-    let path = "/grpc.reflection.v1.ServerReflection/ServerReflectionInfo";
-    assert_eq!(grpc_status(&front, path, None).await, "14");
-    assert_ne!(grpc_status(&front, path, Some(("k", "v"))).await, "14");
+    for version in ["v1", "v1alpha"] {
+        let path = format!("/grpc.reflection.{version}.ServerReflection/ServerReflectionInfo");
+        assert_eq!(grpc_status(&front, &path, None).await, "14");
+        assert_ne!(grpc_status(&front, &path, Some(("k", "v"))).await, "14");
+    }
 }

@@ -30,6 +30,52 @@ async fn probes_and_unknown_paths_have_their_status() {
 }
 
 #[tokio::test]
+async fn head_requests_have_the_head_of_their_get_request() {
+    let front = TestFront::start().await;
+    for path in [
+        "/v2",
+        "/v2/health/live",
+        "/v2/health/ready",
+        "/v2/models/identity_fp32",
+        "/v2/models/identity_fp32/config",
+        "/v2/models/identity_fp32/ready",
+        "/v2/models/stats",
+        "/v2/logging",
+        "/v2/nosuch",
+        "/v2/models/identity_fp32/infer",
+        "/v1/models",
+        "/version",
+        "/health",
+    ] {
+        let (get, head) = (http(&front, "GET", path, b"").await, http(&front, "HEAD", path, b"").await);
+        assert_eq!((head.status, head.text().as_str()), (get.status, ""), "{path}");
+        let name = |answer: &HttpAnswer, name: &str| answer.header(name).map(str::to_owned);
+        assert_eq!(name(&head, "content-type"), name(&get, "content-type"), "{path}");
+        assert_eq!(name(&head, "content-length"), Some(get.body.len().to_string()), "{path}");
+    }
+}
+
+#[tokio::test]
+async fn probes_say_in_json_what_they_found_where_the_client_reads_json() {
+    let front = TestFront::start().await;
+    for (path, body) in [
+        ("/v2/health/live", r#"{"live":true}"#),
+        ("/v2/health/ready", r#"{"ready":true}"#),
+        ("/v2/models/identity_fp32/ready", r#"{"ready":true}"#),
+    ] {
+        for kinds in ["application/json", "*/*", "text/html, application/json;q=0.9"] {
+            let answer = http_with(&front, "GET", path, &format!("Accept: {kinds}\r\n"), b"").await;
+            let kind = answer.header("content-type").map(str::to_owned);
+            assert_eq!((answer.text().as_str(), kind.as_deref()), (body, Some("application/json")), "{path} {kinds}");
+        }
+        for headers in ["", "Accept: text/plain\r\n"] {
+            let answer = http_with(&front, "GET", path, headers, b"").await;
+            assert_eq!((answer.status, answer.text().as_str()), (200, ""), "{path} {headers}");
+        }
+    }
+}
+
+#[tokio::test]
 async fn infer_with_json_tensors_returns_json() {
     let front = TestFront::start().await;
     let answer = http(&front, "POST", "/v2/models/identity_fp32/infer", INFER.as_bytes()).await;

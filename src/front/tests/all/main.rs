@@ -5,4 +5,5 @@ mod bad_clients;
 mod connections;
 mod kserve_grpc;
 mod kserve_http;
+mod page;
 mod support;

@@ -28,7 +28,7 @@ use crate::api::triton::grpc::proto::*;
 use crate::api::triton::grpc::response::InferReply;
 use crate::api::triton::header_parameters::forward;
 use crate::api::triton::shared_memory::{MemoryKind, run_device_work};
-use crate::api::triton::single_response::single_response;
+use crate::api::triton::single_response::{Transactions, single_response};
 use crate::state::State;
 use crate::telemetry::log_settings::LogValue;
 use crate::transport::budget::Charge;
@@ -52,15 +52,20 @@ impl KserveGrpc {
         num_bytes: usize,
         call: Option<CallContext>,
     ) -> Result<InferReply, InferError> {
-        if self.state.server.is_decoupled(&message.model_name, &message.model_version)? {
-            return Err(InferError::new(
-                ErrorKind::Unsupported,
-                "ModelInfer RPC doesn't support models with decoupled transaction policy",
-            ));
+        let decoupled = || {
+            let words = "ModelInfer RPC doesn't support models with decoupled transaction policy";
+            InferError::new(ErrorKind::Unsupported, words)
+        };
+        let transactions = Transactions::of(&self.state.server, &message.model_name, &message.model_version)?;
+        if transactions == Transactions::Decoupled {
+            return Err(decoupled());
         }
         let read = || request::read(message, &self.state.memory, &self.state.declared_datatype());
         let parsed = block_in_place_in_turn(num_bytes, read).await?;
         let mut request = parsed.request;
+        if transactions.may_answer_more_than_once(&request) {
+            return Err(decoupled());
+        }
         let span = call.as_ref().and_then(|call| call.span);
         if let Some(CallContext { headers, .. }) = call {
             forward(&mut request, &headers);

@@ -14,7 +14,7 @@ use tokio::sync::OwnedSemaphorePermit;
 use tonic::Status;
 use tonic::body::Body;
 use tonic::codec::CompressionEncoding;
-use tonic_reflection::server::v1::{ServerReflection, ServerReflectionServer};
+use tonic_reflection::server::{v1, v1alpha};
 use tower_service::Service;
 
 use crate::api::status::grpc_status;
@@ -37,20 +37,23 @@ use tonic_health::pb::health_server::HealthServer;
 const MAX_RESPONSE_BYTES: usize = i32::MAX as usize;
 
 /// All gRPC services of the port; cheap to clone.
-pub struct GrpcService<R: ServerReflection> {
+pub struct GrpcService<R: v1::ServerReflection, E: v1alpha::ServerReflection> {
     state: Arc<State>,
     inference: GrpcInferenceServiceServer<KserveGrpc>,
     health: HealthServer<Health>,
-    reflection: ServerReflectionServer<R>,
+    reflection: v1::ServerReflectionServer<R>,
+    /// The version of reflection before `v1`, which older clients still ask for.
+    early_reflection: v1alpha::ServerReflectionServer<E>,
 }
 
-impl<R: ServerReflection> Clone for GrpcService<R> {
+impl<R: v1::ServerReflection, E: v1alpha::ServerReflection> Clone for GrpcService<R, E> {
     fn clone(&self) -> Self {
         Self {
             state: self.state.clone(),
             inference: self.inference.clone(),
             health: self.health.clone(),
             reflection: self.reflection.clone(),
+            early_reflection: self.early_reflection.clone(),
         }
     }
 }
@@ -59,15 +62,18 @@ impl<R: ServerReflection> Clone for GrpcService<R> {
 ///
 /// # Panics
 /// Never, because the descriptors are built with this crate.
-pub fn grpc_service(state: Arc<State>) -> GrpcService<impl ServerReflection> {
+pub fn grpc_service(state: Arc<State>) -> GrpcService<impl v1::ServerReflection, impl v1alpha::ServerReflection> {
+    const BUILT: &str = "the descriptors are built with this crate";
     let inference = inference(&state);
-    let reflection = tonic_reflection::server::Builder::configure()
-        .register_encoded_file_descriptor_set(crate::api::triton::grpc::proto::DESCRIPTORS)
-        .register_encoded_file_descriptor_set(tonic_health::pb::FILE_DESCRIPTOR_SET)
-        .build_v1()
-        .expect("the descriptors are built with this crate");
+    let services = || {
+        tonic_reflection::server::Builder::configure()
+            .register_encoded_file_descriptor_set(crate::api::triton::grpc::proto::DESCRIPTORS)
+            .register_encoded_file_descriptor_set(tonic_health::pb::FILE_DESCRIPTOR_SET)
+    };
+    let (reflection, early_reflection) =
+        (services().build_v1().expect(BUILT), services().build_v1alpha().expect(BUILT));
     let health = HealthServer::new(Health::new(state.clone()));
-    GrpcService { inference, health, reflection, state }
+    GrpcService { inference, health, reflection, early_reflection, state }
 }
 
 /// The inference service. Its messages have passed [`Messages`], which limits and decompresses them.
@@ -102,7 +108,7 @@ fn admit(state: &State, request: &mut Request<RequestBody>) -> Result<(), Status
     Ok(())
 }
 
-impl<R: ServerReflection> GrpcService<R> {
+impl<R: v1::ServerReflection, E: v1alpha::ServerReflection> GrpcService<R, E> {
     /// Starts a call; `None` if its client has disconnected.
     pub fn begin(&mut self, mut request: Request<RequestBody>, respond: SendResponse<Bytes>) -> Option<Box<dyn Call>> {
         if let Err(status) = admit(&self.state, &mut request) {
@@ -137,6 +143,8 @@ impl<R: ServerReflection> GrpcService<R> {
             Some(tonic_call(self.health.call(request), permit, respond, write_timeout))
         } else if path.starts_with("/grpc.reflection.v1.ServerReflection/") {
             Some(tonic_call(self.reflection.call(request), permit, respond, write_timeout))
+        } else if path.starts_with("/grpc.reflection.v1alpha.ServerReflection/") {
+            Some(tonic_call(self.early_reflection.call(request), permit, respond, write_timeout))
         } else {
             let status = Status::unimplemented(format!("no service at '{path}'"));
             Some(refuse(status, respond))

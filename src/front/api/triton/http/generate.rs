@@ -5,6 +5,7 @@ use std::task::{Context, Poll};
 
 use bytes::Bytes;
 use futures::Stream;
+use generation::input_names::{STREAM, changes_text, other_release};
 use repository::ModelConfig;
 use repository::proto::ModelInput;
 use serving::{
@@ -19,11 +20,20 @@ use crate::api::triton::http::reply::error_text;
 use crate::api::triton::shapes::fit_shape;
 use crate::transport::budget::Charge;
 
-/// Reads a request. Members with the name of an input become tensors, all others parameters.
+/// Reads a request. Members with the name of an input become tensors, all others parameters. `generates_text` says whether the
+/// model generates text natively; it is asked for members that are not inputs only. Such a model takes inputs by the name of
+/// another release of TensorRT-LLM, too.
 ///
 /// # Errors
-/// When the body is not a JSON object, or a value is invalid for its input or parameter.
-pub fn read(body: &[u8], config: &ModelConfig, limits: &Limits) -> Result<InferRequest, InferError> {
+/// When the body is not a JSON object, a value is invalid for its input or parameter, or the model generates text and the name
+/// of a member is that of an input that its configuration does not declare.
+pub fn read(
+    body: &[u8],
+    config: &ModelConfig,
+    limits: &Limits,
+    generates_text: &dyn Fn() -> bool,
+) -> Result<InferRequest, InferError> {
+    let model = Model { config, limits, generates_text };
     let root = json::parse(body, limits)?;
     let mut request = InferRequest::default();
     let Value::Object(members) = &root else {
@@ -45,10 +55,10 @@ pub fn read(body: &[u8], config: &ModelConfig, limits: &Limits) -> Result<InferR
                     let words = |error: InferError| {
                         InferError::new(error.kind, format!("Converting keyword: 'parameters': {}", error.message))
                     };
-                    read_member(&mut request, config, limits, key, value).map_err(words)?;
+                    model.read_member(&mut request, key, value).map_err(words)?;
                 }
             }
-            _ => read_member(&mut request, config, limits, key, value)?,
+            _ => model.read_member(&mut request, key, value)?,
         }
     }
     Ok(request)
@@ -58,23 +68,51 @@ fn names_input(config: &ModelConfig, key: &str) -> bool {
     config.input.iter().any(|input| input.name == key)
 }
 
-fn read_member(
-    request: &mut InferRequest,
-    config: &ModelConfig,
-    limits: &Limits,
-    key: &str,
-    value: &Value<'_>,
-) -> Result<(), InferError> {
-    let Some(input) = config.input.iter().find(|input| input.name == key) else {
-        limits.check(Limit::NameBytes, key.len())?;
-        // Valid values of reserved names set fields of the request. The parameters are passed to the model, too.
-        let _ = set_parameter(request, key, value);
-        request.parameters.insert(key.to_owned(), model_parameter(key, value)?);
-        return limits.check(Limit::Parameters, request.parameters.len());
-    };
-    limits.check(Limit::Inputs, request.inputs.len() + 1)?;
-    request.inputs.push(tensor(config, input, value)?);
-    Ok(())
+/// The model that a request is for.
+struct Model<'a> {
+    config: &'a ModelConfig,
+    limits: &'a Limits,
+    generates_text: &'a dyn Fn() -> bool,
+}
+
+impl Model<'_> {
+    fn read_member(&self, request: &mut InferRequest, key: &str, value: &Value<'_>) -> Result<(), InferError> {
+        self.limits.check(Limit::NameBytes, key.len())?;
+        let Some(input) = self.input(key, value)? else {
+            // Valid values of reserved names set fields of the request. The parameters are passed to the model, too.
+            let _ = set_parameter(request, key, value);
+            request.parameters.insert(key.to_owned(), model_parameter(key, value)?);
+            return self.limits.check(Limit::Parameters, request.parameters.len());
+        };
+        self.limits.check(Limit::Inputs, request.inputs.len() + 1)?;
+        request.inputs.push(tensor(self.config, input, value)?);
+        Ok(())
+    }
+
+    /// The input that a member is for; `None` for a parameter.
+    fn input(&self, key: &str, value: &Value<'_>) -> Result<Option<&ModelInput>, InferError> {
+        let declared = |name: &str| self.config.input.iter().find(|input| input.name == name);
+        if let Some(input) = declared(key) {
+            return Ok(Some(input));
+        }
+        let other = other_release(key);
+        if other.is_none() && !changes_text(key) || !(self.generates_text)() {
+            return Ok(None);
+        }
+        if let Some(input) = other.and_then(declared) {
+            return Ok(Some(input));
+        }
+        // A model without this input answers at once.
+        if !changes_text(key) || STREAM.contains(&key) && matches!(value, Value::Bool(false)) {
+            return Ok(None);
+        }
+        let message = format!(
+            "'{key}' changes the text, but model '{}' does not declare it as an input; add it to the model's config.pbtxt, or \
+             leave it out",
+            self.config.name
+        );
+        Err(InferError::invalid(message))
+    }
 }
 
 /// Converts a value to the tensor of an input.

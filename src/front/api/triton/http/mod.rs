@@ -28,12 +28,12 @@ use crate::api::triton::http::generate::{Events, NOT_ONE_RESPONSE};
 use crate::api::triton::http::infer::ParsedRequest;
 use crate::api::triton::http::reply::{
     BINARY, EVENTS, JSON, Reply, TEXT, allow_origin, denial, error_reply, error_text, json_reply, model_error,
-    plain_error, preflight, probe, reply, unknown_coding,
+    plain_error, preflight, probe, reply, unknown_coding, wants_json, without_body,
 };
 use crate::api::triton::http::request_body::{ChargedBody, content_coding, header, read_coded};
 use crate::api::triton::http::route::{ModelPath, Route};
 use crate::api::triton::shared_memory::run_device_work;
-use crate::api::triton::single_response::single_response;
+use crate::api::triton::single_response::{Transactions, single_response};
 use crate::api::{openai, page};
 use crate::state::State;
 use crate::transport::body::ReplyBody;
@@ -58,7 +58,16 @@ pub async fn handle(state: Arc<State>, request: Request<Incoming>) -> Result<Rep
     Ok(reply)
 }
 
-async fn handle_request(state: Arc<State>, head: http::request::Parts, body: Incoming) -> Reply {
+/// Answers a HEAD request as the GET request of its path, without the body.
+async fn handle_request(state: Arc<State>, mut head: http::request::Parts, body: Incoming) -> Reply {
+    if head.method != Method::HEAD {
+        return handle_method(state, head, body).await;
+    }
+    head.method = Method::GET;
+    without_body(handle_method(state, head, body).await)
+}
+
+async fn handle_method(state: Arc<State>, head: http::request::Parts, body: Incoming) -> Reply {
     if let Err(words) = state.config.http_origins.check(&head.method, &head.uri, &head.headers) {
         SharedLimit::Origins.count_refusal();
         return plain_error(StatusCode::FORBIDDEN, &words);
@@ -99,9 +108,11 @@ async fn answer(
         Route::Infer(model) => infer(state, model, headers, body).await,
         Route::Generate(model) => generate(state, model, headers, body).await,
         Route::GenerateStream(model) => generate_stream(state, model, headers, body).await,
-        Route::Live => Ok(probe(state.server.is_live(), StatusCode::BAD_REQUEST)),
-        Route::Ready => Ok(ready(state)),
-        Route::ModelReady(model) => model_ready(state, model).await,
+        Route::Live => {
+            Ok(probe(state.server.is_live(), StatusCode::BAD_REQUEST, wants_json(headers).then_some("live")))
+        }
+        Route::Ready => Ok(ready(state, headers)),
+        Route::ModelReady(model) => model_ready(state, model, headers).await,
         Route::ServerMetadata => Ok(json_reply(models::server_metadata(&state.server))),
         Route::ModelMetadata(model) => models::model_metadata(&state.server, model).map(json_reply),
         Route::ModelConfig(model) => models::model_config(&state.server, model).map(json_reply),
@@ -141,15 +152,15 @@ async fn control(state: &Arc<State>, route: Route<'_>, changes: bool, body: Byte
     }
 }
 
-fn ready(state: &State) -> Reply {
+fn ready(state: &State, headers: &HeaderMap) -> Reply {
     let status = if state.is_draining() { StatusCode::SERVICE_UNAVAILABLE } else { StatusCode::BAD_REQUEST };
-    probe(state.is_ready(), status)
+    probe(state.is_ready(), status, wants_json(headers).then_some("ready"))
 }
 
-async fn model_ready(state: &State, model: ModelPath<'_>) -> Result<Reply, InferError> {
+async fn model_ready(state: &State, model: ModelPath<'_>, headers: &HeaderMap) -> Result<Reply, InferError> {
     let is_ready = state.server.probe_model(model.name, model.version).await? && !state.is_draining();
     let not_ready = || plain_error(StatusCode::BAD_REQUEST, "Model version not ready");
-    Ok(if is_ready { probe(true, StatusCode::OK) } else { not_ready() })
+    Ok(if is_ready { probe(true, StatusCode::OK, wants_json(headers).then_some("ready")) } else { not_ready() })
 }
 
 async fn infer(state: &State, model: ModelPath<'_>, headers: &HeaderMap, body: Incoming) -> Result<Reply, InferError> {
@@ -159,8 +170,12 @@ async fn infer(state: &State, model: ModelPath<'_>, headers: &HeaderMap, body: I
     let coding = content_coding(headers);
     let ChargedBody { bytes: body, charge } = read_coded(state, coding.clone().unwrap_or(None), body).await?;
     mark(&trace, "HTTP_RECV_END");
-    if let Err(error) = check_model(state, model) {
-        return Ok(model_error(&error));
+    let transactions = match Transactions::of(&state.server, model.name, model.version) {
+        Ok(transactions) => transactions,
+        Err(error) => return Ok(model_error(&error)),
+    };
+    if transactions == Transactions::Decoupled {
+        return Ok(model_error(&decoupled()));
     }
     if let Err(error) = coding {
         return Ok(unknown_coding(&error));
@@ -179,6 +194,9 @@ async fn infer(state: &State, model: ModelPath<'_>, headers: &HeaderMap, body: I
         let head_bytes = head.len();
         block_in_place_in_turn(head_bytes, || infer::read(model.name, body, head_len, &state.memory, limits)).await?
     };
+    if transactions.may_answer_more_than_once(&parsed.request) {
+        return Ok(model_error(&decoupled()));
+    }
     parsed.request.model_name = model.name.into();
     parsed.request.model_version = model.version.into();
     parsed.request.trace = trace.clone();
@@ -207,15 +225,8 @@ async fn infer(state: &State, model: ModelPath<'_>, headers: &HeaderMap, body: I
     }
 }
 
-/// Checks that the model exists and is not decoupled.
-fn check_model(state: &State, model: ModelPath<'_>) -> Result<(), InferError> {
-    if state.server.is_decoupled(model.name, model.version)? {
-        return Err(InferError::new(
-            ErrorKind::Unsupported,
-            "HTTP end point doesn't support models with decoupled transaction policy",
-        ));
-    }
-    Ok(())
+fn decoupled() -> InferError {
+    InferError::new(ErrorKind::Unsupported, "HTTP end point doesn't support models with decoupled transaction policy")
 }
 
 async fn generate(
@@ -272,8 +283,9 @@ async fn start_generate(
     coding.map_err(|_| InferError::invalid(unsupported))?;
     charge.add(json::tensor_bytes(&body))?;
     let num_bytes = body.len();
-    let mut request =
-        block_in_place_in_turn(num_bytes, || generate::read(&body, &config, state.server.limits())).await?;
+    let generates_text = || state.server.generator(model.name, model.version).is_ok_and(|it| it.is_some());
+    let read = || generate::read(&body, &config, state.server.limits(), &generates_text);
+    let mut request = block_in_place_in_turn(num_bytes, read).await?;
     drop(body);
     request.model_name = model.name.into();
     request.model_version = model.version.into();

@@ -1,11 +1,12 @@
 //! Replies of the HTTP port: content types, errors, and CORS headers.
 
 use http::header::{
-    ACCEPT_ENCODING, ACCESS_CONTROL_ALLOW_HEADERS, ACCESS_CONTROL_ALLOW_METHODS, ACCESS_CONTROL_ALLOW_ORIGIN,
-    ACCESS_CONTROL_EXPOSE_HEADERS, ACCESS_CONTROL_MAX_AGE, ACCESS_CONTROL_REQUEST_HEADERS, CONTENT_TYPE, HeaderMap,
-    HeaderValue, VARY, WWW_AUTHENTICATE,
+    ACCEPT, ACCEPT_ENCODING, ACCESS_CONTROL_ALLOW_HEADERS, ACCESS_CONTROL_ALLOW_METHODS, ACCESS_CONTROL_ALLOW_ORIGIN,
+    ACCESS_CONTROL_EXPOSE_HEADERS, ACCESS_CONTROL_MAX_AGE, ACCESS_CONTROL_REQUEST_HEADERS, CONTENT_LENGTH,
+    CONTENT_TYPE, HeaderMap, HeaderValue, VARY, WWW_AUTHENTICATE,
 };
 use http::{Response, StatusCode};
+use hyper::body::Body as _;
 use serving::InferError;
 
 use crate::api::status::{http_status, shown};
@@ -29,8 +30,30 @@ pub(crate) fn reply(status: StatusCode, content_type: HeaderValue, body: impl In
     reply
 }
 
-pub(crate) fn probe(is_fine: bool, otherwise: StatusCode) -> Reply {
-    reply(if is_fine { StatusCode::OK } else { otherwise }, TEXT, ReplyBody::empty())
+/// The reply to a question about health. `name`: what was asked, for a client that reads JSON, as the protocol's specification
+/// says; others get Triton's empty body.
+pub(crate) fn probe(is_fine: bool, otherwise: StatusCode, name: Option<&str>) -> Reply {
+    let status = if is_fine { StatusCode::OK } else { otherwise };
+    match name {
+        Some(name) => reply(status, JSON, format!("{{\"{name}\":{is_fine}}}").into_bytes()),
+        None => reply(status, TEXT, ReplyBody::empty()),
+    }
+}
+
+/// Whether the client says that it reads JSON.
+pub(crate) fn wants_json(headers: &HeaderMap) -> bool {
+    let kinds = headers.get_all(ACCEPT).iter().filter_map(|kinds| kinds.to_str().ok()).flat_map(|it| it.split(','));
+    let mut names = kinds.map(|kind| kind.split(';').next().unwrap_or_default().trim());
+    names.any(|name| matches!(name, "application/json" | "application/*" | "*/*"))
+}
+
+/// The reply without its body, for a HEAD request. `content-length` stays that of the body.
+pub(crate) fn without_body(reply: Reply) -> Reply {
+    let (mut head, body) = reply.into_parts();
+    if let Some(length) = body.size_hint().exact() {
+        head.headers.insert(CONTENT_LENGTH, length.into());
+    }
+    Response::from_parts(head, ReplyBody::empty())
 }
 
 pub(crate) fn plain_error(status: StatusCode, message: &str) -> Reply {
@@ -83,7 +106,7 @@ pub(crate) fn preflight(origin: HeaderValue, headers: &HeaderMap) -> Reply {
     let mut reply = reply(StatusCode::NO_CONTENT, TEXT, ReplyBody::empty());
     let allowed = reply.headers_mut();
     allow_origin(allowed, origin);
-    allowed.insert(ACCESS_CONTROL_ALLOW_METHODS, HeaderValue::from_static("GET, POST, OPTIONS"));
+    allowed.insert(ACCESS_CONTROL_ALLOW_METHODS, HeaderValue::from_static("GET, HEAD, POST, OPTIONS"));
     if let Some(names) = headers.get(ACCESS_CONTROL_REQUEST_HEADERS) {
         allowed.insert(ACCESS_CONTROL_ALLOW_HEADERS, names.clone());
     }

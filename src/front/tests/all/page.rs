@@ -1,10 +1,8 @@
 //! The page at `/` and `/ui`: files, headers, status, keys, and that it can be turned off.
 
-mod support;
-
+use crate::support::{TestFront, http, http_with};
 use front::{Address, Api, Config, Restrictions, WorldFacts};
 use serde_json::Value;
-use support::{TestFront, http, http_with};
 
 async fn status(front: &TestFront) -> Value {
     serde_json::from_slice(&http(front, "GET", "/ui/status.json", b"").await.body).unwrap()
