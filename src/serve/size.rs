@@ -26,7 +26,7 @@ pub(crate) fn choose(args: &ServeArgs, line: &[String], hardware: &Hardware) -> 
     let words = ["rank"].into_iter().chain(line.iter().map(String::as_str)).map(OsString::from);
     let matches = rank::command().try_get_matches_from(rank::with_dashes(words))?;
     let (rank_args, _) = rank::parse(&matches)?;
-    let num_gpus = num_gpus(&rank_args, hardware);
+    let num_gpus = num_gpus(&rank_args, hardware)?;
     let copies = args.pp * args.replicas;
     let sizes = match (args.tp, num_gpus) {
         (Some(tp), _) => vec![tp],
@@ -65,13 +65,17 @@ pub(crate) fn choose(args: &ServeArgs, line: &[String], hardware: &Hardware) -> 
 }
 
 /// The GPUs of this machine; `None` where the model computes on CPUs.
-fn num_gpus(args: &RankArgs, hardware: &Hardware) -> Option<u32> {
-    let gpus = u32::try_from((hardware.num_gpus)()).unwrap_or(u32::MAX);
-    match args.device {
+///
+/// # Errors
+/// When GPUs are asked for, and there is none that can be used.
+fn num_gpus(args: &RankArgs, hardware: &Hardware) -> Result<Option<u32>> {
+    let found = || (hardware.num_gpus)().map(|gpus| u32::try_from(gpus).unwrap_or(u32::MAX));
+    Ok(match args.device {
         settings::DeviceKind::Cpu => None,
-        settings::DeviceKind::Auto => Some(gpus).filter(|gpus| *gpus > 0),
-        settings::DeviceKind::Cuda => Some(gpus),
-    }
+        // Rank 0 logs why GPUs that are there are not used.
+        settings::DeviceKind::Auto => found().ok().filter(|gpus| *gpus > 0),
+        settings::DeviceKind::Cuda => Some(found().map_err(|reason| anyhow::anyhow!(reason))?),
+    })
 }
 
 fn refusal(plan: &WorldPlan) -> String {
