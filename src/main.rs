@@ -2,6 +2,7 @@
 #![forbid(unsafe_code)]
 
 mod client_memory;
+mod manual;
 
 use std::path::PathBuf;
 use std::process::ExitCode;
@@ -54,6 +55,8 @@ fn main() -> ExitCode {
         Some(("pull", matches)) => run_pull(matches),
         Some(("list", _)) => hub::run_list().map(|()| ExitCode::SUCCESS).map_err(anyhow::Error::from),
         Some(("rm", matches)) => run_rm(matches),
+        Some(("completions", matches)) => manual::print_completions(matches, command()).map(|()| ExitCode::SUCCESS),
+        Some(("man", matches)) => manual::write_pages(matches, command()).map(|()| ExitCode::SUCCESS),
         _ => unreachable!("clap knows the sub-commands"),
     };
     result.unwrap_or_else(|error| {
@@ -102,6 +105,8 @@ fn command() -> Command {
             Command::new("init").about("Makes a model repository of a published layout around a checkpoint"),
         ))
         .subcommand(TopArgs::augment_args(Command::new("top").about("Shows what a world does now, in a terminal")))
+        .subcommand(manual::completions_command())
+        .subcommand(manual::man_command())
 }
 
 /// Takes the flags of a rank.
