@@ -1,7 +1,7 @@
 //! Compiles `cuda/*.cu` ahead of time with NVRTC and embeds the results.
 //!
-//! Each file names its architectures: `// archs: 80 90a 100a ptx` makes cubins for sm_80, sm_90a and sm_100a, and PTX
-//! that the driver compiles on other GPUs. Results are cached in `.cache/cubin` by a hash of source, headers, options
+//! Each file names its architectures: `// archs: 80 90a 100a ptx` makes cubins for sm_80, sm_90a and sm_100a, those of
+//! [`WITH_80`], and PTX that the driver compiles on other GPUs. Results are cached in `.cache/cubin` by a hash of source, headers, options
 //! and NVRTC version. If NVRTC is not found, the crate is built without CUDA kernels and prints a warning.
 
 #[path = "cuda/build/nvrtc.rs"]
@@ -16,6 +16,10 @@ use std::sync::Mutex;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
 use nvrtc::Nvrtc;
+
+/// Built wherever a file names 80: the architectures of workstations. Without them the first start on sm_120 compiles PTX,
+/// and sm_89 has the schedule of another GPU.
+const WITH_80: [&str; 2] = ["89", "120"];
 
 /// An image to build: a kernel file for one architecture.
 struct Job {
@@ -108,7 +112,8 @@ fn read_sources(folder: &Path) -> (Vec<(String, String)>, Vec<Job>) {
             .find_map(|line| line.strip_prefix("// archs:"))
             .unwrap_or_else(|| panic!("{} has no line `// archs: 80 90a 100a ptx`", path.display()));
         let module = path.file_stem().expect("a file").to_string_lossy().into_owned();
-        for arch in archs.split_whitespace() {
+        let also = WITH_80.into_iter().filter(|_| archs.split_whitespace().any(|arch| arch == "80"));
+        for arch in archs.split_whitespace().chain(also) {
             jobs.push(Job { module: module.clone(), arch: arch.to_owned(), source: text.clone() });
         }
     }

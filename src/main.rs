@@ -2,6 +2,7 @@
 #![forbid(unsafe_code)]
 
 mod client_memory;
+mod manual;
 
 use std::path::PathBuf;
 use std::process::ExitCode;
@@ -58,6 +59,8 @@ fn main() -> ExitCode {
         Some(("pull", matches)) => run_pull(matches),
         Some(("list", _)) => hub::run_list().map(|()| ExitCode::SUCCESS).map_err(anyhow::Error::from),
         Some(("rm", matches)) => run_rm(matches),
+        Some(("completions", matches)) => manual::print_completions(matches, command()).map(|()| ExitCode::SUCCESS),
+        Some(("man", matches)) => manual::write_pages(matches, command()).map(|()| ExitCode::SUCCESS),
         _ => unreachable!("clap knows the sub-commands"),
     };
     result.unwrap_or_else(|error| {
@@ -105,6 +108,8 @@ fn command() -> Command {
         ))
         .subcommand(described::<InitArgs>("init", "Makes a model repository of a published layout around a checkpoint"))
         .subcommand(described::<TopArgs>("top", "Shows what a world does now, in a terminal"))
+        .subcommand(manual::completions_command())
+        .subcommand(manual::man_command())
 }
 
 /// A sub-command with its arguments. The description comes after them, because theirs would replace it.

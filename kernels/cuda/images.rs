@@ -128,6 +128,8 @@ mod tests {
         assert_eq!(image("90a").fit(10, 0), None);
         assert_eq!(image("80").fit(9, 0), None);
         assert!(image("80").fit(8, 9) > image("ptx").fit(8, 9));
+        assert!(image("89").fit(8, 9) > image("80").fit(8, 9));
+        assert!(image("120").fit(12, 1) > image("ptx").fit(12, 1));
         assert!(image("ptx").fit(12, 0).is_some());
     }
 }

@@ -1,4 +1,4 @@
-//! `packaging/trireme.service`: its commands parse as command lines of `launch`, and systemd accepts the file.
+//! `packaging/trireme.service` and `trireme.conf`: their commands parse as command lines of `launch`, and systemd accepts the unit.
 
 use std::fs;
 use std::path::Path;
@@ -6,14 +6,21 @@ use std::process::Command;
 
 use launcher::flags::{Action, Flags};
 
-fn unit() -> String {
-    fs::read_to_string(Path::new(env!("CARGO_MANIFEST_DIR")).join("../packaging/trireme.service")).unwrap()
+fn packaged(name: &str) -> String {
+    fs::read_to_string(Path::new(env!("CARGO_MANIFEST_DIR")).join("../packaging").join(name)).unwrap()
 }
 
-/// The parsed command line of `key`.
+fn unit() -> String {
+    packaged("trireme.service")
+}
+
+/// The parsed command line of `key`, with the flags of `trireme.conf`.
 fn flags(key: &str) -> Flags {
     let unit = unit();
     let line = unit.lines().find_map(|line| line.strip_prefix(key)).unwrap_or_else(|| panic!("no {key} in the unit"));
+    let conf = packaged("trireme.conf");
+    let words = conf.lines().find_map(|line| line.strip_prefix("TRIREME_FLAGS=\"")?.strip_suffix('"')).unwrap();
+    let line = line.replace("$TRIREME_FLAGS", words);
     Flags::parse_from_line(line.split_whitespace().map(Into::into)).unwrap()
 }
 
