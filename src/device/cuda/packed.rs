@@ -24,7 +24,7 @@ impl CudaWeight {
 }
 
 /// The codes of a slice; `None` if its values have to be computed.
-pub(super) fn quantized<'a>(data: &'a WeightData) -> Option<&'a dyn QuantizedRows> {
+pub(super) fn quantized(data: &WeightData) -> Option<&dyn QuantizedRows> {
     match data {
         WeightData::Stored(_) => None,
         WeightData::Computed(source) => source.quantized(),
