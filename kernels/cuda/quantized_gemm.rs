@@ -60,7 +60,7 @@ pub fn quantized_wide_gemm(
     epilogue: Epilogue,
 ) -> Result<(), CudaError> {
     check_product(y, x, weight, rows, epilogue)?;
-    let PackedWeight { codes, bias, n, k, format, .. } = *weight;
+    let format = weight.format;
     let stage_bytes = WIDE * 128 + WIDE * format.slice_cols() * 2 + WIDE / TILE * format.max_meta_bytes();
     let static_bytes = 1024;
     let room = (q.gpu().max_shared_bytes() as usize).saturating_sub(1024 + static_bytes);
@@ -68,14 +68,51 @@ pub fn quantized_wide_gemm(
     let partial_bytes = WIDE / TILE * WIDE * (TILE + 4) * 4;
     ensure!(OP, stages > 0 && partial_bytes <= room, "shared memory of {room} bytes is too small");
     // Few tiles do not fill the GPU. The division depends on the shape alone, so that no result depends on the rows.
-    let parts = match n.div_ceil(WIDE) {
-        _ if format.slices(k) < 8 => 1,
+    let parts = match weight.n.div_ceil(WIDE) {
+        _ if format.slices(weight.k) < 8 => 1,
         0..34 => 4,
         34..67 => 2,
         _ => 1,
     };
-    let codes_map = TensorMap::bytes_matrix(codes, n, format.row_bytes(k), WIDE, 128)?;
-    let x_map = TensorMap::matrix(x, rows, k, WIDE, BOX)?;
+    let tiling = Tiling {
+        kernel: format!("sm90_quantized_wide_gemm_{}", weight.format.name()),
+        weight_rows: WIDE,
+        x_rows: WIDE,
+        stages,
+        parts,
+        threads: WIDE / TILE * 128 + 32,
+        shared_bytes: (stages * stage_bytes).max(partial_bytes) + 1024,
+        grid: [parts, rows.div_ceil(WIDE), weight.n.div_ceil(WIDE)],
+    };
+    launch(q, [y, x], weight, rows, epilogue, &tiling)
+}
+
+/// How a kernel for Hopper divides a product.
+struct Tiling {
+    kernel: String,
+    /// Rows of the weight and of `x` that a block loads at a time.
+    weight_rows: usize,
+    x_rows: usize,
+    /// Stages of the ring.
+    stages: usize,
+    /// Parts of K, the blocks of a cluster.
+    parts: usize,
+    threads: usize,
+    shared_bytes: usize,
+    grid: [usize; 3],
+}
+
+fn launch(
+    q: &Queue,
+    [y, x]: [Span; 2],
+    weight: &PackedWeight,
+    rows: usize,
+    epilogue: Epilogue,
+    tiling: &Tiling,
+) -> Result<(), CudaError> {
+    let PackedWeight { codes, bias, n, k, format, .. } = *weight;
+    let codes_map = TensorMap::bytes_matrix(codes, n, format.row_bytes(k), tiling.weight_rows, 128)?;
+    let x_map = TensorMap::matrix(x, rows, k, tiling.x_rows, BOX)?;
     let output = output_argument(y, bias, rows, n, epilogue.code());
     let meta = meta_argument(weight);
     let args = [
@@ -84,14 +121,15 @@ pub fn quantized_wide_gemm(
         Arg::Bytes(&output),
         Arg::Bytes(bytemuck::bytes_of(&meta)),
         (k as u32).into(),
-        (stages as u32).into(),
-        (parts as u32).into(),
+        (tiling.stages as u32).into(),
+        (tiling.parts as u32).into(),
     ];
-    let launch = Launch::new(0, (WIDE / TILE * 128 + 32) as u32)
-        .grid(parts as u32, rows.div_ceil(WIDE) as u32, n.div_ceil(WIDE) as u32)
-        .shared(((stages * stage_bytes).max(partial_bytes) + 1024) as u32)
-        .cluster(parts as u32);
-    q.launch(&format!("sm90_quantized_wide_gemm_{}", format.name()), launch, &args)
+    let [width, height, depth] = tiling.grid.map(|size| size as u32);
+    let launch = Launch::new(0, tiling.threads as u32)
+        .grid(width, height, depth)
+        .shared(tiling.shared_bytes as u32)
+        .cluster(tiling.parts as u32);
+    q.launch(&tiling.kernel, launch, &args)
 }
 
 /// Whether this GPU and this build have the fast kernel.
@@ -129,7 +167,7 @@ pub fn quantized_gemm_split(
 ) -> Result<(), CudaError> {
     check_product(y, x, weight, rows, epilogue)?;
     ensure!(OP, rows <= MAX_ROWS, "{rows} rows; expected 1 to {MAX_ROWS}");
-    let PackedWeight { codes, bias, n, k, format, .. } = *weight;
+    let format = weight.format;
     let QuantizedSplit { parts, groups, ring_bytes } = split;
     ensure!(OP, matches!(parts, 1 | 2 | 4), "K in {parts} parts; expected 1, 2 or 4");
     ensure!(OP, matches!(groups, 2 | 4), "{groups} groups; expected 2 or 4");
@@ -144,25 +182,17 @@ pub fn quantized_gemm_split(
     let static_bytes = 512;
     let fits = shared_bytes + static_bytes <= q.gpu().max_shared_bytes() as usize;
     ensure!(OP, fits, "a ring of {ring_bytes} bytes is too large");
-
-    let codes_map = TensorMap::bytes_matrix(codes, n, format.row_bytes(k), TILE, 128)?;
-    let x_map = TensorMap::matrix(x, rows, k, width, BOX)?;
-    let output = output_argument(y, bias, rows, n, epilogue.code());
-    let meta = meta_argument(weight);
-    let args = [
-        Arg::Bytes(codes_map.bytes()),
-        Arg::Bytes(x_map.bytes()),
-        Arg::Bytes(&output),
-        Arg::Bytes(bytemuck::bytes_of(&meta)),
-        (k as u32).into(),
-        (stages as u32).into(),
-        (parts as u32).into(),
-    ];
-    let launch = Launch::new(0, (groups * 128 + 32) as u32)
-        .grid(parts as u32, n.div_ceil(TILE) as u32, 1)
-        .shared(shared_bytes as u32)
-        .cluster(parts as u32);
-    q.launch(&format!("sm90_quantized_gemm_{}_m{width}_g{groups}", format.name()), launch, &args)
+    let tiling = Tiling {
+        kernel: format!("sm90_quantized_gemm_{}_m{width}_g{groups}", format.name()),
+        weight_rows: TILE,
+        x_rows: width,
+        stages,
+        parts,
+        threads: groups * 128 + 32,
+        shared_bytes,
+        grid: [parts, weight.n.div_ceil(TILE), 1],
+    };
+    launch(q, [y, x], weight, rows, epilogue, &tiling)
 }
 
 /// [`quantized_gemm`] with the version that runs on any GPU.
