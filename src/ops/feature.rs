@@ -62,6 +62,39 @@ pub enum Feature {
     ExpertsApart,
 }
 
+impl Feature {
+    /// All features.
+    pub const ALL: &[Feature] = &[
+        Feature::LayerNorm,
+        Feature::LearnedPositions,
+        Feature::PlainMlp,
+        Feature::OtherActivations,
+        Feature::Xielu,
+        Feature::HeadNorm,
+        Feature::EachHeadNorm,
+        Feature::AllHeadsNorm,
+        Feature::Alibi,
+        Feature::ScoreCap,
+        Feature::Sinks,
+        Feature::ChunkedAttention,
+        Feature::QueryScale,
+        Feature::LogitCap,
+        Feature::BranchNorm,
+        Feature::ParallelBranches,
+        Feature::ValueNorm,
+        Feature::SharedKv,
+        Feature::PerLayerInputs,
+        Feature::LayerScale,
+        Feature::Experts,
+        Feature::SigmoidRouting,
+        Feature::ScaledExpertInputs,
+        Feature::SelectionBias,
+        Feature::ExpertGroups,
+        Feature::ExpertScales,
+        Feature::ExpertsApart,
+    ];
+}
+
 impl fmt::Display for Feature {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(match self {

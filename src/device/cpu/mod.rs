@@ -113,43 +113,7 @@ impl CpuTensor {
 
 impl CpuDevice {
     /// Optional ops that this device has.
-    pub(crate) const FEATURES: &[Feature] = {
-        use Feature::{
-            Alibi, AllHeadsNorm, BranchNorm, ChunkedAttention, EachHeadNorm, ExpertGroups, ExpertScales, Experts,
-            ExpertsApart, HeadNorm, LayerNorm, LayerScale, LearnedPositions, LogitCap, OtherActivations,
-            ParallelBranches, PerLayerInputs, PlainMlp, QueryScale, ScaledExpertInputs, ScoreCap, SelectionBias,
-            SharedKv, SigmoidRouting, Sinks, ValueNorm, Xielu,
-        };
-        &[
-            LayerNorm,
-            LearnedPositions,
-            PlainMlp,
-            OtherActivations,
-            Xielu,
-            HeadNorm,
-            EachHeadNorm,
-            AllHeadsNorm,
-            Alibi,
-            ScoreCap,
-            Sinks,
-            ChunkedAttention,
-            QueryScale,
-            LogitCap,
-            BranchNorm,
-            ParallelBranches,
-            ValueNorm,
-            SharedKv,
-            PerLayerInputs,
-            LayerScale,
-            Experts,
-            SigmoidRouting,
-            ScaledExpertInputs,
-            SelectionBias,
-            ExpertGroups,
-            ExpertScales,
-            ExpertsApart,
-        ]
-    };
+    pub(crate) const FEATURES: &[Feature] = Feature::ALL;
 
     /// Starts the threads and joins the group.
     ///

@@ -180,43 +180,7 @@ fn device_error(error: CudaError) -> DeviceError {
 
 impl CudaDevice {
     /// Optional ops that this device has.
-    pub(crate) const FEATURES: &[Feature] = {
-        use Feature::{
-            Alibi, AllHeadsNorm, BranchNorm, ChunkedAttention, EachHeadNorm, ExpertGroups, ExpertScales, Experts,
-            ExpertsApart, HeadNorm, LayerNorm, LayerScale, LearnedPositions, LogitCap, OtherActivations,
-            ParallelBranches, PerLayerInputs, PlainMlp, QueryScale, ScaledExpertInputs, ScoreCap, SelectionBias,
-            SharedKv, SigmoidRouting, Sinks, ValueNorm, Xielu,
-        };
-        &[
-            LayerNorm,
-            LearnedPositions,
-            PlainMlp,
-            OtherActivations,
-            Xielu,
-            HeadNorm,
-            EachHeadNorm,
-            AllHeadsNorm,
-            ValueNorm,
-            Alibi,
-            ScoreCap,
-            Sinks,
-            ChunkedAttention,
-            QueryScale,
-            SharedKv,
-            LogitCap,
-            BranchNorm,
-            ParallelBranches,
-            PerLayerInputs,
-            LayerScale,
-            Experts,
-            SigmoidRouting,
-            ScaledExpertInputs,
-            SelectionBias,
-            ExpertGroups,
-            ExpertScales,
-            ExpertsApart,
-        ]
-    };
+    pub(crate) const FEATURES: &[Feature] = Feature::ALL;
 
     /// Opens the GPU and joins the group. From now on only the calling thread may use the device.
     ///
