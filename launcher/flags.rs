@@ -3,9 +3,10 @@
 use std::ffi::OsString;
 use std::path::PathBuf;
 
-use clap::{Args, Parser, Subcommand, ValueEnum};
+use clap::{Args, Parser, Subcommand};
 use settings::{DeviceKind, WeightPrecision};
 
+pub use crate::choices::{Backend, Bind, ContainerRuntime};
 use crate::command::text_with_dashes;
 use crate::keys::Keys;
 
@@ -157,39 +158,6 @@ pub struct BatchFlags {
     /// The world to start.
     #[command(flatten)]
     pub world: WorldFlags,
-}
-
-/// The program that starts the processes of a world.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
-pub enum Backend {
-    /// One rank directly; more by `srun` in a Slurm allocation with a plugin for the MPI (PMIx, or PMI for MPICH), else by `mpirun`.
-    Auto,
-    /// `mpirun` of Open MPI or MPICH.
-    Mpirun,
-    /// Slurm's `srun`, in an allocation.
-    Srun,
-    /// The only rank directly.
-    Local,
-}
-
-/// The program that runs container images.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
-pub enum ContainerRuntime {
-    /// NVIDIA's plugin of Slurm's `srun`.
-    Pyxis,
-    /// Apptainer (formerly Singularity), in front of each rank's command.
-    Apptainer,
-}
-
-/// The cores that each rank may run on.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
-pub enum Bind {
-    /// Every core of its node.
-    None,
-    /// The cores and memory of one NUMA domain.
-    Numa,
-    /// An exclusive, equal share of its node's cores.
-    Core,
 }
 
 /// The world to start.

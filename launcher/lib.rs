@@ -31,6 +31,7 @@ macro_rules! eprint {
 }
 
 mod capture;
+mod choices;
 pub mod command;
 mod container;
 mod control;
