@@ -57,5 +57,5 @@ fn a_tensor_that_is_no_contiguous_matrix_is_refused_when_it_is_asked_for() {
     file.extend_from_slice(&6u64.to_le_bytes());
     file.extend_from_slice(&[0; 24]);
     let error = open(&file).unwrap().matrix("w", [2, 3], 0..2, 0..3).unwrap_err().to_string();
-    assert!(error.contains("tensor `w` lies with strides [1, 2] for shape [2, 3]"), "{error}");
+    assert!(error.contains("tensor `w` has strides [1, 2] for shape [2, 3]"), "{error}");
 }
