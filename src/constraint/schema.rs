@@ -33,6 +33,9 @@ const UNSUPPORTED: [&str; 21] = [
     "x-guidance",
 ];
 
+/// Optional properties of an object. Each takes four of the 2 000 items that `llguidance` allows for one place of a text.
+const MAX_OPTIONAL: usize = 480;
+
 /// A schema that may be given as JSON text.
 ///
 /// # Errors
@@ -71,6 +74,21 @@ fn shallow(value: &Value, place: &mut Place, depth: usize, limits: &Limits) -> R
     }
 }
 
+/// Refuses an object with more than [`MAX_OPTIONAL`] optional properties.
+fn check_optional(fields: &Map<String, Value>, place: &Place) -> Result<(), ConstraintError> {
+    let Some(properties) = fields.get("properties").and_then(Value::as_object) else { return Ok(()) };
+    let required = fields.get("required").and_then(Value::as_array).map_or(0, Vec::len);
+    let optional = properties.len().saturating_sub(required);
+    if optional <= MAX_OPTIONAL {
+        return Ok(());
+    }
+    let reason = format!(
+        "`{place}` has {optional} optional properties, over the limit of {MAX_OPTIONAL}: make some of them required, or leave \
+         some out"
+    );
+    Err(ConstraintError::Invalid { what: WHAT, reason })
+}
+
 fn checked(schema: &Value, place: &mut Place) -> Result<Value, ConstraintError> {
     let fields = match schema {
         Value::Bool(_) => return Ok(schema.clone()),
@@ -80,6 +98,7 @@ fn checked(schema: &Value, place: &mut Place) -> Result<Value, ConstraintError> 
             return Err(ConstraintError::Invalid { what: WHAT, reason });
         }
     };
+    check_optional(fields, place)?;
     let mut kept = Map::new();
     for (key, value) in fields.iter().filter(|(key, value)| !is_void(key, value)) {
         if UNSUPPORTED.contains(&key.as_str()) {

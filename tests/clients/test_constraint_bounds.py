@@ -52,11 +52,10 @@ REFUSED = {
     "a grammar with nested groups": {"guided_grammar": "start: " + "(" * 20_000 + '"a"' + ")" * 20_000},
     "a schema that nests": form(nested(100)),
     "10 000 properties": form(properties(10_000)),
+    "2 000 optional properties": form(properties(2_000)),
     "a circle of references": form({"$ref": "#/$defs/a", "$defs": {"a": {"$ref": "#/$defs/b"}, "b": {"$ref": "#/$defs/a"}}}),
     "8^12 combinations": form({"allOf": [{"anyOf": [{"properties": {f"v{k}_{n}": {"type": "integer"}}} for n in range(8)]} for k in range(12)]}),
 }
-# Whether its time suffices depends on the machine.
-BOUNDED = {"2 000 optional properties": form(properties(2_000))}
 SERVED = {
     "nested counts": {"guided_regex": "(a{1,1000}){1,1000}"},
     "overlapping repetitions": {"guided_regex": "(.*a){40}"},
@@ -103,16 +102,6 @@ def test_what_explodes_is_a_400_in_bounded_time_and_other_tokens_keep_coming(wor
         seconds = time.monotonic() - started
     assert status == 400, body
     assert len(body["error"]["message"]) < 2000 and seconds < MAX_SECONDS, (seconds, body)
-    assert gaps and max(gaps) < MAX_GAP_SECONDS
-
-
-@pytest.mark.parametrize("name", BOUNDED)
-def test_what_takes_about_as_long_as_it_may_is_served_or_a_400(world, name):
-    with gaps_of_a_stream(world) as gaps:
-        started = time.monotonic()
-        status, _, body = post(world, BOUNDED[name])
-        seconds = time.monotonic() - started
-    assert status in (200, 400) and seconds < MAX_SECONDS, (seconds, body)
     assert gaps and max(gaps) < MAX_GAP_SECONDS
 
 
