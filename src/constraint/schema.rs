@@ -1,5 +1,7 @@
 //! Checks a JSON schema before it is compiled, so that a refusal names the place.
 
+use std::collections::HashSet;
+
 use serde_json::{Map, Value};
 
 use crate::ConstraintError;
@@ -77,8 +79,9 @@ fn shallow(value: &Value, place: &mut Place, depth: usize, limits: &Limits) -> R
 /// Refuses an object with more than [`MAX_OPTIONAL`] optional properties.
 fn check_optional(fields: &Map<String, Value>, place: &Place) -> Result<(), ConstraintError> {
     let Some(properties) = fields.get("properties").and_then(Value::as_object) else { return Ok(()) };
-    let required = fields.get("required").and_then(Value::as_array).map_or(0, Vec::len);
-    let optional = properties.len().saturating_sub(required);
+    let required = fields.get("required").and_then(Value::as_array).into_iter().flatten();
+    let required: HashSet<&str> = required.filter_map(Value::as_str).collect();
+    let optional = properties.keys().filter(|name| !required.contains(name.as_str())).count();
     if optional <= MAX_OPTIONAL {
         return Ok(());
     }

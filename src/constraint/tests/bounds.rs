@@ -134,6 +134,11 @@ fn huge_and_circular_schemas_are_bounded() {
         ("300 optional properties", Fate::Served, properties(300)),
         ("480 optional properties", Fate::Served, properties(480)),
         ("2 000 optional properties", Fate::Refused, properties(2_000)),
+        ("2 000 optional properties beside 2 000 other required names", Fate::Refused, {
+            let mut schema = properties(2_000);
+            schema["required"] = (0..2_000).map(|n| format!("other{n}")).collect();
+            schema
+        }),
         ("10 000 optional properties", Fate::Refused, properties(10_000)),
         ("10 000 values", Fate::Served, json!({"enum": values})),
         ("a reference to itself", Fate::Refused, json!({"$ref": "#"})),
