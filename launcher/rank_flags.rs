@@ -21,8 +21,8 @@ struct RankFlag {
 /// Flags with the path of the server program.
 const PROGRAM_FLAGS: [&str; 2] = ["--trireme", "--tritonserver"];
 
-/// The same command line, program name first, with the flags of ranks behind `--`. The server program is asked for them only if the
-/// line has a flag that the launcher does not know.
+/// The same command line, program name first, with the flags of ranks behind `--`. The server program lists these flags; it is started
+/// only if the line has a flag that the launcher does not know.
 ///
 /// # Errors
 /// The error of the original line, if it has a flag that neither knows.

@@ -112,7 +112,7 @@ fn pattern_without(marker: &str) -> Option<String> {
     }
     let first = escaped(*first);
     let prefix = |end: usize| characters[..end].iter().copied().map(escaped).collect::<String>();
-    // The marker's beginnings, and each with a character that neither goes on nor begins anew.
+    // Each prefix of the marker, and each prefix followed by a character that neither continues nor restarts the marker.
     let begun = (1..characters.len()).map(prefix).collect::<Vec<_>>().join("|");
     let other = |end: usize| format!("{}[^{first}{}]", prefix(end), escaped(characters[end]));
     let ended = (1..characters.len()).map(other).collect::<Vec<_>>().join("|");

@@ -21,8 +21,8 @@ use crate::api::triton::shapes::fit_shape;
 use crate::transport::budget::Charge;
 
 /// Reads a request. Members with the name of an input become tensors, all others parameters. `generates_text` says whether the
-/// model generates text natively; it is asked for members that are not inputs only. Such a model takes inputs by the name of
-/// another release of TensorRT-LLM, too.
+/// model generates text natively; it is called only for members that are not inputs. Such a model also takes inputs by the names
+/// of another release of TensorRT-LLM.
 ///
 /// # Errors
 /// When the body is not a JSON object, a value is invalid for its input or parameter, or the model generates text and the name
