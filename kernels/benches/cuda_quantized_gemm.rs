@@ -1,14 +1,17 @@
-//! Linear layers with weights in 8 and 4 bits and few rows on the first GPU, compared with the memory bandwidth.
+//! Linear layers with weights in 8 and 4 bits on the first GPU, compared with the memory bandwidth.
 //!
-//! `cargo bench -p kernels --bench cuda_quantized_gemm [-- READ_TB_S] [tune]`; the default bandwidth is 4.47 TB/s, an
+//! `cargo bench -p kernels --bench cuda_quantized_gemm [-- READ_TB_S] [tune] [e4m3]`; the default bandwidth is 4.47 TB/s, an
 //! H200's. The shapes are those of Llama 3 with 8 billion parameters. Each layer runs repeatedly with different weights,
-//! which together are larger than the L2 cache. With `tune`, every division of the work is measured.
+//! which together are larger than the L2 cache. With `tune`, every division of the work is measured; with
+//! `e4m3`, only products whose inputs are in e4m3, too.
 
 mod gpu;
 
 use gpu::{ROTATED_BYTES, microseconds, random};
 use half::bf16;
+use kernels::cuda::fp8_gemm::{Fp8Split, fp8_gemm, fp8_gemm_split};
 use kernels::cuda::gated_activation::GateActivation;
+use kernels::cuda::quantize_rows::{Fp8Rows, quantize_rows};
 use kernels::cuda::quantized_gemm::{
     PackedFormat, PackedWeight, QuantizedSplit, dequantize, quantized_gemm, quantized_gemm_split, quantized_wide_gemm,
 };
@@ -21,6 +24,8 @@ const SHAPES: [(&str, usize, usize); 4] =
 const ROWS: [usize; 5] = [1, 8, 16, 32, 64];
 /// More rows, by the other kernel.
 const MANY_ROWS: [usize; 6] = [65, 128, 256, 512, 1024, 2048];
+/// Rows of products whose inputs are in e4m3, too.
+const FP8_ROWS: [usize; 6] = [72, 128, 256, 512, 2048, 16384];
 const FORMATS: [PackedFormat; 3] = [
     PackedFormat::Fp8Rows,
     PackedFormat::Fp8Blocks,
@@ -30,7 +35,7 @@ const FORMATS: [PackedFormat; 3] = [
 fn main() {
     let Some((gpu, queue)) = gpu::open() else { return };
     let read = std::env::args().find_map(|arg| arg.parse::<f64>().ok()).unwrap_or(4.47);
-    let tunes = std::env::args().any(|arg| arg == "tune");
+    let [tunes, only_e4m3] = ["tune", "e4m3"].map(|name| std::env::args().any(|arg| arg == name));
     println!("{:>9} {:>8} {:>4} {:>7} {:>6} {:>6}", "format", "op", "rows", "us", "TB/s", "% read");
     for (format, (name, n, k)) in FORMATS.into_iter().flat_map(|format| SHAPES.map(|shape| (format, shape))) {
         let bytes = format.codes_bytes(n, k) + format.scales_bytes(n, k);
@@ -47,7 +52,7 @@ fn main() {
             PackedFormat::Int4 { .. } => "int4",
         };
         let epilogue = if name == "gate_up" { Epilogue::Gated(GateActivation::Silu) } else { Epilogue::Store };
-        for rows in ROWS {
+        for rows in ROWS.into_iter().filter(|_| !only_e4m3) {
             let (x, y) = (random(&gpu, rows * k), DeviceBuffer::with_count::<bf16>(&gpu, rows * n).expect("memory"));
             let print = |us: f64, what: &str| {
                 let rate = bytes as f64 / us / 1e6;
@@ -76,7 +81,7 @@ fn main() {
             found.sort_by(|a, b| a.0.total_cmp(&b.0));
             found.iter().take(4).for_each(|(us, what)| print(*us, what));
         }
-        for rows in MANY_ROWS {
+        for rows in MANY_ROWS.into_iter().filter(|_| !only_e4m3) {
             let (x, y) = (random(&gpu, rows * k), DeviceBuffer::with_count::<bf16>(&gpu, rows * n).expect("memory"));
             let us = microseconds(&queue, copies, |i| {
                 quantized_wide_gemm(&queue, y.span(), x.span(), &weight(i), rows, epilogue)
@@ -86,6 +91,38 @@ fn main() {
                 "{label:>9} {name:>8} {rows:>4} {us:>7.1} {:>6.2} TB/s, {tflops:.0} TFLOP/s",
                 bytes as f64 / us / 1e6
             );
+        }
+        for rows in FP8_ROWS.into_iter().filter(|_| !matches!(format, PackedFormat::Int4 { .. })) {
+            let (x, y) = (random(&gpu, rows * k), DeviceBuffer::with_count::<bf16>(&gpu, rows * n).expect("memory"));
+            let buffer = DeviceBuffer::new(&gpu, Fp8Rows::bytes(rows, k)).expect("memory");
+            let codes = Fp8Rows::in_buffer(buffer.span(), rows, k);
+            let print = |us: f64, what: &str| {
+                let (rate, tflops) = (bytes as f64 / us / 1e6, (2 * rows * n * k) as f64 / us / 1e6);
+                println!(
+                    "{label:>9} {name:>8} {rows:>5} {us:>7.1} {rate:>6.2} TB/s, {tflops:>5.0} TFLOP/s, x in e4m3 {what}"
+                );
+            };
+            let runs = copies.min(if rows > 2048 { 2 } else { copies });
+            let us = microseconds(&queue, runs, |_| quantize_rows(&queue, codes, x.span(), rows, k));
+            println!("{label:>9} {name:>8} {rows:>5} {us:>7.1} to e4m3, {:.2} TB/s", (3 * rows * k) as f64 / us / 1e6);
+            let us = microseconds(&queue, runs, |i| fp8_gemm(&queue, y.span(), codes, &weight(i), rows, epilogue));
+            print(us, "");
+            if !tunes {
+                continue;
+            }
+            let mut found = Vec::new();
+            for (cols, parts) in [(128, 1), (128, 2), (128, 3), (128, 4), (256, 1), (256, 2), (256, 3), (256, 4)] {
+                if parts > 1 && rows > 512 {
+                    continue;
+                }
+                let split = Fp8Split { cols, parts };
+                let us = microseconds(&queue, runs, |i| {
+                    fp8_gemm_split(&queue, y.span(), codes, &weight(i), rows, epilogue, split)
+                });
+                found.push((us, format!("{split:?}")));
+            }
+            found.sort_by(|a, b| a.0.total_cmp(&b.0));
+            found.iter().take(4).for_each(|(us, what)| print(*us, what));
         }
         let out = DeviceBuffer::with_count::<bf16>(&gpu, n * k).expect("memory");
         let us = microseconds(&queue, 2 * copies, |i| dequantize(&queue, out.span(), &weight(i)));

@@ -237,12 +237,19 @@ pub(super) fn check_product(
     rows: usize,
     epilogue: Epilogue,
 ) -> Result<(), CudaError> {
+    check_outputs(y, weight, rows, epilogue)?;
+    let k = weight.k;
+    ensure!(OP, x.count::<bf16>() >= rows * k && x.is_aligned(16), "x is shorter than {rows} x {k}, or not aligned");
+    Ok(())
+}
+
+/// Checks the operands of a product besides x.
+pub(super) fn check_outputs(y: Span, weight: &PackedWeight, rows: usize, epilogue: Epilogue) -> Result<(), CudaError> {
     check(weight)?;
-    let (n, k) = (weight.n, weight.k);
+    let n = weight.n;
     ensure!(OP, rows > 0, "no rows");
     let group = if matches!(epilogue, Epilogue::Gated(_)) { 2 * GATE_GROUP } else { 8 };
     ensure!(OP, n.is_multiple_of(group), "{n} outputs are not a multiple of {group}");
-    ensure!(OP, x.count::<bf16>() >= rows * k && x.is_aligned(16), "x is shorter than {rows} x {k}, or not aligned");
     ensure!(OP, y.bytes() >= epilogue.output_bytes(rows, n) && y.is_aligned(16), "y is too short, or not aligned");
     Ok(())
 }

@@ -15,6 +15,7 @@
 // test     tests/cuda_experts.rs
 #include "grouped.cuh"
 #include "sm90.cuh"
+#include "fragment.cuh"
 
 constexpr int GROUPS = 2;
 constexpr u32 ROWS = 64, TILE_ROWS = GROUPS * ROWS, TILE_COLS = 256;
@@ -81,27 +82,6 @@ __device__ __forceinline__ void skip_tile(const Stages& ring, Cursor& at, i32 sl
         barrier_wait(ring.full + 8 * at.stage, at.parity);
         if (threadIdx.x % 32 == 0) barrier_arrive(ring.empty + 8 * at.stage);
         at.advance(ring.count);
-    }
-}
-
-__device__ __forceinline__ float2 bias_of(const bf16* bias, u32 n, u32 count) {
-    if (!bias || n >= count) return make_float2(0.0f, 0.0f);
-    const u32 pair = *reinterpret_cast<const u32*>(bias + n);
-    return make_float2(unpack_lo(pair), unpack_hi(pair));
-}
-
-// Four lanes have the same row; each has one pair of columns of four blocks of eight columns. Afterwards, each has all pairs
-// of one block: a transpose of 4 x 4.
-__device__ __forceinline__ void gather_block(u32 (&v)[4], u32 t) {
-#pragma unroll
-    for (int d = 1; d <= 2; d <<= 1) {
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-            if (i & d) continue;
-            const u32 sent = t & d ? v[i] : v[i + d], got = __shfl_xor_sync(FULL_WARP, sent, d);
-            if (t & d) v[i] = got;
-            else v[i + d] = got;
-        }
     }
 }
 

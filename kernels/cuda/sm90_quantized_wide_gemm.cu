@@ -13,8 +13,9 @@
 // bound    tensor cores, 2 M N K operations in bf16. 512 x 28672 x 4096: 160 us at 754 TFLOP/s (H200)
 // test     tests/cuda_quantized_gemm.rs, tolerance as of sm90_quantized_gemm.cu
 #include "sm90_quantized.cuh"
+#include "sm90_wide_tile.cuh"
 
-constexpr int TILES = 2, NT = 128, CONSUMERS = TILES * 128;
+constexpr int TILES = 2, CONSUMERS = TILES * 128;
 
 template <int FORMAT>
 using WideRing = QuantizedRing<FORMAT, NT, TILES>;
@@ -43,31 +44,6 @@ __device__ __forceinline__ void produce(const WideRing<FORMAT>& ring, const Tens
         ring.load_rows(s, x_map, work.first + i, work.m0);
         if (++s == ring.stages) s = 0, parity ^= 1;
     }
-}
-
-// Sums of a block's tiles over the cluster. A block stores its own as [TILES][NT][PITCH] f32.
-struct WideReducer {
-    u32 partial;  // shared address; it is the same in the other blocks
-    i32 parts;
-
-    __device__ float4 sum(int m, int r) const {
-        float4 total = make_float4(0.f, 0.f, 0.f, 0.f);
-        const u32 offset = (u32)((r / TILE * NT + m) * PITCH + r % TILE) * 4;
-        for (int p = 0; p < parts; ++p) {
-            const float4 v = cluster_load(cluster_map(partial + offset, p));
-            total.x += v.x, total.y += v.y, total.z += v.z, total.w += v.w;
-        }
-        return total;
-    }
-};
-
-// The output of rows m0 .. of x.
-__device__ __forceinline__ Output rows_of(const Output& out, i32 m0) {
-    Output own = out;
-    own.m = min(out.m - m0, NT);
-    const i64 row_bytes = out.epilogue >= SILU ? out.n : (i64)out.pitch * (out.epilogue == STORE ? 2 : 4);
-    own.y = (u8*)out.y + m0 * row_bytes;
-    return own;
 }
 
 template <int FORMAT>
@@ -114,8 +90,7 @@ __device__ __forceinline__ void wide_gemm(const TensorMap* w_map, const TensorMa
     float* partial = reinterpret_cast<float*>(dynamic + (aligned - raw)) + tile * NT * PITCH;
     if (threadIdx.x < CONSUMERS) store_partial<NT>(partial, acc);
     cluster_sync();
-    constexpr i32 ROWS = TILES * TILE;
-    store_rows(WideReducer{aligned, parts}, rows_of(out, work.m0), work.n0, blockIdx.x * (ROWS / parts), ROWS / parts, blockDim.x);
+    store_share(aligned, parts, rows_of(out, work.m0), work.n0, TILES * TILE, blockDim.x);
     cluster_sync();  // no block may exit while another reads its partial sums
 }
 

@@ -107,7 +107,7 @@ fn random_code(random: &mut Random, is_fp8: bool) -> u8 {
 }
 
 /// The value of an e4m3 code by its definition.
-fn e4m3(code: u8) -> f32 {
+pub fn e4m3(code: u8) -> f32 {
     let (exponent, fraction) = (i32::from(code >> 3 & 15), f32::from(code & 7) / 8.0);
     let size = if exponent == 0 { fraction * 2f32.powi(-6) } else { (1.0 + fraction) * 2f32.powi(exponent - 7) };
     if code & 0x80 != 0 { -size } else { size }

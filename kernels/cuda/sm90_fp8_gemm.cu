@@ -1,0 +1,314 @@
+// sm90_fp8_gemm: y[m, n] = sum_k x[m, k] * w[n, k] (+ bias[n]) for x and w in e4m3
+// archs: 90a
+//
+// x        codes [M, 128 S] through tensor map `x_map`, box [128, 128], S slices of K; scales [S, M padded to 128] f32:
+//          one for each row and slice. quantize_rows.cu writes both, with the columns of a slice in the order of w's codes
+// w        codes through tensor map `w_map`, box [128 or 256, 128], and scales, as quantized.cuh describes
+// y        described in sm90_gemm.cuh
+// maths    the products of a slice are summed in the tensor cores. Each such sum is multiplied by the scales of the row and
+//          of the block (FP8_BLOCKS), and added in fp32, slices in order; at the end times the scale of w's row (FP8_ROWS).
+//          With P parts of K each part is such a sum; parts are added in order. No result depends on other rows
+// launch   384 threads, dynamic shared memory from the wrapper. P = 1 (of 1 to 4): one block for each multiprocessor, which computes
+//          tiles of 128 rows of x by 128 or 256 rows of w; otherwise grid (P tiles), cluster (P), a tile for each cluster.
+//          One warp keeps a ring of slices filled, across the ends of tiles; two warpgroups multiply 64 rows of x each: while
+//          one adds its sums, the other one's products run
+// needs    N % 8 == 0 (N % 16 == 0 for gate/up): checked in fp8_gemm.rs
+// bound    tensor cores, 2 M N K operations; few rows: memory, N K bytes
+// test     tests/cuda_fp8_gemm.rs
+#include "fragment.cuh"
+#include "sm90_quantized.cuh"
+#include "sm90_wide_tile.cuh"
+
+constexpr int GROUPS = 2, GROUP_ROWS = 64, CONSUMERS = GROUPS * 128;
+constexpr u32 SLICE = 128;        // columns of a slice, and bytes
+constexpr int PRODUCT_COLS = 128; // rows of w in one product
+constexpr i32 ROW_TILES = 16;     // tiles of x that share the rows of w in the L2 cache
+
+template <int FORMAT, int COLS>
+struct Fp8Ring {
+    static constexpr int TILES = COLS / TILE;
+    static constexpr u32 X_BYTES = NT * SLICE, W_BYTES = COLS * SLICE, STAGE_BYTES = X_BYTES + W_BYTES;
+    static constexpr u32 X_SCALES = NT * 4, W_SCALES = FORMAT == FP8_BLOCKS ? TILES * 16 : 0, SCALES = X_SCALES + TILES * 16;
+    u32 base, full, empty;  // shared addresses: stages, then scales of each stage, and barriers of 8 bytes each
+    i32 stages;
+
+    __device__ u32 x(i32 s, int group) const { return base + s * STAGE_BYTES + group * GROUP_ROWS * SLICE; }
+    __device__ u32 w(i32 s, int part) const { return base + s * STAGE_BYTES + X_BYTES + part * PRODUCT_COLS * SLICE; }
+    __device__ u32 x_scales(i32 s) const { return base + stages * STAGE_BYTES + s * SCALES; }
+    __device__ u32 w_scales(i32 s) const { return x_scales(s) + X_SCALES; }
+};
+
+struct Cursor {
+    i32 stage;
+    u32 parity;
+
+    __device__ void advance(i32 stages) {
+        if (++stage == stages) stage = 0, parity ^= 1;
+    }
+};
+
+struct Operands {
+    const float* x_scales;  // [S, x_pitch]
+    const u8* w_scales;
+    i32 x_pitch;
+    i32 slices;
+    i32 parts;
+};
+
+// The tiles of a block, and its slices of K.
+template <int COLS>
+struct Work {
+    i32 row_tiles, col_tiles, item, items, step, first, count;
+
+    __device__ Work(const Output& out, const Operands& p) {
+        row_tiles = (out.m + NT - 1) / NT, col_tiles = (out.n + COLS - 1) / COLS, items = row_tiles * col_tiles;
+        const i32 part = blockIdx.x % p.parts;
+        item = blockIdx.x / p.parts, step = gridDim.x / p.parts;
+        first = p.slices * part / p.parts, count = p.slices * (part + 1) / p.parts - first;
+    }
+
+    // Tiles with the same rows of w follow each other; at most ROW_TILES of them.
+    __device__ void tile(i32 index, i32& m0, i32& n0) const {
+        const i32 group = index / (ROW_TILES * col_tiles), first_tile = group * ROW_TILES;
+        const i32 size = min(ROW_TILES, row_tiles - first_tile), own = index - first_tile * col_tiles;
+        m0 = (first_tile + own % size) * NT, n0 = own / size * COLS;
+    }
+};
+
+template <int FORMAT, int COLS>
+__device__ __forceinline__ void produce(const Fp8Ring<FORMAT, COLS>& ring, const TensorMap* w_map, const TensorMap* x_map,
+                                        const Output& out, const Operands& p, const Work<COLS>& work) {
+    using R = Fp8Ring<FORMAT, COLS>;
+    const i32 last_tile = (out.n - 1) / TILE;
+    const u64 w_policy = work.row_tiles > 1 ? EVICT_LAST : EVICT_FIRST;
+    const auto load_weights = [&](i32 s, i32 n0, i32 slice) {
+        const u32 full = ring.full + 8 * s;
+        barrier_arrive_expect(full, R::STAGE_BYTES + R::X_SCALES + R::W_SCALES);
+        tensor_load(ring.w(s, 0), w_map, slice * SLICE, n0, full, w_policy);
+        if constexpr (FORMAT == FP8_BLOCKS) {
+#pragma unroll 1
+            for (int tile = 0; tile < R::TILES; ++tile) {
+                const u8* from = p.w_scales + ((i64)min(n0 / TILE + tile, last_tile) * p.slices + slice) * 16;
+                bulk_load(ring.w_scales(s) + 16 * tile, from, 16, full, w_policy);
+            }
+        }
+    };
+    const auto load_rows = [&](i32 s, i32 m0, i32 slice) {
+        const u32 full = ring.full + 8 * s;
+        tensor_load(ring.x(s, 0), x_map, slice * SLICE, m0, full, EVICT_LAST);
+        bulk_load(ring.x_scales(s), (const u8*)(p.x_scales + (i64)slice * p.x_pitch + m0), R::X_SCALES, full, EVICT_LAST);
+    };
+    i32 m0, n0;
+    // Weights may be read while the kernel before still runs.
+    work.tile(work.item, m0, n0);
+    const i32 early = work.item < work.items ? min(work.count, ring.stages) : 0;
+    for (i32 i = 0; i < early; ++i) load_weights(i, n0, work.first + i);
+    pdl_wait();
+    for (i32 i = 0; i < early; ++i) load_rows(i, m0, work.first + i);
+    Cursor at{early % ring.stages, early == ring.stages ? 0u : 1u};
+    for (i32 item = work.item, begun = early; item < work.items; item += work.step, begun = 0) {
+        work.tile(item, m0, n0);
+        for (i32 i = begun; i < work.count; ++i) {
+            barrier_wait(ring.empty + 8 * at.stage, at.parity);
+            load_weights(at.stage, n0, work.first + i);
+            load_rows(at.stage, m0, work.first + i);
+            at.advance(ring.stages);
+        }
+    }
+}
+
+// One warpgroup: acc [64 rows of x, COLS rows of w] = its rows times the tile's.
+template <int FORMAT, int COLS>
+__device__ __forceinline__ void multiply_tile(float* acc, const Fp8Ring<FORMAT, COLS>& ring, Cursor& at, i32 count, int group) {
+    constexpr int PARTS = COLS / PRODUCT_COLS;
+    const int row = group * GROUP_ROWS + threadIdx.x / 32 % 4 * 16 + threadIdx.x % 32 / 4;
+    for (i32 i = 0; i < count; ++i) {
+        barrier_wait(ring.full + 8 * at.stage, at.parity);
+        const u64 x = tile_descriptor(ring.x(at.stage, group));
+        const float first = shared_load_f32(ring.x_scales(at.stage) + 4 * row), second = shared_load_f32(ring.x_scales(at.stage) + 4 * row + 32);
+#pragma unroll
+        for (int part = 0; part < PARTS; ++part) {
+            const u64 w = tile_descriptor(ring.w(at.stage, part));
+            float sums[PRODUCT_COLS / 2];
+            wgmma_fence();
+#pragma unroll
+            for (int k = 0; k < SLICE / 32; ++k) wgmma_e4m3_n128(sums, x + 2 * k, w + 2 * k, k > 0);
+            wgmma_commit();
+            float scales[2][2][2];  // of the tile, of blocks of eight rows of w that are even and odd, of the rows of x
+#pragma unroll
+            for (int tile = 0; tile < 2; ++tile) {
+#pragma unroll
+                for (int odd = 0; odd < 2; ++odd) {
+                    float scale = 1.0f;
+                    if constexpr (FORMAT == FP8_BLOCKS) scale = shared_load_f32(ring.w_scales(at.stage) + 16 * (2 * part + tile) + 4 * odd);
+                    scales[tile][odd][0] = first * scale, scales[tile][odd][1] = second * scale;
+                }
+            }
+            wgmma_wait<0>();
+            if (part == PARTS - 1) {
+                __syncwarp();
+                if (threadIdx.x % 32 == 0) barrier_arrive(ring.empty + 8 * at.stage);
+            }
+#pragma unroll
+            for (int j = 0; j < PRODUCT_COLS / 8; ++j) {
+#pragma unroll
+                for (int c = 0; c < 4; ++c) acc[part * PRODUCT_COLS / 2 + 4 * j + c] += scales[j / 8][j % 2][c / 2] * sums[4 * j + c];
+            }
+        }
+        at.advance(ring.stages);
+    }
+}
+
+// Multiplies by the scales of w's rows, which this warpgroup's threads loaded: thread `i` those of rows 2 i and 2 i + 1.
+template <int COLS>
+__device__ __forceinline__ void scale_columns(float* acc, float2* shared, float2 loaded, int group) {
+    float2* own = shared + group * COLS / 2;
+    if (threadIdx.x % 128 < COLS / 2) own[threadIdx.x % 128] = loaded;
+    asm volatile("bar.sync %0, 128;" ::"r"(2 + group) : "memory");
+#pragma unroll
+    for (int j = 0; j < COLS / 8; ++j) {
+        const float2 v = own[4 * j + threadIdx.x % 4];
+        acc[4 * j] *= v.x, acc[4 * j + 1] *= v.y, acc[4 * j + 2] *= v.x, acc[4 * j + 3] *= v.y;
+    }
+    asm volatile("bar.sync %0, 128;" ::"r"(2 + group) : "memory");  // the next tile's scales overwrite these
+}
+
+// act(gate) * up. The exact division of `silu` would take as long as a third of a tile's products.
+template <i32 EPILOGUE>
+__device__ __forceinline__ float gate(float g, float u) {
+    return (EPILOGUE == SILU ? __fdividef(g, 1.0f + __expf(-g)) : gelu_tanh(g)) * u;
+}
+
+// Stores rows of bf16: rows g and g + 8 of each 16 rows of x.
+template <i32 EPILOGUE, int COLS>
+__device__ __forceinline__ void store(const Output& out, i32 m0, i32 n0, int group, const float* acc) {
+    constexpr bool IS_GATED = EPILOGUE >= SILU;
+    constexpr int BLOCKS = IS_GATED ? COLS / 16 : COLS / 8;  // of eight outputs
+    const i32 t = threadIdx.x % 4, row = m0 + group * GROUP_ROWS + threadIdx.x / 32 % 4 * 16 + threadIdx.x % 32 / 4;
+    const i32 pitch = IS_GATED ? out.n / 2 : out.pitch, columns = IS_GATED ? out.n / 2 : out.n, first = IS_GATED ? n0 / 2 : n0;
+#pragma unroll
+    for (int four = 0; four < BLOCKS; four += 4) {
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            u32 v[4];
+#pragma unroll
+            for (int i = 0; i < 4; ++i) {
+                if constexpr (IS_GATED) {
+                    const float* a = acc + 8 * (four + i) + 2 * half;
+                    const i32 n = n0 + 16 * (four + i) + 2 * t;
+                    const float2 g = bias_of(out.bias, n, out.n), u = bias_of(out.bias, n + 8, out.n);
+                    v[i] = pack_bf16x2(gate<EPILOGUE>(a[0] + g.x, a[4] + u.x), gate<EPILOGUE>(a[1] + g.y, a[5] + u.y));
+                } else {
+                    const float* a = acc + 4 * (four + i) + 2 * half;
+                    const float2 b = bias_of(out.bias, n0 + 8 * (four + i) + 2 * t, out.n);
+                    v[i] = pack_bf16x2(a[0] + b.x, a[1] + b.y);
+                }
+            }
+            gather_block(v, t);
+            const i32 column = first + 8 * (four + t);
+            if (row + 8 * half < out.m && column < columns) {
+                *reinterpret_cast<uint4*>((bf16*)out.y + (i64)(row + 8 * half) * pitch + column) = make_uint4(v[0], v[1], v[2], v[3]);
+            }
+        }
+    }
+}
+
+template <int COLS>
+__device__ __forceinline__ void store_f32(const Output& out, i32 m0, i32 n0, int group, const float* acc) {
+    const i32 row = m0 + group * GROUP_ROWS + threadIdx.x / 32 % 4 * 16 + threadIdx.x % 32 / 4;
+#pragma unroll
+    for (int j = 0; j < COLS / 8; ++j) {
+        const i32 n = n0 + 8 * j + threadIdx.x % 4 * 2;
+        const float2 b = bias_of(out.bias, n, out.n);
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            if (row + 8 * half >= out.m || n >= out.n) continue;
+            const float2 v = make_float2(acc[4 * j + 2 * half] + b.x, acc[4 * j + 2 * half + 1] + b.y);
+            *reinterpret_cast<float2*>((float*)out.y + (i64)(row + 8 * half) * out.pitch + n) = v;
+        }
+    }
+}
+
+// Adds the parts of K over the cluster, and stores a share of the tile's columns. All loads of the ring are complete.
+template <int COLS>
+__device__ __forceinline__ void store_parts(const Output& out, const Operands& p, float* partial, u32 address, i32 m0, i32 n0, int group,
+                                            const float* acc) {
+    const int row = group * GROUP_ROWS + threadIdx.x / 32 % 4 * 16 + threadIdx.x % 32 / 4, column = threadIdx.x % 4 * 2;
+    asm volatile("bar.sync 1, %0;" ::"n"(CONSUMERS) : "memory");
+#pragma unroll
+    for (int j = 0; j < COLS / 8; ++j) {
+        float* to = partial + ((8 * j / TILE) * NT + row) * PITCH + 8 * j % TILE + column;
+        *reinterpret_cast<float2*>(to) = make_float2(acc[4 * j], acc[4 * j + 1]);
+        *reinterpret_cast<float2*>(to + 8 * PITCH) = make_float2(acc[4 * j + 2], acc[4 * j + 3]);
+    }
+    cluster_sync();
+    store_share(address, p.parts, rows_of(out, m0), n0, COLS, CONSUMERS);
+    cluster_sync();  // no block may exit while another reads its partial sums
+}
+
+template <int FORMAT, int COLS>
+__device__ __forceinline__ void consume(const Fp8Ring<FORMAT, COLS>& ring, const Output& out, const Operands& p, const Work<COLS>& work,
+                                        float* partial, float2* column_scales) {
+    const int group = threadIdx.x / 128;
+    pdl_wait();
+    Cursor at{0, 0};
+    for (i32 item = work.item; item < work.items; item += work.step) {
+        i32 m0, n0;
+        work.tile(item, m0, n0);
+        float2 scales{};
+        if constexpr (FORMAT == FP8_ROWS) {
+            const i32 n = n0 + (i32)threadIdx.x % 128 * 2;
+            if (n < min(n0 + COLS, out.n)) scales = *reinterpret_cast<const float2*>(p.w_scales + 4 * n);
+        }
+        float acc[COLS / 2] = {};
+        multiply_tile<FORMAT, COLS>(acc, ring, at, work.count, group);
+        if constexpr (FORMAT == FP8_ROWS) scale_columns<COLS>(acc, column_scales, scales, group);
+        if (p.parts > 1) {
+            store_parts<COLS>(out, p, partial, ring.base, m0, n0, group, acc);
+        } else if (out.epilogue == STORE) {
+            store<STORE, COLS>(out, m0, n0, group, acc);
+        } else if (out.epilogue == STORE_F32) {
+            store_f32<COLS>(out, m0, n0, group, acc);
+        } else if (out.epilogue == SILU) {
+            store<SILU, COLS>(out, m0, n0, group, acc);
+        } else {
+            store<GELU, COLS>(out, m0, n0, group, acc);
+        }
+    }
+}
+
+template <int FORMAT, int COLS>
+__device__ __forceinline__ void fp8_gemm(const TensorMap* w_map, const TensorMap* x_map, const Output& out, const Operands& p, i32 stages) {
+    extern __shared__ u8 dynamic[];
+    __shared__ alignas(8) u64 barriers[16];
+    __shared__ float2 column_scales[FORMAT == FP8_ROWS ? GROUPS * COLS / 2 : 1];
+    pdl_launch();
+    const u32 raw = shared_address(dynamic), aligned = (raw + 1023) & ~1023u, bars = shared_address(barriers);
+    const Fp8Ring<FORMAT, COLS> ring{aligned, bars, bars + 8 * stages, stages};
+    const Work<COLS> work(out, p);
+    if (threadIdx.x == 0) {
+        for (i32 s = 0; s < stages; ++s) barrier_init(ring.full + 8 * s, 1), barrier_init(ring.empty + 8 * s, CONSUMERS / 32);
+        barrier_init_fence();
+    }
+    __syncthreads();
+    if (threadIdx.x >= CONSUMERS) {
+        asm volatile("setmaxnreg.dec.sync.aligned.u32 56;");
+        if (threadIdx.x == CONSUMERS) produce(ring, w_map, x_map, out, p, work);
+        __syncwarp();
+        if (p.parts > 1) cluster_sync(), cluster_sync();
+    } else {
+        asm volatile("setmaxnreg.inc.sync.aligned.u32 224;");
+        consume<FORMAT, COLS>(ring, out, p, work, reinterpret_cast<float*>(dynamic + (aligned - raw)), column_scales);
+    }
+}
+
+#define FP8_GEMM(NAME, FORMAT, COLS) \
+    extern "C" __global__ void __launch_bounds__(CONSUMERS + 128, 1) sm90_fp8_gemm_##NAME##_n##COLS( \
+        const __grid_constant__ TensorMap w_map, const __grid_constant__ TensorMap x_map, const Output out, const Operands p, i32 stages) { \
+        fp8_gemm<FORMAT, COLS>(&w_map, &x_map, out, p, stages); \
+    }
+
+FP8_GEMM(rows, FP8_ROWS, 128)
+FP8_GEMM(rows, FP8_ROWS, 256)
+FP8_GEMM(blocks, FP8_BLOCKS, 128)
+FP8_GEMM(blocks, FP8_BLOCKS, 256)

@@ -1,0 +1,225 @@
+//! Compares linear layers whose weights and inputs are in e4m3 with the plain formula over the values of their codes.
+
+mod gpu;
+#[path = "gpu/quantized.rs"]
+mod quantized;
+
+use std::sync::Arc;
+
+use gpu::{Random, floats, poisoned};
+use half::bf16;
+use kernels::cuda::fp8_gemm::{Fp8Split, fp8_gemm, fp8_gemm_split};
+use kernels::cuda::gated_activation::GateActivation;
+use kernels::cuda::quantize_rows::{Fp8Rows, quantize_rows};
+use kernels::cuda::quantized_gemm::{PackedFormat, PackedWeight, has_hopper_kernel};
+use kernels::cuda::skinny_gemm::Epilogue;
+use kernels::cuda::{CudaError, DeviceBuffer, Gpu, Queue, Span};
+use kernels::reference;
+use quantized::{FORMATS, QuantizedWeight, e4m3};
+
+/// Columns of a slice, which have one scale in a row.
+const SLICE: usize = 128;
+
+/// Formats of e4m3.
+fn formats() -> impl Iterator<Item = PackedFormat> {
+    FORMATS.into_iter().filter(|format| !matches!(format, PackedFormat::Int4 { .. }))
+}
+
+/// The GPU if it has the kernels.
+fn open() -> Option<(Arc<Gpu>, Queue)> {
+    let (gpu, queue) = gpu::open()?;
+    if !has_hopper_kernel(&gpu) {
+        println!("skipped: the kernels need a GPU of compute capability 9");
+        return None;
+    }
+    Some((gpu, queue))
+}
+
+/// The least power of two `s` with `size / s <= 448`; at least 2^-126.
+fn scale_for(size: f32) -> f32 {
+    let mut scale = 2f32.powi(-126);
+    while size / scale > 448.0 {
+        scale *= 2.0;
+    }
+    scale
+}
+
+/// The nearest value of e4m3; of two, the one whose code is even.
+fn rounded(value: f32) -> f32 {
+    let codes = (0..=0x7eu8).map(e4m3);
+    let size = value.abs();
+    let best = codes.enumerate().min_by(|a, b| {
+        let distance = |code: &(usize, f32)| (f64::from(code.1) - f64::from(size)).abs();
+        distance(a).total_cmp(&distance(b)).then((a.0 % 2).cmp(&(b.0 % 2)))
+    });
+    best.map_or(0.0, |(_, found)| found.copysign(value))
+}
+
+/// The values that remain of rows of `k` columns.
+fn quantized_values(x: &[f32], k: usize) -> Vec<f32> {
+    let slices = x.chunks(k).flat_map(|row| row.chunks(SLICE));
+    let values = slices.flat_map(|slice| {
+        let scale = scale_for(slice.iter().fold(0.0, |size: f32, v| size.max(v.abs())));
+        slice.iter().map(move |v| rounded(v / scale) * scale)
+    });
+    values.collect()
+}
+
+/// Rows of `k` columns on the GPU in e4m3.
+fn quantize((gpu, queue): (&Arc<Gpu>, &Queue), x: &[bf16], k: usize) -> (DeviceBuffer, Fp8Rows) {
+    let rows = x.len() / k;
+    let from = DeviceBuffer::from_slice(gpu, x).expect("memory");
+    let buffer = poisoned::<u8>(gpu, queue, Fp8Rows::bytes(rows, k));
+    let quantized = Fp8Rows::in_buffer(buffer.span(), rows, k);
+    quantize_rows(queue, quantized, from.span(), rows, k).expect("a launch");
+    queue.wait().expect("the kernel runs");
+    (buffer, quantized)
+}
+
+#[test]
+fn rows_keep_the_nearest_codes_and_the_least_power_of_two() {
+    let Some((gpu, queue)) = open() else { return };
+    let mut random = Random::new(21);
+    for (rows, k) in [(1, 8), (3, 128), (9, 136), (130, 520), (5, 4096)] {
+        let mut x = random.bf16s(rows * k, 1.0);
+        for (i, value) in x.iter_mut().enumerate() {
+            // Slices of very different sizes, one of zeros, and one below the normal numbers.
+            let factor = [1.0, 1e-3, 3e4, 0.0, 1e-39, 448.0][i / SLICE % 6];
+            *value = bf16::from_f32(value.to_f32() * factor);
+        }
+        let (_buffer, found) = quantize((&gpu, &queue), &x, k);
+        let slices = k.div_ceil(SLICE);
+        let codes = found.codes.read::<u8>(rows * slices * SLICE).expect("a copy");
+        let scales = found.scales.read::<f32>(slices * rows.next_multiple_of(128)).expect("a copy");
+        let values = quantized_values(&floats(&x), k);
+        // The order of a slice, from the numbers of its columns.
+        let numbers: Vec<u8> = (0..SLICE as u8).collect();
+        let mut order = vec![0; SLICE];
+        PackedFormat::Fp8Rows.pack_row(&numbers, &mut order);
+        for (row, slice, place) in
+            (0..rows * slices * SLICE).map(|i| (i / slices / SLICE, i / SLICE % slices, i % SLICE))
+        {
+            let column = slice * SLICE + usize::from(order[place]);
+            let expected = if column < k { values[row * k + column] } else { 0.0 };
+            let scale = scales[slice * rows.next_multiple_of(128) + row];
+            let value = e4m3(codes[(row * slices + slice) * SLICE + place]) * scale;
+            assert_eq!(value, expected, "{rows} x {k}, row {row}, column {column}, scale {scale}");
+        }
+    }
+}
+
+/// Expected value and tolerance of each element: the rounding on store, sums of a slice in the tensor cores, whose terms are
+/// cut at 2^-13 of the largest, and fp32 sums of the slices, through the gate if there is one.
+fn expected(x: &[f32], weight: &QuantizedWeight, epilogue: Epilogue) -> Vec<(f32, f32)> {
+    let (n, k) = (weight.n, weight.k);
+    let magnitudes = |values: &[f32]| values.iter().map(|v| v.abs()).collect::<Vec<f32>>();
+    let bias = weight.bias.as_ref().map(|(bias, _)| floats(bias));
+    let sums = reference::linear(x, &weight.values, bias.as_deref(), k);
+    let sizes = reference::linear(&magnitudes(x), &magnitudes(&weight.values), None, k);
+    let slack = |i: usize| sizes[i] * 2f32.powi(-10) + sums[i].abs() * 2f32.powi(-20);
+    if epilogue == Epilogue::StoreF32 {
+        return (0..sums.len()).map(|i| (sums[i], slack(i))).collect();
+    }
+    if epilogue == Epilogue::Store {
+        return (0..sums.len()).map(|i| (sums[i], sums[i].abs() * 2f32.powi(-8) + slack(i))).collect();
+    }
+    let rows = sums.len() / n;
+    let pair = |o: usize| {
+        let (row, column) = (o / (n / 2), o % (n / 2));
+        let gate = row * n + column / 8 * 16 + column % 8;
+        let (g, u) = (reference::silu(sums[gate]), sums[gate + 8]);
+        // The activation has a slope below 1.2.
+        let tolerance = (g * u).abs() * 2f32.powi(-8) * 1.05;
+        (g * u, tolerance + 1.2 * slack(gate) * (u.abs() + slack(gate + 8)) + slack(gate + 8) * g.abs() + 1e-6)
+    };
+    (0..rows * n / 2).map(pair).collect()
+}
+
+/// Runs `kernel` with an output filled with NaN and returns all of it.
+fn run(
+    (gpu, queue): (&Arc<Gpu>, &Queue),
+    x: &[bf16],
+    weight: &QuantizedWeight,
+    epilogue: Epilogue,
+    kernel: impl Fn(Span, Fp8Rows, &PackedWeight) -> Result<(), CudaError>,
+) -> Vec<f32> {
+    let rows = x.len() / weight.k;
+    let count = rows * if matches!(epilogue, Epilogue::Gated(_)) { weight.n / 2 } else { weight.n };
+    let (_buffer, x) = quantize((gpu, queue), x, weight.k);
+    let y = poisoned::<f32>(gpu, queue, count);
+    kernel(y.span(), x, &weight.packed()).expect("a launch");
+    queue.wait().expect("the kernel runs");
+    match epilogue {
+        Epilogue::StoreF32 => y.span().read::<f32>(count).expect("a copy"),
+        _ => floats(&y.span().read::<bf16>(count).expect("a copy")),
+    }
+}
+
+#[test]
+fn layers_in_e4m3_agree_with_the_formula() {
+    let Some((gpu, queue)) = open() else { return };
+    let epilogues = [Epilogue::Store, Epilogue::StoreF32, Epilogue::Gated(GateActivation::Silu)];
+    let mut random = Random::new(22);
+    let mut largest = 0f32;
+    for format in formats() {
+        for [n, k] in [[64, 128], [208, 136], [1008, 520], [96, 2752], [48, 8], [4608, 1032], [272, 4104]] {
+            let weight = QuantizedWeight::random(&gpu, &mut random, [n, k], format, n % 32 == 16);
+            let counts: &[usize] = if n > 2048 { &[65, 129] } else { &[1, 65, 128, 129, 300, 2200] };
+            for &rows in counts.iter().filter(|&&rows| rows < 1000 || n * k < 64 << 10) {
+                let x = random.bf16s(rows * k, 1.0);
+                let values = quantized_values(&floats(&x), k);
+                for epilogue in epilogues {
+                    let expected = expected(&values, &weight, epilogue);
+                    let mut check =
+                        |what: &str, kernel: &dyn Fn(Span, Fp8Rows, &PackedWeight) -> Result<(), CudaError>| {
+                            let found = run((&gpu, &queue), &x, &weight, epilogue, kernel);
+                            for (i, (&found, &(expected, tolerance))) in found.iter().zip(&expected).enumerate() {
+                                let error = (found - expected).abs();
+                                assert!(
+                                    error <= tolerance,
+                                    "{format:?}, {what}, {rows} x {n} x {k}, {epilogue:?}: element {i} is {found}, {expected} was \
+                                 expected within {tolerance}",
+                                );
+                                largest = largest.max(error / tolerance);
+                            }
+                        };
+                    check("chosen", &|y, x, packed| fp8_gemm(&queue, y, x, packed, rows, epilogue));
+                    for (cols, parts) in [(128, 1), (256, 1), (128, 2), (256, 2), (128, 3), (256, 4)] {
+                        let split = Fp8Split { cols, parts };
+                        check(&format!("{split:?}"), &|y, x, packed| {
+                            fp8_gemm_split(&queue, y, x, packed, rows, epilogue, split)
+                        });
+                    }
+                }
+            }
+        }
+    }
+    println!("the largest error is {largest} of its tolerance");
+}
+
+#[test]
+fn a_row_alone_gets_the_bits_it_gets_among_others() {
+    let Some((gpu, queue)) = open() else { return };
+    let mut random = Random::new(23);
+    for format in formats() {
+        let weight = QuantizedWeight::random(&gpu, &mut random, [1024, 2048], format, false);
+        let all = random.bf16s(300 * weight.k, 1.0);
+        for parts in [1, 3] {
+            let product = |x: &[bf16], cols: usize| {
+                run((&gpu, &queue), x, &weight, Epilogue::Store, |y, x_rows, packed| {
+                    let split = Fp8Split { cols, parts };
+                    fp8_gemm_split(&queue, y, x_rows, packed, x.len() / weight.k, Epilogue::Store, split)
+                })
+            };
+            let together = product(&all, 128);
+            for row in [0, 150, 299] {
+                let alone = product(&all[row * weight.k..(row + 1) * weight.k], 256);
+                assert_eq!(
+                    alone,
+                    together[row * weight.n..(row + 1) * weight.n],
+                    "{format:?}, {parts} parts, row {row}"
+                );
+            }
+        }
+    }
+}
