@@ -5,7 +5,7 @@
 
 Each sequence, prompt and generated tokens, is run through transformers in fp32 and in bf16. The errors against fp32 must be similar to
 those of transformers' bf16: over the 20 likeliest log-probabilities, the root mean square at most 1.25 times as large, and the maximum
-at most twice as large. Each generated token must be the likeliest in fp32, or less likely by at most twice the maximum error.
+at most twice as large. If the checkpoint was made for inputs of layers in fp8, those of transformers' bf16 are rounded to it. Each generated token must be the likeliest in fp32, or less likely by at most twice the maximum error.
 Exits with 1 otherwise. Needs torch and transformers.
 """
 import json
@@ -34,7 +34,24 @@ def load(checkpoint, dtype):
         checkpoint = pathlib.Path(checkpoint) / "reference"
     # Some versions choose an implementation of attention that ignores caps of scores.
     own = {"attn_implementation": "eager"} if config.get("attn_logit_softcapping") else {}
-    return AutoModelForCausalLM.from_pretrained(checkpoint, dtype=dtype, **own).to(DEVICE).eval()
+    model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=dtype, **own).to(DEVICE).eval()
+    if dtype == torch.bfloat16 and has_fp8_inputs(config.get("quantization_config", {})):
+        for name, layer in model.named_modules():
+            if name.endswith("_proj"):
+                layer.register_forward_pre_hook(lambda _layer, inputs: (in_fp8(inputs[0]), *inputs[1:]))
+    return model
+
+
+def has_fp8_inputs(quantization):
+    inputs = [group["input_activations"] or {} for group in quantization.get("config_groups", {}).values()]
+    return quantization.get("quant_method") == "fp8" or any(each.get("type") == "float" for each in inputs)
+
+
+def in_fp8(x):
+    """Each 128 columns of a row in e4m3 with a scale of their own, as DeepSeek's format has them."""
+    slices = x.float().unflatten(-1, (-1, 128))
+    scale = slices.abs().amax(-1, keepdim=True).clamp(min=1e-10) / 448
+    return ((slices / scale).to(torch.float8_e4m3fn).float() * scale).flatten(-2).to(x.dtype)
 
 
 def alibi_llama(checkpoint, fields):

@@ -8,7 +8,7 @@ use ops::{
 };
 
 use crate::cpu::{CpuDevice, CpuEstimate, ExpertBuffers, is_computed};
-use crate::cuda::{CudaDevice, Estimate, ExpertSizes, gate_order, packed_format};
+use crate::cuda::{CudaDevice, Estimate, ExpertSizes, ProductScratch, gate_order, has_fp8_inputs, packed_format};
 
 /// Counts the memory that a [`CpuDevice`] or [`CudaDevice`] needs for a model, from the shapes of its weights alone.
 #[derive(Debug)]
@@ -27,8 +27,8 @@ pub struct Estimator {
     expert_cols: usize,
     /// Sizes of a GPU's buffers of experts.
     expert_sizes: ExpertSizes,
-    /// Bytes of the largest matrix that a GPU keeps quantized, in bf16.
-    expanded_bytes: usize,
+    /// A GPU's scratch memory for quantized matrices.
+    product_scratch: ProductScratch,
     /// Inputs of the widest linear layer that a CPU computes with the weights as they are stored.
     widest_plain: usize,
     /// The same of layers whose weights it copies into panels.
@@ -60,7 +60,7 @@ impl Estimator {
             tensor_cols: 0,
             expert_cols: 0,
             expert_sizes: ExpertSizes::default(),
-            expanded_bytes: 0,
+            product_scratch: ProductScratch::default(),
             widest_plain: 0,
             widest_panels: 0,
             has_wide_weights: false,
@@ -91,7 +91,7 @@ impl Estimator {
                 }
             }
             Target::Cuda => {
-                let sizes = (self.tensor_cols, self.expert_sizes, self.expanded_bytes);
+                let sizes = (self.tensor_cols, self.expert_sizes, self.product_scratch);
                 let cuda = Estimate::new(limits, self.hidden, sizes, group, self.stage, attention);
                 MemoryEstimate {
                     weights_bytes,
@@ -145,7 +145,7 @@ impl Estimator {
         let rows = parts.iter().map(|part| part.rows.len()).sum();
         let bytes = format.codes_bytes(rows, weight.cols) + format.scales_bytes(rows, weight.cols);
         self.weights_bytes -= weight.bytes - bytes;
-        self.expanded_bytes = self.expanded_bytes.max(weight.bytes);
+        self.product_scratch.count(rows, weight.cols, has_fp8_inputs(parts));
         EstimatedWeight { bytes, ..weight }
     }
 

@@ -59,6 +59,8 @@ pub enum WeightFormat {
     ByTensors {
         /// Rows and columns of a block of fp8 that has a scale; none if each row has one, or the matrix.
         block: Option<[usize; 2]>,
+        /// Whether the inputs of layers in fp8 may be rounded to fp8, too.
+        has_fp8_inputs: bool,
     },
     /// AWQ: integers of 4 bits in groups.
     Awq,

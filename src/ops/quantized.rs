@@ -40,4 +40,10 @@ pub trait QuantizedRows: Debug + Send + Sync {
     /// # Panics
     /// Panics if there is no such element.
     fn scale(&self, row: usize, col: usize) -> (f32, u8);
+
+    /// Whether the inputs of the layer may be rounded to e4m3, with a scale for each row and group of columns, as the
+    /// checkpoint was made for. A device may keep them in more bits.
+    fn has_fp8_inputs(&self) -> bool {
+        false
+    }
 }

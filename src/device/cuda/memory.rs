@@ -17,6 +17,7 @@ use super::chain::{self, Chain};
 use super::experts::{ExpertBuffers, ExpertSizes};
 use super::graphs::largest_bucket;
 use super::group::peer_bytes;
+use super::packed::ProductScratch;
 use super::rows::{MAX_TOP, Reported, Rows};
 use super::step::{Layout, StepBounds};
 use super::{CudaConfig, CudaDevice, device_error};
@@ -38,8 +39,8 @@ pub(crate) struct Workspace {
     pub(crate) pairs: DeviceBuffer,
     /// `[group, T, 2]` f32: sums of squares of q and k.
     pub(crate) squares: DeviceBuffer,
-    /// The largest quantized matrix in bf16.
-    pub(crate) expanded: DeviceBuffer,
+    /// [`ProductScratch`].
+    pub(crate) products: DeviceBuffer,
     outputs: PinnedBuffer,
     /// Number of rows of each of these buffers; samples of a step are processed in parts of this size.
     pub(crate) max_rows: usize,
@@ -71,7 +72,7 @@ impl Workspace {
         config: &CudaConfig,
         hidden: usize,
         group: usize,
-        expanded_bytes: usize,
+        product_bytes: usize,
     ) -> Result<Self, CudaError> {
         let limits = &config.limits;
         let [gathered, logits, scratch, pairs, squares] = Self::sizes(limits, hidden, group);
@@ -83,7 +84,7 @@ impl Workspace {
             scratch: DeviceBuffer::new(gpu, scratch)?,
             pairs: DeviceBuffer::new(gpu, pairs)?,
             squares: DeviceBuffer::new(gpu, squares)?,
-            expanded: DeviceBuffer::new(gpu, expanded_bytes)?,
+            products: DeviceBuffer::new(gpu, product_bytes)?,
             outputs: PinnedBuffer::new(gpu, config.max_in_flight() * Outputs::slot_bytes(max_samples, MAX_TOP))?,
             max_rows,
             max_samples,
@@ -178,18 +179,17 @@ pub(crate) struct Estimate {
 }
 
 impl Estimate {
-    /// For activation buffers with `tensor_cols` columns in total, buffers of experts, and a quantized matrix of
-    /// `expanded_bytes` in bf16.
+    /// For activation buffers with `tensor_cols` columns in total, buffers of experts, and scratch memory of products.
     pub(crate) fn new(
         limits: &StepLimits,
         hidden: usize,
-        (tensor_cols, experts, expanded_bytes): (usize, ExpertSizes, usize),
+        (tensor_cols, experts, products): (usize, ExpertSizes, ProductScratch),
         group: usize,
         stage: PipelineStage,
         spec: &AttentionSpec,
     ) -> Self {
         let rows = tensor_rows(limits, largest_bucket(limits.max_rows));
-        let tensors = rows * tensor_cols * 2 + experts.bytes(rows) + expanded_bytes;
+        let tensors = rows * tensor_cols * 2 + experts.bytes(rows) + products.bytes(rows);
         let pending = pending_bytes(limits, hidden, group, spec);
         let peers = if group > 1 { peer_bytes(group, hidden) } else { 0 };
         let communicators = usize::from(group > 1) + usize::from(stage.count > 1);
@@ -217,7 +217,7 @@ impl CudaDevice {
             + peers
             + chains
             + experts
-            + self.expanded_bytes
+            + self.product_scratch.bytes(self.tensor_rows())
     }
 
     pub(crate) fn plan_memory(&self, spec: &AttentionSpec) -> Result<MemoryPlan, DeviceError> {
@@ -274,14 +274,14 @@ impl CudaDevice {
         self.pinned_inputs = (0..self.config.max_in_flight())
             .map(|_| PinnedBuffer::new(&self.gpu, words * 4))
             .collect::<Result<_, _>>()?;
-        self.workspace =
-            Some(Workspace::new(&self.gpu, &self.config, self.hidden, self.group.size(), self.expanded_bytes)?);
+        let product_bytes = self.product_scratch.bytes(self.tensor_rows());
+        self.workspace = Some(Workspace::new(&self.gpu, &self.config, self.hidden, self.group.size(), product_bytes)?);
         if self.can_chain() {
             self.chain = Chain::new(
                 &self.gpu,
                 self.hidden,
                 spec.layers.iter().any(|layer| layer.num_kv_heads < layer.num_heads),
-                self.expanded_bytes > 0,
+                self.product_scratch.is_needed(),
             )?;
         }
         if self.expert_sizes.has_experts() {

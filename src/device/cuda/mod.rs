@@ -53,7 +53,7 @@ pub(crate) use memory::Estimate;
 use memory::Workspace;
 pub use nccl_rate::{NcclRate, nccl_rate};
 use packed::Packed;
-pub(crate) use packed::packed_format;
+pub(crate) use packed::{ProductScratch, has_fp8_inputs, packed_format};
 use pipeline::Pipeline;
 use queued::{Current, InFlight};
 use rows::Rows;
@@ -129,8 +129,7 @@ pub struct CudaDevice {
     chain: Chain,
     /// Whether the kernels for few rows support every matrix loaded so far.
     all_skinny: bool,
-    /// Bytes of the largest quantized matrix in bf16.
-    expanded_bytes: usize,
+    product_scratch: ProductScratch,
     /// Whether the current step comes from [`verify::split_into_decodes`]: its rows read keys and values that other
     /// rows write.
     is_split: bool,
@@ -210,7 +209,7 @@ impl CudaDevice {
             gemm,
             chain: Chain::default(),
             all_skinny: true,
-            expanded_bytes: 0,
+            product_scratch: ProductScratch::default(),
             is_split: false,
             has_layer_norms: false,
             logit_cap: None,

@@ -3,13 +3,16 @@
 use half::bf16;
 use kernels::cuda::decode_attention::{DecodeAttention, DecodeRows, Positions, decode_attention, takes_ring};
 use kernels::cuda::embed::{Table, TokenSource};
+use kernels::cuda::fp8_gemm::fp8_gemm;
 use kernels::cuda::layer_norm::layer_norm;
 use kernels::cuda::library_gemm::{GemmBuffers, GemmShape};
 use kernels::cuda::paged_attention::{PagedAttention, TokenTables};
 use kernels::cuda::prefill_attention::{PrefillAttention, PrefillRows, prefill_attention};
+use kernels::cuda::quantize_rows::{Fp8Rows, quantize_rows};
+use kernels::cuda::quantized_gemm::PackedWeight;
 use kernels::cuda::rope_cache::RopeInputs;
 use kernels::cuda::skinny_gemm::{self, Epilogue, LinearWeight};
-use kernels::cuda::{Span, embed, gated_activation, paged_attention, quantized_gemm, rms_norm, rope_cache};
+use kernels::cuda::{CudaError, Span, embed, gated_activation, paged_attention, quantized_gemm, rms_norm, rope_cache};
 use ops::{Activation, DeviceError};
 
 use super::cache::Cache;
@@ -114,6 +117,7 @@ impl CudaDevice {
             }
             self.flush()?;
             return match weight.packed_weight() {
+                Some(packed) if self.rounds_inputs(m, weight) => self.fp8_product(out, x, &packed, m, epilogue),
                 Some(packed) if m > skinny_gemm::MAX_ROWS => {
                     quantized_gemm::quantized_wide_gemm(&self.queue, out, x, &packed, m, epilogue)
                 }
@@ -132,16 +136,38 @@ impl CudaDevice {
     /// The weight in bf16: if it is quantized, expanded into a buffer that the next product may overwrite.
     fn expanded(&self, weight: &CudaWeight) -> Result<Span, DeviceError> {
         let Some(packed) = weight.packed_weight() else { return Ok(weight.values) };
-        let buffer = self.workspace().expanded.span().part(0, weight.rows * weight.cols * 2);
+        let buffer = self.workspace().products.span().part(0, weight.rows * weight.cols * 2);
         if !self.current().only_products {
             quantized_gemm::dequantize(&self.queue, buffer, &packed).map_err(device_error)?;
         }
         Ok(buffer)
     }
 
+    /// Whether inputs are rounded to e4m3: many rows, whose products the tensor cores limit.
+    fn rounds_inputs(&self, m: usize, weight: &CudaWeight) -> bool {
+        let is_fp8 = weight.packed.is_some_and(|packed| packed.has_fp8_inputs);
+        is_fp8 && m > skinny_gemm::MAX_ROWS && quantized_gemm::has_hopper_kernel(&self.gpu)
+    }
+
+    /// A product whose inputs are rounded to e4m3 first.
+    fn fp8_product(
+        &self,
+        out: Span,
+        x: Span,
+        weight: &PackedWeight,
+        m: usize,
+        epilogue: Epilogue,
+    ) -> Result<(), CudaError> {
+        let scratch = self.workspace().products.span();
+        let rows = Fp8Rows::in_buffer(scratch, m, weight.k);
+        quantize_rows(&self.queue, rows, x, m, weight.k)?;
+        fp8_gemm(&self.queue, out, rows, weight, m, epilogue)
+    }
+
     /// Whether an own kernel computes this product, and not the library.
     fn is_own(&self, m: usize, weight: &CudaWeight) -> bool {
         let most = match weight.packed {
+            Some(_) if self.rounds_inputs(m, weight) => usize::MAX,
             Some(_) if quantized_gemm::has_hopper_kernel(&self.gpu) => MAX_QUANTIZED_ROWS,
             _ => skinny_gemm::MAX_ROWS,
         };

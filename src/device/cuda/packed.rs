@@ -1,6 +1,7 @@
 //! Weights that stay quantized on the GPU: which ones, and how their codes and scales are filled.
 
 use kernels::cuda::Span;
+use kernels::cuda::quantize_rows::Fp8Rows;
 use kernels::cuda::quantized_gemm::{PackedFormat, PackedWeight, TILE};
 use ops::{DType, Quantization, QuantizedRows, WeightData, WeightSlice};
 
@@ -13,12 +14,43 @@ pub(crate) struct Packed {
     /// See [`PackedWeight::scales`].
     pub(crate) scales: Span,
     pub(crate) format: PackedFormat,
+    /// Whether many rows of inputs are rounded to e4m3.
+    pub(crate) has_fp8_inputs: bool,
+}
+
+/// Scratch memory of products with quantized weights: a weight in bf16, or inputs in e4m3.
+#[derive(Debug, Clone, Copy, Default)]
+pub(crate) struct ProductScratch {
+    /// Bytes of the largest weight in bf16.
+    expanded: usize,
+    /// Columns of the widest inputs in e4m3.
+    fp8_cols: usize,
+}
+
+impl ProductScratch {
+    /// Makes room for a weight `[rows, cols]`.
+    pub(crate) fn count(&mut self, rows: usize, cols: usize, has_fp8_inputs: bool) {
+        self.expanded = self.expanded.max(rows * cols * 2);
+        if has_fp8_inputs {
+            self.fp8_cols = self.fp8_cols.max(cols);
+        }
+    }
+
+    /// Whether any weight is quantized.
+    pub(crate) fn is_needed(self) -> bool {
+        self.expanded > 0
+    }
+
+    /// Bytes for steps of up to `tokens` tokens.
+    pub(crate) fn bytes(self, tokens: usize) -> usize {
+        self.expanded.max(Fp8Rows::bytes(tokens, self.fp8_cols))
+    }
 }
 
 impl CudaWeight {
     /// The weight as the kernels for quantized weights take it; `None` if it is in bf16.
     pub(crate) fn packed_weight(&self) -> Option<PackedWeight> {
-        let Packed { scales, format } = self.packed?;
+        let Packed { scales, format, .. } = self.packed?;
         Some(PackedWeight { codes: self.values, scales, bias: self.bias, n: self.rows, k: self.cols, format })
     }
 }
@@ -40,6 +72,11 @@ pub(crate) fn packed_format(parts: &[WeightSlice<'_>], order: RowOrder) -> Optio
     let fits =
         rows.is_multiple_of(8) && cols.is_multiple_of(8) && parts.iter().all(|part| part_format(part) == Some(format));
     (fits && (format != PackedFormat::Fp8Blocks || tiles_have_two_scales(parts, order))).then_some(format)
+}
+
+/// Whether the inputs of a matrix of `parts` may be rounded to e4m3.
+pub(crate) fn has_fp8_inputs(parts: &[WeightSlice<'_>]) -> bool {
+    parts.iter().all(|part| quantized(&part.data).is_some_and(QuantizedRows::has_fp8_inputs))
 }
 
 fn part_format(part: &WeightSlice<'_>) -> Option<PackedFormat> {

@@ -6,7 +6,7 @@ use kernels::cuda::{DeviceBuffer, Span};
 use ops::{DeviceError, LinearRole, NormKind, NormSlices, WeightSlice};
 
 use super::load::{Form, Part, RowOrder};
-use super::packed::{Packed, packed_format};
+use super::packed::{Packed, has_fp8_inputs, packed_format};
 use super::{CudaDevice, CudaWeight, device_error};
 
 impl CudaDevice {
@@ -31,8 +31,10 @@ impl CudaDevice {
         let (rows, cols) = matrix_shape(parts)?;
         let codes = self.load_form(parts, order, Form::Codes(format), format.codes_bytes(rows, cols))?;
         let scales = self.load_form(parts, order, Form::Scales(format), format.scales_bytes(rows, cols))?;
-        self.expanded_bytes = self.expanded_bytes.max(rows * cols * 2);
-        Ok(CudaWeight { packed: Some(Packed { scales, format }), ..CudaWeight::matrix(codes, rows, cols) })
+        let has_fp8_inputs = has_fp8_inputs(parts);
+        self.product_scratch.count(rows, cols, has_fp8_inputs);
+        let packed = Packed { scales, format, has_fp8_inputs };
+        Ok(CudaWeight { packed: Some(packed), ..CudaWeight::matrix(codes, rows, cols) })
     }
 
     /// Allocates a buffer and queues the loading of one form of a matrix.

@@ -1,7 +1,7 @@
 //! Measures decode and prefill steps of a Llama-shaped model on a GPU, with random weights and without a checkpoint.
 //!
 //! `cargo run --release -p device --example cuda_steps -- [--shape llama2-7b|llama3-8b] [--layers N] [--simple] [--no-graphs]
-//! [--context N] [--prefill N] [--batch N] [--weights bf16|fp8|fp8-blocks|int4] [--tp-size N --rank R --exchange DIR]`
+//! [--context N] [--prefill N] [--batch N] [--weights bf16|fp8|fp8-blocks|fp8-weights-only|int4] [--tp-size N --rank R --exchange DIR]`
 //!
 //! Prints milliseconds per decode step for several batch sizes and for a mixed step, with two steps in flight, and
 //! prefill tokens per second.
@@ -86,17 +86,18 @@ struct Model {
 #[derive(Debug)]
 struct RandomRows {
     quantization: Quantization,
+    has_fp8_inputs: bool,
     codes: Vec<u8>,
 }
 
 impl RandomRows {
     /// Codes for rows of up to `cols` columns.
-    fn new(quantization: Quantization, cols: usize) -> Self {
+    fn new((quantization, has_fp8_inputs): (Quantization, bool), cols: usize) -> Self {
         let is_int4 = matches!(quantization, Quantization::Int4 { .. });
         // Exponents of e4m3 up to 2^7, so that there is no NaN.
         let codes =
             random_bytes(cols + 4096).iter().map(|byte| if is_int4 { byte % 16 } else { byte & 0xf7 }).collect();
-        Self { quantization, codes }
+        Self { quantization, has_fp8_inputs, codes }
     }
 }
 
@@ -123,17 +124,24 @@ impl QuantizedRows for RandomRows {
     fn scale(&self, _row: usize, _col: usize) -> (f32, u8) {
         if matches!(self.quantization, Quantization::Int4 { .. }) { (0.005, 8) } else { (0.0005, 0) }
     }
+
+    fn has_fp8_inputs(&self) -> bool {
+        self.has_fp8_inputs
+    }
 }
 
-/// The form of weights by its name; `None` for bf16.
-fn quantization(name: &str) -> Option<Quantization> {
-    match name {
-        "bf16" => None,
-        "fp8" => Some(Quantization::Fp8 { block: [1, usize::MAX] }),
-        "fp8-blocks" => Some(Quantization::Fp8 { block: [128, 128] }),
-        "int4" => Some(Quantization::Int4 { group: 128, has_zeros: true, scale: DType::F16 }),
-        other => panic!("unknown form of weights `{other}`; known are bf16, fp8, fp8-blocks and int4"),
-    }
+/// The form of weights by its name, and whether inputs may be rounded to e4m3; `None` for bf16.
+fn quantization(name: &str) -> Option<(Quantization, bool)> {
+    let form = match name {
+        "bf16" => return None,
+        "fp8" | "fp8-weights-only" => Quantization::Fp8 { block: [1, usize::MAX] },
+        "fp8-blocks" => Quantization::Fp8 { block: [128, 128] },
+        "int4" => Quantization::Int4 { group: 128, has_zeros: true, scale: DType::F16 },
+        other => {
+            panic!("unknown form of weights `{other}`; known are bf16, fp8, fp8-blocks, fp8-weights-only and int4")
+        }
+    };
+    Some((form, matches!(name, "fp8" | "fp8-blocks")))
 }
 
 /// Bytes of bf16 weights of size about 0.02; all matrices are slices of them.
@@ -156,7 +164,7 @@ impl Model {
         device: &mut CudaDevice,
         shape: Shape,
         num_layers: usize,
-        quantization: Option<Quantization>,
+        quantization: Option<(Quantization, bool)>,
     ) -> Result<Self, DeviceError> {
         let tp = device.tensor_parallel();
         let size = tp.size as usize;
@@ -319,7 +327,7 @@ fn mixed_step(number: u64, rows: usize, start: usize, chunk: usize, blocks_per_r
 
 struct Options {
     shape: Shape,
-    quantization: Option<Quantization>,
+    quantization: Option<(Quantization, bool)>,
     layers: usize,
     context: usize,
     prefill: usize,

@@ -36,7 +36,7 @@ impl Checkpoint {
             WeightFormat::Plain | WeightFormat::Mxfp4Experts => None,
             WeightFormat::Awq => layer.awq()?,
             WeightFormat::Gptq { zero_offset } => layer.gptq(zero_offset)?,
-            WeightFormat::ByTensors { block } => layer.by_tensors(block)?,
+            WeightFormat::ByTensors { block, has_fp8_inputs } => layer.by_tensors(block, has_fp8_inputs)?,
         };
         match source {
             Some(source) => {
@@ -145,7 +145,7 @@ impl Layer<'_> {
     }
 
     /// The forms of compressed-tensors, ModelOpt and fp8.
-    fn by_tensors(&self, block: Option<[usize; 2]>) -> Result<Found, ModelError> {
+    fn by_tensors(&self, block: Option<[usize; 2]>, has_fp8_inputs: bool) -> Result<Found, ModelError> {
         let dtype = |end| self.checkpoint.dtype(&self.name(end));
         match (dtype("weight_packed"), dtype("weight")) {
             (Some("I32"), _) => self.packed_integers().map(Some),
@@ -160,8 +160,8 @@ impl Layer<'_> {
                 let factor = self.checkpoint.scalar(&self.name("weight_scale_2"))?;
                 self.nvfp4("weight", factor).map(Some)
             }
-            (_, Some("F8_E4M3")) => self.scaled_bytes(block, false).map(Some),
-            (_, Some("I8")) => self.scaled_bytes(block, true).map(Some),
+            (_, Some("F8_E4M3")) => self.scaled_bytes(block, Some(has_fp8_inputs)).map(Some),
+            (_, Some("I8")) => self.scaled_bytes(block, None).map(Some),
             _ => Ok(None),
         }
     }
@@ -210,8 +210,10 @@ impl Layer<'_> {
     }
 
     /// One byte an element, with a scale for the matrix, for each row, for groups of a row, or for blocks.
-    fn scaled_bytes(&self, block: Option<[usize; 2]>, is_integer: bool) -> Result<Arc<dyn RowSource>, ModelError> {
+    /// `fp8`: whether the inputs of fp8 may be rounded to it; none for integers.
+    fn scaled_bytes(&self, block: Option<[usize; 2]>, fp8: Option<bool>) -> Result<Arc<dyn RowSource>, ModelError> {
         let [rows, cols] = self.shape;
+        let (is_integer, has_fp8_inputs) = (fp8.is_none(), fp8 == Some(true));
         let dtype = if is_integer { "I8" } else { "F8_E4M3" };
         let data = self.checkpoint.bytes(&self.name("weight"), dtype, &[rows, cols])?;
         let end = match self.checkpoint.contains(&self.name("weight_scale_inv")) {
@@ -237,6 +239,6 @@ impl Layer<'_> {
             false => None,
         };
         let scales = Scales { values: scales, block };
-        Ok(Arc::new(ScaledBytes { data, cols, scales, is_integer, zeros }))
+        Ok(Arc::new(ScaledBytes { data, cols, scales, is_integer, zeros, has_fp8_inputs }))
     }
 }

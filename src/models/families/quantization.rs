@@ -105,14 +105,14 @@ pub(super) fn weight_format(fields: &Fields, family: &Family) -> Result<(WeightF
 /// fp8 as in DeepSeek's and Qwen's checkpoints: blocks, or one scale for a matrix.
 fn fp8(quantization: &Fields) -> Result<WeightFormat, ModelError> {
     quantization.only_text("fmt", &["e4m3"])?;
-    // Activations are not quantized here, whatever the scheme.
+    // Scales of inputs are always computed, as in the scheme `dynamic`.
     quantization.only_text("activation_scheme", &["dynamic", "static"])?;
     quantization.only_text("scale_fmt", &["float", "ue8m0"])?;
     let block = match quantization.get("weight_block_size") {
         Some(value) => Some(block_size(quantization, "weight_block_size", value)?),
         None => None,
     };
-    Ok(WeightFormat::ByTensors { block })
+    Ok(WeightFormat::ByTensors { block, has_fp8_inputs: true })
 }
 
 /// Weights in groups of layers, each with a form of its own.
@@ -140,7 +140,7 @@ fn compressed_tensors(quantization: &Fields) -> Result<WeightFormat, ModelError>
     let groups = quantization.get("config_groups").unwrap_or(&null);
     let wrong = |expected: &str, found: &Value| quantization.wrong("config_groups", expected, found);
     let groups = groups.as_object().filter(|groups| !groups.is_empty()).ok_or_else(|| wrong("an object", groups))?;
-    let mut block = None;
+    let (mut block, mut has_fp8_inputs) = (None, true);
     for group in groups.values() {
         if !group["output_activations"].is_null() {
             return Err(wrong("groups whose `output_activations` are null", group));
@@ -164,14 +164,18 @@ fn compressed_tensors(quantization: &Fields) -> Result<WeightFormat, ModelError>
                             `group`), or in integers of 2 to 8 bits (`tensor`, `channel` or `group`)";
             return Err(wrong(expected, weights));
         }
+        let inputs = &group["input_activations"];
+        has_fp8_inputs &= inputs["type"] == "float" && inputs["num_bits"] == 8;
     }
-    Ok(WeightFormat::ByTensors { block })
+    Ok(WeightFormat::ByTensors { block, has_fp8_inputs })
 }
 
 fn modelopt(quantization: &Fields) -> Result<WeightFormat, ModelError> {
     quantization.only_text("quant_algo", &["FP8", "FP8_PER_CHANNEL_PER_TOKEN", "NVFP4", "W4A16_NVFP4"])?;
     quantization.ignore(&["group_size", "config_groups"]);
-    Ok(WeightFormat::ByTensors { block: None })
+    let has_fp8_inputs =
+        quantization.get("quant_algo").and_then(Value::as_str).is_some_and(|name| name.starts_with("FP8"));
+    Ok(WeightFormat::ByTensors { block: None, has_fp8_inputs })
 }
 
 fn awq(quantization: &Fields) -> Result<WeightFormat, ModelError> {

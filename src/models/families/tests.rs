@@ -165,7 +165,10 @@ fn a_quantization_may_be_in_a_file_of_its_own() {
     };
     let modelopt =
         r#"{"producer": {"name": "modelopt"}, "quantization": {"quant_algo": "FP8", "kv_cache_quant_algo": "FP8"}}"#;
-    assert_eq!(format("hf_quant_config.json", modelopt), (WeightFormat::ByTensors { block: None }, 2));
+    assert_eq!(
+        format("hf_quant_config.json", modelopt),
+        (WeightFormat::ByTensors { block: None, has_fp8_inputs: true }, 2)
+    );
     let gptq = r#"{"bits": 4, "group_size": 128, "desc_act": false, "sym": true, "damp_percent": 0.01}"#;
     assert_eq!(format("quantize_config.json", gptq), (WeightFormat::Gptq { zero_offset: 1 }, 1));
     let awq = r#"{"zero_point": true, "q_group_size": 128, "w_bit": 4, "version": "GEMM"}"#;

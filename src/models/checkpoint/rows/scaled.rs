@@ -34,6 +34,8 @@ pub(in crate::checkpoint) struct ScaledBytes {
     pub(in crate::checkpoint) is_integer: bool,
     /// Zero points of integers, one for each scale.
     pub(in crate::checkpoint) zeros: Option<&'static [u8]>,
+    /// Whether the checkpoint was made for inputs in fp8.
+    pub(in crate::checkpoint) has_fp8_inputs: bool,
 }
 
 impl RowSource for ScaledBytes {
@@ -71,6 +73,10 @@ impl QuantizedRows for ScaledBytes {
 
     fn scale(&self, row: usize, col: usize) -> (f32, u8) {
         (self.scales.get(row, col) as f32, 0)
+    }
+
+    fn has_fp8_inputs(&self) -> bool {
+        self.has_fp8_inputs
     }
 }
 
@@ -168,7 +174,7 @@ mod tests {
     fn bytes_have_the_scale_of_their_block() {
         let scales = scales(&[1.0, 2.0, 0.5, 4.0], 2, [1, 2]);
         let data: &[u8] = &[0x38, 0xb8, 0x7e, 0x01, 0x00, 0x40];
-        let fp8 = ScaledBytes { data, cols: 3, scales, is_integer: false, zeros: None };
+        let fp8 = ScaledBytes { data, cols: 3, scales, is_integer: false, zeros: None, has_fp8_inputs: false };
         assert_eq!(row(&fp8, 0, 0..3), [1.0, -1.0, 896.0]);
         assert_eq!(row(&fp8, 1, 1..3), [0.0, 8.0]);
         let integers = ScaledBytes { is_integer: true, zeros: Some(&[0, 0, 1, 0xff]), ..fp8 };
