@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Writes a checkpoint with layers of real sizes and random bf16 weights, for tests on a GPU.
 
-    make_checkpoint.py SHAPE OUT_DIR [--layers N] [--quantize fp8|fp8-blocks|awq|gptq]
+    make_checkpoint.py SHAPE OUT_DIR [--layers N] [--quantize fp8|fp8-blocks|awq|gptq|mxfp4]
     SHAPE: small, mha (Llama 2 7B's layer), gqa (Llama 3 8B's layer), mistral (a window), qwen2, qwen3 (norms of heads), gpt2,
            baichuan (ALiBi), internlm (biases), internlm2 (q, k and v of a group together), and the layers of other families:
            gemma2, gemma3, phi4, phi4mini, granite, olmo2, cohere2, smollm3, glm4, stablelm, gpt_neox, falcon, starcoder2, nemotron,
@@ -10,7 +10,7 @@
            the heads of these and fewer or narrower experts glm4moe, dots1, exaonemoe, minimaxm2, ernie45moe, llama4, gemma4moe
 
 With --quantize the linear layers of decoder layers are rounded to a form of published checkpoints: fp8 with a scale for each row or for
-blocks of 128 x 128, or 4 bits in groups of 128. `reference` in OUT_DIR has the same values in fp32, which check_gpu_model.py loads.
+blocks of 128 x 128, or 4 bits in groups of 128; with mxfp4 the experts of gptoss. `reference` in OUT_DIR has the same values in fp32, which check_gpu_model.py loads.
 
 Needs torch and transformers.
 """
@@ -194,6 +194,26 @@ def in_4_bits(weight, group=128):
     return codes.reshape(rows, cols).int(), scale[..., 0], zero[..., 0].int(), values
 
 
+def in_mxfp4(weight):
+    """Codes of e2m1, two in a byte, and exponents of groups of 32 columns, and the values."""
+    groups = weight.float().unflatten(-1, (-1, 32))
+    exponent = (groups.abs().amax(-1, keepdim=True).clamp(min=2.0**-100).log2().floor() - 2).clamp(-127, 127)
+    sizes = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6], device=weight.device)
+    code = (groups.abs() / 2**exponent).unsqueeze(-1).sub(sizes).abs().argmin(-1)
+    values = sizes[code] * 2**exponent * groups.sign()
+    code = (code + 8 * (groups < 0)).to(torch.uint8)
+    return code[..., ::2] | code[..., 1::2] << 4, (exponent[..., 0] + 127).to(torch.uint8), values.flatten(-2)
+
+
+def experts_in_mxfp4(tensors, values):
+    """Rewrites the experts of gpt-oss, which transformers keeps as [experts, inputs, outputs]."""
+    for name in [name for name in tensors if name.endswith(("experts.gate_up_proj", "experts.down_proj"))]:
+        experts = [in_mxfp4(expert.T.to("cuda" if torch.cuda.is_available() else "cpu")) for expert in tensors.pop(name)]
+        blocks, scales, rounded = (torch.stack([expert[i] for expert in experts]).cpu() for i in range(3))
+        tensors |= {name + "_blocks": blocks.contiguous(), name + "_scales": scales.contiguous()}
+        values[name] = rounded.transpose(1, 2).contiguous()
+
+
 def packed(values, order=range(8)):
     """Eight neighbouring columns in a word; order[i] is the column in nibble i."""
     columns = values.reshape(values.shape[0], -1, 8).long()
@@ -206,7 +226,9 @@ def quantize(folder, form):
     tensors = load_file(folder / "model.safetensors")
     config = json.loads((folder / "config.json").read_text())
     values = {name: tensor.float() for name, tensor in tensors.items()}
-    for name in [name for name in tensors if name.endswith("_proj.weight")]:
+    if form == "mxfp4":
+        experts_in_mxfp4(tensors, values)
+    for name in [name for name in tensors if name.endswith("_proj.weight") and form != "mxfp4"]:
         weight, layer = tensors.pop(name).to("cuda" if torch.cuda.is_available() else "cpu"), name.removesuffix("weight")
         if form in ("fp8", "fp8-blocks"):
             codes, scales, values[name] = in_fp8(weight, (1, None) if form == "fp8" else (128, 128))
@@ -226,6 +248,7 @@ def quantize(folder, form):
             "ignore": ["lm_head"]},
         "fp8-blocks": {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]},
         "awq": {"quant_method": "awq", "bits": 4, "group_size": 128, "zero_point": True, "version": "gemm"},
+        "mxfp4": {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn", "model.layers.*.mlp.router", "lm_head"]},
         "gptq": {"quant_method": "gptq", "bits": 4, "group_size": 128, "desc_act": False, "sym": False, "checkpoint_format": "gptq"},
     }[form]
     reference = folder / "reference"
@@ -242,7 +265,7 @@ def main():
     parser.add_argument("shape", choices=[*SHAPES, *FAMILIES])
     parser.add_argument("out", type=pathlib.Path)
     parser.add_argument("--layers", type=int, default=4)
-    parser.add_argument("--quantize", choices=["fp8", "fp8-blocks", "awq", "gptq"])
+    parser.add_argument("--quantize", choices=["fp8", "fp8-blocks", "awq", "gptq", "mxfp4"])
     arguments = parser.parse_args()
     torch.manual_seed(0)
     torch.set_default_dtype(torch.bfloat16)

@@ -10,6 +10,7 @@ use half::bf16;
 use kernels::cuda::gated_activation::GateActivation;
 use kernels::cuda::gather_rows::gather_rows;
 use kernels::cuda::grouped_gemm::{Gate, GroupedRows, GroupedWeight, Kernel, grouped_gemm};
+use kernels::cuda::quantized_gemm::PackedFormat;
 use kernels::cuda::route_tokens::{Choices, Router, route_tokens};
 use kernels::cuda::sort_routes::{SortedRoutes, SortedRows, route_and_sort_tokens, sort_routes};
 use kernels::cuda::sum_experts::{ExpertOutputs, sum_experts};
@@ -18,6 +19,13 @@ use kernels::cuda::{DeviceBuffer, Span};
 /// Name, experts, experts of a token, hidden size, columns of an expert.
 const SHAPES: [(&str, usize, usize, usize, usize); 3] =
     [("qwen3-30b", 128, 8, 2048, 768), ("mixtral", 8, 2, 4096, 14336), ("gpt-oss", 32, 4, 2880, 2880)];
+/// Forms of the weights; bf16 has no format.
+const FORMS: [(&str, Option<PackedFormat>); 4] = [
+    ("bf16", None),
+    ("fp8", Some(PackedFormat::Fp8Blocks)),
+    ("int4", Some(PackedFormat::Int4 { group: 128, has_zeros: true, scale_is_f16: true })),
+    ("mxfp4", Some(PackedFormat::Mxfp4)),
+];
 const TOKENS: [usize; 8] = [1, 4, 8, 32, 128, 512, 2048, 8192];
 
 fn main() {
@@ -25,12 +33,13 @@ fn main() {
     let read = std::env::args().find_map(|arg| arg.parse::<f64>().ok()).unwrap_or(4.47);
     println!("times in us; % read of the weights of the experts that are used; TFLOP/s of both products");
     println!(
-        "{:>10} {:>6} {:>6} {:>7} {:>7} {:>9} {:>9} {:>6} {:>8} {:>9}",
-        "shape", "tokens", "kernel", "sort", "sum", "gate_up", "down", "% read", "TFLOP/s", "all"
+        "{:>10} {:>5} {:>6} {:>6} {:>7} {:>7} {:>9} {:>9} {:>6} {:>8} {:>9}",
+        "shape", "form", "tokens", "kernel", "sort", "sum", "gate_up", "down", "% read", "TFLOP/s", "all"
     );
     for (name, count, top_k, hidden, inner) in SHAPES {
         let layers: Vec<[DeviceBuffer; 2]> =
             (0..2).map(|_| [random(&gpu, count * 2 * inner * hidden), random(&gpu, count * hidden * inner)]).collect();
+        let expanded = DeviceBuffer::with_count::<bf16>(&gpu, count * 2 * inner * hidden).expect("memory");
         for tokens in TOKENS {
             let routes = tokens * top_k;
             let words = |count: usize| DeviceBuffer::with_count::<u32>(&gpu, count).expect("memory");
@@ -71,30 +80,33 @@ fn main() {
             let [sort_us, sum_us] = [microseconds(&q, runs, sort), microseconds(&q, runs, sum)];
             let starts: Vec<u32> = offsets.span().read(count + 1).expect("a copy");
             let used = starts.windows(2).filter(|pair| pair[1] > pair[0]).count();
-            for kernel in [Kernel::Simple, Kernel::Skinny, Kernel::Wide] {
+            for ((form, format), kernel) in forms_and_kernels() {
                 let is_useful = match kernel {
-                    Kernel::Simple => tokens <= 128,
+                    Kernel::Simple => tokens <= 128 && format.is_none(),
                     Kernel::Skinny => tokens <= 1024,
                     Kernel::Wide => tokens >= 128,
                 };
                 if !is_useful {
                     continue;
                 }
-                let weight = |i: usize, part: usize, n: usize, k: usize| GroupedWeight {
-                    weight: layers[i % 2][part].span(),
-                    bias: Span::NULL,
-                    num_experts: count,
-                    n,
-                    k,
+                // Packed weights that the kernel does not take are expanded each time.
+                let weight = |i: usize, part: usize, n: usize, k: usize| {
+                    let span = layers[i % 2][part].span();
+                    let packed = format.map(|format| {
+                        let first = format.codes_bytes(count * n, k);
+                        (span.part(first, format.scales_bytes(count * n, k)), format)
+                    });
+                    let weight = GroupedWeight { weight: span, packed, bias: Span::NULL, num_experts: count, n, k };
+                    if kernel == Kernel::Skinny { Ok(weight) } else { weight.expanded(&q, expanded.span()) }
                 };
                 let grouped = GroupedRows { offsets: offsets.span(), tokens, routes };
                 let gate_up = |i: usize| {
                     let (weight, gate) =
-                        (weight(i, 0, 2 * inner, hidden), Some(Gate::Activation(GateActivation::Silu)));
+                        (weight(i, 0, 2 * inner, hidden)?, Some(Gate::Activation(GateActivation::Silu)));
                     grouped_gemm(&q, inside.span(), rows.span(), &weight, grouped, gate, kernel)
                 };
                 let down = |i: usize| {
-                    grouped_gemm(&q, y.span(), inside.span(), &weight(i, 1, hidden, inner), grouped, None, kernel)
+                    grouped_gemm(&q, y.span(), inside.span(), &weight(i, 1, hidden, inner)?, grouped, None, kernel)
                 };
                 let whole = |i: usize| {
                     sort(i)?;
@@ -104,15 +116,22 @@ fn main() {
                 };
                 let [up, down] = [microseconds(&q, runs, gate_up), microseconds(&q, runs, down)];
                 let all = microseconds(&q, runs, whole);
-                let bytes = (used * 3 * inner * hidden * 2) as f64;
+                let row_bytes = |cols: usize| format.map_or(2 * cols, |format| format.row_bytes(cols));
+                let bytes = (used * (2 * inner * row_bytes(hidden) + hidden * row_bytes(inner))) as f64;
                 let operations = (2 * routes * 3 * inner * hidden) as f64;
                 let kernel = format!("{kernel:?}");
                 println!(
-                    "{name:>10} {tokens:>6} {kernel:>6} {sort_us:>7.1} {sum_us:>7.1} {up:>9.1} {down:>9.1} {:>6.0} {:>8.0} {all:>9.1}",
+                    "{name:>10} {form:>5} {tokens:>6} {kernel:>6} {sort_us:>7.1} {sum_us:>7.1} {up:>9.1} {down:>9.1} {:>6.0} {:>8.0} {all:>9.1}",
                     100.0 * bytes / (up + down) / 1e6 / read,
                     operations / (up + down) / 1e6
                 );
             }
         }
     }
+}
+
+/// Every form of the weights with every kernel.
+fn forms_and_kernels() -> impl Iterator<Item = ((&'static str, Option<PackedFormat>), Kernel)> {
+    let kernels = [Kernel::Simple, Kernel::Skinny, Kernel::Wide];
+    FORMS.into_iter().flat_map(move |form| kernels.map(|kernel| (form, kernel)))
 }

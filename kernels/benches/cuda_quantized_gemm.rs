@@ -50,6 +50,7 @@ fn main() {
             PackedFormat::Fp8Rows => "fp8 rows",
             PackedFormat::Fp8Blocks => "fp8 blk",
             PackedFormat::Int4 { .. } => "int4",
+            PackedFormat::Mxfp4 => "mxfp4",
         };
         let epilogue = if name == "gate_up" { Epilogue::Gated(GateActivation::Silu) } else { Epilogue::Store };
         for rows in ROWS.into_iter().filter(|_| !only_e4m3) {

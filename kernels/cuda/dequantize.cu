@@ -26,6 +26,16 @@ __device__ __forceinline__ void expand_word(bf16* row, u32 word, i32 n, i32 slic
         const auto value = [&](int byte) { return e4m3_value(word >> (8 * byte) & 255) * scale; };
         store_pair(row, column, k, value(0), value(2));
         store_pair(row, column + 8, k, value(1), value(3));
+    } else if constexpr (FORMAT == MXFP4) {
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            const int step = 8 * h + 2 * at + half;
+            const float scale = e8m0_value(meta[step / C::GROUP_STEPS * SCALE_TILE + n % SCALE_TILE]);
+            const i32 column = slice * C::COLUMNS + step * 16 + 2 * t;
+            const auto value = [&](int nibble) { return e2m1_value(word >> (4 * (nibble + 2 * half)) & 15) * scale; };
+            store_pair(row, column, k, value(0), value(4));
+            store_pair(row, column + 8, k, value(1), value(5));
+        }
     } else {
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
@@ -62,3 +72,4 @@ DEQUANTIZE(fp8_rows, FP8_ROWS)
 DEQUANTIZE(fp8_blocks, FP8_BLOCKS)
 DEQUANTIZE(int4_g128, INT4_128)
 DEQUANTIZE(int4_g32, INT4_32)
+DEQUANTIZE(mxfp4, MXFP4)

@@ -1,10 +1,13 @@
 //! Products of rows sorted by expert with the weights of their experts. Kernels: `sm90_grouped_skinny_gemm.cu` for few
-//! rows an expert and `sm90_grouped_gemm.cu` for many, and `grouped_gemm.cu` on other GPUs.
+//! rows an expert and `sm90_grouped_gemm.cu` for many, and `grouped_gemm.cu` on other GPUs; for few rows and weights in 8
+//! or 4 bits `sm90_grouped_quantized_gemm.cu`.
 
 use half::bf16;
 
 use super::error::ensure;
 use super::gated_activation::GateActivation;
+use super::packed_weight::{PackedFormat, PackedWeight, TILE};
+use super::quantized_gemm::{dequantize, meta_argument};
 use super::route_tokens::MAX_EXPERTS;
 use super::skinny_gemm::GATE_GROUP;
 use super::tensor_map::TensorMap;
@@ -16,12 +19,16 @@ const OP: &str = "grouped_gemm";
 const MAX_TILE_ROWS: usize = 64;
 /// Rows of an expert from which on the kernel for many rows is faster.
 const WIDE_ROWS: usize = 24;
+/// The same for weights in 8 or 4 bits, all of which are expanded for it.
+const PACKED_WIDE_ROWS: usize = 72;
 
-/// The weights `[num_experts, n, k]` of a layer of a worker's experts, and their biases `[num_experts, n]`, bf16.
+/// The weights `[num_experts, n, k]` of a layer of a worker's experts, and their biases `[num_experts, n]` in bf16.
 #[derive(Debug, Clone, Copy)]
 pub struct GroupedWeight {
-    /// `[num_experts, n, k]`.
+    /// `[num_experts, n, k]` bf16, or the codes of a packed weight `[num_experts * n, k]`.
     pub weight: Span,
+    /// Scales and format of codes; `n` is then a multiple of 64.
+    pub packed: Option<(Span, PackedFormat)>,
     /// `[num_experts, n]`, or [`Span::NULL`].
     pub bias: Span,
     /// Number of experts.
@@ -44,6 +51,22 @@ pub enum Gate {
         /// `limit`.
         limit: f32,
     },
+}
+
+impl GroupedWeight {
+    /// Elements of all weights.
+    pub fn elements(&self) -> usize {
+        self.num_experts * self.n * self.k
+    }
+
+    /// The same weights in bf16: those that are packed are expanded into `buffer`.
+    pub fn expanded(&self, q: &Queue, buffer: Span) -> Result<Self, CudaError> {
+        let Some((scales, format)) = self.packed else { return Ok(*self) };
+        let (n, k) = (self.num_experts * self.n, self.k);
+        let packed = PackedWeight { codes: self.weight, scales, bias: Span::NULL, n, k, format };
+        dequantize(q, buffer, &packed)?;
+        Ok(Self { weight: buffer, packed: None, ..*self })
+    }
 }
 
 /// The rows of a step.
@@ -69,11 +92,13 @@ pub enum Kernel {
 }
 
 impl Kernel {
-    /// The fastest kernel for `routes` rows of `num_experts` experts, by measurement (kernels/README.md).
-    pub fn for_rows(gpu: &Gpu, routes: usize, num_experts: usize) -> Self {
+    /// The fastest kernel for `routes` rows, by measurement (kernels/README.md). Only [`Kernel::Skinny`] takes packed
+    /// weights; for the others they are expanded first.
+    pub fn for_rows(gpu: &Gpu, routes: usize, weight: &GroupedWeight) -> Self {
+        let wide_rows = if weight.packed.is_some() { PACKED_WIDE_ROWS } else { WIDE_ROWS };
         match has_hopper_kernels(gpu) {
             false => Kernel::Simple,
-            true if routes >= num_experts * WIDE_ROWS => Kernel::Wide,
+            true if routes >= weight.num_experts * wide_rows => Kernel::Wide,
             true => Kernel::Skinny,
         }
     }
@@ -96,6 +121,7 @@ pub fn grouped_gemm(
     kernel: Kernel,
 ) -> Result<(), CudaError> {
     check(y, x, weight, rows, gate)?;
+    ensure!(OP, weight.packed.is_none() || kernel == Kernel::Skinny, "packed weights by {kernel:?}; expected Skinny");
     let GroupedWeight { num_experts, n, k, .. } = *weight;
     let parameters = parameters(y, weight, rows, gate);
     // Every expert with rows has at least one tile.
@@ -107,6 +133,9 @@ pub fn grouped_gemm(
             let launch = launch.shared((8 * tile_rows * 17 * 4) as u32);
             let args = [Arg::Bytes(bytemuck::bytes_of(&parameters)), x.into(), weight.weight.into()];
             q.launch(&format!("grouped_gemm_bf16_m{tile_rows}"), launch, &args)
+        }
+        Kernel::Skinny if let Some(packed) = weight.packed => {
+            quantized(q, [x, weight.weight], packed, &parameters, [num_experts * n, k, rows.routes, tile_rows])
         }
         Kernel::Skinny => {
             let w_map = TensorMap::matrix(weight.weight, num_experts * n, k, 64, 64)?;
@@ -138,6 +167,32 @@ pub fn grouped_gemm(
     }
 }
 
+/// The kernel for packed weights `[n, k]` of all experts, in tiles of `tile_rows` of `routes` rows.
+fn quantized(
+    q: &Queue,
+    [x, codes]: [Span; 2],
+    (scales, format): (Span, PackedFormat),
+    parameters: &[u64; 6],
+    [n, k, routes, tile_rows]: [usize; 4],
+) -> Result<(), CudaError> {
+    let w_map = TensorMap::bytes_matrix(codes, n, format.row_bytes(k), TILE, 128)?;
+    let x_map = TensorMap::matrix(x, routes, k, 8, 64)?;
+    let stage_bytes = TILE * 128 + tile_rows * format.slice_cols() * 2 + format.max_meta_bytes();
+    let (stages, shared) = ring(q.gpu(), stage_bytes, 24);
+    let meta = meta_argument(scales, format);
+    let args = [
+        Arg::Bytes(w_map.bytes()),
+        Arg::Bytes(x_map.bytes()),
+        Arg::Bytes(bytemuck::bytes_of(parameters)),
+        Arg::Bytes(bytemuck::bytes_of(&meta)),
+        (tile_rows as u32).into(),
+        // Each of the two warpgroups has every other stage.
+        (stages / 2 * 2).into(),
+    ];
+    let launch = Launch::new(q.gpu().num_multiprocessors(), 2 * 128 + 32).shared(shared);
+    q.launch(&format!("sm90_grouped_quantized_gemm_{}", format.name()), launch, &args)
+}
+
 /// Number of stages of a ring that fills the shared memory, and the bytes to request.
 fn ring(gpu: &Gpu, stage_bytes: usize, most: usize) -> (u32, u32) {
     // Tables and barriers are in static shared memory; the ring starts at a multiple of 1024 bytes.
@@ -147,7 +202,7 @@ fn ring(gpu: &Gpu, stage_bytes: usize, most: usize) -> (u32, u32) {
 }
 
 fn check(y: Span, x: Span, weight: &GroupedWeight, rows: GroupedRows, gate: Option<Gate>) -> Result<(), CudaError> {
-    let GroupedWeight { weight, bias, num_experts, n, k } = *weight;
+    let GroupedWeight { weight, packed, bias, num_experts, n, k } = *weight;
     let GroupedRows { offsets, tokens, routes } = rows;
     ensure!(OP, (1..=MAX_EXPERTS).contains(&num_experts), "{num_experts} experts; expected 1 to {MAX_EXPERTS}");
     ensure!(OP, k > 0 && k.is_multiple_of(8), "{k} inputs are not a multiple of 8");
@@ -157,7 +212,15 @@ fn check(y: Span, x: Span, weight: &GroupedWeight, rows: GroupedRows, gate: Opti
     let outputs = if gate.is_some() { n / 2 } else { n };
     ensure!(OP, x.count::<bf16>() >= routes * k, "x is shorter than {routes} x {k}");
     ensure!(OP, y.count::<bf16>() >= routes * outputs, "y is shorter than {routes} x {outputs}");
-    ensure!(OP, weight.count::<bf16>() >= num_experts * n * k, "weights are shorter than {num_experts} x {n} x {k}");
+    let (weight_bytes, scales_bytes) = match packed {
+        Some((_, format)) => (format.codes_bytes(num_experts * n, k), format.scales_bytes(num_experts * n, k)),
+        None => (num_experts * n * k * size_of::<bf16>(), 0),
+    };
+    ensure!(OP, weight.bytes() >= weight_bytes, "weights are shorter than {num_experts} x {n} x {k}");
+    if let Some((scales, _)) = packed {
+        ensure!(OP, n.is_multiple_of(TILE), "{n} packed outputs are not a multiple of {TILE}");
+        ensure!(OP, scales.bytes() >= scales_bytes && scales.is_aligned(16), "scales are too short, or not aligned");
+    }
     ensure!(
         OP,
         bias.is_null() || bias.count::<bf16>() >= num_experts * n,

@@ -225,7 +225,7 @@ impl Link {
             LinkWeight::Packed(packed) => {
                 check_product(y, x, &packed, rows, epilogue)?;
                 let map = TensorMap::bytes_matrix(packed.codes, n, packed.format.row_bytes(k), TILE, 128)?;
-                (map, packed.bias, meta_argument(&packed))
+                (map, packed.bias, meta_argument(packed.scales, packed.format))
             }
         };
         if let LinkEnd::Store(Epilogue::Store | Epilogue::StoreF32) = end {

@@ -26,6 +26,9 @@ pub enum PackedFormat {
         /// Whether scales are f16; otherwise they are bf16.
         scale_is_f16: bool,
     },
+    /// e2m1; groups of 32 inputs of a row have a scale that is a power of two, stored as its exponent. Only weights of
+    /// experts.
+    Mxfp4,
 }
 
 impl PackedFormat {
@@ -33,7 +36,7 @@ impl PackedFormat {
     pub fn slice_cols(self) -> usize {
         match self {
             PackedFormat::Fp8Rows | PackedFormat::Fp8Blocks => SLICE_BYTES,
-            PackedFormat::Int4 { .. } => 2 * SLICE_BYTES,
+            PackedFormat::Int4 { .. } | PackedFormat::Mxfp4 => 2 * SLICE_BYTES,
         }
     }
 
@@ -52,6 +55,7 @@ impl PackedFormat {
         match self {
             PackedFormat::Fp8Rows | PackedFormat::Fp8Blocks => 1,
             PackedFormat::Int4 { group, .. } => self.slice_cols() / group,
+            PackedFormat::Mxfp4 => self.slice_cols() / 32,
         }
     }
 
@@ -61,6 +65,7 @@ impl PackedFormat {
             PackedFormat::Fp8Rows => 0,
             PackedFormat::Fp8Blocks => 16,
             PackedFormat::Int4 { has_zeros, .. } => self.slice_groups() * TILE * (2 + usize::from(has_zeros)),
+            PackedFormat::Mxfp4 => self.slice_groups() * TILE,
         }
     }
 
@@ -99,6 +104,7 @@ impl PackedFormat {
             PackedFormat::Fp8Blocks => "fp8_blocks",
             PackedFormat::Int4 { group: 32, .. } => "int4_g32",
             PackedFormat::Int4 { .. } => "int4_g128",
+            PackedFormat::Mxfp4 => "mxfp4",
         }
     }
 
@@ -119,7 +125,7 @@ impl PackedFormat {
             let mut slice = [0; 2 * SLICE_BYTES];
             slice[..codes.len()].copy_from_slice(codes);
             match self {
-                PackedFormat::Int4 { .. } => pack_nibbles(&slice, out),
+                PackedFormat::Int4 { .. } | PackedFormat::Mxfp4 => pack_nibbles(&slice, out),
                 _ => pack_bytes(&slice, out),
             }
         }
@@ -138,6 +144,8 @@ impl PackedFormat {
         match self {
             PackedFormat::Fp8Rows => meta[4 * row..][..4].copy_from_slice(&scale.to_le_bytes()),
             PackedFormat::Fp8Blocks => meta[row % 16 / 8 * 4..][..4].copy_from_slice(&scale.to_le_bytes()),
+            // A power of two, whose exponent is 0 if it is subnormal.
+            PackedFormat::Mxfp4 => meta[within * TILE + row] = (scale.to_bits() >> 23) as u8,
             PackedFormat::Int4 { has_zeros, scale_is_f16, .. } => {
                 let bits = if scale_is_f16 { f16::from_f32(scale).to_bits() } else { bf16::from_f32(scale).to_bits() };
                 meta[2 * (within * TILE + row)..][..2].copy_from_slice(&bits.to_le_bytes());

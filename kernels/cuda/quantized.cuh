@@ -1,25 +1,25 @@
 // Quantized weights: how their codes lie in memory, and how they become bf16.
 //
-// codes    e4m3: one byte a column, a slice is 128 columns; u4: half a byte a column, a slice is 256 columns. A row of
+// codes    e4m3: one byte a column, a slice is 128 columns; u4 and e2m1: half a byte a column, a slice is 256 columns. A row of
 //          a slice is 128 bytes. Its chunk 2 t + h of 16 bytes has what thread t of four in a row of a matrix product
 //          needs in one half of the steps of 16 columns: columns 2 t, 2 t + 1, 2 t + 8 and 2 t + 9 of each step. An
-//          e4m3 word has one step, its bytes in the order 2 t, 2 t + 8, 2 t + 1, 2 t + 9. A u4 word has two steps, the
+//          e4m3 word has one step, its bytes in the order 2 t, 2 t + 8, 2 t + 1, 2 t + 9. A u4 or e2m1 word has two steps, the
 //          first in the nibbles 0, 4, 1, 5, the second in 2, 6, 3, 7 (columns in order). packing.rs writes this.
 // scales   described by `Format` in quantized_gemm.rs
 #pragma once
 #include "common.cuh"
 
-enum Format : i32 { FP8_ROWS = 0, FP8_BLOCKS = 1, INT4_128 = 2, INT4_32 = 3 };
+enum Format : i32 { FP8_ROWS = 0, FP8_BLOCKS = 1, INT4_128 = 2, INT4_32 = 3, MXFP4 = 4 };
 
 template <int FORMAT>
 struct Codes {
     static constexpr bool IS_FP8 = FORMAT == FP8_ROWS || FORMAT == FP8_BLOCKS;
     static constexpr int COLUMNS = IS_FP8 ? 128 : 256;  // of a slice
     static constexpr int STEPS = COLUMNS / 16;
-    static constexpr int GROUP_STEPS = FORMAT == INT4_32 ? 2 : 8;  // steps of 16 columns with the same scale
+    static constexpr int GROUP_STEPS = FORMAT == INT4_32 || FORMAT == MXFP4 ? 2 : 8;  // steps of 16 columns with the same scale
     static constexpr int GROUPS = STEPS / GROUP_STEPS;
     // Bytes of scales and zero points of a tile of 64 rows and a slice, at most.
-    static constexpr int META_BYTES = FORMAT == FP8_ROWS ? 0 : FORMAT == FP8_BLOCKS ? 16 : GROUPS * 64 * 3;
+    static constexpr int META_BYTES = FORMAT == FP8_ROWS ? 0 : FORMAT == FP8_BLOCKS ? 16 : GROUPS * 64 * (FORMAT == MXFP4 ? 1 : 3);
 };
 
 // A scale of a group of u4 codes: f16 or bf16.
@@ -62,6 +62,20 @@ __device__ __forceinline__ void expand_u4(u32 word, int step, u32 zero, u32& low
     high = multiply_add_bf16x2(((word >> (8 * step + 4)) & 0x000f000fu) | U4_BASE, ONE, zero);
 }
 
+// A scale that is a power of two, stored as its exponent with a bias of 127.
+__device__ __forceinline__ float e8m0_value(u32 exponent) { return __uint_as_float(exponent ? exponent << 23 : 0x400000); }
+
+// The value of an e2m1 code. Its exponent has a bias of 1.
+__device__ __forceinline__ float e2m1_value(u32 code) { return __uint_as_float((code & 8) << 28 | (code & 7) << 22) * 0x1p126f; }
+
+// Half of the eight e2m1 codes of a word.
+__device__ __forceinline__ void expand_e2m1(u32 word, int step, u32& low, u32& high) {
+    constexpr u32 TWO_TO_126 = 0x7e807e80u, MINUS_ZERO = 0x80008000u;
+    const u32 a = word >> (8 * step), b = word >> (8 * step + 4);
+    low = multiply_add_bf16x2(((a & 0x00080008u) << 12) | ((a & 0x00070007u) << 6), TWO_TO_126, MINUS_ZERO);
+    high = multiply_add_bf16x2(((b & 0x00080008u) << 12) | ((b & 0x00070007u) << 6), TWO_TO_126, MINUS_ZERO);
+}
+
 // The scales and zero points of a thread's two rows, g and g + 8 of a warp's 16, in one group of columns.
 struct RowScales {
     float first, second;
@@ -74,6 +88,9 @@ __device__ __forceinline__ void expand(u32* a, const u32 (*words)[8], int step, 
     if constexpr (Codes<FORMAT>::IS_FP8) {
         expand_e4m3(words[0][step], a[0], a[2]);
         expand_e4m3(words[1][step], a[1], a[3]);
+    } else if constexpr (FORMAT == MXFP4) {
+        expand_e2m1(words[0][step / 2], step % 2, a[0], a[2]);
+        expand_e2m1(words[1][step / 2], step % 2, a[1], a[3]);
     } else {
         expand_u4(words[0][step / 2], step % 2, scales.first_zero, a[0], a[2]);
         expand_u4(words[1][step / 2], step % 2, scales.second_zero, a[1], a[3]);

@@ -114,7 +114,7 @@ fn launch(
     let codes_map = TensorMap::bytes_matrix(codes, n, format.row_bytes(k), tiling.weight_rows, 128)?;
     let x_map = TensorMap::matrix(x, rows, k, tiling.x_rows, BOX)?;
     let output = output_argument(y, bias, rows, n, epilogue.code());
-    let meta = meta_argument(weight);
+    let meta = meta_argument(weight.scales, format);
     let args = [
         Arg::Bytes(codes_map.bytes()),
         Arg::Bytes(x_map.bytes()),
@@ -207,7 +207,7 @@ pub fn quantized_gemm_simple(
     check_product(y, x, weight, rows, epilogue)?;
     ensure!(OP, rows <= MAX_ROWS, "{rows} rows; expected 1 to {MAX_ROWS}");
     let width = width_for(rows);
-    let meta = meta_argument(weight);
+    let meta = meta_argument(weight.scales, weight.format);
     let args = [
         y.into(),
         x.into(),
@@ -224,9 +224,8 @@ pub fn quantized_gemm_simple(
 }
 
 /// `Meta` of the kernels: the address of the scales, their bytes in a tile and slice, and whether they are f16.
-pub(super) fn meta_argument(weight: &PackedWeight) -> [u64; 2] {
-    let format = weight.format;
-    [weight.scales.address(), format.meta_bytes() as u64 | u64::from(format.scale_is_f16()) << 32]
+pub(super) fn meta_argument(scales: Span, format: PackedFormat) -> [u64; 2] {
+    [scales.address(), format.meta_bytes() as u64 | u64::from(format.scale_is_f16()) << 32]
 }
 
 /// Checks the operands of a product.
@@ -238,6 +237,7 @@ pub(super) fn check_product(
     epilogue: Epilogue,
 ) -> Result<(), CudaError> {
     check_outputs(y, weight, rows, epilogue)?;
+    ensure!(OP, weight.format != PackedFormat::Mxfp4, "a weight in MXFP4, which only products of experts take");
     let k = weight.k;
     ensure!(OP, x.count::<bf16>() >= rows * k && x.is_aligned(16), "x is shorter than {rows} x {k}, or not aligned");
     Ok(())

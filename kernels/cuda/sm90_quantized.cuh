@@ -41,11 +41,60 @@ __device__ __forceinline__ u32 shared_load_u8(u32 address) {
 template <int FORMAT>
 __device__ __forceinline__ RowScales row_scales(u32 meta, u32 meta_bytes, int group, int row, bool is_f16) {
     if constexpr (FORMAT == FP8_BLOCKS) return {shared_load_f32(meta), shared_load_f32(meta + 4), 0, 0};
+    if constexpr (FORMAT == MXFP4) {
+        const u32 scale = meta + group * TILE + row;
+        return {e8m0_value(shared_load_u8(scale)), e8m0_value(shared_load_u8(scale + 8)), 0, 0};
+    }
     constexpr u32 SCALE_BYTES = Codes<FORMAT>::GROUPS * SCALE_TILE * 2;
     const u32 scale = meta + (group * TILE + row) * 2, zero = meta + SCALE_BYTES + group * TILE + row;
     const bool has_zeros = meta_bytes > SCALE_BYTES;
     return {group_scale(shared_load_u16(scale), is_f16), group_scale(shared_load_u16(scale + 16), is_f16),
             negative_zero_point(has_zeros ? shared_load_u8(zero) : 8), negative_zero_point(has_zeros ? shared_load_u8(zero + 8) : 8)};
+}
+
+// One warpgroup: acc [64 rows of w, NT rows of x] += slice `s` of tile `tile` of a ring times that of x.
+template <int FORMAT, int NT, class Ring>
+__device__ __forceinline__ void multiply_codes(float* acc, const Ring& ring, i32 s, const Meta& meta, i32 tile) {
+    using C = Codes<FORMAT>;
+    constexpr u32 TILE_BYTES = TILE * 128;
+    const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4, row = threadIdx.x / 32 % 4 * 16 + g;
+    u32 words[2][8];
+    const auto load_half = [&](int h) {
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+            const uint4 v = shared_load16(ring.w(s) + tile * TILE_BYTES + (row + 8 * r) * 128 + ((2 * t + h) ^ g) * 16);
+            words[r][4 * h] = v.x, words[r][4 * h + 1] = v.y, words[r][4 * h + 2] = v.z, words[r][4 * h + 3] = v.w;
+        }
+    };
+    load_half(0);
+    if constexpr (C::GROUPS == 1) load_half(1);
+    float sums[FORMAT == FP8_ROWS ? 1 : NT / 2];
+#pragma unroll
+    for (int group = 0; group < C::GROUPS; ++group) {
+        if (C::GROUPS > 1 && group == C::GROUPS / 2) load_half(1);
+        RowScales of{};
+        if constexpr (FORMAT != FP8_ROWS) of = row_scales<FORMAT>(ring.scales(s) + tile * C::META_BYTES, meta.bytes, group, row, meta.is_f16 != 0);
+        u32 a[C::GROUP_STEPS][4];
+#pragma unroll
+        for (int i = 0; i < C::GROUP_STEPS; ++i) expand<FORMAT>(a[i], words, group * C::GROUP_STEPS + i, of);
+        wgmma_fence();
+#pragma unroll
+        for (int i = 0; i < C::GROUP_STEPS; ++i) {
+            const int step = group * C::GROUP_STEPS + i;
+            const u64 columns = tile_descriptor(ring.x(s, step / 4)) + 2 * (step % 4);
+            if constexpr (FORMAT == FP8_ROWS) {
+                wgmma_registers<NT>(acc, a[i], columns, 1);
+            } else {
+                wgmma_registers<NT>(sums, a[i], columns, i > 0);
+            }
+        }
+        wgmma_commit();
+        wgmma_wait<0>();
+        if constexpr (FORMAT != FP8_ROWS) {
+#pragma unroll
+            for (int i = 0; i < NT / 2; ++i) acc[i] += (i % 4 < 2 ? of.first : of.second) * sums[i];
+        }
+    }
 }
 
 // A stage has TILES tiles of w and NT rows of x.
@@ -88,44 +137,7 @@ struct QuantizedRing {
 
     // One warpgroup: acc [64 rows of w, NT rows of x] += a slice of a tile of w times that of x.
     __device__ __forceinline__ void multiply(float* acc, i32 s, const Meta& meta, i32 tile = 0) const {
-        const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4, row = threadIdx.x / 32 % 4 * 16 + g;
-        u32 words[2][8];
-        const auto load_half = [&](int h) {
-#pragma unroll
-            for (int r = 0; r < 2; ++r) {
-                const uint4 v = shared_load16(w(s) + tile * TILE_BYTES + (row + 8 * r) * 128 + ((2 * t + h) ^ g) * 16);
-                words[r][4 * h] = v.x, words[r][4 * h + 1] = v.y, words[r][4 * h + 2] = v.z, words[r][4 * h + 3] = v.w;
-            }
-        };
-        load_half(0);
-        if constexpr (C::GROUPS == 1) load_half(1);
-        float sums[FORMAT == FP8_ROWS ? 1 : NT / 2];
-#pragma unroll
-        for (int group = 0; group < C::GROUPS; ++group) {
-            if (C::GROUPS > 1 && group == C::GROUPS / 2) load_half(1);
-            RowScales of{};
-            if constexpr (FORMAT != FP8_ROWS) of = row_scales<FORMAT>(scales(s) + tile * C::META_BYTES, meta.bytes, group, row, meta.is_f16 != 0);
-            u32 a[C::GROUP_STEPS][4];
-#pragma unroll
-            for (int i = 0; i < C::GROUP_STEPS; ++i) expand<FORMAT>(a[i], words, group * C::GROUP_STEPS + i, of);
-            wgmma_fence();
-#pragma unroll
-            for (int i = 0; i < C::GROUP_STEPS; ++i) {
-                const int step = group * C::GROUP_STEPS + i;
-                const u64 columns = tile_descriptor(x(s, step / 4)) + 2 * (step % 4);
-                if constexpr (FORMAT == FP8_ROWS) {
-                    wgmma_registers<NT>(acc, a[i], columns, 1);
-                } else {
-                    wgmma_registers<NT>(sums, a[i], columns, i > 0);
-                }
-            }
-            wgmma_commit();
-            wgmma_wait<0>();
-            if constexpr (FORMAT != FP8_ROWS) {
-#pragma unroll
-                for (int i = 0; i < NT / 2; ++i) acc[i] += (i % 4 < 2 ? of.first : of.second) * sums[i];
-            }
-        }
+        multiply_codes<FORMAT, NT>(acc, *this, s, meta, tile);
     }
 
     // Multiplies the sums of rows n0 .. n0 + TILE by their rows' scales, if scales belong to rows.

@@ -139,6 +139,7 @@ impl Product {
         let offsets = upload(gpu, &starts.collect::<Vec<u32>>());
         let weight = GroupedWeight {
             weight: weight.span(),
+            packed: None,
             bias: bias.as_ref().map_or(Span::NULL, DeviceBuffer::span),
             num_experts: self.counts.len(),
             n: self.n,

@@ -1,6 +1,7 @@
 //! Estimates the memory of a worker before anything is loaded, with a device that counts instead of computing.
 
 use engine::{RowId, SampleMask, SampledToken, SamplingParams, TokenId};
+use kernels::cuda::skinny_gemm::GATE_GROUP;
 use ops::{
     Activation, AttentionSpec, DType, Device, DeviceError, ExpertSlices, Feature, LinearRole, LogitSpec,
     MemoryEstimate, MemoryPlan, NormKind, NormSlices, PipelineStage, StepInputs, StepLimits, Target, TensorParallel,
@@ -8,7 +9,10 @@ use ops::{
 };
 
 use crate::cpu::{CpuDevice, CpuEstimate, ExpertBuffers, is_computed};
-use crate::cuda::{CudaDevice, Estimate, ExpertSizes, ProductScratch, gate_order, has_fp8_inputs, packed_format};
+use crate::cuda::{
+    CudaDevice, Estimate, ExpertSizes, ProductScratch, RowOrder, expert_format, gate_order, has_fp8_inputs,
+    packed_format,
+};
 
 /// Counts the memory that a [`CpuDevice`] or [`CudaDevice`] needs for a model, from the shapes of its weights alone.
 #[derive(Debug)]
@@ -120,10 +124,22 @@ impl Estimator {
     }
 
     /// Counts a matrix of an expert. GPUs keep none of them quantized.
-    fn load_expert(&mut self, parts: &[WeightSlice<'_>], bias: &[WeightSlice<'_>]) {
-        self.count_vectors(bias);
-        let weight = self.count_matrix(parts);
-        self.count_use(&weight);
+    /// Counts a matrix of each expert, which a GPU may keep quantized.
+    fn count_experts(&mut self, experts: &[&[WeightSlice<'_>]], order: RowOrder) {
+        let packed = match self.target {
+            Target::Cpu => None,
+            Target::Cuda => expert_format(experts, order),
+        };
+        for parts in experts {
+            let weight = self.count_matrix(parts);
+            self.count_use(&weight);
+            if let Some(format) = packed {
+                let rows = parts.iter().map(|part| part.rows.len()).sum();
+                let bytes = format.codes_bytes(rows, weight.cols) + format.scales_bytes(rows, weight.cols);
+                self.weights_bytes -= weight.bytes - bytes;
+                self.product_scratch.count(experts.len() * rows, weight.cols, false);
+            }
+        }
     }
 
     /// Counts what a CPU needs for products with a weight.
@@ -246,9 +262,13 @@ impl Device for Estimator {
         let inner = layer.experts.first().map_or(0, |expert| expert.down.cols.len());
         let router = EstimatedWeight { cols: hidden, ..self.count_elements(count * hidden) };
         self.fit_linear(&router);
+        let gate_ups: Vec<&[WeightSlice<'_>]> = layer.experts.iter().map(|expert| &expert.gate_up[..]).collect();
+        let downs: Vec<_> = layer.experts.iter().map(|expert| std::slice::from_ref(&expert.down)).collect();
+        self.count_experts(&gate_ups, RowOrder::Interleaved(GATE_GROUP));
+        self.count_experts(&downs, RowOrder::Stacked);
         for expert in &layer.experts {
-            self.load_expert(&expert.gate_up, &expert.gate_up_bias);
-            self.load_expert(std::slice::from_ref(&expert.down), expert.down_bias.as_slice());
+            self.count_vectors(&expert.gate_up_bias);
+            self.count_vectors(expert.down_bias.as_slice());
         }
         self.count_vectors(layer.router_bias.as_slice());
         self.count_vectors(layer.selection_bias.as_slice());

@@ -22,6 +22,9 @@ pub enum Quantization {
         /// Type of the scales: bf16 or f16.
         scale: DType,
     },
+    /// e2m1, as codes from 0 to 15 with the sign in bit 3. Each 32 columns of a row have a scale that is a power of two
+    /// (OCP Microscaling Formats 1.0).
+    Mxfp4,
 }
 
 /// The rows of a quantized matrix.
@@ -35,7 +38,7 @@ pub trait QuantizedRows: Debug + Send + Sync {
     /// Panics if there is no such row or column, or if `out` has another length.
     fn read_codes(&self, row: usize, cols: Range<usize>, out: &mut [u8]);
 
-    /// Scale and zero point of the element in this row and column; the zero point of fp8 is 0.
+    /// Scale and zero point of the element in this row and column; the zero point of floats is 0.
     ///
     /// # Panics
     /// Panics if there is no such element.

@@ -43,6 +43,7 @@ impl QuantizedWeight {
             PackedFormat::Fp8Rows => k,
             PackedFormat::Fp8Blocks => 128,
             PackedFormat::Int4 { group, .. } => group,
+            PackedFormat::Mxfp4 => 32,
         };
         // The root mean square of codes is 130 for e4m3 and 4.6 for integers.
         let size = if is_fp8 { 0.015 } else { 0.4 } / (k as f32).sqrt();
@@ -64,6 +65,7 @@ impl QuantizedWeight {
                     PackedFormat::Fp8Blocks => block_scales[row / TILE * k.div_ceil(group) + index][row % 16 / 8],
                     PackedFormat::Int4 { scale_is_f16: true, .. } => f16::from_f32(drawn).to_f32(),
                     PackedFormat::Int4 { .. } => bf16::from_f32(drawn).to_f32(),
+                    PackedFormat::Mxfp4 => f32::from_bits(drawn.to_bits() & 0x7f80_0000),
                 };
                 let has_zeros = matches!(format, PackedFormat::Int4 { has_zeros: true, .. });
                 let zero = if has_zeros { (17.0 * random.unit()) as u8 } else { 8 };
@@ -71,6 +73,7 @@ impl QuantizedWeight {
                 format.put_scale(tile, row % TILE, index, scale, zero);
                 let value = |&code: &u8| match is_fp8 {
                     true => e4m3(code) * scale,
+                    false if format == PackedFormat::Mxfp4 => e2m1(code) * scale,
                     false => (f32::from(code) - f32::from(zero)) * scale,
                 };
                 values.extend(part.iter().map(value));
@@ -104,6 +107,12 @@ fn random_code(random: &mut Random, is_fp8: bool) -> u8 {
         code if is_fp8 => code,
         code => code % 16,
     }
+}
+
+/// The value of an e2m1 code by its definition.
+fn e2m1(code: u8) -> f32 {
+    let size = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0][usize::from(code & 7)];
+    if code & 8 != 0 { -size } else { size }
 }
 
 /// The value of an e4m3 code by its definition.

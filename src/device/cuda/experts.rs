@@ -2,10 +2,10 @@
 
 use std::sync::Arc;
 
-use half::bf16;
 use kernels::cuda::gate_rows::gate_rows;
 use kernels::cuda::gather_rows::gather_rows;
 use kernels::cuda::grouped_gemm::{Gate, GroupedRows, GroupedWeight, Kernel, grouped_gemm};
+use kernels::cuda::quantized_gemm::PackedFormat;
 use kernels::cuda::route_tokens::{
     self as router, Choices, MAX_CHOICES, MAX_EXPERTS, MAX_GROUPS, Router, route_tokens,
 };
@@ -19,6 +19,7 @@ use ops::{Activation, DeviceError, ExpertSlices, Routing, Scoring, WeightSlice};
 use super::decoder_ops::gate_activation;
 use super::group::ReduceAddNorm;
 use super::load::{Form, Part, RowOrder};
+use super::packed::expert_format;
 use super::{CudaDevice, CudaTensor, CudaWeight, device_error};
 
 /// Up to this number of tokens it is faster if one kernel routes, sorts and copies rows, by measurement on an H100
@@ -172,20 +173,12 @@ impl CudaDevice {
         let down_biases: Vec<_> = layer.experts.iter().map(|expert| expert.down_bias.as_slice()).collect();
         let num_experts = layer.experts.len();
         let order = RowOrder::Interleaved(GATE_GROUP);
-        let gate_up = GroupedWeight {
-            weight: self.load_grouped(&gate_ups, order, 2 * inner * hidden, Part::new)?,
-            bias: self.load_grouped(&gate_up_biases, order, 2 * inner, Part::column)?,
-            num_experts,
-            n: 2 * inner,
-            k: hidden,
-        };
-        let down = GroupedWeight {
-            weight: self.load_grouped(&downs, RowOrder::Stacked, hidden * inner, Part::new)?,
-            bias: self.load_grouped(&down_biases, RowOrder::Stacked, hidden, Part::column)?,
-            num_experts,
-            n: hidden,
-            k: inner,
-        };
+        let (weight, packed) = self.load_expert_matrices(&gate_ups, order, [2 * inner, hidden])?;
+        let bias = self.load_grouped(&gate_up_biases, order, (Form::Values, 4 * inner), Part::column)?;
+        let gate_up = GroupedWeight { weight, packed, bias, num_experts, n: 2 * inner, k: hidden };
+        let (weight, packed) = self.load_expert_matrices(&downs, RowOrder::Stacked, [hidden, inner])?;
+        let bias = self.load_grouped(&down_biases, RowOrder::Stacked, (Form::Values, 2 * hidden), Part::column)?;
+        let down = GroupedWeight { weight, packed, bias, num_experts, n: hidden, k: inner };
         let router_bias = self.load_row(layer.router_bias.as_slice(), RowOrder::Stacked)?;
         let selection_bias = self.load_exact(layer.selection_bias.as_ref())?;
         let scales = self.load_exact(layer.scales.as_ref())?;
@@ -204,24 +197,42 @@ impl CudaDevice {
         Ok(span)
     }
 
-    /// Loads one matrix or vector of `elements` for each expert, one after the other; nothing if they have no parts.
+    /// Loads a matrix `[rows, cols]` for each expert, which stays quantized if it can; then its scales and format follow.
+    fn load_expert_matrices(
+        &mut self,
+        experts: &[&[WeightSlice<'_>]],
+        order: RowOrder,
+        [rows, cols]: [usize; 2],
+    ) -> Result<(Span, Option<(Span, PackedFormat)>), DeviceError> {
+        let Some(format) = expert_format(experts, order) else {
+            return Ok((self.load_grouped(experts, order, (Form::Values, rows * cols * 2), Part::new)?, None));
+        };
+        let codes = (Form::Codes(format), format.codes_bytes(rows, cols));
+        let scales = (Form::Scales(format), format.scales_bytes(rows, cols));
+        let codes = self.load_grouped(experts, order, codes, Part::new)?;
+        let scales = self.load_grouped(experts, order, scales, Part::new)?;
+        self.product_scratch.count(experts.len() * rows, cols, false);
+        Ok((codes, Some((scales, format))))
+    }
+
+    /// Loads one form of a matrix or vector, of a number of bytes, for each expert, one after the other; nothing if they
+    /// have no parts.
     fn load_grouped(
         &mut self,
         experts: &[&[WeightSlice<'_>]],
         order: RowOrder,
-        elements: usize,
+        (form, bytes): (Form, usize),
         part: fn(&WeightSlice<'_>) -> Result<Part, DeviceError>,
     ) -> Result<Span, DeviceError> {
         if experts.iter().all(|parts| parts.is_empty()) {
             return Ok(Span::NULL);
         }
-        let buffer = DeviceBuffer::new(&self.gpu, experts.len() * elements * 2).map_err(device_error)?;
+        let buffer = DeviceBuffer::new(&self.gpu, experts.len() * bytes).map_err(device_error)?;
         let span = buffer.span();
         self.weights.push(buffer);
         for (index, parts) in experts.iter().enumerate() {
             let parts = parts.iter().map(part).collect::<Result<Vec<_>, _>>()?;
-            let own = span.elements::<bf16>(index * elements, elements);
-            self.loader.get_mut().load(parts, order, Form::Values, own)?;
+            self.loader.get_mut().load(parts, order, form, span.part(index * bytes, bytes))?;
         }
         Ok(span)
     }
@@ -254,7 +265,7 @@ impl CudaDevice {
         let (rows, inner) = (b.rows.span(), b.inner.span());
         let grouped = GroupedRows { offsets: sorted.offsets, tokens, routes };
         let kernel = match self.config.use_fast_kernels {
-            true => Kernel::for_rows(q.gpu(), routes, gate_up.num_experts),
+            true => Kernel::for_rows(q.gpu(), routes, &gate_up),
             false => Kernel::Simple,
         };
         let gate = Some(match routing.activation {
@@ -277,8 +288,13 @@ impl CudaDevice {
             if routing.scales_input {
                 scale_routes(q, rows, choices, sorted, routes, hidden)?;
             }
-            grouped_gemm(q, inner, rows, &gate_up, grouped, gate, kernel)?;
-            grouped_gemm(q, rows, inner, &down, grouped, None, kernel)
+            // One buffer holds the expanded weights of both products in turn.
+            let taken = |weight: &GroupedWeight| match kernel {
+                Kernel::Skinny => Ok(*weight),
+                _ => weight.expanded(q, self.workspace().products.span()),
+            };
+            grouped_gemm(q, inner, rows, &taken(&gate_up)?, grouped, gate, kernel)?;
+            grouped_gemm(q, rows, inner, &taken(&down)?, grouped, None, kernel)
         };
         run().map_err(device_error)?;
         self.unsummed =

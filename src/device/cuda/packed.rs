@@ -66,6 +66,20 @@ pub(super) fn quantized(data: &WeightData) -> Option<&dyn QuantizedRows> {
 /// The format in which a matrix of `parts` stays quantized. `None` if it must be expanded to bf16: parts are not quantized
 /// or in different formats, or scales are not divided as the kernels need it.
 pub(crate) fn packed_format(parts: &[WeightSlice<'_>], order: RowOrder) -> Option<PackedFormat> {
+    let format = common_format(parts, order)?;
+    (format != PackedFormat::Mxfp4).then_some(format)
+}
+
+/// The format in which the matrices of a layer's experts stay quantized; `None` if they must be expanded to bf16.
+pub(crate) fn expert_format(experts: &[&[WeightSlice<'_>]], order: RowOrder) -> Option<PackedFormat> {
+    let format = common_format(experts.first()?, order)?;
+    let rows: usize = experts[0].iter().map(|part| part.rows.len()).sum();
+    let is_common = experts.iter().all(|parts| common_format(parts, order) == Some(format));
+    (is_common && rows.is_multiple_of(TILE)).then_some(format)
+}
+
+/// The format of all `parts` of a matrix.
+fn common_format(parts: &[WeightSlice<'_>], order: RowOrder) -> Option<PackedFormat> {
     let cols = parts.first()?.cols.len();
     let rows: usize = parts.iter().map(|part| part.rows.len()).sum();
     let format = part_format(&parts[0])?;
@@ -93,6 +107,7 @@ fn part_format(part: &WeightSlice<'_>) -> Option<PackedFormat> {
             let group = [128, 32].into_iter().find(is_aligned)?;
             Some(PackedFormat::Int4 { group, has_zeros, scale_is_f16: scale == DType::F16 })
         }
+        Quantization::Mxfp4 => part.cols.start.is_multiple_of(32).then_some(PackedFormat::Mxfp4),
     }
 }
 
@@ -131,6 +146,7 @@ impl Part {
             PackedFormat::Fp8Rows => cols.len(),
             PackedFormat::Fp8Blocks => format.slice_cols(),
             PackedFormat::Int4 { group, .. } => group,
+            PackedFormat::Mxfp4 => 32,
         };
         for (index, col) in cols.step_by(group).enumerate() {
             let (scale, zero) = source.scale(row, col);

@@ -3,7 +3,7 @@
 use std::ops::Range;
 use std::sync::Arc;
 
-use ops::RowSource;
+use ops::{Quantization, QuantizedRows, RowSource};
 
 use super::StoredMatrix;
 use crate::checkpoint::value::{read, write};
@@ -45,11 +45,41 @@ pub(in crate::checkpoint) struct EvenFirst {
     pub(in crate::checkpoint) num_rows: usize,
 }
 
+impl EvenFirst {
+    /// The row of the other matrix.
+    fn stored(&self, row: usize) -> usize {
+        let num_even = self.num_rows.div_ceil(2);
+        if row < num_even { 2 * row } else { 2 * (row - num_even) + 1 }
+    }
+
+    fn codes(&self) -> &dyn QuantizedRows {
+        self.source.quantized().expect("only the rows of quantized matrices have codes")
+    }
+}
+
 impl RowSource for EvenFirst {
     fn read_row(&self, row: usize, cols: Range<usize>, out: &mut [u8]) {
-        let num_even = self.num_rows.div_ceil(2);
-        let stored = if row < num_even { 2 * row } else { 2 * (row - num_even) + 1 };
-        self.source.read_row(stored, cols, out);
+        self.source.read_row(self.stored(row), cols, out);
+    }
+
+    /// A scale must not belong to several rows.
+    fn quantized(&self) -> Option<&dyn QuantizedRows> {
+        let source = self.source.quantized()?;
+        (source.quantization() == Quantization::Mxfp4).then_some(self as &dyn QuantizedRows)
+    }
+}
+
+impl QuantizedRows for EvenFirst {
+    fn quantization(&self) -> Quantization {
+        self.codes().quantization()
+    }
+
+    fn read_codes(&self, row: usize, cols: Range<usize>, out: &mut [u8]) {
+        self.codes().read_codes(self.stored(row), cols, out);
+    }
+
+    fn scale(&self, row: usize, col: usize) -> (f32, u8) {
+        self.codes().scale(self.stored(row), col)
     }
 }
 

@@ -144,6 +144,26 @@ impl RowSource for Microscaled {
             out = rest;
         }
     }
+
+    fn quantized(&self) -> Option<&dyn QuantizedRows> {
+        matches!(self.scale, BlockScale::E8m0).then_some(self as &dyn QuantizedRows)
+    }
+}
+
+/// Only of MXFP4.
+impl QuantizedRows for Microscaled {
+    fn quantization(&self) -> Quantization {
+        Quantization::Mxfp4
+    }
+
+    fn read_codes(&self, row: usize, cols: Range<usize>, out: &mut [u8]) {
+        let nibbles = &self.nibbles[row * self.cols / 2..][..self.cols / 2];
+        out.iter_mut().zip(cols).for_each(|(out, col)| *out = nibbles[col / 2] >> (col % 2 * 4) & 15);
+    }
+
+    fn scale(&self, row: usize, col: usize) -> (f32, u8) {
+        (e8m0(self.scales[(row * self.cols + col) / Self::MXFP4_BLOCK]) as f32, 0)
+    }
 }
 
 /// The blocks of `width` columns that `cols` touches, with the part of `cols` in each.
@@ -191,6 +211,9 @@ mod tests {
         let values = row(&mx, 0, 0..64);
         assert_eq!((&values[..3], &values[32..35]), (&[1.0, -12.0, 0.0][..], &[-0.1875, 0.125, 0.0][..]));
         assert_eq!(row(&mx, 0, 31..34), values[31..34]);
+        let mut codes = [0; 3];
+        mx.read_codes(0, 31..34, &mut codes);
+        assert_eq!((codes, mx.scale(0, 31), mx.scale(0, 32)), ([0, 11, 2], (2.0, 0), (0.125, 0)));
         let nv = Microscaled::nvfp4(nibbles, &[0x38, 0, 0x40, 0], 64, 0.25);
         assert_eq!([row(&nv, 0, 0..2), row(&nv, 0, 32..34)].concat(), [0.125, -1.5, -0.75, 0.5]);
     }

@@ -1,0 +1,183 @@
+//! Compares products of experts whose weights are in 8 or 4 bits with the plain formula over the values of their codes.
+
+mod gpu;
+#[path = "gpu/quantized.rs"]
+mod quantized;
+
+use std::sync::Arc;
+
+use gpu::{Random, floats, poisoned};
+use half::bf16;
+use kernels::cuda::gated_activation::GateActivation;
+use kernels::cuda::grouped_gemm::{Gate, GroupedRows, GroupedWeight, Kernel, grouped_gemm, has_hopper_kernels};
+use kernels::cuda::quantized_gemm::PackedFormat;
+use kernels::cuda::{DeviceBuffer, Gpu, Queue, Span};
+use kernels::reference;
+use quantized::{FORMATS, QuantizedWeight, e4m3};
+
+/// Experts with random weights `[n, k]`.
+struct Experts {
+    weight: QuantizedWeight,
+    n: usize,
+    bias: Vec<bf16>,
+}
+
+impl Experts {
+    fn new(gpu: &Arc<Gpu>, random: &mut Random, count: usize, [n, k]: [usize; 2], format: PackedFormat) -> Self {
+        let weight = QuantizedWeight::random(gpu, random, [count * n, k], format, false);
+        Self { weight, n, bias: random.bf16s(count * n, 1.0) }
+    }
+
+    /// The products of `x`, whose rows are sorted; `counts` has the rows of each expert.
+    fn run(
+        &self,
+        (gpu, q): (&Arc<Gpu>, &Queue),
+        x: &[bf16],
+        counts: &[usize],
+        gate: Option<Gate>,
+        kernel: Kernel,
+    ) -> Vec<f32> {
+        let upload = |values: &[bf16]| DeviceBuffer::from_slice(gpu, values).expect("memory");
+        let (k, routes) = (self.weight.k, x.len() / self.weight.k);
+        let (x, bias) = (upload(x), upload(&self.bias));
+        let starts: Vec<u32> = (0..=counts.len()).map(|expert| counts[..expert].iter().sum::<usize>() as u32).collect();
+        let offsets = DeviceBuffer::from_slice(gpu, &starts).expect("memory");
+        let packed = self.weight.packed();
+        let weight = GroupedWeight {
+            weight: packed.codes,
+            packed: Some((packed.scales, packed.format)),
+            bias: bias.span(),
+            num_experts: counts.len(),
+            n: self.n,
+            k,
+        };
+        let expanded = DeviceBuffer::with_count::<bf16>(gpu, weight.elements()).expect("memory");
+        let weight = match kernel {
+            Kernel::Skinny => weight,
+            _ => weight.expanded(q, expanded.span()).expect("a launch"),
+        };
+        let tokens = counts.iter().copied().max().expect("an expert");
+        let rows = GroupedRows { offsets: offsets.span(), tokens, routes };
+        let count = routes * if gate.is_some() { self.n / 2 } else { self.n };
+        let y = poisoned::<bf16>(gpu, q, count);
+        grouped_gemm(q, y.span(), x.span(), &weight, rows, gate, kernel).expect("a launch");
+        q.wait().expect("the kernel runs");
+        floats(&y.span().read::<bf16>(count).expect("a copy"))
+    }
+
+    /// Products and, as their tolerance before the rounding of the result, fp32 sums in any order. Expanded weights are
+    /// rounded to bf16.
+    fn expected(&self, x: &[f32], counts: &[usize], kernel: Kernel) -> Vec<(f32, f32)> {
+        let (n, k) = (self.n, self.weight.k);
+        let values: Vec<f32> = match kernel {
+            Kernel::Skinny => self.weight.values.clone(),
+            _ => self.weight.values.iter().map(|value| bf16::from_f32(*value).to_f32()).collect(),
+        };
+        let magnitudes = |values: &[f32]| values.iter().map(|v| v.abs()).collect::<Vec<f32>>();
+        let mut first = 0;
+        let mut out = Vec::new();
+        for (expert, &count) in counts.iter().enumerate() {
+            let (x, own) = (&x[first * k..][..count * k], &values[expert * n * k..][..n * k]);
+            let sums = reference::linear(x, own, Some(&floats(&self.bias[expert * n..][..n])), k);
+            let sizes = reference::linear(&magnitudes(x), &magnitudes(own), None, k);
+            out.extend(sums.iter().zip(&sizes).map(|(&sum, &size)| (sum, size * k as f32 * 2f32.powi(-24) + 1e-6)));
+            first += count;
+        }
+        out
+    }
+}
+
+/// Every format of experts.
+fn formats() -> impl Iterator<Item = PackedFormat> {
+    FORMATS.into_iter().chain([PackedFormat::Mxfp4])
+}
+
+/// The kernels of this GPU.
+fn kernels_of(gpu: &Gpu) -> &'static [Kernel] {
+    match has_hopper_kernels(gpu) {
+        true => &[Kernel::Simple, Kernel::Skinny, Kernel::Wide],
+        false => &[Kernel::Simple],
+    }
+}
+
+#[test]
+fn every_expert_multiplies_its_rows_by_its_codes() {
+    let Some((gpu, q)) = gpu::open() else { return };
+    assert_eq!(e4m3(0x38), 1.0);
+    let mut random = Random::new(31);
+    let counts: [&[usize]; 4] = [&[1], &[0, 3, 0, 1], &[9, 0, 17, 64, 65, 2, 0, 1, 1, 1, 4], &[70, 0, 130]];
+    let gate = Gate::Activation(GateActivation::Silu);
+    for format in formats() {
+        for counts in counts {
+            for [n, k] in [[64, 8], [128, 136], [320, 1032], [64, 2880]] {
+                let experts = Experts::new(&gpu, &mut random, counts.len(), [n, k], format);
+                let x = random.bf16s(counts.iter().sum::<usize>() * k, 1.0);
+                for &kernel in kernels_of(&gpu) {
+                    let what = format!("{format:?}, {kernel:?}, {n} x {k}, {counts:?}");
+                    let expected = experts.expected(&floats(&x), counts, kernel);
+                    let found = experts.run((&gpu, &q), &x, counts, None, kernel);
+                    for (i, (&found, &(sum, slack))) in found.iter().zip(&expected).enumerate() {
+                        let tolerance = sum.abs() * 2f32.powi(-8) + slack;
+                        assert!((found - sum).abs() <= tolerance, "{what}: element {i} is {found}, expected {sum}");
+                    }
+                    let found = experts.run((&gpu, &q), &x, counts, Some(gate), kernel);
+                    for (o, &found) in found.iter().enumerate() {
+                        let (row, column) = (o / (n / 2), o % (n / 2));
+                        let at = row * n + column / 8 * 16 + column % 8;
+                        let [(g, g_slack), (u, u_slack)] = [expected[at], expected[at + 8]];
+                        let product = reference::silu(g) * u;
+                        // The activation has a slope below 1.2.
+                        let tolerance =
+                            product.abs() * 2f32.powi(-7) + 1.2 * g_slack * u.abs() + u_slack * g.abs() + 1e-5;
+                        assert!(
+                            (found - product).abs() <= tolerance,
+                            "{what}: output {o} is {found}, expected {product}"
+                        );
+                    }
+                }
+            }
+        }
+    }
+}
+
+#[test]
+fn a_row_alone_gets_the_bits_it_gets_among_others() {
+    let Some((gpu, q)) = gpu::open() else { return };
+    if !has_hopper_kernels(&gpu) {
+        println!("skipped: the kernel needs a GPU of compute capability 9");
+        return;
+    }
+    let mut random = Random::new(32);
+    let (counts, k) = ([3, 90, 0, 33], 1024);
+    for format in formats() {
+        let experts = Experts::new(&gpu, &mut random, counts.len(), [512, k], format);
+        let x = random.bf16s(counts.iter().sum::<usize>() * k, 1.0);
+        let together = experts.run((&gpu, &q), &x, &counts, None, Kernel::Skinny);
+        for (row, expert) in [(1, 0), (3, 1), (80, 1), (125, 3)] {
+            let mut one = [0; 4];
+            one[expert] = 1;
+            let alone = experts.run((&gpu, &q), &x[row * k..][..k], &one, None, Kernel::Skinny);
+            assert_eq!(alone, together[row * experts.n..][..experts.n], "row {row}, {format:?}");
+        }
+    }
+}
+
+#[test]
+fn packed_weights_are_refused_by_kernels_that_do_not_take_them() {
+    let Some((gpu, q)) = gpu::open() else { return };
+    let mut random = Random::new(33);
+    let experts = Experts::new(&gpu, &mut random, 1, [64, 128], PackedFormat::Mxfp4);
+    let packed = experts.weight.packed();
+    let weight = GroupedWeight {
+        weight: packed.codes,
+        packed: Some((packed.scales, packed.format)),
+        bias: Span::NULL,
+        num_experts: 1,
+        n: 64,
+        k: 128,
+    };
+    let buffer = DeviceBuffer::new(&gpu, 64 * 128 * 2).expect("memory");
+    let rows = GroupedRows { offsets: buffer.span(), tokens: 1, routes: 1 };
+    let refused = grouped_gemm(&q, buffer.span(), buffer.span(), &weight, rows, None, Kernel::Wide);
+    assert!(refused.unwrap_err().to_string().contains("packed weights"));
+}
