@@ -93,8 +93,11 @@ pub(super) fn weight_format(fields: &Fields, family: &Family) -> Result<(WeightF
             return Err(quantization.wrong("quant_method", expected, &method));
         }
     };
-    let mut notes = vec!["GPUs keep fp8 and 4-bit weights of dense layers as they are; other quantized weights, and all on CPUs, are expanded to \
-                          bf16 when they are loaded".to_owned()];
+    let mut notes = vec![
+        "GPUs keep fp8 and 4-bit weights as they are; other quantized weights, and all on CPUs, are expanded to \
+                          bf16 when they are loaded"
+            .to_owned(),
+    ];
     if ["kv_cache_scheme", "kv_cache_quant_algo"].iter().any(|name| quantization.get(name).is_some()) {
         notes.push("keys and values are kept in bf16, not in the type that the checkpoint names for them".to_owned());
     }
