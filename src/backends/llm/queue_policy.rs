@@ -67,6 +67,11 @@ impl QueuePolicy {
         QueueBounds { total: total.min(i32::MAX as usize), each, of }
     }
 
+    /// Number of priority levels; 0 when requests have no priority.
+    pub(crate) fn num_levels(&self) -> u64 {
+        self.num_levels
+    }
+
     /// The engine's priority of a level; higher is served first. 0 and unknown levels get the default.
     pub(crate) fn priority(&self, requested: u64) -> u32 {
         u32::try_from(self.num_levels - self.level(requested)).unwrap_or(u32::MAX)

@@ -38,7 +38,6 @@ impl Bench {
         let config = EngineConfig {
             max_rows,
             max_step_tokens: 8192,
-            max_mixed_prefill_tokens: 8192,
             max_sequence_len,
             num_blocks: (max_rows + 1) * max_sequence_len.div_ceil(16),
             max_queue: 2 * max_rows,
