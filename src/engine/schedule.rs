@@ -243,7 +243,7 @@ impl Engine {
     }
 
     fn join(&mut self, slot: Slot, row: RowId, found: &Found, builder: &mut PlanBuilder) {
-        self.queue.remove(&self.sequences[slot]);
+        self.queue.take(&self.sequences[slot]);
         let block_size = self.config.block_size;
         let sequence = &mut self.sequences[slot];
         for (table, blocks) in sequence.tables.iter_mut().zip(&found.tables) {

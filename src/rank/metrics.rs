@@ -3,7 +3,7 @@
 use std::sync::Arc;
 use std::time::{SystemTime, UNIX_EPOCH};
 
-use backends::llm::{FINISH_REASONS, LlmFactory, LlmStatus, STEP_COSTS, STEP_KINDS, STEP_PHASES};
+use backends::llm::{FINISH_REASONS, LlmFactory, LlmStatus, PRIORITY_LEVELS, STEP_COSTS, STEP_KINDS, STEP_PHASES};
 use backends::python::PythonFactory;
 use front::{Family, FamilyKind, Labels, MetricsSource, Sample};
 use serving::HistogramValues;
@@ -257,6 +257,15 @@ const HISTOGRAMS: &[Histograms] = &[
         help: "Time from a request's arrival to its first token",
         label: "",
         values: |model| vec![("", &model.metrics.first_token)],
+    },
+    Histograms {
+        name: "trireme_llm_priority_time_to_first_token_seconds",
+        help: "Time from a request's arrival to its first token, by its priority level; 0 for models without levels",
+        label: "priority",
+        values: |model| {
+            let all = PRIORITY_LEVELS.into_iter().zip(&model.metrics.first_token_of);
+            all.filter(|(level, values)| values.count > 0 || *level == "0").collect()
+        },
     },
     Histograms {
         name: "trireme_llm_inter_token_latency_seconds",

@@ -22,6 +22,9 @@ const LENGTHS: [f64; 5] = [10.0, 50.0, 100.0, 500.0, 1000.0];
 /// Labels of the reasons for which sequences end.
 pub const FINISH_REASONS: [&str; 6] = ["end_id", "stop_word", "length", "cancelled", "complete", "failed"];
 
+/// Labels of priority levels, of which 1 is the highest. 0 is for models without levels, and the last one for all lower levels.
+pub const PRIORITY_LEVELS: [&str; 10] = ["0", "1", "2", "3", "4", "5", "6", "7", "8", "9"];
+
 /// Labels of the kinds of steps.
 pub const STEP_KINDS: [&str; 3] = ["prefill", "decode", "mixed"];
 
@@ -45,6 +48,8 @@ pub(crate) enum Phase {
 #[derive(Debug)]
 pub(crate) struct Metrics {
     pub(crate) first_token: Histogram,
+    /// The same by the priority level of the request; see [`PRIORITY_LEVELS`].
+    pub(crate) first_token_of: [Histogram; PRIORITY_LEVELS.len()],
     pub(crate) inter_token: Histogram,
     pub(crate) queue: Histogram,
     pub(crate) request: Histogram,
@@ -94,6 +99,7 @@ pub struct WorkerStatus {
 #[allow(missing_docs)] // The fields have the names of the documented metrics. The constants are their labels.
 pub struct MetricValues {
     pub first_token: HistogramValues,
+    pub first_token_of: [HistogramValues; PRIORITY_LEVELS.len()],
     pub inter_token: HistogramValues,
     pub queue: HistogramValues,
     pub request: HistogramValues,
@@ -116,6 +122,7 @@ impl Default for Metrics {
     fn default() -> Self {
         Self {
             first_token: Histogram::of_times(&WAITS),
+            first_token_of: std::array::from_fn(|_| Histogram::of_times(&WAITS)),
             inter_token: Histogram::of_times(&TOKENS),
             queue: Histogram::of_times(&WAITS),
             request: Histogram::of_times(&REQUESTS),
@@ -171,6 +178,7 @@ impl Metrics {
     pub(crate) fn read(&self) -> MetricValues {
         MetricValues {
             first_token: self.first_token.read(),
+            first_token_of: self.first_token_of.each_ref().map(Histogram::read),
             inter_token: self.inter_token.read(),
             queue: self.queue.read(),
             request: self.request.read(),

@@ -87,7 +87,8 @@ impl QueuePolicy {
         Some(Timeout { after: Duration::from_micros(micros), rejects })
     }
 
-    fn level(&self, requested: u64) -> u64 {
+    /// The level of a request: 0 and unknown levels get the default.
+    pub(crate) fn level(&self, requested: u64) -> u64 {
         if (1..=self.num_levels).contains(&requested) { requested } else { self.default_level }
     }
 }
