@@ -5,8 +5,13 @@ use crate::EngineConfig;
 /// Number of coefficients.
 const N: usize = 6;
 
-/// Noise of a measured step relative to the longer of its expected and its measured duration, as a standard deviation.
+/// Noise of a measured step relative to the longer of its expected and its measured duration, as a standard deviation: at
+/// first and at least, and at most.
 const NOISE: f64 = 0.05;
+const MAX_NOISE: f64 = 0.3;
+
+/// Weight of the newest step in the noise. Surprises do not count.
+const NOISE_WEIGHT: f64 = 0.02;
 
 /// A measurement that differs from its prediction by more than this number of standard deviations is a surprise: it
 /// counts as if it differed by so many, and does not make the coefficients more certain. A stalled step is one, and the
@@ -89,6 +94,8 @@ pub(crate) struct CostModel {
     covariance: [[f64; N]; N],
     /// Mean of the recent predictions' relative errors.
     error: f64,
+    /// Noise of the recent steps.
+    noise: f64,
     /// Most prompt tokens in a step that was measured.
     largest_prompt: usize,
     is_known: bool,
@@ -108,6 +115,7 @@ impl CostModel {
             coefficients: [0.0; N],
             covariance: [[0.0; N]; N],
             error: NOISE,
+            noise: NOISE,
             largest_prompt: FIRST_PROMPT_TOKENS,
             is_known: false,
             num_surprises: 0,
@@ -184,7 +192,8 @@ impl CostModel {
         }
         let predicted = dot(&self.coefficients, features);
         let spread = self.covariance.map(|row| dot(&row, features));
-        let noise = NOISE * predicted.max(seconds);
+        let scale = predicted.max(seconds);
+        let noise = self.noise * scale;
         let variance = dot(&spread, features) + noise * noise;
         if !(variance.is_finite() && variance > 0.0) {
             return;
@@ -192,6 +201,11 @@ impl CostModel {
         let limit = MAX_DEVIATIONS * variance.sqrt();
         let difference = seconds - predicted;
         let is_surprise = difference.abs() > limit;
+        if !is_surprise && self.is_known {
+            // The mean deviation of a normal distribution is 0.8 standard deviations.
+            let deviation = difference.abs() / scale / 0.8;
+            self.noise = (self.noise + NOISE_WEIGHT * (deviation - self.noise)).clamp(NOISE, MAX_NOISE);
+        }
         let difference = difference.clamp(-limit, limit);
         for (index, coefficient) in self.coefficients.iter_mut().enumerate() {
             *coefficient = (*coefficient + spread[index] / variance * difference).max(0.0);

@@ -69,6 +69,7 @@ impl Engine {
 
     fn plan_decodes(&mut self, builder: &mut PlanBuilder) {
         let mut index = 0;
+        let reads_all = self.config.windows == [None];
         // Sequences with a step in flight are in the other micro-batches.
         let most = self.running.len().div_ceil(self.config.num_stages);
         while let Some(&(_, slot)) = self.running.get(index).filter(|_| builder.decodes.len() < most) {
@@ -94,7 +95,10 @@ impl Engine {
             let start = sequence.num_computed as u32;
             builder.decodes.push(RowWork { row, start, num_tokens: 1, samples: true });
             builder.decode_samples.push(sequence.sample(slot, row));
-            builder.load.decode_positions += self.config.positions_read(sequence.num_computed);
+            builder.load.decode_positions += match reads_all {
+                true => sequence.num_computed + 1,
+                false => self.config.positions_read(sequence.num_computed),
+            };
             sequence.num_computed += 1;
             sequence.num_in_flight += 1;
             if sequence.is_fully_planned() {
