@@ -106,6 +106,14 @@ fn page(args: &ReportArgs, runs: &[Runs], baseline: Option<&Runs>, roof: Option<
             + &lines(tokens, "inter-token latency, p50 ms", &curve(|run| run.inter_token_latency_ms.p50))
             + &lines(tokens, "request latency, p99 ms", &curve(|run| run.request_latency_ms.p99))),
     );
+    let gaps = named.clone().map(|(name, runs)| {
+        let point = |run: &Figures| (run.prompt_tokens as f64 / run.seconds, run.inter_token_latency_ms.p99);
+        Line { name: name.to_owned(), points: runs.runs.iter().filter(|run| run.seconds > 0.0).map(point).collect() }
+    });
+    body += &section(
+        "Gap between tokens and rate of prompts",
+        &lines("prompt tokens/s", "inter-token latency, p99 ms", &gaps.collect::<Vec<_>>()),
+    );
     let histograms: [Reading; 3] = [
         ("time to first token", |run| &run.time_to_first_token_histogram),
         ("inter-token latency", |run| &run.inter_token_latency_histogram),

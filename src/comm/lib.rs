@@ -2,8 +2,9 @@
 //!
 //! [`World`] is the main type. Under `mpirun` or `srun` it loads the embedded plugin of the MPI that started the process, and runs
 //! MPI on a thread of its own. Without a launcher it is a world of one rank that needs no MPI on the machine.
-//! Ranks of one node should communicate through `ipc`: MPI cannot wait without using a whole core, so it is polled, and a message
-//! here may take up to 18 ms after a pause.
+//! Ranks of one node should communicate through `ipc`: MPI cannot wait without using a whole core, so it is polled, less often the
+//! longer nothing came. A message after a pause is announced by a datagram (UDP), so that it does not wait for the next poll; where a
+//! rank has no socket or no address, no datagrams are sent, and a message may take up to 18 ms after a pause.
 //!
 //! The content of messages is opaque here. When a rank dies, MPI's launcher ends the world.
 //!
@@ -26,6 +27,7 @@ mod error;
 mod mpi;
 mod node;
 mod pump;
+mod waker;
 
 use std::io::Write as _;
 use std::os::unix::fs::OpenOptionsExt as _;
@@ -41,6 +43,7 @@ use mpi::Mpi;
 pub use mpi::MpiKind;
 use node::Node;
 use pump::{Orders, Outgoing, Pump};
+use waker::{Announcer, Waker};
 
 /// The longest message in bytes: MPI counts them in a C `int`.
 pub const MAX_MESSAGE_BYTES: usize = i32::MAX as usize;
@@ -93,6 +96,18 @@ pub struct World {
 struct Link {
     outgoing: SyncSender<Outgoing>,
     thread: JoinHandle<()>,
+    /// `None` if the thread never waits for datagrams.
+    waker: Option<Arc<Waker>>,
+}
+
+impl Link {
+    /// Ends the pause of the thread that owns MPI.
+    fn wake(&self) {
+        self.thread.thread().unpark();
+        if let Some(waker) = &self.waker {
+            waker.wake();
+        }
+    }
 }
 
 impl World {
@@ -166,7 +181,7 @@ impl World {
         note_cause(reason);
         self.orders.abort.store(i32::from(code) + 1, Ordering::Release);
         if let Some(link) = &*self.link() {
-            link.thread.thread().unpark();
+            link.wake();
             // MPI ends this process. If it hangs, its launcher ends the others after this process has exited.
             thread::sleep(Duration::from_secs(2));
         }
@@ -176,9 +191,10 @@ impl World {
     /// Leaves the world after all queued messages are sent and every rank has called this. Blocks up to `timeout`. After an error,
     /// end the process, because MPI may hang. Received messages stay in [`Incoming`].
     pub fn finalize(&self, timeout: Duration) -> Result<(), CommError> {
-        let Some(Link { outgoing, thread }) = self.link().take() else { return Ok(()) };
+        let Some(Link { outgoing, thread, waker }) = self.link().take() else { return Ok(()) };
         drop(outgoing);
         thread.thread().unpark();
+        waker.iter().for_each(|waker| waker.wake());
         let deadline = Instant::now() + timeout;
         while !thread.is_finished() {
             if Instant::now() >= deadline {
@@ -209,7 +225,7 @@ impl World {
             return if ranks.is_empty() { Ok(()) } else { Err(CommError::Left) };
         };
         link.outgoing.try_send(Outgoing { ranks: ranks.to_vec(), bytes }).map_err(|error| self.refused(&error))?;
-        link.thread.thread().unpark();
+        link.wake();
         Ok(())
     }
 
@@ -255,13 +271,15 @@ fn start_mpi(
         if let Err(error) = check_builds(&mpi, &nodes) {
             return drop(report.send(Err(error)));
         }
+        let announcer = Announcer::start(&mpi, &nodes);
+        let waker = announcer.as_ref().map(Announcer::waker);
         // After a start timeout, the sender of `queued` is dropped too, and the pump ends at once.
-        let _ = report.send(Ok((mpi.rank(), nodes)));
-        Pump::new(mpi, queued, deliver, orders).run();
+        let _ = report.send(Ok((mpi.rank(), nodes, waker)));
+        Pump::new(mpi, queued, deliver, orders, announcer).run();
     };
     let thread = ipc::essential_thread("mpi", run).map_err(CommError::Thread)?;
     match started.recv_timeout(config.start_timeout) {
-        Ok(Ok((rank, nodes))) => Ok((rank, nodes, Link { outgoing, thread })),
+        Ok(Ok((rank, nodes, waker))) => Ok((rank, nodes, Link { outgoing, thread, waker })),
         Ok(Err(error)) => Err(error),
         Err(_) => Err(CommError::StartTimeout { waited: config.start_timeout }),
     }

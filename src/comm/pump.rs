@@ -8,6 +8,7 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use crate::mpi::{Mpi, Pending};
+use crate::waker::{AWAKE, Announcer};
 
 /// Most operations of MPI in progress in each direction; further messages stay in their queues.
 const MAX_IN_FLIGHT: usize = 64;
@@ -36,6 +37,10 @@ pub(crate) struct Pump {
     outgoing: Receiver<Outgoing>,
     incoming: SyncSender<(u32, Vec<u8>)>,
     orders: Arc<Orders>,
+    /// `None` if messages are not announced.
+    announcer: Option<Announcer>,
+    /// Calls of the waker before the current iteration.
+    num_calls: u64,
     sending: Vec<Pending<Arc<[u8]>>>,
     /// In the order of arrival. Delivered from the front, so that no message overtakes a longer one.
     receiving: VecDeque<Arriving>,
@@ -48,21 +53,23 @@ impl Pump {
         outgoing: Receiver<Outgoing>,
         incoming: SyncSender<(u32, Vec<u8>)>,
         orders: Arc<Orders>,
+        announcer: Option<Announcer>,
     ) -> Self {
-        let (sending, receiving) = (Vec::new(), VecDeque::new());
-        Self { mpi, outgoing, incoming, orders, sending, receiving, last_active: Instant::now() }
+        let (sending, receiving, num_calls) = (Vec::new(), VecDeque::new(), 0);
+        let last_active = Instant::now();
+        Self { mpi, outgoing, incoming, orders, announcer, num_calls, sending, receiving, last_active }
     }
 
     /// Runs until all senders of `outgoing` are dropped and every rank has reached this point, then finalizes MPI.
     pub(crate) fn run(mut self) {
         while self.turn() {
-            self.pause();
+            self.pause(false);
         }
         let mut barrier = self.mpi.barrier();
         while let Err(pending) = self.mpi.finish(barrier) {
             barrier = pending;
             self.turn();
-            self.pause();
+            self.pause(true);
         }
         // Every message to this rank has begun to arrive, because its sender has passed the barrier.
         while self.receive() || !self.receiving.is_empty() {
@@ -73,6 +80,7 @@ impl Pump {
 
     /// One iteration; returns false once everything is sent and no sender is left.
     fn turn(&mut self) -> bool {
+        self.num_calls = self.announcer.as_ref().map_or(0, Announcer::num_calls);
         let abort = self.orders.abort.load(Ordering::Acquire);
         if abort != 0 {
             self.mpi.abort(abort - 1);
@@ -94,7 +102,10 @@ impl Pump {
         while self.sending.len() < MAX_IN_FLIGHT {
             match self.outgoing.try_recv() {
                 Ok(Outgoing { ranks, bytes }) => {
-                    self.sending.extend(ranks.into_iter().map(|rank| self.mpi.send(rank, bytes.clone())));
+                    self.sending.extend(ranks.iter().map(|&rank| self.mpi.send(rank, bytes.clone())));
+                    if let Some(announcer) = &self.announcer {
+                        ranks.iter().for_each(|&rank| announcer.announce(rank));
+                    }
                 }
                 Err(error) => return (has_progress, error == TryRecvError::Empty),
             }
@@ -133,10 +144,17 @@ impl Pump {
         }
     }
 
-    /// Pauses, longer the longer there was no progress. A send ends the pause.
-    fn pause(&self) {
+    /// Pauses, longer the longer there was no progress. A send and an announced message end the pause. `is_leaving`: ranks that
+    /// leave the world wait for each other without messages.
+    fn pause(&mut self, is_leaving: bool) {
         let idle = self.last_active.elapsed();
-        let in_flight = !self.sending.is_empty() || !self.receiving.is_empty();
+        let in_flight = is_leaving || !self.sending.is_empty() || !self.receiving.is_empty();
+        if let Some(announcer) = self.announcer.as_ref().filter(|_| idle > AWAKE && !in_flight) {
+            if announcer.sleep(self.num_calls) {
+                self.last_active = Instant::now();
+            }
+            return;
+        }
         match idle.as_micros() {
             0..100 => thread::yield_now(),
             100..2_000 => thread::park_timeout(Duration::from_micros(50)),

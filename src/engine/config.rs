@@ -1,11 +1,19 @@
 //! The engine's limits; all are set before the first request.
 
 use std::collections::BTreeMap;
+use std::time::Duration;
 
 use crate::{MAX_BEAM_CANDIDATES, MAX_LOGPROBS, Refused, Request, beams};
 
 /// The reason given when a queue bound is 0.
 const QUEUED: &str = "a request is queued before it runs";
+
+/// Default bound of the time between two tokens of a stream: 20 tokens a second, faster than people read.
+pub const DEFAULT_INTER_TOKEN: Duration = Duration::from_millis(50);
+
+/// Where decodes alone take long, as on CPUs, the default bound is their time times this number. Prompts then get most of
+/// a step, and a step's fixed cost is spread over many of their tokens.
+pub const DEFAULT_DECODE_FACTOR: u32 = 8;
 
 /// Limits and policies of one engine. The workers' buffers are sized by the same values.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -14,13 +22,23 @@ pub struct EngineConfig {
     pub max_rows: usize,
     /// Maximum number of tokens in a step, prefill and decode together; at least `max_rows`.
     pub max_step_tokens: usize,
-    /// Maximum number of prefill tokens in a step that also decodes. It bounds the gap between a stream's tokens while
-    /// a long prompt is computed. A value above `max_step_tokens` has no further effect.
-    pub max_mixed_prefill_tokens: usize,
+    /// Longest time between two tokens of a running stream while prompts are computed. A step with decodes takes as many
+    /// prompt tokens as fit into this time. Without it the bound is [`DEFAULT_INTER_TOKEN`], or
+    /// [`DEFAULT_DECODE_FACTOR`] times the time of the decodes alone if that is longer.
+    pub max_inter_token: Option<Duration>,
+    /// Bounds for individual priorities, which replace [`max_inter_token`](Self::max_inter_token). The shortest bound of
+    /// the streams that decode applies to a step.
+    pub max_inter_token_of: BTreeMap<u32, Duration>,
+    /// Number of prompt tokens that a step computes even if they take longer than the bound, so that prompts advance.
+    pub min_prompt_tokens: usize,
     /// The device computes tokens in tiles of this size: a partial tile takes as long as a full one. 1 if there are no
-    /// tiles. A step with at least one tile of decodes defers the last few prompt tokens to the next step instead of
-    /// starting another partial tile.
+    /// tiles. A chunk that does not complete its prompt ends with a full tile of the step. A step with at least one tile
+    /// of decodes defers the last few prompt tokens to the next step instead of starting another partial tile.
     pub token_tile: usize,
+    /// Number of experts of a layer; 0 if the model has none. For the cost model of steps.
+    pub num_experts: usize,
+    /// Number of experts that a token chooses.
+    pub num_active_experts: usize,
     /// Maximum length of a sequence, prompt and output together.
     pub max_sequence_len: usize,
     /// Positions in one KV block.
@@ -87,8 +105,12 @@ impl Default for EngineConfig {
         Self {
             max_rows: 64,
             max_step_tokens: 2048,
-            max_mixed_prefill_tokens: 2048,
+            max_inter_token: None,
+            max_inter_token_of: BTreeMap::new(),
+            min_prompt_tokens: 16,
             token_tile: 1,
+            num_experts: 0,
+            num_active_experts: 0,
             max_sequence_len: 4096,
             block_size: 16,
             num_blocks: 4096,
@@ -115,7 +137,7 @@ impl EngineConfig {
         let bounds = [
             ("max_rows", self.max_rows, 1, "a sequence needs a row"),
             ("max_step_tokens", self.max_step_tokens, self.max_rows, "`max_rows`: a decode takes a token of each"),
-            ("max_mixed_prefill_tokens", self.max_mixed_prefill_tokens, 1, "prefill must advance beside decodes"),
+            ("min_prompt_tokens", self.min_prompt_tokens, 1, "prompts must advance beside decodes"),
             ("token_tile", self.token_tile, 1, "a token is computed at a time"),
             ("max_sequence_len", self.max_sequence_len, 2, "a prompt token and an output token"),
             ("block_size", self.block_size, 1, "a block holds a position"),

@@ -3,6 +3,7 @@
 use std::collections::VecDeque;
 
 use crate::blocks::BlockPool;
+use crate::costs::{CostModel, StepCosts, StepLoad};
 use crate::draft::{Drafter, PromptLookup};
 use crate::queue::{Queue, ServiceKey, service_key};
 use crate::sequence::{Sequence, SequenceState, max_num_blocks};
@@ -53,6 +54,7 @@ pub struct Engine {
     /// there are more.
     pub(crate) blocked_head: Option<(SequenceId, usize)>,
     pub(crate) drafter: Box<dyn Drafter>,
+    pub(crate) costs: CostModel,
     /// Events that were not caused by an output.
     pub(crate) events: Vec<TokenEvent>,
     pub(crate) totals: Totals,
@@ -66,6 +68,9 @@ pub(crate) struct InFlight {
     pub(crate) samples: Vec<Sample>,
     /// Whether samples are constrained and their masks are not sent yet.
     pub(crate) needs_masks: bool,
+    pub(crate) load: StepLoad,
+    /// Predicted seconds; `None` if nothing was measured before.
+    pub(crate) predicted: Option<f64>,
 }
 
 /// Totals since the engine was created.
@@ -103,6 +108,7 @@ impl Engine {
             free_rows: all_rows(config.max_rows),
             num_full_groups: config.num_full_groups(),
             num_claimed: 0,
+            costs: CostModel::new(&config),
             config,
             sequences: Sequences::default(),
             queue: Queue::default(),
@@ -124,13 +130,28 @@ impl Engine {
     /// of steps and sequences continue, so that new ones cannot be confused with old ones.
     pub fn successor(&self) -> Self {
         let fresh = Self::new(self.config.clone()).expect("these bounds were valid before");
-        Self { next_step: self.next_step, next_sequence: self.next_sequence, totals: self.totals, ..fresh }
+        let costs = self.costs.clone();
+        Self { next_step: self.next_step, next_sequence: self.next_sequence, totals: self.totals, costs, ..fresh }
     }
 
     /// Sets the source of draft tokens for requests and engines that allow them ([`EngineConfig::max_drafts`]). The
     /// default is [`PromptLookup`].
     pub fn set_drafter(&mut self, drafter: Box<dyn Drafter>) {
         self.drafter = drafter;
+    }
+
+    /// Replaces what the engine has learned about the time of steps.
+    pub fn set_costs(&mut self, costs: StepCosts) {
+        self.costs.set(costs);
+    }
+
+    /// Tells the engine how many seconds the oldest step in flight took; call it before [`settle`](Self::settle).
+    /// Returns the seconds that were predicted, or `None` if no step was measured before its plan. Durations change the
+    /// sizes of later steps and no token.
+    pub fn measure(&mut self, seconds: f64) -> Option<f64> {
+        let step = self.in_flight.front()?;
+        self.costs.learn(&step.load, step.predicted, seconds);
+        step.predicted
     }
 
     /// The limits this engine was created with.

@@ -1,7 +1,7 @@
 //! The scheduler: decides which sequences run in each step. It takes requests and returns step plans and token events.
 //!
 //! This crate contains no device, MPI, async runtime, clock, thread, text or protocol. Its inputs and outputs are
-//! integers.
+//! integers, and the durations of finished steps, from which it learns how long steps take.
 //!
 //! - [`Engine`] owns the queue, the sequences, the KV blocks and the prefix cache of one model. It is a state machine:
 //!   the caller sends its plans to the workers and passes their outputs back.
@@ -43,6 +43,7 @@ mod beams;
 mod blocks;
 mod config;
 mod constraint;
+mod costs;
 mod draft;
 mod engine;
 mod ids;
@@ -60,12 +61,14 @@ mod sequences;
 mod settle;
 mod slot;
 mod stats;
+mod step_size;
 mod stop;
 mod tables;
 mod windows;
 
-pub use config::{ConfigError, EngineConfig, Policy};
+pub use config::{ConfigError, DEFAULT_DECODE_FACTOR, DEFAULT_INTER_TOKEN, EngineConfig, Policy};
 pub use constraint::{Constraint, RequestConstraint, SampleMask};
+pub use costs::{StepCosts, StepLoad};
 pub use draft::{Drafter, PromptLookup};
 pub use engine::Engine;
 pub use ids::{BlockId, RowId, SequenceId, TokenId};

@@ -14,6 +14,10 @@ pub(crate) fn service_key(sequence: &Sequence) -> ServiceKey {
     (Reverse(sequence.priority), sequence.is_delayed, sequence.id)
 }
 
+/// Number of new sequences that may begin before the one that has waited longest, one after another. The next one to begin
+/// is then the one that has waited longest, whatever its priority, so that no priority starves.
+const MAX_OVERTAKING: u32 = 16;
+
 /// Sequences that ran before come first, because clients are already reading their streams.
 #[derive(Debug, Default)]
 pub(crate) struct Queue {
@@ -21,6 +25,8 @@ pub(crate) struct Queue {
     new: BTreeMap<ServiceKey, Slot>,
     /// Number of sequences in `new` of each priority that has any.
     new_by_priority: BTreeMap<u32, usize>,
+    /// Number of new sequences that have begun before the one that has waited longest, since that last began.
+    num_overtaking: u32,
 }
 
 impl Queue {
@@ -43,8 +49,31 @@ impl Queue {
         &self.new_by_priority
     }
 
+    /// The sequence to begin or to resume next.
     pub(crate) fn first(&self) -> Option<Slot> {
+        if self.resumed.is_empty() && self.num_overtaking >= MAX_OVERTAKING {
+            return self.oldest().map(|(_, slot)| slot).or_else(|| self.slots().next());
+        }
         self.slots().next()
+    }
+
+    /// Removes a sequence that begins or resumes.
+    pub(crate) fn take(&mut self, sequence: &Sequence) {
+        if !sequence.started {
+            let overtakes = self.new_by_priority.len() > 1 && self.oldest().is_some_and(|(id, _)| id != sequence.id);
+            self.num_overtaking = if overtakes { self.num_overtaking + 1 } else { 0 };
+        }
+        self.remove(sequence);
+    }
+
+    /// The new sequence that has waited longest. Those that are to wait for others of their priority do not count.
+    fn oldest(&self) -> Option<(SequenceId, Slot)> {
+        let first_of = |&priority: &u32| {
+            let from = (Reverse(priority), false, SequenceId(0));
+            let (&(found, is_delayed, id), &slot) = self.new.range(from..).next()?;
+            (found == Reverse(priority) && !is_delayed).then_some((id, slot))
+        };
+        self.new_by_priority.keys().filter_map(first_of).min_by_key(|&(id, _)| id)
     }
 
     /// The waiting sequences in the order of service.

@@ -18,7 +18,7 @@ pub struct Request {
     /// they cannot complete it.
     pub stop_words: Vec<Vec<TokenId>>,
     /// Requests with higher values are admitted first; 0 is the default. Equal priorities are served in order of
-    /// arrival.
+    /// arrival. Of 17 requests that begin, one is the oldest that waits, so that no priority starves.
     pub priority: u32,
     /// Set for a beam search. The sampling settings that draw at random are ignored then.
     pub beams: Option<BeamParams>,

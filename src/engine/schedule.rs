@@ -1,5 +1,6 @@
 //! Makes the plan of the next step: decodes first, then prefill in the remaining token budget.
 
+use crate::costs::StepLoad;
 use crate::engine::{Engine, InFlight};
 use crate::plan::{CopiedBlock, GrownTable, JoinedRow, RevisedRow, RowWork, StepPlan};
 use crate::prefix::{self, Found};
@@ -32,7 +33,11 @@ pub(crate) struct PlanBuilder {
     /// Number of draft tokens that may still be added.
     pub(crate) draft_budget: usize,
     /// Number of prefill tokens that may still be added.
-    prefill_budget: usize,
+    pub(crate) prefill_budget: usize,
+    /// What the plan computes so far, for the cost model.
+    pub(crate) load: StepLoad,
+    /// The predicted time that the step may take; `None` without decodes.
+    pub(crate) max_seconds: Option<f64>,
     num_joined_tokens: usize,
     /// Sequences whose last token is sampled by this plan.
     completed: Vec<Slot>,
@@ -56,40 +61,15 @@ impl Engine {
             ..PlanBuilder::default()
         };
         self.plan_decodes(&mut builder);
-        let num_verified: usize = builder.verifies.iter().map(|work| work.num_tokens as usize).sum();
-        let num_decode_tokens = builder.decodes.len() + num_verified;
-        builder.prefill_budget = self.config.max_step_tokens - num_decode_tokens;
-        if num_decode_tokens > 0 {
-            builder.prefill_budget = builder.prefill_budget.min(self.config.max_mixed_prefill_tokens);
-        }
-        if num_decode_tokens >= self.config.token_tile && self.config.token_tile > 1 {
-            builder.prefill_budget = self.whole_tiles(num_decode_tokens, builder.prefill_budget);
-        }
+        self.size_step(&mut builder);
         self.plan_chunks(&mut builder);
         self.admit(&mut builder);
         self.finish_plan(builder)
     }
 
-    /// The largest prefill budget, at most `budget`, with which a step of `num_decode_tokens` has no partial tile, if
-    /// there are enough prompt tokens to fill it.
-    fn whole_tiles(&self, num_decode_tokens: usize, budget: usize) -> usize {
-        let remaining = |sequence: &Sequence| sequence.tokens.len().saturating_sub(sequence.num_computed);
-        let running = self.running.iter().map(|&(_, slot)| &self.sequences[slot]).filter(|s| s.is_prefilling());
-        let queued = self.queue.slots().take(self.free_rows.len()).map(|slot| &self.sequences[slot]);
-        let mut waiting = 0;
-        for sequence in running.chain(queued) {
-            waiting += remaining(sequence);
-            if waiting >= budget {
-                break;
-            }
-        }
-        let prefill = waiting.min(budget);
-        let part = (num_decode_tokens + prefill) % self.config.token_tile;
-        if part < prefill { prefill - part } else { budget }
-    }
-
     fn plan_decodes(&mut self, builder: &mut PlanBuilder) {
         let mut index = 0;
+        let reads_all = self.config.windows == [None];
         // Sequences with a step in flight are in the other micro-batches.
         let most = self.running.len().div_ceil(self.config.num_stages);
         while let Some(&(_, slot)) = self.running.get(index).filter(|_| builder.decodes.len() < most) {
@@ -115,6 +95,10 @@ impl Engine {
             let start = sequence.num_computed as u32;
             builder.decodes.push(RowWork { row, start, num_tokens: 1, samples: true });
             builder.decode_samples.push(sequence.sample(slot, row));
+            builder.load.decode_positions += match reads_all {
+                true => sequence.num_computed + 1,
+                false => self.config.positions_read(sequence.num_computed),
+            };
             sequence.num_computed += 1;
             sequence.num_in_flight += 1;
             if sequence.is_fully_planned() {
@@ -177,7 +161,7 @@ impl Engine {
     fn plan_chunk(&mut self, slot: Slot, builder: &mut PlanBuilder) {
         let sequence = &self.sequences[slot];
         let remaining = sequence.join_len - sequence.num_computed;
-        let num_tokens = remaining.min(builder.prefill_budget);
+        let num_tokens = self.chunk_len(sequence.num_computed, remaining, builder);
         let end = sequence.num_computed + num_tokens;
         if self.num_full_groups < self.config.num_groups() && !self.extend_windows(slot, end, builder) {
             return;
@@ -187,6 +171,7 @@ impl Engine {
         let (start, samples) = (sequence.num_computed as u32, num_tokens == remaining);
         builder.prefills.push(RowWork { row, start, num_tokens: num_tokens as u32, samples });
         builder.prefill_budget -= num_tokens;
+        builder.load = self.config.with_chunk(&builder.load, sequence.num_computed, num_tokens);
         sequence.num_computed += num_tokens;
         if self.config.prefix_cache {
             prefix::publish_prompt(&mut self.pool, sequence, self.config.block_size, self.next_step + 1);
@@ -197,6 +182,9 @@ impl Engine {
             if sequence.is_fully_planned() {
                 builder.completed.push(slot);
             }
+        }
+        if builder.max_seconds.is_some() && (!samples || !self.has_time(builder)) {
+            builder.prefill_budget = 0;
         }
     }
 
@@ -259,7 +247,7 @@ impl Engine {
     }
 
     fn join(&mut self, slot: Slot, row: RowId, found: &Found, builder: &mut PlanBuilder) {
-        self.queue.remove(&self.sequences[slot]);
+        self.queue.take(&self.sequences[slot]);
         let block_size = self.config.block_size;
         let sequence = &mut self.sequences[slot];
         for (table, blocks) in sequence.tables.iter_mut().zip(&found.tables) {
@@ -329,7 +317,8 @@ impl Engine {
             work,
         };
         let needs_masks = samples.iter().any(|sample| sample.is_constrained);
-        self.in_flight.push_back(InFlight { step: self.next_step, samples, needs_masks });
+        let (load, predicted) = (builder.load, self.costs.costs().map(|_| self.costs.predict(&builder.load)));
+        self.in_flight.push_back(InFlight { step: self.next_step, samples, needs_masks, load, predicted });
         self.next_step += 1;
         self.totals.steps += 1;
         for slot in builder.completed {

@@ -31,7 +31,9 @@ impl Engine {
         if self.config.policy == Policy::GuaranteedNoEvict {
             self.num_reserved = self.num_reserved + held_before - sequence.num_held(0..self.num_full_groups);
         }
-        plan_work(sequence, slot, builder);
+        let num_positions = self.config.positions_read(sequence.num_computed);
+        let num_beams = plan_work(sequence, slot, builder);
+        builder.load.decode_positions += num_beams * num_positions;
         true
     }
 
@@ -90,8 +92,8 @@ impl Engine {
     }
 }
 
-/// Sends the parent of each beam to the workers, and plans its work.
-fn plan_work(sequence: &mut Sequence, slot: Slot, builder: &mut PlanBuilder) {
+/// Sends the parent of each beam to the workers, and plans its work. Returns the number of beams.
+fn plan_work(sequence: &mut Sequence, slot: Slot, builder: &mut PlanBuilder) -> usize {
     let (start, id) = (sequence.num_computed as u32, sequence.id);
     let beams = sequence.beams.as_mut().expect("a beam search has beams");
     let choices = std::mem::take(&mut beams.choices);
@@ -105,4 +107,5 @@ fn plan_work(sequence: &mut Sequence, slot: Slot, builder: &mut PlanBuilder) {
     builder.decode_samples.extend(rows.iter().map(|&row| Sample { slot, sequence: id, row, is_constrained: false }));
     sequence.num_in_flight += rows.len();
     sequence.num_computed += 1;
+    rows.len()
 }

@@ -22,6 +22,7 @@ impl Engine {
         let num_tokens = 1 + drafts.len();
         let work = RowWork { row, start: sequence.num_computed as u32, num_tokens: num_tokens as u32, samples: true };
         let sample = sequence.sample(slot, row);
+        builder.load.decode_positions += num_tokens * self.config.positions_read(sequence.num_computed);
         sequence.num_computed += num_tokens;
         sequence.num_in_flight += num_tokens;
         if drafts.is_empty() {

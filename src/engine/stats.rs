@@ -4,10 +4,10 @@ use std::collections::BTreeMap;
 
 use crate::engine::Engine;
 use crate::sequence::SequenceState;
-use crate::{Policy, RowId, SequenceId};
+use crate::{Policy, RowId, SequenceId, StepCosts};
 
 /// A snapshot for metrics.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+#[derive(Debug, Clone, Copy, PartialEq, Default)]
 pub struct EngineStats {
     /// Sequences in rows.
     pub num_running: usize,
@@ -47,6 +47,8 @@ pub struct EngineStats {
     pub total_drafted_tokens: u64,
     /// Draft tokens that were correct.
     pub total_accepted_tokens: u64,
+    /// What was learned about the time of steps; `None` before the first measurement.
+    pub costs: Option<StepCosts>,
 }
 
 /// The resources held by each live sequence, and their sums. All values are zero when the engine is idle.
@@ -107,6 +109,7 @@ impl Engine {
             total_allocated_blocks: self.totals.allocated_blocks,
             total_drafted_tokens: self.totals.drafted_tokens,
             total_accepted_tokens: self.totals.accepted_tokens,
+            costs: self.costs.costs(),
         }
     }
 

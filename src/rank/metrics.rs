@@ -3,7 +3,7 @@
 use std::sync::Arc;
 use std::time::{SystemTime, UNIX_EPOCH};
 
-use backends::llm::{FINISH_REASONS, LlmFactory, LlmStatus, STEP_KINDS, STEP_PHASES};
+use backends::llm::{FINISH_REASONS, LlmFactory, LlmStatus, PRIORITY_LEVELS, STEP_COSTS, STEP_KINDS, STEP_PHASES};
 use backends::python::PythonFactory;
 use front::{Family, FamilyKind, Labels, MetricsSource, Sample};
 use serving::HistogramValues;
@@ -230,6 +230,16 @@ const LABELLED: &[Labelled] = &[
         },
     },
     Labelled {
+        name: "trireme_llm_step_cost_seconds",
+        help: "What the scheduler has learned about the time of steps: of any step, and of each token, position and expert in it",
+        kind: FamilyKind::Gauge,
+        label: "part",
+        values: |LlmStatus { engine, .. }| {
+            let costs = engine.costs.unwrap_or_default();
+            STEP_COSTS.into_iter().zip(costs.values()).collect()
+        },
+    },
+    Labelled {
         name: "nv_trt_llm_general_metrics",
         help: "General TRT LLM metrics",
         kind: FamilyKind::Gauge,
@@ -247,6 +257,15 @@ const HISTOGRAMS: &[Histograms] = &[
         help: "Time from a request's arrival to its first token",
         label: "",
         values: |model| vec![("", &model.metrics.first_token)],
+    },
+    Histograms {
+        name: "trireme_llm_priority_time_to_first_token_seconds",
+        help: "Time from a request's arrival to its first token, by its priority level; 0 for models without levels",
+        label: "priority",
+        values: |model| {
+            let all = PRIORITY_LEVELS.into_iter().zip(&model.metrics.first_token_of);
+            all.filter(|(level, values)| values.count > 0 || *level == "0").collect()
+        },
     },
     Histograms {
         name: "trireme_llm_inter_token_latency_seconds",
@@ -271,6 +290,18 @@ const HISTOGRAMS: &[Histograms] = &[
         help: "Time of a step by what it computed: from the step before it, or from its sending to idle workers",
         label: "kind",
         values: |model| STEP_KINDS.into_iter().zip(&model.metrics.steps).collect(),
+    },
+    Histograms {
+        name: "trireme_llm_step_predicted_seconds",
+        help: "Time of a step as the scheduler expected it when it planned the step, by what it computed",
+        label: "kind",
+        values: |model| STEP_KINDS.into_iter().zip(&model.metrics.predicted).collect(),
+    },
+    Histograms {
+        name: "trireme_llm_step_prediction_error_ratio",
+        help: "Difference between a step's expected and measured time, as a share of the measured time",
+        label: "",
+        values: |model| vec![("", &model.metrics.prediction_error)],
     },
     Histograms {
         name: "trireme_llm_step_phase_seconds",

@@ -31,6 +31,9 @@ pub struct ServeArgs {
     /// Most tokens of one step
     #[arg(long, value_name = "TOKENS", value_parser = clap::value_parser!(u32).range(1..))]
     pub(crate) max_num_batched_tokens: Option<u32>,
+    /// Longest time between two tokens of a stream while prompts are computed [default: 50, or 8 times a step without prompts]
+    #[arg(long, value_name = "MS", value_parser = clap::value_parser!(u32).range(1..=600_000))]
+    pub(crate) max_inter_token_ms: Option<u32>,
     /// Share of the memory that is free after loading, for the KV cache [default: 0.9 on GPUs, 0.25 on CPUs]
     #[arg(long, value_name = "SHARE", value_parser = share)]
     pub(crate) kv_memory_fraction: Option<f64>,

@@ -55,6 +55,7 @@ fn parameters(args: &ServeArgs) -> Vec<(&'static str, String)> {
         ("replicas", number(args.replicas)),
         ("max_sequence_len", args.max_model_len.and_then(number)),
         ("max_num_tokens", args.max_num_batched_tokens.and_then(number)),
+        ("max_inter_token_ms", args.max_inter_token_ms.and_then(number)),
         ("kv_cache_free_gpu_mem_fraction", args.kv_memory_fraction.map(|share| share.to_string())),
         ("enable_kv_cache_reuse", args.no_enable_prefix_caching.then(|| "false".to_owned())),
         ("chat_format", args.chat_format.clone()),

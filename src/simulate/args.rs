@@ -44,6 +44,13 @@ pub struct SimulateArgs {
     /// Steps of each group
     #[arg(long, default_value_t = 600, value_parser = clap::value_parser!(u32).range(1..))]
     pub steps: u32,
+    /// Instead of worlds: prompt tokens a second that arrive beside `--concurrency` streams; prints the gap between the
+    /// tokens of the streams
+    #[arg(long, value_delimiter = ',', value_name = "N,...")]
+    pub prompt_tokens_per_s: Vec<f64>,
+    /// Bounds of this gap in milliseconds; 0: the default bound
+    #[arg(long, value_delimiter = ',', value_name = "MS,...", default_values_t = [0.0])]
+    pub max_inter_token_ms: Vec<f64>,
 }
 
 impl Default for SimulateArgs {

@@ -18,11 +18,13 @@
 mod args;
 mod costs;
 mod error;
+mod gaps;
 mod world;
 
 pub use args::SimulateArgs;
 pub use costs::{Costs, CostsError};
 pub use error::SimulateError;
+pub use gaps::{GapRow, gaps};
 pub use world::Row;
 use world::World;
 
@@ -31,9 +33,23 @@ use world::World;
 /// # Errors
 /// When the flags contradict each other.
 pub fn run(args: &SimulateArgs) -> Result<(), SimulateError> {
+    if !args.prompt_tokens_per_s.is_empty() {
+        return run_gaps(args);
+    }
     println!("{}", Row::HEADING);
     for &ranks in &args.ranks {
         println!("{}", simulate(args, ranks)?);
+    }
+    Ok(())
+}
+
+/// Simulates every bound and rate of prompts and prints a line for each.
+fn run_gaps(args: &SimulateArgs) -> Result<(), SimulateError> {
+    println!("{}", GapRow::HEADING);
+    for &ms in &args.max_inter_token_ms {
+        for &per_s in &args.prompt_tokens_per_s {
+            println!("{}", gaps(args, (ms > 0.0).then_some(ms), per_s)?);
+        }
     }
     Ok(())
 }

@@ -111,7 +111,8 @@ struct Group {
     device_free_at: f64,
     /// Sum of the times of its steps.
     computed: f64,
-    outputs: std::collections::VecDeque<StepOutput>,
+    /// With the seconds that their steps took.
+    outputs: std::collections::VecDeque<(StepOutput, f64)>,
     last_token_at: HashMap<SequenceId, f64>,
     num_steps: u32,
 }
@@ -228,7 +229,7 @@ impl<'a> World<'a> {
         let sampled = |row| SampledToken { row, token: TokenId(7), logprob: None, top: Vec::new() };
         let tokens: Vec<_> = plan.work.iter().filter(|work| work.samples).map(|work| sampled(work.row)).collect();
         let back = if group.is_remote { self.costs.flight(tokens.len() * 8) } else { 0.0 };
-        group.outputs.push_back(StepOutput { step: plan.step, tokens });
+        group.outputs.push_back((StepOutput { step: plan.step, tokens }, seconds));
         self.arrivals.push(Reverse((Time(group.device_free_at + back), index)));
     }
 
@@ -238,8 +239,9 @@ impl<'a> World<'a> {
             now = self.mpi.serve(now, self.costs.message);
         }
         let group = &mut self.groups[index];
-        let output = group.outputs.pop_front().expect("an arrival has its output");
+        let (output, seconds) = group.outputs.pop_front().expect("an arrival has its output");
         let begun = cpu_seconds();
+        group.engine.measure(seconds);
         group.engine.settle(output, &mut self.events).expect("outputs come in the order of plans");
         let settled = self.cores.serve(now, cpu_seconds() - begun);
         let mut num_ended = 0;

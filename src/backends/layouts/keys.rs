@@ -64,8 +64,10 @@ pub const LLM_PARAMETERS: &[Key] = &[
     ),
     ("max_num_tokens", Used("maximum number of tokens in a step")),
     (
-        "max_mixed_prefill_tokens",
-        Used("maximum number of prompt tokens in a step that also decodes; bounds the inter-token latency"),
+        "max_inter_token_ms",
+        Used(
+            "longest time between two tokens of a stream while prompts are computed, in milliseconds; `50,1:20` has another bound for priority level 1",
+        ),
     ),
     ("max_sequence_len", Used("maximum length of a sequence; default: the checkpoint's")),
     ("weight_only_precision", Used("precision of weights on a CPU: `int8` or `int4`; default: the checkpoint's")),

@@ -13,6 +13,7 @@ use serving::{DataType, InferError, Limits, LoadRequest};
 use supervision::{DeviceChoice, KvMemory, WeightPrecision, WorkerSettings};
 
 use super::inputs::ValueBounds;
+use super::inter_token::InterTokenBounds;
 use super::queue_policy::QueuePolicy;
 use crate::{checkpoint, parameters};
 
@@ -22,9 +23,9 @@ const MAX_DRAFTS: usize = 64;
 /// Rows of a tile of the matrix products on GPUs.
 const GPU_TOKEN_TILE: usize = 128;
 
-/// Default number of prefill tokens in a step that also decodes, on CPUs and for each CUDA device of a worker group. It is a
-/// trade-off between utilisation and inter-token latency.
-const MIXED_PREFILL_TOKENS: [usize; 2] = [128, 512];
+/// Prompt tokens that a step with decodes computes whatever the bound of its time, on CPUs and on GPUs. On a GPU fewer
+/// would take as long.
+const MIN_PROMPT_TOKENS: [usize; 2] = [16, 64];
 
 /// Defaults of all LLMs of this world.
 #[derive(Debug, Clone)]
@@ -105,7 +106,7 @@ impl LlmConfig {
         let Parallelism { tp_size, pp_size, ep_size, num_replicas } = Parallelism::new(config, &model, defaults)?;
         let model = model.in_expert_groups(ep_size);
         check_shares(config, &model, tp_size)?;
-        let engine = engine_config(config, &model, defaults, &queue, tp_size)?;
+        let engine = engine_config(config, &model, defaults, &queue)?;
         let groups_per_node = defaults.ranks_per_node.div_ceil(tp_size * pp_size).min(num_replicas);
         let stages = pp_size as usize;
         // One step is planned while each stage runs another.
@@ -234,10 +235,12 @@ fn engine_config(
     model: &models::Config,
     defaults: &LlmDefaults,
     queue: &QueuePolicy,
-    tp_size: u32,
 ) -> Result<EngineConfig, InferError> {
     let max_rows = usize::try_from(config.max_batch_size).unwrap_or(0).max(1);
+    let inter_token = InterTokenBounds::new(config, queue)?;
     let queue = queue.bounds(EngineConfig::default().max_queue);
+    let is_cuda = matches!(defaults.worker.device, DeviceChoice::Cuda { .. });
+    let experts = model.layers.iter().find_map(|layer| layer.experts.as_ref());
     let policy = match parameters::text(config, "batch_scheduler_policy") {
         None | Some("max_utilization") => Policy::MaxUtilization,
         Some("guaranteed_no_evict") => Policy::GuaranteedNoEvict,
@@ -255,8 +258,12 @@ fn engine_config(
             .max(max_rows),
         max_sequence_len,
         block_size: parameters::number(config, "tokens_per_block")?.unwrap_or(defaults.block_size),
-        max_mixed_prefill_tokens: max_mixed_prefill_tokens(config, defaults.worker.device, tp_size)?,
-        token_tile: if matches!(defaults.worker.device, DeviceChoice::Cuda { .. }) { GPU_TOKEN_TILE } else { 1 },
+        max_inter_token: inter_token.all,
+        max_inter_token_of: inter_token.of,
+        min_prompt_tokens: MIN_PROMPT_TOKENS[usize::from(is_cuda)],
+        token_tile: if is_cuda { GPU_TOKEN_TILE } else { 1 },
+        num_experts: experts.map_or(0, |experts| experts.num_experts),
+        num_active_experts: experts.map_or(0, |experts| experts.routing.top_k),
         max_queue: queue.total,
         max_queue_each: queue.each,
         max_queue_of: queue.of,
@@ -267,18 +274,6 @@ fn engine_config(
         windows: model.kv_groups(max_sequence_len).windows,
         ..EngineConfig::default()
     })
-}
-
-/// The maximum number of prefill tokens in a step that also decodes. It bounds the inter-token latency.
-fn max_mixed_prefill_tokens(config: &ModelConfig, device: DeviceChoice, tp_size: u32) -> Result<usize, InferError> {
-    let default = match device {
-        DeviceChoice::Cpu { .. } => MIXED_PREFILL_TOKENS[0],
-        DeviceChoice::Cuda { .. } => MIXED_PREFILL_TOKENS[1] * tp_size as usize,
-    };
-    match parameters::number(config, "max_mixed_prefill_tokens")?.unwrap_or(default) {
-        0 => Err(invalid(config, "`max_mixed_prefill_tokens` is 0, expected at least 1".to_owned())),
-        found => Ok(found),
-    }
 }
 
 /// TensorRT-LLM's backend sends such outputs up to release 0.13, the last one without `num_return_sequences`, and clients of

@@ -14,14 +14,22 @@ const WAITS: [f64; 15] = [0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.
 const TOKENS: [f64; 14] = [0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 10.0];
 const REQUESTS: [f64; 13] = [0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0];
 const PHASES: [f64; 12] = [1e-6, 5e-6, 1e-5, 5e-5, 1e-4, 5e-4, 0.001, 0.005, 0.01, 0.05, 0.25, 1.0];
+/// Upper bounds of relative errors.
+const ERRORS: [f64; 8] = [0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0];
 /// Upper bounds in tokens, those of TensorRT-LLM's backend.
 const LENGTHS: [f64; 5] = [10.0, 50.0, 100.0, 500.0, 1000.0];
 
 /// Labels of the reasons for which sequences end.
 pub const FINISH_REASONS: [&str; 6] = ["end_id", "stop_word", "length", "cancelled", "complete", "failed"];
 
+/// Labels of priority levels, of which 1 is the highest. 0 is for models without levels, and the last one for all lower levels.
+pub const PRIORITY_LEVELS: [&str; 10] = ["0", "1", "2", "3", "4", "5", "6", "7", "8", "9"];
+
 /// Labels of the kinds of steps.
 pub const STEP_KINDS: [&str; 3] = ["prefill", "decode", "mixed"];
+
+/// Labels of the coefficients of the scheduler's cost model.
+pub const STEP_COSTS: [&str; 6] = engine::StepCosts::NAMES;
 
 /// Labels of the phases of a step on rank 0, in order.
 pub const STEP_PHASES: [&str; 5] = ["plan", "send", "wait", "settle", "tell"];
@@ -40,6 +48,8 @@ pub(crate) enum Phase {
 #[derive(Debug)]
 pub(crate) struct Metrics {
     pub(crate) first_token: Histogram,
+    /// The same by the priority level of the request; see [`PRIORITY_LEVELS`].
+    pub(crate) first_token_of: [Histogram; PRIORITY_LEVELS.len()],
     pub(crate) inter_token: Histogram,
     pub(crate) queue: Histogram,
     pub(crate) request: Histogram,
@@ -51,6 +61,8 @@ pub(crate) struct Metrics {
     pub(crate) reasoning_tokens: AtomicU64,
     ends: [AtomicU64; FINISH_REASONS.len()],
     steps: [Histogram; STEP_KINDS.len()],
+    predicted: [Histogram; STEP_KINDS.len()],
+    prediction_error: Histogram,
     phases: [Histogram; STEP_PHASES.len()],
     context_tokens: AtomicU64,
     start: Mutex<Start>,
@@ -87,6 +99,7 @@ pub struct WorkerStatus {
 #[allow(missing_docs)] // The fields have the names of the documented metrics. The constants are their labels.
 pub struct MetricValues {
     pub first_token: HistogramValues,
+    pub first_token_of: [HistogramValues; PRIORITY_LEVELS.len()],
     pub inter_token: HistogramValues,
     pub queue: HistogramValues,
     pub request: HistogramValues,
@@ -98,6 +111,8 @@ pub struct MetricValues {
     pub reasoning_tokens: u64,
     pub ends: [u64; FINISH_REASONS.len()],
     pub steps: [HistogramValues; STEP_KINDS.len()],
+    pub predicted: [HistogramValues; STEP_KINDS.len()],
+    pub prediction_error: HistogramValues,
     pub phases: [HistogramValues; STEP_PHASES.len()],
     pub context_tokens: u64,
     pub start: Start,
@@ -107,6 +122,7 @@ impl Default for Metrics {
     fn default() -> Self {
         Self {
             first_token: Histogram::of_times(&WAITS),
+            first_token_of: std::array::from_fn(|_| Histogram::of_times(&WAITS)),
             inter_token: Histogram::of_times(&TOKENS),
             queue: Histogram::of_times(&WAITS),
             request: Histogram::of_times(&REQUESTS),
@@ -118,6 +134,8 @@ impl Default for Metrics {
             reasoning_tokens: AtomicU64::default(),
             ends: Default::default(),
             steps: std::array::from_fn(|_| Histogram::of_times(&TOKENS)),
+            predicted: std::array::from_fn(|_| Histogram::of_times(&TOKENS)),
+            prediction_error: Histogram::of_times(&ERRORS),
             phases: std::array::from_fn(|_| Histogram::of_times(&PHASES)),
             context_tokens: AtomicU64::default(),
             start: Mutex::default(),
@@ -160,6 +178,7 @@ impl Metrics {
     pub(crate) fn read(&self) -> MetricValues {
         MetricValues {
             first_token: self.first_token.read(),
+            first_token_of: self.first_token_of.each_ref().map(Histogram::read),
             inter_token: self.inter_token.read(),
             queue: self.queue.read(),
             request: self.request.read(),
@@ -171,6 +190,8 @@ impl Metrics {
             reasoning_tokens: self.reasoning_tokens.load(Relaxed),
             ends: self.ends.each_ref().map(|count| count.load(Relaxed)),
             steps: self.steps.each_ref().map(Histogram::read),
+            predicted: self.predicted.each_ref().map(Histogram::read),
+            prediction_error: self.prediction_error.read(),
             phases: self.phases.each_ref().map(Histogram::read),
             context_tokens: self.context_tokens.load(Relaxed),
             start: self.start(),
@@ -199,10 +220,15 @@ impl StepKinds {
         });
     }
 
-    /// Records the oldest step. `time` is the time since the previous step was settled, or since this step was sent to idle workers.
-    pub(crate) fn settled(&mut self, time: Duration, metrics: &Metrics) {
-        if let Some(kind) = self.0.pop_front() {
-            metrics.steps[kind].observe(time.as_secs_f64());
+    /// Records the oldest step. `time` is the time since the previous step was done, or since this step was sent to idle workers.
+    /// `predicted` is the time in seconds that the scheduler expected, if it knew any step before.
+    pub(crate) fn settled(&mut self, time: Duration, predicted: Option<f64>, metrics: &Metrics) {
+        let Some(kind) = self.0.pop_front() else { return };
+        let seconds = time.as_secs_f64();
+        metrics.steps[kind].observe(seconds);
+        if let Some(predicted) = predicted {
+            metrics.predicted[kind].observe(predicted);
+            metrics.prediction_error.observe((predicted - seconds).abs() / seconds.max(1e-9));
         }
     }
 
@@ -237,7 +263,11 @@ mod tests {
             kinds.planned(&StepPlan { work, drafts, ..StepPlan::default() }, &metrics);
         }
         assert_eq!(metrics.read().context_tokens, 8);
-        (0..4).for_each(|_| kinds.settled(Duration::from_millis(2), &metrics));
-        assert_eq!(metrics.read().steps.map(|steps| steps.count), [1, 2, 1]);
+        (0..3).for_each(|_| kinds.settled(Duration::from_millis(2), Some(1e-3), &metrics));
+        kinds.settled(Duration::from_millis(2), None, &metrics);
+        let read = metrics.read();
+        assert_eq!(read.steps.map(|steps| steps.count), [1, 2, 1]);
+        assert_eq!(read.predicted.map(|steps| steps.count), [1, 2, 0]);
+        assert_eq!((read.prediction_error.count, read.prediction_error.sum), (3, 1.5));
     }
 }

@@ -16,6 +16,7 @@ pub(crate) mod fuzz;
 mod generate_stream;
 mod inbox;
 pub(crate) mod inputs;
+mod inter_token;
 mod ledger;
 mod llm_stream;
 mod logits;
@@ -42,5 +43,7 @@ pub use check::{CheckFactory, CheckedModel};
 pub use config::LlmDefaults;
 pub use factory::{LlmFactory, LlmStatus};
 pub use ledger::LlmLedger;
-pub use metrics::{FINISH_REASONS, MetricValues, STEP_KINDS, STEP_PHASES, Start, WorkerStatus};
+pub use metrics::{
+    FINISH_REASONS, MetricValues, PRIORITY_LEVELS, STEP_COSTS, STEP_KINDS, STEP_PHASES, Start, WorkerStatus,
+};
 pub use plan::{ModelPlan, PlanFactory};

@@ -168,11 +168,12 @@ impl Llm {
         let timeout = queue.timeout(request.priority, request.timeout_us);
         let timeout = timeout.map(|timeout| (Instant::now() + timeout.after, timeout.rejects));
         request.sequence.priority = queue.priority(request.priority).saturating_add_signed(-request.priority_offset);
+        let level = if queue.num_levels() > 0 { queue.level(request.priority) } else { 0 };
         let texts = self.sequence_texts(&mut request, tokenizer)?;
         let text_stops = if request.text.is_some() { Vec::new() } else { self.text_stops(&mut request) };
         let sequences = request.into_sequences();
         let admission = self.admit(&sequences)?;
-        let timing = self.timing(&admission, &sequences);
+        let timing = self.timing(&admission, &sequences).with_level(level);
         let (events, receiver) = event_queue();
         let stop = Arc::new(StopHandle::new(events.downgrade()));
         let submit = Some(Message::Submit { sequences, timeout, events });

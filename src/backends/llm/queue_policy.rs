@@ -67,6 +67,11 @@ impl QueuePolicy {
         QueueBounds { total: total.min(i32::MAX as usize), each, of }
     }
 
+    /// Number of priority levels; 0 when requests have no priority.
+    pub(crate) fn num_levels(&self) -> u64 {
+        self.num_levels
+    }
+
     /// The engine's priority of a level; higher is served first. 0 and unknown levels get the default.
     pub(crate) fn priority(&self, requested: u64) -> u32 {
         u32::try_from(self.num_levels - self.level(requested)).unwrap_or(u32::MAX)
@@ -82,7 +87,8 @@ impl QueuePolicy {
         Some(Timeout { after: Duration::from_micros(micros), rejects })
     }
 
-    fn level(&self, requested: u64) -> u64 {
+    /// The level of a request: 0 and unknown levels get the default.
+    pub(crate) fn level(&self, requested: u64) -> u64 {
         if (1..=self.num_levels).contains(&requested) { requested } else { self.default_level }
     }
 }

@@ -42,7 +42,12 @@ struct State {
     loads: Vec<Load>,
     queue: BTreeMap<QueueKey, Waiting>,
     num_arrived: u64,
+    /// Number of requests assigned before the one that has waited longest, since that last was assigned.
+    num_overtaking: u32,
 }
+
+/// Number of requests that may be assigned before the one that has waited longest, as in an engine's queue.
+const MAX_OVERTAKING: u32 = 16;
 
 /// The order of the queue: by priority, then requests that are not delayed, then by arrival.
 type QueueKey = (Reverse<u32>, bool, u64);
@@ -138,7 +143,7 @@ impl Router {
     pub(crate) fn new(replicas: Vec<Replica>, max_rows: usize, max_queue: usize, block_size: usize) -> Self {
         let load = |_: &Replica| Load { num_sequences: 0, prefixes: SentPrefixes::default(), start: 0, last_used: 0 };
         let loads = replicas.iter().map(load).collect();
-        let state = Mutex::new(State { loads, queue: BTreeMap::new(), num_arrived: 0 });
+        let state = Mutex::new(State { loads, queue: BTreeMap::new(), num_arrived: 0, num_overtaking: 0 });
         Self { replicas, max_rows, max_queue, block_size, state }
     }
 
@@ -204,11 +209,13 @@ impl Router {
 
     fn next_assignment(&self) -> Option<(usize, Waiting)> {
         let state = &mut *ipc::lock(&self.state);
-        let (key, first) = state.queue.pop_first()?;
+        let (key, overtakes) = state.next_key()?;
+        let first = state.queue.remove(&key).expect("the key is in the queue");
         let Some(replica) = self.choose(state, first.num_sequences, &first.hashes) else {
             state.queue.insert(key, first);
             return None;
         };
+        state.num_overtaking = if overtakes { state.num_overtaking + 1 } else { 0 };
         self.take(state, replica, first.num_sequences, &first.hashes);
         Some((replica, first))
     }
@@ -241,6 +248,31 @@ impl Router {
 }
 
 impl State {
+    /// The request to assign next, and whether it overtakes the one that has waited longest. As in an engine's queue, this one comes
+    /// first after [`MAX_OVERTAKING`] others.
+    fn next_key(&self) -> Option<(QueueKey, bool)> {
+        let first = *self.queue.first_key_value()?.0;
+        let oldest = self.oldest().filter(|oldest| *oldest != first);
+        Some(match oldest {
+            Some(oldest) if self.num_overtaking >= MAX_OVERTAKING => (oldest, false),
+            oldest => (first, oldest.is_some()),
+        })
+    }
+
+    /// The request that has waited longest, of those that are not to wait for others of their priority.
+    fn oldest(&self) -> Option<QueueKey> {
+        let mut next = self.queue.first_key_value().map(|(key, _)| *key);
+        let mut oldest: Option<QueueKey> = None;
+        while let Some(first @ (Reverse(priority), is_delayed, number)) = next {
+            if !is_delayed && oldest.is_none_or(|oldest| number < oldest.2) {
+                oldest = Some(first);
+            }
+            let Some(lower) = priority.checked_sub(1) else { break };
+            next = self.queue.range((Reverse(lower), false, 0)..).next().map(|(key, _)| *key);
+        }
+        oldest
+    }
+
     fn num_waiting(&self) -> usize {
         self.queue.values().map(|waiting| waiting.num_sequences).sum()
     }
@@ -346,6 +378,25 @@ mod tests {
         drop((first, reservation));
         assert_eq!(router.num_waiting(), 0);
         assert!(matches!(router.admit(&prompt(0, 3), 1, 0), Ok(Admission::Assigned(_))));
+    }
+
+    #[test]
+    fn a_request_of_low_priority_is_assigned_after_sixteen_others() {
+        let router = router(2, 99);
+        let mut reservations: Vec<_> = (0..8).map(|_| assigned(&router, &prompt(0, 3))).collect();
+        let mut low = queued(&router, 0);
+        let mut urgent: Vec<_> = (0..20).map(|number| queued(&router, 1 + number % 2)).collect();
+        let mut num_before = 0;
+        while low.reservation().now_or_never().is_none() {
+            drop(reservations.pop());
+            let assigned = urgent.iter_mut().position(|ticket| ticket.reservation().now_or_never().is_some());
+            if let Some(index) = assigned {
+                drop(urgent.remove(index)); // Its place is free for the next one.
+                num_before += 1;
+            }
+            assert!(num_before <= 16, "the oldest waits for {num_before} others");
+        }
+        assert!(num_before > 4, "priorities have no effect");
     }
 
     #[test]

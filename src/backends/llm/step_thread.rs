@@ -73,6 +73,8 @@ struct Running {
     longest_step: Duration,
     /// Time when the last step was settled, or was sent to idle workers.
     last_progress: Instant,
+    /// The same, without other progress of the workers: the start of the step that is settled next.
+    step_began: Instant,
     step_kinds: StepKinds,
 }
 
@@ -106,6 +108,7 @@ impl StepThread {
             losses: 0,
             longest_step: Duration::ZERO,
             last_progress: Instant::now(),
+            step_began: Instant::now(),
             step_kinds: StepKinds::default(),
         };
         let mut loaded = Some(loaded);
@@ -194,7 +197,7 @@ impl Running {
             return self.handle_messages(group, Duration::MAX);
         }
         if was_idle {
-            self.last_progress = Instant::now();
+            (self.last_progress, self.step_began) = (Instant::now(), Instant::now());
         }
         if group.doorbell().is_none() {
             self.handle_messages(group, POLL_INTERVAL)?;
@@ -241,8 +244,10 @@ impl Running {
     fn settle(&mut self, output: StepOutput, sent: Instant) -> Result<(), WorkerLoss> {
         let shared = Arc::clone(&self.thread.shared);
         let now = shared.metrics.phase(Phase::Wait, sent);
-        self.step_kinds.settled(self.last_progress.elapsed(), &shared.metrics);
         let engine = self.engine.as_mut().expect(ENGINE_EXISTS);
+        let time = now - self.step_began;
+        let predicted = engine.measure(time.as_secs_f64());
+        self.step_kinds.settled(time, predicted, &shared.metrics);
         let settled = engine.settle(output, &mut self.events);
         settled.map_err(|error| WorkerLoss::new(format!("worker 0 sent an unexpected output: {error}")))?;
         self.losses = 0;
@@ -250,6 +255,7 @@ impl Running {
         self.longest_step = self.last_progress.elapsed().max(self.longest_step.mul_f32(0.99));
         *ipc::lock(&shared.stats) = engine.stats();
         self.last_progress = shared.metrics.phase(Phase::Settle, now);
+        self.step_began = now;
         self.push_events();
         shared.metrics.phase(Phase::Deliver, self.last_progress);
         Ok(())

@@ -8,6 +8,7 @@ use engine::{BlockUsage, FinishReason};
 use serving::{Generation, Tally, Timestamp};
 use smallvec::{SmallVec, smallvec};
 
+use super::metrics::PRIORITY_LEVELS;
 use super::replica_state::ReplicaState;
 
 /// Maximum number of inter-token times that are counted together, because all requests share the counters.
@@ -17,6 +18,8 @@ const MAX_GAPS: u32 = 16;
 pub(crate) struct Timing {
     shared: Arc<ReplicaState>,
     arrived: Instant,
+    /// Index of the request's priority level in [`PRIORITY_LEVELS`].
+    level: usize,
     /// Time when its first sequence was scheduled.
     joined: Option<Timestamp>,
     first_token: Option<Timestamp>,
@@ -49,6 +52,7 @@ impl Timing {
         Self {
             shared: Arc::clone(shared),
             arrived: Instant::now(),
+            level: 0,
             joined: None,
             first_token: None,
             last_token: None,
@@ -57,6 +61,12 @@ impl Timing {
             sequences: smallvec![SequenceTiming::default(); num_sequences],
             gaps: Tally::default(),
         }
+    }
+
+    /// The same request with a priority level, 0 for a model without levels.
+    pub(crate) fn with_level(mut self, level: u64) -> Self {
+        self.level = usize::try_from(level).unwrap_or(usize::MAX).min(PRIORITY_LEVELS.len() - 1);
+        self
     }
 
     /// Counts the request in the metrics of its replica from now on.
@@ -99,7 +109,9 @@ impl Timing {
         if self.first_token.is_none() {
             self.first_token = Some(now);
             self.generation.prefill = self.joined.map_or(Duration::ZERO, |joined| duration(now, joined));
-            metrics.first_token.observe(duration(now, self.arrived.into()).as_secs_f64());
+            let seconds = duration(now, self.arrived.into()).as_secs_f64();
+            metrics.first_token.observe(seconds);
+            metrics.first_token_of[self.level].observe(seconds);
         }
         let before = self.sequences.get_mut(index).and_then(|sequence| sequence.last_token.replace(now));
         if let Some(before) = before {
@@ -149,7 +161,7 @@ mod tests {
     fn a_request_counts_its_tokens_its_cached_prompt_and_its_preemptions() {
         let shared = Arc::new(ReplicaState::default());
         let blocks = BlockUsage { num_reused: 2, num_allocated: 1 };
-        let mut timing = Timing::new(&shared, 16, 40, 1);
+        let mut timing = Timing::new(&shared, 16, 40, 1).with_level(2);
         timing.joined(0, Timestamp::now(), 0);
         timing.tokens(0, 1, blocks, Timestamp::now());
         timing.joined(0, Timestamp::now(), 0);
@@ -164,6 +176,7 @@ mod tests {
         assert_eq!((values.queue.count, values.first_token.count, values.inter_token.count), (1, 1, 2));
         assert_eq!((values.prefix_lookups, values.prefix_hits, values.ends), (1, 1, [0, 0, 1, 0, 0, 0]));
         assert_eq!(values.cached_tokens, 32);
+        assert_eq!(values.first_token_of.map(|level| level.count), [0, 0, 1, 0, 0, 0, 0, 0, 0, 0]);
         assert_eq!((values.output_tokens.sum, values.request.count), (3.0, 1));
     }
 }

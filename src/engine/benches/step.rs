@@ -5,6 +5,9 @@
 //!
 //! - `decode`: every row decodes in every step; KV blocks are appended as they fill up.
 //! - `serve`: rows end after 128 tokens and others join with prompts of 512 tokens; the prefix cache is on.
+//! - `overload`: the same with 4096 rows and 20 000 requests of four priorities in the queue.
+//!
+//! The engine is told a duration after each step, so learning the costs of steps is part of the time.
 
 use std::hint::black_box;
 use std::time::Duration;
@@ -23,6 +26,7 @@ struct Bench {
     engine: Engine,
     request: Request,
     num_submitted: u32,
+    num_priorities: u32,
     events: Vec<engine::TokenEvent>,
     bytes: Vec<u8>,
     output: Vec<u8>,
@@ -38,10 +42,9 @@ impl Bench {
         let config = EngineConfig {
             max_rows,
             max_step_tokens: 8192,
-            max_mixed_prefill_tokens: 8192,
             max_sequence_len,
             num_blocks: (max_rows + 1) * max_sequence_len.div_ceil(16),
-            max_queue: 2 * max_rows,
+            max_queue: 32_768,
             policy: Policy::MaxUtilization,
             ..EngineConfig::default()
         };
@@ -56,6 +59,7 @@ impl Bench {
             engine,
             request,
             num_submitted: 0,
+            num_priorities: 1,
             events: vec![],
             bytes: vec![],
             output: vec![],
@@ -68,6 +72,7 @@ impl Bench {
     /// Prompts differ from the first token on, so that each one is computed.
     fn submit(&mut self) {
         self.request.prompt[0] = TokenId(self.num_submitted);
+        self.request.priority = self.num_submitted % self.num_priorities;
         self.num_submitted += 1;
         self.engine.submit(self.request.clone()).expect("the bench's queue has room");
     }
@@ -91,7 +96,10 @@ impl Bench {
         self.total_bytes += self.bytes.len();
         self.total_rows += plan.work.len();
         encode_output(&plan, &mut self.output);
+        let num_tokens: u32 = plan.work.iter().map(|work| work.num_tokens).sum();
+        let seconds = 4e-3 + 4e-6 * f64::from(num_tokens);
         let start = cpu_time();
+        self.engine.measure(seconds);
         let output = plan::decode(&self.output).expect("the output survives its way");
         self.engine.settle(output, &mut self.events).expect("the output is the plan's");
         black_box(&self.events);
@@ -183,9 +191,35 @@ fn serve(c: &mut Criterion) {
     }
 }
 
+fn overload(c: &mut Criterion) {
+    const ROWS: usize = 4096;
+    let mut group = c.benchmark_group("overload");
+    let mut bench = Bench::new(ROWS, 512, 128);
+    bench.num_priorities = 4;
+    let step = |bench: &mut Bench| {
+        while bench.engine.stats().num_waiting < 20_000 {
+            bench.submit();
+        }
+        bench.step()
+    };
+    for _ in 0..500 {
+        step(&mut bench);
+    }
+    group.throughput(Throughput::Elements(ROWS as u64));
+    group.bench_function(BenchmarkId::from_parameter(ROWS), |bencher| {
+        bencher.iter_custom(|num_steps| (0..num_steps).map(|_| step(&mut bench)).sum());
+    });
+    bench.restart_counts();
+    for _ in 0..500 {
+        step(&mut bench);
+    }
+    bench.report("overload", ROWS);
+}
+
 fn step(c: &mut Criterion) {
     decode(c);
     serve(c);
+    overload(c);
 }
 
 criterion_group! {

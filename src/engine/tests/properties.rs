@@ -5,6 +5,7 @@
 mod support;
 
 use std::sync::atomic::{AtomicUsize, Ordering};
+use std::time::Duration;
 
 use engine::{BeamParams, EngineConfig, Policy, Request, SamplingParams, SequenceId, TokenId};
 use proptest::collection::vec;
@@ -88,7 +89,7 @@ fn config() -> impl Strategy<Value = EngineConfig> {
     let sizes = (1usize..6, 1usize..20, 1usize..12, 1usize..6, 1usize..24, 1usize..4);
     (sizes, any::<bool>(), any::<bool>(), 0usize..6, 1usize..4, 1usize..6, windows()).prop_map(
         |(
-            (max_rows, spare_tokens, max_mixed_prefill_tokens, block_size, num_blocks, max_in_flight),
+            (max_rows, spare_tokens, max_mixed, block_size, num_blocks, max_in_flight),
             evict,
             cache,
             max_drafts,
@@ -99,7 +100,11 @@ fn config() -> impl Strategy<Value = EngineConfig> {
             EngineConfig {
                 max_rows,
                 max_step_tokens: max_rows + spare_tokens,
-                max_mixed_prefill_tokens,
+                max_inter_token: (max_mixed > 1).then_some(Duration::from_secs(max_mixed as u64)),
+                max_inter_token_of: [(1, Duration::from_secs(3))].into(),
+                min_prompt_tokens: 1 + max_mixed % 3,
+                num_experts: 0,
+                num_active_experts: 0,
                 token_tile,
                 max_sequence_len: 48,
                 block_size,

@@ -3,6 +3,7 @@
 mod support;
 
 use std::collections::{BTreeMap, HashSet};
+use std::time::Duration;
 
 use engine::{Engine, EngineConfig, Policy, Request, RowId, SequenceId, StepPlan, TokenEvent, TokenId};
 use support::{Device, VOCAB_SIZE, World};
@@ -19,7 +20,8 @@ struct Steps {
 impl Steps {
     fn new(config: EngineConfig) -> Self {
         let device = Device::new(&config);
-        Self { engine: Engine::new(config).unwrap(), device, events: Vec::new(), rows: BTreeMap::new() }
+        let engine = support::new_engine(config);
+        Self { engine, device, events: Vec::new(), rows: BTreeMap::new() }
     }
 
     fn submit(&mut self, request: Request) -> SequenceId {
@@ -63,7 +65,7 @@ fn streams_get_a_token_in_every_step_and_steps_stay_short_while_a_prompt_of_4096
         let mut steps = Steps::new(EngineConfig {
             max_rows: 32,
             max_step_tokens: 2048,
-            max_mixed_prefill_tokens: MIXED as usize,
+            max_inter_token: Some(Duration::from_secs(u64::from(MIXED))),
             max_sequence_len: 8192,
             policy,
             ..EngineConfig::default()
@@ -89,7 +91,12 @@ fn streams_get_a_token_in_every_step_and_steps_stay_short_while_a_prompt_of_4096
 #[test]
 fn prompts_beside_many_decodes_fill_whole_tiles_of_the_device_and_are_all_computed() {
     const TILE: u32 = 16;
-    let mut steps = Steps::new(EngineConfig { max_rows: 64, token_tile: TILE as usize, ..EngineConfig::default() });
+    let mut steps = Steps::new(EngineConfig {
+        max_rows: 64,
+        token_tile: TILE as usize,
+        max_inter_token: Some(Duration::from_secs(2048)),
+        ..EngineConfig::default()
+    });
     let streams: Vec<SequenceId> = (0..20).map(|seed| steps.submit(request(seed, 8, 100))).collect();
     (0..4).for_each(|_| drop(steps.step().unwrap()));
     let prompts: Vec<SequenceId> = (0..4).map(|seed| steps.submit(request(50 + seed, 37, 50))).collect();
@@ -108,7 +115,7 @@ fn prompts_beside_many_decodes_fill_whole_tiles_of_the_device_and_are_all_comput
 fn a_prompt_that_arrives_alone_takes_whole_steps() {
     let mut steps = Steps::new(EngineConfig {
         max_step_tokens: 2048,
-        max_mixed_prefill_tokens: 64,
+        max_inter_token: Some(Duration::from_secs(64)),
         max_sequence_len: 8192,
         ..EngineConfig::default()
     });

@@ -5,7 +5,8 @@
 //!
 //! Calls, one a line (tokens are `3` or a range `1-4`, joined by commas):
 //! - `engine rows=2 tokens=8 …` creates a new engine; other settings have small defaults, see [`config`].
-//!   `windows=none,8` are two KV groups, the second with a window of 8 positions.
+//!   `windows=none,8` are two KV groups, the second with a window of 8 positions. `mixed=3` is a bound of 3 seconds
+//!   between tokens, `mixed_of=1:2` one of 2 seconds for priority 1; a prompt token takes a second.
 //! - `submit NAME prompt=1-4,9 max=3 [end=7] [stop=4,5/6] [priority=1] [salt=9]`
 //! - `plan` prints the next plan; `settle TOKEN…` settles the oldest plan with these sampled tokens, in its order.
 //! - `settle step=N row=R TOKEN…` does the same for another step or row; `cancel NAME`, `finish NAME`, `recover`,
@@ -14,10 +15,11 @@
 use std::collections::{BTreeMap, VecDeque};
 use std::fmt::Write as _;
 use std::path::Path;
+use std::time::Duration;
 
 use engine::{
     BeamParams, Engine, EngineConfig, FinishReason, GrownTable, JoinedTable, Policy, Request, RowId, SampledToken,
-    SamplingParams, SequenceId, StepOutput, StepPlan, TokenEvent, TokenId,
+    SamplingParams, SequenceId, StepCosts, StepOutput, StepPlan, TokenEvent, TokenId,
 };
 
 #[test]
@@ -77,7 +79,8 @@ impl ScriptRun {
         if verb == "engine" {
             *self = ScriptRun::default();
             return match Engine::new(config(&settings)) {
-                Ok(engine) => {
+                Ok(mut engine) => {
+                    engine.set_costs(StepCosts { prompt_token: 1.0, ..StepCosts::default() });
                     self.engine = Some(engine);
                     String::new()
                 }
@@ -209,6 +212,8 @@ fn config(settings: &BTreeMap<&str, &str>) -> EngineConfig {
         "rows",
         "tokens",
         "mixed",
+        "mixed_of",
+        "min_prompt",
         "tile",
         "len",
         "block",
@@ -226,7 +231,12 @@ fn config(settings: &BTreeMap<&str, &str>) -> EngineConfig {
     EngineConfig {
         max_rows: number("rows", 4),
         max_step_tokens: number("tokens", 16),
-        max_mixed_prefill_tokens: number("mixed", 16),
+        // With the costs of the scripts, a prompt token takes a second and decodes no time.
+        max_inter_token: Some(Duration::from_secs(number("mixed", 16) as u64)),
+        max_inter_token_of: settings.get("mixed_of").map_or([].into(), |list| bounds(list)),
+        min_prompt_tokens: number("min_prompt", 1),
+        num_experts: 0,
+        num_active_experts: 0,
         token_tile: number("tile", 1),
         max_sequence_len: number("len", 32),
         block_size: number("block", 4),
@@ -246,6 +256,15 @@ fn config(settings: &BTreeMap<&str, &str>) -> EngineConfig {
         max_drafts: number("drafts", 0),
         num_stages: number("stages", 1),
     }
+}
+
+/// Bounds of priorities, such as `1:3,2:5`.
+fn bounds(list: &str) -> BTreeMap<u32, Duration> {
+    let one = |item: &str| {
+        let (priority, seconds) = item.split_once(':').unwrap();
+        (priority.parse().unwrap(), Duration::from_secs(seconds.parse().unwrap()))
+    };
+    list.split(',').map(one).collect()
 }
 
 fn request(settings: &BTreeMap<&str, &str>) -> Request {

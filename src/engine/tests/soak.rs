@@ -5,6 +5,7 @@
 mod support;
 
 use std::collections::VecDeque;
+use std::time::Duration;
 
 use engine::{EngineConfig, Policy, Request, SamplingParams, SequenceId, TokenId};
 use support::{Random, VOCAB_SIZE, World};
@@ -33,7 +34,7 @@ fn soak(policy: Policy) {
     let config = EngineConfig {
         max_rows: 64,
         max_step_tokens: 256,
-        max_mixed_prefill_tokens: 128,
+        max_inter_token: Some(Duration::from_secs(128)),
         max_sequence_len: 280,
         num_blocks: 320,
         max_queue: 128,

@@ -3,6 +3,8 @@
 
 mod support;
 
+use std::time::Duration;
+
 use engine::{Engine, EngineConfig, Policy, Refused, Request, TokenId};
 use support::{Random, VOCAB_SIZE, World};
 
@@ -142,7 +144,8 @@ fn a_chunk_waits_for_blocks_that_the_plan_uses() {
         block_size: 4,
         max_rows: 4,
         max_step_tokens: 10,
-        max_mixed_prefill_tokens: 2,
+        max_inter_token: Some(Duration::from_secs(2)),
+        min_prompt_tokens: 1,
         num_blocks: 23,
         policy: Policy::MaxUtilization,
         prefix_cache: false,

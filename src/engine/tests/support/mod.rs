@@ -15,3 +15,23 @@ pub use device::Device;
 pub use reference::run_alone;
 pub use tokens::{Guesser, Random, VOCAB_SIZE};
 pub use world::World;
+
+/// A prompt token takes a second, and everything else no time.
+pub const PROMPT_TOKENS: engine::StepCosts = engine::StepCosts {
+    step: 0.0,
+    decode_token: 0.0,
+    decode_position: 0.0,
+    prompt_token: 1.0,
+    prompt_position: 0.0,
+    experts: 0.0,
+};
+
+/// An engine with these limits. Where they bound the time between tokens, its costs are [`PROMPT_TOKENS`].
+pub fn new_engine(config: engine::EngineConfig) -> engine::Engine {
+    let is_bounded = config.max_inter_token.is_some();
+    let mut engine = engine::Engine::new(config).expect("the limits of a test are valid");
+    if is_bounded {
+        engine.set_costs(PROMPT_TOKENS);
+    }
+    engine
+}

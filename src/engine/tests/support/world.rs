@@ -1,6 +1,7 @@
 //! The test world: an engine with its device, and the expected output of every stream.
 
 use std::collections::{HashMap, VecDeque};
+use std::time::Duration;
 
 use engine::{
     BeamOutput, Engine, EngineConfig, FinishReason, Policy, Request, RowWork, SequenceId, StepOutput, StepPlan,
@@ -10,6 +11,17 @@ use engine::{
 use super::device::Device;
 use super::reference::run_alone;
 use super::reference::run_beams_alone;
+
+/// Most prompt tokens of a step with decodes, in an engine of [`super::new_engine`].
+fn max_prompt_tokens(config: &EngineConfig) -> usize {
+    let of_priorities = config.max_inter_token_of.values();
+    let seconds = |bound: &Duration| bound.as_secs() as usize;
+    let most = match &config.max_inter_token {
+        Some(bound) => of_priorities.chain([bound]).map(seconds).max().unwrap_or(0),
+        None => 128,
+    };
+    most.max(config.min_prompt_tokens)
+}
 
 struct Stream {
     generated: Vec<TokenId>,
@@ -40,7 +52,7 @@ impl World {
     pub fn new(config: EngineConfig, audit_every: u64) -> Self {
         Self {
             device: Device::new(&config),
-            engine: Engine::new(config).expect("a world's config is valid"),
+            engine: super::new_engine(config),
             outputs: VecDeque::new(),
             streams: HashMap::new(),
             num_finished: 0,
@@ -147,7 +159,7 @@ impl World {
         assert!(decodes.iter().rev().is_sorted_by_key(|work| work.num_tokens > 1), "verification after decodes");
         let num_prefill_tokens: usize = prefills.iter().map(|work| work.num_tokens as usize).sum();
         assert!(
-            decodes.is_empty() || num_prefill_tokens <= config.max_mixed_prefill_tokens,
+            decodes.is_empty() || num_prefill_tokens <= max_prompt_tokens(config),
             "step {} is too long",
             plan.step
         );

@@ -1,0 +1,60 @@
+"""A request gives the same tokens whatever runs beside it and however it is computed: a small form of scripts/bench_determinism."""
+
+import argparse
+import importlib.machinery
+import importlib.util
+import socket
+import subprocess
+import sys
+
+import pytest
+from conftest import BINARIES, ROOT
+from ports import free_ports
+
+SCRIPT = ROOT / "scripts/bench_determinism"
+SMALL = ["--prompts=6", "--tokens=16", "--max-len=150", "--chunk=24"]
+
+
+def three_ports() -> int:
+    """The first of three consecutive ports on which nothing listens."""
+    while True:
+        first = free_ports(1)[0]
+        try:
+            for port in (first + 1, first + 2):
+                with socket.socket() as listener:
+                    listener.bind(("127.0.0.1", port))
+            return first
+        except OSError:
+            continue
+
+
+@pytest.mark.parametrize(
+    ("flags", "axes"),
+    [
+        (["--world-size=2", "--launch-args=--oversubscribe"], []),
+        (["--launch-args=--weight-only-precision=int8"], ["among", "warm", "chunked"]),
+        (["--launch-args=--weight-only-precision=int4"], ["among", "warm", "chunked"]),
+    ],
+    ids=["bf16 of two workers, all axes", "int8", "int4"],
+)
+def test_tokens_depend_on_the_request_alone(flags, axes):
+    port = three_ports()
+    model = ROOT / "model_repository/tensorrt_llm/1"
+    command = [sys.executable, SCRIPT, f"--model={model}", f"--bin={BINARIES}", f"--port={port}", *SMALL, *flags, *axes]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.endswith("0 rows differ\n") and "of 12 rows differ" in done.stdout, done.stdout
+
+
+def test_a_differing_row_is_counted_and_shown_with_its_first_differing_position(capsys, monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT / "scripts"))
+    loader = importlib.machinery.SourceFileLoader("bench_determinism", str(SCRIPT))
+    module = importlib.util.module_from_spec(importlib.util.spec_from_loader("bench_determinism", loader))
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)
+    loader.exec_module(module)
+    requests = module.Requests(argparse.Namespace(prompts=1, max_len=20, seed=0, show=3), vocab=100)
+    assert module.compare("warm", requests, [[1, 2, 3], [4, 5, 6]], [[1, 2, 3], [4, 5, 7]]) == 1
+    assert capsys.readouterr().out.splitlines() == [
+        "warm                         1 of 2 rows differ",
+        "    prompt 0 (20 tokens, sampled): token 2 is 7, expected 6",
+    ]
