@@ -4,7 +4,7 @@
 //! the content of that block, so it stands for the same tokens as the blocks up to there, and it is dropped together with that
 //! block. Sequences take unused slots first, then that of the snapshot that was used longest ago.
 
-use std::collections::HashMap;
+use std::collections::{BTreeMap, HashMap};
 
 use crate::StateId;
 use crate::blocks::ContentId;
@@ -53,6 +53,8 @@ pub(crate) struct StatePool {
     num_slots: usize,
     unused: Vec<StateId>,
     snapshots: HashMap<ContentId, Snapshot>,
+    /// The same by last use, oldest first.
+    by_last_use: BTreeMap<u64, ContentId>,
     /// Counts uses.
     clock: u64,
 }
@@ -69,6 +71,7 @@ impl StatePool {
         self.unused.clear();
         self.unused.extend((0..self.num_slots as u32).rev().map(StateId));
         self.snapshots.clear();
+        self.by_last_use.clear();
     }
 
     /// Number of slots that can be allocated: unused ones and snapshots.
@@ -87,8 +90,8 @@ impl StatePool {
     /// Takes a slot. `None` if sequences use all.
     pub(crate) fn allocate(&mut self) -> Option<StateId> {
         self.unused.pop().or_else(|| {
-            let (&oldest, _) = self.snapshots.iter().min_by_key(|(_, snapshot)| snapshot.last_use)?;
-            self.snapshots.remove(&oldest).map(|snapshot| snapshot.state)
+            let (_, &oldest) = self.by_last_use.first_key_value()?;
+            self.remove(oldest)
         })
     }
 
@@ -104,12 +107,12 @@ impl StatePool {
     /// Takes a slot for a sequence that starts with the snapshot of `content`, which exists. Returns the slot and where the state
     /// must be copied from. If there is no other slot, it is the snapshot's own.
     pub(crate) fn start_from(&mut self, content: ContentId) -> (StateId, Option<StateId>) {
-        let snapshot = self.snapshots.remove(&content).expect("a snapshot that was found exists");
+        let snapshot = self.remove(content).expect("a snapshot that was found exists");
         match self.allocate() {
-            None => (snapshot.state, None),
+            None => (snapshot, None),
             Some(own) => {
-                self.insert(content, snapshot.state);
-                (own, Some(snapshot.state))
+                self.insert(content, snapshot);
+                (own, Some(snapshot))
             }
         }
     }
@@ -125,13 +128,19 @@ impl StatePool {
     fn insert(&mut self, content: ContentId, state: StateId) {
         self.clock += 1;
         self.snapshots.insert(content, Snapshot { state, last_use: self.clock });
+        self.by_last_use.insert(self.clock, content);
+    }
+
+    fn remove(&mut self, content: ContentId) -> Option<StateId> {
+        let snapshot = self.snapshots.remove(&content)?;
+        self.by_last_use.remove(&snapshot.last_use);
+        Some(snapshot.state)
     }
 
     /// Drops the snapshot of a content, if there is one.
     pub(crate) fn forget(&mut self, content: ContentId) {
-        if let Some(snapshot) = self.snapshots.remove(&content) {
-            self.unused.push(snapshot.state);
-        }
+        let state = self.remove(content);
+        self.unused.extend(state);
     }
 }
 
