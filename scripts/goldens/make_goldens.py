@@ -26,7 +26,8 @@ import published
 import quantized
 
 NUM_TOKENS = 32
-FROM_ONE = ("gemma", "gemma2", "gemma3_text", "nemotron")  # store norms as differences from one
+HYBRID = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "qwen3_5", "qwen3_5_moe")  # some layers have a recurrent state
+FROM_ONE = ("gemma", "gemma2", "gemma3_text", "nemotron", *HYBRID)  # store norms as differences from one
 PROMPT_LENS = (1, 7, 40)
 
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
@@ -96,6 +97,12 @@ PARTIAL = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor
 FACTORS = lambda start, count: [round(start + 0.13 * i, 4) for i in range(count)]
 FALCON = dict(head_dim=None, intermediate_size=None, num_key_value_heads=None)
 MIXED = ["sliding_attention", "full_attention", "sliding_attention"]
+# Layers with a recurrent state around one with attention, whose heads have other sizes.
+RECURRENT = dict(head_dim=32, num_hidden_layers=3, layer_types=["linear_attention", "full_attention", "linear_attention"],
+                 linear_num_key_heads=2, linear_num_value_heads=4, linear_key_head_dim=16, linear_value_head_dim=24)
+QWEN_EXPERTS = dict(num_experts=6, num_experts_per_tok=2, moe_intermediate_size=56, shared_expert_intermediate_size=88)
+# Sections of positions of images, which texts do not have.
+SECTIONS = PARTIAL | {"mrope_section": [3, 3, 2], "mrope_interleaved": True}
 
 GPT_OSS = dict(head_dim=24, num_hidden_layers=3, intermediate_size=64, num_local_experts=6, num_experts_per_tok=2, sliding_window=20,
                swiglu_limit=1.0, rope_parameters=YARN | {"truncate": False, "beta_fast": 32.0, "beta_slow": 1.0})
@@ -255,7 +262,18 @@ FAMILIES = {
     "qwen3_nvfp4": ("Qwen3", WIDE),
     "llama_mxfp4": ("Llama", WIDE),
     "qwen2_modelopt": ("Qwen2", WIDE | dict(head_dim=None)),
+    # layers with a recurrent state (Gated DeltaNet), attention with an output gate, a quarter of each head rotated; projections by
+    # key heads, experts and a dense layer
+    "qwen3_next": ("Qwen3Next", RECURRENT | QWEN_EXPERTS | dict(mlp_only_layers=[1], attention_bias=True)),
+    # the same with projections one by one; as the text part of a model that sees images; experts in all layers, one by one and stacked
+    "qwen3_5": ("Qwen3_5", RECURRENT | dict(num_hidden_layers=4, layer_types=RECURRENT["layer_types"][:2] * 2,
+                                            linear_num_key_heads=4, linear_num_value_heads=4)),
+    "qwen3_5_vision": ("Qwen3_5", RECURRENT | dict(rope_parameters=SECTIONS)),
+    "qwen3_5_moe": ("Qwen3_5Moe", RECURRENT | QWEN_EXPERTS | dict(intermediate_size=None)),
+    "qwen3_5_moe_vision": ("Qwen3_5Moe", RECURRENT | QWEN_EXPERTS | dict(intermediate_size=None, rope_parameters=SECTIONS,
+                                                                        tie_word_embeddings=True)),
 }
+VISION = dict(depth=1, hidden_size=16, intermediate_size=16, num_heads=2, patch_size=2, out_hidden_size=64, num_position_embeddings=4)
 # Sequences that transformers would begin with the short factors.
 LONG_PROMPTS = {"phi3_longrope": (9, 20, 40)}
 
@@ -263,10 +281,11 @@ LONG_PROMPTS = {"phi3_longrope": (9, 20, 40)}
 def family_case(name):
     """The row of CASES for a name of FAMILIES."""
     model_type, own = FAMILIES[name]
-    text = "Text" if model_type in ("Gemma3", "Gemma4", "Llama4") else ""
+    text = "Text" if model_type in ("Gemma3", "Gemma4", "Llama4", "Qwen3_5", "Qwen3_5Moe") else ""
+    task = "ConditionalGeneration" if name.endswith("_vision") else "CausalLM"
     shape = SMALL | own
     dtype = torch.bfloat16 if "fp" in name or name in quantized.FORMS else torch.float16  # its values are those of bf16
-    return dtype, getattr(transformers, f"{model_type}{text}Config"), getattr(transformers, f"{model_type}ForCausalLM"), {
+    return dtype, getattr(transformers, f"{model_type}{text}Config"), getattr(transformers, f"{model_type}For{task}"), {
         key: value for key, value in shape.items() if value is not None}
 
 
@@ -276,6 +295,9 @@ def make_model(dtype, config_class, model_class, shape, seed):
     if hasattr(config_class, "rms_norm_eps"):
         common["rms_norm_eps"] = 1e-5
     config = config_class(bos_token_id=1, eos_token_id=2, **common, **shape)
+    if "Conditional" in model_class.__name__:
+        tied = config.tie_word_embeddings
+        config = model_class.config_class(text_config=config.to_dict(), vision_config=VISION, tie_word_embeddings=tied)
     config._attn_implementation = "eager"
     model = model_class(config).eval()
     generator = torch.Generator().manual_seed(seed)
@@ -283,7 +305,10 @@ def make_model(dtype, config_class, model_class, shape, seed):
         for name, parameter in model.named_parameters():
             noise = torch.randn(parameter.shape, generator=generator)
             if ("norm" in name or ".ln_" in name or "router." in name and "scale" in name) and "bias" not in name:
-                values = 0.2 * noise if config.model_type in FROM_ONE else 1 + 0.2 * noise
+                is_from_one = config.model_type in FROM_ONE and "linear_attn" not in name
+                values = 0.2 * noise if is_from_one else 1 + 0.2 * noise
+            elif name.endswith(("A_log", "dt_bias")):
+                values = noise - 1  # A state that lasts some ten positions.
             elif parameter.dim() == 1:
                 values = 0.1 * noise
             elif any(part in name for part in ("embed", "lm_head", "wte", "wpe")):
@@ -335,9 +360,9 @@ def save(folder, name, dtype, config, tensors):
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
 
 
-def as_saved(model):
-    """The tensors of a model with the names that its checkpoints have. Experts have others in memory."""
-    if not any(".experts." in name for name in model.state_dict()):
+def as_saved(name, model):
+    """The tensors of a model with the names that its checkpoints have. Experts have others in memory, which some publishers keep."""
+    if name == "qwen3_5_moe_vision" or not any(".experts." in key for key in model.state_dict()):
         return model.state_dict()
     with tempfile.TemporaryDirectory() as folder:
         model.save_pretrained(folder)
@@ -361,12 +386,13 @@ def main():
         config.architectures = [model_class.__name__]
         tied = config.tie_word_embeddings
         own_head = ("lm_head.weight", "embed_out.weight")
-        tensors = {k: v for k, v in as_saved(model).items() if not (k in own_head and tied)}
+        tensors = {k: v for k, v in as_saved(name, model).items() if not (k in own_head and tied)}
         config.dtype = dtype  # Saving has set it to the reference's.
         published_config, published_tensors, logits_of = published.variant(name, config, model, tensors)
         save(folder, name, dtype, published_config, published_tensors)
         generator = torch.Generator().manual_seed(100 + seed)
-        prompts = [torch.randint(3, config.vocab_size, (n,), generator=generator).tolist() for n in LONG_PROMPTS.get(name, PROMPT_LENS)]
+        vocab_size = config.get_text_config().vocab_size
+        prompts = [torch.randint(3, vocab_size, (n,), generator=generator).tolist() for n in LONG_PROMPTS.get(name, PROMPT_LENS)]
         goldens = [golden(logits_of, prompt) for prompt in prompts]
         (folder / "golden.json").write_text(json.dumps({"sequences": goldens}) + "\n")
         margins = sorted(m for g in goldens for m in g["margins"])

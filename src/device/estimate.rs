@@ -4,8 +4,8 @@ use engine::{RowId, SampleMask, SampledToken, SamplingParams, TokenId};
 use kernels::cuda::skinny_gemm::GATE_GROUP;
 use ops::{
     Activation, AttentionSpec, DType, Device, DeviceError, ExpertSlices, Feature, LinearRole, LogitSpec,
-    MemoryEstimate, MemoryPlan, NormKind, NormSlices, PipelineStage, StepInputs, StepLimits, Target, TensorParallel,
-    WeightSlice,
+    MemoryEstimate, MemoryPlan, NormKind, NormSlices, PipelineStage, RecurrentWeights, StepInputs, StepLimits, Target,
+    TensorParallel, WeightSlice,
 };
 
 use crate::cpu::{CpuDevice, CpuEstimate, ExpertBuffers, is_computed};
@@ -92,6 +92,7 @@ impl Estimator {
                     communicator_bytes: 0,
                     reserve_bytes: 0,
                     block_bytes: cpu.block_bytes as u64,
+                    state_bytes: attention.state_bytes() as u64,
                 }
             }
             Target::Cuda => {
@@ -104,6 +105,7 @@ impl Estimator {
                     communicator_bytes: cuda.communicator_bytes as u64,
                     reserve_bytes: cuda.reserve_bytes as u64,
                     block_bytes: cuda.block_bytes as u64,
+                    state_bytes: attention.state_bytes() as u64,
                 }
             }
         }
@@ -277,6 +279,11 @@ impl Device for Estimator {
         self.expert_cols = self.expert_cols.max(ExpertBuffers::cols(count, hidden, inner));
         self.expert_sizes = self.expert_sizes.fitting(layer);
         Ok(router)
+    }
+
+    fn load_recurrent(&mut self, weights: &RecurrentWeights) -> Result<EstimatedWeight, DeviceError> {
+        let RecurrentWeights { conv, a_log, dt_bias, norm, .. } = weights;
+        Ok(self.count_elements([conv, a_log, dt_bias, norm].into_iter().map(Vec::len).sum()))
     }
 
     fn tensor(&mut self, cols: usize) -> Result<(), DeviceError> {

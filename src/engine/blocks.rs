@@ -9,6 +9,7 @@ use std::collections::{HashMap, VecDeque};
 use std::hash::{BuildHasherDefault, DefaultHasher, Hasher};
 use std::ops::Range;
 
+use crate::states::StatePool;
 use crate::{BlockId, TokenId};
 
 /// Number of contents of evicted blocks that are known, for each block.
@@ -35,7 +36,7 @@ pub(crate) enum Lookup {
     /// This block holds it.
     Ready(BlockId),
     /// A running sequence computes it.
-    BeingComputed,
+    BeingComputed(ContentId),
     /// Its block was evicted. Blocks after it may still be there.
     Evicted(ContentId),
     /// No block holds it.
@@ -67,6 +68,8 @@ pub(crate) struct BlockPool {
     /// `[groups]`: number of used blocks.
     num_used_of: Vec<usize>,
     last_content: u64,
+    /// Recurrent states, whose snapshots are named by contents of the first KV group.
+    pub(crate) states: StatePool,
 }
 
 /// The content of an evicted block.
@@ -112,9 +115,15 @@ impl BlockPool {
             others: HashMap::new(),
             num_used_of: vec![0; num_groups],
             last_content: 0,
+            states: StatePool::default(),
         };
         pool.reset();
         pool
+    }
+
+    /// The same with slots for recurrent states.
+    pub(crate) fn with_states(self, num_states: usize) -> Self {
+        Self { states: StatePool::new(num_states), ..self }
     }
 
     /// Removes all users and contents, because the workers' memory is new.
@@ -128,6 +137,7 @@ impl BlockPool {
         self.eviction_order.clear();
         self.others.clear();
         self.num_used_of.fill(0);
+        self.states.reset();
     }
 
     /// Number of blocks that can be allocated: unused and cached ones.
@@ -201,10 +211,10 @@ impl BlockPool {
         let hash = hash(parent, tokens);
         match self.contents.get(&hash) {
             Some(&block) if self.holds(block, parent, tokens) => {
-                if self.blocks[block.0 as usize].ready_step <= step {
-                    Lookup::Ready(block)
-                } else {
-                    Lookup::BeingComputed
+                let Block { ready_step, content, .. } = self.blocks[block.0 as usize];
+                match content.filter(|_| ready_step > step) {
+                    None => Lookup::Ready(block),
+                    Some(content) => Lookup::BeingComputed(content),
                 }
             }
             _ => match self.evicted.get(&hash) {
@@ -282,7 +292,10 @@ impl BlockPool {
         let entry = &mut self.blocks[block.0 as usize];
         match (entry.content.take(), entry.group) {
             (None, _) => {}
-            (Some(_), 0) => drop(self.contents.remove(&entry.hash)),
+            (Some(content), 0) => {
+                self.contents.remove(&entry.hash);
+                self.states.forget(content);
+            }
             (Some(content), group) => drop(self.others.remove(&(content, group as usize))),
         }
     }

@@ -49,6 +49,11 @@ pub struct EngineConfig {
     /// they read all positions. Groups without a window come first. A sequence has a block table for each group, and
     /// any group may use any block.
     pub windows: Vec<Option<usize>>,
+    /// Number of slots for recurrent states that workers hold; 0 if the model has none. A running sequence takes one, and
+    /// others hold snapshots for the prefix cache. Beam searches and drafts need a model without such states.
+    pub num_states: usize,
+    /// Snapshots of the recurrent state of a prompt are taken every this number of blocks.
+    pub state_interval: usize,
     /// Maximum number of requests that wait for their first step.
     pub max_queue: usize,
     /// Maximum number of waiting requests of one priority, unless [`max_queue_of`](Self::max_queue_of) has another
@@ -95,6 +100,9 @@ pub enum ConfigError {
     /// A group without a window follows one with a window.
     #[error("`windows` has `None` after a window; list the groups without a window first")]
     WindowOrder,
+    /// Drafts with recurrent states, which cannot go back to the last accepted token.
+    #[error("`max_drafts` is {found}; it must be 0 for a model with recurrent layers")]
+    Drafts { found: usize },
     /// A bound above what the identifiers can count.
     #[error("`{field}` is {found}; it must be at most {max}")]
     TooLarge { field: &'static str, found: usize, max: usize },
@@ -115,6 +123,8 @@ impl Default for EngineConfig {
             block_size: 16,
             num_blocks: 4096,
             windows: vec![None],
+            num_states: 0,
+            state_interval: 1,
             max_queue: 1024,
             max_queue_each: i32::MAX as usize,
             max_queue_of: BTreeMap::new(),
@@ -145,6 +155,8 @@ impl EngineConfig {
             ("windows", self.windows.len(), 1, "layers belong to a KV group"),
             ("windows", self.windows.iter().flatten().copied().min().unwrap_or(1), 1, "a position sees itself"),
             ("windows", self.windows.iter().flatten().copied().max().unwrap_or(1), 1, "a position sees itself"),
+            ("num_states", self.num_states, 0, "there may be none"),
+            ("state_interval", self.state_interval, 1, "a snapshot is taken at the end of a block"),
             ("max_queue", self.max_queue, 1, QUEUED),
             ("max_queue_each", self.max_queue_each, 1, QUEUED),
             ("max_queue_of", self.max_queue_of.values().copied().min().unwrap_or(1), 1, QUEUED),
@@ -162,6 +174,9 @@ impl EngineConfig {
         }
         if !self.windows.iter().is_sorted_by_key(Option::is_some) {
             return Err(ConfigError::WindowOrder);
+        }
+        if self.num_states > 0 && self.max_drafts > 0 {
+            return Err(ConfigError::Drafts { found: self.max_drafts });
         }
         Ok(())
     }
@@ -202,6 +217,9 @@ impl EngineConfig {
 
     fn check_beams(&self, request: &Request) -> Result<(), Refused> {
         let Some(params) = &request.beams else { return Ok(()) };
+        if self.num_states > 0 {
+            return Err(Refused::RecurrentBeams);
+        }
         if request.constraint.is_some() {
             return Err(Refused::ConstrainedBeams);
         }
@@ -219,9 +237,9 @@ impl EngineConfig {
     /// Upper bound of a plan's bytes on the wire for any requests. The rings are sized by it.
     pub fn max_plan_bytes(&self) -> usize {
         // Postcard writes a `u32` into at most 5 bytes, a `u64` into 10, an `f32` into 4 and a `bool` into 1.
-        const NUMBERS: usize = 10 + 7 * 5 + 4; // step, lengths of the lists, checksum
+        const NUMBERS: usize = 10 + 8 * 5 + 4; // step, lengths of the lists, checksum
         const LEFT: usize = 5;
-        const JOINED: usize = 5 * 5 + 10 + (8 * 4 + 6 * 5 + 10 + 3 * 5 + 10); // its numbers, sampling
+        const JOINED: usize = 5 * 5 + 1 + 10 + (8 * 4 + 6 * 5 + 10 + 3 * 5 + 10); // its numbers, sampling
         const TABLE: usize = 3 * 5; // its numbers, a partial block
         const GROWN: usize = 3 * 5;
         const COPIED: usize = 4 * 5;
@@ -233,7 +251,10 @@ impl EngineConfig {
             n => (2 * 5 + 5 * n, GROWN * (1 + n.div_ceil(self.block_size))),
         };
         let tables = self.num_groups() * (TABLE + COPIED + grown);
-        let row = LEFT + JOINED + revised + tables + drafts + WORK;
+        // A row may leave, take a snapshot and start from one in the same plan.
+        const STATES: usize = 5 + 2 * 2 * 5;
+        let states = if self.num_states > 0 { STATES } else { 0 };
+        let row = LEFT + JOINED + revised + tables + drafts + states + WORK;
         let num_joined_tokens = self.max_joined_tokens + self.max_sequence_len;
         let num_joined_blocks = num_joined_tokens.div_ceil(self.block_size);
         // With windows, rows also grow by the blocks of a chunk when they join.
@@ -295,6 +316,8 @@ mod tests {
         for wrong in [vec![], vec![None, Some(0)], vec![None, Some(usize::MAX)]] {
             assert!(windows(wrong).unwrap_err().to_string().starts_with("`windows` is "));
         }
+        let config = EngineConfig { num_states: 2, max_drafts: 4, ..EngineConfig::default() };
+        assert!(config.validate().unwrap_err().to_string().starts_with("`max_drafts` is 4; it must be 0"));
         let error = EngineConfig { num_blocks: usize::MAX, ..EngineConfig::default() }.validate().unwrap_err();
         assert!(error.to_string().starts_with("`num_blocks` is 18446744073709551615; it must be at most"));
     }
@@ -329,6 +352,7 @@ mod tests {
             num_prompt_tokens: u32::MAX,
             num_computed: u32::MAX,
             tables: vec![JoinedTable { first: u32::MAX, blocks: vec![BlockId(u32::MAX); 4] }],
+            state: None,
             sampling,
         };
         let work = RowWork { row: RowId(u32::MAX), start: u32::MAX, num_tokens: u32::MAX, samples: true };
@@ -343,6 +367,7 @@ mod tests {
             joined: vec![joined],
             revised: vec![revised; 2],
             copied: vec![copied; 2],
+            copied_states: vec![],
             grown: vec![grown; 2],
             drafts: vec![(RowId(u32::MAX), vec![TokenId(u32::MAX); 3]); 2],
             work: vec![work; 2],

@@ -104,7 +104,8 @@ impl Engine {
                 config.block_size,
                 config.num_groups(),
                 config.windows[0].is_some(),
-            ),
+            )
+            .with_states(config.num_states),
             free_rows: all_rows(config.max_rows),
             num_full_groups: config.num_full_groups(),
             num_claimed: 0,
@@ -170,6 +171,7 @@ impl Engine {
         self.totals.prompt_tokens += request.prompt.len() as u64;
         let mut sequence = Sequence::new(id, request, max_len, self.config.max_drafts, self.config.num_groups());
         sequence.needs_token_feedback = self.config.num_stages > 1;
+        sequence.keeps_contents |= self.has_states();
         let slot = self.sequences.insert(sequence);
         self.queue.insert(&self.sequences[slot], slot);
         Ok(id)
@@ -317,7 +319,9 @@ impl Engine {
             let unfilled = sequence.num_ready.min(sequence.num_registered)..sequence.num_registered;
             unfilled.filter_map(|index| sequence.tables[0].get(index)).for_each(|block| self.pool.forget(block));
             crate::prefix::register_output(&mut self.pool, sequence, block_size, step);
+            crate::snapshots::keep_output(&mut self.pool, sequence, block_size, step);
         }
+        crate::snapshots::release_state(&mut self.pool, sequence);
         for table in sequence.beams.iter().flat_map(|beams| &beams.tails).flatten() {
             table.held().iter().for_each(|&block| self.pool.release(block));
         }

@@ -19,6 +19,11 @@ pub struct BlockId(pub u32);
 #[repr(transparent)]
 pub struct RowId(pub u32);
 
+/// A slot for the recurrent state of a sequence, in every layer that has one.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Default, Pod, Zeroable, Serialize, Deserialize)]
+#[repr(transparent)]
+pub struct StateId(pub u32);
+
 /// A sequence of one engine; never reused.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Default, Serialize, Deserialize)]
 pub struct SequenceId(pub u64);

@@ -60,6 +60,8 @@ mod sequence;
 mod sequences;
 mod settle;
 mod slot;
+mod snapshots;
+mod states;
 mod stats;
 mod step_size;
 mod stop;
@@ -71,12 +73,14 @@ pub use constraint::{Constraint, RequestConstraint, SampleMask};
 pub use costs::{StepCosts, StepLoad};
 pub use draft::{Drafter, PromptLookup};
 pub use engine::Engine;
-pub use ids::{BlockId, RowId, SequenceId, TokenId};
+pub use ids::{BlockId, RowId, SequenceId, StateId, TokenId};
 pub use masks::MaskJob;
 pub use plan::{
-    CopiedBlock, GrownTable, JoinedRow, JoinedTable, PlanError, RevisedRow, RowWork, SampledToken, StepOutput, StepPlan,
+    CopiedBlock, CopiedState, GrownTable, JoinedRow, JoinedTable, PlanError, RevisedRow, RowWork, SampledToken,
+    StepOutput, StepPlan,
 };
 pub use request::{BeamOutput, BeamParams, BlockUsage, DraftUsage, FinishReason, Refused, Request, TokenEvent};
 pub use sampling::{MAX_BEAM_CANDIDATES, MAX_LOGPROBS, SamplingParams};
 pub use settle::SettleError;
+pub use states::{divide_memory, state_interval};
 pub use stats::{EngineStats, Holding, Ledger};

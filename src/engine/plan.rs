@@ -7,10 +7,10 @@ use std::borrow::Cow;
 
 use serde::{Deserialize, Deserializer, Serialize, Serializer};
 
-use crate::{BlockId, RowId, SamplingParams, SequenceId, TokenId};
+use crate::{BlockId, RowId, SamplingParams, SequenceId, StateId, TokenId};
 
 /// One forward pass, decided on rank 0. Every worker carries it out in this order: `left`, `joined`, `revised`,
-/// `copied`, `grown`, then the forward pass over `work`.
+/// `copied`, `copied_states`, `grown`, then the forward pass over `work`.
 #[derive(Debug, Clone, PartialEq, Default, Serialize, Deserialize)]
 pub struct StepPlan {
     /// Increases by one with each plan; a worker that sees a gap stops.
@@ -23,6 +23,8 @@ pub struct StepPlan {
     pub revised: Vec<RevisedRow>,
     /// KV blocks that a row stops sharing. No block is both source and target.
     pub copied: Vec<CopiedBlock>,
+    /// Recurrent states that are copied, one after the other.
+    pub copied_states: Vec<CopiedState>,
     /// Blocks appended to a row's block tables, in order.
     pub grown: Vec<GrownTable>,
     /// Draft tokens: guesses at the tokens after the first of a row's work, in the order of `work`.
@@ -47,6 +49,8 @@ pub struct JoinedRow {
     /// The block tables so far, one for each KV group. They cover `num_computed` positions, as far as later positions
     /// can see them.
     pub tables: Vec<JoinedTable>,
+    /// The slot of its recurrent state, if the model has such states. At position 0 the state is zero, whatever the slot holds.
+    pub state: Option<StateId>,
     /// How its tokens are chosen.
     pub sampling: SamplingParams,
 }
@@ -96,6 +100,15 @@ pub struct CopiedBlock {
     pub from: BlockId,
     /// The block that receives the copy and replaces `from`.
     pub to: BlockId,
+}
+
+/// A recurrent state is copied from one slot to another, in all layers that have one.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+pub struct CopiedState {
+    /// The slot that is read.
+    pub from: StateId,
+    /// The slot that is written.
+    pub to: StateId,
 }
 
 /// The work of one row in a step: it computes positions `start..start + num_tokens`.
@@ -258,10 +271,12 @@ mod tests {
                 num_prompt_tokens: 2,
                 num_computed: 0,
                 tables: vec![JoinedTable { first: 0, blocks: vec![BlockId(9)] }],
+                state: Some(StateId(2)),
                 sampling: SamplingParams::default(),
             }],
             revised: vec![RevisedRow { row: RowId(1), parent: RowId(2), num_kept: 6, tokens: vec![TokenId(8)] }],
             copied: vec![CopiedBlock { row: RowId(1), group: 0, from: BlockId(2), to: BlockId(3) }],
+            copied_states: vec![CopiedState { from: StateId(1), to: StateId(2) }],
             grown: vec![GrownTable { row: RowId(1), group: 0, block: BlockId(4) }],
             drafts: vec![(RowId(2), vec![TokenId(8), TokenId(9)])],
             work: vec![RowWork { row: RowId(3), start: 0, num_tokens: 2, samples: true }],

@@ -7,12 +7,12 @@
 //!
 //! Blocks of the first KV group are found by their tokens, one after the other. Those of the other groups are registered
 //! under the content of the first group when they are filled. A prefix can be reused if each group still has the blocks
-//! that the position after it can see.
+//! that the position after it can see, and if a snapshot of the recurrent state exists there (`snapshots.rs`).
 
-use crate::BlockId;
 use crate::blocks::{BlockPool, ContentId, Lookup};
 use crate::sequence::Sequence;
 use crate::tables::first_visible;
+use crate::{BlockId, EngineConfig};
 
 /// In place of a block that is not in the cache.
 const NONE: BlockId = BlockId(u32::MAX);
@@ -28,14 +28,21 @@ pub(crate) struct Found {
     last: ContentId,
     /// `[len]` contents of the blocks in the first group, unless it is the only one and has no window.
     contents: Vec<ContentId>,
+    /// Whether a snapshot of the recurrent state exists at the end of the prefix.
+    has_snapshot: bool,
 }
 
 impl Found {
     pub(crate) fn reset(&mut self, num_groups: usize) {
-        self.len = 0;
+        (self.len, self.has_snapshot) = (0, false);
         self.tables.resize_with(num_groups, Vec::new);
         self.tables.iter_mut().for_each(Vec::clear);
         self.contents.clear();
+    }
+
+    /// The content whose snapshot is the recurrent state at the end of the prefix; `None` at the start of a sequence.
+    pub(crate) fn snapshot(&self) -> Option<ContentId> {
+        self.has_snapshot.then_some(self.last)
     }
 }
 
@@ -44,14 +51,15 @@ impl Found {
 pub(crate) fn find_prefix(
     pool: &BlockPool,
     sequence: &Sequence,
-    windows: &[Option<usize>],
-    block_size: usize,
+    config: &EngineConfig,
     step: u64,
     found: &mut Found,
 ) -> bool {
+    let &EngineConfig { ref windows, block_size, num_states, .. } = config;
     let mut parent = sequence.root;
-    let is_plain = windows == [None];
-    for index in 0..(sequence.tokens.len() - 1) / block_size {
+    let is_plain = windows[..] == [None] && num_states == 0;
+    let num_blocks = (sequence.tokens.len() - 1) / block_size;
+    for index in 0..num_blocks {
         match pool.find(parent, sequence.block_tokens(index, block_size), step) {
             Lookup::Ready(block) => {
                 found.tables[0].push(block);
@@ -61,16 +69,23 @@ pub(crate) fn find_prefix(
                 found.tables[0].push(NONE);
                 parent = content;
             }
-            Lookup::BeingComputed => return false,
+            Lookup::BeingComputed(content) if num_states > 0 => {
+                if will_have_snapshot(pool, sequence, config, (index, content), step) {
+                    return false;
+                }
+                break;
+            }
+            Lookup::BeingComputed(_) => return false,
             Lookup::Missing => break,
         }
         if !is_plain {
             found.contents.push(parent);
         }
     }
-    found.len = if is_plain { found.tables[0].len() } else { common_len(pool, windows, block_size, step, found) };
+    found.len = if is_plain { found.tables[0].len() } else { common_len(pool, config, step, found) };
     found.contents.truncate(found.len);
     found.last = found.contents.last().copied().unwrap_or(parent);
+    found.has_snapshot = num_states > 0 && found.len > 0;
     for (table, &window) in found.tables.iter_mut().zip(windows) {
         table.truncate(found.len);
         table.drain(..first_visible(window, found.len * block_size, block_size));
@@ -79,14 +94,16 @@ pub(crate) fn find_prefix(
 }
 
 /// The length of the longest prefix of the contents found of which every group has the blocks that the position after it
-/// can see. Writes the blocks of the groups after the first to `found`.
-fn common_len(pool: &BlockPool, windows: &[Option<usize>], block_size: usize, step: u64, found: &mut Found) -> usize {
+/// can see, and whose recurrent state has a snapshot if the model has such states. Writes the blocks of the groups after the
+/// first to `found`.
+fn common_len(pool: &BlockPool, config: &EngineConfig, step: u64, found: &mut Found) -> usize {
+    let &EngineConfig { ref windows, block_size, num_states, .. } = config;
     let mut longest = 0;
     // For each group, the first block of the run of blocks that ends with the present one.
     let mut run_starts = vec![0; windows.len()];
     for (index, &content) in found.contents.iter().enumerate() {
         let len = index + 1;
-        let mut is_usable = true;
+        let mut is_usable = num_states == 0 || pool.states.has_snapshot(content);
         for (group, &window) in windows.iter().enumerate() {
             if group > 0 {
                 found.tables[group].push(pool.find_other(content, group, step).unwrap_or(NONE));
@@ -101,6 +118,29 @@ fn common_len(pool: &BlockPool, windows: &[Option<usize>], block_size: usize, st
         }
     }
     longest
+}
+
+/// Whether the sequence that computes block `index` and those after it, which both share, will leave a snapshot of its recurrent
+/// state there. `content` is that of block `index`.
+fn will_have_snapshot(
+    pool: &BlockPool,
+    sequence: &Sequence,
+    config: &EngineConfig,
+    (mut index, mut content): (usize, ContentId),
+    step: u64,
+) -> bool {
+    let num_blocks = (sequence.tokens.len() - 1) / config.block_size;
+    loop {
+        index += 1;
+        // The last full block of a prompt is taken as that of both.
+        if index.is_multiple_of(config.state_interval) || index == num_blocks {
+            return true;
+        }
+        match pool.find(content, sequence.block_tokens(index, config.block_size), step) {
+            Lookup::BeingComputed(next) => content = next,
+            _ => return false,
+        }
+    }
 }
 
 /// Registers the blocks that prefill will fill. Those that were found are registered already.
@@ -152,7 +192,7 @@ fn register_up_to(pool: &mut BlockPool, sequence: &mut Sequence, block_size: usi
         let Some(content) = pool.register(block, sequence.last_content, tokens) else { return };
         sequence.last_content = content;
         sequence.num_registered = index + 1;
-        if sequence.tables.len() > 1 {
+        if sequence.keeps_contents {
             sequence.contents.push(content);
         }
     }

@@ -148,6 +148,9 @@ pub enum Refused {
     /// The beams of a search would need masks before their tokens are ranked.
     #[error("a constraint cannot be combined with a beam search; use one of them")]
     ConstrainedBeams,
+    /// Beams would need copies of recurrent states.
+    #[error("this model has recurrent layers, which do not support beam search; sample several outputs instead")]
+    RecurrentBeams,
     /// Too many requests are waiting.
     #[error("queue is full: {max} requests wait; try again later")]
     QueueFull { max: usize },

@@ -2,7 +2,7 @@
 
 use crate::costs::StepLoad;
 use crate::engine::{Engine, InFlight};
-use crate::plan::{CopiedBlock, GrownTable, JoinedRow, RevisedRow, RowWork, StepPlan};
+use crate::plan::{CopiedBlock, CopiedState, GrownTable, JoinedRow, RevisedRow, RowWork, StepPlan};
 use crate::prefix::{self, Found};
 use crate::queue::service_key;
 use crate::sequence::{Sequence, SequenceState};
@@ -22,6 +22,7 @@ pub(crate) struct PlanBuilder {
     joined: Vec<JoinedRow>,
     pub(crate) revised: Vec<RevisedRow>,
     pub(crate) copied: Vec<CopiedBlock>,
+    pub(crate) copied_states: Vec<CopiedState>,
     pub(crate) grown: Vec<GrownTable>,
     pub(crate) drafts: Vec<(RowId, Vec<TokenId>)>,
     prefills: Vec<RowWork>,
@@ -82,8 +83,12 @@ impl Engine {
                 index += usize::from(self.plan_beams(slot, builder));
                 continue;
             }
-            if sequence.needs_block(self.config.block_size) && !self.grow(slot, builder) {
+            let is_block_full = sequence.needs_block(self.config.block_size);
+            if is_block_full && !self.grow(slot, builder) {
                 continue; // It was the last one and was preempted.
+            }
+            if is_block_full && self.has_states() {
+                self.snapshot_output(slot, builder);
             }
             index += 1;
             if self.sequences[slot].waits_for_settle() {
@@ -161,7 +166,9 @@ impl Engine {
     fn plan_chunk(&mut self, slot: Slot, builder: &mut PlanBuilder) {
         let sequence = &self.sequences[slot];
         let remaining = sequence.join_len - sequence.num_computed;
-        let num_tokens = self.chunk_len(sequence.num_computed, remaining, builder);
+        let until_snapshot = if self.has_states() { self.snapshot_prompt(slot, builder) } else { remaining };
+        let sequence = &self.sequences[slot];
+        let num_tokens = until_snapshot.min(self.chunk_len(sequence.num_computed, remaining, builder));
         let end = sequence.num_computed + num_tokens;
         if self.num_full_groups < self.config.num_groups() && !self.extend_windows(slot, end, builder) {
             return;
@@ -231,11 +238,13 @@ impl Engine {
         if self.blocked_head.is_some_and(|(head, too_few)| head == sequence.id && room <= too_few) {
             return false;
         }
+        if self.has_states() && self.pool.states.num_available() == 0 {
+            return false;
+        }
         found.reset(num_groups);
         // The logits of reused positions would be missing.
         let may_reuse = self.config.prefix_cache && !sequence.sampling.context_logits;
-        let windows = &self.config.windows;
-        if may_reuse && !prefix::find_prefix(&self.pool, sequence, windows, block_size, self.next_step, found) {
+        if may_reuse && !prefix::find_prefix(&self.pool, sequence, &self.config, self.next_step, found) {
             return false;
         }
         // Blocks of windows count as if they were not found: they may be released before others that share them do so.
@@ -262,6 +271,10 @@ impl Engine {
                 sequence.usage.num_allocated += u32::from(group == 0);
             }
         }
+        if self.config.num_states > 0 {
+            self.start_state(slot, found, builder);
+        }
+        let sequence = &mut self.sequences[slot];
         sequence.num_computed = found.len * block_size;
         sequence.join_len = sequence.tokens.len();
         sequence.num_sent = sequence.tokens.len();
@@ -312,6 +325,7 @@ impl Engine {
             joined: builder.joined,
             revised: builder.revised,
             copied: builder.copied,
+            copied_states: builder.copied_states,
             grown: builder.grown,
             drafts: builder.drafts,
             work,
@@ -350,6 +364,7 @@ fn joined_row(sequence: &Sequence, row: RowId) -> JoinedRow {
         num_prompt_tokens: sequence.num_prompt_tokens as u32,
         num_computed: sequence.num_computed as u32,
         tables: sequence.tables.iter().map(Table::joined).collect(),
+        state: sequence.recurrent.own,
         sampling: SamplingParams::clone(&sequence.sampling),
     }
 }

@@ -8,6 +8,7 @@ use crate::beams::{Beams, Rules};
 use crate::blocks::ContentId;
 use crate::constraint::RequestConstraint;
 use crate::slot::{Sample, Slot};
+use crate::snapshots;
 use crate::stop::{StopWords, Tail};
 use crate::tables::{Table, Tables};
 use crate::{
@@ -76,7 +77,11 @@ pub(crate) struct Sequence {
     pub(crate) num_sent: usize,
     /// Number of blocks of the first KV group that have a content in the pool; `last_content` is that of the last one.
     pub(crate) num_registered: usize,
-    /// `[num_registered]` contents, if there are other KV groups.
+    /// Its recurrent state, if the model has such states.
+    pub(crate) recurrent: snapshots::SequenceState,
+    /// Whether `contents` is needed: there are other KV groups, or recurrent states.
+    pub(crate) keeps_contents: bool,
+    /// `[num_registered]` contents, if they are needed.
     pub(crate) contents: Vec<ContentId>,
     /// Number of these blocks that are filled by the plans made so far.
     pub(crate) num_ready: usize,
@@ -149,6 +154,8 @@ impl Sequence {
             join_len: 0,
             num_sent: 0,
             num_registered: 0,
+            recurrent: snapshots::SequenceState::default(),
+            keeps_contents: num_groups > 1,
             contents: Vec::new(),
             num_ready: 0,
             num_claimed: 0,
@@ -302,6 +309,7 @@ impl Sequence {
     pub(crate) fn reset_row(&mut self) {
         self.tables.iter_mut().for_each(Table::clear);
         self.contents.clear();
+        self.recurrent = snapshots::SequenceState::default();
         (self.num_computed, self.join_len, self.num_sent) = (0, 0, 0);
         if let Some(beams) = &mut self.beams {
             beams.restart();

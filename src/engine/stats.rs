@@ -27,6 +27,10 @@ pub struct EngineStats {
     pub num_blocks_unused: usize,
     /// All blocks.
     pub num_blocks: usize,
+    /// Slots for recurrent states that running sequences use.
+    pub num_states_used: usize,
+    /// Slots that hold snapshots of recurrent states for later sequences.
+    pub num_states_cached: usize,
     /// Plans made.
     pub total_steps: u64,
     /// Preemptions.
@@ -99,6 +103,8 @@ impl Engine {
             num_blocks_cached: self.pool.num_cached(),
             num_blocks_unused: self.pool.num_unused(),
             num_blocks: self.config.num_blocks,
+            num_states_used: self.pool.states.num_used(),
+            num_states_cached: self.pool.states.num_snapshots(),
             total_steps: self.totals.steps,
             total_preempted: self.totals.preempted,
             total_recovered: self.totals.recovered,
@@ -179,6 +185,8 @@ impl Engine {
             let counted = groups.iter().filter(|&&found| found == Some(group)).count();
             equal(&format!("blocks used by KV group {group}"), counted, self.pool.num_used_by(group..group + 1))?;
         }
+        let states = self.sequences.in_order().into_iter().map(|(_, slot)| self.sequences[slot].recurrent.num_held());
+        equal("recurrent states in use", states.sum(), self.pool.states.num_used())?;
         equal("blocks used", users.iter().filter(|&&count| count > 0).count(), ledger.num_blocks)?;
         equal("sequences queued", ledger.holdings.iter().filter(|holding| holding.queued).count(), ledger.num_queued)?;
         let mut new_by_priority = BTreeMap::new();

@@ -3,6 +3,7 @@
 use ops::{Device, DeviceError};
 
 use crate::config::{KvSource, LayerSpec};
+use crate::layers::shape_of;
 use crate::shard::LayerShard;
 
 /// Activation buffers of a step, shared by all layers.
@@ -22,16 +23,18 @@ pub(crate) struct SecondBuffers<D: Device> {
 
 /// Buffers of the widths that some layers share.
 pub(crate) struct InnerBuffers<D: Device> {
-    pub(crate) qkv: D::Tensor,             // [T, (H + 2K) D], or [T, H D] without k and v
-    pub(crate) attended: D::Tensor,        // [T, H D]
+    pub(crate) qkv: D::Tensor, // [T, (H + 2K) D], with gates also H D, without k and v [T, H D]; of a state [T, C + V DV]
+    pub(crate) ba: Option<D::Tensor>, // [T, 2 V] of a state
+    pub(crate) attended: D::Tensor, // [T, H D]
     pub(crate) gate_up: Option<D::Tensor>, // [T, 2 I]
-    pub(crate) inner: Option<D::Tensor>,   // [T, I]
+    pub(crate) inner: Option<D::Tensor>, // [T, I]
 }
 
 /// The widths of [`InnerBuffers`].
 #[derive(PartialEq)]
 pub(crate) struct Widths {
     pub(crate) qkv: usize,
+    pub(crate) ba: usize,
     pub(crate) attended: usize,
     pub(crate) inner: usize,
     pub(crate) is_gated: bool,
@@ -39,11 +42,18 @@ pub(crate) struct Widths {
 
 impl Widths {
     pub(crate) fn of(layer: &LayerSpec, shard: &LayerShard) -> Self {
+        let (inner, is_gated) = (shard.intermediate.len(), layer.mlp.is_some_and(|mlp| mlp.is_gated));
+        if let Some(shape) = layer.recurrent {
+            let shape = shape_of(shape, shard);
+            let values = shape.widths()[1];
+            let (qkv, ba) = (shape.channels() + values, 2 * shape.num_value_heads);
+            return Self { qkv, ba, attended: values, inner, is_gated };
+        }
         let dim = layer.attention.head_dim;
         let (heads, kv_heads) = (shard.heads.len() * dim, shard.kv_heads.len() * dim);
         let kv_heads = if matches!(layer.attention.kv, KvSource::Layer(_)) { 0 } else { kv_heads };
-        let (inner, is_gated) = (shard.intermediate.len(), layer.mlp.is_some_and(|mlp| mlp.is_gated));
-        Self { qkv: heads + 2 * kv_heads, attended: heads, inner, is_gated }
+        let gates = if layer.attention.has_output_gate { heads } else { 0 };
+        Self { qkv: heads + 2 * kv_heads + gates, ba: 0, attended: heads, inner, is_gated }
     }
 }
 
@@ -57,6 +67,7 @@ impl<D: Device> Buffers<D> {
         let inner = |widths: &Widths, device: &mut D| {
             Ok(InnerBuffers {
                 qkv: device.tensor(widths.qkv)?,
+                ba: if widths.ba > 0 { Some(device.tensor(widths.ba)?) } else { None },
                 attended: device.tensor(widths.attended)?,
                 gate_up: if widths.is_gated { Some(device.tensor(2 * widths.inner)?) } else { None },
                 inner: if widths.inner > 0 { Some(device.tensor(widths.inner)?) } else { None },

@@ -1,6 +1,6 @@
 //! The configuration of a model: what `config.json` says, as a specification of every layer.
 
-use ops::{Activation, DType, Feature, HeadNormSpan, NormKind, QueryScale, Routing, Scoring};
+use ops::{Activation, DType, Feature, HeadNormSpan, NormKind, QueryScale, RecurrentShape, Routing, Scoring};
 
 use crate::Rope;
 use crate::names::Names;
@@ -123,6 +123,8 @@ pub struct HeadSpec {
 pub struct LayerSpec {
     /// Attention.
     pub attention: AttentionLayer,
+    /// If set, the layer has a recurrent state in place of attention, and nothing of `attention` is used.
+    pub recurrent: Option<RecurrentShape>,
     /// The part of the feed-forward that every token passes: all of it, or an expert that all share.
     pub mlp: Option<MlpLayer>,
     /// The part of which each token passes some experts. Its output is added to that of `mlp`.
@@ -156,6 +158,9 @@ pub struct AttentionLayer {
     pub score_cap: Option<f32>,
     /// Whether each head has a logit that takes part in the softmax and has no value.
     pub has_sinks: bool,
+    /// Whether the output of each head is multiplied by the sigmoid of a projection of the layer's input, which is stored
+    /// behind the head's q.
+    pub has_output_gate: bool,
     /// If set, q is multiplied by a factor of its position.
     pub query_scale: Option<QueryScale>,
     /// Norms of q and k before the rotation.
@@ -224,6 +229,11 @@ impl Config {
         self.layers.len()
     }
 
+    /// Whether some layers have a recurrent state in place of attention.
+    pub fn has_recurrent_layers(&self) -> bool {
+        self.layers.iter().any(|layer| layer.recurrent.is_some())
+    }
+
     /// The same model in a tensor-parallel group whose workers form `count` parts with different experts.
     pub fn in_expert_groups(self, count: u32) -> Self {
         Self { expert_groups: count as usize, ..self }
@@ -248,6 +258,8 @@ impl Config {
             (attention(|a| a.has_alibi), Feature::Alibi),
             (attention(|a| a.score_cap.is_some()), Feature::ScoreCap),
             (attention(|a| a.has_sinks), Feature::Sinks),
+            (attention(|a| a.has_output_gate), Feature::OutputGate),
+            (self.has_recurrent_layers(), Feature::Recurrent),
             (attention(|a| a.chunk.is_some()), Feature::ChunkedAttention),
             (attention(|a| a.query_scale.is_some()), Feature::QueryScale),
             (self.head.cap.is_some(), Feature::LogitCap),

@@ -2,12 +2,13 @@
 
 use std::path::Path;
 
-use ops::{AttentionSpec, Device, DeviceError, HeadNorms, LayerAttention, LogitSpec, PipelineStage};
+use ops::{AttentionSpec, Device, DeviceError, LayerAttention, LogitSpec, PipelineStage};
 
 use crate::buffers::{Buffers, InnerBuffers, Widths};
 use crate::config::{KvSource, LayerSpec};
 use crate::expert_branch::ExpertBranch;
-use crate::layers::{HeadNormWeights, LayerSource, Loader};
+use crate::layers::{LayerSource, Loader, shape_of};
+use crate::mixer::{Counts, Mixer};
 use crate::mlp::Mlp;
 use crate::model::Model;
 use crate::per_layer::{PerLayerBranch, PerLayerInputs};
@@ -44,10 +45,7 @@ struct Layer<D: Device> {
     /// Index of the buffers for its widths.
     widths: usize,
     attention_norm: Option<D::Weight>,
-    qkv: D::Weight,
-    head_norms: Option<HeadNormWeights<D>>,
-    out: D::Weight,
-    sinks: Vec<f32>, // of this worker's heads, or none
+    mixer: Mixer<D>,
     attention_branch_norm: Option<D::Weight>,
     mlp_norm: Option<D::Weight>,
     mlp: Option<Mlp<D>>,
@@ -81,9 +79,11 @@ impl<D: Device> Decoder<D> {
             Some(input) => Some(PerLayerInputs::load(&mut loader, input)?),
             None => None,
         };
-        let mut widths = Vec::new();
+        let (mut widths, mut counts) = (Vec::new(), Counts::default());
         let own = stage.layers(config.num_layers());
-        let layers = own.map(|index| Layer::load(&mut loader, index, &mut widths)).collect::<Result<Vec<_>, _>>()?;
+        let layers = own
+            .map(|index| Layer::load(&mut loader, index, &mut widths, &mut counts))
+            .collect::<Result<Vec<_>, _>>()?;
         let final_layers = if stage.is_last() {
             Some(FinalLayers::load(&mut loader, embedding.as_ref().filter(|_| has_tied_head))?)
         } else {
@@ -118,6 +118,9 @@ fn refuse_split(dir: &Path, config: &Config, stage: PipelineStage) -> Result<(),
     let what = match () {
         () if stage == PipelineStage::WHOLE => return Ok(()),
         () if config.per_layer_input.is_some() => "an embedding for each layer",
+        () if config.layers[own.clone()].iter().all(|layer| layer.recurrent.is_some()) => {
+            "a stage whose layers all have recurrent states"
+        }
         () if config.layers[own.clone()].iter().any(reads_outside) => "layers that share keys and values across stages",
         () => return Ok(()),
     };
@@ -131,22 +134,23 @@ impl<D: Device> FinalLayers<D> {
 }
 
 impl<D: Device> Layer<D> {
-    fn load(loader: &mut Loader<'_, D>, index: usize, widths: &mut Vec<Widths>) -> Result<Self, ModelError> {
+    fn load(
+        loader: &mut Loader<'_, D>,
+        index: usize,
+        widths: &mut Vec<Widths>,
+        counts: &mut Counts,
+    ) -> Result<Self, ModelError> {
         let source: LayerSource<'_> = loader.layer(index);
         let own = Widths::of(source.spec, source.shard);
         let buffers = widths.iter().position(|known| *known == own).unwrap_or(widths.len());
         if buffers == widths.len() {
             widths.push(own);
         }
-        let head_norm = source.spec.attention.head_norm;
         Ok(Self {
             is_parallel: source.spec.is_parallel,
             widths: buffers,
             attention_norm: loader.layer_norm(source, loader.names.attention_norm)?,
-            qkv: loader.qkv(source)?,
-            head_norms: head_norm.map(|norm| loader.head_norms(source, norm)).transpose()?,
-            out: loader.out(source)?,
-            sinks: loader.sinks(source)?,
+            mixer: Mixer::load(loader, source, counts)?,
             attention_branch_norm: loader.branch_norm(source, loader.names.attention_branch_norm)?,
             mlp_norm: loader.layer_norm(source, loader.names.mlp_norm)?,
             mlp: match source.spec.mlp {
@@ -166,25 +170,6 @@ impl<D: Device> Layer<D> {
             },
             scalar: loader.layer_scalar(source)?,
         })
-    }
-
-    /// `partial` = attention of `x`, this worker's part of the sum.
-    fn attend(
-        &self,
-        device: &mut D,
-        index: usize,
-        x: &D::Tensor,
-        partial: &mut D::Tensor,
-        b: &mut InnerBuffers<D>,
-    ) -> Result<(), DeviceError> {
-        device.linear(&mut b.qkv, x, &self.qkv)?;
-        if let Some(HeadNormWeights { spec, q, k, v }) = &self.head_norms {
-            let norms = HeadNorms { span: spec.span, q, k: k.as_ref(), v: v.as_ref() };
-            device.head_norm(&mut b.qkv, index, &norms, spec.eps)?;
-        }
-        device.rope_and_cache(&mut b.qkv, index)?;
-        device.attention(&mut b.attended, &b.qkv, index)?;
-        device.linear(partial, &b.attended, &self.out)
     }
 
     /// `partial` = feed-forward of `x`, this worker's part of the sum, without experts that have inputs of their own.
@@ -250,13 +235,8 @@ impl<D: Device> Decoder<D> {
         };
         let Buffers { residual, normed, partial, inner, second } = b;
         let inner = &mut inner[layer.widths];
-        layer.attend(
-            device,
-            index,
-            if layer.attention_norm.is_some() { &*normed } else { &*residual },
-            partial,
-            inner,
-        )?;
+        let x = if layer.attention_norm.is_some() { &*normed } else { &*residual };
+        layer.mixer.run(device, x, partial, inner, eps)?;
         if let Some(second) = second.as_mut().filter(|_| layer.is_parallel) {
             let x = match &layer.mlp_norm {
                 Some(norm) => {
@@ -308,7 +288,7 @@ impl<D: Device> Decoder<D> {
             window: attention.window,
             chunk: attention.chunk,
             score_cap: attention.score_cap,
-            sinks: self.layers[index - self.stage.layers(self.config.num_layers()).start].sinks.clone(),
+            sinks: self.layers[index - self.stage.layers(self.config.num_layers()).start].mixer.sinks().to_vec(),
             kv_group: 0,
             kv_buffer: index,
             query_scale: attention.query_scale,
@@ -328,7 +308,12 @@ impl<D: Device> Model<D> for Decoder<D> {
         let mut num_layers = vec![0; groups.windows.len()];
         let own = self.stage.layers(self.config.num_layers());
         let mut layers: Vec<LayerAttention> = Vec::with_capacity(own.len());
+        let mut states = Vec::new();
         for index in own.clone() {
+            if let Some(shape) = self.config.layers[index].recurrent {
+                states.push(shape_of(shape, &self.shard.layers[index]));
+                continue;
+            }
             let kv_group = groups.of_layers[index];
             let kv_buffer = match self.config.layers[index].attention.kv {
                 KvSource::Layer(source) => layers[source - own.start].kv_buffer,
@@ -345,6 +330,7 @@ impl<D: Device> Model<D> for Decoder<D> {
             ropes: self.config.ropes.iter().map(|rope| rope.table(max_positions)).collect(),
             layers,
             kv_windows: groups.windows,
+            states,
         }
     }
 

@@ -28,7 +28,8 @@ impl Config {
     /// Divides the layers into KV groups, for sequences of up to `max_len` positions. Layers of different KV shapes are one
     /// group, which keeps all positions. A layer that reads the keys and values of another is in that layer's group.
     pub fn kv_groups(&self, max_len: usize) -> KvGroups {
-        let own: Vec<&AttentionLayer> = self.layers.iter().map(|layer| &layer.attention).filter(has_own_kv).collect();
+        let with_attention = self.layers.iter().filter(|layer| layer.recurrent.is_none());
+        let own: Vec<&AttentionLayer> = with_attention.map(|layer| &layer.attention).filter(has_own_kv).collect();
         let shape = |layer: &AttentionLayer| (layer.num_kv_heads, layer.head_dim);
         let is_uniform = own.iter().all(|layer| shape(layer) == shape(own[0]));
         // A window as long as the longest sequence is none.
@@ -39,6 +40,7 @@ impl Config {
         let mut of_layers: Vec<usize> = Vec::with_capacity(self.num_layers());
         for layer in &self.layers {
             of_layers.push(match layer.attention.kv {
+                _ if layer.recurrent.is_some() => 0, // Not used.
                 KvSource::Layer(source) => of_layers[source],
                 KvSource::Projections | KvSource::KeyProjection => own_groups.next().unwrap_or(0),
             });

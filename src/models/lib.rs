@@ -18,6 +18,7 @@ mod fields;
 mod kv_groups;
 mod layers;
 mod load;
+mod mixer;
 mod mlp;
 mod model;
 mod names;

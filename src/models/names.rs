@@ -30,6 +30,8 @@ pub(crate) struct Names {
     pub(crate) experts: Option<ExpertNames>,
     /// A logit of each head that takes part in the softmax of attention and has no value.
     pub(crate) sinks: Option<&'static str>,
+    /// Layers with a recurrent state in place of attention.
+    pub(crate) recurrent: Option<RecurrentNames>,
     /// Norm of the feed-forward's output, before it is added to the hidden state.
     pub(crate) mlp_branch_norm: Option<&'static str>,
     /// A tensor with one element that multiplies the hidden state behind the layer.
@@ -78,6 +80,27 @@ pub(crate) enum QkvNames {
     Stacked(&'static str),
     /// One matrix: for each KV head the q of its query heads, then its k, then its v.
     Grouped(&'static str),
+}
+
+/// The names of a layer with a recurrent state.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub(crate) struct RecurrentNames {
+    pub(crate) projections: RecurrentProjections,
+    /// Full names from here to `norm`.
+    pub(crate) conv: &'static str,
+    pub(crate) a_log: &'static str,
+    pub(crate) dt_bias: &'static str,
+    pub(crate) norm: &'static str,
+    pub(crate) out: &'static str,
+}
+
+/// How the projections of such a layer are stored in a checkpoint.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub(crate) enum RecurrentProjections {
+    /// All of q, k and v; gates of the output; learning rates; steps.
+    Separate { qkv: &'static str, z: &'static str, b: &'static str, a: &'static str },
+    /// For each key head its q, its k, and v and gates of its value heads; learning rates and steps of its value heads.
+    Grouped { qkvz: &'static str, ba: &'static str },
 }
 
 /// How the first layer of a feed-forward is stored in a checkpoint.
@@ -147,4 +170,6 @@ pub(crate) enum ExpertLayout {
     Alternating([&'static str; 2]),
     /// Together: gate and up as one tensor `[experts, 2 I, E]`, down as one `[experts, E, I]`. The full names.
     Stacked([&'static str; 2]),
+    /// `Stacked` if the checkpoint has the first of `stacked`, else `Each`.
+    Either { stacked: [&'static str; 2], prefix: &'static str, names: [&'static str; 3] },
 }

@@ -26,9 +26,9 @@ pub struct Shard {
 /// One worker's share of a layer.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct LayerShard {
-    /// Query heads.
+    /// Query heads; value heads of a layer with a recurrent state.
     pub heads: Range<usize>,
-    /// KV heads of these query heads.
+    /// KV heads of these query heads; key heads of these value heads.
     pub kv_heads: Range<usize>,
     /// Columns of the feed-forward's inner layer; none if it consists of experts alone.
     pub intermediate: Range<usize>,
@@ -49,8 +49,7 @@ impl Shard {
         check_expert_groups(config, tp)?;
         if let Some(layer) = config.layers.iter().find(|layer| !fits(config, layer, size)) {
             let fits_all = |size: &usize| config.layers.iter().all(|layer| fits(config, layer, *size));
-            let usable: Vec<String> =
-                (1..=layer.attention.num_heads).filter(fits_all).map(|size| size.to_string()).collect();
+            let usable: Vec<String> = (1..=heads(layer)[0]).filter(fits_all).map(|size| size.to_string()).collect();
             let what = undivided(config, layer, size);
             return Err(ModelError::WorldSize { what, found: tp.size, usable: usable.join(", ") });
         }
@@ -67,8 +66,9 @@ impl Shard {
 
 impl LayerShard {
     fn new(layer: &LayerSpec, rank: usize, size: usize, expert_groups: usize) -> Self {
-        let (heads, kv_heads) = (layer.attention.num_heads / size, layer.attention.num_kv_heads.div_ceil(size));
-        let first_kv_head = rank * layer.attention.num_kv_heads / size;
+        let [all_heads, all_kv_heads] = heads(layer);
+        let (heads, kv_heads) = (all_heads / size, all_kv_heads.div_ceil(size));
+        let first_kv_head = rank * all_kv_heads / size;
         // The workers of a part have neighbouring ranks.
         let part_size = size / expert_groups;
         let num_experts = layer.experts.map_or(0, |experts| experts.num_experts) / expert_groups;
@@ -88,9 +88,17 @@ fn fits(config: &Config, layer: &LayerSpec, size: usize) -> bool {
     size > 0 && fits_heads(layer, size) && widths(config, layer, size).into_iter().all(|(_, fits)| fits)
 }
 
+/// Query heads and KV heads, or value heads and key heads.
+fn heads(layer: &LayerSpec) -> [usize; 2] {
+    match layer.recurrent {
+        None => [layer.attention.num_heads, layer.attention.num_kv_heads],
+        Some(shape) => [shape.num_value_heads, shape.num_key_heads],
+    }
+}
+
 fn fits_heads(layer: &LayerSpec, size: usize) -> bool {
-    let kv_heads = layer.attention.num_kv_heads;
-    layer.attention.num_heads.is_multiple_of(size) && (kv_heads.is_multiple_of(size) || size.is_multiple_of(kv_heads))
+    let [heads, kv_heads] = heads(layer);
+    heads.is_multiple_of(size) && (kv_heads.is_multiple_of(size) || size.is_multiple_of(kv_heads))
 }
 
 /// What is divided by columns, and whether each worker would have some.
@@ -107,9 +115,13 @@ fn undivided(config: &Config, layer: &LayerSpec, size: usize) -> String {
     let narrow = (size > 0 && fits_heads(layer, size)).then(|| widths(config, layer, size));
     let names = ["an inner layer of", "experts of", "a vocabulary of"];
     let narrow = narrow.and_then(|widths| names.into_iter().zip(widths).find(|(_, (_, fits))| !fits));
+    let [heads, kv_heads] = heads(layer);
     match narrow {
         Some((name, (width, _))) => format!("{name} {width} columns"),
-        None => format!("{} heads and {} KV heads", layer.attention.num_heads, layer.attention.num_kv_heads),
+        None if layer.recurrent.is_some() => {
+            format!("recurrent layers of {heads} value heads and {kv_heads} key heads")
+        }
+        None => format!("{heads} heads and {kv_heads} KV heads"),
     }
 }
 
@@ -160,6 +172,7 @@ pub(crate) mod tests {
             kv: KvSource::Projections,
             score_cap: None,
             has_sinks: false,
+            has_output_gate: false,
             query_scale: None,
             head_norm: None,
             qkv_bias: false,
@@ -184,7 +197,10 @@ pub(crate) mod tests {
             per_layer_input: None,
             norm: NormSpec { kind: NormKind::Rms, eps: 1e-5, has_weight: true, has_bias: false, offset: 0.0 },
             ropes: vec![],
-            layers: vec![LayerSpec { attention, mlp: Some(mlp), experts: None, is_parallel: false }; 2],
+            layers: vec![
+                LayerSpec { attention, recurrent: None, mlp: Some(mlp), experts: None, is_parallel: false };
+                2
+            ],
             head: HeadSpec { is_tied: false, has_unit_rows: false, has_bias: false, scale: 1.0, cap: None },
             bos_id: None,
             eos_ids: vec![],
@@ -231,6 +247,25 @@ pub(crate) mod tests {
         assert_eq!(
             error,
             "8 heads and 4 KV heads cannot be shared by 3 workers; world sizes that would do: 1, 2, 4, 8"
+        );
+    }
+
+    #[test]
+    fn value_heads_are_shared_like_query_heads_and_key_heads_like_kv_heads() {
+        let mut config = config(8, 4, 512);
+        let shape = ops::RecurrentShape { num_key_heads: 2, num_value_heads: 4, key_dim: 8, value_dim: 8, num_taps: 4 };
+        config.layers[1].recurrent = Some(shape);
+        let own = |size| -> Vec<_> {
+            let shards = shards(&config, size);
+            shards.into_iter().map(|shard| (shard.layers[1].heads.clone(), shard.layers[1].kv_heads.clone())).collect()
+        };
+        assert_eq!(own(2), [(0..2, 0..1), (2..4, 1..2)]);
+        assert_eq!(own(4), [(0..1, 0..1), (1..2, 0..1), (2..3, 1..2), (3..4, 1..2)]);
+        let error = Shard::new(&config, TensorParallel { rank: 0, size: 8 }).unwrap_err().to_string();
+        assert_eq!(
+            error,
+            "recurrent layers of 4 value heads and 2 key heads cannot be shared by 8 workers; world sizes that would do: 1, \
+             2, 4"
         );
     }
 

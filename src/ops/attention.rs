@@ -2,6 +2,7 @@
 
 #[cfg(doc)]
 use crate::Feature;
+use crate::RecurrentShape;
 
 /// cos and sin of every position. The scaling rules are applied on the host.
 #[derive(Debug, Clone, PartialEq)]
@@ -26,6 +27,8 @@ pub struct AttentionSpec {
     /// For each KV group of the whole model, the window of its layers, or `None` if they need all blocks of a row. Each row
     /// of a step has a block table for each group.
     pub kv_windows: Vec<Option<usize>>,
+    /// The layers with a recurrent state in place of attention, which are not in `layers`. Requires [`Feature::Recurrent`].
+    pub states: Vec<RecurrentShape>,
 }
 
 impl AttentionSpec {
@@ -33,6 +36,11 @@ impl AttentionSpec {
     pub fn kv_buffers(&self) -> Vec<&LayerAttention> {
         let count = self.layers.iter().map(|layer| layer.kv_buffer + 1).max().unwrap_or(0);
         (0..count).filter_map(|buffer| self.layers.iter().find(|layer| layer.kv_buffer == buffer)).collect()
+    }
+
+    /// Bytes of a sequence's recurrent states in all layers; 0 if there are none.
+    pub fn state_bytes(&self) -> usize {
+        self.states.iter().map(|state| state.state_len() * size_of::<f32>()).sum()
     }
 
     /// Elements of K, or of V, of one position in a KV block.

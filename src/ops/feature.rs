@@ -60,6 +60,10 @@ pub enum Feature {
     ExpertScales,
     /// [`crate::Device::experts_of`] and [`crate::Device::reduce_norm`].
     ExpertsApart,
+    /// [`crate::AttentionSpec::states`]: [`crate::Device::recurrent`].
+    Recurrent,
+    /// [`crate::Device::gate_columns`].
+    OutputGate,
 }
 
 impl Feature {
@@ -92,6 +96,8 @@ impl Feature {
         Feature::ExpertGroups,
         Feature::ExpertScales,
         Feature::ExpertsApart,
+        Feature::Recurrent,
+        Feature::OutputGate,
     ];
 }
 
@@ -124,6 +130,8 @@ impl fmt::Display for Feature {
             Feature::ExpertGroups => "experts that are chosen within groups",
             Feature::ExpertScales => "a factor of each expert",
             Feature::ExpertsApart => "experts with an input of their own",
+            Feature::Recurrent => "layers with a recurrent state (Gated DeltaNet)",
+            Feature::OutputGate => "attention with an output gate",
             Feature::Experts => "mixture of experts",
         })
     }

@@ -31,6 +31,8 @@ pub struct StepInputs {
     pub block_tables: Vec<u32>,
     /// Row length of `block_tables`.
     pub max_blocks: usize,
+    /// `[R]`: slot of each row's recurrent state; empty if the model has none.
+    pub states: Vec<u32>,
     /// `[S]`: rows that choose a token, in plan order.
     pub samples: Vec<SampleInput>,
     /// Indices in `0..S` of samples that are chosen among the tokens of a mask. If there are any, the step's tokens are
@@ -66,6 +68,7 @@ impl StepInputs {
         self.slots.clear();
         self.context_lens.clear();
         self.block_tables.clear();
+        self.states.clear();
         self.samples.clear();
         self.masked.clear();
         self.logits.clear();

@@ -15,6 +15,7 @@ mod feature;
 mod inputs;
 mod memory;
 mod quantized;
+mod recurrent;
 mod spec;
 
 pub use attention::{AttentionSpec, LayerAttention, QueryScale, RopeTable};
@@ -23,13 +24,14 @@ pub use feature::Feature;
 pub use inputs::{SampleInput, StepInputs, TOKEN_ON_DEVICE};
 pub use memory::{MemoryEstimate, Target};
 pub use quantized::{Quantization, QuantizedRows};
+pub use recurrent::{RecurrentShape, RecurrentWeights};
 pub use spec::{
     Activation, DType, ExpertGroups, ExpertSlice, ExpertSlices, HeadNormSpan, HeadOrder, LinearRole, LogitSpec,
     MemoryPlan, NormKind, NormSlices, PipelineStage, Routing, RowSource, Scoring, StepLimits, TensorParallel,
     WeightData, WeightSlice,
 };
 
-use engine::{CopiedBlock, RevisedRow, RowId, SampleMask, SampledToken, SamplingParams, TokenId};
+use engine::{CopiedBlock, CopiedState, RevisedRow, RowId, SampleMask, SampledToken, SamplingParams, TokenId};
 
 /// Runs the forward pass of a model.
 ///
@@ -85,6 +87,11 @@ pub trait Device: Sized {
         Err(DeviceError::lacks(Feature::Experts))
     }
 
+    /// Loads the weights of a layer with a recurrent state, without its projections ([`Feature::Recurrent`]).
+    fn load_recurrent(&mut self, _weights: &RecurrentWeights) -> Result<Self::Weight, DeviceError> {
+        Err(DeviceError::lacks(Feature::Recurrent))
+    }
+
     /// Allocates an activation buffer with `cols` columns and a row for each token that a step may have.
     fn tensor(&mut self, cols: usize) -> Result<Self::Tensor, DeviceError>;
 
@@ -94,6 +101,18 @@ pub trait Device: Sized {
     /// Allocates the KV blocks and the other buffers of attention and sampling. Called once, before the
     /// first step.
     fn allocate_cache(&mut self, attention: &AttentionSpec, num_blocks: usize) -> Result<(), DeviceError>;
+
+    /// Allocates `num_states` slots for the recurrent states of sequences, each with the states of all
+    /// [`AttentionSpec::states`]. Called once, after [`Device::allocate_cache`], if the model has such layers
+    /// ([`Feature::Recurrent`]).
+    fn allocate_states(&mut self, _attention: &AttentionSpec, _num_states: usize) -> Result<(), DeviceError> {
+        Err(DeviceError::lacks(Feature::Recurrent))
+    }
+
+    /// Copies slots of recurrent states, one after the other, before the next step ([`Feature::Recurrent`]).
+    fn copy_states(&mut self, copied: &[CopiedState]) -> Result<(), DeviceError> {
+        if copied.is_empty() { Ok(()) } else { Err(DeviceError::lacks(Feature::Recurrent)) }
+    }
 
     /// A sequence takes `row`: `tokens` are those known so far, and the first `num_prompt_tokens` of them are the
     /// prompt.
@@ -244,6 +263,26 @@ pub trait Device: Sized {
 
     /// `out [T, H D]` = causal attention of the q part of `qkv` over each row's KV blocks of `layer`.
     fn attention(&mut self, out: &mut Self::Tensor, qkv: &Self::Tensor, layer: usize) -> Result<(), DeviceError>;
+
+    /// `x[t, i] *= sigmoid(y[t, first + i])` for all columns `i` of `x` ([`Feature::OutputGate`]).
+    fn gate_columns(&mut self, _x: &mut Self::Tensor, _y: &Self::Tensor, _first: usize) -> Result<(), DeviceError> {
+        Err(DeviceError::lacks(Feature::OutputGate))
+    }
+
+    /// A layer with a recurrent state, behind its projections: `out [T, V DV]` from `qkvz [T, C + V DV]` (q, k and v of all
+    /// heads, then the gates of the output) and `ba [T, 2 V]` (learning rates, then steps). Advances the state `layer` of
+    /// [`AttentionSpec::states`] in the slot of each row, which is zero at position 0. `eps` is that of the norm of the
+    /// output ([`Feature::Recurrent`]).
+    fn recurrent(
+        &mut self,
+        _out: &mut Self::Tensor,
+        _inputs: [&Self::Tensor; 2],
+        _layer: usize,
+        _weights: &Self::Weight,
+        _eps: f32,
+    ) -> Result<(), DeviceError> {
+        Err(DeviceError::lacks(Feature::Recurrent))
+    }
 
     /// `residual += sum of partial over the group; out = norm(residual)`. `weight` determines the kind of norm.
     fn reduce_add_norm(

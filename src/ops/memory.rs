@@ -24,6 +24,8 @@ pub struct MemoryEstimate {
     pub reserve_bytes: u64,
     /// Bytes of one KV block in all layers.
     pub block_bytes: u64,
+    /// Bytes of one slot for the recurrent states of a sequence; 0 if the model has none.
+    pub state_bytes: u64,
 }
 
 impl MemoryEstimate {

@@ -78,7 +78,8 @@ impl WorldPlan {
         let (weights, block) = worker.map_or((0, 0), |worker| (worker.weights_bytes, worker.block_bytes));
         let blocks = plan.num_blocks(free);
         let device = self.devices.first().map_or("", |device| device.name.as_str());
-        let (weights, cache, free) = (size(weights), size(blocks * block), size(free));
+        let states = plan.num_states(free) * worker.map_or(0, |worker| worker.state_bytes);
+        let (weights, cache, free) = (size(weights), size(blocks * block + states), size(free));
         let shape = shape(plan);
         let shape = shape.trim_end_matches(", each with:");
         let mut line = format!("{shape}: weights {weights} and KV cache {cache} of {free} that are free on {device}");
@@ -146,9 +147,10 @@ impl fmt::Display for Table<'_> {
         let Table { plan, devices } = *self;
         let num_workers = plan.num_replicas * plan.workers.len();
         let least = devices.iter().take(num_workers).map(|device| device.bytes).min().unwrap_or(0);
-        let blocks = plan.num_blocks(least);
+        let (blocks, states) = (plan.num_blocks(least), plan.num_states(least));
         writeln!(f, "model `{}`: {}", plan.name, shape(plan))?;
-        let heads = ["worker", "device", "free", "weights", "workspace", "communicators", "graphs", "KV blocks"];
+        let heads =
+            ["worker", "device", "free", "weights", "workspace", "communicators", "graphs", "KV blocks", "states"];
         let mut rows = vec![heads.map(str::to_owned)];
         for (rank, (worker, device)) in plan.workers.iter().cycle().take(num_workers).zip(devices).enumerate() {
             rows.push([
@@ -160,10 +162,11 @@ impl fmt::Display for Table<'_> {
                 size(worker.communicator_bytes),
                 size(worker.reserve_bytes),
                 size(blocks * worker.block_bytes),
+                size(states * worker.state_bytes),
             ]);
         }
         write_table(f, &rows)?;
-        self.write_concurrency(f, blocks)?;
+        self.write_concurrency(f, blocks, states)?;
         self.write_advice(f, least)
     }
 }
@@ -182,13 +185,18 @@ fn shape(plan: &ModelPlan) -> String {
 }
 
 impl Table<'_> {
-    fn write_concurrency(&self, f: &mut fmt::Formatter<'_>, blocks: u64) -> fmt::Result {
+    fn write_concurrency(&self, f: &mut fmt::Formatter<'_>, blocks: u64, states: u64) -> fmt::Result {
         let engine = &self.plan.engine;
-        let at_once = |length: usize| (blocks / engine.num_blocks_of(length).max(1) as u64).min(engine.max_rows as u64);
+        let most = if states > 0 { states.min(engine.max_rows as u64) } else { engine.max_rows as u64 };
+        let at_once = |length: usize| (blocks / engine.num_blocks_of(length).max(1) as u64).min(most);
         write!(f, "  {blocks} KV blocks of {} positions", engine.block_size)?;
         match engine.windows[..] {
             [None] => writeln!(f, ": {} positions", blocks * engine.block_size as u64)?,
             ref windows => writeln!(f, ", {}", groups(windows))?,
+        }
+        let bytes = self.plan.workers.iter().map(|worker| worker.state_bytes).max().unwrap_or(0);
+        if states > 0 {
+            writeln!(f, "  {states} recurrent states of {}, for running sequences and snapshots", size(bytes))?;
         }
         let mut line = format!("  at once, of at most {} sequences:", engine.max_rows);
         let shorter = [512, 2048].into_iter().filter(|&length| length < engine.max_sequence_len);

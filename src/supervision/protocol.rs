@@ -154,6 +154,8 @@ pub enum ToWorker {
     Configure {
         /// Number of blocks, each of which spans all layers.
         num_blocks: usize,
+        /// Number of slots for recurrent states; 0 if the model has none.
+        num_states: usize,
     },
     /// The bytes of every worker's [`FromWorker::Exchange`], in the order of workers.
     Exchanged {
@@ -216,6 +218,10 @@ pub enum FromWorker {
         block_bytes: u64,
         /// KV blocks that fit.
         max_blocks: usize,
+        /// Bytes of one slot for the recurrent states of a sequence; 0 if the model has none.
+        state_bytes: u64,
+        /// Slots for recurrent states that fit beside them.
+        max_states: usize,
         /// Phases of the start and their durations, in order.
         phases: Vec<(String, Duration)>,
     },

@@ -2,7 +2,9 @@
 
 use std::iter::repeat;
 
-use engine::{BlockId, CopiedBlock, GrownTable, JoinedRow, RevisedRow, RowId, RowWork, SequenceId, StepPlan, TokenId};
+use engine::{
+    BlockId, CopiedBlock, GrownTable, JoinedRow, RevisedRow, RowId, RowWork, SequenceId, StateId, StepPlan, TokenId,
+};
 use ops::{SampleInput, StepInputs, TOKEN_ON_DEVICE};
 use supervision::LogitsPlace;
 
@@ -32,6 +34,8 @@ pub enum PlanMismatch {
     Released { step: u64, row: u32, group: usize, needed: usize, first: usize },
     #[error("plan {step}: row {row} names KV block {block}, but there are {num_blocks}")]
     BlockRange { step: u64, row: u32, block: u32, num_blocks: usize },
+    #[error("plan {step} names the slot {found:?} for a recurrent state, but there are {num_states}")]
+    State { step: u64, found: Option<u32>, num_states: usize },
     #[error("plan {step}: row {row} keeps {kept} tokens of row {parent}, which has {known}")]
     Kept { step: u64, row: u32, parent: u32, kept: u32, known: u32 },
     #[error("plan {step}: row {row} stops sharing block {found}, but its last is {last:?}")]
@@ -53,6 +57,8 @@ struct Row {
     num_sampled: u32,
     /// For each KV group.
     tables: Vec<Table>,
+    /// The slot of its recurrent state.
+    state: Option<StateId>,
     /// Whether the sequence is a beam: rank 0 chooses its next token in a later plan.
     is_beam: bool,
     /// Whether its tokens are chosen among those of masks.
@@ -80,6 +86,8 @@ pub struct RowTable {
     windows: Vec<Option<usize>>,
     block_size: usize,
     num_blocks: usize,
+    /// Slots for recurrent states; 0 if the model has none.
+    num_states: usize,
     next_step: u64,
     /// The sequence and position of each of [`StepInputs::logits`] of the last plan.
     reported: Vec<(SequenceId, LogitsPlace)>,
@@ -96,7 +104,12 @@ impl RowTable {
         next_step: u64,
     ) -> Self {
         let rows = (0..max_rows).map(|_| None).collect();
-        Self { rows, windows, block_size, num_blocks, next_step, reported: Vec::new() }
+        Self { rows, windows, block_size, num_blocks, num_states: 0, next_step, reported: Vec::new() }
+    }
+
+    /// The same for a model with recurrent states, which have `num_states` slots.
+    pub fn with_states(self, num_states: usize) -> Self {
+        Self { num_states, ..self }
     }
 
     /// Takes the sequence and position of each of [`StepInputs::logits`] of the last plan.
@@ -119,6 +132,8 @@ impl RowTable {
         self.join(plan)?;
         self.revise(plan.step, &plan.revised)?;
         self.copy(plan.step, &plan.copied)?;
+        let states = plan.copied_states.iter().flat_map(|copied| [copied.from, copied.to]);
+        states.into_iter().try_for_each(|state| self.check_state(plan.step, Some(state)))?;
         for &GrownTable { row, group, block } in &plan.grown {
             self.check_block(plan.step, row, block)?;
             self.table(plan.step, row, group)?.blocks.push(block);
@@ -129,6 +144,9 @@ impl RowTable {
     fn join(&mut self, plan: &StepPlan) -> Result<(), PlanMismatch> {
         for joined in &plan.joined {
             let tables = self.joined_tables(plan.step, joined)?;
+            if self.num_states > 0 || joined.state.is_some() {
+                self.check_state(plan.step, joined.state)?;
+            }
             let slot = self.slot(plan.step, joined.row)?;
             if let Some(row) = slot {
                 return Err(PlanMismatch::RowTaken { step: plan.step, row: joined.row.0, sequence: row.sequence.0 });
@@ -140,6 +158,7 @@ impl RowTable {
                 num_computed: joined.num_computed,
                 num_sampled: 0,
                 tables,
+                state: joined.state,
                 is_beam: joined.sampling.beam_candidates > 0,
                 is_constrained: joined.sampling.is_constrained,
                 reports_context: joined.sampling.context_logits,
@@ -226,6 +245,7 @@ impl RowTable {
             inputs.rows.push(work.row);
             inputs.row_starts.push(inputs.token_ids.len() as u32);
             inputs.context_lens.push(end);
+            inputs.states.extend(row.state.map(|state| state.0));
             if work.num_tokens > 1 {
                 inputs.num_prefill_rows = inputs.rows.len();
             }
@@ -311,6 +331,14 @@ impl RowTable {
 
     fn occupied(&mut self, step: u64, row: RowId) -> Result<&mut Row, PlanMismatch> {
         self.slot(step, row)?.as_mut().ok_or(PlanMismatch::RowEmpty { step, row: row.0 })
+    }
+
+    fn check_state(&self, step: u64, state: Option<StateId>) -> Result<(), PlanMismatch> {
+        let num_states = self.num_states;
+        match state.filter(|state| (state.0 as usize) < num_states) {
+            Some(_) => Ok(()),
+            None => Err(PlanMismatch::State { step, found: state.map(|state| state.0), num_states }),
+        }
     }
 
     fn check_block(&self, step: u64, row: RowId, block: BlockId) -> Result<(), PlanMismatch> {

@@ -4,7 +4,7 @@ use std::collections::VecDeque;
 use std::sync::{Arc, Mutex, MutexGuard};
 use std::time::{Duration, Instant};
 
-use engine::{SampleMask, SequenceId, StepOutput, StepPlan, plan};
+use engine::{SampleMask, SequenceId, StepOutput, StepPlan, divide_memory, plan};
 use ipc::{Prefix, Received, RingReceiver, RingSender, lock};
 use models::Model;
 use ops::{AttentionSpec, Device, StepInputs};
@@ -109,8 +109,8 @@ impl<'a, D: Device + 'static> Worker<'a, D> {
     pub(crate) fn serve(mut self, rings: &Rings) -> Result<(), WorkerError> {
         let attention = self.model.attention_spec(self.spec.block_size, self.spec.max_sequence_len);
         self.report_memory(&attention, rings)?;
-        let num_blocks = match rings.receive()? {
-            ToWorker::Configure { num_blocks } => num_blocks,
+        let (num_blocks, num_states) = match rings.receive()? {
+            ToWorker::Configure { num_blocks, num_states } => (num_blocks, num_states),
             ToWorker::Stop => return Ok(()),
             ToWorker::Step(_) => return Err(WorkerError::Protocol { expected: "Configure", found: "Step" }),
             ToWorker::Exchanged { .. } => {
@@ -119,6 +119,9 @@ impl<'a, D: Device + 'static> Worker<'a, D> {
             ToWorker::Masks(_) => return Err(WorkerError::Protocol { expected: "Configure", found: "Masks" }),
         };
         self.device.allocate_cache(&attention, num_blocks)?;
+        if !attention.states.is_empty() {
+            self.device.allocate_states(&attention, num_states)?;
+        }
         rings.send(&FromWorker::Ready)?;
 
         let rows = RowTable::new(
@@ -127,7 +130,8 @@ impl<'a, D: Device + 'static> Worker<'a, D> {
             self.spec.block_size,
             num_blocks,
             self.spec.next_step,
-        );
+        )
+        .with_states(num_states);
         let steps = Steps {
             worker: self,
             rows,
@@ -142,18 +146,22 @@ impl<'a, D: Device + 'static> Worker<'a, D> {
 
     fn report_memory(&mut self, attention: &AttentionSpec, rings: &Rings) -> Result<(), WorkerError> {
         let memory = self.device.memory_plan(attention)?;
-        let max_blocks = match self.spec.kv_memory {
-            KvMemory::FreeFraction(fraction) => (memory.max_blocks as f64 * fraction) as usize,
-            KvMemory::Tokens(tokens) => {
-                let wanted = tokens.div_ceil(self.spec.block_size as u64) as usize * attention.kv_windows.len();
-                wanted.min(memory.max_blocks)
-            }
+        let wanted = |tokens: u64| tokens.div_ceil(self.spec.block_size as u64) * attention.kv_windows.len() as u64;
+        let (fraction, max_blocks) = match self.spec.kv_memory {
+            KvMemory::FreeFraction(fraction) => (fraction, None),
+            KvMemory::Tokens(tokens) => (1.0, Some(wanted(tokens))),
         };
+        let room = (memory.max_blocks as f64 * fraction) as u64 * memory.block_bytes;
+        let state_bytes = attention.state_bytes() as u64;
+        let (max_blocks, max_states) =
+            divide_memory(room, [memory.block_bytes, state_bytes], self.spec.max_rows, max_blocks);
         rings.send(&FromWorker::Loaded {
             weights_bytes: memory.weights_bytes,
             workspace_bytes: memory.workspace_bytes,
             block_bytes: memory.block_bytes,
-            max_blocks,
+            max_blocks: max_blocks as usize,
+            state_bytes,
+            max_states,
             phases: std::mem::take(&mut self.phases),
         })
     }
@@ -232,6 +240,7 @@ impl<D: Device + 'static> Steps<'_, D> {
             device.join_row(joined.row, &joined.tokens, joined.num_prompt_tokens, &joined.sampling)?;
         }
         device.revise(&plan.revised, &plan.copied)?;
+        device.copy_states(&plan.copied_states)?;
         let on_device = !plan.work.is_empty();
         if on_device {
             device.run_step(&self.inputs, &mut |device| model.forward(device))?;

@@ -270,7 +270,9 @@ fn engine_config(
         policy,
         max_joined_tokens: max_sequence_len.max(EngineConfig::default().max_joined_tokens),
         prefix_cache: parameters::flag(config, "enable_kv_cache_reuse")?.unwrap_or(true),
-        max_drafts: max_drafts(config)?,
+        max_drafts: max_drafts(config, model)?,
+        // How many follows from the memory.
+        num_states: usize::from(model.has_recurrent_layers()),
         windows: model.kv_groups(max_sequence_len).windows,
         ..EngineConfig::default()
     })
@@ -303,8 +305,12 @@ fn logits_type(config: &ModelConfig) -> Result<DataType, InferError> {
 }
 
 /// Number of draft tokens of prompt look-up decoding in one step.
-fn max_drafts(config: &ModelConfig) -> Result<usize, InferError> {
+fn max_drafts(config: &ModelConfig, model: &models::Config) -> Result<usize, InferError> {
     let max = parameters::number(config, "prompt_lookup_num_tokens")?.unwrap_or(0);
+    if max > 0 && model.has_recurrent_layers() {
+        let reason = "a model with recurrent layers, whose states cannot go back to the last accepted token";
+        return Err(invalid(config, format!("`prompt_lookup_num_tokens` is {max}, expected 0 for {reason}")));
+    }
     if max > MAX_DRAFTS {
         let message = format!("`prompt_lookup_num_tokens` is {max}, expected 0 to {MAX_DRAFTS}");
         return Err(invalid(config, message));

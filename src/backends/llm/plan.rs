@@ -2,7 +2,7 @@
 
 use std::sync::{Arc, Mutex};
 
-use engine::EngineConfig;
+use engine::{EngineConfig, divide_memory};
 use futures::FutureExt;
 use futures::future::BoxFuture;
 use models::{EstimateMemory, ModelError};
@@ -69,7 +69,13 @@ impl ModelPlan {
 
     /// Number of KV blocks when each worker has `free_bytes` before it loads; 0 if the weights do not fit.
     pub fn num_blocks(&self, free_bytes: u64) -> u64 {
-        self.workers.iter().map(|worker| self.blocks_of(worker, free_bytes)).min().unwrap_or(0)
+        self.workers.iter().map(|worker| self.divided(worker, free_bytes).0).min().unwrap_or(0)
+    }
+
+    /// Number of slots for recurrent states when each worker has `free_bytes` before it loads; 0 if the model has none.
+    pub fn num_states(&self, free_bytes: u64) -> u64 {
+        let states = |worker: &MemoryEstimate| self.divided(worker, free_bytes).1 as u64;
+        self.workers.iter().map(states).min().unwrap_or(0)
     }
 
     /// Bytes that the worker with the least room lacks for the longest sequence; 0 if it fits.
@@ -86,7 +92,10 @@ impl ModelPlan {
     /// Bytes that a worker needs for the longest sequence.
     fn needed(&self, worker: &MemoryEstimate) -> u64 {
         let blocks = self.engine.num_blocks_for(self.engine.max_sequence_len) as u64;
-        let kv = (blocks * worker.block_bytes) as f64 / self.share();
+        // States may take half of the memory that they share with KV blocks.
+        let (room, sizes) = (2 * blocks * worker.block_bytes, [worker.block_bytes, worker.state_bytes]);
+        let states = divide_memory(room, sizes, self.engine.max_rows, Some(blocks)).1;
+        let kv = (blocks * worker.block_bytes + states as u64 * worker.state_bytes) as f64 / self.share();
         self.fixed_bytes(worker) + kv.ceil() as u64
     }
 
@@ -107,16 +116,15 @@ impl ModelPlan {
         worker.fixed_bytes() - worker.mapped_bytes
     }
 
-    fn blocks_of(&self, worker: &MemoryEstimate, free_bytes: u64) -> u64 {
-        let room = free_bytes.saturating_sub(self.fixed_bytes(worker)) as f64 * self.share();
-        let fit = (room / worker.block_bytes.max(1) as f64) as u64;
-        match self.kv_memory {
-            KvMemory::FreeFraction(_) => fit,
-            KvMemory::Tokens(tokens) => {
-                let num_groups = self.engine.windows.len() as u64;
-                fit.min(tokens.div_ceil(self.engine.block_size as u64) * num_groups)
-            }
-        }
+    /// The numbers of KV blocks and of slots for recurrent states.
+    fn divided(&self, worker: &MemoryEstimate, free_bytes: u64) -> (u64, usize) {
+        let room = (free_bytes.saturating_sub(self.fixed_bytes(worker)) as f64 * self.share()) as u64;
+        let num_groups = self.engine.windows.len() as u64;
+        let max_blocks = match self.kv_memory {
+            KvMemory::FreeFraction(_) => None,
+            KvMemory::Tokens(tokens) => Some(tokens.div_ceil(self.engine.block_size as u64) * num_groups),
+        };
+        divide_memory(room, [worker.block_bytes, worker.state_bytes], self.engine.max_rows, max_blocks)
     }
 }
 

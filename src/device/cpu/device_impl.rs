@@ -1,10 +1,11 @@
 //! The [`Device`] interface of the CPU device.
 
-use engine::{CopiedBlock, RevisedRow, RowId, SampleMask, SampledToken, SamplingParams, TokenId};
+use engine::{CopiedBlock, CopiedState, RevisedRow, RowId, SampleMask, SampledToken, SamplingParams, TokenId};
 use kernels::cpu::{self as k, Buffer, KvCache};
 use ops::{
     Activation, AttentionSpec, Device, DeviceError, ExpertSlices, Feature, HeadNorms, LayerAttention, LinearRole,
-    LogitSpec, MemoryPlan, NormKind, NormSlices, PipelineStage, StepInputs, TensorParallel, WeightSlice,
+    LogitSpec, MemoryPlan, NormKind, NormSlices, PipelineStage, RecurrentWeights, StepInputs, TensorParallel,
+    WeightSlice,
 };
 
 use super::group::Group;
@@ -76,6 +77,10 @@ impl Device for CpuDevice {
         self.load_expert_layer(experts).map(CpuWeight::Experts)
     }
 
+    fn load_recurrent(&mut self, weights: &RecurrentWeights) -> Result<CpuWeight, DeviceError> {
+        Ok(CpuWeight::Recurrent(self.load_recurrent_layer(weights)))
+    }
+
     fn tensor(&mut self, cols: usize) -> Result<CpuTensor, DeviceError> {
         let data = Buffer::new(self.config.limits.max_tokens * cols);
         self.workspace_bytes += size_of_val(&*data) as u64;
@@ -118,6 +123,14 @@ impl Device for CpuDevice {
         let buffers = attention.kv_buffers().into_iter().map(layer).collect();
         self.cache = Some(Cache { buffers, spec: attention.clone(), num_blocks });
         Ok(())
+    }
+
+    fn allocate_states(&mut self, attention: &AttentionSpec, num_states: usize) -> Result<(), DeviceError> {
+        self.take_states(attention, num_states)
+    }
+
+    fn copy_states(&mut self, copied: &[CopiedState]) -> Result<(), DeviceError> {
+        self.states.copy(copied)
     }
 
     fn join_row(
@@ -291,6 +304,23 @@ impl Device for CpuDevice {
             isa: self.isa,
         };
         attention.run(&mut self.pool, &mut out.data, &qkv.data, &rows, &buffers[own.kv_buffer]);
+        Ok(())
+    }
+
+    fn gate_columns(&mut self, x: &mut CpuTensor, y: &CpuTensor, first: usize) -> Result<(), DeviceError> {
+        self.run_gate_columns(x, y, first);
+        Ok(())
+    }
+
+    fn recurrent(
+        &mut self,
+        out: &mut CpuTensor,
+        inputs: [&CpuTensor; 2],
+        layer: usize,
+        weights: &CpuWeight,
+        eps: f32,
+    ) -> Result<(), DeviceError> {
+        self.run_recurrent(out, inputs, layer, weights.recurrent(), eps);
         Ok(())
     }
 

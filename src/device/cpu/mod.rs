@@ -16,6 +16,7 @@ mod linear;
 mod norms;
 mod peers;
 mod pipeline;
+mod recurrent;
 mod rows;
 mod sampler;
 mod slices;
@@ -41,6 +42,7 @@ pub use linear::Linear;
 use linear::quant_type;
 pub use peers::Peers;
 use pipeline::Pipeline;
+use recurrent::States;
 use rows::Row;
 pub use settings::WeightPrecision;
 pub(crate) use slices::{is_computed, vector};
@@ -69,6 +71,7 @@ pub struct CpuDevice {
     pipeline: Option<Pipeline>,
     rows: Vec<Row>,
     cache: Option<Cache>,
+    states: States,
     inputs: StepInputs,
     token_ids: Vec<u32>, // [T] tokens of the current step, with those from the device filled in
     projection: Inputs,  // of the current linear layer
@@ -156,6 +159,7 @@ impl CpuDevice {
             pipeline: None,
             rows: (0..limits.max_rows).map(|_| row()).collect(),
             cache: None,
+            states: States::default(),
             inputs: StepInputs::default(),
             token_ids: Vec::with_capacity(limits.max_tokens),
             projection: Inputs::new(limits.max_tokens),
@@ -261,6 +265,7 @@ impl CpuDevice {
                 return Err(out_of_range("position", *last, inputs.max_blocks * cache.spec.block_size));
             }
         }
+        self.states.check(&inputs.states, inputs.num_rows())?;
         bound("token index", &inputs.logits, tokens)?;
         for SampleInput { row, token_index, .. } in &inputs.samples {
             bound("row", &[row.0], limits.max_rows)?;

@@ -5,6 +5,7 @@ use ops::{DeviceError, NormKind, NormSlices, WeightSlice};
 
 use super::Linear;
 use super::experts::Experts;
+use super::recurrent::Recurrent;
 use super::slices::vector;
 
 /// A weight of the model.
@@ -16,6 +17,8 @@ pub enum CpuWeight {
     Matrix { matrix: Matrix, first_row: usize },
     /// The experts of a layer.
     Experts(Experts),
+    /// A layer with a recurrent state, without its projections.
+    Recurrent(Recurrent),
     /// An RMS norm's gain.
     RmsNorm(Vec<f32>),
     /// A layer norm's gain and bias.
@@ -50,6 +53,13 @@ impl CpuWeight {
         match self {
             CpuWeight::Experts(experts) => experts,
             _ => panic!("the weight is no layer of experts"),
+        }
+    }
+
+    pub(crate) fn recurrent(&self) -> &Recurrent {
+        match self {
+            CpuWeight::Recurrent(recurrent) => recurrent,
+            _ => panic!("the weight is no layer with a state"),
         }
     }
 

@@ -180,7 +180,7 @@ fn device_error(error: CudaError) -> DeviceError {
 
 impl CudaDevice {
     /// Optional ops that this device has.
-    pub(crate) const FEATURES: &[Feature] = Feature::ALL;
+    pub(crate) const FEATURES: &[Feature] = Feature::ALL.split_at(Feature::ALL.len() - 2).0; // Not the last two.
 
     /// Opens the GPU and joins the group. From now on only the calling thread may use the device.
     ///

@@ -77,6 +77,7 @@ mod tests {
             samples: vec![sample(2, 2), sample(0, 3), sample(0, 4), sample(0, 5), sample(3, 6)],
             masked: Vec::new(),
             logits: vec![4],
+            ..StepInputs::default()
         }
     }
 

@@ -266,7 +266,7 @@ fn spec(shape: Shape, num_layers: usize, max_positions: usize, tp_size: usize) -
     };
     let ropes = vec![RopeTable { cos, sin }];
     let layers = (0..num_layers).map(|kv_buffer| LayerAttention { kv_buffer, ..layer.clone() }).collect();
-    AttentionSpec { block_size: BLOCK, max_positions, ropes, layers, kv_windows: vec![None] }
+    AttentionSpec { block_size: BLOCK, max_positions, ropes, layers, kv_windows: vec![None], states: Vec::new() }
 }
 
 /// A step of `rows` rows that each compute positions `start..start + count`.

@@ -18,9 +18,9 @@ fn content_is_found_only_after_the_same_parent_and_from_its_step_on() {
     pool.register(second, parent, &B);
     assert_eq!(pool.find(ContentId::ROOT, &A, 0), Lookup::Ready(first));
     assert_eq!(pool.find(ContentId::ROOT, &B, 9), Lookup::Missing);
-    assert_eq!(pool.find(parent, &B, 9), Lookup::BeingComputed);
+    assert!(matches!(pool.find(parent, &B, 9), Lookup::BeingComputed(_)));
     pool.set_ready(second, 5);
-    assert_eq!(pool.find(parent, &B, 4), Lookup::BeingComputed);
+    assert!(matches!(pool.find(parent, &B, 4), Lookup::BeingComputed(_)));
     assert_eq!(pool.find(parent, &B, 5), Lookup::Ready(second));
 }
 
@@ -77,7 +77,7 @@ fn blocks_after_an_evicted_one_are_found_if_its_content_is_kept() {
     assert_eq!(pool.find(parent, &B, 0), Lookup::Ready(second));
     // The same content gets the same name again.
     assert_eq!(pool.register(first, ContentId::ROOT, &A), Some(parent));
-    assert_eq!(pool.find(ContentId::ROOT, &A, 0), Lookup::BeingComputed);
+    assert!(matches!(pool.find(ContentId::ROOT, &A, 0), Lookup::BeingComputed(_)));
     assert_eq!(pool.content(second), Some(content));
     for _ in 0..10 * EVICTED_PER_BLOCK {
         pool.set_ready(first, 0);

@@ -87,7 +87,9 @@ fn windows() -> impl Strategy<Value = Vec<Option<usize>>> {
 
 fn config() -> impl Strategy<Value = EngineConfig> {
     let sizes = (1usize..6, 1usize..20, 1usize..12, 1usize..6, 1usize..24, 1usize..4);
-    (sizes, any::<bool>(), any::<bool>(), 0usize..6, 1usize..4, 1usize..6, windows()).prop_map(
+    // A third of the engines have recurrent states, often fewer than rows.
+    let states = prop_oneof![2 => Just((0usize, 1usize)), 1 => (1usize..12, 1usize..4)];
+    (sizes, any::<bool>(), any::<bool>(), 0usize..6, 1usize..4, 1usize..6, windows(), states).prop_map(
         |(
             (max_rows, spare_tokens, max_mixed, block_size, num_blocks, max_in_flight),
             evict,
@@ -96,6 +98,7 @@ fn config() -> impl Strategy<Value = EngineConfig> {
             num_stages,
             token_tile,
             windows,
+            (num_states, state_interval),
         )| {
             EngineConfig {
                 max_rows,
@@ -110,6 +113,8 @@ fn config() -> impl Strategy<Value = EngineConfig> {
                 block_size,
                 num_blocks: num_blocks * windows.len(),
                 windows,
+                num_states,
+                state_interval,
                 max_queue: 64,
                 max_queue_each: 56,
                 max_queue_of: [(1, 48)].into(),
@@ -117,7 +122,7 @@ fn config() -> impl Strategy<Value = EngineConfig> {
                 max_joined_tokens: 20,
                 policy: if evict { Policy::MaxUtilization } else { Policy::GuaranteedNoEvict },
                 prefix_cache: cache,
-                max_drafts,
+                max_drafts: if num_states == 0 { max_drafts } else { 0 },
                 num_stages,
             }
         },

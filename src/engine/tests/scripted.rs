@@ -242,6 +242,8 @@ fn config(settings: &BTreeMap<&str, &str>) -> EngineConfig {
         block_size: number("block", 4),
         num_blocks: number("blocks", 16),
         windows: settings.get("windows").map_or(vec![None], |list| list.split(',').map(|w| w.parse().ok()).collect()),
+        num_states: 0,
+        state_interval: 1,
         max_queue: number("queue", 8),
         max_queue_each: i32::MAX as usize,
         max_queue_of: [].into(),

@@ -104,6 +104,16 @@ pub(super) fn qwen2_moe(fields: &Fields, config: &mut Config) -> Adjusted {
     Ok(())
 }
 
+/// Experts in all layers, whose probabilities are divided by their sum, beside one that all tokens share.
+pub(super) fn qwen3_5_moe(fields: &Fields, config: &mut Config) -> Adjusted {
+    let [size, shared_size] =
+        [fields.required_size("moe_intermediate_size")?, fields.required_size("shared_expert_intermediate_size")?];
+    put_experts_beside(fields, config, [size, shared_size], true, |_| true)?;
+    let shared = config.layers.iter_mut().filter_map(|layer| layer.mlp.as_mut());
+    shared.for_each(|mlp| mlp.has_output_gate = true);
+    Ok(())
+}
+
 /// GLM-4.5: the first layers are dense; norms of q and k by a flag.
 pub(super) fn glm4_moe(fields: &Fields, config: &mut Config) -> Adjusted {
     if !fields.flag("use_qk_norm", false)? {

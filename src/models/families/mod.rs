@@ -8,6 +8,7 @@ mod experts;
 mod family;
 mod gemma4;
 mod harmless;
+mod hybrid;
 mod layer_types;
 mod llama4;
 mod older;

@@ -130,6 +130,7 @@ fn decoder(fields: &Fields, family: &Family) -> Result<Config, ModelError> {
         attention: AttentionLayer { window, ..attention.clone() },
         mlp: Some(mlp),
         experts: None,
+        recurrent: None,
         is_parallel: family.is_parallel,
     };
     Ok(Config {
@@ -204,6 +205,7 @@ fn attention(
         chunk: None,
         score_cap: None,
         has_sinks: false,
+        has_output_gate: false,
         query_scale: None,
         head_norm: family.head_norm.map(|span| HeadNormSpec {
             span,

@@ -2,7 +2,9 @@
 
 use ops::HeadNormSpan;
 
-use super::{AttentionBias, BiasRule, Family, NormRule, WindowRule, adjust, experts, gemma4, llama4, older, weights};
+use super::{
+    AttentionBias, BiasRule, Family, NormRule, WindowRule, adjust, experts, gemma4, hybrid, llama4, older, weights,
+};
 
 const NEVER: AttentionBias = AttentionBias { qkv: BiasRule::Never, out: BiasRule::Never };
 const ALWAYS: AttentionBias = AttentionBias { qkv: BiasRule::Always, out: BiasRule::Always };
@@ -105,6 +107,37 @@ const GEMMA4: Family = Family {
                                          "rope_theta": 1000000.0}}}"#,
     adjust: gemma4::gemma4,
     ..GEMMA3
+};
+
+/// Sizes of the recurrent layers of Qwen3.5 where `config.json` has none, and what all of these models share.
+const QWEN3_5: Family = Family {
+    name: "Qwen3_5ForCausalLM",
+    model_type: "qwen3_5_text",
+    names: &weights::QWEN3_5,
+    norm: NormRule::RmsFromOne,
+    head_norm: Some(HeadNormSpan::Head),
+    partial_rotary: Some(0.25),
+    defaults: r#"{"vocab_size": 248320, "hidden_size": 4096, "intermediate_size": 12288, "num_hidden_layers": 32,
+                  "num_attention_heads": 16, "num_key_value_heads": 4, "head_dim": 256,
+                  "max_position_embeddings": 32768, "linear_conv_kernel_dim": 4, "linear_key_head_dim": 128,
+                  "linear_value_head_dim": 128, "linear_num_key_heads": 16, "linear_num_value_heads": 32}"#,
+    adjust: hybrid::qwen3_5,
+    ..WITHOUT_MLP_BIAS
+};
+
+const QWEN3_5_MOE: Family = Family {
+    name: "Qwen3_5MoeForCausalLM",
+    model_type: "qwen3_5_moe_text",
+    names: &weights::QWEN3_5_MOE,
+    // There is no dense layer, so its width has no effect.
+    defaults: r#"{"vocab_size": 248320, "hidden_size": 2048, "intermediate_size": 512, "num_hidden_layers": 40,
+                  "num_attention_heads": 16, "num_key_value_heads": 2, "head_dim": 256,
+                  "max_position_embeddings": 32768, "linear_conv_kernel_dim": 4, "linear_key_head_dim": 128,
+                  "linear_value_head_dim": 128, "linear_num_key_heads": 16, "linear_num_value_heads": 32,
+                  "moe_intermediate_size": 512, "shared_expert_intermediate_size": 512, "num_experts_per_tok": 8,
+                  "num_experts": 256}"#,
+    adjust: hybrid::qwen3_5_moe,
+    ..QWEN3_5
 };
 
 const OLMO2: Family = Family {
@@ -510,6 +543,23 @@ pub(super) const FAMILIES: &[Family] = &[
         adjust: experts::qwen_moe,
         ..WITHOUT_MLP_BIAS
     },
+    Family {
+        name: "Qwen3NextForCausalLM",
+        model_type: "qwen3_next",
+        names: &weights::QWEN3_NEXT,
+        defaults: r#"{"vocab_size": 151936, "hidden_size": 2048, "intermediate_size": 5632, "num_hidden_layers": 48,
+                      "num_attention_heads": 16, "num_key_value_heads": 2, "head_dim": 256,
+                      "max_position_embeddings": 32768, "linear_conv_kernel_dim": 4, "linear_key_head_dim": 128,
+                      "linear_value_head_dim": 128, "linear_num_key_heads": 16, "linear_num_value_heads": 32,
+                      "moe_intermediate_size": 512, "shared_expert_intermediate_size": 512,
+                      "num_experts_per_tok": 10, "num_experts": 512, "norm_topk_prob": true}"#,
+        adjust: hybrid::qwen3_next,
+        ..QWEN3_5
+    },
+    QWEN3_5,
+    Family { name: "Qwen3_5ForConditionalGeneration", model_type: "qwen3_5", is_nested: true, ..QWEN3_5 },
+    QWEN3_5_MOE,
+    Family { name: "Qwen3_5MoeForConditionalGeneration", model_type: "qwen3_5_moe", is_nested: true, ..QWEN3_5_MOE },
     Family {
         name: "OlmoeForCausalLM",
         model_type: "olmoe",

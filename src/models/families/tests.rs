@@ -386,3 +386,74 @@ fn a_gpt2_with_another_scale_of_scores_is_refused() {
     });
     assert!(error.contains("`scale_attn_by_inverse_layer_idx` must be `false`"), "{error}");
 }
+
+fn hybrid(architecture: &str, change: impl FnOnce(&mut Value)) -> Result<Config, ModelError> {
+    read_of(architecture, |c| {
+        c["num_hidden_layers"] = 8.into();
+        change(c);
+    })
+}
+
+#[test]
+fn every_fourth_layer_of_a_hybrid_model_has_attention_unless_it_says_otherwise() {
+    let full = |config: Config| -> Vec<usize> {
+        let layers = config.layers.iter().enumerate();
+        layers.filter(|(_, layer)| layer.recurrent.is_none()).map(|(index, _)| index).collect()
+    };
+    for architecture in ["Qwen3NextForCausalLM", "Qwen3_5ForCausalLM", "Qwen3_5MoeForCausalLM"] {
+        let config = hybrid(architecture, |_| ()).unwrap();
+        let (shape, attention) = (config.layers[0].recurrent.unwrap(), &config.layers[3].attention);
+        assert_eq!((shape.num_key_heads, shape.num_value_heads, shape.key_dim, shape.num_taps), (16, 32, 128, 4));
+        assert!(attention.has_output_gate && attention.head_norm.is_some());
+        assert_eq!((config.ropes[0].rotary_dim, config.norm.offset, attention.head_dim), (64, 1.0, 256));
+        assert_eq!(full(config), [3, 7]);
+        assert_eq!(full(hybrid(architecture, |c| c["full_attention_interval"] = 3.into()).unwrap()), [2, 5]);
+        let listed = ["linear_attention", "full_attention"].repeat(4);
+        let config = hybrid(architecture, |c| {
+            c["layer_types"] = json!(listed);
+            c["full_attention_interval"] = 3.into();
+        });
+        assert_eq!(full(config.unwrap()), [1, 3, 5, 7]);
+    }
+}
+
+#[test]
+fn what_a_hybrid_model_does_not_support_is_refused_by_its_name() {
+    let changes: [(&str, Value, &str); 8] = [
+        ("linear_num_value_heads", 24.into(), "a multiple of `linear_num_key_heads` (16), found 24"),
+        ("hidden_act", "gelu".into(), "`silu`, found \"gelu\""),
+        ("attn_output_gate", false.into(), "`true`, the only way that is supported"),
+        ("mamba_ssm_dtype", "bfloat16".into(), "`float32`, the only way that is supported"),
+        ("layer_types", vec!["full_attention"; 7].into(), "a list of 8 names"),
+        ("layer_types", vec!["linear_attention"; 8].into(), "a list with `full_attention` at least once"),
+        ("layer_types", vec!["sliding_attention"; 8].into(), "`full_attention` or `linear_attention`"),
+        ("linear_conv_bias", true.into(), "is not understood"),
+    ];
+    for (field, value, words) in changes {
+        let error = hybrid("Qwen3_5ForCausalLM", |c| c[field] = value).unwrap_err().to_string();
+        assert!(error.contains(field) && error.contains(words), "{error}");
+    }
+    let error = hybrid("Qwen3_5MoeForCausalLM", |c| c["norm_topk_prob"] = false.into()).unwrap_err().to_string();
+    assert!(error.contains("`norm_topk_prob` must be `true`"), "{error}");
+}
+
+#[test]
+fn the_text_of_a_hybrid_model_that_sees_images_is_read_with_a_note() {
+    let config = hybrid("Qwen3_5MoeForConditionalGeneration", |c| {
+        let text = json!({
+            "model_type": "qwen3_5_moe_text", "hidden_size": 64, "num_hidden_layers": 4, "vocab_size": 501,
+            "attn_output_gate": true, "mamba_ssm_dtype": "float32", "mtp_num_hidden_layers": 1,
+            "mtp_use_dedicated_embeddings": false, "partial_rotary_factor": 0.25,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 1e7, "mrope_section": [11, 11, 10],
+                                "mrope_interleaved": true, "partial_rotary_factor": 0.25},
+        });
+        *c = json!({"architectures": c["architectures"], "model_type": "qwen3_5_moe", "text_config": text,
+                    "vision_config": {"depth": 27}, "image_token_id": 5});
+    });
+    let config = config.unwrap();
+    assert_eq!((config.ropes[0].theta, config.num_layers()), (1e7, 4));
+    let (mlp, experts) = (config.layers[0].mlp.unwrap(), config.layers[0].experts.unwrap());
+    assert_eq!((mlp.intermediate_size, mlp.has_output_gate, experts.num_experts), (512, true, 256));
+    assert!(experts.routing.is_normalized && experts.routing.top_k == 8);
+    assert!(config.notes[0].contains("only the text model"), "{:?}", config.notes);
+}

@@ -1,6 +1,9 @@
 //! The names of each family's weights.
 
-use crate::names::{ApartNames, BiasForm, ExpertLayout, ExpertNames, Names, PerLayerNames, QkvNames, UpNames};
+use crate::names::{
+    ApartNames, BiasForm, ExpertLayout, ExpertNames, Names, PerLayerNames, QkvNames, RecurrentNames,
+    RecurrentProjections, UpNames,
+};
 
 /// Prefixes of a text model, also as a part of a model that sees images.
 const PREFIXES: &[&str] = &["model.", "language_model.model.", "model.language_model."];
@@ -22,6 +25,7 @@ pub(super) const LLAMA: Names = Names {
     down: "mlp.down_proj",
     experts: None,
     sinks: None,
+    recurrent: None,
     mlp_branch_norm: None,
     layer_scalar: None,
     per_layer_input: None,
@@ -244,20 +248,56 @@ pub(super) const GPT_OSS: Names = Names {
     ..LLAMA
 };
 
-pub(super) const QWEN_MOE: Names = Names {
-    experts: Some(ExpertNames {
-        router: "mlp.gate",
-        layout: ExpertLayout::Each { prefix: "mlp.experts", names: ["gate_proj", "up_proj", "down_proj"] },
-        selection_bias: None,
-        apart: None,
-        has_biases: false,
-        shared: Some((
-            UpNames::Separate(["mlp.shared_expert.gate_proj", "mlp.shared_expert.up_proj"]),
-            "mlp.shared_expert.down_proj",
-            "mlp.shared_expert_gate",
-        )),
+/// The names of Qwen's experts.
+const QWEN_EXPERTS: ExpertNames = ExpertNames {
+    router: "mlp.gate",
+    layout: ExpertLayout::Each { prefix: "mlp.experts", names: ["gate_proj", "up_proj", "down_proj"] },
+    selection_bias: None,
+    apart: None,
+    has_biases: false,
+    shared: Some((
+        UpNames::Separate(["mlp.shared_expert.gate_proj", "mlp.shared_expert.up_proj"]),
+        "mlp.shared_expert.down_proj",
+        "mlp.shared_expert_gate",
+    )),
+};
+
+pub(super) const QWEN_MOE: Names = Names { experts: Some(QWEN_EXPERTS), ..LLAMA };
+
+const GATED_DELTA: RecurrentNames = RecurrentNames {
+    projections: RecurrentProjections::Separate {
+        qkv: "linear_attn.in_proj_qkv",
+        z: "linear_attn.in_proj_z",
+        b: "linear_attn.in_proj_b",
+        a: "linear_attn.in_proj_a",
+    },
+    conv: "linear_attn.conv1d.weight",
+    a_log: "linear_attn.A_log",
+    dt_bias: "linear_attn.dt_bias",
+    norm: "linear_attn.norm.weight",
+    out: "linear_attn.out_proj",
+};
+
+pub(super) const QWEN3_NEXT: Names = Names {
+    recurrent: Some(RecurrentNames {
+        projections: RecurrentProjections::Grouped { qkvz: "linear_attn.in_proj_qkvz", ba: "linear_attn.in_proj_ba" },
+        ..GATED_DELTA
     }),
-    ..LLAMA
+    ..QWEN_MOE
+};
+
+pub(super) const QWEN3_5: Names = Names { recurrent: Some(GATED_DELTA), ..LLAMA };
+
+pub(super) const QWEN3_5_MOE: Names = Names {
+    experts: Some(ExpertNames {
+        layout: ExpertLayout::Either {
+            stacked: ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"],
+            prefix: "mlp.experts",
+            names: ["gate_proj", "up_proj", "down_proj"],
+        },
+        ..QWEN_EXPERTS
+    }),
+    ..QWEN3_5
 };
 
 /// The names of DeepSeek V3's experts.

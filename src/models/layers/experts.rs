@@ -22,6 +22,7 @@ impl<D: Device> Loader<'_, D> {
         experts: ExpertLayer,
         names: &ExpertNames,
     ) -> Result<D::Weight, ModelError> {
+        let names = &self.with_layout(layer.index, *names);
         let router_name = format!("{}.weight", self.layer_name(layer.index, names.router));
         let shape = [experts.num_experts, self.config.hidden_size];
         let router = self.checkpoint.matrix(&router_name, shape, 0..shape[0], self.width())?;
@@ -52,6 +53,16 @@ impl<D: Device> Loader<'_, D> {
         self.or_device_error(loaded)
     }
 
+    /// The names with the layout that the checkpoint has.
+    fn with_layout(&self, layer: usize, own: ExpertNames) -> ExpertNames {
+        let ExpertLayout::Either { stacked, prefix, names } = own.layout else { return own };
+        let layout = match self.checkpoint.contains(&self.layer_name(layer, stacked[0])) {
+            true => ExpertLayout::Stacked(stacked),
+            false => ExpertLayout::Each { prefix, names },
+        };
+        ExpertNames { layout, ..own }
+    }
+
     fn expert_names(&self, layer: usize, expert: usize, layout: ExpertLayout) -> WeightNames {
         match layout {
             ExpertLayout::Each { prefix, names } => {
@@ -62,6 +73,7 @@ impl<D: Device> Loader<'_, D> {
             | ExpertLayout::Alternating([gate_up, down]) => {
                 [gate_up, gate_up, down].map(|name| self.layer_name(layer, name))
             }
+            ExpertLayout::Either { .. } => unreachable!("the layout is chosen before"),
         }
     }
 
@@ -98,6 +110,7 @@ impl<D: Device> Loader<'_, D> {
                 let part = |name| self.matrix(name, [inner, hidden], rows(0), 0..hidden);
                 ([part(gate)?, part(up)?], self.matrix(down, [hidden, inner], 0..hidden, taken.clone())?)
             }
+            ExpertLayout::Either { .. } => unreachable!("the layout is chosen before"),
             ExpertLayout::Stacked(_) => {
                 let shape = [count, 2 * inner, hidden];
                 let part = |first| self.checkpoint.stack(gate, shape, rows(first), 0..hidden);

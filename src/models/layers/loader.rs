@@ -213,7 +213,7 @@ impl<'a, D: Device> Loader<'a, D> {
     }
 
     /// Row slices stacked into one matrix, with all of their input.
-    fn by_output(
+    pub(super) fn by_output(
         &mut self,
         role: LinearRole,
         layer: usize,
@@ -239,7 +239,7 @@ impl<'a, D: Device> Loader<'a, D> {
     }
 
     /// A matrix with a part of its input. Its product is a partial sum, so only one worker adds the bias.
-    fn by_input(
+    pub(super) fn by_input(
         &mut self,
         role: LinearRole,
         name: &str,

@@ -5,6 +5,8 @@ mod loader;
 mod norms;
 mod per_layer;
 mod qkv;
+mod recurrent;
 
 pub(crate) use loader::{LayerSource, Loader};
 pub(crate) use norms::HeadNormWeights;
+pub(crate) use recurrent::shape_of;

@@ -22,7 +22,7 @@ pub(crate) struct RowSlice {
 }
 
 impl QkvNames {
-    /// The slices of this worker's q, then k, then v. `order` is that of q and k.
+    /// The slices of this worker's q, then k, then v, then the gates of its output if it has them. `order` is that of q and k.
     pub(crate) fn row_slices(
         &self,
         attention: &AttentionLayer,
@@ -45,9 +45,21 @@ impl QkvNames {
                 if matches!(attention.kv, KvSource::Layer(_)) {
                     slices.truncate(1);
                 }
+                if attention.has_output_gate {
+                    // Of each head q comes first, then its gates.
+                    let part = |second: usize, head_order| {
+                        let rows = move |head: usize| (2 * head + second) * dim..(2 * head + second + 1) * dim;
+                        let slice = move |taken| RowSlice { name: q_name, rows: 2 * q, taken, head_order };
+                        shard.heads.clone().map(rows).map(slice)
+                    };
+                    slices.splice(0..1, part(0, order));
+                    slices.extend(part(1, None));
+                }
                 slices
             }
-            _ if attention.kv != KvSource::Projections => unreachable!("only separate matrices are left out or shared"),
+            _ if attention.kv != KvSource::Projections || attention.has_output_gate => {
+                unreachable!("only separate matrices are left out, shared or gated")
+            }
             QkvNames::Stacked(name) => {
                 let parts = [(heads, order), (after(q, &kv_heads), order), (after(q + kv, &kv_heads), None)];
                 parts.map(|(taken, head_order)| RowSlice { name, rows: q + 2 * kv, taken, head_order }).into()
@@ -127,5 +139,15 @@ mod tests {
         assert_eq!(names_of(KvSource::Projections), ["q", "k", "v"]);
         assert_eq!(names_of(KvSource::KeyProjection), ["q", "k", "k"]);
         assert_eq!(names_of(KvSource::Layer(0)), ["q"]);
+    }
+
+    #[test]
+    fn gates_of_the_output_are_taken_from_between_the_heads_of_q() {
+        let (mut attention, second) = layer_shard(1, 4);
+        attention.has_output_gate = true;
+        let slices = QkvNames::Separate(["q", "k", "v"]).row_slices(&attention, &second, None);
+        let found: Vec<_> = slices.into_iter().map(|slice| (slice.rows, slice.taken)).collect();
+        let (q, kv) = (128, 16);
+        assert_eq!(found, [(q, 32..40), (q, 48..56), (kv, 0..8), (kv, 0..8), (q, 40..48), (q, 56..64)]);
     }
 }

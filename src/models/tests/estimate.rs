@@ -33,6 +33,8 @@ fn estimates_of_the_cpu_are_what_it_takes() {
         "llama_fp8",
         "qwen3_moe_fp8",
         "qwen2_gptq",
+        "qwen3_next",
+        "qwen3_5_moe_vision",
     ] {
         let dir = golden_dir(case);
         let config = models::Config::from_dir(&dir).unwrap();
@@ -75,6 +77,48 @@ fn a_block_holds_the_layers_of_one_kv_group() {
         estimator.estimate(&model.attention_spec(BLOCK_SIZE, max_sequence_len)).block_bytes
     };
     assert_eq!(block_bytes(20), 3 * block_bytes(256));
+}
+
+#[test]
+fn recurrent_states_are_counted_and_divided_among_the_workers_of_a_group() {
+    let dir = golden_dir("qwen3_next");
+    let config = models::Config::from_dir(&dir).unwrap();
+    let limits = StepLimits { max_tokens: 64, max_rows: 4, max_sequence_len: 128, vocab_size: config.vocab_size };
+    let bytes = |size| {
+        let mut estimator = Estimator::new(Target::Cpu, TensorParallel { rank: 0, size }, limits);
+        let model = models::load(&dir, &config, &mut estimator).unwrap();
+        estimator.estimate(&model.attention_spec(BLOCK_SIZE, limits.max_sequence_len)).state_bytes
+    };
+    // Two layers of 3 earlier inputs for 160 channels, and matrices of 16 x 24 for 4 value heads.
+    assert_eq!(bytes(1), 2 * (3 * 160 + 4 * 16 * 24) * 4);
+    // Four workers have one value head each, and share the two key heads in pairs.
+    assert_eq!(bytes(4), 2 * (3 * (2 * 16 + 24) + 16 * 24) * 4);
+}
+
+#[test]
+fn a_device_without_recurrent_layers_refuses_them_by_name() {
+    for case in ["qwen3_next", "qwen3_5", "qwen3_5_moe_vision"] {
+        let config = models::Config::from_dir(&golden_dir(case)).unwrap();
+        let limits = StepLimits { max_tokens: 64, max_rows: 4, max_sequence_len: 128, vocab_size: config.vocab_size };
+        let mut cuda = Estimator::new(Target::Cuda, TensorParallel { rank: 0, size: 1 }, limits);
+        let error = models::load(&golden_dir(case), &config, &mut cuda).map(drop).unwrap_err().to_string();
+        let words = ["layers with a recurrent state (Gated DeltaNet)", "attention with an output gate", "--device=cpu"];
+        assert!(words.into_iter().all(|words| error.contains(words)), "{error}");
+    }
+}
+
+#[test]
+fn a_pipeline_stage_of_recurrent_layers_alone_is_refused() {
+    let dir = golden_dir("qwen3_next");
+    let config = models::Config::from_dir(&dir).unwrap();
+    let limits = StepLimits { max_tokens: 64, max_rows: 4, max_sequence_len: 128, vocab_size: config.vocab_size };
+    let load = |index| {
+        let estimator = Estimator::new(Target::Cpu, TensorParallel { rank: 0, size: 1 }, limits);
+        let mut estimator = estimator.in_stage(PipelineStage { index, count: 2 });
+        models::load(&dir, &config, &mut estimator).map(drop).map_err(|error| error.to_string())
+    };
+    assert_eq!(load(0), Ok(()));
+    assert!(load(1).unwrap_err().contains("a stage whose layers all have recurrent states, which a pipeline cannot"));
 }
 
 #[test]

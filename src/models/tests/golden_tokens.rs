@@ -15,7 +15,7 @@ use engine::{SampledToken, SamplingParams};
 use ops::DType;
 use support::{MAX_ROWS, Runner, Sequence, golden_dir, on_group, on_parts};
 
-const CASES: [&str; 86] = [
+const CASES: [&str; 91] = [
     "llama3_gqa",
     "tied_mqa",
     "mha_bias_f32",
@@ -102,6 +102,11 @@ const CASES: [&str; 86] = [
     "qwen3_nvfp4",
     "llama_mxfp4",
     "qwen2_modelopt",
+    "qwen3_next",
+    "qwen3_5",
+    "qwen3_5_vision",
+    "qwen3_5_moe",
+    "qwen3_5_moe_vision",
 ];
 
 struct Golden {

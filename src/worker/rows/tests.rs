@@ -9,6 +9,7 @@ fn joined(row: u32, tokens: &[u32], blocks: &[u32]) -> JoinedRow {
         tokens: tokens.iter().map(|&token| TokenId(token)).collect(),
         num_prompt_tokens: tokens.len() as u32,
         num_computed: 0,
+        state: None,
         tables: vec![JoinedTable { first: 0, blocks: blocks.iter().map(|&block| BlockId(block)).collect() }],
         sampling: SamplingParams::default(),
     }

@@ -2,7 +2,7 @@
 
 use std::time::{Duration, Instant};
 
-use engine::Engine;
+use engine::{Engine, EngineConfig, state_interval};
 use supervision::{FromWorker, ToWorker};
 
 use super::super::inbox::Message;
@@ -25,45 +25,77 @@ impl Running {
         });
         let deadline = started + LOAD_TIMEOUT;
         let workers = self.receive_from_all(&mut group, deadline, |message| match message {
-            FromWorker::Loaded { max_blocks, weights_bytes, workspace_bytes, block_bytes, phases } => {
-                Some(LoadedWorker { max_blocks, fixed_bytes: weights_bytes + workspace_bytes, block_bytes, phases })
-            }
+            FromWorker::Loaded {
+                max_blocks,
+                weights_bytes,
+                workspace_bytes,
+                block_bytes,
+                state_bytes,
+                max_states,
+                phases,
+            } => Some(LoadedWorker {
+                fits: Fitting { num_blocks: max_blocks, num_states: max_states },
+                fixed_bytes: weights_bytes + workspace_bytes,
+                block_bytes,
+                state_bytes,
+                phases,
+            }),
             _ => None,
         })?;
         let loaded = Instant::now();
-        let fitting = workers.iter().map(|worker| worker.max_blocks).min().expect("a group has a worker");
-        let num_blocks = self.create_engine(fitting)?;
-        group.broadcast(&ToWorker::Configure { num_blocks })?;
+        let fitting = |of: fn(&Fitting) -> usize| workers.iter().map(|worker| of(&worker.fits)).min().unwrap_or(0);
+        let fitting =
+            Fitting { num_blocks: fitting(|fits| fits.num_blocks), num_states: fitting(|fits| fits.num_states) };
+        let first = workers.first().expect("a group has a worker");
+        let Fitting { num_blocks, num_states } =
+            self.create_engine(fitting, state_interval(first.block_bytes, first.state_bytes))?;
+        group.broadcast(&ToWorker::Configure { num_blocks, num_states })?;
         self.receive_from_all(&mut group, deadline, |message| matches!(message, FromWorker::Ready).then_some(()))?;
         let mut phases = slowest_phases(&workers);
         phases.push(("load".to_owned(), loaded - started));
         phases.push(("kv_blocks".to_owned(), loaded.elapsed()));
         phases.push(("total".to_owned(), started.elapsed()));
         for (index, worker) in workers.iter().enumerate() {
-            group.set_memory(index, worker.fixed_bytes + worker.block_bytes * num_blocks as u64);
+            let cache_bytes = worker.block_bytes * num_blocks as u64 + worker.state_bytes * num_states as u64;
+            group.set_memory(index, worker.fixed_bytes + cache_bytes);
         }
         let workers = group.workers().to_vec();
         self.thread.shared.metrics.update_start(|start| *start = Start { workers, phases });
         Ok(group)
     }
 
-    /// Creates the engine at the first start. Returns the number of KV blocks, which stays the same over restarts because sequences were
-    /// admitted by it.
-    pub(super) fn create_engine(&mut self, fitting: usize) -> Result<usize, WorkerLoss> {
+    /// Creates the engine at the first start. Returns the number of KV blocks and recurrent states, which stays the same over restarts
+    /// because sequences were admitted by it.
+    pub(super) fn create_engine(&mut self, fitting: Fitting, state_interval: usize) -> Result<Fitting, WorkerLoss> {
         let name = &self.thread.config.name;
+        let Fitting { num_blocks: blocks, num_states: states } = fitting;
         if let Some(engine) = &self.engine {
-            let num_blocks = engine.config().num_blocks;
-            return match fitting >= num_blocks {
-                true => Ok(num_blocks),
-                false => Err(WorkerLoss::new(format!(
-                    "{fitting} KV blocks fit after the restart of `{name}`, {num_blocks} before"
-                ))),
+            let &EngineConfig { num_blocks, num_states, .. } = engine.config();
+            let lost = |fits: usize, before: usize, what: &str| {
+                let message = format!("{fits} {what} fit after the restart of `{name}`, {before} before");
+                if fits < before { Err(WorkerLoss::new(message)) } else { Ok(()) }
             };
+            lost(blocks, num_blocks, "KV blocks")?;
+            lost(states, num_states, "recurrent states")?;
+            return Ok(Fitting { num_blocks, num_states });
         }
-        let config = engine::EngineConfig { num_blocks: fitting, ..self.thread.config.engine.clone() };
-        tracing::info!(model = %name, num_blocks = fitting, block_size = config.block_size, "workers hold their weights");
+        let limits = self.thread.config.engine.clone();
+        let config = EngineConfig { num_blocks: blocks, num_states: states, state_interval, ..limits };
+        match states {
+            0 => {
+                tracing::info!(model = %name, num_blocks = blocks, block_size = config.block_size, "workers hold their weights")
+            }
+            _ => tracing::info!(
+                model = %name,
+                num_blocks = blocks,
+                block_size = config.block_size,
+                num_states = states,
+                state_interval,
+                "workers hold their weights"
+            ),
+        }
         let engine =
-            Engine::new(config).map_err(|error| WorkerLoss::new(format!("{fitting} KV blocks fit: {error}")))?;
+            Engine::new(config).map_err(|error| WorkerLoss::new(format!("{blocks} KV blocks fit: {error}")))?;
         self.engine = Some(engine);
         Ok(fitting)
     }
@@ -93,12 +125,20 @@ impl Running {
     }
 }
 
+/// Numbers of KV blocks and of slots for recurrent states.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) struct Fitting {
+    pub(super) num_blocks: usize,
+    pub(super) num_states: usize,
+}
+
 /// The report of a worker that has loaded its weights.
 struct LoadedWorker {
-    max_blocks: usize,
+    fits: Fitting,
     /// Weights and workspace.
     fixed_bytes: u64,
     block_bytes: u64,
+    state_bytes: u64,
     phases: Vec<(String, Duration)>,
 }
 

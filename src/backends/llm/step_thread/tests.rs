@@ -43,6 +43,8 @@ fn work(agents: &Weak<Agents>, prefix: &Prefix, worker: WorkerId, is_over: &Atom
         workspace_bytes: sizes.1,
         block_bytes: sizes.2,
         max_blocks: 64,
+        state_bytes: 0,
+        max_states: 0,
         phases: Vec::new(),
     });
     while !is_over.load(Ordering::Acquire) {

@@ -30,6 +30,7 @@ fn inputs() -> StepInputs {
         samples: vec![SampleInput { row: RowId(0), token_index: 3, num_generated: 2 }],
         masked: Vec::new(),
         logits: Vec::new(),
+        ..StepInputs::default()
     }
 }
 

@@ -17,6 +17,8 @@ pub struct Device {
     windows: Vec<Option<usize>>,
     /// `[num_blocks * block_size]`, the digest of a position in its KV group
     kv: Vec<u64>,
+    /// Of each slot for a recurrent state, the digest of the last position and the number of positions.
+    states: Vec<(u64, usize)>,
     pub rows: Vec<Option<Row>>,
     last_step: Option<u64>,
 }
@@ -29,6 +31,8 @@ pub struct Row {
     /// For each KV group; `None` before the blocks that were sent.
     tables: Vec<Vec<Option<BlockId>>>,
     num_computed: usize,
+    /// The slot of its recurrent state.
+    state: Option<usize>,
     /// Number of tokens when it joined.
     pub join_len: usize,
     beam_candidates: usize,
@@ -54,6 +58,7 @@ impl Device {
             block_size: config.block_size,
             windows: config.windows.clone(),
             kv: vec![0; config.num_blocks * config.block_size],
+            states: vec![(0, usize::MAX); config.num_states],
             rows: (0..config.max_rows).map(|_| None).collect(),
             last_step: None,
         }
@@ -94,6 +99,7 @@ impl Device {
                 digests: digests(&joined.tokens).collect(),
                 tables: joined.tables.iter().map(table).collect(),
                 num_computed: joined.num_computed as usize,
+                state: joined.state.map(|state| state.0 as usize),
                 join_len: joined.tokens.len(),
                 beam_candidates: joined.sampling.beam_candidates as usize,
                 drafts: Vec::new(),
@@ -101,6 +107,9 @@ impl Device {
         }
         self.revise(plan);
         self.copy(plan);
+        for copied in &plan.copied_states {
+            self.states[copied.to.0 as usize] = self.states[copied.from.0 as usize];
+        }
         for &GrownTable { row, group, block } in &plan.grown {
             let row = self.rows[row.0 as usize].as_mut().expect("a growing row is taken");
             row.tables[group as usize].push(Some(block));
@@ -170,6 +179,14 @@ impl Device {
         let write = &|group, position: usize| (self.slot(row, group, position), in_group(digests[position], group));
         let writes: Vec<_> =
             groups.flat_map(|group| (start..end).map(move |position| write(group, position))).collect();
+        if !self.states.is_empty() {
+            let slot = row.state.expect("a row has a slot for its recurrent state");
+            if start > 0 {
+                let expected = (digests[start - 1], start);
+                assert_eq!(self.states[slot], expected, "state of sequence {} at position {start}", row.sequence.0);
+            }
+            self.states[slot] = (digests[end - 1], end);
+        }
         writes.into_iter().for_each(|(slot, digest)| self.kv[slot] = digest);
         self.rows[work.row.0 as usize].as_mut().unwrap().num_computed = end;
     }

@@ -111,11 +111,16 @@ impl World {
 
     /// Returns false if there was nothing to plan.
     pub fn plan(&mut self) -> bool {
-        let Some(plan) = self.engine.plan() else { return false };
+        self.plan_tokens() > 0
+    }
+
+    /// Returns the number of positions that the plan computes; 0 if there was nothing to plan.
+    pub fn plan_tokens(&mut self) -> usize {
+        let Some(plan) = self.engine.plan() else { return 0 };
         self.check_bounds(&plan);
         self.outputs.push_back(self.device.run(&plan));
         self.audit();
-        true
+        plan.work.iter().map(|work| work.num_tokens as usize).sum()
     }
 
     /// Returns false if nothing was in flight.

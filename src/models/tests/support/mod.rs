@@ -65,6 +65,9 @@ impl Runner {
         let model = models::load(dir, &config, &mut device).unwrap();
         let spec = model.attention_spec(BLOCK_SIZE, MAX_LEN);
         device.allocate_cache(&spec, spec.kv_windows.len() * MAX_ROWS * MAX_BLOCKS).unwrap();
+        if !spec.states.is_empty() {
+            device.allocate_states(&spec, MAX_ROWS).unwrap();
+        }
         Self { device, model, windows: spec.kv_windows, step: 0 }
     }
 
@@ -77,6 +80,9 @@ impl Runner {
         let model = models::load(dir, &config, &mut device).ok()?;
         let spec = model.attention_spec(BLOCK_SIZE, MAX_LEN);
         device.allocate_cache(&spec, spec.kv_windows.len() * MAX_ROWS * MAX_BLOCKS).ok()?;
+        if !spec.states.is_empty() {
+            device.allocate_states(&spec, MAX_ROWS).ok()?;
+        }
         Some(Self { device, model, windows: spec.kv_windows, step: 0 })
     }
 
@@ -130,6 +136,7 @@ impl Runner {
                 }
                 p.computed += num_tokens;
                 inputs.rows.push(RowId(row as u32));
+                inputs.states.push((MAX_ROWS - 1 - row) as u32);
                 inputs.num_prefill_rows += usize::from(prefill);
                 inputs.row_starts.push(inputs.token_ids.len() as u32);
                 inputs.context_lens.push(p.computed as u32);

@@ -1,0 +1,127 @@
+//! Layers with a recurrent state, and the slots of the states.
+
+use engine::CopiedState;
+use kernels::cpu::{self as k, Buffer, DeltaRow, DeltaShape, DeltaWeights};
+use ops::{AttentionSpec, DeviceError, RecurrentShape, RecurrentWeights};
+
+use super::{CpuDevice, CpuTensor, out_of_range, weights};
+
+/// The weights of a layer besides its projections.
+pub struct Recurrent {
+    shape: DeltaShape,
+    conv: Vec<f32>,    // [taps, C]
+    decay: Vec<f32>,   // [V]
+    dt_bias: Vec<f32>, // [V]
+    norm: Vec<f32>,    // [DV]
+}
+
+/// Recurrent states of sequences.
+#[derive(Default)]
+pub(super) struct States {
+    layers: Vec<LayerStates>,
+    num_slots: usize,
+}
+
+/// Those of one layer.
+struct LayerStates {
+    slots: Buffer<f32>, // [slots, state_len]
+    state_len: usize,
+}
+
+impl States {
+    /// Refuses a step whose rows have no slots of their own.
+    pub(super) fn check(&self, slots: &[u32], num_rows: usize) -> Result<(), DeviceError> {
+        if self.layers.is_empty() {
+            return Ok(());
+        }
+        let mut sorted = slots.to_vec();
+        sorted.sort_unstable();
+        if slots.len() != num_rows || sorted.windows(2).any(|pair| pair[0] == pair[1]) {
+            return Err(DeviceError::Unsupported {
+                what: "states of a step".into(),
+                found: format!("slots {slots:?}"),
+                expected: format!("{num_rows} slots that differ"),
+            });
+        }
+        let outside = sorted.last().filter(|&&slot| slot as usize >= self.num_slots);
+        outside.map_or(Ok(()), |&slot| Err(out_of_range("state", slot, self.num_slots)))
+    }
+
+    pub(super) fn copy(&mut self, copied: &[CopiedState]) -> Result<(), DeviceError> {
+        for copied in copied {
+            let [from, to] = [copied.from.0, copied.to.0];
+            let slot = from.max(to);
+            if slot as usize >= self.num_slots {
+                return Err(out_of_range("state", slot, self.num_slots));
+            }
+            for LayerStates { slots, state_len } in &mut self.layers {
+                let start = from as usize * *state_len;
+                slots.copy_within(start..start + *state_len, to as usize * *state_len);
+            }
+        }
+        Ok(())
+    }
+}
+
+impl CpuDevice {
+    pub(super) fn load_recurrent_layer(&mut self, layer: &RecurrentWeights) -> Recurrent {
+        let RecurrentWeights { shape, conv, a_log, dt_bias, norm } = layer;
+        let RecurrentShape { num_key_heads, num_value_heads, key_dim, value_dim, num_taps } = *shape;
+        let vectors = [conv, a_log, dt_bias, norm];
+        self.weights_bytes += vectors.iter().map(|vector| size_of_val(&vector[..])).sum::<usize>() as u64;
+        Recurrent {
+            shape: DeltaShape { num_key_heads, num_value_heads, key_dim, value_dim, num_taps },
+            conv: (0..num_taps).flat_map(|tap| conv.iter().skip(tap).step_by(num_taps)).copied().collect(),
+            decay: a_log.iter().map(|a_log| -a_log.exp()).collect(),
+            dt_bias: dt_bias.clone(),
+            norm: norm.clone(),
+        }
+    }
+
+    pub(super) fn take_states(&mut self, spec: &AttentionSpec, num_slots: usize) -> Result<(), DeviceError> {
+        let needed_bytes = (spec.state_bytes() * num_slots) as u64;
+        let free_bytes = weights::available_memory();
+        if needed_bytes > free_bytes {
+            let what = format!("{num_slots} recurrent states");
+            return Err(DeviceError::OutOfMemory { device: "cpu".into(), what, needed_bytes, free_bytes });
+        }
+        let layer = |shape: &RecurrentShape| LayerStates {
+            slots: Buffer::new(num_slots * shape.state_len()),
+            state_len: shape.state_len(),
+        };
+        self.states = States { layers: spec.states.iter().map(layer).collect(), num_slots };
+        Ok(())
+    }
+
+    pub(super) fn run_recurrent(
+        &mut self,
+        out: &mut CpuTensor,
+        [qkvz, ba]: [&CpuTensor; 2],
+        layer: usize,
+        weights: &Recurrent,
+        eps: f32,
+    ) {
+        let (tokens, inputs) = (self.num_tokens(), &self.inputs);
+        let row = |(index, starts): (usize, &[u32])| DeltaRow {
+            first_token: starts[0] as usize,
+            num_tokens: (starts[1] - starts[0]) as usize,
+            state: inputs.states[index] as usize,
+            is_first: inputs.positions[starts[0] as usize] == 0,
+        };
+        let rows: Vec<_> = inputs.row_starts.windows(2).enumerate().filter(|(_, s)| s[0] < s[1]).map(row).collect();
+        let Recurrent { shape, conv, decay, dt_bias, norm } = weights;
+        let by = DeltaWeights { conv, decay, dt_bias, norm, eps };
+        let (out, states) = (out.rows_mut(tokens), &mut self.states.layers[layer].slots);
+        k::gated_delta(&mut self.pool, shape, &by, &rows, [qkvz.rows(tokens), ba.rows(tokens)], (out, states));
+    }
+
+    /// `x[t, i] *= sigmoid(y[t, first + i])`.
+    pub(super) fn run_gate_columns(&mut self, x: &mut CpuTensor, y: &CpuTensor, first: usize) {
+        let (tokens, cols) = (self.num_tokens(), x.cols);
+        let rows = x.rows_mut(tokens).chunks_exact_mut(cols).zip(y.rows(tokens).chunks_exact(y.cols));
+        for (x, y) in rows {
+            let gated = x.iter_mut().zip(&y[first..first + cols]);
+            gated.for_each(|(x, gate)| *x /= 1.0 + k::exp(-gate));
+        }
+    }
+}

@@ -1,0 +1,121 @@
+//! Recurrent states of running sequences: their slots, and when snapshots are taken.
+//!
+//! A sequence can start from a prefix only where a snapshot exists. Snapshots of a prompt are taken at its last full block and
+//! every [`crate::EngineConfig::state_interval`] blocks: a chunk ends there, and the plan after it copies the state before the
+//! next chunk. While a sequence decodes, the end of each full block is copied, and the newest copies replace the ones before; so
+//! when it ends, or is preempted, the state at the last full block of its output remains.
+
+use crate::StateId;
+use crate::blocks::{BlockPool, ContentId};
+use crate::engine::Engine;
+use crate::plan::CopiedState;
+use crate::prefix::{self, Found};
+use crate::schedule::PlanBuilder;
+use crate::sequence::Sequence;
+use crate::slot::Slot;
+
+/// The recurrent state of a sequence.
+#[derive(Debug, Clone, Copy, Default)]
+pub(crate) struct SequenceState {
+    /// Its slot while it runs.
+    pub(crate) own: Option<StateId>,
+    /// A snapshot of its output, and the position; its content is not registered yet.
+    pub(crate) output: Option<(StateId, usize)>,
+    /// The content of the snapshot of its output before that.
+    kept_output: Option<ContentId>,
+}
+
+impl SequenceState {
+    /// Number of slots that the sequence uses.
+    pub(crate) fn num_held(&self) -> usize {
+        usize::from(self.own.is_some()) + usize::from(self.output.is_some())
+    }
+}
+
+impl Engine {
+    /// Whether sequences have recurrent states.
+    #[inline]
+    pub(crate) fn has_states(&self) -> bool {
+        self.config.num_states > 0
+    }
+
+    /// Gives a joining sequence its slot, with the state that belongs to the prefix that was found.
+    pub(crate) fn start_state(&mut self, slot: Slot, found: &Found, builder: &mut PlanBuilder) {
+        let states = &mut self.pool.states;
+        let (own, from) = match found.snapshot() {
+            Some(content) => states.start_from(content),
+            None => (states.allocate().expect("room was found for the joining sequence"), None),
+        };
+        builder.copied_states.extend(from.map(|from| CopiedState { from, to: own }));
+        self.sequences[slot].recurrent.own = Some(own);
+    }
+
+    /// Takes a snapshot of a prompt if one is due at the positions computed so far. Returns how many tokens may follow until
+    /// the next.
+    pub(crate) fn snapshot_prompt(&mut self, slot: Slot, builder: &mut PlanBuilder) -> usize {
+        let sequence = &self.sequences[slot];
+        let (computed, block_size) = (sequence.num_computed, self.config.block_size);
+        let remaining = sequence.join_len - computed;
+        if !self.config.prefix_cache {
+            return remaining;
+        }
+        let interval = self.config.state_interval * block_size;
+        let last = (sequence.join_len - 1) / block_size * block_size;
+        let is_due = computed > 0 && (computed == last || computed.is_multiple_of(interval));
+        let content = (computed / block_size).checked_sub(1).and_then(|index| sequence.contents.get(index));
+        if let Some(&content) = content.filter(|_| is_due)
+            && let Some(own) = sequence.recurrent.own
+            && !self.pool.states.has_snapshot(content)
+            && let Some(to) = self.pool.states.allocate()
+        {
+            builder.copied_states.push(CopiedState { from: own, to });
+            self.pool.states.keep(to, content);
+        }
+        let next = last.min((computed / interval + 1) * interval);
+        if next > computed { next - computed } else { remaining }
+    }
+
+    /// Takes a snapshot of the output of a decoding sequence, which is at the end of a block.
+    pub(crate) fn snapshot_output(&mut self, slot: Slot, builder: &mut PlanBuilder) {
+        if !self.config.prefix_cache {
+            return;
+        }
+        let (block_size, step) = (self.config.block_size, self.next_step);
+        keep_output(&mut self.pool, &mut self.sequences[slot], block_size, step);
+        // Rows that are free find a slot when a sequence joins.
+        if self.pool.states.num_available() <= self.free_rows.len() {
+            return;
+        }
+        let sequence = &mut self.sequences[slot];
+        if let Some(own) = sequence.recurrent.own
+            && let Some(to) = self.pool.states.allocate()
+        {
+            builder.copied_states.push(CopiedState { from: own, to });
+            sequence.recurrent.output = Some((to, sequence.num_computed));
+        }
+    }
+}
+
+/// The snapshot of the output becomes one that others can find, if its tokens are known, in place of the one before.
+pub(crate) fn keep_output(pool: &mut BlockPool, sequence: &mut Sequence, block_size: usize, step: u64) {
+    let Some((state, position)) = sequence.recurrent.output.take() else { return };
+    prefix::register_output(pool, sequence, block_size, step);
+    let Some(&content) = sequence.contents.get(position / block_size - 1) else {
+        return pool.states.release(state);
+    };
+    pool.states.keep(state, content);
+    if let Some(before) = sequence.recurrent.kept_output.replace(content).filter(|&before| before != content) {
+        pool.states.forget(before);
+    }
+}
+
+/// Gives back the slot of a sequence that leaves its row.
+pub(crate) fn release_state(pool: &mut BlockPool, sequence: &mut Sequence) {
+    if let Some((state, _)) = sequence.recurrent.output.take() {
+        pool.states.release(state);
+    }
+    if let Some(own) = sequence.recurrent.own.take() {
+        pool.states.release(own);
+    }
+    sequence.recurrent = SequenceState::default();
+}

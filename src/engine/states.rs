@@ -1,0 +1,194 @@
+//! Slots for the recurrent states of sequences: which sequence uses which, and which hold snapshots that others can start from.
+//!
+//! A running sequence has a slot, in which its state advances. A snapshot is a copy of it at the end of a KV block. It is named by
+//! the content of that block, so it stands for the same tokens as the blocks up to there, and it is dropped together with that
+//! block. Sequences take unused slots first, then that of the snapshot that was used longest ago.
+
+use std::collections::{BTreeMap, HashMap};
+
+use crate::StateId;
+use crate::blocks::ContentId;
+
+/// Share of the memory for KV blocks and states that is left for snapshots when each row has two slots: 1 / 4.
+const SNAPSHOT_DIVISOR: u64 = 4;
+
+/// The numbers of KV blocks and of slots for recurrent states in `room_bytes` of memory. `sizes` are the bytes of a block and of a
+/// slot, 0 if there are no states. If `max_blocks` is set, there are not more blocks, and states take no more memory than these.
+pub fn divide_memory(room_bytes: u64, sizes: [u64; 2], max_rows: usize, max_blocks: Option<u64>) -> (u64, usize) {
+    let [block_bytes, state_bytes] = sizes;
+    let shared = max_blocks.map_or(room_bytes, |max| room_bytes.min(max.saturating_mul(2 * block_bytes)));
+    let states = num_states(shared, state_bytes, max_rows);
+    let fitting = room_bytes.saturating_sub(states as u64 * state_bytes) / block_bytes.max(1);
+    (max_blocks.map_or(fitting, |max| fitting.min(max)), states)
+}
+
+/// The number of slots in `room_bytes` of memory, which KV blocks and states share: two for each row, one for its sequence and one
+/// for a snapshot of its output, and some for other snapshots; at most half of the memory, and at least one. 0 if a state has no
+/// bytes.
+fn num_states(room_bytes: u64, state_bytes: u64, max_rows: usize) -> usize {
+    if state_bytes == 0 {
+        return 0;
+    }
+    let of_rows = 2 * max_rows as u64;
+    let others = room_bytes.saturating_sub(of_rows * state_bytes) / SNAPSHOT_DIVISOR / state_bytes;
+    let count = (of_rows + others).min(room_bytes / 2 / state_bytes).max(1);
+    usize::try_from(count.min(i32::MAX as u64)).expect("the bound fits")
+}
+
+/// The number of KV blocks between snapshots of a prompt, such that they take no more memory than its blocks.
+pub fn state_interval(block_bytes: u64, state_bytes: u64) -> usize {
+    let interval = state_bytes.div_ceil(block_bytes.max(1)).clamp(1, i32::MAX as u64);
+    usize::try_from(interval).expect("the bound fits")
+}
+
+#[derive(Debug, Clone, Copy)]
+struct Snapshot {
+    state: StateId,
+    last_use: u64,
+}
+
+/// All slots.
+#[derive(Debug, Default)]
+pub(crate) struct StatePool {
+    num_slots: usize,
+    unused: Vec<StateId>,
+    snapshots: HashMap<ContentId, Snapshot>,
+    /// The same by last use, oldest first.
+    by_last_use: BTreeMap<u64, ContentId>,
+    /// Counts uses.
+    clock: u64,
+}
+
+impl StatePool {
+    pub(crate) fn new(num_slots: usize) -> Self {
+        let mut pool = Self { num_slots, ..Self::default() };
+        pool.reset();
+        pool
+    }
+
+    /// Removes all users and snapshots, because the workers' memory is new.
+    pub(crate) fn reset(&mut self) {
+        self.unused.clear();
+        self.unused.extend((0..self.num_slots as u32).rev().map(StateId));
+        self.snapshots.clear();
+        self.by_last_use.clear();
+    }
+
+    /// Number of slots that can be allocated: unused ones and snapshots.
+    pub(crate) fn num_available(&self) -> usize {
+        self.unused.len() + self.snapshots.len()
+    }
+
+    pub(crate) fn num_snapshots(&self) -> usize {
+        self.snapshots.len()
+    }
+
+    pub(crate) fn num_used(&self) -> usize {
+        self.num_slots - self.num_available()
+    }
+
+    /// Takes a slot. `None` if sequences use all.
+    pub(crate) fn allocate(&mut self) -> Option<StateId> {
+        self.unused.pop().or_else(|| {
+            let (_, &oldest) = self.by_last_use.first_key_value()?;
+            self.remove(oldest)
+        })
+    }
+
+    /// Gives back a slot that was allocated.
+    pub(crate) fn release(&mut self, state: StateId) {
+        self.unused.push(state);
+    }
+
+    pub(crate) fn has_snapshot(&self, content: ContentId) -> bool {
+        self.snapshots.contains_key(&content)
+    }
+
+    /// Takes a slot for a sequence that starts with the snapshot of `content`, which exists. Returns the slot and where the state
+    /// must be copied from. If there is no other slot, it is the snapshot's own.
+    pub(crate) fn start_from(&mut self, content: ContentId) -> (StateId, Option<StateId>) {
+        let snapshot = self.remove(content).expect("a snapshot that was found exists");
+        match self.allocate() {
+            None => (snapshot, None),
+            Some(own) => {
+                self.insert(content, snapshot);
+                (own, Some(snapshot))
+            }
+        }
+    }
+
+    /// An allocated slot becomes the snapshot of `content`, unless there is one.
+    pub(crate) fn keep(&mut self, state: StateId, content: ContentId) {
+        match self.has_snapshot(content) {
+            true => self.release(state),
+            false => self.insert(content, state),
+        }
+    }
+
+    fn insert(&mut self, content: ContentId, state: StateId) {
+        self.clock += 1;
+        self.snapshots.insert(content, Snapshot { state, last_use: self.clock });
+        self.by_last_use.insert(self.clock, content);
+    }
+
+    fn remove(&mut self, content: ContentId) -> Option<StateId> {
+        let snapshot = self.snapshots.remove(&content)?;
+        self.by_last_use.remove(&snapshot.last_use);
+        Some(snapshot.state)
+    }
+
+    /// Drops the snapshot of a content, if there is one.
+    pub(crate) fn forget(&mut self, content: ContentId) {
+        let state = self.remove(content);
+        self.unused.extend(state);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_snapshot_that_was_used_longest_ago_is_replaced_first() {
+        let [a, b, c] = [1, 2, 3].map(|salt| ContentId::salted(Some(salt)));
+        let mut pool = StatePool::new(3);
+        for content in [a, b] {
+            let slot = pool.allocate().unwrap();
+            pool.keep(slot, content);
+        }
+        let (own, from) = pool.start_from(a);
+        assert!(from.is_some_and(|from| from != own));
+        assert_eq!((pool.num_available(), pool.num_used()), (2, 1));
+        let slot = pool.allocate().unwrap();
+        assert!(pool.has_snapshot(a) && !pool.has_snapshot(b));
+        pool.keep(slot, c);
+        pool.forget(a);
+        let (last, from) = pool.start_from(c);
+        assert_eq!(from, Some(slot), "the slot of `a` is free");
+        pool.forget(c);
+        assert_eq!((pool.allocate(), pool.allocate()), (Some(slot), None));
+        assert_ne!(last, own);
+    }
+
+    #[test]
+    fn a_sequence_takes_the_slot_of_its_snapshot_if_there_is_no_other() {
+        let content = ContentId::salted(Some(1));
+        let mut pool = StatePool::new(1);
+        let slot = pool.allocate().unwrap();
+        pool.keep(slot, content);
+        assert_eq!(pool.start_from(content), (slot, None));
+        assert_eq!((pool.num_available(), pool.has_snapshot(content)), (0, false));
+    }
+
+    #[test]
+    fn states_take_at_most_half_of_the_memory() {
+        assert_eq!(num_states(1000, 0, 8), 0);
+        assert_eq!(num_states(1000, 10, 8), 16 + 21);
+        assert_eq!(num_states(1000, 100, 8), 5);
+        assert_eq!(num_states(1000, 2000, 8), 1);
+        assert_eq!(divide_memory(1000, [10, 0], 8, None), (100, 0));
+        assert_eq!(divide_memory(1000, [10, 10], 8, None), (63, 37));
+        assert_eq!(divide_memory(1000, [10, 10], 8, Some(12)), (12, 12));
+        assert_eq!([(64, 1), (64, 64), (64, 65)].map(|(block, state)| state_interval(block, state)), [1, 1, 2]);
+    }
+}

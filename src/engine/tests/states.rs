@@ -1,0 +1,187 @@
+//! Models with recurrent states: sequences have slots, and start from snapshots. [`World`] checks at each step that a row's state
+//! is that of the positions before it, and compares each stream with what its request generates alone.
+
+mod support;
+
+use engine::{BeamParams, Engine, EngineConfig, Policy, Refused, Request, StepPlan, TokenId};
+use support::{Random, VOCAB_SIZE, World};
+
+const BLOCK_SIZE: usize = 16;
+
+fn config() -> EngineConfig {
+    EngineConfig {
+        max_rows: 4,
+        max_step_tokens: 64,
+        max_mixed_prefill_tokens: 64,
+        max_sequence_len: 2048,
+        block_size: BLOCK_SIZE,
+        num_states: 16,
+        state_interval: 4,
+        ..EngineConfig::default()
+    }
+}
+
+fn prompt(seed: u64, len: usize) -> Vec<TokenId> {
+    let mut random = Random(seed);
+    (0..len).map(|_| TokenId(random.below(VOCAB_SIZE))).collect()
+}
+
+fn request(prompt: Vec<TokenId>, max_tokens: u32) -> Request {
+    Request { prompt, max_tokens, ..Request::default() }
+}
+
+/// Runs a request to its end. Returns the number of positions computed.
+fn computed(world: &mut World, request: Request) -> usize {
+    world.submit(request).unwrap();
+    let mut computed = 0;
+    while !world.engine.is_idle() {
+        computed += world.plan_tokens();
+        world.settle();
+    }
+    computed
+}
+
+/// What a request generates.
+fn output(request: &Request) -> Vec<TokenId> {
+    support::run_alone(request, config().max_sequence_len).0
+}
+
+#[test]
+fn the_next_turn_of_a_conversation_computes_only_what_follows_the_last_full_block() {
+    let mut world = World::new(config(), 1);
+    let first = request(prompt(1, 100), 50);
+    assert_eq!(computed(&mut world, first.clone()), 149);
+    let text = [first.prompt.clone(), output(&first)].concat();
+    // The last token of an answer is never computed. Of 149 positions, 144 are full blocks.
+    let next = [text, prompt(2, 20)].concat();
+    assert_eq!(computed(&mut world, request(next.clone(), 10)), next.len() - 144 + 9);
+    // The same prompt again starts at its last full block, and another answer to the first one at that one's.
+    assert_eq!(computed(&mut world, request(next.clone(), 10)), next.len() - 160 + 9);
+    assert_eq!(computed(&mut world, request(first.prompt, 3)), 100 - 96 + 2);
+}
+
+#[test]
+fn prompts_with_a_common_beginning_start_at_the_last_snapshot_within_it() {
+    let mut world = World::new(config(), 1);
+    let beginning = prompt(1, 150);
+    let of = |seed: u64, len: usize| request([beginning.clone(), prompt(seed, len)].concat(), 1);
+    computed(&mut world, of(2, 40));
+    // A snapshot is taken every 4 blocks of 16 positions: the last one within 150 is at 128.
+    assert_eq!(computed(&mut world, of(3, 25)), 150 + 25 - 128);
+}
+
+#[test]
+fn prompts_that_arrive_together_compute_their_common_beginning_once() {
+    let mut world = World::new(config(), 1);
+    let text = prompt(1, 200);
+    for _ in 0..4 {
+        world.submit(request(text.clone(), 5)).unwrap();
+    }
+    let mut computed = 0;
+    while !world.engine.is_idle() {
+        computed += world.plan_tokens();
+        world.settle();
+    }
+    world.run_to_idle();
+    // The last full block of 200 positions ends at 192.
+    assert_eq!(computed, 200 + 3 * 8 + 4 * 4);
+}
+
+#[test]
+fn a_sequence_waits_until_a_slot_is_free() {
+    let mut world = World::new(EngineConfig { num_states: 2, ..config() }, 1);
+    for seed in 0..5 {
+        world.submit(request(prompt(seed, 40), 30)).unwrap();
+    }
+    let mut most = 0;
+    while !world.engine.is_idle() {
+        world.plan();
+        most = most.max(world.engine.stats().num_running);
+        world.settle();
+    }
+    world.run_to_idle();
+    assert_eq!((most, world.engine.stats().num_states_used), (2, 0));
+}
+
+#[test]
+fn preempted_sequences_go_on_from_a_snapshot_of_their_output() {
+    // Two texts of 20 blocks do not fit into 30 at once.
+    let config = EngineConfig { policy: Policy::MaxUtilization, num_blocks: 30, max_rows: 2, ..config() };
+    let mut world = World::new(config, 1);
+    for seed in 0..2 {
+        world.submit(request(prompt(seed, 200), 120)).unwrap();
+    }
+    let mut computed = 0;
+    while !world.engine.is_idle() {
+        computed += world.plan_tokens();
+        world.settle();
+    }
+    world.run_to_idle();
+    assert!(world.engine.stats().total_preempted > 0);
+    assert!(computed < 2 * 319 + 200, "{computed} positions");
+}
+
+#[test]
+fn lost_workers_lose_the_states_and_the_texts_go_on() {
+    let mut world = World::new(config(), 1);
+    world.submit(request(prompt(1, 100), 60)).unwrap();
+    for _ in 0..30 {
+        world.plan();
+        world.settle();
+    }
+    assert!(world.engine.stats().num_states_cached > 0);
+    world.recover();
+    assert_eq!(world.engine.stats().num_states_cached, 0);
+    world.run_to_idle();
+}
+
+#[test]
+fn a_snapshot_is_dropped_with_its_block() {
+    let mut world = World::new(EngineConfig { num_blocks: 16, ..config() }, 1);
+    computed(&mut world, request(prompt(1, 200), 1));
+    let before = world.engine.stats().num_states_cached;
+    assert!(before >= 3, "{before} snapshots");
+    // Another text needs all blocks.
+    computed(&mut world, request(prompt(2, 250), 1));
+    let found = computed(&mut world, request(prompt(1, 200), 1));
+    assert_eq!(found, 200);
+}
+
+#[test]
+fn without_the_prefix_cache_there_are_no_snapshots() {
+    let mut world = World::new(EngineConfig { prefix_cache: false, ..config() }, 1);
+    for _ in 0..2 {
+        assert_eq!(computed(&mut world, request(prompt(1, 100), 50)), 149);
+    }
+    assert_eq!(world.engine.stats().num_states_cached, 0);
+}
+
+#[test]
+fn beam_searches_are_refused_with_the_reason() {
+    let mut engine = Engine::new(config()).unwrap();
+    let beams = BeamParams { width: 2, len_penalty: 0.0, early_stopping: false, diversity_rate: 0.0 };
+    let refused = engine.submit(Request { beams: Some(beams), ..request(prompt(1, 5), 5) }).unwrap_err();
+    assert_eq!(refused, Refused::RecurrentBeams);
+    assert!(refused.to_string().contains("do not support beam search"), "{refused}");
+}
+
+#[test]
+fn the_largest_plan_with_states_fits_its_bound() {
+    let config = EngineConfig { max_rows: 64, max_step_tokens: 256, num_states: 300, num_blocks: 300, ..config() };
+    let bound = config.max_plan_bytes();
+    let mut engine = Engine::new(EngineConfig { policy: Policy::MaxUtilization, ..config }).unwrap();
+    for seed in 0..64 {
+        engine.submit(request(prompt(seed, 70), 90)).unwrap();
+    }
+    let mut bytes = Vec::new();
+    let mut events = Vec::new();
+    while !engine.is_idle() {
+        let Some(plan) = engine.plan() else { break };
+        engine::plan::encode::<StepPlan>(&plan, &mut bytes);
+        assert!(bytes.len() <= bound, "{} bytes, bound {bound}", bytes.len());
+        let token = |row| engine::SampledToken { row, token: TokenId(7), logprob: None, top: vec![] };
+        let tokens = plan.work.iter().filter(|work| work.samples).map(|work| token(work.row)).collect();
+        engine.settle(engine::StepOutput { step: plan.step, tokens }, &mut events).unwrap();
+    }
+    assert!(engine.is_idle());
+}

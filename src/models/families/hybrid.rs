@@ -1,0 +1,85 @@
+//! Qwen3-Next, Qwen3.5 and Qwen3.6: most layers have a recurrent state (Gated DeltaNet), the others attention whose output is
+//! gated.
+
+use ops::{Activation, RecurrentShape};
+use serde_json::Value;
+
+use super::adjust::{Adjusted, each_attention};
+use super::experts;
+use crate::ModelError;
+use crate::config::Config;
+use crate::fields::Fields;
+
+pub(super) fn qwen3_next(fields: &Fields, config: &mut Config) -> Adjusted {
+    put_recurrent_layers(fields, config)?;
+    experts::qwen2_moe(fields, config)
+}
+
+pub(super) fn qwen3_5(fields: &Fields, config: &mut Config) -> Adjusted {
+    fields.only("attn_output_gate", true)?;
+    fields.only_text("mamba_ssm_dtype", &["float32"])?;
+    if let Some(parameters) = fields.object("rope_parameters")? {
+        // Sections of positions of images. All positions of a text are equal.
+        parameters.ignore(&["mrope_section", "mrope_interleaved"]);
+    }
+    // The layer that predicts a further token is not used.
+    fields.ignore(&["mtp_num_hidden_layers", "mtp_use_dedicated_embeddings"]);
+    put_recurrent_layers(fields, config)
+}
+
+/// Experts in all layers, whose probabilities are divided by their sum.
+pub(super) fn qwen3_5_moe(fields: &Fields, config: &mut Config) -> Adjusted {
+    qwen3_5(fields, config)?;
+    fields.only("norm_topk_prob", true)?;
+    experts::qwen3_5_moe(fields, config)
+}
+
+fn put_recurrent_layers(fields: &Fields, config: &mut Config) -> Adjusted {
+    if config.layers.iter().any(|layer| layer.mlp.is_some_and(|mlp| mlp.activation != Activation::Silu)) {
+        let found = fields.get("hidden_act").cloned().unwrap_or_default();
+        return Err(fields.wrong("hidden_act", "`silu`", &found));
+    }
+    each_attention(config, |attention| attention.has_output_gate = true);
+    let shape = shape(fields)?;
+    let is_recurrent = recurrent_layers(fields, config.num_layers())?;
+    if !is_recurrent.contains(&false) {
+        let found = fields.get("layer_types").or(fields.get("full_attention_interval")).cloned().unwrap_or_default();
+        return Err(fields.wrong("layer_types", "a list with `full_attention` at least once", &found));
+    }
+    for (layer, is_recurrent) in config.layers.iter_mut().zip(is_recurrent) {
+        layer.recurrent = is_recurrent.then_some(shape);
+    }
+    Ok(())
+}
+
+fn shape(fields: &Fields) -> Result<RecurrentShape, ModelError> {
+    let shape = RecurrentShape {
+        num_key_heads: fields.required_size("linear_num_key_heads")?,
+        num_value_heads: fields.required_size("linear_num_value_heads")?,
+        key_dim: fields.required_size("linear_key_head_dim")?,
+        value_dim: fields.required_size("linear_value_head_dim")?,
+        num_taps: fields.required_size("linear_conv_kernel_dim")?,
+    };
+    if !shape.num_value_heads.is_multiple_of(shape.num_key_heads) {
+        let expected = format!("a multiple of `linear_num_key_heads` ({})", shape.num_key_heads);
+        return Err(fields.wrong("linear_num_value_heads", &expected, &shape.num_value_heads.into()));
+    }
+    Ok(shape)
+}
+
+/// The layers that `layer_types` names, or all but every n-th.
+fn recurrent_layers(fields: &Fields, num_layers: usize) -> Result<Vec<bool>, ModelError> {
+    let interval = fields.size("full_attention_interval")?.unwrap_or(4);
+    let Some(value) = fields.get("layer_types") else {
+        return Ok((1..=num_layers).map(|number| !number.is_multiple_of(interval)).collect());
+    };
+    let expected = format!("a list of {num_layers} names, `full_attention` or `linear_attention`");
+    let names = value.as_array().filter(|names| names.len() == num_layers);
+    let is_recurrent = |name: &Value| match name.as_str() {
+        Some("full_attention") => Some(false),
+        Some("linear_attention") => Some(true),
+        _ => None,
+    };
+    let layers = names.and_then(|names| names.iter().map(is_recurrent).collect::<Option<Vec<_>>>());
+    layers.ok_or_else(|| fields.wrong("layer_types", &expected, value))
+}

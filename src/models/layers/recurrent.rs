@@ -1,0 +1,155 @@
+//! Loads this worker's shard of a layer with a recurrent state. Value heads are divided like query heads, and key heads like KV
+//! heads.
+
+use std::ops::Range;
+
+use ops::{Device, LinearRole, RecurrentShape, RecurrentWeights};
+
+use super::qkv::{RowSlice, scaled};
+use super::{LayerSource, Loader};
+use crate::ModelError;
+use crate::names::{RecurrentNames, RecurrentProjections};
+use crate::shard::LayerShard;
+
+impl<D: Device> Loader<'_, D> {
+    fn recurrent_names(&self) -> RecurrentNames {
+        self.names.recurrent.expect("an architecture with recurrent layers names them")
+    }
+
+    /// The projections of the input: q, k, v and the gates of the output as one matrix, and learning rates and steps as
+    /// another.
+    pub(crate) fn recurrent_inputs(
+        &mut self,
+        layer: LayerSource<'_>,
+        shape: RecurrentShape,
+    ) -> Result<[D::Weight; 2], ModelError> {
+        let [qkvz, ba] = row_slices(self.recurrent_names().projections, shape, layer.shard);
+        Ok([
+            self.by_output(LinearRole::Qkv, layer.index, &qkvz, false)?,
+            self.by_output(LinearRole::Up, layer.index, &ba, false)?,
+        ])
+    }
+
+    pub(crate) fn recurrent_out(
+        &mut self,
+        layer: LayerSource<'_>,
+        shape: RecurrentShape,
+    ) -> Result<D::Weight, ModelError> {
+        let name = self.layer_name(layer.index, self.recurrent_names().out);
+        let taken = scaled(&layer.shard.heads, shape.value_dim);
+        self.by_input(LinearRole::Out, &name, shape.widths()[1], taken, false)
+    }
+
+    pub(crate) fn recurrent_weights(
+        &mut self,
+        layer: LayerSource<'_>,
+        shape: RecurrentShape,
+    ) -> Result<D::Weight, ModelError> {
+        let (names, shard) = (self.recurrent_names(), layer.shard);
+        let name = |name: &str| self.layer_name(layer.index, name);
+        let conv_name = name(names.conv);
+        let mut conv = Vec::new();
+        for Range { start, end } in channels(shape, shard) {
+            let taps = start * shape.num_taps..end * shape.num_taps;
+            conv.extend(self.checkpoint.values(&conv_name, &[shape.channels(), 1, shape.num_taps], taps)?);
+        }
+        let of_heads = |own: &str| self.checkpoint.values(&name(own), &[shape.num_value_heads], shard.heads.clone());
+        let weights = RecurrentWeights {
+            shape: shape_of(shape, shard),
+            conv,
+            a_log: of_heads(names.a_log)?,
+            dt_bias: of_heads(names.dt_bias)?,
+            norm: self.checkpoint.values(&name(names.norm), &[shape.value_dim], 0..shape.value_dim)?,
+        };
+        let loaded = self.device.load_recurrent(&weights);
+        self.or_device_error(loaded)
+    }
+}
+
+/// The sizes of a worker's shard.
+pub(crate) fn shape_of(shape: RecurrentShape, shard: &LayerShard) -> RecurrentShape {
+    RecurrentShape { num_key_heads: shard.kv_heads.len(), num_value_heads: shard.heads.len(), ..shape }
+}
+
+/// The worker's channels of q, of k and of v.
+fn channels(shape: RecurrentShape, shard: &LayerShard) -> [Range<usize>; 3] {
+    let keys = shape.widths()[0];
+    let [key, value] = [scaled(&shard.kv_heads, shape.key_dim), scaled(&shard.heads, shape.value_dim)];
+    [key.clone(), after(keys, &key), after(2 * keys, &value)]
+}
+
+fn after(offset: usize, range: &Range<usize>) -> Range<usize> {
+    offset + range.start..offset + range.end
+}
+
+/// The rows of q, k, v and the gates of the output, and those of learning rates and steps.
+fn row_slices(projections: RecurrentProjections, shape: RecurrentShape, shard: &LayerShard) -> [Vec<RowSlice>; 2] {
+    let slice = |name, rows, taken| RowSlice { name, rows, taken, head_order: None };
+    match projections {
+        RecurrentProjections::Separate { qkv, z, b, a } => {
+            let qkv = channels(shape, shard).map(|taken| slice(qkv, shape.channels(), taken));
+            let z = slice(z, shape.widths()[1], scaled(&shard.heads, shape.value_dim));
+            let ba = [b, a].map(|name| slice(name, shape.num_value_heads, shard.heads.clone()));
+            [qkv.into_iter().chain([z]).collect(), ba.into()]
+        }
+        RecurrentProjections::Grouped { qkvz, ba } => {
+            let ratio = shape.num_value_heads / shape.num_key_heads;
+            let (dim, values) = (shape.key_dim, ratio * shape.value_dim);
+            // Each key head has its q, its k, and v and the gates of its value heads.
+            let (stride, rows) = (2 * dim + 2 * values, shape.num_key_heads * (2 * dim + 2 * values));
+            let key_part = |offset: usize| {
+                shard.kv_heads.clone().map(move |head| head * stride + offset..head * stride + offset + dim)
+            };
+            let value_part = |offset: usize| of_heads(shard, ratio, (stride, offset, shape.value_dim));
+            let taken = key_part(0).chain(key_part(dim)).chain(value_part(2 * dim)).chain(value_part(2 * dim + values));
+            let gates = of_heads(shard, ratio, (2 * ratio, 0, 1)).chain(of_heads(shard, ratio, (2 * ratio, ratio, 1)));
+            [
+                taken.map(|taken| slice(qkvz, rows, taken)).collect(),
+                gates.map(|taken| slice(ba, 2 * shape.num_value_heads, taken)).collect(),
+            ]
+        }
+    }
+}
+
+/// Rows of the worker's value heads, where those of each key head are together: a key head has `stride` rows, and its value heads
+/// have `dim` rows each from `offset` on.
+fn of_heads(
+    shard: &LayerShard,
+    ratio: usize,
+    (stride, offset, dim): (usize, usize, usize),
+) -> impl Iterator<Item = Range<usize>> {
+    let heads = shard.heads.clone();
+    shard.kv_heads.clone().map(move |key| {
+        let own = heads.start.max(key * ratio)..heads.end.min((key + 1) * ratio);
+        let first = key * stride + offset;
+        first + (own.start - key * ratio) * dim..first + (own.end - key * ratio) * dim
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn taken(projections: RecurrentProjections, heads: Range<usize>, kv_heads: Range<usize>) -> [Vec<Range<usize>>; 2] {
+        // Two key heads of 3, four value heads of 5: q 6, k 6, v 20, gates 20.
+        let shape = RecurrentShape { num_key_heads: 2, num_value_heads: 4, key_dim: 3, value_dim: 5, num_taps: 4 };
+        let shard = LayerShard { heads, kv_heads, intermediate: 0..0, experts: 0..0, expert_intermediate: 0..0 };
+        row_slices(projections, shape, &shard).map(|slices| slices.into_iter().map(|slice| slice.taken).collect())
+    }
+
+    #[test]
+    fn separate_projections_are_divided_by_heads() {
+        let names = RecurrentProjections::Separate { qkv: "qkv", z: "z", b: "b", a: "a" };
+        assert_eq!(taken(names, 2..4, 1..2), [vec![3..6, 9..12, 22..32, 10..20], vec![2..4, 2..4]]);
+        assert_eq!(taken(names, 3..4, 1..2), [vec![3..6, 9..12, 27..32, 15..20], vec![3..4, 3..4]]);
+    }
+
+    #[test]
+    fn projections_that_are_grouped_by_key_heads_are_put_in_order() {
+        let names = RecurrentProjections::Grouped { qkvz: "qkvz", ba: "ba" };
+        // A key head has q 3, k 3, v 10, gates 10; then learning rates 2, steps 2.
+        let whole = [vec![0..3, 26..29, 3..6, 29..32, 6..16, 32..42, 16..26, 42..52], vec![0..2, 4..6, 2..4, 6..8]];
+        assert_eq!(taken(names, 0..4, 0..2), whole);
+        assert_eq!(taken(names, 3..4, 1..2), [vec![26..29, 29..32, 37..42, 47..52], vec![5..6, 7..8]]);
+    }
+}

@@ -1,0 +1,129 @@
+//! The first part of a layer: attention, or a recurrent state in its place.
+
+use ops::{Device, DeviceError, HeadNorms};
+
+use crate::ModelError;
+use crate::buffers::InnerBuffers;
+use crate::layers::{HeadNormWeights, LayerSource, Loader};
+
+/// Number of layers of each kind that a stage has so far.
+#[derive(Debug, Default)]
+pub(crate) struct Counts {
+    attention: usize,
+    recurrent: usize,
+}
+
+/// How a layer mixes the tokens of a sequence.
+pub(crate) enum Mixer<D: Device> {
+    Attention(Attention<D>),
+    Recurrent(Recurrent<D>),
+}
+
+pub(crate) struct Attention<D: Device> {
+    /// Index in [`ops::AttentionSpec::layers`].
+    index: usize,
+    qkv: D::Weight,
+    head_norms: Option<HeadNormWeights<D>>,
+    /// The first column of the gates of the output in the product of `qkv`.
+    gates: Option<usize>,
+    out: D::Weight,
+    sinks: Vec<f32>, // of this worker's heads, or none
+}
+
+pub(crate) struct Recurrent<D: Device> {
+    /// Index in [`ops::AttentionSpec::states`].
+    index: usize,
+    qkvz: D::Weight,
+    ba: D::Weight,
+    weights: D::Weight,
+    out: D::Weight,
+}
+
+impl<D: Device> Mixer<D> {
+    pub(crate) fn load(
+        loader: &mut Loader<'_, D>,
+        source: LayerSource<'_>,
+        counts: &mut Counts,
+    ) -> Result<Self, ModelError> {
+        if let Some(shape) = source.spec.recurrent {
+            counts.recurrent += 1;
+            let [qkvz, ba] = loader.recurrent_inputs(source, shape)?;
+            let weights = loader.recurrent_weights(source, shape)?;
+            let (index, out) = (counts.recurrent - 1, loader.recurrent_out(source, shape)?);
+            return Ok(Mixer::Recurrent(Recurrent { index, qkvz, ba, weights, out }));
+        }
+        counts.attention += 1;
+        let (attention, shard) = (&source.spec.attention, source.shard);
+        let first_gate = (shard.heads.len() + 2 * shard.kv_heads.len()) * attention.head_dim;
+        Ok(Mixer::Attention(Attention {
+            index: counts.attention - 1,
+            qkv: loader.qkv(source)?,
+            head_norms: attention.head_norm.map(|norm| loader.head_norms(source, norm)).transpose()?,
+            gates: attention.has_output_gate.then_some(first_gate),
+            out: loader.out(source)?,
+            sinks: loader.sinks(source)?,
+        }))
+    }
+
+    /// The sinks of this worker's heads; none if the layer has none.
+    pub(crate) fn sinks(&self) -> &[f32] {
+        match self {
+            Mixer::Attention(attention) => &attention.sinks,
+            Mixer::Recurrent(_) => &[],
+        }
+    }
+
+    /// `partial` = this worker's part of the sum, for the input `x`. `eps` is that of the norms of hidden states.
+    pub(crate) fn run(
+        &self,
+        device: &mut D,
+        x: &D::Tensor,
+        partial: &mut D::Tensor,
+        b: &mut InnerBuffers<D>,
+        eps: f32,
+    ) -> Result<(), DeviceError> {
+        match self {
+            Mixer::Attention(attention) => attention.run(device, x, partial, b),
+            Mixer::Recurrent(recurrent) => recurrent.run(device, x, partial, b, eps),
+        }
+    }
+}
+
+impl<D: Device> Attention<D> {
+    fn run(
+        &self,
+        device: &mut D,
+        x: &D::Tensor,
+        partial: &mut D::Tensor,
+        b: &mut InnerBuffers<D>,
+    ) -> Result<(), DeviceError> {
+        device.linear(&mut b.qkv, x, &self.qkv)?;
+        if let Some(HeadNormWeights { spec, q, k, v }) = &self.head_norms {
+            let norms = HeadNorms { span: spec.span, q, k: k.as_ref(), v: v.as_ref() };
+            device.head_norm(&mut b.qkv, self.index, &norms, spec.eps)?;
+        }
+        device.rope_and_cache(&mut b.qkv, self.index)?;
+        device.attention(&mut b.attended, &b.qkv, self.index)?;
+        if let Some(first) = self.gates {
+            device.gate_columns(&mut b.attended, &b.qkv, first)?;
+        }
+        device.linear(partial, &b.attended, &self.out)
+    }
+}
+
+impl<D: Device> Recurrent<D> {
+    fn run(
+        &self,
+        device: &mut D,
+        x: &D::Tensor,
+        partial: &mut D::Tensor,
+        b: &mut InnerBuffers<D>,
+        eps: f32,
+    ) -> Result<(), DeviceError> {
+        let ba = b.ba.as_mut().expect("the buffers are those of the layer's widths");
+        device.linear(&mut b.qkv, x, &self.qkvz)?;
+        device.linear(ba, x, &self.ba)?;
+        device.recurrent(&mut b.attended, [&b.qkv, ba], self.index, &self.weights, eps)?;
+        device.linear(partial, &b.attended, &self.out)
+    }
+}
