@@ -53,7 +53,7 @@ pub(crate) fn run(
     if let Some(path) = &args.control {
         control.answer(path);
     }
-    let result = llm_defaults(&args, &hardware, world.size(), agents.nodes().max_ranks()).and_then(|defaults| {
+    let result = llm_defaults(&args, &hardware, world.size(), agents.nodes().max_ranks()).and_then(|(defaults, _)| {
         let python =
             Arc::new(PythonFactory::new(python_config(&args, &hardware, &prefix, world)?).map_err(RankError::Runtime)?);
         let llm = Arc::new(LlmFactory::new(defaults, Arc::clone(&agents), prefix.clone(), grpc.handle().clone()));
