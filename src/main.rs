@@ -9,7 +9,7 @@ use std::path::PathBuf;
 use std::process::ExitCode;
 use std::sync::Arc;
 
-use bench::BenchArgs;
+use bench::{BenchArgs, ReplayArgs};
 use clap::{Arg, ArgAction, Args, Command, FromArgMatches};
 use client::ClientArgs;
 use hub::{PullArgs, RmArgs};
@@ -60,6 +60,7 @@ fn main() -> ExitCode {
         Some(("nccl-check", matches)) => run_nccl_check(matches),
         Some(("client", matches)) => run_client(matches),
         Some(("bench", matches)) => run_bench(matches),
+        Some(("replay", matches)) => run_replay(matches),
         Some(("lint", matches)) => run_lint(matches),
         Some(("init", matches)) => run_init(matches),
         Some(("top", matches)) => run_top(matches),
@@ -122,6 +123,10 @@ fn command() -> Command {
         .subcommand(nccl_check_command())
         .subcommand(described::<ClientArgs>("client", "Sends a prompt and prints the answer as it comes"))
         .subcommand(described::<BenchArgs>("bench", "Measures a running server"))
+        .subcommand(described::<ReplayArgs>(
+            "replay",
+            "Sends the requests of a recording again, and compares answers and latencies",
+        ))
         .subcommand(described::<LintArgs>(
             "lint",
             "Explains every file and key of a model repository, and what is wrong with it",
@@ -203,6 +208,10 @@ fn run_client(matches: &clap::ArgMatches) -> anyhow::Result<ExitCode> {
 fn run_bench(matches: &clap::ArgMatches) -> anyhow::Result<ExitCode> {
     bench::run(BenchArgs::from_arg_matches(matches)?)?;
     Ok(ExitCode::SUCCESS)
+}
+
+fn run_replay(matches: &clap::ArgMatches) -> anyhow::Result<ExitCode> {
+    Ok(bench::replay(&ReplayArgs::from_arg_matches(matches)?)?)
 }
 
 fn run_lint(matches: &clap::ArgMatches) -> anyhow::Result<ExitCode> {
