@@ -4,6 +4,8 @@
 use std::path::Path;
 
 use anyhow::{Context, Result, bail};
+use ipc::Ring;
+use nix::sys::statvfs::statvfs;
 
 use crate::command::Starter;
 use crate::flags::WorldFlags;
@@ -17,7 +19,38 @@ use crate::plan::{Plan, Site};
 pub(crate) fn all(flags: &WorldFlags, site: &Site, plan: &Plan) -> Result<()> {
     repository(flags)?;
     program(flags, site)?;
-    starter(flags, site, plan)
+    starter(flags, site, plan)?;
+    if plan.is_one_node && flags.container_image.is_none() { shared_memory(flags, site) } else { Ok(()) }
+}
+
+/// Bytes of `/dev/shm` without which MPI and ranks do not start, once and for each rank. Open MPI hangs when it gets less.
+const MIN_SHM_BYTES: u64 = 4 << 20;
+
+/// Checks that this user can create a ring in `/dev/shm`, and that ranks have room there.
+///
+/// # Errors
+/// When something lacks, with what to do.
+pub(crate) fn shared_memory(flags: &WorldFlags, site: &Site) -> Result<()> {
+    let space = statvfs("/dev/shm").context("/dev/shm is not there; mount a tmpfs at /dev/shm")?;
+    let free = space.blocks_available() * space.fragment_size();
+    let needed = MIN_SHM_BYTES * (1 + u64::from(flags.world_size));
+    if free < needed {
+        bail!(
+            "/dev/shm has {} MiB free, and {} rank(s) need {} MiB at least; give it more: `docker run --shm-size=8g`, or \
+             `mount -o remount,size=8g /dev/shm`",
+            free >> 20,
+            flags.world_size,
+            needed >> 20
+        );
+    }
+    // A ring as ranks create them; its file is removed with it.
+    let prefix = format!("{}check{}_", site.shm_prefix, std::process::id());
+    match prefix.parse().and_then(|prefix| Ring::create(&prefix, "ring", 1 << 16)) {
+        Ok(_) => Ok(()),
+        Err(error) => {
+            bail!("{:#}; let this user write to /dev/shm (`chmod 1777 /dev/shm`)", anyhow::Error::from(error))
+        }
+    }
 }
 
 /// Checks that `--model_repo` is a directory with models.

@@ -233,6 +233,7 @@ fn supervise(flags: &WorldFlags, site: Site, plan: &Plan, run_dir: RunDir) -> Re
         shm_prefix: site.shm_prefix.clone(),
         exit_timeout_secs: flags.exit_timeout.unwrap_or(WorldState::default().exit_timeout_secs),
         num_restarts: 0,
+        num_failures: 0,
         times_served: 0,
         phase: Phase::Loading,
         last_failure: None,

@@ -2,19 +2,18 @@
 
 use std::fs;
 
-use ipc::Ring;
 use nix::sys::resource::{RLIM_INFINITY, Resource, getrlimit};
 use nix::sys::statvfs::statvfs;
 
 use super::finding::{Finding, size};
+use crate::check;
 use crate::control;
 use crate::flags::WorldFlags;
+use crate::plan::Site;
 use crate::state::RunDir;
 
 /// Shared memory that a rank and its workers take, with room for large models and many rows.
 const SHM_PER_RANK: u64 = 64 << 20;
-/// Docker's default size of `/dev/shm`.
-const DOCKER_SHM: u64 = 64 << 20;
 /// Connections, rings and files of a busy rank 0.
 const MIN_OPEN_FILES: u64 = 4096;
 
@@ -56,31 +55,23 @@ pub(super) fn memory() -> Finding {
 }
 
 /// Size of `/dev/shm`, which step plans and all-reduces within a node use, and whether a ring can be created there.
-pub(super) fn shared_memory(world_size: u32, prefix: &str) -> Finding {
-    let needed = SHM_PER_RANK * u64::from(world_size);
-    let advice = "give it more: `docker run --shm-size=8g`, or `mount -o remount,size=8g /dev/shm`";
-    let Ok(space) = statvfs("/dev/shm") else {
-        return Finding::fail("shared memory", "/dev/shm is not there", "mount a tmpfs at /dev/shm");
-    };
-    let (total, free) = (space.blocks() * space.fragment_size(), space.blocks_available() * space.fragment_size());
+pub(super) fn shared_memory(flags: &WorldFlags, site: &Site) -> Finding {
+    if let Err(error) = check::shared_memory(flags, site) {
+        return Finding::of_error("shared memory", format!("{error:#}"), "mount a tmpfs at /dev/shm");
+    }
+    let needed = SHM_PER_RANK * u64::from(flags.world_size);
+    let (total, free) = statvfs("/dev/shm").map_or((0, 0), |space| {
+        (space.blocks() * space.fragment_size(), space.blocks_available() * space.fragment_size())
+    });
     let found = format!("{} free of {} in /dev/shm", size(free), size(total));
-    if free < needed.min(DOCKER_SHM / 2) {
-        return Finding::fail("shared memory", found, advice);
-    }
-    // A ring as ranks create them; its file is removed with it.
-    let ring = format!("{prefix}doctor{}_", std::process::id());
-    if let Err(error) = ring.parse().and_then(|prefix| Ring::create(&prefix, "ring", 1 << 16)) {
-        let found = format!("{:#}", anyhow::Error::from(error));
-        return Finding::fail("shared memory", found, "let this user write to /dev/shm (`chmod 1777 /dev/shm`)");
-    }
-    if free < needed {
-        return Finding::warn(
+    match free < needed {
+        true => Finding::warn(
             "shared memory",
-            format!("{found}; {world_size} ranks may take {}", size(needed)),
-            advice,
-        );
+            format!("{found}; {} ranks may take {}", flags.world_size, size(needed)),
+            "give it more: `docker run --shm-size=8g`, or `mount -o remount,size=8g /dev/shm`",
+        ),
+        false => Finding::ok("shared memory", found),
     }
-    Finding::ok("shared memory", found)
 }
 
 /// Limit of locked memory, which buffers for GPUs and fast networks need.

@@ -43,7 +43,7 @@ fn examine(flags: &WorldFlags, site: &Site, run_dir: &RunDir) -> Vec<Finding> {
     let wants_gpus = gpu::are_wanted(flags);
     let mut findings = of_start(flags, site);
     findings.extend([machine::cores(flags.world_size), machine::memory(), machine::huge_pages()]);
-    findings.extend([machine::shared_memory(flags.world_size, &site.shm_prefix), machine::locked_memory(wants_gpus)]);
+    findings.extend([machine::shared_memory(flags, site), machine::locked_memory(wants_gpus)]);
     findings.extend([machine::open_files(), machine::clock_source()]);
     findings.extend(machine::ports(flags, run_dir));
     findings.extend(gpu::check(flags));

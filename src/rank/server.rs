@@ -45,7 +45,6 @@ pub(crate) fn run(
     startup: Startup,
     hardware: Hardware,
 ) -> Result<ExitCode, RankError> {
-    let recorder = args.record.options().map(|options| Recorder::start(&options)).transpose()?;
     let heartbeat = Heartbeat::new(world);
     let agents = connect(world, supervisor, events, Arc::clone(&heartbeat)).map_err(RankError::Runtime)?;
     heartbeat.start(world, &agents, Duration::from_secs(args.heartbeat_timeout));
@@ -55,7 +54,9 @@ pub(crate) fn run(
     if let Some(path) = &args.control {
         control.answer(path);
     }
+    let mut recorder = None;
     let result = llm_defaults(&args, &hardware, world.size(), agents.nodes().max_ranks()).and_then(|(defaults, _)| {
+        recorder = args.record.options().map(|options| Recorder::start(&options)).transpose()?;
         let python =
             Arc::new(PythonFactory::new(python_config(&args, &hardware, &prefix, world)?).map_err(RankError::Runtime)?);
         let llm = LlmFactory::new(defaults, Arc::clone(&agents), prefix.clone(), grpc.handle().clone());
