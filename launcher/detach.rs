@@ -63,7 +63,7 @@ fn wait_until_ready(child: &mut Child, run_dir: &RunDir, timeout: Duration, log:
     loop {
         if let Some(status) = child.try_wait().context("cannot wait for the launcher")? {
             let reason = excerpt::of(log);
-            bail!("the world did not start ({}); from {}:\n{reason}", ipc::describe_exit(status), log.display());
+            bail!("the world did not start ({}): {reason}\nlog: {}", ipc::describe_exit(status), log.display());
         }
         // A check of the port would not do: another program may serve there meanwhile.
         let serves = |world: &WorldState| world.launcher_pid == child.id() && world.phase == Phase::Serving;
@@ -73,7 +73,7 @@ fn wait_until_ready(child: &mut Child, run_dir: &RunDir, timeout: Duration, log:
         if start.elapsed() > timeout {
             end(child)?;
             let reason = excerpt::of(log);
-            bail!("the world does not serve after {timeout:?}; from {}:\n{reason}", log.display());
+            bail!("the world does not serve after {timeout:?}: {reason}\nlog: {}", log.display());
         }
         thread::sleep(Duration::from_millis(50));
     }

@@ -1,4 +1,4 @@
-//! The part of a log that an error message shows: errors first, then the last lines.
+//! The part of a log that an error message shows: the cause, other errors, then the last lines.
 
 use std::path::Path;
 
@@ -19,6 +19,33 @@ pub(crate) fn of(log: &Path) -> String {
 
 fn excerpt(log: &str) -> String {
     let lines = without_boxes(log.lines().filter(|line| !is_of_table(line)).collect());
+    let Some(cause) = cause(&lines) else { return shown(&lines) };
+    // What repeats the cause, or follows from it, is left out.
+    let more: Vec<&str> =
+        lines.into_iter().filter(|line| !unescaped(line).contains(&cause) && !line.contains(DEPENDS)).collect();
+    format!("{cause}\n{}", shown(&more)).trim_end().to_owned()
+}
+
+/// Words of the error of a model that needs another one, which could not be loaded.
+const DEPENDS: &str = "which has no loaded version";
+
+/// What the first model that failed to load was refused for.
+fn cause(lines: &[&str]) -> Option<String> {
+    let failures = lines.iter().filter(|line| is_error(line) && line.contains("failed to load '"));
+    let first = failures.into_iter().find(|line| !line.contains(DEPENDS))?;
+    let (_, words) = first.split_once("failed to load '")?;
+    // `NAME' version 1: KIND: WHY`, with quotation marks around all of it.
+    let (_, words) = words.split_once("' version ")?;
+    let why = words.splitn(3, ": ").nth(2)?;
+    Some(unescaped(why.strip_suffix('"').unwrap_or(why)))
+}
+
+/// The text of a field in the log, where quotation marks and backslashes have a backslash before them.
+fn unescaped(text: &str) -> String {
+    text.replace("\\\"", "\"").replace("\\\\", "\\")
+}
+
+fn shown(lines: &[&str]) -> String {
     let errors: Vec<usize> = (0..lines.len()).filter(|index| is_error(lines[*index])).collect();
     let num_last = if errors.is_empty() { LAST_LINES_ALONE } else { LAST_LINES };
     let last = lines.len().saturating_sub(num_last);
@@ -72,6 +99,15 @@ mod tests {
         let expected =
             "E1124 00:00:01 1 b.rs:2] \"failed to load 'm'\"\n2\nerror: creating server\nlaunch: died\nlaunch: report";
         assert_eq!(excerpt(&log), expected);
+    }
+
+    #[test]
+    fn the_cause_comes_first_and_what_follows_from_it_is_left_out() {
+        let log = "E1124 00:00:01 1 a.rs:1] \"failed to load 'a' version 1: Invalid argument: ensemble 'a' depends on 'b' which has no loaded version\"\n\
+                   E1124 00:00:02 1 a.rs:1] \"failed to load 'b' version 1: Invalid argument: model `b`: 3 workers; \\\"2\\\" would do\"\n\
+                   E1124 00:00:03 1 b.rs:2] \"failed to load 'b': version 1 is at UNAVAILABLE state: Invalid argument: model `b`: 3 workers; \\\"2\\\" would do;\"\n\
+                   error: creating server\nlaunch: died\n";
+        assert_eq!(excerpt(log), "model `b`: 3 workers; \"2\" would do\nerror: creating server\nlaunch: died");
     }
 
     #[test]

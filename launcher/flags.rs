@@ -94,44 +94,23 @@ pub enum Action {
         #[arg(long)]
         http_port: Option<u16>,
     },
-    /// Check whether this machine can run a world, and print problems with advice; exit code 1 if a world could not start.
+    /// Check whether a world with these flags could start here, and print problems with advice; exit code 1 if it could not.
     #[command(infer_long_args = true)]
-    Doctor(DoctorFlags),
+    Doctor(Box<DoctorFlags>),
     /// Print a Slurm batch file that starts a world: `launch sbatch --world_size=8 > serve.sbatch`.
     #[command(infer_long_args = true)]
     Sbatch(Box<BatchFlags>),
 }
 
-/// Flags of `launch doctor`: those of the world that is to be started.
+/// Flags of `launch doctor`, and the world that is to be started.
 #[derive(Debug, Clone, Args)]
 pub struct DoctorFlags {
-    /// Number of ranks.
-    #[arg(long, default_value_t = 1, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=65536))]
-    pub world_size: u32,
-    /// The model repository to serve.
-    #[arg(long, alias = "model-repository", default_value = "model_repository", value_name = "DIR")]
-    pub model_repo: PathBuf,
-    /// Port of the gRPC protocol.
-    #[arg(long, default_value_t = 8001, value_name = "PORT")]
-    pub grpc_port: u16,
-    /// Port of the HTTP protocol.
-    #[arg(long, default_value_t = 8000, value_name = "PORT")]
-    pub http_port: u16,
-    /// Port of the metrics.
-    #[arg(long, default_value_t = 8002, value_name = "PORT")]
-    pub metrics_port: u16,
-    /// The device of the workers.
-    #[arg(long, value_enum, default_value_t = DeviceKind::Auto)]
-    pub device: DeviceKind,
-    /// The `mpirun` that starts ranks. [default: that in PATH]
-    #[arg(long, value_name = "PROGRAM")]
-    pub mpirun: Option<PathBuf>,
-    /// The server program. [default: `trireme` beside this program]
-    #[arg(long, value_name = "PROGRAM")]
-    pub trireme: Option<PathBuf>,
     /// Print JSON.
     #[arg(long)]
     pub json: bool,
+    /// The world to start.
+    #[command(flatten)]
+    pub world: WorldFlags,
 }
 
 /// A batch job, and the world it starts.
@@ -304,7 +283,7 @@ impl WorldFlags {
     }
 
     /// The last value of a flag among those for the ranks.
-    fn rank_flag(&self, name: &str) -> Option<String> {
+    pub(crate) fn rank_flag(&self, name: &str) -> Option<String> {
         let normal: Vec<String> = self.rank_flags.iter().map(|flag| text_with_dashes(flag)).collect();
         let value = |(index, flag): (usize, &String)| match flag.strip_prefix(name)? {
             "" => normal.get(index + 1).cloned(),

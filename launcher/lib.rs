@@ -31,6 +31,7 @@ macro_rules! eprint {
 }
 
 mod capture;
+mod check;
 mod choices;
 pub mod command;
 mod container;
@@ -64,7 +65,7 @@ mod systemd;
 mod world;
 
 use std::ffi::OsString;
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 use std::process::ExitCode;
 use std::time::Duration;
 
@@ -72,7 +73,6 @@ use anyhow::{Context, Result, bail};
 use ipc::ProcessId;
 
 use capture::Capture;
-use command::Starter;
 use flags::{Action, Flags, WorldFlags};
 use mpi::Mpirun;
 use plan::{Plan, Site};
@@ -83,6 +83,7 @@ use supervise::Supervisor;
 use systemd::Systemd;
 
 pub use detach::SUB_COMMAND;
+pub use doctor::Earlier;
 
 /// Runs a command line, program name first, and reports its error.
 pub fn main(line: Vec<OsString>) -> ExitCode {
@@ -113,11 +114,23 @@ pub fn run(flags: &Flags, arguments: &[OsString]) -> Result<u8> {
         }
         Some(Action::Stop { job: Some(job), .. }) => control::stop_job(*job)?,
         Some(Action::Stop { http_port, all, .. }) => control::stop(&run_dir, *http_port, *all)?,
-        Some(Action::Doctor(flags)) => return doctor::run(flags, &run_dir),
+        Some(Action::Doctor(flags)) => return doctor::run(flags, &run_dir, &[]),
         Some(Action::Sbatch(batch)) => print!("{}", sbatch::file(batch, arguments)?),
         None => return start(&flags.world, arguments, run_dir),
     }
     Ok(0)
+}
+
+/// `launch doctor` with `arguments`, for a command that has checked something before.
+///
+/// # Errors
+/// When the run directory cannot be used, or `arguments` are none of `launch doctor`.
+pub fn doctor(arguments: &[String], earlier: &[Earlier]) -> Result<u8> {
+    let line = ["launch", "doctor"].into_iter().chain(arguments.iter().map(String::as_str)).map(OsString::from);
+    match Flags::parse_from_line(line)?.action {
+        Some(Action::Doctor(flags)) => doctor::run(&flags, &RunDir::open()?, earlier),
+        _ => bail!("no flags of `launch doctor`"),
+    }
 }
 
 /// The worlds that this user runs on this machine.
@@ -172,7 +185,7 @@ fn start(flags: &WorldFlags, arguments: &[OsString], run_dir: RunDir) -> Result<
         let status = status.with_context(|| format!("cannot start {}", command.program.display()))?;
         return Ok(u8::try_from(status.code().unwrap_or(1)).unwrap_or(1));
     }
-    check(flags, &site, &plan)?;
+    check::all(flags, &site, &plan)?;
     plan.placement.iter().for_each(|placement| eprintln!("launch: {placement}"));
     if !flags.detached {
         world::remove_leftovers()?;
@@ -220,6 +233,7 @@ fn supervise(flags: &WorldFlags, site: Site, plan: &Plan, run_dir: RunDir) -> Re
         shm_prefix: site.shm_prefix.clone(),
         exit_timeout_secs: flags.exit_timeout.unwrap_or(WorldState::default().exit_timeout_secs),
         num_restarts: 0,
+        num_failures: 0,
         times_served: 0,
         phase: Phase::Loading,
         last_failure: None,
@@ -275,55 +289,4 @@ fn site(run_dir: &RunDir, flags: &WorldFlags) -> Result<Site> {
     let work_dir = std::env::current_dir().context("cannot tell the working directory")?;
     let run_dir = run_dir.path().to_owned();
     Ok(Site { trireme, num_cores: cores, shm_prefix, mpirun, allocation, hosts, environment, work_dir, run_dir })
-}
-
-/// Whether a path that leads to no directory has the form `ORG/NAME`.
-fn is_hub_name(path: &Path) -> bool {
-    let Some(text) = path.to_str().filter(|_| !path.exists()) else { return false };
-    let parts: Vec<&str> = text.split('/').collect();
-    parts.len() == 2 && parts.iter().all(|part| part.starts_with(|first: char| first.is_ascii_alphanumeric()))
-}
-
-/// Whether a directory has a folder that could be a model's.
-fn has_folder(dir: &Path) -> Result<bool> {
-    let entries = std::fs::read_dir(dir).with_context(|| format!("cannot read {}", dir.display()))?;
-    let is_model =
-        |entry: std::fs::DirEntry| entry.path().is_dir() && !entry.file_name().to_string_lossy().starts_with('.');
-    Ok(entries.flatten().any(is_model))
-}
-
-/// Checks that the model repository, the server program and `mpirun` exist on this machine.
-fn check(flags: &WorldFlags, site: &Site, plan: &Plan) -> Result<()> {
-    let is_checkpoint = flags.model_repo.join("config.json").is_file();
-    if is_checkpoint || is_hub_name(&flags.model_repo) {
-        let (path, what) = (flags.model_repo.display(), if is_checkpoint { "a checkpoint" } else { "no directory" });
-        bail!(
-            "{path} is {what}, and `launch` takes a model repository; serve a checkpoint or a model of a hub with `trireme serve {path}`"
-        );
-    }
-    if !flags.model_repo.is_dir() {
-        bail!("there is no model repository at {}; say where it is with --model_repo=DIR", flags.model_repo.display());
-    }
-    if !flags.may_have_no_model() && !has_folder(&flags.model_repo)? {
-        bail!(
-            "{} holds no model: it has no folders; to load models later, start with --model-control-mode=explicit or poll",
-            flags.model_repo.display()
-        );
-    }
-    let trireme = flags.trireme.as_ref().unwrap_or(&site.trireme);
-    let in_image = flags.container_image.is_some();
-    if !in_image && !trireme.is_file() {
-        bail!(
-            "there is no server program at {}; build it beside `launch`, or name it with --trireme",
-            trireme.display()
-        );
-    }
-    if matches!(plan.starter, Starter::Mpirun(_)) {
-        site.mpirun.check_installed()?;
-        // A program inside an image cannot be checked from outside; ranks compare their builds at start-up.
-        if !in_image {
-            hosts::check(&plan.placed, trireme, &flags.model_repo)?;
-        }
-    }
-    Ok(())
 }

@@ -59,7 +59,7 @@ pub struct Plan {
 pub fn plan(flags: &WorldFlags, site: &Site) -> Result<Plan> {
     let ports = [flags.grpc_port, flags.http_port, flags.metrics_port];
     if let Some(port) = (0..2).find_map(|i| ports[i + 1..].contains(&ports[i]).then_some(ports[i])) {
-        bail!("port {port} is given twice: gRPC, HTTP and metrics each need their own");
+        bail!("port {port} is given twice; gRPC, HTTP and metrics each need their own");
     }
     if flags.no_mpi && flags.world_size > 1 {
         bail!("--no-mpi starts one rank, but --world_size is {}; leave one of them out", flags.world_size);

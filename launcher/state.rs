@@ -61,6 +61,9 @@ pub(crate) struct WorldState {
     pub(crate) exit_timeout_secs: u64,
     /// Number of starts after the first, including those that the user requested.
     pub(crate) num_restarts: u32,
+    /// Those after a failure.
+    #[serde(default)]
+    pub(crate) num_failures: u32,
     /// How often it has become ready.
     pub(crate) times_served: u32,
     pub(crate) phase: Phase,
@@ -93,6 +96,7 @@ impl Default for WorldState {
             shm_prefix: String::new(),
             exit_timeout_secs: 30, // The time of requests in flight without `--exit_timeout`.
             num_restarts: 0,
+            num_failures: 0,
             times_served: 0,
             phase: Phase::Loading,
             last_failure: None,
@@ -353,6 +357,7 @@ mod tests {
             shm_prefix: "prefix".into(),
             exit_timeout_secs: 30,
             num_restarts: 0,
+            num_failures: 0,
             times_served: 0,
             phase: Phase::Loading,
             last_failure: None,

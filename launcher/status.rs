@@ -31,8 +31,10 @@ pub struct WorldStatus {
     pub state: &'static str,
     /// Number of ranks.
     pub world_size: u32,
-    /// Number of restarts.
+    /// Number of restarts, those included that the user wanted.
     pub num_restarts: u32,
+    /// Number of restarts after a failure.
+    pub num_failures: u32,
     /// The exit status of its last failed run, in words.
     pub last_failure: Option<String>,
     /// The newest crash report.
@@ -147,6 +149,7 @@ fn world_status(world: &WorldState, before: &Metrics, now: &Metrics, time: Durat
         state,
         world_size: world.world_size,
         num_restarts: world.num_restarts,
+        num_failures: world.num_failures,
         last_failure: world.last_failure.clone(),
         crash_report: newest_report(world),
         model_repository: world.model_repository.clone(),
@@ -246,11 +249,12 @@ fn table(worlds: &[WorldStatus]) -> String {
         return "no world runs\n".to_owned();
     }
     for world in worlds {
-        let WorldStatus { http_port, grpc_port, metrics_port, state, world_size, num_restarts, .. } = world;
+        let WorldStatus { http_port, grpc_port, metrics_port, state, world_size, .. } = world;
+        let restarts = restarts(world.num_restarts, world.num_failures);
         let _ = writeln!(
             out,
             "http {http_port} grpc {grpc_port} metrics {metrics_port}: {state}, {world_size} rank(s), \
-             {num_restarts} restart(s), {}, log {}",
+             {restarts}, {}, log {}",
             world.model_repository.display(),
             world.log.display()
         );
@@ -278,6 +282,16 @@ fn table(worlds: &[WorldStatus]) -> String {
         out.push_str(&aligned(&rows));
     }
     out
+}
+
+/// `2 restarts, 1 after a failure`
+pub fn restarts(all: u32, failures: u32) -> String {
+    let plural = if all == 1 { "" } else { "s" };
+    match (all, failures) {
+        (0, _) => "no restart".to_owned(),
+        (_, 0) => format!("{all} restart{plural}, all wanted"),
+        _ => format!("{all} restart{plural}, {failures} after a failure"),
+    }
 }
 
 fn row(process: &ProcessStatus) -> [String; 9] {

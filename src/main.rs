@@ -4,17 +4,18 @@
 mod client_memory;
 mod manual;
 
+use std::ffi::OsString;
 use std::path::PathBuf;
 use std::process::ExitCode;
 use std::sync::Arc;
 
-use bench::BenchArgs;
-use clap::{Arg, Args, Command, FromArgMatches};
+use bench::{BenchArgs, ReplayArgs};
+use clap::{Arg, ArgAction, Args, Command, FromArgMatches};
 use client::ClientArgs;
 use hub::{PullArgs, RmArgs};
 use lint::{InitArgs, LintArgs};
 use rank::Hardware;
-use serve::ServeArgs;
+use serve::{DoctorArgs, ServeArgs};
 use top::TopArgs;
 
 fn main() -> ExitCode {
@@ -23,7 +24,14 @@ fn main() -> ExitCode {
         ipc::end_with_the_reader();
         return launcher::main(args.split_off(1));
     }
-    if args.get(1).is_some_and(|command| command == "rank" || command == "plan" || command == "serve") {
+    if is_doctor_of_a_repository(&args) {
+        ipc::end_with_the_reader();
+        return launcher::main(args);
+    }
+    if args
+        .get(1)
+        .is_some_and(|command| command == "rank" || command == "plan" || command == "serve" || command == "doctor")
+    {
         args = rank::with_dashes(args);
     } else if args.get(1).is_some_and(|command| command == "bench") {
         args = bench::with_dashes(args);
@@ -52,10 +60,12 @@ fn main() -> ExitCode {
         Some(("nccl-check", matches)) => run_nccl_check(matches),
         Some(("client", matches)) => run_client(matches),
         Some(("bench", matches)) => run_bench(matches),
+        Some(("replay", matches)) => run_replay(matches),
         Some(("lint", matches)) => run_lint(matches),
         Some(("init", matches)) => run_init(matches),
         Some(("top", matches)) => run_top(matches),
         Some(("serve", matches)) => run_serve(matches),
+        Some(("doctor", matches)) => run_doctor(matches),
         Some(("pull", matches)) => run_pull(matches),
         Some(("list", _)) => hub::run_list().map(|()| ExitCode::SUCCESS).map_err(anyhow::Error::from),
         Some(("rm", matches)) => run_rm(matches),
@@ -67,6 +77,13 @@ fn main() -> ExitCode {
         eprintln!("error: {}", words(&error));
         ExitCode::FAILURE
     })
+}
+
+/// Whether a line is `trireme doctor` without a model, which is `launch doctor`.
+fn is_doctor_of_a_repository(line: &[OsString]) -> bool {
+    let word = |at: usize| line.get(at).map(|word| word.to_string_lossy());
+    let is_help = word(2).is_some_and(|word| word == "--help" || word == "-h");
+    word(1).is_some_and(|word| word == "doctor") && word(2).is_none_or(|word| word.starts_with('-')) && !is_help
 }
 
 /// An error with its causes, but for those whose words it holds already.
@@ -89,6 +106,10 @@ fn command() -> Command {
             "serve",
             "Serves a checkpoint or a model of a hub: one command, no repository",
         ))
+        .subcommand(
+            described::<DoctorArgs>("doctor", "Checks whether a model could be served here, and says what to do")
+                .after_help("Without MODEL it is `launch doctor`, and takes the flags of `launch`."),
+        )
         .subcommand(described::<PullArgs>("pull", "Downloads a model from a hub into the cache"))
         .subcommand(Command::new("list").about("Lists the models in the hub's cache"))
         .subcommand(described::<RmArgs>("rm", "Removes a model from the hub's cache"))
@@ -102,6 +123,10 @@ fn command() -> Command {
         .subcommand(nccl_check_command())
         .subcommand(described::<ClientArgs>("client", "Sends a prompt and prints the answer as it comes"))
         .subcommand(described::<BenchArgs>("bench", "Measures a running server"))
+        .subcommand(described::<ReplayArgs>(
+            "replay",
+            "Sends the requests of a recording again, and compares answers and latencies",
+        ))
         .subcommand(described::<LintArgs>(
             "lint",
             "Explains every file and key of a model repository, and what is wrong with it",
@@ -124,6 +149,7 @@ fn plan_command() -> Command {
         .name("plan")
         .about("Prints the memory that a world's language models would take, and loads nothing")
         .arg(size.value_parser(clap::value_parser!(u32).range(1..)).help("Ranks of the world, all on this node"))
+        .arg(Arg::new("json").long("json").action(ArgAction::SetTrue).help("Print JSON"))
 }
 
 fn nccl_check_command() -> Command {
@@ -150,7 +176,8 @@ fn run_nccl_check(matches: &clap::ArgMatches) -> anyhow::Result<ExitCode> {
 fn run_plan(matches: &clap::ArgMatches) -> anyhow::Result<ExitCode> {
     let (args, _) = rank::parse(matches)?;
     let world_size = *matches.get_one::<u32>("world-size").expect("it has a default");
-    Ok(rank::plan(&args, world_size, &hardware())?)
+    let print = if matches.get_flag("json") { rank::print_plan_as_json } else { rank::print_plan };
+    Ok(print(&args, world_size, &hardware())?)
 }
 
 /// The devices of this node, for a rank.
@@ -160,6 +187,7 @@ fn hardware() -> Hardware {
         free_gpu_memory: |ordinal| device::cuda::free_memory(ordinal).map_err(|error| error.to_string()),
         free_cpu_memory: device::cpu::available_memory,
         num_allowed_cores: || device::cpu::allowed_cores().len(),
+        nvrtc_version: kernels::cuda::NVRTC_VERSION,
         client_devices: Arc::new(client_memory::Gpus),
         estimate_memory: worker::estimate_memory,
     }
@@ -182,6 +210,10 @@ fn run_bench(matches: &clap::ArgMatches) -> anyhow::Result<ExitCode> {
     Ok(ExitCode::SUCCESS)
 }
 
+fn run_replay(matches: &clap::ArgMatches) -> anyhow::Result<ExitCode> {
+    Ok(bench::replay(&ReplayArgs::from_arg_matches(matches)?)?)
+}
+
 fn run_lint(matches: &clap::ArgMatches) -> anyhow::Result<ExitCode> {
     Ok(lint::lint(&LintArgs::from_arg_matches(matches)?, worker::estimate_memory)?)
 }
@@ -198,6 +230,10 @@ fn run_top(matches: &clap::ArgMatches) -> anyhow::Result<ExitCode> {
 
 fn run_serve(matches: &clap::ArgMatches) -> anyhow::Result<ExitCode> {
     serve::run(&ServeArgs::from_arg_matches(matches)?, &hardware())
+}
+
+fn run_doctor(matches: &clap::ArgMatches) -> anyhow::Result<ExitCode> {
+    serve::doctor(&DoctorArgs::from_arg_matches(matches)?, &hardware())
 }
 
 fn run_pull(matches: &clap::ArgMatches) -> anyhow::Result<ExitCode> {

@@ -12,7 +12,7 @@ use std::sync::{Arc, Mutex};
 use std::thread;
 use std::time::{Duration, Instant};
 
-use hub_server::{HubServer, Model};
+use hub_server::{Access, HubServer, Model};
 use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
 use serde_json::{Value, json};
@@ -273,4 +273,55 @@ fn what_cannot_be_served_is_refused_with_what_to_do() {
         let text = error(site.run(&["launch", "--model_repo", model]));
         assert!(text.contains(&format!("with `trireme serve {model}`")), "{text}");
     }
+}
+
+#[test]
+fn doctor_finds_before_the_start_what_the_start_would_report() {
+    let site = Site::new();
+    site.hub.add("demo/gated", Model { access: Access::Gated("key"), ..Model::of_dir(&checkpoint()) });
+    let bare = site.dir.path().join("bare");
+    fs::create_dir(&bare).unwrap();
+    for file in ["config.json", "model.safetensors"] {
+        fs::copy(checkpoint().join(file), bare.join(file)).unwrap();
+    }
+    let (whole, bare) = (checkpoint().display().to_string(), bare.display().to_string());
+    let doctor = |model: &str, flags: &[&str]| {
+        let [http, grpc, metrics] = site.ports.map(|port| port.to_string());
+        let ports = ["--port", &http, "--grpc-port", &grpc, "--metrics-port", &metrics];
+        let line = [&["doctor", model, "--json", "--device=cpu"][..], &ports, flags].concat();
+        let output = site.run(&line);
+        let findings: Vec<Value> =
+            serde_json::from_slice(&output.stdout).unwrap_or_else(|error| panic!("{error}: {}", words(&output)));
+        let of = |level: &str| findings.iter().filter(|finding| finding["level"] == level).cloned().collect::<Vec<_>>();
+        assert_eq!(output.status.code(), Some(i32::from(!of("fail").is_empty())), "{findings:?}");
+        (of("ok"), of("fail"))
+    };
+    let text = |findings: &[Value]| serde_json::to_string(findings).unwrap();
+    let (ok, fail) = doctor(&whole, &[]);
+    assert!(fail.is_empty(), "{fail:?}");
+    assert!(text(&ok).contains("KV cache") && text(&ok).contains("1 rank(s), on CPUs"), "{ok:?}");
+    for (model, flags, check, found, advice) in [
+        (&*bare, &[][..], "models", "has a tokenizer", "`tokenizer_dir`"),
+        (&whole, &["--kv-memory-fraction=0.0000001"], "world size", "does not fit", "lower `max_sequence_len`"),
+        ("demo/gated", &[], "model", "is gated", "HF_TOKEN"),
+        ("demo/none", &[], "model", "has no model `demo/none`", "check the name"),
+        ("./none", &[], "model", "there is no directory ./none", "name one with config.json"),
+    ] {
+        let (_, fail) = doctor(model, flags);
+        assert_eq!(fail.len(), 1, "{model}: {fail:?}");
+        assert_eq!(fail[0]["check"], check);
+        assert!(text(&fail).contains(found) && text(&fail).contains(advice), "{model}: {fail:?}");
+    }
+    // A model that is not here is looked at, and its weights stay where they are.
+    site.hub.requests();
+    let (ok, fail) = doctor(NAME, &[]);
+    assert!(fail.is_empty() && text(&ok).contains("can be downloaded"), "{ok:?} {fail:?}");
+    let requests = site.hub.requests();
+    let gets = |name: &str| requests.iter().any(|request| request.method == "GET" && request.path.ends_with(name));
+    assert!(gets("config.json") && !gets("model.safetensors"));
+    let taken = TcpListener::bind(("0.0.0.0", site.ports[0])).unwrap();
+    let (_, fail) = doctor(&whole, &[]);
+    assert!(text(&fail).contains("is in use by process") && fail[0]["check"] == "ports", "{fail:?}");
+    drop(taken);
+    assert_eq!(site.repositories(), Vec::<PathBuf>::new());
 }

@@ -36,6 +36,17 @@ impl Finding {
     pub(super) fn fail(check: &'static str, found: impl Into<String>, advice: impl Into<String>) -> Self {
         Self { check, level: Level::Fail, found: found.into(), advice: advice.into() }
     }
+
+    /// A failure for an error of the form `what; what to do`. `otherwise` is the advice for one without the second part.
+    pub(super) fn of_error(check: &'static str, error: impl AsRef<str>, otherwise: &str) -> Self {
+        let (found, advice) = error.as_ref().split_once("; ").unwrap_or((error.as_ref(), otherwise));
+        Self::fail(check, found, advice)
+    }
+
+    /// Like [`Self::of_error`], for what does not keep a world from serving.
+    pub(super) fn of_warning(check: &'static str, error: impl AsRef<str>, otherwise: &str) -> Self {
+        Self { level: Level::Warn, ..Self::of_error(check, error, otherwise) }
+    }
 }
 
 /// `1.5 GiB`.
@@ -50,6 +61,14 @@ pub(super) fn size(bytes: u64) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn an_error_is_shown_with_its_own_advice_or_else_the_given_one() {
+        let own = Finding::of_error("ports", "port 8000 is in use; end it; or give another", "see the log");
+        assert_eq!((own.found.as_str(), own.advice.as_str()), ("port 8000 is in use", "end it; or give another"));
+        let given = Finding::of_error("ports", "port 8000 is in use", "see the log");
+        assert_eq!((given.level, given.advice.as_str()), (Level::Fail, "see the log"));
+    }
 
     #[test]
     fn sizes_are_formatted_with_one_unit() {

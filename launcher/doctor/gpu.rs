@@ -9,7 +9,7 @@ use settings::DeviceKind;
 use super::finding::Finding;
 use super::mpi::{find, output};
 use super::nccl_rate;
-use crate::flags::DoctorFlags;
+use crate::flags::WorldFlags;
 
 /// Usual directories of NCCL.
 const LIBRARY_DIRS: [&str; 6] = [
@@ -22,7 +22,7 @@ const LIBRARY_DIRS: [&str; 6] = [
 ];
 
 /// Whether a world with these flags would use GPUs.
-pub(super) fn are_wanted(flags: &DoctorFlags) -> bool {
+pub(super) fn are_wanted(flags: &WorldFlags) -> bool {
     match flags.device {
         DeviceKind::Cpu => false,
         DeviceKind::Cuda => true,
@@ -31,7 +31,7 @@ pub(super) fn are_wanted(flags: &DoctorFlags) -> bool {
 }
 
 /// Checks the devices, peer access between them, and NCCL.
-pub(super) fn check(flags: &DoctorFlags) -> Vec<Finding> {
+pub(super) fn check(flags: &WorldFlags) -> Vec<Finding> {
     if flags.device == DeviceKind::Cpu {
         return vec![Finding::ok("GPUs", "not used with --device=cpu")];
     }
@@ -50,7 +50,7 @@ pub(super) fn check(flags: &DoctorFlags) -> Vec<Finding> {
     let mut findings = vec![visible(flags, &list)];
     if flags.world_size > 1 {
         findings.push(peers());
-        let (found, library) = nccl();
+        let (found, library) = nccl(flags);
         findings.push(found);
         if library.is_some() {
             let size = flags.world_size.min(list.lines().filter(|line| !line.trim().is_empty()).count() as u32);
@@ -60,7 +60,7 @@ pub(super) fn check(flags: &DoctorFlags) -> Vec<Finding> {
     findings
 }
 
-fn visible(flags: &DoctorFlags, list: &str) -> Finding {
+fn visible(flags: &WorldFlags, list: &str) -> Finding {
     let all: Vec<_> = list.lines().filter(|line| !line.trim().is_empty()).collect();
     let shown = std::env::var("CUDA_VISIBLE_DEVICES").ok();
     let num = shown.as_ref().map_or(all.len(), |shown| shown.split(',').filter(|id| !id.trim().is_empty()).count());
@@ -98,9 +98,10 @@ fn pairs_without(matrix: &str) -> usize {
     cells.filter(|cell| cell != "X" && cell != "OK").count() / 2
 }
 
-fn nccl() -> (Finding, Option<PathBuf>) {
-    let given = std::env::var_os("TRIREME_LIBRARY_DIR").map(PathBuf::from);
-    let given = given.iter().flat_map(|dir| [dir.clone(), dir.join("lib"), dir.join("nvidia/nccl/lib")]);
+fn nccl(flags: &WorldFlags) -> (Finding, Option<PathBuf>) {
+    let given = flags.rank_flag("--library-dir").map(PathBuf::from);
+    let given = given.into_iter().chain(std::env::var_os("TRIREME_LIBRARY_DIR").map(PathBuf::from));
+    let given = given.flat_map(|dir| [dir.clone(), dir.join("lib"), dir.join("nvidia/nccl/lib")]);
     let found =
         given.chain(LIBRARY_DIRS.map(PathBuf::from)).map(|dir| dir.join("libnccl.so.2")).find(|path| path.exists());
     let finding = match &found {

@@ -6,14 +6,14 @@ use nix::sys::resource::{RLIM_INFINITY, Resource, getrlimit};
 use nix::sys::statvfs::statvfs;
 
 use super::finding::{Finding, size};
+use crate::check;
 use crate::control;
-use crate::flags::DoctorFlags;
+use crate::flags::WorldFlags;
+use crate::plan::Site;
 use crate::state::RunDir;
 
 /// Shared memory that a rank and its workers take, with room for large models and many rows.
 const SHM_PER_RANK: u64 = 64 << 20;
-/// Docker's default size of `/dev/shm`.
-const DOCKER_SHM: u64 = 64 << 20;
 /// Connections, rings and files of a busy rank 0.
 const MIN_OPEN_FILES: u64 = 4096;
 
@@ -54,26 +54,24 @@ pub(super) fn memory() -> Finding {
     }
 }
 
-/// Size of `/dev/shm`, which step plans and all-reduces within a node use.
-pub(super) fn shared_memory(world_size: u32) -> Finding {
-    let needed = SHM_PER_RANK * u64::from(world_size);
-    let advice = "give it more: `docker run --shm-size=8g`, or `mount -o remount,size=8g /dev/shm`";
-    let Ok(space) = statvfs("/dev/shm") else {
-        return Finding::fail("shared memory", "/dev/shm is not there", "mount a tmpfs at /dev/shm");
-    };
-    let (total, free) = (space.blocks() * space.fragment_size(), space.blocks_available() * space.fragment_size());
+/// Size of `/dev/shm`, which step plans and all-reduces within a node use, and whether a ring can be created there.
+pub(super) fn shared_memory(flags: &WorldFlags, site: &Site) -> Finding {
+    if let Err(error) = check::shared_memory(flags, site) {
+        return Finding::of_error("shared memory", format!("{error:#}"), "mount a tmpfs at /dev/shm");
+    }
+    let needed = SHM_PER_RANK * u64::from(flags.world_size);
+    let (total, free) = statvfs("/dev/shm").map_or((0, 0), |space| {
+        (space.blocks() * space.fragment_size(), space.blocks_available() * space.fragment_size())
+    });
     let found = format!("{} free of {} in /dev/shm", size(free), size(total));
-    if free < needed.min(DOCKER_SHM / 2) {
-        return Finding::fail("shared memory", found, advice);
-    }
-    if free < needed {
-        return Finding::warn(
+    match free < needed {
+        true => Finding::warn(
             "shared memory",
-            format!("{found}; {world_size} ranks may take {}", size(needed)),
-            advice,
-        );
+            format!("{found}; {} ranks may take {}", flags.world_size, size(needed)),
+            "give it more: `docker run --shm-size=8g`, or `mount -o remount,size=8g /dev/shm`",
+        ),
+        false => Finding::ok("shared memory", found),
     }
-    Finding::ok("shared memory", found)
 }
 
 /// Limit of locked memory, which buffers for GPUs and fast networks need.
@@ -88,15 +86,32 @@ pub(super) fn locked_memory(needs_gpus: bool) -> Finding {
     }
 }
 
-/// Limit of open files and connections of a process.
+/// Limit of open files and connections of a process. Ranks raise it to the hard limit.
 pub(super) fn open_files() -> Finding {
-    let soft = getrlimit(Resource::RLIMIT_NOFILE).map_or(0, |(soft, _)| soft);
-    match soft {
-        soft if soft < MIN_OPEN_FILES => {
-            let advice = format!("`ulimit -n {MIN_OPEN_FILES}` or more: each client connection is one");
-            Finding::warn("open files", format!("at most {soft} of a process"), advice)
+    let hard = getrlimit(Resource::RLIMIT_NOFILE).map_or(0, |(_, hard)| hard);
+    match hard {
+        RLIM_INFINITY => Finding::ok("open files", "any number of a process"),
+        hard if hard < MIN_OPEN_FILES => {
+            let advice = format!(
+                "raise the hard limit to {MIN_OPEN_FILES} or more (`ulimit -Hn`; systemd: `LimitNOFILE`): each client connection is one"
+            );
+            Finding::warn("open files", format!("at most {hard} of a process"), advice)
         }
-        soft => Finding::ok("open files", format!("at most {soft} of a process")),
+        hard => Finding::ok("open files", format!("at most {hard} of a process")),
+    }
+}
+
+/// Whether the kernel gives huge pages to programs that ask for them, as the buffers of CPU workers do.
+pub(super) fn huge_pages() -> Finding {
+    let setting = fs::read_to_string("/sys/kernel/mm/transparent_hugepage/enabled").unwrap_or_default();
+    match setting.split(['[', ']']).nth(1) {
+        Some("never") => Finding::warn(
+            "huge pages",
+            "off, so models on the CPU are slower",
+            "`echo madvise > /sys/kernel/mm/transparent_hugepage/enabled`",
+        ),
+        Some(given) => Finding::ok("huge pages", format!("given: {given}")),
+        None => Finding::ok("huge pages", "not known"),
     }
 }
 
@@ -116,20 +131,23 @@ pub(super) fn clock_source() -> Finding {
     }
 }
 
-/// Whether the ports are free.
-pub(super) fn ports(flags: &DoctorFlags, run_dir: &RunDir) -> Vec<Finding> {
+/// Whether the ports are free. A world of this user that serves there is no fault of the machine.
+pub(super) fn ports(flags: &WorldFlags, run_dir: &RunDir) -> Vec<Finding> {
     let ports = [("http", flags.http_port), ("grpc", flags.grpc_port), ("metrics", flags.metrics_port)];
-    let taken: Vec<_> = ports
-        .iter()
-        .filter_map(|(flag, port)| control::port_in_use(flag, *port, run_dir))
-        .map(|message| match message.split_once("; ") {
-            Some((found, advice)) => Finding::fail("ports", found, advice),
-            None => Finding::fail("ports", message, "end it, or give another port"),
-        })
-        .collect();
+    let own = run_dir.worlds().into_iter().find(|world| world.http_port == flags.http_port);
+    if let Some(world) = own {
+        let found = format!("your world on http port {} has them: launcher {}", world.http_port, world.launcher_pid);
+        return vec![Finding::warn(
+            "ports",
+            found,
+            "a second world needs others (--http_port, --grpc_port, --metrics_port)",
+        )];
+    }
+    let message = |(flag, port): &(&str, u16)| control::port_in_use(flag, *port, run_dir);
+    let taken: Vec<_> = ports.iter().filter_map(message).collect();
     if taken.is_empty() {
         let all: Vec<_> = ports.iter().map(|(flag, port)| format!("{flag} {port}")).collect();
         return vec![Finding::ok("ports", format!("{} are free", all.join(", ")))];
     }
-    taken
+    taken.iter().map(|message| Finding::of_error("ports", message, "end it, or give another port")).collect()
 }

@@ -1,12 +1,13 @@
-//! `launch doctor`: checks whether this machine can run a world, and reports problems with their fix.
+//! `launch doctor`: checks whether a world with the same flags could start here, and reports problems with their fix.
 //!
-//! Checks return findings and change nothing. What cannot be known without loading a model, such as device memory, is left to
-//! `launch --plan`.
+//! Checks return findings and change nothing. What a start checks is checked by the same code: [`crate::plan`], [`crate::check`],
+//! [`crate::control::port_in_use`], and the server program's `lint` and `plan`.
 
 mod checkpoint;
 mod finding;
 mod gpu;
 mod machine;
+mod models;
 mod mpi;
 mod nccl_rate;
 
@@ -14,13 +15,23 @@ use std::fmt::Write as _;
 
 use anyhow::Result;
 
-use crate::flags::DoctorFlags;
+use crate::flags::{DoctorFlags, WorldFlags};
+use crate::plan::{Site, plan};
 use crate::state::RunDir;
+use crate::{check, site};
 use finding::{Finding, Level};
 
+/// What was checked before, by the command that calls this one: the name of the check, and what was found or an error.
+pub type Earlier = (&'static str, Result<String, String>);
+
 /// Runs all checks and prints the findings. The exit code is 1 if one of them is [`Level::Fail`].
-pub(crate) fn run(flags: &DoctorFlags, run_dir: &RunDir) -> Result<u8> {
-    let findings = examine(flags, run_dir);
+pub(crate) fn run(flags: &DoctorFlags, run_dir: &RunDir, earlier: &[Earlier]) -> Result<u8> {
+    let of = |(check, result): &Earlier| match result {
+        Ok(found) => Finding::ok(check, found),
+        Err(error) => Finding::of_error(check, error, "give another model"),
+    };
+    let mut findings: Vec<Finding> = earlier.iter().map(of).collect();
+    findings.extend(examine(&flags.world, &site(run_dir, &flags.world)?, run_dir));
     match flags.json {
         true => println!("{}", serde_json::to_string_pretty(&findings)?),
         false => print!("{}", report(&findings)),
@@ -28,19 +39,51 @@ pub(crate) fn run(flags: &DoctorFlags, run_dir: &RunDir) -> Result<u8> {
     Ok(u8::from(findings.iter().any(|finding| finding.level == Level::Fail)))
 }
 
-fn examine(flags: &DoctorFlags, run_dir: &RunDir) -> Vec<Finding> {
-    let needs_gpus = gpu::are_wanted(flags);
-    let mut findings = vec![mpi::program(flags)];
-    findings.extend(mpi::check(flags));
-    findings.push(machine::cores(flags.world_size));
-    findings.push(machine::memory());
-    findings.push(machine::shared_memory(flags.world_size));
-    findings.push(machine::locked_memory(needs_gpus));
-    findings.push(machine::open_files());
-    findings.push(machine::clock_source());
+fn examine(flags: &WorldFlags, site: &Site, run_dir: &RunDir) -> Vec<Finding> {
+    let wants_gpus = gpu::are_wanted(flags);
+    let mut findings = of_start(flags, site);
+    findings.extend([machine::cores(flags.world_size), machine::memory(), machine::huge_pages()]);
+    findings.extend([machine::shared_memory(flags, site), machine::locked_memory(wants_gpus)]);
+    findings.extend([machine::open_files(), machine::clock_source()]);
     findings.extend(machine::ports(flags, run_dir));
     findings.extend(gpu::check(flags));
+    findings.extend(of_models(flags, site, wants_gpus));
+    findings
+}
+
+/// The flags as a whole, the server program, and what starts its ranks.
+fn of_start(flags: &WorldFlags, site: &Site) -> Vec<Finding> {
+    let plan = match plan(flags, site) {
+        Ok(plan) => plan,
+        Err(error) => return vec![Finding::of_error("flags", format!("{error:#}"), "correct the flag it names")],
+    };
+    let mut findings =
+        vec![Finding::ok("flags", plan.placement.clone().unwrap_or_else(|| format!("{} rank(s)", flags.world_size)))];
+    findings.push(match check::program(flags, site) {
+        Ok(()) => mpi::program(flags, site),
+        Err(error) => Finding::of_error("server program", format!("{error:#}"), ""),
+    });
+    match check::starter(flags, site, &plan) {
+        Ok(()) => findings.extend(mpi::check(site, &plan)),
+        Err(error) => findings.push(Finding::of_error("MPI", format!("{error:#}"), "")),
+    }
+    findings
+}
+
+/// The repository, the files of its checkpoints, its models and their memory.
+fn of_models(flags: &WorldFlags, site: &Site, wants_gpus: bool) -> Vec<Finding> {
+    let repository = "model repository";
+    if let Err(error) = check::repository(flags) {
+        return vec![Finding::of_error(repository, format!("{error:#}"), "")];
+    }
+    let mut findings = match check::has_folder(&flags.model_repo) {
+        Ok(true) => vec![Finding::ok(repository, flags.model_repo.display().to_string())],
+        _ => Vec::new(),
+    };
     findings.extend(checkpoint::check(&flags.model_repo));
+    if flags.container_image.is_none() && check::program(flags, site).is_ok() {
+        findings.extend(models::check(flags, site, wants_gpus));
+    }
     findings
 }
 

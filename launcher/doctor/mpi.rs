@@ -5,42 +5,38 @@ use std::process::{Command, Stdio};
 use std::time::Instant;
 
 use super::finding::Finding;
-use crate::flags::DoctorFlags;
+use crate::command::Starter;
+use crate::flags::WorldFlags;
 use crate::mpi::{self, MpiKind, Mpirun};
-use crate::srun;
+use crate::plan::{Plan, Site};
 
-/// Checks that the server program exists and runs.
-pub(super) fn program(flags: &DoctorFlags) -> Finding {
-    let beside = || std::env::current_exe().map(|launch| launch.with_file_name("trireme")).unwrap_or_default();
-    let path = flags.trireme.clone().unwrap_or_else(beside);
+/// Checks that the server program runs.
+pub(super) fn program(flags: &WorldFlags, site: &Site) -> Finding {
+    if let Some(image) = &flags.container_image {
+        return Finding::ok("server program", format!("in the image {image}, not checked"));
+    }
+    let path = flags.trireme.as_ref().unwrap_or(&site.trireme);
     let advice = "build it beside `launch` with `cargo build --release`, or name it with --trireme";
-    match output(Command::new(&path).arg("--version")) {
+    match output(Command::new(path).arg("--version")) {
         Some(version) => Finding::ok("server program", format!("{} ({})", path.display(), version.trim())),
         None => Finding::fail("server program", format!("{} does not run", path.display()), advice),
     }
 }
 
-/// Checks which MPI launcher there is and whether it starts processes.
-pub(super) fn check(flags: &DoctorFlags) -> Vec<Finding> {
-    let mpirun = Mpirun::named(flags.mpirun.as_deref(), true);
-    if let Some(job) = srun::Allocation::from_env() {
-        return vec![slurm(&job, mpirun.kind)];
+/// Checks which MPI launcher starts ranks, and whether it starts processes.
+pub(super) fn check(site: &Site, plan: &Plan) -> Vec<Finding> {
+    if let Starter::Srun { job, .. } = plan.starter {
+        return vec![Finding::ok("MPI", format!("Slurm job {job} starts the ranks"))];
     }
-    let named = flags.mpirun.clone().filter(|path| path.components().count() > 1);
-    let Some(path) = named.or_else(|| find(&mpirun.program.to_string_lossy())) else {
-        let advice = "install Open MPI (Debian, Ubuntu: `apt-get install openmpi-bin`) or MPICH (`mpich`)";
-        let found = format!("`{}` is not in PATH", mpirun.program.display());
-        return vec![match flags.world_size {
-            1 => Finding::warn("MPI", format!("{found}; one rank needs none"), format!("for more ranks, {advice}")),
-            _ => Finding::fail("MPI", found, advice),
-        }];
-    };
-    let version = mpi::version(&path).unwrap_or_default();
+    if plan.starter == Starter::Local {
+        return vec![Finding::ok("MPI", "not needed for one rank")];
+    }
+    let version = mpi::version(&site.mpirun.program).unwrap_or_default();
     // The first line of Hydra has no version number.
     let numbered = version.lines().find(|line| line.bytes().any(|byte| byte.is_ascii_digit())).unwrap_or("");
     let numbered = numbered.split_whitespace().collect::<Vec<_>>().join(" ");
-    let found = format!("{} ({}: {numbered})", path.display(), name_of(mpirun.kind));
-    vec![Finding::ok("MPI", found), start(&mpirun)]
+    let found = format!("{} ({}: {numbered})", site.mpirun.program.display(), name_of(site.mpirun.kind));
+    vec![Finding::ok("MPI", found), start(&site.mpirun)]
 }
 
 fn name_of(kind: MpiKind) -> &'static str {
@@ -72,16 +68,6 @@ fn start(mpirun: &Mpirun) -> Finding {
             )
         }
         Err(error) => Finding::fail("MPI start", error.to_string(), "check that `mpirun` is executable"),
-    }
-}
-
-fn slurm(job: &srun::Allocation, mpi: MpiKind) -> Finding {
-    match job.mpi_type(mpi) {
-        Ok(kind) => Finding::ok("MPI", format!("Slurm job {} starts ranks through {kind}", job.job)),
-        Err(error) => {
-            let advice = "ask the site for PMIx (`srun --mpi=list`); until then `launch` uses mpirun on one node";
-            Finding::warn("MPI", format!("{error:#}"), advice)
-        }
     }
 }
 

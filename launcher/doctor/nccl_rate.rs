@@ -9,7 +9,7 @@ use anyhow::{Context, Result, bail};
 use serde::Deserialize;
 
 use super::finding::Finding;
-use crate::flags::DoctorFlags;
+use crate::flags::WorldFlags;
 
 /// Time limit of the measurement.
 const TIMEOUT: Duration = Duration::from_secs(60);
@@ -26,7 +26,7 @@ struct Rate {
 }
 
 /// Measures with `size` processes, one per GPU.
-pub(super) fn measure(flags: &DoctorFlags, size: u32, library_dir: Option<&Path>) -> Finding {
+pub(super) fn measure(flags: &WorldFlags, size: u32, library_dir: Option<&Path>) -> Finding {
     match run(flags, size, library_dir) {
         Ok(rate) => judge(&rate),
         Err(error) => Finding::fail(
@@ -50,7 +50,7 @@ fn judge(rate: &Rate) -> Finding {
     }
 }
 
-fn run(flags: &DoctorFlags, size: u32, library_dir: Option<&Path>) -> Result<Rate> {
+fn run(flags: &WorldFlags, size: u32, library_dir: Option<&Path>) -> Result<Rate> {
     let beside = || std::env::current_exe().map(|launch| launch.with_file_name("trireme")).unwrap_or_default();
     let program = flags.trireme.clone().unwrap_or_else(beside);
     let folder = std::env::temp_dir().join(format!("trireme-nccl-{}", std::process::id()));

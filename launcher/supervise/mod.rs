@@ -119,6 +119,7 @@ impl Supervisor {
                 _ => {}
             }
             self.state.num_restarts += 1;
+            self.state.num_failures += 1;
         }
     }
 

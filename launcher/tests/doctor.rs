@@ -2,6 +2,7 @@
 
 use std::fs;
 use std::net::TcpListener;
+use std::os::unix::fs::PermissionsExt as _;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Output};
 
@@ -27,6 +28,19 @@ fn repository(dir: &Path) -> PathBuf {
     version.join("model.safetensors")
 }
 
+/// A server program that answers as the real one does for a model that fits.
+fn server_program(dir: &Path) -> String {
+    let path = dir.join("server");
+    let plan = r#"{"device":"cpu","why":"CPU: as requested","nvrtc":null,"failures":[],
+        "models":[{"name":"llama","summary":"1 worker(s)","missing_bytes":0,"advice":""}]}"#;
+    let script = format!(
+        "#!/bin/sh\ncase $1 in lint) echo '{{\"findings\":[]}}';; plan) echo '{plan}';; *) echo trireme 0;; esac\n"
+    );
+    fs::write(&path, script).unwrap();
+    fs::set_permissions(&path, fs::Permissions::from_mode(0o755)).unwrap();
+    format!("--trireme={}", path.display())
+}
+
 fn free_ports() -> [String; 3] {
     let listeners = [(); 3].map(|()| TcpListener::bind("127.0.0.1:0").unwrap());
     let ports = listeners.map(|listener| listener.local_addr().unwrap().port());
@@ -48,13 +62,14 @@ fn a_working_machine_passes_and_each_fault_is_named_with_advice() {
     let dir = tempfile::tempdir().unwrap();
     let weights = repository(dir.path());
     let ports = free_ports();
-    let args =
-        ["--json", "--model_repo=models", "--device=cpu", "--trireme=/bin/true", &ports[0], &ports[1], &ports[2]];
+    let program = server_program(dir.path());
+    let args = ["--json", "--model_repo=models", "--device=cpu", &program, &ports[0], &ports[1], &ports[2]];
     let output = doctor(dir.path(), &args).output().unwrap();
     let report = json(&output);
     assert_eq!(output.status.code(), Some(0), "{report}");
     assert_eq!(finding(&report, "checkpoint")["level"], "ok");
     assert_eq!(finding(&report, "shared memory")["level"], "ok");
+    assert_eq!(finding(&report, "memory of models")["found"], "`llama`: 1 worker(s)");
 
     fs::write(&weights, "no weights").unwrap();
     let http = ports[0].strip_prefix("--http_port=").unwrap();
@@ -70,6 +85,30 @@ fn a_working_machine_passes_and_each_fault_is_named_with_advice() {
 }
 
 #[test]
+fn what_a_start_would_refuse_is_a_failure_with_the_words_of_the_start() {
+    let dir = tempfile::tempdir().unwrap();
+    let program = server_program(dir.path());
+    fs::create_dir(dir.path().join("empty")).unwrap();
+    for (flags, check) in [
+        (&["--model_repo=none"][..], "model repository"),
+        (&["--model_repo=empty"], "model repository"),
+        (&["--model_repo=empty", "--no_mpi", "--world_size=2"], "flags"),
+        (&["--model_repo=empty", "--http_port=9001", "--grpc_port=9001"], "flags"),
+    ] {
+        let line = [flags, &["--json", "--device=cpu", &program][..]].concat();
+        let output = doctor(dir.path(), &line).output().unwrap();
+        let found = finding(&json(&output), check).clone();
+        assert_eq!((output.status.code(), &found["level"]), (Some(1), &Value::from("fail")), "{flags:?}: {found}");
+        let mut start = Command::new(env!("CARGO_BIN_EXE_launch"));
+        start.args(flags).args(["--device=cpu", &program]).env("XDG_RUNTIME_DIR", dir.path()).current_dir(dir.path());
+        let error = String::from_utf8(start.output().unwrap().stderr).unwrap();
+        for part in ["found", "advice"] {
+            assert!(error.contains(found[part].as_str().unwrap()), "{flags:?}: {found} is not in {error}");
+        }
+    }
+}
+
+#[test]
 fn without_mpirun_two_ranks_cannot_start_and_one_can() {
     let dir = tempfile::tempdir().unwrap();
     repository(dir.path());
@@ -80,5 +119,5 @@ fn without_mpirun_two_ranks_cannot_start_and_one_can() {
         finding(&json(&output), "MPI")["level"].as_str().unwrap().to_owned()
     };
     assert_eq!(level("--world_size=2"), "fail");
-    assert_eq!(level("--world_size=1"), "warn");
+    assert_eq!(level("--world_size=1"), "ok");
 }

@@ -60,12 +60,38 @@ impl HttpClient {
         self.send("POST", path, body.to_string()).await
     }
 
+    /// Sends `POST path` with these headers and this body, and waits for the head of the response, whatever its status.
+    ///
+    /// # Errors
+    /// When the request fails.
+    pub(crate) async fn post_bytes<'a>(
+        &self,
+        path: &str,
+        headers: impl Iterator<Item = (&'a str, &'a str)>,
+        body: Bytes,
+    ) -> Result<PostParts, ClientError> {
+        let response = self.request("POST", path, headers, body).await?;
+        Ok(PostParts { status: response.response.status().as_u16(), response })
+    }
+
     async fn send(&self, method: &str, path: &str, body: String) -> Result<HttpResponse, ClientError> {
+        let headers = [("content-type", "application/json")].into_iter();
+        let response = self.request(method, path, headers, body.into()).await?;
+        if response.response.status() == StatusCode::OK { Ok(response) } else { Err(response.into_error(path).await) }
+    }
+
+    async fn request<'a>(
+        &self,
+        method: &str,
+        path: &str,
+        headers: impl Iterator<Item = (&'a str, &'a str)>,
+        body: Bytes,
+    ) -> Result<HttpResponse, ClientError> {
         let head = Request::builder().method(method).uri(format!("http://{}{path}", self.address));
-        let head = head.header("host", &*self.address).header("content-type", "application/json");
-        let request = head
-            .header("user-agent", "trireme-bench")
-            .body(Full::new(Bytes::from(body)))
+        let head = head.header("host", &*self.address).header("user-agent", "trireme-bench");
+        let request = headers
+            .fold(head, |head, (name, value)| head.header(name, value))
+            .body(Full::new(body))
             .map_err(|error| ClientError::Usage(format!("`{path}` is no path: {error}")))?;
         let response = self.connections.request(request).await.map_err(|error| match error.is_connect() {
             true => ClientError::Unreachable {
@@ -74,8 +100,7 @@ impl HttpClient {
             },
             false => self.broken(error.source().unwrap_or(&error)),
         })?;
-        let response = HttpResponse { client: self.clone(), response, buffer: BytesMut::new() };
-        if response.response.status() == StatusCode::OK { Ok(response) } else { Err(response.into_error(path).await) }
+        Ok(HttpResponse { client: self.clone(), response, buffer: BytesMut::new() })
     }
 
     fn broken(&self, error: &dyn Error) -> ClientError {
@@ -90,6 +115,12 @@ fn root_cause<'a>(mut error: &'a (dyn Error + 'static)) -> &'a (dyn Error + 'sta
         error = source;
     }
     error
+}
+
+/// A response of any status.
+pub(crate) struct PostParts {
+    pub(crate) status: u16,
+    pub(crate) response: HttpResponse,
 }
 
 /// A response whose body is not read yet.
@@ -107,6 +138,14 @@ impl HttpResponse {
             let start = String::from_utf8_lossy(&self.buffer[..self.buffer.len().min(80)]).into_owned();
             ClientError::Protocol(format!("`{start}` is not JSON: {error}"))
         })
+    }
+
+    /// The next part of the body as it arrived; `None` at the end.
+    pub(crate) async fn part(&mut self) -> Result<Option<Bytes>, ClientError> {
+        match self.read_frame().await? {
+            true => Ok(Some(self.buffer.split().freeze())),
+            false => Ok(None),
+        }
     }
 
     /// The data of the next server-sent event; `None` at the end.

@@ -27,8 +27,10 @@ mod outcome;
 mod percentiles;
 mod progress;
 mod random;
+mod replay;
 mod report;
 mod report_chart;
+mod report_recording;
 mod serving;
 mod target;
 mod target_grpc;
@@ -40,6 +42,7 @@ use client::ClientError;
 pub use dataset::Prompt;
 pub use figures::Figures;
 pub use percentiles::Percentiles;
+pub use replay::{ReplayArgs, replay};
 pub use target::Target;
 
 /// `trireme bench`

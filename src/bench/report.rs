@@ -4,18 +4,24 @@ use std::path::{Path, PathBuf};
 
 use clap::Args;
 use client::ClientError;
+use record::Recording;
 
 use crate::figures::Figures;
 use crate::percentiles::Histogram;
 use crate::report_chart::{Line, bars, escape, lines};
+use crate::report_recording;
 use crate::serving::Runs;
 
-/// One HTML page: throughput against latency, histograms, share of the roofline, beside a stored baseline
+/// One HTML page: throughput against concurrency and latency, histograms, share of the roofline, beside a stored baseline; and the
+/// steps of a recording
 #[derive(Debug, Clone, Args)]
 pub struct ReportArgs {
     /// Files of `bench serving --json` (or `bench core --json`)
-    #[arg(required = true)]
+    #[arg(required_unless_present = "recording")]
     figures: Vec<PathBuf>,
+    /// A recording of `launch --record=DIR`, or the directory of one: latencies, and the timeline of its slowest step
+    #[arg(long, value_name = "RECORDING")]
+    recording: Option<PathBuf>,
     /// Path of the page
     #[arg(short, long, default_value = "report.html")]
     output: PathBuf,
@@ -23,7 +29,7 @@ pub struct ReportArgs {
     #[arg(long, value_name = "FILE")]
     baseline: Option<PathBuf>,
     /// Directory of the checkpoint; a decode step reads its weights once
-    #[arg(long, value_name = "DIR", requires = "bandwidth")]
+    #[arg(long, value_name = "DIR")]
     checkpoint: Option<PathBuf>,
     /// Memory bandwidth of one device in GB/s
     #[arg(long, value_name = "GB/S", requires = "checkpoint")]
@@ -41,7 +47,10 @@ pub(crate) fn run(args: &ReportArgs) -> Result<(), ClientError> {
     let runs = args.figures.iter().map(|path| read(path)).collect::<Result<Vec<_>, _>>()?;
     let baseline = args.baseline.as_deref().map(read).transpose()?;
     let roof = roof_ms(args)?;
-    crate::files::write(&args.output, &page(args, &runs, baseline.as_ref(), roof))?;
+    let recording = args.recording.as_deref().map(Recording::open).transpose();
+    let recording = recording.map_err(|error| ClientError::Usage(error.to_string()))?;
+    let page = page(args, &joined(runs), baseline.as_ref(), roof, recording.as_ref());
+    crate::files::write(&args.output, &page)?;
     println!("wrote {}", args.output.display());
     Ok(())
 }
@@ -62,9 +71,26 @@ fn read(path: &Path) -> Result<Runs, ClientError> {
     Ok(Runs { address: path.display().to_string(), runs: vec![run] })
 }
 
-/// Shortest possible time of a decode step in ms: it reads every weight once.
+/// The runs of each server together, by their load.
+fn joined(runs: Vec<Runs>) -> Vec<Runs> {
+    let mut servers: Vec<Runs> = Vec::new();
+    for Runs { address, runs } in runs {
+        match servers.iter_mut().find(|server| server.address == address) {
+            Some(server) => server.runs.extend(runs),
+            None => servers.push(Runs { address, runs }),
+        }
+    }
+    let load = |run: &Figures| (run.request_rate.unwrap_or(0.0), run.concurrency.unwrap_or(usize::MAX));
+    for server in &mut servers {
+        server.runs.sort_by(|a, b| load(a).partial_cmp(&load(b)).unwrap_or(std::cmp::Ordering::Equal));
+    }
+    servers
+}
+
+/// Shortest possible time of a decode step in ms: it reads every weight once. `None` without the bandwidth; a message says so.
 fn roof_ms(args: &ReportArgs) -> Result<Option<f64>, ClientError> {
-    let (Some(dir), Some(bandwidth)) = (&args.checkpoint, args.bandwidth) else { return Ok(None) };
+    let Some(dir) = &args.checkpoint else { return Ok(None) };
+    let bandwidth = args.bandwidth.unwrap_or(1.0);
     let what = || format!("reading the checkpoint `{}`", dir.display());
     let files = std::fs::read_dir(dir).map_err(|source| ClientError::Io { what: what(), source })?;
     let is_weights = |path: &PathBuf| path.extension().is_some_and(|end| end == "safetensors" || end == "bin");
@@ -76,13 +102,37 @@ fn roof_ms(args: &ReportArgs) -> Result<Option<f64>, ClientError> {
             dir.display()
         )));
     }
+    if args.bandwidth.is_none() {
+        eprintln!(
+            "a decode step reads {:.3} GB of weights; for the share of the roofline give the memory bandwidth of a device with --bandwidth=GB/S",
+            bytes as f64 / 1e9
+        );
+        return Ok(None);
+    }
     Ok(Some(bytes as f64 / f64::from(args.devices) / bandwidth / 1e6))
 }
 
-fn page(args: &ReportArgs, runs: &[Runs], baseline: Option<&Runs>, roof: Option<f64>) -> String {
+fn page(
+    args: &ReportArgs,
+    runs: &[Runs],
+    baseline: Option<&Runs>,
+    roof: Option<f64>,
+    recording: Option<&Recording>,
+) -> String {
     let title = escape(&args.title);
     let mut body = format!("<h1>{title}</h1>\n");
-    body += &section("Figures", &table(runs, baseline, roof));
+    if !runs.is_empty() {
+        body += &of_runs(args, runs, baseline, roof);
+    }
+    body.extend(recording.map(report_recording::section));
+    format!(
+        "<!doctype html>\n<html lang=\"en\"><head><meta charset=\"utf-8\"><title>{title}</title><style>{STYLE}</style></head>\n<body>\n{body}</body></html>\n"
+    )
+}
+
+/// Table and charts of benchmarks.
+fn of_runs(args: &ReportArgs, runs: &[Runs], baseline: Option<&Runs>, roof: Option<f64>) -> String {
+    let mut body = section("Figures", &table(runs, baseline, roof));
     if let Some(roof) = roof {
         body += &format!(
             "<p>Roofline: a decode step reads every weight once, which takes {roof:.3} ms on {} device(s) of {:.0} GB/s. Share of it = that \
@@ -92,19 +142,31 @@ fn page(args: &ReportArgs, runs: &[Runs], baseline: Option<&Runs>, roof: Option<
         );
     }
     let named = runs.iter().map(|runs| (runs.address.as_str(), runs)).chain(baseline.map(|runs| ("baseline", runs)));
-    let curve = |read: fn(&Figures) -> f64| {
+    let curve = |x: fn(&Figures) -> Option<f64>, y: fn(&Figures) -> f64| {
         let line = |(name, runs): (&str, &Runs)| Line {
             name: name.to_owned(),
-            points: runs.runs.iter().map(|run| (run.output_tokens_per_second, read(run))).collect(),
+            points: runs.runs.iter().filter_map(|run| Some((x(run)?, y(run)))).collect(),
         };
-        named.clone().map(line).collect::<Vec<_>>()
+        named.clone().map(line).filter(|line| !line.points.is_empty()).collect::<Vec<_>>()
     };
     let tokens = "output tokens/s";
+    let by_tokens = |y: fn(&Figures) -> f64| curve(|run| Some(run.output_tokens_per_second), y);
+    let loads: [Load; 2] = [
+        ("requests in flight", |run| run.concurrency.filter(|_| run.request_rate.is_none()).map(|count| count as f64)),
+        ("requests sent per second", |run| run.request_rate),
+    ];
+    let by_load: String = loads
+        .into_iter()
+        .map(|(name, x)| (name, curve(x, |run| run.output_tokens_per_second)))
+        .filter(|(_, curves)| !curves.is_empty())
+        .map(|(name, curves)| lines(name, tokens, &curves))
+        .collect();
+    body += &section("Load and throughput", &by_load);
     body += &section(
         "Throughput and latency",
-        &(lines(tokens, "time to first token, p50 ms", &curve(|run| run.time_to_first_token_ms.p50))
-            + &lines(tokens, "inter-token latency, p50 ms", &curve(|run| run.inter_token_latency_ms.p50))
-            + &lines(tokens, "request latency, p99 ms", &curve(|run| run.request_latency_ms.p99))),
+        &(lines(tokens, "time to first token, p50 ms", &by_tokens(|run| run.time_to_first_token_ms.p50))
+            + &lines(tokens, "inter-token latency, p50 ms", &by_tokens(|run| run.inter_token_latency_ms.p50))
+            + &lines(tokens, "request latency, p99 ms", &by_tokens(|run| run.request_latency_ms.p99))),
     );
     let gaps = named.clone().map(|(name, runs)| {
         let point = |run: &Figures| (run.prompt_tokens as f64 / run.seconds, run.inter_token_latency_ms.p99);
@@ -119,14 +181,17 @@ fn page(args: &ReportArgs, runs: &[Runs], baseline: Option<&Runs>, roof: Option<
         ("inter-token latency", |run| &run.inter_token_latency_histogram),
         ("request latency", |run| &run.request_latency_histogram),
     ];
-    for run in runs.iter().flat_map(|runs| &runs.runs) {
+    let several = runs.len() > 1;
+    for (server, run) in runs.iter().flat_map(|runs| runs.runs.iter().map(move |run| (&runs.address, run))) {
         let charts = histograms.iter().map(|(name, read)| bars(&format!("{name}, ms"), read(run)));
-        body += &section(&load(run), &charts.collect::<String>());
+        let heading = if several { format!("{}, {}", escape(server), load(run)) } else { load(run) };
+        body += &section(&heading, &charts.collect::<String>());
     }
-    format!(
-        "<!doctype html>\n<html lang=\"en\"><head><meta charset=\"utf-8\"><title>{title}</title><style>{STYLE}</style></head>\n<body>\n{body}</body></html>\n"
-    )
+    body
 }
+
+/// Name of a kind of load, and its accessor.
+type Load = (&'static str, fn(&Figures) -> Option<f64>);
 
 /// Name of a histogram, and its accessor.
 type Reading = (&'static str, fn(&Figures) -> &Histogram);
@@ -243,6 +308,7 @@ mod tests {
         let output = dir.path().join("report.html");
         let args = ReportArgs {
             figures: vec![figures],
+            recording: None,
             output: output.clone(),
             baseline: Some(baseline),
             checkpoint: Some(dir.path().to_owned()),
@@ -257,6 +323,24 @@ mod tests {
         assert!(page.contains("<h2>8 in flight</h2>"), "{page}");
         assert!(page.contains("a&lt;b") && !page.contains("a<b"), "names are escaped");
         assert!(!page.contains("src=") && !page.contains("href="), "nothing is loaded from elsewhere");
+    }
+
+    #[test]
+    fn runs_of_one_server_are_one_line_in_the_order_of_their_loads() {
+        let run = |concurrency: usize, tokens: f64| Figures {
+            concurrency: Some(concurrency),
+            output_tokens_per_second: tokens,
+            ..Figures::default()
+        };
+        let runs = |address: &str, run: Figures| Runs { address: address.to_owned(), runs: vec![run] };
+        let servers = joined(vec![
+            runs("a", run(16, 300.0)),
+            runs("b", run(1, 10.0)),
+            runs("a", run(4, 200.0)),
+            runs("a", run(64, 350.0)),
+        ]);
+        let loads = |server: &Runs| server.runs.iter().map(|run| run.concurrency.unwrap()).collect::<Vec<_>>();
+        assert_eq!(servers.iter().map(loads).collect::<Vec<_>>(), [vec![4, 16, 64], vec![1]]);
     }
 
     #[test]

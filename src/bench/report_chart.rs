@@ -1,6 +1,6 @@
 //! Charts as SVG.
 //!
-//! Own code: the same two charts take as many lines with plotters, and three more crates.
+//! Own code: the same charts take as many lines with plotters, and three more crates.
 
 use crate::percentiles::Histogram;
 
@@ -8,6 +8,13 @@ use crate::percentiles::Histogram;
 pub(crate) struct Line {
     pub name: String,
     pub points: Vec<(f64, f64)>,
+}
+
+/// A part of a row of a timeline.
+pub(crate) struct Bar {
+    pub from: f64,
+    pub length: f64,
+    pub colour: &'static str,
 }
 
 const WIDTH: f64 = 440.0;
@@ -75,6 +82,35 @@ pub(crate) fn bars(name: &str, histogram: &Histogram) -> String {
         );
         if index % count.div_ceil(MARKS) == 0 || index + 1 == count {
             svg += &x_mark((index as f64 + 1.0) / count as f64, &short(histogram.edges_ms[index]));
+        }
+    }
+    svg + "</svg>\n"
+}
+
+/// A timeline: one row of bars for each name, from the top.
+pub(crate) fn timeline(x_name: &str, y_name: &str, rows: &[(String, Vec<Bar>)]) -> String {
+    let end = axis_end(rows.iter().flat_map(|(_, bars)| bars).map(|bar| bar.from + bar.length));
+    let mut svg = frame(x_name, y_name);
+    for mark in 0..=MARKS {
+        let share = mark as f64 / MARKS as f64;
+        svg += &x_mark(share, &short(share * end));
+    }
+    let height = (HEIGHT - BOTTOM - TOP) / rows.len().max(1) as f64;
+    for (index, (name, bars)) in rows.iter().enumerate() {
+        let y = TOP + index as f64 * height;
+        svg += &format!(
+            "<text x=\"{:.0}\" y=\"{:.1}\" text-anchor=\"end\">{}</text>",
+            LEFT - 6.0,
+            y + height / 2.0 + 4.0,
+            escape(name)
+        );
+        for Bar { from, length, colour } in bars {
+            let (x, width) = (x_position(from / end), x_position((from + length) / end) - x_position(from / end));
+            svg += &format!(
+                "<rect x=\"{x:.2}\" y=\"{:.1}\" width=\"{width:.2}\" height=\"{:.1}\" fill=\"{colour}\"/>",
+                y + 1.0,
+                (height - 2.0).max(1.0)
+            );
         }
     }
     svg + "</svg>\n"

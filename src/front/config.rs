@@ -3,6 +3,7 @@
 use std::sync::Arc;
 use std::time::Duration;
 
+use record::Recorder;
 use tokio::sync::Semaphore;
 
 use crate::api::triton::header_parameters::HeaderPattern;
@@ -128,6 +129,8 @@ pub struct Config {
     pub trace: TraceOptions,
     /// The response of `GET /debug/ledger` on the metrics port; `None` disables it.
     pub ledger: Option<LedgerSource>,
+    /// Where requests over HTTP are recorded; `None` records none.
+    pub recorder: Option<Arc<Recorder>>,
     /// Renders prompts of conversations, for OpenAI's and Anthropic's protocols.
     pub chat: Chat,
     /// How OpenAI's endpoints handle unknown fields.
@@ -184,6 +187,7 @@ impl Default for Config {
             http_origins: Origins::default(),
             log: LogControl::default(),
             trace: TraceOptions::default(),
+            recorder: None,
             ledger: None,
             chat: Chat::default(),
             unknown_fields: UnknownFields::Refuse,

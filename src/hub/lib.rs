@@ -32,6 +32,6 @@ mod stored;
 pub use commands::{PullArgs, RmArgs, named, run_list, run_pull, run_rm};
 pub use error::HubError;
 pub use name::ModelName;
-pub use pull::{Check, Pulled, pull};
+pub use pull::{Check, Looked, Pulled, look, pull};
 pub use settings::Settings;
 pub use stored::{Stored, list, remove, size};

@@ -58,8 +58,45 @@ pub fn pull(name: &ModelName, settings: &Settings, check: Check) -> Result<Pulle
     }
 }
 
-/// Requests the listing and downloads the files. A branch or tag points to the new commit once all of it is there.
-fn fetch(name: &ModelName, settings: &Settings, cache: &ModelCache, check: Check) -> Result<PathBuf, HubError> {
+/// A model that can be served, of which nothing but the small files has been downloaded.
+#[derive(Debug)]
+pub struct Looked {
+    /// The directory of its checkpoint, if the cache has all files.
+    pub dir: Option<PathBuf>,
+    /// Bytes that a download would fetch.
+    pub missing_bytes: u64,
+}
+
+/// Finds out whether [`pull`] would succeed. Downloads configuration and tokenizer, and no weights.
+///
+/// # Errors
+/// Those of [`pull`] that are known before the weights arrive.
+pub fn look(name: &ModelName, settings: &Settings, check: Check) -> Result<Looked, HubError> {
+    let cache = ModelCache::new(&settings.cache, name.id());
+    if let Some(dir) = cache.complete(name) {
+        return Ok(Looked { dir: Some(dir), missing_bytes: 0 });
+    }
+    if settings.is_offline {
+        return Err(HubError::Offline { model: name.to_string(), cache: settings.cache.clone() });
+    }
+    let Begun { client, listing, weights, .. } = begin(name, settings, &cache, check)?;
+    let files = weights.iter().map(|file| listing.locate(&client, name, file)).collect::<Result<Vec<_>, _>>()?;
+    let missing = files.iter().filter(|file| !is_there(&cache.blob(&file.digest), file.size));
+    let missing_bytes = missing.map(|file| missing_bytes(&cache, file)).sum();
+    check_space(&cache, missing_bytes)?;
+    Ok(Looked { dir: None, missing_bytes })
+}
+
+/// A model whose small files are there.
+struct Begun {
+    client: Client,
+    listing: Listing,
+    weights: Vec<Listed>,
+    dir: PathBuf,
+}
+
+/// Requests the listing, downloads the small files and checks them.
+fn begin(name: &ModelName, settings: &Settings, cache: &ModelCache, check: Check) -> Result<Begun, HubError> {
     let client = Client::new(settings);
     let listing = Listing::of(&client, name)?;
     let dir = cache.snapshot(&listing.commit);
@@ -72,10 +109,16 @@ fn fetch(name: &ModelName, settings: &Settings, cache: &ModelCache, check: Check
         ));
     }
     cache.create()?;
-    let download = |files: &[&Listed]| download_all(&client, name, &listing, cache, files);
-    download(&needed::small(&listing.files))?;
+    download_all(&client, name, &listing, cache, &needed::small(&listing.files))?;
     check(&dir).map_err(refused)?;
-    download(&needed::weights(&listing.files, &dir).map_err(refused)?)?;
+    let weights = needed::weights(&listing.files, &dir).map_err(refused)?.into_iter().cloned().collect();
+    Ok(Begun { client, listing, weights, dir })
+}
+
+/// Downloads all files. A branch or tag points to the new commit once all of it is there.
+fn fetch(name: &ModelName, settings: &Settings, cache: &ModelCache, check: Check) -> Result<PathBuf, HubError> {
+    let Begun { client, listing, weights, dir } = begin(name, settings, cache, check)?;
+    download_all(&client, name, &listing, cache, &weights.iter().collect::<Vec<_>>())?;
     if !name.is_commit() {
         cache.set_ref(name.revision(), &listing.commit)?;
     }

@@ -37,6 +37,16 @@ const CHECKPOINT: [(&str, &str); 16] = [
     ("chat_template.json", "the chat template"),
 ];
 
+/// The finding of a checkpoint's directory that was given in place of a repository.
+pub(crate) fn checkpoint(root: &Path) -> Finding {
+    let dir = root.display();
+    let why = format!(
+        "{dir} is a checkpoint and no repository of models; `trireme serve {dir}` serves it, `trireme doctor {dir}` checks it, and \
+         `trireme init {dir}` makes a repository around it"
+    );
+    Finding::file(Verdict::Wrong, "", &root.join("config.json"), why)
+}
+
 /// Findings of the files beside the models.
 ///
 /// # Errors

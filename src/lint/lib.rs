@@ -87,7 +87,10 @@ pub fn check(roots: &[PathBuf], world_size: u32, estimate: EstimateMemory) -> Re
     let failures = dry_load::failures(roots, world_size, estimate)?;
     let mut findings = Vec::new();
     for root in roots {
-        findings.extend(files::files_outside_models(root)?);
+        match root.join("config.json").is_file() {
+            true => findings.push(files::checkpoint(root)),
+            false => findings.extend(files::files_outside_models(root)?),
+        }
     }
     for name in repository.model_names()? {
         let failure = failures.iter().find(|failure| failure.model == name).map(|failure| failure.reason.as_str());

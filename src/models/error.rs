@@ -30,7 +30,7 @@ pub enum ModelError {
     /// The directory contains no weights.
     #[error(
         "no `model.safetensors`, `model.safetensors.index.json`, `*.safetensors`, `pytorch_model.bin` or \
-         `pytorch_model.bin.index.json` in {}",
+         `pytorch_model.bin.index.json` in {}; copy the checkpoint's weights there, or download it again (`trireme pull ORG/NAME`)",
         .dir.display()
     )]
     NoWeights { dir: PathBuf },

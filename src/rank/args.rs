@@ -6,6 +6,7 @@ use std::path::PathBuf;
 use clap::{Arg, ArgAction, ArgMatches, Args, Command, FromArgMatches, ValueEnum};
 
 use front::{LogFormat, LogOptions};
+use record::RecordArgs;
 use serving::{Limit, Limits};
 use settings::{DeviceKind, WeightPrecision};
 
@@ -180,6 +181,9 @@ pub struct RankArgs {
     /// The network that joins the nodes of a world: an interface (`eth0`) or a subnet (`10.0.0.0/16`) [default: any]
     #[arg(long, value_name = "NETWORK")]
     pub network: Option<String>,
+    /// Recording of requests and steps
+    #[command(flatten)]
+    pub record: RecordArgs,
     /// CPU threads of a worker; by default an equal share of the node's cores
     #[arg(long)]
     pub threads: Option<usize>,

@@ -24,17 +24,17 @@ const CPU_STEP_TOKENS: usize = 512;
 
 const CUDA_STEP_TOKENS: usize = 8192;
 
-/// The defaults of LLMs on a node with `num_workers` workers.
+/// The defaults of LLMs on a node with `num_workers` workers, and why the workers compute on their device.
 pub(crate) fn llm_defaults(
     args: &RankArgs,
     hardware: &Hardware,
     world_size: u32,
     num_workers: usize,
-) -> Result<LlmDefaults, RankError> {
+) -> Result<(LlmDefaults, String), RankError> {
     let (device, why) = devices::choose(hardware, args.device, args.threads, args.pin_threads, num_workers)?;
     tracing::info!("workers compute on {why}");
     let is_cpu = matches!(device, DeviceChoice::Cpu { .. });
-    Ok(LlmDefaults {
+    let defaults = LlmDefaults {
         worker: WorkerSettings {
             device,
             network: args.network.clone(),
@@ -49,7 +49,8 @@ pub(crate) fn llm_defaults(
         // Other processes use the memory of a CPU, too.
         kv_free_fraction: if is_cpu { 0.25 } else { 0.9 },
         max_step_tokens: if is_cpu { CPU_STEP_TOKENS } else { CUDA_STEP_TOKENS },
-    })
+    };
+    Ok((defaults, why))
 }
 
 /// The configuration of Python models: `--backend-config=python,KEY=VALUE`, and other flags that affect them.

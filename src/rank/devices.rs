@@ -79,6 +79,7 @@ mod tests {
             free_gpu_memory: |_| Err("no test asks for free memory".to_owned()),
             free_cpu_memory: || 0,
             num_allowed_cores: || std::thread::available_parallelism().map_or(1, usize::from),
+            nvrtc_version: None,
             client_devices: Arc::new(NoDevices),
             estimate_memory: |_, _, _| unreachable!("no test estimates memory"),
         }

@@ -12,6 +12,8 @@ pub enum RankError {
     Comm(#[from] comm::CommError),
     #[error(transparent)]
     Ipc(#[from] ipc::IpcError),
+    #[error(transparent)]
+    Record(#[from] record::RecordError),
     #[error("cannot find this program's own file, to start workers with")]
     Program(#[source] std::io::Error),
     #[error("cannot start the async runtime")]

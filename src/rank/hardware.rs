@@ -18,6 +18,8 @@ pub struct Hardware {
     pub free_cpu_memory: fn() -> u64,
     /// Number of cores in the affinity mask of this process; quotas may allow less.
     pub num_allowed_cores: fn() -> usize,
+    /// The version of NVRTC that compiled the GPU kernels of this build; `None` if it has none.
+    pub nvrtc_version: Option<&'static str>,
     /// Opens GPU memory that clients register.
     pub client_devices: Arc<dyn ClientDevices>,
     /// Estimates the memory of a worker.

@@ -43,7 +43,7 @@ use supervision::WorkerSupervisor;
 pub use args::{RankArgs, command, flag_names, parse, with_dashes};
 pub use error::RankError;
 pub use hardware::Hardware;
-pub use plan::{WorldPlan, plan};
+pub use plan::{WorldPlan, print_plan, print_plan_as_json};
 pub use usage::usage_error;
 
 /// Timeout for the other ranks at the end of the world.

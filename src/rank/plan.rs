@@ -9,6 +9,7 @@ use backends::layouts::Layouts;
 use backends::llm::{ModelPlan, PlanFactory};
 use futures::FutureExt;
 use futures::future::BoxFuture;
+use serde_json::{Value, json};
 use serving::{Backend, BackendFactory, InferError, LoadRequest, Server};
 use supervision::DeviceChoice;
 
@@ -22,7 +23,7 @@ use crate::hardware::Hardware;
 ///
 /// # Errors
 /// When the repository or the device cannot be used.
-pub fn plan(args: &RankArgs, world_size: u32, hardware: &Hardware) -> Result<ExitCode, RankError> {
+pub fn print_plan(args: &RankArgs, world_size: u32, hardware: &Hardware) -> Result<ExitCode, RankError> {
     let plan = WorldPlan::new(args, world_size, hardware)?;
     print!("{plan}");
     plan.failures.iter().for_each(|failure| println!("{failure}"));
@@ -33,12 +34,38 @@ pub fn plan(args: &RankArgs, world_size: u32, hardware: &Hardware) -> Result<Exi
     Ok(if plan.fits() { ExitCode::SUCCESS } else { ExitCode::FAILURE })
 }
 
+/// Prints the same as JSON, for `launch doctor`.
+///
+/// # Errors
+/// When the repository or the device cannot be used.
+pub fn print_plan_as_json(args: &RankArgs, world_size: u32, hardware: &Hardware) -> Result<ExitCode, RankError> {
+    let plan = WorldPlan::new(args, world_size, hardware)?;
+    let free = plan.free_bytes();
+    let model = |model: &ModelPlan| {
+        json!({
+            "name": model.name,
+            "summary": plan.brief_of(model),
+            "missing_bytes": model.missing_bytes(free),
+            "advice": advice(model, free),
+        })
+    };
+    let models: Vec<Value> = plan.models.iter().map(model).collect();
+    let (device, why, nvrtc) = (plan.device, &plan.why, hardware.nvrtc_version);
+    let report = json!({"device": device, "why": why, "nvrtc": nvrtc, "models": models, "failures": plan.failures});
+    println!("{report}");
+    Ok(if plan.fits() { ExitCode::SUCCESS } else { ExitCode::FAILURE })
+}
+
 /// The memory of the LLMs of a world. `Display` shows a table for each.
 pub struct WorldPlan {
     /// The LLMs that could be planned.
     pub models: Vec<ModelPlan>,
     /// Why the others could not, one line each.
     pub failures: Vec<String>,
+    /// `cpu` or `cuda`.
+    pub device: &'static str,
+    /// Why the workers compute there.
+    pub why: String,
     devices: Vec<Free>,
 }
 
@@ -48,13 +75,17 @@ impl WorldPlan {
     /// # Errors
     /// When the repository or the device cannot be used.
     pub fn new(args: &RankArgs, world_size: u32, hardware: &Hardware) -> Result<Self, RankError> {
-        let defaults = llm_defaults(args, hardware, world_size, world_size as usize)?;
+        let (defaults, why) = llm_defaults(args, hardware, world_size, world_size as usize)?;
+        let device = match defaults.worker.device {
+            DeviceChoice::Cpu { .. } => "cpu",
+            DeviceChoice::Cuda { .. } => "cuda",
+        };
         let devices = (0..world_size as usize).map(|rank| Free::of(hardware, defaults.worker.device, rank));
         let devices = devices.collect::<Result<_, _>>()?;
         let planner = Arc::new(PlanFactory::new(defaults, hardware.estimate_memory));
         let runtime = tokio::runtime::Builder::new_multi_thread().enable_all().build().map_err(RankError::Runtime)?;
         runtime.block_on(load(args, &planner))?;
-        Ok(Self { models: planner.plans(), failures: planner.failures(), devices })
+        Ok(Self { models: planner.plans(), failures: planner.failures(), device, why, devices })
     }
 
     /// Free bytes of the device with the least.
@@ -207,21 +238,27 @@ impl Table<'_> {
     }
 
     fn write_advice(&self, f: &mut fmt::Formatter<'_>, free: u64) -> fmt::Result {
-        let (plan, missing) = (self.plan, self.plan.missing_bytes(free));
-        if missing == 0 {
-            return Ok(());
+        match advice(self.plan, free) {
+            advice if advice.is_empty() => Ok(()),
+            advice => writeln!(f, "  does not fit: {advice}"),
         }
-        let longest = plan.engine.max_sequence_len;
-        write!(f, "  does not fit: a sequence of {longest} positions lacks {}", size(missing))?;
-        match plan.fitting_world(free) {
-            Some(size) if plan.num_replicas > 1 => {
-                writeln!(f, "; replicas of {size} workers would fit, or a smaller `max_sequence_len`")
-            }
-            Some(world) => writeln!(f, "; a world of {world} would fit, or a smaller `max_sequence_len`"),
-            None => writeln!(
-                f,
-                "; no larger world divides this model and fits: lower `max_sequence_len` or `max_batch_size`"
-            ),
+    }
+}
+
+/// What a model lacks, and what would fit; empty if it fits.
+fn advice(plan: &ModelPlan, free: u64) -> String {
+    let (longest, missing) = (plan.engine.max_sequence_len, plan.missing_bytes(free));
+    let lacks = format!("a sequence of {longest} positions lacks {}", size(missing));
+    match plan.fitting_world(free) {
+        _ if missing == 0 => String::new(),
+        Some(size) if plan.num_replicas > 1 => {
+            format!("{lacks}; replicas of {size} workers would fit, or a smaller `max_sequence_len`")
+        }
+        Some(world) => format!("{lacks}; a world of {world} would fit, or a smaller `max_sequence_len`"),
+        None => {
+            format!(
+                "{lacks}; no larger world divides this model and fits: lower `max_sequence_len` or `max_batch_size`"
+            )
         }
     }
 }

@@ -13,6 +13,7 @@ use backends::python::PythonFactory;
 use comm::World;
 use front::{Listeners, Running, WorldFacts};
 use ipc::Prefix;
+use record::Recorder;
 use serving::{BackendFactory, Server, ServerConfig};
 use supervision::{FromAgent, ToAgent, WorkerSupervisor};
 use tokio::runtime::{Handle, Runtime};
@@ -53,18 +54,23 @@ pub(crate) fn run(
     if let Some(path) = &args.control {
         control.answer(path);
     }
-    let result = llm_defaults(&args, &hardware, world.size(), agents.nodes().max_ranks()).and_then(|defaults| {
+    let mut recorder = None;
+    let result = llm_defaults(&args, &hardware, world.size(), agents.nodes().max_ranks()).and_then(|(defaults, _)| {
+        recorder = args.record.options().map(|options| Recorder::start(&options)).transpose()?;
         let python =
             Arc::new(PythonFactory::new(python_config(&args, &hardware, &prefix, world)?).map_err(RankError::Runtime)?);
-        let llm = Arc::new(LlmFactory::new(defaults, Arc::clone(&agents), prefix.clone(), grpc.handle().clone()));
+        let llm = LlmFactory::new(defaults, Arc::clone(&agents), prefix.clone(), grpc.handle().clone());
+        let llm = Arc::new(llm.with_recorder(recorder.clone()));
         let prefixes = prefixes(prefix.as_str(), world.size());
         let mut front = front_config(&args, &hardware, prefixes).map_err(RankError::Server)?;
         front.world = world_facts(&args, world);
+        front.recorder = recorder.clone();
         runtime.block_on(serve(&args, front, grpc.handle(), llm, python, Arc::new(startup), &control))
     });
     // Requests that are left end with the runtime, before the other ranks end.
     runtime.shutdown_timeout(SHORT_DRAIN);
     grpc.shutdown_timeout(SHORT_DRAIN);
+    recorder.iter().for_each(|recorder| recorder.finish());
     for rank in 1..world.size() {
         agents.send(rank, ToAgent::Shutdown);
     }

@@ -13,6 +13,14 @@ pub(crate) struct Checkpoint {
     pub(crate) name: String,
 }
 
+/// What [`Checkpoint::look`] finds.
+pub(crate) enum Looked {
+    /// All of it is here.
+    Complete(Checkpoint),
+    /// A model of the hub whose weights are not in the cache.
+    OnHub { name: String, missing_bytes: u64 },
+}
+
 /// The name in the repository of a directory whose own name cannot be one.
 const FALLBACK: &str = "model";
 
@@ -22,20 +30,27 @@ impl Checkpoint {
     /// # Errors
     /// When there is no such model, or it cannot be served.
     pub(crate) fn of(model: &str, revision: Option<&str>) -> Result<Self> {
-        let path = Path::new(model);
-        if path.is_dir() {
-            if revision.is_some() {
-                bail!("{model} is a directory, which has no revisions; leave --revision out");
-            }
-            return Self::of_dir(path);
+        match directory(model, revision)? {
+            Some(dir) => Self::of_dir(dir),
+            None => Self::of_hub(&hub::named(model, revision)?).with_context(|| not_here(model)),
         }
-        if path.exists() {
-            bail!("{model} is a file; name the directory of a checkpoint, with config.json");
+    }
+
+    /// Like [`Self::of`], but downloads no weights.
+    ///
+    /// # Errors
+    /// When there is no such model, or it cannot be served.
+    pub(crate) fn look(model: &str, revision: Option<&str>) -> Result<Looked> {
+        if let Some(dir) = directory(model, revision)? {
+            return Ok(Looked::Complete(Self::of_dir(dir)?));
         }
-        if [".", "/", "~"].iter().any(|start| model.starts_with(start)) {
-            bail!("there is no directory {model}; name one with config.json, or a model of the hub as ORG/NAME");
-        }
-        Self::of_hub(&hub::named(model, revision)?).with_context(|| format!("{model} is no directory here"))
+        let name = hub::named(model, revision)?;
+        let looked = hub::look(&name, &Settings::from_env()?, can_serve).with_context(|| not_here(model))?;
+        let id = name.id().to_owned();
+        Ok(match looked.dir {
+            Some(dir) => Looked::Complete(Self { dir, name: id }),
+            None => Looked::OnHub { name: id, missing_bytes: looked.missing_bytes },
+        })
     }
 
     fn of_dir(dir: &Path) -> Result<Self> {
@@ -71,6 +86,28 @@ impl Checkpoint {
         // `--served-model-name` ends with the model's name after a `=`.
         if Repository::check_name(last).is_ok() && !last.contains('=') { last } else { FALLBACK }
     }
+}
+
+/// The directory that MODEL means; `None` for a model of the hub.
+fn directory<'a>(model: &'a str, revision: Option<&str>) -> Result<Option<&'a Path>> {
+    let path = Path::new(model);
+    if path.is_dir() {
+        if revision.is_some() {
+            bail!("{model} is a directory, which has no revisions; leave --revision out");
+        }
+        return Ok(Some(path));
+    }
+    if path.exists() {
+        bail!("{model} is a file; name the directory of a checkpoint, with config.json");
+    }
+    if [".", "/", "~"].iter().any(|start| model.starts_with(start)) {
+        bail!("there is no directory {model}; name one with config.json, or a model of the hub as ORG/NAME");
+    }
+    Ok(None)
+}
+
+fn not_here(model: &str) -> String {
+    format!("{model} is no directory here")
 }
 
 /// Whether the configuration of a downloaded model can be served, before its weights are downloaded.

@@ -6,6 +6,7 @@
 
 mod args;
 mod checkpoint;
+mod doctor;
 mod line;
 mod run_files;
 mod size;
@@ -19,6 +20,7 @@ use rank::Hardware;
 
 pub use args::{ServeArgs, advice};
 pub use checkpoint::{pull, remove};
+pub use doctor::{DoctorArgs, doctor};
 
 use checkpoint::Checkpoint;
 

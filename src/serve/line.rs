@@ -41,6 +41,19 @@ pub(crate) fn plan_flags(args: &ServeArgs, repository: &Path) -> Vec<String> {
     flags
 }
 
+/// The ports of HTTP, gRPC and metrics.
+///
+/// # Errors
+/// When a port has no successors.
+pub(crate) fn ports(args: &ServeArgs) -> Result<[u16; 3]> {
+    let next = |given: Option<u16>, distance: u16, flag: &str| {
+        given
+            .or_else(|| args.port.checked_add(distance))
+            .with_context(|| format!("--port {} leaves none for {flag}; name it", args.port))
+    };
+    Ok([args.port, next(args.grpc_port, 1, "--grpc-port")?, next(args.metrics_port, 2, "--metrics-port")?])
+}
+
 /// The arguments of `launch`.
 ///
 /// # Errors
@@ -51,17 +64,13 @@ pub(crate) fn launch(
     repository: &Path,
     world_size: u32,
 ) -> Result<Vec<String>> {
-    let next = |given: Option<u16>, distance: u16, flag: &str| {
-        given
-            .or_else(|| args.port.checked_add(distance))
-            .with_context(|| format!("--port {} leaves none for {flag}; name it", args.port))
-    };
+    let [http, grpc, metrics] = ports(args)?;
     let mut line = vec![
         format!("--world-size={world_size}"),
         format!("--model-repo={}", repository.display()),
-        format!("--http-port={}", args.port),
-        format!("--grpc-port={}", next(args.grpc_port, 1, "--grpc-port")?),
-        format!("--metrics-port={}", next(args.metrics_port, 2, "--metrics-port")?),
+        format!("--http-port={http}"),
+        format!("--grpc-port={grpc}"),
+        format!("--metrics-port={metrics}"),
         format!("--device={}", args.device),
         format!("--ready-message={}", ready_message(args, checkpoint)?),
     ];

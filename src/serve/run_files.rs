@@ -16,6 +16,23 @@ const PREFIX: &str = "serve-";
 /// # Errors
 /// When the checkpoint cannot be served, or a file cannot be written.
 pub(crate) fn write(args: &ServeArgs, checkpoint: &Checkpoint) -> Result<PathBuf> {
+    let dir = place()?;
+    lint::write_text_repository(&dir, checkpoint.model(), &checkpoint.dir, &parameters(args))?;
+    Ok(dir)
+}
+
+/// Writes a repository without models.
+///
+/// # Errors
+/// When it cannot be written.
+pub(crate) fn empty() -> Result<PathBuf> {
+    let dir = place()?;
+    fs::create_dir(&dir).with_context(|| format!("cannot make {}", dir.display()))?;
+    Ok(dir)
+}
+
+/// Where the repository of this process comes. Nothing is there.
+fn place() -> Result<PathBuf> {
     let run_dir = launcher::run_dir()?;
     remove_unused(&run_dir);
     let dir = run_dir.join(format!("{PREFIX}{}", std::process::id()));
@@ -23,7 +40,6 @@ pub(crate) fn write(args: &ServeArgs, checkpoint: &Checkpoint) -> Result<PathBuf
         // One of an ended process with the same number, which `remove_unused` has taken for this one's.
         fs::remove_dir_all(&dir).with_context(|| format!("cannot remove {}", dir.display()))?;
     }
-    lint::write_text_repository(&dir, checkpoint.model(), &checkpoint.dir, &parameters(args))?;
     Ok(dir)
 }
 
@@ -47,7 +63,7 @@ fn remove_unused(run_dir: &Path) {
 }
 
 /// The parameters of the model.
-fn parameters(args: &ServeArgs) -> Vec<(&'static str, String)> {
+pub(crate) fn parameters(args: &ServeArgs) -> Vec<(&'static str, String)> {
     let number = |number: u32| Some(number.to_string());
     let parameters = [
         ("tp", args.tp.and_then(number)),

@@ -96,3 +96,98 @@ fn advice(args: &ServeArgs, plan: &WorldPlan) -> String {
     let given = args.max_model_len.map_or("", |_| "lower ");
     format!("{given}`--max-model-len {positions}` would fit")
 }
+
+#[cfg(test)]
+mod tests {
+    use std::path::Path;
+    use std::sync::Arc;
+
+    use clap::{Args as _, Command, FromArgMatches as _};
+    use front::{ClientDevices, DeviceMemory};
+    use models::{Config, ModelError, WorkerShape};
+    use ops::MemoryEstimate;
+
+    use super::*;
+
+    #[derive(Debug)]
+    struct NoDevices;
+
+    impl ClientDevices for NoDevices {
+        fn open(&self, _handle: &[u8; 64], _device: u64, _bytes: u64) -> Result<Arc<dyn DeviceMemory>, String> {
+            Err("no test opens a device".to_owned())
+        }
+    }
+
+    /// A model of `GIB` GiB, which divides by any number of workers.
+    fn estimate<const GIB: u64>(_: &Path, _: &Config, shape: &WorkerShape) -> Result<MemoryEstimate, ModelError> {
+        let num_workers = shape.tp.size as u64 * shape.stage.count as u64;
+        Ok(MemoryEstimate {
+            weights_bytes: (GIB << 30) / num_workers,
+            mapped_bytes: 0,
+            workspace_bytes: 0,
+            communicator_bytes: 0,
+            reserve_bytes: 0,
+            block_bytes: 1 << 20,
+        })
+    }
+
+    /// A machine with `GPUS` GPUs of 10 GiB, and 64 GiB for CPUs.
+    fn machine<const GPUS: usize, const GIB: u64>() -> Hardware {
+        Hardware {
+            num_gpus: || Ok(GPUS),
+            free_gpu_memory: |ordinal| Ok((format!("GPU {ordinal}"), 10 << 30)),
+            free_cpu_memory: || 64 << 30,
+            num_allowed_cores: || 1,
+            nvrtc_version: None,
+            client_devices: Arc::new(NoDevices),
+            estimate_memory: estimate::<GIB>,
+        }
+    }
+
+    /// The size that is chosen for the demo model with these flags of `serve`, and why; or the error.
+    fn chosen(flags: &str, hardware: &Hardware) -> Result<(u32, String), String> {
+        let words = ["serve", "model"].into_iter().chain(flags.split_whitespace());
+        let matches = ServeArgs::augment_args(Command::new("serve")).try_get_matches_from(words).unwrap();
+        let args = ServeArgs::from_arg_matches(&matches).unwrap();
+        let demo = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../model_repository/tensorrt_llm/1");
+        let dir = tempfile::tempdir().unwrap();
+        let parameters = crate::run_files::parameters(&args);
+        let repository = dir.path().join("repository");
+        lint::write_text_repository(&repository, "demo", &demo.canonicalize().unwrap(), &parameters).unwrap();
+        let line = crate::line::plan_flags(&args, &repository);
+        choose(&args, &line, hardware).map(|chosen| (chosen.world_size, chosen.why)).map_err(|error| error.to_string())
+    }
+
+    #[test]
+    fn the_smallest_number_of_gpus_that_fits_is_chosen() {
+        let size = |result: Result<(u32, String), String>| result.unwrap().0;
+        assert_eq!(size(chosen("", &machine::<4, 5>())), 1);
+        assert_eq!(size(chosen("", &machine::<4, 15>())), 2);
+        assert_eq!(size(chosen("", &machine::<4, 25>())), 4, "3 workers cannot share 4 KV heads");
+        assert_eq!(chosen("", &machine::<4, 15>()).unwrap().1, "the smallest number of 4 GPUs that fits");
+    }
+
+    #[test]
+    fn requested_sizes_are_taken_and_stages_and_replicas_multiply_them() {
+        assert_eq!(chosen("--tp 4", &machine::<4, 5>()).unwrap(), (4, "as requested".to_owned()));
+        assert_eq!(chosen("--replicas 2", &machine::<4, 15>()).unwrap().0, 4);
+        assert_eq!(chosen("--pp 2", &machine::<4, 15>()).unwrap().0, 2);
+    }
+
+    #[test]
+    fn without_gpus_one_rank_serves_on_cpus() {
+        assert_eq!(chosen("", &machine::<0, 5>()).unwrap(), (1, "on CPUs".to_owned()));
+        assert_eq!(chosen("--device cpu", &machine::<4, 5>()).unwrap(), (1, "on CPUs".to_owned()));
+        assert_eq!(chosen("--tp 2", &machine::<0, 5>()).unwrap().0, 2);
+    }
+
+    #[test]
+    fn what_no_number_of_gpus_holds_is_refused_with_what_lacks() {
+        let error = chosen("", &machine::<2, 40>()).unwrap_err();
+        assert!(error.contains("the model does not fit") && error.contains("a world of 8 would fit"), "{error}");
+        let error = chosen("--tp 4 --replicas 2", &machine::<4, 5>()).unwrap_err();
+        assert!(error.contains("are 8 GPUs, and this machine has 4"), "{error}");
+        let error = chosen("", &machine::<1, 9>()).map(|(size, _)| size);
+        assert_eq!(error, Ok(1), "9 of 10 GiB leave room for a short sequence");
+    }
+}

@@ -43,8 +43,8 @@ fn head(view: &View) -> Vec<Line<'_>> {
         first.push(Span::from("  "));
         first.push(Span::styled(view.state.as_str(), state_style(&view.state)));
     }
-    if let Some(restarts) = view.world_restarts {
-        first.push(Span::from(format!("  {restarts} world restart(s)")));
+    if let Some(restarts) = &view.world_restarts {
+        first.push(Span::from(format!("  {restarts}")));
     }
     let mut lines = vec![Line::from(first)];
     lines.extend(view.trouble.as_ref().map(|trouble| Line::from(trouble.as_str()).red()));

@@ -17,7 +17,7 @@ pub struct View {
     /// Why there are no metrics.
     pub trouble: Option<String>,
     /// How often the world was restarted.
-    pub world_restarts: Option<u32>,
+    pub world_restarts: Option<String>,
     /// How its last failed run ended.
     pub last_failure: Option<String>,
     /// Language models.
@@ -89,7 +89,7 @@ impl View {
         let mut view = Self { server: now.server.clone(), ..Self::default() };
         if let Some(world) = &now.world {
             world.state.clone_into(&mut view.state);
-            view.world_restarts = Some(world.num_restarts);
+            view.world_restarts = Some(launcher::status::restarts(world.num_restarts, world.num_failures));
             view.last_failure.clone_from(&world.last_failure);
             view.processes = world.processes.iter().cloned().map(ProcessView::new).collect();
         }

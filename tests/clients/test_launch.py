@@ -92,3 +92,49 @@ def test_an_empty_repository_is_refused_unless_models_are_loaded_later(tmp_path)
         assert started.returncode == 0, started.stderr
     finally:
         launch("stop", f"--http_port={http}")
+
+
+def checkpoint(folder: Path, without: str) -> Path:
+    """A repository of one text model around the demo's checkpoint, of which files are missing."""
+    checkpoint = folder / "checkpoint"
+    shutil.copytree(ROOT / "model_repository/tensorrt_llm/1", checkpoint, ignore=shutil.ignore_patterns(without))
+    made = run("init", str(checkpoint), "--layout=llama-python", f"--output={folder / 'models'}", program=BINARIES / "trireme")
+    assert made.returncode == 0, made.stderr
+    return folder / "models"
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize(
+    ("without", "flags", "cause", "cure"),
+    [
+        ("tokenizer*", [], "no model of its repository has a tokenizer", "set parameter `tokenizer_dir`"),
+        ("*.safetensors", [], "no `model.safetensors`", "copy the checkpoint's weights there"),
+        ("-", ["--device=cuda"], "device `cuda` is not usable", "install the driver"),
+        ("-", ["--", "--no-such-flag=1"], "unrecognized option '--no-such-flag'", "`trireme rank --help`"),
+        ("-", ["--", "--record=/proc/none"], "cannot make the directory /proc/none", "name another directory with --record"),
+    ],
+)
+def test_the_cause_of_a_failed_start_and_its_cure_come_first(tmp_path, short_folder, world_size, without, flags, cause, cure):
+    if "--device=cuda" in flags and shutil.which("nvidia-smi"):
+        pytest.skip("this machine has GPUs")
+    words = [f"--model_repo={checkpoint(tmp_path, without)}", f"--world_size={world_size}", "--oversubscribe", "--detach", *ports()[1]]
+    words += [] if "--device=cuda" in flags else ["--device=cpu"]
+    started = run(*words, *flags, environment={"XDG_RUNTIME_DIR": str(short_folder)})
+    first = started.stderr.split("launch: the world died")[0]
+    assert started.returncode == 1 and cause in first.splitlines()[0] and cure in first, started.stderr
+    assert "mpirun" not in started.stderr and len(started.stderr.splitlines()) < 12, started.stderr
+
+
+def test_a_repository_that_is_a_checkpoint_is_explained_by_lint():
+    found = run("lint", "model_repository/tensorrt_llm/1", program=BINARIES / "trireme")
+    assert found.returncode == 1 and "`trireme serve model_repository/tensorrt_llm/1`" in found.stdout, found.stdout
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="mounts need root")
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_small_shared_memory_is_named_before_anything_starts(short_folder, world_size):
+    words = [BINARIES / "launch", f"--world_size={world_size}", "--device=cpu", "--detach", *ports()[1]]
+    script = 'mount -t tmpfs -o size=1m tmpfs /dev/shm && exec "$@"'
+    command = ["unshare", "--mount", "sh", "-ec", script, "launch", *words]
+    started = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, env=os.environ | {"XDG_RUNTIME_DIR": str(short_folder)})
+    assert started.returncode == 1 and "/dev/shm has 1 MiB free" in started.stderr and "--shm-size" in started.stderr, started.stderr

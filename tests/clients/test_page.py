@@ -236,6 +236,24 @@ def test_a_chat_with_a_json_schema_gives_an_answer_that_follows_it(page):
     jsonschema.validate(json.loads(page.answer()), schema)
 
 
+def test_a_call_of_one_tool_can_be_demanded(page):
+    page.open("playground")
+    page.await_model()
+    choice = page.find("#tool-choice")
+    assert not choice.is_displayed(), "without tools there is nothing to choose"
+    page.find("#example-tool").click()
+    page.eventually("the choice", choice.is_displayed)
+    values = [option.get_attribute("value") for option in Select(choice).options]
+    assert values == ["auto", "none", "required", "call get_weather"]
+    Select(choice).select_by_value("call get_weather")
+    page.set("#set-seed", "1")
+    page.say("How is the weather?")
+    page.eventually("the call", lambda: page.is_done() and page.text(".message .call").startswith("Calls get_weather"))
+    assert "city" in json.loads(page.text(".message .call pre"))
+    page.find("#tools").clear()
+    page.eventually("no choice", lambda: not choice.is_displayed())
+
+
 def test_a_request_that_is_refused_is_explained(driver, world):
     page = Page(driver, world.http)
     page.open("playground")

@@ -68,6 +68,9 @@ fn a_restart_keeps_the_launcher_and_its_flags() {
     let status = site.launch("status --json").output().unwrap();
     let status: serde_json::Value = serde_json::from_slice(&status.stdout).unwrap();
     assert_eq!((&status[0]["state"], &status[0]["num_restarts"]), (&"ready".into(), &1.into()), "{status}");
+    assert_eq!(status[0]["num_failures"], 0, "a wanted restart is no failure");
+    let shown = text(&site.launch("status").output().unwrap());
+    assert!(shown.contains("1 restart, all wanted"), "{shown}");
     assert_eq!(status[0]["processes"][0]["pid"], launch.id(), "{status}");
 
     let logs = text(&site.launch(&format!("logs --http_port={port}")).output().unwrap());

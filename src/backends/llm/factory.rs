@@ -8,6 +8,7 @@ use futures::future::{BoxFuture, join_all};
 use futures::stream::FuturesUnordered;
 use futures::{FutureExt, StreamExt};
 use ipc::Prefix;
+use record::Recorder;
 use serving::{Backend, BackendFactory, InferError, LoadRequest};
 use supervision::Agents;
 use text::Tokenizer;
@@ -31,6 +32,7 @@ pub struct LlmFactory {
     event_runtime: Handle,
     logits: Arc<LogitsBudget>,
     loaded: Arc<Mutex<Vec<Loaded>>>,
+    recorder: Option<Arc<Recorder>>,
 }
 
 /// A loaded model. The weak reference ends when the model is unloaded.
@@ -71,7 +73,12 @@ impl LlmFactory {
     /// A factory whose models run on the workers of `agents`. `prefix` is the name prefix of rank 0's shared memory. Events are
     /// delivered to requests on `event_runtime`, which should be the runtime that serves most requests.
     pub fn new(defaults: LlmDefaults, agents: Arc<Agents>, prefix: Prefix, event_runtime: Handle) -> Self {
-        Self { defaults, agents, prefix, event_runtime, logits: Arc::default(), loaded: Arc::default() }
+        Self { defaults, agents, prefix, event_runtime, logits: Arc::default(), loaded: Arc::default(), recorder: None }
+    }
+
+    /// The same, with the steps of all models recorded.
+    pub fn with_recorder(self, recorder: Option<Arc<Recorder>>) -> Self {
+        Self { recorder, ..self }
     }
 
     /// The status of every replica of every loaded LLM.
@@ -135,12 +142,13 @@ impl BackendFactory for LlmFactory {
         let (defaults, agents, prefix) = (self.defaults.clone(), Arc::clone(&self.agents), self.prefix.clone());
         let (all_loaded, event_runtime, logits) =
             (Arc::clone(&self.loaded), self.event_runtime.clone(), Arc::clone(&self.logits));
+        let recorder = self.recorder.clone();
         async move {
             let mut config = LlmConfig::new(&load, &defaults)?;
             if agents.nodes().names().len() > 1 {
                 config.checkpoint_fingerprint = Some(checkpoint_fingerprint(&config).await?);
             }
-            let (router, loads) = start_replicas(&config, &agents, &prefix, &event_runtime)?;
+            let (router, loads) = start_replicas(&config, &agents, &prefix, &event_runtime, recorder.as_ref())?;
             let tokenizer = tokenizer(&config, load.clone()).await;
             let mut loads: FuturesUnordered<_> = loads.into_iter().collect();
             while let Some(is_loaded) = loads.next().await {

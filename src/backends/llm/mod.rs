@@ -33,6 +33,7 @@ mod replicas;
 mod request_event;
 mod router;
 mod sent_prefixes;
+mod step_log;
 mod step_thread;
 mod submission;
 mod text_stop;

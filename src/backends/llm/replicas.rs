@@ -4,6 +4,7 @@ use std::sync::Arc;
 
 use engine::EngineConfig;
 use ipc::Prefix;
+use record::Recorder;
 use serving::InferError;
 use supervision::Agents;
 use tokio::runtime::Handle;
@@ -13,17 +14,19 @@ use super::config::LlmConfig;
 use super::dispatcher::Dispatcher;
 use super::inbox::{Inbox, Message};
 use super::router::{Replica, Router};
+use super::step_log::StepLog;
 use super::step_thread::StepThread;
 
 /// Receives the result of a replica's first start.
 pub(crate) type LoadResult = oneshot::Receiver<Result<(), String>>;
 
-/// Starts the step thread of each replica; its events are delivered on `event_runtime`.
+/// Starts the step thread of each replica; its events are delivered on `event_runtime`, and its steps are recorded.
 pub(crate) fn start_replicas(
     config: &LlmConfig,
     agents: &Arc<Agents>,
     prefix: &Prefix,
     event_runtime: &Handle,
+    recorder: Option<&Arc<Recorder>>,
 ) -> Result<(Arc<Router>, Vec<LoadResult>), InferError> {
     let inboxes: Vec<_> = (0..config.num_replicas).map(|_| Inbox::new()).collect();
     let replicas = inboxes.iter().map(|(inbox, _)| Replica { inbox: inbox.clone(), shared: Arc::default() });
@@ -41,6 +44,7 @@ pub(crate) fn start_replicas(
             messages,
             dispatcher: Dispatcher::start(event_runtime),
             shared: Arc::clone(&router.replicas()[replica as usize].shared),
+            log: recorder.map(|recorder| StepLog::new(Arc::clone(recorder), &config.name, replica)),
         };
         let (loaded, is_loaded) = oneshot::channel();
         let name = format!("steps-{}", config.name);

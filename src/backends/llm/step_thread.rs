@@ -33,6 +33,7 @@ use super::metrics::{Phase, StepKinds};
 use super::replica_state::ReplicaState;
 use super::request_event::RequestEvent;
 use super::router::Router;
+use super::step_log::StepLog;
 use super::worker_group::{LossKind, WorkerGroup, WorkerLoss};
 
 /// Number of losses without a settled step between them after which requests are refused.
@@ -57,6 +58,8 @@ pub(crate) struct StepThread {
     pub(crate) messages: mpsc::Receiver<Message>,
     pub(crate) dispatcher: Dispatcher,
     pub(crate) shared: Arc<ReplicaState>,
+    /// Where steps are recorded.
+    pub(crate) log: Option<StepLog>,
 }
 
 /// The state of a running step thread.
@@ -224,17 +227,20 @@ impl Running {
 
     /// Plans and sends steps until enough are in flight. Returns the time of the last one.
     fn send_plans(&mut self, group: &mut WorkerGroup) -> Result<Instant, WorkerLoss> {
-        let StepThread { shared, dispatcher, .. } = &mut self.thread;
+        let StepThread { shared, dispatcher, log, .. } = &mut self.thread;
         let engine = self.engine.as_mut().expect(ENGINE_EXISTS);
         let mut now = Instant::now();
         // The workers wait for masks, so these are sent before the next plan.
         send_masks(engine, group)?;
         while let Some(plan) = engine.plan() {
+            let began = now;
             now = shared.metrics.phase(Phase::Plan, now);
+            log.iter_mut().for_each(|log| log.planned(&plan, began, now));
             self.step_kinds.planned(&plan, &shared.metrics);
             push_scheduled(dispatcher, &plan, now.into(), shared.restarts.load(Ordering::Relaxed));
             group.step(plan)?;
             now = shared.metrics.phase(Phase::Send, now);
+            log.iter_mut().for_each(|log| log.sent(now));
         }
         send_masks(engine, group)?;
         Ok(now)
@@ -243,7 +249,7 @@ impl Running {
     /// Settles the oldest step, and delivers its events. `sent` is the time when the last plan was sent.
     fn settle(&mut self, output: StepOutput, sent: Instant) -> Result<(), WorkerLoss> {
         let shared = Arc::clone(&self.thread.shared);
-        let now = shared.metrics.phase(Phase::Wait, sent);
+        let (now, step) = (shared.metrics.phase(Phase::Wait, sent), output.step);
         let engine = self.engine.as_mut().expect(ENGINE_EXISTS);
         let time = now - self.step_began;
         let predicted = engine.measure(time.as_secs_f64());
@@ -257,7 +263,8 @@ impl Running {
         self.last_progress = shared.metrics.phase(Phase::Settle, now);
         self.step_began = now;
         self.push_events();
-        shared.metrics.phase(Phase::Deliver, self.last_progress);
+        let delivered = shared.metrics.phase(Phase::Deliver, self.last_progress);
+        self.thread.log.iter_mut().for_each(|log| log.ended(step, [now, self.last_progress, delivered]));
         Ok(())
     }
 

@@ -7,5 +7,6 @@ pub(crate) mod metrics;
 pub(crate) mod metrics_settings;
 pub(crate) mod otlp;
 pub(crate) mod otlp_export;
+pub(crate) mod recording;
 pub(crate) mod trace_file;
 pub(crate) mod trace_settings;

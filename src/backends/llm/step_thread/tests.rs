@@ -118,6 +118,7 @@ async fn a_panic_ends_the_requests_in_flight_with_an_error_and_the_model_serves_
         messages,
         dispatcher: Dispatcher::start(&Handle::current()),
         shared: Arc::clone(&shared),
+        log: None,
     };
     let (loaded, is_loaded) = oneshot::channel();
     let steps = std::thread::spawn(move || thread.run(loaded));

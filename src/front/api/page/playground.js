@@ -41,7 +41,12 @@ export function startPlayground() {
     el("label", { class: "wide" }, "Stop, one text a line", el("textarea", { id: "set-stop", rows: 1, placeholder: "none" })));
   byId("schema").value = JSON.stringify(EXAMPLE_SCHEMA, null, 2);
   byId("form").addEventListener("change", () => (byId("schema-field").hidden = byId("form").value !== "json_schema"));
-  byId("example-tool").addEventListener("click", () => (byId("tools").value = JSON.stringify(EXAMPLE_TOOL, null, 2)));
+  byId("example-tool").addEventListener("click", () => {
+    byId("tools").value = JSON.stringify(EXAMPLE_TOOL, null, 2);
+    showToolChoice();
+  });
+  for (const event of ["input", "change"]) byId("tools").addEventListener(event, showToolChoice);
+  showToolChoice();
   byId("message").addEventListener("keydown", (event) => {
     if (event.key !== "Enter" || event.shiftKey || event.isComposing) return;
     event.preventDefault();
@@ -64,6 +69,29 @@ function clear() {
   running?.abort();
   messages = [];
   byId("conversation").replaceChildren(byId("no-messages") ?? el("p", { id: "no-messages", class: "muted empty" }, "Send a message to start."));
+}
+
+/** The values of `tool_choice` for the tools that are entered: one for each tool, besides the three that have no name. */
+function showToolChoice() {
+  const choice = byId("tool-choice");
+  const chosen = choice.value;
+  let names = [];
+  try {
+    names = JSON.parse(byId("tools").value).map((tool) => tool.function.name);
+  } catch {
+    // The request will say what is wrong with the list.
+  }
+  const words = [["auto", "as the model decides"], ["none", "none"], ["required", "one at least"], ...names.map((name) => [`call ${name}`, `only ${name}`])];
+  choice.replaceChildren(...words.map(([value, label]) => el("option", { value }, label)));
+  choice.value = words.some(([value]) => value === chosen) ? chosen : "auto";
+  byId("tool-choice-field").hidden = !byId("tools").value.trim();
+}
+
+/** `tool_choice` of the request, or undefined for the default. */
+function toolChoice() {
+  const value = byId("tool-choice").value;
+  if (value === "auto") return undefined;
+  return value.startsWith("call ") ? { type: "function", function: { name: value.slice("call ".length) } } : value;
 }
 
 /** Adds a message of the user or of a tool. */
@@ -95,7 +123,11 @@ function request() {
   const form = byId("form").value;
   if (form === "json_object") body.response_format = { type: form };
   if (form === "json_schema") body.response_format = { type: form, json_schema: { name: "answer", schema: parsed("schema", "Schema") } };
-  if (byId("tools").value.trim()) body.tools = parsed("tools", "Tools");
+  if (byId("tools").value.trim()) {
+    body.tools = parsed("tools", "Tools");
+    const choice = toolChoice();
+    if (choice !== undefined) body.tool_choice = choice;
+  }
   if (byId("logprobs").checked) Object.assign(body, { logprobs: true, top_logprobs: NUM_ALTERNATIVES });
   if (byId("stream").checked) Object.assign(body, { stream: true, stream_options: { include_usage: true } });
   return body;

@@ -36,6 +36,7 @@ use crate::api::triton::shared_memory::run_device_work;
 use crate::api::triton::single_response::{Transactions, single_response};
 use crate::api::{openai, page};
 use crate::state::State;
+use crate::telemetry::recording::Recorded;
 use crate::transport::body::ReplyBody;
 use crate::transport::budget::Charge;
 use crate::transport::content_coding::Coding;
@@ -53,7 +54,10 @@ pub async fn handle(state: Arc<State>, request: Request<Incoming>) -> Result<Rep
     {
         return Ok(preflight(origin.clone(), &head.headers));
     }
-    let mut reply = handle_request(state, head, body).await;
+    let mut reply = match Recorded::begin(state.config.recorder.as_ref(), &head) {
+        Some(recorded) => recorded.answered(handle_request(state, head, body)).await,
+        None => handle_request(state, head, body).await,
+    };
     cors.into_iter().for_each(|origin| allow_origin(reply.headers_mut(), origin));
     Ok(reply)
 }

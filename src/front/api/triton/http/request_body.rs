@@ -6,6 +6,7 @@ use hyper::body::Incoming;
 use serving::InferError;
 
 use crate::state::State;
+use crate::telemetry::recording::note_body;
 use crate::transport::body::read_all;
 use crate::transport::budget::Charge;
 use crate::transport::content_coding::Coding;
@@ -45,6 +46,7 @@ pub(crate) async fn read_coded(
             .await
             .map_err(InferError::from)?;
     }
+    note_body(&bytes);
     Ok(ChargedBody { bytes, charge })
 }
 

@@ -1,0 +1,126 @@
+//! What must be there before a world can start: model repository, server program, starter of ranks. A start checks all of it and
+//! ends at the first error; `launch doctor` shows each check.
+
+use std::path::Path;
+
+use anyhow::{Context, Result, bail};
+use ipc::Ring;
+use nix::sys::statvfs::statvfs;
+
+use crate::command::Starter;
+use crate::flags::WorldFlags;
+use crate::hosts;
+use crate::plan::{Plan, Site};
+
+/// Checks everything below in turn.
+///
+/// # Errors
+/// The first error.
+pub(crate) fn all(flags: &WorldFlags, site: &Site, plan: &Plan) -> Result<()> {
+    repository(flags)?;
+    program(flags, site)?;
+    starter(flags, site, plan)?;
+    if plan.is_one_node && flags.container_image.is_none() { shared_memory(flags, site) } else { Ok(()) }
+}
+
+/// Bytes of `/dev/shm` without which MPI and ranks do not start, once and for each rank. Open MPI hangs when it gets less.
+const MIN_SHM_BYTES: u64 = 4 << 20;
+
+/// Checks that this user can create a ring in `/dev/shm`, and that ranks have room there.
+///
+/// # Errors
+/// When something lacks, with what to do.
+pub(crate) fn shared_memory(flags: &WorldFlags, site: &Site) -> Result<()> {
+    let space = statvfs("/dev/shm").context("/dev/shm is not there; mount a tmpfs at /dev/shm")?;
+    let free = space.blocks_available() * space.fragment_size();
+    let needed = MIN_SHM_BYTES * (1 + u64::from(flags.world_size));
+    if free < needed {
+        bail!(
+            "/dev/shm has {} MiB free, and {} rank(s) need {} MiB at least; give it more: `docker run --shm-size=8g`, or \
+             `mount -o remount,size=8g /dev/shm`",
+            free >> 20,
+            flags.world_size,
+            needed >> 20
+        );
+    }
+    // A ring as ranks create them; its file is removed with it.
+    let prefix = format!("{}check{}_", site.shm_prefix, std::process::id());
+    match prefix.parse().and_then(|prefix| Ring::create(&prefix, "ring", 1 << 16)) {
+        Ok(_) => Ok(()),
+        Err(error) => {
+            bail!("{:#}; let this user write to /dev/shm (`chmod 1777 /dev/shm`)", anyhow::Error::from(error))
+        }
+    }
+}
+
+/// Checks that `--model_repo` is a directory with models.
+///
+/// # Errors
+/// When it is something else, with what to do.
+pub(crate) fn repository(flags: &WorldFlags) -> Result<()> {
+    let path = flags.model_repo.display();
+    let is_checkpoint = flags.model_repo.join("config.json").is_file();
+    if is_checkpoint || is_hub_name(&flags.model_repo) {
+        let what = if is_checkpoint { "a checkpoint" } else { "no directory" };
+        bail!(
+            "{path} is {what}, and `launch` takes a model repository; serve a checkpoint or a model of a hub with `trireme serve {path}`"
+        );
+    }
+    if !flags.model_repo.is_dir() {
+        bail!("there is no model repository at {path}; say where it is with --model_repo=DIR");
+    }
+    if !flags.may_have_no_model() && !has_folder(&flags.model_repo)? {
+        bail!(
+            "{path} holds no model: it has no folders; to load models later, start with --model-control-mode=explicit or poll"
+        );
+    }
+    Ok(())
+}
+
+/// Checks that the server program exists. That of an image cannot be checked from outside; ranks compare their builds at start-up.
+///
+/// # Errors
+/// When it does not, with what to do.
+pub(crate) fn program(flags: &WorldFlags, site: &Site) -> Result<()> {
+    let trireme = flags.trireme.as_ref().unwrap_or(&site.trireme);
+    if flags.container_image.is_none() && !trireme.is_file() {
+        bail!(
+            "there is no server program at {}; build it beside `launch`, or name it with --trireme",
+            trireme.display()
+        );
+    }
+    Ok(())
+}
+
+/// Checks that `mpirun` exists where it is needed, and that other hosts have the program and the repository.
+///
+/// # Errors
+/// When something lacks, with what to do.
+pub(crate) fn starter(flags: &WorldFlags, site: &Site, plan: &Plan) -> Result<()> {
+    if !matches!(plan.starter, Starter::Mpirun(_)) {
+        return Ok(());
+    }
+    site.mpirun.check_installed()?;
+    if flags.container_image.is_none() {
+        hosts::check(&plan.placed, flags.trireme.as_ref().unwrap_or(&site.trireme), &flags.model_repo)?;
+    }
+    Ok(())
+}
+
+/// Whether a path that leads to no directory has the form `ORG/NAME`.
+fn is_hub_name(path: &Path) -> bool {
+    let Some(text) = path.to_str().filter(|_| !path.exists()) else { return false };
+    let parts: Vec<&str> = text.split('/').collect();
+    parts.len() == 2 && parts.iter().all(|part| part.starts_with(|first: char| first.is_ascii_alphanumeric()))
+}
+
+/// Whether a directory has a folder that could be a model's.
+///
+/// # Errors
+/// When the directory cannot be read.
+pub(crate) fn has_folder(dir: &Path) -> Result<bool> {
+    let entries = std::fs::read_dir(dir).with_context(|| format!("cannot read {}", dir.display()))?;
+    let is_model =
+        |entry: std::fs::DirEntry| entry.path().is_dir() && !entry.file_name().to_string_lossy().starts_with('.');
+    Ok(entries.flatten().any(is_model))
+}

@@ -1,0 +1,240 @@
+//! The recorder of a running server.
+
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::Relaxed};
+use std::sync::mpsc::{Receiver, SyncSender, sync_channel};
+use std::sync::{Arc, Mutex, OnceLock, PoisonError};
+use std::thread::JoinHandle;
+use std::time::Instant;
+
+use bytes::Bytes;
+
+use crate::options::Options;
+use crate::writer::Writer;
+use crate::{End, RecordError};
+
+/// Requests and steps in the queue.
+const MAX_QUEUED: usize = 4096;
+/// Bytes of bodies and replies in the queue.
+const MAX_QUEUED_BYTES: u64 = 64 << 20;
+
+/// Records a window of a server's work. Cheap to ask, and never waits.
+#[derive(Debug)]
+pub struct Recorder {
+    sender: SyncSender<Item>,
+    shared: Arc<Shared>,
+    next_id: AtomicU64,
+    writer: Mutex<Option<JoinHandle<()>>>,
+}
+
+/// What the recorder and its writer share.
+#[derive(Debug, Default)]
+pub(crate) struct Shared {
+    /// Arrival of the first request.
+    pub(crate) began: OnceLock<Instant>,
+    is_over: AtomicBool,
+    queued_bytes: AtomicU64,
+    dropped_requests: AtomicU64,
+    dropped_steps: AtomicU64,
+}
+
+impl Shared {
+    /// Nothing more is taken.
+    pub(crate) fn end(&self) {
+        self.is_over.store(true, Relaxed);
+    }
+
+    /// The last line of a recording that ends for `reason`.
+    pub(crate) fn end_line(&self, reason: &str) -> End {
+        End {
+            reason: reason.to_owned(),
+            dropped_requests: self.dropped_requests.load(Relaxed),
+            dropped_steps: self.dropped_steps.load(Relaxed),
+        }
+    }
+
+    pub(crate) fn taken_out(&self, bytes: u64) {
+        self.queued_bytes.fetch_sub(bytes, Relaxed);
+    }
+}
+
+/// Number and time of a request's arrival.
+#[derive(Debug, Clone, Copy)]
+pub struct Arrival {
+    pub(crate) id: u64,
+    pub(crate) at: Instant,
+}
+
+/// An answered request.
+#[derive(Debug, Clone)]
+#[allow(missing_docs)] // As in `Request`.
+pub struct RequestItem {
+    pub arrival: Arrival,
+    pub path: String,
+    pub request_id: Option<String>,
+    pub content_type: Option<String>,
+    pub json_bytes: Option<u64>,
+    pub body: Bytes,
+    pub status: u16,
+    /// Time of the first part of the reply's body.
+    pub first: Option<Instant>,
+    /// Time of the end of the reply.
+    pub last: Instant,
+    /// The first parts of the reply's body.
+    pub reply: Vec<Bytes>,
+    /// Number of all parts.
+    pub pieces: u64,
+    /// Length of all parts; more than those of `reply` if the reply was too long to be kept.
+    pub reply_bytes: u64,
+    pub is_whole: bool,
+}
+
+impl RequestItem {
+    /// A request without a reply so far.
+    pub fn new(arrival: Arrival) -> Self {
+        Self {
+            arrival,
+            path: String::new(),
+            request_id: None,
+            content_type: None,
+            json_bytes: None,
+            body: Bytes::new(),
+            status: 0,
+            first: None,
+            last: arrival.at,
+            reply: Vec::new(),
+            pieces: 0,
+            reply_bytes: 0,
+            is_whole: false,
+        }
+    }
+
+    /// Bytes that it holds in the queue.
+    pub(crate) fn held_bytes(&self) -> u64 {
+        (self.body.len() + self.reply.iter().map(Bytes::len).sum::<usize>()) as u64
+    }
+}
+
+/// A step that has been settled.
+#[derive(Debug, Clone)]
+#[allow(missing_docs)] // As in `Step`.
+pub struct StepItem {
+    pub model: Arc<str>,
+    pub replica: u32,
+    pub step: u64,
+    /// When planning began and ended, the plan was sent, the output arrived, was settled, and was delivered.
+    pub times: [Instant; 6],
+    pub joined: Vec<[u32; 3]>,
+    pub left: Vec<u32>,
+    pub rows: Vec<[u32; 3]>,
+}
+
+pub(crate) enum Item {
+    Request(Box<RequestItem>),
+    Step(Box<StepItem>),
+    Finish,
+}
+
+impl Recorder {
+    /// Creates the file and starts the thread that writes it.
+    ///
+    /// # Errors
+    /// When the directory or the file cannot be made, or the recordings there have the most bytes already.
+    pub fn start(options: &Options) -> Result<Arc<Self>, RecordError> {
+        let shared = Arc::new(Shared::default());
+        let (sender, receiver): (_, Receiver<Item>) = sync_channel(MAX_QUEUED);
+        let writer = Writer::new(options, Arc::clone(&shared))?;
+        let spawned = std::thread::Builder::new().name("recorder".into()).spawn(move || writer.run(&receiver));
+        let thread = spawned.map_err(|source| RecordError::Io {
+            what: "start a thread for",
+            path: options.dir.clone(),
+            source,
+        })?;
+        Ok(Arc::new(Self { sender, shared, next_id: AtomicU64::new(0), writer: Mutex::new(Some(thread)) }))
+    }
+
+    /// The arrival of a request now; `None` if the recording is over.
+    pub fn arrival(&self) -> Option<Arrival> {
+        if self.is_over() {
+            return None;
+        }
+        let at = Instant::now();
+        self.shared.began.get_or_init(|| at);
+        Some(Arrival { id: self.next_id.fetch_add(1, Relaxed), at })
+    }
+
+    /// Whether nothing more is taken.
+    pub fn is_over(&self) -> bool {
+        self.shared.is_over.load(Relaxed)
+    }
+
+    /// Keeps a request, unless the queue is full.
+    pub fn request(&self, item: RequestItem) {
+        let bytes = item.held_bytes();
+        let queued = self.shared.queued_bytes.fetch_add(bytes, Relaxed);
+        let fits = queued + bytes <= MAX_QUEUED_BYTES;
+        if !fits || self.sender.try_send(Item::Request(Box::new(item))).is_err() {
+            self.shared.taken_out(bytes);
+            self.shared.dropped_requests.fetch_add(1, Relaxed);
+        }
+    }
+
+    /// Whether steps are kept now: from the first request on.
+    pub fn takes_steps(&self) -> bool {
+        !self.is_over() && self.shared.began.get().is_some()
+    }
+
+    /// Keeps a step, unless the queue is full.
+    pub fn step(&self, item: StepItem) {
+        if self.sender.try_send(Item::Step(Box::new(item))).is_err() {
+            self.shared.dropped_steps.fetch_add(1, Relaxed);
+        }
+    }
+
+    /// Writes what is in the queue, and ends the recording.
+    pub fn finish(&self) {
+        let thread = self.writer.lock().unwrap_or_else(PoisonError::into_inner).take();
+        let Some(thread) = thread else { return };
+        // Waits while the queue is full. An error means that the writer has ended.
+        if self.sender.send(Item::Finish).is_ok() {
+            let _ = thread.join();
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::time::Duration;
+
+    use super::*;
+    use crate::Recording;
+
+    #[test]
+    fn what_does_not_fit_into_the_queue_is_dropped_and_counted() {
+        let dir = tempfile::tempdir().unwrap();
+        let recorder = Recorder::start(&Options::new(dir.path())).unwrap();
+        let body = Bytes::from(vec![b'x'; MAX_QUEUED_BYTES as usize + 1]);
+        recorder.request(RequestItem { body, ..RequestItem::new(recorder.arrival().unwrap()) });
+        recorder.request(RequestItem::new(recorder.arrival().unwrap()));
+        recorder.finish();
+        let recording = Recording::open(dir.path()).unwrap();
+        assert_eq!(recording.requests.iter().map(|request| request.id).collect::<Vec<_>>(), [1]);
+        let end = recording.end.unwrap();
+        assert_eq!((end.reason.as_str(), end.dropped_requests), ("stopped", 1));
+    }
+
+    #[test]
+    fn the_window_begins_with_the_first_request_and_ends_after_its_time() {
+        let dir = tempfile::tempdir().unwrap();
+        let options = Options { window: Duration::from_millis(1), ..Options::new(dir.path()) };
+        let recorder = Recorder::start(&options).unwrap();
+        assert!(!recorder.takes_steps());
+        recorder.request(RequestItem::new(recorder.arrival().unwrap()));
+        let deadline = Instant::now() + Duration::from_secs(20);
+        while recorder.arrival().is_some() {
+            assert!(Instant::now() < deadline, "the window has no end");
+            std::thread::sleep(Duration::from_millis(5));
+        }
+        recorder.finish();
+        assert_eq!(Recording::open(dir.path()).unwrap().end.unwrap().reason, "window");
+    }
+}
