@@ -45,6 +45,7 @@ mod config;
 mod constraint;
 mod draft;
 mod engine;
+mod guided;
 mod ids;
 mod masks;
 pub mod plan;

@@ -1,6 +1,6 @@
 //! Makes the plan of the next step: decodes first, then prefill in the remaining token budget.
 
-use crate::engine::{Engine, InFlight};
+use crate::engine::{Engine, InFlight, Masks};
 use crate::plan::{CopiedBlock, GrownTable, JoinedRow, RevisedRow, RowWork, StepPlan};
 use crate::prefix::{self, Found};
 use crate::queue::service_key;
@@ -33,7 +33,7 @@ pub(crate) struct PlanBuilder {
     pub(crate) draft_budget: usize,
     /// Number of prefill tokens that may still be added.
     prefill_budget: usize,
-    num_joined_tokens: usize,
+    pub(crate) num_joined_tokens: usize,
     /// Sequences whose last token is sampled by this plan.
     completed: Vec<Slot>,
 }
@@ -94,7 +94,8 @@ impl Engine {
         let most = self.running.len().div_ceil(self.config.num_stages);
         while let Some(&(_, slot)) = self.running.get(index).filter(|_| builder.decodes.len() < most) {
             let sequence = &self.sequences[slot];
-            if sequence.is_prefilling() || (sequence.waits_for_settle() && sequence.num_in_flight > 0) {
+            let waits = sequence.waits_for_settle() && sequence.num_in_flight > 0;
+            if sequence.is_prefilling() || waits || sequence.waits_for_mask() || !self.can_revise(slot, builder) {
                 index += 1;
                 continue;
             }
@@ -110,6 +111,7 @@ impl Engine {
                 self.plan_drafts(slot, builder);
                 continue;
             }
+            self.revise(slot, builder);
             let sequence = &mut self.sequences[slot];
             let row = running_row(sequence);
             let start = sequence.num_computed as u32;
@@ -218,7 +220,7 @@ impl Engine {
 
     fn may_join(&self, slot: Slot, builder: &PlanBuilder) -> bool {
         let sequence = &self.sequences[slot];
-        let carries = builder.joined.is_empty()
+        let carries = builder.num_joined_tokens == 0
             || builder.num_joined_tokens + joined_tokens(sequence) <= self.config.max_joined_tokens;
         sequence.num_in_flight == 0 && carries && sequence.num_rows() <= self.free_rows.len()
     }
@@ -329,7 +331,8 @@ impl Engine {
             work,
         };
         let needs_masks = samples.iter().any(|sample| sample.is_constrained);
-        self.in_flight.push_back(InFlight { step: self.next_step, samples, needs_masks });
+        let masks = if needs_masks { Masks::Due } else { Masks::Sent };
+        self.in_flight.push_back(InFlight { step: self.next_step, samples, masks });
         self.next_step += 1;
         self.totals.steps += 1;
         for slot in builder.completed {

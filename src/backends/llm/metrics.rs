@@ -24,13 +24,14 @@ pub const FINISH_REASONS: [&str; 6] = ["end_id", "stop_word", "length", "cancell
 pub const STEP_KINDS: [&str; 3] = ["prefill", "decode", "mixed"];
 
 /// Labels of the phases of a step on rank 0, in order.
-pub const STEP_PHASES: [&str; 5] = ["plan", "send", "wait", "settle", "tell"];
+pub const STEP_PHASES: [&str; 6] = ["plan", "send", "mask", "wait", "settle", "tell"];
 
 /// Indices of [`STEP_PHASES`].
 #[derive(Debug, Clone, Copy)]
 pub(crate) enum Phase {
     Plan,
     Send,
+    Mask,
     Wait,
     Settle,
     Deliver,
