@@ -10,6 +10,9 @@ The clock stands at 1987-06-15. Needs transformers, tokenizers and jinja2.
 Two things happen to a conversation before a template reads it, here as in the server. Content in parts stays a list if the template
 iterates over a message's content, else its texts are joined by line feeds. Arguments of tool calls are objects; a template that
 fails on objects gets them as JSON text.
+
+A case is left out where a template iterates over none, which fails in Python and is an empty loop in the server: templates named
+`tool_use` do so without tools, and are not used without tools.
 """
 import argparse
 import copy
@@ -67,6 +70,23 @@ SEARCH = {
 }
 EMPTY = {"type": "function", "function": {"name": "now", "description": "The time.", "parameters": {"type": "object", "properties": {}}}}
 TOOLS = [WEATHER, SEARCH, EMPTY]
+# Some templates fail on lists of types.
+ADD = {
+    "type": "function",
+    "function": {
+        "name": "add",
+        "description": "Adds two numbers.",
+        "parameters": {
+            "type": "object",
+            "properties": {
+                "a": {"type": "integer", "description": "The first."},
+                "b": {"type": "number", "description": "The second."},
+                "unit": {"type": "string", "description": "Their unit.", "enum": ["m", "km"]},
+            },
+            "required": ["a", "b"],
+        },
+    },
+}
 
 
 def system(text="You are a careful assistant."):
@@ -139,6 +159,11 @@ CASES = {
     "no_thinking": {"messages": [system(), user()], "variables": {"enable_thinking": False, "thinking": False}},
     "effort": {"messages": [system(), user()], "variables": {"reasoning_effort": "high"}},
     "developer": {"messages": [{"role": "developer", "content": "Be terse."}, user()], "tools": TOOLS[:2]},
+    "plain_tools": {"messages": [system(), user("2 + 3?")], "tools": [ADD]},
+    "plain_tools_call": {
+        "messages": [user("2 + 3?"), assistant("", tool_calls=[call(1, "add", {"a": 2, "b": 3})]), tool(1, "add", "5")],
+        "tools": [ADD],
+    },
     "documents": {"messages": [user("What is a fjord?")], "documents": DOCUMENTS},
     "parts": {"messages": [user(PARTS), assistant("Seen."), user(PARTS[:1])]},
     "continued": {"messages": [user(), assistant("I am")], "add_generation_prompt": False, "continue_final_message": True},
@@ -220,6 +245,8 @@ def prompt(tokenizer, case, keeps_parts):
                 return render(True)
         except Exception:
             pass
+        if "'NoneType' object is not iterable" in str(error):
+            return None
         is_refusal = type(error) is jinja2.TemplateError
         return {"error": str(error) if is_refusal else "", "kind": type(error).__name__}
 
@@ -247,7 +274,8 @@ def main():
         tokenizer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.WordLevel({"<unk>": 0}, unk_token="<unk>")), **SPECIAL)
         tokenizer.chat_template = template
         keeps_parts = iterates_content(template)
-        prompts[file.stem] = {name: prompt(tokenizer, case, keeps_parts) for name, case in CASES.items()}
+        found = {name: prompt(tokenizer, case, keeps_parts) for name, case in CASES.items()}
+        prompts[file.stem] = {name: text for name, text in found.items() if text is not None}
     write(folder / "cases.json", CASES)
     write(folder / "prompts.json", prompts)
     write(folder / "probes.json", {"context": CONTEXT, "probes": [[source, probe(source)] for source in PROBES]})

@@ -12,7 +12,7 @@ const DETECTED: &[(&[&str], &str)] = &[
     (&["<|tool_call>"], "gemma4"),
     (&["<|tool_calls_section_begin|>"], "kimi_k2"),
     (&["<arg_key>"], "glm45"),
-    (&["<function=", "<parameter="], "qwen3_coder"),
+    (&["<tool_call>", "<function=", "<parameter="], "qwen3_coder"),
     (&["<｜tool▁call▁begin｜>", "```json", "<｜Assistant｜><think>"], "deepseek_r1"),
     (&["<｜tool▁call▁begin｜>", "```json"], "deepseek_v3"),
     (&["<｜tool▁call▁begin｜>"], "deepseek_v31"),
@@ -28,6 +28,9 @@ const DETECTED: &[(&[&str], &str)] = &[
     (&["<tool_call>"], "hermes"),
     (&["<｜Assistant｜><think>"], "deepseek_r1"),
     (&["<start_of_turn>"], "gemma3"),
+    // Reasoning between the usual markers, without tools or with calls of another form.
+    (&["<think>"], "think"),
+    (&["</think>"], "think"),
 ];
 
 impl ChatFormat {
@@ -135,6 +138,7 @@ fn all() -> Vec<ChatFormat> {
             Some(think()),
             marked("<|tool_call|>", "", object(true)),
         ),
+        ChatFormat { calls: None, turn: Vec::new(), ..format("think", "", Some(think()), tag()) }.with_markers(),
     ]
 }
 

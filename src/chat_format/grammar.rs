@@ -33,6 +33,9 @@ impl ChatFormat {
         start: TurnStart,
         is_special: &dyn Fn(&str) -> bool,
     ) -> Result<Option<ToolGrammar>, FormatError> {
+        if !tools.is_empty() && !self.has_calls() {
+            return Err(FormatError::NoCalls { format: self.name.clone() });
+        }
         let free = choice == Choice::Auto;
         if tools.is_empty() || free && parallel && !tools.iter().any(|tool| tool.strict) {
             return match choice {

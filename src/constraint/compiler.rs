@@ -65,11 +65,11 @@ impl Compiler {
         let deadline = Instant::now() + self.limits.compile_time;
         loop {
             if let Some(matcher) = self.cache.get(&key) {
-                return Ok(Constraint::new(matcher, self.vocabulary.clone()));
+                return Ok(Constraint::new(matcher, self.vocabulary.clone(), &self.limits));
             }
             if let Some(compilation) = self.compilations.begin(&key, self.limits.max_compiling, deadline)? {
                 let matcher = self.build(grammar, key, spec, compilation)?;
-                return Ok(Constraint::new(matcher, self.vocabulary.clone()));
+                return Ok(Constraint::new(matcher, self.vocabulary.clone(), &self.limits));
             }
         }
     }

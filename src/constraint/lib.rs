@@ -41,6 +41,7 @@ mod state;
 mod structural;
 mod subschemas;
 mod vocabulary;
+mod watch;
 
 pub use closed::close_objects;
 pub use compiler::Compiler;

@@ -19,6 +19,10 @@ pub struct Limits {
     pub mask_lexer_steps: u64,
     /// Items of the parser for one mask, some 20 a microsecond.
     pub mask_parser_items: usize,
+    /// Time to compute one mask, or to add one token.
+    pub mask_time: Duration,
+    /// Time of all computations for one sequence.
+    pub total_time: Duration,
     /// Time to compile a description.
     pub compile_time: Duration,
     /// Descriptions that are compiled at the same time. One that ran out of time counts until it has in fact ended.
@@ -36,6 +40,8 @@ impl Default for Limits {
             max_lexer_states: 50_000,
             mask_lexer_steps: 200_000,
             mask_parser_items: 50_000,
+            mask_time: Duration::from_secs(1),
+            total_time: Duration::from_secs(60),
             compile_time: Duration::from_secs(2),
             max_compiling: 8,
             cache_bytes: 256 << 20,

@@ -1,13 +1,21 @@
 use llguidance::Matcher;
 
+use crate::limits::Limits;
 use crate::start::Start;
+use crate::watch::Watch;
 use crate::{ConstraintError, Mask, StartAfter, Vocabulary};
+
+/// What `llguidance` says of a computation that was cancelled.
+const CANCELLED: &str = "operation cancelled";
+
+const TOO_SLOW: &str = "its next token takes too long to compute: make it simpler, or less ambiguous";
 
 /// The state of one constrained text: which tokens it has, and which may come next.
 ///
 /// It belongs to one sequence. A [`clone`](Clone::clone) shares no state with it, so another sequence may go on from the same place.
 pub struct Constraint {
     matcher: Matcher,
+    watch: Watch,
     vocabulary: Vocabulary,
     end_ids: Vec<u32>,
     start: Option<Start>,
@@ -20,8 +28,10 @@ pub struct Constraint {
 
 impl Clone for Constraint {
     fn clone(&self) -> Self {
+        let matcher = self.matcher.deep_clone();
         Self {
-            matcher: self.matcher.deep_clone(),
+            watch: self.watch.with_handle(matcher.cancellation_handle().unwrap_or_default()),
+            matcher,
             vocabulary: self.vocabulary.clone(),
             end_ids: self.end_ids.clone(),
             start: self.start.clone(),
@@ -33,9 +43,12 @@ impl Clone for Constraint {
 }
 
 impl Constraint {
-    pub(crate) fn new(matcher: Matcher, vocabulary: Vocabulary) -> Self {
+    pub(crate) fn new(matcher: Matcher, vocabulary: Vocabulary, limits: &Limits) -> Self {
+        let matcher = matcher.into_cancellable();
+        let handle = matcher.cancellation_handle().unwrap_or_default();
+        let watch = Watch::new(handle, limits.mask_time, limits.total_time);
         let end_ids = vocabulary.end_ids.to_vec();
-        Self { matcher, vocabulary, end_ids, start: None, started_at: Some(0), tokens: Vec::new(), ended: false }
+        Self { matcher, watch, vocabulary, end_ids, start: None, started_at: Some(0), tokens: Vec::new(), ended: false }
     }
 
     /// Starts the constraint only after a marker; what comes before it is free. Call it before the first token.
@@ -69,7 +82,7 @@ impl Constraint {
         if self.is_ended() {
             mask.assign(&[], self.vocabulary.size());
         } else {
-            let set = self.matcher.compute_mask().map_err(stuck)?;
+            let set = self.watch.run(|| self.matcher.compute_mask()).map_err(stuck)?;
             mask.assign(set.as_slice(), self.vocabulary.size());
         }
         self.vocabulary.end_ids.iter().chain(&self.end_ids).for_each(|&id| mask.forbid(id));
@@ -110,7 +123,8 @@ impl Constraint {
             self.ended = true;
         } else {
             let outside = self.vocabulary.end_ids.contains(&token) || token as usize >= self.vocabulary.size();
-            if outside || self.matcher.try_consume_tokens(&[token]).map_err(stuck)? == 0 {
+            let consume = || self.matcher.try_consume_tokens(&[token]);
+            if outside || self.watch.run(consume).map_err(stuck)? == 0 {
                 return Err(forbidden);
             }
         }
@@ -182,7 +196,8 @@ impl Constraint {
 
     /// Whether the text is complete: an end id was accepted, or nothing may follow.
     pub fn is_ended(&self) -> bool {
-        self.ended || (self.started_at.is_some() && self.matcher.is_stopped() && self.matcher.stop_reason().is_ok())
+        let is_stopped = || self.matcher.is_stopped() && !self.matcher.is_cancelled();
+        self.ended || (self.started_at.is_some() && is_stopped() && self.matcher.stop_reason().is_ok())
     }
 
     /// Whether the constraint applies to the next token: always, unless it waits for its marker.
@@ -196,6 +211,10 @@ impl Constraint {
     }
 }
 
+/// The error of a computation that exceeded a limit.
 fn stuck(error: impl std::fmt::Display) -> ConstraintError {
-    ConstraintError::Stuck(crate::error::readable(&error.to_string()))
+    match error.to_string() {
+        reason if reason.contains(CANCELLED) => ConstraintError::Stuck(TOO_SLOW.to_owned()),
+        reason => ConstraintError::Stuck(crate::error::readable(&reason)),
+    }
 }

@@ -46,6 +46,8 @@ pub struct Engine {
     pub(crate) num_claimed: usize,
     /// Oldest first.
     pub(crate) in_flight: VecDeque<InFlight>,
+    /// Sequences whose masks are to be computed before they are planned.
+    pub(crate) masks_due: Vec<(Slot, SequenceId)>,
     /// The buffer of a settled step, kept for reuse.
     pub(crate) spare_samples: Vec<Sample>,
     pub(crate) next_step: u64,
@@ -66,11 +68,21 @@ pub(crate) struct InFlight {
     pub(crate) step: u64,
     /// In plan order.
     pub(crate) samples: Vec<Sample>,
-    /// Whether samples are constrained and their masks are not sent yet.
-    pub(crate) needs_masks: bool,
+    pub(crate) masks: Masks,
     pub(crate) load: StepLoad,
     /// Predicted seconds; `None` if nothing was measured before.
     pub(crate) predicted: Option<f64>,
+}
+
+/// The state of the masks of a plan in flight.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Masks {
+    /// Their jobs have not started.
+    Due,
+    /// Their jobs have started.
+    Open,
+    /// They were sent, or there are none.
+    Sent,
 }
 
 /// Totals since the engine was created.
@@ -86,6 +98,7 @@ pub(crate) struct Totals {
     pub(crate) allocated_blocks: u64,
     pub(crate) drafted_tokens: u64,
     pub(crate) accepted_tokens: u64,
+    pub(crate) late_masks: u64,
 }
 
 /// Maximum length of the n-gram that prompt look-up searches for; transformers uses the same.
@@ -117,6 +130,7 @@ impl Engine {
             left: Vec::new(),
             num_reserved: 0,
             in_flight: VecDeque::new(),
+            masks_due: Vec::new(),
             spare_samples: Vec::new(),
             next_step: 0,
             next_sequence: 0,
@@ -217,6 +231,7 @@ impl Engine {
     /// the same tokens. Step numbers continue: the new workers start with the next one.
     pub fn recover(&mut self) {
         self.in_flight.clear();
+        self.masks_due.clear();
         self.running.clear();
         self.left.clear();
         self.free_rows = all_rows(self.config.max_rows);
@@ -257,7 +272,9 @@ impl Engine {
         let EngineConfig { block_size, num_blocks, max_queue, max_step_tokens, .. } = self.config;
         let num_beams = request.beams.map_or(1, |beams| beams.width as usize);
         let each = max_num_blocks(request.prompt.len(), max_len, num_beams, block_size);
-        let needed = self.num_full_groups * each + self.config.window_blocks(each, num_beams, max_step_tokens);
+        let num_unsettled = if request.constraint.is_some() { self.config.max_in_flight } else { 0 };
+        let num_new = max_step_tokens + num_unsettled;
+        let needed = self.num_full_groups * each + self.config.window_blocks(each, num_beams, num_new);
         if needed > num_blocks {
             return Err(Refused::NeverFits { needed, num_blocks });
         }

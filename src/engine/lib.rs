@@ -46,6 +46,7 @@ mod constraint;
 mod costs;
 mod draft;
 mod engine;
+mod guided;
 mod ids;
 mod masks;
 pub mod plan;

@@ -1,7 +1,7 @@
 //! Makes the plan of the next step: decodes first, then prefill in the remaining token budget.
 
 use crate::costs::StepLoad;
-use crate::engine::{Engine, InFlight};
+use crate::engine::{Engine, InFlight, Masks};
 use crate::plan::{CopiedBlock, CopiedState, GrownTable, JoinedRow, RevisedRow, RowWork, StepPlan};
 use crate::prefix::{self, Found};
 use crate::queue::service_key;
@@ -39,7 +39,7 @@ pub(crate) struct PlanBuilder {
     pub(crate) load: StepLoad,
     /// The predicted time that the step may take; `None` without decodes.
     pub(crate) max_seconds: Option<f64>,
-    num_joined_tokens: usize,
+    pub(crate) num_joined_tokens: usize,
     /// Sequences whose last token is sampled by this plan.
     completed: Vec<Slot>,
 }
@@ -75,7 +75,8 @@ impl Engine {
         let most = self.running.len().div_ceil(self.config.num_stages);
         while let Some(&(_, slot)) = self.running.get(index).filter(|_| builder.decodes.len() < most) {
             let sequence = &self.sequences[slot];
-            if sequence.is_prefilling() || (sequence.waits_for_settle() && sequence.num_in_flight > 0) {
+            let waits = sequence.waits_for_settle() && sequence.num_in_flight > 0;
+            if sequence.is_prefilling() || waits || sequence.waits_for_mask() || !self.can_revise(slot, builder) {
                 index += 1;
                 continue;
             }
@@ -95,6 +96,7 @@ impl Engine {
                 self.plan_drafts(slot, builder);
                 continue;
             }
+            self.revise(slot, builder);
             let sequence = &mut self.sequences[slot];
             let row = running_row(sequence);
             let start = sequence.num_computed as u32;
@@ -213,7 +215,7 @@ impl Engine {
 
     fn may_join(&self, slot: Slot, builder: &PlanBuilder) -> bool {
         let sequence = &self.sequences[slot];
-        let carries = builder.joined.is_empty()
+        let carries = builder.num_joined_tokens == 0
             || builder.num_joined_tokens + joined_tokens(sequence) <= self.config.max_joined_tokens;
         sequence.num_in_flight == 0 && carries && sequence.num_rows() <= self.free_rows.len()
     }
@@ -331,8 +333,9 @@ impl Engine {
             work,
         };
         let needs_masks = samples.iter().any(|sample| sample.is_constrained);
+        let masks = if needs_masks { Masks::Due } else { Masks::Sent };
         let (load, predicted) = (builder.load, self.costs.costs().map(|_| self.costs.predict(&builder.load)));
-        self.in_flight.push_back(InFlight { step: self.next_step, samples, needs_masks, load, predicted });
+        self.in_flight.push_back(InFlight { step: self.next_step, samples, masks, load, predicted });
         self.next_step += 1;
         self.totals.steps += 1;
         for slot in builder.completed {

@@ -104,7 +104,13 @@ fn plan_work(sequence: &mut Sequence, slot: Slot, builder: &mut PlanBuilder) -> 
     beams.num_live_rows = beams.num_live_rows.max(choices.len());
     let rows = &beams.rows[..beams.tails.len()];
     builder.decodes.extend(rows.iter().map(|&row| RowWork { row, start, num_tokens: 1, samples: true }));
-    builder.decode_samples.extend(rows.iter().map(|&row| Sample { slot, sequence: id, row, is_constrained: false }));
+    builder.decode_samples.extend(rows.iter().map(|&row| Sample {
+        slot,
+        sequence: id,
+        row,
+        is_constrained: false,
+        is_void: false,
+    }));
     sequence.num_in_flight += rows.len();
     sequence.num_computed += 1;
     rows.len()

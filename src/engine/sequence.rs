@@ -7,6 +7,7 @@ use smallvec::SmallVec;
 use crate::beams::{Beams, Rules};
 use crate::blocks::ContentId;
 use crate::constraint::RequestConstraint;
+use crate::guided::Guided;
 use crate::slot::{Sample, Slot};
 use crate::snapshots;
 use crate::stop::{StopWords, Tail};
@@ -57,7 +58,7 @@ pub(crate) struct Sequence {
     /// Set if there are stop words.
     stopping: Option<Box<Stopping>>,
     /// Set if tokens are chosen among those that it allows.
-    pub(crate) constraint: Option<RequestConstraint>,
+    pub(crate) guided: Option<Box<Guided>>,
     /// Set while draft tokens are in flight.
     pub(crate) drafting: Option<Box<Drafting>>,
     /// A copy of `sampling.end_ids`.
@@ -146,7 +147,7 @@ impl Sequence {
             needs_token_feedback: false,
             max_drafts: if plain && beams.is_none() { max_drafts.min(request.max_drafts as usize) } else { 0 },
             beams,
-            constraint: request.constraint,
+            guided: request.constraint.map(|constraint| Box::new(Guided::new(constraint))),
             drafting: None,
             draft_usage: DraftUsage::default(),
             tables: (0..num_groups).map(|_| Table::default()).collect(),
@@ -169,10 +170,25 @@ impl Sequence {
         self.num_computed < self.join_len
     }
 
-    /// Whether every token of the output is settled or in flight.
+    /// Whether every token of the output is settled or in flight, so that it needs its row no longer. A constrained sequence
+    /// keeps its row, because a token in flight may be discarded.
     #[inline]
     pub(crate) fn is_fully_planned(&self) -> bool {
-        !self.waits_for_settle() && self.tokens.len() + self.num_in_flight >= self.max_len
+        !self.waits_for_settle() && self.guided.is_none() && self.tokens.len() + self.num_in_flight >= self.max_len
+    }
+
+    /// Whether its constraint keeps it out of the next plan.
+    #[inline]
+    pub(crate) fn waits_for_mask(&self) -> bool {
+        self.guided.as_ref().is_some_and(|guided| match guided.caution {
+            0 => self.tokens.len() + self.num_in_flight >= self.max_len,
+            _ => self.num_in_flight > 0 || guided.masks.is_none(),
+        })
+    }
+
+    /// Number of positions before the next one that may be computed again.
+    pub(crate) fn num_unsettled(&self) -> usize {
+        if self.guided.is_some() { self.num_in_flight.min(self.num_computed) } else { 0 }
     }
 
     /// Whether its next step depends on the output of the last one, so that it never has two steps in flight.
@@ -184,12 +200,13 @@ impl Sequence {
     /// The next token that a plan samples for this sequence.
     #[inline]
     pub(crate) fn sample(&self, slot: Slot, row: RowId) -> Sample {
-        Sample { slot, sequence: self.id, row, is_constrained: self.constraint.is_some() }
+        Sample { slot, sequence: self.id, row, is_constrained: self.guided.is_some(), is_void: false }
     }
 
     /// Removes the draft tokens from the first on that the constraint does not allow.
     pub(crate) fn keep_valid(&mut self, drafts: &mut Vec<TokenId>) {
-        let Some(RequestConstraint(constraint)) = &mut self.constraint else { return };
+        let Some(guided) = &mut self.guided else { return };
+        let Some(RequestConstraint(constraint)) = &mut guided.constraint else { return drafts.clear() };
         let num_valid = constraint.accept_valid(drafts);
         match constraint.rollback(num_valid) {
             Ok(()) => drafts.truncate(num_valid),
@@ -246,12 +263,13 @@ impl Sequence {
     #[inline]
     pub(crate) fn continues_after(&self, token: TokenId) -> bool {
         self.stopping.is_none()
-            && self.constraint.is_none()
+            && self.guided.is_none()
             && self.tokens.len() + 1 < self.max_len
             && !self.end_ids.contains(&token)
     }
 
-    /// Adds the next token of the output. Appends the tokens that may be released to `released`, and returns the reason
+    /// Adds the next token of the output. A sequence with drafts adds it to its constraint, too; otherwise the next mask
+    /// job does. Appends the tokens that may be released to `released`, and returns the reason
     /// if the sequence ends.
     ///
     /// # Errors
@@ -262,11 +280,14 @@ impl Sequence {
         sampled: SampledToken,
         released: &mut SmallVec<[SampledToken; 1]>,
     ) -> Result<Option<FinishReason>, String> {
-        match &mut self.constraint {
+        let is_eager = self.max_drafts > 0;
+        match &mut self.guided {
             None => Ok(self.push(sampled, released)),
-            Some(RequestConstraint(constraint)) => {
-                constraint.accept(sampled.token)?;
-                let is_complete = constraint.is_complete();
+            Some(guided) => {
+                let is_complete = match is_eager {
+                    true => guided.accept(sampled.token)?,
+                    false => guided.push(sampled.token).map(|()| false)?,
+                };
                 let finished = self.push(sampled, released);
                 if is_complete && finished.is_none() {
                     released.extend(self.take_held());
@@ -311,6 +332,7 @@ impl Sequence {
         self.contents.clear();
         self.recurrent = snapshots::SequenceState::default();
         (self.num_computed, self.join_len, self.num_sent) = (0, 0, 0);
+        self.guided.iter_mut().for_each(|guided| guided.needs_revision = false);
         if let Some(beams) = &mut self.beams {
             beams.restart();
         }

@@ -68,6 +68,10 @@ impl Engine {
             return;
         };
         sequence.num_in_flight -= 1;
+        if sample.is_void {
+            self.totals.discarded_tokens += 1; // A mask of the sequence was late.
+            return;
+        }
         if sequence.beams.is_some() {
             return self.settle_beam(sample, token, events);
         }
@@ -83,7 +87,12 @@ impl Engine {
         }
         let mut tokens = SmallVec::new();
         match sequence.accept(token, &mut tokens) {
-            Ok(finished) => self.release(sample, tokens, finished, events),
+            Ok(finished) => {
+                if finished.is_none() && sequence.guided.as_ref().is_some_and(|guided| guided.caution > 0) {
+                    self.masks_due.push((sample.slot, sample.sequence));
+                }
+                self.release(sample, tokens, finished, events);
+            }
             Err(reason) => self.fail(sample, tokens, reason, events),
         }
     }
@@ -113,7 +122,7 @@ impl Engine {
         events: &mut Vec<TokenEvent>,
     ) {
         self.release(sample, tokens, None, events);
-        self.fail_constraint(sample, reason);
+        self.end_guided(sample.slot, FinishReason::Constraint, Some(reason));
         self.drain_events(events);
     }
 

@@ -15,4 +15,13 @@ pub(crate) struct Sample {
     pub(crate) row: RowId,
     /// Whether the token is chosen among those of a mask.
     pub(crate) is_constrained: bool,
+    /// Whether the token is discarded, because a mask of the sequence was late.
+    pub(crate) is_void: bool,
+}
+
+impl Sample {
+    /// Whether a mask must be computed for it.
+    pub(crate) fn needs_mask(&self) -> bool {
+        self.is_constrained && !self.is_void
+    }
 }

@@ -41,7 +41,7 @@ pub struct EngineStats {
     pub total_prompt_tokens: u64,
     /// Tokens settled, end ids and stop words included.
     pub total_output_tokens: u64,
-    /// Tokens computed for sequences that had already ended.
+    /// Tokens computed for sequences that had already ended, or whose mask was late.
     pub total_discarded_tokens: u64,
     /// Blocks found in the prefix cache.
     pub total_reused_blocks: u64,
@@ -53,6 +53,8 @@ pub struct EngineStats {
     pub total_accepted_tokens: u64,
     /// What was learned about the time of steps; `None` before the first measurement.
     pub costs: Option<StepCosts>,
+    /// Steps that a row sat out because its mask was not ready.
+    pub total_late_masks: u64,
 }
 
 /// The resources held by each live sequence, and their sums. All values are zero when the engine is idle.
@@ -116,6 +118,7 @@ impl Engine {
             total_drafted_tokens: self.totals.drafted_tokens,
             total_accepted_tokens: self.totals.accepted_tokens,
             costs: self.costs.costs(),
+            total_late_masks: self.totals.late_masks,
         }
     }
 

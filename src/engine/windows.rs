@@ -76,7 +76,8 @@ impl EngineConfig {
         let num_beams = sequence.num_rows();
         let is_decoding = sequence.join_len > 0 && !sequence.is_prefilling() && num_beams == 1;
         let num_new = if is_decoding { (1 + self.max_drafts).min(self.max_step_tokens) } else { self.max_step_tokens };
-        self.window_blocks(sequence.max_num_blocks(self.block_size), num_beams, num_new)
+        let num_unsettled = if sequence.guided.is_some() { self.max_in_flight } else { 0 };
+        self.window_blocks(sequence.max_num_blocks(self.block_size), num_beams, num_new + num_unsettled)
     }
 }
 
@@ -106,7 +107,8 @@ impl Engine {
         }
         let num_shared = sequence.num_prompt_tokens / block_size;
         for group in self.num_full_groups..self.config.num_groups() {
-            let end = first_visible(self.config.windows[group], sequence.num_computed, block_size);
+            let next = sequence.num_computed - sequence.num_unsettled();
+            let end = first_visible(self.config.windows[group], next, block_size);
             sequence.tables[group].release_before(end, &mut self.pool);
             for tail in sequence.beams.iter_mut().flat_map(|beams| &mut beams.tails) {
                 tail[group].release_before(end.saturating_sub(num_shared), &mut self.pool);

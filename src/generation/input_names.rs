@@ -41,6 +41,32 @@ pub const NAMES: &[(&str, &[&str])] = &[
 /// Names of flags of text models that are not passed to the engine.
 const FLAGS: [&str; 2] = ["ignore_eos", "skip_special_tokens"];
 
+/// Fields of OpenAI's protocol that change the answer. Triton's models have other names for them, or lack them (docs/openai.md).
+const OPENAI: [&str; 22] = [
+    "add_special_tokens",
+    "allowed_token_ids",
+    "cache_salt",
+    "chat_template_kwargs",
+    "echo",
+    "guided_choice",
+    "guided_grammar",
+    "guided_json",
+    "guided_regex",
+    "include_stop_str_in_output",
+    "logit_bias",
+    "messages",
+    "prompt_logprobs",
+    "response_format",
+    "stop_token_ids",
+    "structured_outputs",
+    "thinking_token_budget",
+    "tool_choice",
+    "tools",
+    "top_logprobs",
+    "truncate_prompt_tokens",
+    "use_beam_search",
+];
+
 /// Inputs that were renamed between releases of TensorRT-LLM: the earlier name and the later one.
 pub const RELEASES: [(&str, &str); 3] =
     [("min_length", "min_tokens"), ("random_seed", "seed"), ("return_kv_cache_reuse_stats", "return_perf_metrics")];
@@ -54,9 +80,9 @@ pub fn other_release(name: &str) -> Option<&'static str> {
     })
 }
 
-/// Whether text models have an input of this name that changes the text.
+/// Whether an input of this name, or a field of OpenAI's protocol, changes the answer of text models.
 pub fn changes_text(name: &str) -> bool {
-    let lists = [&PROMPT[..], &STREAM, &STOP_WORDS, &BAD_WORDS, &EXCLUDE_INPUT, &FLAGS];
+    let lists = [&PROMPT[..], &STREAM, &STOP_WORDS, &BAD_WORDS, &EXCLUDE_INPUT, &FLAGS, &OPENAI];
     lists.iter().any(|names| names.contains(&name)) || NAMES.iter().any(|(_, names)| names.contains(&name))
 }
 
@@ -69,7 +95,11 @@ mod tests {
         assert_eq!(other_release("random_seed"), Some("seed"));
         assert_eq!(other_release("min_tokens"), Some("min_length"));
         assert_eq!(other_release("temperature"), None);
-        assert!(["runtime_min_p", "ignore_eos", "stop_words", "stream"].iter().all(|name| changes_text(name)));
+        assert!(
+            ["runtime_min_p", "ignore_eos", "stop_words", "stream", "top_logprobs", "cache_salt"]
+                .iter()
+                .all(|name| changes_text(name))
+        );
         assert!(!changes_text("accumulate_tokens") && !changes_text("priority"));
     }
 }

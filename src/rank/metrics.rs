@@ -130,9 +130,16 @@ const PLAIN: &[Plain] = &[
         model.metrics.reasoning_tokens as f64
     }),
     counter("trireme_llm_output_tokens_total", "Tokens generated", |model| model.engine.total_output_tokens as f64),
-    counter("trireme_llm_discarded_tokens_total", "Tokens computed for sequences that had ended", |model| {
-        model.engine.total_discarded_tokens as f64
-    }),
+    counter(
+        "trireme_llm_discarded_tokens_total",
+        "Tokens computed for sequences that had ended, or whose mask was late",
+        |model| model.engine.total_discarded_tokens as f64,
+    ),
+    counter(
+        "trireme_llm_late_masks_total",
+        "Steps that a constrained sequence sat out because its mask was late",
+        |model| model.engine.total_late_masks as f64,
+    ),
     counter("trireme_llm_drafted_tokens_total", "Tokens guessed ahead", |model| {
         model.engine.total_drafted_tokens as f64
     }),

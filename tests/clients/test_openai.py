@@ -118,6 +118,25 @@ def test_errors_have_openais_form(client):
         assert error.value.code == status and json.load(error.value)["error"]["message"]
 
 
+@pytest.mark.parametrize(
+    "path, advice",
+    [
+        ("/v1/embeddings", "as a Python model"),
+        ("/v1/score", "as a Python model"),
+        ("/v1/rerank", "as a Python model"),
+        ("/rerank", "as a Python model"),
+        ("/v1/audio/speech", "as a Python model"),
+        ("/v1/batches", "Nothing is stored"),
+        ("/v1/load_lora_adapter", "Merge the adapter"),
+    ],
+)
+def test_an_endpoint_that_is_not_served_is_refused_with_what_to_do(world, path, advice):
+    with pytest.raises(urllib.error.HTTPError) as refused:
+        urllib.request.urlopen(f"http://{world.http}{path}", data=b"{}", timeout=30)
+    error = json.load(refused.value)["error"]
+    assert refused.value.code == 404 and error["message"].startswith(f"{path} is not served: ") and advice in error["message"]
+
+
 def test_clients_that_disconnect_mid_stream_do_not_affect_the_server(client):
     with ThreadPoolExecutor(4) as threads:
         def leave(_):

@@ -109,7 +109,12 @@ impl ActiveRequest {
             Some(RequestEvent::Tokens(mut event, at)) => {
                 let error = event.error.take();
                 self.take_tokens(*event, at, is_drained);
-                if let Some(reason) = error {
+                // The error takes the place of the end. There is none if a stop text was found first.
+                if let Some(reason) = error
+                    && let Some(GenerateEvent::Delta(delta)) = self.ready.back_mut()
+                    && delta.finished == Some(FinishReason::Constraint)
+                {
+                    delta.finished = None;
                     return Err(InferError::new(ErrorKind::InvalidArgument, reason.into_string()));
                 }
             }

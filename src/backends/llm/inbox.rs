@@ -3,7 +3,7 @@
 use std::sync::{Arc, Mutex, mpsc};
 use std::time::Instant;
 
-use engine::{Request, SequenceId};
+use engine::{MaskJob, Request, SequenceId};
 use ipc::Doorbell;
 use supervision::FromAgent;
 use tokio::sync::oneshot;
@@ -20,6 +20,8 @@ pub(crate) enum Message {
     Cancel(SequenceId),
     /// Finish a sequence: a stop word was found in its text.
     Finish(SequenceId),
+    /// Take back these jobs, which have run.
+    Masks(Vec<MaskJob>),
     /// Handle an event of an agent.
     Agent(FromAgent),
     /// Report the resources that sequences use.
@@ -30,8 +32,8 @@ pub(crate) enum Message {
 
 /// The sending side; clones go to request tasks and to agents' listeners.
 ///
-/// It is bounded by the requests in flight: each sends one [`Message::Submit`], and at most one [`Message::Cancel`] and one
-/// [`Message::Finish`] for each of its sequences.
+/// It is bounded by the requests in flight: each sends one [`Message::Submit`], and at most one [`Message::Cancel`], one
+/// [`Message::Finish`] and one mask job at a time for each of its sequences.
 #[derive(Clone)]
 pub(crate) struct Inbox {
     messages: mpsc::Sender<Message>,

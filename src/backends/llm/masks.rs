@@ -1,43 +1,127 @@
-//! Computes the masks of constrained sequences on several threads, and sends them to the workers.
+//! Computes the masks of constrained sequences on threads of their own, so that none blocks the step thread.
 
-use std::sync::LazyLock;
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::{Arc, LazyLock, Mutex};
 use std::thread::available_parallelism;
+use std::time::Duration;
 
-use engine::{Engine, MaskJob, SampleMask};
-use rayon::iter::{IntoParallelRefMutIterator, ParallelIterator};
+use engine::{MaskJob, SampleMask};
 use rayon::{ThreadPool, ThreadPoolBuilder};
 use supervision::{MAX_MASK_WORDS, ToWorker};
 
+use super::inbox::{Inbox, Message};
 use super::worker_group::{WorkerGroup, WorkerLoss};
 
 /// Maximum number of threads that compute masks. A mask takes tens of microseconds, so the masks of 128 rows take less time than a
 /// step of a model that needs a GPU.
 const MAX_THREADS: usize = 8;
 
-/// The step thread computes fewer masks than this itself.
-const MIN_PARALLEL: usize = 4;
+/// The niceness of threads for sequences whose masks were late.
+const NICENESS: i32 = 5;
 
-/// `None` on a machine with few cores, which the workers need.
-static POOL: LazyLock<Option<ThreadPool>> = LazyLock::new(|| {
-    let cores = available_parallelism().map_or(1, usize::from);
-    let threads = (cores / 2).min(MAX_THREADS);
-    let pool = || ThreadPoolBuilder::new().num_threads(threads).thread_name(|index| format!("masks-{index}")).build();
-    (threads > 2).then(|| pool().ok()).flatten()
-});
+/// The shortest time that a step waits for masks. Threads take part of it to wake up.
+const MIN_WAIT: Duration = Duration::from_millis(1);
 
-/// Computes and sends the masks that the oldest step in flight still needs.
-pub(super) fn send_masks(engine: &mut Engine, group: &mut WorkerGroup) -> Result<(), WorkerLoss> {
-    let mut jobs = engine.mask_jobs();
-    if jobs.is_empty() {
-        return Ok(());
+/// The longest time that a step waits for masks.
+const MAX_WAIT: Duration = Duration::from_millis(50);
+
+/// Part of the usual time of a step after which a mask is late.
+const PART_OF_STEP: f32 = 0.75;
+
+static POOL: LazyLock<Option<ThreadPool>> = LazyLock::new(|| pool("masks", 2, 0));
+
+/// For sequences whose masks were late, so that the others do not wait behind them.
+static SLOW_POOL: LazyLock<Option<ThreadPool>> = LazyLock::new(|| pool("slow-masks", 4, NICENESS));
+
+/// `None` if the system gives no thread.
+fn pool(name: &'static str, cores_each: usize, niceness: i32) -> Option<ThreadPool> {
+    let threads = (available_parallelism().map_or(1, usize::from) / cores_each).clamp(1, MAX_THREADS);
+    let be_nice = move |_| {
+        let _ = rustix::process::nice(niceness); // Its failure costs other threads a little time.
+    };
+    let builder = ThreadPoolBuilder::new().num_threads(threads).start_handler(be_nice);
+    builder.thread_name(move |index| format!("{name}-{index}")).build().ok()
+}
+
+/// Jobs that were started together.
+struct Batch {
+    state: Mutex<BatchState>,
+    inbox: Inbox,
+}
+
+struct BatchState {
+    done: Vec<MaskJob>,
+    num_running: usize,
+    /// Whether the step thread waits no longer for the whole batch.
+    is_closed: bool,
+}
+
+/// The jobs of the step in flight. They come to the inbox of the step thread together, when all are done. After [`MaskJobs::close`] they
+/// come one by one, as do those of slow sequences.
+#[derive(Default)]
+pub(super) struct MaskJobs {
+    open: Vec<Arc<Batch>>,
+}
+
+impl MaskJobs {
+    /// Starts jobs.
+    pub(super) fn start(&mut self, jobs: Vec<MaskJob>, inbox: &Inbox) {
+        let (slow, quick): (Vec<_>, Vec<_>) = jobs.into_iter().partition(MaskJob::is_slow);
+        for (jobs, pool, is_closed) in [(slow, &SLOW_POOL, true), (quick, &POOL, false)] {
+            if jobs.is_empty() {
+                continue;
+            }
+            let state = BatchState { done: Vec::with_capacity(jobs.len()), num_running: jobs.len(), is_closed };
+            let batch = Arc::new(Batch { state: Mutex::new(state), inbox: inbox.clone() });
+            if !is_closed {
+                self.open.push(Arc::clone(&batch));
+            }
+            for job in jobs {
+                let batch = Arc::clone(&batch);
+                match pool.as_ref() {
+                    Some(pool) => pool.spawn(move || batch.run(job)),
+                    None => batch.run(job),
+                }
+            }
+        }
     }
-    match POOL.as_ref().filter(|_| jobs.len() >= MIN_PARALLEL) {
-        Some(pool) => pool.install(|| jobs.par_iter_mut().for_each(MaskJob::run)),
-        None => jobs.iter_mut().for_each(MaskJob::run),
+
+    /// Returns the jobs that are done and not in the inbox. The others come one by one.
+    pub(super) fn close(&mut self) -> Vec<MaskJob> {
+        self.open.drain(..).flat_map(|batch| batch.close()).collect()
     }
+}
+
+impl Batch {
+    fn run(&self, mut job: MaskJob) {
+        if catch_unwind(AssertUnwindSafe(|| job.run())).is_err() {
+            job.fail("the computation of its mask failed".to_owned());
+        }
+        let mut state = ipc::lock(&self.state);
+        state.num_running -= 1;
+        state.done.push(job);
+        if state.num_running == 0 || state.is_closed {
+            self.inbox.send(Message::Masks(std::mem::take(&mut state.done)));
+        }
+    }
+
+    fn close(&self) -> Vec<MaskJob> {
+        let mut state = ipc::lock(&self.state);
+        state.is_closed = true;
+        std::mem::take(&mut state.done)
+    }
+}
+
+/// How long a step waits for its masks: for about as long as the workers compute its logits, so that rows without a mask are not delayed.
+pub(super) fn longest_wait(usual_step: Duration) -> Duration {
+    usual_step.mul_f32(PART_OF_STEP).clamp(MIN_WAIT, MAX_WAIT)
+}
+
+/// Sends masks to the workers, in messages that fit their rings.
+pub(super) fn send(masks: Vec<SampleMask>, group: &mut WorkerGroup) -> Result<(), WorkerLoss> {
     let mut batch: Vec<SampleMask> = Vec::new();
     let mut num_words = 0;
-    for mask in engine.finish_masks(jobs) {
+    for mask in masks {
         if num_words + mask.words.len() > MAX_MASK_WORDS && !batch.is_empty() {
             group.broadcast(&ToWorker::Masks(std::mem::take(&mut batch)))?;
             num_words = 0;

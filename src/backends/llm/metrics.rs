@@ -32,13 +32,14 @@ pub const STEP_KINDS: [&str; 3] = ["prefill", "decode", "mixed"];
 pub const STEP_COSTS: [&str; 6] = engine::StepCosts::NAMES;
 
 /// Labels of the phases of a step on rank 0, in order.
-pub const STEP_PHASES: [&str; 5] = ["plan", "send", "wait", "settle", "tell"];
+pub const STEP_PHASES: [&str; 6] = ["plan", "send", "mask", "wait", "settle", "tell"];
 
 /// Indices of [`STEP_PHASES`].
 #[derive(Debug, Clone, Copy)]
 pub(crate) enum Phase {
     Plan,
     Send,
+    Mask,
     Wait,
     Settle,
     Deliver,

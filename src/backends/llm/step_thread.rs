@@ -28,7 +28,7 @@ use tokio::sync::oneshot;
 use super::config::LlmConfig;
 use super::dispatcher::Dispatcher;
 use super::inbox::{Inbox, Message};
-use super::masks::send_masks;
+use super::masks::{self, MaskJobs};
 use super::metrics::{Phase, StepKinds};
 use super::replica_state::ReplicaState;
 use super::request_event::RequestEvent;
@@ -79,6 +79,11 @@ struct Running {
     /// The same, without other progress of the workers: the start of the step that is settled next.
     step_began: Instant,
     step_kinds: StepKinds,
+    mask_jobs: MaskJobs,
+    /// Average duration of recent steps that had all their masks.
+    usual_step: Duration,
+    /// Whether the oldest step in flight was sent without a mask.
+    is_mask_late: bool,
 }
 
 /// A request with a timeout.
@@ -113,6 +118,9 @@ impl StepThread {
             last_progress: Instant::now(),
             step_began: Instant::now(),
             step_kinds: StepKinds::default(),
+            mask_jobs: MaskJobs::default(),
+            usual_step: Duration::ZERO,
+            is_mask_late: false,
         };
         let mut loaded = Some(loaded);
         let _ended = Ended(Arc::clone(&running.thread.shared));
@@ -191,12 +199,13 @@ impl Running {
         self.handle_messages(group, Duration::ZERO)?;
         let was_idle = self.engine().num_in_flight() == 0;
         let sent = self.send_plans(group)?;
-        self.thread.dispatcher.flush(); // Before the wait for workers: requests are to know that they are scheduled.
         let engine = self.engine.as_mut().expect(ENGINE_EXISTS);
         engine.drain_events(&mut self.events);
+        self.push_events();
+        let engine = self.engine();
         if engine.num_in_flight() == 0 {
-            *ipc::lock(&self.thread.shared.stats) = engine.stats();
-            self.push_events();
+            let stats = engine.stats();
+            *ipc::lock(&self.thread.shared.stats) = stats;
             return self.handle_messages(group, Duration::MAX);
         }
         if was_idle {
@@ -226,12 +235,11 @@ impl Running {
     }
 
     /// Plans and sends steps until enough are in flight. Returns the time of the last one.
-    fn send_plans(&mut self, group: &mut WorkerGroup) -> Result<Instant, WorkerLoss> {
+    fn send_plans(&mut self, group: &mut WorkerGroup) -> Result<Instant, End> {
+        self.start_masks();
         let StepThread { shared, dispatcher, log, .. } = &mut self.thread;
         let engine = self.engine.as_mut().expect(ENGINE_EXISTS);
         let mut now = Instant::now();
-        // The workers wait for masks, so these are sent before the next plan.
-        send_masks(engine, group)?;
         while let Some(plan) = engine.plan() {
             let began = now;
             now = shared.metrics.phase(Phase::Plan, now);
@@ -242,8 +250,35 @@ impl Running {
             now = shared.metrics.phase(Phase::Send, now);
             log.iter_mut().for_each(|log| log.sent(now));
         }
-        send_masks(engine, group)?;
+        dispatcher.flush(); // Before the waits for masks and workers: requests are to know that they are scheduled.
+        self.start_masks();
+        if self.engine().owes_masks() {
+            self.send_masks(group)?;
+            now = self.thread.shared.metrics.phase(Phase::Mask, now);
+        }
         Ok(now)
+    }
+
+    /// Starts the mask jobs that can start.
+    fn start_masks(&mut self) {
+        let jobs = self.engine().mask_jobs();
+        self.mask_jobs.start(jobs, &self.thread.inbox);
+    }
+
+    /// Sends the masks of the oldest step in flight when all are computed, or when the time is over.
+    fn send_masks(&mut self, group: &mut WorkerGroup) -> Result<(), End> {
+        let deadline = Instant::now() + masks::longest_wait(self.usual_step);
+        while self.engine().lacks_masks() {
+            let left = deadline.saturating_duration_since(Instant::now());
+            if left.is_zero() {
+                break;
+            }
+            self.handle_messages(group, left)?;
+        }
+        let done = self.mask_jobs.close();
+        self.finish_masks(done);
+        self.is_mask_late |= self.engine().lacks_masks();
+        Ok(masks::send(self.engine().take_masks(), group)?)
     }
 
     /// Settles the oldest step, and delivers its events. `sent` is the time when the last plan was sent.
@@ -258,6 +293,10 @@ impl Running {
         settled.map_err(|error| WorkerLoss::new(format!("worker 0 sent an unexpected output: {error}")))?;
         self.losses = 0;
         // Decays slowly, because the first step after a start may be much longer than others.
+        let is_usual = !std::mem::take(&mut self.is_mask_late);
+        if is_usual {
+            self.usual_step = self.usual_step.mul_f32(0.9) + self.last_progress.elapsed().mul_f32(0.1);
+        }
         self.longest_step = self.last_progress.elapsed().max(self.longest_step.mul_f32(0.99));
         *ipc::lock(&shared.stats) = engine.stats();
         self.last_progress = shared.metrics.phase(Phase::Settle, now);

@@ -12,6 +12,7 @@ use chat_format::ChatFormat;
 use support::Rng;
 use support::random_tools::random_tools;
 use support::walks::{Case, vocabularies};
+use support::with_calls;
 
 /// Walks through one grammar.
 const WALKS_PER_GRAMMAR: usize = 100;
@@ -19,7 +20,7 @@ const WALKS_PER_GRAMMAR: usize = 100;
 fn main() {
     let mut numbers = std::env::args().skip(1).filter_map(|argument| argument.parse::<u64>().ok());
     let (cases, seed) = (numbers.next().unwrap_or(1_000_000), numbers.next().unwrap_or(1 << 32));
-    let families: Vec<&'static str> = ChatFormat::names().collect();
+    let families: Vec<&'static str> = with_calls().collect();
     let per_family = cases.div_ceil(families.len() as u64);
     report("turns parsed", &families, |family| {
         (0..per_family).for_each(|case| support::turns::check(family, seed.wrapping_add(case)));

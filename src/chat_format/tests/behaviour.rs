@@ -2,6 +2,10 @@
 
 mod support;
 
+use std::collections::BTreeMap;
+use std::fs;
+use std::path::Path;
+
 use chat_format::{ChatDelta, ChatFormat, Choice, FormatError, ToolSchema, TurnStart};
 use serde_json::{Value, json};
 use support::{Parsed, joined, tools};
@@ -130,6 +134,40 @@ fn a_template_names_its_family_by_its_markers() {
             "{template}"
         );
     }
+}
+
+/// The table of `docs/openai.md` names the format of each published template of the goldens.
+#[test]
+fn every_published_template_is_detected_as_the_documentation_says() {
+    let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("../..");
+    let docs = fs::read_to_string(root.join("docs/openai.md")).unwrap();
+    let table = docs.split("| templates | detected format |").nth(1).expect("the table of formats");
+    let rows = table.lines().skip(2).take_while(|line| line.starts_with('|'));
+    let mut documented = BTreeMap::new();
+    for row in rows {
+        let cells: Vec<&str> = row.split('|').map(str::trim).collect();
+        let format = cells[2].split('`').nth(1).map(str::to_owned);
+        documented.extend(cells[1].split('`').skip(1).step_by(2).map(|name| (name.to_owned(), format.clone())));
+    }
+    let mut detected = BTreeMap::new();
+    for entry in fs::read_dir(root.join("tests/goldens/chat_templates")).unwrap() {
+        let path = entry.unwrap().path();
+        if path.extension().is_some_and(|extension| extension == "jinja") {
+            let found = ChatFormat::detect(&fs::read_to_string(&path).unwrap()).map(|format| format.name().to_owned());
+            detected.insert(path.file_stem().unwrap().to_str().unwrap().to_owned(), found);
+        }
+    }
+    detected.retain(|name, _| !name.ends_with("_like") && !name.ends_with("_training"));
+    assert_eq!(documented, detected);
+}
+
+#[test]
+fn tools_are_refused_by_a_format_without_calls() {
+    let format = ChatFormat::named("think").unwrap();
+    let grammar = |tools: &[ToolSchema]| format.tool_grammar(tools, Choice::Auto, true, TurnStart::Content, &|_| false);
+    assert!(matches!(grammar(&tools(false)), Err(FormatError::NoCalls { .. })));
+    let parsed = parse_with(&format, TurnStart::Fresh, &[], "<think>so</think>yes");
+    assert_eq!((parsed.reasoning.as_str(), parsed.content.as_str()), ("so", "yes"));
 }
 
 #[test]

@@ -10,14 +10,14 @@ use std::sync::atomic::{AtomicUsize, Ordering::Relaxed};
 use chat_format::{ChatFormat, Choice, TurnStart};
 use support::random_tools::random_tools;
 use support::walks::{Case, END, vocabularies};
-use support::{Forms, Rng, tools, write};
+use support::{Forms, Rng, tools, with_calls, write};
 
 /// Walks through one grammar, whose compilation takes longer than a walk.
 const WALKS_PER_GRAMMAR: usize = 40;
 
 /// Checks all families, as many at once as this machine has cores, and names those that failed.
 fn each_family(check: impl Fn(&'static str) + Sync) {
-    let families: Vec<&'static str> = ChatFormat::names().collect();
+    let families: Vec<&'static str> = with_calls().collect();
     let (next, failed) = (AtomicUsize::new(0), Mutex::new(Vec::new()));
     let work = || {
         while let Some(family) = families.get(next.fetch_add(1, Relaxed)) {
@@ -57,7 +57,7 @@ fn walks_through_the_grammar_are_calls_that_hold_to_their_schema() {
 
 #[test]
 fn ten_thousand_walks_over_random_schemas_are_calls_that_hold_to_them() {
-    let families = ChatFormat::names().count();
+    let families = with_calls().count();
     let wanted = 10_000 / (2 * families) + 1;
     each_family(|family| {
         let format = ChatFormat::named(family).unwrap();

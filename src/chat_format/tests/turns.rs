@@ -2,11 +2,11 @@
 
 mod support;
 
-use chat_format::ChatFormat;
 use support::turns::check;
+use support::with_calls;
 
 fn run(cases: u64, seed: u64) {
-    let names: Vec<_> = ChatFormat::names().collect();
+    let names: Vec<_> = with_calls().collect();
     let failed: Vec<_> = names
         .iter()
         .filter(|name| {

@@ -199,3 +199,20 @@ fn when_as_many_compile_as_may_the_next_is_told_that_it_is_too_busy() {
         }
     });
 }
+
+#[test]
+fn a_grammar_whose_next_token_takes_too_long_ends_with_an_error() {
+    let limits = Limits { mask_time: Duration::from_millis(20), ..Limits::default() };
+    let grammar = "start: e\ne: e e e | e e | /[a-z]/ | \" \"".to_owned();
+    let mut constraint = compiler(limits).compile(&ConstraintSpec::Grammar(grammar)).unwrap();
+    let mut mask = Mask::default();
+    let started = Instant::now();
+    let next = |_| {
+        assert!(!constraint.is_ended(), "a text that is cut is not complete");
+        constraint.mask(&mut mask).and_then(|()| constraint.accept(97)).err()
+    };
+    let error = (0..10_000).find_map(next);
+    let words = error.expect("a text of 10 000 characters takes too long").to_string();
+    assert!(words.contains("takes too long to compute"), "{words}");
+    assert!(started.elapsed() < Duration::from_secs(60), "{:?}", started.elapsed());
+}

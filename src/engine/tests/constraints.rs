@@ -80,6 +80,9 @@ struct Workers {
     ends: HashMap<SequenceId, TokenEvent>,
     num_masks: usize,
     random: u32,
+    /// One in so many masks is late; 0 if none is.
+    late_one_in: u32,
+    late: Vec<MaskJob>,
 }
 
 impl Workers {
@@ -93,6 +96,8 @@ impl Workers {
             ends: HashMap::new(),
             num_masks: 0,
             random: 1,
+            late_one_in: 0,
+            late: Vec::new(),
         }
     }
 
@@ -109,13 +114,28 @@ impl Workers {
             self.plans.push_back((plan, self.constrained.clone()));
         }
         let oldest = self.plans.front().map(|(plan, _)| plan.step);
-        let mut jobs = self.engine.mask_jobs();
-        jobs.iter_mut().for_each(MaskJob::run);
-        for SampleMask { step, sample, words } in self.engine.finish_masks(jobs) {
+        self.run_jobs();
+        for SampleMask { step, sample, words } in self.engine.take_masks() {
             assert_eq!(Some(step), oldest, "masks are those of the oldest plan");
             assert!(self.masks.insert((step, sample), words).is_none(), "a mask is sent once");
             self.num_masks += 1;
         }
+    }
+
+    /// Runs the mask jobs. Late ones are done after the masks of the step are taken.
+    fn run_jobs(&mut self) {
+        let (mut new, mut jobs) = (self.engine.mask_jobs(), std::mem::take(&mut self.late));
+        new.iter_mut().for_each(MaskJob::run);
+        jobs.extend(new);
+        for job in jobs {
+            match self.late_one_in > 0 && self.random(self.late_one_in) == 0 {
+                true => self.late.push(job),
+                false => self.engine.finish_mask(job),
+            }
+        }
+        let mut events = Vec::new();
+        self.engine.drain_events(&mut events);
+        self.take(events);
     }
 
     fn settle(&mut self) {
@@ -153,6 +173,11 @@ impl Workers {
         }
     }
 
+    /// Takes back jobs that have run.
+    fn take_late(&mut self, jobs: VecDeque<(usize, MaskJob)>) {
+        self.late.extend(jobs.into_iter().map(|(_, job)| job));
+    }
+
     fn run(&mut self) {
         while !self.engine.is_idle() {
             self.plan_and_mask();
@@ -175,9 +200,9 @@ fn assert_stairs(output: &[u32], last: u32) {
     assert_eq!(output.last(), Some(&last), "{output:?}");
 }
 
-/// Few blocks, so that sequences are preempted; workers that die; clients that leave; drafts.
+/// Few blocks, so that sequences are preempted; workers that die; clients that leave; drafts; late masks.
 #[test]
-fn every_output_follows_its_constraint_through_preemption_drafts_and_lost_workers() {
+fn every_output_follows_its_constraint_through_preemption_drafts_late_masks_and_lost_workers() {
     for seed in 0..40 {
         let config = EngineConfig {
             max_rows: 6,
@@ -190,7 +215,7 @@ fn every_output_follows_its_constraint_through_preemption_drafts_and_lost_worker
             ..EngineConfig::default()
         };
         let mut workers = Workers::new(config);
-        workers.random = seed;
+        (workers.random, workers.late_one_in) = (seed, seed % 3 * 2);
         let mut submitted = HashMap::new();
         for index in 0..20 {
             let last = (index % 3 != 2).then(|| 10 + 2 * index);
@@ -248,6 +273,43 @@ fn a_constraint_that_cannot_go_on_ends_its_sequence_with_the_reason_and_no_other
 }
 
 #[test]
+fn a_row_whose_masks_are_late_sits_out_and_every_step_has_a_token_of_each_other_row() {
+    let mut workers = Workers::new(EngineConfig::default());
+    let plain = workers.engine.submit(Request { max_tokens: 40, ..request(None, 0) }).unwrap();
+    let guided = workers.engine.submit(request(Stairs::to(60), 0)).unwrap();
+    let mut waiting: VecDeque<(usize, MaskJob)> = VecDeque::new();
+    let mut num_planned = 0;
+    workers.constrained = HashMap::from([(RowId(0), false), (RowId(1), true)]);
+    for step in 1..=40 {
+        while let Some(plan) = workers.engine.plan() {
+            num_planned += plan.work.iter().filter(|work| work.row == RowId(1)).count();
+            workers.plans.push_back((plan, workers.constrained.clone()));
+        }
+        for mut job in workers.engine.mask_jobs() {
+            job.run();
+            waiting.push_back((step + 3, job)); // Each mask takes as long as three steps.
+        }
+        while waiting.front().is_some_and(|(due, _)| *due <= step) {
+            workers.engine.finish_mask(waiting.pop_front().unwrap().1);
+        }
+        let masks = workers.engine.take_masks();
+        workers.masks.extend(masks.into_iter().map(|mask| ((mask.step, mask.sample), mask.words)));
+        workers.settle();
+        assert_eq!(workers.outputs[&plain].len(), step, "no step waits");
+    }
+    assert_eq!(workers.ends[&plain].finished, Some(FinishReason::Length));
+    let stats = workers.engine.stats();
+    // Only the first mask was missing in a step. Later ones were computed before their row was planned.
+    assert_eq!((stats.total_late_masks, stats.total_discarded_tokens), (1, 2));
+    let found = workers.outputs[&guided].len();
+    assert!((5..=10).contains(&found) && num_planned == found + 2, "{found} tokens of {num_planned} rows");
+    workers.take_late(waiting);
+    workers.run();
+    assert_stairs(&workers.outputs[&guided], 60);
+    assert_eq!(workers.ends[&guided].finished, Some(FinishReason::Complete));
+}
+
+#[test]
 fn a_token_that_the_constraint_does_not_allow_is_never_released() {
     let mut workers = Workers::new(EngineConfig::default());
     let sequence = workers.engine.submit(request(Stairs::to(20), 0)).unwrap();
@@ -257,7 +319,7 @@ fn a_token_that_the_constraint_does_not_allow_is_never_released() {
     workers.settle();
     let end = &workers.ends[&sequence];
     assert_eq!(end.finished, Some(FinishReason::Constraint));
-    assert_eq!(end.error.as_deref(), Some("token 9 is not allowed"));
+    assert_eq!(end.error.as_deref(), Some("token 9 is not allowed by the constraint"));
     assert!(workers.outputs[&sequence].is_empty());
 }
 

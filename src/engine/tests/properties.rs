@@ -1,4 +1,4 @@
-//! 100 000 random requests with cancels, stops, priorities, deadlines and lost workers against a simulated device. All
+//! 100 000 random requests with cancels, stops, priorities, deadlines, late masks and lost workers against a simulated device. All
 //! streams must be correct, and the counters must be right after every call. A failure is shrunk to the shortest list
 //! of calls that shows it.
 
@@ -7,11 +7,11 @@ mod support;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Duration;
 
-use engine::{BeamParams, EngineConfig, Policy, Request, SamplingParams, SequenceId, TokenId};
+use engine::{BeamParams, EngineConfig, Policy, Request, RequestConstraint, SamplingParams, SequenceId, TokenId};
 use proptest::collection::vec;
 use proptest::prelude::*;
 use proptest::test_runner::TestRunner;
-use support::{Guesser, Random, VOCAB_SIZE, World};
+use support::{Expected, Guesser, Random, VOCAB_SIZE, World};
 
 /// Number of engines with random limits, each with its own calls: enough for 100 000 requests.
 const NUM_WORLDS: u32 = 4200;
@@ -40,8 +40,9 @@ fn request() -> impl Strategy<Value = Request> {
         .prop_map(|(shared, len, tail)| [vec![TokenId(shared); len], tail].concat());
     let stop_words = vec(vec(token(), 1..4), 0..3);
     let drafts = prop_oneof![Just(0u32), 1u32..6];
-    (prompt, 1u32..24, vec(token(), 0..2), stop_words, 0u32..3, beams(), drafts).prop_map(
-        |(prompt, max_tokens, end_ids, stop_words, priority, beams, max_drafts)| Request {
+    let constrained = prop_oneof![2 => Just(false), 1 => Just(true)];
+    (prompt, 1u32..24, vec(token(), 0..2), stop_words, 0u32..3, beams(), drafts, constrained).prop_map(
+        |(prompt, max_tokens, end_ids, stop_words, priority, beams, max_drafts, constrained)| Request {
             prompt,
             max_tokens,
             sampling: SamplingParams { end_ids, ..SamplingParams::default() },
@@ -50,7 +51,7 @@ fn request() -> impl Strategy<Value = Request> {
             beams,
             max_drafts,
             cache_salt: None,
-            constraint: None,
+            constraint: (constrained && beams.is_none()).then(|| RequestConstraint(Box::new(Expected::default()))),
         },
     )
 }

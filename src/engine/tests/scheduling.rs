@@ -35,7 +35,7 @@ impl Steps {
             self.rows.remove(row);
         }
         self.rows.extend(plan.joined.iter().map(|joined| (joined.row, joined.sequence)));
-        let output = self.device.run(&plan);
+        let output = self.device.run(&plan, &[]);
         self.events.clear();
         self.engine.settle(output, &mut self.events).unwrap();
         Some(plan)

@@ -12,7 +12,6 @@ fn config() -> EngineConfig {
     EngineConfig {
         max_rows: 4,
         max_step_tokens: 64,
-        max_mixed_prefill_tokens: 64,
         max_sequence_len: 2048,
         block_size: BLOCK_SIZE,
         num_states: 16,

@@ -2,7 +2,7 @@
 
 use std::time::{Duration, Instant};
 
-use engine::Request;
+use engine::{MaskJob, Request};
 use serving::InferError;
 
 use super::super::event_queue;
@@ -34,6 +34,7 @@ impl Running {
                 Message::Finish(sequence) => {
                     self.engine.as_mut().map(|engine| engine.finish(sequence));
                 }
+                Message::Masks(jobs) => self.finish_masks(jobs),
                 Message::Ledger(reply) => {
                     let _ = reply.send(Report::new(self.engine.as_ref(), self.thread.dispatcher.num_open()));
                 }
@@ -44,6 +45,13 @@ impl Running {
         self.expire();
         self.thread.dispatcher.flush();
         Ok(())
+    }
+
+    /// Passes mask jobs that have run to the engine.
+    pub(super) fn finish_masks(&mut self, jobs: Vec<MaskJob>) {
+        if let Some(engine) = &mut self.engine {
+            jobs.into_iter().for_each(|job| engine.finish_mask(job));
+        }
     }
 
     /// Refuses requests whose timeout has expired, or moves them after others.

@@ -48,6 +48,8 @@ impl Running {
     /// Returns the reply channel of [`Message::Stop`] if the thread is to end.
     pub(super) fn recover(&mut self, lost: &WorkerLoss) -> Option<oneshot::Sender<()>> {
         self.losses += 1;
+        let done = self.mask_jobs.close();
+        self.finish_masks(done);
         let (name, reason) = (&self.thread.config.name, &lost.reason);
         self.step_kinds.clear();
         if let Some(engine) = &mut self.engine {
@@ -86,6 +88,7 @@ impl Running {
             match self.thread.messages.recv_timeout(end.saturating_duration_since(Instant::now())) {
                 Ok(Message::Submit { events, .. }) => events.send(RequestEvent::Failed(error.clone())),
                 Ok(Message::Stop { done }) => return Some(done),
+                Ok(Message::Masks(jobs)) => self.finish_masks(jobs),
                 Ok(Message::Cancel(_) | Message::Finish(_) | Message::Agent(_) | Message::Ledger(_)) => {}
                 Err(mpsc::RecvTimeoutError::Timeout) => return None,
                 // No senders are left, so no request can arrive.

@@ -6,8 +6,13 @@ pub mod turns;
 pub mod walks;
 pub mod write;
 
-use chat_format::{ChatDelta, ToolSchema};
+use chat_format::{ChatDelta, ChatFormat, ToolSchema};
 use serde_json::{Map, Value, json};
+
+/// The names of the families that have tool calls.
+pub fn with_calls() -> impl Iterator<Item = &'static str> {
+    ChatFormat::names().filter(|name| ChatFormat::named(name).unwrap().has_calls())
+}
 
 /// A small generator of random numbers (SplitMix64).
 pub struct Rng(pub u64);

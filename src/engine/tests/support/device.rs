@@ -1,8 +1,8 @@
 //! The simulated device.
 
 use engine::{
-    BlockId, EngineConfig, GrownTable, JoinedTable, RowId, RowWork, SampledToken, SequenceId, StepOutput, StepPlan,
-    TokenId,
+    BlockId, EngineConfig, GrownTable, JoinedTable, RowId, RowWork, SampleMask, SampledToken, SequenceId, StepOutput,
+    StepPlan, TokenId,
 };
 
 use super::tokens::VOCAB_SIZE;
@@ -36,6 +36,7 @@ pub struct Row {
     /// Number of tokens when it joined.
     pub join_len: usize,
     beam_candidates: usize,
+    is_constrained: bool,
     /// Draft tokens to verify in this step.
     drafts: Vec<TokenId>,
 }
@@ -64,7 +65,8 @@ impl Device {
         }
     }
 
-    pub fn run(&mut self, plan: &StepPlan) -> StepOutput {
+    /// Rows with an empty mask sample a wrong token.
+    pub fn run(&mut self, plan: &StepPlan, masks: &[SampleMask]) -> StepOutput {
         assert!(self.last_step.is_none_or(|last| plan.step == last + 1), "gap before step {}", plan.step);
         self.last_step = Some(plan.step);
         self.apply(plan);
@@ -77,7 +79,20 @@ impl Device {
         for work in &plan.work {
             self.check(work, (work.start + work.num_tokens) as usize, plan.step, "after");
         }
-        let tokens = plan.work.iter().filter(|work| work.samples).flat_map(|work| self.sample(work.row)).collect();
+        let mut masks = masks.iter().peekable();
+        let mut tokens = Vec::new();
+        for work in plan.work.iter().filter(|work| work.samples) {
+            let num_samples =
+                if self.row(work.row).beam_candidates > 0 { 1 } else { 1 + self.row(work.row).drafts.len() };
+            let own = tokens.len()..tokens.len() + num_samples;
+            let is_constrained = self.row(work.row).is_constrained;
+            let own_masks: Vec<_> =
+                own.filter_map(|index| masks.next_if(|mask| mask.sample as usize == index)).collect();
+            assert_eq!(own_masks.len(), if is_constrained { num_samples } else { 0 }, "a mask for each sample");
+            assert!(own_masks.iter().all(|mask| mask.step == plan.step), "masks are those of the step");
+            tokens.extend(self.sample(work.row, own_masks.first().is_some_and(|mask| mask.words.is_empty())));
+        }
+        assert!(masks.next().is_none(), "no mask is left over");
         StepOutput { step: plan.step, tokens }
     }
 
@@ -102,6 +117,7 @@ impl Device {
                 state: joined.state.map(|state| state.0 as usize),
                 join_len: joined.tokens.len(),
                 beam_candidates: joined.sampling.beam_candidates as usize,
+                is_constrained: joined.sampling.is_constrained,
                 drafts: Vec::new(),
             });
         }
@@ -191,13 +207,14 @@ impl Device {
         self.rows[work.row.0 as usize].as_mut().unwrap().num_computed = end;
     }
 
-    fn sample(&mut self, id: RowId) -> Vec<SampledToken> {
+    fn sample(&mut self, id: RowId, is_wrong: bool) -> Vec<SampledToken> {
         let row = self.rows[id.0 as usize].as_mut().unwrap();
         let num_tokens = row.tokens.len() + row.drafts.len();
         assert_eq!(row.num_computed, num_tokens, "sequence {} samples before its end", row.sequence.0);
         let sampled = |token, top| SampledToken { row: id, token, logprob: None, top };
         let last = *row.digests.last().unwrap();
-        let token = next_token(last);
+        let wrong = u32::from(is_wrong);
+        let token = TokenId((next_token(last).0 + wrong) % VOCAB_SIZE);
         if row.beam_candidates > 0 {
             let mut all: Vec<_> = (0..VOCAB_SIZE).map(TokenId).map(|token| (token, log_prob(last, token))).collect();
             all.sort_by(|a, b| b.1.total_cmp(&a.1));
@@ -206,7 +223,10 @@ impl Device {
         }
         if !row.drafts.is_empty() {
             let digests = row.all_digests();
-            return digests[row.tokens.len() - 1..].iter().map(|&last| sampled(next_token(last), vec![])).collect();
+            return digests[row.tokens.len() - 1..]
+                .iter()
+                .map(|&last| sampled(TokenId((next_token(last).0 + wrong) % VOCAB_SIZE), vec![]))
+                .collect();
         }
         row.tokens.push(token);
         row.digests.push(digest(last, token));

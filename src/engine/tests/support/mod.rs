@@ -7,11 +7,13 @@
 #![allow(dead_code, unused_imports)] // Each test binary uses only a part.
 
 mod device;
+mod expected;
 mod reference;
 mod tokens;
 mod world;
 
 pub use device::Device;
+pub use expected::Expected;
 pub use reference::run_alone;
 pub use tokens::{Guesser, Random, VOCAB_SIZE};
 pub use world::World;

@@ -4,13 +4,15 @@ use std::collections::{HashMap, VecDeque};
 use std::time::Duration;
 
 use engine::{
-    BeamOutput, Engine, EngineConfig, FinishReason, Policy, Request, RowWork, SequenceId, StepOutput, StepPlan,
-    TokenEvent, TokenId,
+    BeamOutput, Engine, EngineConfig, FinishReason, MaskJob, Policy, Request, RequestConstraint, RowWork, SequenceId,
+    StepPlan, TokenEvent, TokenId,
 };
 
 use super::device::Device;
+use super::expected::Expected;
 use super::reference::run_alone;
 use super::reference::run_beams_alone;
+use super::tokens::Random;
 
 /// Most prompt tokens of a step with decodes, in an engine of [`super::new_engine`].
 fn max_prompt_tokens(config: &EngineConfig) -> usize {
@@ -40,7 +42,10 @@ struct Stream {
 pub struct World {
     pub engine: Engine,
     device: Device,
-    outputs: VecDeque<StepOutput>,
+    /// Plans that the device has not run. It runs a plan when its masks are known.
+    plans: VecDeque<StepPlan>,
+    late: Vec<MaskJob>,
+    random: Random,
     streams: HashMap<SequenceId, Stream>,
     pub num_finished: usize,
     /// The engine's counters are audited after this number of calls.
@@ -53,7 +58,9 @@ impl World {
         Self {
             device: Device::new(&config),
             engine: super::new_engine(config),
-            outputs: VecDeque::new(),
+            plans: VecDeque::new(),
+            late: Vec::new(),
+            random: Random(7),
             streams: HashMap::new(),
             num_finished: 0,
             audit_every,
@@ -62,9 +69,15 @@ impl World {
     }
 
     /// Submits a request. Refusals are tested elsewhere.
-    pub fn submit(&mut self, request: Request) -> Option<SequenceId> {
+    ///
+    /// A constraint of the request is replaced by one that allows the device's tokens only.
+    pub fn submit(&mut self, mut request: Request) -> Option<SequenceId> {
         let max_sequence_len = self.engine.config().max_sequence_len;
         let (generated, num_released, reason) = run_alone(&request, max_sequence_len);
+        if request.constraint.is_some() {
+            let expected = Expected { tokens: generated.clone(), len: 0, ends: reason != FinishReason::Length };
+            request.constraint = Some(RequestConstraint(Box::new(expected)));
+        }
         let beams = request.beams.map(|_| run_beams_alone(&request, max_sequence_len));
         let id = self.engine.submit(request).ok()?;
         let stream = Stream { generated, num_released, reason, beams, received: 0, ended_early: None, finished: false };
@@ -118,14 +131,19 @@ impl World {
     pub fn plan_tokens(&mut self) -> usize {
         let Some(plan) = self.engine.plan() else { return 0 };
         self.check_bounds(&plan);
-        self.outputs.push_back(self.device.run(&plan));
+        let num_tokens = plan.work.iter().map(|work| work.num_tokens as usize).sum();
+        self.plans.push_back(plan);
         self.audit();
-        plan.work.iter().map(|work| work.num_tokens as usize).sum()
+        num_tokens
     }
 
     /// Returns false if nothing was in flight.
     pub fn settle(&mut self) -> bool {
-        let Some(output) = self.outputs.pop_front() else { return false };
+        let has_jobs = self.run_mask_jobs();
+        let Some(plan) = self.plans.pop_front() else { return has_jobs };
+        let masks = self.engine.take_masks();
+        self.check_bounds(&plan);
+        let output = self.device.run(&plan, &masks);
         let mut events = Vec::new();
         self.engine.settle(output, &mut events).expect("the device's output fits its plan");
         self.receive(events);
@@ -133,10 +151,28 @@ impl World {
         true
     }
 
+    /// Runs the mask jobs; some stay late, so that their rows sit out the step. Returns false if there were none.
+    fn run_mask_jobs(&mut self) -> bool {
+        let (mut new, mut jobs) = (self.engine.mask_jobs(), std::mem::take(&mut self.late));
+        new.iter_mut().for_each(MaskJob::run);
+        jobs.extend(new);
+        let has_jobs = !jobs.is_empty();
+        for job in jobs {
+            match self.random.one_in(3) {
+                true => self.late.push(job),
+                false => self.engine.finish_mask(job),
+            }
+        }
+        let mut events = Vec::new();
+        self.engine.drain_events(&mut events);
+        self.receive(events);
+        has_jobs
+    }
+
     /// All workers are lost and restarted.
     pub fn recover(&mut self) {
         self.engine.recover();
-        self.outputs.clear();
+        self.plans.clear();
         self.device = Device::new(self.engine.config());
         self.audit();
     }

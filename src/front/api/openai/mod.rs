@@ -12,6 +12,7 @@ mod error;
 mod fields;
 mod guide;
 mod models;
+mod not_served;
 mod parameter_fields;
 mod parameters;
 mod prompt;
@@ -55,7 +56,7 @@ const ANTHROPIC_ID: HeaderName = HeaderName::from_static("request-id");
 pub(crate) fn is_path(path: &str) -> bool {
     let is_alone =
         matches!(path, "/v1" | "/tokenize" | "/detokenize" | "/tokenizer_info" | "/health" | "/ping" | "/version");
-    is_alone || path.starts_with("/v1/")
+    is_alone || path.starts_with("/v1/") || not_served::ALONE.contains(&path)
 }
 
 /// Answers one request; an error is an answer too. The reply has the request's id, or a new one.
@@ -133,7 +134,8 @@ async fn answer(state: &Arc<State>, head: &http::request::Parts, body: Incoming)
                 models::entry(state, &name).map(|entry| json_reply(&entry)).ok_or_else(|| ApiError::no_model(&name))
             }
             None => {
-                let message = format!("Unknown path {path}: there are {PATHS}.");
+                let unknown = || format!("Unknown path {path}: there are {PATHS}.");
+                let message = not_served::message(path).unwrap_or_else(unknown);
                 Err(ApiError::of_status(StatusCode::NOT_FOUND, message))
             }
         },

@@ -50,10 +50,11 @@ impl TurnPlan {
             if tools.is_empty() {
                 return Ok(Self::plain());
             }
-            let words = "The chat template of this model has no known form of tool calls; start the server with \
-                         `--chat-format=NAME`, or leave out `tools`.";
-            return Err(ApiError::of_field("tools", words));
+            return Err(no_tool_calls());
         };
+        if !tools.is_empty() && !format.has_calls() {
+            return Err(no_tool_calls());
+        }
         let start = match prompt {
             Prompt::Text(text) => format.turn_start(tail(text)),
             Prompt::Tokens(_) => TurnStart::Content,
@@ -167,6 +168,12 @@ fn preface(format: &ChatFormat, generator: &Generator) -> Option<Preface> {
     let open = generator.tokenizer.token_to_id(open)?;
     let close = generator.tokenizer.encode(close, false).ok()?;
     (!close.is_empty()).then(|| Preface { open, close: close.into() })
+}
+
+fn no_tool_calls() -> ApiError {
+    let words = "The chat template of this model has no known form of tool calls; start the server with \
+                 `--chat-format=NAME`, or leave out `tools`.";
+    ApiError::of_field("tools", words)
 }
 
 fn no_reasoning() -> ApiError {
