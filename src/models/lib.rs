@@ -24,11 +24,12 @@ mod names;
 mod per_layer;
 mod rope;
 pub mod shard;
+pub mod rounding;
 
-pub use checkpoint::Checkpoint;
+pub use checkpoint::{Checkpoint, rounded};
 pub use config::{
     AttentionLayer, Config, ExpertLayer, HeadNormSpec, HeadSpec, KvSource, LayerSpec, MlpLayer, NormSpec,
-    PerLayerInput, WeightFormat,
+    PerLayerInput, Rounding, StoredQuantization, WeightFormat,
 };
 pub use error::ModelError;
 pub use estimate::{EstimateMemory, WorkerShape};

@@ -40,6 +40,7 @@ use linear::Inputs;
 pub use linear::Linear;
 use linear::quant_type;
 pub use peers::Peers;
+pub(crate) use linear::{Widest, quantized_bytes};
 use pipeline::Pipeline;
 use rows::Row;
 pub use settings::WeightPrecision;
