@@ -160,9 +160,12 @@ pub struct WorldFlags {
     /// The device of the workers.
     #[arg(long, value_enum, default_value_t = DeviceKind::Auto)]
     pub device: DeviceKind,
-    /// Precision of linear layers' weights on CPUs; a model's parameter `weight_only_precision` overrides it. [default: auto]
-    #[arg(long, value_enum, value_name = "PRECISION")]
+    /// Quantizes linear layers while they are loaded; a model's parameter `quantization` overrides it. [default: auto]
+    #[arg(long, visible_alias = "quantization", value_enum, value_name = "PRECISION")]
     pub weight_only_precision: Option<WeightPrecision>,
+    /// TensorRT-LLM's name for `--weight-only-precision=int8`, if no precision is named.
+    #[arg(long, hide = true)]
+    pub use_weight_only: bool,
     /// The hosts to run on, with their numbers of ranks: `a:4,b:4`; without numbers an equal share. [default: this host]
     #[arg(long, value_name = "HOST[:RANKS],...", conflicts_with = "hostfile")]
     pub hosts: Option<String>,

@@ -3,7 +3,7 @@
 use std::path::{Path, PathBuf};
 
 use anyhow::{Result, bail};
-use settings::DeviceKind;
+use settings::{DeviceKind, WeightPrecision};
 
 use crate::command::{CommandLine, Starter, quoted};
 use crate::container::Container;
@@ -229,7 +229,8 @@ fn any_rank_command(ranks_per_node: u32, flags: &WorldFlags, site: &Site) -> Com
     if flags.log {
         args.push("--log-verbose=3".to_owned());
     }
-    if let Some(precision) = flags.weight_only_precision {
+    let usual = flags.use_weight_only.then_some(WeightPrecision::Int8);
+    if let Some(precision) = flags.weight_only_precision.or(usual) {
         args.push(format!("--weight-only-precision={precision}"));
     }
     if let Some(network) = &flags.network {

@@ -27,6 +27,42 @@ fn a_plan_predicts_the_memory_of_workers_within_two_percent() {
     let stages = copied_repository();
     set_parameters(&stages, "tensorrt_llm", &[("pp", "2")]);
     compare(stages.path());
+    // TensorRT-LLM's name for 8-bit integers.
+    let quantized = copied_repository();
+    set_parameters(&quantized, "tensorrt_llm", &[("use_weight_only", "true")]);
+    compare(quantized.path());
+}
+
+#[test]
+fn parameters_of_quantization_choose_what_is_planned_and_contradictions_are_refused() {
+    let weights = |parameters: &[(&str, &str)]| {
+        let repository = copied_repository();
+        set_parameters(&repository, "tensorrt_llm", parameters);
+        let output = plan(repository.path(), 1);
+        let text = String::from_utf8_lossy(&[output.stdout, output.stderr].concat()).into_owned();
+        (output.status.success(), text)
+    };
+    let planned = |parameters: &[(&str, &str)]| {
+        let (success, text) = weights(parameters);
+        assert!(success, "{text}");
+        sizes(&text, 0)[0]
+    };
+    let plain = planned(&[]);
+    let int8 = planned(&[("quantization", "int8")]);
+    assert!(int8 < 0.9 * plain, "{int8} of {plain}");
+    assert_eq!(planned(&[("weight_only_precision", "int8")]), int8);
+    assert_eq!(planned(&[("quantization", "none")]), plain);
+    assert_eq!(planned(&[("use_weight_only", "false"), ("weight_only_precision", "int8")]), plain);
+    for (parameters, expected) in [
+        (
+            &[("quantization", "fp4")][..],
+            "parameter `quantization`: the precision of weights is `fp4`, expected `none`",
+        ),
+        (&[("quantization", "fp8"), ("weight_only_precision", "int8")], "`quantization` and `weight_only_precision`"),
+    ] {
+        let (success, text) = weights(parameters);
+        assert!(!success && text.contains(expected), "{text}");
+    }
 }
 
 /// Compares the plan for two workers with the memory that they report.

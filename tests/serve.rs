@@ -218,14 +218,15 @@ fn a_directory_is_served_in_the_background() {
     for entry in fs::read_dir(checkpoint()).unwrap().flatten() {
         fs::copy(entry.path(), copy.join(entry.file_name())).unwrap();
     }
-    let output = site.serve(copy.to_str().unwrap(), &["--detach"]).output().unwrap();
+    let output = site.serve(copy.to_str().unwrap(), &["--detach", "--quantization=fp8"]).output().unwrap();
     let text = words(&output);
     assert!(output.status.success() && text.contains("serves `copy` at http://127.0.0.1:"), "{text}");
     assert!(site.stream("copy").0.len() > 8);
     // The repository of a world that runs is not removed by the next start.
     let repository = site.repositories().pop().unwrap();
-    let dry = site.serve(copy.to_str().unwrap(), &["--dry-run"]).output().unwrap();
+    let dry = site.serve(copy.to_str().unwrap(), &["--dry-run", "--quantization=fp8"]).output().unwrap();
     assert!(words(&dry).contains(" rank --model-repository=/"), "{}", words(&dry));
+    assert!(words(&dry).contains(" --weight-only-precision=fp8 "), "{}", words(&dry));
     let in_use = site.serve(copy.to_str().unwrap(), &[]).output().unwrap();
     assert!(words(&in_use).contains("a world already serves on port"), "{}", words(&in_use));
     assert!(repository.join("copy/1/weights/config.json").is_file());
@@ -254,6 +255,8 @@ fn what_cannot_be_served_is_refused_with_what_to_do() {
         (&checkpoint, &["--kv-memory-fraction=2"], "expected a number above 0 and at most 1"),
         (&checkpoint, &["--gpu_memory_utilization", "0.9"], "`--kv-memory-fraction` is the share"),
         (&checkpoint, &["--max-model-length=7"], "'--max-model-len'"),
+        (&checkpoint, &["--quantization=awq"], "names `awq`, and the checkpoint has `quant_method` none"),
+        (&checkpoint, &["--quantization=fp4"], "expected `none`, `fp8`, `int8` or `int4`, or one of: awq,"),
     ] {
         let text = error(site.serve(model, flags).output().unwrap());
         assert!(text.contains(expected), "{model} {flags:?}: {text}");

@@ -94,6 +94,11 @@ impl QuantMatrix {
         Self { quant_type, rows, cols, data, bias: matrix.bias.clone() }
     }
 
+    /// [`QuantMatrix::bytes`] of a matrix `[rows, cols]`.
+    pub fn bytes_of(rows: usize, cols: usize, quant_type: QuantType) -> usize {
+        rows.div_ceil(PAIR * PANEL) * cols.div_ceil(GROUP_K) * quant_type.pair_bytes()
+    }
+
     /// `N`.
     pub fn rows(&self) -> usize {
         self.rows

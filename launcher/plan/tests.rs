@@ -142,6 +142,13 @@ fn the_precision_of_weights_is_passed_to_every_rank_and_to_the_memory_plan() {
     let flags = Flags::parse_from_line(words).unwrap().world;
     let command = memory_command(&flags, &Site::default()).to_string();
     assert!(command.contains("--weight-only-precision=int4"), "{command}");
+    let fp8 = plan_of("--quantization=fp8").unwrap();
+    assert!(fp8.contains("--weight-only-precision=fp8"), "{fp8}");
+    // TensorRT-LLM's two names.
+    let usual = plan_of("--use_weight_only").unwrap();
+    assert!(usual.contains("--weight-only-precision=int8"), "{usual}");
+    let four = plan_of("--use_weight_only --weight_only_precision=int4").unwrap();
+    assert!(four.contains("--weight-only-precision=int4") && !four.contains("int8"), "{four}");
     assert!(plan_of("--weight_only_precision=int2").is_err());
 }
 

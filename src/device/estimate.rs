@@ -7,8 +7,9 @@ use ops::{
     MemoryEstimate, MemoryPlan, NormKind, NormSlices, PipelineStage, RecurrentWeights, StepInputs, StepLimits, Target,
     TensorParallel, WeightSlice,
 };
+use settings::WeightPrecision;
 
-use crate::cpu::{CpuDevice, CpuEstimate, ExpertBuffers, is_computed};
+use crate::cpu::{CpuDevice, CpuEstimate, ExpertBuffers, Widest, is_computed, quantized_bytes};
 use crate::cuda::{
     CudaDevice, Estimate, ExpertSizes, ProductScratch, RowOrder, expert_format, gate_order, has_fp8_inputs,
     packed_format,
@@ -33,16 +34,17 @@ pub struct Estimator {
     expert_sizes: ExpertSizes,
     /// A GPU's scratch memory for quantized matrices.
     product_scratch: ProductScratch,
-    /// Inputs of the widest linear layer that a CPU computes with the weights as they are stored.
-    widest_plain: usize,
-    /// The same of layers whose weights it copies into panels.
-    widest_panels: usize,
+    /// Inputs of the widest linear layers of a CPU.
+    widest: Widest,
     has_wide_weights: bool,
+    /// Precision of a CPU's linear layers.
+    precision: WeightPrecision,
 }
 
 /// The properties of a weight that an [`Estimator`] needs.
 #[derive(Debug, Clone, Copy)]
 pub struct EstimatedWeight {
+    rows: usize,
     cols: usize,
     bytes: usize,
     is_bf16: bool,
@@ -65,10 +67,15 @@ impl Estimator {
             expert_cols: 0,
             expert_sizes: ExpertSizes::default(),
             product_scratch: ProductScratch::default(),
-            widest_plain: 0,
-            widest_panels: 0,
+            widest: Widest::default(),
             has_wide_weights: false,
+            precision: WeightPrecision::default(),
         }
+    }
+
+    /// The same for linear layers that a CPU loads in this precision.
+    pub fn in_precision(self, precision: WeightPrecision) -> Self {
+        Self { precision, ..self }
     }
 
     /// The same for one stage of a pipeline.
@@ -83,8 +90,7 @@ impl Estimator {
         match self.target {
             Target::Cpu => {
                 let cols = self.tensor_cols + self.expert_cols;
-                let widest = (self.widest_plain, self.widest_panels);
-                let cpu = CpuEstimate::new(limits, cols, widest, self.has_wide_weights, attention);
+                let cpu = CpuEstimate::new(limits, cols, self.widest, self.has_wide_weights, attention);
                 MemoryEstimate {
                     weights_bytes,
                     mapped_bytes: self.mapped_bytes as u64,
@@ -122,10 +128,10 @@ impl Estimator {
         let is_bf16 = dtype == DType::Bf16;
         self.has_wide_weights |= !is_bf16;
         let is_computed = parts.iter().any(is_computed);
-        EstimatedWeight { cols: parts.first().map_or(0, |part| part.cols.len()), bytes, is_bf16, is_computed }
+        let rows = parts.iter().map(|part| part.rows.len()).sum();
+        EstimatedWeight { rows, cols: parts.first().map_or(0, |part| part.cols.len()), bytes, is_bf16, is_computed }
     }
 
-    /// Counts a matrix of an expert. GPUs keep none of them quantized.
     /// Counts a matrix of each expert, which a GPU may keep quantized.
     fn count_experts(&mut self, experts: &[&[WeightSlice<'_>]], order: RowOrder) {
         let packed = match self.target {
@@ -134,7 +140,7 @@ impl Estimator {
         };
         for parts in experts {
             let weight = self.count_matrix(parts);
-            self.count_use(&weight);
+            self.count_use(&weight, false);
             if let Some(format) = packed {
                 let rows = parts.iter().map(|part| part.rows.len()).sum();
                 let bytes = format.codes_bytes(rows, weight.cols) + format.scales_bytes(rows, weight.cols);
@@ -145,10 +151,20 @@ impl Estimator {
     }
 
     /// Counts what a CPU needs for products with a weight.
-    fn count_use(&mut self, weight: &EstimatedWeight) {
-        self.fit_linear(weight);
-        if !weight.is_computed && !self.is_copied(weight) {
+    fn count_use(&mut self, weight: &EstimatedWeight, is_head: bool) {
+        self.fit_linear(weight, is_head);
+        if let Some(bytes) = self.quantized_bytes(weight, is_head) {
+            self.weights_bytes = self.weights_bytes + bytes - weight.bytes;
+        } else if !weight.is_computed && !self.is_copied(weight) {
             self.mapped_bytes += weight.bytes;
+        }
+    }
+
+    /// Bytes of a weight that a CPU quantizes.
+    fn quantized_bytes(&self, weight: &EstimatedWeight, is_head: bool) -> Option<usize> {
+        match self.target {
+            Target::Cpu => quantized_bytes(self.precision, is_head, [weight.rows, weight.cols]),
+            Target::Cuda => None,
         }
     }
 
@@ -172,8 +188,13 @@ impl Estimator {
         self.target == Target::Cpu && weight.is_bf16 && CpuEstimate::copies_bf16()
     }
 
-    fn fit_linear(&mut self, weight: &EstimatedWeight) {
-        let widest = if self.is_copied(weight) { &mut self.widest_panels } else { &mut self.widest_plain };
+    fn fit_linear(&mut self, weight: &EstimatedWeight, is_head: bool) {
+        let (is_quantized, is_copied) = (self.quantized_bytes(weight, is_head).is_some(), self.is_copied(weight));
+        let widest = match () {
+            () if is_quantized => &mut self.widest.quantized,
+            () if is_copied => &mut self.widest.panels,
+            () => &mut self.widest.plain,
+        };
         *widest = weight.cols.max(*widest);
     }
 
@@ -188,7 +209,7 @@ impl Estimator {
             Target::Cuda => elements * 2,
         };
         self.weights_bytes += bytes;
-        EstimatedWeight { cols: elements, bytes, is_bf16: false, is_computed: true }
+        EstimatedWeight { rows: 1, cols: elements, bytes, is_bf16: false, is_computed: true }
     }
 }
 
@@ -231,7 +252,7 @@ impl Device for Estimator {
         if matches!(role, LinearRole::Out | LinearRole::Down) {
             self.hidden = parts.iter().map(|part| part.rows.len()).sum();
         }
-        self.count_use(&weight);
+        self.count_use(&weight, role == LinearRole::Head);
         Ok(weight)
     }
 
@@ -241,8 +262,10 @@ impl Device for Estimator {
     }
 
     fn tie_head(&mut self, embedding: &EstimatedWeight) -> Result<EstimatedWeight, DeviceError> {
-        self.fit_linear(embedding);
-        if self.is_copied(embedding) {
+        self.fit_linear(embedding, true);
+        if let Some(bytes) = self.quantized_bytes(embedding, true) {
+            self.weights_bytes += bytes;
+        } else if self.is_copied(embedding) {
             self.weights_bytes += embedding.bytes;
         }
         Ok(*embedding)
@@ -263,7 +286,8 @@ impl Device for Estimator {
         let (count, hidden) = (layer.router.rows.len(), layer.router.cols.len());
         let inner = layer.experts.first().map_or(0, |expert| expert.down.cols.len());
         let router = EstimatedWeight { cols: hidden, ..self.count_elements(count * hidden) };
-        self.fit_linear(&router);
+        // It is computed in f32 in every precision.
+        self.widest.plain = self.widest.plain.max(hidden);
         let gate_ups: Vec<&[WeightSlice<'_>]> = layer.experts.iter().map(|expert| &expert.gate_up[..]).collect();
         let downs: Vec<_> = layer.experts.iter().map(|expert| std::slice::from_ref(&expert.down)).collect();
         self.count_experts(&gate_ups, RowOrder::Interleaved(GATE_GROUP));

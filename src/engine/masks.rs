@@ -6,7 +6,8 @@
 //!
 //! A job may take long. [`Engine::take_masks`] does not wait for it: the row sits out the step. The tokens that it samples
 //! in the steps in flight are discarded, so the sequence is as before the step; its KV blocks are, too, because the same
-//! positions are computed again. Its next masks are computed before it is planned.
+//! positions are computed again. A recurrent state has no positions: such a sequence leaves its row, and starts again from a snapshot.
+//! Its next masks are computed before it is planned.
 
 use smallvec::SmallVec;
 
@@ -171,13 +172,17 @@ impl Engine {
         // Drafts are checked when a plan is made, which must not wait for a slow constraint.
         (sequence.drafting, sequence.max_drafts) = (None, 0);
         let is_running = matches!(sequence.state, SequenceState::Running(_));
+        let leaves_row = is_running && self.config.num_states > 0;
         if is_running {
             sequence.num_computed = sequence.tokens.len() - 1;
             sequence.join_len = sequence.join_len.min(sequence.num_computed);
         }
         if let Some(guided) = &mut sequence.guided {
             guided.be_cautious();
-            guided.needs_revision = is_running;
+            guided.needs_revision = is_running && !leaves_row;
+        }
+        if leaves_row {
+            self.requeue(late.slot);
         }
     }
 

@@ -148,10 +148,15 @@ impl Engine {
     /// Preempts the last sequence in the order of service, and returns it.
     pub(crate) fn preempt_last(&mut self) -> Slot {
         let &(_, slot) = self.running.last().expect("a sequence that needs blocks is running");
-        self.release_row(slot, SequenceState::Queued);
-        self.queue.insert(&self.sequences[slot], slot);
+        self.requeue(slot);
         self.totals.preempted += 1;
         slot
+    }
+
+    /// Takes a running sequence from its row. It joins again later.
+    pub(crate) fn requeue(&mut self, slot: Slot) {
+        self.release_row(slot, SequenceState::Queued);
+        self.queue.insert(&self.sequences[slot], slot);
     }
 
     /// Continues prefills that have begun.

@@ -1,9 +1,10 @@
 //! The configuration of a model: what `config.json` says, as a specification of every layer.
 
-use ops::{Activation, DType, Feature, HeadNormSpan, NormKind, QueryScale, RecurrentShape, Routing, Scoring};
+use ops::{Activation, DType, Feature, HeadNormSpan, NormKind, QueryScale, RecurrentShape, Routing, Scoring, Target};
+use settings::WeightPrecision;
 
-use crate::Rope;
 use crate::names::Names;
+use crate::{ModelError, Rope};
 
 /// The configuration of a model after all checks.
 #[derive(Debug, Clone, PartialEq)]
@@ -45,8 +46,30 @@ pub struct Config {
     pub expert_groups: usize,
     /// How the linear layers are stored.
     pub(crate) weight_format: WeightFormat,
+    /// What the checkpoint says of its quantization.
+    pub(crate) stored_quantization: Option<StoredQuantization>,
+    /// How linear layers are quantized while they are loaded. It comes from the deployment, not from the checkpoint.
+    pub(crate) rounding: Option<Rounding>,
     /// What the reader of a log should know: parts of the checkpoint that are not served, choices that were made.
     pub notes: Vec<String>,
+}
+
+/// What a checkpoint says of its quantization.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct StoredQuantization {
+    /// `quant_method`.
+    pub method: String,
+    /// The precision of its weights, if it has a name here.
+    pub precision: Option<WeightPrecision>,
+}
+
+/// The form that linear layers get while they are loaded.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Rounding {
+    /// e4m3 with a scale for each row.
+    Fp8Rows,
+    /// Integers of 4 bits in groups with scale and zero point.
+    Int4,
 }
 
 /// How the weights of linear layers are stored. A tensor whose type is that of a plain one is one.
@@ -237,6 +260,49 @@ impl Config {
     /// The same model in a tensor-parallel group whose workers form `count` parts with different experts.
     pub fn in_expert_groups(self, count: u32) -> Self {
         Self { expert_groups: count as usize, ..self }
+    }
+
+    /// What the checkpoint says of its quantization; `None` if it has none.
+    pub fn stored_quantization(&self) -> Option<&StoredQuantization> {
+        self.stored_quantization.as_ref()
+    }
+
+    /// The same model with linear layers in this precision, on a device of this kind. The CPU device itself makes its 8-bit and 4-bit
+    /// integers, also of quantized weights; all else is rounded while it is read.
+    ///
+    /// # Errors
+    /// Returns an error if the weights are quantized in another form, or if the device has no such form.
+    pub fn in_precision(mut self, precision: WeightPrecision, target: Target) -> Result<Self, ModelError> {
+        use WeightPrecision::{Checkpoint, Fp8, Int4, Int8};
+        let note = match (target, precision, &self.stored_quantization) {
+            (_, Checkpoint, _) => return Ok(self),
+            (Target::Cpu, Int8 | Int4, Some(stored)) => {
+                format!(
+                    "weights of `quant_method` `{}` are expanded, and quantized again to {precision}",
+                    stored.method
+                )
+            }
+            (_, _, Some(stored)) if stored.precision == Some(precision) => return Ok(self),
+            (_, _, Some(stored)) => {
+                let (found, asked) = (stored.method.clone(), precision.name());
+                return Err(ModelError::AlreadyQuantized { found, asked });
+            }
+            (Target::Cuda, Int8, None) => return Err(ModelError::NoInt8OnGpus),
+            (Target::Cpu, Int8 | Int4, None) => {
+                format!("linear layers are quantized to {precision}, with a scale for each 64 weights")
+            }
+            (target, Fp8, None) => {
+                self.rounding = Some(Rounding::Fp8Rows);
+                let kept = if target == Target::Cpu { "; CPUs keep the rounded values in bf16" } else { "" };
+                format!("linear layers are quantized to fp8, with a scale for each output{kept}")
+            }
+            (Target::Cuda, Int4, None) => {
+                self.rounding = Some(Rounding::Int4);
+                "linear layers are quantized to int4, in groups of 128 inputs with zero points".to_owned()
+            }
+        };
+        self.notes.push(note);
+        Ok(self)
     }
 
     /// Ops that the model needs and that some devices lack.

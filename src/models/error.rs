@@ -65,6 +65,20 @@ pub enum ModelError {
         if *.num_experts == 0 { " (this model has no experts: remove `ep`)" } else { "" }
     )]
     ExpertGroups { num_experts: usize, group: u32, found: usize },
+    /// The weights are quantized, and the deployment asks for another form.
+    #[error(
+        "the checkpoint's weights are quantized (`quant_method` is `{found}`), and `quantization` asks for `{asked}`; \
+         remove `quantization`, or use the original checkpoint"
+    )]
+    AlreadyQuantized { found: String, asked: &'static str },
+    /// The linear layers are stored as `[inputs, outputs]`.
+    #[error(
+        "architecture `{architecture}` stores its linear layers transposed, which the formats of quantized checkpoints do not know"
+    )]
+    Transposed { architecture: String },
+    /// GPUs have no kernels for 8-bit integers.
+    #[error("`quantization` is `int8`, which CUDA devices do not have; use `fp8` or `int4`")]
+    NoInt8OnGpus,
     /// The device lacks an op of this architecture.
     #[error(
         "architecture `{architecture}` of {} needs what this device does not have: {lacking}; \

@@ -3,6 +3,7 @@
 use std::path::Path;
 
 use ops::{MemoryEstimate, PipelineStage, StepLimits, Target, TensorParallel};
+use settings::WeightPrecision;
 
 use crate::{Config, ModelError};
 
@@ -19,6 +20,8 @@ pub struct WorkerShape {
     pub limits: StepLimits,
     /// Positions in a KV block.
     pub block_size: usize,
+    /// Precision of the weights of linear layers. The configuration of the model has it, too ([`Config::in_precision`]).
+    pub precision: WeightPrecision,
 }
 
 /// Estimates the memory of a worker from the names and shapes of the weights in a checkpoint. It does not read their

@@ -24,12 +24,13 @@ mod model;
 mod names;
 mod per_layer;
 mod rope;
+pub mod rounding;
 pub mod shard;
 
-pub use checkpoint::Checkpoint;
+pub use checkpoint::{Checkpoint, rounded};
 pub use config::{
     AttentionLayer, Config, ExpertLayer, HeadNormSpec, HeadSpec, KvSource, LayerSpec, MlpLayer, NormSpec,
-    PerLayerInput, WeightFormat,
+    PerLayerInput, Rounding, StoredQuantization, WeightFormat,
 };
 pub use error::ModelError;
 pub use estimate::{EstimateMemory, WorkerShape};

@@ -207,6 +207,8 @@ pub(crate) mod tests {
             dtype: DType::Bf16,
             expert_groups: 1,
             weight_format: crate::config::WeightFormat::Plain,
+            stored_quantization: None,
+            rounding: None,
             notes: vec![],
         }
     }

@@ -168,9 +168,9 @@ pub struct RankArgs {
     /// The device that models compute on
     #[arg(long, value_enum, default_value = "auto")]
     pub device: DeviceKind,
-    /// How CPUs store the weights of linear layers: auto (as the checkpoint has them), int8 or int4; a model's parameter
-    /// `weight_only_precision` has priority
-    #[arg(long, default_value = "auto", value_name = "PRECISION", value_parser = str::parse::<WeightPrecision>)]
+    /// How linear layers are quantized at load: auto (as the checkpoint has them), fp8, int8 (CPUs alone) or int4; a model's parameter
+    /// `quantization` has priority
+    #[arg(long, visible_alias = "quantization", default_value = "auto", value_name = "PRECISION", value_parser = str::parse::<WeightPrecision>)]
     pub weight_only_precision: WeightPrecision,
     /// Directory of NVIDIA's libraries, or root of a Python environment that holds them; searched before the usual places
     #[arg(long, env = "TRIREME_LIBRARY_DIR", value_name = "DIR")]

@@ -1,8 +1,13 @@
 //! The command line of `trireme serve`: few flags, with the names that users of vLLM know.
 
+use std::str::FromStr;
+
+use anyhow::{Result, bail};
 use clap::Args;
 use clap::error::{ContextKind, ContextValue, ErrorKind};
 use settings::{DeviceKind, WeightPrecision};
+
+use crate::checkpoint::Checkpoint;
 
 /// `trireme serve`
 #[derive(Debug, Clone, Args)]
@@ -64,9 +69,10 @@ pub struct ServeArgs {
     /// The device that the model computes on
     #[arg(long, value_enum, default_value_t = DeviceKind::Auto)]
     pub(crate) device: DeviceKind,
-    /// Precision of linear layers' weights on CPUs
-    #[arg(long, value_enum, value_name = "PRECISION")]
-    pub(crate) weight_only_precision: Option<WeightPrecision>,
+    /// Quantizes linear layers while they are loaded: fp8, int8 (on CPUs alone), int4 or none. A method, such as awq, must be that of
+    /// the checkpoint
+    #[arg(long, visible_alias = "weight-only-precision", value_name = "PRECISION")]
+    pub(crate) quantization: Option<Quantization>,
     /// Serve in the background: return once the model serves; `launch stop` ends it
     #[arg(long)]
     pub(crate) detach: bool,
@@ -81,18 +87,64 @@ pub struct ServeArgs {
     pub(crate) rank_flags: Vec<String>,
 }
 
-fn share(text: &str) -> Result<f64, String> {
+/// The value of `--quantization`.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) enum Quantization {
+    /// What linear layers become.
+    AtLoad(WeightPrecision),
+    /// How the checkpoint is quantized already, as users of vLLM say it.
+    Stored(String),
+}
+
+impl FromStr for Quantization {
+    type Err = String;
+
+    fn from_str(name: &str) -> std::result::Result<Self, String> {
+        /// vLLM's names, of which some name a kernel, too.
+        const METHODS: [&str; 6] = ["awq", "compressed-tensors", "gptq", "modelopt", "modelopt_fp4", "mxfp4"];
+        let method = name.strip_suffix("_marlin").unwrap_or(name);
+        if METHODS.contains(&method) {
+            return Ok(Self::Stored(method.to_owned()));
+        }
+        name.parse().map(Self::AtLoad).map_err(|message| format!("{message}, or one of: {}", METHODS.join(", ")))
+    }
+}
+
+impl ServeArgs {
+    /// What linear layers become while `checkpoint` is loaded.
+    ///
+    /// # Errors
+    /// When a method is named that is not the checkpoint's.
+    pub(crate) fn precision(&self, checkpoint: &Checkpoint) -> Result<Option<WeightPrecision>> {
+        let asked = match &self.quantization {
+            None => return Ok(None),
+            Some(Quantization::AtLoad(precision)) => return Ok(Some(*precision)),
+            Some(Quantization::Stored(method)) => method,
+        };
+        let config = models::Config::from_dir(&checkpoint.dir)?;
+        let found = config.stored_quantization().map_or("none", |stored| stored.method.as_str());
+        match found == asked {
+            true => Ok(None),
+            false => bail!(
+                "`--quantization` names `{asked}`, and the checkpoint has `quant_method` {found}; leave it out, or name `fp8` or \
+                 `int4` to quantize a checkpoint in bf16 while it is loaded"
+            ),
+        }
+    }
+}
+
+fn share(text: &str) -> std::result::Result<f64, String> {
     let share = text.parse().ok().filter(|share| *share > 0.0 && *share <= 1.0);
     share.ok_or_else(|| "expected a number above 0 and at most 1".to_owned())
 }
 
 /// Flags of other servers, and what to do here.
-const OTHERS: [(&str, &str); 12] = [
+const OTHERS: [(&str, &str); 11] = [
     ("--api-key", "give the keys in a file with `--api-key-file`, or in the variable TRIREME_API_KEYS"),
     ("--chat-template", "put the template into the checkpoint as `chat_template.jinja`"),
     ("--cpu-offload-gb", "weights stay on the device; raise `--tp`"),
     ("--download-dir", "set HF_HUB_CACHE to the directory"),
-    ("--dtype", "leave it out: the model computes in the type of its weights; `--weight-only-precision` is for CPUs"),
+    ("--dtype", "leave it out: the model computes in the type of its weights; `--quantization` makes it smaller"),
     ("--enable-prefix-caching", "leave it out: it is on"),
     ("--enforce-eager", "leave it out: a start takes seconds"),
     ("--gpu-memory-utilization", "`--kv-memory-fraction` is the share of what is free after loading"),
@@ -100,7 +152,6 @@ const OTHERS: [(&str, &str); 12] = [
         "--max-num-seqs",
         "leave it out: 128 sequences run at once, others wait; `launch` with a repository of `trireme init` takes other numbers",
     ),
-    ("--quantization", "leave it out: the checkpoint says how its weights are quantized"),
     (
         "--tool-call-parser",
         "`--chat-format` names the form of reasoning and tool calls, which is found by itself for known models",

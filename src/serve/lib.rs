@@ -43,7 +43,7 @@ fn become_launch(
     repository: &Path,
     hardware: &Hardware,
 ) -> Result<ExitCode> {
-    let chosen = size::choose(args, &line::plan_flags(args, repository), hardware)?;
+    let chosen = size::choose(args, &line::plan_flags(args, checkpoint, repository)?, hardware)?;
     eprintln!("{}: {} rank(s), {}", checkpoint.name, chosen.world_size, chosen.why);
     chosen.plan.brief().iter().for_each(|line| eprintln!("  {line}"));
     let line = line::launch(args, checkpoint, repository, chosen.world_size)?;

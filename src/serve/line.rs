@@ -34,11 +34,14 @@ fn names(args: &ServeArgs, checkpoint: &Checkpoint) -> Vec<String> {
 }
 
 /// The flags of `trireme plan` for the repository.
-pub(crate) fn plan_flags(args: &ServeArgs, repository: &Path) -> Vec<String> {
+///
+/// # Errors
+/// When `--quantization` does not fit the checkpoint.
+pub(crate) fn plan_flags(args: &ServeArgs, checkpoint: &Checkpoint, repository: &Path) -> Result<Vec<String>> {
     let mut flags = vec![format!("--model-repository={}", repository.display()), format!("--device={}", args.device)];
-    flags.extend(args.weight_only_precision.map(|precision| format!("--weight-only-precision={precision}")));
+    flags.extend(args.precision(checkpoint)?.map(|precision| format!("--weight-only-precision={precision}")));
     flags.extend(args.rank_flags.iter().cloned());
-    flags
+    Ok(flags)
 }
 
 /// The ports of HTTP, gRPC and metrics.
@@ -57,7 +60,7 @@ pub(crate) fn ports(args: &ServeArgs) -> Result<[u16; 3]> {
 /// The arguments of `launch`.
 ///
 /// # Errors
-/// When a port has no successors, or the chat template cannot be read.
+/// When a port has no successors, `--quantization` does not fit the checkpoint, or the chat template cannot be read.
 pub(crate) fn launch(
     args: &ServeArgs,
     checkpoint: &Checkpoint,
@@ -74,7 +77,7 @@ pub(crate) fn launch(
         format!("--device={}", args.device),
         format!("--ready-message={}", ready_message(args, checkpoint)?),
     ];
-    line.extend(args.weight_only_precision.map(|precision| format!("--weight-only-precision={precision}")));
+    line.extend(args.precision(checkpoint)?.map(|precision| format!("--weight-only-precision={precision}")));
     line.extend(args.wait_ready.map(|seconds| format!("--wait-ready={seconds}")));
     line.extend(args.detach.then(|| "--detach".to_owned()));
     line.extend(args.dry_run.then(|| "--dry-run".to_owned()));

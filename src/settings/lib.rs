@@ -20,18 +20,21 @@ pub enum DeviceKind {
     Cuda,
 }
 
-/// How the weights of linear layers are stored; embeddings, norms and biases keep the checkpoint's type.
+/// How the weights of linear layers are quantized while they are loaded; embeddings, norms and biases keep the checkpoint's type.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize, ValueEnum)]
 pub enum WeightPrecision {
-    /// As the checkpoint has them.
+    /// They stay as the checkpoint has them.
     #[default]
-    #[value(name = "auto")]
+    #[value(name = "auto", alias = "none")]
     Checkpoint,
-    /// 8 bits, and one scale for each 64 weights.
-    #[value(help = "8 bits")]
+    /// e4m3 with a scale for each output. CPUs keep the rounded values in bf16.
+    #[value(help = "8-bit floats; CPUs expand them to bf16")]
+    Fp8,
+    /// 8 bits with a scale for each 64 weights, on CPUs alone.
+    #[value(help = "8-bit integers, on CPUs alone")]
     Int8,
-    /// 4 bits, and one scale for each 64 weights; the output head has 8 bits.
-    #[value(help = "4 bits")]
+    /// 4 bits. On GPUs a scale and a zero point for each 128 weights; on CPUs a scale for each 64, and 8 bits for the output head.
+    #[value(help = "4-bit integers")]
     Int4,
 }
 
@@ -51,6 +54,7 @@ impl WeightPrecision {
     pub fn name(self) -> &'static str {
         match self {
             Self::Checkpoint => "auto",
+            Self::Fp8 => "fp8",
             Self::Int8 => "int8",
             Self::Int4 => "int4",
         }
@@ -75,8 +79,8 @@ impl FromStr for WeightPrecision {
     /// # Errors
     /// For an unknown name; the text lists the known ones.
     fn from_str(name: &str) -> Result<Self, String> {
-        let found = Self::value_variants().iter().copied().find(|precision| precision.name() == name);
-        found.ok_or_else(|| format!("`weight_only_precision` is `{name}`, expected `auto`, `int8` or `int4`"))
+        ValueEnum::from_str(name, false)
+            .map_err(|_| format!("the precision of weights is `{name}`, expected `none`, `fp8`, `int8` or `int4`"))
     }
 }
 
@@ -94,6 +98,7 @@ mod tests {
             assert_eq!(DeviceKind::from_str(device.name(), false), Ok(*device));
         }
         let error = "int2".parse::<WeightPrecision>().unwrap_err();
-        assert_eq!(error, "`weight_only_precision` is `int2`, expected `auto`, `int8` or `int4`");
+        assert_eq!(error, "the precision of weights is `int2`, expected `none`, `fp8`, `int8` or `int4`");
+        assert_eq!("none".parse(), Ok(WeightPrecision::Checkpoint));
     }
 }

@@ -11,7 +11,8 @@ use ops::MemoryEstimate;
 /// # Errors
 /// When loading the model would fail: the checkpoint is incomplete, or the device lacks an op of the model.
 pub fn estimate_memory(checkpoint: &Path, config: &Config, worker: &WorkerShape) -> Result<MemoryEstimate, ModelError> {
-    let mut estimator = Estimator::new(worker.target, worker.tp, worker.limits).in_stage(worker.stage);
+    let estimator = Estimator::new(worker.target, worker.tp, worker.limits).in_stage(worker.stage);
+    let mut estimator = estimator.in_precision(worker.precision);
     let loaded = models::load(checkpoint, config, &mut estimator)?;
     Ok(estimator.estimate(&loaded.attention_spec(worker.block_size, worker.limits.max_sequence_len)))
 }

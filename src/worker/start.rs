@@ -7,7 +7,7 @@ use device::cpu::{CpuConfig, CpuDevice, GroupConfig, Peers};
 use device::cuda::{CudaConfig, CudaDevice, Exchange};
 use ipc::set_process_title;
 use nix::sys::signal::{SigSet, Signal};
-use ops::{PipelineStage, StepLimits, TensorParallel};
+use ops::{PipelineStage, StepLimits, Target, TensorParallel};
 use supervision::{DeviceChoice, FromWorker, WorkerSpec};
 
 use crate::error::{SpecError, WorkerError};
@@ -47,7 +47,9 @@ fn run(spec: &WorkerSpec, rings: &Rings) -> Result<(), WorkerError> {
     if let Some(print) = &spec.checkpoint_fingerprint {
         check_checkpoint(spec, print)?;
     }
+    let (precision, target) = (spec.settings.weight_precision, target(spec.settings.device));
     let config = models::Config::from_dir(&spec.checkpoint)?.in_expert_groups(spec.expert_groups);
+    let config = config.in_precision(precision, target)?;
     let limits = StepLimits {
         max_tokens: spec.max_step_tokens,
         max_rows: spec.max_rows,
@@ -67,13 +69,20 @@ fn run(spec: &WorkerSpec, rings: &Rings) -> Result<(), WorkerError> {
             {
                 eprintln!("{error}"); // Rank 0 logs it; the worker also runs unpinned.
             }
-            device.set_weight_precision(spec.settings.weight_precision);
+            device.set_weight_precision(precision);
             Worker::load(spec, &config, device)?.serve(rings)
         }
         DeviceChoice::Cuda { ordinal } => {
             let device = CudaDevice::new(cuda_config(spec, ordinal, limits, rings)?)?;
             Worker::load(spec, &config, device)?.serve(rings)
         }
+    }
+}
+
+fn target(device: DeviceChoice) -> Target {
+    match device {
+        DeviceChoice::Cpu { .. } => Target::Cpu,
+        DeviceChoice::Cuda { .. } => Target::Cuda,
     }
 }
 

@@ -70,7 +70,14 @@ pub const LLM_PARAMETERS: &[Key] = &[
         ),
     ),
     ("max_sequence_len", Used("maximum length of a sequence; default: the checkpoint's")),
-    ("weight_only_precision", Used("precision of weights on a CPU: `int8` or `int4`; default: the checkpoint's")),
+    (
+        "quantization",
+        Used(
+            "how linear layers are quantized at load: `fp8`, `int8`, `int4` or `none`; default: `--weight-only-precision`",
+        ),
+    ),
+    ("weight_only_precision", Used("the same as `quantization`, TensorRT-LLM's name")),
+    ("use_weight_only", Used("`true`: `int8`, if no precision is named; `false`: none")),
     ("tokens_per_block", Used("tokens of a KV block")),
     ("tokenizer_dir", Used("directory of the tokenizer; default: the checkpoint's")),
     ("chat_format", Used("format of reasoning and tool calls; default: `--chat-format`")),

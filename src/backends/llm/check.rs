@@ -26,7 +26,7 @@ impl CheckFactory {
     fn check(&self, load: &LoadRequest) -> Result<(), InferError> {
         let config = LlmConfig::new(load, &self.defaults)?;
         let wrong = |error: models::ModelError| InferError::invalid(format!("model `{}`: {error}", config.name));
-        let model = models::Config::from_dir(&config.checkpoint).map_err(wrong)?.in_expert_groups(config.ep_size);
+        let model = config.model(Target::Cpu).map_err(wrong)?;
         let tp = TensorParallel { rank: 0, size: config.tp_size };
         let worker = config.worker_shape(Target::Cpu, tp, PipelineStage::WHOLE);
         (self.estimate)(&config.checkpoint, &model, &worker).map(drop).map_err(wrong)

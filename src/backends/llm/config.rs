@@ -96,7 +96,10 @@ impl LlmConfig {
         let config = &load.config;
         let checkpoint = checkpoint::find(config, &load.model_dir, &load.version_dir);
         let checkpoint = checkpoint.map_err(|message| invalid(config, message))?;
-        let model = models::Config::from_dir(&checkpoint).map_err(|error| invalid(config, error.to_string()))?;
+        let weight_precision = weight_precision(config, defaults)?;
+        let wrong = |error: models::ModelError| invalid(config, error.to_string());
+        let model = models::Config::from_dir(&checkpoint).map_err(wrong)?;
+        let model = model.in_precision(weight_precision, target(defaults.worker.device)).map_err(wrong)?;
         for note in &model.notes {
             tracing::info!(model = %config.name, "{note}");
         }
@@ -116,7 +119,7 @@ impl LlmConfig {
             sampling_defaults,
             checkpoint,
             checkpoint_fingerprint: None,
-            worker: WorkerSettings { weight_precision: weight_precision(config, defaults)?, ..defaults.worker.clone() },
+            worker: WorkerSettings { weight_precision, ..defaults.worker.clone() },
             tp_size,
             pp_size,
             ep_size,
@@ -146,7 +149,19 @@ impl LlmConfig {
             max_sequence_len: self.engine.max_sequence_len,
             vocab_size: self.vocab_size,
         };
-        WorkerShape { target, tp, stage, limits, block_size: self.engine.block_size }
+        let (block_size, precision) = (self.engine.block_size, self.worker.weight_precision);
+        WorkerShape { target, tp, stage, limits, block_size, precision }
+    }
+
+    /// The kind of device of the workers.
+    pub(crate) fn target(&self) -> Target {
+        target(self.worker.device)
+    }
+
+    /// The model as workers on a device of this kind load it.
+    pub(crate) fn model(&self, target: Target) -> Result<models::Config, models::ModelError> {
+        let model = models::Config::from_dir(&self.checkpoint)?.in_expert_groups(self.ep_size);
+        model.in_precision(self.worker.weight_precision, target)
     }
 
     /// The properties that the values of a request depend on.
@@ -170,6 +185,13 @@ impl LlmConfig {
     /// The rank of the first worker of `replica`; the others follow.
     pub(crate) fn first_rank(&self, replica: u32) -> u32 {
         replica * self.group_size()
+    }
+}
+
+fn target(device: DeviceChoice) -> Target {
+    match device {
+        DeviceChoice::Cpu { .. } => Target::Cpu,
+        DeviceChoice::Cuda { .. } => Target::Cuda,
     }
 }
 
@@ -318,15 +340,27 @@ fn max_drafts(config: &ModelConfig, model: &models::Config) -> Result<usize, Inf
     Ok(max)
 }
 
-/// Precision of the weights of linear layers on a CPU.
+/// Precision of the weights of linear layers: the parameter `quantization`, or TensorRT-LLM's `weight_only_precision` and
+/// `use_weight_only`, else that of the world.
 fn weight_precision(config: &ModelConfig, defaults: &LlmDefaults) -> Result<WeightPrecision, InferError> {
-    let precision =
-        parameters::text(config, "weight_only_precision").map_or(Ok(defaults.worker.weight_precision), str::parse);
-    let precision = precision.map_err(|message| invalid(config, message))?;
-    if precision != WeightPrecision::Checkpoint && matches!(defaults.worker.device, DeviceChoice::Cuda { .. }) {
-        tracing::warn!(model = %config.name, "`weight_only_precision` has no effect: CUDA devices hold the checkpoint's");
+    let named = |key: &str| {
+        let precision = parameters::text(config, key).map(str::parse::<WeightPrecision>).transpose();
+        precision.map_err(|message| invalid(config, format!("parameter `{key}`: {message}")))
+    };
+    let weight_only = match (parameters::flag(config, "use_weight_only")?, named("weight_only_precision")?) {
+        (Some(false), _) => Some(WeightPrecision::Checkpoint),
+        // TensorRT-LLM's default.
+        (Some(true), None) => Some(WeightPrecision::Int8),
+        (_, precision) => precision,
+    };
+    match (named("quantization")?, weight_only) {
+        (Some(one), Some(other)) if one != other => {
+            let message =
+                "`quantization` and `weight_only_precision` (or `use_weight_only`) differ; remove one of them";
+            Err(invalid(config, message.into()))
+        }
+        (precision, weight_only) => Ok(precision.or(weight_only).unwrap_or(defaults.worker.weight_precision)),
     }
-    Ok(precision)
 }
 
 /// Memory for KV blocks. On a CPU, the replicas of a node share it.

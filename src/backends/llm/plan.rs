@@ -6,7 +6,7 @@ use engine::{EngineConfig, divide_memory};
 use futures::FutureExt;
 use futures::future::BoxFuture;
 use models::{EstimateMemory, ModelError};
-use ops::{MemoryEstimate, PipelineStage, Target, TensorParallel};
+use ops::{MemoryEstimate, PipelineStage, TensorParallel};
 use serving::{Backend, BackendFactory, InferError, LoadRequest};
 use supervision::{DeviceChoice, KvMemory};
 
@@ -37,11 +37,8 @@ pub struct ModelPlan {
 
 impl ModelPlan {
     fn new(config: &LlmConfig, estimate_memory: EstimateMemory) -> Result<Self, ModelError> {
-        let model = models::Config::from_dir(&config.checkpoint)?.in_expert_groups(config.ep_size);
-        let target = match config.worker.device {
-            DeviceChoice::Cpu { .. } => Target::Cpu,
-            DeviceChoice::Cuda { .. } => Target::Cuda,
-        };
+        let target = config.target();
+        let model = config.model(target)?;
         let count = config.pp_size;
         let estimate = |index, rank, size| -> Result<MemoryEstimate, ModelError> {
             let (tp, stage) = (TensorParallel { rank, size }, PipelineStage { index, count });

@@ -4,7 +4,7 @@ use super::KvType;
 use kernels::cpu::{Isa, WeightType};
 use ops::{AttentionSpec, StepLimits};
 
-use super::linear::{in_panels, input_bytes};
+use super::linear::{Widest, in_panels};
 
 pub(crate) struct CpuEstimate {
     pub(crate) workspace_bytes: usize,
@@ -18,12 +18,11 @@ impl CpuEstimate {
         in_panels(Isa::detect(), WeightType::Bf16)
     }
 
-    /// For activation buffers with `tensor_cols` columns in total, and linear layers of up to the given numbers of inputs:
-    /// those with plain weights, and those with weights in panels.
+    /// For activation buffers with `tensor_cols` columns in total, and linear layers of up to the given numbers of inputs.
     pub(crate) fn new(
         limits: &StepLimits,
         tensor_cols: usize,
-        (widest_plain, widest_panels): (usize, usize),
+        widest: Widest,
         has_wide_weights: bool,
         spec: &AttentionSpec,
     ) -> Self {
@@ -31,9 +30,7 @@ impl CpuEstimate {
         let activations = limits.max_tokens * tensor_cols;
         let kv_type = if has_wide_weights { KvType::F32 } else { KvType::Bf16 };
         Self {
-            workspace_bytes: (logits + activations) * size_of::<f32>()
-                + input_bytes(limits.max_tokens, widest_plain, false)
-                + input_bytes(limits.max_tokens, widest_panels, true),
+            workspace_bytes: (logits + activations) * size_of::<f32>() + widest.input_bytes(limits.max_tokens),
             block_bytes: block_bytes(spec, kv_type),
         }
     }

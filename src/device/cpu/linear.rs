@@ -9,10 +9,16 @@ use settings::WeightPrecision;
 /// The type that a linear layer's weights are quantised to; the output head has at least 8 bits.
 pub(super) fn quant_type(precision: WeightPrecision, is_head: bool) -> Option<QuantType> {
     match (precision, is_head) {
-        (WeightPrecision::Checkpoint, _) => None,
+        // Weights in fp8 are expanded when they are read.
+        (WeightPrecision::Checkpoint | WeightPrecision::Fp8, _) => None,
         (WeightPrecision::Int4, false) => Some(QuantType::Int4),
         (WeightPrecision::Int8, _) | (WeightPrecision::Int4, true) => Some(QuantType::Int8),
     }
+}
+
+/// Bytes of a linear layer `[rows, cols]` in this precision; `None` if the device does not quantize it.
+pub(crate) fn quantized_bytes(precision: WeightPrecision, is_head: bool, [rows, cols]: [usize; 2]) -> Option<usize> {
+    quant_type(precision, is_head).map(|quant_type| QuantMatrix::bytes_of(rows, cols, quant_type))
 }
 
 /// The weights of a linear layer.
@@ -63,9 +69,28 @@ pub(super) struct Inputs {
     panels: PanelInput,
     quantized: QuantInput,
     max_rows: usize,
-    widest: usize, // `K` of the widest layer
-    widest_panels: usize,
-    widest_quantized: usize,
+    widest: Widest,
+}
+
+/// Numbers of inputs of the widest layers.
+#[derive(Debug, Clone, Copy, Default)]
+pub(crate) struct Widest {
+    /// With weights as they are stored.
+    pub(crate) plain: usize,
+    /// With weights in panels.
+    pub(crate) panels: usize,
+    /// With quantized weights.
+    pub(crate) quantized: usize,
+}
+
+impl Widest {
+    /// Bytes of the buffers for `max_rows` inputs.
+    pub(crate) fn input_bytes(self, max_rows: usize) -> usize {
+        // Plain inputs are kept in f32 and in bf16; quantized ones have a scale and an offset for each 64 steps.
+        max_rows * self.plain * (size_of::<f32>() + size_of::<u16>())
+            + PanelInput::bytes(max_rows, self.panels)
+            + max_rows * self.quantized * 72 / 64
+    }
 }
 
 impl Inputs {
@@ -75,9 +100,7 @@ impl Inputs {
             panels: PanelInput::new(0, 0),
             quantized: QuantInput::new(0, 0),
             max_rows,
-            widest: 0,
-            widest_panels: 0,
-            widest_quantized: 0,
+            widest: Widest::default(),
         }
     }
 
@@ -85,34 +108,31 @@ impl Inputs {
     pub(super) fn fit(&mut self, linear: &Linear) {
         match linear {
             Linear::Plain(matrix) => self.fit_plain(matrix.cols()),
-            Linear::Panels(matrix) if matrix.cols() > self.widest_panels => {
-                self.widest_panels = matrix.cols();
+            Linear::Panels(matrix) if matrix.cols() > self.widest.panels => {
+                self.widest.panels = matrix.cols();
                 self.panels = PanelInput::new(0, 0);
-                self.panels = PanelInput::new(self.max_rows, self.widest_panels);
+                self.panels = PanelInput::new(self.max_rows, self.widest.panels);
             }
-            Linear::Quantized(matrix) if matrix.cols() > self.widest_quantized => {
-                self.widest_quantized = matrix.cols();
+            Linear::Quantized(matrix) if matrix.cols() > self.widest.quantized => {
+                self.widest.quantized = matrix.cols();
                 self.quantized = QuantInput::new(0, 0);
-                self.quantized = QuantInput::new(self.max_rows, self.widest_quantized);
+                self.quantized = QuantInput::new(self.max_rows, self.widest.quantized);
             }
             _ => {}
         }
     }
 
     fn fit_plain(&mut self, cols: usize) {
-        if cols > self.widest {
-            self.widest = cols;
+        if cols > self.widest.plain {
+            self.widest.plain = cols;
             self.plain = PackedInput::new(0, 0);
-            self.plain = PackedInput::new(self.max_rows, self.widest);
+            self.plain = PackedInput::new(self.max_rows, cols);
         }
     }
 
     /// Bytes of all buffers.
     pub(super) fn bytes(&self) -> usize {
-        // One scale and one offset for each 64 steps.
-        input_bytes(self.max_rows, self.widest, false)
-            + input_bytes(self.max_rows, self.widest_panels, true)
-            + self.max_rows * self.widest_quantized * 72 / 64
+        self.widest.input_bytes(self.max_rows)
     }
 
     /// `out [rows, N]` = `x [rows, K]` times the layer's weights, plus its bias.
@@ -157,13 +177,5 @@ impl Inputs {
         }
         self.project(pool, isa, scratch, x, rows, by);
         k::gate(pool, out, scratch, by.rows() / 2, gate);
-    }
-}
-
-/// Bytes of the input buffers of a linear layer with unquantized weights, in panels or not.
-pub(super) fn input_bytes(max_rows: usize, widest_input: usize, in_panels: bool) -> usize {
-    match in_panels {
-        true => PanelInput::bytes(max_rows, widest_input),
-        false => max_rows * widest_input * (size_of::<f32>() + size_of::<u16>()),
     }
 }

@@ -40,6 +40,7 @@ pub use kernels::cpu::allowed_cores;
 use linear::Inputs;
 pub use linear::Linear;
 use linear::quant_type;
+pub(crate) use linear::{Widest, quantized_bytes};
 pub use peers::Peers;
 use pipeline::Pipeline;
 use recurrent::States;

@@ -17,6 +17,9 @@ use std::path::{Path, PathBuf};
 use bytes::Bytes;
 pub(crate) use computed::RowOrder;
 use ops::{DType, WeightData, WeightSlice};
+pub use rows::rounded;
+#[cfg(test)]
+pub(crate) use value::e4m3;
 
 use crate::ModelError;
 use crate::fields::Fields;

@@ -36,7 +36,7 @@ pub(super) fn write_bf16(values: impl Iterator<Item = f32>, out: &mut [u8]) {
 
 /// The value of a number in e4m3: a sign, 4 bits of exponent with bias 7, 3 of mantissa; no infinities
 /// (Micikevicius et al. 2022).
-pub(super) fn e4m3(byte: u8) -> f32 {
+pub(crate) fn e4m3(byte: u8) -> f32 {
     let (exponent, mantissa) = (i32::from(byte >> 3 & 15), f32::from(byte & 7));
     let magnitude = match (exponent, byte & 7) {
         (15, 7) => f32::NAN,

@@ -3,11 +3,12 @@
 use std::path::Path;
 
 use serde_json::{Map, Value, json};
+use settings::WeightPrecision;
 
 use super::Family;
 use super::harmless::refuse_unread;
 use crate::ModelError;
-use crate::config::WeightFormat;
+use crate::config::{StoredQuantization, WeightFormat};
 use crate::fields::Fields;
 
 /// Fields that name layers, describe how a checkpoint was made, or choose kernels of other programs. The types of the tensors tell which
@@ -73,10 +74,12 @@ pub(super) fn from_other_files(dir: &Path) -> Result<Map<String, Value>, ModelEr
     Ok([("quantization_config".to_owned(), Value::Object(config))].into_iter().collect())
 }
 
-/// The format of the linear layers, and what a reader of the log should know of it.
-pub(super) fn weight_format(fields: &Fields, family: &Family) -> Result<(WeightFormat, Vec<String>), ModelError> {
+type Found = (WeightFormat, Option<StoredQuantization>, Vec<String>);
+
+/// The format of the linear layers, what it is called, and what a reader of the log should know of it.
+pub(super) fn weight_format(fields: &Fields, family: &Family) -> Result<Found, ModelError> {
     let Some(quantization) = fields.object("quantization_config")? else {
-        return Ok((WeightFormat::Plain, Vec::new()));
+        return Ok((WeightFormat::Plain, None, Vec::new()));
     };
     quantization.ignore(HARMLESS);
     let method = quantization.get("quant_method").cloned().unwrap_or(Value::Null);
@@ -102,7 +105,38 @@ pub(super) fn weight_format(fields: &Fields, family: &Family) -> Result<(WeightF
         notes.push("keys and values are kept in bf16, not in the type that the checkpoint names for them".to_owned());
     }
     refuse_unread(&quantization, family)?;
-    Ok((format, notes))
+    let method = method.as_str().unwrap_or_default().to_owned();
+    let stored = StoredQuantization { precision: precision(&method, &quantization), method };
+    Ok((format, Some(stored), notes))
+}
+
+/// The precision of the weights; none if it has no name, or if layers have several.
+fn precision(method: &str, quantization: &Fields) -> Option<WeightPrecision> {
+    let integers = |bits: Option<u64>| match bits {
+        Some(4) => Some(WeightPrecision::Int4),
+        Some(8) => Some(WeightPrecision::Int8),
+        _ => None,
+    };
+    match method {
+        "fp8" => Some(WeightPrecision::Fp8),
+        "awq" => Some(WeightPrecision::Int4),
+        "gptq" => integers(quantization.get("bits").and_then(Value::as_u64)),
+        "modelopt" => {
+            let is_fp8 = quantization.get("quant_algo")?.as_str()?.starts_with("FP8");
+            is_fp8.then_some(WeightPrecision::Fp8)
+        }
+        "compressed-tensors" => {
+            let of = |group: &Value| match (group["weights"]["type"].as_str()?, group["weights"]["num_bits"].as_u64()) {
+                ("float", Some(8)) => Some(WeightPrecision::Fp8),
+                ("int", bits) => integers(bits),
+                _ => None,
+            };
+            let groups = quantization.get("config_groups")?.as_object()?;
+            let first = of(groups.values().next()?);
+            groups.values().all(|group| of(group) == first).then_some(first)?
+        }
+        _ => None,
+    }
 }
 
 /// fp8 as in DeepSeek's and Qwen's checkpoints: blocks, or one scale for a matrix.

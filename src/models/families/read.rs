@@ -36,9 +36,10 @@ impl Config {
         };
         let defaults: Map<String, Value> = serde_json::from_str(family.defaults).expect("defaults are a JSON object");
         let fields = fields.with_aliases(family.aliases).with_defaults(&defaults);
-        let (weight_format, quantization_notes) = weight_format(&fields, family)?;
+        let (weight_format, stored_quantization, quantization_notes) = weight_format(&fields, family)?;
         let mut config = decoder(&fields, family)?;
         config.weight_format = weight_format;
+        config.stored_quantization = stored_quantization;
         (family.adjust)(&fields, &mut config)?;
         refuse_unread(&fields, family)?;
         notes.extend(quantization_notes);
@@ -158,6 +159,8 @@ fn decoder(fields: &Fields, family: &Family) -> Result<Config, ModelError> {
         dtype: dtype(fields)?,
         expert_groups: 1,
         weight_format: WeightFormat::Plain,
+        stored_quantization: None,
+        rounding: None,
         notes: Vec::new(),
     })
 }

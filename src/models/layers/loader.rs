@@ -5,6 +5,7 @@ use std::path::Path;
 
 use ops::{Activation, Device, DeviceError, HeadOrder, LinearRole, WeightSlice};
 
+use crate::checkpoint::rounded;
 use crate::config::{LayerSpec, MlpLayer};
 use crate::layers::qkv::{RowSlice, scaled};
 use crate::names::{Names, UpNames};
@@ -277,10 +278,14 @@ impl<'a, D: Device> Loader<'a, D> {
         rows: Range<usize>,
         cols: Range<usize>,
     ) -> Result<WeightSlice<'n>, ModelError> {
-        match self.names.transposed && self.checkpoint.contains(name) {
-            true => self.checkpoint.transposed(name, shape, rows, cols),
-            false => self.matrix(name, shape, rows, cols),
-        }
+        let slice = match self.names.transposed && self.checkpoint.contains(name) {
+            true => self.checkpoint.transposed(name, shape, rows, cols)?,
+            false => self.matrix(name, shape, rows, cols)?,
+        };
+        Ok(match self.config.rounding {
+            Some(rounding) => rounded(slice, rounding),
+            None => slice,
+        })
     }
 
     pub(crate) fn or_device_error<T>(&self, result: Result<T, DeviceError>) -> Result<T, ModelError> {

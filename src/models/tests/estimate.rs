@@ -3,8 +3,8 @@
 use std::path::{Path, PathBuf};
 
 use device::Estimator;
-use device::cpu::{CpuConfig, CpuDevice};
-use ops::{Device, PipelineStage, StepLimits, Target, TensorParallel};
+use device::cpu::{CpuConfig, CpuDevice, WeightPrecision};
+use ops::{Device, MemoryEstimate, MemoryPlan, PipelineStage, StepLimits, Target, TensorParallel};
 
 const BLOCK_SIZE: usize = 16;
 
@@ -49,15 +49,67 @@ fn estimates_of_the_cpu_are_what_it_takes() {
         let model = models::load(&dir, &config, &mut estimator).unwrap();
         let estimated = estimator.estimate(&model.attention_spec(BLOCK_SIZE, limits.max_sequence_len));
 
-        let pairs = [
-            ("weights", estimated.weights_bytes, found.weights_bytes),
-            ("workspace", estimated.workspace_bytes, found.workspace_bytes),
-            ("block", estimated.block_bytes, found.block_bytes),
-        ];
-        for (what, estimated, found) in pairs {
-            assert!(estimated.abs_diff(found) * 50 <= found, "{case}: {what} of {found} bytes, estimated {estimated}");
-        }
+        assert_estimate(case, &estimated, &found);
     }
+}
+
+fn assert_estimate(case: &str, estimated: &MemoryEstimate, found: &MemoryPlan) {
+    let pairs = [
+        ("weights", estimated.weights_bytes, found.weights_bytes),
+        ("workspace", estimated.workspace_bytes, found.workspace_bytes),
+        ("block", estimated.block_bytes, found.block_bytes),
+    ];
+    for (what, estimated, found) in pairs {
+        assert!(estimated.abs_diff(found) * 50 <= found, "{case}: {what} of {found} bytes, estimated {estimated}");
+    }
+}
+
+#[test]
+fn estimates_of_weights_that_are_quantized_at_load_are_what_they_take() {
+    use WeightPrecision::{Fp8, Int4, Int8};
+    for (case, precision) in [
+        ("llama3_gqa", Int8),
+        ("llama3_gqa", Int4),
+        ("llama3_gqa", Fp8),
+        ("tied_mqa", Int8),
+        ("qwen2_moe", Int4),
+        ("gpt2", Fp8),
+        ("llama_awq", Int4),
+    ] {
+        let dir = golden_dir(case);
+        let config = models::Config::from_dir(&dir).unwrap().in_precision(precision, Target::Cpu).unwrap();
+        let limits = StepLimits { max_tokens: 64, max_rows: 4, max_sequence_len: 128, vocab_size: config.vocab_size };
+        let mut cpu =
+            CpuDevice::new(CpuConfig { threads: 1, limits, kv_memory_bytes: Some(1 << 24), group: None }).unwrap();
+        cpu.set_weight_precision(precision);
+        let model = models::load(&dir, &config, &mut cpu).unwrap();
+        let found = cpu.memory_plan(&model.attention_spec(BLOCK_SIZE, limits.max_sequence_len)).unwrap();
+        let estimator = Estimator::new(Target::Cpu, TensorParallel { rank: 0, size: 1 }, limits);
+        let mut estimator = estimator.in_precision(precision);
+        let model = models::load(&dir, &config, &mut estimator).unwrap();
+        let estimated = estimator.estimate(&model.attention_spec(BLOCK_SIZE, limits.max_sequence_len));
+        assert_estimate(&format!("{case} {precision}"), &estimated, &found);
+    }
+}
+
+#[test]
+fn gpus_keep_weights_that_are_quantized_at_load_in_their_own_size() {
+    let dir = golden_dir("../../model_repository/tensorrt_llm/1");
+    let weights = |precision| {
+        let config = models::Config::from_dir(&dir).unwrap().in_precision(precision, Target::Cuda).unwrap();
+        let limits = StepLimits { max_tokens: 64, max_rows: 4, max_sequence_len: 128, vocab_size: config.vocab_size };
+        let mut estimator = Estimator::new(Target::Cuda, TensorParallel { rank: 0, size: 1 }, limits);
+        let model = models::load(&dir, &config, &mut estimator).unwrap();
+        estimator.estimate(&model.attention_spec(BLOCK_SIZE, limits.max_sequence_len)).weights_bytes as f64
+    };
+    let config = models::Config::from_dir(&dir).unwrap();
+    // The head is tied: GPUs have the table once.
+    let tables = config.vocab_size * config.hidden_size * 2;
+    let linear = |precision| weights(precision) - tables as f64;
+    let plain = linear(WeightPrecision::Checkpoint);
+    // Besides the codes there are scales and norms.
+    let (fp8, int4) = (linear(WeightPrecision::Fp8) / plain, linear(WeightPrecision::Int4) / plain);
+    assert!((0.5..0.6).contains(&fp8) && (0.25..0.4).contains(&int4), "fp8 {fp8}, int4 {int4}");
 }
 
 #[test]

@@ -2,10 +2,12 @@
 
 mod integers;
 mod layout;
+mod rounded;
 mod scaled;
 
 pub(super) use integers::{Awq, Gptq, PackedIntegers};
 pub(super) use layout::{EvenFirst, Transposed, UnitRows};
+pub use rounded::rounded;
 pub(super) use scaled::{Microscaled, ScaledBytes, Scales};
 
 use ops::DType;

@@ -7,7 +7,7 @@ use std::time::Duration;
 use device::cpu::{CpuConfig, CpuDevice, GroupConfig, WeightPrecision};
 use engine::{RowId, SampledToken, SamplingParams, TokenId};
 use models::{Config, Model};
-use ops::{Device, SampleInput, StepInputs, StepLimits, TOKEN_ON_DEVICE, TensorParallel};
+use ops::{Device, SampleInput, StepInputs, StepLimits, TOKEN_ON_DEVICE, Target, TensorParallel};
 
 pub const BLOCK_SIZE: usize = 16;
 const MAX_LEN: usize = 128;
@@ -49,10 +49,11 @@ impl Runner {
     }
 
     pub fn of(dir: &Path, threads: usize, group: Option<GroupConfig>, precision: WeightPrecision) -> Self {
-        Self::with(dir, Config::from_dir(dir).unwrap(), threads, group, precision)
+        let config = Config::from_dir(dir).unwrap().in_precision(precision, Target::Cpu).unwrap();
+        Self::with(dir, config, threads, group, precision)
     }
 
-    fn with(
+    pub fn with(
         dir: &Path,
         config: Config,
         threads: usize,
@@ -183,6 +184,16 @@ pub fn on_parts<T: PartialEq + Send + std::fmt::Debug>(
     parts: u32,
     job: impl Fn(&mut Runner) -> T + Sync,
 ) -> T {
+    on_changed(case, size, |config| config.in_expert_groups(parts), job)
+}
+
+/// The same with another configuration.
+pub fn on_changed<T: PartialEq + Send + std::fmt::Debug>(
+    case: &str,
+    size: u32,
+    change: impl Fn(Config) -> Config + Sync,
+    job: impl Fn(&mut Runner) -> T + Sync,
+) -> T {
     static GROUPS: AtomicU32 = AtomicU32::new(0);
     let name = format!("g{}", GROUPS.fetch_add(1, Ordering::Relaxed));
     let prefix: ipc::Prefix = format!("golden{}_", std::process::id()).parse().unwrap();
@@ -196,7 +207,7 @@ pub fn on_parts<T: PartialEq + Send + std::fmt::Debug>(
     let worker = |rank| {
         let group = (size > 1).then(|| group(rank));
         let dir = golden_dir(case);
-        let config = Config::from_dir(&dir).unwrap().in_expert_groups(parts);
+        let config = change(Config::from_dir(&dir).unwrap());
         job(&mut Runner::with(&dir, config, 1, group, WeightPrecision::Checkpoint))
     };
     std::thread::scope(|scope| {
