@@ -55,5 +55,6 @@ fn defaults(world_size: u32) -> LlmDefaults {
         block_size: 16,
         kv_free_fraction: 0.25,
         max_step_tokens: 512,
+        max_inter_token: None,
     }
 }

@@ -117,6 +117,10 @@ pub struct RankArgs {
     /// Seconds that a step may take beyond the longest of the recent ones, before its workers are started again
     #[arg(long, default_value_t = 10, value_parser = clap::value_parser!(u64).range(1..), value_name = "SECONDS")]
     pub step_timeout: u64,
+    /// Longest time between two tokens of a stream while prompts are computed; a model's parameter `max_inter_token_ms`
+    /// overrides it [default: 50, or 8 times a step without prompts]
+    #[arg(long, value_name = "MS", value_parser = clap::value_parser!(u32).range(1..=600_000))]
+    pub max_inter_token_ms: Option<u32>,
     /// Seconds without a message of another rank after which the world ends; 0: no limit
     #[arg(long, default_value_t = 15, value_name = "SECONDS")]
     pub heartbeat_timeout: u64,

@@ -49,6 +49,7 @@ pub(crate) fn llm_defaults(
         // Other processes use the memory of a CPU, too.
         kv_free_fraction: if is_cpu { 0.25 } else { 0.9 },
         max_step_tokens: if is_cpu { CPU_STEP_TOKENS } else { CUDA_STEP_TOKENS },
+        max_inter_token: args.max_inter_token_ms.map(|ms| Duration::from_millis(ms.into())),
     };
     Ok((defaults, why))
 }

@@ -3,6 +3,7 @@
 use std::path::PathBuf;
 use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
+use std::time::Duration;
 
 use engine::{EngineConfig, Policy, TokenId};
 use generation::SamplingDefaults;
@@ -42,6 +43,8 @@ pub struct LlmDefaults {
     pub kv_free_fraction: f64,
     /// Default maximum number of tokens in a step.
     pub max_step_tokens: usize,
+    /// Default bound of the time between two tokens of a stream; `None` for the engine's.
+    pub max_inter_token: Option<Duration>,
 }
 
 /// The configuration of one LLM.
@@ -280,7 +283,7 @@ fn engine_config(
             .max(max_rows),
         max_sequence_len,
         block_size: parameters::number(config, "tokens_per_block")?.unwrap_or(defaults.block_size),
-        max_inter_token: inter_token.all,
+        max_inter_token: inter_token.all.or(defaults.max_inter_token),
         max_inter_token_of: inter_token.of,
         min_prompt_tokens: MIN_PROMPT_TOKENS[usize::from(is_cuda)],
         token_tile: if is_cuda { GPU_TOKEN_TILE } else { 1 },

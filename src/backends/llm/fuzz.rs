@@ -31,6 +31,7 @@ impl LlmInputs {
             block_size: 16,
             kv_free_fraction: 0.1,
             max_step_tokens: 256,
+            max_inter_token: None,
         };
         LlmConfig::new(load, &defaults).map(Self)
     }
