@@ -13,6 +13,7 @@ use clap::{Arg, Args, Command, FromArgMatches};
 use client::ClientArgs;
 use hub::{PullArgs, RmArgs};
 use lint::{InitArgs, LintArgs};
+use quantize::QuantizeArgs;
 use rank::Hardware;
 use serve::ServeArgs;
 use top::TopArgs;
@@ -54,6 +55,7 @@ fn main() -> ExitCode {
         Some(("bench", matches)) => run_bench(matches),
         Some(("lint", matches)) => run_lint(matches),
         Some(("init", matches)) => run_init(matches),
+        Some(("quantize", matches)) => run_quantize(matches),
         Some(("top", matches)) => run_top(matches),
         Some(("serve", matches)) => run_serve(matches),
         Some(("pull", matches)) => run_pull(matches),
@@ -107,6 +109,7 @@ fn command() -> Command {
             "Explains every file and key of a model repository, and what is wrong with it",
         ))
         .subcommand(described::<InitArgs>("init", "Makes a model repository of a published layout around a checkpoint"))
+        .subcommand(described::<QuantizeArgs>("quantize", "Writes a checkpoint with quantized linear layers"))
         .subcommand(described::<TopArgs>("top", "Shows what a world does now, in a terminal"))
         .subcommand(manual::completions_command())
         .subcommand(manual::man_command())
@@ -188,6 +191,11 @@ fn run_lint(matches: &clap::ArgMatches) -> anyhow::Result<ExitCode> {
 
 fn run_init(matches: &clap::ArgMatches) -> anyhow::Result<ExitCode> {
     lint::init(&InitArgs::from_arg_matches(matches)?)?;
+    Ok(ExitCode::SUCCESS)
+}
+
+fn run_quantize(matches: &clap::ArgMatches) -> anyhow::Result<ExitCode> {
+    quantize::run(&QuantizeArgs::from_arg_matches(matches)?)?;
     Ok(ExitCode::SUCCESS)
 }
 

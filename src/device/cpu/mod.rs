@@ -19,6 +19,7 @@ mod pipeline;
 mod rows;
 mod sampler;
 mod slices;
+mod statistics;
 mod streams;
 mod weights;
 
@@ -39,12 +40,13 @@ pub use kernels::cpu::allowed_cores;
 use linear::Inputs;
 pub use linear::Linear;
 use linear::quant_type;
-pub use peers::Peers;
 pub(crate) use linear::{Widest, quantized_bytes};
+pub use peers::Peers;
 use pipeline::Pipeline;
 use rows::Row;
 pub use settings::WeightPrecision;
 pub(crate) use slices::{is_computed, vector};
+pub use statistics::{InputStatistics, LayerInputs, MAX_SAMPLES};
 use streams::StreamKind;
 pub use weights::{CpuWeight, available_memory};
 
@@ -86,6 +88,7 @@ pub struct CpuDevice {
     results: VecDeque<Vec<SampledToken>>,
     weights_bytes: u64,
     workspace_bytes: u64,
+    input_statistics: Option<InputStatistics>,
     widest_weight: Option<KvType>, // type that KV blocks need to be as exact as the weights
 }
 
@@ -173,6 +176,7 @@ impl CpuDevice {
             vocab_offsets: Vec::new(),
             results: VecDeque::new(),
             weights_bytes: 0,
+            input_statistics: None,
             widest_weight: None,
             config,
         }
