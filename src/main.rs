@@ -14,6 +14,7 @@ use clap::{Arg, ArgAction, Args, Command, FromArgMatches};
 use client::ClientArgs;
 use hub::{PullArgs, RmArgs};
 use lint::{InitArgs, LintArgs};
+use quantize::QuantizeArgs;
 use rank::Hardware;
 use serve::{DoctorArgs, ServeArgs};
 use top::TopArgs;
@@ -63,6 +64,7 @@ fn main() -> ExitCode {
         Some(("replay", matches)) => run_replay(matches),
         Some(("lint", matches)) => run_lint(matches),
         Some(("init", matches)) => run_init(matches),
+        Some(("quantize", matches)) => run_quantize(matches),
         Some(("top", matches)) => run_top(matches),
         Some(("serve", matches)) => run_serve(matches),
         Some(("doctor", matches)) => run_doctor(matches),
@@ -132,6 +134,7 @@ fn command() -> Command {
             "Explains every file and key of a model repository, and what is wrong with it",
         ))
         .subcommand(described::<InitArgs>("init", "Makes a model repository of a published layout around a checkpoint"))
+        .subcommand(described::<QuantizeArgs>("quantize", "Writes a checkpoint with quantized linear layers"))
         .subcommand(described::<TopArgs>("top", "Shows what a world does now, in a terminal"))
         .subcommand(manual::completions_command())
         .subcommand(manual::man_command())
@@ -220,6 +223,11 @@ fn run_lint(matches: &clap::ArgMatches) -> anyhow::Result<ExitCode> {
 
 fn run_init(matches: &clap::ArgMatches) -> anyhow::Result<ExitCode> {
     lint::init(&InitArgs::from_arg_matches(matches)?)?;
+    Ok(ExitCode::SUCCESS)
+}
+
+fn run_quantize(matches: &clap::ArgMatches) -> anyhow::Result<ExitCode> {
+    quantize::run(&QuantizeArgs::from_arg_matches(matches)?)?;
     Ok(ExitCode::SUCCESS)
 }
 

@@ -17,6 +17,7 @@ mod families;
 mod fields;
 mod kv_groups;
 mod layers;
+mod linear_layers;
 mod load;
 mod mixer;
 mod mlp;
@@ -27,7 +28,7 @@ mod rope;
 pub mod rounding;
 pub mod shard;
 
-pub use checkpoint::{Checkpoint, rounded};
+pub use checkpoint::{Checkpoint, StoredTensor, rounded};
 pub use config::{
     AttentionLayer, Config, ExpertLayer, HeadNormSpec, HeadSpec, KvSource, LayerSpec, MlpLayer, NormSpec,
     PerLayerInput, Rounding, StoredQuantization, WeightFormat,
@@ -36,6 +37,7 @@ pub use error::ModelError;
 pub use estimate::{EstimateMemory, WorkerShape};
 pub use families::architectures;
 pub use kv_groups::KvGroups;
+pub use linear_layers::{InputSource, LinearGroup, linear_groups};
 pub use load::load;
 pub use model::Model;
 pub use rope::{Rope, RopeScaling};

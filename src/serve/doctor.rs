@@ -78,7 +78,8 @@ fn found(looked: &Looked) -> String {
 /// The repository, why its world has its size, and the size.
 fn choose(args: &ServeArgs, checkpoint: &Checkpoint, hardware: &Hardware) -> Result<(PathBuf, String, u32)> {
     let repository = run_files::write(args, checkpoint)?;
-    match size::choose(args, &line::plan_flags(args, &repository), hardware) {
+    let size = line::plan_flags(args, checkpoint, &repository).and_then(|flags| size::choose(args, &flags, hardware));
+    match size {
         Ok(chosen) => Ok((repository, format!("{} rank(s), {}", chosen.world_size, chosen.why), chosen.world_size)),
         Err(error) => {
             run_files::remove(&repository);

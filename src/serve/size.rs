@@ -128,6 +128,7 @@ mod tests {
             communicator_bytes: 0,
             reserve_bytes: 0,
             block_bytes: 1 << 20,
+            state_bytes: 0,
         })
     }
 
@@ -154,7 +155,8 @@ mod tests {
         let parameters = crate::run_files::parameters(&args);
         let repository = dir.path().join("repository");
         lint::write_text_repository(&repository, "demo", &demo.canonicalize().unwrap(), &parameters).unwrap();
-        let line = crate::line::plan_flags(&args, &repository);
+        let checkpoint = crate::Checkpoint { name: "demo".into(), dir: demo.clone() };
+        let line = crate::line::plan_flags(&args, &checkpoint, &repository).unwrap();
         choose(&args, &line, hardware).map(|chosen| (chosen.world_size, chosen.why)).map_err(|error| error.to_string())
     }
 

@@ -41,7 +41,8 @@ impl Device for CpuDevice {
         if role == LinearRole::Head {
             self.exchange_vocabulary_offsets(parts[0].rows.clone())?;
         }
-        Ok(CpuWeight::Linear(linear))
+        let statistics = self.input_statistics.as_mut().map(|all| all.begin(parts[0].name, parts[0].cols.len()));
+        Ok(CpuWeight::Linear { linear, statistics })
     }
 
     fn load_embedding(&mut self, table: WeightSlice<'_>, first_token: u32) -> Result<CpuWeight, DeviceError> {
@@ -57,7 +58,7 @@ impl Device for CpuDevice {
             self.weights_bytes -= matrix.bytes() as u64; // Counted once for both.
         }
         self.exchange_vocabulary_offsets(first_row..first_row + matrix.rows())?;
-        Ok(CpuWeight::Linear(linear))
+        Ok(CpuWeight::Linear { linear, statistics: None })
     }
 
     fn load_norm(&mut self, norm: &NormSlices<'_>) -> Result<CpuWeight, DeviceError> {
@@ -194,6 +195,7 @@ impl Device for CpuDevice {
     fn linear(&mut self, out: &mut CpuTensor, x: &CpuTensor, weight: &CpuWeight) -> Result<(), DeviceError> {
         let tokens = self.num_tokens();
         let (out, x) = (out.rows_mut(tokens), x.rows(tokens));
+        self.observe(x, weight);
         self.projection.project(&mut self.pool, self.isa, out, x, tokens, weight.linear());
         Ok(())
     }
@@ -207,6 +209,7 @@ impl Device for CpuDevice {
         activation: Activation,
     ) -> Result<(), DeviceError> {
         let tokens = self.num_tokens();
+        self.observe(x.rows(tokens), weight);
         let outs = [out.rows_mut(tokens), scratch.rows_mut(tokens)];
         let by = (weight.linear(), gate(activation));
         self.projection.project_gated(&mut self.pool, self.isa, outs, x.rows(tokens), tokens, by);

@@ -20,6 +20,7 @@ mod recurrent;
 mod rows;
 mod sampler;
 mod slices;
+mod statistics;
 mod streams;
 mod weights;
 
@@ -47,6 +48,7 @@ use recurrent::States;
 use rows::Row;
 pub use settings::WeightPrecision;
 pub(crate) use slices::{is_computed, vector};
+pub use statistics::{InputStatistics, LayerInputs, MAX_SAMPLES};
 use streams::StreamKind;
 pub use weights::{CpuWeight, available_memory};
 
@@ -89,6 +91,7 @@ pub struct CpuDevice {
     results: VecDeque<Vec<SampledToken>>,
     weights_bytes: u64,
     workspace_bytes: u64,
+    input_statistics: Option<InputStatistics>,
     widest_weight: Option<KvType>, // type that KV blocks need to be as exact as the weights
 }
 
@@ -177,6 +180,7 @@ impl CpuDevice {
             vocab_offsets: Vec::new(),
             results: VecDeque::new(),
             weights_bytes: 0,
+            input_statistics: None,
             widest_weight: None,
             config,
         }

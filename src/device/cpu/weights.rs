@@ -10,8 +10,9 @@ use super::slices::vector;
 
 /// A weight of the model.
 pub enum CpuWeight {
-    /// A linear layer or a head.
-    Linear(Linear),
+    /// A linear layer or a head. `statistics` is where those of its inputs are collected.
+    #[allow(missing_docs)] // Fields are named by the line above.
+    Linear { linear: Linear, statistics: Option<usize> },
     /// An embedding table; `first_row` is the index of its first row in the whole table.
     #[allow(missing_docs)] // Fields are named by the line above.
     Matrix { matrix: Matrix, first_row: usize },
@@ -36,7 +37,7 @@ impl CpuWeight {
 
     pub(crate) fn linear(&self) -> &Linear {
         match self {
-            CpuWeight::Linear(linear) => linear,
+            CpuWeight::Linear { linear, .. } => linear,
             _ => panic!("the weight is no linear layer's"),
         }
     }

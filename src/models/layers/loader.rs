@@ -8,6 +8,7 @@ use ops::{Activation, Device, DeviceError, HeadOrder, LinearRole, WeightSlice};
 use crate::checkpoint::rounded;
 use crate::config::{LayerSpec, MlpLayer};
 use crate::layers::qkv::{RowSlice, scaled};
+use crate::linear_layers::prefix;
 use crate::names::{Names, UpNames};
 use crate::shard::{LayerShard, Shard};
 use crate::{Checkpoint, Config, ModelError};
@@ -41,8 +42,7 @@ impl<'a, D: Device> Loader<'a, D> {
         device: &'a mut D,
     ) -> Self {
         let names = config.names;
-        let is_there = |prefix: &&&str| checkpoint.contains(&format!("{prefix}{}.weight", names.embedding));
-        let prefix = names.prefixes.iter().find(is_there).unwrap_or(&names.prefixes[0]);
+        let prefix = prefix(checkpoint, names);
         Self { dir, checkpoint, config, names, prefix, shard, device }
     }
 

@@ -1,0 +1,138 @@
+//! The linear layers of a checkpoint: what a program that quantizes it has to know.
+
+use std::collections::BTreeSet;
+
+use crate::config::{KvSource, LayerSpec};
+use crate::names::{ExpertLayout, Names, QkvNames, UpNames};
+use crate::{Checkpoint, Config, ModelError};
+
+/// Linear layers with the same input.
+#[derive(Debug, Clone, PartialEq)]
+pub struct LinearGroup {
+    /// The names of their weights, each `[outputs, inputs]`.
+    pub weights: Vec<String>,
+    /// Inputs of each.
+    pub cols: usize,
+    /// What makes the input, if nothing else reads that.
+    pub source: Option<InputSource>,
+}
+
+/// What makes the input of a linear layer. If its outputs are divided by some factors, and the layer's columns multiplied by them, the model
+/// computes the same.
+#[derive(Debug, Clone, PartialEq)]
+pub enum InputSource {
+    /// A norm.
+    Norm {
+        /// The name of its weight.
+        weight: String,
+        /// The name of its bias, if it has one.
+        bias: Option<String>,
+        /// What the model adds to the weight.
+        offset: f32,
+    },
+    /// A linear layer whose outputs are multiplied by activated gates.
+    Up {
+        /// The name of its weight, whose rows are its outputs.
+        weight: String,
+        /// The name of its bias, if it has one.
+        bias: Option<String>,
+    },
+}
+
+/// The linear layers of the model's layers in the order of the forward pass: attention, feed-forward, experts that are stored one by one.
+/// Heads, embeddings and routers are none of them.
+///
+/// # Errors
+/// When the architecture stores its linear layers in another form than `[outputs, inputs]`.
+pub fn linear_groups(checkpoint: &Checkpoint, config: &Config) -> Result<Vec<LinearGroup>, ModelError> {
+    let names = config.names;
+    if names.transposed {
+        return Err(ModelError::Transposed { architecture: config.architecture.clone() });
+    }
+    let mut groups = Vec::new();
+    for (index, layer) in config.layers.iter().enumerate() {
+        let prefix = format!("{}{}.{index}.", prefix(checkpoint, names), names.layers);
+        LayerNames { config, names, layer, prefix }.groups(&mut groups);
+    }
+    Ok(groups)
+}
+
+/// The prefix of every name except the head's.
+pub(crate) fn prefix(checkpoint: &Checkpoint, names: &Names) -> &'static str {
+    let is_there = |prefix: &&&str| checkpoint.contains(&format!("{prefix}{}.weight", names.embedding));
+    names.prefixes.iter().find(is_there).unwrap_or(&names.prefixes[0])
+}
+
+struct LayerNames<'a> {
+    config: &'a Config,
+    names: &'a Names,
+    layer: &'a LayerSpec,
+    prefix: String,
+}
+
+impl LayerNames<'_> {
+    fn weight(&self, name: &str) -> String {
+        format!("{}{name}.weight", self.prefix)
+    }
+
+    fn group(&self, names: &[&str], cols: usize, source: Option<InputSource>) -> LinearGroup {
+        let weights: BTreeSet<String> = names.iter().map(|name| self.weight(name)).collect();
+        LinearGroup { weights: weights.into_iter().collect(), cols, source }
+    }
+
+    /// A norm whose output nothing but one group of linear layers reads.
+    fn norm(&self, name: Option<&str>) -> Option<InputSource> {
+        let norm = self.config.norm;
+        let name = name.filter(|_| norm.has_weight && !self.layer.is_parallel)?;
+        Some(InputSource::Norm {
+            weight: self.weight(name),
+            bias: norm.has_bias.then(|| format!("{}{name}.bias", self.prefix)),
+            offset: norm.offset,
+        })
+    }
+
+    fn groups(&self, out: &mut Vec<LinearGroup>) {
+        let (attention, hidden) = (&self.layer.attention, self.config.hidden_size);
+        let qkv: &[&str] = match (&self.names.qkv, attention.kv) {
+            (QkvNames::Separate(names), KvSource::Projections) => names,
+            (QkvNames::Separate(names), KvSource::KeyProjection) => &names[..2],
+            (QkvNames::Separate(names), KvSource::Layer(_)) => &names[..1],
+            (QkvNames::Stacked(name) | QkvNames::Grouped(name), _) => &[*name],
+        };
+        out.push(self.group(qkv, hidden, self.norm(self.names.attention_norm)));
+        out.push(self.group(&[self.names.out], attention.num_heads * attention.head_dim, None));
+        self.feed_forward(out);
+        self.experts(out);
+    }
+
+    fn feed_forward(&self, out: &mut Vec<LinearGroup>) {
+        let Some(mlp) = self.layer.mlp else { return };
+        let has_experts = self.layer.experts.is_some();
+        let shared = self.names.experts.and_then(|names| names.shared).filter(|_| has_experts);
+        let (up, down, _) = shared.unwrap_or((self.names.up, self.names.down, ""));
+        let norm = self.norm(self.names.mlp_norm).filter(|_| !has_experts);
+        let names: &[&str] = match &up {
+            UpNames::Separate(names) => names,
+            UpNames::Stacked(name) | UpNames::Plain(name) => &[*name],
+        };
+        out.push(self.group(names, self.config.hidden_size, norm));
+        let source = match up {
+            UpNames::Separate([_, up]) => Some(InputSource::Up {
+                weight: self.weight(up),
+                bias: mlp.has_bias.then(|| format!("{}{up}.bias", self.prefix)),
+            }),
+            UpNames::Stacked(_) | UpNames::Plain(_) => None,
+        };
+        out.push(self.group(&[down], mlp.intermediate_size, source));
+    }
+
+    fn experts(&self, out: &mut Vec<LinearGroup>) {
+        let (Some(experts), Some(names)) = (self.layer.experts, self.names.experts) else { return };
+        let ExpertLayout::Each { prefix, names } = names.layout else { return };
+        for expert in 0..experts.num_experts {
+            let [gate, up, down] = names.map(|name| format!("{prefix}.{expert}.{name}"));
+            out.push(self.group(&[&gate, &up], self.config.hidden_size, None));
+            out.push(self.group(&[&down], experts.intermediate_size, None));
+        }
+    }
+}
