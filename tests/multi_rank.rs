@@ -75,18 +75,18 @@ fn allowed_cores(pid: u32) -> String {
 }
 
 #[test]
-fn an_idle_world_uses_under_one_percent_of_a_core() {
+fn idle_ranks_use_at_most_two_thousandths_of_a_core_each() {
     let mut world = TestWorld::of(2);
     world.generate("Once upon a time", 8);
     std::thread::sleep(std::time::Duration::from_millis(500));
     // Other load can only increase the cost of wake-ups, so the minimum of three measurements counts.
-    let seconds = 3;
+    let seconds = 5;
     let used_ms = |_| {
         let before = world.cpu_ms();
         std::thread::sleep(std::time::Duration::from_secs(seconds));
         world.cpu_ms() - before
     };
     let least_ms = (0..3).map(used_ms).min().expect("three silences");
-    assert!(least_ms <= seconds * 10, "{least_ms} ms of CPU time in {seconds} s without requests");
+    assert!(least_ms <= 2 * seconds * 2, "{least_ms} ms of CPU time of two ranks in {seconds} s without requests");
     assert!(world.stop().success());
 }

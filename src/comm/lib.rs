@@ -3,8 +3,8 @@
 //! [`World`] is the main type. Under `mpirun` or `srun` it loads the embedded plugin of the MPI that started the process, and runs
 //! MPI on a thread of its own. Without a launcher it is a world of one rank that needs no MPI on the machine.
 //! Ranks of one node should communicate through `ipc`: MPI cannot wait without using a whole core, so it is polled, less often the
-//! longer nothing came. A message after a pause is announced by a datagram (UDP), so that it does not wait for the next poll; where a
-//! rank has no socket or no address, no datagrams are sent, and a message may take up to 18 ms after a pause.
+//! longer nothing came. A message after a pause is announced by a datagram (UDP), so that it does not wait for the next poll; where
+//! datagrams do not arrive between nodes, none are sent, and a message may take up to 18 ms after a pause.
 //!
 //! The content of messages is opaque here. When a rank dies, MPI's launcher ends the world.
 //!

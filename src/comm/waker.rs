@@ -5,6 +5,7 @@
 //! a question to MPI.
 
 use std::cell::Cell;
+use std::collections::HashSet;
 use std::hash::{BuildHasher as _, Hasher as _, RandomState};
 use std::net::{IpAddr, Ipv4Addr, SocketAddr, ToSocketAddrs, UdpSocket};
 use std::sync::Arc;
@@ -87,8 +88,8 @@ struct Peer {
 }
 
 impl Announcer {
-    /// Exchanges addresses with all ranks. Returns `None` on every rank if a rank cannot announce messages to another: then
-    /// all ask MPI more often.
+    /// Exchanges addresses with all ranks, and tries them. Returns `None` on every rank if a rank has no address or datagrams do
+    /// not arrive, for example because of a firewall: then all ask MPI more often.
     pub(crate) fn start(mpi: &Mpi, nodes: &[Node]) -> Option<Self> {
         let waker = Waker::new(nodes.iter().all(|node| *node == nodes[0]));
         let own = waker.as_ref().map_or([0; ADDRESS_BYTES], |waker| address_bytes(waker.own.port(), waker.number));
@@ -96,9 +97,38 @@ impl Announcer {
         let local = &nodes[mpi.rank() as usize];
         let peers = addresses.iter().zip(nodes).map(|(bytes, node)| Peer::new(bytes, node, node == local));
         let announcer = waker.ok().zip(peers.collect::<Option<Vec<_>>>());
-        let all = mpi.allgather(&[u8::from(announcer.is_some())]);
-        let (waker, peers) = announcer.filter(|_| all.iter().all(|bytes| bytes == &[1]))?;
-        Some(Self { waker: Arc::new(waker), peers })
+        let announcer = announcer.map(|(waker, peers)| Self { waker: Arc::new(waker), peers });
+        let announcer = agreed(mpi, announcer)?;
+        announcer.send_probes(mpi.rank() as usize, nodes);
+        let have_all_sent = agreed(mpi, Some(()));
+        let is_reached = announcer.receive_probes(num_probes(mpi.rank() as usize, nodes));
+        agreed(mpi, have_all_sent.filter(|()| is_reached)).map(|()| announcer)
+    }
+
+    /// Sends the datagrams that show whether a network lets them through: from rank 0 to all, and from one rank of each other
+    /// node to rank 0. Nearly all messages are between rank 0 and another.
+    fn send_probes(&self, rank: usize, nodes: &[Node]) {
+        let to: Vec<usize> = match rank {
+            0 => (1..nodes.len()).collect(),
+            _ if is_first_of_other_node(rank, nodes) => vec![0],
+            _ => vec![],
+        };
+        for peer in to.into_iter().map(|to| &self.peers[to]) {
+            let _ = self.waker.socket.send_to(&peer.number, peer.address);
+        }
+    }
+
+    /// Whether datagrams of `count` different ranks arrive.
+    fn receive_probes(&self, count: usize) -> bool {
+        let (mut from, mut bytes) = (HashSet::new(), [0; 9]);
+        while from.len() < count {
+            match self.waker.socket.recv_from(&mut bytes) {
+                Ok((len, address)) if bytes[..len] == self.waker.number => drop(from.insert(address)),
+                Ok(_) => {}
+                Err(_) => return false, // None came for as long as a rank sleeps at most.
+            }
+        }
+        true
     }
 
     /// The waker of this rank's own MPI thread.
@@ -141,6 +171,22 @@ impl Peer {
     }
 }
 
+/// `value` if every rank has one.
+fn agreed<T>(mpi: &Mpi, value: Option<T>) -> Option<T> {
+    let all = mpi.allgather(&[u8::from(value.is_some())]);
+    value.filter(|_| all.iter().all(|bytes| bytes == &[1]))
+}
+
+/// Whether `rank` is the first of its node, and this node is not that of rank 0.
+fn is_first_of_other_node(rank: usize, nodes: &[Node]) -> bool {
+    nodes.iter().position(|node| *node == nodes[rank]) == Some(rank) && rank > 0
+}
+
+/// Number of ranks from which `rank` gets a probe.
+fn num_probes(rank: usize, nodes: &[Node]) -> usize {
+    if rank > 0 { 1 } else { (1..nodes.len()).filter(|&other| is_first_of_other_node(other, nodes)).count() }
+}
+
 fn address_bytes(port: u16, number: [u8; 8]) -> [u8; ADDRESS_BYTES] {
     let mut bytes = [0; ADDRESS_BYTES];
     bytes[..2].copy_from_slice(&port.to_le_bytes());
@@ -176,6 +222,29 @@ mod tests {
         let waker = Waker::new(true).unwrap();
         UdpSocket::bind((Ipv4Addr::LOCALHOST, 0)).unwrap().send_to(b"anything", waker.own).unwrap();
         assert!(!waker.sleep(waker.num_calls()));
+    }
+
+    #[test]
+    fn each_rank_gets_a_probe_of_rank_0_and_rank_0_one_of_each_other_node() {
+        let node = |name: &str| {
+            let mut bytes = name.as_bytes().to_vec();
+            bytes.resize(Node::current().to_bytes().len(), 0);
+            Node::from_bytes(&bytes)
+        };
+        let nodes = ["a", "a", "b", "b", "c"].map(node);
+        assert_eq!([0, 1, 2, 3, 4].map(|rank| num_probes(rank, &nodes)), [2, 1, 1, 1, 1]);
+        assert_eq!([0, 1, 2, 3, 4].map(|rank| is_first_of_other_node(rank, &nodes)), [false, false, true, false, true]);
+        assert_eq!(num_probes(0, &nodes[..2]), 0);
+    }
+
+    #[test]
+    fn probes_that_do_not_arrive_are_noticed() {
+        let waker = Arc::new(Waker::new(true).unwrap());
+        let peers = vec![Peer { address: waker.own, number: waker.number, last_sent: Cell::new(None) }];
+        let announcer = Announcer { waker, peers };
+        assert!(announcer.receive_probes(0) && !announcer.receive_probes(1));
+        announcer.announce(0);
+        assert!(announcer.receive_probes(1));
     }
 
     #[test]

@@ -133,8 +133,8 @@ fn long_and_short(world: &World) {
     assert!(matches!(world.send(neighbour, vec![1]), Err(CommError::Left)) || world.size() == 1);
 }
 
-/// Messages after pauses; the median time counts.
-const ROUND_TRIPS: usize = 9;
+/// Messages after pauses.
+const ROUND_TRIPS: usize = 24;
 
 /// After a pause a world uses almost no CPU time, and a message still arrives soon.
 fn idle(world: &World) {
@@ -161,7 +161,7 @@ fn idle(world: &World) {
         return;
     }
     let round_trip = |_| {
-        std::thread::sleep(Duration::from_millis(400));
+        std::thread::sleep(Duration::from_millis(60));
         let start = Instant::now();
         world.send(1, b"ping".to_vec()).unwrap();
         incoming.recv_timeout(LONG).unwrap();
@@ -170,11 +170,10 @@ fn idle(world: &World) {
     let mut times: Vec<Duration> = (0..ROUND_TRIPS).map(round_trip).collect();
     times.sort_unstable();
     println!("round trip after a pause: {:?}, median {:?}", times[0], times[ROUND_TRIPS / 2]);
-    // Polls are 250 ms apart, so without an announcement half of the messages would wait for more than 125 ms.
-    assert!(
-        times[ROUND_TRIPS / 2] < Duration::from_millis(60),
-        "messages after pauses wait for the next poll: {times:?}"
-    );
+    // Polls are 250 ms apart, so without announcements half of the messages would wait for more than 125 ms. On a loaded machine
+    // a single question to Open MPI takes tens of milliseconds, because it yields.
+    let num_late = times.iter().filter(|time| **time > Duration::from_millis(125)).count();
+    assert!(num_late <= 3, "messages after pauses wait for the next poll: {times:?}");
 }
 
 /// Number of voluntary context switches of all threads of this process.
