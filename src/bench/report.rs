@@ -317,12 +317,16 @@ mod tests {
             title: "T".into(),
         };
         super::run(&args).unwrap();
-        let page = std::fs::read_to_string(output).unwrap();
+        let page = std::fs::read_to_string(&output).unwrap();
         // 1 MB at 1 GB/s is 1 ms, a quarter of 400 ms for 100 tokens; twice the tokens of the baseline.
         assert!(page.contains("<td>25 %</td>") && page.contains("<td class=\"better\">2.000</td>"), "{page}");
         assert!(page.contains("<h2>8 in flight</h2>"), "{page}");
         assert!(page.contains("a&lt;b") && !page.contains("a<b"), "names are escaped");
         assert!(!page.contains("src=") && !page.contains("href="), "nothing is loaded from elsewhere");
+        // Without the bandwidth there is no roofline, and everything else.
+        super::run(&ReportArgs { bandwidth: None, ..args.clone() }).unwrap();
+        let page = std::fs::read_to_string(&args.output).unwrap();
+        assert!(!page.contains("oofline") && page.contains("<h2>Load and throughput</h2>"), "{page}");
     }
 
     #[test]

@@ -153,4 +153,7 @@ pub struct End {
     pub dropped_requests: u64,
     /// Steps that were not kept because the queue was full.
     pub dropped_steps: u64,
+    /// Calls of inference over gRPC, which are not kept.
+    #[serde(default)]
+    pub grpc_calls: u64,
 }

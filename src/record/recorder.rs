@@ -14,8 +14,8 @@ use crate::{End, RecordError};
 
 /// Requests and steps in the queue.
 const MAX_QUEUED: usize = 4096;
-/// Bytes of bodies and replies in the queue.
-const MAX_QUEUED_BYTES: u64 = 64 << 20;
+/// Bytes of bodies in the queue, and of replies that are in the queue or still arrive.
+const MAX_HELD_BYTES: u64 = 64 << 20;
 
 /// Records a window of a server's work. Cheap to ask, and never waits.
 #[derive(Debug)]
@@ -32,9 +32,10 @@ pub(crate) struct Shared {
     /// Arrival of the first request.
     pub(crate) began: OnceLock<Instant>,
     is_over: AtomicBool,
-    queued_bytes: AtomicU64,
+    held_bytes: AtomicU64,
     dropped_requests: AtomicU64,
     dropped_steps: AtomicU64,
+    grpc_calls: AtomicU64,
 }
 
 impl Shared {
@@ -49,11 +50,12 @@ impl Shared {
             reason: reason.to_owned(),
             dropped_requests: self.dropped_requests.load(Relaxed),
             dropped_steps: self.dropped_steps.load(Relaxed),
+            grpc_calls: self.grpc_calls.load(Relaxed),
         }
     }
 
-    pub(crate) fn taken_out(&self, bytes: u64) {
-        self.queued_bytes.fetch_sub(bytes, Relaxed);
+    pub(crate) fn release(&self, bytes: u64) {
+        self.held_bytes.fetch_sub(bytes, Relaxed);
     }
 }
 
@@ -86,6 +88,8 @@ pub struct RequestItem {
     /// Length of all parts; more than those of `reply` if the reply was too long to be kept.
     pub reply_bytes: u64,
     pub is_whole: bool,
+    /// Bytes that [`Recorder::hold`] has granted to it, for its reply.
+    pub held_bytes: u64,
 }
 
 impl RequestItem {
@@ -105,12 +109,8 @@ impl RequestItem {
             pieces: 0,
             reply_bytes: 0,
             is_whole: false,
+            held_bytes: 0,
         }
-    }
-
-    /// Bytes that it holds in the queue.
-    pub(crate) fn held_bytes(&self) -> u64 {
-        (self.body.len() + self.reply.iter().map(Bytes::len).sum::<usize>()) as u64
     }
 }
 
@@ -167,14 +167,30 @@ impl Recorder {
         self.shared.is_over.load(Relaxed)
     }
 
+    /// Whether a request may hold so many bytes more until it is written.
+    pub fn hold(&self, bytes: u64) -> bool {
+        let fits = self.shared.held_bytes.fetch_add(bytes, Relaxed) + bytes <= MAX_HELD_BYTES;
+        if !fits {
+            self.shared.release(bytes);
+        }
+        fits
+    }
+
     /// Keeps a request, unless the queue is full.
-    pub fn request(&self, item: RequestItem) {
-        let bytes = item.held_bytes();
-        let queued = self.shared.queued_bytes.fetch_add(bytes, Relaxed);
-        let fits = queued + bytes <= MAX_QUEUED_BYTES;
-        if !fits || self.sender.try_send(Item::Request(Box::new(item))).is_err() {
-            self.shared.taken_out(bytes);
+    pub fn request(&self, mut item: RequestItem) {
+        let (body_bytes, reply_bytes) = (item.body.len() as u64, item.held_bytes);
+        item.held_bytes += body_bytes;
+        let has_room = self.hold(body_bytes);
+        if !has_room || self.sender.try_send(Item::Request(Box::new(item))).is_err() {
+            self.shared.release(reply_bytes + if has_room { body_bytes } else { 0 });
             self.shared.dropped_requests.fetch_add(1, Relaxed);
+        }
+    }
+
+    /// Counts a call over gRPC, which is not kept.
+    pub fn count_grpc_call(&self) {
+        if !self.is_over() {
+            self.shared.grpc_calls.fetch_add(1, Relaxed);
         }
     }
 
@@ -212,14 +228,16 @@ mod tests {
     fn what_does_not_fit_into_the_queue_is_dropped_and_counted() {
         let dir = tempfile::tempdir().unwrap();
         let recorder = Recorder::start(&Options::new(dir.path())).unwrap();
-        let body = Bytes::from(vec![b'x'; MAX_QUEUED_BYTES as usize + 1]);
+        let body = Bytes::from(vec![b'x'; MAX_HELD_BYTES as usize + 1]);
         recorder.request(RequestItem { body, ..RequestItem::new(recorder.arrival().unwrap()) });
         recorder.request(RequestItem::new(recorder.arrival().unwrap()));
+        assert!(recorder.hold(MAX_HELD_BYTES) && !recorder.hold(1), "a dropped request holds nothing");
+        recorder.count_grpc_call();
         recorder.finish();
         let recording = Recording::open(dir.path()).unwrap();
         assert_eq!(recording.requests.iter().map(|request| request.id).collect::<Vec<_>>(), [1]);
         let end = recording.end.unwrap();
-        assert_eq!((end.reason.as_str(), end.dropped_requests), ("stopped", 1));
+        assert_eq!((end.reason.as_str(), end.dropped_requests, end.grpc_calls), ("stopped", 1, 1));
     }
 
     #[test]

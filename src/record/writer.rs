@@ -63,11 +63,12 @@ impl Writer {
         let reason = self.write_all(items);
         self.shared.end();
         let end = self.shared.end_line(reason);
-        let (requests, steps) = (end.dropped_requests, end.dropped_steps);
+        let (requests, steps, calls) = (end.dropped_requests, end.dropped_steps, end.grpc_calls);
         // It ends in any case; the last line tells readers that it is whole.
         let _ = self.write_head().and_then(|()| self.write(&Entry::End(end), true)).and_then(|_| self.file.flush());
         tracing::info!(
-            "the recording {} is over ({reason}); {requests} requests and {steps} steps did not fit into its queue",
+            "the recording {} is over ({reason}); {requests} requests and {steps} steps did not fit into its queue, and {calls} calls \
+             over gRPC were not kept",
             self.path.display()
         );
         // Those that arrive late are not counted.
@@ -107,8 +108,10 @@ impl Writer {
         self.write_head()?;
         let entry = match item {
             Item::Request(item) => {
-                self.shared.taken_out(item.held_bytes());
-                Entry::Request(request(*item, began, self.contents))
+                let held_bytes = item.held_bytes;
+                let entry = Entry::Request(request(*item, began, self.contents));
+                self.shared.release(held_bytes);
+                entry
             }
             Item::Step(item) => Entry::Step(step(&item, began)),
             Item::Finish => return Ok(true),

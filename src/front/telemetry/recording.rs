@@ -64,11 +64,14 @@ impl Recorded {
     }
 
     fn add(&mut self, part: &Bytes) {
-        let item = &mut self.item;
+        let (item, bytes) = (&mut self.item, part.len() as u64);
         item.first.get_or_insert_with(Instant::now);
         item.pieces += 1;
-        item.reply_bytes += part.len() as u64;
-        if item.reply_bytes <= MAX_REPLY_BYTES {
+        // A reply of which a part does not fit is not kept any further.
+        let is_kept_so_far = item.held_bytes == item.reply_bytes;
+        item.reply_bytes += bytes;
+        if is_kept_so_far && item.reply_bytes <= MAX_REPLY_BYTES && self.recorder.hold(bytes) {
+            item.held_bytes += bytes;
             item.reply.push(part.clone());
         }
     }

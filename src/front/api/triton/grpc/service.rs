@@ -99,6 +99,7 @@ fn admit(state: &State, request: &mut Request<RequestBody>) -> Result<(), Status
         false => Status::unavailable(format!("This protocol is restricted, expecting header '{header}'")),
     })?;
     if api == Api::Inference {
+        config.recorder.iter().for_each(|recorder| recorder.count_grpc_call());
         let headers = config.grpc_forward.select(request.headers()).map_err(grpc_status)?;
         let span = state.span_context(request.headers());
         if !headers.is_empty() || span.is_some() {
