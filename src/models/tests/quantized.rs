@@ -142,6 +142,42 @@ fn a_quantized_checkpoint_is_not_quantized_to_another_form() {
     assert!(int8.contains("CUDA devices do not have; use `fp8` or `int4`"), "{int8}");
 }
 
+/// Each form that checkpoints have, as it is and with the CPU device's own 8 bits made of it.
+#[test]
+fn quantized_checkpoints_are_computed_as_exactly_as_their_values_in_bf16() {
+    for case in [
+        "llama_awq",
+        "llama_fp8",
+        "llama_gptq_v2",
+        "llama_mxfp4",
+        "mistral_w5_asym",
+        "phi3_fp8_channel",
+        "phi3_w8a8",
+        "qwen2_gptq",
+        "qwen2_modelopt",
+        "qwen3_moe_fp8",
+        "qwen3_nvfp4",
+        "qwen3_w4a16",
+        "gpt_oss_mxfp4",
+    ] {
+        // The reference computes in fp32 with the values that the form's own program reads, rounded to bf16.
+        let largest = |precision| {
+            let mut runner = Runner::of(&golden_dir(case), 2, None, precision);
+            let errors = goldens(case).into_iter().map(|golden| {
+                let sequence = sequence(&golden.prompt, 1, Some(golden.logits.len() as u32));
+                error(&golden, &runner.run(&[sequence]).remove(0)[0])
+            });
+            errors.fold(0f64, f64::max)
+        };
+        let (own, int8) = (largest(Checkpoint), largest(Int8));
+        eprintln!("{case}: error {own:.4} of the logits' size, {int8:.4} in 8 bits made of it");
+        // Inputs of eight layers and a head are rounded to bf16, a uniform error within 2^-9: 0.0034 in all. A factor of five bounds what the
+        // softmaxes of attention and of experts make of it. 8 bits add what they add to unquantized weights.
+        assert!(own <= 0.017, "{case}: error {own}");
+        assert!(int8 <= 0.017 + 0.072, "{case} in 8 bits: error {int8}");
+    }
+}
+
 #[test]
 fn a_quantised_model_gives_a_row_the_same_tokens_alone_and_among_others() {
     for precision in [Int8, Int4] {

@@ -89,6 +89,30 @@ fn transformers_computes_the_same_from_what_is_written() {
     }
 }
 
+/// Architectures name and stack their linear layers in many ways.
+#[test]
+fn what_is_written_for_each_architecture_is_read_again() {
+    let dir = tempfile::tempdir().unwrap();
+    let mut num_read = 0;
+    for entry in fs::read_dir(golden_dir("")).unwrap().flatten() {
+        let (case, out) = (entry.file_name().into_string().unwrap(), dir.path().join(entry.file_name()));
+        if !entry.path().join("config.json").is_file() || run(&args(entry.path(), Format::Int8, out.clone())).is_err() {
+            continue;
+        }
+        let prompt = [5, 17, 3, 99, 42, 7, 120, 61];
+        let (found, original) = (logprobs(&out, &prompt), logprobs(&entry.path(), &prompt));
+        let cost = difference(&found, &original);
+        // Where a token chooses experts, a small change may let it choose another, which in a random model computes something else.
+        let config = fs::read_to_string(entry.path().join("config.json")).unwrap();
+        let allowed = if config.contains("expert") { 1.5 } else { 0.2 };
+        assert!(cost < allowed, "{case}: {cost} from the original, {allowed} allowed");
+        num_read += 1;
+        fs::remove_dir_all(out).unwrap();
+    }
+    // Those that are quantized already, or transposed, are refused.
+    assert!(num_read >= 70, "only {num_read} architectures were quantized");
+}
+
 #[test]
 fn everything_but_weights_is_copied_and_weights_may_be_in_several_files() {
     let dir = tempfile::tempdir().unwrap();
