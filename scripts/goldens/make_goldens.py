@@ -272,6 +272,8 @@ FAMILIES = {
     "qwen3_5_moe": ("Qwen3_5Moe", RECURRENT | QWEN_EXPERTS | dict(intermediate_size=None)),
     "qwen3_5_moe_vision": ("Qwen3_5Moe", RECURRENT | QWEN_EXPERTS | dict(intermediate_size=None, rope_parameters=SECTIONS,
                                                                         tie_word_embeddings=True)),
+    # recurrent layers of which the large projections are in fp8 and the small ones are not
+    "qwen3_5_moe_fp8": ("Qwen3_5Moe", RECURRENT | QWEN_EXPERTS | dict(intermediate_size=None)),
 }
 VISION = dict(depth=1, hidden_size=16, intermediate_size=16, num_heads=2, patch_size=2, out_hidden_size=64, num_position_embeddings=4)
 # Sequences that transformers would begin with the short factors.

@@ -67,7 +67,7 @@ def fp8(model, tensors, block):
     is a scale for each block, or for each row."""
     stored, read = {}, {}
     for name, tensor in tensors.items():
-        if not name.endswith("proj.weight"):
+        if not name.endswith(("proj.weight", "in_proj_qkv.weight", "in_proj_z.weight")):
             stored[name] = read[name] = tensor
             continue
         rows, cols = tensor.shape

@@ -227,6 +227,9 @@ impl Engine {
 
     /// Whether there are enough blocks for the sequence. Blocks found in the prefix cache are written to `found`.
     fn find_room(&mut self, slot: Slot, found: &mut Found) -> bool {
+        if self.has_states() && !self.has_free_state() {
+            return false;
+        }
         let sequence = &self.sequences[slot];
         let (block_size, num_groups) = (self.config.block_size, self.config.num_groups());
         let windows = self.config.window_blocks_of(sequence);
@@ -243,9 +246,6 @@ impl Engine {
         };
         let room = self.pool.num_available().saturating_sub(kept_back);
         if self.blocked_head.is_some_and(|(head, too_few)| head == sequence.id && room <= too_few) {
-            return false;
-        }
-        if self.has_states() && self.pool.states.num_available() == 0 {
             return false;
         }
         found.reset(num_groups);

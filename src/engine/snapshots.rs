@@ -82,10 +82,6 @@ impl Engine {
         }
         let (block_size, step) = (self.config.block_size, self.next_step);
         keep_output(&mut self.pool, &mut self.sequences[slot], block_size, step);
-        // Rows that are free find a slot when a sequence joins.
-        if self.pool.states.num_available() <= self.free_rows.len() {
-            return;
-        }
         let sequence = &mut self.sequences[slot];
         if let Some(own) = sequence.recurrent.own
             && let Some(to) = self.pool.states.allocate()
@@ -93,6 +89,18 @@ impl Engine {
             builder.copied_states.push(CopiedState { from: own, to });
             sequence.recurrent.output = Some((to, sequence.num_computed));
         }
+    }
+}
+
+impl Engine {
+    /// Whether a joining sequence finds a slot. Snapshots of outputs that are still growing make room if all are in use.
+    pub(crate) fn has_free_state(&mut self) -> bool {
+        if self.pool.states.num_available() > 0 {
+            return true;
+        }
+        let mut running = self.running.iter().rev();
+        let taken = running.find_map(|&(_, slot)| self.sequences[slot].recurrent.output.take());
+        taken.inspect(|&(state, _)| self.pool.states.release(state)).is_some()
     }
 }
 

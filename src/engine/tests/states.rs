@@ -60,6 +60,15 @@ fn the_next_turn_of_a_conversation_computes_only_what_follows_the_last_full_bloc
 }
 
 #[test]
+fn a_conversation_goes_on_from_its_last_answer_where_there_are_fewer_slots_than_rows() {
+    let mut world = World::new(EngineConfig { num_states: 3, ..config() }, 1);
+    let first = request(prompt(1, 100), 50);
+    computed(&mut world, first.clone());
+    let next = [first.prompt.clone(), output(&first), prompt(2, 20)].concat();
+    assert_eq!(computed(&mut world, request(next.clone(), 10)), next.len() - 144 + 9);
+}
+
+#[test]
 fn prompts_with_a_common_beginning_start_at_the_last_snapshot_within_it() {
     let mut world = World::new(config(), 1);
     let beginning = prompt(1, 150);

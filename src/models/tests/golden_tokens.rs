@@ -15,7 +15,7 @@ use engine::{SampledToken, SamplingParams};
 use ops::DType;
 use support::{MAX_ROWS, Runner, Sequence, golden_dir, on_group, on_parts};
 
-const CASES: [&str; 91] = [
+const CASES: [&str; 92] = [
     "llama3_gqa",
     "tied_mqa",
     "mha_bias_f32",
@@ -107,6 +107,7 @@ const CASES: [&str; 91] = [
     "qwen3_5_vision",
     "qwen3_5_moe",
     "qwen3_5_moe_vision",
+    "qwen3_5_moe_fp8",
 ];
 
 struct Golden {
