@@ -5,6 +5,7 @@ mod pickle;
 mod quantized;
 mod rows;
 mod safetensors;
+mod stored;
 mod torch;
 mod value;
 mod zip;
@@ -18,6 +19,7 @@ use bytes::Bytes;
 pub(crate) use computed::RowOrder;
 use ops::{DType, WeightData, WeightSlice};
 pub use rows::rounded;
+pub use stored::StoredTensor;
 #[cfg(test)]
 pub(crate) use value::e4m3;
 
@@ -31,19 +33,6 @@ pub struct Checkpoint {
     tensors: HashMap<String, Tensor>,
     /// The names of tensors that were taken.
     used: RefCell<HashSet<String>>,
-}
-
-/// A tensor as it is stored.
-#[derive(Debug, Clone, Copy)]
-pub struct StoredTensor<'a> {
-    /// Its name.
-    pub name: &'a str,
-    /// Its type as safetensors names it, such as `BF16`.
-    pub dtype: &'a str,
-    /// Its dimensions.
-    pub shape: &'a [usize],
-    /// Its elements, row-major and little-endian, in the memory-mapped file.
-    pub data: &'static [u8],
 }
 
 #[derive(Debug)]
@@ -125,22 +114,6 @@ impl Checkpoint {
             }
             None => Ok(()),
         }
-    }
-
-    /// All tensors as they are stored, in the order of their names.
-    ///
-    /// # Errors
-    /// Returns an error if one of them cannot be used.
-    pub fn stored_tensors(&self) -> Result<Vec<StoredTensor<'_>>, ModelError> {
-        let mut names: Vec<&String> = self.tensors.keys().collect();
-        names.sort();
-        let stored = |name: &String| {
-            let tensor = self.shaped(name, &self.tensors[name].shape)?;
-            let Tensor { dtype, shape, data, .. } = tensor;
-            let (name, _) = self.tensors.get_key_value(name).expect("the name is a key");
-            Ok(StoredTensor { name, dtype, shape, data })
-        };
-        names.into_iter().map(stored).collect()
     }
 
     /// Whether the checkpoint contains this tensor.
