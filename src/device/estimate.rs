@@ -144,7 +144,7 @@ impl Estimator {
             if let Some(format) = packed {
                 let rows = parts.iter().map(|part| part.rows.len()).sum();
                 let bytes = format.codes_bytes(rows, weight.cols) + format.scales_bytes(rows, weight.cols);
-                self.weights_bytes -= weight.bytes - bytes;
+                self.weights_bytes = self.weights_bytes - weight.bytes + bytes; // Short rows take more when they are packed.
                 self.product_scratch.count(experts.len() * rows, weight.cols, false);
             }
         }
@@ -178,7 +178,7 @@ impl Estimator {
         let Some(format) = packed else { return weight };
         let rows = parts.iter().map(|part| part.rows.len()).sum();
         let bytes = format.codes_bytes(rows, weight.cols) + format.scales_bytes(rows, weight.cols);
-        self.weights_bytes -= weight.bytes - bytes;
+        self.weights_bytes = self.weights_bytes - weight.bytes + bytes; // Short rows take more when they are packed.
         self.product_scratch.count(rows, weight.cols, has_fp8_inputs(parts));
         EstimatedWeight { bytes, ..weight }
     }

@@ -105,6 +105,14 @@ const PLAIN: &[Plain] = &[
         model.engine.num_blocks_cached as f64
     }),
     gauge("trireme_llm_kv_block_tokens", "Positions in a KV block", |model| model.block_size as f64),
+    gauge("trireme_llm_recurrent_states_used", "Recurrent states of running sequences", |model| {
+        model.engine.num_states_used as f64
+    }),
+    gauge(
+        "trireme_llm_recurrent_states_cached",
+        "Snapshots of recurrent states that later sequences can start from",
+        |model| model.engine.num_states_cached as f64,
+    ),
     gauge("trireme_llm_steps_in_flight", "Steps planned and not settled", |model| model.engine.num_in_flight as f64),
     counter(
         "trireme_llm_worker_restarts_total",

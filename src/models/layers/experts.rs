@@ -119,6 +119,7 @@ impl<D: Device> Loader<'_, D> {
                 ([part(expert * 2 * inner)?, part(expert * 2 * inner + inner)?], down)
             }
         };
+        let (gate_up, down_slice) = (gate_up.map(|part| self.at_load(part)), self.at_load(down_slice));
         let mut slice = ExpertSlice { gate_up, down: down_slice, gate_up_bias: Vec::new(), down_bias: None };
         if names.has_biases {
             let values = |name: &str, width: usize| {

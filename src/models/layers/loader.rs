@@ -282,10 +282,15 @@ impl<'a, D: Device> Loader<'a, D> {
             true => self.checkpoint.transposed(name, shape, rows, cols)?,
             false => self.matrix(name, shape, rows, cols)?,
         };
-        Ok(match self.config.rounding {
+        Ok(self.at_load(slice))
+    }
+
+    /// A matrix of products in the form that it gets while it is loaded.
+    pub(super) fn at_load<'n>(&self, slice: WeightSlice<'n>) -> WeightSlice<'n> {
+        match self.config.rounding {
             Some(rounding) => rounded(slice, rounding),
             None => slice,
-        })
+        }
     }
 
     pub(crate) fn or_device_error<T>(&self, result: Result<T, DeviceError>) -> Result<T, ModelError> {

@@ -113,6 +113,22 @@ fn gpus_keep_weights_that_are_quantized_at_load_in_their_own_size() {
 }
 
 #[test]
+fn experts_are_quantized_at_load_too() {
+    let dir = golden_dir("gpt_oss");
+    let weights = |precision| {
+        let config = models::Config::from_dir(&dir).unwrap().in_precision(precision, Target::Cuda).unwrap();
+        let limits = StepLimits { max_tokens: 64, max_rows: 4, max_sequence_len: 128, vocab_size: config.vocab_size };
+        let mut estimator = Estimator::new(Target::Cuda, TensorParallel { rank: 0, size: 1 }, limits);
+        let model = models::load(&dir, &config, &mut estimator).unwrap();
+        estimator.estimate(&model.attention_spec(BLOCK_SIZE, limits.max_sequence_len)).weights_bytes
+    };
+    // Codes of rows of 64 inputs are padded to the size of bf16, so the scales of rows are added: 128 of gate and up and 64 of
+    // down in each of six experts, 192 of q, k and v, and 64 of out, whose codes take 128 of 192 bytes.
+    let added = (6 * (128 + 64) + 192 + 64) * 4 - 64 * 64;
+    assert_eq!(weights(WeightPrecision::Fp8), weights(WeightPrecision::Checkpoint) + 3 * added);
+}
+
+#[test]
 fn a_block_holds_the_layers_of_one_kv_group() {
     let config = models::Config::from_dir(&golden_dir("gemma3")).unwrap();
     let windows = |config: &models::Config, max_len| config.kv_groups(max_len).windows;

@@ -107,8 +107,8 @@ impl Model<'_> {
             return Ok(None);
         }
         let message = format!(
-            "'{key}' changes the text, but model '{}' does not declare it as an input; add it to the model's config.pbtxt, or \
-             leave it out",
+            "'{key}' changes the text, but model '{}' does not declare it as an input; add it to the model's config.pbtxt if its \
+             layout has such an input, send it to /v1/chat/completions if it is a field of OpenAI's, or leave it out",
             self.config.name
         );
         Err(InferError::invalid(message))
