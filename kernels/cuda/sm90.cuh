@@ -39,6 +39,23 @@ __device__ __forceinline__ void barrier_wait(u32 barrier, u32 parity) {
         : "memory");
 }
 
+// A position in a ring: a stage, and the parity of its barrier.
+struct Cursor {
+    i32 stage;
+    u32 parity;
+
+    // By at most `stages`.
+    __device__ void advance(i32 by, i32 stages) {
+        stage += by;
+        if (stage >= stages) stage -= stages, parity ^= 1;
+    }
+
+    __device__ void jump(i32 by, i32 stages) {
+        stage += by;
+        while (stage >= stages) stage -= stages, parity ^= 1;
+    }
+};
+
 // Tensor copies from global to shared memory.
 
 // Weights are read once per step, so they are evicted from the L2 cache first.

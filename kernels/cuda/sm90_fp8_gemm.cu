@@ -38,15 +38,6 @@ struct Fp8Ring {
     __device__ u32 w_scales(i32 s) const { return x_scales(s) + X_SCALES; }
 };
 
-struct Cursor {
-    i32 stage;
-    u32 parity;
-
-    __device__ void advance(i32 stages) {
-        if (++stage == stages) stage = 0, parity ^= 1;
-    }
-};
-
 struct Operands {
     const float* x_scales;  // [S, x_pitch]
     const u8* w_scales;
@@ -112,7 +103,7 @@ __device__ __forceinline__ void produce(const Fp8Ring<FORMAT, COLS>& ring, const
             barrier_wait(ring.empty + 8 * at.stage, at.parity);
             load_weights(at.stage, n0, work.first + i);
             load_rows(at.stage, m0, work.first + i);
-            at.advance(ring.stages);
+            at.advance(1, ring.stages);
         }
     }
 }
@@ -155,7 +146,7 @@ __device__ __forceinline__ void multiply_tile(float* acc, const Fp8Ring<FORMAT, 
                 for (int c = 0; c < 4; ++c) acc[part * PRODUCT_COLS / 2 + 4 * j + c] += scales[j / 8][j % 2][c / 2] * sums[4 * j + c];
             }
         }
-        at.advance(ring.stages);
+        at.advance(1, ring.stages);
     }
 }
 

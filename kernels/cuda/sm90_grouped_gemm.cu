@@ -30,15 +30,6 @@ struct Stages {
     __device__ u32 w(i32 s) const { return base + s * STAGE_BYTES + GROUPS * X_BYTES; }
 };
 
-struct Cursor {
-    i32 stage;
-    u32 parity;
-
-    __device__ void advance(i32 stages) {
-        if (++stage == stages) stage = 0, parity ^= 1;
-    }
-};
-
 __device__ __forceinline__ void produce(const Stages& ring, const Tiles& tiles, const TensorMap* w_map, const TensorMap* x_map,
                                         const Grouped& p, u32 items, i32 slices) {
     Cursor at{0, 1};
@@ -52,7 +43,7 @@ __device__ __forceinline__ void produce(const Stages& ring, const Tiles& tiles, 
             barrier_arrive_expect(full, W_BYTES + boxes * X_BYTES);
             for (u32 b = 0; b < boxes; ++b) tensor_load(ring.x(at.stage, b), x_map, i * BK, tile.first + b * ROWS, full, EVICT_LAST);
             tensor_load(ring.w(at.stage), w_map, i * BK, w_row, full, EVICT_LAST);
-            at.advance(ring.count);
+            at.advance(1, ring.count);
         }
     }
 }
@@ -70,7 +61,7 @@ __device__ __forceinline__ void multiply_tile(float* acc, const Stages& ring, Cu
         wgmma_wait<1>();
         if (i > 0 && threadIdx.x % 32 == 0) barrier_arrive(ring.empty + 8 * before);
         before = at.stage;
-        at.advance(ring.count);
+        at.advance(1, ring.count);
     }
     wgmma_wait<0>();
     if (threadIdx.x % 32 == 0) barrier_arrive(ring.empty + 8 * before);
@@ -81,7 +72,7 @@ __device__ __forceinline__ void skip_tile(const Stages& ring, Cursor& at, i32 sl
     for (i32 i = 0; i < slices; ++i) {
         barrier_wait(ring.full + 8 * at.stage, at.parity);
         if (threadIdx.x % 32 == 0) barrier_arrive(ring.empty + 8 * at.stage);
-        at.advance(ring.count);
+        at.advance(1, ring.count);
     }
 }
 

@@ -32,17 +32,6 @@ struct GroupedRing {
     __device__ u32 scales(i32 s) const { return w(stages) + s * C::META_BYTES; }
 };
 
-// The stages of one group, or all of them for the producer.
-struct Cursor {
-    i32 stage;
-    u32 parity;
-
-    __device__ void advance(i32 by, i32 stages) {
-        stage += by;
-        if (stage >= stages) stage -= stages, parity ^= 1;
-    }
-};
-
 template <int FORMAT>
 __device__ __forceinline__ void produce(const GroupedRing<FORMAT>& ring, const Tiles& tiles, const TensorMap* w_map, const TensorMap* x_map,
                                         const Grouped& p, const Meta& meta, u32 items, i32 slices) {

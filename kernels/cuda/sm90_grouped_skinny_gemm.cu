@@ -32,16 +32,6 @@ struct Stages {
     __device__ u32 x(i32 s, int half) const { return w(s, 0) + W_BYTES + half * x_width * BOX * 2; }
 };
 
-struct Cursor {
-    i32 stage;
-    u32 parity;
-
-    __device__ void advance(i32 by, i32 stages) {
-        stage += by;
-        while (stage >= stages) stage -= stages, parity ^= 1;
-    }
-};
-
 // Turns of the warpgroups: each waits on its own barrier, and the other one arrives when its products are done.
 __device__ __forceinline__ void wait_for_turn(i32 group) { asm volatile("bar.sync %0, %1;" ::"r"(1 + group), "n"(GROUPS * 128) : "memory"); }
 __device__ __forceinline__ void pass_turn(i32 group) {
@@ -98,7 +88,7 @@ __device__ __forceinline__ void multiply_item(const Stages& ring, Cursor at, i32
 __device__ __forceinline__ void consume(const Stages& ring, const Tiles& tiles, const Grouped& p, u32 items, i32 slices,
                                         i32 group) {
     Cursor at{0, 0};
-    at.advance(group * slices, ring.count);
+    at.jump(group * slices, ring.count);
     if (group == GROUPS - 1) pass_turn(group);
     for (u32 item = blockIdx.x + group * gridDim.x; item < items; item += GROUPS * gridDim.x) {
         const Tile tile = tiles.tile(item);
@@ -107,7 +97,7 @@ __device__ __forceinline__ void consume(const Stages& ring, const Tiles& tiles, 
         else if (tile.rows <= 16) multiply_item<16>(ring, at, slices, p, tile, n0, group);
         else if (tile.rows <= 32) multiply_item<32>(ring, at, slices, p, tile, n0, group);
         else multiply_item<64>(ring, at, slices, p, tile, n0, group);
-        at.advance(GROUPS * slices, ring.count);
+        at.jump(GROUPS * slices, ring.count);
     }
 }
 

@@ -105,17 +105,6 @@ __device__ __forceinline__ Share share_of(const Link& link) {
     return s;
 }
 
-// A position in the ring.
-struct Cursor {
-    i32 stage;
-    u32 parity;
-
-    __device__ void advance(i32 by, i32 stages) {
-        stage += by;
-        if (stage >= stages) stage -= stages, parity ^= 1;
-    }
-};
-
 __device__ __forceinline__ u32 load_acquire(const u32* p) {
     u32 r;
     asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(r) : "l"(p) : "memory");

@@ -3,6 +3,8 @@
 mod gpu;
 #[path = "gpu/quantized.rs"]
 mod quantized;
+#[path = "gpu/quantized_product.rs"]
+mod quantized_product;
 
 use std::sync::Arc;
 
@@ -14,8 +16,8 @@ use kernels::cuda::quantize_rows::{Fp8Rows, quantize_rows};
 use kernels::cuda::quantized_gemm::{PackedFormat, PackedWeight, has_hopper_kernel};
 use kernels::cuda::skinny_gemm::Epilogue;
 use kernels::cuda::{CudaError, DeviceBuffer, Gpu, Queue, Span};
-use kernels::reference;
 use quantized::{FORMATS, QuantizedWeight, e4m3};
+use quantized_product::expected;
 
 /// Columns of a slice, which have one scale in a row.
 const SLICE: usize = 128;
@@ -108,32 +110,8 @@ fn rows_keep_the_nearest_codes_and_the_least_power_of_two() {
     }
 }
 
-/// Expected value and tolerance of each element: the rounding on store, sums of a slice in the tensor cores, whose terms are
-/// cut at 2^-13 of the largest, and fp32 sums of the slices, through the gate if there is one.
-fn expected(x: &[f32], weight: &QuantizedWeight, epilogue: Epilogue) -> Vec<(f32, f32)> {
-    let (n, k) = (weight.n, weight.k);
-    let magnitudes = |values: &[f32]| values.iter().map(|v| v.abs()).collect::<Vec<f32>>();
-    let bias = weight.bias.as_ref().map(|(bias, _)| floats(bias));
-    let sums = reference::linear(x, &weight.values, bias.as_deref(), k);
-    let sizes = reference::linear(&magnitudes(x), &magnitudes(&weight.values), None, k);
-    let slack = |i: usize| sizes[i] * 2f32.powi(-10) + sums[i].abs() * 2f32.powi(-20);
-    if epilogue == Epilogue::StoreF32 {
-        return (0..sums.len()).map(|i| (sums[i], slack(i))).collect();
-    }
-    if epilogue == Epilogue::Store {
-        return (0..sums.len()).map(|i| (sums[i], sums[i].abs() * 2f32.powi(-8) + slack(i))).collect();
-    }
-    let rows = sums.len() / n;
-    let pair = |o: usize| {
-        let (row, column) = (o / (n / 2), o % (n / 2));
-        let gate = row * n + column / 8 * 16 + column % 8;
-        let (g, u) = (reference::silu(sums[gate]), sums[gate + 8]);
-        // The activation has a slope below 1.2.
-        let tolerance = (g * u).abs() * 2f32.powi(-8) * 1.05;
-        (g * u, tolerance + 1.2 * slack(gate) * (u.abs() + slack(gate + 8)) + slack(gate + 8) * g.abs() + 1e-6)
-    };
-    (0..rows * n / 2).map(pair).collect()
-}
+/// Error of a product relative to its size: the tensor cores cut the terms of a slice at 2^-13 of the largest.
+const TERM_ERROR: f32 = 1.0 / 1024.0;
 
 /// Runs `kernel` with an output filled with NaN and returns all of it.
 fn run(
@@ -169,7 +147,7 @@ fn layers_in_e4m3_agree_with_the_formula() {
                 let x = random.bf16s(rows * k, 1.0);
                 let values = quantized_values(&floats(&x), k);
                 for epilogue in epilogues {
-                    let expected = expected(&values, &weight, epilogue);
+                    let expected = expected(&values, &weight, epilogue, TERM_ERROR);
                     let mut check =
                         |what: &str, kernel: &dyn Fn(Span, Fp8Rows, &PackedWeight) -> Result<(), CudaError>| {
                             let found = run((&gpu, &queue), &x, &weight, epilogue, kernel);

@@ -3,6 +3,8 @@
 mod gpu;
 #[path = "gpu/quantized.rs"]
 mod quantized;
+#[path = "gpu/quantized_product.rs"]
+mod quantized_product;
 
 use std::sync::Arc;
 
@@ -15,35 +17,8 @@ use kernels::cuda::quantized_gemm::{
 };
 use kernels::cuda::skinny_gemm::Epilogue;
 use kernels::cuda::{CudaError, DeviceBuffer, Gpu, Queue, Span};
-use kernels::reference;
 use quantized::{FORMATS, QuantizedWeight};
-
-/// Expected value and tolerance of each element: the rounding on store, and fp32 sums in any order, through the gate if
-/// there is one.
-fn expected(x: &[f32], weight: &QuantizedWeight, epilogue: Epilogue) -> Vec<(f32, f32)> {
-    let (n, k) = (weight.n, weight.k);
-    let magnitudes = |values: &[f32]| values.iter().map(|v| v.abs()).collect::<Vec<f32>>();
-    let bias = weight.bias.as_ref().map(|(bias, _)| floats(bias));
-    let sums = reference::linear(x, &weight.values, bias.as_deref(), k);
-    let sizes = reference::linear(&magnitudes(x), &magnitudes(&weight.values), None, k);
-    let slack = |i: usize| sizes[i] * k as f32 * 2f32.powi(-24) + sums[i].abs() * 2f32.powi(-21);
-    if epilogue == Epilogue::StoreF32 {
-        return (0..sums.len()).map(|i| (sums[i], slack(i))).collect();
-    }
-    if epilogue == Epilogue::Store {
-        return (0..sums.len()).map(|i| (sums[i], sums[i].abs() * 2f32.powi(-8) + slack(i))).collect();
-    }
-    let rows = sums.len() / n;
-    let pair = |o: usize| {
-        let (row, column) = (o / (n / 2), o % (n / 2));
-        let gate = row * n + column / 8 * 16 + column % 8;
-        let (g, u) = (reference::silu(sums[gate]), sums[gate + 8]);
-        let tolerance = (g * u).abs() * 2f32.powi(-8) * 1.05;
-        // The activation has a slope below 1.2.
-        (g * u, tolerance + 1.2 * slack(gate) * u.abs() + slack(gate + 8) * g.abs() + 1e-6)
-    };
-    (0..rows * n / 2).map(pair).collect()
-}
+use quantized_product::expected;
 
 /// Runs `kernel` with an output filled with NaN and returns all of it.
 fn run(
@@ -76,7 +51,7 @@ fn few_rows_through_a_quantized_layer_agree_with_the_formula() {
             for rows in [1, 2, 7, 8, 9, 17, 33, 64] {
                 let x = random.bf16s(rows * k, 1.0);
                 for epilogue in epilogues {
-                    let expected = expected(&floats(&x), &weight, epilogue);
+                    let expected = expected(&floats(&x), &weight, epilogue, k as f32 * 2f32.powi(-24));
                     let check = |what: &str, kernel: &dyn Fn(Span, Span, &PackedWeight) -> Result<(), CudaError>| {
                         let found = run((&gpu, &queue), &x, &weight, epilogue, |y, x, packed| {
                             kernel(y, x, packed).expect("a launch");
@@ -124,7 +99,7 @@ fn many_rows_through_a_quantized_layer_agree_with_the_formula() {
             for &rows in counts {
                 let x = random.bf16s(rows * k, 1.0);
                 for epilogue in epilogues {
-                    let expected = expected(&floats(&x), &weight, epilogue);
+                    let expected = expected(&floats(&x), &weight, epilogue, k as f32 * 2f32.powi(-24));
                     let found = run((&gpu, &queue), &x, &weight, epilogue, |y, x, packed| {
                         quantized_wide_gemm(&queue, y, x, packed, rows, epilogue).expect("a launch");
                     });
