@@ -1,7 +1,7 @@
 //! A process without a free descriptor still answers health checks. In a test program of its own, because it lowers the limit of the
 //! whole process.
 
-use std::fs::File;
+use std::fs::{self, File};
 use std::io::Write;
 use std::path::PathBuf;
 use std::process::{Command, Stdio};
@@ -12,6 +12,14 @@ use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 
 /// Environment variable with the path of the socket, set for the child.
 const SOCKET: &str = "TRIREME_TEST_SOCKET";
+
+/// Whether the thread of this name sleeps in a system call.
+fn waits(name: &str) -> bool {
+    let stat = fs::read_dir("/proc/self/task")
+        .unwrap()
+        .filter_map(|task| fs::read_to_string(task.ok()?.path().join("stat")).ok());
+    stat.into_iter().any(|stat| stat.contains(&format!("({name}) S")))
+}
 
 #[test]
 fn a_process_without_a_free_descriptor_answers_health_checks() {
@@ -34,14 +42,22 @@ fn a_process_without_a_free_descriptor_answers_health_checks() {
         .stdin(Stdio::piped())
         .spawn()
         .unwrap();
+    // Until it waits for a connection, it could lose the descriptor that it keeps to the files below.
+    let start = Instant::now();
+    while !waits("control") {
+        assert!(start.elapsed() < Duration::from_secs(30), "the thread does not wait");
+        std::thread::yield_now();
+    }
     let mut files = Vec::new();
     while let Ok(file) = File::open("/dev/null") {
         files.push(file);
     }
-    child.stdin.take().unwrap().write_all(b"go\n").unwrap();
-    // The pipe to the child's standard input is closed by now, which freed one descriptor.
-    files.extend(File::open("/dev/null"));
+    // It stays open: a descriptor that became free now could be taken here while the process answers with the one that it keeps
+    // for this.
+    let mut stdin = child.stdin.take().unwrap();
+    stdin.write_all(b"go\n").unwrap();
     assert!(child.wait().unwrap().success());
+    drop(stdin);
     drop(files);
     std::fs::remove_file(path).unwrap();
 }
