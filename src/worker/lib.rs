@@ -17,8 +17,8 @@ mod rows;
 mod run;
 mod start;
 
-pub use error::{SpecError, WorkerError};
+pub use error::{PlanMismatch, SpecError, WorkerError};
 pub use estimate::estimate_memory;
 pub use nccl_check::NcclCheck;
-pub use rows::{PlanMismatch, RowTable};
+pub use rows::RowTable;
 pub use start::main;

@@ -8,41 +8,7 @@ use engine::{
 use ops::{SampleInput, StepInputs, TOKEN_ON_DEVICE};
 use supervision::LogitsPlace;
 
-/// Why a plan does not fit the rows of this worker. Rank 0 and the worker no longer agree, so the worker must end.
-#[derive(Debug, PartialEq, Eq, thiserror::Error)]
-#[allow(missing_docs)] // Fields are named by their messages.
-pub enum PlanMismatch {
-    #[error("plan {found} came where plan {expected} was due")]
-    StepGap { expected: u64, found: u64 },
-    #[error("plan {step} names row {row}, but this worker has {max_rows} rows")]
-    RowRange { step: u64, row: u32, max_rows: usize },
-    #[error("plan {step}: row {row} is taken by sequence {sequence} and cannot be joined")]
-    RowTaken { step: u64, row: u32, sequence: u64 },
-    #[error("plan {step}: row {row} is empty")]
-    RowEmpty { step: u64, row: u32 },
-    #[error("plan {step}: row {row} starts at position {found}, but {computed} are computed")]
-    Start { step: u64, row: u32, found: u32, computed: u32 },
-    #[error("plan {step}: row {row} has no token at position {position}; it has {known}")]
-    NoToken { step: u64, row: u32, position: u32, known: u32 },
-    #[error("plan {step}: row {row} needs {needed} blocks but has {found}")]
-    Blocks { step: u64, row: u32, needed: usize, found: usize },
-    #[error("plan {step}: row {row} has {found} block tables, but there are {groups} KV groups")]
-    Tables { step: u64, row: u32, found: usize, groups: usize },
-    #[error("plan {step}: row {row} names KV group {group}, but there are {groups}")]
-    GroupRange { step: u64, row: u32, group: u32, groups: usize },
-    #[error("plan {step}: row {row} needs block {needed} of KV group {group}, but its first is {first}")]
-    Released { step: u64, row: u32, group: usize, needed: usize, first: usize },
-    #[error("plan {step}: row {row} names KV block {block}, but there are {num_blocks}")]
-    BlockRange { step: u64, row: u32, block: u32, num_blocks: usize },
-    #[error("plan {step} names the slot {found:?} for a recurrent state, but there are {num_states}")]
-    State { step: u64, found: Option<u32>, num_states: usize },
-    #[error("plan {step}: row {row} keeps {kept} tokens of row {parent}, which has {known}")]
-    Kept { step: u64, row: u32, parent: u32, kept: u32, known: u32 },
-    #[error("plan {step}: row {row} stops sharing block {found}, but its last is {last:?}")]
-    Copied { step: u64, row: u32, found: u32, last: Option<u32> },
-    #[error("plan {step}: row {row} computes no position, or samples before its last known token")]
-    Work { step: u64, row: u32 },
-}
+use crate::PlanMismatch;
 
 /// The state of one sequence on the host.
 #[derive(Debug, Clone)]
