@@ -1,8 +1,8 @@
 //! `trireme quantize`: writes a checkpoint with quantized linear layers, in the form of compressed-tensors that vLLM and transformers read.
 //!
-//! [`run`] opens the checkpoint, plans the tensors of the new one ([`plan`]), and writes them one by one into a directory beside the goal,
-//! which gets its name when it is complete. Matrices are rounded by rows on all cores ([`codes`]). With calibration text the CPU device runs the
-//! model first, and the inputs that it saw decide which errors matter ([`calibration`], [`search`]).
+//! [`run`] opens the checkpoint, plans the tensors of the new one (`plan`), and writes them one by one into a directory beside the goal,
+//! which gets its name when it is complete. Matrices are rounded by rows on all cores (`codes`). With calibration text the CPU device runs the
+//! model first, and the inputs that it saw decide which errors matter (`calibration`, `search`).
 #![forbid(unsafe_code)]
 
 mod args;
