@@ -9,26 +9,12 @@ use std::collections::{HashMap, VecDeque};
 use std::hash::{BuildHasherDefault, DefaultHasher, Hasher};
 use std::ops::Range;
 
+use crate::content::ContentId;
 use crate::states::StatePool;
 use crate::{BlockId, TokenId};
 
 /// Number of contents of evicted blocks that are known, for each block.
 const EVICTED_PER_BLOCK: usize = 8;
-
-/// Identifies the content of a filled block: its tokens and, through its parent, all tokens before them. Never reused.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default)]
-pub(crate) struct ContentId(u64);
-
-impl ContentId {
-    /// The parent of a sequence's first block.
-    pub(crate) const ROOT: Self = Self(0);
-
-    /// The parent of the first block of sequences with this salt: they share blocks with each other only.
-    pub(crate) fn salted(salt: Option<u64>) -> Self {
-        // Contents are counted from 1, so they never have the highest bit.
-        salt.map_or(Self::ROOT, |salt| Self(salt | 1 << 63))
-    }
-}
 
 /// Result of a search for a content.
 #[derive(Debug, PartialEq, Eq)]

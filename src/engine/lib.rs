@@ -43,6 +43,7 @@ mod beams;
 mod blocks;
 mod config;
 mod constraint;
+mod content;
 mod costs;
 mod draft;
 mod engine;

@@ -9,7 +9,8 @@
 //! under the content of the first group when they are filled. A prefix can be reused if each group still has the blocks
 //! that the position after it can see, and if a snapshot of the recurrent state exists there (`snapshots.rs`).
 
-use crate::blocks::{BlockPool, ContentId, Lookup};
+use crate::blocks::{BlockPool, Lookup};
+use crate::content::ContentId;
 use crate::sequence::Sequence;
 use crate::tables::first_visible;
 use crate::{BlockId, EngineConfig};

@@ -5,11 +5,11 @@ use std::ops::Range;
 use smallvec::SmallVec;
 
 use crate::beams::{Beams, Rules};
-use crate::blocks::ContentId;
 use crate::constraint::RequestConstraint;
+use crate::content::ContentId;
 use crate::guided::Guided;
 use crate::slot::{Sample, Slot};
-use crate::snapshots;
+use crate::states::RecurrentSlots;
 use crate::stop::{StopWords, Tail};
 use crate::tables::{Table, Tables};
 use crate::{
@@ -79,7 +79,7 @@ pub(crate) struct Sequence {
     /// Number of blocks of the first KV group that have a content in the pool; `last_content` is that of the last one.
     pub(crate) num_registered: usize,
     /// Its recurrent state, if the model has such states.
-    pub(crate) recurrent: snapshots::SequenceState,
+    pub(crate) recurrent: RecurrentSlots,
     /// Whether `contents` is needed: there are other KV groups, or recurrent states.
     pub(crate) keeps_contents: bool,
     /// `[num_registered]` contents, if they are needed.
@@ -155,7 +155,7 @@ impl Sequence {
             join_len: 0,
             num_sent: 0,
             num_registered: 0,
-            recurrent: snapshots::SequenceState::default(),
+            recurrent: RecurrentSlots::default(),
             keeps_contents: num_groups > 1,
             contents: Vec::new(),
             num_ready: 0,
@@ -330,7 +330,7 @@ impl Sequence {
     pub(crate) fn reset_row(&mut self) {
         self.tables.iter_mut().for_each(Table::clear);
         self.contents.clear();
-        self.recurrent = snapshots::SequenceState::default();
+        self.recurrent = RecurrentSlots::default();
         (self.num_computed, self.join_len, self.num_sent) = (0, 0, 0);
         self.guided.iter_mut().for_each(|guided| guided.needs_revision = false);
         if let Some(beams) = &mut self.beams {

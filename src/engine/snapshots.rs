@@ -5,32 +5,14 @@
 //! next chunk. While a sequence decodes, the end of each full block is copied, and the newest copies replace the ones before; so
 //! when it ends, or is preempted, the state at the last full block of its output remains.
 
-use crate::StateId;
-use crate::blocks::{BlockPool, ContentId};
+use crate::blocks::BlockPool;
 use crate::engine::Engine;
 use crate::plan::CopiedState;
 use crate::prefix::{self, Found};
 use crate::schedule::PlanBuilder;
 use crate::sequence::Sequence;
 use crate::slot::Slot;
-
-/// The recurrent state of a sequence.
-#[derive(Debug, Clone, Copy, Default)]
-pub(crate) struct SequenceState {
-    /// Its slot while it runs.
-    pub(crate) own: Option<StateId>,
-    /// A snapshot of its output, and the position; its content is not registered yet.
-    pub(crate) output: Option<(StateId, usize)>,
-    /// The content of the snapshot of its output before that.
-    kept_output: Option<ContentId>,
-}
-
-impl SequenceState {
-    /// Number of slots that the sequence uses.
-    pub(crate) fn num_held(&self) -> usize {
-        usize::from(self.own.is_some()) + usize::from(self.output.is_some())
-    }
-}
+use crate::states::RecurrentSlots;
 
 impl Engine {
     /// Whether sequences have recurrent states.
@@ -125,5 +107,5 @@ pub(crate) fn release_state(pool: &mut BlockPool, sequence: &mut Sequence) {
     if let Some(own) = sequence.recurrent.own.take() {
         pool.states.release(own);
     }
-    sequence.recurrent = SequenceState::default();
+    sequence.recurrent = RecurrentSlots::default();
 }

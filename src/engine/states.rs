@@ -7,7 +7,7 @@
 use std::collections::{BTreeMap, HashMap};
 
 use crate::StateId;
-use crate::blocks::ContentId;
+use crate::content::ContentId;
 
 /// Share of the memory for KV blocks and states that is left for snapshots when each row has two slots: 1 / 4.
 const SNAPSHOT_DIVISOR: u64 = 4;
@@ -45,6 +45,24 @@ pub fn state_interval(block_bytes: u64, state_bytes: u64) -> usize {
 struct Snapshot {
     state: StateId,
     last_use: u64,
+}
+
+/// The slots that a sequence uses.
+#[derive(Debug, Clone, Copy, Default)]
+pub(crate) struct RecurrentSlots {
+    /// Its slot while it runs.
+    pub(crate) own: Option<StateId>,
+    /// A snapshot of its output, and the position; its content is not registered yet.
+    pub(crate) output: Option<(StateId, usize)>,
+    /// The content of the snapshot of its output before that.
+    pub(crate) kept_output: Option<ContentId>,
+}
+
+impl RecurrentSlots {
+    /// Number of slots that the sequence uses.
+    pub(crate) fn num_held(&self) -> usize {
+        usize::from(self.own.is_some()) + usize::from(self.output.is_some())
+    }
 }
 
 /// All slots.

@@ -1,0 +1,16 @@
+//! Names of contents of KV blocks.
+
+/// Identifies the content of a filled block: its tokens and, through its parent, all tokens before them. Never reused.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default)]
+pub(crate) struct ContentId(pub(crate) u64);
+
+impl ContentId {
+    /// The parent of a sequence's first block.
+    pub(crate) const ROOT: Self = Self(0);
+
+    /// The parent of the first block of sequences with this salt: they share blocks with each other only.
+    pub(crate) fn salted(salt: Option<u64>) -> Self {
+        // Contents are counted from 1, so they never have the highest bit.
+        salt.map_or(Self::ROOT, |salt| Self(salt | 1 << 63))
+    }
+}
