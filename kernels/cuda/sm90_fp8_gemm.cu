@@ -7,7 +7,8 @@
 // y        described in sm90_gemm.cuh
 // maths    the products of a slice are summed in the tensor cores. Each such sum is multiplied by the scales of the row and
 //          of the block (FP8_BLOCKS), and added in fp32, slices in order; at the end times the scale of w's row (FP8_ROWS).
-//          With P parts of K each part is such a sum; parts are added in order. No result depends on other rows
+//          With P parts of K each part is such a sum; parts are added in order. For a given P no result
+//          depends on other rows; fp8_gemm.rs chooses P by their number, too
 // launch   384 threads, dynamic shared memory from the wrapper. P = 1 (of 1 to 4): one block for each multiprocessor, which computes
 //          tiles of 128 rows of x by 128 or 256 rows of w; otherwise grid (P tiles), cluster (P), a tile for each cluster.
 //          One warp keeps a ring of slices filled, across the ends of tiles; two warpgroups multiply 64 rows of x each: while
