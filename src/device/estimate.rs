@@ -1,6 +1,7 @@
 //! Estimates the memory of a worker before anything is loaded, with a device that counts instead of computing.
 
 use engine::{RowId, SampleMask, SampledToken, SamplingParams, TokenId};
+use kernels::cuda::quantized_gemm::PackedFormat;
 use kernels::cuda::skinny_gemm::GATE_GROUP;
 use ops::{
     Activation, AttentionSpec, DType, Device, DeviceError, ExpertSlices, Feature, LinearRole, LogitSpec,
@@ -142,10 +143,8 @@ impl Estimator {
             let weight = self.count_matrix(parts);
             self.count_use(&weight, false);
             if let Some(format) = packed {
-                let rows = parts.iter().map(|part| part.rows.len()).sum();
-                let bytes = format.codes_bytes(rows, weight.cols) + format.scales_bytes(rows, weight.cols);
-                self.weights_bytes = self.weights_bytes - weight.bytes + bytes; // Short rows take more when they are packed.
-                self.product_scratch.count(experts.len() * rows, weight.cols, false);
+                self.count_packed(&weight, format);
+                self.product_scratch.count(experts.len() * weight.rows, weight.cols, false);
             }
         }
     }
@@ -176,11 +175,15 @@ impl Estimator {
         };
         let weight = self.count_matrix(parts);
         let Some(format) = packed else { return weight };
-        let rows = parts.iter().map(|part| part.rows.len()).sum();
-        let bytes = format.codes_bytes(rows, weight.cols) + format.scales_bytes(rows, weight.cols);
-        self.weights_bytes = self.weights_bytes - weight.bytes + bytes; // Short rows take more when they are packed.
-        self.product_scratch.count(rows, weight.cols, has_fp8_inputs(parts));
-        EstimatedWeight { bytes, ..weight }
+        self.product_scratch.count(weight.rows, weight.cols, has_fp8_inputs(parts));
+        EstimatedWeight { bytes: self.count_packed(&weight, format), ..weight }
+    }
+
+    /// Counts a weight in the form in which a GPU keeps it instead of bf16. Returns its bytes; rows that are short take more.
+    fn count_packed(&mut self, weight: &EstimatedWeight, format: PackedFormat) -> usize {
+        let bytes = format.codes_bytes(weight.rows, weight.cols) + format.scales_bytes(weight.rows, weight.cols);
+        self.weights_bytes = self.weights_bytes - weight.bytes + bytes;
+        bytes
     }
 
     /// Whether a CPU copies the weights of this layer.

@@ -72,10 +72,22 @@ pub(crate) fn packed_format(parts: &[WeightSlice<'_>], order: RowOrder) -> Optio
 
 /// The format in which the matrices of a layer's experts stay quantized; `None` if they must be expanded to bf16.
 pub(crate) fn expert_format(experts: &[&[WeightSlice<'_>]], order: RowOrder) -> Option<PackedFormat> {
-    let format = common_format(experts.first()?, order)?;
-    let rows: usize = experts[0].iter().map(|part| part.rows.len()).sum();
-    let is_common = experts.iter().all(|parts| common_format(parts, order) == Some(format));
+    let (first, others) = experts.split_first()?;
+    let format = common_format(first, order)?;
+    let rows: usize = first.iter().map(|part| part.rows.len()).sum();
+    // Looking at each row of hundreds of experts would take a second.
+    let is_common =
+        others.iter().all(|parts| has_division(parts, first) || common_format(parts, order) == Some(format));
     (is_common && rows.is_multiple_of(TILE)).then_some(format)
+}
+
+/// Whether two matrices are the same parts of matrices that are quantized alike.
+fn has_division(parts: &[WeightSlice<'_>], other: &[WeightSlice<'_>]) -> bool {
+    let division = |part: &WeightSlice<'_>| {
+        let quantization = quantized(&part.data).map(QuantizedRows::quantization);
+        (part.rows.clone(), part.cols.clone(), part.matrix_cols, part.head_order, quantization)
+    };
+    parts.iter().map(division).eq(other.iter().map(division))
 }
 
 /// The format of all `parts` of a matrix.
@@ -235,6 +247,23 @@ mod tests {
             of(Quantization::Fp8 { block: [1, 512] }, Quantization::Fp8 { block: [4096, 512] }, 8..512),
             Some(PackedFormat::Fp8Rows)
         );
+    }
+
+    #[test]
+    fn experts_stay_quantized_if_all_are_in_one_format_and_their_rows_fill_tiles() {
+        let blocks = Quantization::Fp8 { block: [128, 128] };
+        let of = |quantization, rows| [slice(quantization, rows, 0..512)];
+        let format = |experts: &[[WeightSlice<'_>; 1]]| {
+            let experts: Vec<&[WeightSlice<'_>]> = experts.iter().map(|parts| &parts[..]).collect();
+            expert_format(&experts, RowOrder::Stacked)
+        };
+        let first = || of(blocks, 0..128);
+        assert_eq!(format(&[first(), first(), of(blocks, 128..256)]), Some(PackedFormat::Fp8Blocks));
+        assert_eq!(format(&[of(Quantization::Mxfp4, 0..64)]), Some(PackedFormat::Mxfp4));
+        // A tile with rows of two rows of blocks, another format, half a tile.
+        assert_eq!(format(&[first(), of(blocks, 96..224)]), None);
+        assert_eq!(format(&[first(), of(Quantization::Mxfp4, 0..128)]), None);
+        assert_eq!(format(&[of(blocks, 0..96)]), None);
     }
 
     #[test]
