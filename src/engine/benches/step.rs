@@ -7,7 +7,7 @@
 //! - `serve`: rows end after 128 tokens and others join with prompts of 512 tokens; the prefix cache is on.
 //! - `overload`: the same with 4096 rows and 20 000 requests of four priorities in the queue.
 //!
-//! The engine is told a duration after each step, so learning the costs of steps is part of the time.
+//! Each step reports a duration to the engine, so the measured time includes learning the costs of steps.
 
 use std::hint::black_box;
 use std::time::Duration;
