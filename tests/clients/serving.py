@@ -51,6 +51,13 @@ def repository(folder: Path, **models: str) -> Path:
 def rank(folder: Path, *flags: str, prefix: str = "clients", **models: str):
     """Serves `models`, by default one called `identity`, until the block ends."""
     models_folder = repository(folder / "models", **(models or {"identity": IDENTITY}))
+    with rank_of(models_folder, folder, *flags, prefix=prefix) as served:
+        yield served
+
+
+@contextmanager
+def rank_of(models_folder: Path, folder: Path, *flags: str, prefix: str):
+    """Serves a repository until the block ends, with its log in `folder`."""
     log = folder / "rank.log"
     command = [BINARIES / "trireme", "rank", f"--model-repository={models_folder}", f"--log-file={log}", "--device=cpu"]
     command += ["--http-address=127.0.0.1", "--grpc-address=127.0.0.1", "--http-port=0", "--grpc-port=0", "--metrics-port=0"]

@@ -2,13 +2,12 @@
 
 import json
 import shutil
-import subprocess
 from contextlib import contextmanager
 
 from openai import OpenAI
 
-from conftest import BINARIES, ROOT
-from serving import Rank
+from conftest import ROOT
+from serving import rank_of
 
 PROMPT = "hot cold"
 
@@ -23,16 +22,8 @@ def served(folder, settings, *flags):
         if file.name != "generation_config.json":
             (models / "tensorrt_llm/1" / file.name).symlink_to(file.resolve())
     (models / "tensorrt_llm/1/generation_config.json").write_text(json.dumps(settings))
-    log = folder / "rank.log"
-    command = [BINARIES / "trireme", "rank", f"--model-repository={models}", f"--log-file={log}", "--device=cpu", *flags]
-    command += ["--http-address=127.0.0.1", "--grpc-address=127.0.0.1", "--http-port=0", "--grpc-port=0", "--metrics-port=0"]
-    command += [f"--backend-config=python,shm-region-prefix-name=defaults{folder.name[-10:]}_"]
-    process = subprocess.Popen(command, stderr=subprocess.DEVNULL)
-    try:
-        yield Rank(process, log)
-    finally:
-        process.terminate()
-        process.wait(timeout=60)
+    with rank_of(models, folder, *flags, prefix="defaults") as served_rank:
+        yield served_rank
 
 
 def text(server, **fields):

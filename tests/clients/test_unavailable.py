@@ -15,7 +15,7 @@ from tritonclient.grpc import service_pb2, service_pb2_grpc
 
 from triton_requests import tensor
 from conftest import BINARIES, ROOT, free_ports
-from serving import IDENTITY, Rank, repository
+from serving import IDENTITY, rank_of, repository
 
 ONE_AT_A_TIME = {"max_batch_size: 64": "max_batch_size: 1", "max_queue_size: 1024": "max_queue_size: 1", "decoupled: true": "decoupled: false"}
 
@@ -40,16 +40,8 @@ def narrow(tmp_path):
         config = config.replace(before, after)
     (folder / "config.pbtxt").write_text(config)
     (folder / "1").symlink_to(ROOT / "model_repository/tensorrt_llm/1")
-    log = tmp_path / "rank.log"
-    command = [BINARIES / "trireme", "rank", f"--model-repository={folder.parent}", f"--log-file={log}", "--device=cpu"]
-    command += ["--http-address=127.0.0.1", "--grpc-address=127.0.0.1", "--http-port=0", "--grpc-port=0", "--metrics-port=0"]
-    command += [f"--backend-config=python,shm-region-prefix-name=narrow{tmp_path.name[-10:]}_"]
-    process = subprocess.Popen(command, stderr=subprocess.DEVNULL)
-    try:
-        yield Rank(process, log)
-    finally:
-        process.terminate()
-        process.wait(timeout=60)
+    with rank_of(folder.parent, tmp_path, prefix="narrow") as served:
+        yield served
 
 
 def test_a_full_queue_is_unavailable_with_a_retry_after_trailer(narrow):
