@@ -50,6 +50,9 @@ pub struct Splits {
 }
 
 impl Splits {
+    /// A division that is the same for any number of rows.
+    pub const FIXED: Self = Self { splits: 16, min_chunk: 128, cluster: 1 };
+
     /// The division for `num_rows` rows, by measurement on an H200 (kernels/README.md).
     pub fn for_rows(num_rows: usize, shape: HeadShape) -> Self {
         let blocks = num_rows * shape.num_kv_heads * groups(shape);
@@ -107,9 +110,13 @@ fn counter_count(rows: usize, shape: HeadShape) -> usize {
 
 /// The largest size for any number of rows up to `max_rows`: fewer rows have more splits each.
 fn partial_bytes(max_rows: usize, shape: HeadShape) -> usize {
-    let of = |rows: usize| rows * Splits::for_rows(rows, shape).splits;
-    let most = (1..=max_rows).map(of).max().unwrap_or(0);
-    most * shape.num_heads * (shape.head_dim + 2) * 4
+    let of = |rows: usize| rows * row_bytes(shape, Splits::for_rows(rows, shape));
+    (1..=max_rows).map(of).max().unwrap_or(0)
+}
+
+/// Bytes of the partial sums of a row.
+fn row_bytes(shape: HeadShape, splits: Splits) -> usize {
+    splits.splits * shape.num_heads * (shape.head_dim + 2) * 4
 }
 
 /// cos and sin of every position, each `[max_positions, D / 2]` f32.
@@ -151,6 +158,31 @@ pub struct DecodeAttention<'a> {
     pub scores: Scores,
     /// Partial sums and counters.
     pub workspace: &'a DecodeWorkspace,
+}
+
+/// Queues the attention with [`Splits::FIXED`], so that the result of a row has the same bits whatever the other rows are. The
+/// workspace bounds the rows of a launch.
+pub fn decode_attention_fixed(q: &Queue, attention: &DecodeAttention<'_>) -> Result<(), CudaError> {
+    let (rows, shape) = (attention.rows, attention.shape);
+    let capacity = attention.workspace.partial.span().bytes() / row_bytes(shape, Splits::FIXED);
+    ensure!(OP, capacity > 0, "the workspace is too small");
+    for first in (0..rows.num_rows).step_by(capacity) {
+        let count = capacity.min(rows.num_rows - first);
+        let part = |span: Span, width: usize| span.elements::<bf16>(first * width, count * width);
+        let own = DecodeAttention {
+            out: part(attention.out, shape.num_heads * shape.head_dim),
+            qkv: part(attention.qkv, shape.qkv_cols()),
+            rows: DecodeRows {
+                block_tables: rows.block_tables.elements::<u32>(first * rows.max_blocks, count * rows.max_blocks),
+                context_lens: rows.context_lens.elements::<u32>(first, count),
+                num_rows: count,
+                ..rows
+            },
+            ..*attention
+        };
+        decode_attention_split(q, &own, Splits::FIXED)?;
+    }
+    Ok(())
 }
 
 /// Queues the attention, with the fastest kernel and division for its number of rows.

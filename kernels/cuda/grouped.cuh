@@ -31,7 +31,7 @@ __device__ __forceinline__ float gate_by(const Grouped& p, float gate, float up)
         const float g = fminf(gate, p.limit), u = fminf(fmaxf(up, -p.limit), p.limit);
         return __fdividef(g, 1.0f + __expf(-p.alpha * g)) * (u + 1.0f);
     }
-    if constexpr (EPILOGUE == GATE_SILU) return __fdividef(gate, 1.0f + __expf(-gate)) * up;
+    if constexpr (EPILOGUE == GATE_SILU) return silu(gate) * up;
     if constexpr (EPILOGUE == GATE_GELU_TANH) return gelu_tanh(gate) * up;
     if constexpr (EPILOGUE == GATE_GELU) return gelu(gate) * up;
     if constexpr (EPILOGUE == GATE_RELU) return relu(gate) * up;

@@ -80,7 +80,9 @@ pub mod scores;
 pub mod skinny_gemm;
 pub mod sort_routes;
 pub mod sum_experts;
+pub mod sum_order;
 mod tensor_map;
+pub mod wide_gemm;
 pub mod wide_head_norm;
 
 pub use error::CudaError;

@@ -194,17 +194,30 @@ pub(super) fn width_for(rows: usize) -> usize {
 }
 
 pub(super) fn check(y: Span, x: Span, linear: &LinearWeight, rows: usize, epilogue: Epilogue) -> Result<(), CudaError> {
-    ensure!(OP, (1..=MAX_ROWS).contains(&rows), "{rows} rows; expected 1 to {MAX_ROWS}");
+    ensure!(OP, rows <= MAX_ROWS, "{rows} rows; expected 1 to {MAX_ROWS}");
+    check_operands(OP, y, x, linear, rows, epilogue)
+}
+
+/// Checks the operands of a product of any number of rows.
+pub(super) fn check_operands(
+    op: &'static str,
+    y: Span,
+    x: Span,
+    linear: &LinearWeight,
+    rows: usize,
+    epilogue: Epilogue,
+) -> Result<(), CudaError> {
     let LinearWeight { weight, bias, n, k } = *linear;
-    ensure!(OP, k > 0 && k.is_multiple_of(8), "{k} inputs are not a multiple of 8");
+    ensure!(op, rows > 0, "no rows");
+    ensure!(op, k > 0 && k.is_multiple_of(8), "{k} inputs are not a multiple of 8");
     let group = if matches!(epilogue, Epilogue::Gated(_)) { 2 * GATE_GROUP } else { 8 };
-    ensure!(OP, n > 0 && n.is_multiple_of(group), "{n} outputs are not a multiple of {group}");
-    ensure!(OP, x.count::<bf16>() >= rows * k, "x is shorter than {rows} x {k}");
-    ensure!(OP, weight.count::<bf16>() >= n * k, "the weight is shorter than {n} x {k}");
-    ensure!(OP, bias.is_null() || bias.count::<bf16>() >= n, "the bias is shorter than {n}");
-    ensure!(OP, y.bytes() >= epilogue.output_bytes(rows, n), "y is too short for {rows} rows of {n} outputs");
+    ensure!(op, n > 0 && n.is_multiple_of(group), "{n} outputs are not a multiple of {group}");
+    ensure!(op, x.count::<bf16>() >= rows * k, "x is shorter than {rows} x {k}");
+    ensure!(op, weight.count::<bf16>() >= n * k, "the weight is shorter than {n} x {k}");
+    ensure!(op, bias.is_null() || bias.count::<bf16>() >= n, "the bias is shorter than {n}");
+    ensure!(op, y.bytes() >= epilogue.output_bytes(rows, n), "y is too short for {rows} rows of {n} outputs");
     let aligned = [y, x, weight].iter().all(|span| span.is_aligned(16)) && (bias.is_null() || bias.is_aligned(8));
-    ensure!(OP, aligned, "a buffer is not 16-byte aligned");
+    ensure!(op, aligned, "a buffer is not 16-byte aligned");
     Ok(())
 }
 

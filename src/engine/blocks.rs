@@ -56,6 +56,8 @@ pub(crate) struct BlockPool {
     last_content: u64,
     /// Recurrent states, whose snapshots are named by contents of the first KV group.
     pub(crate) states: StatePool,
+    /// Whether blocks that hold generated tokens are shared.
+    pub(crate) shares_output: bool,
 }
 
 /// The content of an evicted block.
@@ -102,6 +104,7 @@ impl BlockPool {
             num_used_of: vec![0; num_groups],
             last_content: 0,
             states: StatePool::default(),
+            shares_output: true,
         };
         pool.reset();
         pool

@@ -71,6 +71,9 @@ pub struct EngineConfig {
     pub policy: Policy,
     /// Whether sequences with equal prefixes share KV blocks.
     pub prefix_cache: bool,
+    /// Whether blocks that hold generated tokens are shared, too. Not where a device computes generated tokens in another
+    /// way than prompts and the results of both must be the same.
+    pub shares_output: bool,
     /// Maximum number of draft tokens for a sequence in one step, whatever its request says; 0 turns drafts off.
     pub max_drafts: usize,
     /// Number of pipeline stages. With more than one, running sequences are divided into as many micro-batches, so that
@@ -132,6 +135,7 @@ impl Default for EngineConfig {
             max_joined_tokens: 16_384,
             policy: Policy::default(),
             prefix_cache: true,
+            shares_output: true,
             max_drafts: 0,
             num_stages: 1,
         }

@@ -111,14 +111,12 @@ impl Engine {
     /// Returns the error of [`EngineConfig::validate`].
     pub fn new(config: EngineConfig) -> Result<Self, ConfigError> {
         config.validate()?;
+        let (num_groups, keeps_evicted) = (config.num_groups(), config.windows[0].is_some());
+        let pool = BlockPool::new(config.num_blocks, config.block_size, num_groups, keeps_evicted);
+        let mut pool = pool.with_states(config.num_states);
+        pool.shares_output = config.shares_output;
         Ok(Self {
-            pool: BlockPool::new(
-                config.num_blocks,
-                config.block_size,
-                config.num_groups(),
-                config.windows[0].is_some(),
-            )
-            .with_states(config.num_states),
+            pool,
             free_rows: all_rows(config.max_rows),
             num_full_groups: config.num_full_groups(),
             num_claimed: 0,

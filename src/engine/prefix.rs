@@ -163,7 +163,7 @@ pub(crate) fn publish_prompt(pool: &mut BlockPool, sequence: &mut Sequence, bloc
 
 /// Registers the blocks of the output for plans from `step` on, if the prompt is computed.
 pub(crate) fn register_output(pool: &mut BlockPool, sequence: &mut Sequence, block_size: usize, step: u64) {
-    if sequence.num_ready < sequence.num_registered || sequence.is_prefilling() {
+    if !pool.shares_output || sequence.num_ready < sequence.num_registered || sequence.is_prefilling() {
         return;
     }
     register_up_to(pool, sequence, block_size, sequence.num_known_blocks(block_size));

@@ -176,6 +176,10 @@ pub struct RankArgs {
     /// `quantization` has priority
     #[arg(long, visible_alias = "quantization", default_value = "auto", value_name = "PRECISION", value_parser = str::parse::<WeightPrecision>)]
     pub weight_only_precision: WeightPrecision,
+    /// Tokens of a request never depend on what runs beside it, bit for bit, on GPUs too, where some kernels are slower for it; a
+    /// model's parameter `batch_invariant` has priority
+    #[arg(long)]
+    pub batch_invariant: bool,
     /// Directory of NVIDIA's libraries, or root of a Python environment that holds them; searched before the usual places
     #[arg(long, env = "TRIREME_LIBRARY_DIR", value_name = "DIR")]
     pub library_dir: Vec<PathBuf>,

@@ -42,6 +42,9 @@ pub struct ServeArgs {
     /// Share of the memory that is free after loading, for the KV cache [default: 0.9 on GPUs, 0.25 on CPUs]
     #[arg(long, value_name = "SHARE", value_parser = share)]
     pub(crate) kv_memory_fraction: Option<f64>,
+    /// Tokens of a request never depend on what runs beside it, bit for bit, on GPUs too, where some kernels are slower for it
+    #[arg(long)]
+    pub(crate) batch_invariant: bool,
     /// Prompts with a common beginning do not share KV blocks
     #[arg(long)]
     pub(crate) no_enable_prefix_caching: bool,

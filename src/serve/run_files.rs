@@ -74,6 +74,7 @@ pub(crate) fn parameters(args: &ServeArgs) -> Vec<(&'static str, String)> {
         ("max_inter_token_ms", args.max_inter_token_ms.and_then(number)),
         ("kv_cache_free_gpu_mem_fraction", args.kv_memory_fraction.map(|share| share.to_string())),
         ("enable_kv_cache_reuse", args.no_enable_prefix_caching.then(|| "false".to_owned())),
+        ("batch_invariant", args.batch_invariant.then(|| "true".to_owned())),
         ("chat_format", args.chat_format.clone()),
     ];
     parameters.into_iter().filter_map(|(key, value)| Some((key, value?))).collect()

@@ -113,6 +113,8 @@ pub struct WorkerSettings {
     pub network: Option<String>,
     /// Storage of the weights of linear layers. Only CPUs use it; other devices store them as the checkpoint has them.
     pub weight_precision: WeightPrecision,
+    /// Whether the tokens of a request must not depend on what runs beside it. They never do on CPUs.
+    pub batch_invariant: bool,
     /// Duration of a step after which its workers count as hung. A worker waits this long for its group in a collective operation.
     pub step_timeout: Duration,
     /// Directories that are searched first for NVIDIA's libraries.

@@ -54,6 +54,8 @@ pub struct RowTable {
     num_blocks: usize,
     /// Slots for recurrent states; 0 if the model has none.
     num_states: usize,
+    /// Whether a single token of a prompt is a prefill chunk, too, so that all of a prompt is computed in one way.
+    keeps_prompts_whole: bool,
     next_step: u64,
     /// The sequence and position of each of [`StepInputs::logits`] of the last plan.
     reported: Vec<(SequenceId, LogitsPlace)>,
@@ -70,12 +72,26 @@ impl RowTable {
         next_step: u64,
     ) -> Self {
         let rows = (0..max_rows).map(|_| None).collect();
-        Self { rows, windows, block_size, num_blocks, num_states: 0, next_step, reported: Vec::new() }
+        Self {
+            rows,
+            windows,
+            block_size,
+            num_blocks,
+            num_states: 0,
+            keeps_prompts_whole: false,
+            next_step,
+            reported: Vec::new(),
+        }
     }
 
     /// The same for a model with recurrent states, which have `num_states` slots.
     pub fn with_states(self, num_states: usize) -> Self {
         Self { num_states, ..self }
+    }
+
+    /// The same for a device on which prefill chunks and decodes of the same token have different bits, if they may not.
+    pub fn keeping_prompts_whole(self, keeps_prompts_whole: bool) -> Self {
+        Self { keeps_prompts_whole, ..self }
     }
 
     /// Takes the sequence and position of each of [`StepInputs::logits`] of the last plan.
@@ -194,6 +210,7 @@ impl RowTable {
         let mut reported = self.take_reported();
         reported.clear();
         let mut drafts = plan.drafts.iter().peekable();
+        let keeps_prompts_whole = self.keeps_prompts_whole;
         for work in &plan.work {
             let row = self.occupied(plan.step, work.row)?;
             let drafted = drafts.next_if(|(row, _)| *row == work.row).map_or(&[][..], |(_, tokens)| tokens);
@@ -212,7 +229,7 @@ impl RowTable {
             inputs.row_starts.push(inputs.token_ids.len() as u32);
             inputs.context_lens.push(end);
             inputs.states.extend(row.state.map(|state| state.0));
-            if work.num_tokens > 1 {
+            if work.num_tokens > 1 || keeps_prompts_whole && end <= row.num_prompt_tokens {
                 inputs.num_prefill_rows = inputs.rows.len();
             }
             row.num_computed = end;

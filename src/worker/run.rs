@@ -131,7 +131,8 @@ impl<'a, D: Device + 'static> Worker<'a, D> {
             num_blocks,
             self.spec.next_step,
         )
-        .with_states(num_states);
+        .with_states(num_states)
+        .keeping_prompts_whole(self.spec.settings.batch_invariant);
         let steps = Steps {
             worker: self,
             rows,

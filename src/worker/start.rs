@@ -164,6 +164,7 @@ fn cuda_config(
         // `report_memory` applies the fraction of the spec.
         kv_memory_fraction: 1.0,
         max_drafts: spec.max_drafts,
+        batch_invariant: spec.settings.batch_invariant,
         ..CudaConfig::new(ordinal, limits)
     })
 }

@@ -76,6 +76,12 @@ pub const LLM_PARAMETERS: &[Key] = &[
             "how linear layers are quantized at load: `fp8`, `int8`, `int4` or `none`; default: `--weight-only-precision`",
         ),
     ),
+    (
+        "batch_invariant",
+        Used(
+            "`true`: tokens of a request never depend on what runs beside it, on GPUs too; default: `--batch-invariant`",
+        ),
+    ),
     ("weight_only_precision", Used("the same as `quantization`, TensorRT-LLM's name")),
     ("use_weight_only", Used("`true`: `int8`, if no precision is named; `false`: none")),
     ("tokens_per_block", Used("tokens of a KV block")),

@@ -18,6 +18,10 @@ use super::inter_token::InterTokenBounds;
 use super::queue_policy::QueuePolicy;
 use crate::{checkpoint, parameters};
 
+mod invariant;
+
+use invariant::batch_invariant;
+
 /// Maximum number of draft tokens in one step. Longer drafts are seldom accepted.
 const MAX_DRAFTS: usize = 64;
 
@@ -109,20 +113,25 @@ impl LlmConfig {
         let sampling_defaults = SamplingDefaults::from_dir(&checkpoint);
         log_sampling_defaults(&config.name, &sampling_defaults);
         let queue = QueuePolicy::new(config);
-        let Parallelism { tp_size, pp_size, ep_size, num_replicas } = Parallelism::new(config, &model, defaults)?;
+        let parallelism = Parallelism::new(config, &model, defaults)?;
+        let batch_invariant = batch_invariant(config, &model, defaults, &parallelism, weight_precision)?;
+        let Parallelism { tp_size, pp_size, ep_size, num_replicas } = parallelism;
         let model = model.in_expert_groups(ep_size);
         check_shares(config, &model, tp_size)?;
         let engine = engine_config(config, &model, defaults, &queue)?;
         let groups_per_node = defaults.ranks_per_node.div_ceil(tp_size * pp_size).min(num_replicas);
         let stages = pp_size as usize;
         // One step is planned while each stage runs another.
-        let engine = EngineConfig { num_stages: stages, max_in_flight: engine.max_in_flight.max(stages + 1), ..engine };
+        let max_in_flight = engine.max_in_flight.max(stages + 1);
+        // Decode kernels give generated tokens other bits than a prompt with the same tokens has.
+        let shares_output = !(batch_invariant && target(defaults.worker.device) == Target::Cuda);
+        let engine = EngineConfig { num_stages: stages, max_in_flight, shares_output, ..engine };
         Ok(Self {
             name: config.name.clone(),
             sampling_defaults,
             checkpoint,
             checkpoint_fingerprint: None,
-            worker: WorkerSettings { weight_precision, ..defaults.worker.clone() },
+            worker: WorkerSettings { weight_precision, batch_invariant, ..defaults.worker.clone() },
             tp_size,
             pp_size,
             ep_size,

@@ -22,6 +22,7 @@ impl LlmInputs {
                 device: DeviceChoice::Cpu { threads: 1, first_core: None },
                 network: None,
                 weight_precision: WeightPrecision::Checkpoint,
+                batch_invariant: false,
                 step_timeout: Duration::from_secs(1),
                 library_dirs: Vec::new(),
                 cache_dir: None,

@@ -111,6 +111,7 @@ impl CudaDevice {
         // Stages take part in the same exchanges, and some of them may not support chains.
         self.pipeline.stage.count == 1
             && config.use_fast_kernels
+            && !config.batch_invariant
             && self.all_skinny
             && !self.has_layer_norms
             && !self.expert_sizes.has_experts()

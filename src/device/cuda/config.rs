@@ -40,6 +40,9 @@ pub struct CudaConfig {
     /// Whether the optimized kernels of this project are used where they are faster than library functions and simple
     /// kernels.
     pub use_fast_kernels: bool,
+    /// Whether the result of a row must have the same bits whatever the other rows of its step are. Slower; see
+    /// [`super::invariant`].
+    pub batch_invariant: bool,
 }
 
 impl CudaConfig {
@@ -70,6 +73,7 @@ impl CudaConfig {
             cache_dir: None,
             use_graphs: true,
             use_fast_kernels: true,
+            batch_invariant: false,
         }
     }
 }

@@ -151,6 +151,7 @@ impl CudaDevice {
         let (count, hidden) = (layer.router.rows.len(), layer.router.cols.len());
         let inner = layer.experts.first().map_or(0, |expert| expert.down.cols.len());
         let top_k = layer.routing.top_k;
+        self.check_invariant_experts()?;
         if count > MAX_EXPERTS || top_k > MAX_CHOICES || !inner.is_multiple_of(GATE_GROUP) {
             return Err(DeviceError::Unsupported {
                 what: "experts".into(),

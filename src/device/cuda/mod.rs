@@ -13,6 +13,7 @@ mod exchange;
 mod experts;
 mod graphs;
 mod group;
+pub mod invariant;
 mod load;
 mod logits;
 mod masked;
@@ -199,6 +200,7 @@ impl CudaDevice {
         let pipeline = Pipeline::new(&config, &group, &gpu, &queue)?;
         let loader = Loader::new(&gpu).map_err(device_error)?;
         let rows = Rows::new(&gpu, config.limits).map_err(device_error)?;
+        invariant::check(&config, &gpu)?;
         Ok(Self {
             graphs: Graphs::new(config.use_graphs, config.limits.max_rows),
             loader: RefCell::new(loader),

@@ -1,7 +1,9 @@
 //! The ops of a forward pass. Each is queued for the tokens of the current step.
 
 use half::bf16;
-use kernels::cuda::decode_attention::{DecodeAttention, DecodeRows, Positions, decode_attention, takes_ring};
+use kernels::cuda::decode_attention::{
+    DecodeAttention, DecodeRows, Positions, decode_attention, decode_attention_fixed, takes_ring,
+};
 use kernels::cuda::embed::{Table, TokenSource};
 use kernels::cuda::fp8_gemm::fp8_gemm;
 use kernels::cuda::layer_norm::layer_norm;
@@ -111,6 +113,9 @@ impl CudaDevice {
         if !self.current().only_products && self.link(out, x, weight, stride, epilogue)? {
             return Ok(());
         }
+        if self.config.batch_invariant {
+            return self.invariant_product(out, x, weight, m, stride, epilogue);
+        }
         if stride == weight.rows && self.is_own(m, weight) {
             if self.current().only_products {
                 return Ok(());
@@ -166,6 +171,9 @@ impl CudaDevice {
 
     /// Whether an own kernel computes this product, and not the library.
     fn is_own(&self, m: usize, weight: &CudaWeight) -> bool {
+        if self.config.batch_invariant {
+            return true;
+        }
         let most = match weight.packed {
             Some(_) if self.rounds_inputs(m, weight) => usize::MAX,
             Some(_) if quantized_gemm::has_hopper_kernel(&self.gpu) => MAX_QUANTIZED_ROWS,
@@ -234,8 +242,8 @@ impl CudaDevice {
     fn attention_rotates(&self, layer: usize) -> bool {
         let (shape, layer) = (self.current().shape, self.cache().layer(layer));
         let rows = shape.rows - shape.prefill_rows;
-        let few =
-            rows * layer.shape.num_kv_heads <= MAX_ROTATED_HEADS && !takes_ring(self.queue.gpu(), rows, layer.shape);
+        let has_ring = !self.config.batch_invariant && takes_ring(self.queue.gpu(), rows, layer.shape);
+        let few = rows * layer.shape.num_kv_heads <= MAX_ROTATED_HEADS && !has_ring;
         let is_fast = self.config.use_fast_kernels && layer.has_fast_attention();
         few && !self.is_split && is_fast && layer.rotates()
     }
@@ -340,7 +348,11 @@ impl CudaDevice {
             scores: layer.scores,
             workspace: &cache.decode,
         };
-        decode_attention(&self.queue, &attention).map_err(device_error)
+        match self.config.batch_invariant {
+            true => decode_attention_fixed(&self.queue, &attention),
+            false => decode_attention(&self.queue, &attention),
+        }
+        .map_err(device_error)
     }
 
     pub(crate) fn op_reduce_add_norm(

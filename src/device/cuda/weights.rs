@@ -27,8 +27,10 @@ impl CudaDevice {
         parts: &[WeightSlice<'_>],
         order: RowOrder,
     ) -> Result<CudaWeight, DeviceError> {
-        let Some(format) = packed_format(parts, order) else { return self.load_matrix(parts, order) };
+        let format = packed_format(parts, order);
         let (rows, cols) = matrix_shape(parts)?;
+        self.check_invariant_weight(rows, cols, format.is_some())?;
+        let Some(format) = format else { return self.load_matrix(parts, order) };
         let codes = self.load_form(parts, order, Form::Codes(format), format.codes_bytes(rows, cols))?;
         let scales = self.load_form(parts, order, Form::Scales(format), format.scales_bytes(rows, cols))?;
         let has_fp8_inputs = has_fp8_inputs(parts);

@@ -1,6 +1,6 @@
 //! Measures decode and prefill steps of a Llama-shaped model on a GPU, with random weights and without a checkpoint.
 //!
-//! `cargo run --release -p device --example cuda_steps -- [--shape llama2-7b|llama3-8b] [--layers N] [--simple] [--no-graphs]
+//! `cargo run --release -p device --example cuda_steps -- [--shape llama2-7b|llama3-8b] [--layers N] [--simple] [--batch-invariant] [--no-graphs]
 //! [--context N] [--prefill N] [--batch N] [--weights bf16|fp8|fp8-blocks|fp8-weights-only|int4] [--tp-size N --rank R --exchange DIR]`
 //!
 //! Prints milliseconds per decode step for several batch sizes and for a mixed step, with two steps in flight, and
@@ -333,6 +333,7 @@ struct Options {
     prefill: usize,
     batch: usize,
     fast: bool,
+    batch_invariant: bool,
     graphs: bool,
     tp: TensorParallel,
     exchange: PathBuf,
@@ -352,6 +353,7 @@ fn options() -> Options {
         prefill: number("--prefill", 16384),
         batch: number("--batch", 0),
         fast: !has("--simple"),
+        batch_invariant: has("--batch-invariant"),
         graphs: !has("--no-graphs"),
         tp: TensorParallel { rank: number("--rank", 0) as u32, size: number("--tp-size", 1) as u32 },
         exchange: value("--exchange").unwrap_or_default().into(),
@@ -413,6 +415,7 @@ fn config(options: &Options) -> CudaConfig {
         exchange: Some(Arc::new(FileExchange::new(options.exchange.clone(), options.tp, Duration::from_secs(60)))),
         use_graphs: options.graphs,
         use_fast_kernels: options.fast,
+        batch_invariant: options.batch_invariant,
         ..CudaConfig::new(options.tp.rank as usize, limits)
     }
 }

@@ -90,11 +90,12 @@ fn config() -> impl Strategy<Value = EngineConfig> {
     let sizes = (1usize..6, 1usize..20, 1usize..12, 1usize..6, 1usize..24, 1usize..4);
     // A third of the engines have recurrent states, often fewer than rows.
     let states = prop_oneof![2 => Just((0usize, 1usize)), 1 => (1usize..12, 1usize..4)];
-    (sizes, any::<bool>(), any::<bool>(), 0usize..6, 1usize..4, 1usize..6, windows(), states).prop_map(
+    let cache = (any::<bool>(), any::<bool>());
+    (sizes, any::<bool>(), cache, 0usize..6, 1usize..4, 1usize..6, windows(), states).prop_map(
         |(
             (max_rows, spare_tokens, max_mixed, block_size, num_blocks, max_in_flight),
             evict,
-            cache,
+            (prefix_cache, shares_output),
             max_drafts,
             num_stages,
             token_tile,
@@ -122,7 +123,8 @@ fn config() -> impl Strategy<Value = EngineConfig> {
                 max_in_flight,
                 max_joined_tokens: 20,
                 policy: if evict { Policy::MaxUtilization } else { Policy::GuaranteedNoEvict },
-                prefix_cache: cache,
+                prefix_cache,
+                shares_output,
                 max_drafts: if num_states == 0 { max_drafts } else { 0 },
                 num_stages,
             }

@@ -6,7 +6,7 @@ use std::collections::{BTreeMap, HashSet};
 use std::time::Duration;
 
 use engine::{Engine, EngineConfig, Policy, Request, RowId, SequenceId, StepPlan, TokenEvent, TokenId};
-use support::{Device, VOCAB_SIZE, World};
+use support::{Device, VOCAB_SIZE, World, run_alone};
 
 /// An engine, its device, and the events of the last plan. Runs one step at a time.
 struct Steps {
@@ -163,6 +163,24 @@ fn cache_hits_change_no_token_and_are_reported() {
     }
     let stats = world.engine.stats();
     assert_eq!(stats.total_reused_blocks, 17 * 4, "each but the first finds the 4 blocks of the prefix");
+}
+
+#[test]
+fn a_prompt_with_an_earlier_answer_finds_its_blocks_only_if_output_is_shared() {
+    for (shares_output, expected) in [(true, 32 + 48), (false, 32)] {
+        let mut steps = Steps::new(EngineConfig { block_size: 16, shares_output, ..EngineConfig::default() });
+        let first = Request { prompt: prompt(3, 32), max_tokens: 60, ..Request::default() };
+        let tokens = run_alone(&first, 4096).0;
+        steps.submit(first.clone());
+        while steps.step().is_some() {}
+        let next = [first.prompt, tokens, prompt(9, 20)].concat();
+        let (len, mut computed) = (next.len(), 0);
+        steps.submit(Request { prompt: next, max_tokens: 1, ..Request::default() });
+        while let Some(plan) = steps.step() {
+            computed += plan.work.iter().map(|work| work.num_tokens as usize).sum::<usize>();
+        }
+        assert_eq!(len - computed, expected, "shares_output is {shares_output}");
+    }
 }
 
 #[test]

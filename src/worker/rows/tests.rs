@@ -48,6 +48,25 @@ fn a_prefill_and_then_a_decode_are_packed_for_the_device() {
 }
 
 #[test]
+fn a_single_token_of_a_prompt_is_a_prefill_chunk_where_prompts_are_kept_whole() {
+    for keeps_prompts_whole in [false, true] {
+        let table = RowTable::new(4, vec![None], 2, 8, 1);
+        let (mut table, mut inputs) = (table.keeping_prompts_whole(keeps_prompts_whole), StepInputs::default());
+        let last = StepPlan {
+            step: 1,
+            joined: vec![JoinedRow { num_computed: 2, ..joined(2, &[10, 11, 12], &[5, 3]) }],
+            work: vec![work(2, 2, 1, true)],
+            ..StepPlan::default()
+        };
+        table.apply(&last, &mut inputs).unwrap();
+        assert_eq!(inputs.num_prefill_rows, usize::from(keeps_prompts_whole));
+        let decode = StepPlan { step: 2, work: vec![work(2, 3, 1, true)], ..StepPlan::default() };
+        table.apply(&decode, &mut inputs).unwrap();
+        assert_eq!(inputs.num_prefill_rows, 0);
+    }
+}
+
+#[test]
 fn drafts_follow_the_newest_token_and_a_revision_keeps_the_accepted_ones() {
     let (mut table, mut inputs) = (RowTable::new(4, vec![None], 4, 8, 1), StepInputs::default());
     let join = StepPlan {

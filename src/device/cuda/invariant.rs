@@ -1,0 +1,77 @@
+//! Products whose rows have the same bits whatever the other rows of their step are: `CudaConfig::batch_invariant`.
+//!
+//! Each weight has one order in which K is summed, for any number of rows. Together with decode attention in a fixed division
+//! and prefill attention, which always adds keys in the order of their positions, a row's result then depends on its own
+//! tokens alone. Products of few rows are not joined to chains, because a chain divides K by its number of blocks.
+
+use kernels::cuda::skinny_gemm::{self, Epilogue};
+use kernels::cuda::sum_order::SumOrder;
+use kernels::cuda::wide_gemm::{self, wide_gemm};
+use kernels::cuda::{Gpu, Span};
+use ops::DeviceError;
+
+use super::{CudaConfig, CudaDevice, CudaWeight, device_error};
+
+fn unsupported(found: String, expected: &str) -> DeviceError {
+    DeviceError::Unsupported { what: "batch_invariant".into(), found, expected: expected.into() }
+}
+
+/// # Errors
+/// When the GPU, or a group, has no invariant form.
+pub(super) fn check(config: &CudaConfig, gpu: &Gpu) -> Result<(), DeviceError> {
+    if config.batch_invariant && !wide_gemm::has_kernel(gpu) {
+        let (major, minor) = gpu.capability();
+        let found = format!("{} (compute capability {major}.{minor})", gpu.name());
+        return Err(unsupported(found, "a GPU of compute capability 9, and a build with its kernels"));
+    }
+    match config.tensor_parallel.size {
+        size if config.batch_invariant && size > 1 => Err(unsupported(format!("`tp` {size}"), "1")),
+        _ => Ok(()),
+    }
+}
+
+impl CudaDevice {
+    /// # Errors
+    /// When a weight of `rows` outputs has no invariant form.
+    pub(super) fn check_invariant_weight(&self, rows: usize, cols: usize, is_packed: bool) -> Result<(), DeviceError> {
+        match self.config.batch_invariant {
+            true if is_packed => Err(unsupported("quantized weights".into(), "weights in bf16")),
+            true if !(rows.is_multiple_of(8) && cols.is_multiple_of(8)) => {
+                Err(unsupported(format!("a layer of {rows} outputs and {cols} inputs"), "multiples of 8"))
+            }
+            _ => Ok(()),
+        }
+    }
+
+    /// # Errors
+    /// Experts have no invariant form.
+    pub(super) fn check_invariant_experts(&self) -> Result<(), DeviceError> {
+        match self.config.batch_invariant {
+            true => Err(unsupported("experts".into(), "a model without experts")),
+            false => Ok(()),
+        }
+    }
+
+    /// `out [m, rows]` = `x [m, K]` @ weight^T in the order of the weight.
+    pub(super) fn invariant_product(
+        &mut self,
+        out: Span,
+        x: Span,
+        weight: &CudaWeight,
+        m: usize,
+        stride: usize,
+        epilogue: Epilogue,
+    ) -> Result<(), DeviceError> {
+        if self.current().only_products {
+            return Ok(());
+        }
+        self.flush()?;
+        debug_assert_eq!(stride, weight.rows, "a group of one has no padded shares");
+        let (linear, order) = (weight.linear(), SumOrder::for_shape(weight.rows, weight.cols));
+        match m <= skinny_gemm::MAX_ROWS {
+            true => skinny_gemm::skinny_gemm_split(&self.queue, out, x, &linear, m, epilogue, order.split(m)),
+            false => wide_gemm(&self.queue, out, x, &linear, m, epilogue, order),
+        }
+        .map_err(device_error)
+    }
+}
