@@ -7,10 +7,10 @@ REPOSITORY = pathlib.Path(__file__).resolve().parent.parent / "model_repository"
 class Bench:
     """Serves one checkpoint from a generated repository, and measures."""
 
-    def __init__(self, checkpoint, device, scratch, bin, port, rows=256):
+    def __init__(self, checkpoint, device, scratch, bin, port, rows=256, flags=()):
         self.checkpoint, self.device, self.scratch, self.port = pathlib.Path(checkpoint).resolve(), device, scratch, port
         self.vocab = json.loads((self.checkpoint / "config.json").read_text())["vocab_size"]
-        self.bin = pathlib.Path(bin).resolve()
+        self.bin, self.flags = pathlib.Path(bin).resolve(), flags
         self.random = random.Random(0)
         self.repository = scratch / "repository"
         self.write_repository(rows)
@@ -39,7 +39,7 @@ class Bench:
     def launch(self, size, *flags):
         ports = [f"--http_port={self.port}", f"--grpc_port={self.port + 1}", f"--metrics_port={self.port + 2}"]
         return run([self.bin / "launch", f"--world_size={size}", f"--model_repo={self.repository}", f"--device={self.device}",
-                    *ports, *flags], 180)
+                    *ports, *self.flags, *flags], 180)
 
     def planned_mib(self, size):
         """The memory that each worker takes of its device according to `launch --plan`: the sum of the row, without free memory."""

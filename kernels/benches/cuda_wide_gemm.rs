@@ -45,7 +45,7 @@ fn main() {
             let mut others = Vec::new();
             let (fixed, free);
             if rows <= MAX_ROWS {
-                fixed = time(&|i| skinny_gemm_split(&queue, y, x, &linear(i), rows, epilogue, order.split(rows)));
+                fixed = time(&|i| skinny_gemm_split(&queue, y, x, &linear(i), rows, epilogue, order.split()));
                 free = time(&|i| skinny_gemm(&queue, y, x, &linear(i), rows, epilogue));
                 for (groups, ring_kib) in [(1, 48), (1, 64), (1, 100), (2, 48), (2, 64), (2, 104), (2, 200), (4, 200)] {
                     let split = Split { parts: order.parts, groups, ring_bytes: ring_kib << 10 };
@@ -60,9 +60,7 @@ fn main() {
                     time(&|i| library.borrow_mut().run(&queue, shape, buffers(i)))
                 });
                 for (cols, is_split) in [(128, false), (128, true), (256, false)] {
-                    let is_possible =
-                        if cols == 256 || !is_split { cols == 128 || order.runs() == 1 } else { order.runs() > 1 };
-                    if is_possible {
+                    if (cols == 128 || order.runs() == 1) && (!is_split || order.parts > 1) {
                         let split = WideSplit { cols, is_split };
                         let us = time(&|i| wide_gemm_split(&queue, y, x, &linear(i), rows, epilogue, order, split));
                         others.push(format!("{cols}{} {us:.1}", if is_split { " split" } else { "" }));

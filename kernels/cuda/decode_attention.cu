@@ -2,6 +2,7 @@
 // rope_decode_attention_bf16: the same, but first rotates q and k of the newest position and writes its k and v; without chunks
 // alibi_decode_attention_bf16: the first with slopes[h] * (j - newest position) added to the score of position j  (Press et al. 2022)
 // capped_decode_attention_bf16: the first with scores s that become cap * tanh(s / cap)
+// shared_..., on Hopper: any of these with fewer blocks than splits, so that rows are divided in one way whatever their number is
 // archs: 80 90a 100a ptx
 //
 // q             [R, H, D] bf16, rows `q_stride` elements apart (the q part of qkv)
@@ -13,7 +14,7 @@
 // workspace     partial sums [R][H][splits][D] f32, their maximum and denominator [R][H][splits][2] f32, and counters
 //               [R][K * groups] u32, zero before the first launch and after each launch
 // maths         scores and sums in fp32, probabilities rounded to bf16 for the product with v
-// launch        grid (splits, K * groups, R), 4 warps. Up to 8 query heads of a KV head form a group, so K and V are
+// launch        grid (blocks, K * groups, R), 4 warps. A block computes one split of a row, or, with the prefix, every `blocks`-th. Up to 8 query heads of a KV head form a group, so K and V are
 //               read once for all of them. A warp processes 16 positions at a time: K and V are loaded directly into
 //               the registers of mma.sync, as K q^T and V^T p^T, and the next tile is loaded while this one is used.
 //               The number of splits of a row depends on its length. The splits are added in order: through shared
@@ -302,28 +303,17 @@ struct Newest {
     }
 };
 
+// One split of a row. `is_first`: the block has computed none before it.
 template <int D, bool ROPE, Scores SCORES>
-__device__ __forceinline__ void decode_attention(const DecodeAttention& a, const Rope& rope, const float* slopes, float cap) {
+__device__ __forceinline__ void attend_split(const DecodeAttention& a, const Rope& rope, const float* slopes, float cap, u32 len,
+                                             u32 split, const Chunk& c, bool is_first) {
     extern __shared__ float4 dynamic[];
-    pdl_launch();
-    if (!ROPE) pdl_wait();
-    const u32 split = blockIdx.x, splits = gridDim.x, row = blockIdx.z;
+    const u32 splits = a.splits, row = blockIdx.z;
     const u32 per_kv_head = a.heads / a.kv_heads, groups = groups_of(a);
     const u32 kv_head = blockIdx.y / groups, group = blockIdx.y % groups;
     const int heads = min(per_kv_head - group * GROUP, (u32)GROUP);
     const u32 first_head = kv_head * per_kv_head + group * GROUP;
     bf16* out = a.out + ((u64)row * a.heads + first_head) * D;
-
-    // The step's inputs and the angles are written before the first kernel of the step, so no wait is needed for them.
-    const u32 len = a.context_lens[row];
-    if (len == 0) {
-        if (split != 0) return;
-        if (ROPE) pdl_wait();
-        for (int i = threadIdx.x; i < heads * D; i += blockDim.x) out[i] = to_bf16(0.0f);
-        return;
-    }
-    const Chunk c = chunk_of<!ROPE>(a, len, split, splits);
-    if (split >= c.active) return;
 
     const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
     Walk<D> walk(a, c.begin, ROPE ? min(c.end, len - 1) : c.end, row, kv_head);
@@ -339,7 +329,7 @@ __device__ __forceinline__ void decode_attention(const DecodeAttention& a, const
         for (int i = 0; i < D / 64; ++i) angles[i] = load_angles(rope.cos + angle + 32 * i, rope.sin + angle + 32 * i);
         // Positions before the newest belong to earlier steps: their k and v are loaded while the previous kernel runs.
         begin_walk(walk, tile);
-        pdl_wait();
+        if (is_first) pdl_wait();
         load_rotated_q<D>(q, q_row, g < heads, angles);
         if (c.end == len) {
             const Newest<D> newest(a, row, kv_head);
@@ -366,38 +356,73 @@ __device__ __forceinline__ void decode_attention(const DecodeAttention& a, const
     store_part<D>(a, part, out, merged, heads);
 }
 
-#define DECODE_ATTENTION(D)                                                                                            \
-    extern "C" __global__ void __launch_bounds__(WARPS * 32) decode_attention_bf16_d##D(const DecodeAttention a) {     \
-        decode_attention<D, false, Scores::PLAIN>(a, Rope{}, nullptr, 0.0f);                                                         \
+// Zeros for a padding row.
+template <int D>
+__device__ __forceinline__ void clear_row(const DecodeAttention& a) {
+    const u32 per_kv_head = a.heads / a.kv_heads, groups = groups_of(a), group = blockIdx.y % groups;
+    const u32 heads = min(per_kv_head - group * GROUP, (u32)GROUP), first_head = blockIdx.y / groups * per_kv_head + group * GROUP;
+    bf16* out = a.out + ((u64)blockIdx.z * a.heads + first_head) * D;
+    for (u32 i = threadIdx.x; i < heads * D; i += blockDim.x) out[i] = to_bf16(0.0f);
+}
+
+template <int D, bool ROPE, Scores SCORES, bool SHARED>
+__device__ __forceinline__ void decode_attention(const DecodeAttention& a, const Rope& rope, const float* slopes, float cap) {
+    pdl_launch();
+    if (!ROPE) pdl_wait();
+    // The step's inputs and the angles are written before the first kernel of the step, so no wait is needed for them.
+    const u32 len = a.context_lens[blockIdx.z];
+    if (len == 0) {
+        if (blockIdx.x != 0) return;
+        if (ROPE) pdl_wait();
+        return clear_row<D>(a);
+    }
+#pragma unroll 1
+    for (u32 split = blockIdx.x; SHARED || split == blockIdx.x; split += gridDim.x) {
+        const Chunk c = chunk_of<!ROPE>(a, len, split, a.splits);
+        if (split >= c.active) return;
+        attend_split<D, ROPE, SCORES>(a, rope, slopes, cap, len, split, c, split == blockIdx.x);
+        if (!SHARED) return;
+    }
+}
+
+#define DECODE_ATTENTION(PREFIX, D, SHARED) \
+    extern "C" __global__ void __launch_bounds__(WARPS * 32) PREFIX##decode_attention_bf16_d##D(const DecodeAttention a) { \
+        decode_attention<D, false, Scores::PLAIN, SHARED>(a, Rope{}, nullptr, 0.0f); \
     }
 
-#define ALIBI_DECODE_ATTENTION(D)                                                                                      \
-    extern "C" __global__ void __launch_bounds__(WARPS * 32)                                                           \
-        alibi_decode_attention_bf16_d##D(const DecodeAttention a, const float* slopes) {                               \
-        decode_attention<D, false, Scores::ALIBI>(a, Rope{}, slopes, 0.0f);                                                           \
+#define ALIBI_DECODE_ATTENTION(PREFIX, D, SHARED) \
+    extern "C" __global__ void __launch_bounds__(WARPS * 32) \
+        PREFIX##alibi_decode_attention_bf16_d##D(const DecodeAttention a, const float* slopes) { \
+        decode_attention<D, false, Scores::ALIBI, SHARED>(a, Rope{}, slopes, 0.0f); \
     }
 
-#define CAPPED_DECODE_ATTENTION(D)                                                                                     \
-    extern "C" __global__ void __launch_bounds__(WARPS * 32)                                                           \
-        capped_decode_attention_bf16_d##D(const DecodeAttention a, float cap) {                                        \
-        decode_attention<D, false, Scores::CAPPED>(a, Rope{}, nullptr, cap);                                           \
+#define CAPPED_DECODE_ATTENTION(PREFIX, D, SHARED) \
+    extern "C" __global__ void __launch_bounds__(WARPS * 32) \
+        PREFIX##capped_decode_attention_bf16_d##D(const DecodeAttention a, float cap) { \
+        decode_attention<D, false, Scores::CAPPED, SHARED>(a, Rope{}, nullptr, cap); \
     }
 
-#define ROPE_DECODE_ATTENTION(D)                                                                                       \
-    extern "C" __global__ void __launch_bounds__(WARPS * 32)                                                           \
-        rope_decode_attention_bf16_d##D(const DecodeAttention a, const Rope rope) {                                    \
-        decode_attention<D, true, Scores::PLAIN>(a, rope, nullptr, 0.0f);                                                            \
+#define ROPE_DECODE_ATTENTION(PREFIX, D, SHARED) \
+    extern "C" __global__ void __launch_bounds__(WARPS * 32) \
+        PREFIX##rope_decode_attention_bf16_d##D(const DecodeAttention a, const Rope rope) { \
+        decode_attention<D, true, Scores::PLAIN, SHARED>(a, rope, nullptr, 0.0f); \
     }
 
-DECODE_ATTENTION(64)
-DECODE_ATTENTION(96)
-DECODE_ATTENTION(128)
-DECODE_ATTENTION(256)
-ROPE_DECODE_ATTENTION(64)
-ROPE_DECODE_ATTENTION(128)
-ROPE_DECODE_ATTENTION(256)
-ALIBI_DECODE_ATTENTION(64)
-ALIBI_DECODE_ATTENTION(96)
-ALIBI_DECODE_ATTENTION(128)
-CAPPED_DECODE_ATTENTION(128)
-CAPPED_DECODE_ATTENTION(256)
+#define ALL_DECODE_ATTENTION(PREFIX, SHARED) \
+    DECODE_ATTENTION(PREFIX, 64, SHARED) \
+    DECODE_ATTENTION(PREFIX, 96, SHARED) \
+    DECODE_ATTENTION(PREFIX, 128, SHARED) \
+    DECODE_ATTENTION(PREFIX, 256, SHARED) \
+    ROPE_DECODE_ATTENTION(PREFIX, 64, SHARED) \
+    ROPE_DECODE_ATTENTION(PREFIX, 128, SHARED) \
+    ROPE_DECODE_ATTENTION(PREFIX, 256, SHARED) \
+    ALIBI_DECODE_ATTENTION(PREFIX, 64, SHARED) \
+    ALIBI_DECODE_ATTENTION(PREFIX, 96, SHARED) \
+    ALIBI_DECODE_ATTENTION(PREFIX, 128, SHARED) \
+    CAPPED_DECODE_ATTENTION(PREFIX, 128, SHARED) \
+    CAPPED_DECODE_ATTENTION(PREFIX, 256, SHARED)
+
+ALL_DECODE_ATTENTION(, false)
+#if __CUDA_ARCH__ == 900
+ALL_DECODE_ATTENTION(shared_, true)
+#endif

@@ -28,7 +28,7 @@ struct DecodeAttention {
     u32 min_chunk;    // minimum number of positions in a split, a multiple of 16
     float scale;
     u32 chunk;        // positions that are attended to begin at a multiple of it, 0 for no bound
-    u32 padding;
+    u32 splits;       // into which a row is divided at most
 };
 
 // Number of groups of query heads per KV head.

@@ -42,6 +42,9 @@ pub struct DecodeRows {
 pub struct Splits {
     /// Maximum number of parts of a row.
     pub splits: usize,
+    /// Number of blocks for the parts of a row, each of which computes every `blocks`-th part. No result depends on it. Fewer than
+    /// `splits` on Hopper alone.
+    pub blocks: usize,
     /// Minimum number of positions in a part, a multiple of 16.
     pub min_chunk: usize,
     /// Number of parts whose thread blocks share a cluster, on Hopper and later: a power of two up to [`MAX_CLUSTER`]
@@ -50,8 +53,13 @@ pub struct Splits {
 }
 
 impl Splits {
-    /// A division that is the same for any number of rows.
-    pub const FIXED: Self = Self { splits: 16, min_chunk: 128, cluster: 1 };
+    /// A division into parts that are the same for any number of rows; only the number of blocks differs.
+    pub fn fixed(num_rows: usize, shape: HeadShape) -> Self {
+        let (splits, visits) = (16, num_rows * shape.num_kv_heads * groups(shape));
+        // Blocks without a part take time, too.
+        let blocks = (2048 / visits.max(1)).next_power_of_two().clamp(1, splits);
+        Self { splits, blocks, min_chunk: 128, cluster: 1 }
+    }
 
     /// The division for `num_rows` rows, by measurement on an H200 (kernels/README.md).
     pub fn for_rows(num_rows: usize, shape: HeadShape) -> Self {
@@ -62,7 +70,7 @@ impl Splits {
             48..192 => (256, 1),
             _ => (1024, 1),
         };
-        Self { splits, min_chunk, cluster }
+        Self { splits, blocks: splits, min_chunk, cluster }
     }
 }
 
@@ -160,11 +168,11 @@ pub struct DecodeAttention<'a> {
     pub workspace: &'a DecodeWorkspace,
 }
 
-/// Queues the attention with [`Splits::FIXED`], so that the result of a row has the same bits whatever the other rows are. The
+/// Queues the attention with [`Splits::fixed`], so that the result of a row has the same bits whatever the other rows are. The
 /// workspace bounds the rows of a launch.
 pub fn decode_attention_fixed(q: &Queue, attention: &DecodeAttention<'_>) -> Result<(), CudaError> {
     let (rows, shape) = (attention.rows, attention.shape);
-    let capacity = attention.workspace.partial.span().bytes() / row_bytes(shape, Splits::FIXED);
+    let capacity = attention.workspace.partial.span().bytes() / row_bytes(shape, Splits::fixed(1, shape));
     ensure!(OP, capacity > 0, "the workspace is too small");
     for first in (0..rows.num_rows).step_by(capacity) {
         let count = capacity.min(rows.num_rows - first);
@@ -180,7 +188,7 @@ pub fn decode_attention_fixed(q: &Queue, attention: &DecodeAttention<'_>) -> Res
             },
             ..*attention
         };
-        decode_attention_split(q, &own, Splits::FIXED)?;
+        decode_attention_split(q, &own, Splits::fixed(count, shape))?;
     }
     Ok(())
 }
@@ -242,12 +250,13 @@ pub fn decode_attention_split(q: &Queue, attention: &DecodeAttention<'_>, splits
     attention.check()?;
     let argument = attention.argument(splits)?;
     let head_dim = attention.shape.head_dim;
+    let shared = if splits.blocks < splits.splits { "shared_" } else { "" };
     let launch = launch(q.gpu(), attention.rows, attention.shape, splits);
     match attention.positions {
         Positions::Known => {
             let mut args = vec![Arg::Bytes(&argument)];
             args.extend(attention.scores.argument());
-            let name = format!("{}decode_attention_bf16_d{head_dim}", attention.scores.prefix());
+            let name = format!("{shared}{}decode_attention_bf16_d{head_dim}", attention.scores.prefix());
             q.launch(&name, launch, &args)
         }
         Positions::Rope(RopeTables { cos, sin }) => {
@@ -264,7 +273,7 @@ pub fn decode_attention_split(q: &Queue, attention: &DecodeAttention<'_>, splits
             for (bytes, span) in rope.chunks_exact_mut(8).zip([cos, sin, attention.cache.k, attention.cache.v]) {
                 bytes.copy_from_slice(&span.address().to_ne_bytes());
             }
-            let name = format!("rope_decode_attention_bf16_d{head_dim}");
+            let name = format!("{shared}rope_decode_attention_bf16_d{head_dim}");
             q.launch(&name, launch, &[Arg::Bytes(&argument), Arg::Bytes(&rope)])
         }
     }
@@ -276,18 +285,19 @@ pub fn rotates(shape: HeadShape) -> bool {
 }
 
 impl DecodeAttention<'_> {
-    /// The kernel's `DecodeAttention`: ten pointers, nine words, padding.
+    /// The kernel's `DecodeAttention`: ten pointers, ten words.
     fn argument(&self, splits: Splits) -> Result<[u8; 120], CudaError> {
         let Self { out, qkv, cache, rows, shape, scores, workspace, .. } = *self;
         let HeadShape { num_heads, num_kv_heads, head_dim, block_size, .. } = shape;
-        let Splits { splits, min_chunk, cluster } = splits;
+        let Splits { splits, blocks, min_chunk, cluster } = splits;
         ensure!(
             OP,
             (1..=64).contains(&splits) && min_chunk > 0 && min_chunk.is_multiple_of(16),
             "{splits} splits of at least {min_chunk}"
         );
         let fits = (1..=MAX_CLUSTER).contains(&cluster) && splits.is_multiple_of(cluster);
-        ensure!(OP, fits, "clusters of {cluster} for {splits} splits");
+        let fits = fits && (cluster == 1 || blocks == splits) && (1..=splits).contains(&blocks);
+        ensure!(OP, fits, "clusters of {cluster}, {blocks} blocks for {splits} splits");
         let parts = rows.num_rows * splits * num_heads;
         let counters = counter_count(rows.num_rows, shape);
         let (partial_span, counter_span) = (workspace.partial.span(), workspace.counters.span());
@@ -310,6 +320,7 @@ impl DecodeAttention<'_> {
             min_chunk as u32,
             scores.scale.to_bits(),
             scores.chunk,
+            splits as u32,
         ];
         argument[72..80].copy_from_slice(&scores.sinks_address().to_ne_bytes());
         for (bytes, word) in argument[80..].chunks_exact_mut(4).zip(words) {
@@ -338,7 +349,7 @@ impl DecodeAttention<'_> {
 fn launch(gpu: &Gpu, rows: DecodeRows, shape: HeadShape, splits: Splits) -> Launch {
     let cluster = if gpu.capability().0 >= 9 { splits.cluster } else { 1 };
     Launch::new(0, 128)
-        .grid(splits.splits as u32, (shape.num_kv_heads * groups(shape)) as u32, rows.num_rows as u32)
+        .grid(splits.blocks as u32, (shape.num_kv_heads * groups(shape)) as u32, rows.num_rows as u32)
         .shared(merged_bytes(shape) as u32)
         .cluster(cluster as u32)
 }

@@ -47,7 +47,9 @@ __device__ __forceinline__ void store_partial(float* partial, const float* acc) 
     }
 }
 
-// Sums of a tile over the cluster's blocks and their groups. A block stores its own as [GROUPS][MT][PITCH] f32; a row
+__device__ __forceinline__ void add(float4& sum, const float4& v) { sum.x += v.x, sum.y += v.y, sum.z += v.z, sum.w += v.w; }
+
+// Sums of a tile over the groups of each of the cluster's blocks, and then over the blocks. A block stores its own as [GROUPS][MT][PITCH] f32; a row
 // of them belongs to a row of x, and MT rows fit.
 template <int MT, int GROUPS>
 struct Reducer {
@@ -59,11 +61,10 @@ struct Reducer {
         const u32 offset = (u32)(m * PITCH + r) * 4;
         for (int p = 0; p < parts; ++p) {
             const u32 there = cluster_map(partial + offset, p);
+            float4 part = cluster_load(there);
 #pragma unroll
-            for (int g = 0; g < GROUPS; ++g) {
-                const float4 v = cluster_load(there + g * MT * PITCH * 4);
-                total.x += v.x, total.y += v.y, total.z += v.z, total.w += v.w;
-            }
+            for (int g = 1; g < GROUPS; ++g) add(part, cluster_load(there + g * MT * PITCH * 4));
+            add(total, part);
         }
         return total;
     }

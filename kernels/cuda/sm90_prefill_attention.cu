@@ -252,7 +252,8 @@ struct Attention {
             m = fmaxf(m, __shfl_xor_sync(FULL_WARP, m, 1));
             m = fmaxf(m, __shfl_xor_sync(FULL_WARP, m, 2));
             const float base = m == -INFINITY_F ? 0.0f : m * scale;  // no key attended to yet
-            correction[r] = exp2_fast(top[r] * scale - base);
+            // Exactly 1 if the maximum stays: slices of which a query sees no key, as in a tile of later queries, then change nothing.
+            correction[r] = m == top[r] ? 1.0f : exp2_fast(top[r] * scale - base);
             top[r] = m;
             float total = 0.0f;
 #pragma unroll

@@ -5,11 +5,11 @@
 // w        [N, K] bf16 through tensor map `w_map`, box [128 or 256, 64]
 // y        described in sm90_gemm.cuh
 // maths    fp32 in the tensor cores. K is divided into P parts of slices, and the slices of a part go to G groups in turn. Each
-//          of the P G runs of slices is summed in the tensor cores, in order; the runs are added in order, groups first. So
-//          sums have the same bits as those of sm90_skinny_gemm.cu with P parts and G groups, for any M
+//          of these P G runs of slices is summed in the tensor cores, in order. The groups of a part are added in order, then
+//          the parts. So sums have the same bits as those of sm90_skinny_gemm.cu with P parts and G groups, for any M
 // launch   384 threads, dynamic shared memory from the wrapper. Either one block for each multiprocessor, which computes tiles
-//          of 128 rows of x by 128 rows of w (256, if P G = 1); or grid (P G tiles), cluster (P G): a tile for each cluster, a
-//          run for each block. One warp keeps a ring of slices filled, across the ends of tiles; two warpgroups multiply 64 rows
+//          of 128 rows of x by 128 rows of w (256, if P G = 1); or grid (P tiles), cluster (P): a tile for each cluster, a part
+//          for each block. One warp keeps a ring of slices filled, across the ends of tiles; two warpgroups multiply 64 rows
 //          of x each
 // needs    K % 8 == 0, N % 8 == 0 (N % 16 == 0 for gate/up): checked in wide_gemm.rs
 // bound    tensor cores, 2 M N K operations; few rows: memory, 2 N K bytes
@@ -42,15 +42,15 @@ struct Run {
     }
 };
 
-// The tiles of a block, and its runs.
+// The tiles of a block, and its runs: those of all parts, or of one.
 template <int COLS>
 struct Work : TileOrder<COLS> {
     i32 item, step, first_run, last_run;
 
     __device__ Work(const Output& out, const SumOrder& order, i32 blocks) : TileOrder<COLS>(out) {
-        const i32 runs = order.parts * order.groups, rank = blockIdx.x % blocks;
+        const i32 parts = order.parts / blocks, rank = blockIdx.x % blocks;
         item = blockIdx.x / blocks, step = gridDim.x / blocks;
-        first_run = blocks > 1 ? rank : 0, last_run = blocks > 1 ? rank + 1 : runs;
+        first_run = rank * parts * order.groups, last_run = first_run + parts * order.groups;
     }
 };
 
@@ -135,18 +135,33 @@ __device__ __forceinline__ void multiply_run(float* acc, const WideRing<COLS>& r
     if (count > 0 && threadIdx.x % 32 == 0) barrier_arrive(ring.empty + 8 * before);
 }
 
-// acc = the sum of the block's runs of a tile. Without HAS_RUNS there is one.
+// acc = the sum of the groups of the part that begins with run `first`; acc is zero before.
+template <int COLS>
+__device__ __forceinline__ void multiply_part(float* acc, const WideRing<COLS>& ring, Cursor& at, const SumOrder& order, i32 first,
+                                              int group) {
+    multiply_run<COLS>(acc, ring, at, Run(order, first).count, group);
+    for (i32 r = first + 1; r < first + order.groups; ++r) {
+        float run[COLS / 2] = {};
+        multiply_run<COLS>(run, ring, at, Run(order, r).count, group);
+#pragma unroll
+        for (int i = 0; i < COLS / 2; ++i) acc[i] += run[i];
+    }
+}
+
+// acc = the sum of the block's parts of a tile; acc is zero before. Without HAS_RUNS there is one run.
 template <int COLS, bool HAS_RUNS>
 __device__ __forceinline__ void multiply_tile(float* acc, const WideRing<COLS>& ring, Cursor& at, const Work<COLS>& work,
                                               const SumOrder& order, int group) {
-    multiply_run<COLS>(acc, ring, at, Run(order, work.first_run).count, group);
     if constexpr (HAS_RUNS) {
-        for (i32 r = work.first_run + 1; r < work.last_run; ++r) {
-            float run[COLS / 2] = {};
-            multiply_run<COLS>(run, ring, at, Run(order, r).count, group);
+        multiply_part<COLS>(acc, ring, at, order, work.first_run, group);
+        for (i32 first = work.first_run + order.groups; first < work.last_run; first += order.groups) {
+            float part[COLS / 2] = {};
+            multiply_part<COLS>(part, ring, at, order, first, group);
 #pragma unroll
-            for (int i = 0; i < COLS / 2; ++i) acc[i] += run[i];
+            for (int i = 0; i < COLS / 2; ++i) acc[i] += part[i];
         }
+    } else {
+        multiply_run<COLS>(acc, ring, at, order.slices, group);
     }
 }
 
@@ -184,10 +199,12 @@ __device__ __forceinline__ void wide_gemm(const TensorMap* w_map, const TensorMa
     }
     __syncthreads();
     if (threadIdx.x >= CONSUMERS) {
+        asm volatile("setmaxnreg.dec.sync.aligned.u32 56;");
         if (threadIdx.x == CONSUMERS) produce(ring, w_map, x_map, work, order);
         __syncwarp();
         if (blocks > 1) cluster_sync(), cluster_sync();
     } else {
+        asm volatile("setmaxnreg.inc.sync.aligned.u32 224;");
         consume<COLS, HAS_RUNS>(ring, out, work, order, blocks, reinterpret_cast<float*>(dynamic + (aligned - raw)));
     }
 }

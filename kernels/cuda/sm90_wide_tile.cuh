@@ -36,6 +36,5 @@ __device__ __forceinline__ void store_share(u32 partial, i32 parts, const Output
     if (parts == 1) store_rows(PartSums<1>{partial}, own, n0, first, share, threads);
     else if (parts == 2) store_rows(PartSums<2>{partial}, own, n0, first, share, threads);
     else if (parts == 3) store_rows(PartSums<3>{partial}, own, n0, first, share, threads);
-    else if (parts == 4) store_rows(PartSums<4>{partial}, own, n0, first, share, threads);
-    else store_rows(PartSums<8>{partial}, own, n0, first, share, threads);
+    else store_rows(PartSums<4>{partial}, own, n0, first, share, threads);
 }

@@ -19,7 +19,7 @@ const PITCH: usize = 64 + 4;
 pub struct WideSplit {
     /// Rows of the weight of a block: 128, or 256 if there is one run.
     pub cols: usize,
-    /// Whether each run of K has a block of its own, in one cluster for each tile.
+    /// Whether each part of K has a block of its own, in one cluster for each tile.
     pub is_split: bool,
 }
 
@@ -27,23 +27,25 @@ impl WideSplit {
     /// The division with the least time, by a model of an H200 (kernels/README.md).
     pub fn for_shape(weight: &LinearWeight, rows: usize, order: SumOrder, multiprocessors: usize) -> Self {
         let mut choices = vec![Self { cols: 128, is_split: false }];
-        match order.runs() {
-            1 => choices.push(Self { cols: 256, is_split: false }),
-            _ => choices.push(Self { cols: 128, is_split: true }),
+        if order.runs() == 1 {
+            choices.push(Self { cols: 256, is_split: false });
+        }
+        if order.parts > 1 {
+            choices.push(Self { cols: 128, is_split: true });
         }
         let time = |split: &Self| split.microseconds(weight, rows, order, multiprocessors);
         choices.into_iter().min_by(|a, b| time(a).total_cmp(&time(b))).unwrap_or(Self { cols: 128, is_split: false })
     }
 
     fn microseconds(self, weight: &LinearWeight, rows: usize, order: SumOrder, multiprocessors: usize) -> f64 {
-        let blocks = if self.is_split { order.runs() } else { 1 };
+        let blocks = if self.is_split { order.parts } else { 1 };
         let tiles = rows.div_ceil(ROWS) * weight.n.div_ceil(self.cols);
-        // Clusters of eight do not fill every group of multiprocessors.
+        // Clusters of four do not fill every group of multiprocessors.
         let usable = if blocks > 2 { multiprocessors * 15 / 16 } else { multiprocessors };
         let waves = (tiles * blocks).div_ceil(usable / blocks * blocks);
         let slices = weight.k.div_ceil(SLICE).div_ceil(blocks) as f64;
         let slice = if self.cols == 256 { 0.64 } else { 0.36 };
-        let store = if self.is_split { 3.5 } else { 1.5 };
+        let store = if self.is_split { 8.0 } else { 1.5 };
         waves as f64 * (slices * slice + store)
     }
 }
@@ -82,10 +84,10 @@ pub fn wide_gemm_split(
     check_operands(OP, y, x, linear, rows, epilogue)?;
     let LinearWeight { weight, bias, n, k } = *linear;
     let WideSplit { cols, is_split } = split;
-    let runs = order.runs();
-    ensure!(OP, matches!(runs, 1 | 2 | 4 | 8), "{order:?}; expected 1, 2, 4 or 8 runs");
-    ensure!(OP, cols == 128 || cols == 256 && runs == 1, "{cols} columns for {runs} runs");
-    let blocks = if is_split { runs } else { 1 };
+    let counts = [order.parts, order.groups];
+    ensure!(OP, counts.iter().all(|count| matches!(count, 1 | 2 | 4)), "{order:?}; expected 1, 2 or 4 of each");
+    ensure!(OP, cols == 128 || cols == 256 && order.runs() == 1, "{cols} columns for {order:?}");
+    let blocks = if is_split { order.parts } else { 1 };
     let stage_bytes = (ROWS + cols) * SLICE * 2;
     let partial_bytes = if blocks > 1 { cols / 64 * ROWS * PITCH * 4 } else { 0 };
     // Barriers are in static shared memory.

@@ -26,8 +26,9 @@ const SHAPES: [[usize; 4]; 8] = [
     [3, 3, 64, 64],
 ];
 
-const FINE: Splits = Splits { splits: 16, min_chunk: 64, cluster: 1 };
+const FINE: Splits = Splits { splits: 16, blocks: 16, min_chunk: 64, cluster: 1 };
 const JOINED: Splits = Splits { cluster: 8, ..FINE };
+const SHARED: Splits = Splits { blocks: 3, ..FINE };
 
 fn decode_rows(cached: &CachedRows, num_rows: usize) -> DecodeRows {
     DecodeRows {
@@ -96,7 +97,12 @@ fn attends_as_the_formula_says(seed: u64, kind: Kind, kernel: Kernel, lens: &[&[
             let qkv_buffer = DeviceBuffer::from_slice(&gpu, &qkv).expect("memory");
             let default = Splits::for_rows(lens.len(), shape);
             let bounds = [[0, 0], [100, 0], [0, 64], [30, 100]];
-            for (splits, bounds) in [default, FINE, JOINED].into_iter().flat_map(|splits| bounds.map(|b| (splits, b))) {
+            for (splits, bounds) in
+                [default, FINE, JOINED, SHARED].into_iter().flat_map(|splits| bounds.map(|b| (splits, b)))
+            {
+                if splits == SHARED && gpu.capability().0 != 9 {
+                    continue; // There are no such kernels.
+                }
                 if lens.len() > 64 && splits != default {
                     continue; // The workspace is for few rows.
                 }

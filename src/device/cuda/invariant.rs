@@ -69,7 +69,7 @@ impl CudaDevice {
         debug_assert_eq!(stride, weight.rows, "a group of one has no padded shares");
         let (linear, order) = (weight.linear(), SumOrder::for_shape(weight.rows, weight.cols));
         match m <= skinny_gemm::MAX_ROWS {
-            true => skinny_gemm::skinny_gemm_split(&self.queue, out, x, &linear, m, epilogue, order.split(m)),
+            true => skinny_gemm::skinny_gemm_split(&self.queue, out, x, &linear, m, epilogue, order.split()),
             false => wide_gemm(&self.queue, out, x, &linear, m, epilogue, order),
         }
         .map_err(device_error)
