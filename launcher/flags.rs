@@ -10,6 +10,9 @@ pub use crate::choices::{Backend, Bind, ContainerRuntime};
 use crate::command::text_with_dashes;
 use crate::keys::Keys;
 
+/// The repository that is served where none is named.
+pub(crate) const DEFAULT_REPOSITORY: &str = "model_repository";
+
 const AFTER_HELP: &str = "\
 Flags may be written with `_` or `-`, as `--flag=value` or `--flag value`, or shortened while unambiguous.
 Flags of the server (`trireme rank --help`) are passed to every rank: those that this program does not know, and all after a bare `--`.
@@ -146,7 +149,7 @@ pub struct WorldFlags {
     #[arg(long, default_value_t = 1, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=65536))]
     pub world_size: u32,
     /// The model repository to serve.
-    #[arg(long, alias = "model-repository", default_value = "model_repository", value_name = "DIR")]
+    #[arg(long, alias = "model-repository", default_value = DEFAULT_REPOSITORY, value_name = "DIR")]
     pub model_repo: PathBuf,
     /// Port of the gRPC protocol.
     #[arg(long, default_value_t = 8001, value_name = "PORT")]

@@ -12,10 +12,12 @@ mod mpi;
 mod nccl_rate;
 
 use std::fmt::Write as _;
+use std::fs;
+use std::path::Path;
 
 use anyhow::Result;
 
-use crate::flags::{DoctorFlags, WorldFlags};
+use crate::flags::{DEFAULT_REPOSITORY, DoctorFlags, WorldFlags};
 use crate::plan::{Site, plan};
 use crate::state::RunDir;
 use crate::{check, site};
@@ -47,7 +49,10 @@ fn examine(flags: &WorldFlags, site: &Site, run_dir: &RunDir) -> Vec<Finding> {
     findings.extend([machine::open_files(), machine::clock_source()]);
     findings.extend(machine::ports(flags, run_dir));
     findings.extend(gpu::check(flags));
-    findings.extend(of_models(flags, site, wants_gpus));
+    match is_unnamed(flags) {
+        true => findings.extend(of_device(flags, site, run_dir, wants_gpus)),
+        false => findings.extend(of_models(flags, site, wants_gpus)),
+    }
     findings
 }
 
@@ -83,6 +88,28 @@ fn of_models(flags: &WorldFlags, site: &Site, wants_gpus: bool) -> Vec<Finding> 
     findings.extend(checkpoint::check(&flags.model_repo));
     if flags.container_image.is_none() && check::program(flags, site).is_ok() {
         findings.extend(models::check(flags, site, wants_gpus));
+    }
+    findings
+}
+
+/// Whether no repository is named, and none lies where the default says.
+fn is_unnamed(flags: &WorldFlags) -> bool {
+    flags.model_repo == Path::new(DEFAULT_REPOSITORY) && !flags.model_repo.exists() && !flags.may_have_no_model()
+}
+
+/// The device of workers and the kernels of this build, without models.
+fn of_device(flags: &WorldFlags, site: &Site, run_dir: &RunDir, wants_gpus: bool) -> Vec<Finding> {
+    let advice = "name one with --model_repo=DIR, or a model: `trireme doctor MODEL`";
+    let mut findings = vec![Finding::warn("model repository", "none is named: the machine alone is checked", advice)];
+    let empty = run_dir.path().join(format!("doctor-{}", std::process::id()));
+    if fs::create_dir(&empty).is_ok() {
+        let mut flags = WorldFlags { model_repo: empty.clone(), ..flags.clone() };
+        flags.rank_flags.push("--model-control-mode=explicit".to_owned());
+        if check::program(&flags, site).is_ok() {
+            findings.extend(models::check(&flags, site, wants_gpus));
+        }
+        // What is left is empty.
+        let _ = fs::remove_dir(&empty);
     }
     findings
 }

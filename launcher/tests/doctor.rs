@@ -121,3 +121,21 @@ fn without_mpirun_two_ranks_cannot_start_and_one_can() {
     assert_eq!(level("--world_size=2"), "fail");
     assert_eq!(level("--world_size=1"), "ok");
 }
+
+#[test]
+fn without_a_repository_the_machine_alone_is_checked() {
+    let dir = tempfile::tempdir().unwrap();
+    let (program, ports) = (server_program(dir.path()), free_ports());
+    let args = ["--json", "--device=cpu", &program, &ports[0], &ports[1], &ports[2]];
+    let output = doctor(dir.path(), &args).output().unwrap();
+    let report = json(&output);
+    assert_eq!(output.status.code(), Some(0), "{report}");
+    let repository = finding(&report, "model repository");
+    assert_eq!(repository["level"], "warn");
+    assert!(repository["advice"].as_str().unwrap().contains("trireme doctor MODEL"), "{repository}");
+    assert_eq!(finding(&report, "device")["level"], "ok");
+    assert_eq!(finding(&report, "GPU kernels")["level"], "ok");
+    let left: Vec<_> =
+        fs::read_dir(dir.path().join("trireme")).unwrap().flatten().map(|entry| entry.file_name()).collect();
+    assert!(left.iter().all(|name| !name.to_string_lossy().starts_with("doctor")), "{left:?}");
+}

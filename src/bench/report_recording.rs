@@ -24,12 +24,9 @@ pub(crate) fn section(recording: &Recording) -> String {
     );
     match &recording.end {
         Some(end) => {
-            let (requests, steps, calls) = (end.dropped_requests, end.dropped_steps, end.grpc_calls);
-            let _ = writeln!(
-                text,
-                "; its end: {}; not kept: {requests} requests, {steps} steps, {calls} calls over gRPC.</p>",
-                escape(&end.reason)
-            );
+            let (requests, steps) = (end.dropped_requests, end.dropped_steps);
+            let _ =
+                writeln!(text, "; its end: {}; not kept: {requests} requests, {steps} steps.</p>", escape(&end.reason));
         }
         None => text += "; the server was killed.</p>\n",
     }

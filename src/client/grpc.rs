@@ -8,7 +8,7 @@ use std::time::Duration;
 use bytes::{Buf, BufMut, Bytes, BytesMut};
 use h2::client::{ResponseFuture, SendRequest};
 use h2::{Reason, RecvStream};
-use http::{HeaderMap, Request, Version};
+use http::{HeaderMap, HeaderValue, Request, Version, header};
 use percent_encoding::percent_decode_str;
 use prost::Message;
 use tokio::net::TcpStream;
@@ -26,6 +26,7 @@ const MAX_MESSAGE_BYTES: usize = 1 << 30;
 pub struct Connection {
     url: String,
     sender: SendRequest<Bytes>,
+    authorization: Option<HeaderValue>,
 }
 
 impl Connection {
@@ -49,7 +50,12 @@ impl Connection {
             .await
             .map_err(|source| ClientError::NotGrpc { url: url.clone(), source })?;
         tokio::spawn(connection);
-        Ok(Self { url, sender })
+        Ok(Self { url, sender, authorization: None })
+    }
+
+    /// The connection, whose calls carry this value of `authorization`.
+    pub fn with_authorization(self, value: HeaderValue) -> Self {
+        Self { authorization: Some(value), ..self }
     }
 
     /// `HOST:PORT` of the server.
@@ -79,13 +85,16 @@ impl Connection {
     /// When the connection breaks.
     pub async fn call(&self, method: &str, request: Bytes) -> Result<Replies, ClientError> {
         let broken = |source| self.broken(source);
-        let head = Request::post(format!("http://{}/inference.GRPCInferenceService/{method}", self.url))
+        let mut head = Request::post(format!("http://{}/inference.GRPCInferenceService/{method}", self.url))
             .version(Version::HTTP_2)
             .header("te", "trailers")
             .header("content-type", "application/grpc")
             .header("user-agent", concat!("trireme/", env!("CARGO_PKG_VERSION")))
             .body(())
             .map_err(|error| ClientError::Usage(format!("`{}` is no address: {error}", self.url)))?;
+        if let Some(value) = &self.authorization {
+            head.headers_mut().insert(header::AUTHORIZATION, value.clone());
+        }
         let mut sender = self.sender.clone().ready().await.map_err(broken)?;
         let (response, mut stream) = sender.send_request(head, false).map_err(broken)?;
         stream.send_data(request, true).map_err(broken)?;
@@ -180,14 +189,35 @@ impl Replies {
 /// A message with the prefix that gRPC sends before it: compression flag and length.
 pub fn frame(message: &impl Message) -> Bytes {
     let length = message.encoded_len();
-    let mut framed = BytesMut::with_capacity(5 + length);
-    framed.put_u8(0);
-    framed.put_u32(u32::try_from(length).expect("a message is under 4 GiB"));
+    let mut framed = prefix(length);
     message.encode(&mut framed).expect("the buffer grows");
     framed.freeze()
 }
 
-fn decode<Reply: Message + Default>(bytes: Bytes) -> Result<Reply, ClientError> {
+/// An encoded message with its prefix.
+pub fn frame_bytes(message: &[u8]) -> Bytes {
+    let mut framed = prefix(message.len());
+    framed.put_slice(message);
+    framed.freeze()
+}
+
+fn prefix(length: usize) -> BytesMut {
+    let mut framed = BytesMut::with_capacity(5 + length);
+    framed.put_u8(0);
+    framed.put_u32(u32::try_from(length).expect("a message is under 4 GiB"));
+    framed
+}
+
+/// The number of a status whose name a [`ClientError::Refused`] has; `None` for an error of a model's stream.
+pub fn code_number(name: &str) -> Option<u16> {
+    CODES.iter().position(|code| *code == name).map(|number| number as u16)
+}
+
+/// A decoded message.
+///
+/// # Errors
+/// When the bytes are none.
+pub fn decode<Reply: Message + Default>(bytes: Bytes) -> Result<Reply, ClientError> {
     Reply::decode(bytes).map_err(|error| ClientError::Protocol(error.to_string()))
 }
 

@@ -249,19 +249,27 @@ impl Table<'_> {
 fn advice(plan: &ModelPlan, free: u64) -> String {
     let (longest, missing) = (plan.engine.max_sequence_len, plan.missing_bytes(free));
     let lacks = format!("a sequence of {longest} positions lacks {}", size(missing));
-    match plan.fitting_world(free) {
-        _ if missing == 0 => String::new(),
-        Some(size) if plan.num_replicas > 1 => {
-            format!("{lacks}; replicas of {size} workers would fit, or a smaller `max_sequence_len`")
-        }
-        Some(world) => format!("{lacks}; a world of {world} would fit, or a smaller `max_sequence_len`"),
-        None => {
-            format!(
-                "{lacks}; no larger world divides this model and fits: lower `max_sequence_len` or `max_batch_size`"
-            )
-        }
+    if missing == 0 {
+        return String::new();
     }
+    let world = plan.fitting_world(free).map(|size| match plan.num_replicas {
+        // Workers on CPUs of one machine share its memory.
+        _ if plan.is_on_cpus() => format!("{size} machines with as much memory, one worker on each (`--hosts`),"),
+        1 => format!("a world of {size}"),
+        _ => format!("replicas of {size} workers"),
+    });
+    let cure = match (world, plan.holds_weights(free)) {
+        (Some(world), true) => format!("{world} would fit, or a smaller `max_sequence_len`"),
+        (Some(world), false) => format!("{world} would fit, {FEWER_BITS}"),
+        (None, true) => {
+            "no larger world divides this model and fits: lower `max_sequence_len` or `max_batch_size`".to_owned()
+        }
+        (None, false) => format!("no larger world divides this model and fits, {FEWER_BITS}"),
+    };
+    format!("{lacks}; {cure}")
 }
+
+const FEWER_BITS: &str = "and weights of fewer bits need less (`--weight-only-precision`)";
 
 /// The KV groups of a model with windows, those that are alike together.
 fn groups(windows: &[Option<usize>]) -> String {

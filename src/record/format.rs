@@ -9,6 +9,9 @@ use serde::{Deserialize, Serialize};
 /// Version of the format. Another version cannot be read.
 pub const VERSION: u32 = 1;
 
+/// Start of the paths of requests over gRPC.
+pub const GRPC_SERVICE: &str = "/inference.GRPCInferenceService/";
+
 /// How much of requests and replies is kept.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize, ValueEnum)]
 #[serde(rename_all = "lowercase")]
@@ -54,9 +57,9 @@ pub struct Request {
     pub id: u64,
     /// Arrival, in microseconds since the window began.
     pub at_us: u64,
-    /// Path with the query.
+    /// Path with the query; over gRPC [`GRPC_SERVICE`] and the name of the call.
     pub path: String,
-    /// The client's name of the request (`x-request-id`).
+    /// The client's name of the request (`x-request-id`, over gRPC the message's `id`).
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub request_id: Option<String>,
     /// `content-type`.
@@ -67,25 +70,32 @@ pub struct Request {
     pub json_bytes: Option<u64>,
     /// Length of the body, decompressed.
     pub body_bytes: u64,
-    /// The body.
+    /// The body; over gRPC the message.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub body: Option<Body>,
-    /// HTTP status.
+    /// HTTP status; over gRPC its code, which is 0 for a request that was answered.
     pub status: u16,
     /// Time from the arrival to the first part of the reply's body, in microseconds.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub first_us: Option<u64>,
     /// Time from the arrival to the end of the reply, in microseconds.
     pub last_us: u64,
-    /// Parts of the reply's body: events of a stream.
+    /// Parts of the reply's body: events or messages of a stream.
     pub pieces: u64,
     /// Length of the reply's body.
     pub reply_bytes: u64,
-    /// The reply's body.
+    /// The reply's body; over gRPC its messages, each after its prefix of five bytes, or the text of the error.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub reply: Option<Body>,
     /// False if the client left before the end.
     pub is_whole: bool,
+}
+
+impl Request {
+    /// Whether the request came over gRPC.
+    pub fn is_grpc(&self) -> bool {
+        self.path.starts_with(GRPC_SERVICE)
+    }
 }
 
 /// Bytes as text, or in base64.
@@ -153,7 +163,4 @@ pub struct End {
     pub dropped_requests: u64,
     /// Steps that were not kept because the queue was full.
     pub dropped_steps: u64,
-    /// Calls of inference over gRPC, which are not kept.
-    #[serde(default)]
-    pub grpc_calls: u64,
 }

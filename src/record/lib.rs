@@ -30,7 +30,8 @@ mod redact;
 mod writer;
 
 pub use error::RecordError;
-pub use format::{Body, Contents, End, Entry, Head, Request, Step, VERSION};
+pub use format::{Body, Contents, End, Entry, GRPC_SERVICE, Head, Request, Step, VERSION};
 pub use options::{Options, RecordArgs};
 pub use reader::Recording;
-pub use recorder::{Arrival, Recorder, RequestItem, StepItem};
+pub use recorder::{Arrival, Recorder, Redact, RequestItem, StepItem};
+pub use redact::{TOKEN, covered, is_token_list};

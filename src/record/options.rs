@@ -31,7 +31,7 @@ impl Options {
 /// Flags of a recording.
 #[derive(Debug, Clone, Args)]
 pub struct RecordArgs {
-    /// Keep requests over HTTP with their replies and times, and the steps of language models, in a file in this directory, for
+    /// Keep requests for models with their replies and times, and the steps of language models, in a file in this directory, for
     /// `trireme replay`; only this user can read the file
     #[arg(long, value_name = "DIR")]
     pub record: Option<PathBuf>,

@@ -35,7 +35,6 @@ pub(crate) struct Shared {
     held_bytes: AtomicU64,
     dropped_requests: AtomicU64,
     dropped_steps: AtomicU64,
-    grpc_calls: AtomicU64,
 }
 
 impl Shared {
@@ -50,7 +49,6 @@ impl Shared {
             reason: reason.to_owned(),
             dropped_requests: self.dropped_requests.load(Relaxed),
             dropped_steps: self.dropped_steps.load(Relaxed),
-            grpc_calls: self.grpc_calls.load(Relaxed),
         }
     }
 
@@ -66,6 +64,9 @@ pub struct Arrival {
     pub(crate) at: Instant,
 }
 
+/// Gives a body without its texts, or `None` if it cannot be kept.
+pub type Redact = fn(&[u8]) -> Option<Vec<u8>>;
+
 /// An answered request.
 #[derive(Debug, Clone)]
 #[allow(missing_docs)] // As in `Request`.
@@ -76,6 +77,8 @@ pub struct RequestItem {
     pub content_type: Option<String>,
     pub json_bytes: Option<u64>,
     pub body: Bytes,
+    /// For bodies that are no JSON.
+    pub redact: Option<Redact>,
     pub status: u16,
     /// Time of the first part of the reply's body.
     pub first: Option<Instant>,
@@ -102,6 +105,7 @@ impl RequestItem {
             content_type: None,
             json_bytes: None,
             body: Bytes::new(),
+            redact: None,
             status: 0,
             first: None,
             last: arrival.at,
@@ -187,13 +191,6 @@ impl Recorder {
         }
     }
 
-    /// Counts a call over gRPC, which is not kept.
-    pub fn count_grpc_call(&self) {
-        if !self.is_over() {
-            self.shared.grpc_calls.fetch_add(1, Relaxed);
-        }
-    }
-
     /// Whether steps are kept now: from the first request on.
     pub fn takes_steps(&self) -> bool {
         !self.is_over() && self.shared.began.get().is_some()
@@ -232,12 +229,11 @@ mod tests {
         recorder.request(RequestItem { body, ..RequestItem::new(recorder.arrival().unwrap()) });
         recorder.request(RequestItem::new(recorder.arrival().unwrap()));
         assert!(recorder.hold(MAX_HELD_BYTES) && !recorder.hold(1), "a dropped request holds nothing");
-        recorder.count_grpc_call();
         recorder.finish();
         let recording = Recording::open(dir.path()).unwrap();
         assert_eq!(recording.requests.iter().map(|request| request.id).collect::<Vec<_>>(), [1]);
         let end = recording.end.unwrap();
-        assert_eq!((end.reason.as_str(), end.dropped_requests, end.grpc_calls), ("stopped", 1, 1));
+        assert_eq!((end.reason.as_str(), end.dropped_requests), ("stopped", 1));
     }
 
     #[test]

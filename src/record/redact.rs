@@ -20,9 +20,24 @@ const PLAIN: [&str; 12] = [
     "reasoning_effort",
 ];
 /// Keys whose integers are tokens.
-const TOKENS: [&str; 4] = ["prompt", "input", "input_ids", "tokens"];
+const TOKENS: [&str; 9] = [
+    "prompt",
+    "input",
+    "input_ids",
+    "input_id",
+    "input_tokens",
+    "decoder_input_ids",
+    "draft_input_ids",
+    "tokens",
+    "tokens_batch",
+];
 /// What every token becomes.
-const TOKEN: i64 = 100;
+pub const TOKEN: i64 = 100;
+
+/// Whether the integers of a field or tensor of this name are tokens of a text.
+pub fn is_token_list(name: &str) -> bool {
+    TOKENS.iter().any(|key| name.eq_ignore_ascii_case(key))
+}
 
 /// A body of JSON without its texts; `None` for other bodies.
 pub(crate) fn body(bytes: &[u8]) -> Option<Body> {
@@ -33,22 +48,29 @@ pub(crate) fn body(bytes: &[u8]) -> Option<Body> {
 
 fn redact(value: &mut Value, key: &str) {
     match value {
-        Value::String(text) if !PLAIN.contains(&key) => *text = text.chars().map(covered).collect(),
+        Value::String(text) if !PLAIN.contains(&key) => *text = covered(text),
         Value::Array(items) => items.iter_mut().for_each(|item| redact(item, key)),
-        Value::Object(fields) => fields.iter_mut().for_each(|(key, value)| redact(value, key)),
-        Value::Number(number) if TOKENS.contains(&key) && number.is_i64() => *value = TOKEN.into(),
+        Value::Object(fields) => {
+            let tensor = fields.get("name").and_then(Value::as_str).unwrap_or_default().to_owned();
+            let has_tokens = is_token_list(&tensor);
+            fields.iter_mut().for_each(|(key, value)| {
+                redact(value, if key == "data" && has_tokens { &tensor } else { key });
+            });
+        }
+        Value::Number(number) if is_token_list(key) && number.is_i64() => *value = TOKEN.into(),
         _ => {}
     }
 }
 
-/// Spaces and punctuation stay, so that a text keeps its words.
-fn covered(char: char) -> char {
-    match char {
+/// A text with an `x` for every letter. Spaces and punctuation stay, so that a text keeps its words.
+pub fn covered(text: &str) -> String {
+    let cover = |char: char| match char {
         char if char.is_numeric() => '0',
         char if char.is_alphabetic() => 'x',
         char if char.is_ascii() => char,
         _ => 'x',
-    }
+    };
+    text.chars().map(cover).collect()
 }
 
 #[cfg(test)]
@@ -61,5 +83,8 @@ mod tests {
         let expected = r#"{"model":"m","messages":[{"role":"user","content":"xxxxx 00, xxx!"}],"temperature":0.5,"prompt":[100,100],"n":2}"#;
         assert_eq!(body(given.as_bytes()), Some(Body::Text(expected.to_owned())));
         assert_eq!(body(b"\xff binary"), None);
+        let given = r#"{"inputs":[{"name":"input_ids","data":[[5,6]]},{"name":"model","data":["Bob"]},{"name":"top_k","data":[5]}]}"#;
+        let expected = r#"{"inputs":[{"name":"input_ids","data":[[100,100]]},{"name":"model","data":["xxx"]},{"name":"top_k","data":[5]}]}"#;
+        assert_eq!(body(given.as_bytes()), Some(Body::Text(expected.to_owned())));
     }
 }

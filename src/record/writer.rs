@@ -63,12 +63,11 @@ impl Writer {
         let reason = self.write_all(items);
         self.shared.end();
         let end = self.shared.end_line(reason);
-        let (requests, steps, calls) = (end.dropped_requests, end.dropped_steps, end.grpc_calls);
+        let (requests, steps) = (end.dropped_requests, end.dropped_steps);
         // It ends in any case; the last line tells readers that it is whole.
         let _ = self.write_head().and_then(|()| self.write(&Entry::End(end), true)).and_then(|_| self.file.flush());
         tracing::info!(
-            "the recording {} is over ({reason}); {requests} requests and {steps} steps did not fit into its queue, and {calls} calls \
-             over gRPC were not kept",
+            "the recording {} is over ({reason}); {requests} requests and {steps} steps did not fit into its queue",
             self.path.display()
         );
         // Those that arrive late are not counted.
@@ -159,7 +158,10 @@ fn request(item: RequestItem, began: Instant, contents: Contents) -> Request {
     let RequestItem { arrival, path, request_id, content_type, json_bytes, body, status, first, last, .. } = item;
     let kept = match contents {
         Contents::Bodies => Some(Body::of(&body)),
-        Contents::Redacted => redact::body(&body),
+        Contents::Redacted => match item.redact {
+            Some(redact) => redact(&body).map(|bytes| Body::of(&bytes)),
+            None => redact::body(&body),
+        },
         Contents::Ids => None,
     };
     let is_kept = contents == Contents::Bodies

@@ -142,19 +142,38 @@ fn share(text: &str) -> std::result::Result<f64, String> {
 }
 
 /// Flags of other servers, and what to do here.
-const OTHERS: [(&str, &str); 11] = [
+const OTHERS: [(&str, &str); 24] = [
+    ("--allowed-origins", "`-- --http-allowed-origins=ORIGIN,…`"),
     ("--api-key", "give the keys in a file with `--api-key-file`, or in the variable TRIREME_API_KEYS"),
     ("--chat-template", "put the template into the checkpoint as `chat_template.jinja`"),
     ("--cpu-offload-gb", "weights stay on the device; raise `--tp`"),
     ("--download-dir", "set HF_HUB_CACHE to the directory"),
+    ("--disable-log-requests", "`-- --log-requests=none`"),
+    (
+        "--distributed-executor-backend",
+        "leave it out: `--tp`, `--pp` and `--replicas` say how GPUs are used, `launch` takes several machines",
+    ),
     ("--dtype", "leave it out: the model computes in the type of its weights; `--quantization` makes it smaller"),
+    ("--enable-auto-tool-choice", "leave it out: tools are on for models whose chat template takes them"),
+    ("--enable-chunked-prefill", "leave it out: long prompts are always divided over steps"),
+    ("--enable-log-requests", "leave it out: each request that generates text has a line in the log"),
     ("--enable-prefix-caching", "leave it out: it is on"),
     ("--enforce-eager", "leave it out: a start takes seconds"),
     ("--gpu-memory-utilization", "`--kv-memory-fraction` is the share of what is free after loading"),
+    ("--load-format", "leave it out: the files of the checkpoint say what they are"),
     (
         "--max-num-seqs",
         "leave it out: 128 sequences run at once, others wait; `launch` with a repository of `trireme init` takes other numbers",
     ),
+    (
+        "--reasoning-parser",
+        "`--chat-format` names the form of reasoning and tool calls, which is found by itself for known models",
+    ),
+    ("--seed", "leave it out: a request has its own `seed`"),
+    ("--ssl-certfile", "`-- --http-use-ssl=true --http-server-cert=FILE --http-server-key=FILE`"),
+    ("--ssl-keyfile", "`-- --http-use-ssl=true --http-server-cert=FILE --http-server-key=FILE`"),
+    ("--swap-space", "leave it out: a sequence that loses its KV blocks is computed again"),
+    ("--tokenizer", "leave it out: that of the checkpoint is used"),
     (
         "--tool-call-parser",
         "`--chat-format` names the form of reasoning and tool calls, which is found by itself for known models",
@@ -167,4 +186,27 @@ pub fn advice(error: &clap::Error) -> Option<String> {
     let Some(ContextValue::String(flag)) = error.get(ContextKind::InvalidArg) else { return None };
     let (name, words) = OTHERS.iter().find(|(name, _)| name == flag)?;
     (error.kind() == ErrorKind::UnknownArgument).then(|| format!("`{name}` is not a flag of `trireme serve`: {words}"))
+}
+
+#[cfg(test)]
+mod tests {
+    use clap::Command;
+
+    use super::*;
+
+    #[test]
+    fn advice_names_flags_that_are_there() {
+        let (serve, rank) = (ServeArgs::augment_args(Command::new("serve")), rank::command());
+        let has = |command: &Command, name: &str| command.get_arguments().any(|arg| arg.get_long() == Some(name));
+        for (flag, words) in OTHERS {
+            assert!(!has(&serve, flag.trim_start_matches('-')), "`serve` has {flag}");
+            for named in words.split('`').skip(1).step_by(2).filter(|words| words.starts_with("--")) {
+                let (command, named) = named.strip_prefix("-- ").map_or((&serve, named), |named| (&rank, named));
+                for word in named.split(' ').filter_map(|word| word.strip_prefix("--")) {
+                    let name = word.split('=').next().unwrap_or_default();
+                    assert!(has(command, name), "{flag}: no flag --{name}");
+                }
+            }
+        }
+    }
 }

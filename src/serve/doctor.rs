@@ -52,15 +52,19 @@ pub fn doctor(args: &DoctorArgs, hardware: &Hardware) -> Result<ExitCode> {
     Ok(ExitCode::from(result?))
 }
 
-/// An error without the table between its first and its last line.
+/// An error without the table between its first line and what lacks.
 fn brief(error: &anyhow::Error) -> String {
     let error = format!("{error:#}");
     let lines: Vec<&str> = error.lines().map(str::trim).filter(|line| !line.is_empty()).collect();
-    match lines[..] {
-        [first, .., last] => format!("{first}: {last}"),
-        _ => lines.concat(),
+    let lacks = lines.iter().position(|line| line.starts_with(LACKS));
+    match lacks {
+        Some(at) => format!("{}: {}", lines[0], lines[at..].join("; ").trim_start_matches(LACKS)),
+        None => lines.concat(),
     }
 }
+
+/// Start of the line after the table.
+const LACKS: &str = "does not fit: ";
 
 /// What was found, in words.
 fn found(looked: &Looked) -> String {

@@ -9,6 +9,8 @@ use crate::args::ServeArgs;
 
 /// Most ranks that are tried.
 const MAX_RANKS: u32 = 64;
+/// The flag of ranks for the form of weights.
+const PRECISION: &str = "--weight-only-precision=";
 
 /// A world that fits.
 pub(crate) struct Chosen {
@@ -23,17 +25,11 @@ pub(crate) struct Chosen {
 /// # Errors
 /// When no size fits, with what would.
 pub(crate) fn choose(args: &ServeArgs, line: &[String], hardware: &Hardware) -> Result<Chosen> {
-    let words = ["rank"].into_iter().chain(line.iter().map(String::as_str)).map(OsString::from);
-    let matches = rank::command().try_get_matches_from(rank::with_dashes(words))?;
-    let (rank_args, _) = rank::parse(&matches)?;
+    let rank_args = rank_args(line)?;
     let num_gpus = num_gpus(&rank_args, hardware)?;
-    let copies = args.pp * args.replicas;
-    let sizes = match (args.tp, num_gpus) {
-        (Some(tp), _) => vec![tp],
-        (None, None) => vec![1],
-        (None, Some(gpus)) => (1..=(gpus / copies).clamp(1, MAX_RANKS)).collect(),
-    };
-    let available = |world_size| num_gpus.is_none_or(|gpus| world_size <= gpus);
+    let (copies, sizes) = (args.pp * args.replicas, sizes(args, num_gpus));
+    // Without any GPU the plan says why.
+    let available = |world_size| num_gpus.is_none_or(|gpus| gpus == 0 || world_size <= gpus);
     let mut last = None;
     for &tp in &sizes {
         let world_size = tp * copies;
@@ -61,7 +57,27 @@ pub(crate) fn choose(args: &ServeArgs, line: &[String], hardware: &Hardware) -> 
         }
     }
     let plan = last.expect("there is one size at least");
-    bail!("{}{}", refusal(&plan), advice(args, &plan))
+    let world_sizes: Vec<u32> = sizes.into_iter().map(|tp| tp * copies).collect();
+    let lacks_memory = plan.failures.is_empty();
+    let fewer_bits = lacks_memory.then(|| fewer_bits(line, &world_sizes, hardware)).flatten();
+    let cures = [advice(args, &plan), fewer_bits].into_iter().flatten();
+    bail!("{}{}", refusal(&plan), cures.collect::<Vec<_>>().join("; "))
+}
+
+/// The flags of the ranks.
+fn rank_args(line: &[String]) -> Result<RankArgs> {
+    let words = ["rank"].into_iter().chain(line.iter().map(String::as_str)).map(OsString::from);
+    let matches = rank::command().try_get_matches_from(rank::with_dashes(words))?;
+    Ok(rank::parse(&matches)?.0)
+}
+
+/// Numbers of GPUs that share each layer, in the order in which they are tried.
+fn sizes(args: &ServeArgs, num_gpus: Option<u32>) -> Vec<u32> {
+    match (args.tp, num_gpus) {
+        (Some(tp), _) => vec![tp],
+        (None, None) => vec![1],
+        (None, Some(gpus)) => (1..=(gpus / (args.pp * args.replicas)).clamp(1, MAX_RANKS)).collect(),
+    }
 }
 
 /// The GPUs of this machine; `None` where the model computes on CPUs.
@@ -85,16 +101,35 @@ fn refusal(plan: &WorldPlan) -> String {
     }
 }
 
+/// The form of weights with which one of these worlds would fit, unless a form was asked for.
+fn fewer_bits(line: &[String], world_sizes: &[u32], hardware: &Hardware) -> Option<String> {
+    if line.iter().any(|flag| flag.starts_with(PRECISION)) {
+        return None;
+    }
+    for precision in ["fp8", "int8", "int4"] {
+        let Ok(args) = rank_args(&[line, &[format!("{PRECISION}{precision}")]].concat()) else { continue };
+        for &world_size in world_sizes {
+            // A form that the device or the checkpoint does not allow is a failure of the plan.
+            let Ok(plan) = WorldPlan::new(&args, world_size, hardware) else { continue };
+            if plan.fits() {
+                let on = if plan.device == "cpu" { "here".to_owned() } else { format!("on {world_size} GPU(s)") };
+                return Some(format!("`--quantization {precision}` would fit {on}"));
+            }
+        }
+    }
+    None
+}
+
 /// The longest sequences that would fit, if that is what lacks.
-fn advice(args: &ServeArgs, plan: &WorldPlan) -> String {
-    let [model] = &plan.models[..] else { return String::new() };
+fn advice(args: &ServeArgs, plan: &WorldPlan) -> Option<String> {
+    let [model] = &plan.models[..] else { return None };
     let positions = model.num_blocks(plan.free_bytes()) * model.engine.block_size as u64;
     let is_windowed = model.engine.windows[..] != [None];
     if is_windowed || positions == 0 || !plan.failures.is_empty() {
-        return String::new();
+        return None;
     }
     let given = args.max_model_len.map_or("", |_| "lower ");
-    format!("{given}`--max-model-len {positions}` would fit")
+    Some(format!("{given}`--max-model-len {positions}` would fit"))
 }
 
 #[cfg(test)]
@@ -106,6 +141,7 @@ mod tests {
     use front::{ClientDevices, DeviceMemory};
     use models::{Config, ModelError, WorkerShape};
     use ops::MemoryEstimate;
+    use settings::WeightPrecision;
 
     use super::*;
 
@@ -118,11 +154,12 @@ mod tests {
         }
     }
 
-    /// A model of `GIB` GiB, which divides by any number of workers.
+    /// A model of `GIB` GiB, or a quarter of that in 4 bits, which divides by any number of workers.
     fn estimate<const GIB: u64>(_: &Path, _: &Config, shape: &WorkerShape) -> Result<MemoryEstimate, ModelError> {
         let num_workers = shape.tp.size as u64 * shape.stage.count as u64;
+        let shared = if shape.precision == WeightPrecision::Int4 { 4 } else { 1 };
         Ok(MemoryEstimate {
-            weights_bytes: (GIB << 30) / num_workers,
+            weights_bytes: (GIB << 30) / shared / num_workers,
             mapped_bytes: 0,
             workspace_bytes: 0,
             communicator_bytes: 0,
@@ -187,6 +224,14 @@ mod tests {
     fn what_no_number_of_gpus_holds_is_refused_with_what_lacks() {
         let error = chosen("", &machine::<2, 40>()).unwrap_err();
         assert!(error.contains("the model does not fit") && error.contains("a world of 8 would fit"), "{error}");
+        assert!(
+            !error.contains("max_sequence_len") && error.ends_with("`--quantization int4` would fit on 2 GPU(s)"),
+            "{error}"
+        );
+        let error = chosen("--quantization int4", &machine::<2, 160>()).unwrap_err();
+        assert!(error.contains("the model does not fit") && !error.contains("--quantization"), "{error}");
+        let error = chosen("--device cuda", &machine::<0, 5>()).unwrap_err();
+        assert!(error.contains("no NVIDIA driver"), "{error}");
         let error = chosen("--tp 4 --replicas 2", &machine::<4, 5>()).unwrap_err();
         assert!(error.contains("are 8 GPUs, and this machine has 4"), "{error}");
         let error = chosen("", &machine::<1, 9>()).map(|(size, _)| size);

@@ -81,6 +81,16 @@ impl ModelPlan {
         self.workers.iter().map(missing).max().unwrap_or(0)
     }
 
+    /// Whether the weights and all else but the KV cache fit where each worker has `free_bytes`.
+    pub fn holds_weights(&self, free_bytes: u64) -> bool {
+        self.workers.iter().all(|worker| self.fixed_bytes(worker) <= free_bytes)
+    }
+
+    /// Whether the workers compute on CPUs, where those of one machine share its memory.
+    pub fn is_on_cpus(&self) -> bool {
+        matches!(self.device, DeviceChoice::Cpu { .. })
+    }
+
     /// The next larger number of workers with which the longest sequence fits, if any.
     pub fn fitting_world(&self, free_bytes: u64) -> Option<u32> {
         self.larger.iter().find(|(_, worker)| self.needed(worker) <= free_bytes).map(|(size, _)| *size)

@@ -19,7 +19,7 @@ const TEXTS: [&str; 9] = [
 /// Keys of values that an answer has once.
 const VALUES: [&str; 5] = ["finish_reason", "stop_reason", "output_tokens", "completion_tokens", "error"];
 /// Keys of lists of tokens.
-const TOKENS: [&str; 3] = ["token_ids", "output_ids", "tokens"];
+pub(super) const TOKENS: [&str; 3] = ["token_ids", "output_ids", "tokens"];
 /// Events of `/v1/responses` that repeat a text which came in pieces before.
 const REPEATS: [&str; 2] = [".done", "response.completed"];
 
@@ -51,17 +51,38 @@ impl Answer {
         answer
     }
 
+    /// The answer of a body that has no known parts.
+    pub(super) fn raw(body: &[u8]) -> Self {
+        Self { raw: Some(body.to_vec()), ..Self::default() }
+    }
+
+    /// Adds a piece of the text at a place.
+    pub(super) fn append(&mut self, place: &str, text: &str) {
+        *self.parts.entry(place.to_owned()).or_default() += text;
+    }
+
+    /// Sets the value at a place.
+    pub(super) fn set(&mut self, place: &str, value: String) {
+        self.parts.insert(place.to_owned(), value);
+    }
+
+    /// Adds to the count at a place.
+    pub(super) fn count(&mut self, place: &str, count: u64) {
+        let counted: u64 = self.parts.get(place).and_then(|text| text.parse().ok()).unwrap_or(0);
+        self.set(place, (counted + count).to_string());
+    }
+
     fn add(&mut self, value: &Value, key: &str, place: &str) {
         let inner = |name: &str| if place.is_empty() { name.to_owned() } else { format!("{place}.{name}") };
         match value {
             Value::Object(fields) => fields.iter().for_each(|(name, value)| self.add(value, name, &inner(name))),
             Value::Array(tokens) if TOKENS.contains(&key) => {
                 let tokens: String = tokens.iter().map(|token| format!("{token} ")).collect();
-                *self.parts.entry(place.to_owned()).or_default() += &tokens;
+                self.append(place, &tokens);
             }
             // A tensor's values, and token ids of other protocols.
             Value::Array(items) if key == "data" => {
-                self.parts.insert(place.to_owned(), Value::Array(items.clone()).to_string());
+                self.set(place, Value::Array(items.clone()).to_string());
             }
             Value::Array(items) => {
                 for (position, item) in items.iter().enumerate() {
@@ -70,10 +91,10 @@ impl Answer {
                     self.add(item, key, &inner(&index.to_string()));
                 }
             }
-            Value::String(text) if TEXTS.contains(&key) => *self.parts.entry(place.to_owned()).or_default() += text,
+            Value::String(text) if TEXTS.contains(&key) => self.append(place, text),
             Value::Null => {}
             value if VALUES.contains(&key) => {
-                self.parts.insert(place.to_owned(), value.to_string());
+                self.set(place, value.to_string());
             }
             _ => {}
         }

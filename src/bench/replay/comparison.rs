@@ -1,5 +1,6 @@
 //! The comparison of a recording with its replay.
 
+use std::collections::BTreeMap;
 use std::fmt::Write as _;
 use std::time::Duration;
 
@@ -8,6 +9,7 @@ use serde::Serialize;
 use serde_json::Value;
 
 use super::answer::Answer;
+use super::messages;
 use super::send::Replayed;
 use crate::percentiles::Percentiles;
 
@@ -78,8 +80,8 @@ impl Comparison {
             first_part_ms: latencies(|request| request.first_us, |replayed| replayed.first),
             whole_ms: latencies(|request| Some(request.last_us), |replayed| Some(replayed.last)),
             tokens: [
-                both.iter().map(|pair| tokens(Answer::of(&recorded(pair.0)))).sum(),
-                both.iter().map(|pair| tokens(Answer::of(&pair.1.body))).sum(),
+                both.iter().map(|pair| tokens(answer(pair.0, &recorded(pair.0)))).sum(),
+                both.iter().map(|pair| tokens(answer(pair.0, &pair.1.body))).sum(),
             ],
             differences: verdicts.into_iter().filter_map(Verdict::difference).collect(),
         }
@@ -147,6 +149,11 @@ impl Verdict {
     }
 }
 
+/// The answer in a reply to a request.
+fn answer(request: &Request, reply: &[u8]) -> Answer {
+    if request.is_grpc() { messages::answer(&request.path, reply) } else { Answer::of(reply) }
+}
+
 fn verdict(request: &Request, replayed: &Replayed) -> Verdict {
     let differs = |place: &str, recorded: String, replayed: String| {
         let (id, path) = (request.id, request.path.clone());
@@ -162,7 +169,7 @@ fn verdict(request: &Request, replayed: &Replayed) -> Verdict {
     let Some(reply) = request.reply.as_ref().filter(|_| request.is_whole).and_then(record::Body::bytes) else {
         return Verdict::NotCompared;
     };
-    match Answer::of(&reply).difference(&Answer::of(&replayed.body)) {
+    match answer(request, &reply).difference(&answer(request, &replayed.body)) {
         None => Verdict::Alike,
         Some(_) if is_random(request) => Verdict::NotCompared,
         Some((place, recorded, replayed)) => differs(&place, recorded, replayed),
@@ -171,9 +178,11 @@ fn verdict(request: &Request, replayed: &Replayed) -> Verdict {
 
 /// Whether a server may draw other tokens the second time: the request samples and has no seed.
 fn is_random(request: &Request) -> bool {
-    let body = request.body.as_ref().and_then(record::Body::bytes).unwrap_or_default();
-    let Ok(body) = serde_json::from_slice::<Value>(&body) else { return false };
-    let number = |name: &str| body[name].as_f64().or_else(|| body["parameters"][name].as_f64());
+    let settings = settings(request);
+    let number = |name: &str| {
+        let names = ["", "runtime_", "sampling_param_"].map(|prefix| format!("{prefix}{name}"));
+        names.iter().find_map(|name| settings.get(name)).copied()
+    };
     let is_given = |name: &str| number(name).is_some();
     if is_given("seed") || is_given("random_seed") || number("top_k") == Some(1.0) {
         return false;
@@ -185,6 +194,33 @@ fn is_random(request: &Request) -> bool {
         }
         // OpenAI's default draws, Triton's takes the most probable token.
         None => is_openai,
+    }
+}
+
+/// The numbers that a request sets, by name.
+fn settings(request: &Request) -> BTreeMap<String, f64> {
+    let body = request.body.as_ref().and_then(record::Body::bytes).unwrap_or_default();
+    if request.is_grpc() {
+        return messages::settings(body);
+    }
+    let body: Value = serde_json::from_slice(&body).unwrap_or_default();
+    let fields = [&body["parameters"], &body].into_iter().filter_map(Value::as_object).flatten();
+    let mut found: BTreeMap<String, f64> =
+        fields.filter_map(|(name, value)| Some((name.clone(), value.as_f64()?))).collect();
+    for input in body["inputs"].as_array().into_iter().flatten() {
+        if let (Some(name), Some(value)) = (input["name"].as_str(), single(&input["data"])) {
+            found.insert(name.to_owned(), value);
+        }
+    }
+    found
+}
+
+/// The only number in an array.
+fn single(value: &Value) -> Option<f64> {
+    match value.as_array().map(Vec::as_slice) {
+        Some([only]) => single(only),
+        Some(_) => None,
+        None => value.as_f64(),
     }
 }
 
@@ -220,6 +256,9 @@ mod tests {
             other(request, replayed);
         };
         assert!(matches!(judged("{}", triton), Verdict::Differs(_)));
+        let drawn = r#"{"inputs":[{"name":"runtime_top_k","data":[[5]]},{"name":"temperature","data":[0.5]}]}"#;
+        assert_eq!(judged(drawn, triton), Verdict::NotCompared);
+        assert!(matches!(judged(&drawn.replace("[[5]]", "[[1]]"), triton), Verdict::Differs(_)));
     }
 
     #[test]

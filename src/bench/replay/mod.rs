@@ -2,6 +2,7 @@
 
 mod answer;
 mod comparison;
+mod messages;
 mod send;
 mod world;
 
@@ -15,7 +16,7 @@ use record::{Contents, Recording};
 
 use crate::files::{print_text, write_json};
 use comparison::Comparison;
-use send::Sender;
+use send::{Addresses, Sender};
 use world::World;
 
 /// `trireme replay`
@@ -27,6 +28,9 @@ pub struct ReplayArgs {
     /// The HTTP address of a running server [default: localhost:8000]
     #[arg(short, long, value_name = "ADDRESS")]
     url: Option<String>,
+    /// The gRPC address of the server [default: the port after that of HTTP]
+    #[arg(long, value_name = "ADDRESS")]
+    grpc_url: Option<String>,
     /// Send the requests so many times as fast as they arrived
     #[arg(long, default_value_t = 1.0, value_parser = speed, value_name = "FACTOR")]
     speed: f64,
@@ -46,7 +50,7 @@ pub struct ReplayArgs {
     #[arg(long, value_name = "FILE")]
     json: Option<PathBuf>,
     /// Start a world with these flags of `launch` on free ports, and end it afterwards
-    #[arg(last = true, value_name = "FLAGS OF LAUNCH", conflicts_with = "url")]
+    #[arg(last = true, value_name = "FLAGS OF LAUNCH", conflicts_with_all = ["url", "grpc_url"])]
     launch_flags: Vec<String>,
 }
 
@@ -65,12 +69,11 @@ pub fn replay(args: &ReplayArgs) -> Result<ExitCode, ClientError> {
     recording.requests.truncate(args.limit.map_or(usize::MAX, |limit| limit as usize));
     check(&recording)?;
     let world = (!args.launch_flags.is_empty()).then(|| World::start(&args.launch_flags)).transpose()?;
-    let address = world.as_ref().map(|world| world.address().to_owned()).or_else(|| args.url.clone());
-    let sender = Sender::new(
-        address.as_deref().unwrap_or("localhost:8000"),
-        args.api_key_file.as_deref(),
-        Duration::from_secs(args.timeout),
-    )?;
+    let addresses = match &world {
+        Some(world) => world.addresses(),
+        None => Addresses::new(args.url.as_deref().unwrap_or("localhost:8000"), args.grpc_url.as_deref()),
+    };
+    let sender = Sender::new(&addresses, args.api_key_file.as_deref(), Duration::from_secs(args.timeout))?;
     let results = client::runtime()?.block_on(sender.send_all(&recording.requests, args.speed))?;
     drop(world);
     let comparison = Comparison::of(&recording, &results);

@@ -5,10 +5,12 @@ use std::process::{Command, Stdio};
 
 use client::ClientError;
 
+use super::send::Addresses;
+
 /// A running world, which ends when this is dropped.
 pub(crate) struct World {
     http_port: u16,
-    address: String,
+    grpc_port: u16,
 }
 
 impl World {
@@ -37,12 +39,12 @@ impl World {
             let flags = flags.join(" ");
             return Err(ClientError::Usage(format!("no world with the flags `{flags}` serves; its reason is above")));
         }
-        Ok(Self { http_port: ports[0], address: format!("localhost:{}", ports[0]) })
+        Ok(Self { http_port: ports[0], grpc_port: ports[1] })
     }
 
-    /// `HOST:PORT` of HTTP.
-    pub(crate) fn address(&self) -> &str {
-        &self.address
+    /// Where it serves.
+    pub(crate) fn addresses(&self) -> Addresses {
+        Addresses { http: format!("localhost:{}", self.http_port), grpc: format!("localhost:{}", self.grpc_port) }
     }
 }
 

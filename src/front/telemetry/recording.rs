@@ -1,6 +1,6 @@
-//! Keeps requests over HTTP and their replies in a recording.
+//! Keeps requests for models and their replies in a recording.
 //!
-//! A request costs the clone of its path and of a few references to bytes. Without `--record` it costs one comparison.
+//! A request costs the clone of its path and of references to its bytes. Without `--record` it costs one comparison.
 
 use std::pin::Pin;
 use std::sync::{Arc, OnceLock};
@@ -12,7 +12,9 @@ use futures::{Stream, StreamExt};
 use http::header::{CONTENT_TYPE, HeaderName};
 use http::{Method, request};
 use record::{Recorder, RequestItem};
+use tonic::Status;
 
+use crate::api::triton::grpc::redact;
 use crate::api::triton::http::reply::Reply;
 use crate::transport::body::ReplyBody;
 
@@ -48,6 +50,40 @@ impl Recorded {
         Some(Self { recorder: Arc::clone(recorder), item, body: Arc::default() })
     }
 
+    /// A message of the call at `path` over gRPC, if the recording goes on.
+    pub(crate) fn begin_message(
+        recorder: Option<&Arc<Recorder>>,
+        path: &str,
+        message: &Bytes,
+        id: &str,
+    ) -> Option<Self> {
+        let recorder = recorder?;
+        let item = RequestItem {
+            path: path.to_owned(),
+            request_id: (!id.is_empty()).then(|| id.to_owned()),
+            redact: Some(redact::message),
+            ..RequestItem::new(recorder.arrival()?)
+        };
+        Some(Self { recorder: Arc::clone(recorder), item, body: Arc::new(OnceLock::from(message.clone())) })
+    }
+
+    /// Records a message of the reply, which may come in parts.
+    pub(crate) fn message(&mut self, parts: impl IntoIterator<Item = Bytes>) {
+        self.piece();
+        parts.into_iter().for_each(|part| self.keep(&part));
+    }
+
+    /// Records the status that ends the call with an error.
+    pub(crate) fn fail(&mut self, status: &Status) {
+        self.item.status = status.code() as u16;
+        self.message([Bytes::copy_from_slice(status.message().as_bytes())]);
+    }
+
+    /// Records that the reply is whole.
+    pub(crate) fn finish(mut self) {
+        self.item.is_whole = true;
+    }
+
     /// Runs `answer`, in which [`note_body`] may be called, and records its reply.
     pub(crate) async fn answered(mut self, answer: impl Future<Output = Reply>) -> Reply {
         let (head, body) = BODY.scope(Arc::clone(&self.body), answer).await.into_parts();
@@ -64,9 +100,17 @@ impl Recorded {
     }
 
     fn add(&mut self, part: &Bytes) {
+        self.piece();
+        self.keep(part);
+    }
+
+    fn piece(&mut self) {
+        self.item.first.get_or_insert_with(Instant::now);
+        self.item.pieces += 1;
+    }
+
+    fn keep(&mut self, part: &Bytes) {
         let (item, bytes) = (&mut self.item, part.len() as u64);
-        item.first.get_or_insert_with(Instant::now);
-        item.pieces += 1;
         // A reply of which a part does not fit is not kept any further.
         let is_kept_so_far = item.held_bytes == item.reply_bytes;
         item.reply_bytes += bytes;

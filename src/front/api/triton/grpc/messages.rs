@@ -1,7 +1,7 @@
 //! Reassembles the messages of a gRPC call. Memory is allocated as bytes arrive, not for the announced length.
 
 use std::pin::Pin;
-use std::sync::Arc;
+use std::sync::{Arc, OnceLock};
 use std::task::{Context, Poll, ready};
 
 use bytes::{Buf as _, Bytes};
@@ -270,15 +270,27 @@ pub struct CompleteMessages<B> {
     /// The message after a prefix that was returned alone.
     rest: Option<Bytes>,
     charge: Arc<Charge>,
+    kept: Option<KeptMessage>,
+}
+
+/// The first message of a call, which a recording keeps.
+#[derive(Debug, Clone, Default)]
+pub struct KeptMessage(Arc<OnceLock<Bytes>>);
+
+impl KeptMessage {
+    /// The message without its prefix, once it is complete.
+    pub fn get(&self) -> Option<&Bytes> {
+        self.0.get()
+    }
 }
 
 /// Messages up to this size are copied behind their prefix, which is faster than a frame of their own.
 const JOINED_BYTES: usize = 4 << 10;
 
 impl<B: Body<Data = Bytes, Error = h2::Error> + Unpin> CompleteMessages<B> {
-    /// The body of `messages`, whose charges are added to `charge`.
-    pub fn new(messages: Messages<B>, charge: Arc<Charge>) -> Self {
-        Self { messages, rest: None, charge }
+    /// The body of `messages`, whose charges are added to `charge`. The first message is put into `kept`, too.
+    pub fn new(messages: Messages<B>, charge: Arc<Charge>, kept: Option<KeptMessage>) -> Self {
+        Self { messages, rest: None, charge, kept }
     }
 }
 
@@ -296,6 +308,9 @@ impl<B: Body<Data = Bytes, Error = h2::Error> + Unpin> Body for CompleteMessages
             Some(message) => message?,
         };
         this.charge.join(charge);
+        if let Some(KeptMessage(kept)) = &this.kept {
+            let _ = kept.set(bytes.clone()); // Set before in a call with several messages, which is an error.
+        }
         let len = u32::try_from(bytes.len()).expect("messages are limited to 2 GiB");
         let is_joined = bytes.len() <= JOINED_BYTES;
         let mut part = Vec::with_capacity(PREFIX_BYTES + if is_joined { bytes.len() } else { 0 });

@@ -8,6 +8,7 @@ pub(crate) mod messages;
 pub(crate) mod models;
 pub(crate) mod paths;
 pub(crate) mod proto;
+pub(crate) mod redact;
 pub(crate) mod request;
 pub(crate) mod response;
 pub(crate) mod scan;
@@ -23,6 +24,7 @@ use tonic::{Request, Response, Status};
 
 use crate::api::status::grpc_status;
 use crate::api::triton::grpc::call_context::CallContext;
+use crate::api::triton::grpc::messages::KeptMessage;
 use crate::api::triton::grpc::proto::grpc_inference_service_server::GrpcInferenceService;
 use crate::api::triton::grpc::proto::*;
 use crate::api::triton::grpc::response::InferReply;
@@ -31,6 +33,7 @@ use crate::api::triton::shared_memory::{MemoryKind, run_device_work};
 use crate::api::triton::single_response::{Transactions, single_response};
 use crate::state::State;
 use crate::telemetry::log_settings::LogValue;
+use crate::telemetry::recording::Recorded;
 use crate::transport::budget::Charge;
 use crate::transport::large_work::block_in_place_in_turn;
 
@@ -96,8 +99,19 @@ impl GrpcInferenceService for KserveGrpc {
         // The charge is kept until the request is answered.
         let charge = charge_of(&request, &self.state);
         let call = request.extensions().get().cloned();
-        let answer = self.infer(request.into_inner(), charge.held(), call).await;
-        answer.map(Response::new).map_err(grpc_status)
+        let kept = request.extensions().get().and_then(KeptMessage::get);
+        let recorder = self.state.config.recorder.as_ref();
+        let recorded =
+            kept.and_then(|bytes| Recorded::begin_message(recorder, paths::MODEL_INFER, bytes, &request.get_ref().id));
+        let answer = self.infer(request.into_inner(), charge.held(), call).await.map_err(grpc_status);
+        if let Some(mut recorded) = recorded {
+            match &answer {
+                Ok(reply) => recorded.message(reply.parts()),
+                Err(status) => recorded.fail(status),
+            }
+            recorded.finish();
+        }
+        answer.map(Response::new)
     }
 
     async fn model_ready(&self, request: Request<ModelReadyRequest>) -> Result<Response<ModelReadyResponse>, Status> {

@@ -31,6 +31,23 @@ pub struct InferReply {
     pub final_response: Option<bool>,
 }
 
+impl InferReply {
+    /// The encoded message after the prefix of an uncompressed gRPC message. The parts share the elements of the outputs.
+    pub fn parts(&self) -> Vec<Bytes> {
+        let Self { response, final_response } = self;
+        let mut head = vec![0];
+        // A larger message is refused when it is sent.
+        head.extend_from_slice(&(self.encoded_len() as u32).to_be_bytes());
+        put_head(response, *final_response, &mut head);
+        let mut parts = vec![head.into()];
+        for output in &response.outputs {
+            parts.push(Bytes::copy_from_slice(Header::new(CONTENTS, output.data.len()).bytes()));
+            parts.push(output.data.clone());
+        }
+        parts
+    }
+}
+
 /// An encoded `ModelStreamInferResponse` after the prefix of an uncompressed gRPC message.
 #[derive(Debug, Default, Clone)]
 pub struct StreamReply(Bytes);
@@ -64,6 +81,11 @@ impl StreamReply {
         buffer.extend_from_slice(head);
         put_contents(&mut buffer);
         Self(buffer.into())
+    }
+
+    /// The message with its prefix, not compressed.
+    pub fn bytes(&self) -> &Bytes {
+        &self.0
     }
 
     /// The message with its prefix, compressed with `coding`.

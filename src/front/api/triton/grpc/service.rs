@@ -22,7 +22,7 @@ use crate::api::triton::grpc::KserveGrpc;
 use crate::api::triton::grpc::call_context::CallContext;
 use crate::api::triton::grpc::codings::Codings;
 use crate::api::triton::grpc::health::Health;
-use crate::api::triton::grpc::messages::{CompleteMessages, Messages};
+use crate::api::triton::grpc::messages::{CompleteMessages, KeptMessage, Messages};
 use crate::api::triton::grpc::paths;
 use crate::api::triton::grpc::proto::grpc_inference_service_server::GrpcInferenceServiceServer;
 use crate::api::triton::grpc::stream_call::StreamCall;
@@ -99,7 +99,6 @@ fn admit(state: &State, request: &mut Request<RequestBody>) -> Result<(), Status
         false => Status::unavailable(format!("This protocol is restricted, expecting header '{header}'")),
     })?;
     if api == Api::Inference {
-        config.recorder.iter().for_each(|recorder| recorder.count_grpc_call());
         let headers = config.grpc_forward.select(request.headers()).map_err(grpc_status)?;
         let span = state.span_context(request.headers());
         if !headers.is_empty() || span.is_some() {
@@ -137,7 +136,13 @@ impl<R: v1::ServerReflection, E: v1alpha::ServerReflection> GrpcService<R, E> {
         let charge = Arc::new(self.state.budget.charge());
         request.extensions_mut().insert(charge.clone());
         let state = self.state.clone();
-        let request = request.map(|body| CompleteMessages::new(Messages::new(state, &path, coding, body), charge));
+        let is_recorded = state.config.recorder.as_ref().is_some_and(|recorder| !recorder.is_over());
+        let kept = (is_recorded && path == paths::MODEL_INFER).then(KeptMessage::default);
+        if let Some(kept) = &kept {
+            request.extensions_mut().insert(kept.clone());
+        }
+        let request =
+            request.map(|body| CompleteMessages::new(Messages::new(state, &path, coding, body), charge, kept));
         if path.starts_with(paths::INFERENCE) {
             Some(tonic_call(self.inference.call(request), permit, respond, write_timeout))
         } else if path.starts_with("/grpc.health.v1.Health/") {

@@ -11,6 +11,7 @@ use h2::server::SendResponse;
 use h2::{Reason, SendStream};
 use http::{HeaderMap, HeaderValue, Request, Response, header};
 use prost::Message as _;
+use record::Recorder;
 use tokio::sync::OwnedSemaphorePermit;
 use tokio::time::{Sleep, sleep};
 use tonic::Status;
@@ -20,9 +21,9 @@ use crate::api::triton::grpc::codings::Codings;
 use crate::api::triton::grpc::messages::{Message, Messages};
 use crate::api::triton::grpc::paths::MODEL_STREAM_INFER;
 use crate::api::triton::grpc::proto::ModelInferRequest;
-use crate::api::triton::grpc::stream_infer::InferStream;
+use crate::api::triton::grpc::stream_infer::{InferStream, StreamRequest};
 use crate::state::State;
-use crate::transport::budget::Charge;
+use crate::telemetry::recording::Recorded;
 use crate::transport::content_coding::Coding;
 use crate::transport::http2::{Call, ClientGone, Progress, RequestBody, poll_capacity};
 use crate::transport::large_work::block_in_place_if_large;
@@ -51,11 +52,13 @@ pub struct StreamCall {
     _permit: OwnedSemaphorePermit,
 }
 
-/// Decodes a request.
-fn decode(message: Message) -> Result<(ModelInferRequest, Charge), Status> {
+/// Decodes a request, and begins its record.
+fn decode(message: Message, recorder: Option<&Arc<Recorder>>) -> Result<StreamRequest, Status> {
     let Message { bytes, charge } = message;
-    let decoded = block_in_place_if_large(charge.held(), || ModelInferRequest::decode(bytes));
-    Ok((decoded.map_err(|error| Status::internal(error.to_string()))?, charge))
+    let decoded = block_in_place_if_large(charge.held(), || ModelInferRequest::decode(bytes.clone()));
+    let message = decoded.map_err(|error| Status::internal(error.to_string()))?;
+    let recorded = Recorded::begin_message(recorder, MODEL_STREAM_INFER, &bytes, &message.id);
+    Ok(StreamRequest { message, charge, recorded })
 }
 
 impl StreamCall {
@@ -70,8 +73,9 @@ impl StreamCall {
     ) -> Option<Self> {
         let (parts, body) = request.into_parts();
         let write_timeout = state.config.write_timeout;
+        let recorder = state.config.recorder.clone();
         let requests = Messages::new(state.clone(), MODEL_STREAM_INFER, codings.requests, body)
-            .map(|message| decode(message?))
+            .map(move |message| decode(message?, recorder.as_ref()))
             .boxed();
         let ends_on_error = parts.headers.get("triton_grpc_error").is_some_and(|value| value == "true");
         let call = parts.extensions.get::<CallContext>().cloned();

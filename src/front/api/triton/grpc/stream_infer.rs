@@ -20,12 +20,23 @@ use crate::api::triton::grpc::response::{InferReply, ReplyTemplate, StreamReply}
 use crate::api::triton::header_parameters::forward;
 use crate::api::triton::single_response::broken_contract;
 use crate::state::State;
+use crate::telemetry::recording::Recorded;
 use crate::transport::budget::Charge;
 use crate::transport::large_work::block_in_place_if_large;
 use crate::transport::wake_flag::WakeFlag;
 
-/// The requests of a client with their charges.
-pub type Requests = BoxStream<'static, Result<(ModelInferRequest, Charge), Status>>;
+/// The requests of a client.
+pub type Requests = BoxStream<'static, Result<StreamRequest, Status>>;
+
+/// A request of a client.
+pub struct StreamRequest {
+    /// The decoded message.
+    pub message: ModelInferRequest,
+    /// The charge of the message and its decoded form.
+    pub charge: Charge,
+    /// Its record, if requests are recorded.
+    pub recorded: Option<Recorded>,
+}
 
 /// The replies of one call.
 pub struct InferStream {
@@ -63,6 +74,8 @@ struct ActiveRequest {
     responses: Option<ResponseStream>,
     /// As [`InferStream::is_drained`], after the last event.
     is_drained: bool,
+    /// The record of a request that is not answered yet.
+    recorded: Option<Recorded>,
     /// The charge of the request until it is answered.
     _charge: Charge,
 }
@@ -107,13 +120,13 @@ impl InferStream {
             }
             let Some(requests) = &mut self.requests else { return Poll::Ready(None) };
             match ready!(self.requests_flag.poll(context, |context| requests.poll_next_unpin(context))) {
-                Some(Ok((message, charge))) => {
+                Some(Ok(StreamRequest { message, charge, recorded })) => {
                     let id = message.id.clone();
                     let (state, call) = (self.state.clone(), self.call.as_ref());
                     match block_in_place_if_large(charge.held(), || ActiveRequest::start(state, message, call, charge))
                     {
-                        Ok(request) => self.active.push(request),
-                        Err(error) => return Poll::Ready(Some(Ok(Event::refused(id, error)))),
+                        Ok(request) => self.active.push(ActiveRequest { recorded, ..request }),
+                        Err(error) => return Poll::Ready(Some(Ok(Event::refused(id, error, recorded)))),
                     }
                 }
                 Some(Err(status)) => return Poll::Ready(Some(Err(status))),
@@ -179,9 +192,21 @@ impl Stream for InferStream {
 
 impl Event {
     /// The error of a request that was not accepted, which repeats the id only.
-    fn refused(id: String, error: InferError) -> Self {
+    fn refused(id: String, error: InferError, recorded: Option<Recorded>) -> Self {
         let response = InferResponse { id: id.into(), ..InferResponse::default() };
-        Event::failed(error, InferReply { response, final_response: None })
+        let event = Event::failed(error, InferReply { response, final_response: None });
+        if let Some(mut recorded) = recorded {
+            recorded.message([event.reply().bytes().clone()]);
+            recorded.finish();
+        }
+        event
+    }
+
+    fn reply(&self) -> &StreamReply {
+        match self {
+            Event::Reply(reply) => reply,
+            Event::Failure(failure) => &failure.reply,
+        }
     }
 
     fn failed(error: InferError, reply: InferReply) -> Self {
@@ -224,6 +249,7 @@ impl ActiveRequest {
             has_failed: false,
             responses: Some(responses),
             is_drained: false,
+            recorded: None,
             _charge: charge,
         })
     }
@@ -301,6 +327,21 @@ impl Stream for ActiveRequest {
     type Item = Event;
 
     fn poll_next(mut self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<Option<Event>> {
+        let event = ready!(self.poll_event(context));
+        if let Some(mut recorded) = self.recorded.take() {
+            event.iter().for_each(|event| recorded.message([event.reply().bytes().clone()]));
+            match self.responses {
+                Some(_) => self.recorded = Some(recorded),
+                None => recorded.finish(),
+            }
+        }
+        Poll::Ready(event)
+    }
+}
+
+impl ActiveRequest {
+    /// The next event; `None` when the request is answered.
+    fn poll_event(&mut self, context: &mut Context<'_>) -> Poll<Option<Event>> {
         self.is_drained = false;
         while let Some(responses) = &mut self.responses {
             let mut delta = OutputDelta::default();

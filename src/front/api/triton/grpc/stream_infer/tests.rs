@@ -111,7 +111,9 @@ async fn a_drained_stream_is_not_polled_until_a_response_or_request_wakes_it() {
 
     let (requests_sender, arriving) = unbounded();
     let of_stream = state.clone();
-    let requests = arriving.map(move |message| Ok((message, of_stream.budget.charge()))).boxed();
+    let requests = arriving
+        .map(move |message| Ok(StreamRequest { message, charge: of_stream.budget.charge(), recorded: None }))
+        .boxed();
     let mut stream = InferStream::new(state, requests, false, None);
     let woken = Arc::<Woken>::default();
     let waker = Waker::from(woken.clone());
