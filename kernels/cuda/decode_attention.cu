@@ -2,7 +2,7 @@
 // rope_decode_attention_bf16: the same, but first rotates q and k of the newest position and writes its k and v; without chunks
 // alibi_decode_attention_bf16: the first with slopes[h] * (j - newest position) added to the score of position j  (Press et al. 2022)
 // capped_decode_attention_bf16: the first with scores s that become cap * tanh(s / cap)
-// shared_..., on Hopper: any of these with fewer blocks than splits, so that rows are divided in one way whatever their number is
+// shared_..., on Hopper: the others with fewer blocks than splits, so that rows are divided in one way whatever their number is
 // archs: 80 90a 100a ptx
 //
 // q             [R, H, D] bf16, rows `q_stride` elements apart (the q part of qkv)
@@ -303,10 +303,10 @@ struct Newest {
     }
 };
 
-// One split of a row. `is_first`: the block has computed none before it.
+// One split of a row.
 template <int D, bool ROPE, Scores SCORES>
 __device__ __forceinline__ void attend_split(const DecodeAttention& a, const Rope& rope, const float* slopes, float cap, u32 len,
-                                             u32 split, const Chunk& c, bool is_first) {
+                                             u32 split, const Chunk& c) {
     extern __shared__ float4 dynamic[];
     const u32 splits = a.splits, row = blockIdx.z;
     const u32 per_kv_head = a.heads / a.kv_heads, groups = groups_of(a);
@@ -329,7 +329,7 @@ __device__ __forceinline__ void attend_split(const DecodeAttention& a, const Rop
         for (int i = 0; i < D / 64; ++i) angles[i] = load_angles(rope.cos + angle + 32 * i, rope.sin + angle + 32 * i);
         // Positions before the newest belong to earlier steps: their k and v are loaded while the previous kernel runs.
         begin_walk(walk, tile);
-        if (is_first) pdl_wait();
+        pdl_wait();
         load_rotated_q<D>(q, q_row, g < heads, angles);
         if (c.end == len) {
             const Newest<D> newest(a, row, kv_head);
@@ -380,7 +380,7 @@ __device__ __forceinline__ void decode_attention(const DecodeAttention& a, const
     for (u32 split = blockIdx.x; SHARED || split == blockIdx.x; split += gridDim.x) {
         const Chunk c = chunk_of<!ROPE>(a, len, split, a.splits);
         if (split >= c.active) return;
-        attend_split<D, ROPE, SCORES>(a, rope, slopes, cap, len, split, c, split == blockIdx.x);
+        attend_split<D, ROPE, SCORES>(a, rope, slopes, cap, len, split, c);
         if (!SHARED) return;
     }
 }
@@ -402,10 +402,10 @@ __device__ __forceinline__ void decode_attention(const DecodeAttention& a, const
         decode_attention<D, false, Scores::CAPPED, SHARED>(a, Rope{}, nullptr, cap); \
     }
 
-#define ROPE_DECODE_ATTENTION(PREFIX, D, SHARED) \
+#define ROPE_DECODE_ATTENTION(D) \
     extern "C" __global__ void __launch_bounds__(WARPS * 32) \
-        PREFIX##rope_decode_attention_bf16_d##D(const DecodeAttention a, const Rope rope) { \
-        decode_attention<D, true, Scores::PLAIN, SHARED>(a, rope, nullptr, 0.0f); \
+        rope_decode_attention_bf16_d##D(const DecodeAttention a, const Rope rope) { \
+        decode_attention<D, true, Scores::PLAIN, false>(a, rope, nullptr, 0.0f); \
     }
 
 #define ALL_DECODE_ATTENTION(PREFIX, SHARED) \
@@ -413,15 +413,15 @@ __device__ __forceinline__ void decode_attention(const DecodeAttention& a, const
     DECODE_ATTENTION(PREFIX, 96, SHARED) \
     DECODE_ATTENTION(PREFIX, 128, SHARED) \
     DECODE_ATTENTION(PREFIX, 256, SHARED) \
-    ROPE_DECODE_ATTENTION(PREFIX, 64, SHARED) \
-    ROPE_DECODE_ATTENTION(PREFIX, 128, SHARED) \
-    ROPE_DECODE_ATTENTION(PREFIX, 256, SHARED) \
     ALIBI_DECODE_ATTENTION(PREFIX, 64, SHARED) \
     ALIBI_DECODE_ATTENTION(PREFIX, 96, SHARED) \
     ALIBI_DECODE_ATTENTION(PREFIX, 128, SHARED) \
     CAPPED_DECODE_ATTENTION(PREFIX, 128, SHARED) \
     CAPPED_DECODE_ATTENTION(PREFIX, 256, SHARED)
 
+ROPE_DECODE_ATTENTION(64)
+ROPE_DECODE_ATTENTION(128)
+ROPE_DECODE_ATTENTION(256)
 ALL_DECODE_ATTENTION(, false)
 #if __CUDA_ARCH__ == 900
 ALL_DECODE_ATTENTION(shared_, true)

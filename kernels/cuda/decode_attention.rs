@@ -260,6 +260,12 @@ pub fn decode_attention_split(q: &Queue, attention: &DecodeAttention<'_>, splits
             q.launch(&name, launch, &args)
         }
         Positions::Rope(RopeTables { cos, sin }) => {
+            ensure!(
+                OP,
+                splits.blocks == splits.splits,
+                "a block rotates for one split, {} have {splits:?}",
+                attention.rows.num_rows
+            );
             let is_plain = attention.scores.change == ScoreChange::None && attention.scores.chunk == 0;
             ensure!(OP, is_plain && attention.shape.has_kv, "changed scores, chunks, or q alone are not rotated here");
             ensure!(OP, rotates(attention.shape), "head_dim {head_dim}; a multiple of 64 is rotated here");
@@ -273,7 +279,7 @@ pub fn decode_attention_split(q: &Queue, attention: &DecodeAttention<'_>, splits
             for (bytes, span) in rope.chunks_exact_mut(8).zip([cos, sin, attention.cache.k, attention.cache.v]) {
                 bytes.copy_from_slice(&span.address().to_ne_bytes());
             }
-            let name = format!("{shared}rope_decode_attention_bf16_d{head_dim}");
+            let name = format!("rope_decode_attention_bf16_d{head_dim}");
             q.launch(&name, launch, &[Arg::Bytes(&argument), Arg::Bytes(&rope)])
         }
     }

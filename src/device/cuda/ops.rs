@@ -242,8 +242,12 @@ impl CudaDevice {
     fn attention_rotates(&self, layer: usize) -> bool {
         let (shape, layer) = (self.current().shape, self.cache().layer(layer));
         let rows = shape.rows - shape.prefill_rows;
-        let has_ring = !self.config.batch_invariant && takes_ring(self.queue.gpu(), rows, layer.shape);
-        let few = rows * layer.shape.num_kv_heads <= MAX_ROTATED_HEADS && !has_ring;
+        // The newest position then has a tile of its own, so the sums have other bits than without rotation.
+        if self.config.batch_invariant {
+            return false;
+        }
+        let few =
+            rows * layer.shape.num_kv_heads <= MAX_ROTATED_HEADS && !takes_ring(self.queue.gpu(), rows, layer.shape);
         let is_fast = self.config.use_fast_kernels && layer.has_fast_attention();
         few && !self.is_split && is_fast && layer.rotates()
     }
