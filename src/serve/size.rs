@@ -46,7 +46,7 @@ pub(crate) fn choose(args: &ServeArgs, line: &[String], hardware: &Hardware) -> 
         if plan.fits() {
             let why = match (args.tp, num_gpus) {
                 (Some(_), _) => "as requested".to_owned(),
-                (None, None) => "on CPUs".to_owned(),
+                (None, None) => on_cpus(&rank_args, hardware),
                 (None, Some(gpus)) => format!("the smallest number of {gpus} GPUs that fits"),
             };
             return Ok(Chosen { world_size, plan, why });
@@ -92,6 +92,14 @@ fn num_gpus(args: &RankArgs, hardware: &Hardware) -> Result<Option<u32>> {
         settings::DeviceKind::Auto => found().ok().filter(|gpus| *gpus > 0),
         settings::DeviceKind::Cuda => Some(found().map_err(|reason| anyhow::anyhow!(reason))?),
     })
+}
+
+/// Why the model computes on CPUs, if there are GPUs that cannot be used.
+fn on_cpus(args: &RankArgs, hardware: &Hardware) -> String {
+    match (args.device, (hardware.num_gpus)()) {
+        (settings::DeviceKind::Auto, Err(reason)) => format!("on CPUs: {reason}"),
+        _ => "on CPUs".to_owned(),
+    }
 }
 
 fn refusal(plan: &WorldPlan) -> String {
@@ -218,6 +226,8 @@ mod tests {
         assert_eq!(chosen("", &machine::<0, 5>()).unwrap(), (1, "on CPUs".to_owned()));
         assert_eq!(chosen("--device cpu", &machine::<4, 5>()).unwrap(), (1, "on CPUs".to_owned()));
         assert_eq!(chosen("--tp 2", &machine::<0, 5>()).unwrap().0, 2);
+        let unusable = Hardware { num_gpus: || Err("this build has no GPU kernels".to_owned()), ..machine::<0, 5>() };
+        assert_eq!(chosen("", &unusable).unwrap(), (1, "on CPUs: this build has no GPU kernels".to_owned()));
     }
 
     #[test]

@@ -22,6 +22,8 @@ pub enum WorkerError {
     Device(#[from] ops::DeviceError),
     #[error(transparent)]
     Model(#[from] models::ModelError),
+    #[error("its weights need {needed} of memory, and {free} are free: {cure}; `launch --plan` shows all of it")]
+    Memory { needed: String, free: String, cure: String },
     #[error("network `{network}` cannot be used: {reason}; name the one that joins the nodes with --network")]
     Network { network: String, reason: String },
     #[error("cannot read checkpoint {} on node `{node}`; every node needs it, at the same path", .dir.display())]

@@ -11,6 +11,7 @@
 mod error;
 mod estimate;
 mod exchange;
+mod memory;
 mod nccl_check;
 mod network;
 mod rows;

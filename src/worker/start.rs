@@ -6,12 +6,14 @@ use std::sync::Arc;
 use device::cpu::{CpuConfig, CpuDevice, GroupConfig, Peers};
 use device::cuda::{CudaConfig, CudaDevice, Exchange};
 use ipc::set_process_title;
+use models::WorkerShape;
 use nix::sys::signal::{SigSet, Signal};
 use ops::{PipelineStage, StepLimits, Target, TensorParallel};
 use supervision::{DeviceChoice, FromWorker, WorkerSpec};
 
 use crate::error::{SpecError, WorkerError};
 use crate::exchange::RankExchange;
+use crate::memory;
 use crate::network;
 use crate::run::{Rings, Worker};
 
@@ -56,8 +58,15 @@ fn run(spec: &WorkerSpec, rings: &Rings) -> Result<(), WorkerError> {
         max_sequence_len: spec.max_sequence_len,
         vocab_size: config.vocab_size,
     };
+    let stage = PipelineStage { index: spec.stage, count: spec.num_stages };
+    let (tp, block_size) = (tensor_parallel(spec), spec.block_size);
+    let shape = WorkerShape { target, tp, stage, limits, block_size, precision };
     match spec.settings.device {
         DeviceChoice::Cpu { threads, first_core } => {
+            // 0 is unknown.
+            if let free @ 1.. = device::cpu::available_memory() {
+                memory::check(spec, &config, &shape, free)?;
+            }
             let group = cpu_group(spec, threads)?;
             let device_config = CpuConfig { threads, limits, kv_memory_bytes: None, group };
             let mut device = match spec.spans_nodes() || spec.num_stages > 1 {
@@ -74,6 +83,7 @@ fn run(spec: &WorkerSpec, rings: &Rings) -> Result<(), WorkerError> {
         }
         DeviceChoice::Cuda { ordinal } => {
             let device = CudaDevice::new(cuda_config(spec, ordinal, limits, rings)?)?;
+            memory::check(spec, &config, &shape, device.free_bytes()?)?;
             Worker::load(spec, &config, device)?.serve(rings)
         }
     }

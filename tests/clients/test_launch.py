@@ -1,6 +1,7 @@
 """The launcher with real ranks: worlds of one user side by side, flags of ranks without `--`, empty repositories."""
 
 import json
+import math
 import os
 import re
 import shutil
@@ -123,6 +124,40 @@ def test_the_cause_of_a_failed_start_and_its_cure_come_first(tmp_path, short_fol
     first = started.stderr.split("launch: the world died")[0]
     assert started.returncode == 1 and cause in first.splitlines()[0] and cure in first, started.stderr
     assert "mpirun" not in started.stderr and len(started.stderr.splitlines()) < 12, started.stderr
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_weights_that_do_not_fit_are_refused_before_they_are_read(tmp_path, short_folder, world_size):
+    models = checkpoint(tmp_path, "*.safetensors")
+    large_weights(tmp_path / "checkpoint")
+    words = [f"--model_repo={models}", f"--world_size={world_size}", "--oversubscribe", "--detach", "--device=cpu", *ports()[1]]
+    started = run(*words, "--weight_only_precision=int4", environment={"XDG_RUNTIME_DIR": str(short_folder)})
+    first = started.stderr.splitlines()[0]
+    assert started.returncode == 1 and re.search(r"its weights need [0-9.]+ GiB of memory, and [0-9.]+ GiB are free: (start|use) ", first), started.stderr
+    assert "`launch --plan`" in first, started.stderr
+
+
+def large_weights(folder: Path) -> None:
+    """Makes a checkpoint of 2 TB in bf16, or 0.5 TB in 4 bits. The head of its file is whole, and the rest a hole."""
+    hidden, inner, heads, kv_heads, layers = 32768, 114688, 256, 8, 80
+    config = json.loads((folder / "config.json").read_text())
+    config |= {"hidden_size": hidden, "intermediate_size": inner, "num_attention_heads": heads, "num_key_value_heads": kv_heads, "head_dim": 128}
+    config |= {"num_hidden_layers": layers, "tie_word_embeddings": True}
+    (folder / "config.json").write_text(json.dumps(config))
+    keys = kv_heads * 128
+    of_layer = {"self_attn.q_proj": [hidden, hidden], "self_attn.k_proj": [keys, hidden], "self_attn.v_proj": [keys, hidden]}
+    of_layer |= {"self_attn.o_proj": [hidden, hidden], "mlp.gate_proj": [inner, hidden], "mlp.up_proj": [inner, hidden]}
+    of_layer |= {"mlp.down_proj": [hidden, inner], "input_layernorm": [hidden], "post_attention_layernorm": [hidden]}
+    shapes = {"model.embed_tokens.weight": [config["vocab_size"], hidden], "model.norm.weight": [hidden]}
+    shapes |= {f"model.layers.{layer}.{name}.weight": shape for layer in range(layers) for name, shape in of_layer.items()}
+    head, end = {}, 0
+    for name, shape in shapes.items():
+        begin, end = end, end + 2 * math.prod(shape)
+        head[name] = {"dtype": "BF16", "shape": shape, "data_offsets": [begin, end]}
+    text = json.dumps(head).encode()
+    with open(folder / "model.safetensors", "wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        file.truncate(8 + len(text) + end)
 
 
 def test_a_repository_that_is_a_checkpoint_is_explained_by_lint():

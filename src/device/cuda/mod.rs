@@ -238,6 +238,15 @@ impl CudaDevice {
         })
     }
 
+    /// Bytes of the GPU's memory that no process uses.
+    ///
+    /// # Errors
+    /// When the driver does not answer.
+    pub fn free_bytes(&self) -> Result<u64, DeviceError> {
+        let (free, _) = self.gpu.memory().map_err(device_error)?;
+        Ok(free as u64)
+    }
+
     /// The GPU's name and compute capability, for logs.
     pub fn describe(&self) -> String {
         let (major, minor) = self.gpu.capability();

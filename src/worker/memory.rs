@@ -1,0 +1,48 @@
+//! Refuses a model whose weights are larger than the free memory, before they are read.
+
+use device::cpu::WeightPrecision;
+use models::{Config, ModelError, WorkerShape};
+use ops::{Target, TensorParallel};
+use supervision::WorkerSpec;
+
+use crate::error::WorkerError;
+use crate::estimate::estimate_memory;
+
+/// Most workers of a group that are tried for a model that does not fit.
+const MAX_WORKERS: u32 = 1024;
+
+/// Compares the weights of this worker with the free memory of its device.
+///
+/// # Errors
+/// When they do not fit, with the number of ranks that would hold them.
+pub(crate) fn check(spec: &WorkerSpec, config: &Config, shape: &WorkerShape, free: u64) -> Result<(), WorkerError> {
+    let needed = |tp: TensorParallel| -> Result<u64, ModelError> {
+        let estimate = estimate_memory(&spec.checkpoint, config, &WorkerShape { tp, ..*shape })?;
+        // The system can drop pages of files.
+        Ok(estimate.weights_bytes - estimate.mapped_bytes)
+    };
+    let needed_bytes = match needed(shape.tp) {
+        Ok(bytes) if bytes > free => bytes,
+        // An error is that of loading, too.
+        _ => return Ok(()),
+    };
+    let sizes = std::iter::successors(Some(shape.tp.size * 2), |size| Some(size * 2));
+    let sizes = sizes.take_while(|&size| size <= MAX_WORKERS);
+    // A size that does not divide the model is not advised.
+    let mut possible = sizes.map_while(|size| Some((size, needed(TensorParallel { rank: 0, size }).ok()?)));
+    let fitting = possible.find(|(_, bytes)| *bytes <= free).map(|(size, _)| size * shape.stage.count);
+    let ranks = fitting.map(|ranks| match shape.target {
+        Target::Cuda => format!("start {ranks} ranks (`--world-size={ranks}`)"),
+        // Workers on CPUs of one machine share its memory.
+        Target::Cpu => format!("start {ranks} ranks on as many machines (`--hosts`)"),
+    });
+    let is_quantized = shape.precision != WeightPrecision::Checkpoint || config.stored_quantization().is_some();
+    let quantize = (!is_quantized).then(|| "quantize them (`--weight-only-precision`)".to_owned());
+    let cures: Vec<String> = ranks.into_iter().chain(quantize).collect();
+    let cure = if cures.is_empty() { "use devices with more memory".to_owned() } else { cures.join(", or ") };
+    Err(WorkerError::Memory { needed: gib(needed_bytes), free: gib(free), cure })
+}
+
+fn gib(bytes: u64) -> String {
+    format!("{:.2} GiB", bytes as f64 / f64::from(1 << 30))
+}
