@@ -94,6 +94,22 @@ pub(super) fn layers_of_two_ropes(fields: &Fields, config: &mut Config, theta: f
     Ok(())
 }
 
+/// Where `rope_parameters` is given, transformers needs the frequencies of each type of layer that there is.
+pub(super) fn require_both_ropes(fields: &Fields, config: &Config) -> Adjusted {
+    let Some(parameters) = fields.object("rope_parameters")? else { return Ok(()) };
+    for (name, has_window) in [("full_attention", false), ("sliding_attention", true)] {
+        if config.layers.iter().any(|layer| layer.attention.window.is_some() == has_window) {
+            let missing = || parameters.wrong(name, "an object with `rope_theta`", &Value::Null);
+            parameters.object(name)?.ok_or_else(missing)?.required_positive("rope_theta")?;
+        }
+    }
+    Ok(())
+}
+
+pub(super) fn ministral(fields: &Fields, _: &mut Config) -> Adjusted {
+    fields.required_size("head_dim").map(|_| ())
+}
+
 /// Queries of late positions are longer.
 pub(super) fn ministral3(fields: &Fields, config: &mut Config) -> Adjusted {
     let name = if fields.get("rope_scaling").is_some() { "rope_scaling" } else { "rope_parameters" };

@@ -200,7 +200,13 @@ pub(super) const FAMILIES: &[Family] = &[
         adjust: adjust::ministral3,
         ..MISTRAL
     },
-    Family { name: "MinistralForCausalLM", model_type: "ministral", window: WindowRule::Listed, ..MISTRAL },
+    Family {
+        name: "MinistralForCausalLM",
+        model_type: "ministral",
+        window: WindowRule::Listed,
+        adjust: adjust::ministral,
+        ..MISTRAL
+    },
     Family {
         name: "Qwen2ForCausalLM",
         model_type: "qwen2",
@@ -458,6 +464,7 @@ pub(super) const FAMILIES: &[Family] = &[
         names: &weights::APERTUS,
         head_norm: Some(HeadNormSpan::Head),
         defaults: r#"{"hidden_act": "xielu", "rms_norm_eps": 1e-5, "max_position_embeddings": 65536,
+                      "rope_theta": 12000000.0,
                       "rope_parameters": {"rope_type": "llama3", "rope_theta": 12000000.0, "factor": 8.0,
                                           "original_max_position_embeddings": 8192, "low_freq_factor": 1.0,
                                           "high_freq_factor": 4.0}}"#,
