@@ -18,6 +18,7 @@ if {"-h", "--help"} & set(sys.argv[1:]):  # Before imports that may be missing.
     sys.exit(print(__doc__))
 
 import torch
+import transformers
 from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.utils import logging
@@ -31,6 +32,8 @@ SIZES = {"vocab_size", "hidden_size", "n_embd", "num_hidden_layers", "n_layer"}
 # Fields by which transformers finds the class of the model, whole models, whose defaults are large, and a token whose default is not
 # in these vocabularies.
 KEPT = {"model_type", "text_config", "vision_config", "pad_token_id"}
+# Fields that only change weights of the parts that see images.
+OF_IMAGES = {"multimodal_projector_bias", "spatial_merge_size"}
 REMOVED = object()
 
 
@@ -45,6 +48,8 @@ def fields(config, prefix=""):
 def changes(config):
     """Paths of fields and their new values."""
     for path, value in fields(config):
+        if path in OF_IMAGES:
+            continue
         if isinstance(value, (bool, int, float)) and path not in SIZES:
             yield path, changed(value)
         if path.rpartition(".")[2] not in KEPT:
@@ -70,13 +75,19 @@ def with_field(config, path, value):
     return config
 
 
+def model_class(folder):
+    """That of the unchanged checkpoint if it sees images; others have one that transformers finds for any of them."""
+    name = json.loads((folder / "config.json").read_text())["architectures"][0]
+    return getattr(transformers, name) if "Conditional" in name else AutoModelForCausalLM
+
+
 @torch.no_grad()
 def logits(folder, config):
     try:
         loaded = AutoConfig.for_model(config["model_type"], **{k: v for k, v in config.items() if k != "model_type"})
         loaded._attn_implementation = "eager"
-        model, report = AutoModelForCausalLM.from_pretrained(folder, config=loaded, dtype=torch.float32, output_loading_info=True,
-                                                             attn_implementation="eager")
+        model, report = model_class(folder).from_pretrained(folder, config=loaded, dtype=torch.float32, output_loading_info=True,
+                                                            attn_implementation="eager")
         if report["missing_keys"] or report["mismatched_keys"]:
             return None
         found = model.eval()(torch.tensor([PROMPT])).logits[0, -1, :NUM_LOGITS]

@@ -70,6 +70,12 @@ impl Fields {
         self
     }
 
+    /// The same object with other values of some fields.
+    pub(crate) fn with_fields(mut self, fields: impl IntoIterator<Item = (String, Value)>) -> Self {
+        self.map.extend(fields);
+        self
+    }
+
     /// All fields of the object.
     pub(crate) fn to_map(&self) -> Map<String, Value> {
         self.map.clone()
