@@ -2,6 +2,7 @@
 """Writes a checkpoint with layers of real sizes and random bf16 weights, for tests on a GPU.
 
     make_checkpoint.py SHAPE OUT_DIR [--layers N] [--quantize fp8|fp8-blocks|awq|gptq|mxfp4]
+    make_checkpoint.py gemma3|phi4|qwen3moe|llama12b|llama14b OUT_DIR --full
     SHAPE: small, mha (Llama 2 7B's layer), gqa (Llama 3 8B's layer), mistral (a window), qwen2, qwen3 (norms of heads), gpt2,
            baichuan (ALiBi), internlm (biases), internlm2 (q, k and v of a group together), and the layers of other families:
            gemma2, gemma3, phi4, phi4mini, granite, olmo2, cohere2, smollm3, glm4, stablelm, gpt_neox, falcon, starcoder2, nemotron,
@@ -12,10 +13,16 @@
 With --quantize the linear layers of decoder layers are rounded to a form of published checkpoints: fp8 with a scale for each row or for
 blocks of 128 x 128, or 4 bits in groups of 128; with mxfp4 the experts of gptoss. `reference` in OUT_DIR has the same values in fp32, which check_gpu_model.py loads.
 
+With --full the checkpoint has the layers and the vocabulary of Gemma 3 12B, Phi-4, Qwen3 30B A3B, or of a Llama with matrices as large as
+those of Gemma 3 12B or Phi-4. For timing: the same random values are repeated, and written as fast as the disk takes them.
+
 Needs torch and transformers.
 """
 import argparse
+import concurrent.futures
+import itertools
 import json
+import math
 import pathlib
 import sys
 
@@ -42,6 +49,8 @@ SHAPES = {  # hidden, inner, heads, KV heads, vocabulary, rope theta
     "mistral": (1024, 3584, 16, 4, 32000, 1e4),
     "internlm": (1024, 2752, 8, 8, 103168, 1e4),
     "internlm2": (1024, 3584, 8, 2, 92544, 1e6),
+    "llama12b": (3840, 15360, 32, 16, 262208, 1e6),
+    "llama14b": (5120, 17920, 40, 10, 100352, 1e6),
 }
 MIXED = ["sliding_attention", "full_attention"] * 2
 ROPE = {"rope_type": "default", "rope_theta": 10000.0}
@@ -102,12 +111,21 @@ FAMILIES = {  # class, hidden, inner, heads, KV heads, and own fields
                                                  no_rope_layers=[1, 1, 1, 0], attention_chunk_size=64, floor_scale=32, attn_scale=0.1,
                                                  pad_token_id=0)),
 }
-OWN_FIELDS = {"qwen3": {"head_dim": 128}, "mistral": {"sliding_window": 128}, "internlm": {"attention_bias": True}}
+OWN_FIELDS = {"qwen3": {"head_dim": 128}, "mistral": {"sliding_window": 128}, "internlm": {"attention_bias": True},
+              "llama12b": {"head_dim": 128}}
+FULL = {  # layers, and fields of the whole model
+    "gemma3": (48, dict(vocab_size=262208, layer_types=(5 * ["sliding_attention"] + ["full_attention"]) * 8, sliding_window=1024)),
+    "phi4": (40, dict(vocab_size=100352)),
+    "qwen3moe": (48, {}),
+    "llama12b": (48, {}),
+    "llama14b": (40, {}),
+}
 
 
-def family(shape, layers):
-    """A model of one of FAMILIES."""
+def family(shape, layers, whole):
+    """A model of one of FAMILIES, with the fields of `whole`."""
     name, hidden, inner, heads, kv_heads, own = FAMILIES[shape]
+    own = own | whole
     text = "Text" if name in ("Gemma3", "Gemma4", "Llama4") else ""
     sizes = dict(hidden_size=hidden, intermediate_size=inner, num_attention_heads=heads, num_key_value_heads=kv_heads)
     fields = {key: value for key, value in sizes.items() if value is not None} | own
@@ -117,9 +135,9 @@ def family(shape, layers):
     return getattr(transformers, f"{name}ForCausalLM")(config)
 
 
-def config_and_model(shape, layers):
+def config_and_model(shape, layers, whole={}):
     if shape in FAMILIES:
-        return family(shape, layers)
+        return family(shape, layers, whole)
     hidden, inner, heads, kv_heads, vocab, theta = SHAPES[shape]
     if shape == "gpt2":
         return GPT2LMHeadModel(GPT2Config(n_embd=hidden, n_inner=inner, n_head=heads, n_layer=layers, vocab_size=vocab))
@@ -260,14 +278,65 @@ def quantize(folder, form):
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
 
 
+def stored_shapes(model):
+    """Names and shapes of the tensors that a checkpoint of the model has. Experts are stored one by one."""
+    tied = ("lm_head.weight",) if model.config.tie_word_embeddings else ()
+    for name, tensor in model.state_dict().items():
+        prefix, experts, part = name.rpartition("experts.")
+        if experts and part in ("gate_up_proj", "down_proj"):
+            count, rows, cols = tensor.shape
+            parts = ("gate_proj", "up_proj") if part == "gate_up_proj" else ("down_proj",)
+            for expert, own in itertools.product(range(count), parts):
+                yield f"{prefix}experts.{expert}.{own}.weight", [rows // len(parts), cols]
+        elif name not in tied:
+            yield name, list(tensor.shape)
+
+
+def write_full(folder, model):
+    """Writes files of about 2 GB at once, each with the same random values."""
+    pool = memoryview((torch.randn(1 << 25, device="cpu") * 0.02).bfloat16().view(torch.uint8).numpy())
+    ones = memoryview(torch.ones(1 << 14, device="cpu").bfloat16().view(torch.uint8).numpy())
+    files, sizes = [{}], [0]
+    for name, shape in stored_shapes(model):
+        if sizes[-1] > 2e9:
+            files, sizes = [*files, {}], [*sizes, 0]
+        size = 2 * math.prod(shape)
+        files[-1][name] = {"dtype": "BF16", "shape": shape, "data_offsets": [sizes[-1], sizes[-1] + size]}
+        sizes[-1] += size
+
+    def write(number):
+        header = json.dumps(files[number]).encode()
+        header += b" " * (-len(header) % 8)  # as the format's own writer aligns the data
+        with (folder / f"model-{number:03}.safetensors").open("wb", buffering=0) as file:
+            file.write(len(header).to_bytes(8, "little") + header)
+            for name, tensor in files[number].items():
+                first, last = tensor["data_offsets"]
+                values = ones if "norm" in name else pool
+                for start in range(first, last, len(values)):
+                    file.write(values[:min(len(values), last - start)])
+
+    folder.mkdir(parents=True, exist_ok=True)
+    model.config.architectures, model.config.dtype = [type(model).__name__], torch.bfloat16
+    model.config.save_pretrained(folder)
+    with concurrent.futures.ThreadPoolExecutor(12) as threads:
+        list(threads.map(write, range(len(files))))
+    print(f"{folder}: {sum(sizes) / 1e9:.1f} GB")
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("shape", choices=[*SHAPES, *FAMILIES])
     parser.add_argument("out", type=pathlib.Path)
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--quantize", choices=["fp8", "fp8-blocks", "awq", "gptq", "mxfp4"])
+    parser.add_argument("--full", action="store_true", help="a whole model, for timing: " + ", ".join(FULL))
     arguments = parser.parse_args()
     torch.manual_seed(0)
+    if arguments.full:
+        if arguments.shape not in FULL:
+            parser.error(f"--full is for {', '.join(FULL)}")
+        with torch.device("meta"):
+            return write_full(arguments.out, config_and_model(arguments.shape, *FULL[arguments.shape]))
     torch.set_default_dtype(torch.bfloat16)
     with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
         model = config_and_model(arguments.shape, arguments.layers)

@@ -1,12 +1,13 @@
 #!/usr/bin/env python3
-"""Changes every number and flag of each golden checkpoint's config.json and records what transformers computes then.
+"""Changes every field of each golden checkpoint's config.json and records what transformers computes then.
 
     make_config_goldens.py [CASE ...]      (needs torch and transformers)
 
 It writes tests/goldens/config_changes.json. With names of cases only their entries are made; the others stay as they are.
 
-Each entry has the case, the field (a path with dots), its new value, and the first logits after a fixed prompt in fp32; null if
-transformers cannot load or run the changed checkpoint. `cargo test -p models --test config_changes` requires of every entry that the
+Numbers and flags get another value; every field, also lists, texts and objects, is removed and set to null. Each entry has the case,
+the field (a path with dots), its new value, which is missing if the field was removed, and the first logits after a fixed prompt in
+fp32; null if transformers cannot load or run the changed checkpoint. `cargo test -p models --test config_changes` requires of every entry that the
 checkpoint is refused, or computed as transformers does.
 """
 import json
@@ -17,24 +18,43 @@ if {"-h", "--help"} & set(sys.argv[1:]):  # Before imports that may be missing.
     sys.exit(print(__doc__))
 
 import torch
+import transformers
 from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.utils import logging
 
 GOLDENS = pathlib.Path(__file__).resolve().parents[2] / "tests" / "goldens"
-PROMPT = [5, 17, 3, 99, 42, 7, 120, 61, 30, 8, 77, 23]
+# Longer than the windows of the checkpoints.
+PROMPT = [5, 17, 3, 99, 42, 7, 120, 61, 30, 8, 77, 23, 150, 64, 11, 91, 38, 172, 6, 55, 140, 29, 83, 12, 101, 47, 68, 133, 19, 74]
 NUM_LOGITS = 6
 # Sizes of weights: any change makes a checkpoint whose tensors do not fit.
 SIZES = {"vocab_size", "hidden_size", "n_embd", "num_hidden_layers", "n_layer"}
+# Fields by which transformers finds the class of the model, whole models, whose defaults are large, and a token whose default is not
+# in these vocabularies.
+KEPT = {"model_type", "text_config", "vision_config", "pad_token_id"}
+# Fields that only change weights of the parts that see images.
+OF_IMAGES = {"multimodal_projector_bias", "spatial_merge_size"}
+REMOVED = object()
 
 
 def fields(config, prefix=""):
-    """Paths and values of all numbers and flags."""
+    """Paths and values of all fields."""
     for key, value in config.items():
-        if isinstance(value, dict):
+        yield f"{prefix}{key}", value
+        if isinstance(value, dict) and key != "vision_config":
             yield from fields(value, f"{prefix}{key}.")
-        elif isinstance(value, (bool, int, float)):
-            yield f"{prefix}{key}", value
+
+
+def changes(config):
+    """Paths of fields and their new values."""
+    for path, value in fields(config):
+        if path in OF_IMAGES:
+            continue
+        if isinstance(value, (bool, int, float)) and path not in SIZES:
+            yield path, changed(value)
+        if path.rpartition(".")[2] not in KEPT:
+            yield path, REMOVED
+            yield path, None
 
 
 def changed(value):
@@ -50,7 +70,15 @@ def with_field(config, path, value):
     for key in outer:
         place = place[key]
     place[last] = value
+    if value is REMOVED:
+        del place[last]
     return config
+
+
+def model_class(folder):
+    """That of the unchanged checkpoint if it sees images; others have one that transformers finds for any of them."""
+    name = json.loads((folder / "config.json").read_text())["architectures"][0]
+    return getattr(transformers, name) if "Conditional" in name else AutoModelForCausalLM
 
 
 @torch.no_grad()
@@ -58,8 +86,8 @@ def logits(folder, config):
     try:
         loaded = AutoConfig.for_model(config["model_type"], **{k: v for k, v in config.items() if k != "model_type"})
         loaded._attn_implementation = "eager"
-        model, report = AutoModelForCausalLM.from_pretrained(folder, config=loaded, dtype=torch.float32, output_loading_info=True,
-                                                             attn_implementation="eager")
+        model, report = model_class(folder).from_pretrained(folder, config=loaded, dtype=torch.float32, output_loading_info=True,
+                                                            attn_implementation="eager")
         if report["missing_keys"] or report["mismatched_keys"]:
             return None
         found = model.eval()(torch.tensor([PROMPT])).logits[0, -1, :NUM_LOGITS]
@@ -83,12 +111,11 @@ def main():
             lines += [json.dumps(entry) for entry in old if entry["case"] == folder.name]
             continue
         config = json.loads((folder / "config.json").read_text())
-        for path, value in fields(config):
-            if path in SIZES:
-                continue
-            new = changed(value)
-            entry = {"case": folder.name, "field": path, "value": new, "logits": logits(folder, with_field(config, path, new))}
-            lines.append(json.dumps(entry))
+        if "quantization_config" in config:  # They have fields of their own, and transformers needs other packages for most.
+            continue
+        for path, value in changes(config):
+            entry = {"case": folder.name, "field": path} | ({} if value is REMOVED else {"value": value})
+            lines.append(json.dumps(entry | {"logits": logits(folder, with_field(config, path, value))}))
         print(folder.name, len(lines), file=sys.stderr)
     out.write_text("[\n" + ",\n".join(lines) + "\n]\n")
 

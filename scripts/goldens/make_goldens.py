@@ -27,7 +27,7 @@ import quantized
 
 NUM_TOKENS = 32
 HYBRID = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "qwen3_5", "qwen3_5_moe")  # some layers have a recurrent state
-FROM_ONE = ("gemma", "gemma2", "gemma3_text", "nemotron", *HYBRID)  # store norms as differences from one
+FROM_ONE = ("gemma", "gemma2", "gemma3", "gemma3_text", "nemotron", *HYBRID)  # store norms as differences from one
 PROMPT_LENS = (1, 7, 40)
 
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
@@ -274,8 +274,30 @@ FAMILIES = {
                                                                         tie_word_embeddings=True)),
     # recurrent layers of which the large projections are in fp8 and the small ones are not
     "qwen3_5_moe_fp8": ("Qwen3_5Moe", RECURRENT | QWEN_EXPERTS | dict(intermediate_size=None)),
+    # the text parts of models that see images, with the names and the fields that transformers writes for the whole model
+    "gemma3_vision": ("Gemma3", dict(head_dim=16, num_hidden_layers=3, sliding_window=20, query_pre_attn_scalar=24, layer_types=MIXED,
+                                     tie_word_embeddings=True)),
+    "mistral3_vision": ("Mistral3", dict(head_dim=24, sliding_window=None, rope_parameters=PLAIN)),
+    "gemma4_vision": ("Gemma4", dict(head_dim=16, sliding_window=20, layer_types=MIXED[:2], global_head_dim=32,
+                                     hidden_size_per_layer_input=0, tie_word_embeddings=True)),
+    "llama4_vision": ("Llama4", dict(head_dim=16, no_rope_layers=[1, 0], attention_chunk_size=11, floor_scale=8, attn_scale=0.5,
+                                     num_local_experts=4, moe_layers=[1], intermediate_size=56, intermediate_size_mlp=104)),
+    "qwen2_5_vl_vision": ("Qwen2_5_VL", dict(head_dim=None, rope_parameters=PLAIN | {"mrope_section": [2, 3, 3]})),
+    "qwen3_vl_vision": ("Qwen3VL", dict(head_dim=32, tie_word_embeddings=True, rope_parameters=PLAIN | {
+        "mrope_section": [6, 5, 5], "mrope_interleaved": True})),
+    # attention and feed-forward in parallel behind one norm; a layer norm for each head
+    "stablelm_12b": ("StableLm", dict(head_dim=None, use_parallel_residual=True, qk_layernorm=True)),
 }
 VISION = dict(depth=1, hidden_size=16, intermediate_size=16, num_heads=2, patch_size=2, out_hidden_size=64, num_position_embeddings=4)
+SIGLIP = dict(hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2, image_size=8, patch_size=2)
+# Fields of the whole model beside those of its text part.
+WHOLE = {
+    "Gemma3": dict(vision_config=SIGLIP, mm_tokens_per_image=4),
+    "Mistral3": dict(vision_config=SIGLIP | dict(head_dim=8)),
+    "Gemma4": dict(vision_config=SIGLIP | dict(num_key_value_heads=2, head_dim=8, position_embedding_size=16)),
+    "Llama4": dict(vision_config=SIGLIP | dict(vision_output_dim=16, projector_input_dim=16, projector_output_dim=16)),
+    "Qwen3VL": dict(vision_config=VISION | dict(deepstack_visual_indexes=[0])),
+}
 # Sequences that transformers would begin with the short factors.
 LONG_PROMPTS = {"phi3_longrope": (9, 20, 40)}
 
@@ -283,11 +305,11 @@ LONG_PROMPTS = {"phi3_longrope": (9, 20, 40)}
 def family_case(name):
     """The row of CASES for a name of FAMILIES."""
     model_type, own = FAMILIES[name]
-    text = "Text" if model_type in ("Gemma3", "Gemma4", "Llama4", "Qwen3_5", "Qwen3_5Moe") else ""
+    text = "Text" if model_type in ("Gemma3", "Gemma4", "Llama4", "Qwen3_5", "Qwen3_5Moe", "Qwen2_5_VL", "Qwen3VL") else ""
     task = "ConditionalGeneration" if name.endswith("_vision") else "CausalLM"
     shape = SMALL | own
     dtype = torch.bfloat16 if "fp" in name or name in quantized.FORMS else torch.float16  # its values are those of bf16
-    return dtype, getattr(transformers, f"{model_type}{text}Config"), getattr(transformers, f"{model_type}For{task}"), {
+    return dtype, getattr(transformers, f"{model_type.replace('Mistral3', 'Mistral')}{text}Config"), getattr(transformers, f"{model_type}For{task}"), {
         key: value for key, value in shape.items() if value is not None}
 
 
@@ -299,7 +321,8 @@ def make_model(dtype, config_class, model_class, shape, seed):
     config = config_class(bos_token_id=1, eos_token_id=2, **common, **shape)
     if "Conditional" in model_class.__name__:
         tied = config.tie_word_embeddings
-        config = model_class.config_class(text_config=config.to_dict(), vision_config=VISION, tie_word_embeddings=tied)
+        whole = WHOLE.get(model_class.__name__.removesuffix("ForConditionalGeneration"), dict(vision_config=VISION))
+        config = model_class.config_class(text_config=config.to_dict(), tie_word_embeddings=tied, **whole)
     config._attn_implementation = "eager"
     model = model_class(config).eval()
     generator = torch.Generator().manual_seed(seed)
@@ -364,7 +387,8 @@ def save(folder, name, dtype, config, tensors):
 
 def as_saved(name, model):
     """The tensors of a model with the names that its checkpoints have. Experts have others in memory, which some publishers keep."""
-    if name == "qwen3_5_moe_vision" or not any(".experts." in key for key in model.state_dict()):
+    is_whole = "Conditional" in type(model).__name__
+    if name == "qwen3_5_moe_vision" or not is_whole and not any(".experts." in key for key in model.state_dict()):
         return model.state_dict()
     with tempfile.TemporaryDirectory() as folder:
         model.save_pretrained(folder)

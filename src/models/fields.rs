@@ -9,6 +9,15 @@ use serde_json::{Map, Value};
 
 use crate::ModelError;
 
+/// Fields whose default is a value, and of which null says that there is none.
+const MAY_BE_NULL: &[&str] = &[
+    "attention_chunk_size",
+    "attn_logit_softcapping",
+    "final_logit_softcapping",
+    "num_key_value_heads",
+    "sliding_window",
+];
+
 /// A JSON object of a file, with the fields that were read so far.
 pub(crate) struct Fields {
     path: PathBuf,
@@ -44,14 +53,26 @@ impl Fields {
         Self { aliases, ..self }
     }
 
-    /// The same object, with values for fields that it lacks. A field that is null keeps this value.
+    /// The same object, with values for fields that it lacks, or that are null where null has no meaning of its own.
     pub(crate) fn with_defaults(mut self, defaults: &Map<String, Value>) -> Self {
         for (name, value) in defaults {
-            if !self.map.contains_key(name) && !self.map.contains_key(self.own_name(name)) {
-                self.map.insert(name.clone(), value.clone());
-                self.read.borrow_mut().insert(format!("{}{name}", self.prefix));
+            let own = self.own_name(name).to_owned();
+            let is_missing = match (self.map.get(name), self.map.get(&own)) {
+                (None, None) => true,
+                (_, Some(Value::Null)) => !MAY_BE_NULL.contains(&name.as_str()),
+                _ => false,
+            };
+            if is_missing {
+                self.read.borrow_mut().insert(format!("{}{own}", self.prefix));
+                self.map.insert(own, value.clone());
             }
         }
+        self
+    }
+
+    /// The same object with other values of some fields.
+    pub(crate) fn with_fields(mut self, fields: impl IntoIterator<Item = (String, Value)>) -> Self {
+        self.map.extend(fields);
         self
     }
 
@@ -150,9 +171,13 @@ impl Fields {
         Ok(self.positive(name)?.expect("the field was just found"))
     }
 
-    /// `true` or `false`, or `default` if absent.
+    /// `true` or `false`, or `default` if absent. A null counts as `false` in transformers, so it is refused where the
+    /// default is `true`.
     pub(crate) fn flag(&self, name: &str, default: bool) -> Result<bool, ModelError> {
         match self.get(name) {
+            None if default && self.map.contains_key(self.own_name(name)) => {
+                Err(self.wrong(name, "`true` or `false`", &Value::Null))
+            }
             None => Ok(default),
             Some(Value::Bool(flag)) => Ok(*flag),
             Some(other) => Err(self.wrong(name, "`true` or `false`", other)),

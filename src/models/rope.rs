@@ -255,7 +255,7 @@ impl RopeScaling {
         fields.get("type"); // transformers writes it beside `rope_type`.
         let original = outer_original.or(fields.size("original_max_position_embeddings")?);
         match fields.text(name)? {
-            None | Some("default" | "origin") => Ok(Self::None),
+            None | Some("default" | "origin" | "mrope") => Ok(Self::None),
             Some("dynamic") => {
                 fields.positive("factor")?;
                 Ok(Self::None)

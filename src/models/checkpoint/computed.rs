@@ -116,3 +116,25 @@ impl Checkpoint {
         Ok(Some(computed(name, in_order(source, order, rows), DType::Bf16, cols, part)))
     }
 }
+
+impl Checkpoint {
+    /// The vectors `NAME.number.weight` of length `len`, one behind the other.
+    ///
+    /// # Errors
+    /// Returns an error if one is missing, or if its shape or type is not expected.
+    ///
+    /// # Panics
+    /// Panics if `numbers` is empty.
+    pub fn joined<'a>(&self, name: &'a str, len: usize, numbers: Range<usize>) -> Result<WeightSlice<'a>, ModelError> {
+        let matrix_cols = numbers.len() * len;
+        let (mut data, mut found) = (Vec::new(), None);
+        for number in numbers {
+            let (tensor, dtype) = self.tensor(&format!("{name}.{number}.weight"), &[len])?;
+            data.extend_from_slice(tensor.data);
+            found = Some(dtype);
+        }
+        let dtype = found.expect("there is a vector");
+        let data = WeightData::Stored(data.into());
+        Ok(WeightSlice { name, data, dtype, matrix_cols, rows: 0..1, cols: 0..matrix_cols, head_order: None })
+    }
+}

@@ -94,6 +94,40 @@ pub(super) fn layers_of_two_ropes(fields: &Fields, config: &mut Config, theta: f
     Ok(())
 }
 
+/// Where `rope_parameters` is given, transformers needs the frequencies of each type of layer that there is.
+pub(super) fn require_both_ropes(fields: &Fields, config: &Config) -> Adjusted {
+    let Some(parameters) = fields.object("rope_parameters")? else { return Ok(()) };
+    for (name, has_window) in [("full_attention", false), ("sliding_attention", true)] {
+        if config.layers.iter().any(|layer| layer.attention.window.is_some() == has_window) {
+            let missing = || parameters.wrong(name, "an object with `rope_theta`", &Value::Null);
+            parameters.object(name)?.ok_or_else(missing)?.required_positive("rope_theta")?;
+        }
+    }
+    Ok(())
+}
+
+/// A text has one position for each token, with which sections of several positions rotate as usual.
+pub(super) fn qwen_vl(fields: &Fields, _: &mut Config) -> Adjusted {
+    for name in ["rope_parameters", "rope_scaling"] {
+        if let Some(parameters) = fields.object(name)? {
+            parameters.ignore(&["mrope_section", "mrope_interleaved"]);
+        }
+    }
+    Ok(())
+}
+
+pub(super) fn qwen2_5_vl(fields: &Fields, config: &mut Config) -> Adjusted {
+    let name = if fields.get("rope_scaling").is_some() { "rope_scaling" } else { "rope_parameters" };
+    match fields.object(name)?.is_some_and(|parameters| parameters.get("mrope_section").is_some()) {
+        true => qwen_vl(fields, config),
+        false => Err(fields.wrong(name, "an object with `mrope_section`", &Value::Null)),
+    }
+}
+
+pub(super) fn ministral(fields: &Fields, _: &mut Config) -> Adjusted {
+    fields.required_size("head_dim").map(|_| ())
+}
+
 /// Queries of late positions are longer.
 pub(super) fn ministral3(fields: &Fields, config: &mut Config) -> Adjusted {
     let name = if fields.get("rope_scaling").is_some() { "rope_scaling" } else { "rope_parameters" };
@@ -161,11 +195,16 @@ pub(super) fn hyperclovax(fields: &Fields, config: &mut Config) -> Adjusted {
 pub(super) fn cohere(fields: &Fields, config: &mut Config) -> Adjusted {
     config.head.scale = fields.required_positive("logit_scale")? as f32;
     if fields.flag("use_qk_norm", false)? {
-        let (span, kind, eps) = (HeadNormSpan::EachHead, config.norm.kind, config.norm.eps);
-        let norm = HeadNormSpec { span, kind, eps, has_weight: true, has_value: false };
-        each_attention(config, |attention| attention.head_norm = Some(norm));
+        norm_each_head(config);
     }
     Ok(())
+}
+
+/// Norms of q and k that have weights of their own for each head.
+fn norm_each_head(config: &mut Config) {
+    let (span, kind, eps) = (HeadNormSpan::EachHead, config.norm.kind, config.norm.eps);
+    let norm = HeadNormSpec { span, kind, eps, has_weight: true, has_value: false };
+    each_attention(config, |attention| attention.head_norm = Some(norm));
 }
 
 /// Only layers with a window are rotated.
@@ -229,9 +268,11 @@ pub(super) fn smollm3(fields: &Fields, config: &mut Config) -> Adjusted {
 }
 
 pub(super) fn stablelm(fields: &Fields, config: &mut Config) -> Adjusted {
-    fields.only("qk_layernorm", false)?;
+    if fields.flag("qk_layernorm", false)? {
+        norm_each_head(config);
+    }
     if fields.flag("use_parallel_residual", false)? {
-        config.names = &weights::ONE_NORM;
+        config.names = &weights::STABLELM_PARALLEL;
         config.layers.iter_mut().for_each(|layer| layer.is_parallel = true);
     }
     Ok(())

@@ -3,7 +3,7 @@
 use ops::{Activation, ExpertGroups, Routing, Scoring};
 use serde_json::Value;
 
-use super::adjust::{Adjusted, each_attention, exaone4, granite, layers_of_two_ropes};
+use super::adjust::{Adjusted, each_attention, exaone4, granite, layers_of_two_ropes, require_both_ropes};
 use super::older::rotary_dim;
 use crate::ModelError;
 use crate::config::{Config, ExpertLayer, MlpLayer};
@@ -54,6 +54,7 @@ pub(super) fn mellum(fields: &Fields, config: &mut Config) -> Adjusted {
     let sparse = sparse_layers(fields, config.num_layers(), |_| true)?;
     // The layers that predict further tokens are not used.
     fields.ignore(&["num_mtp_layers", "num_nextn_predict_layers", "mtp_layer_types", "mtp_mlp_layer_types"]);
+    require_both_ropes(fields, config)?;
     layers_of_two_ropes(fields, config, 500_000.0, 10_000.0)?;
     let (size, is_normalized) = (fields.required_size("moe_intermediate_size")?, fields.flag("norm_topk_prob", true)?);
     put_experts(fields, config, size, is_normalized, |index| sparse[index])
@@ -143,6 +144,9 @@ fn put_deepseek_experts(fields: &Fields, config: &mut Config, is_sparse: impl Fn
     fields.only_text("scoring_func", &["sigmoid", "noaux_tc"])?;
     fields.only_text("topk_method", &["noaux_tc"])?;
     let size = fields.required_size("moe_intermediate_size")?;
+    if fields.get("n_shared_experts").is_none() {
+        return Err(fields.wrong("n_shared_experts", "a whole number", &Value::Null));
+    }
     let shared_size = size * fields.count("n_shared_experts")?;
     put_experts_beside(fields, config, [size, shared_size], fields.flag("norm_topk_prob", false)?, is_sparse)?;
     let scale = fields.positive("routed_scaling_factor")?.unwrap_or(1.0) as f32;

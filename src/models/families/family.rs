@@ -19,6 +19,8 @@ pub(crate) struct Family {
     pub(crate) defaults: &'static str,
     /// Whether the fields are in `text_config`, beside those of a vision part, which is not served.
     pub(crate) is_nested: bool,
+    /// Whether the first checkpoints of a nested architecture have these fields at the top of the file.
+    pub(crate) may_be_flat: bool,
     pub(crate) norm: NormRule,
     pub(crate) attention_bias: AttentionBias,
     pub(crate) mlp_bias: BiasRule,

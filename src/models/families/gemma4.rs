@@ -5,7 +5,7 @@
 use ops::{Activation, Routing, Scoring};
 use serde_json::Value;
 
-use super::adjust::{Adjusted, each_attention, embedding_scale};
+use super::adjust::{Adjusted, each_attention, embedding_scale, require_both_ropes};
 use super::weights;
 use crate::config::{Config, ExpertLayer, KvSource, PerLayerInput};
 use crate::fields::Fields;
@@ -22,6 +22,7 @@ pub(super) fn gemma4(fields: &Fields, config: &mut Config) -> Adjusted {
         attention.head_norm = attention.head_norm.map(|norm| crate::HeadNormSpec { has_value: true, ..norm });
     });
     shape_full_layers(fields, config)?;
+    require_both_ropes(fields, config)?;
     config.ropes = vec![rope(fields, config, false)?, rope(fields, config, true)?];
     each_attention(config, |attention| attention.rope = Some(usize::from(attention.window.is_some())));
     share_kv(fields, config)?;

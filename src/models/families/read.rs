@@ -31,11 +31,10 @@ impl Config {
             );
         }
         let (family, fields) = match family.is_nested {
-            true => text_model(family, &top, &mut notes)?,
+            true => text_model(family, top, &mut notes)?,
             false => (family, top),
         };
-        let defaults: Map<String, Value> = serde_json::from_str(family.defaults).expect("defaults are a JSON object");
-        let fields = fields.with_aliases(family.aliases).with_defaults(&defaults);
+        let fields = fields.with_aliases(family.aliases).with_defaults(&defaults(family));
         let (weight_format, stored_quantization, quantization_notes) = weight_format(&fields, family)?;
         let mut config = decoder(&fields, family)?;
         config.weight_format = weight_format;
@@ -57,6 +56,10 @@ impl Config {
     }
 }
 
+fn defaults(family: &Family) -> Map<String, Value> {
+    serde_json::from_str(family.defaults).expect("defaults are a JSON object")
+}
+
 fn family(fields: &Fields) -> Result<&'static Family, ModelError> {
     let named = match fields.get("architectures") {
         Some(Value::Array(names)) => names.first().and_then(Value::as_str),
@@ -75,16 +78,33 @@ fn family(fields: &Fields) -> Result<&'static Family, ModelError> {
     find_by_model_type(model_type).ok_or_else(|| unknown(model_type))
 }
 
+/// Fields of a vision model in a file that has those of the text model beside them.
+const VISION_FIELDS: &[&str] = &[
+    "vision_config",
+    "vision_start_token_id",
+    "vision_end_token_id",
+    "vision_token_id",
+    "image_token_id",
+    "video_token_id",
+];
+
 /// The architecture and the fields of the text model in a file that also describes a vision model. `usual` is its
 /// architecture if `model_type` names no other.
 fn text_model(
     usual: &'static Family,
-    top: &Fields,
+    top: Fields,
     notes: &mut Vec<String>,
 ) -> Result<(&'static Family, Fields), ModelError> {
-    let null = Value::Null;
-    let text = top.object("text_config")?.ok_or_else(|| top.wrong("text_config", "an object", &null))?;
+    notes.push("only the text model of this checkpoint is served: images are refused".to_owned());
+    let Some(text) = top.object("text_config")? else {
+        if !usual.may_be_flat {
+            return Err(top.wrong("text_config", "an object", &Value::Null));
+        }
+        top.ignore(VISION_FIELDS);
+        return Ok((usual, top));
+    };
     let named = match text.text("model_type")? {
+        Some(name) if name.strip_suffix("_text") == Some(usual.model_type) => usual,
         Some(name) => find_by_model_type(name).ok_or_else(|| ModelError::Architecture {
             path: top.path().into(),
             found: name.into(),
@@ -92,10 +112,13 @@ fn text_model(
         })?,
         None => usual,
     };
-    notes.push("only the text model of this checkpoint is served: images are refused".to_owned());
+    // The head and the embedding are parts of the whole model, whose field decides whether they are one.
+    let usual_tied = defaults(usual).get("tie_word_embeddings").cloned();
+    let tied = top.get("tie_word_embeddings").cloned().or(usual_tied).unwrap_or(Value::Bool(false));
+    let tied = [("tie_word_embeddings".to_owned(), tied)];
     let outer = ["bos_token_id", "eos_token_id", "dtype", "torch_dtype", "quantization_config"];
     let outer = outer.into_iter().filter_map(|name| Some((name.to_owned(), top.get(name)?.clone())));
-    Ok((named, text.with_defaults(&outer.collect())))
+    Ok((named, text.with_fields(tied).with_defaults(&outer.collect())))
 }
 
 /// Reads a decoder whose layers are alike, except for their windows.

@@ -28,6 +28,7 @@ const LLAMA: Family = Family {
     aliases: &[],
     defaults: "{}",
     is_nested: false,
+    may_be_flat: false,
     norm: NormRule::Rms,
     attention_bias: both("attention_bias", false),
     mlp_bias: BiasRule::Field { name: "mlp_bias", default: false },
@@ -64,6 +65,24 @@ const MISTRAL: Family = Family {
     attention_bias: NEVER,
     window: WindowRule::AllLayers,
     defaults: r#"{"sliding_window": 4096, "max_position_embeddings": 131072}"#,
+    ..WITHOUT_MLP_BIAS
+};
+
+const QWEN2: Family = Family {
+    name: "Qwen2ForCausalLM",
+    model_type: "qwen2",
+    attention_bias: QKV_ALWAYS,
+    window: WindowRule::IfEnabled,
+    defaults: r#"{"max_position_embeddings": 32768}"#,
+    ..WITHOUT_MLP_BIAS
+};
+
+const QWEN3: Family = Family {
+    name: "Qwen3ForCausalLM",
+    model_type: "qwen3",
+    window: WindowRule::IfEnabled,
+    head_norm: Some(HeadNormSpan::Head),
+    defaults: r#"{"head_dim": 128, "max_position_embeddings": 32768}"#,
     ..WITHOUT_MLP_BIAS
 };
 
@@ -188,7 +207,13 @@ pub(super) const FAMILIES: &[Family] = &[
     LLAMA4,
     Family { name: "Llama4ForConditionalGeneration", model_type: "llama4", is_nested: true, ..LLAMA4 },
     MISTRAL,
-    Family { name: "Mistral3ForConditionalGeneration", model_type: "mistral3", is_nested: true, ..MISTRAL },
+    Family {
+        name: "Mistral3ForConditionalGeneration",
+        model_type: "mistral3",
+        is_nested: true,
+        defaults: r#"{"sliding_window": 4096, "max_position_embeddings": 131072, "tie_word_embeddings": true}"#,
+        ..MISTRAL
+    },
     Family {
         name: "Ministral3ForCausalLM",
         model_type: "ministral3",
@@ -200,22 +225,33 @@ pub(super) const FAMILIES: &[Family] = &[
         adjust: adjust::ministral3,
         ..MISTRAL
     },
-    Family { name: "MinistralForCausalLM", model_type: "ministral", window: WindowRule::Listed, ..MISTRAL },
     Family {
-        name: "Qwen2ForCausalLM",
-        model_type: "qwen2",
-        attention_bias: QKV_ALWAYS,
-        window: WindowRule::IfEnabled,
-        defaults: r#"{"max_position_embeddings": 32768}"#,
-        ..WITHOUT_MLP_BIAS
+        name: "MinistralForCausalLM",
+        model_type: "ministral",
+        window: WindowRule::Listed,
+        adjust: adjust::ministral,
+        ..MISTRAL
     },
+    QWEN2,
     Family {
-        name: "Qwen3ForCausalLM",
-        model_type: "qwen3",
-        window: WindowRule::IfEnabled,
-        head_norm: Some(HeadNormSpan::Head),
-        defaults: r#"{"head_dim": 128, "max_position_embeddings": 32768}"#,
-        ..WITHOUT_MLP_BIAS
+        name: "Qwen2_5_VLForConditionalGeneration",
+        model_type: "qwen2_5_vl",
+        is_nested: true,
+        may_be_flat: true,
+        defaults: r#"{"max_position_embeddings": 32768, "rms_norm_eps": 1e-5, "rope_theta": 1000000.0}"#,
+        adjust: adjust::qwen2_5_vl,
+        ..QWEN2
+    },
+    QWEN3,
+    Family {
+        name: "Qwen3VLForConditionalGeneration",
+        model_type: "qwen3_vl",
+        is_nested: true,
+        attention_bias: both("attention_bias", false),
+        window: WindowRule::Never,
+        defaults: r#"{"head_dim": 128, "max_position_embeddings": 128000, "rope_theta": 500000.0}"#,
+        adjust: adjust::qwen_vl,
+        ..QWEN3
     },
     GEMMA,
     Family {
@@ -307,6 +343,7 @@ pub(super) const FAMILIES: &[Family] = &[
     Family {
         name: "StableLmForCausalLM",
         model_type: "stablelm",
+        names: &weights::STABLELM,
         norm: NormRule::Layer,
         attention_bias: qkv("use_qkv_bias", false),
         partial_rotary: Some(0.25),
@@ -458,6 +495,7 @@ pub(super) const FAMILIES: &[Family] = &[
         names: &weights::APERTUS,
         head_norm: Some(HeadNormSpan::Head),
         defaults: r#"{"hidden_act": "xielu", "rms_norm_eps": 1e-5, "max_position_embeddings": 65536,
+                      "rope_theta": 12000000.0,
                       "rope_parameters": {"rope_type": "llama3", "rope_theta": 12000000.0, "factor": 8.0,
                                           "original_max_position_embeddings": 8192, "low_freq_factor": 1.0,
                                           "high_freq_factor": 4.0}}"#,

@@ -457,3 +457,41 @@ fn the_text_of_a_hybrid_model_that_sees_images_is_read_with_a_note() {
     assert!(experts.routing.is_normalized && experts.routing.top_k == 8);
     assert!(config.notes[0].contains("only the text model"), "{:?}", config.notes);
 }
+
+#[test]
+fn the_fields_of_the_text_may_stand_beside_those_of_the_images_in_files_of_qwen2_5_vl() {
+    let published = |c: &mut Value| {
+        for (name, value) in [
+            ("rope_scaling", json!({"type": "mrope", "mrope_section": [2, 3, 3]})),
+            ("rope_theta", json!(1e6)),
+            ("tie_word_embeddings", json!(true)),
+            ("use_sliding_window", json!(false)),
+            ("sliding_window", json!(32_768)),
+            ("vision_config", json!({"depth": 32})),
+            ("image_token_id", json!(5)),
+        ] {
+            c[name] = value;
+        }
+    };
+    let config = read_of("Qwen2_5_VLForConditionalGeneration", published).unwrap();
+    assert_eq!((config.ropes[0].theta, &config.ropes[0].scaling), (1e6, &RopeScaling::None));
+    assert!(config.head.is_tied && config.layers[0].attention.qkv_bias && windows(&config) == [None; 2]);
+    assert!(config.notes[0].contains("only the text model"), "{:?}", config.notes);
+    let error = read_of("Qwen3VLForConditionalGeneration", published).unwrap_err().to_string();
+    assert!(error.contains("`text_config` must be an object"), "{error}");
+}
+
+#[test]
+fn the_whole_model_says_whether_the_head_is_the_embedding() {
+    let read = |outer: Value| {
+        read_of("Gemma3ForConditionalGeneration", |c| {
+            let text = std::mem::replace(c, json!({"architectures": ["Gemma3ForConditionalGeneration"]}));
+            c["text_config"] = text;
+            c["text_config"]["tie_word_embeddings"] = json!(false);
+            c["tie_word_embeddings"] = outer;
+        })
+    };
+    assert!(read(json!(true)).unwrap().head.is_tied);
+    assert!(!read(json!(false)).unwrap().head.is_tied);
+    assert!(read(Value::Null).unwrap().head.is_tied, "as usual for this model");
+}

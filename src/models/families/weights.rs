@@ -37,6 +37,12 @@ pub(super) const LLAMA: Names = Names {
 /// Attention and feed-forward behind one norm.
 pub(super) const ONE_NORM: Names = Names { mlp_norm: None, ..LLAMA };
 
+/// A norm for each head, if it has any.
+pub(super) const STABLELM: Names =
+    Names { head_norms: ["self_attn.q_layernorm.norms", "self_attn.k_layernorm.norms"], ..LLAMA };
+
+pub(super) const STABLELM_PARALLEL: Names = Names { mlp_norm: None, ..STABLELM };
+
 /// Norms behind attention and feed-forward alone.
 pub(super) const NORMS_BEHIND: Names = Names {
     attention_norm: None,

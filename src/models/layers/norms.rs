@@ -92,7 +92,8 @@ impl<D: Device> Loader<'_, D> {
         count: usize,
         taken: &Range<usize>,
     ) -> Result<D::Weight, ModelError> {
-        let name = format!("{}.weight", self.layer_name(layer.index, name));
+        let prefix = self.layer_name(layer.index, name);
+        let name = format!("{prefix}.weight");
         let dim = layer.spec.attention.head_dim;
         if !norm.has_weight {
             return self.norm_of_ones(norm, dim);
@@ -100,6 +101,9 @@ impl<D: Device> Loader<'_, D> {
         let mut weight = match norm.span {
             HeadNormSpan::Head => self.checkpoint.vector(&name, dim, 0..dim)?,
             HeadNormSpan::AllHeads => self.checkpoint.vector(&name, count * dim, scaled(taken, dim))?,
+            HeadNormSpan::EachHead if !self.checkpoint.contains(&name) => {
+                self.checkpoint.joined(&prefix, dim, taken.clone())?
+            }
             HeadNormSpan::EachHead => self.checkpoint.flattened(&name, [count, dim], taken.clone())?,
         };
         weight.head_order = self.head_order(layer.spec);

@@ -91,14 +91,24 @@ impl Runner {
         StepLimits { max_tokens: 256, max_rows: MAX_ROWS, max_sequence_len: MAX_LEN, vocab_size: config.vocab_size }
     }
 
+    /// Whether some layers have a recurrent state.
+    pub fn has_states(&self) -> bool {
+        !self.model.attention_spec(BLOCK_SIZE, MAX_LEN).states.is_empty()
+    }
+
     pub fn device(&mut self) -> &mut CpuDevice {
         &mut self.device
     }
 
     /// Runs all sequences together to their end; sequence `i` has row and blocks of its own.
     pub fn run(&mut self, sequences: &[Sequence]) -> Vec<Vec<SampledToken>> {
+        self.run_cached(sequences, 0)
+    }
+
+    /// The same, where an earlier run has left keys and values of the first `cached` positions in the blocks.
+    pub fn run_cached(&mut self, sequences: &[Sequence], cached: usize) -> Vec<Vec<SampledToken>> {
         let mut progress: Vec<Progress> =
-            sequences.iter().map(|_| Progress { computed: 0, output: Vec::new() }).collect();
+            sequences.iter().map(|_| Progress { computed: cached, output: Vec::new() }).collect();
         for step in 0.. {
             for (row, sequence) in sequences.iter().enumerate().filter(|(_, s)| s.start == step) {
                 let prompt: Vec<TokenId> = sequence.prompt.iter().map(|t| TokenId(*t)).collect();

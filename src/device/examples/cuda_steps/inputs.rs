@@ -1,0 +1,57 @@
+//! Inputs of steps over rows that have blocks of their own.
+
+use std::ops::Range;
+
+use engine::{RowId, TokenId};
+use ops::{SampleInput, StepInputs, TOKEN_ON_DEVICE};
+
+pub const BLOCK: usize = 64;
+/// Token ids of prompts are below this value for every shape.
+const MAX_TOKEN: u32 = 32000;
+
+/// How the KV blocks are divided: each row has as many in each KV group.
+#[derive(Clone, Copy)]
+pub struct Blocks {
+    pub groups: usize,
+    pub rows: usize,
+    pub per_row: usize,
+}
+
+impl Blocks {
+    fn of(self, group: usize, row: usize, index: usize) -> usize {
+        (group * self.rows + row) * self.per_row + index
+    }
+}
+
+/// A step in which row `work[i].0` computes the positions `work[i].1`: chunks first, then decodes of one token.
+pub fn step(number: u64, work: &[(usize, Range<usize>)], blocks: Blocks) -> StepInputs {
+    let mut inputs = StepInputs::default();
+    inputs.clear(number);
+    inputs.max_blocks = blocks.per_row;
+    for (row, positions) in work {
+        let is_chunk = positions.len() > 1;
+        inputs.num_prefill_rows += usize::from(is_chunk);
+        inputs.rows.push(RowId(*row as u32));
+        for position in positions.clone() {
+            let TokenId(token) = token(*row, position);
+            inputs.token_ids.push(if is_chunk { token } else { TOKEN_ON_DEVICE });
+            inputs.positions.push(position as u32);
+        }
+        inputs.row_starts.push(inputs.token_ids.len() as u32);
+        inputs.context_lens.push(positions.end as u32);
+        let token_index = inputs.token_ids.len() as u32 - 1;
+        inputs.samples.push(SampleInput { row: RowId(*row as u32), token_index, num_generated: 0 });
+    }
+    for group in 0..blocks.groups {
+        for (row, positions) in work {
+            let slot = |p: usize| (blocks.of(group, *row, p / BLOCK) * BLOCK + p % BLOCK) as u32;
+            inputs.slots.extend(positions.clone().map(slot));
+            inputs.block_tables.extend((0..blocks.per_row).map(|index| blocks.of(group, *row, index) as u32));
+        }
+    }
+    inputs
+}
+
+fn token(row: usize, position: usize) -> TokenId {
+    TokenId((position * 7 + row) as u32 % MAX_TOKEN)
+}

@@ -1,0 +1,272 @@
+//! A Llama of random weights that needs no checkpoint.
+
+use std::ops::Range;
+use std::sync::Arc;
+
+use device::cuda::{CudaDevice, CudaTensor, CudaWeight};
+use models::Model;
+use ops::{
+    Activation, AttentionSpec, DType, Device, DeviceError, LayerAttention, LinearRole, LogitSpec, NormKind, NormSlices,
+    Quantization, QuantizedRows, RopeTable, RowSource, WeightData, WeightSlice,
+};
+
+/// The size of heads.
+const DIM: usize = 128;
+const EPS: f32 = 1e-5;
+
+/// Sizes of a model.
+#[derive(Clone, Copy)]
+pub struct Shape {
+    pub name: &'static str,
+    hidden: usize,
+    heads: usize,
+    kv_heads: usize,
+    inner: usize,
+    pub vocab: usize,
+    rope_theta: f32,
+}
+
+pub const SHAPES: [Shape; 2] = [
+    Shape {
+        name: "llama2-7b",
+        hidden: 4096,
+        heads: 32,
+        kv_heads: 32,
+        inner: 11008,
+        vocab: 32000,
+        rope_theta: 10_000.0,
+    },
+    Shape {
+        name: "llama3-8b",
+        hidden: 4096,
+        heads: 32,
+        kv_heads: 8,
+        inner: 14336,
+        vocab: 128_256,
+        rope_theta: 500_000.0,
+    },
+];
+
+struct Layer {
+    norms: [CudaWeight; 2],
+    qkv: CudaWeight,
+    out: CudaWeight,
+    gate_up: CudaWeight,
+    down: CudaWeight,
+}
+
+/// Computes a Llama with calls of the device alone.
+pub struct Llama {
+    shape: Shape,
+    tp_size: usize,
+    embedding: CudaWeight,
+    layers: Vec<Layer>,
+    norm: CudaWeight,
+    head: CudaWeight,
+    residual: CudaTensor,
+    normed: CudaTensor,
+    qkv: CudaTensor,
+    attended: CudaTensor,
+    gate_up: CudaTensor,
+    gated: CudaTensor,
+    partial: CudaTensor,
+}
+
+/// Random codes of a quantized matrix, with values of size about 0.02.
+#[derive(Debug)]
+struct RandomRows {
+    quantization: Quantization,
+    has_fp8_inputs: bool,
+    codes: Vec<u8>,
+}
+
+impl RandomRows {
+    /// Codes for rows of up to `cols` columns.
+    fn new((quantization, has_fp8_inputs): (Quantization, bool), cols: usize) -> Self {
+        let is_int4 = matches!(quantization, Quantization::Int4 { .. });
+        // Exponents of e4m3 up to 2^7, so that there is no NaN.
+        let codes =
+            random_bytes(cols + 4096).iter().map(|byte| if is_int4 { byte % 16 } else { byte & 0xf7 }).collect();
+        Self { quantization, has_fp8_inputs, codes }
+    }
+}
+
+impl RowSource for RandomRows {
+    fn read_row(&self, _row: usize, _cols: Range<usize>, _out: &mut [u8]) {
+        unreachable!("these sizes stay quantized")
+    }
+
+    fn quantized(&self) -> Option<&dyn QuantizedRows> {
+        Some(self)
+    }
+}
+
+impl QuantizedRows for RandomRows {
+    fn quantization(&self) -> Quantization {
+        self.quantization
+    }
+
+    fn read_codes(&self, row: usize, cols: Range<usize>, out: &mut [u8]) {
+        let first = row * 37 % 4096 + cols.start;
+        out.copy_from_slice(&self.codes[first..first + cols.len()]);
+    }
+
+    fn scale(&self, _row: usize, _col: usize) -> (f32, u8) {
+        if matches!(self.quantization, Quantization::Int4 { .. }) { (0.005, 8) } else { (0.0005, 0) }
+    }
+
+    fn has_fp8_inputs(&self) -> bool {
+        self.has_fp8_inputs
+    }
+}
+
+/// The form of weights by its name, and whether inputs may be rounded to e4m3; `None` for bf16.
+pub fn quantization(name: &str) -> Option<(Quantization, bool)> {
+    let form = match name {
+        "bf16" => return None,
+        "fp8" | "fp8-weights-only" => Quantization::Fp8 { block: [1, usize::MAX] },
+        "fp8-blocks" => Quantization::Fp8 { block: [128, 128] },
+        "int4" => Quantization::Int4 { group: 128, has_zeros: true, scale: DType::F16 },
+        other => {
+            panic!("unknown form of weights `{other}`; known are bf16, fp8, fp8-blocks, fp8-weights-only and int4")
+        }
+    };
+    Some((form, matches!(name, "fp8" | "fp8-blocks")))
+}
+
+/// Bytes of bf16 weights of size about 0.02; all matrices are slices of them.
+fn random_bytes(count: usize) -> Vec<u8> {
+    let mut state = 1u64;
+    let mut bytes = Vec::with_capacity(count);
+    while bytes.len() < count {
+        state = state.wrapping_mul(0x5851_f42d_4c95_7f2d).wrapping_add(0x1405_7b7e_f767_814f);
+        let mantissa = (state >> 33) as u16;
+        // Sign and mantissa are random, the exponent is that of 2^-6 or 2^-7.
+        let bits = (mantissa & 0x80ff) | 0x3c00;
+        bytes.extend_from_slice(&bits.to_le_bytes());
+    }
+    bytes
+}
+
+impl Llama {
+    /// This worker's shard of a model with `num_layers` layers.
+    pub fn load(
+        device: &mut CudaDevice,
+        shape: Shape,
+        num_layers: usize,
+        quantization: Option<(Quantization, bool)>,
+    ) -> Result<Self, DeviceError> {
+        let tp = device.tensor_parallel();
+        let size = tp.size as usize;
+        let Shape { hidden, .. } = shape;
+        let (heads, kv_heads) = (shape.heads / size * DIM, shape.kv_heads / size * DIM);
+        let (inner, vocab) = (shape.inner / size, shape.vocab / size);
+        let data = WeightData::Stored(random_bytes(shape.inner.max(shape.vocab) * hidden * 2).into());
+        let ones = WeightData::Stored([0x80u8, 0x3f].repeat(hidden).into());
+        let matrix = |rows: usize, cols: usize| WeightSlice {
+            name: "random",
+            data: data.clone(),
+            dtype: DType::Bf16,
+            matrix_cols: cols,
+            rows: 0..rows,
+            cols: 0..cols,
+            head_order: None,
+        };
+        let product = |rows: usize, cols: usize| match quantization {
+            None => matrix(rows, cols),
+            Some(form) => {
+                WeightSlice { data: WeightData::Computed(Arc::new(RandomRows::new(form, cols))), ..matrix(rows, cols) }
+            }
+        };
+        let norm = NormSlices {
+            kind: NormKind::Rms,
+            width: hidden,
+            weight: Some(WeightSlice { data: ones, rows: 0..1, ..matrix(1, hidden) }),
+            bias: None,
+            offset: 0.0,
+            factor: 1.0,
+        };
+        let embedding = device.load_embedding(matrix(vocab, hidden), tp.rank * vocab as u32)?;
+        let mut layers = Vec::new();
+        for _ in 0..num_layers {
+            let (query, key) = (product(heads, hidden), product(kv_heads, hidden));
+            let gate = product(inner, hidden);
+            layers.push(Layer {
+                norms: [device.load_norm(&norm)?, device.load_norm(&norm)?],
+                qkv: device.load_linear(LinearRole::Qkv, &[query, key.clone(), key], &[])?,
+                out: device.load_linear(LinearRole::Out, &[product(hidden, heads)], &[])?,
+                gate_up: device.load_linear(LinearRole::GateUp, &[gate.clone(), gate], &[])?,
+                down: device.load_linear(LinearRole::Down, &[product(hidden, inner)], &[])?,
+            });
+        }
+        Ok(Self {
+            shape,
+            tp_size: size,
+            embedding,
+            layers,
+            norm: device.load_norm(&norm)?,
+            head: device.load_linear(LinearRole::Head, &[matrix(vocab, hidden)], &[])?,
+            residual: device.tensor(hidden)?,
+            normed: device.tensor(hidden)?,
+            qkv: device.tensor(heads + 2 * kv_heads)?,
+            attended: device.tensor(heads)?,
+            gate_up: device.tensor(2 * inner)?,
+            gated: device.tensor(inner)?,
+            partial: device.tensor(hidden)?,
+        })
+    }
+}
+
+impl Model<CudaDevice> for Llama {
+    fn attention_spec(&self, block_size: usize, max_sequence_len: usize) -> AttentionSpec {
+        spec(self.shape, self.layers.len(), block_size, max_sequence_len, self.tp_size)
+    }
+
+    fn unused_tensors(&self) -> &[String] {
+        &[]
+    }
+
+    fn forward(&mut self, device: &mut CudaDevice) -> Result<(), DeviceError> {
+        device.embed(&mut self.residual, &self.embedding, 1.0)?;
+        device.norm(&mut self.normed, &self.residual, &self.layers[0].norms[0], EPS)?;
+        for index in 0..self.layers.len() {
+            let layer = &self.layers[index];
+            device.linear(&mut self.qkv, &self.normed, &layer.qkv)?;
+            device.rope_and_cache(&mut self.qkv, index)?;
+            device.attention(&mut self.attended, &self.qkv, index)?;
+            device.linear(&mut self.partial, &self.attended, &layer.out)?;
+            let next = self.layers.get(index + 1).map_or(&self.norm, |next| &next.norms[0]);
+            device.reduce_add_norm(&mut self.normed, &mut self.residual, &self.partial, &layer.norms[1], EPS)?;
+            let activation = Activation::Silu;
+            device.gated_linear(&mut self.gated, &mut self.gate_up, &self.normed, &layer.gate_up, activation)?;
+            device.linear(&mut self.partial, &self.gated, &layer.down)?;
+            device.reduce_add_norm(&mut self.normed, &mut self.residual, &self.partial, next, EPS)?;
+        }
+        device.sample(&self.normed, &self.head, LogitSpec::default())
+    }
+}
+
+fn spec(shape: Shape, num_layers: usize, block_size: usize, max_positions: usize, tp_size: usize) -> AttentionSpec {
+    let angles = (0..max_positions)
+        .flat_map(|p| (0..DIM / 2).map(move |i| p as f32 * shape.rope_theta.powf(-(2.0 * i as f32) / DIM as f32)));
+    let (cos, sin) = angles.map(|a| (a.cos(), a.sin())).unzip();
+    let layer = LayerAttention {
+        num_heads: shape.heads / tp_size,
+        num_kv_heads: shape.kv_heads / tp_size,
+        head_dim: DIM,
+        scale: (DIM as f32).powf(-0.5),
+        rope: Some(0),
+        kv_group: 0,
+        kv_buffer: 0,
+        window: None,
+        score_cap: None,
+        sinks: Vec::new(),
+        chunk: None,
+        query_scale: None,
+        has_shared_kv: false,
+        alibi_slopes: Vec::new(),
+    };
+    let ropes = vec![RopeTable { cos, sin }];
+    let layers = (0..num_layers).map(|kv_buffer| LayerAttention { kv_buffer, ..layer.clone() }).collect();
+    AttentionSpec { block_size, max_positions, ropes, layers, kv_windows: vec![None], states: Vec::new() }
+}

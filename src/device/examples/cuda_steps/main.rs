@@ -1,0 +1,200 @@
+//! Measures decode and prefill steps on a GPU: of a Llama-shaped model with random weights, or of a checkpoint.
+//!
+//! `cargo run --release -p device --example cuda_steps -- [--shape llama2-7b|llama3-8b | --checkpoint DIR] [--layers N] [--simple] [--batch-invariant]
+//! [--no-graphs] [--context N] [--prefill N] [--batch N] [--rows N] [--weights bf16|fp8|fp8-blocks|fp8-weights-only|int4]
+//! [--tp-size N --rank R --exchange DIR]`
+//!
+//! Prints milliseconds per decode step for several batch sizes and for a mixed step, with two steps in flight, and
+//! prefill tokens per second. `--layers` and `--weights` are for random weights.
+
+mod inputs;
+mod llama;
+
+use std::path::PathBuf;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use device::cuda::{CudaConfig, CudaDevice, FileExchange};
+use engine::{RowId, SamplingParams, TokenId};
+use inputs::{BLOCK, Blocks, step};
+use llama::{Llama, SHAPES, Shape, quantization};
+use models::Model;
+use ops::{Device, DeviceError, Quantization, StepInputs, StepLimits, TensorParallel};
+
+const MAX_LEN: usize = 4096;
+const PREFILLS: [(usize, usize); 4] = [(1, 128), (1, 512), (1, 2048), (8, 2048)];
+
+type AnyError = Box<dyn std::error::Error>;
+
+struct Options {
+    shape: Shape,
+    checkpoint: Option<PathBuf>,
+    quantization: Option<(Quantization, bool)>,
+    layers: usize,
+    context: usize,
+    prefill: usize,
+    batch: usize,
+    rows: usize,
+    fast: bool,
+    batch_invariant: bool,
+    graphs: bool,
+    tp: TensorParallel,
+    exchange: PathBuf,
+}
+
+fn options() -> Options {
+    let arguments: Vec<String> = std::env::args().collect();
+    let value = |name: &str| arguments.iter().position(|a| a == name).and_then(|at| arguments.get(at + 1).cloned());
+    let number = |name: &str, default: usize| value(name).and_then(|v| v.parse().ok()).unwrap_or(default);
+    let has = |name: &str| arguments.iter().any(|a| a == name);
+    let name = value("--shape").unwrap_or_else(|| SHAPES[0].name.to_owned());
+    Options {
+        shape: *SHAPES.iter().find(|shape| shape.name == name).expect("--shape is llama2-7b or llama3-8b"),
+        checkpoint: value("--checkpoint").map(PathBuf::from),
+        quantization: value("--weights").and_then(|name| quantization(&name)),
+        layers: number("--layers", 32),
+        context: number("--context", 128),
+        prefill: number("--prefill", 16384),
+        batch: number("--batch", 0),
+        rows: number("--rows", 256).max(8),
+        fast: !has("--simple"),
+        batch_invariant: has("--batch-invariant"),
+        graphs: !has("--no-graphs"),
+        tp: TensorParallel { rank: number("--rank", 0) as u32, size: number("--tp-size", 1) as u32 },
+        exchange: value("--exchange").unwrap_or_default().into(),
+    }
+}
+
+/// A model that is ready for steps.
+struct Bench {
+    device: CudaDevice,
+    model: Box<dyn Model<CudaDevice>>,
+    /// Number of KV groups.
+    groups: usize,
+}
+
+impl Bench {
+    fn run(&mut self, inputs: &StepInputs) -> Result<(), DeviceError> {
+        let model = &mut self.model;
+        self.device.run_step(inputs, &mut |device| model.forward(device))
+    }
+
+    /// Milliseconds per step of `inputs(number)`, with two in flight.
+    fn time_steps(&mut self, inputs: impl Fn(usize) -> StepInputs) -> Result<f64, DeviceError> {
+        let (warm_up, steps) = (4, 40);
+        let mut start = Instant::now();
+        for number in 0..warm_up + steps {
+            if number == warm_up {
+                while self.device.collect(true)?.is_some() {}
+                start = Instant::now();
+            }
+            self.run(&inputs(number))?;
+            if number > 0 && number != warm_up {
+                self.device.collect(true)?;
+            }
+        }
+        while self.device.collect(true)?.is_some() {}
+        Ok(start.elapsed().as_secs_f64() * 1e3 / steps as f64)
+    }
+
+    /// The shortest of three times, in seconds.
+    fn time_prefill(&mut self, rows: usize, tokens: usize) -> Result<f64, DeviceError> {
+        let blocks = Blocks { groups: self.groups, rows, per_row: 2048 / BLOCK };
+        let work: Vec<_> = (0..rows).map(|row| (row, 0..tokens)).collect();
+        let mut best = f64::MAX;
+        for number in 0..3 {
+            let inputs = step(number, &work, blocks);
+            let start = Instant::now();
+            self.run(&inputs)?;
+            self.device.collect(true)?;
+            best = best.min(start.elapsed().as_secs_f64());
+        }
+        Ok(best)
+    }
+}
+
+fn config(options: &Options, vocab_size: usize) -> CudaConfig {
+    let limits = StepLimits {
+        max_tokens: options.prefill.max(options.rows),
+        max_rows: options.rows,
+        max_sequence_len: MAX_LEN,
+        vocab_size,
+    };
+    let library_dirs =
+        std::env::var_os("TRIREME_CUDA_LIBS").map(|dirs| std::env::split_paths(&dirs).collect()).unwrap_or_default();
+    CudaConfig {
+        library_dirs,
+        tensor_parallel: options.tp,
+        exchange: Some(Arc::new(FileExchange::new(options.exchange.clone(), options.tp, Duration::from_secs(60)))),
+        use_graphs: options.graphs,
+        use_fast_kernels: options.fast,
+        batch_invariant: options.batch_invariant,
+        ..CudaConfig::new(options.tp.rank as usize, limits)
+    }
+}
+
+/// Opens the device, loads the model and records its graphs. Reports each with `mark`.
+fn prepare(options: &Options, decode_blocks: usize, mark: impl Fn(&str)) -> Result<Bench, AnyError> {
+    let checkpoint = options.checkpoint.as_deref();
+    let described = checkpoint.map(models::Config::from_dir).transpose()?;
+    let mut device =
+        CudaDevice::new(config(options, described.as_ref().map_or(options.shape.vocab, |c| c.vocab_size)))?;
+    mark("device open");
+    let mut model: Box<dyn Model<CudaDevice>> = match checkpoint.zip(described) {
+        Some((dir, config)) => models::load(dir, &config, &mut device)?,
+        None => Box::new(Llama::load(&mut device, options.shape, options.layers, options.quantization)?),
+    };
+    mark("weights queued");
+    let spec = model.attention_spec(BLOCK, MAX_LEN);
+    let plan = device.memory_plan(&spec)?;
+    mark(&format!("weights loaded, {}: {plan:?},", device.describe()));
+    let num_blocks = (options.rows * decode_blocks.max(512 / BLOCK)).max(8 * 2048 / BLOCK);
+    device.allocate_cache(&spec, spec.kv_windows.len() * num_blocks)?;
+    for row in 0..options.rows as u32 {
+        device.join_row(RowId(row), &[TokenId(1)], 1, &SamplingParams::default())?;
+    }
+    mark("ready");
+    while device.prepare(&mut |device| model.forward(device))? {}
+    mark("prepared");
+    Ok(Bench { device, model, groups: spec.kv_windows.len() })
+}
+
+fn main() -> Result<(), AnyError> {
+    let options = options();
+    if device::cuda::num_gpus().unwrap_or(0) == 0 {
+        println!("skipped: no CUDA device");
+        return Ok(());
+    }
+    let begin = Instant::now();
+    let print_rank_0 = |text: String| {
+        if options.tp.rank == 0 {
+            println!("{text}");
+        }
+    };
+    let mark = |what: &str| print_rank_0(format!("start-up: {what} at {:.2} s", begin.elapsed().as_secs_f64()));
+    let (context, rows) = (options.context, options.rows);
+    let decode_blocks = (context + 64) / BLOCK + 1;
+    let mut bench = prepare(&options, decode_blocks, mark)?;
+    let blocks = Blocks { groups: bench.groups, rows, per_row: decode_blocks };
+    let decode = |count: usize, number: usize| (0..count).map(move |row| (row, context + number..context + number + 1));
+    let batches = [1, 2, 4, 8, 16, 32, 64, 128, 256].into_iter().filter(|&b| b <= rows);
+    for batch in batches.filter(|&b| options.batch == 0 || options.batch == b) {
+        let inputs = |number: usize| step(number as u64, &decode(batch, number).collect::<Vec<_>>(), blocks);
+        let ms = bench.time_steps(inputs)?;
+        print_rank_0(format!("decode batch {batch:>4} context {context}: {ms:.3} ms a step"));
+    }
+    for chunk in [64, 256, 512].into_iter().filter(|&chunk| chunk <= options.prefill && options.batch == 0) {
+        let inputs = |number: usize| {
+            let work: Vec<_> = [(rows - 1, 0..chunk)].into_iter().chain(decode(rows - 1, number)).collect();
+            step(number as u64, &work, Blocks { per_row: decode_blocks.max(512 / BLOCK), ..blocks })
+        };
+        let ms = bench.time_steps(inputs)?;
+        print_rank_0(format!("mixed {} + {chunk} context {context}: {ms:.3} ms a step", rows - 1));
+    }
+    for (rows, tokens) in PREFILLS.into_iter().filter(|(rows, tokens)| rows * tokens <= options.prefill) {
+        let seconds = bench.time_prefill(rows, tokens)?;
+        let rate = (rows * tokens) as f64 / seconds;
+        print_rank_0(format!("prefill {rows} x {tokens}: {:.2} ms, {rate:.0} tokens/s", seconds * 1e3));
+    }
+    Ok(())
+}
