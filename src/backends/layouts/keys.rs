@@ -20,10 +20,11 @@ pub type Key = (&'static str, Use);
 const NO_ENCODER: Use = Refused("models have a decoder only");
 const NO_DECODER_PROMPT: Use = Ignored("it is for models with an encoder; the prompt is `input_ids`");
 const NO_IMAGES: Use = Refused("models read text only");
-const NO_LORA: Use = Refused("adapters are not supported; merge them into the checkpoint");
+const NO_LORA: Use =
+    Refused("adapters are loaded by name: `lora_modules`, `POST /v1/load_lora_adapter`, parameter `lora_name`");
 const NO_DRAFT: Use = Ignored("there is no draft model; the output is the same without one");
 const SCHEDULED_HERE: Use = Ignored("the scheduler decides this in each step");
-const NO_LORA_CACHE: Use = Ignored("there are no adapters to cache");
+const NO_LORA_CACHE: Use = Ignored("`max_loras` and `lora_memory_bytes` bound the adapters");
 const NO_HOST_CACHE: Use = Ignored("KV blocks stay on the device");
 const NO_MPI_PLACES: Use = Ignored("`--world_size` and the launcher place ranks");
 const EVERY_STEP: Use = Ignored("this is checked in every step");
@@ -129,6 +130,13 @@ pub const LLM_PARAMETERS: &[Key] = &[
     ("model_name", Ignored("the checkpoint's config.json names its architecture")),
     ("enable_custom_all_reduce", KERNEL_CHOICE),
     ("prompt_lookup_num_tokens", Used("draft tokens of prompt look-up in one step; default: 0")),
+    (
+        "max_loras",
+        Used("slots for adapters (LoRA) on the workers; default: 4 if `lora_modules` names some, otherwise 0"),
+    ),
+    ("max_lora_rank", Used("largest rank of an adapter, at most 64; default: 16")),
+    ("lora_modules", Used("adapters that are loaded with the model: `NAME=PATH`, separated by commas")),
+    ("lora_memory_bytes", Used("host memory for the weights of adapters; default: 4 GiB")),
     ("max_output_length", Used("default number of tokens to generate")),
     ("max_output_tokens", Used("default number of tokens to generate")),
     ("max_new_tokens", Used("default number of tokens to generate")),

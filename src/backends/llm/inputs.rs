@@ -10,7 +10,7 @@ use std::sync::atomic::Ordering;
 
 use engine::{BeamParams, Refused, Request, TokenId};
 use generation::{GenerateRequest, TextDecoder, TextOptions};
-use serving::{InferError, InferRequest, Parameter};
+use serving::{ADAPTER_PARAMETER, InferError, InferRequest, Parameter};
 
 use super::config::LlmConfig;
 use super::refusal::error_of;
@@ -133,6 +133,7 @@ pub(crate) fn generation(
     Ok(GenerateRequest {
         sequence,
         num_sequences: num_sequences(bounds, request, beams.as_ref())?,
+        adapter: adapter(request)?,
         guide: guide(request)?,
         priority: request.priority,
         timeout_us: request.timeout_us,
@@ -231,6 +232,17 @@ fn max_drafts(bounds: &ValueBounds<'_>, request: &InferRequest) -> Result<u32, I
         Some(&Parameter::Int(count)) if (0..=i64::from(max)).contains(&count) => Ok(count as u32),
         Some(other) => Err(InferError::invalid(format!(
             "parameter `prompt_lookup_num_tokens` is {other:?}, expected 0 to {max}, as many as the model's parameter allows"
+        ))),
+    }
+}
+
+/// The adapter that a request names.
+fn adapter(request: &InferRequest) -> Result<Option<String>, InferError> {
+    match request.parameters.get(ADAPTER_PARAMETER) {
+        None => Ok(None),
+        Some(Parameter::String(name)) => Ok(Some(name.clone()).filter(|name| !name.is_empty())),
+        Some(other) => Err(InferError::invalid(format!(
+            "parameter `{ADAPTER_PARAMETER}` is {other:?}, expected the name of an adapter"
         ))),
     }
 }

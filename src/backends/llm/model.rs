@@ -9,8 +9,8 @@ use futures::FutureExt;
 use futures::future::BoxFuture;
 use generation::{ConstraintError, Constraints, GenerateRequest, Generator, RequestBounds, SequenceText};
 use serving::{
-    Backend, GenerateCall, InferError, InferRequest, InferResponse, MemoryUsage, Name, ResponseStream, TextModel,
-    TextOutputs,
+    Adapters, Backend, GenerateCall, InferError, InferRequest, InferResponse, MemoryUsage, Name, ResponseStream,
+    TextModel, TextOutputs,
 };
 use smallvec::{SmallVec, smallvec};
 use text::Tokenizer;
@@ -18,6 +18,7 @@ use tokio::runtime::{Handle, RuntimeFlavor};
 use tokio::sync::watch;
 
 use super::active_request::{ActiveRequest, SequenceTexts};
+use super::adapters::AdapterStore;
 use super::check_request;
 use super::config::LlmConfig;
 use super::event_queue::event_queue;
@@ -46,6 +47,8 @@ pub(crate) struct Llm {
     /// Compiles constraints; `None` without a tokenizer.
     constraints: Option<Constraints>,
     router: Arc<Router>,
+    /// Its adapters, which requests choose by name.
+    adapters: Arc<AdapterStore>,
     /// The budget of all models.
     logits: Arc<LogitsBudget>,
     /// Handles of the running requests, for requests with `stop`.
@@ -62,6 +65,7 @@ impl Llm {
         version: i64,
         tokenizer: Option<Arc<Tokenizer>>,
         router: Arc<Router>,
+        adapters: Arc<AdapterStore>,
         logits: Arc<LogitsBudget>,
     ) -> Self {
         let constraints =
@@ -72,6 +76,7 @@ impl Llm {
             tokenizer,
             constraints,
             router,
+            adapters,
             logits,
             stop_handles: Arc::default(),
             in_flight: Arc::new(watch::Sender::new(0)),
@@ -165,6 +170,9 @@ impl Llm {
         request.sequence.constraint = self.constraint(&request)?;
         let logits = self.logits.charge(limits, logits_bytes)?;
         let num_sequences = request.num_sequences;
+        let name = request.adapter.as_deref();
+        let adapter = name.map(|name| self.adapters.take(name, num_sequences)).transpose()?;
+        request.sequence.adapter = adapter.as_ref().map(|adapter| Arc::clone(adapter.adapter()));
         let timeout = queue.timeout(request.priority, request.timeout_us);
         let timeout = timeout.map(|timeout| (Instant::now() + timeout.after, timeout.rejects));
         request.sequence.priority = queue.priority(request.priority).saturating_add_signed(-request.priority_offset);
@@ -192,6 +200,7 @@ impl Llm {
             stop,
             in_flight: Arc::clone(&self.in_flight),
             _logits: logits,
+            _adapter: adapter,
             timing,
             text_stops,
             texts,
@@ -310,6 +319,11 @@ impl Backend for Llm {
             progress.add_input_time(started.elapsed());
             Box::new(EventSource { events, progress, prompt_logprobs, next: None, num_open, decode_calls, counted_by })
         }))
+    }
+
+    fn adapters(&self) -> Option<Arc<dyn Adapters>> {
+        let adapters = Arc::clone(&self.adapters) as Arc<dyn Adapters>;
+        Some(adapters).filter(|_| self.config.adapters.num_slots > 0)
     }
 
     fn returns_only_requested_outputs(&self) -> bool {

@@ -189,7 +189,7 @@ fn stories() -> String {
     };
     let sequence = |text: String| {
         let prompt = tokenizer.encode(&text, true).unwrap();
-        Sequence { prompt, num_tokens: 90, sampling: SamplingParams::default(), chunk: 256, start: 0 }
+        Sequence { prompt, num_tokens: 90, sampling: SamplingParams::default(), chunk: 256, start: 0, adapter: None }
     };
     let sequences: Vec<Sequence> = animals.iter().flat_map(begin).map(sequence).collect();
     let written = Runner::of(&golden_dir(DEMO), 2, None, WeightPrecision::Checkpoint).run(&sequences);
