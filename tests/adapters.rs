@@ -147,3 +147,85 @@ fn an_adapter_is_dropped_after_the_requests_that_use_it() {
         assert_eq!((status, answer["usage"]["completion_tokens"].as_u64()), (200, Some(300)), "{text}");
     });
 }
+
+/// The rows of `lora_config` and `lora_weights` for the adapter `llama_qv`: TensorRT-LLM's form, with the factor 2 in B.
+fn tensors() -> (Vec<[u32; 3]>, Vec<f32>) {
+    let bytes = std::fs::read(adapter_dir("llama_qv").join("adapter_model.safetensors")).unwrap();
+    let header_len = u64::from_le_bytes(bytes[..8].try_into().unwrap()) as usize;
+    let header: Value = serde_json::from_slice(&bytes[8..8 + header_len]).unwrap();
+    let values = |name: &str| -> Vec<f32> {
+        let offset = |index: usize| 8 + header_len + header[name]["data_offsets"][index].as_u64().unwrap() as usize;
+        bytes[offset(0)..offset(1)].as_chunks::<4>().0.iter().map(|it| f32::from_le_bytes(*it)).collect()
+    };
+    let (mut config, mut weights) = (Vec::new(), Vec::new());
+    for layer in 0..2 {
+        for (module, name) in [(1, "q_proj"), (3, "v_proj")] {
+            let tensor = |part: &str| {
+                values(&format!("base_model.model.model.layers.{layer}.self_attn.{name}.lora_{part}.weight"))
+            };
+            config.push([module, layer, 4]);
+            weights.extend(tensor("A"));
+            weights.extend(tensor("B").iter().map(|b| 2.0 * b));
+            weights.extend([9.0; 8]); // Rows are filled up.
+        }
+    }
+    (config, weights)
+}
+
+#[test]
+fn an_adapter_in_a_request_of_tensorrt_llms_clients_is_kept_for_later_requests_with_its_task_id() {
+    let repository = golden_repository("mha_bias_f32", &[("max_loras", "1")]);
+    let file = repository.path().join("tensorrt_llm/config.pbtxt");
+    let inputs =
+        [("lora_task_id", "UINT64", "1"), ("lora_weights", "FP32", "-1, -1"), ("lora_config", "INT32", "-1, 3")];
+    // `infer` over HTTP is for models that are not decoupled.
+    let mut text = std::fs::read_to_string(&file).unwrap().replace("decoupled: true", "decoupled: false");
+    for (name, datatype, dims) in inputs {
+        text += &format!("input {{ name: \"{name}\" data_type: TYPE_{datatype} dims: [ {dims} ] optional: true }}\n");
+    }
+    std::fs::write(&file, text).unwrap();
+    let world = TestWorld::start(Options { repository: repository.path().to_owned(), ..Options::default() });
+    let (config, weights) = tensors();
+    let golden = golden("llama_qv");
+    let sequence = &golden["sequences"][2];
+    let (prompt, count) = (&sequence["prompt"], sequence["tokens"].as_array().unwrap().len());
+    let tensor = |name: &str, datatype: &str, shape: &[usize], data: Value| json!({"name": name, "datatype": datatype, "shape": shape, "data": data});
+    let request = |further: Vec<Value>| {
+        let length = prompt.as_array().unwrap().len();
+        let mut inputs = vec![
+            tensor("input_ids", "INT32", &[1, length], prompt.clone()),
+            tensor("input_lengths", "INT32", &[1, 1], json!([length])),
+            tensor("request_output_len", "INT32", &[1, 1], json!([count])),
+            tensor("end_id", "INT32", &[1, 1], json!([-1])),
+        ];
+        inputs.extend(further);
+        world.post("/v2/models/tensorrt_llm/infer", &json!({"inputs": inputs}))
+    };
+    let task = |id: u64| tensor("lora_task_id", "UINT64", &[1, 1], json!([id]));
+    let with_weights = |config: &[[u32; 3]]| {
+        let rows = config.len();
+        vec![
+            tensor("lora_config", "INT32", &[1, rows, 3], json!(config.concat())),
+            tensor("lora_weights", "FP32", &[1, rows, weights.len() / 4], json!(weights[..rows * weights.len() / 4])),
+        ]
+    };
+    let (status, text) = request(vec![task(7)]);
+    assert!(status == 400 && text.contains("send `lora_weights` and `lora_config` with it"), "{status} {text}");
+    let first = [with_weights(&config), vec![task(7)]].concat();
+    for further in [first, vec![task(7)]] {
+        let (status, text) = request(further);
+        assert_eq!(status, 200, "{text}");
+        let answer: Value = serde_json::from_str(&text).unwrap();
+        let outputs = answer["outputs"].as_array().unwrap();
+        let ids = outputs.iter().find(|output| output["name"] == "output_ids").unwrap()["data"].as_array().unwrap();
+        assert!(ids.ends_with(sequence["tokens"].as_array().unwrap()), "{text}");
+    }
+    for (row, words) in
+        [([1, 0, 17], "rank 17"), ([9, 0, 4], "module 9"), ([1, 2, 4], "layer 2"), ([0, 0, 4], "`attn_qkv`")]
+    {
+        let (status, text) = request([with_weights(&[row]), vec![task(8)]].concat());
+        assert!(status == 400 && text.contains(words), "{status} {text}");
+    }
+    let (status, text) = request(with_weights(&config));
+    assert!(status == 400 && text.contains("needs the input `lora_task_id`"), "{status} {text}");
+}

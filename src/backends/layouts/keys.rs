@@ -20,8 +20,6 @@ pub type Key = (&'static str, Use);
 const NO_ENCODER: Use = Refused("models have a decoder only");
 const NO_DECODER_PROMPT: Use = Ignored("it is for models with an encoder; the prompt is `input_ids`");
 const NO_IMAGES: Use = Refused("models read text only");
-const NO_LORA: Use =
-    Refused("adapters are loaded by name: `lora_modules`, `POST /v1/load_lora_adapter`, parameter `lora_name`");
 const NO_DRAFT: Use = Ignored("there is no draft model; the output is the same without one");
 const SCHEDULED_HERE: Use = Ignored("the scheduler decides this in each step");
 const NO_LORA_CACHE: Use = Ignored("`max_loras` and `lora_memory_bytes` bound the adapters");
@@ -219,9 +217,12 @@ pub const LLM_INPUTS: &[Key] = &[
     ("skip_cross_attn_blocks", NO_ENCODER),
     ("mrope_rotary_cos_sin", NO_IMAGES),
     ("mrope_position_deltas", NO_IMAGES),
-    ("lora_task_id", NO_LORA),
-    ("lora_weights", NO_LORA),
-    ("lora_config", NO_LORA),
+    (
+        "lora_task_id",
+        Used("number of the request's adapter (LoRA), whose weights came with this or an earlier request"),
+    ),
+    ("lora_weights", Used("weights of the adapter, a row for each of `lora_config`")),
+    ("lora_config", Used("module, layer and rank of each row of `lora_weights`")),
     ("context_phase_params", Refused("prefill and decode run on the same ranks")),
     ("retention_token_range_starts", KEEP_ALL),
     ("retention_token_range_ends", KEEP_ALL),

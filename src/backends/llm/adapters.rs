@@ -7,11 +7,12 @@ use std::sync::{Arc, Mutex};
 use engine::{Adapter, AdapterId};
 use futures::FutureExt;
 use futures::future::BoxFuture;
-use models::AdapterBounds;
+use models::{AdapterBounds, AdapterTensors};
 use serving::{AdapterInfo, Adapters, InferError};
 use tokio::sync::watch;
 
 use super::adapter_settings::AdapterSettings;
+use super::inputs::{TaskAdapter, TaskTensors};
 
 /// The adapters of one loaded model.
 #[derive(Debug)]
@@ -26,7 +27,18 @@ pub(crate) struct AdapterStore {
 #[derive(Debug, Default)]
 struct Loaded {
     by_name: BTreeMap<String, Arc<LoadedAdapter>>,
+    /// Adapters that came with requests, by their `lora_task_id`.
+    by_task: BTreeMap<u64, TaskEntry>,
     last_id: u64,
+    /// Number of times that an adapter of a task was taken.
+    clock: u64,
+}
+
+/// An adapter of a task. The one that was taken longest ago gives way to others.
+#[derive(Debug)]
+struct TaskEntry {
+    loaded: Arc<LoadedAdapter>,
+    last_taken: u64,
 }
 
 /// An adapter in host memory.
@@ -46,6 +58,11 @@ pub(crate) struct AdapterUse {
 }
 
 impl AdapterUse {
+    fn new(loaded: &Arc<LoadedAdapter>, num_sequences: usize) -> Self {
+        loaded.uses.send_modify(|uses| *uses += num_sequences);
+        Self { loaded: Arc::clone(loaded), num_sequences }
+    }
+
     pub(crate) fn adapter(&self) -> &Arc<Adapter> {
         &self.loaded.adapter
     }
@@ -100,7 +117,7 @@ impl AdapterStore {
         }
         let is_taken = |loaded: &Loaded| match loaded.by_name.contains_key(name) {
             true => Err(self.invalid(format!("adapter `{name}` is loaded already; unload it first"))),
-            false => Ok(loaded.num_bytes()),
+            false => Ok(loaded.named_bytes()),
         };
         let num_bytes = is_taken(&ipc::lock(&self.loaded))?;
         let AdapterSettings { max_rank, memory_bytes, .. } = self.settings;
@@ -109,15 +126,14 @@ impl AdapterStore {
         let weights = read.map_err(|error| self.invalid(format!("adapter `{name}`: {error}")))?.to_bytes();
         let mut loaded = ipc::lock(&self.loaded);
         // Another load may have ended meanwhile.
-        if is_taken(&loaded)? + weights.len() as u64 > memory_bytes {
+        is_taken(&loaded)?;
+        if !loaded.make_room(weights.len() as u64, memory_bytes) {
             let message =
                 format!("adapter `{name}` does not fit into `lora_memory_bytes` {memory_bytes} beside the others");
             return Err(self.invalid(message));
         }
-        loaded.last_id += 1;
-        let adapter = Arc::new(Adapter { id: AdapterId(loaded.last_id), weights });
-        let entry = LoadedAdapter { path: path.into(), adapter, uses: watch::Sender::new(0) };
-        loaded.by_name.insert(name.to_owned(), Arc::new(entry));
+        let entry = loaded.entry(path.into(), weights);
+        loaded.by_name.insert(name.to_owned(), entry);
         Ok(())
     }
 
@@ -135,8 +151,41 @@ impl AdapterStore {
     pub(crate) fn take(&self, name: &str, num_sequences: usize) -> Result<AdapterUse, InferError> {
         let loaded = ipc::lock(&self.loaded);
         let found = loaded.by_name.get(name).ok_or_else(|| self.unknown(name))?;
-        found.uses.send_modify(|uses| *uses += num_sequences);
-        Ok(AdapterUse { loaded: Arc::clone(found), num_sequences })
+        Ok(AdapterUse::new(found, num_sequences))
+    }
+
+    /// Counts the sequences of a request as users of the adapter of a task. Its tensors are read if the adapter is not there yet.
+    ///
+    /// # Errors
+    /// When the adapter is not there and the request has no tensors, or they do not fit the model or the memory.
+    pub(crate) fn take_task(&self, task: &TaskAdapter, num_sequences: usize) -> Result<AdapterUse, InferError> {
+        if self.settings.num_slots == 0 {
+            return Err(self.invalid("it takes no adapters; load it with the parameter `max_loras` above 0".to_owned()));
+        }
+        if let Some(found) = ipc::lock(&self.loaded).task(task.id) {
+            return Ok(AdapterUse::new(&found, num_sequences));
+        }
+        let id = task.id;
+        let unknown = || {
+            self.invalid(format!(
+                "no adapter of `lora_task_id` {id} is cached; send `lora_weights` and `lora_config` with it"
+            ))
+        };
+        let TaskTensors { config, weights, dtype, row_len } = task.tensors.as_ref().ok_or_else(unknown)?;
+        let tensors = AdapterTensors { config, weights, dtype: *dtype, row_len: *row_len };
+        let adapter = models::Adapter::from_tensors(&self.model, tensors, self.settings.max_rank);
+        let weights = adapter.map_err(|error| self.invalid(error.to_string()))?.to_bytes();
+        let mut loaded = ipc::lock(&self.loaded);
+        let memory_bytes = self.settings.memory_bytes;
+        if !loaded.make_room(weights.len() as u64, memory_bytes) {
+            let message =
+                format!("the adapter of `lora_task_id` {id} does not fit into `lora_memory_bytes` {memory_bytes}");
+            return Err(self.invalid(message));
+        }
+        let entry = loaded.entry(PathBuf::new(), weights);
+        loaded.by_task.insert(id, TaskEntry { loaded: entry, last_taken: 0 });
+        let found = loaded.task(id).expect("it was inserted");
+        Ok(AdapterUse::new(&found, num_sequences))
     }
 
     /// The adapters of requests in flight. `running` has those of running sequences, with the number of sequences.
@@ -147,14 +196,15 @@ impl AdapterStore {
             of_adapter.map(|&(_, count)| count as usize).sum::<usize>()
         };
         let names = |is_listed: &dyn Fn(&LoadedAdapter) -> bool| {
-            let listed = loaded.by_name.iter().filter(|(_, it)| is_listed(it));
-            listed.map(|(name, _)| name.clone()).collect()
+            let named = loaded.by_name.iter().filter(|(_, it)| is_listed(it)).map(|(name, _)| name.clone());
+            let tasks = loaded.by_task.iter().filter(|(_, it)| is_listed(&it.loaded)).map(|(id, _)| id.to_string());
+            named.chain(tasks).collect()
         };
         AdapterStatus {
             num_slots: self.settings.num_slots,
             running: names(&|it| num_running(it) > 0),
             waiting: names(&|it| *it.uses.borrow() > num_running(it)),
-            num_loaded: loaded.by_name.len(),
+            num_loaded: loaded.by_name.len() + loaded.by_task.len(),
             loaded_bytes: loaded.num_bytes(),
         }
     }
@@ -187,7 +237,37 @@ impl Adapters for AdapterStore {
 }
 
 impl Loaded {
-    fn num_bytes(&self) -> u64 {
+    /// A new adapter.
+    fn entry(&mut self, path: PathBuf, weights: Vec<u8>) -> Arc<LoadedAdapter> {
+        self.last_id += 1;
+        let adapter = Arc::new(Adapter { id: AdapterId(self.last_id), weights });
+        Arc::new(LoadedAdapter { path, adapter, uses: watch::Sender::new(0) })
+    }
+
+    /// The adapter of a task, which is the last one taken from now on.
+    fn task(&mut self, id: u64) -> Option<Arc<LoadedAdapter>> {
+        self.clock += 1;
+        let entry = self.by_task.get_mut(&id)?;
+        entry.last_taken = self.clock;
+        Some(Arc::clone(&entry.loaded))
+    }
+
+    /// Drops unused adapters of tasks until an adapter of `num_bytes` fits into `max_bytes`. Returns false if it does not fit beside the others.
+    fn make_room(&mut self, num_bytes: u64, max_bytes: u64) -> bool {
+        while self.num_bytes() + num_bytes > max_bytes {
+            let unused = self.by_task.iter().filter(|(_, it)| *it.loaded.uses.borrow() == 0);
+            let Some((&oldest, _)) = unused.min_by_key(|(_, it)| it.last_taken) else { return false };
+            self.by_task.remove(&oldest);
+        }
+        true
+    }
+
+    fn named_bytes(&self) -> u64 {
         self.by_name.values().map(|it| it.adapter.weights.len() as u64).sum()
+    }
+
+    fn num_bytes(&self) -> u64 {
+        let of_tasks = self.by_task.values().map(|it| it.loaded.adapter.weights.len() as u64);
+        self.named_bytes() + of_tasks.sum::<u64>()
     }
 }

@@ -1,5 +1,6 @@
 //! Parses a request's tensors, which have TensorRT-LLM's names.
 
+mod adapter;
 mod bounds;
 mod guide;
 mod sampling;
@@ -10,12 +11,13 @@ use std::sync::atomic::Ordering;
 
 use engine::{BeamParams, Refused, Request, TokenId};
 use generation::{GenerateRequest, TextDecoder, TextOptions};
-use serving::{ADAPTER_PARAMETER, InferError, InferRequest, Parameter};
+use serving::{InferError, InferRequest, Parameter};
 
 use super::config::LlmConfig;
 use super::refusal::error_of;
 use super::text_stop;
 use crate::tensor_values::{float, scalar, values};
+pub(crate) use adapter::{TaskAdapter, TaskTensors, task};
 pub(crate) use bounds::{RequestDefaults, ValueBounds};
 use guide::guide;
 use sampling::sampling;
@@ -133,7 +135,7 @@ pub(crate) fn generation(
     Ok(GenerateRequest {
         sequence,
         num_sequences: num_sequences(bounds, request, beams.as_ref())?,
-        adapter: adapter(request)?,
+        adapter: adapter::name(request)?,
         guide: guide(request)?,
         priority: request.priority,
         timeout_us: request.timeout_us,
@@ -236,17 +238,6 @@ fn max_drafts(bounds: &ValueBounds<'_>, request: &InferRequest) -> Result<u32, I
     }
 }
 
-/// The adapter that a request names.
-fn adapter(request: &InferRequest) -> Result<Option<String>, InferError> {
-    match request.parameters.get(ADAPTER_PARAMETER) {
-        None => Ok(None),
-        Some(Parameter::String(name)) => Ok(Some(name.clone()).filter(|name| !name.is_empty())),
-        Some(other) => Err(InferError::invalid(format!(
-            "parameter `{ADAPTER_PARAMETER}` is {other:?}, expected the name of an adapter"
-        ))),
-    }
-}
-
 fn prompt(config: &LlmConfig, request: &InferRequest) -> Result<Vec<TokenId>, InferError> {
     let missing = || InferError::invalid("input `input_ids` is missing: it holds the prompt's token ids");
     let tensor = request.input("input_ids").ok_or_else(missing)?;
@@ -291,9 +282,19 @@ fn prompt_token(config: &LlmConfig, id: i64) -> Result<TokenId, InferError> {
 
 /// Refuses inputs that would change the output if they were ignored.
 pub(crate) fn refuse_unsupported(request: &InferRequest) -> Result<(), InferError> {
-    let unsupported = ["draft_input_ids", "prompt_embedding_table", "lora_weights", "lora_task_id"];
+    let unsupported = ["draft_input_ids", "prompt_embedding_table"];
     match unsupported.into_iter().find(|name| request.input(name).is_some()) {
         Some(name) => Err(InferError::invalid(format!("input `{name}` is not supported; leave it out"))),
+        None => Ok(()),
+    }
+}
+
+/// Refuses TensorRT-LLM's inputs of adapters, for models that have other protocols.
+pub(crate) fn refuse_task_adapters(request: &InferRequest) -> Result<(), InferError> {
+    match ["lora_task_id", "lora_weights", "lora_config"].into_iter().find(|name| request.input(name).is_some()) {
+        Some(name) => Err(InferError::invalid(format!(
+            "input `{name}` is not supported; load the adapter by `lora_modules` and name it by the parameter `lora_name`"
+        ))),
         None => Ok(()),
     }
 }

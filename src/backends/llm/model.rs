@@ -18,14 +18,14 @@ use tokio::runtime::{Handle, RuntimeFlavor};
 use tokio::sync::watch;
 
 use super::active_request::{ActiveRequest, SequenceTexts};
-use super::adapters::AdapterStore;
+use super::adapters::{AdapterStore, AdapterUse};
 use super::check_request;
 use super::config::LlmConfig;
 use super::event_queue::event_queue;
 use super::event_source::EventSource;
 use super::generate_stream::GenerateStream;
 use super::inbox::Message;
-use super::inputs::{self, Command};
+use super::inputs::{self, Command, TaskAdapter};
 use super::llm_stream::LlmStream;
 use super::logits::LogitsBudget;
 use super::metrics::WorkerStatus;
@@ -143,6 +143,7 @@ impl Llm {
         text: Option<TextOutputs>,
     ) -> Result<ResponseStream, InferError> {
         let started = Instant::now();
+        let task = inputs::task(&request)?;
         let mut parsed = match inputs::parse(&self.config, &request)? {
             Command::Stop => return Ok(self.stop(&request)),
             Command::Generate(parsed) => *parsed,
@@ -151,7 +152,8 @@ impl Llm {
         decoder.iter().for_each(|decoder| parsed.decode(decoder));
         let responses = Responses::new(&self.config, &self.version, &request, &parsed, text);
         let tokenizer = decoder.map(|decoder| decoder.tokenizer).or_else(|| self.tokenizer.clone());
-        let events = self.start(request.id, parsed.generate, tokenizer)?;
+        let adapter = self.adapter(&parsed.generate, task.as_ref())?;
+        let events = self.start(request.id, parsed.generate, adapter, tokenizer)?;
         Ok(ResponseStream::from_source(|progress| {
             progress.add_input_time(started.elapsed());
             Box::new(LlmStream { events, responses, progress })
@@ -163,6 +165,7 @@ impl Llm {
         &self,
         client_id: Name,
         mut request: GenerateRequest,
+        adapter: Option<AdapterUse>,
         tokenizer: Option<Arc<Tokenizer>>,
     ) -> Result<GenerateStream, InferError> {
         let LlmConfig { limits, queue, .. } = &*self.config;
@@ -170,8 +173,6 @@ impl Llm {
         request.sequence.constraint = self.constraint(&request)?;
         let logits = self.logits.charge(limits, logits_bytes)?;
         let num_sequences = request.num_sequences;
-        let name = request.adapter.as_deref();
-        let adapter = name.map(|name| self.adapters.take(name, num_sequences)).transpose()?;
         request.sequence.adapter = adapter.as_ref().map(|adapter| Arc::clone(adapter.adapter()));
         let timeout = queue.timeout(request.priority, request.timeout_us);
         let timeout = timeout.map(|timeout| (Instant::now() + timeout.after, timeout.rejects));
@@ -210,6 +211,19 @@ impl Llm {
             ready: VecDeque::new(),
         };
         Ok(GenerateStream::new(request, receiver))
+    }
+
+    /// The adapter of a request: by its name, or by TensorRT-LLM's inputs.
+    fn adapter(&self, request: &GenerateRequest, task: Option<&TaskAdapter>) -> Result<Option<AdapterUse>, InferError> {
+        let num_sequences = request.num_sequences;
+        match (&request.adapter, task) {
+            (None, None) => Ok(None),
+            (Some(name), None) => self.adapters.take(name, num_sequences).map(Some),
+            (None, Some(task)) => self.adapters.take_task(task, num_sequences).map(Some),
+            (Some(name), Some(TaskAdapter { id, .. })) => Err(InferError::invalid(format!(
+                "the request names adapter `{name}` and `lora_task_id` {id}; send one of them"
+            ))),
+        }
     }
 
     /// The durations of a request. A queued one counts for the first replica.
@@ -313,7 +327,8 @@ impl Backend for Llm {
             PromptLogprobs::new(request.sequence.prompt.clone(), num_top, self.config.vocab_size)
         });
         let num_open = request.num_sequences;
-        let events = self.start(id, request, self.tokenizer.clone())?;
+        let adapter = self.adapter(&request, None)?;
+        let events = self.start(id, request, adapter, self.tokenizer.clone())?;
         let counted_by = Arc::clone(&self.router.replicas()[0].shared);
         Ok(ResponseStream::from_source(|progress| {
             progress.add_input_time(started.elapsed());

@@ -21,6 +21,9 @@ pub enum AdapterError {
     /// The weights take more memory than is set aside for adapters.
     #[error("{} has {found} bytes, and {max} are left for adapters in host memory; raise `lora_memory_bytes`, or unload another adapter", .path.display())]
     TooLarge { path: PathBuf, found: u64, max: u64 },
+    /// Tensors of a request that do not fit the model or each other.
+    #[error("{reason}")]
+    Tensors { reason: String },
     /// Bytes that are no adapter's.
     #[error("{len} bytes are not those of an adapter")]
     Bytes { len: usize, source: postcard::Error },

@@ -9,12 +9,14 @@ mod config;
 mod error;
 mod read;
 pub(crate) mod targets;
+mod tensors;
 
 use ops::{DType, LowRankPart};
 use serde::{Deserialize, Serialize};
 
 pub use error::AdapterError;
 use targets::Target;
+pub use tensors::AdapterTensors;
 
 /// Most that the rank of an adapter may be.
 pub const MAX_ADAPTER_RANK: usize = 64;
@@ -109,6 +111,14 @@ impl Matrix {
 }
 
 impl Element {
+    fn of(dtype: DType) -> Self {
+        match dtype {
+            DType::Bf16 => Element::Bf16,
+            DType::F16 => Element::F16,
+            DType::F32 => Element::F32,
+        }
+    }
+
     fn dtype(self) -> DType {
         match self {
             Element::Bf16 => DType::Bf16,

@@ -77,7 +77,7 @@ fn by_module(header: &BTreeMap<String, HeaderEntry>) -> Result<BTreeMap<&str, [O
 }
 
 /// All targets of each layer of the whole model.
-fn all_targets(model: &Config) -> Result<Vec<Vec<Target>>, String> {
+pub(super) fn all_targets(model: &Config) -> Result<Vec<Vec<Target>>, String> {
     let model = model.clone().in_expert_groups(1);
     let shard = Shard::new(&model, TensorParallel { rank: 0, size: 1 }).map_err(|error| error.to_string())?;
     Ok(shard.layers.iter().enumerate().map(|(layer, shard)| targets(&model, layer, shard)).collect())
@@ -100,7 +100,7 @@ fn place<'n>(name: &'n str, model: &Config) -> Result<(usize, &'n str), String> 
 }
 
 /// Outputs and inputs of a module.
-fn shape((layer, name): (usize, &str), targets: &[Vec<Target>], full: &str) -> Result<[usize; 2], String> {
+pub(super) fn shape((layer, name): (usize, &str), targets: &[Vec<Target>], full: &str) -> Result<[usize; 2], String> {
     let all = targets[layer].iter().flat_map(|target| target.modules.iter().map(move |module| (module, target.cols)));
     let found = all.clone().find(|(module, _)| module.name == name).map(|(module, cols)| [module.rows, cols]);
     found.ok_or_else(|| {
