@@ -76,6 +76,8 @@ pub struct EngineConfig {
     pub shares_output: bool,
     /// Maximum number of draft tokens for a sequence in one step, whatever its request says; 0 turns drafts off.
     pub max_drafts: usize,
+    /// Number of slots for the weights of adapters that workers have; 0 if the model takes no adapters.
+    pub max_adapters: usize,
     /// Number of pipeline stages. With more than one, running sequences are divided into as many micro-batches, so that
     /// each stage has one to work on. Only the last stage knows the sampled tokens, so rank 0 sends each row its last
     /// token.
@@ -137,6 +139,7 @@ impl Default for EngineConfig {
             prefix_cache: true,
             shares_output: true,
             max_drafts: 0,
+            max_adapters: 0,
             num_stages: 1,
         }
     }
@@ -161,6 +164,7 @@ impl EngineConfig {
             ("windows", self.windows.iter().flatten().copied().max().unwrap_or(1), 1, "a position sees itself"),
             ("num_states", self.num_states, 0, "there may be none"),
             ("state_interval", self.state_interval, 1, "a snapshot is taken at the end of a block"),
+            ("max_adapters", self.max_adapters, 0, "there may be none"),
             ("max_queue", self.max_queue, 1, QUEUED),
             ("max_queue_each", self.max_queue_each, 1, QUEUED),
             ("max_queue_of", self.max_queue_of.values().copied().min().unwrap_or(1), 1, QUEUED),
@@ -208,6 +212,9 @@ impl EngineConfig {
         if len_of_lists > max {
             return Err(Refused::ListsTooLong { len: len_of_lists, max });
         }
+        if request.adapter.is_some() && self.max_adapters == 0 {
+            return Err(Refused::NoAdapters);
+        }
         if let Some(found) = request.sampling.num_logprobs.filter(|&n| n > MAX_LOGPROBS) {
             return Err(Refused::TooManyLogprobs { found, max: MAX_LOGPROBS });
         }
@@ -241,9 +248,9 @@ impl EngineConfig {
     /// Upper bound of a plan's bytes on the wire for any requests. The rings are sized by it.
     pub fn max_plan_bytes(&self) -> usize {
         // Postcard writes a `u32` into at most 5 bytes, a `u64` into 10, an `f32` into 4 and a `bool` into 1.
-        const NUMBERS: usize = 10 + 8 * 5 + 4; // step, lengths of the lists, checksum
+        const NUMBERS: usize = 10 + 9 * 5 + 4; // step, lengths of the lists, checksum
         const LEFT: usize = 5;
-        const JOINED: usize = 5 * 5 + 1 + 10 + (8 * 4 + 6 * 5 + 10 + 3 * 5 + 10); // its numbers, sampling
+        const JOINED: usize = 5 * 5 + 2 + 10 + (8 * 4 + 6 * 5 + 10 + 3 * 5 + 10); // its numbers, sampling
         const TABLE: usize = 3 * 5; // its numbers, a partial block
         const GROWN: usize = 3 * 5;
         const COPIED: usize = 4 * 5;
@@ -267,6 +274,9 @@ impl EngineConfig {
             num_windows => num_windows * self.max_step_tokens.div_ceil(self.block_size),
         };
         let num_table_blocks = self.num_groups() * num_joined_blocks;
+        // A joining row names its slot, and may fill it.
+        const ADAPTER: usize = 5 + 5 + 10;
+        let row = row + if self.max_adapters > 0 { ADAPTER } else { 0 };
         NUMBERS + self.max_rows * row + 5 * (num_joined_tokens + num_table_blocks) + GROWN * num_chunk_blocks
     }
 }
@@ -357,6 +367,7 @@ mod tests {
             num_computed: u32::MAX,
             tables: vec![JoinedTable { first: u32::MAX, blocks: vec![BlockId(u32::MAX); 4] }],
             state: None,
+            adapter: None,
             sampling,
         };
         let work = RowWork { row: RowId(u32::MAX), start: u32::MAX, num_tokens: u32::MAX, samples: true };
@@ -368,6 +379,7 @@ mod tests {
         let plan = StepPlan {
             step: u64::MAX,
             left: vec![RowId(u32::MAX); 2],
+            adapters: vec![],
             joined: vec![joined],
             revised: vec![revised; 2],
             copied: vec![copied; 2],

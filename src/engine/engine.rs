@@ -2,6 +2,7 @@
 
 use std::collections::VecDeque;
 
+use crate::adapter::AdapterSlots;
 use crate::blocks::BlockPool;
 use crate::costs::{CostModel, StepCosts, StepLoad};
 use crate::draft::{Drafter, PromptLookup};
@@ -55,6 +56,7 @@ pub struct Engine {
     /// The first sequence of the queue did not fit into this number of available blocks. It is not tried again until
     /// there are more.
     pub(crate) blocked_head: Option<(SequenceId, usize)>,
+    pub(crate) adapters: AdapterSlots,
     pub(crate) drafter: Box<dyn Drafter>,
     pub(crate) costs: CostModel,
     /// Events that were not caused by an output.
@@ -121,6 +123,7 @@ impl Engine {
             num_full_groups: config.num_full_groups(),
             num_claimed: 0,
             costs: CostModel::new(&config),
+            adapters: AdapterSlots::new(config.max_adapters),
             config,
             sequences: Sequences::default(),
             queue: Queue::default(),
@@ -234,6 +237,7 @@ impl Engine {
         self.left.clear();
         self.free_rows = all_rows(self.config.max_rows);
         self.pool.reset();
+        self.adapters.reset();
         (self.num_reserved, self.num_claimed) = (0, 0);
         self.blocked_head = None;
         for (_, slot) in self.sequences.in_order() {
@@ -336,6 +340,7 @@ impl Engine {
             crate::prefix::register_output(&mut self.pool, sequence, block_size, step);
             crate::snapshots::keep_output(&mut self.pool, sequence, block_size, step);
         }
+        sequence.adapter_slot.into_iter().for_each(|slot| self.adapters.release(slot));
         crate::snapshots::release_state(&mut self.pool, sequence);
         for table in sequence.beams.iter().flat_map(|beams| &beams.tails).flatten() {
             table.held().iter().for_each(|&block| self.pool.release(block));

@@ -39,6 +39,7 @@
 //! ```
 #![forbid(unsafe_code)]
 
+mod adapter;
 mod beams;
 mod blocks;
 mod config;
@@ -70,6 +71,7 @@ mod stop;
 mod tables;
 mod windows;
 
+pub use adapter::{Adapter, AdapterId, AdapterSlot, FilledSlot};
 pub use config::{ConfigError, DEFAULT_DECODE_FACTOR, DEFAULT_INTER_TOKEN, EngineConfig, Policy};
 pub use constraint::{Constraint, RequestConstraint, SampleMask};
 pub use costs::{StepCosts, StepLoad};

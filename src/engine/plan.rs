@@ -7,9 +7,10 @@ use std::borrow::Cow;
 
 use serde::{Deserialize, Deserializer, Serialize, Serializer};
 
-use crate::{BlockId, RowId, SamplingParams, SequenceId, StateId, TokenId};
+use crate::{AdapterSlot, BlockId, FilledSlot, RowId, SamplingParams, SequenceId, StateId, TokenId};
 
-/// One forward pass, decided on rank 0. Every worker carries it out in this order: `left`, `joined`, `revised`,
+/// One forward pass, decided on rank 0. Every worker carries it out in this order: `left`,
+/// `adapters`, `joined`, `revised`,
 /// `copied`, `copied_states`, `grown`, then the forward pass over `work`.
 #[derive(Debug, Clone, PartialEq, Default, Serialize, Deserialize)]
 pub struct StepPlan {
@@ -17,6 +18,8 @@ pub struct StepPlan {
     pub step: u64,
     /// Rows whose sequence ended or was preempted: workers drop their state and the row is free.
     pub left: Vec<RowId>,
+    /// Slots that receive the weights of an adapter. The weights were sent before the plan, in this order.
+    pub adapters: Vec<FilledSlot>,
     /// Sequences that take a free row.
     pub joined: Vec<JoinedRow>,
     /// Rows whose tokens rank 0 replaces. All are replaced at once: each reads its parent as it was before any of them.
@@ -51,6 +54,8 @@ pub struct JoinedRow {
     pub tables: Vec<JoinedTable>,
     /// The slot of its recurrent state, if the model has such states. At position 0 the state is zero, whatever the slot holds.
     pub state: Option<StateId>,
+    /// The slot of its adapter; `None` for the model itself.
+    pub adapter: Option<AdapterSlot>,
     /// How its tokens are chosen.
     pub sampling: SamplingParams,
 }
@@ -264,6 +269,7 @@ mod tests {
         StepPlan {
             step: 7,
             left: vec![RowId(3)],
+            adapters: vec![FilledSlot { slot: AdapterSlot(1), adapter: crate::AdapterId(5) }],
             joined: vec![JoinedRow {
                 row: RowId(3),
                 sequence: SequenceId(11),
@@ -272,6 +278,7 @@ mod tests {
                 num_computed: 0,
                 tables: vec![JoinedTable { first: 0, blocks: vec![BlockId(9)] }],
                 state: Some(StateId(2)),
+                adapter: Some(AdapterSlot(1)),
                 sampling: SamplingParams::default(),
             }],
             revised: vec![RevisedRow { row: RowId(1), parent: RowId(2), num_kept: 6, tokens: vec![TokenId(8)] }],

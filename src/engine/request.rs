@@ -1,9 +1,11 @@
 //! The engine's input (requests) and output (token events).
 
+use std::sync::Arc;
+
 use smallvec::SmallVec;
 
 use crate::constraint::RequestConstraint;
-use crate::{SampledToken, SamplingParams, SequenceId, TokenId};
+use crate::{Adapter, SampledToken, SamplingParams, SequenceId, TokenId};
 
 /// A generation request: token ids and settings, no text.
 #[derive(Debug, Clone, PartialEq, Default)]
@@ -29,6 +31,8 @@ pub struct Request {
     pub cache_salt: Option<u64>,
     /// Which tokens may be generated; not with a beam search.
     pub constraint: Option<RequestConstraint>,
+    /// The adapter whose low-rank products are added to the linear layers; `None` for the model itself.
+    pub adapter: Option<Arc<Adapter>>,
 }
 
 /// Settings of a beam search.
@@ -151,6 +155,9 @@ pub enum Refused {
     /// Beams would need copies of recurrent states.
     #[error("this model has recurrent layers, which do not support beam search; sample several outputs instead")]
     RecurrentBeams,
+    /// Workers have no slots for adapters.
+    #[error("this model takes no adapters; load it with `max_loras` above 0")]
+    NoAdapters,
     /// Too many requests are waiting.
     #[error("queue is full: {max} requests wait; try again later")]
     QueueFull { max: usize },

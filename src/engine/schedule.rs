@@ -222,7 +222,8 @@ impl Engine {
         let sequence = &self.sequences[slot];
         let carries = builder.num_joined_tokens == 0
             || builder.num_joined_tokens + joined_tokens(sequence) <= self.config.max_joined_tokens;
-        sequence.num_in_flight == 0 && carries && sequence.num_rows() <= self.free_rows.len()
+        let has_slot = sequence.adapter.as_ref().is_none_or(|adapter| self.adapters.has_room(adapter.id));
+        sequence.num_in_flight == 0 && carries && has_slot && sequence.num_rows() <= self.free_rows.len()
     }
 
     /// Whether there are enough blocks for the sequence. Blocks found in the prefix cache are written to `found`.
@@ -282,6 +283,7 @@ impl Engine {
             self.start_state(slot, found, builder);
         }
         let sequence = &mut self.sequences[slot];
+        sequence.adapter_slot = sequence.adapter.as_ref().map(|adapter| self.adapters.take(adapter));
         sequence.num_computed = found.len * block_size;
         sequence.join_len = sequence.tokens.len();
         sequence.num_sent = sequence.tokens.len();
@@ -329,6 +331,7 @@ impl Engine {
         let plan = StepPlan {
             step: self.next_step,
             left: std::mem::take(&mut self.left),
+            adapters: self.adapters.filled(),
             joined: builder.joined,
             revised: builder.revised,
             copied: builder.copied,
@@ -373,6 +376,7 @@ fn joined_row(sequence: &Sequence, row: RowId) -> JoinedRow {
         num_computed: sequence.num_computed as u32,
         tables: sequence.tables.iter().map(Table::joined).collect(),
         state: sequence.recurrent.own,
+        adapter: sequence.adapter_slot,
         sampling: SamplingParams::clone(&sequence.sampling),
     }
 }

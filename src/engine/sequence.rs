@@ -1,6 +1,7 @@
 //! One sequence: its tokens, its KV blocks, and its progress through plans and outputs.
 
 use std::ops::Range;
+use std::sync::Arc;
 
 use smallvec::SmallVec;
 
@@ -13,7 +14,8 @@ use crate::states::RecurrentSlots;
 use crate::stop::{StopWords, Tail};
 use crate::tables::{Table, Tables};
 use crate::{
-    BlockUsage, DraftUsage, FinishReason, Request, RowId, SampledToken, SamplingParams, SequenceId, TokenEvent, TokenId,
+    Adapter, AdapterSlot, BlockUsage, DraftUsage, FinishReason, Request, RowId, SampledToken, SamplingParams,
+    SequenceId, TokenEvent, TokenId,
 };
 
 /// What a sequence is waiting for or doing.
@@ -92,6 +94,9 @@ pub(crate) struct Sequence {
     pub(crate) last_content: ContentId,
     /// Parent of its first block in the prefix cache.
     pub(crate) root: ContentId,
+    pub(crate) adapter: Option<Arc<Adapter>>,
+    /// The slot of its adapter while it runs.
+    pub(crate) adapter_slot: Option<AdapterSlot>,
 }
 
 /// State of the search for stop words.
@@ -130,6 +135,7 @@ impl Sequence {
             request.sampling.beam_candidates = beams.num_candidates() as u32;
         }
         request.sampling.is_constrained = request.constraint.is_some();
+        let root = ContentId::root_of(request.cache_salt, request.adapter.as_ref().map(|adapter| adapter.id));
         Self {
             id,
             priority: request.priority,
@@ -160,8 +166,10 @@ impl Sequence {
             contents: Vec::new(),
             num_ready: 0,
             num_claimed: 0,
-            last_content: ContentId::salted(request.cache_salt),
-            root: ContentId::salted(request.cache_salt),
+            last_content: root,
+            root,
+            adapter: request.adapter,
+            adapter_slot: None,
         }
     }
 
@@ -330,7 +338,7 @@ impl Sequence {
     pub(crate) fn reset_row(&mut self) {
         self.tables.iter_mut().for_each(Table::clear);
         self.contents.clear();
-        self.recurrent = RecurrentSlots::default();
+        (self.recurrent, self.adapter_slot) = (RecurrentSlots::default(), None);
         (self.num_computed, self.join_len, self.num_sent) = (0, 0, 0);
         self.guided.iter_mut().for_each(|guided| guided.needs_revision = false);
         if let Some(beams) = &mut self.beams {

@@ -15,6 +15,8 @@ pub struct GenerateRequest {
     pub text: Option<TextOptions>,
     /// Whether the text of a sequence begins with that of the prompt.
     pub includes_prompt: bool,
+    /// The name of the adapter (LoRA) to use; `None` for the model itself.
+    pub adapter: Option<String>,
     /// Constraints of the text.
     pub guide: Guide,
     /// `Some(n)` reports the log-probability of each token of the prompt, and the `n` likeliest tokens at its position.

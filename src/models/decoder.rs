@@ -4,6 +4,7 @@ use std::path::Path;
 
 use ops::{AttentionSpec, Device, DeviceError, LayerAttention, LogitSpec, PipelineStage};
 
+use crate::adapter::targets::{Target, TargetWeight, targets};
 use crate::buffers::{Buffers, InnerBuffers, Widths};
 use crate::config::{KvSource, LayerSpec};
 use crate::expert_branch::ExpertBranch;
@@ -13,7 +14,7 @@ use crate::mlp::Mlp;
 use crate::model::Model;
 use crate::per_layer::{PerLayerBranch, PerLayerInputs};
 use crate::shard::Shard;
-use crate::{Checkpoint, Config, ModelError, alibi};
+use crate::{Adapter, Checkpoint, Config, ModelError, alibi};
 
 /// A decoder on device `D`, or one pipeline stage of it.
 pub(crate) struct Decoder<D: Device> {
@@ -172,6 +173,15 @@ impl<D: Device> Layer<D> {
         })
     }
 
+    /// A weight in which adapters may add products, if the layer has it.
+    fn target_weight(&self, weight: TargetWeight) -> Option<&D::Weight> {
+        match (weight, &self.mixer, &self.mlp) {
+            (TargetWeight::Qkv | TargetWeight::Out, mixer, _) => mixer.target_weight(weight),
+            (TargetWeight::Up, _, mlp) => mlp.as_ref().map(|mlp| &mlp.up),
+            (TargetWeight::Down, _, mlp) => mlp.as_ref().map(|mlp| &mlp.down),
+        }
+    }
+
     /// `partial` = feed-forward of `x`, this worker's part of the sum, without experts that have inputs of their own.
     /// `second` is needed if it has two parts.
     fn feed_forward(
@@ -277,6 +287,19 @@ impl<D: Device> Decoder<D> {
         }
     }
 
+    /// Calls `job` with each layer of this stage, its number, and each weight in which adapters may add products.
+    fn each_target(
+        &self,
+        mut job: impl FnMut(&Layer<D>, usize, &Target) -> Result<(), DeviceError>,
+    ) -> Result<(), DeviceError> {
+        for (layer, index) in self.layers.iter().zip(self.stage.layers(self.config.num_layers())) {
+            for target in targets(&self.config, index, &self.shard.layers[index]) {
+                job(layer, index, &target)?;
+            }
+        }
+        Ok(())
+    }
+
     fn layer_attention(&self, index: usize) -> LayerAttention {
         let (attention, shard) = (&self.config.layers[index].attention, &self.shard.layers[index]);
         LayerAttention {
@@ -332,6 +355,26 @@ impl<D: Device> Model<D> for Decoder<D> {
             kv_windows: groups.windows,
             states,
         }
+    }
+
+    fn set_adapter(&self, device: &mut D, slot: u32, adapter: &Adapter) -> Result<(), DeviceError> {
+        self.each_target(|layer, index, target| match layer.target_weight(target.weight) {
+            Some(weight) => device.set_adapter(weight, slot, adapter.parts(index, target)),
+            None => Ok(()),
+        })
+    }
+
+    fn adapter_bytes(&self, rank: usize) -> u64 {
+        let mut elements = 0;
+        let counted = self.each_target(|_, _, target| {
+            for module in &target.modules {
+                let rows: usize = module.slices.iter().map(|slice| slice.taken.len()).sum();
+                elements += rank * (rows + target.taken.len());
+            }
+            Ok(())
+        });
+        counted.expect("counting does not fail");
+        (elements * size_of::<f32>()) as u64
     }
 
     fn unused_tensors(&self) -> &[String] {

@@ -20,6 +20,10 @@ pub struct WorkerShape {
     pub limits: StepLimits,
     /// Positions in a KV block.
     pub block_size: usize,
+    /// Slots for the weights of adapters; 0 if the model takes none.
+    pub max_adapters: usize,
+    /// Largest rank of an adapter.
+    pub max_adapter_rank: usize,
     /// Precision of the weights of linear layers. The configuration of the model has it, too ([`Config::in_precision`]).
     pub precision: WeightPrecision,
 }

@@ -5,6 +5,7 @@
 //! sampling belong to the device.
 #![forbid(unsafe_code)]
 
+mod adapter;
 mod alibi;
 mod buffers;
 mod checkpoint;
@@ -28,6 +29,7 @@ mod rope;
 pub mod rounding;
 pub mod shard;
 
+pub use adapter::{Adapter, AdapterBounds, AdapterError, AdapterTensors, MAX_ADAPTER_RANK};
 pub use checkpoint::{Checkpoint, StoredTensor, rounded};
 pub use config::{
     AttentionLayer, Config, ExpertLayer, HeadNormSpec, HeadSpec, KvSource, LayerSpec, MlpLayer, NormSpec,

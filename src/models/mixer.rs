@@ -3,6 +3,7 @@
 use ops::{Device, DeviceError, HeadNorms};
 
 use crate::ModelError;
+use crate::adapter::targets::TargetWeight;
 use crate::buffers::InnerBuffers;
 use crate::layers::{HeadNormWeights, LayerSource, Loader};
 
@@ -70,6 +71,15 @@ impl<D: Device> Mixer<D> {
         match self {
             Mixer::Attention(attention) => &attention.sinks,
             Mixer::Recurrent(_) => &[],
+        }
+    }
+
+    /// A weight of attention in which adapters may add products.
+    pub(crate) fn target_weight(&self, weight: TargetWeight) -> Option<&D::Weight> {
+        match (self, weight) {
+            (Mixer::Attention(attention), TargetWeight::Qkv) => Some(&attention.qkv),
+            (Mixer::Attention(attention), TargetWeight::Out) => Some(&attention.out),
+            _ => None,
         }
     }
 

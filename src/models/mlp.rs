@@ -10,8 +10,8 @@ use crate::layers::{LayerSource, Loader};
 /// A feed-forward that every token passes.
 pub(crate) struct Mlp<D: Device> {
     activation: Activation,
-    up: D::Weight, // gate and up, or up alone
-    down: D::Weight,
+    pub(crate) up: D::Weight, // gate and up, or up alone
+    pub(crate) down: D::Weight,
     output_gate: Option<D::Weight>,
 }
 

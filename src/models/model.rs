@@ -2,6 +2,8 @@
 
 use ops::{AttentionSpec, Device, DeviceError};
 
+use crate::Adapter;
+
 /// A loaded model: this worker's shard of the weights, and the activation buffers of a step.
 pub trait Model<D: Device> {
     /// Attention of every layer of this worker's shard, for [`Device::memory_plan`] and [`Device::allocate_cache`].
@@ -11,6 +13,15 @@ pub trait Model<D: Device> {
     /// The names of tensors in the checkpoint that no layer of the whole model takes; empty for a stage of a pipeline.
     /// There may be parts that are not served, or weights that `config.json` does not describe.
     fn unused_tensors(&self) -> &[String];
+
+    /// Fills a slot of the device with this worker's part of an adapter, in place of the one that it held.
+    ///
+    /// # Errors
+    /// Returns the error of the device.
+    fn set_adapter(&self, device: &mut D, slot: u32, adapter: &Adapter) -> Result<(), DeviceError>;
+
+    /// Bytes of the weights of an adapter of rank `rank` in every layer of this worker that may have one, in f32.
+    fn adapter_bytes(&self, rank: usize) -> u64;
 
     /// Runs the forward pass of the device's current step, up to and including [`Device::sample`].
     ///

@@ -64,6 +64,8 @@ pub enum Feature {
     Recurrent,
     /// [`crate::Device::gate_columns`].
     OutputGate,
+    /// Low-rank products beside linear layers: [`crate::Device::set_adapter`].
+    Adapters,
 }
 
 impl Feature {
@@ -98,6 +100,7 @@ impl Feature {
         Feature::ExpertsApart,
         Feature::Recurrent,
         Feature::OutputGate,
+        Feature::Adapters,
     ];
 }
 
@@ -132,6 +135,7 @@ impl fmt::Display for Feature {
             Feature::ExpertsApart => "experts with an input of their own",
             Feature::Recurrent => "layers with a recurrent state (Gated DeltaNet)",
             Feature::OutputGate => "attention with an output gate",
+            Feature::Adapters => "adapters (LoRA)",
             Feature::Experts => "mixture of experts",
         })
     }

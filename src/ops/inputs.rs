@@ -7,6 +7,9 @@ use crate::DeviceError;
 /// In [`StepInputs::token_ids`]: the token is the last one sampled for the row, which only the device knows.
 pub const TOKEN_ON_DEVICE: u32 = u32::MAX;
 
+/// In [`StepInputs::adapters`]: the row has none.
+pub const NO_ADAPTER: u32 = u32::MAX;
+
 /// The inputs of one forward pass in flat arrays: `T` tokens of `R` rows, `S` samples.
 #[derive(Debug, Clone, PartialEq, Default)]
 pub struct StepInputs {
@@ -33,6 +36,8 @@ pub struct StepInputs {
     pub max_blocks: usize,
     /// `[R]`: slot of each row's recurrent state; empty if the model has none.
     pub states: Vec<u32>,
+    /// `[R]`: slot of each row's adapter, or [`NO_ADAPTER`]; empty if no row has one.
+    pub adapters: Vec<u32>,
     /// `[S]`: rows that choose a token, in plan order.
     pub samples: Vec<SampleInput>,
     /// Indices in `0..S` of samples that are chosen among the tokens of a mask. If there are any, the step's tokens are
@@ -69,6 +74,7 @@ impl StepInputs {
         self.context_lens.clear();
         self.block_tables.clear();
         self.states.clear();
+        self.adapters.clear();
         self.samples.clear();
         self.masked.clear();
         self.logits.clear();

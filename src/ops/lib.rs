@@ -9,6 +9,7 @@
 //! shard.
 #![forbid(unsafe_code)]
 
+mod adapter;
 mod attention;
 mod error;
 mod feature;
@@ -18,10 +19,11 @@ mod quantized;
 mod recurrent;
 mod spec;
 
+pub use adapter::LowRankPart;
 pub use attention::{AttentionSpec, LayerAttention, QueryScale, RopeTable};
 pub use error::DeviceError;
 pub use feature::Feature;
-pub use inputs::{SampleInput, StepInputs, TOKEN_ON_DEVICE};
+pub use inputs::{NO_ADAPTER, SampleInput, StepInputs, TOKEN_ON_DEVICE};
 pub use memory::{MemoryEstimate, Target};
 pub use quantized::{Quantization, QuantizedRows};
 pub use recurrent::{RecurrentShape, RecurrentWeights};
@@ -90,6 +92,12 @@ pub trait Device: Sized {
     /// Loads the weights of a layer with a recurrent state, without its projections ([`Feature::Recurrent`]).
     fn load_recurrent(&mut self, _weights: &RecurrentWeights) -> Result<Self::Weight, DeviceError> {
         Err(DeviceError::lacks(Feature::Recurrent))
+    }
+
+    /// Sets the products that an adapter slot adds to the outputs of a linear layer, in place of those that it had. Rows whose
+    /// [`StepInputs::adapters`] name the slot have them from the next step on ([`Feature::Adapters`]).
+    fn set_adapter(&mut self, _weight: &Self::Weight, _slot: u32, _parts: Vec<LowRankPart>) -> Result<(), DeviceError> {
+        Err(DeviceError::lacks(Feature::Adapters))
     }
 
     /// Allocates an activation buffer with `cols` columns and a row for each token that a step may have.

@@ -3,8 +3,9 @@
 mod tables;
 
 use std::sync::Arc;
+use std::time::{SystemTime, UNIX_EPOCH};
 
-use backends::llm::{LlmFactory, LlmStatus};
+use backends::llm::{AdapterStatus, LlmFactory, LlmStatus};
 use backends::python::PythonFactory;
 use front::{Family, FamilyKind, Labels, MetricsSource, Sample};
 
@@ -23,6 +24,7 @@ impl MetricsSource for LlmMetrics {
         families.extend(worker_families(&models));
         families.push(startup_family(&models));
         families.push(queue_family(&models));
+        families.extend(adapter_families(&models));
         families
     }
 }
@@ -105,6 +107,41 @@ fn startup_family(models: &[LlmStatus]) -> Family {
         kind: FamilyKind::Gauge,
         samples: samples.collect(),
     }
+}
+
+/// The adapters of requests, in the form of vLLM, and what adapters take in host memory. Models that take none have no series.
+fn adapter_families(models: &[LlmStatus]) -> Vec<Family> {
+    let with_adapters = || models.iter().filter(|model| model.adapters.num_slots > 0);
+    let own = |model: &LlmStatus| vec![("model".into(), model.name.clone()), ("version".into(), model.version.clone())];
+    let info = |model: &LlmStatus| {
+        let AdapterStatus { num_slots, running, waiting, .. } = &model.adapters;
+        let mut labels = own(model);
+        labels.push(("max_lora".into(), num_slots.to_string()));
+        labels.push(("running_lora_adapters".into(), running.join(",")));
+        labels.push(("waiting_lora_adapters".into(), waiting.join(",")));
+        let now = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
+        Sample::new(labels, now.as_secs_f64())
+    };
+    vec![
+        Family {
+            name: "vllm:lora_requests_info",
+            help: "Adapters that requests in flight use; the value is the present time in seconds since 1970",
+            kind: FamilyKind::Gauge,
+            samples: with_adapters().map(info).collect(),
+        },
+        Family {
+            name: "trireme_llm_adapters",
+            help: "Adapters (LoRA) in host memory",
+            kind: FamilyKind::Gauge,
+            samples: with_adapters().map(|model| Sample::new(own(model), model.adapters.num_loaded as f64)).collect(),
+        },
+        Family {
+            name: "trireme_llm_adapter_bytes",
+            help: "Bytes of the weights of adapters in host memory",
+            kind: FamilyKind::Gauge,
+            samples: with_adapters().map(|model| Sample::new(own(model), model.adapters.loaded_bytes as f64)).collect(),
+        },
+    ]
 }
 
 /// The queue in front of the replicas of a model. It is empty for a model without replicas, whose engine has a queue.

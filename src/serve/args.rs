@@ -1,5 +1,6 @@
 //! The command line of `trireme serve`: few flags, with the names that users of vLLM know.
 
+use std::path::PathBuf;
 use std::str::FromStr;
 
 use anyhow::{Result, bail};
@@ -48,6 +49,19 @@ pub struct ServeArgs {
     /// Prompts with a common beginning do not share KV blocks
     #[arg(long)]
     pub(crate) no_enable_prefix_caching: bool,
+    /// Adapters (LoRA) to serve beside the model, each a folder that PEFT has saved; requests choose one by NAME. More can be loaded
+    /// while the server runs (`POST /v1/load_lora_adapter`)
+    #[arg(long, value_name = "NAME=PATH", num_args = 1.., value_parser = lora_module)]
+    pub(crate) lora_modules: Vec<(String, PathBuf)>,
+    /// Takes adapters that are loaded while the server runs; `--lora-modules` and `--max-loras` do so as well
+    #[arg(long)]
+    pub(crate) enable_lora: bool,
+    /// Most adapters that the requests of one step use [default: 4]
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=1024))]
+    pub(crate) max_loras: Option<u32>,
+    /// Largest rank of an adapter [default: 16]
+    #[arg(long, value_name = "RANK", value_parser = clap::value_parser!(u32).range(1..=64))]
+    pub(crate) max_lora_rank: Option<u32>,
     /// Address to serve on
     #[arg(long, default_value = "0.0.0.0")]
     pub(crate) host: String,
@@ -134,6 +148,17 @@ impl ServeArgs {
             ),
         }
     }
+}
+
+/// An adapter: `NAME=PATH`. Relative paths start at the current directory.
+fn lora_module(text: &str) -> std::result::Result<(String, PathBuf), String> {
+    let pair = text.split_once('=').filter(|(name, path)| !name.is_empty() && !path.is_empty());
+    let (name, path) = pair.ok_or("expected NAME=PATH")?;
+    if text.contains(',') {
+        return Err("a name or path with a comma cannot be given here; load the adapter by a request".to_owned());
+    }
+    let path = std::path::absolute(path).map_err(|error| error.to_string())?;
+    Ok((name.to_owned(), path))
 }
 
 fn share(text: &str) -> std::result::Result<f64, String> {

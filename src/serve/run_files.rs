@@ -8,6 +8,9 @@ use anyhow::{Context as _, Result};
 use crate::args::ServeArgs;
 use crate::checkpoint::Checkpoint;
 
+/// Most adapters of a step where `--enable-lora` is given and no number.
+const DEFAULT_LORAS: u32 = 4;
+
 /// How the directory of a repository begins; the number of the process that made it follows.
 const PREFIX: &str = "serve-";
 
@@ -62,6 +65,13 @@ fn remove_unused(run_dir: &Path) {
     }
 }
 
+/// The adapters of the model as a parameter.
+fn lora_modules(args: &ServeArgs) -> Option<String> {
+    let modules = args.lora_modules.iter().map(|(name, path)| format!("{name}={}", path.display()));
+    let modules = modules.collect::<Vec<_>>().join(",");
+    Some(modules).filter(|modules| !modules.is_empty())
+}
+
 /// The parameters of the model.
 pub(crate) fn parameters(args: &ServeArgs) -> Vec<(&'static str, String)> {
     let number = |number: u32| Some(number.to_string());
@@ -76,6 +86,9 @@ pub(crate) fn parameters(args: &ServeArgs) -> Vec<(&'static str, String)> {
         ("enable_kv_cache_reuse", args.no_enable_prefix_caching.then(|| "false".to_owned())),
         ("batch_invariant", args.batch_invariant.then(|| "true".to_owned())),
         ("chat_format", args.chat_format.clone()),
+        ("lora_modules", lora_modules(args)),
+        ("max_loras", args.max_loras.or(args.enable_lora.then_some(DEFAULT_LORAS)).and_then(number)),
+        ("max_lora_rank", args.max_lora_rank.and_then(number)),
     ];
     parameters.into_iter().filter_map(|(key, value)| Some((key, value?))).collect()
 }

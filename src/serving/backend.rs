@@ -8,7 +8,8 @@ use generation::{Generator, RequestBounds};
 use repository::{ModelConfig, ModelSource};
 
 use crate::{
-    GenerateCall, InferError, InferRequest, Limits, MemoryUsage, ResponseSender, ResponseStream, TextModel, TextOutputs,
+    Adapters, GenerateCall, InferError, InferRequest, Limits, MemoryUsage, ResponseSender, ResponseStream, TextModel,
+    TextOutputs,
 };
 
 /// One loaded model version: `serving` calls it, `backends` implement it.
@@ -65,6 +66,11 @@ pub trait Backend: Send + Sync {
     /// When the request cannot be accepted, for example because of invalid values or a full queue.
     fn generate(&self, call: GenerateCall) -> Result<ResponseStream, InferError> {
         Err(InferError::internal(format!("model '{}' generates no text", call.model_name)))
+    }
+
+    /// The adapters (LoRA) of the model; `None` for a model that takes none.
+    fn adapters(&self) -> Option<Arc<dyn Adapters>> {
+        None
     }
 
     /// Number of executions that may run at the same time; 0 for a backend that queues and batches requests itself.

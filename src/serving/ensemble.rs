@@ -15,7 +15,7 @@ use repository::ModelConfig;
 
 use crate::model::ServedModel;
 use crate::registry::Registry;
-use crate::{Backend, GenerateCall, InferError, InferRequest, ResponseStream};
+use crate::{Adapters, Backend, GenerateCall, InferError, InferRequest, ResponseStream};
 
 mod graph;
 mod link;
@@ -70,6 +70,10 @@ impl Backend for Ensemble {
     fn generate(&self, call: GenerateCall) -> Result<ResponseStream, InferError> {
         let plan = self.text.ok_or_else(|| InferError::internal("the ensemble generates no text"))?;
         plan.generate(&self.graph, &self.models()?, call)
+    }
+
+    fn adapters(&self) -> Option<Arc<dyn Adapters>> {
+        self.text?.adapters_of(&self.graph, &self.models().ok()?)
     }
 
     fn is_ready(&self) -> bool {

@@ -54,6 +54,7 @@
 //! ```
 #![forbid(unsafe_code)]
 
+mod adapters;
 mod admission;
 mod backend;
 mod cache;
@@ -96,6 +97,7 @@ mod text_request;
 mod trace;
 mod warmup;
 
+pub use adapters::{AdapterInfo, Adapters};
 pub use backend::{Backend, BackendFactory, BatchedRequest, LoadRequest};
 pub use cache::CacheStatistics;
 pub use call_counter::CallCounter;
@@ -115,7 +117,7 @@ pub use rate_limited_log::{RateLimitedLog, SuppressedCount};
 pub use registry::{ModelIndexEntry, ModelState};
 pub use request::{CorrelationId, InferRequest, InferResponse, Parameter};
 pub use sender::ResponseSender;
-pub use server::Server;
+pub use server::{ADAPTER_PARAMETER, Server};
 pub use server_config::{ControlMode, ServerConfig};
 pub use source::ResponseSource;
 pub use statistics::{

@@ -15,7 +15,7 @@ use crate::counters::Statistics;
 use crate::labels::Labels;
 use crate::scheduler::{Scheduler, StateSpec};
 use crate::statistics::ModelStatistics;
-use crate::{Backend, InferRequest, Name, TextModel};
+use crate::{Adapters, Backend, InferRequest, Name, TextModel};
 
 /// One version of a model that answers requests.
 pub(crate) struct ServedModel {
@@ -80,6 +80,11 @@ impl ServedModel {
     /// What adapters of protocols need to make [`GenerateCall`]s.
     pub fn generator(&self) -> Option<Generator> {
         self.backend.generator()
+    }
+
+    /// Its adapters (LoRA), if it takes any.
+    pub fn adapters(&self) -> Option<Arc<dyn Adapters>> {
+        self.backend.adapters()
     }
 
     /// Batch size of a request that is not checked yet.

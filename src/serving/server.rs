@@ -17,10 +17,14 @@ use crate::registry::{ModelIndexEntry, ModelState, Registry, parse_version};
 use crate::statistics::ModelStatistics;
 use crate::{
     BackendFactory, ControlMode, ErrorKind, EventStream, GenerateCall, InferError, InferRequest, Limit, Limits,
-    LoadOverrides, ModelMetadata, ResponseStream, ServerConfig, ServerMetadata,
+    LoadOverrides, ModelMetadata, Parameter, ResponseStream, ServerConfig, ServerMetadata,
 };
 
+mod adapters;
 mod text;
+
+/// The parameter of a request that names an adapter (LoRA), as in Triton's vLLM backend.
+pub const ADAPTER_PARAMETER: &str = "lora_name";
 
 /// Serves the models of a repository.
 pub struct Server {
@@ -76,8 +80,16 @@ impl Server {
         self.config.served_names.iter().filter(move |(_, its)| *its == model).map(|(name, _)| name.as_str())
     }
 
+    fn resolve_number(&self, name: &str, version: Option<i64>) -> Result<Arc<ServedModel>, InferError> {
+        match self.registry().resolve_number(self.model_of(name), version) {
+            // An adapter has a name of its own.
+            Err(error) if error.kind == ErrorKind::NotFound => self.served_with(name).ok_or(error),
+            found => found,
+        }
+    }
+
     fn resolve(&self, name: &str, version: &str) -> Result<Arc<ServedModel>, InferError> {
-        self.registry().resolve(self.model_of(name), version)
+        self.resolve_number(name, parse_version(version)?)
     }
 
     /// Loads the models that the control mode names. A model that fails to load does not stop the others.
@@ -157,12 +169,22 @@ impl Server {
     ///
     /// # Errors
     /// When the model does not serve, the request does not fit the model, or the server is stopping.
-    pub fn infer(&self, request: InferRequest) -> Result<ResponseStream, InferError> {
+    pub fn infer(&self, mut request: InferRequest) -> Result<ResponseStream, InferError> {
         if self.is_draining.load(Ordering::Relaxed) {
             return Err(InferError::unavailable("the server is stopping and takes no new requests"));
         }
         self.config.limits.check_request(&request)?;
-        self.resolve(&request.model_name, &request.model_version)?.infer(request)
+        let model = self.resolve(&request.model_name, &request.model_version)?;
+        if self.is_adapter(&model, &request.model_name) {
+            let name = Parameter::String(request.model_name.to_string());
+            request.parameters.insert(ADAPTER_PARAMETER.to_owned(), name);
+        }
+        model.infer(request)
+    }
+
+    /// Whether a request for `model` names one of its adapters.
+    fn is_adapter(&self, model: &ServedModel, requested: &str) -> bool {
+        self.model_of(requested) != model.config.name && model.adapters().is_some_and(|it| it.contains(requested))
     }
 
     /// Properties of a model that generates text; `None` for a model without text generation.
@@ -177,11 +199,15 @@ impl Server {
     ///
     /// # Errors
     /// When the server stops, the model does not serve or generates no text, or the request does not fit it.
-    pub fn generate(&self, call: GenerateCall) -> Result<EventStream, InferError> {
+    pub fn generate(&self, mut call: GenerateCall) -> Result<EventStream, InferError> {
         if self.is_draining.load(Ordering::Relaxed) {
             return Err(InferError::unavailable("the server is stopping and takes no new requests"));
         }
-        self.resolve(&call.model_name, &call.model_version)?.generate(call).map(EventStream)
+        let model = self.resolve(&call.model_name, &call.model_version)?;
+        if self.is_adapter(&model, &call.model_name) {
+            call.request.adapter = Some(call.model_name.to_string());
+        }
+        model.generate(call).map(EventStream)
     }
 
     /// Accepts a request that a model sends to serve its own request. It is accepted while the server drains too, because it
@@ -217,7 +243,7 @@ impl Server {
     pub fn model_is_ready(&self, name: &str, version: &str) -> Result<bool, InferError> {
         let version = parse_version(version)?;
         let is_up = !self.is_draining.load(Ordering::SeqCst);
-        Ok(is_up && self.registry().resolve_number(self.model_of(name), version).is_ok_and(|model| model.is_ready()))
+        Ok(is_up && self.resolve_number(name, version).is_ok_and(|model| model.is_ready()))
     }
 
     /// Like [`Server::model_is_ready`], with the model's own check where it has one, which may take seconds.

@@ -8,7 +8,7 @@
 use std::path::PathBuf;
 use std::time::Duration;
 
-use engine::{SampleMask, SequenceId, StepOutput, StepPlan};
+use engine::{AdapterId, SampleMask, SequenceId, StepOutput, StepPlan};
 use serde::{Deserialize, Serialize};
 pub use settings::WeightPrecision;
 
@@ -94,6 +94,10 @@ pub struct WorkerSpec {
     pub max_rows: usize,
     /// Most draft tokens that a row verifies in a step.
     pub max_drafts: usize,
+    /// Slots for the weights of adapters; 0 if the model takes none.
+    pub max_adapters: usize,
+    /// Largest rank of an adapter.
+    pub max_adapter_rank: usize,
     /// Longest sequence in tokens.
     pub max_sequence_len: usize,
     /// Positions in a KV block.
@@ -164,6 +168,8 @@ pub enum ToWorker {
         /// `[workers]`.
         all: Vec<Vec<u8>>,
     },
+    /// Part of the weights of an adapter. All parts come in order, before the plan that puts it into a slot.
+    Adapter(AdapterPiece),
     /// Run a step.
     Step(StepPlan),
     /// The tokens that samples of a step may choose. One or more follow the step's plan: together they have a mask for each of
@@ -171,6 +177,20 @@ pub enum ToWorker {
     Masks(Vec<SampleMask>),
     /// End, exit code 0.
     Stop,
+}
+
+/// Most bytes in an [`AdapterPiece`].
+pub const MAX_ADAPTER_PIECE: usize = 64 * 1024;
+
+/// Part of the weights of an adapter.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct AdapterPiece {
+    /// The adapter.
+    pub adapter: AdapterId,
+    /// Bytes of all its parts.
+    pub len: u64,
+    /// At most [`MAX_ADAPTER_PIECE`].
+    pub bytes: Vec<u8>,
 }
 
 /// Most logits in a [`LogitsPiece`], so that a ring need not hold a row of a large vocabulary.

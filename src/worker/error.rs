@@ -24,6 +24,8 @@ pub enum WorkerError {
     Model(#[from] models::ModelError),
     #[error("its weights need {needed} of memory, and {free} are free: {cure}; `launch --plan` shows all of it")]
     Memory { needed: String, free: String, cure: String },
+    #[error(transparent)]
+    Adapter(#[from] models::AdapterError),
     #[error("network `{network}` cannot be used: {reason}; name the one that joins the nodes with --network")]
     Network { network: String, reason: String },
     #[error("cannot read checkpoint {} on node `{node}`; every node needs it, at the same path", .dir.display())]
@@ -75,6 +77,8 @@ pub enum PlanMismatch {
     BlockRange { step: u64, row: u32, block: u32, num_blocks: usize },
     #[error("plan {step} names the slot {found:?} for a recurrent state, but there are {num_states}")]
     State { step: u64, found: Option<u32>, num_states: usize },
+    #[error("plan {step} names the slot {found} for an adapter, but there are {num_slots}")]
+    Adapter { step: u64, found: u32, num_slots: usize },
     #[error("plan {step}: row {row} keeps {kept} tokens of row {parent}, which has {known}")]
     Kept { step: u64, row: u32, parent: u32, kept: u32, known: u32 },
     #[error("plan {step}: row {row} stops sharing block {found}, but its last is {last:?}")]

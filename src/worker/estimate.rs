@@ -6,6 +6,8 @@ use device::Estimator;
 use models::{Config, ModelError, WorkerShape};
 use ops::MemoryEstimate;
 
+use crate::adapters;
+
 /// The memory of a worker for the model in `checkpoint`. Reads the names and shapes of the weights, not their data.
 ///
 /// # Errors
@@ -14,5 +16,9 @@ pub fn estimate_memory(checkpoint: &Path, config: &Config, worker: &WorkerShape)
     let estimator = Estimator::new(worker.target, worker.tp, worker.limits).in_stage(worker.stage);
     let mut estimator = estimator.in_precision(worker.precision);
     let loaded = models::load(checkpoint, config, &mut estimator)?;
-    Ok(estimator.estimate(&loaded.attention_spec(worker.block_size, worker.limits.max_sequence_len)))
+    let checked = adapters::check(&estimator, worker.max_adapters);
+    checked.map_err(|source| ModelError::Device { dir: checkpoint.into(), source })?;
+    let estimate = estimator.estimate(&loaded.attention_spec(worker.block_size, worker.limits.max_sequence_len));
+    let adapter_bytes = adapters::slot_bytes(&*loaded, worker.max_adapters, worker.max_adapter_rank);
+    Ok(MemoryEstimate { workspace_bytes: estimate.workspace_bytes + adapter_bytes, ..estimate })
 }

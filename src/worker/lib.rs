@@ -8,6 +8,7 @@
 //! starts workers are in the room `supervision`.
 #![forbid(unsafe_code)]
 
+mod adapters;
 mod error;
 mod estimate;
 mod exchange;

@@ -3,9 +3,10 @@
 use std::iter::repeat;
 
 use engine::{
-    BlockId, CopiedBlock, GrownTable, JoinedRow, RevisedRow, RowId, RowWork, SequenceId, StateId, StepPlan, TokenId,
+    AdapterSlot, BlockId, CopiedBlock, GrownTable, JoinedRow, RevisedRow, RowId, RowWork, SequenceId, StateId,
+    StepPlan, TokenId,
 };
-use ops::{SampleInput, StepInputs, TOKEN_ON_DEVICE};
+use ops::{NO_ADAPTER, SampleInput, StepInputs, TOKEN_ON_DEVICE};
 use supervision::LogitsPlace;
 
 use crate::PlanMismatch;
@@ -25,6 +26,8 @@ struct Row {
     tables: Vec<Table>,
     /// The slot of its recurrent state.
     state: Option<StateId>,
+    /// The slot of its adapter.
+    adapter: Option<AdapterSlot>,
     /// Whether the sequence is a beam: rank 0 chooses its next token in a later plan.
     is_beam: bool,
     /// Whether its tokens are chosen among those of masks.
@@ -56,6 +59,8 @@ pub struct RowTable {
     num_states: usize,
     /// Whether a single token of a prompt is a prefill chunk, too, so that all of a prompt is computed in one way.
     keeps_prompts_whole: bool,
+    /// Slots for adapters.
+    num_adapters: usize,
     next_step: u64,
     /// The sequence and position of each of [`StepInputs::logits`] of the last plan.
     reported: Vec<(SequenceId, LogitsPlace)>,
@@ -78,6 +83,7 @@ impl RowTable {
             block_size,
             num_blocks,
             num_states: 0,
+            num_adapters: 0,
             keeps_prompts_whole: false,
             next_step,
             reported: Vec::new(),
@@ -92,6 +98,11 @@ impl RowTable {
     /// The same for a device on which prefill chunks and decodes of the same token have different bits, if they may not.
     pub fn keeping_prompts_whole(self, keeps_prompts_whole: bool) -> Self {
         Self { keeps_prompts_whole, ..self }
+    }
+
+    /// The same for a device with `num_adapters` slots for adapters.
+    pub fn with_adapters(self, num_adapters: usize) -> Self {
+        Self { num_adapters, ..self }
     }
 
     /// Takes the sequence and position of each of [`StepInputs::logits`] of the last plan.
@@ -110,6 +121,11 @@ impl RowTable {
         self.next_step += 1;
         for &row in &plan.left {
             self.slot(plan.step, row)?.take().ok_or(PlanMismatch::RowEmpty { step: plan.step, row: row.0 })?;
+        }
+        let adapters = plan.adapters.iter().map(|filled| filled.slot);
+        let mut adapters = adapters.chain(plan.joined.iter().filter_map(|joined| joined.adapter));
+        if let Some(slot) = adapters.find(|slot| slot.0 as usize >= self.num_adapters) {
+            return Err(PlanMismatch::Adapter { step: plan.step, found: slot.0, num_slots: self.num_adapters });
         }
         self.join(plan)?;
         self.revise(plan.step, &plan.revised)?;
@@ -141,6 +157,7 @@ impl RowTable {
                 num_sampled: 0,
                 tables,
                 state: joined.state,
+                adapter: joined.adapter,
                 is_beam: joined.sampling.beam_candidates > 0,
                 is_constrained: joined.sampling.is_constrained,
                 reports_context: joined.sampling.context_logits,
@@ -229,6 +246,7 @@ impl RowTable {
             inputs.row_starts.push(inputs.token_ids.len() as u32);
             inputs.context_lens.push(end);
             inputs.states.extend(row.state.map(|state| state.0));
+            inputs.adapters.push(row.adapter.map_or(NO_ADAPTER, |slot| slot.0));
             if work.num_tokens > 1 || keeps_prompts_whole && end <= row.num_prompt_tokens {
                 inputs.num_prefill_rows = inputs.rows.len();
             }
@@ -240,6 +258,9 @@ impl RowTable {
         }
         if let Some((row, _)) = drafts.next() {
             return Err(PlanMismatch::Work { step: plan.step, row: row.0 });
+        }
+        if inputs.adapters.iter().all(|&slot| slot == NO_ADAPTER) {
+            inputs.adapters.clear();
         }
         self.reported = reported;
         self.pack_slots(inputs);

@@ -10,6 +10,7 @@ use models::Model;
 use ops::{AttentionSpec, Device, StepInputs};
 use supervision::{FromWorker, KvMemory, LogitsPiece, LogitsPlace, MAX_LOGITS_PIECE, ShmName, ToWorker, WorkerSpec};
 
+use crate::adapters::{self, ArrivingAdapters};
 use crate::error::WorkerError;
 use crate::rows::RowTable;
 
@@ -99,6 +100,7 @@ impl<'a, D: Device + 'static> Worker<'a, D> {
     pub(crate) fn load(spec: &'a WorkerSpec, config: &models::Config, mut device: D) -> Result<Self, WorkerError> {
         let started = Instant::now();
         let model = models::load(&spec.checkpoint, config, &mut device)?;
+        adapters::check(&device, spec.max_adapters)?;
         if device.tensor_parallel().rank == 0 {
             warn_of_unused(model.unused_tensors());
         }
@@ -117,6 +119,7 @@ impl<'a, D: Device + 'static> Worker<'a, D> {
                 return Err(WorkerError::Protocol { expected: "Configure", found: "Exchanged" });
             }
             ToWorker::Masks(_) => return Err(WorkerError::Protocol { expected: "Configure", found: "Masks" }),
+            ToWorker::Adapter(_) => return Err(WorkerError::Protocol { expected: "Configure", found: "Adapter" }),
         };
         self.device.allocate_cache(&attention, num_blocks)?;
         if !attention.states.is_empty() {
@@ -132,6 +135,7 @@ impl<'a, D: Device + 'static> Worker<'a, D> {
             self.spec.next_step,
         )
         .with_states(num_states)
+        .with_adapters(self.spec.max_adapters)
         .keeping_prompts_whole(self.spec.settings.batch_invariant);
         let steps = Steps {
             worker: self,
@@ -141,6 +145,7 @@ impl<'a, D: Device + 'static> Worker<'a, D> {
             queued: VecDeque::new(),
             masks: Vec::new(),
             waiting: VecDeque::new(),
+            adapters: ArrivingAdapters::default(),
         };
         steps.run(rings)
     }
@@ -152,13 +157,15 @@ impl<'a, D: Device + 'static> Worker<'a, D> {
             KvMemory::FreeFraction(fraction) => (fraction, None),
             KvMemory::Tokens(tokens) => (1.0, Some(wanted(tokens))),
         };
+        let adapter_bytes = adapters::slot_bytes(&*self.model, self.spec.max_adapters, self.spec.max_adapter_rank);
         let room = (memory.max_blocks as f64 * fraction) as u64 * memory.block_bytes;
+        let room = room.saturating_sub(adapter_bytes);
         let state_bytes = attention.state_bytes() as u64;
         let (max_blocks, max_states) =
             divide_memory(room, [memory.block_bytes, state_bytes], self.spec.max_rows, max_blocks);
         rings.send(&FromWorker::Loaded {
             weights_bytes: memory.weights_bytes,
-            workspace_bytes: memory.workspace_bytes,
+            workspace_bytes: memory.workspace_bytes + adapter_bytes,
             block_bytes: memory.block_bytes,
             max_blocks: max_blocks as usize,
             state_bytes,
@@ -181,6 +188,8 @@ struct Steps<'a, D: Device> {
     masks: Vec<SampleMask>,
     /// Plans that arrived while the last step still needs masks.
     waiting: VecDeque<StepPlan>,
+    /// Adapters that later plans put into slots.
+    adapters: ArrivingAdapters,
 }
 
 struct Queued {
@@ -203,6 +212,7 @@ impl<D: Device + 'static> Steps<'_, D> {
             };
             match message {
                 Some(ToWorker::Step(plan)) => self.waiting.push_back(plan),
+                Some(ToWorker::Adapter(piece)) => self.adapters.push(&piece),
                 Some(ToWorker::Masks(masks)) => self.take_masks(masks)?,
                 Some(ToWorker::Stop) => return Ok(()),
                 Some(ToWorker::Exchanged { .. }) => {
@@ -237,6 +247,7 @@ impl<D: Device + 'static> Steps<'_, D> {
     fn step(&mut self, plan: &StepPlan) -> Result<(), WorkerError> {
         self.rows.apply(plan, &mut self.inputs)?;
         let Worker { device, model, .. } = &mut self.worker;
+        self.adapters.fill(&plan.adapters, &**model, device)?;
         for joined in &plan.joined {
             device.join_row(joined.row, &joined.tokens, joined.num_prompt_tokens, &joined.sampling)?;
         }

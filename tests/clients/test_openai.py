@@ -127,7 +127,6 @@ def test_errors_have_openais_form(client):
         ("/rerank", "as a Python model"),
         ("/v1/audio/speech", "as a Python model"),
         ("/v1/batches", "Nothing is stored"),
-        ("/v1/load_lora_adapter", "Merge the adapter"),
     ],
 )
 def test_an_endpoint_that_is_not_served_is_refused_with_what_to_do(world, path, advice):

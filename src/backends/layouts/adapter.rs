@@ -4,7 +4,9 @@ use std::sync::Arc;
 
 use futures::future::BoxFuture;
 use generation::Generator;
-use serving::{Backend, GenerateCall, InferError, InferRequest, MemoryUsage, ResponseStream, TextModel, TextOutputs};
+use serving::{
+    Adapters, Backend, GenerateCall, InferError, InferRequest, MemoryUsage, ResponseStream, TextModel, TextOutputs,
+};
 
 /// Changes of the requests and responses of a model. Everything else is passed to the model unchanged.
 pub(super) trait Adapter: Send + Sync + 'static {
@@ -34,6 +36,10 @@ impl<A: Adapter> Backend for Adapted<A> {
 
     fn generate(&self, call: GenerateCall) -> Result<ResponseStream, InferError> {
         self.0.model().generate(call)
+    }
+
+    fn adapters(&self) -> Option<Arc<dyn Adapters>> {
+        self.0.model().adapters()
     }
 
     fn text_model(&self) -> Option<TextModel> {

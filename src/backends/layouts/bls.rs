@@ -10,8 +10,8 @@ use generation::input_names::RELEASES;
 use repository::ModelConfig;
 use repository::proto::ModelInput;
 use serving::{
-    Backend, BackendFactory, EnsembleStep, EventStream, GenerateCall, InferError, InferRequest, InferResponse,
-    LoadRequest, Name, ResponseSender, ResponseStream, Server, Tensor, TextOutput, TextOutputs,
+    Adapters, Backend, BackendFactory, EnsembleStep, EventStream, GenerateCall, InferError, InferRequest,
+    InferResponse, LoadRequest, Name, ResponseSender, ResponseStream, Server, Tensor, TextOutput, TextOutputs,
 };
 
 use super::engine_request::{Renames, renamed, selected};
@@ -181,6 +181,10 @@ impl Backend for Bls {
         let model_name = Name::from(&self.language_model);
         let call = GenerateCall { model_name, model_version: Name::default(), ..call };
         self.link.server()?.generate(call).map(EventStream::into_responses)
+    }
+
+    fn adapters(&self) -> Option<Arc<dyn Adapters>> {
+        self.link.server().ok()?.adapters_of(&self.language_model)
     }
 
     fn is_ready(&self) -> bool {

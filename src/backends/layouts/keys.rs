@@ -20,10 +20,9 @@ pub type Key = (&'static str, Use);
 const NO_ENCODER: Use = Refused("models have a decoder only");
 const NO_DECODER_PROMPT: Use = Ignored("it is for models with an encoder; the prompt is `input_ids`");
 const NO_IMAGES: Use = Refused("models read text only");
-const NO_LORA: Use = Refused("adapters are not supported; merge them into the checkpoint");
 const NO_DRAFT: Use = Ignored("there is no draft model; the output is the same without one");
 const SCHEDULED_HERE: Use = Ignored("the scheduler decides this in each step");
-const NO_LORA_CACHE: Use = Ignored("there are no adapters to cache");
+const NO_LORA_CACHE: Use = Ignored("`max_loras` and `lora_memory_bytes` bound the adapters");
 const NO_HOST_CACHE: Use = Ignored("KV blocks stay on the device");
 const NO_MPI_PLACES: Use = Ignored("`--world_size` and the launcher place ranks");
 const EVERY_STEP: Use = Ignored("this is checked in every step");
@@ -135,6 +134,13 @@ pub const LLM_PARAMETERS: &[Key] = &[
     ("model_name", Ignored("the checkpoint's config.json names its architecture")),
     ("enable_custom_all_reduce", KERNEL_CHOICE),
     ("prompt_lookup_num_tokens", Used("draft tokens of prompt look-up in one step; default: 0")),
+    (
+        "max_loras",
+        Used("slots for adapters (LoRA) on the workers; default: 4 if `lora_modules` names some, otherwise 0"),
+    ),
+    ("max_lora_rank", Used("largest rank of an adapter, at most 64; default: 16")),
+    ("lora_modules", Used("adapters that are loaded with the model: `NAME=PATH`, separated by commas")),
+    ("lora_memory_bytes", Used("host memory for the weights of adapters; default: 4 GiB")),
     ("max_output_length", Used("default number of tokens to generate")),
     ("max_output_tokens", Used("default number of tokens to generate")),
     ("max_new_tokens", Used("default number of tokens to generate")),
@@ -217,9 +223,12 @@ pub const LLM_INPUTS: &[Key] = &[
     ("skip_cross_attn_blocks", NO_ENCODER),
     ("mrope_rotary_cos_sin", NO_IMAGES),
     ("mrope_position_deltas", NO_IMAGES),
-    ("lora_task_id", NO_LORA),
-    ("lora_weights", NO_LORA),
-    ("lora_config", NO_LORA),
+    (
+        "lora_task_id",
+        Used("number of the request's adapter (LoRA), whose weights came with this or an earlier request"),
+    ),
+    ("lora_weights", Used("weights of the adapter, a row for each of `lora_config`")),
+    ("lora_config", Used("module, layer and rank of each row of `lora_weights`")),
     ("context_phase_params", Refused("prefill and decode run on the same ranks")),
     ("retention_token_range_starts", KEEP_ALL),
     ("retention_token_range_ends", KEEP_ALL),

@@ -17,8 +17,8 @@ use generation::input_names::STREAM;
 use repository::ModelConfig;
 use repository::proto::{DataType as ConfigType, ModelOutput};
 use serving::{
-    Backend, BackendFactory, EventStream, GenerateCall, InferError, InferRequest, Limits, LoadRequest, ResponseStream,
-    Tensor,
+    Adapters, Backend, BackendFactory, EventStream, GenerateCall, InferError, InferRequest, Limits, LoadRequest,
+    ResponseStream, Tensor,
 };
 use tokio::runtime::Handle;
 
@@ -200,6 +200,10 @@ impl Backend for TextModel {
 
     fn generate(&self, call: GenerateCall) -> Result<ResponseStream, InferError> {
         self.llm().generate(call)
+    }
+
+    fn adapters(&self) -> Option<Arc<dyn Adapters>> {
+        self.llm().adapters()
     }
 
     fn is_ready(&self) -> bool {

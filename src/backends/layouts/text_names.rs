@@ -16,10 +16,10 @@ const OTHERS: &[(&str, Use)] = &[
     ("sampling_param_best_of", Use::Ignored("one sequence is generated")),
     ("sampling_param_return_perf_metrics", Use::Ignored("/metrics has these statistics")),
     ("image_url", Use::Refused("models read text only")),
-    ("lora_id", Use::Refused("adapters are not supported; merge them into the checkpoint")),
-    ("lora_name", Use::Refused("adapters are not supported; merge them into the checkpoint")),
-    ("lora_path", Use::Refused("adapters are not supported; merge them into the checkpoint")),
-    ("lora_ckpt_source", Use::Ignored("adapters are not supported")),
+    ("lora_id", Use::Refused("the parameter `lora_name` of a request names its adapter")),
+    ("lora_name", Use::Refused("the parameter `lora_name` of a request names its adapter")),
+    ("lora_path", Use::Refused("the parameter `lora_name` of a request names its adapter")),
+    ("lora_ckpt_source", Use::Ignored("adapters are loaded from folders")),
 ];
 
 /// The effect of an input; `None` for an unknown one.

@@ -22,7 +22,9 @@ use serving::{
 use super::engine_bounds::EngineBounds;
 use super::engine_config::with_checkpoint;
 use super::engine_request::{Renames, rename};
-use crate::llm::inputs::{RequestDefaults, check_streaming, generation, refuse_unsupported, words};
+use crate::llm::inputs::{
+    RequestDefaults, check_streaming, generation, refuse_task_adapters, refuse_unsupported, words,
+};
 use crate::tensor_values::first;
 use sessions::{Run, SessionRequest, Sessions};
 
@@ -123,6 +125,7 @@ impl SessionModel {
         rename(RENAMES, &mut inputs);
         let request = InferRequest { inputs, ..request.clone() };
         refuse_unsupported(&request)?;
+        refuse_task_adapters(&request)?;
         let bounds = self.bounds.of_values()?;
         let mut generate = generation(&bounds, &request, &RequestDefaults::default())?;
         check_streaming(true, true, generate.sequence.beams.as_ref())?;

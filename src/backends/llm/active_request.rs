@@ -10,6 +10,7 @@ use smallvec::{SmallVec, smallvec};
 use supervision::LogitsPlace;
 use tokio::sync::watch;
 
+use super::adapters::AdapterUse;
 use super::event_queue;
 use super::inbox::Message;
 use super::logits::LogitsCharge;
@@ -40,6 +41,8 @@ pub(crate) struct ActiveRequest {
     pub(crate) in_flight: Arc<watch::Sender<usize>>,
     /// Freed when the request has ended.
     pub(crate) _logits: Option<LogitsCharge>,
+    /// Ends with the request.
+    pub(crate) _adapter: Option<AdapterUse>,
     pub(crate) timing: Timing,
     /// One for each sequence, where there are stop words.
     pub(crate) text_stops: Vec<TextStop>,

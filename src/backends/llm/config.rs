@@ -13,6 +13,7 @@ use repository::ModelConfig;
 use serving::{DataType, InferError, Limits, LoadRequest};
 use supervision::{DeviceChoice, KvMemory, WeightPrecision, WorkerSettings};
 
+use super::adapter_settings::AdapterSettings;
 use super::inputs::ValueBounds;
 use super::inter_token::InterTokenBounds;
 use super::queue_policy::QueuePolicy;
@@ -71,6 +72,8 @@ pub(crate) struct LlmConfig {
     pub(crate) kv_memory: KvMemory,
     /// `num_blocks` is set when the workers have reported how many fit.
     pub(crate) engine: EngineConfig,
+    /// Adapters (LoRA).
+    pub(crate) adapters: AdapterSettings,
     /// Priorities, timeouts and bounds of queued requests.
     pub(crate) queue: QueuePolicy,
     /// Limits of one request.
@@ -118,7 +121,9 @@ impl LlmConfig {
         let Parallelism { tp_size, pp_size, ep_size, num_replicas } = parallelism;
         let model = model.in_expert_groups(ep_size);
         check_shares(config, &model, tp_size)?;
+        let adapters = AdapterSettings::new(config, &load.model_dir, defaults.worker.device)?;
         let engine = engine_config(config, &model, defaults, &queue)?;
+        let engine = EngineConfig { max_adapters: adapters.num_slots, ..engine };
         let groups_per_node = defaults.ranks_per_node.div_ceil(tp_size * pp_size).min(num_replicas);
         let stages = pp_size as usize;
         // One step is planned while each stage runs another.
@@ -138,6 +143,7 @@ impl LlmConfig {
             num_replicas,
             kv_memory: kv_memory(config, defaults, groups_per_node)?,
             engine,
+            adapters,
             queue,
             limits: load.limits,
             decoupled: config.model_transaction_policy.as_ref().is_some_and(|policy| policy.decoupled),
@@ -162,7 +168,8 @@ impl LlmConfig {
             vocab_size: self.vocab_size,
         };
         let (block_size, precision) = (self.engine.block_size, self.worker.weight_precision);
-        WorkerShape { target, tp, stage, limits, block_size, precision }
+        let (max_adapters, max_adapter_rank) = (self.adapters.num_slots, self.adapters.max_rank);
+        WorkerShape { target, tp, stage, limits, block_size, max_adapters, max_adapter_rank, precision }
     }
 
     /// The kind of device of the workers.

@@ -15,6 +15,7 @@ use text::Tokenizer;
 use tokio::runtime::Handle;
 use tokio::sync::oneshot;
 
+use super::adapters::{AdapterStatus, AdapterStore};
 use super::config::{LlmConfig, LlmDefaults};
 use super::inbox::{Inbox, Message};
 use super::ledger::{LlmLedger, Report};
@@ -42,6 +43,7 @@ struct Loaded {
     block_size: usize,
     max_rows: usize,
     router: Weak<Router>,
+    adapters: Arc<AdapterStore>,
 }
 
 /// The status of one replica of an LLM, for metrics.
@@ -65,6 +67,8 @@ pub struct LlmStatus {
     pub max_rows: usize,
     /// State of the engine after its last step.
     pub engine: EngineStats,
+    /// The adapters of requests in flight; those of all replicas for the first one, none for the others.
+    pub adapters: AdapterStatus,
     /// Counters and histograms.
     pub metrics: MetricValues,
 }
@@ -116,6 +120,8 @@ impl Loaded {
         let Some(router) = self.router.upgrade() else { return Vec::new() };
         let has_many = router.replicas().len() > 1;
         let num_queued = router.num_waiting();
+        let running: Vec<_> =
+            router.replicas().iter().flat_map(|replica| ipc::lock(&replica.shared.adapters).clone()).collect();
         let status = |(replica, Replica { shared, .. }): (u32, &Replica)| LlmStatus {
             name: self.name.clone(),
             version: self.version.clone(),
@@ -126,6 +132,7 @@ impl Loaded {
             block_size: self.block_size,
             max_rows: self.max_rows,
             engine: *ipc::lock(&shared.stats),
+            adapters: if replica == 0 { self.adapters.status(&running) } else { AdapterStatus::default() },
             metrics: shared.metrics.read(),
         };
         (0..).zip(router.replicas()).map(status).collect()
@@ -148,6 +155,7 @@ impl BackendFactory for LlmFactory {
             if agents.nodes().names().len() > 1 {
                 config.checkpoint_fingerprint = Some(checkpoint_fingerprint(&config).await?);
             }
+            let adapters = read_adapters(&config).await?;
             let (router, loads) = start_replicas(&config, &agents, &prefix, &event_runtime, recorder.as_ref())?;
             let tokenizer = tokenizer(&config, load.clone()).await;
             let mut loads: FuturesUnordered<_> = loads.into_iter().collect();
@@ -163,11 +171,23 @@ impl BackendFactory for LlmFactory {
                 block_size: config.engine.block_size,
                 max_rows: config.engine.max_rows,
                 router: Arc::downgrade(&router),
+                adapters: Arc::clone(&adapters),
             });
-            Ok(Arc::new(Llm::new(config, load.version, tokenizer, router, logits)) as Arc<dyn Backend>)
+            Ok(Arc::new(Llm::new(config, load.version, tokenizer, router, adapters, logits)) as Arc<dyn Backend>)
         }
         .boxed()
     }
+}
+
+/// Reads the adapters of a model.
+async fn read_adapters(config: &LlmConfig) -> Result<Arc<AdapterStore>, InferError> {
+    let config = config.clone();
+    let read = move || {
+        let model = config.model(config.target());
+        let model = model.map_err(|error| InferError::invalid(format!("model `{}`: {error}", config.name)))?;
+        AdapterStore::new(&config.name, model, &config.adapters).map(Arc::new)
+    };
+    tokio::task::spawn_blocking(read).await.unwrap_or_else(|_| Err(InferError::internal("reading adapters failed")))
 }
 
 /// The tokenizer of the checkpoint, or else the one that the configuration names; `None` without either.

@@ -1,5 +1,6 @@
 //! Parses a request's tensors, which have TensorRT-LLM's names.
 
+mod adapter;
 mod bounds;
 mod guide;
 mod sampling;
@@ -16,6 +17,7 @@ use super::config::LlmConfig;
 use super::refusal::error_of;
 use super::text_stop;
 use crate::tensor_values::{float, scalar, values};
+pub(crate) use adapter::{TaskAdapter, TaskTensors, task};
 pub(crate) use bounds::{RequestDefaults, ValueBounds};
 use guide::guide;
 use sampling::sampling;
@@ -133,6 +135,7 @@ pub(crate) fn generation(
     Ok(GenerateRequest {
         sequence,
         num_sequences: num_sequences(bounds, request, beams.as_ref())?,
+        adapter: adapter::name(request)?,
         guide: guide(request)?,
         priority: request.priority,
         timeout_us: request.timeout_us,
@@ -279,9 +282,19 @@ fn prompt_token(config: &LlmConfig, id: i64) -> Result<TokenId, InferError> {
 
 /// Refuses inputs that would change the output if they were ignored.
 pub(crate) fn refuse_unsupported(request: &InferRequest) -> Result<(), InferError> {
-    let unsupported = ["draft_input_ids", "prompt_embedding_table", "lora_weights", "lora_task_id"];
+    let unsupported = ["draft_input_ids", "prompt_embedding_table"];
     match unsupported.into_iter().find(|name| request.input(name).is_some()) {
         Some(name) => Err(InferError::invalid(format!("input `{name}` is not supported; leave it out"))),
+        None => Ok(()),
+    }
+}
+
+/// Refuses TensorRT-LLM's inputs of adapters, for models that have other protocols.
+pub(crate) fn refuse_task_adapters(request: &InferRequest) -> Result<(), InferError> {
+    match ["lora_task_id", "lora_weights", "lora_config"].into_iter().find(|name| request.input(name).is_some()) {
+        Some(name) => Err(InferError::invalid(format!(
+            "input `{name}` is not supported; load the adapter by `lora_modules` and name it by the parameter `lora_name`"
+        ))),
         None => Ok(()),
     }
 }

@@ -4,6 +4,8 @@
 //! its ranks. Requests arrive as tensors (`inputs`, `outputs`) or as `GenerateRequest`s.
 
 mod active_request;
+mod adapter_settings;
+mod adapters;
 mod check;
 mod check_request;
 mod config;
@@ -40,6 +42,7 @@ mod text_stop;
 mod timing;
 mod worker_group;
 
+pub use adapters::AdapterStatus;
 pub use check::{CheckFactory, CheckedModel};
 pub use config::LlmDefaults;
 pub use factory::{LlmFactory, LlmStatus};

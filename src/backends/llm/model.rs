@@ -9,8 +9,8 @@ use futures::FutureExt;
 use futures::future::BoxFuture;
 use generation::{ConstraintError, Constraints, GenerateRequest, Generator, RequestBounds, SequenceText};
 use serving::{
-    Backend, GenerateCall, InferError, InferRequest, InferResponse, MemoryUsage, Name, ResponseStream, TextModel,
-    TextOutputs,
+    Adapters, Backend, GenerateCall, InferError, InferRequest, InferResponse, MemoryUsage, Name, ResponseStream,
+    TextModel, TextOutputs,
 };
 use smallvec::{SmallVec, smallvec};
 use text::Tokenizer;
@@ -18,13 +18,14 @@ use tokio::runtime::{Handle, RuntimeFlavor};
 use tokio::sync::watch;
 
 use super::active_request::{ActiveRequest, SequenceTexts};
+use super::adapters::{AdapterStore, AdapterUse};
 use super::check_request;
 use super::config::LlmConfig;
 use super::event_queue::event_queue;
 use super::event_source::EventSource;
 use super::generate_stream::GenerateStream;
 use super::inbox::Message;
-use super::inputs::{self, Command};
+use super::inputs::{self, Command, TaskAdapter};
 use super::llm_stream::LlmStream;
 use super::logits::LogitsBudget;
 use super::metrics::WorkerStatus;
@@ -46,6 +47,8 @@ pub(crate) struct Llm {
     /// Compiles constraints; `None` without a tokenizer.
     constraints: Option<Constraints>,
     router: Arc<Router>,
+    /// Its adapters, which requests choose by name.
+    adapters: Arc<AdapterStore>,
     /// The budget of all models.
     logits: Arc<LogitsBudget>,
     /// Handles of the running requests, for requests with `stop`.
@@ -62,6 +65,7 @@ impl Llm {
         version: i64,
         tokenizer: Option<Arc<Tokenizer>>,
         router: Arc<Router>,
+        adapters: Arc<AdapterStore>,
         logits: Arc<LogitsBudget>,
     ) -> Self {
         let constraints =
@@ -72,6 +76,7 @@ impl Llm {
             tokenizer,
             constraints,
             router,
+            adapters,
             logits,
             stop_handles: Arc::default(),
             in_flight: Arc::new(watch::Sender::new(0)),
@@ -138,6 +143,7 @@ impl Llm {
         text: Option<TextOutputs>,
     ) -> Result<ResponseStream, InferError> {
         let started = Instant::now();
+        let task = inputs::task(&request)?;
         let mut parsed = match inputs::parse(&self.config, &request)? {
             Command::Stop => return Ok(self.stop(&request)),
             Command::Generate(parsed) => *parsed,
@@ -146,7 +152,8 @@ impl Llm {
         decoder.iter().for_each(|decoder| parsed.decode(decoder));
         let responses = Responses::new(&self.config, &self.version, &request, &parsed, text);
         let tokenizer = decoder.map(|decoder| decoder.tokenizer).or_else(|| self.tokenizer.clone());
-        let events = self.start(request.id, parsed.generate, tokenizer)?;
+        let adapter = self.adapter(&parsed.generate, task.as_ref())?;
+        let events = self.start(request.id, parsed.generate, adapter, tokenizer)?;
         Ok(ResponseStream::from_source(|progress| {
             progress.add_input_time(started.elapsed());
             Box::new(LlmStream { events, responses, progress })
@@ -158,6 +165,7 @@ impl Llm {
         &self,
         client_id: Name,
         mut request: GenerateRequest,
+        adapter: Option<AdapterUse>,
         tokenizer: Option<Arc<Tokenizer>>,
     ) -> Result<GenerateStream, InferError> {
         let LlmConfig { limits, queue, .. } = &*self.config;
@@ -165,6 +173,7 @@ impl Llm {
         request.sequence.constraint = self.constraint(&request)?;
         let logits = self.logits.charge(limits, logits_bytes)?;
         let num_sequences = request.num_sequences;
+        request.sequence.adapter = adapter.as_ref().map(|adapter| Arc::clone(adapter.adapter()));
         let timeout = queue.timeout(request.priority, request.timeout_us);
         let timeout = timeout.map(|timeout| (Instant::now() + timeout.after, timeout.rejects));
         request.sequence.priority = queue.priority(request.priority).saturating_add_signed(-request.priority_offset);
@@ -192,6 +201,7 @@ impl Llm {
             stop,
             in_flight: Arc::clone(&self.in_flight),
             _logits: logits,
+            _adapter: adapter,
             timing,
             text_stops,
             texts,
@@ -201,6 +211,19 @@ impl Llm {
             ready: VecDeque::new(),
         };
         Ok(GenerateStream::new(request, receiver))
+    }
+
+    /// The adapter of a request: by its name, or by TensorRT-LLM's inputs.
+    fn adapter(&self, request: &GenerateRequest, task: Option<&TaskAdapter>) -> Result<Option<AdapterUse>, InferError> {
+        let num_sequences = request.num_sequences;
+        match (&request.adapter, task) {
+            (None, None) => Ok(None),
+            (Some(name), None) => self.adapters.take(name, num_sequences).map(Some),
+            (None, Some(task)) => self.adapters.take_task(task, num_sequences).map(Some),
+            (Some(name), Some(TaskAdapter { id, .. })) => Err(InferError::invalid(format!(
+                "the request names adapter `{name}` and `lora_task_id` {id}; send one of them"
+            ))),
+        }
     }
 
     /// The durations of a request. A queued one counts for the first replica.
@@ -304,12 +327,18 @@ impl Backend for Llm {
             PromptLogprobs::new(request.sequence.prompt.clone(), num_top, self.config.vocab_size)
         });
         let num_open = request.num_sequences;
-        let events = self.start(id, request, self.tokenizer.clone())?;
+        let adapter = self.adapter(&request, None)?;
+        let events = self.start(id, request, adapter, self.tokenizer.clone())?;
         let counted_by = Arc::clone(&self.router.replicas()[0].shared);
         Ok(ResponseStream::from_source(|progress| {
             progress.add_input_time(started.elapsed());
             Box::new(EventSource { events, progress, prompt_logprobs, next: None, num_open, decode_calls, counted_by })
         }))
+    }
+
+    fn adapters(&self) -> Option<Arc<dyn Adapters>> {
+        let adapters = Arc::clone(&self.adapters) as Arc<dyn Adapters>;
+        Some(adapters).filter(|_| self.config.adapters.num_slots > 0)
     }
 
     fn returns_only_requested_outputs(&self) -> bool {

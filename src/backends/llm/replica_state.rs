@@ -3,7 +3,7 @@
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
-use engine::EngineStats;
+use engine::{AdapterId, EngineStats};
 
 use super::metrics::Metrics;
 
@@ -16,6 +16,8 @@ pub(crate) struct ReplicaState {
     pub(crate) restarts: AtomicU64,
     /// The engine's statistics after the last step.
     pub(crate) stats: Mutex<EngineStats>,
+    /// The adapters of running sequences after the last step, and the number of sequences of each.
+    pub(crate) adapters: Mutex<Vec<(AdapterId, u32)>>,
     /// The error of all requests after too many losses; `None` while the replica is in service.
     pub(crate) failure: Mutex<Option<String>>,
     /// Counters and histograms.

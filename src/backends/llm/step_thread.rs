@@ -206,6 +206,7 @@ impl Running {
         if engine.num_in_flight() == 0 {
             let stats = engine.stats();
             *ipc::lock(&self.thread.shared.stats) = stats;
+            self.report_adapters();
             return self.handle_messages(group, Duration::MAX);
         }
         if was_idle {
@@ -246,6 +247,9 @@ impl Running {
             log.iter_mut().for_each(|log| log.planned(&plan, began, now));
             self.step_kinds.planned(&plan, &shared.metrics);
             push_scheduled(dispatcher, &plan, now.into(), shared.restarts.load(Ordering::Relaxed));
+            for (_, adapter) in engine.take_filled() {
+                group.send_adapter(&adapter)?;
+            }
             group.step(plan)?;
             now = shared.metrics.phase(Phase::Send, now);
             log.iter_mut().for_each(|log| log.sent(now));
@@ -299,12 +303,21 @@ impl Running {
         }
         self.longest_step = self.last_progress.elapsed().max(self.longest_step.mul_f32(0.99));
         *ipc::lock(&shared.stats) = engine.stats();
+        self.report_adapters();
         self.last_progress = shared.metrics.phase(Phase::Settle, now);
         self.step_began = now;
         self.push_events();
         let delivered = shared.metrics.phase(Phase::Deliver, self.last_progress);
         self.thread.log.iter_mut().for_each(|log| log.ended(step, [now, self.last_progress, delivered]));
         Ok(())
+    }
+
+    /// Shows the adapters of running sequences to other threads.
+    fn report_adapters(&mut self) {
+        if self.thread.config.adapters.num_slots > 0 {
+            let running = self.engine().running_adapters().collect();
+            *ipc::lock(&self.thread.shared.adapters) = running;
+        }
     }
 
     /// Passes the engine's events to the dispatcher.

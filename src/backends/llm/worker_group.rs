@@ -7,11 +7,11 @@ use std::collections::VecDeque;
 use std::sync::Arc;
 use std::time::Duration;
 
-use engine::{StepPlan, plan};
+use engine::{Adapter, StepPlan, plan};
 use ipc::{Doorbell, Prefix, Received, RecvError};
 use supervision::{
-    Agents, DeviceChoice, FromAgent, FromWorker, Nodes, RelayedWorker, ShmName, ToAgent, ToWorker, WorkerId,
-    WorkerSettings, WorkerSpec,
+    AdapterPiece, Agents, DeviceChoice, FromAgent, FromWorker, MAX_ADAPTER_PIECE, Nodes, RelayedWorker, ShmName,
+    ToAgent, ToWorker, WorkerId, WorkerSettings, WorkerSpec,
 };
 
 use super::config::LlmConfig;
@@ -303,6 +303,15 @@ impl WorkerGroup {
             self.agents.send_to(&self.leaders, message);
         }
         Ok(())
+    }
+
+    /// Sends the weights of an adapter to every worker, before the plan that puts it into a slot.
+    pub(crate) fn send_adapter(&mut self, adapter: &Adapter) -> Result<(), WorkerLoss> {
+        let len = adapter.weights.len() as u64;
+        let mut pieces = adapter.weights.chunks(MAX_ADAPTER_PIECE);
+        pieces.try_for_each(|bytes| {
+            self.broadcast(&ToWorker::Adapter(AdapterPiece { adapter: adapter.id, len, bytes: bytes.to_vec() }))
+        })
     }
 
     pub(crate) fn step(&mut self, plan: StepPlan) -> Result<(), WorkerLoss> {

@@ -4,8 +4,8 @@ use engine::{CopiedBlock, CopiedState, RevisedRow, RowId, SampleMask, SampledTok
 use kernels::cpu::{self as k, Buffer, KvCache};
 use ops::{
     Activation, AttentionSpec, Device, DeviceError, ExpertSlices, Feature, HeadNorms, LayerAttention, LinearRole,
-    LogitSpec, MemoryPlan, NormKind, NormSlices, PipelineStage, RecurrentWeights, StepInputs, TensorParallel,
-    WeightSlice,
+    LogitSpec, LowRankPart, MemoryPlan, NormKind, NormSlices, PipelineStage, RecurrentWeights, StepInputs,
+    TensorParallel, WeightSlice,
 };
 
 use super::group::Group;
@@ -42,7 +42,7 @@ impl Device for CpuDevice {
             self.exchange_vocabulary_offsets(parts[0].rows.clone())?;
         }
         let statistics = self.input_statistics.as_mut().map(|all| all.begin(parts[0].name, parts[0].cols.len()));
-        Ok(CpuWeight::Linear { linear, statistics })
+        Ok(CpuWeight::Linear { linear, statistics, adapters: self.adapters.add_layer() })
     }
 
     fn load_embedding(&mut self, table: WeightSlice<'_>, first_token: u32) -> Result<CpuWeight, DeviceError> {
@@ -58,7 +58,12 @@ impl Device for CpuDevice {
             self.weights_bytes -= matrix.bytes() as u64; // Counted once for both.
         }
         self.exchange_vocabulary_offsets(first_row..first_row + matrix.rows())?;
-        Ok(CpuWeight::Linear { linear, statistics: None })
+        Ok(CpuWeight::Linear { linear, statistics: None, adapters: self.adapters.add_layer() })
+    }
+
+    fn set_adapter(&mut self, weight: &CpuWeight, slot: u32, parts: Vec<LowRankPart>) -> Result<(), DeviceError> {
+        self.adapters.set(weight.adapters(), slot, parts);
+        Ok(())
     }
 
     fn load_norm(&mut self, norm: &NormSlices<'_>) -> Result<CpuWeight, DeviceError> {
@@ -197,6 +202,7 @@ impl Device for CpuDevice {
         let (out, x) = (out.rows_mut(tokens), x.rows(tokens));
         self.observe(x, weight);
         self.projection.project(&mut self.pool, self.isa, out, x, tokens, weight.linear());
+        self.adapters.add_products(&mut self.pool, &self.inputs, out, x, weight);
         Ok(())
     }
 
@@ -212,6 +218,13 @@ impl Device for CpuDevice {
         self.observe(x.rows(tokens), weight);
         let outs = [out.rows_mut(tokens), scratch.rows_mut(tokens)];
         let by = (weight.linear(), gate(activation));
+        if self.adapters.change(weight, &self.inputs) {
+            let ([out, product], x) = (outs, x.rows(tokens));
+            self.projection.project(&mut self.pool, self.isa, product, x, tokens, by.0);
+            self.adapters.add_products(&mut self.pool, &self.inputs, product, x, weight);
+            k::gate(&mut self.pool, out, product, by.0.rows() / 2, by.1);
+            return Ok(());
+        }
         self.projection.project_gated(&mut self.pool, self.isa, outs, x.rows(tokens), tokens, by);
         Ok(())
     }

@@ -5,6 +5,7 @@
 //! (`kernels::cpu`), the group adds parts in rank order, and random draws are functions of seed and position.
 //! [`Device::run_step`] returns after the step is complete.
 
+mod adapters;
 mod choose;
 mod device_impl;
 mod embeddings;
@@ -33,6 +34,7 @@ use ops::{
     Activation, AttentionSpec, Device, DeviceError, Feature, SampleInput, StepInputs, StepLimits, TOKEN_ON_DEVICE,
 };
 
+use adapters::Adapters;
 pub(crate) use estimate::CpuEstimate;
 pub(crate) use experts::ExpertBuffers;
 use group::Group;
@@ -79,6 +81,7 @@ pub struct CpuDevice {
     token_ids: Vec<u32>, // [T] tokens of the current step, with those from the device filled in
     projection: Inputs,  // of the current linear layer
     precision: WeightPrecision,
+    adapters: Adapters,
     sampled: Buffer<f32>,      // [S, E]
     local_logits: Buffer<f32>, // [S, V of this worker], if the vocabulary is split
     logits: Buffer<f32>,       // [S, V], at most as many as there are rows
@@ -168,6 +171,7 @@ impl CpuDevice {
             token_ids: Vec::with_capacity(limits.max_tokens),
             projection: Inputs::new(limits.max_tokens),
             precision: WeightPrecision::default(),
+            adapters: Adapters::default(),
             sampled: Buffer::new(0),
             local_logits: Buffer::new(0),
             workspace_bytes: size_of_val(&*logits) as u64,

@@ -10,9 +10,10 @@ use super::slices::vector;
 
 /// A weight of the model.
 pub enum CpuWeight {
-    /// A linear layer or a head. `statistics` is where those of its inputs are collected.
-    #[allow(missing_docs)] // Fields are named by the line above.
-    Linear { linear: Linear, statistics: Option<usize> },
+    /// A linear layer or a head. `statistics` is where those of its inputs are collected; `adapters` is its number among the layers that
+    /// may have adapters.
+    #[allow(missing_docs)] // Fields are named by the lines above.
+    Linear { linear: Linear, statistics: Option<usize>, adapters: usize },
     /// An embedding table; `first_row` is the index of its first row in the whole table.
     #[allow(missing_docs)] // Fields are named by the line above.
     Matrix { matrix: Matrix, first_row: usize },
@@ -38,6 +39,14 @@ impl CpuWeight {
     pub(crate) fn linear(&self) -> &Linear {
         match self {
             CpuWeight::Linear { linear, .. } => linear,
+            _ => panic!("the weight is no linear layer's"),
+        }
+    }
+
+    /// The number of a linear layer among those that may have adapters.
+    pub(crate) fn adapters(&self) -> usize {
+        match self {
+            CpuWeight::Linear { adapters, .. } => *adapters,
             _ => panic!("the weight is no linear layer's"),
         }
     }

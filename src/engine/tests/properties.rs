@@ -4,10 +4,14 @@
 
 mod support;
 
+use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Duration;
 
-use engine::{BeamParams, EngineConfig, Policy, Request, RequestConstraint, SamplingParams, SequenceId, TokenId};
+use engine::{
+    Adapter, AdapterId, BeamParams, EngineConfig, Policy, Request, RequestConstraint, SamplingParams, SequenceId,
+    TokenId,
+};
 use proptest::collection::vec;
 use proptest::prelude::*;
 use proptest::test_runner::TestRunner;
@@ -51,6 +55,9 @@ fn request() -> impl Strategy<Value = Request> {
             beams,
             max_drafts,
             cache_salt: None,
+            // Two adapters, and the model itself.
+            adapter: (priority > 0)
+                .then(|| Arc::new(Adapter { id: AdapterId(u64::from(priority)), weights: Vec::new() })),
             constraint: (constrained && beams.is_none()).then(|| RequestConstraint(Box::new(Expected::default()))),
         },
     )
@@ -126,6 +133,7 @@ fn config() -> impl Strategy<Value = EngineConfig> {
                 prefix_cache,
                 shares_output,
                 max_drafts: if num_states == 0 { max_drafts } else { 0 },
+                max_adapters: 1 + max_mixed % 2,
                 num_stages,
             }
         },

@@ -7,7 +7,7 @@
 //! - `engine rows=2 tokens=8 …` creates a new engine; other settings have small defaults, see [`config`].
 //!   `windows=none,8` are two KV groups, the second with a window of 8 positions. `mixed=3` is a bound of 3 seconds
 //!   between tokens, `mixed_of=1:2` one of 2 seconds for priority 1; a prompt token takes a second.
-//! - `submit NAME prompt=1-4,9 max=3 [end=7] [stop=4,5/6] [priority=1] [salt=9]`
+//! - `submit NAME prompt=1-4,9 max=3 [end=7] [stop=4,5/6] [priority=1] [salt=9] [adapter=2]`
 //! - `plan` prints the next plan; `settle TOKEN…` settles the oldest plan with these sampled tokens, in its order.
 //! - `settle step=N row=R TOKEN…` does the same for another step or row; `cancel NAME`, `finish NAME`, `recover`,
 //!   `ledger`, `blocks`.
@@ -15,11 +15,12 @@
 use std::collections::{BTreeMap, VecDeque};
 use std::fmt::Write as _;
 use std::path::Path;
+use std::sync::Arc;
 use std::time::Duration;
 
 use engine::{
-    BeamParams, Engine, EngineConfig, FinishReason, GrownTable, JoinedTable, Policy, Request, RowId, SampledToken,
-    SamplingParams, SequenceId, StepCosts, StepOutput, StepPlan, TokenEvent, TokenId,
+    Adapter, AdapterId, BeamParams, Engine, EngineConfig, FinishReason, GrownTable, JoinedTable, Policy, Request,
+    RowId, SampledToken, SamplingParams, SequenceId, StepCosts, StepOutput, StepPlan, TokenEvent, TokenId,
 };
 
 #[test]
@@ -98,6 +99,8 @@ impl ScriptRun {
             },
             "plan" => match engine.plan() {
                 Some(plan) => {
+                    let filled = engine.take_filled();
+                    assert!(plan.adapters.iter().map(|it| it.adapter).eq(filled.iter().map(|(_, it)| it.id)));
                     let text = self.plan_text(&plan);
                     self.in_flight.push_back(plan);
                     text
@@ -164,6 +167,9 @@ impl ScriptRun {
         for row in &plan.left {
             writeln!(text, "  {} leaves row {}", self.rows.remove(row).unwrap(), row.0).unwrap();
         }
+        for filled in &plan.adapters {
+            writeln!(text, "  slot {} gets adapter {}", filled.slot.0, filled.adapter.0).unwrap();
+        }
         for joined in &plan.joined {
             let name = &self.names[&joined.sequence];
             let (len, computed) = (joined.tokens.len(), joined.num_computed);
@@ -173,7 +179,8 @@ impl ScriptRun {
                 released.chain(blocks).collect::<Vec<_>>().join(" ")
             };
             let blocks = joined.tables.iter().map(table).collect::<Vec<_>>().join(" | ");
-            writeln!(text, "  {name} joins row {}: {computed} of {len} computed, blocks {blocks}", joined.row.0)
+            let slot = joined.adapter.map_or(String::new(), |slot| format!(", slot {}", slot.0));
+            writeln!(text, "  {name} joins row {}: {computed} of {len} computed, blocks {blocks}{slot}", joined.row.0)
                 .unwrap();
             self.rows.insert(joined.row, name.clone());
         }
@@ -225,6 +232,7 @@ fn config(settings: &BTreeMap<&str, &str>) -> EngineConfig {
         "policy",
         "cache",
         "drafts",
+        "adapters",
         "stages",
     ];
     assert!(settings.keys().all(|key| known.contains(key)), "unknown setting in {settings:?}");
@@ -256,6 +264,7 @@ fn config(settings: &BTreeMap<&str, &str>) -> EngineConfig {
         },
         prefix_cache: settings.get("cache") == Some(&"on"),
         max_drafts: number("drafts", 0),
+        max_adapters: number("adapters", 0),
         num_stages: number("stages", 1),
     }
 }
@@ -286,6 +295,10 @@ fn request(settings: &BTreeMap<&str, &str>) -> Request {
         priority: settings.get("priority").map_or(0, |value| value.parse().unwrap()),
         cache_salt: settings.get("salt").map(|salt| salt.parse().unwrap()),
         constraint: None,
+        adapter: settings.get("adapter").map(|id| {
+            let id = AdapterId(id.parse().unwrap());
+            Arc::new(Adapter { id, weights: Vec::new() })
+        }),
     }
 }
 

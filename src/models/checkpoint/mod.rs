@@ -19,6 +19,7 @@ use bytes::Bytes;
 pub(crate) use computed::RowOrder;
 use ops::{DType, WeightData, WeightSlice};
 pub use rows::rounded;
+pub(crate) use safetensors::{HeaderEntry, split_header};
 pub use stored::StoredTensor;
 #[cfg(test)]
 pub(crate) use value::e4m3;

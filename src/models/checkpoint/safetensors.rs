@@ -12,11 +12,13 @@ use crate::ModelError;
 /// Maximum length of a header, the same as in the format's own library.
 const MAX_HEADER_BYTES: u64 = 100_000_000;
 
+/// A tensor of the header.
 #[derive(Deserialize)]
-struct HeaderEntry {
-    dtype: String,
-    shape: Vec<usize>,
-    data_offsets: (u64, u64),
+pub(crate) struct HeaderEntry {
+    pub(crate) dtype: String,
+    pub(crate) shape: Vec<usize>,
+    /// Start and end in the bytes after the header.
+    pub(crate) data_offsets: (u64, u64),
 }
 
 impl Checkpoint {
@@ -43,7 +45,7 @@ impl Checkpoint {
 }
 
 /// Splits a file into the header's tensors and the bytes after the header.
-fn split_header(data: &'static [u8]) -> Result<(&'static [u8], BTreeMap<String, HeaderEntry>), String> {
+pub(crate) fn split_header(data: &[u8]) -> Result<(&[u8], BTreeMap<String, HeaderEntry>), String> {
     let (length, rest) = data.split_first_chunk::<8>().ok_or("it has fewer than 8 bytes")?;
     let length = u64::from_le_bytes(*length);
     if length > MAX_HEADER_BYTES || length > rest.len() as u64 {

@@ -141,20 +141,7 @@ impl<'a, D: Device> Loader<'a, D> {
         mlp: MlpLayer,
         names: UpNames,
     ) -> Result<D::Weight, ModelError> {
-        let (taken, width) = (&layer.shard.intermediate, mlp.intermediate_size);
-        let slice = |name, rows, offset: usize| RowSlice {
-            name,
-            rows,
-            taken: offset + taken.start..offset + taken.end,
-            head_order: None,
-        };
-        let (role, row_slices) = match names {
-            UpNames::Separate([gate, up]) => (LinearRole::GateUp, vec![slice(gate, width, 0), slice(up, width, 0)]),
-            UpNames::Stacked(name) => {
-                (LinearRole::GateUp, vec![slice(name, 2 * width, 0), slice(name, 2 * width, width)])
-            }
-            UpNames::Plain(up) => (LinearRole::Up, vec![slice(up, width, 0)]),
-        };
+        let (role, row_slices) = up_slices(names, &layer.shard.intermediate, mlp.intermediate_size);
         self.by_output(role, layer.index, &row_slices, mlp.has_bias)
     }
 
@@ -295,5 +282,20 @@ impl<'a, D: Device> Loader<'a, D> {
 
     pub(crate) fn or_device_error<T>(&self, result: Result<T, DeviceError>) -> Result<T, ModelError> {
         result.map_err(|source| ModelError::Device { dir: self.dir.into(), source })
+    }
+}
+
+/// The columns `taken` of gate and up, or of up alone, as rows of the matrices of a checkpoint.
+pub(crate) fn up_slices(names: UpNames, taken: &Range<usize>, width: usize) -> (LinearRole, Vec<RowSlice>) {
+    let slice = |name, rows, offset: usize| RowSlice {
+        name,
+        rows,
+        taken: offset + taken.start..offset + taken.end,
+        head_order: None,
+    };
+    match names {
+        UpNames::Separate([gate, up]) => (LinearRole::GateUp, vec![slice(gate, width, 0), slice(up, width, 0)]),
+        UpNames::Stacked(name) => (LinearRole::GateUp, vec![slice(name, 2 * width, 0), slice(name, 2 * width, width)]),
+        UpNames::Plain(up) => (LinearRole::Up, vec![slice(up, width, 0)]),
     }
 }

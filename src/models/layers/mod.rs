@@ -7,6 +7,7 @@ mod per_layer;
 mod qkv;
 mod recurrent;
 
-pub(crate) use loader::{LayerSource, Loader};
+pub(crate) use loader::{LayerSource, Loader, up_slices};
 pub(crate) use norms::HeadNormWeights;
+pub(crate) use qkv::{RowSlice, scaled};
 pub(crate) use recurrent::shape_of;

@@ -42,7 +42,7 @@ fn run(dir: &Path) -> Option<Vec<f64>> {
     let vocab = config.vocab_size as u32;
     let mut runner = Runner::try_of(dir, WeightPrecision::Checkpoint)?;
     let sampling = SamplingParams { num_logprobs: Some(vocab), ..SamplingParams::default() };
-    let sequence = Sequence { prompt: PROMPT.to_vec(), num_tokens: 1, sampling, chunk: 256, start: 0 };
+    let sequence = Sequence { prompt: PROMPT.to_vec(), num_tokens: 1, sampling, chunk: 256, start: 0, adapter: None };
     let mut top = runner.run(&[sequence]).remove(0).remove(0).top;
     top.sort_by_key(|(token, _)| token.0);
     Some(top.iter().map(|(_, p)| f64::from(*p)).collect())

@@ -158,7 +158,14 @@ fn log_softmax(logits: &[f64]) -> Vec<f64> {
 /// Greedy sampling that reports the log-probability of the whole vocabulary at every step.
 fn sequence(golden: &Golden) -> Sequence {
     let sampling = SamplingParams { num_logprobs: Some(golden.logits.len() as u32), ..SamplingParams::default() };
-    Sequence { prompt: golden.prompt.clone(), num_tokens: golden.tokens.len(), sampling, chunk: 256, start: 0 }
+    Sequence {
+        prompt: golden.prompt.clone(),
+        num_tokens: golden.tokens.len(),
+        sampling,
+        chunk: 256,
+        start: 0,
+        adapter: None,
+    }
 }
 
 /// Checks that the output agrees with the reference within rounding. Returns the number of equal tokens. `run` names what

@@ -43,7 +43,7 @@ fn goldens(case: &str) -> Vec<Golden> {
 
 fn sequence(prompt: &[u32], num_tokens: usize, num_logprobs: Option<u32>) -> Sequence {
     let sampling = SamplingParams { num_logprobs, ..SamplingParams::default() };
-    Sequence { prompt: prompt.to_vec(), num_tokens, sampling, chunk: 256, start: 0 }
+    Sequence { prompt: prompt.to_vec(), num_tokens, sampling, chunk: 256, start: 0, adapter: None }
 }
 
 /// Root mean square of the errors of the log-probabilities, relative to the size of the logits.

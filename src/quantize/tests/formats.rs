@@ -31,7 +31,7 @@ fn all_logprobs(dir: &Path, prompts: &[&[u32]]) -> Vec<Vec<f64>> {
     let sampling = SamplingParams { num_logprobs: Some(config.vocab_size as u32), ..SamplingParams::default() };
     let sequence = |(start, prompt): (usize, &&[u32])| {
         let (prompt, sampling) = (prompt.to_vec(), sampling.clone());
-        Sequence { prompt, num_tokens: 1, sampling, chunk: 256, start }
+        Sequence { prompt, num_tokens: 1, sampling, chunk: 256, start, adapter: None }
     };
     let sequences: Vec<Sequence> = prompts.iter().enumerate().map(sequence).collect();
     let outputs = Runner::of(dir, 2, None, WeightPrecision::Checkpoint).run(&sequences);
@@ -189,7 +189,7 @@ fn stories() -> String {
     };
     let sequence = |text: String| {
         let prompt = tokenizer.encode(&text, true).unwrap();
-        Sequence { prompt, num_tokens: 90, sampling: SamplingParams::default(), chunk: 256, start: 0 }
+        Sequence { prompt, num_tokens: 90, sampling: SamplingParams::default(), chunk: 256, start: 0, adapter: None }
     };
     let sequences: Vec<Sequence> = animals.iter().flat_map(begin).map(sequence).collect();
     let written = Runner::of(&golden_dir(DEMO), 2, None, WeightPrecision::Checkpoint).run(&sequences);

@@ -8,7 +8,7 @@ use super::graph::{Graph, Step, Wire};
 use super::tensors::Tensors;
 use super::text_stream::TextStream;
 use crate::model::ServedModel;
-use crate::{CallCounter, DetokenizerModel, GenerateCall, InferError, ResponseStream, TextModel, TextOutput};
+use crate::{Adapters, CallCounter, DetokenizerModel, GenerateCall, InferError, ResponseStream, TextModel, TextOutput};
 
 /// Pairs of a generator's output and the detokenizer's input that it must be connected to.
 const TOKENS: (&str, &str) = ("output_ids", "TOKENS_BATCH");
@@ -88,6 +88,12 @@ impl TextPlan {
         self.detokenizer_of(graph, models)?;
         let (_, adds_special_tokens) = self.tokenizer_of(models)?;
         Some(Generator { adds_special_tokens, ..models[self.generator].generator()? })
+    }
+
+    /// The adapters of the generator, where requests can name one: those of values.
+    pub(super) fn adapters_of(&self, graph: &Graph, models: &[Arc<ServedModel>]) -> Option<Arc<dyn Adapters>> {
+        self.generator_of(graph, models)?;
+        models[self.generator].adapters()
     }
 
     /// Passes a call to the generator, and counts it for the other two models.

@@ -39,6 +39,8 @@ fn spec() -> WorkerSpec {
         max_step_tokens: 1,
         max_rows: 1,
         max_drafts: 0,
+        max_adapters: 0,
+        max_adapter_rank: 0,
         max_sequence_len: 1,
         block_size: 1,
         kv_memory: KvMemory::Tokens(1),

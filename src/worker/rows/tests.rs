@@ -10,6 +10,7 @@ fn joined(row: u32, tokens: &[u32], blocks: &[u32]) -> JoinedRow {
         num_prompt_tokens: tokens.len() as u32,
         num_computed: 0,
         state: None,
+        adapter: None,
         tables: vec![JoinedTable { first: 0, blocks: blocks.iter().map(|&block| BlockId(block)).collect() }],
         sampling: SamplingParams::default(),
     }
@@ -193,4 +194,33 @@ fn work_beyond_the_blocks_or_the_tokens_is_refused() {
     assert!(matches!(apply(&plan(vec![work(0, 0, 4, true)])), PlanMismatch::NoToken { position: 3, .. }));
     assert!(matches!(apply(&plan(vec![work(0, 1, 1, false)])), PlanMismatch::Start { .. }));
     assert!(matches!(apply(&plan(vec![work(1, 0, 1, false)])), PlanMismatch::RowEmpty { row: 1, .. }));
+}
+
+#[test]
+fn rows_name_the_slots_of_their_adapters_and_a_plan_without_one_has_no_list() {
+    let mut table = RowTable::new(4, vec![None], 2, 8, 1).with_adapters(2);
+    let mut inputs = StepInputs::default();
+    let with = JoinedRow { adapter: Some(AdapterSlot(1)), ..joined(0, &[1, 2], &[0]) };
+    let plan = StepPlan {
+        step: 1,
+        joined: vec![with.clone(), joined(1, &[3, 4], &[1])],
+        work: vec![work(0, 0, 2, true), work(1, 0, 2, true)],
+        ..StepPlan::default()
+    };
+    table.apply(&plan, &mut inputs).unwrap();
+    assert_eq!(inputs.adapters, [1, NO_ADAPTER]);
+    let left = StepPlan { step: 2, left: vec![RowId(0), RowId(1)], ..StepPlan::default() };
+    table.apply(&left, &mut inputs).unwrap();
+    let plain = StepPlan {
+        step: 3,
+        joined: vec![joined(1, &[3, 4], &[1])],
+        work: vec![work(1, 0, 2, true)],
+        ..StepPlan::default()
+    };
+    table.apply(&plain, &mut inputs).unwrap();
+    assert!(inputs.adapters.is_empty());
+    let wrong = JoinedRow { adapter: Some(AdapterSlot(2)), ..with };
+    let plan = StepPlan { step: 4, joined: vec![wrong], ..StepPlan::default() };
+    let error = table.apply(&plan, &mut inputs).unwrap_err().to_string();
+    assert_eq!(error, "plan 4 names the slot 2 for an adapter, but there are 2");
 }

@@ -21,6 +21,7 @@ pub(crate) fn llm_config() -> LlmConfig {
         num_replicas: 1,
         kv_memory: KvMemory::Tokens(1024),
         engine: EngineConfig { max_rows: 8, max_sequence_len: 256, ..EngineConfig::default() },
+        adapters: AdapterSettings::default(),
         queue: QueuePolicy::new(&ModelConfig::default()),
         limits: Limits::default(),
         decoupled: true,

@@ -43,6 +43,7 @@ fn running() -> (ResponseStream, event_queue::Sender, Arc<ReplicaState>) {
             stop_handles: StopHandles::default(),
             stop: Arc::new(StopHandle::new(events.downgrade())),
             in_flight: Arc::new(watch::Sender::new(1)),
+            _adapter: None,
             _logits: None,
             timing: Timing::new(&shared, 16, 1, 1),
             texts: SmallVec::new(),

@@ -61,7 +61,7 @@ fn work(agents: &Weak<Agents>, prefix: &Prefix, worker: WorkerId, is_over: &Atom
                 send(&FromWorker::Output(StepOutput { step, tokens }));
             }
             ToWorker::Stop => break,
-            ToWorker::Exchanged { .. } | ToWorker::Masks(_) => {}
+            ToWorker::Adapter(_) | ToWorker::Exchanged { .. } | ToWorker::Masks(_) => {}
         }
     }
     drop(rings);

@@ -27,6 +27,8 @@ pub(super) fn spec(config: &LlmConfig, next_step: u64) -> WorkerSpec {
         max_step_tokens: config.engine.max_step_tokens,
         max_rows: config.engine.max_rows,
         max_drafts: config.engine.max_drafts,
+        max_adapters: config.adapters.num_slots,
+        max_adapter_rank: config.adapters.max_rank,
         max_sequence_len: config.engine.max_sequence_len,
         block_size: config.engine.block_size,
         kv_memory: config.kv_memory,
@@ -40,6 +42,9 @@ const MAX_CANDIDATES_BYTES: usize = 256 * 16;
 /// Maximum size of a message with logits.
 const LOGITS_PIECE_BYTES: usize = supervision::MAX_LOGITS_PIECE * size_of::<f32>() + 64;
 
+/// Maximum size of a message with weights of an adapter.
+const ADAPTER_PIECE_BYTES: usize = supervision::MAX_ADAPTER_PIECE + 64;
+
 /// Size of the fields beside the words of a mask.
 const MASK_HEAD_BYTES: usize = 32;
 
@@ -47,5 +52,6 @@ const MASK_HEAD_BYTES: usize = 32;
 fn ring_bytes(config: &EngineConfig) -> usize {
     let num_masks = config.max_rows * (1 + config.max_drafts);
     let masks_bytes = supervision::MAX_MASK_WORDS * size_of::<u32>() + num_masks * MASK_HEAD_BYTES;
-    2 * config.max_plan_bytes().max(config.max_rows * MAX_CANDIDATES_BYTES).max(LOGITS_PIECE_BYTES).max(masks_bytes)
+    let pieces_bytes = LOGITS_PIECE_BYTES.max(ADAPTER_PIECE_BYTES).max(masks_bytes);
+    2 * config.max_plan_bytes().max(config.max_rows * MAX_CANDIDATES_BYTES).max(pieces_bytes)
 }

@@ -130,6 +130,8 @@ impl World {
     /// Returns the number of positions that the plan computes; 0 if there was nothing to plan.
     pub fn plan_tokens(&mut self) -> usize {
         let Some(plan) = self.engine.plan() else { return 0 };
+        let filled = self.engine.take_filled();
+        assert!(plan.adapters.iter().map(|it| it.adapter).eq(filled.iter().map(|(_, adapter)| adapter.id)));
         let num_tokens = plan.work.iter().map(|work| work.num_tokens as usize).sum();
         self.plans.push_back(plan);
         self.audit();

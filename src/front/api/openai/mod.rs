@@ -3,6 +3,7 @@
 //! A request becomes a [`generation::GenerateRequest`] for each choice. Models without a generator, for example Python models,
 //! take the same requests as tensors ([`tensor_model`]).
 
+mod adapters;
 mod anthropic;
 mod anthropic_reply;
 mod choices;
@@ -44,7 +45,7 @@ pub(crate) use error::ApiError;
 
 /// The paths of this module, for the error of an unknown one.
 const PATHS: &str = "/v1/models, /v1/completions, /v1/chat/completions, /v1/completions/render, /v1/chat/completions/render, \
-                     /v1/responses, /v1/messages, /v1/messages/count_tokens, \
+                     /v1/responses, /v1/messages, /v1/messages/count_tokens, /v1/load_lora_adapter, /v1/unload_lora_adapter, \
                      /tokenize, /detokenize, /tokenizer_info, /health, /ping and /version";
 
 /// Client and server name a request by this header.
@@ -88,6 +89,7 @@ async fn answer(state: &Arc<State>, head: &http::request::Parts, body: Incoming)
     let restrictions = &state.config.http_restrictions;
     let api = match path {
         "/health" | "/ping" => Api::Health,
+        _ if adapters::PATHS.contains(&path) => Api::ModelRepository,
         _ if is_post => Api::Inference,
         // As at OpenAI, a key is needed for all of `/v1` or for none of it.
         _ if path.starts_with("/v1/") && restrictions.restricts(Api::Inference) => Api::Inference,
@@ -107,10 +109,14 @@ async fn answer(state: &Arc<State>, head: &http::request::Parts, body: Incoming)
         "/v1/chat/completions/render" if is_post => tokens::render(state, &head.headers, body, true).await,
         "/tokenize" if is_post => tokens::tokenize(state, &head.headers, body).await,
         "/detokenize" if is_post => tokens::detokenize(state, &head.headers, body).await,
+        adapters::LOAD if is_post => adapters::load(state, &head.headers, body).await,
+        adapters::UNLOAD if is_post => adapters::unload(state, &head.headers, body).await,
         "/tokenizer_info" if is_get => tokenizer_info::tokenizer_info(state, head.uri.query()).await,
         "/health" | "/ping" if is_get => Ok(health(state)),
         "/version" if is_get => Ok(json_reply(&json!({"version": env!("CARGO_PKG_VERSION")}))),
-        "/v1/completions"
+        adapters::LOAD
+        | adapters::UNLOAD
+        | "/v1/completions"
         | "/v1/chat/completions"
         | "/v1/models"
         | "/v1/responses"

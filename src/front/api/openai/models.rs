@@ -1,11 +1,13 @@
 //! The models of `/v1`, and small endpoints about the server.
 
+use std::collections::BTreeSet;
 use std::sync::Arc;
 
 use generation::Generator;
 use repository::ModelConfig;
 use repository::proto::DataType as ConfigType;
 use serde_json::{Value, json};
+use serving::AdapterInfo;
 
 use crate::state::State;
 
@@ -18,16 +20,26 @@ pub(super) const ANSWER: [&str; 3] = ["text_output", "response", "OUTPUT_TEXT"];
 pub(super) fn list(state: &State) -> Value {
     let mut models: Vec<String> = state.server.repository_index(true).into_iter().map(|entry| entry.name).collect();
     models.dedup();
-    let names = models.iter().flat_map(|model| {
-        let mut names = state.server.names_of(model).peekable();
-        let own = names.peek().is_none().then_some(model.as_str());
-        names.chain(own)
-    });
-    let entries = names.filter_map(|name| entry(state, name));
+    let names = models.iter().flat_map(|model| names_of(state, model));
+    let entries = names.filter_map(|name| entry(state, &name)).chain(adapters(state, &models));
     json!({"object": "list", "data": entries.collect::<Vec<_>>()})
 }
 
-/// One model; `None` if it answers no text.
+/// The names by which clients request a model: its further names if it has any, otherwise its own.
+fn names_of<'a>(state: &'a State, model: &'a str) -> impl Iterator<Item = String> + 'a {
+    let mut names = state.server.names_of(model).peekable();
+    let own = names.peek().is_none().then_some(model);
+    names.chain(own).map(str::to_owned)
+}
+
+/// The adapters of these models, each once.
+fn adapters<'a>(state: &'a State, models: &'a [String]) -> impl Iterator<Item = Value> + 'a {
+    let names: BTreeSet<String> =
+        models.iter().flat_map(|model| state.server.adapters(model)).map(|adapter| adapter.name).collect();
+    names.into_iter().filter_map(|name| entry(state, &name))
+}
+
+/// One model, or an adapter of one; `None` if it answers no text.
 pub(super) fn entry(state: &State, name: &str) -> Option<Value> {
     text_model(state, name)?;
     let generator = generator(state, name);
@@ -35,9 +47,22 @@ pub(super) fn entry(state: &State, name: &str) -> Option<Value> {
     let mut entry = json!({"id": name, "object": "model", "created": created, "owned_by": "trireme"});
     if let Some(generator) = generator {
         entry["root"] = json!(state.server.model_of(name));
+        if let Some((parent, adapter)) = adapter_of(state, name) {
+            entry["root"] = json!(adapter.path);
+            entry["parent"] = json!(parent);
+        }
         entry["max_model_len"] = json!(generator.max_sequence_len);
     }
     Some(entry)
+}
+
+/// The adapter of this name, with the first name of its model; `None` for the name of a model.
+fn adapter_of(state: &State, name: &str) -> Option<(String, AdapterInfo)> {
+    let is_model = state.server.model_of(name) != name || state.server.has_model(name);
+    let model = state.server.model_of_adapter(name).filter(|_| !is_model)?;
+    let adapter = state.server.adapters(&model).into_iter().find(|adapter| adapter.name == name)?;
+    let parent = names_of(state, &model).next()?;
+    Some((parent, adapter))
 }
 
 /// How to make requests of values for a model; `None` for a model that takes tensors only.

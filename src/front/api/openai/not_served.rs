@@ -5,11 +5,9 @@ pub(super) const ALONE: [&str; 5] = ["/score", "/rerank", "/v2/rerank", "/classi
 
 const TENSORS: &str = "Serve such a model as a Python model, and send its tensors to `/v2/models/NAME/infer`";
 const STORED: &str = "Nothing is stored here. Send each request with all that it needs when you need its answer";
-const ADAPTERS: &str =
-    "Adapters are not loaded by requests. Merge the adapter into a checkpoint, and add that as a model";
 
 /// The first part of a path behind `/v1`, and what to do instead.
-const ENDPOINTS: [(&str, &str); 23] = [
+const ENDPOINTS: [(&str, &str); 21] = [
     ("embeddings", TENSORS),
     ("score", TENSORS),
     ("rerank", TENSORS),
@@ -31,8 +29,6 @@ const ENDPOINTS: [(&str, &str); 23] = [
     ("vector_stores", STORED),
     ("containers", STORED),
     ("evals", STORED),
-    ("load_lora_adapter", ADAPTERS),
-    ("unload_lora_adapter", ADAPTERS),
 ];
 
 /// The message for a known endpoint that is not served; `None` for other paths.

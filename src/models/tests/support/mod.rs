@@ -6,8 +6,8 @@ use std::time::Duration;
 
 use device::cpu::{CpuConfig, CpuDevice, GroupConfig, WeightPrecision};
 use engine::{RowId, SampledToken, SamplingParams, TokenId};
-use models::{Config, Model};
-use ops::{Device, SampleInput, StepInputs, StepLimits, TOKEN_ON_DEVICE, Target, TensorParallel};
+use models::{Adapter, Config, Model};
+use ops::{Device, NO_ADAPTER, SampleInput, StepInputs, StepLimits, TOKEN_ON_DEVICE, Target, TensorParallel};
 
 pub const BLOCK_SIZE: usize = 16;
 const MAX_LEN: usize = 128;
@@ -31,6 +31,7 @@ pub struct Sequence {
     pub sampling: SamplingParams,
     pub chunk: usize, // prompt tokens per step
     pub start: usize, // joins at this step
+    pub adapter: Option<u32>,
 }
 
 /// A sequence that is running.
@@ -96,6 +97,11 @@ impl Runner {
         !self.model.attention_spec(BLOCK_SIZE, MAX_LEN).states.is_empty()
     }
 
+    /// Puts an adapter into a slot.
+    pub fn set_adapter(&mut self, slot: u32, adapter: &Adapter) {
+        self.model.set_adapter(&mut self.device, slot, adapter).unwrap();
+    }
+
     pub fn device(&mut self) -> &mut CpuDevice {
         &mut self.device
     }
@@ -148,6 +154,7 @@ impl Runner {
                 p.computed += num_tokens;
                 inputs.rows.push(RowId(row as u32));
                 inputs.states.push((MAX_ROWS - 1 - row) as u32);
+                inputs.adapters.push(sequence.adapter.unwrap_or(NO_ADAPTER));
                 inputs.num_prefill_rows += usize::from(prefill);
                 inputs.row_starts.push(inputs.token_ids.len() as u32);
                 inputs.context_lens.push(p.computed as u32);

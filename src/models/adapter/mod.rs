@@ -1,0 +1,129 @@
+//! Adapters (LoRA): low-rank products `scale * B (A x)` that are added to the outputs of linear layers.
+//!
+//! [`Adapter::read`] reads a folder that PEFT has saved, and checks it against the model. Rank 0 sends it to the workers as
+//! bytes; each takes the part of its shard (`targets.rs`): A whole and rows of B for layers that are split by output,
+//! columns of A and B whole for those that are split by input, whose sums over the group include the product.
+
+mod bytes;
+mod config;
+mod error;
+mod read;
+pub(crate) mod targets;
+mod tensors;
+
+use ops::{DType, LowRankPart};
+use serde::{Deserialize, Serialize};
+
+pub use error::AdapterError;
+use targets::Target;
+pub use tensors::AdapterTensors;
+
+/// Most that the rank of an adapter may be.
+pub const MAX_ADAPTER_RANK: usize = 64;
+
+/// Bounds of adapters that are read.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct AdapterBounds {
+    /// Largest rank.
+    pub max_rank: usize,
+    /// Largest number of bytes of weights.
+    pub max_bytes: u64,
+}
+
+/// An adapter of a model, with the weights of the whole model.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct Adapter {
+    products: Vec<LowRank>,
+}
+
+/// The low-rank product of one linear layer of the checkpoint.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+struct LowRank {
+    layer: u32,
+    /// Its name within the layer, such as `self_attn.q_proj`.
+    module: String,
+    rank: u32,
+    scale: f32,
+    a: Matrix, // [rank, inputs]
+    b: Matrix, // [outputs, rank]
+}
+
+/// A row-major matrix, little-endian.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+struct Matrix {
+    element: Element,
+    cols: u32,
+    #[serde(with = "bytes")]
+    data: Vec<u8>,
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+enum Element {
+    Bf16,
+    F16,
+    F32,
+}
+
+impl Adapter {
+    /// The bytes from which [`Adapter::from_bytes`] makes the same adapter.
+    pub fn to_bytes(&self) -> Vec<u8> {
+        postcard::to_stdvec(self).expect("an adapter holds nothing that cannot be serialized")
+    }
+
+    /// The adapter of these bytes.
+    ///
+    /// # Errors
+    /// When they are not those of [`Adapter::to_bytes`].
+    pub fn from_bytes(bytes: &[u8]) -> Result<Self, AdapterError> {
+        postcard::from_bytes(bytes).map_err(|source| AdapterError::Bytes { len: bytes.len(), source })
+    }
+
+    /// The parts of a worker's weight, which covers the rows and columns of `target`.
+    pub(crate) fn parts(&self, layer: usize, target: &Target) -> Vec<LowRankPart> {
+        let of_module = |module: &targets::Module| {
+            let product = self.products.iter().find(|it| it.layer as usize == layer && it.module == module.name)?;
+            let rows = module.slices.iter().flat_map(|slice| {
+                let order = slice.head_order;
+                slice.taken.clone().map(move |row| order.map_or(row, |order| order.stored(row)))
+            });
+            let mut b = Vec::new();
+            rows.for_each(|row| product.b.append(row, 0..product.rank as usize, &mut b));
+            let mut a = Vec::new();
+            (0..product.rank as usize).for_each(|row| product.a.append(row, target.taken.clone(), &mut a));
+            Some(LowRankPart { first_row: module.first_row, rank: product.rank as usize, scale: product.scale, a, b })
+        };
+        target.modules.iter().filter_map(of_module).collect()
+    }
+}
+
+impl Matrix {
+    /// Appends columns of a row, in f32.
+    fn append(&self, row: usize, cols: std::ops::Range<usize>, out: &mut Vec<f32>) {
+        let size = self.element.dtype().size();
+        let start = row * self.cols as usize + cols.start;
+        let bytes = &self.data[start * size..(start + cols.len()) * size];
+        match self.element {
+            Element::Bf16 => out.extend(bytes.as_chunks().0.iter().map(|it| half::bf16::from_le_bytes(*it).to_f32())),
+            Element::F16 => out.extend(bytes.as_chunks().0.iter().map(|it| half::f16::from_le_bytes(*it).to_f32())),
+            Element::F32 => out.extend(bytes.as_chunks().0.iter().map(|it| f32::from_le_bytes(*it))),
+        }
+    }
+}
+
+impl Element {
+    fn of(dtype: DType) -> Self {
+        match dtype {
+            DType::Bf16 => Element::Bf16,
+            DType::F16 => Element::F16,
+            DType::F32 => Element::F32,
+        }
+    }
+
+    fn dtype(self) -> DType {
+        match self {
+            Element::Bf16 => DType::Bf16,
+            Element::F16 => DType::F16,
+            Element::F32 => DType::F32,
+        }
+    }
+}

@@ -1,0 +1,79 @@
+//! The linear layers in which adapters add products, and the parts of them that a worker has.
+
+use std::ops::Range;
+
+use crate::Config;
+use crate::layers::{RowSlice, scaled, up_slices};
+use crate::shard::LayerShard;
+
+/// A weight on a device.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum TargetWeight {
+    Qkv,
+    Out,
+    Up,
+    Down,
+}
+
+/// A weight on a device, which consists of rows of one or more modules of the checkpoint.
+#[derive(Debug)]
+pub(crate) struct Target {
+    pub(crate) weight: TargetWeight,
+    pub(crate) modules: Vec<Module>,
+    /// Inputs of the whole modules.
+    pub(crate) cols: usize,
+    /// The inputs that this worker has.
+    pub(crate) taken: Range<usize>,
+}
+
+/// Rows of a module that follow each other in the weight.
+#[derive(Debug)]
+pub(crate) struct Module {
+    /// Its name within the layer.
+    pub(crate) name: &'static str,
+    /// Outputs of the whole module.
+    pub(crate) rows: usize,
+    pub(crate) slices: Vec<RowSlice>,
+    /// The row of the weight with which they begin.
+    pub(crate) first_row: usize,
+}
+
+/// The weights of a layer in which adapters may add products, with a worker's share of each.
+pub(crate) fn targets(config: &Config, layer: usize, shard: &LayerShard) -> Vec<Target> {
+    let (spec, names, hidden) = (&config.layers[layer], config.names, config.hidden_size);
+    let mut targets = Vec::new();
+    if spec.recurrent.is_none() {
+        let attention = &spec.attention;
+        let order = attention.rope.and_then(|rope| config.ropes[rope].head_order());
+        targets.push(by_output(TargetWeight::Qkv, names.qkv.row_slices(attention, shard, order), hidden));
+        let (width, taken) = (attention.num_heads * attention.head_dim, scaled(&shard.heads, attention.head_dim));
+        targets.push(by_input(TargetWeight::Out, names.out, [hidden, width], taken));
+    }
+    if let Some(mlp) = spec.mlp {
+        let shared = names.experts.and_then(|names| names.shared).filter(|_| spec.experts.is_some());
+        let (up, down, _) = shared.unwrap_or((names.up, names.down, ""));
+        let width = mlp.intermediate_size;
+        targets.push(by_output(TargetWeight::Up, up_slices(up, &shard.intermediate, width).1, hidden));
+        targets.push(by_input(TargetWeight::Down, down, [hidden, width], shard.intermediate.clone()));
+    }
+    targets
+}
+
+fn by_output(weight: TargetWeight, slices: Vec<RowSlice>, cols: usize) -> Target {
+    let mut modules: Vec<Module> = Vec::new();
+    let mut first_row = 0;
+    for slice in slices {
+        let len = slice.taken.len();
+        match modules.last_mut() {
+            Some(last) if last.name == slice.name => last.slices.push(slice),
+            _ => modules.push(Module { name: slice.name, rows: slice.rows, slices: vec![slice], first_row }),
+        }
+        first_row += len;
+    }
+    Target { weight, modules, cols, taken: 0..cols }
+}
+
+fn by_input(weight: TargetWeight, name: &'static str, [rows, cols]: [usize; 2], taken: Range<usize>) -> Target {
+    let slice = RowSlice { name, rows, taken: 0..rows, head_order: None };
+    Target { weight, modules: vec![Module { name, rows, slices: vec![slice], first_row: 0 }], cols, taken }
+}
