@@ -42,23 +42,30 @@ pub const NAMES: &[(&str, &[&str])] = &[
 const FLAGS: [&str; 2] = ["ignore_eos", "skip_special_tokens"];
 
 /// Fields of OpenAI's protocol that change the answer. Triton's models have other names for them, or lack them (docs/openai.md).
-const OPENAI: [&str; 22] = [
+const OPENAI: [&str; 29] = [
     "add_special_tokens",
     "allowed_token_ids",
+    "best_of",
     "cache_salt",
     "chat_template_kwargs",
     "echo",
+    "function_call",
+    "functions",
     "guided_choice",
     "guided_grammar",
     "guided_json",
     "guided_regex",
     "include_stop_str_in_output",
     "logit_bias",
+    "logprobs",
     "messages",
+    "n",
     "prompt_logprobs",
+    "reasoning_effort",
     "response_format",
     "stop_token_ids",
     "structured_outputs",
+    "suffix",
     "thinking_token_budget",
     "tool_choice",
     "tools",
@@ -96,7 +103,7 @@ mod tests {
         assert_eq!(other_release("min_tokens"), Some("min_length"));
         assert_eq!(other_release("temperature"), None);
         assert!(
-            ["runtime_min_p", "ignore_eos", "stop_words", "stream", "top_logprobs", "cache_salt"]
+            ["runtime_min_p", "ignore_eos", "stop_words", "stream", "top_logprobs", "cache_salt", "n", "functions"]
                 .iter()
                 .all(|name| changes_text(name))
         );

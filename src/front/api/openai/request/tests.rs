@@ -1,5 +1,8 @@
+use std::fs;
+use std::path::Path;
+
 use super::*;
-use serde_json::json;
+use serde_json::{Map, Value, json};
 
 fn read(body: &str, is_chat: bool) -> Result<CompletionRequest, String> {
     let read = CompletionRequest::read(body.as_bytes(), is_chat, &Limits::default(), UnknownFields::Refuse);
@@ -86,6 +89,67 @@ fn conversations_keep_their_messages_and_refuse_what_is_not_text() {
     assert!(read(&image, true).unwrap_err().contains("part of type `image_url`; models read text only"));
     let both = r#"{"model": "m", "messages": "a", "continue_final_message": true, "add_generation_prompt": true}"#;
     assert!(read(both, true).unwrap_err().contains("exclude each other"));
+}
+
+/// The conversations whose prompts are compared with those of transformers, as requests.
+fn golden_conversations() -> Vec<(String, Value)> {
+    let file = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../tests/goldens/chat_templates/cases.json");
+    let cases: Map<String, Value> = serde_json::from_slice(&fs::read(file).unwrap()).unwrap();
+    let request = |(name, mut case): (String, Value)| {
+        let fields = case.as_object_mut().unwrap();
+        fields.insert("model".to_owned(), json!("m"));
+        if let Some(variables) = fields.remove("variables") {
+            fields.insert("chat_template_kwargs".to_owned(), variables);
+        }
+        (name, case)
+    };
+    cases.into_iter().map(request).collect()
+}
+
+#[test]
+fn the_conversations_that_are_compared_with_transformers_reach_the_template_as_they_are() {
+    for (name, body) in golden_conversations() {
+        let Input::Conversation(found) = read(&body.to_string(), true).unwrap().input else { panic!("{name}") };
+        assert_eq!(json!(found.messages), body["messages"], "{name}");
+        assert_eq!(json!(found.tools), *body.get("tools").unwrap_or(&json!([])), "{name}");
+        assert_eq!(json!(found.documents), body["documents"], "{name}");
+        assert_eq!(json!(found.variables), *body.get("chat_template_kwargs").unwrap_or(&json!({})), "{name}");
+        assert_eq!(found.continue_final_message, body["continue_final_message"] == json!(true), "{name}");
+        let begins_turn =
+            body.get("add_generation_prompt").map_or(!found.continue_final_message, |flag| *flag == json!(true));
+        assert_eq!(found.add_generation_prompt, begins_turn, "{name}");
+    }
+}
+
+#[test]
+fn each_message_with_an_image_or_another_medium_is_refused_with_its_place() {
+    let media = [
+        ("image_url", json!({"url": "data:image/png;base64,AAAA"})),
+        ("image", json!("picture.png")),
+        ("input_image", json!("data:image/png;base64,AAAA")),
+        ("video_url", json!({"url": "http://localhost/film.mp4"})),
+        ("input_audio", json!({"data": "AAAA", "format": "wav"})),
+        ("audio_url", json!({"url": "http://localhost/sound.wav"})),
+        ("file", json!({"file_id": "f"})),
+    ];
+    for (name, body) in golden_conversations() {
+        for at in 0..body["messages"].as_array().unwrap().len() {
+            for (kind, value) in &media {
+                let mut body = body.clone();
+                let content = &mut body["messages"][at]["content"];
+                let mut parts = match content.take() {
+                    Value::Array(parts) => parts,
+                    Value::String(text) => vec![json!({"type": "text", "text": text})],
+                    _ => Vec::new(),
+                };
+                parts.push(json!({"type": kind, *kind: value}));
+                *content = Value::Array(parts);
+                let error = read(&body.to_string(), true).unwrap_err();
+                let words = format!("`messages[{at}].content` has a part of type `{kind}`; models read text only");
+                assert!(error.contains(&words), "{name}: {error}");
+            }
+        }
+    }
 }
 
 #[test]

@@ -102,8 +102,7 @@ impl Model<'_> {
         if let Some(input) = other.and_then(declared) {
             return Ok(Some(input));
         }
-        // A model without this input answers at once.
-        if !changes_text(key) || STREAM.contains(&key) && matches!(value, Value::Bool(false)) {
+        if !changes_text(key) || changes_nothing(key, value) {
             return Ok(None);
         }
         let message = format!(
@@ -112,6 +111,15 @@ impl Model<'_> {
             self.config.name
         );
         Err(InferError::invalid(message))
+    }
+}
+
+/// Whether a value of a field that changes the text is what a model without such an input does: one answer, at once.
+fn changes_nothing(key: &str, value: &Value<'_>) -> bool {
+    match value {
+        Value::Bool(false) => STREAM.contains(&key) || key == "logprobs",
+        Value::Number("1") => matches!(key, "n" | "best_of"),
+        _ => false,
     }
 }
 
@@ -285,5 +293,40 @@ impl Stream for Events {
             return if events.responses.is_none() { Poll::Ready(None) } else { Poll::Pending };
         }
         Poll::Ready(Some(std::mem::take(&mut events.ready).into()))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn fields_of_openai_that_a_text_model_does_not_declare_are_refused_unless_they_change_nothing() {
+        let config = ModelConfig { name: "m".to_owned(), ..ModelConfig::default() };
+        let model = Model { config: &config, limits: &Limits::default(), generates_text: &|| true };
+        let refused = [
+            ("n", Value::Number("2")),
+            ("best_of", Value::Number("3")),
+            ("functions", Value::String("f".into())),
+            ("stream", Value::Bool(true)),
+            ("logprobs", Value::Bool(true)),
+            ("top_logprobs", Value::Number("1")),
+        ];
+        for (key, value) in refused {
+            let error = model.input(key, &value).unwrap_err();
+            assert!(error.message.contains(&format!("'{key}' changes the text")), "{}", error.message);
+        }
+        let taken = [
+            ("n", Value::Number("1")),
+            ("best_of", Value::Number("1")),
+            ("stream", Value::Bool(false)),
+            ("logprobs", Value::Bool(false)),
+            ("priority", Value::Number("2")),
+        ];
+        for (key, value) in taken {
+            assert_eq!(model.input(key, &value).unwrap(), None, "{key}");
+        }
+        let other = Model { generates_text: &|| false, ..model };
+        assert_eq!(other.input("n", &Value::Number("2")).unwrap(), None, "other models may read any parameter");
     }
 }
