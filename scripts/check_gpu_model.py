@@ -37,7 +37,7 @@ def load(checkpoint, dtype):
     model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=dtype, **own).to(DEVICE).eval()
     if dtype == torch.bfloat16 and has_fp8_inputs(config.get("quantization_config", {})):
         for name, layer in model.named_modules():
-            if name.endswith("_proj"):
+            if name.endswith(("_proj", "_proj_qkv", "_proj_z")):
                 layer.register_forward_pre_hook(lambda _layer, inputs: (in_fp8(inputs[0]), *inputs[1:]))
     return model
 

@@ -7,6 +7,7 @@
            baichuan (ALiBi), internlm (biases), internlm2 (q, k and v of a group together), and the layers of other families:
            gemma2, gemma3, phi4, phi4mini, granite, olmo2, cohere2, smollm3, glm4, stablelm, gpt_neox, falcon, starcoder2, nemotron,
            exaone4, ministral3, apertus, commandr (Command R+), gemma4 (31B's heads), gemma4e (E4B's heads, an embedding for each layer);
+           qwen35 (Qwen3.5 27B's layers, three of four with a recurrent state), qwen35moe (35B A3B's, with fewer experts), qwen3next;
            with experts qwen3moe (Qwen3 30B A3B's layer), mixtral, qwen2moe, olmoe, granitemoe, gptoss (gpt-oss 20B's layer), and with
            the heads of these and fewer or narrower experts glm4moe, dots1, exaonemoe, minimaxm2, ernie45moe, llama4, gemma4moe
 
@@ -55,6 +56,8 @@ SHAPES = {  # hidden, inner, heads, KV heads, vocabulary, rope theta
 MIXED = ["sliding_attention", "full_attention"] * 2
 ROPE = {"rope_type": "default", "rope_theta": 10000.0}
 GEMMA4 = dict(head_dim=256, global_head_dim=512, layer_types=MIXED, sliding_window=64, tie_word_embeddings=True)
+RECURRENT = dict(head_dim=256, linear_num_key_heads=16, linear_num_value_heads=32, num_experts_per_tok=8, moe_intermediate_size=512,
+                 shared_expert_intermediate_size=512)
 DEEPSEEK = dict(n_routed_experts=64, num_experts_per_tok=8, moe_intermediate_size=704, n_shared_experts=1, first_k_dense_replace=1,
                 norm_topk_prob=True)
 FAMILIES = {  # class, hidden, inner, heads, KV heads, and own fields
@@ -85,6 +88,9 @@ FAMILIES = {  # class, hidden, inner, heads, KV heads, and own fields
                                                         residual_multiplier=0.22, logits_scaling=0.5,
                                                         attention_multiplier=0.015625, tie_word_embeddings=True)),
     "gptoss": ("GptOss", 2880, 2880, 64, 8, dict(head_dim=64, num_local_experts=32, num_experts_per_tok=4, sliding_window=64)),
+    "qwen35": ("Qwen3_5", 5120, 17408, 24, 4, dict(head_dim=256, linear_num_key_heads=16, linear_num_value_heads=48)),
+    "qwen35moe": ("Qwen3_5Moe", 2048, None, 16, 2, RECURRENT | dict(num_experts=64)),
+    "qwen3next": ("Qwen3Next", 2048, 5120, 16, 2, RECURRENT | dict(num_experts=64, norm_topk_prob=True)),
     "exaone4": ("Exaone4", 2048, 4096, 32, 8, dict(head_dim=64, layer_types=MIXED, sliding_window=64)),
     "ministral3": ("Ministral3", 3072, 9216, 32, 8, dict(head_dim=128, rope_parameters=dict(
         rope_type="yarn", rope_theta=1e6, factor=16.0, original_max_position_embeddings=32, beta_fast=32.0, beta_slow=1.0, mscale=1.0,
@@ -126,7 +132,7 @@ def family(shape, layers, whole):
     """A model of one of FAMILIES, with the fields of `whole`."""
     name, hidden, inner, heads, kv_heads, own = FAMILIES[shape]
     own = own | whole
-    text = "Text" if name in ("Gemma3", "Gemma4", "Llama4") else ""
+    text = "Text" if name in ("Gemma3", "Gemma4", "Llama4", "Qwen3_5", "Qwen3_5Moe") else ""
     sizes = dict(hidden_size=hidden, intermediate_size=inner, num_attention_heads=heads, num_key_value_heads=kv_heads)
     fields = {key: value for key, value in sizes.items() if value is not None} | own
     layers = len(own.get("layer_types", layers * [None]))
@@ -154,7 +160,9 @@ def config_and_model(shape, layers, whole={}):
 def randomize_biases_and_norms(model):
     """Adds noise to biases, norms and factors. With their initial zeros and ones, tests would not notice if one were ignored."""
     for name, parameter in [*model.named_parameters(), *model.named_buffers()]:
-        if name.endswith("e_score_correction_bias"):  # beside the weights of experts, which differ little
+        if name.endswith("conv1d.weight"):  # is so small at first that the norms behind it see only their epsilon
+            parameter.add_(0.3 * torch.randn_like(parameter))
+        elif name.endswith("e_score_correction_bias"):  # beside the weights of experts, which differ little
             parameter.add_(0.05 * torch.randn_like(parameter))
         elif name.endswith("layer_scalar") or isinstance(parameter, torch.nn.Parameter) and (
                 "norm" in name or ".ln_" in name or name.endswith(("bias", "sinks", "router.scale", "per_expert_scale"))):
@@ -246,7 +254,8 @@ def quantize(folder, form):
     values = {name: tensor.float() for name, tensor in tensors.items()}
     if form == "mxfp4":
         experts_in_mxfp4(tensors, values)
-    for name in [name for name in tensors if name.endswith("_proj.weight") and form != "mxfp4"]:
+    ends = ("_proj.weight", "_proj_qkv.weight", "_proj_z.weight")
+    for name in [name for name in tensors if name.endswith(ends) and form != "mxfp4"]:
         weight, layer = tensors.pop(name).to("cuda" if torch.cuda.is_available() else "cpu"), name.removesuffix("weight")
         if form in ("fp8", "fp8-blocks"):
             codes, scales, values[name] = in_fp8(weight, (1, None) if form == "fp8" else (128, 128))

@@ -12,8 +12,8 @@ use settings::WeightPrecision;
 
 use crate::cpu::{CpuDevice, CpuEstimate, ExpertBuffers, Widest, is_computed, quantized_bytes};
 use crate::cuda::{
-    CudaDevice, Estimate, ExpertSizes, ProductScratch, RowOrder, expert_format, gate_order, has_fp8_inputs,
-    packed_format,
+    CudaDevice, Estimate, ExpertSizes, ProductScratch, RowOrder, delta_shape, expert_format, gate_order,
+    has_fp8_inputs, packed_format,
 };
 
 /// Counts the memory that a [`CpuDevice`] or [`CudaDevice`] needs for a model, from the shapes of its weights alone.
@@ -309,8 +309,15 @@ impl Device for Estimator {
     }
 
     fn load_recurrent(&mut self, weights: &RecurrentWeights) -> Result<EstimatedWeight, DeviceError> {
-        let RecurrentWeights { conv, a_log, dt_bias, norm, .. } = weights;
-        Ok(self.count_elements([conv, a_log, dt_bias, norm].into_iter().map(Vec::len).sum()))
+        let RecurrentWeights { shape, conv, a_log, dt_bias, norm } = weights;
+        if self.target == Target::Cuda {
+            delta_shape(shape)?;
+        }
+        let cols = [conv, a_log, dt_bias, norm].into_iter().map(Vec::len).sum();
+        // All devices keep them in f32.
+        let bytes = cols * size_of::<f32>();
+        self.weights_bytes += bytes;
+        Ok(EstimatedWeight { rows: 1, cols, bytes, is_bf16: false, is_computed: true })
     }
 
     fn tensor(&mut self, cols: usize) -> Result<(), DeviceError> {

@@ -23,8 +23,8 @@ pub(crate) struct SecondBuffers<D: Device> {
 
 /// Buffers of the widths that some layers share.
 pub(crate) struct InnerBuffers<D: Device> {
-    pub(crate) qkv: D::Tensor, // [T, (H + 2K) D], with gates also H D, without k and v [T, H D]; of a state [T, C + V DV]
-    pub(crate) ba: Option<D::Tensor>, // [T, 2 V] of a state
+    pub(crate) qkv: D::Tensor, // [T, (H + 2K) D], without k and v [T, H D]; of a state [T, C + V DV]
+    pub(crate) gates: Option<D::Tensor>, // of the output of attention [T, H D], or of a state [T, 2 V]
     pub(crate) attended: D::Tensor, // [T, H D]
     pub(crate) gate_up: Option<D::Tensor>, // [T, 2 I]
     pub(crate) inner: Option<D::Tensor>, // [T, I]
@@ -34,7 +34,7 @@ pub(crate) struct InnerBuffers<D: Device> {
 #[derive(PartialEq)]
 pub(crate) struct Widths {
     pub(crate) qkv: usize,
-    pub(crate) ba: usize,
+    pub(crate) gates: usize,
     pub(crate) attended: usize,
     pub(crate) inner: usize,
     pub(crate) is_gated: bool,
@@ -46,14 +46,14 @@ impl Widths {
         if let Some(shape) = layer.recurrent {
             let shape = shape_of(shape, shard);
             let values = shape.widths()[1];
-            let (qkv, ba) = (shape.channels() + values, 2 * shape.num_value_heads);
-            return Self { qkv, ba, attended: values, inner, is_gated };
+            let (qkv, gates) = (shape.channels() + values, 2 * shape.num_value_heads);
+            return Self { qkv, gates, attended: values, inner, is_gated };
         }
         let dim = layer.attention.head_dim;
         let (heads, kv_heads) = (shard.heads.len() * dim, shard.kv_heads.len() * dim);
         let kv_heads = if matches!(layer.attention.kv, KvSource::Layer(_)) { 0 } else { kv_heads };
         let gates = if layer.attention.has_output_gate { heads } else { 0 };
-        Self { qkv: heads + 2 * kv_heads + gates, ba: 0, attended: heads, inner, is_gated }
+        Self { qkv: heads + 2 * kv_heads, gates, attended: heads, inner, is_gated }
     }
 }
 
@@ -67,7 +67,7 @@ impl<D: Device> Buffers<D> {
         let inner = |widths: &Widths, device: &mut D| {
             Ok(InnerBuffers {
                 qkv: device.tensor(widths.qkv)?,
-                ba: if widths.ba > 0 { Some(device.tensor(widths.ba)?) } else { None },
+                gates: if widths.gates > 0 { Some(device.tensor(widths.gates)?) } else { None },
                 attended: device.tensor(widths.attended)?,
                 gate_up: if widths.is_gated { Some(device.tensor(2 * widths.inner)?) } else { None },
                 inner: if widths.inner > 0 { Some(device.tensor(widths.inner)?) } else { None },

@@ -25,8 +25,8 @@ pub(crate) struct Attention<D: Device> {
     index: usize,
     qkv: D::Weight,
     head_norms: Option<HeadNormWeights<D>>,
-    /// The first column of the gates of the output in the product of `qkv`.
-    gates: Option<usize>,
+    /// Gates of the output.
+    gates: Option<D::Weight>,
     out: D::Weight,
     sinks: Vec<f32>, // of this worker's heads, or none
 }
@@ -54,13 +54,12 @@ impl<D: Device> Mixer<D> {
             return Ok(Mixer::Recurrent(Recurrent { index, qkvz, ba, weights, out }));
         }
         counts.attention += 1;
-        let (attention, shard) = (&source.spec.attention, source.shard);
-        let first_gate = (shard.heads.len() + 2 * shard.kv_heads.len()) * attention.head_dim;
+        let attention = &source.spec.attention;
         Ok(Mixer::Attention(Attention {
             index: counts.attention - 1,
             qkv: loader.qkv(source)?,
             head_norms: attention.head_norm.map(|norm| loader.head_norms(source, norm)).transpose()?,
-            gates: attention.has_output_gate.then_some(first_gate),
+            gates: loader.attention_gates(source)?,
             out: loader.out(source)?,
             sinks: loader.sinks(source)?,
         }))
@@ -108,14 +107,17 @@ impl<D: Device> Attention<D> {
         b: &mut InnerBuffers<D>,
     ) -> Result<(), DeviceError> {
         device.linear(&mut b.qkv, x, &self.qkv)?;
+        if let (Some(weight), Some(gates)) = (&self.gates, &mut b.gates) {
+            device.linear(gates, x, weight)?;
+        }
         if let Some(HeadNormWeights { spec, q, k, v }) = &self.head_norms {
             let norms = HeadNorms { span: spec.span, q, k: k.as_ref(), v: v.as_ref() };
             device.head_norm(&mut b.qkv, self.index, &norms, spec.eps)?;
         }
         device.rope_and_cache(&mut b.qkv, self.index)?;
         device.attention(&mut b.attended, &b.qkv, self.index)?;
-        if let Some(first) = self.gates {
-            device.gate_columns(&mut b.attended, &b.qkv, first)?;
+        if let Some(gates) = &b.gates {
+            device.gate(&mut b.attended, gates)?;
         }
         device.linear(partial, &b.attended, &self.out)
     }
@@ -130,7 +132,7 @@ impl<D: Device> Recurrent<D> {
         b: &mut InnerBuffers<D>,
         eps: f32,
     ) -> Result<(), DeviceError> {
-        let ba = b.ba.as_mut().expect("the buffers are those of the layer's widths");
+        let ba = b.gates.as_mut().expect("the buffers are those of the layer's widths");
         device.linear(&mut b.qkv, x, &self.qkvz)?;
         device.linear(ba, x, &self.ba)?;
         device.recurrent(&mut b.attended, [&b.qkv, ba], self.index, &self.weights, eps)?;

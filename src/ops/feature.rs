@@ -62,7 +62,7 @@ pub enum Feature {
     ExpertsApart,
     /// [`crate::AttentionSpec::states`]: [`crate::Device::recurrent`].
     Recurrent,
-    /// [`crate::Device::gate_columns`].
+    /// [`crate::Device::gate`].
     OutputGate,
     /// Low-rank products beside linear layers: [`crate::Device::set_adapter`].
     Adapters,

@@ -272,8 +272,8 @@ pub trait Device: Sized {
     /// `out [T, H D]` = causal attention of the q part of `qkv` over each row's KV blocks of `layer`.
     fn attention(&mut self, out: &mut Self::Tensor, qkv: &Self::Tensor, layer: usize) -> Result<(), DeviceError>;
 
-    /// `x[t, i] *= sigmoid(y[t, first + i])` for all columns `i` of `x` ([`Feature::OutputGate`]).
-    fn gate_columns(&mut self, _x: &mut Self::Tensor, _y: &Self::Tensor, _first: usize) -> Result<(), DeviceError> {
+    /// `x *= sigmoid(gates)`, element by element ([`Feature::OutputGate`]).
+    fn gate(&mut self, _x: &mut Self::Tensor, _gates: &Self::Tensor) -> Result<(), DeviceError> {
         Err(DeviceError::lacks(Feature::OutputGate))
     }
 

@@ -323,8 +323,8 @@ impl Device for CpuDevice {
         Ok(())
     }
 
-    fn gate_columns(&mut self, x: &mut CpuTensor, y: &CpuTensor, first: usize) -> Result<(), DeviceError> {
-        self.run_gate_columns(x, y, first);
+    fn gate(&mut self, x: &mut CpuTensor, gates: &CpuTensor) -> Result<(), DeviceError> {
+        self.run_gate(x, gates);
         Ok(())
     }
 

@@ -115,13 +115,10 @@ impl CpuDevice {
         k::gated_delta(&mut self.pool, shape, &by, &rows, [qkvz.rows(tokens), ba.rows(tokens)], (out, states));
     }
 
-    /// `x[t, i] *= sigmoid(y[t, first + i])`.
-    pub(super) fn run_gate_columns(&mut self, x: &mut CpuTensor, y: &CpuTensor, first: usize) {
-        let (tokens, cols) = (self.num_tokens(), x.cols);
-        let rows = x.rows_mut(tokens).chunks_exact_mut(cols).zip(y.rows(tokens).chunks_exact(y.cols));
-        for (x, y) in rows {
-            let gated = x.iter_mut().zip(&y[first..first + cols]);
-            gated.for_each(|(x, gate)| *x /= 1.0 + k::exp(-gate));
-        }
+    /// `x *= sigmoid(gates)`.
+    pub(super) fn run_gate(&mut self, x: &mut CpuTensor, gates: &CpuTensor) {
+        let tokens = self.num_tokens();
+        let gated = x.rows_mut(tokens).iter_mut().zip(gates.rows(tokens));
+        gated.for_each(|(x, gate)| *x /= 1.0 + k::exp(-gate));
     }
 }

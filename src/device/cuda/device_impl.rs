@@ -1,12 +1,12 @@
 //! The [`Device`] interface of the CUDA device.
 
-use engine::{CopiedBlock, RevisedRow, RowId, SampleMask, SampledToken, SamplingParams, TokenId};
+use engine::{CopiedBlock, CopiedState, RevisedRow, RowId, SampleMask, SampledToken, SamplingParams, TokenId};
 use kernels::cuda::DeviceBuffer;
 use kernels::cuda::copy_blocks::copy_blocks;
 use kernels::cuda::skinny_gemm::GATE_GROUP;
 use ops::{
     Activation, AttentionSpec, Device, DeviceError, ExpertSlices, Feature, HeadNorms, LinearRole, LogitSpec,
-    MemoryPlan, NormKind, NormSlices, PipelineStage, StepInputs, TensorParallel, WeightSlice,
+    MemoryPlan, NormKind, NormSlices, PipelineStage, RecurrentWeights, StepInputs, TensorParallel, WeightSlice,
 };
 
 use super::load::RowOrder;
@@ -76,6 +76,10 @@ impl Device for CudaDevice {
         self.load_expert_layer(experts)
     }
 
+    fn load_recurrent(&mut self, weights: &RecurrentWeights) -> Result<CudaWeight, DeviceError> {
+        self.load_recurrent_layer(weights)
+    }
+
     fn tensor(&mut self, cols: usize) -> Result<CudaTensor, DeviceError> {
         let buffer = DeviceBuffer::new(&self.gpu, self.tensor_bytes(cols)).map_err(device_error)?;
         let values = buffer.span();
@@ -94,6 +98,14 @@ impl Device for CudaDevice {
         self.take_memory(attention, num_blocks)?;
         self.graphs.plan_idle_work(self.config.limits.max_tokens);
         Ok(())
+    }
+
+    fn allocate_states(&mut self, attention: &AttentionSpec, num_states: usize) -> Result<(), DeviceError> {
+        self.take_states(attention, num_states)
+    }
+
+    fn copy_states(&mut self, copied: &[CopiedState]) -> Result<(), DeviceError> {
+        self.copy_slots(copied)
     }
 
     fn join_row(
@@ -143,6 +155,7 @@ impl Device for CudaDevice {
         let split = verify::split_into_decodes(inputs, self.config.limits.max_rows);
         self.is_split = split.is_some();
         let inputs = split.as_ref().unwrap_or(inputs);
+        self.states.check(&inputs.states, inputs.num_rows())?;
         let slot = match self.graphs.bucket(inputs) {
             Some(bucket) => self.run_recorded(inputs, bucket, forward)?,
             None => {
@@ -252,6 +265,21 @@ impl Device for CudaDevice {
 
     fn attention(&mut self, out: &mut CudaTensor, qkv: &CudaTensor, layer: usize) -> Result<(), DeviceError> {
         self.op_attention(*out, *qkv, layer)
+    }
+
+    fn gate(&mut self, x: &mut CudaTensor, gates: &CudaTensor) -> Result<(), DeviceError> {
+        self.op_gate(*x, *gates)
+    }
+
+    fn recurrent(
+        &mut self,
+        out: &mut CudaTensor,
+        [qkvz, ba]: [&CudaTensor; 2],
+        layer: usize,
+        weights: &CudaWeight,
+        eps: f32,
+    ) -> Result<(), DeviceError> {
+        self.op_recurrent(*out, [*qkvz, *ba], layer, weights, eps)
     }
 
     fn reduce_add_norm(

@@ -24,6 +24,7 @@ mod ops;
 mod packed;
 mod pipeline;
 mod queued;
+mod recurrent;
 mod rows;
 mod sampling;
 mod step;
@@ -58,6 +59,8 @@ use packed::Packed;
 pub(crate) use packed::{ProductScratch, expert_format, has_fp8_inputs, packed_format};
 use pipeline::Pipeline;
 use queued::{Current, InFlight};
+pub(crate) use recurrent::delta_shape;
+use recurrent::{RecurrentLayer, States};
 use rows::Rows;
 pub(crate) use weights::gate_order;
 
@@ -99,13 +102,15 @@ pub struct CudaWeight {
     packed: Option<Packed>,
     /// For a router: its experts.
     experts: Option<ExpertLayer>,
+    /// For a layer with a recurrent state: its weights besides its projections.
+    recurrent: Option<RecurrentLayer>,
 }
 
 impl CudaWeight {
     /// A matrix `[rows, cols]` in bf16 without a bias.
     fn matrix(values: Span, rows: usize, cols: usize) -> Self {
-        let (bias, packed, experts) = (Span::NULL, None, None);
-        Self { values, bias, rows, cols, first_token: 0, group: 0, is_partial: false, packed, experts }
+        let (bias, packed, experts, recurrent) = (Span::NULL, None, None, None);
+        Self { values, bias, rows, cols, first_token: 0, group: 0, is_partial: false, packed, experts, recurrent }
     }
 }
 
@@ -145,6 +150,7 @@ pub struct CudaDevice {
     pinned_inputs: Vec<PinnedBuffer>,
     next_slot: usize,
     cache: Option<Cache>,
+    states: States,
     expert_sizes: ExpertSizes,
     /// `None` if the model has no experts.
     expert_buffers: Option<ExpertBuffers>,
@@ -181,7 +187,7 @@ fn device_error(error: CudaError) -> DeviceError {
 
 impl CudaDevice {
     /// Optional ops that this device has.
-    pub(crate) const FEATURES: &[Feature] = Feature::ALL.split_at(Feature::ALL.len() - 2).0; // Not the last two.
+    pub(crate) const FEATURES: &[Feature] = Feature::ALL;
 
     /// Opens the GPU and joins the group. From now on only the calling thread may use the device.
     ///
@@ -221,6 +227,7 @@ impl CudaDevice {
             pinned_inputs: Vec::new(),
             next_slot: 0,
             cache: None,
+            states: States::default(),
             expert_sizes: ExpertSizes::default(),
             expert_buffers: None,
             unsummed: None,

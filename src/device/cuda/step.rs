@@ -4,7 +4,7 @@ use kernels::cuda::Span;
 use kernels::cuda::sample::VERIFIES;
 use ops::{DeviceError, StepInputs};
 
-/// Value in `slots` of a padding token.
+/// Value in `slots` of a padding token, and in `states` of a padding row.
 const PADDING: u32 = u32::MAX;
 /// Arrays start at multiples of this number of words.
 const ALIGN: usize = 16;
@@ -77,6 +77,7 @@ pub(crate) struct Layout {
     slots: usize,
     row_starts: usize,
     context_lens: usize,
+    states: usize,
     sample_rows: usize,
     sample_tokens: usize,
     num_generated: usize,
@@ -103,6 +104,7 @@ impl Layout {
             slots: take(tables.num_groups * slot_stride(tokens)),
             row_starts: take(rows + 1),
             context_lens: take(rows),
+            states: take(rows),
             sample_rows: take(samples),
             sample_tokens: take(samples),
             num_generated: take(samples),
@@ -133,6 +135,8 @@ pub(crate) struct StepSpans {
     pub(crate) slots: GroupSpans,
     pub(crate) row_starts: Span,
     pub(crate) context_lens: Span,
+    /// `[R]`: the slot of the row's recurrent state.
+    pub(crate) states: Span,
     pub(crate) sample_rows: Span,
     /// `[S]`: the token whose logits are used.
     pub(crate) sample_tokens: Span,
@@ -181,6 +185,7 @@ impl StepSpans {
             slots: groups(layout.slots, slot_stride(tokens), tokens),
             row_starts: part(layout.row_starts, rows + 1),
             context_lens: part(layout.context_lens, rows),
+            states: part(layout.states, rows),
             sample_rows: part(layout.sample_rows, samples),
             sample_tokens: part(layout.sample_tokens, samples),
             num_generated: part(layout.num_generated, samples),
@@ -218,6 +223,7 @@ pub(crate) fn pack(inputs: &StepInputs, bounds: &StepBounds, shape: StepShape, s
     }
     put(layout.row_starts, shape.rows + 1, &mut inputs.row_starts.iter().copied(), tokens as u32);
     put(layout.context_lens, shape.rows, &mut inputs.context_lens.iter().copied(), 0);
+    put(layout.states, shape.rows, &mut inputs.states.iter().copied(), PADDING);
     put(layout.sample_rows, shape.samples, &mut sample_rows, spare_row);
     put(layout.sample_tokens, shape.samples, &mut inputs.samples.iter().map(|s| s.token_index), 0);
     put(layout.num_generated, shape.samples, &mut inputs.samples.iter().map(|s| s.num_generated), 0);

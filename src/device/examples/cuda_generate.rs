@@ -7,7 +7,8 @@
 //! Prompts join two at a time while earlier ones decode, in chunks of at most 96 tokens, so that every kind of step
 //! runs: prefill with and without a cached prefix, mixed steps, recorded decodes. With `--logits`, log-probabilities
 //! are computed from the raw logits that steps report. With `--drafts`, rows verify right and wrong drafts: the tokens
-//! of an earlier run, some of them changed.
+//! of an earlier run, some of them changed. If the model has recurrent states, one is copied to another slot before each
+//! step.
 
 use std::collections::VecDeque;
 use std::path::PathBuf;
@@ -15,7 +16,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use device::cuda::{CudaConfig, CudaDevice, Exchange, FileExchange};
-use engine::{RevisedRow, RowId, SampledToken, SamplingParams, TokenId};
+use engine::{CopiedState, RevisedRow, RowId, SampledToken, SamplingParams, StateId, TokenId};
 use ops::{Device, PipelineStage, SampleInput, StepInputs, StepLimits, TOKEN_ON_DEVICE, TensorParallel};
 use serde_json::json;
 
@@ -234,6 +235,27 @@ fn share(exchange: &FileExchange, tokens: Vec<SampledToken>, rows: &[(usize, usi
     rows.zip(sent).map(|(row, t)| SampledToken { row, token: token(t), logprob: None, top: Vec::new() }).collect()
 }
 
+/// The slots of recurrent states, one more than there are rows.
+struct Slots {
+    of_rows: Vec<u32>,
+    spare: u32,
+}
+
+impl Slots {
+    fn new(count: usize) -> Self {
+        let mut all = (0..count as u32).rev();
+        let spare = all.next().expect("there is a slot");
+        Self { of_rows: all.collect(), spare }
+    }
+
+    /// A row's state moves to the spare slot.
+    fn rotate(&mut self, step: u64) -> CopiedState {
+        let index = step as usize % self.of_rows.len();
+        let from = std::mem::replace(&mut self.of_rows[index], self.spare);
+        CopiedState { from: StateId(from), to: StateId(std::mem::replace(&mut self.spare, from)) }
+    }
+}
+
 fn exchange(folder: PathBuf, place: TensorParallel) -> Result<Arc<FileExchange>, Box<dyn std::error::Error>> {
     if place.size > 1 {
         std::fs::create_dir_all(&folder)?;
@@ -281,6 +303,10 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
     let needed = windows.len() * PROMPT_LENS.len() * MAX_BLOCKS;
     assert!(device.memory_plan(&spec)?.max_blocks >= needed, "too little memory");
     device.allocate_cache(&spec, needed)?;
+    let mut slots = (!spec.states.is_empty()).then(|| Slots::new(PROMPT_LENS.len() + 1));
+    if let Some(slots) = &slots {
+        device.allocate_states(&spec, slots.of_rows.len() + 1)?;
+    }
 
     let (mut rows, earlier) = (Vec::<Row>::new(), earlier(options.drafts.as_ref())?);
     let mut waiting: VecDeque<usize> = PROMPT_LENS.into();
@@ -294,9 +320,13 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
             device.join_row(RowId(rows.len() as u32), &tokens, length as u32, &sampling)?;
             rows.push(row);
         }
-        let (inputs, sampled) = plan(step, &mut rows, &options, &windows);
+        let (mut inputs, sampled) = plan(step, &mut rows, &options, &windows);
         let is_done = inputs.rows.is_empty();
         if !is_done {
+            if let Some(slots) = &mut slots {
+                device.copy_states(&[slots.rotate(step)])?;
+                inputs.states = inputs.rows.iter().map(|row| slots.of_rows[row.0 as usize]).collect();
+            }
             device.run_step(&inputs, &mut |device| model.forward(device))?;
             in_flight.push_back(sampled);
         }

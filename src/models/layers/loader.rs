@@ -7,7 +7,7 @@ use ops::{Activation, Device, DeviceError, HeadOrder, LinearRole, WeightSlice};
 
 use crate::checkpoint::rounded;
 use crate::config::{LayerSpec, MlpLayer};
-use crate::layers::qkv::{RowSlice, scaled};
+use crate::layers::qkv::{RowSlice, gate_slices, scaled};
 use crate::linear_layers::prefix;
 use crate::names::{Names, UpNames};
 use crate::shard::{LayerShard, Shard};
@@ -132,6 +132,14 @@ impl<'a, D: Device> Loader<'a, D> {
         let attention = &layer.spec.attention;
         let row_slices = self.names.qkv.row_slices(attention, layer.shard, self.head_order(layer.spec));
         self.by_output(LinearRole::Qkv, layer.index, &row_slices, attention.qkv_bias)
+    }
+
+    /// The gates of the output of one layer's attention, sharded by heads; `None` if it has none.
+    pub(crate) fn attention_gates(&mut self, layer: LayerSource<'_>) -> Result<Option<D::Weight>, ModelError> {
+        let attention = &layer.spec.attention;
+        let row_slices = gate_slices(&self.names.qkv, attention, layer.shard);
+        let load = || self.by_output(LinearRole::Up, layer.index, &row_slices, attention.qkv_bias);
+        (!row_slices.is_empty()).then(load).transpose()
     }
 
     /// gate and up of one layer as one matrix, or up alone, sharded by columns of the inner layer.

@@ -22,7 +22,7 @@ pub(crate) struct RowSlice {
 }
 
 impl QkvNames {
-    /// The slices of this worker's q, then k, then v, then the gates of its output if it has them. `order` is that of q and k.
+    /// The slices of this worker's q, then k, then v. `order` is that of q and k.
     pub(crate) fn row_slices(
         &self,
         attention: &AttentionLayer,
@@ -46,14 +46,7 @@ impl QkvNames {
                     slices.truncate(1);
                 }
                 if attention.has_output_gate {
-                    // Of each head q comes first, then its gates.
-                    let part = |second: usize, head_order| {
-                        let rows = move |head: usize| (2 * head + second) * dim..(2 * head + second + 1) * dim;
-                        let slice = move |taken| RowSlice { name: q_name, rows: 2 * q, taken, head_order };
-                        shard.heads.clone().map(rows).map(slice)
-                    };
-                    slices.splice(0..1, part(0, order));
-                    slices.extend(part(1, None));
+                    slices.splice(0..1, half_heads(q_name, attention, shard, 0, order));
                 }
                 slices
             }
@@ -73,6 +66,27 @@ impl QkvNames {
             }
         }
     }
+}
+
+/// The slices of this worker's gates of the output, which are stored behind q of each head.
+pub(crate) fn gate_slices(names: &QkvNames, attention: &AttentionLayer, shard: &LayerShard) -> Vec<RowSlice> {
+    match *names {
+        QkvNames::Separate([name, ..]) if attention.has_output_gate => half_heads(name, attention, shard, 1, None),
+        _ => Vec::new(),
+    }
+}
+
+/// The first or second half of each head in a matrix that has q and gates of a head one after the other.
+fn half_heads(
+    name: &'static str,
+    attention: &AttentionLayer,
+    shard: &LayerShard,
+    half: usize,
+    head_order: Option<HeadOrder>,
+) -> Vec<RowSlice> {
+    let (dim, rows) = (attention.head_dim, 2 * attention.num_heads * attention.head_dim);
+    let taken = |head: usize| (2 * head + half) * dim..(2 * head + half + 1) * dim;
+    shard.heads.clone().map(|head| RowSlice { name, rows, taken: taken(head), head_order }).collect()
 }
 
 /// Rows of q, of k and of v in a matrix that groups them by KV head.
@@ -145,9 +159,11 @@ mod tests {
     fn gates_of_the_output_are_taken_from_between_the_heads_of_q() {
         let (mut attention, second) = layer_shard(1, 4);
         attention.has_output_gate = true;
-        let slices = QkvNames::Separate(["q", "k", "v"]).row_slices(&attention, &second, None);
-        let found: Vec<_> = slices.into_iter().map(|slice| (slice.rows, slice.taken)).collect();
+        let names = QkvNames::Separate(["q", "k", "v"]);
+        let taken = |slices: Vec<RowSlice>| slices.into_iter().map(|s| (s.rows, s.taken)).collect::<Vec<_>>();
         let (q, kv) = (128, 16);
-        assert_eq!(found, [(q, 32..40), (q, 48..56), (kv, 0..8), (kv, 0..8), (q, 40..48), (q, 56..64)]);
+        let qkv = taken(names.row_slices(&attention, &second, None));
+        assert_eq!(qkv, [(q, 32..40), (q, 48..56), (kv, 0..8), (kv, 0..8)]);
+        assert_eq!(taken(gate_slices(&names, &attention, &second)), [(q, 40..48), (q, 56..64)]);
     }
 }

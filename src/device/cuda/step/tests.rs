@@ -30,7 +30,7 @@ fn inputs() -> StepInputs {
         samples: vec![SampleInput { row: RowId(0), token_index: 3, num_generated: 2 }],
         masked: Vec::new(),
         logits: Vec::new(),
-        ..StepInputs::default()
+        states: vec![5, 1],
     }
 }
 
@@ -47,6 +47,7 @@ fn a_step_is_packed_with_tables_at_the_fixed_stride_and_padded() {
     assert_eq!(words[layout.slots..][..6], [36, 37, 38, 6, PADDING, PADDING]);
     assert_eq!(words[layout.row_starts..][..4], [0, 3, 4, 4]);
     assert_eq!(words[layout.context_lens..][..3], [3, 7, 0]);
+    assert_eq!(words[layout.states..][..3], [5, 1, PADDING]);
     assert_eq!(words[layout.block_tables..][..9], [9, 0, 0, 3, 1, 0, 0, 0, 0]);
     assert_eq!(words[layout.sample_rows..][..2], [0, 4]);
 }

@@ -1,0 +1,188 @@
+//! Layers with a recurrent state, the slots of the states, and the gates of attention's output.
+
+use std::sync::Arc;
+
+use engine::CopiedState;
+use kernels::cuda::gate::gate;
+use kernels::cuda::gated_delta::{
+    DeltaShape, DeltaStates, DeltaWeights, GatedDelta, HEAD_DIM, NUM_TAPS, RowsKernel, gated_delta_decode,
+    gated_delta_rows,
+};
+use kernels::cuda::{CudaError, DeviceBuffer, Gpu, Queue, Span};
+use ops::{AttentionSpec, DeviceError, RecurrentShape, RecurrentWeights};
+
+use super::{CudaDevice, CudaTensor, CudaWeight, device_error};
+
+/// The weights of a layer besides its projections.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct RecurrentLayer {
+    shape: DeltaShape,
+    conv: Span,    // [taps, C] f32
+    decay: Span,   // [V] f32
+    dt_bias: Span, // [V] f32
+    norm: Span,    // [DV] f32
+}
+
+/// Recurrent states of sequences: slots of all layers' states, one after the other.
+#[derive(Default)]
+pub(crate) struct States {
+    memory: Option<DeviceBuffer>, // [slots, layers, state] f32
+    /// The first float of each layer in a slot.
+    starts: Vec<usize>,
+    num_slots: usize,
+    /// Floats of a slot.
+    pitch: usize,
+}
+
+impl States {
+    fn new(gpu: &Arc<Gpu>, spec: &AttentionSpec, num_slots: usize) -> Result<Self, CudaError> {
+        let pitch = spec.state_bytes() / size_of::<f32>();
+        let next = |start: &mut usize, shape: &RecurrentShape| {
+            *start += shape.state_len();
+            Some(*start - shape.state_len())
+        };
+        let starts = spec.states.iter().scan(0, next).collect();
+        let memory = DeviceBuffer::with_count::<f32>(gpu, num_slots * pitch)?;
+        Ok(Self { memory: Some(memory), starts, num_slots, pitch })
+    }
+
+    /// Refuses a step whose rows have no slots of their own.
+    pub(super) fn check(&self, slots: &[u32], num_rows: usize) -> Result<(), DeviceError> {
+        if self.num_slots == 0 {
+            return Ok(());
+        }
+        let mut sorted = slots.to_vec();
+        sorted.sort_unstable();
+        let is_shared = sorted.windows(2).any(|pair| pair[0] == pair[1]);
+        if slots.len() == num_rows && !is_shared && sorted.last().is_none_or(|&slot| (slot as usize) < self.num_slots) {
+            return Ok(());
+        }
+        Err(DeviceError::Unsupported {
+            what: "states of a step".into(),
+            found: format!("slots {slots:?}"),
+            expected: format!("{num_rows} slots that differ, below {}", self.num_slots),
+        })
+    }
+
+    fn slot(&self, slot: u32) -> Result<Span, DeviceError> {
+        match &self.memory {
+            Some(memory) if (slot as usize) < self.num_slots => {
+                Ok(memory.span().elements::<f32>(slot as usize * self.pitch, self.pitch))
+            }
+            _ => Err(DeviceError::Call {
+                call: "copy_states".into(),
+                reason: format!("slot {slot} of {}", self.num_slots),
+            }),
+        }
+    }
+
+    fn copy(&self, queue: &Queue, copied: &[CopiedState]) -> Result<(), DeviceError> {
+        for copied in copied {
+            let (from, to) = (self.slot(copied.from.0)?, self.slot(copied.to.0)?);
+            queue.copy(to, from).map_err(device_error)?;
+        }
+        Ok(())
+    }
+
+    /// The states of a layer in all slots.
+    fn layer(&self, layer: usize) -> DeltaStates {
+        let memory = self.memory.as_ref().expect("states are allocated before the first step").span();
+        let start = self.starts[layer];
+        let memory = memory.elements::<f32>(start, memory.count::<f32>() - start);
+        DeltaStates { memory, pitch: self.pitch, num_slots: self.num_slots }
+    }
+}
+
+/// The sizes of a layer as the kernels take them; refuses others.
+pub(crate) fn delta_shape(shape: &RecurrentShape) -> Result<DeltaShape, DeviceError> {
+    let RecurrentShape { num_key_heads, num_value_heads, key_dim, value_dim, num_taps } = *shape;
+    if [key_dim, value_dim, num_taps] == [HEAD_DIM, HEAD_DIM, NUM_TAPS] {
+        return Ok(DeltaShape { num_key_heads, num_value_heads });
+    }
+    Err(DeviceError::Unsupported {
+        what: "layers with a recurrent state (Gated DeltaNet) on GPUs".into(),
+        found: format!("keys of {key_dim}, values of {value_dim}, a convolution of {num_taps}"),
+        expected: format!("keys and values of {HEAD_DIM} and a convolution of {NUM_TAPS}, or `--device=cpu`"),
+    })
+}
+
+impl CudaDevice {
+    pub(super) fn load_recurrent_layer(&mut self, layer: &RecurrentWeights) -> Result<CudaWeight, DeviceError> {
+        let RecurrentWeights { shape, conv, a_log, dt_bias, norm } = layer;
+        let delta = delta_shape(shape)?;
+        let mut values: Vec<f32> =
+            (0..NUM_TAPS).flat_map(|tap| conv.iter().skip(tap).step_by(NUM_TAPS)).copied().collect();
+        values.extend(a_log.iter().map(|a_log| -a_log.exp()));
+        values.extend(dt_bias);
+        values.extend(norm);
+        let buffer = DeviceBuffer::from_slice(&self.gpu, &values).map_err(device_error)?;
+        let all = buffer.span();
+        self.weights.push(buffer);
+        let (taps, heads) = (conv.len(), shape.num_value_heads);
+        let recurrent = RecurrentLayer {
+            shape: delta,
+            conv: all.elements::<f32>(0, taps),
+            decay: all.elements::<f32>(taps, heads),
+            dt_bias: all.elements::<f32>(taps + heads, heads),
+            norm: all.elements::<f32>(taps + 2 * heads, HEAD_DIM),
+        };
+        Ok(CudaWeight { recurrent: Some(recurrent), ..CudaWeight::matrix(all, 1, values.len()) })
+    }
+
+    pub(super) fn take_states(&mut self, spec: &AttentionSpec, num_slots: usize) -> Result<(), DeviceError> {
+        self.states = States::new(&self.gpu, spec, num_slots).map_err(device_error)?;
+        Ok(())
+    }
+
+    pub(super) fn copy_slots(&self, copied: &[CopiedState]) -> Result<(), DeviceError> {
+        self.states.copy(&self.queue, copied)
+    }
+
+    pub(super) fn op_recurrent(
+        &mut self,
+        out: CudaTensor,
+        [qkvz, ba]: [CudaTensor; 2],
+        layer: usize,
+        weights: &CudaWeight,
+        eps: f32,
+    ) -> Result<(), DeviceError> {
+        if self.current().only_products {
+            return Ok(());
+        }
+        self.run_deferred()?;
+        self.flush()?;
+        let RecurrentLayer { shape, conv, decay, dt_bias, norm } =
+            weights.recurrent.expect("the weights of a layer with a state");
+        let (spans, step) = (self.current().spans, self.current().shape);
+        let delta = GatedDelta {
+            out: out.values,
+            qkvz: qkvz.values,
+            ba: ba.values,
+            shape,
+            weights: DeltaWeights { conv, decay, dt_bias, norm, eps },
+            states: self.states.layer(layer),
+            positions: spans.positions,
+        };
+        let decodes = step.rows - step.prefill_rows;
+        let chunk_tokens = step.tokens - decodes;
+        if step.prefill_rows > 0 {
+            let kernel = if self.config.use_fast_kernels { RowsKernel::Chunks } else { RowsKernel::InOrder };
+            let (rows, count) = ([spans.states, spans.row_starts], step.prefill_rows);
+            gated_delta_rows(&self.queue, &delta, rows, chunk_tokens, count, kernel).map_err(device_error)?;
+        }
+        if decodes > 0 {
+            let slots = spans.states.elements::<u32>(step.prefill_rows, decodes);
+            gated_delta_decode(&self.queue, &delta, slots, chunk_tokens, decodes).map_err(device_error)?;
+        }
+        Ok(())
+    }
+
+    /// `x *= sigmoid(gates)`.
+    pub(super) fn op_gate(&mut self, x: CudaTensor, gates: CudaTensor) -> Result<(), DeviceError> {
+        if self.current().only_products {
+            return Ok(());
+        }
+        self.flush()?;
+        gate(&self.queue, x.values, gates.values, self.num_tokens() * x.cols).map_err(device_error)
+    }
+}
