@@ -46,6 +46,7 @@ fn defaults(world_size: u32) -> LlmDefaults {
             device: DeviceChoice::Cpu { threads: 1, first_core: None },
             network: None,
             weight_precision: Default::default(),
+            kv_cache_type: Default::default(),
             step_timeout: Duration::from_secs(10),
             library_dirs: Vec::new(),
             cache_dir: None,

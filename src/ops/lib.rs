@@ -18,7 +18,7 @@ mod quantized;
 mod recurrent;
 mod spec;
 
-pub use attention::{AttentionSpec, LayerAttention, QueryScale, RopeTable};
+pub use attention::{AttentionSpec, KvElements, LayerAttention, QueryScale, RopeTable};
 pub use error::DeviceError;
 pub use feature::Feature;
 pub use inputs::{SampleInput, StepInputs, TOKEN_ON_DEVICE};

@@ -19,7 +19,7 @@ pub use agents::{Agents, Nodes};
 pub use checkpoint::{difference, fingerprint};
 pub use messages::{FromAgent, RelayedWorker, ToAgent, WorkerId};
 pub use protocol::{
-    DeviceChoice, FromWorker, KvMemory, LogitsPiece, LogitsPlace, MAX_LOGITS_PIECE, MAX_MASK_WORDS, ShmName, ToWorker,
-    WeightPrecision, WorkerSettings, WorkerSpec,
+    DeviceChoice, FromWorker, KvCacheType, KvMemory, LogitsPiece, LogitsPlace, MAX_LOGITS_PIECE, MAX_MASK_WORDS,
+    ShmName, ToWorker, WeightPrecision, WorkerSettings, WorkerSpec,
 };
 pub use supervisor::WorkerSupervisor;

@@ -10,7 +10,7 @@ use std::time::Duration;
 
 use engine::{SampleMask, SequenceId, StepOutput, StepPlan};
 use serde::{Deserialize, Serialize};
-pub use settings::WeightPrecision;
+pub use settings::{KvCacheType, WeightPrecision};
 
 /// The device that a worker computes on.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
@@ -113,6 +113,8 @@ pub struct WorkerSettings {
     pub network: Option<String>,
     /// Storage of the weights of linear layers. Only CPUs use it; other devices store them as the checkpoint has them.
     pub weight_precision: WeightPrecision,
+    /// The type of keys and values.
+    pub kv_cache_type: KvCacheType,
     /// Duration of a step after which its workers count as hung. A worker waits this long for its group in a collective operation.
     pub step_timeout: Duration,
     /// Directories that are searched first for NVIDIA's libraries.

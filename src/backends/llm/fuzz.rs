@@ -22,6 +22,7 @@ impl LlmInputs {
                 device: DeviceChoice::Cpu { threads: 1, first_core: None },
                 network: None,
                 weight_precision: WeightPrecision::Checkpoint,
+                kv_cache_type: Default::default(),
                 step_timeout: Duration::from_secs(1),
                 library_dirs: Vec::new(),
                 cache_dir: None,

@@ -1,7 +1,7 @@
 //! Measures decode and prefill steps of a Llama-shaped model on a GPU, with random weights and without a checkpoint.
 //!
 //! `cargo run --release -p device --example cuda_steps -- [--shape llama2-7b|llama3-8b] [--layers N] [--simple] [--no-graphs]
-//! [--context N] [--prefill N] [--batch N] [--weights bf16|fp8|fp8-blocks|fp8-weights-only|int4] [--tp-size N --rank R --exchange DIR]`
+//! [--context N] [--prefill N] [--batch N] [--weights bf16|fp8|fp8-blocks|fp8-weights-only|int4] [--kv-cache bf16|fp8|int8] [--tp-size N --rank R --exchange DIR]`
 //!
 //! Prints milliseconds per decode step for several batch sizes and for a mixed step, with two steps in flight, and
 //! prefill tokens per second.
@@ -14,9 +14,9 @@ use std::time::{Duration, Instant};
 use device::cuda::{CudaConfig, CudaDevice, CudaTensor, CudaWeight, FileExchange};
 use engine::{RowId, SamplingParams, TokenId};
 use ops::{
-    Activation, AttentionSpec, DType, Device, DeviceError, LayerAttention, LinearRole, LogitSpec, NormKind, NormSlices,
-    Quantization, QuantizedRows, RopeTable, RowSource, SampleInput, StepInputs, StepLimits, TOKEN_ON_DEVICE,
-    TensorParallel, WeightData, WeightSlice,
+    Activation, AttentionSpec, DType, Device, DeviceError, KvElements, LayerAttention, LinearRole, LogitSpec, NormKind,
+    NormSlices, Quantization, QuantizedRows, RopeTable, RowSource, SampleInput, StepInputs, StepLimits,
+    TOKEN_ON_DEVICE, TensorParallel, WeightData, WeightSlice,
 };
 
 const DIM: usize = 128;
@@ -266,7 +266,15 @@ fn spec(shape: Shape, num_layers: usize, max_positions: usize, tp_size: usize) -
     };
     let ropes = vec![RopeTable { cos, sin }];
     let layers = (0..num_layers).map(|kv_buffer| LayerAttention { kv_buffer, ..layer.clone() }).collect();
-    AttentionSpec { block_size: BLOCK, max_positions, ropes, layers, kv_windows: vec![None], states: Vec::new() }
+    AttentionSpec {
+        block_size: BLOCK,
+        max_positions,
+        ropes,
+        layers,
+        kv_windows: vec![None],
+        kv_elements: KvElements::Plain,
+        states: Vec::new(),
+    }
 }
 
 /// A step of `rows` rows that each compute positions `start..start + count`.
@@ -328,6 +336,7 @@ fn mixed_step(number: u64, rows: usize, start: usize, chunk: usize, blocks_per_r
 struct Options {
     shape: Shape,
     quantization: Option<(Quantization, bool)>,
+    kv_elements: KvElements,
     layers: usize,
     context: usize,
     prefill: usize,
@@ -347,6 +356,12 @@ fn options() -> Options {
     Options {
         shape: *SHAPES.iter().find(|shape| shape.name == name).expect("--shape is llama2-7b or llama3-8b"),
         quantization: value("--weights").and_then(|name| quantization(&name)),
+        kv_elements: match value("--kv-cache").as_deref() {
+            None | Some("bf16") => KvElements::Plain,
+            Some("fp8") => KvElements::Fp8,
+            Some("int8") => KvElements::Int8,
+            Some(other) => panic!("--kv-cache {other}; expected bf16, fp8 or int8"),
+        },
         layers: number("--layers", 32),
         context: number("--context", 128),
         prefill: number("--prefill", 16384),
@@ -434,7 +449,10 @@ fn main() -> Result<(), DeviceError> {
     mark("device open");
     let mut model = Model::load(&mut device, options.shape, options.layers, options.quantization)?;
     mark("weights queued");
-    let spec = spec(options.shape, options.layers, MAX_LEN, options.tp.size as usize);
+    let spec = AttentionSpec {
+        kv_elements: options.kv_elements,
+        ..spec(options.shape, options.layers, MAX_LEN, options.tp.size as usize)
+    };
     let plan = device.memory_plan(&spec)?;
     mark("weights loaded");
     print_rank_0(format!("{}: {plan:?}", device.describe()));

@@ -17,6 +17,7 @@ fn spec() -> WorkerSpec {
             device: DeviceChoice::Cpu { threads: 1, first_core: None },
             network: None,
             weight_precision: Default::default(),
+            kv_cache_type: Default::default(),
             step_timeout: Duration::from_secs(1),
             library_dirs: Vec::new(),
             cache_dir: None,

@@ -10,6 +10,7 @@ pub(crate) fn llm_config() -> LlmConfig {
             device: DeviceChoice::Cpu { threads: 1, first_core: None },
             network: None,
             weight_precision: WeightPrecision::default(),
+            kv_cache_type: Default::default(),
             step_timeout: std::time::Duration::from_secs(60),
             library_dirs: Vec::new(),
             cache_dir: None,
