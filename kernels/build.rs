@@ -147,10 +147,25 @@ fn compile_all(nvrtc: &Nvrtc, headers: &[(String, String)], jobs: &[Job], cache:
     paths
 }
 
+/// The name of an image: a hash of all that its compilation reads.
 fn key(nvrtc: &Nvrtc, headers: &[(String, String)], job: &Job) -> String {
     let mut hash = DefaultHasher::new();
-    (nvrtc.version(), headers, &job.source, nvrtc::OPTIONS).hash(&mut hash);
+    (nvrtc.version(), included(headers, &job.source), &job.source, nvrtc::OPTIONS).hash(&mut hash);
     format!("{}.{}.{:016x}.bin", job.module, job.arch, hash.finish())
+}
+
+/// The headers that `source` includes, and those that they include, in the order of `headers`.
+fn included<'a>(headers: &'a [(String, String)], source: &str) -> Vec<&'a (String, String)> {
+    let names = |text: &str, name: &str| text.contains(&format!("#include \"{name}\""));
+    let mut found: Vec<bool> = headers.iter().map(|(name, _)| names(source, name)).collect();
+    loop {
+        let of_found = |name: &str| headers.iter().zip(&found).any(|((_, text), found)| *found && names(text, name));
+        let next: Vec<bool> = headers.iter().zip(&found).map(|((name, _), found)| *found || of_found(name)).collect();
+        if next == found {
+            return headers.iter().zip(found).filter_map(|(header, found)| found.then_some(header)).collect();
+        }
+        found = next;
+    }
 }
 
 fn compile(nvrtc: &Nvrtc, headers: &[(String, String)], job: &Job, path: &Path) -> Result<(), String> {

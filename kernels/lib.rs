@@ -4,4 +4,5 @@
 
 pub mod cpu;
 pub mod cuda;
+pub mod kv_codes;
 pub mod reference;

@@ -4,7 +4,7 @@ use std::ffi::OsString;
 use std::path::PathBuf;
 
 use clap::{Args, Parser, Subcommand};
-use settings::{DeviceKind, WeightPrecision};
+use settings::{DeviceKind, KvCacheType, WeightPrecision};
 
 pub use crate::choices::{Backend, Bind, ContainerRuntime};
 use crate::command::text_with_dashes;
@@ -166,6 +166,9 @@ pub struct WorldFlags {
     /// Quantizes linear layers while they are loaded; a model's parameter `quantization` overrides it. [default: auto]
     #[arg(long, visible_alias = "quantization", value_enum, value_name = "PRECISION")]
     pub weight_only_precision: Option<WeightPrecision>,
+    /// The type of keys and values in the KV cache: auto, bf16, fp8 or int8; a model's parameter `kv_cache_dtype` overrides it. [default: auto]
+    #[arg(long, value_name = "TYPE", value_parser = str::parse::<KvCacheType>)]
+    pub kv_cache_dtype: Option<KvCacheType>,
     /// TensorRT-LLM's name for `--weight-only-precision=int8`, if no precision is named.
     #[arg(long, hide = true)]
     pub use_weight_only: bool,

@@ -233,6 +233,7 @@ fn any_rank_command(ranks_per_node: u32, flags: &WorldFlags, site: &Site) -> Com
     if let Some(precision) = flags.weight_only_precision.or(usual) {
         args.push(format!("--weight-only-precision={precision}"));
     }
+    args.extend(flags.kv_cache_dtype.map(|kind| format!("--kv-cache-dtype={kind}")));
     if let Some(network) = &flags.network {
         args.push(format!("--network={network}"));
     }

@@ -5,7 +5,7 @@
     cargo build --release --bin trireme
     V/bin/python scripts/quantization_accuracy.py --trireme target/release/trireme
 
-Each format is written by `trireme quantize`, or made at load, and served on the CPU. The log-probabilities of the tokens of texts that are not in
+Each format is written by `trireme quantize`, or made at load, or that of the KV cache, and served on the CPU. The log-probabilities of the tokens of texts that are not in
 the calibration text are compared with those that transformers computes in fp32, from the same checkpoint and from the original. Prints a
 table in Markdown.
 """
@@ -26,6 +26,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, CompressedTensorsC
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 FORMATS = ["fp8", "fp8-block", "int8", "int4", "int4-awq"]
 AT_LOAD = ["fp8", "int8", "int4"]
+CACHES = ["fp8", "int8"]
 
 
 def main():
@@ -54,6 +55,8 @@ def measure(args, folder):
         row(format, served(args, out, [], texts), reference(out, texts), original)
     for precision in AT_LOAD:
         row(f"{precision} at load", served(args, args.model, [f"--quantization={precision}"], texts), None, original)
+    for kind in CACHES:
+        row(f"keys and values in {kind}", served(args, args.model, [f"--kv-cache-dtype={kind}"], texts), None, original)
 
 
 def corpus(seed, documents):

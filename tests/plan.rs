@@ -31,6 +31,9 @@ fn a_plan_predicts_the_memory_of_workers_within_two_percent() {
     let quantized = copied_repository();
     set_parameters(&quantized, "tensorrt_llm", &[("use_weight_only", "true")]);
     compare(quantized.path());
+    let coded = copied_repository();
+    set_parameters(&coded, "tensorrt_llm", &[("kv_cache_dtype", "fp8")]);
+    compare(coded.path());
 }
 
 #[test]
@@ -57,6 +60,14 @@ fn parameters_of_quantization_choose_what_is_planned_and_contradictions_are_refu
         (
             &[("quantization", "fp4")][..],
             "parameter `quantization`: the precision of weights is `fp4`, expected `none`",
+        ),
+        (
+            &[("kv_cache_dtype", "fp8_e5m2")],
+            "parameter `kv_cache_dtype`: the type of the KV cache is `fp8_e5m2`, expected",
+        ),
+        (
+            &[("kv_cache_dtype", "fp8"), ("kv_cache_quant_algo", "INT8")],
+            "`kv_cache_dtype` and `kv_cache_quant_algo` differ",
         ),
         (&[("quantization", "fp8"), ("weight_only_precision", "int8")], "`quantization` and `weight_only_precision`"),
     ] {

@@ -14,12 +14,15 @@ use kernels::cuda::decode_attention::{
 use kernels::cuda::prefill_attention::{
     PrefillAttention, PrefillRows, PrefillWorkspace, prefill_attention, prefill_attention_simple,
 };
-use kernels::cuda::rope_cache::{HeadShape, LayerCache};
+use kernels::cuda::rope_cache::{CacheCodes, HeadShape, LayerCache};
 use kernels::cuda::scores::{ScoreChange, Scores};
 use kernels::cuda::{CudaError, DeviceBuffer, Gpu, Queue};
+use kernels::kv_codes::KvCodes;
 
 /// `H`, `K`, `D`.
 const HEADS: [(usize, usize, usize); 3] = [(32, 32, 128), (32, 8, 128), (16, 2, 128)];
+/// The same of rows whose keys and values are codes, beside bf16.
+const CODED_DECODES: [(usize, usize); 5] = [(1, 8192), (8, 8192), (32, 2048), (32, 8192), (128, 1024)];
 /// Number of rows, and positions of each row.
 const DECODES: [(usize, usize); 7] = [(1, 128), (1, 1024), (8, 1024), (32, 200), (32, 1024), (128, 160), (128, 1024)];
 const PREFILLS: [(usize, usize); 3] = [(8, 2048), (1, 2048), (1, 8192)];
@@ -29,6 +32,8 @@ const BLOCK_SIZE: usize = 64;
 struct Rows {
     k: DeviceBuffer,
     v: DeviceBuffer,
+    codes: Option<KvCodes>,
+    scales: DeviceBuffer,
     tables: DeviceBuffer,
     lens: DeviceBuffer,
     starts: DeviceBuffer,
@@ -36,15 +41,20 @@ struct Rows {
 }
 
 impl Rows {
-    fn new(gpu: &Arc<Gpu>, shape: HeadShape, rows: usize, len: usize, tokens_each: usize) -> Self {
+    fn new(gpu: &Arc<Gpu>, shape: HeadShape, codes: Option<KvCodes>, [rows, len, tokens_each]: [usize; 3]) -> Self {
         let max_blocks = len.div_ceil(BLOCK_SIZE);
         let elements = rows * max_blocks * shape.block_elements();
+        // As codes, each number is two.
+        let size = if codes.is_some() { elements.div_ceil(2) } else { elements };
+        let num_scales = codes.map_or(0, |_| elements / shape.head_dim);
         let upload = |values: &[u32]| DeviceBuffer::from_slice(gpu, values).expect("memory");
         let tables: Vec<u32> = (0..(rows * max_blocks) as u32).collect();
         let starts: Vec<u32> = (0..=rows).map(|row| (row * tokens_each) as u32).collect();
         Self {
-            k: random(gpu, elements),
-            v: random(gpu, elements),
+            k: random(gpu, size),
+            v: random(gpu, size),
+            codes,
+            scales: DeviceBuffer::from_slice(gpu, &vec![0.01f32; num_scales]).expect("memory"),
             tables: upload(&tables),
             lens: upload(&vec![len as u32; rows]),
             starts: upload(&starts),
@@ -53,7 +63,9 @@ impl Rows {
     }
 
     fn cache(&self) -> LayerCache {
-        LayerCache { k: self.k.span(), v: self.v.span() }
+        let scales = self.scales.span();
+        let codes = self.codes.map(|kind| CacheCodes { kind, k_scales: scales, v_scales: scales });
+        LayerCache { k: self.k.span(), v: self.v.span(), codes }
     }
 }
 
@@ -67,8 +79,14 @@ fn main() {
     for (num_heads, num_kv_heads, head_dim) in HEADS {
         let shape = HeadShape { num_heads, num_kv_heads, head_dim, block_size: BLOCK_SIZE, has_kv: true };
         for (rows, len) in DECODES {
-            decode(&gpu, &queue, shape, rows, len, read);
+            decode(&gpu, &queue, shape, None, [rows, len], read);
         }
+    }
+    let (num_heads, num_kv_heads, head_dim) = HEADS[1];
+    let shape = HeadShape { num_heads, num_kv_heads, head_dim, block_size: BLOCK_SIZE, has_kv: true };
+    for codes in [None, Some(KvCodes::Fp8), Some(KvCodes::Int8)] {
+        println!("{}:", codes.map_or("bf16", KvCodes::name));
+        CODED_DECODES.iter().for_each(|&(rows, len)| decode(&gpu, &queue, shape, codes, [rows, len], read));
     }
     println!(
         "{:>12} {:>5} {:>6} {:>9} {:>8} {:>10} {:>9}",
@@ -77,8 +95,12 @@ fn main() {
     for (num_heads, num_kv_heads, head_dim) in HEADS {
         let shape = HeadShape { num_heads, num_kv_heads, head_dim, block_size: BLOCK_SIZE, has_kv: true };
         for (rows, len) in PREFILLS {
-            prefill(&gpu, &queue, shape, rows, len);
+            prefill(&gpu, &queue, shape, None, [rows, len]);
         }
+    }
+    for codes in KvCodes::ALL {
+        println!("{}:", codes.name());
+        PREFILLS.iter().for_each(|&(rows, len)| prefill(&gpu, &queue, shape, Some(codes), [rows, len]));
     }
 }
 
@@ -93,10 +115,11 @@ fn slopes(gpu: &Arc<Gpu>, shape: HeadShape) -> DeviceBuffer {
     DeviceBuffer::from_slice(gpu, &slopes).expect("memory")
 }
 
-fn decode(gpu: &Arc<Gpu>, queue: &Queue, shape: HeadShape, rows: usize, len: usize, read: f64) {
-    let bytes = rows * len * shape.num_kv_heads * shape.head_dim * 4;
+fn decode(gpu: &Arc<Gpu>, queue: &Queue, shape: HeadShape, codes: Option<KvCodes>, [rows, len]: [usize; 2], read: f64) {
+    let position_bytes = if codes.is_some() { 2 * (shape.head_dim + KvCodes::SCALE_BYTES) } else { 4 * shape.head_dim };
+    let bytes = rows * len * shape.num_kv_heads * position_bytes;
     let copies = (ROTATED_BYTES / bytes).clamp(1, 12);
-    let sets: Vec<Rows> = (0..copies).map(|_| Rows::new(gpu, shape, rows, len, 1)).collect();
+    let sets: Vec<Rows> = (0..copies).map(|_| Rows::new(gpu, shape, codes, [rows, len, 1])).collect();
     let qkv = random(gpu, rows * shape.qkv_cols());
     let out = DeviceBuffer::with_count::<bf16>(gpu, rows * shape.num_heads * shape.head_dim).expect("memory");
     let workspace = DecodeWorkspace::new(gpu, rows, &[shape]).expect("memory");
@@ -135,8 +158,8 @@ fn apart(q: &Queue, attention: &DecodeAttention<'_>) -> Result<(), CudaError> {
     decode_attention_split(q, attention, Splits::for_rows(attention.rows.num_rows, attention.shape))
 }
 
-fn prefill(gpu: &Arc<Gpu>, queue: &Queue, shape: HeadShape, rows: usize, len: usize) {
-    let set = Rows::new(gpu, shape, rows, len, len);
+fn prefill(gpu: &Arc<Gpu>, queue: &Queue, shape: HeadShape, codes: Option<KvCodes>, [rows, len]: [usize; 2]) {
+    let set = Rows::new(gpu, shape, codes, [rows, len, len]);
     let qkv = random(gpu, rows * len * shape.qkv_cols());
     let out = DeviceBuffer::with_count::<bf16>(gpu, rows * len * shape.num_heads * shape.head_dim).expect("memory");
     let workspace = PrefillWorkspace::new(gpu).expect("memory");

@@ -15,6 +15,7 @@
 use std::ops::Range;
 
 use crate::cpu::attention_tile::{Attention, AttentionRow, TILE, Tile};
+use crate::cpu::coded_kv::CodedKv;
 use crate::cpu::kv_cache::{CHUNK, KvData, KvElement, KvShape, MAX_HEAD_DIM};
 use crate::cpu::shared::SharedOut;
 #[cfg(target_arch = "x86_64")]
@@ -39,10 +40,15 @@ impl Attention<'_> {
                 });
             }
             KvData::Bf16 { k, v } => {
-                self.each_tile(pool, rows, &cache.shape, |tile| tile.run(self.isa, &out, q, k, v));
+                let blocks = Plain::<u16> { k, v };
+                self.each_tile(pool, rows, &cache.shape, |tile| tile.run(self.isa, &out, q, &blocks));
             }
             KvData::F32 { k, v } => {
-                self.each_tile(pool, rows, &cache.shape, |tile| tile.run(self.isa, &out, q, k, v));
+                let blocks = Plain::<f32> { k, v };
+                self.each_tile(pool, rows, &cache.shape, |tile| tile.run(self.isa, &out, q, &blocks));
+            }
+            KvData::Coded(blocks) => {
+                self.each_tile(pool, rows, &cache.shape, |tile| tile.run(self.isa, &out, q, &**blocks));
             }
         }
     }
@@ -73,6 +79,65 @@ impl Attention<'_> {
     }
 }
 
+/// Blocks from which a tile reads 16 positions at a time.
+trait Blocks: Sync {
+    /// Type of keys in the products.
+    type Key: KvElement;
+
+    /// Writes the rows of V to `values`. Returns the keys from the first pair on, and the distance between pairs in positions;
+    /// `keys` is room for them.
+    fn read<'a, const DIM: usize>(
+        &'a self,
+        tile: &Tile<'_>,
+        position: usize,
+        keys: &'a mut [[f32; CHUNK]; DIM],
+        values: &mut [[f32; DIM]; CHUNK],
+    ) -> (&'a [Self::Key], usize);
+}
+
+/// Blocks of numbers.
+struct Plain<'a, T> {
+    k: &'a [T],
+    v: &'a [T],
+}
+
+impl<T: KvElement> Blocks for Plain<'_, T> {
+    type Key = T;
+
+    #[inline(always)]
+    fn read<'a, const DIM: usize>(
+        &'a self,
+        tile: &Tile<'_>,
+        position: usize,
+        _keys: &'a mut [[f32; CHUNK]; DIM],
+        values: &mut [[f32; DIM]; CHUNK],
+    ) -> (&'a [T], usize) {
+        let (keys, rows) = tile.chunk(self.k, self.v, position);
+        for (values, row) in values.iter_mut().zip(rows.chunks_exact(tile.shape.head_dim)) {
+            for (value, v) in values.iter_mut().zip(row) {
+                *value = v.to_f32();
+            }
+        }
+        (keys, tile.shape.block_size)
+    }
+}
+
+impl Blocks for CodedKv {
+    type Key = f32;
+
+    #[inline(always)]
+    fn read<'a, const DIM: usize>(
+        &'a self,
+        tile: &Tile<'_>,
+        position: usize,
+        keys: &'a mut [[f32; CHUNK]; DIM],
+        values: &mut [[f32; DIM]; CHUNK],
+    ) -> (&'a [f32], usize) {
+        self.expand(tile, position, keys.as_flattened_mut(), values);
+        (keys.as_flattened(), CHUNK)
+    }
+}
+
 /// The running softmax of one query.
 #[derive(Clone, Copy)]
 struct State<const DIM: usize> {
@@ -83,38 +148,37 @@ struct State<const DIM: usize> {
 
 impl Tile<'_> {
     /// Performs the same operations in the same order with any instruction set; it uses wider registers if available.
-    fn run<T: KvElement>(&self, isa: Isa, out: &SharedOut<f32>, q: &[f32], k: &[T], v: &[T]) {
+    fn run<B: Blocks>(&self, isa: Isa, out: &SharedOut<f32>, q: &[f32], blocks: &B) {
         match isa {
             // SAFETY: `isa` says that the processor has the instructions.
             #[cfg(target_arch = "x86_64")]
-            Isa::Avx512 | Isa::Avx512Bf16 => unsafe { run_avx512(self, out, q, k, v) },
+            Isa::Avx512 | Isa::Avx512Bf16 => unsafe { run_avx512(self, out, q, blocks) },
             // SAFETY: as above.
             #[cfg(target_arch = "x86_64")]
-            Isa::Avx2 => unsafe { run_avx2(self, out, q, k, v) },
-            _ => self.compute(out, q, k, v),
+            Isa::Avx2 => unsafe { run_avx2(self, out, q, blocks) },
+            _ => self.compute(out, q, blocks),
         }
     }
 
     /// Chooses buffer sizes that fit these queries and this head.
     #[inline(always)]
-    fn compute<T: KvElement>(&self, out: &SharedOut<f32>, q: &[f32], k: &[T], v: &[T]) {
+    fn compute<B: Blocks>(&self, out: &SharedOut<f32>, q: &[f32], blocks: &B) {
         match (self.queries.len() <= 4, self.shape.head_dim) {
-            (true, ..=64) => self.compute_in::<T, 4, 64>(out, q, k, v),
-            (false, ..=64) => self.compute_in::<T, TILE, 64>(out, q, k, v),
-            (true, ..=128) => self.compute_in::<T, 4, 128>(out, q, k, v),
-            (false, ..=128) => self.compute_in::<T, TILE, 128>(out, q, k, v),
-            (_, ..=256) => self.compute_in::<T, TILE, 256>(out, q, k, v),
-            _ => self.compute_in::<T, TILE, MAX_HEAD_DIM>(out, q, k, v),
+            (true, ..=64) => self.compute_in::<B, 4, 64>(out, q, blocks),
+            (false, ..=64) => self.compute_in::<B, TILE, 64>(out, q, blocks),
+            (true, ..=128) => self.compute_in::<B, 4, 128>(out, q, blocks),
+            (false, ..=128) => self.compute_in::<B, TILE, 128>(out, q, blocks),
+            (_, ..=256) => self.compute_in::<B, TILE, 256>(out, q, blocks),
+            _ => self.compute_in::<B, TILE, MAX_HEAD_DIM>(out, q, blocks),
         }
     }
 
     #[inline(always)]
-    fn compute_in<T: KvElement, const QUERIES: usize, const DIM: usize>(
+    fn compute_in<B: Blocks, const QUERIES: usize, const DIM: usize>(
         &self,
         out: &SharedOut<f32>,
         q: &[f32],
-        k: &[T],
-        v: &[T],
+        blocks: &B,
     ) {
         let dim = self.shape.head_dim;
         let mut scaled = [[0.0f32; DIM]; QUERIES];
@@ -123,23 +187,19 @@ impl Tile<'_> {
             let (token, head) = self.token_and_head(query);
             let q = &q[token * self.attention.q_stride + head * dim..][..dim];
             for (scaled, q) in scaled.iter_mut().zip(q) {
-                *scaled = T::from_f32(*q).to_f32();
+                *scaled = B::Key::from_f32(*q).to_f32();
             }
         }
         let mut values = [[0.0f32; DIM]; CHUNK];
+        let mut expanded = [[0.0f32; CHUNK]; DIM];
         let first_seen = self.seen(self.queries.start).start;
         let end = self.seen(self.queries.end - 1).end;
         for chunk in (first_seen / CHUNK * CHUNK..end).step_by(CHUNK) {
-            let (keys, chunk_values) = self.chunk(k, v, chunk);
-            for (values, row) in values.iter_mut().zip(chunk_values.chunks_exact(dim)) {
-                for (value, v) in values.iter_mut().zip(row) {
-                    *value = v.to_f32();
-                }
-            }
+            let (keys, stride) = blocks.read(self, chunk, &mut expanded, &mut values);
             for ((query, q), state) in self.queries.clone().zip(&scaled).zip(&mut states) {
                 let seen = self.seen(query);
                 if seen.start < chunk + CHUNK && chunk < seen.end {
-                    let mut scores = scores(&q[..dim], keys, self.shape.block_size, self.attention.scale);
+                    let mut scores = scores(&q[..dim], keys, stride, self.attention.scale);
                     self.cap(&mut scores);
                     if !self.attention.alibi_slopes.is_empty() {
                         self.add_alibi(&mut scores, chunk, query);
@@ -157,22 +217,22 @@ impl Tile<'_> {
 
 #[cfg(target_arch = "x86_64")]
 #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl")]
-unsafe fn run_avx512<T: KvElement>(tile: &Tile<'_>, out: &SharedOut<f32>, q: &[f32], k: &[T], v: &[T]) {
-    tile.compute(out, q, k, v);
+unsafe fn run_avx512<B: Blocks>(tile: &Tile<'_>, out: &SharedOut<f32>, q: &[f32], blocks: &B) {
+    tile.compute(out, q, blocks);
 }
 
 #[cfg(target_arch = "x86_64")]
 #[target_feature(enable = "avx2")]
-unsafe fn run_avx2<T: KvElement>(tile: &Tile<'_>, out: &SharedOut<f32>, q: &[f32], k: &[T], v: &[T]) {
-    tile.compute(out, q, k, v);
+unsafe fn run_avx2<B: Blocks>(tile: &Tile<'_>, out: &SharedOut<f32>, q: &[f32], blocks: &B) {
+    tile.compute(out, q, blocks);
 }
 
-/// `scale * q·k` of 16 positions.
+/// `scale * q·k` of 16 positions; pairs of keys are `stride` positions apart.
 #[inline(always)]
-fn scores<T: KvElement>(q: &[f32], keys: &[T], block_size: usize, scale: f32) -> [f32; CHUNK] {
+fn scores<T: KvElement>(q: &[f32], keys: &[T], stride: usize, scale: f32) -> [f32; CHUNK] {
     let mut sums = [0.0; CHUNK];
     for (pair, q) in q.chunks_exact(2).enumerate() {
-        let keys = &keys[pair * block_size * 2..][..2 * CHUNK];
+        let keys = &keys[pair * stride * 2..][..2 * CHUNK];
         for lane in 0..CHUNK {
             sums[lane] += q[0] * keys[2 * lane].to_f32() + q[1] * keys[2 * lane + 1].to_f32();
         }

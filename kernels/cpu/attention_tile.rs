@@ -2,7 +2,7 @@
 
 use std::ops::Range;
 
-use crate::cpu::kv_cache::{CHUNK, KvElement, KvShape};
+use crate::cpu::kv_cache::{CHUNK, KvShape};
 use crate::cpu::shared::SharedOut;
 use crate::cpu::{Isa, exp};
 
@@ -103,7 +103,7 @@ impl Tile<'_> {
     }
 
     /// K and V of 16 positions: K starts at the first pair, V is `[16, D]`.
-    pub(super) fn chunk<'k, T: KvElement>(&self, k: &'k [T], v: &'k [T], position: usize) -> (&'k [T], &'k [T]) {
+    pub(super) fn chunk<'k, T>(&self, k: &'k [T], v: &'k [T], position: usize) -> (&'k [T], &'k [T]) {
         let (block_size, dim) = (self.shape.block_size, self.shape.head_dim);
         let block = self.row.block_table[position / block_size] as usize;
         assert!(block < self.shape.num_blocks, "block {block} is in the cache");
@@ -111,5 +111,12 @@ impl Tile<'_> {
         let offset = position % block_size;
         let keys = &k[start..start + block_size * dim][offset * 2..];
         (keys, &v[start + offset * dim..][..CHUNK * dim])
+    }
+
+    /// The index of a position among those of all blocks of its KV head's part.
+    pub(super) fn row_of(&self, position: usize) -> usize {
+        let block_size = self.shape.block_size;
+        let block = self.row.block_table[position / block_size] as usize;
+        self.shape.start(block, self.kv_head) / self.shape.head_dim + position % block_size
     }
 }

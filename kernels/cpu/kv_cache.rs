@@ -2,9 +2,11 @@
 
 use bytemuck::Pod;
 
+use crate::cpu::coded_kv::CodedKv;
 use crate::cpu::packed::bf16_bits;
 use crate::cpu::shared::SharedOut;
 use crate::cpu::{Buffer, Pool, rotate};
+use crate::kv_codes::KvCodes;
 
 /// Number of positions in a step of attention's online softmax.
 pub(super) const CHUNK: usize = 16;
@@ -18,14 +20,17 @@ pub enum KvType {
     Bf16,
     /// IEEE single precision.
     F32,
+    /// Codes of eight bits with a scale for each position and KV head.
+    Codes(KvCodes),
 }
 
 impl KvType {
-    /// Bytes of one element.
-    pub fn size(self) -> usize {
+    /// Bytes of K, or of V, of one position, with `num_kv_heads` heads and `width` elements in all.
+    pub fn position_bytes(self, num_kv_heads: usize, width: usize) -> usize {
         match self {
-            KvType::Bf16 => 2,
-            KvType::F32 => 4,
+            KvType::Bf16 => width * 2,
+            KvType::F32 => width * 4,
+            KvType::Codes(_) => width + num_kv_heads * KvCodes::SCALE_BYTES,
         }
     }
 }
@@ -49,6 +54,7 @@ pub(super) struct KvShape {
 pub(super) enum KvData {
     Bf16 { k: Buffer<u16>, v: Buffer<u16> },
     F32 { k: Buffer<f32>, v: Buffer<f32> },
+    Coded(Box<CodedKv>),
 }
 
 impl KvCache {
@@ -63,6 +69,7 @@ impl KvCache {
         let data = match kv_type {
             KvType::Bf16 => KvData::Bf16 { k: Buffer::new(len), v: Buffer::new(len) },
             KvType::F32 => KvData::F32 { k: Buffer::new(len), v: Buffer::new(len) },
+            KvType::Codes(kind) => KvData::Coded(Box::new(CodedKv::new(kind, len / head_dim, head_dim))),
         };
         Self { shape: KvShape { num_blocks, num_kv_heads, block_size, head_dim }, data }
     }
@@ -83,6 +90,7 @@ impl KvCache {
             match &mut self.data {
                 KvData::Bf16 { k, v } => self.shape.write_head(&mut k[start..], &mut v[start..], offset, key, value),
                 KvData::F32 { k, v } => self.shape.write_head(&mut k[start..], &mut v[start..], offset, key, value),
+                KvData::Coded(blocks) => blocks.write(&self.shape, start, offset, key, value),
             }
         }
     }
@@ -127,6 +135,7 @@ impl KvCache {
         match &mut self.data {
             KvData::Bf16 { k, v } => shape.write_heads(pool, chunk, k, v, head),
             KvData::F32 { k, v } => shape.write_heads(pool, chunk, k, v, head),
+            KvData::Coded(blocks) => blocks.write_heads(&shape, pool, chunk, head),
         }
     }
 
@@ -141,6 +150,7 @@ impl KvCache {
         match &mut self.data {
             KvData::Bf16 { k, v } => [k, v].into_iter().for_each(|data| copy_block(data, len, from, to)),
             KvData::F32 { k, v } => [k, v].into_iter().for_each(|data| copy_block(data, len, from, to)),
+            KvData::Coded(blocks) => blocks.copy_block(len / head_dim, head_dim, from, to),
         }
     }
 }
@@ -189,7 +199,7 @@ impl KvShape {
 }
 
 /// Writes K and V of one token and KV head. Arguments: start of the head's part of the block, offset in it, K, V.
-type WriteHead<'a> = dyn FnMut(usize, usize, &[f32], &[f32]) + 'a;
+pub(super) type WriteHead<'a> = dyn FnMut(usize, usize, &[f32], &[f32]) + 'a;
 
 pub(super) trait KvElement: Pod + Send + Sync {
     fn from_f32(x: f32) -> Self;

@@ -11,6 +11,7 @@ mod affinity;
 mod attention;
 mod attention_tile;
 mod buffer;
+mod coded_kv;
 mod dot;
 mod exp;
 mod gated_delta;

@@ -1,6 +1,7 @@
 // Decode attention: operands (described in decode_attention.cu), the running softmax of a warp, and the sums over warps
 // and splits.
 #pragma once
+#include "kv_codes.cuh"
 #include "mma.cuh"
 
 constexpr int WARPS = 4;         // number of warps that attend
@@ -11,8 +12,8 @@ constexpr float LOG2E = 1.4426950408889634f;
 
 struct DecodeAttention {
     const bf16* q;
-    const bf16* k_blocks;
-    const bf16* v_blocks;
+    const void* k_blocks;  // bf16 or codes
+    const void* v_blocks;
     const u32* block_tables;
     const u32* context_lens;
     bf16* out;
@@ -29,6 +30,8 @@ struct DecodeAttention {
     float scale;
     u32 chunk;        // positions that are attended to begin at a multiple of it, 0 for no bound
     u32 splits;       // into which a row is divided at most
+    const float* k_scales;  // of codes, else null
+    const float* v_scales;
 };
 
 // Number of groups of query heads per KV head.
@@ -101,8 +104,10 @@ struct Softmax {
         }
     }
 
-    // Takes the scaled scores of a tile and returns the probabilities as the fragment p^T.
-    __device__ void step(float (&s)[4], u32& b0, u32& b1) {
+    // Takes the scaled scores of a tile and returns the probabilities as the fragment p^T, multiplied by the scales of the tile's
+    // values if they are codes.
+    template <class Tile>
+    __device__ void step(float (&s)[4], u32& b0, u32& b1, const Tile& tile) {
         float correction[2];
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
@@ -116,6 +121,7 @@ struct Softmax {
             s[h + 2] = exp2_fast(s[h + 2] - m);
             denominator[h] = denominator[h] * correction[h] + s[h] + s[h + 2];
         }
+        tile.weigh(s);
         b0 = transpose_8x8(pack_bf16x2(s[0], s[1]));
         b1 = transpose_8x8(pack_bf16x2(s[2], s[3]));
         if (__any_sync(FULL_WARP, correction[0] != 1.0f || correction[1] != 1.0f)) {

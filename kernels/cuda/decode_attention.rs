@@ -197,7 +197,8 @@ pub fn decode_attention_fixed(q: &Queue, attention: &DecodeAttention<'_>) -> Res
 pub fn decode_attention(q: &Queue, attention: &DecodeAttention<'_>) -> Result<(), CudaError> {
     let (num_rows, shape) = (attention.rows.num_rows, attention.shape);
     let splits = Splits::for_rows(num_rows, shape);
-    if takes_ring(q.gpu(), num_rows, shape) && !matches!(attention.positions, Positions::Rope(_)) {
+    let can_take_ring = attention.cache.codes.is_none() && !matches!(attention.positions, Positions::Rope(_));
+    if can_take_ring && takes_ring(q.gpu(), num_rows, shape) {
         return decode_attention_ring(q, attention, splits);
     }
     decode_attention_split(q, attention, splits)
@@ -208,7 +209,7 @@ pub fn takes_ring(gpu: &Gpu, num_rows: usize, shape: HeadShape) -> bool {
     counter_count(num_rows, shape) >= RING_FROM && has_ring(gpu, shape)
 }
 
-/// Whether [`decode_attention_ring`] supports this GPU and shape.
+/// Whether [`decode_attention_ring`] supports this GPU and shape; it reads bf16.
 pub fn has_ring(gpu: &Gpu, shape: HeadShape) -> bool {
     gpu.has_kernel(&format!("sm90_decode_attention_bf16_d{}", shape.head_dim))
 }
@@ -219,8 +220,10 @@ pub fn decode_attention_ring(q: &Queue, attention: &DecodeAttention<'_>, splits:
     let DecodeAttention { shape, rows, positions, cache, .. } = *attention;
     let head_dim = shape.head_dim;
     let argument = attention.argument(splits)?;
-    let whole = |span: Span| TensorMap::panels(span, span.count::<bf16>() / head_dim, head_dim, RING_TILE);
-    let half = |span: Span| TensorMap::matrix(span, span.count::<bf16>() / head_dim, head_dim, RING_TILE / 2, 64);
+    ensure!(OP, cache.codes.is_none(), "the ring reads bf16");
+    let cache_rows = cache.rows(head_dim);
+    let whole = |span: Span| TensorMap::panels(span, cache_rows, head_dim, RING_TILE);
+    let half = |span: Span| TensorMap::matrix(span, cache_rows, head_dim, RING_TILE / 2, 64);
     let maps = [whole(cache.k)?, whole(cache.v)?, half(cache.k)?, half(cache.v)?];
     let visits = counter_count(rows.num_rows, shape);
     let mut args = vec![Arg::Bytes(&argument)];
@@ -256,7 +259,8 @@ pub fn decode_attention_split(q: &Queue, attention: &DecodeAttention<'_>, splits
         Positions::Known => {
             let mut args = vec![Arg::Bytes(&argument)];
             args.extend(attention.scores.argument());
-            let name = format!("{shared}{}decode_attention_bf16_d{head_dim}", attention.scores.prefix());
+            let (prefix, element) = (attention.scores.prefix(), attention.cache.type_name());
+            let name = format!("{shared}{prefix}decode_attention_{element}_d{head_dim}");
             q.launch(&name, launch, &args)
         }
         Positions::Rope(RopeTables { cos, sin }) => {
@@ -268,6 +272,7 @@ pub fn decode_attention_split(q: &Queue, attention: &DecodeAttention<'_>, splits
             );
             let is_plain = attention.scores.change == ScoreChange::None && attention.scores.chunk == 0;
             ensure!(OP, is_plain && attention.shape.has_kv, "changed scores, chunks, or q alone are not rotated here");
+            ensure!(OP, attention.cache.codes.is_none(), "keys and values that become codes are not rotated here");
             ensure!(OP, rotates(attention.shape), "head_dim {head_dim}; a multiple of 64 is rotated here");
             let fits = cos.bytes() == sin.bytes() && cos.count::<f32>() >= head_dim / 2;
             ensure!(
@@ -291,8 +296,8 @@ pub fn rotates(shape: HeadShape) -> bool {
 }
 
 impl DecodeAttention<'_> {
-    /// The kernel's `DecodeAttention`: ten pointers, ten words.
-    fn argument(&self, splits: Splits) -> Result<[u8; 120], CudaError> {
+    /// The kernel's `DecodeAttention`: ten pointers, ten words, two pointers.
+    fn argument(&self, splits: Splits) -> Result<[u8; 136], CudaError> {
         let Self { out, qkv, cache, rows, shape, scores, workspace, .. } = *self;
         let HeadShape { num_heads, num_kv_heads, head_dim, block_size, .. } = shape;
         let Splits { splits, blocks, min_chunk, cluster } = splits;
@@ -312,7 +317,7 @@ impl DecodeAttention<'_> {
         let sums = partial_span.elements::<f32>(0, parts * head_dim);
         let stats = partial_span.elements::<f32>(parts * head_dim, parts * 2);
         let pointers = [qkv, cache.k, cache.v, rows.block_tables, rows.context_lens, out, sums, stats, counter_span];
-        let mut argument = [0u8; 120];
+        let mut argument = [0u8; 136];
         for (bytes, span) in argument.chunks_exact_mut(8).zip(pointers) {
             bytes.copy_from_slice(&span.address().to_ne_bytes());
         }
@@ -332,6 +337,9 @@ impl DecodeAttention<'_> {
         for (bytes, word) in argument[80..].chunks_exact_mut(4).zip(words) {
             bytes.copy_from_slice(&word.to_ne_bytes());
         }
+        for (bytes, span) in argument[120..].chunks_exact_mut(8).zip(cache.scales()) {
+            bytes.copy_from_slice(&span.address().to_ne_bytes());
+        }
         Ok(argument)
     }
 
@@ -346,9 +354,8 @@ impl DecodeAttention<'_> {
         ensure!(OP, rows.context_lens.count::<u32>() >= num_rows, "context_lens is too short for {num_rows} rows");
         let tables = rows.block_tables.count::<u32>();
         ensure!(OP, tables >= num_rows * rows.max_blocks, "block_tables is too short for {num_rows} rows");
-        let aligned = [out, qkv, cache.k, cache.v].iter().all(|span| span.is_aligned(16));
-        ensure!(OP, aligned, "a buffer is not 16-byte aligned");
-        Ok(())
+        ensure!(OP, out.is_aligned(16) && qkv.is_aligned(16), "a buffer is not 16-byte aligned");
+        cache.check(OP, head_dim)
     }
 }
 

@@ -10,7 +10,7 @@
 //! |---|---|
 //! | activations | `[T, cols]` bf16, contiguous, `cols % 8 == 0` |
 //! | qkv | `[T, (H + 2K) D]` bf16: all q heads, then all k heads, then all v heads of one token; q alone, `[T, H D]`, in layers that read the keys and values of another |
-//! | K blocks, V blocks | two buffers, each `[layer][block][K][B][D]` bf16; a wrapper gets the span of one layer |
+//! | K blocks, V blocks | two buffers, each `[layer][block][K][B][D]` bf16, or codes of a byte with two buffers of scales `[layer][block][K][B]` f32; a wrapper gets the spans of one layer |
 //! | slots | `[T]` u32: `block * B + offset`; `u32::MAX` writes nothing (padding) |
 //! | block_tables | `[R, max_blocks]` u32, padded with 0; row stride `max_blocks` is fixed for the life of the device |
 //! | context_lens | `[R]` u32: number of positions after this step, including this step's; 0 marks a padding row |

@@ -13,6 +13,8 @@
 //               p >= own / chunk * chunk if chunk is not 0
 // slots         [T] u32; u32::MAX marks a padding token, whose output is zeros
 // sinks         [H] f32 or null: a logit of each head that takes part in the softmax and has no value
+// scales        k and v of codes, each [blocks, K, B] f32; for kernels with fp8 or int8 in place of bf16 in their name, whose blocks
+//               have codes (kv_codes.rs)
 // slopes        [H] f32, for ALiBi                                                        (Press et al. 2022)
 // maths         fp32, online softmax
 // launch        grid (T, H), block 32
@@ -20,14 +22,25 @@
 // bound         latency; used for shapes that the fast kernels do not support, and as their reference
 // test          tests/cuda_ops.rs: 2^-7 of the value plus 2^-8 of the largest |v|
 // archs: 80 90a 100a ptx
-#include "common.cuh"
+#include "kv_codes.cuh"
 
-template <int MAX_D, bool ALIBI>
-__device__ __forceinline__ void attend(bf16* out, const bf16* qkv, const bf16* k_blocks, const bf16* v_blocks,
+// Scales of codes.
+struct Scales {
+    const float *k, *v;
+};
+
+template <Kv KV>
+__device__ __forceinline__ float element(const void* blocks, u64 at) {
+    if constexpr (KV == Kv::BF16) return to_f32(static_cast<const bf16*>(blocks)[at]);
+    else return code_value<KV>(static_cast<const u8*>(blocks)[at]);
+}
+
+template <int MAX_D, bool ALIBI, Kv KV>
+__device__ __forceinline__ void attend(bf16* out, const bf16* qkv, const void* k_blocks, const void* v_blocks,
                                        const u32* block_tables, const u32* token_tables, const u32* positions,
                                        const u32* slots, u32 q_stride, u32 max_blocks, u32 heads, u32 kv_heads, u32 dim,
                                        u32 log2_block, float scale, u32 window, u32 chunk, const float* sinks, float cap,
-                                       const float* slopes) {
+                                       const float* slopes, const Scales& scales) {
     const u32 t = blockIdx.x, head = blockIdx.y, lane = threadIdx.x;
     const u32 kv_head = head / (heads / kv_heads);
     float q[MAX_D / 32], sum[MAX_D / 32];
@@ -47,19 +60,21 @@ __device__ __forceinline__ void attend(bf16* out, const bf16* qkv, const bf16* k
     const float slope = ALIBI ? slopes[head] : 0.0f;
     for (u32 p = begin; p < end; ++p) {
         const u64 block = table[p >> log2_block];
-        const u64 at = (((block * kv_heads + kv_head) << log2_block) + (p & ((1u << log2_block) - 1))) * dim;
+        const u64 row = ((block * kv_heads + kv_head) << log2_block) + (p & ((1u << log2_block) - 1)), at = row * dim;
         float score = 0.0f;
 #pragma unroll
         for (int j = 0; j < MAX_D / 32; ++j)
-            if (j * 32 + lane < dim) score += q[j] * to_f32(k_blocks[at + j * 32 + lane]);
+            if (j * 32 + lane < dim) score += q[j] * element<KV>(k_blocks, at + j * 32 + lane);
         score = warp_sum(score);
+        if (KV != Kv::BF16) score *= scales.k[row];
         if (cap != 0.0f) score = cap * tanhf(score / cap);
         if (ALIBI) score += slope * (float)(i32)(p + 1 - end);
         const float next = fmaxf(most, score), old = __expf(most - next), weight = __expf(score - next);
         mass = mass * old + weight;
+        const float part = KV == Kv::BF16 ? weight : weight * scales.v[row];
 #pragma unroll
         for (int j = 0; j < MAX_D / 32; ++j)
-            if (j * 32 + lane < dim) sum[j] = sum[j] * old + weight * to_f32(v_blocks[at + j * 32 + lane]);
+            if (j * 32 + lane < dim) sum[j] = sum[j] * old + part * element<KV>(v_blocks, at + j * 32 + lane);
         most = next;
     }
     bf16* to = out + ((u64)t * heads + head) * dim;
@@ -69,24 +84,27 @@ __device__ __forceinline__ void attend(bf16* out, const bf16* qkv, const bf16* k
 }
 
 #define OPERANDS                                                                                                        \
-    bf16 *out, const bf16 *qkv, const bf16 *k_blocks, const bf16 *v_blocks, const u32 *block_tables,                    \
+    bf16 *out, const bf16 *qkv, const void *k_blocks, const void *v_blocks, const u32 *block_tables,                    \
         const u32 *token_tables, const u32 *positions, const u32 *slots, u32 q_stride, u32 max_blocks, u32 heads,       \
-        u32 kv_heads, u32 dim, u32 log2_block, float scale, u32 window, u32 chunk, const float *sinks
+        u32 kv_heads, u32 dim, u32 log2_block, float scale, u32 window, u32 chunk, const float *sinks, const Scales scales
 #define PASSED                                                                                                          \
     out, qkv, k_blocks, v_blocks, block_tables, token_tables, positions, slots, q_stride, max_blocks, heads, kv_heads,  \
         dim, log2_block, scale, window, chunk, sinks
 
-extern "C" __global__ void __launch_bounds__(32) paged_attention_bf16(OPERANDS) {
-    if (dim <= 256) return attend<256, false>(PASSED, 0.0f, nullptr);
-    attend<512, false>(PASSED, 0.0f, nullptr);
-}
+#define PAGED_ATTENTION(NAME, KV)                                                                                       \
+    extern "C" __global__ void __launch_bounds__(32) paged_attention_##NAME(OPERANDS) {                                 \
+        if (dim <= 256) return attend<256, false, KV>(PASSED, 0.0f, nullptr, scales);                                   \
+        attend<512, false, KV>(PASSED, 0.0f, nullptr, scales);                                                          \
+    }                                                                                                                   \
+    extern "C" __global__ void __launch_bounds__(32) alibi_paged_attention_##NAME(OPERANDS, const float* slopes) {      \
+        if (dim <= 256) return attend<256, true, KV>(PASSED, 0.0f, slopes, scales);                                     \
+        attend<512, true, KV>(PASSED, 0.0f, slopes, scales);                                                            \
+    }                                                                                                                   \
+    extern "C" __global__ void __launch_bounds__(32) capped_paged_attention_##NAME(OPERANDS, float cap) {               \
+        if (dim <= 256) return attend<256, false, KV>(PASSED, cap, nullptr, scales);                                    \
+        attend<512, false, KV>(PASSED, cap, nullptr, scales);                                                           \
+    }
 
-extern "C" __global__ void __launch_bounds__(32) alibi_paged_attention_bf16(OPERANDS, const float* slopes) {
-    if (dim <= 256) return attend<256, true>(PASSED, 0.0f, slopes);
-    attend<512, true>(PASSED, 0.0f, slopes);
-}
-
-extern "C" __global__ void __launch_bounds__(32) capped_paged_attention_bf16(OPERANDS, float cap) {
-    if (dim <= 256) return attend<256, false>(PASSED, cap, nullptr);
-    attend<512, false>(PASSED, cap, nullptr);
-}
+PAGED_ATTENTION(bf16, Kv::BF16)
+PAGED_ATTENTION(fp8, Kv::FP8)
+PAGED_ATTENTION(int8, Kv::INT8)

@@ -5,7 +5,7 @@ use half::bf16;
 use super::error::ensure;
 use super::rope_cache::{HeadShape, LayerCache};
 use super::scores::Scores;
-use super::{CudaError, Launch, Queue, Span};
+use super::{Arg, CudaError, Launch, Queue, Span};
 
 /// Maximum size of a head.
 pub const MAX_HEAD_DIM: usize = 512;
@@ -56,8 +56,10 @@ pub fn paged_attention(q: &Queue, attention: &PagedAttention, num_tokens: usize)
     );
     ensure!(op, block_size.is_power_of_two(), "block_size {block_size} is not a power of two");
     ensure!(op, num_tokens > 0, "no tokens");
+    cache.check(op, head_dim)?;
     ensure!(op, out.count::<bf16>() >= num_tokens * num_heads * head_dim, "out is too short for {num_tokens} tokens");
     ensure!(op, qkv.count::<bf16>() >= num_tokens * shape.qkv_cols(), "qkv is too short for {num_tokens} tokens");
+    let scales = cache.scales().map(|span| span.address());
     let mut args = vec![
         out.into(),
         qkv.into(),
@@ -77,8 +79,9 @@ pub fn paged_attention(q: &Queue, attention: &PagedAttention, num_tokens: usize)
         scores.window.into(),
         scores.chunk.into(),
         scores.sinks.unwrap_or(Span::NULL).into(),
+        Arg::Bytes(bytemuck::bytes_of(&scales)),
     ];
     args.extend(scores.argument());
-    let name = format!("{}paged_attention_bf16", scores.prefix());
+    let name = format!("{}paged_attention_{}", scores.prefix(), cache.type_name());
     q.launch(&name, Launch::new(0, 32).grid(num_tokens as u32, num_heads as u32, 1), &args)
 }

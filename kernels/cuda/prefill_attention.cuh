@@ -8,8 +8,8 @@ constexpr float LOG2E = 1.4426950408889634f;
 
 struct PrefillAttention {
     const bf16* q;  // [T, H, D], rows `q_stride` elements apart (the q part of qkv)
-    const bf16* k_blocks;
-    const bf16* v_blocks;
+    const void* k_blocks;  // bf16 or codes
+    const void* v_blocks;
     const u32* block_tables;  // [R, max_blocks]
     const u32* context_lens;  // [R]
     const u32* row_starts;    // [R + 1]
@@ -22,6 +22,8 @@ struct PrefillAttention {
     u32 window;       // positions that are attended to, 0 for all
     float scale;
     u32 chunk;        // positions that are attended to begin at a multiple of it, 0 for no bound
+    const float* k_scales;    // of codes, else null
+    const float* v_scales;
 };
 
 // A tile of queries of one row, and the keys that it attends to.
@@ -56,21 +58,19 @@ __device__ __forceinline__ QueryTile query_tile(const PrefillAttention& a, u32 r
 // Whether the query at `position`, which attends to keys from `first` on, attends to the key at `key`.
 __device__ __forceinline__ bool sees(u32 position, u32 first, u32 key) { return key <= position && key >= first; }
 
-// The element offset of a key's row of one KV head in the K and V blocks.
+// The index of a key of one KV head among all rows of the K and V blocks.
 struct BlockRows {
     const u32* table;
-    u64 block_elements, head_offset;
-    u32 shift, in_block, head_dim;
+    u32 kv_heads, kv_head, shift, in_block;
 
-    __device__ BlockRows(const PrefillAttention& a, u32 row, u32 kv_head, u32 d)
+    __device__ BlockRows(const PrefillAttention& a, u32 row, u32 head)
         : table(a.block_tables + (u64)row * a.max_blocks),
-          block_elements((u64)a.kv_heads * d << a.block_shift),
-          head_offset((u64)kv_head * d << a.block_shift),
+          kv_heads(a.kv_heads),
+          kv_head(head),
           shift(a.block_shift),
-          in_block((1u << a.block_shift) - 1),
-          head_dim(d) {}
+          in_block((1u << a.block_shift) - 1) {}
 
     __device__ u64 operator()(u32 key) const {
-        return table[key >> shift] * block_elements + head_offset + (u64)(key & in_block) * head_dim;
+        return (((u64)table[key >> shift] * kv_heads + kv_head) << shift) + (key & in_block);
     }
 };

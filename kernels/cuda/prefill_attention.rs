@@ -8,6 +8,7 @@ use super::rope_cache::{HeadShape, LayerCache};
 use super::scores::Scores;
 use super::tensor_map::TensorMap;
 use super::{Arg, CudaError, DeviceBuffer, Gpu, Launch, Queue, Span};
+use crate::kv_codes::KvCodes;
 use std::sync::Arc;
 
 const OP: &str = "prefill_attention";
@@ -66,14 +67,14 @@ pub struct PrefillAttention<'a> {
 
 /// Queues the attention.
 pub fn prefill_attention(q: &Queue, attention: &PrefillAttention<'_>) -> Result<(), CudaError> {
-    if has_hopper_kernel(q.gpu(), attention.shape) {
+    if attention.cache.codes.is_none() && has_hopper_kernel(q.gpu(), attention.shape) {
         prefill_attention_hopper(q, attention)
     } else {
         prefill_attention_simple(q, attention)
     }
 }
 
-/// Whether this GPU and this build have the fast kernel for the shape.
+/// Whether this GPU and this build have the fast kernel for the shape, which reads keys and values in bf16.
 pub fn has_hopper_kernel(gpu: &Gpu, shape: HeadShape) -> bool {
     gpu.capability().0 == 9
         && shape.block_size <= 128
@@ -85,10 +86,11 @@ fn prefill_attention_hopper(q: &Queue, attention: &PrefillAttention<'_>) -> Resu
     attention.check()?;
     let PrefillAttention { qkv, cache, rows, shape, workspace, .. } = *attention;
     let HeadShape { num_heads, head_dim, block_size, .. } = shape;
-    let cache_rows = |span: Span| span.count::<bf16>() / head_dim;
+    ensure!(OP, cache.codes.is_none(), "this kernel reads bf16");
+    let cache_rows = cache.rows(head_dim);
     let q_map = TensorMap::matrix(qkv, rows.num_tokens, shape.qkv_cols(), QUERIES, 64)?;
-    let k_map = TensorMap::matrix(cache.k, cache_rows(cache.k), head_dim, block_size, 64)?;
-    let v_map = TensorMap::matrix(cache.v, cache_rows(cache.v), head_dim, block_size, 64)?;
+    let k_map = TensorMap::matrix(cache.k, cache_rows, head_dim, block_size, 64)?;
+    let v_map = TensorMap::matrix(cache.v, cache_rows, head_dim, block_size, 64)?;
     let tiles = rows.max_chunk.div_ceil(QUERIES);
     let works = (tiles * num_heads * rows.num_rows) as u32;
     let argument = attention.argument();
@@ -114,19 +116,20 @@ pub fn prefill_attention_simple(q: &Queue, attention: &PrefillAttention<'_>) -> 
     let argument = attention.argument();
     let mut args = vec![Arg::Bytes(&argument)];
     args.extend(attention.scores.argument());
-    q.launch(&attention.kernel(), simple_launch(attention.rows, attention.shape), &args)
+    q.launch(&attention.kernel(), attention.simple_launch(), &args)
 }
 
 impl PrefillAttention<'_> {
     /// The name of the simple kernel.
     fn kernel(&self) -> String {
-        format!("{}prefill_attention_bf16_d{}", self.scores.prefix(), self.shape.head_dim)
+        let (prefix, element) = (self.scores.prefix(), self.cache.type_name());
+        format!("{prefix}prefill_attention_{element}_d{}", self.shape.head_dim)
     }
 
-    /// The kernels' `PrefillAttention`: eight pointers, eight words.
-    fn argument(&self) -> [u8; 96] {
+    /// The kernels' `PrefillAttention`: eight pointers, eight words, two pointers.
+    fn argument(&self) -> [u8; 112] {
         let Self { out, qkv, cache, rows, shape, scores, .. } = *self;
-        let mut argument = [0u8; 96];
+        let mut argument = [0u8; 112];
         let pointers = [qkv, cache.k, cache.v, rows.block_tables, rows.context_lens, rows.row_starts, out];
         for (bytes, span) in argument.chunks_exact_mut(8).zip(pointers) {
             bytes.copy_from_slice(&span.address().to_ne_bytes());
@@ -144,6 +147,9 @@ impl PrefillAttention<'_> {
         argument[56..64].copy_from_slice(&scores.sinks_address().to_ne_bytes());
         for (bytes, word) in argument[64..].chunks_exact_mut(4).zip(words) {
             bytes.copy_from_slice(&word.to_ne_bytes());
+        }
+        for (bytes, span) in argument[96..].chunks_exact_mut(8).zip(cache.scales()) {
+            bytes.copy_from_slice(&span.address().to_ne_bytes());
         }
         argument
     }
@@ -165,14 +171,21 @@ impl PrefillAttention<'_> {
         ensure!(OP, rows.row_starts.count::<u32>() > num_rows, "row_starts is too short for {num_rows} rows");
         let tables = rows.block_tables.count::<u32>();
         ensure!(OP, tables >= num_rows * rows.max_blocks, "block_tables is too short for {num_rows} rows");
-        let aligned = [out, qkv, cache.k, cache.v].iter().all(|span| span.is_aligned(16));
-        ensure!(OP, aligned, "a buffer is not 16-byte aligned");
-        Ok(())
+        ensure!(OP, out.is_aligned(16) && qkv.is_aligned(16), "a buffer is not 16-byte aligned");
+        cache.check(OP, head_dim)
     }
-}
 
-fn simple_launch(rows: PrefillRows, shape: HeadShape) -> Launch {
-    Launch::new(0, 256)
-        .grid(rows.max_chunk.div_ceil(QUERIES) as u32, shape.num_heads as u32, rows.num_rows as u32)
-        .shared(((QUERIES + 4 * KEYS) * (2 * shape.head_dim + 16)) as u32)
+    /// The launch of the simple kernel. Its shared memory has the queries and two tiles of K and V in bf16; of codes, one tile in
+    /// bf16, two of codes, and their scales.
+    fn simple_launch(&self) -> Launch {
+        let (rows, shape) = (self.rows, self.shape);
+        let row_bytes = 2 * shape.head_dim + 16;
+        let shared_bytes = match self.cache.codes {
+            None => (QUERIES + 4 * KEYS) * row_bytes,
+            Some(_) => (QUERIES + 2 * KEYS) * row_bytes + 4 * KEYS * (shape.head_dim + KvCodes::SCALE_BYTES),
+        };
+        Launch::new(0, 256)
+            .grid(rows.max_chunk.div_ceil(QUERIES) as u32, shape.num_heads as u32, rows.num_rows as u32)
+            .shared(shared_bytes as u32)
+    }
 }

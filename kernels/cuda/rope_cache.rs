@@ -4,6 +4,7 @@ use half::bf16;
 
 use super::error::ensure;
 use super::{Arg, CudaError, Launch, Queue, Span};
+use crate::kv_codes::KvCodes;
 
 /// Head counts and sizes of a worker, and the size of its KV blocks.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -38,13 +39,59 @@ impl HeadShape {
     }
 }
 
-/// Keys and values of one layer, each `[blocks, K, B, D]` bf16.
+/// Keys and values of one layer, each `[blocks, K, B, D]` bf16, or codes of a byte.
 #[derive(Debug, Clone, Copy)]
 pub struct LayerCache {
     /// Keys, after the rotation.
     pub k: Span,
     /// Values.
     pub v: Span,
+    /// For codes, their kind and scales.
+    pub codes: Option<CacheCodes>,
+}
+
+/// What codes of keys and values mean.
+#[derive(Debug, Clone, Copy)]
+pub struct CacheCodes {
+    /// How codes are numbers.
+    pub kind: KvCodes,
+    /// Scales of keys, `[blocks, K, B]` f32.
+    pub k_scales: Span,
+    /// Scales of values.
+    pub v_scales: Span,
+}
+
+impl LayerCache {
+    /// The type of elements in the names of kernels.
+    pub(super) fn type_name(&self) -> &'static str {
+        self.codes.map_or("bf16", |codes| codes.kind.name())
+    }
+
+    /// Bytes of an element.
+    pub(super) fn element_bytes(&self) -> usize {
+        if self.codes.is_some() { 1 } else { 2 }
+    }
+
+    /// Scales of keys and of values; null without codes.
+    pub(super) fn scales(&self) -> [Span; 2] {
+        self.codes.map_or([Span::NULL; 2], |codes| [codes.k_scales, codes.v_scales])
+    }
+
+    /// Rows of D elements in K, or in V.
+    pub(super) fn rows(&self, head_dim: usize) -> usize {
+        self.k.bytes() / (head_dim * self.element_bytes())
+    }
+
+    /// Checks that all buffers are aligned, and that every row has a scale.
+    pub(super) fn check(&self, op: &'static str, head_dim: usize) -> Result<(), CudaError> {
+        let [k_scales, v_scales] = self.scales();
+        let aligned = [self.k, self.v, k_scales, v_scales].iter().all(|span| span.is_aligned(16));
+        ensure!(op, aligned, "keys, values or their scales are not 16-byte aligned");
+        let rows = self.rows(head_dim);
+        let has_all = self.codes.is_none() || [k_scales, v_scales].iter().all(|span| span.count::<f32>() >= rows);
+        ensure!(op, has_all, "fewer scales than {rows} rows of keys and values");
+        Ok(())
+    }
 }
 
 /// Positions of a step's tokens, and the rotation tables.
@@ -96,7 +143,8 @@ pub fn rope_cache(
     let found = qkv.count::<bf16>();
     ensure!("rope_cache", found >= num_tokens * shape.qkv_cols(), "qkv has {found} elements for {num_tokens} tokens");
     let [cos, sin] = inputs.tables.unwrap_or([Span::NULL, Span::NULL]);
-    let spans = [cos, sin, qkv, cache.k, cache.v];
+    cache.check("rope_cache", head_dim)?;
+    let spans = [cos, sin, qkv];
     ensure!("rope_cache", spans.iter().all(|s| s.is_aligned(16)), "a buffer is not 16-byte aligned");
     for (name, span) in [("positions", inputs.positions), ("slots", inputs.slots)] {
         ensure!("rope_cache", span.count::<u32>() >= num_tokens, "{name} is shorter than {num_tokens}");
@@ -104,21 +152,23 @@ pub fn rope_cache(
     let has_period = inputs.query_scale.is_none_or(|scale| scale.period > 0);
     ensure!("rope_cache", has_period, "the scale of queries has a period of 0");
     let scale = QueryScale::parameters(inputs.query_scale);
-    let units = (num_heads + 2 * kv_heads) * head_dim / 16;
-    let args = [
-        qkv.into(),
-        cache.k.into(),
-        cache.v.into(),
-        cos.into(),
-        sin.into(),
-        inputs.positions.into(),
-        inputs.slots.into(),
-        (num_heads as u32).into(),
-        (kv_heads as u32).into(),
-        (head_dim as u32).into(),
-        block_size.trailing_zeros().into(),
-        Arg::Bytes(bytemuck::bytes_of(&scale)),
-    ];
+    let heads = num_heads + 2 * kv_heads;
+    // A warp has whole heads where they are coded.
+    let lanes = (head_dim / 16).next_power_of_two();
+    ensure!("rope_cache", cache.codes.is_none() || lanes <= 32, "head_dim {head_dim} of codes; at most 512");
+    let units = if cache.codes.is_some() { heads * lanes } else { heads * head_dim / 16 };
+    let pointers = [cache.k, cache.v, cache.scales()[0], cache.scales()[1]].map(|span| span.address());
+    let blocks = match cache.codes {
+        Some(_) => vec![Arg::Bytes(bytemuck::bytes_of(&pointers))],
+        None => vec![cache.k.into(), cache.v.into()],
+    };
+    let mut args = vec![qkv.into()];
+    args.extend(blocks);
+    args.extend([cos, sin, inputs.positions, inputs.slots].map(Arg::from));
+    let words = [num_heads, kv_heads, head_dim].map(|size| Arg::U32(size as u32));
+    args.extend(words);
+    args.extend([block_size.trailing_zeros().into(), Arg::Bytes(bytemuck::bytes_of(&scale))]);
+    args.extend(cache.codes.map(|_| Arg::U32(lanes.trailing_zeros())));
     let launch = Launch::new(0, 128).grid(num_tokens as u32, units.div_ceil(128) as u32, 1);
-    q.launch("rope_cache_bf16", launch, &args)
+    q.launch(&format!("rope_cache_{}", cache.type_name()), launch, &args)
 }

@@ -247,6 +247,8 @@ template <int D>
 struct Tile {
     u32 base;  // address of K; V follows
 
+    static __device__ void weigh(float (&)[4]) {}
+
     // scores[16 positions, 8 heads] = K q^T
     __device__ void scores(float (&s)[4], const u32 (&q)[D / 16][2]) const {
         const u32 lane = threadIdx.x % 32, row = lane % 16, half = lane / 16;
@@ -361,7 +363,7 @@ struct Consumer {
                 s[e] = seen ? bias.add(s[e] * scale, e % 2, position) : -INFINITY_F;
             }
             u32 b0, b1;
-            state.step(s, b0, b1);
+            state.step(s, b0, b1, tile);
             tile.accumulate(state.sum, b0, b1);
             release(smem.empty(mine.index));
         }

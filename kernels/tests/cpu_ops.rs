@@ -8,6 +8,7 @@ use kernels::cpu::{
     Attention, AttentionRow, Gate, Heads, Isa, KvCache, KvType, Norm, Pool, Rotation, Xielu, activate, add_norm,
     add_normed, gate, head_norm, head_squares, norm, rotate, rotate_queries, scale_heads,
 };
+use kernels::kv_codes::KvCodes;
 use kernels::reference;
 
 fn assert_near(found: &[f32], expected: &[f32], allowed: f32, what: &str) {
@@ -266,6 +267,10 @@ impl Case {
     }
 
     fn cache(&self, kv_type: KvType) -> KvCache {
+        self.cache_of(kv_type, &self.k(), &self.v())
+    }
+
+    fn cache_of(&self, kv_type: KvType, k: &[f32], v: &[f32]) -> KvCache {
         let mut cache = KvCache::new(kv_type, NUM_BLOCKS, self.kv_heads, self.block, self.dim);
         let width = self.kv_heads * self.dim;
         for slot in 0..NUM_BLOCKS * self.block {
@@ -276,7 +281,7 @@ impl Case {
             let slot = self.table()[position / self.block] as usize * self.block + position % self.block;
             let own = position * width..(position + 1) * width;
             match position < self.len {
-                true => cache.write(slot, &self.k()[own.clone()], &self.v()[own]),
+                true => cache.write(slot, &k[own.clone()], &v[own]),
                 false => cache.write(slot, &vec![3.0; width], &vec![1e9; width]),
             }
         }
@@ -346,6 +351,32 @@ fn cases() -> Vec<Case> {
         }
     }
     cases
+}
+
+/// Blocks of codes give what blocks of f32 with the same numbers give.
+#[test]
+fn attention_to_codes_is_that_to_their_numbers() {
+    for (case, kind) in cases().into_iter().flat_map(|case| KvCodes::ALL.map(|kind| (case.clone(), kind))) {
+        let rounded = |values: Vec<f32>| -> Vec<f32> {
+            let head = |values: &[f32]| {
+                let mut codes = vec![0; values.len()];
+                let scale = kind.encode_all(values, &mut codes);
+                codes.into_iter().map(move |code| kind.decode(code) * scale).collect::<Vec<_>>()
+            };
+            values.chunks(case.dim).flat_map(head).collect()
+        };
+        let (k, v) = (rounded(case.k()), rounded(case.v()));
+        let numbers = case.cache_of(KvType::F32, &k, &v);
+        let mut codes = case.cache(KvType::Codes(kind));
+        // A block that was copied has the same codes and scales; block 0 is in use by nothing but this copy.
+        let table = case.table();
+        codes.copy_block(table[0] as usize, 0);
+        codes.copy_block(0, table[0] as usize);
+        for isa in Isa::available() {
+            let expected = case.run(isa, &numbers, 0, case.len, 2);
+            assert_eq!(case.run(isa, &codes, 0, case.len, 2), expected, "{kind:?}, {isa:?}");
+        }
+    }
 }
 
 #[test]

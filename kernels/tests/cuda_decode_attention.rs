@@ -13,6 +13,7 @@ use kernels::cuda::decode_attention::{
 use kernels::cuda::rope_cache::{HeadShape, RopeInputs, rope_cache};
 use kernels::cuda::scores::{ALIBI_HEAD_DIMS, CAPPED_HEAD_DIMS, HEAD_DIMS};
 use kernels::cuda::{CudaError, DeviceBuffer, Queue};
+use kernels::kv_codes::KvCodes;
 use rows::{CachedRows, Kind};
 
 const SHAPES: [[usize; 4]; 8] = [
@@ -45,25 +46,25 @@ const FEW_ROWS: [&[usize]; 4] = [&[1], &[5, 0, 17, 16], &[255, 256, 257], &[1000
 
 #[test]
 fn rows_of_any_length_attend_as_the_formula_says() {
-    attends_as_the_formula_says(3, Kind::Plain, decode_attention_split, &FEW_ROWS);
+    attends_as_the_formula_says(3, Kind::Plain, None, decode_attention_split, &FEW_ROWS);
 }
 
 #[test]
 fn alibi_penalizes_distance_as_the_formula_says() {
-    attends_as_the_formula_says(5, Kind::Alibi, decode_attention_split, &FEW_ROWS);
+    attends_as_the_formula_says(5, Kind::Alibi, None, decode_attention_split, &FEW_ROWS);
 }
 
 #[test]
 fn capped_scores_and_sinks_are_attended_to_as_the_formula_says() {
     for kind in [Kind::Capped, Kind::Sinks] {
-        attends_as_the_formula_says(9, kind, decode_attention_split, &FEW_ROWS);
+        attends_as_the_formula_says(9, kind, None, decode_attention_split, &FEW_ROWS);
     }
 }
 
 #[test]
 fn the_ring_attends_as_the_formula_says() {
     for kind in [Kind::Plain, Kind::Alibi, Kind::Capped, Kind::Sinks] {
-        attends_as_the_formula_says(13, kind, decode_attention_ring, &FEW_ROWS);
+        attends_as_the_formula_says(13, kind, None, decode_attention_ring, &FEW_ROWS);
     }
 }
 
@@ -71,11 +72,23 @@ fn the_ring_attends_as_the_formula_says() {
 fn a_block_of_the_ring_goes_over_many_rows() {
     let lens: Vec<usize> = (0..160).map(|row| [40, 0, 1, 16, 130, 17, 333, 64, 65, 2500][row * 7 % 10]).collect();
     for kind in [Kind::Plain, Kind::Alibi, Kind::Capped, Kind::Sinks] {
-        attends_as_the_formula_says(17, kind, decode_attention_ring, &[&lens]);
+        attends_as_the_formula_says(17, kind, None, decode_attention_ring, &[&lens]);
     }
 }
 
-fn attends_as_the_formula_says(seed: u64, kind: Kind, kernel: Kernel, lens: &[&[usize]]) {
+#[test]
+fn rows_of_codes_attend_as_the_formula_says() {
+    for (codes, kind) in every_kind_of_codes() {
+        attends_as_the_formula_says(19, kind, Some(codes), decode_attention_split, &FEW_ROWS);
+    }
+}
+
+fn every_kind_of_codes() -> impl Iterator<Item = (KvCodes, Kind)> {
+    let kinds = [Kind::Plain, Kind::Alibi, Kind::Capped, Kind::Sinks];
+    KvCodes::ALL.into_iter().flat_map(move |codes| kinds.map(|kind| (codes, kind)))
+}
+
+fn attends_as_the_formula_says(seed: u64, kind: Kind, codes: Option<KvCodes>, kernel: Kernel, lens: &[&[usize]]) {
     let Some((gpu, queue)) = gpu::open() else { return };
     let mut random = Random::new(seed);
     for [num_heads, num_kv_heads, head_dim, block_size] in SHAPES {
@@ -91,6 +104,10 @@ fn attends_as_the_formula_says(seed: u64, kind: Kind, kernel: Kernel, lens: &[&[
         }
         for &lens in lens {
             let cached = CachedRows::new(&gpu, &mut random, shape, lens);
+            let cached = match codes {
+                Some(codes) => cached.coded(&gpu, codes),
+                None => cached,
+            };
             let workspace = DecodeWorkspace::new(&gpu, lens.len().max(64), &[shape]).expect("memory");
             let cols = num_heads * head_dim;
             let qkv = random.bf16s(lens.len() * shape.qkv_cols(), 1.0);
@@ -130,7 +147,8 @@ fn attends_as_the_formula_says(seed: u64, kind: Kind, kernel: Kernel, lens: &[&[
                         assert!(found.iter().all(|&x| x == 0.0), "a padded row gives zeros");
                         continue;
                     }
-                    let what = format!("{shape:?}, {kind:?}, {lens:?}, {splits:?}, window and chunk {bounds:?}");
+                    let what =
+                        format!("{shape:?}, {codes:?}, {kind:?}, {lens:?}, {splits:?}, window and chunk {bounds:?}");
                     let q = &qkv[row * shape.qkv_cols()..];
                     cached.check(&what, found, q, row, len - 1, &scores);
                 }

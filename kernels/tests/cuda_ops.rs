@@ -117,7 +117,7 @@ fn rope_rotates_and_fills_exactly_its_slots() {
         let query_scale = (beta != 0.0).then_some(QueryScale { beta, period: 4, offset: 1 });
         let tables = Some([dc.span(), ds.span()]);
         let inputs = RopeInputs { tables, positions: dp.span(), slots: dl.span(), query_scale };
-        let cache = LayerCache { k: k_blocks.span(), v: v_blocks.span() };
+        let cache = LayerCache { k: k_blocks.span(), v: v_blocks.span(), codes: None };
         rope_cache(&q, dq.span(), cache, inputs, shape, tokens).unwrap();
         q.wait().unwrap();
 
@@ -168,7 +168,7 @@ fn queries_that_are_not_rotated_are_scaled_by_position() {
     let (dp, dl) = (words(&positions), words(&slots));
     let query_scale = Some(QueryScale { beta: 0.1, period: 1000, offset: 0 });
     let inputs = RopeInputs { tables: None, positions: dp.span(), slots: dl.span(), query_scale };
-    let cache = LayerCache { k: k_blocks.span(), v: v_blocks.span() };
+    let cache = LayerCache { k: k_blocks.span(), v: v_blocks.span(), codes: None };
     rope_cache(&q, dq.span(), cache, inputs, shape, tokens).unwrap();
     q.wait().unwrap();
     let found = floats(&dq.span().read(tokens * cols).unwrap());
@@ -272,7 +272,7 @@ fn paged_attention_agrees_with_fp64() {
             positions: dp.span(),
             slots: ds.span(),
         };
-        let cache = LayerCache { k: dk.span(), v: dv.span() };
+        let cache = LayerCache { k: dk.span(), v: dv.span(), codes: None };
         let slopes: Vec<f32> = (0..heads).map(|head| 0.6f32.powi(head as i32 + 1)).collect();
         let slope_buffer = DeviceBuffer::from_slice(&gpu, &slopes).unwrap();
         let sinks: Vec<f32> = (0..heads).map(|head| head as f32 % 3.0 - 1.0).collect();

@@ -12,6 +12,7 @@ use kernels::cuda::prefill_attention::{
     PrefillAttention, PrefillRows, PrefillWorkspace, prefill_attention, prefill_attention_simple,
 };
 use kernels::cuda::rope_cache::HeadShape;
+use kernels::kv_codes::KvCodes;
 use rows::{CachedRows, Kind};
 
 const SHAPES: [[usize; 4]; 6] =
@@ -23,6 +24,15 @@ const CHUNKS: [&[(usize, usize)]; 4] =
 
 #[test]
 fn chunks_attend_to_their_prefix_and_themselves_as_the_formula_says() {
+    attend_as_the_formula_says(None);
+}
+
+#[test]
+fn chunks_attend_to_codes_as_the_formula_says() {
+    KvCodes::ALL.into_iter().for_each(|codes| attend_as_the_formula_says(Some(codes)));
+}
+
+fn attend_as_the_formula_says(codes: Option<KvCodes>) {
     let Some((gpu, queue)) = gpu::open() else { return };
     let mut random = Random::new(4);
     let workspace = PrefillWorkspace::new(&gpu).expect("memory");
@@ -31,6 +41,10 @@ fn chunks_attend_to_their_prefix_and_themselves_as_the_formula_says() {
         for chunks in CHUNKS {
             let lens: Vec<usize> = chunks.iter().map(|c| c.1).collect();
             let cached = CachedRows::new(&gpu, &mut random, shape, &lens);
+            let cached = match codes {
+                Some(codes) => cached.coded(&gpu, codes),
+                None => cached,
+            };
             let mut starts = vec![0u32];
             chunks.iter().for_each(|c| starts.push(starts[starts.len() - 1] + c.0 as u32));
             let num_tokens = starts[chunks.len()] as usize;
@@ -73,7 +87,8 @@ fn chunks_attend_to_their_prefix_and_themselves_as_the_formula_says() {
                 launched.expect("a launch");
                 queue.wait().expect("the kernel runs");
                 let found = floats(&out.span().read::<bf16>(num_tokens * cols).expect("a copy"));
-                let what = format!("{shape:?}, {chunks:?}, window and chunk {bounds:?}, simple {simple}, {kind:?}");
+                let what =
+                    format!("{shape:?}, {chunks:?}, window and chunk {bounds:?}, simple {simple}, {kind:?}, {codes:?}");
                 for (row, &(count, len)) in chunks.iter().enumerate() {
                     for i in 0..count {
                         let token = starts[row] as usize + i;

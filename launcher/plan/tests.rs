@@ -150,6 +150,9 @@ fn the_precision_of_weights_is_passed_to_every_rank_and_to_the_memory_plan() {
     let four = plan_of("--use_weight_only --weight_only_precision=int4").unwrap();
     assert!(four.contains("--weight-only-precision=int4") && !four.contains("int8"), "{four}");
     assert!(plan_of("--weight_only_precision=int2").is_err());
+    let cache = plan_of("--world_size=2 --kv-cache-dtype=fp8_e4m3").unwrap();
+    assert_eq!(cache.matches("--kv-cache-dtype=fp8 ").count(), 2, "{cache}");
+    assert!(plan_of("--kv_cache_dtype=fp8_e5m2").is_err());
 }
 
 #[test]

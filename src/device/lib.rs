@@ -5,5 +5,6 @@
 pub mod cpu;
 pub mod cuda;
 mod estimate;
+mod kv_elements;
 
 pub use estimate::{EstimatedWeight, Estimator};

@@ -1,7 +1,10 @@
 //! The configuration of a model: what `config.json` says, as a specification of every layer.
 
-use ops::{Activation, DType, Feature, HeadNormSpan, NormKind, QueryScale, RecurrentShape, Routing, Scoring, Target};
-use settings::WeightPrecision;
+use ops::{
+    Activation, DType, Feature, HeadNormSpan, KvElements, NormKind, QueryScale, RecurrentShape, Routing, Scoring,
+    Target,
+};
+use settings::{KvCacheType, WeightPrecision};
 
 use crate::names::Names;
 use crate::{ModelError, Rope};
@@ -50,6 +53,8 @@ pub struct Config {
     pub(crate) stored_quantization: Option<StoredQuantization>,
     /// How linear layers are quantized while they are loaded. It comes from the deployment, not from the checkpoint.
     pub(crate) rounding: Option<Rounding>,
+    /// How keys and values are held, the same.
+    pub kv_elements: KvElements,
     /// What the reader of a log should know: parts of the checkpoint that are not served, choices that were made.
     pub notes: Vec<String>,
 }
@@ -61,6 +66,8 @@ pub struct StoredQuantization {
     pub method: String,
     /// The precision of its weights, if it has a name here.
     pub precision: Option<WeightPrecision>,
+    /// The type that it names for keys and values, if there are codes for it.
+    pub kv_elements: Option<KvElements>,
 }
 
 /// The form that linear layers get while they are loaded.
@@ -303,6 +310,25 @@ impl Config {
         };
         self.notes.push(note);
         Ok(self)
+    }
+
+    /// The same model with keys and values of this type.
+    pub fn in_kv_cache(mut self, asked: KvCacheType) -> Self {
+        let stored = self.stored_quantization.as_ref().and_then(|stored| stored.kv_elements);
+        let (elements, why) = match asked {
+            KvCacheType::Auto => (stored.unwrap_or_default(), ", as the checkpoint names it"),
+            KvCacheType::Bf16 => (KvElements::Plain, ""),
+            KvCacheType::Fp8 => (KvElements::Fp8, ""),
+            KvCacheType::Int8 => (KvElements::Int8, ""),
+        };
+        self.kv_elements = elements;
+        let name = match elements {
+            KvElements::Plain => return self,
+            KvElements::Fp8 => "fp8",
+            KvElements::Int8 => "int8",
+        };
+        self.notes.push(format!("keys and values are kept in {name}{why}, with a scale for each token and head"));
+        self
     }
 
     /// Ops that the model needs and that some devices lack.

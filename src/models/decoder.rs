@@ -353,6 +353,7 @@ impl<D: Device> Model<D> for Decoder<D> {
             ropes: self.config.ropes.iter().map(|rope| rope.table(max_positions)).collect(),
             layers,
             kv_windows: groups.windows,
+            kv_elements: self.config.kv_elements,
             states,
         }
     }

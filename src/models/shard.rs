@@ -209,6 +209,7 @@ pub(crate) mod tests {
             weight_format: crate::config::WeightFormat::Plain,
             stored_quantization: None,
             rounding: None,
+            kv_elements: ops::KvElements::default(),
             notes: vec![],
         }
     }

@@ -13,6 +13,18 @@ pub struct RopeTable {
     pub sin: Vec<f32>,
 }
 
+/// How KV blocks hold keys and values.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub enum KvElements {
+    /// As the device computes with them.
+    #[default]
+    Plain,
+    /// Codes in e4m3 with a scale for each position and KV head.
+    Fp8,
+    /// Codes in integers of 8 bits, the same.
+    Int8,
+}
+
 /// Attention of a model, for this worker's shard.
 #[derive(Debug, Clone, PartialEq)]
 pub struct AttentionSpec {
@@ -27,6 +39,8 @@ pub struct AttentionSpec {
     /// For each KV group of the whole model, the window of its layers, or `None` if they need all blocks of a row. Each row
     /// of a step has a block table for each group.
     pub kv_windows: Vec<Option<usize>>,
+    /// How KV blocks hold keys and values.
+    pub kv_elements: KvElements,
     /// The layers with a recurrent state in place of attention, which are not in `layers`. Requires [`Feature::Recurrent`].
     pub states: Vec<RecurrentShape>,
 }
@@ -41,6 +55,11 @@ impl AttentionSpec {
     /// Bytes of a sequence's recurrent states in all layers; 0 if there are none.
     pub fn state_bytes(&self) -> usize {
         self.states.iter().map(|state| state.state_len() * size_of::<f32>()).sum()
+    }
+
+    /// KV heads of one position in a KV block.
+    pub fn kv_heads(&self) -> usize {
+        self.kv_buffers().iter().map(|layer| layer.num_kv_heads).sum()
     }
 
     /// Elements of K, or of V, of one position in a KV block.

@@ -20,7 +20,7 @@ mod recurrent;
 mod spec;
 
 pub use adapter::LowRankPart;
-pub use attention::{AttentionSpec, LayerAttention, QueryScale, RopeTable};
+pub use attention::{AttentionSpec, KvElements, LayerAttention, QueryScale, RopeTable};
 pub use error::DeviceError;
 pub use feature::Feature;
 pub use inputs::{NO_ADAPTER, SampleInput, StepInputs, TOKEN_ON_DEVICE};

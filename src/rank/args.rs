@@ -8,7 +8,7 @@ use clap::{Arg, ArgAction, ArgMatches, Args, Command, FromArgMatches, ValueEnum}
 use front::{LogFormat, LogOptions};
 use record::RecordArgs;
 use serving::{Limit, Limits};
-use settings::{DeviceKind, WeightPrecision};
+use settings::{DeviceKind, KvCacheType, WeightPrecision};
 
 use crate::boolean::boolean;
 use crate::front_args::FrontArgs;
@@ -180,6 +180,10 @@ pub struct RankArgs {
     /// model's parameter `batch_invariant` has priority
     #[arg(long)]
     pub batch_invariant: bool,
+    /// The type of keys and values in the KV cache: auto (what the checkpoint names, else bf16), bf16, fp8 (e4m3) or int8; a model's
+    /// parameter `kv_cache_dtype` has priority
+    #[arg(long, default_value = "auto", value_name = "TYPE", value_parser = str::parse::<KvCacheType>)]
+    pub kv_cache_dtype: KvCacheType,
     /// Directory of NVIDIA's libraries, or root of a Python environment that holds them; searched before the usual places
     #[arg(long, env = "TRIREME_LIBRARY_DIR", value_name = "DIR")]
     pub library_dir: Vec<PathBuf>,

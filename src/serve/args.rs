@@ -6,7 +6,7 @@ use std::str::FromStr;
 use anyhow::{Result, bail};
 use clap::Args;
 use clap::error::{ContextKind, ContextValue, ErrorKind};
-use settings::{DeviceKind, WeightPrecision};
+use settings::{DeviceKind, KvCacheType, WeightPrecision};
 
 use crate::checkpoint::Checkpoint;
 
@@ -90,6 +90,9 @@ pub struct ServeArgs {
     /// the checkpoint
     #[arg(long, visible_alias = "weight-only-precision", value_name = "PRECISION")]
     pub(crate) quantization: Option<Quantization>,
+    /// The type of keys and values in the KV cache: auto (what the checkpoint names, else bf16), bf16, fp8 (e4m3) or int8
+    #[arg(long, value_name = "TYPE", value_parser = str::parse::<KvCacheType>)]
+    pub(crate) kv_cache_dtype: Option<KvCacheType>,
     /// Serve in the background: return once the model serves; `launch stop` ends it
     #[arg(long)]
     pub(crate) detach: bool,

@@ -40,6 +40,7 @@ fn names(args: &ServeArgs, checkpoint: &Checkpoint) -> Vec<String> {
 pub(crate) fn plan_flags(args: &ServeArgs, checkpoint: &Checkpoint, repository: &Path) -> Result<Vec<String>> {
     let mut flags = vec![format!("--model-repository={}", repository.display()), format!("--device={}", args.device)];
     flags.extend(args.precision(checkpoint)?.map(|precision| format!("--weight-only-precision={precision}")));
+    flags.extend(args.kv_cache_dtype.map(|kind| format!("--kv-cache-dtype={kind}")));
     flags.extend(args.rank_flags.iter().cloned());
     Ok(flags)
 }
@@ -78,6 +79,7 @@ pub(crate) fn launch(
         format!("--ready-message={}", ready_message(args, checkpoint)?),
     ];
     line.extend(args.precision(checkpoint)?.map(|precision| format!("--weight-only-precision={precision}")));
+    line.extend(args.kv_cache_dtype.map(|kind| format!("--kv-cache-dtype={kind}")));
     line.extend(args.wait_ready.map(|seconds| format!("--wait-ready={seconds}")));
     line.extend(args.detach.then(|| "--detach".to_owned()));
     line.extend(args.dry_run.then(|| "--dry-run".to_owned()));

@@ -38,6 +38,20 @@ pub enum WeightPrecision {
     Int4,
 }
 
+/// The type of keys and values in the KV cache.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
+pub enum KvCacheType {
+    /// What the checkpoint names for them, else [`KvCacheType::Bf16`].
+    #[default]
+    Auto,
+    /// bf16; on CPUs f32 if the weights are wider.
+    Bf16,
+    /// e4m3 with a scale for each token and KV head.
+    Fp8,
+    /// Integers of 8 bits with a scale for each token and KV head.
+    Int8,
+}
+
 impl DeviceKind {
     /// The name on command lines.
     pub fn name(self) -> &'static str {
@@ -57,6 +71,51 @@ impl WeightPrecision {
             Self::Fp8 => "fp8",
             Self::Int8 => "int8",
             Self::Int4 => "int4",
+        }
+    }
+}
+
+impl KvCacheType {
+    /// All types.
+    pub const ALL: [Self; 4] = [Self::Auto, Self::Bf16, Self::Fp8, Self::Int8];
+
+    /// The name on command lines and in model configurations.
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Auto => "auto",
+            Self::Bf16 => "bf16",
+            Self::Fp8 => "fp8",
+            Self::Int8 => "int8",
+        }
+    }
+}
+
+impl fmt::Display for KvCacheType {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(self.name())
+    }
+}
+
+impl FromStr for KvCacheType {
+    type Err = String;
+
+    /// Other servers' names are taken, too: `bfloat16`, `fp8_e4m3`, and TensorRT-LLM's in upper case.
+    ///
+    /// # Errors
+    /// For an unknown name; the text lists the known ones.
+    fn from_str(name: &str) -> Result<Self, String> {
+        match name.to_ascii_lowercase().as_str() {
+            "auto" => Ok(Self::Auto),
+            "bf16" | "bfloat16" => Ok(Self::Bf16),
+            "fp8" | "fp8_e4m3" => Ok(Self::Fp8),
+            "int8" => Ok(Self::Int8),
+            _ => {
+                let also = if name.to_ascii_lowercase().ends_with("e5m2") { ", which is more exact" } else { "" };
+                Err(format!(
+                    "the type of the KV cache is `{name}`, expected `auto`, `bf16`, `fp8` (e4m3 with a scale for each token and head{also}) \
+                     or `int8`"
+                ))
+            }
         }
     }
 }
@@ -100,5 +159,11 @@ mod tests {
         let error = "int2".parse::<WeightPrecision>().unwrap_err();
         assert_eq!(error, "the precision of weights is `int2`, expected `none`, `fp8`, `int8` or `int4`");
         assert_eq!("none".parse(), Ok(WeightPrecision::Checkpoint));
+        for kind in KvCacheType::ALL {
+            assert_eq!(kind.name().parse(), Ok(kind));
+        }
+        assert_eq!(["fp8_e4m3", "FP8"].map(str::parse), [Ok(KvCacheType::Fp8), Ok(KvCacheType::Fp8)]);
+        let error = "fp8_e5m2".parse::<KvCacheType>().unwrap_err();
+        assert!(error.contains("`fp8_e5m2`, expected `auto`, `bf16`, `fp8` (e4m3"), "{error}");
     }
 }

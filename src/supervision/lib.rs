@@ -19,7 +19,7 @@ pub use agents::{Agents, Nodes};
 pub use checkpoint::{difference, fingerprint};
 pub use messages::{FromAgent, RelayedWorker, ToAgent, WorkerId};
 pub use protocol::{
-    AdapterPiece, DeviceChoice, FromWorker, KvMemory, LogitsPiece, LogitsPlace, MAX_ADAPTER_PIECE, MAX_LOGITS_PIECE,
-    MAX_MASK_WORDS, ShmName, ToWorker, WeightPrecision, WorkerSettings, WorkerSpec,
+    AdapterPiece, DeviceChoice, FromWorker, KvCacheType, KvMemory, LogitsPiece, LogitsPlace, MAX_ADAPTER_PIECE,
+    MAX_LOGITS_PIECE, MAX_MASK_WORDS, ShmName, ToWorker, WeightPrecision, WorkerSettings, WorkerSpec,
 };
 pub use supervisor::WorkerSupervisor;

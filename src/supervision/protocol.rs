@@ -10,7 +10,7 @@ use std::time::Duration;
 
 use engine::{AdapterId, SampleMask, SequenceId, StepOutput, StepPlan};
 use serde::{Deserialize, Serialize};
-pub use settings::WeightPrecision;
+pub use settings::{KvCacheType, WeightPrecision};
 
 /// The device that a worker computes on.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
@@ -119,6 +119,8 @@ pub struct WorkerSettings {
     pub weight_precision: WeightPrecision,
     /// Whether the tokens of a request must not depend on what runs beside it. They never do on CPUs.
     pub batch_invariant: bool,
+    /// The type of keys and values.
+    pub kv_cache_type: KvCacheType,
     /// Duration of a step after which its workers count as hung. A worker waits this long for its group in a collective operation.
     pub step_timeout: Duration,
     /// Directories that are searched first for NVIDIA's libraries.

@@ -32,10 +32,12 @@ def three_ports() -> int:
     ("flags", "axes"),
     [
         (["--world-size=2", "--launch-args=--oversubscribe"], []),
+        (["--world-size=2", "--launch-args=--oversubscribe --kv-cache-dtype=fp8"], ["among", "warm", "chunked", "drafts", "death"]),
+        (["--launch-args=--kv-cache-dtype=int8"], ["among", "warm", "chunked"]),
         (["--launch-args=--weight-only-precision=int8"], ["among", "warm", "chunked"]),
         (["--launch-args=--weight-only-precision=int4"], ["among", "warm", "chunked"]),
     ],
-    ids=["bf16 of two workers, all axes", "int8", "int4"],
+    ids=["bf16 of two workers, all axes", "cache in fp8", "cache in int8", "int8", "int4"],
 )
 def test_tokens_depend_on_the_request_alone(flags, axes):
     port = three_ports()

@@ -3,9 +3,10 @@
 use std::sync::Arc;
 
 use half::bf16;
-use kernels::cuda::rope_cache::{HeadShape, LayerCache};
+use kernels::cuda::rope_cache::{CacheCodes, HeadShape, LayerCache};
 use kernels::cuda::scores::{ScoreChange, Scores};
 use kernels::cuda::{DeviceBuffer, Gpu};
+use kernels::kv_codes::KvCodes;
 use kernels::reference;
 
 use crate::gpu::{Random, floats};
@@ -14,13 +15,21 @@ use crate::gpu::{Random, floats};
 pub struct CachedRows {
     pub shape: HeadShape,
     pub max_blocks: usize,
-    k: Vec<bf16>,
-    v: Vec<bf16>,
+    k: Vec<f32>,
+    v: Vec<f32>,
+    codes: Option<Codes>,
     tables: Vec<u32>,
     pub k_buffer: DeviceBuffer,
     pub v_buffer: DeviceBuffer,
     pub table_buffer: DeviceBuffer,
     pub len_buffer: DeviceBuffer,
+}
+
+/// Kind and scales of codes.
+struct Codes {
+    kind: KvCodes,
+    k_scales: DeviceBuffer,
+    v_scales: DeviceBuffer,
 }
 
 /// What happens with scores, and whether there are sinks.
@@ -75,14 +84,39 @@ impl CachedRows {
             v_buffer: DeviceBuffer::from_slice(gpu, &v).expect("memory"),
             table_buffer: DeviceBuffer::from_slice(gpu, &tables).expect("memory"),
             len_buffer: DeviceBuffer::from_slice(gpu, &lens_u32).expect("memory"),
-            k,
-            v,
+            k: floats(&k),
+            v: floats(&v),
+            codes: None,
             tables,
         }
     }
 
+    /// The same rows with keys and values in codes. Unused positions have codes, and scales that are no numbers.
+    #[allow(dead_code)] // Tests of rotation fill the blocks themselves.
+    pub fn coded(mut self, gpu: &Arc<Gpu>, kind: KvCodes) -> Self {
+        let mut encode = |values: &mut Vec<f32>| {
+            let (mut codes, mut scales) = (vec![0x7fu8; values.len()], Vec::new());
+            let dim = self.shape.head_dim;
+            for (row, codes) in values.chunks_mut(dim).zip(codes.chunks_mut(dim)) {
+                let is_used = !row[0].is_nan();
+                let scale = if is_used { kind.encode_all(row, codes) } else { f32::NAN };
+                row.iter_mut().zip(&*codes).for_each(|(value, code)| *value = kind.decode(*code) * scale);
+                scales.push(scale);
+            }
+            let upload = |scales: &[f32]| DeviceBuffer::from_slice(gpu, scales).expect("memory");
+            (DeviceBuffer::from_slice(gpu, &codes).expect("memory"), upload(&scales))
+        };
+        let ((k_buffer, k_scales), (v_buffer, v_scales)) = (encode(&mut self.k), encode(&mut self.v));
+        Self { k_buffer, v_buffer, codes: Some(Codes { kind, k_scales, v_scales }), ..self }
+    }
+
     pub fn cache(&self) -> LayerCache {
-        LayerCache { k: self.k_buffer.span(), v: self.v_buffer.span() }
+        let codes = self.codes.as_ref().map(|codes| CacheCodes {
+            kind: codes.kind,
+            k_scales: codes.k_scales.span(),
+            v_scales: codes.v_scales.span(),
+        });
+        LayerCache { k: self.k_buffer.span(), v: self.v_buffer.span(), codes }
     }
 
     /// Slot of the newest position of row `row`; the padding value for an empty row.
@@ -119,12 +153,12 @@ impl CachedRows {
     }
 
     /// Positions `range` of a row's keys or values of one KV head.
-    fn gather(&self, from: &[bf16], row: usize, kv_head: usize, range: std::ops::Range<usize>) -> Vec<f32> {
+    fn gather(&self, from: &[f32], row: usize, kv_head: usize, range: std::ops::Range<usize>) -> Vec<f32> {
         let HeadShape { num_kv_heads, head_dim, block_size, .. } = self.shape;
         let one = |position: usize| {
             let block = self.tables[row * self.max_blocks + position / block_size] as usize;
             let start = ((block * num_kv_heads + kv_head) * block_size + position % block_size) * head_dim;
-            floats(&from[start..start + head_dim])
+            from[start..start + head_dim].to_vec()
         };
         range.flat_map(one).collect()
     }

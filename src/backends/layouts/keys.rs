@@ -51,6 +51,8 @@ pub const LLM_PARAMETERS: &[Key] = &[
     ("max_tokens_in_paged_kv_cache", Used("size of the KV cache in tokens")),
     ("kv_cache_free_gpu_mem_fraction", Used("share of free memory for KV blocks")),
     ("cache_max_entry_count", Used("the same, in TurboMind's configurations")),
+    ("kv_cache_dtype", Used("type of keys and values: `auto`, `bf16`, `fp8` or `int8`; default: `--kv-cache-dtype`")),
+    ("kv_cache_quant_algo", Used("the same as `kv_cache_dtype`, TensorRT-LLM's name: `FP8` or `INT8`")),
     ("batch_scheduler_policy", Used("`max_utilization` or `guaranteed_no_evict`")),
     ("enable_kv_cache_reuse", Used("whether prompts with a common prefix share KV blocks; default: yes")),
     (

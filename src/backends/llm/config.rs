@@ -11,7 +11,7 @@ use models::WorkerShape;
 use ops::{PipelineStage, StepLimits, Target, TensorParallel};
 use repository::ModelConfig;
 use serving::{DataType, InferError, Limits, LoadRequest};
-use supervision::{DeviceChoice, KvMemory, WeightPrecision, WorkerSettings};
+use supervision::{DeviceChoice, KvCacheType, KvMemory, WeightPrecision, WorkerSettings};
 
 use super::adapter_settings::AdapterSettings;
 use super::inputs::ValueBounds;
@@ -36,7 +36,7 @@ const MIN_PROMPT_TOKENS: [usize; 2] = [16, 64];
 /// Defaults of all LLMs of this world.
 #[derive(Debug, Clone)]
 pub struct LlmDefaults {
-    /// Settings of each worker. A model's `weight_only_precision` replaces that of the weights.
+    /// Settings of each worker. A model's `weight_only_precision` replaces that of the weights, its `kv_cache_dtype` that of the cache.
     pub worker: WorkerSettings,
     /// Ranks of the world, each with one worker per model.
     pub world_size: u32,
@@ -107,9 +107,11 @@ impl LlmConfig {
         let checkpoint = checkpoint::find(config, &load.model_dir, &load.version_dir);
         let checkpoint = checkpoint.map_err(|message| invalid(config, message))?;
         let weight_precision = weight_precision(config, defaults)?;
+        let kv_cache_type = kv_cache_type(config, defaults)?;
         let wrong = |error: models::ModelError| invalid(config, error.to_string());
         let model = models::Config::from_dir(&checkpoint).map_err(wrong)?;
         let model = model.in_precision(weight_precision, target(defaults.worker.device)).map_err(wrong)?;
+        let model = model.in_kv_cache(kv_cache_type);
         for note in &model.notes {
             tracing::info!(model = %config.name, "{note}");
         }
@@ -136,7 +138,7 @@ impl LlmConfig {
             sampling_defaults,
             checkpoint,
             checkpoint_fingerprint: None,
-            worker: WorkerSettings { weight_precision, batch_invariant, ..defaults.worker.clone() },
+            worker: WorkerSettings { weight_precision, batch_invariant, kv_cache_type, ..defaults.worker.clone() },
             tp_size,
             pp_size,
             ep_size,
@@ -180,7 +182,7 @@ impl LlmConfig {
     /// The model as workers on a device of this kind load it.
     pub(crate) fn model(&self, target: Target) -> Result<models::Config, models::ModelError> {
         let model = models::Config::from_dir(&self.checkpoint)?.in_expert_groups(self.ep_size);
-        model.in_precision(self.worker.weight_precision, target)
+        Ok(model.in_precision(self.worker.weight_precision, target)?.in_kv_cache(self.worker.kv_cache_type))
     }
 
     /// The properties that the values of a request depend on.
@@ -379,6 +381,20 @@ fn weight_precision(config: &ModelConfig, defaults: &LlmDefaults) -> Result<Weig
             Err(invalid(config, message.into()))
         }
         (precision, weight_only) => Ok(precision.or(weight_only).unwrap_or(defaults.worker.weight_precision)),
+    }
+}
+
+/// The type of keys and values: the parameter `kv_cache_dtype`, or TensorRT-LLM's `kv_cache_quant_algo`, else that of the world.
+fn kv_cache_type(config: &ModelConfig, defaults: &LlmDefaults) -> Result<KvCacheType, InferError> {
+    let named = |key: &str| {
+        let kind = parameters::text(config, key).map(str::parse::<KvCacheType>).transpose();
+        kind.map_err(|message| invalid(config, format!("parameter `{key}`: {message}")))
+    };
+    match (named("kv_cache_dtype")?, named("kv_cache_quant_algo")?) {
+        (Some(one), Some(other)) if one != other => {
+            Err(invalid(config, "`kv_cache_dtype` and `kv_cache_quant_algo` differ; remove one of them".into()))
+        }
+        (one, other) => Ok(one.or(other).unwrap_or(defaults.worker.kv_cache_type)),
     }
 }
 

@@ -94,7 +94,7 @@ impl Device for CpuDevice {
     }
 
     fn memory_plan(&self, attention: &AttentionSpec) -> Result<MemoryPlan, DeviceError> {
-        let block_bytes = estimate::block_bytes(attention, self.kv_type()) as u64;
+        let block_bytes = estimate::block_bytes(attention, self.kv_type(attention)) as u64;
         let workers = u64::from(self.tensor_parallel().size);
         let kv_bytes = self.config.kv_memory_bytes.unwrap_or_else(|| weights::available_memory() / 2 / workers);
         Ok(MemoryPlan {
@@ -123,7 +123,7 @@ impl Device for CpuDevice {
             let what = format!("{num_blocks} KV blocks");
             return Err(DeviceError::OutOfMemory { device: "cpu".into(), what, needed_bytes, free_bytes });
         }
-        let kv_type = self.kv_type();
+        let kv_type = self.kv_type(attention);
         let layer =
             |layer: &LayerAttention| KvCache::new(kv_type, num_blocks, layer.num_kv_heads, block_size, layer.head_dim);
         let buffers = attention.kv_buffers().into_iter().map(layer).collect();

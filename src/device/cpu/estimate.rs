@@ -2,9 +2,10 @@
 
 use super::KvType;
 use kernels::cpu::{Isa, WeightType};
-use ops::{AttentionSpec, StepLimits};
+use ops::{AttentionSpec, KvElements, StepLimits};
 
 use super::linear::{Widest, in_panels};
+use crate::kv_elements::kv_codes;
 
 pub(crate) struct CpuEstimate {
     pub(crate) workspace_bytes: usize,
@@ -28,7 +29,8 @@ impl CpuEstimate {
     ) -> Self {
         let logits = limits.max_rows * limits.vocab_size;
         let activations = limits.max_tokens * tensor_cols;
-        let kv_type = if has_wide_weights { KvType::F32 } else { KvType::Bf16 };
+        let plain = if has_wide_weights { KvType::F32 } else { KvType::Bf16 };
+        let kv_type = kv_type(spec.kv_elements, plain);
         Self {
             workspace_bytes: (logits + activations) * size_of::<f32>() + widest.input_bytes(limits.max_tokens),
             block_bytes: block_bytes(spec, kv_type),
@@ -38,5 +40,10 @@ impl CpuEstimate {
 
 /// Bytes of a KV block.
 pub(crate) fn block_bytes(spec: &AttentionSpec, kv_type: KvType) -> usize {
-    spec.block_size * 2 * spec.kv_width() * kv_type.size()
+    spec.block_size * 2 * kv_type.position_bytes(spec.kv_heads(), spec.kv_width())
+}
+
+/// The type of KV blocks; `plain` is that of numbers as the device computes with them.
+pub(crate) fn kv_type(elements: KvElements, plain: KvType) -> KvType {
+    kv_codes(elements).map_or(plain, KvType::Codes)
 }

@@ -330,8 +330,8 @@ fn out_of_range(what: &str, found: u32, bound: usize) -> DeviceError {
 }
 
 impl CpuDevice {
-    /// The type of KV blocks: as exact as the weights, so bf16 with bf16 weights, else f32.
-    fn kv_type(&self) -> KvType {
-        self.widest_weight.unwrap_or(KvType::Bf16)
+    /// The type of KV blocks: codes, or as exact as the weights, so bf16 with bf16 weights, else f32.
+    fn kv_type(&self, attention: &AttentionSpec) -> KvType {
+        estimate::kv_type(attention.kv_elements, self.widest_weight.unwrap_or(KvType::Bf16))
     }
 }

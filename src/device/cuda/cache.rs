@@ -5,27 +5,38 @@ use std::sync::Arc;
 use kernels::cuda::copy_blocks::AllBlocks;
 use kernels::cuda::decode_attention::{self, DecodeWorkspace, RopeTables};
 use kernels::cuda::prefill_attention::PrefillWorkspace;
-use kernels::cuda::rope_cache::{HeadShape, LayerCache, QueryScale};
+use kernels::cuda::rope_cache::{CacheCodes, HeadShape, LayerCache, QueryScale};
 use kernels::cuda::scores::{ScoreChange, Scores};
 use kernels::cuda::{CudaError, DeviceBuffer, Gpu, Queue};
+use kernels::kv_codes::KvCodes;
 use ops::{AttentionSpec, LayerAttention, StepLimits};
 
 use super::step::{StepBounds, TableShape};
+use crate::kv_elements::kv_codes;
 
 /// KV blocks and the rotation tables.
 pub(crate) struct Cache {
     k: DeviceBuffer,
     v: DeviceBuffer,
+    /// Kind of the codes in `k` and `v`, and the scales of each.
+    codes: Option<(KvCodes, [DeviceBuffer; 2])>,
     ropes: Vec<[DeviceBuffer; 2]>,
     layers: Vec<CacheLayer>,
-    /// For each buffer of KV blocks, bytes of K, or of V, of a block.
-    buffer_bytes: Vec<usize>,
+    /// For each buffer of KV blocks, rows of D elements and bytes of K, or of V, of a block.
+    buffers: Vec<BlockSize>,
     num_groups: usize,
     pub(crate) decode: DecodeWorkspace,
     pub(crate) prefill: PrefillWorkspace,
     num_blocks: usize,
     block_size: usize,
     max_positions: usize,
+}
+
+/// Size of K, or of V, of a block in one buffer.
+#[derive(Clone, Copy, PartialEq)]
+struct BlockSize {
+    rows: usize,
+    bytes: usize,
 }
 
 /// Attention of one layer.
@@ -49,15 +60,32 @@ impl Cache {
         num_blocks: usize,
         max_rows: usize,
     ) -> Result<Self, CudaError> {
-        let bytes = num_blocks * spec.block_size * spec.kv_width() * 2;
+        let kind = kv_codes(spec.kv_elements);
+        let element_bytes = if kind.is_some() { 1 } else { 2 };
+        let buffers: Vec<BlockSize> =
+            spec.kv_buffers().iter().map(|layer| block_size(layer, spec.block_size, element_bytes)).collect();
+        let total =
+            |of: fn(&BlockSize) -> usize, count: usize| num_blocks * buffers[..count].iter().map(of).sum::<usize>();
+        let (bytes, rows) = (total(|size| size.bytes, buffers.len()), total(|size| size.rows, buffers.len()));
         let (k, v) = (DeviceBuffer::new(gpu, bytes)?, DeviceBuffer::new(gpu, bytes)?);
-        let block_bytes = |layer: &&LayerAttention| head_shape(layer, spec.block_size).block_elements() * 2;
-        let buffer_bytes: Vec<usize> = spec.kv_buffers().iter().map(block_bytes).collect();
+        let codes = match kind {
+            Some(kind) => {
+                let scales = || DeviceBuffer::with_count::<f32>(gpu, rows);
+                Some((kind, [scales()?, scales()?]))
+            }
+            None => None,
+        };
         let mut layers = Vec::new();
         for layer in &spec.layers {
             let shape = head_shape(layer, spec.block_size);
-            let start = num_blocks * buffer_bytes[..layer.kv_buffer].iter().sum::<usize>();
-            let bytes = num_blocks * buffer_bytes[layer.kv_buffer];
+            let own = buffers[layer.kv_buffer];
+            let (start, bytes) = (total(|size| size.bytes, layer.kv_buffer), num_blocks * own.bytes);
+            let first_row = total(|size| size.rows, layer.kv_buffer);
+            let codes = codes.as_ref().map(|(kind, scales)| {
+                let [k_scales, v_scales] =
+                    scales.each_ref().map(|scales| scales.span().elements::<f32>(first_row, num_blocks * own.rows));
+                CacheCodes { kind: *kind, k_scales, v_scales }
+            });
             let upload = |values: &[f32]| match values {
                 [] => Ok(None),
                 values => DeviceBuffer::from_slice(gpu, values).map(Some),
@@ -85,7 +113,7 @@ impl Cache {
                 }),
                 _vectors: [slopes, sinks],
                 group: layer.kv_group,
-                blocks: LayerCache { k: k.span().part(start, bytes), v: v.span().part(start, bytes) },
+                blocks: LayerCache { k: k.span().part(start, bytes), v: v.span().part(start, bytes), codes },
             });
         }
         let tables = spec
@@ -98,8 +126,9 @@ impl Cache {
             prefill: PrefillWorkspace::new(gpu)?,
             k,
             v,
+            codes,
             layers,
-            buffer_bytes,
+            buffers,
             num_groups: spec.kv_windows.len(),
             num_blocks,
             block_size: spec.block_size,
@@ -110,7 +139,8 @@ impl Cache {
     /// Sets all keys and values to zero. Prefill attention multiplies values before the window by 0, and they may be
     /// unwritten: zero times NaN is not zero.
     pub(super) fn clear(&self, queue: &Queue) -> Result<(), CudaError> {
-        [&self.k, &self.v].into_iter().try_for_each(|buffer| queue.fill(buffer.span(), 0))
+        let scales = self.codes.iter().flat_map(|(_, scales)| scales);
+        [&self.k, &self.v].into_iter().chain(scales).try_for_each(|buffer| queue.fill(buffer.span(), 0))
     }
 
     /// Attention of one layer.
@@ -124,17 +154,26 @@ impl Cache {
         Some(RopeTables { cos: cos.span(), sin: sin.span() })
     }
 
-    /// All keys and values, in runs of buffers whose blocks have the same size.
+    /// All keys and values, in runs of buffers whose blocks have the same size; of codes, the scales, too.
     pub(crate) fn all_blocks(&self) -> Vec<AllBlocks> {
+        let mut all = self.runs([&self.k, &self.v], |size| size.bytes);
+        if let Some((_, [k_scales, v_scales])) = &self.codes {
+            all.extend(self.runs([k_scales, v_scales], |size| size.rows * KvCodes::SCALE_BYTES));
+        }
+        all
+    }
+
+    /// Runs of buffers whose blocks have the same size; `bytes_of` gives a block's in `from`.
+    fn runs(&self, from: [&DeviceBuffer; 2], bytes_of: fn(BlockSize) -> usize) -> Vec<AllBlocks> {
         let mut start = 0;
-        let runs = self.buffer_bytes.chunk_by(|a, b| a == b);
-        let run = |buffers: &[usize]| {
-            let bytes = buffers.len() * self.num_blocks * buffers[0];
-            let [k, v] = [&self.k, &self.v].map(|buffer| buffer.span().part(start, bytes));
+        let run = |buffers: &[BlockSize]| {
+            let block_bytes = bytes_of(buffers[0]);
+            let bytes = buffers.len() * self.num_blocks * block_bytes;
+            let [k, v] = from.map(|buffer| buffer.span().part(start, bytes));
             start += bytes;
-            AllBlocks { k, v, num_layers: buffers.len(), num_blocks: self.num_blocks, block_bytes: buffers[0] }
+            AllBlocks { k, v, num_layers: buffers.len(), num_blocks: self.num_blocks, block_bytes }
         };
-        runs.map(run).collect()
+        self.buffers.chunk_by(|a, b| a == b).map(run).collect()
     }
 
     /// Row length and number of the block tables.
@@ -165,7 +204,7 @@ impl CacheLayer {
     /// Whether decode attention can apply the rotation itself.
     pub(crate) fn rotates(&self) -> bool {
         let is_plain = self.scores.change == ScoreChange::None && self.scores.chunk == 0;
-        let is_alone = self.query_scale.is_none() && self.shape.has_kv;
+        let is_alone = self.query_scale.is_none() && self.shape.has_kv && self.blocks.codes.is_none();
         self.rope.is_some() && is_plain && is_alone && decode_attention::rotates(self.shape)
     }
 }
@@ -178,6 +217,11 @@ fn head_shape(layer: &LayerAttention, block_size: usize) -> HeadShape {
         block_size,
         has_kv: !layer.has_shared_kv,
     }
+}
+
+fn block_size(layer: &LayerAttention, positions: usize, element_bytes: usize) -> BlockSize {
+    let bytes = head_shape(layer, positions).block_elements() * element_bytes;
+    BlockSize { rows: layer.num_kv_heads * positions, bytes }
 }
 
 /// The shapes of all layers.

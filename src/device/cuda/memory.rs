@@ -10,6 +10,7 @@ use kernels::cuda::paged_attention::MAX_HEAD_DIM;
 use kernels::cuda::rope_cache::HeadShape;
 use kernels::cuda::sample::{ARGMAX_CHUNKS, Outputs};
 use kernels::cuda::{CudaError, DeviceBuffer, Gpu, PinnedBuffer, Span};
+use kernels::kv_codes::KvCodes;
 use ops::{AttentionSpec, DeviceError, MemoryPlan, PipelineStage, StepLimits};
 
 use super::cache::{Cache, shapes, table_shape};
@@ -21,6 +22,7 @@ use super::packed::ProductScratch;
 use super::rows::{MAX_TOP, Reported, Rows};
 use super::step::{Layout, StepBounds};
 use super::{CudaConfig, CudaDevice, device_error};
+use crate::kv_elements::kv_codes;
 
 /// Left free for CUDA graphs and the driver.
 const RESERVE_BYTES: usize = 512 << 20;
@@ -163,7 +165,11 @@ fn pending_bytes(limits: &StepLimits, hidden: usize, group: usize, spec: &Attent
 }
 
 fn block_bytes(spec: &AttentionSpec) -> usize {
-    2 * 2 * spec.block_size * spec.kv_width()
+    let position_bytes = match kv_codes(spec.kv_elements) {
+        Some(_) => spec.kv_width() + spec.kv_heads() * KvCodes::SCALE_BYTES,
+        None => 2 * spec.kv_width(),
+    };
+    2 * spec.block_size * position_bytes
 }
 
 /// Estimate of a worker's memory without its weights, made without a GPU.

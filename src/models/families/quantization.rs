@@ -2,6 +2,7 @@
 
 use std::path::Path;
 
+use ops::KvElements;
 use serde_json::{Map, Value, json};
 use settings::WeightPrecision;
 
@@ -101,13 +102,32 @@ pub(super) fn weight_format(fields: &Fields, family: &Family) -> Result<Found, M
                           bf16 when they are loaded"
             .to_owned(),
     ];
-    if ["kv_cache_scheme", "kv_cache_quant_algo"].iter().any(|name| quantization.get(name).is_some()) {
-        notes.push("keys and values are kept in bf16, not in the type that the checkpoint names for them".to_owned());
-    }
+    let kv_elements = kv_elements(&quantization, &mut notes);
     refuse_unread(&quantization, family)?;
     let method = method.as_str().unwrap_or_default().to_owned();
-    let stored = StoredQuantization { precision: precision(&method, &quantization), method };
+    let stored = StoredQuantization { precision: precision(&method, &quantization), method, kv_elements };
     Ok((format, Some(stored), notes))
+}
+
+/// The type that the checkpoint names for keys and values: `kv_cache_scheme` of compressed-tensors, `kv_cache_quant_algo` of modelopt. Their
+/// constant scales are not needed, because each token gets scales of its own.
+fn kv_elements(quantization: &Fields, notes: &mut Vec<String>) -> Option<KvElements> {
+    let named = |name: &str| quantization.get(name).filter(|value| !value.is_null());
+    let (scheme, algorithm) = (named("kv_cache_scheme"), named("kv_cache_quant_algo"));
+    let of_scheme = scheme.and_then(|scheme| match (scheme["type"].as_str()?, scheme["num_bits"].as_u64()?) {
+        ("float", 8) => Some(KvElements::Fp8),
+        ("int", 8) => Some(KvElements::Int8),
+        _ => None,
+    });
+    let of_algorithm = algorithm.and_then(|algorithm| match algorithm.as_str()? {
+        "FP8" => Some(KvElements::Fp8),
+        "INT8" => Some(KvElements::Int8),
+        _ => None,
+    });
+    if let (None, Some(asked)) = (of_scheme.or(of_algorithm), scheme.or(algorithm)) {
+        notes.push(format!("keys and values are not kept in the type that the checkpoint names for them ({asked})"));
+    }
+    of_scheme.or(of_algorithm)
 }
 
 /// The precision of the weights; none if it has no name, or if layers have several.

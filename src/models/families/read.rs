@@ -2,7 +2,7 @@
 
 use std::path::Path;
 
-use ops::{Activation, DType, NormKind};
+use ops::{Activation, DType, KvElements, NormKind};
 use serde_json::{Map, Value};
 
 use super::harmless::refuse_unread;
@@ -184,6 +184,7 @@ fn decoder(fields: &Fields, family: &Family) -> Result<Config, ModelError> {
         weight_format: WeightFormat::Plain,
         stored_quantization: None,
         rounding: None,
+        kv_elements: KvElements::default(),
         notes: Vec::new(),
     })
 }

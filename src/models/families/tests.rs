@@ -2,8 +2,9 @@
 
 use std::path::Path;
 
-use ops::{DType, QueryScale};
+use ops::{DType, KvElements, QueryScale};
 use serde_json::{Value, json};
+use settings::KvCacheType;
 
 use crate::config::WeightFormat;
 use crate::{Config, KvSource, ModelError, RopeScaling};
@@ -167,12 +168,34 @@ fn a_quantization_may_be_in_a_file_of_its_own() {
         r#"{"producer": {"name": "modelopt"}, "quantization": {"quant_algo": "FP8", "kv_cache_quant_algo": "FP8"}}"#;
     assert_eq!(
         format("hf_quant_config.json", modelopt),
-        (WeightFormat::ByTensors { block: None, has_fp8_inputs: true }, 2)
+        (WeightFormat::ByTensors { block: None, has_fp8_inputs: true }, 1)
     );
     let gptq = r#"{"bits": 4, "group_size": 128, "desc_act": false, "sym": true, "damp_percent": 0.01}"#;
     assert_eq!(format("quantize_config.json", gptq), (WeightFormat::Gptq { zero_offset: 1 }, 1));
     let awq = r#"{"zero_point": true, "q_group_size": 128, "w_bit": 4, "version": "GEMM"}"#;
     assert_eq!(format("quant_config.json", awq), (WeightFormat::Awq, 1));
+}
+
+#[test]
+fn the_cache_has_the_type_that_is_asked_for_else_that_of_the_checkpoint() {
+    let kept = |change: Value, asked: KvCacheType| {
+        let quantized = |config: &mut Value| {
+            let mut all = json!({"quant_method": "modelopt", "quant_algo": "FP8"});
+            all.as_object_mut().unwrap().append(&mut change.as_object().unwrap().clone());
+            config["quantization_config"] = all;
+        };
+        let config = read_of("LlamaForCausalLM", quantized).unwrap().in_kv_cache(asked);
+        (config.kv_elements, config.notes.last().unwrap().clone())
+    };
+    let float = json!({"kv_cache_scheme": {"type": "float", "num_bits": 8, "dynamic": false}});
+    let (found, note) = kept(float.clone(), KvCacheType::Auto);
+    assert!(found == KvElements::Fp8 && note.contains("fp8, as the checkpoint names it"), "{note}");
+    assert_eq!(kept(json!({"kv_cache_quant_algo": "INT8"}), KvCacheType::Auto).0, KvElements::Int8);
+    assert_eq!(kept(float.clone(), KvCacheType::Bf16).0, KvElements::Plain);
+    assert_eq!(kept(float, KvCacheType::Int8).0, KvElements::Int8);
+    let (found, note) = kept(json!({"kv_cache_quant_algo": "NVFP4"}), KvCacheType::Auto);
+    assert!(found == KvElements::Plain && note.contains("NVFP4"), "{note}");
+    assert_eq!(kept(json!({"kv_cache_quant_algo": null}), KvCacheType::Auto).0, KvElements::Plain);
 }
 
 #[test]

@@ -1,7 +1,7 @@
 //! The parameter `batch_invariant`, and what GPUs do not support with it.
 
 use models::Config;
-use ops::Target;
+use ops::{KvElements, Target};
 use repository::ModelConfig;
 use serving::InferError;
 use supervision::WeightPrecision;
@@ -30,6 +30,7 @@ pub(super) fn batch_invariant(
         (is_quantized, "quantized weights; use a checkpoint in bf16"),
         (has_experts, "mixtures of experts"),
         (model.has_recurrent_layers(), "recurrent layers"),
+        (model.kv_elements != KvElements::Plain, "a KV cache in fp8 or int8; set `kv_cache_dtype` to `bf16`"),
         (parallelism.tp_size > 1, "more than one GPU for a layer; set `tp` to 1"),
         (max_drafts(config, model)? > 0, "drafts; remove `prompt_lookup_num_tokens`"),
     ];

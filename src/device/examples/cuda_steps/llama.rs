@@ -6,8 +6,8 @@ use std::sync::Arc;
 use device::cuda::{CudaDevice, CudaTensor, CudaWeight};
 use models::Model;
 use ops::{
-    Activation, AttentionSpec, DType, Device, DeviceError, LayerAttention, LinearRole, LogitSpec, NormKind, NormSlices,
-    Quantization, QuantizedRows, RopeTable, RowSource, WeightData, WeightSlice,
+    Activation, AttentionSpec, DType, Device, DeviceError, KvElements, LayerAttention, LinearRole, LogitSpec, NormKind,
+    NormSlices, Quantization, QuantizedRows, RopeTable, RowSource, WeightData, WeightSlice,
 };
 
 /// The size of heads.
@@ -268,5 +268,13 @@ fn spec(shape: Shape, num_layers: usize, block_size: usize, max_positions: usize
     };
     let ropes = vec![RopeTable { cos, sin }];
     let layers = (0..num_layers).map(|kv_buffer| LayerAttention { kv_buffer, ..layer.clone() }).collect();
-    AttentionSpec { block_size, max_positions, ropes, layers, kv_windows: vec![None], states: Vec::new() }
+    AttentionSpec {
+        block_size,
+        max_positions,
+        ropes,
+        layers,
+        kv_windows: vec![None],
+        kv_elements: KvElements::Plain,
+        states: Vec::new(),
+    }
 }

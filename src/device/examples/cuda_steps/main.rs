@@ -1,7 +1,7 @@
 //! Measures decode and prefill steps on a GPU: of a Llama-shaped model with random weights, or of a checkpoint.
 //!
 //! `cargo run --release -p device --example cuda_steps -- [--shape llama2-7b|llama3-8b | --checkpoint DIR] [--layers N] [--simple] [--batch-invariant]
-//! [--no-graphs] [--context N] [--prefill N] [--batch N] [--rows N] [--weights bf16|fp8|fp8-blocks|fp8-weights-only|int4]
+//! [--no-graphs] [--context N] [--prefill N] [--batch N] [--rows N] [--weights bf16|fp8|fp8-blocks|fp8-weights-only|int4] [--kv-cache bf16|fp8|int8]
 //! [--tp-size N --rank R --exchange DIR]`
 //!
 //! Prints milliseconds per decode step for several batch sizes and for a mixed step, with two steps in flight, and
@@ -19,7 +19,7 @@ use engine::{RowId, SamplingParams, TokenId};
 use inputs::{BLOCK, Blocks, step};
 use llama::{Llama, SHAPES, Shape, quantization};
 use models::Model;
-use ops::{Device, DeviceError, Quantization, StepInputs, StepLimits, TensorParallel};
+use ops::{AttentionSpec, Device, DeviceError, KvElements, Quantization, StepInputs, StepLimits, TensorParallel};
 
 const MAX_LEN: usize = 4096;
 const PREFILLS: [(usize, usize); 4] = [(1, 128), (1, 512), (1, 2048), (8, 2048)];
@@ -37,6 +37,7 @@ struct Options {
     rows: usize,
     fast: bool,
     batch_invariant: bool,
+    kv_elements: KvElements,
     graphs: bool,
     tp: TensorParallel,
     exchange: PathBuf,
@@ -59,6 +60,12 @@ fn options() -> Options {
         rows: number("--rows", 256).max(8),
         fast: !has("--simple"),
         batch_invariant: has("--batch-invariant"),
+        kv_elements: match value("--kv-cache").as_deref() {
+            None | Some("bf16") => KvElements::Plain,
+            Some("fp8") => KvElements::Fp8,
+            Some("int8") => KvElements::Int8,
+            Some(other) => panic!("--kv-cache {other}; expected bf16, fp8 or int8"),
+        },
         graphs: !has("--no-graphs"),
         tp: TensorParallel { rank: number("--rank", 0) as u32, size: number("--tp-size", 1) as u32 },
         exchange: value("--exchange").unwrap_or_default().into(),
@@ -145,7 +152,7 @@ fn prepare(options: &Options, decode_blocks: usize, mark: impl Fn(&str)) -> Resu
         None => Box::new(Llama::load(&mut device, options.shape, options.layers, options.quantization)?),
     };
     mark("weights queued");
-    let spec = model.attention_spec(BLOCK, MAX_LEN);
+    let spec = AttentionSpec { kv_elements: options.kv_elements, ..model.attention_spec(BLOCK, MAX_LEN) };
     let plan = device.memory_plan(&spec)?;
     mark(&format!("weights loaded, {}: {plan:?},", device.describe()));
     let num_blocks = (options.rows * decode_blocks.max(512 / BLOCK)).max(8 * 2048 / BLOCK);
