@@ -263,6 +263,7 @@ fn config(settings: &BTreeMap<&str, &str>) -> EngineConfig {
             Some(other) => panic!("unknown policy `{other}`"),
         },
         prefix_cache: settings.get("cache") == Some(&"on"),
+        shares_output: true,
         max_drafts: number("drafts", 0),
         max_adapters: number("adapters", 0),
         num_stages: number("stages", 1),
