@@ -60,7 +60,8 @@ fn run(spec: &WorkerSpec, rings: &Rings) -> Result<(), WorkerError> {
     };
     let stage = PipelineStage { index: spec.stage, count: spec.num_stages };
     let (tp, block_size) = (tensor_parallel(spec), spec.block_size);
-    let shape = WorkerShape { target, tp, stage, limits, block_size, precision };
+    let (max_adapters, max_adapter_rank) = (spec.max_adapters, spec.max_adapter_rank);
+    let shape = WorkerShape { target, tp, stage, limits, block_size, max_adapters, max_adapter_rank, precision };
     match spec.settings.device {
         DeviceChoice::Cpu { threads, first_core } => {
             // 0 is unknown.

@@ -22,6 +22,7 @@ pub struct CachedRows {
     pub k_buffer: DeviceBuffer,
     pub v_buffer: DeviceBuffer,
     pub table_buffer: DeviceBuffer,
+    #[allow(dead_code)] // Some kernels read the lengths from elsewhere.
     pub len_buffer: DeviceBuffer,
 }
 
@@ -94,7 +95,7 @@ impl CachedRows {
     /// The same rows with keys and values in codes. Unused positions have codes, and scales that are no numbers.
     #[allow(dead_code)] // Tests of rotation fill the blocks themselves.
     pub fn coded(mut self, gpu: &Arc<Gpu>, kind: KvCodes) -> Self {
-        let mut encode = |values: &mut Vec<f32>| {
+        let encode = |values: &mut Vec<f32>| {
             let (mut codes, mut scales) = (vec![0x7fu8; values.len()], Vec::new());
             let dim = self.shape.head_dim;
             for (row, codes) in values.chunks_mut(dim).zip(codes.chunks_mut(dim)) {

@@ -33,7 +33,7 @@ fn goldens(case: &str, kind: KvCacheType) -> Vec<(Vec<u32>, [Vec<f64>; 2])> {
 
 fn sequence(prompt: &[u32], num_tokens: usize, chunk: usize) -> Sequence {
     let sampling = SamplingParams { num_logprobs: Some(1 << 10), ..SamplingParams::default() };
-    Sequence { prompt: prompt.to_vec(), num_tokens, sampling, chunk, start: 0 }
+    Sequence { prompt: prompt.to_vec(), num_tokens, sampling, chunk, start: 0, adapter: None }
 }
 
 /// Root mean square of the errors of the log-probabilities, relative to the size of the logits.

@@ -226,6 +226,15 @@ impl Model<CudaDevice> for Llama {
         &[]
     }
 
+    fn set_adapter(&self, _: &mut CudaDevice, _: u32, _: &models::Adapter) -> Result<(), DeviceError> {
+        let (what, found) = ("an adapter".into(), "random weights".into());
+        Err(DeviceError::Unsupported { what, found, expected: "a checkpoint".into() })
+    }
+
+    fn adapter_bytes(&self, _: usize) -> u64 {
+        0
+    }
+
     fn forward(&mut self, device: &mut CudaDevice) -> Result<(), DeviceError> {
         device.embed(&mut self.residual, &self.embedding, 1.0)?;
         device.norm(&mut self.normed, &self.residual, &self.layers[0].norms[0], EPS)?;
