@@ -9,7 +9,7 @@ use super::{Arg, CudaError, Launch, Queue, Span};
 pub const HEAD_DIM: usize = 128;
 /// Inputs of the convolution.
 pub const NUM_TAPS: usize = 4;
-/// In [`DeltaStates::slots`]: the row is padding.
+/// In the slots of rows: the row is padding.
 pub const NO_SLOT: u32 = u32::MAX;
 
 /// Heads of a layer.
