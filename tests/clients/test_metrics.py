@@ -42,12 +42,17 @@ ALL_LATENCIES = [f"--metrics-config={kind}_latencies=true" for kind in ("counter
 
 
 @pytest.fixture(scope="module")
-def served():
-    """The metrics page of a world of two ranks after four requests: two equal ones, a long one, and one that is refused."""
+def served(tmp_path_factory):
+    """The metrics page of a world of two ranks after four requests: two equal ones, a long one, and one that is refused. Its model has
+    an adapter."""
+    repository = tmp_path_factory.mktemp("served") / "model_repository"
+    shutil.copytree(ROOT / "model_repository", repository)
+    with (repository / "tensorrt_llm/config.pbtxt").open("a") as config:
+        config.write('parameters { key: "lora_modules" value: { string_value: "demo=%s" } }\n' % (ROOT / "tests/goldens/adapters/demo"))
     http, grpc, metrics = free_ports(3)
     flags = [f"--http_port={http}", f"--grpc_port={grpc}", f"--metrics_port={metrics}", "--device=cpu", "--oversubscribe"]
     of_ranks = ["--", "--metrics-config=histogram_latencies=true"]
-    started = launch("--world_size=2", "--model_repo=model_repository", "--detach", *flags, *of_ranks)
+    started = launch("--world_size=2", f"--model_repo={repository}", "--detach", *flags, *of_ranks)
     assert started.returncode == 0, started.stderr
     try:
         with grpcclient.InferenceServerClient(f"localhost:{grpc}") as client:
@@ -89,12 +94,12 @@ def cached(tmp_path_factory):
 
 
 @needs_promtool
-def test_promtool_objects_only_to_names_of_triton(served, cached):
+def test_promtool_objects_only_to_names_of_triton_and_vllm(served, cached):
     for text in (served, cached):
         checked = subprocess.run([PROMTOOL, "check", "metrics"], input=text, capture_output=True, text=True, timeout=60)
         findings = (checked.stdout + checked.stderr).split("\n")
         assert checked.returncode in (0, 3), findings  # 3: the page is valid, with advice about names.
-        assert not [line for line in findings if line and not line.startswith("nv_")], findings
+        assert not [line for line in findings if line and not line.startswith(("nv_", "vllm:"))], findings
     own = "".join(re.findall(r"(?m)^(?:# (?:HELP|TYPE) )?trireme_.*\n", served))
     assert subprocess.run([PROMTOOL, "check", "metrics"], input=own, text=True, timeout=60).returncode == 0
 
