@@ -14,9 +14,10 @@
 // workspace     partial sums [R][H][splits][D] f32, their maximum and denominator [R][H][splits][2] f32, and counters
 //               [R][K * groups] u32, zero before the first launch and after each launch
 // maths         scores and sums in fp32, probabilities rounded to bf16 for the product with v
-// launch        grid (blocks, K * groups, R), 4 warps. A block computes one split of a row, or, with the prefix, every `blocks`-th. Up to 8 query heads of a KV head form a group, so K and V are
-//               read once for all of them. A warp processes 16 positions at a time: K and V are loaded directly into
-//               the registers of mma.sync, as K q^T and V^T p^T, and the next tile is loaded while this one is used.
+// launch        grid (blocks, K * groups, R), 4 warps. A block computes one split of a row, or, with the prefix `shared_`, every
+//               `blocks`-th. Up to 8 query heads of a KV head form a group, so K and V are read once for all of them. A warp
+//               processes 16 positions at a time: K and V are loaded directly into the registers of mma.sync, as K q^T and
+//               V^T p^T, and the next tile is loaded while this one is used.
 //               The number of splits of a row depends on its length. The splits are added in order: through shared
 //               memory if they are in one cluster (of blocks adjacent in x), otherwise by the block that finishes last.
 //               With rotation, a block rotates its own q. The block with the newest position takes its k and v from
