@@ -45,15 +45,16 @@ impl Adapter {
         let wrong = |reason: String| AdapterError::Tensors { reason };
         let targets = all_targets(model).map_err(wrong)?;
         let num_modules: usize = targets.iter().flatten().map(|target| target.modules.len()).sum();
-        let (count, row_bytes) = (tensors.config.len(), tensors.row_len * tensors.dtype.size());
+        let count = tensors.config.len();
         if count == 0 || count > num_modules {
             return Err(wrong(format!("`lora_config` has {count} rows, expected 1 to {num_modules}")));
         }
-        if tensors.weights.len() != count * row_bytes {
-            return Err(wrong(format!("`lora_weights` has not the {count} rows of `lora_config`")));
-        }
+        let row_bytes = tensors.row_len.checked_mul(tensors.dtype.size()).filter(|&bytes| bytes > 0);
+        let row_bytes = row_bytes.filter(|bytes| bytes.checked_mul(count) == Some(tensors.weights.len()));
+        let row_bytes =
+            row_bytes.ok_or_else(|| wrong(format!("`lora_weights` has not the {count} rows of `lora_config`")))?;
         let mut products: Vec<LowRank> = Vec::with_capacity(count);
-        for (&entry, row) in tensors.config.iter().zip(tensors.weights.chunks_exact(row_bytes.max(1))) {
+        for (&entry, row) in tensors.config.iter().zip(tensors.weights.chunks_exact(row_bytes)) {
             let product = product(model, &targets, entry, (row, tensors.dtype), max_rank).map_err(wrong)?;
             if products.iter().any(|it| (it.layer, &it.module) == (product.layer, &product.module)) {
                 return Err(wrong(format!("`lora_config` has module {} of layer {} twice", entry[0], entry[1])));

@@ -7,7 +7,7 @@ mod support;
 use std::path::{Path, PathBuf};
 
 use engine::SamplingParams;
-use models::{Adapter, AdapterBounds, Config};
+use models::{Adapter, AdapterBounds, AdapterTensors, Config};
 use support::{Runner, Sequence, golden_dir, on_group};
 
 const BOUNDS: AdapterBounds = AdapterBounds { max_rank: 16, max_bytes: 1 << 20 };
@@ -226,4 +226,14 @@ fn an_adapter_that_does_not_fit_is_refused_with_what_to_do() {
     write_safetensors(&rank.path().join("adapter_model.safetensors"), &unknown);
     let found = refused(rank.path());
     assert!(found.contains("in this layer they may change `self_attn.q_proj`, `self_attn.k_proj`"), "{found}");
+}
+
+#[test]
+fn tensors_whose_rows_are_empty_or_too_long_to_count_are_refused() {
+    let llama = Config::from_dir(&golden_dir("mha_bias_f32")).unwrap();
+    for row_len in [0, 1, usize::MAX, usize::MAX / 2 + 1] {
+        let tensors = AdapterTensors { config: &[[1, 0, 4]], weights: &[], dtype: ops::DType::F32, row_len };
+        let error = Adapter::from_tensors(&llama, tensors, 16).unwrap_err().to_string();
+        assert_eq!(error, "`lora_weights` has not the 1 rows of `lora_config`", "{row_len}");
+    }
 }
