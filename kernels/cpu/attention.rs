@@ -16,7 +16,8 @@ use std::ops::Range;
 
 use crate::cpu::attention_tile::{Attention, AttentionRow, TILE, Tile};
 use crate::cpu::coded_kv::CodedKv;
-use crate::cpu::kv_cache::{CHUNK, KvData, KvElement, KvShape, MAX_HEAD_DIM};
+use crate::cpu::kv_cache::KvData;
+use crate::cpu::kv_layout::{CHUNK, KvElement, KvShape, MAX_HEAD_DIM};
 use crate::cpu::shared::SharedOut;
 #[cfg(target_arch = "x86_64")]
 use crate::cpu::x86_attention;

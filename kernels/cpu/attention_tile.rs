@@ -2,7 +2,7 @@
 
 use std::ops::Range;
 
-use crate::cpu::kv_cache::{CHUNK, KvShape};
+use crate::cpu::kv_layout::{CHUNK, KvShape};
 use crate::cpu::shared::SharedOut;
 use crate::cpu::{Isa, exp};
 

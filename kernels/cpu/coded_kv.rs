@@ -1,7 +1,7 @@
 //! KV blocks of eight-bit codes (`kv_codes.rs`): the codes in the order of other blocks, and a scale for each position and KV head.
 
 use crate::cpu::attention_tile::Tile;
-use crate::cpu::kv_cache::{CHUNK, KvShape, WriteHead};
+use crate::cpu::kv_layout::{CHUNK, KvShape, MAX_HEAD_DIM, WriteHead};
 use crate::cpu::shared::SharedOut;
 use crate::cpu::{Buffer, Pool};
 use crate::kv_codes::KvCodes;
@@ -108,7 +108,7 @@ fn write_head(
     value: &[f32],
 ) -> [f32; 2] {
     let v_scale = kind.encode_all(value, &mut v[offset * shape.head_dim..][..shape.head_dim]);
-    let mut codes = [0; crate::cpu::kv_cache::MAX_HEAD_DIM];
+    let mut codes = [0; MAX_HEAD_DIM];
     let codes = &mut codes[..shape.head_dim];
     let k_scale = kind.encode_all(key, codes);
     for (pair, codes) in codes.chunks_exact(2).enumerate() {

@@ -17,6 +17,7 @@ mod exp;
 mod gated_delta;
 mod group_dot;
 mod kv_cache;
+mod kv_layout;
 mod linear;
 mod matrix;
 mod norm;

@@ -8,7 +8,7 @@ use std::ops::Range;
 
 use crate::cpu::attention_tile::{TILE, Tile};
 use crate::cpu::exp;
-use crate::cpu::kv_cache::{CHUNK, MAX_HEAD_DIM};
+use crate::cpu::kv_layout::{CHUNK, MAX_HEAD_DIM};
 use crate::cpu::packed::bf16_bits;
 use crate::cpu::shared::SharedOut;
 
