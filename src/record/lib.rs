@@ -23,6 +23,7 @@
 
 mod error;
 mod format;
+mod items;
 mod options;
 mod reader;
 mod recorder;
@@ -31,7 +32,8 @@ mod writer;
 
 pub use error::RecordError;
 pub use format::{Body, Contents, End, Entry, GRPC_SERVICE, Head, Request, Step, VERSION};
+pub use items::{Arrival, Redact, RequestItem, StepItem};
 pub use options::{Options, RecordArgs};
 pub use reader::Recording;
-pub use recorder::{Arrival, Recorder, Redact, RequestItem, StepItem};
+pub use recorder::Recorder;
 pub use redact::{TOKEN, covered, is_token_list};

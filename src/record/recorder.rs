@@ -1,16 +1,15 @@
 //! The recorder of a running server.
 
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::Relaxed};
+use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 use std::sync::mpsc::{Receiver, SyncSender, sync_channel};
-use std::sync::{Arc, Mutex, OnceLock, PoisonError};
+use std::sync::{Arc, Mutex, PoisonError};
 use std::thread::JoinHandle;
 use std::time::Instant;
 
-use bytes::Bytes;
-
+use crate::RecordError;
+use crate::items::{Arrival, Item, RequestItem, Shared, StepItem};
 use crate::options::Options;
 use crate::writer::Writer;
-use crate::{End, RecordError};
 
 /// Requests and steps in the queue.
 const MAX_QUEUED: usize = 4096;
@@ -24,118 +23,6 @@ pub struct Recorder {
     shared: Arc<Shared>,
     next_id: AtomicU64,
     writer: Mutex<Option<JoinHandle<()>>>,
-}
-
-/// What the recorder and its writer share.
-#[derive(Debug, Default)]
-pub(crate) struct Shared {
-    /// Arrival of the first request.
-    pub(crate) began: OnceLock<Instant>,
-    is_over: AtomicBool,
-    held_bytes: AtomicU64,
-    dropped_requests: AtomicU64,
-    dropped_steps: AtomicU64,
-}
-
-impl Shared {
-    /// Nothing more is taken.
-    pub(crate) fn end(&self) {
-        self.is_over.store(true, Relaxed);
-    }
-
-    /// The last line of a recording that ends for `reason`.
-    pub(crate) fn end_line(&self, reason: &str) -> End {
-        End {
-            reason: reason.to_owned(),
-            dropped_requests: self.dropped_requests.load(Relaxed),
-            dropped_steps: self.dropped_steps.load(Relaxed),
-        }
-    }
-
-    pub(crate) fn release(&self, bytes: u64) {
-        self.held_bytes.fetch_sub(bytes, Relaxed);
-    }
-}
-
-/// Number and time of a request's arrival.
-#[derive(Debug, Clone, Copy)]
-pub struct Arrival {
-    pub(crate) id: u64,
-    pub(crate) at: Instant,
-}
-
-/// Gives a body without its texts, or `None` if it cannot be kept.
-pub type Redact = fn(&[u8]) -> Option<Vec<u8>>;
-
-/// An answered request.
-#[derive(Debug, Clone)]
-#[allow(missing_docs)] // As in `Request`.
-pub struct RequestItem {
-    pub arrival: Arrival,
-    pub path: String,
-    pub request_id: Option<String>,
-    pub content_type: Option<String>,
-    pub json_bytes: Option<u64>,
-    pub body: Bytes,
-    /// For bodies that are no JSON.
-    pub redact: Option<Redact>,
-    pub status: u16,
-    /// Time of the first part of the reply's body.
-    pub first: Option<Instant>,
-    /// Time of the end of the reply.
-    pub last: Instant,
-    /// The first parts of the reply's body.
-    pub reply: Vec<Bytes>,
-    /// Number of all parts.
-    pub pieces: u64,
-    /// Length of all parts; more than those of `reply` if the reply was too long to be kept.
-    pub reply_bytes: u64,
-    pub is_whole: bool,
-    /// Bytes that [`Recorder::hold`] has granted to it, for its reply.
-    pub held_bytes: u64,
-}
-
-impl RequestItem {
-    /// A request without a reply so far.
-    pub fn new(arrival: Arrival) -> Self {
-        Self {
-            arrival,
-            path: String::new(),
-            request_id: None,
-            content_type: None,
-            json_bytes: None,
-            body: Bytes::new(),
-            redact: None,
-            status: 0,
-            first: None,
-            last: arrival.at,
-            reply: Vec::new(),
-            pieces: 0,
-            reply_bytes: 0,
-            is_whole: false,
-            held_bytes: 0,
-        }
-    }
-}
-
-/// A step that has been settled.
-#[derive(Debug, Clone)]
-#[allow(missing_docs)] // As in `Step`.
-pub struct StepItem {
-    pub model: Arc<str>,
-    pub replica: u32,
-    pub step: u64,
-    /// When planning began and ended, the plan was sent, the output arrived, was settled, and was delivered.
-    pub times: [Instant; 6],
-    pub joined: Vec<[u32; 3]>,
-    pub left: Vec<u32>,
-    pub rows: Vec<[u32; 3]>,
-}
-
-pub(crate) enum Item {
-    Request(Box<RequestItem>),
-    Step(Box<StepItem>),
-    Finish,
 }
 
 impl Recorder {
@@ -217,6 +104,8 @@ impl Recorder {
 #[cfg(test)]
 mod tests {
     use std::time::Duration;
+
+    use bytes::Bytes;
 
     use super::*;
     use crate::Recording;

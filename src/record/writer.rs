@@ -11,8 +11,8 @@ use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 use serde::Serialize;
 
 use crate::format::{Body, Contents, Entry, Head, Request, Step, VERSION};
+use crate::items::{Item, RequestItem, Shared, StepItem};
 use crate::options::Options;
-use crate::recorder::{Item, RequestItem, Shared, StepItem};
 use crate::{RecordError, reader, redact};
 
 /// Bytes that are kept free for the last line.
