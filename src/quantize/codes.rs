@@ -1,7 +1,7 @@
 //! Rounds matrices to codes, on all cores, and packs the codes as compressed-tensors stores them.
 
 use half::bf16;
-use models::rounding::{Affine, Symmetric, fp8_codes, fp8_scale};
+use models::rounding::{Symmetric, fp8_codes, fp8_scale};
 use rayon::prelude::*;
 
 use crate::form::{BLOCK, Form};
@@ -150,10 +150,4 @@ fn packed_columns(codes: &[u8], cols: usize, bits: usize) -> Vec<u8> {
         })
     });
     words.flat_map(u32::to_le_bytes).collect()
-}
-
-/// The values of a group after they were rounded, for the search of scales.
-pub(crate) fn rounded(affine: Affine, values: &[f32], codes: &mut [u8], out: &mut [f32]) {
-    affine.codes(values, codes);
-    out.iter_mut().zip(codes.iter()).for_each(|(out, code)| *out = affine.value(*code));
 }

@@ -8,7 +8,6 @@ use device::cpu::LayerInputs;
 use models::rounding::{Affine, range};
 use rayon::prelude::*;
 
-use crate::codes::rounded;
 use crate::matrix::Matrix;
 
 /// Exponents that are tried: factors are the mean size of the inputs to this power.
@@ -97,6 +96,12 @@ pub(crate) fn best_shrink(values: &[f32], importance: Option<&[f32]>, stored: im
         }
     }
     best.1
+}
+
+/// The values of a group after they were rounded.
+fn rounded(affine: Affine, values: &[f32], codes: &mut [u8], out: &mut [f32]) {
+    affine.codes(values, codes);
+    out.iter_mut().zip(codes.iter()).for_each(|(out, code)| *out = affine.value(*code));
 }
 
 #[cfg(test)]
