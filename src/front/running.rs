@@ -25,7 +25,7 @@ use crate::api::triton::grpc::service::grpc_service;
 use crate::api::triton::http as triton_http;
 use crate::api::triton::http::reply::Reply;
 use crate::config::Config;
-use crate::state::State;
+use crate::state::{Addresses, State};
 use crate::telemetry::metrics;
 use crate::telemetry::metrics_settings::MetricsSource;
 use crate::transport::body::ReplyBody;
@@ -35,17 +35,6 @@ use crate::transport::listener::{Limits, Port, StartError, bind};
 use crate::transport::tls::Tls;
 
 mod header_timeout;
-
-/// The addresses of the services, with the ports that the system chose.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
-pub struct Addresses {
-    /// KServe gRPC.
-    pub grpc: Option<SocketAddr>,
-    /// KServe HTTP.
-    pub http: Option<SocketAddr>,
-    /// Metrics.
-    pub metrics: Option<SocketAddr>,
-}
 
 /// Listening sockets of another process.
 #[derive(Debug, Default)]

@@ -1,5 +1,6 @@
 //! State that all protocols share.
 
+use std::net::SocketAddr;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, OnceLock};
 
@@ -11,11 +12,21 @@ use crate::api::triton::classification::classify;
 use crate::api::triton::output_request::OutputRequest;
 use crate::api::triton::shared_memory::SharedMemory;
 use crate::config::{Config, ConfigError};
-use crate::running::Addresses;
 use crate::telemetry::log_settings::LogSettings;
 use crate::telemetry::metrics_settings::MetricsSource;
 use crate::telemetry::trace_settings::{TraceChanges, TraceOptions, TraceSettings, TraceValues};
 use crate::transport::budget::{Budget, ProgressLimits};
+
+/// The addresses of the services, with the ports that the system chose.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub struct Addresses {
+    /// KServe gRPC.
+    pub grpc: Option<SocketAddr>,
+    /// KServe HTTP.
+    pub http: Option<SocketAddr>,
+    /// Metrics.
+    pub metrics: Option<SocketAddr>,
+}
 
 /// The models, and the state of the front.
 pub struct State {
