@@ -14,7 +14,6 @@ use serving::{DataType, InferError, Limits, LoadRequest};
 use supervision::{DeviceChoice, KvCacheType, KvMemory, WeightPrecision, WorkerSettings};
 
 use super::adapter_settings::AdapterSettings;
-use super::inputs::ValueBounds;
 use super::inter_token::InterTokenBounds;
 use super::queue_policy::QueuePolicy;
 use crate::{checkpoint, parameters};
@@ -183,19 +182,6 @@ impl LlmConfig {
     pub(crate) fn model(&self, target: Target) -> Result<models::Config, models::ModelError> {
         let model = models::Config::from_dir(&self.checkpoint)?.in_expert_groups(self.ep_size);
         Ok(model.in_precision(self.worker.weight_precision, target)?.in_kv_cache(self.worker.kv_cache_type))
-    }
-
-    /// The properties that the values of a request depend on.
-    pub(crate) fn value_bounds(&self) -> ValueBounds<'_> {
-        ValueBounds {
-            name: &self.name,
-            vocab_size: self.vocab_size,
-            max_rows: self.engine.max_rows,
-            max_drafts: self.engine.max_drafts as u32,
-            end_ids: &self.end_ids,
-            limits: &self.limits,
-            has_warned_of_greedy: &self.has_warned_of_greedy,
-        }
     }
 
     /// Number of workers of one replica.

@@ -94,7 +94,7 @@ pub(crate) fn parse(config: &LlmConfig, request: &InferRequest) -> Result<Comman
         return Ok(Command::Stop);
     }
     refuse_unsupported(request)?;
-    let (bounds, streaming) = (config.value_bounds(), flag(&["streaming"])?);
+    let (bounds, streaming) = (ValueBounds::of(config), flag(&["streaming"])?);
     let prompt = prompt(config, request)?;
     let mut generate = generation(&bounds, request, &RequestDefaults::default())?;
     let sequence = &mut generate.sequence;
@@ -267,7 +267,7 @@ fn prompt(config: &LlmConfig, request: &InferRequest) -> Result<Vec<TokenId>, In
 /// So they are taken modulo the size of the vocabulary, unless the model has `check_input_ids`.
 fn prompt_token(config: &LlmConfig, id: i64) -> Result<TokenId, InferError> {
     let beyond = u64::try_from(id).ok().filter(|&id| id >= config.vocab_size as u64 && !config.check_input_ids);
-    let Some(beyond) = beyond else { return token(&config.value_bounds(), "input_ids", id) };
+    let Some(beyond) = beyond else { return token(&ValueBounds::of(config), "input_ids", id) };
     if !config.has_wrapped_ids.swap(true, Ordering::Relaxed) {
         tracing::warn!(
             model = %config.name,

@@ -25,7 +25,7 @@ use super::event_queue::event_queue;
 use super::event_source::EventSource;
 use super::generate_stream::GenerateStream;
 use super::inbox::Message;
-use super::inputs::{self, Command, TaskAdapter};
+use super::inputs::{self, Command, TaskAdapter, ValueBounds};
 use super::llm_stream::LlmStream;
 use super::logits::LogitsBudget;
 use super::metrics::WorkerStatus;
@@ -313,7 +313,7 @@ impl Backend for Llm {
     }
 
     fn request_bounds(&self) -> Option<RequestBounds> {
-        let bounds = self.config.value_bounds();
+        let bounds = ValueBounds::of(&self.config);
         let (vocab_size, max_rows, max_drafts) = (bounds.vocab_size, bounds.max_rows, bounds.max_drafts);
         Some(RequestBounds { vocab_size, max_rows, max_drafts, end_ids: bounds.end_ids.to_vec() })
     }

@@ -6,6 +6,8 @@ use engine::TokenId;
 use generation::SamplingDefaults;
 use serving::Limits;
 
+use crate::llm::config::LlmConfig;
+
 /// The properties of a model that the values of a request depend on.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct ValueBounds<'a> {
@@ -23,6 +25,21 @@ pub(crate) struct ValueBounds<'a> {
     pub(crate) limits: &'a Limits,
     /// Whether the warning about a temperature without effect was logged.
     pub(crate) has_warned_of_greedy: &'a AtomicBool,
+}
+
+impl<'a> ValueBounds<'a> {
+    /// Those of a model.
+    pub(crate) fn of(config: &'a LlmConfig) -> Self {
+        Self {
+            name: &config.name,
+            vocab_size: config.vocab_size,
+            max_rows: config.engine.max_rows,
+            max_drafts: config.engine.max_drafts as u32,
+            end_ids: &config.end_ids,
+            limits: &config.limits,
+            has_warned_of_greedy: &config.has_warned_of_greedy,
+        }
+    }
 }
 
 /// Values that apply where a request has none.
