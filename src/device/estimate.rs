@@ -10,11 +10,12 @@ use ops::{
 };
 use settings::WeightPrecision;
 
-use crate::cpu::{CpuDevice, CpuEstimate, ExpertBuffers, Widest, is_computed, quantized_bytes};
+use crate::cpu::{CpuDevice, CpuEstimate, ExpertBuffers, Widest, quantized_bytes};
 use crate::cuda::{
     CudaDevice, Estimate, ExpertSizes, ProductScratch, RowOrder, delta_shape, expert_format, gate_order,
     has_fp8_inputs, packed_format,
 };
+use crate::slices::is_computed;
 
 /// Counts the memory that a [`CpuDevice`] or [`CudaDevice`] needs for a model, from the shapes of its weights alone.
 #[derive(Debug)]

@@ -5,6 +5,9 @@
 pub mod cpu;
 pub mod cuda;
 mod estimate;
+mod exchange;
 mod kv_elements;
+mod slices;
 
 pub use estimate::{EstimatedWeight, Estimator};
+pub use exchange::{Exchange, FileExchange};

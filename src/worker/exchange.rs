@@ -1,7 +1,7 @@
 //! Exchange of bytes between the workers of a model before their first collective operation, through rank 0, which all of them
 //! can reach.
 
-use device::cuda::Exchange;
+use device::Exchange;
 use ops::DeviceError;
 use supervision::{FromWorker, ToWorker};
 

@@ -3,7 +3,8 @@
 use std::path::PathBuf;
 use std::time::Duration;
 
-use device::cuda::{FileExchange, NcclRate, nccl_rate};
+use device::FileExchange;
+use device::cuda::{NcclRate, nccl_rate};
 use ops::{DeviceError, TensorParallel};
 
 /// How long the other processes may take to start.

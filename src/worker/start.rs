@@ -3,8 +3,9 @@
 use std::io::Read;
 use std::sync::Arc;
 
+use device::Exchange;
 use device::cpu::{CpuConfig, CpuDevice, GroupConfig, Peers};
-use device::cuda::{CudaConfig, CudaDevice, Exchange};
+use device::cuda::{CudaConfig, CudaDevice};
 use ipc::set_process_title;
 use models::WorkerShape;
 use nix::sys::signal::{SigSet, Signal};

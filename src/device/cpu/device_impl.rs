@@ -11,7 +11,8 @@ use ops::{
 use super::group::Group;
 use super::linear::Linear;
 use super::weights::CpuWeight;
-use super::{Cache, CpuDevice, CpuTensor, estimate, gate, out_of_range, slices, weights};
+use super::{Cache, CpuDevice, CpuTensor, available_memory, estimate, gate, out_of_range, weights};
+use crate::slices;
 
 impl Device for CpuDevice {
     type Weight = CpuWeight;
@@ -96,7 +97,7 @@ impl Device for CpuDevice {
     fn memory_plan(&self, attention: &AttentionSpec) -> Result<MemoryPlan, DeviceError> {
         let block_bytes = estimate::block_bytes(attention, self.kv_type(attention)) as u64;
         let workers = u64::from(self.tensor_parallel().size);
-        let kv_bytes = self.config.kv_memory_bytes.unwrap_or_else(|| weights::available_memory() / 2 / workers);
+        let kv_bytes = self.config.kv_memory_bytes.unwrap_or_else(|| available_memory() / 2 / workers);
         Ok(MemoryPlan {
             weights_bytes: self.weights_bytes,
             workspace_bytes: self.workspace_bytes + (self.projection.bytes() + self.expert_buffers.bytes()) as u64,
@@ -118,7 +119,7 @@ impl Device for CpuDevice {
             return unsupported("block size", block_size, "multiples of 16");
         }
         let needed_bytes = self.memory_plan(attention)?.block_bytes * num_blocks as u64;
-        let free_bytes = weights::available_memory();
+        let free_bytes = available_memory();
         if needed_bytes > free_bytes {
             let what = format!("{num_blocks} KV blocks");
             return Err(DeviceError::OutOfMemory { device: "cpu".into(), what, needed_bytes, free_bytes });

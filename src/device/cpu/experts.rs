@@ -5,7 +5,8 @@ use kernels::cpu::{self as k, Buffer, Matrix, WeightType};
 use ops::{DeviceError, ExpertGroups, ExpertSlices, Routing, Scoring};
 
 use super::linear::Linear;
-use super::{CpuDevice, CpuTensor, gate, slices};
+use super::{CpuDevice, CpuTensor, gate};
+use crate::slices;
 
 /// The experts of a layer that this worker has, and its part of each.
 pub struct Experts {

@@ -13,6 +13,7 @@ mod estimate;
 mod experts;
 mod group;
 mod handshake;
+mod host_memory;
 mod linear;
 mod norms;
 mod peers;
@@ -20,7 +21,6 @@ mod pipeline;
 mod recurrent;
 mod rows;
 mod sampler;
-mod slices;
 mod statistics;
 mod streams;
 mod weights;
@@ -39,6 +39,7 @@ pub(crate) use estimate::CpuEstimate;
 pub(crate) use experts::ExpertBuffers;
 use group::Group;
 pub use group::GroupConfig;
+pub use host_memory::available_memory;
 pub use kernels::cpu::allowed_cores;
 use linear::Inputs;
 pub use linear::Linear;
@@ -49,10 +50,9 @@ use pipeline::Pipeline;
 use recurrent::States;
 use rows::Row;
 pub use settings::WeightPrecision;
-pub(crate) use slices::{is_computed, vector};
 pub use statistics::{InputStatistics, LayerInputs, MAX_SAMPLES};
 use streams::StreamKind;
-pub use weights::{CpuWeight, available_memory};
+pub use weights::CpuWeight;
 
 /// Settings of a [`CpuDevice`].
 #[derive(Debug, Clone)]

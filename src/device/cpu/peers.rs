@@ -15,7 +15,7 @@ use ops::DeviceError;
 
 use super::handshake::{WorkerAddress, accept, addresses_towards, connect_to, listen, parsed, random_token, words};
 use super::streams::{Stream, Streams, streams};
-use crate::cuda::Exchange;
+use crate::Exchange;
 
 /// All workers of a model in order of stages, as seen by one of them.
 #[derive(Clone)]

@@ -4,7 +4,7 @@ use engine::CopiedState;
 use kernels::cpu::{self as k, Buffer, DeltaRow, DeltaShape, DeltaWeights};
 use ops::{AttentionSpec, DeviceError, RecurrentShape, RecurrentWeights};
 
-use super::{CpuDevice, CpuTensor, out_of_range, weights};
+use super::{CpuDevice, CpuTensor, available_memory, out_of_range};
 
 /// The weights of a layer besides its projections.
 pub struct Recurrent {
@@ -80,7 +80,7 @@ impl CpuDevice {
 
     pub(super) fn take_states(&mut self, spec: &AttentionSpec, num_slots: usize) -> Result<(), DeviceError> {
         let needed_bytes = (spec.state_bytes() * num_slots) as u64;
-        let free_bytes = weights::available_memory();
+        let free_bytes = available_memory();
         if needed_bytes > free_bytes {
             let what = format!("{num_slots} recurrent states");
             return Err(DeviceError::OutOfMemory { device: "cpu".into(), what, needed_bytes, free_bytes });

@@ -6,7 +6,7 @@ use ops::{DeviceError, NormKind, NormSlices, WeightSlice};
 use super::Linear;
 use super::experts::Experts;
 use super::recurrent::Recurrent;
-use super::slices::vector;
+use crate::slices::vector;
 
 /// A weight of the model.
 pub enum CpuWeight {
@@ -95,13 +95,4 @@ pub(crate) fn norm(norm: &NormSlices<'_>) -> Result<CpuWeight, DeviceError> {
             CpuWeight::LayerNorm { weight, bias }
         }
     })
-}
-
-/// Bytes of memory that the system can give without swapping (`MemAvailable` of `/proc/meminfo`, page cache included);
-/// 0 if unknown.
-pub fn available_memory() -> u64 {
-    let text = std::fs::read_to_string("/proc/meminfo").unwrap_or_default();
-    let line = text.lines().find_map(|line| line.strip_prefix("MemAvailable:"));
-    let kilobytes = line.and_then(|rest| rest.trim().trim_end_matches(" kB").parse::<u64>().ok());
-    kilobytes.unwrap_or(0) * 1024
 }

@@ -5,7 +5,7 @@ use std::sync::Arc;
 
 use ops::{PipelineStage, StepLimits, TensorParallel};
 
-use super::exchange::Exchange;
+use crate::Exchange;
 
 /// Minimum number of steps that may be queued and not yet collected.
 const LEAST_IN_FLIGHT: usize = 4;

@@ -191,7 +191,7 @@ impl CudaDevice {
     /// Uploads a vector in f32; nothing if there is none.
     fn load_exact(&mut self, vector: Option<&WeightSlice<'_>>) -> Result<Span, DeviceError> {
         let Some(vector) = vector else { return Ok(Span::NULL) };
-        let values = crate::cpu::vector(vector)?;
+        let values = crate::slices::vector(vector)?;
         let buffer = DeviceBuffer::from_slice(&self.gpu, &values).map_err(device_error)?;
         let span = buffer.span();
         self.weights.push(buffer);

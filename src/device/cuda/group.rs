@@ -13,7 +13,8 @@ use kernels::cuda::{CudaError, DeviceBuffer, Gpu, Queue, Span};
 use ops::{DeviceError, TensorParallel};
 
 use super::nccl::{CommunicatorKind, Joining, unlink_shared_memory};
-use super::{CudaConfig, Exchange, device_error};
+use super::{CudaConfig, device_error};
+use crate::Exchange;
 
 /// Maximum number of rows of a sum through peer memory.
 const MAX_PEER_ROWS: usize = 256;

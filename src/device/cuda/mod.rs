@@ -9,7 +9,6 @@ mod chain;
 mod config;
 mod decoder_ops;
 mod device_impl;
-mod exchange;
 mod experts;
 mod graphs;
 mod group;
@@ -43,7 +42,6 @@ use kernels::cuda::{CudaError, DeviceBuffer, Event, Gpu, PinnedBuffer, Queue, Sp
 use cache::Cache;
 use chain::Chain;
 pub use config::CudaConfig;
-pub use exchange::{Exchange, FileExchange};
 pub(crate) use experts::ExpertSizes;
 use experts::{ExpertBuffers, ExpertLayer, Unsummed};
 use graphs::Graphs;

@@ -9,7 +9,7 @@ use std::thread::JoinHandle;
 use kernels::cuda::{Gpu, Queue, Span, library};
 use ops::{DeviceError, TensorParallel};
 
-use super::exchange::Exchange;
+use crate::Exchange;
 
 type Communicator = *mut c_void;
 type Code = c_int;

@@ -6,8 +6,9 @@ use std::time::Instant;
 use kernels::cuda::{DeviceBuffer, Gpu, Queue};
 use ops::{DeviceError, TensorParallel};
 
+use super::device_error;
 use super::nccl::Nccl;
-use super::{Exchange, device_error};
+use crate::Exchange;
 
 /// Bytes of a sum in a decode step, and in a long prefill.
 const SMALL_BYTES: usize = 8 << 10;

@@ -15,7 +15,8 @@ use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Duration;
 
-use device::cuda::{CudaConfig, CudaDevice, Exchange, FileExchange};
+use device::cuda::{CudaConfig, CudaDevice};
+use device::{Exchange, FileExchange};
 use engine::{CopiedState, RevisedRow, RowId, SampledToken, SamplingParams, StateId, TokenId};
 use ops::{Device, PipelineStage, SampleInput, StepInputs, StepLimits, TOKEN_ON_DEVICE, TensorParallel};
 use serde_json::json;

@@ -3,9 +3,9 @@
 use std::net::{IpAddr, Ipv4Addr};
 
 use super::*;
+use crate::FileExchange;
 use crate::cpu::peers::Peers;
 use crate::cpu::streams::StreamKind;
-use crate::cuda::FileExchange;
 
 const ROUNDS: usize = 50;
 const WIDTH: usize = 3000;

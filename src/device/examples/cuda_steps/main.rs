@@ -14,7 +14,8 @@ use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use device::cuda::{CudaConfig, CudaDevice, FileExchange};
+use device::FileExchange;
+use device::cuda::{CudaConfig, CudaDevice};
 use engine::{RowId, SamplingParams, TokenId};
 use inputs::{BLOCK, Blocks, step};
 use llama::{Llama, SHAPES, Shape, quantization};
