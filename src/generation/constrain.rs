@@ -56,7 +56,7 @@ pub struct Constraints {
     tokenizer: Arc<Tokenizer>,
     vocab_size: usize,
     end_ids: Vec<u32>,
-    /// Created for the first guide. This takes tenths of a second for a large vocabulary.
+    /// Created by [`Constraints::prepare`] or for the first guide. This takes tenths of a second for a large vocabulary.
     compiler: OnceLock<Result<Compiler, ConstraintError>>,
 }
 
@@ -71,6 +71,11 @@ impl Constraints {
     pub fn new(tokenizer: Arc<Tokenizer>, vocab_size: usize, end_ids: &[TokenId]) -> Self {
         let end_ids = end_ids.iter().map(|id| id.0).filter(|&id| (id as usize) < vocab_size).collect();
         Self { tokenizer, vocab_size, end_ids, compiler: OnceLock::new() }
+    }
+
+    /// Prepares the vocabulary, so that the first guide does not wait for it. Blocks for tenths of a second.
+    pub fn prepare(&self) {
+        let _ = self.compiler(); // An error is told to the requests with guides.
     }
 
     /// The constraint of a sequence that `end_ids` end. Blocks for up to [`Limits::compile_time`], so it must not be called

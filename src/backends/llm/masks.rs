@@ -50,7 +50,9 @@ struct Batch {
 }
 
 struct BatchState {
+    waiting: Vec<MaskJob>,
     done: Vec<MaskJob>,
+    /// Number of jobs that are waiting or being run.
     num_running: usize,
     /// Whether the step thread waits no longer for the whole batch.
     is_closed: bool,
@@ -71,17 +73,21 @@ impl MaskJobs {
             if jobs.is_empty() {
                 continue;
             }
-            let state = BatchState { done: Vec::with_capacity(jobs.len()), num_running: jobs.len(), is_closed };
+            let num_jobs = jobs.len();
+            let state =
+                BatchState { waiting: jobs, done: Vec::with_capacity(num_jobs), num_running: num_jobs, is_closed };
             let batch = Arc::new(Batch { state: Mutex::new(state), inbox: inbox.clone() });
             if !is_closed {
                 self.open.push(Arc::clone(&batch));
             }
-            for job in jobs {
+            let Some(pool) = pool.as_ref() else {
+                batch.run_waiting();
+                continue;
+            };
+            // Each thread is woken once, and takes a job after the other.
+            for _ in 0..pool.current_num_threads().min(num_jobs) {
                 let batch = Arc::clone(&batch);
-                match pool.as_ref() {
-                    Some(pool) => pool.spawn(move || batch.run(job)),
-                    None => batch.run(job),
-                }
+                pool.spawn(move || batch.run_waiting());
             }
         }
     }
@@ -93,6 +99,13 @@ impl MaskJobs {
 }
 
 impl Batch {
+    fn run_waiting(&self) {
+        loop {
+            let Some(job) = ipc::lock(&self.state).waiting.pop() else { return };
+            self.run(job);
+        }
+    }
+
     fn run(&self, mut job: MaskJob) {
         if catch_unwind(AssertUnwindSafe(|| job.run())).is_err() {
             job.fail("the computation of its mask failed".to_owned());

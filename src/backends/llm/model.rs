@@ -39,13 +39,16 @@ use super::text_stop::{self, TextStop};
 use super::timing::Timing;
 use crate::encoder;
 
+/// The niceness of the thread that prepares constraints.
+const PREPARING_NICENESS: i32 = 10;
+
 /// One loaded LLM.
 pub(crate) struct Llm {
     config: Arc<LlmConfig>,
     version: String,
     tokenizer: Option<Arc<Tokenizer>>,
     /// Compiles constraints; `None` without a tokenizer.
-    constraints: Option<Constraints>,
+    constraints: Option<Arc<Constraints>>,
     router: Arc<Router>,
     /// Its adapters, which requests choose by name.
     adapters: Arc<AdapterStore>,
@@ -68,8 +71,11 @@ impl Llm {
         adapters: Arc<AdapterStore>,
         logits: Arc<LogitsBudget>,
     ) -> Self {
-        let constraints =
-            tokenizer.clone().map(|tokenizer| Constraints::new(tokenizer, config.vocab_size, &config.end_ids));
+        let constraints = tokenizer.clone().map(|tokenizer| {
+            let constraints = Arc::new(Constraints::new(tokenizer, config.vocab_size, &config.end_ids));
+            prepare(&constraints);
+            constraints
+        });
         Self {
             config: Arc::new(config),
             version: version.to_string(),
@@ -100,6 +106,16 @@ impl Llm {
         sender.send(Ok(response)).now_or_never();
         stream
     }
+}
+
+/// Prepares constraints beside the start of the model. If the system gives no thread, the first constrained request does it.
+fn prepare(constraints: &Arc<Constraints>) {
+    let constraints = Arc::clone(constraints);
+    let prepare = move || {
+        let _ = rustix::process::nice(PREPARING_NICENESS); // Its failure costs other threads a little time.
+        constraints.prepare();
+    };
+    let _ = std::thread::Builder::new().name("vocabulary".to_owned()).spawn(prepare);
 }
 
 impl Llm {
