@@ -64,6 +64,7 @@ mod tests {
     use repository::proto::{ModelDynamicBatching, ModelParameter};
 
     use super::*;
+    use crate::llm::queue_policy::LOWEST_LEVEL;
 
     fn bounds(value: &str, levels: u64) -> Result<InterTokenBounds, String> {
         let batching = ModelDynamicBatching { priority_levels: levels, ..Default::default() };
@@ -83,10 +84,13 @@ mod tests {
         assert_eq!(bounds("", 0), Ok(InterTokenBounds::default()));
         assert_eq!(bounds("40", 0), Ok(InterTokenBounds { all: Some(ms(40)), of: [].into() }));
         assert_eq!(bounds("12.5", 3).unwrap().all, Some(Duration::from_micros(12_500)));
-        // Level 1 of three is the engine's priority 2.
+        // Level 1 of three is two above the lowest.
         assert_eq!(
             bounds("50, 1:20,3:200", 3),
-            Ok(InterTokenBounds { all: Some(ms(50)), of: [(2, ms(20)), (0, ms(200))].into() })
+            Ok(InterTokenBounds {
+                all: Some(ms(50)),
+                of: [(LOWEST_LEVEL + 2, ms(20)), (LOWEST_LEVEL, ms(200))].into()
+            })
         );
     }
 

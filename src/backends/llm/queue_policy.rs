@@ -11,6 +11,9 @@ use repository::proto::model_queue_policy::TimeoutAction;
 /// The bound for `max_queue_size: 0`, which means no bound in Triton. Its benchmarks stay below this one.
 const MAX_WAITING: usize = 65_536;
 
+/// The engine's priority of the lowest level. OpenAI's `priority` moves a request below it or above it.
+pub(crate) const LOWEST_LEVEL: u32 = 1 << 20;
+
 /// Priority levels, timeouts and bounds of one model.
 #[derive(Debug, Clone, Default)]
 pub(crate) struct QueuePolicy {
@@ -74,7 +77,7 @@ impl QueuePolicy {
 
     /// The engine's priority of a level; higher is served first. 0 and unknown levels get the default.
     pub(crate) fn priority(&self, requested: u64) -> u32 {
-        u32::try_from(self.num_levels - self.level(requested)).unwrap_or(u32::MAX)
+        u32::try_from(self.num_levels - self.level(requested)).unwrap_or(u32::MAX).saturating_add(LOWEST_LEVEL)
     }
 
     /// The timeout of a request with this level and this requested timeout in microseconds, 0 for none. A request can only shorten the
@@ -114,14 +117,19 @@ mod tests {
 
     #[test]
     fn the_first_level_is_served_first_and_others_than_the_levels_mean_the_default() {
-        assert_eq!([1, 2, 3].map(|level| rules().priority(level)), [2, 1, 0]);
-        assert_eq!([0, 4, u64::MAX].map(|level| rules().priority(level)), [1, 1, 1]);
-        assert_eq!([0, 1, 9].map(|level| QueuePolicy::default().priority(level)), [0, 0, 0]);
+        let above_lowest =
+            |rules: QueuePolicy, levels: [u64; 3]| levels.map(|level| rules.priority(level) - LOWEST_LEVEL);
+        assert_eq!(above_lowest(rules(), [1, 2, 3]), [2, 1, 0]);
+        assert_eq!(above_lowest(rules(), [0, 4, u64::MAX]), [1, 1, 1]);
+        assert_eq!(above_lowest(QueuePolicy::default(), [0, 1, 9]), [0, 0, 0]);
     }
 
     #[test]
     fn each_level_has_a_queue_of_its_own() {
-        let bounds = |total, each, of: &[(u32, usize)]| QueueBounds { total, each, of: of.iter().copied().collect() };
+        let bounds = |total, each, of: &[(u32, usize)]| {
+            let of = of.iter().map(|&(above, bound)| (LOWEST_LEVEL + above, bound)).collect();
+            QueueBounds { total, each, of }
+        };
         assert_eq!(rules().bounds(100), bounds(21, 7, &[(0, 7)]));
         assert_eq!(QueuePolicy::default().bounds(100), bounds(100, 100, &[]));
         let mut rules = rules();
