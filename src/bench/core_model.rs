@@ -68,7 +68,7 @@ pub struct CoreArgs {
 /// The requests to send.
 #[derive(Debug, Clone, Subcommand)]
 enum Workload {
-    /// Requests of a file: {"prompt_token_ids": [..], "max_tokens": n}, one a line
+    /// Requests of a file: {"prompt_token_ids": [..], "max_tokens": n, "priority": level}, one a line; `priority` is optional
     File {
         /// The file
         path: PathBuf,
@@ -163,6 +163,7 @@ fn text(figures: &Figures, outcomes: &[Outcome], elapsed: Duration) -> String {
         text += &format!("\ntime to first token    {}", figures.time_to_first_token_ms);
         text += &format!("\ninter-token latency    {}", figures.inter_token_latency_ms);
     }
+    text += &figures.priorities();
     text + &figures.problems()
 }
 
@@ -235,7 +236,8 @@ fn read(
 /// Prompts of given lengths, of random ids that are ordinary tokens in all common vocabularies.
 fn of_lengths(lengths: Vec<(usize, usize)>, random: &mut Random) -> Vec<Prompt> {
     let mut ids = |count: usize| (0..count).map(|_| 10 + random.below(200) as u32).collect();
-    lengths.into_iter().map(|(input, max_tokens)| Prompt { text: String::new(), ids: ids(input), max_tokens }).collect()
+    let prompt = |(input, max_tokens)| Prompt { ids: ids(input), max_tokens, ..Prompt::default() };
+    lengths.into_iter().map(prompt).collect()
 }
 
 type Bins = Vec<(usize, usize, usize)>;

@@ -9,7 +9,7 @@ use text::Tokenizer;
 use crate::random::Random;
 
 /// One request to send.
-#[derive(Debug, Clone, PartialEq)]
+#[derive(Debug, Clone, Default, PartialEq)]
 pub struct Prompt {
     /// The text; empty if a file of token ids was read without a tokenizer.
     pub text: String,
@@ -17,6 +17,8 @@ pub struct Prompt {
     pub ids: Vec<u32>,
     /// Tokens to generate.
     pub max_tokens: usize,
+    /// Its priority, if the file has one: a level over Triton's protocols, a value over OpenAI's.
+    pub priority: Option<i64>,
 }
 
 /// Source of the prompts.
@@ -142,24 +144,28 @@ fn prompt(record: &Value, tokenizer: Option<&Tokenizer>, choice: Choice) -> Resu
             && max_tokens >= SHARE_GPT_MIN
             && ids.len() <= SHARE_GPT_MAX_INPUT.min(choice.max_input_len)
             && ids.len() + max_tokens <= SHARE_GPT_MAX_WHOLE;
-        return Ok(fits.then_some(Prompt { text: question, ids, max_tokens }));
+        return Ok(fits.then_some(Prompt { text: question, ids, max_tokens, ..Prompt::default() }));
     }
     if let (Some(input), Some(instruction), Some(output)) = (text("input"), text("instruction"), text("output")) {
         let question = format!("{input} {instruction}");
         let ids = encode(&question)?;
         let max_tokens = (output.split(' ').count() as f64 * choice.tokens_per_word) as usize;
         let fits = ids.len() <= choice.max_input_len;
-        return Ok(fits.then_some(Prompt { text: question, ids, max_tokens: max_tokens.max(1) }));
+        return Ok(fits.then_some(Prompt { text: question, ids, max_tokens: max_tokens.max(1), ..Prompt::default() }));
     }
     let number = |key: &str| record[key].as_u64().map(|number| number as usize);
     let max_tokens = number("max_tokens").or_else(|| number("output_len")).unwrap_or(DEFAULT_MAX_TOKENS).max(1);
+    let priority = match &record["priority"] {
+        Value::Null => None,
+        value => Some(value.as_i64().ok_or("`priority` must be a whole number")?),
+    };
     if let Some(ids) = record["prompt_token_ids"].as_array() {
         let id = |id: &Value| {
             id.as_u64().and_then(|id| u32::try_from(id).ok()).ok_or("`prompt_token_ids` must be token ids")
         };
         let ids: Vec<u32> = ids.iter().map(id).collect::<Result<_, _>>()?;
         let text = tokenizer.map(|tokenizer| tokenizer.decode(&ids, true)).unwrap_or_default();
-        return Ok((ids.len() <= choice.max_input_len).then_some(Prompt { text, ids, max_tokens }));
+        return Ok((ids.len() <= choice.max_input_len).then_some(Prompt { text, ids, max_tokens, priority }));
     }
     let Some(question) = ["prompt", "text_input", "text", "question"].into_iter().find_map(text) else {
         return Err(
@@ -167,7 +173,7 @@ fn prompt(record: &Value, tokenizer: Option<&Tokenizer>, choice: Choice) -> Resu
         );
     };
     let ids = encode(question)?;
-    Ok((ids.len() <= choice.max_input_len).then(|| Prompt { text: question.to_owned(), ids, max_tokens }))
+    Ok((ids.len() <= choice.max_input_len).then(|| Prompt { text: question.to_owned(), ids, max_tokens, priority }))
 }
 
 fn encode(tokenizer: Option<&Tokenizer>, text: &str) -> Result<Vec<u32>, String> {
@@ -192,7 +198,7 @@ fn generate(input: Length, output: Length, tokenizer: Option<&Tokenizer>, choice
         if let Some(encoded) = tokenizer.and_then(|tokenizer| tokenizer.encode(&text, true).ok()) {
             ids = encoded; // The server will encode the text the same way.
         }
-        Prompt { text, ids, max_tokens: output.draw(&mut random) }
+        Prompt { text, ids, max_tokens: output.draw(&mut random), ..Prompt::default() }
     };
     (0..choice.count).map(one).collect()
 }
@@ -224,14 +230,17 @@ mod tests {
         let text = r#"[{"conversations": [{"value": "a b c d e"}, {"value": "a b c d"}, {"value": "a"}]},
             {"conversations": [{"value": "a b c"}, {"value": "a b c d"}]}, {"conversations": [{"value": "a b c d e"}]}]"#;
         let prompts = read(text, CHOICE).unwrap();
-        assert_eq!(prompts, [Prompt { text: "a b c d e".into(), ids: vec![0, 1, 2, 3, 4], max_tokens: 4 }]);
+        assert_eq!(
+            prompts,
+            [Prompt { text: "a b c d e".into(), ids: vec![0, 1, 2, 3, 4], max_tokens: 4, priority: None }]
+        );
     }
 
     #[test]
     fn the_length_of_a_summary_follows_from_the_words_of_its_example() {
         let text = r#"[{"input": "a b", "instruction": "c", "output": "a b c d e a b c d e"}]"#;
         let prompts = read(text, CHOICE).unwrap();
-        assert_eq!(prompts, [Prompt { text: "a b c".into(), ids: vec![0, 1, 2], max_tokens: 13 }]);
+        assert_eq!(prompts, [Prompt { text: "a b c".into(), ids: vec![0, 1, 2], max_tokens: 13, priority: None }]);
         assert!(read(text, Choice { max_input_len: 2, ..CHOICE }).is_err());
     }
 

@@ -1,5 +1,6 @@
 //! The figures of a run.
 
+use std::collections::BTreeSet;
 use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
@@ -7,6 +8,49 @@ use text::Tokenizer;
 
 use crate::outcome::Outcome;
 use crate::percentiles::{Histogram, Percentiles};
+
+/// Latencies of the requests of one priority.
+#[derive(Debug, Clone, Default, Serialize, Deserialize)]
+#[serde(default)]
+pub struct PriorityFigures {
+    /// The priority, as it was sent.
+    pub priority: i64,
+    /// Requests sent.
+    pub requests: usize,
+    /// Failed requests.
+    pub errors: usize,
+    /// Time from a request to its first token.
+    pub time_to_first_token_ms: Percentiles,
+    /// Time from one token to the next.
+    pub inter_token_latency_ms: Percentiles,
+    /// Time from a request to the end of its response.
+    pub request_latency_ms: Percentiles,
+}
+
+impl PriorityFigures {
+    /// Those of all priorities of a run, in ascending order; requests without a priority are left out.
+    fn of_all(outcomes: &[Outcome]) -> Vec<Self> {
+        let priorities: BTreeSet<i64> = outcomes.iter().filter_map(|outcome| outcome.priority).collect();
+        priorities.into_iter().map(|priority| Self::of(outcomes, priority)).collect()
+    }
+
+    fn of(outcomes: &[Outcome], priority: i64) -> Self {
+        let sent = || outcomes.iter().filter(|outcome| outcome.priority == Some(priority));
+        let successful = || sent().filter(|outcome| outcome.error.is_none());
+        let (requests, answers) = (sent().count(), successful().count());
+        let mut time_to_first: Vec<Duration> = successful().filter_map(|outcome| outcome.time_to_first).collect();
+        let mut between: Vec<Duration> = successful().flat_map(|outcome| outcome.gaps.iter().copied()).collect();
+        let mut whole: Vec<Duration> = successful().map(|outcome| outcome.latency).collect();
+        Self {
+            priority,
+            requests,
+            errors: requests - answers,
+            time_to_first_token_ms: Percentiles::of(&mut time_to_first),
+            inter_token_latency_ms: Percentiles::of(&mut between),
+            request_latency_ms: Percentiles::of(&mut whole),
+        }
+    }
+}
 
 /// The figures of a run. Latencies do not include failed requests.
 #[derive(Debug, Clone, Default, Serialize, Deserialize)]
@@ -54,6 +98,9 @@ pub struct Figures {
     pub inter_token_latency_histogram: Histogram,
     /// Histogram of `request_latency_ms`.
     pub request_latency_histogram: Histogram,
+    /// Latencies by priority, if requests had one.
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    pub by_priority: Vec<PriorityFigures>,
     /// Error of the first failed request.
     pub first_error: Option<String>,
 }
@@ -98,6 +145,7 @@ impl Figures {
             inter_token_latency_ms: Percentiles::of(&mut between),
             time_per_output_token_ms: Percentiles::of(&mut per_token),
             request_latency_ms: Percentiles::of(&mut whole),
+            by_priority: PriorityFigures::of_all(outcomes),
             first_error,
             ..Self::default()
         }
@@ -135,7 +183,18 @@ impl Figures {
             text += &format!("time per output token  {}\n", self.time_per_output_token_ms);
         }
         text += &format!("request latency        {}", self.request_latency_ms);
+        text += &self.priorities();
         text + &self.problems()
+    }
+
+    /// Lines about each priority; empty if requests had none.
+    pub(crate) fn priorities(&self) -> String {
+        let lines = self.by_priority.iter().map(|it| {
+            let (first, whole) = (&it.time_to_first_token_ms, &it.request_latency_ms);
+            let head = format!("\npriority {}: {} requests, {} failed", it.priority, it.requests, it.errors);
+            format!("{head}\n  time to first token  {first}\n  request latency      {whole}")
+        });
+        lines.collect()
     }
 
     /// Lines about short and failed responses; empty if there are none.
@@ -188,7 +247,7 @@ mod tests {
     use crate::dataset::Prompt;
 
     fn outcome(num_tokens: Option<usize>, error: Option<&str>) -> Outcome {
-        let prompt = Prompt { text: "a".into(), ids: vec![1, 2], max_tokens: 5 };
+        let prompt = Prompt { text: "a".into(), ids: vec![1, 2], max_tokens: 5, priority: None };
         Outcome {
             time_to_first: Some(Duration::from_millis(10)),
             gaps: vec![Duration::from_millis(2); 3],
@@ -211,6 +270,24 @@ mod tests {
         assert_eq!(figures.time_to_first_token_ms.p99, 10.0);
         assert_eq!(figures.inter_token_latency_ms.p50, 2.0);
         assert_eq!(figures.time_per_output_token_ms.p50, 2.0);
+    }
+
+    #[test]
+    fn each_priority_has_latencies_of_its_own() {
+        let of = |priority, millis| Outcome {
+            priority,
+            time_to_first: Some(Duration::from_millis(millis)),
+            latency: Duration::from_millis(millis + 6),
+            ..outcome(Some(4), None)
+        };
+        let failed = Outcome { priority: Some(1), ..outcome(None, Some("x")) };
+        let mut outcomes = [of(Some(2), 30), of(Some(1), 10), of(None, 90), of(Some(2), 50), failed];
+        let figures = Figures::of(&mut outcomes, Duration::from_secs(1), None);
+        let found: Vec<_> = figures.by_priority.iter().map(|it| (it.priority, it.requests, it.errors)).collect();
+        assert_eq!(found, [(1, 2, 1), (2, 2, 0)]);
+        let slowest = |at: usize| figures.by_priority[at].time_to_first_token_ms.max;
+        assert_eq!((slowest(0), slowest(1)), (10.0, 50.0));
+        assert!(figures.priorities().contains("priority 1: 2 requests, 1 failed"), "{}", figures.priorities());
     }
 
     #[test]

@@ -62,6 +62,7 @@ pub(crate) struct Outcome {
     pub text: String,
     pub prompt_tokens: usize,
     pub max_tokens: usize,
+    pub priority: Option<i64>,
     pub latency: Duration,
     pub error: Option<String>,
 }
@@ -82,6 +83,7 @@ impl Outcome {
             text: String::new(),
             prompt_tokens: prompt.ids.len(),
             max_tokens: prompt.max_tokens,
+            priority: prompt.priority,
             latency: Duration::ZERO,
             error: None,
         }
@@ -131,7 +133,7 @@ mod tests {
     use super::*;
 
     fn outcome() -> Outcome {
-        Outcome::begin(&Prompt { text: String::new(), ids: vec![1], max_tokens: 4 }, Duration::ZERO)
+        Outcome::begin(&Prompt { ids: vec![1], max_tokens: 4, ..Prompt::default() }, Duration::ZERO)
     }
 
     #[test]

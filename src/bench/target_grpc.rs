@@ -5,8 +5,10 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 
 use client::ClientError;
 use client::grpc::{Connection, frame};
+use client::proto::infer_parameter::ParameterChoice;
 use client::proto::{
-    ModelInferRequest, ModelInferResponse, ModelStreamInferResponse, RepositoryIndexRequest, RepositoryIndexResponse,
+    InferParameter, ModelInferRequest, ModelInferResponse, ModelStreamInferResponse, RepositoryIndexRequest,
+    RepositoryIndexResponse,
 };
 use client::tensor::{Model, Values, texts};
 
@@ -92,6 +94,9 @@ impl GrpcTarget {
     fn request(&self, prompt: &Prompt, sampling: &Sampling) -> Result<ModelInferRequest, ClientError> {
         let model = &*self.model;
         let mut request = model.request();
+        if let Some(priority) = prompt.priority {
+            request.parameters.insert("priority".to_owned(), level(priority)?);
+        }
         if model.input("input_ids").is_some() {
             let ids: Vec<i64> = prompt.ids.iter().copied().map(i64::from).collect();
             model.add(&mut request, "input_ids", Values::Integers(&ids))?;
@@ -132,6 +137,14 @@ impl GrpcTarget {
             None => Ok(false),
         }
     }
+}
+
+/// The request parameter of a priority level.
+fn level(priority: i64) -> Result<InferParameter, ClientError> {
+    let level = u64::try_from(priority).map_err(|_| {
+        ClientError::Usage(format!("`priority` is {priority}: over gRPC it is a level of the model, from 1 on"))
+    })?;
+    Ok(InferParameter { parameter_choice: Some(ParameterChoice::Uint64Param(level)) })
 }
 
 /// The generated part of a response.

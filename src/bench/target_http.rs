@@ -89,6 +89,9 @@ impl HttpTarget {
         if !add_if_declared(&["ignore_eos"], json!(sampling.ignore_eos)) && sampling.ignore_eos {
             add_if_declared(&["end_id"], json!(-1));
         }
+        if let Some(priority) = prompt.priority {
+            body.insert("priority".to_owned(), json!(priority));
+        }
         sampling.extend(&mut body);
         body.into()
     }
@@ -174,6 +177,9 @@ impl OpenAiTarget {
         }
         if sampling.ignore_eos {
             body["ignore_eos"] = json!(true);
+        }
+        if let Some(priority) = prompt.priority {
+            body["priority"] = json!(priority);
         }
         sampling.extend(body.as_object_mut().expect("it was made as an object"));
         body
