@@ -14,7 +14,7 @@
 // bound    tensor cores, 2 R N K operations
 // test     tests/cuda_experts.rs
 #include "grouped.cuh"
-#include "sm90.cuh"
+#include "sm90_run.cuh"
 #include "fragment.cuh"
 
 constexpr int GROUPS = 2;
@@ -24,7 +24,7 @@ constexpr u32 X_BYTES = ROWS * BK * 2, W_BYTES = TILE_COLS * BK * 2, STAGE_BYTES
 
 struct Stages {
     u32 base, full, empty;  // shared addresses; barriers of 8 bytes each
-    i32 count;
+    i32 stages;
 
     __device__ u32 x(i32 s, int group) const { return base + s * STAGE_BYTES + group * X_BYTES; }
     __device__ u32 w(i32 s) const { return base + s * STAGE_BYTES + GROUPS * X_BYTES; }
@@ -43,28 +43,9 @@ __device__ __forceinline__ void produce(const Stages& ring, const Tiles& tiles, 
             barrier_arrive_expect(full, W_BYTES + boxes * X_BYTES);
             for (u32 b = 0; b < boxes; ++b) tensor_load(ring.x(at.stage, b), x_map, i * BK, tile.first + b * ROWS, full, EVICT_LAST);
             tensor_load(ring.w(at.stage), w_map, i * BK, w_row, full, EVICT_LAST);
-            at.advance(1, ring.count);
+            at.advance(1, ring.stages);
         }
     }
-}
-
-// Multiplies a tile's slices. A stage is released when the product after it was issued, so that tensor cores never wait.
-__device__ __forceinline__ void multiply_tile(float* acc, const Stages& ring, Cursor& at, i32 slices, int group) {
-    i32 before = 0;
-    for (i32 i = 0; i < slices; ++i) {
-        barrier_wait(ring.full + 8 * at.stage, at.parity);
-        const u64 x = tile_descriptor(ring.x(at.stage, group)), w = tile_descriptor(ring.w(at.stage));
-        wgmma_fence();
-#pragma unroll
-        for (int k = 0; k < BK / 16; ++k) wgmma<TILE_COLS>(acc, x + 2 * k, w + 2 * k);
-        wgmma_commit();
-        wgmma_wait<1>();
-        if (i > 0 && threadIdx.x % 32 == 0) barrier_arrive(ring.empty + 8 * before);
-        before = at.stage;
-        at.advance(1, ring.count);
-    }
-    wgmma_wait<0>();
-    if (threadIdx.x % 32 == 0) barrier_arrive(ring.empty + 8 * before);
 }
 
 // Releases a tile's stages without using them.
@@ -72,7 +53,7 @@ __device__ __forceinline__ void skip_tile(const Stages& ring, Cursor& at, i32 sl
     for (i32 i = 0; i < slices; ++i) {
         barrier_wait(ring.full + 8 * at.stage, at.parity);
         if (threadIdx.x % 32 == 0) barrier_arrive(ring.empty + 8 * at.stage);
-        at.advance(1, ring.count);
+        at.advance(1, ring.stages);
     }
 }
 
@@ -143,7 +124,7 @@ sm90_grouped_gemm_bf16(const __grid_constant__ TensorMap w_map, const __grid_con
             continue;
         }
         float acc[TILE_COLS / 2] = {};
-        multiply_tile(acc, ring, at, slices, group);
+        multiply_run<TILE_COLS, false>(acc, ring, at, slices, group);
         with_epilogue(p.epilogue, [&](auto epilogue) { store<epilogue.value>(p, tile, tile.column * TILE_COLS, group, acc); });
     }
 }

@@ -14,6 +14,7 @@
 // needs    K % 8 == 0, N % 8 == 0 (N % 16 == 0 for gate/up): checked in wide_gemm.rs
 // bound    tensor cores, 2 M N K operations; few rows: memory, 2 N K bytes
 // test     tests/cuda_wide_gemm.rs: bit for bit as sm90_skinny_gemm.cu
+#include "sm90_run.cuh"
 #include "sm90_wide_store.cuh"
 
 template <int COLS>
@@ -114,35 +115,14 @@ __device__ __forceinline__ void produce(const WideRing<COLS>& ring, const Tensor
     }
 }
 
-// One warpgroup: acc [64 rows of x, COLS rows of w] += its rows times the tile's, for `count` slices. A stage is released when
-// the product after it was issued, so that tensor cores never wait.
-template <int COLS>
-__device__ __forceinline__ void multiply_run(float* acc, const WideRing<COLS>& ring, Cursor& at, i32 count, int group) {
-    i32 before = 0;
-    for (i32 i = 0; i < count; ++i) {
-        barrier_wait(ring.full + 8 * at.stage, at.parity);
-        const u64 x = tile_descriptor(ring.x(at.stage, group)), w = tile_descriptor(ring.w(at.stage));
-        wgmma_fence();
-#pragma unroll
-        for (int k = 0; k < BK / 16; ++k) wgmma<COLS>(acc, x + 2 * k, w + 2 * k);
-        wgmma_commit();
-        wgmma_wait<1>();
-        if (i > 0 && threadIdx.x % 32 == 0) barrier_arrive(ring.empty + 8 * before);
-        before = at.stage;
-        at.advance(1, ring.stages);
-    }
-    wgmma_wait<0>();
-    if (count > 0 && threadIdx.x % 32 == 0) barrier_arrive(ring.empty + 8 * before);
-}
-
 // acc = the sum of the groups of the part that begins with run `first`; acc is zero before.
 template <int COLS>
 __device__ __forceinline__ void multiply_part(float* acc, const WideRing<COLS>& ring, Cursor& at, const SumOrder& order, i32 first,
                                               int group) {
-    multiply_run<COLS>(acc, ring, at, Run(order, first).count, group);
+    multiply_run<COLS, true>(acc, ring, at, Run(order, first).count, group);
     for (i32 r = first + 1; r < first + order.groups; ++r) {
         float run[COLS / 2] = {};
-        multiply_run<COLS>(run, ring, at, Run(order, r).count, group);
+        multiply_run<COLS, true>(run, ring, at, Run(order, r).count, group);
 #pragma unroll
         for (int i = 0; i < COLS / 2; ++i) acc[i] += run[i];
     }
@@ -161,7 +141,7 @@ __device__ __forceinline__ void multiply_tile(float* acc, const WideRing<COLS>& 
             for (int i = 0; i < COLS / 2; ++i) acc[i] += part[i];
         }
     } else {
-        multiply_run<COLS>(acc, ring, at, order.slices, group);
+        multiply_run<COLS, true>(acc, ring, at, order.slices, group);
     }
 }
 
