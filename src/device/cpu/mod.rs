@@ -13,6 +13,7 @@ mod estimate;
 mod experts;
 mod group;
 mod handshake;
+mod latent;
 mod linear;
 mod norms;
 mod peers;
@@ -29,7 +30,7 @@ use std::collections::VecDeque;
 use std::ops::Range;
 
 use engine::SampledToken;
-use kernels::cpu::{self as k, Buffer, Isa, KvCache, KvType, Pool};
+use kernels::cpu::{self as k, Buffer, Isa, KvType, Pool};
 use ops::{
     Activation, AttentionSpec, Device, DeviceError, Feature, SampleInput, StepInputs, StepLimits, TOKEN_ON_DEVICE,
 };
@@ -40,6 +41,7 @@ pub(crate) use experts::ExpertBuffers;
 use group::Group;
 pub use group::GroupConfig;
 pub use kernels::cpu::allowed_cores;
+use latent::KvBuffer;
 use linear::Inputs;
 pub use linear::Linear;
 use linear::quant_type;
@@ -100,7 +102,7 @@ pub struct CpuDevice {
 
 /// KV blocks and the parameters of attention.
 struct Cache {
-    buffers: Vec<KvCache>,
+    buffers: Vec<KvBuffer>,
     spec: AttentionSpec,
     num_blocks: usize,
 }
