@@ -116,6 +116,26 @@ pub fn attention_with(q: &[f32], k: &[f32], v: &[f32], scores: Scores) -> Vec<f3
     (0..dim).map(|i| (column(i) / total) as f32).collect()
 }
 
+/// Attention of one head whose keys and values are products with latent vectors: of a row `[c | k]` of `rows`, whose latent vector has
+/// `rank` elements, the key is `[keys c | k]` and the value `values c`. `q` is rotated; `keys` `[key_dim, rank]`, `values`
+/// `[value_dim, rank]`.
+pub fn latent_attention(q: &[f32], rows: &[f32], rank: usize, [keys, values]: [&[f32]; 2], scale: f32) -> Vec<f32> {
+    let dot = |a: &[f32], b: &[f32]| a.iter().zip(b).map(|(a, b)| f64::from(*a) * f64::from(*b)).sum::<f64>();
+    let (q_keys, q_rotated) = q.split_at(keys.len() / rank);
+    let score = |row: &[f32]| {
+        let products = keys.chunks_exact(rank).zip(q_keys).map(|(key, q)| f64::from(*q) * dot(key, &row[..rank]));
+        (products.sum::<f64>() + dot(q_rotated, &row[rank..])) * f64::from(scale)
+    };
+    let rows: Vec<&[f32]> = rows.chunks_exact(rank + q_rotated.len()).collect();
+    let scores: Vec<f64> = rows.iter().map(|row| score(row)).collect();
+    let max = scores.iter().copied().fold(f64::NEG_INFINITY, f64::max);
+    let weights: Vec<f64> = scores.iter().map(|score| (score - max).exp()).collect();
+    let total: f64 = weights.iter().sum();
+    let value =
+        |value: &[f32]| weights.iter().zip(&rows).map(|(w, row)| w * dot(value, &row[..rank])).sum::<f64>() / total;
+    values.chunks_exact(rank).map(|row| value(row) as f32).collect()
+}
+
 /// How [`choose_experts`] chooses.
 #[derive(Debug, Clone, Copy)]
 pub struct Choosing<'a> {

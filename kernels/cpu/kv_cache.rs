@@ -18,12 +18,12 @@ pub enum KvType {
 }
 
 impl KvType {
-    /// Bytes of K, or of V, of one position, with `num_kv_heads` heads and `width` elements in all.
-    pub fn position_bytes(self, num_kv_heads: usize, width: usize) -> usize {
+    /// Bytes of one position: of `num_vectors` vectors with `width` elements in all.
+    pub fn position_bytes(self, num_vectors: usize, width: usize) -> usize {
         match self {
             KvType::Bf16 => width * 2,
             KvType::F32 => width * 4,
-            KvType::Codes(_) => width + num_kv_heads * KvCodes::SCALE_BYTES,
+            KvType::Codes(_) => width + num_vectors * KvCodes::SCALE_BYTES,
         }
     }
 }

@@ -222,7 +222,7 @@ fn each_row(pool: &mut Pool, len: usize, width: usize, job: impl Fn(usize) + Syn
 }
 
 for_each_isa! {
-    fn normalize(x: &mut [f32], norm: Norm<'_>, eps: f32) {
+    pub(super) fn normalize(x: &mut [f32], norm: Norm<'_>, eps: f32) {
         match norm {
             Norm::Rms { weight } => {
                 let scale = 1.0 / (mean(x, |x| x * x) + eps).sqrt();

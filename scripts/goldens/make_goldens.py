@@ -104,6 +104,13 @@ QWEN_EXPERTS = dict(num_experts=6, num_experts_per_tok=2, moe_intermediate_size=
 # Sections of positions of images, which texts do not have.
 SECTIONS = PARTIAL | {"mrope_section": [3, 3, 2], "mrope_interleaved": True}
 
+# Heads of q and k have 24 elements and 16 that are rotated, those of v have 40.
+LATENT = dict(num_hidden_layers=3, num_key_value_heads=4, kv_lora_rank=32, q_lora_rank=48, qk_nope_head_dim=24, qk_rope_head_dim=16,
+              v_head_dim=40)
+DEEPSEEK_EXPERTS = dict(n_routed_experts=8, num_experts_per_tok=3, moe_intermediate_size=56, first_k_dense_replace=1)
+DEEPSEEK_YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 40.0, "original_max_position_embeddings": 8, "beta_fast": 32.0,
+                 "beta_slow": 1.0, "mscale": 1.0, "mscale_all_dim": 1.0}
+
 GPT_OSS = dict(head_dim=24, num_hidden_layers=3, intermediate_size=64, num_local_experts=6, num_experts_per_tok=2, sliding_window=20,
                swiglu_limit=1.0, rope_parameters=YARN | {"truncate": False, "beta_fast": 32.0, "beta_slow": 1.0})
 
@@ -287,6 +294,23 @@ FAMILIES = {
         "mrope_section": [6, 5, 5], "mrope_interleaved": True})),
     # attention and feed-forward in parallel behind one norm; a layer norm for each head
     "stablelm_12b": ("StableLm", dict(head_dim=None, use_parallel_residual=True, qk_layernorm=True)),
+    # latent vectors of keys and values, scaled rotation whose scores have a factor; a dense layer, then experts beside two for all tokens
+    "deepseek_v2": ("DeepseekV2", LATENT | DEEPSEEK_EXPERTS | dict(
+        q_lora_rank="none", n_shared_experts=2, rope_parameters=DEEPSEEK_YARN | {"mscale_all_dim": 0.707})),
+    # latent vectors of queries too; experts within the two groups of the best ones; biases
+    "deepseek_v2_groups": ("DeepseekV2", LATENT | DEEPSEEK_EXPERTS | dict(
+        n_shared_experts=1, topk_method="group_limited_greedy", n_group=4, topk_group=2, routed_scaling_factor=16.0,
+        attention_bias=True, mlp_bias=True, rope_parameters=PLAIN)),
+    # sigmoids, chosen with a bias and within two of four groups
+    "deepseek_v3": ("DeepseekV3", LATENT | DEEPSEEK_EXPERTS | dict(
+        n_shared_experts=1, n_group=4, topk_group=2, routed_scaling_factor=2.5, norm_topk_prob=True, rope_parameters=DEEPSEEK_YARN)),
+    # the same without scaled rotation, whose pairs are those of Llama; with biases
+    "deepseek_v3_halves": ("DeepseekV3", LATENT | DEEPSEEK_EXPERTS | dict(
+        q_lora_rank="none", n_shared_experts=2, n_group=1, topk_group=1, rope_interleave=False, attention_bias=True,
+        rope_parameters=PLAIN)),
+    # weights in fp8 with a scale for each block
+    "deepseek_v3_fp8": ("DeepseekV3", LATENT | DEEPSEEK_EXPERTS | dict(
+        n_shared_experts=1, n_group=4, topk_group=2, routed_scaling_factor=2.5, norm_topk_prob=True, rope_parameters=DEEPSEEK_YARN)),
 }
 VISION = dict(depth=1, hidden_size=16, intermediate_size=16, num_heads=2, patch_size=2, out_hidden_size=64, num_position_embeddings=4)
 SIGLIP = dict(hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2, image_size=8, patch_size=2)
@@ -310,7 +334,7 @@ def family_case(name):
     shape = SMALL | own
     dtype = torch.bfloat16 if "fp" in name or name in quantized.FORMS else torch.float16  # its values are those of bf16
     return dtype, getattr(transformers, f"{model_type.replace('Mistral3', 'Mistral')}{text}Config"), getattr(transformers, f"{model_type}For{task}"), {
-        key: value for key, value in shape.items() if value is not None}
+        key: None if value == "none" else value for key, value in shape.items() if value is not None}
 
 
 def make_model(dtype, config_class, model_class, shape, seed):

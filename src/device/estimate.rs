@@ -4,7 +4,7 @@ use engine::{RowId, SampleMask, SampledToken, SamplingParams, TokenId};
 use kernels::cuda::quantized_gemm::PackedFormat;
 use kernels::cuda::skinny_gemm::GATE_GROUP;
 use ops::{
-    Activation, AttentionSpec, DType, Device, DeviceError, ExpertSlices, Feature, LinearRole, LogitSpec,
+    Activation, AttentionSpec, DType, Device, DeviceError, ExpertSlices, Feature, LatentWeights, LinearRole, LogitSpec,
     MemoryEstimate, MemoryPlan, NormKind, NormSlices, PipelineStage, RecurrentWeights, StepInputs, StepLimits, Target,
     TensorParallel, WeightSlice,
 };
@@ -319,6 +319,15 @@ impl Device for Estimator {
         let bytes = cols * size_of::<f32>();
         self.weights_bytes += bytes;
         Ok(EstimatedWeight { rows: 1, cols, bytes, is_bf16: false, is_computed: true })
+    }
+
+    fn load_latent(&mut self, weights: &LatentWeights<'_>) -> Result<EstimatedWeight, DeviceError> {
+        self.count_vectors(std::slice::from_ref(&weights.norm));
+        let up = self.count_matrix(std::slice::from_ref(&weights.up));
+        if !up.is_computed {
+            self.mapped_bytes += up.bytes;
+        }
+        Ok(up)
     }
 
     fn tensor(&mut self, cols: usize) -> Result<(), DeviceError> {

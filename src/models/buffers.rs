@@ -2,7 +2,7 @@
 
 use ops::{Device, DeviceError};
 
-use crate::config::{KvSource, LayerSpec};
+use crate::config::{KvSource, LatentLayer, LayerSpec};
 use crate::layers::shape_of;
 use crate::shard::LayerShard;
 
@@ -23,9 +23,10 @@ pub(crate) struct SecondBuffers<D: Device> {
 
 /// Buffers of the widths that some layers share.
 pub(crate) struct InnerBuffers<D: Device> {
-    pub(crate) qkv: D::Tensor, // [T, (H + 2K) D], without k and v [T, H D]; of a state [T, C + V DV]
-    pub(crate) gates: Option<D::Tensor>, // of the output of attention [T, H D], or of a state [T, 2 V]
-    pub(crate) attended: D::Tensor, // [T, H D]
+    pub(crate) qkv: D::Tensor, // [T, (H + 2K) D], without k and v [T, H D]; of a state [T, C + V DV]; q of latent vectors
+    pub(crate) gates: Option<D::Tensor>, // of the output of attention [T, H D], of a state [T, 2 V], or latent vectors [T, width]
+    pub(crate) attended: D::Tensor,      // [T, H D]
+    pub(crate) query_latents: Option<[D::Tensor; 2]>, // [T, rank of q], before and behind the norm
     pub(crate) gate_up: Option<D::Tensor>, // [T, 2 I]
     pub(crate) inner: Option<D::Tensor>, // [T, I]
 }
@@ -36,6 +37,7 @@ pub(crate) struct Widths {
     pub(crate) qkv: usize,
     pub(crate) gates: usize,
     pub(crate) attended: usize,
+    pub(crate) query_rank: usize,
     pub(crate) inner: usize,
     pub(crate) is_gated: bool,
 }
@@ -47,13 +49,18 @@ impl Widths {
             let shape = shape_of(shape, shard);
             let values = shape.widths()[1];
             let (qkv, gates) = (shape.channels() + values, 2 * shape.num_value_heads);
-            return Self { qkv, gates, attended: values, inner, is_gated };
+            return Self { qkv, gates, attended: values, query_rank: 0, inner, is_gated };
+        }
+        if let Some(LatentLayer { shape, query_rank }) = layer.attention.latent {
+            let (heads, query_rank) = (shard.heads.len(), query_rank.unwrap_or(0));
+            let (qkv, attended) = (heads * shape.query_dim(), heads * shape.value_dim);
+            return Self { qkv, gates: shape.width(), attended, query_rank, inner, is_gated };
         }
         let dim = layer.attention.head_dim;
         let (heads, kv_heads) = (shard.heads.len() * dim, shard.kv_heads.len() * dim);
         let kv_heads = if matches!(layer.attention.kv, KvSource::Layer(_)) { 0 } else { kv_heads };
         let gates = if layer.attention.has_output_gate { heads } else { 0 };
-        Self { qkv: heads + 2 * kv_heads, gates, attended: heads, inner, is_gated }
+        Self { qkv: heads + 2 * kv_heads, gates, attended: heads, query_rank: 0, inner, is_gated }
     }
 }
 
@@ -69,6 +76,10 @@ impl<D: Device> Buffers<D> {
                 qkv: device.tensor(widths.qkv)?,
                 gates: if widths.gates > 0 { Some(device.tensor(widths.gates)?) } else { None },
                 attended: device.tensor(widths.attended)?,
+                query_latents: match widths.query_rank {
+                    0 => None,
+                    rank => Some([device.tensor(rank)?, device.tensor(rank)?]),
+                },
                 gate_up: if widths.is_gated { Some(device.tensor(2 * widths.inner)?) } else { None },
                 inner: if widths.inner > 0 { Some(device.tensor(widths.inner)?) } else { None },
             })

@@ -1,8 +1,8 @@
 //! The configuration of a model: what `config.json` says, as a specification of every layer.
 
 use ops::{
-    Activation, DType, Feature, HeadNormSpan, KvElements, NormKind, QueryScale, RecurrentShape, Routing, Scoring,
-    Target,
+    Activation, DType, Feature, GroupScore, HeadNormSpan, KvElements, LatentShape, NormKind, QueryScale,
+    RecurrentShape, Routing, Scoring, Target,
 };
 use settings::{KvCacheType, WeightPrecision};
 
@@ -172,6 +172,9 @@ pub struct AttentionLayer {
     pub num_kv_heads: usize,
     /// `D`, the size of a head; a multiple of 8.
     pub head_dim: usize,
+    /// If set, k and v of all heads follow from a latent vector: `num_kv_heads` is 1, `head_dim` is [`LatentShape::width`], and
+    /// `kv` is not used.
+    pub latent: Option<LatentLayer>,
     /// Where k and v come from.
     pub kv: KvSource,
     /// Multiplies q·k.
@@ -199,6 +202,15 @@ pub struct AttentionLayer {
     pub qkv_bias: bool,
     /// Whether the output projection has a bias.
     pub out_bias: bool,
+}
+
+/// Attention over latent vectors.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct LatentLayer {
+    /// Sizes.
+    pub shape: LatentShape,
+    /// Elements of the latent vector from which q follows; `None` if q follows from the layer's input.
+    pub query_rank: Option<usize>,
 }
 
 /// Where k and v of a layer come from.
@@ -264,6 +276,11 @@ impl Config {
         self.layers.iter().any(|layer| layer.recurrent.is_some())
     }
 
+    /// Whether some layers keep latent vectors in place of keys and values.
+    pub fn has_latents(&self) -> bool {
+        self.layers.iter().any(|layer| layer.attention.latent.is_some())
+    }
+
     /// The same model in a tensor-parallel group whose workers form `count` parts with different experts.
     pub fn in_expert_groups(self, count: u32) -> Self {
         Self { expert_groups: count as usize, ..self }
@@ -316,6 +333,8 @@ impl Config {
     pub fn in_kv_cache(mut self, asked: KvCacheType) -> Self {
         let stored = self.stored_quantization.as_ref().and_then(|stored| stored.kv_elements);
         let (elements, why) = match asked {
+            // Latent vectors have no other form.
+            KvCacheType::Auto if self.has_latents() => (KvElements::Plain, ""),
             KvCacheType::Auto => (stored.unwrap_or_default(), ", as the checkpoint names it"),
             KvCacheType::Bf16 => (KvElements::Plain, ""),
             KvCacheType::Fp8 => (KvElements::Fp8, ""),
@@ -352,6 +371,7 @@ impl Config {
             (attention(|a| a.has_sinks), Feature::Sinks),
             (attention(|a| a.has_output_gate), Feature::OutputGate),
             (self.has_recurrent_layers(), Feature::Recurrent),
+            (self.has_latents(), Feature::LatentAttention),
             (attention(|a| a.chunk.is_some()), Feature::ChunkedAttention),
             (attention(|a| a.query_scale.is_some()), Feature::QueryScale),
             (self.head.cap.is_some(), Feature::LogitCap),
@@ -372,6 +392,10 @@ impl Config {
                 Feature::SelectionBias,
             ),
             (routing(|routing| routing.groups.is_some()), Feature::ExpertGroups),
+            (
+                routing(|routing| routing.groups.is_some_and(|groups| groups.score == GroupScore::Best)),
+                Feature::BestExpertGroups,
+            ),
             (
                 routing(|routing| routing.scale != 1.0) || routing(|_| true) && self.names.has_experts_apart(),
                 Feature::ExpertScales,

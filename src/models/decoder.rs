@@ -306,6 +306,7 @@ impl<D: Device> Decoder<D> {
             num_heads: shard.heads.len(),
             num_kv_heads: shard.kv_heads.len(),
             head_dim: attention.head_dim,
+            latent: attention.latent.map(|latent| latent.shape),
             scale: attention.scale,
             rope: attention.rope,
             window: attention.window,

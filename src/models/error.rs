@@ -86,6 +86,13 @@ pub enum ModelError {
         .dir.display()
     )]
     DeviceLacks { dir: PathBuf, architecture: String, lacking: String },
+    /// Latent vectors would be kept in 8 bits.
+    #[error(
+        "architecture `{architecture}` of {} keeps latent vectors in place of keys and values, and they have no form of 8 bits; set \
+         `kv_cache_dtype` to `auto`",
+        .dir.display()
+    )]
+    LatentCodes { dir: PathBuf, architecture: String },
     /// The model has parts that pipeline stages do not exchange.
     #[error("architecture `{architecture}` of {} has {what}, which a pipeline cannot divide; set `pp` to 1", .dir.display())]
     Pipeline { dir: PathBuf, architecture: String, what: &'static str },

@@ -15,6 +15,7 @@ const MAY_BE_NULL: &[&str] = &[
     "attn_logit_softcapping",
     "final_logit_softcapping",
     "num_key_value_heads",
+    "q_lora_rank",
     "sliding_window",
 ];
 

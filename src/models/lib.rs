@@ -32,7 +32,7 @@ pub mod shard;
 pub use adapter::{Adapter, AdapterBounds, AdapterError, AdapterTensors, MAX_ADAPTER_RANK};
 pub use checkpoint::{Checkpoint, StoredTensor, rounded};
 pub use config::{
-    AttentionLayer, Config, ExpertLayer, HeadNormSpec, HeadSpec, KvSource, LayerSpec, MlpLayer, NormSpec,
+    AttentionLayer, Config, ExpertLayer, HeadNormSpec, HeadSpec, KvSource, LatentLayer, LayerSpec, MlpLayer, NormSpec,
     PerLayerInput, Rounding, StoredQuantization, WeightFormat,
 };
 pub use error::ModelError;

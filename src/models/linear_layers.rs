@@ -2,8 +2,8 @@
 
 use std::collections::BTreeSet;
 
-use crate::config::{KvSource, LayerSpec};
-use crate::names::{ExpertLayout, Names, QkvNames, UpNames};
+use crate::config::{KvSource, LatentLayer, LayerSpec};
+use crate::names::{ExpertLayout, LatentNames, Names, QkvNames, UpNames};
 use crate::{Checkpoint, Config, ModelError};
 
 /// Linear layers with the same input.
@@ -99,10 +99,27 @@ impl LayerNames<'_> {
             (QkvNames::Separate(names), KvSource::Layer(_)) => &names[..1],
             (QkvNames::Stacked(name) | QkvNames::Grouped(name), _) => &[*name],
         };
-        out.push(self.group(qkv, hidden, self.norm(self.names.attention_norm)));
-        out.push(self.group(&[self.names.out], attention.num_heads * attention.head_dim, None));
+        match (attention.latent, self.names.latent) {
+            (Some(latent), Some(names)) => self.latent(latent, names, out),
+            _ => {
+                out.push(self.group(qkv, hidden, self.norm(self.names.attention_norm)));
+                out.push(self.group(&[self.names.out], attention.num_heads * attention.head_dim, None));
+            }
+        }
         self.feed_forward(out);
         self.experts(out);
+    }
+
+    /// Without the products that give k and v of a latent vector.
+    fn latent(&self, latent: LatentLayer, names: LatentNames, out: &mut Vec<LinearGroup>) {
+        let hidden = self.config.hidden_size;
+        let query = if latent.query_rank.is_some() { names.query_down } else { names.query };
+        out.push(self.group(&[query, names.down], hidden, self.norm(self.names.attention_norm)));
+        if let Some(rank) = latent.query_rank {
+            out.push(self.group(&[names.query_up], rank, None));
+        }
+        let width = self.layer.attention.num_heads * latent.shape.value_dim;
+        out.push(self.group(&[self.names.out], width, None));
     }
 
     fn feed_forward(&self, out: &mut Vec<LinearGroup>) {

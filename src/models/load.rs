@@ -2,7 +2,7 @@
 
 use std::path::Path;
 
-use ops::Device;
+use ops::{Device, KvElements};
 
 use crate::decoder::Decoder;
 use crate::model::Model;
@@ -20,6 +20,9 @@ pub fn load<D: Device + 'static>(dir: &Path, config: &Config, device: &mut D) ->
     if !lacking.is_empty() {
         let architecture = config.architecture.clone();
         return Err(ModelError::DeviceLacks { dir: dir.into(), architecture, lacking: lacking.join(", ") });
+    }
+    if config.has_latents() && config.kv_elements != KvElements::Plain {
+        return Err(ModelError::LatentCodes { dir: dir.into(), architecture: config.architecture.clone() });
     }
     let shard = Shard::new(config, device.tensor_parallel())?;
     let checkpoint = Checkpoint::open(dir)?;

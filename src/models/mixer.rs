@@ -5,7 +5,7 @@ use ops::{Device, DeviceError, HeadNorms};
 use crate::ModelError;
 use crate::adapter::targets::TargetWeight;
 use crate::buffers::InnerBuffers;
-use crate::layers::{HeadNormWeights, LayerSource, Loader};
+use crate::layers::{HeadNormWeights, LATENT_EPS, LatentQuery, LayerSource, Loader};
 
 /// Number of layers of each kind that a stage has so far.
 #[derive(Debug, Default)]
@@ -18,6 +18,7 @@ pub(crate) struct Counts {
 pub(crate) enum Mixer<D: Device> {
     Attention(Attention<D>),
     Recurrent(Recurrent<D>),
+    Latent(Latent<D>),
 }
 
 pub(crate) struct Attention<D: Device> {
@@ -40,6 +41,15 @@ pub(crate) struct Recurrent<D: Device> {
     out: D::Weight,
 }
 
+pub(crate) struct Latent<D: Device> {
+    /// Index in [`ops::AttentionSpec::layers`].
+    index: usize,
+    query: LatentQuery<D>,
+    latents: D::Weight,
+    weights: D::Weight,
+    out: D::Weight,
+}
+
 impl<D: Device> Mixer<D> {
     pub(crate) fn load(
         loader: &mut Loader<'_, D>,
@@ -55,6 +65,15 @@ impl<D: Device> Mixer<D> {
         }
         counts.attention += 1;
         let attention = &source.spec.attention;
+        if let Some(latent) = attention.latent {
+            return Ok(Mixer::Latent(Latent {
+                index: counts.attention - 1,
+                query: loader.latent_query(source, latent)?,
+                latents: loader.latents(source, latent)?,
+                weights: loader.latent_weights(source, latent)?,
+                out: loader.latent_out(source, latent)?,
+            }));
+        }
         Ok(Mixer::Attention(Attention {
             index: counts.attention - 1,
             qkv: loader.qkv(source)?,
@@ -69,7 +88,7 @@ impl<D: Device> Mixer<D> {
     pub(crate) fn sinks(&self) -> &[f32] {
         match self {
             Mixer::Attention(attention) => &attention.sinks,
-            Mixer::Recurrent(_) => &[],
+            Mixer::Recurrent(_) | Mixer::Latent(_) => &[],
         }
     }
 
@@ -94,6 +113,7 @@ impl<D: Device> Mixer<D> {
         match self {
             Mixer::Attention(attention) => attention.run(device, x, partial, b),
             Mixer::Recurrent(recurrent) => recurrent.run(device, x, partial, b, eps),
+            Mixer::Latent(latent) => latent.run(device, x, partial, b),
         }
     }
 }
@@ -136,6 +156,30 @@ impl<D: Device> Recurrent<D> {
         device.linear(&mut b.qkv, x, &self.qkvz)?;
         device.linear(ba, x, &self.ba)?;
         device.recurrent(&mut b.attended, [&b.qkv, ba], self.index, &self.weights, eps)?;
+        device.linear(partial, &b.attended, &self.out)
+    }
+}
+
+impl<D: Device> Latent<D> {
+    fn run(
+        &self,
+        device: &mut D,
+        x: &D::Tensor,
+        partial: &mut D::Tensor,
+        b: &mut InnerBuffers<D>,
+    ) -> Result<(), DeviceError> {
+        let latents = b.gates.as_mut().expect("the buffers are those of the layer's widths");
+        match (&self.query, &mut b.query_latents) {
+            (LatentQuery::Direct(query), _) => device.linear(&mut b.qkv, x, query)?,
+            (LatentQuery::Latent { down, norm, up }, Some([low, normed])) => {
+                device.linear(low, x, down)?;
+                device.norm(normed, low, norm, LATENT_EPS)?;
+                device.linear(&mut b.qkv, normed, up)?;
+            }
+            (LatentQuery::Latent { .. }, None) => unreachable!("the buffers are those of the layer's widths"),
+        }
+        device.linear(latents, x, &self.latents)?;
+        device.latent_attention(&mut b.attended, [&mut b.qkv, latents], self.index, &self.weights)?;
         device.linear(partial, &b.attended, &self.out)
     }
 }

@@ -32,6 +32,8 @@ pub(crate) struct Names {
     pub(crate) sinks: Option<&'static str>,
     /// Layers with a recurrent state in place of attention.
     pub(crate) recurrent: Option<RecurrentNames>,
+    /// Attention over latent vectors; `qkv` is not used then.
+    pub(crate) latent: Option<LatentNames>,
     /// Norm of the feed-forward's output, before it is added to the hidden state.
     pub(crate) mlp_branch_norm: Option<&'static str>,
     /// A tensor with one element that multiplies the hidden state behind the layer.
@@ -80,6 +82,21 @@ pub(crate) enum QkvNames {
     Stacked(&'static str),
     /// One matrix: for each KV head the q of its query heads, then its k, then its v.
     Grouped(&'static str),
+}
+
+/// The names of a layer with latent vectors.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub(crate) struct LatentNames {
+    /// Gives q, if it does not follow from a latent vector.
+    pub(crate) query: &'static str,
+    /// Gives the latent vector of q; its norm; gives q from it.
+    pub(crate) query_down: &'static str,
+    pub(crate) query_norm: &'static str,
+    pub(crate) query_up: &'static str,
+    /// Gives the latent vector of k and v, and the rotated part of k; the norm of the vector; gives the rest of k and v from it.
+    pub(crate) down: &'static str,
+    pub(crate) norm: &'static str,
+    pub(crate) up: &'static str,
 }
 
 /// The names of a layer with a recurrent state.

@@ -169,6 +169,7 @@ pub(crate) mod tests {
             has_alibi: false,
             window: None,
             chunk: None,
+            latent: None,
             kv: KvSource::Projections,
             score_cap: None,
             has_sinks: false,

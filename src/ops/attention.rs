@@ -2,7 +2,7 @@
 
 #[cfg(doc)]
 use crate::Feature;
-use crate::RecurrentShape;
+use crate::{LatentShape, RecurrentShape};
 
 /// cos and sin of every position. The scaling rules are applied on the host.
 #[derive(Debug, Clone, PartialEq)]
@@ -62,9 +62,9 @@ impl AttentionSpec {
         self.kv_buffers().iter().map(|layer| layer.num_kv_heads).sum()
     }
 
-    /// Elements of K, or of V, of one position in a KV block.
-    pub fn kv_width(&self) -> usize {
-        self.kv_buffers().iter().map(|layer| layer.num_kv_heads * layer.head_dim).sum()
+    /// Elements of one position in a KV block: of K and V, or of latent vectors.
+    pub fn position_elements(&self) -> usize {
+        self.kv_buffers().iter().map(|layer| layer.position_elements()).sum()
     }
 }
 
@@ -89,6 +89,10 @@ pub struct LayerAttention {
     /// The buffer with the layer's part of each KV block. It is shared with layers of other groups, which use other
     /// blocks.
     pub kv_buffer: usize,
+    /// If set, KV blocks hold latent vectors in place of k and v: there is one KV head, `head_dim` is
+    /// [`LatentShape::width`], and the layer is run by [`crate::Device::latent_attention`]. Requires
+    /// [`Feature::LatentAttention`].
+    pub latent: Option<LatentShape>,
     /// If set, attention reads only this number of last positions.
     pub window: Option<usize>,
     /// If set, attention reads only the chunk of this number of positions in which the token lies: those from
@@ -104,6 +108,14 @@ pub struct LayerAttention {
     /// `[H]` ALiBi slopes of this worker's heads: `slope * (key position - query position)` is added to each score.
     /// Empty if the model does not use ALiBi. Requires [`Feature::Alibi`].
     pub alibi_slopes: Vec<f32>,
+}
+
+impl LayerAttention {
+    /// Elements of one position in a KV block.
+    pub fn position_elements(&self) -> usize {
+        let vectors = if self.latent.is_some() { 1 } else { 2 };
+        vectors * self.num_kv_heads * self.head_dim
+    }
 }
 
 /// A factor of q that grows with the logarithm of the position: `1 + beta * ln(1 + floor((position + offset) / period))`.

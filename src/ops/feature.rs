@@ -56,12 +56,16 @@ pub enum Feature {
     SelectionBias,
     /// [`crate::Routing::groups`].
     ExpertGroups,
+    /// [`crate::GroupScore::Best`].
+    BestExpertGroups,
     /// [`crate::ExpertSlices::scales`] and [`crate::Routing::scale`].
     ExpertScales,
     /// [`crate::Device::experts_of`] and [`crate::Device::reduce_norm`].
     ExpertsApart,
     /// [`crate::AttentionSpec::states`]: [`crate::Device::recurrent`].
     Recurrent,
+    /// [`crate::LayerAttention::latent`]: [`crate::Device::load_latent`], [`crate::Device::latent_attention`].
+    LatentAttention,
     /// [`crate::Device::gate`].
     OutputGate,
     /// Low-rank products beside linear layers: [`crate::Device::set_adapter`].
@@ -101,6 +105,8 @@ impl Feature {
         Feature::Recurrent,
         Feature::OutputGate,
         Feature::Adapters,
+        Feature::BestExpertGroups,
+        Feature::LatentAttention,
     ];
 }
 
@@ -131,9 +137,11 @@ impl fmt::Display for Feature {
             Feature::ScaledExpertInputs => "experts whose inputs are weighted",
             Feature::SelectionBias => "experts that are chosen by their weights and a bias",
             Feature::ExpertGroups => "experts that are chosen within groups",
+            Feature::BestExpertGroups => "experts that are chosen within the groups of the best ones",
             Feature::ExpertScales => "a factor of each expert",
             Feature::ExpertsApart => "experts with an input of their own",
             Feature::Recurrent => "layers with a recurrent state (Gated DeltaNet)",
+            Feature::LatentAttention => "attention over latent vectors (MLA)",
             Feature::OutputGate => "attention with an output gate",
             Feature::Adapters => "adapters (LoRA)",
             Feature::Experts => "mixture of experts",

@@ -14,6 +14,7 @@ mod attention;
 mod error;
 mod feature;
 mod inputs;
+mod latent;
 mod memory;
 mod quantized;
 mod recurrent;
@@ -24,13 +25,14 @@ pub use attention::{AttentionSpec, KvElements, LayerAttention, QueryScale, RopeT
 pub use error::DeviceError;
 pub use feature::Feature;
 pub use inputs::{NO_ADAPTER, SampleInput, StepInputs, TOKEN_ON_DEVICE};
+pub use latent::{LatentShape, LatentWeights};
 pub use memory::{MemoryEstimate, Target};
 pub use quantized::{Quantization, QuantizedRows};
 pub use recurrent::{RecurrentShape, RecurrentWeights};
 pub use spec::{
-    Activation, DType, ExpertGroups, ExpertSlice, ExpertSlices, HeadNormSpan, HeadOrder, LinearRole, LogitSpec,
-    MemoryPlan, NormKind, NormSlices, PipelineStage, Routing, RowSource, Scoring, StepLimits, TensorParallel,
-    WeightData, WeightSlice,
+    Activation, DType, ExpertGroups, ExpertSlice, ExpertSlices, GroupScore, HeadNormSpan, HeadOrder, LinearRole,
+    LogitSpec, MemoryPlan, NormKind, NormSlices, PipelineStage, Routing, RowSource, Scoring, StepLimits,
+    TensorParallel, WeightData, WeightSlice,
 };
 
 use engine::{CopiedBlock, CopiedState, RevisedRow, RowId, SampleMask, SampledToken, SamplingParams, TokenId};
@@ -92,6 +94,12 @@ pub trait Device: Sized {
     /// Loads the weights of a layer with a recurrent state, without its projections ([`Feature::Recurrent`]).
     fn load_recurrent(&mut self, _weights: &RecurrentWeights) -> Result<Self::Weight, DeviceError> {
         Err(DeviceError::lacks(Feature::Recurrent))
+    }
+
+    /// Loads the weights of a layer whose KV blocks hold latent vectors, without its projections
+    /// ([`Feature::LatentAttention`]).
+    fn load_latent(&mut self, _weights: &LatentWeights<'_>) -> Result<Self::Weight, DeviceError> {
+        Err(DeviceError::lacks(Feature::LatentAttention))
     }
 
     /// Sets the products that an adapter slot adds to the outputs of a linear layer, in place of those that it had. Rows whose
@@ -271,6 +279,19 @@ pub trait Device: Sized {
 
     /// `out [T, H D]` = causal attention of the q part of `qkv` over each row's KV blocks of `layer`.
     fn attention(&mut self, out: &mut Self::Tensor, qkv: &Self::Tensor, layer: usize) -> Result<(), DeviceError>;
+
+    /// A layer with [`LayerAttention::latent`], behind its projections: normalizes and rotates `latents [T, width]`, writes
+    /// them into the KV blocks of `layer`, and rotates `q [T, H query_dim]`; then `out [T, H value_dim]` = causal attention
+    /// over each row's KV blocks. `q` and `latents` may be changed ([`Feature::LatentAttention`]).
+    fn latent_attention(
+        &mut self,
+        _out: &mut Self::Tensor,
+        _inputs: [&mut Self::Tensor; 2],
+        _layer: usize,
+        _weights: &Self::Weight,
+    ) -> Result<(), DeviceError> {
+        Err(DeviceError::lacks(Feature::LatentAttention))
+    }
 
     /// `x *= sigmoid(gates)`, element by element ([`Feature::OutputGate`]).
     fn gate(&mut self, _x: &mut Self::Tensor, _gates: &Self::Tensor) -> Result<(), DeviceError> {

@@ -200,14 +200,25 @@ pub struct Routing {
     pub activation: Activation,
 }
 
-/// Experts form groups of equal size, in order. A token chooses within the groups whose two best experts have the largest
-/// sum, the lower group where two are equal.
+/// Experts form groups of equal size, in order. A token chooses within the groups with the largest scores, the lower group
+/// where two are equal.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct ExpertGroups {
-    /// Number of groups, each of two experts or more.
+    /// Number of groups.
     pub count: usize,
     /// Number of groups that a token chooses.
     pub chosen: usize,
+    /// What the score of a group is.
+    pub score: GroupScore,
+}
+
+/// The score of a group of experts.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum GroupScore {
+    /// The largest weight. Requires [`crate::Feature::BestExpertGroups`].
+    Best,
+    /// The sum of the two largest; each group has two experts or more.
+    BestTwo,
 }
 
 /// How the weights of experts follow from the products of a router.

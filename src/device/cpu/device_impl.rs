@@ -1,14 +1,15 @@
 //! The [`Device`] interface of the CPU device.
 
 use engine::{CopiedBlock, CopiedState, RevisedRow, RowId, SampleMask, SampledToken, SamplingParams, TokenId};
-use kernels::cpu::{self as k, Buffer, KvCache};
+use kernels::cpu::{self as k, Buffer};
 use ops::{
-    Activation, AttentionSpec, Device, DeviceError, ExpertSlices, Feature, HeadNorms, LayerAttention, LinearRole,
-    LogitSpec, LowRankPart, MemoryPlan, NormKind, NormSlices, PipelineStage, RecurrentWeights, StepInputs,
+    Activation, AttentionSpec, Device, DeviceError, ExpertSlices, Feature, HeadNorms, LatentWeights, LayerAttention,
+    LinearRole, LogitSpec, LowRankPart, MemoryPlan, NormKind, NormSlices, PipelineStage, RecurrentWeights, StepInputs,
     TensorParallel, WeightSlice,
 };
 
 use super::group::Group;
+use super::latent::KvBuffer;
 use super::linear::Linear;
 use super::weights::CpuWeight;
 use super::{Cache, CpuDevice, CpuTensor, available_memory, estimate, gate, out_of_range, weights};
@@ -88,6 +89,10 @@ impl Device for CpuDevice {
         Ok(CpuWeight::Recurrent(self.load_recurrent_layer(weights)))
     }
 
+    fn load_latent(&mut self, weights: &LatentWeights<'_>) -> Result<CpuWeight, DeviceError> {
+        self.load_latent_layer(weights).map(CpuWeight::Latent)
+    }
+
     fn tensor(&mut self, cols: usize) -> Result<CpuTensor, DeviceError> {
         let data = Buffer::new(self.config.limits.max_tokens * cols);
         self.workspace_bytes += size_of_val(&*data) as u64;
@@ -111,8 +116,10 @@ impl Device for CpuDevice {
         let unsupported = |what: &str, found: usize, expected: &str| {
             Err(DeviceError::Unsupported { what: what.into(), found: found.to_string(), expected: expected.into() })
         };
-        let fits = |head_dim: usize| head_dim.is_multiple_of(8) && head_dim <= 512;
-        if let Some(layer) = attention.layers.iter().find(|layer| !fits(layer.head_dim)) {
+        let fits = |layer: &LayerAttention| {
+            layer.latent.is_some() || layer.head_dim.is_multiple_of(8) && layer.head_dim <= 512
+        };
+        if let Some(layer) = attention.layers.iter().find(|layer| !fits(layer)) {
             return unsupported("head dim", layer.head_dim, "multiples of 8 up to 512");
         }
         if block_size == 0 || !block_size.is_multiple_of(16) {
@@ -125,9 +132,8 @@ impl Device for CpuDevice {
             return Err(DeviceError::OutOfMemory { device: "cpu".into(), what, needed_bytes, free_bytes });
         }
         let kv_type = self.kv_type(attention);
-        let layer =
-            |layer: &LayerAttention| KvCache::new(kv_type, num_blocks, layer.num_kv_heads, block_size, layer.head_dim);
-        let buffers = attention.kv_buffers().into_iter().map(layer).collect();
+        let buffer = |layer: &LayerAttention| KvBuffer::new(kv_type, num_blocks, block_size, layer);
+        let buffers = attention.kv_buffers().into_iter().map(buffer).collect();
         self.cache = Some(Cache { buffers, spec: attention.clone(), num_blocks });
         Ok(())
     }
@@ -292,7 +298,7 @@ impl Device for CpuDevice {
         };
         match own.has_shared_kv {
             true => k::rotate_queries(&mut self.pool, &mut qkv.data, own.head_dim, &tokens),
-            false => buffers[own.kv_buffer].rotate_and_write(&mut self.pool, &mut qkv.data, &tokens),
+            false => buffers[own.kv_buffer].heads_mut().rotate_and_write(&mut self.pool, &mut qkv.data, &tokens),
         }
         Ok(())
     }
@@ -320,7 +326,18 @@ impl Device for CpuDevice {
             sinks: &own.sinks,
             isa: self.isa,
         };
-        attention.run(&mut self.pool, &mut out.data, &qkv.data, &rows, &buffers[own.kv_buffer]);
+        attention.run(&mut self.pool, &mut out.data, &qkv.data, &rows, buffers[own.kv_buffer].heads());
+        Ok(())
+    }
+
+    fn latent_attention(
+        &mut self,
+        out: &mut CpuTensor,
+        inputs: [&mut CpuTensor; 2],
+        layer: usize,
+        weights: &CpuWeight,
+    ) -> Result<(), DeviceError> {
+        self.run_latent_attention(out, inputs, layer, weights.latent());
         Ok(())
     }
 

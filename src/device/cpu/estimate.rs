@@ -40,7 +40,7 @@ impl CpuEstimate {
 
 /// Bytes of a KV block.
 pub(crate) fn block_bytes(spec: &AttentionSpec, kv_type: KvType) -> usize {
-    spec.block_size * 2 * kv_type.position_bytes(spec.kv_heads(), spec.kv_width())
+    spec.block_size * kv_type.position_bytes(2 * spec.kv_heads(), spec.position_elements())
 }
 
 /// The type of KV blocks; `plain` is that of numbers as the device computes with them.

@@ -2,7 +2,7 @@
 //! experts, so that a token's sum does not depend on what else is in the step.
 
 use kernels::cpu::{self as k, Buffer, Matrix, WeightType};
-use ops::{DeviceError, ExpertGroups, ExpertSlices, Routing, Scoring};
+use ops::{DeviceError, ExpertGroups, ExpertSlices, GroupScore, Routing, Scoring};
 
 use super::linear::Linear;
 use super::{CpuDevice, CpuTensor, gate};
@@ -175,16 +175,19 @@ fn largest(values: &[f32]) -> usize {
 /// Sets the values of all groups that are not chosen to negative infinity.
 fn keep_groups(values: &mut [f32], groups: ExpertGroups) {
     let size = values.len() / groups.count;
-    let best_two = |group: &[f32]| {
+    let score = |group: &[f32]| {
         let first = largest(group);
+        if groups.score == GroupScore::Best {
+            return group[first];
+        }
         let others = group.iter().enumerate().filter(|(index, _)| *index != first);
         group[first] + others.map(|(_, &value)| value).fold(f32::NEG_INFINITY, f32::max)
     };
-    let mut sums: Vec<f32> = values.chunks_exact(size).map(best_two).collect();
+    let mut scores: Vec<f32> = values.chunks_exact(size).map(score).collect();
     let mut is_chosen = vec![false; groups.count];
     for _ in 0..groups.chosen {
-        let best = largest(&sums);
-        (is_chosen[best], sums[best]) = (true, f32::NEG_INFINITY);
+        let best = largest(&scores);
+        (is_chosen[best], scores[best]) = (true, f32::NEG_INFINITY);
     }
     for (group, _) in values.chunks_exact_mut(size).zip(is_chosen).filter(|(_, is_chosen)| !is_chosen) {
         group.fill(f32::NEG_INFINITY);
@@ -278,8 +281,10 @@ mod tests {
         expect(chosen(routing, &[]), [(1, 3.0), (4, 2.0)]);
         expect(chosen(routing, &[0.0, 0.0, 0.0, 0.0, 0.0, 1.0]), [(1, 3.0), (5, -9.0)]);
         // The group of experts 2 and 3 has the largest sum of two, although it has neither of the best experts.
-        let groups = Some(ExpertGroups { count: 3, chosen: 1 });
+        let groups = Some(ExpertGroups { count: 3, chosen: 1, score: GroupScore::BestTwo });
         expect(chosen(Routing { groups, ..routing }, &[0.0, -0.1, 0.0, 0.1, 0.0, 0.0]), [(2, 1.0), (3, 1.0)]);
+        let best = Some(ExpertGroups { count: 3, chosen: 1, score: GroupScore::Best });
+        expect(chosen(Routing { groups: best, ..routing }, &[]), [(0, 0.0), (1, 3.0)]);
         // All values of chosen groups may be below 0.
         expect(chosen(Routing { groups, ..routing }, &[-9.0, -9.0, -8.0, -8.0, -9.0, -9.0]), [(2, 1.0), (3, 1.0)]);
     }

@@ -14,6 +14,7 @@ mod experts;
 mod group;
 mod handshake;
 mod host_memory;
+mod latent;
 mod linear;
 mod norms;
 mod peers;
@@ -29,7 +30,7 @@ use std::collections::VecDeque;
 use std::ops::Range;
 
 use engine::SampledToken;
-use kernels::cpu::{self as k, Buffer, Isa, KvCache, KvType, Pool};
+use kernels::cpu::{self as k, Buffer, Isa, KvType, Pool};
 use ops::{
     Activation, AttentionSpec, Device, DeviceError, Feature, SampleInput, StepInputs, StepLimits, TOKEN_ON_DEVICE,
 };
@@ -41,6 +42,7 @@ use group::Group;
 pub use group::GroupConfig;
 pub use host_memory::available_memory;
 pub use kernels::cpu::allowed_cores;
+use latent::KvBuffer;
 use linear::Inputs;
 pub use linear::Linear;
 use linear::quant_type;
@@ -100,7 +102,7 @@ pub struct CpuDevice {
 
 /// KV blocks and the parameters of attention.
 struct Cache {
-    buffers: Vec<KvCache>,
+    buffers: Vec<KvBuffer>,
     spec: AttentionSpec,
     num_blocks: usize,
 }

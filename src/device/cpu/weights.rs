@@ -5,6 +5,7 @@ use ops::{DeviceError, NormKind, NormSlices, WeightSlice};
 
 use super::Linear;
 use super::experts::Experts;
+use super::latent::Latent;
 use super::recurrent::Recurrent;
 use crate::slices::vector;
 
@@ -21,6 +22,8 @@ pub enum CpuWeight {
     Experts(Experts),
     /// A layer with a recurrent state, without its projections.
     Recurrent(Recurrent),
+    /// A layer with latent vectors, without its projections.
+    Latent(Latent),
     /// An RMS norm's gain.
     RmsNorm(Vec<f32>),
     /// A layer norm's gain and bias.
@@ -70,6 +73,13 @@ impl CpuWeight {
         match self {
             CpuWeight::Recurrent(recurrent) => recurrent,
             _ => panic!("the weight is no layer with a state"),
+        }
+    }
+
+    pub(crate) fn latent(&self) -> &Latent {
+        match self {
+            CpuWeight::Latent(latent) => latent,
+            _ => panic!("the weight is no layer with latent vectors"),
         }
     }
 

@@ -166,10 +166,10 @@ fn pending_bytes(limits: &StepLimits, hidden: usize, group: usize, spec: &Attent
 
 fn block_bytes(spec: &AttentionSpec) -> usize {
     let position_bytes = match kv_codes(spec.kv_elements) {
-        Some(_) => spec.kv_width() + spec.kv_heads() * KvCodes::SCALE_BYTES,
-        None => 2 * spec.kv_width(),
+        Some(_) => spec.position_elements() + 2 * spec.kv_heads() * KvCodes::SCALE_BYTES,
+        None => 2 * spec.position_elements(),
     };
-    2 * spec.block_size * position_bytes
+    spec.block_size * position_bytes
 }
 
 /// Estimate of a worker's memory without its weights, made without a GPU.

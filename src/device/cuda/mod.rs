@@ -184,8 +184,8 @@ fn device_error(error: CudaError) -> DeviceError {
 }
 
 impl CudaDevice {
-    /// Optional ops that this device has.
-    pub(crate) const FEATURES: &[Feature] = Feature::ALL;
+    /// Optional ops that this device has: all but the last two, which are those of DeepSeek V2 and V3.
+    pub(crate) const FEATURES: &[Feature] = Feature::ALL.split_at(Feature::ALL.len() - 2).0;
 
     /// Opens the GPU and joins the group. From now on only the calling thread may use the device.
     ///

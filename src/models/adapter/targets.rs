@@ -42,7 +42,7 @@ pub(crate) struct Module {
 pub(crate) fn targets(config: &Config, layer: usize, shard: &LayerShard) -> Vec<Target> {
     let (spec, names, hidden) = (&config.layers[layer], config.names, config.hidden_size);
     let mut targets = Vec::new();
-    if spec.recurrent.is_none() {
+    if spec.recurrent.is_none() && spec.attention.latent.is_none() {
         let attention = &spec.attention;
         let order = attention.rope.and_then(|rope| config.ropes[rope].head_order());
         targets.push(by_output(TargetWeight::Qkv, names.qkv.row_slices(attention, shard, order), hidden));

@@ -1,9 +1,10 @@
 //! Families with experts: what the rows of the table cannot say.
 
-use ops::{Activation, ExpertGroups, Routing, Scoring};
+use ops::{Activation, ExpertGroups, GroupScore, Routing, Scoring};
 use serde_json::Value;
 
 use super::adjust::{Adjusted, each_attention, exaone4, granite, layers_of_two_ropes, require_both_ropes};
+use super::deepseek::v2_groups;
 use super::older::rotary_dim;
 use crate::ModelError;
 use crate::config::{Config, ExpertLayer, MlpLayer};
@@ -139,6 +140,19 @@ pub(super) fn deepseek_moe(fields: &Fields, config: &mut Config) -> Adjusted {
     put_deepseek_experts(fields, config, |index| index >= first)
 }
 
+/// Experts as in DeepSeek V2: a softmax that is not divided by the sum of the chosen ones, beside a feed-forward for all tokens.
+pub(super) fn deepseek_v2_moe(fields: &Fields, config: &mut Config) -> Adjusted {
+    fields.only_text("scoring_func", &["softmax"])?;
+    fields.only("norm_topk_prob", false)?;
+    let (first, size) = (fields.count("first_k_dense_replace")?, fields.required_size("moe_intermediate_size")?);
+    let shared_size = size * fields.count("n_shared_experts")?;
+    let scale = fields.positive("routed_scaling_factor")?.unwrap_or(1.0) as f32;
+    let groups = v2_groups(fields)?;
+    put_experts_beside(fields, config, [size, shared_size], false, |index| index >= first)?;
+    each_routing(config, |routing| (routing.scale, routing.groups) = (scale, groups));
+    Ok(())
+}
+
 /// Experts as in DeepSeek V3: sigmoids, chosen with a bias and within groups, beside a feed-forward for all tokens.
 fn put_deepseek_experts(fields: &Fields, config: &mut Config, is_sparse: impl Fn(usize) -> bool) -> Adjusted {
     fields.only_text("scoring_func", &["sigmoid", "noaux_tc"])?;
@@ -150,7 +164,7 @@ fn put_deepseek_experts(fields: &Fields, config: &mut Config, is_sparse: impl Fn
     let shared_size = size * fields.count("n_shared_experts")?;
     put_experts_beside(fields, config, [size, shared_size], fields.flag("norm_topk_prob", false)?, is_sparse)?;
     let scale = fields.positive("routed_scaling_factor")?.unwrap_or(1.0) as f32;
-    let groups = expert_groups(fields)?;
+    let groups = expert_groups(fields, GroupScore::BestTwo)?;
     each_routing(config, |routing| {
         (routing.scoring, routing.scale, routing.groups) = (Scoring::Sigmoid, scale, groups);
     });
@@ -198,19 +212,20 @@ fn each_routing(config: &mut Config, change: impl FnMut(&mut Routing)) {
 }
 
 /// The groups of `n_group`, of which a token chooses `topk_group`.
-fn expert_groups(fields: &Fields) -> Result<Option<ExpertGroups>, ModelError> {
+pub(super) fn expert_groups(fields: &Fields, score: GroupScore) -> Result<Option<ExpertGroups>, ModelError> {
     let (num_experts, top_k) = (fields.required_size("num_experts")?, fields.required_size("num_experts_per_tok")?);
     let count = fields.size("n_group")?.unwrap_or(1);
     let chosen = fields.size("topk_group")?.unwrap_or(1);
-    if !num_experts.is_multiple_of(count) || num_experts / count < 2 {
-        let expected = format!("a number of groups of equal size, two or more of {num_experts} experts in each");
+    let least = if score == GroupScore::BestTwo { 2 } else { 1 };
+    if !num_experts.is_multiple_of(count) || num_experts / count < least {
+        let expected = format!("a number of groups of equal size, {least} or more of {num_experts} experts in each");
         return Err(fields.wrong("n_group", &expected, &count.into()));
     }
     if chosen > count || chosen * (num_experts / count) < top_k {
         let expected = format!("at most {count} groups that together have {top_k} experts or more");
         return Err(fields.wrong("topk_group", &expected, &chosen.into()));
     }
-    Ok((chosen < count).then_some(ExpertGroups { count, chosen }))
+    Ok((chosen < count).then_some(ExpertGroups { count, chosen, score }))
 }
 
 /// Replaces the feed-forward of the layers that `is_sparse` names by experts and a feed-forward of other width for all

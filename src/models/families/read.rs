@@ -224,6 +224,7 @@ fn attention(
         num_heads,
         num_kv_heads,
         head_dim,
+        latent: None,
         kv: KvSource::Projections,
         scale: (head_dim as f32).powf(-0.5),
         rope: Some(0),

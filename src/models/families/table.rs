@@ -3,7 +3,8 @@
 use ops::HeadNormSpan;
 
 use super::{
-    AttentionBias, BiasRule, Family, NormRule, WindowRule, adjust, experts, gemma4, hybrid, llama4, older, weights,
+    AttentionBias, BiasRule, Family, NormRule, WindowRule, adjust, deepseek, experts, gemma4, hybrid, llama4, older,
+    weights,
 };
 
 const NEVER: AttentionBias = AttentionBias { qkv: BiasRule::Never, out: BiasRule::Never };
@@ -630,6 +631,33 @@ pub(super) const FAMILIES: &[Family] = &[
                       "first_k_dense_replace": 1, "norm_topk_prob": true, "num_key_value_heads": 8,
                       "rms_norm_eps": 1e-5, "max_position_embeddings": 131072}"#,
         adjust: experts::glm4_moe,
+        ..WITHOUT_MLP_BIAS
+    },
+    Family {
+        name: "DeepseekV2ForCausalLM",
+        model_type: "deepseek_v2",
+        names: &weights::DEEPSEEK_V2,
+        // Heads have parts of several sizes; rotations are those of one.
+        aliases: &[("num_experts", "n_routed_experts"), ("head_dim", "qk_rope_head_dim")],
+        mlp_bias: BiasRule::Field { name: "mlp_bias", default: false },
+        defaults: r#"{"vocab_size": 102400, "hidden_size": 4096, "intermediate_size": 11008, "num_hidden_layers": 32,
+                      "num_attention_heads": 32, "num_experts": 64, "n_shared_experts": 2, "moe_intermediate_size": 1407,
+                      "first_k_dense_replace": 0, "kv_lora_rank": 512, "q_lora_rank": 1536, "qk_nope_head_dim": 128,
+                      "qk_rope_head_dim": 64, "v_head_dim": 128, "max_position_embeddings": 2048}"#,
+        adjust: deepseek::deepseek_v2,
+        ..LLAMA
+    },
+    Family {
+        name: "DeepseekV3ForCausalLM",
+        model_type: "deepseek_v3",
+        names: &weights::DEEPSEEK_V3,
+        aliases: &[("num_experts", "n_routed_experts"), ("head_dim", "qk_rope_head_dim")],
+        defaults: r#"{"vocab_size": 129280, "hidden_size": 7168, "intermediate_size": 18432, "num_hidden_layers": 61,
+                      "num_attention_heads": 128, "num_experts": 256, "num_experts_per_tok": 8, "n_shared_experts": 1,
+                      "moe_intermediate_size": 2048, "first_k_dense_replace": 3, "norm_topk_prob": true, "n_group": 8,
+                      "topk_group": 4, "routed_scaling_factor": 2.5, "kv_lora_rank": 512, "q_lora_rank": 1536,
+                      "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128, "max_position_embeddings": 4096}"#,
+        adjust: deepseek::deepseek_v3,
         ..WITHOUT_MLP_BIAS
     },
     Family {

@@ -1,7 +1,7 @@
 //! The names of each family's weights.
 
 use crate::names::{
-    ApartNames, BiasForm, ExpertLayout, ExpertNames, Names, PerLayerNames, QkvNames, RecurrentNames,
+    ApartNames, BiasForm, ExpertLayout, ExpertNames, LatentNames, Names, PerLayerNames, QkvNames, RecurrentNames,
     RecurrentProjections, UpNames,
 };
 
@@ -26,6 +26,7 @@ pub(super) const LLAMA: Names = Names {
     experts: None,
     sinks: None,
     recurrent: None,
+    latent: None,
     mlp_branch_norm: None,
     layer_scalar: None,
     per_layer_input: None,
@@ -321,6 +322,25 @@ const DEEPSEEK_EXPERTS: ExpertNames = ExpertNames {
 };
 
 pub(super) const DEEPSEEK_MOE: Names = Names { experts: Some(DEEPSEEK_EXPERTS), ..LLAMA };
+
+/// The names of DeepSeek's attention.
+const DEEPSEEK_LATENT: LatentNames = LatentNames {
+    query: "self_attn.q_proj",
+    query_down: "self_attn.q_a_proj",
+    query_norm: "self_attn.q_a_layernorm",
+    query_up: "self_attn.q_b_proj",
+    down: "self_attn.kv_a_proj_with_mqa",
+    norm: "self_attn.kv_a_layernorm",
+    up: "self_attn.kv_b_proj",
+};
+
+pub(super) const DEEPSEEK_V2: Names = Names {
+    latent: Some(DEEPSEEK_LATENT),
+    experts: Some(ExpertNames { selection_bias: None, ..DEEPSEEK_EXPERTS }),
+    ..LLAMA
+};
+
+pub(super) const DEEPSEEK_V3: Names = Names { latent: Some(DEEPSEEK_LATENT), ..DEEPSEEK_MOE };
 
 pub(super) const EXAONE_MOE: Names = Names {
     experts: Some(ExpertNames {

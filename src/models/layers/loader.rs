@@ -266,7 +266,7 @@ impl<'a, D: Device> Loader<'a, D> {
     }
 
     /// A part of a linear layer `[out, in]`, whichever order it is stored in.
-    fn linear<'n>(
+    pub(super) fn linear<'n>(
         &self,
         name: &'n str,
         shape: [usize; 2],

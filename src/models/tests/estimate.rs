@@ -35,6 +35,8 @@ fn estimates_of_the_cpu_are_what_it_takes() {
         "qwen2_gptq",
         "qwen3_next",
         "qwen3_5_moe_vision",
+        "deepseek_v2",
+        "deepseek_v3_fp8",
     ] {
         let dir = golden_dir(case);
         let config = models::Config::from_dir(&dir).unwrap();

@@ -15,7 +15,7 @@ use engine::{SampledToken, SamplingParams};
 use ops::DType;
 use support::{BLOCK_SIZE, MAX_ROWS, Runner, Sequence, golden_dir, on_group, on_parts};
 
-const CASES: [&str; 99] = [
+const CASES: [&str; 104] = [
     "llama3_gqa",
     "tied_mqa",
     "mha_bias_f32",
@@ -115,6 +115,11 @@ const CASES: [&str; 99] = [
     "qwen2_5_vl_vision",
     "qwen3_vl_vision",
     "stablelm_12b",
+    "deepseek_v2",
+    "deepseek_v2_groups",
+    "deepseek_v3",
+    "deepseek_v3_halves",
+    "deepseek_v3_fp8",
 ];
 
 struct Golden {

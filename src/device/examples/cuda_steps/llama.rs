@@ -273,6 +273,7 @@ fn spec(shape: Shape, num_layers: usize, block_size: usize, max_positions: usize
         chunk: None,
         query_scale: None,
         has_shared_kv: false,
+        latent: None,
         alibi_slopes: Vec::new(),
     };
     let ropes = vec![RopeTable { cos, sin }];
