@@ -1,12 +1,13 @@
 #!/usr/bin/env python3
 """Compares the output of cuda_generate with transformers on the same GPU, token by token.
 
-    check_gpu_model.py CHECKPOINT OUT.json [OUT.json ...]
+    check_gpu_model.py [--kv-cache fp8|int8] CHECKPOINT OUT.json [OUT.json ...]
 
 Each sequence, prompt and generated tokens, is run through transformers in fp32 and in bf16. The errors against fp32 must be similar to
 those of transformers' bf16: over the 20 likeliest log-probabilities, the root mean square at most 1.25 times as large, and the maximum
 at most twice as large. If the checkpoint was made for inputs of layers in fp8, those of transformers' bf16 are rounded to it. Each generated token must be the likeliest in fp32, or less likely by at most twice the maximum error.
-Exits with 1 otherwise. Needs torch and transformers.
+Exits with 1 otherwise. With --kv-cache, transformers' keys and values are rounded to 8 bits, too, with a scale for each token and head.
+Needs torch and transformers.
 """
 import json
 import pathlib
@@ -18,7 +19,7 @@ if {"-h", "--help"} & set(sys.argv[1:]):  # Before imports that may be missing.
 import torch
 from safetensors.torch import load_file
 from torch.nn import functional
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, DynamicCache, LlamaConfig, LlamaForCausalLM
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent / "goldens"))
 from published import slopes
@@ -71,15 +72,34 @@ def alibi_llama(checkpoint, fields):
     return model
 
 
-def log_probs(model, ids):
+class RoundedCache(DynamicCache):
+    """Keys and values in codes of 8 bits."""
+
+    def __init__(self, form, config):
+        super().__init__(config=config)
+        self.form = form
+
+    def rounded(self, x):
+        exact = x.float()
+        scale = exact.abs().amax(dim=-1, keepdim=True) / {"fp8": 448.0, "int8": 127.0}[self.form]
+        codes = exact / torch.where(scale > 0, scale, 1.0)
+        codes = codes.to(torch.float8_e4m3fn).float() if self.form == "fp8" else codes.round().clamp(-127, 127)
+        return (codes * scale).to(x.dtype)
+
+    def update(self, keys, values, *args, **options):
+        return super().update(self.rounded(keys), self.rounded(values), *args, **options)
+
+
+def log_probs(model, ids, kv_cache):
     mask = None
     if hasattr(model, "alibi"):
         positions = torch.arange(len(ids))
         distance = positions[None, :] - positions[:, None]
         mask = model.alibi[:, None, None] * distance + torch.where(distance > 0, float("-inf"), 0.0)
         mask = mask[None].to(DEVICE)
+    cache = {"past_key_values": RoundedCache(kv_cache, model.config), "use_cache": True} if kv_cache else {}
     with torch.no_grad():
-        return model(torch.tensor([ids], device=DEVICE), attention_mask=mask).logits[0].float().log_softmax(-1).cpu()
+        return model(torch.tensor([ids], device=DEVICE), attention_mask=mask, **cache).logits[0].float().log_softmax(-1).cpu()
 
 
 def errors(sequences, exact, rounded):
@@ -97,16 +117,19 @@ def errors(sequences, exact, rounded):
 
 
 def main():
-    if len(sys.argv) < 3 or sys.argv[1] in ("-h", "--help"):
+    arguments, kv_cache, failed = sys.argv[1:], None, False
+    if arguments[:1] == ["--kv-cache"]:
+        kv_cache, arguments = arguments[1], arguments[2:]
+    if len(arguments) < 2:
         sys.exit(__doc__)
-    checkpoint, failed = sys.argv[1], False
+    checkpoint = arguments[0]
     torch.backends.cuda.matmul.allow_tf32 = False
-    outputs = {path: json.load(open(path))["sequences"] for path in sys.argv[2:]}
+    outputs = {path: json.load(open(path))["sequences"] for path in arguments[1:]}
     logits = {}
     for dtype in (torch.float32, torch.bfloat16):
         model = load(checkpoint, dtype)
         for path, sequences in outputs.items():
-            logits[path, dtype] = [log_probs(model, (s["prompt"] + s["tokens"])[:-1]) for s in sequences]
+            logits[path, dtype] = [log_probs(model, (s["prompt"] + s["tokens"])[:-1], kv_cache) for s in sequences]
         del model
         torch.cuda.empty_cache()
     for path, sequences in outputs.items():

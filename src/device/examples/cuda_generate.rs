@@ -2,7 +2,7 @@
 //! as JSON, which `scripts/check_gpu_model.py` compares with transformers.
 //!
 //! `cuda_generate CHECKPOINT OUT.json [--tp-size N --rank R] [--stages N --stage I] [--exchange DIR] [--tokens N] [--simple]
-//! [--no-graphs] [--logits] [--drafts PLAIN.json]`
+//! [--no-graphs] [--logits] [--drafts PLAIN.json] [--kv-cache bf16|fp8|int8]`
 //!
 //! Prompts join two at a time while earlier ones decode, in chunks of at most 96 tokens, so that every kind of step
 //! runs: prefill with and without a cached prefix, mixed steps, recorded decodes. With `--logits`, log-probabilities
@@ -18,7 +18,10 @@ use std::time::Duration;
 use device::cuda::{CudaConfig, CudaDevice};
 use device::{Exchange, FileExchange};
 use engine::{CopiedState, RevisedRow, RowId, SampledToken, SamplingParams, StateId, TokenId};
-use ops::{Device, PipelineStage, SampleInput, StepInputs, StepLimits, TOKEN_ON_DEVICE, TensorParallel};
+use ops::{
+    AttentionSpec, Device, KvElements, PipelineStage, SampleInput, StepInputs, StepLimits, TOKEN_ON_DEVICE,
+    TensorParallel,
+};
 use serde_json::json;
 
 const PROMPT_LENS: [usize; 10] = [1, 3, 17, 64, 130, 300, 500, 97, 33, 2];
@@ -55,6 +58,7 @@ struct Options {
     graphs: bool,
     logits: bool,
     drafts: Option<PathBuf>,
+    kv_elements: KvElements,
 }
 
 impl Options {
@@ -80,6 +84,12 @@ fn options() -> Options {
         graphs: !arguments.iter().any(|a| a == "--no-graphs"),
         logits: arguments.iter().any(|a| a == "--logits"),
         drafts: value("--drafts").map(PathBuf::from),
+        kv_elements: match value("--kv-cache").as_deref() {
+            None | Some("bf16") => KvElements::Plain,
+            Some("fp8") => KvElements::Fp8,
+            Some("int8") => KvElements::Int8,
+            Some(other) => panic!("--kv-cache {other}; expected bf16, fp8 or int8"),
+        },
     }
 }
 
@@ -299,7 +309,7 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
         ..CudaConfig::new((stage.index * tp.size + tp.rank) as usize, limits)
     })?;
     let mut model = models::load(&options.checkpoint, &config, &mut device)?;
-    let spec = model.attention_spec(BLOCK, MAX_LEN);
+    let spec = AttentionSpec { kv_elements: options.kv_elements, ..model.attention_spec(BLOCK, MAX_LEN) };
     let windows = spec.kv_windows.clone();
     let needed = windows.len() * PROMPT_LENS.len() * MAX_BLOCKS;
     assert!(device.memory_plan(&spec)?.max_blocks >= needed, "too little memory");
