@@ -33,6 +33,17 @@ fn request(prompt: &[u64], len: usize) -> Value {
     json!({"input_ids": prompt, "input_lengths": prompt.len(), "request_output_len": len, "end_id": -1})
 }
 
+/// A request with more fields.
+fn with(mut request: Value, fields: Value) -> Value {
+    request.as_object_mut().unwrap().extend(fields.as_object().unwrap().clone());
+    request
+}
+
+/// Tokens of a text, of which the first of a repeated phrase are found again by prompt look-up.
+fn repeated(len: u64) -> Vec<u64> {
+    (0..len).map(|i| 3 + (i % 11 * 17) % 190).collect()
+}
+
 /// Prompts that begin with the same 100 tokens; each is continued to the end of the context.
 fn long_requests(count: u64) -> Vec<Value> {
     let prompt = |n: u64| -> Vec<u64> {
@@ -97,6 +108,25 @@ fn tokens_are_the_same_in_pipeline_stages() {
 }
 
 #[test]
+fn drafts_change_no_token() {
+    let mut requests = long_requests(4);
+    requests.extend([40, 77].map(|len| request(&repeated(len), 120)));
+    // Drawn tokens.
+    let sampled = |seed: u64| json!({"temperature": 0.7, "runtime_top_k": 3, "random_seed": seed});
+    requests.extend((1..4).map(|seed| with(request(&repeated(44), 100), sampled(seed))));
+    let expected = expected("qwen3_5", &requests);
+    for (world_size, tp) in [(1, "1"), (2, "2")] {
+        let parameters = [&SMALL_POOL[..], &[("prompt_lookup_num_tokens", "5"), ("tp", tp)]].concat();
+        let (mut world, _repository) = world("qwen3_5", world_size, &parameters);
+        let url = world.url("/v2/models/tensorrt_llm/generate");
+        assert_eq!(together(&url, &requests), expected, "{world_size} workers");
+        let drafted = world.metric("trireme_llm_drafted_tokens_total");
+        let accepted = world.metric("trireme_llm_accepted_draft_tokens_total");
+        assert!(accepted > 0.0 && accepted < drafted, "{accepted} of {drafted} drafts");
+    }
+}
+
+#[test]
 fn the_next_turn_of_a_conversation_computes_what_is_new_and_gives_the_tokens_of_a_cold_start() {
     let (mut world, _repository) = world("qwen3_5", 1, &[]);
     let url = world.url("/v2/models/tensorrt_llm/generate");
@@ -151,17 +181,11 @@ fn several_outputs_of_one_prompt_share_it_and_beams_are_refused_with_the_reason(
 }
 
 #[test]
-fn a_plan_counts_the_states_and_drafts_are_refused_by_name() {
-    let plan = |parameters: &[(&str, &str)]| {
-        let repository = golden_repository("qwen3_5", parameters);
-        let mut command = std::process::Command::new(env!("CARGO_BIN_EXE_trireme"));
-        command.args(["plan", "--device=cpu", "--world-size=1"]).arg("--model-repository").arg(repository.path());
-        let output = command.output().unwrap();
-        String::from_utf8_lossy(&[output.stdout, output.stderr].concat()).into_owned()
-    };
-    let text = plan(&SMALL_POOL);
+fn a_plan_counts_the_states() {
+    let repository = golden_repository("qwen3_5", &SMALL_POOL);
+    let mut command = std::process::Command::new(env!("CARGO_BIN_EXE_trireme"));
+    command.args(["plan", "--device=cpu", "--world-size=1"]).arg("--model-repository").arg(repository.path());
+    let text = String::from_utf8(command.output().unwrap().stdout).unwrap();
     assert!(text.contains("30 KV blocks of 16 positions: 480 positions\n"), "{text}");
     assert!(text.contains(" recurrent states of 0.0 MiB, for running sequences and snapshots\n"), "{text}");
-    let text = plan(&[("prompt_lookup_num_tokens", "4")]);
-    assert!(text.contains("`prompt_lookup_num_tokens` is 4, expected 0 for a model with recurrent layers"), "{text}");
 }

@@ -92,12 +92,14 @@ pub struct DeltaRow {
     pub state: usize,
     /// Whether the row begins here: its state is zero, whatever the slot holds.
     pub is_first: bool,
+    /// If set, the state behind this number of tokens is saved in this slot.
+    pub saved: Option<[u32; 2]>,
 }
 
 /// Computes the layer for the tokens of `rows` and advances their states.
 ///
 /// # Panics
-/// Panics if a buffer is too short, or if two rows have the same state.
+/// Panics if a buffer is too short, or if two rows have the same state, or one that is saved.
 pub fn gated_delta(
     pool: &mut Pool,
     shape: &DeltaShape,
@@ -106,7 +108,11 @@ pub fn gated_delta(
     [qkvz, ba]: [&[f32]; 2],
     (out, states): (&mut [f32], &mut [f32]),
 ) {
-    let mut slots: Vec<usize> = rows.iter().map(|row| row.state).collect();
+    let saved = rows.iter().filter_map(|row| row.saved.map(|[_, slot]| slot as usize));
+    let mut slots: Vec<usize> = rows.iter().map(|row| row.state).chain(saved).collect();
+    let num_tokens = rows.iter().map(|row| row.first_token + row.num_tokens).max().unwrap_or(0);
+    let widths = [shape.channels() + shape.num_value_heads * shape.value_dim, 2 * shape.num_value_heads];
+    assert!(qkvz.len() >= num_tokens * widths[0] && ba.len() >= num_tokens * widths[1], "inputs for each token");
     slots.sort_unstable();
     assert!(slots.windows(2).all(|pair| pair[0] < pair[1]), "each row has a state of its own");
     assert_eq!(weights.conv.len(), shape.num_taps * shape.channels(), "a weight for each tap and channel");
@@ -134,10 +140,11 @@ fn run_head(
     let head_len = key_dim * value_dim;
     // SAFETY: each row has a slot of its own, and each of its key heads has one thread and other channels and heads.
     let heads = unsafe { states.slice(start + shape.history_len() + first_head * head_len, group * head_len) };
-    let history = |tap: usize, (first, len): (usize, usize)| {
+    let history_of = |start: usize, tap: usize, (first, len): (usize, usize)| {
         // SAFETY: as above.
         unsafe { states.slice(start + tap * channels + first, len) }
     };
+    let history = |tap: usize, part: (usize, usize)| history_of(start, tap, part);
     match row.is_first {
         true => heads.fill(0.0),
         false => conv.each_input(|tap, part, inputs| inputs.copy_from_slice(history(tap, part))),
@@ -162,6 +169,13 @@ fn run_head(
             let out = unsafe { out.slice(place, value_dim) };
             advance_state(state, key, query, value, gates, &mut memory, out);
             gated_norm(out, &inputs[channels + head * value_dim..][..value_dim], weights.norm, weights.eps);
+        }
+        if let Some([_, slot]) = row.saved.filter(|[count, _]| row.first_token + *count as usize == token + 1) {
+            let start = slot as usize * shape.state_len();
+            let first = start + shape.history_len() + first_head * head_len;
+            // SAFETY: as above, and the slot is no row's.
+            unsafe { states.slice(first, group * head_len) }.copy_from_slice(heads);
+            conv.each_input(|tap, part, inputs| history_of(start, tap, part).copy_from_slice(inputs));
         }
     }
     conv.each_input(|tap, part, inputs| history(tap, part).copy_from_slice(inputs));

@@ -49,8 +49,9 @@ pub struct EngineConfig {
     /// they read all positions. Groups without a window come first. A sequence has a block table for each group, and
     /// any group may use any block.
     pub windows: Vec<Option<usize>>,
-    /// Number of slots for recurrent states that workers hold; 0 if the model has none. A running sequence takes one, and
-    /// others hold snapshots for the prefix cache. Beam searches and drafts need a model without such states.
+    /// Number of slots for recurrent states that workers hold; 0 if the model has none. A running sequence takes one,
+    /// others hold its state before drafts, and snapshots for the prefix cache. Beam searches need a model without such
+    /// states.
     pub num_states: usize,
     /// Snapshots of the recurrent state of a prompt are taken every this number of blocks.
     pub state_interval: usize,
@@ -105,9 +106,6 @@ pub enum ConfigError {
     /// A group without a window follows one with a window.
     #[error("`windows` has `None` after a window; list the groups without a window first")]
     WindowOrder,
-    /// Drafts with recurrent states, which cannot go back to the last accepted token.
-    #[error("`max_drafts` is {found}; it must be 0 for a model with recurrent layers")]
-    Drafts { found: usize },
     /// A bound above what the identifiers can count.
     #[error("`{field}` is {found}; it must be at most {max}")]
     TooLarge { field: &'static str, found: usize, max: usize },
@@ -183,9 +181,6 @@ impl EngineConfig {
         if !self.windows.iter().is_sorted_by_key(Option::is_some) {
             return Err(ConfigError::WindowOrder);
         }
-        if self.num_states > 0 && self.max_drafts > 0 {
-            return Err(ConfigError::Drafts { found: self.max_drafts });
-        }
         Ok(())
     }
 
@@ -248,7 +243,7 @@ impl EngineConfig {
     /// Upper bound of a plan's bytes on the wire for any requests. The rings are sized by it.
     pub fn max_plan_bytes(&self) -> usize {
         // Postcard writes a `u32` into at most 5 bytes, a `u64` into 10, an `f32` into 4 and a `bool` into 1.
-        const NUMBERS: usize = 10 + 9 * 5 + 4; // step, lengths of the lists, checksum
+        const NUMBERS: usize = 10 + 11 * 5 + 4; // step, lengths of the lists, checksum
         const LEFT: usize = 5;
         const JOINED: usize = 5 * 5 + 2 + 10 + (8 * 4 + 6 * 5 + 10 + 3 * 5 + 10); // its numbers, sampling
         const TABLE: usize = 3 * 5; // its numbers, a partial block
@@ -262,8 +257,8 @@ impl EngineConfig {
             n => (2 * 5 + 5 * n, GROWN * (1 + n.div_ceil(self.block_size))),
         };
         let tables = self.num_groups() * (TABLE + COPIED + grown);
-        // A row may leave, take a snapshot and start from one in the same plan.
-        const STATES: usize = 5 + 2 * 2 * 5;
+        // A row may leave, take a snapshot and start from one in the same plan; and it may be restored and saved.
+        const STATES: usize = 5 + 2 * 2 * 5 + 3 * 5 + 3 * 5;
         let states = if self.num_states > 0 { STATES } else { 0 };
         let row = LEFT + JOINED + revised + tables + drafts + states + WORK;
         let num_joined_tokens = self.max_joined_tokens + self.max_sequence_len;
@@ -330,8 +325,6 @@ mod tests {
         for wrong in [vec![], vec![None, Some(0)], vec![None, Some(usize::MAX)]] {
             assert!(windows(wrong).unwrap_err().to_string().starts_with("`windows` is "));
         }
-        let config = EngineConfig { num_states: 2, max_drafts: 4, ..EngineConfig::default() };
-        assert!(config.validate().unwrap_err().to_string().starts_with("`max_drafts` is 4; it must be 0"));
         let error = EngineConfig { num_blocks: usize::MAX, ..EngineConfig::default() }.validate().unwrap_err();
         assert!(error.to_string().starts_with("`num_blocks` is 18446744073709551615; it must be at most"));
     }
@@ -384,6 +377,8 @@ mod tests {
             revised: vec![revised; 2],
             copied: vec![copied; 2],
             copied_states: vec![],
+            restored: vec![],
+            saved_states: vec![],
             grown: vec![grown; 2],
             drafts: vec![(RowId(u32::MAX), vec![TokenId(u32::MAX); 3]); 2],
             work: vec![work; 2],

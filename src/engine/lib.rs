@@ -80,8 +80,8 @@ pub use engine::Engine;
 pub use ids::{BlockId, RowId, SequenceId, StateId, TokenId};
 pub use masks::MaskJob;
 pub use plan::{
-    CopiedBlock, CopiedState, GrownTable, JoinedRow, JoinedTable, PlanError, RevisedRow, RowWork, SampledToken,
-    StepOutput, StepPlan,
+    CopiedBlock, CopiedState, GrownTable, JoinedRow, JoinedTable, PlanError, RestoredRow, RevisedRow, RowWork,
+    SampledToken, SavedState, StepOutput, StepPlan,
 };
 pub use request::{BeamOutput, BeamParams, BlockUsage, DraftUsage, FinishReason, Refused, Request, TokenEvent};
 pub use sampling::{MAX_BEAM_CANDIDATES, MAX_LOGPROBS, SamplingParams};

@@ -11,7 +11,7 @@ use crate::{AdapterSlot, BlockId, FilledSlot, RowId, SamplingParams, SequenceId,
 
 /// One forward pass, decided on rank 0. Every worker carries it out in this order: `left`,
 /// `adapters`, `joined`, `revised`,
-/// `copied`, `copied_states`, `grown`, then the forward pass over `work`.
+/// `copied`, `copied_states`, `restored`, `grown`, then the forward pass over `work`.
 #[derive(Debug, Clone, PartialEq, Default, Serialize, Deserialize)]
 pub struct StepPlan {
     /// Increases by one with each plan; a worker that sees a gap stops.
@@ -28,10 +28,14 @@ pub struct StepPlan {
     pub copied: Vec<CopiedBlock>,
     /// Recurrent states that are copied, one after the other.
     pub copied_states: Vec<CopiedState>,
+    /// Rows whose recurrent state goes back, because drafts were rejected.
+    pub restored: Vec<RestoredRow>,
     /// Blocks appended to a row's block tables, in order.
     pub grown: Vec<GrownTable>,
     /// Draft tokens: guesses at the tokens after the first of a row's work, in the order of `work`.
     pub drafts: Vec<(RowId, Vec<TokenId>)>,
+    /// Recurrent states saved before the drafts of a row, in the order of `work`.
+    pub saved_states: Vec<SavedState>,
     /// The rows of this step: prefill chunks first, then rows that verify drafts, then decodes of one token.
     pub work: Vec<RowWork>,
 }
@@ -112,6 +116,29 @@ pub struct CopiedBlock {
 pub struct CopiedState {
     /// The slot that is read.
     pub from: StateId,
+    /// The slot that is written.
+    pub to: StateId,
+}
+
+/// The recurrent state of a row becomes a copy of one that was saved, and the row goes on from its position. Tokens of positions
+/// that it computes again are known.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+pub struct RestoredRow {
+    /// The row.
+    pub row: RowId,
+    /// The slot that is read.
+    pub from: StateId,
+    /// Number of positions that stay computed.
+    pub position: u32,
+}
+
+/// A step saves the recurrent state of a row behind the first tokens of its work.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+pub struct SavedState {
+    /// The row.
+    pub row: RowId,
+    /// How many tokens of its work come before.
+    pub num_tokens: u32,
     /// The slot that is written.
     pub to: StateId,
 }
@@ -284,8 +311,10 @@ mod tests {
             revised: vec![RevisedRow { row: RowId(1), parent: RowId(2), num_kept: 6, tokens: vec![TokenId(8)] }],
             copied: vec![CopiedBlock { row: RowId(1), group: 0, from: BlockId(2), to: BlockId(3) }],
             copied_states: vec![CopiedState { from: StateId(1), to: StateId(2) }],
+            restored: vec![RestoredRow { row: RowId(1), from: StateId(3), position: 5 }],
             grown: vec![GrownTable { row: RowId(1), group: 0, block: BlockId(4) }],
             drafts: vec![(RowId(2), vec![TokenId(8), TokenId(9)])],
+            saved_states: vec![SavedState { row: RowId(2), num_tokens: 1, to: StateId(3) }],
             work: vec![RowWork { row: RowId(3), start: 0, num_tokens: 2, samples: true }],
         }
     }

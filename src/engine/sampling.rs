@@ -94,6 +94,11 @@ impl SamplingParams {
         self.temperature == 0.0 || self.top_k == 1
     }
 
+    /// Whether the choice of a token depends on earlier tokens of the output otherwise than through the logits.
+    pub fn depends_on_output(&self) -> bool {
+        !self.uses_raw_logits() || self.top_p_decay != 1.0 || self.top_p_reset.is_some()
+    }
+
     /// Number of entries in its lists, for the bound on a plan's size: each takes at most 5 bytes.
     pub fn list_len(&self) -> usize {
         let bad_words: usize = self.bad_words.iter().map(|word| 1 + word.len()).sum();

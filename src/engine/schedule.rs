@@ -2,7 +2,9 @@
 
 use crate::costs::StepLoad;
 use crate::engine::{Engine, InFlight, Masks};
-use crate::plan::{CopiedBlock, CopiedState, GrownTable, JoinedRow, RevisedRow, RowWork, StepPlan};
+use crate::plan::{
+    CopiedBlock, CopiedState, GrownTable, JoinedRow, RestoredRow, RevisedRow, RowWork, SavedState, StepPlan,
+};
 use crate::prefix::{self, Found};
 use crate::queue::service_key;
 use crate::sequence::{Sequence, SequenceState};
@@ -23,6 +25,8 @@ pub(crate) struct PlanBuilder {
     pub(crate) revised: Vec<RevisedRow>,
     pub(crate) copied: Vec<CopiedBlock>,
     pub(crate) copied_states: Vec<CopiedState>,
+    pub(crate) restored: Vec<RestoredRow>,
+    pub(crate) saved_states: Vec<SavedState>,
     pub(crate) grown: Vec<GrownTable>,
     pub(crate) drafts: Vec<(RowId, Vec<TokenId>)>,
     prefills: Vec<RowWork>,
@@ -31,6 +35,8 @@ pub(crate) struct PlanBuilder {
     prefill_samples: Vec<Sample>,
     pub(crate) verify_samples: Vec<Sample>,
     pub(crate) decode_samples: Vec<Sample>,
+    /// Number of tokens of `verifies`.
+    pub(crate) num_verified: usize,
     /// Number of draft tokens that may still be added.
     pub(crate) draft_budget: usize,
     /// Number of prefill tokens that may still be added.
@@ -42,6 +48,13 @@ pub(crate) struct PlanBuilder {
     pub(crate) num_joined_tokens: usize,
     /// Sequences whose last token is sampled by this plan.
     completed: Vec<Slot>,
+}
+
+impl PlanBuilder {
+    /// Number of tokens of decodes, drafts included.
+    pub(crate) fn num_decode_tokens(&self) -> usize {
+        self.decodes.len() + self.num_verified
+    }
 }
 
 impl Engine {
@@ -75,7 +88,8 @@ impl Engine {
         let most = self.running.len().div_ceil(self.config.num_stages);
         while let Some(&(_, slot)) = self.running.get(index).filter(|_| builder.decodes.len() < most) {
             let sequence = &self.sequences[slot];
-            let waits = sequence.waits_for_settle() && sequence.num_in_flight > 0;
+            let waits =
+                sequence.waits_for_settle() && (sequence.num_in_flight > 0 || !self.has_room_for(slot, builder));
             if sequence.is_prefilling() || waits || sequence.waits_for_mask() || !self.can_revise(slot, builder) {
                 index += 1;
                 continue;
@@ -336,8 +350,10 @@ impl Engine {
             revised: builder.revised,
             copied: builder.copied,
             copied_states: builder.copied_states,
+            restored: builder.restored,
             grown: builder.grown,
             drafts: builder.drafts,
+            saved_states: builder.saved_states,
             work,
         };
         let needs_masks = samples.iter().any(|sample| sample.is_constrained);

@@ -2,7 +2,7 @@
 
 use crate::TokenId;
 use crate::engine::Engine;
-use crate::plan::{RevisedRow, RowWork};
+use crate::plan::{RestoredRow, RevisedRow, RowWork, SavedState};
 use crate::schedule::{PlanBuilder, running_row};
 use crate::sequence::Drafting;
 use crate::slot::Slot;
@@ -11,28 +11,58 @@ impl Engine {
     /// Plans a decode whose block is allocated. Draft tokens use only free blocks; no sequence is preempted for
     /// them.
     pub(crate) fn plan_drafts(&mut self, slot: Slot, builder: &mut PlanBuilder) {
-        let drafts = self.guess(slot, builder);
+        let drafts = if self.may_draft(slot) { self.guess(slot, builder) } else { Vec::new() };
         self.revise(slot, builder);
+        self.restore(slot, builder);
         let sequence = &mut self.sequences[slot];
         let row = running_row(sequence);
-        let num_tokens = 1 + drafts.len();
+        let num_known = sequence.num_known();
+        let num_tokens = num_known + drafts.len();
         let work = RowWork { row, start: sequence.num_computed as u32, num_tokens: num_tokens as u32, samples: true };
         let sample = sequence.sample(slot, row);
         builder.load.decode_positions += num_tokens * self.config.positions_read(sequence.num_computed);
         sequence.num_computed += num_tokens;
-        sequence.num_in_flight += num_tokens;
-        if drafts.is_empty() {
+        sequence.num_in_flight += 1 + drafts.len();
+        builder.draft_budget = builder.draft_budget.saturating_sub(num_tokens - 1);
+        if num_tokens == 1 {
             builder.decodes.push(work);
             builder.decode_samples.push(sample);
             return;
         }
+        builder.verifies.push(work);
+        builder.num_verified += num_tokens;
+        builder.verify_samples.extend(std::iter::repeat_n(sample, 1 + drafts.len()));
+        if !drafts.is_empty() {
+            self.send_drafts(slot, num_known, drafts, builder);
+        }
+    }
+
+    fn send_drafts(&mut self, slot: Slot, num_known: usize, drafts: Vec<TokenId>, builder: &mut PlanBuilder) {
+        let sequence = &mut self.sequences[slot];
+        let row = running_row(sequence);
         sequence.draft_usage.num_drafted += drafts.len() as u32;
         self.totals.drafted_tokens += drafts.len() as u64;
-        builder.draft_budget -= drafts.len();
-        builder.verifies.push(work);
-        builder.verify_samples.extend(std::iter::repeat_n(sample, num_tokens));
+        if let Some(to) = sequence.recurrent.before_drafts {
+            builder.saved_states.push(SavedState { row, num_tokens: num_known as u32, to });
+        }
         builder.drafts.push((row, drafts.clone()));
         sequence.drafting = Some(Box::new(Drafting { drafts, verified: Vec::new() }));
+    }
+
+    /// A recurrent state that has seen a rejected draft becomes the one before the drafts.
+    fn restore(&mut self, slot: Slot, builder: &mut PlanBuilder) {
+        let sequence = &mut self.sequences[slot];
+        if std::mem::take(&mut sequence.recurrent.must_restore) {
+            let from = sequence.recurrent.before_drafts.expect("the state was saved before the drafts");
+            let row = running_row(sequence);
+            builder.restored.push(RestoredRow { row, from, position: sequence.num_computed as u32 });
+        }
+    }
+
+    /// Whether the step has room for a row. With a recurrent state, a row computes the tokens before rejected drafts again.
+    pub(crate) fn has_room_for(&self, slot: Slot, builder: &PlanBuilder) -> bool {
+        let num_known = self.sequences[slot].num_known();
+        num_known <= 1 || builder.num_decode_tokens() + num_known <= self.config.max_step_tokens
     }
 
     /// Whether the plan has room for the tokens that the workers lack. After a late mask these are all that the row has sampled
@@ -63,22 +93,26 @@ impl Engine {
         let sequence = &mut self.sequences[slot];
         let room = sequence.max_len - sequence.tokens.len() - 1;
         let has_masks = sequence.guided.as_ref().is_some_and(|guided| guided.masks.is_some());
-        let max = if has_masks { 0 } else { sequence.max_drafts.min(builder.draft_budget).min(room) };
+        let num_known = sequence.num_known();
+        let budget = builder.draft_budget.saturating_sub(num_known - 1);
+        let max = if has_masks { 0 } else { sequence.max_drafts.min(budget).min(room) };
+        let max = max.min(self.until_snapshot(slot));
+        let sequence = &mut self.sequences[slot];
         let mut drafts = Vec::new();
         if max > 0 {
             self.drafter.draft(&sequence.tokens, max, &mut drafts);
             drafts.truncate(max);
             sequence.keep_valid(&mut drafts);
         }
-        let (block_size, start) = (self.config.block_size, sequence.num_computed);
+        let (block_size, num_known) = (self.config.block_size, sequence.tokens.len());
         let num_positions = |engine: &Self| engine.sequences[slot].tables[0].len() * block_size;
-        if num_positions(self) < start + 1 + drafts.len() {
+        if num_positions(self) < num_known + drafts.len() {
             self.slide(slot);
         }
-        while num_positions(self) < start + 1 + drafts.len() {
+        while num_positions(self) < num_known + drafts.len() {
             match self.pool.num_available() >= self.config.num_groups() {
                 true => self.append_all(slot, builder),
-                false => drafts.truncate(num_positions(self) - start - 1),
+                false => drafts.truncate(num_positions(self) - num_known),
             }
         }
         drafts

@@ -15,7 +15,7 @@ use crate::stop::{StopWords, Tail};
 use crate::tables::{Table, Tables};
 use crate::{
     Adapter, AdapterSlot, BlockUsage, DraftUsage, FinishReason, Request, RowId, SampledToken, SamplingParams,
-    SequenceId, TokenEvent, TokenId,
+    SequenceId, StateId, TokenEvent, TokenId,
 };
 
 /// What a sequence is waiting for or doing.
@@ -123,7 +123,7 @@ impl Sequence {
         num_groups: usize,
     ) -> Self {
         let stop_words = StopWords::new(request.stop_words);
-        let plain = request.sampling.is_greedy() && request.sampling.uses_raw_logits();
+        let is_drafted = request.beams.is_none() && !request.sampling.depends_on_output();
         let rules = request.beams.map(|params| Rules {
             params,
             end_ids: request.sampling.end_ids.clone(),
@@ -151,7 +151,7 @@ impl Sequence {
             num_in_flight: 0,
             usage: BlockUsage::default(),
             needs_token_feedback: false,
-            max_drafts: if plain && beams.is_none() { max_drafts.min(request.max_drafts as usize) } else { 0 },
+            max_drafts: if is_drafted { max_drafts.min(request.max_drafts as usize) } else { 0 },
             beams,
             guided: request.constraint.map(|constraint| Box::new(Guided::new(constraint))),
             drafting: None,
@@ -203,6 +203,18 @@ impl Sequence {
     #[inline]
     pub(crate) fn waits_for_settle(&self) -> bool {
         self.beams.is_some() || self.max_drafts > 0 || self.needs_token_feedback
+    }
+
+    /// Number of tokens that its next decode computes before any drafts. More than one where a recurrent state was restored. Its last
+    /// step is settled.
+    pub(crate) fn num_known(&self) -> usize {
+        self.tokens.len().saturating_sub(self.num_computed)
+    }
+
+    /// Takes the slot of the state before its drafts, unless one of them may still be rejected.
+    pub(crate) fn take_unneeded_state(&mut self) -> Option<StateId> {
+        let is_needed = self.drafting.is_some() || self.recurrent.must_restore;
+        self.recurrent.before_drafts.take_if(|_| !is_needed)
     }
 
     /// The next token that a plan samples for this sequence.

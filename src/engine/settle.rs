@@ -155,6 +155,7 @@ impl Engine {
         }
         let Drafting { drafts, verified } = *sequence.drafting.take().expect("as above");
         let (mut tokens, mut finished, mut num_accepted) = (SmallVec::new(), None, 0);
+        let num_known = sequence.tokens.len();
         for (index, sampled) in verified.into_iter().enumerate() {
             let is_guessed = drafts.get(index) == Some(&sampled.token);
             match sequence.accept(sampled, &mut tokens) {
@@ -170,7 +171,10 @@ impl Engine {
         sequence.draft_usage.num_accepted += num_accepted;
         self.totals.accepted_tokens += u64::from(num_accepted);
         if let SequenceState::Running(_) = sequence.state {
-            sequence.num_computed = sequence.tokens.len() - 1;
+            // A recurrent state that has seen wrong tokens goes back to the known ones.
+            let recurrent = &mut sequence.recurrent;
+            recurrent.must_restore = recurrent.before_drafts.is_some() && (num_accepted as usize) < drafts.len();
+            sequence.num_computed = if recurrent.must_restore { num_known } else { sequence.tokens.len() - 1 };
         }
         self.release(sample, tokens, finished, events);
     }

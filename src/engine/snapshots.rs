@@ -75,14 +75,41 @@ impl Engine {
 }
 
 impl Engine {
-    /// Whether a joining sequence finds a slot. Snapshots of outputs that are still growing make room if all are in use.
+    /// Whether drafts of a sequence may be rejected: it has no recurrent state, or there is a slot to save it. Slots that
+    /// waiting sequences can take are left for them.
+    pub(crate) fn may_draft(&mut self, slot: Slot) -> bool {
+        if !self.has_states() || self.sequences[slot].recurrent.before_drafts.is_some() {
+            return true;
+        }
+        if self.pool.states.num_available() <= self.free_rows.len().min(self.queue.len()) {
+            return false;
+        }
+        self.sequences[slot].recurrent.before_drafts = self.pool.states.allocate();
+        self.sequences[slot].recurrent.before_drafts.is_some()
+    }
+
+    /// Number of drafts after which the state is at the end of a block, where a snapshot is due.
+    pub(crate) fn until_snapshot(&self, slot: Slot) -> usize {
+        let block_size = self.config.block_size;
+        match self.has_states() && self.config.prefix_cache {
+            true => self.sequences[slot].tokens.len().next_multiple_of(block_size) - self.sequences[slot].tokens.len(),
+            false => usize::MAX,
+        }
+    }
+
+    /// Whether a joining sequence finds a slot. If all are in use, snapshots of outputs that are still growing make room, and then
+    /// states that were saved before drafts and are not needed.
     pub(crate) fn has_free_state(&mut self) -> bool {
         if self.pool.states.num_available() > 0 {
             return true;
         }
         let mut running = self.running.iter().rev();
         let taken = running.find_map(|&(_, slot)| self.sequences[slot].recurrent.output.take());
-        taken.inspect(|&(state, _)| self.pool.states.release(state)).is_some()
+        let taken = taken.map(|(state, _)| state).or_else(|| {
+            let mut running = self.running.iter().rev();
+            running.find_map(|&(_, slot)| self.sequences[slot].take_unneeded_state())
+        });
+        taken.inspect(|&state| self.pool.states.release(state)).is_some()
     }
 }
 
@@ -99,13 +126,12 @@ pub(crate) fn keep_output(pool: &mut BlockPool, sequence: &mut Sequence, block_s
     }
 }
 
-/// Gives back the slot of a sequence that leaves its row.
+/// Gives back the slots of a sequence that leaves its row.
 pub(crate) fn release_state(pool: &mut BlockPool, sequence: &mut Sequence) {
     if let Some((state, _)) = sequence.recurrent.output.take() {
         pool.states.release(state);
     }
-    if let Some(own) = sequence.recurrent.own.take() {
-        pool.states.release(own);
-    }
+    let held = [sequence.recurrent.own.take(), sequence.recurrent.before_drafts.take()];
+    held.into_iter().flatten().for_each(|state| pool.states.release(state));
     sequence.recurrent = RecurrentSlots::default();
 }

@@ -56,12 +56,17 @@ pub(crate) struct RecurrentSlots {
     pub(crate) output: Option<(StateId, usize)>,
     /// The content of the snapshot of its output before that.
     pub(crate) kept_output: Option<ContentId>,
+    /// The slot of the state before the drafts of its last step, if it has had any.
+    pub(crate) before_drafts: Option<StateId>,
+    /// Whether the state must be restored from there, because a draft was rejected.
+    pub(crate) must_restore: bool,
 }
 
 impl RecurrentSlots {
     /// Number of slots that the sequence uses.
     pub(crate) fn num_held(&self) -> usize {
-        usize::from(self.own.is_some()) + usize::from(self.output.is_some())
+        let held = [self.own.is_some(), self.output.is_some(), self.before_drafts.is_some()];
+        held.into_iter().filter(|is_held| *is_held).count()
     }
 }
 

@@ -20,8 +20,7 @@ impl Engine {
     /// Sets how many prompt tokens the plan may add to its decodes, in tokens and in time. Without decodes, the step may
     /// have as many tokens as the workers' buffers hold.
     pub(crate) fn size_step(&self, builder: &mut PlanBuilder) {
-        let num_verified: usize = builder.verifies.iter().map(|work| work.num_tokens as usize).sum();
-        let num_decode_tokens = builder.decodes.len() + num_verified;
+        let num_decode_tokens = builder.num_decode_tokens();
         builder.load.decode_tokens = num_decode_tokens;
         builder.prefill_budget = self.config.max_step_tokens - num_decode_tokens;
         if num_decode_tokens == 0 {

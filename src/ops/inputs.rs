@@ -36,6 +36,9 @@ pub struct StepInputs {
     pub max_blocks: usize,
     /// `[R]`: slot of each row's recurrent state; empty if the model has none.
     pub states: Vec<u32>,
+    /// Recurrent states that are saved within the work of a row: the row's index in `0..R`, the number of its tokens before,
+    /// and the slot that is written.
+    pub saved_states: Vec<[u32; 3]>,
     /// `[R]`: slot of each row's adapter, or [`NO_ADAPTER`]; empty if no row has one.
     pub adapters: Vec<u32>,
     /// `[S]`: rows that choose a token, in plan order.
@@ -74,6 +77,7 @@ impl StepInputs {
         self.context_lens.clear();
         self.block_tables.clear();
         self.states.clear();
+        self.saved_states.clear();
         self.adapters.clear();
         self.samples.clear();
         self.masked.clear();

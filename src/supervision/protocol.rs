@@ -157,6 +157,7 @@ pub enum KvMemory {
 
 /// Rank 0 to a worker.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[allow(clippy::large_enum_variant)] // Nearly every message is a step.
 pub enum ToWorker {
     /// Allocate the KV cache. Workers may have room for different numbers of blocks, so rank 0 chooses one number for all.
     Configure {

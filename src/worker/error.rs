@@ -65,6 +65,8 @@ pub enum PlanMismatch {
     Start { step: u64, row: u32, found: u32, computed: u32 },
     #[error("plan {step}: row {row} has no token at position {position}; it has {known}")]
     NoToken { step: u64, row: u32, position: u32, known: u32 },
+    #[error("plan {step}: row {row} goes back to position {found} of {computed}, or saves a state behind its work")]
+    Restored { step: u64, row: u32, found: u32, computed: u32 },
     #[error("plan {step}: row {row} needs {needed} blocks but has {found}")]
     Blocks { step: u64, row: u32, needed: usize, found: usize },
     #[error("plan {step}: row {row} has {found} block tables, but there are {groups} KV groups")]

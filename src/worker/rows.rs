@@ -3,8 +3,8 @@
 use std::iter::repeat;
 
 use engine::{
-    AdapterSlot, BlockId, CopiedBlock, GrownTable, JoinedRow, RevisedRow, RowId, RowWork, SequenceId, StateId,
-    StepPlan, TokenId,
+    AdapterSlot, BlockId, CopiedBlock, CopiedState, GrownTable, JoinedRow, RestoredRow, RevisedRow, RowId, RowWork,
+    SavedState, SequenceId, StateId, StepPlan, TokenId,
 };
 use ops::{NO_ADAPTER, SampleInput, StepInputs, TOKEN_ON_DEVICE};
 use supervision::LogitsPlace;
@@ -110,6 +110,13 @@ impl RowTable {
         std::mem::take(&mut self.reported)
     }
 
+    /// The copies of recurrent states before the step of a plan that was applied: those that it names, and those of restored rows.
+    pub fn copied_states(&self, plan: &StepPlan) -> Vec<CopiedState> {
+        let to = |restored: &RestoredRow| self.packed(restored.row).state;
+        let restored = plan.restored.iter().filter_map(|row| Some(CopiedState { from: row.from, to: to(row)? }));
+        plan.copied_states.iter().copied().chain(restored).collect()
+    }
+
     /// Applies the plan's changes and packs its work into `inputs`.
     ///
     /// # Errors
@@ -132,6 +139,7 @@ impl RowTable {
         self.copy(plan.step, &plan.copied)?;
         let states = plan.copied_states.iter().flat_map(|copied| [copied.from, copied.to]);
         states.into_iter().try_for_each(|state| self.check_state(plan.step, Some(state)))?;
+        self.restore(plan.step, &plan.restored)?;
         for &GrownTable { row, group, block } in &plan.grown {
             self.check_block(plan.step, row, block)?;
             self.table(plan.step, row, group)?.blocks.push(block);
@@ -222,12 +230,26 @@ impl RowTable {
         Ok(())
     }
 
+    fn restore(&mut self, step: u64, restored: &[RestoredRow]) -> Result<(), PlanMismatch> {
+        for &RestoredRow { row, from, position } in restored {
+            self.check_state(step, Some(from))?;
+            let restored = self.occupied(step, row)?;
+            let computed = restored.num_computed;
+            if position > computed || restored.state.is_none() {
+                return Err(PlanMismatch::Restored { step, row: row.0, found: position, computed });
+            }
+            restored.num_computed = position;
+        }
+        Ok(())
+    }
+
     fn pack(&mut self, plan: &StepPlan, inputs: &mut StepInputs) -> Result<(), PlanMismatch> {
         inputs.clear(plan.step);
         let mut reported = self.take_reported();
         reported.clear();
         let mut drafts = plan.drafts.iter().peekable();
-        let keeps_prompts_whole = self.keeps_prompts_whole;
+        let mut saved = plan.saved_states.iter().peekable();
+        let (keeps_prompts_whole, num_states) = (self.keeps_prompts_whole, self.num_states);
         for work in &plan.work {
             let row = self.occupied(plan.step, work.row)?;
             let drafted = drafts.next_if(|(row, _)| *row == work.row).map_or(&[][..], |(_, tokens)| tokens);
@@ -246,6 +268,9 @@ impl RowTable {
             inputs.row_starts.push(inputs.token_ids.len() as u32);
             inputs.context_lens.push(end);
             inputs.states.extend(row.state.map(|state| state.0));
+            if let Some(saved) = saved.next_if(|saved| saved.row == work.row) {
+                inputs.saved_states.push(saved_state(plan.step, saved, work, inputs.rows.len() - 1, num_states)?);
+            }
             inputs.adapters.push(row.adapter.map_or(NO_ADAPTER, |slot| slot.0));
             if work.num_tokens > 1 || keeps_prompts_whole && end <= row.num_prompt_tokens {
                 inputs.num_prefill_rows = inputs.rows.len();
@@ -256,7 +281,7 @@ impl RowTable {
                 row.sample(plan.step, work, drafted, inputs, &mut reported)?;
             }
         }
-        if let Some((row, _)) = drafts.next() {
+        if let Some(row) = drafts.next().map(|(row, _)| row).or(saved.next().map(|saved| &saved.row)) {
             return Err(PlanMismatch::Work { step: plan.step, row: row.0 });
         }
         if inputs.adapters.iter().all(|&slot| slot == NO_ADAPTER) {
@@ -352,6 +377,24 @@ impl RowTable {
         }
         Ok(())
     }
+}
+
+/// An entry of [`StepInputs::saved_states`] for the row with number `index` in the step.
+fn saved_state(
+    step: u64,
+    saved: &SavedState,
+    work: &RowWork,
+    index: usize,
+    num_states: usize,
+) -> Result<[u32; 3], PlanMismatch> {
+    if saved.to.0 as usize >= num_states {
+        return Err(PlanMismatch::State { step, found: Some(saved.to.0), num_states });
+    }
+    if saved.num_tokens == 0 || saved.num_tokens > work.num_tokens {
+        let (row, found, computed) = (work.row.0, saved.num_tokens, work.num_tokens);
+        return Err(PlanMismatch::Restored { step, row, found, computed });
+    }
+    Ok([index as u32, saved.num_tokens, saved.to.0])
 }
 
 impl Row {

@@ -299,7 +299,7 @@ fn engine_config(
         policy,
         max_joined_tokens: max_sequence_len.max(EngineConfig::default().max_joined_tokens),
         prefix_cache: parameters::flag(config, "enable_kv_cache_reuse")?.unwrap_or(true),
-        max_drafts: max_drafts(config, model)?,
+        max_drafts: max_drafts(config, model, target(defaults.worker.device))?,
         // How many follows from the memory.
         num_states: usize::from(model.has_recurrent_layers()),
         windows: model.kv_groups(max_sequence_len).windows,
@@ -334,10 +334,10 @@ fn logits_type(config: &ModelConfig) -> Result<DataType, InferError> {
 }
 
 /// Number of draft tokens of prompt look-up decoding in one step.
-fn max_drafts(config: &ModelConfig, model: &models::Config) -> Result<usize, InferError> {
+fn max_drafts(config: &ModelConfig, model: &models::Config, target: Target) -> Result<usize, InferError> {
     let max = parameters::number(config, "prompt_lookup_num_tokens")?.unwrap_or(0);
-    if max > 0 && model.has_recurrent_layers() {
-        let reason = "a model with recurrent layers, whose states cannot go back to the last accepted token";
+    if max > 0 && model.has_recurrent_layers() && target == Target::Cuda {
+        let reason = "a model with recurrent layers on GPUs, whose states cannot go back to the last accepted token";
         return Err(invalid(config, format!("`prompt_lookup_num_tokens` is {max}, expected 0 for {reason}")));
     }
     if max > MAX_DRAFTS {

@@ -276,7 +276,7 @@ impl CpuDevice {
                 return Err(out_of_range("position", *last, inputs.max_blocks * cache.spec.block_size));
             }
         }
-        self.states.check(&inputs.states, inputs.num_rows())?;
+        self.states.check(inputs)?;
         bound("token index", &inputs.logits, tokens)?;
         for SampleInput { row, token_index, .. } in &inputs.samples {
             bound("row", &[row.0], limits.max_rows)?;

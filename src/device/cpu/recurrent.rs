@@ -2,7 +2,7 @@
 
 use engine::CopiedState;
 use kernels::cpu::{self as k, Buffer, DeltaRow, DeltaShape, DeltaWeights};
-use ops::{AttentionSpec, DeviceError, RecurrentShape, RecurrentWeights};
+use ops::{AttentionSpec, DeviceError, RecurrentShape, RecurrentWeights, StepInputs};
 
 use super::{CpuDevice, CpuTensor, available_memory, out_of_range};
 
@@ -29,18 +29,22 @@ struct LayerStates {
 }
 
 impl States {
-    /// Refuses a step whose rows have no slots of their own.
-    pub(super) fn check(&self, slots: &[u32], num_rows: usize) -> Result<(), DeviceError> {
+    /// Refuses a step whose rows, and states that are saved, have no slots of their own.
+    pub(super) fn check(&self, inputs: &StepInputs) -> Result<(), DeviceError> {
         if self.layers.is_empty() {
             return Ok(());
         }
-        let mut sorted = slots.to_vec();
+        let (slots, saved) = (&inputs.states, &inputs.saved_states);
+        if let Some([row, ..]) = saved.iter().find(|[row, ..]| *row as usize >= inputs.num_rows()) {
+            return Err(out_of_range("row", *row, inputs.num_rows()));
+        }
+        let mut sorted: Vec<u32> = slots.iter().copied().chain(saved.iter().map(|[_, _, slot]| *slot)).collect();
         sorted.sort_unstable();
-        if slots.len() != num_rows || sorted.windows(2).any(|pair| pair[0] == pair[1]) {
+        if slots.len() != inputs.num_rows() || sorted.windows(2).any(|pair| pair[0] == pair[1]) {
             return Err(DeviceError::Unsupported {
                 what: "states of a step".into(),
                 found: format!("slots {slots:?}"),
-                expected: format!("{num_rows} slots that differ"),
+                expected: format!("{} slots that differ", inputs.num_rows()),
             });
         }
         let outside = sorted.last().filter(|&&slot| slot as usize >= self.num_slots);
@@ -107,6 +111,11 @@ impl CpuDevice {
             num_tokens: (starts[1] - starts[0]) as usize,
             state: inputs.states[index] as usize,
             is_first: inputs.positions[starts[0] as usize] == 0,
+            saved: inputs
+                .saved_states
+                .iter()
+                .find(|[row, ..]| *row as usize == index)
+                .map(|&[_, count, slot]| [count, slot]),
         };
         let rows: Vec<_> = inputs.row_starts.windows(2).enumerate().filter(|(_, s)| s[0] < s[1]).map(row).collect();
         let Recurrent { shape, conv, decay, dt_bias, norm } = weights;

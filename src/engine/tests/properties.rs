@@ -132,7 +132,7 @@ fn config() -> impl Strategy<Value = EngineConfig> {
                 policy: if evict { Policy::MaxUtilization } else { Policy::GuaranteedNoEvict },
                 prefix_cache,
                 shares_output,
-                max_drafts: if num_states == 0 { max_drafts } else { 0 },
+                max_drafts,
                 max_adapters: 1 + max_mixed % 2,
                 num_stages,
             }

@@ -4,7 +4,7 @@
 mod support;
 
 use engine::{BeamParams, Engine, EngineConfig, Policy, Refused, Request, StepPlan, TokenId};
-use support::{Random, VOCAB_SIZE, World};
+use support::{Guesser, Random, VOCAB_SIZE, World};
 
 const BLOCK_SIZE: usize = 16;
 
@@ -162,6 +162,55 @@ fn without_the_prefix_cache_there_are_no_snapshots() {
         assert_eq!(computed(&mut world, request(prompt(1, 100), 50)), 149);
     }
     assert_eq!(world.engine.stats().num_states_cached, 0);
+}
+
+#[test]
+fn rejected_drafts_leave_no_trace_in_a_state() {
+    let mut world = World::new(EngineConfig { max_drafts: 4, ..config() }, 1);
+    world.engine.set_drafter(Box::new(Guesser(Random(1))));
+    for seed in 0..6 {
+        world.submit(Request { max_drafts: 4, ..request(prompt(seed, 30), 100) }).unwrap();
+    }
+    world.run_to_idle();
+    let stats = world.engine.stats();
+    let (drafted, accepted) = (stats.total_drafted_tokens, stats.total_accepted_tokens);
+    assert!(accepted > 0 && accepted < drafted, "{accepted} of {drafted} drafts");
+    assert_eq!(stats.num_states_used, 0);
+}
+
+#[test]
+fn without_a_slot_to_save_the_state_there_are_no_drafts() {
+    let mut world = World::new(EngineConfig { max_drafts: 4, num_states: 4, ..config() }, 1);
+    world.engine.set_drafter(Box::new(Guesser(Random(1))));
+    for seed in 0..8 {
+        world.submit(Request { max_drafts: 4, ..request(prompt(seed, 30), 20) }).unwrap();
+    }
+    // While all rows run, no slot is left.
+    for _ in 0..6 {
+        world.plan();
+        world.settle();
+    }
+    assert_eq!((world.engine.stats().num_running, world.engine.stats().total_drafted_tokens), (4, 0));
+    world.run_to_idle();
+}
+
+#[test]
+fn there_are_drafts_where_fewer_slots_than_rows_are_left_and_a_sequence_that_arrives_takes_one_of_them() {
+    let mut world = World::new(EngineConfig { max_drafts: 4, num_states: 2, prefix_cache: false, ..config() }, 1);
+    world.engine.set_drafter(Box::new(Guesser(Random(1))));
+    world.submit(Request { max_drafts: 4, ..request(prompt(0, 30), 200) }).unwrap();
+    for _ in 0..20 {
+        world.plan();
+        world.settle();
+    }
+    assert!(world.engine.stats().total_drafted_tokens > 0);
+    world.submit(Request { max_drafts: 4, ..request(prompt(1, 30), 200) }).unwrap();
+    for _ in 0..6 {
+        world.plan();
+        world.settle();
+    }
+    assert_eq!(world.engine.stats().num_running, 2);
+    world.run_to_idle();
 }
 
 #[test]

@@ -75,7 +75,14 @@ impl Device {
             assert_eq!(row.num_computed, work.start as usize, "start of {work:?} in step {}", plan.step);
             self.check(work, work.start as usize, plan.step, "before");
         }
-        plan.work.iter().for_each(|work| self.compute(work));
+        for work in &plan.work {
+            let saved = plan.saved_states.iter().find(|saved| saved.row == work.row);
+            self.compute(work);
+            if let Some(saved) = saved {
+                let (end, digests) = ((work.start + saved.num_tokens) as usize, self.row(work.row).all_digests());
+                self.states[saved.to.0 as usize] = (digests[end - 1], end);
+            }
+        }
         for work in &plan.work {
             self.check(work, (work.start + work.num_tokens) as usize, plan.step, "after");
         }
@@ -125,6 +132,12 @@ impl Device {
         self.copy(plan);
         for copied in &plan.copied_states {
             self.states[copied.to.0 as usize] = self.states[copied.from.0 as usize];
+        }
+        for restored in &plan.restored {
+            let row = self.rows[restored.row.0 as usize].as_mut().expect("a restored row is taken");
+            assert!(restored.position as usize <= row.num_computed, "a restored row goes back");
+            row.num_computed = restored.position as usize;
+            self.states[row.state.expect("it has a state")] = self.states[restored.from.0 as usize];
         }
         for &GrownTable { row, group, block } in &plan.grown {
             let row = self.rows[row.0 as usize].as_mut().expect("a growing row is taken");
