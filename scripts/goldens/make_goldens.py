@@ -311,6 +311,10 @@ FAMILIES = {
     # weights in fp8 with a scale for each block
     "deepseek_v3_fp8": ("DeepseekV3", LATENT | DEEPSEEK_EXPERTS | dict(
         n_shared_experts=1, n_group=4, topk_group=2, routed_scaling_factor=2.5, norm_topk_prob=True, rope_parameters=DEEPSEEK_YARN)),
+    # experts in two tensors, which are transposed as published ones; a dense layer
+    "qwen3_vl_moe_vision": ("Qwen3VLMoe", dict(head_dim=24, num_experts=6, num_experts_per_tok=2, moe_intermediate_size=56,
+                                               mlp_only_layers=[1], rope_parameters=PLAIN | {
+                                                   "mrope_section": [4, 4, 4], "mrope_interleaved": True})),
 }
 VISION = dict(depth=1, hidden_size=16, intermediate_size=16, num_heads=2, patch_size=2, out_hidden_size=64, num_position_embeddings=4)
 SIGLIP = dict(hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2, image_size=8, patch_size=2)
@@ -321,6 +325,7 @@ WHOLE = {
     "Gemma4": dict(vision_config=SIGLIP | dict(num_key_value_heads=2, head_dim=8, position_embedding_size=16)),
     "Llama4": dict(vision_config=SIGLIP | dict(vision_output_dim=16, projector_input_dim=16, projector_output_dim=16)),
     "Qwen3VL": dict(vision_config=VISION | dict(deepstack_visual_indexes=[0])),
+    "Qwen3VLMoe": dict(vision_config=VISION | dict(deepstack_visual_indexes=[0])),
 }
 # Sequences that transformers would begin with the short factors.
 LONG_PROMPTS = {"phi3_longrope": (9, 20, 40)}
@@ -329,7 +334,7 @@ LONG_PROMPTS = {"phi3_longrope": (9, 20, 40)}
 def family_case(name):
     """The row of CASES for a name of FAMILIES."""
     model_type, own = FAMILIES[name]
-    text = "Text" if model_type in ("Gemma3", "Gemma4", "Llama4", "Qwen3_5", "Qwen3_5Moe", "Qwen2_5_VL", "Qwen3VL") else ""
+    text = "Text" if model_type in ("Gemma3", "Gemma4", "Llama4", "Qwen3_5", "Qwen3_5Moe", "Qwen2_5_VL", "Qwen3VL", "Qwen3VLMoe") else ""
     task = "ConditionalGeneration" if name.endswith("_vision") else "CausalLM"
     shape = SMALL | own
     dtype = torch.bfloat16 if "fp" in name or name in quantized.FORMS else torch.float16  # its values are those of bf16
@@ -416,7 +421,9 @@ def as_saved(name, model):
         return model.state_dict()
     with tempfile.TemporaryDirectory() as folder:
         model.save_pretrained(folder)
-        return load_file(pathlib.Path(folder) / "model.safetensors")
+        tensors = load_file(pathlib.Path(folder) / "model.safetensors")
+    is_transposed = lambda key: name == "qwen3_vl_moe_vision" and ".experts." in key
+    return {key: tensor.transpose(1, 2) if is_transposed(key) else tensor for key, tensor in tensors.items()}
 
 
 def main():

@@ -187,6 +187,7 @@ pub(crate) enum ExpertLayout {
     Alternating([&'static str; 2]),
     /// Together: gate and up as one tensor `[experts, 2 I, E]`, down as one `[experts, E, I]`. The full names.
     Stacked([&'static str; 2]),
-    /// `Stacked` if the checkpoint has the first of `stacked`, else `Each`.
-    Either { stacked: [&'static str; 2], prefix: &'static str, names: [&'static str; 3] },
+    /// `Stacked` if the checkpoint has the first of `stacked`, else `Each`. If `may_be_transposed`, a stack of another shape is
+    /// `StackedTransposed`.
+    Either { stacked: [&'static str; 2], may_be_transposed: bool, prefix: &'static str, names: [&'static str; 3] },
 }

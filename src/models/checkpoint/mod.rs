@@ -122,6 +122,11 @@ impl Checkpoint {
         self.tensors.contains_key(name)
     }
 
+    /// Whether the checkpoint contains this tensor with this shape.
+    pub(crate) fn has_shape(&self, name: &str, shape: &[usize]) -> bool {
+        self.tensors.get(name).is_some_and(|tensor| tensor.shape == shape)
+    }
+
     /// The names of tensors that were not taken, in order, without those that hold constants.
     pub(crate) fn unused(&self) -> Vec<String> {
         const CONSTANTS: [&str; 9] = [

@@ -271,6 +271,20 @@ const QWEN_EXPERTS: ExpertNames = ExpertNames {
 
 pub(super) const QWEN_MOE: Names = Names { experts: Some(QWEN_EXPERTS), ..LLAMA };
 
+pub(super) const QWEN3_VL_MOE: Names = Names {
+    experts: Some(ExpertNames {
+        layout: ExpertLayout::Either {
+            stacked: ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"],
+            may_be_transposed: true,
+            prefix: "mlp.experts",
+            names: ["gate_proj", "up_proj", "down_proj"],
+        },
+        shared: None,
+        ..QWEN_EXPERTS
+    }),
+    ..LLAMA
+};
+
 const GATED_DELTA: RecurrentNames = RecurrentNames {
     projections: RecurrentProjections::Separate {
         qkv: "linear_attn.in_proj_qkv",
@@ -299,6 +313,7 @@ pub(super) const QWEN3_5_MOE: Names = Names {
     experts: Some(ExpertNames {
         layout: ExpertLayout::Either {
             stacked: ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"],
+            may_be_transposed: false,
             prefix: "mlp.experts",
             names: ["gate_proj", "up_proj", "down_proj"],
         },

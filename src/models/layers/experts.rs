@@ -22,7 +22,7 @@ impl<D: Device> Loader<'_, D> {
         experts: ExpertLayer,
         names: &ExpertNames,
     ) -> Result<D::Weight, ModelError> {
-        let names = &self.with_layout(layer.index, *names);
+        let names = &self.with_layout(layer.index, experts, *names);
         let router_name = format!("{}.weight", self.layer_name(layer.index, names.router));
         let shape = [experts.num_experts, self.config.hidden_size];
         let router = self.checkpoint.matrix(&router_name, shape, 0..shape[0], self.width())?;
@@ -54,9 +54,14 @@ impl<D: Device> Loader<'_, D> {
     }
 
     /// The names with the layout that the checkpoint has.
-    fn with_layout(&self, layer: usize, own: ExpertNames) -> ExpertNames {
-        let ExpertLayout::Either { stacked, prefix, names } = own.layout else { return own };
-        let layout = match self.checkpoint.contains(&self.layer_name(layer, stacked[0])) {
+    fn with_layout(&self, layer: usize, experts: ExpertLayer, own: ExpertNames) -> ExpertNames {
+        let ExpertLayout::Either { stacked, may_be_transposed, prefix, names } = own.layout else { return own };
+        let name = self.layer_name(layer, stacked[0]);
+        let shape = [experts.num_experts, 2 * experts.intermediate_size, self.config.hidden_size];
+        let layout = match self.checkpoint.contains(&name) {
+            true if may_be_transposed && !self.checkpoint.has_shape(&name, &shape) => {
+                ExpertLayout::StackedTransposed(stacked)
+            }
             true => ExpertLayout::Stacked(stacked),
             false => ExpertLayout::Each { prefix, names },
         };

@@ -15,7 +15,7 @@ use engine::{SampledToken, SamplingParams};
 use ops::DType;
 use support::{BLOCK_SIZE, MAX_ROWS, Runner, Sequence, golden_dir, on_group, on_parts};
 
-const CASES: [&str; 104] = [
+const CASES: [&str; 105] = [
     "llama3_gqa",
     "tied_mqa",
     "mha_bias_f32",
@@ -114,6 +114,7 @@ const CASES: [&str; 104] = [
     "llama4_vision",
     "qwen2_5_vl_vision",
     "qwen3_vl_vision",
+    "qwen3_vl_moe_vision",
     "stablelm_12b",
     "deepseek_v2",
     "deepseek_v2_groups",
@@ -306,5 +307,38 @@ fn a_head_of_its_own_is_used_although_the_configuration_ties_it() {
     let mut runner = Runner::of(dir.path(), 1, None, WeightPrecision::Checkpoint);
     for golden in goldens(case) {
         check(case, "tied", &golden, &runner.run(&[sequence(&golden)])[0]);
+    }
+}
+
+/// The checkpoint with its stacks of experts `[experts, rows, cols]` in the other order of rows and columns.
+fn with_transposed_experts(file: &[u8]) -> Vec<u8> {
+    let len = u64::from_le_bytes(file[..8].try_into().unwrap()) as usize;
+    let mut header: serde_json::Value = serde_json::from_slice(&file[8..8 + len]).unwrap();
+    let mut data = file[8 + len..].to_vec();
+    for (_, entry) in header.as_object_mut().unwrap().iter_mut().filter(|(name, _)| name.contains(".experts.")) {
+        let [count, rows, cols]: [usize; 3] = serde_json::from_value(entry["shape"].clone()).unwrap();
+        let [start, end]: [usize; 2] = serde_json::from_value(entry["data_offsets"].clone()).unwrap();
+        let stored = data[start..end].to_vec();
+        let element_size = stored.len() / (count * rows * cols);
+        let place = |expert: usize, row: usize, col: usize| ((expert * rows + row) * cols + col) * element_size;
+        let order = (0..count).flat_map(|e| (0..cols).flat_map(move |c| (0..rows).map(move |r| (e, r, c))));
+        let turned: Vec<u8> = order.flat_map(|(e, r, c)| stored[place(e, r, c)..][..element_size].to_vec()).collect();
+        data[start..end].copy_from_slice(&turned);
+        entry["shape"] = serde_json::json!([count, cols, rows]);
+    }
+    let header = header.to_string().into_bytes();
+    [&(header.len() as u64).to_le_bytes(), &header[..], &data].concat()
+}
+
+#[test]
+fn stacks_of_experts_are_read_in_either_order_of_rows_and_columns() {
+    let case = "qwen3_vl_moe_vision";
+    let (source, dir) = (golden_dir(case), tempfile::tempdir().unwrap());
+    let file = std::fs::read(source.join("model.safetensors")).unwrap();
+    std::fs::write(dir.path().join("model.safetensors"), with_transposed_experts(&file)).unwrap();
+    std::fs::copy(source.join("config.json"), dir.path().join("config.json")).unwrap();
+    let mut runner = Runner::of(dir.path(), 1, None, WeightPrecision::Checkpoint);
+    for golden in goldens(case) {
+        check(case, "transposed", &golden, &runner.run(&[sequence(&golden)])[0]);
     }
 }
