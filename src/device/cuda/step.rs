@@ -258,6 +258,9 @@ pub(crate) fn check(inputs: &StepInputs, bounds: &StepBounds) -> Result<(), Devi
             bounds.max_tokens, bounds.max_rows, bounds.max_samples
         ));
     }
+    if !inputs.saved_states.is_empty() {
+        return refuse("recurrent states are not saved within a step on GPUs".into());
+    }
     let num_groups = bounds.tables.num_groups;
     let lengths = [inputs.positions.len(), inputs.slots.len()];
     if lengths != [tokens, num_groups * tokens]

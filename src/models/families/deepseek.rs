@@ -19,7 +19,7 @@ pub(super) fn deepseek_v3(fields: &Fields, config: &mut Config) -> Adjusted {
     put_latents(fields, config, fields.flag("rope_interleave", true)?)?;
     // The layer that predicts a further token is not used.
     fields.ignore(&["num_nextn_predict_layers", "num_mtp_layers"]);
-    experts::deepseek_moe(fields, config)
+    experts::deepseek_v3_moe(fields, config)
 }
 
 /// Latent vectors in all layers.
@@ -39,6 +39,16 @@ fn put_latents(fields: &Fields, config: &mut Config, is_interleaved: bool) -> Ad
         value_dim: multiple("v_head_dim", 8)?,
         is_interleaved,
     };
+    let named = fields.to_map().get("head_dim").cloned().unwrap_or_default();
+    if !named.is_null() && named.as_u64() != Some(shape.rotary_dim as u64) {
+        let expected = format!("`qk_rope_head_dim` ({}) or absent", shape.rotary_dim);
+        return Err(ModelError::Field {
+            path: fields.path().into(),
+            field: "head_dim".into(),
+            expected,
+            found: named.to_string(),
+        });
+    }
     let query_rank = fields.size("q_lora_rank")?;
     let (num_heads, num_kv_heads) = (config.layers[0].attention.num_heads, config.layers[0].attention.num_kv_heads);
     if num_heads != num_kv_heads {
@@ -189,7 +199,8 @@ mod tests {
     fn latent_vectors_stay_numbers_whatever_type_a_checkpoint_names() {
         let mut config = v3();
         config["quantization_config"] = json!({
-            "quant_method": "compressed-tensors", "format": "float-quantized", "config_groups": {},
+            "quant_method": "compressed-tensors", "format": "float-quantized",
+            "config_groups": {"group_0": {"targets": ["Linear"], "weights": {"num_bits": 8, "type": "float", "strategy": "channel"}}},
             "kv_cache_scheme": {"num_bits": 8, "type": "float", "dynamic": false, "symmetric": true, "strategy": "tensor"},
         });
         let config = read(config).unwrap().in_kv_cache(settings::KvCacheType::Auto);

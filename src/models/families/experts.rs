@@ -3,7 +3,7 @@
 use ops::{Activation, ExpertGroups, GroupScore, Routing, Scoring};
 use serde_json::Value;
 
-use super::adjust::{Adjusted, each_attention, exaone4, granite, layers_of_two_ropes, require_both_ropes};
+use super::adjust::{Adjusted, each_attention, exaone4, granite, layers_of_two_ropes, qwen_vl, require_both_ropes};
 use super::deepseek::v2_groups;
 use super::older::rotary_dim;
 use crate::ModelError;
@@ -95,7 +95,16 @@ pub(super) fn qwen_moe(fields: &Fields, config: &mut Config) -> Adjusted {
     put_experts(fields, config, size, is_normalized, is_sparse)
 }
 
-/// The same, with an expert that all tokens share.
+/// The same, where the probabilities of the chosen experts are always divided by their sum.
+pub(super) fn qwen3_vl_moe(fields: &Fields, config: &mut Config) -> Adjusted {
+    qwen_vl(fields, config)?;
+    fields.only("norm_topk_prob", true)?;
+    qwen_moe(fields, config)?;
+    each_routing(config, |routing| routing.is_normalized = true);
+    Ok(())
+}
+
+/// Experts in some layers, with one that all tokens share.
 pub(super) fn qwen2_moe(fields: &Fields, config: &mut Config) -> Adjusted {
     let dense: Vec<_> = config.layers.iter().map(|layer| layer.mlp).collect();
     qwen_moe(fields, config)?;
@@ -131,13 +140,19 @@ pub(super) fn exaone_moe(fields: &Fields, config: &mut Config) -> Adjusted {
     exaone4(fields, config)?;
     let first = fields.count("first_k_dense_replace")?;
     let sparse = sparse_layers(fields, config.num_layers(), |index| index >= first)?;
-    put_deepseek_experts(fields, config, |index| sparse[index])
+    put_deepseek_experts(fields, config, false, |index| sparse[index])
 }
 
 /// Experts behind some dense layers.
 pub(super) fn deepseek_moe(fields: &Fields, config: &mut Config) -> Adjusted {
     let first = fields.count("first_k_dense_replace")?;
-    put_deepseek_experts(fields, config, |index| index >= first)
+    put_deepseek_experts(fields, config, false, |index| index >= first)
+}
+
+/// The same, where the probabilities of the chosen experts are divided by their sum unless the configuration says otherwise.
+pub(super) fn deepseek_v3_moe(fields: &Fields, config: &mut Config) -> Adjusted {
+    let first = fields.count("first_k_dense_replace")?;
+    put_deepseek_experts(fields, config, true, |index| index >= first)
 }
 
 /// Experts as in DeepSeek V2: a softmax that is not divided by the sum of the chosen ones, beside a feed-forward for all tokens.
@@ -154,7 +169,12 @@ pub(super) fn deepseek_v2_moe(fields: &Fields, config: &mut Config) -> Adjusted 
 }
 
 /// Experts as in DeepSeek V3: sigmoids, chosen with a bias and within groups, beside a feed-forward for all tokens.
-fn put_deepseek_experts(fields: &Fields, config: &mut Config, is_sparse: impl Fn(usize) -> bool) -> Adjusted {
+fn put_deepseek_experts(
+    fields: &Fields,
+    config: &mut Config,
+    is_normalized: bool,
+    is_sparse: impl Fn(usize) -> bool,
+) -> Adjusted {
     fields.only_text("scoring_func", &["sigmoid", "noaux_tc"])?;
     fields.only_text("topk_method", &["noaux_tc"])?;
     let size = fields.required_size("moe_intermediate_size")?;
@@ -162,7 +182,8 @@ fn put_deepseek_experts(fields: &Fields, config: &mut Config, is_sparse: impl Fn
         return Err(fields.wrong("n_shared_experts", "a whole number", &Value::Null));
     }
     let shared_size = size * fields.count("n_shared_experts")?;
-    put_experts_beside(fields, config, [size, shared_size], fields.flag("norm_topk_prob", false)?, is_sparse)?;
+    let is_normalized = fields.flag("norm_topk_prob", is_normalized)?;
+    put_experts_beside(fields, config, [size, shared_size], is_normalized, is_sparse)?;
     let scale = fields.positive("routed_scaling_factor")?.unwrap_or(1.0) as f32;
     let groups = expert_groups(fields, GroupScore::BestTwo)?;
     each_routing(config, |routing| {

@@ -583,6 +583,19 @@ pub(super) const FAMILIES: &[Family] = &[
         ..WITHOUT_MLP_BIAS
     },
     Family {
+        name: "Qwen3VLMoeForConditionalGeneration",
+        model_type: "qwen3_vl_moe",
+        is_nested: true,
+        attention_bias: both("attention_bias", false),
+        names: &weights::QWEN3_VL_MOE,
+        aliases: &[("num_experts", "num_local_experts")],
+        head_norm: Some(HeadNormSpan::Head),
+        defaults: r#"{"num_experts": 60, "num_experts_per_tok": 4, "moe_intermediate_size": 1408,
+                      "num_key_value_heads": 16, "max_position_embeddings": 128000, "rope_theta": 500000.0}"#,
+        adjust: experts::qwen3_vl_moe,
+        ..WITHOUT_MLP_BIAS
+    },
+    Family {
         name: "Qwen3NextForCausalLM",
         model_type: "qwen3_next",
         names: &weights::QWEN3_NEXT,
@@ -653,8 +666,9 @@ pub(super) const FAMILIES: &[Family] = &[
         names: &weights::DEEPSEEK_V3,
         aliases: &[("num_experts", "n_routed_experts"), ("head_dim", "qk_rope_head_dim")],
         defaults: r#"{"vocab_size": 129280, "hidden_size": 7168, "intermediate_size": 18432, "num_hidden_layers": 61,
-                      "num_attention_heads": 128, "num_experts": 256, "num_experts_per_tok": 8, "n_shared_experts": 1,
-                      "moe_intermediate_size": 2048, "first_k_dense_replace": 3, "norm_topk_prob": true, "n_group": 8,
+                      "num_attention_heads": 128, "num_key_value_heads": 128, "num_experts": 256,
+                      "num_experts_per_tok": 8, "n_shared_experts": 1, "moe_intermediate_size": 2048,
+                      "first_k_dense_replace": 3, "n_group": 8,
                       "topk_group": 4, "routed_scaling_factor": 2.5, "kv_lora_rank": 512, "q_lora_rank": 1536,
                       "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128, "max_position_embeddings": 4096}"#,
         adjust: deepseek::deepseek_v3,

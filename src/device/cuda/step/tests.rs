@@ -31,6 +31,7 @@ fn inputs() -> StepInputs {
         masked: Vec::new(),
         logits: Vec::new(),
         states: vec![5, 1],
+        saved_states: Vec::new(),
         adapters: vec![ops::NO_ADAPTER; 2],
     }
 }
