@@ -6,6 +6,7 @@ by that environment's Python; each case is reported as one test here.
 """
 
 import ast
+import fcntl
 import functools
 import os
 import subprocess
@@ -23,10 +24,14 @@ HOME = ROOT / ".cache/venv_frameworks"
 def python() -> Path:
     """The environment's Python, with the packages of `frameworks/requirements.txt`."""
     found = HOME / "bin/python"
-    if not found.exists():
-        subprocess.run([sys.executable, "-m", "venv", HOME], check=True, timeout=120)
-    command = [found, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "-r", FOLDER / "requirements.txt"]
-    subprocess.run(command, check=True, timeout=400)
+    HOME.parent.mkdir(exist_ok=True)
+    # Two processes of pytest may come here at the same time.
+    with open(HOME.with_suffix(".lock"), "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not found.exists():
+            subprocess.run([sys.executable, "-m", "venv", HOME], check=True, timeout=120)
+        command = [found, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "-r", FOLDER / "requirements.txt"]
+        subprocess.run(command, check=True, timeout=600)
     return found
 
 
