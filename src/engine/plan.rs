@@ -9,9 +9,8 @@ use serde::{Deserialize, Deserializer, Serialize, Serializer};
 
 use crate::{AdapterSlot, BlockId, FilledSlot, RowId, SamplingParams, SequenceId, StateId, TokenId};
 
-/// One forward pass, decided on rank 0. Every worker carries it out in this order: `left`,
-/// `adapters`, `joined`, `revised`,
-/// `copied`, `copied_states`, `restored`, `grown`, then the forward pass over `work`.
+/// One forward pass, decided on rank 0. Every worker carries it out in this order: `left`, `adapters`, `joined`, `restored`,
+/// `revised`, `copied`, `copied_states`, `grown`, then the forward pass over `work`.
 #[derive(Debug, Clone, PartialEq, Default, Serialize, Deserialize)]
 pub struct StepPlan {
     /// Increases by one with each plan; a worker that sees a gap stops.

@@ -110,11 +110,11 @@ impl RowTable {
         std::mem::take(&mut self.reported)
     }
 
-    /// The copies of recurrent states before the step of a plan that was applied: those that it names, and those of restored rows.
-    pub fn copied_states(&self, plan: &StepPlan) -> Vec<CopiedState> {
+    /// The copies of recurrent states for the restored rows of a plan that was applied. They come first: other copies of the plan may
+    /// read the restored states, or fill the slots that they came from.
+    pub fn restored_states(&self, plan: &StepPlan) -> Vec<CopiedState> {
         let to = |restored: &RestoredRow| self.packed(restored.row).state;
-        let restored = plan.restored.iter().filter_map(|row| Some(CopiedState { from: row.from, to: to(row)? }));
-        plan.copied_states.iter().copied().chain(restored).collect()
+        plan.restored.iter().filter_map(|row| Some(CopiedState { from: row.from, to: to(row)? })).collect()
     }
 
     /// Applies the plan's changes and packs its work into `inputs`.

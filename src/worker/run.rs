@@ -252,7 +252,8 @@ impl<D: Device + 'static> Steps<'_, D> {
             device.join_row(joined.row, &joined.tokens, joined.num_prompt_tokens, &joined.sampling)?;
         }
         device.revise(&plan.revised, &plan.copied)?;
-        device.copy_states(&self.rows.copied_states(plan))?;
+        device.copy_states(&self.rows.restored_states(plan))?;
+        device.copy_states(&plan.copied_states)?;
         let on_device = !plan.work.is_empty();
         if on_device {
             device.run_step(&self.inputs, &mut |device| model.forward(device))?;

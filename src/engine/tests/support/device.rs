@@ -128,6 +128,10 @@ impl Device {
                 drafts: Vec::new(),
             });
         }
+        for restored in &plan.restored {
+            let state = self.row(restored.row).state.expect("a restored row has a state");
+            self.states[state] = self.states[restored.from.0 as usize];
+        }
         self.revise(plan);
         self.copy(plan);
         for copied in &plan.copied_states {
@@ -137,7 +141,6 @@ impl Device {
             let row = self.rows[restored.row.0 as usize].as_mut().expect("a restored row is taken");
             assert!(restored.position as usize <= row.num_computed, "a restored row goes back");
             row.num_computed = restored.position as usize;
-            self.states[row.state.expect("it has a state")] = self.states[restored.from.0 as usize];
         }
         for &GrownTable { row, group, block } in &plan.grown {
             let row = self.rows[row.0 as usize].as_mut().expect("a growing row is taken");
