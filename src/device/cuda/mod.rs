@@ -201,8 +201,8 @@ fn device_error(error: CudaError) -> DeviceError {
 }
 
 impl CudaDevice {
-    /// Optional ops that this device has: all but the last two, which are those of DeepSeek V2 and V3.
-    pub(crate) const FEATURES: &[Feature] = Feature::ALL.split_at(Feature::ALL.len() - 2).0;
+    /// Optional ops that this device has: all.
+    pub(crate) const FEATURES: &[Feature] = Feature::ALL;
 
     /// Opens the GPU and joins the group. From now on only the calling thread may use the device.
     ///
