@@ -145,8 +145,10 @@ pub struct Choosing<'a> {
     pub is_sigmoid: bool,
     /// Added to the weights while experts are chosen; empty for none.
     pub selection_bias: &'a [f32],
-    /// Number of groups, and of those that a token chooses: the ones whose two best experts have the largest sums.
+    /// Number of groups, and of those that a token chooses: the ones with the largest scores.
     pub groups: Option<[usize; 2]>,
+    /// Whether the score of a group is that of its best expert; otherwise the sum of those of its two best.
+    pub is_best: bool,
     /// Whether the weights of the chosen experts are divided by their sum.
     pub is_normalized: bool,
     /// Multiplies the weights of the chosen experts.
@@ -158,8 +160,8 @@ pub struct Choosing<'a> {
 impl Choosing<'static> {
     /// The softmax, without biases and factors.
     pub fn softmax(top_k: usize, is_normalized: bool) -> Self {
-        let (is_sigmoid, groups, scale) = (false, None, 1.0);
-        Self { top_k, is_sigmoid, selection_bias: &[], groups, is_normalized, scale, scales: &[] }
+        let (is_sigmoid, groups, is_best, scale) = (false, None, false, 1.0);
+        Self { top_k, is_sigmoid, selection_bias: &[], groups, is_best, is_normalized, scale, scales: &[] }
     }
 }
 
@@ -181,14 +183,14 @@ impl Choosing<'_> {
     }
 
     /// What groups are chosen by; empty if there are none.
-    pub fn group_sums(&self, values: &[f64]) -> Vec<f64> {
+    pub fn group_scores(&self, values: &[f64]) -> Vec<f64> {
         let Some([count, _]) = self.groups else { return Vec::new() };
-        let best_two = |group: &[f64]| {
+        let score = |group: &[f64]| {
             let mut sorted = group.to_vec();
             sorted.sort_by(|a, b| b.total_cmp(a));
-            sorted[0] + sorted[1]
+            if self.is_best { sorted[0] } else { sorted[0] + sorted[1] }
         };
-        values.chunks_exact(values.len() / count).map(best_two).collect()
+        values.chunks_exact(values.len() / count).map(score).collect()
     }
 }
 
@@ -205,7 +207,7 @@ fn largest(values: &[f64], count: usize) -> Vec<usize> {
 pub fn choose_experts(logits: &[f32], choosing: &Choosing<'_>) -> Vec<(u32, f32)> {
     let (weights, mut values) = (choosing.weights(logits), choosing.values(logits));
     if let Some([count, chosen]) = choosing.groups {
-        let (kept, size) = (largest(&choosing.group_sums(&values), chosen), values.len() / count);
+        let (kept, size) = (largest(&choosing.group_scores(&values), chosen), values.len() / count);
         let others = values.iter_mut().enumerate().filter(|(expert, _)| !kept.contains(&(expert / size)));
         others.for_each(|(_, value)| *value = f64::NEG_INFINITY);
     }

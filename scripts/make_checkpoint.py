@@ -9,7 +9,8 @@
            exaone4, ministral3, apertus, commandr (Command R+), gemma4 (31B's heads), gemma4e (E4B's heads, an embedding for each layer);
            qwen35 (Qwen3.5 27B's layers, three of four with a recurrent state), qwen35moe (35B A3B's, with fewer experts), qwen3next;
            with experts qwen3moe (Qwen3 30B A3B's layer), mixtral, qwen2moe, olmoe, granitemoe, gptoss (gpt-oss 20B's layer), and with
-           the heads of these and fewer or narrower experts glm4moe, dots1, exaonemoe, minimaxm2, ernie45moe, llama4, gemma4moe
+           the heads of these and fewer or narrower experts glm4moe, dots1, exaonemoe, minimaxm2, ernie45moe, llama4, gemma4moe;
+           with latent vectors deepseekv2lite, and with the heads of these and narrower layers deepseekv2, deepseekv3
 
 With --quantize the linear layers of decoder layers are rounded to a form of published checkpoints: fp8 with a scale for each row or for
 blocks of 128 x 128, or 4 bits in groups of 128; with mxfp4 the experts of gptoss. `reference` in OUT_DIR has the same values in fp32, which check_gpu_model.py loads.
@@ -60,6 +61,14 @@ RECURRENT = dict(head_dim=256, linear_num_key_heads=16, linear_num_value_heads=3
                  shared_expert_intermediate_size=512)
 DEEPSEEK = dict(n_routed_experts=64, num_experts_per_tok=8, moe_intermediate_size=704, n_shared_experts=1, first_k_dense_replace=1,
                 norm_topk_prob=True)
+def latent(mscale, **own):
+    """Fields of DeepSeek's layers with latent vectors."""
+    yarn = dict(rope_type="yarn", rope_theta=1e4, factor=16.0, original_max_position_embeddings=256, beta_fast=32.0, beta_slow=1.0,
+                mscale=mscale, mscale_all_dim=mscale)
+    return dict(kv_lora_rank=512, qk_rope_head_dim=64, qk_nope_head_dim=128, v_head_dim=128, n_routed_experts=64,
+                first_k_dense_replace=1, rope_parameters=yarn) | own
+
+
 FAMILIES = {  # class, hidden, inner, heads, KV heads, and own fields
     "gemma2": ("Gemma2", 3584, 14336, 16, 8, dict(head_dim=256, layer_types=MIXED, sliding_window=64, query_pre_attn_scalar=256,
                                                   attn_logit_softcapping=2.0, final_logit_softcapping=3.0, tie_word_embeddings=True)),
@@ -105,6 +114,14 @@ FAMILIES = {  # class, hidden, inner, heads, KV heads, and own fields
                                                             moe_intermediate_size=704, hidden_size_per_layer_input=0)),
     "glm4moe": ("Glm4Moe", 2048, 5504, 32, 4, DEEPSEEK | dict(head_dim=128, attention_bias=True, use_qk_norm=True,
                                                              rope_parameters=ROPE | {"partial_rotary_factor": 0.5})),
+    "deepseekv2lite": ("DeepseekV2", 2048, 10944, 16, 16, latent(
+        0.707, q_lora_rank=None, num_experts_per_tok=6, moe_intermediate_size=1408, n_shared_experts=2, norm_topk_prob=False)),
+    "deepseekv2": ("DeepseekV2", 2048, 5504, 128, 128, latent(
+        0.707, q_lora_rank=1536, num_experts_per_tok=6, moe_intermediate_size=704, n_shared_experts=2, norm_topk_prob=False,
+        topk_method="group_limited_greedy", n_group=8, topk_group=3, routed_scaling_factor=4.0)),
+    "deepseekv3": ("DeepseekV3", 2048, 5504, 128, 128, latent(
+        1.0, q_lora_rank=1536, num_experts_per_tok=8, moe_intermediate_size=704, n_shared_experts=1, norm_topk_prob=True, n_group=8,
+        topk_group=4, routed_scaling_factor=2.5)),
     "dots1": ("Dots1", 2048, 5504, 16, 16, DEEPSEEK | dict(n_group=8, topk_group=4, routed_scaling_factor=2.5)),
     "exaonemoe": ("ExaoneMoe", 2048, 5632, 32, 4, dict(
         head_dim=128, num_experts=32, num_experts_per_tok=4, moe_intermediate_size=704, num_shared_experts=1, sliding_window=64,

@@ -3,7 +3,7 @@
 // k, v    [L][blocks][block_size] in units of 16 bytes
 // pairs   up to 32 pairs of source and destination; a later pair may read what an earlier one wrote, or overwrite what
 //         it read
-// launch  grid (ceil(units of a block / 256), L, 2), block 256; a thread copies its unit of every pair in turn, which
+// launch  grid (ceil(units of a block / 256), L, 2, or 1 without v), block 256; a thread copies its unit of every pair in turn, which
 //         keeps the order
 // needs   pointers 16-byte aligned: checked in copy_blocks.rs before launch
 // bound   memory, 4 bytes for each bf16 copied

@@ -11,6 +11,7 @@
 //! | activations | `[T, cols]` bf16, contiguous, `cols % 8 == 0` |
 //! | qkv | `[T, (H + 2K) D]` bf16: all q heads, then all k heads, then all v heads of one token; q alone, `[T, H D]`, in layers that read the keys and values of another |
 //! | K blocks, V blocks | two buffers, each `[layer][block][K][B][D]` bf16, or codes of a byte with two buffers of scales `[layer][block][K][B]` f32; a wrapper gets the spans of one layer |
+//! | latent blocks | one buffer, `[layer][block][B][576]` bf16: in the place of K and V blocks, a latent vector and the rotated part of k for all heads |
 //! | slots | `[T]` u32: `block * B + offset`; `u32::MAX` writes nothing (padding) |
 //! | block_tables | `[R, max_blocks]` u32, padded with 0; row stride `max_blocks` is fixed for the life of the device |
 //! | context_lens | `[R]` u32: number of positions after this step, including this step's; 0 marks a padding row |
@@ -60,6 +61,9 @@ mod gpu;
 pub mod grouped_gemm;
 pub mod head_norm;
 mod images;
+pub mod latent_attention;
+pub mod latent_cache;
+pub mod latent_product;
 pub mod layer_norm;
 pub mod library;
 pub mod library_gemm;

@@ -6,8 +6,8 @@
 // scales         [X]     f32 or null, multiply the weights at the end
 // slots          [T] u32; a token whose slot is u32::MAX is padding and goes to no expert
 // experts        [T, K]  u32: the K experts of a token with the largest sums of weight and selection bias, the lower one of equals,
-//                in ascending order; X for padding. With groups, only those of the groups whose two best experts have the
-//                largest sums
+//                in ascending order; X for padding. With groups, only those of the groups whose best experts, or the sums of
+//                whose two best, are the largest
 // probabilities  [T, K]  f32: weights, the softmax over all experts or the sigmoid of each; if normalized, divided by the
 //                sum of the K; times a factor
 // maths          fp32 in a fixed order: no result depends on other tokens

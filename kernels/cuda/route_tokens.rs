@@ -60,14 +60,24 @@ pub enum Scoring {
     Sigmoid,
 }
 
-/// Groups of equal size, in order. A token chooses within those whose two best experts have the largest sum, the lower
-/// group where two are equal.
+/// Groups of equal size, in order. A token chooses within those with the largest scores, the lower group where two are equal.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Groups {
-    /// Number of groups, each of two experts or more.
+    /// Number of groups.
     pub count: usize,
     /// Number of groups that a token chooses.
     pub chosen: usize,
+    /// What the score of a group is.
+    pub score: GroupScore,
+}
+
+/// The score of a group of experts.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum GroupScore {
+    /// That of the best expert.
+    Best,
+    /// The sum of those of the two best; each group has two experts or more.
+    BestTwo,
 }
 
 impl Router {
@@ -112,10 +122,11 @@ impl Router {
     }
 
     /// `Router` of the kernels: bias, selection_bias, scales, count, top_k, is_normalized, is_sigmoid, groups,
-    /// chosen_groups, scale, padding.
+    /// chosen_groups, scale, is_best.
     pub(super) fn parameters(&self, to: Choices) -> [u64; 7] {
         let pair = |low: usize, high: usize| low as u64 | (high as u64) << 32;
         let (groups, chosen) = self.groups.map_or((0, 0), |groups| (groups.count, groups.chosen));
+        let is_best = self.groups.is_some_and(|groups| groups.score == GroupScore::Best);
         [
             self.bias.address(),
             self.selection_bias.address(),
@@ -123,17 +134,18 @@ impl Router {
             pair(self.count, to.top_k),
             pair(usize::from(self.is_normalized), usize::from(self.scoring == Scoring::Sigmoid)),
             pair(groups, chosen),
-            u64::from(self.scale.to_bits()),
+            pair(self.scale.to_bits() as usize, usize::from(is_best)),
         ]
     }
 }
 
 impl Groups {
     fn check(self, num_experts: usize, top_k: usize) -> Result<(), CudaError> {
-        let Self { count, chosen } = self;
+        let Self { count, chosen, score } = self;
+        let least = if score == GroupScore::BestTwo { 2 } else { 1 };
         let fits = (1..=MAX_GROUPS).contains(&count)
             && num_experts.is_multiple_of(count)
-            && num_experts / count >= 2
+            && num_experts / count >= least
             && (1..=count).contains(&chosen)
             && chosen * (num_experts / count) >= top_k;
         ensure!("route_tokens", fits, "{top_k} of {num_experts} experts in {chosen} of {count} groups");

@@ -39,7 +39,7 @@ struct Router {
     u32 is_normalized, is_sigmoid;
     u32 groups, chosen_groups;    // experts form `groups` groups of equal size, in order; 0 means none
     float scale;                  // multiplies the weights of the chosen experts
-    u32 padding;
+    u32 is_best;                  // groups are chosen by their best expert, otherwise by the sum of the two best
 
     __device__ float logit(const float* logits, u32 expert) const {
         return logits[expert] + (bias ? to_f32(bias[expert]) : 0.0f);
@@ -48,12 +48,12 @@ struct Router {
 
 __device__ __forceinline__ float sigmoid(float x) { return 1.0f / (1.0f + expf(-x)); }
 
-// Sets the values of all groups but those whose two best experts have the largest sums to negative infinity; the lower
-// group of equals is chosen. Lane l has the values of experts l, l + 32, ...
+// Sets the values of all groups but those with the largest scores to negative infinity; the lower group of equals is chosen.
+// Lane l has the values of experts l, l + 32, ...
 template <int OWN>
 __device__ __forceinline__ void keep_groups(float (&own)[OWN], const Router& router) {
     const u32 lane = threadIdx.x % 32, size = router.count / router.groups;
-    float sum = -INFINITY_F;  // of group `lane`
+    float score = -INFINITY_F;  // of group `lane`
     for (u32 group = 0; group < router.groups; ++group) {
         float first = -INFINITY_F, second = -INFINITY_F;
 #pragma unroll
@@ -63,15 +63,15 @@ __device__ __forceinline__ void keep_groups(float (&own)[OWN], const Router& rou
             first = fmaxf(first, own[i]);
         }
         warp_best_two(first, second);
-        if (lane == group) sum = first + second;
+        if (lane == group) score = router.is_best ? first : first + second;
     }
     u32 chosen = 0;  // a bit for each group
     for (u32 turn = 0; turn < router.chosen_groups; ++turn) {
-        float best = sum;
+        float best = score;
         u32 at = lane;
         warp_likeliest(best, at);
         chosen |= 1u << at;
-        if (lane == at) sum = -INFINITY_F;
+        if (lane == at) score = -INFINITY_F;
     }
 #pragma unroll
     for (int i = 0; i < OWN; ++i) {

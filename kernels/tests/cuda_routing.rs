@@ -6,7 +6,7 @@ use std::sync::Arc;
 
 use gpu::{Random, assert_close, poisoned};
 use half::bf16;
-use kernels::cuda::route_tokens::{Choices, Groups, Router, Scoring, route_tokens};
+use kernels::cuda::route_tokens::{Choices, GroupScore, Groups, Router, Scoring, route_tokens};
 use kernels::cuda::sort_routes::{MAX_ROUTES, SortedRoutes, SortedRows, route_and_sort_tokens, sort_routes};
 use kernels::cuda::{DeviceBuffer, Gpu, Queue, Span};
 use kernels::reference::{self, Choosing};
@@ -27,7 +27,7 @@ fn is_close(logits: &[f32], choosing: &Choosing<'_>) -> bool {
         values.windows(2).any(|pair| pair[0] != pair[1] && pair[1] - pair[0] < 4e-6)
     };
     let values = choosing.values(logits);
-    has_close(choosing.group_sums(&values)) || has_close(values)
+    has_close(choosing.group_scores(&values)) || has_close(values)
 }
 
 /// Asserts that the tokens of `slots` are routed as the formula says. Returns the number of tokens that were compared.
@@ -107,16 +107,18 @@ fn sigmoids_biases_and_groups_decide_the_choice_and_factors_the_weights() {
             Choosing { selection_bias: &bias, scale: 2.5, ..sigmoid },
             Choosing { selection_bias: &bias, groups: Some(groups), ..sigmoid },
             Choosing { groups: Some(groups), is_normalized: false, scale: 0.5, scales: &scales, ..sigmoid },
+            Choosing { groups: Some(groups), is_best: true, is_normalized: false, ..plain },
             Choosing { selection_bias: &bias, ..plain },
             Choosing { scales: &scales, ..plain },
         ];
         for choosing in kinds {
             let given = |values: &[f32], on: Span| if values.is_empty() { Span::NULL } else { on };
+            let score = if choosing.is_best { GroupScore::Best } else { GroupScore::BestTwo };
             let router = Router {
                 selection_bias: given(choosing.selection_bias, bias_on.span()),
                 scales: given(choosing.scales, scales_on.span()),
                 scoring: if choosing.is_sigmoid { Scoring::Sigmoid } else { Scoring::Softmax },
-                groups: choosing.groups.map(|[count, chosen]| Groups { count, chosen }),
+                groups: choosing.groups.map(|[count, chosen]| Groups { count, chosen, score }),
                 scale: choosing.scale,
                 ..Router::softmax(logits_on.span(), slots_on.span(), count, choosing.is_normalized)
             };
@@ -143,7 +145,7 @@ fn few_tokens_are_routed_and_sorted_at_once_with_the_same_result() {
             selection_bias: bias.span(),
             scales: bias.span(),
             scoring: Scoring::Sigmoid,
-            groups: Some(Groups { count: 2, chosen: 1 }),
+            groups: Some(Groups { count: 2, chosen: 1, score: GroupScore::BestTwo }),
             ..softmax
         };
         let run = |router: &Router, at_once: bool| {

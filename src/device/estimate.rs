@@ -12,8 +12,8 @@ use settings::WeightPrecision;
 
 use crate::cpu::{CpuDevice, CpuEstimate, ExpertBuffers, Widest, quantized_bytes};
 use crate::cuda::{
-    CudaDevice, Estimate, ExpertSizes, ProductScratch, RowOrder, delta_shape, expert_format, gate_order,
-    has_fp8_inputs, packed_format,
+    CudaDevice, Estimate, ExpertSizes, ProductScratch, RowOrder, check_latent_shape, delta_shape, expert_format,
+    gate_order, has_fp8_inputs, packed_format,
 };
 use crate::slices::is_computed;
 
@@ -322,6 +322,9 @@ impl Device for Estimator {
     }
 
     fn load_latent(&mut self, weights: &LatentWeights<'_>) -> Result<EstimatedWeight, DeviceError> {
+        if self.target == Target::Cuda {
+            check_latent_shape(&weights.shape)?;
+        }
         self.count_vectors(std::slice::from_ref(&weights.norm));
         let up = self.count_matrix(std::slice::from_ref(&weights.up));
         if !up.is_computed {

@@ -11,6 +11,7 @@ use kernels::cuda::{CudaError, DeviceBuffer, Gpu, Queue};
 use kernels::kv_codes::KvCodes;
 use ops::{AttentionSpec, LayerAttention, StepLimits};
 
+use super::latent::LatentBuffers;
 use super::step::{StepBounds, TableShape};
 use crate::kv_elements::kv_codes;
 
@@ -22,21 +23,26 @@ pub(crate) struct Cache {
     codes: Option<(KvCodes, [DeviceBuffer; 2])>,
     ropes: Vec<[DeviceBuffer; 2]>,
     layers: Vec<CacheLayer>,
-    /// For each buffer of KV blocks, rows of D elements and bytes of K, or of V, of a block.
+    /// For each buffer of KV blocks, the size of a block.
     buffers: Vec<BlockSize>,
     num_groups: usize,
     pub(crate) decode: DecodeWorkspace,
     pub(crate) prefill: PrefillWorkspace,
+    /// For layers with latent vectors.
+    latents: Option<LatentBuffers>,
     num_blocks: usize,
     block_size: usize,
     max_positions: usize,
 }
 
-/// Size of K, or of V, of a block in one buffer.
+/// Size of a block in one buffer.
 #[derive(Clone, Copy, PartialEq)]
 struct BlockSize {
+    /// Rows of D elements of K, or of V.
     rows: usize,
-    bytes: usize,
+    k_bytes: usize,
+    /// 0 if a block has latent vectors, which are in the place of K.
+    v_bytes: usize,
 }
 
 /// Attention of one layer.
@@ -58,7 +64,7 @@ impl Cache {
         gpu: &Arc<Gpu>,
         spec: &AttentionSpec,
         num_blocks: usize,
-        max_rows: usize,
+        [max_tokens, max_rows]: [usize; 2],
     ) -> Result<Self, CudaError> {
         let kind = kv_codes(spec.kv_elements);
         let element_bytes = if kind.is_some() { 1 } else { 2 };
@@ -66,8 +72,9 @@ impl Cache {
             spec.kv_buffers().iter().map(|layer| block_size(layer, spec.block_size, element_bytes)).collect();
         let total =
             |of: fn(&BlockSize) -> usize, count: usize| num_blocks * buffers[..count].iter().map(of).sum::<usize>();
-        let (bytes, rows) = (total(|size| size.bytes, buffers.len()), total(|size| size.rows, buffers.len()));
-        let (k, v) = (DeviceBuffer::new(gpu, bytes)?, DeviceBuffer::new(gpu, bytes)?);
+        let rows = total(|size| size.rows, buffers.len());
+        let k = DeviceBuffer::new(gpu, total(|size| size.k_bytes, buffers.len()))?;
+        let v = DeviceBuffer::new(gpu, total(|size| size.v_bytes, buffers.len()))?;
         let codes = match kind {
             Some(kind) => {
                 let scales = || DeviceBuffer::with_count::<f32>(gpu, rows);
@@ -79,7 +86,8 @@ impl Cache {
         for layer in &spec.layers {
             let shape = head_shape(layer, spec.block_size);
             let own = buffers[layer.kv_buffer];
-            let (start, bytes) = (total(|size| size.bytes, layer.kv_buffer), num_blocks * own.bytes);
+            let (k_start, v_start) =
+                (total(|size| size.k_bytes, layer.kv_buffer), total(|size| size.v_bytes, layer.kv_buffer));
             let first_row = total(|size| size.rows, layer.kv_buffer);
             let codes = codes.as_ref().map(|(kind, scales)| {
                 let [k_scales, v_scales] =
@@ -113,7 +121,11 @@ impl Cache {
                 }),
                 _vectors: [slopes, sinks],
                 group: layer.kv_group,
-                blocks: LayerCache { k: k.span().part(start, bytes), v: v.span().part(start, bytes), codes },
+                blocks: LayerCache {
+                    k: k.span().part(k_start, num_blocks * own.k_bytes),
+                    v: v.span().part(v_start, num_blocks * own.v_bytes),
+                    codes,
+                },
             });
         }
         let tables = spec
@@ -124,6 +136,7 @@ impl Cache {
             ropes: tables.collect::<Result<_, CudaError>>()?,
             decode: DecodeWorkspace::new(gpu, max_rows, &shapes(spec))?,
             prefill: PrefillWorkspace::new(gpu)?,
+            latents: LatentBuffers::new(gpu, spec, max_tokens, max_rows)?,
             k,
             v,
             codes,
@@ -148,6 +161,11 @@ impl Cache {
         &self.layers[layer]
     }
 
+    /// Buffers of layers with latent vectors.
+    pub(super) fn latents(&self) -> &LatentBuffers {
+        self.latents.as_ref().expect("the model has layers with latent vectors")
+    }
+
     /// cos and sin of the layer's rotary embedding, if it has one.
     pub(crate) fn rope(&self, layer: usize) -> Option<RopeTables> {
         let [cos, sin] = &self.ropes[self.layers[layer].rope?];
@@ -156,22 +174,25 @@ impl Cache {
 
     /// All keys and values, in runs of buffers whose blocks have the same size; of codes, the scales, too.
     pub(crate) fn all_blocks(&self) -> Vec<AllBlocks> {
-        let mut all = self.runs([&self.k, &self.v], |size| size.bytes);
+        let mut all = self.runs([&self.k, &self.v], |size| [size.k_bytes, size.v_bytes]);
         if let Some((_, [k_scales, v_scales])) = &self.codes {
-            all.extend(self.runs([k_scales, v_scales], |size| size.rows * KvCodes::SCALE_BYTES));
+            all.extend(self.runs([k_scales, v_scales], |size| [size.rows * KvCodes::SCALE_BYTES; 2]));
         }
         all
     }
 
-    /// Runs of buffers whose blocks have the same size; `bytes_of` gives a block's in `from`.
-    fn runs(&self, from: [&DeviceBuffer; 2], bytes_of: fn(BlockSize) -> usize) -> Vec<AllBlocks> {
-        let mut start = 0;
+    /// Runs of buffers whose blocks have the same size; `bytes_of` gives a block's in each of `from`.
+    fn runs(&self, from: [&DeviceBuffer; 2], bytes_of: fn(BlockSize) -> [usize; 2]) -> Vec<AllBlocks> {
+        let mut starts = [0, 0];
         let run = |buffers: &[BlockSize]| {
             let block_bytes = bytes_of(buffers[0]);
-            let bytes = buffers.len() * self.num_blocks * block_bytes;
-            let [k, v] = from.map(|buffer| buffer.span().part(start, bytes));
-            start += bytes;
-            AllBlocks { k, v, num_layers: buffers.len(), num_blocks: self.num_blocks, block_bytes }
+            let [k, v] = std::array::from_fn(|of| {
+                let bytes = buffers.len() * self.num_blocks * block_bytes[of];
+                starts[of] += bytes;
+                from[of].span().part(starts[of] - bytes, bytes)
+            });
+            let (num_layers, num_blocks, block_bytes) = (buffers.len(), self.num_blocks, block_bytes[0]);
+            AllBlocks { k, v, num_layers, num_blocks, block_bytes }
         };
         self.buffers.chunk_by(|a, b| a == b).map(run).collect()
     }
@@ -220,13 +241,15 @@ fn head_shape(layer: &LayerAttention, block_size: usize) -> HeadShape {
 }
 
 fn block_size(layer: &LayerAttention, positions: usize, element_bytes: usize) -> BlockSize {
-    let bytes = head_shape(layer, positions).block_elements() * element_bytes;
-    BlockSize { rows: layer.num_kv_heads * positions, bytes }
+    let k_bytes = head_shape(layer, positions).block_elements() * element_bytes;
+    let v_bytes = if layer.latent.is_some() { 0 } else { k_bytes };
+    BlockSize { rows: layer.num_kv_heads * positions, k_bytes, v_bytes }
 }
 
-/// The shapes of all layers.
+/// The shapes of all layers with k and v of each KV head.
 pub(super) fn shapes(spec: &AttentionSpec) -> Vec<HeadShape> {
-    spec.layers.iter().map(|layer| head_shape(layer, spec.block_size)).collect()
+    let with_heads = spec.layers.iter().filter(|layer| layer.latent.is_none());
+    with_heads.map(|layer| head_shape(layer, spec.block_size)).collect()
 }
 
 /// The block tables of sequences up to the maximum length.

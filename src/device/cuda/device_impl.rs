@@ -5,8 +5,9 @@ use kernels::cuda::DeviceBuffer;
 use kernels::cuda::copy_blocks::copy_blocks;
 use kernels::cuda::skinny_gemm::GATE_GROUP;
 use ops::{
-    Activation, AttentionSpec, Device, DeviceError, ExpertSlices, Feature, HeadNorms, LinearRole, LogitSpec,
-    MemoryPlan, NormKind, NormSlices, PipelineStage, RecurrentWeights, StepInputs, TensorParallel, WeightSlice,
+    Activation, AttentionSpec, Device, DeviceError, ExpertSlices, Feature, HeadNorms, LatentWeights, LinearRole,
+    LogitSpec, MemoryPlan, NormKind, NormSlices, PipelineStage, RecurrentWeights, StepInputs, TensorParallel,
+    WeightSlice,
 };
 
 use super::load::RowOrder;
@@ -78,6 +79,10 @@ impl Device for CudaDevice {
 
     fn load_recurrent(&mut self, weights: &RecurrentWeights) -> Result<CudaWeight, DeviceError> {
         self.load_recurrent_layer(weights)
+    }
+
+    fn load_latent(&mut self, weights: &LatentWeights<'_>) -> Result<CudaWeight, DeviceError> {
+        self.load_latent_layer(weights)
     }
 
     fn tensor(&mut self, cols: usize) -> Result<CudaTensor, DeviceError> {
@@ -265,6 +270,16 @@ impl Device for CudaDevice {
 
     fn attention(&mut self, out: &mut CudaTensor, qkv: &CudaTensor, layer: usize) -> Result<(), DeviceError> {
         self.op_attention(*out, *qkv, layer)
+    }
+
+    fn latent_attention(
+        &mut self,
+        out: &mut CudaTensor,
+        [q, latents]: [&mut CudaTensor; 2],
+        layer: usize,
+        weights: &CudaWeight,
+    ) -> Result<(), DeviceError> {
+        self.op_latent_attention(*out, [*q, *latents], layer, weights)
     }
 
     fn gate(&mut self, x: &mut CudaTensor, gates: &CudaTensor) -> Result<(), DeviceError> {

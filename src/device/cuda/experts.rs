@@ -14,7 +14,7 @@ use kernels::cuda::skinny_gemm::{Epilogue, GATE_GROUP};
 use kernels::cuda::sort_routes::{MAX_ROUTES, SortedRoutes, SortedRows, route_and_sort_tokens, sort_routes};
 use kernels::cuda::sum_experts::{ExpertOutputs, sum_experts, sum_experts_add_norm};
 use kernels::cuda::{CudaError, DeviceBuffer, Gpu, Queue, Span};
-use ops::{Activation, DeviceError, ExpertSlices, Routing, Scoring, WeightSlice};
+use ops::{Activation, DeviceError, ExpertSlices, GroupScore, Routing, Scoring, WeightSlice};
 
 use super::decoder_ops::gate_activation;
 use super::group::ReduceAddNorm;
@@ -139,7 +139,14 @@ impl CudaWeight {
                 Scoring::Softmax => router::Scoring::Softmax,
                 Scoring::Sigmoid => router::Scoring::Sigmoid,
             },
-            groups: routing.groups.map(|groups| router::Groups { count: groups.count, chosen: groups.chosen }),
+            groups: routing.groups.map(|groups| router::Groups {
+                count: groups.count,
+                chosen: groups.chosen,
+                score: match groups.score {
+                    GroupScore::Best => router::GroupScore::Best,
+                    GroupScore::BestTwo => router::GroupScore::BestTwo,
+                },
+            }),
             is_normalized: routing.is_normalized,
             scale: routing.scale,
         }

@@ -52,6 +52,15 @@ impl CudaDevice {
         }
     }
 
+    /// # Errors
+    /// Attention over latent vectors has no invariant form.
+    pub(super) fn check_invariant_latents(&self) -> Result<(), DeviceError> {
+        match self.config.batch_invariant {
+            true => Err(unsupported("attention over latent vectors".into(), "a model without it")),
+            false => Ok(()),
+        }
+    }
+
     /// `out [m, rows]` = `x [m, K]` @ weight^T in the order of the weight.
     pub(super) fn invariant_product(
         &mut self,

@@ -18,6 +18,7 @@ use super::chain::{self, Chain};
 use super::experts::{ExpertBuffers, ExpertSizes};
 use super::graphs::largest_bucket;
 use super::group::peer_bytes;
+use super::latent::LatentBuffers;
 use super::packed::ProductScratch;
 use super::rows::{MAX_TOP, Reported, Rows};
 use super::step::{Layout, StepBounds};
@@ -161,7 +162,8 @@ fn pending_bytes(limits: &StepLimits, hidden: usize, group: usize, spec: &Attent
     let ropes: usize = spec.ropes.iter().map(|rope| (rope.cos.len() + rope.sin.len()) * 4).sum();
     let slopes: usize = spec.layers.iter().map(|layer| (layer.alibi_slopes.len() + layer.sinks.len()) * 4).sum();
     let decode = DecodeWorkspace::bytes(padded_rows(limits), &shapes(spec));
-    sizes.iter().sum::<usize>() + step_words(limits, spec) * 4 + ropes + slopes + decode
+    let latents = LatentBuffers::bytes(spec, limits.max_tokens, padded_rows(limits));
+    sizes.iter().sum::<usize>() + step_words(limits, spec) * 4 + ropes + slopes + decode + latents
 }
 
 fn block_bytes(spec: &AttentionSpec) -> usize {
@@ -252,6 +254,14 @@ impl CudaDevice {
                 expected: format!("head_dim a multiple of 16 up to {MAX_HEAD_DIM}, block_size a power of two"),
             });
         }
+        let has_latents = spec.layers.iter().any(|layer| layer.latent.is_some());
+        if has_latents && !(spec.block_size.is_power_of_two() && spec.block_size >= 16) {
+            return Err(DeviceError::Unsupported {
+                what: "attention over latent vectors".into(),
+                found: format!("block_size {}", spec.block_size),
+                expected: "a power of two from 16 on".into(),
+            });
+        }
         self.group.open_peers(&self.gpu, self.hidden, self.can_chain())?;
         // Activation buffers as wide as the residual include those that are summed and normalized.
         let bytes = self.tensor_bytes(self.hidden);
@@ -294,7 +304,8 @@ impl CudaDevice {
             let buffers = ExpertBuffers::new(&self.gpu, &self.queue, self.expert_sizes, self.tensor_rows())?;
             self.expert_buffers = Some(buffers);
         }
-        let cache = Cache::new(&self.gpu, spec, num_blocks, padded_rows(&self.config.limits))?;
+        let limits = &self.config.limits;
+        let cache = Cache::new(&self.gpu, spec, num_blocks, [limits.max_tokens, padded_rows(limits)])?;
         if spec.layers.iter().any(|layer| layer.window.is_some() || layer.chunk.is_some()) {
             cache.clear(&self.queue)?;
         }

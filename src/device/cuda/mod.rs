@@ -13,6 +13,7 @@ mod experts;
 mod graphs;
 mod group;
 pub mod invariant;
+mod latent;
 mod load;
 mod logits;
 mod masked;
@@ -46,6 +47,8 @@ pub(crate) use experts::ExpertSizes;
 use experts::{ExpertBuffers, ExpertLayer, Unsummed};
 use graphs::Graphs;
 use group::Group;
+use latent::LatentLayer;
+pub(crate) use latent::check_latent_shape;
 use load::Loader;
 pub(crate) use load::RowOrder;
 use logits::Reports;
@@ -102,13 +105,27 @@ pub struct CudaWeight {
     experts: Option<ExpertLayer>,
     /// For a layer with a recurrent state: its weights besides its projections.
     recurrent: Option<RecurrentLayer>,
+    /// For a layer with latent vectors: what it has besides its projections and `values`.
+    latent: Option<LatentLayer>,
 }
 
 impl CudaWeight {
     /// A matrix `[rows, cols]` in bf16 without a bias.
     fn matrix(values: Span, rows: usize, cols: usize) -> Self {
-        let (bias, packed, experts, recurrent) = (Span::NULL, None, None, None);
-        Self { values, bias, rows, cols, first_token: 0, group: 0, is_partial: false, packed, experts, recurrent }
+        let (bias, packed, experts, recurrent, latent) = (Span::NULL, None, None, None, None);
+        Self {
+            values,
+            bias,
+            rows,
+            cols,
+            first_token: 0,
+            group: 0,
+            is_partial: false,
+            packed,
+            experts,
+            recurrent,
+            latent,
+        }
     }
 }
 
@@ -184,8 +201,8 @@ fn device_error(error: CudaError) -> DeviceError {
 }
 
 impl CudaDevice {
-    /// Optional ops that this device has: all but the last two, which are those of DeepSeek V2 and V3.
-    pub(crate) const FEATURES: &[Feature] = Feature::ALL.split_at(Feature::ALL.len() - 2).0;
+    /// Optional ops that this device has: all.
+    pub(crate) const FEATURES: &[Feature] = Feature::ALL;
 
     /// Opens the GPU and joins the group. From now on only the calling thread may use the device.
     ///
