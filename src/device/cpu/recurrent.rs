@@ -29,6 +29,10 @@ struct LayerStates {
 }
 
 impl States {
+    pub(super) fn num_slots(&self) -> usize {
+        self.num_slots
+    }
+
     /// Refuses a step whose rows have no slots of their own.
     pub(super) fn check(&self, slots: &[u32], num_rows: usize) -> Result<(), DeviceError> {
         if self.layers.is_empty() {

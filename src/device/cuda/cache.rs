@@ -7,7 +7,7 @@ use kernels::cuda::decode_attention::{self, DecodeWorkspace, RopeTables};
 use kernels::cuda::prefill_attention::PrefillWorkspace;
 use kernels::cuda::rope_cache::{CacheCodes, HeadShape, LayerCache, QueryScale};
 use kernels::cuda::scores::{ScoreChange, Scores};
-use kernels::cuda::{CudaError, DeviceBuffer, Gpu, Queue};
+use kernels::cuda::{CudaError, DeviceBuffer, Gpu, Queue, Residence};
 use kernels::kv_codes::KvCodes;
 use ops::{AttentionSpec, LayerAttention, StepLimits};
 
@@ -59,6 +59,7 @@ impl Cache {
         spec: &AttentionSpec,
         num_blocks: usize,
         max_rows: usize,
+        residence: Residence,
     ) -> Result<Self, CudaError> {
         let kind = kv_codes(spec.kv_elements);
         let element_bytes = if kind.is_some() { 1 } else { 2 };
@@ -67,10 +68,11 @@ impl Cache {
         let total =
             |of: fn(&BlockSize) -> usize, count: usize| num_blocks * buffers[..count].iter().map(of).sum::<usize>();
         let (bytes, rows) = (total(|size| size.bytes, buffers.len()), total(|size| size.rows, buffers.len()));
-        let (k, v) = (DeviceBuffer::new(gpu, bytes)?, DeviceBuffer::new(gpu, bytes)?);
+        let blocks = |bytes: usize| DeviceBuffer::with_residence(gpu, bytes, residence);
+        let (k, v) = (blocks(bytes)?, blocks(bytes)?);
         let codes = match kind {
             Some(kind) => {
-                let scales = || DeviceBuffer::with_count::<f32>(gpu, rows);
+                let scales = || blocks(rows * KvCodes::SCALE_BYTES);
                 Some((kind, [scales()?, scales()?]))
             }
             None => None,
@@ -136,11 +138,22 @@ impl Cache {
         })
     }
 
+    /// Whether a layer reads only a window or a chunk of the positions.
+    pub(super) fn has_windows(&self) -> bool {
+        self.layers.iter().any(|layer| layer.scores.window > 0 || layer.scores.chunk > 0)
+    }
+
     /// Sets all keys and values to zero. Prefill attention multiplies values before the window by 0, and they may be
     /// unwritten: zero times NaN is not zero.
     pub(super) fn clear(&self, queue: &Queue) -> Result<(), CudaError> {
         let scales = self.codes.iter().flat_map(|(_, scales)| scales);
         [&self.k, &self.v].into_iter().chain(scales).try_for_each(|buffer| queue.fill(buffer.span(), 0))
+    }
+
+    /// The buffers of KV blocks.
+    pub(super) fn block_buffers(&mut self) -> impl Iterator<Item = &mut DeviceBuffer> {
+        let scales = self.codes.iter_mut().flat_map(|(_, scales)| scales);
+        [&mut self.k, &mut self.v].into_iter().chain(scales)
     }
 
     /// Attention of one layer.
