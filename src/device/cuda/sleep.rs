@@ -6,6 +6,7 @@
 
 use std::sync::Arc;
 use std::thread;
+use std::time::Instant;
 
 use kernels::cuda::{CudaError, DeviceBuffer, Gpu, PinnedBuffer, Queue};
 use ops::DeviceError;
@@ -17,6 +18,8 @@ use super::{CudaDevice, device_error};
 
 /// Number of threads that copy weights to the host: pinning memory takes longer than the copies.
 const NUM_THREADS: usize = 8;
+/// Time between the frees of two pieces of pinned memory, as a multiple of the time that the first one took.
+const UNPIN_PAUSE: u32 = 3;
 
 impl CudaDevice {
     /// Bytes of the weights that move to the host.
@@ -52,8 +55,8 @@ impl CudaDevice {
         }
         self.clear_cache().map_err(device_error)?;
         self.queue.wait().map_err(device_error)?;
-        // Unpinning takes as long as pinning, and no step needs to wait for it. Without a thread, it happens here.
-        let _ = thread::Builder::new().name("unpin".into()).spawn(move || drop(saved));
+        // No step needs to wait for it. Without a thread, the memory is freed here.
+        let _ = thread::Builder::new().name("unpin".into()).spawn(move || unpin(saved));
         Ok(())
     }
 
@@ -64,6 +67,15 @@ impl CudaDevice {
         let experts = self.expert_buffers.iter_mut().flat_map(ExpertBuffers::contentless);
         let mut all = blocks.chain(workspace).chain(experts).chain(&mut self.tensors).chain(&mut self.weights);
         all.try_for_each(change).map_err(device_error)
+    }
+}
+
+/// Frees pinned memory, which takes seconds. Each piece blocks other calls of the driver, so steps get time between two pieces.
+fn unpin(saved: Vec<(usize, PinnedBuffer)>) {
+    for (_, piece) in saved {
+        let started = Instant::now();
+        drop(piece);
+        thread::sleep(UNPIN_PAUSE * started.elapsed());
     }
 }
 
