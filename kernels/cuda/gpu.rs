@@ -164,6 +164,10 @@ impl Gpu {
         check(unsafe { sys::cuCtxSetCurrent(self.context) }, "cuCtxSetCurrent")
     }
 
+    pub(crate) fn device(&self) -> sys::CUdevice {
+        self.device
+    }
+
     /// The vendor's name of the GPU.
     pub fn name(&self) -> &str {
         &self.name

@@ -8,6 +8,7 @@ use bytemuck::Pod;
 use cudarc::driver::sys;
 
 use super::error::check;
+use super::mapping::Mapping;
 use super::{CudaError, Gpu};
 
 /// A range of live device memory, passed to kernels by value.
@@ -77,10 +78,21 @@ impl Span {
     }
 }
 
+/// How long a buffer has its memory.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Residence {
+    /// Until it is dropped.
+    Fixed,
+    /// Except from [`DeviceBuffer::release`] to [`DeviceBuffer::restore`]. Other processes cannot map it.
+    Releasable,
+}
+
 /// Device memory, freed when dropped.
 #[derive(Debug)]
 pub struct DeviceBuffer {
     span: Span,
+    /// The memory of a buffer that can be released.
+    mapping: Option<Mapping>,
     gpu: Arc<Gpu>,
 }
 
@@ -97,7 +109,33 @@ impl DeviceBuffer {
             }
             check(code, "cuMemAlloc")?;
         }
-        Ok(Self { span: Span { address, bytes }, gpu: gpu.clone() })
+        Ok(Self { span: Span { address, bytes }, mapping: None, gpu: gpu.clone() })
+    }
+
+    /// The same with a choice of its residence. Buffers that are smaller than the pages of the GPU (2 MiB) are never
+    /// released: many of them share a page.
+    pub fn with_residence(gpu: &Arc<Gpu>, bytes: usize, residence: Residence) -> Result<Self, CudaError> {
+        if residence == Residence::Fixed || bytes < Mapping::granularity(gpu)? {
+            return Self::new(gpu, bytes);
+        }
+        let mapping = Mapping::new(gpu, bytes)?;
+        Ok(Self { span: Span { address: mapping.address(), bytes }, mapping: Some(mapping), gpu: gpu.clone() })
+    }
+
+    /// Whether [`DeviceBuffer::release`] gives memory back.
+    pub fn is_releasable(&self) -> bool {
+        self.mapping.is_some()
+    }
+
+    /// Gives the memory back, if it can be released. Its contents are lost, and no queued work may use it. Addresses, and what
+    /// was made from them, stay valid.
+    pub fn release(&mut self) -> Result<(), CudaError> {
+        self.mapping.as_mut().map_or(Ok(()), Mapping::release)
+    }
+
+    /// Takes the memory again, if it was released, with undefined contents.
+    pub fn restore(&mut self) -> Result<(), CudaError> {
+        self.mapping.as_mut().map_or(Ok(()), |mapping| mapping.restore(&self.gpu))
     }
 
     /// A buffer for `count` values of `T`.
@@ -120,7 +158,8 @@ impl DeviceBuffer {
 
 impl Drop for DeviceBuffer {
     fn drop(&mut self) {
-        if !self.span.is_null() && self.gpu.bind().is_ok() {
+        // A mapping frees its memory itself, in the context that is bound here.
+        if !self.span.is_null() && self.gpu.bind().is_ok() && self.mapping.is_none() {
             // SAFETY: allocated by `new`, freed once; after a failure (a faulted context) nothing remains to be done.
             let _ = unsafe { sys::cuMemFree_v2(self.span.address) };
         }

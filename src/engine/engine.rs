@@ -56,6 +56,8 @@ pub struct Engine {
     /// The first sequence of the queue did not fit into this number of available blocks. It is not tried again until
     /// there are more.
     pub(crate) blocked_head: Option<(SequenceId, usize)>,
+    /// Whether sequences that have not begun stay in the queue.
+    pub(crate) holds_new: bool,
     pub(crate) adapters: AdapterSlots,
     pub(crate) drafter: Box<dyn Drafter>,
     pub(crate) costs: CostModel,
@@ -136,6 +138,7 @@ impl Engine {
             next_step: 0,
             next_sequence: 0,
             blocked_head: None,
+            holds_new: false,
             drafter: Box::new(PromptLookup { max_ngram: DEFAULT_NGRAM }),
             events: Vec::new(),
             totals: Totals::default(),
@@ -251,6 +254,16 @@ impl Engine {
                 self.totals.recovered += 1;
             }
         }
+    }
+
+    /// Keeps sequences that have not begun in the queue, until this is called with `false`. Others run to their end.
+    pub fn hold_new(&mut self, holds: bool) {
+        self.holds_new = holds;
+    }
+
+    /// Whether every sequence still waits for its first step, and no step is in flight.
+    pub fn is_unbegun(&self) -> bool {
+        self.sequences.len() == self.queue.num_new() && self.in_flight.is_empty()
     }
 
     /// Whether there is no live sequence and no step in flight.

@@ -223,6 +223,7 @@ impl Engine {
         while builder.prefill_budget > 0
             && let Some(&row) = self.free_rows.last()
             && let Some(slot) = self.queue.first()
+            && (self.sequences[slot].started || !self.holds_new)
             && self.may_join(slot, builder)
             && self.find_room(slot, &mut found)
         {

@@ -47,6 +47,7 @@ fn defaults(world_size: u32) -> LlmDefaults {
             network: None,
             weight_precision: Default::default(),
             batch_invariant: false,
+            sleep_mode: false,
             kv_cache_type: Default::default(),
             step_timeout: Duration::from_secs(10),
             library_dirs: Vec::new(),

@@ -125,6 +125,23 @@ pub trait Device: Sized {
         Err(DeviceError::lacks(Feature::Recurrent))
     }
 
+    /// Bytes of host memory that [`Device::sleep`] takes.
+    fn sleep_bytes(&self) -> u64 {
+        0
+    }
+
+    /// Frees the memory of the device: weights move to host memory where they are not there, and the contents of KV blocks,
+    /// recurrent states and activations are lost. Called while no step is queued. [`DeviceError::OutOfMemory`] says that host
+    /// memory does not suffice and that nothing has changed.
+    fn sleep(&mut self) -> Result<(), DeviceError> {
+        Err(cannot_sleep())
+    }
+
+    /// Takes the memory again after [`Device::sleep`]; without one, nothing changes.
+    fn wake(&mut self) -> Result<(), DeviceError> {
+        Err(cannot_sleep())
+    }
+
     /// Copies slots of recurrent states, one after the other, before the next step ([`Feature::Recurrent`]).
     fn copy_states(&mut self, copied: &[CopiedState]) -> Result<(), DeviceError> {
         if copied.is_empty() { Ok(()) } else { Err(DeviceError::lacks(Feature::Recurrent)) }
@@ -392,6 +409,14 @@ pub struct HeadNorms<'a, W> {
     pub k: Option<&'a W>,
     /// Norm of v, if it has one. Its span is a head.
     pub v: Option<&'a W>,
+}
+
+fn cannot_sleep() -> DeviceError {
+    DeviceError::Unsupported {
+        what: "sleep on this device".to_owned(),
+        found: "a request to sleep or to wake".to_owned(),
+        expected: "none".to_owned(),
+    }
 }
 
 fn no_pipeline() -> DeviceError {

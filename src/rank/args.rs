@@ -180,6 +180,9 @@ pub struct RankArgs {
     /// model's parameter `batch_invariant` has priority
     #[arg(long)]
     pub batch_invariant: bool,
+    /// Serve `POST /sleep` and `POST /wake_up`: models give up the memory of their devices for a time
+    #[arg(long)]
+    pub enable_sleep_mode: bool,
     /// The type of keys and values in the KV cache: auto (what the checkpoint names, else bf16), bf16, fp8 (e4m3) or int8; a model's
     /// parameter `kv_cache_dtype` has priority
     #[arg(long, default_value = "auto", value_name = "TYPE", value_parser = str::parse::<KvCacheType>)]

@@ -40,6 +40,7 @@ pub(crate) fn llm_defaults(
             network: args.network.clone(),
             weight_precision: args.weight_only_precision,
             batch_invariant: args.batch_invariant,
+            sleep_mode: args.enable_sleep_mode,
             kv_cache_type: args.kv_cache_dtype,
             step_timeout: Duration::from_secs(args.step_timeout),
             library_dirs: args.library_dir.clone(),

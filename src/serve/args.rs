@@ -46,6 +46,9 @@ pub struct ServeArgs {
     /// Tokens of a request never depend on what runs beside it, bit for bit, on GPUs too, where some kernels are slower for it
     #[arg(long)]
     pub(crate) batch_invariant: bool,
+    /// `POST /sleep` frees the memory of the devices until `POST /wake_up`
+    #[arg(long)]
+    pub(crate) enable_sleep_mode: bool,
     /// Prompts with a common beginning do not share KV blocks
     #[arg(long)]
     pub(crate) no_enable_prefix_caching: bool,

@@ -80,6 +80,7 @@ pub(crate) fn launch(
     ];
     line.extend(args.precision(checkpoint)?.map(|precision| format!("--weight-only-precision={precision}")));
     line.extend(args.kv_cache_dtype.map(|kind| format!("--kv-cache-dtype={kind}")));
+    line.extend(args.enable_sleep_mode.then(|| "--enable-sleep-mode".to_owned()));
     line.extend(args.wait_ready.map(|seconds| format!("--wait-ready={seconds}")));
     line.extend(args.detach.then(|| "--detach".to_owned()));
     line.extend(args.dry_run.then(|| "--dry-run".to_owned()));

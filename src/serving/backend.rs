@@ -8,8 +8,8 @@ use generation::{Generator, RequestBounds};
 use repository::{ModelConfig, ModelSource};
 
 use crate::{
-    Adapters, GenerateCall, InferError, InferRequest, Limits, MemoryUsage, ResponseSender, ResponseStream, TextModel,
-    TextOutputs,
+    Adapters, GenerateCall, InferError, InferRequest, Limits, MemoryUsage, ResponseSender, ResponseStream, Sleeper,
+    TextModel, TextOutputs,
 };
 
 /// One loaded model version: `serving` calls it, `backends` implement it.
@@ -70,6 +70,11 @@ pub trait Backend: Send + Sync {
 
     /// The adapters (LoRA) of the model; `None` for a model that takes none.
     fn adapters(&self) -> Option<Arc<dyn Adapters>> {
+        None
+    }
+
+    /// The model as one that can sleep; `None` for a model that cannot.
+    fn sleeper(&self) -> Option<Arc<dyn Sleeper>> {
         None
     }
 

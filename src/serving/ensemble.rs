@@ -15,7 +15,7 @@ use repository::ModelConfig;
 
 use crate::model::ServedModel;
 use crate::registry::Registry;
-use crate::{Adapters, Backend, GenerateCall, InferError, InferRequest, ResponseStream};
+use crate::{Adapters, Backend, GenerateCall, InferError, InferRequest, ResponseStream, Sleeper};
 
 mod graph;
 mod link;
@@ -74,6 +74,10 @@ impl Backend for Ensemble {
 
     fn adapters(&self) -> Option<Arc<dyn Adapters>> {
         self.text?.adapters_of(&self.graph, &self.models().ok()?)
+    }
+
+    fn sleeper(&self) -> Option<Arc<dyn Sleeper>> {
+        self.models().ok()?.iter().find_map(|model| model.sleeper())
     }
 
     fn is_ready(&self) -> bool {

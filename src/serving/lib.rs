@@ -88,6 +88,7 @@ mod scheduler;
 mod sender;
 mod server;
 mod server_config;
+mod sleeper;
 mod source;
 mod statistics;
 mod stream;
@@ -119,6 +120,7 @@ pub use request::{CorrelationId, InferRequest, InferResponse, Parameter};
 pub use sender::ResponseSender;
 pub use server::{ADAPTER_PARAMETER, Server};
 pub use server_config::{ControlMode, ServerConfig};
+pub use sleeper::{SleepLevel, Sleeper};
 pub use source::ResponseSource;
 pub use statistics::{
     BatchStatistics, FailureCounts, InferStatistics, MemoryUsage, ModelStatistics, RecentDurations, ResponseStatistics,

@@ -15,7 +15,7 @@ use crate::counters::Statistics;
 use crate::labels::Labels;
 use crate::scheduler::{Scheduler, StateSpec};
 use crate::statistics::ModelStatistics;
-use crate::{Adapters, Backend, InferRequest, Name, TextModel};
+use crate::{Adapters, Backend, InferRequest, Name, Sleeper, TextModel};
 
 /// One version of a model that answers requests.
 pub(crate) struct ServedModel {
@@ -85,6 +85,11 @@ impl ServedModel {
     /// Its adapters (LoRA), if it takes any.
     pub fn adapters(&self) -> Option<Arc<dyn Adapters>> {
         self.backend.adapters()
+    }
+
+    /// The model as one that can sleep, if it can.
+    pub fn sleeper(&self) -> Option<Arc<dyn Sleeper>> {
+        self.backend.sleeper()
     }
 
     /// Batch size of a request that is not checked yet.

@@ -123,6 +123,8 @@ pub struct WorkerSettings {
     pub kv_cache_type: KvCacheType,
     /// Duration of a step after which its workers count as hung. A worker waits this long for its group in a collective operation.
     pub step_timeout: Duration,
+    /// Whether the model can sleep. Memory of a GPU is then taken in a way that can give it back for a time.
+    pub sleep_mode: bool,
     /// Directories that are searched first for NVIDIA's libraries.
     pub library_dirs: Vec<PathBuf>,
     /// Directory that keeps measurements between starts.
@@ -178,8 +180,31 @@ pub enum ToWorker {
     /// The tokens that samples of a step may choose. One or more follow the step's plan: together they have a mask for each of
     /// its constrained samples, in plan order.
     Masks(Vec<SampleMask>),
+    /// Free the memory of the device, with the weights kept in host memory. No step is in flight; [`FromWorker::Slept`] answers.
+    Sleep,
+    /// Take the memory of the device again, with empty rows and KV blocks. [`FromWorker::Ready`] answers.
+    Wake {
+        /// The number of the next plan.
+        next_step: u64,
+    },
     /// End, exit code 0.
     Stop,
+}
+
+impl ToWorker {
+    /// The name of the kind of message, for errors.
+    pub fn name(&self) -> &'static str {
+        match self {
+            ToWorker::Configure { .. } => "Configure",
+            ToWorker::Exchanged { .. } => "Exchanged",
+            ToWorker::Adapter(_) => "Adapter",
+            ToWorker::Step(_) => "Step",
+            ToWorker::Masks(_) => "Masks",
+            ToWorker::Sleep => "Sleep",
+            ToWorker::Wake { .. } => "Wake",
+            ToWorker::Stop => "Stop",
+        }
+    }
 }
 
 /// Most bytes in an [`AdapterPiece`].
@@ -250,8 +275,13 @@ pub enum FromWorker {
         /// Phases of the start and their durations, in order.
         phases: Vec<(String, Duration)>,
     },
-    /// The KV cache is allocated: a step can run now.
+    /// The KV cache is allocated, at the start or after a sleep: a step can run now.
     Ready,
+    /// The memory of the device is free, or the worker goes on as before.
+    Slept {
+        /// Why the worker does not sleep, if it does not.
+        refused: Option<String>,
+    },
     /// The tokens of a step. Only the worker that [reports](WorkerSpec::reports) sends it.
     Output(StepOutput),
     /// Raw logits that a request wants; sent before the [`FromWorker::Output`] of the step that computed them.

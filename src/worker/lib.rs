@@ -17,6 +17,7 @@ mod nccl_check;
 mod network;
 mod rows;
 mod run;
+mod sleep;
 mod start;
 
 pub use error::{PlanMismatch, SpecError, WorkerError};

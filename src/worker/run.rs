@@ -82,8 +82,8 @@ impl Rings {
 
 /// A worker with its weights loaded.
 pub(crate) struct Worker<'a, D: Device> {
-    spec: &'a WorkerSpec,
-    device: D,
+    pub(crate) spec: &'a WorkerSpec,
+    pub(crate) device: D,
     model: Box<dyn Model<D>>,
     phases: Vec<(String, Duration)>,
 }
@@ -114,12 +114,7 @@ impl<'a, D: Device + 'static> Worker<'a, D> {
         let (num_blocks, num_states) = match rings.receive()? {
             ToWorker::Configure { num_blocks, num_states } => (num_blocks, num_states),
             ToWorker::Stop => return Ok(()),
-            ToWorker::Step(_) => return Err(WorkerError::Protocol { expected: "Configure", found: "Step" }),
-            ToWorker::Exchanged { .. } => {
-                return Err(WorkerError::Protocol { expected: "Configure", found: "Exchanged" });
-            }
-            ToWorker::Masks(_) => return Err(WorkerError::Protocol { expected: "Configure", found: "Masks" }),
-            ToWorker::Adapter(_) => return Err(WorkerError::Protocol { expected: "Configure", found: "Adapter" }),
+            other => return Err(WorkerError::Protocol { expected: "Configure", found: other.name() }),
         };
         self.device.allocate_cache(&attention, num_blocks)?;
         if !attention.states.is_empty() {
@@ -127,25 +122,18 @@ impl<'a, D: Device + 'static> Worker<'a, D> {
         }
         rings.send(&FromWorker::Ready)?;
 
-        let rows = RowTable::new(
-            self.spec.max_rows,
-            attention.kv_windows,
-            self.spec.block_size,
-            num_blocks,
-            self.spec.next_step,
-        )
-        .with_states(num_states)
-        .with_adapters(self.spec.max_adapters)
-        .keeping_prompts_whole(self.spec.settings.batch_invariant);
+        let cache = CacheShape { windows: attention.kv_windows, num_blocks, num_states };
         let steps = Steps {
+            rows: cache.empty_rows(self.spec, self.spec.next_step),
+            cache,
             worker: self,
-            rows,
             inputs: StepInputs::default(),
             is_prepared: false,
             queued: VecDeque::new(),
             masks: Vec::new(),
             waiting: VecDeque::new(),
             adapters: ArrivingAdapters::default(),
+            is_asleep: false,
         };
         steps.run(rings)
     }
@@ -175,10 +163,29 @@ impl<'a, D: Device + 'static> Worker<'a, D> {
     }
 }
 
+/// What plans may refer to besides rows.
+pub(crate) struct CacheShape {
+    /// Of the KV groups.
+    windows: Vec<Option<usize>>,
+    num_blocks: usize,
+    num_states: usize,
+}
+
+impl CacheShape {
+    /// A table without rows. The first plan is number `next_step`.
+    pub(crate) fn empty_rows(&self, spec: &WorkerSpec, next_step: u64) -> RowTable {
+        RowTable::new(spec.max_rows, self.windows.clone(), spec.block_size, self.num_blocks, next_step)
+            .with_states(self.num_states)
+            .with_adapters(spec.max_adapters)
+            .keeping_prompts_whole(spec.settings.batch_invariant)
+    }
+}
+
 /// The step loop. Up to two steps are queued on the device; their outputs are sent in order.
-struct Steps<'a, D: Device> {
-    worker: Worker<'a, D>,
-    rows: RowTable,
+pub(crate) struct Steps<'a, D: Device> {
+    pub(crate) worker: Worker<'a, D>,
+    pub(crate) cache: CacheShape,
+    pub(crate) rows: RowTable,
     inputs: StepInputs,
     /// Whether no idle work is left.
     is_prepared: bool,
@@ -189,7 +196,9 @@ struct Steps<'a, D: Device> {
     /// Plans that arrived while the last step still needs masks.
     waiting: VecDeque<StepPlan>,
     /// Adapters that later plans put into slots.
-    adapters: ArrivingAdapters,
+    pub(crate) adapters: ArrivingAdapters,
+    /// Whether the device's memory is freed.
+    pub(crate) is_asleep: bool,
 }
 
 struct Queued {
@@ -205,21 +214,23 @@ struct Queued {
 impl<D: Device + 'static> Steps<'_, D> {
     fn run(mut self, rings: &Rings) -> Result<(), WorkerError> {
         loop {
-            let message = match (self.queued.is_empty(), self.is_prepared) {
+            let message = match (self.queued.is_empty(), self.is_prepared || self.is_asleep) {
                 (false, _) => rings.try_receive()?,
                 (true, false) => rings.receive_within(IDLE_DELAY)?,
                 (true, true) => Some(rings.receive()?),
             };
             match message {
+                Some(ToWorker::Step(_)) if self.is_asleep => {
+                    return Err(WorkerError::Protocol { expected: "Wake", found: "Step" });
+                }
                 Some(ToWorker::Step(plan)) => self.waiting.push_back(plan),
                 Some(ToWorker::Adapter(piece)) => self.adapters.push(&piece),
                 Some(ToWorker::Masks(masks)) => self.take_masks(masks)?,
                 Some(ToWorker::Stop) => return Ok(()),
-                Some(ToWorker::Exchanged { .. }) => {
-                    return Err(WorkerError::Protocol { expected: "Step", found: "Exchanged" });
-                }
-                Some(ToWorker::Configure { .. }) => {
-                    return Err(WorkerError::Protocol { expected: "Step", found: "Configure" });
+                Some(ToWorker::Sleep) => self.sleep(rings)?,
+                Some(ToWorker::Wake { next_step }) => self.wake(next_step, rings)?,
+                Some(other @ (ToWorker::Exchanged { .. } | ToWorker::Configure { .. })) => {
+                    return Err(WorkerError::Protocol { expected: "Step", found: other.name() });
                 }
                 None if self.queued.is_empty() => self.prepare()?,
                 None => std::hint::spin_loop(),
@@ -231,6 +242,11 @@ impl<D: Device + 'static> Steps<'_, D> {
             }
             while self.collect(rings)? {}
         }
+    }
+
+    /// Whether a step is not done.
+    pub(crate) fn is_busy(&self) -> bool {
+        !self.queued.is_empty() || !self.waiting.is_empty()
     }
 
     fn prepare(&mut self) -> Result<(), WorkerError> {

@@ -177,6 +177,7 @@ fn cuda_config(
         kv_memory_fraction: 1.0,
         max_drafts: spec.max_drafts,
         batch_invariant: spec.settings.batch_invariant,
+        sleep_mode: spec.settings.sleep_mode,
         ..CudaConfig::new(ordinal, limits)
     })
 }

@@ -5,7 +5,8 @@ use std::sync::Arc;
 use futures::future::BoxFuture;
 use generation::Generator;
 use serving::{
-    Adapters, Backend, GenerateCall, InferError, InferRequest, MemoryUsage, ResponseStream, TextModel, TextOutputs,
+    Adapters, Backend, GenerateCall, InferError, InferRequest, MemoryUsage, ResponseStream, Sleeper, TextModel,
+    TextOutputs,
 };
 
 /// Changes of the requests and responses of a model. Everything else is passed to the model unchanged.
@@ -36,6 +37,10 @@ impl<A: Adapter> Backend for Adapted<A> {
 
     fn generate(&self, call: GenerateCall) -> Result<ResponseStream, InferError> {
         self.0.model().generate(call)
+    }
+
+    fn sleeper(&self) -> Option<Arc<dyn Sleeper>> {
+        self.0.model().sleeper()
     }
 
     fn adapters(&self) -> Option<Arc<dyn Adapters>> {

@@ -11,7 +11,7 @@ use repository::ModelConfig;
 use repository::proto::ModelInput;
 use serving::{
     Adapters, Backend, BackendFactory, EnsembleStep, EventStream, GenerateCall, InferError, InferRequest,
-    InferResponse, LoadRequest, Name, ResponseSender, ResponseStream, Server, Tensor, TextOutput, TextOutputs,
+    InferResponse, LoadRequest, Name, ResponseSender, ResponseStream, Server, Sleeper, Tensor, TextOutput, TextOutputs,
 };
 
 use super::engine_request::{Renames, renamed, selected};
@@ -185,6 +185,10 @@ impl Backend for Bls {
 
     fn adapters(&self) -> Option<Arc<dyn Adapters>> {
         self.link.server().ok()?.adapters_of(&self.language_model)
+    }
+
+    fn sleeper(&self) -> Option<Arc<dyn Sleeper>> {
+        self.link.server().ok()?.sleeper_of(&self.language_model)
     }
 
     fn is_ready(&self) -> bool {

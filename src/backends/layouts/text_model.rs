@@ -18,7 +18,7 @@ use repository::ModelConfig;
 use repository::proto::{DataType as ConfigType, ModelOutput};
 use serving::{
     Adapters, Backend, BackendFactory, EventStream, GenerateCall, InferError, InferRequest, Limits, LoadRequest,
-    ResponseStream, Tensor,
+    ResponseStream, Sleeper, Tensor,
 };
 use tokio::runtime::Handle;
 
@@ -200,6 +200,10 @@ impl Backend for TextModel {
 
     fn generate(&self, call: GenerateCall) -> Result<ResponseStream, InferError> {
         self.llm().generate(call)
+    }
+
+    fn sleeper(&self) -> Option<Arc<dyn Sleeper>> {
+        self.llm().sleeper()
     }
 
     fn adapters(&self) -> Option<Arc<dyn Adapters>> {

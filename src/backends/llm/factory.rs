@@ -57,8 +57,10 @@ pub struct LlmStatus {
     pub replica: Option<u32>,
     /// Number of sequences that wait for a replica of the model; 0 for all replicas but the first.
     pub num_queued: usize,
-    /// Whether a step can run now.
+    /// Whether a step can run now, or once the replica is woken.
     pub is_ready: bool,
+    /// Whether the replica sleeps.
+    pub is_sleeping: bool,
     /// Number of times that its workers were started again.
     pub num_restarts: u64,
     /// Positions in a KV block.
@@ -128,6 +130,7 @@ impl Loaded {
             replica: has_many.then_some(replica),
             num_queued: if replica == 0 { num_queued } else { 0 },
             is_ready: shared.is_ready(),
+            is_sleeping: shared.is_sleeping(),
             num_restarts: shared.restarts.load(Ordering::Relaxed),
             block_size: self.block_size,
             max_rows: self.max_rows,

@@ -23,6 +23,7 @@ impl LlmInputs {
                 network: None,
                 weight_precision: WeightPrecision::Checkpoint,
                 batch_invariant: false,
+                sleep_mode: false,
                 kv_cache_type: Default::default(),
                 step_timeout: Duration::from_secs(1),
                 library_dirs: Vec::new(),

@@ -5,11 +5,15 @@ use std::time::Instant;
 
 use engine::{MaskJob, Request, SequenceId};
 use ipc::Doorbell;
+use serving::SleepLevel;
 use supervision::FromAgent;
 use tokio::sync::oneshot;
 
 use super::event_queue;
 use super::ledger::Report;
+
+/// Receives the end of a sleep or of a wake, or the reason why it failed.
+pub(crate) type SleepResult = oneshot::Sender<Result<(), String>>;
 
 /// A message to the step thread.
 pub(crate) enum Message {
@@ -26,6 +30,10 @@ pub(crate) enum Message {
     Agent(FromAgent),
     /// Report the resources that sequences use.
     Ledger(oneshot::Sender<Report>),
+    /// Free the memory of the devices once the sequences that have begun have ended. `done` gets the result.
+    Sleep { level: SleepLevel, done: SleepResult },
+    /// Take the memory again. `done` gets the result once steps can run.
+    Wake { done: SleepResult },
     /// End the workers, then this thread.
     Stop { done: oneshot::Sender<()> },
 }

@@ -35,6 +35,7 @@ mod replicas;
 mod request_event;
 mod router;
 mod sent_prefixes;
+mod sleeper;
 mod step_log;
 mod step_thread;
 mod submission;

@@ -10,7 +10,7 @@ use futures::future::BoxFuture;
 use generation::{ConstraintError, Constraints, GenerateRequest, Generator, RequestBounds, SequenceText};
 use serving::{
     Adapters, Backend, GenerateCall, InferError, InferRequest, InferResponse, MemoryUsage, Name, ResponseStream,
-    TextModel, TextOutputs,
+    Sleeper, TextModel, TextOutputs,
 };
 use smallvec::{SmallVec, smallvec};
 use text::Tokenizer;
@@ -34,6 +34,7 @@ use super::prompt_logprobs::PromptLogprobs;
 use super::refusal::error_of;
 use super::replicas::stop_all;
 use super::router::{Admission, Router};
+use super::sleeper::Replicas;
 use super::submission::{StopHandle, StopHandles, Submission};
 use super::text_stop::{self, TextStop};
 use super::timing::Timing;
@@ -355,6 +356,11 @@ impl Backend for Llm {
     fn adapters(&self) -> Option<Arc<dyn Adapters>> {
         let adapters = Arc::clone(&self.adapters) as Arc<dyn Adapters>;
         Some(adapters).filter(|_| self.config.adapters.num_slots > 0)
+    }
+
+    fn sleeper(&self) -> Option<Arc<dyn Sleeper>> {
+        let sleeper = || Replicas { model: self.config.name.clone(), router: Arc::clone(&self.router) };
+        self.config.worker.sleep_mode.then(|| Arc::new(sleeper()) as Arc<dyn Sleeper>)
     }
 
     fn returns_only_requested_outputs(&self) -> bool {

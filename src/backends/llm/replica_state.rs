@@ -12,6 +12,8 @@ use super::metrics::Metrics;
 pub(crate) struct ReplicaState {
     /// Whether a step can run now.
     pub(crate) ready: AtomicBool,
+    /// Whether the replica sleeps: it can serve once it is woken.
+    pub(crate) sleeps: AtomicBool,
     /// Number of times that the workers were started again.
     pub(crate) restarts: AtomicU64,
     /// The engine's statistics after the last step.
@@ -25,9 +27,14 @@ pub(crate) struct ReplicaState {
 }
 
 impl ReplicaState {
-    /// Whether a step can run now.
+    /// Whether a step can run now, or once the replica is woken.
     pub(crate) fn is_ready(&self) -> bool {
-        self.ready.load(Ordering::Acquire)
+        self.ready.load(Ordering::Acquire) || self.is_sleeping()
+    }
+
+    /// Whether the replica sleeps.
+    pub(crate) fn is_sleeping(&self) -> bool {
+        self.sleeps.load(Ordering::Acquire)
     }
 
     /// The error of all requests after too many losses, if any.

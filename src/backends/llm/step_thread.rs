@@ -5,11 +5,15 @@
 //!     └── too many losses in a row ──► failed ──after a delay──► starting   (requests are refused meanwhile)
 //! ```
 //!
+//! A replica that is to sleep begins no further sequence. When the others have ended, its memory is freed, until it is woken
+//! (`sleep`).
+//!
 //! A panic of the thread counts as a loss, too. The engine may then be inconsistent: its sequences end with an error, and an empty
 //! engine replaces it.
 
 mod messages;
 mod recovery;
+mod sleep;
 mod start;
 mod watchdog;
 
@@ -35,6 +39,7 @@ use super::request_event::RequestEvent;
 use super::router::Router;
 use super::step_log::StepLog;
 use super::worker_group::{LossKind, WorkerGroup, WorkerLoss};
+use sleep::Sleep;
 
 /// Number of losses without a settled step between them after which requests are refused.
 const MAX_LOSSES: u32 = 5;
@@ -84,6 +89,7 @@ struct Running {
     usual_step: Duration,
     /// Whether the oldest step in flight was sent without a mask.
     is_mask_late: bool,
+    sleep: Sleep,
 }
 
 /// A request with a timeout.
@@ -96,6 +102,8 @@ struct Waiting {
 /// Why starting or stepping ended.
 enum End {
     Lost(WorkerLoss),
+    /// The replica is to sleep without workers.
+    Asleep,
     Stopped(oneshot::Sender<()>),
 }
 
@@ -121,6 +129,7 @@ impl StepThread {
             mask_jobs: MaskJobs::default(),
             usual_step: Duration::ZERO,
             is_mask_late: false,
+            sleep: Sleep::default(),
         };
         let mut loaded = Some(loaded);
         let _ended = Ended(Arc::clone(&running.thread.shared));
@@ -131,6 +140,7 @@ impl StepThread {
                     let _ = done.send(());
                     return;
                 }
+                End::Asleep => {}
                 End::Lost(lost) => {
                     let may_try_again = lost.kind == LossKind::BySignal && running.losses + 1 < MAX_LOSSES;
                     if let Some(loaded) = loaded.take_if(|_| !may_try_again) {
@@ -163,6 +173,9 @@ impl Drop for Ended {
 impl Running {
     /// Starts the workers, and runs steps until one is lost or the model is stopped.
     fn start_and_serve(&mut self, loaded: &mut Option<oneshot::Sender<Result<(), String>>>) -> End {
+        if let Err(end) = self.sleep_without_workers() {
+            return end;
+        }
         let group = match self.start() {
             Ok(group) => group,
             Err(end) => return end,
@@ -179,7 +192,7 @@ impl Running {
     fn serve(&mut self, mut group: WorkerGroup) -> End {
         debug_assert!(group.is_linked());
         self.thread.inbox.set_doorbell(group.doorbell());
-        let end = loop {
+        let mut end = loop {
             if let Err(end) = self.run_once(&mut group) {
                 break end;
             }
@@ -188,6 +201,7 @@ impl Running {
         self.thread.inbox.set_doorbell(None);
         match end {
             End::Stopped(_) => group.end(true),
+            End::Asleep => end = self.end_workers(&mut group),
             End::Lost(WorkerLoss { kind: LossKind::Failed, .. }) if self.is_hung() => self.log_stacks(&mut group),
             End::Lost(_) => {}
         }
@@ -197,6 +211,9 @@ impl Running {
     /// One iteration: handles messages, plans and sends steps, and settles the output of the oldest step.
     fn run_once(&mut self, group: &mut WorkerGroup) -> Result<(), End> {
         self.handle_messages(group, Duration::ZERO)?;
+        if self.is_time_to_sleep() {
+            return self.sleep(group);
+        }
         let was_idle = self.engine().num_in_flight() == 0;
         let sent = self.send_plans(group)?;
         let engine = self.engine.as_mut().expect(ENGINE_EXISTS);

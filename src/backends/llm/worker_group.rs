@@ -144,6 +144,8 @@ impl WorkerGroup {
                 let failure = self.reported_failure(worker.tp_rank as usize);
                 let kind = if by_signal { LossKind::BySignal } else { LossKind::Failed };
                 let reason = format!("{} ended: {reason}", self.name_of(worker.tp_rank as usize));
+                let rank = self.rank_of(worker.tp_rank as usize);
+                self.workers.retain(|worker| worker.index != rank);
                 Err(failure.unwrap_or(WorkerLoss { reason, kind }))
             }
             FromAgent::Stacks { worker, text } => {

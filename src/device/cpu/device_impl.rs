@@ -138,6 +138,15 @@ impl Device for CpuDevice {
         Ok(())
     }
 
+    fn sleep(&mut self) -> Result<(), DeviceError> {
+        self.free_cache();
+        Ok(())
+    }
+
+    fn wake(&mut self) -> Result<(), DeviceError> {
+        self.restore_cache()
+    }
+
     fn allocate_states(&mut self, attention: &AttentionSpec, num_states: usize) -> Result<(), DeviceError> {
         self.take_states(attention, num_states)
     }

@@ -22,6 +22,7 @@ mod pipeline;
 mod recurrent;
 mod rows;
 mod sampler;
+mod sleep;
 mod statistics;
 mod streams;
 mod weights;
@@ -52,6 +53,7 @@ use pipeline::Pipeline;
 use recurrent::States;
 use rows::Row;
 pub use settings::WeightPrecision;
+use sleep::Asleep;
 pub use statistics::{InputStatistics, LayerInputs, MAX_SAMPLES};
 use streams::StreamKind;
 pub use weights::CpuWeight;
@@ -79,6 +81,7 @@ pub struct CpuDevice {
     rows: Vec<Row>,
     cache: Option<Cache>,
     states: States,
+    asleep: Option<Asleep>,
     inputs: StepInputs,
     token_ids: Vec<u32>, // [T] tokens of the current step, with those from the device filled in
     projection: Inputs,  // of the current linear layer
@@ -169,6 +172,7 @@ impl CpuDevice {
             rows: (0..limits.max_rows).map(|_| row()).collect(),
             cache: None,
             states: States::default(),
+            asleep: None,
             inputs: StepInputs::default(),
             token_ids: Vec::with_capacity(limits.max_tokens),
             projection: Inputs::new(limits.max_tokens),

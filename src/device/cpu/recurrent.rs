@@ -29,6 +29,10 @@ struct LayerStates {
 }
 
 impl States {
+    pub(super) fn num_slots(&self) -> usize {
+        self.num_slots
+    }
+
     /// Refuses a step whose rows, and states that are saved, have no slots of their own.
     pub(super) fn check(&self, inputs: &StepInputs) -> Result<(), DeviceError> {
         if self.layers.is_empty() {

@@ -7,7 +7,7 @@ use kernels::cuda::decode_attention::{self, DecodeWorkspace, RopeTables};
 use kernels::cuda::prefill_attention::PrefillWorkspace;
 use kernels::cuda::rope_cache::{CacheCodes, HeadShape, LayerCache, QueryScale};
 use kernels::cuda::scores::{ScoreChange, Scores};
-use kernels::cuda::{CudaError, DeviceBuffer, Gpu, Queue};
+use kernels::cuda::{CudaError, DeviceBuffer, Gpu, Queue, Residence};
 use kernels::kv_codes::KvCodes;
 use ops::{AttentionSpec, LayerAttention, StepLimits};
 
@@ -65,6 +65,7 @@ impl Cache {
         spec: &AttentionSpec,
         num_blocks: usize,
         [max_tokens, max_rows]: [usize; 2],
+        [residence, activation_residence]: [Residence; 2],
     ) -> Result<Self, CudaError> {
         let kind = kv_codes(spec.kv_elements);
         let element_bytes = if kind.is_some() { 1 } else { 2 };
@@ -73,11 +74,12 @@ impl Cache {
         let total =
             |of: fn(&BlockSize) -> usize, count: usize| num_blocks * buffers[..count].iter().map(of).sum::<usize>();
         let rows = total(|size| size.rows, buffers.len());
-        let k = DeviceBuffer::new(gpu, total(|size| size.k_bytes, buffers.len()))?;
-        let v = DeviceBuffer::new(gpu, total(|size| size.v_bytes, buffers.len()))?;
+        let blocks = |bytes: usize| DeviceBuffer::with_residence(gpu, bytes, residence);
+        let k = blocks(total(|size| size.k_bytes, buffers.len()))?;
+        let v = blocks(total(|size| size.v_bytes, buffers.len()))?;
         let codes = match kind {
             Some(kind) => {
-                let scales = || DeviceBuffer::with_count::<f32>(gpu, rows);
+                let scales = || blocks(rows * KvCodes::SCALE_BYTES);
                 Some((kind, [scales()?, scales()?]))
             }
             None => None,
@@ -136,7 +138,7 @@ impl Cache {
             ropes: tables.collect::<Result<_, CudaError>>()?,
             decode: DecodeWorkspace::new(gpu, max_rows, &shapes(spec))?,
             prefill: PrefillWorkspace::new(gpu)?,
-            latents: LatentBuffers::new(gpu, spec, max_tokens, max_rows)?,
+            latents: LatentBuffers::new(gpu, spec, [max_tokens, max_rows], activation_residence)?,
             k,
             v,
             codes,
@@ -149,11 +151,23 @@ impl Cache {
         })
     }
 
+    /// Whether a layer reads only a window or a chunk of the positions.
+    pub(super) fn has_windows(&self) -> bool {
+        self.layers.iter().any(|layer| layer.scores.window > 0 || layer.scores.chunk > 0)
+    }
+
     /// Sets all keys and values to zero. Prefill attention multiplies values before the window by 0, and they may be
     /// unwritten: zero times NaN is not zero.
     pub(super) fn clear(&self, queue: &Queue) -> Result<(), CudaError> {
         let scales = self.codes.iter().flat_map(|(_, scales)| scales);
         [&self.k, &self.v].into_iter().chain(scales).try_for_each(|buffer| queue.fill(buffer.span(), 0))
+    }
+
+    /// The buffers of KV blocks, and others whose contents a sleep need not keep.
+    pub(super) fn contentless(&mut self) -> impl Iterator<Item = &mut DeviceBuffer> {
+        let scales = self.codes.iter_mut().flat_map(|(_, scales)| scales);
+        let latents = self.latents.iter_mut().map(LatentBuffers::contentless);
+        [&mut self.k, &mut self.v].into_iter().chain(scales).chain(latents)
     }
 
     /// Attention of one layer.

@@ -3,6 +3,7 @@
 use std::path::PathBuf;
 use std::sync::Arc;
 
+use kernels::cuda::Residence;
 use ops::{PipelineStage, StepLimits, TensorParallel};
 
 use crate::Exchange;
@@ -43,6 +44,8 @@ pub struct CudaConfig {
     /// Whether the result of a row must have the same bits whatever the other rows of its step are. Slower; see
     /// [`super::invariant`].
     pub batch_invariant: bool,
+    /// Whether [`ops::Device::sleep`] can free the GPU's memory.
+    pub sleep_mode: bool,
 }
 
 impl CudaConfig {
@@ -50,6 +53,19 @@ impl CudaConfig {
     /// planned ahead.
     pub(crate) fn max_in_flight(&self) -> usize {
         LEAST_IN_FLIGHT.max(self.stage.count as usize + 1)
+    }
+
+    /// Residence of weights, KV blocks and recurrent states.
+    pub(crate) fn residence(&self) -> Residence {
+        if self.sleep_mode { Residence::Releasable } else { Residence::Fixed }
+    }
+
+    /// Residence of activations. Those of several workers are mapped into each other.
+    pub(crate) fn activation_residence(&self) -> Residence {
+        match self.tensor_parallel.size == 1 && self.stage.count == 1 {
+            true => self.residence(),
+            false => Residence::Fixed,
+        }
     }
 
     /// Maximum number of tokens that a step chooses: one for each row and each of its drafts.
@@ -74,6 +90,7 @@ impl CudaConfig {
             use_graphs: true,
             use_fast_kernels: true,
             batch_invariant: false,
+            sleep_mode: false,
         }
     }
 }

@@ -86,7 +86,9 @@ impl Device for CudaDevice {
     }
 
     fn tensor(&mut self, cols: usize) -> Result<CudaTensor, DeviceError> {
-        let buffer = DeviceBuffer::new(&self.gpu, self.tensor_bytes(cols)).map_err(device_error)?;
+        let residence = self.config.activation_residence();
+        let buffer = DeviceBuffer::with_residence(&self.gpu, self.tensor_bytes(cols), residence);
+        let buffer = buffer.map_err(device_error)?;
         let values = buffer.span();
         self.tensors.push(buffer);
         Ok(CudaTensor { values, cols })
@@ -107,6 +109,18 @@ impl Device for CudaDevice {
 
     fn allocate_states(&mut self, attention: &AttentionSpec, num_states: usize) -> Result<(), DeviceError> {
         self.take_states(attention, num_states)
+    }
+
+    fn sleep_bytes(&self) -> u64 {
+        self.saved_bytes()
+    }
+
+    fn sleep(&mut self) -> Result<(), DeviceError> {
+        self.release_memory()
+    }
+
+    fn wake(&mut self) -> Result<(), DeviceError> {
+        self.restore_memory()
     }
 
     fn copy_states(&mut self, copied: &[CopiedState]) -> Result<(), DeviceError> {

@@ -13,7 +13,7 @@ use kernels::cuda::scale_routes::scale_routes;
 use kernels::cuda::skinny_gemm::{Epilogue, GATE_GROUP};
 use kernels::cuda::sort_routes::{MAX_ROUTES, SortedRoutes, SortedRows, route_and_sort_tokens, sort_routes};
 use kernels::cuda::sum_experts::{ExpertOutputs, sum_experts, sum_experts_add_norm};
-use kernels::cuda::{CudaError, DeviceBuffer, Gpu, Queue, Span};
+use kernels::cuda::{CudaError, DeviceBuffer, Gpu, Queue, Residence, Span};
 use ops::{Activation, DeviceError, ExpertSlices, GroupScore, Routing, Scoring, WeightSlice};
 
 use super::decoder_ops::gate_activation;
@@ -105,7 +105,13 @@ pub(crate) struct ExpertBuffers {
 }
 
 impl ExpertBuffers {
-    pub(crate) fn new(gpu: &Arc<Gpu>, queue: &Queue, sizes: ExpertSizes, tokens: usize) -> Result<Self, CudaError> {
+    pub(crate) fn new(
+        gpu: &Arc<Gpu>,
+        queue: &Queue,
+        sizes: ExpertSizes,
+        tokens: usize,
+        residence: Residence,
+    ) -> Result<Self, CudaError> {
         let [logits, experts, probabilities, token_indices, places, rows, inner] = sizes.sizes(tokens);
         let buffers = Self {
             logits: DeviceBuffer::new(gpu, logits)?,
@@ -113,13 +119,18 @@ impl ExpertBuffers {
             probabilities: DeviceBuffer::new(gpu, probabilities)?,
             tokens: DeviceBuffer::new(gpu, token_indices)?,
             places: DeviceBuffer::new(gpu, places)?,
-            rows: DeviceBuffer::new(gpu, rows)?,
-            inner: DeviceBuffer::new(gpu, inner)?,
+            rows: DeviceBuffer::with_residence(gpu, rows, residence)?,
+            inner: DeviceBuffer::with_residence(gpu, inner, residence)?,
             offsets: DeviceBuffer::with_count::<u32>(gpu, sizes.count + 1)?,
         };
         // Rows behind those of the step are copied too: their tokens must exist.
         queue.fill(buffers.tokens.span(), 0)?;
         Ok(buffers)
+    }
+
+    /// Buffers without contents between steps.
+    pub(crate) fn contentless(&mut self) -> [&mut DeviceBuffer; 2] {
+        [&mut self.rows, &mut self.inner]
     }
 }
 
@@ -235,7 +246,8 @@ impl CudaDevice {
         if experts.iter().all(|parts| parts.is_empty()) {
             return Ok(Span::NULL);
         }
-        let buffer = DeviceBuffer::new(&self.gpu, experts.len() * bytes).map_err(device_error)?;
+        let buffer = DeviceBuffer::with_residence(&self.gpu, experts.len() * bytes, self.config.residence());
+        let buffer = buffer.map_err(device_error)?;
         let span = buffer.span();
         self.weights.push(buffer);
         for (index, parts) in experts.iter().enumerate() {

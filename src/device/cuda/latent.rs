@@ -8,7 +8,7 @@ use kernels::cuda::latent_attention::{
 };
 use kernels::cuda::latent_cache::{LatentNorm, RANK, ROTARY, Rotation, WIDTH, latent_cache};
 use kernels::cuda::latent_product::{LatentUp, latent_queries, latent_values};
-use kernels::cuda::{CudaError, DeviceBuffer, Gpu};
+use kernels::cuda::{CudaError, DeviceBuffer, Gpu, Residence};
 use ops::{AttentionSpec, DeviceError, LatentShape, LatentWeights};
 
 use super::load::RowOrder;
@@ -55,13 +55,19 @@ impl LatentBuffers {
     pub(super) fn new(
         gpu: &Arc<Gpu>,
         spec: &AttentionSpec,
-        max_tokens: usize,
-        max_rows: usize,
+        [max_tokens, max_rows]: [usize; 2],
+        residence: Residence,
     ) -> Result<Option<Self>, CudaError> {
         let Some(heads) = num_heads(spec) else { return Ok(None) };
         let max_tokens = tokens_at_a_time(heads, max_tokens, max_rows);
-        let queries = DeviceBuffer::with_count::<bf16>(gpu, max_tokens * heads * WIDTH)?;
+        let bytes = max_tokens * heads * WIDTH * size_of::<bf16>();
+        let queries = DeviceBuffer::with_residence(gpu, bytes, residence)?;
         Ok(Some(Self { queries, max_tokens, workspace: LatentWorkspace::new(gpu)? }))
+    }
+
+    /// The large buffer, whose contents a sleep need not keep.
+    pub(super) fn contentless(&mut self) -> &mut DeviceBuffer {
+        &mut self.queries
     }
 }
 

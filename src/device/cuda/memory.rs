@@ -81,18 +81,24 @@ impl Workspace {
         let [gathered, logits, scratch, pairs, squares] = Self::sizes(limits, hidden, group);
         let max_rows = padded_rows(limits);
         let max_samples = config.max_samples().max(max_rows);
+        let releasable = |bytes: usize| DeviceBuffer::with_residence(gpu, bytes, config.activation_residence());
         Ok(Self {
-            gathered: DeviceBuffer::new(gpu, gathered)?,
-            logits: DeviceBuffer::new(gpu, logits)?,
-            scratch: DeviceBuffer::new(gpu, scratch)?,
+            gathered: releasable(gathered)?,
+            logits: releasable(logits)?,
+            scratch: releasable(scratch)?,
             pairs: DeviceBuffer::new(gpu, pairs)?,
             squares: DeviceBuffer::new(gpu, squares)?,
-            products: DeviceBuffer::new(gpu, product_bytes)?,
+            products: releasable(product_bytes)?,
             outputs: PinnedBuffer::new(gpu, config.max_in_flight() * Outputs::slot_bytes(max_samples, MAX_TOP))?,
             max_rows,
             max_samples,
             share: vocabulary_share(limits.vocab_size, group),
         })
+    }
+
+    /// Large buffers without contents between steps.
+    pub(crate) fn contentless(&mut self) -> [&mut DeviceBuffer; 4] {
+        [&mut self.gathered, &mut self.logits, &mut self.scratch, &mut self.products]
     }
 
     /// The buffers as the sampling kernels take them, for samples from `first` on. `slot` is where the step stores the
@@ -284,6 +290,11 @@ impl CudaDevice {
         tensor_rows(&self.config.limits, self.graphs.largest_bucket())
     }
 
+    /// Clears new KV blocks where a kernel may read what was not written.
+    pub(super) fn clear_cache(&self) -> Result<(), CudaError> {
+        self.cache.as_ref().filter(|cache| cache.has_windows()).map_or(Ok(()), |cache| cache.clear(&self.queue))
+    }
+
     fn take(&mut self, spec: &AttentionSpec, num_blocks: usize) -> Result<(), CudaError> {
         let words = step_words(&self.config.limits, spec);
         self.step_block = DeviceBuffer::with_count::<u32>(&self.gpu, words)?;
@@ -301,15 +312,18 @@ impl CudaDevice {
             )?;
         }
         if self.expert_sizes.has_experts() {
-            let buffers = ExpertBuffers::new(&self.gpu, &self.queue, self.expert_sizes, self.tensor_rows())?;
+            let buffers = ExpertBuffers::new(
+                &self.gpu,
+                &self.queue,
+                self.expert_sizes,
+                self.tensor_rows(),
+                self.config.activation_residence(),
+            )?;
             self.expert_buffers = Some(buffers);
         }
-        let limits = &self.config.limits;
-        let cache = Cache::new(&self.gpu, spec, num_blocks, [limits.max_tokens, padded_rows(limits)])?;
-        if spec.layers.iter().any(|layer| layer.window.is_some() || layer.chunk.is_some()) {
-            cache.clear(&self.queue)?;
-        }
+        let (limits, residences) = (&self.config.limits, [self.config.residence(), self.config.activation_residence()]);
+        let cache = Cache::new(&self.gpu, spec, num_blocks, [limits.max_tokens, padded_rows(limits)], residences)?;
         self.cache = Some(cache);
-        Ok(())
+        self.clear_cache()
     }
 }

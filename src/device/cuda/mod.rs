@@ -27,6 +27,7 @@ mod queued;
 mod recurrent;
 mod rows;
 mod sampling;
+mod sleep;
 mod step;
 mod verify;
 mod weights;
@@ -178,6 +179,8 @@ pub struct CudaDevice {
     taken_logits: Vec<Vec<f32>>,
     hidden: usize,
     weights: Vec<DeviceBuffer>,
+    /// While the device sleeps: those weights that were released, each with its index.
+    saved: Vec<(usize, PinnedBuffer)>,
     tensors: Vec<DeviceBuffer>,
     config: CudaConfig,
     queue: Arc<Queue>,
@@ -253,6 +256,7 @@ impl CudaDevice {
             taken_logits: Vec::new(),
             hidden: 0,
             weights: Vec::new(),
+            saved: Vec::new(),
             tensors: Vec::new(),
             config,
             queue,

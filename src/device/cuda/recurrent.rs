@@ -8,7 +8,7 @@ use kernels::cuda::gated_delta::{
     DeltaShape, DeltaStates, DeltaWeights, GatedDelta, HEAD_DIM, NUM_TAPS, RowsKernel, gated_delta_decode,
     gated_delta_rows,
 };
-use kernels::cuda::{CudaError, DeviceBuffer, Gpu, Queue, Span};
+use kernels::cuda::{CudaError, DeviceBuffer, Gpu, Queue, Residence, Span};
 use ops::{AttentionSpec, DeviceError, RecurrentShape, RecurrentWeights};
 
 use super::{CudaDevice, CudaTensor, CudaWeight, device_error};
@@ -35,15 +35,20 @@ pub(crate) struct States {
 }
 
 impl States {
-    fn new(gpu: &Arc<Gpu>, spec: &AttentionSpec, num_slots: usize) -> Result<Self, CudaError> {
+    fn new(gpu: &Arc<Gpu>, spec: &AttentionSpec, num_slots: usize, residence: Residence) -> Result<Self, CudaError> {
         let pitch = spec.state_bytes() / size_of::<f32>();
         let next = |start: &mut usize, shape: &RecurrentShape| {
             *start += shape.state_len();
             Some(*start - shape.state_len())
         };
         let starts = spec.states.iter().scan(0, next).collect();
-        let memory = DeviceBuffer::with_count::<f32>(gpu, num_slots * pitch)?;
+        let memory = DeviceBuffer::with_residence(gpu, num_slots * pitch * size_of::<f32>(), residence)?;
         Ok(Self { memory: Some(memory), starts, num_slots, pitch })
+    }
+
+    /// The buffer of all states; none for a model without them.
+    pub(super) fn buffer(&mut self) -> Option<&mut DeviceBuffer> {
+        self.memory.as_mut()
     }
 
     /// Refuses a step whose rows have no slots of their own.
@@ -130,7 +135,7 @@ impl CudaDevice {
     }
 
     pub(super) fn take_states(&mut self, spec: &AttentionSpec, num_slots: usize) -> Result<(), DeviceError> {
-        self.states = States::new(&self.gpu, spec, num_slots).map_err(device_error)?;
+        self.states = States::new(&self.gpu, spec, num_slots, self.config.residence()).map_err(device_error)?;
         Ok(())
     }
 

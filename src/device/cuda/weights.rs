@@ -47,7 +47,7 @@ impl CudaDevice {
         form: Form,
         bytes: usize,
     ) -> Result<Span, DeviceError> {
-        let buffer = DeviceBuffer::new(&self.gpu, bytes).map_err(device_error)?;
+        let buffer = DeviceBuffer::with_residence(&self.gpu, bytes, self.config.residence()).map_err(device_error)?;
         let span = buffer.span();
         self.weights.push(buffer);
         let parts = parts.iter().map(Part::new).collect::<Result<Vec<_>, _>>()?;

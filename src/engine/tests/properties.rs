@@ -18,7 +18,7 @@ use proptest::test_runner::TestRunner;
 use support::{Expected, Guesser, Random, VOCAB_SIZE, World};
 
 /// Number of engines with random limits, each with its own calls: enough for 100 000 requests.
-const NUM_WORLDS: u32 = 4200;
+const NUM_WORLDS: u32 = 4300;
 
 #[derive(Debug, Clone)]
 enum Call {
@@ -32,6 +32,8 @@ enum Call {
     Plan,
     Settle,
     Recover,
+    /// Sequences that have not begun stay in the queue, or no longer do.
+    Hold(bool),
 }
 
 fn token() -> impl Strategy<Value = TokenId> {
@@ -83,6 +85,7 @@ fn call() -> impl Strategy<Value = Call> {
         20 => Just(Call::Plan),
         18 => Just(Call::Settle),
         1 => Just(Call::Recover),
+        1 => any::<bool>().prop_map(Call::Hold),
     ]
 }
 
@@ -162,8 +165,10 @@ fn run_calls(config: EngineConfig, calls: Vec<Call>) -> usize {
                 world.settle();
             }
             Call::Recover => world.recover(),
+            Call::Hold(holds) => world.engine.hold_new(holds),
         }
     }
+    world.engine.hold_new(false);
     world.run_to_idle();
     assert_eq!(world.num_finished, submitted.len());
     submitted.len()

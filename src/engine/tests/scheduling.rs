@@ -220,3 +220,32 @@ fn higher_priority_is_served_first_then_arrival_and_delayed_ones_last_of_theirs(
     assert_eq!(order_of_service(&mut steps), [high, middle, running, low, late]);
     assert!(!steps.engine.is_new(late) && !steps.engine.delay(late));
 }
+
+#[test]
+fn while_new_sequences_are_held_those_that_have_begun_run_to_their_end() {
+    // The blocks do not suffice for both sequences, so that one is preempted and resumed.
+    let config = EngineConfig {
+        max_rows: 2,
+        max_step_tokens: 16,
+        block_size: 2,
+        num_blocks: 12,
+        policy: Policy::MaxUtilization,
+        prefix_cache: false,
+        ..EngineConfig::default()
+    };
+    let mut steps = Steps::new(config);
+    let begun = [1, 2].map(|seed| steps.submit(request(seed, 4, 12)));
+    assert_eq!(steps.step().unwrap().joined.len(), 2);
+    let held = steps.submit(request(3, 4, 4));
+    steps.engine.hold_new(true);
+    assert!(!steps.engine.is_unbegun());
+    while let Some(plan) = steps.step() {
+        assert!(plan.joined.iter().all(|joined| begun.contains(&joined.sequence)), "{plan:?}");
+    }
+    assert!(steps.engine.stats().total_preempted > 0);
+    assert!(steps.engine.is_unbegun() && !steps.engine.is_idle());
+    steps.engine.hold_new(false);
+    assert_eq!(steps.step().unwrap().joined[0].sequence, held);
+    while steps.step().is_some() {}
+    assert!(steps.engine.is_idle());
+}

@@ -42,7 +42,12 @@ const fn counter(name: &'static str, help: &'static str, value: fn(&LlmStatus) -
 }
 
 pub(super) const PLAIN: &[Plain] = &[
-    gauge("trireme_llm_ready", "1 when a step can run now", |model| f64::from(u8::from(model.is_ready))),
+    gauge("trireme_llm_ready", "1 when a step can run now, or once the model is woken", |model| {
+        f64::from(u8::from(model.is_ready))
+    }),
+    gauge("trireme_llm_sleeping", "1 while the model sleeps: its devices' memory is free", |model| {
+        f64::from(u8::from(model.is_sleeping))
+    }),
     gauge("trireme_llm_requests_running", "Sequences in the current steps", |model| model.engine.num_running as f64),
     gauge("trireme_llm_requests_waiting", "Sequences in the queue, preempted ones included", |model| {
         model.engine.num_waiting as f64

@@ -18,6 +18,7 @@ fn spec() -> WorkerSpec {
             network: None,
             weight_precision: Default::default(),
             batch_invariant: false,
+            sleep_mode: false,
             kv_cache_type: Default::default(),
             step_timeout: Duration::from_secs(1),
             library_dirs: Vec::new(),

@@ -11,6 +11,7 @@ pub(crate) fn llm_config() -> LlmConfig {
             network: None,
             weight_precision: WeightPrecision::default(),
             batch_invariant: false,
+            sleep_mode: false,
             kv_cache_type: Default::default(),
             step_timeout: std::time::Duration::from_secs(60),
             library_dirs: Vec::new(),

@@ -16,6 +16,15 @@ use super::{End, Running, Waiting};
 impl Running {
     /// Handles all messages in the inbox. Waits up to `timeout` for the first one; [`Duration::MAX`] waits without limit.
     pub(super) fn handle_messages(&mut self, group: &mut WorkerGroup, timeout: Duration) -> Result<(), End> {
+        self.handle_messages_with(Some(group), timeout)
+    }
+
+    /// The same. Without workers, events of agents are dropped.
+    pub(super) fn handle_messages_with(
+        &mut self,
+        mut group: Option<&mut WorkerGroup>,
+        timeout: Duration,
+    ) -> Result<(), End> {
         let messages = &self.thread.messages;
         let mut next = match timeout {
             Duration::MAX => messages.recv().ok(),
@@ -24,8 +33,10 @@ impl Running {
         while let Some(message) = next {
             match message {
                 Message::Agent(event) => {
-                    group.handle_event(event)?;
-                    self.thread.shared.metrics.update_start(|start| start.workers = group.workers().to_vec());
+                    if let Some(group) = &mut group {
+                        group.handle_event(event)?;
+                        self.thread.shared.metrics.update_start(|start| start.workers = group.workers().to_vec());
+                    }
                 }
                 Message::Submit { sequences, timeout, events } => self.submit(sequences, timeout, events),
                 Message::Cancel(sequence) => {
@@ -38,6 +49,8 @@ impl Running {
                 Message::Ledger(reply) => {
                     let _ = reply.send(Report::new(self.engine.as_ref(), self.thread.dispatcher.num_open()));
                 }
+                Message::Sleep { level, done } => self.sleep.ask(level, done),
+                Message::Wake { done } => self.sleep.ask_to_wake(done),
                 Message::Stop { done } => return Err(End::Stopped(done)),
             }
             next = self.thread.messages.try_recv().ok();

@@ -74,6 +74,8 @@ impl Running {
     /// Ends all requests with this error, and refuses new ones until the next start or [`Message::Stop`].
     pub(super) fn fail_all_requests(&mut self, message: String) -> Option<oneshot::Sender<()>> {
         *ipc::lock(&self.thread.shared.failure) = Some(message.clone());
+        self.thread.shared.sleeps.store(false, Ordering::Release);
+        self.sleep.fail(&message);
         let error = InferError::unavailable(message);
         self.thread.dispatcher.push_last_to_all(|| RequestEvent::Failed(error.clone()));
         self.thread.dispatcher.flush();
@@ -87,6 +89,9 @@ impl Running {
         loop {
             match self.thread.messages.recv_timeout(end.saturating_duration_since(Instant::now())) {
                 Ok(Message::Submit { events, .. }) => events.send(RequestEvent::Failed(error.clone())),
+                Ok(Message::Sleep { done, .. } | Message::Wake { done }) => {
+                    let _ = done.send(Err(error.message.clone()));
+                }
                 Ok(Message::Stop { done }) => return Some(done),
                 Ok(Message::Masks(jobs)) => self.finish_masks(jobs),
                 Ok(Message::Cancel(_) | Message::Finish(_) | Message::Agent(_) | Message::Ledger(_)) => {}

@@ -61,6 +61,8 @@ fn work(agents: &Weak<Agents>, prefix: &Prefix, worker: WorkerId, is_over: &Atom
                 send(&FromWorker::Output(StepOutput { step, tokens }));
             }
             ToWorker::Stop => break,
+            ToWorker::Sleep => send(&FromWorker::Slept { refused: None }),
+            ToWorker::Wake { .. } => send(&FromWorker::Ready),
             ToWorker::Adapter(_) | ToWorker::Exchanged { .. } | ToWorker::Masks(_) => {}
         }
     }

@@ -52,6 +52,11 @@ pub fn step(number: u64, work: &[(usize, Range<usize>)], blocks: Blocks) -> Step
     inputs
 }
 
+/// The first `len` tokens of a row whose prompt is computed in chunks.
+pub fn prompt(row: usize, len: usize) -> Vec<TokenId> {
+    (0..len).map(|position| token(row, position)).collect()
+}
+
 fn token(row: usize, position: usize) -> TokenId {
     TokenId((position * 7 + row) as u32 % MAX_TOKEN)
 }

@@ -2,13 +2,14 @@
 //!
 //! `cargo run --release -p device --example cuda_steps -- [--shape llama2-7b|llama3-8b | --checkpoint DIR] [--layers N] [--simple] [--batch-invariant]
 //! [--no-graphs] [--context N] [--prefill N] [--batch N] [--rows N] [--weights bf16|fp8|fp8-blocks|fp8-weights-only|int4] [--kv-cache bf16|fp8|int8]
-//! [--tp-size N --rank R --exchange DIR]`
+//! [--tp-size N --rank R --exchange DIR] [--sleep]`
 //!
 //! Prints milliseconds per decode step for several batch sizes and for a mixed step, with two steps in flight, and
-//! prefill tokens per second. `--layers` and `--weights` are for random weights.
+//! prefill tokens per second. `--sleep` measures sleep and wake in their place. `--layers` and `--weights` are for random weights.
 
 mod inputs;
 mod llama;
+mod sleep;
 
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -40,6 +41,7 @@ struct Options {
     batch_invariant: bool,
     kv_elements: KvElements,
     graphs: bool,
+    sleeps: bool,
     tp: TensorParallel,
     exchange: PathBuf,
 }
@@ -68,6 +70,7 @@ fn options() -> Options {
             Some(other) => panic!("--kv-cache {other}; expected bf16, fp8 or int8"),
         },
         graphs: !has("--no-graphs"),
+        sleeps: has("--sleep"),
         tp: TensorParallel { rank: number("--rank", 0) as u32, size: number("--tp-size", 1) as u32 },
         exchange: value("--exchange").unwrap_or_default().into(),
     }
@@ -137,6 +140,7 @@ fn config(options: &Options, vocab_size: usize) -> CudaConfig {
         use_graphs: options.graphs,
         use_fast_kernels: options.fast,
         batch_invariant: options.batch_invariant,
+        sleep_mode: options.sleeps,
         ..CudaConfig::new(options.tp.rank as usize, limits)
     }
 }
@@ -183,6 +187,9 @@ fn main() -> Result<(), AnyError> {
     let (context, rows) = (options.context, options.rows);
     let decode_blocks = (context + 64) / BLOCK + 1;
     let mut bench = prepare(&options, decode_blocks, mark)?;
+    if options.sleeps {
+        return bench.check_sleep(print_rank_0);
+    }
     let blocks = Blocks { groups: bench.groups, rows, per_row: decode_blocks };
     let decode = |count: usize, number: usize| (0..count).map(move |row| (row, context + number..context + number + 1));
     let batches = [1, 2, 4, 8, 16, 32, 64, 128, 256].into_iter().filter(|&b| b <= rows);

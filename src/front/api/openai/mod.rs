@@ -22,6 +22,7 @@ mod request;
 mod respond;
 mod responses;
 mod responses_reply;
+mod sleep;
 mod tensor_model;
 mod tokenizer_info;
 mod tokens;
@@ -46,7 +47,7 @@ pub(crate) use error::ApiError;
 /// The paths of this module, for the error of an unknown one.
 const PATHS: &str = "/v1/models, /v1/completions, /v1/chat/completions, /v1/completions/render, /v1/chat/completions/render, \
                      /v1/responses, /v1/messages, /v1/messages/count_tokens, /v1/load_lora_adapter, /v1/unload_lora_adapter, \
-                     /tokenize, /detokenize, /tokenizer_info, /health, /ping and /version";
+                     /tokenize, /detokenize, /tokenizer_info, /sleep, /wake_up, /is_sleeping, /health, /ping and /version";
 
 /// Client and server name a request by this header.
 const REQUEST_ID: HeaderName = HeaderName::from_static("x-request-id");
@@ -57,7 +58,7 @@ const ANTHROPIC_ID: HeaderName = HeaderName::from_static("request-id");
 pub(crate) fn is_path(path: &str) -> bool {
     let is_alone =
         matches!(path, "/v1" | "/tokenize" | "/detokenize" | "/tokenizer_info" | "/health" | "/ping" | "/version");
-    is_alone || path.starts_with("/v1/") || not_served::ALONE.contains(&path)
+    is_alone || sleep::PATHS.contains(&path) || path.starts_with("/v1/") || not_served::ALONE.contains(&path)
 }
 
 /// Answers one request; an error is an answer too. The reply has the request's id, or a new one.
@@ -89,7 +90,7 @@ async fn answer(state: &Arc<State>, head: &http::request::Parts, body: Incoming)
     let restrictions = &state.config.http_restrictions;
     let api = match path {
         "/health" | "/ping" => Api::Health,
-        _ if adapters::PATHS.contains(&path) => Api::ModelRepository,
+        _ if adapters::PATHS.contains(&path) || sleep::PATHS.contains(&path) => Api::ModelRepository,
         _ if is_post => Api::Inference,
         // As at OpenAI, a key is needed for all of `/v1` or for none of it.
         _ if path.starts_with("/v1/") && restrictions.restricts(Api::Inference) => Api::Inference,
@@ -111,11 +112,17 @@ async fn answer(state: &Arc<State>, head: &http::request::Parts, body: Incoming)
         "/detokenize" if is_post => tokens::detokenize(state, &head.headers, body).await,
         adapters::LOAD if is_post => adapters::load(state, &head.headers, body).await,
         adapters::UNLOAD if is_post => adapters::unload(state, &head.headers, body).await,
+        sleep::SLEEP if is_post => sleep::sleep(state, head.uri.query()).await,
+        sleep::WAKE if is_post => sleep::wake(state, head.uri.query()).await,
+        sleep::IS_SLEEPING if is_get => sleep::is_sleeping(state, head.uri.query()),
         "/tokenizer_info" if is_get => tokenizer_info::tokenizer_info(state, head.uri.query()).await,
         "/health" | "/ping" if is_get => Ok(health(state)),
         "/version" if is_get => Ok(json_reply(&json!({"version": env!("CARGO_PKG_VERSION")}))),
         adapters::LOAD
         | adapters::UNLOAD
+        | sleep::SLEEP
+        | sleep::WAKE
+        | sleep::IS_SLEEPING
         | "/v1/completions"
         | "/v1/chat/completions"
         | "/v1/models"
