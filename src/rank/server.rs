@@ -47,10 +47,10 @@ pub(crate) fn run(
 ) -> Result<ExitCode, RankError> {
     let heartbeat = Heartbeat::new(world);
     let agents = connect(world, supervisor, events, Arc::clone(&heartbeat)).map_err(RankError::Runtime)?;
-    heartbeat.start(world, &agents, Duration::from_secs(args.heartbeat_timeout));
+    Arc::clone(&heartbeat).start(world, &agents, Duration::from_secs(args.heartbeat_timeout));
     let runtime = runtime_of("front", num_front_threads(args.front_threads.into()))?;
     let grpc = runtime_of("grpc", args.grpc_threads.into())?;
-    let control = Control::new(&[runtime.handle(), grpc.handle()]);
+    let control = Control::new(&[runtime.handle(), grpc.handle()], heartbeat);
     if let Some(path) = &args.control {
         control.answer(path);
     }
@@ -112,7 +112,9 @@ async fn serve(
     let mut signals = Signals::new().map_err(RankError::Runtime)?;
     let config = server_config(args);
     let server = new_server(&config, &llm, &python)?;
-    let metrics = metrics_sources(args, &llm, python, &startup);
+    let vitals = Arc::clone(control.vitals());
+    server.set_responds(move || vitals.respond());
+    let metrics = metrics_sources(args, &llm, python, &startup, control);
     front_config.ledger = args.front.debug_endpoints.then(|| crate::ledger::source(Arc::clone(&llm)));
     // A world that takes over ports opens them after it has loaded; others open their ports first.
     let (listeners, taken) = match &args.take_over {
@@ -172,12 +174,13 @@ fn metrics_sources(
     llm: &Arc<LlmFactory>,
     python: Arc<PythonFactory>,
     startup: &Arc<Startup>,
+    control: &Control,
 ) -> Vec<Arc<dyn front::MetricsSource>> {
     let host =
         HostMetrics::new(args.metrics.interval(), args.metrics.allow_cpu_metrics, args.metrics.allow_gpu_metrics);
     vec![
         Arc::new(host),
-        Arc::new(LlmMetrics(Arc::clone(llm))),
+        Arc::new(LlmMetrics { factory: Arc::clone(llm), vitals: Arc::clone(control.vitals()) }),
         Arc::new(PythonMetrics(python)),
         Arc::new(StartupMetrics(Arc::clone(startup))),
     ]

@@ -126,7 +126,8 @@ impl Agents {
             FromAgent::Started { worker, .. }
             | FromAgent::Relayed { worker, .. }
             | FromAgent::Ended { worker, .. }
-            | FromAgent::Stacks { worker, .. } => worker,
+            | FromAgent::Stacks { worker, .. }
+            | FromAgent::Activity { worker, .. } => worker,
             FromAgent::RankLost { .. } => return listeners.values().for_each(|listener| listener(message.clone())),
         };
         if let Some(listener) = listeners.get(&worker.instance) {

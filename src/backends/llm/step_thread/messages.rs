@@ -14,13 +14,9 @@ use super::super::worker_group::WorkerGroup;
 use super::{End, Running, Waiting};
 
 impl Running {
-    /// Handles all messages in the inbox. Waits up to `timeout` for the first one; [`Duration::MAX`] waits without limit.
+    /// Handles all messages in the inbox. Waits up to `timeout` for the first one.
     pub(super) fn handle_messages(&mut self, group: &mut WorkerGroup, timeout: Duration) -> Result<(), End> {
-        let messages = &self.thread.messages;
-        let mut next = match timeout {
-            Duration::MAX => messages.recv().ok(),
-            timeout => messages.recv_timeout(timeout).ok(),
-        };
+        let mut next = self.thread.messages.recv_timeout(timeout).ok();
         while let Some(message) = next {
             match message {
                 Message::Agent(event) => {
