@@ -19,7 +19,7 @@ const MIN_MISSED: u32 = 3;
 const MAX_INTERVAL: Duration = Duration::from_secs(2);
 
 /// The exit code for a death by SIGKILL. After a signal, a launcher starts the world again even if it has not served yet.
-const EXIT_CODE: u8 = 128 + 9;
+pub(crate) const EXIT_CODE: u8 = 128 + 9;
 
 /// Time for error responses to clients before the world ends.
 const RESPONSE_TIME: Duration = Duration::from_millis(200);
