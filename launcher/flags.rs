@@ -233,6 +233,10 @@ pub struct WorldFlags {
     /// Restart the world if rank 0 has not answered for this time; 0 disables this.
     #[arg(long, default_value_t = 15, value_name = "SECONDS")]
     pub liveness_timeout: u64,
+    /// Keep the connections of clients when rank 0 dies: a relay holds them, and sends unfinished requests to the next rank 0. A request
+    /// waits for this time. [without a value: 120]
+    #[arg(long, num_args = 0..=1, require_equals = true, default_missing_value = "120", value_name = "SECONDS")]
+    pub keep_connections: Option<u64>,
     /// Stop after more than this number of failures in a row. [default: no limit]
     #[arg(long, value_name = "N")]
     pub max_restarts: Option<u32>,

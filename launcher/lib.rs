@@ -54,6 +54,7 @@ mod port_holder;
 mod processes;
 mod rank_flags;
 mod refusal;
+mod relay;
 mod sbatch;
 pub mod scrape;
 mod signals;
@@ -255,6 +256,7 @@ fn supervise(flags: &WorldFlags, site: Site, plan: &Plan, run_dir: RunDir) -> Re
         num_starts: 0,
         offered_ports: None,
         port_holder: None,
+        relay: None,
     };
     supervisor.run()
 }

@@ -53,6 +53,8 @@ pub struct Plan {
     pub without: Vec<String>,
     /// Whether rank 0 may run where it does not see the run directory of this node.
     pub rank_0_may_be_elsewhere: bool,
+    /// The command that holds the connections of clients, with `--keep-connections`.
+    pub relay: Option<CommandLine>,
 }
 
 /// Makes the plan for a world. Errors name the flag that is wrong.
@@ -107,6 +109,13 @@ pub fn plan(flags: &WorldFlags, site: &Site) -> Result<Plan> {
     };
     let placement = (placed.len() > 1).then(|| format!("placement: {}", hosts::describe(&placed)));
     let rank_0_may_be_elsewhere = matches!(starter, Starter::Srun { .. }) || !placed.is_empty() || container.is_some();
+    if flags.keep_connections.is_some() && rank_0_may_be_elsewhere {
+        bail!(
+            "--keep-connections needs rank 0 on this machine and outside of a container; leave it out, or start without Slurm, \
+             --hosts, --hostfile and --container-image"
+        );
+    }
+    let relay = flags.keep_connections.map(|seconds| relay_command(seconds, most, flags, site));
     let has_variable = |name: &str| site.environment.iter().any(|its| its == name);
     let is_one_node = match starter {
         Starter::Local => true,
@@ -114,7 +123,7 @@ pub fn plan(flags: &WorldFlags, site: &Site) -> Result<Plan> {
         Starter::Mpirun(_) => mpirun::is_one_node(&placed, has_variable),
     };
     let without = flags.keys.variables.clone();
-    Ok(Plan { command, starter, placed, placement, is_one_node, without, rank_0_may_be_elsewhere })
+    Ok(Plan { command, starter, placed, placement, is_one_node, without, rank_0_may_be_elsewhere, relay })
 }
 
 /// Returns an error if rank 0 runs on another host, where it cannot read the key files of this launcher.
@@ -206,6 +215,14 @@ fn rank_command(rank: u32, ranks_per_node: u32, flags: &WorldFlags, site: &Site)
         args.extend(flags.keys.flags.iter().cloned());
     }
     args.insert(NUM_FIRST_ARGS, format!("--backend-config=python,shm-region-prefix-name={}{rank}_", site.shm_prefix));
+    command
+}
+
+/// The relay has the flags of rank 0, for its ports.
+fn relay_command(seconds: u64, ranks_per_node: u32, flags: &WorldFlags, site: &Site) -> CommandLine {
+    let mut command = rank_command(0, ranks_per_node, flags, site);
+    command.args[0] = ipc::RELAY.to_owned();
+    command.args.insert(1, format!("--relay-wait={seconds}"));
     command
 }
 

@@ -27,19 +27,24 @@ pub(crate) fn descendants(pid: u32) -> Vec<u32> {
     found
 }
 
-/// The process title of a rank or worker.
+/// The process title of a rank, a worker or the relay.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) enum Title {
     Rank(u32),
     /// Its tensor-parallel rank, and its model.
     Worker(u32, String),
+    /// The relay of `--keep-connections`.
+    Relay,
 }
 
-/// The title of `pid`; None if it is neither rank nor worker.
+/// The title of `pid`; None if it has none of these.
 pub(crate) fn title(pid: u32) -> Option<Title> {
     let line = fs::read(format!("/proc/{pid}/cmdline")).ok()?;
     let line = String::from_utf8_lossy(&line).into_owned();
     let words = line.trim_end_matches('\0').strip_prefix("trireme: ")?;
+    if words == ipc::RELAY {
+        return Some(Title::Relay);
+    }
     let (role, rest) = words.split_once(' ')?;
     let (number, rest) = rest.split_once(' ').unwrap_or((rest, ""));
     match role {

@@ -183,26 +183,32 @@ impl RunDir {
         self.path.join(format!("world-{pid}-{start}-control.sock"))
     }
 
+    /// The directory of the sockets on which rank 0 of that start accepts the connections of the relay.
+    pub(crate) fn relay_directory(&self, pid: u32, start: u32) -> PathBuf {
+        self.path.join(format!("world-{pid}-{start}.relay"))
+    }
+
     /// The file to which ranks of that start write why their world ends.
     pub(crate) fn cause_file(&self, pid: u32, start: u32) -> PathBuf {
         self.path.join(format!("world-{pid}-{start}.cause"))
     }
 
-    /// Removes sockets, cause files and key files of launchers that have ended.
+    /// Removes sockets, their directories, cause files and key files of launchers that have ended.
     pub(crate) fn remove_dead_sockets(&self) {
         for path in fs::read_dir(&self.path).into_iter().flatten().flatten().map(|entry| entry.path()) {
             let owner = || -> Option<u32> {
                 let name = path.file_name()?.to_str()?;
                 let of_world = |name: &'_ str| {
                     let name = name.strip_prefix("world-")?;
-                    name.strip_suffix(".sock").or_else(|| name.strip_suffix(".cause")).map(str::to_owned)
+                    let suffixes = [".sock", ".cause", ".relay"];
+                    suffixes.iter().find_map(|suffix| name.strip_suffix(suffix)).map(str::to_owned)
                 };
                 let name = of_world(name).or_else(|| name.strip_prefix("keys-").map(str::to_owned))?;
                 name.split('-').next()?.parse().ok()
             };
             if owner().is_some_and(|pid| ProcessId::of(pid).is_none()) {
                 // It does not matter if it is gone already.
-                let _ = fs::remove_file(path);
+                let _ = if path.is_dir() { fs::remove_dir_all(path) } else { fs::remove_file(path) };
             }
         }
     }

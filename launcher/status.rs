@@ -52,7 +52,7 @@ pub struct WorldStatus {
 /// One process of a world.
 #[derive(Debug, Clone, Serialize)]
 pub struct ProcessStatus {
-    /// `launcher`, `rank` or `worker`.
+    /// `launcher`, `rank`, `worker` or `relay`.
     pub role: &'static str,
     /// Its rank; for a worker its tensor-parallel rank.
     pub rank: Option<u32>,
@@ -211,6 +211,7 @@ fn process_statuses(world: &WorldState, metrics: &Metrics) -> Vec<ProcessStatus>
         match processes::title(pid) {
             Some(processes::Title::Rank(rank)) => found.push(local(pid, "rank", Some(rank), None)),
             Some(processes::Title::Worker(rank, model)) => found.push(local(pid, "worker", Some(rank), Some(model))),
+            Some(processes::Title::Relay) => found.push(local(pid, "relay", None, None)),
             None => {}
         }
     }

@@ -1,6 +1,6 @@
 //! One run of a world: starts its processes, stops them, and waits until the last one on this node has ended.
 
-use std::os::unix::fs::OpenOptionsExt;
+use std::os::unix::fs::{DirBuilderExt, OpenOptionsExt};
 use std::os::unix::process::{CommandExt, ExitStatusExt};
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, ExitStatus, Stdio};
@@ -39,6 +39,8 @@ pub(crate) struct WorldPaths {
     pub(crate) control: PathBuf,
     /// File to which ranks write why the world ends.
     pub(crate) cause: PathBuf,
+    /// Directory of the sockets on which rank 0 accepts the connections of the relay; None without one.
+    pub(crate) relay: Option<PathBuf>,
     /// Socket from which rank 0 takes its ports over; None: it binds them.
     pub(crate) take_over: Option<PathBuf>,
     /// Directory for crash reports.
@@ -74,7 +76,8 @@ impl World {
         command.env("TRIREME_WORLD_RESTARTS", paths.num_restarts.to_string());
         make_private(&paths.cause).with_context(|| format!("cannot make {}", paths.cause.display()))?;
         // Only the launcher notifies systemd.
-        command.env_remove("NOTIFY_SOCKET").env_remove("WATCHDOG_USEC").env_remove("TRIREME_TAKE_OVER");
+        command.env_remove("NOTIFY_SOCKET").env_remove("WATCHDOG_USEC");
+        command.env_remove("TRIREME_TAKE_OVER").env_remove("TRIREME_RELAY");
         for name in &plan.without {
             command.env_remove(name);
         }
@@ -83,6 +86,10 @@ impl World {
         command.env("OMPI_MCA_odls_base_sigkill_timeout", "0");
         if let Some(socket) = &paths.take_over {
             command.env("TRIREME_TAKE_OVER", socket);
+        }
+        if let Some(directory) = &paths.relay {
+            make_private_directory(directory).with_context(|| format!("cannot make {}", directory.display()))?;
+            command.env("TRIREME_RELAY", directory);
         }
         let mpi_session = match plan.starter {
             Starter::Mpirun(kind) if kind != MpiKind::Mpich && plan.is_one_node => {
@@ -129,6 +136,11 @@ impl World {
     /// The socket at which its rank 0 hands over its ports.
     pub(crate) fn hand_over(&self) -> &PathBuf {
         &self.paths.hand_over
+    }
+
+    /// The directory of the sockets on which its rank 0 accepts the connections of the relay.
+    pub(crate) fn relay(&self) -> Option<&PathBuf> {
+        self.paths.relay.as_ref()
     }
 
     /// The socket at which its rank 0 reports its health.
@@ -186,10 +198,10 @@ impl World {
         processes::kill_all(|| self.processes());
     }
 
-    /// Waits until all processes of the world have ended, then removes its shared memory, sockets and files. `beside` is the
-    /// first process of another world of this launcher, whose processes are not touched; `meanwhile` is called repeatedly. A
-    /// process that is stuck in the kernel is logged and left behind.
-    pub(crate) fn finish(mut self, beside: Option<u32>, mut meanwhile: impl FnMut()) -> Result<Ended> {
+    /// Waits until all processes of the world have ended, then removes its shared memory, sockets and files. `beside` are the
+    /// first process of another world of this launcher and its relay, whose processes are not touched; `meanwhile` is called
+    /// repeatedly. A process that is stuck in the kernel is logged and left behind.
+    pub(crate) fn finish(mut self, beside: &[u32], mut meanwhile: impl FnMut()) -> Result<Ended> {
         let mut status = None;
         let child = &mut self.child;
         let is_left = |_| {
@@ -207,12 +219,15 @@ impl World {
             // It does not matter if it is gone already.
             let _ = std::fs::remove_file(file);
         }
+        if let Some(directory) = &self.paths.relay {
+            let _ = std::fs::remove_dir_all(directory);
+        }
         sweep_shared_memory()?;
         Ok(ended)
     }
 
     /// Waits for processes that outlive the first one. If their parent has ended, this process, their subreaper, adopts them.
-    fn wait_for_orphans(&self, beside: Option<u32>, meanwhile: impl FnMut()) {
+    fn wait_for_orphans(&self, beside: &[u32], meanwhile: impl FnMut()) {
         let find = || {
             let mut left = self.processes();
             // A process that is exiting has no readable environment, but may still hold shared memory.
@@ -220,7 +235,7 @@ impl World {
             left
         };
         let left = |waited| {
-            for pid in processes::ended_children().into_iter().filter(|pid| Some(*pid) != beside) {
+            for pid in processes::ended_children().into_iter().filter(|pid| !beside.contains(pid)) {
                 let _ = waitpid(Pid::from_raw(pid as i32), Some(WaitPidFlag::WNOHANG));
             }
             if waited > ORPHAN_TIMEOUT {
@@ -232,6 +247,13 @@ impl World {
     }
 }
 
+/// An empty directory that this user alone can enter.
+fn make_private_directory(path: &Path) -> std::io::Result<()> {
+    // A killed launcher with the same pid may have left one.
+    let _ = std::fs::remove_dir_all(path);
+    std::fs::DirBuilder::new().mode(0o700).create(path)
+}
+
 /// An empty file that this user alone can read and write.
 fn make_private(path: &Path) -> std::io::Result<()> {
     // A killed launcher with the same pid may have left a file.
@@ -239,10 +261,10 @@ fn make_private(path: &Path) -> std::io::Result<()> {
     std::fs::OpenOptions::new().write(true).create_new(true).mode(0o600).open(path).map(drop)
 }
 
-/// The descendants of this process, without the world whose first process is `beside`.
-fn orphans(beside: Option<u32>) -> Vec<u32> {
-    let others = beside.map(processes::descendants).unwrap_or_default();
-    let is_orphan = |pid: &u32| Some(*pid) != beside && !others.contains(pid);
+/// The descendants of this process, without the processes of `beside` and their own descendants.
+fn orphans(beside: &[u32]) -> Vec<u32> {
+    let others: Vec<u32> = beside.iter().flat_map(|&pid| processes::descendants(pid)).collect();
+    let is_orphan = |pid: &u32| !beside.contains(pid) && !others.contains(pid);
     processes::descendants(std::process::id()).into_iter().filter(is_orphan).collect()
 }
 

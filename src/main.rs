@@ -8,6 +8,7 @@ use std::ffi::OsString;
 use std::path::PathBuf;
 use std::process::ExitCode;
 use std::sync::Arc;
+use std::time::Duration;
 
 use bench::{BenchArgs, ReplayArgs};
 use clap::{Arg, ArgAction, Args, Command, FromArgMatches};
@@ -29,16 +30,16 @@ fn main() -> ExitCode {
         ipc::end_with_the_reader();
         return launcher::main(args);
     }
-    if args
-        .get(1)
-        .is_some_and(|command| command == "rank" || command == "plan" || command == "serve" || command == "doctor")
-    {
+    if args.get(1).is_some_and(|command| {
+        command == "rank" || command == ipc::RELAY || command == "plan" || command == "serve" || command == "doctor"
+    }) {
         args = rank::with_dashes(args);
     } else if args.get(1).is_some_and(|command| command == "bench") {
         args = bench::with_dashes(args);
     }
     let is_rank = args.get(1).is_some_and(|command| command == "rank");
-    if !is_rank && args.get(1).is_none_or(|command| command != "worker") {
+    let outlives_reader = args.get(1).is_some_and(|command| command == "worker" || command == ipc::RELAY);
+    if !is_rank && !outlives_reader {
         ipc::end_with_the_reader();
     }
     let matches = match command().try_get_matches_from(args) {
@@ -56,6 +57,7 @@ fn main() -> ExitCode {
             rank::flag_names().for_each(|line| println!("{line}"));
             Ok(ExitCode::SUCCESS)
         }
+        Some((ipc::RELAY, matches)) => run_relay(matches),
         Some(("plan", matches)) => run_plan(matches),
         Some(("worker", _)) => worker::main().map(|()| ExitCode::SUCCESS).map_err(anyhow::Error::from),
         Some(("nccl-check", matches)) => run_nccl_check(matches),
@@ -119,6 +121,7 @@ fn command() -> Command {
             Command::new(launcher::SUB_COMMAND).about("The same as the program `launch`: starts and runs worlds"),
         )
         .subcommand(rank::command())
+        .subcommand(relay_command())
         .subcommand(plan_command())
         .subcommand(Command::new("rank-flags").about("The flags of a rank, a line each; for `launch`").hide(true))
         .subcommand(Command::new("worker").about("A worker of a rank; started by its rank, never by hand").hide(true))
@@ -143,6 +146,16 @@ fn command() -> Command {
 /// A sub-command with its arguments. The description comes after them, because theirs would replace it.
 fn described<A: Args>(name: &'static str, about: &'static str) -> Command {
     A::augment_args(Command::new(name)).about(about)
+}
+
+/// Takes the flags of a rank.
+fn relay_command() -> Command {
+    let wait = Arg::new("relay-wait").long("relay-wait").value_name("SECONDS").default_value("120");
+    rank::command()
+        .name(ipc::RELAY)
+        .about("Holds the connections of clients while rank 0 is started again; started by `launch`, never by hand")
+        .arg(wait.value_parser(clap::value_parser!(u64)).help("How long a request waits for a rank 0"))
+        .hide(true)
 }
 
 /// Takes the flags of a rank.
@@ -201,6 +214,12 @@ fn run_rank(matches: &clap::ArgMatches) -> anyhow::Result<ExitCode> {
         Ok((args, ignored)) => Ok(rank::main(args, &ignored, hardware())?),
         Err(error) => Ok(rank::usage_error(&error)),
     }
+}
+
+fn run_relay(matches: &clap::ArgMatches) -> anyhow::Result<ExitCode> {
+    let (args, _) = rank::parse(matches)?;
+    let wait = *matches.get_one::<u64>("relay-wait").expect("it has a default");
+    Ok(rank::relay(&args, Duration::from_secs(wait), &hardware())?)
 }
 
 fn run_client(matches: &clap::ArgMatches) -> anyhow::Result<ExitCode> {

@@ -15,6 +15,7 @@ use crate::capture::Capture;
 use crate::flags::WorldFlags;
 use crate::plan::{self, Site};
 use crate::port_holder::PortHolder;
+use crate::relay::Relay;
 use crate::signals::{Event, RESTART, RESTART_AFTER, RESTART_ROLLING, Signals};
 use crate::state::{Phase, RunDir, WorldState};
 use crate::systemd::Systemd;
@@ -52,6 +53,8 @@ pub(crate) struct Supervisor {
     pub(crate) offered_ports: Option<PathBuf>,
     /// Replies to clients while no world serves; exists once a world has served.
     pub(crate) port_holder: Option<PortHolder>,
+    /// Holds the connections of clients, with `--keep-connections`.
+    pub(crate) relay: Option<Relay>,
 }
 
 /// How one run of the world ended.
@@ -70,10 +73,31 @@ struct Run {
 impl Supervisor {
     /// Runs the world until its end is requested or no restart follows a failure. Returns its exit code.
     pub(crate) fn run(mut self) -> Result<u8> {
+        self.start_relay()?;
         let result = self.run_and_restart();
         self.systemd.stopping();
         self.run_dir.remove(self.state.http_port);
         result
+    }
+
+    /// Starts the relay of `--keep-connections`, which is there before the first world.
+    fn start_relay(&mut self) -> Result<()> {
+        if let Some(command) = plan::plan(&self.flags, &self.site)?.relay {
+            self.relay = Some(Relay::start(command)?);
+        }
+        Ok(())
+    }
+
+    /// Starts another relay after one has ended, unless none is needed any more.
+    fn replace_relay(&mut self) -> Result<()> {
+        let is_needed = self.relay.as_mut().map_or(Ok(false), Relay::start_again)?;
+        self.relay = self.relay.take().filter(|_| is_needed);
+        Ok(())
+    }
+
+    /// The processes of this launcher that the end of a world does not touch.
+    fn beside(&self, world: Option<u32>) -> Vec<u32> {
+        world.into_iter().chain(self.relay.as_ref().map(Relay::pid)).collect()
     }
 
     fn run_and_restart(&mut self) -> Result<u8> {
@@ -164,7 +188,9 @@ impl Supervisor {
             hand_over: self.run_dir.hand_over_socket(self.state.launcher_pid, self.num_starts),
             control: self.run_dir.control_socket(self.state.launcher_pid, self.num_starts),
             cause: self.run_dir.cause_file(self.state.launcher_pid, self.num_starts),
+            relay: self.relay.is_some().then(|| self.run_dir.relay_directory(self.state.launcher_pid, self.num_starts)),
             take_over: take_over
+                .filter(|_| self.relay.is_none())
                 .map(|world| world.hand_over().clone())
                 .or_else(|| self.offered_ports.clone().filter(|path| path.exists()))
                 .or_else(|| self.port_holder.as_ref().map(|port_holder| port_holder.path().to_owned())),
@@ -181,6 +207,7 @@ impl Supervisor {
         let mut running = Running {
             world,
             next: None,
+            is_switched: false,
             started: now,
             give_up_at: self.wait_ready.filter(|_| !served_before).map(|wait| now + wait),
             serving_since: None,
@@ -191,11 +218,15 @@ impl Supervisor {
             hung: false,
         };
         loop {
-            let watches: Vec<_> =
-                std::iter::once(running.world.watch()).chain(running.next.as_ref().map(World::watch)).collect();
+            let worlds = std::iter::once(&running.world).chain(&running.next).map(World::watch);
+            let watches: Vec<_> = worlds.chain(self.relay.as_ref().map(Relay::watch)).collect();
+            let relay_at = self.relay.as_ref().map(|_| watches.len() - 1);
             self.systemd.notify_watchdog();
             let event = self.signals.wait(&watches, running.timeout())?;
             match event {
+                Event::WorldEnded(at) if Some(at) == relay_at => {
+                    self.replace_relay()?;
+                }
                 Event::WorldEnded(0) => match running.next.take() {
                     Some(next) => self.switch_worlds(&mut running, next)?,
                     None => break,
@@ -211,13 +242,15 @@ impl Supervisor {
             }
             if running.shutdown == Shutdown::None {
                 self.check_health(&mut running);
+                self.switch_relay(&mut running);
             }
         }
         let Running { mut world, serving_since, shutdown, restart, gave_up, hung, .. } = running;
         let has_failed = shutdown == Shutdown::None || hung;
         let (status, cause) = (world.status(), world.cause());
         self.refuse_clients(status, cause, has_failed);
-        let Ended { status, cause } = world.finish(None, || self.systemd.notify_watchdog())?;
+        let beside = self.beside(None);
+        let Ended { status, cause } = world.finish(&beside, || self.systemd.notify_watchdog())?;
         // All ranks have ended, so the cause is complete.
         self.refuse_clients(Some(status), cause, has_failed);
         self.state.world_pid = None;
@@ -227,9 +260,7 @@ impl Supervisor {
     }
 
     /// From now on clients get an error: the world has ended, why, and whether it restarts.
-    fn refuse_clients(&self, status: Option<ExitStatus>, cause: Option<String>, has_failed: bool) {
-        // If the ports are offered to the next world, connections wait instead.
-        let Some(port_holder) = self.port_holder.as_ref().filter(|_| self.offered_ports.is_none()) else { return };
+    fn refuse_clients(&mut self, status: Option<ExitStatus>, cause: Option<String>, has_failed: bool) {
         let reason = match (has_failed, status) {
             (false, _) => "the server is being restarted; try again later".to_owned(),
             (true, None) => "the server died and is started again; try again later".to_owned(),
@@ -238,7 +269,12 @@ impl Supervisor {
                 format!("the server died ({how}) and is started again; try again later")
             }
         };
-        port_holder.refuse(reason);
+        match (&mut self.relay, &self.port_holder) {
+            (Some(relay), _) => relay.away(reason),
+            // If the ports are offered to the next world, connections wait instead.
+            (None, Some(port_holder)) if self.offered_ports.is_none() => port_holder.refuse(reason),
+            (None, _) => {}
+        }
     }
 
     fn handle_signal(&mut self, running: &mut Running, signal: Signal) -> Result<()> {
@@ -246,7 +282,9 @@ impl Supervisor {
             RESTART_ROLLING if running.shutdown == Shutdown::None && running.serving_since.is_some() => {
                 self.start_rolling(running)?;
             }
-            RESTART_AFTER if running.shutdown == Shutdown::None && running.serving_since.is_some() => {
+            RESTART_AFTER
+                if running.shutdown == Shutdown::None && running.serving_since.is_some() && self.relay.is_none() =>
+            {
                 self.take_ports(running)
             }
             // While the world loads, each kind of restart is a plain one; while it ends, none has an effect.
@@ -323,6 +361,9 @@ impl Supervisor {
 
     /// Creates the port holder from the first world that serves; notifies it when a later one serves.
     fn keep_ports(&mut self, world: &World) {
+        if let (Some(relay), Some(directory)) = (&mut self.relay, world.relay()) {
+            return relay.serve(directory);
+        }
         match &self.port_holder {
             Some(port_holder) => port_holder.stop_refusing(),
             None => {
@@ -344,12 +385,16 @@ impl Supervisor {
                 match running.restart {
                     true => self.refuse_clients(None, None, false),
                     // No restart follows, so new clients shall find the ports closed.
-                    false => self.port_holder = None,
+                    false => {
+                        self.port_holder = None;
+                        self.relay.iter_mut().for_each(Relay::end);
+                    }
                 }
                 if let Some(next) = running.next.take() {
                     next.kill();
                     // The exit status does not matter; this removes its shared memory and files.
-                    let _ = next.finish(Some(running.world.pid()), || self.systemd.notify_watchdog());
+                    let beside = self.beside(Some(running.world.pid()));
+                    let _ = next.finish(&beside, || self.systemd.notify_watchdog());
                 }
                 running.world.request_end();
                 Shutdown::Draining(Instant::now() + exit_timeout + EXIT_GRACE)

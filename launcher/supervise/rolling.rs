@@ -16,10 +16,25 @@ impl Supervisor {
         if running.next.is_none() {
             eprintln!("launch: a rolling restart is requested: loads a second world beside the first");
             running.next = Some(self.start_world(Some(&running.world))?);
+            running.is_switched = false;
             self.state.rolling_failure = None;
             self.write_state();
         }
         Ok(())
+    }
+
+    /// Lets the relay forward to the second world once that serves. The old one then drains.
+    pub(super) fn switch_relay(&mut self, running: &mut Running) {
+        let Some(next) = running.next.as_ref().filter(|_| !running.is_switched) else { return };
+        let (Some(relay), Some(directory)) = (&mut self.relay, next.relay()) else { return };
+        if ipc::ask_health(next.control()).is_ok_and(|health| health.is_ready) {
+            relay.serve(directory);
+            running.is_switched = true;
+            eprintln!(
+                "launch: the new world serves; asks the old one to end, and gives it its time for requests in flight"
+            );
+            running.world.request_end();
+        }
     }
 
     /// Takes the ports of the world that serves, which then drains and ends, and offers them to the next one.
@@ -45,7 +60,8 @@ impl Supervisor {
     /// Makes `next` the current world after the old one has ended, normally because `next` has taken its ports.
     pub(super) fn switch_worlds(&mut self, running: &mut Running, next: World) -> Result<()> {
         let old = std::mem::replace(&mut running.world, next);
-        let status = old.finish(Some(running.world.pid()), || self.systemd.notify_watchdog())?.status;
+        let beside = self.beside(Some(running.world.pid()));
+        let status = old.finish(&beside, || self.systemd.notify_watchdog())?.status;
         eprintln!("launch: the old world has ended ({}), the new one goes on", ipc::describe_exit(status));
         self.state.num_restarts += 1;
         (running.started, running.last_answer) = (Instant::now(), Instant::now());
@@ -57,7 +73,8 @@ impl Supervisor {
     /// Handles the end of the new world before it took the ports over. The old world goes on.
     pub(super) fn give_up_rolling(&mut self, running: &mut Running) -> Result<()> {
         let Some(next) = running.next.take() else { return Ok(()) };
-        let how = ipc::describe_exit(next.finish(Some(running.world.pid()), || self.systemd.notify_watchdog())?.status);
+        let beside = self.beside(Some(running.world.pid()));
+        let how = ipc::describe_exit(next.finish(&beside, || self.systemd.notify_watchdog())?.status);
         let message = format!(
             "the new world ended before it could take over ({how}), and the old one goes on; see the log, and where \
              memory does not allow two worlds use `launch restart --rolling --after`"

@@ -15,6 +15,8 @@ pub(super) struct Running {
     pub(super) world: World,
     /// In a rolling restart, the world that will take the ports over.
     pub(super) next: Option<World>,
+    /// Whether the relay forwards to `next` already.
+    pub(super) is_switched: bool,
     pub(super) started: Instant,
     pub(super) give_up_at: Option<Instant>,
     pub(super) serving_since: Option<Instant>,
@@ -36,6 +38,7 @@ impl Running {
     /// Time until the next check or deadline.
     pub(super) fn timeout(&self) -> Option<Duration> {
         match (self.shutdown, self.serving_since) {
+            (Shutdown::None, _) if self.next.is_some() && !self.is_switched => Some(READY_POLL),
             (Shutdown::None, None) => Some(READY_POLL),
             (Shutdown::None, Some(_)) => Some(LIVENESS_POLL),
             // Wakes up in between to send watchdog notifications.

@@ -95,6 +95,8 @@ pub struct Config {
     pub http_tls: Option<Tls>,
     /// TLS of the metrics port; `None` serves without TLS.
     pub metrics_tls: Option<Tls>,
+    /// Whether every request comes from the launcher's relay, which has the connections of the clients.
+    pub is_behind_relay: bool,
     /// Whether other servers may bind the gRPC port too, if all of them set this.
     pub reuse_grpc_port: bool,
     /// Whether other servers may bind the HTTP port too, if all of them set this.
@@ -170,6 +172,7 @@ impl Default for Config {
             grpc_tls: None,
             http_tls: None,
             metrics_tls: None,
+            is_behind_relay: false,
             reuse_grpc_port: false,
             reuse_http_port: false,
             grpc_restrictions: Restrictions::default(),

@@ -19,6 +19,7 @@ mod chat;
 mod config;
 #[cfg(feature = "fuzzing")]
 pub mod fuzz;
+pub mod relay;
 mod running;
 mod state;
 mod telemetry;
@@ -29,7 +30,7 @@ pub use api::triton::header_parameters::HeaderPattern;
 pub use api::triton::shared_memory::{ClientDevices, ClientObjects, DeviceMemory};
 pub use chat::{Chat, ChatPrompts, Conversation, UnknownFields};
 pub use config::{Address, Compression, Config, ConfigError, WorldFacts};
-pub use running::{Listeners, Running, start, start_on};
+pub use running::{Listeners, RelayListeners, Running, start, start_on};
 pub use state::Addresses;
 pub use telemetry::exposition::{Family, FamilyKind, Labels, Sample};
 pub use telemetry::ledger::LedgerSource;

@@ -15,11 +15,12 @@ use hyper::server::conn::http1;
 use hyper::service::service_fn;
 use hyper_util::rt::{TokioIo, TokioTimer};
 use serving::Server;
-use tokio::net::TcpListener;
+use tokio::net::{TcpListener, UnixListener};
 use tokio::runtime::Handle;
 use tokio_rustls::TlsAcceptor;
 
 use self::header_timeout::{HeaderTimeout, RequestCounts};
+use crate::api::request_key::RequestKey;
 use crate::api::status::RETRY_AFTER_SECS;
 use crate::api::triton::grpc::service::grpc_service;
 use crate::api::triton::http as triton_http;
@@ -29,9 +30,10 @@ use crate::state::{Addresses, State};
 use crate::telemetry::metrics;
 use crate::telemetry::metrics_settings::MetricsSource;
 use crate::transport::body::ReplyBody;
+use crate::transport::budget::ProgressLimits;
 use crate::transport::connections::BusyGuard;
 use crate::transport::http2::{GrpcConnection, KeepAliveConfig};
-use crate::transport::listener::{Limits, Port, StartError, bind};
+use crate::transport::listener::{Limits, Listener, Port, StartError, bind, resolve};
 use crate::transport::tls::Tls;
 
 mod header_timeout;
@@ -45,6 +47,19 @@ pub struct Listeners {
     pub http: Option<std::net::TcpListener>,
     /// For metrics.
     pub metrics: Option<std::net::TcpListener>,
+    /// The sockets of a server behind the relay, in place of those above.
+    pub relay: Option<RelayListeners>,
+}
+
+/// The sockets on which a server accepts the connections of the relay.
+#[derive(Debug)]
+pub struct RelayListeners {
+    /// For KServe gRPC.
+    pub grpc: std::os::unix::net::UnixListener,
+    /// For KServe HTTP.
+    pub http: std::os::unix::net::UnixListener,
+    /// For metrics.
+    pub metrics: std::os::unix::net::UnixListener,
 }
 
 /// A running front. Dropping it does not stop it; [`Running::shutdown`] does.
@@ -91,9 +106,18 @@ pub async fn start_on(
     let grpc_acceptor = acceptor("gRPC service", config.grpc_tls.as_ref(), b"h2")?;
     let http_acceptor = acceptor("HTTP service", config.http_tls.as_ref(), b"http/1.1")?;
     let metrics_acceptor = acceptor("metrics service", config.metrics_tls.as_ref(), b"http/1.1")?;
-    let grpc = listen("gRPC service", listeners.grpc, config.grpc.as_ref(), config.reuse_grpc_port).await?;
-    let http = listen("HTTP service", listeners.http, config.http.as_ref(), config.reuse_http_port).await?;
-    let metrics = listen("metrics service", listeners.metrics, config.metrics.as_ref(), false).await?;
+    let [grpc, http, metrics] = match listeners.relay {
+        Some(RelayListeners { grpc, http, metrics }) => [
+            listen_to_relay("gRPC service", grpc, config.grpc.as_ref()).await?,
+            listen_to_relay("HTTP service", http, config.http.as_ref()).await?,
+            listen_to_relay("metrics service", metrics, config.metrics.as_ref()).await?,
+        ],
+        None => [
+            listen("gRPC service", listeners.grpc, config.grpc.as_ref(), config.reuse_grpc_port).await?,
+            listen("HTTP service", listeners.http, config.http.as_ref(), config.reuse_http_port).await?,
+            listen("metrics service", listeners.metrics, config.metrics.as_ref(), false).await?,
+        ],
+    };
     let state = Arc::new(State::new(config, server, sources)?);
     let mut running = Running { addresses: Addresses::default(), state: state.clone(), ports: Vec::new() };
     if let Some(listener) = grpc {
@@ -111,7 +135,11 @@ pub async fn start_on(
     Ok(running)
 }
 
-fn acceptor(service: &'static str, tls: Option<&Tls>, protocol: &[u8]) -> Result<Option<TlsAcceptor>, StartError> {
+pub(crate) fn acceptor(
+    service: &'static str,
+    tls: Option<&Tls>,
+    protocol: &[u8],
+) -> Result<Option<TlsAcceptor>, StartError> {
     let acceptor = tls.map(|tls| tls.acceptor(protocol)).transpose();
     acceptor.map_err(|source| StartError::Tls { service, source })
 }
@@ -121,42 +149,77 @@ async fn listen(
     bound: Option<std::net::TcpListener>,
     address: Option<&crate::Address>,
     is_shared: bool,
-) -> Result<Option<TcpListener>, StartError> {
+) -> Result<Option<Listener>, StartError> {
     match (address, bound) {
         (Some(address), Some(socket)) => {
             let taken = socket.set_nonblocking(true).and_then(|()| TcpListener::from_std(socket));
-            taken.map(Some).map_err(|source| StartError::Listen { service, address: address.clone(), source })
+            let taken = taken.map(|listener| Some(Listener::Tcp(listener)));
+            taken.map_err(|source| StartError::Listen { service, address: address.clone(), source })
         }
-        (Some(address), None) => bind(service, address, is_shared).await.map(Some),
+        (Some(address), None) => Ok(Some(Listener::Tcp(bind(service, address, is_shared).await?))),
         (None, _) => Ok(None),
     }
 }
 
-fn serve_grpc(listener: TcpListener, acceptor: Option<TlsAcceptor>, state: Arc<State>) -> std::io::Result<Port> {
-    let (config, check_interval) = (state.config.clone(), state.budget.progress().check_interval());
+/// The listener of a service that the relay makes available at `address`.
+async fn listen_to_relay(
+    service: &'static str,
+    socket: std::os::unix::net::UnixListener,
+    address: Option<&crate::Address>,
+) -> Result<Option<Listener>, StartError> {
+    let Some(address) = address else { return Ok(None) };
+    let resolved = resolve(service, address).await?;
+    let taken = socket.set_nonblocking(true).and_then(|()| UnixListener::from_std(socket));
+    let taken = taken.map(|listener| Some(Listener::Relayed(listener, resolved)));
+    taken.map_err(|source| StartError::Listen { service, address: address.clone(), source })
+}
+
+fn serve_grpc(listener: Listener, acceptor: Option<TlsAcceptor>, state: Arc<State>) -> std::io::Result<Port> {
+    let (limits, keep_alive) = (grpc_limits(&state.config), grpc_keep_alive(&state.config));
     let service = grpc_service(state);
-    let limits = Limits {
-        max_age: config.grpc_max_connection_age,
-        age_grace: config.grpc_max_connection_age_grace,
-        preface_bytes: PREFACE_BYTES,
-        ..http_limits(&config)
-    };
-    let keep_alive = KeepAliveConfig {
-        idle_time: config.grpc_keepalive_time,
-        timeout: config.grpc_keepalive_timeout,
-        check_interval,
-    };
     Port::open(listener, limits, acceptor, move |stream, activity| {
         let mut service = service.clone();
         GrpcConnection::new(stream, activity, keep_alive, move |request, respond| service.begin(request, respond))
     })
 }
 
-fn serve_http(listener: TcpListener, acceptor: Option<TlsAcceptor>, state: Arc<State>) -> std::io::Result<Port> {
+/// Limits of gRPC connections.
+pub(crate) fn grpc_limits(config: &Config) -> Limits {
+    Limits {
+        max_age: config.grpc_max_connection_age,
+        age_grace: config.grpc_max_connection_age_grace,
+        preface_bytes: PREFACE_BYTES,
+        ..http_limits(config)
+    }
+}
+
+/// The keep-alive of gRPC connections.
+pub(crate) fn grpc_keep_alive(config: &Config) -> KeepAliveConfig {
+    let progress = ProgressLimits { timeout: config.http_body_timeout, min_rate: config.min_body_rate };
+    KeepAliveConfig {
+        idle_time: config.grpc_keepalive_time,
+        timeout: config.grpc_keepalive_timeout,
+        check_interval: progress.check_interval(),
+    }
+}
+
+fn serve_http(listener: Listener, acceptor: Option<TlsAcceptor>, state: Arc<State>) -> std::io::Result<Port> {
     let limits = http_limits(&state.config);
-    serve_http1(listener, limits, acceptor, state, |state, request| async move {
-        triton_http::handle(state.clone(), request).await.map(|reply| with_client_hints(&state, reply))
+    let config = state.config.clone();
+    serve_http1(listener, limits, acceptor, &config, move |request| {
+        let state = Arc::clone(&state);
+        async move { with_key(&state, request).await.map(|reply| with_client_hints(&state, reply)) }
     })
+}
+
+/// Answers a request with the numbers that the relay has chosen for it, if it came from there.
+async fn with_key(state: &Arc<State>, request: Request<Incoming>) -> Result<Reply, Infallible> {
+    let key = RequestKey::of(request.headers()).filter(|_| state.config.is_behind_relay);
+    let answer = triton_http::handle(Arc::clone(state), request);
+    match key {
+        Some(key) => key.scope(answer).await,
+        None => answer.await,
+    }
 }
 
 /// Adds headers that ask the client to retry later or to open a new connection.
@@ -170,35 +233,37 @@ fn with_client_hints(state: &State, mut reply: Reply) -> Reply {
     reply
 }
 
-fn serve_metrics(listener: TcpListener, acceptor: Option<TlsAcceptor>, state: Arc<State>) -> std::io::Result<Port> {
+fn serve_metrics(listener: Listener, acceptor: Option<TlsAcceptor>, state: Arc<State>) -> std::io::Result<Port> {
     let limits = http_limits(&state.config);
     let max_connections = limits.max_connections.min(MAX_METRICS_CONNECTIONS);
-    serve_http1(listener, Limits { max_connections, ..limits }, acceptor, state, metrics::handle)
+    let config = state.config.clone();
+    let limits = Limits { max_connections, ..limits };
+    serve_http1(listener, limits, acceptor, &config, move |request| metrics::handle(Arc::clone(&state), request))
 }
 
 /// Serves HTTP/1 requests with `handle`.
-fn serve_http1<H, A>(
-    listener: TcpListener,
+pub(crate) fn serve_http1<H, A>(
+    listener: Listener,
     limits: Limits,
     acceptor: Option<TlsAcceptor>,
-    state: Arc<State>,
+    config: &Config,
     handle: H,
 ) -> std::io::Result<Port>
 where
-    H: Fn(Arc<State>, Request<Incoming>) -> A + Clone + Send + Sync + 'static,
+    H: Fn(Request<Incoming>) -> A + Clone + Send + Sync + 'static,
     A: Future<Output = Result<Reply, Infallible>> + Send + 'static,
 {
     let mut builder = http1::Builder::new();
     // hyper's own timeout is off, because it also closes idle connections and sets a timer for each request.
     builder.timer(TokioTimer::new()).header_read_timeout(None);
+    let header_timeout = config.http_header_timeout;
+    let check_interval = header_timeout.min(config.http_body_timeout);
     Port::open(listener, limits, acceptor, move |stream, activity| {
-        let (state, handle, requests) = (state.clone(), handle.clone(), Arc::new(RequestCounts::default()));
-        let config = &state.config;
-        let check_interval = config.http_header_timeout.min(config.http_body_timeout);
-        let io = HeaderTimeout::new(TokioIo::new(stream), requests.clone(), config.http_header_timeout, check_interval);
+        let (handle, requests) = (handle.clone(), Arc::new(RequestCounts::default()));
+        let io = HeaderTimeout::new(TokioIo::new(stream), requests.clone(), header_timeout, check_interval);
         let service = service_fn(move |request| {
             let (busy, requests) = (activity.request(), requests.clone());
-            let answer = handle(state.clone(), request);
+            let answer = handle(request);
             async move {
                 let reply = requests.count(answer).await?;
                 Ok::<_, Infallible>(reply.map(|body| TrackedBody { body, _busy: busy }))
@@ -234,7 +299,7 @@ impl Body for TrackedBody {
     }
 }
 
-fn http_limits(config: &Config) -> Limits {
+pub(crate) fn http_limits(config: &Config) -> Limits {
     Limits {
         max_connections: config.max_connections,
         max_per_address: config.max_connections_per_address,
@@ -272,10 +337,10 @@ impl Running {
     pub fn listeners(&self) -> std::io::Result<Listeners> {
         let socket = |address: Option<SocketAddr>| -> std::io::Result<Option<std::net::TcpListener>> {
             let port = self.ports.iter().find(|port| Some(port.local_address()) == address);
-            port.map(Port::socket).transpose()
+            Ok(port.map(Port::socket).transpose()?.flatten())
         };
         let Addresses { grpc, http, metrics } = self.addresses;
-        Ok(Listeners { grpc: socket(grpc)?, http: socket(http)?, metrics: socket(metrics)? })
+        Ok(Listeners { grpc: socket(grpc)?, http: socket(http)?, metrics: socket(metrics)?, relay: None })
     }
 
     /// Stops accepting connections, because another process accepts them from now on. Requests on open connections are still

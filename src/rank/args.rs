@@ -133,6 +133,9 @@ pub struct RankArgs {
     /// Socket of the launcher's health checks of rank 0; set by the launcher
     #[arg(long, env = "TRIREME_CONTROL", hide = true, hide_env = true, value_name = "SOCKET")]
     pub control: Option<PathBuf>,
+    /// Directory of the sockets to which the launcher's relay forwards the connections of clients; set by the launcher
+    #[arg(long, env = "TRIREME_RELAY", hide = true, hide_env = true, value_name = "DIR")]
+    pub relay: Option<PathBuf>,
     /// How often the launcher has started this world again; set by the launcher
     #[arg(long, env = "TRIREME_WORLD_RESTARTS", hide = true, hide_env = true, value_name = "N")]
     pub world_restarts: Option<u32>,

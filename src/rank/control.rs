@@ -1,5 +1,5 @@
-//! Health checks of rank 0 by its launcher: whether the async runtimes make progress, and whether requests are accepted. They use a
-//! socket in the launcher's directory, so that neither load of clients nor access rules of the ports affect them.
+//! What every model of rank 0 needs: async runtimes that make progress, and ranks that reply; and health checks by its launcher, which ask for
+//! this progress and whether requests are accepted. They use a socket in the launcher's directory, so that neither load of clients nor access rules of the ports affect them.
 
 use std::path::Path;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -10,33 +10,49 @@ use ipc::Health;
 use serving::Server;
 use tokio::runtime::Handle;
 
+use crate::heartbeat::Heartbeat;
+
 /// How often a runtime records progress. The launcher waits for seconds, and each record wakes an idle process.
 const INTERVAL: Duration = Duration::from_millis(500);
 
-/// The health of this rank 0.
-pub(crate) struct Control {
+/// Time without progress of a runtime after which this rank counts as hung.
+const MAX_SILENCE: Duration = Duration::from_secs(6);
+
+/// The progress of the runtimes of this rank 0, and the replies of the other ranks.
+pub(crate) struct Vitals {
     started: Instant,
     /// For each runtime, the time of its last progress in milliseconds since `started`.
     progress: Vec<AtomicU64>,
+    heartbeat: Arc<Heartbeat>,
+}
+
+/// The health of this rank 0.
+pub(crate) struct Control {
+    vitals: Arc<Vitals>,
     /// Set once the ports are open.
     server: OnceLock<Arc<Server>>,
 }
 
 impl Control {
     /// Records the progress of `runtimes`.
-    pub(crate) fn new(runtimes: &[&Handle]) -> Arc<Self> {
+    pub(crate) fn new(runtimes: &[&Handle], heartbeat: Arc<Heartbeat>) -> Arc<Self> {
         let progress = runtimes.iter().map(|_| AtomicU64::new(0)).collect();
-        let control = Arc::new(Self { started: Instant::now(), progress, server: OnceLock::new() });
+        let vitals = Arc::new(Vitals { started: Instant::now(), progress, heartbeat });
         for (index, runtime) in runtimes.iter().enumerate() {
-            let control = Arc::clone(&control);
+            let vitals = Arc::clone(&vitals);
             runtime.spawn(async move {
                 loop {
-                    control.progress[index].store(control.now(), Ordering::Relaxed);
+                    vitals.progress[index].store(vitals.now(), Ordering::Relaxed);
                     tokio::time::sleep(INTERVAL).await;
                 }
             });
         }
-        control
+        Arc::new(Self { vitals, server: OnceLock::new() })
+    }
+
+    /// What every model needs.
+    pub(crate) fn vitals(&self) -> &Arc<Vitals> {
+        &self.vitals
     }
 
     /// Answers health checks at `path`. An error is only logged: the launcher can also use HTTP.
@@ -54,9 +70,21 @@ impl Control {
     }
 
     fn health(&self) -> Health {
-        let slowest = self.progress.iter().map(|at| at.load(Ordering::Relaxed)).min().unwrap_or_default();
         let is_ready = self.server.get().is_some_and(|server| server.is_ready());
-        Health { silent: Duration::from_millis(self.now().saturating_sub(slowest)), is_ready }
+        Health { silent: self.vitals.silence(), is_ready }
+    }
+}
+
+impl Vitals {
+    /// Whether each runtime makes progress and each rank replies.
+    pub(crate) fn respond(&self) -> bool {
+        self.silence() < MAX_SILENCE && self.heartbeat.all_reply()
+    }
+
+    /// Time since the slowest runtime made progress.
+    fn silence(&self) -> Duration {
+        let slowest = self.progress.iter().map(|at| at.load(Ordering::Relaxed)).min().unwrap_or_default();
+        Duration::from_millis(self.now().saturating_sub(slowest))
     }
 
     fn now(&self) -> u64 {
@@ -85,7 +113,8 @@ mod tests {
     fn a_blocked_runtime_is_detected_until_it_makes_progress_again() {
         let runtime = || tokio::runtime::Builder::new_multi_thread().worker_threads(1).enable_all().build().unwrap();
         let (busy, blocked) = (runtime(), runtime());
-        let control = Control::new(&[busy.handle(), blocked.handle()]);
+        let world = comm::World::start(comm::Config::default()).unwrap();
+        let control = Control::new(&[busy.handle(), blocked.handle()], Heartbeat::new(&world));
         let (go, wait) = std::sync::mpsc::channel::<()>();
         blocked.spawn(async move { wait.recv() });
         assert!(eventually(|| control.health().silent > 5 * INTERVAL), "{:?}", control.health());

@@ -12,11 +12,14 @@ use supervision::{Agents, FromAgent};
 /// The heartbeat to a rank, and its reply. No other message between ranks decodes from these bytes.
 pub(crate) const BEAT: &[u8] = &[0xff];
 
-/// Number of consecutive heartbeats without a reply after which a rank is lost.
-const MAX_MISSED: u32 = 3;
+/// Least number of consecutive heartbeats without a reply after which a rank is lost.
+const MIN_MISSED: u32 = 3;
+
+/// Longest time between two heartbeats.
+const MAX_INTERVAL: Duration = Duration::from_secs(2);
 
 /// The exit code for a death by SIGKILL. After a signal, a launcher starts the world again even if it has not served yet.
-const EXIT_CODE: u8 = 128 + 9;
+pub(crate) const EXIT_CODE: u8 = 128 + 9;
 
 /// Time for error responses to clients before the world ends.
 const RESPONSE_TIME: Duration = Duration::from_millis(200);
@@ -33,12 +36,18 @@ impl Heartbeat {
         Arc::new(Self { missed: (0..world.size()).map(|_| AtomicU32::new(0)).collect() })
     }
 
-    /// Starts to send three heartbeats in each `timeout`. Does nothing when `timeout` is zero or the world has one rank.
+    /// Whether each other rank has replied to one of the last three heartbeats.
+    pub(crate) fn all_reply(&self) -> bool {
+        self.missed.iter().all(|missed| missed.load(Ordering::Relaxed) < MIN_MISSED)
+    }
+
+    /// Starts to send heartbeats: three in each `timeout`, or more, so that a silent rank is noticed early. A rank that was silent for
+    /// `timeout` ends the world; zero: never. Does nothing in a world of one rank.
     pub(crate) fn start(self: Arc<Self>, world: &Arc<World>, agents: &Arc<Agents>, timeout: Duration) {
-        if world.size() > 1 && !timeout.is_zero() {
+        if world.size() > 1 {
             let (world, agents) = (Arc::clone(world), Arc::clone(agents));
             let sender = Arc::clone(&world);
-            let run = move || self.run(&sender, &agents, timeout / MAX_MISSED);
+            let run = move || self.run(&sender, &agents, timeout);
             if let Err(error) = ipc::essential_thread("heartbeat", run) {
                 world.abort(EXIT_CODE, &format!("cannot start the thread that asks other ranks: {error}"));
             }
@@ -50,7 +59,8 @@ impl Heartbeat {
         self.missed[rank as usize].store(0, Ordering::Relaxed);
     }
 
-    fn run(&self, world: &World, agents: &Agents, interval: Duration) {
+    fn run(&self, world: &World, agents: &Agents, timeout: Duration) {
+        let (interval, max_missed) = intervals(timeout);
         loop {
             // This rank has left the world.
             if matches!(world.broadcast(BEAT.to_vec()), Err(comm::CommError::Left)) {
@@ -58,12 +68,23 @@ impl Heartbeat {
             }
             thread::sleep(interval);
             for rank in 1..world.size() {
-                if self.missed[rank as usize].fetch_add(1, Ordering::Relaxed) + 1 >= MAX_MISSED {
-                    end(world, agents, rank, interval * MAX_MISSED);
+                let missed = self.missed[rank as usize].fetch_add(1, Ordering::Relaxed) + 1;
+                if max_missed.is_some_and(|max| missed >= max) {
+                    end(world, agents, rank, interval * missed);
                 }
             }
         }
     }
+}
+
+/// The time between two heartbeats, and the number without a reply after which a rank is lost; `None`: never.
+fn intervals(timeout: Duration) -> (Duration, Option<u32>) {
+    if timeout.is_zero() {
+        return (MAX_INTERVAL, None);
+    }
+    let least = timeout.as_secs_f64() / MAX_INTERVAL.as_secs_f64();
+    let max_missed = MIN_MISSED.max(least.ceil() as u32);
+    (timeout / max_missed, Some(max_missed))
 }
 
 /// Fails the requests of clients, then ends the world.
@@ -72,4 +93,18 @@ fn end(world: &World, agents: &Agents, rank: u32, silence: Duration) -> ! {
     agents.deliver(FromAgent::RankLost { reason: reason.clone() });
     thread::sleep(RESPONSE_TIME);
     world.abort(EXIT_CODE, &format!("{reason}: it is stopped or hangs"))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_silent_rank_is_noticed_within_seconds_and_lost_after_the_timeout() {
+        let seconds = |seconds: f64| Duration::from_secs_f64(seconds);
+        assert_eq!(intervals(Duration::ZERO), (seconds(2.0), None));
+        assert_eq!(intervals(seconds(15.0)), (seconds(1.875), Some(8)));
+        assert_eq!(intervals(seconds(3.0)), (seconds(1.0), Some(3)));
+        assert_eq!(intervals(seconds(60.0)), (seconds(2.0), Some(30)));
+    }
 }

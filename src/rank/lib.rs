@@ -6,6 +6,7 @@
 
 mod args;
 mod boolean;
+mod client_relay;
 mod configs;
 mod connect;
 mod control;
@@ -41,6 +42,7 @@ use ipc::{Prefix, set_process_title, sweep_all_stale, sweep_stale};
 use supervision::WorkerSupervisor;
 
 pub use args::{RankArgs, command, flag_names, parse, with_dashes};
+pub use client_relay::relay;
 pub use error::RankError;
 pub use hardware::Hardware;
 pub use plan::{WorldPlan, print_plan, print_plan_as_json};

@@ -10,14 +10,21 @@ use backends::python::PythonFactory;
 use front::{Family, FamilyKind, Labels, MetricsSource, Sample};
 
 use self::tables::{HISTOGRAMS, LABELLED, PLAIN};
+use crate::control::Vitals;
 use crate::startup::Startup;
 
 /// Metrics of all loaded LLMs, read at each scrape.
-pub(crate) struct LlmMetrics(pub(crate) Arc<LlmFactory>);
+pub(crate) struct LlmMetrics {
+    pub(crate) factory: Arc<LlmFactory>,
+    /// What every model needs to be ready.
+    pub(crate) vitals: Arc<Vitals>,
+}
 
 impl MetricsSource for LlmMetrics {
     fn families(&self) -> Vec<Family> {
-        let models = self.0.status();
+        let mut models = self.factory.status();
+        let respond = self.vitals.respond();
+        models.iter_mut().for_each(|model| model.is_ready &= respond);
         let mut families: Vec<Family> = PLAIN.iter().map(|plain| plain.family(&models)).collect();
         families.extend(LABELLED.iter().map(|labelled| labelled.family(&models)));
         families.extend(HISTOGRAMS.iter().map(|histogram| histogram.family(&models)));

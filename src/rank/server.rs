@@ -19,13 +19,14 @@ use supervision::{FromAgent, ToAgent, WorkerSupervisor};
 use tokio::runtime::{Handle, Runtime};
 
 use crate::args::RankArgs;
+use crate::client_relay;
 use crate::configs::{front_config, llm_defaults, prefixes, python_config, server_config};
 use crate::connect::connect;
 use crate::control::Control;
 use crate::error::RankError;
 use crate::hand_over::{self, Taken};
 use crate::hardware::Hardware;
-use crate::heartbeat::Heartbeat;
+use crate::heartbeat::{self, Heartbeat};
 use crate::host_metrics::HostMetrics;
 use crate::metrics::{LlmMetrics, PythonMetrics, StartupMetrics};
 use crate::signals::Signals;
@@ -47,10 +48,15 @@ pub(crate) fn run(
 ) -> Result<ExitCode, RankError> {
     let heartbeat = Heartbeat::new(world);
     let agents = connect(world, supervisor, events, Arc::clone(&heartbeat)).map_err(RankError::Runtime)?;
-    heartbeat.start(world, &agents, Duration::from_secs(args.heartbeat_timeout));
+    Arc::clone(&heartbeat).start(world, &agents, Duration::from_secs(args.heartbeat_timeout));
+    if args.relay.is_some() {
+        // The relay sends unfinished requests again; their clients shall not get the error of this world.
+        let world = Arc::clone(world);
+        agents.on_rank_loss(move |reason| world.abort(heartbeat::EXIT_CODE, reason));
+    }
     let runtime = runtime_of("front", num_front_threads(args.front_threads.into()))?;
     let grpc = runtime_of("grpc", args.grpc_threads.into())?;
-    let control = Control::new(&[runtime.handle(), grpc.handle()]);
+    let control = Control::new(&[runtime.handle(), grpc.handle()], heartbeat);
     if let Some(path) = &args.control {
         control.answer(path);
     }
@@ -65,6 +71,10 @@ pub(crate) fn run(
         let mut front = front_config(&args, &hardware, prefixes).map_err(RankError::Server)?;
         front.world = world_facts(&args, world);
         front.recorder = recorder.clone();
+        if args.relay.is_some() {
+            front.is_behind_relay = true;
+            (front.grpc_tls, front.http_tls, front.metrics_tls) = (None, None, None); // The relay has them.
+        }
         runtime.block_on(serve(&args, front, grpc.handle(), llm, python, Arc::new(startup), &control))
     });
     // Requests that are left end with the runtime, before the other ranks end.
@@ -86,13 +96,13 @@ fn world_facts(args: &RankArgs, world: &World) -> WorldFacts {
 const MAX_FRONT_THREADS: usize = 2;
 
 /// A multi-thread runtime even for one thread, so that another thread can take over during `block_in_place`.
-fn runtime_of(name: &str, threads: usize) -> Result<Runtime, RankError> {
+pub(crate) fn runtime_of(name: &str, threads: usize) -> Result<Runtime, RankError> {
     let mut builder = tokio::runtime::Builder::new_multi_thread();
     builder.worker_threads(threads).thread_name(name).enable_all().build().map_err(RankError::Runtime)
 }
 
 /// The requested number of threads; for 0, one for each core, at most [`MAX_FRONT_THREADS`].
-fn num_front_threads(requested: usize) -> usize {
+pub(crate) fn num_front_threads(requested: usize) -> usize {
     match requested {
         0 => std::thread::available_parallelism().map_or(1, usize::from).min(MAX_FRONT_THREADS),
         requested => requested,
@@ -112,19 +122,23 @@ async fn serve(
     let mut signals = Signals::new().map_err(RankError::Runtime)?;
     let config = server_config(args);
     let server = new_server(&config, &llm, &python)?;
-    let metrics = metrics_sources(args, &llm, python, &startup);
+    let vitals = Arc::clone(control.vitals());
+    server.set_responds(move || vitals.respond());
+    let metrics = metrics_sources(args, &llm, python, &startup, control);
     front_config.ledger = args.front.debug_endpoints.then(|| crate::ledger::source(Arc::clone(&llm)));
     // A world that takes over ports opens them after it has loaded; others open their ports first.
-    let (listeners, taken) = match &args.take_over {
-        None => (Listeners::default(), None),
-        Some(socket) => match load(args, &config, &server, &mut signals).await? {
+    let (listeners, taken) = match (&args.relay, &args.take_over) {
+        (Some(directory), _) => (client_relay::listeners(directory)?, None),
+        (None, None) => (Listeners::default(), None),
+        (None, Some(socket)) => match load(args, &config, &server, &mut signals).await? {
             Loaded::All => take_over(socket),
             Loaded::Stopped => return Ok(ExitCode::SUCCESS),
         },
     };
     let front = front::start_on(listeners, grpc, front_config, Arc::clone(&server), metrics);
     let front = front.await.map_err(|error| RankError::Server(error.to_string()))?;
-    if args.take_over.is_none() && load(args, &config, &server, &mut signals).await? == Loaded::Stopped {
+    let is_loaded = args.take_over.is_some() && args.relay.is_none();
+    if !is_loaded && load(args, &config, &server, &mut signals).await? == Loaded::Stopped {
         return Ok(ExitCode::SUCCESS);
     }
     startup.reached("models");
@@ -172,12 +186,13 @@ fn metrics_sources(
     llm: &Arc<LlmFactory>,
     python: Arc<PythonFactory>,
     startup: &Arc<Startup>,
+    control: &Control,
 ) -> Vec<Arc<dyn front::MetricsSource>> {
     let host =
         HostMetrics::new(args.metrics.interval(), args.metrics.allow_cpu_metrics, args.metrics.allow_gpu_metrics);
     vec![
         Arc::new(host),
-        Arc::new(LlmMetrics(Arc::clone(llm))),
+        Arc::new(LlmMetrics { factory: Arc::clone(llm), vitals: Arc::clone(control.vitals()) }),
         Arc::new(PythonMetrics(python)),
         Arc::new(StartupMetrics(Arc::clone(startup))),
     ]
@@ -220,7 +235,7 @@ fn take_over(socket: &Path) -> (Listeners, Option<Taken>) {
 
 /// Offers the ports to other worlds; resolves when another world serves on them.
 fn offer_ports(args: &RankArgs, front: &Running) -> impl Future<Output = ()> + use<> {
-    let offered = args.hand_over.as_ref().and_then(|path| {
+    let offered = args.hand_over.as_ref().filter(|_| args.relay.is_none()).and_then(|path| {
         let offered = front.listeners().and_then(|listeners| hand_over::offer(path.clone(), listeners));
         offered.inspect_err(|error| tracing::warn!("ports cannot be offered at {}: {error}", path.display())).ok()
     });

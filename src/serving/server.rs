@@ -1,8 +1,8 @@
 //! The server: the operations that all protocols use.
 
 use std::collections::{BTreeSet, HashMap};
-use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
 use futures::stream::{self, StreamExt as _};
@@ -33,6 +33,8 @@ pub struct Server {
     lifecycle: Arc<Lifecycle>,
     is_loaded: AtomicBool,
     is_draining: AtomicBool,
+    /// Whether the parts of the process respond that every model needs.
+    responds: OnceLock<Box<dyn Fn() -> bool + Send + Sync>>,
 }
 
 impl Server {
@@ -59,6 +61,7 @@ impl Server {
             config,
             is_loaded: AtomicBool::new(false),
             is_draining: AtomicBool::new(false),
+            responds: OnceLock::new(),
         }))
     }
 
@@ -225,10 +228,21 @@ impl Server {
         true
     }
 
-    /// Whether the server is ready: loading is over, it is not draining, and, with strict readiness, every required model can
-    /// serve a request now.
+    /// Makes readiness of the server and of all models depend on `responds`: whether the parts of the process respond that every
+    /// model needs. Only the first call has an effect.
+    pub fn set_responds(&self, responds: impl Fn() -> bool + Send + Sync + 'static) {
+        let _ = self.responds.set(Box::new(responds));
+    }
+
+    fn responds(&self) -> bool {
+        self.responds.get().is_none_or(|responds| responds())
+    }
+
+    /// Whether the server is ready: loading is over, it is not draining, its process responds, and, with strict readiness, every
+    /// required model can serve a request now.
     pub fn is_ready(&self) -> bool {
-        let is_up = self.is_loaded.load(Ordering::SeqCst) && !self.is_draining.load(Ordering::SeqCst);
+        let is_up =
+            self.is_loaded.load(Ordering::SeqCst) && !self.is_draining.load(Ordering::SeqCst) && self.responds();
         is_up && (!self.config.strict_readiness || self.registry().unready_required().is_empty())
     }
 
@@ -243,7 +257,7 @@ impl Server {
     /// When `version` is not a number.
     pub fn model_is_ready(&self, name: &str, version: &str) -> Result<bool, InferError> {
         let version = parse_version(version)?;
-        let is_up = !self.is_draining.load(Ordering::SeqCst);
+        let is_up = !self.is_draining.load(Ordering::SeqCst) && self.responds();
         Ok(is_up && self.resolve_number(name, version).is_ok_and(|model| model.is_ready()))
     }
 

@@ -2,7 +2,7 @@
 
 use std::collections::{HashMap, HashSet};
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, Mutex};
+use std::sync::{Arc, Mutex, OnceLock};
 use std::time::Duration;
 
 use ipc::{ProcessWatch, essential_thread, lock};
@@ -72,6 +72,8 @@ pub struct Agents {
     next_instance: AtomicU64,
     /// Process ids of the ranks that are watched.
     watched: Mutex<HashSet<u32>>,
+    /// Called first when a rank is lost.
+    rank_lost: OnceLock<Box<dyn Fn(&str) + Send + Sync>>,
 }
 
 impl Agents {
@@ -84,6 +86,7 @@ impl Agents {
             listeners: Mutex::default(),
             next_instance: AtomicU64::new(1),
             watched: Mutex::default(),
+            rank_lost: OnceLock::new(),
         }
     }
 
@@ -119,14 +122,23 @@ impl Agents {
         (self.send)(ranks, message);
     }
 
+    /// Calls `lost` with the reason when a rank is lost, before its loss is delivered. Only the first call has an effect.
+    pub fn on_rank_loss(&self, lost: impl Fn(&str) + Send + Sync + 'static) {
+        let _ = self.rank_lost.set(Box::new(lost));
+    }
+
     /// Delivers a message of an agent to the listener of its instance. The loss of a rank goes to all listeners.
     pub fn deliver(&self, message: FromAgent) {
+        if let (FromAgent::RankLost { reason }, Some(lost)) = (&message, self.rank_lost.get()) {
+            lost(reason);
+        }
         let listeners = lock(&self.listeners);
         let worker = match &message {
             FromAgent::Started { worker, .. }
             | FromAgent::Relayed { worker, .. }
             | FromAgent::Ended { worker, .. }
-            | FromAgent::Stacks { worker, .. } => worker,
+            | FromAgent::Stacks { worker, .. }
+            | FromAgent::Activity { worker, .. } => worker,
             FromAgent::RankLost { .. } => return listeners.values().for_each(|listener| listener(message.clone())),
         };
         if let Some(listener) = listeners.get(&worker.instance) {

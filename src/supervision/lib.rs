@@ -7,6 +7,7 @@
 //! The worker process itself is the room `worker`. This room links no device and no model.
 #![forbid(unsafe_code)]
 
+mod activity;
 mod agents;
 mod checkpoint;
 mod messages;
@@ -17,7 +18,7 @@ mod supervisor;
 
 pub use agents::{Agents, Nodes};
 pub use checkpoint::{difference, fingerprint};
-pub use messages::{FromAgent, RelayedWorker, ToAgent, WorkerId};
+pub use messages::{Activity, FromAgent, RelayedWorker, ToAgent, WorkerId};
 pub use protocol::{
     AdapterPiece, DeviceChoice, FromWorker, KvCacheType, KvMemory, LogitsPiece, LogitsPlace, MAX_ADAPTER_PIECE,
     MAX_LOGITS_PIECE, MAX_MASK_WORDS, ShmName, ToWorker, WeightPrecision, WorkerSettings, WorkerSpec,

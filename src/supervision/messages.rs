@@ -96,4 +96,22 @@ pub enum FromAgent {
         /// The rank, and how the loss was detected.
         reason: String,
     },
+    /// What a worker does has changed. It begins with [`Activity::Runs`].
+    Activity {
+        /// The worker.
+        worker: WorkerId,
+        /// What it does now.
+        activity: Activity,
+    },
+}
+
+/// What the process of a worker does.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+pub enum Activity {
+    /// It uses a processor, or did so a moment ago.
+    Runs,
+    /// It has used no processor for some seconds: it has no work, or waits for others.
+    Waits,
+    /// It is stopped, by SIGSTOP or a debugger.
+    Stopped,
 }

@@ -14,6 +14,7 @@ use ipc::{
     withhold_secrets,
 };
 
+use crate::activity::watch_activity;
 use crate::messages::{FromAgent, RelayedWorker, ToAgent, WorkerId};
 use crate::node_relay::NodeRelay;
 use crate::protocol::{ShmName, WorkerSpec};
@@ -156,10 +157,11 @@ impl WorkerSupervisor {
                         has_ended: false,
                         is_released: false,
                     };
-                    kill_if_stopped(Arc::clone(&entry.watch), max_stopped);
+                    let watch = Arc::clone(&entry.watch);
                     lock(&workers).insert(worker, entry);
                     drop(spawned);
                     let _ = events.send(announcement);
+                    watch_activity(worker, watch, events.clone(), max_stopped);
                     let status = child.wait();
                     // A killed worker leaves its shared memory behind, also that of its group on this node.
                     let _ = sweep_all_stale();
@@ -204,33 +206,6 @@ impl WorkerSupervisor {
         }
         let _ = watch.signal(libc::SIGKILL);
     }
-}
-
-/// Kills a worker that is stopped (SIGSTOP, a debugger) for `max_stopped`: it neither loads nor ends.
-fn kill_if_stopped(watch: Arc<ProcessWatch>, max_stopped: Duration) {
-    const INTERVAL: Duration = Duration::from_secs(1);
-    let check = move || {
-        let mut since = None;
-        while !watch.wait(INTERVAL) {
-            if !is_stopped(watch.pid()) {
-                since = None;
-            } else if since.get_or_insert_with(Instant::now).elapsed() >= max_stopped {
-                tracing::warn!(
-                    pid = watch.pid(),
-                    "kills a worker that was stopped and did not go on for {max_stopped:?}"
-                );
-                let _ = watch.signal(libc::SIGKILL);
-            }
-        }
-    };
-    if let Err(error) = essential_thread("look-for-stopped", check) {
-        tracing::warn!("a worker that is stopped will not be noticed, for no thread can be started: {error}");
-    }
-}
-
-fn is_stopped(pid: u32) -> bool {
-    let stat = std::fs::read_to_string(format!("/proc/{pid}/stat")).unwrap_or_default();
-    stat.rsplit_once(") ").is_some_and(|(_, rest)| rest.starts_with(['T', 't']))
 }
 
 type Workers = HashMap<WorkerId, Supervised>;

@@ -33,6 +33,7 @@ mod refusal;
 mod replica_state;
 mod replicas;
 mod request_event;
+mod responsiveness;
 mod router;
 mod sent_prefixes;
 mod sleeper;

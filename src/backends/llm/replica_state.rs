@@ -6,14 +6,17 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use engine::{AdapterId, EngineStats};
 
 use super::metrics::Metrics;
+use super::responsiveness::Responsiveness;
 
 /// The state of one replica of a model that other threads read.
 #[derive(Debug, Default)]
 pub(crate) struct ReplicaState {
-    /// Whether a step can run now.
+    /// Whether the workers have loaded and none is lost.
     pub(crate) ready: AtomicBool,
     /// Whether the replica sleeps: it can serve once it is woken.
     pub(crate) sleeps: AtomicBool,
+    /// Whether step thread and workers respond.
+    pub(crate) responsiveness: Responsiveness,
     /// Number of times that the workers were started again.
     pub(crate) restarts: AtomicU64,
     /// The engine's statistics after the last step.
@@ -29,7 +32,7 @@ pub(crate) struct ReplicaState {
 impl ReplicaState {
     /// Whether a step can run now, or once the replica is woken.
     pub(crate) fn is_ready(&self) -> bool {
-        self.ready.load(Ordering::Acquire) || self.is_sleeping()
+        (self.ready.load(Ordering::Acquire) || self.is_sleeping()) && self.responsiveness.responds()
     }
 
     /// Whether the replica sleeps.
@@ -42,7 +45,7 @@ impl ReplicaState {
         ipc::lock(&self.failure).clone()
     }
 
-    /// 0 after too many losses, 1 while workers load, 2 when a step can run.
+    /// 0 after too many losses, 1 while workers load or do not respond, 2 when a step can run.
     pub(crate) fn health(&self) -> u8 {
         if self.is_ready() { 2 } else { u8::from(ipc::lock(&self.failure).is_none()) }
     }

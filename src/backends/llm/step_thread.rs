@@ -36,6 +36,7 @@ use super::masks::{self, MaskJobs};
 use super::metrics::{Phase, StepKinds};
 use super::replica_state::ReplicaState;
 use super::request_event::RequestEvent;
+use super::responsiveness::IDLE_WAIT;
 use super::router::Router;
 use super::step_log::StepLog;
 use super::worker_group::{LossKind, WorkerGroup, WorkerLoss};
@@ -210,6 +211,7 @@ impl Running {
 
     /// One iteration: handles messages, plans and sends steps, and settles the output of the oldest step.
     fn run_once(&mut self, group: &mut WorkerGroup) -> Result<(), End> {
+        self.note_responsiveness(group);
         self.handle_messages(group, Duration::ZERO)?;
         if self.is_time_to_sleep() {
             return self.sleep(group);
@@ -224,7 +226,7 @@ impl Running {
             let stats = engine.stats();
             *ipc::lock(&self.thread.shared.stats) = stats;
             self.report_adapters();
-            return self.handle_messages(group, Duration::MAX);
+            return self.handle_messages(group, IDLE_WAIT);
         }
         if was_idle {
             (self.last_progress, self.step_began) = (Instant::now(), Instant::now());
@@ -248,6 +250,14 @@ impl Running {
         Ok(())
     }
 
+    /// Shows other threads how long the oldest step has run.
+    fn note_responsiveness(&self, group: &WorkerGroup) {
+        let is_busy = self.engine.as_ref().is_some_and(|engine| engine.num_in_flight() > 0);
+        let waited = if is_busy { self.last_progress.elapsed() } else { Duration::ZERO };
+        let StepThread { config, shared, .. } = &self.thread;
+        shared.responsiveness.note_step(waited, self.longest_step, group.num_workers(), config.worker.device);
+    }
+
     fn engine(&mut self) -> &mut Engine {
         self.engine.as_mut().expect(ENGINE_EXISTS)
     }
@@ -265,9 +275,9 @@ impl Running {
             self.step_kinds.planned(&plan, &shared.metrics);
             push_scheduled(dispatcher, &plan, now.into(), shared.restarts.load(Ordering::Relaxed));
             for (_, adapter) in engine.take_filled() {
-                group.send_adapter(&adapter)?;
+                shared.responsiveness.while_sending(|| group.send_adapter(&adapter))?;
             }
-            group.step(plan)?;
+            shared.responsiveness.while_sending(|| group.step(plan))?;
             now = shared.metrics.phase(Phase::Send, now);
             log.iter_mut().for_each(|log| log.sent(now));
         }
@@ -299,7 +309,8 @@ impl Running {
         let done = self.mask_jobs.close();
         self.finish_masks(done);
         self.is_mask_late |= self.engine().lacks_masks();
-        Ok(masks::send(self.engine().take_masks(), group)?)
+        let masks = self.engine().take_masks();
+        Ok(self.thread.shared.responsiveness.while_sending(|| masks::send(masks, group))?)
     }
 
     /// Settles the oldest step, and delivers its events. `sent` is the time when the last plan was sent.

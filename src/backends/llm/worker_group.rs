@@ -123,6 +123,7 @@ impl WorkerGroup {
             | FromAgent::Relayed { worker, .. }
             | FromAgent::Ended { worker, .. }
             | FromAgent::Stacks { worker, .. }
+            | FromAgent::Activity { worker, .. }
                 if worker.instance != self.instance =>
             {
                 Ok(())
@@ -152,6 +153,8 @@ impl WorkerGroup {
                 self.stacks[worker.tp_rank as usize] = Some(text);
                 Ok(())
             }
+            // Noted when it arrived.
+            FromAgent::Activity { .. } => Ok(()),
             FromAgent::RankLost { reason } => {
                 let reason = format!("{reason}, and the world ends with it; try again later");
                 Err(WorkerLoss { reason, kind: LossKind::RankLost })

@@ -160,8 +160,8 @@ impl Connection {
         number
     }
 
-    /// Lets the process close objects that clients have unregistered. Returns false when it has none open.
-    pub fn close_client_files(&self) -> bool {
+    /// Lets the process close objects that clients have unregistered.
+    pub fn close_client_files(&self) {
         let mut files = lock(&self.client_files);
         files.open.retain(|(number, file)| {
             let is_registered = file.strong_count() > 0;
@@ -173,7 +173,6 @@ impl Connection {
             }
             is_registered
         });
-        !files.open.is_empty()
     }
 
     /// Copies the bytes of a tensor into shared memory.

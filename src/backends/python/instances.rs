@@ -314,21 +314,21 @@ impl Instances {
         }
     }
 
-    /// Checks running requests: clients that have left, an `execute` that takes too long, a process that is stopped.
+    /// Checks the process: whether it is stopped, clients that have left, an `execute` that takes too long.
     async fn check_requests(self: Arc<Self>, index: usize, connection: Arc<Connection>) {
         let instance = &self.all[index];
         let mut next_health = Instant::now() + HEALTH_INTERVAL;
         loop {
-            let has_files = connection.close_client_files();
+            connection.close_client_files();
+            connection.is_stopped.store(connection.process.is_stopped(), Ordering::Relaxed);
             tokio::select! {
                 () = connection.busy.notified() => {}
                 () = connection.process.exited() => return,
-                () = tokio::time::sleep(HEALTH_INTERVAL), if has_files => continue,
+                () = tokio::time::sleep(HEALTH_INTERVAL) => continue,
             }
             loop {
                 tokio::time::sleep(CHECK_INTERVAL).await;
                 if !instance.cancel_abandoned(&connection) {
-                    connection.is_stopped.store(false, Ordering::Relaxed);
                     break;
                 }
                 let since = instance.executing_since();

@@ -2,5 +2,6 @@
 
 pub(crate) mod openai;
 pub(crate) mod page;
+pub(crate) mod request_key;
 pub(crate) mod status;
 pub(crate) mod triton;

@@ -52,6 +52,7 @@ pub(crate) fn families(state: &State) -> Vec<Family> {
     let statistics = state.server.model_statistics("", "").unwrap_or_default();
     let mut families = model_families(&statistics, &state.config.metrics_options);
     families.push(refused_requests());
+    families.push(readiness(state));
     families.extend(state.server.cache_statistics().iter().flat_map(cache_families));
     families.extend(state.sources.iter().flat_map(|source| source.families()));
     families
@@ -67,6 +68,16 @@ fn refused_requests() -> Family {
         help: "Requests refused because of a limit, on what one contains or on what all share",
         kind: FamilyKind::Counter,
         samples: counts.map(sample).collect(),
+    }
+}
+
+/// What `/v2/health/ready` and the gRPC health service say.
+fn readiness(state: &State) -> Family {
+    Family {
+        name: "trireme_server_ready",
+        help: "1 when the server is ready, as its health checks say",
+        kind: FamilyKind::Gauge,
+        samples: vec![Sample::new(Vec::new(), f64::from(u8::from(state.is_ready())))],
     }
 }
 

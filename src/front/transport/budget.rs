@@ -65,11 +65,6 @@ impl Budget {
         Charge { budget: self.clone(), held: AtomicUsize::new(0) }
     }
 
-    /// The progress that bodies must make.
-    pub fn progress(&self) -> ProgressLimits {
-        self.progress
-    }
-
     fn arrivals(&self) -> MutexGuard<'_, Vec<Arc<Arrival>>> {
         self.arrivals.lock().unwrap_or_else(PoisonError::into_inner)
     }

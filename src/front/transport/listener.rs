@@ -1,13 +1,13 @@
 //! Listening sockets: binding, accepting, and the graceful shutdown of connections.
 
 use std::io;
-use std::net::SocketAddr;
+use std::net::{IpAddr, Ipv4Addr, SocketAddr};
 use std::pin::Pin;
 use std::sync::Arc;
 use std::time::Duration;
 
 use hyper_util::server::graceful::GracefulConnection;
-use tokio::net::{TcpListener, TcpSocket, TcpStream, lookup_host};
+use tokio::net::{TcpListener, TcpSocket, UnixListener, lookup_host};
 use tokio::sync::{Semaphore, watch};
 use tokio_rustls::TlsAcceptor;
 use tokio_util::sync::CancellationToken;
@@ -17,7 +17,7 @@ use serving::RateLimitedLog;
 use crate::config::Address;
 use crate::transport::client_stream::ClientStream;
 use crate::transport::connections::{Activity, ConnectionSlot, Connections};
-use crate::transport::tls::{Socket, TlsError};
+use crate::transport::tls::{Accepted, Socket, TlsError};
 
 /// Why the front did not start.
 #[derive(Debug, thiserror::Error)]
@@ -53,6 +53,41 @@ pub async fn bind(service: &'static str, address: &Address, is_shared: bool) -> 
         }
     }
     Err(unavailable(last))
+}
+
+/// The address at which the relay accepts for a server behind it.
+///
+/// # Errors
+/// When it is not an address.
+pub async fn resolve(service: &'static str, address: &Address) -> Result<SocketAddr, StartError> {
+    let unknown = |source| StartError::Listen { service, address: address.clone(), source };
+    let mut found = lookup_host((address.host.as_str(), address.port)).await.map_err(unknown)?;
+    found.next().ok_or_else(|| unknown(io::Error::other("the name stands for no address")))
+}
+
+/// The socket on which a port accepts connections.
+pub enum Listener {
+    /// Those of clients.
+    Tcp(TcpListener),
+    /// Those of the relay, which accepts clients at this address.
+    Relayed(UnixListener, SocketAddr),
+}
+
+impl Listener {
+    /// The next connection, and the address of the other side.
+    async fn accept(&self) -> io::Result<(Accepted, IpAddr)> {
+        match self {
+            Self::Tcp(listener) => {
+                let (stream, client) = listener.accept().await?;
+                let _ = stream.set_nodelay(true); // A failure affects the latency alone.
+                Ok((Accepted::Tcp(stream), client.ip()))
+            }
+            Self::Relayed(listener, _) => {
+                let (stream, _) = listener.accept().await?;
+                Ok((Accepted::Relayed(stream), Ipv4Addr::LOCALHOST.into()))
+            }
+        }
+    }
 }
 
 fn listen(address: SocketAddr, is_shared: bool) -> io::Result<TcpListener> {
@@ -111,8 +146,8 @@ pub struct Port {
     stop: CancellationToken,
     /// Set when another process has taken over: the time after which idle connections are closed.
     leave: watch::Sender<Option<Duration>>,
-    /// A duplicate of the socket for a process that takes over.
-    socket: std::net::TcpListener,
+    /// A duplicate of the socket for a process that takes over; `None` behind the relay.
+    socket: Option<std::net::TcpListener>,
     accepting: tokio::task::JoinHandle<()>,
     limits: Limits,
     /// One permit per connection that may still be accepted.
@@ -136,24 +171,26 @@ impl Port {
     ///
     /// # Errors
     /// When the socket has no local address, or cannot be duplicated.
-    pub fn open<F, C>(
-        listener: TcpListener,
-        limits: Limits,
-        acceptor: Option<TlsAcceptor>,
-        connect: F,
-    ) -> io::Result<Self>
+    pub fn open<F, C>(listener: Listener, limits: Limits, acceptor: Option<TlsAcceptor>, connect: F) -> io::Result<Self>
     where
         F: Fn(ClientStream<Socket>, Arc<Activity>) -> C + Send + Sync + 'static,
         C: Connection + Send + 'static,
     {
-        let local_address = listener.local_addr()?;
-        keep_alive(&listener)?;
-        let socket = listener.into_std()?;
-        let listener = TcpListener::from_std(socket.try_clone()?)?;
+        let (listener, local_address, socket) = match listener {
+            Listener::Relayed(_, address) => (listener, address, None),
+            Listener::Tcp(listener) => {
+                let local_address = listener.local_addr()?;
+                keep_alive(&listener)?;
+                let socket = listener.into_std()?;
+                (Listener::Tcp(TcpListener::from_std(socket.try_clone()?)?), local_address, Some(socket))
+            }
+        };
+        // The relay counts the connections of each client.
+        let max_per_address = if socket.is_some() { limits.max_per_address } else { 0 };
         let stop = CancellationToken::new();
         let leave = watch::Sender::new(None);
         let permits = Arc::new(Semaphore::new(limits.max_connections as usize));
-        let connections = Arc::new(Connections::new(limits.max_connections, limits.max_per_address));
+        let connections = Arc::new(Connections::new(limits.max_connections, max_per_address));
         let (stopped, left) = (stop.clone(), leave.subscribe());
         let handler =
             Arc::new(ConnectionHandler { limits, connections, stop: stopped, leave: left, acceptor, connect });
@@ -166,12 +203,12 @@ impl Port {
         self.local_address
     }
 
-    /// A duplicate of the socket, on which another process can accept.
+    /// A duplicate of the socket, on which another process can accept; `None` behind the relay.
     ///
     /// # Errors
     /// When the process has no file descriptor left.
-    pub fn socket(&self) -> io::Result<std::net::TcpListener> {
-        self.socket.try_clone()
+    pub fn socket(&self) -> io::Result<Option<std::net::TcpListener>> {
+        self.socket.as_ref().map(std::net::TcpListener::try_clone).transpose()
     }
 
     /// Stops accepting, because another process accepts instead. Open connections end after their requests in flight, idle ones
@@ -217,7 +254,7 @@ where
     C: Connection,
 {
     /// Serves one connection.
-    async fn handle(&self, stream: TcpStream, activity: &Arc<Activity>) {
+    async fn handle(&self, stream: Accepted, activity: &Arc<Activity>) {
         let started = tokio::select! {
             started = tokio::time::timeout(self.limits.start_timeout, self.start(stream, activity)) => started,
             () = activity.evicted() => return,
@@ -233,7 +270,7 @@ where
     }
 
     /// Performs the TLS handshake and reads the first bytes of the client.
-    async fn start(&self, stream: TcpStream, activity: &Arc<Activity>) -> io::Result<ClientStream<Socket>> {
+    async fn start(&self, stream: Accepted, activity: &Arc<Activity>) -> io::Result<ClientStream<Socket>> {
         let socket = Socket::accept(stream, self.acceptor.as_ref()).await?;
         let mut stream = ClientStream::new(socket, activity.clone(), self.limits.write_timeout);
         if self.limits.preface_bytes > 0 {
@@ -246,10 +283,10 @@ where
     /// number of connections.
     async fn admit(
         &self,
-        client: SocketAddr,
+        client: IpAddr,
         permits: &Arc<Semaphore>,
     ) -> Option<(ConnectionSlot, tokio::sync::OwnedSemaphorePermit)> {
-        let slot = self.connections.admit(client.ip())?;
+        let slot = self.connections.admit(client)?;
         self.connections.make_room(&slot);
         let mut permit = std::pin::pin!(permits.clone().acquire_owned());
         loop {
@@ -261,7 +298,7 @@ where
     }
 }
 
-async fn accept<F, C>(listener: TcpListener, permits: Arc<Semaphore>, handler: Arc<ConnectionHandler<F>>)
+async fn accept<F, C>(listener: Listener, permits: Arc<Semaphore>, handler: Arc<ConnectionHandler<F>>)
 where
     F: Fn(ClientStream<Socket>, Arc<Activity>) -> C + Send + Sync + 'static,
     C: Connection + Send + 'static,
@@ -294,7 +331,6 @@ where
             tracing::debug!("connection from {client} refused: its address has the maximum number of connections");
             continue;
         };
-        let _ = stream.set_nodelay(true); // A failure affects the latency alone.
         let handler = handler.clone();
         tokio::spawn(async move {
             handler.handle(stream, &slot.activity).await;

@@ -7,7 +7,7 @@ use std::sync::Arc;
 use std::task::{Context, Poll};
 
 use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
-use tokio::net::TcpStream;
+use tokio::net::{TcpStream, UnixStream};
 use tokio_rustls::rustls::pki_types::pem::PemObject;
 use tokio_rustls::rustls::pki_types::{CertificateDer, PrivateKeyDer};
 use tokio_rustls::rustls::server::WebPkiClientVerifier;
@@ -103,12 +103,22 @@ fn certificates(path: &Path, flag: String, what: &'static str) -> Result<Vec<Cer
     Ok(certificates)
 }
 
-/// A TCP connection with or without TLS.
+/// The connection of a client: TCP with or without TLS, or through the relay.
 pub enum Socket {
     /// Without TLS.
     Plain(TcpStream),
     /// Within TLS.
     Tls(Box<TlsStream<TcpStream>>),
+    /// From the relay, which has the client's own connection.
+    Relayed(UnixStream),
+}
+
+/// A connection that was accepted.
+pub enum Accepted {
+    /// From a client.
+    Tcp(TcpStream),
+    /// From the relay.
+    Relayed(UnixStream),
 }
 
 impl Socket {
@@ -116,9 +126,12 @@ impl Socket {
     ///
     /// # Errors
     /// When the handshake fails.
-    pub async fn accept(stream: TcpStream, acceptor: Option<&TlsAcceptor>) -> io::Result<Self> {
-        let Some(acceptor) = acceptor else { return Ok(Socket::Plain(stream)) };
-        Ok(Socket::Tls(Box::new(acceptor.accept(stream).await?)))
+    pub async fn accept(stream: Accepted, acceptor: Option<&TlsAcceptor>) -> io::Result<Self> {
+        match (stream, acceptor) {
+            (Accepted::Relayed(stream), _) => Ok(Socket::Relayed(stream)),
+            (Accepted::Tcp(stream), None) => Ok(Socket::Plain(stream)),
+            (Accepted::Tcp(stream), Some(acceptor)) => Ok(Socket::Tls(Box::new(acceptor.accept(stream).await?))),
+        }
     }
 }
 
@@ -127,6 +140,7 @@ impl AsyncRead for Socket {
         match self.get_mut() {
             Socket::Plain(stream) => Pin::new(stream).poll_read(context, buffer),
             Socket::Tls(stream) => Pin::new(stream).poll_read(context, buffer),
+            Socket::Relayed(stream) => Pin::new(stream).poll_read(context, buffer),
         }
     }
 }
@@ -136,6 +150,7 @@ impl AsyncWrite for Socket {
         match self.get_mut() {
             Socket::Plain(stream) => Pin::new(stream).poll_write(context, bytes),
             Socket::Tls(stream) => Pin::new(stream).poll_write(context, bytes),
+            Socket::Relayed(stream) => Pin::new(stream).poll_write(context, bytes),
         }
     }
 
@@ -143,6 +158,7 @@ impl AsyncWrite for Socket {
         match self.get_mut() {
             Socket::Plain(stream) => Pin::new(stream).poll_flush(context),
             Socket::Tls(stream) => Pin::new(stream).poll_flush(context),
+            Socket::Relayed(stream) => Pin::new(stream).poll_flush(context),
         }
     }
 
@@ -150,6 +166,7 @@ impl AsyncWrite for Socket {
         match self.get_mut() {
             Socket::Plain(stream) => Pin::new(stream).poll_shutdown(context),
             Socket::Tls(stream) => Pin::new(stream).poll_shutdown(context),
+            Socket::Relayed(stream) => Pin::new(stream).poll_shutdown(context),
         }
     }
 
@@ -161,6 +178,7 @@ impl AsyncWrite for Socket {
         match self.get_mut() {
             Socket::Plain(stream) => Pin::new(stream).poll_write_vectored(context, pieces),
             Socket::Tls(stream) => Pin::new(stream).poll_write_vectored(context, pieces),
+            Socket::Relayed(stream) => Pin::new(stream).poll_write_vectored(context, pieces),
         }
     }
 
@@ -168,6 +186,7 @@ impl AsyncWrite for Socket {
         match self {
             Socket::Plain(stream) => stream.is_write_vectored(),
             Socket::Tls(stream) => stream.is_write_vectored(),
+            Socket::Relayed(stream) => stream.is_write_vectored(),
         }
     }
 }

@@ -14,7 +14,7 @@ use super::super::worker_group::WorkerGroup;
 use super::{End, Running, Waiting};
 
 impl Running {
-    /// Handles all messages in the inbox. Waits up to `timeout` for the first one; [`Duration::MAX`] waits without limit.
+    /// Handles all messages in the inbox. Waits up to `timeout` for the first one.
     pub(super) fn handle_messages(&mut self, group: &mut WorkerGroup, timeout: Duration) -> Result<(), End> {
         self.handle_messages_with(Some(group), timeout)
     }
@@ -25,11 +25,8 @@ impl Running {
         mut group: Option<&mut WorkerGroup>,
         timeout: Duration,
     ) -> Result<(), End> {
-        let messages = &self.thread.messages;
-        let mut next = match timeout {
-            Duration::MAX => messages.recv().ok(),
-            timeout => messages.recv_timeout(timeout).ok(),
-        };
+        self.thread.shared.responsiveness.beat();
+        let mut next = self.thread.messages.recv_timeout(timeout).ok();
         while let Some(message) = next {
             match message {
                 Message::Agent(event) => {

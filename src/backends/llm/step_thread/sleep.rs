@@ -7,6 +7,7 @@ use serving::SleepLevel;
 use supervision::{FromWorker, ToWorker};
 
 use super::super::inbox::SleepResult;
+use super::super::responsiveness::IDLE_WAIT;
 use super::super::worker_group::{LossKind, WorkerGroup};
 use super::{End, POLL_INTERVAL, Running};
 
@@ -151,8 +152,8 @@ impl Running {
                 Some(_) => answer(&mut self.sleep.sleepers, &Ok(())),
             }
             let next_expiry = self.timeouts.first_key_value().map(|((at, _), _)| *at);
-            let timeout = next_expiry.map_or(Duration::MAX, |at| at.saturating_duration_since(Instant::now()));
-            self.handle_messages_with(group.as_deref_mut(), timeout)?;
+            let timeout = next_expiry.map_or(IDLE_WAIT, |at| at.saturating_duration_since(Instant::now()));
+            self.handle_messages_with(group.as_deref_mut(), timeout.min(IDLE_WAIT))?;
             self.show_queue();
         }
     }

@@ -1,5 +1,6 @@
 //! The start of a replica: its workers load their weights, and agree on the number of KV blocks.
 
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use engine::{Engine, EngineConfig, state_interval};
@@ -16,12 +17,15 @@ const LOAD_TIMEOUT: Duration = Duration::from_secs(1800);
 impl Running {
     /// Starts the workers, and waits until each has loaded its weights and allocated its KV blocks.
     pub(super) fn start(&mut self) -> Result<WorkerGroup, End> {
-        let StepThread { config, replica, agents, prefix, inbox, .. } = &self.thread;
-        let listener = inbox.clone();
+        let StepThread { config, replica, agents, prefix, inbox, shared, .. } = &self.thread;
+        let (listener, shared) = (inbox.clone(), Arc::clone(shared));
         let next_step = self.engine.as_ref().map_or(0, Engine::next_step);
         let started = Instant::now();
+        shared.responsiveness.begin_start();
         let mut group = WorkerGroup::start(config, *replica, agents, prefix, next_step, move |event| {
-            listener.send(Message::Agent(event));
+            if !shared.responsiveness.note(&event) {
+                listener.send(Message::Agent(event));
+            }
         });
         let deadline = started + LOAD_TIMEOUT;
         let workers = self.receive_from_all(&mut group, deadline, |message| match message {

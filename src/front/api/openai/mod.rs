@@ -38,6 +38,7 @@ use hyper::body::Incoming;
 use percent_encoding::percent_decode_str;
 use serde_json::{Value, json};
 
+use crate::api::request_key::drawn_number;
 use crate::api::triton::http::reply::{JSON, Reply, TEXT, reply};
 use crate::state::State;
 use crate::transport::body::ReplyBody;
@@ -66,7 +67,7 @@ pub(crate) async fn handle(state: &Arc<State>, head: &http::request::Parts, body
     let result = answer(state, head, body).await;
     let is_anthropic = head.uri.path().starts_with("/v1/messages");
     let id = head.headers.get(REQUEST_ID).filter(|id| id.len() <= MAX_ID_BYTES).cloned();
-    let id = id.or_else(|| HeaderValue::from_str(&format!("req-{:016x}", parameters::drawn_number())).ok());
+    let id = id.or_else(|| HeaderValue::from_str(&format!("req-{:016x}", drawn_number())).ok());
     let body_of = |error: &ApiError| match is_anthropic {
         true => anthropic_reply::answered_error(error, id.as_ref()),
         false => error.json(),

@@ -1,7 +1,6 @@
 //! How tokens are chosen: the fields that all endpoints have in common.
 
 use std::sync::Arc;
-use std::time::{SystemTime, UNIX_EPOCH};
 
 use engine::{BeamParams, Request, SamplingParams, TokenId};
 use generation::{
@@ -16,6 +15,7 @@ use super::guide;
 use super::parameter_fields::{
     Beams, MAX_TOKENS, allowed_token_ids, beams, cache_salt, logit_bias, prompt_logprobs, stream_options, truncation,
 };
+use crate::api::request_key::drawn_number;
 
 /// Tokens to generate when a completion does not say: OpenAI's own number.
 pub(super) const COMPLETION_TOKENS: u32 = 16;
@@ -275,10 +275,4 @@ fn bad_words(generator: &Generator, words: &[String]) -> Vec<Vec<TokenId>> {
     spellings.sort();
     spellings.dedup();
     spellings
-}
-
-/// A different number for each request.
-pub(super) fn drawn_number() -> u64 {
-    let now = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
-    (now.as_nanos() as u64).wrapping_mul(0x9e37_79b9_7f4a_7c15)
 }

@@ -1,7 +1,6 @@
 //! Answers in OpenAI's form. What all chunks of a stream have in common is encoded once.
 
 use std::sync::Arc;
-use std::time::{SystemTime, UNIX_EPOCH};
 
 use bytes::Bytes;
 use engine::TokenId;
@@ -14,6 +13,7 @@ use super::error::ApiError;
 use super::parameters::Parameters;
 use super::respond::AnswerFormat;
 use super::turn::{Message, delta_json};
+use crate::api::request_key;
 
 /// JSON has no infinity. Clients of vLLM know this value.
 const LEAST_LOGPROB: f32 = -9999.0;
@@ -50,7 +50,7 @@ impl Head {
         prompts: Vec<Arc<[u32]>>,
         tokenizer: Option<Arc<Tokenizer>>,
     ) -> Self {
-        let created = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default().as_secs();
+        let created = request_key::created();
         let prefix = if is_chat { "chatcmpl" } else { "cmpl" };
         let unique = format!("{:08x}{:08x}", parameters.drawn_seed, created as u32);
         let id = format!("{prefix}-{unique}");

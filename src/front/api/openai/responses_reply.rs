@@ -1,7 +1,5 @@
 //! Answers in the form of OpenAI's Responses API.
 
-use std::time::{SystemTime, UNIX_EPOCH};
-
 use bytes::Bytes;
 use chat_format::ChatDelta;
 use serde_json::{Value, json};
@@ -12,6 +10,7 @@ use super::parameters::Parameters;
 use super::reply::chat_logprob;
 use super::respond::AnswerFormat;
 use super::turn::call_id;
+use crate::api::request_key;
 
 /// Fields of a request that its response repeats.
 pub(super) struct Echoed {
@@ -108,7 +107,7 @@ impl Item {
 
 impl ResponsesFormat {
     pub(super) fn new(unique: &str, echoed: Echoed) -> Self {
-        let created = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default().as_secs();
+        let created = request_key::created();
         let (output, open, finish) = Default::default();
         Self { unique: unique.to_owned(), created, echoed, output, open, finish, usage: Usage::default(), sequence: 0 }
     }

@@ -1,0 +1,148 @@
+//! The relay of `--keep-connections`: a process of this launcher that holds the ports and the connections of clients, and outlives worlds.
+
+use std::io::{BufRead, BufReader, Write};
+use std::os::unix::process::CommandExt;
+use std::path::Path;
+use std::process::{Child, ChildStdin, Command, Stdio};
+use std::sync::mpsc;
+use std::thread;
+use std::time::{Duration, Instant};
+
+use anyhow::{Context, Result, bail};
+use ipc::{ProcessWatch, RelayCommand};
+use nix::sys::signal::Signal;
+
+use crate::command::CommandLine;
+
+/// Time in which the relay must open its ports.
+const START_TIMEOUT: Duration = Duration::from_secs(30);
+
+/// Time that the relay has at its end to send answers that it has.
+const END_TIMEOUT: Duration = Duration::from_secs(3);
+
+/// A relay that ran for less is started again after a pause.
+const MIN_TIME: Duration = Duration::from_secs(1);
+
+/// The relay of one launcher.
+pub(crate) struct Relay {
+    command: CommandLine,
+    process: Process,
+    /// What it was told last; another relay is told the same.
+    told: Vec<RelayCommand>,
+}
+
+struct Process {
+    child: Child,
+    watch: ProcessWatch,
+    /// Standard input; the relay ends when it is closed.
+    commands: Option<ChildStdin>,
+    started: Instant,
+}
+
+impl Relay {
+    /// Starts a relay with `command`, and waits until its ports are open.
+    ///
+    /// # Errors
+    /// When it does not start; its own message is in the log.
+    pub(crate) fn start(command: CommandLine) -> Result<Self> {
+        Ok(Self { process: Process::start(&command)?, command, told: Vec::new() })
+    }
+
+    /// Becomes readable when the relay has ended.
+    pub(crate) fn watch(&self) -> &ProcessWatch {
+        &self.process.watch
+    }
+
+    /// The pid of its process.
+    pub(crate) fn pid(&self) -> u32 {
+        self.process.child.id()
+    }
+
+    /// A world serves, whose rank 0 has its sockets in `directory`.
+    pub(crate) fn serve(&mut self, directory: &Path) {
+        self.tell(RelayCommand::Serve(directory.to_owned()));
+    }
+
+    /// No world serves, for this reason. Requests wait for the next one.
+    pub(crate) fn away(&mut self, reason: String) {
+        self.tell(RelayCommand::Away(reason));
+    }
+
+    /// No further world follows: the ports are closed, and no request is sent again.
+    pub(crate) fn end(&mut self) {
+        if !self.told.contains(&RelayCommand::End) {
+            self.tell(RelayCommand::End);
+        }
+    }
+
+    fn tell(&mut self, command: RelayCommand) {
+        self.process.tell(&command);
+        // The end does not replace where the last world is.
+        self.told.retain(|told| command == RelayCommand::End || *told == RelayCommand::End);
+        self.told.insert(0, command);
+        self.told.sort_by_key(|told| *told == RelayCommand::End);
+    }
+
+    /// Starts another relay after this one has ended; the connections of clients have ended with it. Returns false, and starts none,
+    /// when no further world follows.
+    pub(crate) fn start_again(&mut self) -> Result<bool> {
+        let status = self.process.child.wait().context("cannot wait for the relay")?;
+        if self.told.contains(&RelayCommand::End) {
+            return Ok(false);
+        }
+        eprintln!(
+            "launch: the relay has ended ({}), and the connections with it: starts another",
+            ipc::describe_exit(status)
+        );
+        if self.process.started.elapsed() < MIN_TIME {
+            thread::sleep(MIN_TIME);
+        }
+        self.process = Process::start(&self.command)?;
+        self.told.iter().for_each(|command| self.process.tell(command));
+        Ok(true)
+    }
+}
+
+impl Process {
+    fn start(command: &CommandLine) -> Result<Self> {
+        let mut relay = Command::new(&command.program);
+        relay.args(&command.args).stdin(Stdio::piped()).stdout(Stdio::piped()).process_group(0);
+        let mut child = ipc::bind_to_parent(&mut relay, Signal::SIGKILL as i32)
+            .spawn()
+            .with_context(|| format!("cannot start `{}`", command.program.display()))?;
+        let watch = ProcessWatch::new(child.id())?;
+        let commands = child.stdin.take();
+        let output = BufReader::new(child.stdout.take().context("standard output is piped")?);
+        let (listens, is_listening) = mpsc::channel();
+        thread::spawn(move || {
+            let mut lines = output.lines().map_while(Result::ok);
+            let _ = listens.send(lines.any(|line| line == ipc::RELAY_LISTENS));
+            // Reads on: a full pipe would block the relay.
+            lines.for_each(drop);
+        });
+        if !is_listening.recv_timeout(START_TIMEOUT).unwrap_or(false) {
+            let _ = child.kill();
+            let status = child.wait().context("cannot wait for the relay")?;
+            bail!(
+                "the relay of --keep-connections did not open its ports ({}); see the messages above",
+                ipc::describe_exit(status)
+            );
+        }
+        Ok(Self { child, watch, commands, started: Instant::now() })
+    }
+
+    fn tell(&mut self, command: &RelayCommand) {
+        // A relay that has ended is started again, and is then told.
+        let _ = self.commands.as_mut().map(|commands| writeln!(commands, "{}", command.line()));
+    }
+}
+
+impl Drop for Process {
+    fn drop(&mut self) {
+        drop(self.commands.take());
+        if !self.watch.wait(END_TIMEOUT) {
+            let _ = self.child.kill();
+        }
+        let _ = self.child.wait();
+    }
+}

@@ -1,0 +1,124 @@
+//! Which requests are sent again, and errors in the form of their protocol.
+
+use bytes::Bytes;
+use http::header::RETRY_AFTER;
+use http::{Method, StatusCode};
+use serde_json::{Value, json};
+
+use crate::api::status::RETRY_AFTER_SECS;
+use crate::api::triton::http::reply::{JSON, Reply, reply};
+
+/// What happens to a request when rank 0 dies.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Handling {
+    /// It asks for health or metrics, and is answered at once.
+    Probe,
+    /// It is sent again.
+    Repeat,
+    /// It may have changed the state of the server, so it is not sent again once rank 0 has it.
+    Once,
+}
+
+/// The protocol of a path.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Protocol {
+    OpenAi,
+    Anthropic,
+    Triton,
+}
+
+impl Handling {
+    /// The handling of a request on the HTTP port.
+    pub(crate) fn of(method: &Method, path: &str) -> Self {
+        let path = path.trim_end_matches('/');
+        let parts: Vec<&str> = path.split('/').skip(1).collect();
+        let is_probe = matches!(path, "/health" | "/ping" | "/metrics")
+            || path.starts_with("/v2/health")
+            || (parts.starts_with(&["v2", "models"]) && parts.last() == Some(&"ready"));
+        let generates = matches!(
+            path,
+            "/v1/completions"
+                | "/v1/chat/completions"
+                | "/v1/responses"
+                | "/v1/messages"
+                | "/v1/messages/count_tokens"
+                | "/v1/completions/render"
+                | "/v1/chat/completions/render"
+                | "/tokenize"
+                | "/detokenize"
+        ) || (parts.starts_with(&["v2", "models"])
+            && matches!(parts.last(), Some(&"infer" | &"generate" | &"generate_stream")))
+            || path == "/v2/repository/index";
+        match *method {
+            Method::GET | Method::HEAD | Method::OPTIONS if is_probe => Self::Probe,
+            Method::GET | Method::HEAD | Method::OPTIONS => Self::Repeat,
+            Method::POST if generates => Self::Repeat,
+            _ => Self::Once,
+        }
+    }
+}
+
+impl Protocol {
+    /// The protocol of a path of the HTTP port.
+    pub(crate) fn of(path: &str) -> Self {
+        match path {
+            _ if path.starts_with("/v1/messages") => Self::Anthropic,
+            _ if path.starts_with("/v1/") => Self::OpenAi,
+            _ => Self::Triton,
+        }
+    }
+
+    fn error(self, message: &str) -> Value {
+        match self {
+            Self::OpenAi => json!({"error": {"message": message, "type": "server_error", "param": null, "code": 503}}),
+            Self::Anthropic => json!({"type": "error", "error": {"type": "overloaded_error", "message": message}}),
+            Self::Triton => json!({"error": message}),
+        }
+    }
+
+    /// The answer to a request that rank 0 cannot answer.
+    pub(crate) fn unavailable(self, message: &str) -> Reply {
+        let mut refused = reply(StatusCode::SERVICE_UNAVAILABLE, JSON, self.error(message).to_string().into_bytes());
+        refused.headers_mut().insert(RETRY_AFTER, RETRY_AFTER_SECS.into());
+        refused
+    }
+
+    /// The last events of a stream that cannot go on.
+    pub(crate) fn last_events(self, message: &str) -> Bytes {
+        let error = self.error(message);
+        match self {
+            Self::OpenAi => format!("data: {error}\n\ndata: [DONE]\n\n").into(),
+            Self::Anthropic => format!("event: error\ndata: {error}\n\n").into(),
+            Self::Triton => format!("data: {error}\n\n").into(),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn requests_that_change_the_server_are_not_sent_again() {
+        let of = |path: &str| Handling::of(&Method::POST, path);
+        for path in
+            ["/v1/chat/completions", "/v1/messages/", "/v2/models/m/versions/1/infer", "/v2/models/m/generate_stream"]
+        {
+            assert_eq!(of(path), Handling::Repeat, "{path}");
+        }
+        for path in [
+            "/v2/repository/models/m/load",
+            "/v1/load_lora_adapter",
+            "/v2/systemsharedmemory/region/r/register",
+            "/v2/trace/setting",
+            "/v2/models/m/trace/setting",
+        ] {
+            assert_eq!(of(path), Handling::Once, "{path}");
+        }
+        for path in ["/health", "/v2/health/ready", "/v2/models/m/ready", "/v2/models/m/versions/1/ready", "/metrics"] {
+            assert_eq!(Handling::of(&Method::GET, path), Handling::Probe, "{path}");
+        }
+        assert_eq!(Handling::of(&Method::GET, "/v1/models"), Handling::Repeat);
+        assert_eq!(Handling::of(&Method::DELETE, "/v1/models"), Handling::Once);
+    }
+}

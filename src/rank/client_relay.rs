@@ -1,0 +1,73 @@
+//! `trireme relay`: holds the ports and connections of clients for the launcher, and forwards requests to the rank 0 that serves.
+
+use std::io::{BufRead, BufReader};
+use std::path::Path;
+use std::process::ExitCode;
+use std::sync::Arc;
+use std::time::Duration;
+
+use front::relay::{RankZero, RelayedPort};
+use front::{Listeners, RelayListeners};
+use ipc::RelayCommand;
+use tokio::sync::watch;
+
+use crate::args::RankArgs;
+use crate::configs::front_config;
+use crate::error::RankError;
+use crate::hardware::Hardware;
+use crate::log::{Log, report_panics};
+use crate::server::{num_front_threads, runtime_of};
+
+/// Runs the relay until standard input ends. `args` are those of rank 0; a request waits for a rank 0 for `wait`.
+///
+/// # Errors
+/// When a port cannot be bound, or a flag is wrong.
+pub fn relay(args: &RankArgs, wait: Duration, hardware: &Hardware) -> Result<ExitCode, RankError> {
+    // Its launcher collects what it writes.
+    let options = front::LogOptions { file: String::new(), ..args.log_options() };
+    Log::start(&options, args.log_requests, args.log_file_max_bytes)
+        .map_err(|source| RankError::Log { path: Default::default(), source })?;
+    report_panics();
+    // The title only serves `ps`, so an error is ignored.
+    let _ = ipc::set_process_title("trireme: relay");
+    let config = front_config(args, hardware, Vec::new()).map_err(RankError::Server)?;
+    let (state, rank_zero) = watch::channel(RankZero::default());
+    std::thread::spawn(move || follow(BufReader::new(std::io::stdin()), &state));
+    let runtime = runtime_of("relay", num_front_threads(args.front_threads.into()))?;
+    let listening = || println!("{}", ipc::RELAY_LISTENS);
+    let run = front::relay::run(config, wait, rank_zero, listening);
+    runtime.block_on(run).map_err(|error| RankError::Server(error.to_string()))?;
+    // Connections that are left end with the process.
+    runtime.shutdown_background();
+    Ok(ExitCode::SUCCESS)
+}
+
+/// Follows the lines of the launcher until they end.
+fn follow(commands: impl BufRead, state: &watch::Sender<RankZero>) {
+    for line in commands.lines().map_while(Result::ok) {
+        let Some(command) = RelayCommand::parse(&line) else {
+            tracing::error!("`{line}` is no command of a launcher; are both programs of one version?");
+            continue;
+        };
+        state.send_modify(|state| match command {
+            RelayCommand::Serve(directory) => state.sockets = Some(Arc::from(directory)),
+            RelayCommand::Away(reason) => (state.sockets, state.reason) = (None, reason),
+            RelayCommand::End => state.is_last = true,
+        });
+    }
+}
+
+/// The sockets in `directory` on which a rank 0 accepts the connections of the relay.
+pub(crate) fn listeners(directory: &Path) -> Result<Listeners, RankError> {
+    let bind = |port: RelayedPort| {
+        let path = port.socket(directory);
+        let failed = |error| RankError::Server(format!("cannot listen to the relay at {}: {error}", path.display()));
+        ipc::bind_private(&path).map_err(failed)
+    };
+    let relay = RelayListeners {
+        grpc: bind(RelayedPort::Grpc)?,
+        http: bind(RelayedPort::Http)?,
+        metrics: bind(RelayedPort::Metrics)?,
+    };
+    Ok(Listeners { relay: Some(relay), ..Listeners::default() })
+}
