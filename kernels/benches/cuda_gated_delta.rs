@@ -10,6 +10,7 @@ use gpu::{ROTATED_BYTES, microseconds, random};
 use half::bf16;
 use kernels::cuda::gated_delta::{
     DeltaShape, DeltaStates, DeltaWeights, GatedDelta, HEAD_DIM, RowsKernel, gated_delta_decode, gated_delta_rows,
+    scratch_bytes,
 };
 use kernels::cuda::{DeviceBuffer, Queue};
 
@@ -73,7 +74,9 @@ fn main() {
             let slots: Vec<u32> = (0..rows as u32).collect();
             let [slots, starts] =
                 [&slots, &starts].map(|values| DeviceBuffer::from_slice(&gpu, values).expect("memory"));
-            let us = [RowsKernel::InOrder, RowsKernel::Chunks].map(|kernel| {
+            let scratch = scratch_bytes(layer.delta.shape, rows * tokens);
+            let scratch = DeviceBuffer::with_count::<u8>(&gpu, scratch).expect("memory");
+            let us = [RowsKernel::InOrder, RowsKernel::Chunks(scratch.span())].map(|kernel| {
                 let spans = [slots.span(), starts.span()];
                 microseconds(&queue, 2, |_| gated_delta_rows(&queue, &layer.delta, spans, rows * tokens, rows, kernel))
             });

@@ -1,6 +1,6 @@
 //! Linear layers in bf16 whose sums do not depend on the number of rows, on the first GPU, beside the fastest ones.
 //!
-//! `cargo bench -p kernels --bench cuda_wide_gemm`. The shapes are those of Llama 3 with 8 billion parameters. "fixed" is the
+//! `cargo bench -p kernels --bench cuda_wide_gemm [-- OP...]`; without names, all ops. The shapes are those of Llama 3 with 8 billion parameters. "fixed" is the
 //! kernel for few or for many rows in the order of the layer, in the division that is chosen; then each division. "free" is
 //! the kernel for few rows in its own division, and from 65 rows on the library, without activation.
 
@@ -31,7 +31,9 @@ fn main() {
         library.borrow_mut().set_first_use(FirstUse::Measure);
     }
     println!("{:>8} {:>6} {:>9} {:>9}  divisions", "op", "rows", "fixed us", "free us");
-    for (name, n, k) in SHAPES {
+    let chosen: Vec<String> = std::env::args().skip(1).filter(|arg| !arg.starts_with('-')).collect();
+    for (name, n, k) in SHAPES.into_iter().filter(|(name, ..)| chosen.is_empty() || chosen.iter().any(|op| op == name))
+    {
         let copies = (ROTATED_BYTES / (n * k * 2)).max(2);
         let weights: Vec<DeviceBuffer> = (0..copies).map(|_| random(&gpu, n * k)).collect();
         let linear = |i: usize| LinearWeight { weight: weights[i % copies].span(), bias: Span::NULL, n, k };
@@ -59,7 +61,7 @@ fn main() {
                     let buffers = |i| GemmBuffers { y, x, w: linear(i).weight, bias: Span::NULL };
                     time(&|i| library.borrow_mut().run(&queue, shape, buffers(i)))
                 });
-                for (cols, is_split) in [(128, false), (128, true), (256, false)] {
+                for (cols, is_split) in [(128, false), (128, true), (224, false), (256, false)] {
                     if (cols == 128 || order.runs() == 1) && (!is_split || order.parts > 1) {
                         let split = WideSplit { cols, is_split };
                         let us = time(&|i| wide_gemm_split(&queue, y, x, &linear(i), rows, epilogue, order, split));

@@ -1,4 +1,5 @@
-//! Gated DeltaNet behind its projections. Kernels: `gated_delta.cu`.
+//! Gated DeltaNet behind its projections. Kernels: `gated_delta_decode.cu` for tokens in order; `gated_delta_chunks.cu`, which
+//! prepares chunks of rows with several tokens, and `gated_delta_states.cu`, which goes through them.
 
 use half::bf16;
 
@@ -11,6 +12,11 @@ pub const HEAD_DIM: usize = 128;
 pub const NUM_TAPS: usize = 4;
 /// In the slots of rows: the row is padding.
 pub const NO_SLOT: u32 = u32::MAX;
+
+/// Positions of a chunk.
+const CHUNK: usize = 64;
+/// Places for chunks that [`scratch_bytes`] has at most: 4 096 tokens of a row, 90 MB for the heads of Qwen3.5 27B (kernels/README.md).
+const MAX_PLACES: usize = 66;
 
 /// Heads of a layer.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -102,6 +108,14 @@ struct RawStates {
     slots: u64,
 }
 
+#[repr(C)]
+#[derive(Clone, Copy, bytemuck::Pod, bytemuck::Zeroable)]
+struct RawScratch {
+    base: u64,
+    first_place: u32,
+    num_places: u32,
+}
+
 impl GatedDelta {
     fn check(&self, tokens: usize) -> Result<(), CudaError> {
         let (op, shape) = ("gated_delta", self.shape);
@@ -121,6 +135,8 @@ impl GatedDelta {
         ensure!(op, num_slots > 0 && pitch >= shape.state_len(), "{num_slots} slots of {pitch} floats");
         ensure!(op, memory.count::<f32>() >= needed, "states are shorter than {needed}");
         ensure!(op, memory.is_aligned(16) && pitch.is_multiple_of(4), "states are not 16-byte aligned");
+        let aligned = [self.out, self.qkvz, conv].iter().all(|span| span.is_aligned(16));
+        ensure!(op, aligned, "out, qkvz or the convolution's weights are not 16-byte aligned");
         Ok(())
     }
 
@@ -161,16 +177,36 @@ pub fn gated_delta_decode(
     q.launch("gated_delta_decode_bf16", launch, &args)
 }
 
-/// Dynamic shared memory of a block that computes chunks.
-const CHUNK_SHARED_BYTES: u32 = 96 << 10;
+/// Dynamic shared memory of a block that prepares a chunk: k, q and A.
+const CHUNK_SHARED_BYTES: u32 = 54 << 10;
+/// Dynamic shared memory of a block that goes through chunks: k twice, q, T, P and factors.
+const STATE_SHARED_BYTES: u32 = 72 << 10;
 
 /// How rows of several tokens are computed.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy)]
 pub enum RowsKernel {
     /// Token by token, in fp32.
     InOrder,
-    /// In chunks of 64 positions, on tensor cores.
-    Chunks,
+    /// In chunks of 64 positions, on tensor cores. The memory keeps what does not depend on the state, for as many chunks at a
+    /// time as fit; [`scratch_bytes`] are enough, and no result depends on their number.
+    Chunks(Span),
+}
+
+/// Bytes of a chunk in the scratch memory, `DeltaScratch` of the kernels.
+fn place_bytes(shape: DeltaShape) -> usize {
+    let DeltaShape { num_key_heads: keys, num_value_heads: values } = shape;
+    keys * 2 * CHUNK * HEAD_DIM * 2 + values * (2 * CHUNK * CHUNK * 2 + 4 * CHUNK * size_of::<f32>())
+}
+
+/// Scratch memory for chunks of steps of up to `tokens` tokens.
+pub fn scratch_bytes(shape: DeltaShape, tokens: usize) -> usize {
+    places(tokens, 1).min(MAX_PLACES) * place_bytes(shape)
+}
+
+/// Places for the chunks of rows that have `tokens` tokens together: the kernels give row `r` the places from
+/// `row_starts[r] / 64 + 2 r` on.
+fn places(tokens: usize, rows: usize) -> usize {
+    tokens / CHUNK + 2 * rows
 }
 
 /// Tokens `0..tokens` of rows that have several, from `row_starts` `[rows + 1]` u32. `slots` `[rows]` u32 are below the number
@@ -193,14 +229,36 @@ pub fn gated_delta_rows(
     let [weights, states] = [bytemuck::bytes_of(&weights), bytemuck::bytes_of(&states)].map(Arg::Bytes);
     let words = Arg::Bytes(bytemuck::bytes_of(&shape));
     let (positions, starts): (Arg, Arg) = (delta.positions.into(), row_starts.into());
-    let args = [delta.out.into(), delta.qkvz.into(), delta.ba.into(), weights, states, words, positions, starts];
+    let count = (rows as u32).into();
     match kernel {
         RowsKernel::InOrder => {
+            let args =
+                [delta.out.into(), delta.qkvz.into(), delta.ba.into(), weights, states, words, positions, starts];
             q.launch("gated_delta_rows_bf16", Launch::new(0, 512).grid(shape[1], rows as u32, 1), &args)?;
         }
-        RowsKernel::Chunks => {
-            let launch = Launch::new(0, 256).grid(2 * shape[1], rows as u32, 1).shared(CHUNK_SHARED_BYTES);
-            q.launch("gated_delta_chunks_bf16", launch, &args)?;
+        RowsKernel::Chunks(scratch) => {
+            let bytes = place_bytes(delta.shape);
+            ensure!(op, scratch.bytes() >= bytes, "scratch memory of {} bytes; a chunk needs {bytes}", scratch.bytes());
+            ensure!(op, scratch.is_aligned(16), "scratch memory is not 16-byte aligned");
+            let all = places(tokens, rows);
+            let most = (scratch.bytes() / bytes).min(65535);
+            for first in (0..all).step_by(most) {
+                let num_places = most.min(all - first);
+                let scratch =
+                    RawScratch { base: scratch.address(), first_place: first as u32, num_places: num_places as u32 };
+                let scratch = Arg::Bytes(bytemuck::bytes_of(&scratch));
+                let [out, qkvz, ba] = [delta.out, delta.qkvz, delta.ba].map(Arg::from);
+                let args = [out, qkvz, ba, weights, states, words, positions, starts, count, scratch];
+                let launch = Launch::new(0, 256).grid(shape[1], num_places as u32, 1).shared(CHUNK_SHARED_BYTES);
+                q.launch("gated_delta_chunks_bf16", launch, &args)?;
+                let args = [out, states, words, positions, starts, count, scratch];
+                // Every row but the first has at least two places.
+                let rows = rows.min(num_places / 2 + 1) as u32;
+                // Two blocks of four warps have all columns of a head, or four of two, which are faster while there are few.
+                let warps = if 8 * shape[1] * rows <= 3 * q.gpu().num_multiprocessors() { 2 } else { 4 };
+                let launch = Launch::new(0, 32 * warps).grid(8 / warps * shape[1], rows, 1).shared(STATE_SHARED_BYTES);
+                q.launch(&format!("gated_delta_states_bf16_w{warps}"), launch, &args)?;
+            }
             let heads = tokens * delta.shape.num_value_heads;
             let args = [delta.out.into(), delta.qkvz.into(), weights, words, (heads as u32).into()];
             q.launch("gated_delta_norm_bf16", Launch::new(heads.div_ceil(8) as u32, 256), &args)?;

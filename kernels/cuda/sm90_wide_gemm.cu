@@ -2,18 +2,19 @@
 // archs: 90a
 //
 // x        [M, K] bf16 through tensor map `x_map`, box [128, 64]; rows from M on are zero
-// w        [N, K] bf16 through tensor map `w_map`, box [128 or 256, 64]
+// w        [N, K] bf16 through tensor map `w_map`, box [128, 224 or 256, 64]
 // y        described in sm90_gemm.cuh
 // maths    fp32 in the tensor cores. K is divided into P parts of slices, and the slices of a part go to G groups in turn. Each
 //          of these P G runs of slices is summed in the tensor cores, in order. The groups of a part are added in order, then
 //          the parts. So sums have the same bits as those of sm90_skinny_gemm.cu with P parts and G groups, for any M
 // launch   384 threads, dynamic shared memory from the wrapper. Either one block for each multiprocessor, which computes tiles
-//          of 128 rows of x by 128 rows of w (256, if P G = 1); or grid (P tiles), cluster (P): a tile for each cluster, a part
+//          of 128 rows of x by 128 rows of w (224 or 256, if P G = 1); or grid (P tiles), cluster (P): a tile for each cluster, a part
 //          for each block. One warp keeps a ring of slices filled, across the ends of tiles; two warpgroups multiply 64 rows
 //          of x each
 // needs    K % 8 == 0, N % 8 == 0 (N % 16 == 0 for gate/up): checked in wide_gemm.rs
 // bound    tensor cores, 2 M N K operations; few rows: memory, 2 N K bytes
 // test     tests/cuda_wide_gemm.rs: bit for bit as sm90_skinny_gemm.cu
+#include "sm90_wgmma_n224.cuh"
 #include "sm90_run.cuh"
 #include "sm90_wide_store.cuh"
 
@@ -197,4 +198,5 @@ __device__ __forceinline__ void wide_gemm(const TensorMap* w_map, const TensorMa
     }
 
 WIDE_GEMM(128, true)
+WIDE_GEMM(224, false)
 WIDE_GEMM(256, false)

@@ -41,7 +41,9 @@ __device__ __forceinline__ void store_bf16(const Output& out, i32 m0, i32 n0, in
             u32 v[4];
 #pragma unroll
             for (int i = 0; i < 4; ++i) {
-                if constexpr (IS_GATED) {
+                if (four + i >= BLOCKS) {
+                    v[i] = 0;
+                } else if constexpr (IS_GATED) {
                     const float* a = acc + 8 * (four + i) + 2 * half;
                     const i32 n = n0 + 16 * (four + i) + 2 * t;
                     const float2 g = bias_of(out.bias, n, out.n), u = bias_of(out.bias, n + 8, out.n);
@@ -54,7 +56,7 @@ __device__ __forceinline__ void store_bf16(const Output& out, i32 m0, i32 n0, in
             }
             gather_block(v, t);
             const i32 column = first + 8 * (four + t);
-            if (row + 8 * half < out.m && column < columns) {
+            if (row + 8 * half < out.m && column < min(columns, first + 8 * BLOCKS)) {
                 *reinterpret_cast<uint4*>((bf16*)out.y + (i64)(row + 8 * half) * pitch + column) = make_uint4(v[0], v[1], v[2], v[3]);
             }
         }

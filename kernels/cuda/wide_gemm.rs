@@ -17,7 +17,7 @@ const PITCH: usize = 64 + 4;
 /// How the kernel divides the work. No result depends on it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct WideSplit {
-    /// Rows of the weight of a block: 128, or 256 if there is one run.
+    /// Rows of the weight of a block: 128; 224 or 256 if there is one run.
     pub cols: usize,
     /// Whether each part of K has a block of its own, in one cluster for each tile.
     pub is_split: bool,
@@ -28,7 +28,7 @@ impl WideSplit {
     pub fn for_shape(weight: &LinearWeight, rows: usize, order: SumOrder, multiprocessors: usize) -> Self {
         let mut choices = vec![Self { cols: 128, is_split: false }];
         if order.runs() == 1 {
-            choices.push(Self { cols: 256, is_split: false });
+            choices.extend([224, 256].map(|cols| Self { cols, is_split: false }));
         }
         if order.parts > 1 {
             choices.push(Self { cols: 128, is_split: true });
@@ -44,7 +44,11 @@ impl WideSplit {
         let usable = if blocks > 2 { multiprocessors * 15 / 16 } else { multiprocessors };
         let waves = (tiles * blocks).div_ceil(usable / blocks * blocks);
         let slices = weight.k.div_ceil(SLICE).div_ceil(blocks) as f64;
-        let slice = if self.cols == 256 { 0.64 } else { 0.36 };
+        let slice = match self.cols {
+            256 => 0.64,
+            224 => 0.57,
+            _ => 0.36,
+        };
         let store = if self.is_split { 8.0 } else { 1.5 };
         waves as f64 * (slices * slice + store)
     }
@@ -53,6 +57,14 @@ impl WideSplit {
 /// Whether this GPU and this build have the kernel.
 pub fn has_kernel(gpu: &Gpu) -> bool {
     gpu.capability().0 == 9 && gpu.has_kernel("sm90_wide_gemm_bf16_n128")
+}
+
+/// Whether [`wide_gemm`] with an activation is faster than the library and the activation after it (kernels/README.md): up to 128
+/// rows, whose tiles of 224 columns are nearly as many as the multiprocessors.
+pub fn is_fastest_gated(gpu: &Gpu, linear: &LinearWeight, rows: usize) -> bool {
+    let (tiles, multiprocessors) = (linear.n.div_ceil(224), gpu.num_multiprocessors() as usize);
+    let fills = tiles <= multiprocessors && tiles * 16 >= multiprocessors * 15;
+    has_kernel(gpu) && rows <= ROWS && fills && SumOrder::for_shape(linear.n, linear.k).runs() == 1
 }
 
 /// `y = x @ weight^T + bias` for `x [rows, k]`, summed in the given order.
@@ -86,7 +98,7 @@ pub fn wide_gemm_split(
     let WideSplit { cols, is_split } = split;
     let counts = [order.parts, order.groups];
     ensure!(OP, counts.iter().all(|count| matches!(count, 1 | 2 | 4)), "{order:?}; expected 1, 2 or 4 of each");
-    ensure!(OP, cols == 128 || cols == 256 && order.runs() == 1, "{cols} columns for {order:?}");
+    ensure!(OP, cols == 128 || matches!(cols, 224 | 256) && order.runs() == 1, "{cols} columns for {order:?}");
     let blocks = if is_split { order.parts } else { 1 };
     let stage_bytes = (ROWS + cols) * SLICE * 2;
     let partial_bytes = if blocks > 1 { cols / 64 * ROWS * PITCH * 4 } else { 0 };

@@ -9,7 +9,7 @@ use half::bf16;
 use kernels::cuda::gate::gate;
 use kernels::cuda::gated_delta::{
     DeltaShape, DeltaStates, DeltaWeights, GatedDelta, HEAD_DIM, NO_SLOT, NUM_TAPS, RowsKernel, gated_delta_decode,
-    gated_delta_rows,
+    gated_delta_rows, scratch_bytes,
 };
 use kernels::cuda::{DeviceBuffer, Gpu, Queue};
 use kernels::reference;
@@ -29,7 +29,8 @@ struct Layer {
     states: DeviceBuffer,
     num_slots: usize,
     pitch: usize,
-    kernel: RowsKernel,
+    /// For chunks; in order without it.
+    scratch: Option<DeviceBuffer>,
 }
 
 /// Tokens of one sequence in a step.
@@ -60,7 +61,17 @@ impl Layer {
         let weights = [&taps, &decay, &dt_bias, &norm].map(|values| DeviceBuffer::from_slice(gpu, values).unwrap());
         let pitch = shape.state_len() + 64;
         let states = poisoned::<f32>(gpu, q, num_slots * pitch);
-        Self { shape, conv, a_log, dt_bias, norm, weights, states, num_slots, pitch, kernel: RowsKernel::InOrder }
+        Self { shape, conv, a_log, dt_bias, norm, weights, states, num_slots, pitch, scratch: None }
+    }
+
+    /// The same in chunks, of which `tokens` tokens are prepared at a time.
+    fn in_chunks(self, gpu: &Arc<Gpu>, q: &Queue, tokens: usize) -> Self {
+        let scratch = poisoned::<u8>(gpu, q, scratch_bytes(self.shape, tokens));
+        Self { scratch: Some(scratch), ..self }
+    }
+
+    fn kernel(&self) -> RowsKernel {
+        self.scratch.as_ref().map_or(RowsKernel::InOrder, |scratch| RowsKernel::Chunks(scratch.span()))
     }
 
     fn widths(&self) -> [usize; 3] {
@@ -115,7 +126,7 @@ impl Layer {
         };
         if !chunks.is_empty() {
             let starts = [dslots.span(), dstarts.span()];
-            gated_delta_rows(q, &delta, starts, chunk_tokens, chunks.len(), self.kernel).unwrap();
+            gated_delta_rows(q, &delta, starts, chunk_tokens, chunks.len(), self.kernel()).unwrap();
         }
         let num_decodes = decodes.len() + padding;
         if num_decodes > 0 {
@@ -223,7 +234,7 @@ fn chunks_agree_with_the_reference_and_among_themselves() {
     let Some((gpu, q)) = open() else { return };
     let mut wrong = Vec::new();
     for heads in [[1, 1], [2, 4], [1, 3]] {
-        let layer = Layer { kernel: RowsKernel::Chunks, ..Layer::new(&gpu, &q, heads, 3) };
+        let layer = Layer::new(&gpu, &q, heads, 3).in_chunks(&gpu, &q, 330);
         let cases = [
             (1, vec![1]),
             (5, vec![5]),
@@ -260,8 +271,39 @@ fn chunks_agree_with_the_reference_and_among_themselves() {
         let found = layer.step(&gpu, &q, &[row(0, &other, 0, 33), row(2, &inputs, 0, 200)], &[], 0);
         let is_same = found[33 * layer.widths()[2]..] == whole;
         wrong.extend((!is_same).then(|| format!("heads {heads:?}, beside another row")));
+        for tokens in [1, 64, 128] {
+            let layer = Layer::new(&gpu, &q, heads, 3).in_chunks(&gpu, &q, tokens);
+            let is_same = layer.in_steps(&gpu, &q, &inputs, &[200], false) == whole;
+            wrong.extend((!is_same).then(|| format!("heads {heads:?}, {tokens} tokens prepared at a time")));
+        }
     }
     assert!(wrong.is_empty(), "{wrong:#?}");
+}
+
+/// More rows than a warp has lanes, which begin and end within chunks, in more chunks than are prepared at a time.
+#[test]
+fn chunks_of_many_rows_are_those_of_each_alone() {
+    let Some((gpu, q)) = open() else { return };
+    let rows = 45;
+    let layer = Layer::new(&gpu, &q, [1, 2], rows).in_chunks(&gpu, &q, 700);
+    let inputs: Vec<Inputs> = (0..rows).map(|row| layer.inputs(row as u64, 1 + row * 37 % 150)).collect();
+    let first = |row: usize| inputs[row].tokens * (row % 3) / 4;
+    let inner = layer.widths()[2];
+    let row = |row: usize, first, count| Row { slot: row as u32, first, inputs: &inputs[row], count };
+    let begun: Vec<Row> = (0..rows).filter(|&r| first(r) > 0).map(|r| row(r, 0, first(r))).collect();
+    let rest: Vec<Row> = (0..rows).map(|r| row(r, first(r), inputs[r].tokens - first(r))).collect();
+    layer.step(&gpu, &q, &begun, &[], 0);
+    let together = layer.step(&gpu, &q, &rest, &[], 0);
+    let step = |row: &Row| layer.step(&gpu, &q, std::slice::from_ref(row), &[], 0);
+    begun.iter().for_each(|row| drop(step(row)));
+    let alone: Vec<bf16> = rest.iter().flat_map(step).collect();
+    let mut start = 0;
+    for (index, row) in rest.iter().enumerate() {
+        let end = start + row.count * inner;
+        assert!(together[start..end] == alone[start..end], "row {index}: {} tokens from {}", row.count, row.first);
+        start = end;
+    }
+    assert_eq!(start, alone.len());
 }
 
 #[test]

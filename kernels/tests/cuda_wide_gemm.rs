@@ -116,7 +116,7 @@ fn many_rows_have_the_bits_of_few_rows() {
                 let order = SumOrder { parts, groups };
                 let mut splits = vec![WideSplit { cols: 128, is_split: false }];
                 if order.runs() == 1 {
-                    splits.push(WideSplit { cols: 256, is_split: false });
+                    splits.extend([224, 256].map(|cols| WideSplit { cols, is_split: false }));
                 }
                 if parts > 1 {
                     splits.push(WideSplit { cols: 128, is_split: true });

@@ -34,7 +34,7 @@ pub struct Estimator {
     expert_cols: usize,
     /// Sizes of a GPU's buffers of experts.
     expert_sizes: ExpertSizes,
-    /// A GPU's scratch memory for quantized matrices.
+    /// A GPU's scratch memory for quantized matrices and recurrent layers.
     product_scratch: ProductScratch,
     /// Inputs of the widest linear layers of a CPU.
     widest: Widest,
@@ -312,7 +312,7 @@ impl Device for Estimator {
     fn load_recurrent(&mut self, weights: &RecurrentWeights) -> Result<EstimatedWeight, DeviceError> {
         let RecurrentWeights { shape, conv, a_log, dt_bias, norm } = weights;
         if self.target == Target::Cuda {
-            delta_shape(shape)?;
+            self.product_scratch.count_recurrent(delta_shape(shape)?);
         }
         let cols = [conv, a_log, dt_bias, norm].into_iter().map(Vec::len).sum();
         // All devices keep them in f32.

@@ -14,6 +14,8 @@ use kernels::cuda::quantize_rows::{Fp8Rows, quantize_rows};
 use kernels::cuda::quantized_gemm::PackedWeight;
 use kernels::cuda::rope_cache::RopeInputs;
 use kernels::cuda::skinny_gemm::{self, Epilogue, LinearWeight};
+use kernels::cuda::sum_order::SumOrder;
+use kernels::cuda::wide_gemm::{self, wide_gemm};
 use kernels::cuda::{CudaError, Span, embed, gated_activation, paged_attention, quantized_gemm, rms_norm, rope_cache};
 use ops::{Activation, DeviceError};
 
@@ -100,7 +102,7 @@ impl CudaDevice {
         self.product(out, x, weight, self.num_tokens(), weight.rows, Epilogue::Store)
     }
 
-    /// `out [m, stride]` = `x [m, K]` @ weight^T, by the kernel for few rows or by the library.
+    /// `out [m, stride]` = `x [m, K]` @ weight^T, by an own kernel or by the library, which has no activation.
     pub(super) fn product(
         &mut self,
         out: Span,
@@ -116,7 +118,8 @@ impl CudaDevice {
         if self.config.batch_invariant {
             return self.invariant_product(out, x, weight, m, stride, epilogue);
         }
-        if stride == weight.rows && self.is_own(m, weight) {
+        let is_gated = matches!(epilogue, Epilogue::Gated(_));
+        if stride == weight.rows && (self.is_own(m, weight) || is_gated) {
             if self.current().only_products {
                 return Ok(());
             }
@@ -127,6 +130,10 @@ impl CudaDevice {
                     quantized_gemm::quantized_wide_gemm(&self.queue, out, x, &packed, m, epilogue)
                 }
                 Some(packed) => quantized_gemm::quantized_gemm(&self.queue, out, x, &packed, m, epilogue),
+                None if m > skinny_gemm::MAX_ROWS => {
+                    let linear = weight.linear();
+                    wide_gemm(&self.queue, out, x, &linear, m, epilogue, SumOrder::for_shape(linear.n, linear.k))
+                }
                 None => skinny_gemm::skinny_gemm(&self.queue, out, x, &weight.linear(), m, epilogue),
             }
             .map_err(device_error);
@@ -182,6 +189,12 @@ impl CudaDevice {
         self.config.use_fast_kernels && m <= most && weight.rows.is_multiple_of(8)
     }
 
+    /// The same for gate and up with their activation.
+    fn is_own_gated(&self, m: usize, weight: &CudaWeight) -> bool {
+        let is_wide = || weight.packed.is_none() && wide_gemm::is_fastest_gated(&self.gpu, &weight.linear(), m);
+        self.is_own(m, weight) || self.config.use_fast_kernels && is_wide()
+    }
+
     pub(crate) fn op_gated_linear(
         &mut self,
         out: CudaTensor,
@@ -192,7 +205,7 @@ impl CudaDevice {
     ) -> Result<(), DeviceError> {
         let activation = gate_activation(activation);
         let (rows, cols) = (self.num_tokens(), weight.rows / 2);
-        if weight.group == skinny_gemm::GATE_GROUP && self.is_own(rows, weight) && activation.is_fused() {
+        if weight.group == skinny_gemm::GATE_GROUP && self.is_own_gated(rows, weight) && activation.is_fused() {
             return self.product(out.values, x.values, weight, rows, weight.rows, Epilogue::Gated(activation));
         }
         self.op_linear(scratch.values, x.values, weight)?;

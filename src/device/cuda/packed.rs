@@ -1,6 +1,7 @@
 //! Weights that stay quantized on the GPU: which ones, and how their codes and scales are filled.
 
 use kernels::cuda::Span;
+use kernels::cuda::gated_delta::{DeltaShape, scratch_bytes};
 use kernels::cuda::quantize_rows::Fp8Rows;
 use kernels::cuda::quantized_gemm::{PackedFormat, PackedWeight, TILE};
 use ops::{DType, Quantization, QuantizedRows, WeightData, WeightSlice};
@@ -18,13 +19,16 @@ pub(crate) struct Packed {
     pub(crate) has_fp8_inputs: bool,
 }
 
-/// Scratch memory of products with quantized weights: a weight in bf16, or inputs in e4m3.
+/// Scratch memory of single ops: of products with quantized weights, for a weight in bf16 or inputs in e4m3, and of layers with
+/// a recurrent state, for chunks.
 #[derive(Debug, Clone, Copy, Default)]
 pub(crate) struct ProductScratch {
     /// Bytes of the largest weight in bf16.
     expanded: usize,
     /// Columns of the widest inputs in e4m3.
     fp8_cols: usize,
+    /// Heads of the largest layer with a recurrent state.
+    recurrent: Option<DeltaShape>,
 }
 
 impl ProductScratch {
@@ -36,6 +40,11 @@ impl ProductScratch {
         }
     }
 
+    /// Makes room for a layer with a recurrent state.
+    pub(crate) fn count_recurrent(&mut self, shape: DeltaShape) {
+        self.recurrent = self.recurrent.into_iter().chain([shape]).max_by_key(|&shape| scratch_bytes(shape, 1));
+    }
+
     /// Whether any weight is quantized.
     pub(crate) fn is_needed(self) -> bool {
         self.expanded > 0
@@ -43,7 +52,8 @@ impl ProductScratch {
 
     /// Bytes for steps of up to `tokens` tokens.
     pub(crate) fn bytes(self, tokens: usize) -> usize {
-        self.expanded.max(Fp8Rows::bytes(tokens, self.fp8_cols))
+        let chunks = self.recurrent.map_or(0, |shape| scratch_bytes(shape, tokens));
+        self.expanded.max(Fp8Rows::bytes(tokens, self.fp8_cols)).max(chunks)
     }
 }
 

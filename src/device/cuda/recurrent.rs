@@ -115,6 +115,7 @@ impl CudaDevice {
     pub(super) fn load_recurrent_layer(&mut self, layer: &RecurrentWeights) -> Result<CudaWeight, DeviceError> {
         let RecurrentWeights { shape, conv, a_log, dt_bias, norm } = layer;
         let delta = delta_shape(shape)?;
+        self.product_scratch.count_recurrent(delta);
         let mut values: Vec<f32> =
             (0..NUM_TAPS).flat_map(|tap| conv.iter().skip(tap).step_by(NUM_TAPS)).copied().collect();
         values.extend(a_log.iter().map(|a_log| -a_log.exp()));
@@ -171,7 +172,10 @@ impl CudaDevice {
         let decodes = step.rows - step.prefill_rows;
         let chunk_tokens = step.tokens - decodes;
         if step.prefill_rows > 0 {
-            let kernel = if self.config.use_fast_kernels { RowsKernel::Chunks } else { RowsKernel::InOrder };
+            let kernel = match self.config.use_fast_kernels {
+                true => RowsKernel::Chunks(self.workspace().products.span()),
+                false => RowsKernel::InOrder,
+            };
             let (rows, count) = ([spans.states, spans.row_starts], step.prefill_rows);
             gated_delta_rows(&self.queue, &delta, rows, chunk_tokens, count, kernel).map_err(device_error)?;
         }
