@@ -280,12 +280,13 @@ fn chunks_agree_with_the_reference_and_among_themselves() {
     assert!(wrong.is_empty(), "{wrong:#?}");
 }
 
-/// More rows than a warp has lanes, which begin and end within chunks, in more chunks than are prepared at a time.
+/// More rows than a warp has lanes, which begin and end within chunks, in more chunks than are prepared at a time. The heads of
+/// several rows are computed in blocks of four warps, those of one alone in blocks of two.
 #[test]
 fn chunks_of_many_rows_are_those_of_each_alone() {
     let Some((gpu, q)) = open() else { return };
     let rows = 45;
-    let layer = Layer::new(&gpu, &q, [1, 2], rows).in_chunks(&gpu, &q, 700);
+    let layer = Layer::new(&gpu, &q, [4, 32], rows).in_chunks(&gpu, &q, 700);
     let inputs: Vec<Inputs> = (0..rows).map(|row| layer.inputs(row as u64, 1 + row * 37 % 150)).collect();
     let first = |row: usize| inputs[row].tokens * (row % 3) / 4;
     let inner = layer.widths()[2];
