@@ -63,6 +63,9 @@ impl Nodes {
     }
 }
 
+/// Called with the reason when a rank is lost.
+type RankLost = Box<dyn Fn(&str) + Send + Sync>;
+
 /// Sends messages to the agents of ranks, and delivers their messages to the listener of the worker concerned.
 pub struct Agents {
     world_size: u32,
@@ -73,7 +76,7 @@ pub struct Agents {
     /// Process ids of the ranks that are watched.
     watched: Mutex<HashSet<u32>>,
     /// Called first when a rank is lost.
-    rank_lost: OnceLock<Box<dyn Fn(&str) + Send + Sync>>,
+    rank_lost: OnceLock<RankLost>,
 }
 
 impl Agents {

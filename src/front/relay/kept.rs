@@ -129,7 +129,7 @@ impl<B: Body<Data = Bytes> + Unpin> Body for KeptReader<B> {
     }
 
     fn size_hint(&self) -> SizeHint {
-        self.body.state().length.clone()
+        self.body.state().length
     }
 }
 
