@@ -7,6 +7,7 @@ import os
 import shutil
 import signal
 import socket
+import sys
 import threading
 import time
 import urllib.error
@@ -38,7 +39,8 @@ def world(tmp_path_factory):
     (models / "echo/config.pbtxt").write_text(f'backend: "python"\ninput [{{ {tensor.format("IN")} }}]\noutput [{{ {tensor.format("OUT")} }}]\n')
     ports = World(*free_ports(3))
     flags = [f"--http_port={ports.http_port}", f"--grpc_port={ports.grpc_port}", f"--metrics_port={ports.metrics_port}"]
-    started = launch("--world_size=2", f"--model_repo={models}", "--device=cpu", "--oversubscribe", "--detach", *flags, "--", "--threads=2")
+    started = launch("--world_size=2", f"--model_repo={models}", "--device=cpu", "--oversubscribe", "--detach", *flags, "--",
+                     "--threads=2", f"--backend-config=python,interpreter={sys.executable}")
     assert started.returncode == 0, started.stderr
     yield ports
     stopped = launch("stop", f"--http_port={ports.http_port}")
