@@ -41,6 +41,7 @@ pub(crate) fn llm_defaults(
             weight_precision: args.weight_only_precision,
             batch_invariant: args.batch_invariant,
             kv_cache_type: args.kv_cache_dtype,
+            kv_host_memory_bytes: args.kv_cache_host_memory.0,
             step_timeout: Duration::from_secs(args.step_timeout),
             library_dirs: args.library_dir.clone(),
             cache_dir: args.cache_dir(),

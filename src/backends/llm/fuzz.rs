@@ -24,6 +24,7 @@ impl LlmInputs {
                 weight_precision: WeightPrecision::Checkpoint,
                 batch_invariant: false,
                 kv_cache_type: Default::default(),
+                kv_host_memory_bytes: 0,
                 step_timeout: Duration::from_secs(1),
                 library_dirs: Vec::new(),
                 cache_dir: None,

@@ -14,6 +14,7 @@ mod experts;
 mod group;
 mod handshake;
 mod host_memory;
+mod host_tier;
 mod latent;
 mod linear;
 mod norms;
@@ -41,6 +42,7 @@ pub(crate) use experts::ExpertBuffers;
 use group::Group;
 pub use group::GroupConfig;
 pub use host_memory::available_memory;
+use host_tier::HostTier;
 pub use kernels::cpu::allowed_cores;
 use latent::KvBuffer;
 use linear::Inputs;
@@ -79,6 +81,7 @@ pub struct CpuDevice {
     rows: Vec<Row>,
     cache: Option<Cache>,
     states: States,
+    host: HostTier,
     inputs: StepInputs,
     token_ids: Vec<u32>, // [T] tokens of the current step, with those from the device filled in
     projection: Inputs,  // of the current linear layer
@@ -169,6 +172,7 @@ impl CpuDevice {
             rows: (0..limits.max_rows).map(|_| row()).collect(),
             cache: None,
             states: States::default(),
+            host: HostTier::default(),
             inputs: StepInputs::default(),
             token_ids: Vec::with_capacity(limits.max_tokens),
             projection: Inputs::new(limits.max_tokens),
