@@ -21,6 +21,7 @@ use crate::{
 };
 
 mod adapters;
+mod prefix_cache;
 mod text;
 
 /// The parameter of a request that names an adapter (LoRA), as in Triton's vLLM backend.

@@ -16,6 +16,7 @@ mod models;
 mod not_served;
 mod parameter_fields;
 mod parameters;
+mod prefix_cache;
 mod prompt;
 mod reply;
 mod request;
@@ -46,7 +47,7 @@ pub(crate) use error::ApiError;
 /// The paths of this module, for the error of an unknown one.
 const PATHS: &str = "/v1/models, /v1/completions, /v1/chat/completions, /v1/completions/render, /v1/chat/completions/render, \
                      /v1/responses, /v1/messages, /v1/messages/count_tokens, /v1/load_lora_adapter, /v1/unload_lora_adapter, \
-                     /tokenize, /detokenize, /tokenizer_info, /health, /ping and /version";
+                     /tokenize, /detokenize, /tokenizer_info, /reset_prefix_cache, /health, /ping and /version";
 
 /// Client and server name a request by this header.
 const REQUEST_ID: HeaderName = HeaderName::from_static("x-request-id");
@@ -55,8 +56,17 @@ const ANTHROPIC_ID: HeaderName = HeaderName::from_static("request-id");
 
 /// Whether a path belongs to this module.
 pub(crate) fn is_path(path: &str) -> bool {
-    let is_alone =
-        matches!(path, "/v1" | "/tokenize" | "/detokenize" | "/tokenizer_info" | "/health" | "/ping" | "/version");
+    let is_alone = matches!(
+        path,
+        "/v1"
+            | "/tokenize"
+            | "/detokenize"
+            | "/tokenizer_info"
+            | prefix_cache::RESET
+            | "/health"
+            | "/ping"
+            | "/version"
+    );
     is_alone || path.starts_with("/v1/") || not_served::ALONE.contains(&path)
 }
 
@@ -89,7 +99,7 @@ async fn answer(state: &Arc<State>, head: &http::request::Parts, body: Incoming)
     let restrictions = &state.config.http_restrictions;
     let api = match path {
         "/health" | "/ping" => Api::Health,
-        _ if adapters::PATHS.contains(&path) => Api::ModelRepository,
+        _ if adapters::PATHS.contains(&path) || path == prefix_cache::RESET => Api::ModelRepository,
         _ if is_post => Api::Inference,
         // As at OpenAI, a key is needed for all of `/v1` or for none of it.
         _ if path.starts_with("/v1/") && restrictions.restricts(Api::Inference) => Api::Inference,
@@ -111,11 +121,13 @@ async fn answer(state: &Arc<State>, head: &http::request::Parts, body: Incoming)
         "/detokenize" if is_post => tokens::detokenize(state, &head.headers, body).await,
         adapters::LOAD if is_post => adapters::load(state, &head.headers, body).await,
         adapters::UNLOAD if is_post => adapters::unload(state, &head.headers, body).await,
+        prefix_cache::RESET if is_post => prefix_cache::reset(state, head.uri.query()).await,
         "/tokenizer_info" if is_get => tokenizer_info::tokenizer_info(state, head.uri.query()).await,
         "/health" | "/ping" if is_get => Ok(health(state)),
         "/version" if is_get => Ok(json_reply(&json!({"version": env!("CARGO_PKG_VERSION")}))),
         adapters::LOAD
         | adapters::UNLOAD
+        | prefix_cache::RESET
         | "/v1/completions"
         | "/v1/chat/completions"
         | "/v1/models"
