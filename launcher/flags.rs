@@ -4,7 +4,7 @@ use std::ffi::OsString;
 use std::path::PathBuf;
 
 use clap::{Args, Parser, Subcommand};
-use settings::{DeviceKind, KvCacheType, WeightPrecision};
+use settings::{ByteSize, DeviceKind, KvCacheType, WeightPrecision};
 
 pub use crate::choices::{Backend, Bind, ContainerRuntime};
 use crate::command::text_with_dashes;
@@ -169,6 +169,10 @@ pub struct WorldFlags {
     /// The type of keys and values in the KV cache: auto, bf16, fp8 or int8; a model's parameter `kv_cache_dtype` overrides it. [default: auto]
     #[arg(long, value_name = "TYPE", value_parser = str::parse::<KvCacheType>)]
     pub kv_cache_dtype: Option<KvCacheType>,
+    /// Host memory of each rank for KV blocks that are evicted from the device, such as 16GiB; a model's parameter
+    /// `kv_cache_host_memory_bytes` overrides it. [default: 0]
+    #[arg(long, value_name = "SIZE", value_parser = str::parse::<ByteSize>)]
+    pub kv_cache_host_memory: Option<ByteSize>,
     /// TensorRT-LLM's name for `--weight-only-precision=int8`, if no precision is named.
     #[arg(long, hide = true)]
     pub use_weight_only: bool,

@@ -251,6 +251,7 @@ fn any_rank_command(ranks_per_node: u32, flags: &WorldFlags, site: &Site) -> Com
         args.push(format!("--weight-only-precision={precision}"));
     }
     args.extend(flags.kv_cache_dtype.map(|kind| format!("--kv-cache-dtype={kind}")));
+    args.extend(flags.kv_cache_host_memory.map(|size| format!("--kv-cache-host-memory={size}")));
     if let Some(network) = &flags.network {
         args.push(format!("--network={network}"));
     }

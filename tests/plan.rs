@@ -108,3 +108,20 @@ fn a_model_that_does_not_fit_is_reported_with_the_missing_bytes() {
     assert!(!output.status.success(), "{text}");
     assert!(text.contains("does not fit: a sequence of") && text.contains("lacks"), "{text}");
 }
+
+#[test]
+fn host_memory_is_planned_and_refused_by_name_where_the_host_has_less() {
+    let planned = |bytes: &str| {
+        let repository = copied_repository();
+        set_parameters(&repository, "tensorrt_llm", &[("kv_cache_host_memory_bytes", bytes)]);
+        let output = plan(repository.path(), 2);
+        (output.status.success(), String::from_utf8_lossy(&output.stdout).into_owned())
+    };
+    let (success, text) = planned("16777216");
+    assert!(success && text.contains("host memory of each worker: 16.0 MiB for "), "{text}");
+    assert!(text.contains(" evicted KV blocks; 32.0 MiB in all, "), "{text}");
+    let (success, text) = planned("1000000000000000");
+    assert!(!success, "{text}");
+    assert!(text.contains("`kv_cache_host_memory_bytes` is 1000000000000000 for each of 2 workers"), "{text}");
+    assert!(!planned("0").1.contains("host memory"));
+}

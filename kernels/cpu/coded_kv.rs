@@ -59,6 +59,23 @@ impl CodedKv {
         [self.k_scales[row], self.v_scales[row]] = write_head(self.kind, shape, k, v, offset, key, value);
     }
 
+    /// The bytes of a block of `num_rows` rows of K, and of V.
+    pub(super) fn parts(&self, num_rows: usize, head_dim: usize, block: usize) -> Vec<&[u8]> {
+        let (rows, len) = (block * num_rows..(block + 1) * num_rows, num_rows * head_dim);
+        let codes = [&self.k, &self.v].map(|codes| &codes[block * len..(block + 1) * len]);
+        let scales = [&self.k_scales, &self.v_scales].map(|scales| bytemuck::cast_slice(&scales[rows.clone()]));
+        codes.into_iter().chain(scales).collect()
+    }
+
+    /// The same, to write a block.
+    pub(super) fn parts_mut(&mut self, num_rows: usize, head_dim: usize, block: usize) -> Vec<&mut [u8]> {
+        let (rows, len) = (block * num_rows..(block + 1) * num_rows, num_rows * head_dim);
+        let codes = [&mut self.k, &mut self.v].map(|codes| &mut codes[block * len..(block + 1) * len]);
+        let scales =
+            [&mut self.k_scales, &mut self.v_scales].map(|scales| bytemuck::cast_slice_mut(&mut scales[rows.clone()]));
+        codes.into_iter().chain(scales).collect()
+    }
+
     /// Copies the content of a block of `num_rows` rows of K, and of V.
     pub(super) fn copy_block(&mut self, num_rows: usize, head_dim: usize, from: usize, to: usize) {
         let len = num_rows * head_dim;

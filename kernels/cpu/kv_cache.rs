@@ -122,6 +122,41 @@ impl KvCache {
         }
     }
 
+    /// The bytes of a block, in parts that have the same sizes for all blocks.
+    ///
+    /// # Panics
+    /// Panics if the block does not exist.
+    pub fn parts(&self, block: usize) -> Vec<&[u8]> {
+        let len = self.block_len(block);
+        let own = block * len..(block + 1) * len;
+        match &self.data {
+            KvData::Bf16 { k, v } => [k, v].map(|data| bytemuck::cast_slice(&data[own.clone()])).into(),
+            KvData::F32 { k, v } => [k, v].map(|data| bytemuck::cast_slice(&data[own.clone()])).into(),
+            KvData::Coded(blocks) => blocks.parts(len / self.shape.head_dim, self.shape.head_dim, block),
+        }
+    }
+
+    /// The same, to write a block.
+    ///
+    /// # Panics
+    /// Panics if the block does not exist.
+    pub fn parts_mut(&mut self, block: usize) -> Vec<&mut [u8]> {
+        let len = self.block_len(block);
+        let own = block * len..(block + 1) * len;
+        match &mut self.data {
+            KvData::Bf16 { k, v } => [k, v].map(|data| bytemuck::cast_slice_mut(&mut data[own.clone()])).into(),
+            KvData::F32 { k, v } => [k, v].map(|data| bytemuck::cast_slice_mut(&mut data[own.clone()])).into(),
+            KvData::Coded(blocks) => blocks.parts_mut(len / self.shape.head_dim, self.shape.head_dim, block),
+        }
+    }
+
+    /// Elements of K, or of V, of a block, which must exist.
+    fn block_len(&self, block: usize) -> usize {
+        let KvShape { num_blocks, num_kv_heads, block_size, head_dim } = self.shape;
+        assert!(block < num_blocks, "block {block} is one of the cache");
+        num_kv_heads * block_size * head_dim
+    }
+
     /// Copies the content of a block.
     ///
     /// # Panics

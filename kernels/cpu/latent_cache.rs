@@ -1,5 +1,7 @@
 //! The KV cache of attention over latent vectors: one row for each position, in blocks.
 
+use std::ops::Range;
+
 use crate::cpu::norm::normalize;
 use crate::cpu::packed::bf16_bits;
 use crate::cpu::{Buffer, KvType, Norm, rotate};
@@ -98,6 +100,37 @@ impl LatentCache {
                 LatentData::F32(data) => data[own].copy_from_slice(row),
             }
         }
+    }
+
+    /// The bytes of a block.
+    ///
+    /// # Panics
+    /// Panics if the block does not exist.
+    pub fn bytes(&self, block: usize) -> &[u8] {
+        let own = self.own(block);
+        match &self.data {
+            LatentData::Bf16(data) => bytemuck::cast_slice(&data[own]),
+            LatentData::F32(data) => bytemuck::cast_slice(&data[own]),
+        }
+    }
+
+    /// The same, to write a block.
+    ///
+    /// # Panics
+    /// Panics if the block does not exist.
+    pub fn bytes_mut(&mut self, block: usize) -> &mut [u8] {
+        let own = self.own(block);
+        match &mut self.data {
+            LatentData::Bf16(data) => bytemuck::cast_slice_mut(&mut data[own]),
+            LatentData::F32(data) => bytemuck::cast_slice_mut(&mut data[own]),
+        }
+    }
+
+    /// The elements of a block, which must exist.
+    fn own(&self, block: usize) -> Range<usize> {
+        assert!(block < self.num_blocks, "block {block} is one of the cache");
+        let len = self.block_size * self.width;
+        block * len..(block + 1) * len
     }
 
     /// Copies the content of a block.

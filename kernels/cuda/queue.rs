@@ -95,6 +95,32 @@ impl Launch {
     }
 }
 
+/// Rows of equal size in device memory.
+#[derive(Debug, Clone, Copy)]
+pub struct Rows {
+    /// From the first row to the end of the last.
+    pub memory: Span,
+    /// Distance in bytes from one row to the next; at least `bytes`.
+    pub pitch: usize,
+    /// Bytes of a row.
+    pub bytes: usize,
+    /// Number of rows.
+    pub count: usize,
+}
+
+impl Rows {
+    fn check(&self) {
+        let &Self { memory, pitch, bytes, count } = self;
+        assert!(pitch >= bytes, "rows of {bytes} bytes start every {pitch}");
+        let needed = count.saturating_sub(1) * pitch + if count > 0 { bytes } else { 0 };
+        assert!(needed <= memory.bytes(), "{count} rows need {needed} bytes of {}", memory.bytes());
+    }
+
+    fn row(&self, index: usize) -> Span {
+        self.memory.part(index * self.pitch, self.bytes)
+    }
+}
+
 /// A stream: work runs in the order in which it was queued.
 #[derive(Debug)]
 pub struct Queue {
@@ -205,6 +231,41 @@ impl Queue {
         // SAFETY: both spans are live device memory by their own contract.
         let code = unsafe { sys::cuMemcpyDtoDAsync_v2(to.address(), from.address(), to.bytes(), self.stream) };
         check(code, "cuMemcpyDtoDAsync")
+    }
+
+    /// Queues a copy of rows inside device memory.
+    ///
+    /// # Panics
+    /// Panics if the rows differ in number or size, or do not lie in their span.
+    pub fn copy_rows(&self, to: Rows, from: Rows) -> Result<(), CudaError> {
+        assert_eq!((to.bytes, to.count), (from.bytes, from.count), "a copy has as many rows of the same size");
+        to.check();
+        from.check();
+        // The driver's limit of a pitch is that of an `i32`.
+        if to.count <= 1 || to.pitch.max(from.pitch) > i32::MAX as usize {
+            return (0..to.count).try_for_each(|row| self.copy(to.row(row), from.row(row)));
+        }
+        let device = sys::CUmemorytype_enum::CU_MEMORYTYPE_DEVICE;
+        let copy = sys::CUDA_MEMCPY2D_st {
+            srcXInBytes: 0,
+            srcY: 0,
+            srcMemoryType: device,
+            srcHost: std::ptr::null(),
+            srcDevice: from.memory.address(),
+            srcArray: std::ptr::null_mut(),
+            srcPitch: from.pitch,
+            dstXInBytes: 0,
+            dstY: 0,
+            dstMemoryType: device,
+            dstHost: std::ptr::null_mut(),
+            dstDevice: to.memory.address(),
+            dstArray: std::ptr::null_mut(),
+            dstPitch: to.pitch,
+            WidthInBytes: to.bytes,
+            Height: to.count,
+        };
+        // SAFETY: both spans are live device memory by their own contract and hold the rows, as checked above.
+        check(unsafe { sys::cuMemcpy2DAsync_v2(&copy, self.stream) }, "cuMemcpy2DAsync")
     }
 
     /// Queues filling the span with one byte value.

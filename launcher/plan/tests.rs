@@ -153,6 +153,9 @@ fn the_precision_of_weights_is_passed_to_every_rank_and_to_the_memory_plan() {
     let cache = plan_of("--world_size=2 --kv-cache-dtype=fp8_e4m3").unwrap();
     assert_eq!(cache.matches("--kv-cache-dtype=fp8 ").count(), 2, "{cache}");
     assert!(plan_of("--kv_cache_dtype=fp8_e5m2").is_err());
+    let host = plan_of("--world_size=2 --kv-cache-host-memory=2GiB").unwrap();
+    assert_eq!(host.matches("--kv-cache-host-memory=2147483648 ").count(), 2, "{host}");
+    assert!(plan_of("--kv-cache-host-memory=2XiB").is_err());
 }
 
 #[test]

@@ -2,7 +2,7 @@
 //!
 //! Every block is in one of three states: *used* by one sequence or shared by several, *cached* (used by none,
 //! but its content can be found again), or *unused*. Allocation takes unused blocks first, then the cached
-//! block that was released longest ago.
+//! block that was released longest ago, whose content then goes to the host, if there are slots (`hosted.rs`).
 
 use std::collections::hash_map::Entry;
 use std::collections::{HashMap, VecDeque};
@@ -12,6 +12,10 @@ use std::ops::Range;
 use crate::content::ContentId;
 use crate::states::StatePool;
 use crate::{BlockId, TokenId};
+
+mod hosted;
+
+pub(crate) use hosted::HostedBlocks;
 
 /// Number of contents of evicted blocks that are known, for each block.
 const EVICTED_PER_BLOCK: usize = 8;
@@ -23,6 +27,8 @@ pub(crate) enum Lookup {
     Ready(BlockId),
     /// A running sequence computes it.
     BeingComputed(ContentId),
+    /// The host has it.
+    Hosted(ContentId),
     /// Its block was evicted. Blocks after it may still be there.
     Evicted(ContentId),
     /// No block holds it.
@@ -54,6 +60,10 @@ pub(crate) struct BlockPool {
     /// `[groups]`: number of used blocks.
     num_used_of: Vec<usize>,
     last_content: u64,
+    /// Copies of evicted blocks.
+    pub(crate) hosted: HostedBlocks,
+    /// The plan that is being made.
+    step: u64,
     /// Recurrent states, whose snapshots are named by contents of the first KV group.
     pub(crate) states: StatePool,
     /// Whether blocks that hold generated tokens are shared.
@@ -103,6 +113,8 @@ impl BlockPool {
             others: HashMap::new(),
             num_used_of: vec![0; num_groups],
             last_content: 0,
+            hosted: HostedBlocks::default(),
+            step: 0,
             states: StatePool::default(),
             shares_output: true,
         };
@@ -126,6 +138,7 @@ impl BlockPool {
         self.eviction_order.clear();
         self.others.clear();
         self.num_used_of.fill(0);
+        self.hosted.reset();
         self.states.reset();
     }
 
@@ -160,6 +173,7 @@ impl BlockPool {
         let block = self.unused.pop().or_else(|| {
             let oldest = self.oldest?;
             self.unlink(oldest);
+            self.store(oldest);
             self.keep_content(oldest);
             self.forget(oldest);
             Some(oldest)
@@ -206,9 +220,10 @@ impl BlockPool {
                     Some(content) => Lookup::BeingComputed(content),
                 }
             }
-            _ => match self.evicted.get(&hash) {
-                Some(evicted) if evicted.is(parent, tokens) => Lookup::Evicted(evicted.content),
-                _ => Lookup::Missing,
+            _ => match (self.hosted.find(hash, parent, tokens), self.evicted.get(&hash)) {
+                (Some(content), _) => Lookup::Hosted(content),
+                (None, Some(evicted)) if evicted.is(parent, tokens) => Lookup::Evicted(evicted.content),
+                (None, _) => Lookup::Missing,
             },
         }
     }
@@ -223,7 +238,8 @@ impl BlockPool {
             return self.content(other).filter(|_| same);
         }
         let evicted = self.evicted.remove(&hash).filter(|evicted| evicted.is(parent, tokens));
-        let content = evicted.map_or_else(|| self.new_content(), |evicted| evicted.content);
+        let known = evicted.map(|evicted| evicted.content).or_else(|| self.hosted.find(hash, parent, tokens));
+        let content = known.unwrap_or_else(|| self.new_content());
         self.contents.insert(hash, block);
         let start = block.0 as usize * self.block_size;
         self.tokens[start..start + self.block_size].copy_from_slice(tokens);
@@ -283,7 +299,9 @@ impl BlockPool {
             (None, _) => {}
             (Some(content), 0) => {
                 self.contents.remove(&entry.hash);
-                self.states.forget(content);
+                if !self.hosted.contains(content, 0) {
+                    self.states.drop_snapshot(content);
+                }
             }
             (Some(content), group) => drop(self.others.remove(&(content, group as usize))),
         }

@@ -55,6 +55,11 @@ pub struct EngineConfig {
     pub num_states: usize,
     /// Snapshots of the recurrent state of a prompt are taken every this number of blocks.
     pub state_interval: usize,
+    /// Number of slots in host memory that workers hold for KV blocks that are evicted from the device; 0 if there are none. Only
+    /// the prefix cache uses them.
+    pub num_host_blocks: usize,
+    /// The same for snapshots of recurrent states.
+    pub num_host_states: usize,
     /// Maximum number of requests that wait for their first step.
     pub max_queue: usize,
     /// Maximum number of waiting requests of one priority, unless [`max_queue_of`](Self::max_queue_of) has another
@@ -128,6 +133,8 @@ impl Default for EngineConfig {
             windows: vec![None],
             num_states: 0,
             state_interval: 1,
+            num_host_blocks: 0,
+            num_host_states: 0,
             max_queue: 1024,
             max_queue_each: i32::MAX as usize,
             max_queue_of: BTreeMap::new(),
@@ -162,6 +169,8 @@ impl EngineConfig {
             ("windows", self.windows.iter().flatten().copied().max().unwrap_or(1), 1, "a position sees itself"),
             ("num_states", self.num_states, 0, "there may be none"),
             ("state_interval", self.state_interval, 1, "a snapshot is taken at the end of a block"),
+            ("num_host_blocks", self.num_host_blocks, 0, "there may be none"),
+            ("num_host_states", self.num_host_states, 0, "there may be none"),
             ("max_adapters", self.max_adapters, 0, "there may be none"),
             ("max_queue", self.max_queue, 1, QUEUED),
             ("max_queue_each", self.max_queue_each, 1, QUEUED),
@@ -239,41 +248,6 @@ impl EngineConfig {
             false => Ok(()),
         }
     }
-
-    /// Upper bound of a plan's bytes on the wire for any requests. The rings are sized by it.
-    pub fn max_plan_bytes(&self) -> usize {
-        // Postcard writes a `u32` into at most 5 bytes, a `u64` into 10, an `f32` into 4 and a `bool` into 1.
-        const NUMBERS: usize = 10 + 11 * 5 + 4; // step, lengths of the lists, checksum
-        const LEFT: usize = 5;
-        const JOINED: usize = 5 * 5 + 2 + 10 + (8 * 4 + 6 * 5 + 10 + 3 * 5 + 10); // its numbers, sampling
-        const TABLE: usize = 3 * 5; // its numbers, a partial block
-        const GROWN: usize = 3 * 5;
-        const COPIED: usize = 4 * 5;
-        const WORK: usize = 3 * 5 + 1;
-        // A row may receive what its last step settled: its own token and the drafts.
-        let revised = 4 * 5 + 5 * (1 + self.max_drafts);
-        let (drafts, grown) = match self.max_drafts {
-            0 => (0, GROWN),
-            n => (2 * 5 + 5 * n, GROWN * (1 + n.div_ceil(self.block_size))),
-        };
-        let tables = self.num_groups() * (TABLE + COPIED + grown);
-        // A row may leave, take a snapshot and start from one in the same plan; and it may be restored and saved.
-        const STATES: usize = 5 + 2 * 2 * 5 + 3 * 5 + 3 * 5;
-        let states = if self.num_states > 0 { STATES } else { 0 };
-        let row = LEFT + JOINED + revised + tables + drafts + states + WORK;
-        let num_joined_tokens = self.max_joined_tokens + self.max_sequence_len;
-        let num_joined_blocks = num_joined_tokens.div_ceil(self.block_size);
-        // With windows, rows also grow by the blocks of a chunk when they join.
-        let num_chunk_blocks = match self.num_groups() - self.num_full_groups() {
-            0 => 0,
-            num_windows => num_windows * self.max_step_tokens.div_ceil(self.block_size),
-        };
-        let num_table_blocks = self.num_groups() * num_joined_blocks;
-        // A joining row names its slot, and may fill it.
-        const ADAPTER: usize = 5 + 5 + 10;
-        let row = row + if self.max_adapters > 0 { ADAPTER } else { 0 };
-        NUMBERS + self.max_rows * row + 5 * (num_joined_tokens + num_table_blocks) + GROWN * num_chunk_blocks
-    }
 }
 
 #[cfg(test)]
@@ -327,65 +301,5 @@ mod tests {
         }
         let error = EngineConfig { num_blocks: usize::MAX, ..EngineConfig::default() }.validate().unwrap_err();
         assert!(error.to_string().starts_with("`num_blocks` is 18446744073709551615; it must be at most"));
-    }
-
-    #[test]
-    fn the_largest_plan_fits_its_bound_and_wastes_little_of_it() {
-        use crate::{
-            BlockId, CopiedBlock, GrownTable, JoinedRow, JoinedTable, RevisedRow, RowId, RowWork, SamplingParams,
-            SequenceId, StepPlan, TokenId,
-        };
-        let config = EngineConfig {
-            max_rows: 2,
-            max_joined_tokens: 100,
-            max_sequence_len: 50,
-            max_drafts: 3,
-            ..EngineConfig::default()
-        };
-        let sampling = SamplingParams {
-            top_k: u32::MAX,
-            seed: u64::MAX,
-            min_tokens: u32::MAX,
-            num_logprobs: Some(u32::MAX),
-            beam_candidates: u32::MAX,
-            top_p_reset: Some(TokenId(u32::MAX)),
-            logit_bias: vec![(TokenId(u32::MAX), 1.0); 50],
-            ..SamplingParams::default()
-        };
-        let joined = JoinedRow {
-            row: RowId(u32::MAX),
-            sequence: SequenceId(u64::MAX),
-            tokens: vec![TokenId(u32::MAX); 50],
-            num_prompt_tokens: u32::MAX,
-            num_computed: u32::MAX,
-            tables: vec![JoinedTable { first: u32::MAX, blocks: vec![BlockId(u32::MAX); 4] }],
-            state: None,
-            adapter: None,
-            sampling,
-        };
-        let work = RowWork { row: RowId(u32::MAX), start: u32::MAX, num_tokens: u32::MAX, samples: true };
-        let tokens = vec![TokenId(u32::MAX); 4];
-        let revised = RevisedRow { row: RowId(u32::MAX), parent: RowId(u32::MAX), num_kept: u32::MAX, tokens };
-        let copied =
-            CopiedBlock { row: RowId(u32::MAX), group: u32::MAX, from: BlockId(u32::MAX), to: BlockId(u32::MAX) };
-        let grown = GrownTable { row: RowId(u32::MAX), group: u32::MAX, block: BlockId(u32::MAX) };
-        let plan = StepPlan {
-            step: u64::MAX,
-            left: vec![RowId(u32::MAX); 2],
-            adapters: vec![],
-            joined: vec![joined],
-            revised: vec![revised; 2],
-            copied: vec![copied; 2],
-            copied_states: vec![],
-            restored: vec![],
-            saved_states: vec![],
-            grown: vec![grown; 2],
-            drafts: vec![(RowId(u32::MAX), vec![TokenId(u32::MAX); 3]); 2],
-            work: vec![work; 2],
-        };
-        let mut bytes = Vec::new();
-        crate::plan::encode(&plan, &mut bytes);
-        let bound = config.max_plan_bytes();
-        assert!(bytes.len() <= bound && bytes.len() * 3 / 2 > bound, "{} bytes, bound {bound}", bytes.len());
     }
 }

@@ -103,6 +103,7 @@ pub(crate) struct Totals {
     pub(crate) drafted_tokens: u64,
     pub(crate) accepted_tokens: u64,
     pub(crate) late_masks: u64,
+    pub(crate) host_hit_blocks: u64,
 }
 
 /// Maximum length of the n-gram that prompt look-up searches for; transformers uses the same.
@@ -117,7 +118,8 @@ impl Engine {
         config.validate()?;
         let (num_groups, keeps_evicted) = (config.num_groups(), config.windows[0].is_some());
         let pool = BlockPool::new(config.num_blocks, config.block_size, num_groups, keeps_evicted);
-        let mut pool = pool.with_states(config.num_states);
+        let pool = pool.with_states(config.num_states);
+        let mut pool = pool.with_host(config.num_host_blocks, config.num_host_states);
         pool.shares_output = config.shares_output;
         Ok(Self {
             pool,
@@ -264,6 +266,13 @@ impl Engine {
     /// Whether every sequence still waits for its first step, and no step is in flight.
     pub fn is_unbegun(&self) -> bool {
         self.sequences.len() == self.queue.num_new() && self.in_flight.is_empty()
+    }
+
+    /// Removes everything from the prefix cache, on the device and on the host. Running sequences go on, and nothing that they have
+    /// computed so far is found by others.
+    pub fn reset_prefix_cache(&mut self) {
+        self.pool.forget_all();
+        self.blocked_head = None;
     }
 
     /// Whether there is no live sequence and no step in flight.

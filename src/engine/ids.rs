@@ -24,6 +24,11 @@ pub struct RowId(pub u32);
 #[repr(transparent)]
 pub struct StateId(pub u32);
 
+/// A slot in host memory, of every worker, for a copy of a KV block; or, of another kind, for a copy of a recurrent state.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Default, Pod, Zeroable, Serialize, Deserialize)]
+#[repr(transparent)]
+pub struct HostSlot(pub u32);
+
 /// A sequence of one engine; never reused.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Default, Serialize, Deserialize)]
 pub struct SequenceId(pub u64);

@@ -49,9 +49,11 @@ mod costs;
 mod draft;
 mod engine;
 mod guided;
+mod host;
 mod ids;
 mod masks;
 pub mod plan;
+mod plan_bytes;
 mod prefix;
 mod queue;
 mod request;
@@ -77,14 +79,14 @@ pub use constraint::{Constraint, RequestConstraint, SampleMask};
 pub use costs::{StepCosts, StepLoad};
 pub use draft::{Drafter, PromptLookup};
 pub use engine::Engine;
-pub use ids::{BlockId, RowId, SequenceId, StateId, TokenId};
+pub use ids::{BlockId, HostSlot, RowId, SequenceId, StateId, TokenId};
 pub use masks::MaskJob;
 pub use plan::{
-    CopiedBlock, CopiedState, GrownTable, JoinedRow, JoinedTable, PlanError, RestoredRow, RevisedRow, RowWork,
-    SampledToken, SavedState, StepOutput, StepPlan,
+    CopiedBlock, CopiedState, GrownTable, HostCopies, JoinedRow, JoinedTable, PlanError, RestoredRow, RevisedRow,
+    RowWork, SampledToken, SavedState, StepOutput, StepPlan,
 };
 pub use request::{BeamOutput, BeamParams, BlockUsage, DraftUsage, FinishReason, Refused, Request, TokenEvent};
 pub use sampling::{MAX_BEAM_CANDIDATES, MAX_LOGPROBS, SamplingParams};
 pub use settle::SettleError;
-pub use states::{divide_memory, state_interval};
+pub use states::{divide_host_memory, divide_memory, state_interval};
 pub use stats::{EngineStats, Holding, Ledger};

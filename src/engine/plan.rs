@@ -7,9 +7,9 @@ use std::borrow::Cow;
 
 use serde::{Deserialize, Deserializer, Serialize, Serializer};
 
-use crate::{AdapterSlot, BlockId, FilledSlot, RowId, SamplingParams, SequenceId, StateId, TokenId};
+use crate::{AdapterSlot, BlockId, FilledSlot, HostSlot, RowId, SamplingParams, SequenceId, StateId, TokenId};
 
-/// One forward pass, decided on rank 0. Every worker carries it out in this order: `left`, `adapters`, `joined`, `restored`,
+/// One forward pass, decided on rank 0. Every worker carries it out in this order: `left`, `adapters`, `joined`, `restored`, `host`,
 /// `revised`, `copied`, `copied_states`, `grown`, then the forward pass over `work`.
 #[derive(Debug, Clone, PartialEq, Default, Serialize, Deserialize)]
 pub struct StepPlan {
@@ -21,6 +21,8 @@ pub struct StepPlan {
     pub adapters: Vec<FilledSlot>,
     /// Sequences that take a free row.
     pub joined: Vec<JoinedRow>,
+    /// Copies between the device and the host.
+    pub host: HostCopies,
     /// Rows whose tokens rank 0 replaces. All are replaced at once: each reads its parent as it was before any of them.
     pub revised: Vec<RevisedRow>,
     /// KV blocks that a row stops sharing. No block is both source and target.
@@ -61,6 +63,28 @@ pub struct JoinedRow {
     pub adapter: Option<AdapterSlot>,
     /// How its tokens are chosen.
     pub sampling: SamplingParams,
+}
+
+/// Copies of KV blocks and recurrent states between the device and slots of the host, in all layers. Those to the host come
+/// before those from it, and all come before anything else that the plan writes to the device. No slot is in two entries.
+#[derive(Debug, Clone, PartialEq, Eq, Default, Serialize, Deserialize)]
+pub struct HostCopies {
+    /// Blocks that are copied to slots for blocks.
+    pub stored: Vec<(BlockId, HostSlot)>,
+    /// Blocks that are copied from slots for blocks.
+    pub loaded: Vec<(BlockId, HostSlot)>,
+    /// States that are copied to slots for states.
+    pub stored_states: Vec<(StateId, HostSlot)>,
+    /// States that are copied from slots for states.
+    pub loaded_states: Vec<(StateId, HostSlot)>,
+}
+
+impl HostCopies {
+    /// Whether there is nothing to copy.
+    pub fn is_empty(&self) -> bool {
+        let Self { stored, loaded, stored_states, loaded_states } = self;
+        stored.is_empty() && loaded.is_empty() && stored_states.is_empty() && loaded_states.is_empty()
+    }
 }
 
 /// A block table of a row that joins.
@@ -307,6 +331,12 @@ mod tests {
                 adapter: Some(AdapterSlot(1)),
                 sampling: SamplingParams::default(),
             }],
+            host: HostCopies {
+                stored: vec![(BlockId(5), HostSlot(1))],
+                loaded: vec![(BlockId(9), HostSlot(0))],
+                stored_states: vec![(StateId(3), HostSlot(2))],
+                loaded_states: vec![(StateId(2), HostSlot(4))],
+            },
             revised: vec![RevisedRow { row: RowId(1), parent: RowId(2), num_kept: 6, tokens: vec![TokenId(8)] }],
             copied: vec![CopiedBlock { row: RowId(1), group: 0, from: BlockId(2), to: BlockId(3) }],
             copied_states: vec![CopiedState { from: StateId(1), to: StateId(2) }],

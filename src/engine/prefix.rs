@@ -7,7 +7,8 @@
 //!
 //! Blocks of the first KV group are found by their tokens, one after the other. Those of the other groups are registered
 //! under the content of the first group when they are filled. A prefix can be reused if each group still has the blocks
-//! that the position after it can see, and if a snapshot of the recurrent state exists there (`snapshots.rs`).
+//! that the position after it can see, and if a snapshot of the recurrent state exists there (`snapshots.rs`). Blocks and
+//! snapshots may be on the device or on the host (`host.rs`).
 
 use crate::blocks::{BlockPool, Lookup};
 use crate::content::ContentId;
@@ -15,8 +16,16 @@ use crate::sequence::Sequence;
 use crate::tables::first_visible;
 use crate::{BlockId, EngineConfig};
 
-/// In place of a block that is not in the cache.
-const NONE: BlockId = BlockId(u32::MAX);
+/// Where a block of a prefix is.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Place {
+    /// In this block.
+    Device(BlockId),
+    /// On the host, under this content.
+    Host(ContentId),
+    /// It is not in the cache.
+    Nowhere,
+}
 
 /// A prefix that is in the cache.
 #[derive(Debug, Default)]
@@ -24,7 +33,7 @@ pub(crate) struct Found {
     /// Number of blocks in a KV group without a window.
     pub(crate) len: usize,
     /// The last blocks of each KV group, as many as the position after the prefix can see.
-    pub(crate) tables: Vec<Vec<BlockId>>,
+    pub(crate) tables: Vec<Vec<Place>>,
     /// Content of the last block of the prefix.
     last: ContentId,
     /// `[len]` contents of the blocks in the first group, unless it is the only one and has no window.
@@ -39,6 +48,15 @@ impl Found {
         self.tables.resize_with(num_groups, Vec::new);
         self.tables.iter_mut().for_each(Vec::clear);
         self.contents.clear();
+    }
+
+    /// Number of blocks of the prefix that the host has, in any KV group.
+    pub(crate) fn num_hosted(&self) -> usize {
+        let is_hosted = |back: usize| {
+            let place = |table: &Vec<Place>| table.len().checked_sub(back).map(|index| table[index]);
+            self.tables.iter().filter_map(place).any(|place| matches!(place, Place::Host(_)))
+        };
+        (1..=self.len).filter(|&back| is_hosted(back)).count()
     }
 
     /// The content whose snapshot is the recurrent state at the end of the prefix; `None` at the start of a sequence.
@@ -63,11 +81,15 @@ pub(crate) fn find_prefix(
     for index in 0..num_blocks {
         match pool.find(parent, sequence.block_tokens(index, block_size), step) {
             Lookup::Ready(block) => {
-                found.tables[0].push(block);
+                found.tables[0].push(Place::Device(block));
                 parent = pool.content(block).expect("a block that was found has a content");
             }
+            Lookup::Hosted(content) => {
+                found.tables[0].push(Place::Host(content));
+                parent = content;
+            }
             Lookup::Evicted(content) => {
-                found.tables[0].push(NONE);
+                found.tables[0].push(Place::Nowhere);
                 parent = content;
             }
             Lookup::BeingComputed(content) if num_states > 0 => {
@@ -91,7 +113,35 @@ pub(crate) fn find_prefix(
         table.truncate(found.len);
         table.drain(..first_visible(window, found.len * block_size, block_size));
     }
-    true
+    is_readable(pool, found)
+}
+
+/// Whether this plan can load what was found on the host. What it copies there itself is there for the next one.
+fn is_readable(pool: &BlockPool, found: &Found) -> bool {
+    let places = (0..).zip(&found.tables).flat_map(|(group, table)| table.iter().map(move |&place| (group, place)));
+    let mut hosted = places.filter_map(|(group, place)| match place {
+        Place::Host(content) => Some((content, group)),
+        Place::Device(_) | Place::Nowhere => None,
+    });
+    let states = &pool.states;
+    let can_load = |content| states.hosted.is_readable(content) && states.can_load();
+    hosted.all(|name| pool.hosted.slots.is_readable(name))
+        && found.snapshot().is_none_or(|content| states.has_snapshot(content) || can_load(content))
+}
+
+/// Keeps what was found on the host from being overwritten by this plan.
+pub(crate) fn reserve(pool: &mut BlockPool, found: &Found) {
+    // A sequence finds a content through those before it, so they are used last.
+    for (group, table) in (0..).zip(&found.tables) {
+        for &place in table.iter().rev() {
+            if let Place::Host(content) = place {
+                pool.hosted.slots.reserve((content, group));
+            }
+        }
+    }
+    if let Some(content) = found.snapshot().filter(|&content| !pool.states.has_snapshot(content)) {
+        pool.states.hosted.reserve(content);
+    }
 }
 
 /// The length of the longest prefix of the contents found of which every group has the blocks that the position after it
@@ -104,12 +154,17 @@ fn common_len(pool: &BlockPool, config: &EngineConfig, step: u64, found: &mut Fo
     let mut run_starts = vec![0; windows.len()];
     for (index, &content) in found.contents.iter().enumerate() {
         let len = index + 1;
-        let mut is_usable = num_states == 0 || pool.states.has_snapshot(content);
+        let mut is_usable = num_states == 0 || pool.states.can_start_from(content);
         for (group, &window) in windows.iter().enumerate() {
             if group > 0 {
-                found.tables[group].push(pool.find_other(content, group, step).unwrap_or(NONE));
+                let place = match pool.find_other(content, group, step) {
+                    Some(block) => Place::Device(block),
+                    None if pool.hosted.contains(content, group) => Place::Host(content),
+                    None => Place::Nowhere,
+                };
+                found.tables[group].push(place);
             }
-            if found.tables[group][index] == NONE {
+            if found.tables[group][index] == Place::Nowhere {
                 run_starts[group] = len;
             }
             is_usable &= run_starts[group] <= first_visible(window, len * block_size, block_size);

@@ -1,16 +1,17 @@
 //! Makes the plan of the next step: decodes first, then prefill in the remaining token budget.
 
+use crate::blocks::BlockPool;
 use crate::costs::StepLoad;
 use crate::engine::{Engine, InFlight, Masks};
 use crate::plan::{
     CopiedBlock, CopiedState, GrownTable, JoinedRow, RestoredRow, RevisedRow, RowWork, SavedState, StepPlan,
 };
-use crate::prefix::{self, Found};
+use crate::prefix::{self, Found, Place};
 use crate::queue::service_key;
 use crate::sequence::{Sequence, SequenceState};
 use crate::slot::{Sample, Slot};
 use crate::tables::Table;
-use crate::{Policy, RowId, SamplingParams, TokenId};
+use crate::{BlockId, Policy, RowId, SamplingParams, TokenId};
 
 /// Under [`Policy::MaxUtilization`] an admission leaves one block free for this number of running rows, because a
 /// sequence admitted into the last blocks is soon preempted again. Measured with `tests/soak.rs`, steps and preemptions
@@ -67,6 +68,7 @@ impl Engine {
         if self.in_flight.len() >= self.config.max_in_flight {
             return None;
         }
+        self.pool.begin_plan(self.next_step);
         let mut builder = PlanBuilder {
             decodes: Vec::with_capacity(self.running.len()),
             // The other half of the budget is for prompts.
@@ -271,9 +273,14 @@ impl Engine {
             return false;
         }
         // Blocks of windows count as if they were not found: they may be released before others that share them do so.
-        let full = &found.tables[..self.num_full_groups];
-        let num_cached = full.iter().flatten().filter(|&&block| self.pool.num_users(block) == 0).count();
-        let fits = needed - full.len() * found.len + num_cached <= room;
+        let full = found.tables[..self.num_full_groups].iter().flatten();
+        let is_used = |&place: &Place| match place {
+            Place::Device(block) => Some(self.pool.num_users(block) > 0),
+            Place::Host(_) | Place::Nowhere => None,
+        };
+        // Blocks in use are there already; the others, and copies of the host, take a free one.
+        let num_used = full.filter_map(is_used).filter(|&is_used| is_used).count();
+        let fits = needed - num_used <= room;
         self.blocked_head = (!fits).then_some((sequence.id, room));
         fits
     }
@@ -282,10 +289,16 @@ impl Engine {
         self.queue.take(&self.sequences[slot]);
         let block_size = self.config.block_size;
         let sequence = &mut self.sequences[slot];
-        for (table, blocks) in sequence.tables.iter_mut().zip(&found.tables) {
-            blocks.iter().for_each(|&block| self.pool.share(block));
-            table.set(found.len - blocks.len(), blocks);
-            self.totals.reused_blocks += blocks.len() as u64;
+        // Before a block is allocated, which may evict others.
+        prefix::reserve(&mut self.pool, found);
+        for place in found.tables.iter().flatten() {
+            if let &Place::Device(block) = place {
+                self.pool.share(block);
+            }
+        }
+        for (group, (table, places)) in sequence.tables.iter_mut().zip(&found.tables).enumerate() {
+            table.set(found.len - places.len(), &take_blocks(&mut self.pool, group, places));
+            self.totals.reused_blocks += places.len() as u64;
         }
         for (group, table) in sequence.tables[..self.num_full_groups].iter_mut().enumerate() {
             while table.len() < sequence.tokens.len().div_ceil(block_size) {
@@ -318,6 +331,7 @@ impl Engine {
         }
         if !sequence.started {
             sequence.usage.num_reused = found.len as u32;
+            self.totals.host_hit_blocks += found.num_hosted() as u64;
         }
         sequence.started = true;
         sequence.state = SequenceState::Running(row);
@@ -348,6 +362,7 @@ impl Engine {
             left: std::mem::take(&mut self.left),
             adapters: self.adapters.filled(),
             joined: builder.joined,
+            host: self.pool.take_copies(),
             revised: builder.revised,
             copied: builder.copied,
             copied_states: builder.copied_states,
@@ -368,6 +383,16 @@ impl Engine {
         }
         Some(plan)
     }
+}
+
+/// The blocks of a prefix in one KV group. Those of the device are shared already; those of the host are loaded.
+fn take_blocks(pool: &mut BlockPool, group: usize, places: &[Place]) -> Vec<BlockId> {
+    let take = |&place: &Place| match place {
+        Place::Device(block) => block,
+        Place::Host(content) => pool.load(content, group).expect("room was found for the joining sequence"),
+        Place::Nowhere => panic!("a prefix has all blocks that its next position sees"),
+    };
+    places.iter().map(take).collect()
 }
 
 #[inline]

@@ -7,7 +7,6 @@
 
 use crate::blocks::BlockPool;
 use crate::engine::Engine;
-use crate::plan::CopiedState;
 use crate::prefix::{self, Found};
 use crate::schedule::PlanBuilder;
 use crate::sequence::Sequence;
@@ -28,7 +27,7 @@ impl Engine {
             Some(content) => states.start_from(content),
             None => (states.allocate().expect("room was found for the joining sequence"), None),
         };
-        builder.copied_states.extend(from.map(|from| CopiedState { from, to: own }));
+        builder.copied_states.extend(from.map(|from| states.copy(from, own)));
         self.sequences[slot].recurrent.own = Some(own);
     }
 
@@ -50,7 +49,7 @@ impl Engine {
             && !self.pool.states.has_snapshot(content)
             && let Some(to) = self.pool.states.allocate()
         {
-            builder.copied_states.push(CopiedState { from: own, to });
+            builder.copied_states.push(self.pool.states.copy(own, to));
             self.pool.states.keep(to, content);
         }
         let next = last.min((computed / interval + 1) * interval);
@@ -68,7 +67,7 @@ impl Engine {
         if let Some(own) = sequence.recurrent.own
             && let Some(to) = self.pool.states.allocate()
         {
-            builder.copied_states.push(CopiedState { from: own, to });
+            builder.copied_states.push(self.pool.states.copy(own, to));
             sequence.recurrent.output = Some((to, sequence.num_computed));
         }
     }

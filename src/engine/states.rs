@@ -2,12 +2,15 @@
 //!
 //! A running sequence has a slot, in which its state advances. A snapshot is a copy of it at the end of a KV block. It is named by
 //! the content of that block, so it stands for the same tokens as the blocks up to there, and it is dropped together with that
-//! block. Sequences take unused slots first, then that of the snapshot that was used longest ago.
+//! block. Sequences take unused slots first, then that of the snapshot that was used longest ago. That snapshot goes to the host, if
+//! there are slots, and sequences start from it there, too.
 
 use std::collections::{BTreeMap, HashMap};
 
 use crate::StateId;
 use crate::content::ContentId;
+use crate::host::HostSlots;
+use crate::plan::CopiedState;
 
 /// Share of the memory for KV blocks and states that is left for snapshots when each row has two slots: 1 / 4.
 const SNAPSHOT_DIVISOR: u64 = 4;
@@ -20,6 +23,17 @@ pub fn divide_memory(room_bytes: u64, sizes: [u64; 2], max_rows: usize, max_bloc
     let states = num_states(shared, state_bytes, max_rows);
     let fitting = room_bytes.saturating_sub(states as u64 * state_bytes) / block_bytes.max(1);
     (max_blocks.map_or(fitting, |max| fitting.min(max)), states)
+}
+
+/// The numbers of slots for evicted KV blocks and for evicted snapshots of recurrent states in `bytes` of host memory. `sizes` are
+/// the bytes of a block and of a state, 0 if there are no states. A snapshot is useless without the blocks before it and the
+/// reverse, so each kind has half of the memory, and there are none of either if one kind does not fit.
+pub fn divide_host_memory(bytes: u64, sizes: [u64; 2]) -> [usize; 2] {
+    let [block_bytes, state_bytes] = sizes;
+    let states = (bytes / 2).checked_div(state_bytes).unwrap_or(0);
+    let blocks = (bytes - states * state_bytes) / block_bytes.max(1);
+    let count = |slots: u64| usize::try_from(slots.min(i32::MAX as u64)).expect("the bound fits");
+    if state_bytes > 0 && states == 0 { [0, 0] } else { [count(blocks), count(states)] }
 }
 
 /// The number of slots in `room_bytes` of memory, which KV blocks and states share: two for each row, one for its sequence and one
@@ -45,6 +59,8 @@ pub fn state_interval(block_bytes: u64, state_bytes: u64) -> usize {
 struct Snapshot {
     state: StateId,
     last_use: u64,
+    /// The plan that was made last when it was taken; later plans can copy it.
+    step: u64,
 }
 
 /// The slots that a sequence uses.
@@ -80,17 +96,27 @@ pub(crate) struct StatePool {
     by_last_use: BTreeMap<u64, ContentId>,
     /// Counts uses.
     clock: u64,
+    /// `[num_slots]`: the last plan that copies the slot, or copies to it.
+    copied_step: Vec<u64>,
+    /// Copies of evicted snapshots.
+    pub(crate) hosted: HostSlots<ContentId, StateId>,
 }
 
 impl StatePool {
     pub(crate) fn new(num_slots: usize) -> Self {
-        let mut pool = Self { num_slots, ..Self::default() };
+        let mut pool = Self { num_slots, copied_step: vec![u64::MAX; num_slots], ..Self::default() };
         pool.reset();
         pool
     }
 
+    /// The same with slots in host memory for evicted snapshots.
+    pub(crate) fn with_host(self, num_slots: usize) -> Self {
+        Self { hosted: HostSlots::new(num_slots), ..self }
+    }
+
     /// Removes all users and snapshots, because the workers' memory is new.
     pub(crate) fn reset(&mut self) {
+        self.hosted.reset();
         self.unused.clear();
         self.unused.extend((0..self.num_slots as u32).rev().map(StateId));
         self.snapshots.clear();
@@ -114,8 +140,46 @@ impl StatePool {
     pub(crate) fn allocate(&mut self) -> Option<StateId> {
         self.unused.pop().or_else(|| {
             let (_, &oldest) = self.by_last_use.first_key_value()?;
-            self.remove(oldest)
+            Some(self.evict(oldest))
         })
+    }
+
+    /// Copies a slot to another in this plan.
+    pub(crate) fn copy(&mut self, from: StateId, to: StateId) -> CopiedState {
+        for slot in [from, to] {
+            self.copied_step[slot.0 as usize] = self.hosted.step();
+        }
+        CopiedState { from, to }
+    }
+
+    /// Whether this plan has a slot for a state of the host.
+    pub(crate) fn can_load(&self) -> bool {
+        self.unused.iter().any(|&slot| self.is_loadable(slot))
+            || self.snapshots.values().any(|snapshot| self.is_loadable(snapshot.state))
+    }
+
+    /// States of the host are loaded before slots are copied, so not into slots that the plan copies.
+    fn is_loadable(&self, slot: StateId) -> bool {
+        self.copied_step[slot.0 as usize] != self.hosted.step()
+    }
+
+    /// Like [`StatePool::allocate`], for a state of the host.
+    fn allocate_loadable(&mut self) -> Option<StateId> {
+        if let Some(index) = self.unused.iter().rposition(|&slot| self.is_loadable(slot)) {
+            return Some(self.unused.swap_remove(index));
+        }
+        let is_loadable = |content: &&ContentId| self.is_loadable(self.snapshots[*content].state);
+        let oldest = *self.by_last_use.values().find(is_loadable)?;
+        Some(self.evict(oldest))
+    }
+
+    /// Removes a snapshot, which the host keeps if it has room. What the plan itself copies to it is not there yet.
+    fn evict(&mut self, content: ContentId) -> StateId {
+        let Snapshot { state, step, .. } = self.remove(content).expect("the evicted snapshot exists");
+        if step != self.hosted.step() {
+            self.hosted.store(content, state);
+        }
+        state
     }
 
     /// Gives back a slot that was allocated.
@@ -127,15 +191,25 @@ impl StatePool {
         self.snapshots.contains_key(&content)
     }
 
+    /// Whether a sequence can start from a snapshot of `content`, on the device or on the host.
+    pub(crate) fn can_start_from(&self, content: ContentId) -> bool {
+        self.has_snapshot(content) || self.hosted.contains(content)
+    }
+
     /// Takes a slot for a sequence that starts with the snapshot of `content`, which exists. Returns the slot and where the state
-    /// must be copied from. If there is no other slot, it is the snapshot's own.
+    /// must be copied from. If there is no other slot, it is the snapshot's own. A snapshot that only the host has was reserved;
+    /// the plan copies it to the slot.
     pub(crate) fn start_from(&mut self, content: ContentId) -> (StateId, Option<StateId>) {
-        let snapshot = self.remove(content).expect("a snapshot that was found exists");
+        let Some(snapshot) = self.remove(content) else {
+            let own = self.allocate_loadable().expect("room was found for the joining sequence");
+            self.hosted.load(content, own);
+            return (own, None);
+        };
         match self.allocate() {
-            None => (snapshot, None),
+            None => (snapshot.state, None),
             Some(own) => {
                 self.insert(content, snapshot);
-                (own, Some(snapshot))
+                (own, Some(snapshot.state))
             }
         }
     }
@@ -144,26 +218,40 @@ impl StatePool {
     pub(crate) fn keep(&mut self, state: StateId, content: ContentId) {
         match self.has_snapshot(content) {
             true => self.release(state),
-            false => self.insert(content, state),
+            false => self.insert(content, Snapshot { state, last_use: 0, step: self.hosted.step() }),
         }
     }
 
-    fn insert(&mut self, content: ContentId, state: StateId) {
+    /// Inserts a snapshot as the one that was used last.
+    fn insert(&mut self, content: ContentId, snapshot: Snapshot) {
         self.clock += 1;
-        self.snapshots.insert(content, Snapshot { state, last_use: self.clock });
+        self.snapshots.insert(content, Snapshot { last_use: self.clock, ..snapshot });
         self.by_last_use.insert(self.clock, content);
     }
 
-    fn remove(&mut self, content: ContentId) -> Option<StateId> {
+    fn remove(&mut self, content: ContentId) -> Option<Snapshot> {
         let snapshot = self.snapshots.remove(&content)?;
         self.by_last_use.remove(&snapshot.last_use);
-        Some(snapshot.state)
+        Some(snapshot)
     }
 
-    /// Drops the snapshot of a content, if there is one.
+    /// Drops the snapshot of a content from the device, if there is one.
     pub(crate) fn forget(&mut self, content: ContentId) {
-        let state = self.remove(content);
-        self.unused.extend(state);
+        let snapshot = self.remove(content);
+        self.unused.extend(snapshot.map(|snapshot| snapshot.state));
+    }
+
+    /// The same on the host, too.
+    pub(crate) fn drop_snapshot(&mut self, content: ContentId) {
+        self.forget(content);
+        self.hosted.forget(content);
+    }
+
+    /// Drops all snapshots, on the device and on the host.
+    pub(crate) fn forget_all(&mut self) {
+        self.unused.extend(self.snapshots.drain().map(|(_, snapshot)| snapshot.state));
+        self.by_last_use.clear();
+        self.hosted.reset();
     }
 }
 
@@ -212,6 +300,9 @@ mod tests {
         assert_eq!(divide_memory(1000, [10, 0], 8, None), (100, 0));
         assert_eq!(divide_memory(1000, [10, 10], 8, None), (63, 37));
         assert_eq!(divide_memory(1000, [10, 10], 8, Some(12)), (12, 12));
+        assert_eq!(divide_host_memory(1000, [10, 0]), [100, 0]);
+        assert_eq!(divide_host_memory(1000, [10, 90]), [55, 5]);
+        assert_eq!(divide_host_memory(1000, [10, 501]), [0, 0]);
         assert_eq!([(64, 1), (64, 64), (64, 65)].map(|(block, state)| state_interval(block, state)), [1, 1, 2]);
     }
 }

@@ -31,6 +31,14 @@ pub struct EngineStats {
     pub num_states_used: usize,
     /// Slots that hold snapshots of recurrent states for later sequences.
     pub num_states_cached: usize,
+    /// Slots of the host that hold evicted blocks.
+    pub num_host_blocks_used: usize,
+    /// All slots of the host for blocks.
+    pub num_host_blocks: usize,
+    /// Slots of the host that hold evicted snapshots.
+    pub num_host_states_used: usize,
+    /// All slots of the host for snapshots.
+    pub num_host_states: usize,
     /// Plans made.
     pub total_steps: u64,
     /// Preemptions.
@@ -47,6 +55,16 @@ pub struct EngineStats {
     pub total_reused_blocks: u64,
     /// Blocks allocated.
     pub total_allocated_blocks: u64,
+    /// Blocks of the prefixes with which sequences began that were on the host.
+    pub total_host_hit_blocks: u64,
+    /// Blocks copied to the host.
+    pub total_stored_blocks: u64,
+    /// Blocks copied from the host.
+    pub total_loaded_blocks: u64,
+    /// Recurrent states copied to the host.
+    pub total_stored_states: u64,
+    /// Recurrent states copied from the host.
+    pub total_loaded_states: u64,
     /// Draft tokens guessed.
     pub total_drafted_tokens: u64,
     /// Draft tokens that were correct.
@@ -95,6 +113,9 @@ impl Engine {
     /// Counts for metrics.
     pub fn stats(&self) -> EngineStats {
         let running = self.running.iter();
+        let (host_blocks, host_states) = (&self.pool.hosted.slots, &self.pool.states.hosted);
+        let ([total_stored_blocks, total_loaded_blocks], [total_stored_states, total_loaded_states]) =
+            (host_blocks.totals, host_states.totals);
         EngineStats {
             num_running: self.running.len(),
             num_prefilling: running.filter(|&&(_, slot)| self.sequences[slot].is_prefilling()).count(),
@@ -107,6 +128,10 @@ impl Engine {
             num_blocks: self.config.num_blocks,
             num_states_used: self.pool.states.num_used(),
             num_states_cached: self.pool.states.num_snapshots(),
+            num_host_blocks_used: host_blocks.num_used(),
+            num_host_blocks: host_blocks.num_slots(),
+            num_host_states_used: host_states.num_used(),
+            num_host_states: host_states.num_slots(),
             total_steps: self.totals.steps,
             total_preempted: self.totals.preempted,
             total_recovered: self.totals.recovered,
@@ -115,6 +140,11 @@ impl Engine {
             total_discarded_tokens: self.totals.discarded_tokens,
             total_reused_blocks: self.totals.reused_blocks,
             total_allocated_blocks: self.totals.allocated_blocks,
+            total_host_hit_blocks: self.totals.host_hit_blocks,
+            total_stored_blocks,
+            total_loaded_blocks,
+            total_stored_states,
+            total_loaded_states,
             total_drafted_tokens: self.totals.drafted_tokens,
             total_accepted_tokens: self.totals.accepted_tokens,
             costs: self.costs.costs(),
@@ -212,6 +242,8 @@ impl Engine {
         let claims = self.running.iter().map(|&(_, slot)| self.sequences[slot].num_claimed);
         equal("blocks claimed", claims.sum(), self.num_claimed)?;
         self.audit_windows()?;
+        self.pool.hosted.slots.audit()?;
+        self.pool.states.hosted.audit()?;
         let live_samples = self.in_flight.iter().flat_map(|step| &step.samples);
         let live = live_samples.filter(|sample| self.sequences.find(sample.sequence).is_some()).count();
         equal("tokens in flight", ledger.holdings.iter().map(|holding| holding.num_in_flight).sum(), live)?;

@@ -49,6 +49,7 @@ fn defaults(world_size: u32) -> LlmDefaults {
             batch_invariant: false,
             sleep_mode: false,
             kv_cache_type: Default::default(),
+            kv_host_memory_bytes: 0,
             step_timeout: Duration::from_secs(10),
             library_dirs: Vec::new(),
             cache_dir: None,

@@ -24,6 +24,8 @@ pub struct WorkerShape {
     pub max_adapters: usize,
     /// Largest rank of an adapter.
     pub max_adapter_rank: usize,
+    /// Bytes of host memory for what is evicted from the KV cache.
+    pub host_memory_bytes: u64,
     /// Precision of the weights of linear layers. The configuration of the model has it, too ([`Config::in_precision`]).
     pub precision: WeightPrecision,
 }

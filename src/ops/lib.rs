@@ -26,7 +26,7 @@ pub use error::DeviceError;
 pub use feature::Feature;
 pub use inputs::{NO_ADAPTER, SampleInput, StepInputs, TOKEN_ON_DEVICE};
 pub use latent::{LatentShape, LatentWeights};
-pub use memory::{MemoryEstimate, Target};
+pub use memory::{HostSlots, MemoryEstimate, Target};
 pub use quantized::{Quantization, QuantizedRows};
 pub use recurrent::{RecurrentShape, RecurrentWeights};
 pub use spec::{
@@ -35,7 +35,9 @@ pub use spec::{
     TensorParallel, WeightData, WeightSlice,
 };
 
-use engine::{CopiedBlock, CopiedState, RevisedRow, RowId, SampleMask, SampledToken, SamplingParams, TokenId};
+use engine::{
+    CopiedBlock, CopiedState, HostCopies, RevisedRow, RowId, SampleMask, SampledToken, SamplingParams, TokenId,
+};
 
 /// Runs the forward pass of a model.
 ///
@@ -145,6 +147,28 @@ pub trait Device: Sized {
     /// Copies slots of recurrent states, one after the other, before the next step ([`Feature::Recurrent`]).
     fn copy_states(&mut self, copied: &[CopiedState]) -> Result<(), DeviceError> {
         if copied.is_empty() { Ok(()) } else { Err(DeviceError::lacks(Feature::Recurrent)) }
+    }
+
+    /// Allocates slots in host memory for copies of KV blocks and of recurrent states. Called once, after
+    /// [`Device::allocate_cache`] and [`Device::allocate_states`], if there are any.
+    fn allocate_host(&mut self, _slots: HostSlots) -> Result<(), DeviceError> {
+        Err(DeviceError::Unsupported {
+            what: "a KV cache in host memory".into(),
+            found: "slots for it".into(),
+            expected: "none, on this device".into(),
+        })
+    }
+
+    /// Copies blocks and states to slots of the host, then others from such slots, before the next step. Nothing that the step or
+    /// later copies write is read by these copies.
+    fn copy_with_host(&mut self, copies: &HostCopies) -> Result<(), DeviceError> {
+        match copies.is_empty() {
+            true => Ok(()),
+            false => Err(DeviceError::Call {
+                call: "copy_with_host".into(),
+                reason: "this device has no slots in host memory".into(),
+            }),
+        }
     }
 
     /// A sequence takes `row`: `tokens` are those known so far, and the first `num_prompt_tokens` of them are the

@@ -34,3 +34,12 @@ impl MemoryEstimate {
         self.weights_bytes + self.workspace_bytes + self.communicator_bytes + self.reserve_bytes
     }
 }
+
+/// Slots in host memory for what is evicted from a device.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub struct HostSlots {
+    /// For KV blocks.
+    pub num_blocks: usize,
+    /// For recurrent states.
+    pub num_states: usize,
+}

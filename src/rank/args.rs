@@ -8,7 +8,7 @@ use clap::{Arg, ArgAction, ArgMatches, Args, Command, FromArgMatches, ValueEnum}
 use front::{LogFormat, LogOptions};
 use record::RecordArgs;
 use serving::{Limit, Limits};
-use settings::{DeviceKind, KvCacheType, WeightPrecision};
+use settings::{ByteSize, DeviceKind, KvCacheType, WeightPrecision};
 
 use crate::boolean::boolean;
 use crate::front_args::FrontArgs;
@@ -190,6 +190,10 @@ pub struct RankArgs {
     /// parameter `kv_cache_dtype` has priority
     #[arg(long, default_value = "auto", value_name = "TYPE", value_parser = str::parse::<KvCacheType>)]
     pub kv_cache_dtype: KvCacheType,
+    /// Host memory of each rank for KV blocks that are evicted from the device, such as `16GiB`; 0: none. A model's parameter
+    /// `kv_cache_host_memory_bytes` has priority
+    #[arg(long, default_value = "0", value_name = "SIZE", value_parser = str::parse::<ByteSize>)]
+    pub kv_cache_host_memory: ByteSize,
     /// Directory of NVIDIA's libraries, or root of a Python environment that holds them; searched before the usual places
     #[arg(long, env = "TRIREME_LIBRARY_DIR", value_name = "DIR")]
     pub library_dir: Vec<PathBuf>,

@@ -42,6 +42,7 @@ pub(crate) fn llm_defaults(
             batch_invariant: args.batch_invariant,
             sleep_mode: args.enable_sleep_mode,
             kv_cache_type: args.kv_cache_dtype,
+            kv_host_memory_bytes: args.kv_cache_host_memory.0,
             step_timeout: Duration::from_secs(args.step_timeout),
             library_dirs: args.library_dir.clone(),
             cache_dir: args.cache_dir(),

@@ -45,8 +45,8 @@ pub fn print_plan_as_json(args: &RankArgs, world_size: u32, hardware: &Hardware)
         json!({
             "name": model.name,
             "summary": plan.brief_of(model),
-            "missing_bytes": model.missing_bytes(free),
-            "advice": advice(model, free),
+            "missing_bytes": model.missing_bytes(free).max(plan.missing_host_bytes(model)),
+            "advice": plan.advice(model),
         })
     };
     let models: Vec<Value> = plan.models.iter().map(model).collect();
@@ -67,6 +67,7 @@ pub struct WorldPlan {
     /// Why the workers compute there.
     pub why: String,
     devices: Vec<Free>,
+    host_free_bytes: u64,
 }
 
 impl WorldPlan {
@@ -85,7 +86,8 @@ impl WorldPlan {
         let planner = Arc::new(PlanFactory::new(defaults, hardware.estimate_memory));
         let runtime = tokio::runtime::Builder::new_multi_thread().enable_all().build().map_err(RankError::Runtime)?;
         runtime.block_on(load(args, &planner))?;
-        Ok(Self { models: planner.plans(), failures: planner.failures(), device, why, devices })
+        let host_free_bytes = (hardware.free_cpu_memory)();
+        Ok(Self { models: planner.plans(), failures: planner.failures(), device, why, devices, host_free_bytes })
     }
 
     /// Free bytes of the device with the least.
@@ -95,7 +97,27 @@ impl WorldPlan {
 
     /// Whether every LLM could be planned and fits.
     pub fn fits(&self) -> bool {
-        self.failures.is_empty() && self.models.iter().all(|plan| plan.missing_bytes(self.free_bytes()) == 0)
+        let is_missing =
+            |plan: &ModelPlan| plan.missing_bytes(self.free_bytes()).max(self.missing_host_bytes(plan)) > 0;
+        self.failures.is_empty() && !self.models.iter().any(is_missing)
+    }
+
+    /// Bytes of host memory that a model lacks for what is evicted from its devices.
+    fn missing_host_bytes(&self, plan: &ModelPlan) -> u64 {
+        match self.host_free_bytes {
+            0 => 0, // It is unknown.
+            free => plan.all_host_memory_bytes().saturating_sub(free),
+        }
+    }
+
+    /// What a model lacks, and what would fit; empty if it fits.
+    fn advice(&self, plan: &ModelPlan) -> String {
+        let of_host = match self.missing_host_bytes(plan) {
+            0 => String::new(),
+            _ => host_advice(plan, self.host_free_bytes),
+        };
+        let of_devices = advice(plan, self.free_bytes());
+        [of_devices, of_host].into_iter().filter(|text| !text.is_empty()).collect::<Vec<_>>().join("; ")
     }
 
     /// One line for each LLM: what its largest worker takes of its device, and what that allows.
@@ -125,7 +147,8 @@ impl WorldPlan {
 
 impl fmt::Display for WorldPlan {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        self.models.iter().try_for_each(|plan| write!(f, "{}", Table { plan, devices: &self.devices }))
+        let table = |plan| Table { plan, devices: &self.devices, host_free_bytes: self.host_free_bytes };
+        self.models.iter().try_for_each(|plan| write!(f, "{}", table(plan)))
     }
 }
 
@@ -171,11 +194,12 @@ impl Free {
 struct Table<'a> {
     plan: &'a ModelPlan,
     devices: &'a [Free],
+    host_free_bytes: u64,
 }
 
 impl fmt::Display for Table<'_> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let Table { plan, devices } = *self;
+        let Table { plan, devices, .. } = *self;
         let num_workers = plan.num_replicas * plan.workers.len();
         let least = devices.iter().take(num_workers).map(|device| device.bytes).min().unwrap_or(0);
         let (blocks, states) = (plan.num_blocks(least), plan.num_states(least));
@@ -198,6 +222,7 @@ impl fmt::Display for Table<'_> {
         }
         write_table(f, &rows)?;
         self.write_concurrency(f, blocks, states)?;
+        self.write_host_memory(f)?;
         self.write_advice(f, least)
     }
 }
@@ -237,12 +262,41 @@ impl Table<'_> {
         writeln!(f, "{}", line.trim_end_matches(','))
     }
 
+    /// The host memory for what is evicted, if there is any.
+    fn write_host_memory(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Table { plan, host_free_bytes: free, .. } = *self;
+        if plan.host_memory_bytes == 0 {
+            return Ok(());
+        }
+        let [blocks, states] = plan.host_slots();
+        write!(f, "  host memory of each worker: {} for {blocks} evicted KV blocks", size(plan.host_memory_bytes))?;
+        if states > 0 {
+            write!(f, " and {states} recurrent states")?;
+        }
+        writeln!(f, "; {} in all, {} are free", size(plan.all_host_memory_bytes()), size(free))?;
+        match plan.all_host_memory_bytes() > free && free > 0 {
+            true => writeln!(f, "  does not fit: {}", host_advice(plan, free)),
+            false => Ok(()),
+        }
+    }
+
     fn write_advice(&self, f: &mut fmt::Formatter<'_>, free: u64) -> fmt::Result {
         match advice(self.plan, free) {
             advice if advice.is_empty() => Ok(()),
             advice => writeln!(f, "  does not fit: {advice}"),
         }
     }
+}
+
+/// What to do where the host has too little memory.
+fn host_advice(plan: &ModelPlan, free: u64) -> String {
+    let workers = (plan.num_replicas * plan.workers.len()) as u64;
+    format!(
+        "`kv_cache_host_memory_bytes` is {} for each of {workers} workers, and the host has {} free: lower it to {} at most",
+        plan.host_memory_bytes,
+        size(free),
+        free / workers.max(1)
+    )
 }
 
 /// What a model lacks, and what would fit; empty if it fits.

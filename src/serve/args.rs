@@ -6,7 +6,7 @@ use std::str::FromStr;
 use anyhow::{Result, bail};
 use clap::Args;
 use clap::error::{ContextKind, ContextValue, ErrorKind};
-use settings::{DeviceKind, KvCacheType, WeightPrecision};
+use settings::{ByteSize, DeviceKind, KvCacheType, WeightPrecision};
 
 use crate::checkpoint::Checkpoint;
 
@@ -96,6 +96,9 @@ pub struct ServeArgs {
     /// The type of keys and values in the KV cache: auto (what the checkpoint names, else bf16), bf16, fp8 (e4m3) or int8
     #[arg(long, value_name = "TYPE", value_parser = str::parse::<KvCacheType>)]
     pub(crate) kv_cache_dtype: Option<KvCacheType>,
+    /// Host memory of each rank for KV blocks that are evicted from the device, such as 16GiB [default: 0]
+    #[arg(long, value_name = "SIZE", value_parser = str::parse::<ByteSize>)]
+    pub(crate) kv_cache_host_memory: Option<ByteSize>,
     /// Serve in the background: return once the model serves; `launch stop` ends it
     #[arg(long)]
     pub(crate) detach: bool,
@@ -173,7 +176,7 @@ fn share(text: &str) -> std::result::Result<f64, String> {
 }
 
 /// Flags of other servers, and what to do here.
-const OTHERS: [(&str, &str); 24] = [
+const OTHERS: [(&str, &str); 25] = [
     ("--allowed-origins", "`-- --http-allowed-origins=ORIGIN,…`"),
     ("--api-key", "give the keys in a file with `--api-key-file`, or in the variable TRIREME_API_KEYS"),
     ("--chat-template", "put the template into the checkpoint as `chat_template.jinja`"),
@@ -191,6 +194,7 @@ const OTHERS: [(&str, &str); 24] = [
     ("--enable-prefix-caching", "leave it out: it is on"),
     ("--enforce-eager", "leave it out: a start takes seconds"),
     ("--gpu-memory-utilization", "`--kv-memory-fraction` is the share of what is free after loading"),
+    ("--kv-offloading-size", "`--kv-cache-host-memory`, with the size of each rank, such as `64GiB`"),
     ("--load-format", "leave it out: the files of the checkpoint say what they are"),
     (
         "--max-num-seqs",

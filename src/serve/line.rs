@@ -41,6 +41,7 @@ pub(crate) fn plan_flags(args: &ServeArgs, checkpoint: &Checkpoint, repository: 
     let mut flags = vec![format!("--model-repository={}", repository.display()), format!("--device={}", args.device)];
     flags.extend(args.precision(checkpoint)?.map(|precision| format!("--weight-only-precision={precision}")));
     flags.extend(args.kv_cache_dtype.map(|kind| format!("--kv-cache-dtype={kind}")));
+    flags.extend(args.kv_cache_host_memory.map(|size| format!("--kv-cache-host-memory={size}")));
     flags.extend(args.rank_flags.iter().cloned());
     Ok(flags)
 }
@@ -81,6 +82,7 @@ pub(crate) fn launch(
     line.extend(args.precision(checkpoint)?.map(|precision| format!("--weight-only-precision={precision}")));
     line.extend(args.kv_cache_dtype.map(|kind| format!("--kv-cache-dtype={kind}")));
     line.extend(args.enable_sleep_mode.then(|| "--enable-sleep-mode".to_owned()));
+    line.extend(args.kv_cache_host_memory.map(|size| format!("--kv-cache-host-memory={size}")));
     line.extend(args.wait_ready.map(|seconds| format!("--wait-ready={seconds}")));
     line.extend(args.detach.then(|| "--detach".to_owned()));
     line.extend(args.dry_run.then(|| "--dry-run".to_owned()));

@@ -78,6 +78,12 @@ pub trait Backend: Send + Sync {
         None
     }
 
+    /// Empties the prefix cache of the model, on its device and in host memory. Resolves when later requests find nothing in it, with
+    /// false for a model that has none.
+    fn reset_prefix_cache(&self) -> BoxFuture<'_, bool> {
+        std::future::ready(false).boxed()
+    }
+
     /// Number of executions that may run at the same time; 0 for a backend that queues and batches requests itself.
     fn num_instances(&self) -> usize {
         0

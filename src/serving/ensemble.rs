@@ -80,6 +80,18 @@ impl Backend for Ensemble {
         self.models().ok()?.iter().find_map(|model| model.sleeper())
     }
 
+    fn reset_prefix_cache(&self) -> BoxFuture<'_, bool> {
+        let models = self.models();
+        async move {
+            let mut has_any = false;
+            for model in models.iter().flatten() {
+                has_any |= model.reset_prefix_cache().await;
+            }
+            has_any
+        }
+        .boxed()
+    }
+
     fn is_ready(&self) -> bool {
         self.models().is_ok_and(|models| models.iter().all(|model| model.is_ready()))
     }

@@ -92,6 +92,11 @@ impl ServedModel {
         self.backend.sleeper()
     }
 
+    /// Empties its prefix cache; false for a model that has none.
+    pub async fn reset_prefix_cache(&self) -> bool {
+        self.backend.reset_prefix_cache().await
+    }
+
     /// Batch size of a request that is not checked yet.
     pub fn num_rows(&self, request: &InferRequest) -> i64 {
         let first = request.inputs.first().and_then(|tensor| tensor.shape.first());

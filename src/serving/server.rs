@@ -21,6 +21,7 @@ use crate::{
 };
 
 mod adapters;
+mod prefix_cache;
 mod sleep;
 mod text;
 

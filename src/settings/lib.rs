@@ -3,11 +3,15 @@
 //! Each is one type here, which command lines parse and print, and specs of workers carry.
 #![forbid(unsafe_code)]
 
+mod byte_size;
+
 use std::fmt;
 use std::str::FromStr;
 
 use clap::ValueEnum;
 use serde::{Deserialize, Serialize};
+
+pub use byte_size::ByteSize;
 
 /// Which kind of device the workers use.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]

@@ -121,6 +121,8 @@ pub struct WorkerSettings {
     pub batch_invariant: bool,
     /// The type of keys and values.
     pub kv_cache_type: KvCacheType,
+    /// Bytes of host memory of each worker for KV blocks and recurrent states that are evicted from the device; 0 for none.
+    pub kv_host_memory_bytes: u64,
     /// Duration of a step after which its workers count as hung. A worker waits this long for its group in a collective operation.
     pub step_timeout: Duration,
     /// Whether the model can sleep. Memory of a GPU is then taken in a way that can give it back for a time.
@@ -167,6 +169,10 @@ pub enum ToWorker {
         num_blocks: usize,
         /// Number of slots for recurrent states; 0 if the model has none.
         num_states: usize,
+        /// Number of slots in host memory for evicted blocks.
+        num_host_blocks: usize,
+        /// The same for evicted snapshots of recurrent states.
+        num_host_states: usize,
     },
     /// The bytes of every worker's [`FromWorker::Exchange`], in the order of workers.
     Exchanged {

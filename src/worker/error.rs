@@ -24,6 +24,10 @@ pub enum WorkerError {
     Model(#[from] models::ModelError),
     #[error("its weights need {needed} of memory, and {free} are free: {cure}; `launch --plan` shows all of it")]
     Memory { needed: String, free: String, cure: String },
+    #[error(
+        "`kv_cache_host_memory_bytes` is {bytes} for each of {workers} workers, and {free} bytes of host memory are free; lower it"
+    )]
+    HostMemory { bytes: u64, workers: usize, free: u64 },
     #[error(transparent)]
     Adapter(#[from] models::AdapterError),
     #[error("network `{network}` cannot be used: {reason}; name the one that joins the nodes with --network")]
@@ -79,6 +83,10 @@ pub enum PlanMismatch {
     BlockRange { step: u64, row: u32, block: u32, num_blocks: usize },
     #[error("plan {step} names the slot {found:?} for a recurrent state, but there are {num_states}")]
     State { step: u64, found: Option<u32>, num_states: usize },
+    #[error(
+        "plan {step} copies {kind} {place:?} to or from slot {slot:?} of the host, but there are {num_places} and {num_slots} slots"
+    )]
+    Host { step: u64, kind: &'static str, place: Option<u32>, num_places: usize, slot: Option<u32>, num_slots: usize },
     #[error("plan {step} names the slot {found} for an adapter, but there are {num_slots}")]
     Adapter { step: u64, found: u32, num_slots: usize },
     #[error("plan {step}: row {row} keeps {kept} tokens of row {parent}, which has {known}")]

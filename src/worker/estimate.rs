@@ -4,7 +4,7 @@ use std::path::Path;
 
 use device::Estimator;
 use models::{Config, ModelError, WorkerShape};
-use ops::MemoryEstimate;
+use ops::{MemoryEstimate, Target};
 
 use crate::adapters;
 
@@ -20,5 +20,12 @@ pub fn estimate_memory(checkpoint: &Path, config: &Config, worker: &WorkerShape)
     checked.map_err(|source| ModelError::Device { dir: checkpoint.into(), source })?;
     let estimate = estimator.estimate(&loaded.attention_spec(worker.block_size, worker.limits.max_sequence_len));
     let adapter_bytes = adapters::slot_bytes(&*loaded, worker.max_adapters, worker.max_adapter_rank);
-    Ok(MemoryEstimate { workspace_bytes: estimate.workspace_bytes + adapter_bytes, ..estimate })
+    let host_bytes = match worker.target {
+        Target::Cpu => 0,
+        Target::Cuda => device::cuda::host_buffer_bytes(
+            [estimate.block_bytes, estimate.state_bytes].map(|bytes| bytes as usize),
+            worker.host_memory_bytes,
+        ) as u64,
+    };
+    Ok(MemoryEstimate { workspace_bytes: estimate.workspace_bytes + adapter_bytes + host_bytes, ..estimate })
 }

@@ -43,6 +43,22 @@ pub(crate) fn check(spec: &WorkerSpec, config: &Config, shape: &WorkerShape, fre
     Err(WorkerError::Memory { needed: gib(needed_bytes), free: gib(free), cure })
 }
 
+/// Compares the host memory for evicted KV blocks of all workers on this node with the free memory. None of them has allocated it
+/// yet: they do when all have loaded their weights.
+///
+/// # Errors
+/// When it does not fit.
+pub(crate) fn check_host(spec: &WorkerSpec) -> Result<(), WorkerError> {
+    let (bytes, workers) = (spec.settings.kv_host_memory_bytes, spec.num_local_workers);
+    match device::cpu::available_memory() {
+        // 0 is unknown.
+        free @ 1.. if bytes.saturating_mul(workers as u64) > free => {
+            Err(WorkerError::HostMemory { bytes, workers, free })
+        }
+        _ => Ok(()),
+    }
+}
+
 fn gib(bytes: u64) -> String {
     format!("{:.2} GiB", bytes as f64 / f64::from(1 << 30))
 }

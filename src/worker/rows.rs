@@ -6,10 +6,12 @@ use engine::{
     AdapterSlot, BlockId, CopiedBlock, CopiedState, GrownTable, JoinedRow, RestoredRow, RevisedRow, RowId, RowWork,
     SavedState, SequenceId, StateId, StepPlan, TokenId,
 };
-use ops::{NO_ADAPTER, SampleInput, StepInputs, TOKEN_ON_DEVICE};
+use ops::{HostSlots, NO_ADAPTER, SampleInput, StepInputs, TOKEN_ON_DEVICE};
 use supervision::LogitsPlace;
 
 use crate::PlanMismatch;
+
+mod host;
 
 /// The state of one sequence on the host.
 #[derive(Debug, Clone)]
@@ -57,6 +59,8 @@ pub struct RowTable {
     num_blocks: usize,
     /// Slots for recurrent states; 0 if the model has none.
     num_states: usize,
+    /// Slots in host memory.
+    host: HostSlots,
     /// Whether a single token of a prompt is a prefill chunk, too, so that all of a prompt is computed in one way.
     keeps_prompts_whole: bool,
     /// Slots for adapters.
@@ -83,6 +87,7 @@ impl RowTable {
             block_size,
             num_blocks,
             num_states: 0,
+            host: HostSlots::default(),
             num_adapters: 0,
             keeps_prompts_whole: false,
             next_step,
@@ -93,6 +98,11 @@ impl RowTable {
     /// The same for a model with recurrent states, which have `num_states` slots.
     pub fn with_states(self, num_states: usize) -> Self {
         Self { num_states, ..self }
+    }
+
+    /// The same with slots in host memory.
+    pub fn with_host(self, host: HostSlots) -> Self {
+        Self { host, ..self }
     }
 
     /// The same for a device on which prefill chunks and decodes of the same token have different bits, if they may not.
@@ -134,6 +144,7 @@ impl RowTable {
         if let Some(slot) = adapters.find(|slot| slot.0 as usize >= self.num_adapters) {
             return Err(PlanMismatch::Adapter { step: plan.step, found: slot.0, num_slots: self.num_adapters });
         }
+        self.check_host(plan.step, &plan.host)?;
         self.join(plan)?;
         self.revise(plan.step, &plan.revised)?;
         self.copy(plan.step, &plan.copied)?;

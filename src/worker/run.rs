@@ -7,11 +7,12 @@ use std::time::{Duration, Instant};
 use engine::{SampleMask, SequenceId, StepOutput, StepPlan, divide_memory, plan};
 use ipc::{Prefix, Received, RingReceiver, RingSender, lock};
 use models::Model;
-use ops::{AttentionSpec, Device, StepInputs};
+use ops::{AttentionSpec, Device, HostSlots, StepInputs};
 use supervision::{FromWorker, KvMemory, LogitsPiece, LogitsPlace, MAX_LOGITS_PIECE, ShmName, ToWorker, WorkerSpec};
 
 use crate::adapters::{self, ArrivingAdapters};
 use crate::error::WorkerError;
+use crate::memory;
 use crate::rows::RowTable;
 
 /// How long the output ring may stay full before this worker fails.
@@ -110,9 +111,12 @@ impl<'a, D: Device + 'static> Worker<'a, D> {
     /// Runs steps until rank 0 sends [`ToWorker::Stop`].
     pub(crate) fn serve(mut self, rings: &Rings) -> Result<(), WorkerError> {
         let attention = self.model.attention_spec(self.spec.block_size, self.spec.max_sequence_len);
+        memory::check_host(self.spec)?;
         self.report_memory(&attention, rings)?;
-        let (num_blocks, num_states) = match rings.receive()? {
-            ToWorker::Configure { num_blocks, num_states } => (num_blocks, num_states),
+        let (num_blocks, num_states, host) = match rings.receive()? {
+            ToWorker::Configure { num_blocks, num_states, num_host_blocks, num_host_states } => {
+                (num_blocks, num_states, HostSlots { num_blocks: num_host_blocks, num_states: num_host_states })
+            }
             ToWorker::Stop => return Ok(()),
             other => return Err(WorkerError::Protocol { expected: "Configure", found: other.name() }),
         };
@@ -120,9 +124,12 @@ impl<'a, D: Device + 'static> Worker<'a, D> {
         if !attention.states.is_empty() {
             self.device.allocate_states(&attention, num_states)?;
         }
+        if host != HostSlots::default() {
+            self.device.allocate_host(host)?;
+        }
         rings.send(&FromWorker::Ready)?;
 
-        let cache = CacheShape { windows: attention.kv_windows, num_blocks, num_states };
+        let cache = CacheShape { windows: attention.kv_windows, num_blocks, num_states, host };
         let steps = Steps {
             rows: cache.empty_rows(self.spec, self.spec.next_step),
             cache,
@@ -169,6 +176,8 @@ pub(crate) struct CacheShape {
     windows: Vec<Option<usize>>,
     num_blocks: usize,
     num_states: usize,
+    /// In host memory.
+    host: HostSlots,
 }
 
 impl CacheShape {
@@ -176,6 +185,7 @@ impl CacheShape {
     pub(crate) fn empty_rows(&self, spec: &WorkerSpec, next_step: u64) -> RowTable {
         RowTable::new(spec.max_rows, self.windows.clone(), spec.block_size, self.num_blocks, next_step)
             .with_states(self.num_states)
+            .with_host(self.host)
             .with_adapters(spec.max_adapters)
             .keeping_prompts_whole(spec.settings.batch_invariant)
     }
@@ -267,8 +277,9 @@ impl<D: Device + 'static> Steps<'_, D> {
         for joined in &plan.joined {
             device.join_row(joined.row, &joined.tokens, joined.num_prompt_tokens, &joined.sampling)?;
         }
-        device.revise(&plan.revised, &plan.copied)?;
         device.copy_states(&self.rows.restored_states(plan))?;
+        device.copy_with_host(&plan.host)?;
+        device.revise(&plan.revised, &plan.copied)?;
         device.copy_states(&plan.copied_states)?;
         let on_device = !plan.work.is_empty();
         if on_device {

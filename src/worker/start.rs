@@ -61,8 +61,17 @@ fn run(spec: &WorkerSpec, rings: &Rings) -> Result<(), WorkerError> {
     };
     let stage = PipelineStage { index: spec.stage, count: spec.num_stages };
     let (tp, block_size) = (tensor_parallel(spec), spec.block_size);
-    let (max_adapters, max_adapter_rank) = (spec.max_adapters, spec.max_adapter_rank);
-    let shape = WorkerShape { target, tp, stage, limits, block_size, max_adapters, max_adapter_rank, precision };
+    let shape = WorkerShape {
+        target,
+        tp,
+        stage,
+        limits,
+        block_size,
+        max_adapters: spec.max_adapters,
+        max_adapter_rank: spec.max_adapter_rank,
+        host_memory_bytes: spec.settings.kv_host_memory_bytes,
+        precision,
+    };
     match spec.settings.device {
         DeviceChoice::Cpu { threads, first_core } => {
             // 0 is unknown.
@@ -176,6 +185,7 @@ fn cuda_config(
         // `report_memory` applies the fraction of the spec.
         kv_memory_fraction: 1.0,
         max_drafts: spec.max_drafts,
+        host_memory_bytes: spec.settings.kv_host_memory_bytes,
         batch_invariant: spec.settings.batch_invariant,
         sleep_mode: spec.settings.sleep_mode,
         ..CudaConfig::new(ordinal, limits)

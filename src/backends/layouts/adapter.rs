@@ -47,6 +47,10 @@ impl<A: Adapter> Backend for Adapted<A> {
         self.0.model().adapters()
     }
 
+    fn reset_prefix_cache(&self) -> BoxFuture<'_, bool> {
+        self.0.model().reset_prefix_cache()
+    }
+
     fn text_model(&self) -> Option<TextModel> {
         self.0.model().text_model()
     }

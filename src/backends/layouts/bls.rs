@@ -191,6 +191,14 @@ impl Backend for Bls {
         self.link.server().ok()?.sleeper_of(&self.language_model)
     }
 
+    fn reset_prefix_cache(&self) -> BoxFuture<'_, bool> {
+        async {
+            let Ok(server) = self.link.server() else { return false };
+            server.reset_prefix_cache(Some(&self.language_model)).await.is_ok()
+        }
+        .boxed()
+    }
+
     fn is_ready(&self) -> bool {
         let names = [PREPROCESSING, self.language_model.as_str(), POSTPROCESSING];
         self.link.server().is_ok_and(|server| names.iter().all(|name| server.model_is_ready(name, "") == Ok(true)))

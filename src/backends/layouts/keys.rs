@@ -23,7 +23,6 @@ const NO_IMAGES: Use = Refused("models read text only");
 const NO_DRAFT: Use = Ignored("there is no draft model; the output is the same without one");
 const SCHEDULED_HERE: Use = Ignored("the scheduler decides this in each step");
 const NO_LORA_CACHE: Use = Ignored("`max_loras` and `lora_memory_bytes` bound the adapters");
-const NO_HOST_CACHE: Use = Ignored("KV blocks stay on the device");
 const NO_MPI_PLACES: Use = Ignored("`--world_size` and the launcher place ranks");
 const EVERY_STEP: Use = Ignored("this is checked in every step");
 const KERNEL_CHOICE: Use = Ignored("kernels are chosen by shape");
@@ -53,6 +52,12 @@ pub const LLM_PARAMETERS: &[Key] = &[
     ("cache_max_entry_count", Used("the same, in TurboMind's configurations")),
     ("kv_cache_dtype", Used("type of keys and values: `auto`, `bf16`, `fp8` or `int8`; default: `--kv-cache-dtype`")),
     ("kv_cache_quant_algo", Used("the same as `kv_cache_dtype`, TensorRT-LLM's name: `FP8` or `INT8`")),
+    (
+        "kv_cache_host_memory_bytes",
+        Used(
+            "host memory of each worker for KV blocks that are evicted from the device; default: `--kv-cache-host-memory`",
+        ),
+    ),
     ("batch_scheduler_policy", Used("`max_utilization` or `guaranteed_no_evict`")),
     ("enable_kv_cache_reuse", Used("whether prompts with a common prefix share KV blocks; default: yes")),
     (
@@ -97,8 +102,10 @@ pub const LLM_PARAMETERS: &[Key] = &[
     ("max_kv_cache_length", Ignored("the checkpoint defines the window")),
     ("sink_token_length", Ignored("there are no attention sinks")),
     ("cross_kv_cache_fraction", Ignored("models have a decoder only")),
-    ("kv_cache_host_memory_bytes", NO_HOST_CACHE),
-    ("kv_cache_onboard_blocks", NO_HOST_CACHE),
+    (
+        "kv_cache_onboard_blocks",
+        Ignored("blocks of `kv_cache_host_memory_bytes` always return to the device before they are used"),
+    ),
     ("max_num_sequences", Ignored("`max_batch_size` bounds the number of running sequences")),
     ("enable_trt_overlap", SCHEDULED_HERE),
     ("cancellation_check_period_ms", EVERY_STEP),

@@ -40,6 +40,10 @@ impl Backend for StaticBatch {
         join_all(batch.into_iter().map(respond)).map(drop).boxed()
     }
 
+    fn reset_prefix_cache(&self) -> BoxFuture<'_, bool> {
+        self.inner.reset_prefix_cache()
+    }
+
     fn is_ready(&self) -> bool {
         self.inner.is_ready()
     }

@@ -210,6 +210,10 @@ impl Backend for TextModel {
         self.llm().adapters()
     }
 
+    fn reset_prefix_cache(&self) -> BoxFuture<'_, bool> {
+        self.llm().reset_prefix_cache()
+    }
+
     fn is_ready(&self) -> bool {
         self.llm().is_ready()
     }

@@ -108,6 +108,10 @@ impl Backend for SessionModel {
         }
     }
 
+    fn reset_prefix_cache(&self) -> BoxFuture<'_, bool> {
+        self.llm.reset_prefix_cache()
+    }
+
     fn is_ready(&self) -> bool {
         self.llm.is_ready()
     }

@@ -18,8 +18,10 @@ use super::inter_token::InterTokenBounds;
 use super::queue_policy::QueuePolicy;
 use crate::{checkpoint, parameters};
 
+mod host_memory;
 mod invariant;
 
+use host_memory::host_memory_bytes;
 use invariant::batch_invariant;
 
 /// Maximum number of draft tokens in one step. Longer drafts are seldom accepted.
@@ -35,7 +37,8 @@ const MIN_PROMPT_TOKENS: [usize; 2] = [16, 64];
 /// Defaults of all LLMs of this world.
 #[derive(Debug, Clone)]
 pub struct LlmDefaults {
-    /// Settings of each worker. A model's `weight_only_precision` replaces that of the weights, its `kv_cache_dtype` that of the cache.
+    /// Settings of each worker. A model's `weight_only_precision` replaces that of the weights, its `kv_cache_dtype` that of the cache,
+    /// its `kv_cache_host_memory_bytes` the host memory.
     pub worker: WorkerSettings,
     /// Ranks of the world, each with one worker per model.
     pub world_size: u32,
@@ -124,7 +127,13 @@ impl LlmConfig {
         check_shares(config, &model, tp_size)?;
         let adapters = AdapterSettings::new(config, &load.model_dir, defaults.worker.device)?;
         let engine = engine_config(config, &model, defaults, &queue)?;
-        let engine = EngineConfig { max_adapters: adapters.num_slots, ..engine };
+        let kv_host_memory_bytes = host_memory_bytes(config, engine.prefix_cache, defaults)?;
+        let engine = EngineConfig {
+            max_adapters: adapters.num_slots,
+            // How many follows from the size of a block.
+            num_host_blocks: usize::from(kv_host_memory_bytes > 0),
+            ..engine
+        };
         let groups_per_node = defaults.ranks_per_node.div_ceil(tp_size * pp_size).min(num_replicas);
         let stages = pp_size as usize;
         // One step is planned while each stage runs another.
@@ -137,7 +146,13 @@ impl LlmConfig {
             sampling_defaults,
             checkpoint,
             checkpoint_fingerprint: None,
-            worker: WorkerSettings { weight_precision, batch_invariant, kv_cache_type, ..defaults.worker.clone() },
+            worker: WorkerSettings {
+                weight_precision,
+                batch_invariant,
+                kv_cache_type,
+                kv_host_memory_bytes,
+                ..defaults.worker.clone()
+            },
             tp_size,
             pp_size,
             ep_size,
@@ -170,7 +185,18 @@ impl LlmConfig {
         };
         let (block_size, precision) = (self.engine.block_size, self.worker.weight_precision);
         let (max_adapters, max_adapter_rank) = (self.adapters.num_slots, self.adapters.max_rank);
-        WorkerShape { target, tp, stage, limits, block_size, max_adapters, max_adapter_rank, precision }
+        let host_memory_bytes = self.worker.kv_host_memory_bytes;
+        WorkerShape {
+            target,
+            tp,
+            stage,
+            limits,
+            block_size,
+            max_adapters,
+            max_adapter_rank,
+            host_memory_bytes,
+            precision,
+        }
     }
 
     /// The kind of device of the workers.

@@ -28,6 +28,8 @@ pub(crate) enum Message {
     Masks(Vec<MaskJob>),
     /// Handle an event of an agent.
     Agent(FromAgent),
+    /// Empty the prefix cache, then answer.
+    ResetPrefixCache(oneshot::Sender<()>),
     /// Report the resources that sequences use.
     Ledger(oneshot::Sender<Report>),
     /// Free the memory of the devices once the sequences that have begun have ended. `done` gets the result.
@@ -41,7 +43,8 @@ pub(crate) enum Message {
 /// The sending side; clones go to request tasks and to agents' listeners.
 ///
 /// It is bounded by the requests in flight: each sends one [`Message::Submit`], and at most one [`Message::Cancel`], one
-/// [`Message::Finish`] and one mask job at a time for each of its sequences.
+/// [`Message::Finish`] and one mask job at a time for each of its sequences. Each connection adds at most one
+/// [`Message::ResetPrefixCache`].
 #[derive(Clone)]
 pub(crate) struct Inbox {
     messages: mpsc::Sender<Message>,

@@ -76,6 +76,8 @@ pub struct Start {
     pub workers: Vec<WorkerStatus>,
     /// Phases with their durations, in order. A phase of the workers has the duration of the slowest worker.
     pub phases: Vec<(String, Duration)>,
+    /// Bytes of a KV block and of a recurrent state, of all workers together.
+    pub slot_bytes: [u64; 2],
 }
 
 /// One worker of a model.

@@ -6,7 +6,7 @@ use std::time::{Instant, SystemTime, UNIX_EPOCH};
 
 use engine::{EngineConfig, Refused, Request, RequestConstraint};
 use futures::FutureExt;
-use futures::future::BoxFuture;
+use futures::future::{BoxFuture, join_all};
 use generation::{ConstraintError, Constraints, GenerateRequest, Generator, RequestBounds, SequenceText};
 use serving::{
     Adapters, Backend, GenerateCall, InferError, InferRequest, InferResponse, MemoryUsage, Name, ResponseStream,
@@ -15,7 +15,7 @@ use serving::{
 use smallvec::{SmallVec, smallvec};
 use text::Tokenizer;
 use tokio::runtime::{Handle, RuntimeFlavor};
-use tokio::sync::watch;
+use tokio::sync::{oneshot, watch};
 
 use super::active_request::{ActiveRequest, SequenceTexts};
 use super::adapters::{AdapterStore, AdapterUse};
@@ -361,6 +361,19 @@ impl Backend for Llm {
     fn sleeper(&self) -> Option<Arc<dyn Sleeper>> {
         let sleeper = || Replicas { model: self.config.name.clone(), router: Arc::clone(&self.router) };
         self.config.worker.sleep_mode.then(|| Arc::new(sleeper()) as Arc<dyn Sleeper>)
+    }
+
+    fn reset_prefix_cache(&self) -> BoxFuture<'_, bool> {
+        if !self.config.engine.prefix_cache {
+            return std::future::ready(false).boxed();
+        }
+        let replicas = self.router.replicas().iter().map(|replica| {
+            let (reply, done) = oneshot::channel();
+            replica.inbox.send(Message::ResetPrefixCache(reply));
+            done
+        });
+        // A step thread that has ended has no cache any more.
+        join_all(replicas.collect::<Vec<_>>()).map(|_| true).boxed()
     }
 
     fn returns_only_requested_outputs(&self) -> bool {

@@ -2,7 +2,7 @@
 
 use std::sync::{Arc, Mutex};
 
-use engine::{EngineConfig, divide_memory};
+use engine::{EngineConfig, divide_host_memory, divide_memory};
 use futures::FutureExt;
 use futures::future::BoxFuture;
 use models::{EstimateMemory, ModelError};
@@ -31,6 +31,8 @@ pub struct ModelPlan {
     pub tp_size: u32,
     /// Limits of its engine. The number of KV blocks follows from the memory.
     pub engine: EngineConfig,
+    /// Bytes of host memory of each worker for what is evicted from its device.
+    pub host_memory_bytes: u64,
     kv_memory: KvMemory,
     larger: Vec<(u32, MemoryEstimate)>,
 }
@@ -59,6 +61,7 @@ impl ModelPlan {
             num_replicas: config.num_replicas as usize,
             tp_size: config.tp_size,
             engine: config.engine.clone(),
+            host_memory_bytes: config.worker.kv_host_memory_bytes,
             kv_memory: config.kv_memory,
             larger,
         })
@@ -73,6 +76,20 @@ impl ModelPlan {
     pub fn num_states(&self, free_bytes: u64) -> u64 {
         let states = |worker: &MemoryEstimate| self.divided(worker, free_bytes).1 as u64;
         self.workers.iter().map(states).min().unwrap_or(0)
+    }
+
+    /// Numbers of slots in host memory for KV blocks and for recurrent states.
+    pub fn host_slots(&self) -> [usize; 2] {
+        let slots = self
+            .workers
+            .iter()
+            .map(|worker| divide_host_memory(self.host_memory_bytes, [worker.block_bytes, worker.state_bytes]));
+        slots.reduce(|[a, b], [c, d]| [a.min(c), b.min(d)]).unwrap_or_default()
+    }
+
+    /// Bytes of host memory of all workers, which are on one node.
+    pub fn all_host_memory_bytes(&self) -> u64 {
+        self.host_memory_bytes.saturating_mul((self.num_replicas * self.workers.len()) as u64)
     }
 
     /// Bytes that the worker with the least room lacks for the longest sequence; 0 if it fits.

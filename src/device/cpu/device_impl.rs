@@ -1,11 +1,13 @@
 //! The [`Device`] interface of the CPU device.
 
-use engine::{CopiedBlock, CopiedState, RevisedRow, RowId, SampleMask, SampledToken, SamplingParams, TokenId};
+use engine::{
+    CopiedBlock, CopiedState, HostCopies, RevisedRow, RowId, SampleMask, SampledToken, SamplingParams, TokenId,
+};
 use kernels::cpu::{self as k, Buffer};
 use ops::{
-    Activation, AttentionSpec, Device, DeviceError, ExpertSlices, Feature, HeadNorms, LatentWeights, LayerAttention,
-    LinearRole, LogitSpec, LowRankPart, MemoryPlan, NormKind, NormSlices, PipelineStage, RecurrentWeights, StepInputs,
-    TensorParallel, WeightSlice,
+    Activation, AttentionSpec, Device, DeviceError, ExpertSlices, Feature, HeadNorms, HostSlots, LatentWeights,
+    LayerAttention, LinearRole, LogitSpec, LowRankPart, MemoryPlan, NormKind, NormSlices, PipelineStage,
+    RecurrentWeights, StepInputs, TensorParallel, WeightSlice,
 };
 
 use super::group::Group;
@@ -153,6 +155,14 @@ impl Device for CpuDevice {
 
     fn copy_states(&mut self, copied: &[CopiedState]) -> Result<(), DeviceError> {
         self.states.copy(copied)
+    }
+
+    fn allocate_host(&mut self, slots: HostSlots) -> Result<(), DeviceError> {
+        self.take_host_memory(slots)
+    }
+
+    fn copy_with_host(&mut self, copies: &HostCopies) -> Result<(), DeviceError> {
+        self.copy_host_slots(copies)
     }
 
     fn join_row(

@@ -50,6 +50,22 @@ impl KvBuffer {
         }
     }
 
+    /// The bytes of a block, in parts that have the same sizes for all blocks.
+    pub(super) fn parts(&self, block: usize) -> Vec<&[u8]> {
+        match self {
+            Self::Heads(cache) => cache.parts(block),
+            Self::Latent(cache) => vec![cache.bytes(block)],
+        }
+    }
+
+    /// The same, to write a block.
+    pub(super) fn parts_mut(&mut self, block: usize) -> Vec<&mut [u8]> {
+        match self {
+            Self::Heads(cache) => cache.parts_mut(block),
+            Self::Latent(cache) => vec![cache.bytes_mut(block)],
+        }
+    }
+
     pub(super) fn copy_block(&mut self, from: usize, to: usize) {
         match self {
             Self::Heads(cache) => cache.copy_block(from, to),

@@ -14,6 +14,7 @@ mod experts;
 mod group;
 mod handshake;
 mod host_memory;
+mod host_tier;
 mod latent;
 mod linear;
 mod norms;
@@ -42,6 +43,7 @@ pub(crate) use experts::ExpertBuffers;
 use group::Group;
 pub use group::GroupConfig;
 pub use host_memory::available_memory;
+use host_tier::HostTier;
 pub use kernels::cpu::allowed_cores;
 use latent::KvBuffer;
 use linear::Inputs;
@@ -82,6 +84,7 @@ pub struct CpuDevice {
     cache: Option<Cache>,
     states: States,
     asleep: Option<Asleep>,
+    host: HostTier,
     inputs: StepInputs,
     token_ids: Vec<u32>, // [T] tokens of the current step, with those from the device filled in
     projection: Inputs,  // of the current linear layer
@@ -173,6 +176,7 @@ impl CpuDevice {
             cache: None,
             states: States::default(),
             asleep: None,
+            host: HostTier::default(),
             inputs: StepInputs::default(),
             token_ids: Vec::with_capacity(limits.max_tokens),
             projection: Inputs::new(limits.max_tokens),

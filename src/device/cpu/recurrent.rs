@@ -55,6 +55,22 @@ impl States {
         outside.map_or(Ok(()), |&slot| Err(out_of_range("state", slot, self.num_slots)))
     }
 
+    /// Elements of a slot in all layers.
+    pub(super) fn slot_len(&self) -> usize {
+        self.layers.iter().map(|layer| layer.state_len).sum()
+    }
+
+    /// The states of a slot, one for each layer.
+    pub(super) fn slot_mut(&mut self, slot: u32) -> Result<impl Iterator<Item = &mut [f32]>, DeviceError> {
+        if slot as usize >= self.num_slots {
+            return Err(out_of_range("state", slot, self.num_slots));
+        }
+        Ok(self.layers.iter_mut().map(move |layer| {
+            let start = slot as usize * layer.state_len;
+            &mut layer.slots[start..start + layer.state_len]
+        }))
+    }
+
     pub(super) fn copy(&mut self, copied: &[CopiedState]) -> Result<(), DeviceError> {
         for copied in copied {
             let [from, to] = [copied.from.0, copied.to.0];

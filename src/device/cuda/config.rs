@@ -36,6 +36,8 @@ pub struct CudaConfig {
     pub library_dirs: Vec<PathBuf>,
     /// Directory where measurements are stored between starts; `None` measures at every start.
     pub cache_dir: Option<PathBuf>,
+    /// Bytes of host memory for KV blocks and recurrent states that are evicted from the device; 0 for none.
+    pub host_memory_bytes: u64,
     /// Whether decode steps are recorded as CUDA graphs.
     pub use_graphs: bool,
     /// Whether the optimized kernels of this project are used where they are faster than library functions and simple
@@ -87,6 +89,7 @@ impl CudaConfig {
             kv_memory_fraction: 0.9,
             library_dirs: Vec::new(),
             cache_dir: None,
+            host_memory_bytes: 0,
             use_graphs: true,
             use_fast_kernels: true,
             batch_invariant: false,

@@ -1,13 +1,15 @@
 //! The [`Device`] interface of the CUDA device.
 
-use engine::{CopiedBlock, CopiedState, RevisedRow, RowId, SampleMask, SampledToken, SamplingParams, TokenId};
+use engine::{
+    CopiedBlock, CopiedState, HostCopies, RevisedRow, RowId, SampleMask, SampledToken, SamplingParams, TokenId,
+};
 use kernels::cuda::DeviceBuffer;
 use kernels::cuda::copy_blocks::copy_blocks;
 use kernels::cuda::skinny_gemm::GATE_GROUP;
 use ops::{
-    Activation, AttentionSpec, Device, DeviceError, ExpertSlices, Feature, HeadNorms, LatentWeights, LinearRole,
-    LogitSpec, MemoryPlan, NormKind, NormSlices, PipelineStage, RecurrentWeights, StepInputs, TensorParallel,
-    WeightSlice,
+    Activation, AttentionSpec, Device, DeviceError, ExpertSlices, Feature, HeadNorms, HostSlots, LatentWeights,
+    LinearRole, LogitSpec, MemoryPlan, NormKind, NormSlices, PipelineStage, RecurrentWeights, StepInputs,
+    TensorParallel, WeightSlice,
 };
 
 use super::load::RowOrder;
@@ -125,6 +127,14 @@ impl Device for CudaDevice {
 
     fn copy_states(&mut self, copied: &[CopiedState]) -> Result<(), DeviceError> {
         self.copy_slots(copied)
+    }
+
+    fn allocate_host(&mut self, slots: HostSlots) -> Result<(), DeviceError> {
+        self.take_host_memory(slots)
+    }
+
+    fn copy_with_host(&mut self, copies: &HostCopies) -> Result<(), DeviceError> {
+        self.copy_host_slots(copies)
     }
 
     fn join_row(

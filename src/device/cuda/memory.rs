@@ -18,6 +18,7 @@ use super::chain::{self, Chain};
 use super::experts::{ExpertBuffers, ExpertSizes};
 use super::graphs::largest_bucket;
 use super::group::peer_bytes;
+use super::host_tier::buffer_bytes;
 use super::latent::LatentBuffers;
 use super::packed::ProductScratch;
 use super::rows::{MAX_TOP, Reported, Rows};
@@ -227,7 +228,9 @@ impl CudaDevice {
         let chains = if self.can_chain() { chain::bytes(self.hidden, multiprocessors) } else { 0 };
         let peers = self.group.peer_bytes(self.hidden);
         let experts = self.expert_sizes.bytes(self.tensor_rows());
+        let host = buffer_bytes([block_bytes(spec), spec.state_bytes()], self.config.host_memory_bytes);
         pending_bytes(&self.config.limits, self.hidden, self.group.size(), spec)
+            + host
             + peers
             + chains
             + experts

@@ -12,6 +12,7 @@ mod device_impl;
 mod experts;
 mod graphs;
 mod group;
+mod host_tier;
 pub mod invariant;
 mod latent;
 mod load;
@@ -48,6 +49,8 @@ pub(crate) use experts::ExpertSizes;
 use experts::{ExpertBuffers, ExpertLayer, Unsummed};
 use graphs::Graphs;
 use group::Group;
+use host_tier::HostTier;
+pub use host_tier::buffer_bytes as host_buffer_bytes;
 use latent::LatentLayer;
 pub(crate) use latent::check_latent_shape;
 use load::Loader;
@@ -167,6 +170,8 @@ pub struct CudaDevice {
     next_slot: usize,
     cache: Option<Cache>,
     states: States,
+    /// Slots in host memory, if there are any.
+    host: Option<HostTier>,
     expert_sizes: ExpertSizes,
     /// `None` if the model has no experts.
     expert_buffers: Option<ExpertBuffers>,
@@ -246,6 +251,7 @@ impl CudaDevice {
             next_slot: 0,
             cache: None,
             states: States::default(),
+            host: None,
             expert_sizes: ExpertSizes::default(),
             expert_buffers: None,
             unsummed: None,

@@ -69,7 +69,12 @@ impl States {
         })
     }
 
-    fn slot(&self, slot: u32) -> Result<Span, DeviceError> {
+    /// Bytes of a slot; 0 without states.
+    pub(super) fn bytes(&self) -> usize {
+        self.pitch * size_of::<f32>()
+    }
+
+    pub(super) fn slot(&self, slot: u32) -> Result<Span, DeviceError> {
         match &self.memory {
             Some(memory) if (slot as usize) < self.num_slots => {
                 Ok(memory.span().elements::<f32>(slot as usize * self.pitch, self.pitch))

@@ -1,4 +1,4 @@
-//! 100 000 random requests with cancels, stops, priorities, deadlines, late masks and lost workers against a simulated device. All
+//! 100 000 random requests with cancels, stops, priorities, deadlines, late masks, lost workers and resets of the prefix cache against a simulated device. All
 //! streams must be correct, and the counters must be right after every call. A failure is shrunk to the shortest list
 //! of calls that shows it.
 
@@ -34,6 +34,7 @@ enum Call {
     Recover,
     /// Sequences that have not begun stay in the queue, or no longer do.
     Hold(bool),
+    ResetPrefixCache,
 }
 
 fn token() -> impl Strategy<Value = TokenId> {
@@ -86,6 +87,7 @@ fn call() -> impl Strategy<Value = Call> {
         18 => Just(Call::Settle),
         1 => Just(Call::Recover),
         1 => any::<bool>().prop_map(Call::Hold),
+        1 => Just(Call::ResetPrefixCache),
     ]
 }
 
@@ -100,12 +102,14 @@ fn config() -> impl Strategy<Value = EngineConfig> {
     let sizes = (1usize..6, 1usize..20, 1usize..12, 1usize..6, 1usize..24, 1usize..4);
     // A third of the engines have recurrent states, often fewer than rows.
     let states = prop_oneof![2 => Just((0usize, 1usize)), 1 => (1usize..12, 1usize..4)];
-    let cache = (any::<bool>(), any::<bool>());
+    // Half of the engines keep evicted blocks and states on the host.
+    let host = prop_oneof![Just((0usize, 0usize)), (1usize..30, 0usize..8)];
+    let cache = (any::<bool>(), any::<bool>(), host);
     (sizes, any::<bool>(), cache, 0usize..6, 1usize..4, 1usize..6, windows(), states).prop_map(
         |(
             (max_rows, spare_tokens, max_mixed, block_size, num_blocks, max_in_flight),
             evict,
-            (prefix_cache, shares_output),
+            (prefix_cache, shares_output, (num_host_blocks, num_host_states)),
             max_drafts,
             num_stages,
             token_tile,
@@ -127,6 +131,8 @@ fn config() -> impl Strategy<Value = EngineConfig> {
                 windows,
                 num_states,
                 state_interval,
+                num_host_blocks,
+                num_host_states,
                 max_queue: 64,
                 max_queue_each: 56,
                 max_queue_of: [(1, 48)].into(),
@@ -166,6 +172,7 @@ fn run_calls(config: EngineConfig, calls: Vec<Call>) -> usize {
             }
             Call::Recover => world.recover(),
             Call::Hold(holds) => world.engine.hold_new(holds),
+            Call::ResetPrefixCache => world.reset_prefix_cache(),
         }
     }
     world.engine.hold_new(false);

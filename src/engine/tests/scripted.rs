@@ -252,6 +252,8 @@ fn config(settings: &BTreeMap<&str, &str>) -> EngineConfig {
         windows: settings.get("windows").map_or(vec![None], |list| list.split(',').map(|w| w.parse().ok()).collect()),
         num_states: 0,
         state_interval: 1,
+        num_host_blocks: 0,
+        num_host_states: 0,
         max_queue: number("queue", 8),
         max_queue_each: i32::MAX as usize,
         max_queue_of: [].into(),

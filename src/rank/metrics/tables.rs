@@ -126,10 +126,38 @@ pub(super) const PLAIN: &[Plain] = &[
     counter("trireme_llm_prefix_cache_reused_blocks_total", "KV blocks found in the prefix cache", |model| {
         model.engine.total_reused_blocks as f64
     }),
+    counter(
+        "trireme_llm_prefix_cache_host_tokens_total",
+        "Prompt tokens that the prefix cache had in host memory; part of trireme_llm_cached_prompt_tokens_total",
+        |model| (model.engine.total_host_hit_blocks * model.block_size as u64) as f64,
+    ),
+    counter(
+        "trireme_llm_host_cache_stored_blocks_total",
+        "KV blocks copied to host memory when they were evicted",
+        |model| model.engine.total_stored_blocks as f64,
+    ),
+    counter("trireme_llm_host_cache_loaded_blocks_total", "KV blocks copied back from host memory", |model| {
+        model.engine.total_loaded_blocks as f64
+    }),
+    gauge(
+        "trireme_llm_host_cache_used_bytes",
+        "Host memory that holds evicted KV blocks and recurrent states, of all workers",
+        |model| host_bytes(model, [model.engine.num_host_blocks_used, model.engine.num_host_states_used]),
+    ),
+    gauge(
+        "trireme_llm_host_cache_limit_bytes",
+        "Host memory for evicted KV blocks and recurrent states, of all workers",
+        |model| host_bytes(model, [model.engine.num_host_blocks, model.engine.num_host_states]),
+    ),
     counter("trireme_llm_kv_blocks_allocated_total", "KV blocks allocated", |model| {
         model.engine.total_allocated_blocks as f64
     }),
 ];
+
+/// Bytes of slots for KV blocks and recurrent states, of all workers.
+fn host_bytes(model: &LlmStatus, slots: [usize; 2]) -> f64 {
+    slots.iter().zip(model.metrics.start.slot_bytes).map(|(&slots, bytes)| slots as f64 * bytes as f64).sum()
+}
 
 pub(super) const LABELLED: &[Labelled] = &[
     Labelled {

@@ -20,6 +20,7 @@ fn spec() -> WorkerSpec {
             batch_invariant: false,
             sleep_mode: false,
             kv_cache_type: Default::default(),
+            kv_host_memory_bytes: 0,
             step_timeout: Duration::from_secs(1),
             library_dirs: Vec::new(),
             cache_dir: None,

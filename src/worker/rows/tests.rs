@@ -1,4 +1,4 @@
-use engine::{JoinedRow, JoinedTable, RowWork, SamplingParams, TokenId};
+use engine::{HostCopies, HostSlot, JoinedRow, JoinedTable, RowWork, SamplingParams, TokenId};
 
 use super::*;
 
@@ -223,4 +223,28 @@ fn rows_name_the_slots_of_their_adapters_and_a_plan_without_one_has_no_list() {
     let plan = StepPlan { step: 4, joined: vec![wrong], ..StepPlan::default() };
     let error = table.apply(&plan, &mut inputs).unwrap_err().to_string();
     assert_eq!(error, "plan 4 names the slot 2 for an adapter, but there are 2");
+}
+
+#[test]
+fn copies_of_blocks_or_slots_that_do_not_exist_are_refused() {
+    let slots = HostSlots { num_blocks: 2, num_states: 1 };
+    let table = || RowTable::new(4, vec![None], 2, 8, 1).with_states(3).with_host(slots);
+    let mut inputs = StepInputs::default();
+    let fitting = HostCopies {
+        stored: vec![(BlockId(7), HostSlot(1))],
+        loaded: vec![(BlockId(0), HostSlot(0))],
+        stored_states: vec![(StateId(2), HostSlot(0))],
+        loaded_states: vec![],
+    };
+    table().apply(&StepPlan { step: 1, host: fitting, ..StepPlan::default() }, &mut inputs).unwrap();
+    for host in [
+        HostCopies { stored: vec![(BlockId(8), HostSlot(0))], ..HostCopies::default() },
+        HostCopies { loaded: vec![(BlockId(0), HostSlot(2))], ..HostCopies::default() },
+        HostCopies { stored_states: vec![(StateId(3), HostSlot(0))], ..HostCopies::default() },
+        HostCopies { loaded_states: vec![(StateId(0), HostSlot(1))], ..HostCopies::default() },
+    ] {
+        let error = table().apply(&StepPlan { step: 1, host, ..StepPlan::default() }, &mut inputs).unwrap_err();
+        assert!(matches!(error, PlanMismatch::Host { .. }), "{error}");
+        assert!(error.to_string().contains("of the host, but there are"), "{error}");
+    }
 }

@@ -13,6 +13,7 @@ pub(crate) fn llm_config() -> LlmConfig {
             batch_invariant: false,
             sleep_mode: false,
             kv_cache_type: Default::default(),
+            kv_host_memory_bytes: 0,
             step_timeout: std::time::Duration::from_secs(60),
             library_dirs: Vec::new(),
             cache_dir: None,

@@ -2,7 +2,7 @@
 
 use std::time::{Duration, Instant};
 
-use engine::{MaskJob, Request};
+use engine::{Engine, MaskJob, Request};
 use serving::InferError;
 
 use super::super::event_queue;
@@ -43,6 +43,10 @@ impl Running {
                     self.engine.as_mut().map(|engine| engine.finish(sequence));
                 }
                 Message::Masks(jobs) => self.finish_masks(jobs),
+                Message::ResetPrefixCache(reply) => {
+                    self.engine.as_mut().map(Engine::reset_prefix_cache);
+                    let _ = reply.send(());
+                }
                 Message::Ledger(reply) => {
                     let _ = reply.send(Report::new(self.engine.as_ref(), self.thread.dispatcher.num_open()));
                 }

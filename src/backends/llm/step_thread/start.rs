@@ -3,7 +3,7 @@
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use engine::{Engine, EngineConfig, state_interval};
+use engine::{Engine, EngineConfig, divide_host_memory, state_interval};
 use supervision::{FromWorker, ToWorker};
 
 use super::super::inbox::Message;
@@ -38,7 +38,7 @@ impl Running {
                 max_states,
                 phases,
             } => Some(LoadedWorker {
-                fits: Fitting { num_blocks: max_blocks, num_states: max_states },
+                fits: [max_blocks, max_states],
                 fixed_bytes: weights_bytes + workspace_bytes,
                 block_bytes,
                 state_bytes,
@@ -47,13 +47,19 @@ impl Running {
             _ => None,
         })?;
         let loaded = Instant::now();
-        let fitting = |of: fn(&Fitting) -> usize| workers.iter().map(|worker| of(&worker.fits)).min().unwrap_or(0);
-        let fitting =
-            Fitting { num_blocks: fitting(|fits| fits.num_blocks), num_states: fitting(|fits| fits.num_states) };
+        let host_bytes = self.thread.config.worker.kv_host_memory_bytes;
+        let host = |worker: &LoadedWorker| divide_host_memory(host_bytes, [worker.block_bytes, worker.state_bytes]);
+        let [num_blocks, num_states] = least(workers.iter().map(|worker| worker.fits));
+        let [num_host_blocks, num_host_states] = least(workers.iter().map(host));
+        if host_bytes > 0 && num_host_blocks == 0 {
+            let name = &self.thread.config.name;
+            tracing::warn!(model = %name, "no KV block fits into `kv_cache_host_memory_bytes` {host_bytes}; raise it");
+        }
+        let fitting = Fitting { num_blocks, num_states, num_host_blocks, num_host_states };
         let first = workers.first().expect("a group has a worker");
-        let Fitting { num_blocks, num_states } =
+        let Fitting { num_blocks, num_states, num_host_blocks, num_host_states } =
             self.create_engine(fitting, state_interval(first.block_bytes, first.state_bytes))?;
-        group.broadcast(&ToWorker::Configure { num_blocks, num_states })?;
+        group.broadcast(&ToWorker::Configure { num_blocks, num_states, num_host_blocks, num_host_states })?;
         self.receive_from_all(&mut group, deadline, |message| matches!(message, FromWorker::Ready).then_some(()))?;
         let mut phases = slowest_phases(&workers);
         phases.push(("load".to_owned(), loaded - started));
@@ -63,8 +69,10 @@ impl Running {
             let cache_bytes = worker.block_bytes * num_blocks as u64 + worker.state_bytes * num_states as u64;
             group.set_memory(index, worker.fixed_bytes + cache_bytes);
         }
+        let of_all = |bytes: fn(&LoadedWorker) -> u64| workers.iter().map(bytes).sum::<u64>();
+        let slot_bytes = [of_all(|worker| worker.block_bytes), of_all(|worker| worker.state_bytes)];
         let workers = group.workers().to_vec();
-        self.thread.shared.metrics.update_start(|start| *start = Start { workers, phases });
+        self.thread.shared.metrics.update_start(|start| *start = Start { workers, phases, slot_bytes });
         Ok(group)
     }
 
@@ -72,19 +80,29 @@ impl Running {
     /// because sequences were admitted by it.
     pub(super) fn create_engine(&mut self, fitting: Fitting, state_interval: usize) -> Result<Fitting, WorkerLoss> {
         let name = &self.thread.config.name;
-        let Fitting { num_blocks: blocks, num_states: states } = fitting;
+        let Fitting { num_blocks: blocks, num_states: states, num_host_blocks, num_host_states } = fitting;
         if let Some(engine) = &self.engine {
-            let &EngineConfig { num_blocks, num_states, .. } = engine.config();
+            let &EngineConfig { num_blocks, num_states, num_host_blocks, num_host_states, .. } = engine.config();
             let check = |fits: usize, before: usize, what: &str| {
                 let message = format!("{fits} {what} fit after the restart of `{name}`, {before} before");
                 if fit_again(fits, before) { Ok(()) } else { Err(WorkerLoss::new(message)) }
             };
             check(blocks, num_blocks, "KV blocks")?;
             check(states, num_states, "recurrent states")?;
-            return Ok(Fitting { num_blocks, num_states });
+            return Ok(Fitting { num_blocks, num_states, num_host_blocks, num_host_states });
         }
         let limits = self.thread.config.engine.clone();
-        let config = EngineConfig { num_blocks: blocks, num_states: states, state_interval, ..limits };
+        let config = EngineConfig {
+            num_blocks: blocks,
+            num_states: states,
+            state_interval,
+            num_host_blocks,
+            num_host_states,
+            ..limits
+        };
+        if num_host_blocks > 0 {
+            tracing::info!(model = %name, num_host_blocks, num_host_states, "evicted KV blocks go to host memory");
+        }
         match states {
             0 => {
                 tracing::info!(model = %name, num_blocks = blocks, block_size = config.block_size, "workers hold their weights")
@@ -134,11 +152,21 @@ impl Running {
 pub(super) struct Fitting {
     pub(super) num_blocks: usize,
     pub(super) num_states: usize,
+    /// In host memory.
+    pub(super) num_host_blocks: usize,
+    /// In host memory.
+    pub(super) num_host_states: usize,
+}
+
+/// What all workers have room for.
+fn least(of_workers: impl Iterator<Item = [usize; 2]>) -> [usize; 2] {
+    of_workers.reduce(|[a, b], [c, d]| [a.min(c), b.min(d)]).unwrap_or_default()
 }
 
 /// The report of a worker that has loaded its weights.
 struct LoadedWorker {
-    fits: Fitting,
+    /// Numbers of KV blocks and of slots for recurrent states.
+    fits: [usize; 2],
     /// Weights and workspace.
     fixed_bytes: u64,
     block_bytes: u64,

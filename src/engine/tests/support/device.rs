@@ -1,8 +1,8 @@
 //! The simulated device.
 
 use engine::{
-    BlockId, EngineConfig, GrownTable, JoinedTable, RowId, RowWork, SampleMask, SampledToken, SequenceId, StepOutput,
-    StepPlan, TokenId,
+    BlockId, EngineConfig, GrownTable, HostSlot, JoinedTable, RowId, RowWork, SampleMask, SampledToken, SequenceId,
+    StepOutput, StepPlan, TokenId,
 };
 
 use super::tokens::VOCAB_SIZE;
@@ -19,6 +19,8 @@ pub struct Device {
     kv: Vec<u64>,
     /// Of each slot for a recurrent state, the digest of the last position and the number of positions.
     states: Vec<(u64, usize)>,
+    /// `[num_host_blocks * block_size]` and `[num_host_states]`, copies of both in slots of the host.
+    host: (Vec<u64>, Vec<(u64, usize)>),
     pub rows: Vec<Option<Row>>,
     last_step: Option<u64>,
 }
@@ -60,6 +62,7 @@ impl Device {
             windows: config.windows.clone(),
             kv: vec![0; config.num_blocks * config.block_size],
             states: vec![(0, usize::MAX); config.num_states],
+            host: (vec![0; config.num_host_blocks * config.block_size], vec![(0, usize::MAX); config.num_host_states]),
             rows: (0..config.max_rows).map(|_| None).collect(),
             last_step: None,
         }
@@ -132,6 +135,7 @@ impl Device {
             let state = self.row(restored.row).state.expect("a restored row has a state");
             self.states[state] = self.states[restored.from.0 as usize];
         }
+        self.copy_with_host(plan);
         self.revise(plan);
         self.copy(plan);
         for copied in &plan.copied_states {
@@ -150,6 +154,40 @@ impl Device {
             let row = self.rows[row.0 as usize].as_mut().expect("a verifying row is taken");
             assert!(row.drafts.is_empty() && row.beam_candidates == 0, "drafts are revised before there are others");
             row.drafts.clone_from(drafts);
+        }
+    }
+
+    /// In the order of the lists. No slot is in two entries, and no block or state is read or written twice in the same direction.
+    fn copy_with_host(&mut self, plan: &StepPlan) {
+        let copies = &plan.host;
+        let blocks =
+            |copies: &[(BlockId, HostSlot)]| copies.iter().map(|copy| (copy.0.0, copy.1.0)).collect::<Vec<_>>();
+        let [stored, loaded] = [&copies.stored, &copies.loaded].map(|copies| blocks(copies));
+        let states = [&copies.stored_states, &copies.loaded_states];
+        let [stored_states, loaded_states] =
+            states.map(|copies| copies.iter().map(|copy| (copy.0.0, copy.1.0)).collect::<Vec<_>>());
+        for lists in [[&stored, &loaded], [&stored_states, &loaded_states]] {
+            let slots: std::collections::HashSet<_> =
+                lists.iter().flat_map(|list| list.iter().map(|copy| copy.1)).collect();
+            assert_eq!(slots.len(), lists[0].len() + lists[1].len(), "a slot is in two entries of step {}", plan.step);
+            for list in lists {
+                let places: std::collections::HashSet<_> = list.iter().map(|copy| copy.0).collect();
+                assert_eq!(places.len(), list.len(), "a place is copied twice in step {}", plan.step);
+            }
+        }
+        let size = self.block_size;
+        let range = |slot: u32| slot as usize * size..(slot as usize + 1) * size;
+        for (block, slot) in stored {
+            self.host.0[range(slot)].copy_from_slice(&self.kv[range(block)]);
+        }
+        for (block, slot) in loaded {
+            self.kv[range(block)].copy_from_slice(&self.host.0[range(slot)]);
+        }
+        for (state, slot) in stored_states {
+            self.host.1[slot as usize] = self.states[state as usize];
+        }
+        for (state, slot) in loaded_states {
+            self.states[state as usize] = self.host.1[slot as usize];
         }
     }
 

@@ -170,6 +170,15 @@ impl World {
         has_jobs
     }
 
+    /// Nothing is found in the prefix cache afterwards.
+    pub fn reset_prefix_cache(&mut self) {
+        self.engine.reset_prefix_cache();
+        let stats = self.engine.stats();
+        let cached = stats.num_blocks_cached + stats.num_states_cached;
+        assert_eq!(cached + stats.num_host_blocks_used + stats.num_host_states_used, 0);
+        self.audit();
+    }
+
     /// All workers are lost and restarted.
     pub fn recover(&mut self) {
         self.engine.recover();

@@ -16,6 +16,7 @@ mod models;
 mod not_served;
 mod parameter_fields;
 mod parameters;
+mod prefix_cache;
 mod prompt;
 mod reply;
 mod request;
@@ -48,7 +49,8 @@ pub(crate) use error::ApiError;
 /// The paths of this module, for the error of an unknown one.
 const PATHS: &str = "/v1/models, /v1/completions, /v1/chat/completions, /v1/completions/render, /v1/chat/completions/render, \
                      /v1/responses, /v1/messages, /v1/messages/count_tokens, /v1/load_lora_adapter, /v1/unload_lora_adapter, \
-                     /tokenize, /detokenize, /tokenizer_info, /sleep, /wake_up, /is_sleeping, /health, /ping and /version";
+                     /tokenize, /detokenize, /tokenizer_info, /reset_prefix_cache, /sleep, /wake_up, /is_sleeping, /health, /ping and \
+                     /version";
 
 /// Client and server name a request by this header.
 const REQUEST_ID: HeaderName = HeaderName::from_static("x-request-id");
@@ -57,8 +59,17 @@ const ANTHROPIC_ID: HeaderName = HeaderName::from_static("request-id");
 
 /// Whether a path belongs to this module.
 pub(crate) fn is_path(path: &str) -> bool {
-    let is_alone =
-        matches!(path, "/v1" | "/tokenize" | "/detokenize" | "/tokenizer_info" | "/health" | "/ping" | "/version");
+    let is_alone = matches!(
+        path,
+        "/v1"
+            | "/tokenize"
+            | "/detokenize"
+            | "/tokenizer_info"
+            | prefix_cache::RESET
+            | "/health"
+            | "/ping"
+            | "/version"
+    );
     is_alone || sleep::PATHS.contains(&path) || path.starts_with("/v1/") || not_served::ALONE.contains(&path)
 }
 
@@ -91,6 +102,7 @@ async fn answer(state: &Arc<State>, head: &http::request::Parts, body: Incoming)
     let restrictions = &state.config.http_restrictions;
     let api = match path {
         "/health" | "/ping" => Api::Health,
+        prefix_cache::RESET => Api::ModelRepository,
         _ if adapters::PATHS.contains(&path) || sleep::PATHS.contains(&path) => Api::ModelRepository,
         _ if is_post => Api::Inference,
         // As at OpenAI, a key is needed for all of `/v1` or for none of it.
@@ -116,6 +128,7 @@ async fn answer(state: &Arc<State>, head: &http::request::Parts, body: Incoming)
         sleep::SLEEP if is_post => sleep::sleep(state, head.uri.query()).await,
         sleep::WAKE if is_post => sleep::wake(state, head.uri.query()).await,
         sleep::IS_SLEEPING if is_get => sleep::is_sleeping(state, head.uri.query()),
+        prefix_cache::RESET if is_post => prefix_cache::reset(state, head.uri.query()).await,
         "/tokenizer_info" if is_get => tokenizer_info::tokenizer_info(state, head.uri.query()).await,
         "/health" | "/ping" if is_get => Ok(health(state)),
         "/version" if is_get => Ok(json_reply(&json!({"version": env!("CARGO_PKG_VERSION")}))),
@@ -124,6 +137,7 @@ async fn answer(state: &Arc<State>, head: &http::request::Parts, body: Incoming)
         | sleep::SLEEP
         | sleep::WAKE
         | sleep::IS_SLEEPING
+        | prefix_cache::RESET
         | "/v1/completions"
         | "/v1/chat/completions"
         | "/v1/models"

@@ -396,7 +396,12 @@ impl World {
         match &self.phase {
             Phase::Loading(done) if done.iter().all(|&done| done) => {
                 self.phase = Phase::Allocating(self.waits());
-                self.broadcast(&ToWorker::Configure { num_blocks: self.sizes.num_blocks, num_states: 0 });
+                self.broadcast(&ToWorker::Configure {
+                    num_blocks: self.sizes.num_blocks,
+                    num_states: 0,
+                    num_host_blocks: 0,
+                    num_host_states: 0,
+                });
             }
             Phase::Allocating(done) if done.iter().all(|&done| done) => self.phase = Phase::Serving,
             Phase::GoingToSleep(done) if done.iter().all(|&done| done) => {

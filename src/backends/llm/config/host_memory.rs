@@ -1,0 +1,71 @@
+//! Host memory for what is evicted from the KV cache.
+
+use repository::ModelConfig;
+use serving::InferError;
+
+use super::{LlmDefaults, invalid};
+use crate::parameters;
+
+/// Bytes of each worker: the parameter `kv_cache_host_memory_bytes`, else that of the world. Only the prefix cache uses them.
+///
+/// # Errors
+/// When the parameter is not a number, or the model has no prefix cache.
+pub(super) fn host_memory_bytes(
+    config: &ModelConfig,
+    has_prefix_cache: bool,
+    defaults: &LlmDefaults,
+) -> Result<u64, InferError> {
+    let own: Option<u64> = parameters::number(config, "kv_cache_host_memory_bytes")?;
+    match own {
+        Some(bytes @ 1..) if !has_prefix_cache => {
+            let message = format!(
+                "`kv_cache_host_memory_bytes` is {bytes}, and `enable_kv_cache_reuse` is off: only the prefix cache uses \
+                 host memory; remove one of them"
+            );
+            Err(invalid(config, message))
+        }
+        _ if !has_prefix_cache => Ok(0),
+        own => Ok(own.unwrap_or(defaults.worker.kv_host_memory_bytes)),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use repository::proto::ModelParameter;
+
+    use super::super::tests::llm_config;
+    use super::*;
+
+    fn bytes(parameter: Option<&str>, has_prefix_cache: bool) -> Result<u64, String> {
+        let mut config = ModelConfig::default();
+        if let Some(value) = parameter {
+            let parameter = ModelParameter { string_value: value.to_owned() };
+            config.parameters.insert("kv_cache_host_memory_bytes".to_owned(), parameter);
+        }
+        let worker = supervision::WorkerSettings { kv_host_memory_bytes: 7, ..llm_config().worker };
+        let defaults = LlmDefaults {
+            worker,
+            world_size: 1,
+            ranks_per_node: 1,
+            block_size: 16,
+            kv_free_fraction: 0.1,
+            max_step_tokens: 256,
+            max_inter_token: None,
+        };
+        host_memory_bytes(&config, has_prefix_cache, &defaults).map_err(|error| error.to_string())
+    }
+
+    #[test]
+    fn the_parameter_replaces_that_of_the_world() {
+        assert_eq!(bytes(None, true), Ok(7));
+        assert_eq!(bytes(Some("4096"), true), Ok(4096));
+        assert_eq!(bytes(Some("0"), true), Ok(0));
+        assert!(bytes(Some("4G"), true).unwrap_err().contains("`kv_cache_host_memory_bytes` is `4G`"));
+    }
+
+    #[test]
+    fn it_is_refused_without_a_prefix_cache() {
+        assert_eq!([bytes(None, false), bytes(Some("0"), false)], [Ok(0), Ok(0)]);
+        assert!(bytes(Some("4096"), false).unwrap_err().contains("`enable_kv_cache_reuse` is off"));
+    }
+}

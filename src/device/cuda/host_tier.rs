@@ -1,0 +1,288 @@
+//! Copies of KV blocks and recurrent states in slots of pinned host memory.
+//!
+//! Blocks and states are read and written on the stream of the steps alone, so their copies need no order beside it. Between them
+//! and the host lies a buffer of the device: a block that is stored goes to the buffer at the speed of the device, and from there to
+//! the host on another stream while the step runs. A block that is loaded goes to the buffer on a third stream, as soon as its plan
+//! arrives, usually while the step before runs, and from there to its place when that step has ended.
+
+use std::sync::Arc;
+
+use engine::{BlockId, HostCopies, HostSlot, StateId};
+use kernels::cuda::copy_blocks::AllBlocks;
+use kernels::cuda::{CudaError, DeviceBuffer, Event, Gpu, PinnedBuffer, Queue, Rows, Span};
+use ops::{DeviceError, HostSlots};
+
+use super::{CudaDevice, device_error};
+
+/// Bytes of the buffer of one direction, unless a block or a state is larger than one of its parts.
+const LANE_BYTES: usize = 256 << 20;
+/// Parts of a buffer: one is filled while another is emptied.
+const PARTS: usize = 4;
+
+/// Bytes of a part of a buffer, for blocks and states of these sizes and all slots together.
+fn part_bytes(sizes: [usize; 2], host_bytes: u64) -> usize {
+    let wanted = (LANE_BYTES / PARTS).min(usize::try_from(host_bytes).unwrap_or(usize::MAX));
+    wanted.max(sizes[0]).max(sizes[1]).next_multiple_of(256)
+}
+
+/// Bytes of device memory that the copies need, for blocks and states of these sizes; 0 without host memory.
+pub fn buffer_bytes(sizes: [usize; 2], host_bytes: u64) -> usize {
+    if host_bytes == 0 { 0 } else { 2 * PARTS * part_bytes(sizes, host_bytes) }
+}
+
+/// The slots, and the streams to and from them.
+pub(super) struct HostTier {
+    stores: Lane,
+    loads: Lane,
+    /// Passes work from one stream to another.
+    handoff: Event,
+    blocks: Slots,
+    states: Slots,
+}
+
+/// Slots of one kind.
+struct Slots {
+    memory: PinnedBuffer,
+    bytes: usize,
+    count: usize,
+}
+
+/// One direction.
+struct Lane {
+    queue: Queue,
+    parts: Vec<Part>,
+    next: usize,
+    /// The last copy on `queue`.
+    done: Event,
+    _buffer: DeviceBuffer,
+}
+
+struct Part {
+    memory: Span,
+    /// Its content is not needed any more.
+    free: Event,
+}
+
+impl Slots {
+    fn new(gpu: &Arc<Gpu>, count: usize, bytes: usize) -> Result<Self, CudaError> {
+        Ok(Self { memory: PinnedBuffer::new(gpu, count * bytes)?, bytes, count })
+    }
+
+    fn check(&self, kind: &str, slots: impl IntoIterator<Item = HostSlot>) -> Result<(), DeviceError> {
+        match slots.into_iter().max().filter(|slot| slot.0 as usize >= self.count) {
+            None => Ok(()),
+            Some(slot) => Err(DeviceError::Call {
+                call: "copy_with_host".into(),
+                reason: format!("slot {} for a {kind}, of {}", slot.0, self.count),
+            }),
+        }
+    }
+
+    /// The first byte of a slot.
+    fn start(&self, slot: HostSlot) -> usize {
+        slot.0 as usize * self.bytes
+    }
+}
+
+impl Lane {
+    fn new(gpu: &Arc<Gpu>, part_bytes: usize) -> Result<Self, CudaError> {
+        let buffer = DeviceBuffer::new(gpu, PARTS * part_bytes)?;
+        let part =
+            |index| Ok(Part { memory: buffer.span().part(index * part_bytes, part_bytes), free: Event::new(false)? });
+        let parts = (0..PARTS).map(part).collect::<Result<_, CudaError>>()?;
+        Ok(Self { queue: Queue::new(gpu)?, parts, next: 0, done: Event::new(false)?, _buffer: buffer })
+    }
+
+    /// The part to use next.
+    fn take(&mut self) -> usize {
+        let part = self.next;
+        self.next = (part + 1) % self.parts.len();
+        part
+    }
+
+    /// Queues copies to slots. `read` queues a copy of a place of the device to a span on the stream of the steps.
+    fn store<D: Copy>(
+        &mut self,
+        steps: &Queue,
+        (slots, handoff): (&mut Slots, &Event),
+        copies: &[(D, HostSlot)],
+        read: impl Fn(D, Span) -> Result<(), CudaError>,
+    ) -> Result<(), CudaError> {
+        let of_part = self.parts[0].memory.bytes() / slots.bytes.max(1);
+        for copies in copies.chunks(of_part) {
+            let index = self.take();
+            let Part { memory, free } = &self.parts[index];
+            let place = |index: usize| memory.part(index * slots.bytes, slots.bytes);
+            steps.wait_for(free)?;
+            for (index, &(from, _)) in copies.iter().enumerate() {
+                read(from, place(index))?;
+            }
+            handoff.record(steps)?;
+            self.queue.wait_for(handoff)?;
+            for (index, &(_, slot)) in copies.iter().enumerate() {
+                let start = slots.start(slot);
+                let to = slots.memory[start..start + slots.bytes].as_mut_ptr();
+                // SAFETY: the slot is pinned and has these bytes. Only later copies of this type read it: they wait for `done`.
+                unsafe { self.queue.download(to, place(index), slots.bytes)? };
+            }
+            free.record(&self.queue)?;
+        }
+        self.done.record(&self.queue)
+    }
+
+    /// Queues copies from slots. `write` queues a copy of a span to a place of the device on the stream of the steps.
+    fn load<D: Copy>(
+        &mut self,
+        steps: &Queue,
+        (slots, handoff): (&Slots, &Event),
+        copies: &[(D, HostSlot)],
+        write: impl Fn(D, Span) -> Result<(), CudaError>,
+    ) -> Result<(), CudaError> {
+        let of_part = self.parts[0].memory.bytes() / slots.bytes.max(1);
+        for copies in copies.chunks(of_part) {
+            let index = self.take();
+            let Part { memory, free } = &self.parts[index];
+            let place = |index: usize| memory.part(index * slots.bytes, slots.bytes);
+            self.queue.wait_for(free)?;
+            for (index, &(_, slot)) in copies.iter().enumerate() {
+                let start = slots.start(slot);
+                let from = slots.memory[start..start + slots.bytes].as_ptr();
+                // SAFETY: the slot is pinned and has these bytes. Only later copies of this type write it: they wait for `done`.
+                unsafe { self.queue.upload(place(index), from, slots.bytes)? };
+            }
+            handoff.record(&self.queue)?;
+            steps.wait_for(handoff)?;
+            for (index, &(to, _)) in copies.iter().enumerate() {
+                write(to, place(index))?;
+            }
+            free.record(steps)?;
+        }
+        self.done.record(&self.queue)
+    }
+}
+
+impl Drop for HostTier {
+    fn drop(&mut self) {
+        // After a fault nothing runs any more.
+        let _ = (self.stores.queue.wait(), self.loads.queue.wait());
+    }
+}
+
+impl HostTier {
+    fn new(gpu: &Arc<Gpu>, slots: HostSlots, sizes: [usize; 2]) -> Result<Self, CudaError> {
+        let [block_bytes, state_bytes] = sizes;
+        let host_bytes = slots.num_blocks * block_bytes + slots.num_states * state_bytes;
+        let part = part_bytes(sizes, host_bytes as u64);
+        Ok(Self {
+            stores: Lane::new(gpu, part)?,
+            loads: Lane::new(gpu, part)?,
+            handoff: Event::new(false)?,
+            blocks: Slots::new(gpu, slots.num_blocks, block_bytes)?,
+            states: Slots::new(gpu, slots.num_states, state_bytes)?,
+        })
+    }
+
+    /// Queues the copies of a plan beside the stream of the steps. `parts` are the buffers of KV blocks, `state` finds a state.
+    fn queue_copies(
+        &mut self,
+        steps: &Queue,
+        parts: &[AllBlocks],
+        state: impl Fn(StateId) -> Span,
+        copies: &HostCopies,
+    ) -> Result<(), CudaError> {
+        let HostTier { stores, loads, handoff, blocks, states } = self;
+        // A slot is filled once earlier plans have read it, and read once earlier plans have filled it. No slot is in two entries of
+        // this plan, so its loads need not wait for its stores, which wait for the step before.
+        stores.queue.wait_for(&loads.done)?;
+        loads.queue.wait_for(&stores.done)?;
+        stores.store(steps, (&mut *blocks, &*handoff), &copies.stored, |block, to| {
+            each_part(parts, block, to, |rows, slot| steps.copy_rows(slot, rows))
+        })?;
+        stores
+            .store(steps, (&mut *states, &*handoff), &copies.stored_states, |from, to| steps.copy(to, state(from)))?;
+        loads.load(steps, (&*blocks, &*handoff), &copies.loaded, |block, from| {
+            each_part(parts, block, from, |rows, slot| steps.copy_rows(rows, slot))
+        })?;
+        loads.load(steps, (&*states, &*handoff), &copies.loaded_states, |to, from| steps.copy(state(to), from))
+    }
+}
+
+impl CudaDevice {
+    pub(super) fn take_host_memory(&mut self, slots: HostSlots) -> Result<(), DeviceError> {
+        let sizes = [self.block_parts().iter().map(slot_bytes).sum::<usize>(), self.states.bytes()];
+        let tier = HostTier::new(&self.gpu, slots, sizes).map_err(|error| {
+            let bytes = slots.num_blocks * sizes[0] + slots.num_states * sizes[1];
+            let reason = device_error(error).to_string();
+            DeviceError::Call { call: format!("pinning {bytes} bytes (`kv_cache_host_memory_bytes`)"), reason }
+        })?;
+        self.host = Some(tier);
+        Ok(())
+    }
+
+    /// The layout of KV blocks; empty if this worker has no layer with attention.
+    fn block_parts(&self) -> Vec<AllBlocks> {
+        self.cache.as_ref().map_or_else(Vec::new, |cache| cache.all_blocks())
+    }
+
+    pub(super) fn copy_host_slots(&mut self, copies: &HostCopies) -> Result<(), DeviceError> {
+        if copies.is_empty() {
+            return Ok(());
+        }
+        let missing = || DeviceError::Call {
+            call: "copy_with_host".into(),
+            reason: "slots are allocated before the first copy".into(),
+        };
+        let mut tier = self.host.take().ok_or_else(missing)?;
+        let state = |state: StateId| self.states.slot(state.0).expect("states were checked");
+        let copied = self
+            .check_host_copies(&tier, copies)
+            .and_then(|()| tier.queue_copies(&self.queue, &self.block_parts(), state, copies).map_err(device_error));
+        self.host = Some(tier);
+        copied
+    }
+
+    fn check_host_copies(&self, tier: &HostTier, copies: &HostCopies) -> Result<(), DeviceError> {
+        let HostCopies { stored, loaded, stored_states, loaded_states } = copies;
+        tier.blocks.check("block", stored.iter().chain(loaded).map(|copy| copy.1))?;
+        tier.states.check("state", stored_states.iter().chain(loaded_states).map(|copy| copy.1))?;
+        stored_states.iter().chain(loaded_states).try_for_each(|copy| self.states.slot(copy.0.0).map(drop))?;
+        let num_blocks = self.bounds()?.num_blocks;
+        let outside = stored.iter().chain(loaded).map(|copy| copy.0).find(|block| block.0 as usize >= num_blocks);
+        outside.map_or(Ok(()), |block| {
+            let reason = format!("block {} of {num_blocks}", block.0);
+            Err(DeviceError::Call { call: "copy_with_host".into(), reason })
+        })
+    }
+}
+
+/// Bytes of a block in one part of the cache.
+fn slot_bytes(part: &AllBlocks) -> usize {
+    2 * part.num_layers * part.block_bytes
+}
+
+/// Calls `copy` for keys and values of a block in each part of the cache, as rows of the cache and rows of a slot, where they lie
+/// one after the other.
+fn each_part(
+    parts: &[AllBlocks],
+    block: BlockId,
+    slot: Span,
+    copy: impl Fn(Rows, Rows) -> Result<(), CudaError>,
+) -> Result<(), CudaError> {
+    let mut start = 0;
+    for part in parts {
+        let &AllBlocks { k, v, num_layers, num_blocks, block_bytes } = part;
+        for cache in [k, v] {
+            let pitch = num_blocks * block_bytes;
+            let own = block.0 as usize * block_bytes;
+            let memory = cache.part(own, (num_layers - 1) * pitch + block_bytes);
+            let packed = slot.part(start, num_layers * block_bytes);
+            let rows = |memory, pitch| Rows { memory, pitch, bytes: block_bytes, count: num_layers };
+            copy(rows(memory, pitch), rows(packed, block_bytes))?;
+            start += num_layers * block_bytes;
+        }
+    }
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests;

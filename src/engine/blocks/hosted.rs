@@ -1,0 +1,137 @@
+//! Contents of blocks that the host keeps.
+
+use std::collections::HashMap;
+
+use super::BlockPool;
+use crate::content::ContentId;
+use crate::host::HostSlots;
+use crate::plan::HostCopies;
+use crate::{BlockId, TokenId};
+
+/// Copies of blocks in host memory. Those of the first KV group are found by their tokens, like blocks of the device; those of
+/// other groups are named by the content that the first group has for the same tokens.
+#[derive(Debug, Default)]
+pub(crate) struct HostedBlocks {
+    /// Copies, by content and KV group.
+    pub(crate) slots: HostSlots<(ContentId, u32), BlockId>,
+    /// Contents of the first KV group.
+    contents: HashMap<ContentId, Hosted>,
+    by_hash: HashMap<u64, ContentId>,
+}
+
+#[derive(Debug)]
+struct Hosted {
+    hash: u64,
+    parent: ContentId,
+    tokens: Box<[TokenId]>,
+}
+
+impl HostedBlocks {
+    pub(super) fn new(num_slots: usize) -> Self {
+        Self { slots: HostSlots::new(num_slots), ..Self::default() }
+    }
+
+    pub(super) fn reset(&mut self) {
+        self.slots.reset();
+        self.contents.clear();
+        self.by_hash.clear();
+    }
+
+    /// The content of `tokens` after `parent`, which have this hash, if the host has it.
+    pub(super) fn find(&self, hash: u64, parent: ContentId, tokens: &[TokenId]) -> Option<ContentId> {
+        let content = *self.by_hash.get(&hash)?;
+        let hosted = &self.contents[&content];
+        (hosted.parent == parent && *hosted.tokens == *tokens).then_some(content)
+    }
+
+    /// Whether the host has a block.
+    pub(crate) fn contains(&self, content: ContentId, group: usize) -> bool {
+        self.slots.contains((content, group as u32))
+    }
+
+    /// Drops what is known of a content whose copy is gone. Returns its hash.
+    fn drop_content(&mut self, content: ContentId) -> Option<u64> {
+        let Hosted { hash, .. } = self.contents.remove(&content)?;
+        if self.by_hash.get(&hash) == Some(&content) {
+            self.by_hash.remove(&hash);
+        }
+        Some(hash)
+    }
+}
+
+impl BlockPool {
+    /// The same with slots in host memory for evicted blocks and snapshots.
+    pub(crate) fn with_host(mut self, num_blocks: usize, num_states: usize) -> Self {
+        self.hosted = HostedBlocks::new(num_blocks);
+        self.states = self.states.with_host(num_states);
+        self
+    }
+
+    /// Starts the plan `step`.
+    pub(crate) fn begin_plan(&mut self, step: u64) {
+        self.step = step;
+        self.hosted.slots.begin_plan(step);
+        self.states.hosted.begin_plan(step);
+    }
+
+    /// Takes the copies of the plan.
+    pub(crate) fn take_copies(&mut self) -> HostCopies {
+        let [stored, loaded] = self.hosted.slots.take_copies();
+        let [stored_states, loaded_states] = self.states.hosted.take_copies();
+        HostCopies { stored, loaded, stored_states, loaded_states }
+    }
+
+    /// Keeps the content of a block that is evicted on the host, if there is room. What the plan itself fills is not there yet.
+    pub(super) fn store(&mut self, block: BlockId) {
+        let entry = self.blocks[block.0 as usize];
+        let Some(content) = entry.content.filter(|_| entry.ready_step <= self.step) else { return };
+        let (is_kept, dropped) = self.hosted.slots.store((content, entry.group), block);
+        if let Some((dropped, 0)) = dropped {
+            let hash = self.hosted.drop_content(dropped);
+            let is_on_device =
+                hash.and_then(|hash| self.contents.get(&hash)).is_some_and(|&it| self.content(it) == Some(dropped));
+            if !is_on_device {
+                self.states.drop_snapshot(dropped);
+            }
+        }
+        if is_kept && entry.group == 0 && !self.hosted.contents.contains_key(&content) {
+            let start = block.0 as usize * self.block_size;
+            let tokens = self.tokens[start..start + self.block_size].into();
+            let hosted = Hosted { hash: entry.hash, parent: entry.parent, tokens };
+            self.hosted.by_hash.insert(entry.hash, content);
+            self.hosted.contents.insert(content, hosted);
+        }
+    }
+
+    /// Allocates a block for one user in a KV group, into which the plan copies what the host has of a content. The copy was
+    /// reserved. Steps from this one on may read the block.
+    pub(crate) fn load(&mut self, content: ContentId, group: usize) -> Option<BlockId> {
+        let block = self.allocate(group)?;
+        self.hosted.slots.load((content, group as u32), block);
+        if group > 0 {
+            self.register_other(block, content, self.step);
+            return Some(block);
+        }
+        let Hosted { hash, parent, tokens } = &self.hosted.contents[&content];
+        self.contents.insert(*hash, block);
+        let start = block.0 as usize * self.block_size;
+        self.tokens[start..start + self.block_size].copy_from_slice(tokens);
+        let entry = &mut self.blocks[block.0 as usize];
+        (entry.content, entry.parent, entry.hash, entry.ready_step) = (Some(content), *parent, *hash, self.step);
+        Some(block)
+    }
+
+    /// Removes all contents and snapshots, on the device and on the host. Blocks in use stay with their users.
+    pub(crate) fn forget_all(&mut self) {
+        while let Some(block) = self.oldest {
+            self.unlink(block);
+            self.forget(block);
+            self.unused.push(block);
+        }
+        (0..self.blocks.len() as u32).for_each(|block| self.forget(BlockId(block)));
+        self.evicted.clear();
+        self.eviction_order.clear();
+        self.hosted.reset();
+        self.states.forget_all();
+    }
+}

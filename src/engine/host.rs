@@ -1,0 +1,255 @@
+//! The host tier of the prefix cache: slots in host memory that keep what is evicted from the device.
+//!
+//! A block with a content, or a snapshot of a recurrent state, is copied to a slot of the host when its place on the device is
+//! needed for something else. A sequence that finds it there gets a new place on the device, into which the slot is copied before
+//! the first step of the sequence. The slot keeps its copy, so that the content is evicted without another copy the next time. If
+//! there is no unused slot, the one that was used longest ago is taken.
+//!
+//! Both directions are entries of a plan ([`HostCopies`]). Workers carry out the stores of a plan before its loads. No slot is in
+//! two entries of a plan: a slot that the plan fills can be read by later plans only, and one that it reads is not filled by it.
+
+use std::collections::{BTreeMap, HashMap};
+use std::hash::Hash;
+
+#[cfg(doc)]
+use crate::HostCopies;
+use crate::HostSlot;
+
+/// Slots of the host for copies of places on the device, `D`. A copy is named by `K`.
+#[derive(Debug)]
+pub(crate) struct HostSlots<K, D> {
+    num_slots: usize,
+    unused: Vec<HostSlot>,
+    entries: HashMap<K, Entry>,
+    /// The names by last use, oldest first.
+    by_last_use: BTreeMap<u64, K>,
+    /// Counts uses.
+    clock: u64,
+    /// The plan that is being made.
+    step: u64,
+    /// Copies to the host in this plan.
+    stored: Vec<(D, HostSlot)>,
+    /// Copies from the host in this plan.
+    loaded: Vec<(D, HostSlot)>,
+    /// Copies to and from the host in all plans.
+    pub(crate) totals: [u64; 2],
+}
+
+#[derive(Debug, Clone, Copy)]
+struct Entry {
+    slot: HostSlot,
+    last_use: u64,
+    /// The plan that fills the slot; later plans may read it.
+    stored_step: u64,
+    /// The last plan that fills or reads the slot; later plans may fill it with something else.
+    used_step: u64,
+}
+
+impl<K, D> Default for HostSlots<K, D> {
+    fn default() -> Self {
+        Self {
+            num_slots: 0,
+            unused: Vec::new(),
+            entries: HashMap::new(),
+            by_last_use: BTreeMap::new(),
+            clock: 0,
+            step: 0,
+            stored: Vec::new(),
+            loaded: Vec::new(),
+            totals: [0; 2],
+        }
+    }
+}
+
+impl<K: Copy + Eq + Hash, D> HostSlots<K, D> {
+    pub(crate) fn new(num_slots: usize) -> Self {
+        let mut slots = Self { num_slots, ..Self::default() };
+        slots.reset();
+        slots
+    }
+
+    /// Forgets all copies: the workers' memory is new, or what they hold must not be found any more.
+    pub(crate) fn reset(&mut self) {
+        self.unused.clear();
+        self.unused.extend((0..self.num_slots as u32).rev().map(HostSlot));
+        self.entries.clear();
+        self.by_last_use.clear();
+        self.stored.clear();
+        self.loaded.clear();
+    }
+
+    /// Starts the plan `step`.
+    pub(crate) fn begin_plan(&mut self, step: u64) {
+        self.step = step;
+    }
+
+    /// The plan that is being made, or was made last.
+    pub(crate) fn step(&self) -> u64 {
+        self.step
+    }
+
+    /// Takes the copies of the plan: those to the host, and those from it.
+    pub(crate) fn take_copies(&mut self) -> [Vec<(D, HostSlot)>; 2] {
+        let copies = [std::mem::take(&mut self.stored), std::mem::take(&mut self.loaded)];
+        self.totals.iter_mut().zip(&copies).for_each(|(total, copies)| *total += copies.len() as u64);
+        copies
+    }
+
+    pub(crate) fn num_slots(&self) -> usize {
+        self.num_slots
+    }
+
+    pub(crate) fn num_used(&self) -> usize {
+        self.entries.len()
+    }
+
+    pub(crate) fn contains(&self, name: K) -> bool {
+        self.entries.contains_key(&name)
+    }
+
+    /// Whether this plan may read the copy.
+    pub(crate) fn is_readable(&self, name: K) -> bool {
+        self.entries.get(&name).is_some_and(|entry| entry.stored_step != self.step)
+    }
+
+    /// Keeps what `place` holds, which will be overwritten. Returns whether the host has it, and the name that had to make room.
+    /// A copy that exists already only counts as used.
+    pub(crate) fn store(&mut self, name: K, place: D) -> (bool, Option<K>) {
+        if self.contains(name) {
+            self.touch(name);
+            return (true, None);
+        }
+        let mut dropped = None;
+        let slot = self.unused.pop().or_else(|| {
+            let (_, &oldest) = self.by_last_use.first_key_value()?;
+            if self.entries[&oldest].used_step == self.step {
+                return None; // This plan uses all slots.
+            }
+            dropped = Some(oldest);
+            self.take(oldest)
+        });
+        let Some(slot) = slot else { return (false, None) };
+        self.clock += 1;
+        let (last_use, step) = (self.clock, self.step);
+        self.entries.insert(name, Entry { slot, last_use, stored_step: step, used_step: step });
+        self.by_last_use.insert(last_use, name);
+        self.stored.push((place, slot));
+        (true, dropped)
+    }
+
+    /// Keeps a copy that was found from being overwritten by this plan.
+    pub(crate) fn reserve(&mut self, name: K) {
+        self.touch(name);
+        let step = self.step;
+        self.entries.get_mut(&name).expect("a copy that was found exists").used_step = step;
+    }
+
+    /// Copies a reserved copy to `place`.
+    pub(crate) fn load(&mut self, name: K, place: D) {
+        let entry = self.entries[&name];
+        debug_assert!(
+            entry.used_step == self.step && entry.stored_step != self.step,
+            "a copy is read once it is there"
+        );
+        self.loaded.push((place, entry.slot));
+    }
+
+    /// Drops a copy, unless this plan uses its slot.
+    pub(crate) fn forget(&mut self, name: K) {
+        if self.entries.get(&name).is_some_and(|entry| entry.used_step != self.step) {
+            let slot = self.take(name);
+            self.unused.extend(slot);
+        }
+    }
+
+    fn touch(&mut self, name: K) {
+        let entry = self.entries.get_mut(&name).expect("a copy that is used exists");
+        self.clock += 1;
+        self.by_last_use.remove(&entry.last_use);
+        self.by_last_use.insert(self.clock, name);
+        entry.last_use = self.clock;
+    }
+
+    fn take(&mut self, name: K) -> Option<HostSlot> {
+        let entry = self.entries.remove(&name)?;
+        self.by_last_use.remove(&entry.last_use);
+        Some(entry.slot)
+    }
+
+    /// Compares the slots with their copies.
+    ///
+    /// # Errors
+    /// Says what is wrong.
+    pub(crate) fn audit(&self) -> Result<(), String> {
+        let mut slots: Vec<u32> =
+            self.entries.values().map(|entry| entry.slot).chain(self.unused.iter().copied()).map(|it| it.0).collect();
+        slots.sort_unstable();
+        let named =
+            self.by_last_use.iter().all(|(&use_, name)| self.entries.get(name).is_some_and(|it| it.last_use == use_));
+        match slots.iter().copied().eq(0..self.num_slots as u32)
+            && named
+            && self.by_last_use.len() == self.entries.len()
+        {
+            true => Ok(()),
+            false => Err(format!("{} slots of the host: {slots:?} are used or unused", self.num_slots)),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn stored(slots: &mut HostSlots<u32, u32>, step: u64, names: &[u32]) -> Vec<(bool, Option<u32>)> {
+        slots.begin_plan(step);
+        let found = names.iter().map(|&name| slots.store(name, name)).collect();
+        slots.take_copies();
+        found
+    }
+
+    #[test]
+    fn the_copy_that_was_used_longest_ago_makes_room() {
+        let mut slots = HostSlots::new(2);
+        assert_eq!(stored(&mut slots, 1, &[7, 8]), [(true, None), (true, None)]);
+        slots.begin_plan(2);
+        slots.reserve(7);
+        slots.load(7, 40);
+        assert_eq!(slots.take_copies(), [vec![], vec![(40, HostSlot(0))]]);
+        assert_eq!(stored(&mut slots, 3, &[9]), [(true, Some(8))]);
+        assert!(slots.contains(7) && slots.contains(9) && !slots.contains(8));
+        assert_eq!(slots.totals, [3, 1]);
+        slots.audit().unwrap();
+    }
+
+    #[test]
+    fn what_a_plan_uses_is_neither_overwritten_nor_read_by_it() {
+        let mut slots = HostSlots::new(2);
+        stored(&mut slots, 1, &[7]);
+        slots.begin_plan(2);
+        slots.reserve(7);
+        assert_eq!(slots.store(8, 8), (true, None));
+        assert!(slots.is_readable(7) && !slots.is_readable(8));
+        assert_eq!(slots.store(9, 9), (false, None));
+        slots.forget(7);
+        assert!(slots.contains(7));
+        slots.take_copies();
+        assert_eq!(stored(&mut slots, 3, &[8, 9]), [(true, None), (true, Some(7))]);
+        slots.audit().unwrap();
+    }
+
+    #[test]
+    fn what_the_host_has_is_not_stored_again() {
+        let mut slots = HostSlots::new(2);
+        stored(&mut slots, 1, &[7]);
+        slots.begin_plan(2);
+        assert_eq!(slots.store(7, 7), (true, None));
+        assert_eq!(slots.take_copies(), [vec![], vec![]]);
+    }
+
+    #[test]
+    fn without_slots_nothing_is_kept() {
+        let mut slots = HostSlots::new(0);
+        assert_eq!(stored(&mut slots, 1, &[7]), [(false, None)]);
+        slots.audit().unwrap();
+    }
+}

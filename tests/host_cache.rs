@@ -1,0 +1,139 @@
+//! The host tier of the prefix cache: conversations that do not fit on the device together come back from host memory, with the tokens
+//! of a cold start.
+//!
+//! The models are those of `tests/goldens`, with a context of 256 positions. A block has 16 positions.
+
+mod support;
+
+use serde_json::{Value, json};
+use support::{Options, TestWorld, copied_repository, eventually, golden_repository, post_to, set_parameters};
+
+/// A conversation of 200 tokens fits once.
+const SMALL_POOL: (&str, &str) = ("max_tokens_in_paged_kv_cache", "272");
+/// Room for several conversations of these models.
+const HOST_MEMORY: (&str, &str) = ("kv_cache_host_memory_bytes", "16777216");
+
+fn world(golden: &str, world_size: u32, parameters: &[(&str, &str)]) -> (TestWorld, tempfile::TempDir) {
+    let repository = golden_repository(golden, parameters);
+    let options = Options { world_size, repository: repository.path().to_owned(), ..Options::default() };
+    (TestWorld::start(options), repository)
+}
+
+/// The tokens after a text.
+fn output_ids(world: &TestWorld, text: &[u64]) -> Vec<u64> {
+    let request = json!({"input_ids": text, "input_lengths": text.len(), "request_output_len": 20, "end_id": -1});
+    let (status, reply) = post_to(&world.url("/v2/models/tensorrt_llm/generate"), &request);
+    assert_eq!(status, 200, "{reply}");
+    let reply: Value = serde_json::from_str(&reply).unwrap();
+    reply["output_ids"].as_array().unwrap().iter().map(|id| id.as_u64().unwrap()).collect()
+}
+
+/// Two conversations by turns, three turns each. Returns the outputs of all turns, and of each turn the prompt tokens that the cache
+/// had, and those of them that were on the host.
+fn conversations(world: &mut TestWorld) -> (Vec<Vec<u64>>, Vec<[f64; 2]>) {
+    let prompt = |n: u64, len: u64| (0..len).map(move |i| 3 + (i * 31 + n * 17) % 190);
+    let mut texts: Vec<Vec<u64>> = (0..2).map(|n| prompt(n, 130).collect()).collect();
+    let (mut outputs, mut cached) = (Vec::new(), Vec::new());
+    for turn in 0..3 {
+        for text in &mut texts {
+            let counters = ["trireme_llm_cached_prompt_tokens_total", "trireme_llm_prefix_cache_host_tokens_total"];
+            let before = counters.map(|name| world.metric(name));
+            let output = output_ids(world, text);
+            let after = counters.map(|name| world.metric(name));
+            cached.push([after[0] - before[0], after[1] - before[1]]);
+            text.extend(&output);
+            text.extend(prompt(10 + turn, 12));
+            outputs.push(output);
+        }
+    }
+    (outputs, cached)
+}
+
+#[test]
+fn the_third_turn_of_a_conversation_comes_from_the_host_with_the_tokens_of_a_cold_start() {
+    // Of the third turn, 130 + 2 * 20 + 12 tokens were known, the last of an answer without its position.
+    let known = (130 + 32 + 20 - 1) / 16 * 16;
+    let stages = [("pp", "2"), ("tp", "1")];
+    let layouts = [(1, &[][..]), (2, &[]), (2, &stages)];
+    for (golden, (world_size, parameters)) in
+        ["llama3_gqa", "qwen3_5"].into_iter().flat_map(|g| layouts.map(|l| (g, l)))
+    {
+        let cold = [parameters, &[("enable_kv_cache_reuse", "false")]].concat();
+        let cold = conversations(&mut world(golden, world_size, &cold).0).0;
+        let parameters = [parameters, &[SMALL_POOL, HOST_MEMORY]].concat();
+        let (mut world, _repository) = world(golden, world_size, &parameters);
+        let (outputs, cached) = conversations(&mut world);
+        assert_eq!(outputs, cold, "{golden}, {parameters:?}");
+        let [all, of_host] = cached[4];
+        assert_eq!(all, f64::from(known), "{golden}, {parameters:?}: {cached:?}");
+        assert!(of_host > 0.0 && of_host <= all, "{golden}, {parameters:?}: {cached:?}");
+        let (used, limit) =
+            (world.metric("trireme_llm_host_cache_used_bytes"), world.metric("trireme_llm_host_cache_limit_bytes"));
+        assert!(used > 0.0 && used <= limit && limit <= f64::from(world_size) * 16_777_216.0, "{used} of {limit}");
+        eventually("blocks are free", || world.metric("trireme_llm_kv_blocks_used") == 0.0);
+
+        // A reset empties both tiers.
+        let (status, text) = world.post("/reset_prefix_cache", &json!({}));
+        assert_eq!((status, text.as_str()), (200, ""));
+        eventually("the host is empty", || world.metric("trireme_llm_host_cache_used_bytes") == 0.0);
+        let (again, cached) = conversations(&mut world);
+        assert_eq!((again, cached[0]), (outputs, [0.0, 0.0]), "{golden}, {parameters:?}");
+        assert!(world.stop().success());
+    }
+}
+
+#[test]
+fn without_host_memory_the_third_turn_is_computed_again() {
+    let (mut world, _repository) = world("llama3_gqa", 1, &[SMALL_POOL]);
+    let (_, cached) = conversations(&mut world);
+    assert!(cached[4][0] < 160.0 && cached.iter().all(|turn| turn[1] == 0.0), "{cached:?}");
+    assert_eq!(world.metric("trireme_llm_host_cache_limit_bytes"), 0.0);
+}
+
+#[test]
+fn windows_come_back_too() {
+    // Just enough for the longest sequence.
+    let pool = ("max_tokens_in_paged_kv_cache", "224");
+    let cold = conversations(&mut world("gemma3", 1, &[("enable_kv_cache_reuse", "false")]).0).0;
+    let (mut world, _repository) = world("gemma3", 1, &[pool, HOST_MEMORY]);
+    let (outputs, cached) = conversations(&mut world);
+    assert_eq!(outputs, cold);
+    let of_host: f64 = cached.iter().map(|turn| turn[1]).sum();
+    assert!(cached[4][0] > 0.0 && of_host > 0.0, "{cached:?}");
+}
+
+#[test]
+fn usage_counts_what_the_host_had_and_resets_are_for_a_model_or_for_all() {
+    let repository = copied_repository();
+    set_parameters(
+        &repository,
+        "tensorrt_llm",
+        &[("max_tokens_in_paged_kv_cache", "288"), ("max_sequence_len", "256")],
+    );
+    let args = vec!["--kv-cache-host-memory=64MiB".to_owned()];
+    let options = Options { repository: repository.path().to_owned(), args, ..Options::default() };
+    let world = TestWorld::start(options);
+    let ask = |n: usize| {
+        let text = format!("{n} {}", "the little boat went over the sea and came home again ".repeat(10));
+        let body = json!({"model": "ensemble", "prompt": text, "max_tokens": 8, "temperature": 0});
+        let (status, reply) = world.post("/v1/completions", &body);
+        assert_eq!(status, 200, "{reply}");
+        let reply: Value = serde_json::from_str(&reply).unwrap();
+        let cached = reply["usage"]["prompt_tokens_details"]["cached_tokens"].as_u64().unwrap_or(0);
+        (reply["choices"][0]["text"].as_str().unwrap().to_owned(), cached)
+    };
+    let first = ask(1);
+    assert_eq!(first.1, 0);
+    (2..4).for_each(|n| drop(ask(n)));
+    let again = ask(1);
+    assert!(again.0 == first.0 && again.1 > 80, "{first:?}, {again:?}");
+    for (query, then) in [("", 0), ("?model=ensemble", 0), ("?model=tensorrt_llm", 0)] {
+        let (status, text) = world.post(&format!("/reset_prefix_cache{query}"), &json!({}));
+        assert_eq!(status, 200, "{text}");
+        assert_eq!(ask(1), (first.0.clone(), then), "after a reset of {query:?}");
+    }
+    let (status, text) = world.post("/reset_prefix_cache?model=preprocessing", &json!({}));
+    assert!(status == 400 && text.contains("model `preprocessing` has no prefix cache"), "{status} {text}");
+    assert_eq!(world.post("/reset_prefix_cache?model=other", &json!({})).0, 404);
+    assert_eq!(world.get("/reset_prefix_cache").0, 405);
+}
