@@ -107,9 +107,9 @@ impl<K: Copy + Eq + Hash, D> HostSlots<K, D> {
         self.entries.contains_key(&name)
     }
 
-    /// Whether this plan may read the copy.
+    /// Whether this plan may read the copy: it neither fills nor reads it already.
     pub(crate) fn is_readable(&self, name: K) -> bool {
-        self.entries.get(&name).is_some_and(|entry| entry.stored_step != self.step)
+        self.entries.get(&name).is_some_and(|entry| entry.used_step != self.step)
     }
 
     /// Keeps what `place` holds, which will be overwritten. Returns whether the host has it, and the name that had to make room.
@@ -228,7 +228,7 @@ mod tests {
         slots.begin_plan(2);
         slots.reserve(7);
         assert_eq!(slots.store(8, 8), (true, None));
-        assert!(slots.is_readable(7) && !slots.is_readable(8));
+        assert!(!slots.is_readable(7) && !slots.is_readable(8));
         assert_eq!(slots.store(9, 9), (false, None));
         slots.forget(7);
         assert!(slots.contains(7));

@@ -189,13 +189,13 @@ impl Engine {
     fn plan_chunk(&mut self, slot: Slot, builder: &mut PlanBuilder) {
         let sequence = &self.sequences[slot];
         let remaining = sequence.join_len - sequence.num_computed;
-        let until_snapshot = if self.has_states() { self.snapshot_prompt(slot, builder) } else { remaining };
-        let sequence = &self.sequences[slot];
-        let num_tokens = until_snapshot.min(self.chunk_len(sequence.num_computed, remaining, builder));
+        let num_tokens =
+            self.until_prompt_snapshot(slot).min(self.chunk_len(sequence.num_computed, remaining, builder));
         let end = sequence.num_computed + num_tokens;
         if self.num_full_groups < self.config.num_groups() && !self.extend_windows(slot, end, builder) {
             return;
         }
+        self.snapshot_prompt(slot, builder);
         let sequence = &mut self.sequences[slot];
         let row = running_row(sequence);
         let (start, samples) = (sequence.num_computed as u32, num_tokens == remaining);

@@ -31,17 +31,34 @@ impl Engine {
         self.sequences[slot].recurrent.own = Some(own);
     }
 
-    /// Takes a snapshot of a prompt if one is due at the positions computed so far. Returns how many tokens may follow until
-    /// the next.
-    pub(crate) fn snapshot_prompt(&mut self, slot: Slot, builder: &mut PlanBuilder) -> usize {
+    /// How many tokens of a prompt may be computed until a snapshot is due.
+    pub(crate) fn until_prompt_snapshot(&self, slot: Slot) -> usize {
+        let sequence = &self.sequences[slot];
+        let computed = sequence.num_computed;
+        let [interval, last] = self.prompt_snapshots(sequence);
+        let next = last.min((computed / interval + 1) * interval);
+        if self.has_states() && self.config.prefix_cache && next > computed {
+            next - computed
+        } else {
+            sequence.join_len - computed
+        }
+    }
+
+    /// Positions of the snapshots of a prompt: every so many, and the last one.
+    fn prompt_snapshots(&self, sequence: &Sequence) -> [usize; 2] {
+        let block_size = self.config.block_size;
+        [self.config.state_interval * block_size, (sequence.join_len - 1) / block_size * block_size]
+    }
+
+    /// Takes a snapshot of a prompt if one is due at the positions computed so far. The plan has work for the sequence: a plan
+    /// without any is not sent.
+    pub(crate) fn snapshot_prompt(&mut self, slot: Slot, builder: &mut PlanBuilder) {
+        if !self.has_states() || !self.config.prefix_cache {
+            return;
+        }
         let sequence = &self.sequences[slot];
         let (computed, block_size) = (sequence.num_computed, self.config.block_size);
-        let remaining = sequence.join_len - computed;
-        if !self.config.prefix_cache {
-            return remaining;
-        }
-        let interval = self.config.state_interval * block_size;
-        let last = (sequence.join_len - 1) / block_size * block_size;
+        let [interval, last] = self.prompt_snapshots(sequence);
         let is_due = computed > 0 && (computed == last || computed.is_multiple_of(interval));
         let content = (computed / block_size).checked_sub(1).and_then(|index| sequence.contents.get(index));
         if let Some(&content) = content.filter(|_| is_due)
@@ -52,8 +69,6 @@ impl Engine {
             builder.copied_states.push(self.pool.states.copy(own, to));
             self.pool.states.keep(to, content);
         }
-        let next = last.min((computed / interval + 1) * interval);
-        if next > computed { next - computed } else { remaining }
     }
 
     /// Takes a snapshot of the output of a decoding sequence, which is at the end of a block.

@@ -193,3 +193,63 @@ fn every_stream_equals_that_of_its_request_alone_and_no_resource_is_held_at_the_
     let num_requests = num_requests.into_inner();
     assert!(num_requests >= 100_000, "{num_requests} requests in {NUM_WORLDS} worlds");
 }
+
+/// A chunk that finds no blocks for its window leaves the plan empty, and a plan without work is not sent.
+#[test]
+fn a_snapshot_of_a_prompt_is_not_lost_with_a_plan_without_work() {
+    let config = EngineConfig {
+        max_rows: 2,
+        max_step_tokens: 4,
+        max_inter_token: None,
+        max_inter_token_of: [(1, Duration::from_secs(3))].into(),
+        min_prompt_tokens: 2,
+        token_tile: 1,
+        num_experts: 0,
+        num_active_experts: 0,
+        max_sequence_len: 48,
+        block_size: 5,
+        num_blocks: 12,
+        windows: vec![None, Some(7)],
+        num_states: 3,
+        state_interval: 3,
+        num_host_blocks: 0,
+        num_host_states: 0,
+        max_queue: 64,
+        max_queue_each: 56,
+        max_queue_of: [(1, 48)].into(),
+        max_in_flight: 1,
+        max_joined_tokens: 20,
+        policy: Policy::MaxUtilization,
+        prefix_cache: true,
+        shares_output: true,
+        max_drafts: 0,
+        max_adapters: 2,
+        num_stages: 2,
+        ..EngineConfig::default()
+    };
+    let request = |prompt: &[u32], max_tokens: u32, priority: u32, constrained: bool| Request {
+        prompt: prompt.iter().map(|&t| TokenId(t)).collect(),
+        max_tokens,
+        sampling: SamplingParams::default(),
+        stop_words: vec![],
+        priority,
+        beams: None,
+        max_drafts: 0,
+        cache_salt: None,
+        adapter: (priority > 0).then(|| Arc::new(Adapter { id: AdapterId(u64::from(priority)), weights: Vec::new() })),
+        constraint: constrained.then(|| RequestConstraint(Box::new(Expected::default()))),
+    };
+    let long: Vec<u32> = [vec![0; 19], vec![11, 6, 8, 5, 0]].concat();
+    let calls = vec![Call::Submit(vec![
+        request(&[0], 1, 0, false),
+        request(&[0], 1, 0, false),
+        request(&long, 5, 1, true),
+        request(&[1, 1, 1, 1, 0, 0], 1, 1, false),
+        request(&[0], 1, 0, false),
+        request(&[0], 1, 0, false),
+        request(&[0], 1, 0, false),
+        request(&[0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 6, 2, 2], 4, 2, true),
+        request(&[0, 0, 0, 0, 0, 0, 0, 1, 1], 5, 2, true),
+    ])];
+    run_calls(config, calls);
+}
