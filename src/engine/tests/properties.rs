@@ -225,7 +225,6 @@ fn a_snapshot_of_a_prompt_is_not_lost_with_a_plan_without_work() {
         max_drafts: 0,
         max_adapters: 2,
         num_stages: 2,
-        ..EngineConfig::default()
     };
     let request = |prompt: &[u32], max_tokens: u32, priority: u32, constrained: bool| Request {
         prompt: prompt.iter().map(|&t| TokenId(t)).collect(),

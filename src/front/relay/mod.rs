@@ -7,8 +7,8 @@
 //! ```
 //!
 //! It forwards each request. When rank 0 dies, it waits for the next one, sends unfinished requests again and leaves out what their
-//! clients already have ([`events`]). Answers repeat because tokens do not depend on what runs beside a request, and because the relay
-//! chooses the numbers that a request draws ([`crate::api::request_key`]).
+//! clients already have (`events`). Answers repeat because tokens do not depend on what runs beside a request, and because the relay
+//! chooses the numbers that a request draws (`api::request_key`).
 
 mod events;
 mod grpc;
