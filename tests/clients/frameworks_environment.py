@@ -44,7 +44,9 @@ def cases(file: str) -> list[str]:
 def run(file: str, world, report: Path) -> dict[str, list[str]]:
     """Runs a file's cases against the server of `world`. Returns the failures of each function, one for each failed set of parameters."""
     command = [python(), "-m", "pytest", "-q", "-p", "no:cacheprovider", f"--confcutdir={FOLDER}", f"--rootdir={FOLDER}", f"--junit-xml={report}", "--tb=short"]
-    ended = subprocess.run([*command, FOLDER / file], env=os.environ | {"TRIREME_HTTP": world.http, "TRIREME_GRPC": world.grpc}, capture_output=True, text=True, timeout=300)
+    # Flags for the outer pytest name plugins that this one lacks.
+    environment = {name: value for name, value in os.environ.items() if name != "PYTEST_ADDOPTS"}
+    ended = subprocess.run([*command, FOLDER / file], env=environment | {"TRIREME_HTTP": world.http, "TRIREME_GRPC": world.grpc}, capture_output=True, text=True, timeout=300)
     assert report.exists(), ended.stdout + ended.stderr
     found: dict[str, list[str]] = {}
     for case in ElementTree.parse(report).iter("testcase"):
