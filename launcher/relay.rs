@@ -27,8 +27,10 @@ const MIN_TIME: Duration = Duration::from_secs(1);
 pub(crate) struct Relay {
     command: CommandLine,
     process: Process,
-    /// What it was told last; another relay is told the same.
-    told: Vec<RelayCommand>,
+    /// Where the last world is, or why there is none. A relay that is started again gets this command, too.
+    last: Option<RelayCommand>,
+    /// Whether no further world follows.
+    has_ended: bool,
 }
 
 struct Process {
@@ -45,7 +47,7 @@ impl Relay {
     /// # Errors
     /// When it does not start; its own message is in the log.
     pub(crate) fn start(command: CommandLine) -> Result<Self> {
-        Ok(Self { process: Process::start(&command)?, command, told: Vec::new() })
+        Ok(Self { process: Process::start(&command)?, command, last: None, has_ended: false })
     }
 
     /// Becomes readable when the relay has ended.
@@ -60,34 +62,31 @@ impl Relay {
 
     /// A world serves, whose rank 0 has its sockets in `directory`.
     pub(crate) fn serve(&mut self, directory: &Path) {
-        self.tell(RelayCommand::Serve(directory.to_owned()));
+        self.send(RelayCommand::Serve(directory.to_owned()));
     }
 
     /// No world serves, for this reason. Requests wait for the next one.
     pub(crate) fn away(&mut self, reason: String) {
-        self.tell(RelayCommand::Away(reason));
+        self.send(RelayCommand::Away(reason));
     }
 
     /// No further world follows: the ports are closed, and no request is sent again.
     pub(crate) fn end(&mut self) {
-        if !self.told.contains(&RelayCommand::End) {
-            self.tell(RelayCommand::End);
+        if !std::mem::replace(&mut self.has_ended, true) {
+            self.process.send(&RelayCommand::End);
         }
     }
 
-    fn tell(&mut self, command: RelayCommand) {
-        self.process.tell(&command);
-        // The end does not replace where the last world is.
-        self.told.retain(|told| command == RelayCommand::End || *told == RelayCommand::End);
-        self.told.insert(0, command);
-        self.told.sort_by_key(|told| *told == RelayCommand::End);
+    fn send(&mut self, command: RelayCommand) {
+        self.process.send(&command);
+        self.last = Some(command);
     }
 
     /// Starts another relay after this one has ended; the connections of clients have ended with it. Returns false, and starts none,
     /// when no further world follows.
     pub(crate) fn start_again(&mut self) -> Result<bool> {
         let status = self.process.child.wait().context("cannot wait for the relay")?;
-        if self.told.contains(&RelayCommand::End) {
+        if self.has_ended {
             return Ok(false);
         }
         eprintln!(
@@ -98,7 +97,7 @@ impl Relay {
             thread::sleep(MIN_TIME);
         }
         self.process = Process::start(&self.command)?;
-        self.told.iter().for_each(|command| self.process.tell(command));
+        self.last.iter().for_each(|command| self.process.send(command));
         Ok(true)
     }
 }
@@ -131,8 +130,8 @@ impl Process {
         Ok(Self { child, watch, commands, started: Instant::now() })
     }
 
-    fn tell(&mut self, command: &RelayCommand) {
-        // A relay that has ended is started again, and is then told.
+    fn send(&mut self, command: &RelayCommand) {
+        // This fails if the relay has ended. The next one gets the command when it starts.
         let _ = self.commands.as_mut().map(|commands| writeln!(commands, "{}", command.line()));
     }
 }

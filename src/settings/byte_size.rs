@@ -3,7 +3,7 @@
 use std::fmt;
 use std::str::FromStr;
 
-/// A number of bytes. It is written as such, or with a unit: `16GiB`, `16G` and `16384M` are the same, and `16GB` is 16 000 000 000.
+/// A number of bytes, written in digits alone or with a unit: `16GiB`, `16G` and `16384M` are the same, and `16GB` is 16 000 000 000.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct ByteSize(pub u64);
 
