@@ -4,7 +4,7 @@
 mod support;
 
 use engine::{EngineConfig, EngineStats, Policy, Request, TokenId};
-use support::{Random, VOCAB_SIZE, World};
+use support::{World, computed, prompt, request};
 
 const BLOCK_SIZE: usize = 16;
 
@@ -20,26 +20,6 @@ fn config() -> EngineConfig {
         policy: Policy::MaxUtilization,
         ..EngineConfig::default()
     }
-}
-
-fn prompt(seed: u64, len: usize) -> Vec<TokenId> {
-    let mut random = Random(seed);
-    (0..len).map(|_| TokenId(random.below(VOCAB_SIZE))).collect()
-}
-
-fn request(prompt: Vec<TokenId>, max_tokens: u32) -> Request {
-    Request { prompt, max_tokens, ..Request::default() }
-}
-
-/// Runs a request to its end. Returns the number of positions computed.
-fn computed(world: &mut World, request: Request) -> usize {
-    world.submit(request).unwrap();
-    let mut computed = 0;
-    while !world.engine.is_idle() {
-        computed += world.plan_tokens();
-        world.settle();
-    }
-    computed
 }
 
 /// The text of a turn: its prompt and what it generates.

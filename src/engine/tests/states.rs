@@ -4,7 +4,7 @@
 mod support;
 
 use engine::{BeamParams, Engine, EngineConfig, Policy, Refused, Request, StepPlan, TokenId};
-use support::{Guesser, Random, VOCAB_SIZE, World};
+use support::{Guesser, Random, World, computed, prompt, request};
 
 const BLOCK_SIZE: usize = 16;
 
@@ -18,26 +18,6 @@ fn config() -> EngineConfig {
         state_interval: 4,
         ..EngineConfig::default()
     }
-}
-
-fn prompt(seed: u64, len: usize) -> Vec<TokenId> {
-    let mut random = Random(seed);
-    (0..len).map(|_| TokenId(random.below(VOCAB_SIZE))).collect()
-}
-
-fn request(prompt: Vec<TokenId>, max_tokens: u32) -> Request {
-    Request { prompt, max_tokens, ..Request::default() }
-}
-
-/// Runs a request to its end. Returns the number of positions computed.
-fn computed(world: &mut World, request: Request) -> usize {
-    world.submit(request).unwrap();
-    let mut computed = 0;
-    while !world.engine.is_idle() {
-        computed += world.plan_tokens();
-        world.settle();
-    }
-    computed
 }
 
 /// What a request generates.

@@ -10,12 +10,14 @@ mod device;
 mod expected;
 mod reference;
 mod tokens;
+mod turns;
 mod world;
 
 pub use device::Device;
 pub use expected::Expected;
 pub use reference::run_alone;
 pub use tokens::{Guesser, Random, VOCAB_SIZE};
+pub use turns::{computed, prompt, request};
 pub use world::World;
 
 /// A prompt token takes a second, and everything else no time.
