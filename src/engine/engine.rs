@@ -360,10 +360,10 @@ impl Engine {
             let unfilled = sequence.num_ready.min(sequence.num_registered)..sequence.num_registered;
             unfilled.filter_map(|index| sequence.tables[0].get(index)).for_each(|block| self.pool.forget(block));
             crate::prefix::register_output(&mut self.pool, sequence, block_size, step);
-            crate::snapshots::keep_output(&mut self.pool, sequence, block_size, step);
+            crate::prefix::keep_output(&mut self.pool, sequence, block_size, step);
         }
         sequence.adapter_slot.into_iter().for_each(|slot| self.adapters.release(slot));
-        crate::snapshots::release_state(&mut self.pool, sequence);
+        sequence.recurrent.release(&mut self.pool.states);
         for table in sequence.beams.iter().flat_map(|beams| &beams.tails).flatten() {
             table.held().iter().for_each(|&block| self.pool.release(block));
         }

@@ -53,6 +53,7 @@ mod host;
 mod ids;
 mod masks;
 pub mod plan;
+mod plan_builder;
 mod plan_bytes;
 mod prefix;
 mod queue;

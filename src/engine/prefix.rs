@@ -225,6 +225,19 @@ pub(crate) fn register_output(pool: &mut BlockPool, sequence: &mut Sequence, blo
     publish(pool, sequence, block_size, step);
 }
 
+/// The snapshot of the output becomes one that others can find, if its tokens are known, in place of the one before.
+pub(crate) fn keep_output(pool: &mut BlockPool, sequence: &mut Sequence, block_size: usize, step: u64) {
+    let Some((state, position)) = sequence.recurrent.output.take() else { return };
+    register_output(pool, sequence, block_size, step);
+    let Some(&content) = sequence.contents.get(position / block_size - 1) else {
+        return pool.states.release(state);
+    };
+    pool.states.keep(state, content);
+    if let Some(before) = sequence.recurrent.kept_output.replace(content).filter(|&before| before != content) {
+        pool.states.forget(before);
+    }
+}
+
 fn publish(pool: &mut BlockPool, sequence: &mut Sequence, block_size: usize, step: u64) {
     let num_filled = (sequence.num_computed / block_size).min(sequence.num_registered);
     for index in sequence.num_ready..num_filled {

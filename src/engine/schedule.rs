@@ -1,62 +1,21 @@
 //! Makes the plan of the next step: decodes first, then prefill in the remaining token budget.
 
 use crate::blocks::BlockPool;
-use crate::costs::StepLoad;
 use crate::engine::{Engine, InFlight, Masks};
-use crate::plan::{
-    CopiedBlock, CopiedState, GrownTable, JoinedRow, RestoredRow, RevisedRow, RowWork, SavedState, StepPlan,
-};
+use crate::plan::{GrownTable, JoinedRow, RowWork, StepPlan};
+use crate::plan_builder::PlanBuilder;
 use crate::prefix::{self, Found, Place};
 use crate::queue::service_key;
 use crate::sequence::{Sequence, SequenceState};
-use crate::slot::{Sample, Slot};
+use crate::slot::Slot;
 use crate::tables::Table;
-use crate::{BlockId, Policy, RowId, SamplingParams, TokenId};
+use crate::{BlockId, Policy, RowId, SamplingParams};
 
 /// Under [`Policy::MaxUtilization`] an admission leaves one block free for this number of running rows, because a
 /// sequence admitted into the last blocks is soon preempted again. Measured with `tests/soak.rs`, steps and preemptions
 /// for 100 000 requests: 107 347 and 4 with one block for each row, 94 954 and 3 484 with one for four rows, 93 900 and
 /// 26 914 with none.
 const ROWS_PER_KEPT_BLOCK: usize = 4;
-
-/// A plan while it is being made.
-#[derive(Default)]
-pub(crate) struct PlanBuilder {
-    joined: Vec<JoinedRow>,
-    pub(crate) revised: Vec<RevisedRow>,
-    pub(crate) copied: Vec<CopiedBlock>,
-    pub(crate) copied_states: Vec<CopiedState>,
-    pub(crate) restored: Vec<RestoredRow>,
-    pub(crate) saved_states: Vec<SavedState>,
-    pub(crate) grown: Vec<GrownTable>,
-    pub(crate) drafts: Vec<(RowId, Vec<TokenId>)>,
-    prefills: Vec<RowWork>,
-    pub(crate) verifies: Vec<RowWork>,
-    pub(crate) decodes: Vec<RowWork>,
-    prefill_samples: Vec<Sample>,
-    pub(crate) verify_samples: Vec<Sample>,
-    pub(crate) decode_samples: Vec<Sample>,
-    /// Number of tokens of `verifies`.
-    pub(crate) num_verified: usize,
-    /// Number of draft tokens that may still be added.
-    pub(crate) draft_budget: usize,
-    /// Number of prefill tokens that may still be added.
-    pub(crate) prefill_budget: usize,
-    /// What the plan computes so far, for the cost model.
-    pub(crate) load: StepLoad,
-    /// The predicted time that the step may take; `None` without decodes.
-    pub(crate) max_seconds: Option<f64>,
-    pub(crate) num_joined_tokens: usize,
-    /// Sequences whose last token is sampled by this plan.
-    completed: Vec<Slot>,
-}
-
-impl PlanBuilder {
-    /// Number of tokens of decodes, drafts included.
-    pub(crate) fn num_decode_tokens(&self) -> usize {
-        self.decodes.len() + self.num_verified
-    }
-}
 
 impl Engine {
     /// Makes the next plan. Returns `None` if there is nothing to compute, or if the maximum number of plans is in

@@ -5,7 +5,7 @@ use std::iter::repeat;
 use crate::Policy;
 use crate::engine::Engine;
 use crate::plan::{CopiedBlock, GrownTable, RevisedRow, RowWork};
-use crate::schedule::PlanBuilder;
+use crate::plan_builder::PlanBuilder;
 use crate::sequence::Sequence;
 use crate::slot::{Sample, Slot};
 use crate::tables::{Table, Tables};

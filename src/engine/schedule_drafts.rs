@@ -3,7 +3,8 @@
 use crate::TokenId;
 use crate::engine::Engine;
 use crate::plan::{RestoredRow, RevisedRow, RowWork, SavedState};
-use crate::schedule::{PlanBuilder, running_row};
+use crate::plan_builder::PlanBuilder;
+use crate::schedule::running_row;
 use crate::sequence::Drafting;
 use crate::slot::Slot;
 

@@ -5,13 +5,11 @@
 //! next chunk. While a sequence decodes, the end of each full block is copied, and the newest copies replace the ones before; so
 //! when it ends, or is preempted, the state at the last full block of its output remains.
 
-use crate::blocks::BlockPool;
 use crate::engine::Engine;
+use crate::plan_builder::PlanBuilder;
 use crate::prefix::{self, Found};
-use crate::schedule::PlanBuilder;
 use crate::sequence::Sequence;
 use crate::slot::Slot;
-use crate::states::RecurrentSlots;
 
 impl Engine {
     /// Whether sequences have recurrent states.
@@ -77,7 +75,7 @@ impl Engine {
             return;
         }
         let (block_size, step) = (self.config.block_size, self.next_step);
-        keep_output(&mut self.pool, &mut self.sequences[slot], block_size, step);
+        prefix::keep_output(&mut self.pool, &mut self.sequences[slot], block_size, step);
         let sequence = &mut self.sequences[slot];
         if let Some(own) = sequence.recurrent.own
             && let Some(to) = self.pool.states.allocate()
@@ -86,9 +84,7 @@ impl Engine {
             sequence.recurrent.output = Some((to, sequence.num_computed));
         }
     }
-}
 
-impl Engine {
     /// Whether drafts of a sequence may be rejected: it has no recurrent state, or there is a slot to save it. Slots that
     /// waiting sequences can take are left for them.
     pub(crate) fn may_draft(&mut self, slot: Slot) -> bool {
@@ -125,27 +121,4 @@ impl Engine {
         });
         taken.inspect(|&state| self.pool.states.release(state)).is_some()
     }
-}
-
-/// The snapshot of the output becomes one that others can find, if its tokens are known, in place of the one before.
-pub(crate) fn keep_output(pool: &mut BlockPool, sequence: &mut Sequence, block_size: usize, step: u64) {
-    let Some((state, position)) = sequence.recurrent.output.take() else { return };
-    prefix::register_output(pool, sequence, block_size, step);
-    let Some(&content) = sequence.contents.get(position / block_size - 1) else {
-        return pool.states.release(state);
-    };
-    pool.states.keep(state, content);
-    if let Some(before) = sequence.recurrent.kept_output.replace(content).filter(|&before| before != content) {
-        pool.states.forget(before);
-    }
-}
-
-/// Gives back the slots of a sequence that leaves its row.
-pub(crate) fn release_state(pool: &mut BlockPool, sequence: &mut Sequence) {
-    if let Some((state, _)) = sequence.recurrent.output.take() {
-        pool.states.release(state);
-    }
-    let held = [sequence.recurrent.own.take(), sequence.recurrent.before_drafts.take()];
-    held.into_iter().flatten().for_each(|state| pool.states.release(state));
-    sequence.recurrent = RecurrentSlots::default();
 }

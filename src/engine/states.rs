@@ -84,6 +84,13 @@ impl RecurrentSlots {
         let held = [self.own.is_some(), self.output.is_some(), self.before_drafts.is_some()];
         held.into_iter().filter(|is_held| *is_held).count()
     }
+
+    /// Gives all slots back, because the sequence leaves its row.
+    pub(crate) fn release(&mut self, pool: &mut StatePool) {
+        let Self { own, output, before_drafts, .. } = std::mem::take(self);
+        let output = output.map(|(state, _)| state);
+        [output, own, before_drafts].into_iter().flatten().for_each(|state| pool.release(state));
+    }
 }
 
 /// All slots.

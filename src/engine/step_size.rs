@@ -7,7 +7,7 @@ use crate::EngineConfig;
 use crate::config::{DEFAULT_DECODE_FACTOR, DEFAULT_INTER_TOKEN};
 use crate::costs::StepLoad;
 use crate::engine::Engine;
-use crate::schedule::PlanBuilder;
+use crate::plan_builder::PlanBuilder;
 use crate::sequence::Sequence;
 
 /// The predicted time stays below the bound by this number of mean errors, so that about 99 of 100 steps keep the bound.

@@ -11,7 +11,7 @@
 //! plan sees it.
 
 use crate::engine::Engine;
-use crate::schedule::PlanBuilder;
+use crate::plan_builder::PlanBuilder;
 use crate::sequence::Sequence;
 use crate::slot::Slot;
 use crate::tables::first_visible;
