@@ -11,7 +11,7 @@ round differently, so those of random weights may. Exits with 1 where nothing ca
 
 The checkpoint is written by make_checkpoint.py unless --checkpoint has one. Needs torch and transformers for that.
 """
-import argparse, json, pathlib, random, re, statistics, subprocess, sys, tempfile, time, urllib.request
+import argparse, json, pathlib, random, re, statistics, subprocess, sys, tempfile, urllib.request
 
 from serving_bench import Bench
 
@@ -24,32 +24,16 @@ def metric(port, name):
     return sum(float(value) for value in re.findall(rf"^{name}(?:{{.*}})? ([0-9.e+]+)$", text, re.M))
 
 
-def ask(port, prompt):
-    """Seconds to the first token, and the tokens."""
-    body = {"input_ids": prompt, "input_lengths": len(prompt), "request_output_len": OUTPUT_LEN, "end_id": -1, "streaming": True,
-            "exclude_input_in_output": True}
-    url = f"http://localhost:{port}/v2/models/tensorrt_llm/generate_stream"
-    request = urllib.request.Request(url, json.dumps(body).encode(), {"Content-Type": "application/json"})
-    started, first, tokens = time.perf_counter(), None, []
-    with urllib.request.urlopen(request, timeout=300) as stream:
-        for line in stream:
-            if line.startswith(b"data:"):
-                first = first or time.perf_counter() - started
-                found = json.loads(line[5:])["output_ids"]
-                tokens += found if isinstance(found, list) else [found]
-    return first, tokens
-
-
-def conversations(args, vocab, port):
+def conversations(args, bench):
     """Runs all turns, one request after the other. Returns the times to first token of each turn, and the tokens."""
     source = random.Random(1)
-    new = lambda count: [source.randrange(10, vocab) for _ in range(count)]
+    new = lambda count: [source.randrange(10, bench.vocab) for _ in range(count)]
     texts = [new(args.tokens) for _ in range(args.conversations)]
     times, outputs = [], []
     for turn in range(args.turns):
         times.append([])
         for text in texts:
-            first, tokens = ask(port, text)
+            first, tokens = bench.ask(text, OUTPUT_LEN)
             times[-1].append(first)
             outputs.append(tokens)
             # The same texts in both worlds, whatever the tokens are.
@@ -66,7 +50,7 @@ def run(args, checkpoint, host_memory):
         bench.set_parameters(max_tokens_in_paged_kv_cache=args.kv_tokens, max_sequence_len=length)
         start = bench.start(1)
         try:
-            times, outputs = conversations(args, bench.vocab, args.port)
+            times, outputs = conversations(args, bench)
             names = ("prefix_cache_host_tokens_total", "host_cache_loaded_blocks_total", "host_cache_stored_blocks_total",
                      "host_cache_limit_bytes", "host_cache_used_bytes", "kv_block_tokens")
             found = {name: metric(args.port, f"trireme_llm_{name}") for name in names}

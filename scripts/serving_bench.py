@@ -1,5 +1,5 @@
-"""Shared code of bench_gpu and bench_cpu: starts a world and measures it with `trireme bench core`."""
-import json, os, pathlib, random, re, signal, subprocess, threading, time
+"""Shared code of the scripts that measure or check a served model: starts a world and measures it with `trireme bench core`."""
+import json, os, pathlib, random, re, signal, subprocess, threading, time, urllib.request
 
 REPOSITORY = pathlib.Path(__file__).resolve().parent.parent / "model_repository"
 
@@ -63,6 +63,21 @@ class Bench:
         pace = ["--concurrency", str(concurrency)] if concurrency else []
         run(command + pace + ["file", file], 240)
         return json.loads(out.read_text())
+
+    def ask(self, prompt, num_tokens):
+        """Streams one greedy answer. Returns the seconds to its first token, and its tokens."""
+        body = {"input_ids": prompt, "input_lengths": len(prompt), "request_output_len": num_tokens, "end_id": -1, "streaming": True,
+                "exclude_input_in_output": True}
+        url = f"http://localhost:{self.port}/v2/models/tensorrt_llm/generate_stream"
+        request = urllib.request.Request(url, json.dumps(body).encode(), {"Content-Type": "application/json"})
+        started, first, tokens = time.perf_counter(), None, []
+        with urllib.request.urlopen(request, timeout=300) as stream:
+            for line in stream:
+                if line.startswith(b"data:"):
+                    first = first or time.perf_counter() - started
+                    found = json.loads(line[5:])["output_ids"]
+                    tokens += found if isinstance(found, list) else [found]
+        return first, tokens
 
     def kill_a_worker(self):
         """The longest pause, in seconds, of a stream whose worker is killed: its maximum inter-token latency."""
