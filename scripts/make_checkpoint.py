@@ -2,7 +2,7 @@
 """Writes a checkpoint with layers of real sizes and random bf16 weights, for tests on a GPU.
 
     make_checkpoint.py SHAPE OUT_DIR [--layers N] [--quantize fp8|fp8-blocks|awq|gptq|mxfp4]
-    make_checkpoint.py gemma3|phi4|qwen3moe|llama12b|llama14b OUT_DIR --full
+    make_checkpoint.py gqa|gemma3|phi4|qwen3moe|qwen35|qwen35moe|llama12b|llama14b OUT_DIR --full [--quantize fp8-blocks]
     SHAPE: small, mha (Llama 2 7B's layer), gqa (Llama 3 8B's layer), mistral (a window), qwen2, qwen3 (norms of heads), gpt2,
            baichuan (ALiBi), internlm (biases), internlm2 (q, k and v of a group together), and the layers of other families:
            gemma2, gemma3, phi4, phi4mini, granite, olmo2, cohere2, smollm3, glm4, stablelm, gpt_neox, falcon, starcoder2, nemotron,
@@ -15,8 +15,9 @@
 With --quantize the linear layers of decoder layers are rounded to a form of published checkpoints: fp8 with a scale for each row or for
 blocks of 128 x 128, or 4 bits in groups of 128; with mxfp4 the experts of gptoss. `reference` in OUT_DIR has the same values in fp32, which check_gpu_model.py loads.
 
-With --full the checkpoint has the layers and the vocabulary of Gemma 3 12B, Phi-4, Qwen3 30B A3B, or of a Llama with matrices as large as
-those of Gemma 3 12B or Phi-4. For timing: the same random values are repeated, and written as fast as the disk takes them.
+With --full the checkpoint has the layers and the vocabulary of Llama 3 8B, Gemma 3 12B, Phi-4, Qwen3 30B A3B, Qwen3.6 27B, Qwen3.6 35B A3B,
+or of a Llama with matrices as large as those of Gemma 3 12B or Phi-4. For timing: the same random values are repeated, and written as fast as
+the disk takes them; there is no `reference`.
 
 Needs torch and transformers.
 """
@@ -134,12 +135,17 @@ FAMILIES = {  # class, hidden, inner, heads, KV heads, and own fields
                                                  no_rope_layers=[1, 1, 1, 0], attention_chunk_size=64, floor_scale=32, attn_scale=0.1,
                                                  pad_token_id=0)),
 }
+QUANTIZED_ENDS = ("_proj.weight", "_proj_qkv.weight", "_proj_z.weight")
+FP8_BLOCKS = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
 OWN_FIELDS = {"qwen3": {"head_dim": 128}, "mistral": {"sliding_window": 128}, "internlm": {"attention_bias": True},
               "llama12b": {"head_dim": 128}}
 FULL = {  # layers, and fields of the whole model
     "gemma3": (48, dict(vocab_size=262208, layer_types=(5 * ["sliding_attention"] + ["full_attention"]) * 8, sliding_window=1024)),
     "phi4": (40, dict(vocab_size=100352)),
     "qwen3moe": (48, {}),
+    "qwen35": (64, dict(vocab_size=248320)),
+    "qwen35moe": (40, dict(vocab_size=248320, num_experts=256)),
+    "gqa": (32, {}),
     "llama12b": (48, {}),
     "llama14b": (40, {}),
 }
@@ -271,8 +277,7 @@ def quantize(folder, form):
     values = {name: tensor.float() for name, tensor in tensors.items()}
     if form == "mxfp4":
         experts_in_mxfp4(tensors, values)
-    ends = ("_proj.weight", "_proj_qkv.weight", "_proj_z.weight")
-    for name in [name for name in tensors if name.endswith(ends) and form != "mxfp4"]:
+    for name in [name for name in tensors if name.endswith(QUANTIZED_ENDS) and form != "mxfp4"]:
         weight, layer = tensors.pop(name).to("cuda" if torch.cuda.is_available() else "cpu"), name.removesuffix("weight")
         if form in ("fp8", "fp8-blocks"):
             codes, scales, values[name] = in_fp8(weight, (1, None) if form == "fp8" else (128, 128))
@@ -290,7 +295,7 @@ def quantize(folder, form):
             "targets": ["Linear"], "weights": {"num_bits": 8, "type": "float", "strategy": "channel", "symmetric": True, "dynamic": False},
             "input_activations": {"num_bits": 8, "type": "float", "strategy": "token", "symmetric": True, "dynamic": True}}},
             "ignore": ["lm_head"]},
-        "fp8-blocks": {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]},
+        "fp8-blocks": FP8_BLOCKS,
         "awq": {"quant_method": "awq", "bits": 4, "group_size": 128, "zero_point": True, "version": "gemm"},
         "mxfp4": {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn", "model.layers.*.mlp.router", "lm_head"]},
         "gptq": {"quant_method": "gptq", "bits": 4, "group_size": 128, "desc_act": False, "sym": False, "checkpoint_format": "gptq"},
@@ -318,16 +323,30 @@ def stored_shapes(model):
             yield name, list(tensor.shape)
 
 
-def write_full(folder, model):
-    """Writes files of about 2 GB at once, each with the same random values."""
-    pool = memoryview((torch.randn(1 << 25, device="cpu") * 0.02).bfloat16().view(torch.uint8).numpy())
-    ones = memoryview(torch.ones(1 << 14, device="cpu").bfloat16().view(torch.uint8).numpy())
-    files, sizes = [{}], [0]
+def stored_tensors(model, quantize):
+    """Names, types and shapes of the tensors of a checkpoint, with linear layers of decoder layers in fp8 if `quantize` is set."""
     for name, shape in stored_shapes(model):
+        if quantize and name.endswith(QUANTIZED_ENDS):
+            yield name, "F8_E4M3", shape
+            yield name + "_scale_inv", "F32", [math.ceil(size / 128) for size in shape]
+        else:
+            yield name, "BF16", shape
+
+
+def write_full(folder, model, quantize):
+    """Writes files of about 2 GB at once, each with the same random values."""
+    as_bytes = lambda tensor: memoryview(tensor.view(torch.uint8).numpy())
+    random = torch.randn(1 << 25, device="cpu")
+    pools = {"BF16": as_bytes((random * 0.02).bfloat16()), "F8_E4M3": as_bytes(random.to(torch.float8_e4m3fn)),
+             "F32": as_bytes(torch.full((1 << 14,), 0.02, device="cpu"))}
+    ones = as_bytes(torch.ones(1 << 14, device="cpu").bfloat16())
+    widths = {"BF16": 2, "F8_E4M3": 1, "F32": 4}
+    files, sizes = [{}], [0]
+    for name, dtype, shape in stored_tensors(model, quantize):
         if sizes[-1] > 2e9:
             files, sizes = [*files, {}], [*sizes, 0]
-        size = 2 * math.prod(shape)
-        files[-1][name] = {"dtype": "BF16", "shape": shape, "data_offsets": [sizes[-1], sizes[-1] + size]}
+        size = widths[dtype] * math.prod(shape)
+        files[-1][name] = {"dtype": dtype, "shape": shape, "data_offsets": [sizes[-1], sizes[-1] + size]}
         sizes[-1] += size
 
     def write(number):
@@ -337,13 +356,17 @@ def write_full(folder, model):
             file.write(len(header).to_bytes(8, "little") + header)
             for name, tensor in files[number].items():
                 first, last = tensor["data_offsets"]
-                values = ones if "norm" in name else pool
+                values = ones if "norm" in name else pools[tensor["dtype"]]
                 for start in range(first, last, len(values)):
                     file.write(values[:min(len(values), last - start)])
 
     folder.mkdir(parents=True, exist_ok=True)
     model.config.architectures, model.config.dtype = [type(model).__name__], torch.bfloat16
     model.config.save_pretrained(folder)
+    if quantize:
+        config = json.loads((folder / "config.json").read_text())
+        config["quantization_config"] = FP8_BLOCKS
+        (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
     with concurrent.futures.ThreadPoolExecutor(12) as threads:
         list(threads.map(write, range(len(files))))
     print(f"{folder}: {sum(sizes) / 1e9:.1f} GB")
@@ -361,8 +384,10 @@ def main():
     if arguments.full:
         if arguments.shape not in FULL:
             parser.error(f"--full is for {', '.join(FULL)}")
+        if arguments.quantize not in (None, "fp8-blocks"):
+            parser.error("--full takes --quantize fp8-blocks alone")
         with torch.device("meta"):
-            return write_full(arguments.out, config_and_model(arguments.shape, *FULL[arguments.shape]))
+            return write_full(arguments.out, config_and_model(arguments.shape, *FULL[arguments.shape]), arguments.quantize)
     torch.set_default_dtype(torch.bfloat16)
     with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
         model = config_and_model(arguments.shape, arguments.layers)

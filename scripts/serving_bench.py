@@ -39,7 +39,7 @@ class Bench:
     def launch(self, size, *flags):
         ports = [f"--http_port={self.port}", f"--grpc_port={self.port + 1}", f"--metrics_port={self.port + 2}"]
         return run([self.bin / "launch", f"--world_size={size}", f"--model_repo={self.repository}", f"--device={self.device}",
-                    *ports, *self.flags, *flags], 180)
+                    *ports, *flags, *self.flags], 180)
 
     def planned_mib(self, size):
         """The memory that each worker takes of its device according to `launch --plan`: the sum of the row, without free memory."""
