@@ -1,8 +1,11 @@
 //! Device memory, pinned host memory, and spans of them.
 
 use std::ffi::c_void;
+use std::fmt;
+use std::mem::ManuallyDrop;
 use std::ops::{Deref, DerefMut};
 use std::sync::Arc;
+use std::thread;
 
 use bytemuck::Pod;
 use cudarc::driver::sys;
@@ -10,6 +13,7 @@ use cudarc::driver::sys;
 use super::error::check;
 use super::mapping::Mapping;
 use super::{CudaError, Gpu};
+use crate::cpu::Buffer;
 
 /// A range of live device memory, passed to kernels by value.
 ///
@@ -197,13 +201,17 @@ impl Span {
     }
 }
 
-/// Pinned host memory, which the GPU copies from and to without the CPU.
-#[derive(Debug)]
+/// Host memory that the GPU reads and writes directly: copies are faster and asynchronous, and kernels can access it.
+///
+/// The driver pins its own memory at 2.5 GB/s. So a large buffer is memory of the system, in huge pages that several threads
+/// touch, and the driver only registers it: 20 GB/s with 16 threads (8 GiB on the host of an H200).
 pub struct PinnedBuffer {
     pointer: *mut u8,
     bytes: usize,
     device_address: u64,
     gpu: Arc<Gpu>,
+    /// The memory, unless the driver allocated it.
+    registered: ManuallyDrop<Option<Buffer<u8>>>,
 }
 
 // SAFETY: plain memory, accessed only through `&self` and `&mut self`.
@@ -211,24 +219,63 @@ unsafe impl Send for PinnedBuffer {}
 // SAFETY: as above.
 unsafe impl Sync for PinnedBuffer {}
 
+/// Buffers of this size or more are registered. [`Buffer`]s of huge pages share no page with other memory.
+const MIN_REGISTERED_BYTES: usize = 4 << 20;
+/// Bytes that one thread touches, at least, and the most threads.
+const TOUCHED_BYTES: usize = 64 << 20;
+const MAX_TOUCHING_THREADS: usize = 16;
+
 impl PinnedBuffer {
     /// Allocates `bytes` of pinned memory, zeroed and mapped for the GPU.
     pub fn new(gpu: &Arc<Gpu>, bytes: usize) -> Result<Self, CudaError> {
-        let (mut pointer, mut device_address): (*mut c_void, u64) = (std::ptr::null_mut(), 0);
-        let flags = sys::CU_MEMHOSTALLOC_DEVICEMAP | sys::CU_MEMHOSTALLOC_PORTABLE;
-        // SAFETY: out pointers are writable; the memory has `bytes` (at least 1) and is then zeroed.
-        unsafe {
-            check(sys::cuMemHostAlloc(&mut pointer, bytes.max(1), flags), "cuMemHostAlloc")?;
-            std::ptr::write_bytes(pointer.cast::<u8>(), 0, bytes);
-            check(sys::cuMemHostGetDevicePointer_v2(&mut device_address, pointer, 0), "cuMemHostGetDevicePointer")?;
-        }
-        Ok(Self { pointer: pointer.cast(), bytes, device_address, gpu: gpu.clone() })
+        let mut registered = (bytes >= MIN_REGISTERED_BYTES).then(|| touched(bytes));
+        let pointer = match &mut registered {
+            Some(buffer) => register(buffer)?,
+            None => allocate(bytes)?,
+        };
+        let mut pinned =
+            Self { pointer, bytes, device_address: 0, gpu: gpu.clone(), registered: ManuallyDrop::new(registered) };
+        let address = &mut pinned.device_address;
+        // SAFETY: the out pointer is writable; the memory is pinned and mapped.
+        check(unsafe { sys::cuMemHostGetDevicePointer_v2(address, pointer.cast(), 0) }, "cuMemHostGetDevicePointer")?;
+        Ok(pinned)
     }
 
     /// The same memory as kernels see it.
     pub fn span(&self) -> Span {
         Span { address: self.device_address, bytes: self.bytes }
     }
+}
+
+const PINNED_FLAGS: u32 = sys::CU_MEMHOSTALLOC_DEVICEMAP | sys::CU_MEMHOSTALLOC_PORTABLE;
+
+/// Zeroed memory whose pages are all assigned.
+fn touched(bytes: usize) -> Buffer<u8> {
+    let mut buffer = Buffer::new(bytes);
+    let cores = thread::available_parallelism().map_or(1, usize::from).min(MAX_TOUCHING_THREADS);
+    let part = bytes.div_ceil(cores).max(TOUCHED_BYTES);
+    thread::scope(|scope| {
+        buffer.chunks_mut(part).for_each(|part| drop(scope.spawn(|| part.fill(0))));
+    });
+    buffer
+}
+
+fn register(buffer: &mut Buffer<u8>) -> Result<*mut u8, CudaError> {
+    let pointer = buffer.as_mut_ptr();
+    // SAFETY: the buffer has these bytes, in pages of its own, and is unregistered before it is freed.
+    check(unsafe { sys::cuMemHostRegister_v2(pointer.cast(), buffer.len(), PINNED_FLAGS) }, "cuMemHostRegister")?;
+    Ok(pointer)
+}
+
+/// Small memory of the driver, zeroed.
+fn allocate(bytes: usize) -> Result<*mut u8, CudaError> {
+    let mut pointer: *mut c_void = std::ptr::null_mut();
+    // SAFETY: the out pointer is writable; the memory has `bytes` (at least 1) and is then zeroed.
+    unsafe {
+        check(sys::cuMemHostAlloc(&mut pointer, bytes.max(1), PINNED_FLAGS), "cuMemHostAlloc")?;
+        std::ptr::write_bytes(pointer.cast::<u8>(), 0, bytes);
+    }
+    Ok(pointer.cast())
 }
 
 impl Deref for PinnedBuffer {
@@ -247,11 +294,27 @@ impl DerefMut for PinnedBuffer {
     }
 }
 
+impl fmt::Debug for PinnedBuffer {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("PinnedBuffer").field("bytes", &self.bytes).finish_non_exhaustive()
+    }
+}
+
 impl Drop for PinnedBuffer {
     fn drop(&mut self) {
-        if self.gpu.bind().is_ok() {
+        if self.gpu.bind().is_err() {
+            return; // What is still pinned cannot be used for anything else.
+        }
+        let pointer = self.pointer.cast();
+        match &*self.registered {
+            // SAFETY: registered by `new`. The buffer is dropped once, and not used afterwards.
+            Some(_) => unsafe {
+                if check(sys::cuMemHostUnregister(pointer), "cuMemHostUnregister").is_ok() {
+                    ManuallyDrop::drop(&mut self.registered);
+                }
+            },
             // SAFETY: allocated by `new`, freed once.
-            let _ = unsafe { sys::cuMemFreeHost(self.pointer.cast()) };
+            None => drop(unsafe { sys::cuMemFreeHost(pointer) }),
         }
     }
 }

@@ -9,10 +9,11 @@ pub const BLOCK: usize = 64;
 /// Token ids of prompts are below this value for every shape.
 const MAX_TOKEN: u32 = 32000;
 
-/// How the KV blocks are divided: each row has as many in each KV group.
+/// How the KV blocks are divided: each row has as many in each KV group. If the model has recurrent states, each row has a slot.
 #[derive(Clone, Copy)]
 pub struct Blocks {
     pub groups: usize,
+    pub has_states: bool,
     pub rows: usize,
     pub per_row: usize,
 }
@@ -41,6 +42,9 @@ pub fn step(number: u64, work: &[(usize, Range<usize>)], blocks: Blocks) -> Step
         inputs.context_lens.push(positions.end as u32);
         let token_index = inputs.token_ids.len() as u32 - 1;
         inputs.samples.push(SampleInput { row: RowId(*row as u32), token_index, num_generated: 0 });
+    }
+    if blocks.has_states {
+        inputs.states.extend(work.iter().map(|(row, _)| *row as u32));
     }
     for group in 0..blocks.groups {
         for (row, positions) in work {

@@ -82,9 +82,15 @@ struct Bench {
     model: Box<dyn Model<CudaDevice>>,
     /// Number of KV groups.
     groups: usize,
+    /// Whether rows have recurrent states.
+    has_states: bool,
 }
 
 impl Bench {
+    fn blocks(&self, rows: usize, per_row: usize) -> Blocks {
+        Blocks { groups: self.groups, has_states: self.has_states, rows, per_row }
+    }
+
     fn run(&mut self, inputs: &StepInputs) -> Result<(), DeviceError> {
         let model = &mut self.model;
         self.device.run_step(inputs, &mut |device| model.forward(device))
@@ -110,7 +116,7 @@ impl Bench {
 
     /// The shortest of three times, in seconds.
     fn time_prefill(&mut self, rows: usize, tokens: usize) -> Result<f64, DeviceError> {
-        let blocks = Blocks { groups: self.groups, rows, per_row: 2048 / BLOCK };
+        let blocks = self.blocks(rows, 2048 / BLOCK);
         let work: Vec<_> = (0..rows).map(|row| (row, 0..tokens)).collect();
         let mut best = f64::MAX;
         for number in 0..3 {
@@ -162,13 +168,17 @@ fn prepare(options: &Options, decode_blocks: usize, mark: impl Fn(&str)) -> Resu
     mark(&format!("weights loaded, {}: {plan:?},", device.describe()));
     let num_blocks = (options.rows * decode_blocks.max(512 / BLOCK)).max(8 * 2048 / BLOCK);
     device.allocate_cache(&spec, spec.kv_windows.len() * num_blocks)?;
+    let has_states = !spec.states.is_empty();
+    if has_states {
+        device.allocate_states(&spec, options.rows)?;
+    }
     for row in 0..options.rows as u32 {
         device.join_row(RowId(row), &[TokenId(1)], 1, &SamplingParams::default())?;
     }
     mark("ready");
     while device.prepare(&mut |device| model.forward(device))? {}
     mark("prepared");
-    Ok(Bench { device, model, groups: spec.kv_windows.len() })
+    Ok(Bench { device, model, groups: spec.kv_windows.len(), has_states })
 }
 
 fn main() -> Result<(), AnyError> {
@@ -190,7 +200,7 @@ fn main() -> Result<(), AnyError> {
     if options.sleeps {
         return bench.check_sleep(print_rank_0);
     }
-    let blocks = Blocks { groups: bench.groups, rows, per_row: decode_blocks };
+    let blocks = bench.blocks(rows, decode_blocks);
     let decode = |count: usize, number: usize| (0..count).map(move |row| (row, context + number..context + number + 1));
     let batches = [1, 2, 4, 8, 16, 32, 64, 128, 256].into_iter().filter(|&b| b <= rows);
     for batch in batches.filter(|&b| options.batch == 0 || options.batch == b) {

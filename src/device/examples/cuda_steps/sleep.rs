@@ -5,7 +5,7 @@ use std::time::Instant;
 use engine::{RowId, SampledToken, SamplingParams, TokenId};
 use ops::{Device, DeviceError, StepInputs};
 
-use crate::inputs::{BLOCK, Blocks, prompt, step};
+use crate::inputs::{BLOCK, prompt, step};
 use crate::{AnyError, Bench};
 
 const ROWS: usize = 6;
@@ -25,7 +25,7 @@ impl Bench {
     /// Greedy tokens of some prompts, and the seconds until the first of them.
     fn tokens(&mut self) -> Result<(Vec<SampledToken>, f64), DeviceError> {
         let started = Instant::now();
-        let blocks = Blocks { groups: self.groups, rows: ROWS, per_row: 2048 / BLOCK };
+        let blocks = self.blocks(ROWS, 2048 / BLOCK);
         for row in 0..ROWS {
             let prompt: Vec<TokenId> = prompt(row, prompt_len(row));
             let len = prompt.len() as u32;
