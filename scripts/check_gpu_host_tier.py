@@ -2,7 +2,7 @@
 """Measures conversations by turns with and without a host tier of the prefix cache, and compares their tokens.
 
     check_gpu_host_tier.py [--shape gqa] [--layers 32] [--conversations 4] [--tokens 24000] [--turns 3] [--kv-tokens 40000]
-                           [--host-memory 24GiB] [--batch-invariant] [--device cuda] [--bin DIR] [--checkpoint DIR] [--port N]
+                           [--host-memory 24GiB] [--batch-invariant] [--workers 1] [--device cuda] [--bin DIR] [--checkpoint DIR] [--port N]
 
 The KV cache holds `--kv-tokens`, fewer than all conversations have, so each turn has evicted the others. Two worlds serve the same
 turns, one without host memory and one with it. Prints the time to first token of the turns after the first, what came back from the host
@@ -48,7 +48,7 @@ def run(args, checkpoint, host_memory):
         bench = Bench(checkpoint, args.device, pathlib.Path(scratch), args.bin, args.port, rows=8, flags=flags)
         length = args.tokens + args.turns * (OUTPUT_LEN + NEW_TOKENS) + 64
         bench.set_parameters(max_tokens_in_paged_kv_cache=args.kv_tokens, max_sequence_len=length)
-        start = bench.start(1)
+        start = bench.start(args.workers)
         try:
             times, outputs = conversations(args, bench)
             names = ("prefix_cache_host_tokens_total", "host_cache_loaded_blocks_total", "host_cache_stored_blocks_total",
@@ -69,6 +69,7 @@ def main():
     parser.add_argument("--kv-tokens", type=int, default=40000)
     parser.add_argument("--host-memory", default="24GiB")
     parser.add_argument("--batch-invariant", action="store_true")
+    parser.add_argument("--workers", type=int, default=1)
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--bin", default="target/release")
     parser.add_argument("--checkpoint", type=pathlib.Path)
@@ -87,7 +88,8 @@ def main():
         start_on, on, hosted, found = run(args, checkpoint, args.host_memory)
     ms = lambda turns: f"{statistics.median(1000 * time for turn in turns for time in turn):.0f} ms"
     print(f"{args.shape}, {args.layers} layers, {args.conversations} conversations of {args.tokens} tokens, {args.kv_tokens} fit"
-          f"{', batch-invariant' if args.batch_invariant else ''}")
+          f"{', batch-invariant' if args.batch_invariant else ''}"
+          f"{f', {args.workers} workers' if args.workers > 1 else ''}")
     print(f"start to ready: {start:.1f} s, with {found['host_cache_limit_bytes'] / 2**30:.1f} GiB of host memory {start_on:.1f} s")
     print(f"time to first token, median: turn 1 {ms(off[:1])} without, {ms(on[:1])} with; later turns {ms(off[1:])} without, {ms(on[1:])} with")
     num_later = args.conversations * (args.turns - 1)

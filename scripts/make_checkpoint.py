@@ -135,7 +135,7 @@ FAMILIES = {  # class, hidden, inner, heads, KV heads, and own fields
                                                  no_rope_layers=[1, 1, 1, 0], attention_chunk_size=64, floor_scale=32, attn_scale=0.1,
                                                  pad_token_id=0)),
 }
-QUANTIZED_ENDS = ("_proj.weight", "_proj_qkv.weight", "_proj_z.weight")
+QUANTIZED_ENDS = ("_proj.weight", "_proj_qkv.weight", "_proj_z.weight", "kv_a_proj_with_mqa.weight")
 FP8_BLOCKS = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
 OWN_FIELDS = {"qwen3": {"head_dim": 128}, "mistral": {"sliding_window": 128}, "internlm": {"attention_bias": True},
               "llama12b": {"head_dim": 128}}
@@ -221,14 +221,16 @@ def publish_as_internlm(folder, shape, config):
 
 
 def in_fp8(weight, block):
-    """Codes and scales of blocks of [rows, columns], and their values."""
+    """Codes and scales of blocks of [rows, columns], and their values. The last blocks may be smaller."""
     rows, cols = weight.shape
     height, width = block[0], block[1] or cols
-    blocks = weight.float().reshape(rows // height, height, cols // width, width)
+    padded = torch.nn.functional.pad(weight.float(), (0, -cols % width, 0, -rows % height))
+    blocks = padded.unflatten(1, (-1, width)).unflatten(0, (-1, height))
     scale = blocks.abs().amax(dim=(1, 3), keepdim=True) / 448
     codes = (blocks / scale).to(torch.float8_e4m3fn)
     values = codes.float() * scale
-    return codes.reshape(rows, cols), scale[:, 0, :, 0].float().contiguous(), values.reshape(rows, cols)
+    whole = lambda blocks: blocks.flatten(2, 3).flatten(0, 1)[:rows, :cols].contiguous()
+    return whole(codes), scale[:, 0, :, 0].float().contiguous(), whole(values)
 
 
 def in_4_bits(weight, group=128):
