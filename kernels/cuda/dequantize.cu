@@ -4,7 +4,7 @@
 // codes    [N, slices * 128] bytes (quantized.cuh)
 // scales   as sm90_quantized_gemm.cu describes
 // out      [N, K] bf16
-// launch   grid (slices, ceil(N / 8)), block 256: a warp has one row of a slice, a thread one word
+// launch   grid ceil(N / 8) * slices, block 256: a warp has one row of a slice, a thread one word
 // needs    K % 8 == 0: checked in quantized_gemm.rs
 // bound    memory, the codes and 2 N K bytes. 28672 x 4096 in fp8: 352 MB, 79 us at 4.47 TB/s (H200)
 // test     tests/cuda_quantized_gemm.rs, equal to the value in fp32 rounded once
@@ -54,7 +54,8 @@ __device__ __forceinline__ void expand_word(bf16* row, u32 word, i32 n, i32 slic
 template <int FORMAT>
 __device__ __forceinline__ void dequantize(bf16* out, const u8* codes, const u8* scales, i32 meta_bytes, i32 is_f16, i32 n, i32 k) {
     pdl_launch();
-    const i32 slices = gridDim.x, slice = blockIdx.x, row = blockIdx.y * 8 + threadIdx.x / 32;
+    const i32 slices = (k + Codes<FORMAT>::COLUMNS - 1) / Codes<FORMAT>::COLUMNS;
+    const i32 slice = blockIdx.x % slices, row = blockIdx.x / slices * 8 + threadIdx.x / 32;
     pdl_wait();
     if (row >= n) return;
     const u32 word = reinterpret_cast<const u32*>(codes + ((i64)row * slices + slice) * 128)[threadIdx.x % 32];

@@ -268,7 +268,8 @@ pub fn dequantize(q: &Queue, out: Span, weight: &PackedWeight) -> Result<(), Cud
         (n as u32).into(),
         (k as u32).into(),
     ];
-    let launch = Launch::new(0, 256).grid(format.slices(k) as u32, n.div_ceil(8) as u32, 1);
+    // All experts of a layer have more rows than a grid has blocks in its second dimension.
+    let launch = Launch::new((n.div_ceil(8) * format.slices(k)) as u32, 256);
     q.launch(&format!("dequantize_bf16_{}", format.name()), launch, &args)
 }
 

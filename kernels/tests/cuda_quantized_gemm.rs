@@ -12,7 +12,7 @@ use gpu::{Random, floats, poisoned};
 use half::bf16;
 use kernels::cuda::gated_activation::GateActivation;
 use kernels::cuda::quantized_gemm::{
-    PackedWeight, QuantizedSplit, dequantize, has_hopper_kernel, quantized_gemm, quantized_gemm_simple,
+    PackedFormat, PackedWeight, QuantizedSplit, dequantize, has_hopper_kernel, quantized_gemm, quantized_gemm_simple,
     quantized_gemm_split, quantized_wide_gemm,
 };
 use kernels::cuda::skinny_gemm::Epilogue;
@@ -140,16 +140,18 @@ fn a_row_alone_gets_the_bits_it_gets_among_others() {
 fn expanded_weights_are_their_values_rounded_once() {
     let Some((gpu, queue)) = gpu::open() else { return };
     let mut random = Random::new(13);
-    for format in FORMATS {
-        for [n, k] in [[8, 8], [64, 128], [72, 264], [200, 1032]] {
-            let weight = QuantizedWeight::random(&gpu, &mut random, [n, k], format, false);
-            let out = poisoned::<bf16>(&gpu, &queue, n * k);
-            dequantize(&queue, out.span(), &weight.packed()).expect("a launch");
-            queue.wait().expect("the kernel runs");
-            let expected: Vec<f32> = weight.values.iter().map(|value| bf16::from_f32(*value).to_f32()).collect();
-            let found = floats(&out.span().read::<bf16>(n * k).expect("a copy"));
-            let wrong = found.iter().zip(&expected).position(|(found, expected)| found != expected);
-            assert_eq!(wrong, None, "{format:?}, {n} x {k}");
-        }
+    let sizes = [[8, 8], [64, 128], [72, 264], [200, 1032]];
+    // All experts of a layer are one weight, with more rows of blocks than a grid has in its second dimension.
+    let tall = (PackedFormat::Fp8Blocks, [8 * 65_536 + 8, 8]);
+    let all = FORMATS.into_iter().flat_map(|format| sizes.map(|size| (format, size))).chain([tall]);
+    for (format, [n, k]) in all {
+        let weight = QuantizedWeight::random(&gpu, &mut random, [n, k], format, false);
+        let out = poisoned::<bf16>(&gpu, &queue, n * k);
+        dequantize(&queue, out.span(), &weight.packed()).expect("a launch");
+        queue.wait().expect("the kernel runs");
+        let expected: Vec<f32> = weight.values.iter().map(|value| bf16::from_f32(*value).to_f32()).collect();
+        let found = floats(&out.span().read::<bf16>(n * k).expect("a copy"));
+        let wrong = found.iter().zip(&expected).position(|(found, expected)| found != expected);
+        assert_eq!(wrong, None, "{format:?}, {n} x {k}");
     }
 }
