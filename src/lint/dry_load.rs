@@ -60,5 +60,6 @@ fn defaults(world_size: u32) -> LlmDefaults {
         kv_free_fraction: 0.25,
         max_step_tokens: 512,
         max_inter_token: None,
+        longest_turn: None,
     }
 }

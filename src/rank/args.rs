@@ -186,6 +186,11 @@ pub struct RankArgs {
     /// Serve `POST /sleep` and `POST /wake_up`: models give up the memory of their devices for a time
     #[arg(long)]
     pub enable_sleep_mode: bool,
+    /// Language models take turns on the devices: one is awake at a time, and the others sleep with their weights in host memory. The
+    /// number is the longest turn while another model has requests [default if given without one: 10]
+    #[arg(long, value_name = "SECONDS", num_args = 0..=1, default_missing_value = "10", require_equals = true,
+        conflicts_with = "enable_sleep_mode")]
+    pub share_devices: Option<u32>,
     /// The type of keys and values in the KV cache: auto (what the checkpoint names, else bf16), bf16, fp8 (e4m3) or int8; a model's
     /// parameter `kv_cache_dtype` has priority
     #[arg(long, default_value = "auto", value_name = "TYPE", value_parser = str::parse::<KvCacheType>)]

@@ -40,7 +40,7 @@ pub(crate) fn llm_defaults(
             network: args.network.clone(),
             weight_precision: args.weight_only_precision,
             batch_invariant: args.batch_invariant,
-            sleep_mode: args.enable_sleep_mode,
+            sleep_mode: args.enable_sleep_mode || args.share_devices.is_some(),
             kv_cache_type: args.kv_cache_dtype,
             kv_host_memory_bytes: args.kv_cache_host_memory.0,
             step_timeout: Duration::from_secs(args.step_timeout),
@@ -54,6 +54,7 @@ pub(crate) fn llm_defaults(
         kv_free_fraction: if is_cpu { 0.25 } else { 0.9 },
         max_step_tokens: if is_cpu { CPU_STEP_TOKENS } else { CUDA_STEP_TOKENS },
         max_inter_token: args.max_inter_token_ms.map(|ms| Duration::from_millis(ms.into())),
+        longest_turn: args.share_devices.map(|seconds| Duration::from_secs(seconds.into())),
     };
     Ok((defaults, why))
 }

@@ -52,6 +52,9 @@ pub struct LlmDefaults {
     pub max_step_tokens: usize,
     /// Default bound of the time between two tokens of a stream; `None` for the engine's.
     pub max_inter_token: Option<Duration>,
+    /// If set, models share the devices and take turns on them: the longest one while another model has requests. The workers' settings
+    /// have `sleep_mode` then.
+    pub longest_turn: Option<Duration>,
 }
 
 /// The configuration of one LLM.
@@ -63,6 +66,8 @@ pub(crate) struct LlmConfig {
     pub(crate) checkpoint_fingerprint: Option<Vec<u8>>,
     /// Settings of each worker.
     pub(crate) worker: WorkerSettings,
+    /// Whether the model takes turns with others on the devices. It sleeps by itself then, and not by request.
+    pub(crate) takes_turns: bool,
     /// Workers of a stage.
     pub(crate) tp_size: u32,
     /// Pipeline stages.
@@ -153,6 +158,7 @@ impl LlmConfig {
                 kv_host_memory_bytes,
                 ..defaults.worker.clone()
             },
+            takes_turns: defaults.longest_turn.is_some(),
             tp_size,
             pp_size,
             ep_size,

@@ -24,6 +24,7 @@ use super::metrics::MetricValues;
 use super::model::Llm;
 use super::replicas::{checkpoint_fingerprint, start_replicas, stop_all};
 use super::router::{Replica, Router};
+use super::turns::Turns;
 
 /// Loads LLMs: `tensorrtllm`, `trireme` and the other names in users' configurations.
 pub struct LlmFactory {
@@ -34,6 +35,8 @@ pub struct LlmFactory {
     logits: Arc<LogitsBudget>,
     loaded: Arc<Mutex<Vec<Loaded>>>,
     recorder: Option<Arc<Recorder>>,
+    /// If models share the devices.
+    turns: Option<Arc<Turns>>,
 }
 
 /// A loaded model. The weak reference ends when the model is unloaded.
@@ -79,7 +82,12 @@ impl LlmFactory {
     /// A factory whose models run on the workers of `agents`. `prefix` is the name prefix of rank 0's shared memory. Events are
     /// delivered to requests on `event_runtime`, which should be the runtime that serves most requests.
     pub fn new(defaults: LlmDefaults, agents: Arc<Agents>, prefix: Prefix, event_runtime: Handle) -> Self {
-        Self { defaults, agents, prefix, event_runtime, logits: Arc::default(), loaded: Arc::default(), recorder: None }
+        let turns = defaults.longest_turn.map(Turns::new);
+        if let Some(turns) = &turns {
+            event_runtime.spawn(Arc::clone(turns).run());
+        }
+        let (logits, loaded) = (Arc::default(), Arc::default());
+        Self { defaults, agents, prefix, event_runtime, logits, loaded, recorder: None, turns }
     }
 
     /// The same, with the steps of all models recorded.
@@ -152,14 +160,20 @@ impl BackendFactory for LlmFactory {
         let (defaults, agents, prefix) = (self.defaults.clone(), Arc::clone(&self.agents), self.prefix.clone());
         let (all_loaded, event_runtime, logits) =
             (Arc::clone(&self.loaded), self.event_runtime.clone(), Arc::clone(&self.logits));
-        let recorder = self.recorder.clone();
+        let (recorder, turns) = (self.recorder.clone(), self.turns.clone());
         async move {
             let mut config = LlmConfig::new(&load, &defaults)?;
             if agents.nodes().names().len() > 1 {
                 config.checkpoint_fingerprint = Some(checkpoint_fingerprint(&config).await?);
             }
             let adapters = read_adapters(&config).await?;
-            let (router, loads) = start_replicas(&config, &agents, &prefix, &event_runtime, recorder.as_ref())?;
+            let turn = match &turns {
+                Some(turns) => Some(turns.load().await),
+                None => None,
+            };
+            let requests = turns.as_ref().map(|turns| turns.requests());
+            let (router, loads) =
+                start_replicas(&config, &agents, &prefix, &event_runtime, recorder.as_ref(), requests)?;
             let tokenizer = tokenizer(&config, load.clone()).await;
             let mut loads: FuturesUnordered<_> = loads.into_iter().collect();
             while let Some(is_loaded) = loads.next().await {
@@ -167,6 +181,9 @@ impl BackendFactory for LlmFactory {
                     stop_all(&router);
                     return Err(InferError::internal(format!("model `{}`: {reason}", config.name)));
                 }
+            }
+            if let Some(turn) = turn {
+                turn.succeeded(&config.name, &router);
             }
             ipc::lock(&all_loaded).push(Loaded {
                 name: config.name.clone(),

@@ -36,6 +36,7 @@ impl LlmInputs {
             kv_free_fraction: 0.1,
             max_step_tokens: 256,
             max_inter_token: None,
+            longest_turn: None,
         };
         LlmConfig::new(load, &defaults).map(Self)
     }

@@ -42,6 +42,7 @@ mod step_thread;
 mod submission;
 mod text_stop;
 mod timing;
+mod turns;
 mod worker_group;
 
 pub use adapters::AdapterStatus;

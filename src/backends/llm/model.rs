@@ -360,7 +360,7 @@ impl Backend for Llm {
 
     fn sleeper(&self) -> Option<Arc<dyn Sleeper>> {
         let sleeper = || Replicas { model: self.config.name.clone(), router: Arc::clone(&self.router) };
-        self.config.worker.sleep_mode.then(|| Arc::new(sleeper()) as Arc<dyn Sleeper>)
+        (self.config.worker.sleep_mode && !self.config.takes_turns).then(|| Arc::new(sleeper()) as Arc<dyn Sleeper>)
     }
 
     fn reset_prefix_cache(&self) -> BoxFuture<'_, bool> {

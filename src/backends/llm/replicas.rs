@@ -8,7 +8,7 @@ use record::Recorder;
 use serving::InferError;
 use supervision::Agents;
 use tokio::runtime::Handle;
-use tokio::sync::oneshot;
+use tokio::sync::{Notify, oneshot};
 
 use super::config::LlmConfig;
 use super::dispatcher::Dispatcher;
@@ -20,18 +20,20 @@ use super::step_thread::StepThread;
 /// Receives the result of a replica's first start.
 pub(crate) type LoadResult = oneshot::Receiver<Result<(), String>>;
 
-/// Starts the step thread of each replica; its events are delivered on `event_runtime`, and its steps are recorded.
+/// Starts the step thread of each replica; its events are delivered on `event_runtime`, and its steps are recorded. `requests` is notified
+/// when a request arrives, or ends.
 pub(crate) fn start_replicas(
     config: &LlmConfig,
     agents: &Arc<Agents>,
     prefix: &Prefix,
     event_runtime: &Handle,
     recorder: Option<&Arc<Recorder>>,
+    requests: Option<Arc<Notify>>,
 ) -> Result<(Arc<Router>, Vec<LoadResult>), InferError> {
     let inboxes: Vec<_> = (0..config.num_replicas).map(|_| Inbox::new()).collect();
     let replicas = inboxes.iter().map(|(inbox, _)| Replica { inbox: inbox.clone(), shared: Arc::default() });
     let EngineConfig { max_rows, max_queue, block_size, .. } = config.engine;
-    let router = Arc::new(Router::new(replicas.collect(), max_rows, max_queue, block_size));
+    let router = Arc::new(Router::new(replicas.collect(), max_rows, max_queue, block_size).notifying(requests));
     let mut loads = Vec::new();
     for (replica, (inbox, messages)) in (0..).zip(inboxes) {
         let thread = StepThread {

@@ -10,7 +10,7 @@ use std::sync::atomic::Ordering;
 use std::sync::{Arc, Mutex};
 
 use engine::TokenId;
-use tokio::sync::oneshot;
+use tokio::sync::{Notify, oneshot};
 
 use super::inbox::Inbox;
 use super::replica_state::ReplicaState;
@@ -36,6 +36,8 @@ pub(crate) struct Router {
     max_queue: usize,
     block_size: usize,
     state: Mutex<State>,
+    /// Notified when a request arrives, or ends.
+    requests: Option<Arc<Notify>>,
 }
 
 struct State {
@@ -101,6 +103,7 @@ impl Drop for Reservation {
     fn drop(&mut self) {
         ipc::lock(&self.router.state).loads[self.replica].num_sequences -= self.num_sequences;
         self.router.dispatch();
+        self.router.notify();
     }
 }
 
@@ -144,7 +147,12 @@ impl Router {
         let load = |_: &Replica| Load { num_sequences: 0, prefixes: SentPrefixes::default(), start: 0, last_used: 0 };
         let loads = replicas.iter().map(load).collect();
         let state = Mutex::new(State { loads, queue: BTreeMap::new(), num_arrived: 0, num_overtaking: 0 });
-        Self { replicas, max_rows, max_queue, block_size, state }
+        Self { replicas, max_rows, max_queue, block_size, state, requests: None }
+    }
+
+    /// The same, which notifies `requests` when a request arrives, or ends.
+    pub(crate) fn notifying(self, requests: Option<Arc<Notify>>) -> Self {
+        Self { requests, ..self }
     }
 
     pub(crate) fn replicas(&self) -> &[Replica] {
@@ -167,6 +175,18 @@ impl Router {
         ipc::lock(&self.state).num_waiting()
     }
 
+    /// Number of sequences of all requests that have not ended.
+    pub(crate) fn num_open(&self) -> usize {
+        let state = ipc::lock(&self.state);
+        state.num_waiting() + state.loads.iter().map(|load| load.num_sequences).sum::<usize>()
+    }
+
+    fn notify(&self) {
+        if let Some(requests) = &self.requests {
+            requests.notify_one();
+        }
+    }
+
     /// Assigns `num_sequences` with this prompt to a replica, or queues them. A single replica takes all requests, because its engine
     /// has a queue.
     pub(crate) fn admit(
@@ -179,6 +199,7 @@ impl Router {
         let hashes = if is_only { Vec::new() } else { sent_prefixes::hashes(prompt, self.block_size) };
         let mut state = ipc::lock(&self.state);
         state.num_arrived += 1;
+        self.notify();
         // Later requests do not overtake earlier ones.
         let chosen = match is_only {
             true => Some(0),

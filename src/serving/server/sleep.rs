@@ -47,14 +47,16 @@ impl Server {
             let models = models.iter().filter(|model| model.config.ensemble().is_none());
             let sleepers: Vec<_> = models.filter_map(|model| model.sleeper()).collect();
             return match sleepers.is_empty() {
-                true => unable("no model can sleep: it needs `--enable-sleep-mode`, and a language model".to_owned()),
+                true => unable(
+                    "no model can sleep by request: it needs `--enable-sleep-mode`, and a language model".to_owned(),
+                ),
                 false => Ok(sleepers),
             };
         };
         match self.resolve(name, "")?.sleeper() {
             Some(sleeper) => Ok(vec![sleeper]),
             None => unable(format!(
-                "model `{name}` cannot sleep; language models can, of a server started with `--enable-sleep-mode`"
+                "model `{name}` cannot sleep by request; language models can, of a server started with `--enable-sleep-mode`"
             )),
         }
     }

@@ -51,6 +51,7 @@ mod tests {
             kv_free_fraction: 0.1,
             max_step_tokens: 256,
             max_inter_token: None,
+            longest_turn: None,
         };
         host_memory_bytes(&config, has_prefix_cache, &defaults).map_err(|error| error.to_string())
     }

@@ -67,6 +67,7 @@ mod tests {
             kv_free_fraction: 0.1,
             max_step_tokens: 256,
             max_inter_token: None,
+            longest_turn: None,
         };
         let dir = tempfile::tempdir().expect("a folder");
         std::fs::write(dir.path().join("config.json"), CONFIG).expect("a file");
