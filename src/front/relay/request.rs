@@ -58,24 +58,35 @@ impl Protocol {
         }
     }
 
-    fn error(self, message: &str) -> Value {
+    fn error(self, status: StatusCode, message: &str) -> Value {
+        let (openai, anthropic) = match status.is_client_error() {
+            true => ("invalid_request_error", "invalid_request_error"),
+            false => ("server_error", "overloaded_error"),
+        };
         match self {
-            Self::OpenAi => json!({"error": {"message": message, "type": "server_error", "param": null, "code": 503}}),
-            Self::Anthropic => json!({"type": "error", "error": {"type": "overloaded_error", "message": message}}),
+            Self::OpenAi => {
+                json!({"error": {"message": message, "type": openai, "param": null, "code": status.as_u16()}})
+            }
+            Self::Anthropic => json!({"type": "error", "error": {"type": anthropic, "message": message}}),
             Self::Triton => json!({"error": message}),
         }
     }
 
+    /// The answer to a request that is refused.
+    pub(crate) fn refused(self, status: StatusCode, message: &str) -> Reply {
+        reply(status, JSON, self.error(status, message).to_string().into_bytes())
+    }
+
     /// The answer to a request that rank 0 cannot answer.
     pub(crate) fn unavailable(self, message: &str) -> Reply {
-        let mut refused = reply(StatusCode::SERVICE_UNAVAILABLE, JSON, self.error(message).to_string().into_bytes());
+        let mut refused = self.refused(StatusCode::SERVICE_UNAVAILABLE, message);
         refused.headers_mut().insert(RETRY_AFTER, RETRY_AFTER_SECS.into());
         refused
     }
 
     /// The last events of a stream that cannot go on.
     pub(crate) fn last_events(self, message: &str) -> Bytes {
-        let error = self.error(message);
+        let error = self.error(StatusCode::SERVICE_UNAVAILABLE, message);
         match self {
             Self::OpenAi => format!("data: {error}\n\ndata: [DONE]\n\n").into(),
             Self::Anthropic => format!("event: error\ndata: {error}\n\n").into(),
