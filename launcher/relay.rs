@@ -1,8 +1,9 @@
 //! The relay of `--keep-connections`: a process of this launcher that holds the ports and the connections of clients, and outlives worlds.
 
+use std::fs;
 use std::io::{BufRead, BufReader, Write};
 use std::os::unix::process::CommandExt;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::process::{Child, ChildStdin, Command, Stdio};
 use std::sync::mpsc;
 use std::thread;
@@ -31,6 +32,8 @@ pub(crate) struct Relay {
     last: Option<RelayCommand>,
     /// Whether no further world follows.
     has_ended: bool,
+    /// What outlives one relay, for the next.
+    journals: PathBuf,
 }
 
 struct Process {
@@ -42,12 +45,13 @@ struct Process {
 }
 
 impl Relay {
-    /// Starts a relay with `command`, and waits until its ports are open.
+    /// Starts a relay with `command`, and waits until its ports are open. It keeps in the directory `journals` what the next relay needs.
     ///
     /// # Errors
     /// When it does not start; its own message is in the log.
-    pub(crate) fn start(command: CommandLine) -> Result<Self> {
-        Ok(Self { process: Process::start(&command)?, command, last: None, has_ended: false })
+    pub(crate) fn start(mut command: CommandLine, journals: PathBuf) -> Result<Self> {
+        command.args.insert(1, format!("--relay-journals={}", journals.display()));
+        Ok(Self { process: Process::start(&command)?, command, last: None, has_ended: false, journals })
     }
 
     /// Becomes readable when the relay has ended.
@@ -99,6 +103,13 @@ impl Relay {
         self.process = Process::start(&self.command)?;
         self.last.iter().for_each(|command| self.process.send(command));
         Ok(true)
+    }
+}
+
+impl Drop for Relay {
+    fn drop(&mut self) {
+        // There are none if no client wanted one.
+        let _ = fs::remove_dir_all(&self.journals);
     }
 }
 

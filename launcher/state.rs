@@ -188,6 +188,11 @@ impl RunDir {
         self.path.join(format!("world-{pid}-{start}.relay"))
     }
 
+    /// The directory in which the relay of launcher `pid` keeps what the next one needs.
+    pub(crate) fn journals(&self, pid: u32) -> PathBuf {
+        self.path.join(format!("world-{pid}.journals"))
+    }
+
     /// The file to which ranks of that start write why their world ends.
     pub(crate) fn cause_file(&self, pid: u32, start: u32) -> PathBuf {
         self.path.join(format!("world-{pid}-{start}.cause"))
@@ -200,7 +205,7 @@ impl RunDir {
                 let name = path.file_name()?.to_str()?;
                 let of_world = |name: &'_ str| {
                     let name = name.strip_prefix("world-")?;
-                    let suffixes = [".sock", ".cause", ".relay"];
+                    let suffixes = [".sock", ".cause", ".relay", ".journals"];
                     suffixes.iter().find_map(|suffix| name.strip_suffix(suffix)).map(str::to_owned)
                 };
                 let name = of_world(name).or_else(|| name.strip_prefix("keys-").map(str::to_owned))?;

@@ -151,10 +151,12 @@ fn described<A: Args>(name: &'static str, about: &'static str) -> Command {
 /// Takes the flags of a rank.
 fn relay_command() -> Command {
     let wait = Arg::new("relay-wait").long("relay-wait").value_name("SECONDS").default_value("120");
+    let journals = Arg::new("relay-journals").long("relay-journals").value_name("DIR");
     rank::command()
         .name(ipc::RELAY)
         .about("Holds the connections of clients while rank 0 is started again; started by `launch`, never by hand")
         .arg(wait.value_parser(clap::value_parser!(u64)).help("How long a request waits for a rank 0"))
+        .arg(journals.value_parser(clap::value_parser!(PathBuf)).help("Where answers outlive the relay"))
         .hide(true)
 }
 
@@ -218,8 +220,11 @@ fn run_rank(matches: &clap::ArgMatches) -> anyhow::Result<ExitCode> {
 
 fn run_relay(matches: &clap::ArgMatches) -> anyhow::Result<ExitCode> {
     let (args, _) = rank::parse(matches)?;
-    let wait = *matches.get_one::<u64>("relay-wait").expect("it has a default");
-    Ok(rank::relay(&args, Duration::from_secs(wait), &hardware())?)
+    let options = rank::RelayOptions {
+        wait: Duration::from_secs(*matches.get_one("relay-wait").expect("it has a default")),
+        journals: matches.get_one("relay-journals").cloned(),
+    };
+    Ok(rank::relay(&args, options, &hardware())?)
 }
 
 fn run_client(matches: &clap::ArgMatches) -> anyhow::Result<ExitCode> {

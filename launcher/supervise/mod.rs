@@ -83,7 +83,8 @@ impl Supervisor {
     /// Starts the relay of `--keep-connections`, which is there before the first world.
     fn start_relay(&mut self) -> Result<()> {
         if let Some(command) = plan::plan(&self.flags, &self.site)?.relay {
-            self.relay = Some(Relay::start(command)?);
+            let journals = self.run_dir.journals(self.state.launcher_pid);
+            self.relay = Some(Relay::start(command, journals)?);
         }
         Ok(())
     }

@@ -4,8 +4,8 @@ use std::io::{BufRead, BufReader};
 use std::path::Path;
 use std::process::ExitCode;
 use std::sync::Arc;
-use std::time::Duration;
 
+pub use front::relay::Options as RelayOptions;
 use front::relay::{RankZero, RelayedPort};
 use front::{Listeners, RelayListeners};
 use ipc::RelayCommand;
@@ -18,14 +18,14 @@ use crate::hardware::Hardware;
 use crate::log::{Log, report_panics};
 use crate::server::{num_front_threads, runtime_of};
 
-/// Runs the relay until standard input ends. `args` are those of rank 0; a request waits for a rank 0 for `wait`.
+/// Runs the relay until standard input ends. `args` are those of rank 0.
 ///
 /// # Errors
 /// When a port cannot be bound, or a flag is wrong.
-pub fn relay(args: &RankArgs, wait: Duration, hardware: &Hardware) -> Result<ExitCode, RankError> {
+pub fn relay(args: &RankArgs, options: RelayOptions, hardware: &Hardware) -> Result<ExitCode, RankError> {
     // Its launcher collects what it writes.
-    let options = front::LogOptions { file: String::new(), ..args.log_options() };
-    Log::start(&options, args.log_requests, args.log_file_max_bytes)
+    let log = front::LogOptions { file: String::new(), ..args.log_options() };
+    Log::start(&log, args.log_requests, args.log_file_max_bytes)
         .map_err(|source| RankError::Log { path: Default::default(), source })?;
     report_panics();
     // The title only serves `ps`, so an error is ignored.
@@ -35,7 +35,7 @@ pub fn relay(args: &RankArgs, wait: Duration, hardware: &Hardware) -> Result<Exi
     std::thread::spawn(move || follow(BufReader::new(std::io::stdin()), &state));
     let runtime = runtime_of("relay", num_front_threads(args.front_threads.into()))?;
     let listening = || println!("{}", ipc::RELAY_LISTENS);
-    let run = front::relay::run(config, wait, rank_zero, listening);
+    let run = front::relay::run(config, options, rank_zero, listening);
     runtime.block_on(run).map_err(|error| RankError::Server(error.to_string()))?;
     // Connections that are left end with the process.
     runtime.shutdown_background();

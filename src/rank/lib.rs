@@ -42,7 +42,7 @@ use ipc::{Prefix, set_process_title, sweep_all_stale, sweep_stale};
 use supervision::WorkerSupervisor;
 
 pub use args::{RankArgs, command, flag_names, parse, with_dashes};
-pub use client_relay::relay;
+pub use client_relay::{RelayOptions, relay};
 pub use error::RankError;
 pub use hardware::Hardware;
 pub use plan::{WorldPlan, print_plan, print_plan_as_json};

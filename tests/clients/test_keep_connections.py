@@ -1,5 +1,6 @@
 """`launch --keep-connections`: rank 0 is killed while requests run, and their clients see a pause."""
 
+import functools
 import http.client
 import json
 import os
@@ -12,10 +13,13 @@ import time
 import urllib.error
 import urllib.request
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 
+import openai
 import pytest
 import tritonclient.grpc as grpcclient
 
+import metrics_page
 from conftest import World, launch
 from ports import free_ports
 from triton_requests import text_inputs
@@ -51,18 +55,25 @@ class Kept:
             return False
 
 
-@pytest.fixture(scope="module")
-def kept():
+@contextmanager
+def kept_world(*rank_flags: str, launch_flags: tuple[str, ...] = ("--keep_connections=60",)):
+    """A world of two ranks. Its ports are closed at the end."""
     ports = World(*free_ports(3))
     flags = [f"--http_port={ports.http_port}", f"--grpc_port={ports.grpc_port}", f"--metrics_port={ports.metrics_port}"]
-    words = ["--world_size=2", "--model_repo=model_repository", "--device=cpu", "--oversubscribe", "--keep_connections=60", "--detach"]
-    started = launch(*words, *flags)
+    words = ["--world_size=2", "--model_repo=model_repository", "--device=cpu", "--oversubscribe", *launch_flags, "--detach"]
+    started = launch(*words, *flags, *(["--", *rank_flags] if rank_flags else []))
     assert started.returncode == 0, started.stderr
     yield Kept(ports)
     stopped = launch("stop", f"--http_port={ports.http_port}")
     assert stopped.returncode == 0, stopped.stderr
     with pytest.raises(ConnectionError):
         http.client.HTTPConnection("localhost", ports.http_port, timeout=5).connect()
+
+
+@pytest.fixture(scope="module")
+def kept():
+    with kept_world() as world:
+        yield world
 
 
 class Stream:
@@ -165,11 +176,11 @@ def generate(world: World, max_tokens: int) -> tuple[int, str]:
         return response.status, json.loads(response.read())["text_output"]
 
 
-def grpc_stream(world: World, prompts: list[str], begun: threading.Event) -> dict[str, str]:
+def grpc_stream(world: World, prompts: list[str], begun: threading.Event, **options) -> dict[str, str]:
     """The texts of requests that run at once over one stream, by their prompts. `begun` is set when each has a response."""
     answers: queue.Queue = queue.Queue()
     texts: dict[str, str] = {}
-    with grpcclient.InferenceServerClient(world.grpc) as client:
+    with grpcclient.InferenceServerClient(world.grpc, **options) as client:
         client.start_stream(lambda result, error: answers.put((result, error)))
         for prompt in prompts:
             client.async_stream_infer("ensemble", text_inputs(prompt, TOKENS, True), request_id=prompt, enable_empty_final_response=True)
@@ -241,6 +252,167 @@ def test_a_relay_that_is_killed_is_started_again(kept):
     kept.await_ready(10)
     assert kept.processes()["relay"][0] != relay
     assert generate(kept.ports, 4)[0] == 200
+
+
+def kill_relay(kept: Kept) -> None:
+    relay = kept.processes()["relay"][0]
+    os.kill(relay, signal.SIGKILL)
+    deadline = time.monotonic() + 10
+    while kept.processes().get("relay", [relay])[0] == relay:
+        assert time.monotonic() < deadline, "no other relay is started"
+        time.sleep(0.02)
+    kept.await_ready(10)
+
+
+def complete(world: World, body: dict, **headers) -> tuple[int, dict, dict]:
+    """Status, headers and answer of a completion."""
+    all_headers = {"content-type": "application/json"} | {name.replace("_", "-"): value for name, value in headers.items()}
+    request = urllib.request.Request(f"http://{world.http}/v1/completions", json.dumps(body).encode(), all_headers)
+    try:
+        with urllib.request.urlopen(request, timeout=60) as response:
+            return response.status, dict(response.headers), json.load(response)
+    except urllib.error.HTTPError as error:
+        return error.code, dict(error.headers), json.load(error)
+
+
+UNARY = {"model": "ensemble", "prompt": PROMPT, "max_tokens": 40, "temperature": 1.0, "ignore_eos": True}
+REPLAYED = "idempotent-replayed"
+
+
+def num_answered(world: World) -> float:
+    """How many requests were answered."""
+    page = metrics_page.families(metrics_page.page(f"localhost:{world.metrics_port}"))
+    return page["nv_inference_request_success"].value(model="ensemble")
+
+
+def test_a_request_with_an_idempotency_key_is_computed_once(kept):
+    kept.await_ready()
+    before = num_answered(kept.ports)
+    long = UNARY | {"max_tokens": 200}
+    with ThreadPoolExecutor() as threads:
+        both = [threads.submit(complete, kept.ports, long, idempotency_key="both") for _ in range(2)]
+        (status, _, first), (_, _, second) = [one.result(timeout=60) for one in both]
+    assert status == 200 and first == second
+    assert num_answered(kept.ports) == before + 1
+    status, headers, third = complete(kept.ports, long, idempotency_key="both")
+    assert (status, headers.get(REPLAYED), third) == (200, "true", first)
+    # The next relay has the answer, too.
+    kill_relay(kept)
+    status, headers, fourth = complete(kept.ports, long, idempotency_key="both")
+    assert (status, headers.get(REPLAYED), fourth) == (200, "true", first)
+    assert num_answered(kept.ports) == before + 1
+
+
+def test_nobody_gets_the_answer_of_another_client(kept):
+    kept.await_ready()
+    _, _, mine = complete(kept.ports, UNARY, idempotency_key="mine", authorization="Bearer a")
+    for other in ({}, {"authorization": "Bearer b"}, {"authorization": "Bearer a", "x_api_key": "a"}):
+        status, headers, theirs = complete(kept.ports, UNARY, idempotency_key="mine", **other)
+        assert status == 200 and REPLAYED not in headers and theirs["id"] != mine["id"], other
+    status, _, refused = complete(kept.ports, UNARY | {"max_tokens": 41}, idempotency_key="mine", authorization="Bearer a")
+    assert status == 422 and "another request had this Idempotency-Key" in refused["error"]["message"]
+    status, _, refused = complete(kept.ports, UNARY, idempotency_key="k" * 256)
+    assert status == 400 and "Idempotency-Key has 256 bytes" in refused["error"]["message"]
+    # An error is not kept.
+    wrong = UNARY | {"model": "none"}
+    assert [complete(kept.ports, wrong, idempotency_key="wrong")[0] for _ in range(2)] == [404, 404]
+    assert REPLAYED not in complete(kept.ports, wrong, idempotency_key="wrong")[1]
+
+
+def test_a_client_of_openai_does_not_notice_that_the_relay_was_killed(kept):
+    """It sends a request again by itself when its connection breaks."""
+    kept.await_ready()
+    base = f"http://{kept.ports.http}/v1"
+    with ThreadPoolExecutor() as threads, openai.OpenAI(base_url=base, api_key="-", max_retries=5, timeout=60) as client:
+        ask = functools.partial(client.completions.create, model="ensemble", prompt=PROMPT, max_tokens=400, temperature=1.0,
+                                extra_headers={"Idempotency-Key": "of openai"}, extra_body={"ignore_eos": True})
+        answer = threads.submit(ask)
+        time.sleep(0.3)
+        assert not answer.done(), "it was answered before the relay could be killed"
+        kill_relay(kept)
+        first = answer.result(timeout=60)
+    assert first.choices[0].text and first.usage.completion_tokens == 400
+    # The parser of the client leaves out the ids of events.
+    with openai.OpenAI(base_url=base, api_key="-", timeout=60) as client:
+        events = client.chat.completions.create(**{key: value for key, value in CHAT.items() if key != "ignore_eos"},
+                                                extra_headers={"Idempotency-Key": "a stream"})
+        assert "".join(event.choices[0].delta.content or "" for event in events)
+
+
+class Interrupted:
+    """A stream whose connection its client may close. Has the events that came so far."""
+
+    def __init__(self, world: World, path: str, body: dict, headers: dict):
+        self.connection = http.client.HTTPConnection("localhost", world.http_port, timeout=60)
+        self.connection.request("POST", path, json.dumps(body), {"content-type": "application/json", **headers})
+        self.response = self.connection.getresponse()
+        self.last_id, self.events = "", []
+
+    def read(self, most: int | None = None) -> None:
+        """Reads `most` further events; by default until the end."""
+        lines, wanted = [], None if most is None else len(self.events) + most
+        while wanted is None or len(self.events) < wanted:
+            try:
+                line = self.response.readline()
+            except (OSError, http.client.HTTPException):
+                break
+            if not line:
+                break
+            if line.strip():
+                lines.append(line.decode().strip())
+                continue
+            self.last_id = next((one[4:] for one in lines if one.startswith("id: ")), self.last_id)
+            self.events.append("\n".join(one for one in lines if not one.startswith("id: ")))
+            lines = []
+
+
+@pytest.mark.parametrize("name", ["seeded", "unseeded", "choices", "generate_stream", "messages"])
+def test_a_stream_goes_on_after_its_last_event_at_the_next_relay(kept, name):
+    kept.await_ready()
+    path, body = STREAMS[name]
+    stream = Interrupted(kept.ports, path, body, {"idempotency-key": name})
+    stream.read(10)
+    kill_relay(kept)
+    events, last = list(stream.events), stream.last_id
+    assert len(events) == 10 and last
+    rest = Interrupted(kept.ports, path, body, {"last-event-id": last})
+    rest.read()
+    # The whole answer, which the same key gets from its beginning.
+    whole = Interrupted(kept.ports, path, body, {"idempotency-key": name})
+    whole.read()
+    # Choices may come in another order.
+    in_order = sorted if name == "choices" else list
+    assert in_order(without_counts(events + rest.events)) == in_order(without_counts(whole.events))
+    assert text_of([line for event in whole.events for line in event.splitlines()])
+    # A client may go on more than once.
+    nothing = Interrupted(kept.ports, path, body, {"last-event-id": whole.last_id})
+    nothing.read()
+    assert nothing.response.status == 200 and nothing.events == []
+    other = Interrupted(kept.ports, path, body | {"max_tokens": TOKENS, **OTHER_PROMPT[path]}, {"last-event-id": last})
+    other.read()
+    assert "events before the one of Last-Event-ID differ" in "".join(other.events)
+
+
+def without_counts(events: list[str]) -> list[str]:
+    """Events without what depends on the prefix cache."""
+    return [re.sub(r'"(cached_tokens|cache_\w+_tokens|input_tokens)": ?\d+', "", event) for event in events]
+
+
+OTHER_PROMPT = {
+    "/v1/completions": {"prompt": "The little dog"},
+    "/v2/models/ensemble/generate_stream": {"text_input": "The little dog"},
+    "/v1/messages": {"messages": [{"role": "user", "content": "The little dog"}]},
+}
+
+
+def test_ids_of_events_are_refused_by_name_and_sent_only_if_asked_for(kept):
+    kept.await_ready()
+    path, body = STREAMS["completion"]
+    plain = Stream(kept.ports, path, body).answer()
+    assert not [line for line in plain if line.startswith("id:")]
+    for wrong in ("5", "1-2-3-x", "1" * 2000):
+        status, _, refused = complete(kept.ports, body, last_event_id=wrong)
+        assert status == 400 and "Last-Event-ID" in refused["error"]["message"], wrong
 
 
 def test_streams_survive_a_rolling_restart_and_a_plain_one(kept):

@@ -2,6 +2,7 @@
 //! without one. The relay ([`crate::relay`]) chooses them for each request, so that a request that it sends again gets the same answer.
 
 use std::cell::Cell;
+use std::fmt;
 use std::time::{SystemTime, UNIX_EPOCH};
 
 use http::header::{HeaderMap, HeaderName, HeaderValue};
@@ -36,19 +37,29 @@ impl RequestKey {
 
     /// The value of [`HEADER`].
     pub(crate) fn header(self) -> HeaderValue {
-        let text = format!("{:016x}-{}", self.number, self.created);
-        HeaderValue::from_str(&text).expect("digits and a dash are allowed in a header")
+        HeaderValue::from_str(&self.to_string()).expect("digits and a dash are allowed in a header")
     }
 
     /// The key among the headers of a request; `None` without one or if it is malformed.
     pub(crate) fn of(headers: &HeaderMap) -> Option<Self> {
-        let (number, created) = headers.get(HEADER)?.to_str().ok()?.split_once('-')?;
+        Self::parse(headers.get(HEADER)?.to_str().ok()?)
+    }
+
+    /// Reads the text of a key; `None` if it is malformed.
+    pub(crate) fn parse(text: &str) -> Option<Self> {
+        let (number, created) = text.split_once('-')?;
         Some(Self { number: u64::from_str_radix(number, 16).ok()?, created: created.parse().ok()? })
     }
 
     /// Runs the handler of a request, which draws its numbers from this key.
     pub(crate) async fn scope<F: Future>(self, handler: F) -> F::Output {
         DRAWS.scope(Draws { key: self, count: Cell::new(0) }, handler).await
+    }
+}
+
+impl fmt::Display for RequestKey {
+    fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(formatter, "{:016x}-{}", self.number, self.created)
     }
 }
 

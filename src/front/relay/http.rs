@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use bytes::{Bytes, BytesMut};
 use http::header::{CONNECTION, CONTENT_LENGTH, CONTENT_TYPE, EXPECT, HeaderMap, HeaderValue, TRANSFER_ENCODING};
-use http::{Request, Response, Version, request};
+use http::{Method, Request, Response, StatusCode, Version, request};
 use http_body_util::BodyExt as _;
 use hyper::body::{Body as _, Incoming};
 use hyper::client::conn::http1;
@@ -15,7 +15,9 @@ use tokio::sync::mpsc;
 
 use crate::api::request_key::{HEADER, RequestKey};
 use crate::api::triton::http::reply::Reply;
+use crate::relay::event_id::{self, EventId};
 use crate::relay::events::{EventReader, SentEvents};
+use crate::relay::idempotency::{self, Idempotency};
 use crate::relay::kept::{KeptBody, KeptBytes, MAX_REQUEST_BYTES};
 use crate::relay::request::{Handling, Protocol};
 use crate::relay::upstream::{Link, RelayedPort, Upstream};
@@ -34,6 +36,7 @@ const PROBE_TIMEOUT: Duration = Duration::from_secs(5);
 pub(crate) struct Forwarder {
     pub(crate) upstream: Upstream,
     pub(crate) kept: Arc<KeptBytes>,
+    pub(crate) idempotency: Idempotency,
 }
 
 impl Forwarder {
@@ -45,10 +48,24 @@ impl Forwarder {
             _ => Handling::of(&head.method, head.uri.path()),
         };
         let protocol = Protocol::of(head.uri.path());
+        let may_resume = head.method == Method::POST && handling == Handling::Repeat;
+        let (idempotency_key, last_event) = match may_resume {
+            true => match (idempotency::key_of(&head.headers), EventId::of(&head.headers)) {
+                (Ok(key), Ok(last_event)) => (key, last_event),
+                (Err(bad), _) => return protocol.refused(StatusCode::BAD_REQUEST, &bad.to_string()),
+                (_, Err(bad)) => return protocol.refused(StatusCode::BAD_REQUEST, &bad.to_string()),
+            },
+            false => (None, None),
+        };
         let body = KeptBody::new(body, &self.kept);
-        let mut exchange = Exchange { forwarder: self, port, handling, head, body, key: RequestKey::new(), repeats: 0 };
-        let answered = match handling {
-            Handling::Probe => exchange.probe().await,
+        let key = last_event.as_ref().map_or_else(RequestKey::new, |id| id.key);
+        let has_event_ids = idempotency_key.is_some() || last_event.is_some();
+        let is_first = last_event.is_none();
+        let mut exchange =
+            Exchange { forwarder: self, port, handling, head, body, key, has_event_ids, last_event, repeats: 0 };
+        let answered = match (handling, idempotency_key) {
+            (Handling::Probe, _) => exchange.probe().await,
+            (_, Some(key)) if is_first => return idempotency::answer(exchange, &key).await,
             _ => exchange.answer().await,
         };
         answered.unwrap_or_else(|message| protocol.unavailable(&message))
@@ -56,13 +73,18 @@ impl Forwarder {
 }
 
 /// One request, and all that is needed to send it again.
-struct Exchange {
-    forwarder: Arc<Forwarder>,
+pub(crate) struct Exchange {
+    pub(crate) forwarder: Arc<Forwarder>,
     port: RelayedPort,
     handling: Handling,
-    head: request::Parts,
-    body: KeptBody<Incoming>,
-    key: RequestKey,
+    pub(crate) head: request::Parts,
+    pub(crate) body: KeptBody<Incoming>,
+    /// The numbers that the answer draws.
+    pub(crate) key: RequestKey,
+    /// Whether the events of a stream have ids.
+    has_event_ids: bool,
+    /// The last event that the client has from an earlier connection.
+    last_event: Option<EventId>,
     /// How often it was sent again.
     repeats: u32,
 }
@@ -86,7 +108,7 @@ impl Exchange {
         }
     }
 
-    async fn answer(mut self) -> Result<Reply, String> {
+    pub(crate) async fn answer(mut self) -> Result<Reply, String> {
         loop {
             let Answer { response, world } = self.receive().await?;
             if self.handling == Handling::Repeat && is_event_stream(response.headers()) {
@@ -164,7 +186,8 @@ impl Exchange {
         let (events, received) = mpsc::channel(1);
         let protocol = Protocol::of(self.head.uri.path());
         tokio::spawn(async move {
-            let mut stream = EventStream { exchange: self, events: events.clone(), sent: SentEvents::default() };
+            let sent = self.last_event.as_ref().map_or_else(SentEvents::default, SentEvents::after);
+            let mut stream = EventStream { exchange: self, events: events.clone(), sent };
             let ended = tokio::select! {
                 ended = stream.run(body, world) => ended,
                 // The client has left.
@@ -215,6 +238,18 @@ impl EventStream {
         }
     }
 
+    /// A new event, with its id if the client asked for ids.
+    fn with_id(&self, event: Bytes) -> Bytes {
+        if !self.exchange.has_event_ids {
+            return event;
+        }
+        match self.sent.id(self.exchange.key).text() {
+            Some(id) => event_id::with_id(&event, &id).into(),
+            // Without its own id, an event would count as that of the id before it.
+            None => event_id::with_id(&event, "").into(),
+        }
+    }
+
     /// Sends the whole events that the client does not have, in one piece.
     async fn send_new(&mut self, reader: &mut EventReader) -> Result<(), String> {
         let mut new = BytesMut::new();
@@ -223,6 +258,7 @@ impl EventStream {
             if !self.sent.is_new(&event).map_err(|error| error.to_string())? {
                 continue;
             }
+            let event = self.with_id(event);
             match first {
                 None => first = Some(event),
                 Some(_) => new.extend_from_slice(&event),

@@ -10,15 +10,19 @@
 //! clients already have (`events`). Answers repeat because tokens do not depend on what runs beside a request, and because the relay
 //! chooses the numbers that a request draws (`api::request_key`).
 
+mod event_id;
 mod events;
 mod grpc;
 mod http;
+mod idempotency;
+mod journal;
 mod kept;
 mod request;
 mod stream_infer;
 mod upstream;
 
 use std::io;
+use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -31,6 +35,7 @@ pub use self::upstream::{RankZero, RelayedPort};
 
 use self::grpc::GrpcForwarder;
 use self::http::Forwarder;
+use self::idempotency::Idempotency;
 use self::kept::KeptBytes;
 use self::upstream::Upstream;
 use crate::config::{Address, Config};
@@ -44,20 +49,32 @@ const BIND_TIMEOUT: Duration = Duration::from_secs(5);
 /// Time for answers to reach their clients after the last world has ended.
 const CLOSE_TIMEOUT: Duration = Duration::from_secs(2);
 
+/// How requests are forwarded.
+#[derive(Debug, Clone)]
+pub struct Options {
+    /// How long a request waits for a rank 0.
+    pub wait: Duration,
+    /// The directory of answers that outlive the relay; `None`: none do.
+    pub journals: Option<PathBuf>,
+}
+
 /// Binds the ports of `config` and forwards their requests to the rank 0 of `rank_zero`, until its sender is dropped. `listening` is
-/// called once the ports are bound. A request waits for a rank 0 for `wait`.
+/// called once the ports are bound.
 ///
 /// # Errors
 /// When a setting is invalid or a port cannot be bound; the message names it.
 pub async fn run(
     config: Config,
-    wait: Duration,
+    options: Options,
     mut rank_zero: watch::Receiver<RankZero>,
     listening: impl FnOnce(),
 ) -> Result<(), StartError> {
     config.validate()?;
-    let upstream = Upstream::new(rank_zero.clone(), wait);
-    let forwarder = Arc::new(Forwarder { upstream, kept: Arc::new(KeptBytes::default()) });
+    let forwarder = Arc::new(Forwarder {
+        upstream: Upstream::new(rank_zero.clone(), options.wait),
+        kept: Arc::new(KeptBytes::default()),
+        idempotency: Idempotency::new(&config.http_restrictions, options.journals),
+    });
     let mut ports = Vec::new();
     let http_ports = [
         (RelayedPort::Http, "HTTP service", &config.http, &config.http_tls, config.reuse_http_port),

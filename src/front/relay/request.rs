@@ -5,8 +5,11 @@ use http::header::RETRY_AFTER;
 use http::{Method, StatusCode};
 use serde_json::{Value, json};
 
+use crate::api::openai::Endpoint;
+use crate::api::request_effect::Effect;
 use crate::api::status::RETRY_AFTER_SECS;
 use crate::api::triton::http::reply::{JSON, Reply, reply};
+use crate::api::triton::http::route::Route;
 
 /// What happens to a request when rank 0 dies.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -30,29 +33,16 @@ pub(crate) enum Protocol {
 impl Handling {
     /// The handling of a request on the HTTP port.
     pub(crate) fn of(method: &Method, path: &str) -> Self {
-        let path = path.trim_end_matches('/');
-        let parts: Vec<&str> = path.split('/').skip(1).collect();
-        let is_probe = matches!(path, "/health" | "/ping" | "/metrics")
-            || path.starts_with("/v2/health")
-            || (parts.starts_with(&["v2", "models"]) && parts.last() == Some(&"ready"));
-        let generates = matches!(
-            path,
-            "/v1/completions"
-                | "/v1/chat/completions"
-                | "/v1/responses"
-                | "/v1/messages"
-                | "/v1/messages/count_tokens"
-                | "/v1/completions/render"
-                | "/v1/chat/completions/render"
-                | "/tokenize"
-                | "/detokenize"
-        ) || (parts.starts_with(&["v2", "models"])
-            && matches!(parts.last(), Some(&"infer" | &"generate" | &"generate_stream")))
-            || path == "/v2/repository/index";
+        let effect = match (Endpoint::of(path), Route::of(path.trim_end_matches('/'))) {
+            (Some(endpoint), _) => endpoint.effect(),
+            (None, Some(route)) => route.effect(),
+            (None, None) if path == "/metrics" => Effect::Probe,
+            (None, None) => Effect::Changes,
+        };
         match *method {
-            Method::GET | Method::HEAD | Method::OPTIONS if is_probe => Self::Probe,
+            Method::GET | Method::HEAD | Method::OPTIONS if effect == Effect::Probe => Self::Probe,
             Method::GET | Method::HEAD | Method::OPTIONS => Self::Repeat,
-            Method::POST if generates => Self::Repeat,
+            Method::POST if matches!(effect, Effect::Generates | Effect::Reads) => Self::Repeat,
             _ => Self::Once,
         }
     }
@@ -68,24 +58,35 @@ impl Protocol {
         }
     }
 
-    fn error(self, message: &str) -> Value {
+    fn error(self, status: StatusCode, message: &str) -> Value {
+        let (openai, anthropic) = match status.is_client_error() {
+            true => ("invalid_request_error", "invalid_request_error"),
+            false => ("server_error", "overloaded_error"),
+        };
         match self {
-            Self::OpenAi => json!({"error": {"message": message, "type": "server_error", "param": null, "code": 503}}),
-            Self::Anthropic => json!({"type": "error", "error": {"type": "overloaded_error", "message": message}}),
+            Self::OpenAi => {
+                json!({"error": {"message": message, "type": openai, "param": null, "code": status.as_u16()}})
+            }
+            Self::Anthropic => json!({"type": "error", "error": {"type": anthropic, "message": message}}),
             Self::Triton => json!({"error": message}),
         }
     }
 
+    /// The answer to a request that is refused.
+    pub(crate) fn refused(self, status: StatusCode, message: &str) -> Reply {
+        reply(status, JSON, self.error(status, message).to_string().into_bytes())
+    }
+
     /// The answer to a request that rank 0 cannot answer.
     pub(crate) fn unavailable(self, message: &str) -> Reply {
-        let mut refused = reply(StatusCode::SERVICE_UNAVAILABLE, JSON, self.error(message).to_string().into_bytes());
+        let mut refused = self.refused(StatusCode::SERVICE_UNAVAILABLE, message);
         refused.headers_mut().insert(RETRY_AFTER, RETRY_AFTER_SECS.into());
         refused
     }
 
     /// The last events of a stream that cannot go on.
     pub(crate) fn last_events(self, message: &str) -> Bytes {
-        let error = self.error(message);
+        let error = self.error(StatusCode::SERVICE_UNAVAILABLE, message);
         match self {
             Self::OpenAi => format!("data: {error}\n\ndata: [DONE]\n\n").into(),
             Self::Anthropic => format!("event: error\ndata: {error}\n\n").into(),
@@ -101,9 +102,14 @@ mod tests {
     #[test]
     fn requests_that_change_the_server_are_not_sent_again() {
         let of = |path: &str| Handling::of(&Method::POST, path);
-        for path in
-            ["/v1/chat/completions", "/v1/messages/", "/v2/models/m/versions/1/infer", "/v2/models/m/generate_stream"]
-        {
+        for path in [
+            "/v1/chat/completions",
+            "/v1/messages/",
+            "/tokenize",
+            "/v2/models/m/versions/1/infer",
+            "/v2/models/m/generate_stream",
+            "/v2/repository/index",
+        ] {
             assert_eq!(of(path), Handling::Repeat, "{path}");
         }
         for path in [
@@ -112,6 +118,8 @@ mod tests {
             "/v2/systemsharedmemory/region/r/register",
             "/v2/trace/setting",
             "/v2/models/m/trace/setting",
+            "/reset_prefix_cache",
+            "/v1/of_a_later_version",
         ] {
             assert_eq!(of(path), Handling::Once, "{path}");
         }

@@ -14,8 +14,11 @@ use http::{Method, request};
 use record::{Recorder, RequestItem};
 use tonic::Status;
 
+use crate::api::openai::Endpoint;
+use crate::api::request_effect::Effect;
 use crate::api::triton::grpc::redact;
 use crate::api::triton::http::reply::Reply;
+use crate::api::triton::http::route::Route;
 use crate::transport::body::ReplyBody;
 
 /// Bytes of one reply that are kept.
@@ -161,10 +164,8 @@ impl Stream for RecordedEvents {
 
 /// Whether requests of this path run a model.
 fn is_inference(path: &str) -> bool {
-    let openai = ["/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages"];
-    let triton = path.starts_with("/v2/models/");
-    openai.contains(&path)
-        || triton && ["/infer", "/generate", "/generate_stream"].iter().any(|end| path.ends_with(end))
+    let effect = Endpoint::of(path).map(Endpoint::effect).or_else(|| Some(Route::of(path)?.effect()));
+    effect == Some(Effect::Generates)
 }
 
 #[cfg(test)]

@@ -1,6 +1,6 @@
 //! APIs that require a key.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;
 use std::hint::black_box;
 
@@ -172,6 +172,12 @@ impl Restrictions {
     pub fn with_prefix(mut self, prefix: &str) -> Self {
         self.rules.values_mut().flatten().for_each(|rule| rule.header = format!("{prefix}{}", rule.header));
         self
+    }
+
+    /// The names of the headers in which clients send keys: the usual ones, and those of the rules.
+    pub(crate) fn key_headers(&self) -> BTreeSet<&str> {
+        let of_rules = self.rules.values().flatten().map(|rule| rule.header.as_str());
+        of_rules.chain([AUTHORIZATION, API_KEY]).collect()
     }
 
     /// Whether `api` requires a key.

@@ -12,11 +12,6 @@ use crate::api::triton::http::reply::{Reply, TEXT, reply};
 use crate::api::triton::http::request_body::{ChargedBody, read_body};
 use crate::state::State;
 
-pub(super) const LOAD: &str = "/v1/load_lora_adapter";
-pub(super) const UNLOAD: &str = "/v1/unload_lora_adapter";
-/// The paths of this module. They belong to the same API as the load and unload of models.
-pub(super) const PATHS: [&str; 2] = [LOAD, UNLOAD];
-
 /// Loads an adapter from a folder of this machine.
 pub(super) async fn load(state: &State, headers: &HeaderMap, body: Incoming) -> Result<Reply, ApiError> {
     let ChargedBody { bytes: body, charge } = read_body(state, headers, body).await?;

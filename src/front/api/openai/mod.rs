@@ -9,6 +9,7 @@ mod anthropic_reply;
 mod choices;
 mod complete;
 mod conversation;
+mod endpoint;
 mod error;
 mod fields;
 mod guide;
@@ -44,13 +45,8 @@ use crate::api::triton::http::reply::{JSON, Reply, TEXT, reply};
 use crate::state::State;
 use crate::transport::body::ReplyBody;
 use crate::transport::restricted::Api;
+pub(crate) use endpoint::Endpoint;
 pub(crate) use error::ApiError;
-
-/// The paths of this module, for the error of an unknown one.
-const PATHS: &str = "/v1/models, /v1/completions, /v1/chat/completions, /v1/completions/render, /v1/chat/completions/render, \
-                     /v1/responses, /v1/messages, /v1/messages/count_tokens, /v1/load_lora_adapter, /v1/unload_lora_adapter, \
-                     /tokenize, /detokenize, /tokenizer_info, /reset_prefix_cache, /sleep, /wake_up, /is_sleeping, /health, /ping and \
-                     /version";
 
 /// Client and server name a request by this header.
 const REQUEST_ID: HeaderName = HeaderName::from_static("x-request-id");
@@ -59,18 +55,7 @@ const ANTHROPIC_ID: HeaderName = HeaderName::from_static("request-id");
 
 /// Whether a path belongs to this module.
 pub(crate) fn is_path(path: &str) -> bool {
-    let is_alone = matches!(
-        path,
-        "/v1"
-            | "/tokenize"
-            | "/detokenize"
-            | "/tokenizer_info"
-            | prefix_cache::RESET
-            | "/health"
-            | "/ping"
-            | "/version"
-    );
-    is_alone || sleep::PATHS.contains(&path) || path.starts_with("/v1/") || not_served::ALONE.contains(&path)
+    Endpoint::of(path).is_some() || path == "/v1" || path.starts_with("/v1/") || not_served::ALONE.contains(&path)
 }
 
 /// Answers one request; an error is an answer too. The reply has the request's id, or a new one.
@@ -98,75 +83,59 @@ const MAX_ID_BYTES: usize = 512;
 
 async fn answer(state: &Arc<State>, head: &http::request::Parts, body: Incoming) -> Result<Reply, ApiError> {
     let path = head.uri.path().trim_end_matches('/');
-    let (is_post, is_get) = (head.method == Method::POST, head.method == Method::GET);
+    let (endpoint, query) = (Endpoint::of(path), head.uri.query());
     let restrictions = &state.config.http_restrictions;
-    let api = match path {
-        "/health" | "/ping" => Api::Health,
-        prefix_cache::RESET => Api::ModelRepository,
-        _ if adapters::PATHS.contains(&path) || sleep::PATHS.contains(&path) => Api::ModelRepository,
-        _ if is_post => Api::Inference,
+    let api = match endpoint.and_then(Endpoint::api) {
+        Some(api) => api,
+        None if head.method == Method::POST => Api::Inference,
         // As at OpenAI, a key is needed for all of `/v1` or for none of it.
-        _ if path.starts_with("/v1/") && restrictions.restricts(Api::Inference) => Api::Inference,
-        _ => Api::Metadata,
+        None if path.starts_with("/v1/") && restrictions.restricts(Api::Inference) => Api::Inference,
+        None => Api::Metadata,
     };
     if let Err(denied) = restrictions.check(api, &head.headers) {
         return Err(ApiError::restricted(denied.header, denied.is_bearer));
     }
-    match path {
-        "/v1/models" if is_get => Ok(json_reply(&models::list(state))),
-        "/v1/completions" if is_post => complete::complete(state, &head.headers, body, false).await,
-        "/v1/chat/completions" if is_post => complete::complete(state, &head.headers, body, true).await,
-        "/v1/responses" if is_post => responses::responses(state, &head.headers, body).await,
-        "/v1/messages" if is_post => anthropic::messages(state, &head.headers, body).await,
-        "/v1/messages/count_tokens" if is_post => anthropic::count_tokens(state, &head.headers, body).await,
-        "/v1/completions/render" if is_post => tokens::render(state, &head.headers, body, false).await,
-        "/v1/chat/completions/render" if is_post => tokens::render(state, &head.headers, body, true).await,
-        "/tokenize" if is_post => tokens::tokenize(state, &head.headers, body).await,
-        "/detokenize" if is_post => tokens::detokenize(state, &head.headers, body).await,
-        adapters::LOAD if is_post => adapters::load(state, &head.headers, body).await,
-        adapters::UNLOAD if is_post => adapters::unload(state, &head.headers, body).await,
-        sleep::SLEEP if is_post => sleep::sleep(state, head.uri.query()).await,
-        sleep::WAKE if is_post => sleep::wake(state, head.uri.query()).await,
-        sleep::IS_SLEEPING if is_get => sleep::is_sleeping(state, head.uri.query()),
-        prefix_cache::RESET if is_post => prefix_cache::reset(state, head.uri.query()).await,
-        "/tokenizer_info" if is_get => tokenizer_info::tokenizer_info(state, head.uri.query()).await,
-        "/health" | "/ping" if is_get => Ok(health(state)),
-        "/version" if is_get => Ok(json_reply(&json!({"version": env!("CARGO_PKG_VERSION")}))),
-        adapters::LOAD
-        | adapters::UNLOAD
-        | sleep::SLEEP
-        | sleep::WAKE
-        | sleep::IS_SLEEPING
-        | prefix_cache::RESET
-        | "/v1/completions"
-        | "/v1/chat/completions"
-        | "/v1/models"
-        | "/v1/responses"
-        | "/v1/messages"
-        | "/v1/messages/count_tokens"
-        | "/v1/completions/render"
-        | "/v1/chat/completions/render"
-        | "/tokenize"
-        | "/detokenize"
-        | "/tokenizer_info"
-        | "/health"
-        | "/ping"
-        | "/version" => {
-            let message = format!("Method {} is not allowed for {path}.", head.method);
-            Err(ApiError::of_status(StatusCode::METHOD_NOT_ALLOWED, message))
+    let Some(endpoint) = endpoint else { return without_endpoint(state, head, path) };
+    if head.method != endpoint.method() {
+        let message = format!("Method {} is not allowed for {path}.", head.method);
+        return Err(ApiError::of_status(StatusCode::METHOD_NOT_ALLOWED, message));
+    }
+    match endpoint {
+        Endpoint::Models => Ok(json_reply(&models::list(state))),
+        Endpoint::Completions => complete::complete(state, &head.headers, body, false).await,
+        Endpoint::ChatCompletions => complete::complete(state, &head.headers, body, true).await,
+        Endpoint::Responses => responses::responses(state, &head.headers, body).await,
+        Endpoint::Messages => anthropic::messages(state, &head.headers, body).await,
+        Endpoint::CountTokens => anthropic::count_tokens(state, &head.headers, body).await,
+        Endpoint::RenderCompletions => tokens::render(state, &head.headers, body, false).await,
+        Endpoint::RenderChatCompletions => tokens::render(state, &head.headers, body, true).await,
+        Endpoint::Tokenize => tokens::tokenize(state, &head.headers, body).await,
+        Endpoint::Detokenize => tokens::detokenize(state, &head.headers, body).await,
+        Endpoint::LoadAdapter => adapters::load(state, &head.headers, body).await,
+        Endpoint::UnloadAdapter => adapters::unload(state, &head.headers, body).await,
+        Endpoint::Sleep => sleep::sleep(state, query).await,
+        Endpoint::WakeUp => sleep::wake(state, query).await,
+        Endpoint::IsSleeping => sleep::is_sleeping(state, query),
+        Endpoint::ResetPrefixCache => prefix_cache::reset(state, query).await,
+        Endpoint::TokenizerInfo => tokenizer_info::tokenizer_info(state, query).await,
+        Endpoint::Health | Endpoint::Ping => Ok(health(state)),
+        Endpoint::Version => Ok(json_reply(&json!({"version": env!("CARGO_PKG_VERSION")}))),
+    }
+}
+
+/// The answer to a path of this module that is no endpoint: a model of the list, or an error.
+fn without_endpoint(state: &State, head: &http::request::Parts, path: &str) -> Result<Reply, ApiError> {
+    match path.strip_prefix("/v1/models/").filter(|_| head.method == Method::GET) {
+        Some(name) => {
+            // Clients may send the slash of `ORG/NAME` as `%2F`.
+            let name = percent_decode_str(name).decode_utf8_lossy();
+            models::entry(state, &name).map(|entry| json_reply(&entry)).ok_or_else(|| ApiError::no_model(&name))
         }
-        _ => match path.strip_prefix("/v1/models/").filter(|_| is_get) {
-            Some(name) => {
-                // Clients may send the slash of `ORG/NAME` as `%2F`.
-                let name = percent_decode_str(name).decode_utf8_lossy();
-                models::entry(state, &name).map(|entry| json_reply(&entry)).ok_or_else(|| ApiError::no_model(&name))
-            }
-            None => {
-                let unknown = || format!("Unknown path {path}: there are {PATHS}.");
-                let message = not_served::message(path).unwrap_or_else(unknown);
-                Err(ApiError::of_status(StatusCode::NOT_FOUND, message))
-            }
-        },
+        None => {
+            let unknown = || format!("Unknown path {path}: there are {}.", Endpoint::all_paths());
+            let message = not_served::message(path).unwrap_or_else(unknown);
+            Err(ApiError::of_status(StatusCode::NOT_FOUND, message))
+        }
     }
 }
 

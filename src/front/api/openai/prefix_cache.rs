@@ -6,8 +6,6 @@ use super::error::ApiError;
 use crate::api::triton::http::reply::{Reply, TEXT, reply};
 use crate::state::State;
 
-pub(super) const RESET: &str = "/reset_prefix_cache";
-
 /// Empties the prefix cache of the model that `?model=` names, or those of all models.
 pub(super) async fn reset(state: &State, query: Option<&str>) -> Result<Reply, ApiError> {
     let model = query.into_iter().flat_map(|query| query.split('&')).find_map(|pair| pair.strip_prefix("model="));

@@ -12,12 +12,6 @@ use crate::api::triton::http::reply::{Reply, TEXT, reply};
 use crate::state::State;
 use crate::transport::body::ReplyBody;
 
-pub(super) const SLEEP: &str = "/sleep";
-pub(super) const WAKE: &str = "/wake_up";
-pub(super) const IS_SLEEPING: &str = "/is_sleeping";
-/// The paths of this module.
-pub(super) const PATHS: [&str; 3] = [SLEEP, WAKE, IS_SLEEPING];
-
 /// The parameters of a request.
 #[derive(Debug, Default, PartialEq, Eq)]
 struct Parameters {

@@ -2,6 +2,7 @@
 
 use http::Method;
 
+use crate::api::request_effect::Effect;
 use crate::api::triton::shared_memory::MemoryKind;
 
 /// A model in a path.
@@ -117,6 +118,27 @@ impl<'a> Route<'a> {
     /// Whether the content type of replies and errors is `application/json` instead of `text/plain`.
     pub fn answers_in_json(&self) -> bool {
         !matches!(self, Route::Live | Route::Ready | Route::ModelReady(_) | Route::Infer(_))
+    }
+
+    /// What its requests do to the server.
+    pub(crate) fn effect(&self) -> Effect {
+        match self {
+            Route::Live | Route::Ready | Route::ModelReady(_) => Effect::Probe,
+            Route::Infer(_) | Route::Generate(_) | Route::GenerateStream(_) => Effect::Generates,
+            Route::ServerMetadata
+            | Route::ModelMetadata(_)
+            | Route::ModelConfig(_)
+            | Route::ModelStatistics(_)
+            | Route::RepositoryIndex
+            | Route::MemoryStatus { .. } => Effect::Reads,
+            Route::LoadModel(_)
+            | Route::UnloadModel(_)
+            | Route::NamedRepository
+            | Route::MemoryRegister { .. }
+            | Route::MemoryUnregister { .. }
+            | Route::TraceSetting { .. }
+            | Route::Logging => Effect::Changes,
+        }
     }
 
     /// Whether the route supports `method`.
