@@ -7,7 +7,7 @@ use std::path::Path;
 use std::process::Command;
 
 use serde_json::Value;
-use support::{TestWorld, shipped_repository};
+use support::{Options, TestWorld, copied_repository, set_parameters, shipped_repository};
 
 fn bench(args: &[&str]) -> String {
     let output = Command::new(env!("CARGO_BIN_EXE_trireme")).arg("bench").args(args).output().expect("trireme runs");
@@ -134,4 +134,37 @@ fn core_and_identity_print_the_tables_of_tensorrt_llms_tools() {
     let text = bench(&["identity", "-u", &grpc, "-b", "2", "-s", "6", "-o", "4", "-n", "2", "-topk", "1"]);
     assert!(text.contains("[INFO] Batch size: 2, Start len: 6, Output len: 4"), "{text}");
     assert!(text.contains(" sentences / sec"), "{text}");
+}
+
+#[test]
+fn agents_find_what_they_repeat_on_the_device_or_on_the_host() {
+    let repository = copied_repository();
+    // Two conversations of 200 tokens do not fit on the device together.
+    let parameters = [("max_tokens_in_paged_kv_cache", "288"), ("max_sequence_len", "256")];
+    set_parameters(&repository, "tensorrt_llm", &parameters);
+    let args = vec!["--kv-cache-host-memory=64MiB".to_owned()];
+    let mut world = TestWorld::start(Options { repository: repository.path().to_owned(), args, ..Options::default() });
+    let line = world.await_log("Started Metrics Service at ");
+    let metrics = format!("127.0.0.1:{}", line.trim_end_matches('"').rsplit(':').next().unwrap());
+    let (scratch, address) = (tempfile::tempdir().unwrap(), world.url(""));
+    let figures = scratch.path().join("figures.json");
+    let sizes =
+        "--conversations 3 --turns 3 --tokens 180 --system-tokens 40 --output-tokens 8 --branches 1 --concurrency 1";
+    let args = ["agents", &address, "--metrics", &metrics, "--json", figures.to_str().unwrap()];
+    let text = bench(&[&args[..], &sizes.split(' ').collect::<Vec<_>>()].concat());
+    assert!(text.contains("3 conversations of 3 turns up to 180 tokens") && text.contains("\nturn 3 "), "{text}");
+    let found = json(&figures);
+    let rounds = found["rounds"].as_array().unwrap();
+    let column = |name: &str| rounds.iter().map(|round| round[name].as_f64().unwrap()).collect::<Vec<_>>();
+    assert_eq!((column("requests"), column("errors")), (vec![3.0; 4], vec![0.0; 4]), "{found}");
+    // Of the first turn, the system prompt of the second and the third conversation. The last token of an answer has no position yet.
+    assert_eq!(column("repeated_tokens"), [2.0 * 40.0, 3.0 * 67.0, 3.0 * 127.0, 3.0 * 67.0], "{found}");
+    assert_eq!(column("prompt_tokens"), [180.0, 360.0, 540.0, 3.0 * (67.0 + 60.0)], "{found}");
+    // In blocks of 16 tokens.
+    assert_eq!(column("cached_tokens"), [2.0 * 32.0, 3.0 * 64.0, 3.0 * 112.0, 3.0 * 64.0], "{found}");
+    assert_eq!(found["full_block_hit_rate"], 1.0);
+    let of_host: f64 = column("host_tokens").iter().sum();
+    assert_eq!(of_host, world.metric("trireme_llm_prefix_cache_host_tokens_total"));
+    assert_eq!(column("cached_tokens").iter().sum::<f64>(), world.metric("trireme_llm_cached_prompt_tokens_total"));
+    assert!(column("host_tokens")[2] > 0.0 && found["host_used_bytes"].as_f64() > Some(0.0), "{found}");
 }

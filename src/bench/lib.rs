@@ -12,6 +12,8 @@
 //! ```
 #![forbid(unsafe_code)]
 
+mod agents;
+mod agents_figures;
 mod compare;
 mod core_model;
 mod core_table;
@@ -58,6 +60,7 @@ pub struct BenchArgs {
 #[allow(missing_docs)] // The help of each command is the doc of its arguments.
 pub enum BenchCommand {
     Serving(serving::ServingArgs),
+    Agents(agents::AgentsArgs),
     Core(core_model::CoreArgs),
     Identity(identity::IdentityArgs),
     Infer(infer::InferArgs),
@@ -74,6 +77,7 @@ pub fn run(args: BenchArgs) -> Result<(), ClientError> {
     let runtime = client::runtime()?;
     match args.command {
         BenchCommand::Serving(args) => runtime.block_on(serving::run(args)),
+        BenchCommand::Agents(args) => runtime.block_on(agents::run(args)),
         BenchCommand::Core(args) => runtime.block_on(core_model::run(args)),
         BenchCommand::Identity(args) => runtime.block_on(identity::run(args)),
         BenchCommand::Infer(args) => runtime.block_on(infer::run(args)),

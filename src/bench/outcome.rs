@@ -60,7 +60,11 @@ pub(crate) struct Outcome {
     /// Token count that came with the last piece.
     pub last_count: usize,
     pub text: String,
+    /// The tokens of the response, if the server names them.
+    pub ids: Vec<u32>,
     pub prompt_tokens: usize,
+    /// Prompt tokens that the server's prefix cache had, if it says so.
+    pub cached_tokens: Option<usize>,
     pub max_tokens: usize,
     pub priority: Option<i64>,
     pub latency: Duration,
@@ -81,7 +85,9 @@ impl Outcome {
             num_tokens: None,
             last_count: 0,
             text: String::new(),
+            ids: Vec::new(),
             prompt_tokens: prompt.ids.len(),
+            cached_tokens: None,
             max_tokens: prompt.max_tokens,
             priority: prompt.priority,
             latency: Duration::ZERO,

@@ -153,12 +153,18 @@ impl OpenAiTarget {
         if let Some(count) = answer["usage"]["prompt_tokens"].as_u64() {
             outcome.prompt_tokens = count as usize;
         }
+        if let Some(count) = answer["usage"]["prompt_tokens_details"]["cached_tokens"].as_u64() {
+            outcome.cached_tokens = Some(count as usize);
+        }
+        let ids = choice["token_ids"].as_array().into_iter().flatten();
+        outcome.ids.extend(ids.filter_map(|id| u32::try_from(id.as_u64()?).ok()));
     }
 
     fn body(&self, prompt: &Prompt, sampling: &Sampling) -> Value {
         let mut body = json!({"model": self.model, "max_tokens": prompt.max_tokens, "stream": sampling.stream_output});
         match self.is_chat {
             true => body["messages"] = json!([{"role": "user", "content": prompt.text}]),
+            false if prompt.text.is_empty() => body["prompt"] = json!(prompt.ids),
             false => body["prompt"] = json!(prompt.text),
         }
         // OpenAI's protocol has no `top_k`; temperature 0 means greedy.

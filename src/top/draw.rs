@@ -10,7 +10,7 @@ use ratatui::style::{Color, Style, Stylize as _};
 use ratatui::text::{Line, Span};
 use ratatui::widgets::{Cell, Paragraph, Row, Table};
 
-use crate::view::{Latency, ModelView, ProcessView, View};
+use crate::view::{CacheView, Latency, ModelView, ProcessView, View};
 
 /// In wider terminals, names would be far from their figures.
 const MAX_WIDTH: u16 = 100;
@@ -19,18 +19,21 @@ const MAX_WIDTH: u16 = 100;
 pub(crate) fn draw(frame: &mut Frame<'_>, view: &View, with_keys: bool) {
     let head = head(view);
     let num_models = view.models.len().max(1) as u16;
+    let num_caches = view.models.iter().filter(|model| model.cache.is_some()).count() as u16;
     let areas = Layout::vertical([
         Length(head.len() as u16 + 1),
         Length(num_models + 2),
         Length(num_models + 2),
+        Length(if num_caches > 0 { num_caches + 2 } else { 0 }),
         Fill(1),
         Length(u16::from(with_keys)),
     ]);
-    let [top, models, latencies, processes, keys]: [Rect; 5] =
+    let [top, models, latencies, caches, processes, keys]: [Rect; 6] =
         areas.areas(Rect { width: frame.area().width.min(MAX_WIDTH), ..frame.area() });
     frame.render_widget(Paragraph::new(head), top);
     frame.render_widget(model_table(&view.models), models);
     frame.render_widget(latency_table(&view.models), latencies);
+    frame.render_widget(cache_table(&view.models), caches);
     frame.render_widget(process_table(&view.processes), processes);
     if with_keys {
         frame.render_widget(Paragraph::new("q quits").dim(), keys);
@@ -105,6 +108,25 @@ fn latency_row(model: &ModelView) -> Row<'_> {
         or_dash(model.memory_bytes.map(bytes)),
         or_dash(slowest),
         Cell::from(model.num_restarts.to_string()),
+    ])
+}
+
+/// Where the prompt tokens were that models with host memory did not compute. It fits 80 columns.
+fn cache_table(models: &[ModelView]) -> Table<'_> {
+    let head = ["MODEL", "CACHED", "DEVICE/S", "HOST/S", "HOST MEMORY", "OF"];
+    let widths = [Fill(1), Length(7), Length(9), Length(9), Length(11), Length(10)];
+    let rows = models.iter().filter_map(|model| Some(cache_row(&model.name, model.cache?)));
+    Table::new(rows, widths).header(Row::new(head).dim())
+}
+
+fn cache_row(name: &str, cache: CacheView) -> Row<'_> {
+    Row::new(vec![
+        Cell::from(name).bold(),
+        or_dash(cache.hit_share.map(|share| format!("{:.1}%", 100.0 * share))),
+        Cell::from(format!("{:.0}", cache.device_tokens_per_s)),
+        Cell::from(format!("{:.0}", cache.host_tokens_per_s)),
+        Cell::from(bytes(cache.host_used_bytes)),
+        Cell::from(bytes(cache.host_limit_bytes)),
     ])
 }
 
@@ -238,6 +260,13 @@ mod tests {
             kv_blocks_used: 60,
             kv_blocks: 80,
             memory_bytes: Some(140 << 30),
+            cache: Some(CacheView {
+                hit_share: Some(0.987),
+                device_tokens_per_s: 456_789.0,
+                host_tokens_per_s: 123_456.0,
+                host_used_bytes: 511 << 30,
+                host_limit_bytes: 1023 << 30,
+            }),
             num_restarts: 1,
             slowest: Some(("1".into(), 2)),
         };
@@ -246,6 +275,7 @@ mod tests {
         for figures in [
             "tensorrt_llm ready     123456   654321   812     87.5   256  1024  75%  3",
             "tensorrt_llm 3.8ms 250ms 2.50s 12.0ms 120ms 140.0 GiB rank 1 -2 1",
+            "tensorrt_llm 98.7% 456789 123456 511.0 GiB 1023.0 GiB",
         ] {
             let words: Vec<&str> = figures.split_whitespace().collect();
             let has = |line: &str| line.split_whitespace().collect::<Vec<_>>() == words;
@@ -253,7 +283,9 @@ mod tests {
         }
         assert!(shown.contains("1d01h") && !shown.contains("NODE"), "{shown}");
         view.processes[1] = worker(1, "node-b");
+        view.models[0].cache = None;
         let shown = lines(&view).join("\n");
+        assert!(!shown.contains("HOST MEMORY"), "{shown}");
         assert!(shown.contains("NODE") && shown.contains("node-b") && shown.contains("1d01h"), "{shown}");
     }
 }

@@ -37,7 +37,7 @@ use ratatui::crossterm::event::{self, Event, KeyCode, KeyEventKind, KeyModifiers
 use ratatui::{DefaultTerminal, Terminal};
 
 pub use snapshot::{Snapshot, Source};
-pub use view::{Latency, ModelView, ProcessView, View};
+pub use view::{CacheView, Latency, ModelView, ProcessView, View};
 
 /// Shortest interval between two snapshots, in seconds.
 const MIN_INTERVAL: f64 = 0.1;

@@ -59,10 +59,27 @@ pub struct ModelView {
     pub kv_blocks: u64,
     /// Device memory of all workers of the model, in bytes.
     pub memory_bytes: Option<u64>,
+    /// The prefix cache, if it has host memory.
+    pub cache: Option<CacheView>,
     /// How often its workers were restarted.
     pub num_restarts: u64,
     /// The worker that lags most, and by how many steps; `None` if no worker lags.
     pub slowest: Option<(String, u64)>,
+}
+
+/// The prefix cache of a model, on the device and in host memory.
+#[derive(Debug, Clone, Copy, Default, PartialEq)]
+pub struct CacheView {
+    /// Share of the prompt tokens that it had, between the snapshots or, if no prompt came, since the model was loaded.
+    pub hit_share: Option<f64>,
+    /// Prompt tokens per second that were on the device.
+    pub device_tokens_per_s: f64,
+    /// Prompt tokens per second that were in host memory.
+    pub host_tokens_per_s: f64,
+    /// Host memory in use, of all workers.
+    pub host_used_bytes: u64,
+    /// Host memory of all workers.
+    pub host_limit_bytes: u64,
 }
 
 /// Quantiles of a latency.
@@ -143,6 +160,7 @@ fn models(before: &Metrics, now: &Metrics, time: Duration) -> Vec<ModelView> {
             kv_blocks_used: model.kv_blocks_used,
             kv_blocks: model.kv_blocks,
             memory_bytes: memory(now, name),
+            cache: cache(before, now, time, name),
             num_restarts: model.num_restarts,
             slowest: slowest(now, name),
             name: model.name,
@@ -197,6 +215,31 @@ fn quantile(buckets: &[(f64, f64)], share: f64) -> Option<Duration> {
 fn memory(metrics: &Metrics, model: &str) -> Option<u64> {
     let bytes = metrics.of_model("nv_trt_llm_runtime_memory_metrics", model)?;
     (bytes > 0.0).then_some(bytes as u64)
+}
+
+fn cache(before: &Metrics, now: &Metrics, time: Duration, model: &str) -> Option<CacheView> {
+    let value = |metrics: &Metrics, metric: &str| metrics.of_model(metric, model).unwrap_or(0.0);
+    let host_limit_bytes = value(now, "trireme_llm_host_cache_limit_bytes") as u64;
+    let counters = |metrics: &Metrics| {
+        [
+            "trireme_llm_prompt_tokens_total",
+            "trireme_llm_cached_prompt_tokens_total",
+            "trireme_llm_prefix_cache_host_tokens_total",
+        ]
+        .map(|metric| value(metrics, metric))
+    };
+    let (early, late) = (counters(before), counters(now));
+    // After a restart the counters begin at 0.
+    let grown: [f64; 3] = std::array::from_fn(|index| (late[index] - early[index]).max(0.0));
+    let [prompt, cached, _] = if grown[0] > 0.0 { grown } else { late };
+    let per_s = |tokens: f64| tokens.max(0.0) / time.as_secs_f64().max(1e-3);
+    (host_limit_bytes > 0).then(|| CacheView {
+        hit_share: (prompt > 0.0).then(|| (cached / prompt).min(1.0)),
+        device_tokens_per_s: per_s(grown[1] - grown[2]),
+        host_tokens_per_s: per_s(grown[2]),
+        host_used_bytes: value(now, "trireme_llm_host_cache_used_bytes") as u64,
+        host_limit_bytes,
+    })
 }
 
 fn slowest(metrics: &Metrics, model: &str) -> Option<(String, u64)> {
@@ -291,6 +334,37 @@ mod tests {
         assert_eq!(idle.first_token.unwrap().p50.as_millis(), 54);
         let slow = at(then, text([0, 0, 1], 0));
         assert_eq!(View::of(&slow, &slow).models[0].first_token.unwrap().p50.as_millis(), 500);
+    }
+
+    #[test]
+    fn hits_of_the_prefix_cache_are_told_apart_by_tier() {
+        let text = |prompt: u32, cached: u32, of_host: u32, limit: u64| {
+            Metrics::parse(&format!(
+                "trireme_llm_ready{{model=\"m\"}} 1\n\
+                 trireme_llm_prompt_tokens_total{{model=\"m\"}} {prompt}\n\
+                 trireme_llm_cached_prompt_tokens_total{{model=\"m\"}} {cached}\n\
+                 trireme_llm_prefix_cache_host_tokens_total{{model=\"m\"}} {of_host}\n\
+                 trireme_llm_host_cache_used_bytes{{model=\"m\"}} 512\n\
+                 trireme_llm_host_cache_limit_bytes{{model=\"m\"}} {limit}\n"
+            ))
+        };
+        let then = Instant::now();
+        let at = |at, metrics| Snapshot { at, server: "far:8002".into(), world: None, metrics: Ok(metrics) };
+        let before = at(then, text(1000, 0, 0, 1024));
+        let now = at(then + Duration::from_secs(2), text(2000, 800, 600, 1024));
+        let expected = CacheView {
+            hit_share: Some(0.8),
+            device_tokens_per_s: 100.0,
+            host_tokens_per_s: 300.0,
+            host_used_bytes: 512,
+            host_limit_bytes: 1024,
+        };
+        assert_eq!(View::of(&before, &now).models[0].cache, Some(expected));
+        // Without a prompt between them, all since the start count.
+        let idle = View::of(&now, &now).models[0].cache.unwrap();
+        assert_eq!((idle.hit_share, idle.host_tokens_per_s), (Some(0.4), 0.0));
+        let without = at(then, text(1000, 500, 0, 0));
+        assert_eq!(View::of(&without, &without).models[0].cache, None);
     }
 
     #[test]
