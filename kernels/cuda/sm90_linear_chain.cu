@@ -19,7 +19,7 @@
 // launch   one block per multiprocessor, 128 GROUPS + 96 threads, dynamic shared memory and `stages`, a multiple of
 //          GROUPS, from the wrapper.
 //          A link's tiles of TILE rows of w are cut into slices of 64 columns (128 of fp8, 256 of 4 bits), and the slices are divided evenly among
-//          the blocks. One warp keeps a ring filled with weights, of this link and then of the next one, whose x does
+//          the blocks, or fewer of them that have MIN_SLICES each. One warp keeps a ring filled with weights, of this link and then of the next one, whose x does
 //          not exist yet. A second warp loads x as soon as all blocks have arrived. A third warp adds squares. GROUPS
 //          warpgroups multiply, each every GROUPS-th slice. So weights are loaded without a pause across the ends of
 //          links, and at the start while the previous kernel runs.
@@ -38,6 +38,7 @@ constexpr i32 ADD_NORM = 4;
 constexpr int GROUPS = 4;        // warpgroups that multiply
 constexpr int CONSUMERS = GROUPS * 128;
 constexpr int MAX_LINKS = 4;
+constexpr u32 MIN_SLICES = 8;    // of a block that has any: fewer blocks share a small weight, since a tile's sums are added in turn
 constexpr u32 WRITTEN = 1u << 31;  // set in every tag; memory that was not written does not have it
 
 struct Norm {
@@ -89,10 +90,11 @@ struct PlainRing : Ring<TILE, NT> {
 // The slices of a link that a block computes, counted tile by tile.
 struct Share {
     u32 slices;  // number of slices in a tile
+    u32 blocks;  // number of blocks that have any
     u32 total, first, end;
 
-    __device__ u32 first_of(u32 block) const { return total * block / gridDim.x; }
-    __device__ u32 block_of(u32 slice) const { return ((slice + 1) * gridDim.x - 1) / total; }
+    __device__ u32 first_of(u32 block) const { return block < blocks ? total * block / blocks : total; }
+    __device__ u32 block_of(u32 slice) const { return ((slice + 1) * blocks - 1) / total; }
 };
 
 template <class R>
@@ -100,6 +102,7 @@ __device__ __forceinline__ Share share_of(const Link& link) {
     Share s;
     s.slices = (link.k + R::COLUMNS - 1) / R::COLUMNS;
     s.total = (link.out.n + TILE - 1) / TILE * s.slices;
+    s.blocks = min(gridDim.x, max(s.total / MIN_SLICES, 1u));
     s.first = s.first_of(blockIdx.x);
     s.end = s.first_of(blockIdx.x + 1);
     return s;
@@ -204,9 +207,10 @@ __device__ __forceinline__ void compute_scales(float (*scales)[NT], u32 ready, c
     }
 }
 
-// The sums of a tile: those of the groups in shared memory, and those sent by blocks first .. last.
+// The sums of a tile: those of the groups in shared memory, and those sent by blocks first .. last, each of which has sent some.
 template <int NT>
 struct Sums {
+    static constexpr int AT_ONCE = 4;  // packets that are waited for together, since a load takes as long as four
     const float* partial;  // [GROUPS][NT][PITCH]
     const float* scales;   // [NT] or null
     u8* packets;
@@ -236,15 +240,25 @@ struct Sums {
 
     __device__ float4 sum(int m, int r) const {
         float4 total = own(m, r);
-        for (u32 block = first; block <= last; ++block) {
-            if (share.first_of(block) == share.first_of(block + 1)) continue;  // a block without a slice sends nothing
-            const u8* p = packet(block, m, r);
-            for (;;) {
-                const uint4 a = load_volatile(p), b = load_volatile(p + 16);
-                if (a.y != tag || a.w != tag || b.y != tag || b.w != tag) continue;
-                total.x += __uint_as_float(a.x), total.y += __uint_as_float(a.z);
-                total.z += __uint_as_float(b.x), total.w += __uint_as_float(b.z);
-                break;
+        for (u32 block = first; block <= last; block += AT_ONCE) {
+            uint4 a[AT_ONCE], b[AT_ONCE];
+            for (bool waits = true; waits;) {
+                waits = false;
+#pragma unroll
+                for (int j = 0; j < AT_ONCE; ++j) {
+                    const u8* p = packet(min(block + j, last), m, r);
+                    a[j] = load_volatile(p), b[j] = load_volatile(p + 16);
+                }
+#pragma unroll
+                for (int j = 0; j < AT_ONCE; ++j) {
+                    waits |= a[j].y != tag || a[j].w != tag || b[j].y != tag || b[j].w != tag;
+                }
+            }
+#pragma unroll
+            for (int j = 0; j < AT_ONCE; ++j) {
+                if (block + j > last) continue;
+                total.x += __uint_as_float(a[j].x), total.y += __uint_as_float(a[j].z);
+                total.z += __uint_as_float(b[j].x), total.w += __uint_as_float(b[j].z);
             }
         }
         if (scales) {

@@ -109,7 +109,9 @@ impl WeightSlice<'_> {
 ///
 /// Devices rotate the pairs `(i, i + D / 2)` of a head. Some checkpoints pair other elements: neighbours, or only the
 /// first elements of a head. Scores do not change if q and k are permuted in the same way, so their rows are loaded in
-/// the order that devices expect. Elements that are not rotated have an angle of zero in the table.
+/// the order that devices expect. Elements that are not rotated have an angle of zero in the table. Those of the first half of a stored
+/// head, and those of the second half, are divided evenly among both halves, so that neighbours stay together in runs of at least a
+/// quarter of a head: blocks of quantized rows that have a common scale are not mixed more than necessary.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct HeadOrder {
     /// `D`, the size of a head.
@@ -129,9 +131,26 @@ impl HeadOrder {
         let within = match pair.checked_sub(pairs) {
             None if self.is_interleaved => 2 * pair + usize::from(is_second),
             None => pair + if is_second { pairs } else { 0 },
-            Some(rest) => self.rotary_dim + rest + if is_second { half - pairs } else { 0 },
+            Some(rest) => self.stored_unrotated(rest, is_second),
         };
         head * self.head_dim + within
+    }
+
+    /// The stored index of an element that is not rotated: number `index` of those in the first or second half of a head.
+    fn stored_unrotated(self, index: usize, is_second: bool) -> usize {
+        let half = self.head_dim / 2;
+        let of_each = half - self.rotary_dim / 2;
+        let (low, high) = (self.rotary_dim, half.max(self.rotary_dim));
+        let num_low = high - low;
+        let low_of_first = num_low / 2;
+        let (own_low, before_low, before_high) = match is_second {
+            false => (low_of_first, 0, 0),
+            true => (num_low - low_of_first, low_of_first, of_each - low_of_first),
+        };
+        match index.checked_sub(own_low) {
+            None => low + before_low + index,
+            Some(index) => high + before_high + index,
+        }
     }
 }
 
@@ -368,4 +387,36 @@ pub struct MemoryPlan {
     pub block_bytes: u64,
     /// Number of KV blocks that fit.
     pub max_blocks: usize,
+}
+
+#[cfg(test)]
+mod tests {
+    use super::HeadOrder;
+
+    #[test]
+    fn every_element_of_a_head_is_stored_once_and_pairs_are_those_of_the_checkpoint() {
+        for (head_dim, rotary_dim) in [(8, 8), (8, 2), (80, 32), (96, 72), (128, 64), (256, 64), (10, 4), (10, 8)] {
+            for is_interleaved in [false, true] {
+                let order = HeadOrder { head_dim, rotary_dim, is_interleaved };
+                let mut stored: Vec<usize> = (0..2 * head_dim).map(|index| order.stored(index)).collect();
+                for pair in 0..rotary_dim / 2 {
+                    let expected = match is_interleaved {
+                        true => [2 * pair, 2 * pair + 1],
+                        false => [pair, pair + rotary_dim / 2],
+                    };
+                    assert_eq!([stored[pair], stored[pair + head_dim / 2]], expected, "{order:?}");
+                }
+                assert!(stored[..head_dim].iter().all(|&index| index < head_dim), "{order:?}");
+                stored.sort_unstable();
+                assert!(stored.into_iter().eq(0..2 * head_dim), "{order:?}");
+            }
+        }
+    }
+
+    #[test]
+    fn elements_that_are_not_rotated_are_divided_half_by_half() {
+        let order = HeadOrder { head_dim: 16, rotary_dim: 4, is_interleaved: false };
+        let stored: Vec<usize> = (0..16).map(|index| order.stored(index)).collect();
+        assert_eq!(stored, [0, 1, 4, 5, 8, 9, 10, 11, 2, 3, 6, 7, 12, 13, 14, 15]);
+    }
 }

@@ -182,7 +182,7 @@ mod tests {
     use std::ops::Range;
     use std::sync::Arc;
 
-    use ops::RowSource;
+    use ops::{HeadOrder, RowSource};
 
     use super::*;
 
@@ -238,6 +238,20 @@ mod tests {
         assert_eq!(format([0..128, 0..128], 64..512, interleaved), None);
         // Rows 16 to 48 of a part of each: two rows of blocks within a tile.
         assert_eq!(format([112..144, 112..144], 0..512, interleaved), None);
+    }
+
+    #[test]
+    fn heads_that_are_rotated_in_part_stay_in_blocks_of_fp8() {
+        let format = |head_dim: usize, rotary_dim: usize| {
+            let order = HeadOrder { head_dim, rotary_dim, is_interleaved: false };
+            let part = slice(Quantization::Fp8 { block: [128, 128] }, 0..2 * head_dim, 0..512);
+            packed_format(&[WeightSlice { head_order: Some(order), ..part }], RowOrder::Stacked)
+        };
+        // Qwen3.5, GLM-4.5.
+        assert_eq!(format(256, 64), Some(PackedFormat::Fp8Blocks));
+        assert_eq!(format(128, 64), Some(PackedFormat::Fp8Blocks));
+        // The last rotated elements of the second half are in another block than the first ones.
+        assert_eq!(format(256, 192), None);
     }
 
     #[test]
