@@ -38,7 +38,7 @@ def load(checkpoint, dtype):
     model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=dtype, **own).to(DEVICE).eval()
     if dtype == torch.bfloat16 and has_fp8_inputs(config.get("quantization_config", {})):
         for name, layer in model.named_modules():
-            if name.endswith(("_proj", "_proj_qkv", "_proj_z")):
+            if name.endswith(("_proj", "_proj_qkv", "_proj_z", "kv_a_proj_with_mqa")):
                 layer.register_forward_pre_hook(lambda _layer, inputs: (in_fp8(inputs[0]), *inputs[1:]))
     return model
 
@@ -49,10 +49,10 @@ def has_fp8_inputs(quantization):
 
 
 def in_fp8(x):
-    """Each 128 columns of a row in e4m3 with a scale of their own, as DeepSeek's format has them."""
-    slices = x.float().unflatten(-1, (-1, 128))
+    """Each 128 columns of a row, and what is left, in e4m3 with a scale of their own, as DeepSeek's format has them."""
+    slices = torch.nn.functional.pad(x.float(), (0, -x.shape[-1] % 128)).unflatten(-1, (-1, 128))
     scale = slices.abs().amax(-1, keepdim=True).clamp(min=1e-10) / 448
-    return ((slices / scale).to(torch.float8_e4m3fn).float() * scale).flatten(-2).to(x.dtype)
+    return ((slices / scale).to(torch.float8_e4m3fn).float() * scale).flatten(-2)[..., :x.shape[-1]].to(x.dtype)
 
 
 def alibi_llama(checkpoint, fields):
