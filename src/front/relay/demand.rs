@@ -109,7 +109,7 @@ mod tests {
         let (demand, open) = Demand::counted();
         let (state, rank_zero) = watch::channel(RankZero::default());
         let (telling, mut told) = mpsc::unbounded_channel();
-        tokio::spawn(watch(open, rank_zero, IDLE, move |change| drop(telling.send(change))));
+        tokio::spawn(watch(open, rank_zero, IDLE, move |change| telling.send(change).unwrap()));
         let nothing_is_told = async |told: &mut mpsc::UnboundedReceiver<Change>| {
             tokio::time::sleep(3 * IDLE).await;
             assert_eq!(told.try_recv(), Err(mpsc::error::TryRecvError::Empty));
