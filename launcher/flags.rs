@@ -241,6 +241,10 @@ pub struct WorldFlags {
     /// waits for this time. [without a value: 120]
     #[arg(long, num_args = 0..=1, require_equals = true, default_missing_value = "120", value_name = "SECONDS")]
     pub keep_connections: Option<u64>,
+    /// With the relay of --keep-connections: end the world when no request has come for this time, and start it for the next one.
+    /// Health checks and metrics do not count.
+    #[arg(long, value_name = "SECONDS", value_parser = clap::value_parser!(u64).range(1..))]
+    pub idle_exit: Option<u64>,
     /// Stop after more than this number of failures in a row. [default: no limit]
     #[arg(long, value_name = "N")]
     pub max_restarts: Option<u32>,
@@ -257,6 +261,9 @@ pub struct WorldFlags {
     /// Further mounts in the container, besides the model repository, the working directory and the launcher's run directory.
     #[arg(long, value_name = "PATH[:PATH],...", value_delimiter = ',')]
     pub container_mounts: Vec<String>,
+    /// The server's name. It is a flag of ranks; here, it is no short form of `--idle-exit`.
+    #[arg(long, hide = true, value_name = "NAME")]
+    pub id: Option<String>,
     /// Bytes of rank 0's CUDA memory pool.
     #[arg(long, hide = true, value_name = "BYTES")]
     pub multimodal_gpu0_cuda_mem_pool_bytes: Option<u64>,
@@ -283,7 +290,15 @@ pub struct WorldFlags {
     pub keys: Keys,
 }
 
+/// Seconds that a request waits for a rank 0 where `--keep-connections` has no value.
+const USUAL_WAIT: u64 = 120;
+
 impl WorldFlags {
+    /// Seconds that a request waits for a rank 0 at the relay; `None` without a relay.
+    pub(crate) fn relay_wait(&self) -> Option<u64> {
+        self.keep_connections.or(self.idle_exit.map(|_| USUAL_WAIT))
+    }
+
     /// The host of rank 0's HTTP port, as seen from this machine: `--http-address` among the ranks' flags, if any.
     pub(crate) fn http_host(&self) -> String {
         match self.rank_flag("--http-address") {

@@ -53,7 +53,7 @@ pub struct Plan {
     pub without: Vec<String>,
     /// Whether rank 0 may run where it does not see the run directory of this node.
     pub rank_0_may_be_elsewhere: bool,
-    /// The command that holds the connections of clients, with `--keep-connections`.
+    /// The command that holds the connections of clients, with `--keep-connections` or `--idle-exit`.
     pub relay: Option<CommandLine>,
 }
 
@@ -109,13 +109,14 @@ pub fn plan(flags: &WorldFlags, site: &Site) -> Result<Plan> {
     };
     let placement = (placed.len() > 1).then(|| format!("placement: {}", hosts::describe(&placed)));
     let rank_0_may_be_elsewhere = matches!(starter, Starter::Srun { .. }) || !placed.is_empty() || container.is_some();
-    if flags.keep_connections.is_some() && rank_0_may_be_elsewhere {
+    if flags.relay_wait().is_some() && rank_0_may_be_elsewhere {
+        let flag = if flags.idle_exit.is_some() { "--idle-exit" } else { "--keep-connections" };
         bail!(
-            "--keep-connections needs rank 0 on this machine and outside of a container; leave it out, or start without Slurm, \
+            "{flag} needs rank 0 on this machine and outside of a container; leave it out, or start without Slurm, \
              --hosts, --hostfile and --container-image"
         );
     }
-    let relay = flags.keep_connections.map(|seconds| relay_command(seconds, most, flags, site));
+    let relay = flags.relay_wait().map(|seconds| relay_command(seconds, most, flags, site));
     let has_variable = |name: &str| site.environment.iter().any(|its| its == name);
     let is_one_node = match starter {
         Starter::Local => true,
@@ -223,6 +224,9 @@ fn relay_command(seconds: u64, ranks_per_node: u32, flags: &WorldFlags, site: &S
     let mut command = rank_command(0, ranks_per_node, flags, site);
     command.args[0] = ipc::RELAY.to_owned();
     command.args.insert(1, format!("--relay-wait={seconds}"));
+    if let Some(seconds) = flags.idle_exit {
+        command.args.insert(1, format!("--relay-idle={seconds}"));
+    }
     command
 }
 
@@ -243,6 +247,7 @@ fn any_rank_command(ranks_per_node: u32, flags: &WorldFlags, site: &Site) -> Com
     if let Some(seconds) = flags.exit_timeout {
         args.push(format!("--exit-timeout-secs={seconds}"));
     }
+    args.extend(flags.id.as_ref().map(|id| format!("--id={id}")));
     if flags.log {
         args.push("--log-verbose=3".to_owned());
     }

@@ -105,16 +105,16 @@ mod tests {
     #[test]
     fn flags_of_ranks_go_behind_the_dashes_with_their_values() {
         let flag = |name: &str, takes_word| RankFlag { name: name.to_owned(), takes_word };
-        let known = [flag("--allow-client-shm", false), flag("--log-verbose", true), flag("--id", true)];
+        let known = [flag("--allow-client-shm", false), flag("--log-verbose", true), flag("--pinned-memory", true)];
         let moved = |words: &str| separated(line(words), &known);
         let expected = "launch --world_size=2 -- --allow_client_shm=true";
         assert_eq!(moved("launch --allow_client_shm=true --world_size=2").unwrap(), line(expected));
-        let expected = "launch --detach -- --x=1 --log-verbose 1 --id=me";
-        assert_eq!(moved("launch --log-verbose 1 --detach --id=me -- --x=1").unwrap(), line(expected));
+        let expected = "launch --detach -- --x=1 --log-verbose 1 --pinned-memory=1";
+        assert_eq!(moved("launch --log-verbose 1 --detach --pinned-memory=1 -- --x=1").unwrap(), line(expected));
         assert_eq!(moved("launch --allow-client-shm --detach").unwrap(), line("launch --detach -- --allow-client-shm"));
         assert_eq!(moved("launch --no-such-flag"), None);
         assert_eq!(moved("launch --detach").unwrap(), line("launch --detach"));
-        assert_eq!(moved("launch stop --id=me"), None, "`stop` starts no rank");
+        assert_eq!(moved("launch stop --pinned-memory=1"), None, "`stop` starts no rank");
     }
 
     #[test]

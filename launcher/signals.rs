@@ -1,10 +1,9 @@
-//! Waits for signals to the launcher and for the end of its worlds with one `poll`.
+//! Waits for signals to the launcher, and for the ends of its worlds and reports of its relay, with one `poll`.
 
-use std::os::fd::AsFd;
+use std::os::fd::{AsFd, BorrowedFd};
 use std::time::Duration;
 
 use anyhow::{Context, Result};
-use ipc::ProcessWatch;
 use nix::errno::Errno;
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 use nix::sys::signal::{SigSet, Signal};
@@ -17,8 +16,8 @@ pub(crate) struct Signals(SignalFd);
 #[derive(Debug, PartialEq, Eq)]
 pub(crate) enum Event {
     Signal(Signal),
-    /// The world at this index of the list has ended.
-    WorldEnded(usize),
+    /// The file at this index of the list is readable.
+    Readable(usize),
     TimedOut,
 }
 
@@ -45,9 +44,9 @@ impl Signals {
         Ok(Self(fd.context("cannot wait for signals")?))
     }
 
-    /// Waits for a signal, the end of one of `worlds`, or `timeout`. Without a timeout it waits indefinitely.
-    pub(crate) fn wait(&self, worlds: &[&ProcessWatch], timeout: Option<Duration>) -> Result<Event> {
-        let fds = std::iter::once(self.0.as_fd()).chain(worlds.iter().map(|world| world.as_fd()));
+    /// Waits for a signal, until one of `files` is readable, or for `timeout`. Without a timeout it waits indefinitely.
+    pub(crate) fn wait(&self, files: &[BorrowedFd], timeout: Option<Duration>) -> Result<Event> {
+        let fds = std::iter::once(self.0.as_fd()).chain(files.iter().copied());
         let mut fds: Vec<PollFd> = fds.map(|fd| PollFd::new(fd, PollFlags::POLLIN)).collect();
         // Rounded up; otherwise the last millisecond of a wait would be a busy loop.
         let timeout = timeout.map_or(PollTimeout::NONE, |timeout| {
@@ -63,7 +62,7 @@ impl Signals {
             return Ok(Event::Signal(signal));
         }
         let is_ready = |fd: &PollFd| fd.any().unwrap_or(false);
-        let ended = fds[1..].iter().position(is_ready);
-        Ok(ended.map_or(Event::TimedOut, Event::WorldEnded))
+        let ready = fds[1..].iter().position(is_ready);
+        Ok(ready.map_or(Event::TimedOut, Event::Readable))
     }
 }

@@ -21,6 +21,8 @@ pub(crate) enum Phase {
     Ending,
     /// It died and will be restarted after a pause.
     Waiting,
+    /// It has ended because no request came, and the next one starts it.
+    Asleep,
     /// A phase that another version of the launcher has written.
     #[serde(other)]
     Other,

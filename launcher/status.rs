@@ -138,6 +138,7 @@ fn world_status(world: &WorldState, before: &Metrics, now: &Metrics, time: Durat
         Phase::Loading => "loading",
         Phase::Ending => "ending",
         Phase::Waiting => "waiting",
+        Phase::Asleep => "asleep",
         Phase::Other => "unknown",
         Phase::Serving if health::of(world).is_some_and(|health| health.is_ready) => "ready",
         Phase::Serving => "not ready",

@@ -151,11 +151,13 @@ fn described<A: Args>(name: &'static str, about: &'static str) -> Command {
 /// Takes the flags of a rank.
 fn relay_command() -> Command {
     let wait = Arg::new("relay-wait").long("relay-wait").value_name("SECONDS").default_value("120");
+    let idle = Arg::new("relay-idle").long("relay-idle").value_name("SECONDS");
     let journals = Arg::new("relay-journals").long("relay-journals").value_name("DIR");
     rank::command()
         .name(ipc::RELAY)
         .about("Holds the connections of clients while rank 0 is started again; started by `launch`, never by hand")
         .arg(wait.value_parser(clap::value_parser!(u64)).help("How long a request waits for a rank 0"))
+        .arg(idle.value_parser(clap::value_parser!(u64)).help("Report when no request has come for this time"))
         .arg(journals.value_parser(clap::value_parser!(PathBuf)).help("Where answers outlive the relay"))
         .hide(true)
 }
@@ -222,6 +224,7 @@ fn run_relay(matches: &clap::ArgMatches) -> anyhow::Result<ExitCode> {
     let (args, _) = rank::parse(matches)?;
     let options = rank::RelayOptions {
         wait: Duration::from_secs(*matches.get_one("relay-wait").expect("it has a default")),
+        idle: matches.get_one("relay-idle").copied().map(Duration::from_secs),
         journals: matches.get_one("relay-journals").cloned(),
     };
     Ok(rank::relay(&args, options, &hardware())?)

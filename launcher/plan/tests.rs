@@ -214,3 +214,20 @@ fn flags_that_contradict_each_other_are_refused_with_the_reason() {
     assert!(plan_of("--no_mpi --world_size=2").unwrap_err().to_string().contains("--no-mpi starts one rank"));
     assert!(plan_of("--world_size=2 --tensorrt_llm_model_name=a,,b").unwrap_err().to_string().contains("empty name"));
 }
+
+#[test]
+fn a_world_that_sleeps_has_a_relay_and_the_servers_name_is_no_short_form() {
+    let relay = |line: &str| whole_plan_in(None, line).unwrap().relay.map(|command| command.to_string());
+    assert_eq!(relay("--world_size=1"), None);
+    let asleep = relay("--idle_exit=60").unwrap();
+    assert!(asleep.starts_with("/opt/trireme relay --relay-idle=60 --relay-wait=120 "), "{asleep}");
+    let waits = relay("--idle-exit=60 --keep-connections=600").unwrap();
+    assert!(waits.contains("--relay-idle=60 --relay-wait=600 "), "{waits}");
+    assert!(!relay("--keep-connections").unwrap().contains("--relay-idle"));
+    let elsewhere = plan_of("--idle-exit=60 --hosts=a:1").unwrap_err().to_string();
+    assert!(elsewhere.starts_with("--idle-exit needs rank 0 on this machine"), "{elsewhere}");
+    assert!(plan_of("--idle-exit=0").is_err());
+
+    let named = whole_plan_in(None, "--id=me").unwrap();
+    assert!(named.relay.is_none() && named.command.to_string().contains(" --id=me"), "{}", named.command);
+}

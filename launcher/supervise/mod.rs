@@ -1,13 +1,16 @@
 //! Keeps a world running: handles signals, reports readiness, restarts the world after a failure or on request.
 
+mod idle;
 mod rolling;
 mod running;
 
+use std::os::fd::AsFd;
 use std::path::PathBuf;
 use std::process::ExitStatus;
 use std::time::{Duration, Instant};
 
 use anyhow::Result;
+use ipc::ProcessWatch;
 use nix::sys::signal::Signal;
 
 use self::running::{LIVENESS_POLL, Running, Shutdown};
@@ -64,6 +67,8 @@ struct Run {
     was_requested: bool,
     /// Its end was requested in order to restart it.
     restart: bool,
+    /// It ended because no request came.
+    sleeps: bool,
     /// How long it served; None if it never became ready.
     served: Option<Duration>,
     /// It did not become ready within `wait_ready`.
@@ -109,7 +114,10 @@ impl Supervisor {
             if run.gave_up {
                 return Ok(code.max(1));
             }
-            if run.restart {
+            if run.sleeps && !self.sleep()? {
+                return Ok(0);
+            }
+            if run.restart || run.sleeps {
                 self.state.num_restarts += 1;
                 continue;
             }
@@ -154,10 +162,26 @@ impl Supervisor {
         loop {
             self.systemd.notify_watchdog();
             let left = until.saturating_duration_since(Instant::now());
-            match self.signals.wait(&[], Some(left.min(LIVENESS_POLL)))? {
+            match self.wait_and_keep_relay(&[], Some(left.min(LIVENESS_POLL)))? {
                 Event::TimedOut if Instant::now() < until => {}
                 event => return Ok(event),
             }
+        }
+    }
+
+    /// Waits for a signal, the end of one of `worlds`, or `timeout`. Keeps the relay running meanwhile.
+    fn wait_and_keep_relay(&mut self, worlds: &[&ProcessWatch], timeout: Option<Duration>) -> Result<Event> {
+        self.relay.iter_mut().for_each(|relay| relay.check(self.flags.liveness_timeout));
+        let relay = self.relay.as_ref().map(|relay| [relay.watch().as_fd(), relay.reports()]);
+        let files: Vec<_> = worlds.iter().map(|world| world.as_fd()).chain(relay.into_iter().flatten()).collect();
+        match self.signals.wait(&files, timeout)? {
+            Event::Readable(at) if at < worlds.len() => Ok(Event::Readable(at)),
+            Event::Readable(at) if at == worlds.len() => self.replace_relay().map(|()| Event::TimedOut),
+            Event::Readable(_) => {
+                self.relay.iter_mut().for_each(Relay::read_reports);
+                Ok(Event::TimedOut)
+            }
+            event => Ok(event),
         }
     }
 
@@ -215,24 +239,20 @@ impl Supervisor {
             last_answer: now,
             shutdown: Shutdown::None,
             restart: false,
+            sleeps: false,
             gave_up: false,
             hung: false,
         };
         loop {
-            let worlds = std::iter::once(&running.world).chain(&running.next).map(World::watch);
-            let watches: Vec<_> = worlds.chain(self.relay.as_ref().map(Relay::watch)).collect();
-            let relay_at = self.relay.as_ref().map(|_| watches.len() - 1);
+            let watches: Vec<_> = std::iter::once(&running.world).chain(&running.next).map(World::watch).collect();
             self.systemd.notify_watchdog();
-            let event = self.signals.wait(&watches, running.timeout())?;
+            let event = self.wait_and_keep_relay(&watches, running.timeout())?;
             match event {
-                Event::WorldEnded(at) if Some(at) == relay_at => {
-                    self.replace_relay()?;
-                }
-                Event::WorldEnded(0) => match running.next.take() {
+                Event::Readable(0) => match running.next.take() {
                     Some(next) => self.switch_worlds(&mut running, next)?,
                     None => break,
                 },
-                Event::WorldEnded(_) => self.give_up_rolling(&mut running)?,
+                Event::Readable(_) => self.give_up_rolling(&mut running)?,
                 Event::Signal(signal) => self.handle_signal(&mut running, signal)?,
                 Event::TimedOut if running.shutdown.is_overdue() => match running.shutdown {
                     // Processes that are stuck in the kernel must not delay the next world.
@@ -244,20 +264,26 @@ impl Supervisor {
             if running.shutdown == Shutdown::None {
                 self.check_health(&mut running);
                 self.switch_relay(&mut running);
+                self.end_if_idle(&mut running);
             }
         }
-        let Running { mut world, serving_since, shutdown, restart, gave_up, hung, .. } = running;
+        let Running { mut world, serving_since, shutdown, restart, sleeps, gave_up, hung, .. } = running;
         let has_failed = shutdown == Shutdown::None || hung;
+        let sleeps = sleeps && !has_failed;
         let (status, cause) = (world.status(), world.cause());
-        self.refuse_clients(status, cause, has_failed);
+        if !sleeps {
+            self.refuse_clients(status, cause, has_failed);
+        }
         let beside = self.beside(None);
         let Ended { status, cause } = world.finish(&beside, || self.systemd.notify_watchdog())?;
         // All ranks have ended, so the cause is complete.
-        self.refuse_clients(Some(status), cause, has_failed);
+        if !sleeps {
+            self.refuse_clients(Some(status), cause, has_failed);
+        }
         self.state.world_pid = None;
         self.write_state();
         let (was_requested, served) = (shutdown != Shutdown::None && !hung, serving_since.map(|since| since.elapsed()));
-        Ok(Run { status, was_requested, restart: restart && was_requested, served, gave_up })
+        Ok(Run { status, was_requested, restart: restart && was_requested, sleeps, served, gave_up })
     }
 
     /// From now on clients get an error: the world has ended, why, and whether it restarts.
@@ -288,6 +314,9 @@ impl Supervisor {
             {
                 self.take_ports(running)
             }
+            RESTART | RESTART_ROLLING | RESTART_AFTER if running.sleeps => {
+                (running.sleeps, running.restart) = (false, true);
+            }
             // While the world loads, each kind of restart is a plain one; while it ends, none has an effect.
             RESTART | RESTART_ROLLING | RESTART_AFTER if running.shutdown != Shutdown::None => {}
             RESTART | RESTART_ROLLING | RESTART_AFTER => {
@@ -295,7 +324,7 @@ impl Supervisor {
                 self.advance_shutdown(running, "a restart is requested");
             }
             _ => {
-                running.restart = false;
+                (running.sleeps, running.restart) = (false, false);
                 self.advance_shutdown(running, signal.as_str());
             }
         }
@@ -383,10 +412,12 @@ impl Supervisor {
                 eprintln!("launch: {why}: asks the world to end, and gives it {exit_timeout:?} for requests in flight");
                 self.state.phase = Phase::Ending;
                 self.write_state();
-                match running.restart {
-                    true => self.refuse_clients(None, None, false),
+                match (running.sleeps, running.restart) {
+                    // From now on a request waits for the next world.
+                    (true, _) => self.relay.iter_mut().for_each(Relay::sleep),
+                    (false, true) => self.refuse_clients(None, None, false),
                     // No restart follows, so new clients shall find the ports closed.
-                    false => {
+                    (false, false) => {
                         self.port_holder = None;
                         self.relay.iter_mut().for_each(Relay::end);
                     }

@@ -23,6 +23,8 @@ pub(super) struct Running {
     pub(super) last_answer: Instant,
     pub(super) shutdown: Shutdown,
     pub(super) restart: bool,
+    /// It ends because no request has come.
+    pub(super) sleeps: bool,
     pub(super) gave_up: bool,
     /// It was killed because it did not answer health checks.
     pub(super) hung: bool,

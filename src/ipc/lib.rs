@@ -66,7 +66,7 @@ pub use panics::{essential_thread, on_essential_panic, panic_words};
 pub use prefix::Prefix;
 pub use process::{ProcessId, ProcessWatch, bind_to_parent, describe_exit, die_with_parent};
 pub use region::{Plain, Region};
-pub use relay_command::{RELAY, RELAY_LISTENS, RelayCommand};
+pub use relay_command::{RELAY, RelayCommand, RelayReport};
 pub use ring::{Backlog, Doorbell, Received, Ring, RingReceiver, RingSender};
 pub use stacks::{STACK_LINE, ask_for_stacks, with_names, write_stacks_on_faults};
 pub use sweep::{sweep_all_stale, sweep_stale};

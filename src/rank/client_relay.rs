@@ -1,14 +1,15 @@
 //! `trireme relay`: holds the ports and connections of clients for the launcher, and forwards requests to the rank 0 that serves.
 
-use std::io::{BufRead, BufReader};
+use std::io::{BufRead, BufReader, Write};
 use std::path::Path;
 use std::process::ExitCode;
 use std::sync::Arc;
 
 pub use front::relay::Options as RelayOptions;
-use front::relay::{RankZero, RelayedPort};
+use front::relay::{Event as RelayEvent, RankZero, RelayedPort};
 use front::{Listeners, RelayListeners};
-use ipc::RelayCommand;
+use ipc::{RelayCommand, RelayReport};
+use tokio::runtime::Handle;
 use tokio::sync::watch;
 
 use crate::args::RankArgs;
@@ -32,27 +33,49 @@ pub fn relay(args: &RankArgs, options: RelayOptions, hardware: &Hardware) -> Res
     let _ = ipc::set_process_title("trireme: relay");
     let config = front_config(args, hardware, Vec::new()).map_err(RankError::Server)?;
     let (state, rank_zero) = watch::channel(RankZero::default());
-    std::thread::spawn(move || follow(BufReader::new(std::io::stdin()), &state));
     let runtime = runtime_of("relay", num_front_threads(args.front_threads.into()))?;
-    let listening = || println!("{}", ipc::RELAY_LISTENS);
-    let run = front::relay::run(config, options, rank_zero, listening);
+    let handle = runtime.handle().clone();
+    std::thread::spawn(move || follow(BufReader::new(std::io::stdin()), &state, &handle));
+    let run = front::relay::run(config, options, rank_zero, |event| {
+        report(match event {
+            RelayEvent::Listens => RelayReport::Listens,
+            RelayEvent::Idle => RelayReport::Idle,
+            RelayEvent::Wanted => RelayReport::Wanted,
+        });
+    });
     runtime.block_on(run).map_err(|error| RankError::Server(error.to_string()))?;
     // Connections that are left end with the process.
     runtime.shutdown_background();
     Ok(ExitCode::SUCCESS)
 }
 
-/// Follows the lines of the launcher until they end.
-fn follow(commands: impl BufRead, state: &watch::Sender<RankZero>) {
+/// Writes a line for the launcher. It does not matter if that has ended: this process ends with it.
+fn report(report: RelayReport) {
+    let _ = writeln!(std::io::stdout(), "{}", report.line());
+}
+
+/// Follows the lines of the launcher until they end. The runtime of `handle` answers whether it is alive.
+fn follow(commands: impl BufRead, state: &watch::Sender<RankZero>, handle: &Handle) {
     for line in commands.lines().map_while(Result::ok) {
         let Some(command) = RelayCommand::parse(&line) else {
             tracing::error!("`{line}` is no command of a launcher; are both programs of one version?");
             continue;
         };
-        state.send_modify(|state| match command {
-            RelayCommand::Serve(directory) => state.sockets = Some(Arc::from(directory)),
-            RelayCommand::Away(reason) => (state.sockets, state.reason) = (None, reason),
-            RelayCommand::End => state.is_last = true,
+        if command == RelayCommand::Ping {
+            handle.spawn(async { report(RelayReport::Alive) });
+            continue;
+        }
+        state.send_modify(|state| {
+            state.is_asleep = command == RelayCommand::Sleep;
+            match command {
+                RelayCommand::Serve(directory) => state.sockets = Some(Arc::from(directory)),
+                RelayCommand::Away(reason) => (state.sockets, state.reason) = (None, reason),
+                RelayCommand::Sleep => {
+                    (state.sockets, state.reason) = (None, "the server is asleep and is being started".to_owned());
+                }
+                RelayCommand::End => state.is_last = true,
+                RelayCommand::Ping => {}
+            }
         });
     }
 }

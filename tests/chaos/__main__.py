@@ -17,6 +17,7 @@ from world import BINARIES
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="scripts/chaos", description=__doc__)
     parser.add_argument("--short", action="store_true", help="one fault of each kind, in about a minute")
+    parser.add_argument("--keep-connections", action="store_true", help="worlds with a relay, which is killed and stopped as well")
     parser.add_argument("--only", default="", metavar="WORDS", help="only cases whose name holds all of these words")
     parser.add_argument("--rounds", type=int, default=1, help="times that every case is run")
     parser.add_argument("--table", type=Path, metavar="FILE", help="write the table there, in Markdown")
@@ -24,12 +25,14 @@ def arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def all_cases(short: bool):
+def all_cases(short: bool, keeps_connections: bool):
     for name, case in cases.OTHERS.items():
         if not short or name in ("corrupted plan", "rolling restart"):
             yield name, case
     processes = [(t, f, p) for p in cases.PHASES for f in faults.ON_PROCESSES for t in cases.TARGETS]
     for target, fault, phase in cases.SHORT if short else processes:
+        if target == "relay" and not keeps_connections:
+            continue
         yield f"{fault} · {target} · {phase}", lambda chaos, t=target, f=fault, p=phase: cases.on_process(chaos, t, f, p)
 
 
@@ -80,14 +83,40 @@ def percentile(values: list[float], share: int) -> str:
     return f"{statistics.quantiles(values, n=100, method='inclusive')[share - 1]:.2f}"
 
 
+BY_PROCESS = """| process | fault | faults | survived | requests | same tokens | one error | lost | pause, s: p50 | p99 | served again, s: p50 | p99 | left |
+|---|---|---|---|---|---|---|---|---|---|---|---|---|"""
+
+
+def by_process(results: list[cases.Result]) -> str:
+    """A row for each kind of process and way to fail: what its clients saw, and for how long."""
+    groups: dict[tuple[str, str], list[cases.Result]] = {}
+    for result in results:
+        fault, *words = result.name.split(" · ")
+        if fault in faults.ON_PROCESSES:
+            ways = {"SIGKILL": "killed", "SIGSEGV": "killed", "SIGSTOP": "stopped", "memory": "no memory"}
+            groups.setdefault((words[0], ways[fault]), []).append(result)
+        else:
+            groups.setdefault((words[0], fault), []).append(result)
+    order = {name: index for index, name in enumerate(cases.TARGETS)}
+    lines = [BY_PROCESS]
+    for (process, fault), mine in sorted(groups.items(), key=lambda item: (order.get(item[0][0], len(order)), item[0])):
+        counts = [sum(getattr(result, key) for result in mine) for key in ("requests", "same", "errors", "lost")]
+        pauses = [result.pause for result in mine if result.pause is not None]
+        services = [result.service for result in mine if result.service is not None]
+        times = [percentile(values, share) for values in (pauses, services) for share in (50, 99)]
+        cells = [process, fault, len(mine), sum(result.is_survived for result in mine), *counts, *times, sum(result.left for result in mine)]
+        lines.append("| " + " | ".join(map(str, cells)) + " |")
+    return "\n".join(lines)
+
+
 def summary(results: list[cases.Result]) -> str:
     def line(words: str, values: list[float]) -> str:
         return f"{words}: p50 {percentile(values, 50)} s, p99 {percentile(values, 99)} s (n = {len(values)})"
 
     at_once = [r for r in results if r.name.startswith(("SIGKILL", "SIGSEGV"))]
-    pauses = [r.pause for r in at_once if r.pause is not None]
+    pauses = [r.pause for r in at_once if r.pause is not None and "worker" in r.name]
     services = [r.service for r in at_once if r.service is not None and ("rank" in r.name or "mpirun" in r.name)]
-    stopped = [r.pause for r in results if r.name.startswith("SIGSTOP") and r.pause is not None]
+    stopped = [r.pause for r in results if r.name.startswith("SIGSTOP · worker") and r.pause is not None]
     ends = [r.ended for r in at_once if r.ended is not None and "launch" not in r.name]
     survived, requests = sum(r.is_survived for r in results), sum(r.requests for r in results)
     same, errors, lost = (sum(getattr(r, key) for r in results) for key in ("same", "errors", "lost"))
@@ -105,7 +134,7 @@ def summary(results: list[cases.Result]) -> str:
 
 def main() -> int:
     asked = arguments()
-    chosen = [(name, case) for name, case in all_cases(asked.short) if all(word in name for word in asked.only.split())]
+    chosen = [(name, case) for name, case in all_cases(asked.short, asked.keep_connections) if all(word in name for word in asked.only.split())]
     if asked.list:
         print("\n".join(name for name, _ in chosen))
         return 0
@@ -114,7 +143,7 @@ def main() -> int:
         return 2
     results, skipped = [], 0
     with tempfile.TemporaryDirectory(prefix="chaos-") as scratch:
-        chaos = cases.Chaos(Path(scratch))
+        chaos = cases.Chaos(Path(scratch), asked.keep_connections)
         chaos.learn()
         print(HEAD, flush=True)
         for name, case in chosen * asked.rounds:
@@ -127,7 +156,7 @@ def main() -> int:
             for words in results[-1].faults:
                 print(f"FAIL {name}: {words}", flush=True)
         left = chaos.end_world()
-    text = summary(results)
+    text = f"{by_process(results)}\n\n{summary(results)}"
     print(f"\n{text}")
     if asked.table:
         asked.table.write_text(f"{HEAD}\n" + "\n".join(map(row, results)) + f"\n\n{text}\n")

@@ -13,7 +13,7 @@ import load
 import rolling
 from world import ROOT, World, is_alive, until
 
-TARGETS = ["launch", "mpirun", "rank 0", "rank n", "worker 0", "worker n"]
+TARGETS = ["launch", "relay", "mpirun", "rank 0", "rank n", "worker 0", "worker n"]
 PHASES = ["load", "idle", "prefill", "decode", "drain"]
 REPOSITORY = ROOT / "model_repository"
 # Time limits in seconds: for a world to end after one of its processes has died, and for its leftovers to disappear.
@@ -45,15 +45,16 @@ class Result:
 class Chaos:
     """Runs cases on one world after another. Knows the texts of undisturbed requests."""
 
-    def __init__(self, scratch: Path):
-        self.scratch = scratch
+    def __init__(self, scratch: Path, keeps_connections: bool):
+        self.scratch, self.keeps_connections = scratch, keeps_connections
         self.world: World | None = None
         self.texts: dict[str, str] = {}
 
     def fresh_world(self, repository: Path = REPOSITORY, **options) -> World:
         """Starts a world, without waiting until it is ready."""
         self.end_world()
-        self.world = World(Path(tempfile.mkdtemp(dir=self.scratch)), repository, **options)
+        folder = Path(tempfile.mkdtemp(dir=self.scratch))
+        self.world = World(folder, repository, keeps_connections=self.keeps_connections, **options)
         return self.world
 
     def whole_world(self) -> World:
@@ -172,7 +173,9 @@ def on_process(chaos: Chaos, target: str, fault: str, phase: str) -> Result:
         requests = begin(chaos, world, phase)
         # The world has drained already, so there is nothing to disturb.
         victim = victim if is_alive(victim) else None
-    others = [pid for pid in world.processes() if pid not in (victim, world.launcher.pid)]
+    # The relay goes on when a world ends, and ends with the launcher.
+    stays = world.find("relay") if target != "launch" else None
+    others = [pid for pid in world.processes() if pid not in (victim, stays, world.launcher.pid)]
     start = time.monotonic()
     if victim is not None:
         faults.ON_PROCESSES[fault](victim)
@@ -185,10 +188,21 @@ def on_process(chaos: Chaos, target: str, fault: str, phase: str) -> Result:
     return result
 
 
+def may_fail(chaos: Chaos, target: str, fault: str, phase: str) -> bool:
+    """Whether requests in flight may end with an error."""
+    if fault == "memory" or target in ("launch", "relay"):
+        return True
+    if target.startswith("worker"):
+        return False
+    ends_world = fault != "SIGSTOP" or target != "mpirun"
+    # A world that drains has no successor to which the relay could send its requests.
+    return ends_world and (phase == "drain" or not chaos.keeps_connections)
+
+
 def after(chaos, world, result, target, fault, phase, victim, requests, others, start) -> list[str]:
     wrong: list[str] = []
     is_worker = target.startswith("worker")
-    ends_world = fault in ("SIGKILL", "SIGSEGV") and not is_worker
+    ends_world = fault in ("SIGKILL", "SIGSEGV") and not is_worker and target != "relay"
     if ends_world and victim is not None and not (target == "launch" and phase == "drain"):
         try:
             until("the old world has ended", lambda: not any(map(is_alive, others)), 20)
@@ -205,9 +219,10 @@ def after(chaos, world, result, target, fault, phase, victim, requests, others, 
             wrong += [f"{words} while {target} is stopped" for words in probe.faults(result)]
         faults.proceed(victim)
     outcomes = load.wait(requests)
-    wrong += chaos.judge(result, outcomes, may_fail=not is_worker and target != "mpirun" or ends_world or fault == "memory")
-    if is_worker and outcomes:
-        result.pause = max(outcome.longest_pause() for outcome in outcomes)
+    wrong += chaos.judge(result, outcomes, may_fail(chaos, target, fault, phase))
+    went_on = [outcome.longest_pause() for outcome in outcomes if outcome.error is None]
+    if (is_worker or chaos.keeps_connections) and went_on:
+        result.pause = max(went_on)
     if phase == "drain":
         world.launcher.wait(load.TIMEOUT)
     else:
@@ -381,4 +396,6 @@ SHORT = [
     ("mpirun", "SIGKILL", "decode"),
     ("worker 0", "SIGKILL", "drain"),
     ("launch", "SIGKILL", "load"),
+    ("relay", "SIGKILL", "decode"),
+    ("relay", "SIGSTOP", "idle"),
 ]

@@ -57,8 +57,9 @@ def is_alive(pid: int) -> bool:
 class World:
     """A launcher and its processes, with their own run directory."""
 
-    def __init__(self, scratch: Path, repository: Path, variables: dict[str, str] | None = None, exit_timeout: int = EXIT_TIMEOUT):
-        self.scratch, self.repository = scratch, repository
+    def __init__(self, scratch: Path, repository: Path, variables: dict[str, str] | None = None, exit_timeout: int = EXIT_TIMEOUT,
+                 keeps_connections: bool = False):
+        self.scratch, self.repository, self.keeps_connections = scratch, repository, keeps_connections
         self.http_port, self.grpc_port, self.metrics_port = free_ports(3)
         self.variables, self.exit_timeout = variables or {}, exit_timeout
         self.mark = f"chaos-{os.getpid()}-{self.http_port}"
@@ -78,6 +79,7 @@ class World:
         """Starts the launcher without waiting."""
         ports = [f"--http_port={self.http_port}", f"--grpc_port={self.grpc_port}", f"--metrics_port={self.metrics_port}"]
         command = [BINARIES / "launch", f"--world_size={WORLD_SIZE}", "--device=cpu", "--oversubscribe", LIVENESS]
+        command += ["--keep-connections=60"] if self.keeps_connections else []
         command += [f"--exit-timeout={self.exit_timeout}", f"--model_repo={self.repository}", *ports, "--", "--threads=1", *RANK_TIMEOUTS]
         with self.log.open("ab") as log:
             self.launcher = subprocess.Popen(command, cwd=ROOT, env=self.environment(), stdout=log, stderr=log)
@@ -99,7 +101,8 @@ class World:
 
     def is_whole(self) -> bool:
         """Whether it is ready and has all of its processes."""
-        return self.is_ready() and all(self.find(name) for name in ("rank 0", "rank n", "worker 0", "worker n"))
+        names = ["rank 0", "rank n", "worker 0", "worker n"] + ["relay"] * self.keeps_connections
+        return self.is_ready() and all(self.find(name) for name in names)
 
     def processes(self) -> list[int]:
         """Every process of this world, the launcher included."""
@@ -108,7 +111,7 @@ class World:
         return [pid for pid in pids if is_alive(pid) and marked in environment(pid).split(b"\0")]
 
     def find(self, name: str) -> int | None:
-        """The pid of `launch`, `mpirun`, `rank 0`, `rank n`, `worker 0` or `worker n`."""
+        """The pid of `launch`, `relay`, `mpirun`, `rank 0`, `rank n`, `worker 0` or `worker n`."""
         if name == "launch":
             return self.launcher.pid if self.launcher and self.launcher.poll() is None else None
         start = "mpirun " if name == "mpirun" else f"trireme: {name.replace('n', '1') if name.endswith(' n') else name}"

@@ -19,6 +19,7 @@ from pathlib import Path
 import grpc
 import pytest
 
+import health_load
 import metrics_page
 from conftest import ROOT, World, launch
 from ports import free_ports
@@ -213,3 +214,13 @@ def test_health_stays_true_under_load(world):
     for connection in idle:
         connection.close()
     assert not failures and set(answers) == {200}, (failures, set(answers))
+
+
+def test_health_is_answered_soon_while_requests_wait_and_connections_are_idle(world):
+    """`scripts/bench_health` does the same with 17 000 connections and 10 000 requests."""
+    await_health(world, True, 60)
+    figures = health_load.measure(world, connections=800, requests=900, max_tokens=16, seconds=3)
+    assert not figures.failed and not figures.errors, figures
+    assert (figures.num_idle, figures.num_answered) == (800, 900)
+    assert figures.waiting[0] > 300, figures
+    assert max(figures.times) < 2, figures

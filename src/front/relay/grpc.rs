@@ -10,6 +10,7 @@ use bytes::Bytes;
 use futures::{StreamExt as _, stream};
 use h2::client::SendRequest;
 use h2::{RecvStream, SendStream};
+use http::header::{CONTENT_TYPE, HeaderName, HeaderValue};
 use http::{HeaderMap, Request, Response, request};
 use http_body_util::{BodyExt as _, StreamBody};
 use hyper::body::Frame;
@@ -18,7 +19,7 @@ use tonic::Status;
 use tonic::body::Body;
 
 use crate::api::triton::grpc::paths;
-use crate::relay::http::{Forwarder, MAX_REPEATS};
+use crate::relay::http::{ASLEEP, Forwarder, MAX_REPEATS, STATE};
 use crate::relay::kept::KeptBody;
 use crate::relay::request::Handling;
 use crate::relay::stream_infer::StreamInfer;
@@ -66,6 +67,10 @@ impl GrpcForwarder {
             return StreamInfer::begin(self, head, body);
         }
         let handling = handling(head.uri.path());
+        if handling == Handling::Probe && self.forwarder.upstream.is_asleep() {
+            return asleep();
+        }
+        let _open = (handling != Handling::Probe).then(|| self.forwarder.demand.begin());
         let body = KeptBody::new(body, &self.forwarder.kept);
         let mut call = Call { forwarder: self, handling, head, body, repeats: 0 };
         let answered = match handling {
@@ -210,6 +215,21 @@ pub(super) async fn check_repeats(repeats: u32, forwarder: &Forwarder, world: &P
         true => Err(format!("the server died {repeats} times while it had this call; do not send it again")),
         false => Ok(()),
     }
+}
+
+/// The answer to a probe while a world is started only for a request: it is ready, since a call is answered after a pause.
+fn asleep() -> Response<Body> {
+    // A message of two bytes. `ServerLiveResponse`, `ServerReadyResponse`, `ModelReadyResponse` and `HealthCheckResponse` have the same
+    // form: field 1 is 1, for true or for SERVING.
+    const YES: &[u8] = &[0, 0, 0, 0, 2, 0x08, 1];
+    let trailers = HeaderMap::from_iter([
+        (HeaderName::from_static("grpc-status"), HeaderValue::from_static("0")),
+        (STATE, ASLEEP),
+    ]);
+    let parts = [Ok::<_, io::Error>(Frame::data(Bytes::from_static(YES))), Ok(Frame::trailers(trailers))];
+    let mut answer = Response::new(Body::new(StreamBody::new(stream::iter(parts))));
+    answer.headers_mut().insert(CONTENT_TYPE, HeaderValue::from_static("application/grpc"));
+    answer
 }
 
 /// The handling of a call.

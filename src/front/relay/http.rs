@@ -5,7 +5,9 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use bytes::{Bytes, BytesMut};
-use http::header::{CONNECTION, CONTENT_LENGTH, CONTENT_TYPE, EXPECT, HeaderMap, HeaderValue, TRANSFER_ENCODING};
+use http::header::{
+    CONNECTION, CONTENT_LENGTH, CONTENT_TYPE, EXPECT, HeaderMap, HeaderName, HeaderValue, TRANSFER_ENCODING,
+};
 use http::{Method, Request, Response, StatusCode, Version, request};
 use http_body_util::BodyExt as _;
 use hyper::body::{Body as _, Incoming};
@@ -14,7 +16,8 @@ use hyper_util::rt::TokioIo;
 use tokio::sync::mpsc;
 
 use crate::api::request_key::{HEADER, RequestKey};
-use crate::api::triton::http::reply::Reply;
+use crate::api::triton::http::reply::{Reply, TEXT, reply, without_body};
+use crate::relay::demand::{Demand, OpenRequest};
 use crate::relay::event_id::{self, EventId};
 use crate::relay::events::{EventReader, SentEvents};
 use crate::relay::idempotency::{self, Idempotency};
@@ -29,6 +32,10 @@ pub(crate) const MAX_REPEATS: u32 = 3;
 /// Largest answer that is received as a whole before its first byte is sent, so that its request can be sent again until then.
 const MAX_WHOLE_BYTES: u64 = 1 << 20;
 
+/// The header of answers to probes that tells that the server is asleep.
+pub(super) const STATE: HeaderName = HeaderName::from_static("trireme-state");
+pub(super) const ASLEEP: HeaderValue = HeaderValue::from_static("asleep");
+
 /// How long a probe waits for an answer: a rank 0 that hangs is not healthy.
 const PROBE_TIMEOUT: Duration = Duration::from_secs(5);
 
@@ -37,6 +44,7 @@ pub(crate) struct Forwarder {
     pub(crate) upstream: Upstream,
     pub(crate) kept: Arc<KeptBytes>,
     pub(crate) idempotency: Idempotency,
+    pub(crate) demand: Demand,
 }
 
 impl Forwarder {
@@ -47,6 +55,10 @@ impl Forwarder {
             RelayedPort::Metrics => Handling::Probe,
             _ => Handling::of(&head.method, head.uri.path()),
         };
+        if handling == Handling::Probe && self.upstream.is_asleep() {
+            return asleep(port, &head.method);
+        }
+        let open = (handling != Handling::Probe).then(|| self.demand.begin());
         let protocol = Protocol::of(head.uri.path());
         let may_resume = head.method == Method::POST && handling == Handling::Repeat;
         let (idempotency_key, last_event) = match may_resume {
@@ -61,8 +73,18 @@ impl Forwarder {
         let key = last_event.as_ref().map_or_else(RequestKey::new, |id| id.key);
         let has_event_ids = idempotency_key.is_some() || last_event.is_some();
         let is_first = last_event.is_none();
-        let mut exchange =
-            Exchange { forwarder: self, port, handling, head, body, key, has_event_ids, last_event, repeats: 0 };
+        let mut exchange = Exchange {
+            forwarder: self,
+            port,
+            handling,
+            head,
+            body,
+            key,
+            has_event_ids,
+            last_event,
+            repeats: 0,
+            _open: open,
+        };
         let answered = match (handling, idempotency_key) {
             (Handling::Probe, _) => exchange.probe().await,
             (_, Some(key)) if is_first => return idempotency::answer(exchange, &key).await,
@@ -87,6 +109,17 @@ pub(crate) struct Exchange {
     last_event: Option<EventId>,
     /// How often it was sent again.
     repeats: u32,
+    _open: Option<OpenRequest>,
+}
+
+/// The answer to a probe while a world is started only for a request: it is ready, since a request is answered after a pause.
+fn asleep(port: RelayedPort, method: &Method) -> Reply {
+    const METRICS: &str = "# HELP trireme_server_asleep 1 while the next request starts the server\n\
+                           # TYPE trireme_server_asleep gauge\ntrireme_server_asleep 1\n";
+    let text = if port == RelayedPort::Metrics { METRICS } else { "asleep\n" };
+    let mut answer = reply(StatusCode::OK, TEXT, text.as_bytes().to_vec());
+    answer.headers_mut().insert(STATE, ASLEEP);
+    if *method == Method::HEAD { without_body(answer) } else { answer }
 }
 
 /// An answer of rank 0, whose body may still be on its way.

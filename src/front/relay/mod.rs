@@ -10,6 +10,7 @@
 //! clients already have (`events`). Answers repeat because tokens do not depend on what runs beside a request, and because the relay
 //! chooses the numbers that a request draws (`api::request_key`).
 
+mod demand;
 mod event_id;
 mod events;
 mod grpc;
@@ -33,6 +34,7 @@ use tokio_rustls::TlsAcceptor;
 
 pub use self::upstream::{RankZero, RelayedPort};
 
+use self::demand::Demand;
 use self::grpc::GrpcForwarder;
 use self::http::Forwarder;
 use self::idempotency::Idempotency;
@@ -56,10 +58,23 @@ pub struct Options {
     pub wait: Duration,
     /// The directory of answers that outlive the relay; `None`: none do.
     pub journals: Option<PathBuf>,
+    /// Time without a request after which [`Event::Idle`] is told; `None`: never.
+    pub idle: Option<Duration>,
 }
 
-/// Binds the ports of `config` and forwards their requests to the rank 0 of `rank_zero`, until its sender is dropped. `listening` is
-/// called once the ports are bound.
+/// What the relay tells its launcher.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Event {
+    /// The ports are bound.
+    Listens,
+    /// A world serves, and no request has come for the time of [`Options::idle`]. It is told again after that time.
+    Idle,
+    /// The world sleeps, and a request waits for it.
+    Wanted,
+}
+
+/// Binds the ports of `config` and forwards their requests to the rank 0 of `rank_zero`, until its sender is dropped. `tell` is called
+/// with each event.
 ///
 /// # Errors
 /// When a setting is invalid or a port cannot be bound; the message names it.
@@ -67,10 +82,22 @@ pub async fn run(
     config: Config,
     options: Options,
     mut rank_zero: watch::Receiver<RankZero>,
-    listening: impl FnOnce(),
+    tell: impl Fn(Event) + Copy + Send + 'static,
 ) -> Result<(), StartError> {
     config.validate()?;
+    let mut demand = Demand::default();
+    if let Some(idle) = options.idle {
+        let (counted, open) = Demand::counted();
+        demand = counted;
+        tokio::spawn(demand::watch(open, rank_zero.clone(), idle, move |change| {
+            tell(match change {
+                demand::Change::Idle => Event::Idle,
+                demand::Change::Wanted => Event::Wanted,
+            });
+        }));
+    }
     let forwarder = Arc::new(Forwarder {
+        demand,
         upstream: Upstream::new(rank_zero.clone(), options.wait),
         kept: Arc::new(KeptBytes::default()),
         idempotency: Idempotency::new(&config.http_restrictions, options.journals),
@@ -98,7 +125,7 @@ pub async fn run(
         let opened = serve_grpc(listener, acceptor, &config, &forwarder);
         ports.push(opened.map_err(|source| StartError::Listen { service, address: address.clone(), source })?);
     }
-    listening();
+    tell(Event::Listens);
     if rank_zero.wait_for(|state| state.is_last).await.is_ok() {
         // New clients shall find the ports closed, and answers that are here shall reach their clients.
         let closing = futures::future::join_all(ports.into_iter().map(Port::close));

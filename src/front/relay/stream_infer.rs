@@ -17,6 +17,7 @@ use prost::Message;
 use tokio::sync::mpsc;
 use tonic::body::Body;
 
+use crate::relay::demand::OpenRequest;
 use crate::relay::events::SentEvents;
 use crate::relay::grpc::{Begun, GrpcForwarder, Parts, check_repeats, next_part, refusal, send_data};
 use crate::relay::kept::KeptShare;
@@ -95,6 +96,7 @@ pub(super) struct StreamInfer {
     forwarder: Arc<GrpcForwarder>,
     head: request::Parts,
     requests: Mutex<Requests>,
+    _open: OpenRequest,
 }
 
 impl StreamInfer {
@@ -102,7 +104,8 @@ impl StreamInfer {
     pub(super) fn begin(forwarder: Arc<GrpcForwarder>, head: request::Parts, body: RequestBody) -> Response<Body> {
         let share = KeptShare::new(&forwarder.forwarder.kept);
         let requests = Requests { unfinished: Vec::new(), share, lost: None, have_ended: false };
-        let stream = Self { forwarder, head, requests: Mutex::new(requests) };
+        let open = forwarder.forwarder.demand.begin();
+        let stream = Self { forwarder, head, requests: Mutex::new(requests), _open: open };
         let (parts, received) = mpsc::channel(8);
         tokio::spawn(async move {
             let ended = tokio::select! {

@@ -46,12 +46,14 @@ pub struct RankZero {
     pub reason: String,
     /// Whether no world follows, so that no request waits or is sent again.
     pub is_last: bool,
+    /// Whether a world is started only for a request.
+    pub is_asleep: bool,
 }
 
 impl Default for RankZero {
     /// Before the first world serves.
     fn default() -> Self {
-        Self { sockets: None, reason: "the server starts".to_owned(), is_last: false }
+        Self { sockets: None, reason: "the server starts".to_owned(), is_last: false, is_asleep: false }
     }
 }
 
@@ -111,6 +113,11 @@ impl Upstream {
     pub(crate) async fn connect_now(&self, port: RelayedPort) -> Result<Link, String> {
         let now = self.state.borrow().clone();
         open(&now, port).await.map_err(|_| now.reason)
+    }
+
+    /// Whether a world is started only for a request.
+    pub(crate) fn is_asleep(&self) -> bool {
+        self.state.borrow().is_asleep
     }
 
     /// Whether `world` is the one that serves.

@@ -10,6 +10,7 @@ use std::task::{Context, Poll, ready};
 use futures::stream::{BoxStream, SelectAll};
 use futures::{Stream, StreamExt};
 use serving::{InferError, InferResponse, OutputDelta, ResponseStream, StreamItem};
+use tokio::task::coop::poll_proceed;
 use tonic::Status;
 
 use crate::api::status::grpc_status;
@@ -119,8 +120,11 @@ impl InferStream {
                 return Poll::Pending; // The end of a request wakes the task.
             }
             let Some(requests) = &mut self.requests else { return Poll::Ready(None) };
+            // Starting a request takes up to some milliseconds: other tasks of this thread run in between.
+            let budget = ready!(poll_proceed(context));
             match ready!(self.requests_flag.poll(context, |context| requests.poll_next_unpin(context))) {
                 Some(Ok(StreamRequest { message, charge, recorded })) => {
+                    budget.made_progress();
                     let id = message.id.clone();
                     let (state, call) = (self.state.clone(), self.call.as_ref());
                     match block_in_place_if_large(charge.held(), || ActiveRequest::start(state, message, call, charge))

@@ -95,26 +95,50 @@ fn request(id: &str) -> ModelInferRequest {
     ModelInferRequest { model_name: "numbers".into(), id: id.into(), ..Default::default() }
 }
 
-#[tokio::test]
-async fn a_drained_stream_is_not_polled_until_a_response_or_request_wakes_it() {
+/// A stream of requests for [`Numbers`], and the sender of these.
+async fn stream_for(model: &Numbers) -> (InferStream, UnboundedSender<ModelInferRequest>) {
     let root = tempfile::tempdir().unwrap();
     std::fs::create_dir_all(root.path().join("numbers/1")).unwrap();
     let config = r#"backend: "numbers" model_transaction_policy { decoupled: true }
         output [ { name: "number" data_type: TYPE_INT32 dims: [ 1 ] } ]"#;
     std::fs::write(root.path().join("numbers/config.pbtxt"), config).unwrap();
-    let model = Numbers::default();
     let factories = HashMap::from([("numbers".to_owned(), Arc::new(model.clone()) as Arc<dyn BackendFactory>)]);
     let repositories = vec![root.path().to_owned()];
     let server = Server::new(ServerConfig { repositories, ..ServerConfig::default() }, factories).unwrap();
     server.load_all().await.unwrap();
     let state = Arc::new(State::new(crate::Config::default(), server, Vec::new()).unwrap());
 
-    let (requests_sender, arriving) = unbounded();
+    let (sender, arriving) = unbounded();
     let of_stream = state.clone();
     let requests = arriving
         .map(move |message| Ok(StreamRequest { message, charge: of_stream.budget.charge(), recorded: None }))
         .boxed();
-    let mut stream = InferStream::new(state, requests, false, None);
+    (InferStream::new(state, requests, false, None), sender)
+}
+
+#[tokio::test]
+async fn many_requests_at_once_leave_time_to_other_tasks() {
+    const COUNT: usize = 500;
+    let model = Numbers::default();
+    let (mut stream, requests) = stream_for(&model).await;
+    (0..COUNT).for_each(|index| requests.unbounded_send(request(&index.to_string())).unwrap());
+    let mut num_polls = 0;
+    let mut most = 0;
+    std::future::poll_fn(|context| {
+        let before = model.senders.lock().unwrap().len();
+        assert!(Pin::new(&mut stream).poll_next(context).is_pending());
+        let started = model.senders.lock().unwrap().len();
+        (num_polls, most) = (num_polls + 1, most.max(started - before));
+        if started == COUNT { Poll::Ready(()) } else { Poll::Pending }
+    })
+    .await;
+    assert!(num_polls > 1 && most <= 128, "{num_polls} polls, the longest of which started {most} requests");
+}
+
+#[tokio::test]
+async fn a_drained_stream_is_not_polled_until_a_response_or_request_wakes_it() {
+    let model = Numbers::default();
+    let (mut stream, requests_sender) = stream_for(&model).await;
     let woken = Arc::<Woken>::default();
     let waker = Waker::from(woken.clone());
     let mut poll = || {
