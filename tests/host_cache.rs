@@ -5,8 +5,9 @@
 
 mod support;
 
+use nix::sys::signal::Signal;
 use serde_json::{Value, json};
-use support::{Options, TestWorld, copied_repository, eventually, golden_repository, post_to, set_parameters};
+use support::{Options, TestWorld, copied_repository, eventually, golden_repository, post_to, set_parameters, signal};
 
 /// A conversation of 200 tokens fits once.
 const SMALL_POOL: (&str, &str) = ("max_tokens_in_paged_kv_cache", "272");
@@ -31,11 +32,20 @@ fn output_ids(world: &TestWorld, text: &[u64]) -> Vec<u64> {
 /// Two conversations by turns, three turns each. Returns the outputs of all turns, and of each turn the prompt tokens that the cache
 /// had, and those of them that were on the host.
 fn conversations(world: &mut TestWorld) -> (Vec<Vec<u64>>, Vec<[f64; 2]>) {
+    conversations_with(world, |_, _| {})
+}
+
+/// The same with a call before each turn of a conversation, with its number.
+fn conversations_with(
+    world: &mut TestWorld,
+    mut before_turn: impl FnMut(&mut TestWorld, usize),
+) -> (Vec<Vec<u64>>, Vec<[f64; 2]>) {
     let prompt = |n: u64, len: u64| (0..len).map(move |i| 3 + (i * 31 + n * 17) % 190);
     let mut texts: Vec<Vec<u64>> = (0..2).map(|n| prompt(n, 130).collect()).collect();
     let (mut outputs, mut cached) = (Vec::new(), Vec::new());
     for turn in 0..3 {
         for text in &mut texts {
+            before_turn(world, outputs.len());
             let counters = ["trireme_llm_cached_prompt_tokens_total", "trireme_llm_prefix_cache_host_tokens_total"];
             let before = counters.map(|name| world.metric(name));
             let output = output_ids(world, text);
@@ -78,6 +88,41 @@ fn the_third_turn_of_a_conversation_comes_from_the_host_with_the_tokens_of_a_col
         eventually("the host is empty", || world.metric("trireme_llm_host_cache_used_bytes") == 0.0);
         let (again, cached) = conversations(&mut world);
         assert_eq!((again, cached[0]), (outputs, [0.0, 0.0]), "{golden}, {parameters:?}");
+        assert!(world.stop().success());
+    }
+}
+
+#[test]
+fn what_the_host_has_outlives_a_worker_with_the_tokens_of_a_cold_start() {
+    let known = f64::from((130 + 32 + 20 - 1) / 16 * 16);
+    for (golden, world_size) in [("llama3_gqa", 1), ("llama3_gqa", 2), ("qwen3_5", 1)] {
+        let cold = conversations(&mut world(golden, world_size, &[("enable_kv_cache_reuse", "false")]).0).0;
+        // As many tokens as the longest sequence has.
+        let parameters = [("max_tokens_in_paged_kv_cache", "256"), HOST_MEMORY];
+        let (mut world, _repository) = world(golden, world_size, &parameters);
+        let mut used = Vec::new();
+        let (outputs, cached) = conversations_with(&mut world, |world, turn| {
+            if turn != 4 {
+                return;
+            }
+            // Both conversations have had two turns. This text leaves nothing of them on the device.
+            output_ids(world, &(0..236).map(|i| 3 + (i * 7) % 190).collect::<Vec<_>>());
+            used.push(world.metric("trireme_llm_host_cache_used_bytes"));
+            let lost = world.workers();
+            signal(lost[world_size as usize - 1], Signal::SIGKILL);
+            eventually("workers run again", || {
+                world.metric("trireme_llm_worker_restarts_total") == 1.0
+                    && world.metric("trireme_llm_ready") == 1.0
+                    && world.workers().iter().all(|pid| !lost.contains(pid))
+            });
+        });
+        assert_eq!(outputs, cold, "{golden}, {world_size}");
+        // The newest snapshots of recurrent states had not left the device, so such a text goes on from an earlier one.
+        let least = if golden == "qwen3_5" { 128.0 } else { known };
+        let is_found = |&[all, of_host]: &[f64; 2]| all == of_host && (least..=known).contains(&all);
+        assert!(cached[4..].iter().all(is_found), "{golden}, {world_size}: {cached:?}");
+        assert!(used[0] > 0.0, "{golden}, {world_size}: {used:?}");
+        assert!(world.log_text().contains("KV blocks in host memory are kept"), "{}", world.log_text());
         assert!(world.stop().success());
     }
 }

@@ -318,3 +318,60 @@ impl Drop for PinnedBuffer {
         }
     }
 }
+
+/// Host memory of another owner, pinned as long as this value lives.
+pub struct PinnedMemory {
+    pointer: *mut u8,
+    bytes: usize,
+    gpu: Arc<Gpu>,
+    /// Dropped after the memory is unpinned. Nothing else uses it.
+    _owner: Box<dyn AsMut<[u8]> + Send>,
+}
+
+// SAFETY: plain memory, accessed only through `&self` and `&mut self`, and its owner may move to another thread.
+unsafe impl Send for PinnedMemory {}
+
+impl PinnedMemory {
+    /// Pins the bytes of `owner`, which stay where they are when it moves, as those of a vector or of a mapping do.
+    pub fn new(gpu: &Arc<Gpu>, mut owner: Box<dyn AsMut<[u8]> + Send>) -> Result<Self, CudaError> {
+        let memory: &mut [u8] = (*owner).as_mut();
+        let (pointer, bytes) = (memory.as_mut_ptr(), memory.len());
+        if bytes > 0 {
+            // SAFETY: the bytes live as long as `owner`, which is kept until they are unpinned.
+            let code = unsafe { sys::cuMemHostRegister_v2(pointer.cast(), bytes, sys::CU_MEMHOSTREGISTER_PORTABLE) };
+            check(code, "cuMemHostRegister")?;
+        }
+        Ok(Self { pointer, bytes, gpu: gpu.clone(), _owner: owner })
+    }
+}
+
+impl std::fmt::Debug for PinnedMemory {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("PinnedMemory").field("bytes", &self.bytes).finish_non_exhaustive()
+    }
+}
+
+impl Deref for PinnedMemory {
+    type Target = [u8];
+
+    fn deref(&self) -> &[u8] {
+        // SAFETY: the bytes are those of the owner, which is here and which nothing else uses.
+        unsafe { std::slice::from_raw_parts(self.pointer, self.bytes) }
+    }
+}
+
+impl DerefMut for PinnedMemory {
+    fn deref_mut(&mut self) -> &mut [u8] {
+        // SAFETY: as above, and `self` is borrowed for writing.
+        unsafe { std::slice::from_raw_parts_mut(self.pointer, self.bytes) }
+    }
+}
+
+impl Drop for PinnedMemory {
+    fn drop(&mut self) {
+        if self.bytes > 0 && self.gpu.bind().is_ok() {
+            // SAFETY: registered by `new`, unregistered once, and the memory is still there.
+            let _ = unsafe { sys::cuMemHostUnregister(self.pointer.cast()) };
+        }
+    }
+}

@@ -95,5 +95,5 @@ pub mod wide_head_norm;
 pub use error::CudaError;
 pub use gpu::{Gpu, driver_is_present};
 pub use images::{Image, KernelInfo, NVRTC_VERSION, kernel_infos};
-pub use memory::{DeviceBuffer, PinnedBuffer, Residence, Span};
+pub use memory::{DeviceBuffer, PinnedBuffer, PinnedMemory, Residence, Span};
 pub use queue::{Arg, Event, Graph, Launch, Queue, Rows};

@@ -50,10 +50,12 @@ pub(crate) struct BlockPool {
     /// Maps the hash of parent and tokens to the block of the first KV group that holds them. A collision counts as a
     /// miss.
     contents: HashMap<u64, BlockId, BuildHasherDefault<AlreadyHashed>>,
-    /// Contents of evicted blocks of the first KV group, by the same hash, if it has a window.
+    /// Contents of evicted blocks of the first KV group, by the same hash, if it has a window, and of blocks that were lost with
+    /// their workers.
     evicted: HashMap<u64, Evicted, BuildHasherDefault<AlreadyHashed>>,
-    /// Hashes of `evicted`, oldest first; at most `max_evicted`.
+    /// Hashes of `evicted`, oldest first.
     eviction_order: VecDeque<u64>,
+    /// Number of contents of evicted blocks that are known.
     max_evicted: usize,
     /// Blocks of the other KV groups, by the content that the first group has for the same tokens.
     others: HashMap<(ContentId, usize), BlockId>,
@@ -118,7 +120,7 @@ impl BlockPool {
             states: StatePool::default(),
             shares_output: true,
         };
-        pool.reset();
+        pool.clear_device();
         pool
     }
 
@@ -127,19 +129,20 @@ impl BlockPool {
         Self { states: StatePool::new(num_states), ..self }
     }
 
-    /// Removes all users and contents, because the workers' memory is new.
-    pub(crate) fn reset(&mut self) {
+    /// Removes all users of blocks, and their contents.
+    fn clear_device(&mut self) {
         self.blocks.fill(Block::default());
         self.unused.clear();
         self.unused.extend((0..self.blocks.len() as u32).rev().map(BlockId));
         (self.oldest, self.newest, self.num_cached) = (None, None, 0);
         self.contents.clear();
-        self.evicted.clear();
-        self.eviction_order.clear();
         self.others.clear();
         self.num_used_of.fill(0);
-        self.hosted.reset();
-        self.states.reset();
+    }
+
+    fn forget_evicted(&mut self) {
+        self.evicted.clear();
+        self.eviction_order.clear();
     }
 
     /// Number of blocks that can be allocated: unused and cached ones.
@@ -255,15 +258,28 @@ impl BlockPool {
 
     /// Remembers the content of a block that is evicted, if blocks of other contents are found through it.
     fn keep_content(&mut self, block: BlockId) {
+        if self.max_evicted > 0
+            && let Some((hash, evicted)) = self.first_group_content(block)
+        {
+            self.remember(hash, evicted, self.max_evicted);
+        }
+    }
+
+    /// The content of a block of the first KV group with its hash, if it has one.
+    fn first_group_content(&self, block: BlockId) -> Option<(u64, Evicted)> {
         let Block { content, parent, hash, group, .. } = self.blocks[block.0 as usize];
-        let Some(content) = content.filter(|_| self.max_evicted > 0 && group == 0) else { return };
-        if self.eviction_order.len() == self.max_evicted {
+        let content = content.filter(|_| group == 0)?;
+        let start = block.0 as usize * self.block_size;
+        Some((hash, Evicted { content, parent, tokens: self.tokens[start..start + self.block_size].into() }))
+    }
+
+    /// Remembers a content that is in no block any more, and at most `max` of them.
+    fn remember(&mut self, hash: u64, evicted: Evicted, max: usize) {
+        while self.eviction_order.len() >= max {
             let oldest = self.eviction_order.pop_front().expect("a full list has a first");
             self.evicted.remove(&oldest);
         }
-        let start = block.0 as usize * self.block_size;
-        let tokens = self.tokens[start..start + self.block_size].into();
-        self.evicted.insert(hash, Evicted { content, parent, tokens });
+        self.evicted.insert(hash, evicted);
         self.eviction_order.push_back(hash);
     }
 

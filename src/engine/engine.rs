@@ -6,6 +6,7 @@ use crate::adapter::AdapterSlots;
 use crate::blocks::BlockPool;
 use crate::costs::{CostModel, StepCosts, StepLoad};
 use crate::draft::{Drafter, PromptLookup};
+use crate::plan::STORES_COMPLETE_AFTER;
 use crate::queue::{Queue, ServiceKey, service_key};
 use crate::sequence::{Sequence, SequenceState, max_num_blocks};
 use crate::sequences::Sequences;
@@ -47,6 +48,8 @@ pub struct Engine {
     pub(crate) num_claimed: usize,
     /// Oldest first.
     pub(crate) in_flight: VecDeque<InFlight>,
+    /// The last settled step that had work.
+    pub(crate) last_computed: Option<u64>,
     /// Sequences whose masks are to be computed before they are planned.
     pub(crate) masks_due: Vec<(Slot, SequenceId)>,
     /// The buffer of a settled step, kept for reuse.
@@ -76,6 +79,8 @@ pub(crate) struct InFlight {
     pub(crate) load: StepLoad,
     /// Predicted seconds; `None` if nothing was measured before.
     pub(crate) predicted: Option<f64>,
+    /// Whether all workers compute something in it.
+    pub(crate) has_work: bool,
 }
 
 /// The state of the masks of a plan in flight.
@@ -135,6 +140,7 @@ impl Engine {
             left: Vec::new(),
             num_reserved: 0,
             in_flight: VecDeque::new(),
+            last_computed: None,
             masks_due: Vec::new(),
             spare_samples: Vec::new(),
             next_step: 0,
@@ -241,7 +247,8 @@ impl Engine {
         self.running.clear();
         self.left.clear();
         self.free_rows = all_rows(self.config.max_rows);
-        self.pool.reset();
+        let last_stored = self.last_computed.and_then(|step| step.checked_sub(STORES_COMPLETE_AFTER));
+        self.pool.lose_device(last_stored);
         self.adapters.reset();
         (self.num_reserved, self.num_claimed) = (0, 0);
         self.blocked_head = None;
@@ -256,6 +263,11 @@ impl Engine {
                 self.totals.recovered += 1;
             }
         }
+    }
+
+    /// Forgets the copies in host memory, after [`recover`](Self::recover): the memory is new, too.
+    pub fn forget_host(&mut self) {
+        self.pool.forget_host();
     }
 
     /// Keeps sequences that have not begun in the queue, until this is called with `false`. Others run to their end.

@@ -7,6 +7,9 @@
 //!
 //! Both directions are entries of a plan ([`HostCopies`]). Workers carry out the stores of a plan before its loads. No slot is in
 //! two entries of a plan: a slot that the plan fills can be read by later plans only, and one that it reads is not filled by it.
+//!
+//! The memory outlives a worker. After a loss of workers those copies count that are known to be complete
+//! ([`STORES_COMPLETE_AFTER`](crate::STORES_COMPLETE_AFTER)); what a slot of another copy holds is not known.
 
 use std::collections::{BTreeMap, HashMap};
 use std::hash::Hash;
@@ -68,7 +71,20 @@ impl<K: Copy + Eq + Hash, D> HostSlots<K, D> {
         slots
     }
 
-    /// Forgets all copies: the workers' memory is new, or what they hold must not be found any more.
+    /// Forgets the copies that plans after `last` fill, or all if it is `None`, and returns their names. No plan is in flight.
+    pub(crate) fn keep_until(&mut self, last: Option<u64>) -> Vec<K> {
+        self.stored.clear();
+        self.loaded.clear();
+        let is_lost = |entry: &Entry| last.is_none_or(|last| entry.stored_step > last);
+        let lost: Vec<K> = self.entries.iter().filter(|(_, entry)| is_lost(entry)).map(|(&name, _)| name).collect();
+        for &name in &lost {
+            let slot = self.take(name);
+            self.unused.extend(slot);
+        }
+        lost
+    }
+
+    /// Forgets all copies: the host memory is new, or what it holds must not be found any more.
     pub(crate) fn reset(&mut self) {
         self.unused.clear();
         self.unused.extend((0..self.num_slots as u32).rev().map(HostSlot));
@@ -234,6 +250,22 @@ mod tests {
         assert!(slots.contains(7));
         slots.take_copies();
         assert_eq!(stored(&mut slots, 3, &[8, 9]), [(true, None), (true, Some(7))]);
+        slots.audit().unwrap();
+    }
+
+    #[test]
+    fn of_lost_workers_the_copies_of_plans_up_to_a_step_are_kept() {
+        let mut slots = HostSlots::new(3);
+        (1..=3).for_each(|step| drop(stored(&mut slots, step, &[step as u32])));
+        let mut lost = slots.keep_until(Some(1));
+        lost.sort_unstable();
+        assert_eq!((lost, slots.num_used()), (vec![2, 3], 1));
+        slots.audit().unwrap();
+        // What is kept can be read at once, and the slots of the others are free.
+        slots.begin_plan(4);
+        assert!(slots.is_readable(1));
+        assert_eq!([5, 6].map(|name| slots.store(name, name)), [(true, None); 2]);
+        assert_eq!(slots.keep_until(None).len(), 3);
         slots.audit().unwrap();
     }
 

@@ -84,7 +84,7 @@ pub use ids::{BlockId, HostSlot, RowId, SequenceId, StateId, TokenId};
 pub use masks::MaskJob;
 pub use plan::{
     CopiedBlock, CopiedState, GrownTable, HostCopies, JoinedRow, JoinedTable, PlanError, RestoredRow, RevisedRow,
-    RowWork, SampledToken, SavedState, StepOutput, StepPlan,
+    RowWork, STORES_COMPLETE_AFTER, SampledToken, SavedState, StepOutput, StepPlan,
 };
 pub use request::{BeamOutput, BeamParams, BlockUsage, DraftUsage, FinishReason, Refused, Request, TokenEvent};
 pub use sampling::{MAX_BEAM_CANDIDATES, MAX_LOGPROBS, SamplingParams};

@@ -65,6 +65,11 @@ pub struct JoinedRow {
     pub sampling: SamplingParams,
 }
 
+/// A worker carries out a plan only once all copies to the host of the plan that many plans before it are complete. So the output of a
+/// step tells that they are: every worker has taken part in it, if it had work. What later plans store may be incomplete when a
+/// worker dies.
+pub const STORES_COMPLETE_AFTER: u64 = 2;
+
 /// Copies of KV blocks and recurrent states between the device and slots of the host, in all layers. Those to the host come
 /// before those from it, and all come before anything else that the plan writes to the device. No slot is in two entries.
 #[derive(Debug, Clone, PartialEq, Eq, Default, Serialize, Deserialize)]

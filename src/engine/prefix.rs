@@ -88,6 +88,7 @@ pub(crate) fn find_prefix(
                 found.tables[0].push(Place::Host(content));
                 parent = content;
             }
+            Lookup::Evicted(_) if is_plain => break,
             Lookup::Evicted(content) => {
                 found.tables[0].push(Place::Nowhere);
                 parent = content;

@@ -316,6 +316,7 @@ impl Engine {
         }
         work.splice(0..0, builder.prefills.into_iter().chain(builder.verifies));
         samples.splice(0..0, builder.prefill_samples.into_iter().chain(builder.verify_samples));
+        let has_work = !work.is_empty();
         let plan = StepPlan {
             step: self.next_step,
             left: std::mem::take(&mut self.left),
@@ -334,7 +335,7 @@ impl Engine {
         let needs_masks = samples.iter().any(|sample| sample.is_constrained);
         let masks = if needs_masks { Masks::Due } else { Masks::Sent };
         let (load, predicted) = (builder.load, self.costs.costs().map(|_| self.costs.predict(&builder.load)));
-        self.in_flight.push_back(InFlight { step: self.next_step, samples, masks, load, predicted });
+        self.in_flight.push_back(InFlight { step: self.next_step, samples, masks, load, predicted, has_work });
         self.next_step += 1;
         self.totals.steps += 1;
         for slot in builder.completed {

@@ -39,6 +39,9 @@ impl Engine {
         for (sample, token) in settled.samples.drain(..).zip(output.tokens) {
             self.settle_token(sample, token, events);
         }
+        if settled.has_work {
+            self.last_computed = Some(settled.step);
+        }
         self.spare_samples = settled.samples;
         Ok(())
     }

@@ -112,7 +112,7 @@ pub(crate) struct StatePool {
 impl StatePool {
     pub(crate) fn new(num_slots: usize) -> Self {
         let mut pool = Self { num_slots, copied_step: vec![u64::MAX; num_slots], ..Self::default() };
-        pool.reset();
+        pool.lose_device(None);
         pool
     }
 
@@ -121,9 +121,9 @@ impl StatePool {
         Self { hosted: HostSlots::new(num_slots), ..self }
     }
 
-    /// Removes all users and snapshots, because the workers' memory is new.
-    pub(crate) fn reset(&mut self) {
-        self.hosted.reset();
+    /// Removes all users and snapshots, because the workers' memory is new. The host keeps those that plans up to `last` stored there.
+    pub(crate) fn lose_device(&mut self, last: Option<u64>) {
+        self.hosted.keep_until(last);
         self.unused.clear();
         self.unused.extend((0..self.num_slots as u32).rev().map(StateId));
         self.snapshots.clear();

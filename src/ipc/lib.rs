@@ -48,6 +48,7 @@ mod process;
 mod region;
 mod relay_command;
 mod ring;
+mod shared_memory;
 mod stacks;
 mod sweep;
 mod threads;
@@ -68,6 +69,7 @@ pub use process::{ProcessId, ProcessWatch, bind_to_parent, describe_exit, die_wi
 pub use region::{Plain, Region};
 pub use relay_command::{RELAY, RelayCommand, RelayReport};
 pub use ring::{Backlog, Doorbell, Received, Ring, RingReceiver, RingSender};
+pub use shared_memory::{MappedMemory, SharedMemory};
 pub use stacks::{STACK_LINE, ask_for_stacks, with_names, write_stacks_on_faults};
 pub use sweep::{sweep_all_stale, sweep_stale};
 pub use threads::thread_states;

@@ -26,7 +26,7 @@ pub use error::DeviceError;
 pub use feature::Feature;
 pub use inputs::{NO_ADAPTER, SampleInput, StepInputs, TOKEN_ON_DEVICE};
 pub use latent::{LatentShape, LatentWeights};
-pub use memory::{HostSlots, MemoryEstimate, Target};
+pub use memory::{HostMemory, HostSlots, MemoryEstimate, Target};
 pub use quantized::{Quantization, QuantizedRows};
 pub use recurrent::{RecurrentShape, RecurrentWeights};
 pub use spec::{
@@ -149,9 +149,9 @@ pub trait Device: Sized {
         if copied.is_empty() { Ok(()) } else { Err(DeviceError::lacks(Feature::Recurrent)) }
     }
 
-    /// Allocates slots in host memory for copies of KV blocks and of recurrent states. Called once, after
-    /// [`Device::allocate_cache`] and [`Device::allocate_states`], if there are any.
-    fn allocate_host(&mut self, _slots: HostSlots) -> Result<(), DeviceError> {
+    /// Divides host memory into slots for copies of KV blocks, then for those of recurrent states. What slots hold already counts. Called
+    /// once, after [`Device::allocate_cache`] and [`Device::allocate_states`], if there are any.
+    fn allocate_host(&mut self, _slots: HostSlots, _memory: HostMemory) -> Result<(), DeviceError> {
         Err(DeviceError::Unsupported {
             what: "a KV cache in host memory".into(),
             found: "slots for it".into(),
@@ -160,7 +160,8 @@ pub trait Device: Sized {
     }
 
     /// Copies blocks and states to slots of the host, then others from such slots, before the next step. Nothing that the step or
-    /// later copies write is read by these copies.
+    /// later copies write is read by these copies. It is called for every plan, also without copies, and returns once the copies to the
+    /// host of the plan [`engine::STORES_COMPLETE_AFTER`] before it are complete.
     fn copy_with_host(&mut self, copies: &HostCopies) -> Result<(), DeviceError> {
         match copies.is_empty() {
             true => Ok(()),

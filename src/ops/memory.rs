@@ -1,4 +1,6 @@
-//! The memory of a worker, estimated before anything is loaded.
+//! The memory of a worker: estimated before anything is loaded, and of the host.
+
+use crate::DeviceError;
 
 /// The kind of device to estimate.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -35,6 +37,9 @@ impl MemoryEstimate {
     }
 }
 
+/// Host memory for [`HostSlots`]. Its bytes stay where they are when the owner moves. It may outlive the process.
+pub type HostMemory = Box<dyn AsMut<[u8]> + Send>;
+
 /// Slots in host memory for what is evicted from a device.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct HostSlots {
@@ -42,4 +47,26 @@ pub struct HostSlots {
     pub num_blocks: usize,
     /// For recurrent states.
     pub num_states: usize,
+}
+
+impl HostSlots {
+    /// Checks that slots of these sizes, for a block and for a state, fit into memory.
+    ///
+    /// # Errors
+    /// When they do not.
+    pub fn check(self, [block_bytes, state_bytes]: [usize; 2], memory_bytes: usize) -> Result<(), DeviceError> {
+        let blocks = self.num_blocks.checked_mul(block_bytes);
+        let needed = blocks
+            .zip(self.num_states.checked_mul(state_bytes))
+            .and_then(|(blocks, states)| blocks.checked_add(states));
+        match needed.is_some_and(|needed| needed <= memory_bytes) {
+            true => Ok(()),
+            false => Err(DeviceError::Call {
+                call: "allocate_host".into(),
+                reason: format!(
+                    "{self:?} of {block_bytes} and {state_bytes} bytes do not fit into {memory_bytes} bytes"
+                ),
+            }),
+        }
+    }
 }

@@ -1,6 +1,7 @@
 //! On rank 0: messages to and from the agents of all ranks.
 
 use std::collections::{HashMap, HashSet};
+use std::ops::Range;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, OnceLock};
 use std::time::Duration;
@@ -12,6 +13,27 @@ use crate::messages::{FromAgent, ToAgent};
 type Listener = Box<dyn Fn(FromAgent) + Send>;
 /// Sends a message to the agents of some ranks.
 type SendToRanks = Box<dyn Fn(&[u32], ToAgent) + Send + Sync>;
+
+/// Host memory of the workers of some ranks, which outlives them. Dropping it frees the memory.
+pub struct HostMemoryLease {
+    agents: Arc<Agents>,
+    ranks: Range<u32>,
+    id: u64,
+}
+
+impl HostMemoryLease {
+    /// The [`PassedMemory::id`](crate::PassedMemory::id) of its parts.
+    pub fn id(&self) -> u64 {
+        self.id
+    }
+}
+
+impl Drop for HostMemoryLease {
+    fn drop(&mut self) {
+        let ranks: Vec<u32> = self.ranks.clone().collect();
+        self.agents.send_to(&ranks, ToAgent::FreeHostMemory { id: self.id });
+    }
+}
 
 /// The node of each rank.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -73,6 +95,7 @@ pub struct Agents {
     send: SendToRanks,
     listeners: Mutex<HashMap<u64, Listener>>,
     next_instance: AtomicU64,
+    next_host_memory: AtomicU64,
     /// Process ids of the ranks that are watched.
     watched: Mutex<HashSet<u32>>,
     /// Called first when a rank is lost.
@@ -88,6 +111,7 @@ impl Agents {
             send: Box::new(send),
             listeners: Mutex::default(),
             next_instance: AtomicU64::new(1),
+            next_host_memory: AtomicU64::new(1),
             watched: Mutex::default(),
             rank_lost: OnceLock::new(),
         }
@@ -113,6 +137,12 @@ impl Agents {
     /// Removes the listener of `instance`.
     pub fn forget(&self, instance: u64) {
         lock(&self.listeners).remove(&instance);
+    }
+
+    /// Host memory for the workers of these ranks. Each rank allocates its part with the first worker that has the id in its spec.
+    pub fn lease_host_memory(self: &Arc<Self>, ranks: Range<u32>) -> HostMemoryLease {
+        let id = self.next_host_memory.fetch_add(1, Ordering::Relaxed);
+        HostMemoryLease { agents: Arc::clone(self), ranks, id }
     }
 
     /// Sends a message to the agent of `rank`.

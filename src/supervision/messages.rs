@@ -44,6 +44,11 @@ pub enum ToAgent {
     },
     /// Report the stacks of a worker, which hangs.
     Stacks(WorkerId),
+    /// Free host memory that was passed to workers. A worker that runs keeps it until its end.
+    FreeHostMemory {
+        /// [`PassedMemory::id`](crate::PassedMemory::id).
+        id: u64,
+    },
     /// End the rank.
     Shutdown,
 }

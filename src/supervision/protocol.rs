@@ -51,6 +51,15 @@ pub struct ShmName {
     pub name: String,
 }
 
+/// Memory that a rank holds and passes to a worker, and to the one that replaces it.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+pub struct PassedMemory {
+    /// Names it among all of the rank; see [`Agents::lease_host_memory`](crate::Agents::lease_host_memory).
+    pub id: u64,
+    /// Its descriptor in the worker, which the rank sets.
+    pub descriptor: i32,
+}
+
 /// The configuration of a worker process, which it reads as JSON from standard input.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct WorkerSpec {
@@ -82,6 +91,8 @@ pub struct WorkerSpec {
     pub checkpoint_fingerprint: Option<Vec<u8>>,
     /// Shared-memory region of the tensor-parallel group; unused in a group of one.
     pub group_region: ShmName,
+    /// Host memory of `settings.kv_host_memory_bytes` that outlives the worker; `None` if there are no such bytes.
+    pub host_memory: Option<PassedMemory>,
     /// Ring of [`ToWorker`] messages, created by this worker's rank.
     pub plan_ring: ShmName,
     /// Ring of [`FromWorker`] messages, created by this worker's rank.
@@ -278,6 +289,8 @@ pub enum FromWorker {
         state_bytes: u64,
         /// Slots for recurrent states that fit beside them.
         max_states: usize,
+        /// Whether its host memory has what workers before it have stored there. Else the memory is new.
+        has_host_copies: bool,
         /// Phases of the start and their durations, in order.
         phases: Vec<(String, Duration)>,
     },

@@ -10,7 +10,7 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use ipc::{
-    Prefix, ProcessWatch, Ring, bind_to_parent, describe_exit, essential_thread, lock, sweep_all_stale,
+    Prefix, ProcessWatch, Ring, SharedMemory, bind_to_parent, describe_exit, essential_thread, lock, sweep_all_stale,
     withhold_secrets,
 };
 
@@ -44,7 +44,11 @@ pub struct WorkerSupervisor {
     workers: Arc<Mutex<Workers>>,
     /// By [`WorkerId::instance`].
     relays: Mutex<HashMap<u64, NodeRelay>>,
+    host_memory: Arc<Mutex<HeldMemory>>,
 }
+
+/// Host memory that is passed to workers, by [`PassedMemory::id`](crate::PassedMemory::id), with the last worker that got it.
+type HeldMemory = HashMap<u64, (Arc<SharedMemory>, Arc<ProcessWatch>)>;
 
 /// A worker that runs, or one that has ended and whose output ring rank 0 may still read.
 #[derive(Debug)]
@@ -61,7 +65,7 @@ struct Supervised {
 impl WorkerSupervisor {
     /// A supervisor that starts workers as `program worker`, creates their rings under `prefix` and reports to `events`.
     pub fn new(prefix: Prefix, program: PathBuf, events: mpsc::Sender<FromAgent>) -> Self {
-        Self { prefix, program, events, workers: Arc::default(), relays: Mutex::default() }
+        Self { prefix, program, events, workers: Arc::default(), relays: Mutex::default(), host_memory: Arc::default() }
     }
 
     /// Executes one message of rank 0. [`ToAgent::Shutdown`] ends every worker.
@@ -81,6 +85,7 @@ impl WorkerSupervisor {
                 release(&mut lock(&self.workers), worker);
             }
             ToAgent::Stacks(worker) => self.report_stacks(worker),
+            ToAgent::FreeHostMemory { id } => drop(lock(&self.host_memory).remove(&id)),
             ToAgent::Shutdown => self.end_all(),
         }
     }
@@ -137,6 +142,7 @@ impl WorkerSupervisor {
             }
             thread::sleep(Duration::from_millis(5));
         }
+        lock(&self.host_memory).clear();
     }
 
     /// Runs one thread for each worker: the kernel kills a child when the thread that spawned it ends, so that thread waits for
@@ -144,12 +150,16 @@ impl WorkerSupervisor {
     fn start(&self, worker: WorkerId, spec: WorkerSpec) {
         let (prefix, program) = (self.prefix.clone(), self.program.clone());
         let (events, workers) = (self.events.clone(), Arc::clone(&self.workers));
+        let (host_memory, passed) = (Arc::clone(&self.host_memory), spec.host_memory);
         let (spawned, wait_spawned) = mpsc::channel::<()>();
         // Longer than the step watchdog, which reports stacks but is active only while steps run.
         let max_stopped = spec.settings.step_timeout.mul_f32(1.5);
         let run = move || {
-            let ended = match spawn(&prefix, &program, worker, spec) {
-                Ok(Started { mut child, watch, announcement, rings, stderr }) => {
+            let memory = memory_of(&host_memory, &spec);
+            let started =
+                memory.and_then(|memory| Ok((spawn(&prefix, &program, worker, spec, memory.as_deref())?, memory)));
+            let ended = match started {
+                Ok((Started { mut child, watch, announcement, rings, stderr }, memory)) => {
                     let entry = Supervised {
                         watch,
                         stderr: Arc::clone(&stderr),
@@ -158,6 +168,9 @@ impl WorkerSupervisor {
                         is_released: false,
                     };
                     let watch = Arc::clone(&entry.watch);
+                    if let Some((memory, passed)) = memory.zip(passed) {
+                        lock(&host_memory).insert(passed.id, (memory, Arc::clone(&watch)));
+                    }
                     lock(&workers).insert(worker, entry);
                     drop(spawned);
                     let _ = events.send(announcement);
@@ -208,6 +221,26 @@ impl WorkerSupervisor {
     }
 }
 
+/// The host memory to pass to a worker. It is that of the worker before it, if that has ended: memory that two processes write would
+/// be of no use.
+fn memory_of(held: &Mutex<HeldMemory>, spec: &WorkerSpec) -> Result<Option<Arc<SharedMemory>>, String> {
+    let Some(passed) = spec.host_memory else { return Ok(None) };
+    let bytes = spec.settings.kv_host_memory_bytes;
+    let before = lock(held).remove(&passed.id);
+    if let Some((memory, user)) = before.filter(|(memory, _)| memory.len() as u64 == bytes) {
+        if user.wait(KILL_TIMEOUT) {
+            return Ok(Some(memory));
+        }
+        tracing::warn!(pid = user.pid(), "a lost worker does not end, so the next one gets other host memory");
+    }
+    let len = usize::try_from(bytes).map_err(|_| format!("{bytes} bytes of host memory cannot be addressed"))?;
+    let memory = SharedMemory::new("trireme-kv-cache", len).map_err(|error| match error {
+        ipc::IpcError::Os { source, .. } => format!("{bytes} bytes of host memory: {source}"),
+        error => error.to_string(),
+    })?;
+    Ok(Some(Arc::new(memory)))
+}
+
 type Workers = HashMap<WorkerId, Supervised>;
 
 /// Notes that rank 0 will not read the worker's rings again, and removes the worker if it has ended.
@@ -238,7 +271,13 @@ struct Started {
     rings: [Ring; 2],
 }
 
-fn spawn(prefix: &Prefix, program: &PathBuf, worker: WorkerId, mut spec: WorkerSpec) -> Result<Started, String> {
+fn spawn(
+    prefix: &Prefix,
+    program: &PathBuf,
+    worker: WorkerId,
+    mut spec: WorkerSpec,
+    host_memory: Option<&SharedMemory>,
+) -> Result<Started, String> {
     let make_ring = |kind: &str| {
         let name = format!("{}_{}_{}_{kind}", std::process::id(), worker.instance, worker.tp_rank);
         let ring = Ring::create(prefix, &name, spec.ring_bytes).map_err(|error| error.to_string())?;
@@ -252,6 +291,9 @@ fn spawn(prefix: &Prefix, program: &PathBuf, worker: WorkerId, mut spec: WorkerS
     // NVLink multicast memory of a lost worker can block the links of the whole host.
     command.arg("worker").env("NCCL_NVLS_ENABLE", "0").stdin(Stdio::piped()).stderr(Stdio::piped());
     bind_to_parent(withhold_secrets(&mut command, &[]), libc::SIGKILL);
+    if let Some((passed, memory)) = spec.host_memory.as_mut().zip(host_memory) {
+        passed.descriptor = memory.pass_to(&mut command);
+    }
     let mut child = command.spawn().map_err(|error| format!("cannot start `{}`: {error}", program.display()))?;
     let json = serde_json::to_vec(&spec).expect("a spec holds nothing that cannot be serialized");
     let mut stdin = child.stdin.take().expect("stdin is piped");

@@ -1,9 +1,12 @@
-//! Refuses a model whose weights are larger than the free memory, before they are read.
+//! Refuses a model whose weights are larger than the free memory, before they are read, and takes the host memory that the rank passes.
+
+use std::hash::{DefaultHasher, Hash, Hasher};
 
 use device::cpu::WeightPrecision;
+use ipc::MappedMemory;
 use models::{Config, ModelError, WorkerShape};
 use ops::{Target, TensorParallel};
-use supervision::WorkerSpec;
+use supervision::{PassedMemory, WorkerSpec};
 
 use crate::error::WorkerError;
 use crate::estimate::estimate_memory;
@@ -43,16 +46,37 @@ pub(crate) fn check(spec: &WorkerSpec, config: &Config, shape: &WorkerShape, fre
     Err(WorkerError::Memory { needed: gib(needed_bytes), free: gib(free), cure })
 }
 
-/// Compares the host memory for evicted KV blocks of all workers on this node with the free memory. None of them has allocated it
-/// yet: they do when all have loaded their weights.
+/// The host memory that the rank of this worker passes to it.
+///
+/// # Errors
+/// When it is not what the spec says.
+pub(crate) fn passed_host_memory(spec: &WorkerSpec) -> Result<Option<MappedMemory>, WorkerError> {
+    let bytes = spec.settings.kv_host_memory_bytes;
+    let memory = |passed: PassedMemory| match usize::try_from(bytes) {
+        Ok(len) => Ok(MappedMemory::inherit(passed.descriptor, len)?),
+        Err(_) => Err(WorkerError::HostMemory { bytes, workers: 1, free: usize::MAX as u64 }),
+    };
+    spec.host_memory.map(memory).transpose()
+}
+
+/// The number of a layout of host memory with slots of these sizes, for a block and for a state. Another build may arrange a block in
+/// another way.
+pub(crate) fn layout(sizes: [u64; 2]) -> u64 {
+    let mut hasher = DefaultHasher::new();
+    (env!("CARGO_PKG_VERSION"), sizes).hash(&mut hasher);
+    hasher.finish().max(1) // 0 is that of new memory.
+}
+
+/// Compares the host memory for evicted KV blocks of all workers on this node with the free memory. They have allocated `allocated`
+/// bytes each before this start, and the others when all have loaded their weights.
 ///
 /// # Errors
 /// When it does not fit.
-pub(crate) fn check_host(spec: &WorkerSpec) -> Result<(), WorkerError> {
+pub(crate) fn check_host(spec: &WorkerSpec, allocated: u64) -> Result<(), WorkerError> {
     let (bytes, workers) = (spec.settings.kv_host_memory_bytes, spec.num_local_workers);
     match device::cpu::available_memory() {
         // 0 is unknown.
-        free @ 1.. if bytes.saturating_mul(workers as u64) > free => {
+        free @ 1.. if bytes.saturating_sub(allocated).saturating_mul(workers as u64) > free => {
             Err(WorkerError::HostMemory { bytes, workers, free })
         }
         _ => Ok(()),

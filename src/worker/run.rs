@@ -5,7 +5,7 @@ use std::sync::{Arc, Mutex, MutexGuard};
 use std::time::{Duration, Instant};
 
 use engine::{SampleMask, SequenceId, StepOutput, StepPlan, divide_memory, plan};
-use ipc::{Prefix, Received, RingReceiver, RingSender, lock};
+use ipc::{MappedMemory, Prefix, Received, RingReceiver, RingSender, lock};
 use models::Model;
 use ops::{AttentionSpec, Device, HostSlots, StepInputs};
 use supervision::{FromWorker, KvMemory, LogitsPiece, LogitsPlace, MAX_LOGITS_PIECE, ShmName, ToWorker, WorkerSpec};
@@ -111,8 +111,9 @@ impl<'a, D: Device + 'static> Worker<'a, D> {
     /// Runs steps until rank 0 sends [`ToWorker::Stop`].
     pub(crate) fn serve(mut self, rings: &Rings) -> Result<(), WorkerError> {
         let attention = self.model.attention_spec(self.spec.block_size, self.spec.max_sequence_len);
-        memory::check_host(self.spec)?;
-        self.report_memory(&attention, rings)?;
+        let mut host_memory = memory::passed_host_memory(self.spec)?;
+        memory::check_host(self.spec, host_memory.as_ref().map_or(0, MappedMemory::allocated_bytes))?;
+        let layout = self.report_memory(&attention, host_memory.as_ref(), rings)?;
         let (num_blocks, num_states, host) = match rings.receive()? {
             ToWorker::Configure { num_blocks, num_states, num_host_blocks, num_host_states } => {
                 (num_blocks, num_states, HostSlots { num_blocks: num_host_blocks, num_states: num_host_states })
@@ -125,7 +126,12 @@ impl<'a, D: Device + 'static> Worker<'a, D> {
             self.device.allocate_states(&attention, num_states)?;
         }
         if host != HostSlots::default() {
-            self.device.allocate_host(host)?;
+            let Some(mut memory) = host_memory.take() else {
+                return Err(WorkerError::Protocol { expected: "no slots in host memory", found: "Configure" });
+            };
+            // Rank 0 knows now whether this is the memory of the worker before.
+            memory.set_layout(layout);
+            self.device.allocate_host(host, Box::new(memory))?;
         }
         rings.send(&FromWorker::Ready)?;
 
@@ -145,7 +151,13 @@ impl<'a, D: Device + 'static> Worker<'a, D> {
         steps.run(rings)
     }
 
-    fn report_memory(&mut self, attention: &AttentionSpec, rings: &Rings) -> Result<(), WorkerError> {
+    /// Returns the layout of the host memory.
+    fn report_memory(
+        &mut self,
+        attention: &AttentionSpec,
+        host_memory: Option<&MappedMemory>,
+        rings: &Rings,
+    ) -> Result<u64, WorkerError> {
         let memory = self.device.memory_plan(attention)?;
         let wanted = |tokens: u64| tokens.div_ceil(self.spec.block_size as u64) * attention.kv_windows.len() as u64;
         let (fraction, max_blocks) = match self.spec.kv_memory {
@@ -158,6 +170,7 @@ impl<'a, D: Device + 'static> Worker<'a, D> {
         let state_bytes = attention.state_bytes() as u64;
         let (max_blocks, max_states) =
             divide_memory(room, [memory.block_bytes, state_bytes], self.spec.max_rows, max_blocks);
+        let layout = memory::layout([memory.block_bytes, state_bytes]);
         rings.send(&FromWorker::Loaded {
             weights_bytes: memory.weights_bytes,
             workspace_bytes: memory.workspace_bytes + adapter_bytes,
@@ -165,8 +178,10 @@ impl<'a, D: Device + 'static> Worker<'a, D> {
             max_blocks: max_blocks as usize,
             state_bytes,
             max_states,
+            has_host_copies: host_memory.is_some_and(|memory| memory.layout() == layout),
             phases: std::mem::take(&mut self.phases),
-        })
+        })?;
+        Ok(layout)
     }
 }
 

@@ -26,7 +26,7 @@ use std::time::{Duration, Instant};
 use engine::{Engine, SequenceId, StepOutput, StepPlan, TokenEvent};
 use ipc::Prefix;
 use serving::Timestamp;
-use supervision::{Agents, FromWorker};
+use supervision::{Agents, FromWorker, HostMemoryLease};
 use tokio::sync::oneshot;
 
 use super::config::LlmConfig;
@@ -91,6 +91,8 @@ struct Running {
     /// Whether the oldest step in flight was sent without a mask.
     is_mask_late: bool,
     sleep: Sleep,
+    /// Host memory of the workers, which their restarts leave; `None` if they have none.
+    host_memory: Option<HostMemoryLease>,
 }
 
 /// A request with a timeout.
@@ -117,7 +119,11 @@ impl From<WorkerLoss> for End {
 impl StepThread {
     /// Runs until [`Message::Stop`]. `loaded` gets the result of the first start; when that failed, the thread ends.
     pub(crate) fn run(self, loaded: oneshot::Sender<Result<(), String>>) {
+        let first_rank = self.config.first_rank(self.replica);
+        let ranks = first_rank..first_rank + self.config.group_size();
+        let has_host_memory = self.config.worker.kv_host_memory_bytes > 0;
         let mut running = Running {
+            host_memory: has_host_memory.then(|| self.agents.lease_host_memory(ranks)),
             thread: self,
             engine: None,
             timeouts: BTreeMap::new(),

@@ -10,8 +10,8 @@ use std::time::Duration;
 use engine::{Adapter, StepPlan, plan};
 use ipc::{Doorbell, Prefix, Received, RecvError};
 use supervision::{
-    AdapterPiece, Agents, DeviceChoice, FromAgent, FromWorker, MAX_ADAPTER_PIECE, Nodes, RelayedWorker, ShmName,
-    ToAgent, ToWorker, WorkerId, WorkerSettings, WorkerSpec,
+    AdapterPiece, Agents, DeviceChoice, FromAgent, FromWorker, HostMemoryLease, MAX_ADAPTER_PIECE, Nodes, PassedMemory,
+    RelayedWorker, ShmName, ToAgent, ToWorker, WorkerId, WorkerSettings, WorkerSpec,
 };
 
 use super::config::LlmConfig;
@@ -69,13 +69,14 @@ pub(crate) struct WorkerGroup {
 }
 
 impl WorkerGroup {
-    /// Starts a worker on each rank of the replica. `listener` gets the events of their agents.
+    /// Starts a worker on each rank of the replica, with its part of `host_memory`. `listener` gets the events of their agents.
     pub(crate) fn start(
         config: &LlmConfig,
         replica: u32,
         agents: &Arc<Agents>,
         prefix: &Prefix,
         next_step: u64,
+        host_memory: Option<&HostMemoryLease>,
         listener: impl Fn(FromAgent) + Send + 'static,
     ) -> Self {
         let instance = agents.new_instance(listener);
@@ -84,7 +85,8 @@ impl WorkerGroup {
         let (first_rank, num_workers) = (config.first_rank(replica), config.group_size());
         let nodes: Vec<u32> = (0..num_workers).map(|index| agents.nodes().of(first_rank + index)).collect();
         let node_names = agents.nodes().names().to_vec();
-        let spec = WorkerSpec { group_region, nodes, node_names, ..spec(config, next_step) };
+        let host_memory = host_memory.map(|lease| PassedMemory { id: lease.id(), descriptor: -1 });
+        let spec = WorkerSpec { group_region, nodes, node_names, host_memory, ..spec(config, next_step) };
         let group = Self {
             agents: Arc::clone(agents),
             instance,

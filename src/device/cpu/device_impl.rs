@@ -5,8 +5,8 @@ use engine::{
 };
 use kernels::cpu::{self as k, Buffer};
 use ops::{
-    Activation, AttentionSpec, Device, DeviceError, ExpertSlices, Feature, HeadNorms, HostSlots, LatentWeights,
-    LayerAttention, LinearRole, LogitSpec, LowRankPart, MemoryPlan, NormKind, NormSlices, PipelineStage,
+    Activation, AttentionSpec, Device, DeviceError, ExpertSlices, Feature, HeadNorms, HostMemory, HostSlots,
+    LatentWeights, LayerAttention, LinearRole, LogitSpec, LowRankPart, MemoryPlan, NormKind, NormSlices, PipelineStage,
     RecurrentWeights, StepInputs, TensorParallel, WeightSlice,
 };
 
@@ -157,8 +157,8 @@ impl Device for CpuDevice {
         self.states.copy(copied)
     }
 
-    fn allocate_host(&mut self, slots: HostSlots) -> Result<(), DeviceError> {
-        self.take_host_memory(slots)
+    fn allocate_host(&mut self, slots: HostSlots, memory: HostMemory) -> Result<(), DeviceError> {
+        self.take_host_memory(slots, memory)
     }
 
     fn copy_with_host(&mut self, copies: &HostCopies) -> Result<(), DeviceError> {

@@ -1,45 +1,40 @@
 //! Copies of KV blocks and recurrent states in slots of host memory.
 
 use engine::HostCopies;
-use kernels::cpu::Buffer;
-use ops::{DeviceError, HostSlots};
+use ops::{DeviceError, HostMemory, HostSlots};
 
 use super::{CpuDevice, out_of_range};
 
 /// The slots. The system assigns memory to one when it is first written.
 pub(super) struct HostTier {
-    blocks: Buffer<u8>, // [slots, bytes of a block]
+    /// `[blocks, bytes of a block]`, then `[states, bytes of a state]`.
+    memory: HostMemory,
     block_bytes: usize,
-    states: Buffer<f32>, // [slots, elements of a state]
-    state_len: usize,
+    state_bytes: usize,
     slots: HostSlots,
 }
 
 impl Default for HostTier {
     fn default() -> Self {
-        let (blocks, states) = (Buffer::new(0), Buffer::new(0));
-        Self { blocks, block_bytes: 0, states, state_len: 0, slots: HostSlots::default() }
+        Self { memory: Box::new(Vec::new()), block_bytes: 0, state_bytes: 0, slots: HostSlots::default() }
     }
 }
 
 impl CpuDevice {
-    pub(super) fn take_host_memory(&mut self, slots: HostSlots) -> Result<(), DeviceError> {
+    pub(super) fn take_host_memory(&mut self, slots: HostSlots, mut memory: HostMemory) -> Result<(), DeviceError> {
         let parts = self.cache().buffers.iter().flat_map(|buffer| buffer.parts(0));
-        let (block_bytes, state_len) = (parts.map(<[u8]>::len).sum::<usize>(), self.states.slot_len());
-        self.host = HostTier {
-            blocks: Buffer::new(slots.num_blocks * block_bytes),
-            block_bytes,
-            states: Buffer::new(slots.num_states * state_len),
-            state_len,
-            slots,
-        };
+        let block_bytes = parts.map(<[u8]>::len).sum::<usize>();
+        let state_bytes = self.states.slot_len() * size_of::<f32>();
+        slots.check([block_bytes, state_bytes], (*memory).as_mut().len())?;
+        self.host = HostTier { memory, block_bytes, state_bytes, slots };
         Ok(())
     }
 
     pub(super) fn copy_host_slots(&mut self, copies: &HostCopies) -> Result<(), DeviceError> {
         self.check_host_copies(copies)?;
         let Self { cache, states, host, .. } = self;
-        let HostTier { blocks, block_bytes, states: slots, state_len, .. } = host;
+        let HostTier { memory, block_bytes, state_bytes, slots } = host;
+        let (blocks, slots) = (**memory).as_mut().split_at_mut(slots.num_blocks * *block_bytes);
         let mut buffers: Vec<_> = cache.iter_mut().flat_map(|cache| &mut cache.buffers).collect();
         for (block, slot) in &copies.stored {
             let mut to = &mut blocks[slot.0 as usize * *block_bytes..][..*block_bytes];
@@ -54,14 +49,16 @@ impl CpuDevice {
             }
         }
         for (state, slot) in &copies.stored_states {
-            let mut to = &mut slots[slot.0 as usize * *state_len..][..*state_len];
+            let mut to = &mut slots[slot.0 as usize * *state_bytes..][..*state_bytes];
             for part in states.slot_mut(state.0)? {
+                let part: &[u8] = bytemuck::cast_slice(part);
                 to.split_off_mut(..part.len()).expect("a slot holds a state").copy_from_slice(part);
             }
         }
         for (state, slot) in &copies.loaded_states {
-            let mut from = &slots[slot.0 as usize * *state_len..][..*state_len];
+            let mut from = &slots[slot.0 as usize * *state_bytes..][..*state_bytes];
             for part in states.slot_mut(state.0)? {
+                let part: &mut [u8] = bytemuck::cast_slice_mut(part);
                 part.copy_from_slice(from.split_off(..part.len()).expect("a slot holds a state"));
             }
         }
@@ -133,7 +130,10 @@ mod tests {
         let mut device = CpuDevice::new(config).unwrap();
         device.allocate_cache(&spec, 3).unwrap();
         device.allocate_states(&spec, 3).unwrap();
-        device.allocate_host(HostSlots { num_blocks: 2, num_states: 2 }).unwrap();
+        let slots = HostSlots { num_blocks: 2, num_states: 2 };
+        let too_small = device.allocate_host(slots, Box::new(vec![0; 1000])).unwrap_err();
+        assert!(too_small.to_string().contains("do not fit into 1000 bytes"), "{too_small}");
+        device.allocate_host(slots, Box::new(vec![0; 1 << 20])).unwrap();
         device
     }
 

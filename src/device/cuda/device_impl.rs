@@ -7,9 +7,9 @@ use kernels::cuda::DeviceBuffer;
 use kernels::cuda::copy_blocks::copy_blocks;
 use kernels::cuda::skinny_gemm::GATE_GROUP;
 use ops::{
-    Activation, AttentionSpec, Device, DeviceError, ExpertSlices, Feature, HeadNorms, HostSlots, LatentWeights,
-    LinearRole, LogitSpec, MemoryPlan, NormKind, NormSlices, PipelineStage, RecurrentWeights, StepInputs,
-    TensorParallel, WeightSlice,
+    Activation, AttentionSpec, Device, DeviceError, ExpertSlices, Feature, HeadNorms, HostMemory, HostSlots,
+    LatentWeights, LinearRole, LogitSpec, MemoryPlan, NormKind, NormSlices, PipelineStage, RecurrentWeights,
+    StepInputs, TensorParallel, WeightSlice,
 };
 
 use super::load::RowOrder;
@@ -129,8 +129,8 @@ impl Device for CudaDevice {
         self.copy_slots(copied)
     }
 
-    fn allocate_host(&mut self, slots: HostSlots) -> Result<(), DeviceError> {
-        self.take_host_memory(slots)
+    fn allocate_host(&mut self, slots: HostSlots, memory: HostMemory) -> Result<(), DeviceError> {
+        self.take_host_memory(slots, memory)
     }
 
     fn copy_with_host(&mut self, copies: &HostCopies) -> Result<(), DeviceError> {

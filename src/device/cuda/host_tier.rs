@@ -7,10 +7,10 @@
 
 use std::sync::Arc;
 
-use engine::{BlockId, HostCopies, HostSlot, StateId};
+use engine::{BlockId, HostCopies, HostSlot, STORES_COMPLETE_AFTER, StateId};
 use kernels::cuda::copy_blocks::AllBlocks;
-use kernels::cuda::{CudaError, DeviceBuffer, Event, Gpu, PinnedBuffer, Queue, Rows, Span};
-use ops::{DeviceError, HostSlots};
+use kernels::cuda::{CudaError, DeviceBuffer, Event, Gpu, PinnedMemory, Queue, Rows, Span};
+use ops::{DeviceError, HostMemory, HostSlots};
 
 use super::{CudaDevice, device_error};
 
@@ -36,13 +36,19 @@ pub(super) struct HostTier {
     loads: Lane,
     /// Passes work from one stream to another.
     handoff: Event,
+    memory: PinnedMemory,
     blocks: Slots,
     states: Slots,
+    /// The copies to the host of the last plans, and whether there are any. Plan `n` is at `n % len`.
+    stored: [(Event, bool); STORES_COMPLETE_AFTER as usize],
+    num_plans: usize,
 }
 
 /// Slots of one kind.
+#[derive(Clone, Copy)]
 struct Slots {
-    memory: PinnedBuffer,
+    /// Of the first slot in the memory.
+    start: usize,
     bytes: usize,
     count: usize,
 }
@@ -58,16 +64,12 @@ struct Lane {
 }
 
 struct Part {
-    memory: Span,
+    buffer: Span,
     /// Its content is not needed any more.
     free: Event,
 }
 
 impl Slots {
-    fn new(gpu: &Arc<Gpu>, count: usize, bytes: usize) -> Result<Self, CudaError> {
-        Ok(Self { memory: PinnedBuffer::new(gpu, count * bytes)?, bytes, count })
-    }
-
     fn check(&self, kind: &str, slots: impl IntoIterator<Item = HostSlot>) -> Result<(), DeviceError> {
         match slots.into_iter().max().filter(|slot| slot.0 as usize >= self.count) {
             None => Ok(()),
@@ -80,7 +82,7 @@ impl Slots {
 
     /// The first byte of a slot.
     fn start(&self, slot: HostSlot) -> usize {
-        slot.0 as usize * self.bytes
+        self.start + slot.0 as usize * self.bytes
     }
 }
 
@@ -88,7 +90,7 @@ impl Lane {
     fn new(gpu: &Arc<Gpu>, part_bytes: usize) -> Result<Self, CudaError> {
         let buffer = DeviceBuffer::new(gpu, PARTS * part_bytes)?;
         let part =
-            |index| Ok(Part { memory: buffer.span().part(index * part_bytes, part_bytes), free: Event::new(false)? });
+            |index| Ok(Part { buffer: buffer.span().part(index * part_bytes, part_bytes), free: Event::new(false)? });
         let parts = (0..PARTS).map(part).collect::<Result<_, CudaError>>()?;
         Ok(Self { queue: Queue::new(gpu)?, parts, next: 0, done: Event::new(false)?, _buffer: buffer })
     }
@@ -104,15 +106,15 @@ impl Lane {
     fn store<D: Copy>(
         &mut self,
         steps: &Queue,
-        (slots, handoff): (&mut Slots, &Event),
+        (memory, slots, handoff): (&mut PinnedMemory, Slots, &Event),
         copies: &[(D, HostSlot)],
         read: impl Fn(D, Span) -> Result<(), CudaError>,
     ) -> Result<(), CudaError> {
-        let of_part = self.parts[0].memory.bytes() / slots.bytes.max(1);
+        let of_part = self.parts[0].buffer.bytes() / slots.bytes.max(1);
         for copies in copies.chunks(of_part) {
             let index = self.take();
-            let Part { memory, free } = &self.parts[index];
-            let place = |index: usize| memory.part(index * slots.bytes, slots.bytes);
+            let Part { buffer, free } = &self.parts[index];
+            let place = |index: usize| buffer.part(index * slots.bytes, slots.bytes);
             steps.wait_for(free)?;
             for (index, &(from, _)) in copies.iter().enumerate() {
                 read(from, place(index))?;
@@ -121,7 +123,7 @@ impl Lane {
             self.queue.wait_for(handoff)?;
             for (index, &(_, slot)) in copies.iter().enumerate() {
                 let start = slots.start(slot);
-                let to = slots.memory[start..start + slots.bytes].as_mut_ptr();
+                let to = memory[start..start + slots.bytes].as_mut_ptr();
                 // SAFETY: the slot is pinned and has these bytes. Only later copies of this type read it: they wait for `done`.
                 unsafe { self.queue.download(to, place(index), slots.bytes)? };
             }
@@ -134,19 +136,19 @@ impl Lane {
     fn load<D: Copy>(
         &mut self,
         steps: &Queue,
-        (slots, handoff): (&Slots, &Event),
+        (memory, slots, handoff): (&PinnedMemory, Slots, &Event),
         copies: &[(D, HostSlot)],
         write: impl Fn(D, Span) -> Result<(), CudaError>,
     ) -> Result<(), CudaError> {
-        let of_part = self.parts[0].memory.bytes() / slots.bytes.max(1);
+        let of_part = self.parts[0].buffer.bytes() / slots.bytes.max(1);
         for copies in copies.chunks(of_part) {
             let index = self.take();
-            let Part { memory, free } = &self.parts[index];
-            let place = |index: usize| memory.part(index * slots.bytes, slots.bytes);
+            let Part { buffer, free } = &self.parts[index];
+            let place = |index: usize| buffer.part(index * slots.bytes, slots.bytes);
             self.queue.wait_for(free)?;
             for (index, &(_, slot)) in copies.iter().enumerate() {
                 let start = slots.start(slot);
-                let from = slots.memory[start..start + slots.bytes].as_ptr();
+                let from = memory[start..start + slots.bytes].as_ptr();
                 // SAFETY: the slot is pinned and has these bytes. Only later copies of this type write it: they wait for `done`.
                 unsafe { self.queue.upload(place(index), from, slots.bytes)? };
             }
@@ -169,17 +171,29 @@ impl Drop for HostTier {
 }
 
 impl HostTier {
-    fn new(gpu: &Arc<Gpu>, slots: HostSlots, sizes: [usize; 2]) -> Result<Self, CudaError> {
+    /// `slots` fit into `memory`.
+    fn new(gpu: &Arc<Gpu>, slots: HostSlots, sizes: [usize; 2], memory: HostMemory) -> Result<Self, CudaError> {
         let [block_bytes, state_bytes] = sizes;
-        let host_bytes = slots.num_blocks * block_bytes + slots.num_states * state_bytes;
+        let for_blocks = slots.num_blocks * block_bytes;
+        let host_bytes = for_blocks + slots.num_states * state_bytes;
         let part = part_bytes(sizes, host_bytes as u64);
         Ok(Self {
             stores: Lane::new(gpu, part)?,
             loads: Lane::new(gpu, part)?,
             handoff: Event::new(false)?,
-            blocks: Slots::new(gpu, slots.num_blocks, block_bytes)?,
-            states: Slots::new(gpu, slots.num_states, state_bytes)?,
+            memory: PinnedMemory::new(gpu, memory)?,
+            blocks: Slots { start: 0, bytes: block_bytes, count: slots.num_blocks },
+            states: Slots { start: for_blocks, bytes: state_bytes, count: slots.num_states },
+            stored: [(Event::new(false)?, false), (Event::new(false)?, false)],
+            num_plans: 0,
         })
+    }
+
+    /// Begins a plan: waits until the copies to the host of the plan [`STORES_COMPLETE_AFTER`] before it are complete.
+    fn begin_plan(&mut self) -> Result<(), CudaError> {
+        self.num_plans += 1;
+        let (event, has_copies) = &mut self.stored[self.num_plans % STORES_COMPLETE_AFTER as usize];
+        if std::mem::take(has_copies) { event.wait() } else { Ok(()) }
     }
 
     /// Queues the copies of a plan beside the stream of the steps. `parts` are the buffers of KV blocks, `state` finds a state.
@@ -190,28 +204,36 @@ impl HostTier {
         state: impl Fn(StateId) -> Span,
         copies: &HostCopies,
     ) -> Result<(), CudaError> {
-        let HostTier { stores, loads, handoff, blocks, states } = self;
+        self.begin_plan()?;
+        let HostTier { stores, loads, handoff, memory, stored, num_plans, .. } = self;
+        let (blocks, states) = (self.blocks, self.states);
         // A slot is filled once earlier plans have read it, and read once earlier plans have filled it. No slot is in two entries of
         // this plan, so its loads need not wait for its stores, which wait for the step before.
         stores.queue.wait_for(&loads.done)?;
         loads.queue.wait_for(&stores.done)?;
-        stores.store(steps, (&mut *blocks, &*handoff), &copies.stored, |block, to| {
+        stores.store(steps, (memory, blocks, handoff), &copies.stored, |block, to| {
             each_part(parts, block, to, |rows, slot| steps.copy_rows(slot, rows))
         })?;
         stores
-            .store(steps, (&mut *states, &*handoff), &copies.stored_states, |from, to| steps.copy(to, state(from)))?;
-        loads.load(steps, (&*blocks, &*handoff), &copies.loaded, |block, from| {
+            .store(steps, (memory, states, handoff), &copies.stored_states, |from, to| steps.copy(to, state(from)))?;
+        if !copies.stored.is_empty() || !copies.stored_states.is_empty() {
+            let (event, has_copies) = &mut stored[*num_plans % STORES_COMPLETE_AFTER as usize];
+            event.record(&stores.queue)?;
+            *has_copies = true;
+        }
+        loads.load(steps, (memory, blocks, handoff), &copies.loaded, |block, from| {
             each_part(parts, block, from, |rows, slot| steps.copy_rows(rows, slot))
         })?;
-        loads.load(steps, (&*states, &*handoff), &copies.loaded_states, |to, from| steps.copy(state(to), from))
+        loads.load(steps, (memory, states, handoff), &copies.loaded_states, |to, from| steps.copy(state(to), from))
     }
 }
 
 impl CudaDevice {
-    pub(super) fn take_host_memory(&mut self, slots: HostSlots) -> Result<(), DeviceError> {
+    pub(super) fn take_host_memory(&mut self, slots: HostSlots, mut memory: HostMemory) -> Result<(), DeviceError> {
         let sizes = [self.block_parts().iter().map(slot_bytes).sum::<usize>(), self.states.bytes()];
-        let tier = HostTier::new(&self.gpu, slots, sizes).map_err(|error| {
-            let bytes = slots.num_blocks * sizes[0] + slots.num_states * sizes[1];
+        let bytes = (*memory).as_mut().len();
+        slots.check(sizes, bytes)?;
+        let tier = HostTier::new(&self.gpu, slots, sizes, memory).map_err(|error| {
             let reason = device_error(error).to_string();
             DeviceError::Call { call: format!("pinning {bytes} bytes (`kv_cache_host_memory_bytes`)"), reason }
         })?;
@@ -226,7 +248,7 @@ impl CudaDevice {
 
     pub(super) fn copy_host_slots(&mut self, copies: &HostCopies) -> Result<(), DeviceError> {
         if copies.is_empty() {
-            return Ok(());
+            return self.host.as_mut().map_or(Ok(()), |tier| tier.begin_plan().map_err(device_error));
         }
         let missing = || DeviceError::Call {
             call: "copy_with_host".into(),

@@ -2,11 +2,14 @@
 
 use std::collections::HashMap;
 
-use super::BlockPool;
+use super::{BlockPool, Evicted};
 use crate::content::ContentId;
 use crate::host::HostSlots;
 use crate::plan::HostCopies;
 use crate::{BlockId, TokenId};
+
+/// Number of contents of lost blocks that are known, for each block.
+const LOST_PER_BLOCK: usize = 2;
 
 /// Copies of blocks in host memory. Those of the first KV group are found by their tokens, like blocks of the device; those of
 /// other groups are named by the content that the first group has for the same tokens.
@@ -47,6 +50,21 @@ impl HostedBlocks {
     /// Whether the host has a block.
     pub(crate) fn contains(&self, content: ContentId, group: usize) -> bool {
         self.slots.contains((content, group as u32))
+    }
+
+    /// Keeps the copies that plans up to `last` filled. Returns the contents of the first KV group that it drops, with hash,
+    /// parent and tokens.
+    fn keep_until(&mut self, last: Option<u64>) -> Vec<(u64, Evicted)> {
+        let lost = self.slots.keep_until(last).into_iter().filter(|&(_, group)| group == 0);
+        let mut dropped = Vec::new();
+        for (content, _) in lost {
+            let Some(Hosted { hash, parent, tokens }) = self.contents.remove(&content) else { continue };
+            if self.by_hash.get(&hash) == Some(&content) {
+                self.by_hash.remove(&hash);
+            }
+            dropped.push((hash, Evicted { content, parent, tokens }));
+        }
+        dropped
     }
 
     /// Drops what is known of a content whose copy is gone. Returns its hash.
@@ -121,6 +139,34 @@ impl BlockPool {
         Some(block)
     }
 
+    /// The workers' memory is new: removes all users, and the contents of the device. The host keeps what plans up to `last` stored
+    /// there. Contents of the device are remembered, because those of the host are found through them: once a block of them is
+    /// computed again, the copies after it are found.
+    pub(crate) fn lose_device(&mut self, last: Option<u64>) {
+        match self.hosted.slots.num_slots() {
+            0 => self.forget_evicted(),
+            _ => {
+                let max = self.max_evicted.max(LOST_PER_BLOCK * self.blocks.len());
+                for (hash, evicted) in self.hosted.keep_until(last) {
+                    self.remember(hash, evicted, max);
+                }
+                for block in (0..self.blocks.len() as u32).map(BlockId) {
+                    if let Some((hash, evicted)) = self.first_group_content(block) {
+                        self.remember(hash, evicted, max);
+                    }
+                }
+            }
+        }
+        self.clear_device();
+        self.states.lose_device(last);
+    }
+
+    /// Forgets what the host has, because its memory is new. No plan is in flight.
+    pub(crate) fn forget_host(&mut self) {
+        self.hosted.reset();
+        self.states.hosted.reset();
+    }
+
     /// Removes all contents and snapshots, on the device and on the host. Blocks in use stay with their users.
     pub(crate) fn forget_all(&mut self) {
         while let Some(block) = self.oldest {
@@ -129,8 +175,7 @@ impl BlockPool {
             self.unused.push(block);
         }
         (0..self.blocks.len() as u32).for_each(|block| self.forget(BlockId(block)));
-        self.evicted.clear();
-        self.eviction_order.clear();
+        self.forget_evicted();
         self.hosted.reset();
         self.states.forget_all();
     }

@@ -148,13 +148,67 @@ fn a_running_sequence_goes_on_after_a_reset_and_shares_nothing() {
     assert_eq!(computed(&mut world, request(prompt(1, 200), 1)), 200);
 }
 
-#[test]
-fn lost_workers_lose_the_host_tier() {
-    let mut world = World::new(config(), 1);
+/// Two texts of 12 full blocks, of which the host has the first and the device the second. Returns the blocks on the host.
+fn first_on_the_host(config: EngineConfig) -> (World, usize) {
+    let mut world = World::new(config, 1);
     for seed in [1, 2] {
-        computed(&mut world, request(prompt(seed, 200), 1));
+        // The last steps allocate no block, so they store nothing.
+        computed(&mut world, request(prompt(seed, 200), 5));
+    }
+    let used = world.engine.stats().num_host_blocks_used;
+    (world, used)
+}
+
+#[test]
+fn lost_workers_leave_what_the_host_has() {
+    // As many blocks as one text has, so that the other has none on the device.
+    let small = EngineConfig { num_blocks: 13, ..config() };
+    let hybrid = EngineConfig { num_states: 3, state_interval: 4, num_host_states: 8, ..small.clone() };
+    for config in [small, hybrid] {
+        let (mut world, used) = first_on_the_host(config);
+        world.recover();
+        let stats = world.engine.stats();
+        assert_eq!((stats.num_host_blocks_used, stats.num_blocks_cached, stats.num_states_cached), (used, 0, 0));
+        assert_eq!(computed(&mut world, request(prompt(1, 200), 1)), 8);
+        assert!(world.engine.stats().total_host_hit_blocks >= 12);
+        // The second was on the device alone.
+        assert_eq!(computed(&mut world, request(prompt(2, 200), 1)), 200);
+    }
+}
+
+#[test]
+fn copies_of_the_last_plans_do_not_count_after_a_loss() {
+    let mut world = World::new(EngineConfig { num_blocks: 14, max_step_tokens: 512, ..config() }, 1);
+    computed(&mut world, request(prompt(1, 200), 1));
+    // Its only step stores the blocks of the first.
+    world.submit(request(prompt(2, 200), 3)).unwrap();
+    world.plan();
+    assert!(world.engine.stats().num_host_blocks_used > 10);
+    world.recover();
+    assert_eq!(world.engine.stats().num_host_blocks_used, 0);
+    world.run_to_idle();
+    assert_eq!(computed(&mut world, request(prompt(1, 200), 1)), 200);
+}
+
+#[test]
+fn the_host_is_found_behind_a_beginning_that_was_lost() {
+    // Both texts begin alike. The beginning stays on the device, because both use it.
+    let text = |seed| [prompt(7, 64), prompt(seed, 136)].concat();
+    let mut world = World::new(EngineConfig { num_blocks: 18, ..config() }, 1);
+    for seed in [1, 2, 3] {
+        computed(&mut world, request(text(seed), 10));
     }
     world.recover();
+    // One of them computes the beginning again.
+    assert_eq!(computed(&mut world, request(text(3), 1)), 200);
+    assert_eq!(computed(&mut world, request(text(1), 1)), 8);
+}
+
+#[test]
+fn new_host_memory_has_nothing() {
+    let (mut world, used) = first_on_the_host(EngineConfig { num_blocks: 14, ..config() });
+    assert!(used > 0);
+    world.recover_without_host();
     assert_eq!(world.engine.stats().num_host_blocks_used, 0);
     assert_eq!(computed(&mut world, request(prompt(1, 200), 1)), 200);
 }

@@ -1,13 +1,13 @@
 use std::fs::Permissions;
 use std::net::UdpSocket;
 use std::os::fd::AsRawFd;
-use std::os::unix::fs::PermissionsExt;
+use std::os::unix::fs::{MetadataExt, PermissionsExt};
 
 use ipc::{RingReceiver, RingSender};
 use nix::fcntl::{FcntlArg, FdFlag};
 
 use super::*;
-use crate::protocol::{DeviceChoice, KvMemory, WorkerSettings};
+use crate::protocol::{DeviceChoice, KvMemory, PassedMemory, WorkerSettings};
 
 fn spec() -> WorkerSpec {
     WorkerSpec {
@@ -36,6 +36,7 @@ fn spec() -> WorkerSpec {
         node_names: Vec::new(),
         checkpoint_fingerprint: None,
         group_region: ShmName::default(),
+        host_memory: None,
         plan_ring: ShmName::default(),
         output_ring: ShmName::default(),
         ring_bytes: 4096,
@@ -144,4 +145,47 @@ fn the_rings_of_a_worker_that_ended_at_once_stay_until_rank_0_has_read_them() {
     supervisor.handle(ToAgent::Kill(worker));
     let (plans, outputs) = open();
     assert!(plans.is_err() && outputs.is_err(), "rings outlived their worker's group");
+}
+
+#[test]
+fn host_memory_is_passed_from_a_worker_to_the_next_until_it_is_freed() {
+    let prefix: Prefix = format!("agent_memory_{}_", std::process::id()).parse().unwrap();
+    let (events, received) = mpsc::channel();
+    let folder = std::env::temp_dir().join(format!("agent-memory-{}", std::process::id()));
+    std::fs::create_dir_all(&folder).unwrap();
+    let program = folder.join("program");
+    std::fs::write(&program, "#!/bin/sh\nexec sleep 100\n").unwrap();
+    std::fs::set_permissions(&program, Permissions::from_mode(0o755)).unwrap();
+    let supervisor = WorkerSupervisor::new(prefix, program, events);
+    // The file behind the memory of a new worker, which is then killed.
+    let memory = |instance: u64, bytes: u64| {
+        let worker = WorkerId { instance, tp_rank: 0 };
+        let passed = Some(PassedMemory { id: 7, descriptor: -1 });
+        let settings = WorkerSettings { kv_host_memory_bytes: bytes, ..spec().settings };
+        supervisor.handle(ToAgent::Start(worker, Box::new(WorkerSpec { host_memory: passed, settings, ..spec() })));
+        let pid = loop {
+            match received.recv().unwrap() {
+                FromAgent::Started { pid, .. } => break pid,
+                FromAgent::Ended { reason, .. } => panic!("{reason}"),
+                _ => {}
+            }
+        };
+        let descriptors = std::fs::read_dir(format!("/proc/{pid}/fd")).unwrap().flatten().map(|entry| entry.path());
+        let is_memory = |path: &PathBuf| {
+            std::fs::read_link(path).is_ok_and(|link| link.to_string_lossy().contains("memfd:trireme-kv-cache"))
+        };
+        let found: Vec<_> = descriptors.filter(is_memory).map(|path| std::fs::metadata(path).unwrap()).collect();
+        assert!(found.len() == 1 && found[0].len() >= bytes, "{found:?}");
+        supervisor.handle(ToAgent::Kill(worker));
+        while !matches!(received.recv().unwrap(), FromAgent::Ended { .. }) {}
+        found[0].ino()
+    };
+    let first = memory(1, 1 << 20);
+    assert_eq!(memory(2, 1 << 20), first);
+    let larger = memory(3, 2 << 20);
+    assert_ne!(larger, first);
+    supervisor.handle(ToAgent::FreeHostMemory { id: 7 });
+    assert_ne!(memory(4, 2 << 20), larger);
+    supervisor.end_all();
+    std::fs::remove_dir_all(folder).unwrap();
 }

@@ -94,8 +94,12 @@ impl Running {
                 }
                 Ok(Message::Stop { done }) => return Some(done),
                 Ok(Message::Masks(jobs)) => self.finish_masks(jobs),
-                // New workers have nothing in their caches.
-                Ok(Message::ResetPrefixCache(reply)) => drop(reply.send(())),
+                Ok(Message::ResetPrefixCache(reply)) => {
+                    if let Some(engine) = &mut self.engine {
+                        engine.reset_prefix_cache();
+                    }
+                    let _ = reply.send(());
+                }
                 Ok(Message::Cancel(_) | Message::Finish(_) | Message::Agent(_) | Message::Ledger(_)) => {}
                 Err(mpsc::RecvTimeoutError::Timeout) => return None,
                 // No senders are left, so no request can arrive.

@@ -185,6 +185,8 @@ impl Running {
         self.step_kinds.clear();
         if let Some(engine) = &mut self.engine {
             engine.recover();
+            // The weights may be others after the sleep.
+            engine.forget_host();
         }
         self.show_queue();
     }

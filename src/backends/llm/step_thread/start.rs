@@ -22,7 +22,8 @@ impl Running {
         let next_step = self.engine.as_ref().map_or(0, Engine::next_step);
         let started = Instant::now();
         shared.responsiveness.begin_start();
-        let mut group = WorkerGroup::start(config, *replica, agents, prefix, next_step, move |event| {
+        let host_memory = self.host_memory.as_ref();
+        let mut group = WorkerGroup::start(config, *replica, agents, prefix, next_step, host_memory, move |event| {
             if !shared.responsiveness.note(&event) {
                 listener.send(Message::Agent(event));
             }
@@ -36,17 +37,20 @@ impl Running {
                 block_bytes,
                 state_bytes,
                 max_states,
+                has_host_copies,
                 phases,
             } => Some(LoadedWorker {
                 fits: [max_blocks, max_states],
                 fixed_bytes: weights_bytes + workspace_bytes,
                 block_bytes,
                 state_bytes,
+                has_host_copies,
                 phases,
             }),
             _ => None,
         })?;
         let loaded = Instant::now();
+        self.keep_host_copies(&workers);
         let host_bytes = self.thread.config.worker.kv_host_memory_bytes;
         let host = |worker: &LoadedWorker| divide_host_memory(host_bytes, [worker.block_bytes, worker.state_bytes]);
         let [num_blocks, num_states] = least(workers.iter().map(|worker| worker.fits));
@@ -74,6 +78,16 @@ impl Running {
         let workers = group.workers().to_vec();
         self.thread.shared.metrics.update_start(|start| *start = Start { workers, phases, slot_bytes });
         Ok(group)
+    }
+
+    /// Forgets what the host has, unless all workers that start again have the host memory of those before them.
+    fn keep_host_copies(&mut self, workers: &[LoadedWorker]) {
+        let Some(engine) = self.engine.as_mut().filter(|engine| engine.config().num_host_blocks > 0) else { return };
+        if !workers.iter().all(|worker| worker.has_host_copies) {
+            engine.forget_host();
+        }
+        let (name, num_blocks) = (&self.thread.config.name, engine.stats().num_host_blocks_used);
+        tracing::info!(model = %name, num_blocks, "KV blocks in host memory are kept");
     }
 
     /// Creates the engine at the first start. Returns the number of KV blocks and recurrent states, which stays the same over restarts
@@ -171,6 +185,8 @@ struct LoadedWorker {
     fixed_bytes: u64,
     block_bytes: u64,
     state_bytes: u64,
+    /// Whether its host memory is that of the worker before it.
+    has_host_copies: bool,
     phases: Vec<(String, Duration)>,
 }
 

@@ -44,6 +44,7 @@ fn work(agents: &Weak<Agents>, prefix: &Prefix, worker: WorkerId, is_over: &Atom
         block_bytes: sizes.2,
         max_blocks: 64,
         state_bytes: 0,
+        has_host_copies: false,
         max_states: 0,
         phases: Vec::new(),
     });

@@ -21,6 +21,7 @@ pub(super) fn spec(config: &LlmConfig, next_step: u64) -> WorkerSpec {
         node_names: Vec::new(),
         checkpoint_fingerprint: config.checkpoint_fingerprint.clone(),
         group_region: ShmName::default(),
+        host_memory: None,
         plan_ring: ShmName::default(),
         output_ring: ShmName::default(),
         ring_bytes: ring_bytes(&config.engine),

@@ -1,5 +1,7 @@
 use std::time::Instant;
 
+use ipc::SharedMemory;
+
 use super::*;
 
 const NUM_BLOCKS: usize = 96;
@@ -34,8 +36,14 @@ impl Memory {
 
     /// Slots for blocks and states, and the bytes of those for blocks.
     fn tier(&self, gpu: &Arc<Gpu>, slots: HostSlots) -> (HostTier, usize) {
+        let block_bytes: usize = self.parts.iter().map(slot_bytes).sum();
+        let bytes = slots.num_blocks * block_bytes + slots.num_states * self.state_bytes;
+        (self.tier_in(gpu, slots, Box::new(vec![0; bytes])), slots.num_blocks * block_bytes)
+    }
+
+    fn tier_in(&self, gpu: &Arc<Gpu>, slots: HostSlots, memory: HostMemory) -> HostTier {
         let block_bytes = self.parts.iter().map(slot_bytes).sum();
-        (HostTier::new(gpu, slots, [block_bytes, self.state_bytes]).unwrap(), slots.num_blocks * block_bytes)
+        HostTier::new(gpu, slots, [block_bytes, self.state_bytes], memory).unwrap()
     }
 
     fn state(&self, state: StateId) -> Span {
@@ -96,14 +104,68 @@ fn what_is_stored_comes_back_to_any_place_while_slots_are_used_again() {
     assert!(memory.words_of_state(2) == states[2]);
 }
 
+/// A worker that starts again maps the memory of the one before it.
+#[test]
+fn memory_that_is_passed_on_has_the_copies_of_all_plans_but_the_last() {
+    let Ok(gpu) = Gpu::open(0) else { return println!("skipped: no CUDA device") };
+    let steps = Queue::new(&gpu).unwrap();
+    let memory = Memory::new(&gpu, [[3, 4096], [2, 512]], 4000);
+    let slots = HostSlots { num_blocks: 40, num_states: 2 };
+    let shared = SharedMemory::new("host-tier-test", 4 << 20).unwrap();
+    let before: Vec<_> = (0..NUM_BLOCKS).map(|block| memory.block(block)).collect();
+    let state = memory.words_of_state(1);
+    let mut tier = memory.tier_in(&gpu, slots, Box::new(shared.map().unwrap()));
+    let mut queue = |copies: HostCopies| {
+        tier.queue_copies(&steps, &memory.parts, |state| memory.state(state), &copies).unwrap();
+    };
+    queue(HostCopies {
+        stored: pairs(0..30, 0..30),
+        stored_states: vec![(StateId(1), HostSlot(1))],
+        ..HostCopies::default()
+    });
+    queue(HostCopies { stored: pairs(30..40, 30..40), ..HostCopies::default() });
+    queue(HostCopies::default());
+    // The copies of the first plan are complete now, whatever the streams do.
+    let mut bytes = shared.map().unwrap();
+    let size = 4 * before[0].len();
+    for (block, words) in before.iter().enumerate().take(30) {
+        let start = block * size;
+        assert!(bytes.as_mut()[start..start + size] == *bytemuck::cast_slice::<u32, u8>(words), "block {block}");
+    }
+    steps.wait().unwrap();
+    drop(tier);
+    let mut tier = memory.tier_in(&gpu, slots, Box::new(shared.map().unwrap()));
+    let loads = HostCopies {
+        loaded: pairs(50..90, 0..40),
+        loaded_states: vec![(StateId(4), HostSlot(1))],
+        ..HostCopies::default()
+    };
+    tier.queue_copies(&steps, &memory.parts, |state| memory.state(state), &loads).unwrap();
+    steps.wait().unwrap();
+    for (block, words) in before.iter().enumerate().take(40) {
+        assert!(memory.block(50 + block) == *words, "block {block}");
+    }
+    assert!(memory.words_of_state(4) == state);
+}
+
 /// Prints the rates of copies of blocks of Llama 3 8B's size: 32 layers, 8 KV heads of 128, 64 positions.
 #[test]
 fn copies_of_large_blocks_are_exact_and_timed() {
     let Ok(gpu) = Gpu::open(0) else { return println!("skipped: no CUDA device") };
     let steps = Queue::new(&gpu).unwrap();
     let memory = Memory::new(&gpu, [[32, 8 * 128 * 64 * 2], [1, 16]], 64);
+    let slots = HostSlots { num_blocks: NUM_BLOCKS, num_states: 1 };
+    let bytes = NUM_BLOCKS * memory.parts.iter().map(slot_bytes).sum::<usize>();
+    let shared = SharedMemory::new("host-tier-test", bytes + 64).unwrap();
+    // The pages exist the second time.
+    for _ in 0..2 {
+        let started = Instant::now();
+        let tier = memory.tier_in(&gpu, slots, Box::new(shared.map().unwrap()));
+        println!("{:.2} GB of shared memory are pinned in {:.2?}", bytes as f64 / 1e9, started.elapsed());
+        drop(tier);
+    }
     let started = Instant::now();
-    let (mut tier, bytes) = memory.tier(&gpu, HostSlots { num_blocks: NUM_BLOCKS, num_states: 1 });
+    let mut tier = memory.tier_in(&gpu, slots, Box::new(shared.map().unwrap()));
     println!("{:.2} GB are pinned in {:.2?}", bytes as f64 / 1e9, started.elapsed());
     let before = memory.block(5);
     let all = || pairs(0..NUM_BLOCKS as u32, 0..NUM_BLOCKS as u32);

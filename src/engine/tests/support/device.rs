@@ -1,8 +1,10 @@
 //! The simulated device.
 
+use std::collections::VecDeque;
+
 use engine::{
-    BlockId, EngineConfig, GrownTable, HostSlot, JoinedTable, RowId, RowWork, SampleMask, SampledToken, SequenceId,
-    StepOutput, StepPlan, TokenId,
+    BlockId, EngineConfig, GrownTable, HostCopies, HostSlot, JoinedTable, RowId, RowWork, STORES_COMPLETE_AFTER,
+    SampleMask, SampledToken, SequenceId, StepOutput, StepPlan, TokenId,
 };
 
 use super::tokens::VOCAB_SIZE;
@@ -23,6 +25,10 @@ pub struct Device {
     host: (Vec<u64>, Vec<(u64, usize)>),
     pub rows: Vec<Option<Row>>,
     last_step: Option<u64>,
+    /// The last step with work.
+    last_computed: Option<u64>,
+    /// The slots of the host for blocks and states that the last plans have filled, with their steps.
+    filled: VecDeque<(u64, [Vec<u32>; 2])>,
 }
 
 #[derive(Clone)]
@@ -65,13 +71,33 @@ impl Device {
             host: (vec![0; config.num_host_blocks * config.block_size], vec![(0, usize::MAX); config.num_host_states]),
             rows: (0..config.max_rows).map(|_| None).collect(),
             last_step: None,
+            last_computed: None,
+            filled: VecDeque::new(),
         }
+    }
+
+    /// The device of new workers. They have the host memory, but what the last plans have stored there is incomplete, as are the copies
+    /// of `sent` plans, which the lost workers may have begun.
+    pub fn successor(mut self, config: &EngineConfig, sent: &VecDeque<StepPlan>) -> Self {
+        let is_complete = |step: u64| self.last_computed.is_some_and(|last| step + STORES_COMPLETE_AFTER <= last);
+        let filled = std::mem::take(&mut self.filled).into_iter().filter(|&(step, _)| !is_complete(step));
+        for [blocks, states] in filled.map(|(_, slots)| slots).chain(sent.iter().map(filled_slots)) {
+            for slot in blocks {
+                self.host.0[slot as usize * self.block_size..][..self.block_size].fill(u64::MAX);
+            }
+            states.into_iter().for_each(|slot| self.host.1[slot as usize] = (u64::MAX, 0));
+        }
+        Self { host: self.host, ..Self::new(config) }
     }
 
     /// Rows with an empty mask sample a wrong token.
     pub fn run(&mut self, plan: &StepPlan, masks: &[SampleMask]) -> StepOutput {
         assert!(self.last_step.is_none_or(|last| plan.step == last + 1), "gap before step {}", plan.step);
         self.last_step = Some(plan.step);
+        if !plan.work.is_empty() {
+            self.last_computed = Some(plan.step);
+        }
+        self.filled.push_back((plan.step, filled_slots(plan)));
         self.apply(plan);
         for work in &plan.work {
             let row = self.row(work.row);
@@ -286,6 +312,12 @@ impl Device {
         row.digests.push(digest(last, token));
         vec![sampled(token, vec![])]
     }
+}
+
+/// The slots for blocks and states that a plan fills.
+fn filled_slots(plan: &StepPlan) -> [Vec<u32>; 2] {
+    let HostCopies { stored, stored_states, .. } = &plan.host;
+    [stored.iter().map(|copy| copy.1.0).collect(), stored_states.iter().map(|copy| copy.1.0).collect()]
 }
 
 /// What the layers of a KV group store for a position.

@@ -179,9 +179,19 @@ impl World {
         self.audit();
     }
 
-    /// All workers are lost and restarted.
+    /// All workers are lost and restarted. Their host memory is kept.
     pub fn recover(&mut self) {
         self.engine.recover();
+        let lost = std::mem::replace(&mut self.device, Device::new(self.engine.config()));
+        self.device = lost.successor(self.engine.config(), &self.plans);
+        self.plans.clear();
+        self.audit();
+    }
+
+    /// The same with new host memory.
+    pub fn recover_without_host(&mut self) {
+        self.engine.recover();
+        self.engine.forget_host();
         self.plans.clear();
         self.device = Device::new(self.engine.config());
         self.audit();

@@ -317,6 +317,7 @@ impl World {
                 block_bytes: 1,
                 max_blocks: self.sizes.num_blocks,
                 state_bytes: 0,
+                has_host_copies: false,
                 max_states: 0,
                 phases: Vec::new(),
             };
