@@ -331,7 +331,7 @@ impl<D: Device + 'static> Steps<'_, D> {
         let logits = if queued.reported.is_empty() { Vec::new() } else { self.worker.device.take_logits() };
         if self.worker.spec.reports() {
             send_logits(&queued.reported, &logits, rings)?;
-            rings.send(&FromWorker::Output(StepOutput { step, tokens }))?;
+            rings.send(&FromWorker::Output(StepOutput { step, tokens, guesses: Vec::new() }))?;
         }
         Ok(true)
     }

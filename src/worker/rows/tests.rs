@@ -17,7 +17,7 @@ fn joined(row: u32, tokens: &[u32], blocks: &[u32]) -> JoinedRow {
 }
 
 fn work(row: u32, start: u32, num_tokens: u32, samples: bool) -> RowWork {
-    RowWork { row: RowId(row), start, num_tokens, samples }
+    RowWork { row: RowId(row), start, num_tokens, samples, num_guesses: 0 }
 }
 
 #[test]
@@ -129,7 +129,7 @@ fn requested_logits_carry_their_position_or_output_token() {
     let context = (0..3).map(LogitsPlace::Context);
     let expected: Vec<_> = context.chain([LogitsPlace::Generation(1)]).map(|place| (sequence, place)).collect();
     assert_eq!(table.take_reported(), expected);
-    let decode = RowWork { row: RowId(1), start: 4, num_tokens: 1, samples: true };
+    let decode = RowWork { row: RowId(1), start: 4, num_tokens: 1, samples: true, num_guesses: 0 };
     let grown = vec![GrownTable { row: RowId(1), group: 0, block: BlockId(6) }];
     let next = StepPlan { step: 2, grown, work: vec![decode], ..StepPlan::default() };
     table.apply(&next, &mut inputs).unwrap();
