@@ -49,6 +49,23 @@ fn a_prefill_and_then_a_decode_are_packed_for_the_device() {
 }
 
 #[test]
+fn guesses_are_asked_for_behind_rows_that_sample() {
+    let (mut table, mut inputs) = (RowTable::new(4, vec![None], 2, 8, 1), StepInputs::default());
+    let asking = |num_guesses, work: RowWork| RowWork { num_guesses, ..work };
+    let plan = StepPlan {
+        step: 1,
+        joined: vec![joined(0, &[1, 2, 3], &[0, 1]), joined(1, &[4, 5, 6], &[2, 3]), joined(2, &[7], &[4])],
+        work: vec![asking(2, work(0, 0, 2, false)), asking(3, work(1, 0, 3, true)), work(2, 0, 1, true)],
+        ..StepPlan::default()
+    };
+    table.apply(&plan, &mut inputs).unwrap();
+    assert_eq!(inputs.guesses, [0, 3, 0]);
+    let plan = StepPlan { step: 2, work: vec![work(1, 3, 1, true)], ..StepPlan::default() };
+    table.apply(&plan, &mut inputs).unwrap();
+    assert_eq!(inputs.guesses, [] as [u32; 0]);
+}
+
+#[test]
 fn a_single_token_of_a_prompt_is_a_prefill_chunk_where_prompts_are_kept_whole() {
     for keeps_prompts_whole in [false, true] {
         let table = RowTable::new(4, vec![None], 2, 8, 1);
