@@ -82,6 +82,9 @@ pub struct EngineConfig {
     pub shares_output: bool,
     /// Maximum number of draft tokens for a sequence in one step, whatever its request says; 0 turns drafts off.
     pub max_drafts: usize,
+    /// Whether the devices guess the drafts, so that they come with the outputs of steps. Otherwise a
+    /// [`Drafter`](crate::Drafter) guesses them on rank 0.
+    pub guesses_on_device: bool,
     /// Number of slots for the weights of adapters that workers have; 0 if the model takes no adapters.
     pub max_adapters: usize,
     /// Number of pipeline stages. With more than one, running sequences are divided into as many micro-batches, so that
@@ -144,6 +147,7 @@ impl Default for EngineConfig {
             prefix_cache: true,
             shares_output: true,
             max_drafts: 0,
+            guesses_on_device: false,
             max_adapters: 0,
             num_stages: 1,
         }

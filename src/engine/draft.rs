@@ -4,7 +4,8 @@ use crate::TokenId;
 
 /// Guesses the next tokens of a sequence. A wrong guess costs time but changes no token.
 ///
-/// [`PromptLookup`] needs only the sequence itself; a draft model would implement this trait, too.
+/// [`PromptLookup`] needs only the sequence itself. What needs the model's hidden states guesses on the devices instead
+/// ([`crate::EngineConfig::guesses_on_device`]); its guesses are verified in the same way.
 pub trait Drafter: std::fmt::Debug + Send {
     /// Appends at most `max` guesses at what follows `tokens` (prompt and output so far) to `drafts`.
     fn draft(&mut self, tokens: &[TokenId], max: usize, drafts: &mut Vec<TokenId>);
@@ -35,9 +36,76 @@ impl Drafter for PromptLookup {
     }
 }
 
+/// Weight of the newest draft in [`Acceptance::rate`].
+const NEWEST: f64 = 1.0 / 8.0;
+
+/// Steps without drafts after which a sequence tries one, whatever its rate: texts change.
+const STEPS_BEFORE_TRIAL: u32 = 32;
+
+/// How often the drafts of a sequence were right of late. It determines how many are worth their time.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Acceptance {
+    /// Estimated probability that a draft is right if those before it are.
+    rate: f64,
+    /// Number of steps since the last one that was to have drafts.
+    num_without: u32,
+}
+
+impl Default for Acceptance {
+    fn default() -> Self {
+        Self { rate: 0.8, num_without: 0 }
+    }
+}
+
+impl Acceptance {
+    /// Number of drafts that are worth their time, at most `most`. `price` is the share by which a step takes longer with a
+    /// further draft. Draft `n` is right, and gives a further token, with the probability `rate ^ n`.
+    pub(crate) fn num_worth(&mut self, most: usize, price: f64) -> usize {
+        let mut probability = self.rate;
+        let mut count = 0;
+        while count < most && probability > price {
+            count += 1;
+            probability *= self.rate;
+        }
+        let tries = count == 0 && most > 0 && self.num_without >= STEPS_BEFORE_TRIAL;
+        self.num_without = if tries || count > 0 { 0 } else { self.num_without.saturating_add(1) };
+        count + usize::from(tries)
+    }
+
+    /// Counts a step in which `num_accepted` of `num_drafts` were right, up to the first wrong one.
+    pub(crate) fn learn(&mut self, num_accepted: usize, num_drafts: usize) {
+        for _ in 0..num_accepted {
+            self.rate += NEWEST * (1.0 - self.rate);
+        }
+        if num_accepted < num_drafts {
+            self.rate -= NEWEST * self.rate;
+        }
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn the_number_of_drafts_follows_their_acceptance_and_their_price() {
+        let mut acceptance = Acceptance::default();
+        assert_eq!([0.0, 0.5, 0.7, 0.9].map(|price| acceptance.num_worth(4, price)), [4, 3, 1, 0]);
+        (0..40).for_each(|_| acceptance.learn(2, 2));
+        assert_eq!([0.5, 0.9, 1.0].map(|price| acceptance.num_worth(4, price)), [4, 4, 0]);
+        (0..40).for_each(|_| acceptance.learn(0, 2));
+        assert_eq!([0.0, 0.02].map(|price| acceptance.num_worth(4, price)), [4, 0]);
+    }
+
+    #[test]
+    fn a_sequence_without_drafts_tries_one_at_times() {
+        let mut acceptance = Acceptance::default();
+        let counts: Vec<usize> = (0..70).map(|_| acceptance.num_worth(4, 1.0)).collect();
+        let trials: Vec<usize> = (0..70).filter(|&step| counts[step] > 0).collect();
+        assert_eq!(trials, [32, 65]);
+        assert!(counts.iter().all(|&count| count <= 1));
+        assert_eq!((0..100).map(|_| acceptance.num_worth(0, 1.0)).max(), Some(0));
+    }
 
     fn draft(max_ngram: usize, tokens: &[u32], max: usize) -> Vec<u32> {
         let tokens: Vec<TokenId> = tokens.iter().map(|&token| TokenId(token)).collect();

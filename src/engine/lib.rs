@@ -29,7 +29,7 @@
 //!         // A device that always chooses token 7.
 //!         let sampled = |row| SampledToken { row, token: TokenId(7), logprob: None, top: vec![] };
 //!         let tokens = plan.work.iter().filter(|work| work.samples).map(|work| sampled(work.row)).collect();
-//!         engine.settle(StepOutput { step: plan.step, tokens }, &mut events)?;
+//!         engine.settle(StepOutput { step: plan.step, tokens, guesses: vec![] }, &mut events)?;
 //!     }
 //! }
 //! assert_eq!(events.iter().flat_map(|event| &event.tokens).count(), 2);

@@ -183,12 +183,14 @@ pub struct RowWork {
     /// Whether the last position's logits choose the row's next token (false for all but the last prefill chunk). With
     /// drafts, every position chooses one.
     pub samples: bool,
+    /// If it samples: how many tokens the devices guess behind the last one that it chose. They may guess fewer.
+    pub num_guesses: u32,
 }
 
 /// What a step produced, in the order of the plan's sampling rows.
 ///
 /// On the wire, rows and tokens are two separate arrays that are decoded by one copy each. Log-probabilities follow,
-/// only for the tokens that have them.
+/// only for the tokens that have them, then guesses.
 #[derive(Debug, Clone, PartialEq, Default, Deserialize)]
 #[serde(try_from = "Columns")]
 pub struct StepOutput {
@@ -196,6 +198,9 @@ pub struct StepOutput {
     pub step: u64,
     /// One entry for each `RowWork` with `samples`, and one more for each of its drafts, in plan order.
     pub tokens: Vec<SampledToken>,
+    /// For each row with [`RowWork::num_guesses`], guesses at the tokens behind its new ones, in plan order. Of a row that
+    /// verified drafts the new tokens are those up to and including the first that is not its draft.
+    pub guesses: Vec<(RowId, Vec<TokenId>)>,
 }
 
 /// A token chosen by a device.
@@ -218,6 +223,7 @@ struct Columns<'a> {
     rows: Words,
     tokens: Words,
     details: Vec<Detail<'a>>,
+    guesses: Cow<'a, [(RowId, Vec<TokenId>)]>,
 }
 
 /// Index of the token in the output, its log-probability, and the likeliest tokens with theirs.
@@ -261,14 +267,15 @@ impl Serialize for StepOutput {
         let has_details = |sampled: &SampledToken| sampled.logprob.is_some() || !sampled.top.is_empty();
         let detailed = self.tokens.iter().enumerate().filter(|(_, sampled)| has_details(sampled));
         let details = detailed.map(|(index, sampled)| (index as u32, sampled.logprob, Cow::Borrowed(&*sampled.top)));
-        Columns { step: self.step, rows, tokens, details: details.collect() }.serialize(serializer)
+        let guesses = Cow::Borrowed(&*self.guesses);
+        Columns { step: self.step, rows, tokens, details: details.collect(), guesses }.serialize(serializer)
     }
 }
 
 impl TryFrom<Columns<'_>> for StepOutput {
     type Error = &'static str;
 
-    fn try_from(Columns { step, rows, tokens, details }: Columns<'_>) -> Result<Self, Self::Error> {
+    fn try_from(Columns { step, rows, tokens, details, guesses }: Columns<'_>) -> Result<Self, Self::Error> {
         if rows.0.len() != tokens.0.len() {
             return Err("rows and tokens differ in number");
         }
@@ -279,7 +286,7 @@ impl TryFrom<Columns<'_>> for StepOutput {
             let token = tokens.get_mut(index as usize).ok_or("details of a token that is not there")?;
             (token.logprob, token.top) = (logprob, top.into_owned());
         }
-        Ok(Self { step, tokens })
+        Ok(Self { step, tokens, guesses: guesses.into_owned() })
     }
 }
 
@@ -349,7 +356,7 @@ mod tests {
             grown: vec![GrownTable { row: RowId(1), group: 0, block: BlockId(4) }],
             drafts: vec![(RowId(2), vec![TokenId(8), TokenId(9)])],
             saved_states: vec![SavedState { row: RowId(2), num_tokens: 1, to: StateId(3) }],
-            work: vec![RowWork { row: RowId(3), start: 0, num_tokens: 2, samples: true }],
+            work: vec![RowWork { row: RowId(3), start: 0, num_tokens: 2, samples: true, num_guesses: 3 }],
         }
     }
 
@@ -374,11 +381,13 @@ mod tests {
             token(2, 9, None, &[(9, -0.25), (1, -3.0)]),
             token(2, 1, Some(-1.0), &[(1, -1.0)]),
         ];
-        let output = StepOutput { step: u64::MAX, tokens };
+        let guesses = vec![(RowId(3), vec![TokenId(4), TokenId(5)]), (RowId(2), vec![])];
+        let output = StepOutput { step: u64::MAX, tokens, guesses };
         let mut bytes = Vec::new();
         encode(&output, &mut bytes);
         assert_eq!(decode::<StepOutput>(&bytes).unwrap(), output);
-        let odd = Columns { step: 1, rows: Words(vec![1]), tokens: Words(vec![]), details: vec![] };
+        let odd =
+            Columns { step: 1, rows: Words(vec![1]), tokens: Words(vec![]), details: vec![], guesses: vec![].into() };
         encode(&odd, &mut bytes);
         assert!(decode::<StepOutput>(&bytes).is_err());
     }
@@ -389,11 +398,11 @@ mod tests {
         let top = vec![(TokenId(9), -0.25)];
         let second = SampledToken { row: RowId(1), token: TokenId(9), logprob: Some(-0.5), top };
         let mut bytes = Vec::new();
-        encode(&StepOutput { step: 7, tokens: vec![first, second] }, &mut bytes);
+        encode(&StepOutput { step: 7, tokens: vec![first, second], guesses: vec![] }, &mut bytes);
         let rows = [8, 3, 0, 0, 0, 1, 0, 0, 0];
         let tokens = [8, 1, 2, 0, 0, 9, 0, 0, 0];
         let details = [1, 1, 1, 0, 0, 0, 0xbf, 1, 9, 0, 0, 0x80, 0xbe];
-        let expected = [&[7][..], &rows, &tokens, &details].concat();
+        let expected = [&[7][..], &rows, &tokens, &details, &[0]].concat();
         assert_eq!(bytes[..bytes.len() - 4], expected);
     }
 

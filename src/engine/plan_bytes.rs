@@ -3,6 +3,11 @@
 use crate::EngineConfig;
 
 impl EngineConfig {
+    /// Upper bound of the bytes of the guesses in an output.
+    pub fn max_guess_bytes(&self) -> usize {
+        if self.guesses_on_device { self.max_rows * (2 * 5 + 5 * self.max_drafts) } else { 0 }
+    }
+
     /// Upper bound of a plan's bytes on the wire for any requests. The rings are sized by it.
     pub fn max_plan_bytes(&self) -> usize {
         // Postcard writes a `u32` into at most 5 bytes, a `u64` into 10, an `f32` into 4 and a `bool` into 1.
@@ -12,7 +17,7 @@ impl EngineConfig {
         const TABLE: usize = 3 * 5; // its numbers, a partial block
         const GROWN: usize = 3 * 5;
         const COPIED: usize = 4 * 5;
-        const WORK: usize = 3 * 5 + 1;
+        const WORK: usize = 4 * 5 + 1;
         // A row may receive what its last step settled: its own token and the drafts.
         let revised = 4 * 5 + 5 * (1 + self.max_drafts);
         let (drafts, grown) = match self.max_drafts {
@@ -93,7 +98,13 @@ mod tests {
             adapter: None,
             sampling,
         };
-        let work = RowWork { row: RowId(u32::MAX), start: u32::MAX, num_tokens: u32::MAX, samples: true };
+        let work = RowWork {
+            row: RowId(u32::MAX),
+            start: u32::MAX,
+            num_tokens: u32::MAX,
+            samples: true,
+            num_guesses: u32::MAX,
+        };
         let tokens = vec![TokenId(u32::MAX); 4];
         let revised = RevisedRow { row: RowId(u32::MAX), parent: RowId(u32::MAX), num_kept: u32::MAX, tokens };
         let copied =

@@ -75,7 +75,7 @@ impl Engine {
             let sequence = &mut self.sequences[slot];
             let row = running_row(sequence);
             let start = sequence.num_computed as u32;
-            builder.decodes.push(RowWork { row, start, num_tokens: 1, samples: true });
+            builder.decodes.push(RowWork { row, start, num_tokens: 1, samples: true, num_guesses: 0 });
             builder.decode_samples.push(sequence.sample(slot, row));
             builder.load.decode_positions += match reads_all {
                 true => sequence.num_computed + 1,
@@ -155,10 +155,11 @@ impl Engine {
             return;
         }
         self.snapshot_prompt(slot, builder);
+        let samples = num_tokens == remaining;
+        let num_guesses = if samples { self.num_guesses(slot) } else { 0 };
         let sequence = &mut self.sequences[slot];
-        let row = running_row(sequence);
-        let (start, samples) = (sequence.num_computed as u32, num_tokens == remaining);
-        builder.prefills.push(RowWork { row, start, num_tokens: num_tokens as u32, samples });
+        let (row, start) = (running_row(sequence), sequence.num_computed as u32);
+        builder.prefills.push(RowWork { row, start, num_tokens: num_tokens as u32, samples, num_guesses });
         builder.prefill_budget -= num_tokens;
         builder.load = self.config.with_chunk(&builder.load, sequence.num_computed, num_tokens);
         sequence.num_computed += num_tokens;

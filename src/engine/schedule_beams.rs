@@ -103,7 +103,13 @@ fn plan_work(sequence: &mut Sequence, slot: Slot, builder: &mut PlanBuilder) -> 
     }));
     beams.num_live_rows = beams.num_live_rows.max(choices.len());
     let rows = &beams.rows[..beams.tails.len()];
-    builder.decodes.extend(rows.iter().map(|&row| RowWork { row, start, num_tokens: 1, samples: true }));
+    builder.decodes.extend(rows.iter().map(|&row| RowWork {
+        row,
+        start,
+        num_tokens: 1,
+        samples: true,
+        num_guesses: 0,
+    }));
     builder.decode_samples.extend(rows.iter().map(|&row| Sample {
         slot,
         sequence: id,

@@ -1,6 +1,7 @@
 //! Plans a sequence's next token together with draft tokens after it.
 
 use crate::TokenId;
+use crate::costs::StepLoad;
 use crate::engine::Engine;
 use crate::plan::{RestoredRow, RevisedRow, RowWork, SavedState};
 use crate::plan_builder::PlanBuilder;
@@ -12,14 +13,18 @@ impl Engine {
     /// Plans a decode whose block is allocated. Draft tokens use only free blocks; no sequence is preempted for
     /// them.
     pub(crate) fn plan_drafts(&mut self, slot: Slot, builder: &mut PlanBuilder) {
-        let drafts = if self.may_draft(slot) { self.guess(slot, builder) } else { Vec::new() };
+        let guesses = std::mem::take(&mut self.sequences[slot].guesses);
+        let may_draft = self.may_draft(slot);
+        let drafts = if may_draft { self.drafts(slot, guesses, builder) } else { Vec::new() };
+        let num_guesses = if may_draft { self.num_guesses(slot) } else { 0 };
         self.revise(slot, builder);
         self.restore(slot, builder);
         let sequence = &mut self.sequences[slot];
         let row = running_row(sequence);
         let num_known = sequence.num_known();
         let num_tokens = num_known + drafts.len();
-        let work = RowWork { row, start: sequence.num_computed as u32, num_tokens: num_tokens as u32, samples: true };
+        let start = sequence.num_computed as u32;
+        let work = RowWork { row, start, num_tokens: num_tokens as u32, samples: true, num_guesses };
         let sample = sequence.sample(slot, row);
         builder.load.decode_positions += num_tokens * self.config.positions_read(sequence.num_computed);
         sequence.num_computed += num_tokens;
@@ -89,8 +94,32 @@ impl Engine {
         sequence.num_sent = sequence.tokens.len();
     }
 
-    /// As many draft tokens as budget, length and blocks allow.
-    fn guess(&mut self, slot: Slot, builder: &mut PlanBuilder) -> Vec<TokenId> {
+    /// Number of tokens that the devices guess behind what this plan samples of a sequence: as many as the next plan may
+    /// verify, and as are worth their time.
+    pub(crate) fn num_guesses(&mut self, slot: Slot) -> u32 {
+        let sequence = &self.sequences[slot];
+        if !self.config.guesses_on_device || sequence.max_drafts == 0 {
+            return 0;
+        }
+        // At least one token comes before them, and one after.
+        let room = sequence.max_len.saturating_sub(sequence.tokens.len() + 2);
+        let most = sequence.max_drafts.min(room);
+        let price = self.price_of_draft(sequence.num_computed);
+        self.sequences[slot].acceptance.num_worth(most, price) as u32
+    }
+
+    /// The share of a step by which its time grows if each running row, of which one is at `position`, has a further
+    /// token; 0 before the first measurement.
+    fn price_of_draft(&self, position: usize) -> f64 {
+        let (rows, positions) = (self.running.len(), self.running.len() * self.config.positions_read(position));
+        let load =
+            |each| StepLoad { decode_tokens: each * rows, decode_positions: each * positions, ..StepLoad::default() };
+        let [one, two] = [1, 2].map(|each| self.costs.predict(&load(each)));
+        if one > 0.0 { (two - one) / one } else { 0.0 }
+    }
+
+    /// As many draft tokens as budget, length and blocks allow. `guesses` are those of the devices.
+    fn drafts(&mut self, slot: Slot, guesses: Vec<TokenId>, builder: &mut PlanBuilder) -> Vec<TokenId> {
         let sequence = &mut self.sequences[slot];
         let room = sequence.max_len - sequence.tokens.len() - 1;
         let has_masks = sequence.guided.as_ref().is_some_and(|guided| guided.masks.is_some());
@@ -99,10 +128,12 @@ impl Engine {
         let max = if has_masks { 0 } else { sequence.max_drafts.min(budget).min(room) };
         let max = max.min(self.until_snapshot(slot));
         let sequence = &mut self.sequences[slot];
-        let mut drafts = Vec::new();
-        if max > 0 {
+        let mut drafts = guesses;
+        if max > 0 && !self.config.guesses_on_device {
             self.drafter.draft(&sequence.tokens, max, &mut drafts);
-            drafts.truncate(max);
+        }
+        drafts.truncate(max);
+        if !drafts.is_empty() {
             sequence.keep_valid(&mut drafts);
         }
         let (block_size, num_known) = (self.config.block_size, sequence.tokens.len());

@@ -8,6 +8,7 @@ use smallvec::SmallVec;
 use crate::beams::{Beams, Rules};
 use crate::constraint::RequestConstraint;
 use crate::content::ContentId;
+use crate::draft::Acceptance;
 use crate::guided::Guided;
 use crate::slot::{Sample, Slot};
 use crate::states::RecurrentSlots;
@@ -80,6 +81,10 @@ pub(crate) struct Sequence {
     pub(crate) num_sent: usize,
     /// Number of blocks of the first KV group that have a content in the pool; `last_content` is that of the last one.
     pub(crate) num_registered: usize,
+    /// What the devices guess behind its tokens, until the next plan.
+    pub(crate) guesses: Vec<TokenId>,
+    /// How often its drafts were right.
+    pub(crate) acceptance: Acceptance,
     /// Its recurrent state, if the model has such states.
     pub(crate) recurrent: RecurrentSlots,
     /// Whether `contents` is needed: there are other KV groups, or recurrent states.
@@ -161,6 +166,8 @@ impl Sequence {
             join_len: 0,
             num_sent: 0,
             num_registered: 0,
+            guesses: Vec::new(),
+            acceptance: Acceptance::default(),
             recurrent: RecurrentSlots::default(),
             keeps_contents: num_groups > 1,
             contents: Vec::new(),
@@ -350,6 +357,7 @@ impl Sequence {
     pub(crate) fn reset_row(&mut self) {
         self.tables.iter_mut().for_each(Table::clear);
         self.contents.clear();
+        self.guesses.clear();
         (self.recurrent, self.adapter_slot) = (RecurrentSlots::default(), None);
         (self.num_computed, self.join_len, self.num_sent) = (0, 0, 0);
         self.guided.iter_mut().for_each(|guided| guided.needs_revision = false);

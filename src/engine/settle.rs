@@ -6,7 +6,7 @@ use crate::engine::Engine;
 use crate::plan::{SampledToken, StepOutput};
 use crate::sequence::{Drafting, SequenceState};
 use crate::slot::Sample;
-use crate::{FinishReason, RowId, TokenEvent};
+use crate::{FinishReason, RowId, TokenEvent, TokenId};
 
 /// The output is not that of the oldest plan in flight. Workers and engine disagree, so the workers must be restarted.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
@@ -36,6 +36,7 @@ impl Engine {
         self.drain_events(events);
         events.reserve(output.tokens.len());
         let mut settled = self.in_flight.pop_front().expect("a checked output has its plan");
+        self.keep_guesses(&settled.samples, output.guesses);
         for (sample, token) in settled.samples.drain(..).zip(output.tokens) {
             self.settle_token(sample, token, events);
         }
@@ -44,6 +45,18 @@ impl Engine {
         }
         self.spare_samples = settled.samples;
         Ok(())
+    }
+
+    /// Keeps what the devices guessed for the next plans. Both lists are in plan order.
+    fn keep_guesses(&mut self, samples: &[Sample], guesses: Vec<(RowId, Vec<TokenId>)>) {
+        let mut samples = samples.iter();
+        for (row, guesses) in guesses {
+            let Some(sample) = samples.find(|sample| sample.row == row) else { return };
+            let sequence = self.sequences.get_mut(sample.slot, sample.sequence).filter(|_| !sample.is_void);
+            if let Some(sequence) = sequence.filter(|sequence| sequence.state == SequenceState::Running(row)) {
+                sequence.guesses = guesses;
+            }
+        }
     }
 
     fn check_output(&self, output: &StepOutput) -> Result<(), SettleError> {
@@ -173,6 +186,7 @@ impl Engine {
         }
         sequence.draft_usage.num_accepted += num_accepted;
         self.totals.accepted_tokens += u64::from(num_accepted);
+        sequence.acceptance.learn(num_accepted as usize, drafts.len());
         if let SequenceState::Running(_) = sequence.state {
             // A recurrent state that has seen wrong tokens goes back to the known ones.
             let recurrent = &mut sequence.recurrent;

@@ -6,6 +6,7 @@ use ops::{
 };
 use settings::{KvCacheType, WeightPrecision};
 
+use crate::mtp::MtpHead;
 use crate::names::Names;
 use crate::{ModelError, Rope};
 
@@ -38,6 +39,10 @@ pub struct Config {
     pub layers: Vec<LayerSpec>,
     /// The output head.
     pub head: HeadSpec,
+    /// The head that predicts the token behind the next one, if the architecture has it. A checkpoint may lack its weights.
+    pub mtp: Option<MtpHead>,
+    /// Whether that head is loaded; its layer is then the last of `layers`. It comes from the deployment.
+    pub(crate) has_mtp_layer: bool,
     /// First token of every prompt, if the checkpoint names one.
     pub bos_id: Option<u32>,
     /// Tokens that end a sequence, from `generation_config.json` or else from `config.json`.
@@ -266,9 +271,9 @@ pub struct ExpertLayer {
 }
 
 impl Config {
-    /// Number of decoder layers.
+    /// Number of decoder layers, without that of an MTP head.
     pub fn num_layers(&self) -> usize {
-        self.layers.len()
+        self.layers.len() - usize::from(self.has_mtp_layer)
     }
 
     /// Whether some layers have a recurrent state in place of attention.
@@ -381,7 +386,9 @@ impl Config {
             (self.names.layer_scalar.is_some(), Feature::LayerScale),
             (self.names.has_branch_norms(), Feature::BranchNorm),
             (
-                self.layers.iter().any(|layer| layer.is_parallel) || self.per_layer_input.is_some(),
+                self.layers.iter().any(|layer| layer.is_parallel)
+                    || self.per_layer_input.is_some()
+                    || self.has_mtp_layer,
                 Feature::ParallelBranches,
             ),
             (routing(|_| true), Feature::Experts),
@@ -401,6 +408,7 @@ impl Config {
                 Feature::ExpertScales,
             ),
             (routing(|_| true) && self.names.has_experts_apart(), Feature::ExpertsApart),
+            (self.has_mtp_layer, Feature::Guesses),
         ];
         needs.into_iter().filter_map(|(needed, feature)| needed.then_some(feature)).collect()
     }

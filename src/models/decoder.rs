@@ -4,15 +4,15 @@ use std::path::Path;
 
 use ops::{AttentionSpec, Device, DeviceError, LayerAttention, LogitSpec, PipelineStage};
 
-use crate::adapter::targets::{Target, TargetWeight, targets};
-use crate::buffers::{Buffers, InnerBuffers, Widths};
+use crate::adapter::targets::{Target, targets};
+use crate::buffers::Buffers;
 use crate::config::{KvSource, LayerSpec};
-use crate::expert_branch::ExpertBranch;
-use crate::layers::{LayerSource, Loader, shape_of};
-use crate::mixer::{Counts, Mixer};
-use crate::mlp::Mlp;
+use crate::layer::Layer;
+use crate::layers::{Loader, shape_of};
+use crate::mixer::Counts;
 use crate::model::Model;
-use crate::per_layer::{PerLayerBranch, PerLayerInputs};
+use crate::mtp::Mtp;
+use crate::per_layer::PerLayerInputs;
 use crate::shard::Shard;
 use crate::{Adapter, Checkpoint, Config, ModelError, alibi};
 
@@ -30,6 +30,8 @@ pub(crate) struct Decoder<D: Device> {
     layers: Vec<Layer<D>>,
     /// Set in the last stage.
     final_layers: Option<FinalLayers<D>>,
+    /// Set if the head guesses drafts.
+    mtp: Option<Mtp<D>>,
     buffers: Buffers<D>,
     unused_tensors: Vec<String>,
 }
@@ -38,23 +40,6 @@ pub(crate) struct Decoder<D: Device> {
 struct FinalLayers<D: Device> {
     norm: D::Weight,
     head: D::Weight,
-}
-
-/// One decoder layer.
-struct Layer<D: Device> {
-    is_parallel: bool,
-    /// Index of the buffers for its widths.
-    widths: usize,
-    attention_norm: Option<D::Weight>,
-    mixer: Mixer<D>,
-    attention_branch_norm: Option<D::Weight>,
-    mlp_norm: Option<D::Weight>,
-    mlp: Option<Mlp<D>>,
-    experts: Option<D::Weight>,
-    expert_branch: Option<ExpertBranch<D>>,
-    mlp_branch_norm: Option<D::Weight>,
-    per_layer: Option<PerLayerBranch<D>>,
-    scalar: Option<f32>,
 }
 
 impl<D: Device> Decoder<D> {
@@ -90,8 +75,11 @@ impl<D: Device> Decoder<D> {
         } else {
             None
         };
-        let has_two_parts = |layer: &Layer<D>| layer.is_parallel || (layer.mlp.is_some() && layer.experts.is_some());
-        let has_second = layers.iter().any(has_two_parts);
+        let mtp = match &config.mtp {
+            Some(head) if config.has_mtp_layer => Some(Mtp::load(&mut loader, head.form, &mut widths, &mut counts)?),
+            _ => None,
+        };
+        let has_second = layers.iter().chain(mtp.as_ref().map(|mtp| &mtp.layer)).any(Layer::has_two_parts);
         let buffers = Buffers::allocate(config.hidden_size, has_second, &widths, loader.device);
         let buffers = loader.or_device_error(buffers)?;
         let unused_tensors = if stage == PipelineStage::WHOLE { checkpoint.unused() } else { Vec::new() };
@@ -106,6 +94,7 @@ impl<D: Device> Decoder<D> {
             per_layer,
             layers,
             final_layers,
+            mtp,
             buffers,
             unused_tensors,
         })
@@ -118,6 +107,7 @@ fn refuse_split(dir: &Path, config: &Config, stage: PipelineStage) -> Result<(),
     let reads_outside = |layer: &LayerSpec| matches!(layer.attention.kv, KvSource::Layer(source) if source < own.start);
     let what = match () {
         () if stage == PipelineStage::WHOLE => return Ok(()),
+        () if config.has_mtp_layer => "an MTP head that guesses drafts",
         () if config.per_layer_input.is_some() => "an embedding for each layer",
         () if config.layers[own.clone()].iter().all(|layer| layer.recurrent.is_some()) => {
             "a stage whose layers all have recurrent states"
@@ -131,79 +121,6 @@ fn refuse_split(dir: &Path, config: &Config, stage: PipelineStage) -> Result<(),
 impl<D: Device> FinalLayers<D> {
     fn load(loader: &mut Loader<'_, D>, tied_head: Option<&D::Weight>) -> Result<Self, ModelError> {
         Ok(Self { norm: loader.final_norm()?, head: loader.head(tied_head)? })
-    }
-}
-
-impl<D: Device> Layer<D> {
-    fn load(
-        loader: &mut Loader<'_, D>,
-        index: usize,
-        widths: &mut Vec<Widths>,
-        counts: &mut Counts,
-    ) -> Result<Self, ModelError> {
-        let source: LayerSource<'_> = loader.layer(index);
-        let own = Widths::of(source.spec, source.shard);
-        let buffers = widths.iter().position(|known| *known == own).unwrap_or(widths.len());
-        if buffers == widths.len() {
-            widths.push(own);
-        }
-        Ok(Self {
-            is_parallel: source.spec.is_parallel,
-            widths: buffers,
-            attention_norm: loader.layer_norm(source, loader.names.attention_norm)?,
-            mixer: Mixer::load(loader, source, counts)?,
-            attention_branch_norm: loader.branch_norm(source, loader.names.attention_branch_norm)?,
-            mlp_norm: loader.layer_norm(source, loader.names.mlp_norm)?,
-            mlp: match source.spec.mlp {
-                Some(mlp) => Some(Mlp::load(loader, source, mlp)?),
-                None => None,
-            },
-            experts: match (source.spec.experts, &loader.names.experts) {
-                (Some(experts), Some(names)) => Some(loader.experts(source, experts, names)?),
-                (None, _) => None,
-                (Some(_), None) => unreachable!("an architecture with experts names them"),
-            },
-            expert_branch: ExpertBranch::load(loader, source)?,
-            mlp_branch_norm: loader.branch_norm(source, loader.names.mlp_branch_norm)?,
-            per_layer: match loader.config.per_layer_input {
-                Some(input) => Some(PerLayerBranch::load(loader, source, input)?),
-                None => None,
-            },
-            scalar: loader.layer_scalar(source)?,
-        })
-    }
-
-    /// A weight in which adapters may add products, if the layer has it.
-    fn target_weight(&self, weight: TargetWeight) -> Option<&D::Weight> {
-        match (weight, &self.mixer, &self.mlp) {
-            (TargetWeight::Qkv | TargetWeight::Out, mixer, _) => mixer.target_weight(weight),
-            (TargetWeight::Up, _, mlp) => mlp.as_ref().map(|mlp| &mlp.up),
-            (TargetWeight::Down, _, mlp) => mlp.as_ref().map(|mlp| &mlp.down),
-        }
-    }
-
-    /// `partial` = feed-forward of `x`, this worker's part of the sum, without experts that have inputs of their own.
-    /// `second` is needed if it has two parts.
-    fn feed_forward(
-        &self,
-        device: &mut D,
-        x: &D::Tensor,
-        partial: &mut D::Tensor,
-        second: Option<&mut D::Tensor>,
-        b: &mut InnerBuffers<D>,
-    ) -> Result<(), DeviceError> {
-        if let Some(mlp) = &self.mlp {
-            mlp.run(device, x, partial, b)?;
-        }
-        match (&self.experts, second) {
-            (None, _) => Ok(()),
-            (Some(_), _) if self.expert_branch.is_some() => Ok(()),
-            (Some(experts), Some(second)) if self.mlp.is_some() => {
-                device.experts(second, x, experts)?;
-                device.add(partial, second)
-            }
-            (Some(experts), _) => device.experts(partial, x, experts),
-        }
     }
 }
 
@@ -238,53 +155,15 @@ impl<D: Device> Decoder<D> {
 
     /// Runs layer `index` of this stage.
     fn run_layer(&mut self, device: &mut D, index: usize) -> Result<(), DeviceError> {
-        let (eps, layer, b) = (self.config.norm.eps, &self.layers[index], &mut self.buffers);
-        let next = match self.layers.get(index + 1) {
-            Some(next) => next.attention_norm.as_ref(),
-            None => self.final_layers.as_ref().map(|layers| &layers.norm),
+        let layer = &self.layers[index];
+        let next = match (self.layers.get(index + 1), &self.final_layers) {
+            (Some(next), _) => next.attention_norm.as_ref(),
+            (None, Some(layers)) => Some(&layers.norm),
+            // Before the next stage any norm may be used: that stage normalizes the sum itself.
+            (None, None) => layer.attention_norm.as_ref().or(layer.mlp_norm.as_ref()),
         };
-        let Buffers { residual, normed, partial, inner, second } = b;
-        let inner = &mut inner[layer.widths];
-        let x = if layer.attention_norm.is_some() { &*normed } else { &*residual };
-        layer.mixer.run(device, x, partial, inner, eps)?;
-        if let Some(second) = second.as_mut().filter(|_| layer.is_parallel) {
-            let x = match &layer.mlp_norm {
-                Some(norm) => {
-                    device.norm(&mut second.normed, residual, norm, eps)?;
-                    &second.normed
-                }
-                None => normed,
-            };
-            layer.feed_forward(device, x, &mut second.partial, None, inner)?;
-            device.add(partial, &second.partial)?;
-        } else {
-            b.add_branch(device, layer.attention_branch_norm.as_ref(), layer.mlp_norm.as_ref(), eps)?;
-            let x = if layer.mlp_norm.is_some() { &b.normed } else { &b.residual };
-            let second = b.second.as_mut().map(|second| &mut second.partial);
-            layer.feed_forward(device, x, &mut b.partial, second, &mut b.inner[layer.widths])?;
-        }
-        // Before the next stage any norm may be used: that stage normalizes the sum itself.
-        let any = layer.attention_norm.as_ref().or(layer.mlp_norm.as_ref());
-        let is_last_of_stage = index + 1 == self.layers.len() && self.final_layers.is_none();
-        let next = if is_last_of_stage { any } else { next };
-        let branch_norm = layer.mlp_branch_norm.as_ref();
-        match (&layer.expert_branch, &layer.experts, branch_norm) {
-            (Some(branch), Some(experts), Some(outer)) => branch.add(device, experts, outer, b, eps)?,
-            _ if layer.per_layer.is_none() && layer.scalar.is_none() => {
-                return b.add_branch(device, branch_norm, next, eps);
-            }
-            _ => b.add_branch(device, branch_norm, None, eps)?,
-        }
-        if let (Some(branch), Some(inputs)) = (&layer.per_layer, &mut self.per_layer) {
-            inputs.add_branch(device, branch, index, b, eps)?;
-        }
-        if let Some(factor) = layer.scalar {
-            device.scale(&mut b.residual, factor)?;
-        }
-        match next {
-            Some(norm) => device.norm(&mut b.normed, &b.residual, norm, eps),
-            None => Ok(()),
-        }
+        let per_layer = self.per_layer.as_mut().map(|inputs| (inputs, index));
+        layer.run(device, &mut self.buffers, next, per_layer, self.config.norm.eps)
     }
 
     /// Calls `job` with each layer of this stage, its number, and each weight in which adapters may add products.
@@ -300,6 +179,13 @@ impl<D: Device> Decoder<D> {
         Ok(())
     }
 
+    /// Layer `index` of the model, which this stage has, or that of the MTP head.
+    fn layer(&self, index: usize) -> &Layer<D> {
+        let first = self.stage.layers(self.config.num_layers()).start;
+        let head = self.mtp.as_ref().map(|mtp| &mtp.layer);
+        self.layers.get(index - first).or(head).expect("the layer is one of this stage")
+    }
+
     fn layer_attention(&self, index: usize) -> LayerAttention {
         let (attention, shard) = (&self.config.layers[index].attention, &self.shard.layers[index]);
         LayerAttention {
@@ -312,7 +198,7 @@ impl<D: Device> Decoder<D> {
             window: attention.window,
             chunk: attention.chunk,
             score_cap: attention.score_cap,
-            sinks: self.layers[index - self.stage.layers(self.config.num_layers()).start].mixer.sinks().to_vec(),
+            sinks: self.layer(index).mixer.sinks().to_vec(),
             kv_group: 0,
             kv_buffer: index,
             query_scale: attention.query_scale,
@@ -333,7 +219,8 @@ impl<D: Device> Model<D> for Decoder<D> {
         let own = self.stage.layers(self.config.num_layers());
         let mut layers: Vec<LayerAttention> = Vec::with_capacity(own.len());
         let mut states = Vec::new();
-        for index in own.clone() {
+        let head = self.mtp.as_ref().map(|_| self.config.num_layers());
+        for index in own.clone().chain(head) {
             if let Some(shape) = self.config.layers[index].recurrent {
                 states.push(shape_of(shape, &self.shard.layers[index]));
                 continue;
@@ -391,6 +278,15 @@ impl<D: Device> Model<D> for Decoder<D> {
         match &self.final_layers {
             Some(layers) => device.sample(&self.buffers.normed, &layers.head, LogitSpec { cap: self.config.head.cap }),
             None => device.send_hidden(&self.buffers.residual),
+        }
+    }
+
+    fn guess(&mut self, device: &mut D) -> Result<(), DeviceError> {
+        match (&mut self.mtp, &self.embedding, &self.final_layers) {
+            (Some(mtp), Some(embedding), Some(layers)) => {
+                mtp.guess(device, &mut self.buffers, embedding, &layers.head, &self.config)
+            }
+            _ => Ok(()),
         }
     }
 }

@@ -79,6 +79,9 @@ pub enum ModelError {
     /// GPUs have no kernels for 8-bit integers.
     #[error("`quantization` is `int8`, which CUDA devices do not have; use `fp8` or `int4`")]
     NoInt8OnGpus,
+    /// The architecture has no head that guesses drafts.
+    #[error("architecture `{architecture}` has no MTP head that Trireme knows; remove `mtp_num_tokens`")]
+    NoMtp { architecture: String },
     /// The device lacks an op of this architecture.
     #[error(
         "architecture `{architecture}` of {} needs what this device does not have: {lacking}; \

@@ -28,4 +28,13 @@ pub trait Model<D: Device> {
     /// # Errors
     /// Returns the error of the device.
     fn forward(&mut self, device: &mut D) -> Result<(), DeviceError>;
+
+    /// Guesses the tokens behind those that the step has chosen, up to [`Device::take_guesses`]. Called once for each step,
+    /// before the next one runs. Nothing happens in a model without a head for it.
+    ///
+    /// # Errors
+    /// Returns the error of the device.
+    fn guess(&mut self, _device: &mut D) -> Result<(), DeviceError> {
+        Ok(())
+    }
 }

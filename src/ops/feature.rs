@@ -70,6 +70,8 @@ pub enum Feature {
     OutputGate,
     /// Low-rank products beside linear layers: [`crate::Device::set_adapter`].
     Adapters,
+    /// Guesses by a head of the model: [`crate::Device::follow`], [`crate::Device::guess`], [`crate::Device::next_guess`].
+    Guesses,
 }
 
 impl Feature {
@@ -107,6 +109,7 @@ impl Feature {
         Feature::Adapters,
         Feature::BestExpertGroups,
         Feature::LatentAttention,
+        Feature::Guesses,
     ];
 }
 
@@ -143,6 +146,7 @@ impl fmt::Display for Feature {
             Feature::Recurrent => "layers with a recurrent state (Gated DeltaNet)",
             Feature::LatentAttention => "attention over latent vectors (MLA)",
             Feature::OutputGate => "attention with an output gate",
+            Feature::Guesses => "drafts of an MTP head (`mtp_num_tokens`)",
             Feature::Adapters => "adapters (LoRA)",
             Feature::Experts => "mixture of experts",
         })

@@ -48,6 +48,8 @@ pub struct StepInputs {
     pub masked: Vec<u32>,
     /// Indices in `0..T` of positions whose raw logits must be reported.
     pub logits: Vec<u32>,
+    /// `[R]`: how many tokens are guessed behind the new ones of each row; empty if none are.
+    pub guesses: Vec<u32>,
 }
 
 /// One token that a row chooses: from the logits of its last position in this step, or, if it verifies drafts, from
@@ -82,6 +84,7 @@ impl StepInputs {
         self.samples.clear();
         self.masked.clear();
         self.logits.clear();
+        self.guesses.clear();
     }
 
     /// `T`, the number of tokens in this step.

@@ -207,6 +207,11 @@ pub trait Device: Sized {
         Vec::new()
     }
 
+    /// The guesses of the step that [`Device::collect`] returned last, for each row that [`StepInputs::guesses`] names.
+    fn take_guesses(&mut self) -> Vec<(RowId, Vec<TokenId>)> {
+        Vec::new()
+    }
+
     /// Runs one step: makes `inputs` the current step and calls `forward`, or replays an earlier recording of the same
     /// ops. Returns after the step is queued.
     fn run_step(
@@ -409,6 +414,26 @@ pub trait Device: Sized {
     /// [`Device::collect`]. Nothing is appended to rows with [`SamplingParams::beam_candidates`], nor to those that
     /// sample more than once. With [`StepInputs::masked`] the tokens are chosen later, by [`Device::choose`].
     fn sample(&mut self, x: &Self::Tensor, head: &Self::Weight, logits: LogitSpec) -> Result<(), DeviceError>;
+
+    /// The tokens of the step become those that follow them, after [`Device::sample`] or [`Device::choose`]: a new token, or the
+    /// token of the next position. Behind a rejected draft it may be any ([`Feature::Guesses`]).
+    fn follow(&mut self) -> Result<(), DeviceError> {
+        Err(DeviceError::lacks(Feature::Guesses))
+    }
+
+    /// Guesses one further token for each row that [`StepInputs::guesses`] names: that of the logits of `x` at its last position
+    /// whose next token is known, chosen as [`Device::sample`] would ([`Feature::Guesses`]).
+    fn guess(&mut self, _x: &Self::Tensor, _head: &Self::Weight, _logits: LogitSpec) -> Result<(), DeviceError> {
+        Err(DeviceError::lacks(Feature::Guesses))
+    }
+
+    /// Makes the rows that need another guess the step's only ones, each with its last guess as the token that follows the
+    /// position behind the last one; `hidden` keeps their rows, in their order. Returns false if the guesses are complete, for
+    /// [`Device::take_guesses`]. A row has no guess whose keys would need a KV block beyond those of the step
+    /// ([`Feature::Guesses`]).
+    fn next_guess(&mut self, _hidden: &mut Self::Tensor) -> Result<bool, DeviceError> {
+        Err(DeviceError::lacks(Feature::Guesses))
+    }
 
     /// Receives the hidden state. It replaces [`Device::embed`] in all stages but the first: `out` becomes the
     /// activations that the previous stage passed to [`Device::send_hidden`] in this step.

@@ -10,6 +10,7 @@ mod doctor;
 mod line;
 mod run_files;
 mod size;
+mod speculative;
 
 use std::os::unix::process::CommandExt as _;
 use std::path::Path;

@@ -90,5 +90,7 @@ pub(crate) fn parameters(args: &ServeArgs) -> Vec<(&'static str, String)> {
         ("max_loras", args.max_loras.or(args.enable_lora.then_some(DEFAULT_LORAS)).and_then(number)),
         ("max_lora_rank", args.max_lora_rank.and_then(number)),
     ];
-    parameters.into_iter().filter_map(|(key, value)| Some((key, value?))).collect()
+    let drafts = args.speculative_config.as_ref().map(|drafts| (drafts.parameter, Some(drafts.num_tokens.to_string())));
+    let parameters = parameters.into_iter().chain(drafts);
+    parameters.filter_map(|(key, value)| Some((key, value?))).collect()
 }

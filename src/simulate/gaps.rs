@@ -146,7 +146,7 @@ impl<'a> Run<'a> {
         let sampled = |row| SampledToken { row, token: TokenId(7), logprob: None, top: Vec::new() };
         let tokens = plan.work.iter().filter(|work| work.samples).map(|work| sampled(work.row)).collect();
         self.engine
-            .settle(StepOutput { step: plan.step, tokens }, &mut self.events)
+            .settle(StepOutput { step: plan.step, tokens, guesses: vec![] }, &mut self.events)
             .expect("the oldest step is settled");
         let num_done = self.events.drain(..).filter(|event| event.finished.is_some()).count().min(self.arrived.len());
         let arrived: Vec<f64> = self.arrived.drain(..num_done).collect();

@@ -229,7 +229,7 @@ impl<'a> World<'a> {
         let sampled = |row| SampledToken { row, token: TokenId(7), logprob: None, top: Vec::new() };
         let tokens: Vec<_> = plan.work.iter().filter(|work| work.samples).map(|work| sampled(work.row)).collect();
         let back = if group.is_remote { self.costs.flight(tokens.len() * 8) } else { 0.0 };
-        group.outputs.push_back((StepOutput { step: plan.step, tokens }, seconds));
+        group.outputs.push_back((StepOutput { step: plan.step, tokens, guesses: vec![] }, seconds));
         self.arrivals.push(Reverse((Time(group.device_free_at + back), index)));
     }
 

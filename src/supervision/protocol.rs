@@ -105,6 +105,8 @@ pub struct WorkerSpec {
     pub max_rows: usize,
     /// Most draft tokens that a row verifies in a step.
     pub max_drafts: usize,
+    /// Whether the model's MTP head guesses these drafts.
+    pub has_mtp: bool,
     /// Slots for the weights of adapters; 0 if the model takes none.
     pub max_adapters: usize,
     /// Largest rank of an adapter.

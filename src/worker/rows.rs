@@ -288,6 +288,7 @@ impl RowTable {
             }
             row.num_computed = end;
             row.report_context(work, inputs, &mut reported);
+            inputs.guesses.push(if work.samples { work.num_guesses } else { 0 });
             if work.samples {
                 row.sample(plan.step, work, drafted, inputs, &mut reported)?;
             }
@@ -297,6 +298,9 @@ impl RowTable {
         }
         if inputs.adapters.iter().all(|&slot| slot == NO_ADAPTER) {
             inputs.adapters.clear();
+        }
+        if inputs.guesses.iter().all(|&count| count == 0) {
+            inputs.guesses.clear();
         }
         self.reported = reported;
         self.pack_slots(inputs);

@@ -299,6 +299,9 @@ impl<D: Device + 'static> Steps<'_, D> {
         let on_device = !plan.work.is_empty();
         if on_device {
             device.run_step(&self.inputs, &mut |device| model.forward(device))?;
+            if self.inputs.masked.is_empty() {
+                model.guess(device)?;
+            }
         }
         // Only the last stage chooses tokens.
         let num_masks = if device.pipeline_stage().is_last() { self.inputs.masked.len() } else { 0 };
@@ -314,7 +317,7 @@ impl<D: Device + 'static> Steps<'_, D> {
 
     /// Adds masks of the last step, and chooses its tokens when all have arrived.
     fn take_masks(&mut self, masks: Vec<SampleMask>) -> Result<(), WorkerError> {
-        let device = &mut self.worker.device;
+        let Worker { device, model, .. } = &mut self.worker;
         if !device.pipeline_stage().is_last() {
             return Ok(());
         }
@@ -324,6 +327,7 @@ impl<D: Device + 'static> Steps<'_, D> {
         self.masks.extend(masks);
         if self.masks.len() >= last.num_masks {
             device.choose(&self.masks)?;
+            model.guess(device)?;
             last.num_masks = 0;
             self.masks.clear();
         }
@@ -343,10 +347,11 @@ impl<D: Device + 'static> Steps<'_, D> {
             return Ok(false);
         };
         let queued = self.queued.pop_front().expect("there is a front");
+        let guesses = if on_device { self.worker.device.take_guesses() } else { Vec::new() };
         let logits = if queued.reported.is_empty() { Vec::new() } else { self.worker.device.take_logits() };
         if self.worker.spec.reports() {
             send_logits(&queued.reported, &logits, rings)?;
-            rings.send(&FromWorker::Output(StepOutput { step, tokens }))?;
+            rings.send(&FromWorker::Output(StepOutput { step, tokens, guesses }))?;
         }
         Ok(true)
     }

@@ -53,6 +53,7 @@ fn run(spec: &WorkerSpec, rings: &Rings) -> Result<(), WorkerError> {
     let (precision, target) = (spec.settings.weight_precision, target(spec.settings.device));
     let config = models::Config::from_dir(&spec.checkpoint)?.in_expert_groups(spec.expert_groups);
     let config = config.in_precision(precision, target)?.in_kv_cache(spec.settings.kv_cache_type);
+    let config = if spec.has_mtp { config.with_mtp()? } else { config };
     let limits = StepLimits {
         max_tokens: spec.max_step_tokens,
         max_rows: spec.max_rows,

@@ -143,6 +143,7 @@ pub const LLM_PARAMETERS: &[Key] = &[
     ("model_name", Ignored("the checkpoint's config.json names its architecture")),
     ("enable_custom_all_reduce", KERNEL_CHOICE),
     ("prompt_lookup_num_tokens", Used("draft tokens of prompt look-up in one step; default: 0")),
+    ("mtp_num_tokens", Used("draft tokens of the checkpoint's MTP head in one step, on CPUs; default: 0")),
     (
         "max_loras",
         Used("slots for adapters (LoRA) on the workers; default: 4 if `lora_modules` names some, otherwise 0"),
@@ -273,9 +274,9 @@ pub const LLM_OUTPUTS: &[Key] = &[
     ("first_scheduled_time_ns", Used("with `return_perf_metrics`")),
     ("first_token_time_ns", Used("with `return_perf_metrics`")),
     ("last_token_time_ns", Used("with `return_perf_metrics`")),
-    ("acceptance_rate", Used("with `return_perf_metrics`, of prompt look-up")),
-    ("total_accepted_draft_tokens", Used("with `return_perf_metrics`, of prompt look-up")),
-    ("total_draft_tokens", Used("with `return_perf_metrics`, of prompt look-up")),
+    ("acceptance_rate", Used("with `return_perf_metrics`")),
+    ("total_accepted_draft_tokens", Used("with `return_perf_metrics`")),
+    ("total_draft_tokens", Used("with `return_perf_metrics`")),
     ("context_phase_params", Ignored("prefill and decode run on the same ranks")),
 ];
 

@@ -18,14 +18,13 @@ use super::inter_token::InterTokenBounds;
 use super::queue_policy::QueuePolicy;
 use crate::{checkpoint, parameters};
 
+mod drafts;
 mod host_memory;
 mod invariant;
 
+use drafts::Drafts;
 use host_memory::host_memory_bytes;
 use invariant::batch_invariant;
-
-/// Maximum number of draft tokens in one step. Longer drafts are seldom accepted.
-const MAX_DRAFTS: usize = 64;
 
 /// Rows of a tile of the matrix products on GPUs.
 const GPU_TOKEN_TILE: usize = 128;
@@ -119,6 +118,8 @@ impl LlmConfig {
         let model = models::Config::from_dir(&checkpoint).map_err(wrong)?;
         let model = model.in_precision(weight_precision, target(defaults.worker.device)).map_err(wrong)?;
         let model = model.in_kv_cache(kv_cache_type);
+        let drafts = Drafts::new(config, &model, target(defaults.worker.device))?;
+        let model = if drafts.has_mtp { model.with_mtp().map_err(wrong)? } else { model };
         for note in &model.notes {
             tracing::info!(model = %config.name, "{note}");
         }
@@ -131,7 +132,7 @@ impl LlmConfig {
         let model = model.in_expert_groups(ep_size);
         check_shares(config, &model, tp_size)?;
         let adapters = AdapterSettings::new(config, &load.model_dir, defaults.worker.device)?;
-        let engine = engine_config(config, &model, defaults, &queue)?;
+        let engine = engine_config(config, &model, defaults, &queue, drafts)?;
         let kv_host_memory_bytes = host_memory_bytes(config, engine.prefix_cache, defaults)?;
         let engine = EngineConfig {
             max_adapters: adapters.num_slots,
@@ -213,7 +214,8 @@ impl LlmConfig {
     /// The model as workers on a device of this kind load it.
     pub(crate) fn model(&self, target: Target) -> Result<models::Config, models::ModelError> {
         let model = models::Config::from_dir(&self.checkpoint)?.in_expert_groups(self.ep_size);
-        Ok(model.in_precision(self.worker.weight_precision, target)?.in_kv_cache(self.worker.kv_cache_type))
+        let model = model.in_precision(self.worker.weight_precision, target)?.in_kv_cache(self.worker.kv_cache_type);
+        if self.engine.guesses_on_device { model.with_mtp() } else { Ok(model) }
     }
 
     /// Number of workers of one replica.
@@ -296,6 +298,7 @@ fn engine_config(
     model: &models::Config,
     defaults: &LlmDefaults,
     queue: &QueuePolicy,
+    drafts: Drafts,
 ) -> Result<EngineConfig, InferError> {
     let max_rows = usize::try_from(config.max_batch_size).unwrap_or(0).max(1);
     let inter_token = InterTokenBounds::new(config, queue)?;
@@ -331,7 +334,8 @@ fn engine_config(
         policy,
         max_joined_tokens: max_sequence_len.max(EngineConfig::default().max_joined_tokens),
         prefix_cache: parameters::flag(config, "enable_kv_cache_reuse")?.unwrap_or(true),
-        max_drafts: max_drafts(config, model, target(defaults.worker.device))?,
+        max_drafts: drafts.max,
+        guesses_on_device: drafts.has_mtp,
         // How many follows from the memory.
         num_states: usize::from(model.has_recurrent_layers()),
         windows: model.kv_groups(max_sequence_len).windows,
@@ -363,20 +367,6 @@ fn logits_type(config: &ModelConfig) -> Result<DataType, InferError> {
         found = Some(datatype);
     }
     Ok(found.unwrap_or(DataType::Fp32))
-}
-
-/// Number of draft tokens of prompt look-up decoding in one step.
-fn max_drafts(config: &ModelConfig, model: &models::Config, target: Target) -> Result<usize, InferError> {
-    let max = parameters::number(config, "prompt_lookup_num_tokens")?.unwrap_or(0);
-    if max > 0 && model.has_recurrent_layers() && target == Target::Cuda {
-        let reason = "a model with recurrent layers on GPUs, whose states cannot go back to the last accepted token";
-        return Err(invalid(config, format!("`prompt_lookup_num_tokens` is {max}, expected 0 for {reason}")));
-    }
-    if max > MAX_DRAFTS {
-        let message = format!("`prompt_lookup_num_tokens` is {max}, expected 0 to {MAX_DRAFTS}");
-        return Err(invalid(config, message));
-    }
-    Ok(max)
 }
 
 /// Precision of the weights of linear layers: the parameter `quantization`, or TensorRT-LLM's `weight_only_precision` and

@@ -226,14 +226,15 @@ fn beams(bounds: &ValueBounds<'_>, request: &InferRequest) -> Result<Option<Beam
     Ok((width > 1).then_some(params))
 }
 
-/// The request's parameter `prompt_lookup_num_tokens`, else the model's.
+/// The request's parameter `prompt_lookup_num_tokens` or `mtp_num_tokens`, else the model's. Both bound drafts of any source.
 fn max_drafts(bounds: &ValueBounds<'_>, request: &InferRequest) -> Result<u32, InferError> {
     let max = bounds.max_drafts;
-    match request.parameters.get("prompt_lookup_num_tokens") {
+    let named = |key| request.parameters.get(key).map(|value| (key, value));
+    match named("prompt_lookup_num_tokens").or_else(|| named("mtp_num_tokens")) {
         None => Ok(max),
-        Some(&Parameter::Int(count)) if (0..=i64::from(max)).contains(&count) => Ok(count as u32),
-        Some(other) => Err(InferError::invalid(format!(
-            "parameter `prompt_lookup_num_tokens` is {other:?}, expected 0 to {max}, as many as the model's parameter allows"
+        Some((_, &Parameter::Int(count))) if (0..=i64::from(max)).contains(&count) => Ok(count as u32),
+        Some((key, other)) => Err(InferError::invalid(format!(
+            "parameter `{key}` is {other:?}, expected 0 to {max}, as many as the model's parameter allows"
         ))),
     }
 }

@@ -248,7 +248,7 @@ mod tests {
     use super::*;
 
     fn work(row: u32, num_tokens: u32, samples: bool) -> RowWork {
-        RowWork { row: RowId(row), start: 0, num_tokens, samples }
+        RowWork { row: RowId(row), start: 0, num_tokens, samples, num_guesses: 0 }
     }
 
     #[test]

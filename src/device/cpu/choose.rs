@@ -84,7 +84,7 @@ impl CpuDevice {
     }
 
     /// Logits `[len, V]` of some tokens of `x`, at most as many as there are rows.
-    fn compute_logits(
+    pub(super) fn compute_logits(
         &mut self,
         x: &CpuTensor,
         head: &Linear,

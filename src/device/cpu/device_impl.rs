@@ -187,6 +187,10 @@ impl Device for CpuDevice {
         std::mem::take(&mut self.reported)
     }
 
+    fn take_guesses(&mut self) -> Vec<(RowId, Vec<TokenId>)> {
+        self.guesses.done.pop_front().unwrap_or_default()
+    }
+
     fn run_step(
         &mut self,
         inputs: &StepInputs,
@@ -450,6 +454,20 @@ impl Device for CpuDevice {
         self.append(&tokens);
         self.results.push_back(tokens);
         Ok(())
+    }
+
+    fn follow(&mut self) -> Result<(), DeviceError> {
+        self.follow_tokens();
+        Ok(())
+    }
+
+    fn guess(&mut self, x: &CpuTensor, head: &CpuWeight, logits: LogitSpec) -> Result<(), DeviceError> {
+        self.logit_cap = logits.cap;
+        self.guess_tokens(x, head.linear())
+    }
+
+    fn next_guess(&mut self, hidden: &mut CpuTensor) -> Result<bool, DeviceError> {
+        Ok(self.go_on_guessing(hidden))
     }
 
     fn recv_hidden(&mut self, out: &mut CpuTensor) -> Result<(), DeviceError> {

@@ -12,6 +12,7 @@ mod embeddings;
 mod estimate;
 mod experts;
 mod group;
+mod guesses;
 mod handshake;
 mod host_memory;
 mod host_tier;
@@ -42,6 +43,7 @@ pub(crate) use estimate::CpuEstimate;
 pub(crate) use experts::ExpertBuffers;
 use group::Group;
 pub use group::GroupConfig;
+use guesses::Guesses;
 pub use host_memory::available_memory;
 use host_tier::HostTier;
 pub use kernels::cpu::allowed_cores;
@@ -100,6 +102,7 @@ pub struct CpuDevice {
     expert_buffers: ExpertBuffers,
     vocab_offsets: Vec<usize>, // start of each worker's share of the vocabulary, and the end
     results: VecDeque<Vec<SampledToken>>,
+    guesses: Guesses,
     weights_bytes: u64,
     workspace_bytes: u64,
     input_statistics: Option<InputStatistics>,
@@ -193,6 +196,7 @@ impl CpuDevice {
             reported: Vec::new(),
             vocab_offsets: Vec::new(),
             results: VecDeque::new(),
+            guesses: Guesses::default(),
             weights_bytes: 0,
             input_statistics: None,
             widest_weight: None,

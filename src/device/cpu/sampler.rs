@@ -65,6 +65,14 @@ pub(crate) fn choose(
     })
 }
 
+/// The token that `row` would choose at output position `num_generated` by these logits, which are those of another head.
+pub(crate) fn guess(row: &Row, num_generated: u32, logits: &mut [f32]) -> u32 {
+    SCRATCH.with_borrow_mut(|scratch| {
+        adjust(row, num_generated, logits);
+        draw(row, num_generated, logits, scratch)
+    })
+}
+
 /// The likeliest tokens for a beam: computes log-probabilities, then applies penalties, bias and bans to them.
 fn continuations(
     id: RowId,

@@ -135,7 +135,7 @@ fn cpu_time() -> Duration {
 fn encode_output(plan: &StepPlan, bytes: &mut Vec<u8>) {
     let sampling = plan.work.iter().filter(|work| work.samples);
     let tokens = sampling.map(|work| SampledToken { row: work.row, token: TokenId(7_000), logprob: None, top: vec![] });
-    plan::encode(&StepOutput { step: plan.step, tokens: tokens.collect() }, bytes);
+    plan::encode(&StepOutput { step: plan.step, tokens: tokens.collect(), guesses: vec![] }, bytes);
 }
 
 fn decode(c: &mut Criterion) {

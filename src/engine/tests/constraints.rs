@@ -159,7 +159,7 @@ impl Workers {
         }
         assert!(self.masks.keys().all(|(step, _)| *step != plan.step), "no mask is left over");
         let mut events = Vec::new();
-        self.engine.settle(StepOutput { step: plan.step, tokens }, &mut events).unwrap();
+        self.engine.settle(StepOutput { step: plan.step, tokens, guesses: vec![] }, &mut events).unwrap();
         self.take(events);
     }
 

@@ -18,7 +18,7 @@ fn step(engine: &mut Engine, events: &mut Vec<TokenEvent>) -> (Vec<SequenceId>, 
     let Some(plan) = engine.plan() else { return (vec![], vec![]) };
     let sampled = plan.work.iter().filter(|work| work.samples);
     let token = |work: &engine::RowWork| SampledToken { row: work.row, token: TokenId(3), logprob: None, top: vec![] };
-    let output = StepOutput { step: plan.step, tokens: sampled.map(token).collect() };
+    let output = StepOutput { step: plan.step, tokens: sampled.map(token).collect(), guesses: vec![] };
     events.clear();
     engine.settle(output, events).unwrap();
     let ended = events.iter().filter(|event| event.finished.is_some()).map(|event| event.sequence).collect();

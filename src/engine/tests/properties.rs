@@ -105,12 +105,13 @@ fn config() -> impl Strategy<Value = EngineConfig> {
     // Half of the engines keep evicted blocks and states on the host.
     let host = prop_oneof![Just((0usize, 0usize)), (1usize..30, 0usize..8)];
     let cache = (any::<bool>(), any::<bool>(), host);
-    (sizes, any::<bool>(), cache, 0usize..6, 1usize..4, 1usize..6, windows(), states).prop_map(
+    let drafts = (0usize..6, any::<bool>());
+    (sizes, any::<bool>(), cache, drafts, 1usize..4, 1usize..6, windows(), states).prop_map(
         |(
             (max_rows, spare_tokens, max_mixed, block_size, num_blocks, max_in_flight),
             evict,
             (prefix_cache, shares_output, (num_host_blocks, num_host_states)),
-            max_drafts,
+            (max_drafts, guesses_on_device),
             num_stages,
             token_tile,
             windows,
@@ -142,6 +143,7 @@ fn config() -> impl Strategy<Value = EngineConfig> {
                 prefix_cache,
                 shares_output,
                 max_drafts,
+                guesses_on_device,
                 max_adapters: 1 + max_mixed % 2,
                 num_stages,
             }
@@ -223,6 +225,7 @@ fn a_snapshot_of_a_prompt_is_not_lost_with_a_plan_without_work() {
         prefix_cache: true,
         shares_output: true,
         max_drafts: 0,
+        guesses_on_device: false,
         max_adapters: 2,
         num_stages: 2,
     };

@@ -151,7 +151,7 @@ impl ScriptRun {
             logprob: None,
             top: vec![],
         };
-        let output = StepOutput { step, tokens: rows.zip(tokens).map(sampled).collect() };
+        let output = StepOutput { step, tokens: rows.zip(tokens).map(sampled).collect(), guesses: vec![] };
         let mut events = Vec::new();
         match self.engine.as_mut().unwrap().settle(output, &mut events) {
             Ok(()) => {
@@ -267,6 +267,7 @@ fn config(settings: &BTreeMap<&str, &str>) -> EngineConfig {
         prefix_cache: settings.get("cache") == Some(&"on"),
         shares_output: true,
         max_drafts: number("drafts", 0),
+        guesses_on_device: false,
         max_adapters: number("adapters", 0),
         num_stages: number("stages", 1),
     }

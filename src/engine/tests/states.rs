@@ -218,7 +218,7 @@ fn the_largest_plan_with_states_fits_its_bound() {
         assert!(bytes.len() <= bound, "{} bytes, bound {bound}", bytes.len());
         let token = |row| engine::SampledToken { row, token: TokenId(7), logprob: None, top: vec![] };
         let tokens = plan.work.iter().filter(|work| work.samples).map(|work| token(work.row)).collect();
-        engine.settle(engine::StepOutput { step: plan.step, tokens }, &mut events).unwrap();
+        engine.settle(engine::StepOutput { step: plan.step, tokens, guesses: vec![] }, &mut events).unwrap();
     }
     assert!(engine.is_idle());
 }

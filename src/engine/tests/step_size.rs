@@ -78,7 +78,7 @@ impl Clocked {
         let sampled = plan.work.iter().filter(|work| work.samples);
         let token =
             |work: &engine::RowWork| SampledToken { row: work.row, token: TokenId(3), logprob: None, top: vec![] };
-        let output = StepOutput { step: plan.step, tokens: sampled.map(token).collect() };
+        let output = StepOutput { step: plan.step, tokens: sampled.map(token).collect(), guesses: vec![] };
         self.engine.settle(output, &mut Vec::new()).unwrap();
         let num_tokens = plan.work.iter().map(|work| work.num_tokens).sum();
         let prompt_tokens = plan.work.iter().map(|work| work.num_tokens).filter(|&len| len > 1).sum();

@@ -5,9 +5,11 @@ use serde_json::Value;
 
 use super::adjust::{Adjusted, each_attention};
 use super::experts;
+use super::mtp::put_mtp;
 use crate::ModelError;
 use crate::config::{Config, LatentLayer};
 use crate::fields::Fields;
+use crate::mtp::MtpForm;
 use crate::rope::RopeScaling;
 
 pub(super) fn deepseek_v2(fields: &Fields, config: &mut Config) -> Adjusted {
@@ -17,9 +19,9 @@ pub(super) fn deepseek_v2(fields: &Fields, config: &mut Config) -> Adjusted {
 
 pub(super) fn deepseek_v3(fields: &Fields, config: &mut Config) -> Adjusted {
     put_latents(fields, config, fields.flag("rope_interleave", true)?)?;
-    // The layer that predicts a further token is not used.
-    fields.ignore(&["num_nextn_predict_layers", "num_mtp_layers"]);
-    experts::deepseek_v3_moe(fields, config)
+    experts::deepseek_v3_moe(fields, config)?;
+    put_mtp(fields, config, MtpForm::DeepSeek, &["num_nextn_predict_layers", "num_mtp_layers"]);
+    Ok(())
 }
 
 /// Latent vectors in all layers.

@@ -5,10 +5,12 @@ use serde_json::Value;
 
 use super::adjust::{Adjusted, each_attention, exaone4, granite, layers_of_two_ropes, qwen_vl, require_both_ropes};
 use super::deepseek::v2_groups;
+use super::mtp::put_mtp;
 use super::older::rotary_dim;
 use crate::ModelError;
 use crate::config::{Config, ExpertLayer, MlpLayer};
 use crate::fields::Fields;
+use crate::mtp::MtpForm;
 
 /// Experts in all layers, whose probabilities are divided by their sum.
 pub(super) fn mixtral(fields: &Fields, config: &mut Config) -> Adjusted {
@@ -130,9 +132,9 @@ pub(super) fn glm4_moe(fields: &Fields, config: &mut Config) -> Adjusted {
     if !fields.flag("use_qk_norm", false)? {
         each_attention(config, |attention| attention.head_norm = None);
     }
-    // The layer that predicts a further token is not used.
-    fields.ignore(&["num_nextn_predict_layers", "num_mtp_layers"]);
-    deepseek_moe(fields, config)
+    deepseek_moe(fields, config)?;
+    put_mtp(fields, config, MtpForm::DeepSeek, &["num_nextn_predict_layers", "num_mtp_layers"]);
+    Ok(())
 }
 
 /// K-EXAONE: layers with a window are rotated.

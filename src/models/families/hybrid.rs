@@ -6,13 +6,20 @@ use serde_json::Value;
 
 use super::adjust::{Adjusted, each_attention};
 use super::experts;
+use super::mtp::put_mtp;
 use crate::ModelError;
 use crate::config::Config;
 use crate::fields::Fields;
+use crate::mtp::MtpForm;
+
+/// Fields that count the layers of the MTP head.
+const MTP_LAYERS: &[&str] = &["mtp_num_hidden_layers", "num_nextn_predict_layers"];
 
 pub(super) fn qwen3_next(fields: &Fields, config: &mut Config) -> Adjusted {
     put_recurrent_layers(fields, config)?;
-    experts::qwen2_moe(fields, config)
+    experts::qwen2_moe(fields, config)?;
+    put_mtp(fields, config, MtpForm::Qwen, MTP_LAYERS);
+    Ok(())
 }
 
 pub(super) fn qwen3_5(fields: &Fields, config: &mut Config) -> Adjusted {
@@ -22,16 +29,18 @@ pub(super) fn qwen3_5(fields: &Fields, config: &mut Config) -> Adjusted {
         // Sections of positions of images. All positions of a text are equal.
         parameters.ignore(&["mrope_section", "mrope_interleaved"]);
     }
-    // The layer that predicts a further token is not used.
-    fields.ignore(&["mtp_num_hidden_layers", "mtp_use_dedicated_embeddings"]);
-    put_recurrent_layers(fields, config)
+    put_recurrent_layers(fields, config)?;
+    put_mtp(fields, config, MtpForm::Qwen, MTP_LAYERS);
+    Ok(())
 }
 
 /// Experts in all layers, whose probabilities are divided by their sum.
 pub(super) fn qwen3_5_moe(fields: &Fields, config: &mut Config) -> Adjusted {
     qwen3_5(fields, config)?;
     fields.only("norm_topk_prob", true)?;
-    experts::qwen3_5_moe(fields, config)
+    experts::qwen3_5_moe(fields, config)?;
+    put_mtp(fields, config, MtpForm::Qwen, MTP_LAYERS);
+    Ok(())
 }
 
 fn put_recurrent_layers(fields: &Fields, config: &mut Config) -> Adjusted {

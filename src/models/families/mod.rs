@@ -12,6 +12,7 @@ mod harmless;
 mod hybrid;
 mod layer_types;
 mod llama4;
+mod mtp;
 mod older;
 mod quantization;
 mod read;

@@ -177,6 +177,8 @@ fn decoder(fields: &Fields, family: &Family) -> Result<Config, ModelError> {
             scale: 1.0,
             cap: None,
         },
+        mtp: None,
+        has_mtp_layer: false,
         bos_id: fields.token_ids("bos_token_id")?.first().copied(),
         eos_ids: fields.token_ids("eos_token_id")?,
         dtype: dtype(fields)?,

@@ -9,6 +9,7 @@ use crate::checkpoint::rounded;
 use crate::config::{LayerSpec, MlpLayer};
 use crate::layers::qkv::{RowSlice, gate_slices, scaled};
 use crate::linear_layers::prefix;
+use crate::mtp::{MtpForm, MtpHead};
 use crate::names::{Names, UpNames};
 use crate::shard::{LayerShard, Shard};
 use crate::{Checkpoint, Config, ModelError};
@@ -52,7 +53,20 @@ impl<'a, D: Device> Loader<'a, D> {
 
     /// The full name of a weight of layer `index`.
     pub(crate) fn layer_name(&self, index: usize, name: &str) -> String {
-        format!("{}{}.{index}.{name}", self.prefix, self.names.layers)
+        match &self.config.mtp {
+            Some(MtpHead { form: MtpForm::Qwen, .. }) if index == self.config.num_layers() => {
+                format!("mtp.layers.0.{name}")
+            }
+            _ => format!("{}{}.{index}.{name}", self.prefix, self.names.layers),
+        }
+    }
+
+    /// The columns `taken` of a square part of a matrix `[E, cols]` of the MTP head. All workers have all of its rows.
+    pub(crate) fn mtp_input(&mut self, name: &str, taken: Range<usize>, cols: usize) -> Result<D::Weight, ModelError> {
+        let (name, rows) = (format!("{name}.weight"), self.config.hidden_size);
+        let slice = self.linear(&name, [rows, cols], 0..rows, taken)?;
+        let loaded = self.device.load_linear(LinearRole::Up, &[slice], &[]);
+        self.or_device_error(loaded)
     }
 
     /// The full name of a weight of the model, without its suffix.

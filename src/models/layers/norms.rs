@@ -46,7 +46,8 @@ impl<D: Device> Loader<'_, D> {
         self.norm(&format!("{}{}", self.prefix, self.names.final_norm), self.config.head.scale)
     }
 
-    fn norm(&mut self, name: &str, factor: f32) -> Result<D::Weight, ModelError> {
+    /// A norm of the hidden state with this full name. Its weights are multiplied by `factor`.
+    pub(crate) fn norm(&mut self, name: &str, factor: f32) -> Result<D::Weight, ModelError> {
         let (norm, width) = (self.config.norm, self.config.hidden_size);
         let (weight_name, bias_name) = (format!("{name}.weight"), format!("{name}.bias"));
         let vector = |name| self.checkpoint.vector(name, width, 0..width);

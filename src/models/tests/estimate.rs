@@ -37,9 +37,12 @@ fn estimates_of_the_cpu_are_what_it_takes() {
         "qwen3_5_moe_vision",
         "deepseek_v2",
         "deepseek_v3_fp8",
+        "mtp_qwen3_5",
+        "mtp_deepseek_v3",
     ] {
         let dir = golden_dir(case);
         let config = models::Config::from_dir(&dir).unwrap();
+        let config = if case.starts_with("mtp") { config.with_mtp().unwrap() } else { config };
         let limits = StepLimits { max_tokens: 64, max_rows: 4, max_sequence_len: 128, vocab_size: config.vocab_size };
 
         let mut cpu =

@@ -43,6 +43,7 @@ fn spec() -> WorkerSpec {
         max_step_tokens: 1,
         max_rows: 1,
         max_drafts: 0,
+        has_mtp: false,
         max_adapters: 0,
         max_adapter_rank: 0,
         max_sequence_len: 1,

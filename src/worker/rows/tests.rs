@@ -17,7 +17,7 @@ fn joined(row: u32, tokens: &[u32], blocks: &[u32]) -> JoinedRow {
 }
 
 fn work(row: u32, start: u32, num_tokens: u32, samples: bool) -> RowWork {
-    RowWork { row: RowId(row), start, num_tokens, samples }
+    RowWork { row: RowId(row), start, num_tokens, samples, num_guesses: 0 }
 }
 
 #[test]
@@ -46,6 +46,23 @@ fn a_prefill_and_then_a_decode_are_packed_for_the_device() {
     table.apply(&further, &mut inputs).unwrap();
     assert_eq!((inputs.token_ids.as_slice(), inputs.slots.as_slice()), (&[TOKEN_ON_DEVICE][..], &[2][..]));
     assert_eq!(inputs.samples[0].num_generated, 2);
+}
+
+#[test]
+fn guesses_are_asked_for_behind_rows_that_sample() {
+    let (mut table, mut inputs) = (RowTable::new(4, vec![None], 2, 8, 1), StepInputs::default());
+    let asking = |num_guesses, work: RowWork| RowWork { num_guesses, ..work };
+    let plan = StepPlan {
+        step: 1,
+        joined: vec![joined(0, &[1, 2, 3], &[0, 1]), joined(1, &[4, 5, 6], &[2, 3]), joined(2, &[7], &[4])],
+        work: vec![asking(2, work(0, 0, 2, false)), asking(3, work(1, 0, 3, true)), work(2, 0, 1, true)],
+        ..StepPlan::default()
+    };
+    table.apply(&plan, &mut inputs).unwrap();
+    assert_eq!(inputs.guesses, [0, 3, 0]);
+    let plan = StepPlan { step: 2, work: vec![work(1, 3, 1, true)], ..StepPlan::default() };
+    table.apply(&plan, &mut inputs).unwrap();
+    assert_eq!(inputs.guesses, [] as [u32; 0]);
 }
 
 #[test]
@@ -129,7 +146,7 @@ fn requested_logits_carry_their_position_or_output_token() {
     let context = (0..3).map(LogitsPlace::Context);
     let expected: Vec<_> = context.chain([LogitsPlace::Generation(1)]).map(|place| (sequence, place)).collect();
     assert_eq!(table.take_reported(), expected);
-    let decode = RowWork { row: RowId(1), start: 4, num_tokens: 1, samples: true };
+    let decode = RowWork { row: RowId(1), start: 4, num_tokens: 1, samples: true, num_guesses: 0 };
     let grown = vec![GrownTable { row: RowId(1), group: 0, block: BlockId(6) }];
     let next = StepPlan { step: 2, grown, work: vec![decode], ..StepPlan::default() };
     table.apply(&next, &mut inputs).unwrap();

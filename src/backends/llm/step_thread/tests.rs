@@ -59,7 +59,7 @@ fn work(agents: &Weak<Agents>, prefix: &Prefix, worker: WorkerId, is_over: &Atom
             ToWorker::Step(StepPlan { step, work, .. }) => {
                 let sampled = |row: RowId| SampledToken { row, token: TokenId(7), logprob: None, top: Vec::new() };
                 let tokens = work.iter().filter(|work| work.samples).map(|work| sampled(work.row)).collect();
-                send(&FromWorker::Output(StepOutput { step, tokens }));
+                send(&FromWorker::Output(StepOutput { step, tokens, guesses: vec![] }));
             }
             ToWorker::Stop => break,
             ToWorker::Sleep => send(&FromWorker::Slept { refused: None }),

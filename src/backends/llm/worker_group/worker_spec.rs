@@ -28,6 +28,7 @@ pub(super) fn spec(config: &LlmConfig, next_step: u64) -> WorkerSpec {
         max_step_tokens: config.engine.max_step_tokens,
         max_rows: config.engine.max_rows,
         max_drafts: config.engine.max_drafts,
+        has_mtp: config.engine.guesses_on_device,
         max_adapters: config.adapters.num_slots,
         max_adapter_rank: config.adapters.max_rank,
         max_sequence_len: config.engine.max_sequence_len,
@@ -54,5 +55,6 @@ fn ring_bytes(config: &EngineConfig) -> usize {
     let num_masks = config.max_rows * (1 + config.max_drafts);
     let masks_bytes = supervision::MAX_MASK_WORDS * size_of::<u32>() + num_masks * MASK_HEAD_BYTES;
     let pieces_bytes = LOGITS_PIECE_BYTES.max(ADAPTER_PIECE_BYTES).max(masks_bytes);
-    2 * config.max_plan_bytes().max(config.max_rows * MAX_CANDIDATES_BYTES).max(pieces_bytes)
+    let output_bytes = config.max_rows * MAX_CANDIDATES_BYTES + config.max_guess_bytes();
+    2 * config.max_plan_bytes().max(output_bytes).max(pieces_bytes)
 }

@@ -33,6 +33,7 @@ fn inputs() -> StepInputs {
         states: vec![5, 1],
         saved_states: Vec::new(),
         adapters: vec![ops::NO_ADAPTER; 2],
+        guesses: Vec::new(),
     }
 }
 

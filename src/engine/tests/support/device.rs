@@ -7,6 +7,8 @@ use engine::{
     SampleMask, SampledToken, SequenceId, StepOutput, StepPlan, TokenId,
 };
 
+use super::tokens::Guesser;
+use super::tokens::Random;
 use super::tokens::VOCAB_SIZE;
 use super::tokens::digest;
 use super::tokens::digests;
@@ -24,6 +26,8 @@ pub struct Device {
     /// `[num_host_blocks * block_size]` and `[num_host_states]`, copies of both in slots of the host.
     host: (Vec<u64>, Vec<(u64, usize)>),
     pub rows: Vec<Option<Row>>,
+    /// Guesses tokens if plans ask for them.
+    guesser: Guesser,
     last_step: Option<u64>,
     /// The last step with work.
     last_computed: Option<u64>,
@@ -70,6 +74,7 @@ impl Device {
             states: vec![(0, usize::MAX); config.num_states],
             host: (vec![0; config.num_host_blocks * config.block_size], vec![(0, usize::MAX); config.num_host_states]),
             rows: (0..config.max_rows).map(|_| None).collect(),
+            guesser: Guesser(Random(11)),
             last_step: None,
             last_computed: None,
             filled: VecDeque::new(),
@@ -116,7 +121,7 @@ impl Device {
             self.check(work, (work.start + work.num_tokens) as usize, plan.step, "after");
         }
         let mut masks = masks.iter().peekable();
-        let mut tokens = Vec::new();
+        let (mut tokens, mut guesses) = (Vec::new(), Vec::new());
         for work in plan.work.iter().filter(|work| work.samples) {
             let num_samples =
                 if self.row(work.row).beam_candidates > 0 { 1 } else { 1 + self.row(work.row).drafts.len() };
@@ -126,10 +131,26 @@ impl Device {
                 own.filter_map(|index| masks.next_if(|mask| mask.sample as usize == index)).collect();
             assert_eq!(own_masks.len(), if is_constrained { num_samples } else { 0 }, "a mask for each sample");
             assert!(own_masks.iter().all(|mask| mask.step == plan.step), "masks are those of the step");
-            tokens.extend(self.sample(work.row, own_masks.first().is_some_and(|mask| mask.words.is_empty())));
+            let sampled = self.sample(work.row, own_masks.first().is_some_and(|mask| mask.words.is_empty()));
+            if work.num_guesses > 0 {
+                guesses.push((work.row, self.guess(work, &sampled)));
+            }
+            tokens.extend(sampled);
         }
         assert!(masks.next().is_none(), "no mask is left over");
-        StepOutput { step: plan.step, tokens }
+        StepOutput { step: plan.step, tokens, guesses }
+    }
+
+    /// Guesses behind the tokens of a row up to and including the first that is not its draft.
+    fn guess(&mut self, work: &RowWork, sampled: &[SampledToken]) -> Vec<TokenId> {
+        let row = self.row(work.row);
+        let num_right = row.drafts.iter().zip(sampled).take_while(|(draft, sampled)| **draft == sampled.token).count();
+        let known = if row.drafts.is_empty() { row.tokens.len() - 1 } else { row.tokens.len() };
+        let new = sampled[..=num_right].iter().map(|sampled| sampled.token);
+        let tokens: Vec<TokenId> = row.tokens[..known].iter().copied().chain(new).collect();
+        let mut guesses = Vec::new();
+        engine::Drafter::draft(&mut self.guesser, &tokens, work.num_guesses as usize, &mut guesses);
+        guesses
     }
 
     fn apply(&mut self, plan: &StepPlan) {

@@ -21,6 +21,10 @@ pub struct Runner {
     /// Of the KV groups.
     windows: Vec<Option<usize>>,
     step: u64,
+    /// How many tokens are guessed behind each new one.
+    pub num_guesses: u32,
+    /// The guesses of each row, in the order of its new tokens.
+    guesses: Vec<Vec<Vec<u32>>>,
 }
 
 /// The work of one row.
@@ -70,7 +74,7 @@ impl Runner {
         if !spec.states.is_empty() {
             device.allocate_states(&spec, MAX_ROWS).unwrap();
         }
-        Self { device, model, windows: spec.kv_windows, step: 0 }
+        Self { device, model, windows: spec.kv_windows, step: 0, num_guesses: 0, guesses: vec![Vec::new(); MAX_ROWS] }
     }
 
     /// A model of one worker; `None` if it cannot be loaded.
@@ -85,7 +89,8 @@ impl Runner {
         if !spec.states.is_empty() {
             device.allocate_states(&spec, MAX_ROWS).ok()?;
         }
-        Some(Self { device, model, windows: spec.kv_windows, step: 0 })
+        let guesses = vec![Vec::new(); MAX_ROWS];
+        Some(Self { device, model, windows: spec.kv_windows, step: 0, num_guesses: 0, guesses })
     }
 
     fn limits(config: &Config) -> StepLimits {
@@ -126,11 +131,20 @@ impl Runner {
             }
             let model = &mut self.model;
             self.device.run_step(&inputs, &mut |device| model.forward(device)).unwrap();
+            model.guess(&mut self.device).unwrap();
             for token in self.device.collect(true).unwrap().unwrap() {
                 progress[token.row.0 as usize].output.push(token);
             }
+            for (row, guesses) in self.device.take_guesses() {
+                self.guesses[row.0 as usize].push(guesses.into_iter().map(|token| token.0).collect());
+            }
         }
         progress.into_iter().map(|p| p.output).collect()
+    }
+
+    /// Takes the guesses of each row in the runs so far, in the order of its new tokens.
+    pub fn take_guesses(&mut self) -> Vec<Vec<Vec<u32>>> {
+        std::mem::replace(&mut self.guesses, vec![Vec::new(); MAX_ROWS])
     }
 
     fn pack(&mut self, sequences: &[Sequence], progress: &mut [Progress], step: usize) -> StepInputs {
@@ -166,6 +180,7 @@ impl Runner {
             }
         }
         (0..self.windows.len()).for_each(|group| self.pack_tables(group, &mut inputs));
+        inputs.guesses = vec![self.num_guesses; inputs.num_rows()];
         inputs
     }
 

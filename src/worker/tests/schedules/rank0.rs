@@ -348,7 +348,7 @@ impl World {
         *count += 1;
         if *count == self.workers.len() && self.workers.iter().all(|worker| !worker.is_dead) {
             self.computed.remove(&step);
-            let output = StepOutput { step, tokens };
+            let output = StepOutput { step, tokens, guesses: vec![] };
             let now = self.timeline.now;
             self.busy_until = self.busy_until.max(now) + u64::from(1 + self.random.below(4));
             self.timeline.after(self.busy_until - now, Event::StepDone { instance: self.instance, output });

@@ -1,0 +1,57 @@
+//! Drafts that the devices guess: they come with the outputs of steps and are verified by the next plan. [`World`] compares each
+//! stream with what its request generates alone.
+
+mod support;
+
+use engine::{EngineConfig, EngineStats, Policy, Request, StepCosts};
+use support::{World, prompt, request};
+
+fn config() -> EngineConfig {
+    EngineConfig {
+        max_rows: 4,
+        max_step_tokens: 64,
+        max_sequence_len: 512,
+        max_drafts: 4,
+        guesses_on_device: true,
+        ..EngineConfig::default()
+    }
+}
+
+fn run(config: EngineConfig, costs: Option<StepCosts>, max_drafts: u32) -> EngineStats {
+    let mut world = World::new(config, 1);
+    costs.into_iter().for_each(|costs| world.engine.set_costs(costs));
+    for seed in 0..6 {
+        world.submit(Request { max_drafts, ..request(prompt(seed, 30), 100) }).unwrap();
+    }
+    world.run_to_idle();
+    world.engine.stats()
+}
+
+#[test]
+fn guesses_of_the_devices_are_verified_and_those_that_are_right_save_steps() {
+    let (without, with) = (run(config(), None, 0), run(config(), None, 4));
+    assert_eq!(without.total_drafted_tokens, 0);
+    let (drafted, accepted) = (with.total_drafted_tokens, with.total_accepted_tokens);
+    assert!(accepted > 200 && accepted < drafted, "{accepted} of {drafted} drafts");
+    assert!(with.total_steps * 3 < without.total_steps * 2, "{} and {} steps", with.total_steps, without.total_steps);
+}
+
+#[test]
+fn guesses_survive_preemption_and_recurrent_states_of_rejected_ones_go_back() {
+    let small = EngineConfig { num_blocks: 20, policy: Policy::MaxUtilization, ..config() };
+    for config in [small.clone(), EngineConfig { num_states: 12, state_interval: 2, ..small }] {
+        let stats = run(config, None, 4);
+        assert!(stats.total_preempted > 0 && stats.total_accepted_tokens > 0, "{stats:?}");
+    }
+}
+
+#[test]
+fn there_are_no_drafts_where_a_token_costs_as_much_as_it_gives_except_for_trials() {
+    let costs = |step, decode_token| StepCosts { step, decode_token, ..StepCosts::default() };
+    // A token adds nothing to a step of 10 ms, or a hundredth of it; or steps consist of their tokens.
+    let [free, cheap, dear] = [0.0, 1e-4, 10.0].map(|token| run(config(), Some(costs(0.01, token)), 4));
+    assert!(free.total_drafted_tokens >= cheap.total_drafted_tokens, "{free:?} {cheap:?}");
+    let (drafted, steps) = (dear.total_drafted_tokens, dear.total_steps);
+    assert!(cheap.total_drafted_tokens > 10 * drafted, "{} and {drafted} drafts", cheap.total_drafted_tokens);
+    assert!(drafted > 0 && drafted < steps / 5, "{drafted} drafts in {steps} steps");
+}

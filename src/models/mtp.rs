@@ -1,0 +1,142 @@
+//! A head that predicts the token behind the next one (multi-token prediction, MTP). Its guesses become drafts.
+//!
+//! At position `p` the head takes the hidden state behind the model's last norm, and the embedding of the token at `p + 1`.
+//! Both are normed and multiplied by the halves of one matrix; the sum passes one decoder layer at position `p`, and a norm. By
+//! the model's output head it then gives the token at `p + 2`.
+//!
+//! So the head's keys and values at `p` exist when the token at `p + 1` does, and that is known at the end of each step: within
+//! a chunk of a prompt and behind accepted drafts it is the next token of the step, behind a chunk that is not the prompt's last
+//! it is the prompt's next token, and elsewhere it is the one that the step has chosen. All positions of the step pass the head
+//! once, right after the tokens are chosen. Keys and values behind a rejected draft are wrong, as those of the model's own
+//! layers are, and the next step writes them again.
+//!
+//! One guess follows from the position before the newest token. For a further one the head runs on a position further: the
+//! guess stands for the token, and the head's own output for the hidden state. The keys and values that it writes there are
+//! replaced when the model reaches that position. They need a KV block, so guesses end where the row's blocks do.
+//!
+//! A block of the prefix cache ends at a position whose keys and values in the head belong to the token behind it. A sequence
+//! that shares the block and goes on with another token reads a slightly wrong position. That changes guesses, and no token.
+
+use ops::{Device, DeviceError, LogitSpec};
+
+use crate::buffers::{Buffers, Widths};
+use crate::config::LayerSpec;
+use crate::layer::Layer;
+use crate::layers::Loader;
+use crate::mixer::Counts;
+use crate::{Config, ModelError};
+
+/// A head that predicts the token behind the next one (multi-token prediction).
+#[derive(Debug, Clone, PartialEq)]
+pub struct MtpHead {
+    /// Its decoder layer.
+    pub layer: LayerSpec,
+    /// Its shape and the names of its weights.
+    pub form: MtpForm,
+}
+
+/// The shapes of such heads.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum MtpForm {
+    /// Qwen3-Next and Qwen3.5: weights under `mtp.`. A further guess continues from the hidden state behind the head's norm.
+    Qwen,
+    /// DeepSeek V3: weights of the layer behind the last one. A further guess continues from the hidden state before the norm.
+    DeepSeek,
+}
+
+impl Config {
+    /// The same model with its MTP head, which guesses drafts.
+    ///
+    /// # Errors
+    /// Returns an error if the architecture has none.
+    pub fn with_mtp(mut self) -> Result<Self, ModelError> {
+        let Some(head) = self.mtp.as_ref().filter(|_| !self.has_mtp_layer) else {
+            return Err(ModelError::NoMtp { architecture: self.architecture });
+        };
+        self.layers.push(head.layer.clone());
+        self.has_mtp_layer = true;
+        Ok(self)
+    }
+}
+
+/// The weights and buffers of a head.
+pub(crate) struct Mtp<D: Device> {
+    form: MtpForm,
+    embedding_norm: D::Weight,
+    hidden_norm: D::Weight,
+    from_embedding: D::Weight, // [E, E]
+    from_hidden: D::Weight,    // [E, E]
+    pub(crate) layer: Layer<D>,
+    norm: D::Weight,
+    hidden: D::Tensor,  // [T, E], behind its norm
+    product: D::Tensor, // [T, E]
+}
+
+impl<D: Device> Mtp<D> {
+    pub(crate) fn load(
+        loader: &mut Loader<'_, D>,
+        form: MtpForm,
+        widths: &mut Vec<Widths>,
+        counts: &mut Counts,
+    ) -> Result<Self, ModelError> {
+        let index = loader.config.num_layers();
+        let [embedding_norm, hidden_norm, input, norm] = match form {
+            MtpForm::Qwen => {
+                ["pre_fc_norm_embedding", "pre_fc_norm_hidden", "fc", "norm"].map(|name| format!("mtp.{name}"))
+            }
+            MtpForm::DeepSeek => {
+                ["enorm", "hnorm", "eh_proj", "shared_head.norm"].map(|name| loader.layer_name(index, name))
+            }
+        };
+        let hidden = loader.config.hidden_size;
+        let [first, second] = [0..hidden, hidden..2 * hidden];
+        let layer = Layer::load(loader, index, widths, counts)?;
+        let tensors = loader.device.tensor(hidden).and_then(|one| Ok([one, loader.device.tensor(hidden)?]));
+        let [own_hidden, product] = loader.or_device_error(tensors)?;
+        Ok(Self {
+            form,
+            embedding_norm: loader.norm(&embedding_norm, 1.0)?,
+            hidden_norm: loader.norm(&hidden_norm, 1.0)?,
+            from_embedding: loader.mtp_input(&input, first, 2 * hidden)?,
+            from_hidden: loader.mtp_input(&input, second, 2 * hidden)?,
+            layer,
+            norm: loader.norm(&norm, loader.config.head.scale)?,
+            hidden: own_hidden,
+            product,
+        })
+    }
+
+    /// Guesses the tokens behind those that the step has chosen. `b` has the hidden state behind the model's last norm.
+    pub(crate) fn guess(
+        &mut self,
+        device: &mut D,
+        b: &mut Buffers<D>,
+        embedding: &D::Weight,
+        head: &D::Weight,
+        config: &Config,
+    ) -> Result<(), DeviceError> {
+        let eps = config.norm.eps;
+        device.follow()?;
+        device.norm(&mut self.hidden, &b.normed, &self.hidden_norm, eps)?;
+        loop {
+            device.embed(&mut b.residual, embedding, config.embedding_scale)?;
+            device.norm(&mut self.product, &b.residual, &self.embedding_norm, eps)?;
+            device.linear(&mut b.residual, &self.product, &self.from_embedding)?;
+            device.linear(&mut self.product, &self.hidden, &self.from_hidden)?;
+            device.add(&mut b.residual, &self.product)?;
+            if let Some(norm) = &self.layer.attention_norm {
+                device.norm(&mut b.normed, &b.residual, norm, eps)?;
+            }
+            self.layer.run(device, b, Some(&self.norm), None, eps)?;
+            device.guess(&b.normed, head, LogitSpec { cap: config.head.cap })?;
+            let hidden = match self.form {
+                MtpForm::Qwen => &b.normed,
+                MtpForm::DeepSeek => &b.residual,
+            };
+            device.norm(&mut self.hidden, hidden, &self.hidden_norm, eps)?;
+            if !device.next_guess(&mut self.hidden)? {
+                return Ok(());
+            }
+        }
+    }
+}

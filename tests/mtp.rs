@@ -1,0 +1,162 @@
+//! Drafts of MTP heads: tokens are the same with and without them, in whatever order requests run, and the heads of
+//! `scripts/goldens/make_mtp_goldens.py` are often right.
+
+mod support;
+
+use std::collections::BTreeMap;
+use std::path::Path;
+use std::{fs, thread};
+
+use nix::sys::signal::Signal;
+use serde_json::{Value, json};
+use support::{Options, TestWorld, golden_dir, golden_repository, post_to, signal};
+
+/// Two of the longest sequences do not fit at once, so sequences preempt each other.
+const SMALL_POOL: [(&str, &str); 2] = [("max_tokens_in_paged_kv_cache", "480"), ("max_num_tokens", "64")];
+const MTP: (&str, &str) = ("mtp_num_tokens", "3");
+
+fn world(golden: &str, world_size: u32, parameters: &[(&str, &str)]) -> (TestWorld, tempfile::TempDir) {
+    let repository = golden_repository(golden, parameters);
+    let options = Options { world_size, repository: repository.path().to_owned(), ..Options::default() };
+    (TestWorld::start(options), repository)
+}
+
+/// Greedy and drawn requests, with log-probabilities, an end and several outputs.
+fn requests() -> Vec<Value> {
+    let prompt = |n: u64| -> Vec<u64> {
+        (0..50).map(|i| 3 + (i * 7) % 190).chain((0..10 + n).map(|i| 3 + (i * 31 + n * 17) % 190)).collect()
+    };
+    let fields = [
+        json!({}),
+        json!({"return_log_probs": true}),
+        json!({"temperature": 0.8, "runtime_top_k": 4, "random_seed": 7}),
+        json!({"temperature": 1.0, "runtime_top_p": 0.9, "random_seed": 8, "return_log_probs": true}),
+        json!({"temperature": 1.0, "runtime_top_k": 20, "random_seed": 9, "num_return_sequences": 2}),
+        json!({"end_id": 128}),
+        // A penalty depends on the output, so there are no drafts.
+        json!({"frequency_penalty": 0.5}),
+    ];
+    let request = |(n, fields): (usize, Value)| {
+        let prompt = prompt(n as u64);
+        let mut request =
+            json!({"input_ids": prompt, "input_lengths": prompt.len(), "request_output_len": 140, "end_id": -1});
+        request.as_object_mut().unwrap().extend(fields.as_object().unwrap().clone());
+        request
+    };
+    fields.into_iter().enumerate().map(request).collect()
+}
+
+/// What a client gets, without numbers that may depend on the order of steps.
+fn answer(url: &str, request: &Value) -> Value {
+    let (status, text) = post_to(url, request);
+    assert_eq!(status, 200, "{text}");
+    let answer: Value = serde_json::from_str(&text).unwrap();
+    json!([answer["output_ids"], answer["output_log_probs"], answer["sequence_length"]])
+}
+
+fn together(url: &str, requests: &[Value]) -> Vec<Value> {
+    thread::scope(|scope| {
+        let tasks: Vec<_> = requests.iter().map(|request| scope.spawn(|| answer(url, request))).collect();
+        tasks.into_iter().map(|task| task.join().unwrap()).collect()
+    })
+}
+
+/// The answers to requests one after the other, without drafts and prefix cache.
+fn expected(golden: &str, world_size: u32) -> Vec<Value> {
+    let (world, _repository) = world(golden, world_size, &[("enable_kv_cache_reuse", "false")]);
+    let url = world.url("/v2/models/tensorrt_llm/generate");
+    requests().iter().map(|request| answer(&url, request)).collect()
+}
+
+fn drafts(world: &mut TestWorld) -> [f64; 2] {
+    ["trireme_llm_drafted_tokens_total", "trireme_llm_accepted_draft_tokens_total"].map(|name| world.metric(name))
+}
+
+#[test]
+fn drafts_of_a_head_change_no_token_and_many_are_accepted() {
+    for golden in ["mtp_qwen3_5", "mtp_deepseek_v3"] {
+        for world_size in [1, 2] {
+            let tp = world_size.to_string();
+            let (mut world, _repository) = world(golden, world_size, &[&SMALL_POOL[..], &[MTP, ("tp", &tp)]].concat());
+            let url = world.url("/v2/models/tensorrt_llm/generate");
+            assert_eq!(together(&url, &requests()), expected(golden, world_size), "{golden}, {world_size} workers");
+            let [drafted, accepted] = drafts(&mut world);
+            assert!(accepted > 0.2 * drafted && accepted < drafted, "{golden}: {accepted} of {drafted} drafts");
+            let off = json!({"input_ids": [5, 6, 7], "input_lengths": 3, "request_output_len": 20, "end_id": -1,
+                             "parameters": {"mtp_num_tokens": 0}});
+            answer(&url, &off);
+            assert_eq!(drafts(&mut world), [drafted, accepted]);
+        }
+    }
+}
+
+#[test]
+fn a_text_with_drafts_survives_the_death_of_a_worker() {
+    let (world, _repository) = world("mtp_qwen3_5", 2, &[MTP]);
+    let request = requests().remove(0);
+    let mut found = Vec::new();
+    for (index, event) in world.stream_of("tensorrt_llm", &request).events().enumerate() {
+        if index == 20 {
+            signal(world.workers()[1], Signal::SIGKILL);
+        }
+        found.extend(event["output_ids"].as_array().unwrap_or_else(|| panic!("{event}")).clone());
+    }
+    assert_eq!(Value::Array(found), expected("mtp_qwen3_5", 2)[0][0]);
+}
+
+/// The tensors of a file, with their type and shape.
+fn tensors(path: &Path) -> BTreeMap<String, (Value, Vec<u8>)> {
+    let bytes = fs::read(path).unwrap();
+    let len = u64::from_le_bytes(bytes[..8].try_into().unwrap()) as usize;
+    let header: BTreeMap<String, Value> = serde_json::from_slice(&bytes[8..8 + len]).unwrap();
+    let data = &bytes[8 + len..];
+    let tensor = |(name, entry): (String, Value)| {
+        let [start, end]: [usize; 2] = serde_json::from_value(entry["data_offsets"].clone()).unwrap();
+        (name, (entry, data[start..end].to_vec()))
+    };
+    header.into_iter().filter(|(name, _)| name != "__metadata__").map(tensor).collect()
+}
+
+/// Adds the head of one checkpoint to another.
+fn add_head(path: &Path) {
+    let mut all = tensors(path);
+    let head = tensors(&golden_dir("mtp_qwen3_5").join("model.safetensors"));
+    all.extend(head.into_iter().filter(|(name, _)| name.starts_with("mtp.")));
+    let (mut header, mut data) = (serde_json::Map::new(), Vec::new());
+    for (name, (mut entry, bytes)) in all {
+        entry["data_offsets"] = json!([data.len(), data.len() + bytes.len()]);
+        data.extend(bytes);
+        header.insert(name, entry);
+    }
+    let header = Value::Object(header).to_string().into_bytes();
+    fs::write(path, [&(header.len() as u64).to_le_bytes()[..], &header, &data].concat()).unwrap();
+}
+
+#[test]
+fn recurrent_states_go_back_behind_rejected_drafts_of_a_head() {
+    // The head was made for another model, so it is seldom right.
+    let expected = expected("qwen3_5", 1);
+    let repository = golden_repository("qwen3_5", &[&SMALL_POOL[..], &[MTP]].concat());
+    add_head(&repository.path().join("tensorrt_llm/1/model.safetensors"));
+    let options = Options { repository: repository.path().to_owned(), ..Options::default() };
+    let mut world = TestWorld::start(options);
+    assert_eq!(together(&world.url("/v2/models/tensorrt_llm/generate"), &requests()), expected);
+    let [drafted, accepted] = drafts(&mut world);
+    assert!(drafted > 20.0 && accepted < drafted, "{accepted} of {drafted} drafts");
+}
+
+#[test]
+fn a_plan_counts_the_head_and_a_pipeline_is_refused() {
+    let plan = |parameters: &[(&str, &str)], world_size: u32| {
+        let repository = golden_repository("mtp_qwen3_5", parameters);
+        let mut command = std::process::Command::new(env!("CARGO_BIN_EXE_trireme"));
+        command.args(["plan", "--device=cpu", &format!("--world-size={world_size}")]);
+        let output = command.arg("--model-repository").arg(repository.path()).output().unwrap();
+        String::from_utf8([output.stdout, output.stderr].concat()).unwrap()
+    };
+    // Two layers with attention, or three: 2 KV heads of 32 elements in f32.
+    let (without, with) = (plan(&[], 1), plan(&[MTP], 1));
+    assert_ne!(without, with);
+    let refused = plan(&[MTP, ("pp", "2"), ("tp", "1")], 2);
+    assert!(refused.contains("an MTP head that guesses drafts, which a pipeline cannot divide"), "{refused}");
+}
