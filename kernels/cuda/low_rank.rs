@@ -200,7 +200,7 @@ fn shrink_with(
     is_fast: bool,
 ) -> Result<(), CudaError> {
     weight.check(step, rows)?;
-    let LowRankWeight { a, scales, in_layer, num_slots, rank, k, modules, .. } = *weight;
+    let LowRankWeight { a, scales, in_layer, rank, k, modules, .. } = *weight;
     ensure!(OP, x.count::<bf16>() >= rows * k && x.is_aligned(16), "x is shorter than {rows} x {k}, or not aligned");
     // Many tokens mostly follow each other in few slots, so that large tiles save blocks that find none of theirs.
     let tile = if rows <= 64 { 64 } else { SHRINK_THREADS };
@@ -209,7 +209,8 @@ fn shrink_with(
         addresses: [x, step.h, a, scales, step.slots, step.in_step, in_layer].map(Span::address),
         sizes: [rows, k, rank, count, weight.cols(), tile].map(|size| size as u32),
     };
-    let units = num_slots * count * rank.div_ceil(TILE);
+    // Columns of the last slice behind those of the slots become 0, too.
+    let units = weight.cols() / rank * count * rank.div_ceil(TILE);
     let (kernel, parts) = if is_fast { (FAST_SHRINK, K_PARTS) } else { ("low_rank_shrink_bf16", 1) };
     let launch = Launch::new(0, SHRINK_THREADS as u32)
         .grid(parts as u32, units as u32, rows.div_ceil(tile) as u32)
