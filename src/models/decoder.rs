@@ -2,9 +2,9 @@
 
 use std::path::Path;
 
-use ops::{AttentionSpec, Device, DeviceError, LayerAttention, LogitSpec, PipelineStage};
+use ops::{AdapterSlots, AttentionSpec, Device, DeviceError, LayerAttention, LogitSpec, PipelineStage};
 
-use crate::adapter::targets::{Target, TargetWeight, targets};
+use crate::adapter::targets::{Module, Target, TargetWeight, targets};
 use crate::buffers::{Buffers, InnerBuffers, Widths};
 use crate::config::{KvSource, LayerSpec};
 use crate::expert_branch::ExpertBranch;
@@ -288,9 +288,9 @@ impl<D: Device> Decoder<D> {
     }
 
     /// Calls `job` with each layer of this stage, its number, and each weight in which adapters may add products.
-    fn each_target(
-        &self,
-        mut job: impl FnMut(&Layer<D>, usize, &Target) -> Result<(), DeviceError>,
+    fn each_target<'a>(
+        &'a self,
+        mut job: impl FnMut(&'a Layer<D>, usize, &Target) -> Result<(), DeviceError>,
     ) -> Result<(), DeviceError> {
         for (layer, index) in self.layers.iter().zip(self.stage.layers(self.config.num_layers())) {
             for target in targets(&self.config, index, &self.shard.layers[index]) {
@@ -298,6 +298,20 @@ impl<D: Device> Decoder<D> {
             }
         }
         Ok(())
+    }
+
+    /// The weights of this stage in which adapters may add products, with their slots.
+    fn adapter_slots(&self, count: usize, max_rank: usize) -> Vec<(&D::Weight, AdapterSlots)> {
+        let mut layers = Vec::new();
+        let listed = self.each_target(|layer, _, target| {
+            let rows = |module: &Module| module.slices.iter().map(|slice| slice.taken.len()).sum();
+            let modules = target.modules.iter().map(rows).collect();
+            let slots = AdapterSlots { count, max_rank, cols: target.taken.len(), modules };
+            layers.extend(layer.target_weight(target.weight).map(|weight| (weight, slots)));
+            Ok(())
+        });
+        listed.expect("listing does not fail");
+        layers
     }
 
     fn layer_attention(&self, index: usize) -> LayerAttention {
@@ -366,17 +380,13 @@ impl<D: Device> Model<D> for Decoder<D> {
         })
     }
 
-    fn adapter_bytes(&self, rank: usize) -> u64 {
-        let mut elements = 0;
-        let counted = self.each_target(|_, _, target| {
-            for module in &target.modules {
-                let rows: usize = module.slices.iter().map(|slice| slice.taken.len()).sum();
-                elements += rank * (rows + target.taken.len());
-            }
-            Ok(())
-        });
-        counted.expect("counting does not fail");
-        (elements * size_of::<f32>()) as u64
+    fn adapter_bytes(&self, device: &D, num_slots: usize, max_rank: usize) -> u64 {
+        let layers = self.adapter_slots(num_slots, max_rank).into_iter().map(|(_, slots)| slots);
+        device.adapter_bytes(&layers.collect::<Vec<_>>())
+    }
+
+    fn allocate_adapters(&self, device: &mut D, num_slots: usize, max_rank: usize) -> Result<(), DeviceError> {
+        device.allocate_adapters(&self.adapter_slots(num_slots, max_rank))
     }
 
     fn unused_tensors(&self) -> &[String] {

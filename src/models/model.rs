@@ -20,8 +20,14 @@ pub trait Model<D: Device> {
     /// Returns the error of the device.
     fn set_adapter(&self, device: &mut D, slot: u32, adapter: &Adapter) -> Result<(), DeviceError>;
 
-    /// Bytes of the weights of an adapter of rank `rank` in every layer of this worker that may have one, in f32.
-    fn adapter_bytes(&self, rank: usize) -> u64;
+    /// Bytes that the device needs for `num_slots` adapters of ranks up to `max_rank` in every layer of this worker that may have one.
+    fn adapter_bytes(&self, device: &D, num_slots: usize, max_rank: usize) -> u64;
+
+    /// Allocates these slots, which are empty.
+    ///
+    /// # Errors
+    /// Returns the error of the device.
+    fn allocate_adapters(&self, device: &mut D, num_slots: usize, max_rank: usize) -> Result<(), DeviceError>;
 
     /// Runs the forward pass of the device's current step, up to and including [`Device::sample`].
     ///

@@ -20,7 +20,7 @@ mod quantized;
 mod recurrent;
 mod spec;
 
-pub use adapter::LowRankPart;
+pub use adapter::{AdapterSlots, LowRankPart};
 pub use attention::{AttentionSpec, KvElements, LayerAttention, QueryScale, RopeTable};
 pub use error::DeviceError;
 pub use feature::Feature;
@@ -102,6 +102,17 @@ pub trait Device: Sized {
     /// ([`Feature::LatentAttention`]).
     fn load_latent(&mut self, _weights: &LatentWeights<'_>) -> Result<Self::Weight, DeviceError> {
         Err(DeviceError::lacks(Feature::LatentAttention))
+    }
+
+    /// Bytes of the slots for adapters beside linear layers.
+    fn adapter_bytes(&self, layers: &[AdapterSlots]) -> u64 {
+        layers.iter().map(AdapterSlots::f32_bytes).sum::<usize>() as u64
+    }
+
+    /// Allocates the slots for adapters beside linear layers, which are empty. Called once, after [`Device::allocate_cache`], if there
+    /// are any ([`Feature::Adapters`]).
+    fn allocate_adapters(&mut self, _layers: &[(&Self::Weight, AdapterSlots)]) -> Result<(), DeviceError> {
+        Err(DeviceError::lacks(Feature::Adapters))
     }
 
     /// Sets the products that an adapter slot adds to the outputs of a linear layer, in place of those that it had. Rows whose

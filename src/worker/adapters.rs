@@ -49,8 +49,8 @@ impl ArrivingAdapters {
 }
 
 /// Bytes of the slots for adapters.
-pub(crate) fn slot_bytes<D: Device>(model: &dyn Model<D>, num_slots: usize, max_rank: usize) -> u64 {
-    if num_slots == 0 { 0 } else { num_slots as u64 * model.adapter_bytes(max_rank) }
+pub(crate) fn slot_bytes<D: Device>(model: &dyn Model<D>, device: &D, num_slots: usize, max_rank: usize) -> u64 {
+    if num_slots == 0 { 0 } else { model.adapter_bytes(device, num_slots, max_rank) }
 }
 
 /// Refuses slots for adapters on a device that has none.

@@ -127,6 +127,10 @@ impl<'a, D: Device + 'static> Worker<'a, D> {
         if host != HostSlots::default() {
             self.device.allocate_host(host)?;
         }
+        if self.spec.max_adapters > 0 {
+            let (num_slots, max_rank) = (self.spec.max_adapters, self.spec.max_adapter_rank);
+            self.model.allocate_adapters(&mut self.device, num_slots, max_rank)?;
+        }
         rings.send(&FromWorker::Ready)?;
 
         let cache = CacheShape { windows: attention.kv_windows, num_blocks, num_states, host };
@@ -152,7 +156,8 @@ impl<'a, D: Device + 'static> Worker<'a, D> {
             KvMemory::FreeFraction(fraction) => (fraction, None),
             KvMemory::Tokens(tokens) => (1.0, Some(wanted(tokens))),
         };
-        let adapter_bytes = adapters::slot_bytes(&*self.model, self.spec.max_adapters, self.spec.max_adapter_rank);
+        let (num_slots, max_rank) = (self.spec.max_adapters, self.spec.max_adapter_rank);
+        let adapter_bytes = adapters::slot_bytes(&*self.model, &self.device, num_slots, max_rank);
         let room = (memory.max_blocks as f64 * fraction) as u64 * memory.block_bytes;
         let room = room.saturating_sub(adapter_bytes);
         let state_bytes = attention.state_bytes() as u64;

@@ -5,8 +5,8 @@ use engine::{
 };
 use kernels::cpu::{self as k, Buffer};
 use ops::{
-    Activation, AttentionSpec, Device, DeviceError, ExpertSlices, Feature, HeadNorms, HostSlots, LatentWeights,
-    LayerAttention, LinearRole, LogitSpec, LowRankPart, MemoryPlan, NormKind, NormSlices, PipelineStage,
+    Activation, AdapterSlots, AttentionSpec, Device, DeviceError, ExpertSlices, Feature, HeadNorms, HostSlots,
+    LatentWeights, LayerAttention, LinearRole, LogitSpec, LowRankPart, MemoryPlan, NormKind, NormSlices, PipelineStage,
     RecurrentWeights, StepInputs, TensorParallel, WeightSlice,
 };
 
@@ -63,6 +63,11 @@ impl Device for CpuDevice {
         }
         self.exchange_vocabulary_offsets(first_row..first_row + matrix.rows())?;
         Ok(CpuWeight::Linear { linear, statistics: None, adapters: self.adapters.add_layer() })
+    }
+
+    /// Slots take memory when they are filled.
+    fn allocate_adapters(&mut self, _layers: &[(&CpuWeight, AdapterSlots)]) -> Result<(), DeviceError> {
+        Ok(())
     }
 
     fn set_adapter(&mut self, weight: &CpuWeight, slot: u32, parts: Vec<LowRankPart>) -> Result<(), DeviceError> {

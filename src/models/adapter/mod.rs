@@ -97,6 +97,18 @@ impl Adapter {
 }
 
 impl Matrix {
+    /// Whether all values are finite, also in bf16: devices multiply those of one adapter by zeros of rows that have another.
+    fn is_finite(&self) -> bool {
+        match self.element {
+            Element::Bf16 => self.data.as_chunks().0.iter().all(|it| half::bf16::from_le_bytes(*it).is_finite()),
+            Element::F16 => self.data.as_chunks().0.iter().all(|it| half::f16::from_le_bytes(*it).is_finite()),
+            Element::F32 => {
+                let mut values = self.data.as_chunks().0.iter().map(|it| f32::from_le_bytes(*it));
+                values.all(|value| half::bf16::from_f32(value).is_finite())
+            }
+        }
+    }
+
     /// Appends columns of a row, in f32.
     fn append(&self, row: usize, cols: std::ops::Range<usize>, out: &mut Vec<f32>) {
         let size = self.element.dtype().size();
