@@ -5,8 +5,8 @@ use kernels::cuda::quantized_gemm::PackedFormat;
 use kernels::cuda::skinny_gemm::GATE_GROUP;
 use ops::{
     Activation, AdapterSlots, AttentionSpec, DType, Device, DeviceError, ExpertSlices, Feature, LatentWeights,
-    LinearRole, LogitSpec, MemoryEstimate, MemoryPlan, NormKind, NormSlices, PipelineStage, RecurrentWeights,
-    StepInputs, StepLimits, Target, TensorParallel, WeightSlice,
+    LinearRole, LogitSpec, LowRankPart, MemoryEstimate, MemoryPlan, NormKind, NormSlices, PipelineStage,
+    RecurrentWeights, StepInputs, StepLimits, Target, TensorParallel, WeightSlice,
 };
 use settings::WeightPrecision;
 
@@ -229,6 +229,7 @@ fn computes_nothing() -> DeviceError {
 impl Device for Estimator {
     type Weight = EstimatedWeight;
     type Tensor = ();
+    type Product = ();
 
     fn tensor_parallel(&self) -> TensorParallel {
         self.tp
@@ -274,6 +275,8 @@ impl Device for Estimator {
         }
         Ok(*embedding)
     }
+
+    fn product(_part: LowRankPart) {}
 
     fn adapter_bytes(&self, layers: &[AdapterSlots]) -> u64 {
         match self.target {

@@ -14,7 +14,7 @@ use crate::mlp::Mlp;
 use crate::model::Model;
 use crate::per_layer::{PerLayerBranch, PerLayerInputs};
 use crate::shard::Shard;
-use crate::{Adapter, Checkpoint, Config, ModelError, alibi};
+use crate::{AdapterLayers, Checkpoint, Config, ModelError, alibi};
 
 /// A decoder on device `D`, or one pipeline stage of it.
 pub(crate) struct Decoder<D: Device> {
@@ -287,31 +287,25 @@ impl<D: Device> Decoder<D> {
         }
     }
 
-    /// Calls `job` with each layer of this stage, its number, and each weight in which adapters may add products.
-    fn each_target<'a>(
-        &'a self,
-        mut job: impl FnMut(&'a Layer<D>, usize, &Target) -> Result<(), DeviceError>,
-    ) -> Result<(), DeviceError> {
+    /// The weights of this stage in which adapters may add products, with the index of their layer.
+    fn targets(&self) -> Vec<(&D::Weight, usize, Target)> {
+        let mut found = Vec::new();
         for (layer, index) in self.layers.iter().zip(self.stage.layers(self.config.num_layers())) {
             for target in targets(&self.config, index, &self.shard.layers[index]) {
-                job(layer, index, &target)?;
+                found.extend(layer.target_weight(target.weight).map(|weight| (weight, index, target)));
             }
         }
-        Ok(())
+        found
     }
 
-    /// The weights of this stage in which adapters may add products, with their slots.
+    /// The slots beside these weights.
     fn adapter_slots(&self, count: usize, max_rank: usize) -> Vec<(&D::Weight, AdapterSlots)> {
-        let mut layers = Vec::new();
-        let listed = self.each_target(|layer, _, target| {
+        let slots = |(weight, _, target): (_, usize, Target)| {
             let rows = |module: &Module| module.slices.iter().map(|slice| slice.taken.len()).sum();
             let modules = target.modules.iter().map(rows).collect();
-            let slots = AdapterSlots { count, max_rank, cols: target.taken.len(), modules };
-            layers.extend(layer.target_weight(target.weight).map(|weight| (weight, slots)));
-            Ok(())
-        });
-        listed.expect("listing does not fail");
-        layers
+            (weight, AdapterSlots { count, max_rank, cols: target.taken.len(), modules })
+        };
+        self.targets().into_iter().map(slots).collect()
     }
 
     fn layer_attention(&self, index: usize) -> LayerAttention {
@@ -373,11 +367,13 @@ impl<D: Device> Model<D> for Decoder<D> {
         }
     }
 
-    fn set_adapter(&self, device: &mut D, slot: u32, adapter: &Adapter) -> Result<(), DeviceError> {
-        self.each_target(|layer, index, target| match layer.target_weight(target.weight) {
-            Some(weight) => device.set_adapter(weight, slot, adapter.parts(index, target)),
-            None => Ok(()),
-        })
+    fn adapter_layers(&self) -> AdapterLayers {
+        AdapterLayers(self.targets().into_iter().map(|(_, index, target)| (index, target)).collect())
+    }
+
+    fn set_products(&self, device: &mut D, slot: u32, products: Vec<Vec<D::Product>>) -> Result<(), DeviceError> {
+        let mut all = self.targets().into_iter().zip(products);
+        all.try_for_each(|((weight, ..), products)| device.set_adapter(weight, slot, products))
     }
 
     fn adapter_bytes(&self, device: &D, num_slots: usize, max_rank: usize) -> u64 {

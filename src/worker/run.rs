@@ -211,7 +211,7 @@ pub(crate) struct Steps<'a, D: Device> {
     /// Plans that arrived while the last step still needs masks.
     waiting: VecDeque<StepPlan>,
     /// Adapters that later plans put into slots.
-    pub(crate) adapters: ArrivingAdapters,
+    pub(crate) adapters: ArrivingAdapters<D>,
     /// Whether the device's memory is freed.
     pub(crate) is_asleep: bool,
 }
@@ -239,7 +239,7 @@ impl<D: Device + 'static> Steps<'_, D> {
                     return Err(WorkerError::Protocol { expected: "Wake", found: "Step" });
                 }
                 Some(ToWorker::Step(plan)) => self.waiting.push_back(plan),
-                Some(ToWorker::Adapter(piece)) => self.adapters.push(&piece),
+                Some(ToWorker::Adapter(piece)) => self.adapters.push(&piece, &*self.worker.model)?,
                 Some(ToWorker::Masks(masks)) => self.take_masks(masks)?,
                 Some(ToWorker::Stop) => return Ok(()),
                 Some(ToWorker::Sleep) => self.sleep(rings)?,

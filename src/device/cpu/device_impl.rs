@@ -19,6 +19,7 @@ use crate::slices;
 
 impl Device for CpuDevice {
     type Weight = CpuWeight;
+    type Product = LowRankPart;
     type Tensor = CpuTensor;
 
     fn tensor_parallel(&self) -> TensorParallel {
@@ -68,6 +69,10 @@ impl Device for CpuDevice {
     /// Slots take memory when they are filled.
     fn allocate_adapters(&mut self, _layers: &[(&CpuWeight, AdapterSlots)]) -> Result<(), DeviceError> {
         Ok(())
+    }
+
+    fn product(part: LowRankPart) -> LowRankPart {
+        part
     }
 
     fn set_adapter(&mut self, weight: &CpuWeight, slot: u32, parts: Vec<LowRankPart>) -> Result<(), DeviceError> {

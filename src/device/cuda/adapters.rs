@@ -29,6 +29,28 @@ pub(crate) struct Adapters {
     staging: Span,
 }
 
+/// A part of an adapter in bf16.
+#[derive(Debug, Clone)]
+pub struct CudaProduct {
+    first_row: usize,
+    rank: usize,
+    scale: f32,
+    /// `[R, K]`.
+    a: Vec<bf16>,
+    /// `[N, R]`.
+    b: Vec<bf16>,
+    is_finite: bool,
+}
+
+impl CudaProduct {
+    pub(crate) fn new(part: &LowRankPart) -> Self {
+        let rounded = |values: &[f32]| values.iter().map(|&value| bf16::from_f32(value)).collect::<Vec<_>>();
+        let (a, b) = (rounded(&part.a), rounded(&part.b));
+        let is_finite = part.scale.is_finite() && a.iter().chain(&b).all(|value| value.is_finite());
+        Self { first_row: part.first_row, rank: part.rank, scale: part.scale, a, b, is_finite }
+    }
+}
+
 /// The slots of a layer.
 struct Layer {
     slots: LowRankWeight,
@@ -144,7 +166,7 @@ impl Layer {
     }
 
     /// The matrices of a slot in the order of the device: A, B and the scales.
-    fn pack(&self, parts: &[LowRankPart], group: usize) -> (Vec<bf16>, Vec<bf16>, Vec<f32>) {
+    fn pack(&self, parts: &[CudaProduct], group: usize) -> (Vec<bf16>, Vec<bf16>, Vec<f32>) {
         let LowRankWeight { rank, n, k, .. } = self.slots;
         let mut a = vec![bf16::ZERO; self.modules.len() * rank * k];
         let mut b = vec![bf16::ZERO; n * rank];
@@ -152,11 +174,9 @@ impl Layer {
         let mut first = 0;
         for (module, &rows) in self.modules.iter().enumerate() {
             if let Some(part) = parts.iter().find(|part| part.first_row == first) {
-                let to = &mut a[module * rank * k..][..part.rank * k];
-                to.iter_mut().zip(&part.a).for_each(|(to, &from)| *to = bf16::from_f32(from));
+                a[module * rank * k..][..part.rank * k].copy_from_slice(&part.a);
                 for (row, from) in part.b.chunks_exact(part.rank).enumerate().take(rows) {
-                    let to = &mut b[weight_row(first + row, n, group) * rank..][..part.rank];
-                    to.iter_mut().zip(from).for_each(|(to, &from)| *to = bf16::from_f32(from));
+                    b[weight_row(first + row, n, group) * rank..][..part.rank].copy_from_slice(from);
                 }
                 scales[module] = part.scale;
             }
@@ -171,7 +191,7 @@ impl Layer {
         q: &Queue,
         staging: Span,
         slot: usize,
-        parts: &[LowRankPart],
+        parts: &[CudaProduct],
         group: usize,
     ) -> Result<(), CudaError> {
         let had_product = std::mem::replace(&mut self.has_product[slot], !parts.is_empty());
@@ -244,7 +264,7 @@ impl CudaDevice {
         &mut self,
         weight: &CudaWeight,
         slot: u32,
-        parts: &[LowRankPart],
+        parts: &[CudaProduct],
     ) -> Result<(), DeviceError> {
         let Adapters { bounds, layers, staging, .. } = &mut self.adapters;
         let refuse = |reason: String| Err(DeviceError::Call { call: "set_adapter".into(), reason });
@@ -259,8 +279,7 @@ impl CudaDevice {
                 return refuse(format!("rank {} in slots of rank {}", part.rank, bounds.rank));
             }
             // Other rows of a step multiply it by zero.
-            if !part.a.iter().chain(&part.b).all(|value| bf16::from_f32(*value).is_finite()) || !part.scale.is_finite()
-            {
+            if !part.is_finite {
                 return refuse("an adapter has values that are not finite".into());
             }
         }

@@ -12,6 +12,7 @@ use ops::{
     RecurrentWeights, StepInputs, TensorParallel, WeightSlice,
 };
 
+use super::adapters::CudaProduct;
 use super::load::RowOrder;
 use super::step::StepShape;
 use super::weights::gate_order;
@@ -20,6 +21,7 @@ use super::{CudaDevice, CudaTensor, CudaWeight, device_error, step, verify};
 impl Device for CudaDevice {
     type Weight = CudaWeight;
     type Tensor = CudaTensor;
+    type Product = CudaProduct;
 
     fn tensor_parallel(&self) -> TensorParallel {
         self.config.tensor_parallel
@@ -117,8 +119,12 @@ impl Device for CudaDevice {
         self.take_adapters(layers)
     }
 
-    fn set_adapter(&mut self, weight: &CudaWeight, slot: u32, parts: Vec<LowRankPart>) -> Result<(), DeviceError> {
-        self.fill_adapter_slot(weight, slot, &parts)
+    fn product(part: LowRankPart) -> CudaProduct {
+        CudaProduct::new(&part)
+    }
+
+    fn set_adapter(&mut self, weight: &CudaWeight, slot: u32, products: Vec<CudaProduct>) -> Result<(), DeviceError> {
+        self.fill_adapter_slot(weight, slot, &products)
     }
 
     fn allocate_states(&mut self, attention: &AttentionSpec, num_states: usize) -> Result<(), DeviceError> {

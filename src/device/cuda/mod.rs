@@ -44,6 +44,7 @@ use kernels::cuda::library_gemm::{FirstUse, LibraryGemm};
 use kernels::cuda::{CudaError, DeviceBuffer, Event, Gpu, PinnedBuffer, Queue, Span};
 
 use adapters::Adapters;
+pub use adapters::CudaProduct;
 pub(crate) use adapters::adapter_bytes;
 use cache::Cache;
 use chain::Chain;

@@ -11,7 +11,7 @@ mod read;
 pub(crate) mod targets;
 mod tensors;
 
-use ops::{DType, LowRankPart};
+use ops::{DType, Device, LowRankPart};
 use serde::{Deserialize, Serialize};
 
 pub use error::AdapterError;
@@ -35,6 +35,10 @@ pub struct AdapterBounds {
 pub struct Adapter {
     products: Vec<LowRank>,
 }
+
+/// The weights of a worker in which adapters may add products.
+#[derive(Debug, Default)]
+pub struct AdapterLayers(pub(crate) Vec<(usize, Target)>);
 
 /// The low-rank product of one linear layer of the checkpoint.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
@@ -78,8 +82,15 @@ impl Adapter {
         postcard::from_bytes(bytes).map_err(|source| AdapterError::Bytes { len: bytes.len(), source })
     }
 
+    /// This worker's products in each of the layers, as its device holds them.
+    pub fn products<D: Device>(&self, layers: &AdapterLayers) -> Vec<Vec<D::Product>> {
+        let of_target =
+            |(layer, target): &(usize, Target)| self.parts(*layer, target).into_iter().map(D::product).collect();
+        layers.0.iter().map(of_target).collect()
+    }
+
     /// The parts of a worker's weight, which covers the rows and columns of `target`.
-    pub(crate) fn parts(&self, layer: usize, target: &Target) -> Vec<LowRankPart> {
+    fn parts(&self, layer: usize, target: &Target) -> Vec<LowRankPart> {
         let of_module = |module: &targets::Module| {
             let product = self.products.iter().find(|it| it.layer as usize == layer && it.module == module.name)?;
             let rows = module.slices.iter().flat_map(|slice| {

@@ -3,8 +3,8 @@
 use std::ops::Range;
 use std::sync::Arc;
 
-use device::cuda::{CudaDevice, CudaTensor, CudaWeight};
-use models::Model;
+use device::cuda::{CudaDevice, CudaProduct, CudaTensor, CudaWeight};
+use models::{AdapterLayers, Model};
 use ops::{
     Activation, AdapterSlots, AttentionSpec, DType, Device, DeviceError, KvElements, LayerAttention, LinearRole,
     LogitSpec, LowRankPart, NormKind, NormSlices, Quantization, QuantizedRows, RopeTable, RowSource, WeightData,
@@ -237,7 +237,7 @@ impl Llama {
 }
 
 /// Small random products of the largest rank for all outputs of a layer.
-pub fn random_parts(slots: &AdapterSlots) -> Vec<LowRankPart> {
+pub fn random_products(slots: &AdapterSlots) -> Vec<CudaProduct> {
     let values = |count: usize| {
         let bytes = random_bytes(2 * count);
         bytes.as_chunks().0.iter().map(|it| half::bf16::from_le_bytes(*it).to_f32()).collect::<Vec<_>>()
@@ -246,7 +246,7 @@ pub fn random_parts(slots: &AdapterSlots) -> Vec<LowRankPart> {
     for &rows in &slots.modules {
         let rank = slots.max_rank;
         let (a, b) = (values(rank * slots.cols), values(rows * rank));
-        parts.push(LowRankPart { first_row, rank, scale: 1.0, a, b });
+        parts.push(CudaDevice::product(LowRankPart { first_row, rank, scale: 1.0, a, b }));
         first_row += rows;
     }
     parts
@@ -261,9 +261,19 @@ impl Model<CudaDevice> for Llama {
         &[]
     }
 
-    fn set_adapter(&self, _: &mut CudaDevice, _: u32, _: &models::Adapter) -> Result<(), DeviceError> {
-        let (what, found) = ("an adapter".into(), "random weights".into());
-        Err(DeviceError::Unsupported { what, found, expected: "a checkpoint".into() })
+    /// Adapters that were read fit the layers of a checkpoint, which this model lacks.
+    fn adapter_layers(&self) -> AdapterLayers {
+        AdapterLayers::default()
+    }
+
+    fn set_products(
+        &self,
+        device: &mut CudaDevice,
+        slot: u32,
+        products: Vec<Vec<CudaProduct>>,
+    ) -> Result<(), DeviceError> {
+        let mut all = self.adapter_slots(0, 0).into_iter().zip(products);
+        all.try_for_each(|((weight, _), products)| device.set_adapter(&weight, slot, products))
     }
 
     fn adapter_bytes(&self, device: &CudaDevice, count: usize, max_rank: usize) -> u64 {

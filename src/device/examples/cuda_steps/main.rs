@@ -20,7 +20,7 @@ use device::FileExchange;
 use device::cuda::{CudaConfig, CudaDevice};
 use engine::{RowId, SamplingParams, TokenId};
 use inputs::{BLOCK, Blocks, step};
-use llama::{Llama, SHAPES, Shape, quantization, random_parts};
+use llama::{Llama, SHAPES, Shape, quantization, random_products};
 use models::Model;
 use ops::{AttentionSpec, Device, DeviceError, KvElements, Quantization, StepInputs, StepLimits, TensorParallel};
 
@@ -167,7 +167,8 @@ fn prepare(options: &Options, decode_blocks: usize, mark: impl Fn(&str)) -> Resu
         Some((dir, config)) => models::load(dir, &config, &mut device)?,
         None => {
             let llama = Llama::load(&mut device, options.shape, options.layers, options.quantization)?;
-            adapter_slots = llama.adapter_slots(options.adapters, options.adapter_rank);
+            let slots = llama.adapter_slots(options.adapters, options.adapter_rank);
+            adapter_slots = slots.into_iter().map(|(_, slots)| slots).collect();
             Box::new(llama)
         }
     };
@@ -188,13 +189,11 @@ fn prepare(options: &Options, decode_blocks: usize, mark: impl Fn(&str)) -> Resu
             free.saturating_sub(device.free_bytes()?),
         );
         mark(&format!("slots for adapters of {planned} bytes, which take {took},"));
-        let parts: Vec<_> = adapter_slots.iter().map(|(_, slots)| random_parts(slots)).collect();
+        let products: Vec<_> = adapter_slots.iter().map(random_products).collect();
         for slot in 0..options.adapters as u32 {
-            let parts = parts.clone();
+            let products = products.clone();
             let start = Instant::now();
-            for ((weight, _), parts) in adapter_slots.iter().zip(parts) {
-                device.set_adapter(weight, slot, parts)?;
-            }
+            model.set_products(&mut device, slot, products)?;
             mark(&format!("adapter {slot} filled in {:.1} ms,", start.elapsed().as_secs_f64() * 1e3));
         }
     }
