@@ -6,7 +6,7 @@
 Each sequence, prompt and generated tokens, is run through transformers in fp32 and in bf16. The errors against fp32 must be similar to
 those of transformers' bf16: over the 20 likeliest log-probabilities, the root mean square at most 1.25 times as large, and the maximum
 at most twice as large. If the checkpoint was made for inputs of layers in fp8, those of transformers' bf16 are rounded to it. Each generated token must be the likeliest in fp32, or less likely by at most twice the maximum error.
-Exits with 1 otherwise. With --kv-cache, transformers' keys and values are rounded to 8 bits, too, with a scale for each token and head.
+Exits with 1 otherwise. A sequence may have an adapter, the folder of one that PEFT would save: its products are added to the layers' outputs. With --kv-cache, transformers' keys and values are rounded to 8 bits, too, with a scale for each token and head.
 Needs torch and transformers.
 """
 import json
@@ -102,6 +102,23 @@ def log_probs(model, ids, kv_cache):
         return model(torch.tensor([ids], device=DEVICE), attention_mask=mask, **cache).logits[0].float().log_softmax(-1).cpu()
 
 
+def with_adapter(model, folder):
+    """Adds the products of an adapter to the outputs of the model's layers, as PEFT does; returns what takes them away again."""
+    if not folder:
+        return []
+    folder = pathlib.Path(folder)
+    config = json.loads((folder / "adapter_config.json").read_text())
+    tensors = {key.removeprefix("base_model.model."): value for key, value in load_file(folder / "adapter_model.safetensors").items()}
+    layers, hooks = dict(model.named_modules()), []
+    for name in {key.split(".lora_")[0] for key in tensors}:
+        weight = layers[name].weight
+        a, b = (tensors[f"{name}.lora_{part}.weight"].to(weight.dtype).to(DEVICE) for part in "AB")
+        scale = config["lora_alpha"] / len(a)
+        add = lambda _layer, inputs, out, a=a, b=b, scale=scale: out + scale * functional.linear(functional.linear(inputs[0], a), b)
+        hooks.append(layers[name].register_forward_hook(add))
+    return hooks
+
+
 def errors(sequences, exact, rounded):
     ours, theirs, behind, differ = [], [], 0.0, 0
     for sequence, want, half in zip(sequences, exact, rounded):
@@ -129,7 +146,12 @@ def main():
     for dtype in (torch.float32, torch.bfloat16):
         model = load(checkpoint, dtype)
         for path, sequences in outputs.items():
-            logits[path, dtype] = [log_probs(model, (s["prompt"] + s["tokens"])[:-1], kv_cache) for s in sequences]
+            logits[path, dtype] = []
+            for sequence in sequences:
+                hooks = with_adapter(model, sequence.get("adapter"))
+                logits[path, dtype].append(log_probs(model, (sequence["prompt"] + sequence["tokens"])[:-1], kv_cache))
+                for hook in hooks:
+                    hook.remove()
         del model
         torch.cuda.empty_cache()
     for path, sequences in outputs.items():

@@ -68,6 +68,7 @@ pub mod layer_norm;
 pub mod library;
 pub mod library_gemm;
 pub mod linear_chain;
+pub mod low_rank;
 mod mapping;
 mod memory;
 pub mod owner_norm;

@@ -5,6 +5,7 @@
 use half::bf16;
 
 use super::error::ensure;
+use super::low_rank::{Fused, LowRankOperands};
 pub use super::packed_weight::{PackedFormat, PackedWeight, TILE};
 use super::skinny_gemm::{Epilogue, GATE_GROUP, MAX_ROWS, output_argument, width_for};
 use super::tensor_map::TensorMap;
@@ -84,7 +85,7 @@ pub fn quantized_wide_gemm(
         shared_bytes: (stages * stage_bytes).max(partial_bytes) + 1024,
         grid: [parts, rows.div_ceil(WIDE), weight.n.div_ceil(WIDE)],
     };
-    launch(q, [y, x], weight, rows, epilogue, &tiling)
+    launch(q, [y, x], weight, rows, epilogue, &tiling, None)
 }
 
 /// How a kernel for Hopper divides a product.
@@ -109,13 +110,14 @@ fn launch(
     rows: usize,
     epilogue: Epilogue,
     tiling: &Tiling,
+    fused: Option<&Fused>,
 ) -> Result<(), CudaError> {
     let PackedWeight { codes, bias, n, k, format, .. } = *weight;
     let codes_map = TensorMap::bytes_matrix(codes, n, format.row_bytes(k), tiling.weight_rows, 128)?;
     let x_map = TensorMap::matrix(x, rows, k, tiling.x_rows, BOX)?;
     let output = output_argument(y, bias, rows, n, epilogue.code());
     let meta = meta_argument(weight.scales, format);
-    let args = [
+    let mut args = vec![
         Arg::Bytes(codes_map.bytes()),
         Arg::Bytes(x_map.bytes()),
         Arg::Bytes(&output),
@@ -124,6 +126,7 @@ fn launch(
         (tiling.stages as u32).into(),
         (tiling.parts as u32).into(),
     ];
+    args.extend(fused.into_iter().flat_map(Fused::args));
     let [width, height, depth] = tiling.grid.map(|size| size as u32);
     let launch = Launch::new(0, tiling.threads as u32)
         .grid(width, height, depth)
@@ -165,6 +168,32 @@ pub fn quantized_gemm_split(
     epilogue: Epilogue,
     split: QuantizedSplit,
 ) -> Result<(), CudaError> {
+    launch_split(q, [y, x], weight, rows, epilogue, split, None)
+}
+
+/// [`quantized_gemm`] on Hopper that also adds `B h` of each row's adapter, before the activation if there is one
+/// ([`super::low_rank::has_fused_kernel`]). Rows without an adapter have the same bits as from [`quantized_gemm`].
+pub fn quantized_gemm_low_rank(
+    q: &Queue,
+    [y, x]: [Span; 2],
+    weight: &PackedWeight,
+    rows: usize,
+    epilogue: Epilogue,
+    low_rank: LowRankOperands<'_>,
+) -> Result<(), CudaError> {
+    let split = QuantizedSplit::for_shape(weight.n, weight.format.slices(weight.k), rows);
+    launch_split(q, [y, x], weight, rows, epilogue, split, Some(low_rank))
+}
+
+fn launch_split(
+    q: &Queue,
+    [y, x]: [Span; 2],
+    weight: &PackedWeight,
+    rows: usize,
+    epilogue: Epilogue,
+    split: QuantizedSplit,
+    low_rank: Option<LowRankOperands<'_>>,
+) -> Result<(), CudaError> {
     check_product(y, x, weight, rows, epilogue)?;
     ensure!(OP, rows <= MAX_ROWS, "{rows} rows; expected 1 to {MAX_ROWS}");
     let format = weight.format;
@@ -182,8 +211,11 @@ pub fn quantized_gemm_split(
     let static_bytes = 512;
     let fits = shared_bytes + static_bytes <= q.gpu().max_shared_bytes() as usize;
     ensure!(OP, fits, "a ring of {ring_bytes} bytes is too large");
+    let fused =
+        low_rank.map(|(low_rank, step)| Fused::new(low_rank, step, [weight.n, weight.k], rows, width)).transpose()?;
+    let kind = if fused.is_some() { "_low_rank" } else { "" };
     let tiling = Tiling {
-        kernel: format!("sm90_quantized_gemm_{}_m{width}_g{groups}", format.name()),
+        kernel: format!("sm90_quantized_gemm{kind}_{}_m{width}_g{groups}", format.name()),
         weight_rows: TILE,
         x_rows: width,
         stages,
@@ -192,7 +224,7 @@ pub fn quantized_gemm_split(
         shared_bytes,
         grid: [parts, weight.n.div_ceil(TILE), 1],
     };
-    launch(q, [y, x], weight, rows, epilogue, &tiling)
+    launch(q, [y, x], weight, rows, epilogue, &tiling, fused.as_ref())
 }
 
 /// [`quantized_gemm`] with the version that runs on any GPU.

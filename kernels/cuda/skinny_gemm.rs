@@ -5,6 +5,7 @@ use half::bf16;
 
 use super::error::ensure;
 use super::gated_activation::GateActivation;
+use super::low_rank::{Fused, LowRankOperands};
 use super::tensor_map::TensorMap;
 use super::{Arg, CudaError, Gpu, Launch, Queue, Span};
 
@@ -130,6 +131,31 @@ pub fn skinny_gemm_split(
     epilogue: Epilogue,
     split: Split,
 ) -> Result<(), CudaError> {
+    launch_split(q, [y, x], linear, rows, epilogue, split, None)
+}
+
+/// [`skinny_gemm`] on Hopper that also adds `B h` of each row's adapter, before the activation if there is one
+/// ([`super::low_rank::has_fused_kernel`]). Rows without an adapter have the same bits as from [`skinny_gemm`].
+pub fn skinny_gemm_low_rank(
+    q: &Queue,
+    [y, x]: [Span; 2],
+    linear: &LinearWeight,
+    rows: usize,
+    epilogue: Epilogue,
+    low_rank: LowRankOperands<'_>,
+) -> Result<(), CudaError> {
+    launch_split(q, [y, x], linear, rows, epilogue, Split::for_shape(linear.n, linear.k, rows), Some(low_rank))
+}
+
+fn launch_split(
+    q: &Queue,
+    [y, x]: [Span; 2],
+    linear: &LinearWeight,
+    rows: usize,
+    epilogue: Epilogue,
+    split: Split,
+    low_rank: Option<LowRankOperands<'_>>,
+) -> Result<(), CudaError> {
     check(y, x, linear, rows, epilogue)?;
     let Split { parts, groups, ring_bytes } = split;
     ensure!(OP, matches!(parts, 1 | 2 | 4), "K in {parts} parts; expected 1, 2 or 4");
@@ -148,7 +174,9 @@ pub fn skinny_gemm_split(
     let weight_map = TensorMap::matrix(linear.weight, linear.n, linear.k, TILE, SLICE)?;
     let x_map = TensorMap::matrix(x, rows, linear.k, width, SLICE)?;
     let output = output_argument(y, linear.bias, rows, linear.n, epilogue.code());
-    let args = [
+    let fused =
+        low_rank.map(|(weight, step)| Fused::new(weight, step, [linear.n, linear.k], rows, width)).transpose()?;
+    let mut args = vec![
         Arg::Bytes(weight_map.bytes()),
         Arg::Bytes(x_map.bytes()),
         Arg::Bytes(&output),
@@ -156,11 +184,13 @@ pub fn skinny_gemm_split(
         (stages as u32).into(),
         (parts as u32).into(),
     ];
+    args.extend(fused.iter().flat_map(Fused::args));
     let launch = Launch::new(0, (groups * 128 + 32) as u32)
         .grid(parts as u32, linear.n.div_ceil(TILE) as u32, 1)
         .shared(shared_bytes as u32)
         .cluster(parts as u32);
-    q.launch(&format!("sm90_skinny_gemm_bf16_m{width}_g{groups}"), launch, &args)
+    let kind = if fused.is_some() { "low_rank_bf16" } else { "bf16" };
+    q.launch(&format!("sm90_skinny_gemm_{kind}_m{width}_g{groups}"), launch, &args)
 }
 
 /// [`skinny_gemm`] with the version that runs on any GPU.

@@ -12,10 +12,13 @@
 //          summed in order of the parts: no result depends on M
 // launch   grid (S, ceil(N / 64)), cluster (S, 1), 128 GROUPS + 32 threads, dynamic shared memory from the wrapper
 //          As sm90_skinny_gemm.cu, but codes go through registers: weights are the operand of wgmma that may lie there.
+//          `_low_rank_`: products of adapters behind those of K, as there; a stage has a slice of B in the place of codes, and h of
+//          several modules in the place of x
 // needs    K % 8 == 0, N % 8 == 0 (N % 16 == 0 for gate/up): checked in quantized_gemm.rs
 // bound    memory, N K bytes or N K / 2 and the scales. 28672 x 4096 in fp8: 117 MB, 26 us at 4.47 TB/s (H200)
 // test     tests/cuda_quantized_gemm.rs, reference::linear of the values in fp32, each element within 2^-8 relative of
 //          its own value plus K 2^-24 of the sum of magnitudes
+#include "sm90_low_rank.cuh"
 #include "sm90_quantized.cuh"
 
 // Keeps the ring filled with slices first .. first + count of K. Weights are loaded while the previous kernel runs.
@@ -51,9 +54,52 @@ __device__ __forceinline__ void consume(const QuantizedRing<FORMAT, NT>& ring, i
     }
 }
 
+// Loads the slices of B and h behind `count` slices of K.
+template <class R>
+__device__ __forceinline__ void produce_low_rank(const R& ring, const TensorMap* b_map, const TensorMap* h_map, i32 n0, i32 count,
+                                                 i32 cols, LowRankSlices slices) {
+    Cursor at{0, 1};
+    at.jump(count, ring.stages);
+    for (i32 i = 0; i < slices.count; ++i) {
+        const i32 column = slices.take();
+        for (i32 m = 0; m < slices.num_modules; m += R::BOXES, at.advance(1, ring.stages)) {
+            const i32 modules = min(R::BOXES, slices.num_modules - m);
+            const u32 full = ring.full + 8 * at.stage;
+            barrier_wait(ring.empty + 8 * at.stage, at.parity);
+            barrier_arrive_expect(full, R::TILE_BYTES + modules * R::BOX_BYTES);
+            tensor_load(ring.w(at.stage), b_map, column, n0, full, EVICT_FIRST);
+            for (i32 box = 0; box < modules; ++box) {
+                tensor_load(ring.x(at.stage, box), h_map, (slices.first_module + m + box) * cols + column, 0, full, EVICT_LAST);
+            }
+        }
+    }
+}
+
+// Multiplies those of them that are this warpgroup's.
 template <int FORMAT, int NT, int GROUPS>
+__device__ __forceinline__ void consume_low_rank(const QuantizedRing<FORMAT, NT>& ring, i32 count, i32 group, float* acc,
+                                                 const Modules& modules, i32 n0, const LowRankSlices& slices) {
+    constexpr i32 BOXES = QuantizedRing<FORMAT, NT>::BOXES;
+    Cursor at{0, 0};
+    at.jump(count, ring.stages);
+    i32 turn = count;
+    for (i32 i = 0; i < slices.count; ++i) {
+        for (i32 m = 0; m < slices.num_modules; m += BOXES, ++turn, at.advance(1, ring.stages)) {
+            if (turn % GROUPS != group) continue;
+            barrier_wait(ring.full + 8 * at.stage, at.parity);
+            for (i32 box = 0; box < min(BOXES, slices.num_modules - m); ++box) {
+                multiply_low_rank<NT>(acc, ring.w(at.stage), ring.x(at.stage, box), modules, n0, slices.first_module + m + box);
+            }
+            __syncwarp();
+            if (threadIdx.x % 32 == 0) barrier_arrive(ring.empty + 8 * at.stage);
+        }
+    }
+}
+
+template <int FORMAT, int NT, int GROUPS, class Low>
 __device__ __forceinline__ void quantized_gemm(const TensorMap* w_map, const TensorMap* x_map, const Output& out, const Meta& meta,
-                                               i32 k, i32 stages, i32 parts) {
+                                               i32 k, i32 stages, i32 parts, const Low& low_rank, const TensorMap* b_map,
+                                               const TensorMap* h_map) {
     constexpr int CONSUMERS = GROUPS * 128;
     extern __shared__ u8 dynamic[];
     __shared__ alignas(8) u64 barriers[64];
@@ -74,12 +120,22 @@ __device__ __forceinline__ void quantized_gemm(const TensorMap* w_map, const Ten
     const i32 group = threadIdx.x / 128;
     float acc[NT / 2] = {};
     if (threadIdx.x >= CONSUMERS) {
-        if (threadIdx.x == CONSUMERS) produce(ring, w_map, x_map, meta, n0, first, count, slices);
+        if (threadIdx.x == CONSUMERS) {
+            produce(ring, w_map, x_map, meta, n0, first, count, slices);
+            if constexpr (Low::IS_THERE) {
+                const LowRankSlices of_adapters(low_rank, n0, out.n, part == parts - 1);
+                produce_low_rank(ring, b_map, h_map, n0, count, low_rank.cols, of_adapters);
+            }
+        }
         __syncwarp();
     } else {
         pdl_wait();
         consume<FORMAT, NT, GROUPS>(ring, count, group, acc, meta);
         ring.scale_rows(acc, meta, n0);
+        if constexpr (Low::IS_THERE) {
+            const LowRankSlices of_adapters(low_rank, n0, out.n, part == parts - 1);
+            consume_low_rank<FORMAT, NT, GROUPS>(ring, count, group, acc, low_rank.modules, n0, of_adapters);
+        }
     }
     __syncthreads();  // all slices are used: the ring's memory now holds the partial sums
     const Reducer<NT, GROUPS> reducer{aligned, parts};
@@ -95,7 +151,12 @@ __device__ __forceinline__ void quantized_gemm(const TensorMap* w_map, const Ten
         sm90_quantized_gemm_##NAME##_m##NT##_g##GROUPS(const __grid_constant__ TensorMap w_map, \
                                                        const __grid_constant__ TensorMap x_map, const Output out, \
                                                        const Meta meta, i32 k, i32 stages, i32 parts) { \
-        quantized_gemm<FORMAT, NT, GROUPS>(&w_map, &x_map, out, meta, k, stages, parts); \
+        quantized_gemm<FORMAT, NT, GROUPS>(&w_map, &x_map, out, meta, k, stages, parts, NoLowRank{}, nullptr, nullptr); \
+    } \
+    extern "C" __global__ void __launch_bounds__(GROUPS * 128 + 32) sm90_quantized_gemm_low_rank_##NAME##_m##NT##_g##GROUPS( \
+        const __grid_constant__ TensorMap w_map, const __grid_constant__ TensorMap x_map, const Output out, const Meta meta, i32 k, \
+        i32 stages, i32 parts, const LowRank low_rank, const __grid_constant__ TensorMap b_map, const __grid_constant__ TensorMap h_map) { \
+        quantized_gemm<FORMAT, NT, GROUPS>(&w_map, &x_map, out, meta, k, stages, parts, low_rank, &b_map, &h_map); \
     }
 
 // Four warpgroups have too few registers for 64 rows.

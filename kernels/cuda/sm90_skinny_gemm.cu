@@ -11,11 +11,13 @@
 //          slices of w and x through the copy engine; GROUPS warpgroups multiply, each every GROUPS-th slice. Slices
 //          of w are requested before pdl_wait, as many as fit into the ring, so that they are loaded while the
 //          previous kernel runs. The parts of K are in one cluster and are summed through its shared memory.
+//          `_low_rank_`: products of adapters are slices behind those of K (sm90_low_rank.cuh), B [N, cols] through `b_map`, box
+//          [64, 64], h [M, modules * cols] through `h_map`, box [NT, 64]
 // needs    K % 8 == 0, N % 8 == 0 (N % 16 == 0 for gate/up): checked in skinny_gemm.rs
 // bound    memory, 2 N K bytes. 22016 x 4096: 180 MB, 40 us at 4.47 TB/s (H200)
 // test     tests/cuda_skinny_gemm.rs, reference::linear in fp32, each element within 2^-8 relative of its own value plus
 //          K 2^-24 of the sum of magnitudes
-#include "sm90_gemm.cuh"
+#include "sm90_low_rank.cuh"
 
 // Keeps the ring filled with slices first .. first + count of K, of rows n0 .. of w and of all rows of x. Weights are
 // loaded while the previous kernel runs.
@@ -54,9 +56,42 @@ __device__ __forceinline__ void consume(const Ring<TILE, NT>& ring, i32 count, i
     }
 }
 
+// Loads the slices of B and h behind `count` slices of K, each slice of B for each module.
+template <class R>
+__device__ __forceinline__ void produce_low_rank(const R& ring, const TensorMap* b_map, const TensorMap* h_map, i32 n0, i32 count,
+                                                 i32 cols, LowRankSlices slices) {
+    Cursor at{0, 1};
+    at.jump(count, ring.stages);
+    for (i32 i = 0; i < slices.count; ++i) {
+        const i32 column = slices.take();
+        for (i32 m = 0; m < slices.num_modules; ++m, at.advance(1, ring.stages)) {
+            barrier_wait(ring.empty + 8 * at.stage, at.parity);
+            barrier_arrive_expect(ring.full + 8 * at.stage, R::STAGE_BYTES);
+            tensor_load(ring.w(at.stage), b_map, column, n0, ring.full + 8 * at.stage, EVICT_FIRST);
+            tensor_load(ring.x(at.stage), h_map, (slices.first_module + m) * cols + column, 0, ring.full + 8 * at.stage, EVICT_LAST);
+        }
+    }
+}
+
+// Multiplies those of them that are this warpgroup's.
 template <int NT, int GROUPS>
+__device__ __forceinline__ void consume_low_rank(const Ring<TILE, NT>& ring, i32 count, i32 group, float* acc, const Modules& modules,
+                                                 i32 n0, const LowRankSlices& slices) {
+    Cursor at{0, 0};
+    at.jump(count, ring.stages);
+    for (i32 i = 0; i < slices.count * slices.num_modules; ++i, at.advance(1, ring.stages)) {
+        if ((count + i) % GROUPS != group) continue;
+        barrier_wait(ring.full + 8 * at.stage, at.parity);
+        multiply_low_rank<NT>(acc, ring.w(at.stage), ring.x(at.stage), modules, n0, slices.first_module + i % slices.num_modules);
+        __syncwarp();
+        if (threadIdx.x % 32 == 0) barrier_arrive(ring.empty + 8 * at.stage);
+    }
+}
+
+template <int NT, int GROUPS, class Low>
 __device__ __forceinline__ void skinny_gemm(const TensorMap* w_map, const TensorMap* x_map, const Output& out, i32 k,
-                                            i32 stages, i32 parts) {
+                                            i32 stages, i32 parts, const Low& low_rank, const TensorMap* b_map,
+                                            const TensorMap* h_map) {
     constexpr int CONSUMERS = GROUPS * 128;
     extern __shared__ u8 dynamic[];
     __shared__ alignas(8) u64 barriers[64];
@@ -77,11 +112,21 @@ __device__ __forceinline__ void skinny_gemm(const TensorMap* w_map, const Tensor
     const i32 group = threadIdx.x / 128;
     float acc[NT / 2] = {};
     if (threadIdx.x >= CONSUMERS) {
-        if (threadIdx.x == CONSUMERS) produce(ring, w_map, x_map, n0, first, count);
+        if (threadIdx.x == CONSUMERS) {
+            produce(ring, w_map, x_map, n0, first, count);
+            if constexpr (Low::IS_THERE) {
+                const LowRankSlices slices(low_rank, n0, out.n, part == parts - 1);
+                produce_low_rank(ring, b_map, h_map, n0, count, low_rank.cols, slices);
+            }
+        }
         __syncwarp();
     } else {
         pdl_wait();
         consume<NT, GROUPS>(ring, count, group, acc);
+        if constexpr (Low::IS_THERE) {
+            const LowRankSlices slices(low_rank, n0, out.n, part == parts - 1);
+            consume_low_rank<NT, GROUPS>(ring, count, group, acc, low_rank.modules, n0, slices);
+        }
     }
 
     __syncthreads();  // all slices are used: the ring's memory now holds the partial sums
@@ -93,12 +138,20 @@ __device__ __forceinline__ void skinny_gemm(const TensorMap* w_map, const Tensor
     cluster_sync();  // no block may exit while another reads its partial sums
 }
 
+// Blocks of two warpgroups that share a multiprocessor without products of adapters, so that they do with them, too.
+constexpr int least_blocks(int rows, int groups) { return groups == 2 && rows <= 32 ? 4 : 1; }
+
 #define SKINNY_GEMM(NT, GROUPS) \
     extern "C" __global__ void __launch_bounds__(GROUPS * 128 + 32) \
         sm90_skinny_gemm_bf16_m##NT##_g##GROUPS(const __grid_constant__ TensorMap w_map, \
                                                 const __grid_constant__ TensorMap x_map, const Output out, i32 k, \
                                                 i32 stages, i32 parts) { \
-        skinny_gemm<NT, GROUPS>(&w_map, &x_map, out, k, stages, parts); \
+        skinny_gemm<NT, GROUPS>(&w_map, &x_map, out, k, stages, parts, NoLowRank{}, nullptr, nullptr); \
+    } \
+    extern "C" __global__ void __launch_bounds__(GROUPS * 128 + 32, (least_blocks(NT, GROUPS))) sm90_skinny_gemm_low_rank_bf16_m##NT##_g##GROUPS( \
+        const __grid_constant__ TensorMap w_map, const __grid_constant__ TensorMap x_map, const Output out, i32 k, i32 stages, \
+        i32 parts, const LowRank low_rank, const __grid_constant__ TensorMap b_map, const __grid_constant__ TensorMap h_map) { \
+        skinny_gemm<NT, GROUPS>(&w_map, &x_map, out, k, stages, parts, low_rank, &b_map, &h_map); \
     }
 
 #define SKINNY_GEMM_GROUPS(NT) \

@@ -4,16 +4,16 @@ use engine::{RowId, SampleMask, SampledToken, SamplingParams, TokenId};
 use kernels::cuda::quantized_gemm::PackedFormat;
 use kernels::cuda::skinny_gemm::GATE_GROUP;
 use ops::{
-    Activation, AttentionSpec, DType, Device, DeviceError, ExpertSlices, Feature, LatentWeights, LinearRole, LogitSpec,
-    MemoryEstimate, MemoryPlan, NormKind, NormSlices, PipelineStage, RecurrentWeights, StepInputs, StepLimits, Target,
-    TensorParallel, WeightSlice,
+    Activation, AdapterSlots, AttentionSpec, DType, Device, DeviceError, ExpertSlices, Feature, LatentWeights,
+    LinearRole, LogitSpec, LowRankPart, MemoryEstimate, MemoryPlan, NormKind, NormSlices, PipelineStage,
+    RecurrentWeights, StepInputs, StepLimits, Target, TensorParallel, WeightSlice,
 };
 use settings::WeightPrecision;
 
 use crate::cpu::{CpuDevice, CpuEstimate, ExpertBuffers, Widest, quantized_bytes};
 use crate::cuda::{
-    CudaDevice, Estimate, ExpertSizes, ProductScratch, RowOrder, check_latent_shape, delta_shape, expert_format,
-    gate_order, has_fp8_inputs, packed_format,
+    self, CudaDevice, Estimate, ExpertSizes, ProductScratch, RowOrder, check_latent_shape, delta_shape, expert_format,
+    gate_order, has_fp8_inputs, largest_bucket, packed_format, tensor_rows,
 };
 use crate::slices::is_computed;
 
@@ -229,6 +229,7 @@ fn computes_nothing() -> DeviceError {
 impl Device for Estimator {
     type Weight = EstimatedWeight;
     type Tensor = ();
+    type Product = ();
 
     fn tensor_parallel(&self) -> TensorParallel {
         self.tp
@@ -273,6 +274,17 @@ impl Device for Estimator {
             self.weights_bytes += embedding.bytes;
         }
         Ok(*embedding)
+    }
+
+    fn product(_part: LowRankPart) {}
+
+    fn adapter_bytes(&self, layers: &[AdapterSlots]) -> u64 {
+        match self.target {
+            Target::Cpu => layers.iter().map(AdapterSlots::f32_bytes).sum::<usize>() as u64,
+            Target::Cuda => {
+                cuda::adapter_bytes(layers, tensor_rows(&self.limits, largest_bucket(self.limits.max_rows)))
+            }
+        }
     }
 
     fn load_norm(&mut self, norm: &NormSlices<'_>) -> Result<EstimatedWeight, DeviceError> {

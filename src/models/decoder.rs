@@ -2,9 +2,9 @@
 
 use std::path::Path;
 
-use ops::{AttentionSpec, Device, DeviceError, LayerAttention, LogitSpec, PipelineStage};
+use ops::{AdapterSlots, AttentionSpec, Device, DeviceError, LayerAttention, LogitSpec, PipelineStage};
 
-use crate::adapter::targets::{Target, targets};
+use crate::adapter::targets::{Module, Target, targets};
 use crate::buffers::Buffers;
 use crate::config::{KvSource, LayerSpec};
 use crate::layer::Layer;
@@ -14,7 +14,7 @@ use crate::model::Model;
 use crate::mtp::Mtp;
 use crate::per_layer::PerLayerInputs;
 use crate::shard::Shard;
-use crate::{Adapter, Checkpoint, Config, ModelError, alibi};
+use crate::{AdapterLayers, Checkpoint, Config, ModelError, alibi};
 
 /// A decoder on device `D`, or one pipeline stage of it.
 pub(crate) struct Decoder<D: Device> {
@@ -166,17 +166,25 @@ impl<D: Device> Decoder<D> {
         layer.run(device, &mut self.buffers, next, per_layer, self.config.norm.eps)
     }
 
-    /// Calls `job` with each layer of this stage, its number, and each weight in which adapters may add products.
-    fn each_target(
-        &self,
-        mut job: impl FnMut(&Layer<D>, usize, &Target) -> Result<(), DeviceError>,
-    ) -> Result<(), DeviceError> {
+    /// The weights of this stage in which adapters may add products, with the index of their layer.
+    fn targets(&self) -> Vec<(&D::Weight, usize, Target)> {
+        let mut found = Vec::new();
         for (layer, index) in self.layers.iter().zip(self.stage.layers(self.config.num_layers())) {
             for target in targets(&self.config, index, &self.shard.layers[index]) {
-                job(layer, index, &target)?;
+                found.extend(layer.target_weight(target.weight).map(|weight| (weight, index, target)));
             }
         }
-        Ok(())
+        found
+    }
+
+    /// The slots beside these weights.
+    fn adapter_slots(&self, count: usize, max_rank: usize) -> Vec<(&D::Weight, AdapterSlots)> {
+        let slots = |(weight, _, target): (_, usize, Target)| {
+            let rows = |module: &Module| module.slices.iter().map(|slice| slice.taken.len()).sum();
+            let modules = target.modules.iter().map(rows).collect();
+            (weight, AdapterSlots { count, max_rank, cols: target.taken.len(), modules })
+        };
+        self.targets().into_iter().map(slots).collect()
     }
 
     /// Layer `index` of the model, which this stage has, or that of the MTP head.
@@ -246,24 +254,22 @@ impl<D: Device> Model<D> for Decoder<D> {
         }
     }
 
-    fn set_adapter(&self, device: &mut D, slot: u32, adapter: &Adapter) -> Result<(), DeviceError> {
-        self.each_target(|layer, index, target| match layer.target_weight(target.weight) {
-            Some(weight) => device.set_adapter(weight, slot, adapter.parts(index, target)),
-            None => Ok(()),
-        })
+    fn adapter_layers(&self) -> AdapterLayers {
+        AdapterLayers(self.targets().into_iter().map(|(_, index, target)| (index, target)).collect())
     }
 
-    fn adapter_bytes(&self, rank: usize) -> u64 {
-        let mut elements = 0;
-        let counted = self.each_target(|_, _, target| {
-            for module in &target.modules {
-                let rows: usize = module.slices.iter().map(|slice| slice.taken.len()).sum();
-                elements += rank * (rows + target.taken.len());
-            }
-            Ok(())
-        });
-        counted.expect("counting does not fail");
-        (elements * size_of::<f32>()) as u64
+    fn set_products(&self, device: &mut D, slot: u32, products: Vec<Vec<D::Product>>) -> Result<(), DeviceError> {
+        let mut all = self.targets().into_iter().zip(products);
+        all.try_for_each(|((weight, ..), products)| device.set_adapter(weight, slot, products))
+    }
+
+    fn adapter_bytes(&self, device: &D, num_slots: usize, max_rank: usize) -> u64 {
+        let layers = self.adapter_slots(num_slots, max_rank).into_iter().map(|(_, slots)| slots);
+        device.adapter_bytes(&layers.collect::<Vec<_>>())
+    }
+
+    fn allocate_adapters(&self, device: &mut D, num_slots: usize, max_rank: usize) -> Result<(), DeviceError> {
+        device.allocate_adapters(&self.adapter_slots(num_slots, max_rank))
     }
 
     fn unused_tensors(&self) -> &[String] {

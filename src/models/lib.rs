@@ -31,7 +31,7 @@ mod rope;
 pub mod rounding;
 pub mod shard;
 
-pub use adapter::{Adapter, AdapterBounds, AdapterError, AdapterTensors, MAX_ADAPTER_RANK};
+pub use adapter::{Adapter, AdapterBounds, AdapterError, AdapterLayers, AdapterTensors, MAX_ADAPTER_RANK};
 pub use checkpoint::{Checkpoint, StoredTensor, rounded};
 pub use config::{
     AttentionLayer, Config, ExpertLayer, HeadNormSpec, HeadSpec, KvSource, LatentLayer, LayerSpec, MlpLayer, NormSpec,

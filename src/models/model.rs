@@ -2,7 +2,7 @@
 
 use ops::{AttentionSpec, Device, DeviceError};
 
-use crate::Adapter;
+use crate::{Adapter, AdapterLayers};
 
 /// A loaded model: this worker's shard of the weights, and the activation buffers of a step.
 pub trait Model<D: Device> {
@@ -14,14 +14,31 @@ pub trait Model<D: Device> {
     /// There may be parts that are not served, or weights that `config.json` does not describe.
     fn unused_tensors(&self) -> &[String];
 
-    /// Fills a slot of the device with this worker's part of an adapter, in place of the one that it held.
+    /// The weights of this worker in which adapters may add products.
+    fn adapter_layers(&self) -> AdapterLayers;
+
+    /// Fills a slot of the device with an adapter's products ([`Adapter::products`]), in place of the one that it held.
     ///
     /// # Errors
     /// Returns the error of the device.
-    fn set_adapter(&self, device: &mut D, slot: u32, adapter: &Adapter) -> Result<(), DeviceError>;
+    fn set_products(&self, device: &mut D, slot: u32, products: Vec<Vec<D::Product>>) -> Result<(), DeviceError>;
 
-    /// Bytes of the weights of an adapter of rank `rank` in every layer of this worker that may have one, in f32.
-    fn adapter_bytes(&self, rank: usize) -> u64;
+    /// Makes the products of an adapter, and fills a slot with them.
+    ///
+    /// # Errors
+    /// Returns the error of the device.
+    fn set_adapter(&self, device: &mut D, slot: u32, adapter: &Adapter) -> Result<(), DeviceError> {
+        self.set_products(device, slot, adapter.products::<D>(&self.adapter_layers()))
+    }
+
+    /// Bytes that the device needs for `num_slots` adapters of ranks up to `max_rank` in every layer of this worker that may have one.
+    fn adapter_bytes(&self, device: &D, num_slots: usize, max_rank: usize) -> u64;
+
+    /// Allocates these slots, which are empty.
+    ///
+    /// # Errors
+    /// Returns the error of the device.
+    fn allocate_adapters(&self, device: &mut D, num_slots: usize, max_rank: usize) -> Result<(), DeviceError>;
 
     /// Runs the forward pass of the device's current step, up to and including [`Device::sample`].
     ///

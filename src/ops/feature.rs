@@ -68,7 +68,7 @@ pub enum Feature {
     LatentAttention,
     /// [`crate::Device::gate`].
     OutputGate,
-    /// Low-rank products beside linear layers: [`crate::Device::set_adapter`].
+    /// Low-rank products beside linear layers: [`crate::Device::allocate_adapters`], [`crate::Device::set_adapter`].
     Adapters,
     /// Guesses by a head of the model: [`crate::Device::follow`], [`crate::Device::guess`], [`crate::Device::next_guess`].
     Guesses,

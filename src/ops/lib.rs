@@ -20,7 +20,7 @@ mod quantized;
 mod recurrent;
 mod spec;
 
-pub use adapter::LowRankPart;
+pub use adapter::{AdapterSlots, LowRankPart};
 pub use attention::{AttentionSpec, KvElements, LayerAttention, QueryScale, RopeTable};
 pub use error::DeviceError;
 pub use feature::Feature;
@@ -49,6 +49,8 @@ pub trait Device: Sized {
     type Weight;
     /// An activation buffer `[rows, cols]`, allocated once.
     type Tensor;
+    /// A part of an adapter as slots hold it.
+    type Product: Send + 'static;
 
     /// This worker's rank in its tensor-parallel group.
     fn tensor_parallel(&self) -> TensorParallel;
@@ -104,9 +106,28 @@ pub trait Device: Sized {
         Err(DeviceError::lacks(Feature::LatentAttention))
     }
 
+    /// Makes a product from a part of an adapter. It takes time, and any thread may do it while steps run.
+    fn product(part: LowRankPart) -> Self::Product;
+
+    /// Bytes of the slots for adapters beside linear layers.
+    fn adapter_bytes(&self, layers: &[AdapterSlots]) -> u64 {
+        layers.iter().map(AdapterSlots::f32_bytes).sum::<usize>() as u64
+    }
+
+    /// Allocates the slots for adapters beside linear layers, which are empty. Called once, after [`Device::allocate_cache`], if there
+    /// are any ([`Feature::Adapters`]).
+    fn allocate_adapters(&mut self, _layers: &[(&Self::Weight, AdapterSlots)]) -> Result<(), DeviceError> {
+        Err(DeviceError::lacks(Feature::Adapters))
+    }
+
     /// Sets the products that an adapter slot adds to the outputs of a linear layer, in place of those that it had. Rows whose
     /// [`StepInputs::adapters`] name the slot have them from the next step on ([`Feature::Adapters`]).
-    fn set_adapter(&mut self, _weight: &Self::Weight, _slot: u32, _parts: Vec<LowRankPart>) -> Result<(), DeviceError> {
+    fn set_adapter(
+        &mut self,
+        _weight: &Self::Weight,
+        _slot: u32,
+        _products: Vec<Self::Product>,
+    ) -> Result<(), DeviceError> {
         Err(DeviceError::lacks(Feature::Adapters))
     }
 

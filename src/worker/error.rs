@@ -30,6 +30,8 @@ pub enum WorkerError {
     HostMemory { bytes: u64, workers: usize, free: u64 },
     #[error(transparent)]
     Adapter(#[from] models::AdapterError),
+    #[error("no thread can be started")]
+    Thread(#[source] std::io::Error),
     #[error("network `{network}` cannot be used: {reason}; name the one that joins the nodes with --network")]
     Network { network: String, reason: String },
     #[error("cannot read checkpoint {} on node `{node}`; every node needs it, at the same path", .dir.display())]

@@ -19,7 +19,7 @@ pub fn estimate_memory(checkpoint: &Path, config: &Config, worker: &WorkerShape)
     let checked = adapters::check(&estimator, worker.max_adapters);
     checked.map_err(|source| ModelError::Device { dir: checkpoint.into(), source })?;
     let estimate = estimator.estimate(&loaded.attention_spec(worker.block_size, worker.limits.max_sequence_len));
-    let adapter_bytes = adapters::slot_bytes(&*loaded, worker.max_adapters, worker.max_adapter_rank);
+    let adapter_bytes = adapters::slot_bytes(&*loaded, &estimator, worker.max_adapters, worker.max_adapter_rank);
     let host_bytes = match worker.target {
         Target::Cpu => 0,
         Target::Cuda => device::cuda::host_buffer_bytes(

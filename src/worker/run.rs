@@ -133,6 +133,10 @@ impl<'a, D: Device + 'static> Worker<'a, D> {
             memory.set_layout(layout);
             self.device.allocate_host(host, Box::new(memory))?;
         }
+        if self.spec.max_adapters > 0 {
+            let (num_slots, max_rank) = (self.spec.max_adapters, self.spec.max_adapter_rank);
+            self.model.allocate_adapters(&mut self.device, num_slots, max_rank)?;
+        }
         rings.send(&FromWorker::Ready)?;
 
         let cache = CacheShape { windows: attention.kv_windows, num_blocks, num_states, host };
@@ -164,7 +168,8 @@ impl<'a, D: Device + 'static> Worker<'a, D> {
             KvMemory::FreeFraction(fraction) => (fraction, None),
             KvMemory::Tokens(tokens) => (1.0, Some(wanted(tokens))),
         };
-        let adapter_bytes = adapters::slot_bytes(&*self.model, self.spec.max_adapters, self.spec.max_adapter_rank);
+        let (num_slots, max_rank) = (self.spec.max_adapters, self.spec.max_adapter_rank);
+        let adapter_bytes = adapters::slot_bytes(&*self.model, &self.device, num_slots, max_rank);
         let room = (memory.max_blocks as f64 * fraction) as u64 * memory.block_bytes;
         let room = room.saturating_sub(adapter_bytes);
         let state_bytes = attention.state_bytes() as u64;
@@ -221,7 +226,7 @@ pub(crate) struct Steps<'a, D: Device> {
     /// Plans that arrived while the last step still needs masks.
     waiting: VecDeque<StepPlan>,
     /// Adapters that later plans put into slots.
-    pub(crate) adapters: ArrivingAdapters,
+    pub(crate) adapters: ArrivingAdapters<D>,
     /// Whether the device's memory is freed.
     pub(crate) is_asleep: bool,
 }
@@ -249,7 +254,7 @@ impl<D: Device + 'static> Steps<'_, D> {
                     return Err(WorkerError::Protocol { expected: "Wake", found: "Step" });
                 }
                 Some(ToWorker::Step(plan)) => self.waiting.push_back(plan),
-                Some(ToWorker::Adapter(piece)) => self.adapters.push(&piece),
+                Some(ToWorker::Adapter(piece)) => self.adapters.push(&piece, &*self.worker.model)?,
                 Some(ToWorker::Masks(masks)) => self.take_masks(masks)?,
                 Some(ToWorker::Stop) => return Ok(()),
                 Some(ToWorker::Sleep) => self.sleep(rings)?,

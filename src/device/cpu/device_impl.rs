@@ -5,9 +5,9 @@ use engine::{
 };
 use kernels::cpu::{self as k, Buffer};
 use ops::{
-    Activation, AttentionSpec, Device, DeviceError, ExpertSlices, Feature, HeadNorms, HostMemory, HostSlots,
-    LatentWeights, LayerAttention, LinearRole, LogitSpec, LowRankPart, MemoryPlan, NormKind, NormSlices, PipelineStage,
-    RecurrentWeights, StepInputs, TensorParallel, WeightSlice,
+    Activation, AdapterSlots, AttentionSpec, Device, DeviceError, ExpertSlices, Feature, HeadNorms, HostMemory,
+    HostSlots, LatentWeights, LayerAttention, LinearRole, LogitSpec, LowRankPart, MemoryPlan, NormKind, NormSlices,
+    PipelineStage, RecurrentWeights, StepInputs, TensorParallel, WeightSlice,
 };
 
 use super::group::Group;
@@ -19,6 +19,7 @@ use crate::slices;
 
 impl Device for CpuDevice {
     type Weight = CpuWeight;
+    type Product = LowRankPart;
     type Tensor = CpuTensor;
 
     fn tensor_parallel(&self) -> TensorParallel {
@@ -63,6 +64,15 @@ impl Device for CpuDevice {
         }
         self.exchange_vocabulary_offsets(first_row..first_row + matrix.rows())?;
         Ok(CpuWeight::Linear { linear, statistics: None, adapters: self.adapters.add_layer() })
+    }
+
+    /// Slots take memory when they are filled.
+    fn allocate_adapters(&mut self, _layers: &[(&CpuWeight, AdapterSlots)]) -> Result<(), DeviceError> {
+        Ok(())
+    }
+
+    fn product(part: LowRankPart) -> LowRankPart {
+        part
     }
 
     fn set_adapter(&mut self, weight: &CpuWeight, slot: u32, parts: Vec<LowRankPart>) -> Result<(), DeviceError> {

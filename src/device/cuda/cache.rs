@@ -12,7 +12,7 @@ use kernels::kv_codes::KvCodes;
 use ops::{AttentionSpec, LayerAttention, StepLimits};
 
 use super::latent::LatentBuffers;
-use super::step::{StepBounds, TableShape};
+use super::step::{AdapterBounds, StepBounds, TableShape};
 use crate::kv_elements::kv_codes;
 
 /// KV blocks and the rotation tables.
@@ -226,6 +226,7 @@ impl Cache {
             tables: self.tables(limits),
             max_positions: self.max_positions,
             vocab_size: limits.vocab_size,
+            adapters: AdapterBounds::default(),
         }
     }
 }

@@ -120,9 +120,10 @@ impl CudaDevice {
 
     /// Whether products of the current step are collected.
     fn chains(&self) -> bool {
-        let StepShape { tokens, prefill_rows, samples, .. } = self.current().shape;
-        // Such a step does not gather the positions that sample, because scales are stored by token.
-        let decodes = prefill_rows == 0 && samples == tokens && self.reports.positions.is_empty();
+        let StepShape { tokens, prefill_rows, samples, has_adapters, .. } = self.current().shape;
+        // Such a step does not gather the positions that sample, because scales are stored by token. Products of adapters are no
+        // links.
+        let decodes = prefill_rows == 0 && samples == tokens && self.reports.positions.is_empty() && !has_adapters;
         let is_faster = |memory: &Memory| match self.group.size() {
             1 => memory.chained_rows.contains(&tokens),
             _ => tokens <= MAX_ROWS && self.group.fused().is_some(),

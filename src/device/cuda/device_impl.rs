@@ -7,11 +7,12 @@ use kernels::cuda::DeviceBuffer;
 use kernels::cuda::copy_blocks::copy_blocks;
 use kernels::cuda::skinny_gemm::GATE_GROUP;
 use ops::{
-    Activation, AttentionSpec, Device, DeviceError, ExpertSlices, Feature, HeadNorms, HostMemory, HostSlots,
-    LatentWeights, LinearRole, LogitSpec, MemoryPlan, NormKind, NormSlices, PipelineStage, RecurrentWeights,
-    StepInputs, TensorParallel, WeightSlice,
+    Activation, AdapterSlots, AttentionSpec, Device, DeviceError, ExpertSlices, Feature, HeadNorms, HostMemory,
+    HostSlots, LatentWeights, LinearRole, LogitSpec, LowRankPart, MemoryPlan, NormKind, NormSlices, PipelineStage,
+    RecurrentWeights, StepInputs, TensorParallel, WeightSlice,
 };
 
+use super::adapters::CudaProduct;
 use super::load::RowOrder;
 use super::step::StepShape;
 use super::weights::gate_order;
@@ -20,6 +21,7 @@ use super::{CudaDevice, CudaTensor, CudaWeight, device_error, step, verify};
 impl Device for CudaDevice {
     type Weight = CudaWeight;
     type Tensor = CudaTensor;
+    type Product = CudaProduct;
 
     fn tensor_parallel(&self) -> TensorParallel {
         self.config.tensor_parallel
@@ -105,8 +107,24 @@ impl Device for CudaDevice {
     fn allocate_cache(&mut self, attention: &AttentionSpec, num_blocks: usize) -> Result<(), DeviceError> {
         self.loader.get_mut().finish()?;
         self.take_memory(attention, num_blocks)?;
-        self.graphs.plan_idle_work(self.config.limits.max_tokens);
+        self.graphs.plan_idle_work(self.config.limits.max_tokens, false);
         Ok(())
+    }
+
+    fn adapter_bytes(&self, layers: &[AdapterSlots]) -> u64 {
+        super::adapter_bytes(layers, self.tensor_rows())
+    }
+
+    fn allocate_adapters(&mut self, layers: &[(&CudaWeight, AdapterSlots)]) -> Result<(), DeviceError> {
+        self.take_adapters(layers)
+    }
+
+    fn product(part: LowRankPart) -> CudaProduct {
+        CudaProduct::new(&part)
+    }
+
+    fn set_adapter(&mut self, weight: &CudaWeight, slot: u32, products: Vec<CudaProduct>) -> Result<(), DeviceError> {
+        self.fill_adapter_slot(weight, slot, &products)
     }
 
     fn allocate_states(&mut self, attention: &AttentionSpec, num_states: usize) -> Result<(), DeviceError> {

@@ -29,6 +29,8 @@ struct Key {
     is_masked: bool,
     /// Whether rows read keys and values that other rows of the step write.
     is_split: bool,
+    /// Whether rows have adapters.
+    has_adapters: bool,
 }
 
 /// All recordings.
@@ -45,7 +47,7 @@ enum IdleWork {
     /// Choose the algorithms for the products of a step with this number of tokens.
     Measure { tokens: usize },
     /// Record a decode step of a bucket.
-    Record { bucket: usize, is_greedy: bool },
+    Record { bucket: usize, is_greedy: bool, has_adapters: bool },
 }
 
 impl Graphs {
@@ -60,18 +62,24 @@ impl Graphs {
     }
 
     /// Lists the work to do before a step needs it, in this order: recordings of greedy decodes, largest first;
-    /// products of chunks, smallest first; recordings of other decodes.
-    pub(crate) fn plan_idle_work(&mut self, max_tokens: usize) {
-        let record = |is_greedy| move |&bucket| IdleWork::Record { bucket, is_greedy };
+    /// products of chunks, smallest first; recordings of other decodes. `has_adapters`: whether rows may have adapters; their
+    /// recordings follow those without.
+    pub(crate) fn plan_idle_work(&mut self, max_tokens: usize, has_adapters: bool) {
+        let record = |is_greedy| {
+            let kinds = [false, true].into_iter().filter(move |&kind| has_adapters || !kind);
+            move |&bucket: &usize| {
+                kinds.clone().map(move |has_adapters| IdleWork::Record { bucket, is_greedy, has_adapters })
+            }
+        };
         let next = |&tokens: &usize| (tokens < max_tokens).then(|| measured_rows(tokens + 1).min(max_tokens));
         let chunks = std::iter::successors(Some(MIN_MEASURED.min(max_tokens)), next);
-        let greedy = self.buckets.iter().rev().map(record(true));
-        let others = self.buckets.iter().rev().map(record(false));
+        let greedy = self.buckets.iter().rev().flat_map(record(true));
+        let others = self.buckets.iter().rev().flat_map(record(false));
         self.idle_work = greedy.chain(chunks.map(|tokens| IdleWork::Measure { tokens })).chain(others).collect();
     }
 
-    fn has_decode(&self, bucket: usize, is_greedy: bool) -> bool {
-        self.recorded.contains_key(&Key { bucket, is_greedy, is_masked: false, is_split: false })
+    fn has_decode(&self, bucket: usize, is_greedy: bool, has_adapters: bool) -> bool {
+        self.recorded.contains_key(&Key { bucket, is_greedy, is_masked: false, is_split: false, has_adapters })
     }
 
     /// The bucket of a decode step in which all rows sample; other steps are not recorded.
@@ -114,7 +122,8 @@ impl CudaDevice {
         bucket: usize,
         forward: &mut dyn FnMut(&mut Self) -> Result<(), DeviceError>,
     ) -> Result<usize, DeviceError> {
-        let slot = self.begin_step(inputs, StepShape::decode(bucket))?;
+        let shape = StepShape::decode(bucket, StepShape::of(inputs).has_adapters);
+        let slot = self.begin_step(inputs, shape)?;
         if let Some(graph) = self.graphs.recorded.get(&self.key(bucket)) {
             self.queue.replay(graph).map_err(device_error)?;
             return Ok(slot);
@@ -135,6 +144,7 @@ impl CudaDevice {
             is_greedy: self.current().is_greedy && !self.current().is_masked,
             is_masked: self.current().is_masked,
             is_split: self.is_split,
+            has_adapters: self.current().shape.has_adapters,
         }
     }
 
@@ -160,15 +170,21 @@ impl CudaDevice {
         let Some(&piece) = self.graphs.idle_work.front() else { return Ok(false) };
         let is_done = match piece {
             IdleWork::Measure { tokens } => {
-                let chunk = StepShape { tokens, rows: 1, prefill_rows: 1, max_chunk: tokens, samples: 1 };
+                let (rows, prefill_rows, samples, has_adapters) = (1, 1, 1, false);
+                let chunk = StepShape { tokens, rows, prefill_rows, max_chunk: tokens, samples, has_adapters };
                 self.measure_for_a_while(chunk, forward)?
             }
-            IdleWork::Record { bucket, is_greedy } if self.graphs.has_decode(bucket, is_greedy) => true,
-            IdleWork::Record { bucket, is_greedy } => {
+            IdleWork::Record { bucket, is_greedy, has_adapters }
+                if self.graphs.has_decode(bucket, is_greedy, has_adapters) =>
+            {
+                true
+            }
+            IdleWork::Record { bucket, is_greedy, has_adapters } => {
+                let shape = StepShape::decode(bucket, has_adapters);
                 // Measuring waits for the GPU, which is not allowed during a recording.
-                let is_measured = self.measure_for_a_while(StepShape::decode(bucket), forward)?;
+                let is_measured = self.measure_for_a_while(shape, forward)?;
                 if is_measured {
-                    self.current = Some(self.step_at(StepShape::decode(bucket), is_greedy));
+                    self.current = Some(self.step_at(shape, is_greedy));
                     self.record(bucket, forward)?;
                 }
                 is_measured
@@ -225,12 +241,15 @@ mod tests {
     #[test]
     fn recordings_come_largest_first_and_greedy_ones_first_of_all() {
         let mut graphs = Graphs::new(true, 10);
-        graphs.plan_idle_work(300);
-        let record = |bucket, is_greedy| IdleWork::Record { bucket, is_greedy };
+        graphs.plan_idle_work(300, false);
+        let record = |bucket, is_greedy| IdleWork::Record { bucket, is_greedy, has_adapters: false };
         let measure = |tokens| IdleWork::Measure { tokens };
         let greedy = [16, 8, 4, 2, 1].map(|bucket| record(bucket, true));
         let others = [16, 8, 4, 2, 1].map(|bucket| record(bucket, false));
         let chunks = [measure(128), measure(192), measure(256), measure(300)];
         assert_eq!(graphs.idle_work, [greedy.as_slice(), &chunks, &others].concat());
+        graphs.plan_idle_work(100, true);
+        let with_adapters = IdleWork::Record { bucket: 16, is_greedy: true, has_adapters: true };
+        assert_eq!((graphs.idle_work.len(), graphs.idle_work[1]), (2 * 2 * 5 + 1, with_adapters));
     }
 }

@@ -22,7 +22,7 @@ use super::host_tier::buffer_bytes;
 use super::latent::LatentBuffers;
 use super::packed::ProductScratch;
 use super::rows::{MAX_TOP, Reported, Rows};
-use super::step::{Layout, StepBounds};
+use super::step::{AdapterBounds, Layout, StepBounds};
 use super::{CudaConfig, CudaDevice, device_error};
 use crate::kv_elements::kv_codes;
 
@@ -159,6 +159,8 @@ fn step_words(limits: &StepLimits, spec: &AttentionSpec) -> usize {
         tables: table_shape(limits, spec.block_size, spec.kv_windows.len()),
         max_positions: 0,
         vocab_size: 0,
+        // Whether there are any is not known yet; a word for each token does not matter.
+        adapters: AdapterBounds { num_slots: 1, rank: 0 },
     })
 }
 
@@ -289,7 +291,7 @@ impl CudaDevice {
         (self.tensor_rows() * cols * 2).max(least)
     }
 
-    fn tensor_rows(&self) -> usize {
+    pub(super) fn tensor_rows(&self) -> usize {
         tensor_rows(&self.config.limits, self.graphs.largest_bucket())
     }
 

@@ -4,6 +4,7 @@
 //! one copy, tokens stay on the GPU, and results are read from pinned memory after the step's event. Decode steps are
 //! recorded as CUDA graphs, one for each number of rows in a list of buckets.
 
+mod adapters;
 mod cache;
 mod chain;
 mod config;
@@ -42,12 +43,16 @@ use engine::RowId;
 use kernels::cuda::library_gemm::{FirstUse, LibraryGemm};
 use kernels::cuda::{CudaError, DeviceBuffer, Event, Gpu, PinnedBuffer, Queue, Span};
 
+use adapters::Adapters;
+pub use adapters::CudaProduct;
+pub(crate) use adapters::adapter_bytes;
 use cache::Cache;
 use chain::Chain;
 pub use config::CudaConfig;
 pub(crate) use experts::ExpertSizes;
 use experts::{ExpertBuffers, ExpertLayer, Unsummed};
 use graphs::Graphs;
+pub(crate) use graphs::largest_bucket;
 use group::Group;
 use host_tier::HostTier;
 pub use host_tier::buffer_bytes as host_buffer_bytes;
@@ -57,8 +62,8 @@ use load::Loader;
 pub(crate) use load::RowOrder;
 use logits::Reports;
 use masked::MaskedStep;
-pub(crate) use memory::Estimate;
 use memory::Workspace;
+pub(crate) use memory::{Estimate, tensor_rows};
 pub use nccl_rate::{NcclRate, nccl_rate};
 use packed::Packed;
 pub(crate) use packed::{ProductScratch, expert_format, has_fp8_inputs, packed_format};
@@ -156,6 +161,7 @@ pub struct CudaDevice {
     /// Whether the kernels for few rows support every matrix loaded so far.
     all_skinny: bool,
     product_scratch: ProductScratch,
+    adapters: Adapters,
     /// Whether the current step comes from [`verify::split_into_decodes`]: its rows read keys and values that other
     /// rows write.
     is_split: bool,
@@ -246,6 +252,7 @@ impl CudaDevice {
             chain: Chain::default(),
             all_skinny: true,
             product_scratch: ProductScratch::default(),
+            adapters: Adapters::new(),
             is_split: false,
             has_layer_norms: false,
             logit_cap: None,

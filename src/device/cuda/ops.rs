@@ -94,7 +94,7 @@ impl CudaDevice {
         if self.defer(out, x, weight)? {
             return Ok(());
         }
-        self.product(out, x, weight, self.num_tokens(), weight.rows, Epilogue::Store)
+        self.adapted_product(out, x, weight, Epilogue::Store)
     }
 
     /// This worker's part of a sum of products.
@@ -205,8 +205,9 @@ impl CudaDevice {
     ) -> Result<(), DeviceError> {
         let activation = gate_activation(activation);
         let (rows, cols) = (self.num_tokens(), weight.rows / 2);
-        if weight.group == skinny_gemm::GATE_GROUP && self.is_own_gated(rows, weight) && activation.is_fused() {
-            return self.product(out.values, x.values, weight, rows, weight.rows, Epilogue::Gated(activation));
+        let is_fused = activation.is_fused() && !self.splits_activation(rows, weight);
+        if weight.group == skinny_gemm::GATE_GROUP && self.is_own_gated(rows, weight) && is_fused {
+            return self.adapted_product(out.values, x.values, weight, Epilogue::Gated(activation));
         }
         self.op_linear(scratch.values, x.values, weight)?;
         if self.current().only_products {

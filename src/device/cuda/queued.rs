@@ -69,6 +69,7 @@ impl CudaDevice {
         Ok(StepBounds {
             max_positions: bounds.max_positions.min(self.num_positions),
             max_samples: self.config.max_samples(),
+            adapters: self.adapters.bounds(),
             ..bounds
         })
     }

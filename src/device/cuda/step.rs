@@ -1,8 +1,8 @@
 //! The inputs of a step as they are sent to the GPU: checked, packed into one block of u32, and copied with one call.
 
-use kernels::cuda::Span;
 use kernels::cuda::sample::VERIFIES;
-use ops::{DeviceError, StepInputs};
+use kernels::cuda::{Span, low_rank};
+use ops::{DeviceError, NO_ADAPTER, StepInputs};
 
 /// Value in `slots` of a padding token, and in `states` of a padding row.
 const PADDING: u32 = u32::MAX;
@@ -21,6 +21,15 @@ pub(crate) struct StepBounds {
     pub(crate) tables: TableShape,
     pub(crate) max_positions: usize,
     pub(crate) vocab_size: usize,
+    pub(crate) adapters: AdapterBounds,
+}
+
+/// The slots for adapters; none by default.
+#[derive(Debug, Clone, Copy, Default)]
+pub(crate) struct AdapterBounds {
+    pub(crate) num_slots: usize,
+    /// The rank that an adapter takes.
+    pub(crate) rank: usize,
 }
 
 /// The packed block tables.
@@ -46,6 +55,8 @@ pub(crate) struct StepShape {
     /// Tokens of the longest prefill chunk.
     pub(crate) max_chunk: usize,
     pub(crate) samples: usize,
+    /// Whether a row has an adapter.
+    pub(crate) has_adapters: bool,
 }
 
 impl StepShape {
@@ -57,12 +68,13 @@ impl StepShape {
             prefill_rows: inputs.num_prefill_rows,
             max_chunk: chunks.map(|pair| (pair[1] - pair[0]) as usize).max().unwrap_or(0),
             samples: inputs.samples.len(),
+            has_adapters: inputs.adapters.iter().any(|&slot| slot != NO_ADAPTER),
         }
     }
 
     /// The shape of a decode step with `bucket` rows.
-    pub(crate) fn decode(bucket: usize) -> Self {
-        Self { tokens: bucket, rows: bucket, prefill_rows: 0, max_chunk: 0, samples: bucket }
+    pub(crate) fn decode(bucket: usize, has_adapters: bool) -> Self {
+        Self { tokens: bucket, rows: bucket, prefill_rows: 0, max_chunk: 0, samples: bucket, has_adapters }
     }
 }
 
@@ -81,6 +93,8 @@ pub(crate) struct Layout {
     sample_rows: usize,
     sample_tokens: usize,
     num_generated: usize,
+    adapters: usize,
+    adapter_slices: usize,
     block_tables: usize,
     /// Number of words of the whole block.
     pub(crate) words: usize,
@@ -94,7 +108,7 @@ impl Layout {
             words += count.next_multiple_of(ALIGN);
             start
         };
-        let StepShape { tokens, rows, samples, .. } = shape;
+        let StepShape { tokens, rows, samples, has_adapters, .. } = shape;
         let mut layout = Self {
             slot: take(1),
             token_ids: take(tokens),
@@ -108,6 +122,8 @@ impl Layout {
             sample_rows: take(samples),
             sample_tokens: take(samples),
             num_generated: take(samples),
+            adapters: take(if has_adapters { tokens } else { 0 }),
+            adapter_slices: take(if has_adapters { 2 } else { 0 }),
             block_tables: take(tables.num_groups * group_stride(rows, tables)),
             words: 0,
         };
@@ -118,7 +134,8 @@ impl Layout {
     /// Number of words that is enough for any step within the limits.
     pub(crate) fn max_words(bounds: &StepBounds) -> usize {
         let (rows, tokens) = (bounds.max_rows, bounds.max_tokens.max(bounds.max_rows));
-        let shape = StepShape { tokens, rows, prefill_rows: 0, max_chunk: 0, samples: tokens };
+        let has_adapters = bounds.adapters.num_slots > 0;
+        let shape = StepShape { tokens, rows, prefill_rows: 0, max_chunk: 0, samples: tokens, has_adapters };
         Self::new(shape, bounds.tables).words
     }
 }
@@ -141,6 +158,10 @@ pub(crate) struct StepSpans {
     /// `[S]`: the token whose logits are used.
     pub(crate) sample_tokens: Span,
     pub(crate) num_generated: Span,
+    /// `[T]`: the slot of the token's adapter; nothing if no row has one.
+    pub(crate) adapters: Span,
+    /// A u64: the slices of slots that a token uses, as `kernels::cuda::low_rank` takes them.
+    pub(crate) adapter_slices: Span,
     pub(crate) block_tables: GroupSpans,
 }
 
@@ -175,7 +196,7 @@ impl StepSpans {
     pub(crate) fn new(block: Span, layout: &Layout, shape: StepShape, tables: TableShape) -> Self {
         let part = |start, count| block.elements::<u32>(start, count);
         let groups = |start, stride, count| GroupSpans { all: part(start, tables.num_groups * stride), stride, count };
-        let StepShape { tokens, rows, samples, .. } = shape;
+        let StepShape { tokens, rows, samples, has_adapters, .. } = shape;
         Self {
             slot: part(layout.slot, 1),
             token_ids: part(layout.token_ids, tokens),
@@ -189,6 +210,8 @@ impl StepSpans {
             sample_rows: part(layout.sample_rows, samples),
             sample_tokens: part(layout.sample_tokens, samples),
             num_generated: part(layout.num_generated, samples),
+            adapters: part(layout.adapters, if has_adapters { tokens } else { 0 }),
+            adapter_slices: part(layout.adapter_slices, if has_adapters { 2 } else { 0 }),
             block_tables: groups(layout.block_tables, group_stride(rows, tables), rows * tables.stride),
         }
     }
@@ -227,6 +250,12 @@ pub(crate) fn pack(inputs: &StepInputs, bounds: &StepBounds, shape: StepShape, s
     put(layout.sample_rows, shape.samples, &mut sample_rows, spare_row);
     put(layout.sample_tokens, shape.samples, &mut inputs.samples.iter().map(|s| s.token_index), 0);
     put(layout.num_generated, shape.samples, &mut inputs.samples.iter().map(|s| s.num_generated), 0);
+    if shape.has_adapters {
+        put(layout.adapters, shape.tokens, &mut row_of_token().map(|r| inputs.adapters[r]), NO_ADAPTER);
+        let used = inputs.adapters.iter().filter(|&&slot| slot != NO_ADAPTER);
+        let slices = used.fold(0, |slices, &slot| slices | low_rank::slice_bit(slot, bounds.adapters.rank));
+        put(layout.adapter_slices, 2, &mut [slices as u32, (slices >> 32) as u32].into_iter(), 0);
+    }
     for group in 0..num_groups {
         let group_start = layout.block_tables + group * group_stride(shape.rows, bounds.tables);
         for row in 0..rows {
@@ -277,6 +306,13 @@ pub(crate) fn check(inputs: &StepInputs, bounds: &StepBounds) -> Result<(), Devi
             inputs.block_tables.len(),
             inputs.max_blocks
         ));
+    }
+    let num_adapters = bounds.adapters.num_slots;
+    if !matches!(inputs.adapters.len(), len if len == 0 || len == rows) {
+        return refuse(format!("adapters of {} rows of {rows}", inputs.adapters.len()));
+    }
+    if let Some(slot) = inputs.adapters.iter().find(|&&slot| slot != NO_ADAPTER && slot as usize >= num_adapters) {
+        return refuse(format!("adapter slot {slot} of {num_adapters}"));
     }
     let starts = &inputs.row_starts;
     if starts[0] != 0 || starts[rows] as usize != tokens || starts.windows(2).any(|pair| pair[0] >= pair[1]) {

@@ -19,11 +19,13 @@ pub(crate) fn split_into_decodes(inputs: &StepInputs, max_rows: usize) -> Option
     split.rows.truncate(first);
     split.row_starts.truncate(first + 1);
     split.context_lens.truncate(first);
+    split.adapters.truncate(first);
     for row in first..inputs.num_rows() {
         for token in inputs.row_starts[row]..inputs.row_starts[row + 1] {
             split.rows.push(inputs.rows[row]);
             split.row_starts.push(token + 1);
             split.context_lens.push(inputs.positions[token as usize] + 1);
+            split.adapters.extend(inputs.adapters.get(row));
         }
     }
     split.block_tables = split_tables(inputs, first);
@@ -77,6 +79,7 @@ mod tests {
             samples: vec![sample(2, 2), sample(0, 3), sample(0, 4), sample(0, 5), sample(3, 6)],
             masked: Vec::new(),
             logits: vec![4],
+            adapters: vec![1, ops::NO_ADAPTER, 0],
             ..StepInputs::default()
         }
     }
@@ -88,6 +91,7 @@ mod tests {
         assert_eq!(split.num_prefill_rows, 1);
         assert_eq!(split.row_starts, [0, 3, 4, 5, 6, 7]);
         assert_eq!(split.context_lens, [3, 15, 16, 17, 4]);
+        assert_eq!(split.adapters, [1, ops::NO_ADAPTER, ops::NO_ADAPTER, ops::NO_ADAPTER, 0]);
         assert_eq!(split.block_tables, [2, 0, 0, 3, 0, 3, 0, 3, 5, 0]);
         let mut two_groups = inputs();
         two_groups.slots.extend_from_within(..);

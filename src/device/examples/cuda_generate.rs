@@ -2,13 +2,14 @@
 //! as JSON, which `scripts/check_gpu_model.py` compares with transformers.
 //!
 //! `cuda_generate CHECKPOINT OUT.json [--tp-size N --rank R] [--stages N --stage I] [--exchange DIR] [--tokens N] [--simple]
-//! [--no-graphs] [--logits] [--drafts PLAIN.json] [--kv-cache bf16|fp8|int8]`
+//! [--no-graphs] [--logits] [--drafts PLAIN.json] [--kv-cache bf16|fp8|int8] [--adapters DIR,DIR…]`
 //!
 //! Prompts join two at a time while earlier ones decode, in chunks of at most 96 tokens, so that every kind of step
 //! runs: prefill with and without a cached prefix, mixed steps, recorded decodes. With `--logits`, log-probabilities
 //! are computed from the raw logits that steps report. With `--drafts`, rows verify right and wrong drafts: the tokens
 //! of an earlier run, some of them changed. If the model has recurrent states, one is copied to another slot before each
-//! step.
+//! step. With `--adapters`, folders that PEFT has saved, rows have them in turn, and then none; slots are filled before the step in which their
+//! first row joins, while others run, and at first with another adapter.
 
 use std::collections::VecDeque;
 use std::path::PathBuf;
@@ -18,8 +19,9 @@ use std::time::Duration;
 use device::cuda::{CudaConfig, CudaDevice};
 use device::{Exchange, FileExchange};
 use engine::{CopiedState, RevisedRow, RowId, SampledToken, SamplingParams, StateId, TokenId};
+use models::{Adapter, AdapterBounds, MAX_ADAPTER_RANK};
 use ops::{
-    AttentionSpec, Device, KvElements, PipelineStage, SampleInput, StepInputs, StepLimits, TOKEN_ON_DEVICE,
+    AttentionSpec, Device, KvElements, NO_ADAPTER, PipelineStage, SampleInput, StepInputs, StepLimits, TOKEN_ON_DEVICE,
     TensorParallel,
 };
 use serde_json::json;
@@ -59,9 +61,16 @@ struct Options {
     logits: bool,
     drafts: Option<PathBuf>,
     kv_elements: KvElements,
+    adapters: Vec<PathBuf>,
 }
 
 impl Options {
+    /// The adapter of a row, as the index of its folder and its slot: slots are in reverse.
+    fn adapter(&self, row: usize) -> Option<(usize, u32)> {
+        let index = row % (self.adapters.len() + 1);
+        (index < self.adapters.len()).then(|| (index, (self.adapters.len() - 1 - index) as u32))
+    }
+
     /// Whether every step waits for the tokens of the last one, which the host sends.
     fn sends_tokens(&self) -> bool {
         self.drafts.is_some() || self.stage.count > 1
@@ -84,6 +93,7 @@ fn options() -> Options {
         graphs: !arguments.iter().any(|a| a == "--no-graphs"),
         logits: arguments.iter().any(|a| a == "--logits"),
         drafts: value("--drafts").map(PathBuf::from),
+        adapters: value("--adapters").map(|list| list.split(',').map(PathBuf::from).collect()).unwrap_or_default(),
         kv_elements: match value("--kv-cache").as_deref() {
             None | Some("bf16") => KvElements::Plain,
             Some("fp8") => KvElements::Fp8,
@@ -173,6 +183,10 @@ fn plan(
         }
     }
     windows.iter().enumerate().for_each(|(group, &window)| add_tables(&mut inputs, group, window));
+    if !options.adapters.is_empty() {
+        let slot = |row: &RowId| options.adapter(row.0 as usize).map_or(NO_ADAPTER, |(_, slot)| slot);
+        inputs.adapters = inputs.rows.iter().map(slot).collect();
+    }
     if options.logits {
         inputs.logits = inputs.samples.iter().map(|sample| sample.token_index).collect();
     }
@@ -319,6 +333,13 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
         device.allocate_states(&spec, slots.of_rows.len() + 1)?;
     }
 
+    let bounds = AdapterBounds { max_rank: MAX_ADAPTER_RANK, max_bytes: u64::MAX };
+    let adapters =
+        options.adapters.iter().map(|dir| Adapter::read(dir, &config, bounds)).collect::<Result<Vec<_>, _>>()?;
+    if !adapters.is_empty() {
+        model.allocate_adapters(&mut device, adapters.len(), MAX_ADAPTER_RANK)?;
+    }
+
     let (mut rows, earlier) = (Vec::<Row>::new(), earlier(options.drafts.as_ref())?);
     let mut waiting: VecDeque<usize> = PROMPT_LENS.into();
     let mut in_flight: VecDeque<Vec<(usize, usize)>> = VecDeque::new();
@@ -328,6 +349,10 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
         for length in waiting.drain(..waiting.len().min(2)) {
             let row = Row::new(rows.len(), length, config.vocab_size, earlier[rows.len()].clone());
             let tokens: Vec<TokenId> = row.tokens.iter().map(|&t| TokenId(t)).collect();
+            if let Some((index, slot)) = options.adapter(rows.len()).filter(|_| rows.len() < adapters.len()) {
+                model.set_adapter(&mut device, slot, &adapters[adapters.len() - 1 - index])?;
+                model.set_adapter(&mut device, slot, &adapters[index])?;
+            }
             device.join_row(RowId(rows.len() as u32), &tokens, length as u32, &sampling)?;
             rows.push(row);
         }
@@ -364,11 +389,13 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
     }
     let sequences: Vec<_> = rows
         .iter()
-        .map(|row| {
+        .enumerate()
+        .map(|(index, row)| {
+            let adapter = options.adapter(index).map(|(index, _)| &options.adapters[index]);
             let tokens: Vec<u32> = row.outputs.iter().map(|o| o.token.0).collect();
             let top: Vec<Vec<(u32, f32)>> =
                 row.outputs.iter().map(|o| o.top.iter().map(|(t, p)| (t.0, *p)).collect()).collect();
-            json!({ "prompt": row.tokens[..row.num_prompt], "tokens": tokens, "top": top })
+            json!({ "prompt": row.tokens[..row.num_prompt], "tokens": tokens, "top": top, "adapter": adapter })
         })
         .collect();
     std::fs::write(&options.out, serde_json::to_vec(&json!({ "sequences": sequences }))?)?;

@@ -59,7 +59,7 @@ impl AdapterConfig {
     fn of(path: &Path, map: &Map<String, Value>) -> Result<Self, String> {
         map.iter().try_for_each(|(name, value)| check_field(name, value))?;
         let number = |name: &str| match map.get(name) {
-            Some(Value::Number(number)) => number.as_f64().filter(|it| it.is_finite()),
+            Some(Value::Number(number)) => number.as_f64().filter(|&it| (it as f32).is_finite()),
             _ => None,
         };
         let rank = number("r").filter(|&r| r >= 1.0 && r.fract() == 0.0);
@@ -124,7 +124,7 @@ fn check_field(name: &str, value: &Value) -> Result<(), String> {
 fn patterns(map: &Map<String, Value>, field: &str) -> Result<Vec<(Regex, f64)>, String> {
     let Some(Value::Object(entries)) = map.get(field) else { return Ok(Vec::new()) };
     let entry = |(key, value): (&String, &Value)| {
-        let number = value.as_f64().filter(|it| it.is_finite());
+        let number = value.as_f64().filter(|&it| (it as f32).is_finite());
         let number = number.ok_or_else(|| format!("field `{field}`: `{key}` must be a number"))?;
         let key = Regex::new(&format!(r"^(?:.*\.)?(?:{key})$"));
         Ok((key.map_err(|error| format!("field `{field}`: {error}"))?, number))

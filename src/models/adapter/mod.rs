@@ -11,7 +11,7 @@ mod read;
 pub(crate) mod targets;
 mod tensors;
 
-use ops::{DType, LowRankPart};
+use ops::{DType, Device, LowRankPart};
 use serde::{Deserialize, Serialize};
 
 pub use error::AdapterError;
@@ -35,6 +35,10 @@ pub struct AdapterBounds {
 pub struct Adapter {
     products: Vec<LowRank>,
 }
+
+/// The weights of a worker in which adapters may add products.
+#[derive(Debug, Default)]
+pub struct AdapterLayers(pub(crate) Vec<(usize, Target)>);
 
 /// The low-rank product of one linear layer of the checkpoint.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
@@ -78,8 +82,15 @@ impl Adapter {
         postcard::from_bytes(bytes).map_err(|source| AdapterError::Bytes { len: bytes.len(), source })
     }
 
+    /// This worker's products in each of the layers, as its device holds them.
+    pub fn products<D: Device>(&self, layers: &AdapterLayers) -> Vec<Vec<D::Product>> {
+        let of_target =
+            |(layer, target): &(usize, Target)| self.parts(*layer, target).into_iter().map(D::product).collect();
+        layers.0.iter().map(of_target).collect()
+    }
+
     /// The parts of a worker's weight, which covers the rows and columns of `target`.
-    pub(crate) fn parts(&self, layer: usize, target: &Target) -> Vec<LowRankPart> {
+    fn parts(&self, layer: usize, target: &Target) -> Vec<LowRankPart> {
         let of_module = |module: &targets::Module| {
             let product = self.products.iter().find(|it| it.layer as usize == layer && it.module == module.name)?;
             let rows = module.slices.iter().flat_map(|slice| {
@@ -97,6 +108,18 @@ impl Adapter {
 }
 
 impl Matrix {
+    /// Whether all values are finite, also in bf16: devices multiply those of one adapter by zeros of rows that have another.
+    fn is_finite(&self) -> bool {
+        match self.element {
+            Element::Bf16 => self.data.as_chunks().0.iter().all(|it| half::bf16::from_le_bytes(*it).is_finite()),
+            Element::F16 => self.data.as_chunks().0.iter().all(|it| half::f16::from_le_bytes(*it).is_finite()),
+            Element::F32 => {
+                let mut values = self.data.as_chunks().0.iter().map(|it| f32::from_le_bytes(*it));
+                values.all(|value| half::bf16::from_f32(value).is_finite())
+            }
+        }
+    }
+
     /// Appends columns of a row, in f32.
     fn append(&self, row: usize, cols: std::ops::Range<usize>, out: &mut Vec<f32>) {
         let size = self.element.dtype().size();

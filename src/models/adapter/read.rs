@@ -136,5 +136,9 @@ fn matrix(
     if start > end || end > body.len() as u64 || end - start != len {
         return Err(format!("tensor `{name}` is at bytes {start}..{end}, expected {len} bytes within {}", body.len()));
     }
-    Ok(Matrix { element, cols: shape[1] as u32, data: body[start as usize..end as usize].to_vec() })
+    let matrix = Matrix { element, cols: shape[1] as u32, data: body[start as usize..end as usize].to_vec() };
+    match matrix.is_finite() {
+        true => Ok(matrix),
+        false => Err(format!("tensor `{name}` has values that are not finite")),
+    }
 }

@@ -94,6 +94,9 @@ fn product(
         Matrix { element, cols: cols as u32, data }
     };
     let (a, b) = (matrix(0, a_len, cols), matrix(a_len, needed, found));
+    if !a.is_finite() || !b.is_finite() {
+        return Err(format!("module {module} of layer {layer} has values in `lora_weights` that are not finite"));
+    }
     Ok(LowRank { layer: index as u32, module: name.to_owned(), rank: found as u32, scale: 1.0, a, b })
 }
 

@@ -180,11 +180,16 @@ fn rewritten(
     dir
 }
 
+/// Writes tensors full of 0.1.
 fn write_safetensors(path: &Path, tensors: &[(String, [usize; 2])]) {
+    write_filled(path, tensors, 0.1);
+}
+
+fn write_filled(path: &Path, tensors: &[(String, [usize; 2])], value: f32) {
     let (mut header, mut body) = (serde_json::Map::new(), Vec::new());
     for (name, shape) in tensors {
         let start = body.len();
-        (0..shape[0] * shape[1]).for_each(|_| body.extend(0.1f32.to_le_bytes()));
+        (0..shape[0] * shape[1]).for_each(|_| body.extend(value.to_le_bytes()));
         let entry = serde_json::json!({"dtype": "F32", "shape": shape, "data_offsets": [start, body.len()]});
         header.insert(name.clone(), entry);
     }
@@ -222,6 +227,10 @@ fn an_adapter_that_does_not_fit_is_refused_with_what_to_do() {
     let half = [("base_model.model.model.layers.1.mlp.up_proj.lora_A.weight".to_owned(), [5, 64])];
     write_safetensors(&rank.path().join("adapter_model.safetensors"), &half);
     assert!(refused(rank.path()).contains("layers.1.mlp.up_proj.lora_B.weight` is missing"));
+    let [a, b] = ["A", "B"].map(|part| format!("base_model.model.model.layers.1.mlp.up_proj.lora_{part}.weight"));
+    // Finite, but not in bf16.
+    write_filled(&rank.path().join("adapter_model.safetensors"), &[(a, [5, 64]), (b, [136, 5])], f32::MAX);
+    assert!(refused(rank.path()).contains("lora_A.weight` has values that are not finite"), "{}", refused(rank.path()));
     let unknown = [("base_model.model.model.layers.0.mlp.router.lora_A.weight".to_owned(), [5, 64])];
     write_safetensors(&rank.path().join("adapter_model.safetensors"), &unknown);
     let found = refused(rank.path());

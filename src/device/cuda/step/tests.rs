@@ -12,6 +12,7 @@ fn bounds() -> StepBounds {
         tables: TableShape { stride: 3, num_groups: 1 },
         max_positions: 12,
         vocab_size: 100,
+        adapters: AdapterBounds::default(),
     }
 }
 
@@ -41,7 +42,7 @@ fn inputs() -> StepInputs {
 fn a_step_is_packed_with_tables_at_the_fixed_stride_and_padded() {
     let (inputs, bounds) = (inputs(), bounds());
     assert!(check(&inputs, &bounds).is_ok());
-    let shape = StepShape { tokens: 6, rows: 3, prefill_rows: 1, max_chunk: 3, samples: 2 };
+    let shape = StepShape { tokens: 6, rows: 3, prefill_rows: 1, max_chunk: 3, samples: 2, has_adapters: false };
     let mut words = vec![u32::MAX - 1; Layout::max_words(&bounds)];
     let layout = pack(&inputs, &bounds, shape, 3, &mut words);
     assert_eq!(words[layout.slot], 3);
@@ -62,7 +63,7 @@ fn each_kv_group_has_slots_and_tables_of_its_own() {
     inputs.block_tables.extend([2, 0, 7, 5]);
     let bounds = StepBounds { tables: TableShape { stride: 3, num_groups: 2 }, ..bounds() };
     assert!(check(&inputs, &bounds).is_ok());
-    let shape = StepShape { tokens: 6, rows: 3, prefill_rows: 1, max_chunk: 3, samples: 2 };
+    let shape = StepShape { tokens: 6, rows: 3, prefill_rows: 1, max_chunk: 3, samples: 2, has_adapters: false };
     let mut words = vec![u32::MAX - 1; Layout::max_words(&bounds)];
     let layout = pack(&inputs, &bounds, shape, 3, &mut words);
     let (slots, tables) = (&words[layout.slots..], &words[layout.block_tables..]);
@@ -103,4 +104,22 @@ fn a_step_that_points_outside_is_refused() {
         spoil(&mut inputs);
         assert!(check(&inputs, &bounds()).is_err(), "case {index}");
     }
+}
+
+#[test]
+fn tokens_have_the_slots_of_their_rows() {
+    let bounds = StepBounds { adapters: AdapterBounds { num_slots: 20, rank: 16 }, ..bounds() };
+    let inputs = StepInputs { adapters: vec![19, ops::NO_ADAPTER], ..inputs() };
+    assert!(check(&inputs, &bounds).is_ok());
+    let shape = StepShape { tokens: 6, ..StepShape::of(&inputs) };
+    let mut words = vec![0; Layout::max_words(&bounds)];
+    let layout = pack(&inputs, &bounds, shape, 0, &mut words);
+    assert_eq!(words[layout.adapters..][..6], [19, 19, 19, ops::NO_ADAPTER, ops::NO_ADAPTER, ops::NO_ADAPTER]);
+    // Sixty-four columns are four slots.
+    assert_eq!(words[layout.adapter_slices..][..2], [1 << 4, 0]);
+    for adapters in [vec![20, 0], vec![0], vec![0; 3]] {
+        assert!(check(&StepInputs { adapters, ..inputs.clone() }, &bounds).is_err());
+    }
+    // A device without slots.
+    assert!(check(&inputs, &StepBounds { adapters: AdapterBounds::default(), ..bounds }).is_err());
 }

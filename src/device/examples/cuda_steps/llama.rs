@@ -3,11 +3,12 @@
 use std::ops::Range;
 use std::sync::Arc;
 
-use device::cuda::{CudaDevice, CudaTensor, CudaWeight};
-use models::Model;
+use device::cuda::{CudaDevice, CudaProduct, CudaTensor, CudaWeight};
+use models::{AdapterLayers, Model};
 use ops::{
-    Activation, AttentionSpec, DType, Device, DeviceError, KvElements, LayerAttention, LinearRole, LogitSpec, NormKind,
-    NormSlices, Quantization, QuantizedRows, RopeTable, RowSource, WeightData, WeightSlice,
+    Activation, AdapterSlots, AttentionSpec, DType, Device, DeviceError, KvElements, LayerAttention, LinearRole,
+    LogitSpec, LowRankPart, NormKind, NormSlices, Quantization, QuantizedRows, RopeTable, RowSource, WeightData,
+    WeightSlice,
 };
 
 /// The size of heads.
@@ -217,6 +218,40 @@ impl Llama {
     }
 }
 
+impl Llama {
+    /// Every linear layer with its slots.
+    pub fn adapter_slots(&self, count: usize, max_rank: usize) -> Vec<(CudaWeight, AdapterSlots)> {
+        let Shape { hidden, heads, kv_heads, inner, .. } = self.shape;
+        let [heads, kv_heads, inner] = [heads * DIM, kv_heads * DIM, inner].map(|rows| rows / self.tp_size);
+        let slots = |cols, modules: &[usize]| AdapterSlots { count, max_rank, cols, modules: modules.to_vec() };
+        let of_layer = |layer: &Layer| {
+            [
+                (layer.qkv, slots(hidden, &[heads, kv_heads, kv_heads])),
+                (layer.out, slots(heads, &[hidden])),
+                (layer.gate_up, slots(hidden, &[inner, inner])),
+                (layer.down, slots(inner, &[hidden])),
+            ]
+        };
+        self.layers.iter().flat_map(of_layer).collect()
+    }
+}
+
+/// Small random products of the largest rank for all outputs of a layer.
+pub fn random_products(slots: &AdapterSlots) -> Vec<CudaProduct> {
+    let values = |count: usize| {
+        let bytes = random_bytes(2 * count);
+        bytes.as_chunks().0.iter().map(|it| half::bf16::from_le_bytes(*it).to_f32()).collect::<Vec<_>>()
+    };
+    let (mut parts, mut first_row) = (Vec::new(), 0);
+    for &rows in &slots.modules {
+        let rank = slots.max_rank;
+        let (a, b) = (values(rank * slots.cols), values(rows * rank));
+        parts.push(CudaDevice::product(LowRankPart { first_row, rank, scale: 1.0, a, b }));
+        first_row += rows;
+    }
+    parts
+}
+
 impl Model<CudaDevice> for Llama {
     fn attention_spec(&self, block_size: usize, max_sequence_len: usize) -> AttentionSpec {
         spec(self.shape, self.layers.len(), block_size, max_sequence_len, self.tp_size)
@@ -226,13 +261,29 @@ impl Model<CudaDevice> for Llama {
         &[]
     }
 
-    fn set_adapter(&self, _: &mut CudaDevice, _: u32, _: &models::Adapter) -> Result<(), DeviceError> {
-        let (what, found) = ("an adapter".into(), "random weights".into());
-        Err(DeviceError::Unsupported { what, found, expected: "a checkpoint".into() })
+    /// Adapters that were read fit the layers of a checkpoint, which this model lacks.
+    fn adapter_layers(&self) -> AdapterLayers {
+        AdapterLayers::default()
     }
 
-    fn adapter_bytes(&self, _: usize) -> u64 {
-        0
+    fn set_products(
+        &self,
+        device: &mut CudaDevice,
+        slot: u32,
+        products: Vec<Vec<CudaProduct>>,
+    ) -> Result<(), DeviceError> {
+        let mut all = self.adapter_slots(0, 0).into_iter().zip(products);
+        all.try_for_each(|((weight, _), products)| device.set_adapter(&weight, slot, products))
+    }
+
+    fn adapter_bytes(&self, device: &CudaDevice, count: usize, max_rank: usize) -> u64 {
+        let layers = self.adapter_slots(count, max_rank).into_iter().map(|(_, slots)| slots);
+        device.adapter_bytes(&layers.collect::<Vec<_>>())
+    }
+
+    fn allocate_adapters(&self, device: &mut CudaDevice, count: usize, max_rank: usize) -> Result<(), DeviceError> {
+        let layers = self.adapter_slots(count, max_rank);
+        device.allocate_adapters(&layers.iter().map(|(weight, slots)| (weight, slots.clone())).collect::<Vec<_>>())
     }
 
     fn forward(&mut self, device: &mut CudaDevice) -> Result<(), DeviceError> {

@@ -2,10 +2,11 @@
 //!
 //! `cargo run --release -p device --example cuda_steps -- [--shape llama2-7b|llama3-8b | --checkpoint DIR] [--layers N] [--simple] [--batch-invariant]
 //! [--no-graphs] [--context N] [--prefill N] [--batch N] [--rows N] [--weights bf16|fp8|fp8-blocks|fp8-weights-only|int4] [--kv-cache bf16|fp8|int8]
-//! [--tp-size N --rank R --exchange DIR] [--sleep]`
+//! [--tp-size N --rank R --exchange DIR] [--adapters N [--adapter-rank R]] [--sleep]`
 //!
 //! Prints milliseconds per decode step for several batch sizes and for a mixed step, with two steps in flight, and
-//! prefill tokens per second. `--sleep` measures sleep and wake in their place. `--layers` and `--weights` are for random weights.
+//! prefill tokens per second. `--sleep` measures sleep and wake in their place. `--layers`, `--weights` and `--adapters` are for random weights.
+//! With `--adapters`, each step also runs with adapters beside all linear layers: the first row has the first, and so on.
 
 mod inputs;
 mod llama;
@@ -19,7 +20,7 @@ use device::FileExchange;
 use device::cuda::{CudaConfig, CudaDevice};
 use engine::{RowId, SamplingParams, TokenId};
 use inputs::{BLOCK, Blocks, step};
-use llama::{Llama, SHAPES, Shape, quantization};
+use llama::{Llama, SHAPES, Shape, quantization, random_products};
 use models::Model;
 use ops::{AttentionSpec, Device, DeviceError, KvElements, Quantization, StepInputs, StepLimits, TensorParallel};
 
@@ -42,6 +43,8 @@ struct Options {
     kv_elements: KvElements,
     graphs: bool,
     sleeps: bool,
+    adapters: usize,
+    adapter_rank: usize,
     tp: TensorParallel,
     exchange: PathBuf,
 }
@@ -71,6 +74,8 @@ fn options() -> Options {
         },
         graphs: !has("--no-graphs"),
         sleeps: has("--sleep"),
+        adapters: number("--adapters", 0),
+        adapter_rank: number("--adapter-rank", 16),
         tp: TensorParallel { rank: number("--rank", 0) as u32, size: number("--tp-size", 1) as u32 },
         exchange: value("--exchange").unwrap_or_default().into(),
     }
@@ -84,6 +89,8 @@ struct Bench {
     groups: usize,
     /// Whether rows have recurrent states.
     has_states: bool,
+    /// Number of adapters that rows have in turn.
+    adapters: usize,
 }
 
 impl Bench {
@@ -91,9 +98,12 @@ impl Bench {
         Blocks { groups: self.groups, has_states: self.has_states, rows, per_row }
     }
 
-    fn run(&mut self, inputs: &StepInputs) -> Result<(), DeviceError> {
+    fn run(&mut self, mut inputs: StepInputs) -> Result<(), DeviceError> {
+        if self.adapters > 0 {
+            inputs.adapters = inputs.rows.iter().map(|row| row.0 % self.adapters as u32).collect();
+        }
         let model = &mut self.model;
-        self.device.run_step(inputs, &mut |device| model.forward(device))
+        self.device.run_step(&inputs, &mut |device| model.forward(device))
     }
 
     /// Milliseconds per step of `inputs(number)`, with two in flight.
@@ -105,7 +115,7 @@ impl Bench {
                 while self.device.collect(true)?.is_some() {}
                 start = Instant::now();
             }
-            self.run(&inputs(number))?;
+            self.run(inputs(number))?;
             if number > 0 && number != warm_up {
                 self.device.collect(true)?;
             }
@@ -122,7 +132,7 @@ impl Bench {
         for number in 0..3 {
             let inputs = step(number, &work, blocks);
             let start = Instant::now();
-            self.run(&inputs)?;
+            self.run(inputs)?;
             self.device.collect(true)?;
             best = best.min(start.elapsed().as_secs_f64());
         }
@@ -158,9 +168,15 @@ fn prepare(options: &Options, decode_blocks: usize, mark: impl Fn(&str)) -> Resu
     let mut device =
         CudaDevice::new(config(options, described.as_ref().map_or(options.shape.vocab, |c| c.vocab_size)))?;
     mark("device open");
+    let mut adapter_slots = Vec::new();
     let mut model: Box<dyn Model<CudaDevice>> = match checkpoint.zip(described) {
         Some((dir, config)) => models::load(dir, &config, &mut device)?,
-        None => Box::new(Llama::load(&mut device, options.shape, options.layers, options.quantization)?),
+        None => {
+            let llama = Llama::load(&mut device, options.shape, options.layers, options.quantization)?;
+            let slots = llama.adapter_slots(options.adapters, options.adapter_rank);
+            adapter_slots = slots.into_iter().map(|(_, slots)| slots).collect();
+            Box::new(llama)
+        }
     };
     mark("weights queued");
     let spec = AttentionSpec { kv_elements: options.kv_elements, ..model.attention_spec(BLOCK, MAX_LEN) };
@@ -175,10 +191,35 @@ fn prepare(options: &Options, decode_blocks: usize, mark: impl Fn(&str)) -> Resu
     for row in 0..options.rows as u32 {
         device.join_row(RowId(row), &[TokenId(1)], 1, &SamplingParams::default())?;
     }
+    if options.adapters > 0 {
+        let free = device.free_bytes()?;
+        model.allocate_adapters(&mut device, options.adapters, options.adapter_rank)?;
+        let (planned, took) = (
+            model.adapter_bytes(&device, options.adapters, options.adapter_rank),
+            free.saturating_sub(device.free_bytes()?),
+        );
+        mark(&format!("slots for adapters of {planned} bytes, which take {took},"));
+        let products: Vec<_> = adapter_slots.iter().map(random_products).collect();
+        for slot in 0..options.adapters as u32 {
+            let products = products.clone();
+            let start = Instant::now();
+            model.set_products(&mut device, slot, products)?;
+            mark(&format!("adapter {slot} filled in {:.1} ms,", start.elapsed().as_secs_f64() * 1e3));
+        }
+    }
     mark("ready");
     while device.prepare(&mut |device| model.forward(device))? {}
     mark("prepared");
-    Ok(Bench { device, model, groups: spec.kv_windows.len(), has_states })
+    Ok(Bench { device, model, groups: spec.kv_windows.len(), has_states, adapters: 0 })
+}
+
+/// A step is measured without adapters, and then with them if there are any.
+fn with_and_without(adapters: usize) -> impl Iterator<Item = usize> {
+    [0, adapters].into_iter().take(if adapters > 0 { 2 } else { 1 })
+}
+
+fn named(adapters: usize) -> String {
+    if adapters > 0 { format!(" with {adapters} adapters") } else { String::new() }
 }
 
 fn main() -> Result<(), AnyError> {
@@ -205,21 +246,31 @@ fn main() -> Result<(), AnyError> {
     let batches = [1, 2, 4, 8, 16, 32, 64, 128, 256].into_iter().filter(|&b| b <= rows);
     for batch in batches.filter(|&b| options.batch == 0 || options.batch == b) {
         let inputs = |number: usize| step(number as u64, &decode(batch, number).collect::<Vec<_>>(), blocks);
-        let ms = bench.time_steps(inputs)?;
-        print_rank_0(format!("decode batch {batch:>4} context {context}: {ms:.3} ms a step"));
+        for adapters in with_and_without(options.adapters) {
+            bench.adapters = adapters;
+            let ms = bench.time_steps(inputs)?;
+            print_rank_0(format!("decode batch {batch:>4} context {context}: {ms:.3} ms a step{}", named(adapters)));
+        }
     }
     for chunk in [64, 256, 512].into_iter().filter(|&chunk| chunk <= options.prefill && options.batch == 0) {
         let inputs = |number: usize| {
             let work: Vec<_> = [(rows - 1, 0..chunk)].into_iter().chain(decode(rows - 1, number)).collect();
             step(number as u64, &work, Blocks { per_row: decode_blocks.max(512 / BLOCK), ..blocks })
         };
-        let ms = bench.time_steps(inputs)?;
-        print_rank_0(format!("mixed {} + {chunk} context {context}: {ms:.3} ms a step", rows - 1));
+        for adapters in with_and_without(options.adapters) {
+            bench.adapters = adapters;
+            let ms = bench.time_steps(inputs)?;
+            let name = named(adapters);
+            print_rank_0(format!("mixed {} + {chunk} context {context}: {ms:.3} ms a step{name}", rows - 1));
+        }
     }
     for (rows, tokens) in PREFILLS.into_iter().filter(|(rows, tokens)| rows * tokens <= options.prefill) {
-        let seconds = bench.time_prefill(rows, tokens)?;
-        let rate = (rows * tokens) as f64 / seconds;
-        print_rank_0(format!("prefill {rows} x {tokens}: {:.2} ms, {rate:.0} tokens/s", seconds * 1e3));
+        for adapters in with_and_without(options.adapters) {
+            bench.adapters = adapters;
+            let seconds = bench.time_prefill(rows, tokens)?;
+            let (ms, rate) = (seconds * 1e3, (rows * tokens) as f64 / seconds);
+            print_rank_0(format!("prefill {rows} x {tokens}: {ms:.2} ms, {rate:.0} tokens/s{}", named(adapters)));
+        }
     }
     Ok(())
 }

@@ -16,7 +16,7 @@ fn prompt_len(row: usize) -> usize {
 }
 
 impl Bench {
-    fn sampled(&mut self, inputs: &StepInputs, tokens: &mut Vec<SampledToken>) -> Result<(), DeviceError> {
+    fn sampled(&mut self, inputs: StepInputs, tokens: &mut Vec<SampledToken>) -> Result<(), DeviceError> {
         self.run(inputs)?;
         tokens.extend(self.device.collect(true)?.unwrap_or_default());
         Ok(())
@@ -33,12 +33,12 @@ impl Bench {
         }
         let mut tokens = Vec::new();
         let work: Vec<_> = (0..ROWS).map(|row| (row, 0..prompt_len(row))).collect();
-        self.sampled(&step(0, &work, blocks), &mut tokens)?;
+        self.sampled(step(0, &work, blocks), &mut tokens)?;
         let first = started.elapsed().as_secs_f64();
         for number in 1..NEW_TOKENS {
             let position = |row| prompt_len(row) + number - 1;
             let work: Vec<_> = (0..ROWS).map(|row| (row, position(row)..position(row) + 1)).collect();
-            self.sampled(&step(number as u64, &work, blocks), &mut tokens)?;
+            self.sampled(step(number as u64, &work, blocks), &mut tokens)?;
         }
         Ok((tokens, first))
     }
