@@ -26,6 +26,9 @@ use crate::transport::budget::Charge;
 use crate::transport::large_work::block_in_place_if_large;
 use crate::transport::wake_flag::WakeFlag;
 
+/// What the start of a request takes of a task's budget, which is 128 for each poll: other tasks run after 16 starts.
+const START_COST: usize = 8;
+
 /// The requests of a client.
 pub type Requests = BoxStream<'static, Result<StreamRequest, Status>>;
 
@@ -125,6 +128,9 @@ impl InferStream {
             match ready!(self.requests_flag.poll(context, |context| requests.poll_next_unpin(context))) {
                 Some(Ok(StreamRequest { message, charge, recorded })) => {
                     budget.made_progress();
+                    for _ in 1..START_COST {
+                        let _ = poll_proceed(context).map(|budget| budget.made_progress());
+                    }
                     let id = message.id.clone();
                     let (state, call) = (self.state.clone(), self.call.as_ref());
                     match block_in_place_if_large(charge.held(), || ActiveRequest::start(state, message, call, charge))
