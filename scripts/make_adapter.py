@@ -9,6 +9,10 @@ as large as the outputs of the layers. Needs torch and transformers, but not pef
 import argparse
 import json
 import pathlib
+import sys
+
+if {"-h", "--help"} & set(sys.argv[1:]):  # Before imports that may be missing.
+    sys.exit(print(__doc__))
 
 import torch
 from safetensors.torch import save_file
