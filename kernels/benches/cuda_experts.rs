@@ -64,7 +64,7 @@ fn main() {
             let copied = SortedRows { rows: rows.span(), x: x.span(), cols: hidden };
             let runs = if tokens > 1000 { 6 } else { 40 };
             let router = Router::softmax(logits.span(), slots.span(), count, true);
-            let outputs = ExpertOutputs { y: y.span(), choices, sorted, cols: hidden };
+            let outputs = ExpertOutputs { y: y.span(), choices, sorted, cols: hidden, also: Span::NULL };
             let sort = |_| match tokens <= 16 {
                 true => route_and_sort_tokens(&q, sorted, choices, &router, tokens, copied),
                 false => {

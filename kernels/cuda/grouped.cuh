@@ -67,10 +67,19 @@ struct Tiles {
     // By all threads of the block.
     __device__ void count() {
         if (threadIdx.x < 32) {
+            constexpr int TURNS = MAX_GROUPS / 32;
+            u32 rows[TURNS];  // loaded together, since each load takes as long as all
+#pragma unroll
+            for (int i = 0; i < TURNS; ++i) {
+                const u32 group = 32 * i + threadIdx.x;
+                rows[i] = group < groups ? offsets[group + 1] - offsets[group] : 0;
+            }
             u32 before = 0;
-            for (u32 base = 0; base < groups; base += 32) {
-                const u32 group = base + threadIdx.x;
-                u32 tiles = group < groups ? (offsets[group + 1] - offsets[group] + tile_rows - 1) / tile_rows : 0;
+#pragma unroll
+            for (int i = 0; i < TURNS; ++i) {
+                if (32 * i >= groups) break;
+                const u32 group = 32 * i + threadIdx.x;
+                u32 tiles = (rows[i] + tile_rows - 1) / tile_rows;
 #pragma unroll
                 for (int d = 1; d < 32; d <<= 1) {
                     const u32 other = __shfl_up_sync(FULL_WARP, tiles, d);

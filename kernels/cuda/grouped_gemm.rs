@@ -140,7 +140,7 @@ pub fn grouped_gemm(
         Kernel::Skinny => {
             let w_map = TensorMap::matrix(weight.weight, num_experts * n, k, 64, 64)?;
             let x_map = TensorMap::matrix(x, rows.routes, k, 8, 64)?;
-            let (stages, shared) = ring(q.gpu(), 2 * (64 + tile_rows) * 64 * 2, 24);
+            let (stages, shared) = ring(q.gpu(), 2 * (64 + tile_rows) * 64 * 2, 24, 0);
             let args = [
                 Arg::Bytes(w_map.bytes()),
                 Arg::Bytes(x_map.bytes()),
@@ -154,7 +154,7 @@ pub fn grouped_gemm(
         Kernel::Wide => {
             let w_map = TensorMap::matrix(weight.weight, num_experts * n, k, 256, 64)?;
             let x_map = TensorMap::matrix(x, rows.routes, k, 64, 64)?;
-            let (stages, shared) = ring(q.gpu(), (128 + 256) * 64 * 2, 16);
+            let (stages, shared) = ring(q.gpu(), (128 + 256) * 64 * 2, 16, 0);
             let args = [
                 Arg::Bytes(w_map.bytes()),
                 Arg::Bytes(x_map.bytes()),
@@ -178,7 +178,9 @@ fn quantized(
     let w_map = TensorMap::bytes_matrix(codes, n, format.row_bytes(k), TILE, 128)?;
     let x_map = TensorMap::matrix(x, routes, k, 8, 64)?;
     let stage_bytes = TILE * 128 + tile_rows * format.slice_cols() * 2 + format.max_meta_bytes();
-    let (stages, shared) = ring(q.gpu(), stage_bytes, 24);
+    // Four warpgroups have too few registers for 64 rows.
+    let (groups, sums_bytes) = if tile_rows <= 32 { (4, 3 * 16 * 128 * 4) } else { (2, 0) };
+    let (stages, shared) = ring(q.gpu(), stage_bytes, 24, sums_bytes);
     let meta = meta_argument(scales, format);
     let args = [
         Arg::Bytes(w_map.bytes()),
@@ -186,17 +188,18 @@ fn quantized(
         Arg::Bytes(bytemuck::bytes_of(parameters)),
         Arg::Bytes(bytemuck::bytes_of(&meta)),
         (tile_rows as u32).into(),
-        // Each of the two warpgroups has every other stage.
-        (stages / 2 * 2).into(),
+        // Each warpgroup has stages of its own.
+        (stages / groups * groups).into(),
     ];
-    let launch = Launch::new(q.gpu().num_multiprocessors(), 2 * 128 + 32).shared(shared);
-    q.launch(&format!("sm90_grouped_quantized_gemm_{}", format.name()), launch, &args)
+    let launch = Launch::new(q.gpu().num_multiprocessors(), groups * 128 + 32).shared(shared);
+    q.launch(&format!("sm90_grouped_quantized_gemm_{}_g{groups}", format.name()), launch, &args)
 }
 
-/// Number of stages of a ring that fills the shared memory, and the bytes to request.
-fn ring(gpu: &Gpu, stage_bytes: usize, most: usize) -> (u32, u32) {
+/// Number of stages of a ring that fills the shared memory, and the bytes to request. `other_bytes` of static shared memory are used
+/// besides tables and barriers.
+fn ring(gpu: &Gpu, stage_bytes: usize, most: usize, other_bytes: usize) -> (u32, u32) {
     // Tables and barriers are in static shared memory; the ring starts at a multiple of 1024 bytes.
-    let room = gpu.max_shared_bytes() as usize - 4 * MAX_EXPERTS - 1024 - 1024;
+    let room = gpu.max_shared_bytes() as usize - 4 * MAX_EXPERTS - 1024 - 1024 - other_bytes;
     let stages = (room / stage_bytes).min(most);
     (stages as u32, (stages * stage_bytes + 1024) as u32)
 }

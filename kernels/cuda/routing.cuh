@@ -149,5 +149,6 @@ __device__ __forceinline__ Choice choose_experts(const float* logits, const Rout
 // The same for any number of experts up to 512; no expert (`count`) for padding, whose slot is u32::MAX.
 __device__ __forceinline__ Choice choose_experts(const float* logits, u32 slot, const Router& router) {
     if (slot == 0xffffffffu) return Choice{router.count, 0.0f, threadIdx.x % 32};
-    return router.count <= 128 ? choose_experts<4>(logits, router) : choose_experts<16>(logits, router);
+    if (router.count <= 128) return choose_experts<4>(logits, router);
+    return router.count <= 256 ? choose_experts<8>(logits, router) : choose_experts<16>(logits, router);
 }

@@ -6,17 +6,18 @@
 // w        [L N, slices * 128] bytes of codes through tensor map `w_map`, box [64, 128], and scales, as quantized.cuh and
 //          sm90_quantized_gemm.cu describe for one matrix of L N rows. MXFP4: [groups][64] exponents for each tile and slice
 // y        [R, N] bf16, or [R, N / 2] bf16 = act(gate) * up: grouped.cuh
-// maths    as sm90_quantized_gemm.cu, K in order: no result depends on other rows
+// maths    as sm90_quantized_gemm.cu. _g2: K in order; _g4: every fourth slice in order, then the four sums. No result depends on
+//          the values of other rows
 // launch   one block for each multiprocessor, 128 GROUPS + 32 threads, dynamic shared memory from the wrapper.
-//          Work items are (tile of at most `tile_rows` rows of an expert, 64 rows of its w), divided evenly. GROUPS
-//          warpgroups have an item each, whose slices alternate in the ring: stage s belongs to group s % GROUPS
+//          Work items are (tile of at most `tile_rows` rows of an expert, 64 rows of its w), divided evenly. Stage s of the
+//          ring belongs to group s % GROUPS. _g4, for tiles of at most 32 rows: four warpgroups take the slices of an item in
+//          turn, since few items have to be fast. _g2: two have an item each, whose slices alternate in the ring
 // needs    K % 8 == 0, N % 64 == 0, L <= 512: checked in grouped_gemm.rs
 // bound    memory, the codes of each expert that has rows
 // test     tests/cuda_experts.rs
 #include "grouped_store.cuh"
 #include "sm90_quantized.cuh"
 
-constexpr int GROUPS = 2;
 constexpr u32 W_BYTES = TILE * 128, X_BOX_BYTES = 8 * BK * 2;
 
 template <int FORMAT>
@@ -30,73 +31,183 @@ struct GroupedRing {
     __device__ u32 w(i32 s) const { return base + s * (W_BYTES + BOXES * x_width * BK * 2); }
     __device__ u32 x(i32 s, int box) const { return w(s) + W_BYTES + box * x_width * BK * 2; }
     __device__ u32 scales(i32 s) const { return w(stages) + s * C::META_BYTES; }
+    __device__ void release(i32 s) const {
+        __syncwarp();
+        if (threadIdx.x % 32 == 0) barrier_arrive(empty + 8 * s);
+    }
 };
 
+// The operands and the division of the work.
 template <int FORMAT>
-__device__ __forceinline__ void produce(const GroupedRing<FORMAT>& ring, const Tiles& tiles, const TensorMap* w_map, const TensorMap* x_map,
-                                        const Grouped& p, const Meta& meta, u32 items, i32 slices) {
-    using R = GroupedRing<FORMAT>;
-    Cursor at{0, 1};
-    for (u32 first = blockIdx.x; first < items; first += GROUPS * gridDim.x) {
-        Tile of[GROUPS];
-#pragma unroll
-        for (int group = 0; group < GROUPS; ++group) {
-            of[group] = tiles.tile(min(first + group * gridDim.x, items - 1));
+struct Work {
+    const GroupedRing<FORMAT>& ring;
+    const Tiles& tiles;
+    const TensorMap *w_map, *x_map;
+    const Grouped& p;
+    const Meta& meta;
+    u32 items;
+    i32 slices;
+
+    // One thread: loads slice i of a tile as soon as the stage is free.
+    __device__ __forceinline__ void load(i32 stage, u32 parity, const Tile& tile, i32 i) const {
+        using R = GroupedRing<FORMAT>;
+        const i32 w_row = tile.expert * p.n + tile.column * TILE;
+        const u32 boxes = (tile.rows + 7) / 8, full = ring.full + 8 * stage;
+        barrier_wait(ring.empty + 8 * stage, parity);
+        barrier_arrive_expect(full, W_BYTES + meta.bytes + R::BOXES * boxes * X_BOX_BYTES);
+        tensor_load(ring.w(stage), w_map, i * 128, w_row, full, EVICT_FIRST);
+        if constexpr (FORMAT != FP8_ROWS) {
+            bulk_load(ring.scales(stage), meta.values + ((i64)(w_row / TILE) * slices + i) * meta.bytes, meta.bytes, full, EVICT_FIRST);
         }
-        for (i32 i = 0; i < slices; ++i) {
+#pragma unroll 1
+        for (u32 box = 0; box < R::BOXES * boxes; ++box) {
+            const u32 part = box / boxes, rows = box % boxes;
+            tensor_load(ring.x(stage, part) + rows * X_BOX_BYTES, x_map, (i * R::BOXES + part) * BK, tile.first + 8 * rows, full, EVICT_LAST);
+        }
+    }
+
+    // One warpgroup: acc += a slice, when it has arrived.
+    template <int NT>
+    __device__ __forceinline__ void multiply(float* acc, const Cursor& at) const {
+        barrier_wait(ring.full + 8 * at.stage, at.parity);
+        multiply_codes<FORMAT, NT>(acc, ring, at.stage, meta, 0);
+        ring.release(at.stage);
+    }
+
+    // One warpgroup: multiplies the sums by the scales of their rows of w, if scales belong to rows, and stores them.
+    template <int NT>
+    __device__ __forceinline__ void finish(float* acc, const Tile& tile) const {
+        const u32 n0 = tile.column * TILE;
+        if constexpr (FORMAT == FP8_ROWS) {
+            const float* of = reinterpret_cast<const float*>(meta.values) + tile.expert * p.n + n0 + threadIdx.x / 32 % 4 * 16 + threadIdx.x % 32 / 4;
+            const float first = of[0], second = of[8];
+#pragma unroll
+            for (int i = 0; i < NT / 2; ++i) acc[i] *= i % 4 < 2 ? first : second;
+        }
+        store<NT>(p, tile, n0, acc);
+    }
+};
+
+// GROUPS warpgroups have an item each.
+struct ItemEach {
+    static constexpr int GROUPS = 2;
+
+    template <int FORMAT>
+    __device__ static void produce(const Work<FORMAT>& work) {
+        Cursor at{0, 1};
+        for (u32 first = blockIdx.x; first < work.items; first += GROUPS * gridDim.x) {
+            Tile of[GROUPS];
 #pragma unroll
             for (int group = 0; group < GROUPS; ++group) {
-                if (first + group * gridDim.x < items) {
-                    const Tile& tile = of[group];
-                    const i32 w_row = tile.expert * p.n + tile.column * TILE;
-                    const u32 boxes = (tile.rows + 7) / 8, full = ring.full + 8 * at.stage;
-                    barrier_wait(ring.empty + 8 * at.stage, at.parity);
-                    barrier_arrive_expect(full, W_BYTES + meta.bytes + R::BOXES * boxes * X_BOX_BYTES);
-                    tensor_load(ring.w(at.stage), w_map, i * 128, w_row, full, EVICT_FIRST);
-                    if constexpr (FORMAT != FP8_ROWS) {
-                        bulk_load(ring.scales(at.stage), meta.values + ((i64)(w_row / TILE) * slices + i) * meta.bytes, meta.bytes, full, EVICT_FIRST);
-                    }
-#pragma unroll 1
-                    for (u32 box = 0; box < R::BOXES * boxes; ++box) {
-                        const u32 part = box / boxes, rows = box % boxes;
-                        tensor_load(ring.x(at.stage, part) + rows * X_BOX_BYTES, x_map, (i * R::BOXES + part) * BK, tile.first + 8 * rows, full, EVICT_LAST);
-                    }
+                of[group] = work.tiles.tile(min(first + group * gridDim.x, work.items - 1));
+            }
+            for (i32 i = 0; i < work.slices; ++i) {
+#pragma unroll
+                for (int group = 0; group < GROUPS; ++group) {
+                    if (first + group * gridDim.x < work.items) work.load(at.stage, at.parity, of[group], i);
+                    at.advance(1, work.ring.stages);
                 }
-                at.advance(1, ring.stages);
             }
         }
     }
-}
 
-// Multiplies the sums by the scales of their rows of w, if scales belong to rows.
-template <int FORMAT, int NT>
-__device__ __forceinline__ void scale_sums(float* acc, const Meta& meta, i32 w_row) {
-    if constexpr (FORMAT != FP8_ROWS) return;
-    const float* of = reinterpret_cast<const float*>(meta.values) + w_row + threadIdx.x / 32 % 4 * 16 + threadIdx.x % 32 / 4;
-    const float first = of[0], second = of[8];
-#pragma unroll
-    for (int i = 0; i < NT / 2; ++i) acc[i] *= i % 4 < 2 ? first : second;
-}
-
-template <int FORMAT, int NT>
-__device__ __forceinline__ void multiply_item(const GroupedRing<FORMAT>& ring, Cursor& at, i32 slices, const Grouped& p, const Meta& meta,
-                                              const Tile& tile) {
-    float acc[NT / 2] = {};
-    for (i32 i = 0; i < slices; ++i) {
-        barrier_wait(ring.full + 8 * at.stage, at.parity);
-        multiply_codes<FORMAT, NT>(acc, ring, at.stage, meta, 0);
-        __syncwarp();
-        if (threadIdx.x % 32 == 0) barrier_arrive(ring.empty + 8 * at.stage);
-        at.advance(GROUPS, ring.stages);
+    template <int FORMAT, int NT>
+    __device__ static void item(const Work<FORMAT>& work, Cursor& at, const Tile& tile) {
+        float acc[NT / 2] = {};
+        for (i32 i = 0; i < work.slices; ++i) {
+            work.template multiply<NT>(acc, at);
+            at.advance(GROUPS, work.ring.stages);
+        }
+        work.template finish<NT>(acc, tile);
     }
-    const u32 n0 = tile.column * TILE;
-    scale_sums<FORMAT, NT>(acc, meta, tile.expert * p.n + n0);
-    store<NT>(p, tile, n0, acc);
-}
 
-template <int FORMAT>
+    template <int FORMAT>
+    __device__ static void consume(const Work<FORMAT>& work, int group) {
+        Cursor at{group, 0};
+        for (u32 index = blockIdx.x + group * gridDim.x; index < work.items; index += GROUPS * gridDim.x) {
+            const Tile tile = work.tiles.tile(index);
+            if (tile.rows <= 8) item<FORMAT, 8>(work, at, tile);
+            else if (tile.rows <= 16) item<FORMAT, 16>(work, at, tile);
+            else if (tile.rows <= 32) item<FORMAT, 32>(work, at, tile);
+            else item<FORMAT, 64>(work, at, tile);
+        }
+    }
+};
+
+// GROUPS warpgroups share each item. An item has a multiple of GROUPS slices; those behind the last are not loaded.
+struct SharedItem {
+    static constexpr int GROUPS = 4, MAX_NT = 32;
+
+    template <int FORMAT>
+    __device__ static i32 turns(const Work<FORMAT>& work) { return (work.slices + GROUPS - 1) / GROUPS * GROUPS; }
+
+    template <int FORMAT>
+    __device__ static void produce(const Work<FORMAT>& work) {
+        Cursor at{0, 1};
+        for (u32 index = blockIdx.x; index < work.items; index += gridDim.x) {
+            const Tile tile = work.tiles.tile(index);
+            for (i32 i = 0; i < turns(work); ++i) {
+                if (i < work.slices) {
+                    work.load(at.stage, at.parity, tile, i);
+                } else {
+                    barrier_wait(work.ring.empty + 8 * at.stage, at.parity);
+                    barrier_arrive(work.ring.full + 8 * at.stage);
+                }
+                at.advance(1, work.ring.stages);
+            }
+        }
+    }
+
+    // `sums` [GROUPS - 1][MAX_NT / 2][128]: those of all groups but the first.
+    template <int FORMAT, int NT>
+    __device__ static void item(const Work<FORMAT>& work, Cursor& at, const Tile& tile, int group, float* sums, bool is_first) {
+        float acc[NT / 2] = {};
+        for (i32 i = group; i < turns(work); i += GROUPS) {
+            if (i < work.slices) {
+                work.template multiply<NT>(acc, at);
+            } else {
+                barrier_wait(work.ring.full + 8 * at.stage, at.parity);
+                work.ring.release(at.stage);
+            }
+            at.advance(GROUPS, work.ring.stages);
+        }
+        float* own = sums + threadIdx.x % 128;
+        if (group > 0) {
+            if (!is_first) asm volatile("bar.sync 2, %0;" ::"n"(GROUPS * 128) : "memory");  // the sums before were read
+#pragma unroll
+            for (int i = 0; i < NT / 2; ++i) own[((group - 1) * (MAX_NT / 2) + i) * 128] = acc[i];
+            asm volatile("bar.arrive 1, %0;" ::"n"(GROUPS * 128) : "memory");
+            return;
+        }
+        asm volatile("bar.sync 1, %0;" ::"n"(GROUPS * 128) : "memory");
+#pragma unroll
+        for (int other = 0; other < GROUPS - 1; ++other) {
+#pragma unroll
+            for (int i = 0; i < NT / 2; ++i) acc[i] += own[(other * (MAX_NT / 2) + i) * 128];
+        }
+        asm volatile("bar.arrive 2, %0;" ::"n"(GROUPS * 128) : "memory");
+        work.template finish<NT>(acc, tile);
+    }
+
+    template <int FORMAT>
+    __device__ static void consume(const Work<FORMAT>& work, int group) {
+        __shared__ float sums[(GROUPS - 1) * (MAX_NT / 2) * 128];
+        Cursor at{group, 0};
+        bool is_first = true;
+        for (u32 index = blockIdx.x; index < work.items; index += gridDim.x) {
+            const Tile tile = work.tiles.tile(index);
+            if (tile.rows <= 8) item<FORMAT, 8>(work, at, tile, group, sums, is_first);
+            else if (tile.rows <= 16) item<FORMAT, 16>(work, at, tile, group, sums, is_first);
+            else item<FORMAT, 32>(work, at, tile, group, sums, is_first);
+            is_first = false;
+        }
+    }
+};
+
+template <int FORMAT, class Division>
 __device__ __forceinline__ void grouped_quantized_gemm(const TensorMap* w_map, const TensorMap* x_map, const Grouped& p, const Meta& meta,
                                                        u32 tile_rows, i32 stages) {
+    constexpr int PRODUCER = Division::GROUPS;
     extern __shared__ u8 dynamic[];
     __shared__ alignas(8) u64 barriers[64];
     __shared__ u32 ends[MAX_GROUPS];
@@ -110,31 +221,24 @@ __device__ __forceinline__ void grouped_quantized_gemm(const TensorMap* w_map, c
     pdl_wait();
     Tiles tiles{ends, p.offsets, p.groups, tile_rows, p.n / TILE};
     tiles.count();
-    const u32 items = tiles.total();
     const i32 slices = (p.k + Codes<FORMAT>::COLUMNS - 1) / Codes<FORMAT>::COLUMNS, group = threadIdx.x / 128;
-    if (group == GROUPS) {
-        if (threadIdx.x == GROUPS * 128) produce(ring, tiles, w_map, x_map, p, meta, items, slices);
-        return;
-    }
-    Cursor at{group, 0};
-    for (u32 item = blockIdx.x + group * gridDim.x; item < items; item += GROUPS * gridDim.x) {
-        const Tile tile = tiles.tile(item);
-        if (tile.rows <= 8) multiply_item<FORMAT, 8>(ring, at, slices, p, meta, tile);
-        else if (tile.rows <= 16) multiply_item<FORMAT, 16>(ring, at, slices, p, meta, tile);
-        else if (tile.rows <= 32) multiply_item<FORMAT, 32>(ring, at, slices, p, meta, tile);
-        else multiply_item<FORMAT, 64>(ring, at, slices, p, meta, tile);
-    }
+    const Work<FORMAT> work{ring, tiles, w_map, x_map, p, meta, tiles.total(), slices};
+    if (group < PRODUCER) Division::consume(work, group);
+    else if (threadIdx.x == PRODUCER * 128) Division::produce(work);
 }
 
-#define GROUPED_QUANTIZED_GEMM(NAME, FORMAT) \
-    extern "C" __global__ void __launch_bounds__(GROUPS * 128 + 32, 1) sm90_grouped_quantized_gemm_##NAME( \
+#define GROUPED_QUANTIZED_GEMM(NAME, FORMAT, DIVISION) \
+    extern "C" __global__ void __launch_bounds__(DIVISION::GROUPS * 128 + 32, 1) sm90_grouped_quantized_gemm_##NAME( \
         const __grid_constant__ TensorMap w_map, const __grid_constant__ TensorMap x_map, const Grouped p, const Meta meta, u32 tile_rows, \
         i32 stages) { \
-        grouped_quantized_gemm<FORMAT>(&w_map, &x_map, p, meta, tile_rows, stages); \
+        grouped_quantized_gemm<FORMAT, DIVISION>(&w_map, &x_map, p, meta, tile_rows, stages); \
     }
+#define GROUPED_QUANTIZED_GEMMS(NAME, FORMAT) \
+    GROUPED_QUANTIZED_GEMM(NAME##_g4, FORMAT, SharedItem) \
+    GROUPED_QUANTIZED_GEMM(NAME##_g2, FORMAT, ItemEach)
 
-GROUPED_QUANTIZED_GEMM(fp8_rows, FP8_ROWS)
-GROUPED_QUANTIZED_GEMM(fp8_blocks, FP8_BLOCKS)
-GROUPED_QUANTIZED_GEMM(int4_g128, INT4_128)
-GROUPED_QUANTIZED_GEMM(int4_g32, INT4_32)
-GROUPED_QUANTIZED_GEMM(mxfp4, MXFP4)
+GROUPED_QUANTIZED_GEMMS(fp8_rows, FP8_ROWS)
+GROUPED_QUANTIZED_GEMMS(fp8_blocks, FP8_BLOCKS)
+GROUPED_QUANTIZED_GEMMS(int4_g128, INT4_128)
+GROUPED_QUANTIZED_GEMMS(int4_g32, INT4_32)
+GROUPED_QUANTIZED_GEMMS(mxfp4, MXFP4)

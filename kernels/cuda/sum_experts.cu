@@ -2,6 +2,7 @@
 // sum_experts_add_norm_bf16: residual[t, :] += that sum, out[t, :] = rms_norm(residual[t, :])
 //
 // y             [R, E] bf16, rows sorted by expert
+// also          [T, E] bf16, added to the sum, or null; may be `out`
 // places        [T, K] u32: the row of each route
 // experts       [T, K] u32, ascending; routes to experts outside first .. first + L are left out
 // probabilities [T, K] f32
@@ -22,6 +23,7 @@ struct ExpertSum {
     const u32* experts;
     const float* probabilities;
     u32 top_k, first, local;
+    const bf16* also;
 
     __device__ void add(float (&x)[8], u64 token, u32 column, u32 cols) const {
         float sum[8] = {};
@@ -35,6 +37,10 @@ struct ExpertSum {
         }
 #pragma unroll
         for (int j = 0; j < 8; ++j) x[j] += sum[j];
+        if (!also) return;
+        const bf16x8 other = load8(also + token * cols + column);
+#pragma unroll
+        for (int j = 0; j < 8; ++j) x[j] += to_f32(other.v[j]);
     }
 };
 

@@ -19,22 +19,26 @@ pub struct ExpertOutputs {
     pub sorted: SortedRoutes,
     /// Number of columns.
     pub cols: usize,
+    /// `[tokens, cols]` bf16 that is added to the sums, or null. May be where the sums are stored.
+    pub also: Span,
 }
 
 impl ExpertOutputs {
     fn check(&self, tokens: usize) -> Result<(), CudaError> {
-        let (op, Self { y, choices, sorted, cols }) = ("sum_experts", *self);
+        let (op, Self { y, choices, sorted, cols, also }) = ("sum_experts", *self);
         let routes = tokens * choices.top_k;
         ensure!(op, cols > 0 && cols.is_multiple_of(8), "cols {cols} is not a multiple of 8");
         ensure!(op, routes > 0, "no routes");
         ensure!(op, y.count::<bf16>() >= routes * cols && y.is_aligned(16), "y is shorter than {routes} x {cols}");
+        let is_enough = also.is_null() || (also.count::<bf16>() >= tokens * cols && also.is_aligned(16));
+        ensure!(op, is_enough, "what is added is shorter than {tokens} x {cols}");
         let spans = [sorted.places, choices.experts, choices.probabilities];
         ensure!(op, spans.iter().all(|span| span.count::<u32>() >= routes), "a buffer is shorter than {routes} routes");
         Ok(())
     }
 
-    /// `ExpertSum` of the kernels: y, places, experts, probabilities, top_k, first, local.
-    fn parameters(&self) -> [u64; 6] {
+    /// `ExpertSum` of the kernels: y, places, experts, probabilities, top_k, first, local, also.
+    fn parameters(&self) -> [u64; 7] {
         let Self { y, choices, sorted, .. } = self;
         [
             y.address(),
@@ -43,6 +47,7 @@ impl ExpertOutputs {
             choices.probabilities.address(),
             choices.top_k as u64 | (sorted.first_expert as u64) << 32,
             sorted.num_experts as u64,
+            self.also.address(),
         ]
     }
 }

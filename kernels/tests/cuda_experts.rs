@@ -259,7 +259,7 @@ fn outputs_are_added_by_their_probabilities() {
             num_experts: range.len(),
         };
         let out = poisoned::<bf16>(&gpu, &q, tokens * cols);
-        let outputs = ExpertOutputs { y: y_on.span(), choices: routes.choices(), sorted, cols };
+        let outputs = ExpertOutputs { y: y_on.span(), choices: routes.choices(), sorted, cols, also: Span::NULL };
         sum_experts(&q, out.span(), &outputs, tokens).expect("a launch");
         q.wait().expect("the kernel runs");
         let mut expected = vec![0.0f32; tokens * cols];
@@ -270,6 +270,18 @@ fn outputs_are_added_by_their_probabilities() {
         }
         let found = floats(&out.span().read::<bf16>(tokens * cols).expect("a copy"));
         assert_close("sum", &found, &expected, 2.0f32.powi(-8), 1e-5);
+        // Beside something else, where that is.
+        let other = random.bf16s(tokens * cols, 1.0);
+        let other_on = upload(&gpu, &other);
+        let outputs = ExpertOutputs { also: other_on.span(), ..outputs };
+        sum_experts(&q, other_on.span(), &outputs, tokens).expect("a launch");
+        q.wait().expect("the kernel runs");
+        let with_other: Vec<f32> = expected.iter().zip(&other).map(|(sum, other)| sum + other.to_f32()).collect();
+        let found = floats(&other_on.span().read::<bf16>(tokens * cols).expect("a copy"));
+        assert_close("sum beside something else", &found, &with_other, 2.0f32.powi(-8), 1e-5);
+        let other_on = upload(&gpu, &other);
+        let outputs = ExpertOutputs { also: other_on.span(), ..outputs };
+        let expected = with_other;
 
         let (residual, gain) = (random.bf16s(tokens * cols, 1.0), random.bf16s(cols, 1.0));
         let (residual_on, gain_on) = (upload(&gpu, &residual), upload(&gpu, &gain));
@@ -308,7 +320,7 @@ fn inputs_are_multiplied_by_their_probabilities_and_outputs_then_added_as_they_a
         };
         let out = poisoned::<bf16>(&gpu, &q, tokens * cols);
         scale_routes(&q, scaled.span(), routes.choices(), sorted, num_routes, cols).expect("a launch");
-        let outputs = ExpertOutputs { y: scaled.span(), choices: routes.choices(), sorted, cols };
+        let outputs = ExpertOutputs { y: scaled.span(), choices: routes.choices(), sorted, cols, also: Span::NULL };
         sum_experts(&q, out.span(), &outputs, tokens).expect("a launch");
         q.wait().expect("the kernels run");
         let mut rows = y.clone();

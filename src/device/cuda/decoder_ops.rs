@@ -125,6 +125,9 @@ impl CudaDevice {
         }
         self.run_deferred()?;
         self.flush()?;
+        if self.add_to_experts(x, y) {
+            return Ok(());
+        }
         self.sum_experts()?;
         add(&self.queue, x.values, y.values, self.current().shape.tokens * x.cols).map_err(device_error)
     }

@@ -317,9 +317,20 @@ impl CudaDevice {
             grouped_gemm(q, rows, inner, &taken(&down)?, grouped, None, kernel)
         };
         run().map_err(device_error)?;
-        self.unsummed =
-            Some(Unsummed { out: out.values, experts: ExpertOutputs { y: rows, choices, sorted, cols: hidden } });
+        self.unsummed = Some(Unsummed {
+            out: out.values,
+            experts: ExpertOutputs { y: rows, choices, sorted, cols: hidden, also: Span::NULL },
+        });
         Ok(())
+    }
+
+    /// `x += y`, if `y` are outputs of experts that wait for their sum: then they wait for the sum with `x`. Returns false otherwise.
+    pub(super) fn add_to_experts(&mut self, x: CudaTensor, y: CudaTensor) -> bool {
+        let waiting = self.unsummed.as_mut().filter(|waiting| waiting.out.address() == y.values.address());
+        let Some(waiting) = waiting.filter(|waiting| waiting.experts.also.is_null()) else { return false };
+        waiting.out = x.values;
+        waiting.experts.also = x.values;
+        true
     }
 
     /// Sums the outputs of experts, if they still wait for it: what follows is not the norm that would include the sum.
