@@ -5,6 +5,9 @@ use half::bf16;
 use super::error::ensure;
 use super::{CudaError, Launch, Queue, Span};
 
+/// Size of the alternating groups of gate and up rows in a packed gate/up weight.
+pub const GATE_GROUP: usize = 8;
+
 /// The gate's activation function.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum GateActivation {

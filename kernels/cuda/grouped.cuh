@@ -67,26 +67,27 @@ struct Tiles {
     // By all threads of the block.
     __device__ void count() {
         if (threadIdx.x < 32) {
-            constexpr int TURNS = MAX_GROUPS / 32;
-            u32 rows[TURNS];  // loaded together, since each load takes as long as all
-#pragma unroll
-            for (int i = 0; i < TURNS; ++i) {
-                const u32 group = 32 * i + threadIdx.x;
-                rows[i] = group < groups ? offsets[group + 1] - offsets[group] : 0;
-            }
+            constexpr int AHEAD = 4;  // loads that do not wait for each other
             u32 before = 0;
+            for (u32 base = threadIdx.x; base < groups + threadIdx.x; base += 32 * AHEAD) {
+                u32 rows[AHEAD];
 #pragma unroll
-            for (int i = 0; i < TURNS; ++i) {
-                if (32 * i >= groups) break;
-                const u32 group = 32 * i + threadIdx.x;
-                u32 tiles = (rows[i] + tile_rows - 1) / tile_rows;
-#pragma unroll
-                for (int d = 1; d < 32; d <<= 1) {
-                    const u32 other = __shfl_up_sync(FULL_WARP, tiles, d);
-                    if (threadIdx.x >= d) tiles += other;
+                for (int i = 0; i < AHEAD; ++i) {
+                    const u32 group = base + 32 * i;
+                    rows[i] = group < groups ? offsets[group + 1] - offsets[group] : 0;
                 }
-                if (group < groups) ends[group] = before + tiles;
-                before += __shfl_sync(FULL_WARP, tiles, 31);
+#pragma unroll
+                for (int i = 0; i < AHEAD; ++i) {
+                    const u32 group = base + 32 * i;
+                    u32 tiles = (rows[i] + tile_rows - 1) / tile_rows;
+#pragma unroll
+                    for (int d = 1; d < 32; d <<= 1) {
+                        const u32 other = __shfl_up_sync(FULL_WARP, tiles, d);
+                        if (threadIdx.x >= d) tiles += other;
+                    }
+                    if (group < groups) ends[group] = before + tiles;
+                    before += __shfl_sync(FULL_WARP, tiles, 31);
+                }
             }
         }
         __syncthreads();

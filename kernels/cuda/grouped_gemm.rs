@@ -5,11 +5,11 @@
 use half::bf16;
 
 use super::error::ensure;
+use super::gated_activation::GATE_GROUP;
 use super::gated_activation::GateActivation;
 use super::packed_weight::{PackedFormat, PackedWeight, TILE};
 use super::quantized_gemm::{dequantize, meta_argument};
 use super::route_tokens::MAX_EXPERTS;
-use super::skinny_gemm::GATE_GROUP;
 use super::tensor_map::TensorMap;
 use super::{Arg, CudaError, Gpu, Launch, Queue, Span};
 
@@ -109,8 +109,9 @@ pub fn has_hopper_kernels(gpu: &Gpu) -> bool {
     gpu.capability().0 == 9 && gpu.has_kernel("sm90_grouped_gemm_bf16")
 }
 
-/// `y[r, :] = x[r, :] @ weight[expert of r]^T + bias`, `[routes, n]`; with `gate`, `[routes, n / 2]`, where the rows of each expert's weight are packed in groups of [`GATE_GROUP`]. The result of a row does not
-/// depend on other rows.
+/// `y[r, :] = x[r, :] @ weight[expert of r]^T + bias`, `[routes, n]`; with `gate`, `[routes, n / 2]`, where the rows of each expert's weight
+/// are packed in groups of [`GATE_GROUP`]. The result of a row does not depend on other rows; if weights are packed, on nothing but
+/// whether there are more than 16 tokens.
 pub fn grouped_gemm(
     q: &Queue,
     y: Span,
@@ -178,8 +179,8 @@ fn quantized(
     let w_map = TensorMap::bytes_matrix(codes, n, format.row_bytes(k), TILE, 128)?;
     let x_map = TensorMap::matrix(x, routes, k, 8, 64)?;
     let stage_bytes = TILE * 128 + tile_rows * format.slice_cols() * 2 + format.max_meta_bytes();
-    // Four warpgroups have too few registers for 64 rows.
-    let (groups, sums_bytes) = if tile_rows <= 32 { (4, 3 * 16 * 128 * 4) } else { (2, 0) };
+    // Four warpgroups have too few registers for 32 rows.
+    let (groups, sums_bytes) = if tile_rows <= 16 { (4, 3 * 8 * 128 * 4) } else { (2, 0) };
     let (stages, shared) = ring(q.gpu(), stage_bytes, 24, sums_bytes);
     let meta = meta_argument(scales, format);
     let args = [

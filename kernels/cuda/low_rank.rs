@@ -5,7 +5,7 @@ use bytemuck::{Pod, Zeroable};
 use half::bf16;
 
 use super::error::ensure;
-use super::skinny_gemm::GATE_GROUP;
+use super::gated_activation::GATE_GROUP;
 use super::tensor_map::TensorMap;
 use super::{Arg, CudaError, Gpu, Launch, Queue, Span};
 

@@ -5,9 +5,10 @@
 use half::bf16;
 
 use super::error::ensure;
+use super::gated_activation::GATE_GROUP;
 use super::low_rank::{Fused, LowRankOperands};
 pub use super::packed_weight::{PackedFormat, PackedWeight, TILE};
-use super::skinny_gemm::{Epilogue, GATE_GROUP, MAX_ROWS, output_argument, width_for};
+use super::skinny_gemm::{Epilogue, MAX_ROWS, output_argument, width_for};
 use super::tensor_map::TensorMap;
 use super::{Arg, CudaError, Gpu, Launch, Queue, Span};
 

@@ -4,16 +4,13 @@
 use half::bf16;
 
 use super::error::ensure;
-use super::gated_activation::GateActivation;
+use super::gated_activation::{GATE_GROUP, GateActivation};
 use super::low_rank::{Fused, LowRankOperands};
 use super::tensor_map::TensorMap;
 use super::{Arg, CudaError, Gpu, Launch, Queue, Span};
 
 /// Maximum number of rows of `x`.
 pub const MAX_ROWS: usize = 64;
-
-/// Size of the alternating groups of gate and up rows in a packed gate/up weight.
-pub const GATE_GROUP: usize = 8;
 
 const OP: &str = "skinny_gemm";
 /// Number of rows of the weight that a cluster computes, and number of columns in a slice that the copy engine fetches:

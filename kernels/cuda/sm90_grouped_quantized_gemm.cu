@@ -10,7 +10,7 @@
 //          the values of other rows
 // launch   one block for each multiprocessor, 128 GROUPS + 32 threads, dynamic shared memory from the wrapper.
 //          Work items are (tile of at most `tile_rows` rows of an expert, 64 rows of its w), divided evenly. Stage s of the
-//          ring belongs to group s % GROUPS. _g4, for tiles of at most 32 rows: four warpgroups take the slices of an item in
+//          ring belongs to group s % GROUPS. _g4, for tiles of at most 16 rows: four warpgroups take the slices of an item in
 //          turn, since few items have to be fast. _g2: two have an item each, whose slices alternate in the ring
 // needs    K % 8 == 0, N % 64 == 0, L <= 512: checked in grouped_gemm.rs
 // bound    memory, the codes of each expert that has rows
@@ -136,7 +136,7 @@ struct ItemEach {
 
 // GROUPS warpgroups share each item. An item has a multiple of GROUPS slices; those behind the last are not loaded.
 struct SharedItem {
-    static constexpr int GROUPS = 4, MAX_NT = 32;
+    static constexpr int GROUPS = 4, MAX_NT = 16;
 
     template <int FORMAT>
     __device__ static i32 turns(const Work<FORMAT>& work) { return (work.slices + GROUPS - 1) / GROUPS * GROUPS; }
@@ -197,8 +197,7 @@ struct SharedItem {
         for (u32 index = blockIdx.x; index < work.items; index += gridDim.x) {
             const Tile tile = work.tiles.tile(index);
             if (tile.rows <= 8) item<FORMAT, 8>(work, at, tile, group, sums, is_first);
-            else if (tile.rows <= 16) item<FORMAT, 16>(work, at, tile, group, sums, is_first);
-            else item<FORMAT, 32>(work, at, tile, group, sums, is_first);
+            else item<FORMAT, 16>(work, at, tile, group, sums, is_first);
             is_first = false;
         }
     }

@@ -104,7 +104,8 @@ fn kernels_of(gpu: &Gpu) -> &'static [Kernel] {
 fn every_expert_multiplies_its_rows_by_its_codes() {
     let Some((gpu, q)) = gpu::open() else { return };
     let mut random = Random::new(31);
-    let counts: [&[usize]; 4] = [&[1], &[0, 3, 0, 1], &[9, 0, 17, 64, 65, 2, 0, 1, 1, 1, 4], &[70, 0, 130]];
+    let counts: [&[usize]; 6] =
+        [&[1], &[0, 3, 0, 1], &[16, 0, 12, 1], &[5, 17, 32], &[9, 0, 17, 64, 65, 2, 0, 1, 1, 1, 4], &[70, 0, 130]];
     let gate = Gate::Activation(GateActivation::Silu);
     for format in formats() {
         for counts in counts {
@@ -147,16 +148,19 @@ fn a_row_alone_gets_the_bits_it_gets_among_others() {
         return;
     }
     let mut random = Random::new(32);
-    let (counts, k) = ([3, 90, 0, 33], 1024);
-    for format in formats() {
+    let k = 1024;
+    // Each line is of one division of the work: up to 16 tokens, and more.
+    let cases =
+        [([3, 16, 0, 9], [(1, 0, 1), (3, 1, 1), (20, 3, 8)]), ([3, 90, 0, 33], [(1, 0, 17), (80, 1, 64), (93, 3, 17)])];
+    for (format, (counts, rows)) in formats().flat_map(|format| cases.map(|case| (format, case))) {
         let experts = Experts::new(&gpu, &mut random, counts.len(), [512, k], format);
         let x = random.bf16s(counts.iter().sum::<usize>() * k, 1.0);
         let together = experts.run((&gpu, &q), &x, &counts, None, Kernel::Skinny);
-        for (row, expert) in [(1, 0), (3, 1), (80, 1), (125, 3)] {
-            let mut one = [0; 4];
-            one[expert] = 1;
-            let alone = experts.run((&gpu, &q), &x[row * k..][..k], &one, None, Kernel::Skinny);
-            assert_eq!(alone, together[row * experts.n..][..experts.n], "row {row}, {format:?}");
+        for (row, expert, num_copies) in rows {
+            let mut copies = [0; 4];
+            copies[expert] = num_copies;
+            let apart = experts.run((&gpu, &q), &x[row * k..][..k].repeat(num_copies), &copies, None, Kernel::Skinny);
+            assert_eq!(apart[..experts.n], together[row * experts.n..][..experts.n], "row {row}, {format:?}");
         }
     }
 }

@@ -1,8 +1,8 @@
 //! Estimates the memory of a worker before anything is loaded, with a device that counts instead of computing.
 
 use engine::{RowId, SampleMask, SampledToken, SamplingParams, TokenId};
+use kernels::cuda::gated_activation::GATE_GROUP;
 use kernels::cuda::quantized_gemm::PackedFormat;
-use kernels::cuda::skinny_gemm::GATE_GROUP;
 use ops::{
     Activation, AdapterSlots, AttentionSpec, DType, Device, DeviceError, ExpertSlices, Feature, LatentWeights,
     LinearRole, LogitSpec, LowRankPart, MemoryEstimate, MemoryPlan, NormKind, NormSlices, PipelineStage,

@@ -6,7 +6,6 @@ use ops::{
 };
 use settings::{KvCacheType, WeightPrecision};
 
-use crate::mtp::MtpHead;
 use crate::names::Names;
 use crate::{ModelError, Rope};
 
@@ -268,6 +267,24 @@ pub struct ExpertLayer {
     pub intermediate_size: usize,
     /// How tokens choose among them.
     pub routing: Routing,
+}
+
+/// A head that predicts the token behind the next one (multi-token prediction).
+#[derive(Debug, Clone, PartialEq)]
+pub struct MtpHead {
+    /// Its decoder layer.
+    pub layer: LayerSpec,
+    /// Its shape and the names of its weights.
+    pub form: MtpForm,
+}
+
+/// The shapes of such heads.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum MtpForm {
+    /// Qwen3-Next and Qwen3.5: weights under `mtp.`. A further guess continues from the hidden state behind the head's norm.
+    Qwen,
+    /// DeepSeek V3: weights of the layer behind the last one. A further guess continues from the hidden state before the norm.
+    DeepSeek,
 }
 
 impl Config {

@@ -34,8 +34,8 @@ pub mod shard;
 pub use adapter::{Adapter, AdapterBounds, AdapterError, AdapterLayers, AdapterTensors, MAX_ADAPTER_RANK};
 pub use checkpoint::{Checkpoint, StoredTensor, rounded};
 pub use config::{
-    AttentionLayer, Config, ExpertLayer, HeadNormSpec, HeadSpec, KvSource, LatentLayer, LayerSpec, MlpLayer, NormSpec,
-    PerLayerInput, Rounding, StoredQuantization, WeightFormat,
+    AttentionLayer, Config, ExpertLayer, HeadNormSpec, HeadSpec, KvSource, LatentLayer, LayerSpec, MlpLayer, MtpForm,
+    MtpHead, NormSpec, PerLayerInput, Rounding, StoredQuantization, WeightFormat,
 };
 pub use error::ModelError;
 pub use estimate::{EstimateMemory, WorkerShape};
@@ -44,5 +44,4 @@ pub use kv_groups::KvGroups;
 pub use linear_layers::{InputSource, LinearGroup, linear_groups};
 pub use load::load;
 pub use model::Model;
-pub use mtp::{MtpForm, MtpHead};
 pub use rope::{Rope, RopeScaling};

@@ -20,29 +20,11 @@
 use ops::{Device, DeviceError, LogitSpec};
 
 use crate::buffers::{Buffers, Widths};
-use crate::config::LayerSpec;
+use crate::config::MtpForm;
 use crate::layer::Layer;
 use crate::layers::Loader;
 use crate::mixer::Counts;
 use crate::{Config, ModelError};
-
-/// A head that predicts the token behind the next one (multi-token prediction).
-#[derive(Debug, Clone, PartialEq)]
-pub struct MtpHead {
-    /// Its decoder layer.
-    pub layer: LayerSpec,
-    /// Its shape and the names of its weights.
-    pub form: MtpForm,
-}
-
-/// The shapes of such heads.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum MtpForm {
-    /// Qwen3-Next and Qwen3.5: weights under `mtp.`. A further guess continues from the hidden state behind the head's norm.
-    Qwen,
-    /// DeepSeek V3: weights of the layer behind the last one. A further guess continues from the hidden state before the norm.
-    DeepSeek,
-}
 
 impl Config {
     /// The same model with its MTP head, which guesses drafts.

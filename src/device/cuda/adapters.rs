@@ -7,8 +7,9 @@ use std::collections::HashMap;
 use std::sync::Arc;
 
 use half::bf16;
+use kernels::cuda::gated_activation::GATE_GROUP;
 use kernels::cuda::low_rank::{self, LowRankStep, LowRankWeight, Modules};
-use kernels::cuda::skinny_gemm::{self, Epilogue, GATE_GROUP};
+use kernels::cuda::skinny_gemm::{self, Epilogue};
 use kernels::cuda::{CudaError, DeviceBuffer, Gpu, Queue, Rows, Span, quantized_gemm};
 use ops::{AdapterSlots, DeviceError, LowRankPart};
 

@@ -5,7 +5,7 @@ use engine::{
 };
 use kernels::cuda::DeviceBuffer;
 use kernels::cuda::copy_blocks::copy_blocks;
-use kernels::cuda::skinny_gemm::GATE_GROUP;
+use kernels::cuda::gated_activation::GATE_GROUP;
 use ops::{
     Activation, AdapterSlots, AttentionSpec, Device, DeviceError, ExpertSlices, Feature, HeadNorms, HostMemory,
     HostSlots, LatentWeights, LinearRole, LogitSpec, LowRankPart, MemoryPlan, NormKind, NormSlices, PipelineStage,

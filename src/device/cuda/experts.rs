@@ -3,6 +3,7 @@
 use std::sync::Arc;
 
 use kernels::cuda::gate_rows::gate_rows;
+use kernels::cuda::gated_activation::GATE_GROUP;
 use kernels::cuda::gather_rows::gather_rows;
 use kernels::cuda::grouped_gemm::{Gate, GroupedRows, GroupedWeight, Kernel, grouped_gemm};
 use kernels::cuda::quantized_gemm::PackedFormat;
@@ -10,7 +11,7 @@ use kernels::cuda::route_tokens::{
     self as router, Choices, MAX_CHOICES, MAX_EXPERTS, MAX_GROUPS, Router, route_tokens,
 };
 use kernels::cuda::scale_routes::scale_routes;
-use kernels::cuda::skinny_gemm::{Epilogue, GATE_GROUP};
+use kernels::cuda::skinny_gemm::Epilogue;
 use kernels::cuda::sort_routes::{MAX_ROUTES, SortedRoutes, SortedRows, route_and_sort_tokens, sort_routes};
 use kernels::cuda::sum_experts::{ExpertOutputs, sum_experts, sum_experts_add_norm};
 use kernels::cuda::{CudaError, DeviceBuffer, Gpu, Queue, Residence, Span};

@@ -206,7 +206,7 @@ impl CudaDevice {
         let activation = gate_activation(activation);
         let (rows, cols) = (self.num_tokens(), weight.rows / 2);
         let is_fused = activation.is_fused() && !self.splits_activation(rows, weight);
-        if weight.group == skinny_gemm::GATE_GROUP && self.is_own_gated(rows, weight) && is_fused {
+        if weight.group == gated_activation::GATE_GROUP && self.is_own_gated(rows, weight) && is_fused {
             return self.adapted_product(out.values, x.values, weight, Epilogue::Gated(activation));
         }
         self.op_linear(scratch.values, x.values, weight)?;

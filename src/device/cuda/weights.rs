@@ -1,7 +1,7 @@
 //! Converts slices of the checkpoint to matrices and vectors on the GPU.
 
 use half::bf16;
-use kernels::cuda::skinny_gemm::GATE_GROUP;
+use kernels::cuda::gated_activation::GATE_GROUP;
 use kernels::cuda::{DeviceBuffer, Span};
 use ops::{DeviceError, LinearRole, NormKind, NormSlices, WeightSlice};
 

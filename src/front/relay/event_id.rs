@@ -9,7 +9,9 @@ use std::hash::{DefaultHasher, Hash, Hasher};
 use http::{HeaderMap, HeaderName};
 
 use crate::api::request_key::RequestKey;
-use crate::relay::events::MAX_EVENTS;
+
+/// Most events of a stream that is sent again: 8 bytes are kept of each.
+pub(crate) const MAX_EVENTS: usize = 1 << 20;
 
 /// The header of a request for the rest of a stream.
 const LAST_EVENT_ID: HeaderName = HeaderName::from_static("last-event-id");

@@ -7,10 +7,7 @@ use std::ops::Range;
 use bytes::{Bytes, BytesMut};
 
 use crate::api::request_key::RequestKey;
-use crate::relay::event_id::{self, EventId};
-
-/// Most events of a stream that is sent again: 8 bytes are kept of each.
-pub(crate) const MAX_EVENTS: usize = 1 << 20;
+use crate::relay::event_id::{self, EventId, MAX_EVENTS};
 
 /// Counts in the first events that depend on what the prefix cache holds, and so differ after a restart.
 const COUNTS: [&[u8]; 4] =

@@ -5,7 +5,7 @@ use http::header::RETRY_AFTER;
 use http::{Method, StatusCode};
 use serde_json::{Value, json};
 
-use crate::api::openai::Endpoint;
+use crate::api::openai::endpoint::Endpoint;
 use crate::api::request_effect::Effect;
 use crate::api::status::RETRY_AFTER_SECS;
 use crate::api::triton::http::reply::{JSON, Reply, reply};

@@ -14,7 +14,7 @@ use http::{Method, request};
 use record::{Recorder, RequestItem};
 use tonic::Status;
 
-use crate::api::openai::Endpoint;
+use crate::api::openai::endpoint::Endpoint;
 use crate::api::request_effect::Effect;
 use crate::api::triton::grpc::redact;
 use crate::api::triton::http::reply::Reply;

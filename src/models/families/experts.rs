@@ -8,9 +8,9 @@ use super::deepseek::v2_groups;
 use super::mtp::put_mtp;
 use super::older::rotary_dim;
 use crate::ModelError;
+use crate::config::MtpForm;
 use crate::config::{Config, ExpertLayer, MlpLayer};
 use crate::fields::Fields;
-use crate::mtp::MtpForm;
 
 /// Experts in all layers, whose probabilities are divided by their sum.
 pub(super) fn mixtral(fields: &Fields, config: &mut Config) -> Adjusted {

@@ -9,8 +9,8 @@ use super::experts;
 use super::mtp::put_mtp;
 use crate::ModelError;
 use crate::config::Config;
+use crate::config::MtpForm;
 use crate::fields::Fields;
-use crate::mtp::MtpForm;
 
 /// Fields that count the layers of the MTP head.
 const MTP_LAYERS: &[&str] = &["mtp_num_hidden_layers", "num_nextn_predict_layers"];

@@ -1,8 +1,8 @@
 //! Heads that predict the token behind the next one.
 
 use crate::config::Config;
+use crate::config::{MtpForm, MtpHead};
 use crate::fields::Fields;
-use crate::mtp::{MtpForm, MtpHead};
 
 /// Reads the head that `names`, which count its layers, say is there; without them the checkpoint decides when it is loaded.
 /// Its layer is like the last one with attention.

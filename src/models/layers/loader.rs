@@ -7,9 +7,9 @@ use ops::{Activation, Device, DeviceError, HeadOrder, LinearRole, WeightSlice};
 
 use crate::checkpoint::rounded;
 use crate::config::{LayerSpec, MlpLayer};
+use crate::config::{MtpForm, MtpHead};
 use crate::layers::qkv::{RowSlice, gate_slices, scaled};
 use crate::linear_layers::prefix;
-use crate::mtp::{MtpForm, MtpHead};
 use crate::names::{Names, UpNames};
 use crate::shard::{LayerShard, Shard};
 use crate::{Checkpoint, Config, ModelError};

@@ -9,7 +9,7 @@ mod anthropic_reply;
 mod choices;
 mod complete;
 mod conversation;
-mod endpoint;
+pub(crate) mod endpoint;
 mod error;
 mod fields;
 mod guide;
@@ -45,7 +45,7 @@ use crate::api::triton::http::reply::{JSON, Reply, TEXT, reply};
 use crate::state::State;
 use crate::transport::body::ReplyBody;
 use crate::transport::restricted::Api;
-pub(crate) use endpoint::Endpoint;
+use endpoint::Endpoint;
 pub(crate) use error::ApiError;
 
 /// Client and server name a request by this header.
