@@ -17,7 +17,7 @@ use crate::configs::front_config;
 use crate::error::RankError;
 use crate::hardware::Hardware;
 use crate::log::{Log, report_panics};
-use crate::server::{num_front_threads, runtime_of};
+use crate::runtime::{num_front_threads, runtime_of};
 
 /// Runs the relay until standard input ends. `args` are those of rank 0.
 ///

@@ -27,6 +27,7 @@ mod open_files;
 mod panics;
 mod plan;
 mod relay;
+mod runtime;
 mod server;
 mod signals;
 mod startup;

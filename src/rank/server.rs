@@ -16,7 +16,7 @@ use ipc::Prefix;
 use record::Recorder;
 use serving::{BackendFactory, Server, ServerConfig};
 use supervision::{FromAgent, ToAgent, WorkerSupervisor};
-use tokio::runtime::{Handle, Runtime};
+use tokio::runtime::Handle;
 
 use crate::args::RankArgs;
 use crate::client_relay;
@@ -29,6 +29,7 @@ use crate::hardware::Hardware;
 use crate::heartbeat::{self, Heartbeat};
 use crate::host_metrics::HostMetrics;
 use crate::metrics::{LlmMetrics, PythonMetrics, StartupMetrics};
+use crate::runtime::{num_front_threads, runtime_of};
 use crate::signals::Signals;
 use crate::startup::Startup;
 use crate::tables;
@@ -90,23 +91,6 @@ pub(crate) fn run(
 fn world_facts(args: &RankArgs, world: &World) -> WorldFacts {
     let hosts = (0..world.size()).map(|rank| world.hostname(rank).to_owned()).collect();
     WorldFacts { hosts, num_restarts: args.world_restarts }
-}
-
-/// Default number of threads for HTTP: few threads share the work of a step without wake-ups between them.
-const MAX_FRONT_THREADS: usize = 2;
-
-/// A multi-thread runtime even for one thread, so that another thread can take over during `block_in_place`.
-pub(crate) fn runtime_of(name: &str, threads: usize) -> Result<Runtime, RankError> {
-    let mut builder = tokio::runtime::Builder::new_multi_thread();
-    builder.worker_threads(threads).thread_name(name).enable_all().build().map_err(RankError::Runtime)
-}
-
-/// The requested number of threads; for 0, one for each core, at most [`MAX_FRONT_THREADS`].
-pub(crate) fn num_front_threads(requested: usize) -> usize {
-    match requested {
-        0 => std::thread::available_parallelism().map_or(1, usize::from).min(MAX_FRONT_THREADS),
-        requested => requested,
-    }
 }
 
 /// Loads the models, and serves until a signal or another world ends this one.

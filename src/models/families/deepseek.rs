@@ -1,6 +1,6 @@
 //! DeepSeek V2, V3 and what has their shape (R1, Kimi K2): attention over latent vectors, and experts.
 
-use ops::{ExpertGroups, GroupScore, LatentShape};
+use ops::LatentShape;
 use serde_json::Value;
 
 use super::adjust::{Adjusted, each_attention};
@@ -76,26 +76,9 @@ fn query_magnitude(fields: &Fields, config: &Config) -> Result<f64, ModelError> 
     Ok(mscale.filter(|_| factor > 1.0).map_or(1.0, |mscale| 0.1 * mscale * factor.ln() + 1.0))
 }
 
-/// How experts are chosen among groups: V2 has two ways.
-pub(super) fn v2_groups(fields: &Fields) -> Result<Option<ExpertGroups>, ModelError> {
-    match fields.text("topk_method")?.unwrap_or("greedy") {
-        "greedy" => {
-            fields.ignore(&["n_group", "topk_group"]);
-            Ok(None)
-        }
-        "group_limited_greedy" => {
-            for name in ["n_group", "topk_group"] {
-                fields.required_size(name)?;
-            }
-            experts::expert_groups(fields, GroupScore::Best)
-        }
-        other => Err(fields.wrong("topk_method", "`greedy` or `group_limited_greedy`", &other.into())),
-    }
-}
-
 #[cfg(test)]
 mod tests {
-    use ops::{GroupScore, Scoring};
+    use ops::{ExpertGroups, GroupScore, Scoring};
     use serde_json::json;
 
     use super::*;

@@ -4,7 +4,6 @@ use ops::{Activation, ExpertGroups, GroupScore, Routing, Scoring};
 use serde_json::Value;
 
 use super::adjust::{Adjusted, each_attention, exaone4, granite, layers_of_two_ropes, qwen_vl, require_both_ropes};
-use super::deepseek::v2_groups;
 use super::mtp::put_mtp;
 use super::older::rotary_dim;
 use crate::ModelError;
@@ -155,6 +154,23 @@ pub(super) fn deepseek_moe(fields: &Fields, config: &mut Config) -> Adjusted {
 pub(super) fn deepseek_v3_moe(fields: &Fields, config: &mut Config) -> Adjusted {
     let first = fields.count("first_k_dense_replace")?;
     put_deepseek_experts(fields, config, true, |index| index >= first)
+}
+
+/// How experts are chosen among groups: V2 has two ways.
+fn v2_groups(fields: &Fields) -> Result<Option<ExpertGroups>, ModelError> {
+    match fields.text("topk_method")?.unwrap_or("greedy") {
+        "greedy" => {
+            fields.ignore(&["n_group", "topk_group"]);
+            Ok(None)
+        }
+        "group_limited_greedy" => {
+            for name in ["n_group", "topk_group"] {
+                fields.required_size(name)?;
+            }
+            expert_groups(fields, GroupScore::Best)
+        }
+        other => Err(fields.wrong("topk_method", "`greedy` or `group_limited_greedy`", &other.into())),
+    }
 }
 
 /// Experts as in DeepSeek V2: a softmax that is not divided by the sum of the chosen ones, beside a feed-forward for all tokens.
