@@ -76,10 +76,10 @@ def test_flags_of_ranks_need_no_dashes(tmp_path):
 
 def test_flags_are_those_of_the_server_program_that_is_given(tmp_path):
     alone = shutil.copy(BINARIES / "launch", tmp_path / "launch")
-    known = run("--dry_run", f"--trireme={BINARIES}/trireme", "--id=named", program=alone)
-    assert known.returncode == 0 and re.search(r" rank .*--id=named\n", known.stdout), known.stdout + known.stderr
-    unknown = run("--dry_run", f"--trireme={tmp_path}/none", "--id=named", program=alone)
-    assert unknown.returncode == 2 and "--id" in unknown.stderr, unknown.stderr
+    known = run("--dry_run", f"--trireme={BINARIES}/trireme", "--enable-sleep-mode", program=alone)
+    assert known.returncode == 0 and re.search(r" rank .*--enable-sleep-mode\n", known.stdout), known.stdout + known.stderr
+    unknown = run("--dry_run", f"--trireme={tmp_path}/none", "--enable-sleep-mode", program=alone)
+    assert unknown.returncode == 2 and "--enable-sleep-mode" in unknown.stderr, unknown.stderr
 
 
 def test_an_empty_repository_is_refused_unless_models_are_loaded_later(tmp_path):
