@@ -123,6 +123,7 @@ import no_such_module
     for expected in ["has ['KEPT_TOKEN']", f"score {score}", "one", r"E1121 two\u{1b}[2J"]:
         wait_for(lambda: f'trouble_0_0: {expected}"\n' in server.log.read_text())
     assert "\x1b" not in server.log.read_text()
+    assert stop(server) == 0
 
 
 def test_a_killed_server_leaves_no_processes_and_files(tmp_path):
