@@ -102,7 +102,8 @@ impl Models {
         }
         self.sleep().await;
         let Member { name, router, .. } = &self.all[next];
-        let router = router.upgrade()?;
+        // Otherwise it was unloaded meanwhile, and another model may wait.
+        let Some(router) = router.upgrade() else { return Some(Duration::ZERO) };
         match (Replicas { model: name.clone(), router: Arc::clone(&router) }).wake().await {
             Ok(()) => self.awake = Some((Arc::downgrade(&router), Instant::now())),
             Err(error) => {
