@@ -88,7 +88,7 @@ impl Relay {
         self.send(RelayCommand::Away(reason));
     }
 
-    /// No world serves until a request comes, which [`Self::is_wanted`] tells.
+    /// No world serves until a request comes, which [`Self::is_wanted`] reports.
     pub(crate) fn sleep(&mut self) {
         self.process.is_wanted = false;
         self.send(RelayCommand::Sleep);
@@ -99,7 +99,7 @@ impl Relay {
         self.process.is_wanted
     }
 
-    /// Whether no request has come for the time of `--idle-exit`, told once.
+    /// Whether no request has come for the time of `--idle-exit`; true once for each report.
     pub(crate) fn take_idle(&mut self) -> bool {
         std::mem::take(&mut self.process.is_idle)
     }

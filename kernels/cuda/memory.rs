@@ -255,7 +255,10 @@ fn touched(bytes: usize) -> Buffer<u8> {
     let cores = thread::available_parallelism().map_or(1, usize::from).min(MAX_TOUCHING_THREADS);
     let part = bytes.div_ceil(cores).max(TOUCHED_BYTES);
     thread::scope(|scope| {
-        buffer.chunks_mut(part).for_each(|part| drop(scope.spawn(|| part.fill(0))));
+        for part in buffer.chunks_mut(part) {
+            // Without a thread, the driver assigns the pages when it registers them.
+            let _ = thread::Builder::new().spawn_scoped(scope, || part.fill(0));
+        }
     });
     buffer
 }

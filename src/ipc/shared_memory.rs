@@ -19,7 +19,7 @@ const HEAD_BYTES: usize = 4096;
 const STAT_BLOCK_BYTES: u64 = 512;
 
 /// Memory without a name that outlives the process which uses it: the parent holds it, a child maps it, and after the end of the
-/// child another one. It is zero at first, takes memory only where it is written, and is freed when nobody has it any more.
+/// child another one. It is zero at first, takes memory only where it is written, and is freed when no process holds it any more.
 #[derive(Debug)]
 pub struct SharedMemory {
     file: OwnedFd,

@@ -70,7 +70,7 @@ impl CudaDevice {
     }
 }
 
-/// Frees pinned memory, which takes seconds. Each piece blocks other calls of the driver, so steps get time between two pieces.
+/// Frees pinned memory. Each piece blocks other calls of the driver, so steps get time between two pieces.
 fn unpin(saved: Vec<(usize, PinnedBuffer)>) {
     for (_, piece) in saved {
         let started = Instant::now();

@@ -61,14 +61,14 @@ pub(crate) enum Change {
     Wanted,
 }
 
-/// Tells of changes, until no more requests can come or no world follows. [`Change::Idle`] is repeated while it lasts.
+/// Reports changes until no more requests can come or no world follows. [`Change::Idle`] is repeated while it lasts.
 pub(crate) async fn watch(
     mut open: watch::Receiver<Open>,
     mut rank_zero: watch::Receiver<RankZero>,
     idle: Duration,
-    tell: impl Fn(Change),
+    report: impl Fn(Change),
 ) {
-    let (mut idle_since, mut is_told) = (Instant::now(), false);
+    let (mut idle_since, mut is_reported) = (Instant::now(), false);
     loop {
         let now = *open.borrow_and_update();
         let (is_asleep, serves) = {
@@ -76,11 +76,11 @@ pub(crate) async fn watch(
             (state.is_asleep, state.sockets.is_some())
         };
         idle_since = idle_since.max(now.since);
-        if is_asleep && now.count > 0 && !is_told {
-            tell(Change::Wanted);
-            is_told = true;
+        if is_asleep && now.count > 0 && !is_reported {
+            report(Change::Wanted);
+            is_reported = true;
         }
-        is_told &= is_asleep;
+        is_reported &= is_asleep;
         tokio::select! {
             changed = open.changed() => if changed.is_err() { return },
             changed = rank_zero.changed() => match changed {
@@ -88,7 +88,7 @@ pub(crate) async fn watch(
                 Err(_) => return,
             },
             () = sleep_until(idle_since + idle), if serves && now.count == 0 => {
-                tell(Change::Idle);
+                report(Change::Idle);
                 idle_since = Instant::now();
             }
         }
@@ -104,34 +104,34 @@ mod tests {
     use super::*;
 
     #[tokio::test]
-    async fn an_idle_world_and_a_request_for_one_that_sleeps_are_told() {
+    async fn an_idle_world_and_a_request_for_one_that_sleeps_are_reported() {
         const IDLE: Duration = Duration::from_millis(50);
         let (demand, open) = Demand::counted();
         let (state, rank_zero) = watch::channel(RankZero::default());
-        let (telling, mut told) = mpsc::unbounded_channel();
-        tokio::spawn(watch(open, rank_zero, IDLE, move |change| telling.send(change).unwrap()));
-        let nothing_is_told = async |told: &mut mpsc::UnboundedReceiver<Change>| {
+        let (sender, mut reported) = mpsc::unbounded_channel();
+        tokio::spawn(watch(open, rank_zero, IDLE, move |change| sender.send(change).unwrap()));
+        let nothing_is_reported = async |reported: &mut mpsc::UnboundedReceiver<Change>| {
             tokio::time::sleep(3 * IDLE).await;
-            assert_eq!(told.try_recv(), Err(mpsc::error::TryRecvError::Empty));
+            assert_eq!(reported.try_recv(), Err(mpsc::error::TryRecvError::Empty));
         };
-        nothing_is_told(&mut told).await; // No world serves yet.
+        nothing_is_reported(&mut reported).await; // No world serves yet.
         let request = demand.begin();
         state.send_modify(|state| state.sockets = Some(Arc::from(Path::new("/world"))));
-        nothing_is_told(&mut told).await; // A request runs.
+        nothing_is_reported(&mut reported).await; // A request runs.
         drop(request);
-        assert_eq!(told.recv().await, Some(Change::Idle));
+        assert_eq!(reported.recv().await, Some(Change::Idle));
         // The launcher may not have been able to end the world.
-        assert_eq!(told.recv().await, Some(Change::Idle));
+        assert_eq!(reported.recv().await, Some(Change::Idle));
 
         state.send_modify(|state| (state.sockets, state.is_asleep) = (None, true));
-        while told.try_recv().is_ok() {}
-        nothing_is_told(&mut told).await;
+        while reported.try_recv().is_ok() {}
+        nothing_is_reported(&mut reported).await;
         let requests = [demand.begin(), demand.begin()];
-        assert_eq!(told.recv().await, Some(Change::Wanted));
-        nothing_is_told(&mut told).await;
+        assert_eq!(reported.recv().await, Some(Change::Wanted));
+        nothing_is_reported(&mut reported).await;
         state.send_modify(|state| (state.sockets, state.is_asleep) = (Some(Arc::from(Path::new("/next"))), false));
-        nothing_is_told(&mut told).await;
+        nothing_is_reported(&mut reported).await;
         drop(requests);
-        assert_eq!(told.recv().await, Some(Change::Idle));
+        assert_eq!(reported.recv().await, Some(Change::Idle));
     }
 }

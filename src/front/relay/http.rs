@@ -32,7 +32,7 @@ pub(crate) const MAX_REPEATS: u32 = 3;
 /// Largest answer that is received as a whole before its first byte is sent, so that its request can be sent again until then.
 const MAX_WHOLE_BYTES: u64 = 1 << 20;
 
-/// The header of answers to probes that tells that the server is asleep.
+/// The header of answers to probes while the server is asleep.
 pub(super) const STATE: HeaderName = HeaderName::from_static("trireme-state");
 pub(super) const ASLEEP: HeaderValue = HeaderValue::from_static("asleep");
 

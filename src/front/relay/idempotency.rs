@@ -1,6 +1,6 @@
 //! Requests with an `Idempotency-Key`: the same request with the same key is computed once, and has one answer.
 //!
-//! A key belongs to its path and to the API key of its client, so that nobody gets the answer of another. The request goes on when its
+//! A key belongs to its path and to the API key of its client, so that no client gets another client's answer. The request goes on when its
 //! client leaves, because the client will ask again.
 
 use std::path::PathBuf;

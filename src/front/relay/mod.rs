@@ -58,16 +58,16 @@ pub struct Options {
     pub wait: Duration,
     /// The directory of answers that outlive the relay; `None`: none do.
     pub journals: Option<PathBuf>,
-    /// Time without a request after which [`Event::Idle`] is told; `None`: never.
+    /// Time without a request after which [`Event::Idle`] is reported; `None`: never.
     pub idle: Option<Duration>,
 }
 
-/// What the relay tells its launcher.
+/// What the relay reports to its launcher.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Event {
     /// The ports are bound.
     Listens,
-    /// A world serves, and no request has come for the time of [`Options::idle`]. It is told again after that time.
+    /// A world serves, and no request has come for the time of [`Options::idle`]. It is reported again after that time.
     Idle,
     /// The world sleeps, and a request waits for it.
     Wanted,
