@@ -157,8 +157,8 @@ impl Pump {
         }
         match idle.as_micros() {
             0..100 => thread::yield_now(),
-            100..2_000 => thread::park_timeout(Duration::from_micros(50)),
-            2_000..200_000 => thread::park_timeout(Duration::from_micros(200)),
+            100..500 => thread::park_timeout(Duration::from_micros(50)),
+            500..200_000 => thread::park_timeout(Duration::from_micros(200)),
             200_000..1_000_000 => thread::park_timeout(Duration::from_millis(1)),
             _ if in_flight => thread::park_timeout(Duration::from_millis(1)),
             _ => thread::park_timeout(Duration::from_millis(18)),

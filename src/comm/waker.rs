@@ -19,10 +19,10 @@ use crate::node::Node;
 const MAX_SLEEP: Duration = Duration::from_millis(250);
 
 /// A rank asks MPI often for this time after a message, so a message that follows sooner is not announced.
-pub(crate) const AWAKE: Duration = Duration::from_millis(20);
+pub(crate) const AWAKE: Duration = Duration::from_millis(5);
 
 /// Announced are messages this long after the last one to their rank: well before it stops asking often.
-const ANNOUNCE_AFTER: Duration = Duration::from_millis(10);
+const ANNOUNCE_AFTER: Duration = Duration::from_millis(2);
 
 /// Bytes that each rank gives to all: its port and its number.
 const ADDRESS_BYTES: usize = 10;
