@@ -12,7 +12,7 @@ use http_body_util::BodyExt as _;
 use ring::digest::{Context, SHA256};
 
 use crate::api::triton::http::reply::Reply;
-use crate::relay::http::Exchange;
+use crate::relay::exchange::Exchange;
 use crate::relay::journal::{Answer, Digest, Journals, Turn, Writer, digest_of};
 use crate::relay::kept::MAX_REQUEST_BYTES;
 use crate::relay::request::Protocol;
@@ -66,49 +66,48 @@ impl Idempotency {
         }
         digest_of(parts)
     }
-}
 
-/// Answers a request with `key`.
-pub(crate) async fn answer(mut exchange: Exchange, key: &HeaderValue) -> Reply {
-    let protocol = Protocol::of(exchange.head.uri.path());
-    let request = match digest_of_body(&exchange).await {
-        Ok(Some(request)) => request,
-        Ok(None) => {
-            let message = format!(
-                "a request with an Idempotency-Key is kept: it may have {MAX_REQUEST_BYTES} bytes, and all together less than \
-                 the relay has room for; leave the key out"
-            );
-            return protocol.refused(StatusCode::PAYLOAD_TOO_LARGE, &message);
-        }
-        Err(error) => {
-            let message = format!("the body of the request broke off: {error}");
-            return protocol.refused(StatusCode::BAD_REQUEST, &message);
-        }
-    };
-    let idempotency = &exchange.forwarder.idempotency;
-    let (name, journals) = (idempotency.name_of(&exchange.head, key), Arc::clone(&idempotency.journals));
-    loop {
-        match journals.begin(name, request) {
-            Turn::First(writer) => {
-                exchange.key = writer.key();
-                // In a task of its own, which goes on when the client leaves.
-                let task = tokio::spawn(async move { kept(exchange.answer().await, writer).await });
-                let failed = |_| Err("the relay failed to answer; see its log".to_owned());
-                return task.await.unwrap_or_else(failed).unwrap_or_else(|message| protocol.unavailable(&message));
+    /// Answers a request with `key`.
+    pub(crate) async fn answer(&self, mut exchange: Exchange, key: &HeaderValue) -> Reply {
+        let protocol = Protocol::of(exchange.head.uri.path());
+        let request = match digest_of_body(&exchange).await {
+            Ok(Some(request)) => request,
+            Ok(None) => {
+                let message = format!(
+                    "a request with an Idempotency-Key is kept: it may have {MAX_REQUEST_BYTES} bytes, and all together less than \
+                     the relay has room for; leave the key out"
+                );
+                return protocol.refused(StatusCode::PAYLOAD_TOO_LARGE, &message);
             }
-            Turn::Again(key) => {
-                exchange.key = key;
-                return exchange.answer().await.unwrap_or_else(|message| protocol.unavailable(&message));
+            Err(error) => {
+                let message = format!("the body of the request broke off: {error}");
+                return protocol.refused(StatusCode::BAD_REQUEST, &message);
             }
-            Turn::Wait(mut end) => drop(end.changed().await),
-            Turn::Answered(answer) => return replayed(&answer),
-            Turn::OtherRequest => {
-                let message = "another request had this Idempotency-Key; give each request a key of its own";
-                return protocol.refused(StatusCode::UNPROCESSABLE_ENTITY, message);
-            }
-            Turn::TooMany => {
-                return protocol
-                    .unavailable("too many requests with an Idempotency-Key are being answered; try again later");
+        };
+        let name = self.name_of(&exchange.head, key);
+        loop {
+            match self.journals.begin(name, request) {
+                Turn::First(writer) => {
+                    exchange.key = writer.key();
+                    // In a task of its own, which goes on when the client leaves.
+                    let task = tokio::spawn(async move { kept(exchange.answer().await, writer).await });
+                    let failed = |_| Err("the relay failed to answer; see its log".to_owned());
+                    return task.await.unwrap_or_else(failed).unwrap_or_else(|message| protocol.unavailable(&message));
+                }
+                Turn::Again(key) => {
+                    exchange.key = key;
+                    return exchange.answer().await.unwrap_or_else(|message| protocol.unavailable(&message));
+                }
+                Turn::Wait(mut end) => drop(end.changed().await),
+                Turn::Answered(answer) => return replayed(&answer),
+                Turn::OtherRequest => {
+                    let message = "another request had this Idempotency-Key; give each request a key of its own";
+                    return protocol.refused(StatusCode::UNPROCESSABLE_ENTITY, message);
+                }
+                Turn::TooMany => {
+                    return protocol
+                        .unavailable("too many requests with an Idempotency-Key are being answered; try again later");
+                }
             }
         }
     }

@@ -13,7 +13,10 @@
 mod demand;
 mod event_id;
 mod events;
+mod exchange;
+mod forwarder;
 mod grpc;
+mod grpc_upstream;
 mod http;
 mod idempotency;
 mod journal;
@@ -35,8 +38,9 @@ use tokio_rustls::TlsAcceptor;
 pub use self::upstream::{RankZero, RelayedPort};
 
 use self::demand::Demand;
-use self::grpc::GrpcForwarder;
-use self::http::Forwarder;
+use self::forwarder::Forwarder;
+use self::grpc_upstream::GrpcUpstream;
+use self::http::HttpForwarder;
 use self::idempotency::Idempotency;
 use self::kept::KeptBytes;
 use self::upstream::Upstream;
@@ -100,8 +104,9 @@ pub async fn run(
         demand,
         upstream: Upstream::new(rank_zero.clone(), options.wait),
         kept: Arc::new(KeptBytes::default()),
-        idempotency: Idempotency::new(&config.http_restrictions, options.journals),
     });
+    let idempotency = Idempotency::new(&config.http_restrictions, options.journals);
+    let http = HttpForwarder::new(Arc::clone(&forwarder), idempotency);
     let mut ports = Vec::new();
     let http_ports = [
         (RelayedPort::Http, "HTTP service", &config.http, &config.http_tls, config.reuse_http_port),
@@ -111,9 +116,9 @@ pub async fn run(
         let Some(address) = address else { continue };
         let listener = listen(service, address, is_shared).await?;
         let acceptor = acceptor(service, tls.as_ref(), b"http/1.1")?;
-        let forwarder = Arc::clone(&forwarder);
+        let http = Arc::clone(&http);
         let opened = serve_http1(listener, http_limits(&config), acceptor, &config, move |request| {
-            let answer = Arc::clone(&forwarder).forward(port, request);
+            let answer = Arc::clone(&http).forward(port, request);
             async move { Ok(answer.await) }
         });
         ports.push(opened.map_err(|source| StartError::Listen { service, address: address.clone(), source })?);
@@ -149,9 +154,9 @@ fn serve_grpc(
     let (forwarder, write_timeout) = (Arc::clone(forwarder), config.write_timeout);
     let keep_alive = grpc_keep_alive(config);
     Port::open(listener, grpc_limits(config), acceptor, move |stream, activity| {
-        let calls = GrpcForwarder::new(Arc::clone(&forwarder));
+        let upstream = GrpcUpstream::new(Arc::clone(&forwarder));
         GrpcConnection::new(stream, activity, keep_alive, move |request, respond| {
-            let answer = Arc::clone(&calls).forward(request);
+            let answer = grpc::forward(Arc::clone(&upstream), request);
             Some(Box::new(http2::send(answer, respond, write_timeout).boxed()) as Box<dyn Call>)
         })
     })

@@ -19,7 +19,7 @@ use tonic::body::Body;
 
 use crate::relay::demand::OpenRequest;
 use crate::relay::events::SentEvents;
-use crate::relay::grpc::{Begun, GrpcForwarder, Parts, check_repeats, next_part, refusal, send_data};
+use crate::relay::grpc_upstream::{Begun, GrpcUpstream, Parts, check_repeats, next_part, refusal, send_data};
 use crate::relay::kept::KeptShare;
 use crate::transport::http2::RequestBody;
 
@@ -93,7 +93,7 @@ struct Requests {
 
 /// One stream.
 pub(super) struct StreamInfer {
-    forwarder: Arc<GrpcForwarder>,
+    upstream: Arc<GrpcUpstream>,
     head: request::Parts,
     requests: Mutex<Requests>,
     _open: OpenRequest,
@@ -101,11 +101,11 @@ pub(super) struct StreamInfer {
 
 impl StreamInfer {
     /// Answers a call. Its answer goes on in a task of its own.
-    pub(super) fn begin(forwarder: Arc<GrpcForwarder>, head: request::Parts, body: RequestBody) -> Response<Body> {
-        let share = KeptShare::new(&forwarder.forwarder.kept);
+    pub(super) fn begin(upstream: Arc<GrpcUpstream>, head: request::Parts, body: RequestBody) -> Response<Body> {
+        let share = KeptShare::new(&upstream.forwarder.kept);
         let requests = Requests { unfinished: Vec::new(), share, lost: None, have_ended: false };
-        let open = forwarder.forwarder.demand.begin();
-        let stream = Self { forwarder, head, requests: Mutex::new(requests), _open: open };
+        let open = upstream.forwarder.demand.begin();
+        let stream = Self { upstream, head, requests: Mutex::new(requests), _open: open };
         let (parts, received) = mpsc::channel(8);
         tokio::spawn(async move {
             let ended = tokio::select! {
@@ -134,7 +134,7 @@ impl StreamInfer {
     async fn run(&self, mut body: RequestBody, parts: &Parts) -> Result<(), String> {
         let (mut reader, mut repeats) = (MessageReader::default(), 0);
         loop {
-            let Begun { response, request, world } = self.forwarder.begin(&self.head, false).await?;
+            let Begun { response, request, world } = self.upstream.begin(&self.head, false).await?;
             let receive = async {
                 let (head, mut answer) = response.await.map_err(|_| End::Broken)?.into_parts();
                 if head.headers.contains_key("grpc-status") {
@@ -153,9 +153,9 @@ impl StreamInfer {
                 Err(End::Message(message)) => return Err(message),
                 Err(End::Broken) => {}
             }
-            self.forwarder.forget(&world).await;
+            self.upstream.forget(&world).await;
             repeats += 1;
-            check_repeats(repeats, &self.forwarder.forwarder, &world).await?;
+            check_repeats(repeats, &self.upstream.forwarder, &world).await?;
             self.requests().begin_again()?;
         }
     }
