@@ -3,7 +3,7 @@
 use bytemuck::{Pod, Zeroable};
 
 use super::error::ensure;
-use super::queue::Arg;
+use super::launch::Arg;
 use super::{CudaError, Launch, Queue, Span};
 
 /// [`RowParams::flags`]: the likeliest token is chosen.

@@ -2,7 +2,7 @@
 
 use ops::{Device, DeviceError};
 
-use crate::config::{KvSource, LatentLayer, LayerSpec};
+use crate::layer_spec::{KvSource, LatentLayer, LayerSpec};
 use crate::layers::shape_of;
 use crate::shard::LayerShard;
 

@@ -1,11 +1,9 @@
 //! The configuration of a model: what `config.json` says, as a specification of every layer.
 
-use ops::{
-    Activation, DType, Feature, GroupScore, HeadNormSpan, KvElements, LatentShape, NormKind, QueryScale,
-    RecurrentShape, Routing, Scoring, Target,
-};
+use ops::{Activation, DType, Feature, GroupScore, HeadNormSpan, KvElements, NormKind, Routing, Scoring, Target};
 use settings::{KvCacheType, WeightPrecision};
 
+use crate::layer_spec::{AttentionLayer, HeadNormSpec, KvSource, LayerSpec, MlpLayer, NormSpec};
 use crate::names::Names;
 use crate::{ModelError, Rope};
 
@@ -122,21 +120,6 @@ pub struct PerLayerInput {
     pub activation: Activation,
 }
 
-/// The norms of the hidden state.
-#[derive(Debug, Clone, Copy, PartialEq)]
-pub struct NormSpec {
-    /// Kind of the norms.
-    pub kind: NormKind,
-    /// Added to the mean square or the variance.
-    pub eps: f32,
-    /// Whether the checkpoint has weights of norms; otherwise all are 1.
-    pub has_weight: bool,
-    /// Whether the norms have biases.
-    pub has_bias: bool,
-    /// Added to each weight: 1 where the checkpoint stores the difference from 1.
-    pub offset: f32,
-}
-
 /// The output head.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct HeadSpec {
@@ -150,123 +133,6 @@ pub struct HeadSpec {
     pub scale: f32,
     /// If set, a logit `x` becomes `cap * tanh(x / cap)`.
     pub cap: Option<f32>,
-}
-
-/// One decoder layer. Which norms it has follows from the names of its weights.
-#[derive(Debug, Clone, PartialEq)]
-pub struct LayerSpec {
-    /// Attention.
-    pub attention: AttentionLayer,
-    /// If set, the layer has a recurrent state in place of attention, and nothing of `attention` is used.
-    pub recurrent: Option<RecurrentShape>,
-    /// The part of the feed-forward that every token passes: all of it, or an expert that all share.
-    pub mlp: Option<MlpLayer>,
-    /// The part of which each token passes some experts. Its output is added to that of `mlp`.
-    pub experts: Option<ExpertLayer>,
-    /// Whether attention and feed-forward have the same input, so that both are added to it.
-    pub is_parallel: bool,
-}
-
-/// Attention of a layer.
-#[derive(Debug, Clone, PartialEq)]
-pub struct AttentionLayer {
-    /// `H`, the number of query heads.
-    pub num_heads: usize,
-    /// `K`, the number of KV heads; divides `H`.
-    pub num_kv_heads: usize,
-    /// `D`, the size of a head; a multiple of 8.
-    pub head_dim: usize,
-    /// If set, k and v of all heads follow from a latent vector: `num_kv_heads` is 1, `head_dim` is [`LatentShape::width`], and
-    /// `kv` is not used.
-    pub latent: Option<LatentLayer>,
-    /// Where k and v come from.
-    pub kv: KvSource,
-    /// Multiplies q·k.
-    pub scale: f32,
-    /// Index in [`Config::ropes`]; `None` if q and k are not rotated.
-    pub rope: Option<usize>,
-    /// Whether scores decrease with distance (ALiBi).
-    pub has_alibi: bool,
-    /// If set, attention reads only this number of last positions.
-    pub window: Option<usize>,
-    /// If set, attention reads only the chunk of this number of positions of the token.
-    pub chunk: Option<usize>,
-    /// If set, a score `s` becomes `cap * tanh(s / cap)`.
-    pub score_cap: Option<f32>,
-    /// Whether each head has a logit that takes part in the softmax and has no value.
-    pub has_sinks: bool,
-    /// Whether the output of each head is multiplied by the sigmoid of a projection of the layer's input, which is stored
-    /// behind the head's q.
-    pub has_output_gate: bool,
-    /// If set, q is multiplied by a factor of its position.
-    pub query_scale: Option<QueryScale>,
-    /// Norms of q and k before the rotation.
-    pub head_norm: Option<HeadNormSpec>,
-    /// Whether q, k, v have biases.
-    pub qkv_bias: bool,
-    /// Whether the output projection has a bias.
-    pub out_bias: bool,
-}
-
-/// Attention over latent vectors.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct LatentLayer {
-    /// Sizes.
-    pub shape: LatentShape,
-    /// Elements of the latent vector from which q follows; `None` if q follows from the layer's input.
-    pub query_rank: Option<usize>,
-}
-
-/// Where k and v of a layer come from.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum KvSource {
-    /// From two projections of the layer's input.
-    Projections,
-    /// From one projection: v is k before its norm and rotation.
-    KeyProjection,
-    /// From this earlier layer, whose KV blocks are read. It has the same KV heads.
-    Layer(usize),
-}
-
-/// Norms of q and k, and of v.
-#[derive(Debug, Clone, Copy, PartialEq)]
-pub struct HeadNormSpec {
-    /// What they are computed over.
-    pub span: HeadNormSpan,
-    /// Kind of the norms.
-    pub kind: NormKind,
-    /// Added to the mean square or the variance.
-    pub eps: f32,
-    /// Whether the checkpoint has weights of them; otherwise all are 1.
-    pub has_weight: bool,
-    /// Whether the heads of v are normed too, each on its own and without weights.
-    pub has_value: bool,
-}
-
-/// Feed-forward of a layer.
-#[derive(Debug, Clone, Copy, PartialEq)]
-pub struct MlpLayer {
-    /// Inner width.
-    pub intermediate_size: usize,
-    /// Whether it is `down(activation(gate(x)) * up(x))`; otherwise `down(activation(up(x)))`.
-    pub is_gated: bool,
-    /// Activation function.
-    pub activation: Activation,
-    /// Whether its linear layers have biases.
-    pub has_bias: bool,
-    /// Whether its output is multiplied by the sigmoid of a product with the input.
-    pub has_output_gate: bool,
-}
-
-/// The experts of a layer.
-#[derive(Debug, Clone, Copy, PartialEq)]
-pub struct ExpertLayer {
-    /// Number of experts.
-    pub num_experts: usize,
-    /// Inner width of each.
-    pub intermediate_size: usize,
-    /// How tokens choose among them.
-    pub routing: Routing,
 }
 
 /// A head that predicts the token behind the next one (multi-token prediction).
@@ -428,15 +294,5 @@ impl Config {
             (self.has_mtp_layer, Feature::Guesses),
         ];
         needs.into_iter().filter_map(|(needed, feature)| needed.then_some(feature)).collect()
-    }
-}
-
-impl HeadNormSpec {
-    fn is_simple(self) -> bool {
-        self.span == HeadNormSpan::Head && self.kind == NormKind::Rms
-    }
-
-    fn needs_each_head(self) -> bool {
-        self.span != HeadNormSpan::AllHeads && !self.is_simple()
     }
 }

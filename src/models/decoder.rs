@@ -6,8 +6,8 @@ use ops::{AdapterSlots, AttentionSpec, Device, DeviceError, LayerAttention, Logi
 
 use crate::adapter::targets::{Module, Target, targets};
 use crate::buffers::Buffers;
-use crate::config::{KvSource, LayerSpec};
 use crate::layer::Layer;
+use crate::layer_spec::{KvSource, LayerSpec};
 use crate::layers::{Loader, shape_of};
 use crate::mixer::Counts;
 use crate::model::Model;

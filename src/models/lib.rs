@@ -18,6 +18,7 @@ mod families;
 mod fields;
 mod kv_groups;
 mod layer;
+mod layer_spec;
 mod layers;
 mod linear_layers;
 mod load;
@@ -33,14 +34,12 @@ pub mod shard;
 
 pub use adapter::{Adapter, AdapterBounds, AdapterError, AdapterLayers, AdapterTensors, MAX_ADAPTER_RANK};
 pub use checkpoint::{Checkpoint, StoredTensor, rounded};
-pub use config::{
-    AttentionLayer, Config, ExpertLayer, HeadNormSpec, HeadSpec, KvSource, LatentLayer, LayerSpec, MlpLayer, MtpForm,
-    MtpHead, NormSpec, PerLayerInput, Rounding, StoredQuantization, WeightFormat,
-};
+pub use config::{Config, HeadSpec, MtpForm, MtpHead, PerLayerInput, Rounding, StoredQuantization, WeightFormat};
 pub use error::ModelError;
 pub use estimate::{EstimateMemory, WorkerShape};
 pub use families::architectures;
 pub use kv_groups::KvGroups;
+pub use layer_spec::{AttentionLayer, ExpertLayer, HeadNormSpec, KvSource, LatentLayer, LayerSpec, MlpLayer, NormSpec};
 pub use linear_layers::{InputSource, LinearGroup, linear_groups};
 pub use load::load;
 pub use model::Model;

@@ -2,7 +2,7 @@
 
 use std::collections::BTreeSet;
 
-use crate::config::{KvSource, LatentLayer, LayerSpec};
+use crate::layer_spec::{KvSource, LatentLayer, LayerSpec};
 use crate::names::{ExpertLayout, LatentNames, Names, QkvNames, UpNames};
 use crate::{Checkpoint, Config, ModelError};
 

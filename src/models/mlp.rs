@@ -4,7 +4,7 @@ use ops::{Activation, Device, DeviceError};
 
 use crate::ModelError;
 use crate::buffers::InnerBuffers;
-use crate::config::MlpLayer;
+use crate::layer_spec::MlpLayer;
 use crate::layers::{LayerSource, Loader};
 
 /// A feed-forward that every token passes.

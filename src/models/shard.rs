@@ -8,7 +8,7 @@ use std::ops::Range;
 
 use ops::TensorParallel;
 
-use crate::config::LayerSpec;
+use crate::layer_spec::LayerSpec;
 use crate::{Config, ModelError};
 
 /// Shares of the inner layer and the vocabulary are multiples of this, except the last worker's.
@@ -156,8 +156,9 @@ pub(crate) mod tests {
     use ops::{Activation, DType, NormKind};
 
     use super::*;
-    use crate::config::{AttentionLayer, HeadSpec, KvSource, MlpLayer, NormSpec};
+    use crate::config::HeadSpec;
     use crate::families;
+    use crate::layer_spec::{AttentionLayer, KvSource, MlpLayer, NormSpec};
 
     pub(crate) fn config(num_heads: usize, num_kv_heads: usize, vocab_size: usize) -> Config {
         let attention = AttentionLayer {

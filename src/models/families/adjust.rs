@@ -4,8 +4,9 @@ use ops::{Activation, DType, HeadNormSpan, QueryScale};
 use serde_json::Value;
 
 use super::{layer_types::layer_types, weights};
-use crate::config::{AttentionLayer, Config, HeadNormSpec};
+use crate::config::Config;
 use crate::fields::Fields;
+use crate::layer_spec::{AttentionLayer, HeadNormSpec};
 use crate::rope::{RopeScaling, RopeShape};
 use crate::{ModelError, Rope};
 

@@ -7,9 +7,10 @@ use super::adjust::{Adjusted, each_attention};
 use super::experts;
 use super::mtp::put_mtp;
 use crate::ModelError;
+use crate::config::Config;
 use crate::config::MtpForm;
-use crate::config::{Config, LatentLayer};
 use crate::fields::Fields;
+use crate::layer_spec::LatentLayer;
 use crate::rope::RopeScaling;
 
 pub(super) fn deepseek_v2(fields: &Fields, config: &mut Config) -> Adjusted {

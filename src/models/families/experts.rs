@@ -7,9 +7,10 @@ use super::adjust::{Adjusted, each_attention, exaone4, granite, layers_of_two_ro
 use super::mtp::put_mtp;
 use super::older::rotary_dim;
 use crate::ModelError;
+use crate::config::Config;
 use crate::config::MtpForm;
-use crate::config::{Config, ExpertLayer, MlpLayer};
 use crate::fields::Fields;
+use crate::layer_spec::{ExpertLayer, MlpLayer};
 
 /// Experts in all layers, whose probabilities are divided by their sum.
 pub(super) fn mixtral(fields: &Fields, config: &mut Config) -> Adjusted {

@@ -7,8 +7,9 @@ use serde_json::Value;
 
 use super::adjust::{Adjusted, each_attention, embedding_scale, require_both_ropes};
 use super::weights;
-use crate::config::{Config, ExpertLayer, KvSource, PerLayerInput};
+use crate::config::{Config, PerLayerInput};
 use crate::fields::Fields;
+use crate::layer_spec::{ExpertLayer, KvSource};
 use crate::rope::RopeShape;
 use crate::{ModelError, Rope};
 

@@ -5,8 +5,9 @@ use serde_json::Value;
 
 use super::adjust::{Adjusted, rotated_layers, usual_rotated_layers};
 use crate::ModelError;
-use crate::config::{Config, ExpertLayer, HeadNormSpec, LayerSpec, MlpLayer};
+use crate::config::Config;
 use crate::fields::Fields;
+use crate::layer_spec::{ExpertLayer, HeadNormSpec, LayerSpec, MlpLayer};
 use crate::rope::RopeScaling;
 
 pub(super) fn llama4(fields: &Fields, config: &mut Config) -> Adjusted {

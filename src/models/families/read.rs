@@ -9,10 +9,9 @@ use super::harmless::refuse_unread;
 use super::layer_types::windows;
 use super::quantization::{from_other_files, weight_format};
 use super::{BiasRule, Family, NormRule, architectures, find, find_by_model_type, weights};
-use crate::config::{
-    AttentionLayer, Config, HeadNormSpec, HeadSpec, KvSource, LayerSpec, MlpLayer, NormSpec, WeightFormat,
-};
+use crate::config::{Config, HeadSpec, WeightFormat};
 use crate::fields::Fields;
+use crate::layer_spec::{AttentionLayer, HeadNormSpec, KvSource, LayerSpec, MlpLayer, NormSpec};
 use crate::rope::RopeShape;
 use crate::{ModelError, Rope};
 

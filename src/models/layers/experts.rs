@@ -8,7 +8,7 @@ use super::LayerSource;
 use super::loader::Loader;
 use crate::ModelError;
 use crate::checkpoint::RowOrder;
-use crate::config::ExpertLayer;
+use crate::layer_spec::ExpertLayer;
 use crate::names::{BiasForm, ExpertLayout, ExpertNames};
 
 /// The full names of an expert's weights: gate, up, down.

@@ -6,7 +6,7 @@ use ops::{Device, LatentWeights, LinearRole, NormKind, NormSlices};
 use super::qkv::scaled;
 use super::{LayerSource, Loader};
 use crate::ModelError;
-use crate::config::LatentLayer;
+use crate::layer_spec::LatentLayer;
 use crate::names::LatentNames;
 
 /// Added to the mean square in the norms of latent vectors, in every checkpoint.

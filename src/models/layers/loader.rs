@@ -6,8 +6,8 @@ use std::path::Path;
 use ops::{Activation, Device, DeviceError, HeadOrder, LinearRole, WeightSlice};
 
 use crate::checkpoint::rounded;
-use crate::config::{LayerSpec, MlpLayer};
 use crate::config::{MtpForm, MtpHead};
+use crate::layer_spec::{LayerSpec, MlpLayer};
 use crate::layers::qkv::{RowSlice, gate_slices, scaled};
 use crate::linear_layers::prefix;
 use crate::names::{Names, UpNames};

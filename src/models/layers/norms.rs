@@ -5,7 +5,7 @@ use std::ops::Range;
 use ops::{Device, HeadNormSpan, NormSlices};
 
 use crate::ModelError;
-use crate::config::{HeadNormSpec, KvSource};
+use crate::layer_spec::{HeadNormSpec, KvSource};
 use crate::layers::qkv::scaled;
 use crate::layers::{LayerSource, Loader};
 

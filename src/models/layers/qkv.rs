@@ -4,7 +4,7 @@ use std::ops::Range;
 
 use ops::HeadOrder;
 
-use crate::config::{AttentionLayer, KvSource};
+use crate::layer_spec::{AttentionLayer, KvSource};
 use crate::names::QkvNames;
 use crate::shard::LayerShard;
 
