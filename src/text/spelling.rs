@@ -75,7 +75,7 @@ impl Spelling {
             stream: rule.stream(),
             kinds: Vec::with_capacity(max_id as usize + 1),
             inner: Pieces::default(),
-            first: rule.tells_first().then(Pieces::default),
+            first: rule.has_first().then(Pieces::default),
         };
         for id in 0..=max_id {
             spelling.add(tokenizer, &rule, id);
@@ -229,7 +229,7 @@ impl<'a> Rule<'a> {
         }
     }
 
-    fn tells_first(&self) -> bool {
+    fn has_first(&self) -> bool {
         matches!(self, Self::ByPosition(_) | Self::Spaced)
     }
 

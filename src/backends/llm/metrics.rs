@@ -32,7 +32,7 @@ pub const STEP_KINDS: [&str; 3] = ["prefill", "decode", "mixed"];
 pub const STEP_COSTS: [&str; 6] = engine::StepCosts::NAMES;
 
 /// Labels of the phases of a step on rank 0, in order.
-pub const STEP_PHASES: [&str; 6] = ["plan", "send", "mask", "wait", "settle", "tell"];
+pub const STEP_PHASES: [&str; 6] = ["plan", "send", "mask", "wait", "settle", "deliver"];
 
 /// Indices of [`STEP_PHASES`].
 #[derive(Debug, Clone, Copy)]

@@ -77,7 +77,7 @@ pub enum Event {
     Wanted,
 }
 
-/// Binds the ports of `config` and forwards their requests to the rank 0 of `rank_zero`, until its sender is dropped. `tell` is called
+/// Binds the ports of `config` and forwards their requests to the rank 0 of `rank_zero`, until its sender is dropped. `report` is called
 /// with each event.
 ///
 /// # Errors
@@ -86,7 +86,7 @@ pub async fn run(
     config: Config,
     options: Options,
     mut rank_zero: watch::Receiver<RankZero>,
-    tell: impl Fn(Event) + Copy + Send + 'static,
+    report: impl Fn(Event) + Copy + Send + 'static,
 ) -> Result<(), StartError> {
     config.validate()?;
     let mut demand = Demand::default();
@@ -94,7 +94,7 @@ pub async fn run(
         let (counted, open) = Demand::counted();
         demand = counted;
         tokio::spawn(demand::watch(open, rank_zero.clone(), idle, move |change| {
-            tell(match change {
+            report(match change {
                 demand::Change::Idle => Event::Idle,
                 demand::Change::Wanted => Event::Wanted,
             });
@@ -130,7 +130,7 @@ pub async fn run(
         let opened = serve_grpc(listener, acceptor, &config, &forwarder);
         ports.push(opened.map_err(|source| StartError::Listen { service, address: address.clone(), source })?);
     }
-    tell(Event::Listens);
+    report(Event::Listens);
     if rank_zero.wait_for(|state| state.is_last).await.is_ok() {
         // New clients shall find the ports closed, and answers that are here shall reach their clients.
         let closing = futures::future::join_all(ports.into_iter().map(Port::close));
