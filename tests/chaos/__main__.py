@@ -3,6 +3,7 @@
 import argparse
 import contextlib
 import os
+import shutil
 import statistics
 import subprocess
 import sys
@@ -11,18 +12,41 @@ from pathlib import Path
 
 import cases
 import faults
-from world import BINARIES
+import hybrid
+from world import BINARIES, ROOT
+
+HOST_MEMORY = "64MiB"
+# Positions of the KV cache: the requests of a case take up to 2 400 with long prompts.
+DEVICE_TOKENS = 2560
 
 
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="scripts/chaos", description=__doc__)
     parser.add_argument("--short", action="store_true", help="one fault of each kind, in about a minute")
     parser.add_argument("--keep-connections", action="store_true", help="worlds with a relay, which is killed and stopped as well")
+    parser.add_argument("--model", choices=("demo", "hybrid"), default="demo", help="the demo model, or one whose layers have recurrent states")
+    parser.add_argument("--host-tier", action="store_true", help="a small KV cache on the device, with host memory below it")
     parser.add_argument("--only", default="", metavar="WORDS", help="only cases whose name holds all of these words")
     parser.add_argument("--rounds", type=int, default=1, help="times that every case is run")
     parser.add_argument("--table", type=Path, metavar="FILE", help="write the table there, in Markdown")
     parser.add_argument("--list", action="store_true", help="print the names of the cases")
     return parser.parse_args()
+
+
+def repository_of(asked: argparse.Namespace, scratch: Path) -> Path:
+    """The repository of the chosen model. With a host tier, its device has room for about the requests of one case."""
+    repository = scratch / "repository"
+    if asked.model == "hybrid":
+        hybrid.make_repository(repository)
+    elif asked.host_tier:
+        shutil.copytree(ROOT / "model_repository", repository)
+    else:
+        return ROOT / "model_repository"
+    if asked.host_tier:
+        with (repository / "tensorrt_llm" / "config.pbtxt").open("a") as config:
+            value = f'value {{ string_value: "{DEVICE_TOKENS}" }}'
+            config.write(f'\nparameters {{ key: "max_tokens_in_paged_kv_cache" {value} }}\n')
+    return repository
 
 
 def all_cases(short: bool, keeps_connections: bool):
@@ -143,7 +167,9 @@ def main() -> int:
         return 2
     results, skipped = [], 0
     with tempfile.TemporaryDirectory(prefix="chaos-") as scratch:
-        chaos = cases.Chaos(Path(scratch), asked.keep_connections)
+        repository = repository_of(asked, Path(scratch))
+        rank_flags = [f"--kv-cache-host-memory={HOST_MEMORY}"] if asked.host_tier else []
+        chaos = cases.Chaos(Path(scratch), repository, asked.keep_connections, rank_flags)
         chaos.learn()
         print(HEAD, flush=True)
         for name, case in chosen * asked.rounds:

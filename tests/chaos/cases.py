@@ -11,11 +11,13 @@ from pathlib import Path
 import faults
 import load
 import rolling
-from world import ROOT, World, is_alive, until
+from ways import TIMEOUT
+from world import World, is_alive, until
 
 TARGETS = ["launch", "relay", "mpirun", "rank 0", "rank n", "worker 0", "worker n"]
+# The way of which short requests have the text, over HTTP and gRPC.
+ROLLING_WAY = "generate"
 PHASES = ["load", "idle", "prefill", "decode", "drain"]
-REPOSITORY = ROOT / "model_repository"
 # Time limits in seconds: for a world to end after one of its processes has died, and for its leftovers to disappear.
 END = 2.0
 # Generous, for busy machines. The table contains the measured times.
@@ -45,16 +47,20 @@ class Result:
 class Chaos:
     """Runs cases on one world after another. Knows the texts of undisturbed requests."""
 
-    def __init__(self, scratch: Path, keeps_connections: bool):
-        self.scratch, self.keeps_connections = scratch, keeps_connections
+    def __init__(self, scratch: Path, repository: Path, keeps_connections: bool, rank_flags: list[str]):
+        self.scratch, self.repository = scratch, repository
+        self.keeps_connections, self.rank_flags = keeps_connections, rank_flags
         self.world: World | None = None
-        self.texts: dict[str, str] = {}
+        self.turn = 0
+        # By way and prompt.
+        self.texts: dict[tuple[str, str], str] = {}
 
-    def fresh_world(self, repository: Path = REPOSITORY, **options) -> World:
+    def fresh_world(self, repository: Path | None = None, folder: Path | None = None, **options) -> World:
         """Starts a world, without waiting until it is ready."""
         self.end_world()
-        folder = Path(tempfile.mkdtemp(dir=self.scratch))
-        self.world = World(folder, repository, keeps_connections=self.keeps_connections, **options)
+        folder = folder or Path(tempfile.mkdtemp(dir=self.scratch))
+        options |= {"keeps_connections": self.keeps_connections, "rank_flags": self.rank_flags}
+        self.world = World(folder, repository or self.repository, **options)
         return self.world
 
     def whole_world(self) -> World:
@@ -78,10 +84,17 @@ class Chaos:
     def learn(self) -> None:
         """Records the texts of undisturbed requests, sent one at a time."""
         world = self.whole_world()
-        for prompt in load.SHORT + load.LONG:
-            (outcome,) = load.wait(load.send(world, [prompt]))
-            assert outcome.error is None and outcome.pieces, f"an undisturbed request fails: {outcome.error}"
-            self.texts[prompt] = outcome.text
+        turns = [load.ways(prompts, turn) for prompts in (load.SHORT, load.LONG) for turn in range(len(load.TURNS))]
+        # Rolling restarts send short requests in the first way.
+        for way, prompt in [*sum(turns, []), *((ROLLING_WAY, prompt) for prompt in load.SHORT)]:
+            (outcome,) = load.wait([load.Request(world, prompt, way)])
+            assert outcome.error is None and outcome.text, f"an undisturbed request by {way} fails: {outcome.error}"
+            self.texts[way, prompt] = outcome.text
+
+    def send(self, prompts: list[str]) -> list[load.Request]:
+        """Sends a request per prompt, in other ways than the call before."""
+        self.turn += 1
+        return load.send(self.world, prompts, turn=self.turn)
 
     def judge(self, result: Result, outcomes: list[load.Outcome], may_fail: bool) -> list[str]:
         """Counts the outcomes of requests. Returns those that are faults."""
@@ -89,17 +102,17 @@ class Chaos:
         for outcome in outcomes:
             result.requests += 1
             if not outcome.has_ended:
-                wrong.append(f"a request over {outcome.protocol} hangs after {len(outcome.pieces)} pieces")
+                wrong.append(f"a request by {outcome.way} hangs after {len(outcome.pieces)} pieces")
             elif outcome.error is not None:
                 result.errors += 1
                 if not may_fail:
-                    wrong.append(f"a request over {outcome.protocol} failed: {outcome.error[:200]}")
+                    wrong.append(f"a request by {outcome.way} failed: {outcome.error[:200]}")
                 continue
-            elif outcome.text == self.texts[outcome.prompt]:
+            elif outcome.text == self.texts[outcome.way, outcome.prompt]:
                 result.same += 1
                 continue
             else:
-                wrong.append(f"a stream over {outcome.protocol} differs after {len(outcome.pieces)} pieces")
+                wrong.append(f"a stream by {outcome.way} differs after {len(outcome.pieces)} pieces")
             result.lost += 1
         return wrong
 
@@ -112,10 +125,10 @@ def until_nothing_is_left(world: World) -> list[str]:
     return left
 
 
-def answers(world: World, texts: dict[str, str]) -> bool:
+def answers(world: World, texts: dict[tuple[str, str], str]) -> bool:
     """Whether a new, short request gets the expected text."""
     (outcome,) = load.wait(load.send(world, [load.SHORT[0]], num_tokens=8), 20)
-    return outcome.error is None and bool(outcome.pieces) and texts[outcome.prompt].startswith(outcome.text)
+    return outcome.error is None and bool(outcome.pieces) and texts[outcome.way, outcome.prompt].startswith(outcome.text)
 
 
 class Probe(threading.Thread):
@@ -128,7 +141,7 @@ class Probe(threading.Thread):
         self.start()
 
     def run(self) -> None:
-        end = time.monotonic() + load.TIMEOUT
+        end = time.monotonic() + TIMEOUT
         while time.monotonic() < end:
             if not self.world.find("launch"):
                 self.world.start()
@@ -147,12 +160,12 @@ def begin(chaos: Chaos, world: World, phase: str) -> list[load.Request]:
     """Brings a ready world into a phase. Returns the requests in flight."""
     if phase == "idle":
         return []
-    requests = load.send(world, load.LONG if phase == "prefill" else load.SHORT)
+    requests = chaos.send(load.LONG if phase == "prefill" else load.SHORT)
     if phase == "prefill":
         time.sleep(0.015)
         return requests
     for request in requests:
-        request.first_pieces.wait(load.TIMEOUT)
+        request.first_pieces.wait(TIMEOUT)
     if phase == "drain":
         world.launcher.terminate()
         time.sleep(0.02)
@@ -224,7 +237,7 @@ def after(chaos, world, result, target, fault, phase, victim, requests, others, 
     if (is_worker or chaos.keeps_connections) and went_on:
         result.pause = max(went_on)
     if phase == "drain":
-        world.launcher.wait(load.TIMEOUT)
+        world.launcher.wait(TIMEOUT)
     else:
         wrong += probe.faults(result)
     if phase == "drain" and ends_world and target == "launch":
@@ -256,13 +269,12 @@ def full_shared_memory(chaos: Chaos) -> Result:
 def full_disk(chaos: Chaos) -> Result:
     """A worker dies while the disk of the log is full."""
     result = Result("full disk for logs · worker n killed · decode")
-    chaos.end_world()
     folder = Path(tempfile.mkdtemp(dir=chaos.scratch))
     disk = faults.SmallFileSystem(folder, "8m")
     try:
         # mpirun's session directory is elsewhere: without one it starts nothing.
         variables = {"TMPDIR": tempfile.mkdtemp(dir=chaos.scratch)}
-        chaos.world = world = World(folder, REPOSITORY, variables)
+        world = chaos.fresh_world(folder=folder, variables=variables)
         world.start_ready()
         filler = faults.fill(folder)
         requests = begin(chaos, world, "decode")
@@ -297,7 +309,7 @@ def corrupted_plan(chaos: Chaos) -> Result:
 def lost_checkpoint(chaos: Chaos) -> Result:
     """A worker dies while the checkpoint is missing; later the checkpoint is back."""
     result = Result("checkpoint pulled away · worker 0 killed · decode")
-    repository = Path(shutil.copytree(REPOSITORY, Path(tempfile.mkdtemp(dir=chaos.scratch)) / "repository"))
+    repository = Path(shutil.copytree(chaos.repository, Path(tempfile.mkdtemp(dir=chaos.scratch)) / "repository"))
     world = chaos.fresh_world(repository)
     world.start_ready()
     version = repository / "tensorrt_llm" / "1"
@@ -342,9 +354,9 @@ def rolling_restart(chaos: Chaos, *flags: str) -> Result:
     world = chaos.fresh_world(exit_timeout=60)
     world.start_ready()
     ways = ["http", "kept http", "grpc"]
-    clients = [rolling.LoadClient(world, prompt, chaos.texts[prompt], way) for way, prompt in zip(ways, load.SHORT)]
+    clients = [rolling.LoadClient(world, prompt, chaos.texts[ROLLING_WAY, prompt], way) for way, prompt in zip(ways, load.SHORT)]
     probe = rolling.ConnectionProbe([world.http_port, world.grpc_port, world.metrics_port])
-    streams = load.send(world, load.SHORT)
+    streams = chaos.send(load.SHORT)
     before = world.find("rank 0")
     start = time.monotonic()
     restarted = world.launch("restart", "--rolling", *flags, f"--http_port={world.http_port}", "--wait-ready=60")

@@ -10,7 +10,7 @@ import time
 import tritonclient.grpc as grpcclient
 from tritonclient.utils import InferenceServerException
 
-import load
+import ways
 
 
 class LoadClient(threading.Thread):
@@ -44,7 +44,7 @@ class LoadClient(threading.Thread):
         return json.dumps({"text_input": self.prompt, "max_tokens": 8, "end_id": -1, "stream": False})
 
     def ask_http(self, connection: http.client.HTTPConnection) -> str:
-        connection.request("POST", f"/v2/models/{load.MODEL}/generate", self.body(), {"Content-Type": "application/json"})
+        connection.request("POST", f"/v2/models/{ways.MODEL}/generate", self.body(), {"Content-Type": "application/json"})
         answer = connection.getresponse()
         words = answer.read()
         if answer.status != 200:
@@ -53,7 +53,7 @@ class LoadClient(threading.Thread):
 
     def over_fresh_http(self) -> None:
         def ask() -> str:
-            connection = http.client.HTTPConnection("127.0.0.1", self.world.http_port, timeout=load.TIMEOUT)
+            connection = http.client.HTTPConnection("127.0.0.1", self.world.http_port, timeout=ways.TIMEOUT)
             try:
                 return self.ask_http(connection)
             finally:
@@ -63,7 +63,7 @@ class LoadClient(threading.Thread):
 
     def over_kept_http(self) -> None:
         """Uses one connection for many requests; reopens it only after `Connection: close`."""
-        connection = http.client.HTTPConnection("127.0.0.1", self.world.http_port, timeout=load.TIMEOUT)
+        connection = http.client.HTTPConnection("127.0.0.1", self.world.http_port, timeout=ways.TIMEOUT)
         self.until_done(lambda: self.ask_http(connection))
 
     def over_grpc(self) -> None:
@@ -76,10 +76,10 @@ def ask_grpc(client, prompt: str) -> str:
     answers: queue.Queue = queue.Queue()
     client.start_stream(lambda result, error: answers.put((result, error)))
     try:
-        client.async_stream_infer(load.MODEL, load.inputs(prompt, 8), enable_empty_final_response=True)
+        client.async_stream_infer(ways.MODEL, ways.inputs(prompt, 8), enable_empty_final_response=True)
         text = ""
         while True:
-            result, error = answers.get(timeout=load.TIMEOUT)
+            result, error = answers.get(timeout=ways.TIMEOUT)
             if error is not None:
                 raise error
             piece = result.as_numpy("text_output")

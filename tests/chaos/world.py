@@ -58,7 +58,8 @@ class World:
     """A launcher and its processes, with their own run directory."""
 
     def __init__(self, scratch: Path, repository: Path, variables: dict[str, str] | None = None, exit_timeout: int = EXIT_TIMEOUT,
-                 keeps_connections: bool = False):
+                 keeps_connections: bool = False, rank_flags: list[str] | None = None):
+        self.rank_flags = RANK_TIMEOUTS + (rank_flags or [])
         self.scratch, self.repository, self.keeps_connections = scratch, repository, keeps_connections
         self.http_port, self.grpc_port, self.metrics_port = free_ports(3)
         self.variables, self.exit_timeout = variables or {}, exit_timeout
@@ -80,7 +81,7 @@ class World:
         ports = [f"--http_port={self.http_port}", f"--grpc_port={self.grpc_port}", f"--metrics_port={self.metrics_port}"]
         command = [BINARIES / "launch", f"--world_size={WORLD_SIZE}", "--device=cpu", "--oversubscribe", LIVENESS]
         command += ["--keep-connections=60"] if self.keeps_connections else []
-        command += [f"--exit-timeout={self.exit_timeout}", f"--model_repo={self.repository}", *ports, "--", "--threads=1", *RANK_TIMEOUTS]
+        command += [f"--exit-timeout={self.exit_timeout}", f"--model_repo={self.repository}", *ports, "--", "--threads=1", *self.rank_flags]
         with self.log.open("ab") as log:
             self.launcher = subprocess.Popen(command, cwd=ROOT, env=self.environment(), stdout=log, stderr=log)
 
