@@ -3,9 +3,10 @@
 use std::ffi::OsString;
 use std::path::PathBuf;
 
-use clap::{Args, Parser, Subcommand};
+use clap::{Args, Parser};
 use settings::{ByteSize, DeviceKind, KvCacheType, WeightPrecision};
 
+pub use crate::actions::{Action, BatchFlags, DoctorFlags, LiveWorld, SleepLevel};
 pub use crate::choices::{Backend, Bind, ContainerRuntime};
 use crate::command::text_with_dashes;
 use crate::keys::Keys;
@@ -30,113 +31,6 @@ pub struct Flags {
     /// An action instead of starting a world.
     #[command(subcommand)]
     pub action: Option<Action>,
-    /// The world to start.
-    #[command(flatten)]
-    pub world: WorldFlags,
-}
-
-/// Actions on running worlds, and other commands.
-#[derive(Debug, Subcommand)]
-pub enum Action {
-    /// Stop a world; requests in flight may finish first.
-    #[command(infer_long_args = true)]
-    Stop {
-        /// HTTP port of the world; may be omitted if only one world runs.
-        #[arg(long, conflicts_with = "all")]
-        http_port: Option<u16>,
-        /// Every world of this user on this machine.
-        #[arg(long)]
-        all: bool,
-        /// The worlds of this Slurm job, on any node.
-        #[arg(long, conflicts_with_all = ["http_port", "all"], value_name = "ID")]
-        job: Option<u32>,
-    },
-    /// Stop a world and start it again with the same flags and the same launcher.
-    #[command(infer_long_args = true)]
-    Restart {
-        /// HTTP port of the world; may be omitted if only one world runs.
-        #[arg(long)]
-        http_port: Option<u16>,
-        /// Load a second world beside the first, which serves until the second takes over its ports.
-        #[arg(long)]
-        rolling: bool,
-        /// With --rolling, if memory does not suffice for two worlds: stop the first before the second loads; connections
-        /// wait meanwhile, and none is refused.
-        #[arg(long, requires = "rolling")]
-        after: bool,
-        /// Time in which the world must serve again.
-        #[arg(long, default_value_t = 600, value_name = "SECONDS")]
-        wait_ready: u64,
-    },
-    /// Print the log of a world.
-    #[command(infer_long_args = true)]
-    Logs {
-        /// HTTP port of the world; may be omitted if only one world runs.
-        #[arg(long)]
-        http_port: Option<u16>,
-        /// Continue printing new lines.
-        #[arg(long, short)]
-        follow: bool,
-        /// Only lines of this rank and its workers.
-        #[arg(long, value_name = "N")]
-        rank: Option<u32>,
-        /// Of the existing lines, print only this number from the end.
-        #[arg(long, short = 'n', value_name = "NUMBER")]
-        lines: Option<usize>,
-    },
-    /// List the worlds of this user on this machine, with their ranks and workers.
-    #[command(infer_long_args = true)]
-    Status {
-        /// Print JSON.
-        #[arg(long, conflicts_with = "job")]
-        json: bool,
-        /// The world of this Slurm job, on any node.
-        #[arg(long, value_name = "ID")]
-        job: Option<u32>,
-        /// Only the world on this HTTP port; with --job, the HTTP port of the job. [default: all worlds; with --job 8000]
-        #[arg(long)]
-        http_port: Option<u16>,
-    },
-    /// Check whether a world with these flags could start here, and print problems with advice; exit code 1 if it could not.
-    #[command(infer_long_args = true)]
-    Doctor(Box<DoctorFlags>),
-    /// Print a Slurm batch file that starts a world: `launch sbatch --world_size=8 > serve.sbatch`.
-    #[command(infer_long_args = true)]
-    Sbatch(Box<BatchFlags>),
-}
-
-/// Flags of `launch doctor`, and the world that is to be started.
-#[derive(Debug, Clone, Args)]
-pub struct DoctorFlags {
-    /// Print JSON.
-    #[arg(long)]
-    pub json: bool,
-    /// The world to start.
-    #[command(flatten)]
-    pub world: WorldFlags,
-}
-
-/// A batch job, and the world it starts.
-#[derive(Debug, Clone, Args)]
-pub struct BatchFlags {
-    /// The Slurm partition.
-    #[arg(long)]
-    pub partition: Option<String>,
-    /// The Slurm account.
-    #[arg(long)]
-    pub account: Option<String>,
-    /// Time limit, in Slurm's format.
-    #[arg(long, default_value = "24:00:00")]
-    pub time: String,
-    /// Number of nodes; the ranks are distributed evenly.
-    #[arg(long, default_value_t = 1, value_parser = clap::value_parser!(u32).range(1..))]
-    pub nodes: u32,
-    /// GPUs per node. [default: one per rank, none with --device=cpu]
-    #[arg(long)]
-    pub gpus_per_node: Option<u32>,
-    /// Seconds before the time limit at which the job drains and is requeued.
-    #[arg(long, default_value_t = 120, value_name = "SECONDS")]
-    pub drain_before: u32,
     /// The world to start.
     #[command(flatten)]
     pub world: WorldFlags,

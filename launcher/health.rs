@@ -2,12 +2,12 @@
 //!
 //! If rank 0 runs on another node, its socket cannot be reached; the check then uses its HTTP port.
 
-use std::io::{self, ErrorKind, Read, Write};
-use std::net::{TcpStream, ToSocketAddrs};
+use std::io::{self, ErrorKind};
 use std::time::Duration;
 
 use ipc::Health;
 
+use crate::http;
 use crate::state::WorldState;
 
 /// The health of rank 0 of `world`; None when it does not answer. Takes about a second at most.
@@ -32,16 +32,6 @@ pub(crate) fn over_http(host: &str, port: u16) -> Option<Health> {
 
 fn is_ok(host: &str, port: u16, check: &str) -> bool {
     const IO_TIMEOUT: Duration = Duration::from_millis(250);
-    let ask = || -> io::Result<bool> {
-        let address = (host, port).to_socket_addrs()?.next().ok_or(ErrorKind::NotFound)?;
-        let mut stream = TcpStream::connect_timeout(&address, IO_TIMEOUT)?;
-        stream.set_read_timeout(Some(IO_TIMEOUT))?;
-        stream.set_write_timeout(Some(IO_TIMEOUT))?;
-        let request = format!("GET /v2/health/{check} HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n");
-        stream.write_all(request.as_bytes())?;
-        let mut status = [0; 12];
-        stream.read_exact(&mut status)?;
-        Ok(status.starts_with(b"HTTP/1.") && status.ends_with(b" 200"))
-    };
-    ask().unwrap_or(false)
+    let answer = http::send((host, port), "GET", &format!("/v2/health/{check}"), None, IO_TIMEOUT);
+    answer.is_ok_and(|(status, _)| status == 200)
 }

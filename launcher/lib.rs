@@ -30,6 +30,7 @@ macro_rules! eprint {
     }};
 }
 
+mod actions;
 mod capture;
 mod check;
 mod choices;
@@ -44,6 +45,7 @@ pub mod flags;
 mod handover;
 mod health;
 pub mod hosts;
+mod http;
 pub mod keys;
 mod local;
 mod logs;
@@ -58,6 +60,7 @@ mod relay;
 mod sbatch;
 pub mod scrape;
 mod signals;
+mod sleep;
 pub mod srun;
 mod state;
 pub mod status;
@@ -109,6 +112,9 @@ pub fn run(flags: &Flags, arguments: &[OsString]) -> Result<u8> {
             let how = control::Restart::of(*rolling, *after);
             control::restart(&run_dir, *http_port, how, Duration::from_secs(*wait_ready))?;
         }
+        Some(Action::Sleep { model, level, world }) => sleep::sleep(&run_dir, world, model.as_deref(), *level)?,
+        Some(Action::Wake { model, world }) => sleep::wake(&run_dir, world, model.as_deref())?,
+        Some(Action::Swap { from, to, level, world }) => sleep::swap(&run_dir, world, from, to, *level)?,
         Some(Action::Logs { http_port, follow, rank, lines }) => {
             let wanted = logs::Wanted { follow: *follow, rank: *rank, last: *lines };
             logs::print(&control::choose(&run_dir, *http_port)?, &wanted)?;

@@ -1,8 +1,8 @@
 //! Reads the Prometheus metrics of rank 0.
 
-use std::io::{Read, Write};
-use std::net::{TcpStream, ToSocketAddrs};
 use std::time::Duration;
+
+use crate::http;
 
 /// Timeout of each connect, read and write.
 const IO_TIMEOUT: Duration = Duration::from_millis(1000);
@@ -89,19 +89,9 @@ fn labels_of(mut text: &str) -> Option<Vec<(String, String)>> {
 
 /// The body of `GET path`.
 fn get(host: &str, port: u16, path: &str) -> std::io::Result<String> {
-    let address = (host, port).to_socket_addrs()?.next().ok_or(std::io::ErrorKind::NotFound)?;
-    let mut stream = TcpStream::connect_timeout(&address, IO_TIMEOUT)?;
-    stream.set_read_timeout(Some(IO_TIMEOUT))?;
-    stream.set_write_timeout(Some(IO_TIMEOUT))?;
-    // HTTP/1.0: the body is not chunked, and the server closes the connection after it.
-    stream.write_all(format!("GET {path} HTTP/1.0\r\nHost: localhost\r\nConnection: close\r\n\r\n").as_bytes())?;
-    let mut answer = Vec::new();
-    stream.read_to_end(&mut answer)?;
-    let answer = String::from_utf8_lossy(&answer).into_owned();
-    let (head, body) = answer.split_once("\r\n\r\n").ok_or(std::io::ErrorKind::InvalidData)?;
-    match head.split_ascii_whitespace().nth(1) {
-        Some("200") => Ok(body.to_owned()),
-        status => Err(std::io::Error::other(format!("{path} answers {}", status.unwrap_or("nothing")))),
+    match http::send((host, port), "GET", path, None, IO_TIMEOUT)? {
+        (200, body) => Ok(body),
+        (status, _) => Err(std::io::Error::other(format!("{path} answers {status}"))),
     }
 }
 

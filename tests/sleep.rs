@@ -113,6 +113,30 @@ fn a_worker_killed_while_asleep_is_started_by_the_wake() {
 }
 
 #[test]
+fn a_model_that_could_not_wake_wakes_or_sleeps_at_the_next_request() {
+    let repository = copied_repository();
+    let args = vec!["--enable-sleep-mode".to_owned()];
+    let mut world = TestWorld::start(Options { repository: repository.path().to_owned(), args, ..Options::default() });
+    let before = world.generate(PROMPT, 16);
+    let weights = repository.path().join("tensorrt_llm/1/model.safetensors");
+    let away = weights.with_extension("away");
+    ask(&world, "/sleep?level=2");
+    fs::rename(&weights, &away).unwrap();
+    let (message, _) = error(&world, "/wake_up", 503);
+    assert!(message.contains("were lost"), "{message}");
+    // It can sleep again, and then does not try by itself.
+    ask(&world, "/sleep");
+    assert!(is_sleeping(&world));
+    error(&world, "/wake_up", 503);
+    fs::rename(&away, &weights).unwrap();
+    // At once, and not after the interval between two tries.
+    ask(&world, "/wake_up");
+    assert!(!is_sleeping(&world));
+    assert_eq!(world.generate(PROMPT, 16), before);
+    assert!(world.stop().success());
+}
+
+#[test]
 fn streams_that_run_end_before_the_sleep() {
     const MAX_TOKENS: u32 = 160;
     let mut world = world(2);

@@ -3,6 +3,7 @@
 import argparse
 import contextlib
 import os
+import re
 import shutil
 import statistics
 import subprocess
@@ -43,9 +44,11 @@ def repository_of(asked: argparse.Namespace, scratch: Path) -> Path:
     else:
         return ROOT / "model_repository"
     if asked.host_tier:
-        with (repository / "tensorrt_llm" / "config.pbtxt").open("a") as config:
-            value = f'value {{ string_value: "{DEVICE_TOKENS}" }}'
-            config.write(f'\nparameters {{ key: "max_tokens_in_paged_kv_cache" {value} }}\n')
+        config = repository / "tensorrt_llm" / "config.pbtxt"
+        tokens = re.compile(r'("max_tokens_in_paged_kv_cache" value: \{ string_value: )"\d+"')
+        text, count = tokens.subn(rf'\1"{DEVICE_TOKENS}"', config.read_text())
+        assert count == 1, f"{config} does not set the size of the KV cache"
+        config.write_text(text)
     return repository
 
 

@@ -173,3 +173,53 @@ def test_a_small_shared_memory_is_named_before_anything_starts(short_folder, wor
     command = ["unshare", "--mount", "sh", "-ec", script, "launch", *words]
     started = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, env=os.environ | {"XDG_RUNTIME_DIR": str(short_folder)})
     assert started.returncode == 1 and "/dev/shm has 1 MiB free" in started.stderr and "--shm-size" in started.stderr, started.stderr
+
+
+def test_models_sleep_wake_and_swap_by_commands(tmp_path):
+    models = tmp_path / "models"
+    shutil.copytree(ROOT / "model_repository", models)
+    shutil.copytree(models / "tensorrt_llm", models / "second")
+    config = models / "second/config.pbtxt"
+    config.write_text(config.read_text().replace('name: "tensorrt_llm"', 'name: "second"'))
+    keys = tmp_path / "keys"
+    keys.write_text("# the team's key\nsecret\n")
+    (http, *_), flags = ports()
+    words = [f"--model_repo={models}", "--device=cpu", "--enable-sleep-mode", "--detach", *flags]
+    words += ["--", f"--http-restricted-api=model-repository:admin-key=@{keys}"]
+    started = run(*words)
+    assert started.returncode == 0, started.stderr
+
+    def act(*words: str, key: bool = True) -> subprocess.CompletedProcess:
+        return run(*words, f"--http_port={http}", *([f"--key=admin-key=@{keys}"] if key else []))
+
+    def sleeps(model: str) -> bool:
+        request = urllib.request.Request(f"http://localhost:{http}/is_sleeping?model={model}", headers={"admin-key": "secret"})
+        return json.loads(urllib.request.urlopen(request, timeout=60).read())["is_sleeping"]
+
+    try:
+        refused = act("sleep", key=False)
+        assert refused.returncode == 1 and "admin-key" in refused.stderr, refused
+        asleep = act("sleep", "second")
+        assert asleep.returncode == 0 and asleep.stdout.startswith("`second` sleeps after "), asleep
+        assert (sleeps("second"), sleeps("tensorrt_llm")) == (True, False)
+        swapped = act("swap", "tensorrt_llm", "second", "--level=2")
+        assert swapped.returncode == 0 and swapped.stdout.startswith("`tensorrt_llm` sleeps and `second` is awake after "), swapped
+        assert (sleeps("second"), sleeps("tensorrt_llm")) == (False, True)
+        # The checkpoint of the second is gone, so that it cannot take the place of the first.
+        for words in (["swap", "second", "tensorrt_llm"], ["sleep", "second", "--level=2"]):
+            assert act(*words).returncode == 0
+        (models / "second/1/model.safetensors").rename(models / "second/1/away")
+        failed = act("swap", "tensorrt_llm", "second")
+        assert failed.returncode == 1 and "`second` does not wake" in failed.stderr, failed
+        assert "`tensorrt_llm` is awake again" in failed.stderr
+        assert (sleeps("second"), sleeps("tensorrt_llm")) == (True, False)
+        (models / "second/1/away").rename(models / "second/1/model.safetensors")
+        unknown = act("swap", "second", "none")
+        assert unknown.returncode == 1 and "none" in unknown.stderr, unknown
+        awake = act("wake")
+        assert awake.returncode == 0 and awake.stdout.startswith("all language models are awake after "), awake
+        early = act("swap", "second", "tensorrt_llm")
+        assert early.returncode == 1 and "`tensorrt_llm` does not sleep" in early.stderr, early
+    finally:
+        stopped = run("stop", f"--http_port={http}")
+        assert stopped.returncode == 0, stopped.stderr

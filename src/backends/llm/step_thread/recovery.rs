@@ -82,15 +82,21 @@ impl Running {
         self.refuse_until_retry(&error)
     }
 
-    /// Refuses requests until the next start or [`Message::Stop`].
+    /// Refuses requests until the next start or [`Message::Stop`]. A request to wake starts at once, and one to sleep ends the retries.
     pub(super) fn refuse_until_retry(&mut self, error: &InferError) -> Option<oneshot::Sender<()>> {
         let doublings = self.losses.saturating_sub(MAX_LOSSES).min(8);
         let end = Instant::now() + (FIRST_RETRY * (1 << doublings)).min(LONGEST_RETRY);
         loop {
             match self.thread.messages.recv_timeout(end.saturating_duration_since(Instant::now())) {
                 Ok(Message::Submit { events, .. }) => events.send(RequestEvent::Failed(error.clone())),
-                Ok(Message::Sleep { done, .. } | Message::Wake { done }) => {
-                    let _ = done.send(Err(error.message.clone()));
+                Ok(Message::Sleep { level, done }) => {
+                    self.sleep.ask_without_workers(level, done);
+                    self.thread.shared.sleeps.store(true, Ordering::Release);
+                    return None;
+                }
+                Ok(Message::Wake { done }) => {
+                    self.sleep.ask_to_wake(done);
+                    return None;
                 }
                 Ok(Message::Stop { done }) => return Some(done),
                 Ok(Message::Masks(jobs)) => self.finish_masks(jobs),

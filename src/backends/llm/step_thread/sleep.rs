@@ -39,6 +39,12 @@ impl Sleep {
         self.sleepers.push(done);
     }
 
+    /// The same while there are no workers: they start at the wake.
+    pub(super) fn ask_without_workers(&mut self, level: SleepLevel, done: SleepResult) {
+        self.ask(level, done);
+        self.has_no_workers = true;
+    }
+
     /// A request to wake. `done` gets its result when the replica runs.
     pub(super) fn ask_to_wake(&mut self, done: SleepResult) {
         self.refuse("it was woken before it slept");
