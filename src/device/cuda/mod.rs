@@ -5,6 +5,7 @@
 //! recorded as CUDA graphs, one for each number of rows in a list of buckets.
 
 mod adapters;
+mod attention;
 mod cache;
 mod chain;
 mod config;
