@@ -1,4 +1,5 @@
-use engine::{HostCopies, HostSlot, JoinedRow, JoinedTable, RowWork, SamplingParams, TokenId};
+use engine::{AdapterSlot, HostCopies, HostSlot, JoinedRow, JoinedTable, RowWork, SamplingParams, TokenId};
+use ops::SampleInput;
 
 use super::*;
 
