@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Writes a checkpoint with layers of real sizes and random bf16 weights, for tests on a GPU.
+"""Writes a checkpoint with layers of real sizes and random bf16 weights, for tests on a GPU. One file: a list of shapes.
 
     make_checkpoint.py SHAPE OUT_DIR [--layers N] [--quantize fp8|fp8-blocks|awq|gptq|mxfp4]
     make_checkpoint.py gqa|gemma3|phi4|qwen3moe|qwen35|qwen35moe|llama12b|llama14b OUT_DIR --full [--quantize fp8-blocks]

@@ -1,4 +1,4 @@
-// Decode attention with K and V in registers: see decode_attention.cu.
+// Decode attention with K and V in registers: see decode_attention.cu. One file: one kernel.
 #pragma once
 #include "cluster.cuh"
 #include "decode_attention.cuh"

@@ -1,6 +1,7 @@
 // sm90_decode_attention_bf16: the same as decode_attention_bf16, for many rows and heads on Hopper
 // sm90_alibi_decode_attention_bf16: the same as alibi_decode_attention_bf16
 // archs: 90a
+// One file: one kernel, whose parts use the same shared memory and barriers.
 //
 // k, v blocks   through tensor maps of one layer's [blocks * K * B, D]: `k_map`, `v_map` in the shape [D / 64, blocks *
 //               K * B, 64] with box [D / 64, 16, 64]; `half_k_map`, `half_v_map` with box [8, 64]

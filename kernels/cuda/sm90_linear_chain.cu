@@ -1,6 +1,7 @@
 // sm90_linear_chain_FORMAT: consecutive products of few rows in one kernel; a link reads what the one before wrote
 // sm90_peer_linear_chain_FORMAT: the same for the ranks of a group; in ADD_NORM links each rank has a part of K
 // archs: 90a
+// One file: one kernel, whose parts use the same shared memory and barriers.
 //
 // A link is y[m, n] = sum_k x[m, k] * w[n, k] (+ bias[n]) of M <= 16 rows, and one of
 // STORE, STORE_F32, SILU, GELU  described in sm90_gemm.cuh

@@ -1,6 +1,7 @@
 // sm90_prefill_attention_bf16: the same as prefill_attention_bf16, for Hopper's warpgroups  (after Shah et al. 2024)
 // sm90_alibi_prefill_attention_bf16: the same with slopes[h] * (j - p) added to the score of position j  (Press et al. 2022)
 // archs: 90a
+// One file: one kernel, whose parts use the same shared memory and barriers.
 //
 // q             through tensor map `q_map` of qkv [T, (H + 2K) D], box [128, 64]
 // k, v blocks   through tensor maps `k_map`, `v_map` of one layer's [blocks * K * B, D], box [B, 64]

@@ -26,12 +26,10 @@ from ._inference import (
     TRITONSERVER_REQUEST_RELEASE_RESCHEDULE,
     TRITONSERVER_RESPONSE_COMPLETE_FINAL,
     InferenceRequest,
-    InferenceResponse,
     InferenceTrace,
     PreferredMemory,
     ResponseSender,
     get_input_tensor_by_name,
-    get_output_tensor_by_name,
 )
 from ._model_config import (
     ModelConfig,
@@ -39,5 +37,6 @@ from ._model_config import (
     get_output_config_by_name,
     using_decoupled_model_transaction_policy,
 )
+from ._response import InferenceResponse, get_output_tensor_by_name
 from ._services import Logger, MetricFamily, is_model_ready, load_model, unload_model
 from ._tensor import Tensor

@@ -1,12 +1,12 @@
-"""Requests and responses: those a model answers, and those it sends to other models."""
+"""Requests: those that a model answers, and those that it sends to other models."""
 
-import asyncio
 import json
-import threading
 
 from . import _channel
+from ._calls import AwaitedResponse, ResponseIterator
 from ._errors import TritonError, TritonModelException
 from ._memory import ClientBlock
+from ._response import InferenceResponse, checked_parameters
 from ._runtime import channel, runtime
 from ._tensor import Tensor
 
@@ -49,69 +49,6 @@ class InferenceTrace:
         return None
 
 
-class InferenceResponse:
-    """Output tensors, or an error in their place."""
-
-    __slots__ = ("_tensors", "_error", "_parameters")
-
-    def __init__(self, output_tensors=(), error=None, parameters=None):
-        if error is not None and not isinstance(error, TritonError):
-            error = TritonError(str(error))
-        for tensor in output_tensors or ():
-            if not isinstance(tensor, Tensor):
-                raise TritonModelException("`output_tensors` holds %s; expected Tensor" % type(tensor).__name__)
-        self._tensors = output_tensors if output_tensors is not None else []
-        self._error = error
-        self._parameters = _checked_parameters(parameters)
-
-    @classmethod
-    def _received(cls, wire):
-        error, tensors, parameters, _ = wire
-        response = cls.__new__(cls)
-        response._tensors = [Tensor._received(tensor) for tensor in tensors]
-        response._error = None if error is None else TritonError(error[1], error[0])
-        response._parameters = dict(parameters)
-        return response
-
-    def output_tensors(self):
-        """The tensors."""
-        return list(self._tensors)
-
-    def has_error(self):
-        """Whether it is an error."""
-        return self._error is not None
-
-    def error(self):
-        """The TritonError, or None."""
-        return self._error
-
-    def parameters(self):
-        """The parameters as a JSON object."""
-        return json.dumps(self._parameters)
-
-    def _wire(self, places):
-        if self._error is not None:
-            return (self._error.code(), self._error.message()), (), {}
-        if places:
-            tensors = [tensor._wire(places.get(tensor._name)) for tensor in self._tensors]
-        else:
-            tensors = [tensor._wire() for tensor in self._tensors]
-        return None, tuple(tensors), self._parameters
-
-
-def _checked_parameters(parameters):
-    if not parameters:
-        return {}
-    if isinstance(parameters, str):
-        parameters = json.loads(parameters)
-    for key, value in parameters.items():
-        if not isinstance(key, str) or not isinstance(value, (bool, int, float, str)):
-            raise TritonModelException(
-                "parameter %r is %r: names are strings, and values bool, int, float or str" % (key, value)
-            )
-    return dict(parameters)
-
-
 class InferenceRequest:
     """A request: one that came to this model, or one for another model, sent with `exec` or `async_exec`."""
 
@@ -142,7 +79,7 @@ class InferenceRequest:
         self._model, self._version = str(model_name), int(model_version)
         self._id, self._correlation, self._flags = str(request_id), correlation_id, int(flags)
         self._priority, self._timeout = int(priority), int(timeout)
-        self._parameters = _checked_parameters(parameters)
+        self._parameters = checked_parameters(parameters)
         self._outputs = tuple(requested_output_names)
         self._inputs = list(inputs)
         self._memory = preferred_memory or PreferredMemory()
@@ -237,7 +174,7 @@ class InferenceRequest:
 
     async def async_exec(self, decoupled=False):
         """As `exec`, without blocking the event loop; the iterator may be read with `for` or `async for`."""
-        return ResponseIterator(self, True) if decoupled else await _AwaitedResponse(self)._only()
+        return ResponseIterator(self, True) if decoupled else await AwaitedResponse(self)._only()
 
     def _wire_for_call(self, decoupled):
         if not self._model:
@@ -302,149 +239,9 @@ class ResponseSender:
         return self._number in _cancelled
 
 
-class ResponseIterator:
-    """The responses of another model, each as it comes. `cancel` ends the request."""
-
-    def __init__(self, request, decoupled):
-        self._channel = channel()
-        self._waiter = _channel.Waiter()
-        self._ended = False
-        wire = request._wire_for_call(decoupled)
-        self._call = self._channel.open_call(self._waiter.put)
-        self._channel.send(_channel.CALL, self._call, "infer", wire)
-
-    def __iter__(self):
-        return self
-
-    def __aiter__(self):
-        return _AsyncIteration(self)
-
-    def __next__(self):
-        if self._ended:
-            raise StopIteration
-        self._channel.wait(self._waiter)
-        response, is_final = _response_of(self._waiter.items.popleft())
-        if is_final:
-            self._end()
-        else:
-            self._channel.send(_channel.CALL, 0, "taken", (self._call,))
-        return response
-
-    def cancel(self):
-        """Ends the request; no more responses come."""
-        if not self._ended:
-            self._end()
-            self._channel.send(_channel.DROP, self._call)
-
-    def _end(self):
-        self._ended = True
-        self._channel.close_call(self._call)
-
-    def _only(self):
-        try:
-            return next(self)
-        finally:
-            self.cancel()
-
-    def __del__(self):
-        try:
-            self.cancel()
-        except Exception:  # The server is gone, or this never started.
-            pass
-
-
-class _AsyncIteration:
-    """A ResponseIterator for `async for`: a thread waits, so that the event loop need not."""
-
-    def __init__(self, stream):
-        self._stream = stream
-
-    def __aiter__(self):
-        return self
-
-    async def __anext__(self):
-        if self._stream._ended:
-            raise StopAsyncIteration
-        return await asyncio.get_running_loop().run_in_executor(None, self._stream.__next__)
-
-
-class _AwaitedResponse:
-    """The one response of another model, for `await`."""
-
-    def __init__(self, request):
-        self._channel = channel()
-        self._loop = asyncio.get_running_loop()
-        self._reply = self._loop.create_future()
-        wire = request._wire_for_call(False)
-        self._call = self._channel.open_call(self._put)
-        _listeners.add(self._loop, self._channel)
-        self._channel.send(_channel.CALL, self._call, "infer", wire)
-
-    def _put(self, reply):
-        self._loop.call_soon_threadsafe(lambda: self._reply.done() or self._reply.set_result(reply))
-
-    async def _only(self):
-        is_final = False
-        try:
-            response, is_final = _response_of(await self._reply)
-            return response
-        finally:
-            self._channel.close_call(self._call)
-            _listeners.remove(self._loop, self._channel)
-            if not is_final:
-                self._channel.send(_channel.DROP, self._call)
-
-
-class _Listeners:
-    """Event loops that read the channel, because one of their coroutines waits for an answer."""
-
-    def __init__(self):
-        self._counts = {}
-        self._lock = threading.Lock()
-
-    def add(self, loop, connection):
-        with self._lock:
-            self._counts[loop] = self._counts.get(loop, 0) + 1
-            if self._counts[loop] == 1:
-                loop.add_reader(connection.fileno(), self._read, loop, connection)
-
-    def _read(self, loop, connection):
-        try:
-            connection.poll()
-        except _channel.Closed:
-            loop.remove_reader(connection.fileno())
-
-    def remove(self, loop, connection):
-        with self._lock:
-            self._counts[loop] -= 1
-            if not self._counts[loop]:
-                del self._counts[loop]
-                loop.remove_reader(connection.fileno())
-
-
-_listeners = _Listeners()
-
-
-def _response_of(reply):
-    """(response, is it the last) of a reply to `infer`."""
-    if reply[2] is not None:
-        return InferenceResponse(error=TritonError(reply[2][1], reply[2][0])), True
-    return InferenceResponse._received(reply[3]), reply[3][3]
-
-
 def get_input_tensor_by_name(inference_request, name):
     """The input called `name`, or None."""
     for tensor in inference_request._inputs:
-        if tensor._name == name:
-            return tensor
-    return None
-
-
-def get_output_tensor_by_name(inference_response, name):
-    """The output called `name`, or None. TritonModelException when the response is an error."""
-    if inference_response.has_error():
-        raise TritonModelException(inference_response.error().message())
-    for tensor in inference_response._tensors:
         if tensor._name == name:
             return tensor
     return None

@@ -19,11 +19,11 @@ from ._errors import TritonError, TritonModelException, describe
 from ._inference import (
     TRITONSERVER_REQUEST_RELEASE_RESCHEDULE,
     InferenceRequest,
-    InferenceResponse,
     note_cancelled,
 )
 from ._memory import Arena, ClientFile, Region
 from ._model_config import ModelConfig
+from ._response import InferenceResponse
 from ._runtime import runtime
 from ._services import Logger
 

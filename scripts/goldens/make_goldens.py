@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Makes tiny random checkpoints, with the outputs of transformers for them in fp32.
+"""Makes tiny random checkpoints, with the outputs of transformers for them in fp32. One file: a list of cases.
 
     make_goldens.py [OUT_DIR]          default: tests/goldens beside this script's parent folder
 

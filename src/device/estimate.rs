@@ -1,4 +1,5 @@
 //! Estimates the memory of a worker before anything is loaded, with a device that counts instead of computing.
+//! One file: one implementation of one trait.
 
 use engine::{RowId, SampleMask, SampledToken, SamplingParams, TokenId};
 use kernels::cuda::gated_activation::GATE_GROUP;

@@ -1,4 +1,5 @@
-//! The interface between models and devices: the [`Device`] trait with its ops, and the values that they take.
+//! The interface between models and devices: the [`Device`] trait with its ops, and the values that they take. One file: the trait
+//! is read as a whole.
 //!
 //! A model is a sequence of ops on a [`Device`] and does not depend on the kind of device. The device holds the state
 //! that stays off the host between steps: KV blocks, and the tokens and sampling state of each row. The crate `device`

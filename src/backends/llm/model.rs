@@ -1,22 +1,24 @@
 //! One loaded LLM: starts requests on its replicas.
 
+mod constraint;
+
 use std::collections::VecDeque;
 use std::sync::Arc;
 use std::time::{Instant, SystemTime, UNIX_EPOCH};
 
-use engine::{EngineConfig, Refused, Request, RequestConstraint};
+use engine::{EngineConfig, Refused, Request};
 use futures::FutureExt;
 use futures::future::{BoxFuture, join_all};
-use generation::{ConstraintError, Constraints, GenerateRequest, Generator, RequestBounds, SequenceText};
+use generation::{Constraints, GenerateRequest, Generator, RequestBounds, SequenceText};
 use serving::{
     Adapters, Backend, GenerateCall, InferError, InferRequest, InferResponse, MemoryUsage, Name, ResponseStream,
     Sleeper, TextModel, TextOutputs,
 };
 use smallvec::{SmallVec, smallvec};
 use text::Tokenizer;
-use tokio::runtime::{Handle, RuntimeFlavor};
 use tokio::sync::{oneshot, watch};
 
+use self::constraint::prepare;
 use super::active_request::{ActiveRequest, SequenceTexts};
 use super::adapters::{AdapterStore, AdapterUse};
 use super::check_request;
@@ -39,9 +41,6 @@ use super::submission::{StopHandle, StopHandles, Submission};
 use super::text_stop::{self, TextStop};
 use super::timing::Timing;
 use crate::encoder;
-
-/// The niceness of the thread that prepares constraints.
-const PREPARING_NICENESS: i32 = 10;
 
 /// One loaded LLM.
 pub(crate) struct Llm {
@@ -107,16 +106,6 @@ impl Llm {
         sender.send(Ok(response)).now_or_never();
         stream
     }
-}
-
-/// Prepares constraints beside the start of the model. If the system gives no thread, the first constrained request does it.
-fn prepare(constraints: &Arc<Constraints>) {
-    let constraints = Arc::clone(constraints);
-    let prepare = move || {
-        let _ = rustix::process::nice(PREPARING_NICENESS); // Its failure costs other threads a little time.
-        constraints.prepare();
-    };
-    let _ = std::thread::Builder::new().name("vocabulary".to_owned()).spawn(prepare);
 }
 
 impl Llm {
@@ -251,29 +240,6 @@ impl Llm {
             Admission::Queued(_) => &self.router.replicas()[0].shared,
         };
         Timing::new(shared, self.config.engine.block_size, prompt_len, sequences.len())
-    }
-
-    /// Compiles the constraint of a request, if it has one. Other threads serve requests during this time.
-    fn constraint(&self, request: &GenerateRequest) -> Result<Option<RequestConstraint>, InferError> {
-        if request.guide.is_free() {
-            return Ok(None);
-        }
-        if request.sequence.beams.is_some() {
-            return Err(error_of(&Refused::ConstrainedBeams));
-        }
-        let constraints = self.constraints.as_ref().ok_or_else(|| {
-            InferError::invalid(format!(
-                "model `{}` has no tokenizer, so its texts cannot be constrained",
-                self.config.name
-            ))
-        })?;
-        let compile = || constraints.compile(&request.guide, &request.sequence.sampling.end_ids);
-        let can_block = Handle::try_current().is_ok_and(|it| it.runtime_flavor() == RuntimeFlavor::MultiThread);
-        let compiled = if can_block { tokio::task::block_in_place(compile) } else { compile() };
-        compiled.map(Some).map_err(|error| match error {
-            ConstraintError::Busy { .. } => InferError::unavailable(error.to_string()),
-            error => InferError::invalid(error.to_string()),
-        })
     }
 
     /// Decoders of the request's sequences; none without text options.

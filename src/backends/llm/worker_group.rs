@@ -1,6 +1,7 @@
 //! The workers of one replica. They start together, and the loss of one ends all.
 
 mod link;
+mod loss;
 mod worker_spec;
 
 use std::collections::VecDeque;
@@ -17,35 +18,11 @@ use supervision::{
 use super::config::LlmConfig;
 use super::metrics::WorkerStatus;
 use link::Link;
+pub(crate) use loss::{LossKind, WorkerLoss};
 use worker_spec::spec;
 
 /// Timeout for sending a plan to a worker. A worker that does not read plans for this long hangs.
 const SEND_TIMEOUT: Duration = Duration::from_secs(10);
-
-/// Why the workers of a replica cannot go on. `reason` is for the log and for clients.
-#[derive(Debug, Clone, thiserror::Error)]
-#[error("{reason}")]
-pub(crate) struct WorkerLoss {
-    pub(crate) reason: String,
-    pub(crate) kind: LossKind,
-}
-
-/// The kind of a loss, which determines the recovery.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum LossKind {
-    /// A worker failed or hung.
-    Failed,
-    /// A signal ended a worker. Another start may succeed, even if this was the first load.
-    BySignal,
-    /// A rank is lost. Only a new world can serve the model.
-    RankLost,
-}
-
-impl WorkerLoss {
-    pub(crate) fn new(reason: String) -> Self {
-        Self { reason, kind: LossKind::Failed }
-    }
-}
 
 /// The workers of one start of a replica. Dropping it ends them.
 pub(crate) struct WorkerGroup {

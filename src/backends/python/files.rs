@@ -20,15 +20,17 @@ macro_rules! sources {
     ($($path:literal)*) => { [$(($path, include_str!(concat!("../../../python/", $path)))),*] };
 }
 
-const SOURCES: [(&str, &str); 12] = sources! {
+const SOURCES: [(&str, &str); 14] = sources! {
     "stub.py"
     "triton_python_backend_utils/__init__.py"
+    "triton_python_backend_utils/_calls.py"
     "triton_python_backend_utils/_channel.py"
     "triton_python_backend_utils/_datatypes.py"
     "triton_python_backend_utils/_errors.py"
     "triton_python_backend_utils/_inference.py"
     "triton_python_backend_utils/_memory.py"
     "triton_python_backend_utils/_model_config.py"
+    "triton_python_backend_utils/_response.py"
     "triton_python_backend_utils/_runner.py"
     "triton_python_backend_utils/_runtime.py"
     "triton_python_backend_utils/_services.py"

@@ -1,4 +1,4 @@
-//! The [`Device`] interface of the CPU device.
+//! The [`Device`] interface of the CPU device. One file: one implementation of one trait.
 
 use engine::{
     CopiedBlock, CopiedState, HostCopies, RevisedRow, RowId, SampleMask, SampledToken, SamplingParams, TokenId,

@@ -1,4 +1,4 @@
-//! One row for each architecture. The table is one file, however long, so that families can be compared.
+//! One row for each architecture. One file: families are compared with each other.
 
 use ops::HeadNormSpan;
 

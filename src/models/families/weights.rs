@@ -1,4 +1,4 @@
-//! The names of each family's weights.
+//! The names of each family's weights. One file: families are compared with each other.
 
 use crate::names::{
     ApartNames, BiasForm, ExpertLayout, ExpertNames, LatentNames, Names, PerLayerNames, QkvNames, RecurrentNames,
