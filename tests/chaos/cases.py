@@ -2,6 +2,7 @@
 
 import contextlib
 import shutil
+import sys
 import tempfile
 import threading
 import time
@@ -12,9 +13,10 @@ import faults
 import load
 import rolling
 from ways import TIMEOUT
-from world import World, is_alive, until
+from world import PYTHON_MODEL, World, is_alive, until
 
 TARGETS = ["launch", "relay", "mpirun", "rank 0", "rank n", "worker 0", "worker n"]
+MODELS = Path(__file__).parent / "models"
 # The way of which short requests have the text, over HTTP and gRPC.
 ROLLING_WAY = "generate"
 PHASES = ["load", "idle", "prefill", "decode", "drain"]
@@ -253,6 +255,38 @@ def after(chaos, world, result, target, fault, phase, victim, requests, others, 
     return wrong
 
 
+def python_model(chaos: Chaos, fault: str) -> Result:
+    """The process of a Python model is lost while it has a request and others wait for it, beside streams of the language model."""
+    result = Result(f"{fault} · python model · execute")
+    repository = Path(shutil.copytree(chaos.repository, Path(tempfile.mkdtemp(dir=chaos.scratch)) / "repository"))
+    shutil.copytree(MODELS / PYTHON_MODEL, repository / PYTHON_MODEL)
+    world = chaos.fresh_world(repository, python=sys.executable)
+    world.start_ready()
+    victim = world.find(PYTHON_MODEL)
+    streams = begin(chaos, world, "decode")
+    chaos.texts[PYTHON_MODEL, "number"] = "7"
+    requests = [load.Request(world, "number", PYTHON_MODEL, 7) for _ in range(4)]
+    time.sleep(0.25)
+    start = time.monotonic()
+    faults.ON_PROCESSES[fault](victim)
+    wrong = chaos.judge(result, load.wait(streams), may_fail=False)
+    if fault == "SIGSTOP":
+        # It is no fault to be slow: the requests wait until it goes on.
+        faults.proceed(victim)
+    wrong += chaos.judge(result, load.wait(requests), may_fail=fault != "SIGSTOP")
+    result.pause = max(request.outcome.longest_pause() for request in streams)
+
+    def answers_again() -> bool:
+        (outcome,) = load.wait([load.Request(world, "number", PYTHON_MODEL, 7)])
+        return outcome.error is None
+
+    until("the Python model answers again", answers_again)
+    result.service = time.monotonic() - start
+    left = chaos.end_world()
+    result.left, result.faults = len(left), tuple(wrong + left)
+    return result
+
+
 def full_shared_memory(chaos: Chaos) -> Result:
     """A worker dies while shared memory is full, so that its successor gets none."""
     result = Result("full /dev/shm · worker 0 killed · decode")
@@ -394,6 +428,8 @@ OTHERS = {
     "corrupted plan": corrupted_plan,
     "lost checkpoint": lost_checkpoint,
     "clock jump": clock_jumps,
+    "python model killed": lambda chaos: python_model(chaos, "SIGKILL"),
+    "python model stopped": lambda chaos: python_model(chaos, "SIGSTOP"),
     "rolling restart": rolling_restart,
     "rolling restart --after": lambda chaos: rolling_restart(chaos, "--after"),
 }

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from tritonclient.utils import InferenceServerException
 
-from ways import TIMEOUT, WAYS, Refused
+from ways import OTHER_WAYS, TIMEOUT, WAYS, Refused
 
 NUM_TOKENS = 200
 SHORT = ["Once upon a time", "The captain", "A little dog", "Q: What is 7 plus 8?\nA:"]
@@ -50,7 +50,7 @@ class Request(threading.Thread):
     def run(self) -> None:
         outcome = self.outcome
         try:
-            for piece in WAYS[outcome.way](self.world, outcome.prompt, self.num_tokens):
+            for piece in (WAYS | OTHER_WAYS)[outcome.way](self.world, outcome.prompt, self.num_tokens):
                 self.add_piece(piece)
         except queue.Empty:
             return  # It hangs.

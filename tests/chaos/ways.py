@@ -8,6 +8,8 @@ from collections.abc import Iterator
 import numpy as np
 import tritonclient.grpc as grpcclient
 
+from world import PYTHON_MODEL
+
 TIMEOUT = 60.0
 MODEL = "ensemble"
 # An array of 80 numbers keeps the grammar in force for the whole answer.
@@ -131,3 +133,19 @@ WAYS = {
     "json": constrained_chat,
     "tools": tool_calls,
 }
+
+
+def python_model(world, prompt: str, num_tokens: int) -> Iterator[str]:
+    """A number that a Python model answers, once."""
+    tensor = {"name": "INPUT", "datatype": "INT32", "shape": [1], "data": [num_tokens]}
+    connection = http.client.HTTPConnection("127.0.0.1", world.http_port, timeout=TIMEOUT)
+    connection.request("POST", f"/v2/models/{PYTHON_MODEL}/infer", json.dumps({"inputs": [tensor]}))
+    response = connection.getresponse()
+    body = json.loads(response.read())
+    if response.status != 200:
+        raise Refused(f"{response.status}: {body['error']}")
+    yield str(body["outputs"][0]["data"][0])
+
+
+# Ways that only some worlds have.
+OTHER_WAYS = {PYTHON_MODEL: python_model}

@@ -16,6 +16,8 @@ from ports import free_ports  # noqa: E402 (needs the path above)
 
 BINARIES = Path(os.environ.get("TRIREME_BINARIES", ROOT / "target/release"))
 WORLD_SIZE = 2
+# The name of a Python model, and of its process.
+PYTHON_MODEL = "slow_echo"
 # Shorter than the defaults, so that a stopped process is detected soon.
 LIVENESS, EXIT_TIMEOUT = "--liveness-timeout=6", 20
 RANK_TIMEOUTS = ["--step-timeout=5", "--heartbeat-timeout=8"]
@@ -58,8 +60,11 @@ class World:
     """A launcher and its processes, with their own run directory."""
 
     def __init__(self, scratch: Path, repository: Path, variables: dict[str, str] | None = None, exit_timeout: int = EXIT_TIMEOUT,
-                 keeps_connections: bool = False, rank_flags: list[str] | None = None):
+                 keeps_connections: bool = False, rank_flags: list[str] | None = None,
+                 python: str | None = None):
         self.rank_flags = RANK_TIMEOUTS + (rank_flags or [])
+        if python:
+            self.rank_flags.append(f"--backend-config=python,interpreter={python}")
         self.scratch, self.repository, self.keeps_connections = scratch, repository, keeps_connections
         self.http_port, self.grpc_port, self.metrics_port = free_ports(3)
         self.variables, self.exit_timeout = variables or {}, exit_timeout
@@ -112,7 +117,9 @@ class World:
         return [pid for pid in pids if is_alive(pid) and marked in environment(pid).split(b"\0")]
 
     def find(self, name: str) -> int | None:
-        """The pid of `launch`, `relay`, `mpirun`, `rank 0`, `rank n`, `worker 0` or `worker n`."""
+        """The pid of the Python model, `launch`, `relay`, `mpirun`, `rank 0`, `rank n`, `worker 0` or `worker n`."""
+        if name == PYTHON_MODEL:
+            return max((pid for pid in self.processes() if f"{PYTHON_MODEL}_0_0" in title(pid).split()), default=None)
         if name == "launch":
             return self.launcher.pid if self.launcher and self.launcher.poll() is None else None
         start = "mpirun " if name == "mpirun" else f"trireme: {name.replace('n', '1') if name.endswith(' n') else name}"
