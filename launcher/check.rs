@@ -102,7 +102,8 @@ pub(crate) fn starter(flags: &WorldFlags, site: &Site, plan: &Plan) -> Result<()
     }
     site.mpirun.check_installed()?;
     if flags.container_image.is_none() {
-        hosts::check(&plan.placed, flags.trireme.as_ref().unwrap_or(&site.trireme), &flags.model_repo)?;
+        let trireme = flags.trireme.as_ref().unwrap_or(&site.trireme);
+        hosts::check(&plan.placed, trireme, &flags.model_repo, !flags.elastic.is_empty())?;
     }
     Ok(())
 }

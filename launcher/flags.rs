@@ -142,6 +142,16 @@ pub struct WorldFlags {
     /// Stop after more than this number of failures in a row. [default: no limit]
     #[arg(long, value_name = "N")]
     pub max_restarts: Option<u32>,
+    /// Smaller numbers of ranks, the largest first, with which the world goes on while hosts are lost: `--world_size=16 --elastic=8,4`.
+    /// It goes back when they return.
+    #[arg(long, value_name = "N,...", value_delimiter = ',', value_parser = clap::value_parser!(u32).range(1..=65536))]
+    pub elastic: Vec<u32>,
+    /// With --elastic: use a lost host again once it has answered for this time, which doubles after each loss in a row.
+    #[arg(long, default_value_t = 30, value_name = "SECONDS", value_parser = clap::value_parser!(u64).range(1..=86400))]
+    pub elastic_return: u64,
+    /// With --elastic: wait for this time, at most, for a moment without requests in which the world goes back to a host.
+    #[arg(long, default_value_t = 600, value_name = "SECONDS", value_parser = clap::value_parser!(u64).range(..=86400))]
+    pub elastic_wait: u64,
     /// The server program. [default: `trireme` beside this program]
     #[arg(long, alias = "tritonserver", value_name = "PROGRAM")]
     pub trireme: Option<PathBuf>,

@@ -15,6 +15,9 @@ use crate::flags::WorldFlags;
 /// Timeout of the check of one host.
 const ANSWER_TIMEOUT: Duration = Duration::from_secs(20);
 
+/// What a host writes first when it is reached.
+pub(crate) const REACHED: &str = "reached";
+
 /// A host and its share of the ranks.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Host {
@@ -96,12 +99,10 @@ fn slots(text: &str) -> Result<u32> {
 /// # Errors
 /// If the hosts have room for fewer ranks, or a host would get no rank.
 pub(crate) fn place(hosts: &[Host], world_size: u32, ranks_per_node: Option<u32>) -> Result<Vec<(String, u32)>> {
-    let even = world_size.div_ceil(hosts.len() as u32);
-    let room = |host: &Host| host.slots.or(ranks_per_node).unwrap_or(even);
     let mut left = world_size;
     let mut placed = Vec::new();
-    for host in hosts {
-        let count = room(host).min(left);
+    for (host, room) in hosts.iter().zip(rooms(hosts, world_size, ranks_per_node)) {
+        let count = room.min(left);
         left -= count;
         if count == 0 {
             bail!(
@@ -120,6 +121,12 @@ pub(crate) fn place(hosts: &[Host], world_size: u32, ranks_per_node: Option<u32>
     }
 }
 
+/// The number of ranks that each host takes at most.
+pub(crate) fn rooms(hosts: &[Host], world_size: u32, ranks_per_node: Option<u32>) -> Vec<u32> {
+    let even = world_size.div_ceil(hosts.len().max(1) as u32);
+    hosts.iter().map(|host| host.slots.or(ranks_per_node).unwrap_or(even)).collect()
+}
+
 /// The placement in words: `a: ranks 0-3; b: ranks 4-7`.
 pub(crate) fn describe(placed: &[(String, u32)]) -> String {
     let (mut text, mut first) = (String::new(), 0);
@@ -133,7 +140,7 @@ pub(crate) fn describe(placed: &[(String, u32)]) -> String {
 }
 
 /// The command that runs a program on another host: as configured for Open MPI or Hydra, else `ssh`.
-fn remote_shell() -> Vec<String> {
+pub(crate) fn remote_shell() -> Vec<String> {
     let names = ["OMPI_MCA_plm_rsh_agent", "PRTE_MCA_plm_ssh_agent", "HYDRA_LAUNCHER_EXEC"];
     let agent = names.iter().find_map(|name| std::env::var(name).ok()).filter(|agent| !agent.trim().is_empty());
     match agent {
@@ -148,8 +155,9 @@ pub(crate) fn is_here(name: &str) -> bool {
     name == "localhost" || name == here || here.split('.').next() == Some(name)
 }
 
-/// Checks that every host can be reached, has the same build of `trireme` and sees the model repository.
-pub(crate) fn check(placed: &[(String, u32)], trireme: &Path, repository: &Path) -> Result<()> {
+/// Checks that every host can be reached, has the same build of `trireme` and sees the model repository. With `may_be_lost`, a host that
+/// cannot be reached is no error.
+pub(crate) fn check(placed: &[(String, u32)], trireme: &Path, repository: &Path, may_be_lost: bool) -> Result<()> {
     let others: Vec<String> = placed.iter().map(|(name, _)| name.clone()).filter(|name| !is_here(name)).collect();
     if others.is_empty() {
         return Ok(());
@@ -160,7 +168,7 @@ pub(crate) fn check(placed: &[(String, u32)], trireme: &Path, repository: &Path)
     let program = quoted(&trireme.to_string_lossy());
     // Each line of the output is a step that succeeded.
     let script = format!(
-        "echo reached; cd {} && sha256sum {program} && test -d {} && echo repository",
+        "echo {REACHED}; cd {} && sha256sum {program} && test -d {} && echo repository",
         quoted(&folder.to_string_lossy()),
         quoted(&repository.to_string_lossy())
     );
@@ -176,6 +184,10 @@ pub(crate) fn check(placed: &[(String, u32)], trireme: &Path, repository: &Path)
     let mut faults = BTreeMap::new();
     for thread in threads {
         let (host, theirs) = thread.join().map_err(|_| anyhow!("the check of a host failed"))?;
+        let is_reached = theirs.as_ref().is_ok_and(|theirs| theirs.stdout.starts_with(REACHED.as_bytes()));
+        if may_be_lost && !is_reached {
+            continue;
+        }
         let fault = match theirs {
             Ok(theirs) => fault(&host, &shell[0], &mine, &theirs, trireme, repository),
             Err(error) => Some(format!("host `{host}` cannot be checked by `{}`: {error:#}", shell[0])),
@@ -208,7 +220,7 @@ fn fault(host: &str, shell: &str, mine: &Output, theirs: &Output, trireme: &Path
     let errors = String::from_utf8_lossy(&theirs.stderr);
     let why = errors.lines().last().unwrap_or("no error message").trim();
     let hash = |text: &str| text.lines().nth(1).and_then(|line| line.split_whitespace().next()).map(str::to_owned);
-    if !stdout.starts_with("reached") {
+    if !stdout.starts_with(REACHED) {
         let try_it = format!("check its name, and that `{shell} {host} true` works without a password");
         return Some(format!("host `{host}` cannot be reached: {why}; {try_it}"));
     }

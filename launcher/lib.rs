@@ -40,6 +40,7 @@ mod control;
 mod crash;
 mod detach;
 mod doctor;
+mod elastic;
 mod excerpt;
 pub mod flags;
 mod handover;
@@ -53,6 +54,7 @@ pub mod mpi;
 mod mpirun;
 pub mod plan;
 mod port_holder;
+mod probe;
 mod processes;
 mod rank_flags;
 mod refusal;
@@ -77,13 +79,14 @@ use anyhow::{Context, Result, bail};
 use ipc::ProcessId;
 
 use capture::Capture;
+use elastic::Shapes;
 use flags::{Action, Flags, WorldFlags};
 use mpi::Mpirun;
 use plan::{Plan, Site};
 use signals::Signals;
 use srun::Allocation;
 use state::{Phase, RunDir, WorldState};
-use supervise::Supervisor;
+use supervise::{Elastic, Supervisor};
 use systemd::Systemd;
 
 pub use detach::SUB_COMMAND;
@@ -181,6 +184,7 @@ fn start(flags: &WorldFlags, arguments: &[OsString], run_dir: RunDir) -> Result<
     let flags = &flags;
     let site = site(&run_dir, flags)?;
     let plan = plan::plan(flags, &site)?;
+    let shapes = Shapes::new(flags, &plan)?;
     if flags.dry_run {
         plan.placement.iter().for_each(|placement| println!("# {placement}"));
         println!("{}", plan.command);
@@ -193,6 +197,8 @@ fn start(flags: &WorldFlags, arguments: &[OsString], run_dir: RunDir) -> Result<
         return Ok(u8::try_from(status.code().unwrap_or(1)).unwrap_or(1));
     }
     check::all(flags, &site, &plan)?;
+    // With `--detach` the process in the foreground has checked it.
+    shapes.iter().filter(|_| !flags.detached).try_for_each(|shapes| shapes.check_memory(flags, &site))?;
     plan.placement.iter().for_each(|placement| eprintln!("launch: {placement}"));
     if !flags.detached {
         world::remove_leftovers()?;
@@ -209,10 +215,10 @@ fn start(flags: &WorldFlags, arguments: &[OsString], run_dir: RunDir) -> Result<
         // Leaves the terminal's session, so that closing the terminal does not end the world.
         nix::unistd::setsid().context("cannot leave the session of the terminal")?;
     }
-    supervise(flags, site, &plan, run_dir)
+    supervise(flags, site, &plan, shapes, run_dir)
 }
 
-fn supervise(flags: &WorldFlags, site: Site, plan: &Plan, run_dir: RunDir) -> Result<u8> {
+fn supervise(flags: &WorldFlags, site: Site, plan: &Plan, shapes: Option<Shapes>, run_dir: RunDir) -> Result<u8> {
     ipc::set_process_name("trireme-launch").context("cannot name this process")?;
     // Processes of the world that outlive their parent become children of this process, which reaps them.
     nix::sys::prctl::set_child_subreaper(true).context("cannot take over orphans")?;
@@ -245,9 +251,11 @@ fn supervise(flags: &WorldFlags, site: Site, plan: &Plan, run_dir: RunDir) -> Re
         phase: Phase::Loading,
         last_failure: None,
         rolling_failure: None,
+        hosts_lost: Vec::new(),
         log,
         crash_dir: run_dir.crash_dir()?,
     };
+    let elastic = shapes.map(|shapes| Elastic::new(shapes, plan.starter.clone(), flags, &site));
     let supervisor = Supervisor {
         flags: flags.clone(),
         site,
@@ -263,6 +271,7 @@ fn supervise(flags: &WorldFlags, site: Site, plan: &Plan, run_dir: RunDir) -> Re
         offered_ports: None,
         port_holder: None,
         relay: None,
+        elastic,
     };
     supervisor.run()
 }

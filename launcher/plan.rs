@@ -43,6 +43,8 @@ pub struct Plan {
     pub command: CommandLine,
     /// The program that the command starts ranks with.
     pub starter: Starter,
+    /// The hosts that may run ranks, without a number for an equal share; empty for an unnamed single host or one that Slurm chooses.
+    pub hosts: Vec<Host>,
     /// Hosts and their numbers of ranks, in the order of ranks; empty for an unnamed single host or one that Slurm chooses.
     pub placed: Vec<(String, u32)>,
     /// The placement in words; `None` for one host.
@@ -70,7 +72,8 @@ pub fn plan(flags: &WorldFlags, site: &Site) -> Result<Plan> {
         bail!("--tensorrt_llm_model_name has an empty name: give names separated by single commas");
     }
     let starter = starter(flags, site)?;
-    let placed = placed(flags, site, &starter)?;
+    let hosts = hosts_of(flags, site, &starter);
+    let placed = placed(flags, &hosts, &starter)?;
     let most = placed.iter().map(|&(_, count)| count).max().unwrap_or(flags.world_size);
     let oversubscribe = flags.oversubscribe || most > site.num_cores;
     if oversubscribe && flags.bind != Bind::None {
@@ -108,12 +111,13 @@ pub fn plan(flags: &WorldFlags, site: &Site) -> Result<Plan> {
         }
     };
     let placement = (placed.len() > 1).then(|| format!("placement: {}", hosts::describe(&placed)));
-    let rank_0_may_be_elsewhere = matches!(starter, Starter::Srun { .. }) || !placed.is_empty() || container.is_some();
+    let is_first_elsewhere = placed.first().is_some_and(|(host, _)| !hosts::is_here(host));
+    let rank_0_may_be_elsewhere = matches!(starter, Starter::Srun { .. }) || is_first_elsewhere || container.is_some();
     if flags.relay_wait().is_some() && rank_0_may_be_elsewhere {
         let flag = if flags.idle_exit.is_some() { "--idle-exit" } else { "--keep-connections" };
         bail!(
-            "{flag} needs rank 0 on this machine and outside of a container; leave it out, or start without Slurm, \
-             --hosts, --hostfile and --container-image"
+            "{flag} needs rank 0 on this machine and outside of a container; leave it out, or name this machine first in \
+             --hosts or --hostfile, and start without Slurm and --container-image"
         );
     }
     let relay = flags.relay_wait().map(|seconds| relay_command(seconds, most, flags, site));
@@ -124,7 +128,7 @@ pub fn plan(flags: &WorldFlags, site: &Site) -> Result<Plan> {
         Starter::Mpirun(_) => mpirun::is_one_node(&placed, has_variable),
     };
     let without = flags.keys.variables.clone();
-    Ok(Plan { command, starter, placed, placement, is_one_node, without, rank_0_may_be_elsewhere, relay })
+    Ok(Plan { command, starter, hosts, placed, placement, is_one_node, without, rank_0_may_be_elsewhere, relay })
 }
 
 /// Returns an error if rank 0 runs on another host, where it cannot read the key files of this launcher.
@@ -154,14 +158,18 @@ fn mpirun_step<'a>(
     Ok(mpirun::Step { mpirun, oversubscribe, hosts, bind, cores_per_rank, network, environment, without })
 }
 
-/// The ranks of each host, if hosts are named or Slurm has allocated several nodes; otherwise empty.
-fn placed(flags: &WorldFlags, site: &Site, starter: &Starter) -> Result<Vec<(String, u32)>> {
+/// The hosts that are named, or the nodes that Slurm has allocated if they are several; otherwise empty.
+fn hosts_of(flags: &WorldFlags, site: &Site, starter: &Starter) -> Vec<Host> {
     let of_slurm = match (starter, &site.allocation) {
         (Starter::Srun { .. }, Some(allocation)) => allocation.nodes.iter().take(flags.world_size as usize),
         _ => [].iter().take(0),
     };
-    let of_slurm: Vec<Host> = of_slurm.map(|name| Host { name: name.clone(), slots: None }).collect();
-    let hosts = if site.hosts.is_empty() { &of_slurm } else { &site.hosts };
+    let of_slurm = of_slurm.map(|name| Host { name: name.clone(), slots: None });
+    if site.hosts.is_empty() { of_slurm.collect() } else { site.hosts.clone() }
+}
+
+/// The ranks of each host; empty without hosts.
+fn placed(flags: &WorldFlags, hosts: &[Host], starter: &Starter) -> Result<Vec<(String, u32)>> {
     if hosts.is_empty() {
         return Ok(Vec::new());
     }
@@ -272,12 +280,17 @@ fn any_rank_command(ranks_per_node: u32, flags: &WorldFlags, site: &Site) -> Com
 
 /// The command that prints the memory that the world would take, with the flags of its ranks.
 pub fn memory_command(flags: &WorldFlags, site: &Site) -> CommandLine {
-    let mut command = any_rank_command(flags.world_size, flags, site);
+    let placed = plan(flags, site).map_or(Vec::new(), |plan| plan.placed);
+    let ranks_per_node = placed.iter().map(|&(_, count)| count).max().unwrap_or(flags.world_size);
+    let mut command = any_rank_command(ranks_per_node, flags, site);
     if flags.container_image.is_some() {
         command.program = site.trireme.clone();
     }
     command.args[0] = "plan".to_owned();
     command.args.insert(1, format!("--world-size={}", flags.world_size));
+    if ranks_per_node < flags.world_size {
+        command.args.insert(2, format!("--ranks-per-node={ranks_per_node}"));
+    }
     command
 }
 

@@ -73,6 +73,8 @@ pub(crate) struct WorldState {
     pub(crate) last_failure: Option<String>,
     /// Why the last `restart --rolling` failed; the old world then stays.
     pub(crate) rolling_failure: Option<String>,
+    /// With `--elastic`, the hosts without which the world goes on.
+    pub(crate) hosts_lost: Vec<String>,
     /// The log file of launcher and ranks.
     pub(crate) log: PathBuf,
     /// The directory of crash reports.
@@ -103,6 +105,7 @@ impl Default for WorldState {
             phase: Phase::Loading,
             last_failure: None,
             rolling_failure: None,
+            hosts_lost: Vec::new(),
             log: PathBuf::new(),
             crash_dir: PathBuf::new(),
         }
@@ -375,6 +378,7 @@ mod tests {
             phase: Phase::Loading,
             last_failure: None,
             rolling_failure: None,
+            hosts_lost: Vec::new(),
             log: "/tmp/log".into(),
             crash_dir: "/tmp".into(),
         };

@@ -31,6 +31,8 @@ pub struct WorldStatus {
     pub state: &'static str,
     /// Number of ranks.
     pub world_size: u32,
+    /// With `--elastic`, the hosts without which it goes on, with fewer ranks.
+    pub hosts_lost: Vec<String>,
     /// Number of restarts, those included that the user wanted.
     pub num_restarts: u32,
     /// Number of restarts after a failure.
@@ -149,6 +151,7 @@ fn world_status(world: &WorldState, before: &Metrics, now: &Metrics, time: Durat
         metrics_port: world.metrics_port,
         state,
         world_size: world.world_size,
+        hosts_lost: world.hosts_lost.clone(),
         num_restarts: world.num_restarts,
         num_failures: world.num_failures,
         last_failure: world.last_failure.clone(),
@@ -260,6 +263,9 @@ fn table(worlds: &[WorldStatus]) -> String {
             world.model_repository.display(),
             world.log.display()
         );
+        if !world.hosts_lost.is_empty() {
+            let _ = writeln!(out, "  without host(s) {}, until they answer again", world.hosts_lost.join(", "));
+        }
         if let Some(failure) = &world.last_failure {
             let report = world.crash_report.as_ref().map(|path| format!("; see {}", path.display()));
             let _ = writeln!(out, "  last failure: {failure}{}", report.unwrap_or_default());

@@ -165,10 +165,12 @@ fn relay_command() -> Command {
 /// Takes the flags of a rank.
 fn plan_command() -> Command {
     let size = Arg::new("world-size").long("world-size").value_name("N").default_value("1");
+    let per_node = Arg::new("ranks-per-node").long("ranks-per-node").value_name("N");
     rank::command()
         .name("plan")
         .about("Prints the memory that a world's language models would take, and loads nothing")
-        .arg(size.value_parser(clap::value_parser!(u32).range(1..)).help("Ranks of the world, all on this node"))
+        .arg(size.value_parser(clap::value_parser!(u32).range(1..)).help("Ranks of the world"))
+        .arg(per_node.value_parser(clap::value_parser!(u32).range(1..)).help("Ranks of each node [default: all ranks]"))
         .arg(Arg::new("json").long("json").action(ArgAction::SetTrue).help("Print JSON"))
 }
 
@@ -196,8 +198,9 @@ fn run_nccl_check(matches: &clap::ArgMatches) -> anyhow::Result<ExitCode> {
 fn run_plan(matches: &clap::ArgMatches) -> anyhow::Result<ExitCode> {
     let (args, _) = rank::parse(matches)?;
     let world_size = *matches.get_one::<u32>("world-size").expect("it has a default");
+    let ranks_per_node = matches.get_one::<u32>("ranks-per-node").copied().unwrap_or(world_size);
     let print = if matches.get_flag("json") { rank::print_plan_as_json } else { rank::print_plan };
-    Ok(print(&args, world_size, &hardware())?)
+    Ok(print(&args, world_size, ranks_per_node, &hardware())?)
 }
 
 /// The devices of this node, for a rank.

@@ -134,6 +134,29 @@ fn each_rank_is_an_application_of_its_own_with_its_own_prefix_and_log_file() {
 }
 
 #[test]
+fn connections_are_kept_in_a_world_of_several_hosts_if_rank_0_is_on_this_one() {
+    let here = nix::unistd::gethostname().unwrap().to_string_lossy().into_owned();
+    let plan = whole_plan_in(None, &format!("--world_size=2 --hosts={here},b --keep-connections")).unwrap();
+    assert!(plan.relay.is_some() && !plan.rank_0_may_be_elsewhere && !plan.is_one_node);
+    let refusal = plan_of(&format!("--world_size=2 --hosts=b,{here} --keep-connections")).unwrap_err().to_string();
+    assert!(refusal.contains("--keep-connections needs rank 0 on this machine"), "{refusal}");
+    assert!(whole_plan_in(job_7("pmix"), "--world_size=2 --keep-connections").is_err());
+}
+
+#[test]
+fn the_memory_plan_has_the_ranks_of_a_node_in_mind() {
+    let of = |line: &str, hosts: Vec<Host>| {
+        let flags = Flags::parse_from_line(line.split(' ').map(OsString::from)).unwrap().world;
+        memory_command(&flags, &Site { num_cores: 64, hosts, ..Site::default() }).to_string()
+    };
+    let host = |name: &str| Host { name: name.to_owned(), slots: Some(8) };
+    let two = of("launch --world_size=16", vec![host("a"), host("b")]);
+    assert!(two.contains(" plan --world-size=16 --ranks-per-node=8 "), "{two}");
+    let one = of("launch --world_size=8", Vec::new());
+    assert!(one.contains(" plan --world-size=8 --model-repository="), "{one}");
+}
+
+#[test]
 fn the_precision_of_weights_is_passed_to_every_rank_and_to_the_memory_plan() {
     let command = plan_of("--world_size=2 --weight_only_precision=int8").unwrap();
     assert_eq!(command.matches("--weight-only-precision=int8").count(), 2, "{command}");

@@ -1,5 +1,6 @@
 //! Keeps a world running: handles signals, reports readiness, restarts the world after a failure or on request.
 
+mod elastic;
 mod idle;
 mod rolling;
 mod running;
@@ -13,6 +14,7 @@ use anyhow::Result;
 use ipc::ProcessWatch;
 use nix::sys::signal::Signal;
 
+pub(crate) use self::elastic::Elastic;
 use self::running::{LIVENESS_POLL, Running, Shutdown};
 use crate::capture::Capture;
 use crate::flags::WorldFlags;
@@ -29,6 +31,8 @@ use crate::{crash, health};
 const EXIT_GRACE: Duration = Duration::from_secs(5);
 /// Time after the second SIGTERM before SIGKILL.
 const SECOND_GRACE: Duration = Duration::from_secs(5);
+/// Time in which a world ends once a rank has written why. `mpirun` and `srun` wait much longer for the ranks of a host that is lost.
+const END_GRACE: Duration = Duration::from_secs(3);
 /// After a world has served this long, earlier failures no longer count.
 const HEALTHY_AFTER: Duration = Duration::from_secs(60);
 /// Pause before the first restart; it doubles with each failure in a row.
@@ -58,6 +62,8 @@ pub(crate) struct Supervisor {
     pub(crate) port_holder: Option<PortHolder>,
     /// Holds the connections of clients, with `--keep-connections`.
     pub(crate) relay: Option<Relay>,
+    /// The shape of the world, with `--elastic`.
+    pub(crate) elastic: Option<Elastic>,
 }
 
 /// How one run of the world ended.
@@ -103,14 +109,19 @@ impl Supervisor {
 
     /// The processes of this launcher that the end of a world does not touch.
     fn beside(&self, world: Option<u32>) -> Vec<u32> {
-        world.into_iter().chain(self.relay.as_ref().map(Relay::pid)).collect()
+        let questions = self.elastic.iter().flat_map(Elastic::pids);
+        world.into_iter().chain(self.relay.as_ref().map(Relay::pid)).chain(questions).collect()
     }
 
     fn run_and_restart(&mut self) -> Result<u8> {
-        let mut failures = 0_u32;
+        let (mut failures, mut code) = (0_u32, 0);
         loop {
+            if !self.choose_shape()? {
+                return Ok(code);
+            }
             let run = self.run_once()?;
-            let code = world::exit_code(run.status);
+            code = world::exit_code(run.status);
+            self.elastic.iter_mut().for_each(|elastic| elastic.has_run(run.served, run.was_requested));
             if run.gave_up {
                 return Ok(code.max(1));
             }
@@ -199,13 +210,15 @@ impl Supervisor {
 
     fn start_world(&mut self, take_over: Option<&World>) -> Result<World> {
         self.num_starts += 1;
-        let mut site = self.site.clone();
+        let shape = self.elastic.as_ref().and_then(Elastic::shape);
+        let (flags, mut site) =
+            shape.map_or_else(|| (self.flags.clone(), self.site.clone()), |shape| shape.apply(&self.flags, &self.site));
         if self.num_starts > 1 {
             // Names of shared memory must differ from those of this launcher's other worlds.
             site.shm_prefix = format!("{}{}_", site.shm_prefix, self.num_starts);
         }
         self.state.shm_prefix = site.shm_prefix.clone();
-        let plan = plan::plan(&self.flags, &site)?;
+        let plan = plan::plan(&flags, &site)?;
         let paths = WorldPaths {
             start: self.num_starts,
             // A world that takes over counts once it has the ports, which is before anyone can ask it.
@@ -242,6 +255,7 @@ impl Supervisor {
             sleeps: false,
             gave_up: false,
             hung: false,
+            ends_since: None,
         };
         loop {
             let watches: Vec<_> = std::iter::once(&running.world).chain(&running.next).map(World::watch).collect();
@@ -265,6 +279,7 @@ impl Supervisor {
                 self.check_health(&mut running);
                 self.switch_relay(&mut running);
                 self.end_if_idle(&mut running);
+                self.check_hosts(&mut running);
             }
         }
         let Running { mut world, serving_since, shutdown, restart, sleeps, gave_up, hung, .. } = running;
@@ -334,6 +349,9 @@ impl Supervisor {
     /// Checks whether the world has become ready, or is no longer alive.
     fn check_health(&mut self, running: &mut Running) {
         self.systemd.notify_watchdog();
+        if kill_if_unfinished(running) {
+            return;
+        }
         let health = health::of(&self.state);
         if running.serving_since.is_none() {
             if health.is_some_and(|health| health.is_ready) {
@@ -364,9 +382,7 @@ impl Supervisor {
             eprintln!("launch: rank 0 has not answered for {silent:.1?}; what its processes do:");
             eprint!("{}", crash::stacks(&running.world.processes()));
             eprintln!("launch: kills the world");
-            running.world.kill();
-            running.hung = true;
-            running.shutdown = Shutdown::Killed(Instant::now() + STUCK_AFTER);
+            running.kill();
         }
     }
 
@@ -458,6 +474,16 @@ impl Supervisor {
             eprintln!("launch: {error:#}");
         }
     }
+}
+
+/// Kills a world that does not end although a rank has written why it ends. Returns whether a rank has.
+fn kill_if_unfinished(running: &mut Running) -> bool {
+    let Some(cause) = running.world.cause() else { return false };
+    if running.ends_since.get_or_insert_with(Instant::now).elapsed() > END_GRACE {
+        eprintln!("launch: the world has not ended within {END_GRACE:?} ({cause}): kills it");
+        running.kill();
+    }
+    true
 }
 
 /// The pause before the next start after this number of failures in a row.

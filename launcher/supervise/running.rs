@@ -3,7 +3,7 @@
 use std::time::{Duration, Instant};
 
 use crate::processes;
-use crate::world::World;
+use crate::world::{STUCK_AFTER, World};
 
 /// Interval of health checks while the world loads.
 const READY_POLL: Duration = Duration::from_millis(100);
@@ -26,8 +26,10 @@ pub(super) struct Running {
     /// It ends because no request has come.
     pub(super) sleeps: bool,
     pub(super) gave_up: bool,
-    /// It was killed because it did not answer health checks.
+    /// It was killed because it did not answer health checks, or could not load.
     pub(super) hung: bool,
+    /// When a rank was seen to have written why the world ends.
+    pub(super) ends_since: Option<Instant>,
 }
 
 impl Running {
@@ -35,6 +37,13 @@ impl Running {
     pub(super) fn may_load(&mut self) -> bool {
         let rank_0 = self.world.rank_0();
         rank_0.and_then(processes::state).is_none_or(|state| state != "stopped")
+    }
+
+    /// Kills the world, which then counts as one that died.
+    pub(super) fn kill(&mut self) {
+        self.world.kill();
+        self.hung = true;
+        self.shutdown = Shutdown::Killed(Instant::now() + STUCK_AFTER);
     }
 
     /// Time until the next check or deadline.

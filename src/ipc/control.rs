@@ -1,7 +1,7 @@
 //! Health checks of rank 0 by its launcher, over a Unix socket that no client of the server can reach.
 //!
-//! A request is one byte, the response one line: `1 live=12 ready=1`. The first number is the version of the line; later versions
-//! may append fields.
+//! A request is one byte, the response one line: `1 live=12 ready=1 requests=3`. The first number is the version of the line; later
+//! versions may append fields, and earlier ones do not have the last.
 
 use std::fmt;
 use std::fs::{self, File};
@@ -31,11 +31,14 @@ pub struct Health {
     pub silent: Duration,
     /// Whether it accepts requests.
     pub is_ready: bool,
+    /// Requests in flight; None if it does not say.
+    pub num_requests: Option<u64>,
 }
 
 impl fmt::Display for Health {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "1 live={} ready={}", self.silent.as_millis(), u8::from(self.is_ready))
+        write!(f, "1 live={} ready={}", self.silent.as_millis(), u8::from(self.is_ready))?;
+        self.num_requests.map_or(Ok(()), |count| write!(f, " requests={count}"))
     }
 }
 
@@ -48,7 +51,8 @@ impl FromStr for Health {
             words.next()?.parse::<u32>().ok()?;
             let live = words.next()?.strip_prefix("live=")?.parse().ok()?;
             let is_ready = words.next()?.strip_prefix("ready=")? == "1";
-            Some(Self { silent: Duration::from_millis(live), is_ready })
+            let num_requests = words.next().and_then(|word| word.strip_prefix("requests=")?.parse().ok());
+            Some(Self { silent: Duration::from_millis(live), is_ready, num_requests })
         };
         parse().ok_or_else(|| io::ErrorKind::InvalidData.into())
     }
@@ -177,9 +181,12 @@ mod tests {
 
     #[test]
     fn an_answer_says_what_was_put_into_it_and_more_words_do_no_harm() {
-        let health = Health { silent: Duration::from_millis(1200), is_ready: true };
-        assert_eq!(health.to_string(), "1 live=1200 ready=1");
-        assert_eq!("2 live=1200 ready=1 more=yes\n".parse::<Health>().unwrap(), health);
+        let health = Health { silent: Duration::from_millis(1200), is_ready: true, num_requests: Some(7) };
+        assert_eq!(health.to_string(), "1 live=1200 ready=1 requests=7");
+        assert_eq!("2 live=1200 ready=1 requests=7 more=yes\n".parse::<Health>().unwrap(), health);
+        let earlier = Health { num_requests: None, ..health };
+        assert_eq!(earlier.to_string().parse::<Health>().unwrap(), earlier);
+        assert_eq!("1 live=1200 ready=1 more=yes".parse::<Health>().unwrap(), earlier);
         for wrong in ["", "1", "1 live=x ready=1", "HTTP/1.1 200 OK"] {
             assert!(wrong.parse::<Health>().is_err(), "{wrong}");
         }
@@ -188,7 +195,7 @@ mod tests {
     #[test]
     fn a_private_socket_is_for_its_user_and_silent_callers_do_not_keep_it() {
         let path = place("control");
-        let health = Health { silent: Duration::from_millis(5), is_ready: true };
+        let health = Health { silent: Duration::from_millis(5), is_ready: true, num_requests: Some(0) };
         answer_health(&path, move || health).unwrap();
         assert_eq!(fs::metadata(&path).unwrap().permissions().mode() & 0o777, 0o600);
         let _silent = UnixStream::connect(&path).unwrap();

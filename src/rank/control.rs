@@ -70,8 +70,9 @@ impl Control {
     }
 
     fn health(&self) -> Health {
-        let is_ready = self.server.get().is_some_and(|server| server.is_ready());
-        Health { silent: self.vitals.silence(), is_ready }
+        let server = self.server.get();
+        let is_ready = server.is_some_and(|server| server.is_ready());
+        Health { silent: self.vitals.silence(), is_ready, num_requests: server.map(|server| server.num_in_flight()) }
     }
 }
 

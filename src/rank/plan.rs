@@ -18,13 +18,18 @@ use crate::configs::{llm_defaults, server_config};
 use crate::error::RankError;
 use crate::hardware::Hardware;
 
-/// Prints the memory of each LLM of a world of `world_size` ranks on one node. The exit code is a failure if one does
-/// not fit.
+/// Prints the memory of each LLM of a world of `world_size` ranks, `ranks_per_node` of them on each node, as if the devices of every
+/// node were those of this one. The exit code is a failure if one does not fit.
 ///
 /// # Errors
 /// When the repository or the device cannot be used.
-pub fn print_plan(args: &RankArgs, world_size: u32, hardware: &Hardware) -> Result<ExitCode, RankError> {
-    let plan = WorldPlan::new(args, world_size, hardware)?;
+pub fn print_plan(
+    args: &RankArgs,
+    world_size: u32,
+    ranks_per_node: u32,
+    hardware: &Hardware,
+) -> Result<ExitCode, RankError> {
+    let plan = WorldPlan::new(args, world_size, ranks_per_node, hardware)?;
     print!("{plan}");
     plan.failures.iter().for_each(|failure| println!("{failure}"));
     if plan.models.is_empty() && plan.failures.is_empty() {
@@ -38,8 +43,13 @@ pub fn print_plan(args: &RankArgs, world_size: u32, hardware: &Hardware) -> Resu
 ///
 /// # Errors
 /// When the repository or the device cannot be used.
-pub fn print_plan_as_json(args: &RankArgs, world_size: u32, hardware: &Hardware) -> Result<ExitCode, RankError> {
-    let plan = WorldPlan::new(args, world_size, hardware)?;
+pub fn print_plan_as_json(
+    args: &RankArgs,
+    world_size: u32,
+    ranks_per_node: u32,
+    hardware: &Hardware,
+) -> Result<ExitCode, RankError> {
+    let plan = WorldPlan::new(args, world_size, ranks_per_node, hardware)?;
     let free = plan.free_bytes();
     let model = |model: &ModelPlan| {
         json!({
@@ -71,17 +81,19 @@ pub struct WorldPlan {
 }
 
 impl WorldPlan {
-    /// Plans a world of `world_size` ranks on one node.
+    /// Plans a world of `world_size` ranks, `ranks_per_node` of them on each node, which has the devices of this one.
     ///
     /// # Errors
     /// When the repository or the device cannot be used.
-    pub fn new(args: &RankArgs, world_size: u32, hardware: &Hardware) -> Result<Self, RankError> {
-        let (defaults, why) = llm_defaults(args, hardware, world_size, world_size as usize)?;
+    pub fn new(args: &RankArgs, world_size: u32, ranks_per_node: u32, hardware: &Hardware) -> Result<Self, RankError> {
+        let per_node = ranks_per_node.clamp(1, world_size) as usize;
+        let (defaults, why) = llm_defaults(args, hardware, world_size, per_node)?;
         let device = match defaults.worker.device {
             DeviceChoice::Cpu { .. } => "cpu",
             DeviceChoice::Cuda { .. } => "cuda",
         };
-        let devices = (0..world_size as usize).map(|rank| Free::of(hardware, defaults.worker.device, rank));
+        let place = |rank: usize| Free::of(hardware, defaults.worker.device, rank % per_node);
+        let devices = (0..world_size as usize).map(place);
         let devices = devices.collect::<Result<_, _>>()?;
         let planner = Arc::new(PlanFactory::new(defaults, hardware.estimate_memory));
         let runtime = tokio::runtime::Builder::new_multi_thread().enable_all().build().map_err(RankError::Runtime)?;

@@ -42,7 +42,7 @@ pub(crate) fn choose(args: &ServeArgs, line: &[String], hardware: &Hardware) -> 
                 num_gpus.unwrap_or(0)
             );
         }
-        let plan = WorldPlan::new(&rank_args, world_size, hardware)?;
+        let plan = WorldPlan::new(&rank_args, world_size, world_size, hardware)?;
         if plan.fits() {
             let why = match (args.tp, num_gpus) {
                 (Some(_), _) => "as requested".to_owned(),
@@ -118,7 +118,7 @@ fn fewer_bits(line: &[String], world_sizes: &[u32], hardware: &Hardware) -> Opti
         let Ok(args) = rank_args(&[line, &[format!("{PRECISION}{precision}")]].concat()) else { continue };
         for &world_size in world_sizes {
             // A form that the device or the checkpoint does not allow is a failure of the plan.
-            let Ok(plan) = WorldPlan::new(&args, world_size, hardware) else { continue };
+            let Ok(plan) = WorldPlan::new(&args, world_size, world_size, hardware) else { continue };
             if plan.fits() {
                 let on = if plan.device == "cpu" { "here".to_owned() } else { format!("on {world_size} GPU(s)") };
                 return Some(format!("`--quantization {precision}` would fit {on}"));

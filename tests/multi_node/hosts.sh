@@ -32,6 +32,12 @@ if [[ ! -e /run/netns/tm\$host-$$ ]]; then
     echo "could not resolve hostname \$host" >&2
     exit 255
 fi
+# Like ssh, it needs the network: an answer of the host, even if it is that nothing listens on the port.
+answer=\$(timeout 3 bash -c ": </dev/tcp/10.78.0.1\${host#n}/22" 2>&1)
+if [[ \$? == 124 || \$answer == *'No route'* || \$answer == *'timed out'* || \$answer == *unreachable* ]]; then
+    echo "connect to host \$host port 22: Connection timed out" >&2
+    exit 255
+fi
 exec nsenter --net=/run/netns/tm\$host-$$ unshare --uts --mount bash -c '
     hostname "\$0"
     mount --bind "$place/shm-\$0" /dev/shm
@@ -81,6 +87,16 @@ remove_hosts() {
     done
     fast_link 2
     ip link del "$bridge" 2>/dev/null || true
+}
+
+# cut_cable N: host N has no link any more. lose_packets N: the link is there, and everything that host N sends and receives is lost
+# without a word. lose_packets_to N: only what host n1 sends to it is lost, and what it sends arrives. restore_link N: ends all three.
+cut_cable() { ip link set "tmv$1-$$" down; }
+lose_packets() { ip link set "tmv$1-$$" nomaster; }
+lose_packets_to() { ip -n "tmn1-$$" neigh replace "10.78.0.1$1" lladdr 02:00:00:00:00:fe dev eth0 nud permanent; }
+restore_link() {
+    ip -n "tmn1-$$" neigh del "10.78.0.1$1" dev eth0 2>/dev/null || true
+    ip link set "tmv$1-$$" master "$bridge" up
 }
 
 kill_all_on() {

@@ -167,13 +167,98 @@ a_link_cut_mid_stream_gives_one_error_and_the_world_starts_again() {
     stop
 }
 
+# tell: prints the text of a stream over HTTP.
+tell() {
+    local body="{\"model\": \"ensemble\", \"prompt\": \"$story\", \"max_tokens\": 200, \"temperature\": 0, \"stream\": true}"
+    curl --silent --show-error --fail --max-time 60 --no-buffer http://10.78.0.11:8000/v1/completions --json "$body" >stream.txt || return 1
+    grep --quiet 'data: \[DONE\]' stream.txt || return 1
+    python3 -c 'import json, sys
+print(*(json.loads(line[6:])["choices"][0]["text"] for line in sys.stdin if line.startswith("data: {")), sep="")' <stream.txt
+}
+
+# tell_again EXPECTED: requests one stream after the other until the file `enough` exists. Writes a line for each to answers.txt: `ok` if
+# the text is EXPECTED, and the milliseconds that it took.
+tell_again() {
+    local begun text how
+    : >answers.txt
+    while [[ ! -e enough ]]; do
+        begun=$(date +%s%N)
+        text=$(tell 2>>ask_errors.txt) && how=ok || how=failed
+        [[ $how == failed || $text == "$1" ]] || how=differs
+        echo "$how $((($(date +%s%N) - begun) / 1000000))" >>answers.txt
+    done
+}
+
+# logged TEXT: succeeds if the log has it.
+logged() { grep -qF -e "$1" world.log; }
+places() { [[ $(workers_on 1) == "$1" && $(workers_on 2) == "$2" ]]; }
+lost_hosts() { XDG_RUNTIME_DIR=$place/run "$LAUNCH" status --json | grep -A1 hosts_lost | grep -o '"n[0-9]"' || true; }
+
+a_world_that_loses_a_host_goes_on_without_it_and_back_when_it_returns() {
+    local alone begun asking slowest
+    rm -f enough ask_errors.txt
+    serve --world_size=2 --hosts=n1,n2 --elastic=1 --elastic_return=2 --elastic_wait=2 --exit_timeout=1 --keep-connections -- --heartbeat-timeout=3 || return 1
+    alone=$(tell) && [[ -n $alone ]] || return 1
+    tell_again "$alone" &
+    asking=$!
+    disown "$asking"
+    sleep 0.5
+    begun=$SECONDS
+    cut_cable 2
+    await 30 'it goes on with one host' has_served 2 || { cat world.log; return 1; }
+    echo "served with one host $((SECONDS - begun)) s after the cable was cut"
+    logged 'goes on with 1 of 2 ranks: lost: `n2`' && [[ $(lost_hosts) == '"n2"' && $(workers_on 1) == 1 ]] || { cat world.log; return 1; }
+    restore_link 2
+    begun=$SECONDS
+    await 30 'it goes back' has_served 3 || { cat world.log; return 1; }
+    echo "served with both $((SECONDS - begun)) s after the cable was back"
+    logged 'goes on with 2 of 2 ranks: all hosts answer' && [[ -z $(lost_hosts) ]] && places 1 1 || { cat world.log; return 1; }
+    sleep 0.5
+    touch enough
+    await 30 'the last answer' eval '! kill -0 "$asking" 2>/dev/null' || return 1
+    # Clients saw pauses, and no error.
+    ! grep -qv ^ok answers.txt || { cat answers.txt ask_errors.txt world.log; return 1; }
+    slowest=$(sort -n -k 2 answers.txt | tail -1 | cut -d ' ' -f 2)
+    echo "$(wc -l <answers.txt) requests, the slowest took $slowest ms"
+    ((slowest > 3000 && slowest < 45000)) || { cat world.log; return 1; }
+    stop
+}
+
+packets_lost_without_a_word_and_a_full_disk_are_losses_too() {
+    local begun
+    with_parameters tp=1
+    serve --world_size=2 --hosts=n1,n2 --elastic=1 --elastic_return=1 -- --heartbeat-timeout=3 || return 1
+    lose_packets_to 2
+    begun=$SECONDS
+    await 30 'the loss is noticed' logged 'rank 1 on node n2 has not answered' || { cat world.log; return 1; }
+    await 30 'it goes on with one replica' has_served 2 || { cat world.log; return 1; }
+    echo "served with one host $((SECONDS - begun)) s after packets to the other were lost"
+    logged 'goes on with 1 of 2 ranks: lost: `n2`' && [[ -n $(generate 16) ]] || { cat world.log; return 1; }
+    # Ranks could not start there now.
+    mount -o remount,size=64k "$place/shm-n2"
+    restore_link 2
+    await 20 'the reason is logged' logged 'host `n2` is lost: it answers, but cannot take ranks' || { cat world.log; return 1; }
+    mount -o remount,size=50% "$place/shm-n2"
+    await 30 'it goes back' has_served 3 || { cat world.log; return 1; }
+    places 1 1 && [[ -n $(generate 16) ]] || { cat world.log; return 1; }
+    stop
+}
+
+what_elastic_cannot_do_is_refused_by_name() {
+    refused '--elastic=2 lists the smaller worlds' --world_size=2 --hosts=n1,n2 --elastic=2 || return 1
+    refused '--elastic needs rank 0 on this machine' --world_size=2 --hosts=n2,n1 --elastic=1 || return 1
+    # Four workers share each layer, and cannot be fewer.
+    with_parameters tp=4
+    refused 'a world of 2 rank(s) could not serve these models, so leave 2 out; its plan:' --world_size=4 --hosts=n1:2,n2:2 --elastic=2
+}
+
 # refused MESSAGE ARGUMENT...: succeeds if the launcher ends with an error that contains MESSAGE.
 refused() {
     local words=$1
     shift
     start "$@"
     await 60 'the launcher gives up' eval '! kill -0 "$launch" 2>/dev/null' || { cat world.log; return 1; }
-    grep -qF "$words" world.log || { echo "expected: $words"; cat world.log; return 1; }
+    grep -qF -e "$words" world.log || { echo "expected: $words"; cat world.log; return 1; }
     await 15 'all processes are gone' nothing_runs
 }
 

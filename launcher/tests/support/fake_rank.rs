@@ -34,7 +34,10 @@ fn main() {
         let is_ready = Arc::new(AtomicBool::new(false));
         let ready = Arc::clone(&is_ready);
         let control = std::env::var_os("TRIREME_CONTROL").unwrap();
-        let health = move || Health { silent: Duration::ZERO, is_ready: ready.load(Ordering::SeqCst) };
+        let health = move || {
+            let is_ready = ready.load(Ordering::SeqCst);
+            Health { silent: Duration::ZERO, is_ready, num_requests: Some(0) }
+        };
         ipc::answer_health(Path::new(&control), health).unwrap();
         let port = args.iter().find_map(|arg| arg.strip_prefix("--http-port=")).unwrap().parse().unwrap();
         std::thread::spawn(move || {
