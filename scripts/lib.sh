@@ -83,6 +83,12 @@ ensure_rust() {
     rust_is_new_enough "$wanted" || die "rustc $wanted or newer is needed, found $(rustc --version 2>&1 | head -n 1); run \`rustup update\`"
 }
 
+# Builds the programs and examples that tests start. Because all crates and examples are selected, dependencies have the same features as in
+# `cargo test --workspace`, and its builds are used. For a few packages alone, cargo would compile some dependencies and most rooms again.
+build_test_programs() {
+    cargo build --quiet --locked --workspace --bins --example hub_server --example test_server
+}
+
 # Fetches NVRTC, the CUDA compiler library for the GPU kernels. Without it the build supports only CPUs.
 ensure_nvrtc() {
     if [[ $(uname -m) != x86_64 ]]; then

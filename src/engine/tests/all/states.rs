@@ -1,10 +1,9 @@
 //! Models with recurrent states: sequences have slots, and start from snapshots. [`World`] checks at each step that a row's state
 //! is that of the positions before it, and compares each stream with what its request generates alone.
 
-mod support;
-
 use engine::{BeamParams, Engine, EngineConfig, Policy, Refused, Request, StepPlan, TokenId};
-use support::{Guesser, Random, World, computed, prompt, request};
+
+use crate::support::{Guesser, Random, World, computed, prompt, request};
 
 const BLOCK_SIZE: usize = 16;
 
@@ -22,7 +21,7 @@ fn config() -> EngineConfig {
 
 /// What a request generates.
 fn output(request: &Request) -> Vec<TokenId> {
-    support::run_alone(request, config().max_sequence_len).0
+    crate::support::run_alone(request, config().max_sequence_len).0
 }
 
 #[test]

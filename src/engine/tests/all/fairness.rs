@@ -1,7 +1,5 @@
 //! Service under overload: no priority starves, a deep queue costs no steps and hardly any time, cancels leave nothing behind.
 
-mod support;
-
 use std::collections::{HashMap, HashSet};
 
 use engine::{
@@ -96,7 +94,7 @@ fn storms_of_cancels_with_4096_rows_leave_nothing_behind() {
         };
         let mut engine = Engine::new(config).unwrap();
         engine.set_costs(StepCosts { step: 1e-3, prompt_token: 1e-6, ..StepCosts::default() });
-        let mut random = support::Random(7);
+        let mut random = crate::support::Random(7);
         let (mut events, mut live, mut ended) = (Vec::new(), Vec::new(), HashSet::new());
         for number in 0..12_000 {
             live.push(engine.submit(request(number, 16, 64, number % 4)).unwrap());

@@ -1,6 +1,6 @@
 //! Scripts in `scripts/` test the engine's decisions: calls, then `----`, then the expected results.
 //!
-//! To accept an intended change, run `UPDATE_SCRIPTS=1 cargo test -p engine --test scripted`: it writes the present
+//! To accept an intended change, run `UPDATE_SCRIPTS=1 cargo test -p engine --test all scripts`: it writes the present
 //! results. Read the diff.
 //!
 //! Calls, one a line (tokens are `3` or a range `1-4`, joined by commas):

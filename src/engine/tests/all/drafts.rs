@@ -1,10 +1,9 @@
 //! Drafts that the devices guess: they come with the outputs of steps and are verified by the next plan. [`World`] compares each
 //! stream with what its request generates alone.
 
-mod support;
-
 use engine::{EngineConfig, EngineStats, Policy, Request, StepCosts};
-use support::{World, prompt, request};
+
+use crate::support::{World, prompt, request};
 
 fn config() -> EngineConfig {
     EngineConfig {

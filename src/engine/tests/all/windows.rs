@@ -1,12 +1,11 @@
 //! Sequences of models with sliding windows hold only the blocks that they can see. [`World`] compares each stream with
 //! what its request generates alone, and each position that a step can see with what was written there.
 
-mod support;
-
 use std::time::Duration;
 
 use engine::{Engine, EngineConfig, Policy, Refused, Request, TokenId};
-use support::{Random, VOCAB_SIZE, World};
+
+use crate::support::{Random, VOCAB_SIZE, World};
 
 /// One group of layers without a window, and three with a window of 32 positions: 2 blocks, and parts of 2 more.
 const WINDOWS: [Option<usize>; 4] = [None, Some(32), Some(32), Some(32)];
@@ -101,7 +100,7 @@ fn a_common_prefix_is_found_after_its_window_has_passed() {
 fn an_output_is_found_when_it_comes_back_as_a_prompt() {
     let mut world = World::new(config(), 1);
     let first = request(3, 200, 120);
-    let (generated, ..) = support::run_alone(&first, 2048);
+    let (generated, ..) = crate::support::run_alone(&first, 2048);
     let second = Request { prompt: [first.prompt.clone(), generated, prompt(5, 30)].concat(), ..first.clone() };
     world.submit(first).unwrap();
     world.run_to_idle();

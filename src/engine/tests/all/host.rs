@@ -1,10 +1,9 @@
 //! The host tier of the prefix cache: what is evicted from the device comes back from slots of the host. [`World`] checks at each step
 //! that blocks and states hold what their positions need, and compares each stream with what its request generates alone.
 
-mod support;
-
 use engine::{EngineConfig, EngineStats, Policy, Request, TokenId};
-use support::{World, computed, prompt, request};
+
+use crate::support::{World, computed, prompt, request};
 
 const BLOCK_SIZE: usize = 16;
 
@@ -24,7 +23,7 @@ fn config() -> EngineConfig {
 
 /// The text of a turn: its prompt and what it generates.
 fn text(request: &Request) -> Vec<TokenId> {
-    [request.prompt.clone(), support::run_alone(request, config().max_sequence_len).0].concat()
+    [request.prompt.clone(), crate::support::run_alone(request, config().max_sequence_len).0].concat()
 }
 
 /// Runs two conversations by turns, the first one three times. Returns what its last turn computes beyond its last full block,

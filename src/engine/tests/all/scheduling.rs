@@ -1,12 +1,11 @@
 //! Guarantees of the scheduler, checked on its plans: bounded gaps, prefixes computed once, order of service.
 
-mod support;
-
 use std::collections::{BTreeMap, HashSet};
 use std::time::Duration;
 
 use engine::{Engine, EngineConfig, Policy, Request, RowId, SequenceId, StepPlan, TokenEvent, TokenId};
-use support::{Device, VOCAB_SIZE, World, run_alone};
+
+use crate::support::{Device, VOCAB_SIZE, World, run_alone};
 
 /// An engine, its device, and the events of the last plan. Runs one step at a time.
 struct Steps {
@@ -20,7 +19,7 @@ struct Steps {
 impl Steps {
     fn new(config: EngineConfig) -> Self {
         let device = Device::new(&config);
-        let engine = support::new_engine(config);
+        let engine = crate::support::new_engine(config);
         Self { engine, device, events: Vec::new(), rows: BTreeMap::new() }
     }
 
@@ -50,7 +49,7 @@ impl Steps {
 
 /// Random tokens; prompts of different seeds differ from the start.
 fn prompt(seed: u32, len: usize) -> Vec<TokenId> {
-    let mut random = support::Random(u64::from(seed));
+    let mut random = crate::support::Random(u64::from(seed));
     (0..len).map(|_| TokenId(random.below(VOCAB_SIZE))).collect()
 }
 

@@ -1,0 +1,15 @@
+//! Tests of the scheduler. They are one program, so that the crate is optimised and linked once.
+
+#[path = "../support/mod.rs"]
+mod support;
+
+mod constraints;
+mod drafts;
+mod fairness;
+mod host;
+mod refusals;
+mod scheduling;
+mod scripted;
+mod states;
+mod step_size;
+mod windows;
