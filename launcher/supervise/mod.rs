@@ -2,17 +2,16 @@
 
 mod elastic;
 mod idle;
+mod relay;
 mod rolling;
 mod running;
 mod watch;
 
-use std::os::fd::AsFd;
 use std::path::PathBuf;
 use std::process::ExitStatus;
 use std::time::{Duration, Instant};
 
 use anyhow::Result;
-use ipc::ProcessWatch;
 use nix::sys::signal::Signal;
 
 pub(crate) use self::elastic::Elastic;
@@ -90,22 +89,6 @@ impl Supervisor {
         result
     }
 
-    /// Starts the relay of `--keep-connections`, which is there before the first world.
-    fn start_relay(&mut self) -> Result<()> {
-        if let Some(command) = plan::plan(&self.flags, &self.site)?.relay {
-            let journals = self.run_dir.journals(self.state.launcher_pid);
-            self.relay = Some(Relay::start(command, journals)?);
-        }
-        Ok(())
-    }
-
-    /// Starts another relay after one has ended, unless none is needed any more.
-    fn replace_relay(&mut self) -> Result<()> {
-        let is_needed = self.relay.as_mut().map_or(Ok(false), Relay::start_again)?;
-        self.relay = self.relay.take().filter(|_| is_needed);
-        Ok(())
-    }
-
     /// The processes of this launcher that the end of a world does not touch.
     fn beside(&self, world: Option<u32>) -> Vec<u32> {
         let questions = self.elastic.iter().flat_map(Elastic::pids);
@@ -176,22 +159,6 @@ impl Supervisor {
                 Event::TimedOut if Instant::now() < until => {}
                 event => return Ok(event),
             }
-        }
-    }
-
-    /// Waits for a signal, the end of one of `worlds`, or `timeout`. Keeps the relay running meanwhile.
-    fn wait_and_keep_relay(&mut self, worlds: &[&ProcessWatch], timeout: Option<Duration>) -> Result<Event> {
-        self.relay.iter_mut().for_each(|relay| relay.check(self.flags.liveness_timeout));
-        let relay = self.relay.as_ref().map(|relay| [relay.watch().as_fd(), relay.reports()]);
-        let files: Vec<_> = worlds.iter().map(|world| world.as_fd()).chain(relay.into_iter().flatten()).collect();
-        match self.signals.wait(&files, timeout)? {
-            Event::Readable(at) if at < worlds.len() => Ok(Event::Readable(at)),
-            Event::Readable(at) if at == worlds.len() => self.replace_relay().map(|()| Event::TimedOut),
-            Event::Readable(_) => {
-                self.relay.iter_mut().for_each(Relay::read_reports);
-                Ok(Event::TimedOut)
-            }
-            event => Ok(event),
         }
     }
 
