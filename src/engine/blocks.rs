@@ -27,8 +27,10 @@ pub(crate) enum Lookup {
     Ready(BlockId),
     /// A running sequence computes it.
     BeingComputed(ContentId),
-    /// The host has it.
+    /// Host memory has it.
     Hosted(ContentId),
+    /// It is on disk alone.
+    OnDisk(ContentId),
     /// Its block was evicted. Blocks after it may still be there.
     Evicted(ContentId),
     /// No block holds it.
@@ -224,7 +226,8 @@ impl BlockPool {
                 }
             }
             _ => match (self.hosted.find(hash, parent, tokens), self.evicted.get(&hash)) {
-                (Some(content), _) => Lookup::Hosted(content),
+                (Some(content), _) if self.hosted.contains(content, 0) => Lookup::Hosted(content),
+                (Some(content), _) => Lookup::OnDisk(content),
                 (None, Some(evicted)) if evicted.is(parent, tokens) => Lookup::Evicted(evicted.content),
                 (None, _) => Lookup::Missing,
             },
@@ -315,7 +318,7 @@ impl BlockPool {
             (None, _) => {}
             (Some(content), 0) => {
                 self.contents.remove(&entry.hash);
-                if !self.hosted.contains(content, 0) {
+                if !self.hosted.knows(content, 0) {
                     self.states.drop_snapshot(content);
                 }
             }

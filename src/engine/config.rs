@@ -60,6 +60,10 @@ pub struct EngineConfig {
     pub num_host_blocks: usize,
     /// The same for snapshots of recurrent states.
     pub num_host_states: usize,
+    /// Number of slots on disk for blocks that leave host memory; 0 if nothing is kept there.
+    pub num_disk_blocks: usize,
+    /// The same for snapshots of recurrent states.
+    pub num_disk_states: usize,
     /// Maximum number of requests that wait for their first step.
     pub max_queue: usize,
     /// Maximum number of waiting requests of one priority, unless [`max_queue_of`](Self::max_queue_of) has another
@@ -138,6 +142,8 @@ impl Default for EngineConfig {
             state_interval: 1,
             num_host_blocks: 0,
             num_host_states: 0,
+            num_disk_blocks: 0,
+            num_disk_states: 0,
             max_queue: 1024,
             max_queue_each: i32::MAX as usize,
             max_queue_of: BTreeMap::new(),
@@ -175,6 +181,8 @@ impl EngineConfig {
             ("state_interval", self.state_interval, 1, "a snapshot is taken at the end of a block"),
             ("num_host_blocks", self.num_host_blocks, 0, "there may be none"),
             ("num_host_states", self.num_host_states, 0, "there may be none"),
+            ("num_disk_blocks", self.num_disk_blocks, 0, "there may be none"),
+            ("num_disk_states", self.num_disk_states, 0, "there may be none"),
             ("max_adapters", self.max_adapters, 0, "there may be none"),
             ("max_queue", self.max_queue, 1, QUEUED),
             ("max_queue_each", self.max_queue_each, 1, QUEUED),

@@ -80,6 +80,11 @@ impl StepCosts {
         [step, decode_token, decode_position, prompt_token, prompt_position, experts]
     }
 
+    /// Seconds that the tokens of prompts add to steps, without what steps take that have none.
+    pub fn of_prompt(&self, load: &StepLoad) -> f64 {
+        self.prompt_token * load.prompt_tokens as f64 + self.prompt_position * load.prompt_positions as f64
+    }
+
     fn from_values(values: [f64; N]) -> Self {
         let [step, decode_token, decode_position, prompt_token, prompt_position, experts] = values;
         Self { step, decode_token, decode_position, prompt_token, prompt_position, experts }

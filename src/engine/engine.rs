@@ -6,7 +6,6 @@ use crate::adapter::AdapterSlots;
 use crate::blocks::BlockPool;
 use crate::costs::{CostModel, StepCosts, StepLoad};
 use crate::draft::{Drafter, PromptLookup};
-use crate::plan::STORES_COMPLETE_AFTER;
 use crate::queue::{Queue, ServiceKey, service_key};
 use crate::sequence::{Sequence, SequenceState, max_num_blocks};
 use crate::sequences::Sequences;
@@ -109,6 +108,9 @@ pub(crate) struct Totals {
     pub(crate) accepted_tokens: u64,
     pub(crate) late_masks: u64,
     pub(crate) host_hit_blocks: u64,
+    pub(crate) disk_hit_blocks: u64,
+    /// Of the device, the host and the disk.
+    pub(crate) saved_seconds: [f64; 3],
 }
 
 /// Maximum length of the n-gram that prompt look-up searches for; transformers uses the same.
@@ -124,7 +126,8 @@ impl Engine {
         let (num_groups, keeps_evicted) = (config.num_groups(), config.windows[0].is_some());
         let pool = BlockPool::new(config.num_blocks, config.block_size, num_groups, keeps_evicted);
         let pool = pool.with_states(config.num_states);
-        let mut pool = pool.with_host(config.num_host_blocks, config.num_host_states);
+        let host = [config.num_host_blocks, config.num_host_states];
+        let mut pool = pool.with_host(host, [config.num_disk_blocks, config.num_disk_states]);
         pool.shares_output = config.shares_output;
         Ok(Self {
             pool,
@@ -156,7 +159,8 @@ impl Engine {
     /// Creates an idle engine with the same limits, to replace this one after its state became unreliable. The numbers
     /// of steps and sequences continue, so that new ones cannot be confused with old ones.
     pub fn successor(&self) -> Self {
-        let fresh = Self::new(self.config.clone()).expect("these bounds were valid before");
+        let mut fresh = Self::new(self.config.clone()).expect("these bounds were valid before");
+        fresh.pool.take_host_of(&self.pool);
         let costs = self.costs.clone();
         Self { next_step: self.next_step, next_sequence: self.next_sequence, totals: self.totals, costs, ..fresh }
     }
@@ -247,8 +251,7 @@ impl Engine {
         self.running.clear();
         self.left.clear();
         self.free_rows = all_rows(self.config.max_rows);
-        let last_stored = self.last_computed.and_then(|step| step.checked_sub(STORES_COMPLETE_AFTER));
-        self.pool.lose_device(last_stored);
+        self.pool.lose_device(self.last_complete());
         self.adapters.reset();
         (self.num_reserved, self.num_claimed) = (0, 0);
         self.blocked_head = None;
@@ -265,11 +268,6 @@ impl Engine {
         }
     }
 
-    /// Forgets the copies in host memory, after [`recover`](Self::recover): the memory is new, too.
-    pub fn forget_host(&mut self) {
-        self.pool.forget_host();
-    }
-
     /// Keeps sequences that have not begun in the queue, until this is called with `false`. Others run to their end.
     pub fn hold_new(&mut self, holds: bool) {
         self.holds_new = holds;
@@ -280,7 +278,7 @@ impl Engine {
         self.sequences.len() == self.queue.num_new() && self.in_flight.is_empty()
     }
 
-    /// Removes everything from the prefix cache, on the device and on the host. Running sequences go on, and nothing that they have
+    /// Removes everything from the prefix cache, on the device, on the host and on disk. Running sequences go on, and nothing that they have
     /// computed so far is found by others.
     pub fn reset_prefix_cache(&mut self) {
         self.pool.forget_all();

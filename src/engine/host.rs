@@ -3,7 +3,7 @@
 //! A block with a content, or a snapshot of a recurrent state, is copied to a slot of the host when its place on the device is
 //! needed for something else. A sequence that finds it there gets a new place on the device, into which the slot is copied before
 //! the first step of the sequence. The slot keeps its copy, so that the content is evicted without another copy the next time. If
-//! there is no unused slot, the one that was used longest ago is taken.
+//! there is no unused slot, the one that was used longest ago is taken; what it held may be on disk by then (`disk.rs`).
 //!
 //! Both directions are entries of a plan ([`HostCopies`]). Workers carry out the stores of a plan before its loads. No slot is in
 //! two entries of a plan: a slot that the plan fills can be read by later plans only, and one that it reads is not filled by it.
@@ -17,35 +17,40 @@ use std::hash::Hash;
 #[cfg(doc)]
 use crate::HostCopies;
 use crate::HostSlot;
+use crate::disk::DiskSlots;
 
 /// Slots of the host for copies of places on the device, `D`. A copy is named by `K`.
-#[derive(Debug)]
+#[derive(Debug, Clone)]
 pub(crate) struct HostSlots<K, D> {
     num_slots: usize,
-    unused: Vec<HostSlot>,
-    entries: HashMap<K, Entry>,
+    pub(crate) unused: Vec<HostSlot>,
+    pub(crate) entries: HashMap<K, Entry>,
     /// The names by last use, oldest first.
-    by_last_use: BTreeMap<u64, K>,
+    pub(crate) by_last_use: BTreeMap<u64, K>,
     /// Counts uses.
     clock: u64,
     /// The plan that is being made.
     step: u64,
+    /// `[num_slots]`: the last plan that fills or reads the slot.
+    pub(crate) used_steps: Vec<Option<u64>>,
     /// Copies to the host in this plan.
     stored: Vec<(D, HostSlot)>,
     /// Copies from the host in this plan.
     loaded: Vec<(D, HostSlot)>,
     /// Copies to and from the host in all plans.
     pub(crate) totals: [u64; 2],
+    /// The tier below.
+    pub(crate) disk: DiskSlots<K>,
 }
 
 #[derive(Debug, Clone, Copy)]
-struct Entry {
-    slot: HostSlot,
-    last_use: u64,
-    /// The plan that fills the slot; later plans may read it.
-    stored_step: u64,
-    /// The last plan that fills or reads the slot; later plans may fill it with something else.
-    used_step: u64,
+pub(crate) struct Entry {
+    pub(crate) slot: HostSlot,
+    pub(crate) last_use: u64,
+    /// The plan that fills the slot; later plans may read it. `None` for a copy that came from the disk.
+    pub(crate) stored_step: Option<u64>,
+    /// Whether it came from the disk and no sequence has used it since.
+    pub(crate) is_from_disk: bool,
 }
 
 impl<K, D> Default for HostSlots<K, D> {
@@ -57,25 +62,29 @@ impl<K, D> Default for HostSlots<K, D> {
             by_last_use: BTreeMap::new(),
             clock: 0,
             step: 0,
+            used_steps: Vec::new(),
             stored: Vec::new(),
             loaded: Vec::new(),
             totals: [0; 2],
+            disk: DiskSlots::default(),
         }
     }
 }
 
 impl<K: Copy + Eq + Hash, D> HostSlots<K, D> {
-    pub(crate) fn new(num_slots: usize) -> Self {
-        let mut slots = Self { num_slots, ..Self::default() };
+    /// `num_slots` of the host, with those of the disk below.
+    pub(crate) fn new(num_slots: usize, disk: DiskSlots<K>) -> Self {
+        let mut slots = Self { num_slots, used_steps: vec![None; num_slots], disk, ..Self::default() };
         slots.reset();
         slots
     }
 
-    /// Forgets the copies that plans after `last` fill, or all if it is `None`, and returns their names. No plan is in flight.
+    /// Forgets the copies in host memory that plans after `last` fill, or all if it is `None`, and returns their names. No plan is
+    /// in flight.
     pub(crate) fn keep_until(&mut self, last: Option<u64>) -> Vec<K> {
         self.stored.clear();
         self.loaded.clear();
-        let is_lost = |entry: &Entry| last.is_none_or(|last| entry.stored_step > last);
+        let is_lost = |entry: &Entry| entry.stored_step.is_some_and(|step| last.is_none_or(|last| step > last));
         let lost: Vec<K> = self.entries.iter().filter(|(_, entry)| is_lost(entry)).map(|(&name, _)| name).collect();
         for &name in &lost {
             let slot = self.take(name);
@@ -84,10 +93,18 @@ impl<K: Copy + Eq + Hash, D> HostSlots<K, D> {
         lost
     }
 
-    /// Forgets all copies: the host memory is new, or what it holds must not be found any more.
+    /// Forgets all copies, on disk too: they must not be found any more.
     pub(crate) fn reset(&mut self) {
+        self.disk.reset();
+        self.lose_host();
+    }
+
+    /// Forgets the copies in host memory, because it is new. Those on disk stay.
+    pub(crate) fn lose_host(&mut self) {
+        self.disk.lose_host();
         self.unused.clear();
-        self.unused.extend((0..self.num_slots as u32).rev().map(HostSlot));
+        let is_free = |slot: &HostSlot| !self.disk.is_filling(*slot);
+        self.unused.extend((0..self.num_slots as u32).rev().map(HostSlot).filter(is_free));
         self.entries.clear();
         self.by_last_use.clear();
         self.stored.clear();
@@ -119,13 +136,23 @@ impl<K: Copy + Eq + Hash, D> HostSlots<K, D> {
         self.entries.len()
     }
 
+    /// Whether host memory has the copy.
     pub(crate) fn contains(&self, name: K) -> bool {
         self.entries.contains_key(&name)
     }
 
+    /// Whether host memory or the disk has the copy.
+    pub(crate) fn knows(&self, name: K) -> bool {
+        self.contains(name) || self.disk.contains(name)
+    }
+
     /// Whether this plan may read the copy: it neither fills nor reads it already.
     pub(crate) fn is_readable(&self, name: K) -> bool {
-        self.entries.get(&name).is_some_and(|entry| entry.used_step != self.step)
+        self.entries.get(&name).is_some_and(|entry| !self.is_in_plan(entry.slot))
+    }
+
+    fn is_in_plan(&self, slot: HostSlot) -> bool {
+        self.used_steps[slot.0 as usize] == Some(self.step)
     }
 
     /// Keeps what `place` holds, which will be overwritten. Returns whether the host has it, and the name that had to make room.
@@ -137,58 +164,74 @@ impl<K: Copy + Eq + Hash, D> HostSlots<K, D> {
         }
         let mut dropped = None;
         let slot = self.unused.pop().or_else(|| {
-            let (_, &oldest) = self.by_last_use.first_key_value()?;
-            if self.entries[&oldest].used_step == self.step {
-                return None; // This plan uses all slots.
-            }
+            // If the plan uses the oldest slot, it uses all.
+            let oldest = self.oldest_idle().filter(|name| !self.is_in_plan(self.entries[name].slot))?;
             dropped = Some(oldest);
             self.take(oldest)
         });
         let Some(slot) = slot else { return (false, None) };
-        self.clock += 1;
-        let (last_use, step) = (self.clock, self.step);
-        self.entries.insert(name, Entry { slot, last_use, stored_step: step, used_step: step });
-        self.by_last_use.insert(last_use, name);
+        self.insert(name, slot, Some(self.step));
+        self.used_steps[slot.0 as usize] = Some(self.step);
         self.stored.push((place, slot));
         (true, dropped)
+    }
+
+    /// The copy that was used longest ago, without those that are being written to the disk.
+    pub(crate) fn oldest_idle(&self) -> Option<K> {
+        self.by_last_use.values().copied().find(|&name| !self.disk.is_storing(name))
+    }
+
+    /// Enters a copy as the one that was used last.
+    pub(crate) fn insert(&mut self, name: K, slot: HostSlot, stored_step: Option<u64>) {
+        self.clock += 1;
+        let is_from_disk = stored_step.is_none();
+        self.entries.insert(name, Entry { slot, last_use: self.clock, stored_step, is_from_disk });
+        self.by_last_use.insert(self.clock, name);
+        self.disk.host_has(name, self.clock);
     }
 
     /// Keeps a copy that was found from being overwritten by this plan.
     pub(crate) fn reserve(&mut self, name: K) {
         self.touch(name);
-        let step = self.step;
-        self.entries.get_mut(&name).expect("a copy that was found exists").used_step = step;
+        let slot = self.entries[&name].slot;
+        self.used_steps[slot.0 as usize] = Some(self.step);
     }
 
-    /// Copies a reserved copy to `place`.
-    pub(crate) fn load(&mut self, name: K, place: D) {
-        let entry = self.entries[&name];
+    /// Copies a reserved copy to `place`. Returns whether it came from the disk since the last time.
+    pub(crate) fn load(&mut self, name: K, place: D) -> bool {
+        let entry = self.entries.get_mut(&name).expect("a reserved copy exists");
         debug_assert!(
-            entry.used_step == self.step && entry.stored_step != self.step,
+            self.used_steps[entry.slot.0 as usize] == Some(self.step) && entry.stored_step != Some(self.step),
             "a copy is read once it is there"
         );
         self.loaded.push((place, entry.slot));
+        std::mem::take(&mut entry.is_from_disk)
     }
 
     /// Drops a copy, unless this plan uses its slot.
     pub(crate) fn forget(&mut self, name: K) {
-        if self.entries.get(&name).is_some_and(|entry| entry.used_step != self.step) {
+        if self.entries.get(&name).is_none_or(|entry| !self.is_in_plan(entry.slot)) {
             let slot = self.take(name);
             self.unused.extend(slot);
+            self.disk.forget(name);
         }
     }
 
-    fn touch(&mut self, name: K) {
+    /// A copy of the host counts as used.
+    pub(crate) fn touch(&mut self, name: K) {
         let entry = self.entries.get_mut(&name).expect("a copy that is used exists");
         self.clock += 1;
         self.by_last_use.remove(&entry.last_use);
         self.by_last_use.insert(self.clock, name);
+        self.disk.host_uses(name, entry.last_use, self.clock);
         entry.last_use = self.clock;
     }
 
-    fn take(&mut self, name: K) -> Option<HostSlot> {
+    /// Removes a copy from host memory, and returns its slot.
+    pub(crate) fn take(&mut self, name: K) -> Option<HostSlot> {
         let entry = self.entries.remove(&name)?;
         self.by_last_use.remove(&entry.last_use);
+        self.disk.host_lacks(entry.last_use);
         Some(entry.slot)
     }
 
@@ -197,18 +240,17 @@ impl<K: Copy + Eq + Hash, D> HostSlots<K, D> {
     /// # Errors
     /// Says what is wrong.
     pub(crate) fn audit(&self) -> Result<(), String> {
-        let mut slots: Vec<u32> =
-            self.entries.values().map(|entry| entry.slot).chain(self.unused.iter().copied()).map(|it| it.0).collect();
+        let filling = self.disk.filling();
+        let used = self.entries.values().map(|entry| entry.slot);
+        let mut slots: Vec<u32> = used.chain(self.unused.iter().copied()).chain(filling).map(|it| it.0).collect();
         slots.sort_unstable();
         let named =
             self.by_last_use.iter().all(|(&use_, name)| self.entries.get(name).is_some_and(|it| it.last_use == use_));
-        match slots.iter().copied().eq(0..self.num_slots as u32)
-            && named
-            && self.by_last_use.len() == self.entries.len()
+        if !slots.iter().copied().eq(0..self.num_slots as u32) || !named || self.by_last_use.len() != self.entries.len()
         {
-            true => Ok(()),
-            false => Err(format!("{} slots of the host: {slots:?} are used or unused", self.num_slots)),
+            return Err(format!("{} slots of the host: {slots:?} are used or unused", self.num_slots));
         }
+        self.disk.audit(self.entries.iter().map(|(&name, entry)| (name, entry.last_use)))
     }
 }
 
@@ -225,7 +267,7 @@ mod tests {
 
     #[test]
     fn the_copy_that_was_used_longest_ago_makes_room() {
-        let mut slots = HostSlots::new(2);
+        let mut slots = HostSlots::new(2, DiskSlots::default());
         assert_eq!(stored(&mut slots, 1, &[7, 8]), [(true, None), (true, None)]);
         slots.begin_plan(2);
         slots.reserve(7);
@@ -239,7 +281,7 @@ mod tests {
 
     #[test]
     fn what_a_plan_uses_is_neither_overwritten_nor_read_by_it() {
-        let mut slots = HostSlots::new(2);
+        let mut slots = HostSlots::new(2, DiskSlots::default());
         stored(&mut slots, 1, &[7]);
         slots.begin_plan(2);
         slots.reserve(7);
@@ -255,7 +297,7 @@ mod tests {
 
     #[test]
     fn of_lost_workers_the_copies_of_plans_up_to_a_step_are_kept() {
-        let mut slots = HostSlots::new(3);
+        let mut slots = HostSlots::new(3, DiskSlots::default());
         (1..=3).for_each(|step| drop(stored(&mut slots, step, &[step as u32])));
         let mut lost = slots.keep_until(Some(1));
         lost.sort_unstable();
@@ -271,7 +313,7 @@ mod tests {
 
     #[test]
     fn what_the_host_has_is_not_stored_again() {
-        let mut slots = HostSlots::new(2);
+        let mut slots = HostSlots::new(2, DiskSlots::default());
         stored(&mut slots, 1, &[7]);
         slots.begin_plan(2);
         assert_eq!(slots.store(7, 7), (true, None));
@@ -280,7 +322,7 @@ mod tests {
 
     #[test]
     fn without_slots_nothing_is_kept() {
-        let mut slots = HostSlots::new(0);
+        let mut slots = HostSlots::new(0, DiskSlots::default());
         assert_eq!(stored(&mut slots, 1, &[7]), [(false, None)]);
         slots.audit().unwrap();
     }

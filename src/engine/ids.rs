@@ -29,6 +29,10 @@ pub struct StateId(pub u32);
 #[repr(transparent)]
 pub struct HostSlot(pub u32);
 
+/// A slot in the file of every rank for a copy of a KV block that left host memory; or, of another kind, of a recurrent state.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Default, Serialize, Deserialize)]
+pub struct DiskSlot(pub u32);
+
 /// A sequence of one engine; never reused.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Default, Serialize, Deserialize)]
 pub struct SequenceId(pub u64);

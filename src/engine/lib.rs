@@ -46,6 +46,7 @@ mod config;
 mod constraint;
 mod content;
 mod costs;
+mod disk;
 mod draft;
 mod engine;
 mod guided;
@@ -72,15 +73,17 @@ mod stats;
 mod step_size;
 mod stop;
 mod tables;
+mod tiers;
 mod windows;
 
 pub use adapter::{Adapter, AdapterId, AdapterSlot, FilledSlot};
 pub use config::{ConfigError, DEFAULT_DECODE_FACTOR, DEFAULT_INTER_TOKEN, EngineConfig, Policy};
 pub use constraint::{Constraint, RequestConstraint, SampleMask};
 pub use costs::{StepCosts, StepLoad};
+pub use disk::{DiskCopy, DiskDirection, SlotKind};
 pub use draft::{Drafter, PromptLookup};
 pub use engine::Engine;
-pub use ids::{BlockId, HostSlot, RowId, SequenceId, StateId, TokenId};
+pub use ids::{BlockId, DiskSlot, HostSlot, RowId, SequenceId, StateId, TokenId};
 pub use masks::MaskJob;
 pub use plan::{
     CopiedBlock, CopiedState, GrownTable, HostCopies, JoinedRow, JoinedTable, PlanError, RestoredRow, RevisedRow,

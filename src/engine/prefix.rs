@@ -8,7 +8,7 @@
 //! Blocks of the first KV group are found by their tokens, one after the other. Those of the other groups are registered
 //! under the content of the first group when they are filled. A prefix can be reused if each group still has the blocks
 //! that the position after it can see, and if a snapshot of the recurrent state exists there (`snapshots.rs`). Blocks and
-//! snapshots may be on the device or on the host (`host.rs`).
+//! snapshots may be on the device, on the host (`host.rs`) or on disk (`disk.rs`).
 
 use crate::blocks::{BlockPool, Lookup};
 use crate::content::ContentId;
@@ -23,6 +23,8 @@ pub(crate) enum Place {
     Device(BlockId),
     /// On the host, under this content.
     Host(ContentId),
+    /// On disk, under this content.
+    Disk(ContentId),
     /// It is not in the cache.
     Nowhere,
 }
@@ -66,12 +68,13 @@ impl Found {
 }
 
 /// Writes to `found` the longest prefix with which a sequence joining in step `step` can start. The last token is always
-/// computed. Returns false if a running sequence is computing the next block: it will be available soon.
+/// computed. What is on disk counts if `with_disk`, and must be fetched first. Returns false if a running sequence is computing the
+/// next block: it will be available soon.
 pub(crate) fn find_prefix(
     pool: &BlockPool,
     sequence: &Sequence,
     config: &EngineConfig,
-    step: u64,
+    (step, with_disk): (u64, bool),
     found: &mut Found,
 ) -> bool {
     let &EngineConfig { ref windows, block_size, num_states, .. } = config;
@@ -88,8 +91,12 @@ pub(crate) fn find_prefix(
                 found.tables[0].push(Place::Host(content));
                 parent = content;
             }
-            Lookup::Evicted(_) if is_plain => break,
-            Lookup::Evicted(content) => {
+            Lookup::OnDisk(content) if with_disk => {
+                found.tables[0].push(Place::Disk(content));
+                parent = content;
+            }
+            Lookup::Evicted(_) | Lookup::OnDisk(_) if is_plain => break,
+            Lookup::Evicted(content) | Lookup::OnDisk(content) => {
                 found.tables[0].push(Place::Nowhere);
                 parent = content;
             }
@@ -106,7 +113,7 @@ pub(crate) fn find_prefix(
             found.contents.push(parent);
         }
     }
-    found.len = if is_plain { found.tables[0].len() } else { common_len(pool, config, step, found) };
+    found.len = if is_plain { found.tables[0].len() } else { common_len(pool, config, (step, with_disk), found) };
     found.contents.truncate(found.len);
     found.last = found.contents.last().copied().unwrap_or(parent);
     found.has_snapshot = num_states > 0 && found.len > 0;
@@ -122,12 +129,49 @@ fn is_readable(pool: &BlockPool, found: &Found) -> bool {
     let places = (0..).zip(&found.tables).flat_map(|(group, table)| table.iter().map(move |&place| (group, place)));
     let mut hosted = places.filter_map(|(group, place)| match place {
         Place::Host(content) => Some((content, group)),
-        Place::Device(_) | Place::Nowhere => None,
+        Place::Device(_) | Place::Disk(_) | Place::Nowhere => None,
     });
     let states = &pool.states;
     let can_load = |content| states.hosted.is_readable(content) && states.can_load();
     hosted.all(|name| pool.hosted.slots.is_readable(name))
-        && found.snapshot().is_none_or(|content| states.has_snapshot(content) || can_load(content))
+        && found
+            .snapshot()
+            .is_none_or(|content| states.has_snapshot(content) || !states.hosted.contains(content) || can_load(content))
+}
+
+/// Whether a part of what was found is on disk alone.
+pub(crate) fn is_on_disk(pool: &BlockPool, found: &Found) -> bool {
+    let is_there = |content| pool.states.can_start_from(content, false);
+    found.tables.iter().flatten().any(|place| matches!(place, Place::Disk(_)))
+        || found.snapshot().is_some_and(|content| !is_there(content))
+}
+
+/// Begins to copy what was found on disk to host memory, as much as has room there beside what was found there. Plans up to
+/// `complete` are complete. Returns whether a copy is under way.
+pub(crate) fn fetch(pool: &mut BlockPool, found: &Found, complete: Option<u64>) -> bool {
+    let before = [pool.hosted.slots.last_use(), pool.states.hosted.last_use()];
+    let places = || (0..).zip(&found.tables).flat_map(|(group, table)| table.iter().map(move |&place| (group, place)));
+    for (group, place) in places() {
+        if let Place::Host(content) = place {
+            pool.hosted.slots.touch((content, group));
+        }
+    }
+    let mut is_under_way = false;
+    if let Some(content) = found.snapshot() {
+        match pool.states.hosted.contains(content) {
+            true => pool.states.hosted.touch(content),
+            false => is_under_way = pool.states.hosted.fetch(content, complete, before[1]).0,
+        }
+    }
+    // A block is of no use without those before it.
+    let mut missing = places().filter_map(|(group, place)| match place {
+        Place::Disk(content) => Some((content, group)),
+        Place::Device(_) | Place::Host(_) | Place::Nowhere => None,
+    });
+    while missing.next().is_some_and(|name| pool.fetch(name, complete, before[0])) {
+        is_under_way = true;
+    }
+    is_under_way
 }
 
 /// Keeps what was found on the host from being overwritten by this plan.
@@ -148,19 +192,20 @@ pub(crate) fn reserve(pool: &mut BlockPool, found: &Found) {
 /// The length of the longest prefix of the contents found of which every group has the blocks that the position after it
 /// can see, and whose recurrent state has a snapshot if the model has such states. Writes the blocks of the groups after the
 /// first to `found`.
-fn common_len(pool: &BlockPool, config: &EngineConfig, step: u64, found: &mut Found) -> usize {
+fn common_len(pool: &BlockPool, config: &EngineConfig, (step, with_disk): (u64, bool), found: &mut Found) -> usize {
     let &EngineConfig { ref windows, block_size, num_states, .. } = config;
     let mut longest = 0;
     // For each group, the first block of the run of blocks that ends with the present one.
     let mut run_starts = vec![0; windows.len()];
     for (index, &content) in found.contents.iter().enumerate() {
         let len = index + 1;
-        let mut is_usable = num_states == 0 || pool.states.can_start_from(content);
+        let mut is_usable = num_states == 0 || pool.states.can_start_from(content, with_disk);
         for (group, &window) in windows.iter().enumerate() {
             if group > 0 {
                 let place = match pool.find_other(content, group, step) {
                     Some(block) => Place::Device(block),
                     None if pool.hosted.contains(content, group) => Place::Host(content),
+                    None if with_disk && pool.hosted.is_on_disk(content, group) => Place::Disk(content),
                     None => Place::Nowhere,
                 };
                 found.tables[group].push(place);

@@ -229,14 +229,15 @@ impl Engine {
         found.reset(num_groups);
         // The logits of reused positions would be missing.
         let may_reuse = self.config.prefix_cache && !sequence.sampling.context_logits;
-        if may_reuse && !prefix::find_prefix(&self.pool, sequence, &self.config, self.next_step, found) {
+        if may_reuse && !self.find_prefix(slot, found) {
             return false;
         }
+        let sequence = &self.sequences[slot];
         // Blocks of windows count as if they were not found: they may be released before others that share them do so.
         let full = found.tables[..self.num_full_groups].iter().flatten();
         let is_used = |&place: &Place| match place {
             Place::Device(block) => Some(self.pool.num_users(block) > 0),
-            Place::Host(_) | Place::Nowhere => None,
+            Place::Host(_) | Place::Disk(_) | Place::Nowhere => None,
         };
         // Blocks in use are there already; the others, and copies of the host, take a free one.
         let num_used = full.filter_map(is_used).filter(|&is_used| is_used).count();
@@ -249,6 +250,7 @@ impl Engine {
         self.queue.take(&self.sequences[slot]);
         let block_size = self.config.block_size;
         let sequence = &mut self.sequences[slot];
+        let num_from_disk = self.pool.hosted.num_from_disk;
         // Before a block is allocated, which may evict others.
         prefix::reserve(&mut self.pool, found);
         for place in found.tables.iter().flatten() {
@@ -289,11 +291,11 @@ impl Engine {
             sequence.num_claimed = self.config.window_blocks_of(sequence);
             self.num_claimed += sequence.num_claimed;
         }
-        if !sequence.started {
+        if !std::mem::replace(&mut sequence.started, true) {
             sequence.usage.num_reused = found.len as u32;
-            self.totals.host_hit_blocks += found.num_hosted() as u64;
+            self.count_hits(found, self.pool.hosted.num_from_disk - num_from_disk);
         }
-        sequence.started = true;
+        let sequence = &mut self.sequences[slot];
         sequence.state = SequenceState::Running(row);
         let key = service_key(sequence);
         let index = self.running.partition_point(|&(other, _)| other < key);
@@ -351,7 +353,7 @@ fn take_blocks(pool: &mut BlockPool, group: usize, places: &[Place]) -> Vec<Bloc
     let take = |&place: &Place| match place {
         Place::Device(block) => block,
         Place::Host(content) => pool.load(content, group).expect("room was found for the joining sequence"),
-        Place::Nowhere => panic!("a prefix has all blocks that its next position sees"),
+        Place::Disk(_) | Place::Nowhere => panic!("a prefix has all blocks that its next position sees"),
     };
     places.iter().map(take).collect()
 }

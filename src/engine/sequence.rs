@@ -102,6 +102,19 @@ pub(crate) struct Sequence {
     pub(crate) adapter: Option<Arc<Adapter>>,
     /// The slot of its adapter while it runs.
     pub(crate) adapter_slot: Option<AdapterSlot>,
+    pub(crate) fetch: Fetch,
+}
+
+/// What a waiting sequence has got from the disk.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub(crate) enum Fetch {
+    /// Its prefix was not searched for there.
+    #[default]
+    NotBegun,
+    /// A part of its prefix is being copied to host memory.
+    UnderWay,
+    /// The rest is computed.
+    Done,
 }
 
 /// State of the search for stop words.
@@ -174,6 +187,7 @@ impl Sequence {
             num_ready: 0,
             num_claimed: 0,
             last_content: root,
+            fetch: Fetch::default(),
             root,
             adapter: request.adapter,
             adapter_slot: None,
@@ -365,6 +379,7 @@ impl Sequence {
             beams.restart();
         }
         (self.num_registered, self.num_ready, self.num_claimed, self.last_content) = (0, 0, 0, self.root);
+        self.fetch = Fetch::NotBegun;
     }
 }
 

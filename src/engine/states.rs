@@ -9,6 +9,7 @@ use std::collections::{BTreeMap, HashMap};
 
 use crate::StateId;
 use crate::content::ContentId;
+use crate::disk::{DiskSlots, SlotKind};
 use crate::host::HostSlots;
 use crate::plan::CopiedState;
 
@@ -116,9 +117,10 @@ impl StatePool {
         pool
     }
 
-    /// The same with slots in host memory for evicted snapshots.
-    pub(crate) fn with_host(self, num_slots: usize) -> Self {
-        Self { hosted: HostSlots::new(num_slots), ..self }
+    /// The same with slots in host memory and on disk for evicted snapshots.
+    pub(crate) fn with_host(self, num_slots: usize, num_disk_slots: usize) -> Self {
+        let disk = DiskSlots::new(SlotKind::State, num_disk_slots);
+        Self { hosted: HostSlots::new(num_slots, disk), ..self }
     }
 
     /// Removes all users and snapshots, because the workers' memory is new. The host keeps those that plans up to `last` stored there.
@@ -198,9 +200,9 @@ impl StatePool {
         self.snapshots.contains_key(&content)
     }
 
-    /// Whether a sequence can start from a snapshot of `content`, on the device or on the host.
-    pub(crate) fn can_start_from(&self, content: ContentId) -> bool {
-        self.has_snapshot(content) || self.hosted.contains(content)
+    /// Whether a sequence can start from a snapshot of `content`, on the device, on the host, or `with_disk` on disk.
+    pub(crate) fn can_start_from(&self, content: ContentId, with_disk: bool) -> bool {
+        self.has_snapshot(content) || self.hosted.contains(content) || with_disk && self.hosted.disk.is_stored(content)
     }
 
     /// Takes a slot for a sequence that starts with the snapshot of `content`, which exists. Returns the slot and where the state
@@ -254,7 +256,7 @@ impl StatePool {
         self.hosted.forget(content);
     }
 
-    /// Drops all snapshots, on the device and on the host.
+    /// Drops all snapshots, on the device, on the host and on disk.
     pub(crate) fn forget_all(&mut self) {
         self.unused.extend(self.snapshots.drain().map(|(_, snapshot)| snapshot.state));
         self.by_last_use.clear();

@@ -39,6 +39,14 @@ pub struct EngineStats {
     pub num_host_states_used: usize,
     /// All slots of the host for snapshots.
     pub num_host_states: usize,
+    /// Slots on disk that hold blocks.
+    pub num_disk_blocks_used: usize,
+    /// All slots on disk for blocks; 0 once the disk is not used any more.
+    pub num_disk_blocks: usize,
+    /// Slots on disk that hold snapshots.
+    pub num_disk_states_used: usize,
+    /// All slots on disk for snapshots.
+    pub num_disk_states: usize,
     /// Plans made.
     pub total_steps: u64,
     /// Preemptions.
@@ -57,6 +65,8 @@ pub struct EngineStats {
     pub total_allocated_blocks: u64,
     /// Blocks of the prefixes with which sequences began that were on the host.
     pub total_host_hit_blocks: u64,
+    /// Of these, blocks that came from the disk for the sequence.
+    pub total_disk_hit_blocks: u64,
     /// Blocks copied to the host.
     pub total_stored_blocks: u64,
     /// Blocks copied from the host.
@@ -65,6 +75,19 @@ pub struct EngineStats {
     pub total_stored_states: u64,
     /// Recurrent states copied from the host.
     pub total_loaded_states: u64,
+    /// Blocks copied from the host to the disk.
+    pub total_disk_stored_blocks: u64,
+    /// Blocks copied from the disk to the host.
+    pub total_disk_loaded_blocks: u64,
+    /// Recurrent states copied from the host to the disk.
+    pub total_disk_stored_states: u64,
+    /// Recurrent states copied from the disk to the host.
+    pub total_disk_loaded_states: u64,
+    /// Blocks and recurrent states that could not be copied from the disk.
+    pub total_disk_failed: u64,
+    /// Seconds of prefill that sequences did not need, because the beginning of their prompts was on the device, on the host, and on
+    /// disk: what [`StepCosts::of_prompt`] says of it. What is found before a step was measured does not count.
+    pub total_saved_seconds: [f64; 3],
     /// Draft tokens guessed.
     pub total_drafted_tokens: u64,
     /// Draft tokens that were correct.
@@ -132,6 +155,10 @@ impl Engine {
             num_host_blocks: host_blocks.num_slots(),
             num_host_states_used: host_states.num_used(),
             num_host_states: host_states.num_slots(),
+            num_disk_blocks_used: host_blocks.disk.num_used(),
+            num_disk_blocks: host_blocks.disk.num_slots(),
+            num_disk_states_used: host_states.disk.num_used(),
+            num_disk_states: host_states.disk.num_slots(),
             total_steps: self.totals.steps,
             total_preempted: self.totals.preempted,
             total_recovered: self.totals.recovered,
@@ -141,10 +168,17 @@ impl Engine {
             total_reused_blocks: self.totals.reused_blocks,
             total_allocated_blocks: self.totals.allocated_blocks,
             total_host_hit_blocks: self.totals.host_hit_blocks,
+            total_disk_hit_blocks: self.totals.disk_hit_blocks,
             total_stored_blocks,
             total_loaded_blocks,
             total_stored_states,
             total_loaded_states,
+            total_disk_stored_blocks: host_blocks.disk.totals[0],
+            total_disk_loaded_blocks: host_blocks.disk.totals[1],
+            total_disk_stored_states: host_states.disk.totals[0],
+            total_disk_loaded_states: host_states.disk.totals[1],
+            total_disk_failed: host_blocks.disk.num_failed + host_states.disk.num_failed,
+            total_saved_seconds: self.totals.saved_seconds,
             total_drafted_tokens: self.totals.drafted_tokens,
             total_accepted_tokens: self.totals.accepted_tokens,
             costs: self.costs.costs(),

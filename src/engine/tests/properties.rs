@@ -1,4 +1,4 @@
-//! 100 000 random requests with cancels, stops, priorities, deadlines, late masks, lost workers and resets of the prefix cache against a simulated device. All
+//! 100 000 random requests with cancels, stops, priorities, deadlines, late masks, lost workers, failing copies of the disk and resets of the prefix cache against a simulated device. All
 //! streams must be correct, and the counters must be right after every call. A failure is shrunk to the shortest list
 //! of calls that shows it.
 
@@ -32,6 +32,10 @@ enum Call {
     Plan,
     Settle,
     Recover,
+    /// The same, and the host memory is new.
+    RecoverWithoutHost,
+    /// The file fails.
+    CloseDisk,
     /// Sequences that have not begun stay in the queue, or no longer do.
     Hold(bool),
     ResetPrefixCache,
@@ -78,16 +82,18 @@ fn beams() -> impl Strategy<Value = Option<BeamParams>> {
 
 fn call() -> impl Strategy<Value = Call> {
     prop_oneof![
-        8 => vec(request(), 1..10).prop_map(Call::Submit),
-        2 => any::<prop::sample::Index>().prop_map(Call::Cancel),
-        2 => any::<prop::sample::Index>().prop_map(Call::Expire),
-        1 => any::<prop::sample::Index>().prop_map(Call::Delay),
-        1 => any::<prop::sample::Index>().prop_map(Call::Finish),
-        20 => Just(Call::Plan),
-        18 => Just(Call::Settle),
-        1 => Just(Call::Recover),
-        1 => any::<bool>().prop_map(Call::Hold),
-        1 => Just(Call::ResetPrefixCache),
+        32 => vec(request(), 1..10).prop_map(Call::Submit),
+        8 => any::<prop::sample::Index>().prop_map(Call::Cancel),
+        8 => any::<prop::sample::Index>().prop_map(Call::Expire),
+        4 => any::<prop::sample::Index>().prop_map(Call::Delay),
+        4 => any::<prop::sample::Index>().prop_map(Call::Finish),
+        80 => Just(Call::Plan),
+        72 => Just(Call::Settle),
+        4 => Just(Call::Recover),
+        1 => Just(Call::RecoverWithoutHost),
+        1 => Just(Call::CloseDisk),
+        4 => any::<bool>().prop_map(Call::Hold),
+        4 => Just(Call::ResetPrefixCache),
     ]
 }
 
@@ -104,13 +110,15 @@ fn config() -> impl Strategy<Value = EngineConfig> {
     let states = prop_oneof![2 => Just((0usize, 1usize)), 1 => (1usize..12, 1usize..4)];
     // Half of the engines keep evicted blocks and states on the host.
     let host = prop_oneof![Just((0usize, 0usize)), (1usize..30, 0usize..8)];
-    let cache = (any::<bool>(), any::<bool>(), host);
+    // Half of these on disk, too.
+    let disk = prop_oneof![Just((0usize, 0usize)), (1usize..40, 0usize..12)];
+    let cache = (any::<bool>(), any::<bool>(), host, disk);
     let drafts = (0usize..6, any::<bool>());
     (sizes, any::<bool>(), cache, drafts, 1usize..4, 1usize..6, windows(), states).prop_map(
         |(
             (max_rows, spare_tokens, max_mixed, block_size, num_blocks, max_in_flight),
             evict,
-            (prefix_cache, shares_output, (num_host_blocks, num_host_states)),
+            (prefix_cache, shares_output, (num_host_blocks, num_host_states), (num_disk_blocks, num_disk_states)),
             (max_drafts, guesses_on_device),
             num_stages,
             token_tile,
@@ -134,6 +142,8 @@ fn config() -> impl Strategy<Value = EngineConfig> {
                 state_interval,
                 num_host_blocks,
                 num_host_states,
+                num_disk_blocks,
+                num_disk_states,
                 max_queue: 64,
                 max_queue_each: 56,
                 max_queue_of: [(1, 48)].into(),
@@ -154,6 +164,7 @@ fn config() -> impl Strategy<Value = EngineConfig> {
 /// Runs the calls, then the remaining work until the engine is idle. Returns the number of accepted requests.
 fn run_calls(config: EngineConfig, calls: Vec<Call>) -> usize {
     let mut world = World::new(config, 1);
+    world.disk_fails = 5;
     world.engine.set_drafter(Box::new(Guesser(Random(calls.len() as u64))));
     let mut submitted: Vec<SequenceId> = Vec::new();
     for call in calls {
@@ -173,6 +184,8 @@ fn run_calls(config: EngineConfig, calls: Vec<Call>) -> usize {
                 world.settle();
             }
             Call::Recover => world.recover(),
+            Call::RecoverWithoutHost => world.recover_without_host(),
+            Call::CloseDisk => world.close_disk(),
             Call::Hold(holds) => world.engine.hold_new(holds),
             Call::ResetPrefixCache => world.reset_prefix_cache(),
         }
@@ -216,6 +229,8 @@ fn a_snapshot_of_a_prompt_is_not_lost_with_a_plan_without_work() {
         state_interval: 3,
         num_host_blocks: 0,
         num_host_states: 0,
+        num_disk_blocks: 0,
+        num_disk_states: 0,
         max_queue: 64,
         max_queue_each: 56,
         max_queue_of: [(1, 48)].into(),

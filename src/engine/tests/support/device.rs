@@ -3,8 +3,8 @@
 use std::collections::VecDeque;
 
 use engine::{
-    BlockId, EngineConfig, GrownTable, HostCopies, HostSlot, JoinedTable, RowId, RowWork, STORES_COMPLETE_AFTER,
-    SampleMask, SampledToken, SequenceId, StepOutput, StepPlan, TokenId,
+    BlockId, DiskCopy, DiskDirection, EngineConfig, GrownTable, HostCopies, HostSlot, JoinedTable, RowId, RowWork,
+    STORES_COMPLETE_AFTER, SampleMask, SampledToken, SequenceId, SlotKind, StepOutput, StepPlan, TokenId,
 };
 
 use super::tokens::Guesser;
@@ -25,6 +25,8 @@ pub struct Device {
     states: Vec<(u64, usize)>,
     /// `[num_host_blocks * block_size]` and `[num_host_states]`, copies of both in slots of the host.
     host: (Vec<u64>, Vec<(u64, usize)>),
+    /// The same on disk.
+    disk: (Vec<u64>, Vec<(u64, usize)>),
     pub rows: Vec<Option<Row>>,
     /// Guesses tokens if plans ask for them.
     guesser: Guesser,
@@ -73,6 +75,7 @@ impl Device {
             kv: vec![0; config.num_blocks * config.block_size],
             states: vec![(0, usize::MAX); config.num_states],
             host: (vec![0; config.num_host_blocks * config.block_size], vec![(0, usize::MAX); config.num_host_states]),
+            disk: (vec![0; config.num_disk_blocks * config.block_size], vec![(0, usize::MAX); config.num_disk_states]),
             rows: (0..config.max_rows).map(|_| None).collect(),
             guesser: Guesser(Random(11)),
             last_step: None,
@@ -92,7 +95,29 @@ impl Device {
             }
             states.into_iter().for_each(|slot| self.host.1[slot as usize] = (u64::MAX, 0));
         }
-        Self { host: self.host, ..Self::new(config) }
+        Self { host: self.host, disk: self.disk, ..Self::new(config) }
+    }
+
+    /// The device of new workers with new host memory. The disk is the same.
+    pub fn successor_without_host(self, config: &EngineConfig) -> Self {
+        Self { disk: self.disk, ..Self::new(config) }
+    }
+
+    /// Copies between host memory and disk. Plans may have been sent and not run.
+    pub fn copy_with_disk(&mut self, copy: DiskCopy) {
+        let size = self.block_size;
+        let range = |slot: u32| slot as usize * size..(slot as usize + 1) * size;
+        let (host, disk) = (copy.host.0, copy.disk.0);
+        match (copy.kind, copy.direction) {
+            (SlotKind::Block, DiskDirection::Store) => {
+                self.disk.0[range(disk)].copy_from_slice(&self.host.0[range(host)]);
+            }
+            (SlotKind::Block, DiskDirection::Load) => {
+                self.host.0[range(host)].copy_from_slice(&self.disk.0[range(disk)]);
+            }
+            (SlotKind::State, DiskDirection::Store) => self.disk.1[disk as usize] = self.host.1[host as usize],
+            (SlotKind::State, DiskDirection::Load) => self.host.1[host as usize] = self.disk.1[disk as usize],
+        }
     }
 
     /// Rows with an empty mask sample a wrong token.

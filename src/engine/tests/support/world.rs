@@ -4,8 +4,8 @@ use std::collections::{HashMap, VecDeque};
 use std::time::Duration;
 
 use engine::{
-    BeamOutput, Engine, EngineConfig, FinishReason, MaskJob, Policy, Request, RequestConstraint, RowWork, SequenceId,
-    StepPlan, TokenEvent, TokenId,
+    BeamOutput, DiskCopy, DiskDirection, Engine, EngineConfig, FinishReason, MaskJob, Policy, Request,
+    RequestConstraint, RowWork, SequenceId, StepPlan, TokenEvent, TokenId,
 };
 
 use super::device::Device;
@@ -45,6 +45,10 @@ pub struct World {
     /// Plans that the device has not run. It runs a plan when its masks are known.
     plans: VecDeque<StepPlan>,
     late: Vec<MaskJob>,
+    /// Copies to and from the disk that have not begun.
+    disk_copies: VecDeque<DiskCopy>,
+    /// One of so many copies from the disk fails; 0: none.
+    pub disk_fails: u32,
     random: Random,
     streams: HashMap<SequenceId, Stream>,
     pub num_finished: usize,
@@ -60,6 +64,8 @@ impl World {
             engine: super::new_engine(config),
             plans: VecDeque::new(),
             late: Vec::new(),
+            disk_copies: VecDeque::new(),
+            disk_fails: 0,
             random: Random(7),
             streams: HashMap::new(),
             num_finished: 0,
@@ -140,7 +146,7 @@ impl World {
 
     /// Returns false if nothing was in flight.
     pub fn settle(&mut self) -> bool {
-        let has_jobs = self.run_mask_jobs();
+        let has_jobs = self.run_disk() | self.run_mask_jobs();
         let Some(plan) = self.plans.pop_front() else { return has_jobs };
         let masks = self.engine.take_masks();
         self.check_bounds(&plan);
@@ -170,11 +176,39 @@ impl World {
         has_jobs
     }
 
+    /// Carries out some copies to and from the disk. Returns whether there were any.
+    fn run_disk(&mut self) -> bool {
+        self.disk_copies.extend(self.engine.take_disk_copies());
+        if self.disk_copies.is_empty() {
+            return false;
+        }
+        let num = self.random.below(4) as usize;
+        let copies: Vec<DiskCopy> = self.disk_copies.drain(..num.min(self.disk_copies.len())).collect();
+        for &copy in &copies {
+            let fails =
+                copy.direction == DiskDirection::Load && self.disk_fails > 0 && self.random.one_in(self.disk_fails);
+            if !fails {
+                self.device.copy_with_disk(copy);
+            }
+            self.engine.finish_disk_copy(copy, !fails);
+        }
+        self.audit();
+        true
+    }
+
+    /// Nothing is stored or found on disk afterwards.
+    pub fn close_disk(&mut self) {
+        self.engine.close_disk();
+        assert_eq!(self.engine.stats().num_disk_blocks_used + self.engine.stats().num_disk_states_used, 0);
+        self.audit();
+    }
+
     /// Nothing is found in the prefix cache afterwards.
     pub fn reset_prefix_cache(&mut self) {
         self.engine.reset_prefix_cache();
         let stats = self.engine.stats();
-        let cached = stats.num_blocks_cached + stats.num_states_cached;
+        let cached = stats.num_blocks_cached + stats.num_states_cached + stats.num_disk_blocks_used;
+        let cached = cached + stats.num_disk_states_used;
         assert_eq!(cached + stats.num_host_blocks_used + stats.num_host_states_used, 0);
         self.audit();
     }
@@ -193,7 +227,8 @@ impl World {
         self.engine.recover();
         self.engine.forget_host();
         self.plans.clear();
-        self.device = Device::new(self.engine.config());
+        let lost = std::mem::replace(&mut self.device, Device::new(self.engine.config()));
+        self.device = lost.successor_without_host(self.engine.config());
         self.audit();
     }
 

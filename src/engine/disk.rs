@@ -1,0 +1,294 @@
+//! The disk tier of the prefix cache: slots of a file that keep what leaves host memory.
+//!
+//! Once host memory is more than half full, the copies there that were used longest ago are written to the file while they are still
+//! in memory, so that a slot of the host can be taken at once when a plan needs it. A sequence that finds a copy on disk waits in the
+//! queue until it is in host memory again, and takes it from there like any other. Steps neither write nor read the file.
+//!
+//! Copies between both tiers are carried out beside the steps, by the rank of each worker ([`DiskCopy`]), which says when one has
+//! ended. A slot of the host is written to the file when the plan that filled it is complete, and is not taken for something else
+//! meanwhile. A slot is filled from the file when all plans that used it are complete, and belongs to no copy until then.
+
+use std::collections::{BTreeMap, HashMap};
+use std::hash::Hash;
+
+use serde::{Deserialize, Serialize};
+
+use crate::{DiskSlot, HostSlot};
+
+mod copies;
+
+/// What a slot holds.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default, Serialize, Deserialize)]
+pub enum SlotKind {
+    /// A KV block.
+    #[default]
+    Block,
+    /// A recurrent state.
+    State,
+}
+
+/// The direction of a [`DiskCopy`].
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
+pub enum DiskDirection {
+    /// From host memory to the file.
+    Store,
+    /// From the file to host memory.
+    Load,
+}
+
+/// A copy between a slot of the host and one of the file, by every rank for its worker. Ranks carry copies out in order.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
+pub struct DiskCopy {
+    /// Counts the copies of a kind.
+    pub number: u64,
+    /// What the slots hold.
+    pub kind: SlotKind,
+    /// Which of them is written.
+    pub direction: DiskDirection,
+    /// The slot in host memory.
+    pub host: HostSlot,
+    /// The slot in the file.
+    pub disk: DiskSlot,
+}
+
+/// Slots of the file for copies that are named by `K`.
+#[derive(Debug, Clone)]
+pub(crate) struct DiskSlots<K> {
+    kind: SlotKind,
+    num_slots: usize,
+    unused: Vec<DiskSlot>,
+    entries: HashMap<K, Entry>,
+    /// The names by last use, oldest first. While host memory has a copy, too, the use is the same.
+    by_last_use: BTreeMap<u64, K>,
+    /// Copies in host memory that are not on disk, by last use.
+    unsaved: BTreeMap<u64, K>,
+    /// Copies that have begun and not ended, by number.
+    in_flight: HashMap<u64, InFlight<K>>,
+    next_number: u64,
+    /// Those that were not sent yet.
+    queued: Vec<DiskCopy>,
+    num_storing: usize,
+    /// Copies to and from the file that have ended well.
+    pub(crate) totals: [u64; 2],
+    /// Copies from the file that failed.
+    pub(crate) num_failed: u64,
+}
+
+#[derive(Debug, Clone, Copy)]
+struct Entry {
+    slot: DiskSlot,
+    last_use: u64,
+    state: State,
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum State {
+    Storing,
+    Stored,
+    Loading,
+}
+
+#[derive(Debug, Clone, Copy)]
+struct InFlight<K> {
+    /// `None` if the copy is not wanted any more.
+    name: Option<K>,
+    host: HostSlot,
+    disk: DiskSlot,
+    direction: DiskDirection,
+    /// Whether no entry has the slot of the file any more.
+    frees_disk: bool,
+}
+
+impl<K> Default for DiskSlots<K> {
+    fn default() -> Self {
+        Self {
+            kind: SlotKind::default(),
+            num_slots: 0,
+            unused: Vec::new(),
+            entries: HashMap::new(),
+            by_last_use: BTreeMap::new(),
+            unsaved: BTreeMap::new(),
+            in_flight: HashMap::new(),
+            next_number: 0,
+            queued: Vec::new(),
+            num_storing: 0,
+            totals: [0; 2],
+            num_failed: 0,
+        }
+    }
+}
+
+impl<K: Copy + Eq + Hash> DiskSlots<K> {
+    pub(crate) fn new(kind: SlotKind, num_slots: usize) -> Self {
+        let unused = (0..num_slots as u32).rev().map(DiskSlot).collect();
+        Self { kind, num_slots, unused, ..Self::default() }
+    }
+
+    pub(crate) fn num_slots(&self) -> usize {
+        self.num_slots
+    }
+
+    pub(crate) fn num_used(&self) -> usize {
+        self.entries.len()
+    }
+
+    /// Whether the file has the copy, or will have it soon.
+    pub(crate) fn contains(&self, name: K) -> bool {
+        self.entries.contains_key(&name)
+    }
+
+    /// Whether the copy can be read from the file.
+    pub(crate) fn is_stored(&self, name: K) -> bool {
+        self.entries.get(&name).is_some_and(|entry| entry.state != State::Storing)
+    }
+
+    /// Whether the copy is being written to the file.
+    pub(crate) fn is_storing(&self, name: K) -> bool {
+        self.num_storing > 0 && self.entries.get(&name).is_some_and(|entry| entry.state == State::Storing)
+    }
+
+    /// Whether a copy from the file is under way.
+    pub(crate) fn is_loading(&self) -> bool {
+        self.in_flight.values().any(|copy| copy.direction == DiskDirection::Load)
+    }
+
+    /// Slots of the host that are being filled from the file.
+    pub(crate) fn filling(&self) -> impl Iterator<Item = HostSlot> {
+        self.in_flight.values().filter(|copy| copy.direction == DiskDirection::Load).map(|copy| copy.host)
+    }
+
+    pub(crate) fn is_filling(&self, slot: HostSlot) -> bool {
+        self.filling().any(|filling| filling == slot)
+    }
+
+    /// Host memory has the copy now.
+    pub(crate) fn host_has(&mut self, name: K, last_use: u64) {
+        match self.entries.get_mut(&name) {
+            Some(entry) => {
+                self.by_last_use.remove(&std::mem::replace(&mut entry.last_use, last_use));
+                self.by_last_use.insert(last_use, name);
+            }
+            None if self.num_slots > 0 => drop(self.unsaved.insert(last_use, name)),
+            None => {}
+        }
+    }
+
+    /// A copy in host memory was used.
+    pub(crate) fn host_uses(&mut self, name: K, before: u64, last_use: u64) {
+        self.unsaved.remove(&before);
+        self.host_has(name, last_use);
+    }
+
+    /// Host memory no longer has the copy with this last use.
+    pub(crate) fn host_lacks(&mut self, last_use: u64) {
+        self.unsaved.remove(&last_use);
+    }
+
+    /// Removes a copy. Its slot is free when nothing is copied to or from it any more.
+    pub(crate) fn forget(&mut self, name: K) {
+        let Some(Entry { slot, last_use, state }) = self.entries.remove(&name) else { return };
+        self.by_last_use.remove(&last_use);
+        let mut copies = self.in_flight.values_mut().filter(|_| state != State::Stored);
+        match copies.find(|copy| copy.name == Some(name)) {
+            Some(copy) => (copy.name, copy.frees_disk) = (None, true),
+            None => self.unused.push(slot),
+        }
+    }
+
+    /// Removes all copies.
+    pub(crate) fn reset(&mut self) {
+        let names: Vec<K> = self.entries.keys().copied().collect();
+        names.into_iter().for_each(|name| self.forget(name));
+        self.unsaved.clear();
+    }
+
+    /// What is copied to and from host memory is not wanted, and nothing is there.
+    pub(crate) fn lose_host(&mut self) {
+        self.unsaved.clear();
+        for copy in self.in_flight.values_mut() {
+            let Some(name) = copy.name.take() else { continue };
+            match copy.direction {
+                DiskDirection::Load => {
+                    self.entries.get_mut(&name).expect("what is loaded is on disk").state = State::Stored;
+                }
+                DiskDirection::Store => {
+                    let entry = self.entries.remove(&name).expect("what is stored has an entry");
+                    self.by_last_use.remove(&entry.last_use);
+                    copy.frees_disk = true;
+                }
+            }
+        }
+    }
+
+    /// A slot for a copy with this last use: an unused one, or that of the copy that was used longest ago, which is returned with
+    /// its last use. `None` if all copies on disk were used later.
+    fn take_slot(&mut self, last_use: u64) -> Option<(DiskSlot, Option<(u64, K)>)> {
+        if let Some(slot) = self.unused.pop() {
+            return Some((slot, None));
+        }
+        let is_idle = |&(_, name): &(&u64, &K)| self.entries[name].state == State::Stored;
+        let (&used, &oldest) = self.by_last_use.iter().find(is_idle).filter(|&(&used, _)| used < last_use)?;
+        let slot = self.entries.remove(&oldest).expect("a name has its entry").slot;
+        self.by_last_use.remove(&used);
+        Some((slot, Some((used, oldest))))
+    }
+
+    fn begin(&mut self, direction: DiskDirection, name: K, host: HostSlot, disk: DiskSlot) {
+        let number = self.next_number;
+        self.next_number += 1;
+        self.num_storing += usize::from(direction == DiskDirection::Store);
+        self.in_flight.insert(number, InFlight { name: Some(name), host, disk, direction, frees_disk: false });
+        self.queued.push(DiskCopy { number, kind: self.kind, direction, host, disk });
+    }
+
+    fn end(&mut self, number: u64) -> Option<InFlight<K>> {
+        let copy = self.in_flight.remove(&number)?;
+        self.num_storing -= usize::from(copy.direction == DiskDirection::Store);
+        if copy.frees_disk && self.num_slots > 0 {
+            self.unused.push(copy.disk);
+        }
+        Some(copy)
+    }
+
+    fn set_stored(&mut self, name: K) {
+        self.entries.get_mut(&name).expect("a copy that has ended has its entry").state = State::Stored;
+    }
+
+    /// Compares the slots with their copies. `in_host` are the names in host memory with their last uses.
+    ///
+    /// # Errors
+    /// Says what is wrong.
+    pub(crate) fn audit(&self, in_host: impl Iterator<Item = (K, u64)>) -> Result<(), String> {
+        let freed = self.in_flight.values().filter(|copy| copy.frees_disk).map(|copy| copy.disk);
+        let used = self.entries.values().map(|entry| entry.slot);
+        let mut slots: Vec<u32> = used.chain(self.unused.iter().copied()).chain(freed).map(|slot| slot.0).collect();
+        slots.sort_unstable();
+        if self.num_slots > 0 && !slots.iter().copied().eq(0..self.num_slots as u32) {
+            return Err(format!("{} slots of the disk: {slots:?} are used or unused", self.num_slots));
+        }
+        let named =
+            self.by_last_use.iter().all(|(use_, name)| self.entries.get(name).is_some_and(|it| it.last_use == *use_));
+        if !named || self.by_last_use.len() != self.entries.len() {
+            return Err("copies on disk and their last uses differ".to_owned());
+        }
+        let mut num_unsaved = 0;
+        for (name, last_use) in in_host.filter(|_| self.num_slots > 0) {
+            let is_right = match self.entries.get(&name) {
+                Some(entry) => entry.last_use == last_use,
+                None => self.unsaved.get(&last_use).is_some_and(|unsaved| *unsaved == name),
+            };
+            num_unsaved += usize::from(!self.contains(name));
+            if !is_right {
+                return Err(format!("a copy of the host, used at {last_use}, counts neither as saved nor as unsaved"));
+            }
+        }
+        let storing = self.in_flight.values().filter(|copy| copy.direction == DiskDirection::Store).count();
+        let recorded = (self.unsaved.len(), self.num_storing);
+        match (num_unsaved, storing) == recorded {
+            true => Ok(()),
+            false => {
+                Err(format!("copies not on disk and being written: {num_unsaved} and {storing}, recorded {recorded:?}"))
+            }
+        }
+    }
+}
