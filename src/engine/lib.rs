@@ -78,7 +78,7 @@ pub use adapter::{Adapter, AdapterId, AdapterSlot, FilledSlot};
 pub use config::{ConfigError, DEFAULT_DECODE_FACTOR, DEFAULT_INTER_TOKEN, EngineConfig, Policy};
 pub use constraint::{Constraint, RequestConstraint, SampleMask};
 pub use costs::{StepCosts, StepLoad};
-pub use draft::{Drafter, PromptLookup};
+pub use draft::{Drafter, ForcedAcceptance, PromptLookup};
 pub use engine::Engine;
 pub use ids::{BlockId, HostSlot, RowId, SequenceId, StateId, TokenId};
 pub use masks::MaskJob;

@@ -268,6 +268,7 @@ fn config(settings: &BTreeMap<&str, &str>) -> EngineConfig {
         shares_output: true,
         max_drafts: number("drafts", 0),
         guesses_on_device: false,
+        forced_acceptance: None,
         max_adapters: number("adapters", 0),
         num_stages: number("stages", 1),
     }
