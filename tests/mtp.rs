@@ -160,3 +160,40 @@ fn a_plan_counts_the_head_and_a_pipeline_is_refused() {
     let refused = plan(&[MTP, ("pp", "2"), ("tp", "1")], 2);
     assert!(refused.contains("an MTP head that guesses drafts, which a pipeline cannot divide"), "{refused}");
 }
+
+#[test]
+fn a_benchmark_forces_how_many_drafts_are_accepted_and_says_that_the_output_is_wrong() {
+    const PROMPTS: usize = 2;
+    let flag = |tokens: &str| vec![format!("--benchmark-forced-acceptance={tokens}")];
+    for drafts in [MTP, ("prompt_lookup_num_tokens", "3")] {
+        let repository = golden_repository("mtp_qwen3_5", &[drafts]);
+        let options = Options { repository: repository.path().to_owned(), args: flag("2.5"), ..Options::default() };
+        let mut world = TestWorld::start(options);
+        let url = world.url("/v2/models/tensorrt_llm/generate");
+        for prompt in 0..PROMPTS {
+            // A token of the prompt's step, and 25 pairs of steps with 2 and 3 tokens.
+            answer(
+                &url,
+                &json!({"input_ids": [5 + prompt, 6, 7], "input_lengths": 3, "request_output_len": 126, "end_id": -1}),
+            );
+        }
+        let counts = ["trireme_llm_output_tokens_total", "trireme_llm_accepted_draft_tokens_total"];
+        assert_eq!(
+            counts.map(|name| world.metric(name)),
+            [126.0, 75.0].map(|each| each * PROMPTS as f64),
+            "{drafts:?}"
+        );
+        assert!(world.log_text().contains("THE OUTPUT IS WRONG"), "{}", world.log_text());
+    }
+    let refused = |parameters: &[(&str, &str)], tokens: &str| {
+        let repository = golden_repository("mtp_qwen3_5", parameters);
+        let mut command = std::process::Command::new(env!("CARGO_BIN_EXE_trireme"));
+        command.args(["plan", "--device=cpu", "--world-size=1"]).args(flag(tokens));
+        let output = command.arg("--model-repository").arg(repository.path()).output().unwrap();
+        String::from_utf8([output.stdout, output.stderr].concat()).unwrap()
+    };
+    let text = refused(&[], "2.5");
+    assert!(text.contains("`--benchmark-forced-acceptance` is 2.5, but the model has no drafts"), "{text}");
+    let text = refused(&[MTP], "4.5");
+    assert!(text.contains("`--benchmark-forced-acceptance` is 4.5, expected 1 to 4"), "{text}");
+}

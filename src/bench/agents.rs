@@ -8,12 +8,12 @@ use clap::Args;
 use client::ClientError;
 use futures::StreamExt;
 use indicatif::ProgressBar;
-use launcher::scrape::Metrics;
 use serde_json::{Map, Value};
 
 use crate::agents_figures::{Figures, Hits, RoundFigures, Tier};
 use crate::dataset::Prompt;
 use crate::files::{print_text, write_json};
+use crate::metrics;
 use crate::outcome::{Outcome, Sampling};
 use crate::progress;
 use crate::random::Random;
@@ -257,13 +257,7 @@ impl Session<'_> {
 /// The counters of the server, if `--metrics` says where they are.
 fn tier(args: &AgentsArgs) -> Result<Option<Tier>, ClientError> {
     let Some(address) = &args.metrics else { return Ok(None) };
-    let place = address.trim_start_matches("http://").trim_end_matches('/').rsplit_once(':');
-    let (host, port) = place
-        .and_then(|(host, port)| Some((host, port.parse().ok()?)))
-        .ok_or_else(|| ClientError::Usage(format!("--metrics is `{address}`, expected HOST:PORT")))?;
-    let metrics = Metrics::of(host, port)
-        .map_err(|source| ClientError::Io { what: format!("reading the metrics of `{address}`"), source })?;
-    Tier::of(&metrics).map(Some).ok_or_else(|| {
+    Tier::of(&metrics::read(address)?).map(Some).ok_or_else(|| {
         ClientError::Usage(format!("`{address}` has no metric `trireme_llm_kv_block_tokens`; leave --metrics out"))
     })
 }

@@ -98,6 +98,12 @@ pub struct Figures {
     pub inter_token_latency_histogram: Histogram,
     /// Histogram of `request_latency_ms`.
     pub request_latency_histogram: Histogram,
+    /// Mean number of tokens that a step gave a stream: 1 and its accepted drafts. `None` without `--metrics`.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub tokens_per_step: Option<f64>,
+    /// Share of the drafts that were accepted. `None` without `--metrics`.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub accepted_drafts: Option<f64>,
     /// Latencies by priority, if requests had one.
     #[serde(skip_serializing_if = "Vec::is_empty")]
     pub by_priority: Vec<PriorityFigures>,
@@ -183,6 +189,9 @@ impl Figures {
             text += &format!("time per output token  {}\n", self.time_per_output_token_ms);
         }
         text += &format!("request latency        {}", self.request_latency_ms);
+        if let Some((tokens, share)) = self.tokens_per_step.zip(self.accepted_drafts) {
+            text += &format!("\ntokens a step          {tokens:.3}, {:.1} % of the drafts accepted", 100.0 * share);
+        }
         text += &self.priorities();
         text + &self.problems()
     }

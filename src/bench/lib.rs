@@ -25,6 +25,7 @@ mod identity;
 mod infer;
 mod infer_http;
 mod load;
+mod metrics;
 mod outcome;
 mod percentiles;
 mod progress;

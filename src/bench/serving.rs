@@ -11,6 +11,7 @@ use crate::dataset::{self, Choice, Prompt, Source};
 use crate::figures::Figures;
 use crate::files::{self, print_text, write_json};
 use crate::load::{self, Pace};
+use crate::metrics::{self, DraftCounts};
 use crate::outcome::Sampling;
 use crate::progress;
 use crate::random::Arrivals;
@@ -40,6 +41,9 @@ pub struct ServingArgs {
     /// gRPC connections that requests share; over HTTP each has its own
     #[arg(long, default_value_t = CONNECTIONS)]
     connections: usize,
+    /// Address of the server's metrics, to tell how many tokens a step gave a stream and how many drafts were accepted
+    #[arg(long, value_name = "HOST:PORT")]
+    metrics: Option<String>,
     /// Name of the model [default: a usual one, such as `ensemble`]
     #[arg(short, long)]
     model: Option<String>,
@@ -149,11 +153,21 @@ pub(crate) async fn run(args: ServingArgs) -> Result<(), ClientError> {
         false => args.request_rate.iter().map(|&rate| (None, Some(rate))).collect(),
     };
     let mut runs = Runs { address: args.server_addr.clone(), runs: Vec::new() };
+    let counts = || args.metrics.as_deref().map(|at| Ok(DraftCounts::of(&metrics::read(at)?))).transpose();
+    let mut drafts = counts()?;
     for (concurrency, rate) in paces {
         let what =
             rate.map_or_else(|| format!("{} in flight", concurrency.unwrap_or(0)), |rate| format!("{rate} req/s"));
         let run = args.workload.run(&what, &target, &prompts, tokenizer.as_ref(), concurrency, rate).await;
-        let run = Figures { protocol: args.protocol.name(), ..run };
+        let counted = counts()?;
+        let steps = counted.zip(drafts).and_then(|(after, before)| after.since(before));
+        drafts = counted;
+        let run = Figures {
+            protocol: args.protocol.name(),
+            tokens_per_step: steps.map(|(tokens, _)| tokens),
+            accepted_drafts: steps.map(|(_, share)| share),
+            ..run
+        };
         print_text(args.json.as_ref(), &run.text());
         runs.runs.push(run);
     }

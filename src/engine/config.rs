@@ -3,7 +3,7 @@
 use std::collections::BTreeMap;
 use std::time::Duration;
 
-use crate::{MAX_BEAM_CANDIDATES, MAX_LOGPROBS, Refused, Request, beams};
+use crate::{ForcedAcceptance, MAX_BEAM_CANDIDATES, MAX_LOGPROBS, Refused, Request, beams};
 
 /// The reason given when a queue bound is 0.
 const QUEUED: &str = "a request is queued before it runs";
@@ -89,6 +89,9 @@ pub struct EngineConfig {
     /// Whether the devices guess the drafts, so that they come with the outputs of steps. Otherwise a
     /// [`Drafter`](crate::Drafter) guesses them on rank 0.
     pub guesses_on_device: bool,
+    /// For benchmarks alone: drafts are accepted at this rate whatever the model says of them, so the output is wrong. Each step of a
+    /// sequence then has as many drafts as it may have.
+    pub forced_acceptance: Option<ForcedAcceptance>,
     /// Number of slots for the weights of adapters that workers have; 0 if the model takes no adapters.
     pub max_adapters: usize,
     /// Number of pipeline stages. With more than one, running sequences are divided into as many micro-batches, so that
@@ -154,6 +157,7 @@ impl Default for EngineConfig {
             shares_output: true,
             max_drafts: 0,
             guesses_on_device: false,
+            forced_acceptance: None,
             max_adapters: 0,
             num_stages: 1,
         }

@@ -36,6 +36,20 @@ impl Drafter for PromptLookup {
     }
 }
 
+/// How many drafts of a step are accepted on average when a benchmark forces it.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct ForcedAcceptance {
+    /// Thousandths of a draft.
+    per_step: u32,
+}
+
+impl ForcedAcceptance {
+    /// The rate at which steps with drafts give `tokens` tokens of a sequence on average, at least 1: that many less one are drafts.
+    pub fn of_tokens_per_step(tokens: f64) -> Self {
+        Self { per_step: ((tokens - 1.0) * 1000.0).round() as u32 }
+    }
+}
+
 /// Weight of the newest draft in [`Acceptance::rate`].
 const NEWEST: f64 = 1.0 / 8.0;
 
@@ -49,11 +63,13 @@ pub(crate) struct Acceptance {
     rate: f64,
     /// Number of steps since the last one that was to have drafts.
     num_without: u32,
+    /// Thousandths of a draft by which fewer were accepted than a benchmark forces.
+    owed: u32,
 }
 
 impl Default for Acceptance {
     fn default() -> Self {
-        Self { rate: 0.8, num_without: 0 }
+        Self { rate: 0.8, num_without: 0, owed: 0 }
     }
 }
 
@@ -70,6 +86,16 @@ impl Acceptance {
         let tries = count == 0 && most > 0 && self.num_without >= STEPS_BEFORE_TRIAL;
         self.num_without = if tries || count > 0 { 0 } else { self.num_without.saturating_add(1) };
         count + usize::from(tries)
+    }
+
+    /// Number of drafts of a step that count as right, of `num_drafts`. The mean over the steps is the forced one, and steps differ by
+    /// one draft at most where all have enough.
+    pub(crate) fn forced(&mut self, forced: ForcedAcceptance, num_drafts: usize) -> usize {
+        let owed = self.owed + forced.per_step;
+        let num_accepted = (owed as usize / 1000).min(num_drafts);
+        // What a step without enough drafts could not accept is not made up for, but for a part of a draft.
+        self.owed = owed % 1000;
+        num_accepted
     }
 
     /// Counts a step in which `num_accepted` of `num_drafts` were right, up to the first wrong one.
@@ -105,6 +131,20 @@ mod tests {
         assert_eq!(trials, [32, 65]);
         assert!(counts.iter().all(|&count| count <= 1));
         assert_eq!((0..100).map(|_| acceptance.num_worth(0, 1.0)).max(), Some(0));
+    }
+
+    #[test]
+    fn forced_steps_have_the_mean_that_was_asked_for() {
+        let counts = |tokens: f64, num_drafts: usize| {
+            let mut acceptance = Acceptance::default();
+            let forced = ForcedAcceptance::of_tokens_per_step(tokens);
+            (0..8).map(|_| acceptance.forced(forced, num_drafts)).collect::<Vec<_>>()
+        };
+        assert_eq!(counts(2.5, 3), [1, 2, 1, 2, 1, 2, 1, 2]);
+        assert_eq!(counts(1.25, 3), [0, 0, 0, 1, 0, 0, 0, 1]);
+        assert_eq!(counts(1.0, 3), [0; 8]);
+        assert_eq!(counts(4.0, 3), [3; 8]);
+        assert_eq!(counts(2.5, 1), [1; 8]);
     }
 
     fn draft(max_ngram: usize, tokens: &[u32], max: usize) -> Vec<u32> {

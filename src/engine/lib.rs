@@ -81,7 +81,7 @@ pub use config::{ConfigError, DEFAULT_DECODE_FACTOR, DEFAULT_INTER_TOKEN, Engine
 pub use constraint::{Constraint, RequestConstraint, SampleMask};
 pub use costs::{StepCosts, StepLoad};
 pub use disk::{DiskCopy, DiskDirection, SlotKind};
-pub use draft::{Drafter, PromptLookup};
+pub use draft::{Drafter, ForcedAcceptance, PromptLookup};
 pub use engine::Engine;
 pub use ids::{BlockId, DiskSlot, HostSlot, RowId, SequenceId, StateId, TokenId};
 pub use masks::MaskJob;

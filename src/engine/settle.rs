@@ -163,6 +163,7 @@ impl Engine {
     /// Adds one verified token. After the last one of the step, accepts the tokens up to and including the one at the
     /// first wrong guess.
     fn settle_draft(&mut self, sample: Sample, token: SampledToken, events: &mut Vec<TokenEvent>) {
+        let forced = self.config.forced_acceptance;
         let sequence = &mut self.sequences[sample.slot];
         let drafting = sequence.drafting.as_mut().expect("a guess that is settled is in flight");
         drafting.verified.push(token);
@@ -172,14 +173,19 @@ impl Engine {
         let Drafting { drafts, verified } = *sequence.drafting.take().expect("as above");
         let (mut tokens, mut finished, mut num_accepted) = (SmallVec::new(), None, 0);
         let num_known = sequence.tokens.len();
-        for (index, sampled) in verified.into_iter().enumerate() {
-            let is_guessed = drafts.get(index) == Some(&sampled.token);
+        let num_forced = forced.map(|forced| sequence.acceptance.forced(forced, drafts.len()));
+        for (index, mut sampled) in verified.into_iter().enumerate() {
+            let draft =
+                drafts.get(index).filter(|draft| num_forced.map_or(**draft == sampled.token, |num| index < num));
+            if let Some(&draft) = draft {
+                sampled.token = draft; // Another one only where a benchmark forces it.
+            }
             match sequence.accept(sampled, &mut tokens) {
                 Ok(reason) => finished = reason,
                 Err(reason) => return self.fail(sample, tokens, reason, events),
             }
             self.totals.output_tokens += 1;
-            if finished.is_some() || !is_guessed {
+            if finished.is_some() || draft.is_none() {
                 break;
             }
             num_accepted += 1;

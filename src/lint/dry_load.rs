@@ -61,5 +61,6 @@ fn defaults(world_size: u32) -> LlmDefaults {
         max_step_tokens: 512,
         max_inter_token: None,
         longest_turn: None,
+        forced_tokens_per_step: None,
     }
 }

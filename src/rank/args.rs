@@ -121,6 +121,10 @@ pub struct RankArgs {
     /// overrides it [default: 50, or 8 times a step without prompts]
     #[arg(long, value_name = "MS", value_parser = clap::value_parser!(u32).range(1..=600_000))]
     pub max_inter_token_ms: Option<u32>,
+    /// For benchmarks of speed only, the output is wrong: accept drafts so that a step gives this number of tokens of a stream on
+    /// average, whatever the model says of them. Models without drafts are refused
+    #[arg(long, value_name = "TOKENS")]
+    pub benchmark_forced_acceptance: Option<f64>,
     /// Seconds without a message of another rank after which the world ends; 0: no limit
     #[arg(long, default_value_t = 15, value_name = "SECONDS")]
     pub heartbeat_timeout: u64,

@@ -54,6 +54,9 @@ pub struct LlmDefaults {
     /// If set, models share the devices and take turns on them: the longest one while another model has requests. The workers' settings
     /// have `sleep_mode` then.
     pub longest_turn: Option<Duration>,
+    /// For benchmarks alone: drafts are accepted so that a step gives this number of tokens of a sequence on average, whatever the
+    /// model says of them. The output is wrong then.
+    pub forced_tokens_per_step: Option<f64>,
 }
 
 /// The configuration of one LLM.
@@ -119,6 +122,7 @@ impl LlmConfig {
         let model = model.in_precision(weight_precision, target(defaults.worker.device)).map_err(wrong)?;
         let model = model.in_kv_cache(kv_cache_type);
         let drafts = Drafts::new(config, &model, target(defaults.worker.device))?;
+        let forced_acceptance = drafts.forced_acceptance(config, defaults)?;
         let model = if drafts.has_mtp { model.with_mtp().map_err(wrong)? } else { model };
         for note in &model.notes {
             tracing::info!(model = %config.name, "{note}");
@@ -138,6 +142,7 @@ impl LlmConfig {
             max_adapters: adapters.num_slots,
             // How many follows from the size of a block.
             num_host_blocks: usize::from(kv_host_memory_bytes > 0),
+            forced_acceptance,
             ..engine
         };
         let groups_per_node = defaults.ranks_per_node.div_ceil(tp_size * pp_size).min(num_replicas);

@@ -37,6 +37,7 @@ impl LlmInputs {
             max_step_tokens: 256,
             max_inter_token: None,
             longest_turn: None,
+            forced_tokens_per_step: None,
         };
         LlmConfig::new(load, &defaults).map(Self)
     }

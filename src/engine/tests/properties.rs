@@ -154,6 +154,7 @@ fn config() -> impl Strategy<Value = EngineConfig> {
                 shares_output,
                 max_drafts,
                 guesses_on_device,
+                forced_acceptance: None,
                 max_adapters: 1 + max_mixed % 2,
                 num_stages,
             }
@@ -241,6 +242,7 @@ fn a_snapshot_of_a_prompt_is_not_lost_with_a_plan_without_work() {
         shares_output: true,
         max_drafts: 0,
         guesses_on_device: false,
+        forced_acceptance: None,
         max_adapters: 2,
         num_stages: 2,
     };

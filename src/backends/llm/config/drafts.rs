@@ -1,10 +1,11 @@
 //! Who guesses drafts, and how many: the parameters `prompt_lookup_num_tokens` and `mtp_num_tokens`.
 
+use engine::ForcedAcceptance;
 use ops::Target;
 use repository::ModelConfig;
 use serving::InferError;
 
-use super::invalid;
+use super::{LlmDefaults, invalid};
 use crate::parameters;
 
 /// Maximum number of draft tokens in one step. Longer drafts are seldom accepted.
@@ -51,6 +52,37 @@ impl Drafts {
             (max, 0) => Ok(Self { max, has_mtp: false }),
             (_, max) => Ok(Self { max, has_mtp: true }),
         }
+    }
+
+    /// The acceptance that a benchmark forces with `--benchmark-forced-acceptance`, which makes the output wrong.
+    ///
+    /// # Errors
+    /// When the model has no drafts, or too few for that many tokens.
+    pub(super) fn forced_acceptance(
+        self,
+        config: &ModelConfig,
+        defaults: &LlmDefaults,
+    ) -> Result<Option<ForcedAcceptance>, InferError> {
+        let Some(tokens) = defaults.forced_tokens_per_step else { return Ok(None) };
+        let found = format!("`--benchmark-forced-acceptance` is {tokens}");
+        let most = 1 + self.max;
+        if self.max == 0 {
+            let message =
+                format!("{found}, but the model has no drafts; set `prompt_lookup_num_tokens` or `mtp_num_tokens`");
+            return Err(invalid(config, message));
+        }
+        if !(1.0..=most as f64).contains(&tokens) {
+            let max = self.max;
+            return Err(invalid(
+                config,
+                format!("{found}, expected 1 to {most}, a token and the {max} drafts of a step"),
+            ));
+        }
+        tracing::warn!(
+            model = %config.name,
+            "{found}: drafts are accepted whatever the model says of them, so THE OUTPUT IS WRONG; for benchmarks only"
+        );
+        Ok(Some(ForcedAcceptance::of_tokens_per_step(tokens)))
     }
 }
 

@@ -52,6 +52,7 @@ mod tests {
             max_step_tokens: 256,
             max_inter_token: None,
             longest_turn: None,
+            forced_tokens_per_step: None,
         };
         host_memory_bytes(&config, has_prefix_cache, &defaults).map_err(|error| error.to_string())
     }

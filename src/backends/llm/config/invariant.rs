@@ -69,6 +69,7 @@ mod tests {
             max_step_tokens: 256,
             max_inter_token: None,
             longest_turn: None,
+            forced_tokens_per_step: None,
         };
         let dir = tempfile::tempdir().expect("a folder");
         std::fs::write(dir.path().join("config.json"), CONFIG).expect("a file");

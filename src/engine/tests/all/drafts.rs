@@ -1,9 +1,9 @@
 //! Drafts that the devices guess: they come with the outputs of steps and are verified by the next plan. [`World`] compares each
 //! stream with what its request generates alone.
 
-use engine::{EngineConfig, EngineStats, Policy, Request, StepCosts};
+use engine::{Engine, EngineConfig, EngineStats, ForcedAcceptance, Policy, Request, StepCosts};
 
-use crate::support::{World, prompt, request};
+use crate::support::{Device, World, prompt, request};
 
 fn config() -> EngineConfig {
     EngineConfig {
@@ -53,4 +53,25 @@ fn there_are_no_drafts_where_a_token_costs_as_much_as_it_gives_except_for_trials
     let (drafted, steps) = (dear.total_drafted_tokens, dear.total_steps);
     assert!(cheap.total_drafted_tokens > 10 * drafted, "{} and {drafted} drafts", cheap.total_drafted_tokens);
     assert!(drafted > 0 && drafted < steps / 5, "{drafted} drafts in {steps} steps");
+}
+
+#[test]
+fn a_benchmark_forces_how_many_drafts_are_accepted_whatever_was_guessed() {
+    for guesses_on_device in [true, false] {
+        let forced = Some(ForcedAcceptance::of_tokens_per_step(2.5));
+        let mut engine =
+            Engine::new(EngineConfig { forced_acceptance: forced, guesses_on_device, ..config() }).unwrap();
+        engine.submit(Request { max_drafts: 4, ..request(prompt(1, 30), 101) }).unwrap();
+        let (mut device, mut lens) = (Device::new(&config()), Vec::new());
+        while !engine.is_idle() {
+            let mut events = Vec::new();
+            if let Some(plan) = engine.plan() {
+                engine.settle(device.run(&plan, &[]), &mut events).unwrap();
+            }
+            lens.extend(events.iter().map(|event| event.tokens.len()));
+        }
+        let stats = engine.stats();
+        assert_eq!(lens[..5], [1, 2, 3, 2, 3], "the prompt gives a token, and then 2.5 come in a step");
+        assert_eq!((lens.iter().sum::<usize>(), stats.total_accepted_tokens), (101, 60));
+    }
 }

@@ -4,6 +4,7 @@
 mod support;
 
 mod constraints;
+mod disk;
 mod drafts;
 mod fairness;
 mod host;

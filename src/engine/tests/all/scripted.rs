@@ -254,6 +254,8 @@ fn config(settings: &BTreeMap<&str, &str>) -> EngineConfig {
         state_interval: 1,
         num_host_blocks: 0,
         num_host_states: 0,
+        num_disk_blocks: 0,
+        num_disk_states: 0,
         max_queue: number("queue", 8),
         max_queue_each: i32::MAX as usize,
         max_queue_of: [].into(),
@@ -268,6 +270,7 @@ fn config(settings: &BTreeMap<&str, &str>) -> EngineConfig {
         shares_output: true,
         max_drafts: number("drafts", 0),
         guesses_on_device: false,
+        forced_acceptance: None,
         max_adapters: number("adapters", 0),
         num_stages: number("stages", 1),
     }

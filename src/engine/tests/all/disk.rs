@@ -1,10 +1,9 @@
 //! The disk tier of the prefix cache: what leaves host memory comes back from slots of a file. [`World`] checks at each step that blocks
 //! and states hold what their positions need, and carries out copies of the disk late.
 
-mod support;
-
 use engine::{EngineConfig, EngineStats, Policy, StepCosts};
-use support::{World, computed, prompt, request};
+
+use crate::support::{World, computed, prompt, request};
 
 /// Room for one text of 200 tokens on the device, for two on the host, and for many on disk.
 fn config() -> EngineConfig {
