@@ -5,7 +5,9 @@
 #[allow(dead_code)]
 mod support;
 
+use std::num::NonZero;
 use std::path::Path;
+use std::thread;
 
 use device::cpu::WeightPrecision;
 use engine::SamplingParams;
@@ -59,12 +61,10 @@ fn expected<'a>(entry: &'a Value, entries: &'a [Value]) -> &'a Value {
     &entries.iter().find(is_absent).expect("fields that are set to null are also removed")["logits"]
 }
 
-#[test]
-fn a_changed_field_refuses_the_checkpoint_or_changes_it_as_in_transformers() {
-    let goldens = golden_dir("").join("config_changes.json");
-    let entries: Vec<Value> = serde_json::from_slice(&std::fs::read(goldens).unwrap()).unwrap();
+/// How many of `part` are served, and which of them differ from transformers. `entries` are all.
+fn compare(part: &[Value], entries: &[Value]) -> (usize, Vec<String>) {
     let (mut served, mut wrong) = (0, Vec::new());
-    for entry in &entries {
+    for entry in part {
         let (case, field) = (entry["case"].as_str().unwrap(), entry["field"].as_str().unwrap());
         if (case, field) == CHOSEN_AT_LOAD {
             continue;
@@ -80,7 +80,7 @@ fn a_changed_field_refuses_the_checkpoint_or_changes_it_as_in_transformers() {
         // Inputs of linear layers are rounded to bf16 if the weights are bf16.
         let allowed = if is_bf16 { 0.3 } else { 0.003 };
         // Differences of logits are those of log-probabilities.
-        let expected = expected(entry, &entries);
+        let expected = expected(entry, entries);
         let agrees = expected.as_array().is_some_and(|expected| {
             let expected: Vec<f64> = expected.iter().map(|x| x.as_f64().unwrap()).collect();
             let differs = |(a, b): (&f64, &f64)| ((a - found[0]) - (b - expected[0])).abs() > allowed;
@@ -92,6 +92,22 @@ fn a_changed_field_refuses_the_checkpoint_or_changes_it_as_in_transformers() {
             wrong.push(format!("{case}: `{field}` {change}{theirs}"));
         }
     }
+    (served, wrong)
+}
+
+#[test]
+fn a_changed_field_refuses_the_checkpoint_or_changes_it_as_in_transformers() {
+    let goldens = golden_dir("").join("config_changes.json");
+    let entries: Vec<Value> = serde_json::from_slice(&std::fs::read(goldens).unwrap()).unwrap();
+    let cores = thread::available_parallelism().map_or(1, NonZero::get);
+    // A device of these tests has one thread.
+    let parts: Vec<_> = thread::scope(|scope| {
+        let (entries, parts) = (&entries, entries.chunks(entries.len().div_ceil(cores)));
+        let running: Vec<_> = parts.map(|part| scope.spawn(move || compare(part, entries))).collect();
+        running.into_iter().map(|part| part.join().expect("no comparison panics")).collect()
+    });
+    let served: usize = parts.iter().map(|(served, _)| served).sum();
+    let wrong: Vec<_> = parts.into_iter().flat_map(|(_, wrong)| wrong).collect();
     assert!(served * 4 > entries.len(), "only {served} of {} changed checkpoints were served", entries.len());
     assert!(wrong.is_empty(), "{} differ from transformers:\n{}", wrong.len(), wrong.join("\n"));
 }
