@@ -67,6 +67,13 @@ pub struct WorldFlags {
     /// `kv_cache_host_memory_bytes` overrides it. [default: 0]
     #[arg(long, value_name = "SIZE", value_parser = str::parse::<ByteSize>)]
     pub kv_cache_host_memory: Option<ByteSize>,
+    /// File of each rank for KV blocks that leave host memory, such as 200GiB; needs `--kv-cache-host-memory`; a model's parameter
+    /// `kv_cache_disk_bytes` overrides it. [default: 0]
+    #[arg(long, value_name = "SIZE", value_parser = str::parse::<ByteSize>, requires = "kv_cache_disk_dir")]
+    pub kv_cache_disk: Option<ByteSize>,
+    /// Directory of these files, on a local disk of each node.
+    #[arg(long, value_name = "DIR")]
+    pub kv_cache_disk_dir: Option<PathBuf>,
     /// TensorRT-LLM's name for `--weight-only-precision=int8`, if no precision is named.
     #[arg(long, hide = true)]
     pub use_weight_only: bool,

@@ -265,6 +265,8 @@ fn any_rank_command(ranks_per_node: u32, flags: &WorldFlags, site: &Site) -> Com
     }
     args.extend(flags.kv_cache_dtype.map(|kind| format!("--kv-cache-dtype={kind}")));
     args.extend(flags.kv_cache_host_memory.map(|size| format!("--kv-cache-host-memory={size}")));
+    args.extend(flags.kv_cache_disk.map(|size| format!("--kv-cache-disk={size}")));
+    args.extend(flags.kv_cache_disk_dir.as_ref().map(|dir| format!("--kv-cache-disk-dir={}", dir.display())));
     if let Some(network) = &flags.network {
         args.push(format!("--network={network}"));
     }

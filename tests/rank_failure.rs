@@ -106,6 +106,36 @@ fn clients_get_the_name_of_a_stopped_rank_and_the_world_ends() {
 }
 
 #[test]
+fn openai_clients_find_a_model_while_its_workers_restart_and_their_requests_wait() {
+    let mut world = TestWorld::of(2);
+    let list = |world: &TestWorld| {
+        let (status, text) = world.get("/v1/models");
+        assert_eq!(status, 200, "{text}");
+        serde_json::from_str::<serde_json::Value>(&text).unwrap()
+    };
+    let body = json!({"model": "ensemble", "prompt": "Once upon a time", "max_tokens": 8, "temperature": 0});
+    let (before, (_, undisturbed)) = (list(&world), world.post("/v1/completions", &body));
+    assert_eq!(before["data"][0]["id"], "ensemble");
+    signal(world.workers()[1], Signal::SIGKILL);
+    let mut was_away = false;
+    eventually("the model serves again", || {
+        let is_ready = world.get("/v2/models/ensemble/ready").0 == 200;
+        assert_eq!(list(&world), before);
+        assert_eq!(world.get("/v1/models/ensemble").0, 200);
+        if !is_ready && !was_away {
+            was_away = true;
+            let (status, text) = world.post("/v1/completions", &body);
+            assert_eq!(status, 200, "{text}");
+            let choices = |text: &str| serde_json::from_str::<serde_json::Value>(text).unwrap()["choices"].clone();
+            assert_eq!(choices(&text), choices(&undisturbed));
+        }
+        was_away && is_ready
+    });
+    assert_eq!(world.metric("trireme_llm_worker_restarts_total"), 1.0);
+    assert!(world.stop().success());
+}
+
+#[test]
 fn a_model_recovers_when_its_missing_checkpoint_is_back() {
     let repository = copied_repository();
     let mut world = TestWorld::start(Options { repository: repository.path().to_owned(), ..Options::default() });

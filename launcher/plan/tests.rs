@@ -179,6 +179,9 @@ fn the_precision_of_weights_is_passed_to_every_rank_and_to_the_memory_plan() {
     let host = plan_of("--world_size=2 --kv-cache-host-memory=2GiB").unwrap();
     assert_eq!(host.matches("--kv-cache-host-memory=2147483648 ").count(), 2, "{host}");
     assert!(plan_of("--kv-cache-host-memory=2XiB").is_err());
+    let disk = plan_of("--world_size=2 --kv-cache-disk=2GiB --kv-cache-disk-dir=/scratch").unwrap();
+    assert_eq!(disk.matches("--kv-cache-disk=2147483648 --kv-cache-disk-dir=/scratch ").count(), 2, "{disk}");
+    assert!(plan_of("--kv-cache-disk=2GiB").is_err(), "no directory");
 }
 
 #[test]

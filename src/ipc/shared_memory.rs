@@ -3,7 +3,7 @@
 use std::fs::File;
 use std::io;
 use std::os::fd::{AsFd, AsRawFd, FromRawFd, OwnedFd, RawFd};
-use std::os::unix::fs::MetadataExt;
+use std::os::unix::fs::{FileExt, MetadataExt};
 use std::os::unix::process::CommandExt;
 use std::process::Command;
 use std::ptr::NonNull;
@@ -22,7 +22,7 @@ const STAT_BLOCK_BYTES: u64 = 512;
 /// child another one. It is zero at first, takes memory only where it is written, and is freed when no process holds it any more.
 #[derive(Debug)]
 pub struct SharedMemory {
-    file: OwnedFd,
+    file: File,
     bytes: usize,
 }
 
@@ -40,7 +40,31 @@ impl SharedMemory {
         ftruncate(&file, total as u64).map_err(error("size"))?;
         let seals = SealFlags::SHRINK | SealFlags::GROW | SealFlags::SEAL;
         fcntl_add_seals(&file, seals).map_err(error("seal"))?;
-        Ok(Self { file, bytes })
+        Ok(Self { file: file.into(), bytes })
+    }
+
+    /// Reads payload from the byte `start` on. What another process writes there meanwhile may be read in part.
+    ///
+    /// # Errors
+    /// When the payload ends before.
+    pub fn read(&self, start: usize, bytes: &mut [u8]) -> io::Result<()> {
+        self.file.read_exact_at(bytes, self.offset(start, bytes.len())?)
+    }
+
+    /// Writes payload from the byte `start` on.
+    ///
+    /// # Errors
+    /// When the payload ends before, or the system has no memory for it.
+    pub fn write(&self, start: usize, bytes: &[u8]) -> io::Result<()> {
+        self.file.write_all_at(bytes, self.offset(start, bytes.len())?)
+    }
+
+    /// Where payload of this start and length is in the file.
+    fn offset(&self, start: usize, len: usize) -> io::Result<u64> {
+        match start.checked_add(len) {
+            Some(end) if end <= self.bytes => Ok((HEAD_BYTES + start) as u64),
+            _ => Err(io::Error::new(io::ErrorKind::UnexpectedEof, format!("{len} bytes at {start} of {}", self.bytes))),
+        }
     }
 
     /// Bytes of the payload.
@@ -59,7 +83,7 @@ impl SharedMemory {
     /// When the system has no address for it.
     pub fn map(&self) -> Result<MappedMemory, IpcError> {
         let error = |source| IpcError::Os { action: "map", path: "shared memory".into(), source };
-        MappedMemory::map(self.file.try_clone().map_err(error)?.into(), self.bytes).map_err(error)
+        MappedMemory::map(self.file.try_clone().map_err(error)?, self.bytes).map_err(error)
     }
 
     /// Lets the child of `command` inherit the memory, and returns the number of its descriptor there. It must be called after
@@ -145,8 +169,9 @@ impl MappedMemory {
 
 impl AsMut<[u8]> for MappedMemory {
     fn as_mut(&mut self) -> &mut [u8] {
-        // SAFETY: the mapping has these bytes after its head, as long as `self` lives. The parent does not map them, and passes the
-        // memory to another child only after the end of this process.
+        // SAFETY: the mapping has these bytes after its head, as long as `self` lives. The parent passes the memory to another child
+        // only after the end of this process. It does not map it, and writes no bytes that this process uses at that time: the
+        // scheduler lets it fill only slots that no plan in flight refers to.
         unsafe { std::slice::from_raw_parts_mut(self.base.add(HEAD_BYTES).as_ptr(), self.bytes) }
     }
 }

@@ -54,6 +54,7 @@ fn defaults(world_size: u32) -> LlmDefaults {
             library_dirs: Vec::new(),
             cache_dir: None,
         },
+        kv_disk: Default::default(),
         world_size,
         ranks_per_node: world_size,
         block_size: 16,

@@ -172,8 +172,8 @@ pub trait Device: Sized {
     }
 
     /// Divides host memory into slots for copies of KV blocks, then for those of recurrent states. What slots hold already counts. Called
-    /// once, after [`Device::allocate_cache`] and [`Device::allocate_states`], if there are any.
-    fn allocate_host(&mut self, _slots: HostSlots, _memory: HostMemory) -> Result<(), DeviceError> {
+    /// once, after [`Device::allocate_cache`] and [`Device::allocate_states`], if there are any. Returns the bytes of a slot of each.
+    fn allocate_host(&mut self, _slots: HostSlots, _memory: HostMemory) -> Result<[usize; 2], DeviceError> {
         Err(DeviceError::Unsupported {
             what: "a KV cache in host memory".into(),
             found: "slots for it".into(),

@@ -203,6 +203,13 @@ pub struct RankArgs {
     /// `kv_cache_host_memory_bytes` has priority
     #[arg(long, default_value = "0", value_name = "SIZE", value_parser = str::parse::<ByteSize>)]
     pub kv_cache_host_memory: ByteSize,
+    /// File of each rank for KV blocks that leave host memory, such as `200GiB`; 0: none. Needs `--kv-cache-host-memory` and
+    /// `--kv-cache-disk-dir`. A model's parameter `kv_cache_disk_bytes` has priority
+    #[arg(long, default_value = "0", value_name = "SIZE", value_parser = str::parse::<ByteSize>)]
+    pub kv_cache_disk: ByteSize,
+    /// Directory of these files, on a local disk of each node. They have no names there and end with their ranks
+    #[arg(long, value_name = "DIR")]
+    pub kv_cache_disk_dir: Option<PathBuf>,
     /// Directory of NVIDIA's libraries, or root of a Python environment that holds them; searched before the usual places
     #[arg(long, env = "TRIREME_LIBRARY_DIR", value_name = "DIR")]
     pub library_dir: Vec<PathBuf>,

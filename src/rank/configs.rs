@@ -5,7 +5,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use backends::chat::{ChatRequest, ChatTemplates, FormatChoice};
-use backends::llm::LlmDefaults;
+use backends::llm::{KvDisk, LlmDefaults};
 use backends::python::PythonConfig;
 use chat_format::ChatFormat;
 use comm::World;
@@ -47,6 +47,7 @@ pub(crate) fn llm_defaults(
             library_dirs: args.library_dir.clone(),
             cache_dir: args.cache_dir(),
         },
+        kv_disk: KvDisk { bytes: args.kv_cache_disk.0, directory: args.kv_cache_disk_dir.clone() },
         world_size,
         ranks_per_node: num_workers as u32,
         block_size: if is_cpu { 16 } else { 64 },

@@ -286,6 +286,16 @@ impl Table<'_> {
             write!(f, " and {states} recurrent states")?;
         }
         writeln!(f, "; {} in all, {} are free", size(plan.all_host_memory_bytes()), size(free))?;
+        if plan.disk_bytes > 0 {
+            let [blocks, states] = plan.disk_slots();
+            write!(
+                f,
+                "  file of each worker: {} for {blocks} KV blocks that leave host memory",
+                size(plan.disk_bytes)
+            )?;
+            let states = if states > 0 { format!(" and {states} recurrent states") } else { String::new() };
+            writeln!(f, "{states}")?;
+        }
         match plan.all_host_memory_bytes() > free && free > 0 {
             true => writeln!(f, "  does not fit: {}", host_advice(plan, free)),
             false => Ok(()),

@@ -103,6 +103,12 @@ pub struct ServeArgs {
     /// Host memory of each rank for KV blocks that are evicted from the device, such as 16GiB [default: 0]
     #[arg(long, value_name = "SIZE", value_parser = str::parse::<ByteSize>)]
     pub(crate) kv_cache_host_memory: Option<ByteSize>,
+    /// File of each rank for KV blocks that leave host memory, such as 200GiB [default: 0]
+    #[arg(long, value_name = "SIZE", value_parser = str::parse::<ByteSize>, requires_all = ["kv_cache_host_memory", "kv_cache_disk_dir"])]
+    pub(crate) kv_cache_disk: Option<ByteSize>,
+    /// Directory of these files, on a local disk
+    #[arg(long, value_name = "DIR")]
+    pub(crate) kv_cache_disk_dir: Option<PathBuf>,
     /// Serve in the background: return once the model serves; `launch stop` ends it
     #[arg(long)]
     pub(crate) detach: bool,

@@ -42,8 +42,16 @@ pub(crate) fn plan_flags(args: &ServeArgs, checkpoint: &Checkpoint, repository: 
     flags.extend(args.precision(checkpoint)?.map(|precision| format!("--weight-only-precision={precision}")));
     flags.extend(args.kv_cache_dtype.map(|kind| format!("--kv-cache-dtype={kind}")));
     flags.extend(args.kv_cache_host_memory.map(|size| format!("--kv-cache-host-memory={size}")));
+    flags.extend(disk_flags(args));
     flags.extend(args.rank_flags.iter().cloned());
     Ok(flags)
+}
+
+/// The flags of files for KV blocks that leave host memory.
+fn disk_flags(args: &ServeArgs) -> impl Iterator<Item = String> {
+    let size = args.kv_cache_disk.map(|size| format!("--kv-cache-disk={size}"));
+    let directory = args.kv_cache_disk_dir.as_ref().map(|dir| format!("--kv-cache-disk-dir={}", dir.display()));
+    size.into_iter().chain(directory)
 }
 
 /// The ports of HTTP, gRPC and metrics.
@@ -83,6 +91,7 @@ pub(crate) fn launch(
     line.extend(args.kv_cache_dtype.map(|kind| format!("--kv-cache-dtype={kind}")));
     line.extend(args.enable_sleep_mode.then(|| "--enable-sleep-mode".to_owned()));
     line.extend(args.kv_cache_host_memory.map(|size| format!("--kv-cache-host-memory={size}")));
+    line.extend(disk_flags(args));
     line.extend(args.wait_ready.map(|seconds| format!("--wait-ready={seconds}")));
     line.extend(args.detach.then(|| "--detach".to_owned()));
     line.extend(args.dry_run.then(|| "--dry-run".to_owned()));

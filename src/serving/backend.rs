@@ -110,6 +110,11 @@ pub trait Backend: Send + Sync {
         true
     }
 
+    /// Whether the models that this one passes its requests to are loaded, ready or not.
+    fn is_complete(&self) -> bool {
+        true
+    }
+
     /// Like [`Backend::is_ready`], with the model's own check, which may take seconds.
     fn probe(&self) -> BoxFuture<'_, bool> {
         std::future::ready(self.is_ready()).boxed()

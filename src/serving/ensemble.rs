@@ -96,6 +96,10 @@ impl Backend for Ensemble {
         self.models().is_ok_and(|models| models.iter().all(|model| model.is_ready()))
     }
 
+    fn is_complete(&self) -> bool {
+        self.models().is_ok_and(|models| models.iter().all(|model| model.is_complete()))
+    }
+
     fn drain(&self) -> BoxFuture<'_, ()> {
         // `ServedModel` waits for an ensemble's requests, as for those of any model.
         std::future::ready(()).boxed()

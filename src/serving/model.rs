@@ -115,6 +115,11 @@ impl ServedModel {
         self.backend.is_ready()
     }
 
+    /// Whether the models that this one passes its requests to are loaded, ready or not.
+    pub fn is_complete(&self) -> bool {
+        self.backend.is_complete()
+    }
+
     /// Whether the model can serve a request now, by its own check where it has one.
     pub async fn probe(&self) -> bool {
         self.backend.probe().await

@@ -262,6 +262,12 @@ impl Server {
         Ok(is_up && self.resolve_number(name, version).is_ok_and(|model| model.is_ready()))
     }
 
+    /// Whether this model is loaded with all models that it needs, even if it cannot serve now because its workers restart or sleep;
+    /// false for an unknown model.
+    pub fn model_is_loaded(&self, name: &str) -> bool {
+        self.resolve_number(name, None).is_ok_and(|model| model.is_complete())
+    }
+
     /// Like [`Server::model_is_ready`], with the model's own check where it has one, which may take seconds.
     ///
     /// # Errors

@@ -6,15 +6,18 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, OnceLock};
 use std::time::Duration;
 
+use engine::DiskCopy;
 use ipc::{ProcessWatch, essential_thread, lock};
 
+use crate::disk::{DiskEvent, DiskLayout};
 use crate::messages::{FromAgent, ToAgent};
 
 type Listener = Box<dyn Fn(FromAgent) + Send>;
+type DiskListener = Box<dyn Fn(DiskEvent) + Send>;
 /// Sends a message to the agents of some ranks.
 type SendToRanks = Box<dyn Fn(&[u32], ToAgent) + Send + Sync>;
 
-/// Host memory of the workers of some ranks, which outlives them. Dropping it frees the memory.
+/// Host memory of the workers of some ranks, which outlives them, with the files below it. Dropping it frees both.
 pub struct HostMemoryLease {
     agents: Arc<Agents>,
     ranks: Range<u32>,
@@ -26,10 +29,30 @@ impl HostMemoryLease {
     pub fn id(&self) -> u64 {
         self.id
     }
+
+    /// The ranks.
+    pub fn ranks(&self) -> Range<u32> {
+        self.ranks.clone()
+    }
+
+    /// Lets each rank create a file below its memory. `layouts` are those of the ranks, in order.
+    pub fn open_disk(&self, layouts: impl IntoIterator<Item = DiskLayout>) {
+        for (rank, layout) in self.ranks().zip(layouts) {
+            self.agents.send(rank, ToAgent::OpenDisk { id: self.id, layout });
+        }
+    }
+
+    /// Lets every rank copy slots between its memory and its file, in this order.
+    pub fn copy_disk(&self, copies: Vec<DiskCopy>) {
+        for rank in self.ranks() {
+            self.agents.send(rank, ToAgent::CopyDisk { id: self.id, copies: copies.clone() });
+        }
+    }
 }
 
 impl Drop for HostMemoryLease {
     fn drop(&mut self) {
+        lock(&self.agents.disk_listeners).remove(&self.id);
         let ranks: Vec<u32> = self.ranks.clone().collect();
         self.agents.send_to(&ranks, ToAgent::FreeHostMemory { id: self.id });
     }
@@ -94,6 +117,8 @@ pub struct Agents {
     nodes: Nodes,
     send: SendToRanks,
     listeners: Mutex<HashMap<u64, Listener>>,
+    /// By the ids of host memory.
+    disk_listeners: Mutex<HashMap<u64, DiskListener>>,
     next_instance: AtomicU64,
     next_host_memory: AtomicU64,
     /// Process ids of the ranks that are watched.
@@ -110,6 +135,7 @@ impl Agents {
             nodes,
             send: Box::new(send),
             listeners: Mutex::default(),
+            disk_listeners: Mutex::default(),
             next_instance: AtomicU64::new(1),
             next_host_memory: AtomicU64::new(1),
             watched: Mutex::default(),
@@ -140,8 +166,14 @@ impl Agents {
     }
 
     /// Host memory for the workers of these ranks. Each rank allocates its part with the first worker that has the id in its spec.
-    pub fn lease_host_memory(self: &Arc<Self>, ranks: Range<u32>) -> HostMemoryLease {
+    /// `listener` gets what the ranks say of the files below it.
+    pub fn lease_host_memory(
+        self: &Arc<Self>,
+        ranks: Range<u32>,
+        listener: impl Fn(DiskEvent) + Send + 'static,
+    ) -> HostMemoryLease {
         let id = self.next_host_memory.fetch_add(1, Ordering::Relaxed);
+        lock(&self.disk_listeners).insert(id, Box::new(listener));
         HostMemoryLease { agents: Arc::clone(self), ranks, id }
     }
 
@@ -172,6 +204,12 @@ impl Agents {
             | FromAgent::Ended { worker, .. }
             | FromAgent::Stacks { worker, .. }
             | FromAgent::Activity { worker, .. } => worker,
+            FromAgent::Disk { id, event } => {
+                if let Some(listener) = lock(&self.disk_listeners).get(id) {
+                    listener(event.clone());
+                }
+                return;
+            }
             FromAgent::RankLost { .. } => return listeners.values().for_each(|listener| listener(message.clone())),
         };
         if let Some(listener) = listeners.get(&worker.instance) {

@@ -10,6 +10,7 @@
 mod activity;
 mod agents;
 mod checkpoint;
+mod disk;
 mod messages;
 mod node_relay;
 mod protocol;
@@ -18,6 +19,7 @@ mod supervisor;
 
 pub use agents::{Agents, HostMemoryLease, Nodes};
 pub use checkpoint::{difference, fingerprint};
+pub use disk::{DiskEvent, DiskLayout};
 pub use messages::{Activity, FromAgent, RelayedWorker, ToAgent, WorkerId};
 pub use protocol::{
     AdapterPiece, DeviceChoice, FromWorker, KvCacheType, KvMemory, LogitsPiece, LogitsPlace, MAX_ADAPTER_PIECE,

@@ -1,7 +1,9 @@
 //! Messages between rank 0 and the agents of all ranks.
 
+use engine::DiskCopy;
 use serde::{Deserialize, Serialize};
 
+use crate::disk::{DiskEvent, DiskLayout};
 use crate::protocol::{ShmName, WorkerSpec};
 
 /// Identifies one worker of one start of a model. A restart has a new `instance`.
@@ -44,7 +46,21 @@ pub enum ToAgent {
     },
     /// Report the stacks of a worker, which hangs.
     Stacks(WorkerId),
-    /// Free host memory that was passed to workers. A worker that runs keeps it until its end.
+    /// Create the file below host memory that is passed to a worker. [`DiskEvent::Opened`] or [`DiskEvent::Failed`] answers.
+    OpenDisk {
+        /// [`PassedMemory::id`](crate::PassedMemory::id) of the memory.
+        id: u64,
+        /// The slots of both.
+        layout: DiskLayout,
+    },
+    /// Copy slots between host memory and its file, in this order. [`DiskEvent::Copied`] answers each.
+    CopyDisk {
+        /// [`PassedMemory::id`](crate::PassedMemory::id) of the memory.
+        id: u64,
+        /// The copies.
+        copies: Vec<DiskCopy>,
+    },
+    /// Free host memory that was passed to workers, and its file. A worker that runs keeps the memory until its end.
     FreeHostMemory {
         /// [`PassedMemory::id`](crate::PassedMemory::id).
         id: u64,
@@ -95,6 +111,13 @@ pub enum FromAgent {
         worker: WorkerId,
         /// States as the kernel reports them, and stacks as the threads wrote them.
         text: String,
+    },
+    /// Something about the file below host memory.
+    Disk {
+        /// [`PassedMemory::id`](crate::PassedMemory::id) of the memory.
+        id: u64,
+        /// What.
+        event: DiskEvent,
     },
     /// A rank has ended or hangs. The world ends.
     RankLost {

@@ -297,7 +297,10 @@ pub enum FromWorker {
         phases: Vec<(String, Duration)>,
     },
     /// The KV cache is allocated, at the start or after a sleep: a step can run now.
-    Ready,
+    Ready {
+        /// At the start, bytes of a slot in host memory for a KV block and for a recurrent state; else 0.
+        slot_bytes: [u64; 2],
+    },
     /// The memory of the device is free, or the worker goes on as before.
     Slept {
         /// Why the worker does not sleep, if it does not.

@@ -9,12 +9,14 @@ use std::sync::{Arc, Mutex, mpsc};
 use std::thread;
 use std::time::{Duration, Instant};
 
+use engine::DiskCopy;
 use ipc::{
     Prefix, ProcessWatch, Ring, SharedMemory, bind_to_parent, describe_exit, essential_thread, lock, sweep_all_stale,
     withhold_secrets,
 };
 
 use crate::activity::watch_activity;
+use crate::disk::{DiskEvent, DiskFile, DiskLayout};
 use crate::messages::{FromAgent, RelayedWorker, ToAgent, WorkerId};
 use crate::node_relay::NodeRelay;
 use crate::protocol::{ShmName, WorkerSpec};
@@ -45,6 +47,8 @@ pub struct WorkerSupervisor {
     /// By [`WorkerId::instance`].
     relays: Mutex<HashMap<u64, NodeRelay>>,
     host_memory: Arc<Mutex<HeldMemory>>,
+    /// The files below host memory, by the same ids.
+    disks: Mutex<HashMap<u64, DiskFile>>,
 }
 
 /// Host memory that is passed to workers, by [`PassedMemory::id`](crate::PassedMemory::id), with the last worker that got it.
@@ -65,7 +69,15 @@ struct Supervised {
 impl WorkerSupervisor {
     /// A supervisor that starts workers as `program worker`, creates their rings under `prefix` and reports to `events`.
     pub fn new(prefix: Prefix, program: PathBuf, events: mpsc::Sender<FromAgent>) -> Self {
-        Self { prefix, program, events, workers: Arc::default(), relays: Mutex::default(), host_memory: Arc::default() }
+        Self {
+            prefix,
+            program,
+            events,
+            workers: Arc::default(),
+            relays: Mutex::default(),
+            host_memory: Arc::default(),
+            disks: Mutex::default(),
+        }
     }
 
     /// Executes one message of rank 0. [`ToAgent::Shutdown`] ends every worker.
@@ -85,7 +97,12 @@ impl WorkerSupervisor {
                 release(&mut lock(&self.workers), worker);
             }
             ToAgent::Stacks(worker) => self.report_stacks(worker),
-            ToAgent::FreeHostMemory { id } => drop(lock(&self.host_memory).remove(&id)),
+            ToAgent::OpenDisk { id, layout } => self.open_disk(id, layout),
+            ToAgent::CopyDisk { id, copies } => self.copy_disk(id, copies),
+            ToAgent::FreeHostMemory { id } => {
+                drop(lock(&self.disks).remove(&id));
+                drop(lock(&self.host_memory).remove(&id));
+            }
             ToAgent::Shutdown => self.end_all(),
         }
     }
@@ -99,6 +116,29 @@ impl WorkerSupervisor {
                 let ended = FromAgent::Ended { worker: first, reason, by_signal: false, last_lines: Vec::new() };
                 let _ = self.events.send(ended);
             }
+        }
+    }
+
+    fn open_disk(&self, id: u64, layout: DiskLayout) {
+        let rank = layout.rank;
+        match DiskFile::start(id, layout, self.events.clone()) {
+            Ok(file) => drop(lock(&self.disks).insert(id, file)),
+            Err(error) => {
+                let reason = format!("rank {rank} cannot start a thread for its file: {error}");
+                let _ = self.events.send(FromAgent::Disk { id, event: DiskEvent::Failed { reason } });
+            }
+        }
+    }
+
+    /// The memory is that of now: a worker that starts later may get another.
+    fn copy_disk(&self, id: u64, copies: Vec<DiskCopy>) {
+        let memory = lock(&self.host_memory).get(&id).map(|(memory, _)| Arc::clone(memory));
+        match (lock(&self.disks).get(&id), memory) {
+            (Some(file), Some(memory)) => file.copy(memory, copies),
+            _ => copies.into_iter().for_each(|copy| {
+                let event = DiskEvent::Copied { copy, is_done: false };
+                let _ = self.events.send(FromAgent::Disk { id, event });
+            }),
         }
     }
 
@@ -142,6 +182,7 @@ impl WorkerSupervisor {
             }
             thread::sleep(Duration::from_millis(5));
         }
+        lock(&self.disks).clear();
         lock(&self.host_memory).clear();
     }
 

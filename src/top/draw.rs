@@ -113,8 +113,8 @@ fn latency_row(model: &ModelView) -> Row<'_> {
 
 /// Where the prompt tokens were that models with host memory did not compute. It fits 80 columns.
 fn cache_table(models: &[ModelView]) -> Table<'_> {
-    let head = ["MODEL", "CACHED", "DEVICE/S", "HOST/S", "HOST MEMORY", "OF"];
-    let widths = [Fill(1), Length(7), Length(9), Length(9), Length(11), Length(10)];
+    let head = ["MODEL", "CACHED", "DEVICE/S", "HOST/S", "DISK/S", "SAVED/S", "HOST MEMORY", "OF"];
+    let widths = [Fill(1), Length(6), Length(8), Length(8), Length(8), Length(7), Length(11), Length(10)];
     let rows = models.iter().filter_map(|model| Some(cache_row(&model.name, model.cache?)));
     Table::new(rows, widths).header(Row::new(head).dim())
 }
@@ -125,6 +125,8 @@ fn cache_row(name: &str, cache: CacheView) -> Row<'_> {
         or_dash(cache.hit_share.map(|share| format!("{:.1}%", 100.0 * share))),
         Cell::from(format!("{:.0}", cache.device_tokens_per_s)),
         Cell::from(format!("{:.0}", cache.host_tokens_per_s)),
+        Cell::from(format!("{:.0}", cache.disk_tokens_per_s)),
+        Cell::from(time(cache.saved_per_s)),
         Cell::from(bytes(cache.host_used_bytes)),
         Cell::from(bytes(cache.host_limit_bytes)),
     ])
@@ -264,6 +266,8 @@ mod tests {
                 hit_share: Some(0.987),
                 device_tokens_per_s: 456_789.0,
                 host_tokens_per_s: 123_456.0,
+                disk_tokens_per_s: 98_765.0,
+                saved_per_s: Duration::from_millis(12_300),
                 host_used_bytes: 511 << 30,
                 host_limit_bytes: 1023 << 30,
             }),
@@ -275,7 +279,7 @@ mod tests {
         for figures in [
             "tensorrt_llm ready     123456   654321   812     87.5   256  1024  75%  3",
             "tensorrt_llm 3.8ms 250ms 2.50s 12.0ms 120ms 140.0 GiB rank 1 -2 1",
-            "tensorrt_llm 98.7% 456789 123456 511.0 GiB 1023.0 GiB",
+            "tensorrt_llm 98.7% 456789 123456 98765 12.30s 511.0 GiB 1023.0 GiB",
         ] {
             let words: Vec<&str> = figures.split_whitespace().collect();
             let has = |line: &str| line.split_whitespace().collect::<Vec<_>>() == words;

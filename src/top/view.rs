@@ -67,7 +67,7 @@ pub struct ModelView {
     pub slowest: Option<(String, u64)>,
 }
 
-/// The prefix cache of a model, on the device and in host memory.
+/// The prefix cache of a model, on the device, in host memory and on disk.
 #[derive(Debug, Clone, Copy, Default, PartialEq)]
 pub struct CacheView {
     /// Share of the prompt tokens that it had, between the snapshots or, if no prompt came, since the model was loaded.
@@ -76,6 +76,10 @@ pub struct CacheView {
     pub device_tokens_per_s: f64,
     /// Prompt tokens per second that were in host memory.
     pub host_tokens_per_s: f64,
+    /// Prompt tokens per second that were on disk.
+    pub disk_tokens_per_s: f64,
+    /// Time of prefill that the cache saved, per second.
+    pub saved_per_s: Duration,
     /// Host memory in use, of all workers.
     pub host_used_bytes: u64,
     /// Host memory of all workers.
@@ -225,18 +229,22 @@ fn cache(before: &Metrics, now: &Metrics, time: Duration, model: &str) -> Option
             "trireme_llm_prompt_tokens_total",
             "trireme_llm_cached_prompt_tokens_total",
             "trireme_llm_prefix_cache_host_tokens_total",
+            "trireme_llm_prefix_cache_disk_tokens_total",
+            "trireme_llm_prefix_cache_saved_seconds_total",
         ]
         .map(|metric| value(metrics, metric))
     };
     let (early, late) = (counters(before), counters(now));
     // After a restart the counters begin at 0.
-    let grown: [f64; 3] = std::array::from_fn(|index| (late[index] - early[index]).max(0.0));
-    let [prompt, cached, _] = if grown[0] > 0.0 { grown } else { late };
-    let per_s = |tokens: f64| tokens.max(0.0) / time.as_secs_f64().max(1e-3);
+    let grown: [f64; 5] = std::array::from_fn(|index| (late[index] - early[index]).max(0.0));
+    let [prompt, cached, ..] = if grown[0] > 0.0 { grown } else { late };
+    let per_s = |grown: f64| grown.max(0.0) / time.as_secs_f64().max(1e-3);
     (host_limit_bytes > 0).then(|| CacheView {
         hit_share: (prompt > 0.0).then(|| (cached / prompt).min(1.0)),
         device_tokens_per_s: per_s(grown[1] - grown[2]),
-        host_tokens_per_s: per_s(grown[2]),
+        host_tokens_per_s: per_s(grown[2] - grown[3]),
+        disk_tokens_per_s: per_s(grown[3]),
+        saved_per_s: Duration::try_from_secs_f64(per_s(grown[4])).unwrap_or_default(),
         host_used_bytes: value(now, "trireme_llm_host_cache_used_bytes") as u64,
         host_limit_bytes,
     })
@@ -339,11 +347,15 @@ mod tests {
     #[test]
     fn hits_of_the_prefix_cache_are_told_apart_by_tier() {
         let text = |prompt: u32, cached: u32, of_host: u32, limit: u64| {
+            let (of_disk, saved) = (of_host / 6, f64::from(of_host) / 400.0);
             Metrics::parse(&format!(
                 "trireme_llm_ready{{model=\"m\"}} 1\n\
                  trireme_llm_prompt_tokens_total{{model=\"m\"}} {prompt}\n\
                  trireme_llm_cached_prompt_tokens_total{{model=\"m\"}} {cached}\n\
                  trireme_llm_prefix_cache_host_tokens_total{{model=\"m\"}} {of_host}\n\
+                 trireme_llm_prefix_cache_disk_tokens_total{{model=\"m\"}} {of_disk}\n\
+                 trireme_llm_prefix_cache_saved_seconds_total{{model=\"m\",tier=\"device\"}} {saved}\n\
+                 trireme_llm_prefix_cache_saved_seconds_total{{model=\"m\",tier=\"host\"}} {saved}\n\
                  trireme_llm_host_cache_used_bytes{{model=\"m\"}} 512\n\
                  trireme_llm_host_cache_limit_bytes{{model=\"m\"}} {limit}\n"
             ))
@@ -355,7 +367,9 @@ mod tests {
         let expected = CacheView {
             hit_share: Some(0.8),
             device_tokens_per_s: 100.0,
-            host_tokens_per_s: 300.0,
+            host_tokens_per_s: 250.0,
+            disk_tokens_per_s: 50.0,
+            saved_per_s: Duration::from_millis(1500),
             host_used_bytes: 512,
             host_limit_bytes: 1024,
         };

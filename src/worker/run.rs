@@ -125,19 +125,20 @@ impl<'a, D: Device + 'static> Worker<'a, D> {
         if !attention.states.is_empty() {
             self.device.allocate_states(&attention, num_states)?;
         }
+        let mut slot_bytes = [0; 2];
         if host != HostSlots::default() {
             let Some(mut memory) = host_memory.take() else {
                 return Err(WorkerError::Protocol { expected: "no slots in host memory", found: "Configure" });
             };
             // Rank 0 knows now whether this is the memory of the worker before.
             memory.set_layout(layout);
-            self.device.allocate_host(host, Box::new(memory))?;
+            slot_bytes = self.device.allocate_host(host, Box::new(memory))?.map(|bytes| bytes as u64);
         }
         if self.spec.max_adapters > 0 {
             let (num_slots, max_rank) = (self.spec.max_adapters, self.spec.max_adapter_rank);
             self.model.allocate_adapters(&mut self.device, num_slots, max_rank)?;
         }
-        rings.send(&FromWorker::Ready)?;
+        rings.send(&FromWorker::Ready { slot_bytes })?;
 
         let cache = CacheShape { windows: attention.kv_windows, num_blocks, num_states, host };
         let steps = Steps {

@@ -40,7 +40,7 @@ impl<D: Device + 'static> Steps<'_, D> {
         self.is_asleep = false;
         self.rows = self.cache.empty_rows(self.worker.spec, next_step);
         self.adapters = ArrivingAdapters::default();
-        rings.send(&FromWorker::Ready)
+        rings.send(&FromWorker::Ready { slot_bytes: [0; 2] })
     }
 }
 

@@ -63,6 +63,10 @@ impl<A: Adapter> Backend for Adapted<A> {
         self.0.model().is_ready()
     }
 
+    fn is_complete(&self) -> bool {
+        self.0.model().is_complete()
+    }
+
     fn memory_usage(&self) -> Vec<MemoryUsage> {
         self.0.model().memory_usage()
     }

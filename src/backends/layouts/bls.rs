@@ -204,6 +204,11 @@ impl Backend for Bls {
         self.link.server().is_ok_and(|server| names.iter().all(|name| server.model_is_ready(name, "") == Ok(true)))
     }
 
+    fn is_complete(&self) -> bool {
+        let names = [PREPROCESSING, self.language_model.as_str(), POSTPROCESSING];
+        self.link.server().is_ok_and(|server| names.iter().all(|name| server.model_is_loaded(name)))
+    }
+
     fn drain(&self) -> BoxFuture<'_, ()> {
         std::future::ready(()).boxed()
     }

@@ -58,6 +58,10 @@ pub const LLM_PARAMETERS: &[Key] = &[
             "host memory of each worker for KV blocks that are evicted from the device; default: `--kv-cache-host-memory`",
         ),
     ),
+    (
+        "kv_cache_disk_bytes",
+        Used("file of each worker for KV blocks that leave host memory; default: `--kv-cache-disk`"),
+    ),
     ("batch_scheduler_policy", Used("`max_utilization` or `guaranteed_no_evict`")),
     ("enable_kv_cache_reuse", Used("whether prompts with a common prefix share KV blocks; default: yes")),
     (

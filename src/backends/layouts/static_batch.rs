@@ -48,6 +48,10 @@ impl Backend for StaticBatch {
         self.inner.is_ready()
     }
 
+    fn is_complete(&self) -> bool {
+        self.inner.is_complete()
+    }
+
     fn memory_usage(&self) -> Vec<MemoryUsage> {
         self.inner.memory_usage()
     }

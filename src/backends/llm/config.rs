@@ -18,10 +18,12 @@ use super::inter_token::InterTokenBounds;
 use super::queue_policy::QueuePolicy;
 use crate::{checkpoint, parameters};
 
+mod disk;
 mod drafts;
 mod host_memory;
 mod invariant;
 
+pub use disk::KvDisk;
 use drafts::Drafts;
 use host_memory::host_memory_bytes;
 use invariant::batch_invariant;
@@ -39,6 +41,8 @@ pub struct LlmDefaults {
     /// Settings of each worker. A model's `weight_only_precision` replaces that of the weights, its `kv_cache_dtype` that of the cache,
     /// its `kv_cache_host_memory_bytes` the host memory.
     pub worker: WorkerSettings,
+    /// Files of workers for KV blocks that leave host memory. A model's `kv_cache_disk_bytes` replaces the size.
+    pub kv_disk: KvDisk,
     /// Ranks of the world, each with one worker per model.
     pub world_size: u32,
     /// Most ranks on one node.
@@ -68,6 +72,8 @@ pub(crate) struct LlmConfig {
     pub(crate) checkpoint_fingerprint: Option<Vec<u8>>,
     /// Settings of each worker.
     pub(crate) worker: WorkerSettings,
+    /// The files of its workers for KV blocks that leave host memory.
+    pub(crate) kv_disk: KvDisk,
     /// Whether the model takes turns with others on the devices. It sleeps by itself then, and not by request.
     pub(crate) takes_turns: bool,
     /// Workers of a stage.
@@ -138,6 +144,7 @@ impl LlmConfig {
         let adapters = AdapterSettings::new(config, &load.model_dir, defaults.worker.device)?;
         let engine = engine_config(config, &model, defaults, &queue, drafts)?;
         let kv_host_memory_bytes = host_memory_bytes(config, engine.prefix_cache, defaults)?;
+        let kv_disk = KvDisk::new(config, engine.prefix_cache, kv_host_memory_bytes, defaults)?;
         let engine = EngineConfig {
             max_adapters: adapters.num_slots,
             // How many follows from the size of a block.
@@ -164,6 +171,7 @@ impl LlmConfig {
                 kv_host_memory_bytes,
                 ..defaults.worker.clone()
             },
+            kv_disk,
             takes_turns: defaults.longest_turn.is_some(),
             tp_size,
             pp_size,

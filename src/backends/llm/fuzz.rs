@@ -30,6 +30,7 @@ impl LlmInputs {
                 library_dirs: Vec::new(),
                 cache_dir: None,
             },
+            kv_disk: Default::default(),
             world_size: 1,
             ranks_per_node: 1,
             block_size: 16,

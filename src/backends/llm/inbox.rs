@@ -6,7 +6,7 @@ use std::time::Instant;
 use engine::{MaskJob, Request, SequenceId};
 use ipc::Doorbell;
 use serving::SleepLevel;
-use supervision::FromAgent;
+use supervision::{DiskEvent, FromAgent};
 use tokio::sync::oneshot;
 
 use super::event_queue;
@@ -28,6 +28,8 @@ pub(crate) enum Message {
     Masks(Vec<MaskJob>),
     /// Handle an event of an agent.
     Agent(FromAgent),
+    /// Handle an event of the file of a rank below its host memory.
+    Disk { event: DiskEvent },
     /// Empty the prefix cache, then answer.
     ResetPrefixCache(oneshot::Sender<()>),
     /// Report the resources that sequences use.
@@ -44,7 +46,7 @@ pub(crate) enum Message {
 ///
 /// It is bounded by the requests in flight: each sends one [`Message::Submit`], and at most one [`Message::Cancel`], one
 /// [`Message::Finish`] and one mask job at a time for each of its sequences. Each connection adds at most one
-/// [`Message::ResetPrefixCache`].
+/// [`Message::ResetPrefixCache`], and each slot of host memory at most one [`Message::Disk`] of every rank.
 #[derive(Clone)]
 pub(crate) struct Inbox {
     messages: mpsc::Sender<Message>,

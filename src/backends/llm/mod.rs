@@ -47,7 +47,7 @@ mod worker_group;
 
 pub use adapters::AdapterStatus;
 pub use check::{CheckFactory, CheckedModel};
-pub use config::LlmDefaults;
+pub use config::{KvDisk, LlmDefaults};
 pub use factory::{LlmFactory, LlmStatus};
 pub use ledger::LlmLedger;
 pub use metrics::{

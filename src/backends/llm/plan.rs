@@ -33,6 +33,8 @@ pub struct ModelPlan {
     pub engine: EngineConfig,
     /// Bytes of host memory of each worker for what is evicted from its device.
     pub host_memory_bytes: u64,
+    /// Largest size of the file of each worker for what leaves host memory.
+    pub disk_bytes: u64,
     kv_memory: KvMemory,
     larger: Vec<(u32, MemoryEstimate)>,
 }
@@ -62,6 +64,7 @@ impl ModelPlan {
             tp_size: config.tp_size,
             engine: config.engine.clone(),
             host_memory_bytes: config.worker.kv_host_memory_bytes,
+            disk_bytes: config.kv_disk.bytes,
             kv_memory: config.kv_memory,
             larger,
         })
@@ -80,11 +83,18 @@ impl ModelPlan {
 
     /// Numbers of slots in host memory for KV blocks and for recurrent states.
     pub fn host_slots(&self) -> [usize; 2] {
-        let slots = self
-            .workers
-            .iter()
-            .map(|worker| divide_host_memory(self.host_memory_bytes, [worker.block_bytes, worker.state_bytes]));
-        slots.reduce(|[a, b], [c, d]| [a.min(c), b.min(d)]).unwrap_or_default()
+        self.slots(self.host_memory_bytes)
+    }
+
+    /// Numbers of slots on disk for KV blocks and for recurrent states.
+    pub fn disk_slots(&self) -> [usize; 2] {
+        self.slots(self.disk_bytes)
+    }
+
+    /// Numbers of slots for both in so many bytes of each worker.
+    fn slots(&self, bytes: u64) -> [usize; 2] {
+        let of = |worker: &MemoryEstimate| divide_host_memory(bytes, [worker.block_bytes, worker.state_bytes]);
+        self.workers.iter().map(of).reduce(|[a, b], [c, d]| [a.min(c), b.min(d)]).unwrap_or_default()
     }
 
     /// Bytes of host memory of all workers, which are on one node.

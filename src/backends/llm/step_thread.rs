@@ -11,6 +11,7 @@
 //! A panic of the thread counts as a loss, too. The engine may then be inconsistent: its sequences end with an error, and an empty
 //! engine replaces it.
 
+mod disk;
 mod messages;
 mod recovery;
 mod sleep;
@@ -40,6 +41,7 @@ use super::responsiveness::IDLE_WAIT;
 use super::router::Router;
 use super::step_log::StepLog;
 use super::worker_group::{LossKind, WorkerGroup, WorkerLoss};
+use disk::Disk;
 use sleep::Sleep;
 
 /// Number of losses without a settled step between them after which requests are refused.
@@ -93,6 +95,7 @@ struct Running {
     sleep: Sleep,
     /// Host memory of the workers, which their restarts leave; `None` if they have none.
     host_memory: Option<HostMemoryLease>,
+    disk: Disk,
 }
 
 /// A request with a timeout.
@@ -122,8 +125,13 @@ impl StepThread {
         let first_rank = self.config.first_rank(self.replica);
         let ranks = first_rank..first_rank + self.config.group_size();
         let has_host_memory = self.config.worker.kv_host_memory_bytes > 0;
+        let inbox = self.inbox.clone();
+        let listener = move |event| {
+            inbox.send(Message::Disk { event });
+        };
         let mut running = Running {
-            host_memory: has_host_memory.then(|| self.agents.lease_host_memory(ranks)),
+            host_memory: has_host_memory.then(|| self.agents.lease_host_memory(ranks, listener)),
+            disk: Disk::default(),
             thread: self,
             engine: None,
             timeouts: BTreeMap::new(),
@@ -224,6 +232,7 @@ impl Running {
         }
         let was_idle = self.engine().num_in_flight() == 0;
         let sent = self.send_plans(group)?;
+        self.send_disk_copies();
         let engine = self.engine.as_mut().expect(ENGINE_EXISTS);
         engine.drain_events(&mut self.events);
         self.push_events();

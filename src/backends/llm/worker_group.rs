@@ -132,8 +132,8 @@ impl WorkerGroup {
                 self.stacks[worker.tp_rank as usize] = Some(text);
                 Ok(())
             }
-            // Noted when it arrived.
-            FromAgent::Activity { .. } => Ok(()),
+            // Noted when they arrived.
+            FromAgent::Activity { .. } | FromAgent::Disk { .. } => Ok(()),
             FromAgent::RankLost { reason } => {
                 let reason = format!("{reason}, and the world ends with it; try again later");
                 Err(WorkerLoss { reason, kind: LossKind::RankLost })

@@ -167,7 +167,7 @@ impl Device for CpuDevice {
         self.states.copy(copied)
     }
 
-    fn allocate_host(&mut self, slots: HostSlots, memory: HostMemory) -> Result<(), DeviceError> {
+    fn allocate_host(&mut self, slots: HostSlots, memory: HostMemory) -> Result<[usize; 2], DeviceError> {
         self.take_host_memory(slots, memory)
     }
 

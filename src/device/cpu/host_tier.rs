@@ -21,13 +21,17 @@ impl Default for HostTier {
 }
 
 impl CpuDevice {
-    pub(super) fn take_host_memory(&mut self, slots: HostSlots, mut memory: HostMemory) -> Result<(), DeviceError> {
+    pub(super) fn take_host_memory(
+        &mut self,
+        slots: HostSlots,
+        mut memory: HostMemory,
+    ) -> Result<[usize; 2], DeviceError> {
         let parts = self.cache().buffers.iter().flat_map(|buffer| buffer.parts(0));
         let block_bytes = parts.map(<[u8]>::len).sum::<usize>();
         let state_bytes = self.states.slot_len() * size_of::<f32>();
         slots.check([block_bytes, state_bytes], (*memory).as_mut().len())?;
         self.host = HostTier { memory, block_bytes, state_bytes, slots };
-        Ok(())
+        Ok([block_bytes, state_bytes])
     }
 
     pub(super) fn copy_host_slots(&mut self, copies: &HostCopies) -> Result<(), DeviceError> {

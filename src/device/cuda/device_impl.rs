@@ -147,7 +147,7 @@ impl Device for CudaDevice {
         self.copy_slots(copied)
     }
 
-    fn allocate_host(&mut self, slots: HostSlots, memory: HostMemory) -> Result<(), DeviceError> {
+    fn allocate_host(&mut self, slots: HostSlots, memory: HostMemory) -> Result<[usize; 2], DeviceError> {
         self.take_host_memory(slots, memory)
     }
 

@@ -229,7 +229,11 @@ impl HostTier {
 }
 
 impl CudaDevice {
-    pub(super) fn take_host_memory(&mut self, slots: HostSlots, mut memory: HostMemory) -> Result<(), DeviceError> {
+    pub(super) fn take_host_memory(
+        &mut self,
+        slots: HostSlots,
+        mut memory: HostMemory,
+    ) -> Result<[usize; 2], DeviceError> {
         let sizes = [self.block_parts().iter().map(slot_bytes).sum::<usize>(), self.states.bytes()];
         let bytes = (*memory).as_mut().len();
         slots.check(sizes, bytes)?;
@@ -238,7 +242,7 @@ impl CudaDevice {
             DeviceError::Call { call: format!("pinning {bytes} bytes (`kv_cache_host_memory_bytes`)"), reason }
         })?;
         self.host = Some(tier);
-        Ok(())
+        Ok(sizes)
     }
 
     /// The layout of KV blocks; empty if this worker has no layer with attention.

@@ -149,6 +149,32 @@ pub(super) const PLAIN: &[Plain] = &[
         "Host memory for evicted KV blocks and recurrent states, of all workers",
         |model| host_bytes(model, [model.engine.num_host_blocks, model.engine.num_host_states]),
     ),
+    counter(
+        "trireme_llm_prefix_cache_disk_tokens_total",
+        "Prompt tokens that the prefix cache had on disk; part of trireme_llm_prefix_cache_host_tokens_total",
+        |model| (model.engine.total_disk_hit_blocks * model.block_size as u64) as f64,
+    ),
+    counter("trireme_llm_disk_cache_stored_blocks_total", "KV blocks copied from host memory to the disk", |model| {
+        model.engine.total_disk_stored_blocks as f64
+    }),
+    counter("trireme_llm_disk_cache_loaded_blocks_total", "KV blocks copied from the disk to host memory", |model| {
+        model.engine.total_disk_loaded_blocks as f64
+    }),
+    counter(
+        "trireme_llm_disk_cache_failed_loads_total",
+        "KV blocks and recurrent states on disk that were not what was written there, or could not be read",
+        |model| model.engine.total_disk_failed as f64,
+    ),
+    gauge(
+        "trireme_llm_disk_cache_used_bytes",
+        "Bytes of files that hold KV blocks and recurrent states, of all workers",
+        |model| host_bytes(model, [model.engine.num_disk_blocks_used, model.engine.num_disk_states_used]),
+    ),
+    gauge(
+        "trireme_llm_disk_cache_limit_bytes",
+        "Largest size of the files for KV blocks and recurrent states, of all workers; 0 without them, and once one has failed",
+        |model| host_bytes(model, [model.engine.num_disk_blocks, model.engine.num_disk_states]),
+    ),
     counter("trireme_llm_kv_blocks_allocated_total", "KV blocks allocated", |model| {
         model.engine.total_allocated_blocks as f64
     }),
@@ -160,6 +186,13 @@ fn host_bytes(model: &LlmStatus, slots: [usize; 2]) -> f64 {
 }
 
 pub(super) const LABELLED: &[Labelled] = &[
+    Labelled {
+        name: "trireme_llm_prefix_cache_saved_seconds_total",
+        help: "Seconds of prefill that were not computed, because the prefix cache had the tokens, by where it had them",
+        kind: FamilyKind::Counter,
+        label: "tier",
+        values: |model| ["device", "host", "disk"].into_iter().zip(model.engine.total_saved_seconds).collect(),
+    },
     Labelled {
         name: "trireme_llm_sequences_ended_total",
         help: "Sequences by the reason of their end",

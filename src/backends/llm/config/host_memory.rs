@@ -45,6 +45,7 @@ mod tests {
         let worker = supervision::WorkerSettings { kv_host_memory_bytes: 7, ..llm_config().worker };
         let defaults = LlmDefaults {
             worker,
+            kv_disk: Default::default(),
             world_size: 1,
             ranks_per_node: 1,
             block_size: 16,

@@ -62,6 +62,7 @@ mod tests {
         let worker = supervision::WorkerSettings { device, ..llm_config().worker };
         let defaults = LlmDefaults {
             worker,
+            kv_disk: Default::default(),
             world_size: tp_size,
             ranks_per_node: tp_size,
             block_size: 16,

@@ -18,6 +18,7 @@ pub(crate) fn llm_config() -> LlmConfig {
             library_dirs: Vec::new(),
             cache_dir: None,
         },
+        kv_disk: KvDisk::default(),
         takes_turns: false,
         tp_size: 1,
         pp_size: 1,

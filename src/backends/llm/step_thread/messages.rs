@@ -35,6 +35,7 @@ impl Running {
                         self.thread.shared.metrics.update_start(|start| start.workers = group.workers().to_vec());
                     }
                 }
+                Message::Disk { event } => self.note_disk(event),
                 Message::Submit { sequences, timeout, events } => self.submit(sequences, timeout, events),
                 Message::Cancel(sequence) => {
                     self.engine.as_mut().map(|engine| engine.cancel(sequence));

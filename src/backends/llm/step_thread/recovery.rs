@@ -100,6 +100,7 @@ impl Running {
                 }
                 Ok(Message::Stop { done }) => return Some(done),
                 Ok(Message::Masks(jobs)) => self.finish_masks(jobs),
+                Ok(Message::Disk { event }) => self.note_disk(event),
                 Ok(Message::ResetPrefixCache(reply)) => {
                     if let Some(engine) = &mut self.engine {
                         engine.reset_prefix_cache();

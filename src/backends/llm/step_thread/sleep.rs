@@ -178,7 +178,7 @@ impl Running {
         let next_step = self.engine().next_step();
         group.broadcast(&ToWorker::Wake { next_step })?;
         self.receive_from_all(group, started + MOVE_TIMEOUT, |message| {
-            matches!(message, FromWorker::Ready).then_some(())
+            matches!(message, FromWorker::Ready { .. }).then_some(())
         })?;
         tracing::info!(model = %self.thread.config.name, "is awake after {:.1?}", started.elapsed());
         Ok(())
@@ -192,7 +192,7 @@ impl Running {
         if let Some(engine) = &mut self.engine {
             engine.recover();
             // The weights may be others after the sleep.
-            engine.forget_host();
+            engine.forget_copies();
         }
         self.show_queue();
     }

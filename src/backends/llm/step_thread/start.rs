@@ -59,12 +59,25 @@ impl Running {
             let name = &self.thread.config.name;
             tracing::warn!(model = %name, "no KV block fits into `kv_cache_host_memory_bytes` {host_bytes}; raise it");
         }
-        let fitting = Fitting { num_blocks, num_states, num_host_blocks, num_host_states };
+        let disk_bytes = self.thread.config.kv_disk.bytes;
+        let disk = |worker: &LoadedWorker| divide_host_memory(disk_bytes, [worker.block_bytes, worker.state_bytes]);
+        let num_disk = if num_host_blocks > 0 { least(workers.iter().map(disk)) } else { [0; 2] };
+        if disk_bytes > 0 && num_disk[0] == 0 {
+            let name = &self.thread.config.name;
+            tracing::warn!(model = %name, "no KV block fits into `kv_cache_disk_bytes` {disk_bytes}, or none into host memory; raise it");
+        }
+        let fitting = Fitting { num_blocks, num_states, num_host_blocks, num_host_states, num_disk };
         let first = workers.first().expect("a group has a worker");
-        let Fitting { num_blocks, num_states, num_host_blocks, num_host_states } =
+        let Fitting { num_blocks, num_states, num_host_blocks, num_host_states, .. } =
             self.create_engine(fitting, state_interval(first.block_bytes, first.state_bytes))?;
         group.broadcast(&ToWorker::Configure { num_blocks, num_states, num_host_blocks, num_host_states })?;
-        self.receive_from_all(&mut group, deadline, |message| matches!(message, FromWorker::Ready).then_some(()))?;
+        let found = self.receive_from_all(&mut group, deadline, |message| match message {
+            FromWorker::Ready { slot_bytes } => Some(slot_bytes),
+            _ => None,
+        })?;
+        let reported = workers.iter().map(|worker| [worker.block_bytes, worker.state_bytes]);
+        let slot_bytes: Vec<[[u64; 2]; 2]> = reported.zip(found).map(|(reported, found)| [reported, found]).collect();
+        self.open_disk(&mut group, &slot_bytes)?;
         let mut phases = slowest_phases(&workers);
         phases.push(("load".to_owned(), loaded - started));
         phases.push(("kv_blocks".to_owned(), loaded.elapsed()));
@@ -94,7 +107,7 @@ impl Running {
     /// because sequences were admitted by it.
     pub(super) fn create_engine(&mut self, fitting: Fitting, state_interval: usize) -> Result<Fitting, WorkerLoss> {
         let name = &self.thread.config.name;
-        let Fitting { num_blocks: blocks, num_states: states, num_host_blocks, num_host_states } = fitting;
+        let Fitting { num_blocks: blocks, num_states: states, num_host_blocks, num_host_states, num_disk } = fitting;
         if let Some(engine) = &self.engine {
             let &EngineConfig { num_blocks, num_states, num_host_blocks, num_host_states, .. } = engine.config();
             let check = |fits: usize, before: usize, what: &str| {
@@ -103,7 +116,7 @@ impl Running {
             };
             check(blocks, num_blocks, "KV blocks")?;
             check(states, num_states, "recurrent states")?;
-            return Ok(Fitting { num_blocks, num_states, num_host_blocks, num_host_states });
+            return Ok(Fitting { num_blocks, num_states, num_host_blocks, num_host_states, num_disk });
         }
         let limits = self.thread.config.engine.clone();
         let config = EngineConfig {
@@ -112,6 +125,8 @@ impl Running {
             state_interval,
             num_host_blocks,
             num_host_states,
+            num_disk_blocks: num_disk[0],
+            num_disk_states: num_disk[1],
             ..limits
         };
         if num_host_blocks > 0 {
@@ -170,6 +185,8 @@ pub(super) struct Fitting {
     pub(super) num_host_blocks: usize,
     /// In host memory.
     pub(super) num_host_states: usize,
+    /// Both on disk.
+    pub(super) num_disk: [usize; 2],
 }
 
 /// What all workers have room for.

@@ -55,7 +55,7 @@ fn work(agents: &Weak<Agents>, prefix: &Prefix, worker: WorkerId, is_over: &Atom
             Err(_) => break,
         }
         match plan::decode(&bytes).unwrap() {
-            ToWorker::Configure { .. } => send(&FromWorker::Ready),
+            ToWorker::Configure { .. } => send(&FromWorker::Ready { slot_bytes: [0; 2] }),
             ToWorker::Step(StepPlan { step, work, .. }) => {
                 let sampled = |row: RowId| SampledToken { row, token: TokenId(7), logprob: None, top: Vec::new() };
                 let tokens = work.iter().filter(|work| work.samples).map(|work| sampled(work.row)).collect();
@@ -63,7 +63,7 @@ fn work(agents: &Weak<Agents>, prefix: &Prefix, worker: WorkerId, is_over: &Atom
             }
             ToWorker::Stop => break,
             ToWorker::Sleep => send(&FromWorker::Slept { refused: None }),
-            ToWorker::Wake { .. } => send(&FromWorker::Ready),
+            ToWorker::Wake { .. } => send(&FromWorker::Ready { slot_bytes: [0; 2] }),
             ToWorker::Adapter(_) | ToWorker::Exchanged { .. } | ToWorker::Masks(_) => {}
         }
     }

@@ -16,13 +16,20 @@ pub(super) const PROMPT: [&str; 5] = ["text_input", "prompt", "PROMPT", "INPUT_T
 /// Names of the output with the text.
 pub(super) const ANSWER: [&str; 3] = ["text_output", "response", "OUTPUT_TEXT"];
 
-/// Every ready model that answers text with text, by its further names if it has any.
+/// Every loaded model that answers text with text, by its further names if it has any.
 pub(super) fn list(state: &State) -> Value {
-    let mut models: Vec<String> = state.server.repository_index(true).into_iter().map(|entry| entry.name).collect();
-    models.dedup();
+    let models = loaded(state);
     let names = models.iter().flat_map(|model| names_of(state, model));
     let entries = names.filter_map(|name| entry(state, &name)).chain(adapters(state, &models));
     json!({"object": "list", "data": entries.collect::<Vec<_>>()})
+}
+
+/// The names of all models that are loaded, in order. One whose workers restart is among them.
+fn loaded(state: &State) -> Vec<String> {
+    let mut names: Vec<String> = state.server.repository_index(false).into_iter().map(|entry| entry.name).collect();
+    names.dedup();
+    names.retain(|name| state.server.model_is_loaded(name));
+    names
 }
 
 /// The names by which clients request a model: its further names if it has any, otherwise its own.
@@ -72,34 +79,28 @@ pub(super) fn generator(state: &State, name: &str) -> Option<Generator> {
 
 /// The name of the only text model that has a generator; `None` if there are none or several.
 pub(super) fn only_generator(state: &State) -> Option<String> {
-    let names = state.server.repository_index(true).into_iter().map(|entry| entry.name);
-    let mut names = names.filter(|name| text_model(state, name).is_some() && generator(state, name).is_some());
-    names.next().filter(|first| names.all(|name| name == *first))
+    let is_text = |name: &String| text_model(state, name).is_some() && generator(state, name).is_some();
+    let mut names = loaded(state).into_iter().filter(is_text);
+    names.next().filter(|_| names.next().is_none())
 }
 
 /// Whether a model that answers text with text can do so now. Models that failed to load, and other models, do not matter. A
 /// server without such models can answer when it is ready.
 pub(super) fn can_answer(state: &State) -> bool {
-    let names = state.server.repository_index(true).into_iter().map(|entry| entry.name);
-    let mut names = names.filter(|name| text_config(state, name).is_some()).peekable();
+    let mut names = loaded(state).into_iter().filter(|name| text_model(state, name).is_some()).peekable();
     match names.peek() {
         Some(_) => !state.is_draining() && names.any(|name| is_ready(state, &name)),
         None => state.is_ready(),
     }
 }
 
-/// The configuration of a ready model that answers text with text.
-pub(super) fn text_model(state: &State, name: &str) -> Option<Arc<ModelConfig>> {
-    text_config(state, name).filter(|_| is_ready(state, name))
-}
-
 fn is_ready(state: &State, name: &str) -> bool {
     state.server.model_is_ready(name, "").unwrap_or(false)
 }
 
-/// The configuration of a loaded model that answers text with text.
-fn text_config(state: &State, name: &str) -> Option<Arc<ModelConfig>> {
-    let config = state.server.model_config(name, "").ok()?;
+/// The configuration of a loaded model that answers text with text. Requests to one whose workers restart wait in its queue.
+pub(super) fn text_model(state: &State, name: &str) -> Option<Arc<ModelConfig>> {
+    let config = state.server.model_config(name, "").ok().filter(|_| state.server.model_is_loaded(name))?;
     let is_text = |data_type: ConfigType| data_type == ConfigType::TypeString;
     let takes = config.input.iter().any(|input| PROMPT.contains(&input.name.as_str()) && is_text(input.data_type()));
     let gives =

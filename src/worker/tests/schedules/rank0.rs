@@ -376,7 +376,7 @@ impl World {
         let worker = id.tp_rank as usize;
         match (&mut self.phase, message) {
             (Phase::Loading(done), FromWorker::Loaded { .. }) => done[worker] = true,
-            (Phase::Allocating(done), FromWorker::Ready) => done[worker] = true,
+            (Phase::Allocating(done), FromWorker::Ready { .. }) => done[worker] = true,
             (Phase::GoingToSleep(done), FromWorker::Slept { .. }) => done[worker] = true,
             (Phase::Serving, FromWorker::Output(output)) => {
                 if self.engine.settle(output, &mut self.events).is_err() {

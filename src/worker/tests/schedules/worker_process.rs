@@ -67,7 +67,7 @@ impl WorkerProcess {
                 assert_eq!(num_blocks, self.sizes.num_blocks);
                 self.is_configured = true;
                 self.allocate(self.next_step);
-                Reaction::Send(FromWorker::Ready)
+                Reaction::Send(FromWorker::Ready { slot_bytes: [0; 2] })
             }
             ToWorker::Step(plan) => {
                 let Some((rows, device)) = &mut self.rows else { return Reaction::Fail("no memory for a step".into()) };
@@ -83,7 +83,7 @@ impl WorkerProcess {
             }
             ToWorker::Wake { next_step } if self.is_configured && self.num_queued == 0 => {
                 self.allocate(next_step);
-                Reaction::Send(FromWorker::Ready)
+                Reaction::Send(FromWorker::Ready { slot_bytes: [0; 2] })
             }
             ToWorker::Stop => Reaction::Nothing,
             other => Reaction::Fail(format!("rank 0 sent `{}` at a wrong time", other.name())),
