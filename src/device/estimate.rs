@@ -39,6 +39,8 @@ pub struct Estimator {
     /// Inputs of the widest linear layers of a CPU.
     widest: Widest,
     has_wide_weights: bool,
+    /// Whether weights that are counted now belong to a drafter.
+    loads_drafter: bool,
     /// Precision of a CPU's linear layers.
     precision: WeightPrecision,
 }
@@ -71,6 +73,7 @@ impl Estimator {
             product_scratch: ProductScratch::default(),
             widest: Widest::default(),
             has_wide_weights: false,
+            loads_drafter: false,
             precision: WeightPrecision::default(),
         }
     }
@@ -128,7 +131,7 @@ impl Estimator {
         };
         self.weights_bytes += bytes;
         let is_bf16 = dtype == DType::Bf16;
-        self.has_wide_weights |= !is_bf16;
+        self.has_wide_weights |= !is_bf16 && !self.loads_drafter;
         let is_computed = parts.iter().any(is_computed);
         let rows = parts.iter().map(|part| part.rows.len()).sum();
         EstimatedWeight { rows, cols: parts.first().map_or(0, |part| part.cols.len()), bytes, is_bf16, is_computed }
@@ -244,6 +247,10 @@ impl Device for Estimator {
             Target::Cpu => CpuDevice::FEATURES,
             Target::Cuda => CudaDevice::FEATURES,
         }
+    }
+
+    fn begin_drafter(&mut self) {
+        self.loads_drafter = true;
     }
 
     fn load_linear(

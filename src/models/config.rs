@@ -1,5 +1,7 @@
 //! The configuration of a model: what `config.json` says, as a specification of every layer.
 
+use std::path::PathBuf;
+
 use ops::{
     Activation, DType, Feature, GroupScore, HeadNormSpan, KvElements, LatentShape, NormKind, QueryScale,
     RecurrentShape, Routing, Scoring, Target,
@@ -42,6 +44,8 @@ pub struct Config {
     pub mtp: Option<MtpHead>,
     /// Whether that head is loaded; its layer is then the last of `layers`. It comes from the deployment.
     pub(crate) has_mtp_layer: bool,
+    /// A model that guesses drafts for this one. It comes from the deployment, too.
+    pub(crate) draft: Option<Box<DraftModel>>,
     /// First token of every prompt, if the checkpoint names one.
     pub bos_id: Option<u32>,
     /// Tokens that end a sequence, from `generation_config.json` or else from `config.json`.
@@ -287,6 +291,14 @@ pub enum MtpForm {
     DeepSeek,
 }
 
+/// A smaller model that guesses drafts for another one.
+#[derive(Debug, Clone, PartialEq)]
+pub(crate) struct DraftModel {
+    /// Its checkpoint.
+    pub(crate) dir: PathBuf,
+    pub(crate) config: Config,
+}
+
 impl Config {
     /// Number of decoder layers, without that of an MTP head.
     pub fn num_layers(&self) -> usize {
@@ -425,9 +437,10 @@ impl Config {
                 Feature::ExpertScales,
             ),
             (routing(|_| true) && self.names.has_experts_apart(), Feature::ExpertsApart),
-            (self.has_mtp_layer, Feature::Guesses),
+            (self.has_mtp_layer || self.draft.is_some(), Feature::Guesses),
         ];
-        needs.into_iter().filter_map(|(needed, feature)| needed.then_some(feature)).collect()
+        let own = needs.into_iter().filter_map(|(needed, feature)| needed.then_some(feature));
+        own.chain(self.draft.iter().flat_map(|draft| draft.config.features())).collect()
     }
 }
 

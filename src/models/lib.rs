@@ -11,6 +11,8 @@ mod buffers;
 mod checkpoint;
 mod config;
 mod decoder;
+mod draft_model;
+mod drafter;
 mod error;
 mod estimate;
 mod expert_branch;

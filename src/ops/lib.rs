@@ -65,6 +65,10 @@ pub trait Device: Sized {
         &[]
     }
 
+    /// Weights that are loaded from now on only guess drafts. The type of keys and values does not follow from theirs, so that
+    /// tokens are the same with and without drafts.
+    fn begin_drafter(&mut self) {}
+
     /// Loads a linear layer's weight `[N, K]` from slices of the checkpoint stacked along `N` (q, k, v as one; gate and
     /// up as one), with an optional bias `[N]` stacked in the same way.
     ///
@@ -442,17 +446,24 @@ pub trait Device: Sized {
         Err(DeviceError::lacks(Feature::Guesses))
     }
 
+    /// The step becomes one of a model of its own that guesses, after [`Device::sample`] or [`Device::choose`]: the same tokens without
+    /// rejected drafts, and behind them the new token of each row that [`StepInputs::guesses`] names. A row has no guesses if that
+    /// token would need a KV block beyond those of the step ([`Feature::Guesses`]).
+    fn extend(&mut self) -> Result<(), DeviceError> {
+        Err(DeviceError::lacks(Feature::Guesses))
+    }
+
     /// Guesses one further token for each row that [`StepInputs::guesses`] names: that of the logits of `x` at its last position
-    /// whose next token is known, chosen as [`Device::sample`] would ([`Feature::Guesses`]).
+    /// whose next token is not known, chosen as [`Device::sample`] would ([`Feature::Guesses`]).
     fn guess(&mut self, _x: &Self::Tensor, _head: &Self::Weight, _logits: LogitSpec) -> Result<(), DeviceError> {
         Err(DeviceError::lacks(Feature::Guesses))
     }
 
     /// Makes the rows that need another guess the step's only ones, each with its last guess as the token that follows the
-    /// position behind the last one; `hidden` keeps their rows, in their order. Returns false if the guesses are complete, for
+    /// position behind the last one; `hidden`, if the guesses need it, keeps their rows, in their order. Returns false if the guesses are complete, for
     /// [`Device::take_guesses`]. A row has no guess whose keys would need a KV block beyond those of the step
     /// ([`Feature::Guesses`]).
-    fn next_guess(&mut self, _hidden: &mut Self::Tensor) -> Result<bool, DeviceError> {
+    fn next_guess(&mut self, _hidden: Option<&mut Self::Tensor>) -> Result<bool, DeviceError> {
         Err(DeviceError::lacks(Feature::Guesses))
     }
 

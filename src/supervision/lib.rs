@@ -20,7 +20,8 @@ pub use agents::{Agents, HostMemoryLease, Nodes};
 pub use checkpoint::{difference, fingerprint};
 pub use messages::{Activity, FromAgent, RelayedWorker, ToAgent, WorkerId};
 pub use protocol::{
-    AdapterPiece, DeviceChoice, FromWorker, KvCacheType, KvMemory, LogitsPiece, LogitsPlace, MAX_ADAPTER_PIECE,
-    MAX_LOGITS_PIECE, MAX_MASK_WORDS, PassedMemory, ShmName, ToWorker, WeightPrecision, WorkerSettings, WorkerSpec,
+    AdapterPiece, DeviceChoice, DeviceDrafter, FromWorker, KvCacheType, KvMemory, LogitsPiece, LogitsPlace,
+    MAX_ADAPTER_PIECE, MAX_LOGITS_PIECE, MAX_MASK_WORDS, PassedMemory, ShmName, ToWorker, WeightPrecision,
+    WorkerSettings, WorkerSpec,
 };
 pub use supervisor::WorkerSupervisor;

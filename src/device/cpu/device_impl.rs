@@ -34,6 +34,10 @@ impl Device for CpuDevice {
         Self::FEATURES
     }
 
+    fn begin_drafter(&mut self) {
+        self.loads_drafter = true;
+    }
+
     fn load_linear(
         &mut self,
         role: LinearRole,
@@ -476,7 +480,12 @@ impl Device for CpuDevice {
         self.guess_tokens(x, head.linear())
     }
 
-    fn next_guess(&mut self, hidden: &mut CpuTensor) -> Result<bool, DeviceError> {
+    fn extend(&mut self) -> Result<(), DeviceError> {
+        self.extend_tokens();
+        Ok(())
+    }
+
+    fn next_guess(&mut self, hidden: Option<&mut CpuTensor>) -> Result<bool, DeviceError> {
         Ok(self.go_on_guessing(hidden))
     }
 

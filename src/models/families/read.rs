@@ -179,6 +179,7 @@ fn decoder(fields: &Fields, family: &Family) -> Result<Config, ModelError> {
         },
         mtp: None,
         has_mtp_layer: false,
+        draft: None,
         bos_id: fields.token_ids("bos_token_id")?.first().copied(),
         eos_ids: fields.token_ids("eos_token_id")?,
         dtype: dtype(fields)?,

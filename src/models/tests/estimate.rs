@@ -5,6 +5,7 @@ use std::path::{Path, PathBuf};
 use device::Estimator;
 use device::cpu::{CpuConfig, CpuDevice, WeightPrecision};
 use ops::{Device, MemoryEstimate, MemoryPlan, PipelineStage, StepLimits, Target, TensorParallel};
+use settings::DeviceDrafter;
 
 const BLOCK_SIZE: usize = 16;
 
@@ -42,7 +43,10 @@ fn estimates_of_the_cpu_are_what_it_takes() {
     ] {
         let dir = golden_dir(case);
         let config = models::Config::from_dir(&dir).unwrap();
-        let config = if case.starts_with("mtp") { config.with_mtp().unwrap() } else { config };
+        let config = match case.starts_with("mtp") {
+            true => config.with_drafter(&DeviceDrafter::Mtp, WeightPrecision::Checkpoint, Target::Cpu).unwrap(),
+            false => config,
+        };
         let limits = StepLimits { max_tokens: 64, max_rows: 4, max_sequence_len: 128, vocab_size: config.vocab_size };
 
         let mut cpu =

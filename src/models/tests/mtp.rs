@@ -6,8 +6,10 @@ mod support;
 use device::cpu::WeightPrecision;
 use engine::SamplingParams;
 use models::Config;
+use ops::Target;
 use serde_json::Value;
-use support::{BLOCK_SIZE, Runner, Sequence, golden_dir, on_changed};
+use settings::DeviceDrafter;
+use support::{Runner, Sequence, golden_dir, on_changed};
 
 const CASES: [&str; 2] = ["mtp_qwen3_5", "mtp_deepseek_v3"];
 const NUM_GUESSES: usize = 3;
@@ -30,6 +32,10 @@ fn goldens(case: &str) -> Vec<Golden> {
     serde_json::from_value(value["sequences"].take()).unwrap()
 }
 
+fn with_head(config: Config) -> Config {
+    config.with_drafter(&DeviceDrafter::Mtp, WeightPrecision::Checkpoint, Target::Cpu).unwrap()
+}
+
 fn sequence(golden: &Golden, chunk: usize, start: usize) -> Sequence {
     let (prompt, num_tokens) = (golden.prompt.clone(), golden.tokens.len());
     Sequence { prompt, num_tokens, sampling: SamplingParams::default(), chunk, start, adapter: None }
@@ -43,11 +49,6 @@ fn run(runner: &mut Runner, sequences: &[Sequence]) -> Vec<(Vec<u32>, Vec<Vec<u3
     tokens.zip(runner.take_guesses()).collect()
 }
 
-/// As many guesses as fit into the blocks of `len` positions: the first one needs none.
-fn num_guesses(len: usize) -> usize {
-    NUM_GUESSES.min(1 + len.next_multiple_of(BLOCK_SIZE) - len)
-}
-
 /// Returns the number of guesses that were compared.
 fn compare(case: &str, golden: &Golden, tokens: &[u32], guesses: &[Vec<u32>]) -> usize {
     let clear = |margins: &[f64]| margins.iter().take_while(|&&margin| margin > CLEAR).count();
@@ -55,7 +56,7 @@ fn compare(case: &str, golden: &Golden, tokens: &[u32], guesses: &[Vec<u32>]) ->
     assert_eq!(tokens[..num_clear], golden.tokens[..num_clear], "{case}");
     let mut compared = 0;
     for (index, found) in guesses.iter().enumerate().take(num_clear) {
-        assert_eq!(found.len(), num_guesses(golden.prompt.len() + index), "{case}, token {index}");
+        assert_eq!(found.len(), NUM_GUESSES, "{case}, token {index}");
         let same = clear(&golden.guess_margins[index]).min(found.len());
         assert_eq!(found[..same], golden.guesses[index][..same], "{case}, guesses behind token {index}");
         compared += same;
@@ -69,15 +70,10 @@ fn guesses_agree_with_the_reference_for_any_chunks_and_for_world_sizes_1_and_2()
         let goldens = goldens(case);
         let mut compared = 0;
         for (size, chunk) in [(1, 256), (1, 5), (2, 16)] {
-            let found = on_changed(
-                case,
-                size,
-                |config| config.with_mtp().unwrap(),
-                |runner| {
-                    let sequences = goldens.iter().enumerate().map(|(index, golden)| sequence(golden, chunk, index));
-                    run(runner, &sequences.collect::<Vec<_>>())
-                },
-            );
+            let found = on_changed(case, size, with_head, |runner| {
+                let sequences = goldens.iter().enumerate().map(|(index, golden)| sequence(golden, chunk, index));
+                run(runner, &sequences.collect::<Vec<_>>())
+            });
             let pairs = goldens.iter().zip(&found);
             compared += pairs.map(|(golden, (tokens, guesses))| compare(case, golden, tokens, guesses)).sum::<usize>();
         }
@@ -98,7 +94,7 @@ fn a_head_changes_no_token_and_costs_no_other_guess_beside_other_rows() {
         };
         let sequences: Vec<Sequence> = (0..4).map(drawn).collect();
         let without = runner(config()).run(&sequences);
-        let mut with = runner(config().with_mtp().unwrap());
+        let mut with = runner(with_head(config()));
         with.num_guesses = NUM_GUESSES as u32;
         assert_eq!(with.run(&sequences), without, "{case}");
         let together = with.take_guesses();
@@ -117,15 +113,17 @@ fn a_head_changes_no_token_and_costs_no_other_guess_beside_other_rows() {
 #[test]
 fn a_checkpoint_without_the_head_and_a_family_without_one_are_refused_by_name() {
     let dir = golden_dir("qwen3_5");
-    let config = Config::from_dir(&dir).unwrap().with_mtp().unwrap();
+    let config = with_head(Config::from_dir(&dir).unwrap());
     let limits = ops::StepLimits { max_tokens: 8, max_rows: 1, max_sequence_len: 8, vocab_size: config.vocab_size };
     let mut estimator = device::Estimator::new(ops::Target::Cpu, ops::TensorParallel { rank: 0, size: 1 }, limits);
     let error = models::load(&dir, &config, &mut estimator).err().expect("weights are missing").to_string();
     assert!(error.contains("tensor `mtp."), "{error}");
-    let error = Config::from_dir(&golden_dir("llama3_gqa")).unwrap().with_mtp().unwrap_err().to_string();
+    let error = Config::from_dir(&golden_dir("llama3_gqa")).unwrap();
+    let error = error.with_drafter(&DeviceDrafter::Mtp, WeightPrecision::Checkpoint, Target::Cpu);
+    let error = error.unwrap_err().to_string();
     assert!(error.contains("`LlamaForCausalLM` has no MTP head"), "{error}");
     let mut gpu = device::Estimator::new(ops::Target::Cuda, ops::TensorParallel { rank: 0, size: 1 }, limits);
-    let config = Config::from_dir(&golden_dir("mtp_qwen3_5")).unwrap().with_mtp().unwrap();
+    let config = with_head(Config::from_dir(&golden_dir("mtp_qwen3_5")).unwrap());
     let error = models::load(&golden_dir("mtp_qwen3_5"), &config, &mut gpu).err().expect("GPUs lack it").to_string();
-    assert!(error.contains("drafts of an MTP head (`mtp_num_tokens`)"), "{error}");
+    assert!(error.contains("drafts of an MTP head or a draft model"), "{error}");
 }
