@@ -125,6 +125,20 @@ fn drafts_of_another_model_change_no_token_and_those_of_the_same_model_are_accep
 }
 
 #[test]
+fn drafts_of_eagle3_heads_change_no_token() {
+    for (head, world_size) in [("specforge", 1), ("speculators", 2)] {
+        let (tp, path) = (world_size.to_string(), golden_dir("eagle3").join(head).display().to_string());
+        let parameters = [("tp", &tp[..]), ("eagle3_num_tokens", "3"), ("eagle3_path", &path)];
+        let (mut world, _repository) = world("eagle3", world_size, &[&SMALL_POOL[..], &parameters].concat());
+        let url = world.url("/v2/models/tensorrt_llm/generate");
+        assert_eq!(together(&url, &requests()), expected("eagle3", world_size), "{head}");
+        // The heads are random, so they are seldom right.
+        let [drafted, accepted] = drafts(&mut world);
+        assert!(drafted > 20.0 && accepted < drafted, "{head}: {accepted} of {drafted} drafts");
+    }
+}
+
+#[test]
 fn a_text_with_drafts_survives_the_death_of_a_worker() {
     let draft = draft_model("olmo2");
     let draft = draft.each_ref().map(|(key, value)| (*key, &value[..]));
@@ -203,7 +217,7 @@ fn a_plan_counts_what_guesses_and_a_pipeline_is_refused() {
     let refused = plan("mtp_qwen3_5", &[&[MTP], &stages[..]].concat(), &two);
     assert!(refused.contains("an MTP head that guesses drafts, which a pipeline cannot divide"), "{refused}");
     let refused = plan("olmo2", &[&draft, &stages[..]].concat(), &two);
-    assert!(refused.contains("a draft model, which a pipeline cannot divide"), "{refused}");
+    assert!(refused.contains("a draft model or an EAGLE-3 head, which a pipeline cannot divide"), "{refused}");
     let refused = plan("olmo2", &[("draft_model_num_tokens", "3"), ("draft_model_path", "nowhere")], &one);
     assert!(refused.contains("`draft_model_path` is `nowhere`, but"), "{refused}");
 }

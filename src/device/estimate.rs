@@ -41,6 +41,8 @@ pub struct Estimator {
     has_wide_weights: bool,
     /// Whether weights that are counted now belong to a drafter.
     loads_drafter: bool,
+    /// Outputs of a drafter's own head.
+    draft_outputs: usize,
     /// Precision of a CPU's linear layers.
     precision: WeightPrecision,
 }
@@ -74,6 +76,7 @@ impl Estimator {
             widest: Widest::default(),
             has_wide_weights: false,
             loads_drafter: false,
+            draft_outputs: 0,
             precision: WeightPrecision::default(),
         }
     }
@@ -96,10 +99,11 @@ impl Estimator {
             Target::Cpu => {
                 let cols = self.tensor_cols + self.expert_cols;
                 let cpu = CpuEstimate::new(limits, cols, self.widest, self.has_wide_weights, attention);
+                let outputs_bytes = limits.max_rows * self.draft_outputs * size_of::<f32>();
                 MemoryEstimate {
                     weights_bytes,
                     mapped_bytes: self.mapped_bytes as u64,
-                    workspace_bytes: cpu.workspace_bytes as u64,
+                    workspace_bytes: (cpu.workspace_bytes + outputs_bytes) as u64,
                     communicator_bytes: 0,
                     reserve_bytes: 0,
                     block_bytes: cpu.block_bytes as u64,
@@ -281,6 +285,13 @@ impl Device for Estimator {
             self.weights_bytes += embedding.bytes;
         }
         Ok(*embedding)
+    }
+
+    fn load_draft_head(&mut self, head: WeightSlice<'_>, token_ids: Vec<u32>) -> Result<EstimatedWeight, DeviceError> {
+        let weight = self.count_matrix(&[head]);
+        self.count_use(&weight, true);
+        self.draft_outputs = token_ids.len();
+        Ok(weight)
     }
 
     fn product(_part: LowRankPart) {}

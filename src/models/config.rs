@@ -44,8 +44,8 @@ pub struct Config {
     pub mtp: Option<MtpHead>,
     /// Whether that head is loaded; its layer is then the last of `layers`. It comes from the deployment.
     pub(crate) has_mtp_layer: bool,
-    /// A model that guesses drafts for this one. It comes from the deployment, too.
-    pub(crate) draft: Option<Box<DraftModel>>,
+    /// What guesses drafts for this model from a checkpoint of its own. It comes from the deployment, too.
+    pub(crate) draft: Option<Box<DraftConfig>>,
     /// First token of every prompt, if the checkpoint names one.
     pub bos_id: Option<u32>,
     /// Tokens that end a sequence, from `generation_config.json` or else from `config.json`.
@@ -291,12 +291,28 @@ pub enum MtpForm {
     DeepSeek,
 }
 
-/// A smaller model that guesses drafts for another one.
+/// What guesses drafts from a checkpoint of its own.
 #[derive(Debug, Clone, PartialEq)]
-pub(crate) struct DraftModel {
-    /// Its checkpoint.
+pub(crate) struct DraftConfig {
+    /// The checkpoint.
     pub(crate) dir: PathBuf,
+    /// A smaller model, or a head in the shape of a model of one layer.
     pub(crate) config: Config,
+    /// Set if it is such a head.
+    pub(crate) eagle3: Option<Eagle3Form>,
+}
+
+/// What an EAGLE-3 head has beside a layer.
+#[derive(Debug, Clone, PartialEq)]
+pub(crate) struct Eagle3Form {
+    /// The name of its layer in the checkpoint.
+    pub(crate) layer: &'static str,
+    /// Layers of the model whose inputs it takes.
+    pub(crate) taps: [usize; 3],
+    /// Tokens that it can guess.
+    pub(crate) draft_vocab_size: usize,
+    /// Whether the layer's output is added to its normed input instead of the input.
+    pub(crate) norm_before_residual: bool,
 }
 
 impl Config {

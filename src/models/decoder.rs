@@ -9,6 +9,7 @@ use crate::buffers::Buffers;
 use crate::config::{KvSource, LayerSpec};
 use crate::draft_model::DraftDecoder;
 use crate::drafter::{Drafter, Target as DraftTarget};
+use crate::eagle3::Eagle3;
 use crate::layer::Layer;
 use crate::layers::{Loader, shape_of};
 use crate::mixer::Counts;
@@ -95,7 +96,10 @@ impl<D: Device> Decoder<D> {
             (Some(head), _) if config.has_mtp_layer => {
                 Some(Drafter::Mtp(Mtp::load(&mut loader, head.form, &mut widths, counts)?))
             }
-            (_, Some(draft)) => Some(Drafter::Model(DraftDecoder::load(draft, counts, loader.device)?)),
+            (_, Some(draft)) => Some(match &draft.eagle3 {
+                Some(form) => Drafter::Eagle3(Eagle3::load(draft, form, config.hidden_size, counts, loader.device)?),
+                None => Drafter::Model(DraftDecoder::load(draft, counts, loader.device)?),
+            }),
             _ => None,
         };
         let has_second = layers.iter().chain(drafter.as_ref().and_then(Drafter::own_layer)).any(Layer::has_two_parts);
@@ -127,7 +131,7 @@ fn refuse_split(dir: &Path, config: &Config, stage: PipelineStage) -> Result<(),
     let what = match () {
         () if stage == PipelineStage::WHOLE => return Ok(()),
         () if config.has_mtp_layer => "an MTP head that guesses drafts",
-        () if config.draft.is_some() => "a draft model",
+        () if config.draft.is_some() => "a draft model or an EAGLE-3 head",
         () if config.per_layer_input.is_some() => "an embedding for each layer",
         () if config.layers[own.clone()].iter().all(|layer| layer.recurrent.is_some()) => {
             "a stage whose layers all have recurrent states"
@@ -189,7 +193,13 @@ impl<D: Device> Decoder<D> {
     /// Runs all layers of this stage.
     pub(crate) fn run_layers(&mut self, device: &mut D) -> Result<(), DeviceError> {
         self.begin(device)?;
-        (0..self.layers.len()).try_for_each(|index| self.run_layer(device, index))
+        for index in 0..self.layers.len() {
+            if let Some(Drafter::Eagle3(head)) = &mut self.drafter {
+                head.take(device, index, &self.buffers.residual)?;
+            }
+            self.run_layer(device, index)?;
+        }
+        Ok(())
     }
 
     /// The input of the output head, and the head; `None` before the last stage.
@@ -220,7 +230,7 @@ impl<D: Device> Decoder<D> {
                     num_buffers[kv_group] - 1
                 }
             };
-            let layer = self.layer_attention(index);
+            let layer = layer_attention(&self.config, &self.shard, index, self.layer(index).mixer.sinks());
             let rope = layer.rope.map(|rope| first_rope + rope);
             spec.layers.push(LayerAttention { kv_group, kv_buffer, rope, ..layer });
         }
@@ -254,29 +264,30 @@ impl<D: Device> Decoder<D> {
         let head = self.drafter.as_ref().and_then(Drafter::own_layer);
         self.layers.get(index - first).or(head).expect("the layer is one of this stage")
     }
+}
 
-    fn layer_attention(&self, index: usize) -> LayerAttention {
-        let (attention, shard) = (&self.config.layers[index].attention, &self.shard.layers[index]);
-        LayerAttention {
-            num_heads: shard.heads.len(),
-            num_kv_heads: shard.kv_heads.len(),
-            head_dim: attention.head_dim,
-            latent: attention.latent.map(|latent| latent.shape),
-            scale: attention.scale,
-            rope: attention.rope,
-            window: attention.window,
-            chunk: attention.chunk,
-            score_cap: attention.score_cap,
-            sinks: self.layer(index).mixer.sinks().to_vec(),
-            kv_group: 0,
-            kv_buffer: index,
-            query_scale: attention.query_scale,
-            has_shared_kv: matches!(attention.kv, KvSource::Layer(_)),
-            alibi_slopes: match attention.has_alibi {
-                true => alibi::slopes(attention.num_heads)[shard.heads.clone()].to_vec(),
-                false => Vec::new(),
-            },
-        }
+/// Attention of layer `index` of a model, with the sinks of this worker's heads.
+pub(crate) fn layer_attention(config: &Config, shard: &Shard, index: usize, sinks: &[f32]) -> LayerAttention {
+    let (attention, shard) = (&config.layers[index].attention, &shard.layers[index]);
+    LayerAttention {
+        num_heads: shard.heads.len(),
+        num_kv_heads: shard.kv_heads.len(),
+        head_dim: attention.head_dim,
+        latent: attention.latent.map(|latent| latent.shape),
+        scale: attention.scale,
+        rope: attention.rope,
+        window: attention.window,
+        chunk: attention.chunk,
+        score_cap: attention.score_cap,
+        sinks: sinks.to_vec(),
+        kv_group: 0,
+        kv_buffer: index,
+        query_scale: attention.query_scale,
+        has_shared_kv: matches!(attention.kv, KvSource::Layer(_)),
+        alibi_slopes: match attention.has_alibi {
+            true => alibi::slopes(attention.num_heads)[shard.heads.clone()].to_vec(),
+            false => Vec::new(),
+        },
     }
 }
 
@@ -295,8 +306,10 @@ impl<D: Device> Model<D> for Decoder<D> {
         };
         let (own, of_draft) = groups.of_layers.split_at(self.config.layers.len());
         self.add_layers(own, &mut num_buffers, &mut spec);
-        if let Some(Drafter::Model(draft)) = &self.drafter {
-            draft.add_layers(of_draft, &mut num_buffers, &mut spec);
+        match &self.drafter {
+            Some(Drafter::Model(draft)) => draft.add_layers(of_draft, &mut num_buffers, &mut spec),
+            Some(Drafter::Eagle3(head)) => head.add_layer(of_draft[0], &mut num_buffers, &mut spec),
+            Some(Drafter::Mtp(_)) | None => {}
         }
         spec
     }

@@ -13,7 +13,7 @@ use std::path::Path;
 use ops::{AttentionSpec, Device, DeviceError, LogitSpec, Target};
 use settings::WeightPrecision;
 
-use crate::config::DraftModel;
+use crate::config::DraftConfig;
 use crate::decoder::Decoder;
 use crate::mixer::Counts;
 use crate::shard::Shard;
@@ -33,15 +33,22 @@ impl Config {
         }
         let precision = if config.stored_quantization.is_some() { WeightPrecision::Checkpoint } else { precision };
         let config = config.in_precision(precision, target).map_err(of_draft)?;
-        let num_groups = self.kv_groups(self.max_position_embeddings).windows.len();
         let architecture = &config.architecture;
         self.notes.push(format!("`{architecture}` in {} guesses drafts", dir.display()));
-        self.draft = Some(Box::new(DraftModel { dir: dir.to_owned(), config }));
-        if num_groups > 1 && self.kv_groups(self.max_position_embeddings).windows.len() == 1 {
-            let note = "layers with a window keep all positions, because keys and values of the draft model have another shape";
+        Ok(self.with_draft(DraftConfig { dir: dir.to_owned(), config, eagle3: None }))
+    }
+
+    /// The same model with what guesses its drafts, which fits.
+    pub(crate) fn with_draft(mut self, draft: DraftConfig) -> Self {
+        let num_groups = |config: &Self| config.kv_groups(config.max_position_embeddings).windows.len();
+        let before = num_groups(&self);
+        self.draft = Some(Box::new(draft));
+        if before > 1 && num_groups(&self) == 1 {
+            let note =
+                "layers with a window keep all positions, because keys and values of the drafter have another shape";
             self.notes.push(note.to_owned());
         }
-        Ok(self)
+        self
     }
 }
 
@@ -74,7 +81,7 @@ pub(crate) struct DraftDecoder<D: Device> {
 
 impl<D: Device> DraftDecoder<D> {
     /// Loads it behind the layers of the model, which are those in `counts`.
-    pub(crate) fn load(draft: &DraftModel, counts: &mut Counts, device: &mut D) -> Result<Self, ModelError> {
+    pub(crate) fn load(draft: &DraftConfig, counts: &mut Counts, device: &mut D) -> Result<Self, ModelError> {
         let mut load = |device: &mut D| {
             let shard = Shard::new(&draft.config, device.tensor_parallel())?;
             let checkpoint = Checkpoint::open(&draft.dir)?;

@@ -5,6 +5,7 @@ use settings::{DeviceDrafter, WeightPrecision};
 
 use crate::buffers::Buffers;
 use crate::draft_model::DraftDecoder;
+use crate::eagle3::Eagle3;
 use crate::layer::Layer;
 use crate::mtp::Mtp;
 use crate::{Config, ModelError};
@@ -23,6 +24,7 @@ impl Config {
         match drafter {
             DeviceDrafter::Mtp => self.with_mtp(),
             DeviceDrafter::Model(dir) => self.with_draft_model(dir, precision, target),
+            DeviceDrafter::Eagle3(dir) => self.with_eagle3(dir, precision, target),
         }
     }
 }
@@ -33,6 +35,8 @@ pub(crate) enum Drafter<D: Device> {
     Mtp(Mtp<D>),
     /// Another model.
     Model(DraftDecoder<D>),
+    /// A head with a checkpoint of its own, which continues from hidden states of three layers.
+    Eagle3(Eagle3<D>),
 }
 
 /// What the model lends its drafter. `b` has the hidden state behind the model's last norm.
@@ -50,10 +54,12 @@ impl<D: Device> Drafter<D> {
         match self {
             Drafter::Mtp(mtp) => mtp.begin(device, target)?,
             Drafter::Model(_) => device.extend()?,
+            Drafter::Eagle3(_) => device.follow()?,
         }
         loop {
             let hidden = match self {
                 Drafter::Mtp(mtp) => Some(mtp.guess(device, target)?),
+                Drafter::Eagle3(head) => Some(head.guess(device, target.embedding)?),
                 Drafter::Model(model) => {
                     model.guess(device)?;
                     None
@@ -69,7 +75,7 @@ impl<D: Device> Drafter<D> {
     pub(crate) fn own_layer(&self) -> Option<&Layer<D>> {
         match self {
             Drafter::Mtp(mtp) => Some(&mtp.layer),
-            Drafter::Model(_) => None,
+            Drafter::Model(_) | Drafter::Eagle3(_) => None,
         }
     }
 }

@@ -13,6 +13,7 @@ mod config;
 mod decoder;
 mod draft_model;
 mod drafter;
+mod eagle3;
 mod error;
 mod estimate;
 mod expert_branch;

@@ -146,7 +146,7 @@ impl fmt::Display for Feature {
             Feature::Recurrent => "layers with a recurrent state (Gated DeltaNet)",
             Feature::LatentAttention => "attention over latent vectors (MLA)",
             Feature::OutputGate => "attention with an output gate",
-            Feature::Guesses => "drafts of an MTP head or a draft model (`mtp_num_tokens`, `draft_model_num_tokens`)",
+            Feature::Guesses => "drafts of an MTP head, an EAGLE-3 head or a draft model (`mtp_num_tokens`, `eagle3_num_tokens`, `draft_model_num_tokens`)",
             Feature::Adapters => "adapters (LoRA)",
             Feature::Experts => "mixture of experts",
         })

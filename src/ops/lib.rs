@@ -86,6 +86,12 @@ pub trait Device: Sized {
     /// Creates the output head from an embedding that is tied to it, without a second copy.
     fn tie_head(&mut self, embedding: &Self::Weight) -> Result<Self::Weight, DeviceError>;
 
+    /// Loads an output head of a drafter `[Vd, E]`, whole on every worker, for [`Device::guess`]. Its output `i` is the logit of token
+    /// `token_ids[i]`; the tokens of the vocabulary are below that of the step's limits ([`Feature::Guesses`]).
+    fn load_draft_head(&mut self, _head: WeightSlice<'_>, _token_ids: Vec<u32>) -> Result<Self::Weight, DeviceError> {
+        Err(DeviceError::lacks(Feature::Guesses))
+    }
+
     /// Loads a norm's gain and bias.
     fn load_norm(&mut self, norm: &NormSlices<'_>) -> Result<Self::Weight, DeviceError>;
 
@@ -439,6 +445,11 @@ pub trait Device: Sized {
     /// [`Device::collect`]. Nothing is appended to rows with [`SamplingParams::beam_candidates`], nor to those that
     /// sample more than once. With [`StepInputs::masked`] the tokens are chosen later, by [`Device::choose`].
     fn sample(&mut self, x: &Self::Tensor, head: &Self::Weight, logits: LogitSpec) -> Result<(), DeviceError>;
+
+    /// `out[t, first + i] = x[t, i]` for all columns `i` of `x` ([`Feature::Guesses`]).
+    fn put_columns(&mut self, _out: &mut Self::Tensor, _x: &Self::Tensor, _first: usize) -> Result<(), DeviceError> {
+        Err(DeviceError::lacks(Feature::Guesses))
+    }
 
     /// The tokens of the step become those that follow them, after [`Device::sample`] or [`Device::choose`]: a new token, or the
     /// token of the next position. Behind a rejected draft it may be any ([`Feature::Guesses`]).

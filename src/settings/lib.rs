@@ -32,6 +32,8 @@ pub enum DeviceDrafter {
     Mtp,
     /// A smaller model with the same vocabulary, whose checkpoint is in this directory.
     Model(PathBuf),
+    /// A head in the form of EAGLE-3, whose checkpoint is in this directory.
+    Eagle3(PathBuf),
 }
 
 /// How the weights of linear layers are quantized while they are loaded; embeddings, norms and biases keep the checkpoint's type.

@@ -51,7 +51,11 @@ fn run(spec: &WorkerSpec, rings: &Rings) -> Result<(), WorkerError> {
     if let Some(print) = &spec.checkpoint_fingerprint {
         check_checkpoint(spec, &spec.checkpoint, print)?;
     }
-    if let (Some(DeviceDrafter::Model(dir)), Some(print)) = (&spec.drafter, &spec.draft_fingerprint) {
+    let draft_dir = match &spec.drafter {
+        Some(DeviceDrafter::Model(dir) | DeviceDrafter::Eagle3(dir)) => Some(dir),
+        Some(DeviceDrafter::Mtp) | None => None,
+    };
+    if let (Some(dir), Some(print)) = (draft_dir, &spec.draft_fingerprint) {
         check_checkpoint(spec, dir, print)?;
     }
     let (precision, target) = (spec.settings.weight_precision, target(spec.settings.device));

@@ -165,7 +165,7 @@ impl BackendFactory for LlmFactory {
             let mut config = LlmConfig::new(&load, &defaults)?;
             if agents.nodes().names().len() > 1 {
                 config.checkpoint_fingerprint = Some(fingerprint(&config.name, config.checkpoint.clone()).await?);
-                if let Some(DeviceDrafter::Model(dir)) = config.drafter.clone() {
+                if let Some(DeviceDrafter::Model(dir) | DeviceDrafter::Eagle3(dir)) = config.drafter.clone() {
                     config.draft_fingerprint = Some(fingerprint(&config.name, dir).await?);
                 }
             }

@@ -84,6 +84,13 @@ impl Device for CpuDevice {
         Ok(())
     }
 
+    fn load_draft_head(&mut self, head: WeightSlice<'_>, token_ids: Vec<u32>) -> Result<CpuWeight, DeviceError> {
+        let matrix = slices::matrix(&mut self.pool, &[head], &[])?;
+        let linear = self.add_linear(matrix, true);
+        self.workspace_bytes += self.guesses.fit(self.config.limits.max_rows * token_ids.len()) as u64;
+        Ok(CpuWeight::DraftHead { linear, token_ids })
+    }
+
     fn load_norm(&mut self, norm: &NormSlices<'_>) -> Result<CpuWeight, DeviceError> {
         let weight = weights::norm(norm)?;
         let vectors = if norm.kind == NormKind::Layer { 2 } else { 1 };
@@ -470,6 +477,13 @@ impl Device for CpuDevice {
         Ok(())
     }
 
+    fn put_columns(&mut self, out: &mut CpuTensor, x: &CpuTensor, first: usize) -> Result<(), DeviceError> {
+        let tokens = self.num_tokens();
+        let rows = out.data.chunks_exact_mut(out.cols).zip(x.data.chunks_exact(x.cols)).take(tokens);
+        rows.for_each(|(out, x)| out[first..first + x.len()].copy_from_slice(x));
+        Ok(())
+    }
+
     fn follow(&mut self) -> Result<(), DeviceError> {
         self.follow_tokens();
         Ok(())
@@ -477,7 +491,7 @@ impl Device for CpuDevice {
 
     fn guess(&mut self, x: &CpuTensor, head: &CpuWeight, logits: LogitSpec) -> Result<(), DeviceError> {
         self.logit_cap = logits.cap;
-        self.guess_tokens(x, head.linear())
+        self.guess_tokens(x, head)
     }
 
     fn extend(&mut self) -> Result<(), DeviceError> {

@@ -9,7 +9,7 @@ use engine::{RowId, TokenId};
 use kernels::cpu as k;
 use ops::{DeviceError, StepInputs};
 
-use super::{CpuDevice, CpuTensor, Linear, sampler};
+use super::{CpuDevice, CpuTensor, CpuWeight, Linear, sampler};
 
 /// The guesses of the current step, and those of steps that are complete.
 #[derive(Debug, Default)]
@@ -17,6 +17,16 @@ pub(super) struct Guesses {
     rows: Vec<Guessing>,
     /// Of each step whose guesses are complete and that is not collected yet.
     pub(super) done: VecDeque<Vec<(RowId, Vec<TokenId>)>>,
+    /// `[R, Vd]`: outputs of a drafter's own head.
+    outputs: Vec<f32>,
+}
+
+impl Guesses {
+    /// Allocates the outputs of a drafter's head; returns their bytes.
+    pub(super) fn fit(&mut self, num_outputs: usize) -> usize {
+        self.outputs = vec![0.0; num_outputs];
+        size_of_val(&*self.outputs)
+    }
 }
 
 /// A row whose next tokens are guessed.
@@ -130,12 +140,18 @@ impl CpuDevice {
         self.inputs = StepInputs { rows, block_tables, max_blocks, reach, ..next };
     }
 
-    pub(super) fn guess_tokens(&mut self, x: &CpuTensor, head: &Linear) -> Result<(), DeviceError> {
+    pub(super) fn guess_tokens(&mut self, x: &CpuTensor, head: &CpuWeight) -> Result<(), DeviceError> {
         let mut guessing = std::mem::take(&mut self.guesses.rows);
         let mut active: Vec<&mut Guessing> = guessing.iter_mut().filter(|row| row.num_left > 0).collect();
         let vocab = self.config.limits.vocab_size;
         for chunk in active.chunks_mut(self.config.limits.max_rows) {
-            self.compute_logits(x, head, chunk.iter().map(|row| row.token_index as u32))?;
+            let positions = chunk.iter().map(|row| row.token_index as u32);
+            match head {
+                CpuWeight::DraftHead { linear, token_ids } => {
+                    self.compute_draft_logits(x, linear, token_ids, positions)
+                }
+                head => self.compute_logits(x, head.linear(), positions)?,
+            }
             let (rows, logits) = (&self.rows, &mut self.logits[..chunk.len() * vocab]);
             let guessed = k::map_rows(&mut self.pool, logits, vocab, |index, logits| {
                 let Guessing { row, num_generated, .. } = *chunk[index];
@@ -149,6 +165,25 @@ impl CpuDevice {
         }
         self.guesses.rows = guessing;
         Ok(())
+    }
+
+    /// Logits `[len, V]` of some tokens of `x` by a drafter's own head. Tokens that it lacks are never guessed.
+    fn compute_draft_logits(
+        &mut self,
+        x: &CpuTensor,
+        head: &Linear,
+        token_ids: &[u32],
+        positions: impl ExactSizeIterator<Item = u32>,
+    ) {
+        let len = positions.len();
+        self.gather_rows(x, positions);
+        let outputs = &mut self.guesses.outputs[..len * token_ids.len()];
+        self.projection.project(&mut self.pool, self.isa, outputs, &self.sampled, len, head);
+        let vocab = self.config.limits.vocab_size;
+        for (logits, outputs) in self.logits.chunks_exact_mut(vocab).zip(outputs.chunks_exact(token_ids.len())) {
+            logits.fill(f32::NEG_INFINITY);
+            token_ids.iter().zip(outputs).for_each(|(&token, &output)| logits[token as usize] = output);
+        }
     }
 
     pub(super) fn go_on_guessing(&mut self, mut hidden: Option<&mut CpuTensor>) -> bool {

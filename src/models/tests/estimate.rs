@@ -40,12 +40,17 @@ fn estimates_of_the_cpu_are_what_it_takes() {
         "deepseek_v3_fp8",
         "mtp_qwen3_5",
         "mtp_deepseek_v3",
+        "eagle3",
     ] {
         let dir = golden_dir(case);
         let config = models::Config::from_dir(&dir).unwrap();
-        let config = match case.starts_with("mtp") {
-            true => config.with_drafter(&DeviceDrafter::Mtp, WeightPrecision::Checkpoint, Target::Cpu).unwrap(),
-            false => config,
+        let drafter = match case {
+            "eagle3" => Some(DeviceDrafter::Eagle3(dir.join("speculators"))),
+            case => case.starts_with("mtp").then_some(DeviceDrafter::Mtp),
+        };
+        let config = match drafter {
+            Some(drafter) => config.with_drafter(&drafter, WeightPrecision::Checkpoint, Target::Cpu).unwrap(),
+            None => config,
         };
         let limits = StepLimits { max_tokens: 64, max_rows: 4, max_sequence_len: 128, vocab_size: config.vocab_size };
 

@@ -1,5 +1,5 @@
-//! Who guesses drafts, and how many: the parameters `prompt_lookup_num_tokens`, `mtp_num_tokens`, and `draft_model_num_tokens` with
-//! `draft_model_path`.
+//! Who guesses drafts, and how many: the parameters `prompt_lookup_num_tokens`, `mtp_num_tokens`, `draft_model_num_tokens` with
+//! `draft_model_path`, and `eagle3_num_tokens` with `eagle3_path`.
 
 use std::path::Path;
 
@@ -12,9 +12,6 @@ use text::{Tokenizer, TokenizerType};
 
 use super::{LlmDefaults, invalid};
 use crate::{checkpoint, parameters};
-
-/// The parameter that names the checkpoint of a draft model.
-const DRAFT_MODEL: &str = "draft_model_path";
 
 /// Maximum number of draft tokens in one step. Longer drafts are seldom accepted.
 const MAX_DRAFTS: usize = 64;
@@ -33,10 +30,11 @@ enum Source {
     PromptLookup,
     Mtp,
     DraftModel,
+    Eagle3,
 }
 
 impl Source {
-    const ALL: [Self; 3] = [Self::PromptLookup, Self::Mtp, Self::DraftModel];
+    const ALL: [Self; 4] = [Self::PromptLookup, Self::Mtp, Self::DraftModel, Self::Eagle3];
 
     /// The parameter with the number of drafts.
     fn key(self) -> &'static str {
@@ -44,6 +42,16 @@ impl Source {
             Source::PromptLookup => "prompt_lookup_num_tokens",
             Source::Mtp => "mtp_num_tokens",
             Source::DraftModel => "draft_model_num_tokens",
+            Source::Eagle3 => "eagle3_num_tokens",
+        }
+    }
+
+    /// The parameter that names its checkpoint, if it has one of its own.
+    fn path_key(self) -> Option<&'static str> {
+        match self {
+            Source::PromptLookup | Source::Mtp => None,
+            Source::DraftModel => Some("draft_model_path"),
+            Source::Eagle3 => Some("eagle3_path"),
         }
     }
 
@@ -59,6 +67,7 @@ impl Source {
             Source::Mtp if model.mtp.is_none() => {
                 Some(format!("`{}`, which has no MTP head that Trireme knows", model.architecture))
             }
+            Source::Eagle3 if is_cuda => Some("GPUs, where EAGLE-3 heads do not run".to_owned()),
             Source::DraftModel if is_cuda => Some("GPUs, where draft models do not run".to_owned()),
             _ => None,
         }
@@ -90,17 +99,19 @@ impl Drafts {
         {
             return Err(invalid(config, format!("`{key}` is {}, expected 0 for {reason}", found.max)));
         }
-        match (found.source, found.max, parameters::text(config, DRAFT_MODEL)) {
-            (Source::DraftModel, _, None) => {
-                let message = format!("`{key}` is {}, but `{DRAFT_MODEL}` names no checkpoint", found.max);
-                Err(invalid(config, message))
+        for source in Source::ALL {
+            let Some(path_key) = source.path_key() else { continue };
+            let (key, is_named) = (source.key(), parameters::text(config, path_key).is_some());
+            let is_wanted = found.max > 0 && found.source == source;
+            if is_wanted && !is_named {
+                let message = format!("`{key}` is {}, but `{path_key}` names no checkpoint", found.max);
+                return Err(invalid(config, message));
             }
-            (Source::PromptLookup, 0, Some(_)) => {
-                let message = format!("`{DRAFT_MODEL}` is set, but `{}` is not", Source::DraftModel.key());
-                Err(invalid(config, message))
+            if is_named && !is_wanted {
+                return Err(invalid(config, format!("`{path_key}` is set, but `{key}` is not")));
             }
-            _ => Ok(found),
         }
+        Ok(found)
     }
 
     /// Whether the devices guess, and not rank 0.
@@ -113,17 +124,17 @@ impl Drafts {
     /// # Errors
     /// When there is no checkpoint of a draft model, or it has another tokenizer.
     pub(super) fn drafter(self, load: &LoadRequest, checkpoint: &Path) -> Result<Option<DeviceDrafter>, InferError> {
-        match self.source {
-            _ if self.max == 0 => Ok(None),
-            Source::PromptLookup => Ok(None),
-            Source::Mtp => Ok(Some(DeviceDrafter::Mtp)),
-            Source::DraftModel => {
-                let wrong = |message: String| invalid(&load.config, message);
-                let dir = checkpoint::named(DRAFT_MODEL, &load.config, &load.model_dir, &load.version_dir);
-                let dir = dir.expect("a draft model has a checkpoint").map_err(wrong)?;
+        let wrong = |message: String| invalid(&load.config, message);
+        let named = self.source.path_key().filter(|_| self.max > 0);
+        let dir = named.and_then(|key| checkpoint::named(key, &load.config, &load.model_dir, &load.version_dir));
+        match (self.source, dir.transpose().map_err(wrong)?) {
+            (Source::Mtp, _) if self.max > 0 => Ok(Some(DeviceDrafter::Mtp)),
+            (Source::DraftModel, Some(dir)) => {
                 check_tokenizers(checkpoint, &dir).map_err(wrong)?;
                 Ok(Some(DeviceDrafter::Model(dir)))
             }
+            (Source::Eagle3, Some(dir)) => Ok(Some(DeviceDrafter::Eagle3(dir))),
+            _ => Ok(None),
         }
     }
 
@@ -140,9 +151,8 @@ impl Drafts {
         let found = format!("`--benchmark-forced-acceptance` is {tokens}");
         let most = 1 + self.max;
         if self.max == 0 {
-            let message = format!(
-                "{found}, but the model has no drafts; set `prompt_lookup_num_tokens`, `mtp_num_tokens` or `draft_model_num_tokens`"
-            );
+            let message =
+                format!("{found}, but the model has no drafts; set `prompt_lookup_num_tokens` or another source");
             return Err(invalid(config, message));
         }
         if !(1.0..=most as f64).contains(&tokens) {
@@ -211,11 +221,13 @@ mod tests {
         let (llama, qwen) = ("LlamaForCausalLM", "Qwen3_5ForCausalLM");
         let (lookup, mtp) = (("prompt_lookup_num_tokens", "4"), ("mtp_num_tokens", "3"));
         let (model, path) = (("draft_model_num_tokens", "5"), ("draft_model_path", "draft"));
+        let (head, head_path) = (("eagle3_num_tokens", "2"), ("eagle3_path", "head"));
         let found = |max, source| Ok(Drafts { max, source });
         assert_eq!(drafts(llama, &[], Target::Cpu), found(0, Source::PromptLookup));
         assert_eq!(drafts(llama, &[lookup], Target::Cuda), found(4, Source::PromptLookup));
         assert_eq!(drafts(qwen, &[mtp], Target::Cpu), found(3, Source::Mtp));
         assert_eq!(drafts(llama, &[model, path], Target::Cpu), found(5, Source::DraftModel));
+        assert_eq!(drafts(llama, &[head, head_path], Target::Cpu), found(2, Source::Eagle3));
         assert_eq!(drafts(qwen, &[lookup, ("mtp_num_tokens", "0")], Target::Cpu).unwrap().max, 4);
         let refused = [
             (drafts(qwen, &[lookup, mtp], Target::Cpu), "are both set; remove one"),
@@ -224,6 +236,8 @@ mod tests {
             (drafts(qwen, &[mtp, model], Target::Cpu), "`mtp_num_tokens` and `draft_model_num_tokens` are both set"),
             (drafts(llama, &[model, path], Target::Cuda), "`draft_model_num_tokens` is 5, expected 0 for GPUs"),
             (drafts(llama, &[model], Target::Cpu), "but `draft_model_path` names no checkpoint"),
+            (drafts(llama, &[head, head_path], Target::Cuda), "`eagle3_num_tokens` is 2, expected 0 for GPUs"),
+            (drafts(llama, &[lookup, head_path], Target::Cpu), "`eagle3_path` is set, but `eagle3_num_tokens` is not"),
             (drafts(llama, &[path], Target::Cpu), "`draft_model_path` is set, but `draft_model_num_tokens` is not"),
             (drafts(qwen, &[("mtp_num_tokens", "65")], Target::Cpu), "`mtp_num_tokens` is 65, expected 0 to 64"),
         ];
