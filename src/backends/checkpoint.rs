@@ -70,19 +70,32 @@ pub(crate) fn is_named(config: &ModelConfig) -> bool {
     CHECKPOINT_PARAMETERS.iter().any(|key| parameters::text(config, key).is_some())
 }
 
+/// The directory of the checkpoint that a parameter names, relative to the model or to the version; `None` if it is not set.
+///
+/// # Errors
+/// When there is no checkpoint. The error says what was found instead and what to do.
+pub(crate) fn named(
+    key: &str,
+    config: &ModelConfig,
+    model_dir: &Path,
+    version_dir: &Path,
+) -> Option<Result<PathBuf, String>> {
+    let path = parameters::text(config, key)?;
+    let dirs = [model_dir.join(path), version_dir.join(path)];
+    let found = dirs.iter().find(|dir| Holds::of(dir) == Holds::Checkpoint);
+    Some(found.cloned().ok_or_else(|| {
+        let dir = if dirs[1].is_dir() && !dirs[0].is_dir() { &dirs[1] } else { &dirs[0] };
+        format!("`{key}` is `{path}`, but {}", Holds::of(dir).advice(dir))
+    }))
+}
+
 /// The directory of a model's checkpoint: the one that a parameter names, or else the version directory or `weights/` in it.
 ///
 /// # Errors
 /// When there is no checkpoint. The error says what was found instead and what to do.
 pub(crate) fn find(config: &ModelConfig, model_dir: &Path, version_dir: &Path) -> Result<PathBuf, String> {
-    for key in CHECKPOINT_PARAMETERS {
-        let Some(path) = parameters::text(config, key) else { continue };
-        let dirs = [model_dir.join(path), version_dir.join(path)];
-        let found = dirs.iter().find(|dir| Holds::of(dir) == Holds::Checkpoint);
-        return found.cloned().ok_or_else(|| {
-            let dir = if dirs[1].is_dir() && !dirs[0].is_dir() { &dirs[1] } else { &dirs[0] };
-            format!("`{key}` is `{path}`, but {}", Holds::of(dir).advice(dir))
-        });
+    if let Some(found) = CHECKPOINT_PARAMETERS.iter().find_map(|key| named(key, config, model_dir, version_dir)) {
+        return found;
     }
     let hub = HUB_PARAMETERS.iter().filter_map(|key| parameters::text(config, key)).map(|path| model_dir.join(path));
     let own = [version_dir.to_owned(), version_dir.join("weights")];

@@ -40,6 +40,10 @@ pub struct Estimator {
     /// Inputs of the widest linear layers of a CPU.
     widest: Widest,
     has_wide_weights: bool,
+    /// Whether weights that are counted now belong to a drafter.
+    loads_drafter: bool,
+    /// Outputs of a drafter's own head.
+    draft_outputs: usize,
     /// Precision of a CPU's linear layers.
     precision: WeightPrecision,
 }
@@ -72,6 +76,8 @@ impl Estimator {
             product_scratch: ProductScratch::default(),
             widest: Widest::default(),
             has_wide_weights: false,
+            loads_drafter: false,
+            draft_outputs: 0,
             precision: WeightPrecision::default(),
         }
     }
@@ -94,10 +100,11 @@ impl Estimator {
             Target::Cpu => {
                 let cols = self.tensor_cols + self.expert_cols;
                 let cpu = CpuEstimate::new(limits, cols, self.widest, self.has_wide_weights, attention);
+                let outputs_bytes = limits.max_rows * self.draft_outputs * size_of::<f32>();
                 MemoryEstimate {
                     weights_bytes,
                     mapped_bytes: self.mapped_bytes as u64,
-                    workspace_bytes: cpu.workspace_bytes as u64,
+                    workspace_bytes: (cpu.workspace_bytes + outputs_bytes) as u64,
                     communicator_bytes: 0,
                     reserve_bytes: 0,
                     block_bytes: cpu.block_bytes as u64,
@@ -129,7 +136,7 @@ impl Estimator {
         };
         self.weights_bytes += bytes;
         let is_bf16 = dtype == DType::Bf16;
-        self.has_wide_weights |= !is_bf16;
+        self.has_wide_weights |= !is_bf16 && !self.loads_drafter;
         let is_computed = parts.iter().any(is_computed);
         let rows = parts.iter().map(|part| part.rows.len()).sum();
         EstimatedWeight { rows, cols: parts.first().map_or(0, |part| part.cols.len()), bytes, is_bf16, is_computed }
@@ -247,6 +254,10 @@ impl Device for Estimator {
         }
     }
 
+    fn begin_drafter(&mut self) {
+        self.loads_drafter = true;
+    }
+
     fn load_linear(
         &mut self,
         role: LinearRole,
@@ -275,6 +286,13 @@ impl Device for Estimator {
             self.weights_bytes += embedding.bytes;
         }
         Ok(*embedding)
+    }
+
+    fn load_draft_head(&mut self, head: WeightSlice<'_>, token_ids: Vec<u32>) -> Result<EstimatedWeight, DeviceError> {
+        let weight = self.count_matrix(&[head]);
+        self.count_use(&weight, true);
+        self.draft_outputs = token_ids.len();
+        Ok(weight)
     }
 
     fn product(_part: LowRankPart) {}

@@ -22,7 +22,7 @@ impl EngineConfig {
         let revised = 4 * 5 + 5 * (1 + self.max_drafts);
         let (drafts, grown) = match self.max_drafts {
             0 => (0, GROWN),
-            n => (2 * 5 + 5 * n, GROWN * (1 + n.div_ceil(self.block_size))),
+            n => (2 * 5 + 5 * n, GROWN * (1 + self.max_positions_ahead().div_ceil(self.block_size))),
         };
         let tables = self.num_groups() * (TABLE + COPIED + grown);
         // A row may leave, take a snapshot and start from one in the same plan; and it may be restored and saved.
@@ -46,12 +46,17 @@ impl EngineConfig {
         plan + GROWN * num_chunk_blocks + copies
     }
 
+    /// Positions behind the next token for which a decode may take blocks: those of drafts, and of the guesses behind them.
+    fn max_positions_ahead(&self) -> usize {
+        if self.guesses_on_device { 2 * self.max_drafts } else { self.max_drafts }
+    }
+
     /// Upper bound of the bytes of [`crate::HostCopies`]. Every block that a plan allocates may have to be stored before, and every
     /// block of a table that joins may be loaded.
     fn max_host_copy_bytes(&self, num_table_blocks: usize, num_chunk_blocks: usize) -> usize {
         const COPY: usize = 2 * 5;
         // Of a row: a partial block when it joins, a copied one, and those that grow.
-        let of_row = self.num_groups() * (3 + self.max_drafts.div_ceil(self.block_size));
+        let of_row = self.num_groups() * (3 + self.max_positions_ahead().div_ceil(self.block_size));
         // A row that joins takes a slot, one before drafts and a snapshot, and one that left in the same plan took a snapshot; one is
         // loaded.
         let states_of_row = if self.num_states > 0 { 5 } else { 0 };

@@ -17,6 +17,7 @@ impl Engine {
         let may_draft = self.may_draft(slot);
         let drafts = if may_draft { self.drafts(slot, guesses, builder) } else { Vec::new() };
         let num_guesses = if may_draft { self.num_guesses(slot) } else { 0 };
+        self.reserve_guesses(slot, drafts.len() + num_guesses as usize, builder);
         self.revise(slot, builder);
         self.restore(slot, builder);
         let sequence = &mut self.sequences[slot];
@@ -109,6 +110,22 @@ impl Engine {
         }
         let price = self.price_of_draft(sequence.num_computed);
         self.sequences[slot].acceptance.num_worth(most, price) as u32
+    }
+
+    /// Appends the blocks of positions that guesses behind `num_tokens` further ones need, as far as blocks are free beside those
+    /// that the running sequences may need next. The next plans need them anyway. With windows nothing is appended, because
+    /// sequences claim no more blocks than drafts need there.
+    fn reserve_guesses(&mut self, slot: Slot, num_tokens: usize, builder: &mut PlanBuilder) {
+        let (block_size, has_windows) = (self.config.block_size, self.config.windows != [None]);
+        let sequence = &self.sequences[slot];
+        // The position of the last token is never computed.
+        let needed = (sequence.tokens.len() + num_tokens).min(sequence.max_len - 1);
+        while !has_windows
+            && self.sequences[slot].tables[0].len() * block_size < needed
+            && self.pool.num_available() > self.running.len()
+        {
+            self.append_all(slot, builder);
+        }
     }
 
     /// The share of a step by which its time grows if each running row, of which one is at `position`, has a further

@@ -1,5 +1,7 @@
 //! The configuration of a model: what `config.json` says, as a specification of every layer.
 
+use std::path::PathBuf;
+
 use ops::{Activation, DType, Feature, GroupScore, HeadNormSpan, KvElements, NormKind, Routing, Scoring, Target};
 use settings::{KvCacheType, WeightPrecision};
 
@@ -40,6 +42,8 @@ pub struct Config {
     pub mtp: Option<MtpHead>,
     /// Whether that head is loaded; its layer is then the last of `layers`. It comes from the deployment.
     pub(crate) has_mtp_layer: bool,
+    /// What guesses drafts for this model from a checkpoint of its own. It comes from the deployment, too.
+    pub(crate) draft: Option<Box<DraftConfig>>,
     /// First token of every prompt, if the checkpoint names one.
     pub bos_id: Option<u32>,
     /// Tokens that end a sequence, from `generation_config.json` or else from `config.json`.
@@ -151,6 +155,30 @@ pub enum MtpForm {
     Qwen,
     /// DeepSeek V3: weights of the layer behind the last one. A further guess continues from the hidden state before the norm.
     DeepSeek,
+}
+
+/// What guesses drafts from a checkpoint of its own.
+#[derive(Debug, Clone, PartialEq)]
+pub(crate) struct DraftConfig {
+    /// The checkpoint.
+    pub(crate) dir: PathBuf,
+    /// A smaller model, or a head in the shape of a model of one layer.
+    pub(crate) config: Config,
+    /// Set if it is such a head.
+    pub(crate) eagle3: Option<Eagle3Form>,
+}
+
+/// What an EAGLE-3 head has beside a layer.
+#[derive(Debug, Clone, PartialEq)]
+pub(crate) struct Eagle3Form {
+    /// The name of its layer in the checkpoint.
+    pub(crate) layer: &'static str,
+    /// Layers of the model whose inputs it takes.
+    pub(crate) taps: [usize; 3],
+    /// Tokens that it can guess.
+    pub(crate) draft_vocab_size: usize,
+    /// Whether the layer's output is added to its normed input instead of the input.
+    pub(crate) norm_before_residual: bool,
 }
 
 impl Config {
@@ -291,8 +319,9 @@ impl Config {
                 Feature::ExpertScales,
             ),
             (routing(|_| true) && self.names.has_experts_apart(), Feature::ExpertsApart),
-            (self.has_mtp_layer, Feature::Guesses),
+            (self.has_mtp_layer || self.draft.is_some(), Feature::Guesses),
         ];
-        needs.into_iter().filter_map(|(needed, feature)| needed.then_some(feature)).collect()
+        let own = needs.into_iter().filter_map(|(needed, feature)| needed.then_some(feature));
+        own.chain(self.draft.iter().flat_map(|draft| draft.config.features())).collect()
     }
 }

@@ -6,6 +6,9 @@ use ops::{AdapterSlots, AttentionSpec, Device, DeviceError, LayerAttention, Logi
 
 use crate::adapter::targets::{Module, Target, targets};
 use crate::buffers::Buffers;
+use crate::draft_model::DraftDecoder;
+use crate::drafter::{Drafter, Target as DraftTarget};
+use crate::eagle3::Eagle3;
 use crate::layer::Layer;
 use crate::layer_spec::{KvSource, LayerSpec};
 use crate::layers::{Loader, shape_of};
@@ -30,8 +33,8 @@ pub(crate) struct Decoder<D: Device> {
     layers: Vec<Layer<D>>,
     /// Set in the last stage.
     final_layers: Option<FinalLayers<D>>,
-    /// Set if the head guesses drafts.
-    mtp: Option<Mtp<D>>,
+    /// Set if it guesses drafts.
+    drafter: Option<Drafter<D>>,
     buffers: Buffers<D>,
     unused_tensors: Vec<String>,
 }
@@ -50,6 +53,18 @@ impl<D: Device> Decoder<D> {
         shard: Shard,
         device: &mut D,
     ) -> Result<Self, ModelError> {
+        Self::load_behind(dir, checkpoint, config, shard, &mut Counts::default(), device)
+    }
+
+    /// The same for a model whose layers come behind others on the device. `counts` has these, and then all.
+    pub(crate) fn load_behind(
+        dir: &Path,
+        checkpoint: &Checkpoint,
+        config: &Config,
+        shard: Shard,
+        counts: &mut Counts,
+        device: &mut D,
+    ) -> Result<Self, ModelError> {
         let mut loader = Loader::new(dir, checkpoint, config, &shard, device);
         let stage = loader.device.pipeline_stage();
         refuse_split(dir, config, stage)?;
@@ -65,21 +80,31 @@ impl<D: Device> Decoder<D> {
             Some(input) => Some(PerLayerInputs::load(&mut loader, input)?),
             None => None,
         };
-        let (mut widths, mut counts) = (Vec::new(), Counts::default());
+        let mut widths = Vec::new();
         let own = stage.layers(config.num_layers());
-        let layers = own
-            .map(|index| Layer::load(&mut loader, index, &mut widths, &mut counts))
-            .collect::<Result<Vec<_>, _>>()?;
+        let layers =
+            own.map(|index| Layer::load(&mut loader, index, &mut widths, counts)).collect::<Result<Vec<_>, _>>()?;
         let final_layers = if stage.is_last() {
             Some(FinalLayers::load(&mut loader, embedding.as_ref().filter(|_| has_tied_head))?)
         } else {
             None
         };
-        let mtp = match &config.mtp {
-            Some(head) if config.has_mtp_layer => Some(Mtp::load(&mut loader, head.form, &mut widths, &mut counts)?),
+        if config.has_mtp_layer || config.draft.is_some() {
+            loader.device.begin_drafter();
+        }
+        let drafter = match (&config.mtp, &config.draft) {
+            (Some(head), _) if config.has_mtp_layer => {
+                Some(Drafter::Mtp(Mtp::load(&mut loader, head.form, &mut widths, counts)?))
+            }
+            (_, Some(draft)) => Some(match &draft.eagle3 {
+                Some(form) => {
+                    Drafter::Eagle3(Box::new(Eagle3::load(draft, form, config.hidden_size, counts, loader.device)?))
+                }
+                None => Drafter::Model(DraftDecoder::load(draft, counts, loader.device)?),
+            }),
             _ => None,
         };
-        let has_second = layers.iter().chain(mtp.as_ref().map(|mtp| &mtp.layer)).any(Layer::has_two_parts);
+        let has_second = layers.iter().chain(drafter.as_ref().and_then(Drafter::own_layer)).any(Layer::has_two_parts);
         let buffers = Buffers::allocate(config.hidden_size, has_second, &widths, loader.device);
         let buffers = loader.or_device_error(buffers)?;
         let unused_tensors = if stage == PipelineStage::WHOLE { checkpoint.unused() } else { Vec::new() };
@@ -94,7 +119,7 @@ impl<D: Device> Decoder<D> {
             per_layer,
             layers,
             final_layers,
-            mtp,
+            drafter,
             buffers,
             unused_tensors,
         })
@@ -108,6 +133,7 @@ fn refuse_split(dir: &Path, config: &Config, stage: PipelineStage) -> Result<(),
     let what = match () {
         () if stage == PipelineStage::WHOLE => return Ok(()),
         () if config.has_mtp_layer => "an MTP head that guesses drafts",
+        () if config.draft.is_some() => "a draft model or an EAGLE-3 head",
         () if config.per_layer_input.is_some() => "an embedding for each layer",
         () if config.layers[own.clone()].iter().all(|layer| layer.recurrent.is_some()) => {
             "a stage whose layers all have recurrent states"
@@ -166,6 +192,53 @@ impl<D: Device> Decoder<D> {
         layer.run(device, &mut self.buffers, next, per_layer, self.config.norm.eps)
     }
 
+    /// Runs all layers of this stage.
+    pub(crate) fn run_layers(&mut self, device: &mut D) -> Result<(), DeviceError> {
+        self.begin(device)?;
+        for index in 0..self.layers.len() {
+            if let Some(Drafter::Eagle3(head)) = &mut self.drafter {
+                head.take(device, index, &self.buffers.residual)?;
+            }
+            self.run_layer(device, index)?;
+        }
+        Ok(())
+    }
+
+    /// The input of the output head, and the head; `None` before the last stage.
+    pub(crate) fn output(&self) -> Option<(&D::Tensor, &D::Weight)> {
+        self.final_layers.as_ref().map(|layers| (&self.buffers.normed, &layers.head))
+    }
+
+    pub(crate) fn config(&self) -> &Config {
+        &self.config
+    }
+
+    /// Adds the layers of this stage and that of its MTP head to those that the device has. `groups` are the KV groups of the model's
+    /// layers, `num_buffers` the layers of each group so far.
+    pub(crate) fn add_layers(&self, groups: &[usize], num_buffers: &mut [usize], spec: &mut AttentionSpec) {
+        let own = self.stage.layers(self.config.num_layers());
+        let head = self.drafter.as_ref().and_then(Drafter::own_layer).map(|_| self.config.num_layers());
+        let (first_layer, first_rope) = (spec.layers.len(), spec.ropes.len());
+        for index in own.clone().chain(head) {
+            if let Some(shape) = self.config.layers[index].recurrent {
+                spec.states.push(shape_of(shape, &self.shard.layers[index]));
+                continue;
+            }
+            let kv_group = groups[index];
+            let kv_buffer = match self.config.layers[index].attention.kv {
+                KvSource::Layer(source) => spec.layers[first_layer + source - own.start].kv_buffer,
+                KvSource::Projections | KvSource::KeyProjection => {
+                    num_buffers[kv_group] += 1;
+                    num_buffers[kv_group] - 1
+                }
+            };
+            let layer = layer_attention(&self.config, &self.shard, index, self.layer(index).mixer.sinks());
+            let rope = layer.rope.map(|rope| first_rope + rope);
+            spec.layers.push(LayerAttention { kv_group, kv_buffer, rope, ..layer });
+        }
+        spec.ropes.extend(self.config.ropes.iter().map(|rope| rope.table(spec.max_positions)));
+    }
+
     /// The weights of this stage in which adapters may add products, with the index of their layer.
     fn targets(&self) -> Vec<(&D::Weight, usize, Target)> {
         let mut found = Vec::new();
@@ -190,68 +263,57 @@ impl<D: Device> Decoder<D> {
     /// Layer `index` of the model, which this stage has, or that of the MTP head.
     fn layer(&self, index: usize) -> &Layer<D> {
         let first = self.stage.layers(self.config.num_layers()).start;
-        let head = self.mtp.as_ref().map(|mtp| &mtp.layer);
+        let head = self.drafter.as_ref().and_then(Drafter::own_layer);
         self.layers.get(index - first).or(head).expect("the layer is one of this stage")
     }
+}
 
-    fn layer_attention(&self, index: usize) -> LayerAttention {
-        let (attention, shard) = (&self.config.layers[index].attention, &self.shard.layers[index]);
-        LayerAttention {
-            num_heads: shard.heads.len(),
-            num_kv_heads: shard.kv_heads.len(),
-            head_dim: attention.head_dim,
-            latent: attention.latent.map(|latent| latent.shape),
-            scale: attention.scale,
-            rope: attention.rope,
-            window: attention.window,
-            chunk: attention.chunk,
-            score_cap: attention.score_cap,
-            sinks: self.layer(index).mixer.sinks().to_vec(),
-            kv_group: 0,
-            kv_buffer: index,
-            query_scale: attention.query_scale,
-            has_shared_kv: matches!(attention.kv, KvSource::Layer(_)),
-            alibi_slopes: match attention.has_alibi {
-                true => alibi::slopes(attention.num_heads)[shard.heads.clone()].to_vec(),
-                false => Vec::new(),
-            },
-        }
+/// Attention of layer `index` of a model, with the sinks of this worker's heads.
+pub(crate) fn layer_attention(config: &Config, shard: &Shard, index: usize, sinks: &[f32]) -> LayerAttention {
+    let (attention, shard) = (&config.layers[index].attention, &shard.layers[index]);
+    LayerAttention {
+        num_heads: shard.heads.len(),
+        num_kv_heads: shard.kv_heads.len(),
+        head_dim: attention.head_dim,
+        latent: attention.latent.map(|latent| latent.shape),
+        scale: attention.scale,
+        rope: attention.rope,
+        window: attention.window,
+        chunk: attention.chunk,
+        score_cap: attention.score_cap,
+        sinks: sinks.to_vec(),
+        kv_group: 0,
+        kv_buffer: index,
+        query_scale: attention.query_scale,
+        has_shared_kv: matches!(attention.kv, KvSource::Layer(_)),
+        alibi_slopes: match attention.has_alibi {
+            true => alibi::slopes(attention.num_heads)[shard.heads.clone()].to_vec(),
+            false => Vec::new(),
+        },
     }
 }
 
 impl<D: Device> Model<D> for Decoder<D> {
     fn attention_spec(&self, block_size: usize, max_sequence_len: usize) -> AttentionSpec {
-        let max_positions = self.config.max_position_embeddings;
         let groups = self.config.kv_groups(max_sequence_len);
-        let mut num_layers = vec![0; groups.windows.len()];
-        let own = self.stage.layers(self.config.num_layers());
-        let mut layers: Vec<LayerAttention> = Vec::with_capacity(own.len());
-        let mut states = Vec::new();
-        let head = self.mtp.as_ref().map(|_| self.config.num_layers());
-        for index in own.clone().chain(head) {
-            if let Some(shape) = self.config.layers[index].recurrent {
-                states.push(shape_of(shape, &self.shard.layers[index]));
-                continue;
-            }
-            let kv_group = groups.of_layers[index];
-            let kv_buffer = match self.config.layers[index].attention.kv {
-                KvSource::Layer(source) => layers[source - own.start].kv_buffer,
-                KvSource::Projections | KvSource::KeyProjection => {
-                    num_layers[kv_group] += 1;
-                    num_layers[kv_group] - 1
-                }
-            };
-            layers.push(LayerAttention { kv_group, kv_buffer, ..self.layer_attention(index) });
-        }
-        AttentionSpec {
+        let mut num_buffers = vec![0; groups.windows.len()];
+        let mut spec = AttentionSpec {
             block_size,
-            max_positions,
-            ropes: self.config.ropes.iter().map(|rope| rope.table(max_positions)).collect(),
-            layers,
+            max_positions: self.config.max_position_embeddings,
+            ropes: Vec::new(),
+            layers: Vec::new(),
             kv_windows: groups.windows,
             kv_elements: self.config.kv_elements,
-            states,
+            states: Vec::new(),
+        };
+        let (own, of_draft) = groups.of_layers.split_at(self.config.layers.len());
+        self.add_layers(own, &mut num_buffers, &mut spec);
+        match &self.drafter {
+            Some(Drafter::Model(draft)) => draft.add_layers(of_draft, &mut num_buffers, &mut spec),
+            Some(Drafter::Eagle3(head)) => head.add_layer(of_draft[0], &mut num_buffers, &mut spec),
+            Some(Drafter::Mtp(_)) | None => {}
         }
+        spec
     }
 
     fn adapter_layers(&self) -> AdapterLayers {
@@ -277,20 +339,18 @@ impl<D: Device> Model<D> for Decoder<D> {
     }
 
     fn forward(&mut self, device: &mut D) -> Result<(), DeviceError> {
-        self.begin(device)?;
-        for index in 0..self.layers.len() {
-            self.run_layer(device, index)?;
-        }
-        match &self.final_layers {
-            Some(layers) => device.sample(&self.buffers.normed, &layers.head, LogitSpec { cap: self.config.head.cap }),
+        self.run_layers(device)?;
+        match self.output() {
+            Some((x, head)) => device.sample(x, head, LogitSpec { cap: self.config.head.cap }),
             None => device.send_hidden(&self.buffers.residual),
         }
     }
 
     fn guess(&mut self, device: &mut D) -> Result<(), DeviceError> {
-        match (&mut self.mtp, &self.embedding, &self.final_layers) {
-            (Some(mtp), Some(embedding), Some(layers)) => {
-                mtp.guess(device, &mut self.buffers, embedding, &layers.head, &self.config)
+        match (&mut self.drafter, &self.embedding, &self.final_layers) {
+            (Some(drafter), Some(embedding), Some(layers)) => {
+                let (b, head, config) = (&mut self.buffers, &layers.head, &self.config);
+                drafter.guess(device, &mut DraftTarget { b, embedding, head, config })
             }
             _ => Ok(()),
         }

@@ -82,6 +82,18 @@ pub enum ModelError {
     /// The architecture has no head that guesses drafts.
     #[error("architecture `{architecture}` has no MTP head that Trireme knows; remove `mtp_num_tokens`")]
     NoMtp { architecture: String },
+    /// A model cannot guess drafts for another one.
+    #[error("the draft model in {} {reason}", .dir.display())]
+    DraftModel { dir: PathBuf, reason: String },
+    /// An EAGLE-3 head cannot guess drafts for a model.
+    #[error("the EAGLE-3 head in {} {reason}", .dir.display())]
+    Eagle3 { dir: PathBuf, reason: String },
+    /// An EAGLE-3 head cannot be read or loaded.
+    #[error("EAGLE-3 head: {source}")]
+    OfEagle3 { source: Box<ModelError> },
+    /// A draft model cannot be read or loaded.
+    #[error("draft model: {source}")]
+    OfDraftModel { source: Box<ModelError> },
     /// The device lacks an op of this architecture.
     #[error(
         "architecture `{architecture}` of {} needs what this device does not have: {lacking}; \

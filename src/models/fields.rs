@@ -244,6 +244,17 @@ impl Fields {
         }
     }
 
+    /// The same object once more; what is read of either is read of both.
+    pub(crate) fn object_of_itself(&self) -> Fields {
+        Fields {
+            path: self.path.clone(),
+            prefix: self.prefix.clone(),
+            map: self.map.clone(),
+            aliases: self.aliases,
+            read: self.read.clone(),
+        }
+    }
+
     /// A nested object, or `None` if absent.
     pub(crate) fn object(&self, name: &str) -> Result<Option<Fields>, ModelError> {
         match self.get(name) {

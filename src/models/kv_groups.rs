@@ -20,15 +20,17 @@ pub struct KvGroups {
     /// For each group, the number of last positions that its layers read; `None` if they read all. Groups without a
     /// window come first.
     pub windows: Vec<Option<usize>>,
-    /// For each layer, its group.
+    /// For each layer, its group; then for each layer of the draft model.
     pub of_layers: Vec<usize>,
 }
 
 impl Config {
-    /// Divides the layers into KV groups, for sequences of up to `max_len` positions. Layers of different KV shapes are one
+    /// Divides the layers, those of the draft model included, into KV groups, for sequences of up to `max_len` positions. Layers of different KV shapes are one
     /// group, which keeps all positions. A layer that reads the keys and values of another is in that layer's group.
     pub fn kv_groups(&self, max_len: usize) -> KvGroups {
-        let with_attention = self.layers.iter().filter(|layer| layer.recurrent.is_none());
+        let of_draft = self.draft.as_ref().map_or(&[][..], |draft| &draft.config.layers[..]);
+        let all = || self.layers.iter().chain(of_draft);
+        let with_attention = all().filter(|layer| layer.recurrent.is_none());
         let own: Vec<&AttentionLayer> = with_attention.map(|layer| &layer.attention).filter(has_own_kv).collect();
         let shape = |layer: &AttentionLayer| (layer.num_kv_heads, layer.head_dim);
         let is_uniform = own.iter().all(|layer| shape(layer) == shape(own[0]));
@@ -37,11 +39,12 @@ impl Config {
         let one = KvGroups { windows: vec![None], of_layers: vec![0; own.len()] };
         let groups = if is_uniform { divided(&windows).unwrap_or(one) } else { one };
         let mut own_groups = groups.of_layers.into_iter();
-        let mut of_layers: Vec<usize> = Vec::with_capacity(self.num_layers());
-        for layer in &self.layers {
+        let mut of_layers: Vec<usize> = Vec::with_capacity(self.layers.len() + of_draft.len());
+        for (index, layer) in all().enumerate() {
+            let first = if index < self.layers.len() { 0 } else { self.layers.len() };
             of_layers.push(match layer.attention.kv {
                 _ if layer.recurrent.is_some() => 0, // Not used.
-                KvSource::Layer(source) => of_layers[source],
+                KvSource::Layer(source) => of_layers[first + source],
                 KvSource::Projections | KvSource::KeyProjection => own_groups.next().unwrap_or(0),
             });
         }

@@ -105,6 +105,29 @@ impl<D: Device> Layer<D> {
         }
     }
 
+    /// Adds `partial` of `b`, the output of attention, to the hidden state; `partial` = feed-forward of the sum.
+    fn add_attention(&self, device: &mut D, b: &mut Buffers<D>, eps: f32) -> Result<(), DeviceError> {
+        b.add_branch(device, self.attention_branch_norm.as_ref(), self.mlp_norm.as_ref(), eps)?;
+        let x = if self.mlp_norm.is_some() { &b.normed } else { &b.residual };
+        let second = b.second.as_mut().map(|second| &mut second.partial);
+        self.feed_forward(device, x, &mut b.partial, second, &mut b.inner[self.widths])
+    }
+
+    /// Runs a layer of Llama's form whose attention has the input `x`, and adds its parts to the residual of `b`. `next` is the norm
+    /// behind the layer.
+    pub(crate) fn run_beside(
+        &self,
+        device: &mut D,
+        x: &D::Tensor,
+        b: &mut Buffers<D>,
+        next: &D::Weight,
+        eps: f32,
+    ) -> Result<(), DeviceError> {
+        self.mixer.run(device, x, &mut b.partial, &mut b.inner[self.widths], eps)?;
+        self.add_attention(device, b, eps)?;
+        b.add_branch(device, self.mlp_branch_norm.as_ref(), Some(next), eps)
+    }
+
     /// Runs the layer on the residual of `b`, and on its norm if the layer begins with one. `next` is the norm behind the layer:
     /// that of the next layer, or of the output. `per_layer` has the layer's number.
     pub(crate) fn run(
@@ -130,10 +153,7 @@ impl<D: Device> Layer<D> {
             self.feed_forward(device, x, &mut second.partial, None, inner)?;
             device.add(partial, &second.partial)?;
         } else {
-            b.add_branch(device, self.attention_branch_norm.as_ref(), self.mlp_norm.as_ref(), eps)?;
-            let x = if self.mlp_norm.is_some() { &b.normed } else { &b.residual };
-            let second = b.second.as_mut().map(|second| &mut second.partial);
-            self.feed_forward(device, x, &mut b.partial, second, &mut b.inner[self.widths])?;
+            self.add_attention(device, b, eps)?;
         }
         let branch_norm = self.mlp_branch_norm.as_ref();
         match (&self.expert_branch, &self.experts, branch_norm) {

@@ -19,19 +19,20 @@
 
 use ops::{Device, DeviceError, LogitSpec};
 
-use crate::buffers::{Buffers, Widths};
+use crate::buffers::Widths;
 use crate::config::MtpForm;
+use crate::drafter::Target;
 use crate::layer::Layer;
 use crate::layers::Loader;
 use crate::mixer::Counts;
 use crate::{Config, ModelError};
 
 impl Config {
-    /// The same model with its MTP head, which guesses drafts.
+    /// The same model with its MTP head.
     ///
     /// # Errors
     /// Returns an error if the architecture has none.
-    pub fn with_mtp(mut self) -> Result<Self, ModelError> {
+    pub(crate) fn with_mtp(mut self) -> Result<Self, ModelError> {
         let Some(head) = self.mtp.as_ref().filter(|_| !self.has_mtp_layer) else {
             return Err(ModelError::NoMtp { architecture: self.architecture });
         };
@@ -79,8 +80,8 @@ impl<D: Device> Mtp<D> {
             form,
             embedding_norm: loader.norm(&embedding_norm, 1.0)?,
             hidden_norm: loader.norm(&hidden_norm, 1.0)?,
-            from_embedding: loader.mtp_input(&input, first, 2 * hidden)?,
-            from_hidden: loader.mtp_input(&input, second, 2 * hidden)?,
+            from_embedding: loader.joining(&input, first, 2 * hidden)?,
+            from_hidden: loader.joining(&input, second, 2 * hidden)?,
             layer,
             norm: loader.norm(&norm, loader.config.head.scale)?,
             hidden: own_hidden,
@@ -88,37 +89,31 @@ impl<D: Device> Mtp<D> {
         })
     }
 
-    /// Guesses the tokens behind those that the step has chosen. `b` has the hidden state behind the model's last norm.
-    pub(crate) fn guess(
-        &mut self,
-        device: &mut D,
-        b: &mut Buffers<D>,
-        embedding: &D::Weight,
-        head: &D::Weight,
-        config: &Config,
-    ) -> Result<(), DeviceError> {
-        let eps = config.norm.eps;
+    /// Makes the step's tokens those that follow them, and takes the hidden states that the model has behind its last norm.
+    pub(crate) fn begin(&mut self, device: &mut D, target: &mut Target<'_, D>) -> Result<(), DeviceError> {
         device.follow()?;
-        device.norm(&mut self.hidden, &b.normed, &self.hidden_norm, eps)?;
-        loop {
-            device.embed(&mut b.residual, embedding, config.embedding_scale)?;
-            device.norm(&mut self.product, &b.residual, &self.embedding_norm, eps)?;
-            device.linear(&mut b.residual, &self.product, &self.from_embedding)?;
-            device.linear(&mut self.product, &self.hidden, &self.from_hidden)?;
-            device.add(&mut b.residual, &self.product)?;
-            if let Some(norm) = &self.layer.attention_norm {
-                device.norm(&mut b.normed, &b.residual, norm, eps)?;
-            }
-            self.layer.run(device, b, Some(&self.norm), None, eps)?;
-            device.guess(&b.normed, head, LogitSpec { cap: config.head.cap })?;
-            let hidden = match self.form {
-                MtpForm::Qwen => &b.normed,
-                MtpForm::DeepSeek => &b.residual,
-            };
-            device.norm(&mut self.hidden, hidden, &self.hidden_norm, eps)?;
-            if !device.next_guess(&mut self.hidden)? {
-                return Ok(());
-            }
+        device.norm(&mut self.hidden, &target.b.normed, &self.hidden_norm, target.config.norm.eps)
+    }
+
+    /// Guesses a token for each row of the step that needs one. Returns the hidden states from which a further guess continues.
+    pub(crate) fn guess(&mut self, device: &mut D, target: &mut Target<'_, D>) -> Result<&mut D::Tensor, DeviceError> {
+        let Target { b, embedding, head, config } = target;
+        let eps = config.norm.eps;
+        device.embed(&mut b.residual, embedding, config.embedding_scale)?;
+        device.norm(&mut self.product, &b.residual, &self.embedding_norm, eps)?;
+        device.linear(&mut b.residual, &self.product, &self.from_embedding)?;
+        device.linear(&mut self.product, &self.hidden, &self.from_hidden)?;
+        device.add(&mut b.residual, &self.product)?;
+        if let Some(norm) = &self.layer.attention_norm {
+            device.norm(&mut b.normed, &b.residual, norm, eps)?;
         }
+        self.layer.run(device, b, Some(&self.norm), None, eps)?;
+        device.guess(&b.normed, head, LogitSpec { cap: config.head.cap })?;
+        let hidden = match self.form {
+            MtpForm::Qwen => &b.normed,
+            MtpForm::DeepSeek => &b.residual,
+        };
+        device.norm(&mut self.hidden, hidden, &self.hidden_norm, eps)?;
+        Ok(&mut self.hidden)
     }
 }

@@ -206,6 +206,7 @@ pub(crate) mod tests {
             head: HeadSpec { is_tied: false, has_unit_rows: false, has_bias: false, scale: 1.0, cap: None },
             mtp: None,
             has_mtp_layer: false,
+            draft: None,
             bos_id: None,
             eos_ids: vec![],
             dtype: DType::Bf16,

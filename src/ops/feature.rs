@@ -70,7 +70,7 @@ pub enum Feature {
     OutputGate,
     /// Low-rank products beside linear layers: [`crate::Device::allocate_adapters`], [`crate::Device::set_adapter`].
     Adapters,
-    /// Guesses by a head of the model: [`crate::Device::follow`], [`crate::Device::guess`], [`crate::Device::next_guess`].
+    /// Guesses by a head of the model or a model of its own: [`crate::Device::follow`], [`crate::Device::extend`], [`crate::Device::guess`], [`crate::Device::next_guess`].
     Guesses,
 }
 
@@ -146,7 +146,7 @@ impl fmt::Display for Feature {
             Feature::Recurrent => "layers with a recurrent state (Gated DeltaNet)",
             Feature::LatentAttention => "attention over latent vectors (MLA)",
             Feature::OutputGate => "attention with an output gate",
-            Feature::Guesses => "drafts of an MTP head (`mtp_num_tokens`)",
+            Feature::Guesses => "drafts of an MTP head, an EAGLE-3 head or a draft model (`mtp_num_tokens`, `eagle3_num_tokens`, `draft_model_num_tokens`)",
             Feature::Adapters => "adapters (LoRA)",
             Feature::Experts => "mixture of experts",
         })

@@ -50,6 +50,8 @@ pub struct StepInputs {
     pub logits: Vec<u32>,
     /// `[R]`: how many tokens are guessed behind the new ones of each row; empty if none are.
     pub guesses: Vec<u32>,
+    /// `[R]`: how many positions the blocks of each row in `block_tables` have, those of guesses included; empty if none are guessed.
+    pub reach: Vec<u32>,
 }
 
 /// One token that a row chooses: from the logits of its last position in this step, or, if it verifies drafts, from
@@ -85,6 +87,7 @@ impl StepInputs {
         self.masked.clear();
         self.logits.clear();
         self.guesses.clear();
+        self.reach.clear();
     }
 
     /// `T`, the number of tokens in this step.

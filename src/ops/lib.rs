@@ -66,6 +66,10 @@ pub trait Device: Sized {
         &[]
     }
 
+    /// Weights that are loaded from now on only guess drafts. The type of keys and values does not follow from theirs, so that
+    /// tokens are the same with and without drafts.
+    fn begin_drafter(&mut self) {}
+
     /// Loads a linear layer's weight `[N, K]` from slices of the checkpoint stacked along `N` (q, k, v as one; gate and
     /// up as one), with an optional bias `[N]` stacked in the same way.
     ///
@@ -82,6 +86,12 @@ pub trait Device: Sized {
 
     /// Creates the output head from an embedding that is tied to it, without a second copy.
     fn tie_head(&mut self, embedding: &Self::Weight) -> Result<Self::Weight, DeviceError>;
+
+    /// Loads an output head of a drafter `[Vd, E]`, whole on every worker, for [`Device::guess`]. Its output `i` is the logit of token
+    /// `token_ids[i]`; the tokens of the vocabulary are below that of the step's limits ([`Feature::Guesses`]).
+    fn load_draft_head(&mut self, _head: WeightSlice<'_>, _token_ids: Vec<u32>) -> Result<Self::Weight, DeviceError> {
+        Err(DeviceError::lacks(Feature::Guesses))
+    }
 
     /// Loads a norm's gain and bias.
     fn load_norm(&mut self, norm: &NormSlices<'_>) -> Result<Self::Weight, DeviceError>;
@@ -437,23 +447,35 @@ pub trait Device: Sized {
     /// sample more than once. With [`StepInputs::masked`] the tokens are chosen later, by [`Device::choose`].
     fn sample(&mut self, x: &Self::Tensor, head: &Self::Weight, logits: LogitSpec) -> Result<(), DeviceError>;
 
+    /// `out[t, first + i] = x[t, i]` for all columns `i` of `x` ([`Feature::Guesses`]).
+    fn put_columns(&mut self, _out: &mut Self::Tensor, _x: &Self::Tensor, _first: usize) -> Result<(), DeviceError> {
+        Err(DeviceError::lacks(Feature::Guesses))
+    }
+
     /// The tokens of the step become those that follow them, after [`Device::sample`] or [`Device::choose`]: a new token, or the
     /// token of the next position. Behind a rejected draft it may be any ([`Feature::Guesses`]).
     fn follow(&mut self) -> Result<(), DeviceError> {
         Err(DeviceError::lacks(Feature::Guesses))
     }
 
+    /// The step becomes one of a model of its own that guesses, after [`Device::sample`] or [`Device::choose`]: the same tokens without
+    /// rejected drafts, and behind them the new token of each row that [`StepInputs::guesses`] names. A row has no guesses if that
+    /// token would need a KV block beyond those of the step ([`Feature::Guesses`]).
+    fn extend(&mut self) -> Result<(), DeviceError> {
+        Err(DeviceError::lacks(Feature::Guesses))
+    }
+
     /// Guesses one further token for each row that [`StepInputs::guesses`] names: that of the logits of `x` at its last position
-    /// whose next token is known, chosen as [`Device::sample`] would ([`Feature::Guesses`]).
+    /// whose next token is not known, chosen as [`Device::sample`] would ([`Feature::Guesses`]).
     fn guess(&mut self, _x: &Self::Tensor, _head: &Self::Weight, _logits: LogitSpec) -> Result<(), DeviceError> {
         Err(DeviceError::lacks(Feature::Guesses))
     }
 
     /// Makes the rows that need another guess the step's only ones, each with its last guess as the token that follows the
-    /// position behind the last one; `hidden` keeps their rows, in their order. Returns false if the guesses are complete, for
+    /// position behind the last one; `hidden`, if the guesses need it, keeps their rows, in their order. Returns false if the guesses are complete, for
     /// [`Device::take_guesses`]. A row has no guess whose keys would need a KV block beyond those of the step
     /// ([`Feature::Guesses`]).
-    fn next_guess(&mut self, _hidden: &mut Self::Tensor) -> Result<bool, DeviceError> {
+    fn next_guess(&mut self, _hidden: Option<&mut Self::Tensor>) -> Result<bool, DeviceError> {
         Err(DeviceError::lacks(Feature::Guesses))
     }
 

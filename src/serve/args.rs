@@ -97,7 +97,8 @@ pub struct ServeArgs {
     /// The type of keys and values in the KV cache: auto (what the checkpoint names, else bf16), bf16, fp8 (e4m3) or int8
     #[arg(long, value_name = "TYPE", value_parser = str::parse::<KvCacheType>)]
     pub(crate) kv_cache_dtype: Option<KvCacheType>,
-    /// Drafts, as users of vLLM say it: {"method": "mtp", "num_speculative_tokens": 3} for the model's MTP head, "ngram" for prompt look-up
+    /// Drafts, as users of vLLM say it: {"method": "mtp", "num_speculative_tokens": 3} for the model's MTP head, "ngram" for prompt look-up,
+    /// "draft_model" or "eagle3" with "model": DIR for a smaller model with the same tokenizer, or an EAGLE-3 head
     #[arg(long, value_name = "JSON", value_parser = str::parse::<SpeculativeConfig>)]
     pub(crate) speculative_config: Option<SpeculativeConfig>,
     /// Host memory of each rank for KV blocks that are evicted from the device, such as 16GiB [default: 0]

@@ -90,7 +90,6 @@ pub(crate) fn parameters(args: &ServeArgs) -> Vec<(&'static str, String)> {
         ("max_loras", args.max_loras.or(args.enable_lora.then_some(DEFAULT_LORAS)).and_then(number)),
         ("max_lora_rank", args.max_lora_rank.and_then(number)),
     ];
-    let drafts = args.speculative_config.as_ref().map(|drafts| (drafts.parameter, Some(drafts.num_tokens.to_string())));
-    let parameters = parameters.into_iter().chain(drafts);
-    parameters.filter_map(|(key, value)| Some((key, value?))).collect()
+    let drafts = args.speculative_config.iter().flat_map(|drafts| drafts.parameters());
+    parameters.into_iter().filter_map(|(key, value)| Some((key, value?))).chain(drafts).collect()
 }

@@ -6,6 +6,7 @@
 mod byte_size;
 
 use std::fmt;
+use std::path::PathBuf;
 use std::str::FromStr;
 
 use clap::ValueEnum;
@@ -22,6 +23,17 @@ pub enum DeviceKind {
     Cpu,
     /// A CUDA device, or an error.
     Cuda,
+}
+
+/// What guesses drafts on the devices, at the end of each step.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub enum DeviceDrafter {
+    /// The head for multi-token prediction in the model's own checkpoint.
+    Mtp,
+    /// A smaller model with the same vocabulary, whose checkpoint is in this directory.
+    Model(PathBuf),
+    /// A head in the form of EAGLE-3, whose checkpoint is in this directory.
+    Eagle3(PathBuf),
 }
 
 /// How the weights of linear layers are quantized while they are loaded; embeddings, norms and biases keep the checkpoint's type.

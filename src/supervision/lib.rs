@@ -22,7 +22,8 @@ pub use checkpoint::{difference, fingerprint};
 pub use disk::{DiskEvent, DiskLayout};
 pub use messages::{Activity, FromAgent, RelayedWorker, ToAgent, WorkerId};
 pub use protocol::{
-    AdapterPiece, DeviceChoice, FromWorker, KvCacheType, KvMemory, LogitsPiece, LogitsPlace, MAX_ADAPTER_PIECE,
-    MAX_LOGITS_PIECE, MAX_MASK_WORDS, PassedMemory, ShmName, ToWorker, WeightPrecision, WorkerSettings, WorkerSpec,
+    AdapterPiece, DeviceChoice, DeviceDrafter, FromWorker, KvCacheType, KvMemory, LogitsPiece, LogitsPlace,
+    MAX_ADAPTER_PIECE, MAX_LOGITS_PIECE, MAX_MASK_WORDS, PassedMemory, ShmName, ToWorker, WeightPrecision,
+    WorkerSettings, WorkerSpec,
 };
 pub use supervisor::WorkerSupervisor;

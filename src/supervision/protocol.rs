@@ -10,7 +10,7 @@ use std::time::Duration;
 
 use engine::{AdapterId, SampleMask, SequenceId, StepOutput, StepPlan};
 use serde::{Deserialize, Serialize};
-pub use settings::{KvCacheType, WeightPrecision};
+pub use settings::{DeviceDrafter, KvCacheType, WeightPrecision};
 
 /// The device that a worker computes on.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
@@ -89,6 +89,8 @@ pub struct WorkerSpec {
     pub node_names: Vec<String>,
     /// [`fingerprint`](crate::fingerprint) of the checkpoint on rank 0's node; `None` in a world of one node.
     pub checkpoint_fingerprint: Option<Vec<u8>>,
+    /// The same of the checkpoint of the draft model; `None` without one.
+    pub draft_fingerprint: Option<Vec<u8>>,
     /// Shared-memory region of the tensor-parallel group; unused in a group of one.
     pub group_region: ShmName,
     /// Host memory of `settings.kv_host_memory_bytes` that outlives the worker; `None` if there are no such bytes.
@@ -105,8 +107,8 @@ pub struct WorkerSpec {
     pub max_rows: usize,
     /// Most draft tokens that a row verifies in a step.
     pub max_drafts: usize,
-    /// Whether the model's MTP head guesses these drafts.
-    pub has_mtp: bool,
+    /// What guesses these drafts, if rank 0 does not.
+    pub drafter: Option<DeviceDrafter>,
     /// Slots for the weights of adapters; 0 if the model takes none.
     pub max_adapters: usize,
     /// Largest rank of an adapter.

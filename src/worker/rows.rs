@@ -268,22 +268,35 @@ impl RowTable {
         if inputs.guesses.iter().all(|&count| count == 0) {
             inputs.guesses.clear();
         }
+        inputs.reach = self.reach(inputs);
         self.reported = reported;
         self.pack_slots(inputs);
         self.pack_block_tables(inputs);
         Ok(())
     }
 
+    /// The positions of the blocks that each row has for its work and for guesses behind it; none if nothing is guessed.
+    fn reach(&self, inputs: &StepInputs) -> Vec<u32> {
+        let reach = |((row, &len), &num_guesses): ((&RowId, &u32), &u32)| {
+            let tables = self.packed(*row).tables.iter();
+            let held = tables.map(|table| table.blocks.len() * self.block_size).min().unwrap_or(0);
+            let wanted = (len as usize + num_guesses as usize).next_multiple_of(self.block_size);
+            wanted.min(held) as u32
+        };
+        inputs.rows.iter().zip(&inputs.context_lens).zip(&inputs.guesses).map(reach).collect()
+    }
+
     /// Devices may load blocks before the window of a row, though they must not use them. They are replaced by a block that
     /// the row has written.
     fn pack_block_tables(&self, inputs: &mut StepInputs) {
         let num_blocks = |context_len: u32| (context_len as usize).div_ceil(self.block_size);
-        inputs.max_blocks = inputs.context_lens.iter().map(|&len| num_blocks(len)).max().unwrap_or(0);
+        let lens = if inputs.reach.is_empty() { &inputs.context_lens } else { &inputs.reach };
+        inputs.max_blocks = lens.iter().map(|&len| num_blocks(len)).max().unwrap_or(0);
         inputs.block_tables.resize(self.windows.len() * inputs.rows.len() * inputs.max_blocks, 0);
         let rows = (0..self.windows.len()).flat_map(|group| inputs.rows.iter().zip(repeat(group)));
-        for (index, ((row, group), &context_len)) in rows.zip(inputs.context_lens.iter().cycle()).enumerate() {
+        for (index, ((row, group), &len)) in rows.zip(lens.iter().cycle()).enumerate() {
             let blocks = &self.packed(*row).tables[group].blocks;
-            let table = &mut inputs.block_tables[index * inputs.max_blocks..][..num_blocks(context_len)];
+            let table = &mut inputs.block_tables[index * inputs.max_blocks..][..num_blocks(len)];
             table.copy_from_slice(bytemuck::cast_slice(&blocks[..table.len()]));
             if let Some(window) = self.windows[group] {
                 let start = inputs.positions[inputs.row_starts[index % inputs.rows.len()] as usize] as usize;

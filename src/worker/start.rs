@@ -1,6 +1,7 @@
 //! The start of a worker process: from the spec on standard input to the step loop.
 
 use std::io::Read;
+use std::path::Path;
 use std::sync::Arc;
 
 use device::Exchange;
@@ -10,7 +11,7 @@ use ipc::set_process_title;
 use models::WorkerShape;
 use nix::sys::signal::{SigSet, Signal};
 use ops::{PipelineStage, StepLimits, Target, TensorParallel};
-use supervision::{DeviceChoice, FromWorker, WorkerSpec};
+use supervision::{DeviceChoice, DeviceDrafter, FromWorker, WorkerSpec};
 
 use crate::error::{SpecError, WorkerError};
 use crate::exchange::RankExchange;
@@ -48,12 +49,22 @@ fn read_spec() -> Result<WorkerSpec, SpecError> {
 
 fn run(spec: &WorkerSpec, rings: &Rings) -> Result<(), WorkerError> {
     if let Some(print) = &spec.checkpoint_fingerprint {
-        check_checkpoint(spec, print)?;
+        check_checkpoint(spec, &spec.checkpoint, print)?;
+    }
+    let draft_dir = match &spec.drafter {
+        Some(DeviceDrafter::Model(dir) | DeviceDrafter::Eagle3(dir)) => Some(dir),
+        Some(DeviceDrafter::Mtp) | None => None,
+    };
+    if let (Some(dir), Some(print)) = (draft_dir, &spec.draft_fingerprint) {
+        check_checkpoint(spec, dir, print)?;
     }
     let (precision, target) = (spec.settings.weight_precision, target(spec.settings.device));
     let config = models::Config::from_dir(&spec.checkpoint)?.in_expert_groups(spec.expert_groups);
     let config = config.in_precision(precision, target)?.in_kv_cache(spec.settings.kv_cache_type);
-    let config = if spec.has_mtp { config.with_mtp()? } else { config };
+    let config = match &spec.drafter {
+        Some(drafter) => config.with_drafter(drafter, precision, target)?,
+        None => config,
+    };
     let limits = StepLimits {
         max_tokens: spec.max_step_tokens,
         max_rows: spec.max_rows,
@@ -145,14 +156,14 @@ fn peers(spec: &WorkerSpec, rings: &Rings) -> Result<Peers, WorkerError> {
     })
 }
 
-/// Compares this node's checkpoint with the fingerprint of rank 0's.
+/// Compares a checkpoint of this node with the fingerprint of rank 0's.
 ///
 /// # Errors
 /// When they differ, or a file cannot be read.
-fn check_checkpoint(spec: &WorkerSpec, expected: &[u8]) -> Result<(), WorkerError> {
+fn check_checkpoint(spec: &WorkerSpec, dir: &Path, expected: &[u8]) -> Result<(), WorkerError> {
     let name = |node: u32| spec.node_names.get(node as usize).cloned().unwrap_or_default();
-    let (dir, here) = (spec.checkpoint.clone(), name(spec.nodes[spec.index()]));
-    let mine = supervision::fingerprint(&spec.checkpoint).map_err(|source| WorkerError::ReadCheckpoint {
+    let (dir, here) = (dir.to_owned(), name(spec.nodes[spec.index()]));
+    let mine = supervision::fingerprint(&dir).map_err(|source| WorkerError::ReadCheckpoint {
         dir: dir.clone(),
         node: here.clone(),
         source,

@@ -11,7 +11,7 @@ use models::WorkerShape;
 use ops::{PipelineStage, StepLimits, Target, TensorParallel};
 use repository::ModelConfig;
 use serving::{DataType, InferError, Limits, LoadRequest};
-use supervision::{DeviceChoice, KvCacheType, KvMemory, WeightPrecision, WorkerSettings};
+use supervision::{DeviceChoice, DeviceDrafter, KvCacheType, KvMemory, WeightPrecision, WorkerSettings};
 
 use super::adapter_settings::AdapterSettings;
 use super::inter_token::InterTokenBounds;
@@ -70,6 +70,10 @@ pub(crate) struct LlmConfig {
     pub(crate) checkpoint: PathBuf,
     /// Fingerprint of the checkpoint, which workers on other nodes compare with theirs. `None` on a single node.
     pub(crate) checkpoint_fingerprint: Option<Vec<u8>>,
+    /// What guesses drafts on the devices; rank 0 guesses the others.
+    pub(crate) drafter: Option<DeviceDrafter>,
+    /// The same fingerprint of the draft model's checkpoint, if there is one.
+    pub(crate) draft_fingerprint: Option<Vec<u8>>,
     /// Settings of each worker.
     pub(crate) worker: WorkerSettings,
     /// The files of its workers for KV blocks that leave host memory.
@@ -128,8 +132,14 @@ impl LlmConfig {
         let model = model.in_precision(weight_precision, target(defaults.worker.device)).map_err(wrong)?;
         let model = model.in_kv_cache(kv_cache_type);
         let drafts = Drafts::new(config, &model, target(defaults.worker.device))?;
+        let drafter = drafts.drafter(load, &checkpoint)?;
         let forced_acceptance = drafts.forced_acceptance(config, defaults)?;
-        let model = if drafts.has_mtp { model.with_mtp().map_err(wrong)? } else { model };
+        let model = match &drafter {
+            Some(drafter) => {
+                model.with_drafter(drafter, weight_precision, target(defaults.worker.device)).map_err(wrong)?
+            }
+            None => model,
+        };
         for note in &model.notes {
             tracing::info!(model = %config.name, "{note}");
         }
@@ -164,6 +174,8 @@ impl LlmConfig {
             sampling_defaults,
             checkpoint,
             checkpoint_fingerprint: None,
+            drafter,
+            draft_fingerprint: None,
             worker: WorkerSettings {
                 weight_precision,
                 batch_invariant,
@@ -198,7 +210,7 @@ impl LlmConfig {
     /// The shape of a worker, to estimate its memory.
     pub(crate) fn worker_shape(&self, target: Target, tp: TensorParallel, stage: PipelineStage) -> WorkerShape {
         let limits = StepLimits {
-            max_tokens: self.engine.max_step_tokens,
+            max_tokens: self.max_device_tokens(),
             max_rows: self.engine.max_rows,
             max_sequence_len: self.engine.max_sequence_len,
             vocab_size: self.vocab_size,
@@ -228,7 +240,16 @@ impl LlmConfig {
     pub(crate) fn model(&self, target: Target) -> Result<models::Config, models::ModelError> {
         let model = models::Config::from_dir(&self.checkpoint)?.in_expert_groups(self.ep_size);
         let model = model.in_precision(self.worker.weight_precision, target)?.in_kv_cache(self.worker.kv_cache_type);
-        if self.engine.guesses_on_device { model.with_mtp() } else { Ok(model) }
+        match &self.drafter {
+            Some(drafter) => model.with_drafter(drafter, self.worker.weight_precision, target),
+            None => Ok(model),
+        }
+    }
+
+    /// Tokens that a pass of a step may have on a device. A draft model computes the new token of each row, too.
+    pub(crate) fn max_device_tokens(&self) -> usize {
+        let num_new = if matches!(self.drafter, Some(DeviceDrafter::Model(_))) { self.engine.max_rows } else { 0 };
+        self.engine.max_step_tokens + num_new
     }
 
     /// Number of workers of one replica.
@@ -348,7 +369,7 @@ fn engine_config(
         max_joined_tokens: max_sequence_len.max(EngineConfig::default().max_joined_tokens),
         prefix_cache: parameters::flag(config, "enable_kv_cache_reuse")?.unwrap_or(true),
         max_drafts: drafts.max,
-        guesses_on_device: drafts.has_mtp,
+        guesses_on_device: drafts.are_of_device(),
         // How many follows from the memory.
         num_states: usize::from(model.has_recurrent_layers()),
         windows: model.kv_groups(max_sequence_len).windows,

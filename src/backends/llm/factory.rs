@@ -10,7 +10,7 @@ use futures::{FutureExt, StreamExt};
 use ipc::Prefix;
 use record::Recorder;
 use serving::{Backend, BackendFactory, InferError, LoadRequest};
-use supervision::Agents;
+use supervision::{Agents, DeviceDrafter};
 use text::Tokenizer;
 use tokio::runtime::Handle;
 use tokio::sync::oneshot;
@@ -22,7 +22,7 @@ use super::ledger::{LlmLedger, Report};
 use super::logits::LogitsBudget;
 use super::metrics::MetricValues;
 use super::model::Llm;
-use super::replicas::{checkpoint_fingerprint, start_replicas, stop_all};
+use super::replicas::{fingerprint, start_replicas, stop_all};
 use super::router::{Replica, Router};
 use super::turns::Turns;
 
@@ -164,7 +164,10 @@ impl BackendFactory for LlmFactory {
         async move {
             let mut config = LlmConfig::new(&load, &defaults)?;
             if agents.nodes().names().len() > 1 {
-                config.checkpoint_fingerprint = Some(checkpoint_fingerprint(&config).await?);
+                config.checkpoint_fingerprint = Some(fingerprint(&config.name, config.checkpoint.clone()).await?);
+                if let Some(DeviceDrafter::Model(dir) | DeviceDrafter::Eagle3(dir)) = config.drafter.clone() {
+                    config.draft_fingerprint = Some(fingerprint(&config.name, dir).await?);
+                }
             }
             let adapters = read_adapters(&config).await?;
             let turn = match &turns {

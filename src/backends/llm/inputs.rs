@@ -226,11 +226,13 @@ fn beams(bounds: &ValueBounds<'_>, request: &InferRequest) -> Result<Option<Beam
     Ok((width > 1).then_some(params))
 }
 
-/// The request's parameter `prompt_lookup_num_tokens` or `mtp_num_tokens`, else the model's. Both bound drafts of any source.
+/// The request's parameter `prompt_lookup_num_tokens`, `mtp_num_tokens`, `draft_model_num_tokens` or `eagle3_num_tokens`, else the
+/// model's. Each bounds drafts of any source.
 fn max_drafts(bounds: &ValueBounds<'_>, request: &InferRequest) -> Result<u32, InferError> {
     let max = bounds.max_drafts;
     let named = |key| request.parameters.get(key).map(|value| (key, value));
-    match named("prompt_lookup_num_tokens").or_else(|| named("mtp_num_tokens")) {
+    let keys = ["prompt_lookup_num_tokens", "mtp_num_tokens", "draft_model_num_tokens", "eagle3_num_tokens"];
+    match keys.into_iter().find_map(named) {
         None => Ok(max),
         Some((_, &Parameter::Int(count))) if (0..=i64::from(max)).contains(&count) => Ok(count as u32),
         Some((key, other)) => Err(InferError::invalid(format!(

@@ -1,5 +1,6 @@
 //! Starts and stops the replicas of one model.
 
+use std::path::PathBuf;
 use std::sync::Arc;
 
 use engine::EngineConfig;
@@ -68,13 +69,13 @@ pub(crate) fn stop_all(router: &Router) {
     }
 }
 
-/// The fingerprint that workers on other nodes compare their checkpoint with.
-pub(crate) async fn checkpoint_fingerprint(config: &LlmConfig) -> Result<Vec<u8>, InferError> {
-    let dir = config.checkpoint.clone();
+/// The fingerprint that workers on other nodes compare their copy of a checkpoint with.
+pub(crate) async fn fingerprint(model: &str, checkpoint: PathBuf) -> Result<Vec<u8>, InferError> {
+    let dir = checkpoint.clone();
     let print = tokio::task::spawn_blocking(move || supervision::fingerprint(&dir)).await;
     let print = print.map_err(|_| std::io::Error::other("its reader ended")).flatten();
     print.map_err(|error| {
-        let dir = config.checkpoint.display();
-        InferError::internal(format!("model `{}`: cannot read checkpoint {dir}: {error}", config.name))
+        let dir = checkpoint.display();
+        InferError::internal(format!("model `{model}`: cannot read checkpoint {dir}: {error}"))
     })
 }

@@ -90,13 +90,10 @@ impl CpuDevice {
         head: &Linear,
         tokens: impl ExactSizeIterator<Item = u32>,
     ) -> Result<(), DeviceError> {
-        let (width, len) = (x.cols, tokens.len());
-        if self.sampled.len() < len * width {
-            self.sampled = Buffer::new(self.config.limits.max_rows * width);
-            self.local_logits = Buffer::new(if self.group.is_some() { self.logits.len() } else { 0 });
-        }
-        for (out, token) in self.sampled.chunks_exact_mut(width).zip(tokens) {
-            out.copy_from_slice(&x.data[token as usize * width..][..width]);
+        let len = tokens.len();
+        self.gather_rows(x, tokens);
+        if self.group.is_some() && self.local_logits.is_empty() {
+            self.local_logits = Buffer::new(self.logits.len());
         }
         let (vocab, local) = (self.config.limits.vocab_size, head.rows());
         let Some(group) = &mut self.group else {
@@ -112,6 +109,17 @@ impl CpuDevice {
         }
         self.cap_logits(len);
         Ok(())
+    }
+
+    /// Copies some rows of `x`, at most as many as there are rows of the device, one after the other.
+    pub(super) fn gather_rows(&mut self, x: &CpuTensor, tokens: impl ExactSizeIterator<Item = u32>) {
+        let width = x.cols;
+        if self.sampled.len() < tokens.len() * width {
+            self.sampled = Buffer::new(self.config.limits.max_rows * width);
+        }
+        for (out, token) in self.sampled.chunks_exact_mut(width).zip(tokens) {
+            out.copy_from_slice(&x.data[token as usize * width..][..width]);
+        }
     }
 
     /// Caps the logits of `len` rows, if the model caps logits.

@@ -34,6 +34,10 @@ impl Device for CpuDevice {
         Self::FEATURES
     }
 
+    fn begin_drafter(&mut self) {
+        self.loads_drafter = true;
+    }
+
     fn load_linear(
         &mut self,
         role: LinearRole,
@@ -78,6 +82,13 @@ impl Device for CpuDevice {
     fn set_adapter(&mut self, weight: &CpuWeight, slot: u32, parts: Vec<LowRankPart>) -> Result<(), DeviceError> {
         self.adapters.set(weight.adapters(), slot, parts);
         Ok(())
+    }
+
+    fn load_draft_head(&mut self, head: WeightSlice<'_>, token_ids: Vec<u32>) -> Result<CpuWeight, DeviceError> {
+        let matrix = slices::matrix(&mut self.pool, &[head], &[])?;
+        let linear = self.add_linear(matrix, true);
+        self.workspace_bytes += self.guesses.fit(self.config.limits.max_rows * token_ids.len()) as u64;
+        Ok(CpuWeight::DraftHead { linear, token_ids })
     }
 
     fn load_norm(&mut self, norm: &NormSlices<'_>) -> Result<CpuWeight, DeviceError> {
@@ -466,6 +477,13 @@ impl Device for CpuDevice {
         Ok(())
     }
 
+    fn put_columns(&mut self, out: &mut CpuTensor, x: &CpuTensor, first: usize) -> Result<(), DeviceError> {
+        let tokens = self.num_tokens();
+        let rows = out.data.chunks_exact_mut(out.cols).zip(x.data.chunks_exact(x.cols)).take(tokens);
+        rows.for_each(|(out, x)| out[first..first + x.len()].copy_from_slice(x));
+        Ok(())
+    }
+
     fn follow(&mut self) -> Result<(), DeviceError> {
         self.follow_tokens();
         Ok(())
@@ -473,10 +491,15 @@ impl Device for CpuDevice {
 
     fn guess(&mut self, x: &CpuTensor, head: &CpuWeight, logits: LogitSpec) -> Result<(), DeviceError> {
         self.logit_cap = logits.cap;
-        self.guess_tokens(x, head.linear())
+        self.guess_tokens(x, head)
     }
 
-    fn next_guess(&mut self, hidden: &mut CpuTensor) -> Result<bool, DeviceError> {
+    fn extend(&mut self) -> Result<(), DeviceError> {
+        self.extend_tokens();
+        Ok(())
+    }
+
+    fn next_guess(&mut self, hidden: Option<&mut CpuTensor>) -> Result<bool, DeviceError> {
         Ok(self.go_on_guessing(hidden))
     }
 

@@ -84,7 +84,7 @@ impl CpuDevice {
         let norm = slices::vector(&layer.norm)?;
         let up = slices::matrix(&mut self.pool, std::slice::from_ref(&layer.up), &[])?;
         self.weights_bytes += (size_of_val(&*norm) + up.bytes()) as u64;
-        if up.weight_type() != k::WeightType::Bf16 {
+        if up.weight_type() != k::WeightType::Bf16 && !self.loads_drafter {
             self.widest_weight = Some(KvType::F32);
         }
         Ok(Latent { norm, eps: layer.eps, up })

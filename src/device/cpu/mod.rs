@@ -106,6 +106,7 @@ pub struct CpuDevice {
     weights_bytes: u64,
     workspace_bytes: u64,
     input_statistics: Option<InputStatistics>,
+    loads_drafter: bool,           // whether weights that are loaded now belong to one
     widest_weight: Option<KvType>, // type that KV blocks need to be as exact as the weights
 }
 
@@ -199,6 +200,7 @@ impl CpuDevice {
             guesses: Guesses::default(),
             weights_bytes: 0,
             input_statistics: None,
+            loads_drafter: false,
             widest_weight: None,
             config,
         }
@@ -315,7 +317,7 @@ impl CpuDevice {
 
     /// Registers a layer's weights, in the precision that was set.
     fn add_linear(&mut self, matrix: k::Matrix, is_head: bool) -> Linear {
-        if matrix.weight_type() != k::WeightType::Bf16 {
+        if matrix.weight_type() != k::WeightType::Bf16 && !self.loads_drafter {
             self.widest_weight = Some(KvType::F32);
         }
         let linear = Linear::new(&mut self.pool, self.isa, matrix, quant_type(self.precision, is_head));

@@ -15,6 +15,9 @@ pub enum CpuWeight {
     /// may have adapters.
     #[allow(missing_docs)] // Fields are named by the lines above.
     Linear { linear: Linear, statistics: Option<usize>, adapters: usize },
+    /// An output head of a drafter: the token of each of its outputs.
+    #[allow(missing_docs)] // Fields are named by the line above.
+    DraftHead { linear: Linear, token_ids: Vec<u32> },
     /// An embedding table; `first_row` is the index of its first row in the whole table.
     #[allow(missing_docs)] // Fields are named by the line above.
     Matrix { matrix: Matrix, first_row: usize },

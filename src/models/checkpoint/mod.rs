@@ -228,6 +228,16 @@ impl Checkpoint {
         Ok(bytes.chunks_exact(dtype.size()).map(|value| value::read(dtype, value) as f32).collect())
     }
 
+    /// The values of the tensor `name` of 64-bit integers, which must be `[len]`.
+    ///
+    /// # Errors
+    /// The same as of [`Checkpoint::matrix`].
+    pub(crate) fn offsets(&self, name: &str, len: usize) -> Result<Vec<i64>, ModelError> {
+        let bytes = self.integers(name, "I64", &[len], size_of::<i64>())?;
+        let (values, _) = bytes.as_chunks();
+        Ok(values.iter().map(|value| i64::from_le_bytes(*value)).collect())
+    }
+
     /// The value of the tensor `name`, which must be `[1]` or `[]`.
     ///
     /// # Errors

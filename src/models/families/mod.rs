@@ -5,6 +5,7 @@
 
 mod adjust;
 mod deepseek;
+mod eagle3;
 mod experts;
 mod family;
 mod gemma4;
@@ -21,6 +22,7 @@ mod table;
 mod tests;
 mod weights;
 
+pub(crate) use eagle3::read_eagle3;
 pub(crate) use family::{AttentionBias, BiasRule, Family, NormRule, WindowRule};
 
 /// The names of the supported architectures.

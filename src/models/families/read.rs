@@ -55,7 +55,7 @@ impl Config {
     }
 }
 
-fn defaults(family: &Family) -> Map<String, Value> {
+pub(super) fn defaults(family: &Family) -> Map<String, Value> {
     serde_json::from_str(family.defaults).expect("defaults are a JSON object")
 }
 
@@ -121,7 +121,7 @@ fn text_model(
 }
 
 /// Reads a decoder whose layers are alike, except for their windows.
-fn decoder(fields: &Fields, family: &Family) -> Result<Config, ModelError> {
+pub(super) fn decoder(fields: &Fields, family: &Family) -> Result<Config, ModelError> {
     fields.only("is_causal", true)?;
     let hidden_size = fields.required_size("hidden_size")?;
     let num_layers = fields.required_size("num_hidden_layers")?;
@@ -178,6 +178,7 @@ fn decoder(fields: &Fields, family: &Family) -> Result<Config, ModelError> {
         },
         mtp: None,
         has_mtp_layer: false,
+        draft: None,
         bos_id: fields.token_ids("bos_token_id")?.first().copied(),
         eos_ids: fields.token_ids("eos_token_id")?,
         dtype: dtype(fields)?,

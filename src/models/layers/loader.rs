@@ -21,7 +21,11 @@ pub(crate) struct Loader<'a, D> {
     pub(crate) config: &'a Config,
     pub(crate) names: &'a Names,
     /// Prefix of every name except the head's.
-    pub(super) prefix: &'static str,
+    pub(crate) prefix: &'static str,
+    /// What stands before the names of the only layer, if not its number.
+    pub(crate) layer_prefix: Option<&'static str>,
+    /// Inputs of the projections to q, k and v.
+    pub(crate) qkv_inputs: usize,
     pub(crate) shard: &'a Shard,
     pub(crate) device: &'a mut D,
 }
@@ -44,7 +48,8 @@ impl<'a, D: Device> Loader<'a, D> {
     ) -> Self {
         let names = config.names;
         let prefix = prefix(checkpoint, names);
-        Self { dir, checkpoint, config, names, prefix, shard, device }
+        let qkv_inputs = config.hidden_size;
+        Self { dir, checkpoint, config, names, prefix, layer_prefix: None, qkv_inputs, shard, device }
     }
 
     pub(crate) fn layer(&self, index: usize) -> LayerSource<'a> {
@@ -54,6 +59,7 @@ impl<'a, D: Device> Loader<'a, D> {
     /// The full name of a weight of layer `index`.
     pub(crate) fn layer_name(&self, index: usize, name: &str) -> String {
         match &self.config.mtp {
+            _ if self.layer_prefix.is_some() => format!("{}.{name}", self.layer_prefix.unwrap_or_default()),
             Some(MtpHead { form: MtpForm::Qwen, .. }) if index == self.config.num_layers() => {
                 format!("mtp.layers.0.{name}")
             }
@@ -61,8 +67,8 @@ impl<'a, D: Device> Loader<'a, D> {
         }
     }
 
-    /// The columns `taken` of a square part of a matrix `[E, cols]` of the MTP head. All workers have all of its rows.
-    pub(crate) fn mtp_input(&mut self, name: &str, taken: Range<usize>, cols: usize) -> Result<D::Weight, ModelError> {
+    /// The columns `taken` of a matrix `[E, cols]` that joins inputs of a head. All workers have all of its rows.
+    pub(crate) fn joining(&mut self, name: &str, taken: Range<usize>, cols: usize) -> Result<D::Weight, ModelError> {
         let (name, rows) = (format!("{name}.weight"), self.config.hidden_size);
         let slice = self.linear(&name, [rows, cols], 0..rows, taken)?;
         let loaded = self.device.load_linear(LinearRole::Up, &[slice], &[]);
@@ -145,14 +151,15 @@ impl<'a, D: Device> Loader<'a, D> {
     pub(crate) fn qkv(&mut self, layer: LayerSource<'_>) -> Result<D::Weight, ModelError> {
         let attention = &layer.spec.attention;
         let row_slices = self.names.qkv.row_slices(attention, layer.shard, self.head_order(layer.spec));
-        self.by_output(LinearRole::Qkv, layer.index, &row_slices, attention.qkv_bias)
+        self.by_output(LinearRole::Qkv, layer.index, &row_slices, self.qkv_inputs, attention.qkv_bias)
     }
 
     /// The gates of the output of one layer's attention, sharded by heads; `None` if it has none.
     pub(crate) fn attention_gates(&mut self, layer: LayerSource<'_>) -> Result<Option<D::Weight>, ModelError> {
         let attention = &layer.spec.attention;
         let row_slices = gate_slices(&self.names.qkv, attention, layer.shard);
-        let load = || self.by_output(LinearRole::Up, layer.index, &row_slices, attention.qkv_bias);
+        let cols = self.config.hidden_size;
+        let load = || self.by_output(LinearRole::Up, layer.index, &row_slices, cols, attention.qkv_bias);
         (!row_slices.is_empty()).then(load).transpose()
     }
 
@@ -164,7 +171,7 @@ impl<'a, D: Device> Loader<'a, D> {
         names: UpNames,
     ) -> Result<D::Weight, ModelError> {
         let (role, row_slices) = up_slices(names, &layer.shard.intermediate, mlp.intermediate_size);
-        self.by_output(role, layer.index, &row_slices, mlp.has_bias)
+        self.by_output(role, layer.index, &row_slices, self.config.hidden_size, mlp.has_bias)
     }
 
     /// An activation function with the numbers that the checkpoint has for it. Without them it keeps those from which
@@ -222,12 +229,13 @@ impl<'a, D: Device> Loader<'a, D> {
         self.by_input(LinearRole::Down, &name, mlp.intermediate_size, taken, mlp.has_bias)
     }
 
-    /// Row slices stacked into one matrix, with all of their input.
+    /// Row slices stacked into one matrix, with all of their input of `cols` columns.
     pub(super) fn by_output(
         &mut self,
         role: LinearRole,
         layer: usize,
         row_slices: &[RowSlice],
+        cols: usize,
         has_bias: bool,
     ) -> Result<D::Weight, ModelError> {
         let names: Vec<String> = row_slices.iter().map(|piece| self.layer_name(layer, piece.name)).collect();
@@ -236,7 +244,7 @@ impl<'a, D: Device> Loader<'a, D> {
         let mut weights = Vec::new();
         let mut biases = Vec::new();
         for (index, RowSlice { rows, taken, head_order, .. }) in row_slices.iter().enumerate() {
-            let shape = [*rows, self.config.hidden_size];
+            let shape = [*rows, cols];
             let weight = self.linear(&weight_names[index], shape, taken.clone(), 0..shape[1])?;
             weights.push(WeightSlice { head_order: *head_order, ..weight });
             if has_bias {
@@ -280,7 +288,7 @@ impl<'a, D: Device> Loader<'a, D> {
     }
 
     /// A part of a linear layer `[out, in]`, whichever order it is stored in.
-    pub(super) fn linear<'n>(
+    pub(crate) fn linear<'n>(
         &self,
         name: &'n str,
         shape: [usize; 2],

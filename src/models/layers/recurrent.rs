@@ -25,8 +25,8 @@ impl<D: Device> Loader<'_, D> {
     ) -> Result<[D::Weight; 2], ModelError> {
         let [qkvz, ba] = row_slices(self.recurrent_names().projections, shape, layer.shard);
         Ok([
-            self.by_output(LinearRole::Qkv, layer.index, &qkvz, false)?,
-            self.by_output(LinearRole::Up, layer.index, &ba, false)?,
+            self.by_output(LinearRole::Qkv, layer.index, &qkvz, self.config.hidden_size, false)?,
+            self.by_output(LinearRole::Up, layer.index, &ba, self.config.hidden_size, false)?,
         ])
     }
 

@@ -5,6 +5,7 @@ use std::path::{Path, PathBuf};
 use device::Estimator;
 use device::cpu::{CpuConfig, CpuDevice, WeightPrecision};
 use ops::{Device, MemoryEstimate, MemoryPlan, PipelineStage, StepLimits, Target, TensorParallel};
+use settings::DeviceDrafter;
 
 const BLOCK_SIZE: usize = 16;
 
@@ -39,10 +40,18 @@ fn estimates_of_the_cpu_are_what_it_takes() {
         "deepseek_v3_fp8",
         "mtp_qwen3_5",
         "mtp_deepseek_v3",
+        "eagle3",
     ] {
         let dir = golden_dir(case);
         let config = models::Config::from_dir(&dir).unwrap();
-        let config = if case.starts_with("mtp") { config.with_mtp().unwrap() } else { config };
+        let drafter = match case {
+            "eagle3" => Some(DeviceDrafter::Eagle3(dir.join("speculators"))),
+            case => case.starts_with("mtp").then_some(DeviceDrafter::Mtp),
+        };
+        let config = match drafter {
+            Some(drafter) => config.with_drafter(&drafter, WeightPrecision::Checkpoint, Target::Cpu).unwrap(),
+            None => config,
+        };
         let limits = StepLimits { max_tokens: 64, max_rows: 4, max_sequence_len: 128, vocab_size: config.vocab_size };
 
         let mut cpu =

@@ -61,9 +61,16 @@ fn guesses_are_asked_for_behind_rows_that_sample() {
     };
     table.apply(&plan, &mut inputs).unwrap();
     assert_eq!(inputs.guesses, [0, 3, 0]);
+    // Three guesses behind position 2 need more than the two blocks that the row has.
+    assert_eq!((&inputs.reach[..], inputs.max_blocks), (&[2, 4, 2][..], 2));
     let plan = StepPlan { step: 2, work: vec![work(1, 3, 1, true)], ..StepPlan::default() };
     table.apply(&plan, &mut inputs).unwrap();
-    assert_eq!(inputs.guesses, [] as [u32; 0]);
+    assert!(inputs.guesses.is_empty() && inputs.reach.is_empty());
+    let grown = [5, 6].map(|block| GrownTable { row: RowId(1), group: 0, block: BlockId(block) }).to_vec();
+    let plan = StepPlan { step: 3, grown, work: vec![asking(1, work(1, 4, 1, true))], ..StepPlan::default() };
+    table.apply(&plan, &mut inputs).unwrap();
+    // Position 5 is in the block of position 4, and the last block is not needed.
+    assert_eq!((&inputs.reach[..], inputs.max_blocks, &inputs.block_tables[..]), (&[6][..], 3, &[2, 3, 5][..]));
 }
 
 #[test]

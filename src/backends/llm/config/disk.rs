@@ -79,6 +79,7 @@ mod tests {
             max_step_tokens: 256,
             max_inter_token: None,
             longest_turn: None,
+            forced_tokens_per_step: None,
         };
         let disk = KvDisk::new(&config, has_cache, host_bytes, &defaults);
         disk.map(|disk| disk.bytes).map_err(|error| error.to_string())

@@ -1,12 +1,17 @@
-//! Who guesses drafts, and how many: the parameters `prompt_lookup_num_tokens` and `mtp_num_tokens`.
+//! Who guesses drafts, and how many: the parameters `prompt_lookup_num_tokens`, `mtp_num_tokens`, `draft_model_num_tokens` with
+//! `draft_model_path`, and `eagle3_num_tokens` with `eagle3_path`.
+
+use std::path::Path;
 
 use engine::ForcedAcceptance;
 use ops::Target;
 use repository::ModelConfig;
-use serving::InferError;
+use serving::{InferError, LoadRequest};
+use supervision::DeviceDrafter;
+use text::{Tokenizer, TokenizerType};
 
 use super::{LlmDefaults, invalid};
-use crate::parameters;
+use crate::{checkpoint, parameters};
 
 /// Maximum number of draft tokens in one step. Longer drafts are seldom accepted.
 const MAX_DRAFTS: usize = 64;
@@ -16,41 +21,120 @@ const MAX_DRAFTS: usize = 64;
 pub(super) struct Drafts {
     /// Maximum number of draft tokens of a sequence in one step; 0 if there are none.
     pub(super) max: usize,
-    /// Whether the checkpoint's MTP head guesses them; otherwise prompt look-up does.
-    pub(super) has_mtp: bool,
+    source: Source,
+}
+
+/// Who guesses them.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Source {
+    PromptLookup,
+    Mtp,
+    DraftModel,
+    Eagle3,
+}
+
+impl Source {
+    const ALL: [Self; 4] = [Self::PromptLookup, Self::Mtp, Self::DraftModel, Self::Eagle3];
+
+    /// The parameter with the number of drafts.
+    fn key(self) -> &'static str {
+        match self {
+            Source::PromptLookup => "prompt_lookup_num_tokens",
+            Source::Mtp => "mtp_num_tokens",
+            Source::DraftModel => "draft_model_num_tokens",
+            Source::Eagle3 => "eagle3_num_tokens",
+        }
+    }
+
+    /// The parameter that names its checkpoint, if it has one of its own.
+    fn path_key(self) -> Option<&'static str> {
+        match self {
+            Source::PromptLookup | Source::Mtp => None,
+            Source::DraftModel => Some("draft_model_path"),
+            Source::Eagle3 => Some("eagle3_path"),
+        }
+    }
+
+    /// For whom the number must be 0.
+    fn refusal(self, model: &models::Config, target: Target) -> Option<String> {
+        let is_cuda = target == Target::Cuda;
+        match self {
+            Source::PromptLookup if is_cuda && model.has_recurrent_layers() => Some(
+                "a model with recurrent layers on GPUs, whose states cannot go back to the last accepted token"
+                    .to_owned(),
+            ),
+            Source::Mtp if is_cuda => Some("GPUs, where MTP heads do not run".to_owned()),
+            Source::Mtp if model.mtp.is_none() => {
+                Some(format!("`{}`, which has no MTP head that Trireme knows", model.architecture))
+            }
+            Source::Eagle3 if is_cuda => Some("GPUs, where EAGLE-3 heads do not run".to_owned()),
+            Source::DraftModel if is_cuda => Some("GPUs, where draft models do not run".to_owned()),
+            _ => None,
+        }
+    }
 }
 
 impl Drafts {
     /// # Errors
-    /// When a number is out of range, both parameters are set, or the model cannot have such drafts on this device.
+    /// When a number is out of range, several sources are set, or the model cannot have such drafts on this device.
     pub(super) fn new(config: &ModelConfig, model: &models::Config, target: Target) -> Result<Self, InferError> {
-        let [looked_up, by_head] =
-            ["prompt_lookup_num_tokens", "mtp_num_tokens"].map(|key| (key, parameters::number(config, key)));
-        let (looked_up, by_head) = ((looked_up.0, looked_up.1?.unwrap_or(0)), (by_head.0, by_head.1?.unwrap_or(0)));
-        for (key, max) in [looked_up, by_head] {
+        let mut found = Self { max: 0, source: Source::PromptLookup };
+        for source in Source::ALL {
+            let key = source.key();
+            let max = parameters::number(config, key)?.unwrap_or(0);
             if max > MAX_DRAFTS {
                 return Err(invalid(config, format!("`{key}` is {max}, expected 0 to {MAX_DRAFTS}")));
             }
+            if max > 0 && found.max > 0 {
+                let other = found.source.key();
+                return Err(invalid(config, format!("`{other}` and `{key}` are both set; remove one of them")));
+            }
+            if max > 0 {
+                found = Self { max, source };
+            }
         }
-        let refused = |(key, max): (&str, usize), reason: &str| {
-            Err(invalid(config, format!("`{key}` is {max}, expected 0 for {reason}")))
-        };
-        match (looked_up.1, by_head.1) {
-            (1.., 1..) => {
-                let message = "`prompt_lookup_num_tokens` and `mtp_num_tokens` are both set; remove one of them";
-                Err(invalid(config, message.to_owned()))
+        let key = found.source.key();
+        if found.max > 0
+            && let Some(reason) = found.source.refusal(model, target)
+        {
+            return Err(invalid(config, format!("`{key}` is {}, expected 0 for {reason}", found.max)));
+        }
+        for source in Source::ALL {
+            let Some(path_key) = source.path_key() else { continue };
+            let (key, is_named) = (source.key(), parameters::text(config, path_key).is_some());
+            let is_wanted = found.max > 0 && found.source == source;
+            if is_wanted && !is_named {
+                let message = format!("`{key}` is {}, but `{path_key}` names no checkpoint", found.max);
+                return Err(invalid(config, message));
             }
-            (1.., 0) if model.has_recurrent_layers() && target == Target::Cuda => {
-                let reason =
-                    "a model with recurrent layers on GPUs, whose states cannot go back to the last accepted token";
-                refused(looked_up, reason)
+            if is_named && !is_wanted {
+                return Err(invalid(config, format!("`{path_key}` is set, but `{key}` is not")));
             }
-            (0, 1..) if target == Target::Cuda => refused(by_head, "GPUs, where MTP heads do not run"),
-            (0, 1..) if model.mtp.is_none() => {
-                refused(by_head, &format!("`{}`, which has no MTP head that Trireme knows", model.architecture))
+        }
+        Ok(found)
+    }
+
+    /// Whether the devices guess, and not rank 0.
+    pub(super) fn are_of_device(self) -> bool {
+        self.max > 0 && self.source != Source::PromptLookup
+    }
+
+    /// What guesses on the devices. `checkpoint` is that of the model.
+    ///
+    /// # Errors
+    /// When there is no checkpoint of a draft model, or it has another tokenizer.
+    pub(super) fn drafter(self, load: &LoadRequest, checkpoint: &Path) -> Result<Option<DeviceDrafter>, InferError> {
+        let wrong = |message: String| invalid(&load.config, message);
+        let named = self.source.path_key().filter(|_| self.max > 0);
+        let dir = named.and_then(|key| checkpoint::named(key, &load.config, &load.model_dir, &load.version_dir));
+        match (self.source, dir.transpose().map_err(wrong)?) {
+            (Source::Mtp, _) if self.max > 0 => Ok(Some(DeviceDrafter::Mtp)),
+            (Source::DraftModel, Some(dir)) => {
+                check_tokenizers(checkpoint, &dir).map_err(wrong)?;
+                Ok(Some(DeviceDrafter::Model(dir)))
             }
-            (max, 0) => Ok(Self { max, has_mtp: false }),
-            (_, max) => Ok(Self { max, has_mtp: true }),
+            (Source::Eagle3, Some(dir)) => Ok(Some(DeviceDrafter::Eagle3(dir))),
+            _ => Ok(None),
         }
     }
 
@@ -68,7 +152,7 @@ impl Drafts {
         let most = 1 + self.max;
         if self.max == 0 {
             let message =
-                format!("{found}, but the model has no drafts; set `prompt_lookup_num_tokens` or `mtp_num_tokens`");
+                format!("{found}, but the model has no drafts; set `prompt_lookup_num_tokens` or another source");
             return Err(invalid(config, message));
         }
         if !(1.0..=most as f64).contains(&tokens) {
@@ -83,6 +167,27 @@ impl Drafts {
             "{found}: drafts are accepted whatever the model says of them, so THE OUTPUT IS WRONG; for benchmarks only"
         );
         Ok(Some(ForcedAcceptance::of_tokens_per_step(tokens)))
+    }
+}
+
+/// Compares the tokens of both checkpoints. Where one has no tokenizer, only the sizes of the vocabularies can be compared.
+fn check_tokenizers(model: &Path, draft: &Path) -> Result<(), String> {
+    let open = |dir: &Path| generation::open_tokenizer(dir, TokenizerType::Auto).ok();
+    let (Some(of_model), Some(of_draft)) = (open(model), open(draft)) else { return Ok(()) };
+    let token = |tokenizer: &Tokenizer, id: u32| match tokenizer.id_to_token(id) {
+        Some(token) => format!("`{token}`"),
+        None => "not there".to_owned(),
+    };
+    let differs = |id: &u32| of_model.id_to_token(*id) != of_draft.id_to_token(*id);
+    match (0..of_model.vocab_size().max(of_draft.vocab_size()) as u32).find(differs) {
+        None => Ok(()),
+        Some(id) => Err(format!(
+            "the draft model in {} has another tokenizer: token {id} is {}, and in {} it is {}",
+            draft.display(),
+            token(&of_draft, id),
+            model.display(),
+            token(&of_model, id)
+        )),
     }
 }
 
@@ -115,14 +220,25 @@ mod tests {
     fn one_source_guesses_and_what_cannot_is_refused_by_name() {
         let (llama, qwen) = ("LlamaForCausalLM", "Qwen3_5ForCausalLM");
         let (lookup, mtp) = (("prompt_lookup_num_tokens", "4"), ("mtp_num_tokens", "3"));
-        assert_eq!(drafts(llama, &[], Target::Cpu), Ok(Drafts { max: 0, has_mtp: false }));
-        assert_eq!(drafts(llama, &[lookup], Target::Cuda), Ok(Drafts { max: 4, has_mtp: false }));
-        assert_eq!(drafts(qwen, &[mtp], Target::Cpu), Ok(Drafts { max: 3, has_mtp: true }));
+        let (model, path) = (("draft_model_num_tokens", "5"), ("draft_model_path", "draft"));
+        let (head, head_path) = (("eagle3_num_tokens", "2"), ("eagle3_path", "head"));
+        let found = |max, source| Ok(Drafts { max, source });
+        assert_eq!(drafts(llama, &[], Target::Cpu), found(0, Source::PromptLookup));
+        assert_eq!(drafts(llama, &[lookup], Target::Cuda), found(4, Source::PromptLookup));
+        assert_eq!(drafts(qwen, &[mtp], Target::Cpu), found(3, Source::Mtp));
+        assert_eq!(drafts(llama, &[model, path], Target::Cpu), found(5, Source::DraftModel));
+        assert_eq!(drafts(llama, &[head, head_path], Target::Cpu), found(2, Source::Eagle3));
         assert_eq!(drafts(qwen, &[lookup, ("mtp_num_tokens", "0")], Target::Cpu).unwrap().max, 4);
         let refused = [
             (drafts(qwen, &[lookup, mtp], Target::Cpu), "are both set; remove one"),
             (drafts(qwen, &[mtp], Target::Cuda), "`mtp_num_tokens` is 3, expected 0 for GPUs"),
             (drafts(llama, &[mtp], Target::Cpu), "`LlamaForCausalLM`, which has no MTP head"),
+            (drafts(qwen, &[mtp, model], Target::Cpu), "`mtp_num_tokens` and `draft_model_num_tokens` are both set"),
+            (drafts(llama, &[model, path], Target::Cuda), "`draft_model_num_tokens` is 5, expected 0 for GPUs"),
+            (drafts(llama, &[model], Target::Cpu), "but `draft_model_path` names no checkpoint"),
+            (drafts(llama, &[head, head_path], Target::Cuda), "`eagle3_num_tokens` is 2, expected 0 for GPUs"),
+            (drafts(llama, &[lookup, head_path], Target::Cpu), "`eagle3_path` is set, but `eagle3_num_tokens` is not"),
+            (drafts(llama, &[path], Target::Cpu), "`draft_model_path` is set, but `draft_model_num_tokens` is not"),
             (drafts(qwen, &[("mtp_num_tokens", "65")], Target::Cpu), "`mtp_num_tokens` is 65, expected 0 to 64"),
         ];
         for (found, expected) in refused {

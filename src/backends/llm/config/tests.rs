@@ -6,6 +6,8 @@ pub(crate) fn llm_config() -> LlmConfig {
         name: "llm".to_owned(),
         checkpoint: PathBuf::new(),
         checkpoint_fingerprint: None,
+        drafter: None,
+        draft_fingerprint: None,
         worker: WorkerSettings {
             device: DeviceChoice::Cpu { threads: 1, first_core: None },
             network: None,

@@ -35,6 +35,7 @@ fn inputs() -> StepInputs {
         saved_states: Vec::new(),
         adapters: vec![ops::NO_ADAPTER; 2],
         guesses: Vec::new(),
+        reach: Vec::new(),
     }
 }
 

@@ -75,3 +75,29 @@ fn a_benchmark_forces_how_many_drafts_are_accepted_whatever_was_guessed() {
         assert_eq!((lens.iter().sum::<usize>(), stats.total_accepted_tokens), (101, 60));
     }
 }
+
+#[test]
+fn blocks_of_guesses_are_taken_ahead_while_some_are_free() {
+    let config = |num_blocks| EngineConfig { num_blocks, policy: Policy::MaxUtilization, ..config() };
+    // Nine blocks hold the whole sequence, and the last free one is left to sequences that need it at once.
+    for (num_blocks, all_fit) in [(64, true), (9, false)] {
+        let config = config(num_blocks);
+        let block_size = config.block_size;
+        let (mut engine, mut device) = (Engine::new(config.clone()).unwrap(), Device::new(&config));
+        engine.submit(Request { max_drafts: 4, ..request(prompt(1, 30), 100) }).unwrap();
+        let (mut num_held, mut num_asked, mut num_fitting) = (0, 0, 0);
+        while !engine.is_idle() {
+            let Some(plan) = engine.plan() else { continue };
+            num_held +=
+                plan.joined.iter().map(|joined| joined.tables[0].blocks.len()).sum::<usize>() + plan.grown.len();
+            for work in plan.work.iter().filter(|work| work.start >= 30 && work.num_guesses > 0) {
+                let needed = (work.start + work.num_tokens + work.num_guesses).min(129) as usize;
+                num_asked += 1;
+                num_fitting += usize::from(needed <= num_held * block_size);
+            }
+            engine.settle(device.run(&plan, &[]), &mut Vec::new()).unwrap();
+        }
+        assert!(num_asked > 10);
+        assert_eq!(num_fitting == num_asked, all_fit, "{num_fitting} of {num_asked} with {num_blocks} blocks");
+    }
+}

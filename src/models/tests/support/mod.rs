@@ -181,6 +181,7 @@ impl Runner {
         }
         (0..self.windows.len()).for_each(|group| self.pack_tables(group, &mut inputs));
         inputs.guesses = vec![self.num_guesses; inputs.num_rows()];
+        inputs.reach = vec![MAX_LEN as u32; inputs.num_rows()];
         inputs
     }
 

@@ -1,5 +1,5 @@
-//! Drafts of MTP heads: tokens are the same with and without them, in whatever order requests run, and the heads of
-//! `scripts/goldens/make_mtp_goldens.py` are often right.
+//! Drafts that devices guess, by MTP heads and draft models: tokens are the same with and without them, in whatever order requests
+//! run. The heads of `scripts/goldens/make_mtp_goldens.py` are often right, and a model that guesses for itself always.
 
 mod support;
 
@@ -9,7 +9,7 @@ use std::{fs, thread};
 
 use nix::sys::signal::Signal;
 use serde_json::{Value, json};
-use support::{Options, TestWorld, golden_dir, golden_repository, post_to, signal};
+use support::{Options, TestWorld, golden_dir, golden_repository, post_to, shipped_repository, signal};
 
 /// Two of the longest sequences do not fit at once, so sequences preempt each other.
 const SMALL_POOL: [(&str, &str); 2] = [("max_tokens_in_paged_kv_cache", "480"), ("max_num_tokens", "64")];
@@ -19,6 +19,12 @@ fn world(golden: &str, world_size: u32, parameters: &[(&str, &str)]) -> (TestWor
     let repository = golden_repository(golden, parameters);
     let options = Options { world_size, repository: repository.path().to_owned(), ..Options::default() };
     (TestWorld::start(options), repository)
+}
+
+/// The parameters of a draft model.
+fn draft_model(golden: &str) -> [(&'static str, String); 2] {
+    let dir = golden_dir(golden).display().to_string();
+    [("draft_model_num_tokens", "3".to_owned()), ("draft_model_path", dir)]
 }
 
 /// Greedy and drawn requests, with log-probabilities, an end and several outputs.
@@ -91,17 +97,63 @@ fn drafts_of_a_head_change_no_token_and_many_are_accepted() {
 }
 
 #[test]
-fn a_text_with_drafts_survives_the_death_of_a_worker() {
-    let (world, _repository) = world("mtp_qwen3_5", 2, &[MTP]);
-    let request = requests().remove(0);
-    let mut found = Vec::new();
-    for (index, event) in world.stream_of("tensorrt_llm", &request).events().enumerate() {
-        if index == 20 {
-            signal(world.workers()[1], Signal::SIGKILL);
+fn drafts_of_another_model_change_no_token_and_those_of_the_same_model_are_accepted() {
+    let recurrent = "qwen3_5";
+    for (golden, draft, world_size) in
+        [("olmo2", "olmo2", 1), ("olmo2", "helium", 2), ("gemma3", "nemotron", 1), (recurrent, "opt", 1)]
+    {
+        let (tp, [count, path]) = (world_size.to_string(), draft_model(draft));
+        let parameters = [("tp", &tp[..]), (count.0, &count.1), (path.0, &path.1)];
+        let (mut world, _repository) = world(golden, world_size, &[&SMALL_POOL[..], &parameters].concat());
+        let url = world.url("/v2/models/tensorrt_llm/generate");
+        let expected = expected(golden, world_size);
+        assert_eq!(together(&url, &requests()), expected, "{draft} for {golden}");
+        let [drafted, accepted] = drafts(&mut world);
+        // The prefix cache has the keys and values of both models.
+        assert_eq!(requests().iter().map(|request| answer(&url, request)).collect::<Vec<_>>(), expected);
+        let again = drafts(&mut world);
+        assert!(world.metric("trireme_llm_prefix_cache_reused_blocks_total") > 0.0);
+        let [drafted_again, accepted_again] = [again[0] - drafted, again[1] - accepted];
+        match golden == draft {
+            true => {
+                assert!(accepted > 0.95 * drafted, "{accepted} of {drafted} drafts");
+                assert!(accepted_again > 0.95 * drafted_again, "{accepted_again} of {drafted_again} drafts");
+            }
+            false => assert!(drafted > 20.0 && accepted < drafted, "{draft} for {golden}: {accepted} of {drafted}"),
         }
-        found.extend(event["output_ids"].as_array().unwrap_or_else(|| panic!("{event}")).clone());
     }
-    assert_eq!(Value::Array(found), expected("mtp_qwen3_5", 2)[0][0]);
+}
+
+#[test]
+fn drafts_of_eagle3_heads_change_no_token() {
+    for (head, world_size) in [("specforge", 1), ("speculators", 2)] {
+        let (tp, path) = (world_size.to_string(), golden_dir("eagle3").join(head).display().to_string());
+        let parameters = [("tp", &tp[..]), ("eagle3_num_tokens", "3"), ("eagle3_path", &path)];
+        let (mut world, _repository) = world("eagle3", world_size, &[&SMALL_POOL[..], &parameters].concat());
+        let url = world.url("/v2/models/tensorrt_llm/generate");
+        assert_eq!(together(&url, &requests()), expected("eagle3", world_size), "{head}");
+        // The heads are random, so they are seldom right.
+        let [drafted, accepted] = drafts(&mut world);
+        assert!(drafted > 20.0 && accepted < drafted, "{head}: {accepted} of {drafted} drafts");
+    }
+}
+
+#[test]
+fn a_text_with_drafts_survives_the_death_of_a_worker() {
+    let draft = draft_model("olmo2");
+    let draft = draft.each_ref().map(|(key, value)| (*key, &value[..]));
+    for (golden, parameters) in [("mtp_qwen3_5", &[MTP][..]), ("olmo2", &draft)] {
+        let (world, _repository) = world(golden, 2, parameters);
+        let request = requests().remove(0);
+        let mut found = Vec::new();
+        for (index, event) in world.stream_of("tensorrt_llm", &request).events().enumerate() {
+            if index == 20 {
+                signal(world.workers()[1], Signal::SIGKILL);
+            }
+            found.extend(event["output_ids"].as_array().unwrap_or_else(|| panic!("{event}")).clone());
+        }
+        assert_eq!(Value::Array(found), expected(golden, 2)[0][0], "{golden}");
+    }
 }
 
 /// The tensors of a file, with their type and shape.
@@ -145,20 +197,57 @@ fn recurrent_states_go_back_behind_rejected_drafts_of_a_head() {
     assert!(drafted > 20.0 && accepted < drafted, "{accepted} of {drafted} drafts");
 }
 
+/// What `trireme plan` prints.
+fn plan(golden: &str, parameters: &[(&str, &str)], args: &[&str]) -> String {
+    let repository = golden_repository(golden, parameters);
+    let mut command = std::process::Command::new(env!("CARGO_BIN_EXE_trireme"));
+    command.args(["plan", "--device=cpu"]).args(args);
+    let output = command.arg("--model-repository").arg(repository.path()).output().unwrap();
+    String::from_utf8([output.stdout, output.stderr].concat()).unwrap()
+}
+
 #[test]
-fn a_plan_counts_the_head_and_a_pipeline_is_refused() {
-    let plan = |parameters: &[(&str, &str)], world_size: u32| {
-        let repository = golden_repository("mtp_qwen3_5", parameters);
+fn a_plan_counts_what_guesses_and_a_pipeline_is_refused() {
+    let (one, two) = (["--world-size=1"], ["--world-size=2"]);
+    let stages = [("pp", "2"), ("tp", "1")];
+    let [count, path] = draft_model("helium");
+    let draft = [(count.0, &count.1[..]), (path.0, &path.1[..])];
+    assert_ne!(plan("mtp_qwen3_5", &[], &one), plan("mtp_qwen3_5", &[MTP], &one));
+    assert_ne!(plan("olmo2", &[], &one), plan("olmo2", &draft, &one));
+    let refused = plan("mtp_qwen3_5", &[&[MTP], &stages[..]].concat(), &two);
+    assert!(refused.contains("an MTP head that guesses drafts, which a pipeline cannot divide"), "{refused}");
+    let refused = plan("olmo2", &[&draft, &stages[..]].concat(), &two);
+    assert!(refused.contains("a draft model or an EAGLE-3 head, which a pipeline cannot divide"), "{refused}");
+    let refused = plan("olmo2", &[("draft_model_num_tokens", "3"), ("draft_model_path", "nowhere")], &one);
+    assert!(refused.contains("`draft_model_path` is `nowhere`, but"), "{refused}");
+}
+
+#[test]
+fn a_draft_model_with_another_tokenizer_is_refused_with_the_token_that_differs() {
+    let repository = golden_repository("olmo2", &[("draft_model_num_tokens", "3"), ("draft_model_path", "1/draft")]);
+    let version = repository.path().join("tensorrt_llm/1");
+    fs::create_dir(version.join("draft")).unwrap();
+    for file in ["config.json", "model.safetensors"] {
+        fs::copy(golden_dir("olmo2").join(file), version.join("draft").join(file)).unwrap();
+    }
+    let tokenizer = fs::read(shipped_repository().join("tensorrt_llm/1/tokenizer.json")).unwrap();
+    let plan = |of_draft: &[u8]| {
+        fs::write(version.join("tokenizer.json"), &tokenizer).unwrap();
+        fs::write(version.join("draft/tokenizer.json"), of_draft).unwrap();
         let mut command = std::process::Command::new(env!("CARGO_BIN_EXE_trireme"));
-        command.args(["plan", "--device=cpu", &format!("--world-size={world_size}")]);
-        let output = command.arg("--model-repository").arg(repository.path()).output().unwrap();
+        command.args(["plan", "--device=cpu", "--world-size=1", "--model-repository"]).arg(repository.path());
+        let output = command.output().unwrap();
         String::from_utf8([output.stdout, output.stderr].concat()).unwrap()
     };
-    // Two layers with attention, or three: 2 KV heads of 32 elements in f32.
-    let (without, with) = (plan(&[], 1), plan(&[MTP], 1));
-    assert_ne!(without, with);
-    let refused = plan(&[MTP, ("pp", "2"), ("tp", "1")], 2);
-    assert!(refused.contains("an MTP head that guesses drafts, which a pipeline cannot divide"), "{refused}");
+    let accepted = plan(&tokenizer);
+    assert!(!accepted.contains("tokenizer"), "{accepted}");
+    let mut other: Value = serde_json::from_slice(&tokenizer).unwrap();
+    let tokens = other["model"]["vocab"].as_object_mut().unwrap();
+    let swapped: Vec<(String, Value)> = tokens.iter().take(2).map(|(token, id)| (token.clone(), id.clone())).collect();
+    tokens.insert(swapped[0].0.clone(), swapped[1].1.clone());
+    tokens.insert(swapped[1].0.clone(), swapped[0].1.clone());
+    let refused = plan(other.to_string().as_bytes());
+    assert!(refused.contains("has another tokenizer: token "), "{refused}");
 }
 
 #[test]
@@ -186,11 +275,7 @@ fn a_benchmark_forces_how_many_drafts_are_accepted_and_says_that_the_output_is_w
         assert!(world.log_text().contains("THE OUTPUT IS WRONG"), "{}", world.log_text());
     }
     let refused = |parameters: &[(&str, &str)], tokens: &str| {
-        let repository = golden_repository("mtp_qwen3_5", parameters);
-        let mut command = std::process::Command::new(env!("CARGO_BIN_EXE_trireme"));
-        command.args(["plan", "--device=cpu", "--world-size=1"]).args(flag(tokens));
-        let output = command.arg("--model-repository").arg(repository.path()).output().unwrap();
-        String::from_utf8([output.stdout, output.stderr].concat()).unwrap()
+        plan("mtp_qwen3_5", parameters, &["--world-size=1", &flag(tokens)[0]])
     };
     let text = refused(&[], "2.5");
     assert!(text.contains("`--benchmark-forced-acceptance` is 2.5, but the model has no drafts"), "{text}");

@@ -1,0 +1,81 @@
+//! What guesses drafts at the end of a step, on the device.
+
+use ops::{Device, DeviceError};
+use settings::{DeviceDrafter, WeightPrecision};
+
+use crate::buffers::Buffers;
+use crate::draft_model::DraftDecoder;
+use crate::eagle3::Eagle3;
+use crate::layer::Layer;
+use crate::mtp::Mtp;
+use crate::{Config, ModelError};
+
+impl Config {
+    /// The same model with what guesses its drafts. A draft model gets `precision`, too, unless its weights are quantized already.
+    ///
+    /// # Errors
+    /// Returns an error if the architecture has no head for it, or if the other model cannot guess for this one.
+    pub fn with_drafter(
+        self,
+        drafter: &DeviceDrafter,
+        precision: WeightPrecision,
+        target: ops::Target,
+    ) -> Result<Self, ModelError> {
+        match drafter {
+            DeviceDrafter::Mtp => self.with_mtp(),
+            DeviceDrafter::Model(dir) => self.with_draft_model(dir, precision, target),
+            DeviceDrafter::Eagle3(dir) => self.with_eagle3(dir, precision, target),
+        }
+    }
+}
+
+/// What guesses drafts, with its weights and buffers.
+pub(crate) enum Drafter<D: Device> {
+    /// A head of the model, which continues from the model's hidden states.
+    Mtp(Mtp<D>),
+    /// Another model.
+    Model(DraftDecoder<D>),
+    /// A head with a checkpoint of its own, which continues from hidden states of three layers.
+    Eagle3(Box<Eagle3<D>>),
+}
+
+/// What the model lends its drafter. `b` has the hidden state behind the model's last norm.
+pub(crate) struct Target<'a, D: Device> {
+    pub(crate) b: &'a mut Buffers<D>,
+    pub(crate) embedding: &'a D::Weight,
+    pub(crate) head: &'a D::Weight,
+    pub(crate) config: &'a Config,
+}
+
+impl<D: Device> Drafter<D> {
+    /// Guesses the tokens behind those that the step has chosen. The first pass has all positions of the step, each further one a
+    /// position of the rows that need another guess.
+    pub(crate) fn guess(&mut self, device: &mut D, target: &mut Target<'_, D>) -> Result<(), DeviceError> {
+        match self {
+            Drafter::Mtp(mtp) => mtp.begin(device, target)?,
+            Drafter::Model(_) => device.extend()?,
+            Drafter::Eagle3(_) => device.follow()?,
+        }
+        loop {
+            let hidden = match self {
+                Drafter::Mtp(mtp) => Some(mtp.guess(device, target)?),
+                Drafter::Eagle3(head) => Some(head.guess(device, target.embedding)?),
+                Drafter::Model(model) => {
+                    model.guess(device)?;
+                    None
+                }
+            };
+            if !device.next_guess(hidden)? {
+                return Ok(());
+            }
+        }
+    }
+
+    /// The layer that counts as one of the model's.
+    pub(crate) fn own_layer(&self) -> Option<&Layer<D>> {
+        match self {
+            Drafter::Mtp(mtp) => Some(&mtp.layer),
+            Drafter::Model(_) | Drafter::Eagle3(_) => None,
+        }
+    }
+}

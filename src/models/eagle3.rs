@@ -1,0 +1,204 @@
+//! EAGLE-3 heads (Li et al. 2025): a layer that guesses drafts from hidden states of three layers of the model.
+//!
+//! At position `p` the head takes the hidden states that three layers of the model have as inputs there, multiplied by one matrix and
+//! so joined to one state `h`, and the embedding of the token at `p + 1`. The norms of both, side by side, are the input of attention
+//! of one layer of Llama's form; its parts are added to `h`. By an output head of its own, often for a part of the vocabulary alone,
+//! it gives the token at `p + 2`. For a further guess the head runs on a position further: the guess stands for the token, and the
+//! head's own output before its last norm for `h`.
+//!
+//! So keys and values of the head are those of an MTP head in all that concerns steps, blocks and rejected drafts
+//! ([`crate::mtp`]). The joined state is computed layer by layer while the model runs.
+
+use std::path::Path;
+
+use ops::{AttentionSpec, Device, DeviceError, LayerAttention, LogitSpec, Target};
+use settings::WeightPrecision;
+
+use crate::buffers::Buffers;
+use crate::config::{DraftConfig, Eagle3Form};
+use crate::decoder::layer_attention;
+use crate::layer::Layer;
+use crate::layers::Loader;
+use crate::mixer::Counts;
+use crate::shard::Shard;
+use crate::{Checkpoint, Config, ModelError, families};
+
+impl Config {
+    pub(crate) fn with_eagle3(
+        mut self,
+        dir: &Path,
+        precision: WeightPrecision,
+        target: Target,
+    ) -> Result<Self, ModelError> {
+        let of_head = |source| ModelError::OfEagle3 { source: Box::new(source) };
+        let refused = |reason: String| ModelError::Eagle3 { dir: dir.to_owned(), reason };
+        let (config, form, target_hidden_size) = families::read_eagle3(dir, self.num_layers()).map_err(of_head)?;
+        let pairs = [
+            ("a vocabulary of", "tokens", config.vocab_size, self.vocab_size),
+            ("inputs of", "numbers", target_hidden_size.unwrap_or(self.hidden_size), self.hidden_size),
+        ];
+        if let Some((what, unit, found, expected)) = pairs.into_iter().find(|(.., found, expected)| found != expected) {
+            return Err(refused(format!(
+                "has {what} {found} {unit}, and the model {expected}; it was made for another one"
+            )));
+        }
+        if let Some(tap) = form.taps.iter().find(|&&tap| tap >= self.num_layers()) {
+            let layers = self.num_layers();
+            return Err(refused(format!(
+                "takes the input of layer {tap}, and the model has {layers}; it was made for another one"
+            )));
+        }
+        let precision = if config.stored_quantization.is_some() { WeightPrecision::Checkpoint } else { precision };
+        let config = config.in_precision(precision, target).map_err(of_head)?;
+        self.notes.push(format!("the EAGLE-3 head in {} guesses drafts", dir.display()));
+        Ok(self.with_draft(DraftConfig { dir: dir.to_owned(), config, eagle3: Some(form) }))
+    }
+}
+
+/// A head with its weights and buffers.
+pub(crate) struct Eagle3<D: Device> {
+    config: Config,
+    shard: Shard,
+    form: Eagle3Form,
+    joining: Vec<D::Weight>,      // [E, Et] of each of the three layers
+    embedding: Option<D::Weight>, // the model's if there is none
+    hidden_norm: D::Weight,
+    layer: Layer<D>,
+    norm: D::Weight,
+    head: D::Weight,
+    hidden: D::Tensor, // [T, E]
+    both: D::Tensor,   // [T, 2 E], norms of the embedding and of the hidden state
+    buffers: Buffers<D>,
+}
+
+impl<D: Device> Eagle3<D> {
+    /// Loads it behind the layers of a model with hidden states of `target_hidden`, which are those in `counts`.
+    pub(crate) fn load(
+        draft: &DraftConfig,
+        form: &Eagle3Form,
+        target_hidden: usize,
+        counts: &mut Counts,
+        device: &mut D,
+    ) -> Result<Self, ModelError> {
+        let mut load = |device: &mut D| {
+            let shard = Shard::new(&draft.config, device.tensor_parallel())?;
+            let checkpoint = Checkpoint::open(&draft.dir)?;
+            Self::load_shard(draft, form, target_hidden, shard, &checkpoint, counts, device)
+        };
+        load(device).map_err(|source| ModelError::OfEagle3 { source: Box::new(source) })
+    }
+
+    fn load_shard(
+        draft: &DraftConfig,
+        form: &Eagle3Form,
+        target_hidden: usize,
+        shard: Shard,
+        checkpoint: &Checkpoint,
+        counts: &mut Counts,
+        device: &mut D,
+    ) -> Result<Self, ModelError> {
+        let config = &draft.config;
+        let hidden = config.hidden_size;
+        let mut loader = Loader::new(&draft.dir, checkpoint, config, &shard, device);
+        loader.prefix = "";
+        loader.layer_prefix = Some(form.layer);
+        loader.qkv_inputs = 2 * hidden;
+        let own_embedding = checkpoint.contains("embed_tokens.weight");
+        if !own_embedding && target_hidden != hidden {
+            let reason =
+                format!("has no embeddings, and its width of {hidden} is not that of the model, {target_hidden}");
+            return Err(ModelError::Eagle3 { dir: draft.dir.clone(), reason });
+        }
+        let inputs = 3 * target_hidden;
+        let part = |index: usize| index * target_hidden..(index + 1) * target_hidden;
+        let joining = (0..3).map(|index| loader.joining("fc", part(index), inputs)).collect::<Result<_, _>>()?;
+        let mut widths = Vec::new();
+        let layer = Layer::load(&mut loader, 0, &mut widths, counts)?;
+        let head = loader.draft_head(form.draft_vocab_size)?;
+        let buffers = Buffers::allocate(hidden, layer.has_two_parts(), &widths, loader.device);
+        let buffers = loader.or_device_error(buffers)?;
+        let tensors = loader.device.tensor(hidden).and_then(|one| Ok((one, loader.device.tensor(2 * hidden)?)));
+        let (own_hidden, both) = loader.or_device_error(tensors)?;
+        Ok(Self {
+            joining,
+            embedding: if own_embedding { Some(loader.embedding()?) } else { None },
+            hidden_norm: loader.norm(&format!("{}.hidden_norm", form.layer), 1.0)?,
+            layer,
+            norm: loader.norm("norm", 1.0)?,
+            head,
+            hidden: own_hidden,
+            both,
+            buffers,
+            config: config.clone(),
+            form: form.clone(),
+            shard,
+        })
+    }
+
+    /// Adds what the head takes of the input of layer `index` of the model.
+    pub(crate) fn take(&mut self, device: &mut D, index: usize, residual: &D::Tensor) -> Result<(), DeviceError> {
+        let first = self.form.taps.iter().min().copied();
+        let mut is_first = first == Some(index);
+        for (weight, _) in self.joining.iter().zip(self.form.taps).filter(|&(_, tap)| tap == index) {
+            let out = if is_first { &mut self.hidden } else { &mut self.buffers.residual };
+            device.linear(out, residual, weight)?;
+            if !is_first {
+                device.add(&mut self.hidden, &self.buffers.residual)?;
+            }
+            is_first = false;
+        }
+        Ok(())
+    }
+
+    /// Guesses a token for each row of the step that needs one. Returns the hidden states from which a further guess continues.
+    pub(crate) fn guess(&mut self, device: &mut D, embedding: &D::Weight) -> Result<&mut D::Tensor, DeviceError> {
+        let (b, eps, width) = (&mut self.buffers, self.config.norm.eps, self.config.hidden_size);
+        device.embed(&mut b.residual, self.embedding.as_ref().unwrap_or(embedding), 1.0)?;
+        let embedding_norm = self.layer.attention_norm.as_ref().expect("a layer of Llama's form begins with a norm");
+        device.norm(&mut b.normed, &b.residual, embedding_norm, eps)?;
+        device.put_columns(&mut self.both, &b.normed, 0)?;
+        device.norm(&mut b.normed, &self.hidden, &self.hidden_norm, eps)?;
+        device.put_columns(&mut self.both, &b.normed, width)?;
+        let begins = if self.form.norm_before_residual { &b.normed } else { &self.hidden };
+        device.put_columns(&mut b.residual, begins, 0)?;
+        self.layer.run_beside(device, &self.both, b, &self.norm, eps)?;
+        device.guess(&b.normed, &self.head, LogitSpec { cap: None })?;
+        device.put_columns(&mut self.hidden, &b.residual, 0)?;
+        Ok(&mut self.hidden)
+    }
+
+    /// Adds its layer to those of the model. `kv_group` is that of the layer.
+    pub(crate) fn add_layer(&self, kv_group: usize, num_buffers: &mut [usize], spec: &mut AttentionSpec) {
+        let layer = layer_attention(&self.config, &self.shard, 0, self.layer.mixer.sinks());
+        let (rope, kv_buffer) = (layer.rope.map(|rope| spec.ropes.len() + rope), num_buffers[kv_group]);
+        num_buffers[kv_group] += 1;
+        spec.layers.push(LayerAttention { kv_group, kv_buffer, rope, ..layer });
+        let max_positions = spec.max_positions;
+        spec.ropes.extend(self.config.ropes.iter().map(|rope| rope.table(max_positions)));
+    }
+}
+
+impl<D: Device> Loader<'_, D> {
+    /// The head of a reduced vocabulary, whole on every worker.
+    fn draft_head(&mut self, draft_vocab_size: usize) -> Result<D::Weight, ModelError> {
+        let (vocab, width) = (self.config.vocab_size, self.config.hidden_size);
+        let token_ids = match self.checkpoint.contains("d2t") {
+            true => self.checkpoint.offsets("d2t", draft_vocab_size)?,
+            false => vec![0; draft_vocab_size],
+        };
+        let token_ids: Option<Vec<u32>> = (0..)
+            .zip(token_ids)
+            .map(|(index, offset): (i64, i64)| {
+                let token = index.checked_add(offset)?;
+                u32::try_from(token).ok().filter(|&token| (token as usize) < vocab)
+            })
+            .collect();
+        let Some(token_ids) = token_ids else {
+            let reason = format!("has a table `d2t` that names tokens outside of the vocabulary of {vocab}");
+            return Err(ModelError::Eagle3 { dir: self.dir.into(), reason });
+        };
+        let slice = self.linear("lm_head.weight", [draft_vocab_size, width], 0..draft_vocab_size, 0..width)?;
+        let loaded = self.device.load_draft_head(slice, token_ids);
+        self.or_device_error(loaded)
+    }
+}
