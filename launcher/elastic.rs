@@ -4,6 +4,7 @@ use std::process::{Command, Stdio};
 
 use anyhow::{Context, Result, bail};
 
+use crate::command::Starter;
 use crate::flags::WorldFlags;
 use crate::hosts::{self, Host};
 use crate::plan::{Plan, Site, memory_command};
@@ -57,6 +58,12 @@ impl Shapes {
                 "--elastic={list} has {} behind {}; write each number of ranks once, the largest first",
                 flags.elastic[at],
                 flags.elastic[at - 1]
+            );
+        }
+        if matches!(plan.starter, Starter::Srun { .. }) {
+            bail!(
+                "--elastic works through mpirun, not through srun: Slurm starts no other step on a node while one that has lost a node \
+                 is not over; leave it out"
             );
         }
         if flags.exit_on_failure || flags.max_restarts == Some(0) {
