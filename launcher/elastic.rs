@@ -4,6 +4,7 @@ use std::process::{Command, Stdio};
 
 use anyhow::{Context, Result, bail};
 
+use crate::command::Starter;
 use crate::flags::WorldFlags;
 use crate::hosts::{self, Host};
 use crate::plan::{Plan, Site, memory_command};
@@ -57,6 +58,12 @@ impl Shapes {
                 "--elastic={list} has {} behind {}; write each number of ranks once, the largest first",
                 flags.elastic[at],
                 flags.elastic[at - 1]
+            );
+        }
+        if matches!(plan.starter, Starter::Srun { .. }) {
+            bail!(
+                "--elastic works through mpirun, not through srun: Slurm starts no other step on a node while one that has lost a node \
+                 is not over; leave it out"
             );
         }
         if flags.exit_on_failure || flags.max_restarts == Some(0) {
@@ -156,6 +163,7 @@ mod tests {
     use super::*;
     use crate::flags::Flags;
     use crate::plan::plan;
+    use crate::srun::Allocation;
 
     /// The shapes of a world whose first host is this one, under the name `here`.
     fn shapes(line: &str) -> Result<Shapes> {
@@ -220,6 +228,13 @@ mod tests {
         ] {
             assert!(refusal(line).contains(words), "{line}: {}", refusal(line));
         }
+        let line = "launch --world_size=2 --elastic=1";
+        let flags = Flags::parse_from_line(line.split(' ').map(OsString::from)).unwrap().world;
+        let nodes = ["n1", "n2"].map(str::to_owned).to_vec();
+        let allocation = Some(Allocation { job: 7, nodes, mpi_types: ["pmix".to_owned()].into(), node: None });
+        let plan = plan(&flags, &Site { num_cores: 64, allocation, ..Site::default() }).unwrap();
+        let refusal = Shapes::new(&flags, &plan).unwrap_err().to_string();
+        assert!(refusal.contains("--elastic works through mpirun, not through srun"), "{refusal}");
         for line in ["--elastic=0", "--elastic=x", "--elastic=", "--elastic_return=0"] {
             assert!(shapes(&format!("--world_size=4 --hosts=here:2,b:2 {line}")).is_err(), "{line}");
         }

@@ -12,7 +12,7 @@ use nix::fcntl::{FcntlArg, OFlag, fcntl};
 use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
 
-use crate::command::{Starter, quoted};
+use crate::command::quoted;
 use crate::hosts::{self, REACHED};
 
 /// Time in which a host must answer.
@@ -49,12 +49,12 @@ pub(crate) struct Probe {
 }
 
 impl Probe {
-    /// Starts `script` on `host`, as `starter` starts ranks there.
+    /// Starts `script` on `host`, by the way that `mpirun` starts ranks there.
     ///
     /// # Errors
     /// When the program that reaches other hosts cannot be started.
-    pub(crate) fn start(starter: &Starter, host: &str, script: &str) -> Result<Self> {
-        let words = words(starter, host, script);
+    pub(crate) fn start(host: &str, script: &str) -> Result<Self> {
+        let words = words(host, script);
         let mut command = Command::new(&words[0]);
         command.args(&words[1..]).stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped());
         let child = ipc::bind_to_parent(&mut command, Signal::SIGTERM as i32)
@@ -104,7 +104,7 @@ impl Drop for Probe {
     fn drop(&mut self) {
         let deadline = Instant::now() + END_TIMEOUT;
         while !matches!(self.child.try_wait(), Ok(Some(_)) | Err(_)) {
-            // `srun` cancels its step at a SIGTERM. It does not matter if it is gone already.
+            // It does not matter if it is gone already.
             let _ = kill(Pid::from_raw(self.child.id() as i32), Signal::SIGTERM);
             if Instant::now() >= deadline {
                 let _ = self.child.kill();
@@ -116,19 +116,10 @@ impl Drop for Probe {
     }
 }
 
-/// The command that runs `script` on `host`.
-fn words(starter: &Starter, host: &str, script: &str) -> Vec<String> {
-    let shell = ["sh", "-c"].map(str::to_owned);
-    match starter {
-        // A step beside that of the world.
-        Starter::Srun { .. } => {
-            let options = ["srun", "--overlap", "--quiet", "--mpi=none", "--nodes=1", "--ntasks=1", "--immediate=5"];
-            let options = options.map(str::to_owned).into_iter().chain([format!("--nodelist={host}")]);
-            options.chain(shell).chain([script.to_owned()]).collect()
-        }
-        // The remote shell joins the words, and the user's shell there reads them.
-        _ => hosts::remote_shell().into_iter().chain([host.to_owned()]).chain(shell).chain([quoted(script)]).collect(),
-    }
+/// The command that runs `script` on `host`. The remote shell joins the words, and the user's shell there reads them.
+fn words(host: &str, script: &str) -> Vec<String> {
+    let words = [host.to_owned(), "sh".to_owned(), "-c".to_owned(), quoted(script)];
+    hosts::remote_shell().into_iter().chain(words).collect()
 }
 
 #[cfg(test)]

@@ -29,8 +29,10 @@ pub(crate) fn file(batch: &BatchFlags, arguments: &[OsString]) -> Result<String>
             batch.nodes
         );
     }
-    if batch.nodes == 1 && !world.elastic.is_empty() {
-        bail!("--elastic is for worlds of several nodes, and this job has one; raise --nodes, or leave it out");
+    if !world.elastic.is_empty() {
+        bail!(
+            "--elastic works through mpirun outside of Slurm; leave it out, the job goes back to the queue when it loses a node"
+        );
     }
     let ranks_per_node = world.world_size / batch.nodes;
     let gpus = batch.gpus_per_node.unwrap_or(if world.device == DeviceKind::Cpu { 0 } else { ranks_per_node });
@@ -53,10 +55,6 @@ pub(crate) fn file(batch: &BatchFlags, arguments: &[OsString]) -> Result<String>
     option("signal", &format!("B:USR1@{}", batch.drain_before));
     option("open-mode", "append");
     option("output", "trireme_%j.out");
-    if !world.elastic.is_empty() {
-        // The job goes on when it loses a node.
-        text.push_str("#SBATCH --no-kill\n");
-    }
     text.push_str("#SBATCH --requeue\n\n");
     write!(text, "\"${{LAUNCH:-target/release/launch}}\" {} &\n{WAIT}", world_line(arguments))
         .expect("text takes more text");
@@ -147,14 +145,8 @@ mod tests {
             assert!(many.contains(&format!("#SBATCH --{option}\n")), "{option}: {many}");
         }
         assert!(many.contains("--world_size=16 --network=ib0 &\n"), "{many}");
-        assert!(!many.contains("no-kill"));
-        let elastic = file_of("sbatch --world_size=16 --nodes=2 --elastic=8").unwrap();
-        assert!(
-            elastic.contains("#SBATCH --no-kill\n") && elastic.contains("--world_size=16 --elastic=8 &\n"),
-            "{elastic}"
-        );
-        let refusal = file_of("sbatch --world_size=8 --elastic=4").unwrap_err().to_string();
-        assert!(refusal.contains("--elastic is for worlds of several nodes"), "{refusal}");
+        let refusal = file_of("sbatch --world_size=16 --nodes=2 --elastic=8").unwrap_err().to_string();
+        assert!(refusal.contains("--elastic works through mpirun"), "{refusal}");
         assert!(file_of("sbatch --world_size=3 --nodes=2").is_err());
     }
 }

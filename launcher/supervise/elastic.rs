@@ -105,7 +105,7 @@ impl Elastic {
     fn ask(&mut self, wanted: impl Fn(&str) -> bool) {
         self.asked = Some(Instant::now());
         for other in self.others.iter_mut().filter(|other| other.probe.is_none() && wanted(&other.name)) {
-            match Probe::start(&self.starter, &other.name, &self.script) {
+            match Probe::start(&other.name, &self.script) {
                 Ok(probe) => other.probe = Some(probe),
                 Err(error) => other.heard(Err(format!("{error:#}"))),
             }
