@@ -15,6 +15,18 @@ use serde::{Deserialize, Serialize};
 
 use crate::{DiskSlot, HostSlot};
 
+/// What a waiting sequence has got from the disk.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub(crate) enum Fetch {
+    /// Its prefix was not searched for there.
+    #[default]
+    NotBegun,
+    /// A part of its prefix is being copied to host memory.
+    UnderWay,
+    /// The rest is computed.
+    Done,
+}
+
 mod copies;
 
 /// What a slot holds.

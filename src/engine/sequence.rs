@@ -8,6 +8,7 @@ use smallvec::SmallVec;
 use crate::beams::{Beams, Rules};
 use crate::constraint::RequestConstraint;
 use crate::content::ContentId;
+use crate::disk::Fetch;
 use crate::draft::Acceptance;
 use crate::guided::Guided;
 use crate::slot::{Sample, Slot};
@@ -103,18 +104,6 @@ pub(crate) struct Sequence {
     /// The slot of its adapter while it runs.
     pub(crate) adapter_slot: Option<AdapterSlot>,
     pub(crate) fetch: Fetch,
-}
-
-/// What a waiting sequence has got from the disk.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
-pub(crate) enum Fetch {
-    /// Its prefix was not searched for there.
-    #[default]
-    NotBegun,
-    /// A part of its prefix is being copied to host memory.
-    UnderWay,
-    /// The rest is computed.
-    Done,
 }
 
 /// State of the search for stop words.

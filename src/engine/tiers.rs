@@ -2,10 +2,10 @@
 
 use crate::costs::StepLoad;
 use crate::disk::DiskCopy;
+use crate::disk::Fetch;
 use crate::engine::Engine;
 use crate::plan::STORES_COMPLETE_AFTER;
 use crate::prefix::{self, Found};
-use crate::sequence::Fetch;
 use crate::slot::Slot;
 
 impl Engine {

@@ -11,7 +11,7 @@ use models::WorkerShape;
 use ops::{PipelineStage, StepLimits, Target, TensorParallel};
 use repository::ModelConfig;
 use serving::{DataType, InferError, Limits, LoadRequest};
-use supervision::{DeviceChoice, DeviceDrafter, KvCacheType, KvMemory, WeightPrecision, WorkerSettings};
+use supervision::{DeviceChoice, DeviceDrafter, KvMemory, WorkerSettings};
 
 use super::adapter_settings::AdapterSettings;
 use super::inter_token::InterTokenBounds;
@@ -22,11 +22,15 @@ mod disk;
 mod drafts;
 mod host_memory;
 mod invariant;
+mod parallelism;
+mod types;
 
 pub use disk::KvDisk;
 use drafts::Drafts;
 use host_memory::host_memory_bytes;
 use invariant::batch_invariant;
+use parallelism::{Parallelism, check_shares};
+use types::{kv_cache_type, logits_type, weight_precision};
 
 /// Rows of a tile of the matrix products on GPUs.
 const GPU_TOKEN_TILE: usize = 128;
@@ -270,50 +274,6 @@ fn target(device: DeviceChoice) -> Target {
     }
 }
 
-/// The assignment of a model to the ranks of a world.
-struct Parallelism {
-    tp_size: u32,
-    pp_size: u32,
-    ep_size: u32,
-    num_replicas: u32,
-}
-
-impl Parallelism {
-    /// Reads the parameters `tp`, `pp`, `ep` and `replicas`. The default of `tp` is all ranks of the world. The default of `replicas` is
-    /// the number that fits into the world.
-    fn new(config: &ModelConfig, model: &models::Config, defaults: &LlmDefaults) -> Result<Self, InferError> {
-        let (world_size, num_layers) = (defaults.world_size, model.num_layers());
-        let pp_size = match parameters::number::<u32>(config, "pp")? {
-            None => parameters::number(config, "pipeline_parallelism")?.unwrap_or(1),
-            Some(pp) => pp,
-        };
-        let replicas: Option<u32> = parameters::number(config, "replicas")?;
-        let left = world_size / pp_size.max(1) / replicas.unwrap_or(1).max(1);
-        let tp_size = parameters::number(config, "tp")?.unwrap_or(left);
-        if pp_size == 0 || pp_size as usize > num_layers {
-            let message = format!("`pp` is {pp_size}, expected 1 to {num_layers}, the layers of the model");
-            return Err(invalid(config, message));
-        }
-        let min_replicas = replicas.unwrap_or(1);
-        let needed = tp_size.max(1).saturating_mul(pp_size).saturating_mul(min_replicas.max(1));
-        if tp_size == 0 || min_replicas == 0 || needed > world_size {
-            let copies = replicas.map_or_else(String::new, |count| format!(" x `replicas` {count}"));
-            let message = format!("`tp` {tp_size} x `pp` {pp_size}{copies} workers need as many ranks");
-            return Err(invalid(
-                config,
-                format!("{message}, and world_size is {world_size}; start with `--world_size={needed}`"),
-            ));
-        }
-        let num_replicas = replicas.unwrap_or(world_size / (tp_size * pp_size));
-        let num_idle = world_size - num_replicas * tp_size * pp_size;
-        if num_idle > 0 {
-            tracing::warn!(model = %config.name, "{num_idle} of {world_size} ranks have no worker of this model");
-        }
-        let ep_size = parameters::number(config, "ep")?.unwrap_or(1);
-        Ok(Self { tp_size, pp_size, ep_size, num_replicas })
-    }
-}
-
 /// Says which settings requests to OpenAI's and Anthropic's endpoints have by default.
 fn log_sampling_defaults(model: &str, defaults: &SamplingDefaults) {
     match defaults.listed() {
@@ -383,63 +343,6 @@ fn has_placeholders(config: &ModelConfig) -> bool {
     config.backend == "tensorrtllm" && config.input.iter().all(|input| input.name != "num_return_sequences")
 }
 
-/// The declared type of the outputs of logits.
-fn logits_type(config: &ModelConfig) -> Result<DataType, InferError> {
-    let is_logits = |name: &str| matches!(name, "context_logits" | "generation_logits");
-    let mut found = None;
-    for output in config.output.iter().filter(|output| is_logits(&output.name)) {
-        let datatype = match DataType::from_config(output.data_type()) {
-            Some(datatype @ (DataType::Fp32 | DataType::Fp16 | DataType::Bf16)) => datatype,
-            _ => {
-                let message = format!("output `{}` is {:?}", output.name, output.data_type());
-                return Err(invalid(config, format!("{message}, expected TYPE_FP32, TYPE_FP16 or TYPE_BF16")));
-            }
-        };
-        if found.is_some_and(|found| found != datatype) {
-            return Err(invalid(config, "`context_logits` and `generation_logits` are declared with two types".into()));
-        }
-        found = Some(datatype);
-    }
-    Ok(found.unwrap_or(DataType::Fp32))
-}
-
-/// Precision of the weights of linear layers: the parameter `quantization`, or TensorRT-LLM's `weight_only_precision` and
-/// `use_weight_only`, else that of the world.
-fn weight_precision(config: &ModelConfig, defaults: &LlmDefaults) -> Result<WeightPrecision, InferError> {
-    let named = |key: &str| {
-        let precision = parameters::text(config, key).map(str::parse::<WeightPrecision>).transpose();
-        precision.map_err(|message| invalid(config, format!("parameter `{key}`: {message}")))
-    };
-    let weight_only = match (parameters::flag(config, "use_weight_only")?, named("weight_only_precision")?) {
-        (Some(false), _) => Some(WeightPrecision::Checkpoint),
-        // TensorRT-LLM's default.
-        (Some(true), None) => Some(WeightPrecision::Int8),
-        (_, precision) => precision,
-    };
-    match (named("quantization")?, weight_only) {
-        (Some(one), Some(other)) if one != other => {
-            let message =
-                "`quantization` and `weight_only_precision` (or `use_weight_only`) differ; remove one of them";
-            Err(invalid(config, message.into()))
-        }
-        (precision, weight_only) => Ok(precision.or(weight_only).unwrap_or(defaults.worker.weight_precision)),
-    }
-}
-
-/// The type of keys and values: the parameter `kv_cache_dtype`, or TensorRT-LLM's `kv_cache_quant_algo`, else that of the world.
-fn kv_cache_type(config: &ModelConfig, defaults: &LlmDefaults) -> Result<KvCacheType, InferError> {
-    let named = |key: &str| {
-        let kind = parameters::text(config, key).map(str::parse::<KvCacheType>).transpose();
-        kind.map_err(|message| invalid(config, format!("parameter `{key}`: {message}")))
-    };
-    match (named("kv_cache_dtype")?, named("kv_cache_quant_algo")?) {
-        (Some(one), Some(other)) if one != other => {
-            Err(invalid(config, "`kv_cache_dtype` and `kv_cache_quant_algo` differ; remove one of them".into()))
-        }
-        (one, other) => Ok(one.or(other).unwrap_or(defaults.worker.kv_cache_type)),
-    }
-}
-
 /// Memory for KV blocks. On a CPU, the replicas of a node share it.
 fn kv_memory(config: &ModelConfig, defaults: &LlmDefaults, groups_per_node: u32) -> Result<KvMemory, InferError> {
     if let Some(tokens) = parameters::number(config, "max_tokens_in_paged_kv_cache")? {
@@ -461,15 +364,6 @@ fn kv_memory(config: &ModelConfig, defaults: &LlmDefaults, groups_per_node: u32)
 
 fn invalid(config: &ModelConfig, message: String) -> InferError {
     InferError::invalid(format!("model `{}`: {message}", config.name))
-}
-
-/// Checks that `tp` workers can share `model`.
-///
-/// # Errors
-/// When the number of heads is not divisible by `tp`. The message has the sizes that work.
-fn check_shares(config: &ModelConfig, model: &models::Config, tp: u32) -> Result<(), InferError> {
-    let share = models::shard::Shard::new(model, TensorParallel { rank: 0, size: tp });
-    share.map(drop).map_err(|error| InferError::invalid(format!("model `{}`: {error}", config.name)))
 }
 
 #[cfg(test)]

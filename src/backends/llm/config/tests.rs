@@ -1,3 +1,5 @@
+use supervision::WeightPrecision;
+
 use super::*;
 
 /// A model of one worker and a vocabulary of 100 tokens.
