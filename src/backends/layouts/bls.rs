@@ -80,7 +80,7 @@ pub(super) fn input(name: &str) -> Option<Use> {
         return Some(Use::Refused("models read text only"));
     }
     if DRAFT.contains(&name) {
-        return Some(Use::Ignored("there is no draft model; answers are the same without one"));
+        return Some(Use::Ignored("drafts are a matter of the model's parameters; answers are the same without"));
     }
     if TO_PREPROCESSING.iter().any(|(input, _)| *input == name) {
         return Some(Use::Used("handed to `preprocessing`"));

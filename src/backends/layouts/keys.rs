@@ -20,7 +20,9 @@ pub type Key = (&'static str, Use);
 const NO_ENCODER: Use = Refused("models have a decoder only");
 const NO_DECODER_PROMPT: Use = Ignored("it is for models with an encoder; the prompt is `input_ids`");
 const NO_IMAGES: Use = Refused("models read text only");
-const NO_DRAFT: Use = Ignored("there is no draft model; the output is the same without one");
+const NO_DRAFT: Use = Ignored(
+    "the output is the same without; `draft_model_path`, `eagle3_path`, `mtp_num_tokens` and `prompt_lookup_num_tokens` give drafts",
+);
 const SCHEDULED_HERE: Use = Ignored("the scheduler decides this in each step");
 const NO_LORA_CACHE: Use = Ignored("`max_loras` and `lora_memory_bytes` bound the adapters");
 const NO_MPI_PLACES: Use = Ignored("`--world_size` and the launcher place ranks");
