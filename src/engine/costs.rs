@@ -3,7 +3,7 @@
 use crate::EngineConfig;
 
 /// Number of coefficients.
-const N: usize = 6;
+const N: usize = 7;
 
 /// Noise of a measured step relative to the longer of its expected and its measured duration, as a standard deviation: at
 /// first and at least, and at most.
@@ -31,7 +31,7 @@ const MAX_DRIFT: f64 = 0.05;
 
 /// Standard deviations of the coefficients before the first measurement, relative to the time of the first step. They
 /// span devices from a CPU, where a prompt token takes a twentieth of a step, to a GPU, where it takes a 200th.
-const PRIORS: [f64; N] = [1.0, 1.0 / 30.0, 1e-4, 1.0 / 30.0, 1e-6, 1.0];
+const PRIORS: [f64; N] = [1.0, 1.0 / 30.0, 1e-4, 1.0 / 30.0, 1e-6, 1.0, 1.0 / 3.0];
 
 /// Weight of the newest step in the mean relative error.
 const ERROR_WEIGHT: f64 = 0.05;
@@ -50,6 +50,8 @@ pub struct StepLoad {
     pub prompt_tokens: usize,
     /// KV positions that these tokens read, summed over the tokens, as a mean over the KV groups.
     pub prompt_positions: usize,
+    /// Passes of what guesses drafts on the devices: as many as the guesses of the row that has most.
+    pub guesses: usize,
 }
 
 /// The coefficients of the cost model in seconds. A step takes the sum of its [`StepLoad`]'s parts times these.
@@ -67,17 +69,19 @@ pub struct StepCosts {
     pub prompt_position: f64,
     /// All experts of a model that has some. A step reads the share that its tokens choose.
     pub experts: f64,
+    /// A pass of what guesses drafts on the devices.
+    pub guess: f64,
 }
 
 impl StepCosts {
     /// Names of the coefficients, in the order of [`StepCosts::values`].
     pub const NAMES: [&str; N] =
-        ["step", "decode_token", "decode_position", "prompt_token", "prompt_position", "experts"];
+        ["step", "decode_token", "decode_position", "prompt_token", "prompt_position", "experts", "guess"];
 
     /// The coefficients.
     pub fn values(&self) -> [f64; N] {
-        let Self { step, decode_token, decode_position, prompt_token, prompt_position, experts } = *self;
-        [step, decode_token, decode_position, prompt_token, prompt_position, experts]
+        let Self { step, decode_token, decode_position, prompt_token, prompt_position, experts, guess } = *self;
+        [step, decode_token, decode_position, prompt_token, prompt_position, experts, guess]
     }
 
     /// Seconds that the tokens of prompts add to steps, without what steps take that have none.
@@ -86,8 +90,8 @@ impl StepCosts {
     }
 
     fn from_values(values: [f64; N]) -> Self {
-        let [step, decode_token, decode_position, prompt_token, prompt_position, experts] = values;
-        Self { step, decode_token, decode_position, prompt_token, prompt_position, experts }
+        let [step, decode_token, decode_position, prompt_token, prompt_position, experts, guess] = values;
+        Self { step, decode_token, decode_position, prompt_token, prompt_position, experts, guess }
     }
 }
 
@@ -245,6 +249,7 @@ impl CostModel {
             load.prompt_tokens as f64,
             load.prompt_positions as f64,
             experts,
+            load.guesses as f64,
         ]
     }
 }

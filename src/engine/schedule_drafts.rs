@@ -27,6 +27,7 @@ impl Engine {
         let start = sequence.num_computed as u32;
         let work = RowWork { row, start, num_tokens: num_tokens as u32, samples: true, num_guesses };
         let sample = sequence.sample(slot, row);
+        builder.load.guesses = builder.load.guesses.max(num_guesses as usize);
         builder.load.decode_positions += num_tokens * self.config.positions_read(sequence.num_computed);
         sequence.num_computed += num_tokens;
         sequence.num_in_flight += 1 + drafts.len();
@@ -129,12 +130,14 @@ impl Engine {
     }
 
     /// The share of a step by which its time grows if each running row, of which one is at `position`, has a further
-    /// token; 0 before the first measurement.
+    /// token, and the devices guess it; 0 before the first measurement.
     fn price_of_draft(&self, position: usize) -> f64 {
         let (rows, positions) = (self.running.len(), self.running.len() * self.config.positions_read(position));
-        let load =
-            |each| StepLoad { decode_tokens: each * rows, decode_positions: each * positions, ..StepLoad::default() };
-        let [one, two] = [1, 2].map(|each| self.costs.predict(&load(each)));
+        let guesses = usize::from(self.config.guesses_on_device);
+        let [one, two] = [(1, 0), (2, guesses)].map(|(each, guesses)| {
+            let (decode_tokens, decode_positions) = (each * rows, each * positions);
+            self.costs.predict(&StepLoad { decode_tokens, decode_positions, guesses, ..StepLoad::default() })
+        });
         if one > 0.0 { (two - one) / one } else { 0.0 }
     }
 

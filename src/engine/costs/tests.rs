@@ -30,6 +30,7 @@ const GPU: StepCosts = StepCosts {
     prompt_token: 22e-6,
     prompt_position: 1.1e-9,
     experts: 0.0,
+    guess: 0.0,
 };
 
 /// The same work on two CPU cores with a model of one billion parameters.
@@ -40,6 +41,7 @@ const CPU: StepCosts = StepCosts {
     prompt_token: 3.6e-3,
     prompt_position: 0.2e-6,
     experts: 0.0,
+    guess: 0.0,
 };
 
 fn truth(costs: StepCosts) -> CostModel {
@@ -128,6 +130,19 @@ fn experts_make_small_batches_cheaper_than_their_rows_say() {
         let (found, expected) = (model.predict(&decodes(rows, 500)), truth.predict(&decodes(rows, 500)));
         assert!((found - expected).abs() < 0.1 * expected, "{rows} rows: {found}, expected {expected}");
     }
+}
+
+#[test]
+fn the_cost_of_a_guess_is_learned() {
+    let costs = StepCosts { guess: 0.4e-3, ..GPU };
+    let (mut model, truth) = (CostModel::new(&EngineConfig::default()), truth(costs));
+    let mut noise = Noise(13);
+    for _ in 0..300 {
+        let load = StepLoad { guesses: noise.below(5), ..decodes(1 + noise.below(64), 500) };
+        model.learn(&load, None, truth.predict(&load));
+    }
+    let learned = model.costs().unwrap().guess;
+    assert!((learned - costs.guess).abs() < 0.1 * costs.guess, "{learned}");
 }
 
 #[test]

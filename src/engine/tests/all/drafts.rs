@@ -56,6 +56,16 @@ fn there_are_no_drafts_where_a_token_costs_as_much_as_it_gives_except_for_trials
 }
 
 #[test]
+fn there_are_no_drafts_where_a_guess_costs_as_much_as_it_gives_except_for_trials() {
+    let costs = |guess| StepCosts { step: 0.01, decode_token: 1e-5, guess, ..StepCosts::default() };
+    // A pass of a head costs a twentieth of a step; one of a draft model as large as the model costs as much.
+    let [head, large] = [0.0005, 0.01].map(|guess| run(config(), Some(costs(guess)), 4));
+    let (drafted, steps) = (large.total_drafted_tokens, large.total_steps);
+    assert!(head.total_drafted_tokens > 10 * drafted, "{} and {drafted} drafts", head.total_drafted_tokens);
+    assert!(drafted > 0 && drafted < steps / 5, "{drafted} drafts in {steps} steps");
+}
+
+#[test]
 fn a_benchmark_forces_how_many_drafts_are_accepted_whatever_was_guessed() {
     for guesses_on_device in [true, false] {
         let forced = Some(ForcedAcceptance::of_tokens_per_step(2.5));
