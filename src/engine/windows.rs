@@ -75,7 +75,10 @@ impl EngineConfig {
         }
         let num_beams = sequence.num_rows();
         let is_decoding = sequence.join_len > 0 && !sequence.is_prefilling() && num_beams == 1;
-        let num_new = if is_decoding { (1 + self.max_drafts).min(self.max_step_tokens) } else { self.max_step_tokens };
+        // After drafts were rejected, a recurrent state goes back to before them, and the positions since are computed again.
+        let num_again = if self.num_states > 0 { self.max_drafts } else { 0 };
+        let num_decoded = 1 + num_again + self.max_drafts;
+        let num_new = if is_decoding { num_decoded.min(self.max_step_tokens) } else { self.max_step_tokens };
         let num_unsettled = if sequence.guided.is_some() { self.max_in_flight } else { 0 };
         self.window_blocks(sequence.max_num_blocks(self.block_size), num_beams, num_new + num_unsettled)
     }

@@ -45,6 +45,23 @@ fn guesses_survive_preemption_and_recurrent_states_of_rejected_ones_go_back() {
 }
 
 #[test]
+fn blocks_of_windows_suffice_when_recurrent_states_go_back_before_rejected_guesses() {
+    let windows = vec![Some(4), Some(16), Some(13)];
+    let config = EngineConfig {
+        block_size: 1,
+        num_blocks: 600,
+        windows,
+        num_states: 6,
+        prefix_cache: false,
+        policy: Policy::GuaranteedNoEvict,
+        ..config()
+    };
+    // The world compares what a sequence holds with what it may hold at each step.
+    let stats = run(config, None, 4);
+    assert!(stats.total_drafted_tokens > stats.total_accepted_tokens, "{stats:?}");
+}
+
+#[test]
 fn there_are_no_drafts_where_a_token_costs_as_much_as_it_gives_except_for_trials() {
     let costs = |step, decode_token| StepCosts { step, decode_token, ..StepCosts::default() };
     // A token adds nothing to a step of 10 ms, or a hundredth of it; or steps consist of their tokens.
