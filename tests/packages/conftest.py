@@ -24,7 +24,7 @@ SYSTEMS = {"debian": ("bookworm", list), "ubuntu": ("noble", lambda: ubuntu_keys
 
 def package(out: Path, *words: str) -> str:
     """Runs `scripts/package` and returns what it prints."""
-    command = [ROOT / "scripts/package", f"--binaries={BINARIES}", f"--out={out}", *words]
+    command = [ROOT / "scripts/package", f"--binaries={BINARIES}", f"--out={out}", "--level=4", *words]
     environment = {**os.environ, "SOURCE_DATE_EPOCH": "1767225600"}
     done = subprocess.run(command, capture_output=True, text=True, timeout=600, env=environment)
     assert done.returncode == 0, done.stderr
