@@ -278,7 +278,7 @@ impl Supervisor {
     }
 
     /// While the world loads, ends it if it has lost a host. While it serves with fewer ranks than it should, asks the others, and
-    /// ends it to start the larger one when that is possible and nobody waits for an answer.
+    /// ends it to start the larger one when that is possible and no request runs.
     pub(super) fn check_hosts(&mut self, running: &mut Running) {
         let Some(elastic) = &mut self.elastic else { return };
         let Some(shape) = elastic.shape.clone() else { return };

@@ -55,7 +55,7 @@ impl KvDisk {
 mod tests {
     use repository::proto::ModelParameter;
 
-    use super::super::tests::llm_config;
+    use super::super::tests::llm_defaults;
     use super::*;
 
     fn disk(
@@ -69,18 +69,8 @@ mod tests {
             let parameter = ModelParameter { string_value: value.to_owned() };
             config.parameters.insert("kv_cache_disk_bytes".to_owned(), parameter);
         }
-        let defaults = LlmDefaults {
-            worker: llm_config().worker,
-            kv_disk: KvDisk { bytes: world.0, directory: world.1.map(PathBuf::from) },
-            world_size: 1,
-            ranks_per_node: 1,
-            block_size: 16,
-            kv_free_fraction: 0.1,
-            max_step_tokens: 256,
-            max_inter_token: None,
-            longest_turn: None,
-            forced_tokens_per_step: None,
-        };
+        let kv_disk = KvDisk { bytes: world.0, directory: world.1.map(PathBuf::from) };
+        let defaults = LlmDefaults { kv_disk, ..llm_defaults() };
         let disk = KvDisk::new(&config, has_cache, host_bytes, &defaults);
         disk.map(|disk| disk.bytes).map_err(|error| error.to_string())
     }

@@ -55,7 +55,7 @@ impl Source {
         }
     }
 
-    /// For whom the number must be 0.
+    /// The reason why the number must be 0 for this model on this device; `None` if it may be more.
     fn refusal(self, model: &models::Config, target: Target) -> Option<String> {
         let is_cuda = target == Target::Cuda;
         match self {

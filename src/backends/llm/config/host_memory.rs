@@ -33,7 +33,7 @@ pub(super) fn host_memory_bytes(
 mod tests {
     use repository::proto::ModelParameter;
 
-    use super::super::tests::llm_config;
+    use super::super::tests::{llm_config, llm_defaults};
     use super::*;
 
     fn bytes(parameter: Option<&str>, has_prefix_cache: bool) -> Result<u64, String> {
@@ -43,18 +43,7 @@ mod tests {
             config.parameters.insert("kv_cache_host_memory_bytes".to_owned(), parameter);
         }
         let worker = supervision::WorkerSettings { kv_host_memory_bytes: 7, ..llm_config().worker };
-        let defaults = LlmDefaults {
-            worker,
-            kv_disk: Default::default(),
-            world_size: 1,
-            ranks_per_node: 1,
-            block_size: 16,
-            kv_free_fraction: 0.1,
-            max_step_tokens: 256,
-            max_inter_token: None,
-            longest_turn: None,
-            forced_tokens_per_step: None,
-        };
+        let defaults = LlmDefaults { worker, ..llm_defaults() };
         host_memory_bytes(&config, has_prefix_cache, &defaults).map_err(|error| error.to_string())
     }
 

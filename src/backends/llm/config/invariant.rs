@@ -46,7 +46,7 @@ mod tests {
     use repository::proto::ModelParameter;
     use supervision::DeviceChoice;
 
-    use super::super::tests::llm_config;
+    use super::super::tests::{llm_config, llm_defaults};
     use super::*;
 
     const CONFIG: &str = r#"{"model_type": "llama", "vocab_size": 64, "hidden_size": 32, "intermediate_size": 64,
@@ -60,18 +60,7 @@ mod tests {
             config.parameters.insert(key.to_owned(), ModelParameter { string_value: value.to_owned() });
         }
         let worker = supervision::WorkerSettings { device, ..llm_config().worker };
-        let defaults = LlmDefaults {
-            worker,
-            kv_disk: Default::default(),
-            world_size: tp_size,
-            ranks_per_node: tp_size,
-            block_size: 16,
-            kv_free_fraction: 0.1,
-            max_step_tokens: 256,
-            max_inter_token: None,
-            longest_turn: None,
-            forced_tokens_per_step: None,
-        };
+        let defaults = LlmDefaults { worker, world_size: tp_size, ranks_per_node: tp_size, ..llm_defaults() };
         let dir = tempfile::tempdir().expect("a folder");
         std::fs::write(dir.path().join("config.json"), CONFIG).expect("a file");
         let model = Config::from_dir(dir.path()).expect("a model");

@@ -2,6 +2,22 @@ use supervision::WeightPrecision;
 
 use super::*;
 
+/// The defaults of a world of one rank.
+pub(crate) fn llm_defaults() -> LlmDefaults {
+    LlmDefaults {
+        worker: llm_config().worker,
+        kv_disk: KvDisk::default(),
+        world_size: 1,
+        ranks_per_node: 1,
+        block_size: 16,
+        kv_free_fraction: 0.1,
+        max_step_tokens: 256,
+        max_inter_token: None,
+        longest_turn: None,
+        forced_tokens_per_step: None,
+    }
+}
+
 /// A model of one worker and a vocabulary of 100 tokens.
 pub(crate) fn llm_config() -> LlmConfig {
     LlmConfig {
