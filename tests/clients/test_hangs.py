@@ -23,6 +23,7 @@ import health_load
 import metrics_page
 from conftest import ROOT, World, launch
 from ports import free_ports
+from stopped_process import stop
 from triton_requests import post
 
 NOTICED_WITHIN = 10
@@ -110,7 +111,7 @@ def begin(world: World, max_tokens: int) -> Callable[[], None]:
 
 @contextmanager
 def stopped(pid: int):
-    os.kill(pid, signal.SIGSTOP)
+    stop(pid)
     try:
         yield
     finally:

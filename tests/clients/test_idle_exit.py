@@ -16,6 +16,7 @@ import tritonclient.grpc as grpcclient
 import tritonclient.http as httpclient
 
 from conftest import launch
+from stopped_process import stop
 from test_keep_connections import PROMPT, Kept, generate, kept_world
 from triton_requests import stream, text_inputs
 
@@ -114,7 +115,7 @@ def test_a_relay_that_is_stopped_is_replaced(kept):
     """`--liveness-timeout` is 15 s."""
     kept.await_ready()
     relay = kept.processes()["relay"][0]
-    os.kill(relay, signal.SIGSTOP)
+    stop(relay)
     deadline = time.monotonic() + 30
     while kept.processes().get("relay", [relay])[0] == relay:
         assert time.monotonic() < deadline, "the relay is still there"

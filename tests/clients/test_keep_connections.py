@@ -22,6 +22,7 @@ import tritonclient.grpc as grpcclient
 import metrics_page
 from conftest import World, launch
 from ports import free_ports
+from stopped_process import stop
 from triton_requests import text_inputs
 
 PROMPT = "Once upon a time"
@@ -230,7 +231,7 @@ def test_health_is_false_and_requests_wait_while_rank_0_is_away(kept):
 def test_a_request_that_changes_the_server_is_not_sent_again(kept):
     kept.await_ready()
     rank_0 = kept.processes()["rank"][0]
-    os.kill(rank_0, signal.SIGSTOP)
+    stop(rank_0)
     with ThreadPoolExecutor() as threads:
         url = f"http://{kept.ports.http}/v2/repository/models/ensemble/load"
         load = threads.submit(urllib.request.urlopen, urllib.request.Request(url, b"{}"), timeout=60)
