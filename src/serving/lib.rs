@@ -118,7 +118,7 @@ pub use rate_limited_log::{RateLimitedLog, SuppressedCount};
 pub use registry::{ModelIndexEntry, ModelState};
 pub use request::{CorrelationId, InferRequest, InferResponse, Parameter};
 pub use sender::ResponseSender;
-pub use server::{ADAPTER_PARAMETER, Server};
+pub use server::{ADAPTER_PARAMETER, STOPPING, Server};
 pub use server_config::{ControlMode, ServerConfig};
 pub use sleeper::{SleepLevel, Sleeper};
 pub use source::ResponseSource;

@@ -28,6 +28,9 @@ mod text;
 /// The parameter of a request that names an adapter (LoRA), as in Triton's vLLM backend.
 pub const ADAPTER_PARAMETER: &str = "lora_name";
 
+/// What a request is told that comes while the server ends. The relay of `launch --keep-connections` sends it to the next server.
+pub const STOPPING: &str = "the server is stopping and takes no new requests";
+
 /// Serves the models of a repository.
 pub struct Server {
     config: ServerConfig,
@@ -176,7 +179,7 @@ impl Server {
     /// When the model does not serve, the request does not fit the model, or the server is stopping.
     pub fn infer(&self, mut request: InferRequest) -> Result<ResponseStream, InferError> {
         if self.is_draining.load(Ordering::Relaxed) {
-            return Err(InferError::unavailable("the server is stopping and takes no new requests"));
+            return Err(InferError::unavailable(STOPPING));
         }
         self.config.limits.check_request(&request)?;
         let model = self.resolve(&request.model_name, &request.model_version)?;
@@ -206,7 +209,7 @@ impl Server {
     /// When the server stops, the model does not serve or generates no text, or the request does not fit it.
     pub fn generate(&self, mut call: GenerateCall) -> Result<EventStream, InferError> {
         if self.is_draining.load(Ordering::Relaxed) {
-            return Err(InferError::unavailable("the server is stopping and takes no new requests"));
+            return Err(InferError::unavailable(STOPPING));
         }
         let model = self.resolve(&call.model_name, &call.model_version)?;
         if self.is_adapter(&model, &call.model_name) {
@@ -321,7 +324,7 @@ impl Server {
 
     fn check_control(&self) -> Result<(), InferError> {
         if self.is_draining.load(Ordering::SeqCst) {
-            return Err(InferError::unavailable("the server is stopping"));
+            return Err(InferError::unavailable(STOPPING));
         }
         match self.config.control_mode {
             ControlMode::Explicit { .. } => Ok(()),

@@ -49,6 +49,13 @@ def title(pid: int) -> str:
         return ""
 
 
+def parent(pid: int) -> int | None:
+    try:
+        return int(Path(f"/proc/{pid}/stat").read_text().rsplit(") ", 1)[1].split()[1])
+    except OSError:
+        return None
+
+
 def is_alive(pid: int) -> bool:
     try:
         return Path(f"/proc/{pid}/stat").read_text().rsplit(") ", 1)[1][0] not in "ZX"
@@ -126,6 +133,9 @@ class World:
         if name.endswith(" n"):
             start = f"trireme: {name[:-2]} {WORLD_SIZE - 1}"
         found = [pid for pid in self.processes() if title(pid).startswith(start)]
+        if name == "mpirun":
+            # Its children have its title until they run their own program, and `launch` asks another mpirun for its version.
+            found = [pid for pid in found if " rank " in title(pid) and parent(pid) not in found]
         return max(found) if found else None
 
     def terminate(self) -> int:

@@ -417,15 +417,39 @@ def test_ids_of_events_are_refused_by_name_and_sent_only_if_asked_for(kept):
 
 
 def test_streams_survive_a_rolling_restart_and_a_plain_one(kept):
+    """Also a gRPC stream that is never without a request."""
     kept.await_ready()
-    for words in (["--rolling"], []):
-        before = kept.processes()["rank"][0]
-        stream = Stream(kept.ports, *STREAMS["completion"])
-        restarted = launch("restart", f"--http_port={kept.ports.http_port}", *words)
-        assert restarted.returncode == 0, restarted.stderr
-        assert text_of(stream.answer())
-        assert kept.processes()["rank"][0] != before
-        assert generate(kept.ports, 4)[0] == 200
+    is_over = threading.Event()
+    with ThreadPoolExecutor() as threads:
+        requests = threads.submit(one_after_the_other, kept.ports, is_over)
+        try:
+            for words in (["--rolling"], []):
+                before = kept.processes()["rank"][0]
+                stream = Stream(kept.ports, *STREAMS["completion"])
+                restarted = launch("restart", f"--http_port={kept.ports.http_port}", *words)
+                assert restarted.returncode == 0, restarted.stderr
+                assert text_of(stream.answer())
+                assert kept.processes()["rank"][0] != before
+                assert generate(kept.ports, 4)[0] == 200
+        finally:
+            is_over.set()
+        texts = requests.result(timeout=60)
+    assert len(texts) > 2 and len(set(texts)) == 1 and texts[0], texts
+
+
+def one_after_the_other(world: World, is_over: threading.Event) -> list[str]:
+    """Sends requests over one gRPC stream, each when the last one is answered, until `is_over`. Returns their texts."""
+    answers: queue.Queue = queue.Queue()
+    texts = []
+    with grpcclient.InferenceServerClient(world.grpc) as client:
+        client.start_stream(lambda result, error: answers.put((result, error)))
+        while not is_over.is_set():
+            client.async_stream_infer("ensemble", text_inputs(PROMPT, 8, False), request_id=str(len(texts)))
+            result, error = answers.get(timeout=60)
+            assert error is None, error
+            texts.append(result.as_numpy("text_output").reshape(-1)[0].decode())
+        client.stop_stream()
+    return texts
 
 
 def test_it_is_refused_where_rank_0_is_elsewhere():

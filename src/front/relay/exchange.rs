@@ -5,11 +5,12 @@ use std::sync::Arc;
 
 use bytes::{Bytes, BytesMut};
 use http::header::{CONNECTION, CONTENT_LENGTH, CONTENT_TYPE, EXPECT, HeaderMap, HeaderValue, TRANSFER_ENCODING};
-use http::{Request, Response, Version, request};
+use http::{Request, Response, StatusCode, Version, request};
 use http_body_util::BodyExt as _;
 use hyper::body::{Body as _, Incoming};
 use hyper::client::conn::http1;
 use hyper_util::rt::TokioIo;
+use serving::STOPPING;
 use tokio::sync::mpsc;
 
 use crate::api::request_key::{HEADER, RequestKey};
@@ -62,7 +63,7 @@ impl Exchange {
         let answer = async { whole(self.send(link).await?.response).await };
         let silent = || "the server does not answer: it is stopped or hangs".to_owned();
         match tokio::time::timeout(PROBE_TIMEOUT, answer).await {
-            Ok(Ok(reply)) => Ok(reply),
+            Ok(Ok(reply)) => Ok(reply.map(Into::into)),
             Ok(Err(error)) => Err(format!("the server died: {error}")),
             Err(_) => Err(silent()),
         }
@@ -83,10 +84,18 @@ impl Exchange {
                 return Ok(passed_on(response));
             }
             match whole(response).await {
-                Ok(reply) => return Ok(reply),
+                Ok(reply) if self.is_for_next_world(&reply, &world).await => {}
+                Ok(reply) => return Ok(reply.map(Into::into)),
                 Err(_) => self.check_repeat(&world).await?,
             }
         }
+    }
+
+    /// Whether the rank 0 of `world` has refused the request because it ends, and the request can be sent to the next one.
+    async fn is_for_next_world(&self, reply: &Response<Bytes>, world: &Path) -> bool {
+        let is_refused = reply.status() == StatusCode::SERVICE_UNAVAILABLE
+            && reply.body().windows(STOPPING.len()).any(|text| text == STOPPING.as_bytes());
+        is_refused && self.body.is_kept() && self.forwarder.upstream.goes_on_after_refusal(world).await
     }
 
     /// Sends the request until a rank 0 answers.
@@ -237,10 +246,10 @@ impl EventStream {
 }
 
 /// An answer that is received as a whole.
-async fn whole(response: Response<Incoming>) -> hyper::Result<Reply> {
+async fn whole(response: Response<Incoming>) -> hyper::Result<Response<Bytes>> {
     let (head, body) = end_to_end(response).into_parts();
     let body = body.collect().await?.to_bytes();
-    Ok(Response::from_parts(head, body.into()))
+    Ok(Response::from_parts(head, body))
 }
 
 /// An answer that is passed on as it comes. If it breaks, its length does not fit its header, and the client's connection ends.

@@ -11,6 +11,7 @@ use http::header::{CONTENT_TYPE, HeaderName, HeaderValue};
 use http::{HeaderMap, Request, Response, request};
 use http_body_util::{BodyExt as _, StreamBody};
 use hyper::body::Frame;
+use tonic::Status;
 use tonic::body::Body;
 
 use crate::api::triton::grpc::paths;
@@ -59,7 +60,8 @@ impl Call {
             let begun = self.upstream.begin(&self.head, self.handling == Handling::Probe).await?;
             let world = Arc::clone(&begun.world);
             match self.send(begun).await {
-                Ok(answer) => return Ok(answer),
+                Ok(Some(answer)) => return Ok(answer),
+                Ok(None) => self.upstream.forget(&world).await,
                 Err(_) => {
                     self.upstream.forget(&world).await;
                     self.check_repeat(&world).await?;
@@ -68,9 +70,10 @@ impl Call {
         }
     }
 
-    /// Sends the request, and receives the head and the first part of the answer.
-    async fn send(&self, begun: Begun) -> Result<Response<Body>, h2::Error> {
-        let Begun { response, request, .. } = begun;
+    /// Sends the request, and receives the head and the first part of the answer. `None`: this rank 0 ends, and the request is one for
+    /// the next.
+    async fn send(&self, begun: Begun) -> Result<Option<Response<Body>>, h2::Error> {
+        let Begun { response, request, world } = begun;
         let received = async {
             let (head, mut body) = response.await?.into_parts();
             let first = next_part(&mut body).await?;
@@ -85,7 +88,12 @@ impl Call {
                 received.await?
             }
         };
-        let Some(first) = first else { return Ok(Response::from_parts(head, Body::empty())) };
+        let trailers = first.as_ref().and_then(Frame::trailers_ref);
+        let is_refused = [Some(&head.headers), trailers].into_iter().flatten().any(says_stopping);
+        if is_refused && self.body.is_kept() && self.upstream.forwarder.upstream.goes_on_after_refusal(&world).await {
+            return Ok(None);
+        }
+        let Some(first) = first else { return Ok(Some(Response::from_parts(head, Body::empty()))) };
         let rest = stream::unfold(Some(body), |body| async {
             let mut body = body?;
             match next_part(&mut body).await {
@@ -94,7 +102,7 @@ impl Call {
             }
         });
         let parts = stream::once(std::future::ready(Ok(first))).chain(rest);
-        Ok(Response::from_parts(head, Body::new(StreamBody::new(parts))))
+        Ok(Some(Response::from_parts(head, Body::new(StreamBody::new(parts)))))
     }
 
     /// Checks that the call may be sent again after its connection to the rank 0 of `world` broke.
@@ -131,6 +139,11 @@ fn asleep() -> Response<Body> {
     let mut answer = Response::new(Body::new(StreamBody::new(stream::iter(parts))));
     answer.headers_mut().insert(CONTENT_TYPE, HeaderValue::from_static("application/grpc"));
     answer
+}
+
+/// Whether the status in these headers or trailers is the refusal of a rank 0 that ends.
+fn says_stopping(headers: &HeaderMap) -> bool {
+    Status::from_header_map(headers).is_some_and(|status| status.message().contains(serving::STOPPING))
 }
 
 /// The handling of a call.

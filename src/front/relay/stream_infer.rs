@@ -1,10 +1,14 @@
 //! `ModelStreamInfer` through the relay: many requests over one stream. Each unfinished request is sent again, and the responses that its
 //! client has are left out.
 //!
+//! While the launcher lets a world end in order, the stream moves: requests that come meanwhile are sent to the next world, once those
+//! at the old one are finished.
+//!
 //! A request is finished by its final response. Every request asks for an empty final response, which is dropped where its client did
 //! not ask for it.
 
 use std::collections::HashMap;
+use std::path::Path;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use bytes::{Buf, BufMut, Bytes, BytesMut};
@@ -14,8 +18,10 @@ use http::{HeaderMap, Response, request};
 use http_body_util::{BodyExt as _, StreamBody};
 use hyper::body::Frame;
 use prost::Message;
+use serving::STOPPING;
 use tokio::sync::mpsc;
 use tonic::body::Body;
+use tonic::{Code, Status};
 
 use crate::relay::demand::OpenRequest;
 use crate::relay::events::SentEvents;
@@ -53,6 +59,8 @@ struct Flag {
 /// The parts of a `ModelStreamInferResponse` that matter here.
 #[derive(Clone, PartialEq, Message)]
 struct ResponseHead {
+    #[prost(string, tag = "1")]
+    error_message: String,
     #[prost(message, optional, tag = "2")]
     response: Option<InferResponseHead>,
 }
@@ -89,6 +97,8 @@ struct Requests {
     lost: Option<&'static str>,
     /// Whether the client has sent all requests.
     have_ended: bool,
+    /// Whether no more requests are sent to this rank 0, because its world ends in order.
+    is_moving: bool,
 }
 
 /// One stream.
@@ -103,7 +113,7 @@ impl StreamInfer {
     /// Answers a call. Its answer goes on in a task of its own.
     pub(super) fn begin(upstream: Arc<GrpcUpstream>, head: request::Parts, body: RequestBody) -> Response<Body> {
         let share = KeptShare::new(&upstream.forwarder.kept);
-        let requests = Requests { unfinished: Vec::new(), share, lost: None, have_ended: false };
+        let requests = Requests::new(share);
         let open = upstream.forwarder.demand.begin();
         let stream = Self { upstream, head, requests: Mutex::new(requests), _open: open };
         let (parts, received) = mpsc::channel(8);
@@ -139,29 +149,43 @@ impl StreamInfer {
                 let (head, mut answer) = response.await.map_err(|_| End::Broken)?.into_parts();
                 if head.headers.contains_key("grpc-status") {
                     // It was refused, and has no body.
-                    let _ = parts.send(Ok(Frame::trailers(head.headers))).await;
-                    return Ok(());
+                    return Ok(Some(head.headers));
                 }
-                self.receive(&mut answer, parts).await
+                self.receive(&mut answer, parts, &world).await
             };
             let ended = tokio::select! {
                 ended = receive => ended,
-                ended = self.send(&mut body, &mut reader, request) => Err(ended),
+                ended = self.send(&mut body, &mut reader, request, &world) => Err(ended),
             };
-            match ended {
-                Ok(()) => return Ok(()),
-                Err(End::Message(message)) => return Err(message),
-                Err(End::Broken) => {}
-            }
             self.upstream.forget(&world).await;
-            repeats += 1;
-            check_repeats(repeats, &self.upstream.forwarder, &world).await?;
-            self.requests().begin_again()?;
+            match ended {
+                Ok(Some(trailers)) if self.requests().have_moved(&trailers) => {}
+                Ok(trailers) => {
+                    if let Some(trailers) = trailers {
+                        let _ = parts.send(Ok(Frame::trailers(trailers))).await;
+                    }
+                    return Ok(());
+                }
+                Err(End::Message(message)) => return Err(message),
+                Err(End::Refused) => self.requests().begin_again()?,
+                Err(End::Broken) => {
+                    repeats += 1;
+                    check_repeats(repeats, &self.upstream.forwarder, &world).await?;
+                    self.requests().begin_again()?;
+                }
+            }
         }
     }
 
-    /// Sends the kept requests, then those that the client sends. Returns when that has failed.
-    async fn send(&self, body: &mut RequestBody, reader: &mut MessageReader, mut request: SendStream<Bytes>) -> End {
+    /// Sends the kept requests, then those that the client sends while `world` serves. Returns when that has failed.
+    async fn send(
+        &self,
+        body: &mut RequestBody,
+        reader: &mut MessageReader,
+        mut request: SendStream<Bytes>,
+        world: &Path,
+    ) -> End {
+        let mut left = std::pin::pin!(self.upstream.forwarder.upstream.left(world));
         let kept: Vec<Bytes> = self.requests().unfinished.iter().map(|kept| kept.bytes.clone()).collect();
         for bytes in kept {
             if send_data(&mut request, bytes).await.is_err() {
@@ -175,7 +199,14 @@ impl StreamInfer {
                     return End::Broken;
                 }
             }
-            match body.frame().await {
+            let frame = tokio::select! {
+                frame = body.frame() => frame,
+                () = &mut left => {
+                    self.requests().is_moving = true;
+                    break;
+                }
+            };
+            match frame {
                 Some(Ok(frame)) => reader.push(&frame.into_data().unwrap_or_default()),
                 Some(Err(error)) => return End::Message(format!("the stream of requests broke off: {error}")),
                 None => self.requests().have_ended = true,
@@ -189,19 +220,21 @@ impl StreamInfer {
         }
     }
 
-    /// Passes responses on until their end.
-    async fn receive(&self, answer: &mut RecvStream, parts: &Parts) -> Result<(), End> {
+    /// Passes responses on until their end. Returns the trailers.
+    async fn receive(&self, answer: &mut RecvStream, parts: &Parts, world: &Path) -> Result<Option<HeaderMap>, End> {
         let mut reader = MessageReader::default();
         while let Some(part) = next_part(answer).await.map_err(|_| End::Broken)? {
             match part.into_data() {
                 Ok(data) => reader.push(&data),
-                Err(trailers) => {
-                    let _ = parts.send(Ok(trailers)).await;
-                    return Ok(());
-                }
+                Err(trailers) => return Ok(trailers.into_trailers().ok()),
             }
-            let mut new = BytesMut::new();
+            let (mut new, mut is_refused) = (BytesMut::new(), false);
             while let Some(message) = reader.next() {
+                is_refused =
+                    says_stopping(&message) && self.upstream.forwarder.upstream.goes_on_after_refusal(world).await;
+                if is_refused {
+                    break;
+                }
                 if self.requests().is_new(&message).map_err(End::Message)? {
                     new.extend_from_slice(&message);
                 }
@@ -210,8 +243,11 @@ impl StreamInfer {
                 // A client that has left ends this task.
                 let _ = parts.send(Ok(Frame::data(new.freeze()))).await;
             }
+            if is_refused {
+                return Err(End::Refused);
+            }
         }
-        Ok(())
+        Ok(None)
     }
 }
 
@@ -219,11 +255,17 @@ impl StreamInfer {
 enum End {
     /// The connection broke.
     Broken,
+    /// Rank 0 has refused a request because its world ends.
+    Refused,
     /// The message for the client.
     Message(String),
 }
 
 impl Requests {
+    fn new(share: KeptShare) -> Self {
+        Self { unfinished: Vec::new(), share, lost: None, have_ended: false, is_moving: false }
+    }
+
     /// Keeps a message of the client. Returns what is sent in its place.
     fn keep(&mut self, message: Bytes) -> Bytes {
         let head = (message[0] == 0).then(|| RequestHead::decode(&message[PREFIX..]).ok()).flatten();
@@ -261,8 +303,19 @@ impl Requests {
         Ok(is_new && is_wanted)
     }
 
+    /// Whether the stream goes on at the next world, after the old one ended it with `trailers` and has thus answered its requests.
+    fn have_moved(&mut self, trailers: &HeaderMap) -> bool {
+        let have_moved = self.is_moving && Status::from_header_map(trailers).is_none_or(|it| it.code() == Code::Ok);
+        if have_moved {
+            self.unfinished.drain(..).for_each(|kept| self.share.give_back(kept.bytes.len()));
+            (self.lost, self.is_moving) = (None, false);
+        }
+        have_moved
+    }
+
     /// The requests are sent again.
     fn begin_again(&mut self) -> Result<(), String> {
+        self.is_moving = false;
         if let Some(why) = self.lost {
             return Err(format!("the server died, and {why}; send the requests again"));
         }
@@ -273,6 +326,15 @@ impl Requests {
         }
         self.unfinished.iter_mut().try_for_each(|kept| kept.sent.begin_again()).map_err(|error| error.to_string())
     }
+}
+
+/// Whether a response refuses its request because rank 0 ends.
+fn says_stopping(message: &[u8]) -> bool {
+    // Rank 0 writes the fields in order, so only an error begins with the text of field 1.
+    const TEXT_OF_FIELD_1: u8 = 0x0a;
+    let is_error = message[0] == 0 && message.get(PREFIX) == Some(&TEXT_OF_FIELD_1);
+    let head = is_error.then(|| ResponseHead::decode(&message[PREFIX..]).ok()).flatten();
+    head.is_some_and(|head| head.error_message.contains(STOPPING))
 }
 
 /// A request that asks for an empty final response. Fields of an encoded message may be appended (protobuf, "Last One Wins").
@@ -327,12 +389,13 @@ mod tests {
     fn response(id: &str, is_final: bool) -> Bytes {
         let parameters = HashMap::from([(IS_FINAL.to_owned(), Flag { value: is_final })]);
         let outputs = if is_final { Vec::new() } else { vec![Skipped {}] };
-        framed(&ResponseHead { response: Some(InferResponseHead { id: id.to_owned(), parameters, outputs }) })
+        let response = Some(InferResponseHead { id: id.to_owned(), parameters, outputs });
+        framed(&ResponseHead { error_message: String::new(), response })
     }
 
     fn requests() -> Requests {
         let share = KeptShare::new(&Arc::new(KeptBytes::default()));
-        Requests { unfinished: Vec::new(), share, lost: None, have_ended: false }
+        Requests::new(share)
     }
 
     #[test]
@@ -362,6 +425,26 @@ mod tests {
         assert_eq!(again, [false, false, false, true, true]);
         all.keep(request("a"));
         assert!(all.begin_again().unwrap_err().contains("the same id"));
+    }
+
+    #[test]
+    fn a_stream_moves_once_its_world_has_ended_it_in_order() {
+        let (ok, refused) = (HeaderMap::new(), refusal("no".to_owned()));
+        let mut all = requests();
+        all.keep(request("a"));
+        assert!(!all.have_moved(&ok));
+        all.is_moving = true;
+        let mut trailers = HeaderMap::new();
+        refused.add_header(&mut trailers).unwrap();
+        assert!(!all.have_moved(&trailers));
+        assert!(all.have_moved(&ok) && all.unfinished.is_empty() && !all.is_moving);
+    }
+
+    #[test]
+    fn a_refusal_of_a_rank_0_that_ends_is_recognised() {
+        let error = |text: &str| framed(&ResponseHead { error_message: text.to_owned(), response: None });
+        assert!(says_stopping(&error(STOPPING)) && !says_stopping(&error("another")));
+        assert!(!says_stopping(&response(STOPPING, true)), "an id is no error");
     }
 
     #[test]

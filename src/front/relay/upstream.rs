@@ -15,6 +15,9 @@ const CLOSING_TIME: Duration = Duration::from_millis(200);
 /// Pause between attempts to connect to a rank 0 that does not accept.
 const RETRY: Duration = Duration::from_millis(20);
 
+/// How long the launcher may take to say that a world which ends no longer serves.
+const NOTICE_TIME: Duration = Duration::from_secs(5);
+
 /// A port of rank 0: the name of its socket in the directory of a world.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum RelayedPort {
@@ -48,6 +51,13 @@ pub struct RankZero {
     pub is_last: bool,
     /// Whether a world is started only for a request.
     pub is_asleep: bool,
+}
+
+impl RankZero {
+    /// Whether the world with these sockets serves.
+    fn is_served_by(&self, world: &Path) -> bool {
+        self.sockets.as_deref() == Some(world)
+    }
 }
 
 impl Default for RankZero {
@@ -122,14 +132,31 @@ impl Upstream {
 
     /// Whether `world` is the one that serves.
     pub(crate) fn serves(&self, world: &Path) -> bool {
-        self.state.borrow().sockets.as_deref() == Some(world)
+        self.state.borrow().is_served_by(world)
+    }
+
+    /// Returns when `world` is no longer the one that serves.
+    pub(crate) async fn left(&self, world: &Path) {
+        let mut state = self.state.clone();
+        if state.wait_for(|now| !now.is_served_by(world)).await.is_err() {
+            // Nobody is left who could say so.
+            std::future::pending().await
+        }
+    }
+
+    /// Whether a request that the rank 0 of `world` refused as it [stops](serving::STOPPING) is one for the next world: the request was
+    /// on its way when the launcher asked that world to end. Waits until the launcher has said here that it no longer serves.
+    pub(crate) async fn goes_on_after_refusal(&self, world: &Path) -> bool {
+        let mut state = self.state.clone();
+        let noticed = timeout(NOTICE_TIME, state.wait_for(|now| now.is_last || !now.is_served_by(world))).await;
+        noticed.is_ok_and(|now| now.is_ok_and(|now| !now.is_served_by(world)))
     }
 
     /// Whether the rank 0 of `world` still serves, which has closed a connection.
     pub(crate) async fn is_alive(&self, world: &Path) -> bool {
         sleep(CLOSING_TIME).await;
         let now = self.state.borrow().clone();
-        now.sockets.as_deref() == Some(world) && open(&now, RelayedPort::Http).await.is_ok()
+        now.is_served_by(world) && open(&now, RelayedPort::Http).await.is_ok()
     }
 }
 

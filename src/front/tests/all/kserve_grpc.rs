@@ -15,13 +15,13 @@ use client::proto::{
 };
 use prost::Message as _;
 
-fn add_input(request: &mut ModelInferRequest, name: &str, datatype: &str, shape: &[i64], data: &[u8]) {
+pub fn add_input(request: &mut ModelInferRequest, name: &str, datatype: &str, shape: &[i64], data: &[u8]) {
     let (name, datatype, shape) = (name.to_owned(), datatype.to_owned(), shape.to_vec());
     request.inputs.push(InferInputTensor { name, datatype, shape, ..Default::default() });
     request.raw_input_contents.push(data.to_vec().into());
 }
 
-fn stream_text(id: &str, count: i32, delay_ms: i32) -> ModelInferRequest {
+pub fn stream_text(id: &str, count: i32, delay_ms: i32) -> ModelInferRequest {
     let mut request = ModelInferRequest { model_name: "stream_text".into(), id: id.into(), ..Default::default() };
     add_input(&mut request, "text_input", "BYTES", &[1], b"\x03\0\0\0tok");
     add_input(&mut request, "n", "INT32", &[1], &count.to_le_bytes());

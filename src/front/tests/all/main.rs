@@ -6,4 +6,5 @@ mod connections;
 mod kserve_grpc;
 mod kserve_http;
 mod page;
+mod relay;
 mod support;

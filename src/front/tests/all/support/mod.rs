@@ -4,11 +4,14 @@
 mod fixtures;
 mod http;
 
+use std::os::unix::net::UnixListener;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Duration;
 
+use front::relay::RelayedPort;
 use serving::{BackendFactory, ControlMode, Server, ServerConfig};
+use tokio::runtime::Handle;
 
 pub use fixtures::{Fixtures, Streams};
 pub use http::{HttpAnswer, http, http_to, http_with};
@@ -66,16 +69,33 @@ impl TestFront {
 
     /// Starts with settings that `change` modifies.
     pub async fn start_with(change: impl FnOnce(&mut front::Config)) -> Self {
+        Self::start_on(front::Listeners::default(), change).await
+    }
+
+    /// Starts behind a relay, with the sockets of `directory`.
+    pub async fn start_behind_relay(directory: &Path) -> Self {
+        let bind = |port: RelayedPort| UnixListener::bind(port.socket(directory)).unwrap();
+        let [grpc, http, metrics] = [RelayedPort::Grpc, RelayedPort::Http, RelayedPort::Metrics].map(bind);
+        let relay = Some(front::RelayListeners { grpc, http, metrics });
+        let listeners = front::Listeners { relay, ..Default::default() };
+        Self::start_on(listeners, |config| config.is_behind_relay = true).await
+    }
+
+    async fn start_on(listeners: front::Listeners, change: impl FnOnce(&mut front::Config)) -> Self {
         let repository = tempfile::tempdir().unwrap();
         for (name, config) in [("stream_text", STREAM_TEXT), ("identity_fp32", IDENTITY), ("slow", SLOW)] {
             add_model(repository.path(), name, config);
         }
         let (server, streams) = serve(repository.path(), ControlMode::None).await;
-        let any = || Some(front::Address::new("127.0.0.1", 0));
-        let mut config = front::Config { grpc: any(), http: any(), metrics: any(), ..Default::default() };
+        let mut config = any_ports();
         change(&mut config);
-        let running = front::start(config, server.clone(), Vec::new()).await.unwrap();
+        let running = front::start_on(listeners, &Handle::current(), config, server.clone(), Vec::new()).await.unwrap();
         Self { addresses: running.addresses(), running: Some(running), streams, server, repository }
+    }
+
+    /// Ends the server in order, as SIGTERM does: it takes no new requests.
+    pub fn begin_drain(&self) {
+        self.server.begin_drain();
     }
 
     /// A gRPC connection.
@@ -108,6 +128,12 @@ impl TestFront {
         change(&mut config);
         front::start(config, self.server.clone(), Vec::new()).await
     }
+}
+
+/// Settings with every port free to choose.
+pub fn any_ports() -> front::Config {
+    let any = || Some(front::Address::new("127.0.0.1", 0));
+    front::Config { grpc: any(), http: any(), metrics: any(), ..Default::default() }
 }
 
 /// Waits until `condition` holds, for five seconds at most.
