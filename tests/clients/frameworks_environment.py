@@ -30,7 +30,7 @@ def python() -> Path:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not found.exists():
             subprocess.run([sys.executable, "-m", "venv", HOME], check=True, timeout=120)
-        command = [found, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "-r", FOLDER / "requirements.txt"]
+        command = [found, "-m", "pip", "install", "--quiet", "--no-compile", "--disable-pip-version-check", "-r", FOLDER / "requirements.txt"]
         subprocess.run(command, check=True, timeout=600)
     return found
 
