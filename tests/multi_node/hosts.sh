@@ -40,6 +40,7 @@ if [[ \$? == 124 || \$answer == *'No route'* || \$answer == *'timed out'* || \$a
 fi
 exec nsenter --net=/run/netns/tm\$host-$$ unshare --uts --mount bash -c '
     hostname "\$0"
+    unset FAKETIME_SHARED # It names a semaphore in the other /dev/shm.
     mount --bind "$place/shm-\$0" /dev/shm
     [[ ! -e $place/instead-\$0 ]] || while read -r other file; do mount --bind "\$other" "\$file"; done <$place/instead-\$0
     exec bash -c "\$1"' "\$host" "\$*"

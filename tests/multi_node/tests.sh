@@ -28,7 +28,8 @@ generate() { timeout 60 "$TRIREME" client --quiet --url 10.78.0.11:8001 --max-to
 
 num_processes() { for host in 1 2; do ip netns pids "tmn$host-$$"; done | wc -l; }
 nothing_runs() { [[ $(num_processes) == 0 ]]; }
-shared_memory() { ls "$place"/shm-n1 "$place"/shm-n2 | grep --invert-match --extended-regexp '^$|:$' || true; }
+# Without that of libfaketime.
+shared_memory() { ls "$place"/shm-n1 "$place"/shm-n2 | grep --invert-match --extended-regexp '^$|:$|faketime' || true; }
 
 # Stops the world; fails if it leaves a process or shared memory on any host.
 stop() {
@@ -167,9 +168,9 @@ a_link_cut_mid_stream_gives_one_error_and_the_world_starts_again() {
     stop
 }
 
-# tell: prints the text of a stream over HTTP.
+# tell [TOKENS]: prints the text of a stream over HTTP.
 tell() {
-    local body="{\"model\": \"ensemble\", \"prompt\": \"$story\", \"max_tokens\": 200, \"temperature\": 0, \"stream\": true}"
+    local body="{\"model\": \"ensemble\", \"prompt\": \"$story\", \"max_tokens\": ${1:-200}, \"temperature\": 0, \"stream\": true}"
     curl --silent --show-error --fail --max-time 60 --no-buffer http://10.78.0.11:8000/v1/completions --json "$body" >stream.txt || return 1
     grep --quiet 'data: \[DONE\]' stream.txt || return 1
     python3 -c 'import json, sys
@@ -241,6 +242,38 @@ packets_lost_without_a_word_and_a_full_disk_are_losses_too() {
     mount -o remount,size=50% "$place/shm-n2"
     await 30 'it goes back' has_served 3 || { cat world.log; return 1; }
     places 1 1 && [[ -n $(generate 16) ]] || { cat world.log; return 1; }
+    stop
+}
+
+# jump OFFSET: sets the clock of a world that runs with libfaketime.
+jump() { echo "$1" >clock.new && mv clock.new clock; }
+
+# hours_away: prints how far the clock of the server was away when it answered the last `tell`.
+hours_away() {
+    local created
+    created=$(grep --max-count=1 --only-matching '"created":[0-9]*' stream.txt | head -1 | cut -d : -f 2)
+    echo $(((created - $(date +%s)) / 3600))
+}
+
+a_clock_that_jumps_by_hours_disturbs_no_world_of_several_hosts() {
+    local alone offset rank library
+    library=$(compgen -G '/usr/lib/*/faketime/libfaketimeMT.so.1') || { echo 'skipped: no libfaketime'; return 77; }
+    jump +0
+    # Setting the clock does not change the monotonic one.
+    LD_PRELOAD=$library FAKETIME_TIMESTAMP_FILE=$PWD/clock FAKETIME_CACHE_DURATION=0 FAKETIME_DONT_FAKE_MONOTONIC=1 DONT_FAKE_MONOTONIC=1 \
+        serve --world_size=2 --hosts=n1,n2 --elastic=1 --elastic_return=2 --exit_timeout=1 --keep-connections -- --heartbeat-timeout=3 || return 1
+    alone=$(tell 48) && [[ -n $alone && $(hours_away) == 0 ]] || return 1
+    for offset in +7 -7; do
+        # One stream while it jumps, and one after that.
+        (sleep 0.2 && jump "${offset}h") &
+        [[ $(tell 48) == "$alone" ]] && sleep 1.5 && [[ $(tell 48) == "$alone" ]] || { cat stream.txt world.log; return 1; }
+        (($(hours_away) * ${offset/7/1} >= 6)) || { echo "the clock is $(hours_away) hours away"; return 1; }
+        [[ $(ready_times) == 1 && -z $(lost_hosts) ]] && places 1 1 || { cat world.log; return 1; }
+    done
+    # What dies under such a clock is started again.
+    rank=$(ip netns pids "tmn2-$$" | xargs ps -o pid=,args= | sed -n 's/^ *\([0-9]*\) trireme: rank 1.*/\1/p')
+    kill -KILL "$rank" || return 1
+    [[ $(tell 48) == "$alone" ]] && has_served 2 && places 1 1 || { cat world.log; return 1; }
     stop
 }
 
