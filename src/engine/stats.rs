@@ -1,6 +1,7 @@
 //! The engine's counters, for metrics and for tests that look for leaks.
 
 use std::collections::BTreeMap;
+use std::fmt::Display;
 
 use crate::engine::Engine;
 use crate::sequence::SequenceState;
@@ -215,10 +216,11 @@ impl Engine {
     /// # Errors
     /// Names the first counter that is wrong.
     pub fn audit(&self) -> Result<(), String> {
-        let ledger = self.ledger();
-        let equal = |what: &str, counted: usize, recorded: usize| {
+        // Names are formatted only where something is wrong: there is one for each row and block.
+        fn equal(what: impl Display, counted: usize, recorded: usize) -> Result<(), String> {
             if counted == recorded { Ok(()) } else { Err(format!("{what}: counted {counted}, recorded {recorded}")) }
-        };
+        }
+        let ledger = self.ledger();
         let mut users = vec![0; self.config.num_blocks];
         let mut groups = vec![None; self.config.num_blocks];
         let mut rows = vec![0; self.config.max_rows];
@@ -239,18 +241,18 @@ impl Engine {
             }
         }
         for (row, &count) in rows.iter().enumerate() {
-            equal(&format!("holders of row {row}"), count, 1)?;
+            equal(format_args!("holders of row {row}"), count, 1)?;
         }
         for (block, &count) in users.iter().enumerate() {
             equal(
-                &format!("users of block {block}"),
+                format_args!("users of block {block}"),
                 count,
                 self.pool.num_users(crate::BlockId(block as u32)) as usize,
             )?;
         }
         for group in 0..self.config.num_groups() {
             let counted = groups.iter().filter(|&&found| found == Some(group)).count();
-            equal(&format!("blocks used by KV group {group}"), counted, self.pool.num_used_by(group..group + 1))?;
+            equal(format_args!("blocks used by KV group {group}"), counted, self.pool.num_used_by(group..group + 1))?;
         }
         let states = self.sequences.in_order().into_iter().map(|(_, slot)| self.sequences[slot].recurrent.num_held());
         equal("recurrent states in use", states.sum(), self.pool.states.num_used())?;

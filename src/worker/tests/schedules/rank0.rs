@@ -24,11 +24,19 @@ const MAX_EVENTS: usize = 200_000;
 /// One of `n` steps kills a worker, as long as faults are left.
 const DEATH_RATE: u32 = 30;
 
+/// Longest time for which a process is stopped, if it goes on at all; longer than each of the timeouts.
+const MAX_HANG: u32 = 3_000;
+
+/// The process of rank 0. That of worker `i` has the number `i + 1`.
+const RANK_0: usize = 0;
+
 /// What has happened in schedules.
 #[derive(Debug, Default)]
 pub struct Totals {
     pub finished: u64,
     pub faults: u64,
+    /// Faults that stopped a process.
+    pub hangs: u64,
     pub restarts: u64,
     pub preempted: u64,
     pub sleeps: u64,
@@ -40,6 +48,7 @@ impl Totals {
     pub fn add(&mut self, other: &Self) {
         self.finished += other.finished;
         self.faults += other.faults;
+        self.hangs += other.hangs;
         self.restarts += other.restarts;
         self.preempted += other.preempted;
         self.sleeps += other.sleeps;
@@ -62,6 +71,12 @@ enum Event {
     FromWorker(WorkerId, Vec<u8>),
     Agent(FromAgent),
     Kill(WorkerId),
+    /// The process of this number hangs: what happens in it waits until it goes on. A worker may hang for ever.
+    Stop(usize),
+    Resume {
+        process: usize,
+        instance: u64,
+    },
     /// All workers of a start have computed a step.
     StepDone {
         instance: u64,
@@ -72,6 +87,19 @@ enum Event {
         instance: u64,
         progress: u64,
     },
+}
+
+impl Event {
+    /// The process in which it happens; `None` for what is done to a process from outside.
+    fn process(&self) -> Option<usize> {
+        match self {
+            Event::ToWorker(id, _) => Some(id.tp_rank as usize + 1),
+            // The first worker reports tokens.
+            Event::StepDone { .. } => Some(1),
+            Event::Kill(_) | Event::Stop(_) | Event::Resume { .. } => None,
+            _ => Some(RANK_0),
+        }
+    }
 }
 
 /// What rank 0 waits for.
@@ -96,6 +124,8 @@ pub struct World {
     engine: Engine,
     sizes: Sizes,
     workers: Vec<WorkerProcess>,
+    /// Of each process that is stopped, what happens in it once it goes on.
+    held: Vec<Option<Vec<Event>>>,
     instance: u64,
     phase: Phase,
     /// Counts everything that workers have achieved.
@@ -153,6 +183,10 @@ impl World {
             timeline.after(at + u64::from(random.below(1_000)), Event::Wake);
         }
         let num_workers = 1 + random.below(3) as usize;
+        for _ in 0..random.below(3) {
+            let (at, process) = (u64::from(random.below(300)), random.below(num_workers as u32 + 1));
+            timeline.after(at, Event::Stop(process as usize));
+        }
         let sizes = Sizes { max_rows, num_blocks, block_size };
         let workers = (0..num_workers).map(|_| WorkerProcess::new(sizes, 0)).collect();
         let mut world = Self {
@@ -160,6 +194,7 @@ impl World {
             timeline,
             engine,
             sizes,
+            held: vec![None; num_workers + 1],
             workers,
             instance: 0,
             phase: Phase::Down,
@@ -180,10 +215,7 @@ impl World {
     pub fn run(mut self) -> Totals {
         for _ in 0..MAX_EVENTS {
             let Some(event) = self.timeline.next() else { break };
-            self.handle(event);
-            self.pump();
-            self.take_events();
-            self.engine.audit().unwrap_or_else(|wrong| panic!("at {}: {wrong}", self.timeline.now));
+            self.play(event);
         }
         assert!(self.timeline.next().is_none(), "no end after {MAX_EVENTS} events in {:?}", self.phase);
         assert!(self.engine.is_idle(), "a sequence is lost in {:?}: {:?}", self.phase, self.engine.ledger());
@@ -196,6 +228,20 @@ impl World {
         self.totals.preempted = self.engine.stats().total_preempted;
         self.totals.faults += self.timeline.num_faults;
         self.totals
+    }
+
+    fn play(&mut self, event: Event) {
+        let process = event.process();
+        if let Some(held) = process.and_then(|process| self.held[process].as_mut()) {
+            return held.push(event);
+        }
+        self.handle(event);
+        // Nothing that happens elsewhere changes the engine.
+        if process == Some(RANK_0) {
+            self.pump();
+            self.take_events();
+            self.engine.audit().unwrap_or_else(|wrong| panic!("at {}: {wrong}", self.timeline.now));
+        }
     }
 
     fn id(&self, worker: usize) -> WorkerId {
@@ -286,6 +332,11 @@ impl World {
                     self.end(id);
                 }
             }
+            Event::Stop(process) => self.stop(process),
+            Event::Resume { process, instance } if process == RANK_0 || instance == self.instance => {
+                self.held[process].take().into_iter().flatten().for_each(|event| self.play(event));
+            }
+            Event::Resume { .. } => {}
             Event::StepDone { instance, output } => self.finish_step(instance, output),
             Event::Deadline { instance, progress } => {
                 let is_served = self.phase == Phase::Serving && self.engine.num_in_flight() == 0;
@@ -297,11 +348,30 @@ impl World {
         }
     }
 
+    /// Stops a process, if there is one that runs.
+    fn stop(&mut self, process: usize) {
+        let runs = process == RANK_0 || {
+            let worker = process - 1;
+            self.is_present(self.id(worker)) && !self.workers[worker].is_dead
+        };
+        if !runs || self.held[process].is_some() {
+            return;
+        }
+        self.held[process] = Some(Vec::new());
+        self.timeline.num_faults += 1;
+        self.totals.hangs += 1;
+        if process == RANK_0 || !self.random.one_in(3) {
+            let (time, instance) = (1 + u64::from(self.random.below(MAX_HANG)), self.instance);
+            self.timeline.after(time, Event::Resume { process, instance });
+        }
+    }
+
     fn spawn(&mut self) {
         let next_step = self.engine.next_step();
         self.computed.clear();
         for index in 0..self.workers.len() {
             self.workers[index] = WorkerProcess::new(self.sizes, next_step);
+            self.held[index + 1] = None;
             let id = self.id(index);
             if self.timeline.has_fault(&mut self.random, DEATH_RATE) {
                 let delay = u64::from(self.random.below(60));
