@@ -100,7 +100,7 @@ impl<D: Device> Decoder<D> {
                 Some(form) => {
                     Drafter::Eagle3(Box::new(Eagle3::load(draft, form, config.hidden_size, counts, loader.device)?))
                 }
-                None => Drafter::Model(DraftDecoder::load(draft, counts, loader.device)?),
+                None => Drafter::Model(DraftDecoder::load(draft, config.vocab_size, counts, loader.device)?),
             }),
             _ => None,
         };

@@ -1,4 +1,7 @@
-//! A smaller model with the same vocabulary that guesses drafts.
+//! A smaller model with the same tokens that guesses drafts.
+//!
+//! Families pad the vocabulary of their models to different sizes. So the draft model works with the first tokens of both: those that
+//! only one of them has are never guessed, and where the model chooses one that the draft model lacks, its embedding is zero.
 //!
 //! Its layers have KV blocks of their own in the block tables of the model: a block holds the keys and values of both for the same
 //! positions. So whatever becomes of a block, the prefix cache included, is the same for both, and the draft model never lacks the
@@ -52,13 +55,8 @@ impl Config {
     }
 }
 
-/// Why a model cannot guess for another one.
+/// Why a model cannot guess for another one. Whoever has their tokenizers compares those.
 fn unfit(model: &Config, draft: &Config) -> Option<String> {
-    let (found, expected) = (draft.vocab_size, model.vocab_size);
-    if found != expected {
-        let reason = format!("has a vocabulary of {found} tokens, and the model one of {expected}");
-        return Some(format!("{reason}; both must have the same tokens"));
-    }
     if draft.has_recurrent_layers() {
         return Some("has layers with a recurrent state, which cannot go back to the last accepted token".to_owned());
     }
@@ -80,10 +78,16 @@ pub(crate) struct DraftDecoder<D: Device> {
 }
 
 impl<D: Device> DraftDecoder<D> {
-    /// Loads it behind the layers of the model, which are those in `counts`.
-    pub(crate) fn load(draft: &DraftConfig, counts: &mut Counts, device: &mut D) -> Result<Self, ModelError> {
+    /// Loads it behind the layers of a model with `vocab_size` tokens, which are those in `counts`.
+    pub(crate) fn load(
+        draft: &DraftConfig,
+        vocab_size: usize,
+        counts: &mut Counts,
+        device: &mut D,
+    ) -> Result<Self, ModelError> {
         let mut load = |device: &mut D| {
-            let shard = Shard::new(&draft.config, device.tensor_parallel())?;
+            let vocab_size = vocab_size.min(draft.config.vocab_size);
+            let shard = Shard::new(&Config { vocab_size, ..draft.config.clone() }, device.tensor_parallel())?;
             let checkpoint = Checkpoint::open(&draft.dir)?;
             Decoder::load_behind(&draft.dir, &checkpoint, &draft.config, shard, counts, device)
         };

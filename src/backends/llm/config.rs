@@ -136,7 +136,7 @@ impl LlmConfig {
         let model = model.in_precision(weight_precision, target(defaults.worker.device)).map_err(wrong)?;
         let model = model.in_kv_cache(kv_cache_type);
         let drafts = Drafts::new(config, &model, target(defaults.worker.device))?;
-        let drafter = drafts.drafter(load, &checkpoint)?;
+        let drafter = drafts.drafter(load, &checkpoint, model.vocab_size)?;
         let forced_acceptance = drafts.forced_acceptance(config, defaults)?;
         let model = match &drafter {
             Some(drafter) => {

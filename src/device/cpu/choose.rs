@@ -5,11 +5,12 @@ use engine::{CopiedBlock, RevisedRow, SampleMask, SampledToken};
 use kernels::cpu::{self as k, Buffer};
 use ops::{DeviceError, SampleInput};
 
-use super::{CpuDevice, CpuTensor, Linear, out_of_range, sampler};
+use super::weights::num_outputs;
+use super::{CpuDevice, CpuTensor, CpuWeight, out_of_range, sampler};
 
 impl CpuDevice {
     /// Chooses the token of each sampling position.
-    pub(super) fn choose_tokens(&mut self, x: &CpuTensor, head: &Linear) -> Result<Vec<SampledToken>, DeviceError> {
+    pub(super) fn choose_tokens(&mut self, x: &CpuTensor, head: &CpuWeight) -> Result<Vec<SampledToken>, DeviceError> {
         let samples = std::mem::take(&mut self.inputs.samples);
         let vocab = self.config.limits.vocab_size;
         let mut tokens = Vec::with_capacity(samples.len());
@@ -31,7 +32,7 @@ impl CpuDevice {
     }
 
     /// Computes the logits of all samples and keeps them until the masks arrive.
-    pub(super) fn keep_logits(&mut self, x: &CpuTensor, head: &Linear) -> Result<(), DeviceError> {
+    pub(super) fn keep_logits(&mut self, x: &CpuTensor, head: &CpuWeight) -> Result<(), DeviceError> {
         let samples = std::mem::take(&mut self.inputs.samples);
         let vocab = self.config.limits.vocab_size;
         self.unchosen.clear();
@@ -72,7 +73,7 @@ impl CpuDevice {
     }
 
     /// Stores the raw logits that this step reports.
-    pub(super) fn report_logits(&mut self, x: &CpuTensor, head: &Linear) -> Result<(), DeviceError> {
+    pub(super) fn report_logits(&mut self, x: &CpuTensor, head: &CpuWeight) -> Result<(), DeviceError> {
         let positions = std::mem::take(&mut self.inputs.logits);
         let vocab = self.config.limits.vocab_size;
         for chunk in positions.chunks(self.config.limits.max_rows) {
@@ -83,11 +84,12 @@ impl CpuDevice {
         Ok(())
     }
 
-    /// Logits `[len, V]` of some tokens of `x`, at most as many as there are rows.
+    /// Logits `[len, V]` of some tokens of `x`, at most as many as there are rows. `V` is the vocabulary of the head, which may be smaller
+    /// than that of the model if it is a draft model's.
     pub(super) fn compute_logits(
         &mut self,
         x: &CpuTensor,
-        head: &Linear,
+        head: &CpuWeight,
         tokens: impl ExactSizeIterator<Item = u32>,
     ) -> Result<(), DeviceError> {
         let len = tokens.len();
@@ -95,19 +97,20 @@ impl CpuDevice {
         if self.group.is_some() && self.local_logits.is_empty() {
             self.local_logits = Buffer::new(self.logits.len());
         }
-        let (vocab, local) = (self.config.limits.vocab_size, head.rows());
+        let (head, offsets) = head.head();
+        let (vocab, local) = (num_outputs(offsets), head.rows());
         let Some(group) = &mut self.group else {
             self.projection.project(&mut self.pool, self.isa, &mut self.logits, &self.sampled, len, head);
-            self.cap_logits(len);
+            self.cap_logits(len * vocab);
             return Ok(());
         };
         self.projection.project(&mut self.pool, self.isa, &mut self.local_logits, &self.sampled, len, head);
         for index in 0..len {
             let mine = &self.local_logits[index * local..][..local];
             let out = &mut self.logits[index * vocab..][..vocab];
-            group.gather("gathering logits", mine, &self.vocab_offsets, out)?;
+            group.gather("gathering logits", mine, offsets, out)?;
         }
-        self.cap_logits(len);
+        self.cap_logits(len * vocab);
         Ok(())
     }
 
@@ -122,10 +125,10 @@ impl CpuDevice {
         }
     }
 
-    /// Caps the logits of `len` rows, if the model caps logits.
+    /// Caps the first `len` logits, if the model caps logits.
     fn cap_logits(&mut self, len: usize) {
         if let Some(cap) = self.logit_cap {
-            let logits = &mut self.logits[..len * self.config.limits.vocab_size];
+            let logits = &mut self.logits[..len];
             logits.iter_mut().for_each(|logit| *logit = cap * (*logit / cap).tanh());
         }
     }

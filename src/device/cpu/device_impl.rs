@@ -48,7 +48,8 @@ impl Device for CpuDevice {
         self.weights_bytes += bias.iter().map(|bias| (bias.cols.len() * size_of::<f32>()) as u64).sum::<u64>();
         let linear = self.add_linear(matrix, role == LinearRole::Head);
         if role == LinearRole::Head {
-            self.exchange_vocabulary_offsets(parts[0].rows.clone())?;
+            let offsets = self.exchange_vocabulary_offsets(parts[0].rows.clone())?;
+            return Ok(CpuWeight::Head { linear, offsets });
         }
         let statistics = self.input_statistics.as_mut().map(|all| all.begin(parts[0].name, parts[0].cols.len()));
         Ok(CpuWeight::Linear { linear, statistics, adapters: self.adapters.add_layer() })
@@ -66,8 +67,8 @@ impl Device for CpuDevice {
         if let Linear::Plain(matrix) = &linear {
             self.weights_bytes -= matrix.bytes() as u64; // Counted once for both.
         }
-        self.exchange_vocabulary_offsets(first_row..first_row + matrix.rows())?;
-        Ok(CpuWeight::Linear { linear, statistics: None, adapters: self.adapters.add_layer() })
+        let offsets = self.exchange_vocabulary_offsets(first_row..first_row + matrix.rows())?;
+        Ok(CpuWeight::Head { linear, offsets })
     }
 
     /// Slots take memory when they are filled.
@@ -467,11 +468,11 @@ impl Device for CpuDevice {
 
     fn sample(&mut self, x: &CpuTensor, head: &CpuWeight, logits: LogitSpec) -> Result<(), DeviceError> {
         self.logit_cap = logits.cap;
-        self.report_logits(x, head.linear())?;
+        self.report_logits(x, head)?;
         if !self.inputs.masked.is_empty() {
-            return self.keep_logits(x, head.linear());
+            return self.keep_logits(x, head);
         }
-        let tokens = self.choose_tokens(x, head.linear())?;
+        let tokens = self.choose_tokens(x, head)?;
         self.append(&tokens);
         self.results.push_back(tokens);
         Ok(())

@@ -9,6 +9,7 @@ use engine::{RowId, TokenId};
 use kernels::cpu as k;
 use ops::{DeviceError, StepInputs};
 
+use super::weights::num_outputs;
 use super::{CpuDevice, CpuTensor, CpuWeight, Linear, sampler};
 
 /// The guesses of the current step, and those of steps that are complete.
@@ -143,14 +144,18 @@ impl CpuDevice {
     pub(super) fn guess_tokens(&mut self, x: &CpuTensor, head: &CpuWeight) -> Result<(), DeviceError> {
         let mut guessing = std::mem::take(&mut self.guesses.rows);
         let mut active: Vec<&mut Guessing> = guessing.iter_mut().filter(|row| row.num_left > 0).collect();
-        let vocab = self.config.limits.vocab_size;
+        // A token that the head lacks is never guessed.
+        let vocab = match head {
+            CpuWeight::Head { offsets, .. } => num_outputs(offsets),
+            _ => self.config.limits.vocab_size,
+        };
         for chunk in active.chunks_mut(self.config.limits.max_rows) {
             let positions = chunk.iter().map(|row| row.token_index as u32);
             match head {
                 CpuWeight::DraftHead { linear, token_ids } => {
                     self.compute_draft_logits(x, linear, token_ids, positions)
                 }
-                head => self.compute_logits(x, head.linear(), positions)?,
+                head => self.compute_logits(x, head, positions)?,
             }
             let (rows, logits) = (&self.rows, &mut self.logits[..chunk.len() * vocab]);
             let guessed = k::map_rows(&mut self.pool, logits, vocab, |index, logits| {

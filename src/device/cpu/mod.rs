@@ -100,7 +100,6 @@ pub struct CpuDevice {
     logit_cap: Option<f32>,    // of the current step
     branch: Buffer<f32>,       // [T, E], the norm of a branch
     expert_buffers: ExpertBuffers,
-    vocab_offsets: Vec<usize>, // start of each worker's share of the vocabulary, and the end
     results: VecDeque<Vec<SampledToken>>,
     guesses: Guesses,
     weights_bytes: u64,
@@ -195,7 +194,6 @@ impl CpuDevice {
             branch: Buffer::new(0),
             expert_buffers: ExpertBuffers::default(),
             reported: Vec::new(),
-            vocab_offsets: Vec::new(),
             results: VecDeque::new(),
             guesses: Guesses::default(),
             weights_bytes: 0,
@@ -299,20 +297,16 @@ impl CpuDevice {
         Ok(())
     }
 
-    /// Exchanges the starts of the workers' shares of the vocabulary.
-    fn exchange_vocabulary_offsets(&mut self, own: Range<usize>) -> Result<(), DeviceError> {
-        let tp = self.tensor_parallel();
-        let Some(group) = &mut self.group else {
-            self.vocab_offsets = vec![0, own.len()];
-            return Ok(());
-        };
-        let ones: Vec<usize> = (0..=tp.size as usize).collect();
-        let mut starts = vec![0.0; tp.size as usize];
+    /// Exchanges the starts of the workers' shares of a head's vocabulary, and its end.
+    fn exchange_vocabulary_offsets(&mut self, own: Range<usize>) -> Result<Vec<usize>, DeviceError> {
+        let size = self.tensor_parallel().size as usize;
+        let Some(group) = &mut self.group else { return Ok(vec![0, own.len()]) };
+        let pairs: Vec<usize> = (0..=size).map(|rank| 2 * rank).collect();
+        let mut shares = vec![0.0; 2 * size];
         // Token ids are below 2^24, so f32 holds them.
-        group.gather("learning the vocabulary", &[own.start as f32], &ones, &mut starts)?;
-        self.vocab_offsets = starts.iter().map(|start| *start as usize).collect();
-        self.vocab_offsets.push(self.config.limits.vocab_size);
-        Ok(())
+        group.gather("learning the vocabulary", &[own.start as f32, own.end as f32], &pairs, &mut shares)?;
+        let starts = shares.iter().step_by(2).chain(shares.last());
+        Ok(starts.map(|start| *start as usize).collect())
     }
 
     /// Registers a layer's weights, in the precision that was set.

@@ -11,10 +11,13 @@ use crate::slices::vector;
 
 /// A weight of the model.
 pub enum CpuWeight {
-    /// A linear layer or a head. `statistics` is where those of its inputs are collected; `adapters` is its number among the layers that
-    /// may have adapters.
+    /// A linear layer. `statistics` is where those of its inputs are collected; `adapters` is its number among the layers that may have
+    /// adapters.
     #[allow(missing_docs)] // Fields are named by the lines above.
     Linear { linear: Linear, statistics: Option<usize>, adapters: usize },
+    /// An output head. `offsets` are the first token of each worker's share of its vocabulary, and the end.
+    #[allow(missing_docs)] // Fields are named by the line above.
+    Head { linear: Linear, offsets: Vec<usize> },
     /// An output head of a drafter: the token of each of its outputs.
     #[allow(missing_docs)] // Fields are named by the line above.
     DraftHead { linear: Linear, token_ids: Vec<u32> },
@@ -39,6 +42,13 @@ impl CpuWeight {
         match self {
             CpuWeight::Matrix { matrix, first_row } => (matrix, *first_row),
             _ => panic!("the weight is no table"),
+        }
+    }
+
+    pub(crate) fn head(&self) -> (&Linear, &[usize]) {
+        match self {
+            CpuWeight::Head { linear, offsets } => (linear, offsets),
+            _ => panic!("the weight is no output head"),
         }
     }
 
@@ -93,6 +103,11 @@ impl CpuWeight {
             _ => panic!("the weight is no norm's"),
         }
     }
+}
+
+/// Number of tokens in the vocabulary of a head whose workers' shares begin at `offsets`, which has its end, too.
+pub(crate) fn num_outputs(offsets: &[usize]) -> usize {
+    *offsets.last().expect("a head has an end")
 }
 
 /// A norm's gain and bias, with its offset and factor applied.

@@ -4,11 +4,15 @@
 #[allow(dead_code)]
 mod support;
 
+use std::fs;
+use std::path::Path;
+
 use device::Estimator;
 use device::cpu::{CpuConfig, CpuDevice, WeightPrecision};
 use engine::SamplingParams;
 use models::Config;
 use ops::{Device, StepLimits, Target, TensorParallel};
+use serde_json::{Map, Value, json};
 use settings::DeviceDrafter;
 use support::{BLOCK_SIZE, MAX_ROWS, Runner, Sequence, golden_dir, on_changed};
 
@@ -115,6 +119,86 @@ fn a_draft_model_changes_no_token_whatever_its_type_and_shape() {
     }
 }
 
+/// A checkpoint with 16 more tokens: embeddings that are twice those of the first ones, so that the model would often choose them.
+fn padded(case: &str) -> tempfile::TempDir {
+    const NUM_MORE: usize = 16;
+    let (from, to) = (golden_dir(case), tempfile::tempdir().unwrap());
+    let mut config: Value = serde_json::from_slice(&fs::read(from.join("config.json")).unwrap()).unwrap();
+    assert_eq!(config["vocab_size"], 200);
+    config["vocab_size"] = json!(200 + NUM_MORE);
+    fs::write(to.path().join("config.json"), config.to_string()).unwrap();
+    let bytes = fs::read(from.join("model.safetensors")).unwrap();
+    let len = u64::from_le_bytes(bytes[..8].try_into().unwrap()) as usize;
+    let header: Map<String, Value> = serde_json::from_slice(&bytes[8..8 + len]).unwrap();
+    let (mut new, mut data) = (Map::new(), Vec::new());
+    for (name, mut entry) in header.into_iter().filter(|(name, _)| name != "__metadata__") {
+        let [start, end]: [usize; 2] = serde_json::from_value(entry["data_offsets"].clone()).unwrap();
+        let tensor = &bytes[8 + len..][start..end];
+        let first = data.len();
+        data.extend(tensor);
+        if entry["shape"][0] == 200 {
+            assert_eq!(entry["dtype"], "F16");
+            entry["shape"][0] = json!(200 + NUM_MORE);
+            // The exponent becomes greater by one.
+            let doubled = |pair: &[u8]| (u16::from_le_bytes([pair[0], pair[1]]) + 0x400).to_le_bytes();
+            data.extend(tensor[..tensor.len() / 200 * NUM_MORE].chunks_exact(2).flat_map(doubled));
+        }
+        entry["data_offsets"] = json!([first, data.len()]);
+        new.insert(name, entry);
+    }
+    let header = Value::Object(new).to_string().into_bytes();
+    let file = [&(header.len() as u64).to_le_bytes()[..], &header, &data].concat();
+    fs::write(to.path().join("model.safetensors"), file).unwrap();
+    to
+}
+
+#[test]
+fn tokens_that_only_the_draft_model_has_are_never_guessed_and_change_nothing() {
+    let padded = padded("helium");
+    let with = |dir: &Path| {
+        let drafter = DeviceDrafter::Model(dir.to_owned());
+        move |config: Config| config.with_drafter(&drafter, WeightPrecision::Checkpoint, Target::Cpu).unwrap()
+    };
+    // Alone it chooses them.
+    let mut alone = Runner::of(padded.path(), 1, None, WeightPrecision::Checkpoint);
+    let outputs = alone.run(&[sequence(prompts().remove(2), NUM_TOKENS, 64, 0)]);
+    assert!(outputs[0].iter().any(|sampled| sampled.token.0 >= 200), "{outputs:?}");
+    let expected = on_changed("olmo2", 1, with(&golden_dir("helium")), |runner| run(runner, 16));
+    for size in [1, 2] {
+        let found = on_changed("olmo2", size, with(padded.path()), |runner| run(runner, 16));
+        assert_eq!(found, expected, "{size} workers");
+    }
+}
+
+#[test]
+fn tokens_that_the_draft_model_lacks_are_never_guessed_and_change_nothing() {
+    const CASE: &str = "llama3_gqa"; // 501 tokens
+    let drawn = |(seed, prompt)| {
+        let sampling = SamplingParams { temperature: 1.0, seed: seed as u64, ..SamplingParams::default() };
+        Sequence { sampling, ..sequence(prompt, NUM_TOKENS, 16, 0) }
+    };
+    let sequences: Vec<Sequence> = prompts().into_iter().enumerate().map(drawn).collect();
+    let tokens = |runner: &mut Runner| -> Vec<Vec<u32>> {
+        let outputs = runner.run(&sequences);
+        outputs.iter().map(|output| output.iter().map(|sampled| sampled.token.0).collect()).collect()
+    };
+    for size in [1, 2] {
+        let without = on_changed(CASE, size, |config| config, tokens);
+        let with = |runner: &mut Runner| {
+            runner.num_guesses = NUM_GUESSES as u32;
+            (tokens(runner), runner.take_guesses().concat().concat())
+        };
+        let (with, guesses) = on_changed(CASE, size, |config| with_draft_model(config, "helium"), with);
+        assert_eq!(with, without, "{size} workers");
+        assert!(
+            without.iter().flatten().any(|&token| token >= 200),
+            "the model chooses tokens that the draft model lacks"
+        );
+        assert_eq!(guesses.len(), NUM_GUESSES * NUM_TOKENS * sequences.len());
+        assert!(guesses.iter().all(|&token| token < 200), "{guesses:?}");
+    }
+}
+
 #[test]
 fn an_estimate_counts_the_draft_model() {
     for (case, draft) in PAIRS {
@@ -147,7 +231,6 @@ fn a_draft_model_that_does_not_fit_is_refused_by_name() {
         error.to_string()
     };
     for (case, draft, expected) in [
-        ("helium", "llama3_gqa", "has a vocabulary of 501 tokens, and the model one of 200"),
         ("helium", "qwen3_5", "has layers with a recurrent state"),
         ("helium", "deepseek_v3", "has attention over latent vectors"),
         ("helium", "nowhere", "draft model: cannot read"),

@@ -119,18 +119,26 @@ impl Drafts {
         self.max > 0 && self.source != Source::PromptLookup
     }
 
-    /// What guesses on the devices. `checkpoint` is that of the model.
+    /// What guesses on the devices for a model with `vocab_size` tokens. `checkpoint` is that of the model.
     ///
     /// # Errors
-    /// When there is no checkpoint of a draft model, or it has another tokenizer.
-    pub(super) fn drafter(self, load: &LoadRequest, checkpoint: &Path) -> Result<Option<DeviceDrafter>, InferError> {
+    /// When there is no checkpoint of a draft model, or it has other tokens.
+    pub(super) fn drafter(
+        self,
+        load: &LoadRequest,
+        checkpoint: &Path,
+        vocab_size: usize,
+    ) -> Result<Option<DeviceDrafter>, InferError> {
         let wrong = |message: String| invalid(&load.config, message);
         let named = self.source.path_key().filter(|_| self.max > 0);
         let dir = named.and_then(|key| checkpoint::named(key, &load.config, &load.model_dir, &load.version_dir));
         match (self.source, dir.transpose().map_err(wrong)?) {
             (Source::Mtp, _) if self.max > 0 => Ok(Some(DeviceDrafter::Mtp)),
             (Source::DraftModel, Some(dir)) => {
-                check_tokenizers(checkpoint, &dir).map_err(wrong)?;
+                let draft = models::Config::from_dir(&dir).map_err(|source| {
+                    wrong(models::ModelError::OfDraftModel { source: Box::new(source) }.to_string())
+                })?;
+                check_tokens((checkpoint, vocab_size), (&dir, draft.vocab_size)).map_err(wrong)?;
                 Ok(Some(DeviceDrafter::Model(dir)))
             }
             (Source::Eagle3, Some(dir)) => Ok(Some(DeviceDrafter::Eagle3(dir))),
@@ -170,16 +178,27 @@ impl Drafts {
     }
 }
 
-/// Compares the tokens of both checkpoints. Where one has no tokenizer, only the sizes of the vocabularies can be compared.
-fn check_tokenizers(model: &Path, draft: &Path) -> Result<(), String> {
+/// Compares the tokens of both checkpoints, each with the size of its vocabulary. The sizes may differ, because families pad them, if the
+/// tokens that both have are the same. Where a checkpoint has no tokenizer, only the sizes can be compared.
+fn check_tokens((model, model_size): (&Path, usize), (draft, draft_size): (&Path, usize)) -> Result<(), String> {
     let open = |dir: &Path| generation::open_tokenizer(dir, TokenizerType::Auto).ok();
-    let (Some(of_model), Some(of_draft)) = (open(model), open(draft)) else { return Ok(()) };
+    let (Some(of_model), Some(of_draft)) = (open(model), open(draft)) else {
+        return match model_size == draft_size {
+            true => Ok(()),
+            false => Err(format!(
+                "the draft model in {} has a vocabulary of {draft_size} tokens, and the model one of {model_size}; both must have the \
+                 same tokens, which only a tokenizer in both directories tells",
+                draft.display()
+            )),
+        };
+    };
     let token = |tokenizer: &Tokenizer, id: u32| match tokenizer.id_to_token(id) {
         Some(token) => format!("`{token}`"),
         None => "not there".to_owned(),
     };
     let differs = |id: &u32| of_model.id_to_token(*id) != of_draft.id_to_token(*id);
-    match (0..of_model.vocab_size().max(of_draft.vocab_size()) as u32).find(differs) {
+    let num_named = of_model.vocab_size().max(of_draft.vocab_size());
+    match (0..num_named.min(model_size).min(draft_size) as u32).find(differs) {
         None => Ok(()),
         Some(id) => Err(format!(
             "the draft model in {} has another tokenizer: token {id} is {}, and in {} it is {}",
