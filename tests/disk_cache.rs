@@ -231,6 +231,42 @@ fn what_is_on_disk_outlives_workers_with_the_tokens_of_a_cold_start() {
 }
 
 #[test]
+fn a_client_that_loads_a_model_chooses_no_larger_tiers_than_the_operator() {
+    let directory = tempfile::tempdir().unwrap();
+    // The flags give less of the disk than the repository, and more of host memory.
+    let parameters = [POOL, ("kv_cache_host_memory_bytes", "8388608"), ("kv_cache_disk_bytes", DISK_BYTES)];
+    let repository = golden_repository("llama3_gqa", &parameters);
+    let mut args = ["--kv-cache-host-memory=12MiB", "--kv-cache-disk=1MiB", "--model-control-mode=explicit"]
+        .map(str::to_owned)
+        .to_vec();
+    args.extend(["--load-model=*".to_owned(), format!("--kv-cache-disk-dir={}", directory.path().display())]);
+    let mut world = TestWorld::start(Options { repository: repository.path().to_owned(), args, ..Options::default() });
+    let (status, config) = world.get("/v2/models/tensorrt_llm/config");
+    assert_eq!(status, 200, "{config}");
+    let load = |key: &str, bytes: &str| {
+        let mut config: Value = serde_json::from_str(&config).unwrap();
+        config["parameters"][key] = json!({"string_value": bytes});
+        let body = json!({"parameters": {"config": config.to_string()}});
+        world.post("/v2/repository/models/tensorrt_llm/load", &body)
+    };
+    for (key, bytes, most) in
+        [("kv_cache_disk_bytes", "16777217", DISK_BYTES), ("kv_cache_host_memory_bytes", "12582913", "12582912")]
+    {
+        let (status, text) = load(key, bytes);
+        let expected = format!(
+            "`{key}` is {bytes} in a configuration that a client sent, expected at most {most}, which the operator"
+        );
+        assert!(status == 400 && text.contains(&expected), "{status}: {text}");
+    }
+    for (key, bytes) in [("kv_cache_disk_bytes", DISK_BYTES), ("kv_cache_host_memory_bytes", "12582912")] {
+        let (status, text) = load(key, bytes);
+        assert_eq!(status, 200, "{text}");
+        output_ids(&world, &[5, 6, 7]);
+    }
+    assert!(world.stop().success());
+}
+
+#[test]
 fn a_directory_that_is_missing_is_named_at_the_start() {
     let directory = tempfile::tempdir().unwrap();
     let absent = directory.path().join("absent");

@@ -29,6 +29,8 @@ pub struct ModelSource {
     pub versions: Vec<i64>,
     /// Unfilled template variables of the configuration, in the order of the file.
     pub unfilled: Vec<String>,
+    /// Set if another configuration was given: that of the repository, without parameters if the repository has none.
+    pub replaced: Option<ModelConfig>,
 }
 
 impl ModelSource {
@@ -108,7 +110,9 @@ impl Repository {
     pub fn model_with_config(&self, name: &str, config_json: &str) -> Result<ModelSource, RepositoryError> {
         let dir = self.model_dir(name)?;
         let path = dir.join("config.pbtxt");
-        finish(name, dir, &path, json::from_json(name, config_json)?)
+        let replaced = self.model(name).map(|source| source.config).unwrap_or_default();
+        let source = finish(name, dir, &path, json::from_json(name, config_json)?)?;
+        Ok(ModelSource { replaced: Some(replaced), ..source })
     }
 
     /// The latest modification time of the files that determine how a model is loaded; `None` for an unknown model.
@@ -187,7 +191,7 @@ fn finish(name: &str, dir: PathBuf, path: &Path, mut config: ModelConfig) -> Res
     if versions.is_empty() {
         return Err(RepositoryError::NoVersion { name: name.to_owned() });
     }
-    Ok(ModelSource { name: name.to_owned(), dir, config, versions, unfilled: Vec::new() })
+    Ok(ModelSource { name: name.to_owned(), dir, config, versions, unfilled: Vec::new(), replaced: None })
 }
 
 /// Version directories by number: plain decimal names from 1 up.

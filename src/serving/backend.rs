@@ -179,6 +179,8 @@ pub struct LoadRequest {
     pub version: i64,
     /// The model's configuration, completed.
     pub config: Arc<ModelConfig>,
+    /// Set if a client sent the configuration: that of the repository, which the operator wrote, without parameters if there is none.
+    pub replaced: Option<Arc<ModelConfig>>,
     /// Limits on the contents of one request.
     pub limits: Limits,
 }
@@ -190,6 +192,7 @@ impl LoadRequest {
             version_dir: source.dir.join(version.to_string()),
             version,
             config: config.clone(),
+            replaced: source.replaced.clone().map(Arc::new),
             limits,
         }
     }

@@ -23,6 +23,7 @@ mod drafts;
 mod host_memory;
 mod invariant;
 mod parallelism;
+mod tiers;
 mod types;
 
 pub use disk::KvDisk;
@@ -126,7 +127,7 @@ pub(crate) struct LlmConfig {
 
 impl LlmConfig {
     pub(crate) fn new(load: &LoadRequest, defaults: &LlmDefaults) -> Result<Self, InferError> {
-        let config = &load.config;
+        let (config, replaced) = (&load.config, load.replaced.as_deref());
         let checkpoint = checkpoint::find(config, &load.model_dir, &load.version_dir);
         let checkpoint = checkpoint.map_err(|message| invalid(config, message))?;
         let weight_precision = weight_precision(config, defaults)?;
@@ -157,8 +158,8 @@ impl LlmConfig {
         check_shares(config, &model, tp_size)?;
         let adapters = AdapterSettings::new(config, &load.model_dir, defaults.worker.device)?;
         let engine = engine_config(config, &model, defaults, &queue, drafts)?;
-        let kv_host_memory_bytes = host_memory_bytes(config, engine.prefix_cache, defaults)?;
-        let kv_disk = KvDisk::new(config, engine.prefix_cache, kv_host_memory_bytes, defaults)?;
+        let kv_host_memory_bytes = host_memory_bytes(config, replaced, engine.prefix_cache, defaults)?;
+        let kv_disk = KvDisk::new(config, replaced, engine.prefix_cache, kv_host_memory_bytes, defaults)?;
         let engine = EngineConfig {
             max_adapters: adapters.num_slots,
             // How many follows from the size of a block.

@@ -5,8 +5,8 @@ use std::path::PathBuf;
 use repository::ModelConfig;
 use serving::InferError;
 
+use super::tiers::Tier;
 use super::{LlmDefaults, invalid};
-use crate::parameters;
 
 /// The file of each worker for KV blocks that leave host memory.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
@@ -18,17 +18,19 @@ pub struct KvDisk {
 }
 
 impl KvDisk {
-    /// That of a model: the parameter `kv_cache_disk_bytes`, else that of the world.
+    /// That of a model: the parameter `kv_cache_disk_bytes`, else that of the world. `replaced` is as for [`Tier::own_bytes`].
     ///
     /// # Errors
-    /// When the parameter is not a number, or there is no prefix cache, no host memory or no directory for it.
+    /// Those of [`Tier::own_bytes`], and if there is no prefix cache, no host memory or no directory for it.
     pub(super) fn new(
         config: &ModelConfig,
+        replaced: Option<&ModelConfig>,
         has_prefix_cache: bool,
         host_bytes: u64,
         defaults: &LlmDefaults,
     ) -> Result<Self, InferError> {
-        let own: Option<u64> = parameters::number(config, "kv_cache_disk_bytes")?;
+        let tier = Tier { key: "kv_cache_disk_bytes", flag: "--kv-cache-disk", bytes: defaults.kv_disk.bytes };
+        let own = tier.own_bytes(config, replaced)?;
         let directory = defaults.kv_disk.directory.clone();
         let bytes = match own {
             Some(bytes) => bytes,
@@ -71,7 +73,7 @@ mod tests {
         }
         let kv_disk = KvDisk { bytes: world.0, directory: world.1.map(PathBuf::from) };
         let defaults = LlmDefaults { kv_disk, ..llm_defaults() };
-        let disk = KvDisk::new(&config, has_cache, host_bytes, &defaults);
+        let disk = KvDisk::new(&config, None, has_cache, host_bytes, &defaults);
         disk.map(|disk| disk.bytes).map_err(|error| error.to_string())
     }
 

@@ -3,20 +3,23 @@
 use repository::ModelConfig;
 use serving::InferError;
 
+use super::tiers::Tier;
 use super::{LlmDefaults, invalid};
-use crate::parameters;
 
-/// Bytes of each worker: the parameter `kv_cache_host_memory_bytes`, else that of the world. Only the prefix cache uses them.
+/// Bytes of each worker: the parameter `kv_cache_host_memory_bytes`, else that of the world. Only the prefix cache uses them. `replaced` is
+/// as for [`Tier::own_bytes`].
 ///
 /// # Errors
-/// When the parameter is not a number, or the model has no prefix cache.
+/// Those of [`Tier::own_bytes`], and if the model has no prefix cache.
 pub(super) fn host_memory_bytes(
     config: &ModelConfig,
+    replaced: Option<&ModelConfig>,
     has_prefix_cache: bool,
     defaults: &LlmDefaults,
 ) -> Result<u64, InferError> {
-    let own: Option<u64> = parameters::number(config, "kv_cache_host_memory_bytes")?;
-    match own {
+    let of_world = defaults.worker.kv_host_memory_bytes;
+    let tier = Tier { key: "kv_cache_host_memory_bytes", flag: "--kv-cache-host-memory", bytes: of_world };
+    match tier.own_bytes(config, replaced)? {
         Some(bytes @ 1..) if !has_prefix_cache => {
             let message = format!(
                 "`kv_cache_host_memory_bytes` is {bytes}, and `enable_kv_cache_reuse` is off: only the prefix cache uses \
@@ -25,7 +28,7 @@ pub(super) fn host_memory_bytes(
             Err(invalid(config, message))
         }
         _ if !has_prefix_cache => Ok(0),
-        own => Ok(own.unwrap_or(defaults.worker.kv_host_memory_bytes)),
+        own => Ok(own.unwrap_or(of_world)),
     }
 }
 
@@ -44,7 +47,7 @@ mod tests {
         }
         let worker = supervision::WorkerSettings { kv_host_memory_bytes: 7, ..llm_config().worker };
         let defaults = LlmDefaults { worker, ..llm_defaults() };
-        host_memory_bytes(&config, has_prefix_cache, &defaults).map_err(|error| error.to_string())
+        host_memory_bytes(&config, None, has_prefix_cache, &defaults).map_err(|error| error.to_string())
     }
 
     #[test]
