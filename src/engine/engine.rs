@@ -213,6 +213,13 @@ impl Engine {
         self.end_early(sequence, FinishReason::Cancelled)
     }
 
+    /// [Cancels](Self::cancel) every sequence.
+    pub fn cancel_all(&mut self) {
+        for (sequence, _) in self.sequences.in_order() {
+            self.cancel(sequence);
+        }
+    }
+
     /// Ends a sequence with [`FinishReason::StopWord`], because the caller found a stop word in the text of the tokens
     /// released so far. Returns false if the sequence has already ended.
     pub fn finish(&mut self, sequence: SequenceId) -> bool {

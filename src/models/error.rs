@@ -34,6 +34,9 @@ pub enum ModelError {
         .dir.display()
     )]
     NoWeights { dir: PathBuf },
+    /// The directory contains no weights in the one format whose tensors can be listed without reading them.
+    #[error("no `model.safetensors`, `model.safetensors.index.json` or `*.safetensors` in {}", .dir.display())]
+    NoSafetensors { dir: PathBuf },
     /// A safetensors header or the entry of a tensor is invalid.
     #[error("{} is not a usable file of weights: {reason}", .path.display())]
     Header { path: PathBuf, reason: String },

@@ -34,6 +34,7 @@ mod per_layer;
 mod rope;
 pub mod rounding;
 pub mod shard;
+mod weights_form;
 
 pub use adapter::{Adapter, AdapterBounds, AdapterError, AdapterLayers, AdapterTensors, MAX_ADAPTER_RANK};
 pub use checkpoint::{Checkpoint, StoredTensor, rounded};
@@ -47,3 +48,4 @@ pub use linear_layers::{InputSource, LinearGroup, linear_groups};
 pub use load::load;
 pub use model::Model;
 pub use rope::{Rope, RopeScaling};
+pub use weights_form::WeightsForm;

@@ -1,6 +1,7 @@
 //! Checkpoints: memory-mapped files of weights, and the tensors in them.
 
 mod computed;
+mod form;
 mod pickle;
 mod quantized;
 mod rows;
@@ -17,6 +18,7 @@ use std::path::{Path, PathBuf};
 
 use bytes::Bytes;
 pub(crate) use computed::RowOrder;
+pub(crate) use form::{TensorForm, tensor_forms};
 use ops::{DType, WeightData, WeightSlice};
 pub use rows::rounded;
 pub(crate) use safetensors::{HeaderEntry, split_header};
@@ -49,6 +51,23 @@ impl Tensor {
     fn stored(&self) -> WeightData {
         WeightData::Stored(Bytes::from_static(self.data))
     }
+}
+
+/// Whether a tensor of this name holds constants, which models do not read.
+pub(crate) fn is_constant(name: &str) -> bool {
+    const CONSTANTS: [&str; 9] = [
+        "inv_freq",
+        "attn.bias",
+        "masked_bias",
+        "attention.bias",
+        "embed_positions",
+        // Scales of a quantized KV cache.
+        ".k_scale",
+        ".v_scale",
+        ".kv_scale",
+        ".output_scale",
+    ];
+    CONSTANTS.iter().any(|constant| name.ends_with(constant))
 }
 
 /// A file format that contains tensors.
@@ -129,20 +148,7 @@ impl Checkpoint {
 
     /// The names of tensors that were not taken, in order, without those that hold constants.
     pub(crate) fn unused(&self) -> Vec<String> {
-        const CONSTANTS: [&str; 9] = [
-            "inv_freq",
-            "attn.bias",
-            "masked_bias",
-            "attention.bias",
-            "embed_positions",
-            // Scales of a quantized KV cache.
-            ".k_scale",
-            ".v_scale",
-            ".kv_scale",
-            ".output_scale",
-        ];
         let used = self.used.borrow();
-        let is_constant = |name: &str| CONSTANTS.iter().any(|constant| name.ends_with(constant));
         let unused = self.tensors.keys().filter(|name| !used.contains(*name) && !is_constant(name));
         let mut unused: Vec<String> = unused.cloned().collect();
         unused.sort();

@@ -2,6 +2,8 @@
 //! (<https://github.com/huggingface/safetensors>, section "Format").
 
 use std::collections::BTreeMap;
+use std::fs::File;
+use std::io::Read as _;
 use std::path::Path;
 
 use serde::Deserialize;
@@ -11,6 +13,9 @@ use crate::ModelError;
 
 /// Maximum length of a header, the same as in the format's own library.
 const MAX_HEADER_BYTES: u64 = 100_000_000;
+
+/// Bytes of the length of the header.
+const LENGTH_BYTES: u64 = 8;
 
 /// A tensor of the header.
 #[derive(Deserialize)]
@@ -41,6 +46,34 @@ impl Checkpoint {
             self.tensors.insert(tensor, entry);
         }
         Ok(())
+    }
+}
+
+/// The tensors of a file by its header. The file is not mapped, and the data of its tensors is not read.
+///
+/// # Errors
+/// When the file cannot be read, its header is invalid, or the file ends before the last of its tensors.
+pub(super) fn read_header(path: &Path) -> Result<BTreeMap<String, HeaderEntry>, ModelError> {
+    let unreadable = |source| ModelError::Read { path: path.into(), source };
+    let bad = |reason: String| ModelError::Header { path: path.into(), reason };
+    let mut file = File::open(path).map_err(unreadable)?;
+    let found = file.metadata().map_err(unreadable)?.len();
+    let mut start = Vec::new();
+    file.by_ref().take(LENGTH_BYTES).read_to_end(&mut start).map_err(unreadable)?;
+    if let Some(length) = start.first_chunk::<{ LENGTH_BYTES as usize }>() {
+        // `split_header` refuses a header that is longer than what was read.
+        let length = u64::from_le_bytes(*length).min(MAX_HEADER_BYTES);
+        file.take(length).read_to_end(&mut start).map_err(unreadable)?;
+    }
+    let (_, header) = split_header(&start).map_err(bad)?;
+    let header_bytes = start.len() as u64;
+    let is_cut = |entry: &HeaderEntry| entry.data_offsets.1 > found - header_bytes.min(found);
+    match header.iter().find(|(_, entry)| is_cut(entry)) {
+        Some((tensor, entry)) => {
+            let needed = entry.data_offsets.1.saturating_add(header_bytes);
+            Err(ModelError::Truncated { path: path.into(), tensor: tensor.clone(), needed, found })
+        }
+        None => Ok(header),
     }
 }
 
