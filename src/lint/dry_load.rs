@@ -61,6 +61,7 @@ fn defaults(world_size: u32) -> LlmDefaults {
         kv_free_fraction: 0.25,
         max_step_tokens: 512,
         max_inter_token: None,
+        weight_updates_dir: None,
         longest_turn: None,
         forced_tokens_per_step: None,
     }

@@ -190,6 +190,10 @@ pub struct RankArgs {
     /// Serve `POST /sleep` and `POST /wake_up`: models give up the memory of their devices for a time
     #[arg(long)]
     pub enable_sleep_mode: bool,
+    /// Serve `POST /update_weights_from_disk`: the weights of a language model are replaced by those of a checkpoint in this directory,
+    /// which has the same path on all nodes
+    #[arg(long, value_name = "DIR")]
+    pub weight_updates_dir: Option<PathBuf>,
     /// Language models take turns on the devices: one is awake at a time, and the others sleep with their weights in host memory. The
     /// number is the longest turn while another model has requests [default if given without one: 10]
     #[arg(long, value_name = "SECONDS", num_args = 0..=1, default_missing_value = "10", require_equals = true,

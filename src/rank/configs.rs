@@ -55,6 +55,7 @@ pub(crate) fn llm_defaults(
         kv_free_fraction: if is_cpu { 0.25 } else { 0.9 },
         max_step_tokens: if is_cpu { CPU_STEP_TOKENS } else { CUDA_STEP_TOKENS },
         max_inter_token: args.max_inter_token_ms.map(|ms| Duration::from_millis(ms.into())),
+        weight_updates_dir: args.weight_updates_dir.clone(),
         longest_turn: args.share_devices.map(|seconds| Duration::from_secs(seconds.into())),
         forced_tokens_per_step: args.benchmark_forced_acceptance,
     };

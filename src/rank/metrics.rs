@@ -31,6 +31,7 @@ impl MetricsSource for LlmMetrics {
         families.extend(worker_families(&models));
         families.push(startup_family(&models));
         families.push(queue_family(&models));
+        families.push(weights_family(&models));
         families.extend(adapter_families(&models));
         families
     }
@@ -164,6 +165,16 @@ fn queue_family(models: &[LlmStatus]) -> Family {
         help: "Sequences in the one queue before the replicas of a model",
         kind: FamilyKind::Gauge,
         samples: first.map(sample).collect(),
+    }
+}
+
+fn weights_family(models: &[LlmStatus]) -> Family {
+    let sample = |model: &LlmStatus| Sample::new(labels(model, Some(("weight_version", &model.weights_version))), 1.0);
+    Family {
+        name: "trireme_llm_weights_info",
+        help: "1, with the version of the weights that the model serves",
+        kind: FamilyKind::Gauge,
+        samples: models.iter().map(sample).collect(),
     }
 }
 

@@ -74,7 +74,7 @@ impl ServedModel {
     fn look_up(&self, request: &InferRequest) -> (CacheLookup, Option<InferResponse>) {
         let Some(cache) = &self.cache else { return (CacheLookup::Disabled, None) };
         let started = Instant::now();
-        let key = cache.key(self.load_id, request);
+        let key = cache.key(self.load_id(), request);
         match cache.get(key) {
             Some(response) => (CacheLookup::Hit(started.elapsed()), Some(response)),
             None => (CacheLookup::Miss(key, started.elapsed()), None),

@@ -9,7 +9,7 @@ use repository::{ModelConfig, ModelSource};
 
 use crate::{
     Adapters, GenerateCall, InferError, InferRequest, Limits, MemoryUsage, ResponseSender, ResponseStream, Sleeper,
-    TextModel, TextOutputs,
+    TextModel, TextOutputs, Weights,
 };
 
 /// One loaded model version: `serving` calls it, `backends` implement it.
@@ -75,6 +75,11 @@ pub trait Backend: Send + Sync {
 
     /// The model as one that can sleep; `None` for a model that cannot.
     fn sleeper(&self) -> Option<Arc<dyn Sleeper>> {
+        None
+    }
+
+    /// The model as one whose weights can be replaced; `None` for a model whose weights cannot.
+    fn weights(&self) -> Option<Arc<dyn Weights>> {
         None
     }
 

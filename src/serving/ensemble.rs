@@ -15,7 +15,7 @@ use repository::ModelConfig;
 
 use crate::model::ServedModel;
 use crate::registry::Registry;
-use crate::{Adapters, Backend, GenerateCall, InferError, InferRequest, ResponseStream, Sleeper};
+use crate::{Adapters, Backend, GenerateCall, InferError, InferRequest, ResponseStream, Sleeper, Weights};
 
 mod graph;
 mod link;
@@ -78,6 +78,10 @@ impl Backend for Ensemble {
 
     fn sleeper(&self) -> Option<Arc<dyn Sleeper>> {
         self.models().ok()?.iter().find_map(|model| model.sleeper())
+    }
+
+    fn weights(&self) -> Option<Arc<dyn Weights>> {
+        self.models().ok()?.iter().find_map(|model| model.weights())
     }
 
     fn reset_prefix_cache(&self) -> BoxFuture<'_, bool> {

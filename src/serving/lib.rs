@@ -97,6 +97,7 @@ mod text;
 mod text_request;
 mod trace;
 mod warmup;
+mod weights;
 
 pub use adapters::{AdapterInfo, Adapters};
 pub use backend::{Backend, BackendFactory, BatchedRequest, LoadRequest};
@@ -130,3 +131,4 @@ pub use stream::ResponseStream;
 pub use tensor::{DataType, Name, Shape, Tensor, byte_strings};
 pub use text::{DetokenizerModel, TextModel, TextOutput, TextOutputs};
 pub use trace::{SpanContext, Trace, TraceRecord, TraceSink};
+pub use weights::{NewWeights, Weights};

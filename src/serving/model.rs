@@ -15,7 +15,7 @@ use crate::counters::Statistics;
 use crate::labels::Labels;
 use crate::scheduler::{Scheduler, StateSpec};
 use crate::statistics::ModelStatistics;
-use crate::{Adapters, Backend, InferRequest, Name, Sleeper, TextModel};
+use crate::{Adapters, Backend, InferRequest, Name, Sleeper, TextModel, Weights};
 
 /// One version of a model that answers requests.
 pub(crate) struct ServedModel {
@@ -31,8 +31,8 @@ pub(crate) struct ServedModel {
     pub cache: Option<Arc<ResponseCache>>,
     pub labels: Labels,
     load_time: Duration,
-    /// Number of this load. It is different from those of earlier loads of the same version.
-    pub load_id: u64,
+    /// Number of this load, or of its last weights. It is different from those of earlier loads of the same version.
+    load_id: AtomicU64,
     pub backend: Arc<dyn Backend>,
     /// Queues and batches requests, for a backend that does not do so itself.
     pub scheduler: Option<Scheduler>,
@@ -46,7 +46,6 @@ impl ServedModel {
         cache: Option<Arc<ResponseCache>>,
         states: Vec<StateSpec>,
     ) -> Self {
-        static NUM_LOADS: AtomicU64 = AtomicU64::new(0);
         let signature = Signature::new(&config);
         Self {
             signature,
@@ -58,12 +57,22 @@ impl ServedModel {
             in_flight: InFlight::default(),
             cache: cache.filter(|_| config.response_cache.is_some_and(|cache| cache.enable)),
             labels: Labels::new(),
-            load_id: NUM_LOADS.fetch_add(1, SeqCst),
+            load_id: AtomicU64::new(next_load_id()),
             scheduler: Scheduler::new(&config, &backend, states),
             name: Name::from(config.name.as_str()),
             config,
             backend,
         }
+    }
+
+    /// The number with which responses are cached.
+    pub fn load_id(&self) -> u64 {
+        self.load_id.load(SeqCst)
+    }
+
+    /// Makes later requests miss what the response cache has: the weights of the model, or of one that it uses, are others now.
+    pub fn forget_cached(&self) {
+        self.load_id.store(next_load_id(), SeqCst);
     }
 
     /// Sets the names of its outputs' classes.
@@ -90,6 +99,11 @@ impl ServedModel {
     /// The model as one that can sleep, if it can.
     pub fn sleeper(&self) -> Option<Arc<dyn Sleeper>> {
         self.backend.sleeper()
+    }
+
+    /// The model as one whose weights can be replaced, if they can.
+    pub fn weights(&self) -> Option<Arc<dyn Weights>> {
+        self.backend.weights()
     }
 
     /// Empties its prefix cache; false for a model that has none.
@@ -145,6 +159,11 @@ impl ServedModel {
             ..self.statistics.snapshot(&self.config.name, &self.version_text, pending)
         }
     }
+}
+
+fn next_load_id() -> u64 {
+    static NUM_LOADS: AtomicU64 = AtomicU64::new(0);
+    NUM_LOADS.fetch_add(1, SeqCst)
 }
 
 impl fmt::Debug for ServedModel {

@@ -24,6 +24,7 @@ mod metadata;
 mod prefix_cache;
 mod sleep;
 mod text;
+mod weights;
 
 /// The parameter of a request that names an adapter (LoRA), as in Triton's vLLM backend.
 pub const ADAPTER_PARAMETER: &str = "lora_name";

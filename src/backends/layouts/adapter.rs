@@ -43,6 +43,10 @@ impl<A: Adapter> Backend for Adapted<A> {
         self.0.model().sleeper()
     }
 
+    fn weights(&self) -> Option<Arc<dyn serving::Weights>> {
+        self.0.model().weights()
+    }
+
     fn adapters(&self) -> Option<Arc<dyn Adapters>> {
         self.0.model().adapters()
     }

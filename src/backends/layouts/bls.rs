@@ -191,6 +191,10 @@ impl Backend for Bls {
         self.link.server().ok()?.sleeper_of(&self.language_model)
     }
 
+    fn weights(&self) -> Option<Arc<dyn serving::Weights>> {
+        self.link.server().ok()?.weights_of(&self.language_model)
+    }
+
     fn reset_prefix_cache(&self) -> BoxFuture<'_, bool> {
         async {
             let Ok(server) = self.link.server() else { return false };

@@ -206,6 +206,10 @@ impl Backend for TextModel {
         self.llm().sleeper()
     }
 
+    fn weights(&self) -> Option<Arc<dyn serving::Weights>> {
+        self.llm().weights()
+    }
+
     fn adapters(&self) -> Option<Arc<dyn Adapters>> {
         self.llm().adapters()
     }

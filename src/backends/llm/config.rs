@@ -60,6 +60,8 @@ pub struct LlmDefaults {
     pub max_step_tokens: usize,
     /// Default bound of the time between two tokens of a stream; `None` for the engine's.
     pub max_inter_token: Option<Duration>,
+    /// Where checkpoints may be that replace the weights of a model while it is served; `None`: nowhere.
+    pub weight_updates_dir: Option<PathBuf>,
     /// If set, models share the devices and take turns on them: the longest one while another model has requests. The workers' settings
     /// have `sleep_mode` then.
     pub longest_turn: Option<Duration>,
@@ -83,6 +85,8 @@ pub(crate) struct LlmConfig {
     pub(crate) worker: WorkerSettings,
     /// The files of its workers for KV blocks that leave host memory.
     pub(crate) kv_disk: KvDisk,
+    /// Where checkpoints may be that replace the weights; `None`: nowhere.
+    pub(crate) weight_updates_dir: Option<PathBuf>,
     /// Whether the model takes turns with others on the devices. It sleeps by itself then, and not by request.
     pub(crate) takes_turns: bool,
     /// Workers of a stage.
@@ -189,6 +193,7 @@ impl LlmConfig {
                 ..defaults.worker.clone()
             },
             kv_disk,
+            weight_updates_dir: defaults.weight_updates_dir.clone(),
             takes_turns: defaults.longest_turn.is_some(),
             tp_size,
             pp_size,

@@ -25,6 +25,7 @@ use super::model::Llm;
 use super::replicas::{fingerprint, start_replicas, stop_all};
 use super::router::{Replica, Router};
 use super::turns::Turns;
+use super::weights::ServedWeights;
 
 /// Loads LLMs: `tensorrtllm`, `trireme` and the other names in users' configurations.
 pub struct LlmFactory {
@@ -47,6 +48,7 @@ struct Loaded {
     max_rows: usize,
     router: Weak<Router>,
     adapters: Arc<AdapterStore>,
+    weights: Arc<ServedWeights>,
 }
 
 /// The status of one replica of an LLM, for metrics.
@@ -74,6 +76,8 @@ pub struct LlmStatus {
     pub engine: EngineStats,
     /// The adapters of requests in flight; those of all replicas for the first one, none for the others.
     pub adapters: AdapterStatus,
+    /// The version of the weights that it serves.
+    pub weights_version: String,
     /// Counters and histograms.
     pub metrics: MetricValues,
 }
@@ -144,6 +148,7 @@ impl Loaded {
             max_rows: self.max_rows,
             engine: *ipc::lock(&shared.stats),
             adapters: if replica == 0 { self.adapters.status(&running) } else { AdapterStatus::default() },
+            weights_version: self.weights.version(),
             metrics: shared.metrics.read(),
         };
         (0..).zip(router.replicas()).map(status).collect()
@@ -170,6 +175,7 @@ impl BackendFactory for LlmFactory {
                 }
             }
             let adapters = read_adapters(&config).await?;
+            let weights = served_weights(&config).await?;
             let turn = match &turns {
                 Some(turns) => Some(turns.load().await),
                 None => None,
@@ -195,8 +201,10 @@ impl BackendFactory for LlmFactory {
                 max_rows: config.engine.max_rows,
                 router: Arc::downgrade(&router),
                 adapters: Arc::clone(&adapters),
+                weights: Arc::clone(&weights),
             });
-            Ok(Arc::new(Llm::new(config, load.version, tokenizer, router, adapters, logits)) as Arc<dyn Backend>)
+            Ok(Arc::new(Llm::new(config, load.version, tokenizer, router, adapters, weights, logits))
+                as Arc<dyn Backend>)
         }
         .boxed()
     }
@@ -211,6 +219,13 @@ async fn read_adapters(config: &LlmConfig) -> Result<Arc<AdapterStore>, InferErr
         AdapterStore::new(&config.name, model, &config.adapters).map(Arc::new)
     };
     tokio::task::spawn_blocking(read).await.unwrap_or_else(|_| Err(InferError::internal("reading adapters failed")))
+}
+
+/// The weights that a model begins with.
+async fn served_weights(config: &LlmConfig) -> Result<Arc<ServedWeights>, InferError> {
+    let config = config.clone();
+    let read = tokio::task::spawn_blocking(move || Arc::new(ServedWeights::read(&config))).await;
+    read.map_err(|_| InferError::internal("reading the form of a checkpoint failed"))
 }
 
 /// The tokenizer of the checkpoint, or else the one that the configuration names; `None` without either.

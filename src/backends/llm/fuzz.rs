@@ -37,6 +37,7 @@ impl LlmInputs {
             kv_free_fraction: 0.1,
             max_step_tokens: 256,
             max_inter_token: None,
+            weight_updates_dir: None,
             longest_turn: None,
             forced_tokens_per_step: None,
         };

@@ -5,12 +5,13 @@ use std::time::Instant;
 
 use engine::{MaskJob, Request, SequenceId};
 use ipc::Doorbell;
-use serving::SleepLevel;
+use serving::{InferError, SleepLevel};
 use supervision::{DiskEvent, FromAgent};
 use tokio::sync::oneshot;
 
 use super::event_queue;
 use super::ledger::Report;
+use super::weights::Weights;
 
 /// Receives the end of a sleep or of a wake, or the reason why it failed.
 pub(crate) type SleepResult = oneshot::Sender<Result<(), String>>;
@@ -38,6 +39,11 @@ pub(crate) enum Message {
     Sleep { level: SleepLevel, done: SleepResult },
     /// Take the memory again. `done` gets the result once steps can run.
     Wake { done: SleepResult },
+    /// The same with other weights, if there are no workers because of a sleep. When they cannot be loaded, `done` gets the reason, and the
+    /// weights before are loaded again.
+    WakeWith { weights: Weights, done: SleepResult },
+    /// End all sequences with this error.
+    Abort(InferError),
     /// End the workers, then this thread.
     Stop { done: oneshot::Sender<()> },
 }

@@ -43,6 +43,7 @@ mod submission;
 mod text_stop;
 mod timing;
 mod turns;
+mod weights;
 mod worker_group;
 
 pub use adapters::AdapterStatus;

@@ -40,6 +40,7 @@ use super::sleeper::Replicas;
 use super::submission::{StopHandle, StopHandles, Submission};
 use super::text_stop::{self, TextStop};
 use super::timing::Timing;
+use super::weights::{ServedWeights, WeightUpdates};
 use crate::encoder;
 
 /// One loaded LLM.
@@ -52,6 +53,7 @@ pub(crate) struct Llm {
     router: Arc<Router>,
     /// Its adapters, which requests choose by name.
     adapters: Arc<AdapterStore>,
+    weights: Arc<ServedWeights>,
     /// The budget of all models.
     logits: Arc<LogitsBudget>,
     /// Handles of the running requests, for requests with `stop`.
@@ -69,6 +71,7 @@ impl Llm {
         tokenizer: Option<Arc<Tokenizer>>,
         router: Arc<Router>,
         adapters: Arc<AdapterStore>,
+        weights: Arc<ServedWeights>,
         logits: Arc<LogitsBudget>,
     ) -> Self {
         let constraints = tokenizer.clone().map(|tokenizer| {
@@ -83,6 +86,7 @@ impl Llm {
             constraints,
             router,
             adapters,
+            weights,
             logits,
             stop_handles: Arc::default(),
             in_flight: Arc::new(watch::Sender::new(0)),
@@ -327,6 +331,12 @@ impl Backend for Llm {
     fn sleeper(&self) -> Option<Arc<dyn Sleeper>> {
         let sleeper = || Replicas { model: self.config.name.clone(), router: Arc::clone(&self.router) };
         (self.config.worker.sleep_mode && !self.config.takes_turns).then(|| Arc::new(sleeper()) as Arc<dyn Sleeper>)
+    }
+
+    fn weights(&self) -> Option<Arc<dyn serving::Weights>> {
+        let (config, router, served) = (&self.config, Arc::clone(&self.router), Arc::clone(&self.weights));
+        let updates = || WeightUpdates { config: Arc::clone(config), router, served };
+        config.weight_updates_dir.is_some().then(|| Arc::new(updates()) as Arc<dyn serving::Weights>)
     }
 
     fn reset_prefix_cache(&self) -> BoxFuture<'_, bool> {

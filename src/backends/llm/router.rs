@@ -6,7 +6,7 @@
 
 use std::cmp::Reverse;
 use std::collections::BTreeMap;
-use std::sync::atomic::Ordering;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex};
 
 use engine::TokenId;
@@ -38,6 +38,17 @@ pub(crate) struct Router {
     state: Mutex<State>,
     /// Notified when a request arrives, or ends.
     requests: Option<Arc<Notify>>,
+    /// Whether the weights of the replicas are being replaced.
+    is_updating: AtomicBool,
+}
+
+/// The weights of the replicas are being replaced until this is dropped.
+pub(crate) struct Update(Arc<Router>);
+
+impl Drop for Update {
+    fn drop(&mut self) {
+        self.0.is_updating.store(false, Ordering::Release);
+    }
 }
 
 struct State {
@@ -147,12 +158,23 @@ impl Router {
         let load = |_: &Replica| Load { num_sequences: 0, prefixes: SentPrefixes::default(), start: 0, last_used: 0 };
         let loads = replicas.iter().map(load).collect();
         let state = Mutex::new(State { loads, queue: BTreeMap::new(), num_arrived: 0, num_overtaking: 0 });
-        Self { replicas, max_rows, max_queue, block_size, state, requests: None }
+        Self { replicas, max_rows, max_queue, block_size, state, requests: None, is_updating: AtomicBool::new(false) }
     }
 
     /// The same, which notifies `requests` when a request arrives, or ends.
     pub(crate) fn notifying(self, requests: Option<Arc<Notify>>) -> Self {
         Self { requests, ..self }
+    }
+
+    /// Marks the weights of the replicas as being replaced; `None` if they are already.
+    pub(crate) fn begin_update(self: &Arc<Self>) -> Option<Update> {
+        let was_updating = self.is_updating.swap(true, Ordering::AcqRel);
+        (!was_updating).then(|| Update(Arc::clone(self)))
+    }
+
+    /// Whether the weights of the replicas are being replaced.
+    pub(crate) fn is_updating(&self) -> bool {
+        self.is_updating.load(Ordering::Acquire)
     }
 
     pub(crate) fn replicas(&self) -> &[Replica] {

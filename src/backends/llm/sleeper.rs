@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use futures::future::{BoxFuture, FutureExt as _};
+use futures::future::{BoxFuture, FutureExt as _, ready};
 use serving::{InferError, SleepLevel, Sleeper};
 use tokio::sync::oneshot;
 
@@ -18,8 +18,15 @@ pub(crate) struct Replicas {
 }
 
 impl Replicas {
+    /// Sends a message to each replica.
+    pub(super) fn send(&self, message: impl Fn() -> Message) {
+        for replica in self.router.replicas() {
+            replica.inbox.send(message());
+        }
+    }
+
     /// Sends a message to each replica. Resolves to the first failure when all have answered.
-    fn ask(&self, message: impl Fn(SleepResult) -> Message) -> BoxFuture<'static, Result<(), InferError>> {
+    pub(super) fn ask(&self, message: impl Fn(SleepResult) -> Message) -> BoxFuture<'static, Result<(), InferError>> {
         let ask = |replica: &Replica| {
             let (done, answer) = oneshot::channel();
             replica.inbox.send(message(done));
@@ -38,8 +45,19 @@ impl Replicas {
     }
 }
 
+impl Replicas {
+    /// The error of a request to sleep or to wake while the weights are replaced; `None` at other times.
+    fn refusal(&self) -> Option<BoxFuture<'static, Result<(), InferError>>> {
+        let reason = || format!("the weights of model `{}` are being replaced; try again later", self.model);
+        self.router.is_updating().then(|| ready(Err(InferError::unavailable(reason()))).boxed())
+    }
+}
+
 impl Sleeper for Replicas {
     fn sleep(&self, level: SleepLevel) -> BoxFuture<'static, Result<(), InferError>> {
+        if let Some(refusal) = self.refusal() {
+            return refusal;
+        }
         let slept = self.ask(|done| Message::Sleep { level, done });
         let replicas = Self { model: self.model.clone(), router: Arc::clone(&self.router) };
         async move {
@@ -54,7 +72,7 @@ impl Sleeper for Replicas {
     }
 
     fn wake(&self) -> BoxFuture<'static, Result<(), InferError>> {
-        self.ask(|done| Message::Wake { done })
+        self.refusal().unwrap_or_else(|| self.ask(|done| Message::Wake { done }))
     }
 
     fn is_sleeping(&self) -> bool {

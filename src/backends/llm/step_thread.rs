@@ -17,6 +17,7 @@ mod recovery;
 mod sleep;
 mod start;
 mod watchdog;
+mod weights;
 
 use std::collections::BTreeMap;
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -43,6 +44,7 @@ use super::step_log::StepLog;
 use super::worker_group::{LossKind, WorkerGroup, WorkerLoss};
 use disk::Disk;
 use sleep::Sleep;
+use weights::Replacement;
 
 /// Number of losses without a settled step between them after which requests are refused.
 const MAX_LOSSES: u32 = 5;
@@ -93,6 +95,8 @@ struct Running {
     /// Whether the oldest step in flight was sent without a mask.
     is_mask_late: bool,
     sleep: Sleep,
+    /// Set from a request for other weights until the first start with them has ended.
+    replacement: Option<Replacement>,
     /// Host memory of the workers, which their restarts leave; `None` if they have none.
     host_memory: Option<HostMemoryLease>,
     disk: Disk,
@@ -145,6 +149,7 @@ impl StepThread {
             usual_step: Duration::ZERO,
             is_mask_late: false,
             sleep: Sleep::default(),
+            replacement: None,
         };
         let mut loaded = Some(loaded);
         let _ended = Ended(Arc::clone(&running.thread.shared));
@@ -193,11 +198,15 @@ impl Running {
         }
         let group = match self.start() {
             Ok(group) => group,
-            Err(end) => return end,
+            Err(end) => {
+                self.end_replacement(Some(&end));
+                return end;
+            }
         };
         *ipc::lock(&self.thread.shared.failure) = None;
         // Before the model counts as loaded.
         self.thread.shared.ready.store(true, Ordering::Release);
+        self.end_replacement(None);
         self.thread.router.dispatch();
         loaded.take().map(|loaded| loaded.send(Ok(())));
         self.serve(group)

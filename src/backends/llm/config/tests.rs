@@ -13,6 +13,7 @@ pub(crate) fn llm_defaults() -> LlmDefaults {
         kv_free_fraction: 0.1,
         max_step_tokens: 256,
         max_inter_token: None,
+        weight_updates_dir: None,
         longest_turn: None,
         forced_tokens_per_step: None,
     }
@@ -39,6 +40,7 @@ pub(crate) fn llm_config() -> LlmConfig {
             cache_dir: None,
         },
         kv_disk: KvDisk::default(),
+        weight_updates_dir: None,
         takes_turns: false,
         tp_size: 1,
         pp_size: 1,

@@ -53,6 +53,8 @@ impl Running {
                 }
                 Message::Sleep { level, done } => self.sleep.ask(level, done),
                 Message::Wake { done } => self.sleep.ask_to_wake(done),
+                Message::WakeWith { weights, done } => self.wake_with(weights, done, group.is_some()),
+                Message::Abort(error) => self.abort(&error),
                 Message::Stop { done } => return Err(End::Stopped(done)),
             }
             next = self.thread.messages.try_recv().ok();
@@ -60,6 +62,12 @@ impl Running {
         self.expire();
         self.thread.dispatcher.flush();
         Ok(())
+    }
+
+    /// Ends all sequences with this error.
+    fn abort(&mut self, error: &InferError) {
+        self.thread.dispatcher.push_last_to_all(|| RequestEvent::Failed(error.clone()));
+        self.engine.as_mut().map(Engine::cancel_all);
     }
 
     /// Passes mask jobs that have run to the engine.

@@ -98,6 +98,9 @@ impl Running {
                     self.sleep.ask_to_wake(done);
                     return None;
                 }
+                Ok(Message::WakeWith { done, .. }) => {
+                    let _ = done.send(Err(error.message.clone()));
+                }
                 Ok(Message::Stop { done }) => return Some(done),
                 Ok(Message::Masks(jobs)) => self.finish_masks(jobs),
                 Ok(Message::Disk { event }) => self.note_disk(event),
@@ -107,7 +110,13 @@ impl Running {
                     }
                     let _ = reply.send(());
                 }
-                Ok(Message::Cancel(_) | Message::Finish(_) | Message::Agent(_) | Message::Ledger(_)) => {}
+                Ok(
+                    Message::Cancel(_)
+                    | Message::Finish(_)
+                    | Message::Abort(_)
+                    | Message::Agent(_)
+                    | Message::Ledger(_),
+                ) => {}
                 Err(mpsc::RecvTimeoutError::Timeout) => return None,
                 // No senders are left, so no request can arrive.
                 Err(mpsc::RecvTimeoutError::Disconnected) => return Some(oneshot::channel().0),

@@ -47,8 +47,13 @@ impl Sleep {
 
     /// A request to wake. `done` gets its result when the replica runs.
     pub(super) fn ask_to_wake(&mut self, done: SleepResult) {
-        self.refuse("it was woken before it slept");
+        self.wake();
         self.wakers.push(done);
+    }
+
+    /// The replica is to run, without a request to wake that waits for it.
+    pub(super) fn wake(&mut self) {
+        self.refuse("it was woken before it slept");
     }
 
     /// Ends requests to sleep that have no result yet with this error. The replica is to run.

@@ -25,6 +25,7 @@ pub(crate) enum Endpoint {
     Sleep,
     WakeUp,
     IsSleeping,
+    UpdateWeights,
     Health,
     Ping,
     Version,
@@ -33,7 +34,7 @@ pub(crate) enum Endpoint {
 use Endpoint::*;
 
 /// All endpoints with their paths.
-const PATHS: [(Endpoint, &str); 20] = [
+const PATHS: [(Endpoint, &str); 21] = [
     (Models, "/v1/models"),
     (Completions, "/v1/completions"),
     (ChatCompletions, "/v1/chat/completions"),
@@ -51,6 +52,7 @@ const PATHS: [(Endpoint, &str); 20] = [
     (Sleep, "/sleep"),
     (WakeUp, "/wake_up"),
     (IsSleeping, "/is_sleeping"),
+    (UpdateWeights, "/update_weights_from_disk"),
     (Health, "/health"),
     (Ping, "/ping"),
     (Version, "/version"),
@@ -85,7 +87,7 @@ impl Endpoint {
             | TokenizerInfo
             | IsSleeping
             | Version => Effect::Reads,
-            LoadAdapter | UnloadAdapter | ResetPrefixCache | Sleep | WakeUp => Effect::Changes,
+            LoadAdapter | UnloadAdapter | ResetPrefixCache | Sleep | WakeUp | UpdateWeights => Effect::Changes,
         }
     }
 
@@ -94,7 +96,9 @@ impl Endpoint {
         match self {
             Health | Ping => Some(Api::Health),
             // As the load and unload of models.
-            LoadAdapter | UnloadAdapter | ResetPrefixCache | Sleep | WakeUp | IsSleeping => Some(Api::ModelRepository),
+            LoadAdapter | UnloadAdapter | ResetPrefixCache | Sleep | WakeUp | IsSleeping | UpdateWeights => {
+                Some(Api::ModelRepository)
+            }
             _ => None,
         }
     }

@@ -31,6 +31,7 @@ mod tokens;
 mod tools;
 mod turn;
 mod turn_plan;
+mod weights;
 
 use std::sync::Arc;
 
@@ -116,6 +117,7 @@ async fn answer(state: &Arc<State>, head: &http::request::Parts, body: Incoming)
         Endpoint::Sleep => sleep::sleep(state, query).await,
         Endpoint::WakeUp => sleep::wake(state, query).await,
         Endpoint::IsSleeping => sleep::is_sleeping(state, query),
+        Endpoint::UpdateWeights => Ok(weights::update(state, head, body).await),
         Endpoint::ResetPrefixCache => prefix_cache::reset(state, query).await,
         Endpoint::TokenizerInfo => tokenizer_info::tokenizer_info(state, query).await,
         Endpoint::Health | Endpoint::Ping => Ok(health(state)),

@@ -54,9 +54,16 @@ pub(super) fn entry(state: &State, name: &str) -> Option<Value> {
     let mut entry = json!({"id": name, "object": "model", "created": created, "owned_by": "trireme"});
     if let Some(generator) = generator {
         entry["root"] = json!(state.server.model_of(name));
-        if let Some((parent, adapter)) = adapter_of(state, name) {
-            entry["root"] = json!(adapter.path);
-            entry["parent"] = json!(parent);
+        match adapter_of(state, name) {
+            Some((parent, adapter)) => {
+                entry["root"] = json!(adapter.path);
+                entry["parent"] = json!(parent);
+            }
+            None => {
+                if let Some(version) = state.server.weights_version(name) {
+                    entry["weight_version"] = json!(version);
+                }
+            }
         }
         entry["max_model_len"] = json!(generator.max_sequence_len);
     }

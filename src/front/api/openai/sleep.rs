@@ -14,14 +14,14 @@ use crate::transport::body::ReplyBody;
 
 /// The parameters of a request.
 #[derive(Debug, Default, PartialEq, Eq)]
-struct Parameters {
-    model: Option<String>,
+pub(super) struct Parameters {
+    pub(super) model: Option<String>,
     level: Option<SleepLevel>,
 }
 
 impl Parameters {
     /// Reads those of `query` that `known` names, and refuses others.
-    fn read(query: Option<&str>, known: &[&str], limits: &Limits) -> Result<Self, ApiError> {
+    pub(super) fn read(query: Option<&str>, known: &[&str], limits: &Limits) -> Result<Self, ApiError> {
         let mut parameters = Self::default();
         for pair in query.unwrap_or_default().split('&').filter(|pair| !pair.is_empty()) {
             let (name, value) = pair.split_once('=').unwrap_or((pair, ""));

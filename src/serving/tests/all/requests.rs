@@ -1,6 +1,6 @@
 //! Requests: choice of the version, checks, responses, statistics and the response cache.
 
-use serving::{ErrorKind, InferRequest, Tensor};
+use serving::{ErrorKind, InferRequest, NewWeights, Tensor};
 
 use crate::support::{ECHO, PIECES, TestRepository, floats, one, request, responses, text};
 
@@ -239,4 +239,27 @@ async fn a_model_that_is_loaded_again_does_not_use_old_cached_responses() {
     server.load_model("cached", serving::LoadOverrides::default()).await.unwrap();
     one(infer()).await;
     assert_eq!(repository.script.echoes.load(std::sync::atomic::Ordering::SeqCst), 2);
+}
+
+#[tokio::test]
+async fn a_model_with_other_weights_does_not_use_old_cached_responses_and_one_of_several_is_named() {
+    let cached = format!("{ECHO} response_cache {{ enable: true }}");
+    let replaceable = format!("{ECHO} parameters {{ key: \"weights\" value: {{ string_value: \"1\" }} }}");
+    let repository = TestRepository::new(&[("cached", &cached), ("one", &replaceable), ("other", &replaceable)]);
+    let server = repository.started().await;
+    let infer = || server.infer(request("cached", vec![floats("INPUT0", &[1.0])])).unwrap();
+    for _ in 0..2 {
+        one(infer()).await;
+    }
+    let new = NewWeights { checkpoint: "a".into(), version: Some("7".to_owned()), aborts_requests: false };
+    assert_eq!(server.replace_weights(Some("one"), new.clone()).await, Ok(("one".to_owned(), "7".to_owned())));
+    // It may pass its requests to the model whose weights are others now.
+    one(infer()).await;
+    assert_eq!(repository.script.echoes.load(std::sync::atomic::Ordering::SeqCst), 2);
+    let error = server.replace_weights(None, new.clone()).await.unwrap_err();
+    assert_eq!(error.message, "the weights of models `one` and `other` can be replaced; name one by `?model=NAME`");
+    let error = server.replace_weights(Some("cached"), new).await.unwrap_err();
+    assert!(error.message.contains("`--weight-updates-dir=DIR`"), "{}", error.message);
+    let versions = ["one", "cached", "nobody"].map(|model| server.weights_version(model));
+    assert_eq!(versions, [Some("1".to_owned()), None, None]);
 }

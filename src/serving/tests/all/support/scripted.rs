@@ -9,7 +9,7 @@ use futures::future::{BoxFuture, FutureExt as _};
 use generation::TextDecoder;
 use serving::{
     Backend, BackendFactory, BatchedRequest, DataType, DetokenizerModel, ErrorKind, InferError, InferRequest,
-    InferResponse, LoadRequest, ResponseStream, Tensor, TextModel, TextOutputs,
+    InferResponse, LoadRequest, NewWeights, ResponseStream, Tensor, TextModel, TextOutputs, Weights,
 };
 use text::Tokenizer;
 use tokio::sync::Semaphore;
@@ -64,6 +64,19 @@ impl BackendFactory for ScriptedFactory {
     }
 }
 
+/// Weights that any others replace.
+struct FirstWeights;
+
+impl Weights for FirstWeights {
+    fn version(&self) -> String {
+        "1".to_owned()
+    }
+
+    fn replace(&self, new: NewWeights) -> BoxFuture<'static, Result<String, InferError>> {
+        std::future::ready(Ok(new.version.unwrap_or_default())).boxed()
+    }
+}
+
 struct Scripted {
     script: Arc<Script>,
     kind: String,
@@ -106,6 +119,10 @@ impl Backend for Scripted {
 
     fn infer_text(&self, _: InferRequest, outputs: TextOutputs) -> Result<ResponseStream, InferError> {
         Ok(ResponseStream::from_source(|_| Box::new(Deltas { next: 0, outputs: Some(outputs) })))
+    }
+
+    fn weights(&self) -> Option<Arc<dyn Weights>> {
+        self.model.config.parameter("weights").map(|_| Arc::new(FirstWeights) as Arc<dyn Weights>)
     }
 
     fn num_instances(&self) -> usize {
