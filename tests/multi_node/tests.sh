@@ -273,7 +273,7 @@ a_clock_that_jumps_by_hours_disturbs_no_world_of_several_hosts() {
     # What dies under such a clock is started again.
     rank=$(ip netns pids "tmn2-$$" | xargs ps -o pid=,args= | sed -n 's/^ *\([0-9]*\) trireme: rank 1.*/\1/p')
     kill -KILL "$rank" || return 1
-    [[ $(tell 16) == "$alone" ]] && has_served 2 && places 1 1 || { cat world.log; return 1; }
+    await 30 'it serves again' has_served 2 && [[ $(tell 16) == "$alone" ]] && places 1 1 || { cat world.log; return 1; }
     stop
 }
 
