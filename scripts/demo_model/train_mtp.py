@@ -43,12 +43,20 @@ def read_weights(path: Path) -> dict[str, Array]:
 
 
 def write_weights(path: Path, weights: dict[str, Array]) -> None:
+    """Numbers in bf16, integers and flags as they are."""
     header, stored = {}, []
     offset = 0
     for name, values in weights.items():
-        bits = np.ascontiguousarray(values, np.float32).view(np.uint32)
-        stored.append(((bits + 0x7FFF + (bits >> 16 & 1)) >> 16).astype("<u2").tobytes())
-        header[name] = {"dtype": "BF16", "shape": list(values.shape), "data_offsets": [offset, offset + len(stored[-1])]}
+        match values.dtype:
+            case np.bool_:
+                dtype, data = "BOOL", values
+            case np.int64:
+                dtype, data = "I64", values.astype("<i8")
+            case _:
+                bits = np.ascontiguousarray(values, np.float32).view(np.uint32)
+                dtype, data = "BF16", ((bits + 0x7FFF + (bits >> 16 & 1)) >> 16).astype("<u2")
+        stored.append(data.tobytes())
+        header[name] = {"dtype": dtype, "shape": list(values.shape), "data_offsets": [offset, offset + len(stored[-1])]}
         offset += len(stored[-1])
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
