@@ -251,6 +251,39 @@ fn a_draft_model_with_another_tokenizer_is_refused_with_the_token_that_differs()
 }
 
 #[test]
+fn a_draft_model_whose_vocabulary_has_another_size_guesses_where_the_tokens_are_the_same() {
+    // The model has 501 tokens, the draft model 200.
+    let parameters = [("draft_model_num_tokens", "3"), ("draft_model_path", "1/draft")];
+    let repository = golden_repository("llama3_gqa", &[&SMALL_POOL[..], &parameters].concat());
+    let version = repository.path().join("tensorrt_llm/1");
+    fs::create_dir(version.join("draft")).unwrap();
+    for file in ["config.json", "model.safetensors"] {
+        fs::copy(golden_dir("helium").join(file), version.join("draft").join(file)).unwrap();
+    }
+    let mut command = std::process::Command::new(env!("CARGO_BIN_EXE_trireme"));
+    command.args(["plan", "--device=cpu", "--world-size=1", "--model-repository"]).arg(repository.path());
+    let output = command.output().unwrap();
+    let text = String::from_utf8([output.stdout, output.stderr].concat()).unwrap();
+    let expected_words = "has a vocabulary of 200 tokens, and the model one of 501; both must have the same tokens";
+    assert!(text.contains(expected_words), "{text}");
+
+    let tokenizer = shipped_repository().join("tensorrt_llm/1/tokenizer.json");
+    for dir in [version.clone(), version.join("draft")] {
+        fs::copy(&tokenizer, dir.join("tokenizer.json")).unwrap();
+    }
+    let without = golden_repository("llama3_gqa", &SMALL_POOL);
+    fs::copy(&tokenizer, without.path().join("tensorrt_llm/1/tokenizer.json")).unwrap();
+    let start = |repository: &tempfile::TempDir| {
+        TestWorld::start(Options { repository: repository.path().to_owned(), ..Options::default() })
+    };
+    let answers = |world: &TestWorld| together(&world.url("/v2/models/tensorrt_llm/generate"), &requests());
+    let (without, mut world) = (start(&without), start(&repository));
+    assert_eq!(answers(&world), answers(&without));
+    let [drafted, accepted] = drafts(&mut world);
+    assert!(drafted > 20.0 && accepted < drafted, "{accepted} of {drafted} drafts");
+}
+
+#[test]
 fn a_benchmark_forces_how_many_drafts_are_accepted_and_says_that_the_output_is_wrong() {
     const PROMPTS: usize = 2;
     let flag = |tokens: &str| vec![format!("--benchmark-forced-acceptance={tokens}")];
