@@ -50,7 +50,8 @@ pub struct StepLoad {
     pub prompt_tokens: usize,
     /// KV positions that these tokens read, summed over the tokens, as a mean over the KV groups.
     pub prompt_positions: usize,
-    /// Passes of what guesses drafts on the devices: as many as the guesses of the row that has most.
+    /// Passes of what guesses drafts on the devices for guesses alone: as many as the guesses of the row that has most. The pass over all
+    /// tokens of the step, which runs with guesses and without, is a part of what a token takes.
     pub guesses: usize,
 }
 

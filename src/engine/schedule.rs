@@ -162,6 +162,7 @@ impl Engine {
         builder.prefills.push(RowWork { row, start, num_tokens: num_tokens as u32, samples, num_guesses });
         builder.prefill_budget -= num_tokens;
         builder.load = self.config.with_chunk(&builder.load, sequence.num_computed, num_tokens);
+        builder.load.guesses = builder.load.guesses.max(num_guesses as usize);
         sequence.num_computed += num_tokens;
         if self.config.prefix_cache {
             prefix::publish_prompt(&mut self.pool, sequence, self.config.block_size, self.next_step + 1);

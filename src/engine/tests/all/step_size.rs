@@ -14,12 +14,14 @@ struct Device {
     prompt_token: f64,
     /// A position read by a token of a prompt.
     position: f64,
+    /// A pass for a guess of each row that has one.
+    guess: f64,
 }
 
 /// Roughly an H200 with a model of 8 billion parameters.
-const GPU: Device = Device { step: 4.2e-3, decode: 12e-6, prompt_token: 23e-6, position: 1e-9 };
+const GPU: Device = Device { step: 4.2e-3, decode: 12e-6, prompt_token: 23e-6, position: 1e-9, guess: 0.0 };
 /// Roughly two CPU cores with a model of a billion parameters.
-const CPU: Device = Device { step: 55e-3, decode: 3.5e-3, prompt_token: 3.6e-3, position: 0.2e-6 };
+const CPU: Device = Device { step: 55e-3, decode: 3.5e-3, prompt_token: 3.6e-3, position: 0.2e-6, guess: 0.0 };
 
 impl Device {
     fn seconds(&self, plan: &StepPlan) -> f64 {
@@ -27,7 +29,8 @@ impl Device {
             1 => self.decode,
             len => f64::from(len) * (self.prompt_token + self.position * f64::from(work.start + len / 2)),
         };
-        self.step + plan.work.iter().map(of_row).sum::<f64>()
+        let guesses = plan.work.iter().map(|work| work.num_guesses).max().unwrap_or(0);
+        self.step + self.guess * f64::from(guesses) + plan.work.iter().map(of_row).sum::<f64>()
     }
 }
 
@@ -137,6 +140,28 @@ fn steps_are_predicted_within_a_few_percent() {
         let error = mean(steps.iter().map(|step| (step.predicted.unwrap() - step.seconds).abs() / step.seconds));
         assert!(error < 0.05, "mean relative error {error:.3}");
     }
+}
+
+#[test]
+fn guesses_behind_a_prompt_are_predicted_as_those_behind_a_token() {
+    let device = Device { guess: 2e-3, ..GPU };
+    let mut world = Clocked::new(device, |config| {
+        (config.max_step_tokens, config.max_drafts, config.guesses_on_device) = (256, 4, true);
+        config.prefix_cache = false;
+    });
+    let mut steps = Vec::new();
+    for number in 0..120_u32 {
+        // Two chunks of which the second one ends with guesses, then decodes with them.
+        let len = 260 + (number * 97) % 240;
+        let prompt = (0..len).map(|token| TokenId(number.wrapping_mul(7919) + token)).collect();
+        world.engine.submit(Request { prompt, max_tokens: 8, max_drafts: 4, ..Request::default() }).unwrap();
+        while !world.engine.is_idle() {
+            steps.push(world.step());
+        }
+    }
+    let of_prompts = steps[steps.len() / 2..].iter().filter(|step| step.prompt_tokens > 0);
+    let error = mean(of_prompts.map(|step| (step.predicted.unwrap() - step.seconds).abs() / step.seconds));
+    assert!(error < 0.03, "mean relative error {error:.3}");
 }
 
 #[test]
