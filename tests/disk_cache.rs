@@ -257,6 +257,8 @@ fn a_client_that_loads_a_model_chooses_no_larger_tiers_than_the_operator() {
             "`{key}` is {bytes} in a configuration that a client sent, expected at most {most}, which the operator"
         );
         assert!(status == 400 && text.contains(&expected), "{status}: {text}");
+        // The old load serves on.
+        output_ids(&world, &[5, 6, 7]);
     }
     for (key, bytes) in [("kv_cache_disk_bytes", DISK_BYTES), ("kv_cache_host_memory_bytes", "12582912")] {
         let (status, text) = load(key, bytes);

@@ -153,6 +153,14 @@ pub trait BackendFactory: Send + Sync {
         false
     }
 
+    /// Checks what can be checked of a version before the old load of an [exclusive](Self::is_exclusive) model is unloaded for it.
+    ///
+    /// # Errors
+    /// Why it cannot be loaded. If that holds for all versions, the old load continues to serve.
+    fn check(&self, _model: LoadRequest) -> BoxFuture<'static, Result<(), InferError>> {
+        std::future::ready(Ok(())).boxed()
+    }
+
     /// The factory that loads this model instead of this one, for example because the files are a known layout with a backend
     /// of its own; `None` for this factory itself.
     fn replacement(&self, _model: &LoadRequest) -> Option<Arc<dyn BackendFactory>> {

@@ -11,14 +11,13 @@ use tempfile::TempDir;
 
 use crate::cache::ResponseCache;
 use crate::ensemble::{self, Ensemble};
-use crate::found_model::{self, FindError, FoundModel, LoadOverrides};
+use crate::found_model::{self, FoundModel, LoadOverrides};
 use crate::model::ServedModel;
 use crate::registry::{Registry, VersionState};
 use crate::scheduler::{self, StateSpec};
-use crate::{Backend, BackendFactory, InferError, Limits, LoadRequest, RateLimitedLog, labels, warmup};
+use crate::{Backend, BackendFactory, InferError, Limits, LoadRequest, labels, warmup};
 
-/// Log of failed loads. Clients may request any number of them.
-static FAILURES: RateLimitedLog = RateLimitedLog::new(200);
+mod failures;
 
 /// A model that could not be loaded.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -118,10 +117,10 @@ impl Lifecycle {
                 self.load_composing_models(models).await;
             }
         }
-        self.complete(&mut config, &found.source).await.and_then(|()| self.check_cache(&config)).map_err(|reason| {
-            found.source.versions.iter().for_each(|&version| self.record_version_error(name, version, &reason));
-            load_failed(name, &reason_lines(&found.source.versions, &reason))
-        })?;
+        let completed = self.complete(&mut config, &found.source).await;
+        completed
+            .and_then(|()| self.check_cache(&config))
+            .map_err(|reason| self.all_versions_failed(&found.source, &reason))?;
         self.load_versions(found, Arc::new(config)).await
     }
 
@@ -190,15 +189,13 @@ impl Lifecycle {
     async fn load_versions(self: &Arc<Self>, found: FoundModel, config: Arc<ModelConfig>) -> Result<(), InferError> {
         let FoundModel { source, modified, files } = found;
         let name = &source.name;
-        if !config.is_ensemble() && self.factory(&config, &source)?.is_exclusive() {
-            self.retire(name, |_| true).await;
-        }
-        let cannot_load = |reason: InferError| {
-            source.versions.iter().for_each(|&version| self.record_version_error(name, version, &reason));
-            load_failed(name, &reason_lines(&source.versions, &reason))
-        };
+        let cannot_load = |reason: InferError| self.all_versions_failed(&source, &reason);
         let labels = labels::read(&config, &source.dir).map_err(cannot_load)?;
         let states = scheduler::read_states(&config, &source.dir).map_err(cannot_load)?;
+        if !config.is_ensemble() && self.factory(&config, &source)?.is_exclusive() {
+            self.check_reload(&source, &config).await?;
+            self.retire(name, |_| true).await;
+        }
         let mut failed = Vec::new();
         for &version in &source.versions {
             self.mark_loading(name, version);
@@ -223,8 +220,24 @@ impl Lifecycle {
             tracing::info!("successfully loaded '{name}'");
             return Ok(());
         }
-        let lines = failed.iter().map(|(version, error)| reason_lines(&[*version], error));
-        Err(load_failed(name, &lines.collect::<String>()))
+        Err(failures::load_failed(name, &failed))
+    }
+
+    /// Checks that a version of a model can be loaded, as far as that shows while an old load serves.
+    async fn check_reload(&self, source: &ModelSource, config: &Arc<ModelConfig>) -> Result<(), InferError> {
+        let name = &source.name;
+        if self.registry.ready_versions(name).is_empty() {
+            return Ok(());
+        }
+        let factory = self.factory(config, source)?;
+        let mut failed = Vec::new();
+        for &version in &source.versions {
+            match factory.check(LoadRequest::new(source, version, config, self.limits)).await {
+                Ok(()) => return Ok(()),
+                Err(error) => failed.push((version, error)),
+            }
+        }
+        Err(self.versions_failed(name, &failed))
     }
 
     async fn load_version(
@@ -269,34 +282,6 @@ impl Lifecycle {
         if let Some(VersionState::Ready(old)) = old {
             tokio::spawn(async move { old.drain().await });
         }
-    }
-
-    /// Logs that a model was not found, and records the reason for the repository index.
-    fn record_find_error(&self, name: &str, error: &FindError) {
-        let message = error.to_string();
-        if let Some(suppressed) = FAILURES.allow() {
-            tracing::error!("{}{suppressed}", message.trim_end());
-        }
-        if self.repository.model_names().is_ok_and(|names| names.iter().any(|known| known == name)) {
-            let lacks_versions = matches!(error, FindError::NoVersion { .. });
-            self.registry.update(name, |entry| {
-                (entry.failure, entry.lacks_versions) = (Some(message), lacks_versions);
-            });
-        }
-    }
-
-    /// Logs that a version did not load, and records the reason. An old load of this version continues to serve.
-    fn record_version_error(&self, name: &str, version: i64, error: &InferError) {
-        let reason = format!("{}: {}", error.kind.title(), error.message);
-        if let Some(suppressed) = FAILURES.allow() {
-            tracing::error!("failed to load '{name}' version {version}: {reason}{suppressed}");
-        }
-        self.registry.update(name, |entry| {
-            let state = entry.versions.entry(version).or_insert(VersionState::Loading);
-            if !matches!(state, VersionState::Ready(_)) {
-                *state = VersionState::Unavailable(reason);
-            }
-        });
     }
 
     /// Unloads a model. With `with_composing_models` it also unloads the composing models of an ensemble, except those that
@@ -366,15 +351,6 @@ impl Lifecycle {
 
 fn latest(source: &ModelSource) -> i64 {
     *source.versions.last().expect("a model has a version")
-}
-
-fn load_failed(name: &str, why: &str) -> InferError {
-    InferError::invalid(format!("load failed for model '{name}': {}\n", why.trim_end_matches('\n')))
-}
-
-fn reason_lines(versions: &[i64], error: &InferError) -> String {
-    let reason = format!("{}: {}", error.kind.title(), error.message);
-    versions.iter().map(|version| format!("version {version} is at UNAVAILABLE state: {reason};\n")).collect()
 }
 
 fn lock<T>(mutex: &Mutex<T>) -> std::sync::MutexGuard<'_, T> {

@@ -4,12 +4,11 @@ use std::sync::Arc;
 
 use futures::FutureExt as _;
 use futures::future::BoxFuture;
-use repository::ModelConfig;
 use repository::proto::DataType;
 use serving::{Backend, BackendFactory, ErrorKind, InferError, InferRequest, LoadRequest, ResponseStream, Tensor};
 
 use super::adapter::{Adapted, Adapter};
-use super::engine_config::{engine_output, with_checkpoint};
+use super::engine_config::{check_engine, engine_output, with_checkpoint};
 use super::engine_request::{Renames, add_missing, rename, renamed};
 use super::forward::mapped;
 use super::keys::{self, LLM_INPUTS, Use};
@@ -37,11 +36,15 @@ impl BackendFactory for EngineFactory {
         true
     }
 
+    fn check(&self, model: LoadRequest) -> BoxFuture<'static, Result<(), InferError>> {
+        check_engine(&self.llm, engine_of(&model, self.layout))
+    }
+
     fn load(&self, model: LoadRequest) -> BoxFuture<'static, Result<Arc<dyn Backend>, InferError>> {
         let (llm, layout) = (self.llm.clone(), self.layout);
         async move {
             let config = model.config.clone();
-            let engine = llm.load(with_checkpoint(&model, |engine| configure_engine(engine, layout))?).await?;
+            let engine = llm.load(engine_of(&model, layout)?).await?;
             let checked: Arc<dyn Backend> = Arc::new(Adapted(Checked { engine, layout }));
             let mut rows: Arc<dyn Backend> = Arc::new(Adapted(Rows::new(checked, &config)));
             if layout == Layout::FixedBatch {
@@ -57,10 +60,13 @@ impl BackendFactory for EngineFactory {
     }
 }
 
-fn configure_engine(config: &mut ModelConfig, layout: Layout) {
-    if layout == Layout::FixedBatch {
-        config.output.push(engine_output("output_log_probs", DataType::TypeFp32));
-    }
+/// The load of the engine in a model.
+fn engine_of(model: &LoadRequest, layout: Layout) -> Result<LoadRequest, InferError> {
+    with_checkpoint(model, |config| {
+        if layout == Layout::FixedBatch {
+            config.output.push(engine_output("output_log_probs", DataType::TypeFp32));
+        }
+    })
 }
 
 /// Refuses inputs that would change the output if they were ignored, and adds the defaults of the layout.

@@ -2,9 +2,11 @@
 
 use std::sync::Arc;
 
+use futures::FutureExt as _;
+use futures::future::BoxFuture;
 use repository::ModelConfig;
 use repository::proto::{DataType, ModelOutput, ModelParameter};
-use serving::{InferError, LoadRequest};
+use serving::{BackendFactory, InferError, LoadRequest};
 
 use crate::checkpoint;
 
@@ -25,6 +27,17 @@ pub(super) fn with_checkpoint(
     config.parameters.insert("gpt_model_path".to_owned(), dir);
     change(&mut config);
     Ok(LoadRequest { config: Arc::new(config), ..model.clone() })
+}
+
+/// Checks the engine inside a model, whose load is `engine`.
+pub(super) fn check_engine(
+    llm: &Arc<dyn BackendFactory>,
+    engine: Result<LoadRequest, InferError>,
+) -> BoxFuture<'static, Result<(), InferError>> {
+    match engine {
+        Ok(engine) => llm.check(engine),
+        Err(error) => std::future::ready(Err(error)).boxed(),
+    }
 }
 
 /// Names the tokenizer of a model in the configuration of its engine, where the checkpoint has none.

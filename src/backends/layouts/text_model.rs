@@ -23,7 +23,7 @@ use serving::{
 use tokio::runtime::Handle;
 
 use super::engine_bounds::EngineBounds;
-use super::engine_config::{engine_output, with_checkpoint, with_tokenizer};
+use super::engine_config::{check_engine, engine_output, with_checkpoint, with_tokenizer};
 use super::keys::Use;
 use super::recognise::is_lmdeploy_model;
 use super::text_names::{default_inputs, input, missing_inputs, text_output};
@@ -68,10 +68,14 @@ impl BackendFactory for TextModelFactory {
         }
     }
 
+    fn check(&self, model: LoadRequest) -> BoxFuture<'static, Result<(), InferError>> {
+        check_engine(&self.llm, engine_of(&model))
+    }
+
     fn load(&self, model: LoadRequest) -> BoxFuture<'static, Result<Arc<dyn Backend>, InferError>> {
         let llm = self.llm.clone();
         async move {
-            let request = with_tokenizer(with_checkpoint(&model, configure_engine)?)?;
+            let request = engine_of(&model)?;
             let text_model = TextModel::new(&model, &request)?;
             let llm = llm.load(request).await?;
             let engine = Some(Engine { bounds: EngineBounds::new(&model, &*llm), llm });
@@ -79,6 +83,11 @@ impl BackendFactory for TextModelFactory {
         }
         .boxed()
     }
+}
+
+/// The load of the engine in a model.
+fn engine_of(model: &LoadRequest) -> Result<LoadRequest, InferError> {
+    with_tokenizer(with_checkpoint(model, configure_engine)?)
 }
 
 /// The engine inside a text model sends events, so it has no outputs.

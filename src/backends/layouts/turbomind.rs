@@ -20,7 +20,7 @@ use serving::{
 };
 
 use super::engine_bounds::EngineBounds;
-use super::engine_config::with_checkpoint;
+use super::engine_config::{check_engine, with_checkpoint};
 use super::engine_request::{Renames, rename};
 use crate::llm::inputs::{
     RequestDefaults, check_streaming, generation, refuse_task_adapters, refuse_unsupported, words,
@@ -48,6 +48,10 @@ pub(super) struct SessionsFactory {
 impl BackendFactory for SessionsFactory {
     fn is_exclusive(&self) -> bool {
         true
+    }
+
+    fn check(&self, model: LoadRequest) -> BoxFuture<'static, Result<(), InferError>> {
+        check_engine(&self.llm, with_checkpoint(&model, configure_engine))
     }
 
     fn load(&self, model: LoadRequest) -> BoxFuture<'static, Result<Arc<dyn Backend>, InferError>> {

@@ -161,6 +161,11 @@ impl BackendFactory for LlmFactory {
         true
     }
 
+    fn check(&self, load: LoadRequest) -> BoxFuture<'static, Result<(), InferError>> {
+        let defaults = self.defaults.clone();
+        async move { LlmConfig::new(&load, &defaults).map(drop) }.boxed()
+    }
+
     fn load(&self, load: LoadRequest) -> BoxFuture<'static, Result<Arc<dyn Backend>, InferError>> {
         let (defaults, agents, prefix) = (self.defaults.clone(), Arc::clone(&self.agents), self.prefix.clone());
         let (all_loaded, event_runtime, logits) =

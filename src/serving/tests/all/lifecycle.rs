@@ -126,6 +126,25 @@ async fn after_a_failed_reload_the_old_load_serves() {
 }
 
 #[tokio::test]
+async fn a_model_that_memory_holds_once_serves_on_if_its_new_configuration_is_wrong() {
+    let repository = TestRepository::new(&[("model", &ECHO.replace("\"echo\"", "\"exclusive\""))]);
+    let server = repository.explicit(&["model"]).await;
+    let load = |parameter: &str| {
+        let config = format!(r#"{{"backend": "exclusive", "parameters": {{"{parameter}": {{"string_value": "1"}}}}}}"#);
+        server.load_model("model", LoadOverrides { config: Some(config), ..LoadOverrides::default() })
+    };
+    let error = load("wrong").await.unwrap_err();
+    let expected =
+        "load failed for model 'model': version 1 is at UNAVAILABLE state: Invalid argument: wrong on purpose;\n";
+    assert_eq!(error.message, expected);
+    one(server.infer(request("model", vec![floats("INPUT0", &[1.0])])).unwrap()).await;
+    assert_eq!(repository.script.loads.lock().unwrap().len(), 1);
+    // Whether this one can be loaded shows only without the old one.
+    load("broken").await.unwrap_err();
+    assert!(server.infer(request("model", vec![floats("INPUT0", &[1.0])])).is_err());
+}
+
+#[tokio::test]
 async fn loading_an_ensemble_loads_its_composing_models() {
     let repository = TestRepository::new(&[("echo", ECHO), ("ens", ENSEMBLE)]);
     let server = repository.explicit(&[]).await;

@@ -13,7 +13,7 @@ use serving::{
 };
 use tempfile::TempDir;
 
-use scripted::{Script, ScriptedFactory};
+use scripted::{ExclusiveFactory, Script, ScriptedFactory};
 
 pub const ECHO: &str = r#"backend: "echo"
 input [ { name: "INPUT0" data_type: TYPE_FP32 dims: [ -1 ] } ]
@@ -58,7 +58,9 @@ impl TestRepository {
     pub fn server(&self, control_mode: ControlMode) -> Arc<Server> {
         let factory: Arc<dyn BackendFactory> = Arc::new(ScriptedFactory(self.script.clone()));
         let names = ["echo", "pieces", "deltas", "decode", "gate", "join", "call", "rows", "sum"];
-        let factories: HashMap<_, _> = names.map(|name| (name.to_owned(), factory.clone())).into();
+        let mut factories: HashMap<_, _> = names.map(|name| (name.to_owned(), factory.clone())).into();
+        let exclusive = ExclusiveFactory(ScriptedFactory(self.script.clone()));
+        factories.insert("exclusive".to_owned(), Arc::new(exclusive));
         let repositories = vec![PathBuf::from(self.root.path())];
         let response_cache_bytes = 1 << 20;
         let config = ServerConfig { repositories, control_mode, response_cache_bytes, ..ServerConfig::default() };

@@ -7,6 +7,7 @@ use std::time::{Duration, Instant};
 
 use futures::future::{BoxFuture, FutureExt as _};
 use generation::TextDecoder;
+use repository::ModelConfig;
 use serving::{
     Backend, BackendFactory, BatchedRequest, DataType, DetokenizerModel, ErrorKind, InferError, InferRequest,
     InferResponse, LoadRequest, NewWeights, ResponseStream, Tensor, TextModel, TextOutputs, Weights,
@@ -61,6 +62,26 @@ impl BackendFactory for ScriptedFactory {
             Ok(Arc::new(Scripted { script, kind: model.config.backend.clone(), model }) as Arc<dyn Backend>)
         }
         .boxed()
+    }
+}
+
+/// Loads `echo`, of which the old load is unloaded before the new one.
+pub struct ExclusiveFactory(pub ScriptedFactory);
+
+impl BackendFactory for ExclusiveFactory {
+    fn is_exclusive(&self) -> bool {
+        true
+    }
+
+    fn check(&self, model: LoadRequest) -> BoxFuture<'static, Result<(), InferError>> {
+        let is_wrong = model.config.parameter("wrong").is_some();
+        std::future::ready(if is_wrong { Err(InferError::invalid("wrong on purpose")) } else { Ok(()) }).boxed()
+    }
+
+    fn load(&self, model: LoadRequest) -> BoxFuture<'static, Result<Arc<dyn Backend>, InferError>> {
+        let mut config = ModelConfig::clone(&model.config);
+        config.backend = "echo".to_owned();
+        self.0.load(LoadRequest { config: Arc::new(config), ..model })
     }
 }
 
