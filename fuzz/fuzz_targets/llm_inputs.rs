@@ -27,6 +27,7 @@ static MODEL: LazyLock<(LlmInputs, Vec<String>)> = LazyLock::new(|| {
         version_dir: dir.join("1"),
         version: 1,
         config: Arc::new(source.config),
+        replaced: None,
         limits: Limits::default(),
     };
     (LlmInputs::new(&load).expect("the model is valid"), names)
