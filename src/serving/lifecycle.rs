@@ -220,7 +220,7 @@ impl Lifecycle {
             tracing::info!("successfully loaded '{name}'");
             return Ok(());
         }
-        Err(failures::load_failed(name, &failed))
+        Err(Self::load_failed(name, &failed))
     }
 
     /// Checks that a version of a model can be loaded, as far as that shows while an old load serves.

@@ -42,7 +42,7 @@ impl Lifecycle {
     /// Records why versions of a model cannot be loaded, and returns the error of the load.
     pub(super) fn versions_failed(&self, name: &str, failed: &[(i64, InferError)]) -> InferError {
         failed.iter().for_each(|(version, error)| self.record_version_error(name, *version, error));
-        load_failed(name, failed)
+        Self::load_failed(name, failed)
     }
 
     /// The same for all versions, with one reason.
@@ -50,13 +50,13 @@ impl Lifecycle {
         let failed: Vec<_> = source.versions.iter().map(|&version| (version, reason.clone())).collect();
         self.versions_failed(&source.name, &failed)
     }
-}
 
-/// The error of a model of which versions could not be loaded, with the reason of each.
-pub(super) fn load_failed(name: &str, versions: &[(i64, InferError)]) -> InferError {
-    let line = |(version, error): &(i64, InferError)| {
-        format!("version {version} is at UNAVAILABLE state: {}: {};", error.kind.title(), error.message)
-    };
-    let lines: Vec<String> = versions.iter().map(line).collect();
-    InferError::invalid(format!("load failed for model '{name}': {}\n", lines.join("\n")))
+    /// The error of a model of which versions could not be loaded, with the reason of each.
+    pub(super) fn load_failed(name: &str, versions: &[(i64, InferError)]) -> InferError {
+        let line = |(version, error): &(i64, InferError)| {
+            format!("version {version} is at UNAVAILABLE state: {}: {};", error.kind.title(), error.message)
+        };
+        let lines: Vec<String> = versions.iter().map(line).collect();
+        InferError::invalid(format!("load failed for model '{name}': {}\n", lines.join("\n")))
+    }
 }
