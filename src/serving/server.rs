@@ -29,7 +29,8 @@ mod weights;
 /// The parameter of a request that names an adapter (LoRA), as in Triton's vLLM backend.
 pub const ADAPTER_PARAMETER: &str = "lora_name";
 
-/// What a request is told that comes while the server ends. The relay of `launch --keep-connections` sends it to the next server.
+/// The error of a request that arrives while the server stops. The relay of `launch --keep-connections` sends such a request to the next
+/// server.
 pub const STOPPING: &str = "the server is stopping and takes no new requests";
 
 /// Serves the models of a repository.

@@ -43,9 +43,7 @@ impl Replicas {
         }
         .boxed()
     }
-}
 
-impl Replicas {
     /// The error of a request to sleep or to wake while the weights are replaced; `None` at other times.
     fn refusal(&self) -> Option<BoxFuture<'static, Result<(), InferError>>> {
         let reason = || format!("the weights of model `{}` are being replaced; try again later", self.model);

@@ -139,7 +139,7 @@ impl Upstream {
     pub(crate) async fn left(&self, world: &Path) {
         let mut state = self.state.clone();
         if state.wait_for(|now| !now.is_served_by(world)).await.is_err() {
-            // Nobody is left who could say so.
+            // The launcher has gone, so the state does not change any more.
             std::future::pending().await
         }
     }
