@@ -117,7 +117,7 @@ fn attends_as_the_formula_says(seed: u64, kind: Kind, codes: Option<KvCodes>, ke
             for (splits, bounds) in
                 [default, FINE, JOINED, SHARED].into_iter().flat_map(|splits| bounds.map(|b| (splits, b)))
             {
-                if splits == SHARED && gpu.capability().0 != 9 {
+                if splits == SHARED && (gpu.capability().0 != 9 || codes.is_some()) {
                     continue; // There are no such kernels.
                 }
                 if lens.len() > 64 && splits != default {
