@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
 """Writes a checkpoint with layers of real sizes and random bf16 weights, for tests on a GPU. One file: a list of shapes.
 
-    make_checkpoint.py SHAPE OUT_DIR [--layers N] [--quantize fp8|fp8-blocks|awq|gptq|mxfp4]
-    make_checkpoint.py gqa|gemma3|phi4|qwen3moe|qwen35|qwen35moe|llama12b|llama14b OUT_DIR --full [--quantize fp8-blocks]
+    make_checkpoint.py SHAPE OUT_DIR [--layers N] [--seed N] [--quantize fp8|fp8-blocks|awq|gptq|mxfp4]
+    make_checkpoint.py gqa|gemma3|phi4|qwen3moe|qwen35|qwen35moe|llama12b|llama14b|llama32b OUT_DIR --full [--quantize fp8-blocks]
     SHAPE: small, mha (Llama 2 7B's layer), gqa (Llama 3 8B's layer), mistral (a window), qwen2, qwen3 (norms of heads), gpt2,
            baichuan (ALiBi), internlm (biases), internlm2 (q, k and v of a group together), and the layers of other families:
            gemma2, gemma3, phi4, phi4mini, granite, olmo2, cohere2, smollm3, glm4, stablelm, gpt_neox, falcon, starcoder2, nemotron,
@@ -16,7 +16,7 @@ With --quantize the linear layers of decoder layers are rounded to a form of pub
 blocks of 128 x 128, or 4 bits in groups of 128; with mxfp4 the experts of gptoss. `reference` in OUT_DIR has the same values in fp32, which check_gpu_model.py loads.
 
 With --full the checkpoint has the layers and the vocabulary of Llama 3 8B, Gemma 3 12B, Phi-4, Qwen3 30B A3B, Qwen3.6 27B, Qwen3.6 35B A3B,
-or of a Llama with matrices as large as those of Gemma 3 12B or Phi-4. For timing: the same random values are repeated, and written as fast as
+or of a Llama with matrices as large as those of Gemma 3 12B, Phi-4 or Qwen2.5 32B. For timing: the same random values are repeated, and written as fast as
 the disk takes them; there is no `reference`.
 
 Needs torch and transformers.
@@ -54,6 +54,7 @@ SHAPES = {  # hidden, inner, heads, KV heads, vocabulary, rope theta
     "internlm2": (1024, 3584, 8, 2, 92544, 1e6),
     "llama12b": (3840, 15360, 32, 16, 262208, 1e6),
     "llama14b": (5120, 17920, 40, 10, 100352, 1e6),
+    "llama32b": (5120, 27648, 40, 8, 152064, 1e6),
 }
 MIXED = ["sliding_attention", "full_attention"] * 2
 ROPE = {"rope_type": "default", "rope_theta": 10000.0}
@@ -148,6 +149,7 @@ FULL = {  # layers, and fields of the whole model
     "gqa": (32, {}),
     "llama12b": (48, {}),
     "llama14b": (40, {}),
+    "llama32b": (64, {}),
 }
 
 
@@ -380,9 +382,10 @@ def main():
     parser.add_argument("out", type=pathlib.Path)
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--quantize", choices=["fp8", "fp8-blocks", "awq", "gptq", "mxfp4"])
+    parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--full", action="store_true", help="a whole model, for timing: " + ", ".join(FULL))
     arguments = parser.parse_args()
-    torch.manual_seed(0)
+    torch.manual_seed(arguments.seed)
     if arguments.full:
         if arguments.shape not in FULL:
             parser.error(f"--full is for {', '.join(FULL)}")
