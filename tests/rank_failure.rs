@@ -4,7 +4,7 @@ mod support;
 
 use nix::sys::signal::Signal;
 use serde_json::json;
-use support::{Options, TestWorld, copied_repository, eventually, signal};
+use support::{Options, TestWorld, copied_repository, eventually, set_parameters, signal};
 
 const MAX_TOKENS: u32 = 160;
 
@@ -22,6 +22,21 @@ fn a_killed_worker_comes_back_and_its_stream_ends_with_the_undisturbed_text() {
     let undisturbed = world.generate("Once upon a time", MAX_TOKENS);
     assert_eq!(text_with_a_worker_killed(&mut world, 0), undisturbed);
     assert_eq!(world.metric("trireme_llm_worker_restarts_total"), 1.0);
+    assert!(world.stop().success());
+}
+
+/// The KV cache is as large as half of the memory that was free at the start.
+#[test]
+fn a_worker_comes_back_though_others_have_taken_memory_since_the_start() {
+    const TAKEN_BYTES: usize = 1 << 30;
+    let repository = copied_repository();
+    set_parameters(&repository, "tensorrt_llm", &[("max_tokens_in_paged_kv_cache", "")]);
+    let mut world = TestWorld::start(Options { repository: repository.path().to_path_buf(), ..Options::default() });
+    let undisturbed = world.generate("Once upon a time", MAX_TOKENS);
+    let taken = std::hint::black_box(vec![1u8; TAKEN_BYTES]);
+    assert_eq!(text_with_a_worker_killed(&mut world, 0), undisturbed);
+    assert_eq!(world.metric("trireme_llm_worker_restarts_total"), 1.0);
+    drop(taken);
     assert!(world.stop().success());
 }
 

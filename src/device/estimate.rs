@@ -376,6 +376,7 @@ impl Device for Estimator {
             workspace_bytes: estimate.workspace_bytes,
             block_bytes: estimate.block_bytes,
             max_blocks: 0,
+            max_blocks_again: 0,
         })
     }
 

@@ -385,8 +385,10 @@ pub struct MemoryPlan {
     pub workspace_bytes: u64,
     /// Bytes of one KV block: of all layers of one KV group.
     pub block_bytes: u64,
-    /// Number of KV blocks that fit.
+    /// Number of KV blocks that fit, with some memory left to others.
     pub max_blocks: usize,
+    /// Number of KV blocks that fit where as many were taken before: with less memory left to others.
+    pub max_blocks_again: usize,
 }
 
 #[cfg(test)]

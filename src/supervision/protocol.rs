@@ -287,12 +287,12 @@ pub enum FromWorker {
         workspace_bytes: u64,
         /// Bytes of one KV block in all layers.
         block_bytes: u64,
-        /// KV blocks that fit.
-        max_blocks: usize,
+        /// KV blocks that fit, and slots for recurrent states beside them.
+        fits: [usize; 2],
+        /// The same where as many were taken before: with less memory left to others.
+        fits_again: [usize; 2],
         /// Bytes of one slot for the recurrent states of a sequence; 0 if the model has none.
         state_bytes: u64,
-        /// Slots for recurrent states that fit beside them.
-        max_states: usize,
         /// Whether its host memory has what workers before it have stored there. Else the memory is new.
         has_host_copies: bool,
         /// Phases of the start and their durations, in order.

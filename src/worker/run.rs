@@ -171,19 +171,21 @@ impl<'a, D: Device + 'static> Worker<'a, D> {
         };
         let (num_slots, max_rank) = (self.spec.max_adapters, self.spec.max_adapter_rank);
         let adapter_bytes = adapters::slot_bytes(&*self.model, &self.device, num_slots, max_rank);
-        let room = (memory.max_blocks as f64 * fraction) as u64 * memory.block_bytes;
-        let room = room.saturating_sub(adapter_bytes);
         let state_bytes = attention.state_bytes() as u64;
-        let (max_blocks, max_states) =
-            divide_memory(room, [memory.block_bytes, state_bytes], self.spec.max_rows, max_blocks);
+        let fits = |blocks: usize| {
+            let room = (blocks as u64 * memory.block_bytes).saturating_sub(adapter_bytes);
+            let (blocks, states) =
+                divide_memory(room, [memory.block_bytes, state_bytes], self.spec.max_rows, max_blocks);
+            [blocks as usize, states]
+        };
         let layout = memory::layout([memory.block_bytes, state_bytes]);
         rings.send(&FromWorker::Loaded {
             weights_bytes: memory.weights_bytes,
             workspace_bytes: memory.workspace_bytes + adapter_bytes,
             block_bytes: memory.block_bytes,
-            max_blocks: max_blocks as usize,
+            fits: fits((memory.max_blocks as f64 * fraction) as usize),
+            fits_again: fits(memory.max_blocks_again),
             state_bytes,
-            max_states,
             has_host_copies: host_memory.is_some_and(|memory| memory.layout() == layout),
             phases: std::mem::take(&mut self.phases),
         })?;

@@ -126,12 +126,15 @@ impl Device for CpuDevice {
     fn memory_plan(&self, attention: &AttentionSpec) -> Result<MemoryPlan, DeviceError> {
         let block_bytes = estimate::block_bytes(attention, self.kv_type(attention)) as u64;
         let workers = u64::from(self.tensor_parallel().size);
-        let kv_bytes = self.config.kv_memory_bytes.unwrap_or_else(|| available_memory() / 2 / workers);
+        let free_bytes = available_memory() / workers;
+        let [first, again] =
+            self.config.kv_memory_bytes.map_or([free_bytes / 2, free_bytes - free_bytes / 8], |bytes| [bytes; 2]);
         Ok(MemoryPlan {
             weights_bytes: self.weights_bytes,
             workspace_bytes: self.workspace_bytes + (self.projection.bytes() + self.expert_buffers.bytes()) as u64,
             block_bytes,
-            max_blocks: (kv_bytes / block_bytes) as usize,
+            max_blocks: (first / block_bytes) as usize,
+            max_blocks_again: (again / block_bytes) as usize,
         })
     }
 

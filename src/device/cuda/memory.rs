@@ -243,14 +243,17 @@ impl CudaDevice {
         let (free, _) = self.gpu.memory().map_err(device_error)?;
         let pending = self.pending_bytes(spec);
         let block_bytes = block_bytes(spec);
-        let room = free.saturating_sub(pending + RESERVE_BYTES) as f64 * self.config.kv_memory_fraction;
+        let blocks = |reserve: usize, part: f64| {
+            (free.saturating_sub(pending + reserve) as f64 * part / block_bytes.max(1) as f64) as usize
+        };
         let held = |buffers: &[DeviceBuffer]| buffers.iter().map(|b| b.span().bytes()).sum::<usize>();
         let workspace = held(&self.tensors) + Rows::bytes(&self.config.limits) + LibraryGemm::WORKSPACE_BYTES + pending;
         Ok(MemoryPlan {
             weights_bytes: held(&self.weights) as u64,
             workspace_bytes: workspace as u64,
             block_bytes: block_bytes as u64,
-            max_blocks: (room / block_bytes.max(1) as f64) as usize,
+            max_blocks: blocks(RESERVE_BYTES, self.config.kv_memory_fraction),
+            max_blocks_again: blocks(RESERVE_BYTES / 2, 1.0),
         })
     }
 

@@ -42,10 +42,10 @@ fn work(agents: &Weak<Agents>, prefix: &Prefix, worker: WorkerId, is_over: &Atom
         weights_bytes: sizes.0,
         workspace_bytes: sizes.1,
         block_bytes: sizes.2,
-        max_blocks: 64,
+        fits: [64, 0],
+        fits_again: [64, 0],
         state_bytes: 0,
         has_host_copies: false,
-        max_states: 0,
         phases: Vec::new(),
     });
     while !is_over.load(Ordering::Acquire) {

@@ -385,10 +385,10 @@ impl World {
                 weights_bytes: 1,
                 workspace_bytes: 1,
                 block_bytes: 1,
-                max_blocks: self.sizes.num_blocks,
+                fits: [self.sizes.num_blocks, 0],
+                fits_again: [self.sizes.num_blocks, 0],
                 state_bytes: 0,
                 has_host_copies: false,
-                max_states: 0,
                 phases: Vec::new(),
             };
             self.send_to_rank0(self.id(index), &loaded);
