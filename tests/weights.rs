@@ -9,7 +9,7 @@ use std::thread;
 
 use nix::sys::signal::Signal;
 use serde_json::{Value, json};
-use support::{Options, TestWorld, copied_repository, eventually, post_to, set_parameters, signal};
+use support::{Options, TestWorld, copied_repository, eventually, golden_dir, post_to, set_parameters, signal};
 
 const PATH: &str = "/update_weights_from_disk";
 /// More than one KV block of 16 positions.
@@ -58,25 +58,27 @@ impl Checkpoints {
     }
 
     fn start(&self, world_size: u32) -> TestWorld {
-        let args = vec![format!("--weight-updates-dir={}", self.updates.path().display())];
-        TestWorld::start(Options {
-            world_size,
-            repository: self.repository.path().to_owned(),
-            args,
-            ..Options::default()
-        })
+        self.start_with(world_size, Vec::new())
     }
 
-    /// What a world answers that is started with the checkpoint `other`.
-    fn other_text(&self, max_tokens: u32) -> String {
+    /// The same with further flags.
+    fn start_with(&self, world_size: u32, mut args: Vec<String>) -> TestWorld {
+        args.push(format!("--weight-updates-dir={}", self.updates.path().display()));
+        let repository = self.repository.path().to_owned();
+        TestWorld::start(Options { world_size, repository, args, ..Options::default() })
+    }
+
+    /// What a world answers that is started with the checkpoint `other` and these parameters.
+    fn of_other<T>(&self, parameters: &[(&str, &str)], ask: impl FnOnce(&TestWorld) -> T) -> T {
         let repository = copied_repository();
+        set_parameters(&repository, "tensorrt_llm", parameters);
         fs::copy(
             self.updates.path().join("other/model.safetensors"),
             repository.path().join("tensorrt_llm/1/model.safetensors"),
         )
         .unwrap();
         let mut world = TestWorld::start(Options { repository: repository.path().to_owned(), ..Options::default() });
-        let text = world.generate(PROMPT, max_tokens);
+        let text = ask(&world);
         assert!(world.stop().success());
         text
     }
@@ -115,7 +117,7 @@ fn check_version(world: &mut TestWorld, version: &str) {
 fn tokens_are_those_of_a_cold_start_with_the_other_checkpoint_and_never_of_both() {
     const MAX_TOKENS: u32 = 120;
     let checkpoints = Checkpoints::new(&[]);
-    let other = checkpoints.other_text(MAX_TOKENS);
+    let other = checkpoints.of_other(&[], |world| world.generate(PROMPT, MAX_TOKENS));
     for world_size in [1, 2] {
         let mut world = checkpoints.start(world_size);
         let first = world.generate(PROMPT, MAX_TOKENS);
@@ -292,5 +294,56 @@ fn requests_are_aborted_if_asked_for_and_a_model_that_sleeps_wakes_with_the_new_
         assert_eq!(world.generate(PROMPT, 16), *expected);
     }
     assert_eq!(world.metric("trireme_llm_worker_restarts_total"), 0.0);
+    assert!(world.stop().success());
+}
+
+#[test]
+fn copies_of_the_prefix_cache_in_host_memory_and_on_disk_are_forgotten() {
+    const TIERS: [(&str, &str); 4] = [
+        ("max_sequence_len", "256"),
+        ("max_tokens_in_paged_kv_cache", "272"),
+        ("kv_cache_host_memory_bytes", "2097152"),
+        ("kv_cache_disk_bytes", "67108864"),
+    ];
+    let (checkpoints, directory) = (Checkpoints::new(&TIERS), tempfile::tempdir().unwrap());
+    let mut world = checkpoints.start_with(1, vec![format!("--kv-cache-disk-dir={}", directory.path().display())]);
+    let texts = |world: &TestWorld| -> Vec<String> {
+        (0..6).map(|n| world.generate(&format!("{n}: {}", [PROMPT; 3].join(" ")), 16)).collect()
+    };
+    let used = ["trireme_llm_host_cache_used_bytes", "trireme_llm_disk_cache_used_bytes"];
+    let first = texts(&world);
+    for name in used {
+        eventually("all tiers hold KV blocks", || world.metric(name) > 0.0);
+    }
+    update(&world, &json!({"model_path": "other"}));
+    for name in used {
+        eventually("all tiers are empty", || world.metric(name) == 0.0);
+    }
+    let other = texts(&world);
+    assert_ne!(other, first);
+    assert_eq!(other, checkpoints.of_other(&[], texts));
+    assert!(world.stop().success());
+}
+
+#[test]
+fn an_adapter_is_applied_to_the_new_weights() {
+    let adapter = format!("tuned={}", golden_dir("adapters").join("demo").display());
+    let parameters = [("lora_modules", adapter.as_str())];
+    let checkpoints = Checkpoints::new(&parameters);
+    let mut world = checkpoints.start(1);
+    let texts = |world: &TestWorld| -> [Value; 2] {
+        ["tuned", "ensemble"].map(|model| {
+            let body =
+                json!({"model": model, "prompt": PROMPT, "max_tokens": 24, "temperature": 0, "ignore_eos": true});
+            let (status, text) = world.post("/v1/completions", &body);
+            assert_eq!(status, 200, "{text}");
+            serde_json::from_str::<Value>(&text).unwrap()["choices"][0]["text"].clone()
+        })
+    };
+    let first = texts(&world);
+    update(&world, &json!({"model_path": "other"}));
+    let other = texts(&world);
+    assert!(other[0] != other[1] && other != first, "{first:?} {other:?}");
+    assert_eq!(other, checkpoints.of_other(&parameters, texts));
     assert!(world.stop().success());
 }

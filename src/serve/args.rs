@@ -50,6 +50,9 @@ pub struct ServeArgs {
     /// `POST /sleep` frees the memory of the devices until `POST /wake_up`
     #[arg(long)]
     pub(crate) enable_sleep_mode: bool,
+    /// `POST /update_weights_from_disk` replaces the weights by those of a checkpoint in this directory
+    #[arg(long, value_name = "DIR")]
+    pub(crate) weight_updates_dir: Option<PathBuf>,
     /// Prompts with a common beginning do not share KV blocks
     #[arg(long)]
     pub(crate) no_enable_prefix_caching: bool,

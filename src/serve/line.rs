@@ -21,6 +21,7 @@ pub(crate) fn rank_flags(args: &ServeArgs, checkpoint: &Checkpoint) -> Vec<Strin
     if let Some(source) = &args.generation_config {
         flags.push(format!("--generation-config={source}"));
     }
+    flags.extend(args.weight_updates_dir.as_ref().map(|dir| format!("--weight-updates-dir={}", dir.display())));
     flags.extend(args.rank_flags.iter().cloned());
     flags
 }
