@@ -1,7 +1,7 @@
 //! Compiles `cuda/*.cu` ahead of time with NVRTC and embeds the results.
 //!
 //! Each file names its architectures: `// archs: 80 90a 100a ptx` makes cubins for sm_80, sm_90a and sm_100a, those of
-//! [`WITH_80`], and PTX that the driver compiles on other GPUs. Results are cached in `.cache/cubin` by a hash of source, headers, options
+//! [`WITH_80`], and PTX that the driver compiles on other GPUs. [`ARCHS`] chooses some of them, for tests that no other GPU runs. Results are cached in `.cache/cubin` by a hash of source, headers, options
 //! and NVRTC version. If NVRTC is not found, the crate is built without CUDA kernels and prints a warning.
 
 #[path = "cuda/build/nvrtc.rs"]
@@ -21,6 +21,9 @@ use nvrtc::Nvrtc;
 /// and sm_89 has the schedule of another GPU.
 const WITH_80: [&str; 2] = ["89", "120"];
 
+/// The variable that names the architectures to build, separated by spaces: `80 90a`. All without it.
+const ARCHS: &str = "TRIREME_CUDA_ARCHS";
+
 /// An image to build: a kernel file for one architecture.
 struct Job {
     module: String,
@@ -33,6 +36,7 @@ fn main() {
     println!("cargo:rerun-if-changed=cuda");
     println!("cargo:rerun-if-env-changed=NVRTC_DIR");
     println!("cargo:rerun-if-env-changed=CUDA_HOME");
+    println!("cargo:rerun-if-env-changed={ARCHS}");
     let workspace = workspace_dir();
     watch_nvrtc(workspace_dir());
     let out = PathBuf::from(std::env::var_os("OUT_DIR").expect("cargo sets OUT_DIR")).join("cuda_images.rs");
@@ -96,6 +100,8 @@ fn read_sources(folder: &Path) -> (Vec<(String, String)>, Vec<Job>) {
         .map(|entry| entry.expect("a readable entry").path())
         .collect();
     paths.sort();
+    let chosen = std::env::var(ARCHS).ok();
+    let is_chosen = |arch: &str| chosen.as_ref().is_none_or(|chosen| chosen.split_whitespace().any(|one| one == arch));
     let (mut headers, mut jobs) = (Vec::new(), Vec::new());
     for path in paths {
         let extension = path.extension().and_then(|e| e.to_str()).unwrap_or_default();
@@ -113,7 +119,7 @@ fn read_sources(folder: &Path) -> (Vec<(String, String)>, Vec<Job>) {
             .unwrap_or_else(|| panic!("{} has no line `// archs: 80 90a 100a ptx`", path.display()));
         let module = path.file_stem().expect("a file").to_string_lossy().into_owned();
         let also = WITH_80.into_iter().filter(|_| archs.split_whitespace().any(|arch| arch == "80"));
-        for arch in archs.split_whitespace().chain(also) {
+        for arch in archs.split_whitespace().chain(also).filter(|arch| is_chosen(arch)) {
             jobs.push(Job { module: module.clone(), arch: arch.to_owned(), source: text.clone() });
         }
     }
