@@ -46,6 +46,8 @@ pub struct Estimator {
     draft_outputs: usize,
     /// Precision of a CPU's linear layers.
     precision: WeightPrecision,
+    /// Whether a row's results must not depend on other rows. GPUs then expand quantized weights.
+    batch_invariant: bool,
 }
 
 /// The properties of a weight that an [`Estimator`] needs.
@@ -79,12 +81,18 @@ impl Estimator {
             loads_drafter: false,
             draft_outputs: 0,
             precision: WeightPrecision::default(),
+            batch_invariant: false,
         }
     }
 
     /// The same for linear layers that a CPU loads in this precision.
     pub fn in_precision(self, precision: WeightPrecision) -> Self {
         Self { precision, ..self }
+    }
+
+    /// The same for a device on which a row's results do not depend on other rows.
+    pub fn with_invariant_rows(self, batch_invariant: bool) -> Self {
+        Self { batch_invariant, ..self }
     }
 
     /// The same for one stage of a pipeline.
@@ -179,8 +187,8 @@ impl Estimator {
     /// Counts a matrix of products, which a GPU may keep quantized.
     fn count_product(&mut self, role: LinearRole, parts: &[WeightSlice<'_>]) -> EstimatedWeight {
         let packed = match self.target {
-            Target::Cpu => None,
-            Target::Cuda => packed_format(parts, gate_order(role, parts).0),
+            Target::Cuda if !self.batch_invariant => packed_format(parts, gate_order(role, parts).0),
+            _ => None,
         };
         let weight = self.count_matrix(parts);
         let Some(format) = packed else { return weight };

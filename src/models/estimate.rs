@@ -28,6 +28,8 @@ pub struct WorkerShape {
     pub host_memory_bytes: u64,
     /// Precision of the weights of linear layers. The configuration of the model has it, too ([`Config::in_precision`]).
     pub precision: WeightPrecision,
+    /// Whether a row's results must not depend on other rows.
+    pub batch_invariant: bool,
 }
 
 /// Estimates the memory of a worker from the names and shapes of the weights in a checkpoint. It does not read their

@@ -14,7 +14,7 @@ use crate::adapters;
 /// When loading the model would fail: the checkpoint is incomplete, or the device lacks an op of the model.
 pub fn estimate_memory(checkpoint: &Path, config: &Config, worker: &WorkerShape) -> Result<MemoryEstimate, ModelError> {
     let estimator = Estimator::new(worker.target, worker.tp, worker.limits).in_stage(worker.stage);
-    let mut estimator = estimator.in_precision(worker.precision);
+    let mut estimator = estimator.in_precision(worker.precision).with_invariant_rows(worker.batch_invariant);
     let loaded = models::load(checkpoint, config, &mut estimator)?;
     let checked = adapters::check(&estimator, worker.max_adapters);
     checked.map_err(|source| ModelError::Device { dir: checkpoint.into(), source })?;

@@ -83,6 +83,7 @@ fn run(spec: &WorkerSpec, rings: &Rings) -> Result<(), WorkerError> {
         max_adapter_rank: spec.max_adapter_rank,
         host_memory_bytes: spec.settings.kv_host_memory_bytes,
         precision,
+        batch_invariant: spec.settings.batch_invariant,
     };
     match spec.settings.device {
         DeviceChoice::Cpu { threads, first_core } => {

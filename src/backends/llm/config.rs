@@ -238,6 +238,7 @@ impl LlmConfig {
             max_adapter_rank,
             host_memory_bytes,
             precision,
+            batch_invariant: self.worker.batch_invariant,
         }
     }
 

@@ -61,7 +61,7 @@ impl Device for CudaDevice {
 
     fn tie_head(&mut self, embedding: &CudaWeight) -> Result<CudaWeight, DeviceError> {
         self.all_skinny &= embedding.rows.is_multiple_of(8);
-        self.check_invariant_weight(embedding.rows, embedding.cols, false)?;
+        self.check_invariant_weight(embedding.rows, embedding.cols)?;
         Ok(*embedding)
     }
 

@@ -33,14 +33,11 @@ pub(super) fn check(config: &CudaConfig, gpu: &Gpu) -> Result<(), DeviceError> {
 impl CudaDevice {
     /// # Errors
     /// When a weight of `rows` outputs has no invariant form.
-    pub(super) fn check_invariant_weight(&self, rows: usize, cols: usize, is_packed: bool) -> Result<(), DeviceError> {
-        match self.config.batch_invariant {
-            true if is_packed => Err(unsupported("quantized weights".into(), "weights in bf16")),
-            true if !(rows.is_multiple_of(8) && cols.is_multiple_of(8)) => {
-                Err(unsupported(format!("a layer of {rows} outputs and {cols} inputs"), "multiples of 8"))
-            }
-            _ => Ok(()),
+    pub(super) fn check_invariant_weight(&self, rows: usize, cols: usize) -> Result<(), DeviceError> {
+        if self.config.batch_invariant && !(rows.is_multiple_of(8) && cols.is_multiple_of(8)) {
+            return Err(unsupported(format!("a layer of {rows} outputs and {cols} inputs"), "multiples of 8"));
         }
+        Ok(())
     }
 
     /// # Errors

@@ -21,15 +21,15 @@ impl CudaDevice {
         Ok(CudaWeight::matrix(values, rows, cols))
     }
 
-    /// The same for a matrix of products, which stays quantized if it can.
+    /// The same for a matrix of products, which stays quantized if it can. Products of quantized weights have no invariant form.
     pub(super) fn load_product(
         &mut self,
         parts: &[WeightSlice<'_>],
         order: RowOrder,
     ) -> Result<CudaWeight, DeviceError> {
-        let format = packed_format(parts, order);
         let (rows, cols) = matrix_shape(parts)?;
-        self.check_invariant_weight(rows, cols, format.is_some())?;
+        self.check_invariant_weight(rows, cols)?;
+        let format = if self.config.batch_invariant { None } else { packed_format(parts, order) };
         let Some(format) = format else { return self.load_matrix(parts, order) };
         let codes = self.load_form(parts, order, Form::Codes(format), format.codes_bytes(rows, cols))?;
         let scales = self.load_form(parts, order, Form::Scales(format), format.scales_bytes(rows, cols))?;

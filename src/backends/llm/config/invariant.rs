@@ -25,10 +25,8 @@ pub(super) fn batch_invariant(
     if !is_wanted || target(defaults.worker.device) == Target::Cpu {
         return Ok(is_wanted);
     }
-    let is_quantized = model.stored_quantization().is_some() || precision != WeightPrecision::Checkpoint;
     let has_experts = model.layers.iter().any(|layer| layer.experts.is_some());
     let refused = [
-        (is_quantized, "quantized weights; use a checkpoint in bf16"),
         (has_experts, "mixtures of experts"),
         (model.has_recurrent_layers(), "recurrent layers"),
         (model.kv_elements != KvElements::Plain, "a KV cache in fp8 or int8; set `kv_cache_dtype` to `bf16`"),
@@ -37,7 +35,13 @@ pub(super) fn batch_invariant(
     ];
     match refused.into_iter().find(|&(is_refused, _)| is_refused) {
         Some((_, what)) => Err(invalid(config, format!("`batch_invariant` on GPUs does not support {what}"))),
-        None => Ok(true),
+        None => {
+            if model.stored_quantization().is_some() || precision != WeightPrecision::Checkpoint {
+                let name = &config.name;
+                tracing::warn!(model = %name, "with `batch_invariant`, GPUs expand quantized weights to bf16, and take its memory and time");
+            }
+            Ok(true)
+        }
     }
 }
 
