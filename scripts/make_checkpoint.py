@@ -7,7 +7,8 @@
            baichuan (ALiBi), internlm (biases), internlm2 (q, k and v of a group together), and the layers of other families:
            gemma2, gemma3, phi4, phi4mini, granite, olmo2, cohere2, smollm3, glm4, stablelm, gpt_neox, falcon, starcoder2, nemotron,
            exaone4, ministral3, apertus, commandr (Command R+), gemma4 (31B's heads), gemma4e (E4B's heads, an embedding for each layer);
-           qwen35 (Qwen3.5 27B's layers, three of four with a recurrent state), qwen35moe (35B A3B's, with fewer experts), qwen3next;
+           qwen35 (Qwen3.5 27B's layers, three of four with a recurrent state), qwen35moe (35B A3B's, with fewer experts), qwen3next,
+           each with a random MTP head;
            with experts qwen3moe (Qwen3 30B A3B's layer), mixtral, qwen2moe, olmoe, granitemoe, gptoss (gpt-oss 20B's layer), and with
            the heads of these and fewer or narrower experts glm4moe, dots1, exaonemoe, minimaxm2, ernie45moe, llama4, gemma4moe;
            with latent vectors deepseekv2lite, and with the heads of these and narrower layers deepseekv2, deepseekv3
@@ -23,11 +24,13 @@ Needs torch and transformers.
 """
 import argparse
 import concurrent.futures
+import copy
 import itertools
 import json
 import math
 import pathlib
 import sys
+import tempfile
 
 if {"-h", "--help"} & set(sys.argv[1:]):  # Before imports that may be missing.
     sys.exit(print(__doc__))
@@ -164,6 +167,44 @@ def family(shape, layers, whole):
     fields |= dict(vocab_size=own.get("vocab_size", 32000), num_hidden_layers=layers, max_position_embeddings=4096)
     config = getattr(transformers, f"{name}{text}Config")(**fields)
     return getattr(transformers, f"{name}ForCausalLM")(config)
+
+
+def mtp_layer(model):
+    """A model of the one layer of the head that guesses drafts; none if the family has no head that transformers' layers can make."""
+    if type(model).__name__ not in ("Qwen3_5ForCausalLM", "Qwen3_5MoeForCausalLM", "Qwen3NextForCausalLM"):
+        return None
+    config = copy.deepcopy(model.config)
+    config.num_hidden_layers, config.layer_types = 1, ["full_attention"]
+    return type(model)(config)
+
+
+def mtp_name(name):
+    """The name in the head of a tensor of its model of one layer; none for others."""
+    name = name.removeprefix("model.")
+    return f"mtp.{name}" if name.startswith(("layers.", "norm.")) else None
+
+
+def mtp_inputs(config):
+    """Names and shapes of what joins the inputs of the head."""
+    width = config.hidden_size
+    return {"mtp.fc.weight": [width, 2 * width], "mtp.pre_fc_norm_embedding.weight": [width], "mtp.pre_fc_norm_hidden.weight": [width]}
+
+
+def add_mtp(folder, model):
+    """Adds the head to a checkpoint. Its matrices are so large that it changes its inputs as much as it passes them on."""
+    with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
+        layer = mtp_layer(model)
+    if layer is None:
+        return
+    randomize_biases_and_norms(layer)
+    with tempfile.TemporaryDirectory() as made:
+        layer.save_pretrained(made, max_shard_size="100GB")
+        own = {mtp_name(name): tensor for name, tensor in load_file(pathlib.Path(made) / "model.safetensors").items()}
+    tensors = load_file(folder / "model.safetensors") | {name: tensor for name, tensor in own.items() if name}
+    for name, shape in mtp_inputs(model.config).items():
+        spread = 0.2 if "norm" in name else 0.7 * model.config.hidden_size ** -0.5
+        tensors[name] = (spread * torch.randn(shape, device="cpu")).bfloat16()
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
 
 
 def config_and_model(shape, layers, whole={}):
@@ -327,9 +368,16 @@ def stored_shapes(model):
             yield name, list(tensor.shape)
 
 
+def stored_mtp_shapes(model):
+    layer = mtp_layer(model)
+    if layer is not None:
+        yield from ((mtp_name(name), shape) for name, shape in stored_shapes(layer) if mtp_name(name))
+        yield from mtp_inputs(model.config).items()
+
+
 def stored_tensors(model, quantize):
     """Names, types and shapes of the tensors of a checkpoint, with linear layers of decoder layers in fp8 if `quantize` is set."""
-    for name, shape in stored_shapes(model):
+    for name, shape in itertools.chain(stored_shapes(model), stored_mtp_shapes(model)):
         if quantize and name.endswith(QUANTIZED_ENDS):
             yield name, "F8_E4M3", shape
             yield name + "_scale_inv", "F32", [math.ceil(size / 128) for size in shape]
@@ -400,6 +448,8 @@ def main():
             randomize_biases_and_norms(model)
     is_internlm = arguments.shape.startswith("internlm")
     model.save_pretrained(arguments.out / "reference" if is_internlm else arguments.out, max_shard_size="100GB")
+    if not is_internlm:
+        add_mtp(arguments.out, model)
     if arguments.shape == "baichuan":
         publish_as_baichuan(arguments.out)
     if is_internlm:

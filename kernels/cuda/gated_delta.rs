@@ -187,6 +187,10 @@ const STATE_SHARED_BYTES: u32 = 72 << 10;
 pub enum RowsKernel {
     /// Token by token, in fp32.
     InOrder,
+    /// The same, and states within rows are saved: `[rows, 2]` u32, for each row the number of its tokens before, 0 for none, and
+    /// the slot that is written, which no row of the step has. Rows behind the last token are padding; tokens behind it have outputs
+    /// of 0 if there are as many rows as tokens.
+    Saving(Span),
     /// In chunks of 64 positions, on tensor cores. The memory keeps what does not depend on the state, for as many chunks at a
     /// time as fit; [`scratch_bytes`] are enough, and no result depends on their number.
     Chunks(Span),
@@ -230,10 +234,13 @@ pub fn gated_delta_rows(
     let words = Arg::Bytes(bytemuck::bytes_of(&shape));
     let (positions, starts): (Arg, Arg) = (delta.positions.into(), row_starts.into());
     let count = (rows as u32).into();
+    let saved = if let RowsKernel::Saving(saved) = kernel { saved } else { Span::NULL };
     match kernel {
-        RowsKernel::InOrder => {
-            let args =
-                [delta.out.into(), delta.qkvz.into(), delta.ba.into(), weights, states, words, positions, starts];
+        RowsKernel::InOrder | RowsKernel::Saving(_) => {
+            let is_long = saved.is_null() || saved.count::<u32>() >= 2 * rows;
+            ensure!(op, is_long, "saved states are fewer than {rows}");
+            let [out, qkvz, ba] = [delta.out, delta.qkvz, delta.ba].map(Arg::from);
+            let args = [out, qkvz, ba, weights, states, words, positions, starts, saved.into()];
             q.launch("gated_delta_rows_bf16", Launch::new(0, 512).grid(shape[1], rows as u32, 1), &args)?;
         }
         RowsKernel::Chunks(scratch) => {
@@ -264,7 +271,7 @@ pub fn gated_delta_rows(
             q.launch("gated_delta_norm_bf16", Launch::new(heads.div_ceil(8) as u32, 256), &args)?;
         }
     }
-    let args = [delta.qkvz.into(), states, words, positions, starts];
+    let args = [delta.qkvz.into(), states, words, positions, starts, saved.into()];
     let blocks = delta.shape.channels().div_ceil(256) as u32;
     q.launch("gated_delta_history_bf16", Launch::new(0, 256).grid(blocks, rows as u32, 1), &args)
 }

@@ -2,7 +2,9 @@
 // gated_delta_rows_bf16:    the same for rows of several tokens, which it computes in order
 // gated_delta_history_bf16: stores the last inputs of rows of several tokens
 //
-// slots   a decode writes the row of the history that no block of its step reads. u32::MAX marks a padding row: its output is 0
+// slots   a decode writes the row of the history that no block of its step reads. u32::MAX marks a padding row: its output is 0.
+//         Of several tokens, padding rows have none, and begin where the tokens of the other rows end
+// saved   [R, 2] u32 or null: after so many tokens of a row, its state is stored in another slot, too; 0 tokens: it is not
 // maths   fp32 in one order for each token, so a row's result does not depend on how it is cut into steps, or on other rows
 // launch  decode, rows: grid (V, R), block 512. A warp holds eight rows of S in registers, a lane four columns of them;
 //         history: grid (ceil(C / 256), R), block 256
@@ -39,7 +41,7 @@ __device__ __forceinline__ void add_scaled(float4& sum, float factor, const floa
 template <bool IS_DECODE>
 __device__ __forceinline__ void delta_head(DeltaShared& shared, bf16* out, const bf16* qkvz, const bf16* ba, const DeltaWeights& w,
                                            const DeltaStates& states, const DeltaShape& shape, u32 slot, u32 position, u32 first,
-                                           u32 end) {
+                                           u32 end, const u32* saved) {
     const u32 head = blockIdx.x, tid = threadIdx.x, warp = tid / 32, lane = tid % 32;
     const u32 channels = shape.channels(), stride = shape.stride();
     float4* from = reinterpret_cast<float4*>(states.head(slot, shape, head) + warp * DELTA_ROWS * DELTA_DIM) + lane;
@@ -62,6 +64,7 @@ __device__ __forceinline__ void delta_head(DeltaShared& shared, bf16* out, const
             if (position >= back) inputs[j] = to_f32(history[(position - back) % DELTA_TAPS * channels]);
         }
     }
+    const u32 saved_tokens = IS_DECODE || saved == nullptr ? 0 : saved[0];
     // Threads that add: the column of S, and the warps whose sums this thread adds.
     const u32 column = tid / DELTA_ADDERS, adder = tid % DELTA_ADDERS;
     pdl_wait();
@@ -132,6 +135,11 @@ __device__ __forceinline__ void delta_head(DeltaShared& shared, bf16* out, const
             s[i].x = g * s[i].x + k[i] * added.x, s[i].y = g * s[i].y + k[i] * added.y;
             s[i].z = g * s[i].z + k[i] * added.z, s[i].w = g * s[i].w + k[i] * added.w;
         }
+        if (!IS_DECODE && token + 1 == first + saved_tokens) {
+            float4* to = reinterpret_cast<float4*>(states.head(saved[1], shape, head) + warp * DELTA_ROWS * DELTA_DIM) + lane;
+#pragma unroll
+            for (u32 i = 0; i < DELTA_ROWS; ++i) __stcs(to + i * (DELTA_DIM / 4), s[i]);
+        }
         if (adder == 0) {
             const float z = to_f32(in[channels + head * DELTA_DIM + column]);
             float sum = 0.0f;
@@ -158,21 +166,30 @@ extern "C" __global__ void __launch_bounds__(DELTA_THREADS, 2)
         }
         return;
     }
-    delta_head<true>(shared, out, qkvz, ba, weights, states, shape, slot, positions[token], token, token + 1);
+    delta_head<true>(shared, out, qkvz, ba, weights, states, shape, slot, positions[token], token, token + 1, nullptr);
 }
 
 extern "C" __global__ void __launch_bounds__(DELTA_THREADS, 1)
     gated_delta_rows_bf16(bf16* out, const bf16* qkvz, const bf16* ba, DeltaWeights weights, DeltaStates states, DeltaShape shape,
-                          const u32* positions, const u32* row_starts) {
+                          const u32* positions, const u32* row_starts, const u32* saved) {
     __shared__ DeltaShared shared;
     pdl_launch();
     const u32 first = row_starts[blockIdx.y], end = row_starts[blockIdx.y + 1];
-    if (first >= end) return;
-    delta_head<false>(shared, out, qkvz, ba, weights, states, shape, states.slots[blockIdx.y], positions[first], first, end);
+    if (first >= end) {
+        // There are at most as many rows as tokens, and padding comes last. So the row with the number of a padding token is padding.
+        if (saved != nullptr && blockIdx.y >= first && threadIdx.x < DELTA_DIM) {
+            pdl_wait();
+            out[((u64)blockIdx.y * shape.value_heads + blockIdx.x) * DELTA_DIM + threadIdx.x] = to_bf16(0.0f);
+        }
+        return;
+    }
+    if (saved != nullptr) saved += 2 * blockIdx.y;
+    delta_head<false>(shared, out, qkvz, ba, weights, states, shape, states.slots[blockIdx.y], positions[first], first, end, saved);
 }
 
 extern "C" __global__ void __launch_bounds__(256)
-    gated_delta_history_bf16(const bf16* qkvz, DeltaStates states, DeltaShape shape, const u32* positions, const u32* row_starts) {
+    gated_delta_history_bf16(const bf16* qkvz, DeltaStates states, DeltaShape shape, const u32* positions, const u32* row_starts,
+                             const u32* saved) {
     pdl_launch();
     const u32 first = row_starts[blockIdx.y], end = row_starts[blockIdx.y + 1], channels = shape.channels();
     const u32 channel = blockIdx.x * blockDim.x + threadIdx.x;
@@ -180,6 +197,16 @@ extern "C" __global__ void __launch_bounds__(256)
     pdl_wait();
     if (channel >= channels) return;
     bf16* history = states.history(states.slots[blockIdx.y]) + channel;
+    const u32 saved_tokens = saved == nullptr ? 0 : saved[2 * blockIdx.y];
+    if (saved_tokens > 0) {
+        // Inputs before the step are in the row's own history, which is written below.
+        bf16* to = states.history(saved[2 * blockIdx.y + 1]) + channel;
+        const u32 next = positions[first] + saved_tokens;
+        for (u32 back = 1; back < DELTA_TAPS && back <= next; ++back) {
+            const u32 place = (next - back) % DELTA_TAPS * channels;
+            to[place] = back <= saved_tokens ? qkvz[(u64)(first + saved_tokens - back) * shape.stride() + channel] : history[place];
+        }
+    }
     for (u32 token = end - min(end - first, DELTA_TAPS - 1); token < end; ++token) {
         history[positions[token] % DELTA_TAPS * channels] = qkvz[(u64)token * shape.stride() + channel];
     }

@@ -59,6 +59,7 @@ pub mod gather_rows;
 mod gemm_plan;
 mod gpu;
 pub mod grouped_gemm;
+pub mod guess;
 pub mod head_norm;
 mod images;
 pub mod latent_attention;

@@ -31,6 +31,8 @@ struct Layer {
     pitch: usize,
     /// For chunks; in order without it.
     scratch: Option<DeviceBuffer>,
+    /// In order, and after so many tokens of the chunk of a step its state is saved in this slot.
+    saved: Option<[u32; 2]>,
 }
 
 /// Tokens of one sequence in a step.
@@ -61,7 +63,7 @@ impl Layer {
         let weights = [&taps, &decay, &dt_bias, &norm].map(|values| DeviceBuffer::from_slice(gpu, values).unwrap());
         let pitch = shape.state_len() + 64;
         let states = poisoned::<f32>(gpu, q, num_slots * pitch);
-        Self { shape, conv, a_log, dt_bias, norm, weights, states, num_slots, pitch, scratch: None }
+        Self { shape, conv, a_log, dt_bias, norm, weights, states, num_slots, pitch, scratch: None, saved: None }
     }
 
     /// The same in chunks, of which `tokens` tokens are prepared at a time.
@@ -126,7 +128,9 @@ impl Layer {
         };
         if !chunks.is_empty() {
             let starts = [dslots.span(), dstarts.span()];
-            gated_delta_rows(q, &delta, starts, chunk_tokens, chunks.len(), self.kernel()).unwrap();
+            let saved = self.saved.map(|saved| DeviceBuffer::from_slice(gpu, &saved).unwrap());
+            let kernel = saved.as_ref().map_or(self.kernel(), |saved| RowsKernel::Saving(saved.span()));
+            gated_delta_rows(q, &delta, starts, chunk_tokens, chunks.len(), kernel).unwrap();
         }
         let num_decodes = decodes.len() + padding;
         if num_decodes > 0 {
@@ -153,6 +157,17 @@ impl Layer {
         }
         assert_eq!(first, inputs.tokens);
         out
+    }
+}
+
+impl Inputs {
+    /// Those of the first `count` tokens, and then the others'.
+    fn and_then(&self, others: &Self, count: usize) -> Self {
+        let [width, gates] = [&self.qkvz, &self.ba].map(|values| values.len() / self.tokens);
+        let mixed =
+            |own: &[bf16], other: &[bf16], width: usize| [&own[..count * width], &other[count * width..]].concat();
+        let (qkvz, ba) = (mixed(&self.qkvz, &others.qkvz, width), mixed(&self.ba, &others.ba, gates));
+        Self { qkvz, ba, tokens: self.tokens }
     }
 }
 
@@ -322,5 +337,29 @@ fn gates_agree_with_the_formula() {
         assert!(found.split_off(count).iter().all(|x| x.to_bits() == 0xffff), "elements behind the output");
         let expected: Vec<f32> = x.iter().zip(&y).map(|(x, y)| x.to_f32() / (1.0 + (-y.to_f32()).exp())).collect();
         assert_close(&format!("gate of {count}"), &floats(&found), &expected, ULP, 1e-6);
+    }
+}
+
+#[test]
+fn a_state_that_is_saved_within_a_row_goes_on_as_if_the_row_had_ended_there() {
+    let Some((gpu, q)) = open() else { return };
+    let mut layer = Layer::new(&gpu, &q, [2, 4], 4);
+    for (before, count, tokens) in [(0, 1, 5), (5, 1, 4), (6, 3, 6), (2, 4, 4), (1, 2, 9)] {
+        let (inputs, other) = (layer.inputs(1, 20), layer.inputs(2, 20));
+        let whole = layer.in_steps(&gpu, &q, &inputs, &[20], false);
+        let row = |slot, first, inputs, count| [Row { slot, first, inputs, count }];
+        if before > 0 {
+            layer.step(&gpu, &q, &row(1, 0, &inputs, before), &[], 0);
+        }
+        // The tokens behind the saved state are wrong drafts.
+        let drafted = inputs.and_then(&other, before + count);
+        layer.saved = Some([count as u32, 2]);
+        layer.step(&gpu, &q, &row(1, before, &drafted, tokens), &[], 0);
+        layer.saved = None;
+        let known = before + count;
+        let found = layer.step(&gpu, &q, &row(2, known, &inputs, 20 - known), &[], 0);
+        let inner = layer.widths()[2];
+        let same = found.iter().zip(&whole[known * inner..]).all(|(a, b)| a.to_bits() == b.to_bits());
+        assert!(same, "{count} of {tokens} tokens behind {before}");
     }
 }

@@ -320,6 +320,7 @@ impl Config {
             ),
             (routing(|_| true) && self.names.has_experts_apart(), Feature::ExpertsApart),
             (self.has_mtp_layer || self.draft.is_some(), Feature::Guesses),
+            (self.draft.is_some(), Feature::OwnDrafters),
         ];
         let own = needs.into_iter().filter_map(|(needed, feature)| needed.then_some(feature));
         own.chain(self.draft.iter().flat_map(|draft| draft.config.features())).collect()

@@ -349,8 +349,8 @@ impl<D: Device> Model<D> for Decoder<D> {
     fn guess(&mut self, device: &mut D) -> Result<(), DeviceError> {
         match (&mut self.drafter, &self.embedding, &self.final_layers) {
             (Some(drafter), Some(embedding), Some(layers)) => {
-                let (b, head, config) = (&mut self.buffers, &layers.head, &self.config);
-                drafter.guess(device, &mut DraftTarget { b, embedding, head, config })
+                let (b, FinalLayers { norm, head }, config) = (&mut self.buffers, layers, &self.config);
+                drafter.guess(device, &mut DraftTarget { b, embedding, head, norm, config })
             }
             _ => Ok(()),
         }

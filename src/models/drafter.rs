@@ -39,11 +39,13 @@ pub(crate) enum Drafter<D: Device> {
     Eagle3(Box<Eagle3<D>>),
 }
 
-/// What the model lends its drafter. `b` has the hidden state behind the model's last norm.
+/// What the model lends its drafter. `b` has the hidden state before the model's last norm.
 pub(crate) struct Target<'a, D: Device> {
     pub(crate) b: &'a mut Buffers<D>,
     pub(crate) embedding: &'a D::Weight,
     pub(crate) head: &'a D::Weight,
+    /// The norm before the head.
+    pub(crate) norm: &'a D::Weight,
     pub(crate) config: &'a Config,
 }
 
@@ -51,23 +53,32 @@ impl<D: Device> Drafter<D> {
     /// Guesses the tokens behind those that the step has chosen. The first pass has all positions of the step, each further one a
     /// position of the rows that need another guess.
     pub(crate) fn guess(&mut self, device: &mut D, target: &mut Target<'_, D>) -> Result<(), DeviceError> {
-        match self {
-            Drafter::Mtp(mtp) => mtp.begin(device, target)?,
-            Drafter::Model(_) => device.extend()?,
-            Drafter::Eagle3(_) => device.follow()?,
-        }
+        let mut is_first = true;
         loop {
+            device.run_guess(&mut |device| self.run_pass(device, target, is_first))?;
             let hidden = match self {
-                Drafter::Mtp(mtp) => Some(mtp.guess(device, target)?),
-                Drafter::Eagle3(head) => Some(head.guess(device, target.embedding)?),
-                Drafter::Model(model) => {
-                    model.guess(device)?;
-                    None
-                }
+                Drafter::Mtp(mtp) => Some(&mut mtp.hidden),
+                Drafter::Eagle3(head) => Some(&mut head.hidden),
+                Drafter::Model(_) => None,
             };
             if !device.next_guess(hidden)? {
                 return Ok(());
             }
+            is_first = false;
+        }
+    }
+
+    fn run_pass(&mut self, device: &mut D, target: &mut Target<'_, D>, is_first: bool) -> Result<(), DeviceError> {
+        match self {
+            Drafter::Mtp(mtp) if is_first => mtp.begin(device, target)?,
+            Drafter::Model(_) if is_first => device.extend()?,
+            Drafter::Eagle3(_) if is_first => device.follow()?,
+            _ => {}
+        }
+        match self {
+            Drafter::Mtp(mtp) => mtp.guess(device, target),
+            Drafter::Eagle3(head) => head.guess(device, target.embedding),
+            Drafter::Model(model) => model.guess(device),
         }
     }
 

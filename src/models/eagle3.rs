@@ -66,8 +66,8 @@ pub(crate) struct Eagle3<D: Device> {
     layer: Layer<D>,
     norm: D::Weight,
     head: D::Weight,
-    hidden: D::Tensor, // [T, E]
-    both: D::Tensor,   // [T, 2 E], norms of the embedding and of the hidden state
+    pub(crate) hidden: D::Tensor, // [T, E], from which a further guess continues
+    both: D::Tensor,              // [T, 2 E], norms of the embedding and of the hidden state
     buffers: Buffers<D>,
 }
 
@@ -150,8 +150,8 @@ impl<D: Device> Eagle3<D> {
         Ok(())
     }
 
-    /// Guesses a token for each row of the step that needs one. Returns the hidden states from which a further guess continues.
-    pub(crate) fn guess(&mut self, device: &mut D, embedding: &D::Weight) -> Result<&mut D::Tensor, DeviceError> {
+    /// Guesses a token for each row of the step that needs one.
+    pub(crate) fn guess(&mut self, device: &mut D, embedding: &D::Weight) -> Result<(), DeviceError> {
         let (b, eps, width) = (&mut self.buffers, self.config.norm.eps, self.config.hidden_size);
         device.embed(&mut b.residual, self.embedding.as_ref().unwrap_or(embedding), 1.0)?;
         let embedding_norm = self.layer.attention_norm.as_ref().expect("a layer of Llama's form begins with a norm");
@@ -163,8 +163,7 @@ impl<D: Device> Eagle3<D> {
         device.put_columns(&mut b.residual, begins, 0)?;
         self.layer.run_beside(device, &self.both, b, &self.norm, eps)?;
         device.guess(&b.normed, &self.head, LogitSpec { cap: None })?;
-        device.put_columns(&mut self.hidden, &b.residual, 0)?;
-        Ok(&mut self.hidden)
+        device.put_columns(&mut self.hidden, &b.residual, 0)
     }
 
     /// Adds its layer to those of the model. `kv_group` is that of the layer.

@@ -51,8 +51,8 @@ pub(crate) struct Mtp<D: Device> {
     from_hidden: D::Weight,    // [E, E]
     pub(crate) layer: Layer<D>,
     norm: D::Weight,
-    hidden: D::Tensor,  // [T, E], behind its norm
-    product: D::Tensor, // [T, E]
+    pub(crate) hidden: D::Tensor, // [T, E], behind its norm; from which a guess continues
+    product: D::Tensor,           // [T, E]
 }
 
 impl<D: Device> Mtp<D> {
@@ -91,13 +91,15 @@ impl<D: Device> Mtp<D> {
 
     /// Makes the step's tokens those that follow them, and takes the hidden states that the model has behind its last norm.
     pub(crate) fn begin(&mut self, device: &mut D, target: &mut Target<'_, D>) -> Result<(), DeviceError> {
+        let eps = target.config.norm.eps;
         device.follow()?;
-        device.norm(&mut self.hidden, &target.b.normed, &self.hidden_norm, target.config.norm.eps)
+        device.norm(&mut self.product, &target.b.residual, target.norm, eps)?;
+        device.norm(&mut self.hidden, &self.product, &self.hidden_norm, eps)
     }
 
-    /// Guesses a token for each row of the step that needs one. Returns the hidden states from which a further guess continues.
-    pub(crate) fn guess(&mut self, device: &mut D, target: &mut Target<'_, D>) -> Result<&mut D::Tensor, DeviceError> {
-        let Target { b, embedding, head, config } = target;
+    /// Guesses a token for each row of the step that needs one.
+    pub(crate) fn guess(&mut self, device: &mut D, target: &mut Target<'_, D>) -> Result<(), DeviceError> {
+        let Target { b, embedding, head, config, .. } = target;
         let eps = config.norm.eps;
         device.embed(&mut b.residual, embedding, config.embedding_scale)?;
         device.norm(&mut self.product, &b.residual, &self.embedding_norm, eps)?;
@@ -108,12 +110,12 @@ impl<D: Device> Mtp<D> {
             device.norm(&mut b.normed, &b.residual, norm, eps)?;
         }
         self.layer.run(device, b, Some(&self.norm), None, eps)?;
-        device.guess(&b.normed, head, LogitSpec { cap: config.head.cap })?;
+        device.norm(&mut self.product, &b.residual, &self.norm, eps)?;
+        device.guess(&self.product, head, LogitSpec { cap: config.head.cap })?;
         let hidden = match self.form {
-            MtpForm::Qwen => &b.normed,
+            MtpForm::Qwen => &self.product,
             MtpForm::DeepSeek => &b.residual,
         };
-        device.norm(&mut self.hidden, hidden, &self.hidden_norm, eps)?;
-        Ok(&mut self.hidden)
+        device.norm(&mut self.hidden, hidden, &self.hidden_norm, eps)
     }
 }

@@ -70,8 +70,11 @@ pub enum Feature {
     OutputGate,
     /// Low-rank products beside linear layers: [`crate::Device::allocate_adapters`], [`crate::Device::set_adapter`].
     Adapters,
-    /// Guesses by a head of the model or a model of its own: [`crate::Device::follow`], [`crate::Device::extend`], [`crate::Device::guess`], [`crate::Device::next_guess`].
+    /// Guesses by a head of the model: [`crate::Device::run_guess`], [`crate::Device::follow`], [`crate::Device::guess`],
+    /// [`crate::Device::next_guess`].
     Guesses,
+    /// Guesses from a checkpoint of their own: [`crate::Device::extend`], [`crate::Device::put_columns`], [`crate::Device::load_draft_head`].
+    OwnDrafters,
 }
 
 impl Feature {
@@ -110,6 +113,7 @@ impl Feature {
         Feature::BestExpertGroups,
         Feature::LatentAttention,
         Feature::Guesses,
+        Feature::OwnDrafters,
     ];
 }
 
@@ -146,7 +150,10 @@ impl fmt::Display for Feature {
             Feature::Recurrent => "layers with a recurrent state (Gated DeltaNet)",
             Feature::LatentAttention => "attention over latent vectors (MLA)",
             Feature::OutputGate => "attention with an output gate",
-            Feature::Guesses => "drafts of an MTP head, an EAGLE-3 head or a draft model (`mtp_num_tokens`, `eagle3_num_tokens`, `draft_model_num_tokens`)",
+            Feature::Guesses => "drafts of an MTP head (`mtp_num_tokens`)",
+            Feature::OwnDrafters => {
+                "drafts of an EAGLE-3 head or a draft model (`eagle3_num_tokens`, `draft_model_num_tokens`)"
+            }
             Feature::Adapters => "adapters (LoRA)",
             Feature::Experts => "mixture of experts",
         })

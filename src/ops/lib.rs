@@ -88,9 +88,9 @@ pub trait Device: Sized {
     fn tie_head(&mut self, embedding: &Self::Weight) -> Result<Self::Weight, DeviceError>;
 
     /// Loads an output head of a drafter `[Vd, E]`, whole on every worker, for [`Device::guess`]. Its output `i` is the logit of token
-    /// `token_ids[i]`; the tokens of the vocabulary are below that of the step's limits ([`Feature::Guesses`]).
+    /// `token_ids[i]`; the tokens of the vocabulary are below that of the step's limits ([`Feature::OwnDrafters`]).
     fn load_draft_head(&mut self, _head: WeightSlice<'_>, _token_ids: Vec<u32>) -> Result<Self::Weight, DeviceError> {
-        Err(DeviceError::lacks(Feature::Guesses))
+        Err(DeviceError::lacks(Feature::OwnDrafters))
     }
 
     /// Loads a norm's gain and bias.
@@ -447,9 +447,15 @@ pub trait Device: Sized {
     /// sample more than once. With [`StepInputs::masked`] the tokens are chosen later, by [`Device::choose`].
     fn sample(&mut self, x: &Self::Tensor, head: &Self::Weight, logits: LogitSpec) -> Result<(), DeviceError>;
 
-    /// `out[t, first + i] = x[t, i]` for all columns `i` of `x` ([`Feature::Guesses`]).
+    /// `out[t, first + i] = x[t, i]` for all columns `i` of `x` ([`Feature::OwnDrafters`]).
     fn put_columns(&mut self, _out: &mut Self::Tensor, _x: &Self::Tensor, _first: usize) -> Result<(), DeviceError> {
-        Err(DeviceError::lacks(Feature::Guesses))
+        Err(DeviceError::lacks(Feature::OwnDrafters))
+    }
+
+    /// Runs a pass of guesses behind the step: calls `pass`, or replays an earlier recording of the same ops, in which the first pass
+    /// behind a step may differ from the others ([`Feature::Guesses`]).
+    fn run_guess(&mut self, pass: &mut dyn FnMut(&mut Self) -> Result<(), DeviceError>) -> Result<(), DeviceError> {
+        pass(self)
     }
 
     /// The tokens of the step become those that follow them, after [`Device::sample`] or [`Device::choose`]: a new token, or the
@@ -460,13 +466,14 @@ pub trait Device: Sized {
 
     /// The step becomes one of a model of its own that guesses, after [`Device::sample`] or [`Device::choose`]: the same tokens without
     /// rejected drafts, and behind them the new token of each row that [`StepInputs::guesses`] names. A row has no guesses if that
-    /// token would need a KV block beyond those of the step ([`Feature::Guesses`]).
+    /// token would need a KV block beyond those of the step ([`Feature::OwnDrafters`]).
     fn extend(&mut self) -> Result<(), DeviceError> {
-        Err(DeviceError::lacks(Feature::Guesses))
+        Err(DeviceError::lacks(Feature::OwnDrafters))
     }
 
     /// Guesses one further token for each row that [`StepInputs::guesses`] names: that of the logits of `x` at its last position
-    /// whose next token is not known, chosen as [`Device::sample`] would ([`Feature::Guesses`]).
+    /// whose next token is not known, chosen as [`Device::sample`] would. `x` is the output of [`Device::norm`], because devices may
+    /// leave rows of other norms without their scale ([`Feature::Guesses`]).
     fn guess(&mut self, _x: &Self::Tensor, _head: &Self::Weight, _logits: LogitSpec) -> Result<(), DeviceError> {
         Err(DeviceError::lacks(Feature::Guesses))
     }

@@ -149,7 +149,7 @@ pub const LLM_PARAMETERS: &[Key] = &[
     ("model_name", Ignored("the checkpoint's config.json names its architecture")),
     ("enable_custom_all_reduce", KERNEL_CHOICE),
     ("prompt_lookup_num_tokens", Used("draft tokens of prompt look-up in one step; default: 0")),
-    ("mtp_num_tokens", Used("draft tokens of the checkpoint's MTP head in one step, on CPUs; default: 0")),
+    ("mtp_num_tokens", Used("draft tokens of the checkpoint's MTP head in one step; default: 0")),
     ("draft_model_num_tokens", Used("draft tokens of the draft model in one step, on CPUs; default: 0")),
     (
         "draft_model_path",

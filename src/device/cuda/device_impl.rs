@@ -1,4 +1,4 @@
-//! The [`Device`] interface of the CUDA device.
+//! The [`Device`] interface of the CUDA device. One file: one implementation of one trait.
 
 use engine::{
     CopiedBlock, CopiedState, HostCopies, RevisedRow, RowId, SampleMask, SampledToken, SamplingParams, TokenId,
@@ -16,7 +16,7 @@ use super::adapters::CudaProduct;
 use super::load::RowOrder;
 use super::step::StepShape;
 use super::weights::gate_order;
-use super::{CudaDevice, CudaTensor, CudaWeight, device_error, step, verify};
+use super::{CudaDevice, CudaTensor, CudaWeight, device_error, queued, step, verify};
 
 impl Device for CudaDevice {
     type Weight = CudaWeight;
@@ -33,6 +33,10 @@ impl Device for CudaDevice {
 
     fn features(&self) -> &'static [Feature] {
         Self::FEATURES
+    }
+
+    fn begin_drafter(&mut self) {
+        self.has_drafter = true;
     }
 
     fn load_linear(
@@ -185,6 +189,10 @@ impl Device for CudaDevice {
         std::mem::take(&mut self.taken_logits)
     }
 
+    fn take_guesses(&mut self) -> Vec<(RowId, Vec<TokenId>)> {
+        std::mem::take(&mut self.taken_guesses)
+    }
+
     fn run_step(
         &mut self,
         inputs: &StepInputs,
@@ -199,23 +207,29 @@ impl Device for CudaDevice {
             });
         }
         self.reports.positions.clone_from(&inputs.logits);
-        let split = verify::split_into_decodes(inputs, self.config.limits.max_rows);
+        self.states.check(inputs)?;
+        // Only rows with a recurrent state compute known tokens again, at most as many as a step with drafts had.
+        let most_tokens = if inputs.states.is_empty() { 0 } else { 1 + 2 * self.config.max_drafts };
+        self.first_short = verify::first_short(inputs, most_tokens);
+        let split = |first| verify::split_into_decodes(inputs, first, self.config.limits.max_rows);
+        let split = self.first_short.and_then(split);
         self.is_split = split.is_some();
-        let inputs = split.as_ref().unwrap_or(inputs);
-        self.states.check(&inputs.states, inputs.num_rows())?;
-        let slot = match self.graphs.bucket(inputs) {
+        let inputs = [split.as_ref().unwrap_or(inputs), inputs];
+        let bucket = self.graphs.bucket(inputs[0]);
+        let slot = match bucket {
             Some(bucket) => self.run_recorded(inputs, bucket, forward)?,
             None => {
-                let slot = self.begin_step(inputs, StepShape::of(inputs))?;
+                let slot = self.begin_step(inputs, StepShape::of(inputs[0]))?;
                 forward(self)?;
                 slot
             }
         };
+        self.begin_guesses(inputs, slot, bucket.is_some())?;
         if self.current().is_masked {
-            self.masked.wait(slot, inputs);
+            self.masked.wait(slot, inputs[0]);
             return Ok(());
         }
-        self.finish_step(slot, &inputs.samples)
+        self.end_step(slot, queued::indexed(inputs[0], inputs[1]))
     }
 
     fn choose(&mut self, masks: &[SampleMask]) -> Result<(), DeviceError> {
@@ -236,6 +250,7 @@ impl Device for CudaDevice {
         self.group.check()?;
         let step = self.in_flight.pop_front().expect("there is an oldest step");
         let tokens = self.read_outputs(&step);
+        self.taken_guesses = self.guesses.as_ref().map_or_else(Vec::new, |all| all.read(step.slot, &step.guesses));
         self.taken_logits = step.logits;
         self.spare_events.push(step.done);
         Ok(Some(tokens))
@@ -386,6 +401,23 @@ impl Device for CudaDevice {
     fn sample(&mut self, x: &CudaTensor, head: &CudaWeight, logits: LogitSpec) -> Result<(), DeviceError> {
         self.logit_cap = logits.cap;
         self.op_sample(*x, head)
+    }
+
+    fn run_guess(&mut self, pass: &mut dyn FnMut(&mut Self) -> Result<(), DeviceError>) -> Result<(), DeviceError> {
+        self.run_pass(pass)
+    }
+
+    fn follow(&mut self) -> Result<(), DeviceError> {
+        self.op_follow()
+    }
+
+    fn guess(&mut self, x: &CudaTensor, head: &CudaWeight, logits: LogitSpec) -> Result<(), DeviceError> {
+        self.logit_cap = logits.cap;
+        self.op_guess(*x, head)
+    }
+
+    fn next_guess(&mut self, hidden: Option<&mut CudaTensor>) -> Result<bool, DeviceError> {
+        self.op_next_guess(hidden.copied())
     }
 
     fn recv_hidden(&mut self, out: &mut CudaTensor) -> Result<(), DeviceError> {

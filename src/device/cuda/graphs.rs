@@ -21,6 +21,7 @@ const MAX_BUCKET: usize = 256;
 /// The kind of step that a recording contains.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 struct Key {
+    pass: Pass,
     /// Number of rows.
     bucket: usize,
     /// Whether sampling is plain greedy.
@@ -31,6 +32,16 @@ struct Key {
     is_split: bool,
     /// Whether rows have adapters.
     has_adapters: bool,
+}
+
+/// What is recorded.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+enum Pass {
+    Step,
+    /// The first pass of guesses behind a step, in which so many rows guess, padding included.
+    FirstGuess(usize),
+    /// A further one.
+    NextGuess,
 }
 
 /// All recordings.
@@ -79,7 +90,8 @@ impl Graphs {
     }
 
     fn has_decode(&self, bucket: usize, is_greedy: bool, has_adapters: bool) -> bool {
-        self.recorded.contains_key(&Key { bucket, is_greedy, is_masked: false, is_split: false, has_adapters })
+        let pass = Pass::Step;
+        self.recorded.contains_key(&Key { pass, bucket, is_greedy, is_masked: false, is_split: false, has_adapters })
     }
 
     /// The bucket of a decode step in which all rows sample; other steps are not recorded.
@@ -93,7 +105,12 @@ impl Graphs {
         {
             return None;
         }
-        self.buckets.iter().copied().find(|&bucket| bucket >= rows)
+        self.bucket_of(rows)
+    }
+
+    /// The bucket of so many rows; none for 0.
+    pub(crate) fn bucket_of(&self, rows: usize) -> Option<usize> {
+        self.buckets.iter().copied().find(|&bucket| bucket >= rows).filter(|_| rows > 0)
     }
 }
 
@@ -118,27 +135,48 @@ impl CudaDevice {
     /// Replays the bucket's recording. The first time, runs the step op by op and then records it.
     pub(crate) fn run_recorded(
         &mut self,
-        inputs: &StepInputs,
+        inputs: [&StepInputs; 2],
         bucket: usize,
         forward: &mut dyn FnMut(&mut Self) -> Result<(), DeviceError>,
     ) -> Result<usize, DeviceError> {
-        let shape = StepShape::decode(bucket, StepShape::of(inputs).has_adapters);
+        let shape = StepShape::decode(bucket, StepShape::of(inputs[0]).has_adapters);
         let slot = self.begin_step(inputs, shape)?;
-        if let Some(graph) = self.graphs.recorded.get(&self.key(bucket)) {
-            self.queue.replay(graph).map_err(device_error)?;
-            return Ok(slot);
+        self.replay_or_record(self.key(bucket), forward)?;
+        Ok(slot)
+    }
+
+    /// The same for a pass of guesses, in which `count` rows guess, padding included.
+    pub(crate) fn run_recorded_pass(
+        &mut self,
+        is_first: bool,
+        count: usize,
+        pass: &mut dyn FnMut(&mut Self) -> Result<(), DeviceError>,
+    ) -> Result<(), DeviceError> {
+        let current = self.current();
+        let kind = if is_first { Pass::FirstGuess(count) } else { Pass::NextGuess };
+        let key = Key { pass: kind, is_greedy: current.is_greedy, is_masked: false, ..self.key(current.shape.rows) };
+        self.replay_or_record(key, pass)
+    }
+
+    fn replay_or_record(
+        &mut self,
+        key: Key,
+        ops: &mut dyn FnMut(&mut Self) -> Result<(), DeviceError>,
+    ) -> Result<(), DeviceError> {
+        if let Some(graph) = self.graphs.recorded.get(&key) {
+            return self.queue.replay(graph).map_err(device_error);
         }
         // A recording stays in use, so its products are measured at once; they are small.
         self.gemm.set_first_use(FirstUse::Measure);
-        let run = forward(self);
+        let run = ops(self);
         self.gemm.set_first_use(FirstUse::Guess);
         run?;
-        self.record(bucket, forward)?;
-        Ok(slot)
+        self.record(key, ops)
     }
 
     fn key(&self, bucket: usize) -> Key {
         Key {
+            pass: Pass::Step,
             bucket,
             // The graph of a masked step ends before the sampler.
             is_greedy: self.current().is_greedy && !self.current().is_masked,
@@ -148,15 +186,15 @@ impl CudaDevice {
         }
     }
 
-    /// Records the current decode step without running it.
+    /// Records ops of the current decode step without running them.
     fn record(
         &mut self,
-        bucket: usize,
+        key: Key,
         forward: &mut dyn FnMut(&mut Self) -> Result<(), DeviceError>,
     ) -> Result<(), DeviceError> {
         let queue = self.queue.clone();
         let graph = queue.capture(|| forward(self).map_err(RecordError::from)).map_err(|RecordError(error)| error)?;
-        self.graphs.recorded.insert(self.key(bucket), graph);
+        self.graphs.recorded.insert(key, graph);
         Ok(())
     }
 
@@ -185,7 +223,7 @@ impl CudaDevice {
                 let is_measured = self.measure_for_a_while(shape, forward)?;
                 if is_measured {
                     self.current = Some(self.step_at(shape, is_greedy));
-                    self.record(bucket, forward)?;
+                    self.record(self.key(bucket), forward)?;
                 }
                 is_measured
             }

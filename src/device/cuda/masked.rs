@@ -11,7 +11,7 @@ use kernels::cuda::sample::{Masks, NO_MASK};
 use kernels::cuda::{CudaError, DeviceBuffer, Gpu, PinnedBuffer, Span};
 use ops::{DeviceError, StepInputs};
 
-use super::{CudaDevice, CudaTensor, CudaWeight, device_error};
+use super::{CudaDevice, CudaTensor, CudaWeight, device_error, queued};
 
 /// The step that waits for masks, and the buffer of the masks.
 #[derive(Default)]
@@ -60,7 +60,7 @@ impl CudaDevice {
         self.upload_masks(masks)?;
         let (x, head) = self.masked.unsampled.ok_or_else(|| call("no forward pass was run"))?;
         self.sample_all(x, &head)?;
-        self.finish_step(slot, &inputs.samples)
+        self.end_step(slot, queued::indexed(&inputs, &inputs))
     }
 
     /// Copies the masks to the GPU. Samples without a mask, and those that pad the step, are not restricted.

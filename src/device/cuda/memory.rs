@@ -18,6 +18,7 @@ use super::chain::{self, Chain};
 use super::experts::{ExpertBuffers, ExpertSizes};
 use super::graphs::largest_bucket;
 use super::group::peer_bytes;
+use super::guesses::Guesses;
 use super::host_tier::buffer_bytes;
 use super::latent::LatentBuffers;
 use super::packed::ProductScratch;
@@ -231,7 +232,15 @@ impl CudaDevice {
         let peers = self.group.peer_bytes(self.hidden);
         let experts = self.expert_sizes.bytes(self.tensor_rows());
         let host = buffer_bytes([block_bytes(spec), spec.state_bytes()], self.config.host_memory_bytes);
-        pending_bytes(&self.config.limits, self.hidden, self.group.size(), spec)
+        let (limits, groups) = (&self.config.limits, spec.kv_windows.len());
+        let guesses = match self.has_drafter {
+            true => {
+                Guesses::bytes(self.tensor_rows(), padded_rows(limits), table_shape(limits, spec.block_size, groups))
+            }
+            false => 0,
+        };
+        pending_bytes(limits, self.hidden, self.group.size(), spec)
+            + guesses
             + host
             + peers
             + chains
@@ -331,6 +340,10 @@ impl CudaDevice {
         }
         let (limits, residences) = (&self.config.limits, [self.config.residence(), self.config.activation_residence()]);
         let cache = Cache::new(&self.gpu, spec, num_blocks, [limits.max_tokens, padded_rows(limits)], residences)?;
+        if self.has_drafter {
+            let sizes = [self.tensor_rows(), padded_rows(limits), self.config.max_drafts, self.config.max_in_flight()];
+            self.guesses = Some(Guesses::new(&self.gpu, sizes, cache.tables(limits))?);
+        }
         self.cache = Some(cache);
         self.clear_cache()
     }

@@ -14,6 +14,7 @@ mod device_impl;
 mod experts;
 mod graphs;
 mod group;
+mod guesses;
 mod host_tier;
 pub mod invariant;
 mod latent;
@@ -40,7 +41,7 @@ use std::collections::VecDeque;
 use std::sync::Arc;
 
 use ::ops::{DeviceError, Feature};
-use engine::RowId;
+use engine::{RowId, TokenId};
 use kernels::cuda::library_gemm::{FirstUse, LibraryGemm};
 use kernels::cuda::{CudaError, DeviceBuffer, Event, Gpu, PinnedBuffer, Queue, Span};
 
@@ -55,6 +56,7 @@ use experts::{ExpertBuffers, ExpertLayer, Unsummed};
 use graphs::Graphs;
 pub(crate) use graphs::largest_bucket;
 use group::Group;
+use guesses::Guesses;
 use host_tier::HostTier;
 pub use host_tier::buffer_bytes as host_buffer_bytes;
 use latent::LatentLayer;
@@ -166,6 +168,14 @@ pub struct CudaDevice {
     /// Whether the current step comes from [`verify::split_into_decodes`]: its rows read keys and values that other
     /// rows write.
     is_split: bool,
+    /// The first row of the current step whose positions are decodes of their own, if there is room for them.
+    first_short: Option<usize>,
+    /// Whether a drafter was loaded.
+    has_drafter: bool,
+    /// `None` without a drafter.
+    guesses: Option<Guesses>,
+    /// Guesses of the step that was collected last.
+    taken_guesses: Vec<(RowId, Vec<TokenId>)>,
     /// Whether a layer norm was loaded.
     has_layer_norms: bool,
     /// Caps the logits of the current step.
@@ -216,10 +226,10 @@ fn device_error(error: CudaError) -> DeviceError {
 }
 
 impl CudaDevice {
-    /// Optional ops that this device has: all.
+    /// Optional ops that this device has: all but one.
     pub(crate) const FEATURES: &[Feature] = {
         let (features, last) = Feature::ALL.split_at(Feature::ALL.len() - 1);
-        assert!(matches!(last[0], Feature::Guesses), "GPUs have all features but this one");
+        assert!(matches!(last[0], Feature::OwnDrafters), "GPUs have all features but this one");
         features
     };
 
@@ -255,6 +265,10 @@ impl CudaDevice {
             product_scratch: ProductScratch::default(),
             adapters: Adapters::new(),
             is_split: false,
+            first_short: None,
+            has_drafter: false,
+            guesses: None,
+            taken_guesses: Vec::new(),
             has_layer_norms: false,
             logit_cap: None,
             num_positions: usize::MAX,

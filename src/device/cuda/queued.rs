@@ -6,7 +6,7 @@ use ops::{DeviceError, SampleInput, StepInputs};
 
 use super::rows::Reported;
 use super::step::{self, Layout, StepBounds, StepShape, StepSpans, TableShape};
-use super::{CudaDevice, device_error};
+use super::{CudaDevice, device_error, verify};
 
 /// The step whose ops are being queued.
 #[derive(Debug, Clone, Copy)]
@@ -17,6 +17,8 @@ pub(super) struct Current {
     pub(super) is_greedy: bool,
     /// Whether tokens are chosen after masks have arrived, and not by [`ops::Device::sample`].
     pub(super) is_masked: bool,
+    /// If rows of several tokens compute their recurrent states in order: the first of them, and its first token. Chunks come before.
+    pub(super) in_order: Option<[usize; 2]>,
     /// Whether only the library's products are queued, to choose their algorithms.
     pub(super) only_products: bool,
 }
@@ -25,10 +27,18 @@ pub(super) struct Current {
 pub(super) struct InFlight {
     pub(super) slot: usize,
     pub(super) done: Event,
-    /// The row of each sample, and what it reports.
-    pub(super) samples: Vec<(RowId, Reported)>,
+    /// The row of each sample, its index in the outputs, and what it reports.
+    pub(super) samples: Vec<(usize, RowId, Reported)>,
+    /// The rows for which tokens behind these are guessed.
+    pub(super) guesses: Vec<RowId>,
     /// Logits that it reports.
     pub(super) logits: Vec<Vec<f32>>,
+}
+
+/// The samples of a plan, and their indices in the outputs of `inputs`.
+pub(super) fn indexed(inputs: &StepInputs, whole: &StepInputs) -> Vec<(usize, SampleInput)> {
+    let index = |sample: &SampleInput| verify::sample_at(inputs, sample.token_index).expect("a step has all samples");
+    whole.samples.iter().map(|sample| (index(sample), *sample)).collect()
 }
 
 impl CudaDevice {
@@ -74,13 +84,17 @@ impl CudaDevice {
         })
     }
 
-    /// Checks, packs and uploads the step, and makes it the current one.
-    pub(super) fn begin_step(&mut self, inputs: &StepInputs, shape: StepShape) -> Result<usize, DeviceError> {
+    /// Packs and uploads the step, and makes it the current one. `whole` are the inputs as they are in the plan.
+    pub(super) fn begin_step(
+        &mut self,
+        [inputs, whole]: [&StepInputs; 2],
+        shape: StepShape,
+    ) -> Result<usize, DeviceError> {
         let bounds = self.bounds()?;
         let slot = self.next_slot;
         self.next_slot = (slot + 1) % self.pinned_inputs.len();
         let words: &mut [u32] = bytemuck::cast_slice_mut(&mut self.pinned_inputs[slot]);
-        let layout = step::pack(inputs, &bounds, shape, slot as u32, words);
+        let layout = step::pack([inputs, whole], &bounds, shape, slot as u32, words);
         // SAFETY: the slot's last step was collected, so its copy is complete; the buffer is not written again before
         // this copy is complete.
         let copied = unsafe { self.queue.upload(self.step_block.span(), words.as_ptr().cast(), layout.words * 4) };
@@ -89,12 +103,19 @@ impl CudaDevice {
         // Tokens are chosen in the last stage.
         let is_masked = !inputs.masked.is_empty() && self.pipeline.stage.is_last();
         let is_greedy = host_rows().all(|row| row.is_plain_greedy);
-        self.current = Some(Current { is_masked, ..self.step_at(shape, is_greedy) });
+        let first = self.first_short.filter(|_| !whole.states.is_empty());
+        let in_order = first.map(|first| [first, whole.row_starts[first] as usize]);
+        self.current = Some(Current { is_masked, in_order, ..self.step_at(shape, is_greedy) });
         Ok(slot)
     }
 
     /// Marks the end of a step's work. The step can be collected once the GPU has reached it.
-    pub(super) fn finish_step(&mut self, slot: usize, samples: &[SampleInput]) -> Result<(), DeviceError> {
+    pub(super) fn finish_step(
+        &mut self,
+        slot: usize,
+        samples: &[(usize, SampleInput)],
+        guesses: Vec<RowId>,
+    ) -> Result<(), DeviceError> {
         let done = match self.spare_events.pop() {
             Some(event) => event,
             None => Event::new(false).map_err(device_error)?,
@@ -102,8 +123,9 @@ impl CudaDevice {
         done.record(&self.queue).map_err(device_error)?;
         // Tokens are chosen in the last stage.
         let samples = samples.iter().filter(|_| self.pipeline.stage.is_last());
-        let samples = samples.map(|s| (s.row, self.rows.host(s.row.0 as usize).reported)).collect();
-        self.in_flight.push_back(InFlight { slot, done, samples, logits: std::mem::take(&mut self.reports.rows) });
+        let samples = samples.map(|(index, s)| (*index, s.row, self.rows.host(s.row.0 as usize).reported)).collect();
+        let logits = std::mem::take(&mut self.reports.rows);
+        self.in_flight.push_back(InFlight { slot, done, samples, guesses, logits });
         Ok(())
     }
 
@@ -111,12 +133,12 @@ impl CudaDevice {
         let tables = self.cache.as_ref().map_or(TableShape::NONE, |cache| cache.tables(&self.config.limits));
         let layout = Layout::new(shape, tables);
         let spans = StepSpans::new(self.step_block.span(), &layout, shape, tables);
-        Current { shape, spans, is_greedy, is_masked: false, only_products: false }
+        Current { shape, spans, is_greedy, is_masked: false, in_order: None, only_products: false }
     }
 
     pub(super) fn read_outputs(&self, step: &InFlight) -> Vec<SampledToken> {
         let workspace = self.workspace.as_ref().expect("a step ran");
         let output = |index: usize| workspace.output(step.slot, index);
-        step.samples.iter().enumerate().map(|(index, &(row, reported))| output(index).token(row, reported)).collect()
+        step.samples.iter().map(|&(index, row, reported)| output(index).token(row, reported)).collect()
     }
 }

@@ -9,7 +9,7 @@ use kernels::cuda::gated_delta::{
     gated_delta_rows,
 };
 use kernels::cuda::{CudaError, DeviceBuffer, Gpu, Queue, Residence, Span};
-use ops::{AttentionSpec, DeviceError, RecurrentShape, RecurrentWeights};
+use ops::{AttentionSpec, DeviceError, RecurrentShape, RecurrentWeights, StepInputs};
 
 use super::{CudaDevice, CudaTensor, CudaWeight, device_error};
 
@@ -51,12 +51,13 @@ impl States {
         self.memory.as_mut()
     }
 
-    /// Refuses a step whose rows have no slots of their own.
-    pub(super) fn check(&self, slots: &[u32], num_rows: usize) -> Result<(), DeviceError> {
-        if self.num_slots == 0 {
+    /// Refuses a step whose rows, and states that are saved, have no slots of their own.
+    pub(super) fn check(&self, inputs: &StepInputs) -> Result<(), DeviceError> {
+        let (slots, saved, num_rows) = (&inputs.states, &inputs.saved_states, inputs.num_rows());
+        if self.num_slots == 0 && saved.is_empty() {
             return Ok(());
         }
-        let mut sorted = slots.to_vec();
+        let mut sorted: Vec<u32> = slots.iter().copied().chain(saved.iter().map(|[_, _, slot]| *slot)).collect();
         sorted.sort_unstable();
         let is_shared = sorted.windows(2).any(|pair| pair[0] == pair[1]);
         if slots.len() == num_rows && !is_shared && sorted.last().is_none_or(|&slot| (slot as usize) < self.num_slots) {
@@ -64,7 +65,7 @@ impl States {
         }
         Err(DeviceError::Unsupported {
             what: "states of a step".into(),
-            found: format!("slots {slots:?}"),
+            found: format!("slots {slots:?}, and saved {saved:?}"),
             expected: format!("{num_rows} slots that differ, below {}", self.num_slots),
         })
     }
@@ -175,16 +176,25 @@ impl CudaDevice {
             positions: spans.positions,
         };
         let decodes = step.rows - step.prefill_rows;
-        let chunk_tokens = step.tokens - decodes;
-        if step.prefill_rows > 0 {
+        // Rows of several tokens that are chunks, and their tokens; others compute their tokens in order, decodes among them.
+        let [chunks, chunk_tokens] = self.current().in_order.unwrap_or([step.prefill_rows, step.tokens - decodes]);
+        let rows_from = |first: usize, count: usize| {
+            [spans.states.elements::<u32>(first, count), spans.state_starts.elements::<u32>(first, count + 1)]
+        };
+        if chunks > 0 {
             let kernel = match self.config.use_fast_kernels {
                 true => RowsKernel::Chunks(self.workspace().products.span()),
                 false => RowsKernel::InOrder,
             };
-            let (rows, count) = ([spans.states, spans.row_starts], step.prefill_rows);
-            gated_delta_rows(&self.queue, &delta, rows, chunk_tokens, count, kernel).map_err(device_error)?;
+            gated_delta_rows(&self.queue, &delta, rows_from(0, chunks), chunk_tokens, chunks, kernel)
+                .map_err(device_error)?;
         }
-        if decodes > 0 {
+        if self.current().in_order.is_some() {
+            let count = step.rows - chunks;
+            let kernel = RowsKernel::Saving(spans.saved_states.elements::<u32>(2 * chunks, 2 * count));
+            gated_delta_rows(&self.queue, &delta, rows_from(chunks, count), step.tokens, count, kernel)
+                .map_err(device_error)?;
+        } else if decodes > 0 {
             let slots = spans.states.elements::<u32>(step.prefill_rows, decodes);
             gated_delta_decode(&self.queue, &delta, slots, chunk_tokens, decodes).map_err(device_error)?;
         }

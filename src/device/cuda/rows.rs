@@ -102,6 +102,11 @@ impl Rows {
         }
     }
 
+    /// The token of a row at a position, if the host knows it.
+    pub(crate) fn known_token(&self, row: usize, position: usize) -> Option<u32> {
+        self.known[row].tokens.get(position).map(|token| token.0)
+    }
+
     pub(crate) fn host(&self, row: usize) -> HostRow {
         self.host[row]
     }

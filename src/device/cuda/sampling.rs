@@ -3,7 +3,7 @@
 use std::ops::Range;
 
 use kernels::cuda::cap_logits::cap_logits;
-use kernels::cuda::sample::{self, ARGMAX_CHUNKS, Logits, Masks, Samples, Share};
+use kernels::cuda::sample::{self, ARGMAX_CHUNKS, Logits, Masks, Outputs, Samples, Share};
 use kernels::cuda::skinny_gemm::Epilogue;
 use kernels::cuda::{Span, gather_rows};
 use ops::DeviceError;
@@ -42,7 +42,22 @@ impl CudaDevice {
         if self.current().only_products {
             return Ok(());
         }
-        if self.current().is_greedy { self.sample_greedy(all, head, part) } else { self.sample_any(all, part) }
+        let (spans, count) = (self.current().spans, part.len());
+        let some = |span: Span| span.elements::<u32>(part.start, count);
+        let choice = Choice {
+            samples: Samples { rows: some(spans.sample_rows), num_generated: some(spans.num_generated), count },
+            masks: self.current().is_masked.then(|| self.masked.masks(part.clone())),
+            outputs: self.workspace().outputs(spans.slot, part.start),
+        };
+        self.choose_from(all, head, choice)
+    }
+
+    /// Chooses tokens of the logits `all`.
+    pub(super) fn choose_from(&mut self, all: Span, head: &CudaWeight, choice: Choice) -> Result<(), DeviceError> {
+        match self.current().is_greedy {
+            true => self.sample_greedy(all, head, choice),
+            false => self.sample_any(all, choice),
+        }
     }
 
     /// Logits `[group, count, share]` f32 of `count` rows at `x`; only this worker's part is written.
@@ -65,40 +80,31 @@ impl CudaDevice {
     }
 
     /// Chooses the likeliest token: each worker finds that of its share, and pairs of value and token are gathered.
-    fn sample_greedy(&mut self, all: Span, head: &CudaWeight, part: Range<usize>) -> Result<(), DeviceError> {
-        let (workspace, group, count) = (self.workspace(), self.group.size(), part.len());
-        let pairs = workspace.pairs.span().elements::<u64>(0, group * count * ARGMAX_CHUNKS);
+    fn sample_greedy(&mut self, all: Span, head: &CudaWeight, choice: Choice) -> Result<(), DeviceError> {
+        let Choice { samples, masks, outputs } = choice;
+        let (workspace, group) = (self.workspace(), self.group.size());
+        let pairs = workspace.pairs.span().elements::<u64>(0, group * samples.count * ARGMAX_CHUNKS);
         let vocab = self.config.limits.vocab_size;
         let first_token = (self.group.rank() * workspace.share) as u32;
         let own = Share { logits: self.own_part(all), len: head.rows, stride: workspace.share, first_token };
-        let masks = self.masks(part.clone());
-        sample::argmax(&self.queue, self.own_part(pairs), own, count, masks, vocab).map_err(device_error)?;
-        self.group.gather_candidates(&self.queue, pairs, count)?;
-        let outputs = workspace.outputs(self.current().spans.slot, part.start);
-        sample::greedy(&self.queue, pairs, group, vocab, self.rows.state(), self.samples(part), outputs)
-            .map_err(device_error)
+        sample::argmax(&self.queue, self.own_part(pairs), own, samples.count, masks, vocab).map_err(device_error)?;
+        self.group.gather_candidates(&self.queue, pairs, samples.count)?;
+        sample::greedy(&self.queue, pairs, group, vocab, self.rows.state(), samples, outputs).map_err(device_error)
     }
 
     /// Samples with any settings: every worker gathers all logits and draws the same tokens.
-    fn sample_any(&mut self, all: Span, part: Range<usize>) -> Result<(), DeviceError> {
+    fn sample_any(&mut self, all: Span, Choice { samples, masks, outputs }: Choice) -> Result<(), DeviceError> {
         self.group.all_gather(&self.queue, all)?;
         let workspace = self.workspace();
         let logits = Logits { values: all, share: workspace.share, vocab: self.config.limits.vocab_size };
-        let outputs = workspace.outputs(self.current().spans.slot, part.start);
         let scratch = workspace.scratch.span();
-        let masks = self.masks(part.clone());
-        sample::sample(&self.queue, logits, scratch, self.rows.state(), self.samples(part), masks, outputs)
-            .map_err(device_error)
+        sample::sample(&self.queue, logits, scratch, self.rows.state(), samples, masks, outputs).map_err(device_error)
     }
+}
 
-    /// The masks of some of the step's samples, if the step has masks.
-    fn masks(&self, part: Range<usize>) -> Option<Masks> {
-        self.current().is_masked.then(|| self.masked.masks(part))
-    }
-
-    fn samples(&self, part: Range<usize>) -> Samples {
-        let (spans, count) = (self.current().spans, part.len());
-        let some = |span: Span| span.elements::<u32>(part.start, count);
-        Samples { rows: some(spans.sample_rows), num_generated: some(spans.num_generated), count }
-    }
+/// What chooses tokens, and where they go.
+pub(super) struct Choice {
+    pub(super) samples: Samples,
+    pub(super) masks: Option<Masks>,
+    pub(super) outputs: Outputs,
 }

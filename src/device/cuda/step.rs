@@ -1,8 +1,13 @@
 //! The inputs of a step as they are sent to the GPU: checked, packed into one block of u32, and copied with one call.
 
+mod check;
+
 use kernels::cuda::sample::VERIFIES;
 use kernels::cuda::{Span, low_rank};
-use ops::{DeviceError, NO_ADAPTER, StepInputs};
+use ops::{NO_ADAPTER, SampleInput, StepInputs};
+
+use super::verify;
+pub(crate) use check::check;
 
 /// Value in `slots` of a padding token, and in `states` of a padding row.
 const PADDING: u32 = u32::MAX;
@@ -90,6 +95,8 @@ pub(crate) struct Layout {
     row_starts: usize,
     context_lens: usize,
     states: usize,
+    state_starts: usize,
+    saved_states: usize,
     sample_rows: usize,
     sample_tokens: usize,
     num_generated: usize,
@@ -119,6 +126,8 @@ impl Layout {
             row_starts: take(rows + 1),
             context_lens: take(rows),
             states: take(rows),
+            state_starts: take(rows + 1),
+            saved_states: take(2 * rows),
             sample_rows: take(samples),
             sample_tokens: take(samples),
             num_generated: take(samples),
@@ -152,8 +161,13 @@ pub(crate) struct StepSpans {
     pub(crate) slots: GroupSpans,
     pub(crate) row_starts: Span,
     pub(crate) context_lens: Span,
-    /// `[R]`: the slot of the row's recurrent state.
+    /// `[R]`: the slot of the row's recurrent state. Where positions of a row are decodes of their own, they share its slot, so here
+    /// and in the two arrays that follow `R` counts rows as they are in the plan, and then padding.
     pub(crate) states: Span,
+    /// `[R + 1]`: indices of the tokens of these rows.
+    pub(crate) state_starts: Span,
+    /// `[R, 2]`: the number of tokens before a state that is saved, 0 for none, and its slot.
+    pub(crate) saved_states: Span,
     pub(crate) sample_rows: Span,
     /// `[S]`: the token whose logits are used.
     pub(crate) sample_tokens: Span,
@@ -168,9 +182,9 @@ pub(crate) struct StepSpans {
 /// An array for each KV group.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct GroupSpans {
-    all: Span,
+    pub(super) all: Span,
     /// Words from one array to the next.
-    stride: usize,
+    pub(super) stride: usize,
     /// Words of one array.
     count: usize,
 }
@@ -207,6 +221,8 @@ impl StepSpans {
             row_starts: part(layout.row_starts, rows + 1),
             context_lens: part(layout.context_lens, rows),
             states: part(layout.states, rows),
+            state_starts: part(layout.state_starts, rows + 1),
+            saved_states: part(layout.saved_states, 2 * rows),
             sample_rows: part(layout.sample_rows, samples),
             sample_tokens: part(layout.sample_tokens, samples),
             num_generated: part(layout.num_generated, samples),
@@ -217,8 +233,15 @@ impl StepSpans {
     }
 }
 
-/// Packs `inputs` into `words`, padded to `shape`. Padding rows of a graph read only harmless values.
-pub(crate) fn pack(inputs: &StepInputs, bounds: &StepBounds, shape: StepShape, slot: u32, words: &mut [u32]) -> Layout {
+/// Packs `inputs` into `words`, padded to `shape`. Padding rows of a graph read only harmless values. `whole` are the inputs as they
+/// are in the plan, of which `inputs` may have positions as decodes of their own.
+pub(crate) fn pack(
+    [inputs, whole]: [&StepInputs; 2],
+    bounds: &StepBounds,
+    shape: StepShape,
+    slot: u32,
+    words: &mut [u32],
+) -> Layout {
     let TableShape { stride, num_groups } = bounds.tables;
     let layout = Layout::new(shape, bounds.tables);
     let (tokens, rows) = (inputs.num_tokens(), inputs.num_rows());
@@ -233,8 +256,16 @@ pub(crate) fn pack(inputs: &StepInputs, bounds: &StepBounds, shape: StepShape, s
     };
     let row_of_token = || (0..rows).flat_map(|r| (inputs.row_starts[r]..inputs.row_starts[r + 1]).map(move |_| r));
     let spare_row = bounds.max_rows as u32;
-    let verifies = |index: usize| if inputs.verifies(index) { VERIFIES } else { 0 };
-    let mut sample_rows = inputs.samples.iter().enumerate().map(|(index, s)| s.row.0 | verifies(index));
+    // Nothing is appended for a sample that the plan does not have.
+    let verifies = |sample: &SampleInput| match verify::sample_at(whole, sample.token_index) {
+        Some(index) if !whole.verifies(index) => 0,
+        _ => VERIFIES,
+    };
+    let mut sample_rows = inputs.samples.iter().map(|s| s.row.0 | verifies(s));
+    let mut saved_states = vec![0; 2 * whole.num_rows()];
+    for &[row, count, slot] in &whole.saved_states {
+        saved_states[2 * row as usize..][..2].copy_from_slice(&[count, slot]);
+    }
     put(layout.slot, 1, &mut std::iter::once(slot), 0);
     put(layout.token_ids, shape.tokens, &mut inputs.token_ids.iter().copied(), 0);
     put(layout.token_rows, shape.tokens, &mut row_of_token().map(|r| inputs.rows[r].0), spare_row);
@@ -246,7 +277,9 @@ pub(crate) fn pack(inputs: &StepInputs, bounds: &StepBounds, shape: StepShape, s
     }
     put(layout.row_starts, shape.rows + 1, &mut inputs.row_starts.iter().copied(), tokens as u32);
     put(layout.context_lens, shape.rows, &mut inputs.context_lens.iter().copied(), 0);
-    put(layout.states, shape.rows, &mut inputs.states.iter().copied(), PADDING);
+    put(layout.states, shape.rows, &mut whole.states.iter().copied(), PADDING);
+    put(layout.state_starts, shape.rows + 1, &mut whole.row_starts.iter().copied(), tokens as u32);
+    put(layout.saved_states, 2 * shape.rows, &mut saved_states.iter().copied(), 0);
     put(layout.sample_rows, shape.samples, &mut sample_rows, spare_row);
     put(layout.sample_tokens, shape.samples, &mut inputs.samples.iter().map(|s| s.token_index), 0);
     put(layout.num_generated, shape.samples, &mut inputs.samples.iter().map(|s| s.num_generated), 0);
@@ -270,89 +303,17 @@ pub(crate) fn pack(inputs: &StepInputs, bounds: &StepBounds, shape: StepShape, s
     layout
 }
 
-/// Refuses a step whose arrays are inconsistent or contain indices outside the device's buffers, because kernels do not
-/// check them.
-pub(crate) fn check(inputs: &StepInputs, bounds: &StepBounds) -> Result<(), DeviceError> {
-    let (tokens, rows) = (inputs.num_tokens(), inputs.num_rows());
-    let refuse = |reason: String| {
-        Err(DeviceError::Call {
-            call: format!("step {}", inputs.step),
-            reason: format!("inputs are inconsistent: {reason}"),
-        })
-    };
-    let samples = inputs.samples.len();
-    if tokens == 0 || tokens > bounds.max_tokens || rows > bounds.max_rows || samples > bounds.max_samples {
-        return refuse(format!(
-            "{tokens} tokens of {}, {rows} rows of {}, {samples} samples of {}",
-            bounds.max_tokens, bounds.max_rows, bounds.max_samples
-        ));
-    }
-    if !inputs.saved_states.is_empty() {
-        return refuse("recurrent states are not saved within a step on GPUs".into());
-    }
-    let num_groups = bounds.tables.num_groups;
-    let lengths = [inputs.positions.len(), inputs.slots.len()];
-    if lengths != [tokens, num_groups * tokens]
-        || inputs.row_starts.len() != rows + 1
-        || inputs.context_lens.len() != rows
-    {
-        return refuse(format!(
-            "positions, slots {lengths:?} for {tokens} tokens, or arrays of rows differ from {rows}"
-        ));
-    }
-    if inputs.block_tables.len() != num_groups * rows * inputs.max_blocks || inputs.num_prefill_rows > rows {
-        return refuse(format!(
-            "block tables of {} for {num_groups} x {rows} x {}",
-            inputs.block_tables.len(),
-            inputs.max_blocks
-        ));
-    }
-    let num_adapters = bounds.adapters.num_slots;
-    if !matches!(inputs.adapters.len(), len if len == 0 || len == rows) {
-        return refuse(format!("adapters of {} rows of {rows}", inputs.adapters.len()));
-    }
-    if let Some(slot) = inputs.adapters.iter().find(|&&slot| slot != NO_ADAPTER && slot as usize >= num_adapters) {
-        return refuse(format!("adapter slot {slot} of {num_adapters}"));
-    }
-    let starts = &inputs.row_starts;
-    if starts[0] != 0 || starts[rows] as usize != tokens || starts.windows(2).any(|pair| pair[0] >= pair[1]) {
-        return refuse(format!("row starts {starts:?} for {tokens} tokens"));
-    }
-    if (inputs.num_prefill_rows..rows).any(|r| starts[r + 1] - starts[r] != 1) {
-        return refuse("a decode row has more than one token".into());
-    }
-    if let Some(row) =
-        inputs.rows.iter().chain(inputs.samples.iter().map(|s| &s.row)).find(|r| r.0 as usize >= bounds.max_rows)
-    {
-        return refuse(format!("row {} of {}", row.0, bounds.max_rows));
-    }
-    let positions = inputs.samples.iter().map(|s| s.token_index).chain(inputs.logits.iter().copied());
-    if let Some(token) = positions.into_iter().find(|&token| token as usize >= tokens) {
-        return refuse(format!("sample of token {token} of {tokens}"));
-    }
-    if let Some(token) =
-        inputs.token_ids.iter().find(|&&t| t as usize >= bounds.vocab_size && t != ops::TOKEN_ON_DEVICE)
-    {
-        return refuse(format!("token {token} of a vocabulary of {}", bounds.vocab_size));
-    }
-    if let Some(position) = inputs.positions.iter().find(|&&p| p as usize >= bounds.max_positions) {
-        return refuse(format!("position {position} of {}", bounds.max_positions));
-    }
-    if let Some(slot) = inputs.slots.iter().find(|&&s| s as usize >= bounds.num_blocks * bounds.block_size) {
-        return refuse(format!("slot {slot} of {} blocks of {}", bounds.num_blocks, bounds.block_size));
-    }
-    for (row, &context) in inputs.context_lens.iter().enumerate() {
-        let blocks = (context as usize).div_ceil(bounds.block_size);
-        let len = inputs.max_blocks;
-        if blocks > len || blocks > bounds.tables.stride || context < starts[row + 1] - starts[row] {
-            return refuse(format!("context of {context} positions in a table of {len} blocks"));
-        }
-        let tables = (0..num_groups).flat_map(|group| &inputs.block_table(group, row)[..blocks]);
-        if let Some(block) = tables.copied().find(|&block| block as usize >= bounds.num_blocks) {
-            return refuse(format!("block {block} of {}", bounds.num_blocks));
-        }
-    }
-    Ok(())
+/// Packs the inputs of a pass of guesses, of which the device makes tokens, positions and slots itself. Nothing is appended to rows.
+pub(crate) fn pack_guesses(
+    inputs: &StepInputs,
+    bounds: &StepBounds,
+    shape: StepShape,
+    slot: u32,
+    words: &mut [u32],
+) -> Layout {
+    let layout = pack([inputs, inputs], bounds, shape, slot, words);
+    words[layout.sample_rows..layout.sample_rows + shape.samples].iter_mut().for_each(|row| *row |= VERIFIES);
+    layout
 }
 
 #[cfg(test)]

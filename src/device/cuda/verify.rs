@@ -3,13 +3,20 @@
 //!
 //! Keys and values of all positions are written before any is read, so later positions see earlier ones. The step can
 //! then be recorded, and uses the attention kernel that splits long contexts over the GPU.
+//!
+//! A row with a recurrent state may also compute tokens again that it knows, before the new ones. Each of its positions gets a
+//! sample, so that steps of as many positions are the same; nobody reads those that the plan does not have.
 
-use ops::StepInputs;
+use ops::{SampleInput, StepInputs};
 
-/// `inputs` with a row for each position of rows that verify; `None` if there are none, or more positions than
-/// `max_rows`.
-pub(crate) fn split_into_decodes(inputs: &StepInputs, max_rows: usize) -> Option<StepInputs> {
-    let first = first_verifying(inputs)?;
+/// The index of the sample that the token `token_index` has.
+pub(crate) fn sample_at(inputs: &StepInputs, token_index: u32) -> Option<usize> {
+    inputs.samples.binary_search_by_key(&token_index, |sample| sample.token_index).ok()
+}
+
+/// `inputs` with a row for each position of the rows from `first` on, which are those of [`first_short`]; `None` if there are more
+/// positions than `max_rows`.
+pub(crate) fn split_into_decodes(inputs: &StepInputs, first: usize, max_rows: usize) -> Option<StepInputs> {
     let first_token = inputs.row_starts[first] as usize;
     let num_rows = first + inputs.num_tokens() - first_token;
     if num_rows > max_rows {
@@ -29,6 +36,14 @@ pub(crate) fn split_into_decodes(inputs: &StepInputs, max_rows: usize) -> Option
         }
     }
     split.block_tables = split_tables(inputs, first);
+    if inputs.masked.is_empty() {
+        split.samples.retain(|sample| (sample.token_index as usize) < first_token);
+        split.samples.extend((first..).zip(&split.rows[first..]).map(|(index, &row)| {
+            let token_index = (first_token + index - first) as u32;
+            let own = sample_at(inputs, token_index).map(|index| inputs.samples[index]);
+            own.unwrap_or(SampleInput { row, token_index, num_generated: 0 })
+        }));
+    }
     Some(split)
 }
 
@@ -41,18 +56,19 @@ fn split_tables(inputs: &StepInputs, first: usize) -> Vec<u32> {
     copies.flatten().copied().collect()
 }
 
-/// The first row that chooses a token at each of several positions; all rows after it do so as well, or decode one
-/// token.
-fn first_verifying(inputs: &StepInputs) -> Option<usize> {
+/// The first row that chooses a token at each of several positions, or chooses tokens and has at most `most_tokens`; all rows after it
+/// do so as well, or decode one token.
+pub(crate) fn first_short(inputs: &StepInputs, most_tokens: usize) -> Option<usize> {
     let last = inputs.num_prefill_rows.checked_sub(1)?;
-    let is_verifying = |row: usize| {
+    let is_short = |row: usize| {
         let [start, end] = [inputs.row_starts[row], inputs.row_starts[row + 1]];
         // Samples are in the order of tokens.
         let before = |token: u32| inputs.samples.partition_point(|sample| sample.token_index < token);
-        end - start > 1 && before(end) - before(start) == (end - start) as usize
+        let (tokens, samples) = ((end - start) as usize, before(end) - before(start));
+        tokens > 1 && (samples == tokens || samples > 0 && tokens <= most_tokens)
     };
     // Searches backwards, because prefill chunks come first.
-    (0..=last).rev().take_while(|&row| is_verifying(row)).last()
+    (0..=last).rev().take_while(|&row| is_short(row)).last()
 }
 
 #[cfg(test)]
@@ -86,7 +102,8 @@ mod tests {
 
     #[test]
     fn each_position_that_is_verified_becomes_a_decode() {
-        let split = split_into_decodes(&inputs(), 5).unwrap();
+        assert_eq!(first_short(&inputs(), 0), Some(1));
+        let split = split_into_decodes(&inputs(), 1, 5).unwrap();
         assert_eq!(split.rows, [2, 0, 0, 0, 3].map(RowId));
         assert_eq!(split.num_prefill_rows, 1);
         assert_eq!(split.row_starts, [0, 3, 4, 5, 6, 7]);
@@ -96,7 +113,7 @@ mod tests {
         let mut two_groups = inputs();
         two_groups.slots.extend_from_within(..);
         two_groups.block_tables.extend([4, 0, 1, 6, 7, 0]);
-        let split_groups = split_into_decodes(&two_groups, 5).unwrap();
+        let split_groups = split_into_decodes(&two_groups, 1, 5).unwrap();
         assert_eq!(split_groups.block_tables[..10], split.block_tables);
         assert_eq!(split_groups.block_tables[10..], [4, 0, 1, 6, 1, 6, 1, 6, 7, 0]);
         let whole = inputs();
@@ -106,11 +123,24 @@ mod tests {
 
     #[test]
     fn steps_without_drafts_and_too_many_positions_stay_as_they_are() {
-        assert_eq!(split_into_decodes(&inputs(), 4), None);
+        assert_eq!(split_into_decodes(&inputs(), 1, 4), None);
         let mut chunk = inputs();
         chunk.samples.truncate(1);
-        assert_eq!(split_into_decodes(&chunk, 9), None);
+        assert_eq!(first_short(&chunk, 0), None);
         let decode = StepInputs { num_prefill_rows: 0, ..inputs() };
-        assert_eq!(split_into_decodes(&decode, 9), None);
+        assert_eq!(first_short(&decode, 0), None);
+    }
+
+    #[test]
+    fn a_row_that_computes_known_tokens_again_has_samples_that_the_plan_lacks() {
+        let mut restored = inputs();
+        restored.samples.remove(1);
+        assert_eq!([2, 3].map(|most| first_short(&restored, most)), [None, Some(0)]);
+        let split = split_into_decodes(&restored, 1, 5).unwrap();
+        let samples: Vec<_> = split.samples.iter().map(|s| (s.row.0, s.token_index, s.num_generated)).collect();
+        assert_eq!(samples, [(2, 2, 4), (0, 3, 0), (0, 4, 4), (0, 5, 4), (3, 6, 4)]);
+        assert_eq!([2, 3, 4, 6].map(|token| sample_at(&restored, token)), [Some(0), None, Some(1), Some(3)]);
+        restored.masked.push(0);
+        assert_eq!(split_into_decodes(&restored, 1, 5).unwrap().samples, restored.samples);
     }
 }

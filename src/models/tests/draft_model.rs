@@ -245,7 +245,7 @@ fn a_draft_model_that_does_not_fit_is_refused_by_name() {
         models::load(&golden_dir("helium"), &config, &mut estimator).err().expect("it is refused").to_string()
     };
     let error = load(Target::Cuda, 1);
-    assert!(error.contains("or a draft model (`mtp_num_tokens`"), "{error}");
+    assert!(error.contains("or a draft model (`eagle3_num_tokens`"), "{error}");
     let error = load(Target::Cpu, 3);
     assert!(error.contains("4 heads and 2 KV heads cannot be shared by 3 workers"), "{error}");
 }

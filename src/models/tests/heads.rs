@@ -142,8 +142,7 @@ fn a_checkpoint_without_the_head_and_a_family_without_one_are_refused_by_name() 
     assert!(error.contains("`LlamaForCausalLM` has no MTP head"), "{error}");
     let mut gpu = device::Estimator::new(ops::Target::Cuda, ops::TensorParallel { rank: 0, size: 1 }, limits);
     let config = with_head(Config::from_dir(&golden_dir("mtp_qwen3_5")).unwrap(), CASES[0]);
-    let error = models::load(&golden_dir("mtp_qwen3_5"), &config, &mut gpu).err().expect("GPUs lack it").to_string();
-    assert!(error.contains("drafts of an MTP head"), "{error}");
+    assert!(models::load(&golden_dir("mtp_qwen3_5"), &config, &mut gpu).is_ok(), "GPUs have it");
 }
 
 /// The error of a head whose configuration is changed so, for the model `case`.

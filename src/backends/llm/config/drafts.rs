@@ -59,11 +59,6 @@ impl Source {
     fn refusal(self, model: &models::Config, target: Target) -> Option<String> {
         let is_cuda = target == Target::Cuda;
         match self {
-            Source::PromptLookup if is_cuda && model.has_recurrent_layers() => Some(
-                "a model with recurrent layers on GPUs, whose states cannot go back to the last accepted token"
-                    .to_owned(),
-            ),
-            Source::Mtp if is_cuda => Some("GPUs, where MTP heads do not run".to_owned()),
             Source::Mtp if model.mtp.is_none() => {
                 Some(format!("`{}`, which has no MTP head that Trireme knows", model.architecture))
             }
@@ -112,6 +107,16 @@ impl Drafts {
             }
         }
         Ok(found)
+    }
+
+    /// # Errors
+    /// When the device guesses only without tensor parallelism.
+    pub(super) fn check_group(self, config: &ModelConfig, target: Target, tp_size: u32) -> Result<(), InferError> {
+        if target == Target::Cpu || tp_size == 1 || !self.are_of_device() {
+            return Ok(());
+        }
+        let (key, max) = (self.source.key(), self.max);
+        Err(invalid(config, format!("`{key}` is {max}, expected 0 for a `tp` of {tp_size} on GPUs, or `tp` 1")))
     }
 
     /// Whether the devices guess, and not rank 0.
@@ -244,13 +249,18 @@ mod tests {
         let found = |max, source| Ok(Drafts { max, source });
         assert_eq!(drafts(llama, &[], Target::Cpu), found(0, Source::PromptLookup));
         assert_eq!(drafts(llama, &[lookup], Target::Cuda), found(4, Source::PromptLookup));
-        assert_eq!(drafts(qwen, &[mtp], Target::Cpu), found(3, Source::Mtp));
+        for target in [Target::Cpu, Target::Cuda] {
+            assert_eq!(drafts(qwen, &[mtp], target), found(3, Source::Mtp));
+        }
+        let group = |key, target| drafts(qwen, &[key], target).unwrap().check_group(&ModelConfig::default(), target, 2);
+        assert!(group(mtp, Target::Cpu).is_ok() && group(lookup, Target::Cuda).is_ok());
+        let error = group(mtp, Target::Cuda).unwrap_err().to_string();
+        assert!(error.contains("`mtp_num_tokens` is 3, expected 0 for a `tp` of 2 on GPUs"), "{error}");
         assert_eq!(drafts(llama, &[model, path], Target::Cpu), found(5, Source::DraftModel));
         assert_eq!(drafts(llama, &[head, head_path], Target::Cpu), found(2, Source::Eagle3));
         assert_eq!(drafts(qwen, &[lookup, ("mtp_num_tokens", "0")], Target::Cpu).unwrap().max, 4);
         let refused = [
             (drafts(qwen, &[lookup, mtp], Target::Cpu), "are both set; remove one"),
-            (drafts(qwen, &[mtp], Target::Cuda), "`mtp_num_tokens` is 3, expected 0 for GPUs"),
             (drafts(llama, &[mtp], Target::Cpu), "`LlamaForCausalLM`, which has no MTP head"),
             (drafts(qwen, &[mtp, model], Target::Cpu), "`mtp_num_tokens` and `draft_model_num_tokens` are both set"),
             (drafts(llama, &[model, path], Target::Cuda), "`draft_model_num_tokens` is 5, expected 0 for GPUs"),

@@ -31,7 +31,10 @@ pub(super) fn batch_invariant(
         (model.has_recurrent_layers(), "recurrent layers"),
         (model.kv_elements != KvElements::Plain, "a KV cache in fp8 or int8; set `kv_cache_dtype` to `bf16`"),
         (parallelism.tp_size > 1, "more than one GPU for a layer; set `tp` to 1"),
-        (Drafts::new(config, model, Target::Cuda)?.max > 0, "drafts; remove `prompt_lookup_num_tokens`"),
+        (
+            Drafts::new(config, model, Target::Cuda)?.max > 0,
+            "drafts; remove `prompt_lookup_num_tokens` or the number of another source",
+        ),
     ];
     match refused.into_iter().find(|&(is_refused, _)| is_refused) {
         Some((_, what)) => Err(invalid(config, format!("`batch_invariant` on GPUs does not support {what}"))),

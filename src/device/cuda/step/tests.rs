@@ -45,7 +45,7 @@ fn a_step_is_packed_with_tables_at_the_fixed_stride_and_padded() {
     assert!(check(&inputs, &bounds).is_ok());
     let shape = StepShape { tokens: 6, rows: 3, prefill_rows: 1, max_chunk: 3, samples: 2, has_adapters: false };
     let mut words = vec![u32::MAX - 1; Layout::max_words(&bounds)];
-    let layout = pack(&inputs, &bounds, shape, 3, &mut words);
+    let layout = pack([&inputs, &inputs], &bounds, shape, 3, &mut words);
     assert_eq!(words[layout.slot], 3);
     assert_eq!(words[layout.token_rows..][..6], [2, 2, 2, 0, 4, 4]);
     assert_eq!(words[layout.token_tables..][..6], [0, 0, 0, 1, 0, 0]);
@@ -66,7 +66,7 @@ fn each_kv_group_has_slots_and_tables_of_its_own() {
     assert!(check(&inputs, &bounds).is_ok());
     let shape = StepShape { tokens: 6, rows: 3, prefill_rows: 1, max_chunk: 3, samples: 2, has_adapters: false };
     let mut words = vec![u32::MAX - 1; Layout::max_words(&bounds)];
-    let layout = pack(&inputs, &bounds, shape, 3, &mut words);
+    let layout = pack([&inputs, &inputs], &bounds, shape, 3, &mut words);
     let (slots, tables) = (&words[layout.slots..], &words[layout.block_tables..]);
     assert_eq!(slots[..6], [36, 37, 38, 6, PADDING, PADDING]);
     assert_eq!(slots[slot_stride(6)..][..6], [8, 9, 10, 22, PADDING, PADDING]);
@@ -85,7 +85,7 @@ fn samples_of_a_row_that_verifies_drafts_are_marked() {
     inputs.samples = vec![sample(2, 0), sample(2, 1), sample(2, 2), sample(0, 3)];
     assert!(check(&inputs, &bounds).is_ok());
     let mut words = vec![0; Layout::max_words(&bounds)];
-    let layout = pack(&inputs, &bounds, StepShape::of(&inputs), 0, &mut words);
+    let layout = pack([&inputs, &inputs], &bounds, StepShape::of(&inputs), 0, &mut words);
     assert_eq!(words[layout.sample_rows..][..4], [2 | VERIFIES, 2 | VERIFIES, 2 | VERIFIES, 0]);
 }
 
@@ -114,7 +114,7 @@ fn tokens_have_the_slots_of_their_rows() {
     assert!(check(&inputs, &bounds).is_ok());
     let shape = StepShape { tokens: 6, ..StepShape::of(&inputs) };
     let mut words = vec![0; Layout::max_words(&bounds)];
-    let layout = pack(&inputs, &bounds, shape, 0, &mut words);
+    let layout = pack([&inputs, &inputs], &bounds, shape, 0, &mut words);
     assert_eq!(words[layout.adapters..][..6], [19, 19, 19, ops::NO_ADAPTER, ops::NO_ADAPTER, ops::NO_ADAPTER]);
     // Sixty-four columns are four slots.
     assert_eq!(words[layout.adapter_slices..][..2], [1 << 4, 0]);

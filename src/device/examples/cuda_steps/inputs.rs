@@ -2,7 +2,7 @@
 
 use std::ops::Range;
 
-use engine::{RowId, TokenId};
+use engine::{CopiedState, RowId, StateId, TokenId};
 use ops::{SampleInput, StepInputs, TOKEN_ON_DEVICE};
 
 pub const BLOCK: usize = 64;
@@ -19,9 +19,45 @@ pub struct Blocks {
 }
 
 impl Blocks {
+    /// A row's state becomes the one before its drafts.
+    pub fn restored(self, row: usize) -> CopiedState {
+        CopiedState { from: StateId((self.rows + row) as u32), to: StateId(row as u32) }
+    }
+
     fn of(self, group: usize, row: usize, index: usize) -> usize {
         (group * self.rows + row) * self.per_row + index
     }
+}
+
+/// What rows compute in a step that verifies drafts.
+#[derive(Clone, Copy)]
+pub struct Drafting {
+    /// Positions before.
+    pub context: usize,
+    /// Known tokens before the drafts.
+    pub known: usize,
+    /// Drafts, and guesses behind them.
+    pub num_drafts: usize,
+}
+
+/// A step in which `rows` rows verify drafts.
+pub fn verifying(number: u64, rows: usize, drafting: Drafting, blocks: Blocks) -> StepInputs {
+    let Drafting { context, known, num_drafts } = drafting;
+    let tokens = known + num_drafts;
+    let work: Vec<_> = (0..rows).map(|row| (row, context..context + tokens)).collect();
+    let mut inputs = step(number, &work, blocks);
+    inputs.samples.clear();
+    for row in 0..rows as u32 {
+        let end = (row + 1) * tokens as u32;
+        let sample = |token_index| SampleInput { row: RowId(row), token_index, num_generated: 0 };
+        inputs.samples.extend((end - 1 - num_drafts as u32..end).map(sample));
+        if blocks.has_states {
+            inputs.saved_states.push([row, known as u32, (blocks.rows as u32) + row]);
+        }
+    }
+    inputs.guesses = vec![num_drafts as u32; rows];
+    inputs.reach = vec![(blocks.per_row * BLOCK) as u32; rows];
+    inputs
 }
 
 /// A step in which row `work[i].0` computes the positions `work[i].1`: chunks first, then decodes of one token.

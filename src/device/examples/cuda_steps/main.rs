@@ -2,10 +2,12 @@
 //!
 //! `cargo run --release -p device --example cuda_steps -- [--shape llama2-7b|llama3-8b | --checkpoint DIR] [--layers N] [--simple] [--batch-invariant]
 //! [--no-graphs] [--context N] [--prefill N] [--batch N] [--rows N] [--weights bf16|fp8|fp8-blocks|fp8-weights-only|int4] [--kv-cache bf16|fp8|int8]
-//! [--tp-size N --rank R --exchange DIR] [--adapters N [--adapter-rank R]] [--sleep]`
+//! [--tp-size N --rank R --exchange DIR] [--adapters N [--adapter-rank R]] [--mtp N] [--sleep]`
 //!
 //! Prints milliseconds per decode step for several batch sizes and for a mixed step, with two steps in flight, and
 //! prefill tokens per second. `--sleep` measures sleep and wake in their place. `--layers`, `--weights` and `--adapters` are for random weights.
+//! With `--mtp`, rows of decode steps verify N drafts and the checkpoint's MTP head guesses N; a step gives 2.5 tokens of a row, on
+//! average, if N is above 1, as `launch --benchmark-forced-acceptance=2.5` has it, and the next begins when it is collected.
 //! With `--adapters`, each step also runs with adapters beside all linear layers: the first row has the first, and so on.
 
 mod inputs;
@@ -19,10 +21,13 @@ use std::time::{Duration, Instant};
 use device::FileExchange;
 use device::cuda::{CudaConfig, CudaDevice};
 use engine::{RowId, SamplingParams, TokenId};
-use inputs::{BLOCK, Blocks, step};
+use inputs::{BLOCK, Blocks, Drafting, step, verifying};
 use llama::{Llama, SHAPES, Shape, quantization, random_products};
 use models::Model;
-use ops::{AttentionSpec, Device, DeviceError, KvElements, Quantization, StepInputs, StepLimits, TensorParallel};
+use ops::{
+    AttentionSpec, Device, DeviceError, KvElements, Quantization, StepInputs, StepLimits, Target, TensorParallel,
+};
+use settings::{DeviceDrafter, WeightPrecision};
 
 const MAX_LEN: usize = 4096;
 const PREFILLS: [(usize, usize); 4] = [(1, 128), (1, 512), (1, 2048), (8, 2048)];
@@ -43,6 +48,7 @@ struct Options {
     kv_elements: KvElements,
     graphs: bool,
     sleeps: bool,
+    mtp: usize,
     adapters: usize,
     adapter_rank: usize,
     tp: TensorParallel,
@@ -74,6 +80,7 @@ fn options() -> Options {
         },
         graphs: !has("--no-graphs"),
         sleeps: has("--sleep"),
+        mtp: number("--mtp", 0),
         adapters: number("--adapters", 0),
         adapter_rank: number("--adapter-rank", 16),
         tp: TensorParallel { rank: number("--rank", 0) as u32, size: number("--tp-size", 1) as u32 },
@@ -103,7 +110,38 @@ impl Bench {
             inputs.adapters = inputs.rows.iter().map(|row| row.0 % self.adapters as u32).collect();
         }
         let model = &mut self.model;
-        self.device.run_step(&inputs, &mut |device| model.forward(device))
+        self.device.run_step(&inputs, &mut |device| model.forward(device))?;
+        model.guess(&mut self.device)
+    }
+
+    /// Milliseconds per step in which `rows` rows verify drafts behind `context` positions, and tokens per row and step.
+    fn time_drafts(
+        &mut self,
+        rows: usize,
+        context: usize,
+        num_drafts: usize,
+        blocks: Blocks,
+    ) -> Result<[f64; 2], DeviceError> {
+        let (warm_up, steps) = (12, 40);
+        let (mut start, mut known, mut tokens) = (Instant::now(), 1, 0);
+        for number in 0..warm_up + steps {
+            if number == warm_up {
+                (start, tokens) = (Instant::now(), 0);
+            }
+            if known > 1 && self.has_states {
+                let restored: Vec<_> = (0..rows).map(|row| blocks.restored(row)).collect();
+                self.device.copy_states(&restored)?;
+            }
+            let inputs = verifying(number as u64, rows, Drafting { context, known, num_drafts }, blocks);
+            self.run(inputs)?;
+            self.device.collect(true)?;
+            self.device.take_guesses();
+            let accepted = (1 + number % 2).min(num_drafts);
+            tokens += 1 + accepted;
+            // A state that has seen a rejected draft becomes the one before the drafts, and the tokens since are computed again.
+            known = if accepted < num_drafts && self.has_states { 1 + accepted } else { 1 };
+        }
+        Ok([start.elapsed().as_secs_f64() * 1e3 / steps as f64, tokens as f64 / steps as f64])
     }
 
     /// Milliseconds per step of `inputs(number)`, with two in flight.
@@ -157,6 +195,7 @@ fn config(options: &Options, vocab_size: usize) -> CudaConfig {
         use_fast_kernels: options.fast,
         batch_invariant: options.batch_invariant,
         sleep_mode: options.sleeps,
+        max_drafts: options.mtp,
         ..CudaConfig::new(options.tp.rank as usize, limits)
     }
 }
@@ -170,7 +209,12 @@ fn prepare(options: &Options, decode_blocks: usize, mark: impl Fn(&str)) -> Resu
     mark("device open");
     let mut adapter_slots = Vec::new();
     let mut model: Box<dyn Model<CudaDevice>> = match checkpoint.zip(described) {
-        Some((dir, config)) => models::load(dir, &config, &mut device)?,
+        Some((dir, mut config)) => {
+            if options.mtp > 0 {
+                config = config.with_drafter(&DeviceDrafter::Mtp, WeightPrecision::Checkpoint, Target::Cuda)?;
+            }
+            models::load(dir, &config, &mut device)?
+        }
         None => {
             let llama = Llama::load(&mut device, options.shape, options.layers, options.quantization)?;
             let slots = llama.adapter_slots(options.adapters, options.adapter_rank);
@@ -186,7 +230,7 @@ fn prepare(options: &Options, decode_blocks: usize, mark: impl Fn(&str)) -> Resu
     device.allocate_cache(&spec, spec.kv_windows.len() * num_blocks)?;
     let has_states = !spec.states.is_empty();
     if has_states {
-        device.allocate_states(&spec, options.rows)?;
+        device.allocate_states(&spec, 2 * options.rows)?;
     }
     for row in 0..options.rows as u32 {
         device.join_row(RowId(row), &[TokenId(1)], 1, &SamplingParams::default())?;
@@ -244,6 +288,16 @@ fn main() -> Result<(), AnyError> {
     let blocks = bench.blocks(rows, decode_blocks);
     let decode = |count: usize, number: usize| (0..count).map(move |row| (row, context + number..context + number + 1));
     let batches = [1, 2, 4, 8, 16, 32, 64, 128, 256].into_iter().filter(|&b| b <= rows);
+    if options.mtp > 0 {
+        for batch in batches {
+            let [ms, tokens] = bench.time_drafts(batch, context, options.mtp, blocks)?;
+            let each = ms / tokens;
+            print_rank_0(format!(
+                "drafts batch {batch:>4} context {context}: {ms:.3} ms a step of {tokens} tokens, {each:.3} ms a token"
+            ));
+        }
+        return Ok(());
+    }
     for batch in batches.filter(|&b| options.batch == 0 || options.batch == b) {
         let inputs = |number: usize| step(number as u64, &decode(batch, number).collect::<Vec<_>>(), blocks);
         for adapters in with_and_without(options.adapters) {

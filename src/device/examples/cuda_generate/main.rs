@@ -2,14 +2,17 @@
 //! as JSON, which `scripts/check_gpu_model.py` compares with transformers.
 //!
 //! `cuda_generate CHECKPOINT OUT.json [--tp-size N --rank R] [--stages N --stage I] [--exchange DIR] [--tokens N] [--simple]
-//! [--no-graphs] [--logits] [--drafts PLAIN.json] [--kv-cache bf16|fp8|int8] [--adapters DIR,DIR…]`
+//! [--no-graphs] [--logits] [--drafts PLAIN.json] [--guesses N] [--kv-cache bf16|fp8|int8] [--adapters DIR,DIR…]`
 //!
 //! Prompts join two at a time while earlier ones decode, in chunks of at most 96 tokens, so that every kind of step
 //! runs: prefill with and without a cached prefix, mixed steps, recorded decodes. With `--logits`, log-probabilities
 //! are computed from the raw logits that steps report. With `--drafts`, rows verify right and wrong drafts: the tokens
-//! of an earlier run, some of them changed. If the model has recurrent states, one is copied to another slot before each
+//! of an earlier run, some of them changed. With `--guesses`, the model's MTP head guesses so many tokens behind each new one, which
+//! are written, too (`scripts/check_gpu_guesses.py`), and every second step verifies them instead. If the model has recurrent states, one is copied to another slot before each
 //! step. With `--adapters`, folders that PEFT has saved, rows have them in turn, and then none; slots are filled before the step in which their
 //! first row joins, while others run, and at first with another adapter.
+
+mod states;
 
 use std::collections::VecDeque;
 use std::path::PathBuf;
@@ -18,13 +21,15 @@ use std::time::Duration;
 
 use device::cuda::{CudaConfig, CudaDevice};
 use device::{Exchange, FileExchange};
-use engine::{CopiedState, RevisedRow, RowId, SampledToken, SamplingParams, StateId, TokenId};
+use engine::{RevisedRow, RowId, SampledToken, SamplingParams, TokenId};
 use models::{Adapter, AdapterBounds, MAX_ADAPTER_RANK};
 use ops::{
     AttentionSpec, Device, KvElements, NO_ADAPTER, PipelineStage, SampleInput, StepInputs, StepLimits, TOKEN_ON_DEVICE,
-    TensorParallel,
+    Target, TensorParallel,
 };
 use serde_json::json;
+use settings::{DeviceDrafter, WeightPrecision};
+use states::Slots;
 
 const PROMPT_LENS: [usize; 10] = [1, 3, 17, 64, 130, 300, 500, 97, 33, 2];
 const CHUNK: usize = 96;
@@ -46,6 +51,13 @@ struct Row {
     earlier: Vec<u32>,
     /// Drafts of the step in flight.
     guesses: Vec<u32>,
+    /// What the device has guessed behind the newest token, and all that it has guessed, with the number of outputs then.
+    guessed: Vec<u32>,
+    all_guessed: Vec<(usize, Vec<u32>)>,
+    /// Number of positions before the drafts of its last step, whose recurrent state was saved.
+    saved_at: usize,
+    /// Whether the recurrent state has seen a rejected draft.
+    must_restore: bool,
     outputs: Vec<SampledToken>,
 }
 
@@ -60,6 +72,7 @@ struct Options {
     graphs: bool,
     logits: bool,
     drafts: Option<PathBuf>,
+    guesses: usize,
     kv_elements: KvElements,
     adapters: Vec<PathBuf>,
 }
@@ -73,7 +86,7 @@ impl Options {
 
     /// Whether every step waits for the tokens of the last one, which the host sends.
     fn sends_tokens(&self) -> bool {
-        self.drafts.is_some() || self.stage.count > 1
+        self.drafts.is_some() || self.guesses > 0 || self.stage.count > 1
     }
 }
 
@@ -93,6 +106,7 @@ fn options() -> Options {
         graphs: !arguments.iter().any(|a| a == "--no-graphs"),
         logits: arguments.iter().any(|a| a == "--logits"),
         drafts: value("--drafts").map(PathBuf::from),
+        guesses: number("--guesses", 0),
         adapters: value("--adapters").map(|list| list.split(',').map(PathBuf::from).collect()).unwrap_or_default(),
         kv_elements: match value("--kv-cache").as_deref() {
             None | Some("bf16") => KvElements::Plain,
@@ -115,17 +129,39 @@ fn prompt(index: usize, length: usize, vocab: usize) -> Vec<u32> {
 impl Row {
     fn new(index: usize, length: usize, vocab: usize, earlier: Vec<u32>) -> Self {
         let tokens = prompt(index, length, vocab);
-        Self { tokens, num_prompt: length, computed: 0, queued: 0, earlier, guesses: Vec::new(), outputs: Vec::new() }
+        Self {
+            tokens,
+            num_prompt: length,
+            computed: 0,
+            queued: 0,
+            earlier,
+            guesses: Vec::new(),
+            guessed: Vec::new(),
+            all_guessed: Vec::new(),
+            saved_at: 0,
+            must_restore: false,
+            outputs: Vec::new(),
+        }
+    }
+
+    /// Number of tokens before drafts that a decode computes: several if a recurrent state was restored.
+    fn num_known(&self) -> usize {
+        self.tokens.len().saturating_sub(self.computed).max(1)
     }
 
     fn is_prefilling(&self) -> bool {
         self.computed < self.num_prompt
     }
 
-    /// Guesses the tokens after the newest one; every third time one guess is wrong.
-    fn guess(&mut self, max_output: usize) {
+    /// Guesses the tokens after the newest one; every third time one guess is wrong. Every second time the device has guessed them.
+    fn guess(&mut self, step: u64, max_output: usize) {
         let known = self.outputs.len();
         let count = (known % (MAX_DRAFTS + 1)).min(max_output.saturating_sub(known + 1));
+        let guessed = std::mem::take(&mut self.guessed);
+        if step.is_multiple_of(2) && !guessed.is_empty() {
+            self.guesses = guessed.into_iter().take(max_output.saturating_sub(known + 1)).collect();
+            return;
+        }
         self.guesses = self.earlier.iter().skip(known).take(count).copied().collect();
         if known.is_multiple_of(3)
             && let Some(guess) = self.guesses.last_mut()
@@ -135,7 +171,13 @@ impl Row {
     }
 
     /// Processes a step's choices: one token, or those of the drafts up to the first wrong one.
-    fn settle(&mut self, row: u32, sampled: Vec<SampledToken>, sends_tokens: bool) -> Option<RevisedRow> {
+    fn settle(
+        &mut self,
+        row: u32,
+        sampled: Vec<SampledToken>,
+        sends_tokens: bool,
+        has_states: bool,
+    ) -> Option<RevisedRow> {
         let num_kept = self.tokens.len() as u32;
         let guesses = std::mem::take(&mut self.guesses);
         let num_right = guesses.iter().zip(&sampled).take_while(|(guess, found)| **guess == found.token.0).count();
@@ -146,14 +188,17 @@ impl Row {
             return None;
         }
         self.tokens.extend(tokens.iter().map(|token| token.0));
-        (self.computed, self.queued) = (self.tokens.len() - 1, self.outputs.len());
+        // A recurrent state that has seen a rejected draft becomes the one before the drafts.
+        self.must_restore = num_right < guesses.len();
+        self.computed = if self.must_restore && has_states { self.saved_at } else { self.tokens.len() - 1 };
+        self.queued = self.outputs.len();
         Some(RevisedRow { row: RowId(row), parent: RowId(row), num_kept, tokens })
     }
 }
 
 /// The kind of work of a row in a step. Steps contain chunks first, then rows that verify, then decodes.
 fn kind(row: &Row) -> usize {
-    match (row.is_prefilling(), row.guesses.is_empty()) {
+    match (row.is_prefilling(), row.guesses.is_empty() && row.num_known() == 1) {
         (true, _) => 0,
         (false, false) => 1,
         (false, true) => 2,
@@ -171,8 +216,8 @@ fn plan(
     inputs.clear(step);
     inputs.max_blocks = MAX_BLOCKS;
     let mut sampling = Vec::new();
-    if options.drafts.is_some() {
-        rows.iter_mut().filter(|row| !row.is_prefilling()).for_each(|row| row.guess(options.tokens));
+    if options.drafts.is_some() || options.guesses > 0 {
+        rows.iter_mut().filter(|row| !row.is_prefilling()).for_each(|row| row.guess(step, options.tokens));
     }
     let kinds: Vec<usize> = rows.iter().map(kind).collect();
     for wanted in 0..3 {
@@ -186,6 +231,12 @@ fn plan(
     if !options.adapters.is_empty() {
         let slot = |row: &RowId| options.adapter(row.0 as usize).map_or(NO_ADAPTER, |(_, slot)| slot);
         inputs.adapters = inputs.rows.iter().map(slot).collect();
+    }
+    if options.guesses > 0 {
+        let of_row = |row: &RowId| sampling.iter().any(|&(index, _)| index == row.0 as usize);
+        inputs.guesses = inputs.rows.iter().map(|row| if of_row(row) { options.guesses as u32 } else { 0 }).collect();
+        let reach = |&len: &u32| (len as usize + options.guesses).next_multiple_of(BLOCK).min(MAX_LEN) as u32;
+        inputs.reach = inputs.context_lens.iter().map(reach).collect();
     }
     if options.logits {
         inputs.logits = inputs.samples.iter().map(|sample| sample.token_index).collect();
@@ -209,7 +260,8 @@ fn add_tables(inputs: &mut StepInputs, group: usize, window: Option<usize>) {
 }
 
 fn add_row(inputs: &mut StepInputs, index: usize, row: &mut Row, kind: usize, sampling: &mut Vec<(usize, usize)>) {
-    let count = if kind == 0 { CHUNK.min(row.num_prompt - row.computed) } else { 1 + row.guesses.len() };
+    let count = if kind == 0 { CHUNK.min(row.num_prompt - row.computed) } else { row.num_known() + row.guesses.len() };
+    row.saved_at = row.computed + count - row.guesses.len();
     let first_guess = row.computed + count - row.guesses.len();
     for position in row.computed..row.computed + count {
         let guess = position.checked_sub(first_guess).map(|at| row.guesses[at]);
@@ -260,27 +312,6 @@ fn share(exchange: &FileExchange, tokens: Vec<SampledToken>, rows: &[(usize, usi
     rows.zip(sent).map(|(row, t)| SampledToken { row, token: token(t), logprob: None, top: Vec::new() }).collect()
 }
 
-/// The slots of recurrent states, one more than there are rows.
-struct Slots {
-    of_rows: Vec<u32>,
-    spare: u32,
-}
-
-impl Slots {
-    fn new(count: usize) -> Self {
-        let mut all = (0..count as u32).rev();
-        let spare = all.next().expect("there is a slot");
-        Self { of_rows: all.collect(), spare }
-    }
-
-    /// A row's state moves to the spare slot.
-    fn rotate(&mut self, step: u64) -> CopiedState {
-        let index = step as usize % self.of_rows.len();
-        let from = std::mem::replace(&mut self.of_rows[index], self.spare);
-        CopiedState { from: StateId(from), to: StateId(std::mem::replace(&mut self.spare, from)) }
-    }
-}
-
 fn exchange(folder: PathBuf, place: TensorParallel) -> Result<Arc<FileExchange>, Box<dyn std::error::Error>> {
     if place.size > 1 {
         std::fs::create_dir_all(&folder)?;
@@ -299,10 +330,14 @@ fn earlier(path: Option<&PathBuf>) -> Result<Vec<Vec<u32>>, Box<dyn std::error::
 
 fn main() -> Result<(), Box<dyn std::error::Error>> {
     let options = options();
-    let config = models::Config::from_dir(&options.checkpoint)?;
+    let mut config = models::Config::from_dir(&options.checkpoint)?;
+    if options.guesses > 0 {
+        config = config.with_drafter(&DeviceDrafter::Mtp, WeightPrecision::Checkpoint, Target::Cuda)?;
+    }
     let limits = StepLimits {
         max_tokens: 1024,
-        max_rows: PROMPT_LENS.len(),
+        // Of rows with drafts, as many positions become decodes of their own.
+        max_rows: PROMPT_LENS.len() * if options.guesses > 0 { 8 } else { 1 },
         max_sequence_len: MAX_LEN,
         vocab_size: config.vocab_size,
     };
@@ -319,7 +354,7 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
         library_dirs,
         use_fast_kernels: !options.simple,
         use_graphs: options.graphs,
-        max_drafts: MAX_DRAFTS,
+        max_drafts: MAX_DRAFTS.max(options.guesses),
         ..CudaConfig::new((stage.index * tp.size + tp.rank) as usize, limits)
     })?;
     let mut model = models::load(&options.checkpoint, &config, &mut device)?;
@@ -328,9 +363,9 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
     let needed = windows.len() * PROMPT_LENS.len() * MAX_BLOCKS;
     assert!(device.memory_plan(&spec)?.max_blocks >= needed, "too little memory");
     device.allocate_cache(&spec, needed)?;
-    let mut slots = (!spec.states.is_empty()).then(|| Slots::new(PROMPT_LENS.len() + 1));
+    let mut slots = (!spec.states.is_empty()).then(|| Slots::new(PROMPT_LENS.len()));
     if let Some(slots) = &slots {
-        device.allocate_states(&spec, slots.of_rows.len() + 1)?;
+        device.allocate_states(&spec, slots.count())?;
     }
 
     let bounds = AdapterBounds { max_rank: MAX_ADAPTER_RANK, max_bytes: u64::MAX };
@@ -360,15 +395,28 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
         let is_done = inputs.rows.is_empty();
         if !is_done {
             if let Some(slots) = &mut slots {
+                let restored = (0..rows.len()).filter(|&row| std::mem::take(&mut rows[row].must_restore));
+                let restored: Vec<_> = restored.map(|row| slots.restored(row)).collect();
+                device.copy_states(&restored)?;
                 device.copy_states(&[slots.rotate(step)])?;
                 inputs.states = inputs.rows.iter().map(|row| slots.of_rows[row.0 as usize]).collect();
+                for (index, starts) in inputs.row_starts.windows(2).enumerate() {
+                    let row = inputs.rows[index].0 as usize;
+                    let num_drafts = rows[row].guesses.len() as u32;
+                    if num_drafts > 0 {
+                        let saved = [index as u32, starts[1] - starts[0] - num_drafts, slots.before_drafts[row]];
+                        inputs.saved_states.push(saved);
+                    }
+                }
             }
             device.run_step(&inputs, &mut |device| model.forward(device))?;
+            model.guess(&mut device)?;
             in_flight.push_back(sampled);
         }
         while in_flight.len() > max_in_flight || (is_done && !in_flight.is_empty()) {
             let sampled = in_flight.pop_front().ok_or("a step is in flight")?;
             let mut outputs = device.collect(true)?.ok_or("a queued step gives its tokens")?;
+            let guessed = device.take_guesses();
             for (output, logits) in outputs.iter_mut().zip(device.take_logits()) {
                 output.top = likeliest(&logits);
             }
@@ -378,9 +426,16 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
             let mut outputs = outputs.into_iter();
             for (index, count) in sampled {
                 let choices = outputs.by_ref().take(count).collect();
-                if let Some(revised) = rows[index].settle(index as u32, choices, options.sends_tokens()) {
+                if let Some(revised) =
+                    rows[index].settle(index as u32, choices, options.sends_tokens(), slots.is_some())
+                {
                     device.revise(&[revised], &[])?;
                 }
+            }
+            for (row, tokens) in guessed {
+                let row = &mut rows[row.0 as usize];
+                row.guessed = tokens.iter().map(|token| token.0).collect();
+                row.all_guessed.push((row.outputs.len(), row.guessed.clone()));
             }
         }
         if is_done {
@@ -395,7 +450,8 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
             let tokens: Vec<u32> = row.outputs.iter().map(|o| o.token.0).collect();
             let top: Vec<Vec<(u32, f32)>> =
                 row.outputs.iter().map(|o| o.top.iter().map(|(t, p)| (t.0, *p)).collect()).collect();
-            json!({ "prompt": row.tokens[..row.num_prompt], "tokens": tokens, "top": top, "adapter": adapter })
+            let (prompt, guesses) = (&row.tokens[..row.num_prompt], &row.all_guessed);
+            json!({ "prompt": prompt, "tokens": tokens, "top": top, "adapter": adapter, "guesses": guesses })
         })
         .collect();
     std::fs::write(&options.out, serde_json::to_vec(&json!({ "sequences": sequences }))?)?;

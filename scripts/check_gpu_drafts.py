@@ -1,0 +1,134 @@
+#!/usr/bin/env python3
+"""Compares a served model with and without drafts of its MTP head: the tokens, and the speed at a forced acceptance.
+
+    check_gpu_drafts.py [--shape qwen35moe] [--layers 8] [--num-tokens 3] [--device cuda] [--bin DIR] [--port N]
+    check_gpu_drafts.py --checkpoint DIR --forced 2.5 [--num-tokens 2] [--batches 1 8 32] [--out FILE.json]
+
+Without --forced, the checkpoint is one of make_checkpoint.py whose tokens follow each other in an order that the head knows, too, so that
+many drafts are right and no two tokens are nearly as likely. Greedy and drawn requests, one by one and together, must have the same tokens
+with drafts and without, and more than a fifth of the drafts, but not all, must be accepted.
+
+With --forced, drafts of a checkpoint with any weights are accepted at that rate (`launch --benchmark-forced-acceptance`), and the script
+prints tokens a second with and without drafts at each batch size, both from one run. Needs torch and transformers for --shape.
+"""
+import argparse, concurrent.futures, json, pathlib, random, re, subprocess, sys, tempfile, urllib.request
+
+from serving_bench import Bench, gpu_name
+
+NUM_OUTPUT = 120
+
+
+def metric(port, name):
+    text = urllib.request.urlopen(f"http://localhost:{port + 2}/metrics", timeout=30).read().decode()
+    return sum(float(value) for value in re.findall(rf"^trireme_llm_{name}(?:{{.*}})? ([0-9.e+]+)$", text, re.M))
+
+
+def make_predictable(folder):
+    """Makes token `t + 7` follow token `t`: logits depend on the last token most, and the head passes the embedding on."""
+    import torch
+    from safetensors.torch import load_file, save_file
+    tensors = load_file(folder / "model.safetensors")
+    embedding = torch.randn_like(tensors["model.embed_tokens.weight"], dtype=torch.float32)
+    vocab, width = embedding.shape
+    tensors["model.embed_tokens.weight"] = embedding.bfloat16()
+    tensors["lm_head.weight"] = (embedding.roll(7, 0) * 24 / width).bfloat16()
+    joining = 0.3 * torch.randn(width, 2 * width) * width ** -0.5 + torch.eye(width, 2 * width)
+    tensors["mtp.fc.weight"] = joining.bfloat16()
+    for name in tensors:
+        if name.endswith(("o_proj.weight", "out_proj.weight", "down_proj.weight", "experts.down_proj")):
+            tensors[name] = tensors[name] * 0.3
+    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def requests(vocab):
+    """Greedy and drawn ones with prompts of several lengths."""
+    source = random.Random(3)
+    for index, length in enumerate((5, 40, 130, 700, 17, 64, 300, 90)):
+        prompt = [source.randrange(10, vocab) for _ in range(length)]
+        sampling = {"temperature": 0.7, "runtime_top_p": 0.9, "random_seed": index} if index % 2 else {}
+        yield {"input_ids": prompt, "input_lengths": length, "request_output_len": NUM_OUTPUT, "end_id": -1,
+               "exclude_input_in_output": True} | sampling
+
+
+def answer(port, body):
+    request = urllib.request.Request(f"http://localhost:{port}/v2/models/tensorrt_llm/generate", json.dumps(body).encode(),
+                                     {"Content-Type": "application/json"})
+    with urllib.request.urlopen(request, timeout=300) as response:
+        return json.loads(response.read())["output_ids"]
+
+
+def compare(args, checkpoint):
+    found = {}
+    for num_tokens in (0, args.num_tokens):
+        with tempfile.TemporaryDirectory() as scratch:
+            bench = Bench(checkpoint, args.device, pathlib.Path(scratch), args.bin, args.port, rows=48)
+            bench.set_parameters(mtp_num_tokens=num_tokens, max_tokens_in_paged_kv_cache=16000, enable_kv_cache_reuse="false")
+            bench.start(1)
+            try:
+                alone = [answer(args.port, body) for body in requests(bench.vocab)]
+                with concurrent.futures.ThreadPoolExecutor(8) as threads:
+                    together = list(threads.map(lambda body: answer(args.port, body), requests(bench.vocab)))
+                counts = [metric(args.port, name) for name in ("drafted_tokens_total", "accepted_draft_tokens_total")]
+            finally:
+                bench.stop()
+            found[num_tokens] = (alone, together, counts)
+    (alone, together, _), (alone_drafted, together_drafted, (drafted, accepted)) = found.values()
+    same = {name: sum(a == b for a, b in zip(one, two))
+            for name, one, two in (("alone", alone, alone_drafted), ("together", together, together_drafted))}
+    count = len(alone)
+    share = accepted / max(drafted, 1)
+    good = all(equal == count for equal in same.values()) and 0.2 < share < 1
+    print(f"{'ok  ' if good else 'FAIL'} {args.shape}: {same['alone']} of {count} requests have the same tokens alone, {same['together']} together; "
+          f"{accepted:.0f} of {drafted:.0f} drafts accepted ({100 * share:.0f} %)")
+    return good
+
+
+def measure(args):
+    figures = {"gpu": gpu_name(), "forced": args.forced, "num_tokens": args.num_tokens, "tokens_per_second": {}}
+    for name, flags, num_tokens in (("plain", [], 0), ("drafts", [f"--benchmark-forced-acceptance={args.forced}"], args.num_tokens)):
+        with tempfile.TemporaryDirectory() as scratch:
+            bench = Bench(args.checkpoint, args.device, pathlib.Path(scratch), args.bin, args.port, flags=flags)
+            bench.set_parameters(mtp_num_tokens=num_tokens)
+            bench.start(1)
+            try:
+                speeds = figures["tokens_per_second"][name] = {}
+                for batch in args.batches:
+                    # The first run records graphs and measures products.
+                    for repeat in range(2):
+                        run = bench.serve(f"{name}{batch}", bench.requests(batch, 64, args.output), batch)
+                    speeds[batch] = run["output_tokens_per_second"]
+            finally:
+                bench.stop()
+    print(json.dumps(figures))
+    plain, drafts = figures["tokens_per_second"].values()
+    for batch in args.batches:
+        print(f"batch {batch}: {plain[batch]:.1f} tokens/s without drafts, {drafts[batch]:.1f} with, {drafts[batch] / plain[batch]:.2f} x")
+    if args.out:
+        pathlib.Path(args.out).write_text(json.dumps(figures, indent=1) + "\n")
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shape", default="qwen35moe")
+    parser.add_argument("--layers", type=int, default=8)
+    parser.add_argument("--checkpoint", type=pathlib.Path)
+    parser.add_argument("--num-tokens", type=int, default=3)
+    parser.add_argument("--forced", type=float)
+    parser.add_argument("--batches", type=int, nargs="+", default=[1, 8, 32])
+    parser.add_argument("--output", type=int, default=256, help="tokens of each request of a measurement")
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--bin", default="target/release")
+    parser.add_argument("--port", type=int, default=8000)
+    parser.add_argument("--out")
+    args = parser.parse_args()
+    if args.forced:
+        return measure(args)
+    with tempfile.TemporaryDirectory() as made:
+        checkpoint = pathlib.Path(made)
+        make = [sys.executable, pathlib.Path(__file__).parent / "make_checkpoint.py", args.shape, checkpoint, "--layers", str(args.layers)]
+        subprocess.run([str(part) for part in make], check=True, capture_output=True)
+        make_predictable(checkpoint)
+        sys.exit(0 if compare(args, checkpoint) else 1)
+
+
+main()

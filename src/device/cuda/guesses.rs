@@ -1,0 +1,336 @@
+//! Guesses at the tokens behind those of a step, by a head of the model.
+//!
+//! Nothing waits for the host: the chosen tokens, and so the number of accepted drafts, are read on the GPU, which makes the inputs of
+//! each pass. The first pass has the shape of the step, with the tokens that follow. Each further pass has one token of each row that
+//! guesses, as decodes have; rows that have all of their guesses become padding. Passes are recorded as steps are.
+
+use std::sync::Arc;
+
+use bytemuck::Zeroable;
+use engine::{RowId, TokenId};
+use kernels::cuda::gather_rows::gather_rows;
+use kernels::cuda::guess::{self, FollowRow, Followed, GuessRows, MAX_SAMPLES, NO_GUESS, NextPass, Results};
+use kernels::cuda::sample::{Outputs, Samples};
+use kernels::cuda::{CudaError, DeviceBuffer, Gpu, PinnedBuffer, Span};
+use ops::{DeviceError, SampleInput, StepInputs};
+
+use super::sampling::Choice;
+use super::step::{self, Layout, StepShape, StepSpans, TableShape};
+use super::{CudaDevice, CudaTensor, CudaWeight, device_error, verify};
+
+/// Words of a [`FollowRow`].
+const FOLLOW_WORDS: usize = size_of::<FollowRow>() / 4;
+
+/// Buffers of guesses, and the passes behind the current step.
+pub(super) struct Guesses {
+    /// Inputs of passes: those of a decode, then `wanted`, `index` and rows to follow.
+    block: DeviceBuffer,
+    /// The same on the host for each step that may be queued.
+    pinned: Vec<PinnedBuffer>,
+    /// `[T]` u32: the tokens that follow those of the step.
+    followed: DeviceBuffer,
+    /// `[G]` u32.
+    made: DeviceBuffer,
+    /// Outputs of one pass: a slot, and its number, 0.
+    guessed: DeviceBuffer,
+    zero: DeviceBuffer,
+    results: PinnedBuffer,
+    max_rows: usize,
+    most: usize,
+    passes: Option<Passes>,
+}
+
+/// The passes behind the current step.
+struct Passes {
+    /// Slot of the step, and the samples of its plan with their indices in the outputs.
+    slot: usize,
+    samples: Vec<(usize, SampleInput)>,
+    /// The rows that guess.
+    rows: Vec<RowId>,
+    /// Their number with padding.
+    count: usize,
+    /// The largest number of guesses.
+    most: usize,
+    num_done: usize,
+    /// Whether the first pass is recorded, as the step is.
+    is_recorded: bool,
+    /// The inputs of further passes.
+    spans: StepSpans,
+    wanted: Span,
+    index: Span,
+    follow: Span,
+}
+
+/// The arrays of a block for `count` rows that guess and `rows` of the step: the inputs of a decode, and the first words of `wanted`,
+/// `index` and the rows to follow.
+fn arrays(count: usize, tables: TableShape) -> (Layout, [usize; 3]) {
+    let layout = Layout::new(StepShape::decode(count, false), tables);
+    let wanted = layout.words;
+    let index = (wanted + 2 * count).next_multiple_of(16);
+    (layout, [wanted, index, (index + count).next_multiple_of(16)])
+}
+
+/// Words of a block.
+fn block_words(max_rows: usize, tables: TableShape) -> usize {
+    let (_, [.., follow]) = arrays(max_rows, tables);
+    follow + max_rows * FOLLOW_WORDS
+}
+
+impl Guesses {
+    /// Bytes on the GPU.
+    pub(super) fn bytes(max_tokens: usize, max_rows: usize, tables: TableShape) -> usize {
+        4 * (block_words(max_rows, tables) + max_tokens + max_rows + 1) + Outputs::slot_bytes(max_rows, 0)
+    }
+
+    /// For steps of up to `max_tokens` tokens and `max_rows` rows, padding included, with up to `most` guesses of each; as many as
+    /// `num_slots` are queued.
+    pub(super) fn new(
+        gpu: &Arc<Gpu>,
+        [max_tokens, max_rows, most, num_slots]: [usize; 4],
+        tables: TableShape,
+    ) -> Result<Self, CudaError> {
+        let words = block_words(max_rows, tables);
+        let pinned = |bytes: usize| PinnedBuffer::new(gpu, bytes);
+        Ok(Self {
+            block: DeviceBuffer::with_count::<u32>(gpu, words)?,
+            pinned: (0..num_slots).map(|_| pinned(words * 4)).collect::<Result<_, _>>()?,
+            followed: DeviceBuffer::with_count::<u32>(gpu, max_tokens)?,
+            made: DeviceBuffer::with_count::<u32>(gpu, max_rows)?,
+            guessed: DeviceBuffer::new(gpu, Outputs::slot_bytes(max_rows, 0))?,
+            zero: DeviceBuffer::from_slice(gpu, &[0u32])?,
+            results: pinned(num_slots * Results::slot_bytes(max_rows, most))?,
+            max_rows,
+            most,
+            passes: None,
+        })
+    }
+
+    /// The guesses of the step in `slot`, which has completed.
+    pub(super) fn read(&self, slot: usize, rows: &[RowId]) -> Vec<(RowId, Vec<TokenId>)> {
+        let bytes = Results::slot_bytes(self.max_rows, self.most);
+        let words: &[u32] = bytemuck::cast_slice(&self.results[slot * bytes..(slot + 1) * bytes]);
+        let of_row = |(&row, words): (&RowId, &[u32])| {
+            let tokens = words[1..].iter().take(words[0] as usize);
+            (row, tokens.map(|&token| TokenId(token)).collect())
+        };
+        rows.iter().zip(words.chunks_exact(1 + self.most)).map(of_row).collect()
+    }
+}
+
+impl CudaDevice {
+    /// Marks the end of a step's tokens. What guesses behind them comes before the end of the step.
+    pub(super) fn end_step(&mut self, slot: usize, samples: Vec<(usize, SampleInput)>) -> Result<(), DeviceError> {
+        match &mut self.guesses {
+            Some(guesses) => {
+                guesses.passes.as_mut().expect("passes begin with the step").samples = samples;
+                Ok(())
+            }
+            None => self.finish_step(slot, &samples, Vec::new()),
+        }
+    }
+
+    fn passes(&self) -> &Passes {
+        self.guesses.as_ref().and_then(|guesses| guesses.passes.as_ref()).expect("passes belong to a step")
+    }
+
+    /// Uploads the inputs of guesses behind the step in `slot`, if the model has a drafter. `whole` is the step as it is in the plan;
+    /// `inputs` may have positions as decodes of their own.
+    pub(super) fn begin_guesses(
+        &mut self,
+        [inputs, whole]: [&StepInputs; 2],
+        slot: usize,
+        is_recorded: bool,
+    ) -> Result<(), DeviceError> {
+        if self.guesses.is_none() {
+            return Ok(());
+        }
+        let refuse = |reason: String| DeviceError::Call { call: format!("step {}", whole.step), reason };
+        let (bounds, shape) = (self.bounds()?, self.current().shape);
+        let mut follow = vec![FollowRow::zeroed(); shape.rows];
+        let mut next = StepInputs { step: whole.step, max_blocks: whole.max_blocks, ..StepInputs::default() };
+        let (mut wanted, mut guessing) = (Vec::new(), Vec::new());
+        for (index, (&row, starts)) in whole.rows.iter().zip(whole.row_starts.windows(2)).enumerate() {
+            let own = whole.samples.partition_point(|sample| sample.token_index < starts[0]);
+            let end = whole.samples.partition_point(|sample| sample.token_index < starts[1]);
+            let samples = &whole.samples[own..end];
+            let are_last = (starts[1] - samples.len() as u32..).zip(samples).all(|(index, s)| s.token_index == index);
+            if !are_last || samples.len() > MAX_SAMPLES {
+                let count = samples.len();
+                return Err(refuse(format!("row {} chooses {count} tokens, not at its last positions", row.0)));
+            }
+            let next_position = whole.positions[starts[1] as usize - 1] as usize + 1;
+            let output = |sample: &SampleInput| verify::sample_at(inputs, sample.token_index).unwrap_or(0) as u32;
+            let count = whole.guesses.get(index).copied().unwrap_or(0).min(self.config.max_drafts as u32);
+            let guesses = count > 0 && !samples.is_empty();
+            follow[index] = FollowRow {
+                first: starts[0],
+                end: starts[1],
+                first_sample: samples.first().map_or(0, output),
+                num_samples: samples.len() as u32,
+                next_token: self.rows.known_token(row.0 as usize, next_position).unwrap_or(0),
+                num_generated: samples.first().map_or(0, |sample| sample.num_generated),
+                guess: if guesses { next.rows.len() as u32 } else { NO_GUESS },
+                reserved: 0,
+            };
+            if guesses {
+                wanted.extend([count, whole.reach[index].min(bounds.max_positions as u32)]);
+                next.samples.push(SampleInput { row, token_index: next.rows.len() as u32, num_generated: 0 });
+                next.rows.push(row);
+                guessing.push(index);
+            }
+        }
+        let count = self.graphs.bucket_of(guessing.len()).unwrap_or(guessing.len());
+        let (layout, [wanted_at, index_at, follow_at]) = arrays(count, bounds.tables);
+        let words = follow_at + shape.rows * FOLLOW_WORDS;
+        let most = wanted.iter().step_by(2).copied().max().unwrap_or(0) as usize;
+        let num_rows = next.rows.len();
+        next.row_starts = (0..=num_rows as u32).collect();
+        (next.token_ids, next.positions, next.context_lens) = (vec![0; num_rows], vec![0; num_rows], vec![0; num_rows]);
+        next.slots = vec![0; bounds.tables.num_groups * num_rows];
+        for group in 0..bounds.tables.num_groups {
+            guessing.iter().for_each(|&row| next.block_tables.extend_from_slice(whole.block_table(group, row)));
+        }
+        let guesses = self.guesses.as_mut().expect("as above");
+        let pinned: &mut [u32] = bytemuck::cast_slice_mut(&mut guesses.pinned[slot]);
+        let shape = StepShape::decode(count, false);
+        step::pack_guesses(&next, &bounds, shape, slot as u32, pinned);
+        pinned[wanted_at..follow_at].fill(0);
+        pinned[wanted_at..wanted_at + wanted.len()].copy_from_slice(&wanted);
+        pinned[follow_at..words].copy_from_slice(bytemuck::cast_slice(&follow));
+        let block = guesses.block.span();
+        // SAFETY: the slot's last step was collected, so its copy is complete; the buffer is not written again before this copy is.
+        let copied = unsafe { self.queue.upload(block, pinned.as_ptr().cast(), words * 4) };
+        copied.map_err(device_error)?;
+        guesses.passes = Some(Passes {
+            slot,
+            samples: Vec::new(),
+            rows: next.rows,
+            count,
+            most,
+            num_done: 0,
+            is_recorded,
+            spans: StepSpans::new(block, &layout, shape, bounds.tables),
+            wanted: block.elements::<u32>(wanted_at, 2 * count),
+            index: block.elements::<u32>(index_at, count),
+            follow: block.elements::<FollowRow>(follow_at / FOLLOW_WORDS, follow.len()),
+        });
+        Ok(())
+    }
+
+    /// Runs a pass of guesses, or replays its recording. The first time, runs it op by op and then records it.
+    pub(super) fn run_pass(
+        &mut self,
+        pass: &mut dyn FnMut(&mut Self) -> Result<(), DeviceError>,
+    ) -> Result<(), DeviceError> {
+        let Passes { count, num_done, is_recorded, spans, .. } = *self.passes();
+        let is_first = num_done == 0;
+        if !is_first {
+            self.is_split = false;
+            let shape = StepShape::decode(count, false);
+            let is_greedy = self.current().is_greedy;
+            self.current = Some(super::Current { spans, ..self.step_at(shape, is_greedy) });
+        }
+        let has_bucket = self.graphs.bucket_of(count.max(1)) == Some(count.max(1));
+        match if is_first { is_recorded && (has_bucket || count == 0) } else { has_bucket } {
+            true => self.run_recorded_pass(is_first, count, pass),
+            false => {
+                // Kernels read positions and slots before the work in front of them is complete, as those of a step are known before.
+                // A graph waits for that work, and so does filling memory.
+                let zero = self.guesses.as_ref().expect("the model has a drafter").zero.span();
+                self.queue.fill(zero, 0).map_err(device_error)?;
+                pass(self)
+            }
+        }
+    }
+
+    fn guess_rows(&self) -> GuessRows {
+        let guesses = self.guesses.as_ref().expect("the model has a drafter");
+        let Passes { wanted, spans, count, .. } = *self.passes();
+        let (made, num_generated) = (guesses.made.span(), spans.num_generated);
+        GuessRows { wanted, made, positions: spans.positions, num_generated, count }
+    }
+
+    /// The tokens of the step become those that follow them.
+    pub(super) fn op_follow(&mut self) -> Result<(), DeviceError> {
+        let guesses = self.guesses.as_ref().expect("the model has a drafter");
+        let (current, passes) = (self.current(), self.passes());
+        let outputs = self.workspace().outputs(current.spans.slot, 0);
+        let step = Followed {
+            rows: passes.follow,
+            num_rows: current.shape.rows,
+            token_ids: self.step_at(current.shape, false).spans.token_ids,
+            positions: current.spans.positions,
+            outputs: outputs.base,
+            slot: outputs.slot,
+            slot_bytes: Outputs::slot_bytes(outputs.max_samples, outputs.max_top),
+        };
+        let followed = guesses.followed.span().elements::<u32>(0, current.shape.tokens);
+        guess::follow(&self.queue, &step, followed, passes.index, &self.guess_rows()).map_err(device_error)?;
+        self.current.as_mut().expect("passes belong to a step").spans.token_ids = followed;
+        Ok(())
+    }
+
+    /// Guesses a token for each row that needs one, and makes the inputs of the next pass.
+    pub(super) fn op_guess(&mut self, x: CudaTensor, head: &CudaWeight) -> Result<(), DeviceError> {
+        let Passes { count, num_done, index, spans, .. } = *self.passes();
+        if count == 0 {
+            return Ok(());
+        }
+        self.run_deferred()?;
+        self.flush()?;
+        let chosen = match num_done {
+            0 => self.gather(x, index, count)?,
+            _ => x.values,
+        };
+        let all = self.all_logits(chosen, head, count)?;
+        let guesses = self.guesses.as_ref().expect("the model has a drafter");
+        let (base, slot) = (guesses.guessed.span(), guesses.zero.span());
+        let choice = Choice {
+            samples: Samples { rows: spans.sample_rows, num_generated: spans.num_generated, count },
+            masks: None,
+            outputs: Outputs { base, slot, max_samples: guesses.max_rows, max_top: 0, first: 0 },
+        };
+        let results =
+            Results { base: guesses.results.span(), slot: spans.slot, max_rows: guesses.max_rows, most: guesses.most };
+        self.choose_from(all, head, choice)?;
+        let (bounds, [slots, block_tables]) = (self.bounds()?, [spans.slots, spans.block_tables]);
+        let next = NextPass {
+            token_ids: spans.token_ids,
+            context_lens: spans.context_lens,
+            slots: slots.all,
+            slot_stride: slots.stride,
+            block_tables: block_tables.all,
+            table_stride: block_tables.stride,
+            max_blocks: bounds.tables.stride,
+            block_size: bounds.block_size,
+            num_groups: bounds.tables.num_groups,
+        };
+        guess::advance(&self.queue, base, &self.guess_rows(), &next, &results).map_err(device_error)
+    }
+
+    /// Rows of `x`, one after the other.
+    fn gather(&self, x: CudaTensor, index: Span, count: usize) -> Result<Span, DeviceError> {
+        let gathered = self.workspace().gathered.span();
+        gather_rows(&self.queue, gathered, x.values, index, count, x.cols).map_err(device_error)?;
+        Ok(gathered)
+    }
+
+    /// Prepares the next pass, for which `hidden` keeps the rows that guess; returns false, and ends the step, if there is none.
+    pub(super) fn op_next_guess(&mut self, hidden: Option<CudaTensor>) -> Result<bool, DeviceError> {
+        let guesses = self.guesses.as_mut().expect("the model has a drafter");
+        let passes = guesses.passes.as_mut().expect("passes belong to a step");
+        passes.num_done += 1;
+        let Passes { num_done, most, count, index, .. } = *passes;
+        if num_done >= most {
+            let Passes { slot, samples, rows, .. } = guesses.passes.take().expect("as above");
+            self.finish_step(slot, &samples, rows)?;
+            return Ok(false);
+        }
+        if let Some(hidden) = hidden.filter(|_| num_done == 1) {
+            let rows = self.gather(hidden, index, count)?;
+            let bytes = count * hidden.cols * 2;
+            self.queue.copy(hidden.values.part(0, bytes), rows.part(0, bytes)).map_err(device_error)?;
+        }
+        Ok(true)
+    }
+}
