@@ -122,8 +122,10 @@ impl CudaDevice {
     fn chains(&self) -> bool {
         let StepShape { tokens, prefill_rows, samples, has_adapters, .. } = self.current().shape;
         // Such a step does not gather the positions that sample, because scales are stored by token. Products of adapters are no
-        // links.
-        let decodes = prefill_rows == 0 && samples == tokens && self.reports.positions.is_empty() && !has_adapters;
+        // links. The output head of a masked step runs later, and not as a part of its recording.
+        let is_masked = self.current().is_masked;
+        let decodes =
+            prefill_rows == 0 && samples == tokens && self.reports.positions.is_empty() && !has_adapters && !is_masked;
         let is_faster = |memory: &Memory| match self.group.size() {
             1 => memory.chained_rows.contains(&tokens),
             _ => tokens <= MAX_ROWS && self.group.fused().is_some(),
