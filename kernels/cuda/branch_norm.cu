@@ -12,19 +12,25 @@
 // archs: 80 90a 100a ptx
 #include "common.cuh"
 
-constexpr int MAX_CHUNKS = 4;
-
-extern "C" __global__ void __launch_bounds__(1024)
-branch_norm_bf16(bf16* y, bf16* r, const bf16* p, const bf16* wp, const bf16* wn, u32 cols, float eps) {
+// Row blockIdx.x. Each thread has CHUNKS chunks of 8 elements. With one chunk, the weights are read before the wait, because no
+// kernel writes them, and the residual together with the branch.
+template <int CHUNKS>
+__device__ __forceinline__ void norm_chunks(bf16* y, bf16* r, const bf16* p, const bf16* wp, const bf16* wn, u32 cols, float eps) {
     __shared__ float scratch[32];
-    pdl_launch();
     const u64 row = (u64)blockIdx.x * cols;
     const u32 stride = blockDim.x * 8;
-    float x[MAX_CHUNKS][8];
+    float x[CHUNKS][8];
     float sum = 0.0f;
+    bf16x8 gain = {}, next_gain = {}, old = {};
+    const bool is_early = CHUNKS == 1 && threadIdx.x * 8 < cols;
+    if (is_early) {
+        gain = load8(wp + threadIdx.x * 8);
+        if (y) next_gain = load8(wn + threadIdx.x * 8);
+    }
     pdl_wait();
+    if (is_early) old = load8(r + row + threadIdx.x * 8);
 #pragma unroll
-    for (int c = 0; c < MAX_CHUNKS; ++c) {
+    for (int c = 0; c < CHUNKS; ++c) {
         const u32 i = c * stride + threadIdx.x * 8;
         if (i >= cols) break;
         const bf16x8 a = load8(p + row + i);
@@ -37,31 +43,40 @@ branch_norm_bf16(bf16* y, bf16* r, const bf16* p, const bf16* wp, const bf16* wn
     const float scale = rsqrtf(block_sum(sum, scratch) / cols + eps);
     sum = 0.0f;
 #pragma unroll
-    for (int c = 0; c < MAX_CHUNKS; ++c) {
+    for (int c = 0; c < CHUNKS; ++c) {
         const u32 i = c * stride + threadIdx.x * 8;
         if (i >= cols) break;
-        const bf16x8 g = load8(wp + i);
-        bf16x8 a = load8(r + row + i);
+        if (CHUNKS > 1) gain = load8(wp + i), old = load8(r + row + i);
+        bf16x8 stored;
 #pragma unroll
         for (int j = 0; j < 8; ++j) {
-            x[c][j] = to_f32(a.v[j]) + x[c][j] * scale * to_f32(g.v[j]);
+            x[c][j] = to_f32(old.v[j]) + x[c][j] * scale * to_f32(gain.v[j]);
             sum += x[c][j] * x[c][j];
-            a.v[j] = to_bf16(x[c][j]);
+            stored.v[j] = to_bf16(x[c][j]);
         }
-        store8(r + row + i, a);
+        store8(r + row + i, stored);
     }
-    if (y == nullptr) return;
-    __syncthreads();
+    if (!y) return;
     const float next = rsqrtf(block_sum(sum, scratch) / cols + eps);
 #pragma unroll
-    for (int c = 0; c < MAX_CHUNKS; ++c) {
+    for (int c = 0; c < CHUNKS; ++c) {
         const u32 i = c * stride + threadIdx.x * 8;
         if (i >= cols) break;
-        const bf16x8 g = load8(wn + i);
+        if (CHUNKS > 1) next_gain = load8(wn + i);
         bf16x8 out;
 #pragma unroll
-        for (int j = 0; j < 8; ++j) out.v[j] = to_bf16(x[c][j] * next * to_f32(g.v[j]));
+        for (int j = 0; j < 8; ++j) out.v[j] = to_bf16(x[c][j] * next * to_f32(next_gain.v[j]));
         store8(y + row + i, out);
+    }
+}
+
+extern "C" __global__ void __launch_bounds__(1024)
+branch_norm_bf16(bf16* y, bf16* r, const bf16* p, const bf16* wp, const bf16* wn, u32 cols, float eps) {
+    pdl_launch();
+    if (cols <= blockDim.x * 8) {
+        norm_chunks<1>(y, r, p, wp, wn, cols, eps);
+    } else {
+        norm_chunks<4>(y, r, p, wp, wn, cols, eps);
     }
 }
 
