@@ -8,7 +8,7 @@ use super::error::ensure;
 use super::gated_activation::GATE_GROUP;
 use super::low_rank::{Fused, LowRankOperands};
 pub use super::packed_weight::{PackedFormat, PackedWeight, TILE};
-use super::skinny_gemm::{Epilogue, MAX_ROWS, output_argument, width_for};
+use super::skinny_gemm::{CROWDED, Epilogue, MAX_ROWS, output_argument, width_for};
 use super::tensor_map::TensorMap;
 use super::{Arg, CudaError, Gpu, Launch, Queue, Span};
 
@@ -42,6 +42,7 @@ impl QuantizedSplit {
             _ => 1,
         };
         let (groups, ring_bytes) = match tiles * parts {
+            CROWDED.. if parts == 4 => (2, 100 << 10),
             0..133 => (if rows > MAX_WIDTH_OF_FOUR { 2 } else { 4 }, 200 << 10),
             _ => (2, 100 << 10),
         };

@@ -17,6 +17,9 @@ const OP: &str = "skinny_gemm";
 /// 128 bytes.
 const TILE: usize = 64;
 const SLICE: usize = 64;
+/// From this number of blocks on, clusters of four do not all find four free multiprocessors in one part of the GPU, and the last ones
+/// would wait until others have ended. Two of their blocks then fit on a multiprocessor.
+pub(super) const CROWDED: usize = 113;
 
 /// A linear layer's weight `[n, k]` and bias `[n]`, bf16.
 #[derive(Debug, Clone, Copy)]
@@ -87,6 +90,7 @@ impl Split {
         // One block per multiprocessor has a deep ring and passes several slices at a time to its tensor cores. With
         // more blocks, several share a multiprocessor, and those of the next kernel start as these end.
         let (groups, ring_bytes) = match tiles * parts {
+            CROWDED.. if parts == 4 => (2, 100 << 10),
             0..133 => (4, 200 << 10),
             440.. if parts == 1 => (2, if rows > 32 { 104 << 10 } else { 48 << 10 }),
             _ if rows > 32 => (2, 64 << 10),
