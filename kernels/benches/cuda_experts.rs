@@ -11,8 +11,9 @@ use kernels::cuda::gated_activation::GateActivation;
 use kernels::cuda::gather_rows::gather_rows;
 use kernels::cuda::grouped_gemm::{Gate, GroupedRows, GroupedWeight, Kernel, grouped_gemm};
 use kernels::cuda::quantized_gemm::PackedFormat;
+use kernels::cuda::route_few_tokens::{BARRIER_BYTES, RouterProduct, route_few_tokens, takes};
 use kernels::cuda::route_tokens::{Choices, Router, route_tokens};
-use kernels::cuda::sort_routes::{SortedRoutes, SortedRows, route_and_sort_tokens, sort_routes};
+use kernels::cuda::sort_routes::{SortedRoutes, SortedRows, sort_routes};
 use kernels::cuda::sum_experts::{ExpertOutputs, sum_experts};
 use kernels::cuda::{DeviceBuffer, Span};
 
@@ -64,9 +65,15 @@ fn main() {
             let copied = SortedRows { rows: rows.span(), x: x.span(), cols: hidden };
             let runs = if tokens > 1000 { 6 } else { 40 };
             let router = Router::softmax(logits.span(), slots.span(), count, true);
-            let outputs = ExpertOutputs { y: y.span(), choices, sorted, cols: hidden, also: Span::NULL };
-            let sort = |_| match tokens <= 16 {
-                true => route_and_sort_tokens(&q, sorted, choices, &router, tokens, copied),
+            let (also, also_factors) = (Span::NULL, Span::NULL);
+            let outputs = ExpertOutputs { y: y.span(), choices, sorted, cols: hidden, also, also_factors };
+            let (router_weight, barrier) = (random(&gpu, count * hidden), words(BARRIER_BYTES / 4));
+            q.fill(barrier.span(), 0).expect("a fill");
+            let (weight, width) = (router_weight.span(), hidden);
+            let product = RouterProduct { x: x.span(), weight, width, gate: None, barrier: barrier.span() };
+            // With few tokens, the product of the router is included.
+            let sort = |_| match takes(&gpu, tokens, top_k, count) {
+                true => route_few_tokens(&q, sorted, choices, &router, product, tokens, copied),
                 false => {
                     route_tokens(&q, choices, &router, tokens)?;
                     if tokens <= 128 {

@@ -82,6 +82,7 @@ pub mod quantized_gemm;
 mod queue;
 pub mod rms_norm;
 pub mod rope_cache;
+pub mod route_few_tokens;
 pub mod route_tokens;
 pub mod sample;
 pub mod scale;

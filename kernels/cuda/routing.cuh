@@ -4,12 +4,11 @@
 
 // The largest value of the warp, and the lowest index that has it.
 __device__ __forceinline__ void warp_likeliest(float& value, u32& index) {
-#pragma unroll
-    for (int d = 16; d > 0; d >>= 1) {
-        const float other = __shfl_xor_sync(FULL_WARP, value, d);
-        const u32 at = __shfl_xor_sync(FULL_WARP, index, d);
-        if (other > value || (other == value && at < index)) value = other, index = at;
-    }
+    // Integers in the order of the values; -0 becomes 0.
+    const u32 bits = __float_as_uint(value + 0.0f), key = bits ^ (bits >> 31 ? 0xffffffffu : 0x80000000u);
+    const u32 most = __reduce_max_sync(FULL_WARP, key);
+    index = __reduce_min_sync(FULL_WARP, key == most ? index : 0xffffffffu);
+    value = __uint_as_float(most ^ (most >> 31 ? 0x80000000u : 0xffffffffu));
 }
 
 // The two largest values of the warp.

@@ -1,5 +1,4 @@
-// sort_routes:           rows for the experts of a worker: tokens sorted by expert, then by token
-// route_and_sort_tokens: the same for few tokens, whose experts it chooses first, as route_tokens.cu
+// sort_routes: rows for the experts of a worker: tokens sorted by expert, then by token
 //
 // experts   [R]  u32: the expert of each route; route r belongs to token r / K
 // offsets   [L + 1] u32: the first row of each of the worker's experts first .. first + L, and the number of rows
@@ -7,15 +6,14 @@
 // places    [R]  u32: the row of each route; not written for routes to experts of other workers
 // rows      [R, E] bf16: row r is x[tokens[r], :]; not written if null
 // x         [T, E] bf16
-// launch    grid L, block 1024: one block for each expert; it reads all routes, or chooses them again. No result depends on
-//           the order of blocks
-// needs     E % 8 == 0, x and rows 16-byte aligned; R <= 2048 for route_and_sort_tokens: checked in sort_routes.rs
+// launch    grid L, block 1024: one block for each expert; it reads all routes. No result depends on the order of blocks
+// needs     E % 8 == 0, x and rows 16-byte aligned: checked in sort_routes.rs
 // bound     latency; memory for many tokens
-// test      tests/cuda_experts.rs and tests/cuda_routing.rs, exact
+// test      tests/cuda_experts.rs, exact
 // archs: 80 90a 100a ptx
-#include "routing.cuh"
+#include "common.cuh"
 
-constexpr int WARPS = 32, AHEAD = 4, MAX_ROUTES = 2048;
+constexpr int WARPS = 32, AHEAD = 4;
 
 struct Sorted {
     u32* offsets;
@@ -26,7 +24,7 @@ struct Sorted {
     u32 routes, top_k, first, cols;
 };
 
-// Finds the routes of expert first + blockIdx.x among `experts`, in global or shared memory.
+// Finds the routes of expert first + blockIdx.x among `experts`.
 __device__ __forceinline__ void sort(const Sorted& p, const u32* experts) {
     __shared__ u32 lower_of[WARPS], own_of[WARPS];
     const u32 warp = threadIdx.x / 32, lane = threadIdx.x % 32, first = p.first, expert = first + blockIdx.x, routes = p.routes;
@@ -89,21 +87,4 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32) sort_routes(const Sorte
     pdl_launch();
     pdl_wait();
     sort(p, experts);
-}
-
-extern "C" __global__ void __launch_bounds__(WARPS * 32)
-route_and_sort_tokens(const Sorted p, u32* experts, float* probabilities, const float* logits, const u32* slots, const Router router) {
-    __shared__ u32 chosen[MAX_ROUTES];
-    pdl_launch();
-    pdl_wait();
-    const u32 tokens = p.routes / p.top_k;
-    for (u32 token = threadIdx.x / 32; token < tokens; token += WARPS) {
-        const Choice choice = choose_experts(logits + (u64)token * router.count, slots[token], router);
-        if (threadIdx.x % 32 >= router.top_k) continue;
-        const u32 to = token * router.top_k + choice.place;
-        chosen[to] = choice.expert;
-        if (blockIdx.x == 0) experts[to] = choice.expert, probabilities[to] = choice.probability;
-    }
-    __syncthreads();
-    sort(p, chosen);
 }

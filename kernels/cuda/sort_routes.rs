@@ -3,7 +3,7 @@
 use half::bf16;
 
 use super::error::ensure;
-use super::route_tokens::{Choices, Router};
+use super::route_tokens::Choices;
 use super::{Arg, CudaError, Launch, Queue, Span};
 
 /// Tokens sorted by the experts of a worker.
@@ -32,9 +32,6 @@ pub struct SortedRows {
     pub cols: usize,
 }
 
-/// Maximum number of routes of [`route_and_sort_tokens`].
-pub const MAX_ROUTES: usize = 2048;
-
 /// Sorts the routes of `tokens` tokens by expert, then by token; routes to other workers' experts are left out. Copies
 /// the rows of each expert if `copied` is set.
 pub fn sort_routes(
@@ -49,36 +46,33 @@ pub fn sort_routes(
     q.launch("sort_routes", Launch::new(to.num_experts as u32, 1024), &args)
 }
 
-/// [`super::route_tokens`] and [`sort_routes`] in one kernel, for at most [`MAX_ROUTES`] routes.
-pub fn route_and_sort_tokens(
-    q: &Queue,
-    to: SortedRoutes,
-    choices: Choices,
-    router: &Router,
-    tokens: usize,
-    copied: SortedRows,
-) -> Result<(), CudaError> {
-    router.check(choices, tokens)?;
-    ensure!("route_and_sort_tokens", tokens * choices.top_k <= MAX_ROUTES, "more than {MAX_ROUTES} routes");
-    let (sorted, routing) = (parameters(to, choices, tokens, Some(copied))?, router.parameters(choices));
-    let args = [
-        Arg::Bytes(bytemuck::bytes_of(&sorted)),
-        choices.experts.into(),
-        choices.probabilities.into(),
-        router.logits.into(),
-        router.slots.into(),
-        Arg::Bytes(bytemuck::bytes_of(&routing)),
-    ];
-    q.launch("route_and_sort_tokens", Launch::new(to.num_experts as u32, 1024), &args)
-}
-
-/// `Sorted` of the kernels: offsets, tokens, places, rows, x, routes, top_k, first, cols.
+/// `Sorted` of the kernel: offsets, tokens, places, rows, x, routes, top_k, first, cols.
 fn parameters(
     to: SortedRoutes,
     choices: Choices,
     tokens: usize,
     copied: Option<SortedRows>,
 ) -> Result<[u64; 7], CudaError> {
+    check(to, choices, tokens, copied)?;
+    let routes = tokens * choices.top_k;
+    let (rows, x, cols) = copied.map_or((Span::NULL, Span::NULL, 0), |copied| (copied.rows, copied.x, copied.cols));
+    Ok([
+        to.offsets.address(),
+        to.tokens.address(),
+        to.places.address(),
+        rows.address(),
+        x.address(),
+        routes as u64 | (choices.top_k as u64) << 32,
+        to.first_expert as u64 | (cols as u64) << 32,
+    ])
+}
+
+pub(super) fn check(
+    to: SortedRoutes,
+    choices: Choices,
+    tokens: usize,
+    copied: Option<SortedRows>,
+) -> Result<(), CudaError> {
     let (op, routes) = ("sort_routes", tokens * choices.top_k);
     ensure!(op, to.num_experts > 0 && routes > 0, "{routes} routes to {} experts", to.num_experts);
     ensure!(op, to.offsets.count::<u32>() > to.num_experts, "offsets are shorter than {}", to.num_experts + 1);
@@ -90,14 +84,5 @@ fn parameters(
         ensure!(op, x.count::<bf16>() >= tokens * cols, "x is shorter than {tokens} x {cols}");
         ensure!(op, rows.is_aligned(16) && x.is_aligned(16), "a buffer is not 16-byte aligned");
     }
-    let (rows, x, cols) = copied.map_or((Span::NULL, Span::NULL, 0), |copied| (copied.rows, copied.x, copied.cols));
-    Ok([
-        to.offsets.address(),
-        to.tokens.address(),
-        to.places.address(),
-        rows.address(),
-        x.address(),
-        routes as u64 | (choices.top_k as u64) << 32,
-        to.first_expert as u64 | (cols as u64) << 32,
-    ])
+    Ok(())
 }

@@ -259,7 +259,8 @@ fn outputs_are_added_by_their_probabilities() {
             num_experts: range.len(),
         };
         let out = poisoned::<bf16>(&gpu, &q, tokens * cols);
-        let outputs = ExpertOutputs { y: y_on.span(), choices: routes.choices(), sorted, cols, also: Span::NULL };
+        let (also, also_factors) = (Span::NULL, Span::NULL);
+        let outputs = ExpertOutputs { y: y_on.span(), choices: routes.choices(), sorted, cols, also, also_factors };
         sum_experts(&q, out.span(), &outputs, tokens).expect("a launch");
         q.wait().expect("the kernel runs");
         let mut expected = vec![0.0f32; tokens * cols];
@@ -279,9 +280,12 @@ fn outputs_are_added_by_their_probabilities() {
         let with_other: Vec<f32> = expected.iter().zip(&other).map(|(sum, other)| sum + other.to_f32()).collect();
         let found = floats(&other_on.span().read::<bf16>(tokens * cols).expect("a copy"));
         assert_close("sum beside something else", &found, &with_other, 2.0f32.powi(-8), 1e-5);
-        let other_on = upload(&gpu, &other);
-        let outputs = ExpertOutputs { also: other_on.span(), ..outputs };
-        let expected = with_other;
+        // The same with factors.
+        let (factors, other_on) = ((0..tokens).map(|_| random.unit()).collect::<Vec<f32>>(), upload(&gpu, &other));
+        let factors_on = upload(&gpu, &factors);
+        let outputs = ExpertOutputs { also: other_on.span(), also_factors: factors_on.span(), ..outputs };
+        let scaled = other.iter().enumerate().map(|(i, other)| factors[i / cols] * other.to_f32());
+        let expected: Vec<f32> = expected.iter().zip(scaled).map(|(sum, other)| sum + other).collect();
 
         let (residual, gain) = (random.bf16s(tokens * cols, 1.0), random.bf16s(cols, 1.0));
         let (residual_on, gain_on) = (upload(&gpu, &residual), upload(&gpu, &gain));
@@ -320,7 +324,8 @@ fn inputs_are_multiplied_by_their_probabilities_and_outputs_then_added_as_they_a
         };
         let out = poisoned::<bf16>(&gpu, &q, tokens * cols);
         scale_routes(&q, scaled.span(), routes.choices(), sorted, num_routes, cols).expect("a launch");
-        let outputs = ExpertOutputs { y: scaled.span(), choices: routes.choices(), sorted, cols, also: Span::NULL };
+        let (also, also_factors) = (Span::NULL, Span::NULL);
+        let outputs = ExpertOutputs { y: scaled.span(), choices: routes.choices(), sorted, cols, also, also_factors };
         sum_experts(&q, out.span(), &outputs, tokens).expect("a launch");
         q.wait().expect("the kernels run");
         let mut rows = y.clone();

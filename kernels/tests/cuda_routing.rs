@@ -4,10 +4,11 @@ mod gpu;
 
 use std::sync::Arc;
 
-use gpu::{Random, assert_close, poisoned};
+use gpu::{Random, assert_close, floats, poisoned};
 use half::bf16;
+use kernels::cuda::route_few_tokens::{BARRIER_BYTES, RouterProduct, route_few_tokens, takes};
 use kernels::cuda::route_tokens::{Choices, GroupScore, Groups, Router, Scoring, route_tokens};
-use kernels::cuda::sort_routes::{MAX_ROUTES, SortedRoutes, SortedRows, route_and_sort_tokens, sort_routes};
+use kernels::cuda::sort_routes::{SortedRoutes, SortedRows, sort_routes};
 use kernels::cuda::{DeviceBuffer, Gpu, Queue, Span};
 use kernels::reference::{self, Choosing};
 
@@ -128,18 +129,38 @@ fn sigmoids_biases_and_groups_decide_the_choice_and_factors_the_weights() {
     }
 }
 
+/// Tokens, experts, experts of a token, inputs of the router, and whether there is a gate.
+const FEW: [([usize; 4], bool); 9] = [
+    ([1, 4, 2, 8], false),
+    ([1, 256, 8, 2048], true),
+    ([2, 128, 8, 2048], false),
+    ([3, 16, 2, 264], true),
+    ([5, 60, 4, 2056], true),
+    ([9, 72, 6, 5120], false),
+    ([13, 512, 10, 2048], true),
+    ([16, 128, 8, 7168], false),
+    ([16, 384, 32, 2880], true),
+];
+
 #[test]
-fn few_tokens_are_routed_and_sorted_at_once_with_the_same_result() {
+fn few_tokens_get_the_logits_and_the_order_that_separate_kernels_give() {
     let Some((gpu, q)) = gpu::open() else { return };
     let mut random = Random::new(7);
-    for [tokens, count, top_k] in ROUTINGS.into_iter().filter(|[tokens, _, top_k]| tokens * top_k <= MAX_ROUTES) {
+    let barrier = upload(&gpu, &[0u8; BARRIER_BYTES]);
+    for ([tokens, count, top_k, width], has_gate) in FEW {
+        if !takes(&gpu, tokens, top_k, count) {
+            println!("skipped: {count} experts need more multiprocessors");
+            continue;
+        }
         let (routes, cols) = (tokens * top_k, 40);
-        let logits: Vec<f32> = (0..tokens * count).map(|_| random.unit()).collect();
         let slots: Vec<u32> = (0..tokens).map(|token| if token % 5 == 2 { PADDING } else { 7 }).collect();
-        let x = random.bf16s(tokens * cols, 1.0);
-        let (logits, slots, x) = (upload(&gpu, &logits), upload(&gpu, &slots), upload(&gpu, &x));
+        let [routed, weight] = [tokens, count].map(|rows| random.bf16s(rows * width, 0.1));
+        let (gate, x) = (random.bf16s(width, 0.1), random.bf16s(tokens * cols, 1.0));
+        let slots = upload(&gpu, &slots);
+        let [routed_on, weight_on, gate_on, x_on] = [&routed, &weight, &gate, &x].map(|values| upload(&gpu, values));
         let bias: Vec<f32> = (0..count).map(|_| random.unit()).collect();
         let bias = upload(&gpu, &bias);
+        let [logits, factors] = [tokens * count, tokens].map(|len| poisoned::<f32>(&gpu, &q, len));
         let softmax = Router::softmax(logits.span(), slots.span(), count, true);
         let sigmoid = Router {
             selection_bias: bias.span(),
@@ -164,9 +185,16 @@ fn few_tokens_are_routed_and_sorted_at_once_with_the_same_result() {
                 first_expert: count / 4,
                 num_experts: count / 2,
             };
-            let copied = SortedRows { rows: rows.span(), x: x.span(), cols };
+            let copied = SortedRows { rows: rows.span(), x: x_on.span(), cols };
             if at_once {
-                route_and_sort_tokens(&q, to, choices, router, tokens, copied).expect("a launch");
+                let product = RouterProduct {
+                    x: routed_on.span(),
+                    weight: weight_on.span(),
+                    width,
+                    gate: has_gate.then(|| [gate_on.span(), factors.span()]),
+                    barrier: barrier.span(),
+                };
+                route_few_tokens(&q, to, choices, router, product, tokens, copied).expect("a launch");
             } else {
                 route_tokens(&q, choices, router, tokens).expect("a launch");
                 sort_routes(&q, to, choices, tokens, Some(copied)).expect("a launch");
@@ -175,12 +203,21 @@ fn few_tokens_are_routed_and_sorted_at_once_with_the_same_result() {
             let buffers = [experts, probabilities, tokens_on, places, offsets, rows];
             buffers.map(|buffer| buffer.span().read::<u32>(buffer.span().bytes() / 4).expect("a copy"))
         };
-        for router in [softmax, sigmoid] {
-            assert_eq!(
-                run(&router, true),
-                run(&router, false),
-                "{tokens} tokens, {top_k} of {count} experts, {router:?}"
-            );
+        // Twice with each router, because the barrier must be ready again.
+        for router in [softmax, sigmoid, softmax, sigmoid] {
+            let what = format!("{tokens} tokens, {top_k} of {count} experts, {width} inputs, {router:?}");
+            q.fill(logits.span(), 0xff).expect("a fill");
+            let at_once = run(&router, true);
+            let found: Vec<f32> = logits.span().read(tokens * count).expect("a copy");
+            let expected = reference::linear(&floats(&routed), &floats(&weight), None, width);
+            assert_close(&what, &found, &expected, 1e-5, width as f32 * 2.0f32.powi(-24));
+            assert_eq!(at_once, run(&router, false), "{what}");
+        }
+        if has_gate {
+            let found: Vec<f32> = factors.span().read(tokens).expect("a copy");
+            let expected = reference::linear(&floats(&routed), &floats(&gate), None, width);
+            let expected: Vec<f32> = expected.iter().map(|dot| 1.0 / (1.0 + (-dot).exp())).collect();
+            assert_close("factors", &found, &expected, 1e-5, 1e-6);
         }
     }
 }

@@ -143,12 +143,13 @@ impl CudaDevice {
         Ok(joins)
     }
 
-    /// Runs the deferred product, if there is one: what follows it is not the norm that would be a part of it.
+    /// Runs the deferred product, if there is one: what follows it is not the norm that would be a part of it. The same for a
+    /// gate whose rows wait for experts.
     pub(crate) fn run_deferred(&mut self) -> Result<(), DeviceError> {
-        match self.chain.deferred.take() {
-            Some(Deferred { out, x, weight }) => self.partial_product(out, x, &weight),
-            None => Ok(()),
+        if let Some(Deferred { out, x, weight }) = self.chain.deferred.take() {
+            self.partial_product(out, x, &weight)?;
         }
+        self.run_row_gate()
     }
 
     /// Adds a link for the deferred product and the norm; returns false if no product was deferred.

@@ -7,13 +7,14 @@ use kernels::cuda::gated_activation::GATE_GROUP;
 use kernels::cuda::gather_rows::gather_rows;
 use kernels::cuda::grouped_gemm::{Gate, GroupedRows, GroupedWeight, Kernel, grouped_gemm};
 use kernels::cuda::quantized_gemm::PackedFormat;
+use kernels::cuda::route_few_tokens::{self, RouterProduct, route_few_tokens};
 use kernels::cuda::route_tokens::{
     self as router, Choices, MAX_CHOICES, MAX_EXPERTS, MAX_GROUPS, Router, route_tokens,
 };
 use kernels::cuda::scale_routes::scale_routes;
 use kernels::cuda::skinny_gemm::Epilogue;
-use kernels::cuda::sort_routes::{MAX_ROUTES, SortedRoutes, SortedRows, route_and_sort_tokens, sort_routes};
-use kernels::cuda::sum_experts::{ExpertOutputs, sum_experts, sum_experts_add_norm};
+use kernels::cuda::sort_routes::{SortedRoutes, SortedRows, sort_routes};
+use kernels::cuda::sum_experts::{ExpertOutputs, MAX_NORM_COLS, sum_experts, sum_experts_add_norm};
 use kernels::cuda::{CudaError, DeviceBuffer, Gpu, Queue, Residence, Span};
 use ops::{Activation, DeviceError, ExpertSlices, GroupScore, Routing, Scoring, WeightSlice};
 
@@ -23,9 +24,9 @@ use super::load::{Form, Part, RowOrder};
 use super::packed::expert_format;
 use super::{CudaDevice, CudaTensor, CudaWeight, device_error};
 
-/// Up to this number of tokens it is faster if one kernel routes, sorts and copies rows, by measurement on an H100
-/// (kernels/README.md).
-const MAX_SORTED_AT_ONCE: usize = 16;
+/// Up to this number of tokens it is faster if one kernel multiplies by the router, chooses, sorts and copies rows, by measurement
+/// on an H100 (kernels/README.md).
+const MAX_ROUTED_AT_ONCE: usize = 8;
 /// Up to this number of tokens it is faster if the kernel that sorts copies the rows. With more, the block of the expert
 /// that most tokens choose would take longest.
 const MAX_COPIED_TOKENS: usize = 128;
@@ -76,8 +77,11 @@ impl ExpertSizes {
 
     /// Bytes of all buffers for steps of up to `tokens`; 0 if there are no experts.
     pub(crate) fn bytes(self, tokens: usize) -> usize {
-        let offsets = if self.has_experts() { 4 * (self.count + 1) } else { 0 };
-        self.sizes(tokens).iter().sum::<usize>() + offsets
+        if !self.has_experts() {
+            return 0;
+        }
+        let others = 4 * (self.count + 1) + 4 * tokens + route_few_tokens::BARRIER_BYTES;
+        self.sizes(tokens).iter().sum::<usize>() + others
     }
 
     /// Whether a layer with experts was loaded.
@@ -91,6 +95,16 @@ impl ExpertSizes {
 pub(crate) struct Unsummed {
     out: Span,
     experts: ExpertOutputs,
+    /// The rows to which the experts will be added, if the factors of their gate were computed with the router.
+    gated: Option<Span>,
+}
+
+/// A gate that multiplies rows to which experts are added next. The router's kernel may compute its factors.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct RowGate {
+    out: CudaTensor,
+    x: CudaTensor,
+    gate: CudaWeight,
 }
 
 /// Buffers for the experts of a step, `R` routes of `T` tokens.
@@ -103,6 +117,8 @@ pub(crate) struct ExpertBuffers {
     rows: DeviceBuffer,          // [R, E] bf16: inputs by expert, then outputs
     inner: DeviceBuffer,         // [R, I] bf16
     offsets: DeviceBuffer,       // [experts + 1] u32
+    factors: DeviceBuffer,       // [T] f32
+    barrier: DeviceBuffer,       // of the kernel for few tokens
 }
 
 impl ExpertBuffers {
@@ -123,7 +139,10 @@ impl ExpertBuffers {
             rows: DeviceBuffer::with_residence(gpu, rows, residence)?,
             inner: DeviceBuffer::with_residence(gpu, inner, residence)?,
             offsets: DeviceBuffer::with_count::<u32>(gpu, sizes.count + 1)?,
+            factors: DeviceBuffer::with_count::<f32>(gpu, tokens)?,
+            barrier: DeviceBuffer::new(gpu, route_few_tokens::BARRIER_BYTES)?,
         };
+        queue.fill(buffers.barrier.span(), 0)?;
         // Rows behind those of the step are copied too: their tokens must exist.
         queue.fill(buffers.tokens.span(), 0)?;
         Ok(buffers)
@@ -269,10 +288,18 @@ impl CudaDevice {
         let ExpertLayer { gate_up, down, first, routing, .. } = weight.experts.expect("the weight of experts");
         let (tokens, count, hidden) = (self.num_tokens(), weight.rows, weight.cols);
         let logits = self.expert_buffers().logits.span();
-        self.product(logits, routed.values, weight, tokens, count, Epilogue::StoreF32)?;
+        let is_few = self.config.use_fast_kernels
+            && tokens <= MAX_ROUTED_AT_ONCE
+            && route_few_tokens::takes(&self.gpu, tokens, routing.top_k, count);
+        if !is_few {
+            self.product(logits, routed.values, weight, tokens, count, Epilogue::StoreF32)?;
+        }
         if self.current().only_products {
             return Ok(());
         }
+        let gate = self.row_gate.take_if(|gate| is_few && gate.x.values.address() == routed.values.address());
+        self.run_deferred()?;
+        self.flush()?;
         let (q, b, routes) = (&self.queue, self.expert_buffers(), tokens * routing.top_k);
         let choices =
             Choices { experts: b.experts.span(), probabilities: b.probabilities.span(), top_k: routing.top_k };
@@ -289,7 +316,7 @@ impl CudaDevice {
             true => Kernel::for_rows(q.gpu(), routes, &gate_up),
             false => Kernel::Simple,
         };
-        let gate = Some(match routing.activation {
+        let activation = Some(match routing.activation {
             Activation::ClampedSwiglu { alpha, limit } => Gate::Clamped { alpha, limit },
             activation => Gate::Activation(gate_activation(activation)),
         });
@@ -297,8 +324,15 @@ impl CudaDevice {
         let run = || {
             let copied = SortedRows { rows, x: x.values, cols: hidden };
             let is_copied = tokens <= MAX_COPIED_TOKENS;
-            if tokens <= MAX_SORTED_AT_ONCE && routes <= MAX_ROUTES {
-                route_and_sort_tokens(q, sorted, choices, &router, tokens, copied)?;
+            if is_few {
+                let product = RouterProduct {
+                    x: routed.values,
+                    weight: weight.values,
+                    width: hidden,
+                    gate: gate.map(|gate| [gate.gate.values, b.factors.span()]),
+                    barrier: b.barrier.span(),
+                };
+                route_few_tokens(q, sorted, choices, &router, product, tokens, copied)?;
             } else {
                 route_tokens(q, choices, &router, tokens)?;
                 sort_routes(q, sorted, choices, tokens, is_copied.then_some(copied))?;
@@ -314,13 +348,21 @@ impl CudaDevice {
                 Kernel::Skinny => Ok(*weight),
                 _ => weight.expanded(q, self.workspace().products.span()),
             };
-            grouped_gemm(q, inner, rows, &taken(&gate_up)?, grouped, gate, kernel)?;
+            grouped_gemm(q, inner, rows, &taken(&gate_up)?, grouped, activation, kernel)?;
             grouped_gemm(q, rows, inner, &taken(&down)?, grouped, None, kernel)
         };
         run().map_err(device_error)?;
         self.unsummed = Some(Unsummed {
             out: out.values,
-            experts: ExpertOutputs { y: rows, choices, sorted, cols: hidden, also: Span::NULL },
+            experts: ExpertOutputs {
+                y: rows,
+                choices,
+                sorted,
+                cols: hidden,
+                also: Span::NULL,
+                also_factors: gate.map_or(Span::NULL, |_| b.factors.span()),
+            },
+            gated: gate.map(|gate| gate.out.values),
         });
         Ok(())
     }
@@ -331,13 +373,17 @@ impl CudaDevice {
         let Some(waiting) = waiting.filter(|waiting| waiting.experts.also.is_null()) else { return false };
         waiting.out = x.values;
         waiting.experts.also = x.values;
+        if let Some(gated) = waiting.gated.take() {
+            assert_eq!(gated.address(), x.values.address(), "experts are added to the rows of the gate");
+        }
         true
     }
 
     /// Sums the outputs of experts, if they still wait for it: what follows is not the norm that would include the sum.
     pub(super) fn sum_experts(&mut self) -> Result<(), DeviceError> {
         match self.unsummed.take() {
-            Some(Unsummed { out, experts }) => {
+            Some(Unsummed { out, experts, gated }) => {
+                assert!(gated.is_none(), "experts are added to the rows of a gate before another operation");
                 sum_experts(&self.queue, out, &experts, self.num_tokens()).map_err(device_error)
             }
             None => Ok(()),
@@ -346,18 +392,19 @@ impl CudaDevice {
 
     /// Sums the outputs of experts, adds the residual and applies the norm; returns false if none wait for their sum.
     pub(super) fn sum_experts_add_norm(&mut self, norm: &ReduceAddNorm) -> Result<bool, DeviceError> {
-        if self.group.size() > 1 || norm.layer_norm.is_some() {
+        if self.group.size() > 1 || norm.layer_norm.is_some() || norm.cols > MAX_NORM_COLS {
             self.sum_experts()?;
             return Ok(false);
         }
-        let Some(Unsummed { out, experts }) = self.unsummed.take() else { return Ok(false) };
+        let Some(Unsummed { out, experts, gated }) = self.unsummed.take() else { return Ok(false) };
+        assert!(gated.is_none(), "experts are added to the rows of a gate before another operation");
         assert_eq!(out.address(), norm.partial.address(), "the norm that follows experts takes their sum");
         sum_experts_add_norm(&self.queue, norm.out, norm.residual, &experts, norm.weight, norm.rows, norm.eps)
             .map_err(device_error)?;
         Ok(true)
     }
 
-    /// `out[t, :] *= sigmoid(x[t, :] · gate)`.
+    /// `out[t, :] *= sigmoid(x[t, :] · gate)`, at once or with the experts that are added to it next.
     pub(super) fn op_gate_rows(
         &mut self,
         out: CudaTensor,
@@ -369,6 +416,13 @@ impl CudaDevice {
         }
         self.run_deferred()?;
         self.flush()?;
+        self.row_gate = Some(RowGate { out, x, gate: *gate });
+        Ok(())
+    }
+
+    /// Applies the gate that waits for experts, if there is one.
+    pub(super) fn run_row_gate(&mut self) -> Result<(), DeviceError> {
+        let Some(RowGate { out, x, gate }) = self.row_gate.take() else { return Ok(()) };
         gate_rows(&self.queue, out.values, x.values, gate.values, self.num_tokens(), out.cols, gate.cols)
             .map_err(device_error)
     }

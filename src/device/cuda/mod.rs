@@ -52,7 +52,7 @@ use cache::Cache;
 use chain::Chain;
 pub use config::CudaConfig;
 pub(crate) use experts::ExpertSizes;
-use experts::{ExpertBuffers, ExpertLayer, Unsummed};
+use experts::{ExpertBuffers, ExpertLayer, RowGate, Unsummed};
 use graphs::Graphs;
 pub(crate) use graphs::largest_bucket;
 use group::Group;
@@ -193,6 +193,7 @@ pub struct CudaDevice {
     /// `None` if the model has no experts.
     expert_buffers: Option<ExpertBuffers>,
     unsummed: Option<Unsummed>,
+    row_gate: Option<RowGate>,
     workspace: Option<Workspace>,
     rows: Rows,
     reports: Reports,
@@ -281,6 +282,7 @@ impl CudaDevice {
             expert_sizes: ExpertSizes::default(),
             expert_buffers: None,
             unsummed: None,
+            row_gate: None,
             workspace: None,
             rows,
             reports: Reports::default(),

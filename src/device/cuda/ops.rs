@@ -43,6 +43,7 @@ impl CudaDevice {
     pub(crate) fn op_embed(&mut self, out: CudaTensor, table: &CudaWeight, scale: f32) -> Result<(), DeviceError> {
         self.chain.reset();
         self.unsummed = None;
+        self.row_gate = None;
         if self.current().only_products {
             return Ok(());
         }
