@@ -1,5 +1,6 @@
 // decode_attention_bf16: o[r, h, :] = softmax(scale * q[r, h, :] . k[r, j, :]) v[r, j, :] over positions j of row r
-// rope_decode_attention_bf16: the same, but first rotates q and k of the newest position and writes its k and v; without chunks
+// rope_decode_attention_bf16: the same, but first applies norms to q and k of the newest position, if there are any, rotates them, and
+//                             writes its k and v; without chunks
 // alibi_decode_attention_bf16: the first with slopes[h] * (j - newest position) added to the score of position j  (Press et al. 2022)
 // capped_decode_attention_bf16: the first with scores s that become cap * tanh(s / cap)
 // shared_..., on Hopper: the others with fewer blocks than splits, so that rows are divided in one way whatever their number is

@@ -4,6 +4,7 @@
 use half::bf16;
 
 use super::error::ensure;
+use super::head_norm::HeadNormWeights;
 use super::rope_cache::{HeadShape, LayerCache};
 use super::scores::{HEAD_DIMS, ScoreChange, Scores};
 use super::tensor_map::TensorMap;
@@ -136,15 +137,24 @@ pub struct RopeTables {
     pub sin: Span,
 }
 
+/// RMS norms of the heads of q and k before their rotation, as [`super::head_norm`] applies them.
+#[derive(Debug, Clone, Copy)]
+pub struct RotatedNorms {
+    /// `[D]` bf16, for q and for k.
+    pub weights: HeadNormWeights,
+    /// Added to mean squares.
+    pub eps: f32,
+}
+
 /// How positions are applied.
 #[derive(Debug, Clone, Copy)]
 pub enum Positions {
     /// Not in this op: q and k are already rotated if necessary, and all keys and values are in the blocks.
     Known,
     /// For `qkv` without [`super::rope_cache`]: q and k of each row's newest position, `context_lens[r] - 1`, are
-    /// rotated, and its k and v are written to the blocks. `qkv` is not changed. The caller asserts, when the step is
-    /// packed, that no context is longer than the tables.
-    Rope(RopeTables),
+    /// rotated, behind norms if there are any, and its k and v are written to the blocks. `qkv` is not changed. The caller
+    /// asserts, when the step is packed, that no context is longer than the tables.
+    Rope(RopeTables, Option<RotatedNorms>),
 }
 
 /// `out[r, h, :]` = attention of `q[r, h, :]` over the positions of row `r`.
@@ -197,7 +207,7 @@ pub fn decode_attention_fixed(q: &Queue, attention: &DecodeAttention<'_>) -> Res
 pub fn decode_attention(q: &Queue, attention: &DecodeAttention<'_>) -> Result<(), CudaError> {
     let (num_rows, shape) = (attention.rows.num_rows, attention.shape);
     let splits = Splits::for_rows(num_rows, shape);
-    let can_take_ring = attention.cache.codes.is_none() && !matches!(attention.positions, Positions::Rope(_));
+    let can_take_ring = attention.cache.codes.is_none() && !matches!(attention.positions, Positions::Rope(..));
     if can_take_ring && takes_ring(q.gpu(), num_rows, shape) {
         return decode_attention_ring(q, attention, splits);
     }
@@ -263,7 +273,7 @@ pub fn decode_attention_split(q: &Queue, attention: &DecodeAttention<'_>, splits
             let name = format!("{shared}{prefix}decode_attention_{element}_d{head_dim}");
             q.launch(&name, launch, &args)
         }
-        Positions::Rope(RopeTables { cos, sin }) => {
+        Positions::Rope(RopeTables { cos, sin }, norms) => {
             ensure!(
                 OP,
                 splits.blocks == splits.splits,
@@ -280,12 +290,16 @@ pub fn decode_attention_split(q: &Queue, attention: &DecodeAttention<'_>, splits
                 fits && cos.is_aligned(16) && sin.is_aligned(16),
                 "the rotation's tables are empty or unaligned"
             );
-            let mut rope = [0u8; 32];
-            for (bytes, span) in rope.chunks_exact_mut(8).zip([cos, sin, attention.cache.k, attention.cache.v]) {
-                bytes.copy_from_slice(&span.address().to_ne_bytes());
-            }
+            let [q_gain, k_gain] = norms.map_or([Span::NULL; 2], |norms| [norms.weights.q, norms.weights.k]);
+            let is_enough = |span: Span| span.count::<bf16>() >= head_dim && span.is_aligned(16);
+            let fits = norms.is_none() || (is_enough(q_gain) && is_enough(k_gain));
+            ensure!(OP, fits, "a weight of a norm is shorter than {head_dim}, or not aligned");
+            let [k, v] = [attention.cache.k, attention.cache.v];
+            let [cos, sin, k, v, q_gain, k_gain] = [cos, sin, k, v, q_gain, k_gain].map(Span::address);
+            let eps = norms.map_or(0, |norms| u64::from(norms.eps.to_bits()));
+            let rope = [cos, sin, k, v, q_gain, k_gain, eps];
             let name = format!("rope_decode_attention_bf16_d{head_dim}");
-            q.launch(&name, launch, &[Arg::Bytes(&argument), Arg::Bytes(&rope)])
+            q.launch(&name, launch, &[Arg::Bytes(&argument), Arg::Bytes(bytemuck::bytes_of(&rope))])
         }
     }
 }

@@ -12,6 +12,10 @@ struct Rope {
     const float* sin;
     bf16* k_blocks;
     bf16* v_blocks;
+    // Weights [D] of RMS norms of q and k before the rotation, or null.
+    const bf16* q_gain;
+    const bf16* k_gain;
+    float eps;
 };
 
 // One tile of K or V in registers, as fragments.
@@ -253,16 +257,23 @@ __device__ __forceinline__ void attend(Softmax<D>& state, Walk<D>& walk, Tile& t
     }
 }
 
-// Loads the walk's first tile, and prefetches some of the next.
-template <int D, Kv KV>
-__device__ __forceinline__ void begin_walk(Walk<D>& walk, TileOf<D, KV>& tile) {
-    constexpr u32 AHEAD = 4;
+// Loads the walk's first tile.
+template <int D, class Tile>
+__device__ __forceinline__ void load_first(Walk<D>& walk, Tile& tile) {
     const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
     if (!walk.has(0)) return;
     const u64 rows = walk.rows(0);
     tile.load_k(walk.a, rows, walk.last(0), g, t);
     tile.load_v(walk.a, rows, walk.last(0), g, t);
-    for (u32 i = 1; i < AHEAD && walk.has(i); ++i) {
+}
+
+// Prefetches some of the walk's tiles, from `first` on, whose first is 0 or was loaded.
+template <int D, Kv KV>
+__device__ __forceinline__ void prefetch_tiles(Walk<D>& walk, u32 first) {
+    constexpr u32 AHEAD = 4;
+    const int lane = threadIdx.x % 32;
+    if (first == 0 && walk.has(0)) walk.rows(0);
+    for (u32 i = first; i < AHEAD && walk.has(i); ++i) {
         const u64 ahead = walk.at(i) * D * ELEMENT_BYTES<KV>;
         for (u32 line = lane * 128; line < TILE * D * ELEMENT_BYTES<KV>; line += 32 * 128) {
             prefetch(static_cast<const u8*>(walk.a.k_blocks) + ahead + line);
@@ -313,15 +324,68 @@ __device__ __forceinline__ void load_q(u32 (&q)[D / 16][2], const bf16* q_row, b
     }
 }
 
-// The same, rotated. A thread has both elements of each pair (e, e + D / 2), because D / 2 is a multiple of 32.
-template <int D>
-__device__ __forceinline__ void load_rotated_q(u32 (&q)[D / 16][2], const bf16* q_row, bool valid, const Angles (&angles)[D / 64]) {
-    static_assert(D % 64 == 0, "load_rotated_q: halves of a head are multiples of 32");
+// Angles that are loaded when they are used, by a thread for the pairs 32 i + 8 t.
+struct LateAngles {
+    const float* cos;
+    const float* sin;
+
+    __device__ Angles operator[](int i) const { return load_angles(cos + 32 * i, sin + 32 * i); }
+};
+
+// Norms of heads with the sums and roundings of head_norm.cu, where a lane has eight elements: the same bits.
+__device__ __forceinline__ float squares8(const uint4& x) {
+    const u32 words[4] = {x.x, x.y, x.z, x.w};
+    float sum = 0.0f;
 #pragma unroll
-    for (int i = 0; i < D / 64; ++i) {
-        constexpr int HALF = D / 64;
-        uint4 lo = make_uint4(0, 0, 0, 0), hi = lo;
-        if (valid) lo = load_once(q_row + 32 * i), hi = load_once(q_row + 32 * (i + HALF));
+    for (int j = 0; j < 4; ++j) {
+        sum += unpack_lo(words[j]) * unpack_lo(words[j]);
+        sum += unpack_hi(words[j]) * unpack_hi(words[j]);
+    }
+    return sum;
+}
+
+__device__ __forceinline__ u32 scale2(u32 x, u32 gain, float scale) {
+    return pack_bf16x2(unpack_lo(x) * scale * unpack_lo(gain), unpack_hi(x) * scale * unpack_hi(gain));
+}
+
+__device__ __forceinline__ void scale8(uint4& x, const bf16* gain, float scale) {
+    const uint4 g = *reinterpret_cast<const uint4*>(gain);
+    x.x = scale2(x.x, g.x, scale), x.y = scale2(x.y, g.y, scale), x.z = scale2(x.z, g.z, scale), x.w = scale2(x.w, g.w, scale);
+}
+
+// The norm of the head of which this thread and three others have the elements 32 i + 8 t; `gain` begins at 8 t.
+template <int D>
+__device__ __forceinline__ void norm_head(uint4 (&x)[D / 32], const bf16* gain, float eps) {
+    float sums[D / 32];
+#pragma unroll
+    for (int i = 0; i < D / 32; ++i) sums[i] = squares8(x[i]);
+#pragma unroll
+    for (int d = D / 64; d > 0; d /= 2) {
+#pragma unroll
+        for (int i = 0; i < d; ++i) sums[i] += sums[i + d];
+    }
+    float sum = sums[0];
+    sum += __shfl_xor_sync(FULL_WARP, sum, 2);
+    sum += __shfl_xor_sync(FULL_WARP, sum, 1);
+    const float scale = rsqrtf(sum / D + eps);
+#pragma unroll
+    for (int i = 0; i < D / 32; ++i) scale8(x[i], gain + 32 * i, scale);
+}
+
+// The same, rotated, behind a norm if `gain` is not null. A thread has both elements of each pair (e, e + D / 2), because D / 2 is a
+// multiple of 32.
+template <int D, class A>
+__device__ __forceinline__ void load_rotated_q(u32 (&q)[D / 16][2], const bf16* q_row, bool valid, const A& angles, const bf16* gain,
+                                               float eps) {
+    static_assert(D % 64 == 0, "load_rotated_q: halves of a head are multiples of 32");
+    constexpr int HALF = D / 64;
+    uint4 x[D / 32];
+#pragma unroll
+    for (int i = 0; i < D / 32; ++i) x[i] = valid ? load_once(q_row + 32 * i) : make_uint4(0, 0, 0, 0);
+    if (gain) norm_head<D>(x, gain, eps);
+#pragma unroll
+    for (int i = 0; i < HALF; ++i) {
+        uint4 &lo = x[i], &hi = x[i + HALF];
         rotate8(lo, hi, angles[i]);
         q[2 * i][0] = lo.x, q[2 * i][1] = lo.y, q[2 * i + 1][0] = lo.z, q[2 * i + 1][1] = lo.w;
         q[2 * (i + HALF)][0] = hi.x, q[2 * (i + HALF)][1] = hi.y, q[2 * (i + HALF) + 1][0] = hi.z, q[2 * (i + HALF) + 1][1] = hi.w;
@@ -337,7 +401,7 @@ struct Newest {
     __device__ Newest(const DecodeAttention& a, u32 row, u32 kv_head)
         : k(a.q + (u64)row * a.q_stride + (u64)(a.heads + kv_head) * D), v(k + (u64)a.kv_heads * D) {}
 
-    // Writes k, rotated, and v to the blocks. All threads of the block must call it.
+    // Writes k, behind its norm and rotated, and v to the blocks. All threads of the block must call it.
     __device__ void write(const DecodeAttention& a, const Rope& rope, u32 row, u32 kv_head, u32 position) const {
         const u64 block = a.block_tables[(u64)row * a.max_blocks + (position >> a.block_shift)];
         const u32 offset = position & ((1u << a.block_shift) - 1);
@@ -346,6 +410,14 @@ struct Newest {
             if (i < D / 16) {
                 const u64 angle = (u64)position * (D / 2) + 8 * i;
                 uint4 lo = load_once(k + 8 * i), hi = load_once(k + D / 2 + 8 * i);
+                if (rope.k_gain) {
+                    constexpr u32 LANES = (1u << D / 16) - 1;
+                    float sum = squares8(lo) + squares8(hi);
+#pragma unroll
+                    for (u32 d = D / 32; d > 0; d /= 2) sum += __shfl_xor_sync(LANES, sum, d);
+                    const float scale = rsqrtf(sum / D + rope.eps);
+                    scale8(lo, rope.k_gain + 8 * i, scale), scale8(hi, rope.k_gain + D / 2 + 8 * i, scale);
+                }
                 rotate8(lo, hi, load_angles(rope.cos + angle, rope.sin + angle));
                 *reinterpret_cast<uint4*>(rope.k_blocks + at + 8 * i) = lo;
                 *reinterpret_cast<uint4*>(rope.k_blocks + at + D / 2 + 8 * i) = hi;
@@ -357,10 +429,11 @@ struct Newest {
     }
 
     // One warp attends to it: it is row 0 of a tile.
-    __device__ void attend(Softmax<D>& state, const u32 (&q)[D / 16][2], const Angles (&angles)[D / 64], float scale) const {
+    template <class A>
+    __device__ void attend(Softmax<D>& state, const u32 (&q)[D / 16][2], const A& angles, const Rope& rope, float scale) const {
         const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
         u32 rotated[D / 16][2];
-        load_rotated_q<D>(rotated, k + 8 * t, g == 0, angles);
+        load_rotated_q<D>(rotated, k + 8 * t, g == 0, angles, rope.k_gain ? rope.k_gain + 8 * t : nullptr, rope.eps);
         Tile<D> tile;
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
@@ -407,24 +480,39 @@ __device__ __forceinline__ void attend_split(const DecodeAttention& a, const Rop
     u32 q[D / 16][2];
     const bf16* q_row = a.q + (u64)row * a.q_stride + (u64)(first_head + g) * D + 8 * t;
     if constexpr (ROPE) {
-        Angles angles[D / 64];
+        // Registers hold a tile and angles beside each other only if heads are small.
+        constexpr bool IS_EARLY = D < 256;
         const u64 angle = (u64)(len - 1) * (D / 2) + 8 * t;
-#pragma unroll
-        for (int i = 0; i < D / 64; ++i) angles[i] = load_angles(rope.cos + angle + 32 * i, rope.sin + angle + 32 * i);
+        const LateAngles late{rope.cos + angle, rope.sin + angle};
+        if (rope.q_gain && lane < D / 64) prefetch(rope.q_gain + 64 * lane), prefetch(rope.k_gain + 64 * lane);
         // Positions before the newest belong to earlier steps: their k and v are loaded while the previous kernel runs.
-        begin_walk<D, KV>(walk, tile);
-        pdl_wait();
-        load_rotated_q<D>(q, q_row, g < heads, angles);
-        if (c.end == len) {
+        auto rotate = [&](const auto& angles) {
+            pdl_wait();
+            load_rotated_q<D>(q, q_row, g < heads, angles, rope.q_gain ? rope.q_gain + 8 * t : nullptr, rope.eps);
+            if (c.end != len) return;
             const Newest<D> newest(a, row, kv_head);
-            if (threadIdx.x / 32 == (walk.end - walk.begin) / TILE % WARPS) newest.attend(state, q, angles, a.scale * LOG2E);
+            if (threadIdx.x / 32 == (walk.end - walk.begin) / TILE % WARPS) newest.attend(state, q, angles, rope, a.scale * LOG2E);
             newest.write(a, rope, row, kv_head, len - 1);
+        };
+        if constexpr (IS_EARLY) {
+            Angles angles[D / 64];
+#pragma unroll
+            for (int i = 0; i < D / 64; ++i) angles[i] = late[i];
+            load_first(walk, tile);
+            prefetch_tiles<D, KV>(walk, 1);
+            rotate(angles);
+        } else {
+            prefetch_tiles<D, KV>(walk, 0);
+            if (lane < D / 64) prefetch(late.cos + 32 * lane), prefetch(late.sin + 32 * lane);
+            rotate(late);
+            load_first(walk, tile);
         }
     } else {
         load_q<D>(q, q_row, g < heads);
 #pragma unroll
         for (int i = 0; i < D / 16; ++i) Tile::order(q[i][0], q[i][1]);
-        begin_walk<D, KV>(walk, tile);
+        load_first(walk, tile);
+        prefetch_tiles<D, KV>(walk, 1);
     }
     if constexpr (SCORES == Scores::ALIBI) {
         attend(state, walk, tile, c.first_valid, q, Alibi(slopes + first_head, heads, t, len));

@@ -7,12 +7,13 @@ mod rows;
 use gpu::{Random, assert_close, floats, poisoned};
 use half::bf16;
 use kernels::cuda::decode_attention::{
-    DecodeAttention, DecodeRows, DecodeWorkspace, Positions, RopeTables, Splits, decode_attention_ring,
+    DecodeAttention, DecodeRows, DecodeWorkspace, Positions, RopeTables, RotatedNorms, Splits, decode_attention_ring,
     decode_attention_split, has_ring, rotates,
 };
+use kernels::cuda::head_norm::{HeadNorm, HeadNormWeights, head_norm};
 use kernels::cuda::rope_cache::{HeadShape, RopeInputs, rope_cache};
 use kernels::cuda::scores::{ALIBI_HEAD_DIMS, CAPPED_HEAD_DIMS, HEAD_DIMS};
-use kernels::cuda::{CudaError, DeviceBuffer, Queue};
+use kernels::cuda::{CudaError, DeviceBuffer, Queue, Span};
 use kernels::kv_codes::KvCodes;
 use rows::{CachedRows, Kind};
 
@@ -176,8 +177,13 @@ fn rotation_inside_attention_writes_the_bits_of_rotation_before_it_and_attends_a
         for lens in [&[1][..], &[5, 0, 17, 16], &[255, 256, 257], &[1000, 3, 2049, 700]] {
             let workspace = DecodeWorkspace::new(&gpu, 64, &[shape]).expect("memory");
             let default = Splits::for_rows(lens.len(), shape);
-            for (splits, window) in [(default, 0), (FINE, 0), (JOINED, 0), (FINE, 100)] {
+            let cases =
+                [(default, 0, false), (FINE, 0, false), (JOINED, 0, true), (FINE, 100, true), (default, 0, true)];
+            for (splits, window, has_norms) in cases {
                 let kind = if window == 0 { Kind::Plain } else { Kind::Sinks };
+                let gains = [random.bf16s(head_dim, 1.0), random.bf16s(head_dim, 1.0)];
+                let gains = gains.map(|gain| DeviceBuffer::from_slice(&gpu, &gain).expect("memory"));
+                let weights = HeadNormWeights { q: gains[0].span(), k: gains[1].span() };
                 let run = |fused: bool| {
                     let mut random = Random::new(11);
                     let cached = CachedRows::new(&gpu, &mut random, shape, lens);
@@ -190,7 +196,10 @@ fn rotation_inside_attention_writes_the_bits_of_rotation_before_it_and_attends_a
                         out: out.span(),
                         qkv: qkv.span(),
                         cache: cached.cache(),
-                        positions: Positions::Rope(RopeTables { cos: cos.span(), sin: sin.span() }),
+                        positions: Positions::Rope(
+                            RopeTables { cos: cos.span(), sin: sin.span() },
+                            has_norms.then_some(RotatedNorms { weights, eps: 1e-5 }),
+                        ),
                         rows: decode_rows(&cached, lens.len()),
                         shape,
                         scores: scores.on_gpu,
@@ -211,17 +220,24 @@ fn rotation_inside_attention_writes_the_bits_of_rotation_before_it_and_attends_a
                             slots: slots.span(),
                             query_scale: None,
                         };
+                        if has_norms {
+                            let (v, has_each, is_layer) = (Span::NULL, false, false);
+                            let norm = HeadNorm { weights, v, has_each, is_layer, eps: 1e-5 };
+                            head_norm(&queue, qkv.span(), &norm, shape, lens.len()).expect("a launch");
+                        }
                         rope_cache(&queue, qkv.span(), cache, inputs, shape, lens.len()).expect("a launch");
                         let attention = DecodeAttention { positions: Positions::Known, ..attention };
                         decode_attention_split(&queue, &attention, splits).expect("a launch");
                         queue.wait().expect("the kernels run");
                     }
                     queue.wait().expect("the kernels run");
-                    let bits = |span: kernels::cuda::Span| span.read::<u16>(span.count::<u16>()).expect("a copy");
+                    let bits = |span: Span| span.read::<u16>(span.count::<u16>()).expect("a copy");
                     [bits(out.span()), bits(cache.k), bits(cache.v)]
                 };
                 let (fused, apart) = (run(true), run(false));
-                let what = |what: &str| format!("{what} of {shape:?}, {lens:?}, {splits:?}, window {window}");
+                let what = |what: &str| {
+                    format!("{what} of {shape:?}, {lens:?}, {splits:?}, window {window}, norms {has_norms}")
+                };
                 for (name, index) in [("keys", 1), ("values", 2)] {
                     let differ = fused[index].iter().zip(&apart[index]).position(|(a, b)| a != b);
                     assert_eq!(differ, None, "{}", what(name));

@@ -2,7 +2,7 @@
 
 use half::bf16;
 use kernels::cuda::decode_attention::{
-    DecodeAttention, DecodeRows, Positions, decode_attention, decode_attention_fixed, takes_ring,
+    DecodeAttention, DecodeRows, Positions, RotatedNorms, decode_attention, decode_attention_fixed, takes_ring,
 };
 use kernels::cuda::paged_attention::{PagedAttention, TokenTables};
 use kernels::cuda::prefill_attention::{PrefillAttention, PrefillRows, prefill_attention};
@@ -71,7 +71,8 @@ impl CudaDevice {
             self.attend_chunks(out, qkv, layer, prefill_tokens)?;
         }
         if decode_rows > 0 {
-            self.attend_decodes(out, qkv, layer, prefill_tokens)?;
+            let norms = self.rotated_norms.take();
+            self.attend_decodes(out, qkv, layer, prefill_tokens, norms)?;
         }
         Ok(())
     }
@@ -129,8 +130,21 @@ impl CudaDevice {
         paged_attention::paged_attention(&self.queue, &attention, count).map_err(device_error)
     }
 
+    /// Whether decode attention applies the norms of q and k of this step's tokens, too, for weights `[D]`.
+    pub(super) fn attention_norms(&self, layer: usize) -> bool {
+        let shape = self.current().shape;
+        shape.prefill_rows == 0 && shape.rows == shape.tokens && self.attention_rotates(layer)
+    }
+
     /// Attention of decoding rows, which have one token each, from token `first` on.
-    fn attend_decodes(&self, out: CudaTensor, qkv: CudaTensor, layer: usize, first: usize) -> Result<(), DeviceError> {
+    fn attend_decodes(
+        &self,
+        out: CudaTensor,
+        qkv: CudaTensor,
+        layer: usize,
+        first: usize,
+        norms: Option<RotatedNorms>,
+    ) -> Result<(), DeviceError> {
         let (cache, spans, shape) = (self.cache(), self.current().spans, self.current().shape);
         let num_rows = shape.rows - shape.prefill_rows;
         let max_blocks = cache.tables(&self.config.limits).stride;
@@ -143,7 +157,7 @@ impl CudaDevice {
         };
         let from = |tensor: CudaTensor| tensor.values.elements::<bf16>(first * tensor.cols, num_rows * tensor.cols);
         let positions = match cache.rope(layer).filter(|_| self.attention_rotates(layer)) {
-            Some(tables) => Positions::Rope(tables),
+            Some(tables) => Positions::Rope(tables, norms),
             None => Positions::Known,
         };
         let layer = cache.layer(layer);

@@ -4,6 +4,7 @@ use kernels::cuda::Span;
 use kernels::cuda::activation::{Xielu, activate, activate_xielu};
 use kernels::cuda::add_positions::add_positions;
 use kernels::cuda::branch_norm::{BranchNorm, add, branch_norm};
+use kernels::cuda::decode_attention::RotatedNorms;
 use kernels::cuda::gated_activation::GateActivation;
 use kernels::cuda::head_norm::{HeadNorm, HeadNormWeights, head_norm};
 use kernels::cuda::layer_norm::LayerNormWeight;
@@ -81,6 +82,11 @@ impl CudaDevice {
         if norms.span != HeadNormSpan::AllHeads {
             let has_each = norms.span == HeadNormSpan::EachHead;
             let (v, is_layer) = (values(norms.v), norms.q.layer_norm().is_some());
+            let is_plain = v.is_null() && !has_each && !is_layer && norms.k.is_some();
+            if is_plain && self.attention_norms(layer) {
+                self.rotated_norms = Some(RotatedNorms { weights, eps });
+                return Ok(());
+            }
             let norm = HeadNorm { weights, v, has_each, is_layer, eps };
             return head_norm(&self.queue, qkv.values, &norm, shape, count).map_err(device_error);
         }

@@ -42,6 +42,7 @@ use std::sync::Arc;
 
 use ::ops::{DeviceError, Feature};
 use engine::{RowId, TokenId};
+use kernels::cuda::decode_attention::RotatedNorms;
 use kernels::cuda::library_gemm::{FirstUse, LibraryGemm};
 use kernels::cuda::{CudaError, DeviceBuffer, Event, Gpu, PinnedBuffer, Queue, Span};
 
@@ -194,6 +195,8 @@ pub struct CudaDevice {
     expert_buffers: Option<ExpertBuffers>,
     unsummed: Option<Unsummed>,
     row_gate: Option<RowGate>,
+    /// Norms of q and k that the attention behind them applies.
+    rotated_norms: Option<RotatedNorms>,
     workspace: Option<Workspace>,
     rows: Rows,
     reports: Reports,
@@ -283,6 +286,7 @@ impl CudaDevice {
             expert_buffers: None,
             unsummed: None,
             row_gate: None,
+            rotated_norms: None,
             workspace: None,
             rows,
             reports: Reports::default(),

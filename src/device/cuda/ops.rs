@@ -44,6 +44,7 @@ impl CudaDevice {
         self.chain.reset();
         self.unsummed = None;
         self.row_gate = None;
+        self.rotated_norms = None;
         if self.current().only_products {
             return Ok(());
         }
