@@ -1,5 +1,5 @@
-//! Causal attention of chunks of new tokens over their rows' KV blocks. Kernels: `sm90_prefill_attention.cu`, and
-//! `prefill_attention.cu` on other GPUs.
+//! Causal attention of chunks of new tokens over their rows' KV blocks. Kernels: `sm90_prefill_attention.cu` and
+//! `sm90_coded_prefill_attention.cu`, and on other GPUs `prefill_attention.cu` and `coded_prefill_attention.cu`.
 
 use half::bf16;
 
@@ -67,18 +67,11 @@ pub struct PrefillAttention<'a> {
 
 /// Queues the attention.
 pub fn prefill_attention(q: &Queue, attention: &PrefillAttention<'_>) -> Result<(), CudaError> {
-    if attention.cache.codes.is_none() && has_hopper_kernel(q.gpu(), attention.shape) {
+    if attention.has_hopper_kernel(q.gpu()) {
         prefill_attention_hopper(q, attention)
     } else {
         prefill_attention_simple(q, attention)
     }
-}
-
-/// Whether this GPU and this build have the fast kernel for the shape, which reads keys and values in bf16.
-pub fn has_hopper_kernel(gpu: &Gpu, shape: HeadShape) -> bool {
-    gpu.capability().0 == 9
-        && shape.block_size <= 128
-        && gpu.has_kernel(&format!("sm90_prefill_attention_bf16_d{}", shape.head_dim))
 }
 
 /// [`prefill_attention`] on Hopper.
@@ -86,23 +79,17 @@ fn prefill_attention_hopper(q: &Queue, attention: &PrefillAttention<'_>) -> Resu
     attention.check()?;
     let PrefillAttention { qkv, cache, rows, shape, workspace, .. } = *attention;
     let HeadShape { num_heads, head_dim, block_size, .. } = shape;
-    ensure!(OP, cache.codes.is_none(), "this kernel reads bf16");
-    let cache_rows = cache.rows(head_dim);
-    let q_map = TensorMap::matrix(qkv, rows.num_tokens, shape.qkv_cols(), QUERIES, 64)?;
-    let k_map = TensorMap::matrix(cache.k, cache_rows, head_dim, block_size, 64)?;
-    let v_map = TensorMap::matrix(cache.v, cache_rows, head_dim, block_size, 64)?;
+    let mut maps = vec![TensorMap::matrix(qkv, rows.num_tokens, shape.qkv_cols(), QUERIES, 64)?];
+    if cache.codes.is_none() {
+        for blocks in [cache.k, cache.v] {
+            maps.push(TensorMap::matrix(blocks, cache.rows(head_dim), head_dim, block_size, 64)?);
+        }
+    }
     let tiles = rows.max_chunk.div_ceil(QUERIES);
     let works = (tiles * num_heads * rows.num_rows) as u32;
     let argument = attention.argument();
-    let mut args = vec![
-        Arg::Bytes(q_map.bytes()),
-        Arg::Bytes(k_map.bytes()),
-        Arg::Bytes(v_map.bytes()),
-        Arg::Bytes(&argument),
-        workspace.0.span().into(),
-        (tiles as u32).into(),
-        works.into(),
-    ];
+    let mut args: Vec<Arg<'_>> = maps.iter().map(|map| Arg::Bytes(map.bytes())).collect();
+    args.extend([Arg::Bytes(&argument), workspace.0.span().into(), (tiles as u32).into(), works.into()]);
     args.extend(attention.scores.argument());
     // The queries, and two stages of 128 keys and values; 1024 bytes for their alignment.
     let shared_bytes = 5 * 128 * head_dim * 2 + 1024;
@@ -120,6 +107,11 @@ pub fn prefill_attention_simple(q: &Queue, attention: &PrefillAttention<'_>) -> 
 }
 
 impl PrefillAttention<'_> {
+    /// Whether this GPU and this build have the fast kernel.
+    fn has_hopper_kernel(&self, gpu: &Gpu) -> bool {
+        gpu.capability().0 == 9 && self.shape.block_size <= 128 && gpu.has_kernel(&format!("sm90_{}", self.kernel()))
+    }
+
     /// The name of the simple kernel.
     fn kernel(&self) -> String {
         let (prefix, element) = (self.scores.prefix(), self.cache.type_name());

@@ -7,11 +7,11 @@ mod rows;
 
 use gpu::{Random, floats, poisoned};
 use half::bf16;
-use kernels::cuda::DeviceBuffer;
 use kernels::cuda::prefill_attention::{
     PrefillAttention, PrefillRows, PrefillWorkspace, prefill_attention, prefill_attention_simple,
 };
 use kernels::cuda::rope_cache::HeadShape;
+use kernels::cuda::{DeviceBuffer, Gpu};
 use kernels::kv_codes::KvCodes;
 use rows::{CachedRows, Kind};
 
@@ -32,6 +32,11 @@ fn chunks_attend_to_codes_as_the_formula_says() {
     KvCodes::ALL.into_iter().for_each(|codes| attend_as_the_formula_says(Some(codes)));
 }
 
+/// Whether the fast kernel rounds the products of codes and scales to bf16.
+fn expands_to_bf16(gpu: &Gpu, codes: KvCodes, head_dim: usize) -> bool {
+    gpu.capability().0 == 9 && gpu.has_kernel(&format!("sm90_prefill_attention_{}_d{head_dim}", codes.name()))
+}
+
 fn attend_as_the_formula_says(codes: Option<KvCodes>) {
     let Some((gpu, queue)) = gpu::open() else { return };
     let mut random = Random::new(4);
@@ -41,7 +46,7 @@ fn attend_as_the_formula_says(codes: Option<KvCodes>) {
         for chunks in CHUNKS {
             let lens: Vec<usize> = chunks.iter().map(|c| c.1).collect();
             let cached = CachedRows::new(&gpu, &mut random, shape, &lens);
-            let cached = match codes {
+            let mut cached = match codes {
                 Some(codes) => cached.coded(&gpu, codes),
                 None => cached,
             };
@@ -62,9 +67,12 @@ fn attend_as_the_formula_says(codes: Option<KvCodes>) {
                 max_chunk: chunks.iter().map(|c| c.0).max().unwrap_or(0),
             };
             let bounds = [[0, 0], [75, 0], [0, 100], [0, 64], [40, 150]];
-            let layouts = bounds.into_iter().flat_map(|bounds| [(bounds, false), (bounds, true)]);
             let kinds = [Kind::Plain, Kind::Alibi, Kind::Capped, Kind::Sinks];
-            for (kind, (bounds, simple)) in kinds.into_iter().flat_map(|kind| layouts.clone().map(move |l| (kind, l))) {
+            let cases = kinds.into_iter().flat_map(|kind| bounds.map(move |bounds| (kind, bounds)));
+            for (simple, (kind, bounds)) in [true, false].into_iter().flat_map(|s| cases.clone().map(move |c| (s, c))) {
+                if !simple && codes.is_some_and(|codes| expands_to_bf16(&gpu, codes, head_dim)) {
+                    cached.round_to_bf16();
+                }
                 let scores = cached.scores(&gpu, kind, bounds);
                 if !scores.on_gpu.has_fast_kernels(head_dim) {
                     continue;

@@ -111,6 +111,12 @@ impl CachedRows {
         Self { k_buffer, v_buffer, codes: Some(Codes { kind, k_scales, v_scales }), ..self }
     }
 
+    /// Expects results of a kernel that rounds keys and values to bf16.
+    #[allow(dead_code)] // Only one kernel expands codes so.
+    pub fn round_to_bf16(&mut self) {
+        self.k.iter_mut().chain(&mut self.v).for_each(|value| *value = bf16::from_f32(*value).to_f32());
+    }
+
     pub fn cache(&self) -> LayerCache {
         let codes = self.codes.as_ref().map(|codes| CacheCodes {
             kind: codes.kind,
