@@ -5,8 +5,8 @@
     check_gpu_drafts.py --checkpoint DIR --forced 2.5 [--num-tokens 2] [--batches 1 8 32] [--out FILE.json]
 
 Without --forced, the checkpoint is one of make_checkpoint.py whose tokens follow each other in an order that the head knows, too, so that
-many drafts are right and no two tokens are nearly as likely. Greedy and drawn requests, one by one and together, must have the same tokens
-with drafts and without, and more than a fifth of the drafts, but not all, must be accepted.
+drafts are right and no two tokens are nearly as likely, with noise in the head. Greedy and drawn requests, one by one and together, must have
+the same tokens with drafts and without, and some drafts must be accepted.
 
 With --forced, drafts of a checkpoint with any weights are accepted at that rate (`launch --benchmark-forced-acceptance`), and the script
 prints tokens a second with and without drafts at each batch size, both from one run. Needs torch and transformers for --shape.
@@ -32,7 +32,7 @@ def make_predictable(folder):
     vocab, width = embedding.shape
     tensors["model.embed_tokens.weight"] = embedding.bfloat16()
     tensors["lm_head.weight"] = (embedding.roll(7, 0) * 24 / width).bfloat16()
-    joining = 0.3 * torch.randn(width, 2 * width) * width ** -0.5 + torch.eye(width, 2 * width)
+    joining = 6 * torch.randn(width, 2 * width) * width ** -0.5 + torch.eye(width, 2 * width)
     tensors["mtp.fc.weight"] = joining.bfloat16()
     for name in tensors:
         if name.endswith(("o_proj.weight", "out_proj.weight", "down_proj.weight", "experts.down_proj")):
@@ -77,7 +77,7 @@ def compare(args, checkpoint):
             for name, one, two in (("alone", alone, alone_drafted), ("together", together, together_drafted))}
     count = len(alone)
     share = accepted / max(drafted, 1)
-    good = all(equal == count for equal in same.values()) and 0.2 < share < 1
+    good = all(equal == count for equal in same.values()) and share > 0
     print(f"{'ok  ' if good else 'FAIL'} {args.shape}: {same['alone']} of {count} requests have the same tokens alone, {same['together']} together; "
           f"{accepted:.0f} of {drafted:.0f} drafts accepted ({100 * share:.0f} %)")
     return good
