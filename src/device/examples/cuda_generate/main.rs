@@ -2,11 +2,11 @@
 //! as JSON, which `scripts/check_gpu_model.py` compares with transformers.
 //!
 //! `cuda_generate CHECKPOINT OUT.json [--tp-size N --rank R] [--stages N --stage I] [--exchange DIR] [--tokens N] [--simple]
-//! [--no-graphs] [--logits] [--drafts PLAIN.json] [--guesses N] [--kv-cache bf16|fp8|int8] [--adapters DIR,DIR…]`
+//! [--no-graphs] [--logits] [--masks] [--drafts PLAIN.json] [--guesses N] [--kv-cache bf16|fp8|int8] [--adapters DIR,DIR…]`
 //!
 //! Prompts join two at a time while earlier ones decode, in chunks of at most 96 tokens, so that every kind of step
 //! runs: prefill with and without a cached prefix, mixed steps, recorded decodes. With `--logits`, log-probabilities
-//! are computed from the raw logits that steps report. With `--drafts`, rows verify right and wrong drafts: the tokens
+//! are computed from the raw logits that steps report. With `--masks`, tokens are chosen among those of masks, which allow all. With `--drafts`, rows verify right and wrong drafts: the tokens
 //! of an earlier run, some of them changed. With `--guesses`, the model's MTP head guesses so many tokens behind each new one, which
 //! are written, too (`scripts/check_gpu_guesses.py`), and every second step verifies them instead. If the model has recurrent states, one is copied to another slot before each
 //! step. With `--adapters`, folders that PEFT has saved, rows have them in turn, and then none; slots are filled before the step in which their
@@ -21,7 +21,7 @@ use std::time::Duration;
 
 use device::cuda::{CudaConfig, CudaDevice};
 use device::{Exchange, FileExchange};
-use engine::{RevisedRow, RowId, SampledToken, SamplingParams, TokenId};
+use engine::{RevisedRow, RowId, SampleMask, SampledToken, SamplingParams, TokenId};
 use models::{Adapter, AdapterBounds, MAX_ADAPTER_RANK};
 use ops::{
     AttentionSpec, Device, KvElements, NO_ADAPTER, PipelineStage, SampleInput, StepInputs, StepLimits, TOKEN_ON_DEVICE,
@@ -71,6 +71,7 @@ struct Options {
     simple: bool,
     graphs: bool,
     logits: bool,
+    masks: bool,
     drafts: Option<PathBuf>,
     guesses: usize,
     kv_elements: KvElements,
@@ -86,7 +87,7 @@ impl Options {
 
     /// Whether every step waits for the tokens of the last one, which the host sends.
     fn sends_tokens(&self) -> bool {
-        self.drafts.is_some() || self.guesses > 0 || self.stage.count > 1
+        self.drafts.is_some() || self.guesses > 0 || self.masks || self.stage.count > 1
     }
 }
 
@@ -105,6 +106,7 @@ fn options() -> Options {
         simple: arguments.iter().any(|a| a == "--simple"),
         graphs: !arguments.iter().any(|a| a == "--no-graphs"),
         logits: arguments.iter().any(|a| a == "--logits"),
+        masks: arguments.iter().any(|a| a == "--masks"),
         drafts: value("--drafts").map(PathBuf::from),
         guesses: number("--guesses", 0),
         adapters: value("--adapters").map(|list| list.split(',').map(PathBuf::from).collect()).unwrap_or_default(),
@@ -409,7 +411,15 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
                     }
                 }
             }
+            if options.masks {
+                inputs.masked = (0..inputs.samples.len() as u32).collect();
+            }
             device.run_step(&inputs, &mut |device| model.forward(device))?;
+            if !inputs.masked.is_empty() {
+                let words = vec![u32::MAX; config.vocab_size.div_ceil(32)];
+                let mask = |&sample: &u32| SampleMask { step, sample, words: words.clone() };
+                device.choose(&inputs.masked.iter().map(mask).collect::<Vec<_>>())?;
+            }
             model.guess(&mut device)?;
             in_flight.push_back(sampled);
         }
