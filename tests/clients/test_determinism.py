@@ -3,7 +3,6 @@
 import argparse
 import importlib.machinery
 import importlib.util
-import socket
 import subprocess
 import sys
 
@@ -13,19 +12,6 @@ from ports import free_ports
 
 SCRIPT = ROOT / "scripts/bench_determinism"
 SMALL = ["--prompts=6", "--tokens=16", "--max-len=150", "--chunk=24"]
-
-
-def three_ports() -> int:
-    """The first of three consecutive ports on which nothing listens."""
-    while True:
-        first = free_ports(1)[0]
-        try:
-            for port in (first + 1, first + 2):
-                with socket.socket() as listener:
-                    listener.bind(("127.0.0.1", port))
-            return first
-        except OSError:
-            continue
 
 
 @pytest.mark.parametrize(
@@ -40,7 +26,7 @@ def three_ports() -> int:
     ids=["bf16 of two workers, all axes", "cache in fp8", "cache in int8", "int8", "int4"],
 )
 def test_tokens_depend_on_the_request_alone(flags, axes):
-    port = three_ports()
+    port = free_ports(3)[0]  # It takes the next two as well.
     model = ROOT / "model_repository/tensorrt_llm/1"
     command = [sys.executable, SCRIPT, f"--model={model}", f"--bin={BINARIES}", f"--port={port}", *SMALL, *flags, *axes]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300)

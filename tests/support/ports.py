@@ -1,14 +1,26 @@
 """Ports for servers that tests start."""
 
+import random
 import socket
+
+# Below the ports that the system gives to connections, which could take one before the server does.
+FIRST, BEHIND = 10_000, 32_000
 
 
 def free_ports(count: int) -> list[int]:
-    """Ports of this machine on which nothing listens, all different."""
-    sockets = [socket.socket() for _ in range(count)]
-    for listener in sockets:
-        listener.bind(("127.0.0.1", 0))
-    ports = [listener.getsockname()[1] for listener in sockets]
-    for listener in sockets:
-        listener.close()
-    return ports
+    """Consecutive ports of this machine on which nothing listens."""
+    choice = random.SystemRandom()  # Tests that run at the same time choose others.
+    while True:
+        first = choice.randrange(FIRST, BEHIND - count)
+        ports = list(range(first, first + count))
+        if all(map(is_free, ports)):
+            return ports
+
+
+def is_free(port: int) -> bool:
+    with socket.socket() as listener:
+        try:
+            listener.bind(("", port))
+        except OSError:
+            return False
+    return True
