@@ -1,8 +1,8 @@
 //! Compiles `cuda/*.cu` ahead of time with NVRTC and embeds the results.
 //!
 //! Each file names its architectures: `// archs: 80 90a 100a ptx` makes cubins for sm_80, sm_90a and sm_100a, those of
-//! [`WITH_80`], and PTX that the driver compiles on other GPUs. [`ARCHS`] chooses some of them, for tests that no other GPU runs. Results are cached in `.cache/cubin` by a hash of source, headers, options
-//! and NVRTC version. If NVRTC is not found, the crate is built without CUDA kernels and prints a warning.
+//! [`WITH_80`], and PTX that the driver compiles on other GPUs. [`ARCHS`] chooses some of them. Results are cached in `.cache/cubin`
+//! by a hash of source, headers, options and NVRTC version. If NVRTC is not found, the crate is built without CUDA kernels and prints a warning.
 
 #[path = "cuda/build/nvrtc.rs"]
 mod nvrtc;
@@ -122,6 +122,9 @@ fn read_sources(folder: &Path) -> (Vec<(String, String)>, Vec<Job>) {
         for arch in archs.split_whitespace().chain(also).filter(|arch| is_chosen(arch)) {
             jobs.push(Job { module: module.clone(), arch: arch.to_owned(), source: text.clone() });
         }
+    }
+    for arch in chosen.iter().flat_map(|chosen| chosen.split_whitespace()) {
+        assert!(jobs.iter().any(|job| job.arch == arch), "{ARCHS} names `{arch}`, for which no kernel is built");
     }
     (headers, jobs)
 }
