@@ -17,6 +17,10 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
+sys.path.append(str(ROOT / "tests/support"))
+
+from ports import free_ports  # noqa: E402 (needs the path above)
+
 RECORDED = Path(os.environ.get("TRIREME_RECORDED", ROOT.parent / "shared/conformance"))
 SERVER = Path(os.environ.get("TRIREME_BINARIES", ROOT / "target/debug")) / "examples/test_server"
 DIFFERENCES = json.loads((Path(__file__).parent / "differences.json").read_text())
@@ -24,19 +28,6 @@ DIFFERENCES = json.loads((Path(__file__).parent / "differences.json").read_text(
 PROFILES = {"none": (False, []), "explicit": (True, ["identity_fp32", "stream_text"]), "crash": (False, [])}
 
 pytestmark = pytest.mark.skipif(not RECORDED.exists(), reason=f"no recorded answers in {RECORDED}")
-
-
-def three_free_ports() -> int:
-    """A port that is free, as are the two after it."""
-    for base in range(28300, 60000, 10):
-        try:
-            for port in range(base, base + 3):
-                with socket.socket() as probe:
-                    probe.bind(("127.0.0.1", port))
-            return base
-        except OSError:
-            continue
-    raise AssertionError("no three free ports")
 
 
 def wait_until_it_listens(port: int, server: subprocess.Popen) -> None:
@@ -57,7 +48,7 @@ def test_recorded_answers_come_back(profile, tmp_path):
     if with_broken:
         shutil.copytree(RECORDED / "model_repo_bad", repository, dirs_exist_ok=True)
 
-    port = three_free_ports()
+    port = free_ports(3)[0]  # It takes the next two as well.
     # Messages contain the repository's path. A short path keeps them similar to the recorded ones.
     server = subprocess.Popen([SERVER, repository.name, str(port), *loaded], cwd=tmp_path)
     try:
