@@ -11,16 +11,11 @@ the same tokens with drafts and without, and some drafts must be accepted.
 With --forced, drafts of a checkpoint with any weights are accepted at that rate (`launch --benchmark-forced-acceptance`), and the script
 prints tokens a second with and without drafts at each batch size, both from one run. Needs torch and transformers for --shape.
 """
-import argparse, concurrent.futures, json, pathlib, random, re, subprocess, sys, tempfile, urllib.request
+import argparse, concurrent.futures, json, pathlib, random, subprocess, sys, tempfile, urllib.request
 
 from serving_bench import Bench, gpu_name
 
 NUM_OUTPUT = 120
-
-
-def metric(port, name):
-    text = urllib.request.urlopen(f"http://localhost:{port + 2}/metrics", timeout=30).read().decode()
-    return sum(float(value) for value in re.findall(rf"^trireme_llm_{name}(?:{{.*}})? ([0-9.e+]+)$", text, re.M))
 
 
 def make_predictable(folder):
@@ -68,7 +63,7 @@ def compare(args, checkpoint):
                 alone = [answer(args.port, body) for body in requests(bench.vocab)]
                 with concurrent.futures.ThreadPoolExecutor(8) as threads:
                     together = list(threads.map(lambda body: answer(args.port, body), requests(bench.vocab)))
-                counts = [metric(args.port, name) for name in ("drafted_tokens_total", "accepted_draft_tokens_total")]
+                counts = [bench.metric(name) for name in ("drafted_tokens_total", "accepted_draft_tokens_total")]
             finally:
                 bench.stop()
             found[num_tokens] = (alone, together, counts)

@@ -11,17 +11,12 @@ round differently, so those of random weights may. Exits with 1 where nothing ca
 
 The checkpoint is written by make_checkpoint.py unless --checkpoint has one. Needs torch and transformers for that.
 """
-import argparse, json, pathlib, random, re, statistics, subprocess, sys, tempfile, urllib.request
+import argparse, json, pathlib, random, statistics, subprocess, sys, tempfile
 
 from serving_bench import Bench
 
 OUTPUT_LEN = 24
 NEW_TOKENS = 200  # of each turn
-
-
-def metric(port, name):
-    text = urllib.request.urlopen(f"http://localhost:{port + 2}/metrics", timeout=30).read().decode()
-    return sum(float(value) for value in re.findall(rf"^{name}(?:{{.*}})? ([0-9.e+]+)$", text, re.M))
 
 
 def conversations(args, bench):
@@ -53,7 +48,7 @@ def run(args, checkpoint, host_memory):
             times, outputs = conversations(args, bench)
             names = ("prefix_cache_host_tokens_total", "host_cache_loaded_blocks_total", "host_cache_stored_blocks_total",
                      "host_cache_limit_bytes", "host_cache_used_bytes", "kv_block_tokens")
-            found = {name: metric(args.port, f"trireme_llm_{name}") for name in names}
+            found = {name: bench.metric(name) for name in names}
         finally:
             bench.stop()
         return start, times, outputs, found

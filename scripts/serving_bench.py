@@ -79,6 +79,11 @@ class Bench:
                     tokens += found if isinstance(found, list) else [found]
         return first, tokens
 
+    def metric(self, name):
+        """The sum over its labels of a metric `trireme_llm_NAME`."""
+        text = urllib.request.urlopen(f"http://localhost:{self.port + 2}/metrics", timeout=30).read().decode()
+        return sum(float(value) for value in re.findall(rf"^trireme_llm_{name}(?:{{.*}})? ([0-9.e+]+)$", text, re.M))
+
     def kill_a_worker(self):
         """The longest pause, in seconds, of a stream whose worker is killed: its maximum inter-token latency."""
         def kill():
