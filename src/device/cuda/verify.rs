@@ -5,7 +5,7 @@
 //! then be recorded, and uses the attention kernel that splits long contexts over the GPU.
 //!
 //! A row with a recurrent state may also compute tokens again that it knows, before the new ones. Each of its positions gets a
-//! sample, so that steps of as many positions are the same; nobody reads those that the plan does not have.
+//! sample, so that steps with the same number of positions have the same shape. Samples that the plan does not have are not read.
 
 use ops::{SampleInput, StepInputs};
 

@@ -6,10 +6,10 @@
 //!
 //! Prompts join two at a time while earlier ones decode, in chunks of at most 96 tokens, so that every kind of step
 //! runs: prefill with and without a cached prefix, mixed steps, recorded decodes. With `--logits`, log-probabilities
-//! are computed from the raw logits that steps report. With `--masks`, tokens are chosen among those of masks, which allow all. With `--drafts`, rows verify right and wrong drafts: the tokens
-//! of an earlier run, some of them changed. With `--guesses`, the model's MTP head guesses so many tokens behind each new one, which
-//! are written, too (`scripts/check_gpu_guesses.py`), and every second step verifies them instead. If the model has recurrent states, one is copied to another slot before each
-//! step. With `--adapters`, folders that PEFT has saved, rows have them in turn, and then none; slots are filled before the step in which their
+//! are computed from the raw logits that steps report. With `--masks`, every step waits for masks, which allow all tokens.
+//! With `--drafts`, rows verify right and wrong drafts: the tokens of an earlier run, some of them changed. With `--guesses`, the
+//! model's MTP head guesses so many tokens behind each new one, which are written, too (`scripts/check_gpu_guesses.py`), and every
+//! second step verifies them instead. If the model has recurrent states, one is copied to another slot before each step. With `--adapters`, folders that PEFT has saved, rows have them in turn, and then none; slots are filled before the step in which their
 //! first row joins, while others run, and at first with another adapter.
 
 mod states;
