@@ -238,6 +238,23 @@ fn a_row_alone_gets_the_bits_it_gets_among_others() {
     }
 }
 
+/// The number of rows decides between them, so steps of any size give a row the same bits only if both do.
+#[test]
+fn both_kernels_of_hopper_have_the_same_bits() {
+    let Some((gpu, q)) = gpu::open() else { return };
+    if !has_hopper_kernels(&gpu) {
+        return;
+    }
+    let mut random = Random::new(5);
+    for ([n, k], has_bias) in [([512, 1024], false), ([1536, 2048], true), ([80, 136], true)] {
+        let product = Product::new(&mut random, &[3, 90, 0, 33, 1], [n, k], has_bias);
+        for gate in [None, Some(Gate::Activation(GateActivation::Silu))] {
+            let [skinny, wide] = [Kernel::Skinny, Kernel::Wide].map(|kernel| product.run(&gpu, &q, gate, kernel));
+            assert_eq!(skinny, wide, "{n} x {k}, {gate:?}");
+        }
+    }
+}
+
 #[test]
 fn outputs_are_added_by_their_probabilities() {
     let Some((gpu, q)) = gpu::open() else { return };

@@ -153,8 +153,8 @@ impl Estimator {
     /// Counts a matrix of each expert, which a GPU may keep quantized.
     fn count_experts(&mut self, experts: &[&[WeightSlice<'_>]], order: RowOrder) {
         let packed = match self.target {
-            Target::Cpu => None,
-            Target::Cuda => expert_format(experts, order),
+            Target::Cuda if !self.batch_invariant => expert_format(experts, order),
+            _ => None,
         };
         for parts in experts {
             let weight = self.count_matrix(parts);

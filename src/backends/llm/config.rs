@@ -157,7 +157,7 @@ impl LlmConfig {
         let queue = QueuePolicy::new(config);
         let parallelism = Parallelism::new(config, &model, defaults)?;
         drafts.check_group(config, target(defaults.worker.device), parallelism.tp_size)?;
-        let batch_invariant = batch_invariant(config, &model, defaults, &parallelism, weight_precision)?;
+        let batch_invariant = batch_invariant(config, &model, defaults, weight_precision)?;
         let Parallelism { tp_size, pp_size, ep_size, num_replicas } = parallelism;
         let model = model.in_expert_groups(ep_size);
         check_shares(config, &model, tp_size)?;

@@ -171,7 +171,7 @@ impl CudaDevice {
         let (count, hidden) = (layer.router.rows.len(), layer.router.cols.len());
         let inner = layer.experts.first().map_or(0, |expert| expert.down.cols.len());
         let top_k = layer.routing.top_k;
-        self.check_invariant_experts()?;
+        self.check_invariant_weight(count, hidden)?;
         if count > MAX_EXPERTS || top_k > MAX_CHOICES || !inner.is_multiple_of(GATE_GROUP) {
             return Err(DeviceError::Unsupported {
                 what: "experts".into(),
@@ -218,14 +218,16 @@ impl CudaDevice {
         Ok(span)
     }
 
-    /// Loads a matrix `[rows, cols]` for each expert, which stays quantized if it can; then its scales and format follow.
+    /// Loads a matrix `[rows, cols]` for each expert, which stays quantized if it can; then its scales and format follow. Products
+    /// of quantized experts have no invariant form.
     fn load_expert_matrices(
         &mut self,
         experts: &[&[WeightSlice<'_>]],
         order: RowOrder,
         [rows, cols]: [usize; 2],
     ) -> Result<(Span, Option<(Span, PackedFormat)>), DeviceError> {
-        let Some(format) = expert_format(experts, order) else {
+        let format = if self.config.batch_invariant { None } else { expert_format(experts, order) };
+        let Some(format) = format else {
             return Ok((self.load_grouped(experts, order, (Form::Values, rows * cols * 2), Part::new)?, None));
         };
         let codes = (Form::Codes(format), format.codes_bytes(rows, cols));
@@ -270,7 +272,9 @@ impl CudaDevice {
         let ExpertLayer { gate_up, down, first, routing, .. } = weight.experts.expect("the weight of experts");
         let (tokens, count, hidden) = (self.num_tokens(), weight.rows, weight.cols);
         let logits = self.expert_buffers().logits.span();
+        // Its products with the router have another order than those of more tokens.
         let is_few = self.config.use_fast_kernels
+            && !self.config.batch_invariant
             && tokens <= MAX_ROUTED_AT_ONCE
             && route_few_tokens::takes(&self.gpu, tokens, routing.top_k, count);
         if !is_few {

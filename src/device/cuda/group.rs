@@ -1,5 +1,7 @@
-//! Collectives of a tensor-parallel group: peer memory for few rows, NCCL for the rest.
+//! Collectives of a tensor-parallel group: peer memory for few rows, NCCL for the rest. With `batch_invariant`, every sum goes through
+//! peer memory and adds in f32 in the order of the workers, whatever its number of rows.
 
+use std::ops::Range;
 use std::sync::Arc;
 
 use half::bf16;
@@ -39,6 +41,8 @@ pub(crate) struct Group {
     exchange: Option<Arc<dyn Exchange>>,
     tp: TensorParallel,
     uses_peers: bool,
+    /// Whether sums must not depend on the number of rows.
+    is_invariant: bool,
 }
 
 /// The state of [`owner_norm`]: its flags, and buffers that every worker has mapped.
@@ -79,6 +83,7 @@ impl Group {
             exchange: None,
             tp,
             uses_peers: config.use_fast_kernels,
+            is_invariant: config.batch_invariant,
         };
         if tp.size == 1 {
             return Ok(group);
@@ -189,13 +194,31 @@ impl Group {
     /// Sums bf16 `buffer [rows, cols]` over the group, in place.
     pub(crate) fn all_reduce(&self, q: &Queue, buffer: Span, rows: usize, cols: usize) -> Result<(), DeviceError> {
         let Some(nccl) = &self.nccl else { return Ok(()) };
-        match self.peers.as_ref().filter(|peers| rows <= MAX_PEER_ROWS && cols <= peers.max_cols()) {
-            Some(peers) => {
-                let shots = Shots::for_message(2 * rows * cols, self.size());
-                peers.all_reduce(q, buffer, buffer, rows, cols, shots).map_err(device_error)
-            }
+        match self.peers.as_ref().filter(|peers| self.sums_by_peers(rows) && cols <= peers.max_cols()) {
+            // Both algorithms add in the same order, and round once.
+            Some(peers) => parts(rows).try_for_each(|Range { start, end }| {
+                let shots = Shots::for_message(2 * (end - start) * cols, self.size());
+                let part = buffer.elements::<bf16>(start * cols, (end - start) * cols);
+                peers.all_reduce(q, part, part, end - start, cols, shots).map_err(device_error)
+            }),
             None => nccl.wait()?.all_reduce(q, buffer.elements::<bf16>(0, rows * cols)),
         }
+    }
+
+    /// Whether the workers have mapped each other's memory.
+    pub(crate) fn has_peers(&self) -> bool {
+        self.peers.is_some()
+    }
+
+    /// Whether a sum of `rows` goes through peer memory, if the workers share some.
+    fn sums_by_peers(&self, rows: usize) -> bool {
+        rows <= MAX_PEER_ROWS || self.is_invariant
+    }
+
+    /// How a sum whose rows are normalized next is computed. With two shots it is rounded before the residual is added; the owners
+    /// of many rows do not round it.
+    fn shots_before_norm(&self, rows: usize, cols: usize) -> Shots {
+        if self.is_invariant { Shots::One } else { Shots::for_message(2 * rows * cols, self.size()) }
     }
 
     /// `residual += sum over the group of partial; out = norm(residual)`. With many rows, each worker keeps the
@@ -212,12 +235,14 @@ impl Group {
             let operands = OwnerNorm { y, partial, residual, weight, eps };
             return owner_norm(q, &owners.flags, operands, rows, cols).map_err(device_error);
         }
-        let peers = self.peers.as_ref().filter(|_| rows <= MAX_PEER_ROWS);
+        let peers = self.peers.as_ref().filter(|_| self.sums_by_peers(rows));
         let done: Result<(), CudaError> = match peers {
-            Some(peers) => {
-                let shots = Shots::for_message(2 * rows * cols, self.size());
-                peers.all_reduce_add_norm(q, out, residual, partial, weight, rows, cols, eps, shots)
-            }
+            Some(peers) => parts(rows).try_for_each(|Range { start, end }| {
+                let [out, residual, partial] =
+                    [out, residual, partial].map(|span| span.elements::<bf16>(start * cols, (end - start) * cols));
+                let shots = self.shots_before_norm(end - start, cols);
+                peers.all_reduce_add_norm(q, out, residual, partial, weight, end - start, cols, eps, shots)
+            }),
             None => {
                 self.all_reduce(q, partial, rows, cols)?;
                 add_rms_norm(q, out, residual, partial, weight, rows, cols, eps)
@@ -250,6 +275,11 @@ impl Group {
             })
         })
     }
+}
+
+/// `0..rows` in parts that the exchange buffer has room for.
+fn parts(rows: usize) -> impl Iterator<Item = Range<usize>> {
+    (0..rows).step_by(MAX_PEER_ROWS).map(move |start| start..rows.min(start + MAX_PEER_ROWS))
 }
 
 /// The handles of all workers, in order; `None` if one of them has none.

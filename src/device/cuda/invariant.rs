@@ -2,7 +2,8 @@
 //!
 //! Each weight has one order in which K is summed, for any number of rows. Together with decode attention in a fixed division
 //! and prefill attention, which always adds keys in the order of their positions, a row's result then depends on its own
-//! tokens alone. Products of few rows are not joined to chains, because a chain divides K by its number of blocks.
+//! tokens alone. Products of few rows are not joined to chains, because a chain divides K by its number of blocks. Experts in bf16
+//! sum in the order of K by themselves. A group adds in the order of its workers, through peer memory (`group.rs`).
 
 use kernels::cuda::skinny_gemm::{self, Epilogue};
 use kernels::cuda::sum_order::SumOrder;
@@ -17,17 +18,30 @@ fn unsupported(found: String, expected: &str) -> DeviceError {
 }
 
 /// # Errors
-/// When the GPU, or a group, has no invariant form.
+/// When the GPU, or the shares of a group, have no invariant form.
 pub(super) fn check(config: &CudaConfig, gpu: &Gpu) -> Result<(), DeviceError> {
     if config.batch_invariant && !wide_gemm::has_kernel(gpu) {
         let (major, minor) = gpu.capability();
         let found = format!("{} (compute capability {major}.{minor})", gpu.name());
         return Err(unsupported(found, "a GPU of compute capability 9, and a build with its kernels"));
     }
-    match config.tensor_parallel.size {
-        size if config.batch_invariant && size > 1 => Err(unsupported(format!("`tp` {size}"), "1")),
-        _ => Ok(()),
+    let (vocab, workers) = (config.limits.vocab_size, config.tensor_parallel.size as usize);
+    if config.batch_invariant && workers > 1 && !vocab.is_multiple_of(8 * workers) {
+        let found = format!("{vocab} words for {workers} workers");
+        return Err(unsupported(found, "a vocabulary of equal shares that are multiples of 8"));
     }
+    Ok(())
+}
+
+/// # Errors
+/// When sums of a group would not use peer memory: those of NCCL depend on the number of rows.
+pub(super) fn check_peers(config: &CudaConfig, has_peers: bool) -> Result<(), DeviceError> {
+    let workers = config.tensor_parallel.size;
+    if config.batch_invariant && workers > 1 && !has_peers {
+        let found = format!("{workers} workers whose GPUs cannot map each other's memory");
+        return Err(unsupported(found, "GPUs of one host that can, or `tp` 1"));
+    }
+    Ok(())
 }
 
 impl CudaDevice {
@@ -38,15 +52,6 @@ impl CudaDevice {
             return Err(unsupported(format!("a layer of {rows} outputs and {cols} inputs"), "multiples of 8"));
         }
         Ok(())
-    }
-
-    /// # Errors
-    /// Experts have no invariant form.
-    pub(super) fn check_invariant_experts(&self) -> Result<(), DeviceError> {
-        match self.config.batch_invariant {
-            true => Err(unsupported("experts".into(), "a model without experts")),
-            false => Ok(()),
-        }
     }
 
     /// # Errors
@@ -72,7 +77,7 @@ impl CudaDevice {
             return Ok(());
         }
         self.flush()?;
-        debug_assert_eq!(stride, weight.rows, "a group of one has no padded shares");
+        debug_assert_eq!(stride, weight.rows, "equal shares are not padded");
         let (linear, order) = (weight.linear(), SumOrder::for_shape(weight.rows, weight.cols));
         match m <= skinny_gemm::MAX_ROWS {
             true => skinny_gemm::skinny_gemm_split(&self.queue, out, x, &linear, m, epilogue, order.split()),

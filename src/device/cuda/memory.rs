@@ -286,6 +286,7 @@ impl CudaDevice {
             });
         }
         self.group.open_peers(&self.gpu, self.hidden, self.can_chain())?;
+        super::invariant::check_peers(&self.config, self.group.has_peers())?;
         // Activation buffers as wide as the residual include those that are summed and normalized.
         let bytes = self.tensor_bytes(self.hidden);
         let summed: Vec<_> = self.tensors.iter().filter(|tensor| tensor.span().bytes() == bytes).collect();

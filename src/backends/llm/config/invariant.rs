@@ -1,13 +1,13 @@
 //! The parameter `batch_invariant`, and what GPUs do not support with it.
 
 use models::Config;
-use ops::{KvElements, Target};
+use ops::Target;
 use repository::ModelConfig;
 use serving::InferError;
 use supervision::WeightPrecision;
 
 use super::drafts::Drafts;
-use super::{LlmDefaults, Parallelism, invalid, target};
+use super::{LlmDefaults, invalid, target};
 use crate::parameters;
 
 /// Whether tokens of a request must not depend on what runs beside it.
@@ -18,19 +18,14 @@ pub(super) fn batch_invariant(
     config: &ModelConfig,
     model: &Config,
     defaults: &LlmDefaults,
-    parallelism: &Parallelism,
     precision: WeightPrecision,
 ) -> Result<bool, InferError> {
     let is_wanted = parameters::flag(config, "batch_invariant")?.unwrap_or(defaults.worker.batch_invariant);
     if !is_wanted || target(defaults.worker.device) == Target::Cpu {
         return Ok(is_wanted);
     }
-    let has_experts = model.layers.iter().any(|layer| layer.experts.is_some());
     let refused = [
-        (has_experts, "mixtures of experts"),
         (model.has_recurrent_layers(), "recurrent layers"),
-        (model.kv_elements != KvElements::Plain, "a KV cache in fp8 or int8; set `kv_cache_dtype` to `bf16`"),
-        (parallelism.tp_size > 1, "more than one GPU for a layer; set `tp` to 1"),
         (
             Drafts::new(config, model, Target::Cuda)?.max > 0,
             "drafts; remove `prompt_lookup_num_tokens` or the number of another source",
@@ -61,34 +56,30 @@ mod tests {
         "rms_norm_eps": 1e-5, "architectures": ["LlamaForCausalLM"]}"#;
 
     /// With the parameter, and another one.
-    fn checked((key, value): (&str, &str), device: DeviceChoice, tp_size: u32) -> Result<bool, String> {
+    fn checked((key, value): (&str, &str), device: DeviceChoice) -> Result<bool, String> {
         let mut config = ModelConfig::default();
         for (key, value) in [("batch_invariant", "true"), (key, value)] {
             config.parameters.insert(key.to_owned(), ModelParameter { string_value: value.to_owned() });
         }
         let worker = supervision::WorkerSettings { device, ..llm_config().worker };
-        let defaults = LlmDefaults { worker, world_size: tp_size, ranks_per_node: tp_size, ..llm_defaults() };
+        let defaults = LlmDefaults { worker, ..llm_defaults() };
         let dir = tempfile::tempdir().expect("a folder");
         std::fs::write(dir.path().join("config.json"), CONFIG).expect("a file");
         let model = Config::from_dir(dir.path()).expect("a model");
-        let parallelism = Parallelism { tp_size, pp_size: 1, ep_size: 1, num_replicas: 1 };
-        batch_invariant(&config, &model, &defaults, &parallelism, WeightPrecision::Checkpoint)
-            .map_err(|error| error.to_string())
+        batch_invariant(&config, &model, &defaults, WeightPrecision::Checkpoint).map_err(|error| error.to_string())
     }
 
     #[test]
     fn gpus_refuse_by_name_what_depends_on_other_rows() {
         let cuda = DeviceChoice::Cuda { ordinal: 0 };
-        assert_eq!(checked(("tp", "1"), cuda, 1), Ok(true));
-        let error = checked(("tp", "2"), cuda, 2).unwrap_err();
-        assert!(error.contains("more than one GPU for a layer; set `tp` to 1"), "{error}");
-        let error = checked(("prompt_lookup_num_tokens", "4"), cuda, 1).unwrap_err();
+        assert_eq!(checked(("tp", "1"), cuda), Ok(true));
+        let error = checked(("prompt_lookup_num_tokens", "4"), cuda).unwrap_err();
         assert!(error.contains("remove `prompt_lookup_num_tokens`"), "{error}");
     }
 
     #[test]
     fn cpus_support_everything() {
         let cpu = DeviceChoice::Cpu { threads: 1, first_core: None };
-        assert_eq!(checked(("prompt_lookup_num_tokens", "4"), cpu, 2), Ok(true));
+        assert_eq!(checked(("prompt_lookup_num_tokens", "4"), cpu), Ok(true));
     }
 }
