@@ -42,4 +42,9 @@ impl PlanBuilder {
     pub(crate) fn num_decode_tokens(&self) -> usize {
         self.decodes.len() + self.num_verified
     }
+
+    /// Number of tokens of `verifies` beside the first of each.
+    pub(crate) fn num_drafts(&self) -> usize {
+        self.num_verified - self.verifies.len()
+    }
 }

@@ -30,8 +30,7 @@ impl Engine {
         self.pool.begin_plan(self.next_step);
         let mut builder = PlanBuilder {
             decodes: Vec::with_capacity(self.running.len()),
-            // The other half of the budget is for prompts.
-            draft_budget: (self.config.max_step_tokens - self.num_rows()) / 2,
+            draft_budget: self.draft_budget(),
             decode_samples: std::mem::take(&mut self.spare_samples),
             ..PlanBuilder::default()
         };
@@ -201,7 +200,15 @@ impl Engine {
         let carries = builder.num_joined_tokens == 0
             || builder.num_joined_tokens + joined_tokens(sequence) <= self.config.max_joined_tokens;
         let has_slot = sequence.adapter.as_ref().is_none_or(|adapter| self.adapters.has_room(adapter.id));
-        sequence.num_in_flight == 0 && carries && has_slot && sequence.num_rows() <= self.free_rows.len()
+        let num_free = self.free_rows.len() - if self.config.shares_output { 0 } else { builder.num_drafts() };
+        sequence.num_in_flight == 0 && carries && has_slot && sequence.num_rows() <= num_free
+    }
+
+    /// Number of draft tokens that a plan may have.
+    fn draft_budget(&self) -> usize {
+        // The other half of the budget is for prompts.
+        let half = (self.config.max_step_tokens - self.num_rows()) / 2;
+        if self.config.shares_output { half } else { half.min(self.free_rows.len()) }
     }
 
     /// Whether there are enough blocks for the sequence. Blocks found in the prefix cache are written to `found`.

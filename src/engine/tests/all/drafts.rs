@@ -36,6 +36,15 @@ fn guesses_of_the_devices_are_verified_and_those_that_are_right_save_steps() {
 }
 
 #[test]
+fn drafts_take_free_rows_where_a_device_computes_them_as_generated_tokens() {
+    // The world counts the rows of each step. Four of the six requests have all rows at first.
+    let apart = run(EngineConfig { shares_output: false, ..config() }, None, 4);
+    let together = run(config(), None, 4);
+    let accepted = [apart, together].map(|stats| stats.total_accepted_tokens);
+    assert!(accepted[0] > 0 && accepted[0] < accepted[1], "{accepted:?}");
+}
+
+#[test]
 fn guesses_survive_preemption_and_recurrent_states_of_rejected_ones_go_back() {
     let small = EngineConfig { num_blocks: 20, policy: Policy::MaxUtilization, ..config() };
     for config in [small.clone(), EngineConfig { num_states: 12, state_interval: 2, ..small }] {

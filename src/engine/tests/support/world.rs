@@ -253,6 +253,11 @@ impl World {
         let (prefills, decodes) = plan.work.split_at(num_prefills);
         assert!(decodes.iter().all(|work| self.is_decode(plan, work)), "decodes before prefills in {plan:?}");
         assert!(decodes.iter().rev().is_sorted_by_key(|work| work.num_tokens > 1), "verification after decodes");
+        let num_drafts: usize = plan.drafts.iter().map(|(_, drafts)| drafts.len()).sum();
+        assert!(
+            config.shares_output || plan.work.len() + num_drafts <= config.max_rows,
+            "a draft has no row in {plan:?}"
+        );
         let num_prefill_tokens: usize = prefills.iter().map(|work| work.num_tokens as usize).sum();
         assert!(
             decodes.is_empty() || num_prefill_tokens <= max_prompt_tokens(config),
