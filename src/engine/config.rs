@@ -82,8 +82,8 @@ pub struct EngineConfig {
     /// Whether sequences with equal prefixes share KV blocks.
     pub prefix_cache: bool,
     /// Whether blocks that hold generated tokens are shared, too. Not where a device computes generated tokens in another
-    /// way than prompts and the results of both must be the same. A step then has a row for each draft, so that the device can compute
-    /// it as a generated token.
+    /// way than prompts and the results of both must be the same. A step then has a row for each draft, and for each generated token
+    /// that is computed again after a preemption or a worker's death, so that the device can compute it as it did before.
     pub shares_output: bool,
     /// Maximum number of draft tokens for a sequence in one step, whatever its request says; 0 turns drafts off.
     pub max_drafts: usize,

@@ -18,9 +18,12 @@ pub(crate) struct PlanBuilder {
     pub(crate) drafts: Vec<(RowId, Vec<TokenId>)>,
     pub(crate) prefills: Vec<RowWork>,
     pub(crate) verifies: Vec<RowWork>,
+    /// Generated tokens that are computed again, where that is another work than `prefills`.
+    pub(crate) replays: Vec<RowWork>,
     pub(crate) decodes: Vec<RowWork>,
     pub(crate) prefill_samples: Vec<Sample>,
     pub(crate) verify_samples: Vec<Sample>,
+    pub(crate) replay_samples: Vec<Sample>,
     pub(crate) decode_samples: Vec<Sample>,
     /// Number of tokens of `verifies`.
     pub(crate) num_verified: usize,
@@ -43,8 +46,9 @@ impl PlanBuilder {
         self.decodes.len() + self.num_verified
     }
 
-    /// Number of tokens of `verifies` beside the first of each.
-    pub(crate) fn num_drafts(&self) -> usize {
-        self.num_verified - self.verifies.len()
+    /// Number of tokens of `verifies` and `replays` beside the first of each.
+    pub(crate) fn num_further_rows(&self) -> usize {
+        let num_replayed: usize = self.replays.iter().map(|work| work.num_tokens as usize).sum();
+        self.num_verified + num_replayed - self.verifies.len() - self.replays.len()
     }
 }

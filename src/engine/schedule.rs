@@ -146,7 +146,14 @@ impl Engine {
 
     fn plan_chunk(&mut self, slot: Slot, builder: &mut PlanBuilder) {
         let sequence = &self.sequences[slot];
-        let remaining = sequence.join_len - sequence.num_computed;
+        let until_output = sequence.num_prompt_tokens.saturating_sub(sequence.num_computed);
+        let is_replay = !self.config.shares_output && until_output == 0;
+        let most = match self.config.shares_output {
+            true => usize::MAX,
+            false if is_replay => 1 + self.num_free_rows(builder),
+            false => until_output,
+        };
+        let remaining = (sequence.join_len - sequence.num_computed).min(most);
         let num_tokens =
             self.until_prompt_snapshot(slot).min(self.chunk_len(sequence.num_computed, remaining, builder));
         let end = sequence.num_computed + num_tokens;
@@ -154,11 +161,12 @@ impl Engine {
             return;
         }
         self.snapshot_prompt(slot, builder);
-        let samples = num_tokens == remaining;
+        let samples = end == self.sequences[slot].join_len;
         let num_guesses = if samples { self.num_guesses(slot) } else { 0 };
         let sequence = &mut self.sequences[slot];
         let (row, start) = (running_row(sequence), sequence.num_computed as u32);
-        builder.prefills.push(RowWork { row, start, num_tokens: num_tokens as u32, samples, num_guesses });
+        let works = if is_replay { &mut builder.replays } else { &mut builder.prefills };
+        works.push(RowWork { row, start, num_tokens: num_tokens as u32, samples, num_guesses });
         builder.prefill_budget -= num_tokens;
         builder.load = self.config.with_chunk(&builder.load, sequence.num_computed, num_tokens);
         builder.load.guesses = builder.load.guesses.max(num_guesses as usize);
@@ -168,12 +176,13 @@ impl Engine {
         }
         if samples {
             sequence.num_in_flight += 1;
-            builder.prefill_samples.push(sequence.sample(slot, row));
+            let samples = if is_replay { &mut builder.replay_samples } else { &mut builder.prefill_samples };
+            samples.push(sequence.sample(slot, row));
             if sequence.is_fully_planned() {
                 builder.completed.push(slot);
             }
         }
-        if builder.max_seconds.is_some() && (!samples || !self.has_time(builder)) {
+        if builder.max_seconds.is_some() && (num_tokens < remaining || !self.has_time(builder)) {
             builder.prefill_budget = 0;
         }
     }
@@ -200,8 +209,12 @@ impl Engine {
         let carries = builder.num_joined_tokens == 0
             || builder.num_joined_tokens + joined_tokens(sequence) <= self.config.max_joined_tokens;
         let has_slot = sequence.adapter.as_ref().is_none_or(|adapter| self.adapters.has_room(adapter.id));
-        let num_free = self.free_rows.len() - if self.config.shares_output { 0 } else { builder.num_drafts() };
-        sequence.num_in_flight == 0 && carries && has_slot && sequence.num_rows() <= num_free
+        sequence.num_in_flight == 0 && carries && has_slot && sequence.num_rows() <= self.num_free_rows(builder)
+    }
+
+    /// Number of rows that no sequence has, and no further token of this plan that takes one.
+    fn num_free_rows(&self, builder: &PlanBuilder) -> usize {
+        self.free_rows.len() - if self.config.shares_output { 0 } else { builder.num_further_rows() }
     }
 
     /// Number of draft tokens that a plan may have.
@@ -321,12 +334,14 @@ impl Engine {
     fn finish_plan(&mut self, builder: PlanBuilder) -> Option<StepPlan> {
         let mut samples = builder.decode_samples;
         let mut work = builder.decodes;
-        if work.is_empty() && builder.prefills.is_empty() && builder.verifies.is_empty() {
+        let others = [builder.prefills, builder.verifies, builder.replays];
+        if work.is_empty() && others.iter().all(Vec::is_empty) {
             self.spare_samples = samples;
             return None;
         }
-        work.splice(0..0, builder.prefills.into_iter().chain(builder.verifies));
-        samples.splice(0..0, builder.prefill_samples.into_iter().chain(builder.verify_samples));
+        work.splice(0..0, others.into_iter().flatten());
+        let others = [builder.prefill_samples, builder.verify_samples, builder.replay_samples];
+        samples.splice(0..0, others.into_iter().flatten());
         let has_work = !work.is_empty();
         let plan = StepPlan {
             step: self.next_step,

@@ -27,7 +27,7 @@ pub struct RowTable {
     num_states: usize,
     /// Slots in host memory.
     host: HostSlots,
-    /// Whether a single token of a prompt is a prefill chunk, too, so that all of a prompt is computed in one way.
+    /// Whether each token of a prompt is computed in a prefill chunk, and each generated token in a decode.
     keeps_prompts_whole: bool,
     /// Slots for adapters.
     num_adapters: usize,
@@ -241,20 +241,23 @@ impl RowTable {
                 inputs.token_ids.push(draft.unwrap_or_else(known));
                 inputs.positions.push(position);
             }
-            inputs.rows.push(work.row);
-            inputs.row_starts.push(inputs.token_ids.len() as u32);
-            inputs.context_lens.push(end);
-            inputs.states.extend(row.state.map(|state| state.0));
+            let is_replayed = keeps_prompts_whole && work.start >= row.num_prompt_tokens && drafted.is_empty();
+            for row_end in if is_replayed { work.start + 1..=end } else { end..=end } {
+                inputs.rows.push(work.row);
+                inputs.row_starts.push(inputs.token_ids.len() as u32 - (end - row_end));
+                inputs.context_lens.push(row_end);
+                inputs.states.extend(row.state.map(|state| state.0));
+                inputs.adapters.push(row.adapter.map_or(NO_ADAPTER, |slot| slot.0));
+                inputs.guesses.push(if work.samples && row_end == end { work.num_guesses } else { 0 });
+            }
             if let Some(saved) = saved.next_if(|saved| saved.row == work.row) {
                 inputs.saved_states.push(saved_state(plan.step, saved, work, inputs.rows.len() - 1, num_states)?);
             }
-            inputs.adapters.push(row.adapter.map_or(NO_ADAPTER, |slot| slot.0));
-            if work.num_tokens > 1 || keeps_prompts_whole && end <= row.num_prompt_tokens {
+            if work.num_tokens > 1 && !is_replayed || keeps_prompts_whole && end <= row.num_prompt_tokens {
                 inputs.num_prefill_rows = inputs.rows.len();
             }
             row.num_computed = end;
             row.report_context(work, inputs, &mut reported);
-            inputs.guesses.push(if work.samples { work.num_guesses } else { 0 });
             if work.samples {
                 row.sample(plan.step, work, drafted, inputs, &mut reported)?;
             }

@@ -8,7 +8,9 @@ use engine::{SampleMask, SequenceId, StepOutput, StepPlan, divide_memory, plan};
 use ipc::{MappedMemory, Prefix, Received, RingReceiver, RingSender, lock};
 use models::Model;
 use ops::{AttentionSpec, Device, HostSlots, StepInputs};
-use supervision::{FromWorker, KvMemory, LogitsPiece, LogitsPlace, MAX_LOGITS_PIECE, ShmName, ToWorker, WorkerSpec};
+use supervision::{
+    DeviceChoice, FromWorker, KvMemory, LogitsPiece, LogitsPlace, MAX_LOGITS_PIECE, ShmName, ToWorker, WorkerSpec,
+};
 
 use crate::adapters::{self, ArrivingAdapters};
 use crate::error::WorkerError;
@@ -210,7 +212,10 @@ impl CacheShape {
             .with_states(self.num_states)
             .with_host(self.host)
             .with_adapters(spec.max_adapters)
-            .keeping_prompts_whole(spec.settings.batch_invariant)
+            // On CPUs all tokens are computed in one way.
+            .keeping_prompts_whole(
+                spec.settings.batch_invariant && matches!(spec.settings.device, DeviceChoice::Cuda { .. }),
+            )
     }
 }
 

@@ -93,6 +93,30 @@ fn a_single_token_of_a_prompt_is_a_prefill_chunk_where_prompts_are_kept_whole() 
 }
 
 #[test]
+fn generated_tokens_that_are_computed_again_are_decodes_where_prompts_are_kept_whole() {
+    for keeps_prompts_whole in [false, true] {
+        let table = RowTable::new(4, vec![None], 2, 8, 1);
+        let (mut table, mut inputs) = (table.keeping_prompts_whole(keeps_prompts_whole), StepInputs::default());
+        let again = JoinedRow { num_prompt_tokens: 2, ..joined(2, &[10, 11, 12, 13, 14], &[5, 3, 6]) };
+        let work = vec![work(2, 2, 3, true)];
+        let plan =
+            StepPlan { step: 1, joined: vec![JoinedRow { num_computed: 2, ..again }], work, ..StepPlan::default() };
+        table.apply(&plan, &mut inputs).unwrap();
+        assert_eq!((&inputs.token_ids[..], &inputs.positions[..]), (&[12, 13, 14][..], &[2, 3, 4][..]));
+        let sample = SampleInput { row: RowId(2), token_index: 2, num_generated: 3 };
+        assert_eq!(inputs.samples, [sample]);
+        let (rows, starts, lens): (_, &[u32], &[u32]) = match keeps_prompts_whole {
+            true => (vec![RowId(2); 3], &[0, 1, 2, 3], &[3, 4, 5]),
+            false => (vec![RowId(2)], &[0, 3], &[5]),
+        };
+        assert_eq!((&inputs.rows, &inputs.row_starts[..], &inputs.context_lens[..]), (&rows, starts, lens));
+        assert_eq!(inputs.num_prefill_rows, usize::from(!keeps_prompts_whole));
+        assert_eq!(inputs.block_tables.len(), rows.len() * inputs.max_blocks);
+        assert!((0..rows.len()).all(|row| inputs.block_table(0, row).starts_with(&[5, 3])));
+    }
+}
+
+#[test]
 fn drafts_follow_the_newest_token_and_a_revision_keeps_the_accepted_ones() {
     let (mut table, mut inputs) = (RowTable::new(4, vec![None], 4, 8, 1), StepInputs::default());
     let join = StepPlan {

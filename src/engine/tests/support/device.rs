@@ -49,6 +49,7 @@ pub struct Row {
     state: Option<usize>,
     /// Number of tokens when it joined.
     pub join_len: usize,
+    pub num_prompt_tokens: u32,
     beam_candidates: usize,
     is_constrained: bool,
     /// Draft tokens to verify in this step.
@@ -198,6 +199,7 @@ impl Device {
                 num_computed: joined.num_computed as usize,
                 state: joined.state.map(|state| state.0 as usize),
                 join_len: joined.tokens.len(),
+                num_prompt_tokens: joined.num_prompt_tokens,
                 beam_candidates: joined.sampling.beam_candidates as usize,
                 is_constrained: joined.sampling.is_constrained,
                 drafts: Vec::new(),

@@ -8,7 +8,7 @@ use engine::{
     RequestConstraint, RowWork, SequenceId, StepPlan, TokenEvent, TokenId,
 };
 
-use super::device::Device;
+use super::device::{Device, Row};
 use super::expected::Expected;
 use super::reference::run_alone;
 use super::reference::run_beams_alone;
@@ -252,12 +252,18 @@ impl World {
         let num_prefills = plan.work.iter().take_while(|work| !self.is_decode(plan, work)).count();
         let (prefills, decodes) = plan.work.split_at(num_prefills);
         assert!(decodes.iter().all(|work| self.is_decode(plan, work)), "decodes before prefills in {plan:?}");
+        let (replays, decodes): (Vec<&RowWork>, Vec<&RowWork>) =
+            decodes.iter().partition(|work| self.is_replay(plan, work));
         assert!(decodes.iter().rev().is_sorted_by_key(|work| work.num_tokens > 1), "verification after decodes");
-        let num_drafts: usize = plan.drafts.iter().map(|(_, drafts)| drafts.len()).sum();
-        assert!(
-            config.shares_output || plan.work.len() + num_drafts <= config.max_rows,
-            "a draft has no row in {plan:?}"
-        );
+        if !config.shares_output {
+            let num_drafts: usize = plan.drafts.iter().map(|(_, drafts)| drafts.len()).sum();
+            let num_replayed: usize = replays.iter().map(|work| work.num_tokens as usize - 1).sum();
+            let num_rows = plan.work.len() + num_drafts + num_replayed;
+            assert!(num_rows <= config.max_rows, "a generated token has no row in {plan:?}");
+            let ends_with_prompt =
+                |work: &RowWork| work.start + work.num_tokens <= self.lens(plan, work).map_or(u32::MAX, |lens| lens[0]);
+            assert!(prefills.iter().all(ends_with_prompt), "generated tokens among those of a prompt in {plan:?}");
+        }
         let num_prefill_tokens: usize = prefills.iter().map(|work| work.num_tokens as usize).sum();
         assert!(
             decodes.is_empty() || num_prefill_tokens <= max_prompt_tokens(config),
@@ -276,11 +282,25 @@ impl World {
     /// Before the device runs the plan: a decode computes a token that was sampled in this row.
     fn is_decode(&self, plan: &StepPlan, work: &RowWork) -> bool {
         let joined = plan.joined.iter().any(|joined| joined.row == work.row);
-        if plan.revised.iter().any(|revised| revised.row == work.row) {
+        if plan.revised.iter().any(|revised| revised.row == work.row) || self.is_replay(plan, work) {
             return true;
         }
         let row = self.device.rows[work.row.0 as usize].as_ref();
         !joined && row.is_some_and(|row| work.start as usize >= row.join_len)
+    }
+
+    /// Before the device runs the plan: a generated token is computed again in the way of its first time.
+    fn is_replay(&self, plan: &StepPlan, work: &RowWork) -> bool {
+        let generated = self.lens(plan, work).is_some_and(|[prompt, joined]| (prompt..joined).contains(&work.start));
+        generated && !self.engine.config().shares_output
+    }
+
+    /// Before the device runs the plan: numbers of tokens of the row's prompt, and of all when it joined.
+    fn lens(&self, plan: &StepPlan, work: &RowWork) -> Option<[u32; 2]> {
+        let joined = plan.joined.iter().find(|joined| joined.row == work.row);
+        let row = self.device.rows[work.row.0 as usize].as_ref();
+        let lens = |row: &Row| [row.num_prompt_tokens, row.join_len as u32];
+        joined.map(|joined| [joined.num_prompt_tokens, joined.tokens.len() as u32]).or(row.map(lens))
     }
 
     fn receive(&mut self, events: Vec<TokenEvent>) {
