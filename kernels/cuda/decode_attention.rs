@@ -198,7 +198,9 @@ pub fn decode_attention_fixed(q: &Queue, attention: &DecodeAttention<'_>) -> Res
             },
             ..*attention
         };
-        decode_attention_split(q, &own, Splits::fixed(count, shape))?;
+        let splits = Splits::fixed(count, shape);
+        let has_shared = q.gpu().has_kernel(&format!("shared_{}", own.kernel()));
+        decode_attention_split(q, &own, if has_shared { splits } else { Splits { blocks: splits.splits, ..splits } })?;
     }
     Ok(())
 }
@@ -269,9 +271,7 @@ pub fn decode_attention_split(q: &Queue, attention: &DecodeAttention<'_>, splits
         Positions::Known => {
             let mut args = vec![Arg::Bytes(&argument)];
             args.extend(attention.scores.argument());
-            let (prefix, element) = (attention.scores.prefix(), attention.cache.type_name());
-            let name = format!("{shared}{prefix}decode_attention_{element}_d{head_dim}");
-            q.launch(&name, launch, &args)
+            q.launch(&format!("{shared}{}", attention.kernel()), launch, &args)
         }
         Positions::Rope(RopeTables { cos, sin }, norms) => {
             ensure!(
@@ -310,6 +310,12 @@ pub fn rotates(shape: HeadShape) -> bool {
 }
 
 impl DecodeAttention<'_> {
+    /// The name of the kernel for [`Positions::Known`] with a block for each split.
+    fn kernel(&self) -> String {
+        let (prefix, element) = (self.scores.prefix(), self.cache.type_name());
+        format!("{prefix}decode_attention_{element}_d{}", self.shape.head_dim)
+    }
+
     /// The kernel's `DecodeAttention`: ten pointers, ten words, two pointers.
     fn argument(&self, splits: Splits) -> Result<[u8; 136], CudaError> {
         let Self { out, qkv, cache, rows, shape, scores, workspace, .. } = *self;

@@ -118,7 +118,9 @@ fn attends_as_the_formula_says(seed: u64, kind: Kind, codes: Option<KvCodes>, ke
             for (splits, bounds) in
                 [default, FINE, JOINED, SHARED].into_iter().flat_map(|splits| bounds.map(|b| (splits, b)))
             {
-                if splits == SHARED && (gpu.capability().0 != 9 || codes.is_some()) {
+                let is_few =
+                    codes.is_some() && !(matches!(kind, Kind::Plain | Kind::Sinks) && [64, 128].contains(&head_dim));
+                if splits == SHARED && (gpu.capability().0 != 9 || is_few) {
                     continue; // There are no such kernels.
                 }
                 if lens.len() > 64 && splits != default {
