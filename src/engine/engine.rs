@@ -196,8 +196,7 @@ impl Engine {
     /// Returns an error if the request can never run or the queue is full.
     pub fn submit(&mut self, request: Request) -> Result<SequenceId, Refused> {
         let max_len = self.check(&request)?;
-        let id = SequenceId(self.next_sequence);
-        self.next_sequence += 1;
+        let id = self.new_id();
         self.totals.prompt_tokens += request.prompt.len() as u64;
         let mut sequence = Sequence::new(id, request, max_len, self.config.max_drafts, self.config.num_groups());
         sequence.needs_token_feedback = self.config.num_stages > 1;
@@ -205,6 +204,11 @@ impl Engine {
         let slot = self.sequences.insert(sequence);
         self.queue.insert(&self.sequences[slot], slot);
         Ok(id)
+    }
+
+    pub(crate) fn new_id(&mut self) -> SequenceId {
+        self.next_sequence += 1;
+        SequenceId(self.next_sequence - 1)
     }
 
     /// Ends a sequence because the client disconnected or cancelled. Its row and blocks are free for the next plan, and
@@ -310,23 +314,32 @@ impl Engine {
     /// Length at which the request's sequence is complete.
     fn check(&self, request: &Request) -> Result<usize, Refused> {
         let max_len = self.config.check(request)?;
-        let EngineConfig { block_size, num_blocks, max_queue, max_step_tokens, .. } = self.config;
         let num_beams = request.beams.map_or(1, |beams| beams.width as usize);
-        let each = max_num_blocks(request.prompt.len(), max_len, num_beams, block_size);
-        let num_unsettled = if request.constraint.is_some() { self.config.max_in_flight } else { 0 };
-        let num_new = max_step_tokens + num_unsettled;
-        let needed = self.num_full_groups * each + self.config.window_blocks(each, num_beams, num_new);
-        if needed > num_blocks {
-            return Err(Refused::NeverFits { needed, num_blocks });
-        }
-        if self.queue.num_new() >= max_queue {
-            return Err(Refused::QueueFull { max: max_queue });
+        self.check_room(request.prompt.len(), max_len, num_beams, request.constraint.is_some())?;
+        if self.queue.num_new() >= self.config.max_queue {
+            return Err(Refused::QueueFull { max: self.config.max_queue });
         }
         let max = *self.config.max_queue_of.get(&request.priority).unwrap_or(&self.config.max_queue_each);
         if self.queue.num_new_with_priority(request.priority) >= max {
             return Err(Refused::LevelFull { max });
         }
         Ok(max_len)
+    }
+
+    /// Checks that a sequence of this length fits into the blocks.
+    pub(crate) fn check_room(
+        &self,
+        prompt_len: usize,
+        max_len: usize,
+        num_beams: usize,
+        is_constrained: bool,
+    ) -> Result<(), Refused> {
+        let EngineConfig { block_size, num_blocks, max_step_tokens, .. } = self.config;
+        let each = max_num_blocks(prompt_len, max_len, num_beams, block_size);
+        let num_unsettled = if is_constrained { self.config.max_in_flight } else { 0 };
+        let num_new = max_step_tokens + num_unsettled;
+        let needed = self.num_full_groups * each + self.config.window_blocks(each, num_beams, num_new);
+        if needed > num_blocks { Err(Refused::NeverFits { needed, num_blocks }) } else { Ok(()) }
     }
 
     fn end_early(&mut self, id: SequenceId, reason: FinishReason) -> bool {

@@ -53,6 +53,7 @@ mod guided;
 mod host;
 mod ids;
 mod masks;
+mod moving;
 pub mod plan;
 mod plan_builder;
 mod plan_bytes;
@@ -85,6 +86,7 @@ pub use draft::{Drafter, ForcedAcceptance, PromptLookup};
 pub use engine::Engine;
 pub use ids::{BlockId, DiskSlot, HostSlot, RowId, SequenceId, StateId, TokenId};
 pub use masks::MaskJob;
+pub use moving::MovedSequence;
 pub use plan::{
     CopiedBlock, CopiedState, GrownTable, HostCopies, JoinedRow, JoinedTable, PlanError, RestoredRow, RevisedRow,
     RowWork, STORES_COMPLETE_AFTER, SampledToken, SavedState, StepOutput, StepPlan,

@@ -34,6 +34,8 @@ enum Call {
     Recover,
     /// The same, and the host memory is new.
     RecoverWithoutHost,
+    /// The workers do not come back, and another engine goes on.
+    Move,
     /// The file fails.
     CloseDisk,
     /// Sequences that have not begun stay in the queue, or no longer do.
@@ -91,6 +93,7 @@ fn call() -> impl Strategy<Value = Call> {
         72 => Just(Call::Settle),
         4 => Just(Call::Recover),
         1 => Just(Call::RecoverWithoutHost),
+        1 => Just(Call::Move),
         1 => Just(Call::CloseDisk),
         4 => any::<bool>().prop_map(Call::Hold),
         4 => Just(Call::ResetPrefixCache),
@@ -186,6 +189,12 @@ fn run_calls(config: EngineConfig, calls: Vec<Call>) -> usize {
             }
             Call::Recover => world.recover(),
             Call::RecoverWithoutHost => world.recover_without_host(),
+            Call::Move => {
+                let ids = world.move_sequences();
+                let ended = SequenceId(u64::MAX);
+                submitted.iter_mut().for_each(|id| *id = ids.get(id).copied().unwrap_or(ended));
+                world.engine.set_drafter(Box::new(Guesser(Random(submitted.len() as u64))));
+            }
             Call::CloseDisk => world.close_disk(),
             Call::Hold(holds) => world.engine.hold_new(holds),
             Call::ResetPrefixCache => world.reset_prefix_cache(),

@@ -232,6 +232,36 @@ impl World {
         self.audit();
     }
 
+    /// The workers are lost for good: another engine takes the sequences. Returns their new ids.
+    pub fn move_sequences(&mut self) -> HashMap<SequenceId, SequenceId> {
+        self.engine.recover();
+        self.plans.clear();
+        self.disk_copies.clear();
+        let waiting = self.engine.take_sequences();
+        for job in std::mem::take(&mut self.late) {
+            self.engine.finish_mask(job);
+        }
+        let mut events = Vec::new();
+        self.engine.drain_events(&mut events);
+        self.receive(events);
+        let config = self.engine.config().clone();
+        self.device = Device::new(&config);
+        let mut before = std::mem::replace(&mut self.engine, super::new_engine(config));
+        let moved: Vec<_> = waiting.into_iter().chain(before.take_sequences()).collect();
+        assert!(before.is_idle() && before.ledger().is_zero(), "left behind: {:?}", before.ledger());
+        before.audit().unwrap();
+        let mut streams = std::mem::take(&mut self.streams);
+        let adopt = |(id, sequence)| {
+            let new = self.engine.adopt(sequence).expect("an engine with the same limits has room for it");
+            self.streams.insert(new, streams.remove(&id).expect("a live sequence has a stream"));
+            (id, new)
+        };
+        let ids = moved.into_iter().map(adopt).collect();
+        assert!(streams.is_empty());
+        self.audit();
+        ids
+    }
+
     /// Plans and settles until the engine is idle.
     pub fn run_to_idle(&mut self) {
         while !self.engine.is_idle() {
