@@ -3,10 +3,12 @@
 use std::process::{Command, Stdio};
 
 use anyhow::{Context, Result, bail};
+use serde::Deserialize;
 
 use crate::command::Starter;
 use crate::flags::WorldFlags;
 use crate::hosts::{self, Host};
+use crate::mpi::MpiKind;
 use crate::plan::{Plan, Site, memory_command};
 
 /// The number of ranks of a world, and where they run.
@@ -27,6 +29,27 @@ impl Shape {
     pub(crate) fn has(&self, host: &str) -> bool {
         self.hosts.iter().any(|its| its.name == host)
     }
+
+    /// The host of a rank.
+    pub(crate) fn host_of(&self, rank: u32) -> Option<&str> {
+        let mut end = 0;
+        let is_its = |host: &&Host| {
+            end += host.slots.unwrap_or(0);
+            rank < end
+        };
+        self.hosts.iter().find(is_its).map(|host| host.name.as_str())
+    }
+}
+
+/// The part of `trireme plan --json` that is used.
+#[derive(Deserialize)]
+struct Layouts {
+    models: Vec<Layout>,
+}
+
+#[derive(Deserialize)]
+struct Layout {
+    replicas: u64,
 }
 
 /// The sizes that a world may have, and the hosts that may run its ranks.
@@ -36,6 +59,8 @@ pub(crate) struct Shapes {
     sizes: Vec<u32>,
     /// Names of hosts, the first of which is this one, with the number of ranks that each takes at most.
     rooms: Vec<(String, u32)>,
+    /// The sizes in which the other replicas can go on when one loses a rank.
+    replicated: Vec<u32>,
 }
 
 impl Shapes {
@@ -89,6 +114,7 @@ impl Shapes {
         let shapes = Self {
             sizes: std::iter::once(flags.world_size).chain(flags.elastic.iter().copied()).collect(),
             rooms: names.zip(rooms).collect(),
+            replicated: Vec::new(),
         };
         // Any host but this one may be lost, so a size that fits only all hosts would never be used.
         let most = shapes.rooms.iter().map(|&(_, room)| room).sum::<u32>();
@@ -105,7 +131,23 @@ impl Shapes {
     #[cfg(test)]
     pub(crate) fn of(sizes: &[u32], rooms: &[(&str, u32)]) -> Self {
         let rooms = rooms.iter().map(|&(name, room)| (name.to_owned(), room)).collect();
-        Self { sizes: sizes.to_vec(), rooms }
+        Self { sizes: sizes.to_vec(), rooms, replicated: Vec::new() }
+    }
+
+    /// The same, with the sizes in which each model has several replicas. Only the `mpirun` of Open MPI up to 4 keeps a world of which a rank
+    /// dies.
+    pub(crate) fn with_replicas(mut self, starter: &Starter, flags: &WorldFlags, site: &Site) -> Self {
+        if *starter == Starter::Mpirun(MpiKind::OpenMpi) {
+            let shapes = self.sizes.iter().filter_map(|&size| self.largest(size, |_| true));
+            let replicated = shapes.filter(|shape| has_replicas(shape, flags, site)).map(|shape| shape.world_size);
+            self.replicated = replicated.collect();
+        }
+        self
+    }
+
+    /// Whether the other replicas of a world of this size go on when one loses a rank.
+    pub(crate) fn is_replicated(&self, world_size: u32) -> bool {
+        self.replicated.contains(&world_size)
     }
 
     /// Names of the other hosts.
@@ -154,6 +196,20 @@ impl Shapes {
         }
         Ok(())
     }
+}
+
+/// Whether each model has several replicas in a world of this shape. If the server program does not say, it counts as having one.
+fn has_replicas(shape: &Shape, flags: &WorldFlags, site: &Site) -> bool {
+    let (flags, site) = shape.apply(flags, site);
+    let command = memory_command(&flags, &site);
+    let mut command = {
+        let mut plan = Command::new(&command.program);
+        plan.args(&command.args).arg("--json");
+        plan
+    };
+    let output = command.stdin(Stdio::null()).stderr(Stdio::null()).output();
+    let layouts = output.ok().and_then(|output| serde_json::from_slice::<Layouts>(&output.stdout).ok());
+    layouts.is_some_and(|Layouts { models }| !models.is_empty() && models.iter().all(|model| model.replicas > 1))
 }
 
 #[cfg(test)]

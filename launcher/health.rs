@@ -27,7 +27,7 @@ pub(crate) fn of(world: &WorldState) -> Option<Health> {
 pub(crate) fn over_http(host: &str, port: u16) -> Option<Health> {
     let is_ready = is_ok(host, port, "ready");
     let is_live = is_ready || is_ok(host, port, "live");
-    is_live.then_some(Health { silent: Duration::ZERO, is_ready, num_requests: None })
+    is_live.then_some(Health { silent: Duration::ZERO, is_ready, num_requests: None, lost: Vec::new() })
 }
 
 fn is_ok(host: &str, port: u16, check: &str) -> bool {

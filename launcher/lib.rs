@@ -255,6 +255,7 @@ fn supervise(flags: &WorldFlags, site: Site, plan: &Plan, shapes: Option<Shapes>
         log,
         crash_dir: run_dir.crash_dir()?,
     };
+    let shapes = shapes.map(|shapes| shapes.with_replicas(&plan.starter, flags, &site));
     let elastic = shapes.map(|shapes| Elastic::new(shapes, plan.starter.clone(), flags, &site));
     let supervisor = Supervisor {
         flags: flags.clone(),
@@ -305,5 +306,16 @@ fn site(run_dir: &RunDir, flags: &WorldFlags) -> Result<Site> {
     let mpirun = Mpirun::named(flags.mpirun.as_deref(), flags.world_size > 1 || !hosts.is_empty());
     let work_dir = std::env::current_dir().context("cannot tell the working directory")?;
     let run_dir = run_dir.path().to_owned();
-    Ok(Site { trireme, num_cores: cores, shm_prefix, mpirun, allocation, hosts, environment, work_dir, run_dir })
+    Ok(Site {
+        trireme,
+        num_cores: cores,
+        shm_prefix,
+        mpirun,
+        allocation,
+        hosts,
+        environment,
+        work_dir,
+        run_dir,
+        keeps_world: false,
+    })
 }

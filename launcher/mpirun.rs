@@ -25,6 +25,8 @@ pub(crate) struct Step<'a> {
     pub(crate) environment: &'a [String],
     /// Environment variables that the world must not get.
     pub(crate) without: &'a [String],
+    /// Whether the other ranks go on when one dies. Only Open MPI up to 4.
+    pub(crate) keeps_world: bool,
 }
 
 /// Prefixes of the variables that go to every host. By itself, Open MPI's `mpirun` passes on only its own variables.
@@ -62,6 +64,9 @@ impl Step<'_> {
         });
         if self.oversubscribe {
             args.extend(["--oversubscribe", "--mca", "mpi_yield_when_idle", "1"].map(str::to_owned));
+        }
+        if self.keeps_world {
+            args.push("--enable-recovery".to_owned());
         }
         if let Some(network) = self.network {
             let own = match self.mpirun.kind {

@@ -34,6 +34,8 @@ pub struct Site {
     pub work_dir: PathBuf,
     /// The run directory, with the sockets between ranks and launcher.
     pub run_dir: PathBuf,
+    /// Whether ranks can go on when others die, because each model has several replicas.
+    pub keeps_world: bool,
 }
 
 /// The command that runs a world, and what the launcher must know about it.
@@ -51,6 +53,8 @@ pub struct Plan {
     pub placement: Option<String>,
     /// Whether all ranks run on this node.
     pub is_one_node: bool,
+    /// Whether `mpirun` keeps the world when a rank dies. Rank 0 then decides, and the launcher ends the world after rank 0.
+    pub keeps_world: bool,
     /// Environment variables to remove from the world's environment.
     pub without: Vec<String>,
     /// Whether rank 0 may run where it does not see the run directory of this node.
@@ -128,7 +132,19 @@ pub fn plan(flags: &WorldFlags, site: &Site) -> Result<Plan> {
         Starter::Mpirun(_) => mpirun::is_one_node(&placed, has_variable),
     };
     let without = flags.keys.variables.clone();
-    Ok(Plan { command, starter, hosts, placed, placement, is_one_node, without, rank_0_may_be_elsewhere, relay })
+    let keeps_world = keeps_world(&starter, site);
+    Ok(Plan {
+        command,
+        starter,
+        hosts,
+        placed,
+        placement,
+        is_one_node,
+        keeps_world,
+        without,
+        rank_0_may_be_elsewhere,
+        relay,
+    })
 }
 
 /// Returns an error if rank 0 runs on another host, where it cannot read the key files of this launcher.
@@ -140,6 +156,10 @@ fn check_that_rank_0_is_here(placed: &[(String, u32)], starter: &Starter, site: 
         "rank 0 runs on {host}, which does not get the keys of this command line and environment; write them into a \
          file there, and give @FILE as the key or --api-key-file=FILE"
     )
+}
+
+fn keeps_world(starter: &Starter, site: &Site) -> bool {
+    site.keeps_world && *starter == Starter::Mpirun(MpiKind::OpenMpi)
 }
 
 fn mpirun_step<'a>(
@@ -155,7 +175,8 @@ fn mpirun_step<'a>(
     }
     let (mpirun, bind, environment) = (&site.mpirun, flags.bind, &site.environment[..]);
     let without = &flags.keys.variables[..];
-    Ok(mpirun::Step { mpirun, oversubscribe, hosts, bind, cores_per_rank, network, environment, without })
+    let keeps_world = keeps_world(&Starter::Mpirun(mpirun.kind), site);
+    Ok(mpirun::Step { mpirun, oversubscribe, hosts, bind, cores_per_rank, network, environment, without, keeps_world })
 }
 
 /// The hosts that are named, or the nodes that Slurm has allocated if they are several; otherwise empty.

@@ -58,6 +58,8 @@ pub(crate) struct World {
     child: Child,
     watch: ProcessWatch,
     starter: Starter,
+    /// Whether `mpirun` keeps the world when a rank dies.
+    is_kept: bool,
     rank_0: Option<ProcessWatch>,
     id: String,
     paths: WorldPaths,
@@ -78,6 +80,10 @@ impl World {
         // Only the launcher notifies systemd.
         command.env_remove("NOTIFY_SOCKET").env_remove("WATCHDOG_USEC");
         command.env_remove("TRIREME_TAKE_OVER").env_remove("TRIREME_RELAY");
+        command.env_remove("TRIREME_KEEP_WORLD");
+        if plan.keeps_world {
+            command.env("TRIREME_KEEP_WORLD", "true");
+        }
         for name in &plan.without {
             command.env_remove(name);
         }
@@ -107,7 +113,8 @@ impl World {
             .with_context(|| format!("cannot start `{}`", plan.command.program.display()))?;
         processes::reset_oom_score(child.id());
         let watch = ProcessWatch::new(child.id())?;
-        Ok(Self { child, watch, starter: plan.starter.clone(), rank_0: None, id, paths, mpi_session })
+        let (starter, is_kept) = (plan.starter.clone(), plan.keeps_world);
+        Ok(Self { child, watch, starter, is_kept, rank_0: None, id, paths, mpi_session })
     }
 
     /// Becomes readable at the end of the first process.
@@ -125,6 +132,7 @@ impl World {
     fn normalized(&self, status: ExitStatus) -> ExitStatus {
         match self.starter {
             Starter::Mpirun(MpiKind::Mpich) => decode_hydra_status(status),
+            _ if self.is_kept && status.success() && self.cause().is_some() => ExitStatus::from_raw(1 << 8),
             _ => status,
         }
     }
@@ -165,6 +173,16 @@ impl World {
             self.rank_0 = mpirun::find_rank_0(self.pid()).and_then(|pid| ProcessWatch::new(pid).ok());
         }
         self.rank_0.as_ref().map(ProcessWatch::pid)
+    }
+
+    /// Whether `mpirun` keeps the world when a rank dies. It then returns 0 whatever its ranks return.
+    pub(crate) fn is_kept(&self) -> bool {
+        self.is_kept
+    }
+
+    /// Whether rank 0 has ended in a world that `mpirun` keeps nevertheless.
+    pub(crate) fn has_lost_rank_0(&mut self) -> bool {
+        self.is_kept && self.rank_0().is_some() && self.rank_0.as_ref().is_some_and(|rank_0| !rank_0.is_alive())
     }
 
     /// Its processes on this node.

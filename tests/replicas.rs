@@ -143,3 +143,58 @@ fn the_plan_lists_replicas_and_stages() {
     assert!(!fits && text.contains("`tp` 2 x `pp` 1 x `replicas` 2 workers need as many ranks"), "{text}");
     assert!(text.contains("and world_size is 3; start with `--world_size=4`"), "{text}");
 }
+
+/// A world of two ranks that `mpirun` keeps when one dies, as for `launch --elastic`.
+fn kept_world(parameters: &[(&str, &str)]) -> (TestWorld, tempfile::TempDir) {
+    let repository = copied_repository();
+    set_parameters(&repository, "tensorrt_llm", parameters);
+    let args = ["--model-control-mode=explicit", "--load-model=*"].map(str::to_owned).to_vec();
+    let path = repository.path().to_owned();
+    let options = Options { world_size: 2, repository: path, args, keeps_world: true, ..Options::default() };
+    (TestWorld::start(options), repository)
+}
+
+/// Waits until a process has ended. `mpirun` would wait for the rank that was killed.
+fn await_end(pid: u32) {
+    let state = || std::fs::read_to_string(format!("/proc/{pid}/stat")).ok();
+    let has_ended = || state().is_none_or(|stat| stat.rsplit_once(") ").is_none_or(|(_, rest)| rest.starts_with('Z')));
+    eventually("it has ended", has_ended);
+}
+
+#[test]
+fn streams_of_a_replica_that_loses_its_rank_go_on_at_the_other_one_with_the_undisturbed_text() {
+    let (mut world, _repository) = kept_world(&[("tp", "1")]);
+    let undisturbed = world.generate(PROMPTS[0], 160);
+    let mut streams: Vec<_> = (0..6).map(|_| world.stream(PROMPTS[0], 160)).collect();
+    let mut texts: Vec<String> = streams.iter_mut().map(|stream| stream.by_ref().take(5).collect()).collect();
+    signal(world.rank(1), Signal::SIGKILL);
+    for (text, stream) in texts.iter_mut().zip(streams) {
+        text.extend(stream);
+        assert_eq!(*text, undisturbed);
+    }
+    assert_eq!(world.get("/v2/health/ready").0, 200, "the other replica serves");
+    assert_eq!(of_replicas(&mut world, "trireme_llm_replica_lost", 2), [0.0, 1.0]);
+    assert_eq!(of_replicas(&mut world, "trireme_llm_ready", 2), [1.0, 0.0]);
+    let load = serde_json::json!({"parameters": {"config": "{\"max_batch_size\": 2}"}});
+    let (status, answer) = world.post("/v2/repository/models/tensorrt_llm/load", &load);
+    assert!(status == 400 && answer.contains("the world is not whole (rank 1 (process "), "{status} {answer}");
+    assert_eq!(world.generate(PROMPTS[0], 160), undisturbed, "the refusal leaves the model as it is");
+    let rank_0 = world.rank0();
+    signal(rank_0, Signal::SIGTERM);
+    await_end(rank_0);
+    assert!(!world.log_text().contains("ends the world"), "{}", world.log_text());
+}
+
+#[test]
+fn a_world_ends_with_a_rank_that_shares_each_layer_also_if_mpirun_keeps_it() {
+    let (world, _repository) = kept_world(&[]);
+    let body = serde_json::json!({"text_input": "Once", "max_tokens": 1900, "stream": true, "end_id": -1});
+    let mut stream = world.stream_request(&body);
+    stream.next_event().expect("a first piece");
+    let rank_0 = world.rank0();
+    signal(world.rank(1), Signal::SIGKILL);
+    let error = std::iter::from_fn(|| stream.next_event()).find_map(|event| event["error"].as_str().map(str::to_owned));
+    let error = error.expect("the stream ends with an error");
+    assert!(error.contains("rank 1 (process ") && error.contains("has ended"), "{error}");
+    await_end(rank_0);
+}

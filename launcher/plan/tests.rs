@@ -257,3 +257,19 @@ fn a_world_that_sleeps_has_a_relay_and_the_servers_name_is_no_short_form() {
     let named = whole_plan_in(None, "--id=me").unwrap();
     assert!(named.relay.is_none() && named.command.to_string().contains(" --id=me"), "{}", named.command);
 }
+
+#[test]
+fn only_open_mpi_up_to_4_keeps_a_world_of_replicas_when_a_rank_dies() {
+    let words = ["launch", "--world_size=2"].map(OsString::from);
+    let flags = Flags::parse_from_line(words).unwrap().world;
+    let plan_of = |kind: MpiKind, keeps_world: bool| {
+        let mpirun = Mpirun { program: "mpirun".into(), kind };
+        plan(&flags, &Site { num_cores: 4, mpirun, keeps_world, ..Site::default() }).unwrap()
+    };
+    for (kind, is_kept) in [(MpiKind::OpenMpi, true), (MpiKind::OpenMpi5, false), (MpiKind::Mpich, false)] {
+        let plan = plan_of(kind, true);
+        assert_eq!(plan.keeps_world, is_kept, "{kind:?}");
+        assert_eq!(plan.command.to_string().contains("--enable-recovery"), is_kept, "{}", plan.command);
+        assert!(!plan_of(kind, false).command.to_string().contains("--enable-recovery"));
+    }
+}

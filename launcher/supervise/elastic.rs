@@ -5,13 +5,13 @@ use std::time::{Duration, Instant};
 
 use anyhow::Result;
 
-use super::running::Running;
+use super::running::{Running, Shutdown};
 use super::{HEALTHY_AFTER, Supervisor};
 use crate::command::Starter;
 use crate::elastic::{Shape, Shapes};
 use crate::flags::WorldFlags;
 use crate::health;
-use crate::hosts;
+use crate::hosts::{self, Host};
 use crate::plan::Site;
 use crate::probe::{self, Probe};
 use crate::signals::{Event, RESTART, RESTART_AFTER, RESTART_ROLLING};
@@ -41,6 +41,8 @@ pub(crate) struct Elastic {
     /// The shape of the world that runs, or ran last.
     shape: Option<Shape>,
     others: Vec<Other>,
+    /// Ranks that the world has lost and goes on without.
+    lost_ranks: Vec<u32>,
     asked: Option<Instant>,
     /// How often in a row the world became smaller.
     num_losses: u32,
@@ -82,6 +84,7 @@ impl Elastic {
             shapes,
             starter,
             shape: None,
+            lost_ranks: Vec::new(),
             asked: None,
             num_losses: 0,
             num_failed_starts: 0,
@@ -94,6 +97,45 @@ impl Elastic {
     /// The shape of the world that runs, or ran last.
     pub(super) fn shape(&self) -> Option<&Shape> {
         self.shape.as_ref()
+    }
+
+    /// Whether the other replicas of the world go on when one loses a rank.
+    pub(super) fn has_replicas(&self) -> bool {
+        self.shape.as_ref().is_some_and(|shape| self.shapes.is_replicated(shape.world_size))
+    }
+
+    /// Number of ranks of the world that runs, or ran last, without those that it has lost.
+    fn size(&self) -> u32 {
+        let size = self.shape.as_ref().map_or(self.shapes.full_size(), |shape| shape.world_size);
+        size.saturating_sub(self.lost_ranks.len() as u32)
+    }
+
+    /// Whether all ranks of the world that are placed on this host serve.
+    fn serves_on(&self, host: &str) -> bool {
+        let has_lost = |shape: &Shape| self.lost_ranks.iter().any(|&rank| shape.host_of(rank) == Some(host));
+        self.shape.as_ref().is_some_and(|shape| shape.has(host) && !has_lost(shape))
+    }
+
+    /// Notes the ranks that the world goes on without. Returns whether there are others than before.
+    fn note_lost(&mut self, lost: &[u32]) -> bool {
+        if lost == self.lost_ranks {
+            return false;
+        }
+        self.lost_ranks = lost.to_vec();
+        if lost.is_empty() {
+            return true; // A rolling restart has replaced the world.
+        }
+        self.num_losses = self.num_losses.saturating_add(1);
+        (self.grows_after, self.grows_before) = (Instant::now() + self.return_time(), None);
+        let Some(shape) = &self.shape else { return true };
+        for &rank in lost {
+            let host = shape.host_of(rank);
+            for other in self.others.iter_mut().filter(|other| Some(other.name.as_str()) == host) {
+                // It must answer from now on.
+                (other.answers_since, other.why) = (None, format!("rank {rank} is lost"));
+            }
+        }
+        true
     }
 
     /// The processes of questions that are not answered yet.
@@ -148,27 +190,29 @@ impl Elastic {
 
     /// A shape that is larger than that of the world, on hosts that have answered for long enough.
     fn larger(&self) -> Option<Shape> {
-        let shape = self.shape.as_ref().filter(|_| Instant::now() >= self.grows_after)?;
+        self.shape.as_ref().filter(|_| Instant::now() >= self.grows_after)?;
         let (full, time) = (self.shapes.full_size(), self.return_time());
         let is_steady = |host: &str| {
             let since = self.others.iter().find(|other| other.name == host).and_then(|other| other.answers_since);
-            hosts::is_here(host) || shape.has(host) || since.is_some_and(|since| since.elapsed() >= time)
+            hosts::is_here(host) || self.serves_on(host) || since.is_some_and(|since| since.elapsed() >= time)
         };
         let larger = self.shapes.largest(full, |host| self.answers(host) && is_steady(host))?;
-        (larger.world_size > shape.world_size).then_some(larger)
+        (larger.world_size > self.size()).then_some(larger)
     }
 
     /// Chooses the shape of the next start; returns whether one fits the hosts that answer.
     fn choose(&mut self) -> bool {
-        let full = self.shapes.full_size();
-        let size = self.shape.as_ref().map_or(full, |shape| shape.world_size);
+        let size = self.size();
+        // One that went on with fewer ranks may have fewer than any allowed size.
+        let before = size + self.lost_ranks.len() as u32;
         let fit = |limit| self.shapes.largest(limit, |host| self.answers(host));
         let next = match self.num_failed_starts >= MAX_FAILED_STARTS {
             // If there is no smaller one, this one is tried again.
-            true => fit(size - 1).or_else(|| fit(size)),
-            false => self.larger().or_else(|| fit(size)),
+            true => fit(size.saturating_sub(1)).or_else(|| fit(before)),
+            false => self.larger().or_else(|| fit(size)).or_else(|| fit(before)),
         };
         let Some(next) = next else { return false };
+        self.lost_ranks.clear();
         if next.world_size < size {
             self.num_losses = self.num_losses.saturating_add(1);
             self.grows_after = Instant::now() + self.return_time();
@@ -184,7 +228,7 @@ impl Elastic {
     pub(super) fn has_run(&mut self, served: Option<Duration>, was_requested: bool) {
         let has_failed = served.is_none() && !was_requested;
         self.num_failed_starts = if has_failed { self.num_failed_starts.saturating_add(1) } else { 0 };
-        let is_full = self.shape.as_ref().is_some_and(|shape| shape.world_size == self.shapes.full_size());
+        let is_full = self.size() == self.shapes.full_size();
         if is_full && served.is_some_and(|time| time >= STEADY_AFTER) {
             self.num_losses = 0;
         }
@@ -262,13 +306,19 @@ impl Supervisor {
     /// Logs and records the shape, if it is not the one before.
     fn announce(&mut self, elastic: &Elastic) {
         let Some(shape) = &elastic.shape else { return };
-        let (size, full) = (shape.world_size, elastic.shapes.full_size());
-        let placed: Vec<_> = shape.hosts.iter().map(|host| (host.name.clone(), host.slots.unwrap_or(size))).collect();
-        let without = elastic.shapes.others().filter(|host| !shape.has(host)).map(str::to_owned).collect();
+        let (size, full) = (elastic.size(), elastic.shapes.full_size());
+        let num_lost =
+            |host: &str| elastic.lost_ranks.iter().filter(|&&rank| shape.host_of(rank) == Some(host)).count();
+        let num_left = |host: &Host| host.slots.unwrap_or(size).saturating_sub(num_lost(&host.name) as u32);
+        let placed = shape.hosts.iter().map(|host| (host.name.clone(), num_left(host)));
+        let placed: Vec<_> = placed.filter(|(_, count)| *count > 0).collect();
+        let without = elastic.shapes.others().filter(|host| !elastic.serves_on(host)).map(str::to_owned).collect();
         if (size, &without) != (self.state.world_size, &self.state.hosts_lost) {
             let lost = elastic.lost();
+            let ranks: Vec<_> = elastic.lost_ranks.iter().map(u32::to_string).collect();
             let why = match (size == full, lost.is_empty()) {
                 (true, _) => "all hosts answer".to_owned(),
+                (false, true) if !ranks.is_empty() => format!("lost: rank {}", ranks.join(", ")),
                 (false, true) => "the larger world did not serve, though its hosts answer".to_owned(),
                 (false, false) => format!("lost: {}", lost.join(", ")),
             };
@@ -277,9 +327,20 @@ impl Supervisor {
         (self.state.world_size, self.state.hosts_lost) = (size, without);
     }
 
+    /// Announces ranks that the world has lost and goes on without.
+    fn announce_losses(&mut self, running: &Running) {
+        let Some(mut elastic) = self.elastic.take() else { return };
+        if running.next.is_none() && running.shutdown == Shutdown::None && elastic.note_lost(&running.lost) {
+            self.announce(&elastic);
+            self.write_state();
+        }
+        self.elastic = Some(elastic);
+    }
+
     /// While the world loads, ends it if it has lost a host. While it serves with fewer ranks than it should, asks the others, and
     /// ends it to start the larger one when that is possible and no request runs.
     pub(super) fn check_hosts(&mut self, running: &mut Running) {
+        self.announce_losses(running);
         let Some(elastic) = &mut self.elastic else { return };
         let Some(shape) = elastic.shape.clone() else { return };
         elastic.hear();
@@ -302,10 +363,12 @@ impl Supervisor {
             return;
         }
         let full = elastic.shapes.full_size();
-        if shape.world_size == full {
+        if elastic.size() == full {
             return;
         }
-        elastic.ask_sometimes(|host| !shape.has(host));
+        let asked: Vec<String> =
+            elastic.shapes.others().filter(|host| !elastic.serves_on(host)).map(str::to_owned).collect();
+        elastic.ask_sometimes(|host| asked.iter().any(|asked| asked == host));
         let Some(larger) = elastic.larger() else {
             elastic.grows_before = None;
             return;
@@ -326,98 +389,4 @@ impl Supervisor {
 }
 
 #[cfg(test)]
-mod tests {
-    use super::*;
-    use crate::mpi::MpiKind;
-
-    fn elastic(sizes: &[u32]) -> Elastic {
-        let here = nix::unistd::gethostname().unwrap().to_string_lossy().into_owned();
-        let shapes = Shapes::of(sizes, &[(&here, 2), ("b", 2)]);
-        let other = Other { name: "b".to_owned(), probe: None, answers_since: None, num_silent: 0, why: String::new() };
-        Elastic {
-            shapes,
-            starter: Starter::Mpirun(MpiKind::OpenMpi),
-            script: String::new(),
-            shape: None,
-            others: vec![other],
-            asked: None,
-            num_losses: 0,
-            num_failed_starts: 0,
-            grows_after: Instant::now(),
-            grows_before: None,
-            return_after: Duration::from_secs(30),
-        }
-    }
-
-    fn lost() -> Result<(), String> {
-        Err("no route".to_owned())
-    }
-
-    /// `b` has answered for so long.
-    fn answers_for(elastic: &mut Elastic, seconds: u64) {
-        elastic.others[0].heard(Ok(()));
-        let past = |now: Instant| now.checked_sub(Duration::from_secs(seconds)).unwrap();
-        elastic.others[0].answers_since = Some(past(Instant::now()));
-        elastic.grows_after = past(elastic.grows_after);
-    }
-
-    fn size(elastic: &Elastic) -> u32 {
-        elastic.shape().unwrap().world_size
-    }
-
-    #[test]
-    fn a_world_grows_back_once_the_host_has_answered_for_long_enough() {
-        let mut elastic = elastic(&[4, 2]);
-        elastic.others[0].heard(Ok(()));
-        assert!(elastic.choose() && size(&elastic) == 4);
-        elastic.others[0].heard(lost());
-        assert!(elastic.choose() && size(&elastic) == 2);
-        assert_eq!(elastic.lost(), ["`b` (no route)"]);
-
-        answers_for(&mut elastic, 29);
-        // Another death of the smaller world does not bring the host back early.
-        assert!(elastic.larger().is_none() && elastic.choose() && size(&elastic) == 2);
-        answers_for(&mut elastic, 31);
-        assert_eq!(elastic.larger().unwrap().world_size, 4);
-        elastic.others[0].heard(lost());
-        assert!(elastic.larger().is_none(), "it is lost again");
-        answers_for(&mut elastic, 31);
-        assert!(elastic.choose() && size(&elastic) == 4);
-
-        // The next loss in a row doubles the time, and a long time with all ranks ends the row.
-        elastic.others[0].heard(lost());
-        assert!(elastic.choose() && elastic.return_time() == Duration::from_secs(60));
-        answers_for(&mut elastic, 61);
-        assert!(elastic.choose() && size(&elastic) == 4);
-        elastic.has_run(Some(STEADY_AFTER), false);
-        assert_eq!(elastic.return_time(), Duration::from_secs(30));
-        elastic.num_losses = 1000;
-        assert_eq!(elastic.return_time(), MAX_RETURN);
-    }
-
-    #[test]
-    fn a_world_that_does_not_serve_becomes_smaller_though_its_hosts_answer() {
-        let mut elastic = elastic(&[4, 2]);
-        elastic.others[0].heard(Ok(()));
-        assert!(elastic.choose() && size(&elastic) == 4);
-        elastic.has_run(None, false);
-        assert!(elastic.choose() && size(&elastic) == 4, "once may be chance");
-        elastic.has_run(None, false);
-        assert!(elastic.choose() && size(&elastic) == 2);
-        answers_for(&mut elastic, 29);
-        assert!(elastic.larger().is_none(), "it does not go back at once");
-        // There is no smaller one, so it is tried again.
-        elastic.has_run(None, false);
-        elastic.has_run(None, false);
-        assert!(elastic.choose() && size(&elastic) == 2);
-    }
-
-    #[test]
-    fn without_a_shape_that_fits_there_is_no_start() {
-        let mut elastic = elastic(&[4, 3]);
-        elastic.others[0].heard(lost());
-        assert!(!elastic.choose() && elastic.shape().is_none());
-        elastic.others[0].heard(Ok(()));
-        assert!(elastic.choose() && size(&elastic) == 4);
-    }
-}
+mod tests;

@@ -7,6 +7,7 @@ mod rolling;
 mod running;
 mod watch;
 
+use std::os::unix::process::ExitStatusExt;
 use std::path::PathBuf;
 use std::process::ExitStatus;
 use std::time::{Duration, Instant};
@@ -179,6 +180,7 @@ impl Supervisor {
         let shape = self.elastic.as_ref().and_then(Elastic::shape);
         let (flags, mut site) =
             shape.map_or_else(|| (self.flags.clone(), self.site.clone()), |shape| shape.apply(&self.flags, &self.site));
+        site.keeps_world = self.elastic.as_ref().is_some_and(Elastic::has_replicas);
         if self.num_starts > 1 {
             // Names of shared memory must differ from those of this launcher's other worlds.
             site.shm_prefix = format!("{}{}_", site.shm_prefix, self.num_starts);
@@ -222,6 +224,9 @@ impl Supervisor {
             gave_up: false,
             hung: false,
             ends_since: None,
+            without_rank_0_since: None,
+            is_cut_off: false,
+            lost: Vec::new(),
         };
         loop {
             let watches: Vec<_> = std::iter::once(&running.world).chain(&running.next).map(World::watch).collect();
@@ -241,6 +246,7 @@ impl Supervisor {
                 },
                 Event::TimedOut => {}
             }
+            watch::end_after_rank_0(&mut running);
             if running.shutdown == Shutdown::None {
                 self.check_health(&mut running);
                 self.switch_relay(&mut running);
@@ -248,10 +254,10 @@ impl Supervisor {
                 self.check_hosts(&mut running);
             }
         }
-        let Running { mut world, serving_since, shutdown, restart, sleeps, gave_up, hung, .. } = running;
+        let Running { mut world, serving_since, shutdown, restart, sleeps, gave_up, hung, is_cut_off, .. } = running;
         let has_failed = shutdown == Shutdown::None || hung;
         let sleeps = sleeps && !has_failed;
-        let (status, cause) = (world.status(), world.cause());
+        let (status, cause, is_kept) = (world.status(), world.cause(), world.is_kept());
         if !sleeps {
             self.refuse_clients(status, cause, has_failed);
         }
@@ -263,6 +269,13 @@ impl Supervisor {
         }
         self.state.world_pid = None;
         self.write_state();
+        let has_never_served = serving_since.is_none() && shutdown == Shutdown::None;
+        let status = match () {
+            // Its end was in order, and only the launcher of MPI would have waited for ranks that are lost.
+            () if is_cut_off => ExitStatus::default(),
+            () if is_kept && has_never_served && status.success() => ExitStatus::from_raw(1 << 8),
+            () => status,
+        };
         let (was_requested, served) = (shutdown != Shutdown::None && !hung, serving_since.map(|since| since.elapsed()));
         Ok(Run { status, was_requested, restart: restart && was_requested, sleeps, served, gave_up })
     }

@@ -30,6 +30,12 @@ pub(super) struct Running {
     pub(super) hung: bool,
     /// When a rank was seen to have written why the world ends.
     pub(super) ends_since: Option<Instant>,
+    /// When rank 0 was seen to have ended in a world that `mpirun` keeps.
+    pub(super) without_rank_0_since: Option<Instant>,
+    /// Whether the rest of the world was killed after rank 0 had ended on request.
+    pub(super) is_cut_off: bool,
+    /// Ranks that are lost, and without which the world goes on.
+    pub(super) lost: Vec<u32>,
 }
 
 impl Running {

@@ -3,7 +3,7 @@
 use std::time::{Duration, Instant};
 
 use super::Supervisor;
-use super::running::Running;
+use super::running::{Running, Shutdown};
 use crate::port_holder::PortHolder;
 use crate::state::{Phase, WorldState};
 use crate::world::World;
@@ -11,6 +11,8 @@ use crate::{crash, health};
 
 /// Time in which a world ends once a rank has written why. `mpirun` and `srun` wait much longer for the ranks of a host that is lost.
 const END_GRACE: Duration = Duration::from_secs(3);
+/// The same once rank 0 has ended, in a world that `mpirun` keeps when ranks die.
+const RANK_0_GRACE: Duration = Duration::from_secs(2);
 
 impl Supervisor {
     /// Checks whether the world has become ready, or is no longer alive.
@@ -20,8 +22,11 @@ impl Supervisor {
             return;
         }
         let health = health::of(&self.state);
+        if let Some(health) = &health {
+            running.lost.clone_from(&health.lost);
+        }
         if running.serving_since.is_none() {
-            if health.is_some_and(|health| health.is_ready) {
+            if health.as_ref().is_some_and(|health| health.is_ready) {
                 (running.serving_since, running.last_answer) = (Some(Instant::now()), Instant::now());
                 self.report_ready(running);
             } else if running.give_up_at.is_some_and(|at| Instant::now() >= at) {
@@ -86,6 +91,21 @@ impl Supervisor {
             }
         }
     }
+}
+
+/// Kills what is left of a world that `mpirun` keeps although rank 0 has ended. Without lost ranks, `mpirun` ends by itself.
+pub(super) fn end_after_rank_0(running: &mut Running) {
+    if matches!(running.shutdown, Shutdown::Killed(_)) || !running.world.has_lost_rank_0() {
+        return;
+    }
+    let since = *running.without_rank_0_since.get_or_insert_with(Instant::now);
+    if since.elapsed() < RANK_0_GRACE {
+        return;
+    }
+    let was_requested = running.shutdown != Shutdown::None;
+    eprintln!("launch: rank 0 has ended: ends the other processes of the world");
+    running.kill();
+    (running.hung, running.is_cut_off) = (!was_requested, was_requested);
 }
 
 /// Kills a world that does not end although a rank has written why it ends. Returns whether a rank has.

@@ -6,7 +6,8 @@
 //! longer nothing came. A message after a pause is announced by a datagram (UDP), so that it does not wait for the next poll; where
 //! datagrams do not arrive between nodes, none are sent, and a message may take up to 18 ms after a pause.
 //!
-//! The content of messages is opaque here. When a rank dies, MPI's launcher ends the world.
+//! The content of messages is opaque here. When a rank dies, MPI's launcher ends the world, unless it was started to let the others go on
+//! ([`World::lose`]).
 //!
 //! ```
 //! use comm::{Config, World};
@@ -61,11 +62,13 @@ pub struct Config {
     pub max_queued: usize,
     /// How long MPI may take to start on all ranks.
     pub start_timeout: Duration,
+    /// Whether MPI's launcher keeps the world when a rank dies. The end of a rank other than 0 is then not that of the world.
+    pub is_kept: bool,
 }
 
 impl Default for Config {
     fn default() -> Self {
-        Self { mpi: None, max_queued: 1024, start_timeout: Duration::from_secs(60) }
+        Self { mpi: None, max_queued: 1024, start_timeout: Duration::from_secs(60), is_kept: false }
     }
 }
 
@@ -90,6 +93,7 @@ pub struct World {
     /// `None` in a world without MPI, and after [`World::finalize`].
     link: Mutex<Option<Link>>,
     max_queued: usize,
+    is_kept: bool,
 }
 
 /// Connection to the thread that owns MPI.
@@ -123,7 +127,8 @@ impl World {
             None => (0, vec![Node::current()], None),
         };
         let (incoming, link) = (Mutex::new(Some(incoming)), Mutex::new(link));
-        Ok(Self { rank, nodes, incoming, loopback: deliver, orders, link, max_queued: config.max_queued })
+        let Config { max_queued, is_kept, .. } = config;
+        Ok(Self { rank, nodes, incoming, loopback: deliver, orders, link, max_queued, is_kept })
     }
 
     /// The number of this rank, from 0.
@@ -175,10 +180,14 @@ impl World {
     }
 
     /// Ends all ranks at once, this one included, with exit code `code`, and logs `reason`. No destructor runs: release shared
-    /// memory first.
+    /// memory first. In a world that is [kept](Config::is_kept) it ends this rank alone, and the launcher ends the others after rank 0.
     pub fn abort(&self, code: u8, reason: &str) -> ! {
-        tracing::error!(rank = self.rank, code, "ends the world: {reason}");
-        note_cause(reason);
+        if self.is_kept && self.rank != 0 {
+            tracing::error!(rank = self.rank, code, "ends: {reason}");
+        } else {
+            tracing::error!(rank = self.rank, code, "ends the world: {reason}");
+            note_cause(reason);
+        }
         self.orders.abort.store(i32::from(code) + 1, Ordering::Release);
         if let Some(link) = &*self.link() {
             link.wake();
@@ -186,6 +195,23 @@ impl World {
             thread::sleep(Duration::from_secs(2));
         }
         std::process::exit(code.into())
+    }
+
+    /// Writes for the launcher why this rank 0 ends, in a world that is [kept](Config::is_kept): MPI's launcher then returns no exit code of a
+    /// rank.
+    pub fn note_failure(&self, reason: &str) {
+        if self.is_kept && self.rank == 0 {
+            note_cause(reason);
+        }
+    }
+
+    /// Goes on without `rank`: nothing is sent to it any more, and nothing received from it. MPI must have been told not to end the world
+    /// when a rank does. From now on [`World::finalize`] does not wait for other ranks, and does not finalize MPI.
+    pub fn lose(&self, rank: u32) {
+        self.orders.lose(rank);
+        if let Some(link) = &*self.link() {
+            link.wake();
+        }
     }
 
     /// Leaves the world after all queued messages are sent and every rank has called this. Blocks up to `timeout`. After an error,
@@ -261,6 +287,7 @@ fn start_mpi(
 ) -> Result<(u32, Vec<Node>, Link), CommError> {
     let (outgoing, queued) = mpsc::sync_channel(config.max_queued);
     let (report, started) = mpsc::sync_channel(1);
+    let is_kept = config.is_kept;
     let run = move || {
         let mpi = match Mpi::start(kind) {
             Ok(mpi) => mpi,
@@ -275,7 +302,7 @@ fn start_mpi(
         let waker = announcer.as_ref().map(Announcer::waker);
         // After a start timeout, the sender of `queued` is dropped too, and the pump ends at once.
         let _ = report.send(Ok((mpi.rank(), nodes, waker)));
-        Pump::new(mpi, queued, deliver, orders, announcer).run();
+        Pump::new(mpi, queued, deliver, orders, announcer, is_kept).run();
     };
     let thread = ipc::essential_thread("mpi", run).map_err(CommError::Thread)?;
     match started.recv_timeout(config.start_timeout) {

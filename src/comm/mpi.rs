@@ -104,6 +104,11 @@ impl Mpi {
         self.table.rank as u32
     }
 
+    /// Number of ranks.
+    pub(crate) fn size(&self) -> usize {
+        self.table.size as usize
+    }
+
     /// The bytes of every rank, in rank order. `mine` has the same length on every rank. Blocks.
     pub(crate) fn allgather(&self, mine: &[u8]) -> Vec<Vec<u8>> {
         let mut all = vec![0; mine.len() * self.table.size as usize];

@@ -1,9 +1,9 @@
 //! The one thread that calls MPI.
 
 use std::collections::VecDeque;
-use std::sync::Arc;
-use std::sync::atomic::{AtomicI32, Ordering};
+use std::sync::atomic::{AtomicI32, AtomicUsize, Ordering};
 use std::sync::mpsc::{Receiver, SyncSender, TryRecvError, TrySendError};
+use std::sync::{Arc, Mutex, PoisonError};
 use std::thread;
 use std::time::{Duration, Instant};
 
@@ -12,6 +12,9 @@ use crate::waker::{AWAKE, Announcer};
 
 /// Most operations of MPI in progress in each direction; further messages stay in their queues.
 const MAX_IN_FLIGHT: usize = 64;
+
+/// The same for sends, for each rank, in a world that goes on without ranks: those that take no messages must not delay the others.
+const MAX_IN_FLIGHT_EACH: usize = 16;
 
 /// A message to other ranks.
 pub(crate) struct Outgoing {
@@ -24,6 +27,26 @@ pub(crate) struct Outgoing {
 pub(crate) struct Orders {
     /// Exit code for an abort of the world, plus one; 0: no abort.
     pub(crate) abort: AtomicI32,
+    /// Ranks without which this one goes on.
+    lost: Mutex<Vec<u32>>,
+    num_lost: AtomicUsize,
+}
+
+impl Orders {
+    /// Nothing is sent to `rank` from now on, and nothing received from it.
+    pub(crate) fn lose(&self, rank: u32) {
+        let mut lost = self.lost.lock().unwrap_or_else(PoisonError::into_inner);
+        if !lost.contains(&rank) {
+            lost.push(rank);
+            self.num_lost.store(lost.len(), Ordering::Release);
+        }
+    }
+
+    /// The ranks without which this one goes on, if there are more than these.
+    fn newly_lost(&self, known: &[u32]) -> Option<Vec<u32>> {
+        let has_more = self.num_lost.load(Ordering::Acquire) > known.len();
+        has_more.then(|| self.lost.lock().unwrap_or_else(PoisonError::into_inner).clone())
+    }
 }
 
 /// A message to this rank: complete, or still being received.
@@ -41,9 +64,14 @@ pub(crate) struct Pump {
     announcer: Option<Announcer>,
     /// Calls of the waker before the current iteration.
     num_calls: u64,
-    sending: Vec<Pending<Arc<[u8]>>>,
+    /// With their receivers.
+    sending: Vec<(u32, Pending<Arc<[u8]>>)>,
     /// In the order of arrival. Delivered from the front, so that no message overtakes a longer one.
     receiving: VecDeque<Arriving>,
+    /// Most operations in `sending`, but for the receivers of one message.
+    max_sending: usize,
+    /// Ranks without which this one goes on.
+    lost: Vec<u32>,
     last_active: Instant,
 }
 
@@ -54,16 +82,34 @@ impl Pump {
         incoming: SyncSender<(u32, Vec<u8>)>,
         orders: Arc<Orders>,
         announcer: Option<Announcer>,
+        is_kept: bool,
     ) -> Self {
+        let max_sending = if is_kept { MAX_IN_FLIGHT.max(MAX_IN_FLIGHT_EACH * mpi.size()) } else { MAX_IN_FLIGHT };
         let (sending, receiving, num_calls) = (Vec::new(), VecDeque::new(), 0);
-        let last_active = Instant::now();
-        Self { mpi, outgoing, incoming, orders, announcer, num_calls, sending, receiving, last_active }
+        let (lost, last_active) = (Vec::new(), Instant::now());
+        Self {
+            mpi,
+            outgoing,
+            incoming,
+            orders,
+            announcer,
+            num_calls,
+            sending,
+            receiving,
+            max_sending,
+            lost,
+            last_active,
+        }
     }
 
-    /// Runs until all senders of `outgoing` are dropped and every rank has reached this point, then finalizes MPI.
+    /// Runs until all senders of `outgoing` are dropped and every rank has reached this point, then finalizes MPI. After the loss of a
+    /// rank, which MPI would wait for, it only runs until all messages are sent.
     pub(crate) fn run(mut self) {
         while self.turn() {
             self.pause(false);
+        }
+        if !self.lost.is_empty() {
+            return;
         }
         let mut barrier = self.mpi.barrier();
         while let Err(pending) = self.mpi.finish(barrier) {
@@ -85,6 +131,7 @@ impl Pump {
         if abort != 0 {
             self.mpi.abort(abort - 1);
         }
+        self.forget_lost();
         let (sent, open) = self.send();
         let received = self.receive();
         if sent || received {
@@ -93,16 +140,27 @@ impl Pump {
         open || !self.sending.is_empty()
     }
 
+    /// Forgets operations with ranks that are lost: they may never end. MPI may still use their bytes, which are leaked.
+    fn forget_lost(&mut self) {
+        if let Some(lost) = self.orders.newly_lost(&self.lost) {
+            self.lost = lost;
+            self.sending.retain(|(rank, _)| !self.lost.contains(rank));
+            self.receiving.retain(|arriving| !self.lost.contains(&arriving.from));
+        }
+    }
+
     /// Starts and completes sends. Returns whether there was progress, and whether `outgoing` is still open.
     fn send(&mut self) -> (bool, bool) {
         let before = self.sending.len();
         let pending = std::mem::take(&mut self.sending);
-        self.sending.extend(pending.into_iter().filter_map(|pending| self.mpi.finish(pending).err()));
+        let unfinished = |(rank, pending)| Some((rank, self.mpi.finish(pending).err()?));
+        self.sending.extend(pending.into_iter().filter_map(unfinished));
         let mut has_progress = self.sending.len() != before;
-        while self.sending.len() < MAX_IN_FLIGHT {
+        while self.sending.len() < self.max_sending {
             match self.outgoing.try_recv() {
-                Ok(Outgoing { ranks, bytes }) => {
-                    self.sending.extend(ranks.iter().map(|&rank| self.mpi.send(rank, bytes.clone())));
+                Ok(Outgoing { mut ranks, bytes }) => {
+                    ranks.retain(|rank| !self.lost.contains(rank));
+                    self.sending.extend(ranks.iter().map(|&rank| (rank, self.mpi.send(rank, bytes.clone()))));
                     if let Some(announcer) = &self.announcer {
                         ranks.iter().for_each(|&rank| announcer.announce(rank));
                     }
@@ -119,8 +177,10 @@ impl Pump {
         let mut has_progress = false;
         while self.receiving.len() < MAX_IN_FLIGHT {
             let Some((from, pending)) = self.mpi.receive() else { break };
-            self.receiving.push_back(Arriving { from, message: Err(pending) });
             has_progress = true;
+            if !self.lost.contains(&from) {
+                self.receiving.push_back(Arriving { from, message: Err(pending) });
+            }
         }
         while let Some(arriving) = self.receiving.pop_front() {
             if let Err(kept) = self.deliver(arriving) {

@@ -1,7 +1,7 @@
 //! Health checks of rank 0 by its launcher, over a Unix socket that no client of the server can reach.
 //!
-//! A request is one byte, the response one line: `1 live=12 ready=1 requests=3`. The first number is the version of the line; later
-//! versions may append fields, and earlier ones do not have the last.
+//! A request is one byte, the response one line: `1 live=12 ready=1 requests=3 lost=2,3`. The first number is the version of the line; later
+//! versions may append fields, and earlier ones do not have the last ones.
 
 use std::fmt;
 use std::fs::{self, File};
@@ -22,10 +22,10 @@ const TIMEOUT: Duration = Duration::from_millis(500);
 /// Pause between two attempts to accept.
 const PAUSE: Duration = Duration::from_millis(20);
 /// Longest response in bytes.
-const MAX_BYTES: u64 = 256;
+const MAX_BYTES: u64 = 64 * 1024;
 
 /// The health of a rank 0.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Health {
     /// Time since the last progress of its slowest async runtime.
     pub silent: Duration,
@@ -33,12 +33,18 @@ pub struct Health {
     pub is_ready: bool,
     /// Requests in flight; None if it does not say.
     pub num_requests: Option<u64>,
+    /// Ranks that are lost, and without which the world goes on.
+    pub lost: Vec<u32>,
 }
 
 impl fmt::Display for Health {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "1 live={} ready={}", self.silent.as_millis(), u8::from(self.is_ready))?;
-        self.num_requests.map_or(Ok(()), |count| write!(f, " requests={count}"))
+        self.num_requests.map_or(Ok(()), |count| write!(f, " requests={count}"))?;
+        match self.lost.is_empty() {
+            true => Ok(()),
+            false => write!(f, " lost={}", self.lost.iter().map(u32::to_string).collect::<Vec<_>>().join(",")),
+        }
     }
 }
 
@@ -51,8 +57,11 @@ impl FromStr for Health {
             words.next()?.parse::<u32>().ok()?;
             let live = words.next()?.strip_prefix("live=")?.parse().ok()?;
             let is_ready = words.next()?.strip_prefix("ready=")? == "1";
-            let num_requests = words.next().and_then(|word| word.strip_prefix("requests=")?.parse().ok());
-            Some(Self { silent: Duration::from_millis(live), is_ready, num_requests })
+            let rest: Vec<&str> = words.collect();
+            let value = |name: &str| rest.iter().find_map(|word| word.strip_prefix(name));
+            let num_requests = value("requests=").and_then(|count| count.parse().ok());
+            let lost = value("lost=").map(|list| list.split(',').filter_map(|rank| rank.parse().ok()).collect());
+            Some(Self { silent: Duration::from_millis(live), is_ready, num_requests, lost: lost.unwrap_or_default() })
         };
         parse().ok_or_else(|| io::ErrorKind::InvalidData.into())
     }
@@ -181,9 +190,13 @@ mod tests {
 
     #[test]
     fn an_answer_says_what_was_put_into_it_and_more_words_do_no_harm() {
-        let health = Health { silent: Duration::from_millis(1200), is_ready: true, num_requests: Some(7) };
+        let health =
+            Health { silent: Duration::from_millis(1200), is_ready: true, num_requests: Some(7), lost: Vec::new() };
         assert_eq!(health.to_string(), "1 live=1200 ready=1 requests=7");
         assert_eq!("2 live=1200 ready=1 requests=7 more=yes\n".parse::<Health>().unwrap(), health);
+        let without = Health { lost: vec![1, 12], ..health.clone() };
+        assert_eq!(without.to_string(), "1 live=1200 ready=1 requests=7 lost=1,12");
+        assert_eq!(without.to_string().parse::<Health>().unwrap(), without);
         let earlier = Health { num_requests: None, ..health };
         assert_eq!(earlier.to_string().parse::<Health>().unwrap(), earlier);
         assert_eq!("1 live=1200 ready=1 more=yes".parse::<Health>().unwrap(), earlier);
@@ -195,8 +208,10 @@ mod tests {
     #[test]
     fn a_private_socket_is_for_its_user_and_silent_callers_do_not_keep_it() {
         let path = place("control");
-        let health = Health { silent: Duration::from_millis(5), is_ready: true, num_requests: Some(0) };
-        answer_health(&path, move || health).unwrap();
+        let health =
+            Health { silent: Duration::from_millis(5), is_ready: true, num_requests: Some(0), lost: Vec::new() };
+        let answer = health.clone();
+        answer_health(&path, move || answer.clone()).unwrap();
         assert_eq!(fs::metadata(&path).unwrap().permissions().mode() & 0o777, 0o600);
         let _silent = UnixStream::connect(&path).unwrap();
         // The first attempt may wait behind the silent connection.

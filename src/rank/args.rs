@@ -143,6 +143,9 @@ pub struct RankArgs {
     /// How often the launcher has started this world again; set by the launcher
     #[arg(long, env = "TRIREME_WORLD_RESTARTS", hide = true, hide_env = true, value_name = "N")]
     pub world_restarts: Option<u32>,
+    /// Whether MPI keeps the world when a rank dies, so that replicas without it go on; set by the launcher
+    #[arg(long, env = "TRIREME_KEEP_WORLD", hide = true, hide_env = true)]
+    pub keep_world: bool,
     /// `NAME,KEY=VALUE`; `python,shm-region-prefix-name=P` names this rank's shared memory
     #[arg(long, value_name = "NAME,KEY=VALUE", value_parser = backend_setting)]
     pub backend_config: Vec<String>,

@@ -27,6 +27,9 @@ pub(crate) fn connect(
     let incoming = world.incoming().expect("only this function takes the receiver");
     ipc::essential_thread("events", move || {
         for (from, bytes) in incoming {
+            if remote.loss_of(from).is_some() {
+                continue;
+            }
             heartbeat.received(from);
             if bytes == heartbeat::BEAT {
                 continue;

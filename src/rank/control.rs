@@ -11,6 +11,7 @@ use serving::Server;
 use tokio::runtime::Handle;
 
 use crate::heartbeat::Heartbeat;
+use crate::losses::Losses;
 
 /// How often a runtime records progress. The launcher waits for seconds, and each record wakes an idle process.
 const INTERVAL: Duration = Duration::from_millis(500);
@@ -24,6 +25,7 @@ pub(crate) struct Vitals {
     /// For each runtime, the time of its last progress in milliseconds since `started`.
     progress: Vec<AtomicU64>,
     heartbeat: Arc<Heartbeat>,
+    losses: Arc<Losses>,
 }
 
 /// The health of this rank 0.
@@ -35,9 +37,9 @@ pub(crate) struct Control {
 
 impl Control {
     /// Records the progress of `runtimes`.
-    pub(crate) fn new(runtimes: &[&Handle], heartbeat: Arc<Heartbeat>) -> Arc<Self> {
+    pub(crate) fn new(runtimes: &[&Handle], heartbeat: Arc<Heartbeat>, losses: Arc<Losses>) -> Arc<Self> {
         let progress = runtimes.iter().map(|_| AtomicU64::new(0)).collect();
-        let vitals = Arc::new(Vitals { started: Instant::now(), progress, heartbeat });
+        let vitals = Arc::new(Vitals { started: Instant::now(), progress, heartbeat, losses });
         for (index, runtime) in runtimes.iter().enumerate() {
             let vitals = Arc::clone(&vitals);
             runtime.spawn(async move {
@@ -67,19 +69,21 @@ impl Control {
     pub(crate) fn serves(&self, server: &Arc<Server>) {
         // Called once.
         let _ = self.server.set(Arc::clone(server));
+        self.vitals.losses.serves();
     }
 
     fn health(&self) -> Health {
         let server = self.server.get();
         let is_ready = server.is_some_and(|server| server.is_ready());
-        Health { silent: self.vitals.silence(), is_ready, num_requests: server.map(|server| server.num_in_flight()) }
+        let num_requests = server.map(|server| server.num_in_flight());
+        Health { silent: self.vitals.silence(), is_ready, num_requests, lost: self.vitals.losses.lost() }
     }
 }
 
 impl Vitals {
-    /// Whether each runtime makes progress and each rank replies.
+    /// Whether each runtime makes progress, and each rank replies that is needed.
     pub(crate) fn respond(&self) -> bool {
-        self.silence() < MAX_SILENCE && self.heartbeat.all_reply()
+        self.silence() < MAX_SILENCE && self.losses.can_spare(&self.heartbeat.silent())
     }
 
     /// Time since the slowest runtime made progress.
@@ -115,7 +119,7 @@ mod tests {
         let runtime = || tokio::runtime::Builder::new_multi_thread().worker_threads(1).enable_all().build().unwrap();
         let (busy, blocked) = (runtime(), runtime());
         let world = comm::World::start(comm::Config::default()).unwrap();
-        let control = Control::new(&[busy.handle(), blocked.handle()], Heartbeat::new(&world));
+        let control = Control::new(&[busy.handle(), blocked.handle()], Heartbeat::new(&world), Losses::none());
         let (go, wait) = std::sync::mpsc::channel::<()>();
         blocked.spawn(async move { wait.recv() });
         assert!(eventually(|| control.health().silent > 5 * INTERVAL), "{:?}", control.health());

@@ -1,5 +1,6 @@
-//! Heartbeats of the other ranks. A rank that is stopped or hangs ends the world, which its launcher starts again. A rank that has
-//! died is detected at once, by MPI's launcher or, on its own node, by rank 0.
+//! Heartbeats of the other ranks. A rank that is stopped or hangs ends the world, which its launcher starts again, unless the world can go on
+//! without it (`losses`). A rank that has died is detected at once, by MPI's launcher or, on its own node, by rank 0. Where the world can
+//! go on, MPI's launcher leaves it to heartbeats.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, Ordering};
@@ -7,7 +8,7 @@ use std::thread;
 use std::time::Duration;
 
 use comm::World;
-use supervision::{Agents, FromAgent};
+use supervision::Agents;
 
 /// The heartbeat to a rank, and its reply. No other message between ranks decodes from these bytes.
 pub(crate) const BEAT: &[u8] = &[0xff];
@@ -22,7 +23,7 @@ const MAX_INTERVAL: Duration = Duration::from_secs(2);
 pub(crate) const EXIT_CODE: u8 = 128 + 9;
 
 /// Time for error responses to clients before the world ends.
-const RESPONSE_TIME: Duration = Duration::from_millis(200);
+pub(crate) const RESPONSE_TIME: Duration = Duration::from_millis(200);
 
 /// Numbers of heartbeats without a reply. They are counts, not times, so that a pause of rank 0 itself does not count as a loss of others.
 pub(crate) struct Heartbeat {
@@ -36,9 +37,10 @@ impl Heartbeat {
         Arc::new(Self { missed: (0..world.size()).map(|_| AtomicU32::new(0)).collect() })
     }
 
-    /// Whether each other rank has replied to one of the last three heartbeats.
-    pub(crate) fn all_reply(&self) -> bool {
-        self.missed.iter().all(|missed| missed.load(Ordering::Relaxed) < MIN_MISSED)
+    /// The ranks that have not replied to the last three heartbeats, those that are lost included.
+    pub(crate) fn silent(&self) -> Vec<u32> {
+        let is_silent = |missed: &AtomicU32| missed.load(Ordering::Relaxed) >= MIN_MISSED;
+        (0..).zip(&self.missed).filter(|(_, missed)| is_silent(missed)).map(|(rank, _)| rank).collect()
     }
 
     /// Starts to send heartbeats: three in each `timeout`, or more, so that a silent rank is noticed early. A rank that was silent for
@@ -67,10 +69,11 @@ impl Heartbeat {
                 return;
             }
             thread::sleep(interval);
-            for rank in 1..world.size() {
+            let lost = agents.lost_ranks();
+            for rank in (1..world.size()).filter(|rank| !lost.contains(rank)) {
                 let missed = self.missed[rank as usize].fetch_add(1, Ordering::Relaxed) + 1;
                 if max_missed.is_some_and(|max| missed >= max) {
-                    end(world, agents, rank, interval * missed);
+                    lose(world, agents, rank, interval * missed);
                 }
             }
         }
@@ -87,12 +90,13 @@ fn intervals(timeout: Duration) -> (Duration, Option<u32>) {
     (timeout / max_missed, Some(max_missed))
 }
 
-/// Fails the requests of clients, then ends the world.
-fn end(world: &World, agents: &Agents, rank: u32, silence: Duration) -> ! {
+/// Goes on without a rank, or fails the requests of clients and ends the world.
+fn lose(world: &World, agents: &Agents, rank: u32, silence: Duration) {
     let reason = format!("rank {rank} on node {} has not answered for {silence:.1?}", world.hostname(rank));
-    agents.deliver(FromAgent::RankLost { reason: reason.clone() });
-    thread::sleep(RESPONSE_TIME);
-    world.abort(EXIT_CODE, &format!("{reason}: it is stopped or hangs"))
+    if !agents.lose(rank, reason.clone()) {
+        thread::sleep(RESPONSE_TIME);
+        world.abort(EXIT_CODE, &format!("{reason}: it is stopped or hangs"))
+    }
 }
 
 #[cfg(test)]

@@ -21,6 +21,7 @@ mod host_metrics;
 mod keys;
 mod ledger;
 mod log;
+mod losses;
 mod metrics;
 mod metrics_args;
 mod open_files;
@@ -62,7 +63,7 @@ pub fn main(args: RankArgs, ignored: &[&str], hardware: Hardware) -> Result<Exit
     log::report_panics();
     ipc::withhold_also(keys::variables(args.front.key_rules()));
     let startup = startup::Startup::begin();
-    let world = Arc::new(World::start(comm::Config::from_env())?);
+    let world = Arc::new(World::start(comm::Config { is_kept: args.keep_world, ..comm::Config::from_env() })?);
     panics::end_world(Arc::downgrade(&world));
     startup.reached("world");
     // The title only serves `ps`, so an error is ignored.
@@ -88,6 +89,9 @@ pub fn main(args: RankArgs, ignored: &[&str], hardware: Hardware) -> Result<Exit
         relay::run(&world, &supervisor, received, Duration::from_secs(args.heartbeat_timeout))
             .map(|()| ExitCode::SUCCESS)
     };
+    if let Err(error) = &served {
+        world.note_failure(&error.to_string());
+    }
     supervisor.end_all();
     // After an error too: queued messages must still reach the other ranks.
     let left = world.finalize(FINALIZE_TIMEOUT);

@@ -55,6 +55,7 @@ pub fn print_plan_as_json(
         json!({
             "name": model.name,
             "summary": plan.brief_of(model),
+            "replicas": model.num_replicas,
             "missing_bytes": model.missing_bytes(free).max(plan.missing_host_bytes(model)),
             "advice": plan.advice(model),
         })

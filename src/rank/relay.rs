@@ -66,6 +66,7 @@ pub(crate) fn run(
         }
         match postcard::from_bytes(&bytes) {
             Ok(ToAgent::Shutdown) => break,
+            Ok(ToAgent::RankLost(rank)) => world.lose(rank),
             Ok(message) => supervisor.handle(message),
             Err(error) => {
                 tracing::error!(from, %error, "a message between ranks does not decode; are all ranks one build?")

@@ -26,8 +26,9 @@ use crate::control::Control;
 use crate::error::RankError;
 use crate::hand_over::{self, Taken};
 use crate::hardware::Hardware;
-use crate::heartbeat::{self, Heartbeat};
+use crate::heartbeat::Heartbeat;
 use crate::host_metrics::HostMetrics;
+use crate::losses::Losses;
 use crate::metrics::{LlmMetrics, PythonMetrics, StartupMetrics};
 use crate::runtime::{num_front_threads, runtime_of};
 use crate::signals::Signals;
@@ -49,15 +50,11 @@ pub(crate) fn run(
 ) -> Result<ExitCode, RankError> {
     let heartbeat = Heartbeat::new(world);
     let agents = connect(world, supervisor, events, Arc::clone(&heartbeat)).map_err(RankError::Runtime)?;
+    let losses = Losses::watch(world, &agents, args.keep_world, args.relay.is_some());
     Arc::clone(&heartbeat).start(world, &agents, Duration::from_secs(args.heartbeat_timeout));
-    if args.relay.is_some() {
-        // The relay sends unfinished requests again; their clients shall not get the error of this world.
-        let world = Arc::clone(world);
-        agents.on_rank_loss(move |reason| world.abort(heartbeat::EXIT_CODE, reason));
-    }
     let runtime = runtime_of("front", num_front_threads(args.front_threads.into()))?;
     let grpc = runtime_of("grpc", args.grpc_threads.into())?;
-    let control = Control::new(&[runtime.handle(), grpc.handle()], heartbeat);
+    let control = Control::new(&[runtime.handle(), grpc.handle()], heartbeat, Arc::clone(&losses));
     if let Some(path) = &args.control {
         control.answer(path);
     }
@@ -68,6 +65,7 @@ pub(crate) fn run(
             Arc::new(PythonFactory::new(python_config(&args, &hardware, &prefix, world)?).map_err(RankError::Runtime)?);
         let llm = LlmFactory::new(defaults, Arc::clone(&agents), prefix.clone(), grpc.handle().clone());
         let llm = Arc::new(llm.with_recorder(recorder.clone()));
+        losses.set_models(&llm);
         let prefixes = prefixes(prefix.as_str(), world.size());
         let mut front = front_config(&args, &hardware, prefixes).map_err(RankError::Server)?;
         front.world = world_facts(&args, world);
@@ -82,6 +80,7 @@ pub(crate) fn run(
     runtime.shutdown_timeout(SHORT_DRAIN);
     grpc.shutdown_timeout(SHORT_DRAIN);
     recorder.iter().for_each(|recorder| recorder.finish());
+    losses.end();
     for rank in 1..world.size() {
         agents.send(rank, ToAgent::Shutdown);
     }

@@ -1,6 +1,6 @@
 //! On rank 0: messages to and from the agents of all ranks.
 
-use std::collections::{HashMap, HashSet};
+use std::collections::{BTreeMap, HashMap, HashSet};
 use std::ops::Range;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, OnceLock};
@@ -111,6 +111,9 @@ impl Nodes {
 /// Called with the reason when a rank is lost.
 type RankLost = Box<dyn Fn(&str) + Send + Sync>;
 
+/// Called with a rank that is lost, and all ranks that are lost with it. Returns whether the world goes on without them.
+type GoesOn = Box<dyn Fn(u32, &[u32]) -> bool + Send + Sync>;
+
 /// Sends messages to the agents of ranks, and delivers their messages to the listener of the worker concerned.
 pub struct Agents {
     world_size: u32,
@@ -125,6 +128,9 @@ pub struct Agents {
     watched: Mutex<HashSet<u32>>,
     /// Called first when a rank is lost.
     rank_lost: OnceLock<RankLost>,
+    goes_on: OnceLock<GoesOn>,
+    /// Ranks that the world goes on without, with the reasons.
+    lost: Mutex<BTreeMap<u32, String>>,
 }
 
 impl Agents {
@@ -140,6 +146,8 @@ impl Agents {
             next_host_memory: AtomicU64::new(1),
             watched: Mutex::default(),
             rank_lost: OnceLock::new(),
+            goes_on: OnceLock::new(),
+            lost: Mutex::default(),
         }
     }
 
@@ -177,19 +185,64 @@ impl Agents {
         HostMemoryLease { agents: Arc::clone(self), ranks, id }
     }
 
-    /// Sends a message to the agent of `rank`.
+    /// Sends a message to the agent of `rank`, unless it is lost.
     pub fn send(&self, rank: u32, message: ToAgent) {
-        (self.send)(&[rank], message);
+        self.send_to(&[rank], message);
     }
 
-    /// Sends the same message to the agents of `ranks`.
+    /// Sends the same message to the agents of `ranks`. Those that are lost get none.
     pub fn send_to(&self, ranks: &[u32], message: ToAgent) {
-        (self.send)(ranks, message);
+        let lost = lock(&self.lost);
+        if lost.is_empty() {
+            drop(lost);
+            return (self.send)(ranks, message);
+        }
+        let left: Vec<u32> = ranks.iter().copied().filter(|rank| !lost.contains_key(rank)).collect();
+        drop(lost);
+        if !left.is_empty() {
+            (self.send)(&left, message);
+        }
     }
 
-    /// Calls `lost` with the reason when a rank is lost, before its loss is delivered. Only the first call has an effect.
+    /// Calls `lost` with the reason when a rank is lost and the world ends, before the loss is delivered. Only the first call has an effect.
     pub fn on_rank_loss(&self, lost: impl Fn(&str) + Send + Sync + 'static) {
         let _ = self.rank_lost.set(Box::new(lost));
+    }
+
+    /// Lets the world go on without a rank for which `goes_on` returns true; by default it ends. It gets the rank, and all that are lost
+    /// then. Only the first call has an effect.
+    pub fn spare(&self, goes_on: impl Fn(u32, &[u32]) -> bool + Send + Sync + 'static) {
+        let _ = self.goes_on.set(Box::new(goes_on));
+    }
+
+    /// The ranks that the world goes on without.
+    pub fn lost_ranks(&self) -> Vec<u32> {
+        lock(&self.lost).keys().copied().collect()
+    }
+
+    /// Why the world goes on without `rank`, if it does.
+    pub fn loss_of(&self, rank: u32) -> Option<String> {
+        lock(&self.lost).get(&rank).cloned()
+    }
+
+    /// A rank has ended or hangs. Returns whether the world goes on without it.
+    pub fn lose(&self, rank: u32, reason: String) -> bool {
+        let mut lost = lock(&self.lost);
+        if lost.contains_key(&rank) {
+            return true;
+        }
+        let all: Vec<u32> = lost.keys().copied().chain([rank]).collect();
+        if !self.goes_on.get().is_some_and(|goes_on| goes_on(rank, &all)) {
+            drop(lost);
+            self.deliver(FromAgent::RankLost { reason });
+            return false;
+        }
+        lost.insert(rank, reason.clone());
+        drop(lost);
+        let others: Vec<u32> = (1..self.world_size).filter(|other| !all.contains(other)).collect();
+        self.send_to(&others, ToAgent::RankLost(rank));
+        self.deliver(FromAgent::ReplicaLost { rank, reason });
+        true
     }
 
     /// Delivers a message of an agent to the listener of its instance. The loss of a rank goes to all listeners.
@@ -210,7 +263,9 @@ impl Agents {
                 }
                 return;
             }
-            FromAgent::RankLost { .. } => return listeners.values().for_each(|listener| listener(message.clone())),
+            FromAgent::RankLost { .. } | FromAgent::ReplicaLost { .. } => {
+                return listeners.values().for_each(|listener| listener(message.clone()));
+            }
         };
         if let Some(listener) = listeners.get(&worker.instance) {
             listener(message);
@@ -229,7 +284,7 @@ impl Agents {
                 watch.wait(Duration::MAX);
             }
             if let Some(agents) = agents.upgrade() {
-                agents.deliver(FromAgent::RankLost { reason: format!("rank {rank} (process {pid}) has ended") });
+                agents.lose(rank, format!("rank {rank} (process {pid}) has ended"));
             }
         };
         if let Err(error) = essential_thread(format!("watch-{rank}"), watch) {

@@ -65,6 +65,8 @@ pub enum ToAgent {
         /// [`PassedMemory::id`](crate::PassedMemory::id).
         id: u64,
     },
+    /// A rank is lost, and the world goes on without it.
+    RankLost(u32),
     /// End the rank.
     Shutdown,
 }
@@ -118,6 +120,13 @@ pub enum FromAgent {
         id: u64,
         /// What.
         event: DiskEvent,
+    },
+    /// A rank has ended or hangs. The world goes on with the replicas that have workers on other ranks only.
+    ReplicaLost {
+        /// The rank.
+        rank: u32,
+        /// The rank, and how the loss was detected.
+        reason: String,
     },
     /// A rank has ended or hangs. The world ends.
     RankLost {

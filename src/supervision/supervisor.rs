@@ -103,6 +103,8 @@ impl WorkerSupervisor {
                 drop(lock(&self.disks).remove(&id));
                 drop(lock(&self.host_memory).remove(&id));
             }
+            // The rank itself handles it.
+            ToAgent::RankLost(_) => {}
             ToAgent::Shutdown => self.end_all(),
         }
     }

@@ -227,12 +227,11 @@ a_world_that_loses_a_host_goes_on_without_it_and_back_when_it_returns() {
 
 packets_lost_without_a_word_and_a_full_disk_are_losses_too() {
     local begun
-    with_parameters tp=1
     serve --world_size=2 --hosts=n1,n2 --elastic=1 --elastic_return=1 -- --heartbeat-timeout=3 || return 1
     lose_packets_to 2
     begun=$SECONDS
     await 30 'the loss is noticed' logged 'rank 1 on node n2 has not answered' || { cat world.log; return 1; }
-    await 30 'it goes on with one replica' has_served 2 || { cat world.log; return 1; }
+    await 30 'it goes on with one host' has_served 2 || { cat world.log; return 1; }
     echo "served with one host $((SECONDS - begun)) s after packets to the other were lost"
     logged 'goes on with 1 of 2 ranks: lost: `n2`' && [[ -n $(generate 16) ]] || { cat world.log; return 1; }
     # Ranks could not start there now.
@@ -243,6 +242,42 @@ packets_lost_without_a_word_and_a_full_disk_are_losses_too() {
     await 30 'it goes back' has_served 3 || { cat world.log; return 1; }
     places 1 1 && [[ -n $(generate 16) ]] || { cat world.log; return 1; }
     stop
+}
+
+# streams COUNT TOKENS: runs streams at the same time. Writes their longest pauses in milliseconds and their texts to streams.txt.
+streams() { python3 "$top/tests/multi_node/streams.py" http://10.78.0.11:8000/v1/completions "$1" "$2" >streams.txt 2>&1; }
+
+replicas_on_other_hosts_go_on_while_one_is_lost_and_take_its_streams() {
+    local alone running begun
+    with_parameters tp=1
+    serve --world_size=2 --hosts=n1,n2 --elastic=1 --elastic_return=2 --elastic_wait=2 --exit_timeout=5 -- --heartbeat-timeout=3 || return 1
+    streams 1 800 && alone=$(sed -n 's/^[0-9]* //p' streams.txt) && [[ -n $alone ]] || { cat streams.txt; return 1; }
+    rm streams.txt
+    streams 4 800 &
+    running=$!
+    disown "$running"
+    await 30 'the streams have tokens' grep -qs begun streams.txt || { cat streams.txt; return 1; }
+    lose_packets 2
+    begun=$SECONDS
+    await 30 'it goes on without the host' logged 'goes on with 1 of 2 ranks: lost: `n2` (rank 1 is lost)' || { cat world.log; return 1; }
+    echo "went on without the host $((SECONDS - begun)) s after its packets were lost"
+    await 60 'the streams end' eval '! kill -0 "$running" 2>/dev/null' || { cat streams.txt world.log; return 1; }
+    [[ $(sed -n 's/^[0-9]* //p' streams.txt) == "$(printf '%s\n' "$alone" "$alone" "$alone" "$alone")" ]] || { cat streams.txt world.log; return 1; }
+    echo "longest pauses of the streams in ms: $(sed -n 's/^\([0-9]*\) .*/\1/p' streams.txt | sort -n | tr '\n' ' ')"
+    [[ $(lost_hosts) == '"n2"' && $(ready_times) == 1 && -n $(generate 16) ]] || { cat world.log; return 1; }
+    curl --silent --fail http://10.78.0.11:8000/v2/health/ready && curl --silent http://10.78.0.11:8002/metrics >metrics.txt || return 1
+    grep -q '^trireme_llm_replica_lost{.*replica="1"} 1' metrics.txt || { cat metrics.txt; return 1; }
+    restore_link 2
+    begun=$SECONDS
+    await 30 'it goes back' has_served 2 || { cat world.log; return 1; }
+    echo "served with both $((SECONDS - begun)) s after the host was back"
+    logged 'goes on with 2 of 2 ranks: all hosts answer' && [[ -z $(lost_hosts) ]] && places 1 1 || { cat world.log; return 1; }
+    # Nothing is left of a world that ends without a host.
+    cut_cable 2
+    await 30 'it goes on without the host again' eval '[[ $(lost_hosts) == "\"n2\"" ]]' || { cat world.log; return 1; }
+    await 30 'the lost rank ends' places 1 0 || { cat world.log; return 1; }
+    restore_link 2
+    stop || { cat world.log; return 1; }
 }
 
 # jump OFFSET: sets the clock of a world that runs with libfaketime.

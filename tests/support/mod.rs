@@ -44,11 +44,13 @@ pub struct Options {
     pub args: Vec<String>,
     /// The program that starts more than one rank.
     pub mpirun: &'static str,
+    /// Whether it keeps the world when a rank dies, as for `launch --elastic`.
+    pub keeps_world: bool,
 }
 
 impl Default for Options {
     fn default() -> Self {
-        Self { world_size: 1, repository: shipped_repository(), args: Vec::new(), mpirun: "mpirun" }
+        Self { world_size: 1, repository: shipped_repository(), args: Vec::new(), mpirun: "mpirun", keeps_world: false }
     }
 }
 
@@ -307,6 +309,9 @@ fn command(options: &Options, prefix: &str, scratch: &Path) -> Command {
             let mut mpirun = Command::new(options.mpirun);
             if options.mpirun == "mpirun" {
                 mpirun.args(["--allow-run-as-root", "--oversubscribe"]).env("OMPI_MCA_mpi_yield_when_idle", "1");
+            }
+            if options.keeps_world {
+                mpirun.arg("--enable-recovery").env("TRIREME_KEEP_WORLD", "true");
             }
             mpirun
         }

@@ -36,7 +36,7 @@ fn main() {
         let control = std::env::var_os("TRIREME_CONTROL").unwrap();
         let health = move || {
             let is_ready = ready.load(Ordering::SeqCst);
-            Health { silent: Duration::ZERO, is_ready, num_requests: Some(0) }
+            Health { silent: Duration::ZERO, is_ready, num_requests: Some(0), lost: Vec::new() }
         };
         ipc::answer_health(Path::new(&control), health).unwrap();
         let port = args.iter().find_map(|arg| arg.strip_prefix("--http-port=")).unwrap().parse().unwrap();

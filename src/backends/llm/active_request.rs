@@ -3,7 +3,7 @@
 use std::collections::VecDeque;
 use std::sync::Arc;
 
-use engine::{BlockUsage, FinishReason, RowId, SampledToken, SequenceId, TokenEvent};
+use engine::{BlockUsage, FinishReason, MovedSequence, RowId, SampledToken, SequenceId, TokenEvent};
 use generation::{Delta, GenerateEvent, Logits, LogitsPosition, SequenceText, Tokens};
 use serving::{ErrorKind, InferError, Name, Timestamp};
 use smallvec::{SmallVec, smallvec};
@@ -22,6 +22,9 @@ use super::timing::Timing;
 
 /// The texts of a request's sequences, by sequence.
 pub(crate) type SequenceTexts = SmallVec<[SequenceText; 1]>;
+
+/// The id of a sequence that has ended, once the others have others.
+const ENDED: SequenceId = SequenceId(u64::MAX);
 
 /// Adds new tokens of a sequence to its text. Sets the text, the tokens that are released with it, and the stop text that ends it.
 fn decode(sequence: &mut SequenceText, tokens: Tokens, ends: bool, delta: &mut Delta) {
@@ -52,6 +55,8 @@ pub(crate) struct ActiveRequest {
     pub(crate) sequences: SmallVec<[SequenceId; 1]>,
     /// Whether each sequence, or beam, has ended.
     pub(crate) ended: SmallVec<[bool; 8]>,
+    /// Sequences whose replica is lost, with their indices.
+    pub(crate) moved: Vec<(usize, MovedSequence)>,
     /// Whether the sequences are to be cancelled once their ids are known.
     pub(crate) is_cancelled: bool,
     /// Converted events, which are returned before the next event of the queue.
@@ -75,10 +80,33 @@ impl ActiveRequest {
         }
     }
 
-    /// Counts the end of a request that was never assigned to a replica.
-    pub(crate) fn end_unassigned(&mut self, reason: Option<FinishReason>) {
-        self.ended.iter_mut().for_each(|ended| *ended = true);
-        self.ended.iter().for_each(|_| self.timing.ended(reason));
+    /// Counts the end of a request that has no replica. Returns the sequences that ended.
+    pub(crate) fn end_unassigned(&mut self, reason: Option<FinishReason>) -> Vec<usize> {
+        let open: Vec<usize> = (0..self.ended.len()).filter(|&index| !self.ended[index]).collect();
+        for &index in &open {
+            self.ended[index] = true;
+            self.timing.ended(reason);
+        }
+        open
+    }
+
+    /// Whether the replica of all sequences that have not ended is lost.
+    pub(crate) fn has_moved(&self) -> bool {
+        let num_open = self.ended.iter().take(self.sequences.len()).filter(|ended| !**ended).count();
+        !self.moved.is_empty() && self.moved.len() == num_open
+    }
+
+    /// Queues these sequences for another replica. `events` is the queue of the request.
+    pub(crate) fn move_on(&mut self, events: &event_queue::Receiver) {
+        let Admission::Assigned(reservation) = &self.submission.admission else { return };
+        self.moved.sort_by_key(|(index, _)| *index);
+        let sequences: Vec<MovedSequence> = self.moved.drain(..).map(|(_, moved)| moved).collect();
+        let Some(first) = sequences.first() else { return };
+        let num_rows = sequences.iter().map(MovedSequence::num_rows).sum();
+        let timeout = self.submission.timeout.filter(|_| sequences.iter().all(MovedSequence::is_new));
+        let ticket = reservation.move_on(first.tokens(), num_rows, first.priority());
+        let submit = Some(Message::Adopt { sequences, timeout, events: events.sender() });
+        self.submission = Submission { admission: Admission::Queued(ticket), submit, timeout };
     }
 
     /// Fast path: the delta of one token of a running sequence. `None` where the token needs a search for stop words or a beam.
@@ -104,6 +132,14 @@ impl ActiveRequest {
     /// # Errors
     /// When the request failed.
     pub(crate) fn take(&mut self, event: Option<RequestEvent>, is_drained: bool) -> Result<(), InferError> {
+        self.take_event(event, is_drained)?;
+        if self.is_cancelled && self.has_moved() {
+            self.cancel();
+        }
+        Ok(())
+    }
+
+    fn take_event(&mut self, event: Option<RequestEvent>, is_drained: bool) -> Result<(), InferError> {
         match event {
             Some(RequestEvent::Token(token)) => {
                 let (event, at) = token.open();
@@ -122,7 +158,13 @@ impl ActiveRequest {
                 }
             }
             Some(RequestEvent::Accepted(sequences)) => {
-                self.sequences = sequences.into();
+                let mut new = sequences.into_iter();
+                if self.sequences.is_empty() {
+                    self.sequences = new.collect();
+                } else {
+                    let ids = self.sequences.iter_mut().zip(&self.ended);
+                    ids.for_each(|(id, &ended)| *id = if ended { ENDED } else { new.next().unwrap_or(ENDED) });
+                }
                 if self.is_cancelled {
                     self.cancel();
                 }
@@ -140,6 +182,11 @@ impl ActiveRequest {
                 if let Some(index) = self.index_of(sequence) {
                     self.timing.joined(index, at, start);
                     self.ready.push_back(GenerateEvent::Scheduled { index, at });
+                }
+            }
+            Some(RequestEvent::Moved(sequence, moved)) => {
+                if let Some(index) = self.index_of(sequence).filter(|&index| !self.ended[index]) {
+                    self.moved.push((index, moved));
                 }
             }
             Some(RequestEvent::Stop) => self.cancel(),
@@ -227,10 +274,21 @@ impl ActiveRequest {
     /// Cancels the sequences that have not ended. Sequences whose ids are not known yet are cancelled when they are.
     pub(crate) fn cancel(&mut self) {
         self.is_cancelled = true;
+        if self.has_moved() {
+            self.moved.clear();
+            let ended = self.end_unassigned(Some(FinishReason::Cancelled));
+            self.ready.extend(ended.into_iter().map(cancelled));
+        }
         for (&sequence, _) in self.sequences.iter().zip(&self.ended).filter(|(_, ended)| !**ended) {
             self.submission.send(Message::Cancel(sequence));
         }
     }
+}
+
+/// The last event of a sequence that ends without a replica.
+pub(crate) fn cancelled(index: usize) -> GenerateEvent {
+    let finished = Some(FinishReason::Cancelled);
+    GenerateEvent::Delta(Delta { finished, ..Delta::new(index, Timestamp::now()) })
 }
 
 impl Drop for ActiveRequest {

@@ -126,6 +126,12 @@ pub(crate) struct Received {
 }
 
 impl Receiver {
+    /// Another sender, also when there is none any more.
+    pub(crate) fn sender(&self) -> Sender {
+        self.0.state().num_senders += 1;
+        Sender(self.0.clone())
+    }
+
     /// The next event; `None` when no sender is left.
     pub(crate) fn poll_receive(&mut self, context: &mut Context<'_>) -> Poll<Option<Received>> {
         let mut state = self.0.state();

@@ -1,6 +1,6 @@
 //! Loads LLMs, and reports the status of their replicas.
 
-use std::sync::atomic::Ordering;
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, Weak};
 
 use engine::EngineStats;
@@ -35,6 +35,8 @@ pub struct LlmFactory {
     event_runtime: Handle,
     logits: Arc<LogitsBudget>,
     loaded: Arc<Mutex<Vec<Loaded>>>,
+    /// Number of models that are being loaded.
+    num_loading: Arc<AtomicUsize>,
     recorder: Option<Arc<Recorder>>,
     /// If models share the devices.
     turns: Option<Arc<Turns>>,
@@ -46,6 +48,8 @@ struct Loaded {
     version: String,
     block_size: usize,
     max_rows: usize,
+    /// Number of ranks of a replica.
+    group_size: u32,
     router: Weak<Router>,
     adapters: Arc<AdapterStore>,
     weights: Arc<ServedWeights>,
@@ -66,6 +70,8 @@ pub struct LlmStatus {
     pub is_ready: bool,
     /// Whether the replica sleeps.
     pub is_sleeping: bool,
+    /// Whether a rank of the replica is lost.
+    pub is_lost: bool,
     /// Number of times that its workers were started again.
     pub num_restarts: u64,
     /// Positions in a KV block.
@@ -91,7 +97,8 @@ impl LlmFactory {
             event_runtime.spawn(Arc::clone(turns).run());
         }
         let (logits, loaded) = (Arc::default(), Arc::default());
-        Self { defaults, agents, prefix, event_runtime, logits, loaded, recorder: None, turns }
+        let num_loading = Arc::default();
+        Self { defaults, agents, prefix, event_runtime, logits, loaded, num_loading, recorder: None, turns }
     }
 
     /// The same, with the steps of all models recorded.
@@ -104,6 +111,28 @@ impl LlmFactory {
         let mut loaded = ipc::lock(&self.loaded);
         loaded.retain(|model| model.router.strong_count() > 0);
         loaded.iter().flat_map(Loaded::status).collect()
+    }
+
+    /// Whether every LLM has a replica in service without workers on `ranks`. False while none is loaded, and while one is being loaded.
+    pub fn serves_without(&self, ranks: &[u32]) -> bool {
+        let loaded = ipc::lock(&self.loaded);
+        let mut models = loaded.iter().filter_map(|model| Some((model, model.router.upgrade()?))).peekable();
+        let has_models = models.peek().is_some() && self.num_loading.load(Ordering::Acquire) == 0;
+        has_models
+            && models.all(|(model, router)| {
+                let in_service = (0..).zip(router.replicas()).filter(|(_, replica)| replica.shared.failure().is_none());
+                let group = |replica: u32| replica * model.group_size..(replica + 1) * model.group_size;
+                in_service.into_iter().any(|(replica, _)| !ranks.iter().any(|rank| group(replica).contains(rank)))
+            })
+    }
+
+    /// The error of a model that is to be loaded while ranks are lost.
+    fn check_ranks(agents: &Agents, model: &str) -> Result<(), InferError> {
+        let Some(reason) = agents.lost_ranks().first().and_then(|&rank| agents.loss_of(rank)) else { return Ok(()) };
+        Err(InferError::unavailable(format!(
+            "model `{model}` cannot be loaded while the world is not whole ({reason}); try again when all hosts are back, or restart it \
+             (`launch restart`)"
+        )))
     }
 
     /// The ledger of every replica of every loaded LLM, each taken between two of its steps.
@@ -129,6 +158,22 @@ impl LlmFactory {
     }
 }
 
+/// A model that is being loaded, until this is dropped.
+struct Loading(Arc<AtomicUsize>);
+
+impl Loading {
+    fn new(count: &Arc<AtomicUsize>) -> Self {
+        count.fetch_add(1, Ordering::AcqRel);
+        Self(Arc::clone(count))
+    }
+}
+
+impl Drop for Loading {
+    fn drop(&mut self) {
+        self.0.fetch_sub(1, Ordering::AcqRel);
+    }
+}
+
 impl Loaded {
     fn status(&self) -> Vec<LlmStatus> {
         let Some(router) = self.router.upgrade() else { return Vec::new() };
@@ -143,6 +188,7 @@ impl Loaded {
             num_queued: if replica == 0 { num_queued } else { 0 },
             is_ready: shared.is_ready(),
             is_sleeping: shared.is_sleeping(),
+            is_lost: shared.is_lost.load(Ordering::Relaxed),
             num_restarts: shared.restarts.load(Ordering::Relaxed),
             block_size: self.block_size,
             max_rows: self.max_rows,
@@ -162,8 +208,12 @@ impl BackendFactory for LlmFactory {
     }
 
     fn check(&self, load: LoadRequest) -> BoxFuture<'static, Result<(), InferError>> {
-        let defaults = self.defaults.clone();
-        async move { LlmConfig::new(&load, &defaults).map(drop) }.boxed()
+        let (defaults, agents) = (self.defaults.clone(), Arc::clone(&self.agents));
+        async move {
+            let config = LlmConfig::new(&load, &defaults)?;
+            Self::check_ranks(&agents, &config.name)
+        }
+        .boxed()
     }
 
     fn load(&self, load: LoadRequest) -> BoxFuture<'static, Result<Arc<dyn Backend>, InferError>> {
@@ -171,8 +221,12 @@ impl BackendFactory for LlmFactory {
         let (all_loaded, event_runtime, logits) =
             (Arc::clone(&self.loaded), self.event_runtime.clone(), Arc::clone(&self.logits));
         let (recorder, turns) = (self.recorder.clone(), self.turns.clone());
+        let loading = Loading::new(&self.num_loading);
         async move {
             let mut config = LlmConfig::new(&load, &defaults)?;
+            // From now on the loss of a rank ends the world.
+            let _loading = loading;
+            Self::check_ranks(&agents, &config.name)?;
             if agents.nodes().names().len() > 1 {
                 config.checkpoint_fingerprint = Some(fingerprint(&config.name, config.checkpoint.clone()).await?);
                 if let Some(DeviceDrafter::Model(dir) | DeviceDrafter::Eagle3(dir)) = config.drafter.clone() {
@@ -204,6 +258,7 @@ impl BackendFactory for LlmFactory {
                 version: load.version.to_string(),
                 block_size: config.engine.block_size,
                 max_rows: config.engine.max_rows,
+                group_size: config.group_size(),
                 router: Arc::downgrade(&router),
                 adapters: Arc::clone(&adapters),
                 weights: Arc::clone(&weights),

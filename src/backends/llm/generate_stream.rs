@@ -6,11 +6,11 @@ use std::task::{Context, Poll, ready};
 use engine::FinishReason;
 use futures::FutureExt as _;
 use futures::future::BoxFuture;
-use generation::{Delta, GenerateEvent};
-use serving::{Generation, InferError, Timestamp};
+use generation::GenerateEvent;
+use serving::{Generation, InferError};
 use tokio::runtime::Handle;
 
-use super::active_request::ActiveRequest;
+use super::active_request::{ActiveRequest, cancelled};
 use super::event_queue;
 use super::request_event::RequestEvent;
 use super::router::Admission;
@@ -55,14 +55,21 @@ impl GenerateStream {
 
     /// The next event; `None` after the last.
     pub(crate) fn poll_event(&mut self, context: &mut Context<'_>) -> Poll<Option<Result<GenerateEvent, InferError>>> {
-        if let Some(waiting) = &mut self.waiting {
-            let (request, events, waited) = ready!(waiting.poll_unpin(context));
-            self.waiting = None;
-            self.waited(request, events, waited);
-        }
-        while let Some((request, events)) = &mut self.running {
+        loop {
+            if let Some(waiting) = &mut self.waiting {
+                let (request, events, waited) = ready!(waiting.poll_unpin(context));
+                self.waiting = None;
+                self.waited(request, events, waited);
+            }
+            let Some((request, events)) = &mut self.running else { break };
             if let Some(event) = request.ready.pop_front() {
                 return Poll::Ready(Some(Ok(event)));
+            }
+            if request.has_moved() {
+                let (mut request, events) = self.running.take().expect("it runs");
+                request.move_on(&events);
+                self.waiting = Some(request.wait(events).boxed());
+                continue;
             }
             let received = ready!(events.poll_receive(context));
             let is_drained = received.as_ref().is_some_and(|it| it.is_drained);
@@ -94,8 +101,8 @@ impl GenerateStream {
                 return;
             }
             WaitOutcome::Stopped => {
-                request.end_unassigned(Some(FinishReason::Cancelled));
-                self.last = (0..request.ended.len()).map(cancelled).collect();
+                let ended = request.end_unassigned(Some(FinishReason::Cancelled));
+                self.last = ended.into_iter().map(cancelled).collect();
             }
             WaitOutcome::Failed(error) => {
                 request.end_unassigned(None);
@@ -104,12 +111,6 @@ impl GenerateStream {
         }
         self.generation = Some(request.timing.generation());
     }
-}
-
-/// The last event of a sequence that never ran.
-fn cancelled(index: usize) -> GenerateEvent {
-    let finished = Some(FinishReason::Cancelled);
-    GenerateEvent::Delta(Delta { finished, ..Delta::new(index, Timestamp::now()) })
 }
 
 impl Drop for GenerateStream {

@@ -3,7 +3,7 @@
 use std::sync::{Arc, Mutex, mpsc};
 use std::time::Instant;
 
-use engine::{MaskJob, Request, SequenceId};
+use engine::{MaskJob, MovedSequence, Request, SequenceId};
 use ipc::Doorbell;
 use serving::{InferError, SleepLevel};
 use supervision::{DiskEvent, FromAgent};
@@ -21,6 +21,8 @@ pub(crate) enum Message {
     /// Submit the sequences of a request, all or none, and send their events to `events`. When `timeout` expires before their first
     /// step, they are refused if the flag is true, otherwise they are moved after other requests.
     Submit { sequences: Vec<Request>, timeout: Option<(Instant, bool)>, events: event_queue::Sender },
+    /// The same for sequences of a replica that is lost.
+    Adopt { sequences: Vec<MovedSequence>, timeout: Option<(Instant, bool)>, events: event_queue::Sender },
     /// Cancel a sequence: the client disconnected.
     Cancel(SequenceId),
     /// Finish a sequence: a stop word was found in its text.
@@ -50,7 +52,8 @@ pub(crate) enum Message {
 
 /// The sending side; clones go to request tasks and to agents' listeners.
 ///
-/// It is bounded by the requests in flight: each sends one [`Message::Submit`], and at most one [`Message::Cancel`], one
+/// It is bounded by the requests in flight: each sends one [`Message::Submit`], one [`Message::Adopt`] for each lost
+/// replica, and at most one [`Message::Cancel`], one
 /// [`Message::Finish`] and one mask job at a time for each of its sequences. Each connection adds at most one
 /// [`Message::ResetPrefixCache`], and each slot of host memory at most one [`Message::Disk`] of every rank.
 #[derive(Clone)]

@@ -216,6 +216,7 @@ impl Llm {
             text_stops,
             texts,
             sequences: SmallVec::new(),
+            moved: Vec::new(),
             ended: smallvec![false; num_sequences],
             is_cancelled: false,
             ready: VecDeque::new(),

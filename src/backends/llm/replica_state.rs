@@ -15,6 +15,8 @@ pub(crate) struct ReplicaState {
     pub(crate) ready: AtomicBool,
     /// Whether the replica sleeps: it can serve once it is woken.
     pub(crate) sleeps: AtomicBool,
+    /// Whether a rank of it is lost. It will not serve again, and its requests go to other replicas.
+    pub(crate) is_lost: AtomicBool,
     /// Whether step thread and workers respond.
     pub(crate) responsiveness: Responsiveness,
     /// Number of times that the workers were started again.
@@ -45,8 +47,12 @@ impl ReplicaState {
         ipc::lock(&self.failure).clone()
     }
 
-    /// 0 after too many losses, 1 while workers load or do not respond, 2 when a step can run.
+    /// 0 if a rank is lost, 1 after too many losses of workers, 2 while workers load or do not respond, 3 when a step can run.
     pub(crate) fn health(&self) -> u8 {
-        if self.is_ready() { 2 } else { u8::from(ipc::lock(&self.failure).is_none()) }
+        match () {
+            () if self.is_lost.load(Ordering::Acquire) => 0,
+            () if self.is_ready() => 3,
+            () => 1 + u8::from(ipc::lock(&self.failure).is_none()),
+        }
     }
 }

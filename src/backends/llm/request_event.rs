@@ -1,6 +1,6 @@
 //! Events that the step thread sends to a request.
 
-use engine::{BlockUsage, DraftUsage, RowId, SampledToken, SequenceId, TokenEvent, TokenId};
+use engine::{BlockUsage, DraftUsage, MovedSequence, RowId, SampledToken, SequenceId, TokenEvent, TokenId};
 use serving::{InferError, Timestamp};
 use smallvec::smallvec;
 use supervision::LogitsPiece;
@@ -19,6 +19,8 @@ pub(crate) enum RequestEvent {
     Token(OneToken),
     /// Tokens of a sequence, or its end, with the time when their step was settled.
     Tokens(Box<TokenEvent>, Timestamp),
+    /// A sequence's replica is lost. Another one is to go on with it.
+    Moved(SequenceId, MovedSequence),
     /// Its client stopped it.
     Stop,
     /// It failed.

@@ -101,9 +101,23 @@ pub(crate) struct Reservation {
     router: Arc<Router>,
     replica: usize,
     num_sequences: usize,
+    /// The arrival number of its request.
+    number: u64,
 }
 
 impl Reservation {
+    /// Queues sequences of the request, whose replica is lost, before requests that arrived later. `tokens` are those of the first one.
+    pub(crate) fn move_on(&self, tokens: &[TokenId], num_sequences: usize, priority: u32) -> Ticket {
+        let router = &self.router;
+        let (sender, reservation) = oneshot::channel();
+        let hashes = sent_prefixes::hashes(tokens, router.block_size);
+        let key = (Reverse(priority), false, self.number);
+        let waiting = Waiting { num_sequences, hashes, reservation: sender };
+        ipc::lock(&router.state).queue.insert(key, waiting);
+        router.dispatch();
+        Ticket { router: Arc::clone(router), key, reservation }
+    }
+
     /// The replica.
     pub(crate) fn replica(&self) -> &Replica {
         &self.router.replicas[self.replica]
@@ -230,7 +244,8 @@ impl Router {
         };
         if let Some(replica) = chosen {
             self.take(&mut state, replica, num_sequences, &hashes);
-            return Ok(Admission::Assigned(Reservation { router: Arc::clone(self), replica, num_sequences }));
+            let (router, number) = (Arc::clone(self), state.num_arrived);
+            return Ok(Admission::Assigned(Reservation { router, replica, num_sequences, number }));
         }
         if state.num_waiting() + num_sequences > self.max_queue {
             return Err(QueueFull { max: self.max_queue });
@@ -243,14 +258,16 @@ impl Router {
 
     /// Assigns waiting requests to replicas with room. Call it also when a replica becomes ready.
     pub(crate) fn dispatch(self: &Arc<Self>) {
-        while let Some((replica, waiting)) = self.next_assignment() {
-            let reservation = Reservation { router: Arc::clone(self), replica, num_sequences: waiting.num_sequences };
+        while let Some((replica, number, waiting)) = self.next_assignment() {
+            let (router, num_sequences) = (Arc::clone(self), waiting.num_sequences);
+            let reservation = Reservation { router, replica, num_sequences, number };
             // A ticket that was just dropped returns the reservation.
             let _ = waiting.reservation.send(reservation);
         }
     }
 
-    fn next_assignment(&self) -> Option<(usize, Waiting)> {
+    /// The next replica, with the arrival number of its request.
+    fn next_assignment(&self) -> Option<(usize, u64, Waiting)> {
         let state = &mut *ipc::lock(&self.state);
         let (key, overtakes) = state.next_key()?;
         let first = state.queue.remove(&key).expect("the key is in the queue");
@@ -260,13 +277,14 @@ impl Router {
         };
         state.num_overtaking = if overtakes { state.num_overtaking + 1 } else { 0 };
         self.take(state, replica, first.num_sequences, &first.hashes);
-        Some((replica, first))
+        Some((replica, key.2, first))
     }
 
-    /// The best replica for `num_sequences`, if one has room. Replicas whose workers load get requests only if none is ready.
+    /// The best replica for `num_sequences`, if one has room. Replicas whose workers load get requests only if none is ready, and lost ones
+    /// get none.
     fn choose(&self, state: &mut State, num_sequences: usize, hashes: &[PrefixHash]) -> Option<usize> {
         let healths: Vec<u8> = self.replicas.iter().map(|replica| replica.shared.health()).collect();
-        let best = healths.iter().max()?;
+        let best = healths.iter().max().filter(|best| **best > 0)?;
         let mut chosen = None;
         for (index, load) in state.loads.iter_mut().enumerate().filter(|(index, _)| healths[*index] == *best) {
             let has_room = load.num_sequences == 0 || load.num_sequences + num_sequences <= self.max_rows;

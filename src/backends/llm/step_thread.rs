@@ -5,13 +5,14 @@
 //!     └── too many losses in a row ──► failed ──after a delay──► starting   (requests are refused meanwhile)
 //! ```
 //!
-//! A replica that is to sleep begins no further sequence. When the others have ended, its memory is freed, until it is woken
-//! (`sleep`).
+//! A replica that has lost a rank, in a world that goes on without it, gives its sequences to the others (`give_up`). One that is to sleep
+//! begins no further sequence. When the others have ended, its memory is freed, until it is woken (`sleep`).
 //!
 //! A panic of the thread counts as a loss, too. The engine may then be inconsistent: its sequences end with an error, and an empty
 //! engine replaces it.
 
 mod disk;
+mod give_up;
 mod messages;
 mod recovery;
 mod sleep;

@@ -18,6 +18,8 @@ const MAX_GAPS: u32 = 16;
 pub(crate) struct Timing {
     shared: Arc<ReplicaState>,
     arrived: Instant,
+    /// Whether a replica has ever taken it.
+    is_assigned: bool,
     /// Index of the request's priority level in [`PRIORITY_LEVELS`].
     level: usize,
     /// Time when its first sequence was scheduled.
@@ -52,6 +54,7 @@ impl Timing {
         Self {
             shared: Arc::clone(shared),
             arrived: Instant::now(),
+            is_assigned: false,
             level: 0,
             joined: None,
             first_token: None,
@@ -69,10 +72,14 @@ impl Timing {
         self
     }
 
-    /// Counts the request in the metrics of its replica from now on.
+    /// Counts the request in the metrics of its replica from now on. Its prompt is counted by the first one.
     pub(crate) fn assigned_to(&mut self, shared: &Arc<ReplicaState>) {
+        self.shared.metrics.inter_token.flush(&mut self.gaps);
         self.shared = Arc::clone(shared);
-        shared.metrics.input_tokens.observe(self.generation.prompt_tokens as f64);
+        self.sequences.iter_mut().for_each(|sequence| sequence.joined_in = None);
+        if !std::mem::replace(&mut self.is_assigned, true) {
+            shared.metrics.input_tokens.observe(self.generation.prompt_tokens as f64);
+        }
     }
 
     /// Records that sequence `index` was scheduled. The second time with the same workers counts as a preemption.

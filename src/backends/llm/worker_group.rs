@@ -5,6 +5,7 @@ mod loss;
 mod worker_spec;
 
 use std::collections::VecDeque;
+use std::ops::Range;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -134,6 +135,10 @@ impl WorkerGroup {
             }
             // Noted when they arrived.
             FromAgent::Activity { .. } | FromAgent::Disk { .. } => Ok(()),
+            FromAgent::ReplicaLost { rank, reason } => match self.ranks().contains(&rank) {
+                true => Err(WorkerLoss { reason, kind: LossKind::ReplicaLost }),
+                false => Ok(()),
+            },
             FromAgent::RankLost { reason } => {
                 let reason = format!("{reason}, and the world ends with it; try again later");
                 Err(WorkerLoss { reason, kind: LossKind::RankLost })
@@ -176,6 +181,16 @@ impl WorkerGroup {
 
     fn node_of(&self, index: usize) -> u32 {
         self.agents.nodes().of(self.first_rank + index as u32)
+    }
+
+    fn ranks(&self) -> Range<u32> {
+        self.first_rank..self.first_rank + self.links.len() as u32
+    }
+
+    /// Fails if a rank of the replica was lost before its workers were asked to start.
+    pub(crate) fn check_ranks(&self) -> Result<(), WorkerLoss> {
+        let lost = self.ranks().find_map(|rank| self.agents.loss_of(rank));
+        lost.map_or(Ok(()), |reason| Err(WorkerLoss { reason, kind: LossKind::ReplicaLost }))
     }
 
     /// The rank of worker `index`.

@@ -23,7 +23,7 @@ fn waits(name: &str) -> bool {
 
 #[test]
 fn a_process_without_a_free_descriptor_answers_health_checks() {
-    let health = Health { silent: Duration::from_millis(7), is_ready: true, num_requests: None };
+    let health = Health { silent: Duration::from_millis(7), is_ready: true, num_requests: None, lost: Vec::new() };
     if let Some(path) = std::env::var_os(SOCKET).map(PathBuf::from) {
         let start = Instant::now();
         while ipc::ask_health(&path).ok() != Some(health) {

@@ -48,6 +48,11 @@ pub(super) const PLAIN: &[Plain] = &[
     gauge("trireme_llm_sleeping", "1 while the model sleeps: its devices' memory is free", |model| {
         f64::from(u8::from(model.is_sleeping))
     }),
+    gauge(
+        "trireme_llm_replica_lost",
+        "1 for a replica that has lost a rank and will not serve again in this world",
+        |model| f64::from(u8::from(model.is_lost)),
+    ),
     gauge("trireme_llm_requests_running", "Sequences in the current steps", |model| model.engine.num_running as f64),
     gauge("trireme_llm_requests_waiting", "Sequences in the queue, preempted ones included", |model| {
         model.engine.num_waiting as f64

@@ -156,3 +156,24 @@ fn a_request_of_more_sequences_than_rows_needs_an_idle_replica() {
     drop(reservation);
     assert_eq!(large(&router), Some(0));
 }
+
+#[test]
+fn requests_of_a_lost_replica_go_to_the_others_before_those_that_came_later() {
+    let router = router(2, 1);
+    let mut reservations: Vec<_> = (0..8).map(|_| assigned(&router, &prompt(0, 3))).collect();
+    let mut later = queued(&router, 0);
+    router.replicas[1].shared.is_lost.store(true, Ordering::Release);
+    let of_lost = reservations.iter().position(|reservation| reservation.replica == 1).unwrap();
+    let of_lost = reservations.swap_remove(of_lost);
+    // The queue is full, and takes it nevertheless.
+    let mut moved = of_lost.move_on(&prompt(0, 9), 1, 0);
+    drop(of_lost);
+    assert!(moved.reservation().now_or_never().is_none() && later.reservation().now_or_never().is_none());
+    let left = reservations.iter().position(|reservation| reservation.replica == 0).unwrap();
+    drop(reservations.swap_remove(left));
+    let reservation = moved.reservation().now_or_never().expect("its turn");
+    assert_eq!(reservation.replica, 0);
+    assert!(later.reservation().now_or_never().is_none());
+    drop(reservation);
+    assert_eq!(later.reservation().now_or_never().expect("its turn").replica, 0);
+}

@@ -2,7 +2,7 @@
 
 use std::time::{Duration, Instant};
 
-use engine::{Engine, MaskJob, Request};
+use engine::{Engine, MaskJob, Refused, SequenceId};
 use serving::InferError;
 
 use super::super::event_queue;
@@ -36,7 +36,10 @@ impl Running {
                     }
                 }
                 Message::Disk { event } => self.note_disk(event),
-                Message::Submit { sequences, timeout, events } => self.submit(sequences, timeout, events),
+                Message::Submit { sequences, timeout, events } => {
+                    self.accept(sequences, Engine::submit, timeout, events)
+                }
+                Message::Adopt { sequences, timeout, events } => self.accept(sequences, Engine::adopt, timeout, events),
                 Message::Cancel(sequence) => {
                     self.engine.as_mut().map(|engine| engine.cancel(sequence));
                 }
@@ -65,7 +68,7 @@ impl Running {
     }
 
     /// Ends all sequences with this error.
-    fn abort(&mut self, error: &InferError) {
+    pub(super) fn abort(&mut self, error: &InferError) {
         self.thread.dispatcher.push_last_to_all(|| RequestEvent::Failed(error.clone()));
         self.engine.as_mut().map(Engine::cancel_all);
     }
@@ -97,9 +100,11 @@ impl Running {
         }
     }
 
-    pub(super) fn submit(
+    /// Adds the sequences of a request to the engine, all or none.
+    pub(super) fn accept<T>(
         &mut self,
-        requests: Vec<Request>,
+        added: Vec<T>,
+        add: impl Fn(&mut Engine, T) -> Result<SequenceId, Refused>,
         timeout: Option<(Instant, bool)>,
         events: event_queue::Sender,
     ) {
@@ -107,9 +112,9 @@ impl Running {
             events.send(RequestEvent::Failed(InferError::unavailable("the model's workers still load")));
             return;
         };
-        let mut sequences = Vec::with_capacity(requests.len());
-        for request in requests {
-            match engine.submit(request) {
+        let mut sequences = Vec::with_capacity(added.len());
+        for sequence in added {
+            match add(engine, sequence) {
                 Ok(sequence) => sequences.push(sequence),
                 Err(refused) => {
                     for sequence in sequences {

@@ -59,6 +59,9 @@ impl Running {
             tracing::error!(model = %name, "{reason}");
             return self.fail_all_requests(reason.clone());
         }
+        if lost.kind == LossKind::ReplicaLost {
+            return Some(self.give_up(reason.clone()));
+        }
         if self.losses < MAX_LOSSES {
             tracing::warn!(model = %name, reason = %reason, losses = self.losses, "workers lost; starting them again");
             self.thread.shared.restarts.fetch_add(1, Ordering::Relaxed);
@@ -88,7 +91,9 @@ impl Running {
         let end = Instant::now() + (FIRST_RETRY * (1 << doublings)).min(LONGEST_RETRY);
         loop {
             match self.thread.messages.recv_timeout(end.saturating_duration_since(Instant::now())) {
-                Ok(Message::Submit { events, .. }) => events.send(RequestEvent::Failed(error.clone())),
+                Ok(Message::Submit { events, .. } | Message::Adopt { events, .. }) => {
+                    events.send(RequestEvent::Failed(error.clone()))
+                }
                 Ok(Message::Sleep { level, done }) => {
                     self.sleep.ask_without_workers(level, done);
                     self.thread.shared.sleeps.store(true, Ordering::Release);

@@ -8,7 +8,7 @@ use supervision::{FromWorker, ToWorker};
 
 use super::super::inbox::SleepResult;
 use super::super::responsiveness::IDLE_WAIT;
-use super::super::worker_group::{LossKind, WorkerGroup};
+use super::super::worker_group::WorkerGroup;
 use super::{End, POLL_INTERVAL, Running};
 
 /// Timeout for moving weights to the host or back.
@@ -60,6 +60,13 @@ impl Sleep {
     fn refuse(&mut self, reason: &str) {
         self.wanted = None;
         answer(&mut self.sleepers, &Err(reason.to_owned()));
+    }
+
+    /// Ends all requests: the replica is lost, and has no memory to free or to take.
+    pub(super) fn give_up(&mut self) {
+        self.wanted = None;
+        answer(&mut self.sleepers, &Ok(()));
+        answer(&mut self.wakers, &Ok(()));
     }
 
     /// Ends all requests with this error: the replica neither sleeps nor runs.
@@ -114,7 +121,7 @@ impl Running {
         tracing::info!(model = %name, "sleeps, with its weights in host memory, after {:.1?}", started.elapsed());
         match self.wait_for_wake(Some(&mut *group)) {
             Ok(()) => self.wake_workers(group),
-            Err(End::Lost(lost)) if lost.kind != LossKind::RankLost => {
+            Err(End::Lost(lost)) if !lost.kind.is_final() => {
                 tracing::warn!(model = %name, reason = %lost.reason, "workers lost while they sleep; they start at the wake");
                 Err(End::Asleep)
             }
@@ -128,7 +135,7 @@ impl Running {
         group.end(true);
         while !group.workers().is_empty() && started.elapsed() < END_TIMEOUT {
             match self.handle_messages(group, POLL_INTERVAL) {
-                Err(End::Lost(lost)) if lost.kind != LossKind::RankLost => {}
+                Err(End::Lost(lost)) if !lost.kind.is_final() => {}
                 Err(end) => return end,
                 Ok(()) => {}
             }
@@ -170,7 +177,7 @@ impl Running {
     }
 
     /// Delivers the ends of sequences that wait, and shows how many wait.
-    fn show_queue(&mut self) {
+    pub(super) fn show_queue(&mut self) {
         let Some(engine) = &mut self.engine else { return };
         engine.drain_events(&mut self.events);
         *ipc::lock(&self.thread.shared.stats) = engine.stats();

@@ -28,6 +28,7 @@ impl Running {
                 listener.send(Message::Agent(event));
             }
         });
+        group.check_ranks()?;
         let deadline = started + LOAD_TIMEOUT;
         let is_first = self.engine.is_none();
         let workers = self.receive_from_all(&mut group, deadline, |message| match message {

@@ -17,6 +17,15 @@ pub(crate) enum LossKind {
     BySignal,
     /// A rank is lost. Only a new world can serve the model.
     RankLost,
+    /// A rank of the replica is lost, and the world goes on with the others.
+    ReplicaLost,
+}
+
+impl LossKind {
+    /// Whether no other workers can take the place of these.
+    pub(crate) fn is_final(self) -> bool {
+        matches!(self, Self::RankLost | Self::ReplicaLost)
+    }
 }
 
 impl WorkerLoss {
