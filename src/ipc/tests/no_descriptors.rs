@@ -26,7 +26,7 @@ fn a_process_without_a_free_descriptor_answers_health_checks() {
     let health = Health { silent: Duration::from_millis(7), is_ready: true, num_requests: None, lost: Vec::new() };
     if let Some(path) = std::env::var_os(SOCKET).map(PathBuf::from) {
         let start = Instant::now();
-        while ipc::ask_health(&path).ok() != Some(health) {
+        while ipc::ask_health(&path).ok() != Some(health.clone()) {
             assert!(start.elapsed() < Duration::from_secs(30), "no answer");
         }
         return;
@@ -34,7 +34,7 @@ fn a_process_without_a_free_descriptor_answers_health_checks() {
     let limit = getrlimit(Resource::Nofile);
     setrlimit(Resource::Nofile, Rlimit { current: Some(128), ..limit }).unwrap();
     let path = std::env::temp_dir().join(format!("trireme-no-descriptors-{}", std::process::id()));
-    ipc::answer_health(&path, move || health).unwrap();
+    ipc::answer_health(&path, move || health.clone()).unwrap();
     let mut child = Command::new("/bin/sh")
         .args(["-c", "read go; exec \"$0\""])
         .arg(std::env::current_exe().unwrap())

@@ -41,10 +41,11 @@ fn running() -> (ResponseStream, event_queue::Sender, Arc<ReplicaState>) {
     (stream, events, Arc::clone(&replicas[0].0))
 }
 
-/// The same with the state and the messages of each replica. The first one has the request.
-fn running_on(
-    num_replicas: usize,
-) -> (ResponseStream, event_queue::Sender, Vec<(Arc<ReplicaState>, mpsc::Receiver<Message>)>) {
+/// The state and the messages of each replica.
+type Replicas = Vec<(Arc<ReplicaState>, mpsc::Receiver<Message>)>;
+
+/// The same on several replicas. The first one has the request.
+fn running_on(num_replicas: usize) -> (ResponseStream, event_queue::Sender, Replicas) {
     let replica = |_| {
         let shared = Arc::new(ReplicaState::default());
         shared.ready.store(true, Ordering::Release);
