@@ -1,8 +1,9 @@
-//! Products with a number, and with columns of another matrix. Kernels: `scale.cu`.
+//! Products with a number and with columns of another matrix, and copies to columns. Kernels: `scale.cu`.
 
 use half::bf16;
 
 use super::error::ensure;
+use super::launch::Arg;
 use super::{CudaError, Launch, Queue, Span};
 
 /// `x[i] *= factor` for the first `count` elements, a multiple of 8.
@@ -27,17 +28,35 @@ pub struct Columns {
     pub first: usize,
 }
 
+impl Columns {
+    /// The launch over `cols` of these columns, as a matrix `x` `[rows, cols]` of its own, and its arguments.
+    fn launch(
+        &self,
+        op: &'static str,
+        x: Span,
+        rows: usize,
+        cols: usize,
+    ) -> Result<(Launch, [Arg<'static>; 3]), CudaError> {
+        let Columns { matrix, width, first } = *self;
+        ensure!(op, cols > 0 && rows > 0, "{rows} rows of {cols} columns");
+        let fits = [cols, width, first].iter().all(|count| count.is_multiple_of(8)) && first + cols <= width;
+        ensure!(op, fits, "columns {first} to {} of {width}; multiples of 8", first + cols);
+        ensure!(op, x.count::<bf16>() >= rows * cols, "x is shorter than {rows} x {cols}");
+        ensure!(op, matrix.count::<bf16>() >= rows * width, "y is shorter than {rows} x {width}");
+        ensure!(op, x.is_aligned(16) && matrix.is_aligned(16), "an operand is not 16-byte aligned");
+        let threads = (cols / 8).min(256).next_multiple_of(32) as u32;
+        Ok((Launch::new(rows as u32, threads), [cols, width, first].map(|size| Arg::from(size as u32))))
+    }
+}
+
 /// `x[t, c] *= y[t, first + c]`: `x` `[rows, cols]`.
 pub fn multiply_columns(q: &Queue, x: Span, y: Columns, rows: usize, cols: usize) -> Result<(), CudaError> {
-    let op = "multiply_columns";
-    let Columns { matrix, width, first } = y;
-    ensure!(op, cols > 0 && rows > 0, "{rows} rows of {cols} columns");
-    let fits = [cols, width, first].iter().all(|count| count.is_multiple_of(8)) && first + cols <= width;
-    ensure!(op, fits, "columns {first} to {} of {width}; multiples of 8", first + cols);
-    ensure!(op, x.count::<bf16>() >= rows * cols, "x is shorter than {rows} x {cols}");
-    ensure!(op, matrix.count::<bf16>() >= rows * width, "y is shorter than {rows} x {width}");
-    ensure!(op, x.is_aligned(16) && matrix.is_aligned(16), "an operand is not 16-byte aligned");
-    let threads = (cols / 8).min(256).next_multiple_of(32) as u32;
-    let args = [x.into(), matrix.into(), (cols as u32).into(), (width as u32).into(), (first as u32).into()];
-    q.launch("multiply_columns_bf16", Launch::new(rows as u32, threads), &args)
+    let (launch, [cols, width, first]) = y.launch("multiply_columns", x, rows, cols)?;
+    q.launch("multiply_columns_bf16", launch, &[x.into(), y.matrix.into(), cols, width, first])
+}
+
+/// `y[t, first + c] = x[t, c]`: `x` `[rows, cols]`.
+pub fn put_columns(q: &Queue, y: Columns, x: Span, rows: usize, cols: usize) -> Result<(), CudaError> {
+    let (launch, [cols, width, first]) = y.launch("put_columns", x, rows, cols)?;
+    q.launch("put_columns_bf16", launch, &[y.matrix.into(), x.into(), cols, width, first])
 }

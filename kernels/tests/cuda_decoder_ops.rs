@@ -13,7 +13,7 @@ use kernels::cuda::gated_activation::GateActivation;
 use kernels::cuda::head_norm::{HeadNorm, HeadNormWeights, head_norm};
 use kernels::cuda::layer_norm::{LayerNormWeight, add_layer_norm, layer_norm};
 use kernels::cuda::rope_cache::HeadShape;
-use kernels::cuda::scale::{Columns, multiply_columns, scale};
+use kernels::cuda::scale::{Columns, multiply_columns, put_columns, scale};
 use kernels::cuda::wide_head_norm::{Squares, head_squares, scale_heads};
 use kernels::cuda::{DeviceBuffer, Span};
 use kernels::reference;
@@ -271,7 +271,7 @@ fn branches_are_added_and_logits_are_capped() {
 }
 
 #[test]
-fn elements_are_multiplied_by_a_number_and_by_columns() {
+fn elements_are_multiplied_by_a_number_and_by_columns_and_copied_to_them() {
     let Some((gpu, q)) = open() else { return };
     let mut random = Random::new(28);
     for (rows, cols, width, first) in [(1, 8, 8, 0), (5, 264, 1320, 528), (33, 256, 8960, 8704), (3, 2056, 4112, 2056)]
@@ -285,6 +285,13 @@ fn elements_are_multiplied_by_a_number_and_by_columns() {
         let product = |(i, x): (usize, &bf16)| bf16::from_f32(x.to_f32() * factor(i));
         let expected: Vec<bf16> = x.iter().enumerate().map(product).collect();
         assert!(dx.span().read::<bf16>(rows * cols).unwrap() == expected, "{rows} x {cols} of {width}");
+        put_columns(&q, columns, dx.span(), rows, cols).unwrap();
+        q.wait().unwrap();
+        let mut y = y;
+        for (to, from) in y.chunks_mut(width).zip(expected.chunks(cols)) {
+            to[first..first + cols].copy_from_slice(from);
+        }
+        assert!(dy.span().read::<bf16>(rows * width).unwrap() == y, "{rows} x {cols} to {width}");
         scale(&q, dy.span(), 0.7, rows * cols).unwrap();
         q.wait().unwrap();
         let scaled = |(i, y): (usize, &bf16)| if i < rows * cols { bf16::from_f32(y.to_f32() * 0.7) } else { *y };

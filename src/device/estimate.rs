@@ -5,8 +5,8 @@ use engine::{RowId, SampleMask, SampledToken, SamplingParams, TokenId};
 use kernels::cuda::gated_activation::GATE_GROUP;
 use kernels::cuda::quantized_gemm::PackedFormat;
 use ops::{
-    Activation, AdapterSlots, AttentionSpec, DType, Device, DeviceError, ExpertSlices, Feature, LatentWeights,
-    LinearRole, LogitSpec, LowRankPart, MemoryEstimate, MemoryPlan, NormKind, NormSlices, PipelineStage,
+    Activation, AdapterSlots, AttentionSpec, DType, Device, DeviceError, DrafterKind, ExpertSlices, Feature,
+    LatentWeights, LinearRole, LogitSpec, LowRankPart, MemoryEstimate, MemoryPlan, NormKind, NormSlices, PipelineStage,
     RecurrentWeights, StepInputs, StepLimits, Target, TensorParallel, WeightSlice,
 };
 use settings::WeightPrecision;
@@ -14,7 +14,7 @@ use settings::WeightPrecision;
 use crate::cpu::{CpuDevice, CpuEstimate, ExpertBuffers, Widest, quantized_bytes};
 use crate::cuda::{
     self, CudaDevice, Estimate, ExpertSizes, ProductScratch, RowOrder, check_latent_shape, delta_shape, expert_format,
-    gate_order, has_fp8_inputs, largest_bucket, packed_format, tensor_rows,
+    gate_order, guess_bytes, has_fp8_inputs, largest_bucket, packed_format, tensor_rows,
 };
 use crate::slices::is_computed;
 
@@ -40,8 +40,8 @@ pub struct Estimator {
     /// Inputs of the widest linear layers of a CPU.
     widest: Widest,
     has_wide_weights: bool,
-    /// Whether weights that are counted now belong to a drafter.
-    loads_drafter: bool,
+    /// The drafter to which weights that are counted now belong.
+    drafter: Option<DrafterKind>,
     /// Outputs of a drafter's own head.
     draft_outputs: usize,
     /// Precision of a CPU's linear layers.
@@ -78,7 +78,7 @@ impl Estimator {
             product_scratch: ProductScratch::default(),
             widest: Widest::default(),
             has_wide_weights: false,
-            loads_drafter: false,
+            drafter: None,
             draft_outputs: 0,
             precision: WeightPrecision::default(),
             batch_invariant: false,
@@ -121,7 +121,11 @@ impl Estimator {
             }
             Target::Cuda => {
                 let sizes = (self.tensor_cols, self.expert_sizes, self.product_scratch);
-                let cuda = Estimate::new(limits, self.hidden, sizes, group, self.stage, attention);
+                let mut cuda = Estimate::new(limits, self.hidden, sizes, group, self.stage, attention);
+                if let Some(kind) = self.drafter {
+                    let rows = tensor_rows(limits, largest_bucket(limits.max_rows));
+                    cuda.workspace_bytes += guess_bytes(kind, limits, rows, attention);
+                }
                 MemoryEstimate {
                     weights_bytes,
                     mapped_bytes: 0,
@@ -144,7 +148,7 @@ impl Estimator {
         };
         self.weights_bytes += bytes;
         let is_bf16 = dtype == DType::Bf16;
-        self.has_wide_weights |= !is_bf16 && !self.loads_drafter;
+        self.has_wide_weights |= !is_bf16 && self.drafter.is_none();
         let is_computed = parts.iter().any(is_computed);
         let rows = parts.iter().map(|part| part.rows.len()).sum();
         EstimatedWeight { rows, cols: parts.first().map_or(0, |part| part.cols.len()), bytes, is_bf16, is_computed }
@@ -218,6 +222,11 @@ impl Estimator {
         *widest = weight.cols.max(*widest);
     }
 
+    /// The width of the hidden state, with a drafter that of the widest one.
+    fn fit_hidden(&mut self, width: usize) {
+        self.hidden = if self.drafter.is_some() { self.hidden.max(width) } else { width };
+    }
+
     fn count_vectors(&mut self, vectors: &[WeightSlice<'_>]) -> EstimatedWeight {
         self.count_elements(vectors.iter().map(|vector| vector.cols.len()).sum())
     }
@@ -262,8 +271,8 @@ impl Device for Estimator {
         }
     }
 
-    fn begin_drafter(&mut self) {
-        self.loads_drafter = true;
+    fn begin_drafter(&mut self, kind: DrafterKind) {
+        self.drafter = Some(kind);
     }
 
     fn load_linear(
@@ -275,14 +284,14 @@ impl Device for Estimator {
         self.count_vectors(bias);
         let weight = self.count_product(role, parts);
         if matches!(role, LinearRole::Out | LinearRole::Down) {
-            self.hidden = parts.iter().map(|part| part.rows.len()).sum();
+            self.fit_hidden(parts.iter().map(|part| part.rows.len()).sum());
         }
         self.count_use(&weight, role == LinearRole::Head);
         Ok(weight)
     }
 
     fn load_embedding(&mut self, table: WeightSlice<'_>, _first_token: u32) -> Result<EstimatedWeight, DeviceError> {
-        self.hidden = table.cols.len();
+        self.fit_hidden(table.cols.len());
         self.load_positions(table)
     }
 
@@ -297,9 +306,12 @@ impl Device for Estimator {
     }
 
     fn load_draft_head(&mut self, head: WeightSlice<'_>, token_ids: Vec<u32>) -> Result<EstimatedWeight, DeviceError> {
-        let weight = self.count_matrix(&[head]);
+        let weight = self.count_product(LinearRole::Head, &[head]);
         self.count_use(&weight, true);
         self.draft_outputs = token_ids.len();
+        if self.target == Target::Cuda {
+            self.weights_bytes += self.limits.vocab_size * size_of::<u32>();
+        }
         Ok(weight)
     }
 

@@ -2,7 +2,7 @@
 
 use std::path::Path;
 
-use ops::{AdapterSlots, AttentionSpec, Device, DeviceError, LayerAttention, LogitSpec, PipelineStage};
+use ops::{AdapterSlots, AttentionSpec, Device, DeviceError, DrafterKind, LayerAttention, LogitSpec, PipelineStage};
 
 use crate::adapter::targets::{Module, Target, targets};
 use crate::buffers::Buffers;
@@ -89,8 +89,10 @@ impl<D: Device> Decoder<D> {
         } else {
             None
         };
-        if config.has_mtp_layer || config.draft.is_some() {
-            loader.device.begin_drafter();
+        match &config.draft {
+            Some(draft) if draft.eagle3.is_none() => loader.device.begin_drafter(DrafterKind::Model),
+            draft if draft.is_some() || config.has_mtp_layer => loader.device.begin_drafter(DrafterKind::Head),
+            _ => {}
         }
         let drafter = match (&config.mtp, &config.draft) {
             (Some(head), _) if config.has_mtp_layer => {

@@ -162,7 +162,8 @@ impl<D: Device> Eagle3<D> {
         let begins = if self.form.norm_before_residual { &b.normed } else { &self.hidden };
         device.put_columns(&mut b.residual, begins, 0)?;
         self.layer.run_beside(device, &self.both, b, &self.norm, eps)?;
-        device.guess(&b.normed, &self.head, LogitSpec { cap: None })?;
+        device.norm(&mut self.hidden, &b.residual, &self.norm, eps)?;
+        device.guess(&self.hidden, &self.head, LogitSpec { cap: None })?;
         device.put_columns(&mut self.hidden, &b.residual, 0)
     }
 

@@ -68,7 +68,7 @@ pub trait Device: Sized {
 
     /// Weights that are loaded from now on only guess drafts. The type of keys and values does not follow from theirs, so that
     /// tokens are the same with and without drafts.
-    fn begin_drafter(&mut self) {}
+    fn begin_drafter(&mut self, _kind: DrafterKind) {}
 
     /// Loads a linear layer's weight `[N, K]` from slices of the checkpoint stacked along `N` (q, k, v as one; gate and
     /// up as one), with an optional bias `[N]` stacked in the same way.
@@ -497,6 +497,15 @@ pub trait Device: Sized {
     fn send_hidden(&mut self, _x: &Self::Tensor) -> Result<(), DeviceError> {
         Err(no_pipeline())
     }
+}
+
+/// What guesses drafts.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum DrafterKind {
+    /// A head, whose passes begin with [`Device::follow`].
+    Head,
+    /// A model, whose passes begin with [`Device::extend`].
+    Model,
 }
 
 /// Norms of q and k.

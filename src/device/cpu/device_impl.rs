@@ -5,9 +5,9 @@ use engine::{
 };
 use kernels::cpu::{self as k, Buffer};
 use ops::{
-    Activation, AdapterSlots, AttentionSpec, Device, DeviceError, ExpertSlices, Feature, HeadNorms, HostMemory,
-    HostSlots, LatentWeights, LayerAttention, LinearRole, LogitSpec, LowRankPart, MemoryPlan, NormKind, NormSlices,
-    PipelineStage, RecurrentWeights, StepInputs, TensorParallel, WeightSlice,
+    Activation, AdapterSlots, AttentionSpec, Device, DeviceError, DrafterKind, ExpertSlices, Feature, HeadNorms,
+    HostMemory, HostSlots, LatentWeights, LayerAttention, LinearRole, LogitSpec, LowRankPart, MemoryPlan, NormKind,
+    NormSlices, PipelineStage, RecurrentWeights, StepInputs, TensorParallel, WeightSlice,
 };
 
 use super::group::Group;
@@ -34,7 +34,7 @@ impl Device for CpuDevice {
         Self::FEATURES
     }
 
-    fn begin_drafter(&mut self) {
+    fn begin_drafter(&mut self, _kind: DrafterKind) {
         self.loads_drafter = true;
     }
 

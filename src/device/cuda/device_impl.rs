@@ -7,9 +7,9 @@ use kernels::cuda::DeviceBuffer;
 use kernels::cuda::copy_blocks::copy_blocks;
 use kernels::cuda::gated_activation::GATE_GROUP;
 use ops::{
-    Activation, AdapterSlots, AttentionSpec, Device, DeviceError, ExpertSlices, Feature, HeadNorms, HostMemory,
-    HostSlots, LatentWeights, LinearRole, LogitSpec, LowRankPart, MemoryPlan, NormKind, NormSlices, PipelineStage,
-    RecurrentWeights, StepInputs, TensorParallel, WeightSlice,
+    Activation, AdapterSlots, AttentionSpec, Device, DeviceError, DrafterKind, ExpertSlices, Feature, HeadNorms,
+    HostMemory, HostSlots, LatentWeights, LinearRole, LogitSpec, LowRankPart, MemoryPlan, NormKind, NormSlices,
+    PipelineStage, RecurrentWeights, StepInputs, TensorParallel, WeightSlice,
 };
 
 use super::adapters::CudaProduct;
@@ -35,8 +35,8 @@ impl Device for CudaDevice {
         Self::FEATURES
     }
 
-    fn begin_drafter(&mut self) {
-        self.has_drafter = true;
+    fn begin_drafter(&mut self, kind: DrafterKind) {
+        self.drafter = Some(kind);
     }
 
     fn load_linear(
@@ -50,7 +50,7 @@ impl Device for CudaDevice {
         let (rows, bias) = (weight.rows, self.load_row(bias, order)?);
         let is_partial = matches!(role, LinearRole::Out | LinearRole::Down);
         if is_partial {
-            self.hidden = rows;
+            self.fit_hidden(rows);
         }
         let is_skinny = rows.is_multiple_of(8) && (role != LinearRole::GateUp || group == GATE_GROUP);
         self.all_skinny &= is_skinny;
@@ -59,7 +59,7 @@ impl Device for CudaDevice {
 
     fn load_embedding(&mut self, table: WeightSlice<'_>, first_token: u32) -> Result<CudaWeight, DeviceError> {
         let weight = self.load_matrix(&[table], RowOrder::Stacked)?;
-        self.hidden = weight.cols;
+        self.fit_hidden(weight.cols);
         Ok(CudaWeight { first_token, ..weight })
     }
 
@@ -67,6 +67,10 @@ impl Device for CudaDevice {
         self.all_skinny &= embedding.rows.is_multiple_of(8);
         self.check_invariant_weight(embedding.rows, embedding.cols)?;
         Ok(*embedding)
+    }
+
+    fn load_draft_head(&mut self, head: WeightSlice<'_>, token_ids: Vec<u32>) -> Result<CudaWeight, DeviceError> {
+        self.load_head_of_some(head, &token_ids)
     }
 
     fn load_norm(&mut self, norm: &NormSlices<'_>) -> Result<CudaWeight, DeviceError> {
@@ -77,7 +81,7 @@ impl Device for CudaDevice {
 
     fn load_positions(&mut self, table: WeightSlice<'_>) -> Result<CudaWeight, DeviceError> {
         let weight = self.load_matrix(&[table], RowOrder::Stacked)?;
-        self.num_positions = weight.rows;
+        self.num_positions = self.num_positions.min(weight.rows);
         Ok(weight)
     }
 
@@ -250,7 +254,7 @@ impl Device for CudaDevice {
         self.group.check()?;
         let step = self.in_flight.pop_front().expect("there is an oldest step");
         let tokens = self.read_outputs(&step);
-        self.taken_guesses = self.guesses.as_ref().map_or_else(Vec::new, |all| all.read(step.slot, &step.guesses));
+        self.taken_guesses = self.guesses.as_mut().map_or_else(Vec::new, |all| all.read(step.slot, &step.guesses));
         self.taken_logits = step.logits;
         self.spare_events.push(step.done);
         Ok(Some(tokens))
@@ -409,6 +413,14 @@ impl Device for CudaDevice {
 
     fn follow(&mut self) -> Result<(), DeviceError> {
         self.op_follow()
+    }
+
+    fn extend(&mut self) -> Result<(), DeviceError> {
+        self.op_extend()
+    }
+
+    fn put_columns(&mut self, out: &mut CudaTensor, x: &CudaTensor, first: usize) -> Result<(), DeviceError> {
+        self.op_put_columns(*out, *x, first)
     }
 
     fn guess(&mut self, x: &CudaTensor, head: &CudaWeight, logits: LogitSpec) -> Result<(), DeviceError> {

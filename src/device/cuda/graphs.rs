@@ -36,10 +36,12 @@ struct Key {
 
 /// What is recorded.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-enum Pass {
+pub(super) enum Pass {
     Step,
     /// The first pass of guesses behind a step, in which so many rows guess, padding included.
     FirstGuess(usize),
+    /// The same for a draft model that computes two tokens of each row.
+    FirstPair(usize),
     /// A further one.
     NextGuess,
 }
@@ -145,16 +147,17 @@ impl CudaDevice {
         Ok(slot)
     }
 
-    /// The same for a pass of guesses, in which `count` rows guess, padding included.
-    pub(crate) fn run_recorded_pass(
+    /// The same for a pass of guesses.
+    pub(super) fn run_recorded_pass(
         &mut self,
-        is_first: bool,
-        count: usize,
+        kind: Pass,
         pass: &mut dyn FnMut(&mut Self) -> Result<(), DeviceError>,
     ) -> Result<(), DeviceError> {
         let current = self.current();
-        let kind = if is_first { Pass::FirstGuess(count) } else { Pass::NextGuess };
         let key = Key { pass: kind, is_greedy: current.is_greedy, is_masked: false, ..self.key(current.shape.rows) };
+        if !self.graphs.recorded.contains_key(&key) {
+            self.wait_for_inputs()?;
+        }
         self.replay_or_record(key, pass)
     }
 

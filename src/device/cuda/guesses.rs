@@ -1,121 +1,21 @@
-//! Guesses at the tokens behind those of a step, by a head of the model.
+//! Guesses at the tokens behind those of a step, by a head of the model or another model.
 //!
 //! Nothing waits for the host: the chosen tokens, and so the number of accepted drafts, are read on the GPU, which makes the inputs of
 //! each pass. The first pass has the shape of the step, with the tokens that follow. Each further pass has one token of each row that
 //! guesses, as decodes have; rows that have all of their guesses become padding. Passes are recorded as steps are.
 
-use std::sync::Arc;
-
 use bytemuck::Zeroable;
-use engine::{RowId, TokenId};
+use kernels::cuda::Span;
 use kernels::cuda::gather_rows::gather_rows;
-use kernels::cuda::guess::{self, FollowRow, Followed, GuessRows, MAX_SAMPLES, NO_GUESS, NextPass, Results};
+use kernels::cuda::guess::{self, FollowRow, Followed, GuessRows, MAX_SAMPLES, NO_GUESS, Newest, NextPass, Results};
 use kernels::cuda::sample::{Outputs, Samples};
-use kernels::cuda::{CudaError, DeviceBuffer, Gpu, PinnedBuffer, Span};
-use ops::{DeviceError, SampleInput, StepInputs};
+use ops::{DeviceError, DrafterKind, SampleInput, StepInputs};
 
+use super::graphs::Pass;
+use super::guess_buffers::{FOLLOW_WORDS, Passes, arrays, pairs_at};
 use super::sampling::Choice;
-use super::step::{self, Layout, StepShape, StepSpans, TableShape};
-use super::{CudaDevice, CudaTensor, CudaWeight, device_error, verify};
-
-/// Words of a [`FollowRow`].
-const FOLLOW_WORDS: usize = size_of::<FollowRow>() / 4;
-
-/// Buffers of guesses, and the passes behind the current step.
-pub(super) struct Guesses {
-    /// Inputs of passes: those of a decode, then `wanted`, `index` and rows to follow.
-    block: DeviceBuffer,
-    /// The same on the host for each step that may be queued.
-    pinned: Vec<PinnedBuffer>,
-    /// `[T]` u32: the tokens that follow those of the step.
-    followed: DeviceBuffer,
-    /// `[G]` u32.
-    made: DeviceBuffer,
-    /// Outputs of one pass: a slot, and its number, 0.
-    guessed: DeviceBuffer,
-    zero: DeviceBuffer,
-    results: PinnedBuffer,
-    max_rows: usize,
-    most: usize,
-    passes: Option<Passes>,
-}
-
-/// The passes behind the current step.
-struct Passes {
-    /// Slot of the step, and the samples of its plan with their indices in the outputs.
-    slot: usize,
-    samples: Vec<(usize, SampleInput)>,
-    /// The rows that guess.
-    rows: Vec<RowId>,
-    /// Their number with padding.
-    count: usize,
-    /// The largest number of guesses.
-    most: usize,
-    num_done: usize,
-    /// Whether the first pass is recorded, as the step is.
-    is_recorded: bool,
-    /// The inputs of further passes.
-    spans: StepSpans,
-    wanted: Span,
-    index: Span,
-    follow: Span,
-}
-
-/// The arrays of a block for `count` rows that guess and `rows` of the step: the inputs of a decode, and the first words of `wanted`,
-/// `index` and the rows to follow.
-fn arrays(count: usize, tables: TableShape) -> (Layout, [usize; 3]) {
-    let layout = Layout::new(StepShape::decode(count, false), tables);
-    let wanted = layout.words;
-    let index = (wanted + 2 * count).next_multiple_of(16);
-    (layout, [wanted, index, (index + count).next_multiple_of(16)])
-}
-
-/// Words of a block.
-fn block_words(max_rows: usize, tables: TableShape) -> usize {
-    let (_, [.., follow]) = arrays(max_rows, tables);
-    follow + max_rows * FOLLOW_WORDS
-}
-
-impl Guesses {
-    /// Bytes on the GPU.
-    pub(super) fn bytes(max_tokens: usize, max_rows: usize, tables: TableShape) -> usize {
-        4 * (block_words(max_rows, tables) + max_tokens + max_rows + 1) + Outputs::slot_bytes(max_rows, 0)
-    }
-
-    /// For steps of up to `max_tokens` tokens and `max_rows` rows, padding included, with up to `most` guesses of each; as many as
-    /// `num_slots` are queued.
-    pub(super) fn new(
-        gpu: &Arc<Gpu>,
-        [max_tokens, max_rows, most, num_slots]: [usize; 4],
-        tables: TableShape,
-    ) -> Result<Self, CudaError> {
-        let words = block_words(max_rows, tables);
-        let pinned = |bytes: usize| PinnedBuffer::new(gpu, bytes);
-        Ok(Self {
-            block: DeviceBuffer::with_count::<u32>(gpu, words)?,
-            pinned: (0..num_slots).map(|_| pinned(words * 4)).collect::<Result<_, _>>()?,
-            followed: DeviceBuffer::with_count::<u32>(gpu, max_tokens)?,
-            made: DeviceBuffer::with_count::<u32>(gpu, max_rows)?,
-            guessed: DeviceBuffer::new(gpu, Outputs::slot_bytes(max_rows, 0))?,
-            zero: DeviceBuffer::from_slice(gpu, &[0u32])?,
-            results: pinned(num_slots * Results::slot_bytes(max_rows, most))?,
-            max_rows,
-            most,
-            passes: None,
-        })
-    }
-
-    /// The guesses of the step in `slot`, which has completed.
-    pub(super) fn read(&self, slot: usize, rows: &[RowId]) -> Vec<(RowId, Vec<TokenId>)> {
-        let bytes = Results::slot_bytes(self.max_rows, self.most);
-        let words: &[u32] = bytemuck::cast_slice(&self.results[slot * bytes..(slot + 1) * bytes]);
-        let of_row = |(&row, words): (&RowId, &[u32])| {
-            let tokens = words[1..].iter().take(words[0] as usize);
-            (row, tokens.map(|&token| TokenId(token)).collect())
-        };
-        rows.iter().zip(words.chunks_exact(1 + self.most)).map(of_row).collect()
-    }
-}
+use super::step::{self, StepShape, StepSpans};
+use super::{CudaDevice, CudaTensor, CudaWeight, Current, device_error, drafters, verify};
 
 impl CudaDevice {
     /// Marks the end of a step's tokens. What guesses behind them comes before the end of the step.
@@ -129,7 +29,7 @@ impl CudaDevice {
         }
     }
 
-    fn passes(&self) -> &Passes {
+    pub(super) fn passes(&self) -> &Passes {
         self.guesses.as_ref().and_then(|guesses| guesses.passes.as_ref()).expect("passes belong to a step")
     }
 
@@ -148,7 +48,7 @@ impl CudaDevice {
         let (bounds, shape) = (self.bounds()?, self.current().shape);
         let mut follow = vec![FollowRow::zeroed(); shape.rows];
         let mut next = StepInputs { step: whole.step, max_blocks: whole.max_blocks, ..StepInputs::default() };
-        let (mut wanted, mut guessing) = (Vec::new(), Vec::new());
+        let (mut wanted, mut guessing, mut are_own) = (Vec::new(), Vec::new(), true);
         for (index, (&row, starts)) in whole.rows.iter().zip(whole.row_starts.windows(2)).enumerate() {
             let own = whole.samples.partition_point(|sample| sample.token_index < starts[0]);
             let end = whole.samples.partition_point(|sample| sample.token_index < starts[1]);
@@ -158,6 +58,8 @@ impl CudaDevice {
                 let count = samples.len();
                 return Err(refuse(format!("row {} chooses {count} tokens, not at its last positions", row.0)));
             }
+            let drafts = starts[1] as usize + 1 - samples.len().max(1)..starts[1] as usize;
+            are_own &= self.guesses.as_mut().expect("as above").take_last(row, &whole.token_ids[drafts]);
             let next_position = whole.positions[starts[1] as usize - 1] as usize + 1;
             let output = |sample: &SampleInput| verify::sample_at(inputs, sample.token_index).unwrap_or(0) as u32;
             let count = whole.guesses.get(index).copied().unwrap_or(0).min(self.config.max_drafts as u32);
@@ -190,6 +92,8 @@ impl CudaDevice {
         for group in 0..bounds.tables.num_groups {
             guessing.iter().for_each(|&row| next.block_tables.extend_from_slice(whole.block_table(group, row)));
         }
+        let all_guess = guessing.len() == whole.num_rows();
+        let pair = self.pair_inputs(&next, count).filter(|_| all_guess && are_own && !self.has_chunks(whole));
         let guesses = self.guesses.as_mut().expect("as above");
         let pinned: &mut [u32] = bytemuck::cast_slice_mut(&mut guesses.pinned[slot]);
         let shape = StepShape::decode(count, false);
@@ -198,10 +102,23 @@ impl CudaDevice {
         pinned[wanted_at..wanted_at + wanted.len()].copy_from_slice(&wanted);
         pinned[follow_at..words].copy_from_slice(bytemuck::cast_slice(&follow));
         let block = guesses.block.span();
+        let (mut words, mut pair_spans) = (words, None);
+        if let Some(inputs) = pair {
+            let (start, shape) = (pairs_at(follow_at, follow.len()), drafters::pair_shape(count));
+            let layout = step::pack_guesses(&inputs, &bounds, shape, slot as u32, &mut pinned[start..]);
+            words = start + layout.words;
+            let spans = StepSpans::new(block.elements::<u32>(start, layout.words), &layout, shape, bounds.tables);
+            pair_spans = Some((shape, spans));
+        }
         // SAFETY: the slot's last step was collected, so its copy is complete; the buffer is not written again before this copy is.
         let copied = unsafe { self.queue.upload(block, pinned.as_ptr().cast(), words * 4) };
         copied.map_err(device_error)?;
+        let step = *self.current();
+        let pair = pair_spans.map(|(shape, spans)| Current { spans, ..self.step_at(shape, step.is_greedy) });
+        let guesses = self.guesses.as_mut().expect("as above");
         guesses.passes = Some(Passes {
+            step,
+            pair,
             slot,
             samples: Vec::new(),
             rows: next.rows,
@@ -222,28 +139,39 @@ impl CudaDevice {
         &mut self,
         pass: &mut dyn FnMut(&mut Self) -> Result<(), DeviceError>,
     ) -> Result<(), DeviceError> {
-        let Passes { count, num_done, is_recorded, spans, .. } = *self.passes();
+        let Passes { count, num_done, is_recorded, spans, pair, .. } = *self.passes();
         let is_first = num_done == 0;
         if !is_first {
             self.is_split = false;
             let shape = StepShape::decode(count, false);
             let is_greedy = self.current().is_greedy;
-            self.current = Some(super::Current { spans, ..self.step_at(shape, is_greedy) });
+            self.current = Some(Current { spans, ..self.step_at(shape, is_greedy) });
         }
         let has_bucket = self.graphs.bucket_of(count.max(1)) == Some(count.max(1));
         match if is_first { is_recorded && (has_bucket || count == 0) } else { has_bucket } {
-            true => self.run_recorded_pass(is_first, count, pass),
+            true => {
+                let kind = match (is_first, pair) {
+                    (false, _) => Pass::NextGuess,
+                    (true, None) => Pass::FirstGuess(count),
+                    (true, Some(_)) => Pass::FirstPair(count),
+                };
+                self.run_recorded_pass(kind, pass)
+            }
             false => {
-                // Kernels read positions and slots before the work in front of them is complete, as those of a step are known before.
-                // A graph waits for that work, and so does filling memory.
-                let zero = self.guesses.as_ref().expect("the model has a drafter").zero.span();
-                self.queue.fill(zero, 0).map_err(device_error)?;
+                self.wait_for_inputs()?;
                 pass(self)
             }
         }
     }
 
-    fn guess_rows(&self) -> GuessRows {
+    /// Lets the kernels that follow wait for those in front. They read positions and slots before the work in front of them is complete,
+    /// as those of a step are known before. A graph waits for that work, and so does filling memory.
+    pub(super) fn wait_for_inputs(&self) -> Result<(), DeviceError> {
+        let zero = self.guesses.as_ref().expect("the model has a drafter").zero.span();
+        self.queue.fill(zero, 0).map_err(device_error)
+    }
+
+    pub(super) fn guess_rows(&self) -> GuessRows {
         let guesses = self.guesses.as_ref().expect("the model has a drafter");
         let Passes { wanted, spans, count, .. } = *self.passes();
         let (made, num_generated) = (guesses.made.span(), spans.num_generated);
@@ -252,6 +180,13 @@ impl CudaDevice {
 
     /// The tokens of the step become those that follow them.
     pub(super) fn op_follow(&mut self) -> Result<(), DeviceError> {
+        let followed = self.follow_tokens()?;
+        self.current.as_mut().expect("passes belong to a step").spans.token_ids = followed;
+        Ok(())
+    }
+
+    /// The tokens that follow those of the step.
+    pub(super) fn follow_tokens(&self) -> Result<Span, DeviceError> {
         let guesses = self.guesses.as_ref().expect("the model has a drafter");
         let (current, passes) = (self.current(), self.passes());
         let outputs = self.workspace().outputs(current.spans.slot, 0);
@@ -266,20 +201,21 @@ impl CudaDevice {
         };
         let followed = guesses.followed.span().elements::<u32>(0, current.shape.tokens);
         guess::follow(&self.queue, &step, followed, passes.index, &self.guess_rows()).map_err(device_error)?;
-        self.current.as_mut().expect("passes belong to a step").spans.token_ids = followed;
-        Ok(())
+        Ok(followed)
     }
 
     /// Guesses a token for each row that needs one, and makes the inputs of the next pass.
     pub(super) fn op_guess(&mut self, x: CudaTensor, head: &CudaWeight) -> Result<(), DeviceError> {
-        let Passes { count, num_done, index, spans, .. } = *self.passes();
+        let Passes { count, num_done, index, spans, pair, .. } = *self.passes();
+        self.run_deferred()?;
+        self.flush()?;
         if count == 0 {
             return Ok(());
         }
-        self.run_deferred()?;
-        self.flush()?;
-        let chosen = match num_done {
-            0 => self.gather(x, index, count)?,
+        let chosen = match (num_done, self.drafter) {
+            (0, Some(DrafterKind::Model)) if pair.is_none() => return self.begin_newest(),
+            (0, Some(DrafterKind::Model)) => x.values.part(2 * count * x.cols, 2 * count * x.cols),
+            (0, _) => self.gather(x, index, count)?,
             _ => x.values,
         };
         let all = self.all_logits(chosen, head, count)?;
@@ -290,11 +226,28 @@ impl CudaDevice {
             masks: None,
             outputs: Outputs { base, slot, max_samples: guesses.max_rows, max_top: 0, first: 0 },
         };
-        let results =
-            Results { base: guesses.results.span(), slot: spans.slot, max_rows: guesses.max_rows, most: guesses.most };
         self.choose_from(all, head, choice)?;
+        self.advance_guesses(Newest::Guessed(base))
+    }
+
+    /// Reports guesses, and makes the inputs of the next pass.
+    pub(super) fn advance_guesses(&self, newest: Newest) -> Result<(), DeviceError> {
+        let guesses = self.guesses.as_ref().expect("the model has a drafter");
+        let results = Results {
+            base: guesses.results.span(),
+            slot: self.passes().spans.slot,
+            max_rows: guesses.max_rows,
+            most: guesses.most,
+        };
+        let next = self.next_pass()?;
+        guess::advance(&self.queue, newest, &self.guess_rows(), &next, &results).map_err(device_error)
+    }
+
+    /// The inputs of the next pass.
+    pub(super) fn next_pass(&self) -> Result<NextPass, DeviceError> {
+        let spans = self.passes().spans;
         let (bounds, [slots, block_tables]) = (self.bounds()?, [spans.slots, spans.block_tables]);
-        let next = NextPass {
+        Ok(NextPass {
             token_ids: spans.token_ids,
             context_lens: spans.context_lens,
             slots: slots.all,
@@ -304,8 +257,7 @@ impl CudaDevice {
             max_blocks: bounds.tables.stride,
             block_size: bounds.block_size,
             num_groups: bounds.tables.num_groups,
-        };
-        guess::advance(&self.queue, base, &self.guess_rows(), &next, &results).map_err(device_error)
+        })
     }
 
     /// Rows of `x`, one after the other.
@@ -320,8 +272,10 @@ impl CudaDevice {
         let guesses = self.guesses.as_mut().expect("the model has a drafter");
         let passes = guesses.passes.as_mut().expect("passes belong to a step");
         passes.num_done += 1;
-        let Passes { num_done, most, count, index, .. } = *passes;
-        if num_done >= most {
+        let Passes { num_done, most, count, index, pair, .. } = *passes;
+        // A draft model's first pass over all of the step guesses nothing.
+        let num_passes = most + usize::from(guesses.kind == DrafterKind::Model && pair.is_none());
+        if num_done >= num_passes {
             let Passes { slot, samples, rows, .. } = guesses.passes.take().expect("as above");
             self.finish_step(slot, &samples, rows)?;
             return Ok(false);

@@ -11,14 +11,14 @@ use kernels::cuda::rope_cache::HeadShape;
 use kernels::cuda::sample::{ARGMAX_CHUNKS, Outputs};
 use kernels::cuda::{CudaError, DeviceBuffer, Gpu, PinnedBuffer, Span};
 use kernels::kv_codes::KvCodes;
-use ops::{AttentionSpec, DeviceError, MemoryPlan, PipelineStage, StepLimits};
+use ops::{AttentionSpec, DeviceError, DrafterKind, MemoryPlan, PipelineStage, StepLimits};
 
 use super::cache::{Cache, shapes, table_shape};
 use super::chain::{self, Chain};
 use super::experts::{ExpertBuffers, ExpertSizes};
 use super::graphs::largest_bucket;
 use super::group::peer_bytes;
-use super::guesses::Guesses;
+use super::guess_buffers::Guesses;
 use super::host_tier::buffer_bytes;
 use super::latent::LatentBuffers;
 use super::packed::ProductScratch;
@@ -176,6 +176,11 @@ fn pending_bytes(limits: &StepLimits, hidden: usize, group: usize, spec: &Attent
     sizes.iter().sum::<usize>() + step_words(limits, spec) * 4 + ropes + slopes + decode + latents
 }
 
+/// Bytes of the buffers of guesses, with `rows` rows of an activation buffer.
+pub(crate) fn guess_bytes(kind: DrafterKind, limits: &StepLimits, rows: usize, spec: &AttentionSpec) -> usize {
+    Guesses::bytes(kind, rows, padded_rows(limits), table_shape(limits, spec.block_size, spec.kv_windows.len()))
+}
+
 fn block_bytes(spec: &AttentionSpec) -> usize {
     let position_bytes = match kv_codes(spec.kv_elements) {
         Some(_) => spec.position_elements() + 2 * spec.kv_heads() * KvCodes::SCALE_BYTES,
@@ -232,13 +237,8 @@ impl CudaDevice {
         let peers = self.group.peer_bytes(self.hidden);
         let experts = self.expert_sizes.bytes(self.tensor_rows());
         let host = buffer_bytes([block_bytes(spec), spec.state_bytes()], self.config.host_memory_bytes);
-        let (limits, groups) = (&self.config.limits, spec.kv_windows.len());
-        let guesses = match self.has_drafter {
-            true => {
-                Guesses::bytes(self.tensor_rows(), padded_rows(limits), table_shape(limits, spec.block_size, groups))
-            }
-            false => 0,
-        };
+        let limits = &self.config.limits;
+        let guesses = self.drafter.map_or(0, |kind| guess_bytes(kind, limits, self.tensor_rows(), spec));
         pending_bytes(limits, self.hidden, self.group.size(), spec)
             + guesses
             + host
@@ -341,9 +341,9 @@ impl CudaDevice {
         }
         let (limits, residences) = (&self.config.limits, [self.config.residence(), self.config.activation_residence()]);
         let cache = Cache::new(&self.gpu, spec, num_blocks, [limits.max_tokens, padded_rows(limits)], residences)?;
-        if self.has_drafter {
+        if let Some(kind) = self.drafter {
             let sizes = [self.tensor_rows(), padded_rows(limits), self.config.max_drafts, self.config.max_in_flight()];
-            self.guesses = Some(Guesses::new(&self.gpu, sizes, cache.tables(limits))?);
+            self.guesses = Some(Guesses::new(&self.gpu, kind, sizes, cache.tables(limits))?);
         }
         self.cache = Some(cache);
         self.clear_cache()

@@ -11,10 +11,12 @@ mod chain;
 mod config;
 mod decoder_ops;
 mod device_impl;
+mod drafters;
 mod expert_sums;
 mod experts;
 mod graphs;
 mod group;
+mod guess_buffers;
 mod guesses;
 mod host_tier;
 pub mod invariant;
@@ -41,7 +43,7 @@ use std::cell::RefCell;
 use std::collections::VecDeque;
 use std::sync::Arc;
 
-use ::ops::{DeviceError, Feature};
+use ::ops::{DeviceError, DrafterKind, Feature};
 use engine::{RowId, TokenId};
 use kernels::cuda::decode_attention::RotatedNorms;
 use kernels::cuda::library_gemm::{FirstUse, LibraryGemm};
@@ -59,7 +61,7 @@ use experts::{ExpertBuffers, ExpertLayer};
 use graphs::Graphs;
 pub(crate) use graphs::largest_bucket;
 use group::Group;
-use guesses::Guesses;
+use guess_buffers::Guesses;
 use host_tier::HostTier;
 pub use host_tier::buffer_bytes as host_buffer_bytes;
 use latent::LatentLayer;
@@ -69,7 +71,7 @@ pub(crate) use load::RowOrder;
 use logits::Reports;
 use masked::MaskedStep;
 use memory::Workspace;
-pub(crate) use memory::{Estimate, tensor_rows};
+pub(crate) use memory::{Estimate, guess_bytes, tensor_rows};
 pub use nccl_rate::{NcclRate, nccl_rate};
 use packed::Packed;
 pub(crate) use packed::{ProductScratch, expert_format, has_fp8_inputs, packed_format};
@@ -122,6 +124,8 @@ pub struct CudaWeight {
     recurrent: Option<RecurrentLayer>,
     /// For a layer with latent vectors: what it has besides its projections and `values`.
     latent: Option<LatentLayer>,
+    /// For a drafter's own head: the columns of tokens, as `kernels::cuda::guess` takes them.
+    token_columns: Option<Span>,
 }
 
 impl CudaWeight {
@@ -140,6 +144,7 @@ impl CudaWeight {
             experts,
             recurrent,
             latent,
+            token_columns: None,
         }
     }
 }
@@ -173,8 +178,8 @@ pub struct CudaDevice {
     is_split: bool,
     /// The first row of the current step whose positions are decodes of their own, if there is room for them.
     first_short: Option<usize>,
-    /// Whether a drafter was loaded.
-    has_drafter: bool,
+    /// The drafter that was loaded.
+    drafter: Option<DrafterKind>,
     /// `None` without a drafter.
     guesses: Option<Guesses>,
     /// Guesses of the step that was collected last.
@@ -205,6 +210,7 @@ pub struct CudaDevice {
     masked: MaskedStep,
     /// Logits of the step that was collected last.
     taken_logits: Vec<Vec<f32>>,
+    /// Width of the hidden state; with a drafter, of the wider one.
     hidden: usize,
     weights: Vec<DeviceBuffer>,
     /// While the device sleeps: those weights that were released, each with its index.
@@ -232,12 +238,8 @@ fn device_error(error: CudaError) -> DeviceError {
 }
 
 impl CudaDevice {
-    /// Optional ops that this device has: all but one.
-    pub(crate) const FEATURES: &[Feature] = {
-        let (features, last) = Feature::ALL.split_at(Feature::ALL.len() - 1);
-        assert!(matches!(last[0], Feature::OwnDrafters), "GPUs have all features but this one");
-        features
-    };
+    /// Optional ops that this device has.
+    pub(crate) const FEATURES: &[Feature] = Feature::ALL;
 
     /// Opens the GPU and joins the group. From now on only the calling thread may use the device.
     ///
@@ -272,7 +274,7 @@ impl CudaDevice {
             adapters: Adapters::new(),
             is_split: false,
             first_short: None,
-            has_drafter: false,
+            drafter: None,
             guesses: None,
             taken_guesses: Vec::new(),
             has_layer_norms: false,

@@ -55,6 +55,7 @@ impl CudaDevice {
             last_tokens: self.rows.state().last_tokens,
         };
         let count = self.num_tokens();
+        self.keep_tokens(tokens, count)?;
         let rows = Table { values: table.values, first_token: table.first_token, cols: table.cols, scale };
         embed::embed(&self.queue, out.values, rows, tokens, count).map_err(device_error)?;
         self.group.all_reduce(&self.queue, out.values, count, table.cols)

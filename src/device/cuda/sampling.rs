@@ -56,21 +56,35 @@ impl CudaDevice {
     pub(super) fn choose_from(&mut self, all: Span, head: &CudaWeight, choice: Choice) -> Result<(), DeviceError> {
         match self.current().is_greedy {
             true => self.sample_greedy(all, head, choice),
-            false => self.sample_any(all, choice),
+            false => self.sample_any(all, head, choice),
         }
     }
 
     /// Logits `[group, count, share]` f32 of `count` rows at `x`; only this worker's part is written.
     pub(crate) fn all_logits(&mut self, x: Span, head: &CudaWeight, count: usize) -> Result<Span, DeviceError> {
-        let share = self.workspace().share;
+        let share = self.layout_of(head).share;
         let all = self.workspace().logits.span().elements::<f32>(0, self.group.size() * count * share);
         let own = self.own_part(all);
+        if let Some(columns) = head.token_columns {
+            self.spread_logits(own, x, head, columns, count)?;
+            return Ok(all);
+        }
         self.product(own, x, head, count, share, Epilogue::StoreF32)?;
         self.flush()?;
         if let Some(cap) = self.logit_cap.filter(|_| !self.current().only_products) {
             cap_logits(&self.queue, own, cap).map_err(device_error)?;
         }
         Ok(all)
+    }
+
+    /// How the logits of a head lie. A draft model may have other tokens than the model.
+    pub(super) fn layout_of(&self, head: &CudaWeight) -> LogitLayout {
+        if self.group.size() == 1 && head.token_columns.is_none() {
+            return LogitLayout { share: head.rows.next_multiple_of(8), vocab: head.rows, own: 0..head.rows };
+        }
+        let (share, vocab) = (self.workspace().share, self.config.limits.vocab_size);
+        let first = self.group.rank() * share;
+        LogitLayout { share, vocab, own: first.min(vocab)..(first + share).min(vocab) }
     }
 
     /// This worker's part of a gathered buffer.
@@ -84,22 +98,31 @@ impl CudaDevice {
         let Choice { samples, masks, outputs } = choice;
         let (workspace, group) = (self.workspace(), self.group.size());
         let pairs = workspace.pairs.span().elements::<u64>(0, group * samples.count * ARGMAX_CHUNKS);
-        let vocab = self.config.limits.vocab_size;
-        let first_token = (self.group.rank() * workspace.share) as u32;
-        let own = Share { logits: self.own_part(all), len: head.rows, stride: workspace.share, first_token };
+        let (vocab, layout) = (self.config.limits.vocab_size, self.layout_of(head));
+        let (len, first_token) = (layout.own.len(), layout.own.start as u32);
+        let own = Share { logits: self.own_part(all), len, stride: layout.share, first_token };
         sample::argmax(&self.queue, self.own_part(pairs), own, samples.count, masks, vocab).map_err(device_error)?;
         self.group.gather_candidates(&self.queue, pairs, samples.count)?;
         sample::greedy(&self.queue, pairs, group, vocab, self.rows.state(), samples, outputs).map_err(device_error)
     }
 
     /// Samples with any settings: every worker gathers all logits and draws the same tokens.
-    fn sample_any(&mut self, all: Span, Choice { samples, masks, outputs }: Choice) -> Result<(), DeviceError> {
+    fn sample_any(&mut self, all: Span, head: &CudaWeight, choice: Choice) -> Result<(), DeviceError> {
+        let Choice { samples, masks, outputs } = choice;
         self.group.all_gather(&self.queue, all)?;
-        let workspace = self.workspace();
-        let logits = Logits { values: all, share: workspace.share, vocab: self.config.limits.vocab_size };
-        let scratch = workspace.scratch.span();
+        let LogitLayout { share, vocab, .. } = self.layout_of(head);
+        let (logits, scratch) = (Logits { values: all, share, vocab }, self.workspace().scratch.span());
         sample::sample(&self.queue, logits, scratch, self.rows.state(), samples, masks, outputs).map_err(device_error)
     }
+}
+
+/// How the logits of an output head lie, in rows of `share` for each worker.
+pub(super) struct LogitLayout {
+    pub(super) share: usize,
+    /// Number of tokens of the head.
+    pub(super) vocab: usize,
+    /// This worker's tokens.
+    pub(super) own: Range<usize>,
 }
 
 /// What chooses tokens, and where they go.

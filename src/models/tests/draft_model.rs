@@ -242,10 +242,9 @@ fn a_draft_model_that_does_not_fit_is_refused_by_name() {
     let limits = StepLimits { max_tokens: 8, max_rows: 1, max_sequence_len: 8, vocab_size: config.vocab_size };
     let load = |target, size| {
         let mut estimator = Estimator::new(target, TensorParallel { rank: 0, size }, limits);
-        models::load(&golden_dir("helium"), &config, &mut estimator).err().expect("it is refused").to_string()
+        models::load(&golden_dir("helium"), &config, &mut estimator).map(drop).map_err(|error| error.to_string())
     };
-    let error = load(Target::Cuda, 1);
-    assert!(error.contains("or a draft model (`eagle3_num_tokens`"), "{error}");
-    let error = load(Target::Cpu, 3);
+    assert_eq!(load(Target::Cuda, 1), Ok(()), "GPUs have it");
+    let error = load(Target::Cpu, 3).unwrap_err();
     assert!(error.contains("4 heads and 2 KV heads cannot be shared by 3 workers"), "{error}");
 }

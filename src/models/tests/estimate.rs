@@ -127,6 +127,33 @@ fn gpus_keep_weights_that_are_quantized_at_load_in_their_own_size() {
 }
 
 #[test]
+fn gpus_take_memory_for_guesses_and_for_what_guesses() {
+    let (dir, head) = (golden_dir("eagle3"), golden_dir("eagle3").join("speculators"));
+    let plain = models::Config::from_dir(&dir).unwrap();
+    let limits = StepLimits { max_tokens: 64, max_rows: 4, max_sequence_len: 128, vocab_size: plain.vocab_size };
+    let estimate = |config: &models::Config| {
+        let mut estimator = Estimator::new(Target::Cuda, TensorParallel { rank: 0, size: 1 }, limits);
+        let model = models::load(&dir, config, &mut estimator).unwrap();
+        estimator.estimate(&model.attention_spec(BLOCK_SIZE, limits.max_sequence_len))
+    };
+    let with = |drafter| {
+        let config = plain.clone().with_drafter(&drafter, WeightPrecision::Checkpoint, Target::Cuda).unwrap();
+        estimate(&config)
+    };
+    let (without, head) = (estimate(&plain), with(DeviceDrafter::Eagle3(head.clone())));
+    // The columns of all tokens stand beside the weights in bf16, without the tables between the vocabularies.
+    let stored = std::fs::metadata(golden_dir("eagle3/speculators/model.safetensors")).unwrap().len();
+    let weights = head.weights_bytes - without.weights_bytes;
+    assert!(weights.abs_diff(stored) * 10 < stored, "{weights} bytes of {stored}");
+    // A key and a value of one more layer than six.
+    assert_eq!(head.block_bytes * 6, without.block_bytes * 7);
+    // Of 64 tokens the outputs of four attention projections, the state, its halves and six inner ones, and the inputs of passes.
+    assert!(head.workspace_bytes > without.workspace_bytes + 64 * 2 * 8 * plain.hidden_size as u64);
+    let (same, wider) = (with(DeviceDrafter::Model(golden_dir("helium"))), with(DeviceDrafter::Model(dir.clone())));
+    assert!(same.block_bytes > without.block_bytes && wider.block_bytes == 2 * without.block_bytes);
+}
+
+#[test]
 fn experts_are_quantized_at_load_too() {
     let dir = golden_dir("gpt_oss");
     let weights = |precision| {

@@ -140,9 +140,11 @@ fn a_checkpoint_without_the_head_and_a_family_without_one_are_refused_by_name() 
     let error = error.with_drafter(&DeviceDrafter::Mtp, WeightPrecision::Checkpoint, Target::Cpu);
     let error = error.unwrap_err().to_string();
     assert!(error.contains("`LlamaForCausalLM` has no MTP head"), "{error}");
-    let mut gpu = device::Estimator::new(ops::Target::Cuda, ops::TensorParallel { rank: 0, size: 1 }, limits);
-    let config = with_head(Config::from_dir(&golden_dir("mtp_qwen3_5")).unwrap(), CASES[0]);
-    assert!(models::load(&golden_dir("mtp_qwen3_5"), &config, &mut gpu).is_ok(), "GPUs have it");
+    for case in [CASES[0], CASES[2]] {
+        let mut gpu = device::Estimator::new(ops::Target::Cuda, ops::TensorParallel { rank: 0, size: 1 }, limits);
+        let config = with_head(Config::from_dir(&golden_dir(case.0)).unwrap(), case);
+        assert!(models::load(&golden_dir(case.0), &config, &mut gpu).is_ok(), "GPUs have {case:?}");
+    }
 }
 
 /// The error of a head whose configuration is changed so, for the model `case`.

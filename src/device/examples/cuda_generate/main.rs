@@ -2,14 +2,15 @@
 //! as JSON, which `scripts/check_gpu_model.py` compares with transformers.
 //!
 //! `cuda_generate CHECKPOINT OUT.json [--tp-size N --rank R] [--stages N --stage I] [--exchange DIR] [--tokens N] [--simple]
-//! [--no-graphs] [--logits] [--masks] [--drafts PLAIN.json] [--guesses N] [--kv-cache bf16|fp8|int8] [--adapters DIR,DIR…]`
+//! [--no-graphs] [--logits] [--masks] [--drafts PLAIN.json] [--guesses N [--eagle3 DIR | --draft-model DIR]]
+//! [--kv-cache bf16|fp8|int8] [--adapters DIR,DIR…]`
 //!
 //! Prompts join two at a time while earlier ones decode, in chunks of at most 96 tokens, so that every kind of step
 //! runs: prefill with and without a cached prefix, mixed steps, recorded decodes. With `--logits`, log-probabilities
 //! are computed from the raw logits that steps report. With `--masks`, every step waits for masks, which allow all tokens.
 //! With `--drafts`, rows verify right and wrong drafts: the tokens of an earlier run, some of them changed. With `--guesses`, the
-//! model's MTP head guesses so many tokens behind each new one, which are written, too (`scripts/check_gpu_guesses.py`), and every
-//! second step verifies them instead. If the model has recurrent states, one is copied to another slot before each step. With `--adapters`, folders that PEFT has saved, rows have them in turn, and then none; slots are filled before the step in which their
+//! model's MTP head, an EAGLE-3 head or a draft model guesses so many tokens behind each new one, which are written, too
+//! (`scripts/check_gpu_guesses.py`), and every second step verifies them instead. If the model has recurrent states, one is copied to another slot before each step. With `--adapters`, folders that PEFT has saved, rows have them in turn, and then none; slots are filled before the step in which their
 //! first row joins, while others run, and at first with another adapter.
 
 mod states;
@@ -74,6 +75,7 @@ struct Options {
     masks: bool,
     drafts: Option<PathBuf>,
     guesses: usize,
+    drafter: DeviceDrafter,
     kv_elements: KvElements,
     adapters: Vec<PathBuf>,
 }
@@ -109,6 +111,11 @@ fn options() -> Options {
         masks: arguments.iter().any(|a| a == "--masks"),
         drafts: value("--drafts").map(PathBuf::from),
         guesses: number("--guesses", 0),
+        drafter: match (value("--eagle3"), value("--draft-model")) {
+            (Some(dir), _) => DeviceDrafter::Eagle3(dir.into()),
+            (None, Some(dir)) => DeviceDrafter::Model(dir.into()),
+            (None, None) => DeviceDrafter::Mtp,
+        },
         adapters: value("--adapters").map(|list| list.split(',').map(PathBuf::from).collect()).unwrap_or_default(),
         kv_elements: match value("--kv-cache").as_deref() {
             None | Some("bf16") => KvElements::Plain,
@@ -334,7 +341,7 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
     let options = options();
     let mut config = models::Config::from_dir(&options.checkpoint)?;
     if options.guesses > 0 {
-        config = config.with_drafter(&DeviceDrafter::Mtp, WeightPrecision::Checkpoint, Target::Cuda)?;
+        config = config.with_drafter(&options.drafter, WeightPrecision::Checkpoint, Target::Cuda)?;
     }
     let limits = StepLimits {
         max_tokens: 1024,

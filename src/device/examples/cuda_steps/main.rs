@@ -2,12 +2,14 @@
 //!
 //! `cargo run --release -p device --example cuda_steps -- [--shape llama2-7b|llama3-8b | --checkpoint DIR] [--layers N] [--simple] [--batch-invariant]
 //! [--no-graphs] [--context N] [--prefill N] [--batch N] [--rows N] [--weights bf16|fp8|fp8-blocks|fp8-weights-only|int4] [--kv-cache bf16|fp8|int8]
-//! [--tp-size N --rank R --exchange DIR] [--adapters N [--adapter-rank R]] [--mtp N] [--sleep]`
+//! [--tp-size N --rank R --exchange DIR] [--adapters N [--adapter-rank R]]
+//! [--guesses N [--eagle3 DIR | --draft-model DIR]] [--sleep]`
 //!
 //! Prints milliseconds per decode step for several batch sizes and for a mixed step, with two steps in flight, and
 //! prefill tokens per second. `--sleep` measures sleep and wake in their place. `--layers`, `--weights` and `--adapters` are for random weights.
-//! With `--mtp`, rows of decode steps verify N drafts and the checkpoint's MTP head guesses N; a step gives 2.5 tokens of a row, on
-//! average, if N is above 1, as `launch --benchmark-forced-acceptance=2.5` has it, and the next begins when it is collected.
+//! With `--guesses`, rows of decode steps verify N drafts, and the checkpoint's MTP head, an EAGLE-3 head or a draft model guesses N; a step
+//! gives 2.5 tokens of a row, on average, if N is above 1, as `launch --benchmark-forced-acceptance=2.5` has it, and the next begins when
+//! it is collected.
 //! With `--adapters`, each step also runs with adapters beside all linear layers: the first row has the first, and so on.
 
 mod inputs;
@@ -48,7 +50,8 @@ struct Options {
     kv_elements: KvElements,
     graphs: bool,
     sleeps: bool,
-    mtp: usize,
+    guesses: usize,
+    drafter: DeviceDrafter,
     adapters: usize,
     adapter_rank: usize,
     tp: TensorParallel,
@@ -80,7 +83,12 @@ fn options() -> Options {
         },
         graphs: !has("--no-graphs"),
         sleeps: has("--sleep"),
-        mtp: number("--mtp", 0),
+        guesses: number("--guesses", 0),
+        drafter: match (value("--eagle3"), value("--draft-model")) {
+            (Some(dir), _) => DeviceDrafter::Eagle3(dir.into()),
+            (None, Some(dir)) => DeviceDrafter::Model(dir.into()),
+            (None, None) => DeviceDrafter::Mtp,
+        },
         adapters: number("--adapters", 0),
         adapter_rank: number("--adapter-rank", 16),
         tp: TensorParallel { rank: number("--rank", 0) as u32, size: number("--tp-size", 1) as u32 },
@@ -195,7 +203,7 @@ fn config(options: &Options, vocab_size: usize) -> CudaConfig {
         use_fast_kernels: options.fast,
         batch_invariant: options.batch_invariant,
         sleep_mode: options.sleeps,
-        max_drafts: options.mtp,
+        max_drafts: options.guesses,
         ..CudaConfig::new(options.tp.rank as usize, limits)
     }
 }
@@ -210,8 +218,8 @@ fn prepare(options: &Options, decode_blocks: usize, mark: impl Fn(&str)) -> Resu
     let mut adapter_slots = Vec::new();
     let mut model: Box<dyn Model<CudaDevice>> = match checkpoint.zip(described) {
         Some((dir, mut config)) => {
-            if options.mtp > 0 {
-                config = config.with_drafter(&DeviceDrafter::Mtp, WeightPrecision::Checkpoint, Target::Cuda)?;
+            if options.guesses > 0 {
+                config = config.with_drafter(&options.drafter, WeightPrecision::Checkpoint, Target::Cuda)?;
             }
             models::load(dir, &config, &mut device)?
         }
@@ -288,9 +296,9 @@ fn main() -> Result<(), AnyError> {
     let blocks = bench.blocks(rows, decode_blocks);
     let decode = |count: usize, number: usize| (0..count).map(move |row| (row, context + number..context + number + 1));
     let batches = [1, 2, 4, 8, 16, 32, 64, 128, 256].into_iter().filter(|&b| b <= rows);
-    if options.mtp > 0 {
+    if options.guesses > 0 {
         for batch in batches {
-            let [ms, tokens] = bench.time_drafts(batch, context, options.mtp, blocks)?;
+            let [ms, tokens] = bench.time_drafts(batch, context, options.guesses, blocks)?;
             let each = ms / tokens;
             print_rank_0(format!(
                 "drafts batch {batch:>4} context {context}: {ms:.3} ms a step of {tokens} tokens, {each:.3} ms a token"
