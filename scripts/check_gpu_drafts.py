@@ -1,12 +1,12 @@
 #!/usr/bin/env python3
-"""Compares a served model with and without drafts of its MTP head: the tokens, and the speed at a forced acceptance.
+"""Compares a served model with and without drafts of a head or of another model: the tokens, and the speed at a forced acceptance.
 
-    check_gpu_drafts.py [--shape qwen35moe] [--layers 8] [--num-tokens 3] [--device cuda] [--bin DIR] [--port N]
-    check_gpu_drafts.py --checkpoint DIR --forced 2.5 [--num-tokens 2] [--batches 1 8 32] [--out FILE.json]
+    check_gpu_drafts.py [--drafter mtp|eagle3|draft_model] [--shape qwen35moe] [--layers 8] [--num-tokens 3] [--device cuda] [--bin DIR] [--port N]
+    check_gpu_drafts.py --checkpoint DIR --forced 2.5 [--drafter eagle3 --path DIR] [--num-tokens 2] [--batches 1 8 32] [--out FILE.json]
 
-Without --forced, the checkpoint is one of make_checkpoint.py whose tokens follow each other in an order that the head knows, too, so that
-drafts are right and no two tokens are nearly as likely, with noise in the head. Greedy and drawn requests, one by one and together, must have
-the same tokens with drafts and without, and some drafts must be accepted.
+Without --forced, the checkpoint is one of make_checkpoint.py whose tokens follow each other in an order that the drafter knows, too, so that
+drafts are right and no two tokens are nearly as likely, with noise in the drafter. A draft model has one layer of the shape `small`. Greedy and
+drawn requests, one by one and together, must have the same tokens with drafts and without, and some drafts must be accepted.
 
 With --forced, drafts of a checkpoint with any weights are accepted at that rate (`launch --benchmark-forced-acceptance`), and the script
 prints tokens a second with and without drafts at each batch size, both from one run. Needs torch and transformers for --shape.
@@ -18,21 +18,71 @@ from serving_bench import Bench, gpu_name
 NUM_OUTPUT = 120
 
 
-def make_predictable(folder):
-    """Makes token `t + 7` follow token `t`: logits depend on the last token most, and the head passes the embedding on."""
-    import torch
+def change(folder, how):
+    """Changes the tensors of a checkpoint."""
     from safetensors.torch import load_file, save_file
     tensors = load_file(folder / "model.safetensors")
-    embedding = torch.randn_like(tensors["model.embed_tokens.weight"], dtype=torch.float32)
-    vocab, width = embedding.shape
-    tensors["model.embed_tokens.weight"] = embedding.bfloat16()
-    tensors["lm_head.weight"] = (embedding.roll(7, 0) * 24 / width).bfloat16()
-    joining = 6 * torch.randn(width, 2 * width) * width ** -0.5 + torch.eye(width, 2 * width)
-    tensors["mtp.fc.weight"] = joining.bfloat16()
+    how(tensors)
     for name in tensors:
         if name.endswith(("o_proj.weight", "out_proj.weight", "down_proj.weight", "experts.down_proj")):
             tensors[name] = tensors[name] * 0.3
     save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def make_predictable(folder):
+    """Makes token `t + 7` follow token `t`: logits depend on the last token most, and an MTP head passes the embedding on. Returns the
+    embeddings."""
+    import torch
+
+    def how(tensors):
+        nonlocal embedding
+        embedding = torch.randn_like(tensors["model.embed_tokens.weight"], dtype=torch.float32)
+        width = embedding.shape[1]
+        tensors["model.embed_tokens.weight"] = embedding.bfloat16()
+        tensors["lm_head.weight"] = (embedding.roll(7, 0) * 24 / width).bfloat16()
+        if "mtp.fc.weight" in tensors:
+            joining = 6 * torch.randn(width, 2 * width) * width ** -0.5 + torch.eye(width, 2 * width)
+            tensors["mtp.fc.weight"] = joining.bfloat16()
+
+    embedding = None
+    change(folder, how)
+    return embedding
+
+
+def make_predicting_head(folder, embedding):
+    """Makes an EAGLE-3 head predict token `t + 14` from the embedding of token `t`, which the hidden states are close to."""
+    import torch
+
+    def how(tensors):
+        width = embedding.shape[1]
+        tensors["fc.weight"] = (torch.eye(width).repeat(1, 3) / 3).bfloat16()
+        ids = tensors["d2t"] + torch.arange(len(tensors["d2t"]))
+        tensors["lm_head.weight"] = (embedding.roll(14, 0)[ids] * 24 / width).bfloat16()
+
+    change(folder, how)
+
+
+def make(script, *arguments):
+    command = [sys.executable, pathlib.Path(__file__).parent / script, *arguments]
+    subprocess.run([str(part) for part in command], check=True, capture_output=True)
+
+
+def make_drafter(args, folder, checkpoint, embedding):
+    """The checkpoint of what guesses for another one, if it has one of its own."""
+    if args.drafter == "eagle3":
+        make("make_eagle3_head.py", checkpoint, folder)
+        make_predicting_head(folder, embedding)
+    elif args.drafter == "draft_model":
+        vocab = json.loads((checkpoint / "config.json").read_text())["vocab_size"]
+        make("make_checkpoint.py", "small", folder, "--layers", 1, "--vocab", vocab)
+        make_predictable(folder)
+    return folder
+
+
+def parameters(args, num_tokens, path):
+    """Those of the model for so many drafts."""
+    own = {} if args.drafter == "mtp" or num_tokens == 0 else {f"{args.drafter}_path": path.resolve()}
+    return {f"{args.drafter}_num_tokens": num_tokens} | own
 
 
 def requests(vocab):
@@ -52,12 +102,12 @@ def answer(port, body):
         return json.loads(response.read())["output_ids"]
 
 
-def compare(args, checkpoint):
+def compare(args, checkpoint, path):
     found = {}
     for num_tokens in (0, args.num_tokens):
         with tempfile.TemporaryDirectory() as scratch:
             bench = Bench(checkpoint, args.device, pathlib.Path(scratch), args.bin, args.port, rows=48)
-            bench.set_parameters(mtp_num_tokens=num_tokens, max_tokens_in_paged_kv_cache=16000, enable_kv_cache_reuse="false")
+            bench.set_parameters(**parameters(args, num_tokens, path), max_tokens_in_paged_kv_cache=16000, enable_kv_cache_reuse="false")
             bench.start(1)
             try:
                 alone = [answer(args.port, body) for body in requests(bench.vocab)]
@@ -73,17 +123,17 @@ def compare(args, checkpoint):
     count = len(alone)
     share = accepted / max(drafted, 1)
     good = all(equal == count for equal in same.values()) and share > 0
-    print(f"{'ok  ' if good else 'FAIL'} {args.shape}: {same['alone']} of {count} requests have the same tokens alone, {same['together']} together; "
+    print(f"{'ok  ' if good else 'FAIL'} {args.drafter} for {args.shape}: {same['alone']} of {count} requests have the same tokens alone, {same['together']} together; "
           f"{accepted:.0f} of {drafted:.0f} drafts accepted ({100 * share:.0f} %)")
     return good
 
 
 def measure(args):
-    figures = {"gpu": gpu_name(), "forced": args.forced, "num_tokens": args.num_tokens, "tokens_per_second": {}}
+    figures = {"gpu": gpu_name(), "drafter": args.drafter, "forced": args.forced, "num_tokens": args.num_tokens, "tokens_per_second": {}}
     for name, flags, num_tokens in (("plain", [], 0), ("drafts", [f"--benchmark-forced-acceptance={args.forced}"], args.num_tokens)):
         with tempfile.TemporaryDirectory() as scratch:
             bench = Bench(args.checkpoint, args.device, pathlib.Path(scratch), args.bin, args.port, flags=flags)
-            bench.set_parameters(mtp_num_tokens=num_tokens)
+            bench.set_parameters(**parameters(args, num_tokens, args.path))
             bench.start(1)
             try:
                 speeds = figures["tokens_per_second"][name] = {}
@@ -104,6 +154,8 @@ def measure(args):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--drafter", choices=["mtp", "eagle3", "draft_model"], default="mtp")
+    parser.add_argument("--path", type=pathlib.Path, help="the checkpoint of the EAGLE-3 head or of the draft model")
     parser.add_argument("--shape", default="qwen35moe")
     parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--checkpoint", type=pathlib.Path)
@@ -119,11 +171,10 @@ def main():
     if args.forced:
         return measure(args)
     with tempfile.TemporaryDirectory() as made:
-        checkpoint = pathlib.Path(made)
-        make = [sys.executable, pathlib.Path(__file__).parent / "make_checkpoint.py", args.shape, checkpoint, "--layers", str(args.layers)]
-        subprocess.run([str(part) for part in make], check=True, capture_output=True)
-        make_predictable(checkpoint)
-        sys.exit(0 if compare(args, checkpoint) else 1)
+        checkpoint = pathlib.Path(made) / "model"
+        make("make_checkpoint.py", args.shape, checkpoint, "--layers", args.layers)
+        path = make_drafter(args, pathlib.Path(made) / "drafter", checkpoint, make_predictable(checkpoint))
+        sys.exit(0 if compare(args, checkpoint, path) else 1)
 
 
 main()

@@ -1,12 +1,14 @@
 #!/usr/bin/env python3
-"""Compares what `cuda_generate --guesses N` has guessed with the formula of the model's MTP head in fp32, guess by guess.
+"""Compares what `cuda_generate --guesses N` has guessed with the formula of its drafter in fp32, guess by guess.
 
-    check_gpu_guesses.py CHECKPOINT OUT.json [OUT.json ...]
+    check_gpu_guesses.py CHECKPOINT OUT.json [OUT.json ...] [--eagle3 DIR | --draft-model DIR]
 
-transformers computes the hidden states; it does not run the head, so its layer is a model of one layer of the same family, whose inputs
-are those of the head. Each guess is compared with the logits behind the guesses before it: it must be the likeliest token, or one that is
-less likely by no more than the error of bf16 allows, which is estimated with the same pass in bf16. For shapes with weights under `mtp.`.
+The drafter is the model's MTP head, an EAGLE-3 head, or a smaller model. transformers computes the hidden states; it runs no MTP head, so
+its layer is a model of one layer of the same family, whose inputs are those of the head. An EAGLE-3 head is written out here. Each guess is
+compared with the logits behind the guesses before it: it must be the likeliest token, or one that is less likely by no more than the error of
+bf16 allows, which is estimated with the same pass in bf16.
 """
+import argparse
 import copy
 import json
 import pathlib
@@ -23,13 +25,18 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 LIMIT = 6  # Most errors of bf16 by which a guess may be behind.
 
 
-class Head:
-    """A model and its head in one type."""
+def load_model(checkpoint, dtype):
+    """A model, and its folder with weights as transformers reads them."""
+    reference = checkpoint / "reference"
+    folder = reference if reference.is_dir() else checkpoint
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).to(DEVICE).eval(), folder
 
-    def __init__(self, checkpoint, dtype):
-        reference = checkpoint / "reference"
-        folder = reference if reference.is_dir() else checkpoint
-        self.model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).to(DEVICE).eval()
+
+class Mtp:
+    """A model and its MTP head in one type."""
+
+    def __init__(self, checkpoint, _, dtype):
+        self.model, folder = load_model(checkpoint, dtype)
         tensors = {name.removeprefix("mtp."): tensor.to(DEVICE, dtype)
                    for name, tensor in load_file(folder / "model.safetensors").items() if name.startswith("mtp.")}
         config = copy.deepcopy(self.model.config)
@@ -71,6 +78,86 @@ class Head:
             following.append(guess)
         return torch.stack(found)
 
+    def columns(self, guesses):
+        """The columns of guesses in the logits."""
+        return guesses
+
+
+class Eagle3(Mtp):
+    """A model and an EAGLE-3 head with a checkpoint of its own."""
+
+    def __init__(self, checkpoint, folder, dtype):
+        self.model, _ = load_model(checkpoint, dtype)
+        config, stored = json.loads((folder / "config.json").read_text()), load_file(folder / "model.safetensors")
+        self.layer = config.get("transformer_layer_config", config)
+        count = self.model.config.num_hidden_layers
+        self.taps = config.get("eagle_aux_hidden_state_layer_ids", [2, count // 2, count - 3])
+        self.norm_before_residual = config.get("norm_before_residual", False)
+        offsets = stored.pop("d2t")
+        self.ids = {int(token): index for index, token in enumerate(offsets + torch.arange(len(offsets)))}
+        prefix = "midlayer." if "midlayer.hidden_norm.weight" in stored else "layers.0."
+        self.weights = {name.removeprefix(prefix).removesuffix(".weight"): tensor.to(DEVICE, dtype) for name, tensor in stored.items()}
+        self.embedding = self.weights.get("embed_tokens", self.model.model.embed_tokens.weight)
+
+    def columns(self, guesses):
+        return torch.tensor([self.ids[int(guess)] for guess in guesses])
+
+    def linear(self, x, name):
+        return x @ self.weights[name].T
+
+    def rms(self, x, name):
+        scale = (x.float().pow(2).mean(-1, keepdim=True) + self.layer["rms_norm_eps"]).rsqrt()
+        return self.weights[name] * (x.float() * scale).to(x.dtype)
+
+    def attention(self, x):
+        dim, heads = self.layer["head_dim"], self.layer["num_attention_heads"]
+        split = lambda part: self.linear(x, f"self_attn.{part}_proj").unflatten(-1, (-1, dim)).transpose(0, 1)
+        theta = self.layer.get("rope_theta") or self.layer["rope_parameters"]["rope_theta"]
+        frequencies = theta ** (-torch.arange(0, dim, 2, device=DEVICE) / dim)
+        angles = torch.arange(len(x), device=DEVICE)[:, None] * frequencies
+        cos, sin = (torch.cat([part, part], -1).to(x.dtype) for part in (angles.cos(), angles.sin()))
+        rotate = lambda y: y * cos + torch.cat([-y[..., dim // 2:], y[..., :dim // 2]], -1) * sin
+        q, k, v = rotate(split("q")), rotate(split("k")), split("v")
+        k, v = (part.repeat_interleave(heads // len(part), 0) for part in (k, v))
+        attended = torch.nn.functional.scaled_dot_product_attention(q[None], k[None], v[None], is_causal=True)[0]
+        return self.linear(attended.transpose(0, 1).flatten(1), "self_attn.o_proj")
+
+    @torch.no_grad()
+    def hidden(self, tokens):
+        states = self.model.model(torch.tensor([tokens], device=DEVICE), output_hidden_states=True).hidden_states
+        return self.linear(torch.cat([states[tap][0] for tap in self.taps], -1), "fc")
+
+    @torch.no_grad()
+    def logits(self, tokens, hidden, guesses):
+        states, following, found = hidden, list(tokens[1:]), []
+        for guess in guesses:
+            normed = self.rms(states, "hidden_norm")
+            embedded = self.embedding[torch.tensor(following, device=DEVICE)]
+            x = normed if self.norm_before_residual else states
+            x = x + self.attention(torch.cat([self.rms(embedded, "input_layernorm"), normed], -1))
+            inner = self.rms(x, "post_attention_layernorm")
+            inner = torch.nn.functional.silu(self.linear(inner, "mlp.gate_proj")) * self.linear(inner, "mlp.up_proj")
+            x = x + self.linear(inner, "mlp.down_proj")
+            found.append(self.linear(self.rms(x[-1], "norm"), "lm_head").float().cpu())
+            states = torch.cat([states, x[-1:]])
+            following.append(guess)
+        return torch.stack(found)
+
+
+class DraftModel(Mtp):
+    """A smaller model alone."""
+
+    def __init__(self, _, folder, dtype):
+        self.model, _ = load_model(folder, dtype)
+
+    def hidden(self, tokens):
+        return tokens
+
+    @torch.no_grad()
+    def logits(self, tokens, _, guesses):
+        text = torch.tensor([list(tokens) + guesses[:-1]], device=DEVICE)
+        return self.model(text, logits_to_keep=len(guesses)).logits[0].float().cpu()
+
 
 def samples(sequence):
     """Some of the tokens and the guesses behind them."""
@@ -80,15 +167,22 @@ def samples(sequence):
 
 
 def main():
-    if len(sys.argv) < 3:
-        sys.exit(__doc__)
-    checkpoint, failed, logits = pathlib.Path(sys.argv[1]), False, {}
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("checkpoint", type=pathlib.Path)
+    parser.add_argument("outputs", nargs="+")
+    parser.add_argument("--eagle3", type=pathlib.Path)
+    parser.add_argument("--draft-model", type=pathlib.Path)
+    arguments = parser.parse_args()
+    drafter = Eagle3 if arguments.eagle3 else DraftModel if arguments.draft_model else Mtp
+    failed, logits, columns = False, {}, {}
     torch.backends.cuda.matmul.allow_tf32 = False
-    outputs = {path: json.load(open(path))["sequences"] for path in sys.argv[2:]}
+    outputs = {path: json.load(open(path))["sequences"] for path in arguments.outputs}
     for dtype in (torch.float32, torch.bfloat16):
-        head = Head(checkpoint, dtype)
+        head = drafter(arguments.checkpoint, arguments.eagle3 or arguments.draft_model, dtype)
         for path, sequences in outputs.items():
             logits[path, dtype] = []
+            guesses = [torch.tensor(guesses) for sequence in sequences for _, guesses in samples(sequence)]
+            columns[path] = head.columns(torch.cat(guesses))[:, None]
             for sequence in sequences:
                 hidden = head.hidden((sequence["prompt"] + sequence["tokens"])[:-1])
                 found = [head.logits(tokens, hidden[:len(tokens) - 1], guesses) for tokens, guesses in samples(sequence)]
@@ -96,9 +190,8 @@ def main():
         del head
         torch.cuda.empty_cache()
     for path, sequences in outputs.items():
-        guesses = [torch.tensor(guesses) for sequence in sequences for _, guesses in samples(sequence)]
+        guesses = columns[path]
         exact, rounded = (torch.cat(logits[path, dtype]) for dtype in (torch.float32, torch.bfloat16))
-        guesses = torch.cat(guesses)[:, None]
         behind = exact.max(-1).values - exact.gather(-1, guesses)[:, 0]
         error = (rounded - exact).pow(2).mean().sqrt().item()
         worst, differ = behind.max().item(), int((behind > 0).sum())

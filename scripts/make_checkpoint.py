@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Writes a checkpoint with layers of real sizes and random bf16 weights, for tests on a GPU. One file: a list of shapes.
 
-    make_checkpoint.py SHAPE OUT_DIR [--layers N] [--seed N] [--quantize fp8|fp8-blocks|awq|gptq|mxfp4]
+    make_checkpoint.py SHAPE OUT_DIR [--layers N] [--seed N] [--vocab N] [--quantize fp8|fp8-blocks|awq|gptq|mxfp4]
     make_checkpoint.py gqa|gemma3|phi4|qwen3moe|qwen35|qwen35moe|llama12b|llama14b|llama32b OUT_DIR --full [--quantize fp8-blocks]
     SHAPE: small, mha (Llama 2 7B's layer), gqa (Llama 3 8B's layer), mistral (a window), qwen2, qwen3 (norms of heads), gpt2,
            baichuan (ALiBi), internlm (biases), internlm2 (q, k and v of a group together), and the layers of other families:
@@ -431,9 +431,14 @@ def main():
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--quantize", choices=["fp8", "fp8-blocks", "awq", "gptq", "mxfp4"])
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--vocab", type=int, help="tokens of the shape `small`, in the place of 32000")
     parser.add_argument("--full", action="store_true", help="a whole model, for timing: " + ", ".join(FULL))
     arguments = parser.parse_args()
     torch.manual_seed(arguments.seed)
+    if arguments.vocab:
+        if arguments.shape != "small":
+            parser.error("--vocab is for the shape small")
+        SHAPES["small"] = (*SHAPES["small"][:4], arguments.vocab, SHAPES["small"][5])
     if arguments.full:
         if arguments.shape not in FULL:
             parser.error(f"--full is for {', '.join(FULL)}")
