@@ -6,11 +6,11 @@ use crate::adapter::AdapterSlots;
 use crate::blocks::BlockPool;
 use crate::costs::{CostModel, StepCosts, StepLoad};
 use crate::draft::{Drafter, PromptLookup};
-use crate::queue::{Queue, ServiceKey, service_key};
+use crate::queue::{Queue, ServiceKey};
 use crate::sequence::{Sequence, SequenceState, max_num_blocks};
 use crate::sequences::Sequences;
 use crate::slot::{Sample, Slot};
-use crate::{ConfigError, EngineConfig, FinishReason, Policy, Refused, Request, RowId, SequenceId, TokenEvent};
+use crate::{ConfigError, EngineConfig, FinishReason, Refused, Request, RowId, SequenceId, TokenEvent};
 
 /// The scheduler of one model: a state machine without clock, thread or I/O.
 ///
@@ -362,48 +362,6 @@ impl Engine {
             SequenceState::Draining => {}
         }
         self.sequences.remove(slot);
-    }
-
-    /// Removes a running sequence from its row. Its row and blocks are free for the next plan.
-    pub(crate) fn release_row(&mut self, slot: Slot, state: SequenceState) {
-        let (block_size, step) = (self.config.block_size, self.next_step);
-        let index = self.running.binary_search_by_key(&service_key(&self.sequences[slot]), |&(key, _)| key);
-        self.running.remove(index.expect("a running sequence is in the running list"));
-        let sequence = &mut self.sequences[slot];
-        let SequenceState::Running(row) = sequence.state else { panic!("only a running sequence leaves its row") };
-        match &sequence.beams {
-            None => {
-                self.left.push(row);
-                self.free_rows.push(row);
-            }
-            Some(beams) => {
-                self.left.extend_from_slice(&beams.rows[..beams.num_live_rows]);
-                self.free_rows.extend_from_slice(&beams.rows);
-            }
-        }
-        if self.config.policy == Policy::GuaranteedNoEvict {
-            let full = 0..self.num_full_groups;
-            self.num_reserved -= full.len() * sequence.max_num_blocks(block_size) - sequence.num_held(full);
-            self.num_claimed -= sequence.num_claimed;
-        }
-        if self.config.prefix_cache {
-            let unfilled = sequence.num_ready.min(sequence.num_registered)..sequence.num_registered;
-            unfilled.filter_map(|index| sequence.tables[0].get(index)).for_each(|block| self.pool.forget(block));
-            crate::prefix::register_output(&mut self.pool, sequence, block_size, step);
-            crate::prefix::keep_output(&mut self.pool, sequence, block_size, step);
-        }
-        sequence.adapter_slot.into_iter().for_each(|slot| self.adapters.release(slot));
-        sequence.recurrent.release(&mut self.pool.states);
-        for table in sequence.beams.iter().flat_map(|beams| &beams.tails).flatten() {
-            table.held().iter().for_each(|&block| self.pool.release(block));
-        }
-        for index in (0..sequence.tables[0].len()).rev() {
-            for block in sequence.tables.iter().filter_map(|table| table.get(index)) {
-                self.pool.release(block);
-            }
-        }
-        sequence.reset_row();
-        sequence.state = state;
     }
 }
 

@@ -60,6 +60,7 @@ mod plan_bytes;
 mod prefix;
 mod queue;
 mod request;
+mod rows;
 mod sampling;
 mod schedule;
 mod schedule_beams;
