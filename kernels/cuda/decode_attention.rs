@@ -151,6 +151,9 @@ pub struct RotatedNorms {
 pub enum Positions {
     /// Not in this op: q and k are already rotated if necessary, and all keys and values are in the blocks.
     Known,
+    /// The same, where this step writes more of the keys and values that a row reads than those of its newest position, or its length:
+    /// nothing of the blocks is read before earlier kernels have ended.
+    Late,
     /// For `qkv` without [`super::rope_cache`]: q and k of each row's newest position, `context_lens[r] - 1`, are
     /// rotated, behind norms if there are any, and its k and v are written to the blocks. `qkv` is not changed. The caller
     /// asserts, when the step is packed, that no context is longer than the tables.
@@ -241,8 +244,9 @@ pub fn decode_attention_ring(q: &Queue, attention: &DecodeAttention<'_>, splits:
     let mut args = vec![Arg::Bytes(&argument)];
     args.extend(maps.iter().map(|map| Arg::Bytes(map.bytes())));
     args.push(attention.workspace.counters.span().elements::<u32>(attention.workspace.max_visits, 1).into());
-    args.extend([Arg::U32(rows.num_rows as u32), Arg::U32(splits.splits as u32)]);
-    ensure!(OP, matches!(positions, Positions::Known), "the ring takes keys that are in their blocks");
+    let is_late = matches!(positions, Positions::Late);
+    args.extend([rows.num_rows as u32, splits.splits as u32, u32::from(is_late)].map(Arg::U32));
+    ensure!(OP, is_late || matches!(positions, Positions::Known), "the ring takes keys that are in their blocks");
     args.extend(attention.scores.argument());
     let name = format!("sm90_{}decode_attention_bf16_d{head_dim}", attention.scores.prefix());
     let blocks = (2 * q.gpu().num_multiprocessors() as usize).min(visits) as u32;
@@ -268,7 +272,7 @@ pub fn decode_attention_split(q: &Queue, attention: &DecodeAttention<'_>, splits
     let shared = if splits.blocks < splits.splits { "shared_" } else { "" };
     let launch = launch(q.gpu(), attention.rows, attention.shape, splits);
     match attention.positions {
-        Positions::Known => {
+        Positions::Known | Positions::Late => {
             let mut args = vec![Arg::Bytes(&argument)];
             args.extend(attention.scores.argument());
             q.launch(&format!("{shared}{}", attention.kernel()), launch, &args)

@@ -6,6 +6,7 @@
 // k, v blocks   through tensor maps of one layer's [blocks * K * B, D]: `k_map`, `v_map` in the shape [D / 64, blocks *
 //               K * B, 64] with box [D / 64, 16, 64]; `half_k_map`, `half_v_map` with box [8, 64]
 // the rest      the same as in decode_attention.cu; num_rows is R, splits is a parameter instead of the grid's width
+// is_late       whether nothing may be read before earlier kernels have ended, otherwise only the newest position of a row waits
 // next_visit    u32, zero before the first launch and after each launch: blocks take the next visit (row, KV head,
 //               group, split) from it when they are free
 // launch        two persistent blocks per multiprocessor. A fifth warp makes the copy engine load tiles of 16 positions
@@ -153,7 +154,7 @@ struct Producer {
     __device__ void produce(const Work& work, u32* next_visit) {
         Visit v = work.at(blockIdx.x);
         u32 blocks = look_up(v, 0);
-        // What earlier steps wrote is loaded while the previous kernel runs.
+        // What earlier steps wrote is loaded while the previous kernel runs, unless this step writes other positions, too.
         u32 i = load_tiles(v, blocks, 0, Shared<D>::STAGES, true);
         pdl_wait();
         asm volatile("fence.proxy.async.global;" ::: "memory");  // makes the newest position visible to the copy engine, too
@@ -394,9 +395,13 @@ struct Consumer {
 
 template <int D, Scores SCORES>
 __device__ __forceinline__ void decode_attention(const DecodeAttention& a, const Maps& maps, const float* slopes, float cap,
-                                                 u32* next_visit, u32 num_rows, u32 splits) {
+                                                 u32* next_visit, u32 num_rows, u32 splits, u32 is_late) {
     extern __shared__ __align__(1024) u8 dynamic[];
     pdl_launch();
+    if (is_late) {
+        pdl_wait();
+        asm volatile("fence.proxy.async.global;" ::: "memory");  // for the copy engine
+    }
     const Shared<D> smem = {dynamic};
     if (threadIdx.x == 0) smem.init();
     for (u32 row = threadIdx.x; row < min(num_rows, LENS); row += blockDim.x) smem.lens()[row] = a.context_lens[row];
@@ -413,23 +418,23 @@ __device__ __forceinline__ void decode_attention(const DecodeAttention& a, const
     extern "C" __global__ void __launch_bounds__(THREADS + 32, 2) sm90_decode_attention_bf16_d##D(                     \
         const DecodeAttention a, const __grid_constant__ TensorMap k_map, const __grid_constant__ TensorMap v_map,     \
         const __grid_constant__ TensorMap half_k_map, const __grid_constant__ TensorMap half_v_map, u32* next_visit,   \
-        u32 num_rows, u32 splits) {                                                                                    \
+        u32 num_rows, u32 splits, u32 is_late) {                                                                       \
         const Maps maps = {&k_map, &v_map, &half_k_map, &half_v_map};                                                  \
-        decode_attention<D, Scores::PLAIN>(a, maps, nullptr, 0.0f, next_visit, num_rows, splits);                      \
+        decode_attention<D, Scores::PLAIN>(a, maps, nullptr, 0.0f, next_visit, num_rows, splits, is_late);             \
     }                                                                                                                  \
     extern "C" __global__ void __launch_bounds__(THREADS + 32, 2) sm90_alibi_decode_attention_bf16_d##D(               \
         const DecodeAttention a, const __grid_constant__ TensorMap k_map, const __grid_constant__ TensorMap v_map,     \
         const __grid_constant__ TensorMap half_k_map, const __grid_constant__ TensorMap half_v_map, u32* next_visit,   \
-        u32 num_rows, u32 splits, const float* slopes) {                                                               \
+        u32 num_rows, u32 splits, u32 is_late, const float* slopes) {                                                  \
         const Maps maps = {&k_map, &v_map, &half_k_map, &half_v_map};                                                  \
-        decode_attention<D, Scores::ALIBI>(a, maps, slopes, 0.0f, next_visit, num_rows, splits);                       \
+        decode_attention<D, Scores::ALIBI>(a, maps, slopes, 0.0f, next_visit, num_rows, splits, is_late);              \
     }                                                                                                                  \
     extern "C" __global__ void __launch_bounds__(THREADS + 32, 2) sm90_capped_decode_attention_bf16_d##D(              \
         const DecodeAttention a, const __grid_constant__ TensorMap k_map, const __grid_constant__ TensorMap v_map,     \
         const __grid_constant__ TensorMap half_k_map, const __grid_constant__ TensorMap half_v_map, u32* next_visit,   \
-        u32 num_rows, u32 splits, float cap) {                                                                         \
+        u32 num_rows, u32 splits, u32 is_late, float cap) {                                                            \
         const Maps maps = {&k_map, &v_map, &half_k_map, &half_v_map};                                                  \
-        decode_attention<D, Scores::CAPPED>(a, maps, nullptr, cap, next_visit, num_rows, splits);                      \
+        decode_attention<D, Scores::CAPPED>(a, maps, nullptr, cap, next_visit, num_rows, splits, is_late);             \
     }
 
 DECODE_ATTENTION(128)

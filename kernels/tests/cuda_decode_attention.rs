@@ -138,9 +138,9 @@ fn attends_as_the_formula_says(seed: u64, kind: Kind, codes: Option<KvCodes>, ke
                     scores: scores.on_gpu,
                     workspace: &workspace,
                 };
-                // Runs twice: the second run needs the counters that the first one reset.
-                for _ in 0..2 {
-                    kernel(&queue, &attention, splits).expect("a launch");
+                // Runs twice: the second run needs the counters that the first one reset. Nothing is written meanwhile.
+                for positions in [Positions::Known, Positions::Late] {
+                    kernel(&queue, &DecodeAttention { positions, ..attention }, splits).expect("a launch");
                 }
                 queue.wait().expect("the kernel runs");
                 let found = floats(&out.span().read::<bf16>(lens.len() * cols).expect("a copy"));

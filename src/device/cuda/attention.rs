@@ -158,6 +158,7 @@ impl CudaDevice {
         let from = |tensor: CudaTensor| tensor.values.elements::<bf16>(first * tensor.cols, num_rows * tensor.cols);
         let positions = match cache.rope(layer).filter(|_| self.attention_rotates(layer)) {
             Some(tables) => Positions::Rope(tables, norms),
+            None if self.is_split => Positions::Late,
             None => Positions::Known,
         };
         let layer = cache.layer(layer);

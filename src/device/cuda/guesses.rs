@@ -142,7 +142,7 @@ impl CudaDevice {
         let Passes { count, num_done, is_recorded, spans, pair, .. } = *self.passes();
         let is_first = num_done == 0;
         if !is_first {
-            self.is_split = false;
+            self.is_split = true;
             let shape = StepShape::decode(count, false);
             let is_greedy = self.current().is_greedy;
             self.current = Some(Current { spans, ..self.step_at(shape, is_greedy) });

@@ -173,8 +173,8 @@ pub struct CudaDevice {
     all_skinny: bool,
     product_scratch: ProductScratch,
     adapters: Adapters,
-    /// Whether the current step comes from [`verify::split_into_decodes`]: its rows read keys and values that other
-    /// rows write.
+    /// Whether the current step comes from [`verify::split_into_decodes`], whose rows read keys and values that other rows write, or is
+    /// a pass of guesses, whose inputs the pass before it has made.
     is_split: bool,
     /// The first row of the current step whose positions are decodes of their own, if there is room for them.
     first_short: Option<usize>,
