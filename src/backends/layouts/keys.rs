@@ -150,12 +150,12 @@ pub const LLM_PARAMETERS: &[Key] = &[
     ("enable_custom_all_reduce", KERNEL_CHOICE),
     ("prompt_lookup_num_tokens", Used("draft tokens of prompt look-up in one step; default: 0")),
     ("mtp_num_tokens", Used("draft tokens of the checkpoint's MTP head in one step; default: 0")),
-    ("draft_model_num_tokens", Used("draft tokens of the draft model in one step, on CPUs; default: 0")),
+    ("draft_model_num_tokens", Used("draft tokens of the draft model in one step; default: 0")),
     (
         "draft_model_path",
         Used("directory of the checkpoint of a smaller model with the same tokenizer, which guesses drafts"),
     ),
-    ("eagle3_num_tokens", Used("draft tokens of the EAGLE-3 head in one step, on CPUs; default: 0")),
+    ("eagle3_num_tokens", Used("draft tokens of the EAGLE-3 head in one step; default: 0")),
     ("eagle3_path", Used("directory of the checkpoint of an EAGLE-3 head for this model, which guesses drafts")),
     (
         "max_loras",

@@ -140,7 +140,7 @@ impl LlmConfig {
         let model = models::Config::from_dir(&checkpoint).map_err(wrong)?;
         let model = model.in_precision(weight_precision, target(defaults.worker.device)).map_err(wrong)?;
         let model = model.in_kv_cache(kv_cache_type);
-        let drafts = Drafts::new(config, &model, target(defaults.worker.device))?;
+        let drafts = Drafts::new(config, &model)?;
         let drafter = drafts.drafter(load, &checkpoint, model.vocab_size)?;
         let forced_acceptance = drafts.forced_acceptance(config, defaults)?;
         let model = match &drafter {

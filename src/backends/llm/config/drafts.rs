@@ -55,15 +55,12 @@ impl Source {
         }
     }
 
-    /// The reason why the number must be 0 for this model on this device; `None` if it may be more.
-    fn refusal(self, model: &models::Config, target: Target) -> Option<String> {
-        let is_cuda = target == Target::Cuda;
+    /// The reason why the number must be 0 for this model; `None` if it may be more.
+    fn refusal(self, model: &models::Config) -> Option<String> {
         match self {
             Source::Mtp if model.mtp.is_none() => {
                 Some(format!("`{}`, which has no MTP head that Trireme knows", model.architecture))
             }
-            Source::Eagle3 if is_cuda => Some("GPUs, where EAGLE-3 heads do not run".to_owned()),
-            Source::DraftModel if is_cuda => Some("GPUs, where draft models do not run".to_owned()),
             _ => None,
         }
     }
@@ -71,8 +68,8 @@ impl Source {
 
 impl Drafts {
     /// # Errors
-    /// When a number is out of range, several sources are set, or the model cannot have such drafts on this device.
-    pub(super) fn new(config: &ModelConfig, model: &models::Config, target: Target) -> Result<Self, InferError> {
+    /// When a number is out of range, several sources are set, or the model cannot have such drafts.
+    pub(super) fn new(config: &ModelConfig, model: &models::Config) -> Result<Self, InferError> {
         let mut found = Self { max: 0, source: Source::PromptLookup };
         for source in Source::ALL {
             let key = source.key();
@@ -90,7 +87,7 @@ impl Drafts {
         }
         let key = found.source.key();
         if found.max > 0
-            && let Some(reason) = found.source.refusal(model, target)
+            && let Some(reason) = found.source.refusal(model)
         {
             return Err(invalid(config, format!("`{key}` is {}, expected 0 for {reason}", found.max)));
         }
@@ -224,7 +221,7 @@ mod tests {
     const CONFIG: &str = r#"{"vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2,
         "num_attention_heads": 2, "num_key_value_heads": 2, "max_position_embeddings": 64, "rms_norm_eps": 1e-5"#;
 
-    fn drafts(architecture: &str, parameters: &[(&str, &str)], target: Target) -> Result<Drafts, String> {
+    fn drafts(architecture: &str, parameters: &[(&str, &str)]) -> Result<Drafts, String> {
         let mut config = ModelConfig::default();
         for (key, value) in parameters {
             config.parameters.insert((*key).to_owned(), ModelParameter { string_value: (*value).to_owned() });
@@ -237,7 +234,7 @@ mod tests {
         let text = format!("{CONFIG}{own}, \"architectures\": [\"{architecture}\"]}}");
         std::fs::write(dir.path().join("config.json"), text).expect("a file");
         let model = models::Config::from_dir(dir.path()).expect("a model");
-        Drafts::new(&config, &model, target).map_err(|error| error.to_string())
+        Drafts::new(&config, &model).map_err(|error| error.to_string())
     }
 
     #[test]
@@ -247,28 +244,29 @@ mod tests {
         let (model, path) = (("draft_model_num_tokens", "5"), ("draft_model_path", "draft"));
         let (head, head_path) = (("eagle3_num_tokens", "2"), ("eagle3_path", "head"));
         let found = |max, source| Ok(Drafts { max, source });
-        assert_eq!(drafts(llama, &[], Target::Cpu), found(0, Source::PromptLookup));
-        assert_eq!(drafts(llama, &[lookup], Target::Cuda), found(4, Source::PromptLookup));
-        for target in [Target::Cpu, Target::Cuda] {
-            assert_eq!(drafts(qwen, &[mtp], target), found(3, Source::Mtp));
+        assert_eq!(drafts(llama, &[]), found(0, Source::PromptLookup));
+        assert_eq!(drafts(qwen, &[mtp]), found(3, Source::Mtp));
+        let group = |keys: &[_], target| drafts(qwen, keys).unwrap().check_group(&ModelConfig::default(), target, 2);
+        assert!(group(&[mtp], Target::Cpu).is_ok() && group(&[lookup], Target::Cuda).is_ok());
+        for (keys, expected) in [
+            (&[mtp][..], "`mtp_num_tokens` is 3, expected 0 for a `tp` of 2 on GPUs"),
+            (&[model, path], "`draft_model_num_tokens` is 5, expected 0 for a `tp` of 2 on GPUs"),
+            (&[head, head_path], "`eagle3_num_tokens` is 2, expected 0 for a `tp` of 2 on GPUs"),
+        ] {
+            let error = group(keys, Target::Cuda).unwrap_err().to_string();
+            assert!(error.contains(expected), "{error}");
         }
-        let group = |key, target| drafts(qwen, &[key], target).unwrap().check_group(&ModelConfig::default(), target, 2);
-        assert!(group(mtp, Target::Cpu).is_ok() && group(lookup, Target::Cuda).is_ok());
-        let error = group(mtp, Target::Cuda).unwrap_err().to_string();
-        assert!(error.contains("`mtp_num_tokens` is 3, expected 0 for a `tp` of 2 on GPUs"), "{error}");
-        assert_eq!(drafts(llama, &[model, path], Target::Cpu), found(5, Source::DraftModel));
-        assert_eq!(drafts(llama, &[head, head_path], Target::Cpu), found(2, Source::Eagle3));
-        assert_eq!(drafts(qwen, &[lookup, ("mtp_num_tokens", "0")], Target::Cpu).unwrap().max, 4);
+        assert_eq!(drafts(llama, &[model, path]), found(5, Source::DraftModel));
+        assert_eq!(drafts(llama, &[head, head_path]), found(2, Source::Eagle3));
+        assert_eq!(drafts(qwen, &[lookup, ("mtp_num_tokens", "0")]).unwrap().max, 4);
         let refused = [
-            (drafts(qwen, &[lookup, mtp], Target::Cpu), "are both set; remove one"),
-            (drafts(llama, &[mtp], Target::Cpu), "`LlamaForCausalLM`, which has no MTP head"),
-            (drafts(qwen, &[mtp, model], Target::Cpu), "`mtp_num_tokens` and `draft_model_num_tokens` are both set"),
-            (drafts(llama, &[model, path], Target::Cuda), "`draft_model_num_tokens` is 5, expected 0 for GPUs"),
-            (drafts(llama, &[model], Target::Cpu), "but `draft_model_path` names no checkpoint"),
-            (drafts(llama, &[head, head_path], Target::Cuda), "`eagle3_num_tokens` is 2, expected 0 for GPUs"),
-            (drafts(llama, &[lookup, head_path], Target::Cpu), "`eagle3_path` is set, but `eagle3_num_tokens` is not"),
-            (drafts(llama, &[path], Target::Cpu), "`draft_model_path` is set, but `draft_model_num_tokens` is not"),
-            (drafts(qwen, &[("mtp_num_tokens", "65")], Target::Cpu), "`mtp_num_tokens` is 65, expected 0 to 64"),
+            (drafts(qwen, &[lookup, mtp]), "are both set; remove one"),
+            (drafts(llama, &[mtp]), "`LlamaForCausalLM`, which has no MTP head"),
+            (drafts(qwen, &[mtp, model]), "`mtp_num_tokens` and `draft_model_num_tokens` are both set"),
+            (drafts(llama, &[model]), "but `draft_model_path` names no checkpoint"),
+            (drafts(llama, &[lookup, head_path]), "`eagle3_path` is set, but `eagle3_num_tokens` is not"),
+            (drafts(llama, &[path]), "`draft_model_path` is set, but `draft_model_num_tokens` is not"),
+            (drafts(qwen, &[("mtp_num_tokens", "65")]), "`mtp_num_tokens` is 65, expected 0 to 64"),
         ];
         for (found, expected) in refused {
             let error = found.unwrap_err();
