@@ -14,6 +14,7 @@ from pathlib import Path
 import cases
 import faults
 import hybrid
+import soak
 from world import BINARIES, ROOT
 
 HOST_MEMORY = "64MiB"
@@ -29,6 +30,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--host-tier", action="store_true", help="a small KV cache on the device, with host memory below it")
     parser.add_argument("--only", default="", metavar="WORDS", help="only cases whose name holds all of these words")
     parser.add_argument("--rounds", type=int, default=1, help="times that every case is run")
+    parser.add_argument("--soak", type=int, metavar="REQUESTS", help="instead of the cases, one world for so many requests")
     parser.add_argument("--table", type=Path, metavar="FILE", help="write the table there, in Markdown")
     parser.add_argument("--list", action="store_true", help="print the names of the cases")
     return parser.parse_args()
@@ -173,6 +175,12 @@ def main() -> int:
         repository = repository_of(asked, Path(scratch))
         rank_flags = [f"--kv-cache-host-memory={HOST_MEMORY}"] if asked.host_tier else []
         chaos = cases.Chaos(Path(scratch), repository, asked.keep_connections, rank_flags)
+        if asked.soak:
+            is_good = soak.run(chaos.whole_world(), asked.soak)
+            left = chaos.end_world()
+            for words in left:
+                print(f"FAIL left behind: {words}")
+            return int(not is_good or bool(left))
         chaos.learn()
         print(HEAD, flush=True)
         for name, case in chosen * asked.rounds:
