@@ -205,8 +205,8 @@ impl World {
         }
     }
 
-    /// Goes on without `rank`: nothing is sent to it any more, and nothing received from it. MPI must have been told not to end the world
-    /// when a rank does. From now on [`World::finalize`] does not wait for other ranks, and does not finalize MPI.
+    /// Goes on without `rank`. From now on no message is sent to it, and its messages are ignored. The world must be
+    /// [kept](Config::is_kept) by MPI's launcher. [`World::finalize`] then neither waits for other ranks nor finalizes MPI.
     pub fn lose(&self, rank: u32) {
         self.orders.lose(rank);
         if let Some(link) = &*self.link() {

@@ -45,7 +45,8 @@ impl Engine {
 
     /// Number of rows that no sequence has, and no further token of this plan that takes one.
     pub(crate) fn num_free_rows(&self, builder: &PlanBuilder) -> usize {
-        self.free_rows.len().saturating_sub(if self.config.shares_output { 0 } else { builder.num_further_rows() })
+        let num_taken = if self.config.shares_output { 0 } else { builder.num_further_rows() };
+        self.free_rows.len().saturating_sub(num_taken)
     }
 
     /// Whether there are enough blocks for the sequence. Blocks found in the prefix cache are written to `found`.

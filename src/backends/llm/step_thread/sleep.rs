@@ -62,7 +62,7 @@ impl Sleep {
         answer(&mut self.sleepers, &Err(reason.to_owned()));
     }
 
-    /// Ends all requests: the replica is lost, and has no memory to free or to take.
+    /// Answers all that wait for sleep or wake: the replica is lost, and has no memory to free or to take.
     pub(super) fn give_up(&mut self) {
         self.wanted = None;
         answer(&mut self.sleepers, &Ok(()));
