@@ -200,13 +200,10 @@ fn owner(name: &str) -> Option<ProcessId> {
     (namespace == ipc::pid_namespace()).then_some(ProcessId { pid: u32::try_from(pid).ok()?, start_time })
 }
 
-/// Removes leftovers in the default places of Open MPI, which worlds of several nodes use. Names there do not contain the PID
-/// namespace, so only a process that sees all namespaces knows which files are unused. In a container they stay.
+/// Removes leftovers in the default places of Open MPI, which worlds of several nodes use.
 fn remove_leftovers_in_default_places(uid: u32) {
-    /// The initial PID namespace of a machine (`PROC_PID_INIT_INO` of Linux).
-    const INITIAL_PID_NAMESPACE: u64 = 0xEFFF_FFFC;
-    if ipc::pid_namespace() != INITIAL_PID_NAMESPACE {
-        return;
+    if !ipc::sees_all_processes() {
+        return; // Names there do not contain the PID namespace.
     }
     let host = nix::unistd::gethostname().unwrap_or_default().to_string_lossy().into_owned();
     let sessions: Vec<_> = fs::read_dir(std::env::temp_dir().join(format!("ompi.{host}.{uid}")))
@@ -222,42 +219,12 @@ fn remove_leftovers_in_default_places(uid: u32) {
             let _ = fs::remove_dir_all(session);
         }
     }
-    let names = ["vader", "sm"].map(|transport| format!("{transport}_segment.{host}.{uid}."));
-    let is_segment = |path: &PathBuf| {
-        let name = path.file_name().unwrap_or_default().to_string_lossy();
-        names.iter().any(|start| name.starts_with(start)) && fs::metadata(path).is_ok_and(|meta| meta.uid() == uid)
-    };
-    let entries = fs::read_dir("/dev/shm").into_iter().flatten().flatten();
-    let segments: Vec<_> = entries.map(|entry| entry.path()).filter(is_segment).collect();
-    if segments.is_empty() {
-        return;
-    }
-    let mapped = processes::mapped_files(Path::new("/dev/shm"));
-    for segment in segments.iter().filter(|segment| !mapped.contains(*segment)) {
-        let _ = fs::remove_file(segment);
-    }
+    ipc::sweep_mpi_segments();
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
-
-    #[test]
-    fn mapped_segments_stay_and_unused_ones_are_removed() {
-        let (uid, host) = (nix::unistd::getuid().as_raw(), nix::unistd::gethostname().unwrap());
-        let start = format!("{}.{uid}.test{}", host.to_string_lossy(), std::process::id());
-        let (prefix, name) = ("vader_segment.".parse().unwrap(), format!("{start}.0"));
-        let made = ipc::Region::create(&prefix, &name, 64).unwrap();
-        // `create` maps the file before it has its name, so `/proc/<pid>/maps` shows the name only after `open`.
-        let _used = ipc::Region::open(&prefix, &name).unwrap();
-        let unused = PathBuf::from(format!("/dev/shm/vader_segment.{start}.1"));
-        fs::write(&unused, "").unwrap();
-
-        remove_leftovers_in_default_places(uid);
-        let sees_all = ipc::pid_namespace() == 0xEFFF_FFFC;
-        assert!(made.path().exists() && unused.exists() != sees_all);
-        let _ = fs::remove_file(unused);
-    }
 
     #[test]
     fn session_directories_of_live_launchers_and_of_other_pid_namespaces_stay() {

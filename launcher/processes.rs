@@ -3,7 +3,7 @@
 use std::collections::{HashMap, HashSet};
 use std::fs;
 use std::net::{Ipv4Addr, TcpListener};
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::thread;
 use std::time::{Duration, Instant};
 
@@ -189,16 +189,6 @@ fn holds_one_of(pid: u32, sockets: &[String]) -> bool {
         .flatten()
         .filter_map(|entry| fs::read_link(entry.path()).ok())
         .any(|target| sockets.iter().any(|socket| target == Path::new(socket)))
-}
-
-/// The files below `dir` that any visible process has mapped.
-pub(crate) fn mapped_files(dir: &Path) -> HashSet<PathBuf> {
-    let maps = all().filter_map(|pid| fs::read_to_string(format!("/proc/{pid}/maps")).ok());
-    let files = |maps: String| -> Vec<PathBuf> {
-        let paths = maps.lines().filter_map(|line| line.find('/').map(|at| PathBuf::from(&line[at..])));
-        paths.filter(|path| path.starts_with(dir)).collect()
-    };
-    maps.flat_map(files).collect()
 }
 
 /// The pids of all visible processes, in each PID namespace they belong to.

@@ -13,7 +13,16 @@ use crate::world::World;
 impl Supervisor {
     /// Starts a second world, which takes the ports over once it has loaded; the old one then drains.
     pub(super) fn start_rolling(&mut self, running: &mut Running) -> Result<()> {
-        if running.next.is_none() {
+        if running.next.is_none() && !self.state.hosts_lost.is_empty() {
+            let message = format!(
+                "a rolling restart needs all hosts for the second world, and the world goes on without {}; restart it on the \
+                 hosts that are left by `launch restart`, or wait until all are back",
+                self.state.hosts_lost.join(", ")
+            );
+            eprintln!("launch: {message}");
+            self.state.rolling_failure = Some(message);
+            self.write_state();
+        } else if running.next.is_none() {
             eprintln!("launch: a rolling restart is requested: loads a second world beside the first");
             running.next = Some(self.start_world(Some(&running.world))?);
             running.is_switched = false;

@@ -88,6 +88,13 @@ pub fn pid_namespace() -> u64 {
     fs::metadata("/proc/self/ns/pid").map_or(0, |meta| std::os::unix::fs::MetadataExt::ino(&meta))
 }
 
+/// Whether this process sees those of all PID namespaces of the machine.
+pub fn sees_all_processes() -> bool {
+    /// The initial PID namespace of a machine (`PROC_PID_INIT_INO` of Linux).
+    const INITIAL_PID_NAMESPACE: u64 = 0xEFFF_FFFC;
+    pid_namespace() == INITIAL_PID_NAMESPACE
+}
+
 /// Opens a file in a directory that is writable by every user. Only a regular file that belongs to this process's user is accepted:
 /// other users could change theirs at any time, and opening a pipe or a link could block or open another file.
 pub(crate) fn open_own_file(path: &Path, writable: bool) -> Result<fs::File, IpcError> {

@@ -40,7 +40,7 @@ use std::sync::{Arc, mpsc};
 use std::time::Duration;
 
 use comm::World;
-use ipc::{Prefix, set_process_title, sweep_all_stale, sweep_stale};
+use ipc::{Prefix, set_process_title, sweep_all_stale, sweep_mpi_segments, sweep_stale};
 use supervision::WorkerSupervisor;
 
 pub use args::{RankArgs, command, flag_names, parse, with_dashes};
@@ -71,8 +71,9 @@ pub fn main(args: RankArgs, ignored: &[&str], hardware: Hardware) -> Result<Exit
     let prefix = shm_prefix(&args, &world)?;
     let mut swept = sweep_stale(&prefix)?;
     if world.node_ranks(0)[0] != world.node_ranks(world.rank())[0] {
-        // A lost world leaves regions with other prefixes on this node, and its launcher sweeps only rank 0's node.
+        // A lost world leaves regions with other prefixes and segments of MPI on this node, and its launcher sweeps only rank 0's node.
         swept.extend(sweep_all_stale()?);
+        sweep_mpi_segments();
     }
     if !swept.is_empty() {
         tracing::info!(?swept, "removed shared memory of processes that have ended");

@@ -1,17 +1,18 @@
 # Hosts for tests: network namespaces of this machine, each with its own host name and address, joined by a bridge. Sourced by
 # scripts/test_multi_node. All files are in $place, a scratch directory.
 
+readonly num_hosts=3
 # Names of namespaces and links are global on this machine, so they contain this process's id; at most 15 characters.
 readonly bridge=tmb$$
 readonly network=10.78.0.0/24
 
-# make_hosts N: creates hosts n1 to nN.
+# Creates hosts n1 to n3.
 make_hosts() {
     local i
     ip link add "$bridge" type bridge
     ip addr add 10.78.0.1/24 dev "$bridge"
     ip link set "$bridge" up
-    for ((i = 1; i <= $1; i++)); do
+    for ((i = 1; i <= num_hosts; i++)); do
         ip netns add "tmn$i-$$"
         ip link add "tmv$i-$$" type veth peer name eth0 netns "tmn$i-$$"
         ip link set "tmv$i-$$" master "$bridge" up
@@ -81,7 +82,7 @@ fast_link() {
 # Kills all processes on the hosts and removes the hosts. Can be called twice.
 remove_hosts() {
     local i
-    for i in 1 2; do
+    for ((i = 1; i <= num_hosts; i++)); do
         kill_all_on "$i"
         ip netns del "tmn$i-$$" 2>/dev/null || true
         umount "$place/shm-n$i" 2>/dev/null || true

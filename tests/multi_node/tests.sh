@@ -1,5 +1,5 @@
 # Tests on several hosts: functions that return 0 on success and 77 if skipped. scripts/test_multi_node sources this file and runs
-# them with hosts n1 and n2.
+# them with hosts n1, n2 and n3.
 
 readonly story='Once upon a time'
 
@@ -26,16 +26,16 @@ serve() {
 # generate TOKENS: prints greedy text.
 generate() { timeout 60 "$TRIREME" client --quiet --url 10.78.0.11:8001 --max-tokens "$1" "$story"; }
 
-num_processes() { for host in 1 2; do ip netns pids "tmn$host-$$"; done | wc -l; }
-nothing_runs() { [[ $(num_processes) == 0 ]]; }
+pids() { for ((host = 1; host <= num_hosts; host++)); do ip netns pids "tmn$host-$$"; done; }
+nothing_runs() { [[ -z $(pids) ]]; }
 # Without that of libfaketime.
-shared_memory() { ls "$place"/shm-n1 "$place"/shm-n2 | grep --invert-match --extended-regexp '^$|:$|faketime' || true; }
+shared_memory() { ls "$place"/shm-n* | grep --invert-match --extended-regexp '^$|:$|faketime' || true; }
 
 # Stops the world; fails if it leaves a process or shared memory on any host.
 stop() {
     kill -TERM "$launch"
     await 30 'the launcher ends' eval '! kill -0 "$launch" 2>/dev/null' || return 1
-    await 15 'all processes are gone' nothing_runs || { for host in 1 2; do ip netns pids "tmn$host-$$"; done | xargs --no-run-if-empty ps -o pid,args; return 1; }
+    await 15 'all processes are gone' nothing_runs || { pids | xargs --no-run-if-empty ps -o pid,args; return 1; }
     [[ -z $(shared_memory) ]] || { echo 'left in /dev/shm:'; shared_memory; return 1; }
 }
 
@@ -193,7 +193,7 @@ tell_again() {
 # logged TEXT: succeeds if the log has it.
 logged() { grep -qF -e "$1" world.log; }
 places() { [[ $(workers_on 1) == "$1" && $(workers_on 2) == "$2" ]]; }
-lost_hosts() { XDG_RUNTIME_DIR=$place/run "$LAUNCH" status --json | grep -A1 hosts_lost | grep -o '"n[0-9]"' || true; }
+lost_hosts() { XDG_RUNTIME_DIR=$place/run "$LAUNCH" status --json | tr -d '\n ' | sed -n 's/.*"hosts_lost":\[\([^]]*\)\].*/\1/p'; }
 
 a_world_that_loses_a_host_goes_on_without_it_and_back_when_it_returns() {
     local alone begun asking slowest
@@ -278,6 +278,45 @@ replicas_on_other_hosts_go_on_while_one_is_lost_and_take_its_streams() {
     await 30 'the lost rank ends' places 1 0 || { cat world.log; return 1; }
     restore_link 2
     stop || { cat world.log; return 1; }
+}
+
+replicas_of_several_hosts_survive_one_loss_after_another() {
+    local alone running
+    # Replica 1 is on n1 and n2, replica 2 on n3.
+    with_parameters tp=2
+    serve --world_size=4 --hosts=n1:1,n2:1,n3:2 --elastic=2 --elastic_return=2 --elastic_wait=2 --exit_timeout=5 -- --heartbeat-timeout=3 --enable-sleep-mode || return 1
+    streams 1 200 && alone=$(sed -n 's/^[0-9]* //p' streams.txt) && [[ -n $alone ]] || { cat streams.txt; return 1; }
+    rm streams.txt
+    streams 4 200 &
+    running=$!
+    disown "$running"
+    await 30 'the streams have tokens' grep -qs begun streams.txt || { cat streams.txt; return 1; }
+    lose_packets 2
+    await 30 'it goes on without n2' logged 'goes on with 3 of 4 ranks: lost: `n2` (rank 1 is lost)' || { cat world.log; return 1; }
+    await 120 'the streams end' eval '! kill -0 "$running" 2>/dev/null' || { cat streams.txt world.log; return 1; }
+    [[ $(sed -n 's/^[0-9]* //p' streams.txt) == "$(printf '%s\n' "$alone" "$alone" "$alone" "$alone")" ]] || { cat streams.txt world.log; return 1; }
+    echo "longest pauses of the streams in ms: $(sed -n 's/^\([0-9]*\) .*/\1/p' streams.txt | sort -n | tr '\n' ' ')"
+    # The replica that is left sleeps and wakes. There is no room for a second world.
+    ask sleep && [[ $(ask is_sleeping) == *true* ]] && ask wake_up && [[ -n $(generate 16) ]] || { cat world.log; return 1; }
+    XDG_RUNTIME_DIR=$place/run "$LAUNCH" restart --rolling >rolling.txt 2>&1 && { cat rolling.txt; return 1; }
+    grep -q 'a rolling restart needs all hosts for the second world, and the world goes on without n2' rolling.txt || { cat rolling.txt; return 1; }
+    # Without the other replica, too, no allowed world fits, until one of the hosts is back.
+    lose_packets 3
+    await 30 'it waits for a host' logged 'no world that --elastic allows fits the hosts that are left' || { cat world.log; return 1; }
+    restore_link 2
+    await 40 'it serves on n1 and n2' has_served 2 || { cat world.log; return 1; }
+    [[ $(workers_on 2) == 1 && -n $(generate 16) ]] || { cat world.log; return 1; }
+    restore_link 3
+    await 40 'it goes back to all hosts' has_served 3 || { cat world.log; return 1; }
+    [[ -z $(lost_hosts) && $(workers_on 3) == 2 && -n $(generate 16) ]] || { cat world.log; return 1; }
+    stop || { cat world.log; return 1; }
+}
+
+# ask PATH: sends a POST, or a GET if the answer is only read; prints the answer.
+ask() {
+    local method=POST
+    [[ $1 != is_* ]] || method=GET
+    curl --silent --fail --max-time 20 -X "$method" "http://10.78.0.11:8000/$1"
 }
 
 # jump OFFSET: sets the clock of a world that runs with libfaketime.
