@@ -96,6 +96,7 @@ impl<D: Device> Mixer<D> {
     pub(crate) fn target_weight(&self, weight: TargetWeight) -> Option<&D::Weight> {
         match (self, weight) {
             (Mixer::Attention(attention), TargetWeight::Qkv) => Some(&attention.qkv),
+            (Mixer::Attention(attention), TargetWeight::Gates) => attention.gates.as_ref(),
             (Mixer::Attention(attention), TargetWeight::Out) => Some(&attention.out),
             _ => None,
         }

@@ -3,13 +3,15 @@
 use std::ops::Range;
 
 use crate::Config;
-use crate::layers::{RowSlice, scaled, up_slices};
+use crate::layers::{RowSlice, gate_slices, scaled, up_slices};
 use crate::shard::LayerShard;
 
 /// A weight on a device.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum TargetWeight {
     Qkv,
+    /// Gates of attention's output, whose rows are in the module of q.
+    Gates,
     Out,
     Up,
     Down,
@@ -46,6 +48,9 @@ pub(crate) fn targets(config: &Config, layer: usize, shard: &LayerShard) -> Vec<
         let attention = &spec.attention;
         let order = attention.rope.and_then(|rope| config.ropes[rope].head_order());
         targets.push(by_output(TargetWeight::Qkv, names.qkv.row_slices(attention, shard, order), hidden));
+        if attention.has_output_gate {
+            targets.push(by_output(TargetWeight::Gates, gate_slices(&names.qkv, attention, shard), hidden));
+        }
         let (width, taken) = (attention.num_heads * attention.head_dim, scaled(&shard.heads, attention.head_dim));
         targets.push(by_input(TargetWeight::Out, names.out, [hidden, width], taken));
     }

@@ -4,8 +4,10 @@
 #[allow(dead_code)]
 mod support;
 
+use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 
+use device::cpu::WeightPrecision;
 use engine::SamplingParams;
 use models::{Adapter, AdapterBounds, AdapterTensors, Config};
 use support::{Runner, Sequence, golden_dir, on_group};
@@ -72,6 +74,8 @@ fn check(name: &str, golden: &Golden, output: &[engine::SampledToken], allowed: 
 const F32_ERROR: f64 = 1e-4;
 /// bf16 weights round the inputs of layers to 2^-9: see `golden_tokens.rs`.
 const BF16_ERROR: f64 = 0.25;
+/// Sums of weights and products are rounded to f16.
+const F16_ERROR: f32 = 0.02;
 
 #[test]
 fn rows_of_three_adapters_and_of_none_agree_with_peft_in_one_step_in_any_chunks_and_world_sizes_1_and_2() {
@@ -144,6 +148,52 @@ fn rows_without_an_adapter_have_the_same_bits_beside_rows_with_one() {
         assert!(alone.iter().zip(&outputs[1]).all(|(a, b)| (a.token, &a.top) == (b.token, &b.top)));
         assert_ne!(outputs[0][0].top, outputs[1][0].top);
     }
+}
+
+#[test]
+fn an_adapter_of_q_changes_the_gates_of_the_output_whose_rows_are_beside_those_of_q() {
+    let base = "qwen3_next";
+    let (goldens, module) = (goldens(&golden_dir(base)), "model.layers.1.self_attn.q_proj");
+    let dir = rewritten("llama_qv", |_| {}, None);
+    let tensor = |part: &str, shape| (format!("base_model.model.{module}.lora_{part}.weight"), shape);
+    let tensors = [tensor("A", [4, 64]), tensor("B", [256, 4])];
+    write_safetensors(&dir.path().join("adapter_model.safetensors"), &tensors);
+    let config = Config::from_dir(&golden_dir(base)).unwrap();
+    let adapter = Adapter::read(dir.path(), &config, BOUNDS).unwrap();
+    // A and B are 0.1, of rank 4 and with the factor 2.
+    let merged = merged(base, &format!("{module}.weight"), 0.08);
+    let mut runner = Runner::of(merged.path(), 1, None, WeightPrecision::Checkpoint);
+    let expected: Vec<_> = goldens.iter().map(|it| runner.run(&[sequence(it, None, 16, 0)]).remove(0)).collect();
+    let error = |ours: &engine::SampledToken, theirs: &engine::SampledToken| {
+        let theirs: BTreeMap<u32, f32> = theirs.top.iter().map(|(token, p)| (token.0, *p)).collect();
+        ours.top.iter().map(|(token, p)| (p - theirs[&token.0]).abs()).fold(0.0, f32::max)
+    };
+    for size in [1, 2] {
+        let outputs = on_group(base, size, |runner| {
+            runner.set_adapter(0, &adapter);
+            let run = |runner: &mut Runner, it, slot| runner.run(&[sequence(it, slot, 16, 0)]).remove(0).remove(0);
+            goldens.iter().map(|it| [Some(0), None].map(|slot| run(runner, it, slot))).collect::<Vec<_>>()
+        });
+        for (expected, [adapted, plain]) in expected.iter().zip(&outputs) {
+            let errors = [adapted, plain].map(|found| error(found, &expected[0]));
+            assert!(errors[0] <= F16_ERROR && errors[1] > 10.0 * F16_ERROR, "{errors:?} in a group of {size}");
+        }
+    }
+}
+
+/// A copy of a checkpoint in f16 with `added` to each value of a tensor.
+fn merged(base: &str, tensor: &str, added: f32) -> tempfile::TempDir {
+    let dir = tempfile::tempdir().unwrap();
+    std::fs::copy(golden_dir(base).join("config.json"), dir.path().join("config.json")).unwrap();
+    let mut bytes = std::fs::read(golden_dir(base).join("model.safetensors")).unwrap();
+    let body = 8 + u64::from_le_bytes(bytes[..8].try_into().unwrap()) as usize;
+    let header: serde_json::Value = serde_json::from_slice(&bytes[8..body]).unwrap();
+    let offset = |index: usize| body + header[tensor]["data_offsets"][index].as_u64().unwrap() as usize;
+    for value in bytes[offset(0)..offset(1)].as_chunks_mut().0 {
+        *value = half::f16::from_f32(half::f16::from_le_bytes(*value).to_f32() + added).to_le_bytes();
+    }
+    std::fs::write(dir.path().join("model.safetensors"), bytes).unwrap();
+    dir
 }
 
 /// A copy of an adapter with another configuration, and with other tensors where `layout` has the modules of a model: A and B
