@@ -326,6 +326,13 @@ impl Device for Estimator {
         }
     }
 
+    fn allocate_adapters(&mut self, layers: &[(&EstimatedWeight, AdapterSlots)]) -> Result<(), DeviceError> {
+        match self.target {
+            Target::Cpu => Ok(()),
+            Target::Cuda => layers.iter().try_for_each(|(_, slots)| cuda::check_slots(slots)),
+        }
+    }
+
     fn load_norm(&mut self, norm: &NormSlices<'_>) -> Result<EstimatedWeight, DeviceError> {
         let vectors = if norm.kind == NormKind::Layer { 2 } else { 1 };
         Ok(self.count_elements(vectors * norm.width))

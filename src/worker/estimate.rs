@@ -16,8 +16,12 @@ pub fn estimate_memory(checkpoint: &Path, config: &Config, worker: &WorkerShape)
     let estimator = Estimator::new(worker.target, worker.tp, worker.limits).in_stage(worker.stage);
     let mut estimator = estimator.in_precision(worker.precision).with_invariant_rows(worker.batch_invariant);
     let loaded = models::load(checkpoint, config, &mut estimator)?;
-    let checked = adapters::check(&estimator, worker.max_adapters);
-    checked.map_err(|source| ModelError::Device { dir: checkpoint.into(), source })?;
+    if worker.max_adapters > 0 {
+        let checked = adapters::check(&estimator, worker.max_adapters);
+        let (num_slots, max_rank) = (worker.max_adapters, worker.max_adapter_rank);
+        let checked = checked.and_then(|()| loaded.allocate_adapters(&mut estimator, num_slots, max_rank));
+        checked.map_err(|source| ModelError::Device { dir: checkpoint.into(), source })?;
+    }
     let estimate = estimator.estimate(&loaded.attention_spec(worker.block_size, worker.limits.max_sequence_len));
     let adapter_bytes = adapters::slot_bytes(&*loaded, &estimator, worker.max_adapters, worker.max_adapter_rank);
     let host_bytes = match worker.target {

@@ -17,7 +17,7 @@ const MAX_WORKERS: u32 = 1024;
 /// Compares the weights of this worker with the free memory of its device.
 ///
 /// # Errors
-/// When they do not fit, with the number of ranks that would hold them.
+/// When they do not fit, with the number of ranks that would hold them; when the device cannot have the slots for adapters.
 pub(crate) fn check(spec: &WorkerSpec, config: &Config, shape: &WorkerShape, free: u64) -> Result<(), WorkerError> {
     let needed = |tp: TensorParallel| -> Result<u64, ModelError> {
         let estimate = estimate_memory(&spec.checkpoint, config, &WorkerShape { tp, ..*shape })?;
@@ -26,6 +26,8 @@ pub(crate) fn check(spec: &WorkerSpec, config: &Config, shape: &WorkerShape, fre
     };
     let needed_bytes = match needed(shape.tp) {
         Ok(bytes) if bytes > free => bytes,
+        // Slots for adapters are allocated after loading.
+        Err(error) if shape.max_adapters > 0 => return Err(error.into()),
         // An error is that of loading, too.
         _ => return Ok(()),
     };

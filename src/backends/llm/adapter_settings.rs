@@ -5,7 +5,6 @@ use std::path::{Path, PathBuf};
 use models::MAX_ADAPTER_RANK;
 use repository::ModelConfig;
 use serving::InferError;
-use supervision::DeviceChoice;
 
 use crate::parameters;
 
@@ -45,7 +44,7 @@ pub(crate) struct AdapterModule {
 
 impl AdapterSettings {
     /// Reads `max_loras`, `max_lora_rank`, `lora_memory_bytes` and `lora_modules`. Relative paths start at `model_dir`.
-    pub(crate) fn new(config: &ModelConfig, model_dir: &Path, device: DeviceChoice) -> Result<Self, InferError> {
+    pub(crate) fn new(config: &ModelConfig, model_dir: &Path) -> Result<Self, InferError> {
         let invalid = |message: String| InferError::invalid(format!("model `{}`: {message}", config.name));
         let modules = match parameters::text(config, "lora_modules") {
             Some(text) => modules(text).map_err(|error| invalid(format!("parameter `lora_modules`: {error}")))?,
@@ -62,11 +61,6 @@ impl AdapterSettings {
         }
         if !(1..=MAX_ADAPTER_RANK).contains(&max_rank) {
             return Err(invalid(format!("`max_lora_rank` is {max_rank}, expected 1 to {MAX_ADAPTER_RANK}")));
-        }
-        if num_slots > 0 && matches!(device, DeviceChoice::Cuda { .. }) {
-            let message = "adapters (`max_loras`, `lora_modules`) are not served on GPUs; merge the adapter into the model with \
-                           PEFT's `merge_and_unload`, or start with `--device=cpu`";
-            return Err(invalid(message.to_owned()));
         }
         let modules = modules.into_iter().map(|it| AdapterModule { path: model_dir.join(it.path), ..it }).collect();
         let memory_bytes = parameters::number(config, "lora_memory_bytes")?.unwrap_or(DEFAULT_BYTES);
@@ -89,35 +83,31 @@ fn modules(text: &str) -> Result<Vec<AdapterModule>, String> {
 mod tests {
     use super::*;
 
-    fn settings(parameters: &[(&str, &str)], device: DeviceChoice) -> Result<AdapterSettings, String> {
+    fn settings(parameters: &[(&str, &str)]) -> Result<AdapterSettings, String> {
         let mut config = ModelConfig { name: "llm".to_owned(), ..ModelConfig::default() };
         for (key, value) in parameters {
             let value = repository::proto::ModelParameter { string_value: (*value).to_owned() };
             config.parameters.insert((*key).to_owned(), value);
         }
-        AdapterSettings::new(&config, Path::new("/models/llm"), device).map_err(|error| error.message)
+        AdapterSettings::new(&config, Path::new("/models/llm")).map_err(|error| error.message)
     }
-
-    const CPU: DeviceChoice = DeviceChoice::Cpu { threads: 1, first_core: None };
 
     #[test]
     fn adapters_are_named_as_pairs() {
-        let found = settings(&[("lora_modules", "a=x/a, b=/b")], CPU).unwrap();
+        let found = settings(&[("lora_modules", "a=x/a, b=/b")]).unwrap();
         let paths: Vec<_> = found.modules.iter().map(|it| (it.name.as_str(), it.path.to_str().unwrap())).collect();
         assert_eq!(paths, [("a", "/models/llm/x/a"), ("b", "/b")]);
         assert_eq!((found.num_slots, found.max_rank), (4, 16));
-        let found = settings(&[("lora_modules", "a=/a"), ("max_loras", "2"), ("max_lora_rank", "64")], CPU).unwrap();
+        let found = settings(&[("lora_modules", "a=/a"), ("max_loras", "2"), ("max_lora_rank", "64")]).unwrap();
         assert_eq!((found.num_slots, found.max_rank, found.modules.len()), (2, 64, 1));
-        assert_eq!(settings(&[], CPU).unwrap().num_slots, 0);
+        assert_eq!(settings(&[]).unwrap().num_slots, 0);
     }
 
     #[test]
     fn settings_out_of_range_are_refused_by_name() {
-        let refused = |parameters: &[(&str, &str)]| settings(parameters, CPU).unwrap_err();
+        let refused = |parameters| settings(parameters).unwrap_err();
         assert!(refused(&[("max_lora_rank", "65")]).ends_with("`max_lora_rank` is 65, expected 1 to 64"));
         assert!(refused(&[("lora_modules", "a")]).contains("`a` is not of the form NAME=PATH"));
         assert!(refused(&[("lora_modules", "a=b"), ("max_loras", "0")]).contains("`max_loras` is 0"));
-        let on_gpu = settings(&[("max_loras", "1")], DeviceChoice::Cuda { ordinal: 0 }).unwrap_err();
-        assert!(on_gpu.contains("are not served on GPUs"), "{on_gpu}");
     }
 }

@@ -161,7 +161,7 @@ impl LlmConfig {
         let Parallelism { tp_size, pp_size, ep_size, num_replicas } = parallelism;
         let model = model.in_expert_groups(ep_size);
         check_shares(config, &model, tp_size)?;
-        let adapters = AdapterSettings::new(config, &load.model_dir, defaults.worker.device)?;
+        let adapters = AdapterSettings::new(config, &load.model_dir)?;
         let engine = engine_config(config, &model, defaults, &queue, drafts)?;
         let kv_host_memory_bytes = host_memory_bytes(config, replaced, engine.prefix_cache, defaults)?;
         let kv_disk = KvDisk::new(config, replaced, engine.prefix_cache, kv_host_memory_bytes, defaults)?;

@@ -228,7 +228,7 @@ fn weight_row(row: usize, rows: usize, group: usize) -> usize {
 impl CudaDevice {
     /// Allocates the slots of layers, which are empty.
     pub(crate) fn take_adapters(&mut self, layers: &[(&CudaWeight, AdapterSlots)]) -> Result<(), DeviceError> {
-        layers.iter().try_for_each(|(weight, slots)| check_slots(weight, slots))?;
+        layers.iter().try_for_each(|(weight, slots)| check_layer(weight, slots))?;
         let Some((_, first)) = layers.first() else { return Ok(()) };
         let tokens = self.tensor_rows();
         let [inner, staging] = scratch_bytes(layers.iter().map(|(_, slots)| slots), tokens);
@@ -336,26 +336,39 @@ impl CudaDevice {
     }
 }
 
-/// Refuses a layer beside which the kernels add no products.
-fn check_slots(weight: &CudaWeight, slots: &AdapterSlots) -> Result<(), DeviceError> {
-    let unsupported = |found: String, expected: String| {
-        Err(DeviceError::Unsupported { what: "adapters (LoRA)".into(), found, expected })
-    };
+fn unsupported(found: String, expected: String) -> DeviceError {
+    DeviceError::Unsupported { what: "adapters (LoRA)".into(), found, expected }
+}
+
+/// # Errors
+/// When the kernels add no products of such slots.
+pub(crate) fn check_slots(slots: &AdapterSlots) -> Result<(), DeviceError> {
     let AdapterSlots { count, max_rank, cols, modules } = slots;
     let rank = low_rank::padded_rank(*max_rank);
     if rank > low_rank::SLICE || *count > low_rank::max_slots(rank) {
-        let found = format!("`max_loras` {count} and `max_lora_rank` {max_rank}");
-        return unsupported(found, format!("ranks up to {}, and slots of 4096 ranks in all", low_rank::SLICE));
+        let found = format!("`max_loras` {count} with `max_lora_rank` {max_rank}");
+        let most = low_rank::max_slots(rank.min(low_rank::SLICE));
+        return Err(unsupported(
+            found,
+            format!("ranks up to {}, and up to {most} slots of this rank", low_rank::SLICE),
+        ));
     }
     if modules.iter().any(|rows| !rows.is_multiple_of(8)) || !cols.is_multiple_of(8) || modules.len() > 3 {
-        return unsupported(format!("parts of {modules:?} outputs and {cols} inputs"), "multiples of 8".into());
+        return Err(unsupported(format!("parts of {modules:?} outputs and {cols} inputs"), "multiples of 8".into()));
     }
-    let (rows, sum) = (weight.rows, modules.iter().sum::<usize>());
-    match (rows, weight.cols) == (sum, *cols) {
+    Ok(())
+}
+
+/// Refuses slots that do not fit the kernels or the layer.
+fn check_layer(weight: &CudaWeight, slots: &AdapterSlots) -> Result<(), DeviceError> {
+    check_slots(slots)?;
+    let (cols, sum) = (slots.cols, slots.modules.iter().sum::<usize>());
+    match (weight.rows, weight.cols) == (sum, cols) {
         true => Ok(()),
-        false => {
-            unsupported(format!("parts of {sum} outputs and {cols} inputs"), format!("{rows} and {}", weight.cols))
-        }
+        false => Err(unsupported(
+            format!("parts of {sum} outputs and {cols} inputs"),
+            format!("{} and {}", weight.rows, weight.cols),
+        )),
     }
 }
 
@@ -380,5 +393,20 @@ mod tests {
         let scratch = 100 * 3 * 128 * 2 + 768 * 16 * 2;
         assert_eq!(adapter_bytes(&layers, 100), (a + b + 4 * 256 + scratch) as u64);
         assert_eq!(adapter_bytes(&[], 100), 0);
+    }
+
+    #[test]
+    fn slots_that_the_kernels_have_not_are_refused_by_name() {
+        let check = |count, max_rank, rows| {
+            let slots = AdapterSlots { count, max_rank, cols: 64, modules: vec![rows] };
+            check_slots(&slots).map_err(|error| error.to_string())
+        };
+        assert_eq!([check(512, 8, 64), check(256, 9, 64), check(64, 64, 8)], [const { Ok(()) }; 3]);
+        for (count, max_rank, most) in [(513, 1, 512), (257, 16, 256), (65, 33, 64)] {
+            let error = check(count, max_rank, 64).unwrap_err();
+            let found = format!("`max_loras` {count} with `max_lora_rank` {max_rank}");
+            assert!(error.contains(&found) && error.contains(&format!("up to {most} slots of this rank")), "{error}");
+        }
+        assert!(check(1, 8, 12).unwrap_err().contains("parts of [12] outputs and 64 inputs"));
     }
 }

@@ -51,7 +51,7 @@ use kernels::cuda::{CudaError, DeviceBuffer, Event, Gpu, PinnedBuffer, Queue, Sp
 
 use adapters::Adapters;
 pub use adapters::CudaProduct;
-pub(crate) use adapters::adapter_bytes;
+pub(crate) use adapters::{adapter_bytes, check_slots};
 use cache::Cache;
 use chain::Chain;
 pub use config::CudaConfig;
