@@ -85,6 +85,13 @@ struct AdvanceArgs {
     u32 num_rows, num_groups, slot_stride, table_stride, max_blocks, block_size, most, max_rows;
 };
 
+// The slot of a position of row g in the KV blocks of a group.
+template <class Args>
+__device__ __forceinline__ u32 slot_of(const Args& a, u32 group, u32 g, u32 position) {
+    const u32* table = a.block_tables + (u64)group * a.table_stride + (u64)g * a.max_blocks;
+    return table[position / a.block_size] * a.block_size + position % a.block_size;
+}
+
 extern "C" __global__ void __launch_bounds__(128) guess_advance(AdvanceArgs a) {
     pdl_launch();
     const u32 g = blockIdx.x * blockDim.x + threadIdx.x;
@@ -107,9 +114,7 @@ extern "C" __global__ void __launch_bounds__(128) guess_advance(AdvanceArgs a) {
     a.context_lens[g] = goes_on ? position + 1 : 0;
     if (goes_on) a.num_generated[g] += is_guess;
     for (u32 group = 0; group < a.num_groups; ++group) {
-        const u32* table = a.block_tables + (u64)group * a.table_stride + (u64)g * a.max_blocks;
-        const u32 place = goes_on ? table[position / a.block_size] * a.block_size + position % a.block_size : NOTHING;
-        a.slots[group * a.slot_stride + g] = place;
+        a.slots[group * a.slot_stride + g] = goes_on ? slot_of(a, group, g, position) : NOTHING;
     }
 }
 
@@ -135,9 +140,7 @@ extern "C" __global__ void __launch_bounds__(128) guess_pair(PairArgs a) {
     a.pair_positions[newest] = a.next_positions[g];
     a.context_lens[newest] = a.next_contexts[g];
     for (u32 group = 0; group < a.num_groups; ++group) {
-        const u32* table = a.block_tables + (u64)group * a.table_stride + (u64)g * a.max_blocks;
-        const u32 place = is_row ? table[position / a.block_size] * a.block_size + position % a.block_size : NOTHING;
-        a.slots[group * a.slot_stride + g] = place;
+        a.slots[group * a.slot_stride + g] = is_row ? slot_of(a, group, g, position) : NOTHING;
         a.slots[group * a.slot_stride + newest] = a.next_slots[group * a.next_stride + g];
     }
 }
