@@ -156,7 +156,10 @@ class DraftModel(Mtp):
     @torch.no_grad()
     def logits(self, tokens, _, guesses):
         text = torch.tensor([list(tokens) + guesses[:-1]], device=DEVICE)
-        return self.model(text, logits_to_keep=len(guesses)).logits[0].float().cpu()
+        table = self.model.get_input_embeddings().weight
+        # Tokens that only the model has are zero.
+        embedded = table[text.clamp(max=len(table) - 1)] * (text < len(table))[..., None]
+        return self.model(inputs_embeds=embedded, logits_to_keep=len(guesses)).logits[0].float().cpu()
 
 
 def samples(sequence):

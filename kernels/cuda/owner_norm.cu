@@ -1,4 +1,5 @@
 // owner_norm_bf16: r[t, :] = r[t, :] + sum over the group of p[t, :]; y[t, :] = rms_norm(r[t, :]) on every rank
+// owner_rows_bf16: y[t, :] of every rank = y[t, :] of the rank that owns row t
 // archs: 80 90a 100a ptx
 //
 // p, y        [T, E] bf16 of each rank, mapped into all (`rows.partial`, `rows.y`)
@@ -12,9 +13,11 @@
 //             A block reads its rows from all ranks after the same block of each rank has signalled that its earlier
 //             work has ended. It writes the results to all ranks, and ends after the same block of each rank has done
 //             so. So no rank continues before all of y has arrived, and none overwrites p before it has been read.
+//             owner_rows_bf16 waits at the same two places, for y alone; p, r and w are not read.
 //             Blocks run in the same order on all ranks, so each one's counterparts run eventually.
 // needs       E % 8 == 0, E <= 16384, pointers 16-byte aligned: checked in owner_norm.rs before launch
-// bound       NVLink: 2 T E (ranks - 1) / ranks bytes in, and the same number out of each rank, for each half
+// bound       NVLink: 2 T E (ranks - 1) / ranks bytes in, and the same number out of each rank, for each half;
+//             owner_rows_bf16 is the second half
 // test        tests/cuda_all_reduce.rs
 #include "peers.cuh"
 
@@ -107,10 +110,33 @@ __device__ __forceinline__ void owner_norm(const AllReduce& a, const Rows& rows)
     if (threadIdx.x == 0) a.epochs[blockIdx.x] = epoch;
 }
 
+template <int RANKS>
+__device__ __forceinline__ void owner_rows(const AllReduce& a, const Rows& rows) {
+    pdl_launch();
+    const u32 chunks = a.cols / 8;
+    pdl_wait();
+    const u32 epoch = a.epochs[blockIdx.x] + 1;
+    rank_barrier(a, 0, epoch);
+    for (u32 t = a.rank + RANKS * blockIdx.x; t < rows.count; t += RANKS * gridDim.x) {
+        for (u32 i = threadIdx.x; i < chunks; i += blockDim.x) {
+            const u64 at = ((u64)t * a.cols + 8 * i) * 2;
+            const Words own = *reinterpret_cast<const Words*>(rows.y[a.rank] + at);
+#pragma unroll
+            for (int r = 1; r < RANKS; ++r) *reinterpret_cast<Words*>(rows.y[(a.rank + r) % RANKS] + at) = own;
+        }
+    }
+    rank_barrier(a, 1, epoch);
+    if (threadIdx.x == 0) a.epochs[blockIdx.x] = epoch;
+}
+
 #define OWNER_NORM(RANKS)                                                                                                        \
     extern "C" __global__ void __launch_bounds__(1024)                                                                           \
         owner_norm_bf16_r##RANKS(const __grid_constant__ AllReduce a, const __grid_constant__ Rows rows) {                       \
         owner_norm<RANKS>(a, rows);                                                                                              \
+    }                                                                                                                            \
+    extern "C" __global__ void __launch_bounds__(1024)                                                                           \
+        owner_rows_bf16_r##RANKS(const __grid_constant__ AllReduce a, const __grid_constant__ Rows rows) {                       \
+        owner_rows<RANKS>(a, rows);                                                                                              \
     }
 
 OWNER_NORM(2)

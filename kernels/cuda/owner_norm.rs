@@ -87,14 +87,26 @@ pub fn owner_norm(q: &Queue, group: &PeerGroup, x: OwnerNorm<'_>, rows: usize, c
         distinct && partial.own.address() != residual.address(),
         "two of y, partial and residual are one buffer"
     );
-    let mut longs = [0u64; 2 * MAX_RANKS + 3];
-    longs[..MAX_RANKS].copy_from_slice(&partial.addresses());
-    longs[MAX_RANKS..2 * MAX_RANKS].copy_from_slice(&y.addresses());
-    longs[2 * MAX_RANKS] = residual.address();
-    longs[2 * MAX_RANKS + 1] = weight.address();
-    longs[2 * MAX_RANKS + 2] = rows as u64 | u64::from(eps.to_bits()) << 32;
-    let threads = ((cols / 8).div_ceil(32) * 32).min(1024) as u32;
-    let launch = Launch::new(rows.div_ceil(ranks).min(MAX_FLAG_BLOCKS) as u32, threads);
+    let spans = [residual.address(), weight.address(), rows as u64 | u64::from(eps.to_bits()) << 32];
+    let longs = [&partial.addresses()[..], &y.addresses(), &spans].concat();
     let args = [Arg::Bytes(&head), Arg::Bytes(bytemuck::cast_slice(&longs))];
-    q.launch(&format!("owner_norm_bf16_r{ranks}"), launch, &args)
+    q.launch(&format!("owner_norm_bf16_r{ranks}"), launch(ranks, rows, cols), &args)
+}
+
+/// Makes each row of `y` `[rows, cols]` bf16 on every rank that of the rank that owns it. All ranks must call it with the same
+/// arguments; `group` is that of [`owner_norm`].
+pub fn owner_rows(q: &Queue, group: &PeerGroup, y: &SharedBuffer, rows: usize, cols: usize) -> Result<(), CudaError> {
+    let ranks = group.ranks();
+    let head = group.argument(&[y.own], rows, cols, Shots::One)?;
+    ensure!(OP, matches!(ranks, 2 | 4 | 8), "{ranks} ranks; expected 2, 4 or 8");
+    ensure!(OP, y.peers.len() == ranks && y.rank == group.rank(), "a buffer of another rank or number of ranks");
+    let longs = [&[0; MAX_RANKS][..], &y.addresses(), &[0, 0, rows as u64]].concat();
+    let args = [Arg::Bytes(&head), Arg::Bytes(bytemuck::cast_slice(&longs))];
+    q.launch(&format!("owner_rows_bf16_r{ranks}"), launch(ranks, rows, cols), &args)
+}
+
+/// The blocks of both kernels.
+fn launch(ranks: usize, rows: usize, cols: usize) -> Launch {
+    let threads = ((cols / 8).div_ceil(32) * 32).min(1024) as u32;
+    Launch::new(rows.div_ceil(ranks).min(MAX_FLAG_BLOCKS) as u32, threads)
 }

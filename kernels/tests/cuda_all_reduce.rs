@@ -11,7 +11,7 @@ use gpu::{Random, assert_close, floats, poisoned};
 use half::bf16;
 use kernels::cuda::all_reduce::{PeerBuffer, PeerGroup, PeerHandle, Shots};
 use kernels::cuda::linear_chain::{self, AddNorm, ChainScratch, Link, LinkEnd, LinkWeight, linear_chain};
-use kernels::cuda::owner_norm::{OwnerNorm, SharedBuffer, owner_norm};
+use kernels::cuda::owner_norm::{OwnerNorm, SharedBuffer, owner_norm, owner_rows};
 use kernels::cuda::skinny_gemm::LinearWeight;
 use kernels::cuda::{CudaError, DeviceBuffer, Event, Gpu, Queue, Span};
 use kernels::reference;
@@ -88,7 +88,10 @@ fn a_worker_of_the_group() {
     }
     let owners = worker.owners();
     for (rows, cols) in [(1, 4096), (3, 8), (64, 4096), (130, 520), (1, 8192), (1100, 4096), (MANY_ROWS, 40)] {
-        (0..3).for_each(|round| worker.check_owner(&owners, rows, cols, round));
+        for round in 0..3 {
+            worker.check_owner(&owners, rows, cols, round);
+            worker.check_owner_rows(&owners, rows, cols, round);
+        }
     }
     let is_timed = std::env::var_os(UNTIMED).is_none();
     if is_timed {
@@ -272,6 +275,23 @@ impl Worker {
             .map(|i| if is_own(i) { bf16::from_f32(sums[i]).to_f32() } else { residual[i].to_f32() })
             .collect();
         assert_close(&what("residual"), &read(r.span()), &kept, 0.0, 0.0);
+    }
+
+    /// Every rank must have every row of its owner, bit for bit.
+    fn check_owner_rows(&self, owners: &Owners, rows: usize, cols: usize, round: u64) {
+        let count = rows * cols;
+        let expected = Random::new((rows * 41 + cols) as u64 * 7 + round).bf16s(count, 1.0);
+        let is_own = |i: usize| i / cols % self.ranks == self.rank;
+        let own: Vec<bf16> =
+            (0..count).map(|i| if is_own(i) { expected[i] } else { bf16::from_f32(f32::NAN) }).collect();
+        let y = owners.y.own().elements::<bf16>(0, count);
+        y.write(&own).expect("a copy");
+        self.meet(&format!("owner rows {rows} {cols} {round}"));
+        owner_rows(&self.queue, &owners.flags, &owners.y, rows, cols).expect("a launch");
+        self.queue.wait().expect("the kernel runs");
+        let found = y.read::<u16>(count).expect("a copy");
+        let expected: Vec<u16> = expected.iter().map(|x| x.to_bits()).collect();
+        assert!(found == expected, "rows of owners, {rows} x {cols}, rank {} of {}", self.rank, self.ranks);
     }
 
     /// Prints microseconds of a sum with add and norm by owners, measured with a graph of twenty.

@@ -271,7 +271,7 @@ impl Device for Estimator {
         }
     }
 
-    fn begin_drafter(&mut self, kind: DrafterKind) {
+    fn begin_drafter(&mut self, kind: DrafterKind, _vocab_size: usize) {
         self.drafter = Some(kind);
     }
 

@@ -90,8 +90,13 @@ impl<D: Device> Decoder<D> {
             None
         };
         match &config.draft {
-            Some(draft) if draft.eagle3.is_none() => loader.device.begin_drafter(DrafterKind::Model),
-            draft if draft.is_some() || config.has_mtp_layer => loader.device.begin_drafter(DrafterKind::Head),
+            Some(draft) if draft.eagle3.is_none() => {
+                let vocab_size = config.vocab_size.min(draft.config.vocab_size);
+                loader.device.begin_drafter(DrafterKind::Model, vocab_size);
+            }
+            draft if draft.is_some() || config.has_mtp_layer => {
+                loader.device.begin_drafter(DrafterKind::Head, config.vocab_size);
+            }
             _ => {}
         }
         let drafter = match (&config.mtp, &config.draft) {
@@ -199,7 +204,7 @@ impl<D: Device> Decoder<D> {
         self.begin(device)?;
         for index in 0..self.layers.len() {
             if let Some(Drafter::Eagle3(head)) = &mut self.drafter {
-                head.take(device, index, &self.buffers.residual)?;
+                head.take(device, index, &mut self.buffers.residual)?;
             }
             self.run_layer(device, index)?;
         }

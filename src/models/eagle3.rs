@@ -136,9 +136,12 @@ impl<D: Device> Eagle3<D> {
     }
 
     /// Adds what the head takes of the input of layer `index` of the model.
-    pub(crate) fn take(&mut self, device: &mut D, index: usize, residual: &D::Tensor) -> Result<(), DeviceError> {
+    pub(crate) fn take(&mut self, device: &mut D, index: usize, residual: &mut D::Tensor) -> Result<(), DeviceError> {
         let first = self.form.taps.iter().min().copied();
         let mut is_first = first == Some(index);
+        if self.form.taps.contains(&index) {
+            device.make_whole(residual)?;
+        }
         for (weight, _) in self.joining.iter().zip(self.form.taps).filter(|&(_, tap)| tap == index) {
             let out = if is_first { &mut self.hidden } else { &mut self.buffers.residual };
             device.linear(out, residual, weight)?;
@@ -162,6 +165,7 @@ impl<D: Device> Eagle3<D> {
         let begins = if self.form.norm_before_residual { &b.normed } else { &self.hidden };
         device.put_columns(&mut b.residual, begins, 0)?;
         self.layer.run_beside(device, &self.both, b, &self.norm, eps)?;
+        device.make_whole(&mut b.residual)?;
         device.norm(&mut self.hidden, &b.residual, &self.norm, eps)?;
         device.guess(&self.hidden, &self.head, LogitSpec { cap: None })?;
         device.put_columns(&mut self.hidden, &b.residual, 0)

@@ -93,6 +93,7 @@ impl<D: Device> Mtp<D> {
     pub(crate) fn begin(&mut self, device: &mut D, target: &mut Target<'_, D>) -> Result<(), DeviceError> {
         let eps = target.config.norm.eps;
         device.follow()?;
+        device.make_whole(&mut target.b.residual)?;
         device.norm(&mut self.product, &target.b.residual, target.norm, eps)?;
         device.norm(&mut self.hidden, &self.product, &self.hidden_norm, eps)
     }
@@ -110,6 +111,7 @@ impl<D: Device> Mtp<D> {
             device.norm(&mut b.normed, &b.residual, norm, eps)?;
         }
         self.layer.run(device, b, Some(&self.norm), None, eps)?;
+        device.make_whole(&mut b.residual)?;
         device.norm(&mut self.product, &b.residual, &self.norm, eps)?;
         device.guess(&self.product, head, LogitSpec { cap: config.head.cap })?;
         let hidden = match self.form {

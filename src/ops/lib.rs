@@ -66,9 +66,9 @@ pub trait Device: Sized {
         &[]
     }
 
-    /// Weights that are loaded from now on only guess drafts. The type of keys and values does not follow from theirs, so that
-    /// tokens are the same with and without drafts.
-    fn begin_drafter(&mut self, _kind: DrafterKind) {}
+    /// Weights that are loaded from now on only guess drafts, at the first `vocab_size` tokens. The type of keys and values does not
+    /// follow from theirs, so that tokens are the same with and without drafts.
+    fn begin_drafter(&mut self, _kind: DrafterKind, _vocab_size: usize) {}
 
     /// Loads a linear layer's weight `[N, K]` from slices of the checkpoint stacked along `N` (q, k, v as one; gate and
     /// up as one), with an optional bias `[N]` stacked in the same way.
@@ -401,6 +401,12 @@ pub trait Device: Sized {
         weight: &Self::Weight,
         eps: f32,
     ) -> Result<(), DeviceError>;
+
+    /// Makes all rows of a residual known to each worker. [`Device::reduce_add_norm`] may leave each worker with those that it adds
+    /// to alone, so this comes before any other op that reads them.
+    fn make_whole(&mut self, _residual: &mut Self::Tensor) -> Result<(), DeviceError> {
+        Ok(())
+    }
 
     /// `residual += norm(sum of partial over the group)`, with the norm `branch`; then, if `next` is set, its tensor
     /// becomes the norm of `residual` by its weight ([`Feature::BranchNorm`]).

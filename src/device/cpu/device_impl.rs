@@ -34,7 +34,7 @@ impl Device for CpuDevice {
         Self::FEATURES
     }
 
-    fn begin_drafter(&mut self, _kind: DrafterKind) {
+    fn begin_drafter(&mut self, _kind: DrafterKind, _vocab_size: usize) {
         self.loads_drafter = true;
     }
 

@@ -35,8 +35,8 @@ impl Device for CudaDevice {
         Self::FEATURES
     }
 
-    fn begin_drafter(&mut self, kind: DrafterKind) {
-        self.drafter = Some(kind);
+    fn begin_drafter(&mut self, kind: DrafterKind, vocab_size: usize) {
+        (self.drafter, self.loaded_vocab) = (Some(kind), vocab_size);
     }
 
     fn load_linear(
@@ -54,7 +54,7 @@ impl Device for CudaDevice {
         }
         let is_skinny = rows.is_multiple_of(8) && (role != LinearRole::GateUp || group == GATE_GROUP);
         self.all_skinny &= is_skinny;
-        Ok(CudaWeight { bias, group, is_partial, ..weight })
+        Ok(CudaWeight { bias, group, is_partial, vocab: self.loaded_vocab, ..weight })
     }
 
     fn load_embedding(&mut self, table: WeightSlice<'_>, first_token: u32) -> Result<CudaWeight, DeviceError> {
@@ -66,7 +66,7 @@ impl Device for CudaDevice {
     fn tie_head(&mut self, embedding: &CudaWeight) -> Result<CudaWeight, DeviceError> {
         self.all_skinny &= embedding.rows.is_multiple_of(8);
         self.check_invariant_weight(embedding.rows, embedding.cols)?;
-        Ok(*embedding)
+        Ok(CudaWeight { vocab: self.loaded_vocab, ..*embedding })
     }
 
     fn load_draft_head(&mut self, head: WeightSlice<'_>, token_ids: Vec<u32>) -> Result<CudaWeight, DeviceError> {
@@ -254,7 +254,11 @@ impl Device for CudaDevice {
         self.group.check()?;
         let step = self.in_flight.pop_front().expect("there is an oldest step");
         let tokens = self.read_outputs(&step);
-        self.taken_guesses = self.guesses.as_mut().map_or_else(Vec::new, |all| all.read(step.slot, &step.guesses));
+        self.taken_guesses = match (step.guessed, &mut self.guesses) {
+            (Some(read), _) => read,
+            (None, Some(guesses)) => guesses.read(step.slot, &step.guesses),
+            (None, None) => Vec::new(),
+        };
         self.taken_logits = step.logits;
         self.spare_events.push(step.done);
         Ok(Some(tokens))
@@ -367,6 +371,10 @@ impl Device for CudaDevice {
         eps: f32,
     ) -> Result<(), DeviceError> {
         self.op_reduce_add_norm(*out, *residual, *partial, weight, eps)
+    }
+
+    fn make_whole(&mut self, residual: &mut CudaTensor) -> Result<(), DeviceError> {
+        self.op_make_whole(*residual)
     }
 
     fn reduce_norm_add_norm(

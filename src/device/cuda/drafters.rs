@@ -32,7 +32,13 @@ fn token_columns(token_ids: &[u32], vocab: usize) -> Vec<u32> {
 impl CudaDevice {
     /// The width of the hidden state, with a drafter that of the widest one.
     pub(super) fn fit_hidden(&mut self, width: usize) {
-        self.hidden = if self.drafter.is_some() { self.hidden.max(width) } else { width };
+        if self.drafter.is_none() {
+            self.widths.clear();
+        }
+        if !self.widths.contains(&width) {
+            self.widths.push(width);
+        }
+        self.hidden = self.widths.iter().copied().max().unwrap_or(0);
     }
 
     /// Loads a head whose outputs are the logits of these tokens.
@@ -46,7 +52,7 @@ impl CudaDevice {
         let buffer = DeviceBuffer::from_slice(&self.gpu, &columns).map_err(device_error)?;
         let token_columns = Some(buffer.span());
         self.weights.push(buffer);
-        Ok(CudaWeight { token_columns, ..weight })
+        Ok(CudaWeight { token_columns, vocab: self.loaded_vocab, ..weight })
     }
 
     /// `own` = this worker's part of the logits `[count, share]` f32 of a head that lacks tokens.

@@ -8,7 +8,7 @@ use half::bf16;
 use kernels::cuda::all_reduce::{PeerBuffer, PeerGroup, PeerHandle, Shots};
 use kernels::cuda::layer_norm::{LayerNormWeight, add_layer_norm};
 use kernels::cuda::linear_chain;
-use kernels::cuda::owner_norm::{OwnerNorm, SharedBuffer, owner_norm};
+use kernels::cuda::owner_norm::{OwnerNorm, SharedBuffer, owner_norm, owner_rows};
 use kernels::cuda::rms_norm::add_rms_norm;
 use kernels::cuda::sample::ARGMAX_CHUNKS;
 use kernels::cuda::{CudaError, DeviceBuffer, Gpu, Queue, Span};
@@ -229,8 +229,9 @@ impl Group {
             self.all_reduce(q, partial, rows, cols)?;
             return add_layer_norm(q, out, residual, partial, norm, rows, cols, eps).map_err(device_error);
         }
-        if let Some(owners) = self.owners.as_ref().filter(|_| 2 * rows * cols > max_packet_bytes(self.size()))
-            && let (Some(y), Some(partial)) = (owners.buffer(out), owners.buffer(partial))
+        if let Some(owners) = self.owners.as_ref().filter(|_| self.has_owners(rows, cols))
+            && let (Some(y), Some(partial), Some(_)) =
+                (owners.buffer(out), owners.buffer(partial), owners.buffer(residual))
         {
             let operands = OwnerNorm { y, partial, residual, weight, eps };
             return owner_norm(q, &owners.flags, operands, rows, cols).map_err(device_error);
@@ -249,6 +250,18 @@ impl Group {
             }
         };
         done.map_err(device_error)
+    }
+
+    /// Whether rows of `cols` columns that are summed and normalized have owners, if the workers have mapped them.
+    pub(crate) fn has_owners(&self, rows: usize, cols: usize) -> bool {
+        self.owners.is_some() && 2 * rows * cols > max_packet_bytes(self.size())
+    }
+
+    /// Gives every worker the rows of a residual that the others own.
+    pub(crate) fn make_whole(&self, q: &Queue, residual: Span, rows: usize, cols: usize) -> Result<(), DeviceError> {
+        let Some(owners) = self.owners.as_ref().filter(|_| self.has_owners(rows, cols)) else { return Ok(()) };
+        let Some(residual) = owners.buffer(residual) else { return Ok(()) };
+        owner_rows(q, &owners.flags, residual, rows, cols).map_err(device_error)
     }
 
     /// Gathers every worker's part into `buffer`, in rank order.

@@ -3,8 +3,16 @@
 //! Nothing waits for the host: the chosen tokens, and so the number of accepted drafts, are read on the GPU, which makes the inputs of
 //! each pass. The first pass has the shape of the step, with the tokens that follow. Each further pass has one token of each row that
 //! guesses, as decodes have; rows that have all of their guesses become padding. Passes are recorded as steps are.
+//!
+//! In a group each worker has a part of the drafter, as it has of the model. A whole drafter on each worker would need no sums, but
+//! read `tp` times the weights: the layer of an EAGLE-3 head for Llama 3 8B has 0.49 GB, which takes 150 us at 3.3 TB/s, and a sum of
+//! a row takes 3 us (`kernels/README.md`). It would also still need an exchange, because the words of the model's head are divided. So a
+//! pass has the sums of its layers and of the embedding, and a guess is chosen as the tokens of a step are: from the best word of
+//! each worker, or from all logits if it is drawn. Every worker computes it from the same numbers and so gets the same guess.
+//! Sums of many rows leave each worker with the residual of its own rows; the others come by [`ops::Device::make_whole`].
 
 use bytemuck::Zeroable;
+use engine::RowId;
 use kernels::cuda::Span;
 use kernels::cuda::gather_rows::gather_rows;
 use kernels::cuda::guess::{self, FollowRow, Followed, GuessRows, MAX_SAMPLES, NO_GUESS, Newest, NextPass, Results};
@@ -59,6 +67,9 @@ impl CudaDevice {
                 return Err(refuse(format!("row {} chooses {count} tokens, not at its last positions", row.0)));
             }
             let drafts = starts[1] as usize + 1 - samples.len().max(1)..starts[1] as usize;
+            if !drafts.is_empty() {
+                self.await_guesses(row)?;
+            }
             are_own &= self.guesses.as_mut().expect("as above").take_last(row, &whole.token_ids[drafts]);
             let next_position = whole.positions[starts[1] as usize - 1] as usize + 1;
             let output = |sample: &SampleInput| verify::sample_at(inputs, sample.token_index).unwrap_or(0) as u32;
@@ -131,6 +142,19 @@ impl CudaDevice {
             index: block.elements::<u32>(index_at, count),
             follow: block.elements::<FollowRow>(follow_at / FOLLOW_WORDS, follow.len()),
         });
+        Ok(())
+    }
+
+    /// Reads what is guessed for a row behind a step that this worker has not collected. The step that verifies it may come before,
+    /// because rank 0 has it from another worker of the group; all of them must take the same passes.
+    fn await_guesses(&mut self, row: RowId) -> Result<(), DeviceError> {
+        let Some(guesses) = self.guesses.as_mut().filter(|guesses| guesses.kind == DrafterKind::Model) else {
+            return Ok(());
+        };
+        for step in self.in_flight.iter_mut().filter(|step| step.guessed.is_none() && step.guesses.contains(&row)) {
+            step.done.wait().map_err(device_error)?;
+            step.guessed = Some(guesses.read(step.slot, &step.guesses));
+        }
         Ok(())
     }
 

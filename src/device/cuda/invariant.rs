@@ -25,7 +25,13 @@ pub(super) fn check(config: &CudaConfig, gpu: &Gpu) -> Result<(), DeviceError> {
         let found = format!("{} (compute capability {major}.{minor})", gpu.name());
         return Err(unsupported(found, "a GPU of compute capability 9, and a build with its kernels"));
     }
-    let (vocab, workers) = (config.limits.vocab_size, config.tensor_parallel.size as usize);
+    check_vocab(config, config.limits.vocab_size)
+}
+
+/// # Errors
+/// When the workers of a group would not have equal shares of a vocabulary.
+pub(super) fn check_vocab(config: &CudaConfig, vocab: usize) -> Result<(), DeviceError> {
+    let workers = config.tensor_parallel.size as usize;
     if config.batch_invariant && workers > 1 && !vocab.is_multiple_of(8 * workers) {
         let found = format!("{vocab} words for {workers} workers");
         return Err(unsupported(found, "a vocabulary of equal shares that are multiples of 8"));

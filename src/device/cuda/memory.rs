@@ -55,7 +55,7 @@ pub(crate) struct Workspace {
 }
 
 /// Number of tokens in every worker's share but the last; the same rule as in `models`.
-fn vocabulary_share(vocab: usize, group: usize) -> usize {
+pub(super) fn vocabulary_share(vocab: usize, group: usize) -> usize {
     vocab.div_ceil(group).next_multiple_of(8)
 }
 
@@ -287,9 +287,10 @@ impl CudaDevice {
         }
         self.group.open_peers(&self.gpu, self.hidden, self.can_chain())?;
         super::invariant::check_peers(&self.config, self.group.has_peers())?;
-        // Activation buffers as wide as the residual include those that are summed and normalized.
-        let bytes = self.tensor_bytes(self.hidden);
-        let summed: Vec<_> = self.tensors.iter().filter(|tensor| tensor.span().bytes() == bytes).collect();
+        super::invariant::check_vocab(&self.config, self.loaded_vocab)?;
+        // Activation buffers as wide as a residual include those that are summed and normalized.
+        let bytes: Vec<usize> = self.widths.iter().map(|&width| self.tensor_bytes(width)).collect();
+        let summed: Vec<_> = self.tensors.iter().filter(|tensor| bytes.contains(&tensor.span().bytes())).collect();
         // Between stages, every worker sends all rows of the residual.
         if self.pipeline.stage.count == 1 {
             self.group.share(&self.gpu, &summed, self.config.limits.max_tokens, self.hidden)?;

@@ -112,6 +112,8 @@ pub struct CudaWeight {
     cols: usize,
     /// For an embedding: the token of its first row.
     first_token: u32,
+    /// For an output head: the number of tokens, of which a group of workers divides the rows.
+    vocab: usize,
     /// For gate/up: number of alternating columns of gate and up.
     group: usize,
     /// Whether products with it are partial sums, which are summed by a norm.
@@ -138,6 +140,7 @@ impl CudaWeight {
             rows,
             cols,
             first_token: 0,
+            vocab: 0,
             group: 0,
             is_partial: false,
             packed,
@@ -180,6 +183,8 @@ pub struct CudaDevice {
     first_short: Option<usize>,
     /// The drafter that was loaded.
     drafter: Option<DrafterKind>,
+    /// Tokens of the output heads that are loaded.
+    loaded_vocab: usize,
     /// `None` without a drafter.
     guesses: Option<Guesses>,
     /// Guesses of the step that was collected last.
@@ -212,6 +217,8 @@ pub struct CudaDevice {
     taken_logits: Vec<Vec<f32>>,
     /// Width of the hidden state; with a drafter, of the wider one.
     hidden: usize,
+    /// Widths of the hidden states that are loaded.
+    widths: Vec<usize>,
     weights: Vec<DeviceBuffer>,
     /// While the device sleeps: those weights that were released, each with its index.
     saved: Vec<(usize, PinnedBuffer)>,
@@ -275,6 +282,7 @@ impl CudaDevice {
             is_split: false,
             first_short: None,
             drafter: None,
+            loaded_vocab: config.limits.vocab_size,
             guesses: None,
             taken_guesses: Vec::new(),
             has_layer_norms: false,
@@ -297,6 +305,7 @@ impl CudaDevice {
             masked: MaskedStep::default(),
             taken_logits: Vec::new(),
             hidden: 0,
+            widths: Vec::new(),
             weights: Vec::new(),
             saved: Vec::new(),
             tensors: Vec::new(),

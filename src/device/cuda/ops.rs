@@ -245,4 +245,14 @@ impl CudaDevice {
         self.flush()?;
         self.group.reduce_add_norm(&self.queue, operands)
     }
+
+    pub(crate) fn op_make_whole(&mut self, residual: CudaTensor) -> Result<(), DeviceError> {
+        let rows = self.num_tokens();
+        if self.current().only_products || !self.group.has_owners(rows, residual.cols) {
+            return Ok(());
+        }
+        self.run_deferred()?;
+        self.flush()?;
+        self.group.make_whole(&self.queue, residual.values, rows, residual.cols)
+    }
 }

@@ -1,6 +1,6 @@
 //! The step whose ops are being queued, and the steps that wait to be collected.
 
-use engine::{RowId, SampledToken};
+use engine::{RowId, SampledToken, TokenId};
 use kernels::cuda::Event;
 use ops::{DeviceError, SampleInput, StepInputs};
 
@@ -31,6 +31,8 @@ pub(super) struct InFlight {
     pub(super) samples: Vec<(usize, RowId, Reported)>,
     /// The rows for which tokens behind these are guessed.
     pub(super) guesses: Vec<RowId>,
+    /// These guesses, if a later step has read them.
+    pub(super) guessed: Option<Vec<(RowId, Vec<TokenId>)>>,
     /// Logits that it reports.
     pub(super) logits: Vec<Vec<f32>>,
 }
@@ -125,7 +127,7 @@ impl CudaDevice {
         let samples = samples.iter().filter(|_| self.pipeline.stage.is_last());
         let samples = samples.map(|(index, s)| (*index, s.row, self.rows.host(s.row.0 as usize).reported)).collect();
         let logits = std::mem::take(&mut self.reports.rows);
-        self.in_flight.push_back(InFlight { slot, done, samples, guesses, logits });
+        self.in_flight.push_back(InFlight { slot, done, samples, guesses, guessed: None, logits });
         Ok(())
     }
 

@@ -8,6 +8,7 @@ use kernels::cuda::skinny_gemm::Epilogue;
 use kernels::cuda::{Span, gather_rows};
 use ops::DeviceError;
 
+use super::memory::vocabulary_share;
 use super::{CudaDevice, CudaTensor, CudaWeight, device_error};
 
 impl CudaDevice {
@@ -77,12 +78,12 @@ impl CudaDevice {
         Ok(all)
     }
 
-    /// How the logits of a head lie. A draft model may have other tokens than the model.
+    /// How the logits of a head lie. A draft model may have fewer tokens than the model.
     pub(super) fn layout_of(&self, head: &CudaWeight) -> LogitLayout {
         if self.group.size() == 1 && head.token_columns.is_none() {
             return LogitLayout { share: head.rows.next_multiple_of(8), vocab: head.rows, own: 0..head.rows };
         }
-        let (share, vocab) = (self.workspace().share, self.config.limits.vocab_size);
+        let (share, vocab) = (vocabulary_share(head.vocab, self.group.size()), head.vocab);
         let first = self.group.rank() * share;
         LogitLayout { share, vocab, own: first.min(vocab)..(first + share).min(vocab) }
     }
