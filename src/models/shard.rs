@@ -38,6 +38,20 @@ pub struct LayerShard {
     pub expert_intermediate: Range<usize>,
 }
 
+/// Checks that `size` workers can share a model, and what guesses its drafts.
+///
+/// # Errors
+/// As [`Shard::new`].
+pub fn check(config: &Config, size: u32) -> Result<(), ModelError> {
+    let tp = TensorParallel { rank: 0, size };
+    Shard::new(config, tp)?;
+    let Some(draft) = &config.draft else { return Ok(()) };
+    Shard::new(&draft.config, tp).map(drop).map_err(|source| match draft.eagle3 {
+        Some(_) => ModelError::OfEagle3 { source: Box::new(source) },
+        None => ModelError::OfDraftModel { source: Box::new(source) },
+    })
+}
+
 impl Shard {
     /// The shard of worker `tp.rank`.
     ///
@@ -156,7 +170,7 @@ pub(crate) mod tests {
     use ops::{Activation, DType, NormKind};
 
     use super::*;
-    use crate::config::HeadSpec;
+    use crate::config::{DraftConfig, HeadSpec};
     use crate::families;
     use crate::layer_spec::{AttentionLayer, KvSource, MlpLayer, NormSpec};
 
@@ -255,6 +269,18 @@ pub(crate) mod tests {
         assert_eq!(
             error,
             "8 heads and 4 KV heads cannot be shared by 3 workers; world sizes that would do: 1, 2, 4, 8"
+        );
+    }
+
+    #[test]
+    fn a_size_that_divides_the_heads_of_the_model_but_not_of_its_draft_model_is_refused() {
+        let draft = DraftConfig { dir: "draft".into(), config: config(3, 1, 512), eagle3: None };
+        let with_draft = config(6, 6, 512).with_draft(draft);
+        assert!([1, 3].iter().all(|&size| check(&with_draft, size).is_ok()));
+        let error = check(&with_draft, 2).unwrap_err().to_string();
+        assert_eq!(
+            error,
+            "draft model: 3 heads and 1 KV heads cannot be shared by 2 workers; world sizes that would do: 1, 3"
         );
     }
 

@@ -1,6 +1,5 @@
 //! The ranks that the workers of a model take.
 
-use ops::TensorParallel;
 use repository::ModelConfig;
 use serving::InferError;
 
@@ -55,11 +54,10 @@ impl Parallelism {
     }
 }
 
-/// Checks that `tp` workers can share `model`.
+/// Checks that `tp` workers can share `model` and what guesses its drafts.
 ///
 /// # Errors
 /// When the number of heads is not divisible by `tp`. The message has the sizes that work.
 pub(super) fn check_shares(config: &ModelConfig, model: &models::Config, tp: u32) -> Result<(), InferError> {
-    let share = models::shard::Shard::new(model, TensorParallel { rank: 0, size: tp });
-    share.map(drop).map_err(|error| InferError::invalid(format!("model `{}`: {error}", config.name)))
+    models::shard::check(model, tp).map_err(|error| InferError::invalid(format!("model `{}`: {error}", config.name)))
 }
