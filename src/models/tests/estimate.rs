@@ -232,20 +232,24 @@ fn a_pipeline_stage_of_recurrent_layers_alone_is_refused() {
 }
 
 #[test]
-fn workers_of_a_group_share_the_matrices() {
+fn workers_of_a_group_share_the_matrices_of_a_model_and_of_its_draft_model() {
     let dir = golden_dir("llama3_gqa");
-    let config = models::Config::from_dir(&dir).unwrap();
-    let limits = StepLimits { max_tokens: 64, max_rows: 4, max_sequence_len: 128, vocab_size: config.vocab_size };
-    let estimate = |rank, size| {
-        let mut estimator = Estimator::new(Target::Cuda, TensorParallel { rank, size }, limits);
-        let model = models::load(&dir, &config, &mut estimator).unwrap();
-        estimator.estimate(&model.attention_spec(BLOCK_SIZE, limits.max_sequence_len))
-    };
-    let (whole, first, second) = (estimate(0, 1), estimate(0, 2), estimate(1, 2));
-    let norms = (2 * config.num_layers() + 1) * config.hidden_size * 2;
-    assert_eq!(first.weights_bytes + second.weights_bytes, whole.weights_bytes + norms as u64);
-    assert_eq!((first.block_bytes + second.block_bytes, whole.communicator_bytes), (whole.block_bytes, 0));
-    assert!(first.communicator_bytes > 0);
+    let plain = models::Config::from_dir(&dir).unwrap();
+    let limits = StepLimits { max_tokens: 64, max_rows: 4, max_sequence_len: 128, vocab_size: plain.vocab_size };
+    let norms = (2 * plain.num_layers() + 1) * plain.hidden_size * 2;
+    let draft = DeviceDrafter::Model(dir.clone());
+    let drafted = plain.clone().with_drafter(&draft, WeightPrecision::Checkpoint, Target::Cuda).unwrap();
+    for (config, num_models) in [(plain, 1), (drafted, 2)] {
+        let estimate = |rank, size| {
+            let mut estimator = Estimator::new(Target::Cuda, TensorParallel { rank, size }, limits);
+            let model = models::load(&dir, &config, &mut estimator).unwrap();
+            estimator.estimate(&model.attention_spec(BLOCK_SIZE, limits.max_sequence_len))
+        };
+        let (whole, first, second) = (estimate(0, 1), estimate(0, 2), estimate(1, 2));
+        assert_eq!(first.weights_bytes + second.weights_bytes, whole.weights_bytes + (num_models * norms) as u64);
+        assert_eq!((first.block_bytes + second.block_bytes, whole.communicator_bytes), (whole.block_bytes, 0));
+        assert!(first.communicator_bytes > 0);
+    }
 }
 
 #[test]
