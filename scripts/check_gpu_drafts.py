@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Compares a served model with and without drafts of a head or of another model: the tokens, and the speed at a forced acceptance.
 
-    check_gpu_drafts.py [--drafter mtp|eagle3|draft_model] [--shape qwen35moe] [--layers 8] [--num-tokens 3] [--device cuda] [--bin DIR] [--port N]
+    check_gpu_drafts.py [--drafter mtp|eagle3|draft_model] [--shape qwen35moe] [--layers 8] [--num-tokens 3] [--tp 1] [--device cuda] [--bin DIR] [--port N]
     check_gpu_drafts.py --checkpoint DIR --forced 2.5 [--drafter eagle3 --path DIR] [--num-tokens 2] [--batches 1 8 32] [--out FILE.json]
 
 Without --forced, the checkpoint is one of make_checkpoint.py whose tokens follow each other in an order that the drafter knows, too, so that
@@ -108,7 +108,7 @@ def compare(args, checkpoint, path):
         with tempfile.TemporaryDirectory() as scratch:
             bench = Bench(checkpoint, args.device, pathlib.Path(scratch), args.bin, args.port, rows=48)
             bench.set_parameters(**parameters(args, num_tokens, path), max_tokens_in_paged_kv_cache=16000, enable_kv_cache_reuse="false")
-            bench.start(1)
+            bench.start(args.tp)
             try:
                 alone = [answer(args.port, body) for body in requests(bench.vocab)]
                 with concurrent.futures.ThreadPoolExecutor(8) as threads:
@@ -123,18 +123,18 @@ def compare(args, checkpoint, path):
     count = len(alone)
     share = accepted / max(drafted, 1)
     good = all(equal == count for equal in same.values()) and share > 0
-    print(f"{'ok  ' if good else 'FAIL'} {args.drafter} for {args.shape}: {same['alone']} of {count} requests have the same tokens alone, {same['together']} together; "
+    print(f"{'ok  ' if good else 'FAIL'} {args.drafter} for {args.shape}, tp {args.tp}: {same['alone']} of {count} requests have the same tokens alone, {same['together']} together; "
           f"{accepted:.0f} of {drafted:.0f} drafts accepted ({100 * share:.0f} %)")
     return good
 
 
 def measure(args):
-    figures = {"gpu": gpu_name(), "drafter": args.drafter, "forced": args.forced, "num_tokens": args.num_tokens, "tokens_per_second": {}}
+    figures = {"gpu": gpu_name(), "tp": args.tp, "drafter": args.drafter, "forced": args.forced, "num_tokens": args.num_tokens, "tokens_per_second": {}}
     for name, flags, num_tokens in (("plain", [], 0), ("drafts", [f"--benchmark-forced-acceptance={args.forced}"], args.num_tokens)):
         with tempfile.TemporaryDirectory() as scratch:
             bench = Bench(args.checkpoint, args.device, pathlib.Path(scratch), args.bin, args.port, flags=flags)
             bench.set_parameters(**parameters(args, num_tokens, args.path))
-            bench.start(1)
+            bench.start(args.tp)
             try:
                 speeds = figures["tokens_per_second"][name] = {}
                 for batch in args.batches:
@@ -160,6 +160,7 @@ def main():
     parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--checkpoint", type=pathlib.Path)
     parser.add_argument("--num-tokens", type=int, default=3)
+    parser.add_argument("--tp", type=int, default=1, help="workers of the model, each on a GPU")
     parser.add_argument("--forced", type=float)
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 8, 32])
     parser.add_argument("--output", type=int, default=256, help="tokens of each request of a measurement")

@@ -156,7 +156,6 @@ impl LlmConfig {
         log_sampling_defaults(&config.name, &sampling_defaults);
         let queue = QueuePolicy::new(config);
         let parallelism = Parallelism::new(config, &model, defaults)?;
-        drafts.check_group(config, target(defaults.worker.device), parallelism.tp_size)?;
         let batch_invariant = batch_invariant(config, &model, defaults, weight_precision)?;
         let Parallelism { tp_size, pp_size, ep_size, num_replicas } = parallelism;
         let model = model.in_expert_groups(ep_size);

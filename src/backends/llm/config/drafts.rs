@@ -4,7 +4,6 @@
 use std::path::Path;
 
 use engine::ForcedAcceptance;
-use ops::Target;
 use repository::ModelConfig;
 use serving::{InferError, LoadRequest};
 use supervision::DeviceDrafter;
@@ -104,16 +103,6 @@ impl Drafts {
             }
         }
         Ok(found)
-    }
-
-    /// # Errors
-    /// When the device guesses only without tensor parallelism.
-    pub(super) fn check_group(self, config: &ModelConfig, target: Target, tp_size: u32) -> Result<(), InferError> {
-        if target == Target::Cpu || tp_size == 1 || !self.are_of_device() {
-            return Ok(());
-        }
-        let (key, max) = (self.source.key(), self.max);
-        Err(invalid(config, format!("`{key}` is {max}, expected 0 for a `tp` of {tp_size} on GPUs, or `tp` 1")))
     }
 
     /// Whether the devices guess, and not rank 0.
@@ -246,16 +235,6 @@ mod tests {
         let found = |max, source| Ok(Drafts { max, source });
         assert_eq!(drafts(llama, &[]), found(0, Source::PromptLookup));
         assert_eq!(drafts(qwen, &[mtp]), found(3, Source::Mtp));
-        let group = |keys: &[_], target| drafts(qwen, keys).unwrap().check_group(&ModelConfig::default(), target, 2);
-        assert!(group(&[mtp], Target::Cpu).is_ok() && group(&[lookup], Target::Cuda).is_ok());
-        for (keys, expected) in [
-            (&[mtp][..], "`mtp_num_tokens` is 3, expected 0 for a `tp` of 2 on GPUs"),
-            (&[model, path], "`draft_model_num_tokens` is 5, expected 0 for a `tp` of 2 on GPUs"),
-            (&[head, head_path], "`eagle3_num_tokens` is 2, expected 0 for a `tp` of 2 on GPUs"),
-        ] {
-            let error = group(keys, Target::Cuda).unwrap_err().to_string();
-            assert!(error.contains(expected), "{error}");
-        }
         assert_eq!(drafts(llama, &[model, path]), found(5, Source::DraftModel));
         assert_eq!(drafts(llama, &[head, head_path]), found(2, Source::Eagle3));
         assert_eq!(drafts(qwen, &[lookup, ("mtp_num_tokens", "0")]).unwrap().max, 4);
