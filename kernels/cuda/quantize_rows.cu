@@ -10,22 +10,9 @@
 // needs    K % 8 == 0: checked in quantize_rows.rs
 // bound    memory: 3 M K bytes
 // test     tests/cuda_fp8_gemm.rs
-#include "common.cuh"
+#include "fp8_rows.cuh"
 
-constexpr u32 SLICES = 4, SLICE = 128;
-
-// Two values as e4m3, the first in the low byte.
-__device__ __forceinline__ u32 e4m3_pair(float low, float high) {
-    u16 r;
-    asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(r) : "f"(high), "f"(low));
-    return r;
-}
-
-// The exponent bits of the least power of two that is not below `size / 448`.
-__device__ __forceinline__ u32 scale_exponent(float size) {
-    const u32 bits = __float_as_uint(size * (1.0f / 448.0f));
-    return min(max((bits >> 23) + ((bits & 0x7fffff) != 0), 1u), 253u);
-}
+constexpr u32 SLICES = 4;
 
 extern "C" __global__ void __launch_bounds__(256) quantize_rows_fp8(u8* codes, float* scales, const bf16* x, u32 m, u32 k, u32 pitch) {
     pdl_launch();

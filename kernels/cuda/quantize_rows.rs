@@ -7,7 +7,8 @@ use super::{CudaError, Launch, Queue, Span};
 
 const OP: &str = "quantize_rows";
 /// Columns with the same scale.
-const SLICE: usize = 128;
+pub const FP8_SLICE: usize = 128;
+const SLICE: usize = FP8_SLICE;
 /// Scales of a slice belong to whole tiles of this number of rows.
 const ROW_TILE: usize = 128;
 /// Slices of a warp, and rows of a block.

@@ -19,10 +19,15 @@ struct AddedRows {
     }
 };
 
-// Row blockIdx.x of r gets the addend and is stored; y becomes its norm. Each thread has CHUNKS chunks of 8 elements. With
-// one chunk, the weight is read before the wait, because no kernel writes it.
-template <class Addend, int CHUNKS>
-__device__ __forceinline__ void norm_chunks(bf16* y, bf16* r, const Addend& addend, const bf16* w, u32 cols, float eps) {
+// No copy of y.
+struct NoCopy {
+    __device__ void store(const bf16x8&, u64, u32) const {}
+};
+
+// Row blockIdx.x of r gets the addend and is stored; y becomes its norm, of which `copy` gets eight columns at a time. Each thread
+// has CHUNKS chunks of 8 elements. With one chunk, the weight is read before the wait, because no kernel writes it.
+template <class Addend, int CHUNKS, class Copy = NoCopy>
+__device__ __forceinline__ void norm_chunks(bf16* y, bf16* r, const Addend& addend, const bf16* w, u32 cols, float eps, const Copy& copy = {}) {
     __shared__ float scratch[32];
     const u64 row = blockIdx.x;
     const u32 stride = blockDim.x * 8;
@@ -56,16 +61,17 @@ __device__ __forceinline__ void norm_chunks(bf16* y, bf16* r, const Addend& adde
 #pragma unroll
         for (int j = 0; j < 8; ++j) out.v[j] = to_bf16(x[c][j] * scale * to_f32(g.v[j]));
         store8(y + row * cols + i, out);
+        copy.store(out, row, i);
     }
 }
 
 // For blocks of up to 1024 threads and rows of up to 32768 columns.
-template <class Addend>
-__device__ __forceinline__ void norm_row(bf16* y, bf16* r, const Addend& addend, const bf16* w, u32 cols, float eps) {
+template <class Addend, class Copy = NoCopy>
+__device__ __forceinline__ void norm_row(bf16* y, bf16* r, const Addend& addend, const bf16* w, u32 cols, float eps, const Copy& copy = {}) {
     pdl_launch();
     if (cols <= blockDim.x * 8) {
-        norm_chunks<Addend, 1>(y, r, addend, w, cols, eps);
+        norm_chunks<Addend, 1>(y, r, addend, w, cols, eps, copy);
     } else {
-        norm_chunks<Addend, 4>(y, r, addend, w, cols, eps);
+        norm_chunks<Addend, 4>(y, r, addend, w, cols, eps, copy);
     }
 }

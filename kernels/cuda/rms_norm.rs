@@ -1,8 +1,9 @@
-//! RMSNorm, and residual add with RMSNorm. Kernel: `rms_norm.cu`.
+//! RMSNorm, and residual add with RMSNorm. Kernels: `rms_norm.cu`, `add_rms_norm_fp8.cu`.
 
 use half::bf16;
 
 use super::error::ensure;
+use super::quantize_rows::Fp8Rows;
 use super::{CudaError, Launch, Queue, Span};
 
 /// `y[t, :] = x[t, :] * rsqrt(mean(x[t, :]^2) + eps) * weight`; `y` may be `x`.
@@ -39,6 +40,38 @@ pub fn add_rms_norm(
     ensure!("add_rms_norm", y.address() != residual.address(), "y and residual are one buffer");
     let args = [y.into(), residual.into(), partial.into(), weight.into(), (cols as u32).into(), eps.into()];
     q.launch("add_rms_norm_bf16", launch, &args)
+}
+
+/// [`add_rms_norm`] that also stores `y` in e4m3, with the bits of [`super::quantize_rows::quantize_rows`]. `cols` is a multiple
+/// of 128. Only on Hopper.
+#[expect(clippy::too_many_arguments, reason = "one op with its operands and its shape")]
+pub fn add_rms_norm_fp8(
+    q: &Queue,
+    y: Span,
+    residual: Span,
+    partial: Span,
+    weight: Span,
+    codes: Fp8Rows,
+    rows: usize,
+    cols: usize,
+    eps: f32,
+) -> Result<(), CudaError> {
+    let launch = geometry(&[y, residual, partial], weight, rows, cols)?;
+    ensure!("add_rms_norm_fp8", y.address() != residual.address(), "y and residual are one buffer");
+    ensure!("add_rms_norm_fp8", cols.is_multiple_of(128), "{cols} columns are not a multiple of 128");
+    codes.check(rows, cols)?;
+    let args = [
+        y.into(),
+        residual.into(),
+        partial.into(),
+        weight.into(),
+        (cols as u32).into(),
+        eps.into(),
+        codes.codes.into(),
+        codes.scales.into(),
+        (Fp8Rows::pitch(rows) as u32).into(),
+    ];
+    q.launch("add_rms_norm_fp8", launch, &args)
 }
 
 /// The launch of a norm of `rows` rows of each buffer; checks their sizes.

@@ -14,6 +14,7 @@ use kernels::cuda::fp8_gemm::{Fp8Split, fp8_gemm, fp8_gemm_split};
 use kernels::cuda::gated_activation::GateActivation;
 use kernels::cuda::quantize_rows::{Fp8Rows, quantize_rows};
 use kernels::cuda::quantized_gemm::{PackedFormat, PackedWeight, has_hopper_kernel};
+use kernels::cuda::rms_norm::{add_rms_norm, add_rms_norm_fp8};
 use kernels::cuda::skinny_gemm::Epilogue;
 use kernels::cuda::{CudaError, DeviceBuffer, Gpu, Queue, Span};
 use quantized::{FORMATS, QuantizedWeight, e4m3};
@@ -107,6 +108,35 @@ fn rows_keep_the_nearest_codes_and_the_least_power_of_two() {
             let value = e4m3(codes[(row * slices + slice) * SLICE + place]) * scale;
             assert_eq!(value, expected, "{rows} x {k}, row {row}, column {column}, scale {scale}");
         }
+    }
+}
+
+#[test]
+fn a_norm_rounds_its_rows_to_the_bits_of_the_kernel_for_it() {
+    let Some((gpu, queue)) = open() else { return };
+    let mut random = Random::new(24);
+    for (rows, k) in [(1, 128), (130, 384), (65, 4096), (3, 14336)] {
+        let mut x = random.bf16s(rows * k, 1.0);
+        for (i, value) in x.iter_mut().enumerate() {
+            *value = bf16::from_f32(value.to_f32() * [1.0, 1e-3, 3e4, 0.0][i / SLICE % 4]);
+        }
+        let buffer = |values: &[bf16]| DeviceBuffer::from_slice(&gpu, values).expect("memory");
+        let (weight, partial) = (buffer(&random.bf16s(k, 1.0)), buffer(&vec![bf16::ZERO; rows * k]));
+        let [plain, fused] = [false, true].map(|is_fused| {
+            let (residual, y) = (buffer(&x), poisoned::<bf16>(&gpu, &queue, rows * k));
+            let codes = poisoned::<u8>(&gpu, &queue, Fp8Rows::bytes(rows, k));
+            let (y, residual, partial, weight) = (y.span(), residual.span(), partial.span(), weight.span());
+            let to = Fp8Rows::in_buffer(codes.span(), rows, k);
+            match is_fused {
+                true => add_rms_norm_fp8(&queue, y, residual, partial, weight, to, rows, k, 1e-5),
+                false => add_rms_norm(&queue, y, residual, partial, weight, rows, k, 1e-5)
+                    .and_then(|()| quantize_rows(&queue, to, y, rows, k)),
+            }
+            .expect("launches");
+            queue.wait().expect("the kernels run");
+            [y, residual, codes.span()].map(|span| span.read::<u8>(span.bytes()).expect("a copy"))
+        });
+        assert_eq!(plain, fused, "{rows} x {k}");
     }
 }
 

@@ -194,6 +194,7 @@ impl CudaDevice {
 
     /// Launches the collected links. Must be called before any other op of a step.
     pub(crate) fn flush(&mut self) -> Result<(), DeviceError> {
+        self.rounded = None;
         let (Some(memory), false) = (&self.chain.memory, self.chain.links.is_empty()) else { return Ok(()) };
         let rows = self.current().shape.tokens;
         let links = std::mem::take(&mut self.chain.links);

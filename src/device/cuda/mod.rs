@@ -49,6 +49,7 @@ use kernels::cuda::decode_attention::RotatedNorms;
 use kernels::cuda::library_gemm::{FirstUse, LibraryGemm};
 use kernels::cuda::{CudaError, DeviceBuffer, Event, Gpu, PinnedBuffer, Queue, Span};
 
+use self::ops::RoundedRows;
 use adapters::Adapters;
 pub use adapters::CudaProduct;
 pub(crate) use adapters::{adapter_bytes, check_slots};
@@ -207,6 +208,8 @@ pub struct CudaDevice {
     expert_buffers: Option<ExpertBuffers>,
     unsummed: Option<Unsummed>,
     row_gate: Option<RowGate>,
+    /// Rows in e4m3 of the op before, if it was a norm.
+    rounded: Option<RoundedRows>,
     /// Norms of q and k that the attention behind them applies.
     rotated_norms: Option<RotatedNorms>,
     workspace: Option<Workspace>,
@@ -298,6 +301,7 @@ impl CudaDevice {
             expert_buffers: None,
             unsummed: None,
             row_gate: None,
+            rounded: None,
             rotated_norms: None,
             workspace: None,
             rows,

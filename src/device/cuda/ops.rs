@@ -4,8 +4,9 @@ use kernels::cuda::embed::{Table, TokenSource};
 use kernels::cuda::fp8_gemm::fp8_gemm;
 use kernels::cuda::layer_norm::layer_norm;
 use kernels::cuda::library_gemm::{GemmBuffers, GemmShape};
-use kernels::cuda::quantize_rows::{Fp8Rows, quantize_rows};
+use kernels::cuda::quantize_rows::{FP8_SLICE, Fp8Rows, quantize_rows};
 use kernels::cuda::quantized_gemm::PackedWeight;
+use kernels::cuda::rms_norm::add_rms_norm_fp8;
 use kernels::cuda::skinny_gemm::{self, Epilogue, LinearWeight};
 use kernels::cuda::sum_order::SumOrder;
 use kernels::cuda::wide_gemm::{self, wide_gemm};
@@ -20,6 +21,15 @@ use super::{CudaDevice, CudaTensor, CudaWeight, device_error};
 
 /// Up to this number of rows it is faster to expand quantized weights in the product than before it (kernels/README.md).
 const MAX_QUANTIZED_ROWS: usize = 1024;
+
+/// Rows that a norm has stored in e4m3 besides, in the scratch memory of products, for the product that follows.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) struct RoundedRows {
+    /// The address of the rows in bf16.
+    x: u64,
+    rows: usize,
+    cols: usize,
+}
 
 impl CudaWeight {
     pub(crate) fn linear(&self) -> LinearWeight {
@@ -44,6 +54,7 @@ impl CudaDevice {
         self.chain.reset();
         self.unsummed = None;
         self.row_gate = None;
+        self.rounded = None;
         self.rotated_norms = None;
         if self.current().only_products {
             return Ok(());
@@ -115,9 +126,12 @@ impl CudaDevice {
             if self.current().only_products {
                 return Ok(());
             }
+            let rounded = self.rounded.take();
             self.flush()?;
             return match weight.packed_weight() {
-                Some(packed) if self.rounds_inputs(m, weight) => self.fp8_product(out, x, &packed, m, epilogue),
+                Some(packed) if self.rounds_inputs(m, weight) => {
+                    self.fp8_product(out, x, &packed, m, epilogue, rounded)
+                }
                 Some(packed) if m > skinny_gemm::MAX_ROWS => {
                     quantized_gemm::quantized_wide_gemm(&self.queue, out, x, &packed, m, epilogue)
                 }
@@ -153,7 +167,16 @@ impl CudaDevice {
         is_fp8 && m > skinny_gemm::MAX_ROWS && quantized_gemm::has_hopper_kernel(&self.gpu)
     }
 
-    /// A product whose inputs are rounded to e4m3 first.
+    /// Where a norm stores its rows in e4m3, too, if a product with such inputs may follow.
+    fn rounded_by_norm(&self, norm: &ReduceAddNorm) -> Option<Fp8Rows> {
+        let ReduceAddNorm { rows, cols, layer_norm, .. } = *norm;
+        let is_wanted = self.product_scratch.has_fp8_inputs(cols) && rows > skinny_gemm::MAX_ROWS;
+        let is_possible = layer_norm.is_none() && self.group.size() == 1 && cols.is_multiple_of(FP8_SLICE);
+        (is_wanted && is_possible && quantized_gemm::has_hopper_kernel(&self.gpu))
+            .then(|| Fp8Rows::in_buffer(self.workspace().products.span(), rows, cols))
+    }
+
+    /// A product whose inputs are rounded to e4m3 first, unless the norm before it did so.
     fn fp8_product(
         &self,
         out: Span,
@@ -161,10 +184,13 @@ impl CudaDevice {
         weight: &PackedWeight,
         m: usize,
         epilogue: Epilogue,
+        rounded: Option<RoundedRows>,
     ) -> Result<(), CudaError> {
         let scratch = self.workspace().products.span();
         let rows = Fp8Rows::in_buffer(scratch, m, weight.k);
-        quantize_rows(&self.queue, rows, x, m, weight.k)?;
+        if rounded != Some(RoundedRows { x: x.address(), rows: m, cols: weight.k }) {
+            quantize_rows(&self.queue, rows, x, m, weight.k)?;
+        }
         fp8_gemm(&self.queue, out, rows, weight, m, epilogue)
     }
 
@@ -243,6 +269,12 @@ impl CudaDevice {
             return Ok(());
         }
         self.flush()?;
+        if let Some(codes) = self.rounded_by_norm(&operands) {
+            let ReduceAddNorm { out, residual, partial, weight, rows, cols, eps, .. } = operands;
+            self.rounded = Some(RoundedRows { x: out.address(), rows, cols });
+            return add_rms_norm_fp8(&self.queue, out, residual, partial, weight, codes, rows, cols, eps)
+                .map_err(device_error);
+        }
         self.group.reduce_add_norm(&self.queue, operands)
     }
 

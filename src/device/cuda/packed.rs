@@ -45,6 +45,11 @@ impl ProductScratch {
         self.recurrent = self.recurrent.into_iter().chain([shape]).max_by_key(|&shape| scratch_bytes(shape, 1));
     }
 
+    /// Whether a weight may have inputs in e4m3 of this width.
+    pub(crate) fn has_fp8_inputs(self, cols: usize) -> bool {
+        (1..=self.fp8_cols).contains(&cols)
+    }
+
     /// Whether any weight is quantized.
     pub(crate) fn is_needed(self) -> bool {
         self.expanded > 0

@@ -67,6 +67,7 @@ impl Pipeline {
 
 impl CudaDevice {
     pub(crate) fn op_recv_hidden(&mut self, out: CudaTensor) -> Result<(), DeviceError> {
+        self.rounded = None;
         match self.current().only_products {
             true => Ok(()),
             false => self.pipeline.receive(&self.queue, self.activations(out)),

@@ -1,7 +1,7 @@
 //! Measures decode and prefill steps on a GPU: of a Llama-shaped model with random weights, or of a checkpoint.
 //!
 //! `cargo run --release -p device --example cuda_steps -- [--shape llama2-7b|llama3-8b | --checkpoint DIR] [--layers N] [--simple] [--batch-invariant]
-//! [--no-graphs] [--context N] [--prefill N] [--batch N] [--rows N] [--weights bf16|fp8|fp8-blocks|fp8-weights-only|int4] [--kv-cache bf16|fp8|int8]
+//! [--no-graphs] [--context N] [--prefill N] [--batch N,N,..] [--rows N] [--weights bf16|fp8|fp8-blocks|fp8-weights-only|int4] [--kv-cache bf16|fp8|int8]
 //! [--tp-size N --rank R --exchange DIR] [--adapters N [--adapter-rank R]]
 //! [--guesses N [--eagle3 DIR | --draft-model DIR]] [--sleep]`
 //!
@@ -43,7 +43,8 @@ struct Options {
     layers: usize,
     context: usize,
     prefill: usize,
-    batch: usize,
+    /// Rows of the decode steps to measure, and nothing else; empty for all.
+    batches: Vec<usize>,
     rows: usize,
     fast: bool,
     batch_invariant: bool,
@@ -71,7 +72,7 @@ fn options() -> Options {
         layers: number("--layers", 32),
         context: number("--context", 128),
         prefill: number("--prefill", 16384),
-        batch: number("--batch", 0),
+        batches: value("--batch").iter().flat_map(|list| list.split(',')).filter_map(|n| n.parse().ok()).collect(),
         rows: number("--rows", 256).max(8),
         fast: !has("--simple"),
         batch_invariant: has("--batch-invariant"),
@@ -295,7 +296,9 @@ fn main() -> Result<(), AnyError> {
     }
     let blocks = bench.blocks(rows, decode_blocks);
     let decode = |count: usize, number: usize| (0..count).map(move |row| (row, context + number..context + number + 1));
-    let batches = [1, 2, 4, 8, 16, 32, 64, 128, 256].into_iter().filter(|&b| b <= rows);
+    let measures_all = options.batches.is_empty();
+    let batches = if measures_all { vec![1, 2, 4, 8, 16, 32, 64, 128, 256] } else { options.batches.clone() };
+    let batches = batches.into_iter().filter(|&batch| (1..=rows).contains(&batch));
     if options.guesses > 0 {
         for batch in batches {
             let [ms, tokens] = bench.time_drafts(batch, context, options.guesses, blocks)?;
@@ -306,7 +309,7 @@ fn main() -> Result<(), AnyError> {
         }
         return Ok(());
     }
-    for batch in batches.filter(|&b| options.batch == 0 || options.batch == b) {
+    for batch in batches {
         let inputs = |number: usize| step(number as u64, &decode(batch, number).collect::<Vec<_>>(), blocks);
         for adapters in with_and_without(options.adapters) {
             bench.adapters = adapters;
@@ -314,7 +317,7 @@ fn main() -> Result<(), AnyError> {
             print_rank_0(format!("decode batch {batch:>4} context {context}: {ms:.3} ms a step{}", named(adapters)));
         }
     }
-    for chunk in [64, 256, 512].into_iter().filter(|&chunk| chunk <= options.prefill && options.batch == 0) {
+    for chunk in [64, 256, 512].into_iter().filter(|&chunk| chunk <= options.prefill && measures_all) {
         let inputs = |number: usize| {
             let work: Vec<_> = [(rows - 1, 0..chunk)].into_iter().chain(decode(rows - 1, number)).collect();
             step(number as u64, &work, Blocks { per_row: decode_blocks.max(512 / BLOCK), ..blocks })
