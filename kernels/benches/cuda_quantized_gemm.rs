@@ -25,7 +25,7 @@ const ROWS: [usize; 5] = [1, 8, 16, 32, 64];
 /// More rows, by the other kernel.
 const MANY_ROWS: [usize; 6] = [65, 128, 256, 512, 1024, 2048];
 /// Rows of products whose inputs are in e4m3, too.
-const FP8_ROWS: [usize; 6] = [72, 128, 256, 512, 2048, 16384];
+const FP8_ROWS: [usize; 9] = [72, 128, 136, 192, 256, 320, 512, 2048, 16384];
 const FORMATS: [PackedFormat; 3] = [
     PackedFormat::Fp8Rows,
     PackedFormat::Fp8Blocks,
@@ -112,11 +112,11 @@ fn main() {
                 continue;
             }
             let mut found = Vec::new();
-            for (cols, parts) in [(128, 1), (128, 2), (128, 3), (128, 4), (256, 1), (256, 2), (256, 3), (256, 4)] {
-                if parts > 1 && rows > 512 {
+            for (parts, tile) in (1..=4).flat_map(|parts| Fp8Split::tiles(format).map(move |tile| (parts, tile))) {
+                if parts > 1 && (rows > 512 || tile[1] == 224) {
                     continue;
                 }
-                let split = Fp8Split { cols, parts };
+                let split = Fp8Split { tile, parts };
                 let us = microseconds(&queue, runs, |i| {
                     fp8_gemm_split(&queue, y.span(), codes, &weight(i), rows, epilogue, split)
                 });

@@ -1,37 +1,38 @@
 // sm90_fp8_gemm: y[m, n] = sum_k x[m, k] * w[n, k] (+ bias[n]) for x and w in e4m3
 // archs: 90a
 //
-// x        codes [M, 128 S] through tensor map `x_map`, box [128, 128], S slices of K; scales [S, M padded to 128] f32:
+// x        codes [M, 128 S] through tensor map `x_map`, box [ROWS, 128], S slices of K; scales [S, M padded to 128] f32:
 //          one for each row and slice. quantize_rows.cu writes both, with the columns of a slice in the order of w's codes
-// w        codes through tensor map `w_map`, box [128 or 256, 128], and scales, as quantized.cuh describes
+// w        codes through tensor map `w_map`, box [COLS, 128], and scales, as quantized.cuh describes
 // y        described in sm90_gemm.cuh
 // maths    the products of a slice are summed in the tensor cores. Each such sum is multiplied by the scales of the row and
 //          of the block (FP8_BLOCKS), and added in fp32, slices in order; at the end times the scale of w's row (FP8_ROWS).
 //          With P parts of K each part is such a sum; parts are added in order. For a given P no result
 //          depends on other rows; fp8_gemm.rs chooses P by their number, too
 // launch   384 threads, dynamic shared memory from the wrapper. P = 1 (of 1 to 4): one block for each multiprocessor, which computes
-//          tiles of 128 rows of x by 128 or 256 rows of w; otherwise grid (P tiles), cluster (P), a tile for each cluster.
-//          One warp keeps a ring of slices filled, across the ends of tiles; two warpgroups multiply 64 rows of x each: while
-//          one adds its sums, the other one's products run
+//          tiles of ROWS rows of x by COLS rows of w; otherwise grid (P tiles), cluster (P), a tile for each cluster.
+//          One warp keeps a ring of slices filled, across the ends of tiles; two warpgroups multiply 64 rows of x each, or, if
+//          ROWS is above 128, 64 rows of w (sm90_fp8_fitted.cuh): while one adds its sums, the other one's products run
 // needs    N % 8 == 0 (N % 16 == 0 for gate/up): checked in fp8_gemm.rs
-// bound    tensor cores, 2 M N K operations; few rows: memory, N K bytes
+// bound    shared memory, which a slice is written to once and read from once for each 64 rows of the other operand; few rows:
+//          memory, N K bytes
 // test     tests/cuda_fp8_gemm.rs
-#include "sm90_quantized.cuh"
-#include "sm90_wide_store.cuh"
+#include "sm90_fp8_fitted.cuh"
 
-constexpr u32 SLICE = 128;        // columns of a slice, and bytes
-constexpr int PRODUCT_COLS = 128; // rows of w in one product
+constexpr u32 SLICE = 128;  // columns of a slice, and bytes
 
-template <int FORMAT, int COLS>
+template <int FORMAT, int ROWS, int COLS>
 struct Fp8Ring {
-    static constexpr int TILES = COLS / TILE;
-    static constexpr u32 X_BYTES = NT * SLICE, W_BYTES = COLS * SLICE, STAGE_BYTES = X_BYTES + W_BYTES;
-    static constexpr u32 X_SCALES = NT * 4, W_SCALES = FORMAT == FP8_BLOCKS ? TILES * 16 : 0, SCALES = X_SCALES + TILES * 16;
+    static_assert(FORMAT == FP8_ROWS || COLS % TILE == 0, "blocks with a scale begin at the tile");
+    static constexpr int TILES = (COLS + TILE - 1) / TILE;
+    static constexpr u32 X_BYTES = ROWS * SLICE, W_BYTES = COLS * SLICE, STAGE_BYTES = X_BYTES + W_BYTES;
+    static constexpr u32 X_SCALES = ROWS * 4, W_SCALES = FORMAT == FP8_BLOCKS ? TILES * 16 : 0, SCALES = X_SCALES + TILES * 16;
     u32 base, full, empty;  // shared addresses: stages, then scales of each stage, and barriers of 8 bytes each
     i32 stages;
 
-    __device__ u32 x(i32 s, int group) const { return base + s * STAGE_BYTES + group * GROUP_ROWS * SLICE; }
-    __device__ u32 w(i32 s, int part) const { return base + s * STAGE_BYTES + X_BYTES + part * PRODUCT_COLS * SLICE; }
+    // From a row of the stage on.
+    __device__ u32 x(i32 s, int row) const { return base + s * STAGE_BYTES + row * SLICE; }
+    __device__ u32 w(i32 s, int row) const { return base + s * STAGE_BYTES + X_BYTES + row * SLICE; }
     __device__ u32 x_scales(i32 s) const { return base + stages * STAGE_BYTES + s * SCALES; }
     __device__ u32 w_scales(i32 s) const { return x_scales(s) + X_SCALES; }
 };
@@ -45,26 +46,28 @@ struct Operands {
 };
 
 // The tiles of a block, and its slices of K.
-template <int COLS>
-struct Work : TileOrder<COLS> {
+template <int ROWS, int COLS>
+struct Work : TileOrder<COLS, ROWS> {
     i32 item, step, first, count;
 
-    __device__ Work(const Output& out, const Operands& p) : TileOrder<COLS>(out) {
+    __device__ Work(const Output& out, const Operands& p) : TileOrder<COLS, ROWS>(out) {
         const i32 part = blockIdx.x % p.parts;
         item = blockIdx.x / p.parts, step = gridDim.x / p.parts;
         first = p.slices * part / p.parts, count = p.slices * (part + 1) / p.parts - first;
     }
 };
 
-template <int FORMAT, int COLS>
-__device__ __forceinline__ void produce(const Fp8Ring<FORMAT, COLS>& ring, const TensorMap* w_map, const TensorMap* x_map,
-                                        const Output& out, const Operands& p, const Work<COLS>& work) {
-    using R = Fp8Ring<FORMAT, COLS>;
+template <int FORMAT, int ROWS, int COLS>
+__device__ __forceinline__ void produce(const Fp8Ring<FORMAT, ROWS, COLS>& ring, const TensorMap* w_map, const TensorMap* x_map,
+                                        const Output& out, const Operands& p, const Work<ROWS, COLS>& work) {
+    using R = Fp8Ring<FORMAT, ROWS, COLS>;
     const i32 last_tile = (out.n - 1) / TILE;
     const u64 w_policy = work.row_tiles > 1 ? EVICT_LAST : EVICT_FIRST;
-    const auto load_weights = [&](i32 s, i32 n0, i32 slice) {
+    // Scales end with the last 128 rows, where a tile may not.
+    const auto x_scales_bytes = [&](i32 m0) { return (u32)min(ROWS, p.x_pitch - m0) * 4; };
+    const auto load_weights = [&](i32 s, i32 m0, i32 n0, i32 slice) {
         const u32 full = ring.full + 8 * s;
-        barrier_arrive_expect(full, R::STAGE_BYTES + R::X_SCALES + R::W_SCALES);
+        barrier_arrive_expect(full, R::STAGE_BYTES + x_scales_bytes(m0) + R::W_SCALES);
         tensor_load(ring.w(s, 0), w_map, slice * SLICE, n0, full, w_policy);
         if constexpr (FORMAT == FP8_BLOCKS) {
 #pragma unroll 1
@@ -77,13 +80,13 @@ __device__ __forceinline__ void produce(const Fp8Ring<FORMAT, COLS>& ring, const
     const auto load_rows = [&](i32 s, i32 m0, i32 slice) {
         const u32 full = ring.full + 8 * s;
         tensor_load(ring.x(s, 0), x_map, slice * SLICE, m0, full, EVICT_LAST);
-        bulk_load(ring.x_scales(s), (const u8*)(p.x_scales + (i64)slice * p.x_pitch + m0), R::X_SCALES, full, EVICT_LAST);
+        bulk_load(ring.x_scales(s), (const u8*)(p.x_scales + (i64)slice * p.x_pitch + m0), x_scales_bytes(m0), full, EVICT_LAST);
     };
     i32 m0, n0;
     // Weights may be read while the kernel before still runs.
     work.tile(work.item, m0, n0);
     const i32 early = work.item < work.items ? min(work.count, ring.stages) : 0;
-    for (i32 i = 0; i < early; ++i) load_weights(i, n0, work.first + i);
+    for (i32 i = 0; i < early; ++i) load_weights(i, m0, n0, work.first + i);
     pdl_wait();
     for (i32 i = 0; i < early; ++i) load_rows(i, m0, work.first + i);
     Cursor at{early % ring.stages, early == ring.stages ? 0u : 1u};
@@ -91,7 +94,7 @@ __device__ __forceinline__ void produce(const Fp8Ring<FORMAT, COLS>& ring, const
         work.tile(item, m0, n0);
         for (i32 i = begun; i < work.count; ++i) {
             barrier_wait(ring.empty + 8 * at.stage, at.parity);
-            load_weights(at.stage, n0, work.first + i);
+            load_weights(at.stage, m0, n0, work.first + i);
             load_rows(at.stage, m0, work.first + i);
             at.advance(1, ring.stages);
         }
@@ -100,20 +103,20 @@ __device__ __forceinline__ void produce(const Fp8Ring<FORMAT, COLS>& ring, const
 
 // One warpgroup: acc [64 rows of x, COLS rows of w] = its rows times the tile's.
 template <int FORMAT, int COLS>
-__device__ __forceinline__ void multiply_tile(float* acc, const Fp8Ring<FORMAT, COLS>& ring, Cursor& at, i32 count, int group) {
-    constexpr int PARTS = COLS / PRODUCT_COLS;
+__device__ __forceinline__ void multiply_tile(float* acc, const Fp8Ring<FORMAT, NT, COLS>& ring, Cursor& at, i32 count, int group) {
+    constexpr int PARTS = COLS > 128 ? 2 : 1, PRODUCT_COLS = COLS / PARTS;  // products of a slice, and their rows of w
     const int row = group * GROUP_ROWS + threadIdx.x / 32 % 4 * 16 + threadIdx.x % 32 / 4;
     for (i32 i = 0; i < count; ++i) {
         barrier_wait(ring.full + 8 * at.stage, at.parity);
-        const u64 x = tile_descriptor(ring.x(at.stage, group));
+        const u64 x = tile_descriptor(ring.x(at.stage, group * GROUP_ROWS));
         const float first = shared_load_f32(ring.x_scales(at.stage) + 4 * row), second = shared_load_f32(ring.x_scales(at.stage) + 4 * row + 32);
 #pragma unroll
         for (int part = 0; part < PARTS; ++part) {
-            const u64 w = tile_descriptor(ring.w(at.stage, part));
+            const u64 w = tile_descriptor(ring.w(at.stage, part * PRODUCT_COLS));
             float sums[PRODUCT_COLS / 2];
             wgmma_fence();
 #pragma unroll
-            for (int k = 0; k < SLICE / 32; ++k) wgmma_e4m3_n128(sums, x + 2 * k, w + 2 * k, k > 0);
+            for (int k = 0; k < SLICE / 32; ++k) wgmma_e4m3<PRODUCT_COLS>(sums, x + 2 * k, w + 2 * k, k > 0);
             wgmma_commit();
             float scales[2][2][2];  // of the tile, of blocks of eight rows of w that are even and odd, of the rows of x
 #pragma unroll
@@ -140,6 +143,41 @@ __device__ __forceinline__ void multiply_tile(float* acc, const Fp8Ring<FORMAT, 
     }
 }
 
+// One warpgroup: acc [64 rows of w, ROWS rows of x] = its rows times the tile's.
+template <int FORMAT, int ROWS>
+__device__ __forceinline__ void multiply_fitted_tile(float* acc, const Fp8Ring<FORMAT, ROWS, GROUPS * TILE>& ring, Cursor& at, i32 count, int group) {
+    constexpr int N = ROWS / 2;  // rows of x in one product
+    static_assert(N == 80, "sm90_wgmma_e4m3.cuh has this width");
+    for (i32 i = 0; i < count; ++i) {
+        barrier_wait(ring.full + 8 * at.stage, at.parity);
+        u32 w[4][4];
+        load_fragments(w, ring.w(at.stage, group * TILE));
+        float first = 1.0f, second = 1.0f;
+        if constexpr (FORMAT == FP8_BLOCKS) {
+            first = shared_load_f32(ring.w_scales(at.stage) + 16 * group), second = shared_load_f32(ring.w_scales(at.stage) + 16 * group + 4);
+        }
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            const u64 x = tile_descriptor(ring.x(at.stage, half * N));
+            float sums[N / 2];
+            wgmma_fence();
+#pragma unroll
+            for (int k = 0; k < SLICE / 32; ++k) wgmma_registers_e4m3_n80(sums, w[k], x + 2 * k, k > 0);
+            wgmma_commit();
+            float2 scales[N / 8];
+#pragma unroll
+            for (int j = 0; j < N / 8; ++j) scales[j] = shared_load_f32x2(ring.x_scales(at.stage) + 4 * (half * N + 8 * j + threadIdx.x % 4 * 2));
+            wgmma_wait<0>();
+            if (half == 1) {
+                __syncwarp();
+                if (threadIdx.x % 32 == 0) barrier_arrive(ring.empty + 8 * at.stage);
+            }
+            add_scaled<N>(acc + half * N / 2, sums, scales, first, second);
+        }
+        at.advance(1, ring.stages);
+    }
+}
+
 // Multiplies by the scales of w's rows, which this warpgroup's threads loaded: thread `i` those of rows 2 i and 2 i + 1.
 template <int COLS>
 __device__ __forceinline__ void scale_columns(float* acc, float2* shared, float2 loaded, int group) {
@@ -155,10 +193,9 @@ __device__ __forceinline__ void scale_columns(float* acc, float2* shared, float2
 }
 
 template <int FORMAT, int COLS>
-__device__ __forceinline__ void consume(const Fp8Ring<FORMAT, COLS>& ring, const Output& out, const Operands& p, const Work<COLS>& work,
+__device__ __forceinline__ void consume(const Fp8Ring<FORMAT, NT, COLS>& ring, const Output& out, const Operands& p, const Work<NT, COLS>& work,
                                         float* partial, float2* column_scales) {
     const int group = threadIdx.x / 128;
-    pdl_wait();
     Cursor at{0, 0};
     for (i32 item = work.item; item < work.items; item += work.step) {
         i32 m0, n0;
@@ -179,15 +216,44 @@ __device__ __forceinline__ void consume(const Fp8Ring<FORMAT, COLS>& ring, const
     }
 }
 
-template <int FORMAT, int COLS>
+// The same with w as the 64-row operand.
+template <int FORMAT, int ROWS>
+__device__ __forceinline__ void consume_fitted(const Fp8Ring<FORMAT, ROWS, GROUPS * TILE>& ring, const Output& out, const Operands& p,
+                                               const Work<ROWS, GROUPS * TILE>& work, float* partial) {
+    const int group = threadIdx.x / 128;
+    Cursor at{0, 0};
+    for (i32 item = work.item; item < work.items; item += work.step) {
+        i32 m0, n0;
+        work.tile(item, m0, n0);
+        const i32 warp_n = n0 + (i32)threadIdx.x / 32 * 16, n = warp_n + (i32)threadIdx.x % 32 / 4;
+        float first = 1.0f, second = 1.0f;
+        if (FORMAT == FP8_ROWS && warp_n < out.n) {
+            const float* scales = reinterpret_cast<const float*>(p.w_scales) + n;
+            first = scales[0], second = scales[8];
+        }
+        float acc[ROWS / 2] = {};
+        multiply_fitted_tile<FORMAT, ROWS>(acc, ring, at, work.count, group);
+        if constexpr (FORMAT == FP8_ROWS) {
+#pragma unroll
+            for (int i = 0; i < ROWS / 2; ++i) acc[i] *= i % 4 < 2 ? first : second;
+        }
+        if (p.parts > 1) {
+            store_fitted_parts<ROWS>(out, p.parts, partial, ring.base, m0, n0, group, acc);
+        } else {
+            store_fitted<ROWS>(out, m0, warp_n, acc);
+        }
+    }
+}
+
+template <int FORMAT, int ROWS, int COLS>
 __device__ __forceinline__ void fp8_gemm(const TensorMap* w_map, const TensorMap* x_map, const Output& out, const Operands& p, i32 stages) {
     extern __shared__ u8 dynamic[];
     __shared__ alignas(8) u64 barriers[16];
-    __shared__ float2 column_scales[FORMAT == FP8_ROWS ? GROUPS * COLS / 2 : 1];
+    __shared__ float2 column_scales[FORMAT == FP8_ROWS && ROWS == NT ? GROUPS * COLS / 2 : 1];
     pdl_launch();
     const u32 raw = shared_address(dynamic), aligned = (raw + 1023) & ~1023u, bars = shared_address(barriers);
-    const Fp8Ring<FORMAT, COLS> ring{aligned, bars, bars + 8 * stages, stages};
-    const Work<COLS> work(out, p);
+    const Fp8Ring<FORMAT, ROWS, COLS> ring{aligned, bars, bars + 8 * stages, stages};
+    const Work<ROWS, COLS> work(out, p);
     if (threadIdx.x == 0) {
         for (i32 s = 0; s < stages; ++s) barrier_init(ring.full + 8 * s, 1), barrier_init(ring.empty + 8 * s, CONSUMERS / 32);
         barrier_init_fence();
@@ -200,17 +266,23 @@ __device__ __forceinline__ void fp8_gemm(const TensorMap* w_map, const TensorMap
         if (p.parts > 1) cluster_sync(), cluster_sync();
     } else {
         asm volatile("setmaxnreg.inc.sync.aligned.u32 224;");
-        consume<FORMAT, COLS>(ring, out, p, work, reinterpret_cast<float*>(dynamic + (aligned - raw)), column_scales);
+        float* partial = reinterpret_cast<float*>(dynamic + (aligned - raw));
+        pdl_wait();
+        if constexpr (ROWS == NT) consume<FORMAT, COLS>(ring, out, p, work, partial, column_scales);
+        else consume_fitted<FORMAT, ROWS>(ring, out, p, work, partial);
     }
 }
 
-#define FP8_GEMM(NAME, FORMAT, COLS) \
-    extern "C" __global__ void __launch_bounds__(CONSUMERS + 128, 1) sm90_fp8_gemm_##NAME##_n##COLS( \
+#define FP8_GEMM(NAME, FORMAT, ROWS, COLS) \
+    extern "C" __global__ void __launch_bounds__(CONSUMERS + 128, 1) sm90_fp8_gemm_##NAME##_m##ROWS##_n##COLS( \
         const __grid_constant__ TensorMap w_map, const __grid_constant__ TensorMap x_map, const Output out, const Operands p, i32 stages) { \
-        fp8_gemm<FORMAT, COLS>(&w_map, &x_map, out, p, stages); \
+        fp8_gemm<FORMAT, ROWS, COLS>(&w_map, &x_map, out, p, stages); \
     }
 
-FP8_GEMM(rows, FP8_ROWS, 128)
-FP8_GEMM(rows, FP8_ROWS, 256)
-FP8_GEMM(blocks, FP8_BLOCKS, 128)
-FP8_GEMM(blocks, FP8_BLOCKS, 256)
+FP8_GEMM(rows, FP8_ROWS, 128, 128)
+FP8_GEMM(rows, FP8_ROWS, 128, 224)
+FP8_GEMM(rows, FP8_ROWS, 128, 256)
+FP8_GEMM(rows, FP8_ROWS, 160, 128)
+FP8_GEMM(blocks, FP8_BLOCKS, 128, 128)
+FP8_GEMM(blocks, FP8_BLOCKS, 128, 256)
+FP8_GEMM(blocks, FP8_BLOCKS, 160, 128)

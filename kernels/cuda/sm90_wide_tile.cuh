@@ -1,16 +1,16 @@
-// Sums of a block that has NT rows of x and several tiles of w.
+// Sums of a block that has ROWS rows of x, NT unless stated otherwise, and several tiles of w.
 #pragma once
 #include "sm90_gemm.cuh"
 
 constexpr int NT = 128;
 
 // Sums of a tile over the cluster's PARTS blocks; their loads are in flight together.
-template <int PARTS>
+template <int PARTS, int ROWS = NT>
 struct PartSums {
-    u32 partial;  // shared address of [tiles][NT][PITCH] f32; it is the same in the other blocks
+    u32 partial;  // shared address of [tiles][ROWS][PITCH] f32; it is the same in the other blocks
 
     __device__ __forceinline__ float4 sum(int m, int r) const {
-        const u32 offset = (u32)((r / TILE * NT + m) * PITCH + r % TILE) * 4;
+        const u32 offset = (u32)((r / TILE * ROWS + m) * PITCH + r % TILE) * 4;
         float4 v[PARTS];
 #pragma unroll
         for (int p = 0; p < PARTS; ++p) v[p] = cluster_load(cluster_map(partial + offset, p));
@@ -21,20 +21,22 @@ struct PartSums {
 };
 
 // The output of rows m0 .. of x.
+template <int ROWS = NT>
 __device__ __forceinline__ Output rows_of(const Output& out, i32 m0) {
     Output own = out;
-    own.m = min(out.m - m0, NT);
+    own.m = min(out.m - m0, ROWS);
     const i64 row_bytes = out.epilogue >= SILU ? out.n : (i64)out.pitch * (out.epilogue == STORE ? 2 : 4);
     own.y = (u8*)out.y + m0 * row_bytes;
     return own;
 }
 
 // Stores this block's share of a tile's `columns`, added over the `parts` blocks of the cluster. `partial` is that of PartSums.
+template <int ROWS = NT>
 __device__ __forceinline__ void store_share(u32 partial, i32 parts, const Output& own, i32 n0, i32 columns, int threads) {
     // Gate and up are groups of 16 columns.
     const i32 rank = (i32)blockIdx.x % parts, first = columns / 16 * rank / parts * 16, share = columns / 16 * (rank + 1) / parts * 16 - first;
-    if (parts == 1) store_rows(PartSums<1>{partial}, own, n0, first, share, threads);
-    else if (parts == 2) store_rows(PartSums<2>{partial}, own, n0, first, share, threads);
-    else if (parts == 3) store_rows(PartSums<3>{partial}, own, n0, first, share, threads);
-    else store_rows(PartSums<4>{partial}, own, n0, first, share, threads);
+    if (parts == 1) store_rows(PartSums<1, ROWS>{partial}, own, n0, first, share, threads);
+    else if (parts == 2) store_rows(PartSums<2, ROWS>{partial}, own, n0, first, share, threads);
+    else if (parts == 3) store_rows(PartSums<3, ROWS>{partial}, own, n0, first, share, threads);
+    else store_rows(PartSums<4, ROWS>{partial}, own, n0, first, share, threads);
 }
