@@ -146,7 +146,7 @@ mod tests {
         assert_eq!(found(256), expect([(narrow, 1), (narrow, 2), (wide, 1), (narrow, 2)]));
         assert_eq!(found(512), expect([(wide, 1), (narrow, 1), (wide, 1), (narrow, 1)]));
         assert_eq!(split(28672, 4096, 2048), Fp8Split { tile: full, parts: 1 });
-        let blocks = Fp8Split::for_shape(28672, 4096, PackedFormat::Fp8Blocks, 512, 132);
-        assert_eq!(blocks, Fp8Split { tile: full, parts: 1 });
+        let blocks = |rows| Fp8Split::for_shape(28672, 4096, PackedFormat::Fp8Blocks, rows, 132).tile;
+        assert_eq!([150, 256].map(blocks), [fitted, full]);
     }
 }
