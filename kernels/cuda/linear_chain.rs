@@ -1,5 +1,5 @@
 //! Consecutive linear layers for few rows in one kernel, which streams the weights of the next layer before the last
-//! one ends. Kernel: `sm90_linear_chain.cu`.
+//! one ends. Kernels: `sm90_linear_chain.cuh`.
 
 use std::sync::Arc;
 
@@ -18,6 +18,10 @@ use super::{Arg, CudaError, DeviceBuffer, Gpu, Launch, Queue, Span};
 /// their weights allows (kernels/README.md).
 pub const MAX_ROWS: usize = 16;
 
+/// Maximum number of rows of a chain with [`LinkEnd::AddBranch`], whose products have two rows of `x` for each. With more, single products
+/// are as fast (kernels/README.md).
+pub const MAX_BRANCH_ROWS: usize = 4;
+
 /// Maximum number of links in a chain.
 pub const MAX_LINKS: usize = 4;
 
@@ -34,8 +38,11 @@ const MAX_STAGES: usize = 32;
 const SPARE_BYTES: usize = 6 << 10;
 /// Bytes of a block's packets: a tile of f32 sums with a tag beside each.
 const PACKET_BYTES: usize = MAX_ROWS * TILE * 8;
-/// Value of the kernel's `epilogue` besides those of [`Epilogue`].
+/// Values of the kernel's `epilogue` besides those of [`Epilogue`].
 const ADD_NORM: u32 = 4;
+const ADD_BRANCH: u32 = 5;
+/// Sums of a tile that [`AddBranch`] writes for a row.
+const BRANCH_SUMS: usize = 4;
 /// Number of counter words before the blocks' epochs.
 const FIRST_EPOCH: usize = 64;
 
@@ -53,7 +60,7 @@ pub struct Link {
     pub linear: LinkWeight,
     /// What happens with the product.
     pub end: LinkEnd,
-    /// The scale that the rows of `x` lack, if [`LinkEnd::AddNorm`] wrote `x`.
+    /// The scale that the rows of `x` lack, if [`LinkEnd::AddNorm`] or [`LinkEnd::AddBranch`] wrote `x`.
     pub scale: Option<RowScale>,
 }
 
@@ -100,6 +107,8 @@ pub enum LinkEnd {
     Store(Epilogue),
     /// It is added to a residual and normalized, except for the rows' scales.
     AddNorm(AddNorm),
+    /// It is a branch with a norm of its own.
+    AddBranch(AddBranch),
 }
 
 /// `residual += the product, summed over the group`, each rank's part rounded to bf16, then `y = residual * gain`, both
@@ -115,20 +124,55 @@ pub struct AddNorm {
     pub squares: Span,
 }
 
+/// A branch `p`, the product summed over the group, whose norm is added to the residual: `r + s p branch_gain`, where `s` is a scale of the
+/// row that is known when all blocks have ended the link. So the residual stays without the branch until the next such link, and `y`
+/// `[2 rows, n]` bf16 has `r gain` in row `m` and `p branch_gain gain` in row `rows + m`. Products that read `y` add both.
+#[derive(Debug, Clone, Copy)]
+pub struct AddBranch {
+    /// `[rows, n]` bf16. The branch before is added to it, if it lacks one.
+    pub residual: Span,
+    /// `[rows, n]` bf16: the branch before, and then this one.
+    pub branch: Span,
+    /// `[n]` bf16, the weight of the branch's norm.
+    pub branch_gain: Span,
+    /// The branch that the residual lacks.
+    pub before: Option<BranchBefore>,
+    /// `[n]` bf16, the weight of the norm of the sum.
+    pub gain: Span,
+    /// `[rows, norm_slices(n), 4]` f32; every element is written. Not those of `before`.
+    pub squares: Span,
+}
+
+/// A branch that a residual lacks.
+#[derive(Debug, Clone, Copy)]
+pub struct BranchBefore {
+    /// `[n]` bf16, the weight of its norm.
+    pub gain: Span,
+    /// The scale of its rows.
+    pub scale: RowScale,
+}
+
 /// A scale for each row: `rsqrt(mean of its squares + eps)`.
 #[derive(Debug, Clone, Copy)]
 pub struct RowScale {
-    /// `[rows, norm_slices(cols)]` f32, sums of squares.
+    /// `[rows, norm_slices(cols)]` f32, sums of squares; of a branch `[rows, norm_slices(cols), 4]`.
     pub squares: Span,
     /// Columns of a row.
     pub cols: usize,
-    /// Epsilon of the norm.
+    /// Epsilon of the norm, and of that of the branch.
     pub eps: f32,
+    /// Whether [`LinkEnd::AddBranch`] wrote the squares.
+    pub is_of_branch: bool,
 }
 
 /// Number of sums of squares that [`AddNorm`] writes for a row of `n`.
 pub fn norm_slices(n: usize) -> usize {
     n.div_ceil(TILE)
+}
+
+/// Bytes of the squares that [`AddBranch`] writes for `rows` rows of `n`.
+pub fn branch_squares_bytes(rows: usize, n: usize) -> usize {
+    rows * norm_slices(n) * BRANCH_SUMS * 4
 }
 
 /// Whether this GPU and this build have the kernel.
@@ -171,7 +215,12 @@ pub fn linear_chain(
     ensure!(OP, (1..=MAX_LINKS).contains(&links.len()), "{} links; expected 1 to {MAX_LINKS}", links.len());
     ensure!(OP, (1..=MAX_ROWS).contains(&rows), "{rows} rows; expected 1 to {MAX_ROWS}");
     let gpu = q.gpu();
-    let width = skinny_gemm::width_for(rows);
+    let has_branches = links.iter().any(Link::is_of_branch);
+    let most = if has_branches { MAX_BRANCH_ROWS } else { MAX_ROWS };
+    ensure!(OP, rows <= most, "{rows} rows of branches; expected 1 to {most}");
+    let is_mixed = has_branches && links.iter().any(|link| link.is_scaled() && !link.is_of_branch());
+    ensure!(OP, !is_mixed, "links with and without branches");
+    let width = skinny_gemm::width_for(if has_branches { 2 * rows } else { rows });
     let name = links[0].linear.name();
     let other = links.iter().map(|link| link.linear.name()).find(|other| *other != name);
     ensure!(OP, other.is_none(), "weights in {name} and {}", other.unwrap_or_default());
@@ -197,26 +246,39 @@ pub fn linear_chain(
         ensure!(OP, fits, "a weight of {n} x {k} is too large");
         *argument = link.argument(rows, width)?;
     }
-    let summed = links.iter().find(|link| matches!(link.end, LinkEnd::AddNorm(_)));
+    let summed = links.iter().find(|link| !matches!(link.end, LinkEnd::Store(_)));
     if let (Some(group), Some(link)) = (group, summed) {
         let peers = group.argument(&[link.y], rows, link.linear.shape()[0], Shots::One)?;
         chain.peers = bytemuck::pod_read_unaligned(&peers);
     }
     let launch = Launch::new(gpu.num_multiprocessors(), THREADS as u32)
         .shared((stages * stage_bytes + partial_bytes + 1024) as u32);
-    let kind = if group.is_some() { "peer_" } else { "" };
-    q.launch(&format!("sm90_{kind}linear_chain_{name}_m{width}"), launch, &[Arg::Bytes(bytemuck::bytes_of(&chain))])
+    let peers = if group.is_some() { "peer_" } else { "" };
+    let kind = if has_branches { "branch" } else { "linear" };
+    q.launch(&format!("sm90_{peers}{kind}_chain_{name}_m{width}"), launch, &[Arg::Bytes(bytemuck::bytes_of(&chain))])
 }
 
 impl Link {
+    /// Whether rows are read or stored without their scale.
+    fn is_scaled(&self) -> bool {
+        self.scale.is_some() || !matches!(self.end, LinkEnd::Store(_))
+    }
+
+    /// Whether it reads or stores two rows for each.
+    fn is_of_branch(&self) -> bool {
+        self.scale.is_some_and(|scale| scale.is_of_branch) || matches!(self.end, LinkEnd::AddBranch(_))
+    }
+
     /// The kernel's `Link`, after a check that the operands have `rows` rows.
     fn argument(&self, rows: usize, width: usize) -> Result<LinkArgument, CudaError> {
         let Self { y, pitch, x, linear, end, scale } = *self;
         let [n, k] = linear.shape();
         let epilogue = match end {
             LinkEnd::Store(epilogue) => epilogue,
-            LinkEnd::AddNorm(_) => Epilogue::Store,
+            LinkEnd::AddNorm(_) | LinkEnd::AddBranch(_) => Epilogue::Store,
         };
+        let rows_of_x = if scale.is_some_and(|scale| scale.is_of_branch) { 2 * rows } else { rows };
+        ensure!(OP, x.count::<bf16>() >= rows_of_x * k, "x has no {rows_of_x} rows of {k}");
         let (weight, bias, meta) = match linear {
             LinkWeight::Plain(plain) => {
                 skinny_gemm::check(y, x, &plain, rows, epilogue)?;
@@ -235,7 +297,7 @@ impl Link {
         }
         let mut argument = LinkArgument {
             weight: map_words(&weight),
-            x: map_words(&TensorMap::matrix(x, rows, k, width, SLICE)?),
+            x: map_words(&TensorMap::matrix(x, rows_of_x, k, width, SLICE)?),
             y: y.address(),
             bias: bias.address(),
             m: rows as u32,
@@ -246,19 +308,63 @@ impl Link {
             meta,
             ..LinkArgument::zeroed()
         };
-        if let LinkEnd::AddNorm(add) = end {
-            add.fill(&mut argument, y, rows, n)?;
+        match end {
+            LinkEnd::Store(_) => {}
+            LinkEnd::AddNorm(add) => add.fill(&mut argument, y, rows, n)?,
+            LinkEnd::AddBranch(add) => {
+                ensure!(OP, scale.is_none(), "a branch of rows without their scale");
+                add.fill(&mut argument, y, rows, n)?;
+            }
         }
-        if let Some(RowScale { squares, cols, eps }) = scale {
-            let found = squares.count::<f32>();
-            let fits = cols == k && found >= rows * norm_slices(cols);
-            ensure!(OP, fits, "{found} squares of {rows} rows of {cols} columns, for {k} inputs");
-            argument.squares_in = squares.address();
-            argument.slices_in = norm_slices(cols) as u32;
-            argument.inverse_cols = 1.0 / cols as f32;
-            argument.eps = eps;
+        if let Some(scale) = scale {
+            scale.fill(&mut argument, rows, k)?;
         }
         Ok(argument)
+    }
+}
+
+impl RowScale {
+    /// For `rows` rows of `expected` columns.
+    fn fill(&self, argument: &mut LinkArgument, rows: usize, expected: usize) -> Result<(), CudaError> {
+        let Self { squares, cols, eps, is_of_branch } = *self;
+        let found = squares.count::<f32>();
+        let sums = if is_of_branch { BRANCH_SUMS } else { 1 };
+        let fits = cols == expected && found >= rows * norm_slices(cols) * sums;
+        ensure!(OP, fits, "{found} squares of {rows} rows of {cols} columns, for {expected} inputs");
+        argument.squares_in = squares.address();
+        argument.slices_in = norm_slices(cols) as u32;
+        argument.inverse_cols = 1.0 / cols as f32;
+        argument.eps = eps;
+        Ok(())
+    }
+}
+
+impl AddBranch {
+    fn fill(&self, argument: &mut LinkArgument, y: Span, rows: usize, n: usize) -> Result<(), CudaError> {
+        let Self { residual, branch, branch_gain, before, gain, squares } = *self;
+        let has_room = |span: Span, count: usize| span.count::<bf16>() >= count && span.is_aligned(8);
+        let fits = has_room(residual, rows * n) && has_room(branch, rows * n) && has_room(y, 2 * rows * n);
+        ensure!(OP, fits, "the residual, the branch or y is too short for {rows} rows of {n}, or not 8-byte aligned");
+        let gains = [Some(branch_gain), Some(gain), before.map(|before| before.gain)];
+        ensure!(OP, gains.into_iter().flatten().all(|gain| has_room(gain, n)), "a norm's weight is shorter than {n}");
+        let found = squares.bytes();
+        ensure!(OP, found >= branch_squares_bytes(rows, n), "{found} bytes of squares of {rows} x {n}");
+        let same = [residual, branch].iter().any(|span| span.address() == y.address());
+        ensure!(OP, !same && residual.address() != branch.address(), "two buffers are one");
+        argument.epilogue = ADD_BRANCH;
+        argument.residual = residual.address();
+        argument.gain = gain.address();
+        argument.squares_out = squares.address();
+        argument.slices_out = norm_slices(n) as u32;
+        argument.branch = branch.address();
+        argument.branch_gain = branch_gain.address();
+        if let Some(BranchBefore { gain, scale }) = before {
+            ensure!(OP, scale.squares.address() != squares.address(), "the squares of two branches are one buffer");
+            ensure!(OP, scale.is_of_branch, "the branch before has no squares of its own");
+            scale.fill(argument, rows, n)?;
+            argument.gain_before = gain.address();
+        }
+        Ok(())
     }
 }
 
@@ -307,7 +413,9 @@ struct LinkArgument {
     k: u32,
     padding: u32,
     meta: [u64; 2],
-    padding_after: [u32; 6],
+    branch: u64,
+    branch_gain: u64,
+    gain_before: u64,
 }
 
 /// The kernel's `Chain`.

@@ -10,7 +10,8 @@ use gpu::{Random, floats, poisoned};
 use half::bf16;
 use kernels::cuda::gated_activation::GateActivation;
 use kernels::cuda::linear_chain::{
-    AddNorm, ChainScratch, Link, LinkEnd, LinkWeight, RowScale, has_kernel, linear_chain, norm_slices,
+    AddBranch, AddNorm, BranchBefore, ChainScratch, Link, LinkEnd, LinkWeight, RowScale, branch_squares_bytes,
+    has_kernel, linear_chain, norm_slices,
 };
 use kernels::cuda::quantized_gemm::PackedFormat;
 use kernels::cuda::skinny_gemm::{Epilogue, LinearWeight};
@@ -74,9 +75,8 @@ impl Weight {
     }
 
     /// Products of `x [rows, k]`, with rows multiplied by `scales`, and the tolerance for sums in another order.
-    fn multiply(&self, x: &[bf16], scales: &[f32]) -> (Vec<f32>, Vec<f32>) {
-        let x: Vec<f32> =
-            floats(x).chunks(self.k).zip(scales).flat_map(|(row, s)| row.iter().map(move |v| v * s)).collect();
+    fn multiply(&self, x: &[f32], scales: &[f32]) -> (Vec<f32>, Vec<f32>) {
+        let x: Vec<f32> = x.chunks(self.k).zip(scales).flat_map(|(row, s)| row.iter().map(move |v| v * s)).collect();
         let weight = &self.values;
         let bias = self.bias.as_deref().map(floats);
         let magnitudes = |values: &[f32]| values.iter().map(|v| v.abs()).collect::<Vec<f32>>();
@@ -95,6 +95,63 @@ fn check(what: &str, found: &[f32], expected: &[f32], tolerances: &[f32]) {
             (found - expected).abs() <= tolerance,
             "{what}: element {i} is {found}, {expected} was expected within {tolerance}"
         );
+    }
+}
+
+/// The activation of interleaved gates and ups, with tolerances.
+fn gated_of(sums: &[f32], slacks: &[f32], inner: usize) -> (Vec<f32>, Vec<f32>) {
+    let pair = |o: usize| {
+        let (row, column) = (o / inner, o % inner);
+        let gate = row * 2 * inner + column / 8 * 16 + column % 8;
+        let (g, u) = (reference::silu(sums[gate]), sums[gate + 8]);
+        let slack = 1.2 * slacks[gate] * u.abs() + slacks[gate + 8] * g.abs();
+        (g * u, (g * u).abs() * 2.0f32.powi(-8) * 1.05 + slack * 2.0 + 1e-6)
+    };
+    (0..sums.len() / 2).map(pair).unzip()
+}
+
+/// A residual r, a branch p, and the weights of the norms of p and of the sum.
+struct Summed<'a> {
+    residual: &'a [f32],
+    branch: &'a [f32],
+    gains: [&'a [f32]; 2],
+}
+
+impl Summed<'_> {
+    /// For each row the scales of the branch and of the sum.
+    fn scales(&self) -> Vec<[f32; 2]> {
+        let [branch_gain, _] = self.gains;
+        let n = branch_gain.len();
+        let scale = |row: &[f32]| (row.iter().map(|v| v * v).sum::<f32>() / n as f32 + EPS).sqrt().recip();
+        let rows = self.residual.chunks(n).zip(self.branch.chunks(n));
+        rows.map(|(residual, branch)| {
+            let s = scale(branch);
+            let sum: Vec<f32> = (0..n).map(|i| residual[i] + s * branch[i] * branch_gain[i]).collect();
+            [s, scale(&sum)]
+        })
+        .collect()
+    }
+
+    /// The residual with the branch.
+    fn sum(&self) -> Vec<f32> {
+        let (n, scales) = (self.gains[0].len(), self.scales());
+        let value = |(i, r): (usize, &f32)| r + scales[i / n][0] * self.branch[i] * self.gains[0][i % n];
+        self.residual.iter().enumerate().map(value).collect()
+    }
+
+    /// The two rows that are stored for each: those of the residual, then those of the branch.
+    fn rows(&self) -> Vec<f32> {
+        let ([u, v], n) = (self.gains, self.gains[0].len());
+        let residual = self.residual.iter().enumerate().map(|(i, r)| r * v[i % n]);
+        residual.chain(self.branch.iter().enumerate().map(|(i, p)| p * u[i % n] * v[i % n])).collect()
+    }
+
+    /// The normed sum, as products read it from these rows.
+    fn normed(&self, rows: &[f32]) -> Vec<f32> {
+        let (n, scales) = (self.gains[0].len(), self.scales());
+        let (residual, branch) = rows.split_at(rows.len() / 2);
+        let value = |i: usize| scales[i / n][1] * (residual[i] + scales[i / n][0] * branch[i]);
+        (0..residual.len()).map(value).collect()
     }
 }
 
@@ -161,7 +218,7 @@ impl Case {
                 squares: squares.span(),
             })
         };
-        let scale = Some(RowScale { squares: squares.span(), cols: hidden, eps: EPS });
+        let scale = Some(RowScale { squares: squares.span(), cols: hidden, eps: EPS, is_of_branch: false });
         let link = |i: usize, x: Span, end: LinkEnd, scale: Option<RowScale>| Link {
             y: ys[i].span(),
             pitch,
@@ -182,25 +239,18 @@ impl Case {
         let what = |link: &str| format!("{rows} rows, {} -> {hidden} -> {inner} -> {}, {link}", out.k, qkv.n);
         let read = |i: usize, count: usize| ys[i].span().read::<bf16>(count).expect("a copy");
         let ones = vec![1.0; rows];
-        let (sums, slacks) = out.multiply(&x, &ones);
+        let (sums, slacks) = out.multiply(&floats(&x), &ones);
         let (total, y, tolerances, scales) = self.normed(0, &floats(&residual), &sums, &slacks);
         let normed = read(0, rows * hidden);
         check(&what("out"), &floats(&normed), &y, &tolerances);
 
-        let (sums, slacks) = gate_up.multiply(&normed, &scales);
-        let pair = |o: usize| {
-            let (row, column) = (o / inner, o % inner);
-            let gate = row * 2 * inner + column / 8 * 16 + column % 8;
-            let (g, u) = (reference::silu(sums[gate]), sums[gate + 8]);
-            let slack = 1.2 * slacks[gate] * u.abs() + slacks[gate + 8] * g.abs();
-            (g * u, (g * u).abs() * 2.0f32.powi(-8) * 1.05 + slack * 2.0 + 1e-6)
-        };
-        let (y, tolerances): (Vec<f32>, Vec<f32>) = (0..rows * inner).map(pair).unzip();
+        let (sums, slacks) = gate_up.multiply(&floats(&normed), &scales);
+        let (y, tolerances) = gated_of(&sums, &slacks, inner);
         let gated = read(1, rows * inner);
         check(&what("gate and up"), &floats(&gated), &y, &tolerances);
 
         let rounded: Vec<f32> = total.iter().map(|&v| bf16::from_f32(v).to_f32()).collect();
-        let (sums, slacks) = down.multiply(&gated, &ones);
+        let (sums, slacks) = down.multiply(&floats(&gated), &ones);
         let (total, y, tolerances, scales) = self.normed(2, &rounded, &sums, &slacks);
         let normed = read(2, rows * hidden);
         check(&what("down"), &floats(&normed), &y, &tolerances);
@@ -209,11 +259,108 @@ impl Case {
             total.iter().zip(&rounded).map(|(t, r)| (t.abs() + r.abs()) * 2.0f32.powi(-7) + 1e-4).collect();
         check(&what("residual"), &after, &total, &tolerances);
 
-        let (sums, slacks) = qkv.multiply(&normed, &scales);
+        let (sums, slacks) = qkv.multiply(&floats(&normed), &scales);
         let tolerances: Vec<f32> =
             sums.iter().zip(&slacks).map(|(s, slack)| 2.0 * slack + s.abs() * 2.0f32.powi(-9)).collect();
         let stored = ys[3].span().read::<f32>(rows * pitch).expect("a copy");
         let found: Vec<f32> = stored.chunks(pitch).flat_map(|row| &row[..qkv.n]).copied().collect();
+        check(&what("qkv"), &found, &sums, &tolerances);
+    }
+}
+
+impl Case {
+    /// The same chain with norms behind branches, whose weights are the other gains.
+    fn run_branches(&self, gpu: &Arc<Gpu>, random: &mut Random, rows: usize) {
+        let [out, gate_up, down, qkv] = &self.weights;
+        let (hidden, inner) = (out.n, down.k);
+        let (x, residual) = (random.bf16s(rows * out.k, 1.0), random.bf16s(rows * hidden, 1.0));
+        let upload = |values: &[bf16]| DeviceBuffer::from_slice(gpu, values).expect("memory");
+        let (x_on_gpu, residual_on_gpu) = (upload(&x), upload(&residual));
+        let output = |count: usize| poisoned::<bf16>(gpu, &self.queue, count);
+        let (branch, pitch) = (output(rows * hidden), qkv.n + 8);
+        let logits = poisoned::<f32>(gpu, &self.queue, rows * pitch);
+        let ys = [output(2 * rows * hidden), output(rows * inner), output(2 * rows * hidden), logits];
+        let squares = [(); 2].map(|()| poisoned::<f32>(gpu, &self.queue, branch_squares_bytes(rows, hidden) / 4));
+        let gains = self.gains_on_gpu.each_ref().map(DeviceBuffer::span);
+        let scales = squares.each_ref().map(|squares| RowScale {
+            squares: squares.span(),
+            cols: hidden,
+            eps: EPS,
+            is_of_branch: true,
+        });
+        let add = |i: usize, before: Option<BranchBefore>| {
+            LinkEnd::AddBranch(AddBranch {
+                residual: residual_on_gpu.span(),
+                branch: branch.span(),
+                branch_gain: gains[1 - i],
+                before,
+                gain: gains[i],
+                squares: squares[i].span(),
+            })
+        };
+        let link = |i: usize, x: Span, end: LinkEnd, scale: Option<RowScale>| Link {
+            y: ys[i].span(),
+            pitch,
+            x,
+            linear: self.weights[i].linear(),
+            end,
+            scale,
+        };
+        let gated = LinkEnd::Store(Epilogue::Gated(GateActivation::Silu));
+        let links = [
+            link(0, x_on_gpu.span(), add(0, None), None),
+            link(1, ys[0].span(), gated, Some(scales[0])),
+            link(2, ys[1].span(), add(1, Some(BranchBefore { gain: gains[1], scale: scales[0] })), None),
+            link(3, ys[2].span(), LinkEnd::Store(Epilogue::StoreF32), Some(scales[1])),
+        ];
+        linear_chain(&self.queue, &links, rows, &self.scratch, None).expect("a launch");
+        self.queue.wait().expect("the kernel runs");
+
+        let what = |link: &str| format!("{rows} rows, {} -> {hidden} -> {inner} -> {}, branches, {link}", out.k, qkv.n);
+        let read = |buffer: &DeviceBuffer, count: usize| floats(&buffer.span().read::<bf16>(count).expect("a copy"));
+        let (ones, gains) = (vec![1.0; rows], self.gains.each_ref().map(|gain| floats(gain)));
+        // Values are rounded once, after sums whose order differs.
+        let rounded = |values: &[f32], slacks: &[f32], factor: f32| -> Vec<f32> {
+            let slack = |(i, v): (usize, &f32)| v.abs() * 2.0f32.powi(-8) + slacks[i % slacks.len()] * factor + 1e-5;
+            values.iter().enumerate().map(slack).collect()
+        };
+        let products = |weight: &Weight, summed: &Summed<'_>, stored: &[f32]| {
+            let (sums, slacks) = weight.multiply(&summed.normed(stored), &ones);
+            let slacks: Vec<f32> =
+                slacks.iter().zip(&sums).map(|(slack, sum)| 8.0 * slack + sum.abs() * 1e-4).collect();
+            (sums, slacks)
+        };
+
+        let (sums, slacks) = out.multiply(&floats(&x), &ones);
+        let residual = floats(&residual);
+        let first = Summed { residual: &residual, branch: &sums, gains: [&gains[1], &gains[0]] };
+        let stored = read(&ys[0], 2 * rows * hidden);
+        check(&what("out"), &stored, &first.rows(), &rounded(&first.rows(), &slacks, 1.0));
+        let (sums, slacks) = products(gate_up, &first, &stored);
+        let (y, tolerances) = gated_of(&sums, &slacks, inner);
+        let gated = read(&ys[1], rows * inner);
+        check(&what("gate and up"), &gated, &y, &tolerances);
+
+        let total = first.sum();
+        let after = read(&residual_on_gpu, rows * hidden);
+        let tolerances: Vec<f32> =
+            total.iter().zip(&residual).map(|(t, r)| (t.abs() + (t - r).abs()) * 2.0f32.powi(-7) + 1e-3).collect();
+        check(&what("residual"), &after, &total, &tolerances);
+        let (sums, slacks) = down.multiply(&gated, &ones);
+        check(&what("branch"), &read(&branch, rows * hidden), &sums, &rounded(&sums, &slacks, 1.0));
+        let second = Summed { residual: &total, branch: &sums, gains: [&gains[0], &gains[1]] };
+        let stored = read(&ys[2], 2 * rows * hidden);
+        let mut tolerances = rounded(&second.rows(), &slacks, 2.0);
+        // The branch before was rounded, too.
+        for (i, tolerance) in tolerances.iter_mut().take(total.len()).enumerate() {
+            *tolerance += (total[i] - residual[i]).abs() * gains[1][i % hidden].abs() * 2.0f32.powi(-7);
+        }
+        check(&what("down"), &stored, &second.rows(), &tolerances);
+        let (sums, slacks) = products(qkv, &second, &stored);
+        let found = ys[3].span().read::<f32>(rows * pitch).expect("a copy");
+        let found: Vec<f32> = found.chunks(pitch).flat_map(|row| &row[..qkv.n]).copied().collect();
+        let tolerances: Vec<f32> =
+            slacks.iter().zip(&sums).map(|(slack, sum)| slack + sum.abs() * 2.0f32.powi(-9)).collect();
         check(&what("qkv"), &found, &sums, &tolerances);
     }
 }
@@ -237,6 +384,9 @@ fn every_link_of_a_chain_agrees_with_its_formula() {
             let case = Case::new(&gpu, &mut random, shape, format, index % 2 == 1);
             for rows in [1, 2, 7, 8, 9, 16, 3, 1] {
                 case.run(&gpu, &mut random, rows);
+            }
+            for rows in [1, 2, 4, 3, 1] {
+                case.run_branches(&gpu, &mut random, rows);
             }
         }
     }

@@ -4,13 +4,17 @@
 //! A partial product waits until the norm that follows it is known. One link of the chain then multiplies, sums over
 //! the group, adds to the residual and stores rows without their norm scale. Every product that reads these rows
 //! applies the scale.
+//!
+//! A norm behind a branch has two scales, so a link stores the rows of the residual and of the branch apart, and the products that
+//! read them add both. The residual lacks the branch until the next such link, or until another op reads it.
 
 use std::ops::RangeInclusive;
 use std::sync::Arc;
 
+use kernels::cuda::branch_norm::{BranchNorm, branch_norm};
 use kernels::cuda::linear_chain::{
-    AddNorm, ChainScratch, Link, LinkEnd, LinkWeight, MAX_LINKS, MAX_ROWS, RowScale, has_kernel, linear_chain,
-    norm_slices,
+    AddBranch, AddNorm, BranchBefore, ChainScratch, Link, LinkEnd, LinkWeight, MAX_BRANCH_ROWS, MAX_LINKS, MAX_ROWS,
+    RowScale, branch_squares_bytes, has_kernel, linear_chain, norm_slices,
 };
 use kernels::cuda::skinny_gemm::Epilogue;
 use kernels::cuda::{CudaError, DeviceBuffer, Gpu, Span};
@@ -37,6 +41,8 @@ pub(crate) struct Chain {
     deferred: Option<Deferred>,
     /// Rows that were stored without their scale.
     unscaled: Option<(Span, RowScale)>,
+    /// A residual, and the branch that it lacks.
+    lacking: Option<(Span, BranchBefore)>,
     /// Products that have not been launched.
     links: Vec<Link>,
 }
@@ -47,6 +53,10 @@ struct Memory {
     scratch: ChainScratch,
     /// `[MAX_ROWS, slices]` f32.
     squares: DeviceBuffer,
+    /// `[MAX_BRANCH_ROWS, cols]` bf16: the branch that the residual lacks.
+    branch: DeviceBuffer,
+    /// The squares of this branch, and those of the next one.
+    branch_squares: [DeviceBuffer; 2],
 }
 
 #[derive(Clone, Copy)]
@@ -70,8 +80,14 @@ impl Chain {
             true => CHAINED_ROWS_OF_GROUPED_QUERIES,
             false => CHAINED_ROWS,
         };
-        let squares = DeviceBuffer::new(gpu, squares_bytes(cols))?;
-        let memory = Memory { chained_rows, scratch: ChainScratch::new(gpu)?, squares };
+        let new_squares = || DeviceBuffer::new(gpu, branch_squares_bytes(MAX_BRANCH_ROWS, cols));
+        let memory = Memory {
+            chained_rows,
+            scratch: ChainScratch::new(gpu)?,
+            squares: DeviceBuffer::new(gpu, squares_bytes(cols))?,
+            branch: DeviceBuffer::new(gpu, branch_bytes(cols))?,
+            branch_squares: [new_squares()?, new_squares()?],
+        };
         Ok(Self { memory: Some(memory), ..Self::default() })
     }
 
@@ -84,6 +100,7 @@ impl Chain {
     pub(crate) fn reset(&mut self) {
         self.deferred = None;
         self.unscaled = None;
+        self.lacking = None;
         self.links.clear();
     }
 }
@@ -92,9 +109,14 @@ fn squares_bytes(cols: usize) -> usize {
     MAX_ROWS * norm_slices(cols) * 4
 }
 
+fn branch_bytes(cols: usize) -> usize {
+    MAX_BRANCH_ROWS * cols * 2
+}
+
 /// Bytes that [`Chain::new`] allocates on a GPU with `multiprocessors`.
 pub(crate) fn bytes(cols: usize, multiprocessors: usize) -> usize {
-    squares_bytes(cols) + ChainScratch::bytes(multiprocessors)
+    let branches = branch_bytes(cols) + 2 * branch_squares_bytes(MAX_BRANCH_ROWS, cols);
+    squares_bytes(cols) + branches + ChainScratch::bytes(multiprocessors)
 }
 
 impl CudaWeight {
@@ -137,15 +159,30 @@ impl CudaDevice {
     pub(crate) fn defer(&mut self, out: Span, x: Span, weight: &CudaWeight) -> Result<bool, DeviceError> {
         let joins = weight.is_partial && self.chains();
         if joins {
-            self.run_deferred()?;
+            self.run_deferred_product()?;
             self.chain.deferred = Some(Deferred { out, x, weight: *weight });
         }
         Ok(joins)
     }
 
-    /// Runs the deferred product, if there is one: what follows it is not the norm that would be a part of it. The same for a
-    /// gate whose rows wait for experts.
+    /// Runs what waits for a later op: the deferred product, since what follows it is not the norm that would be a part of it; the sum of
+    /// the residual and the branch that it lacks; a gate whose rows wait for experts.
     pub(crate) fn run_deferred(&mut self) -> Result<(), DeviceError> {
+        self.run_deferred_product()?;
+        self.complete_residual()
+    }
+
+    /// Adds the branch that the residual lacks to it.
+    fn complete_residual(&mut self) -> Result<(), DeviceError> {
+        let Some((residual, before)) = self.chain.lacking.take() else { return Ok(()) };
+        self.flush()?;
+        let memory = self.chain.memory.as_ref().expect("chains have memory");
+        let RowScale { cols, eps, .. } = before.scale;
+        let norm = BranchNorm { residual, branch: memory.branch.span(), branch_weight: before.gain, next: None, eps };
+        branch_norm(&self.queue, norm, self.num_tokens(), cols).map_err(device_error)
+    }
+
+    fn run_deferred_product(&mut self) -> Result<(), DeviceError> {
         if let Some(Deferred { out, x, weight }) = self.chain.deferred.take() {
             self.partial_product(out, x, &weight)?;
         }
@@ -154,6 +191,7 @@ impl CudaDevice {
 
     /// Adds a link for the deferred product and the norm; returns false if no product was deferred.
     pub(crate) fn finish_deferred(&mut self, norm: ReduceAddNorm) -> Result<bool, DeviceError> {
+        self.complete_residual()?;
         let deferred = self.chain.deferred.take();
         self.chain.unscaled = None;
         let (Some(Deferred { out, x, weight }), Some(memory)) = (deferred, &self.chain.memory) else {
@@ -163,7 +201,48 @@ impl CudaDevice {
         let squares = memory.squares.span();
         let end = LinkEnd::AddNorm(AddNorm { residual: norm.residual, gain: norm.weight, squares });
         self.add_link(Link { y: norm.out, pitch: norm.cols, x, linear: weight.in_chain(), end, scale: None })?;
-        self.chain.unscaled = Some((norm.out, RowScale { squares, cols: norm.cols, eps: norm.eps }));
+        self.chain.unscaled =
+            Some((norm.out, RowScale { squares, cols: norm.cols, eps: norm.eps, is_of_branch: false }));
+        Ok(true)
+    }
+
+    /// Adds a link for the deferred product, which is a branch with the norm `branch`; returns false if no product was deferred, or there
+    /// are too many rows.
+    pub(crate) fn finish_deferred_branch(
+        &mut self,
+        residual: Span,
+        branch: &CudaWeight,
+        [out, weight]: [Span; 2],
+        eps: f32,
+    ) -> Result<bool, DeviceError> {
+        let (rows, cols) = (self.num_tokens(), branch.cols);
+        // A drafter reads the normed rows of the last layer.
+        let has_room = rows <= MAX_BRANCH_ROWS && 2 * rows <= self.tensor_rows() && self.drafter.is_none();
+        let (Some(Deferred { x, weight: product, .. }), Some(memory), true) =
+            (self.chain.deferred, &self.chain.memory, has_room)
+        else {
+            return Ok(false);
+        };
+        let before = self.chain.lacking.take();
+        assert!(before.is_none_or(|(lacking, _)| lacking.address() == residual.address()), "a model has one residual");
+        let before = before.map(|(_, before)| before);
+        let [first, second] = memory.branch_squares.each_ref().map(DeviceBuffer::span);
+        let squares =
+            if before.is_some_and(|before| before.scale.squares.address() == first.address()) { second } else { first };
+        let add = AddBranch {
+            residual,
+            branch: memory.branch.span(),
+            branch_gain: branch.values,
+            before,
+            gain: weight,
+            squares,
+        };
+        self.chain.deferred = None;
+        let end = LinkEnd::AddBranch(add);
+        self.add_link(Link { y: out, pitch: cols, x, linear: product.in_chain(), end, scale: None })?;
+        let scale = RowScale { squares, cols, eps, is_of_branch: true };
+        self.chain.unscaled = Some((out, scale));
+        self.chain.lacking = Some((residual, BranchBefore { gain: branch.values, scale }));
         Ok(true)
     }
 

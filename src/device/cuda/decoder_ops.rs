@@ -110,6 +110,11 @@ impl CudaDevice {
         if self.current().only_products {
             return Ok(());
         }
+        if let Some((out, weight)) = next
+            && self.finish_deferred_branch(residual.values, branch, [out.values, weight.values], eps)?
+        {
+            return Ok(());
+        }
         self.run_deferred()?;
         self.flush()?;
         self.sum_experts()?;
