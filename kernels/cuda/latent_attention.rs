@@ -112,6 +112,17 @@ impl LatentSplits {
         let splits = (BLOCKS / tiles.max(1)).clamp(1, MAX_SPLITS);
         Self { kernel, splits, min_chunk: 64 }
     }
+
+    /// The division of rows that decode with [`latent_attention_fixed`]: the same for any number of rows.
+    pub fn fixed(kernel: LatentKernel) -> Self {
+        Self { kernel, splits: 16, min_chunk: 128 }
+    }
+
+    /// Rows with `queries` queries each whose partial sums fit the workspace.
+    fn max_rows(self, queries: usize) -> usize {
+        let tile = self.kernel.tile();
+        PARTIAL_QUERIES / (queries.div_ceil(tile) * tile * self.splits)
+    }
 }
 
 /// Partial sums of [`latent_attention`]. Only one call at a time may use it.
@@ -152,6 +163,35 @@ pub fn latent_attention(q: &Queue, attention: &LatentAttention<'_>) -> Result<()
     let queries = attention.step.max_chunk * attention.num_heads;
     let kernel = LatentKernel::for_rows(q.gpu(), queries);
     latent_attention_split(q, attention, LatentSplits::new(kernel, attention.step.num_rows, queries))
+}
+
+/// [`latent_attention`] in which the result of a token has the same bits whatever other tokens are computed with it, in its row or in
+/// others. Chunks, also of one token, go through all positions in order. Decodes are divided by their length alone, and the workspace
+/// bounds the rows of a launch.
+pub fn latent_attention_fixed(q: &Queue, attention: &LatentAttention<'_>) -> Result<(), CudaError> {
+    let (step, num_heads) = (attention.step, attention.num_heads);
+    if step.row_starts.is_some() {
+        let kernel = LatentKernel::for_rows(q.gpu(), usize::MAX);
+        return latent_attention_split(q, attention, LatentSplits { kernel, splits: 1, min_chunk: 64 });
+    }
+    attention.check()?;
+    let splits = LatentSplits::fixed(LatentKernel::for_rows(q.gpu(), num_heads));
+    let most = splits.max_rows(num_heads);
+    ensure!(OP, most > 0, "the partial sums of {num_heads} heads do not fit");
+    for first in (0..step.num_rows).step_by(most) {
+        let count = most.min(step.num_rows - first);
+        let width = num_heads * WIDTH;
+        let own = LatentRows {
+            block_tables: step.block_tables.elements::<u32>(first * step.max_blocks, count * step.max_blocks),
+            context_lens: step.context_lens.elements::<u32>(first, count),
+            num_rows: count,
+            num_tokens: count,
+            ..step
+        };
+        let rows = attention.rows.elements::<bf16>(first * width, count * width);
+        latent_attention_split(q, &LatentAttention { rows, step: own, ..*attention }, splits)?;
+    }
+    Ok(())
 }
 
 /// [`latent_attention`] with the kernel that runs on any GPU.

@@ -1,13 +1,16 @@
-//! Compares attention over latent vectors, and what goes before and behind it, with the plain formulas.
+//! Compares attention over latent vectors, and what goes before and behind it, with the plain formulas, and with itself beside other
+//! tokens.
 
 mod gpu;
 
+use std::ops::Range;
 use std::sync::Arc;
 
 use gpu::{Random, assert_close, floats, poisoned};
 use half::bf16;
 use kernels::cuda::latent_attention::{
-    LatentAttention, LatentKernel, LatentRows, LatentSplits, LatentWorkspace, latent_attention, latent_attention_split,
+    LatentAttention, LatentKernel, LatentRows, LatentSplits, LatentWorkspace, latent_attention, latent_attention_fixed,
+    latent_attention_split,
 };
 use kernels::cuda::latent_cache::{LatentNorm, RANK, ROTARY, Rotation, WIDTH, latent_cache};
 use kernels::cuda::latent_product::{LatentUp, latent_queries, latent_values};
@@ -253,6 +256,132 @@ impl CachedRows {
                     let expected = expected[d];
                     assert!((own - expected).abs() <= tolerance, "{what}, element {d}: {own}, not {expected}");
                 }
+            }
+        }
+    }
+}
+
+impl CachedRows {
+    /// Attention with [`latent_attention_fixed`] of a step of positions of rows, whose queries are `queries[row]`, those of the last
+    /// positions. Each position is a decode if `is_decode`.
+    fn fixed(
+        &self,
+        (gpu, q): (&Arc<Gpu>, &Queue),
+        num_heads: usize,
+        queries: &[Vec<bf16>],
+        step: &[(usize, Range<usize>)],
+        is_decode: bool,
+    ) -> Vec<Vec<bf16>> {
+        let width = num_heads * WIDTH;
+        let tables: Vec<u32> = self.tables.span().read(self.lens.len() * self.max_blocks).expect("a copy");
+        let (mut rows, mut own_tables, mut lens, mut starts) = (vec![], vec![], vec![], vec![0u32]);
+        for (row, positions) in step {
+            let first = self.lens[*row] - queries[*row].len() / width;
+            rows.extend_from_slice(&queries[*row][(positions.start - first) * width..(positions.end - first) * width]);
+            for end in if is_decode { positions.start + 1..=positions.end } else { positions.end..=positions.end } {
+                own_tables.extend_from_slice(&tables[row * self.max_blocks..(row + 1) * self.max_blocks]);
+                lens.push(end as u32);
+                starts.push((rows.len() / width - (positions.end - end)) as u32);
+            }
+        }
+        let tokens = rows.len() / width;
+        let rows_on = upload(gpu, &rows);
+        let [tables_on, lens_on, starts_on] = [&own_tables, &lens, &starts].map(|values| upload(gpu, values));
+        let workspace = LatentWorkspace::new(gpu).expect("memory");
+        let attention = LatentAttention {
+            rows: rows_on.span(),
+            cache: self.cache.span(),
+            step: LatentRows {
+                block_tables: tables_on.span(),
+                max_blocks: self.max_blocks,
+                context_lens: lens_on.span(),
+                row_starts: (!is_decode).then_some(starts_on.span()),
+                num_rows: lens.len(),
+                first_token: 0,
+                num_tokens: tokens,
+                max_chunk: starts.windows(2).map(|pair| (pair[1] - pair[0]) as usize).max().expect("a row"),
+            },
+            num_heads,
+            block_size: self.block_size,
+            scale: SCALE,
+            workspace: &workspace,
+        };
+        latent_attention_fixed(q, &attention).expect("a launch");
+        q.wait().expect("the kernels run");
+        let found: Vec<bf16> = rows_on.span().read(tokens * width).expect("a copy");
+        let results = found.chunks_exact(WIDTH).flat_map(|row| &row[..RANK]).copied().collect::<Vec<_>>();
+        let mut results = results.as_slice();
+        let mut take = |tokens: usize| results.split_off(..tokens * num_heads * RANK).expect("a part").to_vec();
+        step.iter().map(|(_, positions)| take(positions.len())).collect()
+    }
+}
+
+#[test]
+fn a_token_has_the_same_bits_beside_any_others_and_in_any_chunk() {
+    let Some((gpu, q)) = gpu::open() else { return };
+    let mut random = Random::new(7);
+    let lens = [300, 33, 2500, 127];
+    let cached = CachedRows::new(&gpu, &mut random, 64, &lens);
+    for num_heads in [3, 16, 20, 128] {
+        let width = num_heads * WIDTH;
+        let firsts = lens.map(|len: usize| len.saturating_sub(70));
+        let queries: Vec<Vec<bf16>> =
+            lens.iter().zip(firsts).map(|(len, first)| random.bf16s((len - first) * width, 1.0)).collect();
+        let run =
+            |step: &[(usize, Range<usize>)], is_decode| cached.fixed((&gpu, &q), num_heads, &queries, step, is_decode);
+        let all: Vec<(usize, Range<usize>)> = (0..lens.len()).map(|row| (row, firsts[row]..lens[row])).collect();
+        for is_decode in [false, true] {
+            let together = run(&all, is_decode);
+            for (row, first) in firsts.into_iter().enumerate() {
+                let len = lens[row];
+                for cut in [vec![first, len], vec![first, first + 1, first + 18, len - 1, len]] {
+                    let parts = cut.windows(2).flat_map(|pair| run(&[(row, pair[0]..pair[1])], is_decode));
+                    let alone = parts.collect::<Vec<_>>().concat();
+                    let differing =
+                        alone.iter().zip(&together[row]).filter(|(a, b)| a.to_bits() != b.to_bits()).count();
+                    let what = format!("{num_heads} heads, row {row} cut at {cut:?}, decodes {is_decode}");
+                    assert_eq!((alone.len(), differing), (together[row].len(), 0), "{what}");
+                    assert!(alone.iter().all(|x| x.is_finite()), "{what}");
+                }
+            }
+        }
+    }
+}
+
+#[test]
+fn products_of_a_token_have_the_same_bits_beside_any_others() {
+    let Some((gpu, q)) = gpu::open() else { return };
+    let mut random = Random::new(8);
+    for [num_heads, key_dim, value_dim] in [[16, 128, 128], [3, 40, 72], [5, 192, 128]] {
+        let tokens = 100;
+        let angles = Angles::new(&gpu, true);
+        let weight = upload(&gpu, &random.bf16s(num_heads * (key_dim + value_dim) * RANK, 0.05));
+        let query_width = num_heads * (key_dim + ROTARY);
+        let queries = random.bf16s(tokens * query_width, 1.0);
+        let up = LatentUp { weight: weight.span(), num_heads, key_dim, value_dim };
+        let run = |own: Range<usize>| {
+            let count = own.len();
+            let positions: Vec<u32> = own.clone().map(|token| token as u32).collect();
+            let positions = upload(&gpu, &positions);
+            let queries = upload(&gpu, &queries[own.start * query_width..own.end * query_width]);
+            let rows = poisoned::<bf16>(&gpu, &q, count * num_heads * WIDTH);
+            let out = poisoned::<bf16>(&gpu, &q, count * num_heads * value_dim);
+            latent_queries(&q, rows.span(), queries.span(), &up, &angles.rotation(&positions), count)
+                .expect("a launch");
+            latent_values(&q, out.span(), rows.span(), &up, count).expect("a launch");
+            q.wait().expect("the kernels run");
+            let bits = |buffer: &DeviceBuffer, len| buffer.span().read::<u16>(len).expect("a copy");
+            [bits(&rows, count * num_heads * WIDTH), bits(&out, count * num_heads * value_dim)]
+        };
+        let whole = run(0..tokens);
+        for cut in [[0, 1, 17, 100], [0, 16, 33, 100]] {
+            let parts: Vec<_> = cut.windows(2).map(|pair| run(pair[0]..pair[1])).collect();
+            for (index, name) in ["keys", "values"].iter().enumerate() {
+                let joined: Vec<u16> = parts.iter().flat_map(|part| &part[index]).copied().collect();
+                assert!(
+                    joined == whole[index],
+                    "{name} of {num_heads} heads of {key_dim} and {value_dim}, cut at {cut:?}"
+                );
             }
         }
     }

@@ -2,8 +2,9 @@
 //!
 //! Each weight has one order in which K is summed, for any number of rows. Together with decode attention in a fixed division
 //! and prefill attention, which always adds keys in the order of their positions, a row's result then depends on its own
-//! tokens alone. Products of few rows are not joined to chains, because a chain divides K by its number of blocks. Experts in bf16
-//! sum in the order of K by themselves. A group adds in the order of its workers, through peer memory (`group.rs`).
+//! tokens alone. The same holds for attention over latent vectors. Products of few rows are not joined to chains, because a chain
+//! divides K by its number of blocks. Experts in bf16 and the heads of latent vectors sum in the order of K by themselves. A group
+//! adds in the order of its workers, through peer memory (`group.rs`).
 
 use kernels::cuda::skinny_gemm::{self, Epilogue};
 use kernels::cuda::sum_order::SumOrder;
@@ -58,15 +59,6 @@ impl CudaDevice {
             return Err(unsupported(format!("a layer of {rows} outputs and {cols} inputs"), "multiples of 8"));
         }
         Ok(())
-    }
-
-    /// # Errors
-    /// Attention over latent vectors has no invariant form.
-    pub(super) fn check_invariant_latents(&self) -> Result<(), DeviceError> {
-        match self.config.batch_invariant {
-            true => Err(unsupported("attention over latent vectors".into(), "a model without it")),
-            false => Ok(()),
-        }
     }
 
     /// `out [m, rows]` = `x [m, K]` @ weight^T in the order of the weight.

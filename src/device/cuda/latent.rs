@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use half::bf16;
 use kernels::cuda::latent_attention::{
-    LatentAttention, LatentRows, LatentWorkspace, latent_attention, latent_attention_simple,
+    LatentAttention, LatentRows, LatentWorkspace, latent_attention, latent_attention_fixed, latent_attention_simple,
 };
 use kernels::cuda::latent_cache::{LatentNorm, RANK, ROTARY, Rotation, WIDTH, latent_cache};
 use kernels::cuda::latent_product::{LatentUp, latent_queries, latent_values};
@@ -86,7 +86,6 @@ pub(crate) fn check_latent_shape(shape: &LatentShape) -> Result<(), DeviceError>
 impl CudaDevice {
     pub(super) fn load_latent_layer(&mut self, layer: &LatentWeights<'_>) -> Result<CudaWeight, DeviceError> {
         check_latent_shape(&layer.shape)?;
-        self.check_invariant_latents()?;
         let gain = self.load_row(std::slice::from_ref(&layer.norm), RowOrder::Stacked)?;
         let up = self.load_matrix(std::slice::from_ref(&layer.up), RowOrder::Stacked)?;
         let norm = LatentNorm { gain, eps: layer.eps };
@@ -180,7 +179,11 @@ impl CudaDevice {
             scale: blocks.scores.scale,
             workspace: &buffers.workspace,
         };
-        let attend = if self.config.use_fast_kernels { latent_attention } else { latent_attention_simple };
+        let attend = match (self.config.batch_invariant, self.config.use_fast_kernels) {
+            (true, _) => latent_attention_fixed,
+            (false, true) => latent_attention,
+            (false, false) => latent_attention_simple,
+        };
         latent_queries(&self.queue, queries, part(q), &up, &self.rotation(layer, &own, first), count)
             .and_then(|()| attend(&self.queue, &attention))
             .and_then(|()| latent_values(&self.queue, part(out), queries, &up, count))
