@@ -35,6 +35,9 @@ pub struct EngineConfig {
     /// tiles. A chunk that does not complete its prompt ends with a full tile of the step. A step with at least one tile
     /// of decodes defers the last few prompt tokens to the next step instead of starting another partial tile.
     pub token_tile: usize,
+    /// Chunks of a prompt end at multiples of this number of its positions, or where the prompt ends. 1 if it may be cut anywhere. Not
+    /// where a device computes so many positions together and the cut must not change the results.
+    pub prompt_tile: usize,
     /// Number of experts of a layer; 0 if the model has none. For the cost model of steps.
     pub num_experts: usize,
     /// Number of experts that a token chooses.
@@ -119,6 +122,9 @@ pub enum ConfigError {
     /// A bound below what the engine needs to make progress.
     #[error("`{field}` is {found}; it must be at least {min} ({because})")]
     TooSmall { field: &'static str, found: usize, min: usize, because: &'static str },
+    /// A prefix that is found in the cache must end where a chunk may.
+    #[error("`block_size` is {found}; it must be a multiple of `prompt_tile`, which is {tile}")]
+    TileBorder { found: usize, tile: usize },
     /// A group without a window follows one with a window.
     #[error("`windows` has `None` after a window; list the groups without a window first")]
     WindowOrder,
@@ -136,6 +142,7 @@ impl Default for EngineConfig {
             max_inter_token_of: BTreeMap::new(),
             min_prompt_tokens: 16,
             token_tile: 1,
+            prompt_tile: 1,
             num_experts: 0,
             num_active_experts: 0,
             max_sequence_len: 4096,
@@ -171,10 +178,13 @@ impl EngineConfig {
     /// # Errors
     /// Returns the first field that is invalid, with its allowed range.
     pub fn validate(&self) -> Result<(), ConfigError> {
+        // If there is a prompt to compute, one row does not decode.
+        let most_decodes = self.max_rows.saturating_add(self.prompt_tile - self.prompt_tile.min(1));
         let bounds = [
             ("max_rows", self.max_rows, 1, "a sequence needs a row"),
-            ("max_step_tokens", self.max_step_tokens, self.max_rows, "`max_rows`: a decode takes a token of each"),
-            ("min_prompt_tokens", self.min_prompt_tokens, 1, "prompts must advance beside decodes"),
+            ("max_step_tokens", self.max_step_tokens, most_decodes, "`max_rows`: a decode takes a token of each"),
+            ("prompt_tile", self.prompt_tile, 1, "a chunk has a token"),
+            ("min_prompt_tokens", self.min_prompt_tokens, self.prompt_tile, "prompts must advance beside decodes"),
             ("token_tile", self.token_tile, 1, "a token is computed at a time"),
             ("max_sequence_len", self.max_sequence_len, 2, "a prompt token and an output token"),
             ("block_size", self.block_size, 1, "a block holds a position"),
@@ -203,6 +213,9 @@ impl EngineConfig {
             if found > max {
                 return Err(ConfigError::TooLarge { field, found, max });
             }
+        }
+        if !self.block_size.is_multiple_of(self.prompt_tile) {
+            return Err(ConfigError::TileBorder { found: self.block_size, tile: self.prompt_tile });
         }
         if !self.windows.iter().is_sorted_by_key(Option::is_some) {
             return Err(ConfigError::WindowOrder);
@@ -310,6 +323,12 @@ mod tests {
             error.to_string(),
             "`max_step_tokens` is 63; it must be at least 64 (`max_rows`: a decode takes a token of each)"
         );
+        let error = EngineConfig { prompt_tile: 64, min_prompt_tokens: 64, ..EngineConfig::default() }.validate();
+        assert_eq!(error, Err(ConfigError::TileBorder { found: 16, tile: 64 }));
+        let tiles = EngineConfig { prompt_tile: 16, max_step_tokens: 79, ..EngineConfig::default() };
+        assert_eq!(tiles.validate(), Ok(()));
+        let error = EngineConfig { max_step_tokens: 78, ..tiles }.validate().unwrap_err();
+        assert!(error.to_string().starts_with("`max_step_tokens` is 78; it must be at least 79"));
         let windows = |windows| EngineConfig { windows, ..EngineConfig::default() }.validate();
         assert_eq!(windows(vec![None, Some(8), Some(4)]), Ok(()));
         assert_eq!(windows(vec![Some(8), None]), Err(ConfigError::WindowOrder));

@@ -80,8 +80,7 @@ pub(crate) fn find_prefix(
     let &EngineConfig { ref windows, block_size, num_states, .. } = config;
     let mut parent = sequence.root;
     let is_plain = windows[..] == [None] && num_states == 0;
-    let num_blocks = (sequence.tokens.len() - 1) / block_size;
-    for index in 0..num_blocks {
+    for index in 0..sequence.num_findable_blocks(config) {
         match pool.find(parent, sequence.block_tokens(index, block_size), step) {
             Lookup::Ready(block) => {
                 found.tables[0].push(Place::Device(block));
@@ -231,7 +230,7 @@ fn will_have_snapshot(
     (mut index, mut content): (usize, ContentId),
     step: u64,
 ) -> bool {
-    let num_blocks = (sequence.tokens.len() - 1) / config.block_size;
+    let num_blocks = sequence.num_findable_blocks(config);
     loop {
         index += 1;
         // The last full block of a prompt is taken as that of both.
@@ -252,13 +251,15 @@ pub(crate) fn register_prompt(pool: &mut BlockPool, sequence: &mut Sequence, blo
     if found.len > 0 {
         sequence.last_content = found.last;
     }
-    register_up_to(pool, sequence, block_size, sequence.join_len / block_size);
+    let len = sequence.num_shareable(sequence.join_len, pool.shares_output);
+    register_up_to(pool, sequence, block_size, len / block_size);
 }
 
 /// Makes the computed blocks of the prompt readable for plans from `step` on.
 pub(crate) fn publish_prompt(pool: &mut BlockPool, sequence: &mut Sequence, block_size: usize, step: u64) {
     // If the first group has a window, the blocks of this chunk did not exist when the prompt was registered.
-    register_up_to(pool, sequence, block_size, sequence.num_computed / block_size);
+    let len = sequence.num_shareable(sequence.num_computed, pool.shares_output);
+    register_up_to(pool, sequence, block_size, len / block_size);
     publish(pool, sequence, block_size, step);
 }
 

@@ -147,6 +147,12 @@ impl Engine {
         let remaining = (sequence.join_len - sequence.num_computed).min(most);
         let num_tokens =
             self.until_prompt_snapshot(slot).min(self.chunk_len(sequence.num_computed, remaining, builder));
+        let num_tokens =
+            if is_replay { num_tokens } else { sequence.in_prompt_tiles(num_tokens, self.config.prompt_tile) };
+        if num_tokens == 0 {
+            builder.prefill_budget = 0; // What is left of the step is too little for the next tile.
+            return;
+        }
         let end = sequence.num_computed + num_tokens;
         if self.num_full_groups < self.config.num_groups() && !self.extend_windows(slot, end, builder) {
             return;

@@ -13,6 +13,10 @@ impl Engine {
     /// Plans a decode whose block is allocated. Draft tokens use only free blocks; no sequence is preempted for
     /// them.
     pub(crate) fn plan_drafts(&mut self, slot: Slot, builder: &mut PlanBuilder) {
+        let most = if self.config.shares_output { usize::MAX } else { 1 + self.num_free_rows(builder) };
+        if self.sequences[slot].num_known() > most {
+            return self.plan_known(slot, most, builder);
+        }
         let guesses = std::mem::take(&mut self.sequences[slot].guesses);
         let may_draft = self.may_draft(slot);
         let drafts = if may_draft { self.drafts(slot, guesses, builder) } else { Vec::new() };
@@ -42,6 +46,25 @@ impl Engine {
         builder.verify_samples.extend(std::iter::repeat_n(sample, 1 + drafts.len()));
         if !drafts.is_empty() {
             self.send_drafts(slot, num_known, drafts, builder);
+        }
+    }
+
+    /// Plans the first `num_tokens` of the tokens that a sequence computes again, of which there are more. The next plan goes on.
+    fn plan_known(&mut self, slot: Slot, num_tokens: usize, builder: &mut PlanBuilder) {
+        self.revise(slot, builder);
+        self.restore(slot, builder);
+        let sequence = &mut self.sequences[slot];
+        let (row, start) = (running_row(sequence), sequence.num_computed as u32);
+        let work = RowWork { row, start, num_tokens: num_tokens as u32, samples: false, num_guesses: 0 };
+        builder.load.decode_positions += num_tokens * self.config.positions_read(sequence.num_computed);
+        sequence.num_computed += num_tokens;
+        builder.draft_budget = builder.draft_budget.saturating_sub(num_tokens - 1);
+        match num_tokens {
+            1 => builder.decodes.push(work),
+            _ => {
+                builder.verifies.push(work);
+                builder.num_verified += num_tokens;
+            }
         }
     }
 

@@ -3,7 +3,8 @@
 //! A sequence can start from a prefix only where a snapshot exists. Snapshots of a prompt are taken at its last full block and
 //! every [`crate::EngineConfig::state_interval`] blocks: a chunk ends there, and the plan after it copies the state before the
 //! next chunk. While a sequence decodes, the end of each full block is copied, and the newest copies replace the ones before; so
-//! when it ends, or is preempted, the state at the last full block of its output remains.
+//! when it ends, or is preempted, the state at the last full block of its output remains. Where output is not shared, there are
+//! snapshots of prompts alone.
 
 use crate::engine::Engine;
 use crate::plan_builder::PlanBuilder;
@@ -45,7 +46,8 @@ impl Engine {
     /// Positions of the snapshots of a prompt: every so many, and the last one.
     fn prompt_snapshots(&self, sequence: &Sequence) -> [usize; 2] {
         let block_size = self.config.block_size;
-        [self.config.state_interval * block_size, (sequence.join_len - 1) / block_size * block_size]
+        let last = sequence.num_shareable(sequence.join_len - 1, self.config.shares_output);
+        [self.config.state_interval * block_size, last / block_size * block_size]
     }
 
     /// Takes a snapshot of a prompt if one is due at the positions computed so far. The plan has work for the sequence: a plan
@@ -71,7 +73,7 @@ impl Engine {
 
     /// Takes a snapshot of the output of a decoding sequence, which is at the end of a block.
     pub(crate) fn snapshot_output(&mut self, slot: Slot, builder: &mut PlanBuilder) {
-        if !self.config.prefix_cache {
+        if !self.config.prefix_cache || !self.config.shares_output {
             return;
         }
         let (block_size, step) = (self.config.block_size, self.next_step);
@@ -101,7 +103,7 @@ impl Engine {
     /// Number of drafts after which the state is at the end of a block, where a snapshot is due.
     pub(crate) fn until_snapshot(&self, slot: Slot) -> usize {
         let block_size = self.config.block_size;
-        match self.has_states() && self.config.prefix_cache {
+        match self.has_states() && self.config.prefix_cache && self.config.shares_output {
             true => self.sequences[slot].tokens.len().next_multiple_of(block_size) - self.sequences[slot].tokens.len(),
             false => usize::MAX,
         }

@@ -19,6 +19,9 @@ pub struct StepInputs {
     pub rows: Vec<RowId>,
     /// `rows[..num_prefill_rows]` are prefill chunks; the others have one token each.
     pub num_prefill_rows: usize,
+    /// The number of rows that are chunks of prompts, before all others, if every other token must be computed as a decode is. Then rows
+    /// behind them may have several tokens although they are no chunks.
+    pub num_prompt_rows: Option<usize>,
     /// `[R + 1]`: prefix sum of the tokens per row, indices into the `[T]` arrays.
     pub row_starts: Vec<u32>,
     /// `[T]`: token ids, or [`TOKEN_ON_DEVICE`].
@@ -71,6 +74,7 @@ impl StepInputs {
     pub fn clear(&mut self, step: u64) {
         self.step = step;
         self.num_prefill_rows = 0;
+        self.num_prompt_rows = None;
         self.max_blocks = 0;
         self.rows.clear();
         self.row_starts.clear();

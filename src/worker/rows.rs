@@ -222,6 +222,7 @@ impl RowTable {
 
     fn pack(&mut self, plan: &StepPlan, inputs: &mut StepInputs) -> Result<(), PlanMismatch> {
         inputs.clear(plan.step);
+        inputs.num_prompt_rows = self.keeps_prompts_whole.then_some(0);
         let mut reported = self.take_reported();
         reported.clear();
         let mut drafts = plan.drafts.iter().peekable();
@@ -241,8 +242,10 @@ impl RowTable {
                 inputs.token_ids.push(draft.unwrap_or_else(known));
                 inputs.positions.push(position);
             }
-            let is_replayed = keeps_prompts_whole && work.start >= row.num_prompt_tokens && drafted.is_empty();
-            for row_end in if is_replayed { work.start + 1..=end } else { end..=end } {
+            // Rows with a recurrent state compute their tokens in order; the device divides the others.
+            let is_divided =
+                keeps_prompts_whole && num_states == 0 && work.start >= row.num_prompt_tokens && drafted.is_empty();
+            for row_end in if is_divided { work.start + 1..=end } else { end..=end } {
                 inputs.rows.push(work.row);
                 inputs.row_starts.push(inputs.token_ids.len() as u32 - (end - row_end));
                 inputs.context_lens.push(row_end);
@@ -253,8 +256,12 @@ impl RowTable {
             if let Some(saved) = saved.next_if(|saved| saved.row == work.row) {
                 inputs.saved_states.push(saved_state(plan.step, saved, work, inputs.rows.len() - 1, num_states)?);
             }
-            if work.num_tokens > 1 && !is_replayed || keeps_prompts_whole && end <= row.num_prompt_tokens {
+            let is_prompt = keeps_prompts_whole && end <= row.num_prompt_tokens;
+            if work.num_tokens > 1 && !is_divided || is_prompt {
                 inputs.num_prefill_rows = inputs.rows.len();
+            }
+            if is_prompt {
+                inputs.num_prompt_rows = Some(inputs.rows.len());
             }
             row.num_computed = end;
             row.report_context(work, inputs, &mut reported);

@@ -57,8 +57,11 @@ fn split_tables(inputs: &StepInputs, first: usize) -> Vec<u32> {
 }
 
 /// The first row that chooses a token at each of several positions, or chooses tokens and has at most `most_tokens`; all rows after it
-/// do so as well, or decode one token.
+/// do so as well, or decode one token. Where prompts are kept apart, the first row of several tokens behind them.
 pub(crate) fn first_short(inputs: &StepInputs, most_tokens: usize) -> Option<usize> {
+    if let Some(first) = inputs.num_prompt_rows {
+        return Some(first).filter(|&first| first < inputs.num_prefill_rows);
+    }
     let last = inputs.num_prefill_rows.checked_sub(1)?;
     let is_short = |row: usize| {
         let [start, end] = [inputs.row_starts[row], inputs.row_starts[row + 1]];
@@ -129,6 +132,17 @@ mod tests {
         assert_eq!(first_short(&chunk, 0), None);
         let decode = StepInputs { num_prefill_rows: 0, ..inputs() };
         assert_eq!(first_short(&decode, 0), None);
+    }
+
+    #[test]
+    fn where_prompts_are_kept_apart_only_rows_behind_them_are_decodes() {
+        // A short prompt that chooses a token, and generated tokens of which none does.
+        let mut whole = StepInputs { num_prompt_rows: Some(1), ..inputs() };
+        whole.samples = [2, 6].map(|token_index| SampleInput { row: RowId(2), token_index, num_generated: 0 }).to_vec();
+        assert_eq!(first_short(&whole, 3), Some(1));
+        assert_eq!(split_into_decodes(&whole, 1, 5).unwrap().row_starts, [0, 3, 4, 5, 6, 7]);
+        let all = StepInputs { num_prompt_rows: Some(2), ..whole };
+        assert_eq!(first_short(&all, 3), None);
     }
 
     #[test]

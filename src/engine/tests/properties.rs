@@ -116,27 +116,31 @@ fn config() -> impl Strategy<Value = EngineConfig> {
     // Half of these on disk, too.
     let disk = prop_oneof![Just((0usize, 0usize)), (1usize..40, 0usize..12)];
     let cache = (any::<bool>(), any::<bool>(), host, disk);
+    // In half of the engines chunks end with blocks, or with tiles of a step.
+    let tiles = (any::<bool>(), 1usize..6);
     let drafts = (0usize..6, any::<bool>());
-    (sizes, any::<bool>(), cache, drafts, 1usize..4, 1usize..6, windows(), states).prop_map(
+    (sizes, any::<bool>(), cache, drafts, 1usize..4, tiles, windows(), states).prop_map(
         |(
             (max_rows, spare_tokens, max_mixed, block_size, num_blocks, max_in_flight),
             evict,
             (prefix_cache, shares_output, (num_host_blocks, num_host_states), (num_disk_blocks, num_disk_states)),
             (max_drafts, guesses_on_device),
             num_stages,
-            token_tile,
+            (has_prompt_tiles, token_tile),
             windows,
             (num_states, state_interval),
         )| {
+            let prompt_tile = if has_prompt_tiles { block_size } else { 1 };
             EngineConfig {
                 max_rows,
-                max_step_tokens: max_rows + spare_tokens,
+                max_step_tokens: max_rows + spare_tokens.max(prompt_tile - 1),
                 max_inter_token: (max_mixed > 1).then_some(Duration::from_secs(max_mixed as u64)),
                 max_inter_token_of: [(1, Duration::from_secs(3))].into(),
-                min_prompt_tokens: 1 + max_mixed % 3,
+                min_prompt_tokens: prompt_tile.max(1 + max_mixed % 3),
                 num_experts: 0,
                 num_active_experts: 0,
-                token_tile,
+                token_tile: if has_prompt_tiles { 1 } else { token_tile },
+                prompt_tile,
                 max_sequence_len: 48,
                 block_size,
                 num_blocks: num_blocks * windows.len(),
@@ -229,6 +233,7 @@ fn a_snapshot_of_a_prompt_is_not_lost_with_a_plan_without_work() {
         max_inter_token_of: [(1, Duration::from_secs(3))].into(),
         min_prompt_tokens: 2,
         token_tile: 1,
+        prompt_tile: 1,
         num_experts: 0,
         num_active_experts: 0,
         max_sequence_len: 48,

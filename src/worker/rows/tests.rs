@@ -86,10 +86,26 @@ fn a_single_token_of_a_prompt_is_a_prefill_chunk_where_prompts_are_kept_whole() 
         };
         table.apply(&last, &mut inputs).unwrap();
         assert_eq!(inputs.num_prefill_rows, usize::from(keeps_prompts_whole));
+        assert_eq!(inputs.num_prompt_rows, keeps_prompts_whole.then_some(1));
         let decode = StepPlan { step: 2, work: vec![work(2, 3, 1, true)], ..StepPlan::default() };
         table.apply(&decode, &mut inputs).unwrap();
         assert_eq!(inputs.num_prefill_rows, 0);
+        assert_eq!(inputs.num_prompt_rows, keeps_prompts_whole.then_some(0));
     }
+}
+
+#[test]
+fn generated_tokens_with_a_recurrent_state_stay_in_their_row() {
+    let table = RowTable::new(4, vec![None], 2, 8, 1).with_states(2).keeping_prompts_whole(true);
+    let (mut table, mut inputs) = (table, StepInputs::default());
+    let prompt = JoinedRow { state: Some(StateId(1)), num_computed: 0, ..joined(0, &[7, 8], &[1]) };
+    let again = joined(2, &[10, 11, 12, 13, 14], &[5, 3, 6]);
+    let again = JoinedRow { num_prompt_tokens: 2, num_computed: 2, state: Some(StateId(0)), ..again };
+    let work = vec![work(0, 0, 2, true), work(2, 2, 2, false)];
+    let plan = StepPlan { step: 1, joined: vec![prompt, again], work, ..StepPlan::default() };
+    table.apply(&plan, &mut inputs).unwrap();
+    assert_eq!((&inputs.rows[..], &inputs.row_starts[..]), (&[RowId(0), RowId(2)][..], &[0, 2, 4][..]));
+    assert_eq!((&inputs.states[..], inputs.num_prefill_rows, inputs.num_prompt_rows), (&[1, 0][..], 2, Some(1)));
 }
 
 #[test]

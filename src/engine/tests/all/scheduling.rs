@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use engine::{Engine, EngineConfig, Policy, Request, RowId, SequenceId, StepPlan, TokenEvent, TokenId};
 
-use crate::support::{Device, VOCAB_SIZE, World, run_alone};
+use crate::support::{Device, VOCAB_SIZE, World, computed, run_alone};
 
 /// An engine, its device, and the events of the last plan. Runs one step at a time.
 struct Steps {
@@ -162,6 +162,38 @@ fn cache_hits_change_no_token_and_are_reported() {
     }
     let stats = world.engine.stats();
     assert_eq!(stats.total_reused_blocks, 17 * 4, "each but the first finds the 4 blocks of the prefix");
+}
+
+#[test]
+fn a_prompt_does_not_find_the_answer_that_new_workers_computed_again_where_output_is_not_shared() {
+    let mut world = World::new(EngineConfig { block_size: 16, shares_output: false, ..EngineConfig::default() }, 1);
+    let first = Request { prompt: prompt(3, 40), max_tokens: 60, ..Request::default() };
+    let tokens = run_alone(&first, 4096).0;
+    world.submit(first.clone());
+    for _ in 0..50 {
+        world.plan();
+        world.settle();
+    }
+    world.recover();
+    world.run_to_idle();
+    let next = [first.prompt, tokens, prompt(9, 20)].concat();
+    let len = next.len();
+    let found = len - computed(&mut world, Request { prompt: next, max_tokens: 1, ..Request::default() });
+    assert_eq!(found, 32, "the full blocks of the first prompt");
+}
+
+#[test]
+fn chunks_end_at_tiles_of_a_prompt_beside_decodes_and_without_them() {
+    let config =
+        EngineConfig { block_size: 32, prompt_tile: 16, min_prompt_tokens: 16, max_rows: 8, ..EngineConfig::default() };
+    for max_step_tokens in [23, 40, 64] {
+        let mut world = World::new(EngineConfig { max_step_tokens, ..config.clone() }, 1);
+        for (seed, len) in [40, 5, 100, 16, 33, 64, 1, 90, 17].into_iter().enumerate() {
+            world.submit(Request { prompt: prompt(seed as u32, len), max_tokens: 30, ..Request::default() });
+        }
+        // Checks each plan.
+        world.run_to_idle();
+    }
 }
 
 #[test]

@@ -246,6 +246,7 @@ fn config(settings: &BTreeMap<&str, &str>) -> EngineConfig {
         num_experts: 0,
         num_active_experts: 0,
         token_tile: number("tile", 1),
+        prompt_tile: 1,
         max_sequence_len: number("len", 32),
         block_size: number("block", 4),
         num_blocks: number("blocks", 16),

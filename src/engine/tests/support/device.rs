@@ -21,6 +21,8 @@ pub struct Device {
     windows: Vec<Option<usize>>,
     /// `[num_blocks * block_size]`, the digest of a position in its KV group
     kv: Vec<u64>,
+    /// Whether generated tokens are computed in another way than prompts.
+    is_output_apart: bool,
     /// Of each slot for a recurrent state, the digest of the last position and the number of positions.
     states: Vec<(u64, usize)>,
     /// `[num_host_blocks * block_size]` and `[num_host_states]`, copies of both in slots of the host.
@@ -66,6 +68,13 @@ impl Row {
         });
         self.digests.iter().copied().chain(drafted).collect()
     }
+
+    /// What the device keeps of each position. With `is_output_apart` other results for generated tokens than for those of a prompt.
+    fn results(&self, is_output_apart: bool) -> Vec<u64> {
+        let apart = self.num_prompt_tokens as usize;
+        let result = |(index, digest): (usize, u64)| if is_output_apart && index >= apart { !digest } else { digest };
+        self.all_digests().into_iter().enumerate().map(result).collect()
+    }
 }
 
 impl Device {
@@ -73,6 +82,7 @@ impl Device {
         Self {
             block_size: config.block_size,
             windows: config.windows.clone(),
+            is_output_apart: !config.shares_output,
             kv: vec![0; config.num_blocks * config.block_size],
             states: vec![(0, usize::MAX); config.num_states],
             host: (vec![0; config.num_host_blocks * config.block_size], vec![(0, usize::MAX); config.num_host_states]),
@@ -139,7 +149,8 @@ impl Device {
             let saved = plan.saved_states.iter().find(|saved| saved.row == work.row);
             self.compute(work);
             if let Some(saved) = saved {
-                let (end, digests) = ((work.start + saved.num_tokens) as usize, self.row(work.row).all_digests());
+                let (end, digests) =
+                    ((work.start + saved.num_tokens) as usize, self.row(work.row).results(self.is_output_apart));
                 self.states[saved.to.0 as usize] = (digests[end - 1], end);
             }
         }
@@ -303,7 +314,7 @@ impl Device {
     /// Checks the positions before `end` that the work can see.
     fn check(&self, work: &RowWork, end: usize, step: u64, when: &str) {
         let row = self.row(work.row);
-        let digests = row.all_digests();
+        let digests = row.results(self.is_output_apart);
         assert!(end <= digests.len(), "row of sequence {} holds fewer tokens than {end}", row.sequence.0);
         for (group, window) in self.windows.iter().enumerate() {
             let first = window.map_or(0, |window| (work.start as usize + 1).saturating_sub(window));
@@ -318,7 +329,7 @@ impl Device {
     fn compute(&mut self, work: &RowWork) {
         let (start, end) = (work.start as usize, (work.start + work.num_tokens) as usize);
         let row = self.row(work.row);
-        let digests = row.all_digests();
+        let digests = row.results(self.is_output_apart);
         let groups = 0..self.windows.len();
         let write = &|group, position: usize| (self.slot(row, group, position), in_group(digests[position], group));
         let writes: Vec<_> =

@@ -286,13 +286,18 @@ impl World {
             decodes.iter().partition(|work| self.is_replay(plan, work));
         assert!(decodes.iter().rev().is_sorted_by_key(|work| work.num_tokens > 1), "verification after decodes");
         if !config.shares_output {
-            let num_drafts: usize = plan.drafts.iter().map(|(_, drafts)| drafts.len()).sum();
-            let num_replayed: usize = replays.iter().map(|work| work.num_tokens as usize - 1).sum();
-            let num_rows = plan.work.len() + num_drafts + num_replayed;
+            let generated = replays.iter().chain(&decodes).map(|work| work.num_tokens as usize);
+            let num_rows = prefills.len() + generated.sum::<usize>();
             assert!(num_rows <= config.max_rows, "a generated token has no row in {plan:?}");
             let ends_with_prompt =
                 |work: &RowWork| work.start + work.num_tokens <= self.lens(plan, work).map_or(u32::MAX, |lens| lens[0]);
             assert!(prefills.iter().all(ends_with_prompt), "generated tokens among those of a prompt in {plan:?}");
+        }
+        for work in prefills {
+            let end = work.start + work.num_tokens;
+            let is_whole = end.is_multiple_of(config.prompt_tile as u32)
+                || self.lens(plan, work).is_none_or(|[prompt, _]| end >= prompt);
+            assert!(is_whole, "a chunk ends within a tile in {plan:?}");
         }
         let num_prefill_tokens: usize = prefills.iter().map(|work| work.num_tokens as usize).sum();
         assert!(
