@@ -67,6 +67,19 @@ impl Found {
     }
 }
 
+impl Sequence {
+    /// Number of full blocks of the prefix with which it may start, without its last token: those of the prompt alone where generated
+    /// tokens are computed in another way.
+    pub(crate) fn num_findable_blocks(&self, config: &EngineConfig) -> usize {
+        self.num_shareable(self.tokens.len() - 1, config.shares_output) / config.block_size
+    }
+
+    /// How many of its first `len` tokens others may share when they are computed as a prompt.
+    pub(crate) fn num_shareable(&self, len: usize, shares_output: bool) -> usize {
+        if shares_output { len } else { len.min(self.num_prompt_tokens) }
+    }
+}
+
 /// Writes to `found` the longest prefix with which a sequence joining in step `step` can start. The last token is always
 /// computed. What is on disk counts if `with_disk`, and must be fetched first. Returns false if a running sequence is computing the
 /// next block: it will be available soon.

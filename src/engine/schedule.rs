@@ -237,6 +237,14 @@ impl Engine {
     }
 }
 
+impl Sequence {
+    /// The largest number of tokens of its next chunk, at most `most`, after which the chunk may end: 0 if there is none.
+    fn in_prompt_tiles(&self, most: usize, tile: usize) -> usize {
+        let end = self.num_computed + most;
+        if end >= self.num_prompt_tokens { most } else { (end - end % tile).saturating_sub(self.num_computed) }
+    }
+}
+
 #[inline]
 pub(crate) fn running_row(sequence: &Sequence) -> RowId {
     match sequence.state {

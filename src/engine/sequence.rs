@@ -16,8 +16,8 @@ use crate::states::RecurrentSlots;
 use crate::stop::{StopWords, Tail};
 use crate::tables::{Table, Tables};
 use crate::{
-    Adapter, AdapterSlot, BlockUsage, DraftUsage, EngineConfig, FinishReason, Request, RowId, SampledToken,
-    SamplingParams, SequenceId, StateId, TokenEvent, TokenId,
+    Adapter, AdapterSlot, BlockUsage, DraftUsage, FinishReason, Request, RowId, SampledToken, SamplingParams,
+    SequenceId, StateId, TokenEvent, TokenId,
 };
 
 /// What a sequence is waiting for or doing.
@@ -278,23 +278,6 @@ impl Sequence {
     /// Number of blocks at its maximum length, in a KV group without a window.
     pub(crate) fn max_num_blocks(&self, block_size: usize) -> usize {
         max_num_blocks(self.num_prompt_tokens, self.max_len, self.num_rows(), block_size)
-    }
-
-    /// Number of full blocks of the prefix with which it may start, without its last token: those of the prompt alone where generated
-    /// tokens are computed in another way.
-    pub(crate) fn num_findable_blocks(&self, config: &EngineConfig) -> usize {
-        self.num_shareable(self.tokens.len() - 1, config.shares_output) / config.block_size
-    }
-
-    /// How many of its first `len` tokens others may share when they are computed as a prompt.
-    pub(crate) fn num_shareable(&self, len: usize, shares_output: bool) -> usize {
-        if shares_output { len } else { len.min(self.num_prompt_tokens) }
-    }
-
-    /// The largest number of tokens of its next chunk, at most `most`, after which the chunk may end: 0 if there is none.
-    pub(crate) fn in_prompt_tiles(&self, most: usize, tile: usize) -> usize {
-        let end = self.num_computed + most;
-        if end >= self.num_prompt_tokens { most } else { (end - end % tile).saturating_sub(self.num_computed) }
     }
 
     /// Number of blocks whose tokens are known and whose positions are computed by the plans made so far.

@@ -227,7 +227,7 @@ impl RowTable {
         reported.clear();
         let mut drafts = plan.drafts.iter().peekable();
         let mut saved = plan.saved_states.iter().peekable();
-        let (keeps_prompts_whole, num_states) = (self.keeps_prompts_whole, self.num_states);
+        let (is_whole, num_states) = (self.keeps_prompts_whole, self.num_states);
         for work in &plan.work {
             let row = self.occupied(plan.step, work.row)?;
             let drafted = drafts.next_if(|(row, _)| *row == work.row).map_or(&[][..], |(_, tokens)| tokens);
@@ -243,8 +243,7 @@ impl RowTable {
                 inputs.positions.push(position);
             }
             // Rows with a recurrent state compute their tokens in order; the device divides the others.
-            let is_divided =
-                keeps_prompts_whole && num_states == 0 && work.start >= row.num_prompt_tokens && drafted.is_empty();
+            let is_divided = is_whole && num_states == 0 && work.start >= row.num_prompt_tokens && drafted.is_empty();
             for row_end in if is_divided { work.start + 1..=end } else { end..=end } {
                 inputs.rows.push(work.row);
                 inputs.row_starts.push(inputs.token_ids.len() as u32 - (end - row_end));
@@ -256,13 +255,11 @@ impl RowTable {
             if let Some(saved) = saved.next_if(|saved| saved.row == work.row) {
                 inputs.saved_states.push(saved_state(plan.step, saved, work, inputs.rows.len() - 1, num_states)?);
             }
-            let is_prompt = keeps_prompts_whole && end <= row.num_prompt_tokens;
+            let is_prompt = is_whole && end <= row.num_prompt_tokens;
             if work.num_tokens > 1 && !is_divided || is_prompt {
                 inputs.num_prefill_rows = inputs.rows.len();
             }
-            if is_prompt {
-                inputs.num_prompt_rows = Some(inputs.rows.len());
-            }
+            inputs.num_prompt_rows = is_prompt.then_some(inputs.rows.len()).or(inputs.num_prompt_rows);
             row.num_computed = end;
             row.report_context(work, inputs, &mut reported);
             if work.samples {

@@ -21,6 +21,7 @@ fn inputs() -> StepInputs {
         step: 1,
         rows: vec![RowId(2), RowId(0)],
         num_prefill_rows: 1,
+        num_prompt_rows: None,
         row_starts: vec![0, 3, 4],
         token_ids: vec![5, 6, 7, ops::TOKEN_ON_DEVICE],
         positions: vec![0, 1, 2, 6],
