@@ -29,7 +29,7 @@ mod types;
 pub use disk::KvDisk;
 use drafts::Drafts;
 use host_memory::host_memory_bytes;
-use invariant::batch_invariant;
+use invariant::{batch_invariant, with_whole_prompts};
 use parallelism::{Parallelism, check_shares};
 use types::{kv_cache_type, logits_type, weight_precision};
 
@@ -178,6 +178,7 @@ impl LlmConfig {
         // Decode kernels give generated tokens other bits than a prompt with the same tokens has.
         let shares_output = !(batch_invariant && target(defaults.worker.device) == Target::Cuda);
         let engine = EngineConfig { num_stages: stages, max_in_flight, shares_output, ..engine };
+        let engine = if shares_output { engine } else { with_whole_prompts(config, &model, engine)? };
         Ok(Self {
             name: config.name.clone(),
             sampling_defaults,

@@ -2,9 +2,10 @@
 //!
 //! Each weight has one order in which K is summed, for any number of rows. Together with decode attention in a fixed division
 //! and prefill attention, which always adds keys in the order of their positions, a row's result then depends on its own
-//! tokens alone. The same holds for attention over latent vectors. Products of few rows are not joined to chains, because a chain
-//! divides K by its number of blocks. Experts in bf16 and the heads of latent vectors sum in the order of K by themselves. A group
-//! adds in the order of its workers, through peer memory (`group.rs`).
+//! tokens alone. The same holds for attention over latent vectors and, if chunks of prompts end at multiples of 64 positions,
+//! for recurrent layers. Products of few rows are not joined to chains, because a chain divides K by its number of blocks. Experts
+//! in bf16 and the heads of latent vectors sum in the order of K by themselves. A group adds in the order of its workers, through
+//! peer memory (`group.rs`).
 
 use kernels::cuda::skinny_gemm::{self, Epilogue};
 use kernels::cuda::sum_order::SumOrder;

@@ -1,5 +1,6 @@
 //! The parameter `batch_invariant`, and what GPUs do not support with it. The device refuses what depends on the GPU and on sizes.
 
+use engine::EngineConfig;
 use models::Config;
 use ops::Target;
 use repository::ModelConfig;
@@ -12,7 +13,7 @@ use crate::parameters;
 /// Whether tokens of a request must not depend on what runs beside it.
 ///
 /// # Errors
-/// When the GPU kernels for a part of the model depend on other rows. CPUs support everything: their sums never do.
+/// When the parameter is no flag.
 pub(super) fn batch_invariant(
     config: &ModelConfig,
     model: &Config,
@@ -23,9 +24,6 @@ pub(super) fn batch_invariant(
     if !is_wanted || target(defaults.worker.device) == Target::Cpu {
         return Ok(is_wanted);
     }
-    if model.has_recurrent_layers() {
-        return Err(invalid(config, "`batch_invariant` on GPUs does not support recurrent layers".to_owned()));
-    }
     if model.stored_quantization().is_some() || precision != WeightPrecision::Checkpoint {
         let name = &config.name;
         tracing::warn!(model = %name, "with `batch_invariant`, GPUs expand quantized weights to bf16, and take its memory and time");
@@ -33,38 +31,64 @@ pub(super) fn batch_invariant(
     Ok(true)
 }
 
+/// Positions that recurrent layers compute together on GPUs, so that where a chunk ends changes the roundings.
+const RECURRENT_TILE: usize = 64;
+
+/// The limits with which GPUs compute a prompt of a model with recurrent layers in the same tiles whatever else is computed. `model`
+/// runs with `batch_invariant`.
+///
+/// # Errors
+/// When prefixes of prompts, which end with KV blocks, would end within tiles.
+pub(super) fn with_whole_prompts(
+    config: &ModelConfig,
+    model: &Config,
+    engine: EngineConfig,
+) -> Result<EngineConfig, InferError> {
+    if !model.has_recurrent_layers() {
+        return Ok(engine);
+    }
+    let block_size = engine.block_size;
+    if !block_size.is_multiple_of(RECURRENT_TILE) {
+        let expected =
+            format!("with `batch_invariant` GPUs take multiples of {RECURRENT_TILE} for a model with recurrent layers");
+        return Err(invalid(config, format!("`tokens_per_block` is {block_size}; {expected}")));
+    }
+    Ok(EngineConfig {
+        prompt_tile: RECURRENT_TILE,
+        // A chunk cannot end with a tile of the step, too.
+        token_tile: 1,
+        min_prompt_tokens: engine.min_prompt_tokens.max(RECURRENT_TILE),
+        max_step_tokens: engine.max_step_tokens.max(engine.max_rows + RECURRENT_TILE),
+        ..engine
+    })
+}
+
 #[cfg(test)]
 mod tests {
     use std::path::Path;
 
-    use repository::proto::ModelParameter;
-    use supervision::DeviceChoice;
-
-    use super::super::tests::{llm_config, llm_defaults};
     use super::*;
 
-    /// With the parameter, for a checkpoint of the tests.
-    fn checked(checkpoint: &str, device: DeviceChoice) -> Result<bool, String> {
-        let mut config = ModelConfig::default();
-        config.parameters.insert("batch_invariant".into(), ModelParameter { string_value: "true".into() });
-        let worker = supervision::WorkerSettings { device, ..llm_config().worker };
-        let defaults = LlmDefaults { worker, ..llm_defaults() };
+    fn model(checkpoint: &str) -> Config {
         let goldens = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../tests/goldens");
-        let model = Config::from_dir(&goldens.join(checkpoint)).expect("a model");
-        batch_invariant(&config, &model, &defaults, WeightPrecision::Checkpoint).map_err(|error| error.to_string())
+        Config::from_dir(&goldens.join(checkpoint)).expect("a model")
     }
 
     #[test]
-    fn gpus_refuse_by_name_what_depends_on_other_rows() {
-        let cuda = DeviceChoice::Cuda { ordinal: 0 };
-        assert_eq!(checked("qwen3_moe", cuda), Ok(true));
-        let error = checked("qwen3_next", cuda).unwrap_err();
-        assert!(error.contains("does not support recurrent layers"), "{error}");
-    }
-
-    #[test]
-    fn cpus_support_everything() {
-        let cpu = DeviceChoice::Cpu { threads: 1, first_core: None };
-        assert_eq!(checked("qwen3_next", cpu), Ok(true));
+    fn prompts_of_recurrent_layers_are_computed_in_whole_tiles() {
+        let of = |checkpoint: &str, block_size| {
+            let engine = EngineConfig { block_size, max_rows: 30, max_step_tokens: 80, ..EngineConfig::default() };
+            with_whole_prompts(&ModelConfig::default(), &model(checkpoint), engine).map_err(|error| error.to_string())
+        };
+        let engine = of("qwen3_next", 128).unwrap();
+        assert_eq!((engine.prompt_tile, engine.min_prompt_tokens, engine.max_step_tokens), (64, 64, 94));
+        assert_eq!(engine.validate(), Ok(()));
+        let error = of("qwen3_next", 32).unwrap_err();
+        assert!(
+            error.contains("`tokens_per_block` is 32; with `batch_invariant` GPUs take multiples of 64"),
+            "{error}"
+        );
+        let plain = of("qwen3_moe", 32).unwrap();
+        assert_eq!((plain.prompt_tile, plain.max_step_tokens), (1, 80));
     }
 }

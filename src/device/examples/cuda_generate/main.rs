@@ -3,10 +3,12 @@
 //!
 //! `cuda_generate CHECKPOINT OUT.json [--tp-size N --rank R] [--stages N --stage I] [--exchange DIR] [--tokens N] [--simple]
 //! [--no-graphs] [--logits] [--masks] [--drafts PLAIN.json] [--guesses N [--eagle3 DIR | --draft-model DIR]]
-//! [--kv-cache bf16|fp8|int8] [--adapters DIR,DIR…]`
+//! [--kv-cache bf16|fp8|int8] [--adapters DIR,DIR…] [--batch-invariant] [--alone] [--chunk N] [--again PLAIN.json]`
 //!
 //! Prompts join two at a time while earlier ones decode, in chunks of at most 96 tokens, so that every kind of step
-//! runs: prefill with and without a cached prefix, mixed steps, recorded decodes. With `--logits`, log-probabilities
+//! runs: prefill with and without a cached prefix, mixed steps, recorded decodes. With `--alone`, each joins when the one before has
+//! ended. With `--again`, rows join with the first tokens of an earlier run, which are computed again, as after a preemption. With
+//! `--batch-invariant`, these options, `--chunk` (a multiple of 64) and `--drafts` change no bit of the output. With `--logits`, log-probabilities
 //! are computed from the raw logits that steps report. With `--masks`, every step waits for masks, which allow all tokens.
 //! With `--drafts`, rows verify right and wrong drafts: the tokens of an earlier run, some of them changed. With `--guesses`, the
 //! model's MTP head, an EAGLE-3 head or a draft model guesses so many tokens behind each new one, which are written, too
@@ -33,11 +35,12 @@ use settings::{DeviceDrafter, WeightPrecision};
 use states::Slots;
 
 const PROMPT_LENS: [usize; 10] = [1, 3, 17, 64, 130, 300, 500, 97, 33, 2];
-const CHUNK: usize = 96;
 const BLOCK: usize = 16;
 const MAX_LEN: usize = 640;
 const MAX_BLOCKS: usize = MAX_LEN / BLOCK;
 const MAX_DRAFTS: usize = 4;
+/// Tokens that are computed again.
+const NUM_AGAIN: usize = 9;
 const TOP: u32 = 20;
 
 struct Row {
@@ -78,6 +81,11 @@ struct Options {
     drafter: DeviceDrafter,
     kv_elements: KvElements,
     adapters: Vec<PathBuf>,
+    batch_invariant: bool,
+    alone: bool,
+    /// Tokens of a prompt in a step, at most.
+    chunk: usize,
+    again: Option<PathBuf>,
 }
 
 impl Options {
@@ -109,6 +117,10 @@ fn options() -> Options {
         graphs: !arguments.iter().any(|a| a == "--no-graphs"),
         logits: arguments.iter().any(|a| a == "--logits"),
         masks: arguments.iter().any(|a| a == "--masks"),
+        batch_invariant: arguments.iter().any(|a| a == "--batch-invariant"),
+        alone: arguments.iter().any(|a| a == "--alone"),
+        chunk: number("--chunk", 96),
+        again: value("--again").map(PathBuf::from),
         drafts: value("--drafts").map(PathBuf::from),
         guesses: number("--guesses", 0),
         drafter: match (value("--eagle3"), value("--draft-model")) {
@@ -151,6 +163,17 @@ impl Row {
             must_restore: false,
             outputs: Vec::new(),
         }
+    }
+
+    /// The same with the first tokens of the earlier run, of which only the numbers are known.
+    fn again(mut self, row: u32) -> Self {
+        let known = &self.earlier[..NUM_AGAIN.min(self.earlier.len())];
+        self.tokens.extend_from_slice(known);
+        let output =
+            |&token: &u32| SampledToken { row: RowId(row), token: TokenId(token), logprob: None, top: Vec::new() };
+        self.outputs = known.iter().map(output).collect();
+        self.queued = known.len();
+        self
     }
 
     /// Number of tokens before drafts that a decode computes: several if a recurrent state was restored.
@@ -232,8 +255,11 @@ fn plan(
     for wanted in 0..3 {
         for (index, row) in rows.iter_mut().enumerate() {
             if kinds[index] == wanted && row.queued < options.tokens {
-                add_row(&mut inputs, index, row, wanted, &mut sampling);
+                add_row(&mut inputs, index, row, (wanted, options.chunk), &mut sampling);
             }
+        }
+        if options.batch_invariant && wanted == 0 {
+            inputs.num_prompt_rows = Some(inputs.rows.len());
         }
     }
     windows.iter().enumerate().for_each(|(group, &window)| add_tables(&mut inputs, group, window));
@@ -268,8 +294,14 @@ fn add_tables(inputs: &mut StepInputs, group: usize, window: Option<usize>) {
     }
 }
 
-fn add_row(inputs: &mut StepInputs, index: usize, row: &mut Row, kind: usize, sampling: &mut Vec<(usize, usize)>) {
-    let count = if kind == 0 { CHUNK.min(row.num_prompt - row.computed) } else { row.num_known() + row.guesses.len() };
+fn add_row(
+    inputs: &mut StepInputs,
+    index: usize,
+    row: &mut Row,
+    (kind, chunk): (usize, usize),
+    sampling: &mut Vec<(usize, usize)>,
+) {
+    let count = if kind == 0 { chunk.min(row.num_prompt - row.computed) } else { row.num_known() + row.guesses.len() };
     row.saved_at = row.computed + count - row.guesses.len();
     let first_guess = row.computed + count - row.guesses.len();
     for position in row.computed..row.computed + count {
@@ -283,7 +315,7 @@ fn add_row(inputs: &mut StepInputs, index: usize, row: &mut Row, kind: usize, sa
     inputs.num_prefill_rows += usize::from(kind < 2);
     inputs.row_starts.push(inputs.token_ids.len() as u32);
     inputs.context_lens.push(row.computed as u32);
-    if row.is_prefilling() {
+    if row.computed < row.tokens.len() {
         return;
     }
     let num_samples = 1 + row.guesses.len();
@@ -345,8 +377,13 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
     }
     let limits = StepLimits {
         max_tokens: 1024,
-        // Of rows with drafts, as many positions become decodes of their own.
-        max_rows: PROMPT_LENS.len() * if options.guesses > 0 { 8 } else { 1 },
+        // Of rows with drafts, as many positions become decodes of their own: those drafts, and before them tokens that are known again.
+        max_rows: PROMPT_LENS.len()
+            * match (options.guesses > 0, options.batch_invariant) {
+                (_, true) => 2 * (MAX_DRAFTS + 1),
+                (true, false) => 8,
+                (false, false) => 1,
+            },
         max_sequence_len: MAX_LEN,
         vocab_size: config.vocab_size,
     };
@@ -363,6 +400,7 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
         library_dirs,
         use_fast_kernels: !options.simple,
         use_graphs: options.graphs,
+        batch_invariant: options.batch_invariant,
         max_drafts: MAX_DRAFTS.max(options.guesses),
         ..CudaConfig::new((stage.index * tp.size + tp.rank) as usize, limits)
     })?;
@@ -384,14 +422,17 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
         model.allocate_adapters(&mut device, adapters.len(), MAX_ADAPTER_RANK)?;
     }
 
-    let (mut rows, earlier) = (Vec::<Row>::new(), earlier(options.drafts.as_ref())?);
+    let (mut rows, earlier) = (Vec::<Row>::new(), earlier(options.drafts.as_ref().or(options.again.as_ref()))?);
     let mut waiting: VecDeque<usize> = PROMPT_LENS.into();
     let mut in_flight: VecDeque<Vec<(usize, usize)>> = VecDeque::new();
     let sampling = SamplingParams { num_logprobs: Some(TOP), ..SamplingParams::default() };
     let max_in_flight = if options.sends_tokens() { 0 } else { 1 };
     for step in 0.. {
-        for length in waiting.drain(..waiting.len().min(2)) {
+        let has_ended = rows.iter().all(|row| row.queued >= options.tokens);
+        let num_joining = if options.alone { usize::from(has_ended) } else { 2 };
+        for length in waiting.drain(..waiting.len().min(num_joining)) {
             let row = Row::new(rows.len(), length, config.vocab_size, earlier[rows.len()].clone());
+            let row = if options.again.is_some() { row.again(rows.len() as u32) } else { row };
             let tokens: Vec<TokenId> = row.tokens.iter().map(|&t| TokenId(t)).collect();
             if let Some((index, slot)) = options.adapter(rows.len()).filter(|_| rows.len() < adapters.len()) {
                 model.set_adapter(&mut device, slot, &adapters[adapters.len() - 1 - index])?;
