@@ -54,9 +54,10 @@ pub(super) fn check_peers(config: &CudaConfig, has_peers: bool) -> Result<(), De
 
 impl CudaDevice {
     /// # Errors
-    /// When a weight of `rows` outputs has no invariant form.
+    /// When a weight of `rows` outputs has no invariant form. That of one output is a gate, with which each row is multiplied by itself.
     pub(super) fn check_invariant_weight(&self, rows: usize, cols: usize) -> Result<(), DeviceError> {
-        if self.config.batch_invariant && !(rows.is_multiple_of(8) && cols.is_multiple_of(8)) {
+        let is_gate = rows == 1;
+        if self.config.batch_invariant && !is_gate && !(rows.is_multiple_of(8) && cols.is_multiple_of(8)) {
             return Err(unsupported(format!("a layer of {rows} outputs and {cols} inputs"), "multiples of 8"));
         }
         Ok(())
