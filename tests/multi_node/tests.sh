@@ -247,23 +247,32 @@ packets_lost_without_a_word_and_a_full_disk_are_losses_too() {
 # streams COUNT TOKENS: runs streams at the same time. Writes their longest pauses in milliseconds and their texts to streams.txt.
 streams() { python3 "$top/tests/multi_node/streams.py" http://10.78.0.11:8000/v1/completions "$1" "$2" >streams.txt 2>&1; }
 
+# begin_streams TOKENS: runs one stream, and then begins four. end_streams: waits for them; they have the text of the one.
+begin_streams() {
+    streams 1 "$1" && alone=$(sed -n 's/^[0-9]* //p' streams.txt) && [[ -n $alone ]] || { cat streams.txt; return 1; }
+    rm streams.txt
+    streams 4 "$1" &
+    running=$!
+    disown "$running"
+    await 30 'the streams have tokens' grep -qs begun streams.txt || { cat streams.txt; return 1; }
+}
+
+end_streams() {
+    await 120 'the streams end' eval '! kill -0 "$running" 2>/dev/null' || { cat streams.txt world.log; return 1; }
+    [[ $(sed -n 's/^[0-9]* //p' streams.txt) == "$(printf '%s\n' "$alone" "$alone" "$alone" "$alone")" ]] || { cat streams.txt world.log; return 1; }
+    echo "longest pauses of the streams in ms: $(sed -n 's/^\([0-9]*\) .*/\1/p' streams.txt | sort -n | tr '\n' ' ')"
+}
+
 replicas_on_other_hosts_go_on_while_one_is_lost_and_take_its_streams() {
     local alone running begun
     with_parameters tp=1
     serve --world_size=2 --hosts=n1,n2 --elastic=1 --elastic_return=2 --elastic_wait=2 --exit_timeout=5 -- --heartbeat-timeout=3 || return 1
-    streams 1 800 && alone=$(sed -n 's/^[0-9]* //p' streams.txt) && [[ -n $alone ]] || { cat streams.txt; return 1; }
-    rm streams.txt
-    streams 4 800 &
-    running=$!
-    disown "$running"
-    await 30 'the streams have tokens' grep -qs begun streams.txt || { cat streams.txt; return 1; }
+    begin_streams 800 || return 1
     lose_packets 2
     begun=$SECONDS
     await 30 'it goes on without the host' logged 'goes on with 1 of 2 ranks: lost: `n2` (rank 1 is lost)' || { cat world.log; return 1; }
     echo "went on without the host $((SECONDS - begun)) s after its packets were lost"
-    await 120 'the streams end' eval '! kill -0 "$running" 2>/dev/null' || { cat streams.txt world.log; return 1; }
-    [[ $(sed -n 's/^[0-9]* //p' streams.txt) == "$(printf '%s\n' "$alone" "$alone" "$alone" "$alone")" ]] || { cat streams.txt world.log; return 1; }
-    echo "longest pauses of the streams in ms: $(sed -n 's/^\([0-9]*\) .*/\1/p' streams.txt | sort -n | tr '\n' ' ')"
+    end_streams || return 1
     [[ $(lost_hosts) == '"n2"' && $(ready_times) == 1 && -n $(generate 16) ]] || { cat world.log; return 1; }
     curl --silent --fail http://10.78.0.11:8000/v2/health/ready && curl --silent http://10.78.0.11:8002/metrics >metrics.txt || return 1
     grep -q '^trireme_llm_replica_lost{.*replica="1"} 1' metrics.txt || { cat metrics.txt; return 1; }
@@ -285,17 +294,10 @@ replicas_of_several_hosts_survive_one_loss_after_another() {
     # Replica 1 is on n1 and n2, replica 2 on n3.
     with_parameters tp=2
     serve --world_size=4 --hosts=n1:1,n2:1,n3:2 --elastic=2 --elastic_return=2 --elastic_wait=2 --exit_timeout=5 -- --heartbeat-timeout=3 --enable-sleep-mode || return 1
-    streams 1 200 && alone=$(sed -n 's/^[0-9]* //p' streams.txt) && [[ -n $alone ]] || { cat streams.txt; return 1; }
-    rm streams.txt
-    streams 4 200 &
-    running=$!
-    disown "$running"
-    await 30 'the streams have tokens' grep -qs begun streams.txt || { cat streams.txt; return 1; }
+    begin_streams 200 || return 1
     lose_packets 2
     await 30 'it goes on without n2' logged 'goes on with 3 of 4 ranks: lost: `n2` (rank 1 is lost)' || { cat world.log; return 1; }
-    await 120 'the streams end' eval '! kill -0 "$running" 2>/dev/null' || { cat streams.txt world.log; return 1; }
-    [[ $(sed -n 's/^[0-9]* //p' streams.txt) == "$(printf '%s\n' "$alone" "$alone" "$alone" "$alone")" ]] || { cat streams.txt world.log; return 1; }
-    echo "longest pauses of the streams in ms: $(sed -n 's/^\([0-9]*\) .*/\1/p' streams.txt | sort -n | tr '\n' ' ')"
+    end_streams || return 1
     # The replica that is left sleeps and wakes. There is no room for a second world.
     ask sleep && [[ $(ask is_sleeping) == *true* ]] && ask wake_up && [[ -n $(generate 16) ]] || { cat world.log; return 1; }
     XDG_RUNTIME_DIR=$place/run "$LAUNCH" restart --rolling >rolling.txt 2>&1 && { cat rolling.txt; return 1; }
