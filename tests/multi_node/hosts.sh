@@ -9,7 +9,8 @@ readonly network=10.78.0.0/24
 # Creates hosts n1 to n3.
 make_hosts() {
     local i
-    ip link add "$bridge" type bridge
+    # With an address of its own; otherwise it has that of a host, and changes it when that host loses its link.
+    ip link add "$bridge" address 02:00:00:00:00:01 type bridge
     ip addr add 10.78.0.1/24 dev "$bridge"
     ip link set "$bridge" up
     for ((i = 1; i <= num_hosts; i++)); do
