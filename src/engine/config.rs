@@ -179,7 +179,7 @@ impl EngineConfig {
     /// Returns the first field that is invalid, with its allowed range.
     pub fn validate(&self) -> Result<(), ConfigError> {
         // If there is a prompt to compute, one row does not decode.
-        let most_decodes = self.max_rows.saturating_add(self.prompt_tile - self.prompt_tile.min(1));
+        let most_decodes = self.max_rows.saturating_add(self.prompt_tile.saturating_sub(1));
         let bounds = [
             ("max_rows", self.max_rows, 1, "a sequence needs a row"),
             ("max_step_tokens", self.max_step_tokens, most_decodes, "`max_rows`: a decode takes a token of each"),
