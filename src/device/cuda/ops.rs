@@ -115,6 +115,8 @@ impl CudaDevice {
         stride: usize,
         epilogue: Epilogue,
     ) -> Result<(), DeviceError> {
+        // Of this product alone: it may overwrite the memory of the rounded rows.
+        let rounded = self.rounded.take();
         if !self.current().only_products && self.link(out, x, weight, stride, epilogue)? {
             return Ok(());
         }
@@ -126,7 +128,6 @@ impl CudaDevice {
             if self.current().only_products {
                 return Ok(());
             }
-            let rounded = self.rounded.take();
             self.flush()?;
             return match weight.packed_weight() {
                 Some(packed) if self.rounds_inputs(m, weight) => {
