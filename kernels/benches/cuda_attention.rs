@@ -9,8 +9,9 @@ use std::sync::Arc;
 use gpu::{ROTATED_BYTES, microseconds, random};
 use half::bf16;
 use kernels::cuda::decode_attention::{
-    DecodeAttention, DecodeRows, DecodeWorkspace, Positions, Splits, decode_attention, decode_attention_split,
+    DecodeAttention, DecodeRows, Positions, decode_attention, decode_attention_split,
 };
+use kernels::cuda::decode_division::{DecodeWorkspace, Division, Splits};
 use kernels::cuda::prefill_attention::{
     PrefillAttention, PrefillRows, PrefillWorkspace, prefill_attention, prefill_attention_simple,
 };
@@ -24,7 +25,8 @@ const HEADS: [(usize, usize, usize); 3] = [(32, 32, 128), (32, 8, 128), (16, 2, 
 /// The same of rows whose keys and values are codes, beside bf16.
 const CODED_DECODES: [(usize, usize); 5] = [(1, 8192), (8, 8192), (32, 2048), (32, 8192), (128, 1024)];
 /// Number of rows, and positions of each row.
-const DECODES: [(usize, usize); 7] = [(1, 128), (1, 1024), (8, 1024), (32, 200), (32, 1024), (128, 160), (128, 1024)];
+const DECODES: [(usize, usize); 9] =
+    [(1, 128), (1, 1024), (8, 1024), (32, 200), (32, 1024), (128, 160), (128, 320), (128, 1024), (256, 160)];
 const PREFILLS: [(usize, usize); 3] = [(8, 2048), (1, 2048), (1, 8192)];
 const BLOCK_SIZE: usize = 64;
 
@@ -73,8 +75,8 @@ fn main() {
     let Some((gpu, queue)) = gpu::open() else { return };
     let read = std::env::args().find_map(|arg| arg.parse::<f64>().ok()).unwrap_or(4.47);
     println!(
-        "{:>12} {:>5} {:>6} {:>9} {:>7} {:>7} {:>9} {:>9}",
-        "decode H/K/D", "rows", "len", "us", "TB/s", "% read", "ALiBi us", "no ring"
+        "{:>12} {:>5} {:>6} {:>9} {:>7} {:>7} {:>9} {:>9} {:>9}",
+        "decode H/K/D", "rows", "len", "us", "TB/s", "% read", "ALiBi us", "no ring", "by length"
     );
     for (num_heads, num_kv_heads, head_dim) in HEADS {
         let shape = HeadShape { num_heads, num_kv_heads, head_dim, block_size: BLOCK_SIZE, has_kv: true };
@@ -122,9 +124,10 @@ fn decode(gpu: &Arc<Gpu>, queue: &Queue, shape: HeadShape, codes: Option<KvCodes
     let sets: Vec<Rows> = (0..copies).map(|_| Rows::new(gpu, shape, codes, [rows, len, 1])).collect();
     let qkv = random(gpu, rows * shape.qkv_cols());
     let out = DeviceBuffer::with_count::<bf16>(gpu, rows * shape.num_heads * shape.head_dim).expect("memory");
-    let workspace = DecodeWorkspace::new(gpu, rows, &[shape]).expect("memory");
+    let workspace = |division| DecodeWorkspace::new(gpu, rows, &[shape], division).expect("memory");
     let slopes = slopes(gpu, shape);
-    let us_of = |change: ScoreChange, kernel: Kernel| {
+    let us_of = |division: Division, change: ScoreChange, kernel: Kernel| {
+        let workspace = workspace(division);
         microseconds(queue, 2 * copies, |i| {
             let set = &sets[i % copies];
             let attention = DecodeAttention {
@@ -145,12 +148,16 @@ fn decode(gpu: &Arc<Gpu>, queue: &Queue, shape: HeadShape, codes: Option<KvCodes
             kernel(queue, &attention)
         })
     };
-    let us = us_of(ScoreChange::None, decode_attention);
-    let alibi = us_of(ScoreChange::Alibi(slopes.span()), decode_attention);
-    let split = us_of(ScoreChange::None, apart);
+    let us = us_of(Division::ByRows, ScoreChange::None, decode_attention);
+    let alibi = us_of(Division::ByRows, ScoreChange::Alibi(slopes.span()), decode_attention);
+    let split = us_of(Division::ByRows, ScoreChange::None, apart);
+    let by_length = us_of(Division::ByLength, ScoreChange::None, decode_attention);
     let rate = bytes as f64 / us / 1e6;
     let share = 100.0 * rate / read;
-    println!("{:>12} {rows:>5} {len:>6} {us:>9.1} {rate:>7.2} {share:>7.0} {alibi:>9.1} {split:>9.1}", title(shape));
+    println!(
+        "{:>12} {rows:>5} {len:>6} {us:>9.1} {rate:>7.2} {share:>7.0} {alibi:>9.1} {split:>9.1} {by_length:>9.1}",
+        title(shape)
+    );
 }
 
 /// The kernel without a ring, for any number of rows.

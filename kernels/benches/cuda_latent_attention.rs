@@ -8,6 +8,7 @@ mod gpu;
 use std::sync::Arc;
 
 use gpu::{ROTATED_BYTES, microseconds, random};
+use kernels::cuda::decode_division::Division;
 use kernels::cuda::latent_attention::{
     LatentAttention, LatentKernel, LatentRows, LatentSplits, LatentWorkspace, latent_attention_split,
 };
@@ -89,7 +90,7 @@ fn decode(gpu: &Arc<Gpu>, queue: &Queue, num_heads: usize, [rows, len]: [usize; 
     let copies = (ROTATED_BYTES / bytes).clamp(1, 12);
     let sets: Vec<Rows> = (0..copies).map(|_| Rows::new(gpu, [rows, len, 1])).collect();
     let queries = random(gpu, rows * num_heads * WIDTH);
-    let workspace = LatentWorkspace::new(gpu).expect("memory");
+    let workspace = LatentWorkspace::new(gpu, Division::ByRows).expect("memory");
     let us_of = |splits: LatentSplits| {
         microseconds(queue, 2 * copies, |i| {
             let set = &sets[i % copies];
@@ -132,7 +133,7 @@ fn prefill(gpu: &Arc<Gpu>, queue: &Queue, num_heads: usize, len: usize) {
     let tokens = len.min(131_072 / num_heads);
     let set = Rows::new(gpu, [1, len, tokens]);
     let queries = random(gpu, tokens * num_heads * WIDTH);
-    let workspace = LatentWorkspace::new(gpu).expect("memory");
+    let workspace = LatentWorkspace::new(gpu, Division::ByRows).expect("memory");
     let attention = LatentAttention {
         rows: queries.span(),
         cache: set.cache.span(),

@@ -259,9 +259,9 @@ struct Part {
     u32 split, splits, active;
 };
 
-// Writes the part. The last block adds all of them.
+// Writes the part. Returns true in the last block, which adds all of them.
 template <int D>
-__device__ __forceinline__ void store_part(const DecodeAttention& a, const Part& p, bf16* out, Merged<D>* merged, int heads) {
+__device__ __forceinline__ bool store_part(const DecodeAttention& a, const Part& p, Merged<D>* merged, int heads) {
     float* partial = a.partial + p.first * D;
     float2* stats = a.stats + p.first;
     for (int i = threadIdx.x; i < heads * D; i += THREADS) {
@@ -271,7 +271,5 @@ __device__ __forceinline__ void store_part(const DecodeAttention& a, const Part&
         stats[threadIdx.x * p.splits + p.split] =
             make_float2(merged_top<D>(merged, threadIdx.x), merged_denominator<D>(merged, threadIdx.x));
     }
-    if (is_last(a.counters + p.counter, p.active)) {
-        combine<D>(out, partial, stats, reinterpret_cast<float*>(merged), heads, p.splits, p.active);
-    }
+    return is_last(a.counters + p.counter, p.active);
 }

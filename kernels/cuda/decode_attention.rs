@@ -3,26 +3,21 @@
 
 use half::bf16;
 
+use super::decode_division::{DecodeWorkspace, Division, GROUP, MAX_CLUSTER, ROWS_BY_LENGTH, Splits, groups, visits};
 use super::error::ensure;
 use super::head_norm::HeadNormWeights;
 use super::rope_cache::{HeadShape, LayerCache};
 use super::scores::{HEAD_DIMS, ScoreChange, Scores};
 use super::tensor_map::TensorMap;
-use super::{Arg, CudaError, DeviceBuffer, Gpu, Launch, Queue, Span};
-use std::sync::Arc;
+use super::{Arg, CudaError, Gpu, Launch, Queue, Span};
 
 const OP: &str = "decode_attention";
-/// Number of query heads that one thread block computes.
-const GROUP: usize = 8;
 
 /// If rows times groups of heads reach this number, [`decode_attention_ring`] is faster, by measurement on an H200
 /// (kernels/README.md).
 const RING_FROM: usize = 192;
 /// Number of positions in a tile of the ring.
 const RING_TILE: usize = 16;
-
-/// Maximum number of thread blocks in a cluster.
-pub const MAX_CLUSTER: usize = 8;
 
 /// The decoding rows of a step, and the locations of their keys and values.
 #[derive(Debug, Clone, Copy)]
@@ -35,97 +30,6 @@ pub struct DecodeRows {
     pub context_lens: Span,
     /// `R`.
     pub num_rows: usize,
-}
-
-/// How rows are divided among thread blocks. It depends only on the bucket, so that a graph can be replayed for any
-/// lengths.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Splits {
-    /// Maximum number of parts of a row.
-    pub splits: usize,
-    /// Number of blocks for the parts of a row, each of which computes every `blocks`-th part. No result depends on it. Fewer than
-    /// `splits` on Hopper alone.
-    pub blocks: usize,
-    /// Minimum number of positions in a part, a multiple of 16.
-    pub min_chunk: usize,
-    /// Number of parts whose thread blocks share a cluster, on Hopper and later: a power of two up to [`MAX_CLUSTER`]
-    /// that divides `splits`. The parts of a row with no more parts than this are combined within the cluster.
-    pub cluster: usize,
-}
-
-impl Splits {
-    /// A division into parts that are the same for any number of rows; only the number of blocks differs.
-    pub fn fixed(num_rows: usize, shape: HeadShape) -> Self {
-        let (splits, visits) = (16, num_rows * shape.num_kv_heads * groups(shape));
-        // Blocks without a part take time, too.
-        let blocks = (2048 / visits.max(1)).next_power_of_two().clamp(1, splits);
-        Self { splits, blocks, min_chunk: 128, cluster: 1 }
-    }
-
-    /// The division for `num_rows` rows, by measurement on an H200 (kernels/README.md).
-    pub fn for_rows(num_rows: usize, shape: HeadShape) -> Self {
-        let blocks = num_rows * shape.num_kv_heads * groups(shape);
-        let splits = (256 / blocks.max(1)).next_power_of_two().clamp(4, 64);
-        let (min_chunk, cluster) = match blocks {
-            0..48 => (64, splits.min(MAX_CLUSTER)),
-            48..192 => (256, 1),
-            _ => (1024, 1),
-        };
-        Self { splits, blocks: splits, min_chunk, cluster }
-    }
-}
-
-/// Partial sums and counters of [`decode_attention`]. Only one call at a time may use it.
-#[derive(Debug)]
-pub struct DecodeWorkspace {
-    partial: DeviceBuffer,
-    /// One for each group of heads of a row, then those of the ring.
-    counters: DeviceBuffer,
-    max_visits: usize,
-}
-
-impl DecodeWorkspace {
-    /// A workspace for up to `max_rows` rows of layers of these shapes.
-    pub fn new(gpu: &Arc<Gpu>, max_rows: usize, shapes: &[HeadShape]) -> Result<Self, CudaError> {
-        let (partial_bytes, max_visits) = Self::sizes(max_rows, shapes);
-        let counters = DeviceBuffer::from_slice(gpu, &vec![0u32; max_visits + 1])?;
-        Ok(Self { partial: DeviceBuffer::new(gpu, partial_bytes)?, counters, max_visits })
-    }
-
-    /// Bytes that [`DecodeWorkspace::new`] allocates.
-    pub fn bytes(max_rows: usize, shapes: &[HeadShape]) -> usize {
-        let (partial_bytes, max_visits) = Self::sizes(max_rows, shapes);
-        partial_bytes + (max_visits + 1) * 4
-    }
-
-    /// Bytes of the partial sums, and the number of counters.
-    fn sizes(max_rows: usize, shapes: &[HeadShape]) -> (usize, usize) {
-        let mut distinct = shapes.to_vec();
-        distinct.dedup();
-        let largest = |of: fn(usize, HeadShape) -> usize| {
-            distinct.iter().map(|shape| of(max_rows, *shape)).max().unwrap_or_default()
-        };
-        (largest(partial_bytes), largest(counter_count))
-    }
-}
-
-fn groups(shape: HeadShape) -> usize {
-    (shape.num_heads / shape.num_kv_heads.max(1)).div_ceil(GROUP)
-}
-
-fn counter_count(rows: usize, shape: HeadShape) -> usize {
-    rows * shape.num_kv_heads * groups(shape)
-}
-
-/// The largest size for any number of rows up to `max_rows`: fewer rows have more splits each.
-fn partial_bytes(max_rows: usize, shape: HeadShape) -> usize {
-    let of = |rows: usize| rows * row_bytes(shape, Splits::for_rows(rows, shape));
-    (1..=max_rows).map(of).max().unwrap_or(0)
-}
-
-/// Bytes of the partial sums of a row.
-fn row_bytes(shape: HeadShape, splits: Splits) -> usize {
-    splits.splits * shape.num_heads * (shape.head_dim + 2) * 4
 }
 
 /// cos and sin of every position, each `[max_positions, D / 2]` f32.
@@ -181,14 +85,30 @@ pub struct DecodeAttention<'a> {
     pub workspace: &'a DecodeWorkspace,
 }
 
-/// Queues the attention with [`Splits::fixed`], so that the result of a row has the same bits whatever the other rows are. The
-/// workspace bounds the rows of a launch.
-pub fn decode_attention_fixed(q: &Queue, attention: &DecodeAttention<'_>) -> Result<(), CudaError> {
+/// Queues the attention, with the kernel and the division that the workspace is for.
+pub fn decode_attention(q: &Queue, attention: &DecodeAttention<'_>) -> Result<(), CudaError> {
+    match attention.workspace.division {
+        Division::ByRows => attention_by_rows(q, attention),
+        Division::ByLength => attention_by_length(q, attention),
+    }
+}
+
+fn attention_by_rows(q: &Queue, attention: &DecodeAttention<'_>) -> Result<(), CudaError> {
+    let (num_rows, shape) = (attention.rows.num_rows, attention.shape);
+    let splits = Splits::for_rows(num_rows, shape);
+    let can_take_ring = attention.cache.codes.is_none() && !matches!(attention.positions, Positions::Rope(..));
+    if can_take_ring && takes_ring(q.gpu(), num_rows, shape) {
+        return decode_attention_ring(q, attention, splits);
+    }
+    decode_attention_split(q, attention, splits)
+}
+
+/// The same kernel for any number of rows, since kernels differ in bits.
+fn attention_by_length(q: &Queue, attention: &DecodeAttention<'_>) -> Result<(), CudaError> {
     let (rows, shape) = (attention.rows, attention.shape);
-    let capacity = attention.workspace.partial.span().bytes() / row_bytes(shape, Splits::fixed(1, shape));
-    ensure!(OP, capacity > 0, "the workspace is too small");
-    for first in (0..rows.num_rows).step_by(capacity) {
-        let count = capacity.min(rows.num_rows - first);
+    let takes_ring = attention.cache.codes.is_none() && has_ring(q.gpu(), shape);
+    for first in (0..rows.num_rows).step_by(ROWS_BY_LENGTH) {
+        let count = ROWS_BY_LENGTH.min(rows.num_rows - first);
         let part = |span: Span, width: usize| span.elements::<bf16>(first * width, count * width);
         let own = DecodeAttention {
             out: part(attention.out, shape.num_heads * shape.head_dim),
@@ -201,27 +121,20 @@ pub fn decode_attention_fixed(q: &Queue, attention: &DecodeAttention<'_>) -> Res
             },
             ..*attention
         };
-        let splits = Splits::fixed(count, shape);
+        let splits = Splits::by_length(count, shape);
         let has_shared = q.gpu().has_kernel(&format!("shared_{}", own.kernel()));
-        decode_attention_split(q, &own, if has_shared { splits } else { Splits { blocks: splits.splits, ..splits } })?;
+        match takes_ring {
+            true => decode_attention_ring(q, &own, splits)?,
+            false if has_shared => decode_attention_split(q, &own, splits)?,
+            false => decode_attention_split(q, &own, Splits { blocks: splits.splits, ..splits })?,
+        }
     }
     Ok(())
 }
 
-/// Queues the attention, with the fastest kernel and division for its number of rows.
-pub fn decode_attention(q: &Queue, attention: &DecodeAttention<'_>) -> Result<(), CudaError> {
-    let (num_rows, shape) = (attention.rows.num_rows, attention.shape);
-    let splits = Splits::for_rows(num_rows, shape);
-    let can_take_ring = attention.cache.codes.is_none() && !matches!(attention.positions, Positions::Rope(..));
-    if can_take_ring && takes_ring(q.gpu(), num_rows, shape) {
-        return decode_attention_ring(q, attention, splits);
-    }
-    decode_attention_split(q, attention, splits)
-}
-
 /// Whether [`decode_attention`] of this number of rows, rotated and cached before, uses the ring.
 pub fn takes_ring(gpu: &Gpu, num_rows: usize, shape: HeadShape) -> bool {
-    counter_count(num_rows, shape) >= RING_FROM && has_ring(gpu, shape)
+    visits(num_rows, shape) >= RING_FROM && has_ring(gpu, shape)
 }
 
 /// Whether [`decode_attention_ring`] supports this GPU and shape; it reads bf16.
@@ -240,16 +153,20 @@ pub fn decode_attention_ring(q: &Queue, attention: &DecodeAttention<'_>, splits:
     let whole = |span: Span| TensorMap::panels(span, cache_rows, head_dim, RING_TILE);
     let half = |span: Span| TensorMap::matrix(span, cache_rows, head_dim, RING_TILE / 2, 64);
     let maps = [whole(cache.k)?, whole(cache.v)?, half(cache.k)?, half(cache.v)?];
-    let visits = counter_count(rows.num_rows, shape);
     let mut args = vec![Arg::Bytes(&argument)];
     args.extend(maps.iter().map(|map| Arg::Bytes(map.bytes())));
     args.push(attention.workspace.counters.span().elements::<u32>(attention.workspace.max_visits, 1).into());
     let is_late = matches!(positions, Positions::Late);
-    args.extend([rows.num_rows as u32, splits.splits as u32, u32::from(is_late)].map(Arg::U32));
+    let division = [splits.splits as u32, splits.whole_len as u32];
+    args.extend([
+        Arg::U32(rows.num_rows as u32),
+        Arg::Bytes(bytemuck::bytes_of(&division)),
+        Arg::U32(u32::from(is_late)),
+    ]);
     ensure!(OP, is_late || matches!(positions, Positions::Known), "the ring takes keys that are in their blocks");
     args.extend(attention.scores.argument());
     let name = format!("sm90_{}decode_attention_bf16_d{head_dim}", attention.scores.prefix());
-    let blocks = (2 * q.gpu().num_multiprocessors() as usize).min(visits) as u32;
+    let blocks = (2 * q.gpu().num_multiprocessors() as usize).min(visits(rows.num_rows, shape) * splits.splits) as u32;
     q.launch(&name, Launch::new(blocks, 160).shared((ring_bytes(head_dim) + merged_bytes(shape)) as u32), &args)
 }
 
@@ -324,7 +241,7 @@ impl DecodeAttention<'_> {
     fn argument(&self, splits: Splits) -> Result<[u8; 136], CudaError> {
         let Self { out, qkv, cache, rows, shape, scores, workspace, .. } = *self;
         let HeadShape { num_heads, num_kv_heads, head_dim, block_size, .. } = shape;
-        let Splits { splits, blocks, min_chunk, cluster } = splits;
+        let Splits { splits, blocks, min_chunk, cluster, .. } = splits;
         ensure!(
             OP,
             (1..=64).contains(&splits) && min_chunk > 0 && min_chunk.is_multiple_of(16),
@@ -334,7 +251,7 @@ impl DecodeAttention<'_> {
         let fits = fits && (cluster == 1 || blocks == splits) && (1..=splits).contains(&blocks);
         ensure!(OP, fits, "clusters of {cluster}, {blocks} blocks for {splits} splits");
         let parts = rows.num_rows * splits * num_heads;
-        let counters = counter_count(rows.num_rows, shape);
+        let counters = visits(rows.num_rows, shape);
         let (partial_span, counter_span) = (workspace.partial.span(), workspace.counters.span());
         let fits = partial_span.count::<f32>() >= parts * (head_dim + 2) && workspace.max_visits >= counters;
         ensure!(OP, fits, "the workspace is too small");

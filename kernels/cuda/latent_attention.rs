@@ -5,6 +5,7 @@ use std::sync::Arc;
 
 use half::bf16;
 
+use super::decode_division::Division;
 use super::error::ensure;
 use super::latent_cache::{RANK, WIDTH};
 use super::{Arg, CudaError, DeviceBuffer, Gpu, Launch, Queue, Span};
@@ -14,8 +15,6 @@ const OP: &str = "latent_attention";
 const MAX_SPLITS: usize = 128;
 /// Blocks that are aimed at: about one for each multiprocessor of a large GPU.
 const BLOCKS: usize = 128;
-/// Queries whose partial sums the workspace has room for: those of all blocks that run at a time.
-const PARTIAL_QUERIES: usize = 8192;
 /// Shared memory of a block from which three stages fit beside those of another block.
 const THREE_STAGES_FROM: u32 = 200 << 10;
 
@@ -113,29 +112,42 @@ impl LatentSplits {
         Self { kernel, splits, min_chunk: 64 }
     }
 
-    /// The division of rows that decode with [`latent_attention_fixed`]: the same for any number of rows.
-    pub fn fixed(kernel: LatentKernel) -> Self {
+    /// The division of decoding rows with [`Division::ByLength`]: the same for any number of rows.
+    pub fn by_length(kernel: LatentKernel) -> Self {
         Self { kernel, splits: 16, min_chunk: 128 }
     }
 
-    /// Rows with `queries` queries each whose partial sums fit the workspace.
-    fn max_rows(self, queries: usize) -> usize {
-        let tile = self.kernel.tile();
-        PARTIAL_QUERIES / (queries.div_ceil(tile) * tile * self.splits)
+    /// Partial sums of a row with `queries` queries.
+    fn partial_queries(self, queries: usize) -> usize {
+        queries.next_multiple_of(self.kernel.tile()) * self.splits
     }
 }
 
 /// Partial sums of [`latent_attention`]. Only one call at a time may use it.
 #[derive(Debug)]
-pub struct LatentWorkspace(DeviceBuffer);
+pub struct LatentWorkspace {
+    division: Division,
+    partial: DeviceBuffer,
+}
 
 impl LatentWorkspace {
     /// Bytes that [`LatentWorkspace::new`] allocates.
-    pub const BYTES: usize = PARTIAL_QUERIES * (RANK + 2) * 4;
+    pub fn bytes(division: Division) -> usize {
+        max_partial_queries(division) * (RANK + 2) * 4
+    }
 
-    /// Allocates [`LatentWorkspace::BYTES`].
-    pub fn new(gpu: &Arc<Gpu>) -> Result<Self, CudaError> {
-        DeviceBuffer::new(gpu, Self::BYTES).map(Self)
+    /// Allocates [`LatentWorkspace::bytes`].
+    pub fn new(gpu: &Arc<Gpu>, division: Division) -> Result<Self, CudaError> {
+        Ok(Self { division, partial: DeviceBuffer::new(gpu, Self::bytes(division))? })
+    }
+}
+
+/// Queries whose partial sums a workspace has room for: those of all blocks that run at a time or, by length, those of 128 rows with 16
+/// heads in 16 parts.
+fn max_partial_queries(division: Division) -> usize {
+    match division {
+        Division::ByRows => 8192,
+        Division::ByLength => 32_768,
     }
 }
 
@@ -158,25 +170,29 @@ pub struct LatentAttention<'a> {
     pub workspace: &'a LatentWorkspace,
 }
 
-/// Queues the attention, with the fastest kernel and division for its rows.
+/// Queues the attention, with the fastest kernel, and the division that the workspace is for.
 pub fn latent_attention(q: &Queue, attention: &LatentAttention<'_>) -> Result<(), CudaError> {
-    let queries = attention.step.max_chunk * attention.num_heads;
-    let kernel = LatentKernel::for_rows(q.gpu(), queries);
-    latent_attention_split(q, attention, LatentSplits::new(kernel, attention.step.num_rows, queries))
+    match attention.workspace.division {
+        Division::ByRows => {
+            let queries = attention.step.max_chunk * attention.num_heads;
+            let kernel = LatentKernel::for_rows(q.gpu(), queries);
+            latent_attention_split(q, attention, LatentSplits::new(kernel, attention.step.num_rows, queries))
+        }
+        Division::ByLength => latent_attention_by_length(q, attention),
+    }
 }
 
-/// [`latent_attention`] in which the result of a token has the same bits whatever other tokens are computed with it, in its row or in
-/// others. Chunks, also of one token, go through all positions in order. Decodes are divided by their length alone, and the workspace
-/// bounds the rows of a launch.
-pub fn latent_attention_fixed(q: &Queue, attention: &LatentAttention<'_>) -> Result<(), CudaError> {
+/// Chunks, also of one token, go through all positions in order. Decodes are divided by their length alone, and the workspace bounds the
+/// rows of a launch.
+fn latent_attention_by_length(q: &Queue, attention: &LatentAttention<'_>) -> Result<(), CudaError> {
     let (step, num_heads) = (attention.step, attention.num_heads);
     if step.row_starts.is_some() {
         let kernel = LatentKernel::for_rows(q.gpu(), usize::MAX);
         return latent_attention_split(q, attention, LatentSplits { kernel, splits: 1, min_chunk: 64 });
     }
     attention.check()?;
-    let splits = LatentSplits::fixed(LatentKernel::for_rows(q.gpu(), num_heads));
-    let most = splits.max_rows(num_heads);
+    let splits = LatentSplits::by_length(LatentKernel::for_rows(q.gpu(), num_heads));
+    let most = max_partial_queries(Division::ByLength) / splits.partial_queries(num_heads);
     ensure!(OP, most > 0, "the partial sums of {num_heads} heads do not fit");
     for first in (0..step.num_rows).step_by(most) {
         let count = most.min(step.num_rows - first);
@@ -214,10 +230,12 @@ pub fn latent_attention_split(
     let tile = kernel.tile();
     let fits = (1..=MAX_SPLITS).contains(&count) && min_chunk > 0 && min_chunk.is_multiple_of(64);
     ensure!(OP, fits, "{count} splits of at least {min_chunk}");
-    let tiles = (step.max_chunk.min(step.num_tokens) * attention.num_heads).div_ceil(tile);
-    let partial_queries = step.num_rows * tiles * count * tile;
+    let queries = step.max_chunk.min(step.num_tokens) * attention.num_heads;
+    let tiles = queries.div_ceil(tile);
+    let partial_queries = step.num_rows * splits.partial_queries(queries);
     ensure!(OP, tiles <= 65_535, "{tiles} tiles of queries");
-    ensure!(OP, count == 1 || partial_queries <= PARTIAL_QUERIES, "{partial_queries} partial sums do not fit");
+    let fits = count == 1 || partial_queries <= max_partial_queries(attention.workspace.division);
+    ensure!(OP, fits, "{partial_queries} partial sums do not fit");
     let argument = attention.argument(splits);
     let stages = kernel.stages(q.gpu());
     let launch = Launch::new(0, if tile == 64 { 256 } else { 128 })
@@ -238,7 +256,8 @@ impl LatentAttention<'_> {
     /// The kernels' `LatentAttention`: seven pointers, eight words.
     fn argument(&self, splits: LatentSplits) -> [u64; 11] {
         let pair = |low: usize, high: usize| low as u64 | (high as u64) << 32;
-        let (step, partial) = (self.step, self.workspace.0.span());
+        let (step, partial) = (self.step, self.workspace.partial.span());
+        let stats = max_partial_queries(self.workspace.division);
         [
             self.rows.address(),
             self.cache.address(),
@@ -246,7 +265,7 @@ impl LatentAttention<'_> {
             step.context_lens.address(),
             step.row_starts.map_or(0, |starts| starts.address()),
             partial.address(),
-            partial.elements::<f32>(PARTIAL_QUERIES * RANK, 2 * PARTIAL_QUERIES).address(),
+            partial.elements::<f32>(stats * RANK, 2 * stats).address(),
             pair(step.first_token, step.num_tokens),
             pair(self.num_heads, step.max_blocks),
             pair(self.block_size.trailing_zeros() as usize, splits.splits),

@@ -48,6 +48,7 @@ pub mod cap_logits;
 pub mod client_memory;
 pub mod copy_blocks;
 pub mod decode_attention;
+pub mod decode_division;
 pub mod embed;
 mod error;
 pub mod fp8_gemm;

@@ -527,7 +527,8 @@ __device__ __forceinline__ void attend_split(const DecodeAttention& a, const Rop
     if (c.active == 1) return store_out<D>(out, merged, heads);
     if (c.active <= cluster_blocks()) return combine_in_cluster<D>(out, merged, heads, split, c.active);
     const Part part = {((u64)row * a.heads + first_head) * splits, row * gridDim.y + blockIdx.y, split, splits, c.active};
-    store_part<D>(a, part, out, merged, heads);
+    if (!store_part<D>(a, part, merged, heads)) return;
+    combine<D>(out, a.partial + part.first * D, a.stats + part.first, reinterpret_cast<float*>(merged), heads, splits, c.active);
 }
 
 // Zeros for a padding row.

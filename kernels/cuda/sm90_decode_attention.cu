@@ -7,12 +7,14 @@
 //               K * B, 64] with box [D / 64, 16, 64]; `half_k_map`, `half_v_map` with box [8, 64]
 // the rest      the same as in decode_attention.cu; num_rows is R, splits is a parameter instead of the grid's width
 // is_late       whether nothing may be read before earlier kernels have ended, otherwise only the newest position of a row waits
+// whole_len     rows of up to this length are not shared by blocks: a visit has all splits of the row. No result depends on it
 // next_visit    u32, zero before the first launch and after each launch: blocks take the next visit (row, KV head,
-//               group, split) from it when they are free
+//               group, split or all of them) from it when they are free
 // launch        two persistent blocks per multiprocessor. A fifth warp makes the copy engine load tiles of 16 positions
 //               into a ring in shared memory, and the heads' queries into slots; the other four warps attend and take
 //               tiles in turn. The data of a block's next visit is loaded while the current one is summed, so memory
-//               never waits for a block to start.
+//               never waits for a block to start. Splits are added in order by the block that has all of them, or by the one that ends
+//               last, with the same bits.
 // needs         D 128; B % 16 == 0, a power of two; pointers 16-byte aligned; checked in decode_attention.rs
 // bound         memory, 4 K D bytes per position: R = 128, 160 positions, K = 32, D = 128: 336 MB, 75 us at 4.47 TB/s
 //               (H200)
@@ -25,11 +27,89 @@ constexpr u32 SLOTS = 4;      // visits whose queries are loaded or being loaded
 constexpr u32 LENS = 1024;    // number of rows whose lengths are stored in shared memory
 constexpr u32 NONE = 0xffffffffu;
 
-// A visit: the unit of work of a block, some heads of a row's KV head and a chunk of its positions.
+// A visit: the unit of work of a block, some heads of a row's KV head and one split of its positions, or all.
 struct Visit {
     u32 row;  // NONE after the last
     u32 in_row;  // KV head and group
     u32 split, len;
+};
+
+// How rows are divided.
+struct Splits {
+    u32 count;      // at most
+    u32 whole_len;  // rows of up to this length are visited once
+
+    __device__ bool are_together(u32 len) const { return len <= whole_len; }
+
+    // Number of visits of a row's heads.
+    __device__ u32 visits(const DecodeAttention& a, u32 len) const {
+        return are_together(len) ? 1 : chunk_of(a, len, 0, count).active;
+    }
+
+    // The positions of a visit.
+    __device__ Chunk all_of(const DecodeAttention& a, const Visit& v) const {
+        Chunk c = chunk_of(a, v.len, v.split, count);
+        if (are_together(v.len)) c.end = v.len;
+        return c;
+    }
+};
+
+// The splits of some heads of a row, added in order: this thread's element of each head. D is THREADS.
+struct Fold {
+    float top[GROUP], denominator[GROUP], sum[GROUP];
+
+    __device__ void add(int head, float other_top, float other_denominator, float other_sum, bool is_first) {
+        if (is_first) {
+            top[head] = other_top, denominator[head] = other_denominator, sum[head] = other_sum;
+            return;
+        }
+        const float highest = fmaxf(top[head], other_top);
+        const float own = exp2_fast(top[head] - highest), other = exp2_fast(other_top - highest);
+        denominator[head] = __fmaf_rn(other_denominator, other, __fmul_rn(denominator[head], own));
+        sum[head] = __fmaf_rn(other_sum, other, __fmul_rn(sum[head], own));
+        top[head] = highest;
+    }
+
+    // Adds what the block's warps have published.
+    template <int D>
+    __device__ void add(const Merged<D>* merged, int heads, bool is_first) {
+        static_assert(D == THREADS, "a thread has one element of each head");
+#pragma unroll
+        for (int head = 0; head < GROUP; ++head) {
+            if (head >= heads) break;
+            const float sum = merged_sum<D>(merged, heads, head * D + threadIdx.x);
+            add(head, merged_top<D>(merged, head), merged_denominator<D>(merged, head), sum, is_first);
+        }
+    }
+
+    // Adds the splits that several blocks have stored.
+    __device__ void add(const float* partial, const float2* stats, int heads, u32 splits, u32 active) {
+        constexpr int AT_ONCE = 4;  // heads whose loads are in flight together
+#pragma unroll
+        for (int first = 0; first < GROUP; first += AT_ONCE) {
+            if (first >= heads) break;
+#pragma unroll 1
+            for (u32 s = 0; s < active; ++s) {
+                float2 stat[AT_ONCE];
+                float value[AT_ONCE];
+#pragma unroll
+                for (int i = 0; i < AT_ONCE; ++i) {
+                    const u32 at = min(first + i, heads - 1) * splits + s;
+                    stat[i] = __ldcg(stats + at);
+                    value[i] = __ldcg(partial + (u64)at * THREADS + threadIdx.x);
+                }
+#pragma unroll
+                for (int i = 0; i < AT_ONCE; ++i) add(first + i, stat[i].x, stat[i].y, value[i], s == 0);
+            }
+        }
+    }
+
+    __device__ void store(bf16* out, int heads) const {
+#pragma unroll
+        for (int head = 0; head < GROUP; ++head) {
+            if (head < heads) out[head * THREADS + threadIdx.x] = to_bf16(sum[head] / denominator[head]);
+        }
+    }
 };
 
 // Values derived from a visit.
@@ -88,15 +168,15 @@ struct RingPosition {
     }
 };
 
-// All visits of the launch: first the further splits of rows that have more than one, then the first split of every
-// row.
+// All visits of the launch: first the further visits of rows that have more than one, then the first of every row.
 struct Work {
     const DecodeAttention& a;
     const u32* lens;  // of the first LENS rows
-    u32 num_rows, splits, per_row, furthers = 0, count;
+    Splits splits;
+    u32 num_rows, per_row, furthers = 0, count;
 
-    __device__ Work(const DecodeAttention& attention, const u32* known_lens, u32 rows, u32 num_splits)
-        : a(attention), lens(known_lens), num_rows(rows), splits(num_splits) {
+    __device__ Work(const DecodeAttention& attention, const u32* known_lens, u32 rows, Splits of_rows)
+        : a(attention), lens(known_lens), splits(of_rows), num_rows(rows) {
         per_row = a.kv_heads * groups_of(a);
         for (u32 row = 0; row < num_rows; row += 32) furthers += __reduce_add_sync(FULL_WARP, further(row + threadIdx.x % 32));
         furthers *= per_row;
@@ -105,10 +185,10 @@ struct Work {
 
     __device__ u32 len_of(u32 row) const { return row < LENS ? lens[row] : a.context_lens[row]; }
 
-    // Number of splits of a row after its first.
+    // Number of visits of a row's heads after their first.
     __device__ u32 further(u32 row) const {
         const u32 len = row < num_rows ? len_of(row) : 0;
-        return len == 0 ? 0 : chunk_of(a, len, 0, splits).active - 1;
+        return len == 0 ? 0 : splits.visits(a, len) - 1;
     }
 
     __device__ Visit at(u32 index) const {
@@ -117,7 +197,7 @@ struct Work {
             const u32 first = index - furthers;
             return {first / per_row, first % per_row, 0, len_of(first / per_row)};
         }
-        u32 left = index / per_row;  // number of further splits before this one
+        u32 left = index / per_row;  // number of further visits before this one
         for (u32 row = 0;; row += 32) {
             const u32 mine = further(row + threadIdx.x % 32), all = __reduce_add_sync(FULL_WARP, mine);
             if (left >= all) {
@@ -147,7 +227,7 @@ struct Producer {
     const DecodeAttention& a;
     const Shared<D>& smem;
     Maps maps;
-    u32 splits;
+    Splits splits;
     RingPosition<Shared<D>::STAGES> stage;
     RingPosition<SLOTS> slot;
 
@@ -158,26 +238,27 @@ struct Producer {
         u32 i = load_tiles(v, blocks, 0, Shared<D>::STAGES, true);
         pdl_wait();
         asm volatile("fence.proxy.async.global;" ::: "memory");  // makes the newest position visible to the copy engine, too
-        u32 index = claim(next_visit, work.count);
+        const u32 claims = max(work.count, gridDim.x);
+        u32 index = claim(next_visit, claims);
         while (true) {
             publish_visit(v);
             if (v.row == NONE) return;
             // The data of the next visit is requested before this visit's tiles, which wait for free space.
             const Visit next = work.at(gridDim.x + __shfl_sync(FULL_WARP, index, 0));
             const u32 next_blocks = look_up(next, 0);
-            if (next.row != NONE) index = claim(next_visit, work.count);
+            if (next.row != NONE) index = claim(next_visit, claims);
             load_tiles(v, blocks, i, NONE, false);
             v = next, blocks = next_blocks, i = 0;
         }
     }
 
-    // In lane 0: the number of visits taken before this one. The last request resets the counter; each block makes one
-    // request that finds no visit.
-    static __device__ u32 claim(u32* next_visit, u32 count) {
+    // In lane 0: the number of visits taken before this one. The last of `claims` requests resets the counter. Each block makes one
+    // request that finds no visit, also a block without a first visit.
+    static __device__ u32 claim(u32* next_visit, u32 claims) {
         u32 index = 0;
         if (threadIdx.x % 32 == 0) {
             index = atomicAdd(next_visit, 1);
-            if (index == count - 1) *next_visit = 0;
+            if (index == claims - 1) *next_visit = 0;
         }
         return index;
     }
@@ -202,7 +283,7 @@ struct Producer {
 
     __device__ u32 look_up(const Visit& v, u32 from) const {
         if (v.row == NONE) return 0;
-        const Chunk c = chunk_of(a, v.len, v.split, splits);
+        const Chunk c = splits.all_of(a, v);
         const u32 p = c.begin + (from + threadIdx.x % 32) * TILE;
         return p < c.end ? a.block_tables[(u64)v.row * a.max_blocks + (p >> a.block_shift)] : 0;
     }
@@ -210,7 +291,7 @@ struct Producer {
     // Loads the visit's tiles from `i` on, but at most `most`, and without the newest position's if `early`; returns
     // the index of the next one.
     __device__ u32 load_tiles(const Visit& v, u32 blocks, u32 i, u32 most, bool early) {
-        const Chunk c = chunk_of(a, v.len, v.split, splits);
+        const Chunk c = splits.all_of(a, v);
         const u32 kv_head = Heads(a, v).kv_head;
         for (; i < most && c.begin + i * TILE < c.end; ++i) {
             const u32 p = c.begin + i * TILE, valid = min(c.end - p, (u32)TILE);
@@ -312,9 +393,9 @@ template <int D>
 struct Consumer {
     const DecodeAttention& a;
     const Shared<D>& smem;
-    u32 splits;
-    u32 warp;  // its index in the rotation of tiles: it takes tiles warp, warp + WARPS, ... of a visit
-    RingPosition<Shared<D>::STAGES> stage;  // of the visit's first tile
+    Splits splits;
+    u32 warp;  // its index in the rotation of tiles: it takes tiles warp, warp + WARPS, ... of a split
+    RingPosition<Shared<D>::STAGES> stage;  // of the split's first tile
     RingPosition<SLOTS> slot;
 
     template <Scores SCORES>
@@ -328,21 +409,33 @@ struct Consumer {
             load_queries<D>(q, smem.queries(slot.index), heads.count);
             barrier_arrive(smem.slot_empty(slot.index));
             slot.skip(1);
-            const Chunk c = chunk_of(a, v.len, v.split, splits);
-            Softmax<D> state;
-            if (a.sinks && v.split == 0 && warp == 0) state.begin_with(a.sinks + heads.first, heads.count);
-            if constexpr (SCORES == Scores::ALIBI) {
-                attend_tiles(state, q, c, Alibi(slopes + heads.first, heads.count, threadIdx.x % 4, v.len));
-            } else if constexpr (SCORES == Scores::CAPPED) {
-                attend_tiles(state, q, c, Capped(cap));
-            } else {
-                attend_tiles(state, q, c, NoBias());
-            }
-            publish<D, Tile<D>>(smem.merged(), state, heads.count, warp);
-            store(v, heads, c);
-            const u32 tiles = (c.end - c.begin + TILE - 1) / TILE;
-            stage.skip(tiles);
-            warp = (warp + WARPS - tiles % WARPS) % WARPS;
+            const bool has_all = splits.are_together(v.len);
+            const u32 last = has_all ? chunk_of(a, v.len, 0, splits.count).active : v.split + 1;
+            Fold fold;
+            u32 split = v.split;
+            do {  // also for a padding row, which has no split
+                const Chunk c = chunk_of(a, v.len, split, splits.count);
+                Softmax<D> state;
+                if (a.sinks && split == 0 && warp == 0) state.begin_with(a.sinks + heads.first, heads.count);
+                if constexpr (SCORES == Scores::ALIBI) {
+                    attend_tiles(state, q, c, Alibi(slopes + heads.first, heads.count, threadIdx.x % 4, v.len));
+                } else if constexpr (SCORES == Scores::CAPPED) {
+                    attend_tiles(state, q, c, Capped(cap));
+                } else {
+                    attend_tiles(state, q, c, NoBias());
+                }
+                publish<D, Tile<D>>(smem.merged(), state, heads.count, warp);
+                const u32 tiles = (c.end - c.begin + TILE - 1) / TILE;
+                stage.skip(tiles);
+                warp = (warp + WARPS - tiles % WARPS) % WARPS;
+                if (has_all && c.active > 1) {
+                    fold.add(smem.merged(), heads.count, split == 0);
+                    attend_sync();  // the next split writes where some warps may still read
+                } else {
+                    store(fold, v, heads, c);
+                }
+            } while (++split < last);
+            if (has_all && last > 1) fold.store(out_of(v, heads), heads.count);
         }
     }
 
@@ -371,17 +464,23 @@ struct Consumer {
         }
     }
 
-    __device__ void store(const Visit& v, const Heads& heads, const Chunk& c) {
-        bf16* out = a.out + ((u64)v.row * a.heads + heads.first) * D;
+    __device__ bf16* out_of(const Visit& v, const Heads& heads) const { return a.out + ((u64)v.row * a.heads + heads.first) * D; }
+
+    // Stores the heads of a row with one split, or of one that other blocks have a part of. The block that is last adds all parts.
+    __device__ void store(Fold& fold, const Visit& v, const Heads& heads, const Chunk& c) {
+        bf16* out = out_of(v, heads);
         if (v.len == 0) {
             for (int i = threadIdx.x; i < heads.count * D; i += THREADS) out[i] = to_bf16(0.0f);
         } else if (c.active == 1) {
             store_out<D>(out, smem.merged(), heads.count);
         } else {
+            const u64 first = ((u64)v.row * a.heads + heads.first) * splits.count;
             const u32 per_row = a.kv_heads * groups_of(a);
-            const u64 sums = ((u64)v.row * a.heads + heads.first) * splits;
-            const Part part = {sums, v.row * per_row + v.in_row, v.split, splits, c.active};
-            store_part<D>(a, part, out, smem.merged(), heads.count);
+            const Part part = {first, v.row * per_row + v.in_row, v.split, splits.count, c.active};
+            if (store_part<D>(a, part, smem.merged(), heads.count)) {
+                fold.add(a.partial + first * D, a.stats + first, heads.count, splits.count, c.active);
+                fold.store(out, heads.count);
+            }
             attend_sync();  // the next visit writes where some warps may still read
         }
     }
@@ -395,7 +494,7 @@ struct Consumer {
 
 template <int D, Scores SCORES>
 __device__ __forceinline__ void decode_attention(const DecodeAttention& a, const Maps& maps, const float* slopes, float cap,
-                                                 u32* next_visit, u32 num_rows, u32 splits, u32 is_late) {
+                                                 u32* next_visit, u32 num_rows, Splits splits, u32 is_late) {
     extern __shared__ __align__(1024) u8 dynamic[];
     pdl_launch();
     if (is_late) {
@@ -418,21 +517,21 @@ __device__ __forceinline__ void decode_attention(const DecodeAttention& a, const
     extern "C" __global__ void __launch_bounds__(THREADS + 32, 2) sm90_decode_attention_bf16_d##D(                     \
         const DecodeAttention a, const __grid_constant__ TensorMap k_map, const __grid_constant__ TensorMap v_map,     \
         const __grid_constant__ TensorMap half_k_map, const __grid_constant__ TensorMap half_v_map, u32* next_visit,   \
-        u32 num_rows, u32 splits, u32 is_late) {                                                                       \
+        u32 num_rows, const Splits splits, u32 is_late) {                                                                       \
         const Maps maps = {&k_map, &v_map, &half_k_map, &half_v_map};                                                  \
         decode_attention<D, Scores::PLAIN>(a, maps, nullptr, 0.0f, next_visit, num_rows, splits, is_late);             \
     }                                                                                                                  \
     extern "C" __global__ void __launch_bounds__(THREADS + 32, 2) sm90_alibi_decode_attention_bf16_d##D(               \
         const DecodeAttention a, const __grid_constant__ TensorMap k_map, const __grid_constant__ TensorMap v_map,     \
         const __grid_constant__ TensorMap half_k_map, const __grid_constant__ TensorMap half_v_map, u32* next_visit,   \
-        u32 num_rows, u32 splits, u32 is_late, const float* slopes) {                                                  \
+        u32 num_rows, const Splits splits, u32 is_late, const float* slopes) {                                                  \
         const Maps maps = {&k_map, &v_map, &half_k_map, &half_v_map};                                                  \
         decode_attention<D, Scores::ALIBI>(a, maps, slopes, 0.0f, next_visit, num_rows, splits, is_late);              \
     }                                                                                                                  \
     extern "C" __global__ void __launch_bounds__(THREADS + 32, 2) sm90_capped_decode_attention_bf16_d##D(              \
         const DecodeAttention a, const __grid_constant__ TensorMap k_map, const __grid_constant__ TensorMap v_map,     \
         const __grid_constant__ TensorMap half_k_map, const __grid_constant__ TensorMap half_v_map, u32* next_visit,   \
-        u32 num_rows, u32 splits, u32 is_late, float cap) {                                                            \
+        u32 num_rows, const Splits splits, u32 is_late, float cap) {                                                            \
         const Maps maps = {&k_map, &v_map, &half_k_map, &half_v_map};                                                  \
         decode_attention<D, Scores::CAPPED>(a, maps, nullptr, cap, next_visit, num_rows, splits, is_late);             \
     }

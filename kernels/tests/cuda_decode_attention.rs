@@ -7,9 +7,10 @@ mod rows;
 use gpu::{Random, assert_close, floats, poisoned};
 use half::bf16;
 use kernels::cuda::decode_attention::{
-    DecodeAttention, DecodeRows, DecodeWorkspace, Positions, RopeTables, RotatedNorms, Splits, decode_attention_ring,
+    DecodeAttention, DecodeRows, Positions, RopeTables, RotatedNorms, decode_attention, decode_attention_ring,
     decode_attention_split, has_ring, rotates,
 };
+use kernels::cuda::decode_division::{DecodeWorkspace, Division, Splits};
 use kernels::cuda::head_norm::{HeadNorm, HeadNormWeights, head_norm};
 use kernels::cuda::rope_cache::{HeadShape, RopeInputs, rope_cache};
 use kernels::cuda::scores::{ALIBI_HEAD_DIMS, CAPPED_HEAD_DIMS, HEAD_DIMS};
@@ -28,8 +29,8 @@ const SHAPES: [[usize; 4]; 8] = [
     [3, 3, 64, 64],
 ];
 
-const FINE: Splits = Splits { splits: 16, blocks: 16, min_chunk: 64, cluster: 1 };
-const JOINED: Splits = Splits { cluster: 8, ..FINE };
+const FINE: Splits = Splits { splits: 16, blocks: 16, min_chunk: 64, cluster: 1, whole_len: 0 };
+const JOINED: Splits = Splits { cluster: 8, whole_len: 1000, ..FINE };
 const SHARED: Splits = Splits { blocks: 3, ..FINE };
 
 fn decode_rows(cached: &CachedRows, num_rows: usize) -> DecodeRows {
@@ -109,7 +110,7 @@ fn attends_as_the_formula_says(seed: u64, kind: Kind, codes: Option<KvCodes>, ke
                 Some(codes) => cached.coded(&gpu, codes),
                 None => cached,
             };
-            let workspace = DecodeWorkspace::new(&gpu, lens.len().max(64), &[shape]).expect("memory");
+            let workspace = DecodeWorkspace::new(&gpu, lens.len().max(64), &[shape], Division::ByRows).expect("memory");
             let cols = num_heads * head_dim;
             let qkv = random.bf16s(lens.len() * shape.qkv_cols(), 1.0);
             let qkv_buffer = DeviceBuffer::from_slice(&gpu, &qkv).expect("memory");
@@ -161,6 +162,54 @@ fn attends_as_the_formula_says(seed: u64, kind: Kind, codes: Option<KvCodes>, ke
 }
 
 #[test]
+fn rows_divided_by_length_have_the_same_bits_beside_any_others() {
+    let Some((gpu, queue)) = gpu::open() else { return };
+    let mut random = Random::new(23);
+    let lens: Vec<usize> = (0..300).map(|row| [40, 0, 1, 16, 130, 17, 333, 64, 1000, 2500][row * 7 % 10]).collect();
+    for [num_heads, num_kv_heads, head_dim, block_size] in SHAPES {
+        let shape = HeadShape { num_heads, num_kv_heads, head_dim, block_size, has_kv: true };
+        let cached = CachedRows::new(&gpu, &mut random, shape, &lens);
+        let workspace = DecodeWorkspace::new(&gpu, lens.len(), &[shape], Division::ByLength).expect("memory");
+        let (cols, qkv_cols) = (num_heads * head_dim, shape.qkv_cols());
+        let qkv = random.bf16s(lens.len() * qkv_cols, 1.0);
+        let qkv_buffer = DeviceBuffer::from_slice(&gpu, &qkv).expect("memory");
+        let scores = cached.scores(&gpu, Kind::Plain, [0, 0]);
+        let attend = |first: usize, count: usize| {
+            let (out, all) = (poisoned::<bf16>(&gpu, &queue, count * cols), decode_rows(&cached, count));
+            let attention = DecodeAttention {
+                out: out.span(),
+                qkv: qkv_buffer.span().elements::<bf16>(first * qkv_cols, count * qkv_cols),
+                cache: cached.cache(),
+                positions: Positions::Known,
+                rows: DecodeRows {
+                    block_tables: all.block_tables.elements::<u32>(first * all.max_blocks, count * all.max_blocks),
+                    context_lens: all.context_lens.elements::<u32>(first, count),
+                    ..all
+                },
+                shape,
+                scores: scores.on_gpu,
+                workspace: &workspace,
+            };
+            for positions in [Positions::Known, Positions::Late] {
+                decode_attention(&queue, &DecodeAttention { positions, ..attention }).expect("a launch");
+            }
+            queue.wait().expect("the kernel runs");
+            out.span().read::<bf16>(count * cols).expect("a copy")
+        };
+        let all = attend(0, lens.len());
+        for (row, &len) in lens.iter().enumerate().take(30).filter(|(_, len)| **len > 0) {
+            let found = floats(&all[row * cols..(row + 1) * cols]);
+            cached.check(&format!("{shape:?}, row {row}"), &found, &qkv[row * qkv_cols..], row, len - 1, &scores);
+        }
+        for (first, count) in [(0, 1), (1, 1), (2, 1), (7, 1), (12, 1), (0, 8), (40, 100), (250, 50)] {
+            let own = &all[first * cols..(first + count) * cols];
+            let is_same = attend(first, count).iter().zip(own).all(|(a, b)| a.to_bits() == b.to_bits());
+            assert!(is_same, "{shape:?}: {count} rows from {first} on have other bits alone");
+        }
+    }
+}
+
+#[test]
 fn rotation_inside_attention_writes_the_bits_of_rotation_before_it_and_attends_alike() {
     let Some((gpu, queue)) = gpu::open() else { return };
     const MAX_POSITIONS: usize = 2100;
@@ -177,7 +226,7 @@ fn rotation_inside_attention_writes_the_bits_of_rotation_before_it_and_attends_a
         };
         let (cos, sin) = (table(f32::cos), table(f32::sin));
         for lens in [&[1][..], &[5, 0, 17, 16], &[255, 256, 257], &[1000, 3, 2049, 700]] {
-            let workspace = DecodeWorkspace::new(&gpu, 64, &[shape]).expect("memory");
+            let workspace = DecodeWorkspace::new(&gpu, 64, &[shape], Division::ByRows).expect("memory");
             let default = Splits::for_rows(lens.len(), shape);
             let cases =
                 [(default, 0, false), (FINE, 0, false), (JOINED, 0, true), (FINE, 100, true), (default, 0, true)];

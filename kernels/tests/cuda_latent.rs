@@ -8,9 +8,9 @@ use std::sync::Arc;
 
 use gpu::{Random, assert_close, floats, poisoned};
 use half::bf16;
+use kernels::cuda::decode_division::Division;
 use kernels::cuda::latent_attention::{
-    LatentAttention, LatentKernel, LatentRows, LatentSplits, LatentWorkspace, latent_attention, latent_attention_fixed,
-    latent_attention_split,
+    LatentAttention, LatentKernel, LatentRows, LatentSplits, LatentWorkspace, latent_attention, latent_attention_split,
 };
 use kernels::cuda::latent_cache::{LatentNorm, RANK, ROTARY, Rotation, WIDTH, latent_cache};
 use kernels::cuda::latent_product::{LatentUp, latent_queries, latent_values};
@@ -202,7 +202,7 @@ impl CachedRows {
         of_rows.iter().for_each(|&tokens| starts.push(starts[starts.len() - 1] + tokens as u32));
         let queries = random.bf16s(count * num_heads * WIDTH, 1.0);
         let (rows, starts_on) = (upload(gpu, &queries), upload(gpu, &starts));
-        let workspace = LatentWorkspace::new(gpu).expect("memory");
+        let workspace = LatentWorkspace::new(gpu, Division::ByRows).expect("memory");
         let attention = LatentAttention {
             rows: rows.span(),
             cache: self.cache.span(),
@@ -262,7 +262,7 @@ impl CachedRows {
 }
 
 impl CachedRows {
-    /// Attention with [`latent_attention_fixed`] of a step of positions of rows, whose queries are `queries[row]`, those of the last
+    /// Attention with [`Division::ByLength`] of a step of positions of rows, whose queries are `queries[row]`, those of the last
     /// positions. Each position is a decode if `is_decode`.
     fn fixed(
         &self,
@@ -287,7 +287,7 @@ impl CachedRows {
         let tokens = rows.len() / width;
         let rows_on = upload(gpu, &rows);
         let [tables_on, lens_on, starts_on] = [&own_tables, &lens, &starts].map(|values| upload(gpu, values));
-        let workspace = LatentWorkspace::new(gpu).expect("memory");
+        let workspace = LatentWorkspace::new(gpu, Division::ByLength).expect("memory");
         let attention = LatentAttention {
             rows: rows_on.span(),
             cache: self.cache.span(),
@@ -306,7 +306,7 @@ impl CachedRows {
             scale: SCALE,
             workspace: &workspace,
         };
-        latent_attention_fixed(q, &attention).expect("a launch");
+        latent_attention(q, &attention).expect("a launch");
         q.wait().expect("the kernels run");
         let found: Vec<bf16> = rows_on.span().read(tokens * width).expect("a copy");
         let results = found.chunks_exact(WIDTH).flat_map(|row| &row[..RANK]).copied().collect::<Vec<_>>();
@@ -470,7 +470,7 @@ fn all_steps_together_are_attention_over_keys_and_values() {
     let cache = poisoned::<bf16>(&gpu, &q, 5 * block_size * WIDTH);
     let rows = poisoned::<bf16>(&gpu, &q, tokens * num_heads * WIDTH);
     let out = poisoned::<bf16>(&gpu, &q, tokens * num_heads * value_dim);
-    let workspace = LatentWorkspace::new(&gpu).expect("memory");
+    let workspace = LatentWorkspace::new(&gpu, Division::ByRows).expect("memory");
     let rotation = angles.rotation(&positions_on);
     let norm = LatentNorm { gain: gain_on.span(), eps: EPS };
     let up = LatentUp { weight: weight_on.span(), num_heads, key_dim, value_dim };

@@ -13,8 +13,8 @@ use settings::WeightPrecision;
 
 use crate::cpu::{CpuDevice, CpuEstimate, ExpertBuffers, Widest, quantized_bytes};
 use crate::cuda::{
-    self, CudaDevice, Estimate, ExpertSizes, ProductScratch, RowOrder, check_latent_shape, delta_shape, expert_format,
-    gate_order, guess_bytes, has_fp8_inputs, largest_bucket, packed_format, tensor_rows,
+    self, CudaDevice, Estimate, ExpertSizes, ProductScratch, RowOrder, check_latent_shape, delta_shape, division,
+    expert_format, gate_order, guess_bytes, has_fp8_inputs, largest_bucket, packed_format, tensor_rows,
 };
 use crate::slices::is_computed;
 
@@ -121,7 +121,8 @@ impl Estimator {
             }
             Target::Cuda => {
                 let sizes = (self.tensor_cols, self.expert_sizes, self.product_scratch);
-                let mut cuda = Estimate::new(limits, self.hidden, sizes, group, self.stage, attention);
+                let attends = (attention, division(self.batch_invariant));
+                let mut cuda = Estimate::new(limits, self.hidden, sizes, group, self.stage, attends);
                 if let Some(kind) = self.drafter {
                     let rows = tensor_rows(limits, largest_bucket(limits.max_rows));
                     cuda.workspace_bytes += guess_bytes(kind, limits, rows, attention);

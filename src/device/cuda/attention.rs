@@ -2,7 +2,7 @@
 
 use half::bf16;
 use kernels::cuda::decode_attention::{
-    DecodeAttention, DecodeRows, Positions, RotatedNorms, decode_attention, decode_attention_fixed, takes_ring,
+    DecodeAttention, DecodeRows, Positions, RotatedNorms, decode_attention, takes_ring,
 };
 use kernels::cuda::paged_attention::{PagedAttention, TokenTables};
 use kernels::cuda::prefill_attention::{PrefillAttention, PrefillRows, prefill_attention};
@@ -172,10 +172,6 @@ impl CudaDevice {
             scores: layer.scores,
             workspace: &cache.decode,
         };
-        match self.config.batch_invariant {
-            true => decode_attention_fixed(&self.queue, &attention),
-            false => decode_attention(&self.queue, &attention),
-        }
-        .map_err(device_error)
+        decode_attention(&self.queue, &attention).map_err(device_error)
     }
 }

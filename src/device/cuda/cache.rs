@@ -3,7 +3,8 @@
 use std::sync::Arc;
 
 use kernels::cuda::copy_blocks::AllBlocks;
-use kernels::cuda::decode_attention::{self, DecodeWorkspace, RopeTables};
+use kernels::cuda::decode_attention::{self, RopeTables};
+use kernels::cuda::decode_division::{DecodeWorkspace, Division};
 use kernels::cuda::prefill_attention::PrefillWorkspace;
 use kernels::cuda::rope_cache::{CacheCodes, HeadShape, LayerCache, QueryScale};
 use kernels::cuda::scores::{ScoreChange, Scores};
@@ -65,6 +66,7 @@ impl Cache {
         spec: &AttentionSpec,
         num_blocks: usize,
         [max_tokens, max_rows]: [usize; 2],
+        division: Division,
         [residence, activation_residence]: [Residence; 2],
     ) -> Result<Self, CudaError> {
         let kind = kv_codes(spec.kv_elements);
@@ -136,9 +138,9 @@ impl Cache {
             .map(|rope| Ok([DeviceBuffer::from_slice(gpu, &rope.cos)?, DeviceBuffer::from_slice(gpu, &rope.sin)?]));
         Ok(Self {
             ropes: tables.collect::<Result<_, CudaError>>()?,
-            decode: DecodeWorkspace::new(gpu, max_rows, &shapes(spec))?,
+            decode: DecodeWorkspace::new(gpu, max_rows, &shapes(spec), division)?,
             prefill: PrefillWorkspace::new(gpu)?,
-            latents: LatentBuffers::new(gpu, spec, [max_tokens, max_rows], activation_residence)?,
+            latents: LatentBuffers::new(gpu, spec, [max_tokens, max_rows], division, activation_residence)?,
             k,
             v,
             codes,

@@ -1,12 +1,13 @@
 //! Products whose rows have the same bits whatever the other rows of their step are: `CudaConfig::batch_invariant`.
 //!
-//! Each weight has one order in which K is summed, for any number of rows. Together with decode attention in a fixed division
+//! Each weight has one order in which K is summed, for any number of rows. Together with decode attention that divides rows by length
 //! and prefill attention, which always adds keys in the order of their positions, a row's result then depends on its own
 //! tokens alone. The same holds for attention over latent vectors and, if chunks of prompts end at multiples of 64 positions,
 //! for recurrent layers. Products of few rows are not joined to chains, because a chain divides K by its number of blocks. Experts
 //! in bf16 and the heads of latent vectors sum in the order of K by themselves. A group adds in the order of its workers, through
 //! peer memory (`group.rs`).
 
+use kernels::cuda::decode_division::Division;
 use kernels::cuda::skinny_gemm::{self, Epilogue};
 use kernels::cuda::sum_order::SumOrder;
 use kernels::cuda::wide_gemm::{self, wide_gemm};
@@ -17,6 +18,11 @@ use super::{CudaConfig, CudaDevice, CudaWeight, device_error};
 
 fn unsupported(found: String, expected: &str) -> DeviceError {
     DeviceError::Unsupported { what: "batch_invariant".into(), found, expected: expected.into() }
+}
+
+/// What the division of a row of attention depends on.
+pub(crate) fn division(batch_invariant: bool) -> Division {
+    if batch_invariant { Division::ByLength } else { Division::ByRows }
 }
 
 /// # Errors

@@ -3,8 +3,9 @@
 use std::sync::Arc;
 
 use half::bf16;
+use kernels::cuda::decode_division::Division;
 use kernels::cuda::latent_attention::{
-    LatentAttention, LatentRows, LatentWorkspace, latent_attention, latent_attention_fixed, latent_attention_simple,
+    LatentAttention, LatentRows, LatentWorkspace, latent_attention, latent_attention_simple,
 };
 use kernels::cuda::latent_cache::{LatentNorm, RANK, ROTARY, Rotation, WIDTH, latent_cache};
 use kernels::cuda::latent_product::{LatentUp, latent_queries, latent_values};
@@ -45,9 +46,9 @@ fn tokens_at_a_time(num_heads: usize, max_tokens: usize, max_rows: usize) -> usi
 
 impl LatentBuffers {
     /// Bytes that [`LatentBuffers::new`] allocates.
-    pub(super) fn bytes(spec: &AttentionSpec, max_tokens: usize, max_rows: usize) -> usize {
+    pub(super) fn bytes(spec: &AttentionSpec, [max_tokens, max_rows]: [usize; 2], division: Division) -> usize {
         num_heads(spec).map_or(0, |heads| {
-            tokens_at_a_time(heads, max_tokens, max_rows) * heads * WIDTH * 2 + LatentWorkspace::BYTES
+            tokens_at_a_time(heads, max_tokens, max_rows) * heads * WIDTH * 2 + LatentWorkspace::bytes(division)
         })
     }
 
@@ -56,13 +57,14 @@ impl LatentBuffers {
         gpu: &Arc<Gpu>,
         spec: &AttentionSpec,
         [max_tokens, max_rows]: [usize; 2],
+        division: Division,
         residence: Residence,
     ) -> Result<Option<Self>, CudaError> {
         let Some(heads) = num_heads(spec) else { return Ok(None) };
         let max_tokens = tokens_at_a_time(heads, max_tokens, max_rows);
         let bytes = max_tokens * heads * WIDTH * size_of::<bf16>();
         let queries = DeviceBuffer::with_residence(gpu, bytes, residence)?;
-        Ok(Some(Self { queries, max_tokens, workspace: LatentWorkspace::new(gpu)? }))
+        Ok(Some(Self { queries, max_tokens, workspace: LatentWorkspace::new(gpu, division)? }))
     }
 
     /// The large buffer, whose contents a sleep need not keep.
@@ -179,10 +181,9 @@ impl CudaDevice {
             scale: blocks.scores.scale,
             workspace: &buffers.workspace,
         };
-        let attend = match (self.config.batch_invariant, self.config.use_fast_kernels) {
-            (true, _) => latent_attention_fixed,
-            (false, true) => latent_attention,
-            (false, false) => latent_attention_simple,
+        let attend = match self.config.batch_invariant || self.config.use_fast_kernels {
+            true => latent_attention,
+            false => latent_attention_simple,
         };
         latent_queries(&self.queue, queries, part(q), &up, &self.rotation(layer, &own, first), count)
             .and_then(|()| attend(&self.queue, &attention))

@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use engine::{RowId, SampledToken, TokenId};
-use kernels::cuda::decode_attention::DecodeWorkspace;
+use kernels::cuda::decode_division::{DecodeWorkspace, Division};
 use kernels::cuda::library_gemm::LibraryGemm;
 use kernels::cuda::owner_norm::MIN_SHARED_BYTES;
 use kernels::cuda::paged_attention::MAX_HEAD_DIM;
@@ -20,6 +20,7 @@ use super::graphs::largest_bucket;
 use super::group::peer_bytes;
 use super::guess_buffers::Guesses;
 use super::host_tier::buffer_bytes;
+use super::invariant::division;
 use super::latent::LatentBuffers;
 use super::packed::ProductScratch;
 use super::rows::{MAX_TOP, Reported, Rows};
@@ -167,12 +168,12 @@ fn step_words(limits: &StepLimits, spec: &AttentionSpec) -> usize {
 
 /// Bytes that [`CudaDevice::take_memory`] allocates besides KV blocks, without buffers of the group and of
 /// measurements.
-fn pending_bytes(limits: &StepLimits, hidden: usize, group: usize, spec: &AttentionSpec) -> usize {
+fn pending_bytes(limits: &StepLimits, hidden: usize, group: usize, spec: &AttentionSpec, division: Division) -> usize {
     let sizes = Workspace::sizes(limits, hidden, group);
     let ropes: usize = spec.ropes.iter().map(|rope| (rope.cos.len() + rope.sin.len()) * 4).sum();
     let slopes: usize = spec.layers.iter().map(|layer| (layer.alibi_slopes.len() + layer.sinks.len()) * 4).sum();
-    let decode = DecodeWorkspace::bytes(padded_rows(limits), &shapes(spec));
-    let latents = LatentBuffers::bytes(spec, limits.max_tokens, padded_rows(limits));
+    let decode = DecodeWorkspace::bytes(padded_rows(limits), &shapes(spec), division);
+    let latents = LatentBuffers::bytes(spec, [limits.max_tokens, padded_rows(limits)], division);
     sizes.iter().sum::<usize>() + step_words(limits, spec) * 4 + ropes + slopes + decode + latents
 }
 
@@ -209,11 +210,11 @@ impl Estimate {
         (tensor_cols, experts, products): (usize, ExpertSizes, ProductScratch),
         group: usize,
         stage: PipelineStage,
-        spec: &AttentionSpec,
+        (spec, division): (&AttentionSpec, Division),
     ) -> Self {
         let rows = tensor_rows(limits, largest_bucket(limits.max_rows));
         let tensors = rows * tensor_cols * 2 + experts.bytes(rows) + products.bytes(rows);
-        let pending = pending_bytes(limits, hidden, group, spec);
+        let pending = pending_bytes(limits, hidden, group, spec, division);
         let peers = if group > 1 { peer_bytes(group, hidden) } else { 0 };
         let communicators = usize::from(group > 1) + usize::from(stage.count > 1);
         Self {
@@ -239,7 +240,7 @@ impl CudaDevice {
         let host = buffer_bytes([block_bytes(spec), spec.state_bytes()], self.config.host_memory_bytes);
         let limits = &self.config.limits;
         let guesses = self.drafter.map_or(0, |kind| guess_bytes(kind, limits, self.tensor_rows(), spec));
-        pending_bytes(limits, self.hidden, self.group.size(), spec)
+        pending_bytes(limits, self.hidden, self.group.size(), spec, division(self.config.batch_invariant))
             + guesses
             + host
             + peers
@@ -341,7 +342,8 @@ impl CudaDevice {
             self.expert_buffers = Some(buffers);
         }
         let (limits, residences) = (&self.config.limits, [self.config.residence(), self.config.activation_residence()]);
-        let cache = Cache::new(&self.gpu, spec, num_blocks, [limits.max_tokens, padded_rows(limits)], residences)?;
+        let sizes = [limits.max_tokens, padded_rows(limits)];
+        let cache = Cache::new(&self.gpu, spec, num_blocks, sizes, division(self.config.batch_invariant), residences)?;
         if let Some(kind) = self.drafter {
             let sizes = [self.tensor_rows(), padded_rows(limits), self.config.max_drafts, self.config.max_in_flight()];
             self.guesses = Some(Guesses::new(&self.gpu, kind, sizes, cache.tables(limits))?);

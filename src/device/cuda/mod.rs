@@ -65,6 +65,7 @@ use group::Group;
 use guess_buffers::Guesses;
 use host_tier::HostTier;
 pub use host_tier::buffer_bytes as host_buffer_bytes;
+pub(crate) use invariant::division;
 use latent::LatentLayer;
 pub(crate) use latent::check_latent_shape;
 use load::Loader;
