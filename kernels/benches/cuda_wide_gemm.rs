@@ -62,7 +62,7 @@ fn main() {
                     time(&|i| library.borrow_mut().run(&queue, shape, buffers(i)))
                 });
                 for (cols, is_split) in [(128, false), (128, true), (224, false), (256, false)] {
-                    if (cols == 128 || order.runs() == 1) && (!is_split || order.parts > 1) {
+                    if (cols != 224 || order.runs() == 1) && (!is_split || order.parts > 1) {
                         let split = WideSplit { cols, is_split };
                         let us = time(&|i| wide_gemm_split(&queue, y, x, &linear(i), rows, epilogue, order, split));
                         others.push(format!("{cols}{} {us:.1}", if is_split { " split" } else { "" }));

@@ -8,7 +8,7 @@
 //          of these P G runs of slices is summed in the tensor cores, in order. The groups of a part are added in order, then
 //          the parts. So sums have the same bits as those of sm90_skinny_gemm.cu with P parts and G groups, for any M
 // launch   384 threads, dynamic shared memory from the wrapper. Either one block for each multiprocessor, which computes tiles
-//          of 128 rows of x by 128 rows of w (224 or 256, if P G = 1); or grid (P tiles), cluster (P): a tile for each cluster, a part
+//          of 128 rows of x by 128 rows of w, 224 if P G = 1, or 256; or grid (P tiles), cluster (P): a tile for each cluster, a part
 //          for each block. One warp keeps a ring of slices filled, across the ends of tiles; two warpgroups multiply 64 rows
 //          of x each
 // needs    K % 8 == 0, N % 8 == 0 (N % 16 == 0 for gate/up): checked in wide_gemm.rs
@@ -116,33 +116,61 @@ __device__ __forceinline__ void produce(const WideRing<COLS>& ring, const Tensor
     }
 }
 
-// acc = the sum of the groups of the part that begins with run `first`; acc is zero before.
 template <int COLS>
-__device__ __forceinline__ void multiply_part(float* acc, const WideRing<COLS>& ring, Cursor& at, const SumOrder& order, i32 first,
-                                              int group) {
-    multiply_run<COLS, true>(acc, ring, at, Run(order, first).count, group);
-    for (i32 r = first + 1; r < first + order.groups; ++r) {
-        float run[COLS / 2] = {};
-        multiply_run<COLS, true>(run, ring, at, Run(order, r).count, group);
+__device__ __forceinline__ void clear(float* acc) {
 #pragma unroll
-        for (int i = 0; i < COLS / 2; ++i) acc[i] += run[i];
-    }
+    for (int i = 0; i < COLS / 2; ++i) acc[i] = 0.0f;
 }
 
-// acc = the sum of the block's parts of a tile; acc is zero before. Without HAS_RUNS there is one run.
+// The sums of the runs so far, beside that of the current run: in registers if they fit, otherwise in local memory.
+template <int COLS>
+struct Kept {
+    float values[COLS / 2];
+
+    __device__ __forceinline__ void keep(const float* acc) {
+#pragma unroll
+        for (int i = 0; i < COLS / 2; ++i) values[i] = acc[i];
+    }
+
+    __device__ __forceinline__ void add_to(float* acc) const {
+#pragma unroll
+        for (int i = 0; i < COLS / 2; ++i) acc[i] += values[i];
+    }
+};
+template <>
+struct Kept<256> {
+    volatile float values[128];
+
+    __device__ __forceinline__ void keep(const float* acc) {
+#pragma unroll
+        for (int i = 0; i < 128; ++i) values[i] = acc[i];
+    }
+
+    __device__ __forceinline__ void add_to(float* acc) const {
+#pragma unroll
+        for (int i = 0; i < 128; ++i) acc[i] += values[i];
+    }
+};
+
+// acc = the sum of the block's parts of a tile. Without HAS_RUNS there is one run.
 template <int COLS, bool HAS_RUNS>
 __device__ __forceinline__ void multiply_tile(float* acc, const WideRing<COLS>& ring, Cursor& at, const Work<COLS>& work,
                                               const SumOrder& order, int group) {
-    if constexpr (HAS_RUNS) {
-        multiply_part<COLS>(acc, ring, at, order, work.first_run, group);
-        for (i32 first = work.first_run + order.groups; first < work.last_run; first += order.groups) {
-            float part[COLS / 2] = {};
-            multiply_part<COLS>(part, ring, at, order, first, group);
-#pragma unroll
-            for (int i = 0; i < COLS / 2; ++i) acc[i] += part[i];
-        }
-    } else {
+    if constexpr (!HAS_RUNS) {
+        clear<COLS>(acc);
         multiply_run<COLS, true>(acc, ring, at, order.slices, group);
+    } else {
+        Kept<COLS> part, parts;
+        for (i32 first = work.first_run; first < work.last_run; first += order.groups) {
+            for (i32 i = 0; i < order.groups; ++i) {
+                clear<COLS>(acc);
+                multiply_run<COLS, true>(acc, ring, at, Run(order, first + i).count, group);
+                if (i > 0) part.add_to(acc);
+                if (i + 1 < order.groups) part.keep(acc);
+            }
+            if (first > work.first_run) parts.add_to(acc);
+            if (first + order.groups < work.last_run) parts.keep(acc);
+        }
     }
 }
 
@@ -155,7 +183,7 @@ __device__ __forceinline__ void consume(const WideRing<COLS>& ring, const Output
     for (i32 item = work.item; item < work.items; item += work.step) {
         i32 m0, n0;
         work.tile(item, m0, n0);
-        float acc[COLS / 2] = {};
+        float acc[COLS / 2];
         multiply_tile<COLS, HAS_RUNS>(acc, ring, at, work, order, group);
         if (blocks > 1) {
             store_parts<COLS>(out, blocks, partial, ring.base, m0, n0, group, acc);
@@ -190,13 +218,14 @@ __device__ __forceinline__ void wide_gemm(const TensorMap* w_map, const TensorMa
     }
 }
 
-#define WIDE_GEMM(COLS, HAS_RUNS) \
-    extern "C" __global__ void __launch_bounds__(CONSUMERS + 128, 1) sm90_wide_gemm_bf16_n##COLS( \
+#define WIDE_GEMM(KIND, COLS, HAS_RUNS) \
+    extern "C" __global__ void __launch_bounds__(CONSUMERS + 128, 1) sm90_##KIND##_bf16_n##COLS( \
         const __grid_constant__ TensorMap w_map, const __grid_constant__ TensorMap x_map, const Output out, const SumOrder order, i32 stages, \
         i32 blocks) { \
         wide_gemm<COLS, HAS_RUNS>(&w_map, &x_map, out, order, stages, blocks); \
     }
 
-WIDE_GEMM(128, true)
-WIDE_GEMM(224, false)
-WIDE_GEMM(256, false)
+WIDE_GEMM(wide_gemm, 128, true)
+WIDE_GEMM(wide_gemm, 224, false)
+WIDE_GEMM(wide_gemm, 256, false)
+WIDE_GEMM(wide_gemm_of_runs, 256, true)

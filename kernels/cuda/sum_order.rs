@@ -16,12 +16,13 @@ pub struct SumOrder {
 }
 
 impl SumOrder {
-    /// The order of weights `[n, k]`: nearly that of the fastest division for up to 32 rows ([`Split::for_shape`]). Weights with
-    /// many rows have one run, which the kernel for many rows multiplies fastest.
+    /// The order of weights `[n, k]`: nearly that of the fastest division for up to 32 rows ([`Split::for_shape`]), with fewer groups,
+    /// because the kernel for many rows is faster with few runs. Weights with many rows have one run.
     pub fn for_shape(n: usize, k: usize) -> Self {
         let Split { parts, groups, .. } = Split::for_shape(n, k, 1);
         match n.div_ceil(TILE) {
             440.. if parts == 1 => Self { parts, groups: 1 },
+            _ if parts < 4 => Self { parts, groups: groups.min(2) },
             _ => Self { parts, groups },
         }
     }
@@ -35,7 +36,7 @@ impl SumOrder {
     pub fn split(self) -> Split {
         let Self { parts, groups } = self;
         let ring_bytes = match (parts, groups) {
-            (_, 4) => 200 << 10,
+            (_, 4) | (1 | 2, 2) => 200 << 10,
             (_, 2) => 104 << 10,
             (1, _) => 48 << 10,
             _ => 64 << 10,
@@ -53,6 +54,6 @@ mod tests {
     fn weights_with_many_rows_are_summed_in_one_run() {
         let runs = |n, k| SumOrder::for_shape(n, k).runs();
         let layers = [(6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336), (128_256, 4096), (512, 4096)];
-        assert_eq!(layers.map(|(n, k)| runs(n, k)), [2, 8, 1, 8, 1, 16]);
+        assert_eq!(layers.map(|(n, k)| runs(n, k)), [2, 4, 1, 4, 1, 16]);
     }
 }

@@ -17,7 +17,7 @@ const PITCH: usize = 64 + 4;
 /// How the kernel divides the work. No result depends on it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct WideSplit {
-    /// Rows of the weight of a block: 128; 224 or 256 if there is one run.
+    /// Rows of the weight of a block: 128; 224 if there is one run; 256 if the block has all parts of K.
     pub cols: usize,
     /// Whether each part of K has a block of its own, in one cluster for each tile.
     pub is_split: bool,
@@ -26,9 +26,9 @@ pub struct WideSplit {
 impl WideSplit {
     /// The division with the least time, by a model of an H200 (kernels/README.md).
     pub fn for_shape(weight: &LinearWeight, rows: usize, order: SumOrder, multiprocessors: usize) -> Self {
-        let mut choices = vec![Self { cols: 128, is_split: false }];
+        let mut choices = [128, 256].map(|cols| Self { cols, is_split: false }).to_vec();
         if order.runs() == 1 {
-            choices.extend([224, 256].map(|cols| Self { cols, is_split: false }));
+            choices.push(Self { cols: 224, is_split: false });
         }
         if order.parts > 1 {
             choices.push(Self { cols: 128, is_split: true });
@@ -50,7 +50,9 @@ impl WideSplit {
             _ => 0.36,
         };
         let store = if self.is_split { 8.0 } else { 1.5 };
-        waves as f64 * (slices * slice + store)
+        // Sums of runs, which go through local memory.
+        let kept = if self.cols == 256 { 2.5 * (order.runs() - 1) as f64 } else { 0.0 };
+        waves as f64 * (slices * slice + kept + store)
     }
 }
 
@@ -98,7 +100,13 @@ pub fn wide_gemm_split(
     let WideSplit { cols, is_split } = split;
     let counts = [order.parts, order.groups];
     ensure!(OP, counts.iter().all(|count| matches!(count, 1 | 2 | 4)), "{order:?}; expected 1, 2 or 4 of each");
-    ensure!(OP, cols == 128 || matches!(cols, 224 | 256) && order.runs() == 1, "{cols} columns for {order:?}");
+    let is_possible = match cols {
+        128 => true,
+        224 => order.runs() == 1,
+        256 => !is_split,
+        _ => false,
+    };
+    ensure!(OP, is_possible, "{split:?} for {order:?}");
     let blocks = if is_split { order.parts } else { 1 };
     let stage_bytes = (ROWS + cols) * SLICE * 2;
     let partial_bytes = if blocks > 1 { cols / 64 * ROWS * PITCH * 4 } else { 0 };
@@ -124,5 +132,6 @@ pub fn wide_gemm_split(
     let launch = Launch::new(grid as u32, 384)
         .shared(((stages * stage_bytes).max(partial_bytes) + 1024) as u32)
         .cluster(blocks as u32);
-    q.launch(&format!("sm90_wide_gemm_bf16_n{cols}"), launch, &args)
+    let kind = if cols == 256 && order.runs() > 1 { "wide_gemm_of_runs" } else { "wide_gemm" };
+    q.launch(&format!("sm90_{kind}_bf16_n{cols}"), launch, &args)
 }

@@ -114,9 +114,9 @@ fn many_rows_have_the_bits_of_few_rows() {
             let case = Case::new(&gpu, Queue::new(&gpu).expect("a queue"), &mut random, [rows, n, k]);
             for (parts, groups) in [(1, 1), (2, 1), (1, 2), (2, 2), (2, 4), (4, 4), (1, 4)] {
                 let order = SumOrder { parts, groups };
-                let mut splits = vec![WideSplit { cols: 128, is_split: false }];
+                let mut splits = [128, 256].map(|cols| WideSplit { cols, is_split: false }).to_vec();
                 if order.runs() == 1 {
-                    splits.extend([224, 256].map(|cols| WideSplit { cols, is_split: false }));
+                    splits.push(WideSplit { cols: 224, is_split: false });
                 }
                 if parts > 1 {
                     splits.push(WideSplit { cols: 128, is_split: true });
