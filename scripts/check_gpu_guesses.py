@@ -1,12 +1,15 @@
 #!/usr/bin/env python3
 """Compares what `cuda_generate --guesses N` has guessed with the formula of its drafter in fp32, guess by guess.
 
-    check_gpu_guesses.py CHECKPOINT OUT.json [OUT.json ...] [--eagle3 DIR | --draft-model DIR]
+    check_gpu_guesses.py CHECKPOINT OUT.json [OUT.json ...] [--eagle3 DIR | --draft-model DIR] [--simple]
 
 The drafter is the model's MTP head, an EAGLE-3 head, or a smaller model. transformers computes the hidden states; it runs no MTP head, so
 its layer is a model of one layer of the same family, whose inputs are those of the head. An EAGLE-3 head is written out here. Each guess is
 compared with the logits behind the guesses before it: it must be the likeliest token, or one that is less likely by no more than the error of
 bf16 allows, which is estimated with the same pass in bf16.
+
+GPUs guess from a copy of the output head in e4m3, so the rows of the formula's head are rounded to it. With the simple kernels (--simple),
+and for draft models, it is the head itself.
 """
 import argparse
 import copy
@@ -32,11 +35,19 @@ def load_model(checkpoint, dtype):
     return AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).to(DEVICE).eval(), folder
 
 
-class Mtp:
-    """A model and its MTP head in one type."""
+def in_e4m3(head):
+    """The rows of a head, each in e4m3 with a scale."""
+    scales = head.float().abs().amax(-1, keepdim=True) / torch.finfo(torch.float8_e4m3fn).max
+    return ((head.float() / scales).to(torch.float8_e4m3fn).float() * scales).to(head.dtype)
 
-    def __init__(self, checkpoint, _, dtype):
+
+class Mtp:
+    """A model and its MTP head in one type. `form` is applied to the output head."""
+
+    def __init__(self, checkpoint, _, dtype, form):
         self.model, folder = load_model(checkpoint, dtype)
+        # Embeddings that are tied to the head stay.
+        self.model.lm_head.weight = torch.nn.Parameter(form(self.model.lm_head.weight.data))
         tensors = {name.removeprefix("mtp."): tensor.to(DEVICE, dtype)
                    for name, tensor in load_file(folder / "model.safetensors").items() if name.startswith("mtp.")}
         config = copy.deepcopy(self.model.config)
@@ -86,7 +97,7 @@ class Mtp:
 class Eagle3(Mtp):
     """A model and an EAGLE-3 head with a checkpoint of its own."""
 
-    def __init__(self, checkpoint, folder, dtype):
+    def __init__(self, checkpoint, folder, dtype, form):
         self.model, _ = load_model(checkpoint, dtype)
         config, stored = json.loads((folder / "config.json").read_text()), load_file(folder / "model.safetensors")
         self.layer = config.get("transformer_layer_config", config)
@@ -97,6 +108,7 @@ class Eagle3(Mtp):
         self.ids = {int(token): index for index, token in enumerate(offsets + torch.arange(len(offsets)))}
         prefix = "midlayer." if "midlayer.hidden_norm.weight" in stored else "layers.0."
         self.weights = {name.removeprefix(prefix).removesuffix(".weight"): tensor.to(DEVICE, dtype) for name, tensor in stored.items()}
+        self.weights["lm_head"] = form(self.weights["lm_head"])
         self.embedding = self.weights.get("embed_tokens", self.model.model.embed_tokens.weight)
 
     def columns(self, guesses):
@@ -147,7 +159,7 @@ class Eagle3(Mtp):
 class DraftModel(Mtp):
     """A smaller model alone."""
 
-    def __init__(self, _, folder, dtype):
+    def __init__(self, _, folder, dtype, form):
         self.model, _ = load_model(folder, dtype)
 
     def hidden(self, tokens):
@@ -175,13 +187,15 @@ def main():
     parser.add_argument("outputs", nargs="+")
     parser.add_argument("--eagle3", type=pathlib.Path)
     parser.add_argument("--draft-model", type=pathlib.Path)
+    parser.add_argument("--simple", action="store_true")
     arguments = parser.parse_args()
     drafter = Eagle3 if arguments.eagle3 else DraftModel if arguments.draft_model else Mtp
+    form = (lambda head: head) if arguments.simple else in_e4m3
     failed, logits, columns = False, {}, {}
     torch.backends.cuda.matmul.allow_tf32 = False
     outputs = {path: json.load(open(path))["sequences"] for path in arguments.outputs}
     for dtype in (torch.float32, torch.bfloat16):
-        head = drafter(arguments.checkpoint, arguments.eagle3 or arguments.draft_model, dtype)
+        head = drafter(arguments.checkpoint, arguments.eagle3 or arguments.draft_model, dtype, form)
         for path, sequences in outputs.items():
             logits[path, dtype] = []
             guesses = [torch.tensor(guesses) for sequence in sequences for _, guesses in samples(sequence)]

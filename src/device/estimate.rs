@@ -13,8 +13,8 @@ use settings::WeightPrecision;
 
 use crate::cpu::{CpuDevice, CpuEstimate, ExpertBuffers, Widest, quantized_bytes};
 use crate::cuda::{
-    self, CudaDevice, Estimate, ExpertSizes, ProductScratch, RowOrder, check_latent_shape, delta_shape, division,
-    expert_format, gate_order, guess_bytes, has_fp8_inputs, largest_bucket, packed_format, tensor_rows,
+    self, CudaDevice, Estimate, ExpertSizes, ProductScratch, RowOrder, check_latent_shape, copy_format, delta_shape,
+    division, expert_format, gate_order, guess_bytes, has_fp8_inputs, largest_bucket, packed_format, tensor_rows,
 };
 use crate::slices::is_computed;
 
@@ -314,6 +314,17 @@ impl Device for Estimator {
             self.weights_bytes += self.limits.vocab_size * size_of::<u32>();
         }
         Ok(weight)
+    }
+
+    fn load_head_copy(&mut self, head: &mut EstimatedWeight, rounded: WeightSlice<'_>) -> Result<(), DeviceError> {
+        let format = match self.target {
+            Target::Cuda => copy_format(&rounded, self.batch_invariant),
+            Target::Cpu => None,
+        };
+        let bytes =
+            |format: PackedFormat| format.codes_bytes(head.rows, head.cols) + format.scales_bytes(head.rows, head.cols);
+        self.weights_bytes += format.map_or(0, bytes);
+        Ok(())
     }
 
     fn product(_part: LowRankPart) {}

@@ -84,7 +84,7 @@ impl<D: Device> Decoder<D> {
         let own = stage.layers(config.num_layers());
         let layers =
             own.map(|index| Layer::load(&mut loader, index, &mut widths, counts)).collect::<Result<Vec<_>, _>>()?;
-        let final_layers = if stage.is_last() {
+        let mut final_layers = if stage.is_last() {
             Some(FinalLayers::load(&mut loader, embedding.as_ref().filter(|_| has_tied_head))?)
         } else {
             None
@@ -101,6 +101,9 @@ impl<D: Device> Decoder<D> {
         }
         let drafter = match (&config.mtp, &config.draft) {
             (Some(head), _) if config.has_mtp_layer => {
+                if let Some(last) = &mut final_layers {
+                    loader.copy_head(&mut last.head, has_tied_head)?;
+                }
                 Some(Drafter::Mtp(Mtp::load(&mut loader, head.form, &mut widths, counts)?))
             }
             (_, Some(draft)) => Some(match &draft.eagle3 {

@@ -202,7 +202,9 @@ impl<D: Device> Loader<'_, D> {
             return Err(ModelError::Eagle3 { dir: self.dir.into(), reason });
         };
         let slice = self.linear("lm_head.weight", [draft_vocab_size, width], 0..draft_vocab_size, 0..width)?;
-        let loaded = self.device.load_draft_head(slice, token_ids);
-        self.or_device_error(loaded)
+        let loaded = self.device.load_draft_head(slice.clone(), token_ids);
+        let mut head = self.or_device_error(loaded)?;
+        self.copy_rows(&mut head, slice)?;
+        Ok(head)
     }
 }

@@ -93,6 +93,12 @@ pub trait Device: Sized {
         Err(DeviceError::lacks(Feature::OwnDrafters))
     }
 
+    /// Loads a copy of an output head in which each row has codes in e4m3 and a scale, if [`Device::guess`] is faster with it. Guesses
+    /// need not be exact; tokens are chosen from the head itself.
+    fn load_head_copy(&mut self, _head: &mut Self::Weight, _rounded: WeightSlice<'_>) -> Result<(), DeviceError> {
+        Ok(())
+    }
+
     /// Loads a norm's gain and bias.
     fn load_norm(&mut self, norm: &NormSlices<'_>) -> Result<Self::Weight, DeviceError>;
 

@@ -73,6 +73,11 @@ impl Device for CudaDevice {
         self.load_head_of_some(head, &token_ids)
     }
 
+    fn load_head_copy(&mut self, head: &mut CudaWeight, rounded: WeightSlice<'_>) -> Result<(), DeviceError> {
+        head.copy = self.copy_of_head(&rounded)?;
+        Ok(())
+    }
+
     fn load_norm(&mut self, norm: &NormSlices<'_>) -> Result<CudaWeight, DeviceError> {
         self.has_layer_norms |= norm.kind == NormKind::Layer;
         let (values, bias) = self.load_gain_and_bias(norm)?;

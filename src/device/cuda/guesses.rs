@@ -242,6 +242,7 @@ impl CudaDevice {
             (0, _) => self.gather(x, index, count)?,
             _ => x.values,
         };
+        let head = &self.head_for_guesses(head, count);
         let all = self.all_logits(chosen, head, count)?;
         let guesses = self.guesses.as_ref().expect("the model has a drafter");
         let (base, slot) = (guesses.guessed.span(), guesses.zero.span());

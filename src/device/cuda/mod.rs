@@ -18,6 +18,7 @@ mod graphs;
 mod group;
 mod guess_buffers;
 mod guesses;
+mod head_copy;
 mod host_tier;
 pub mod invariant;
 mod latent;
@@ -63,6 +64,8 @@ use graphs::Graphs;
 pub(crate) use graphs::largest_bucket;
 use group::Group;
 use guess_buffers::Guesses;
+use head_copy::HeadCopy;
+pub(crate) use head_copy::copy_format;
 use host_tier::HostTier;
 pub use host_tier::buffer_bytes as host_buffer_bytes;
 pub(crate) use invariant::division;
@@ -128,6 +131,8 @@ pub struct CudaWeight {
     recurrent: Option<RecurrentLayer>,
     /// For a layer with latent vectors: what it has besides its projections and `values`.
     latent: Option<LatentLayer>,
+    /// For an output head: a copy for guesses.
+    copy: Option<HeadCopy>,
     /// For a drafter's own head: the columns of tokens, as `kernels::cuda::guess` takes them.
     token_columns: Option<Span>,
 }
@@ -149,6 +154,7 @@ impl CudaWeight {
             experts,
             recurrent,
             latent,
+            copy: None,
             token_columns: None,
         }
     }

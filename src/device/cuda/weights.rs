@@ -40,7 +40,7 @@ impl CudaDevice {
     }
 
     /// Allocates a buffer and queues the loading of one form of a matrix.
-    fn load_form(
+    pub(super) fn load_form(
         &mut self,
         parts: &[WeightSlice<'_>],
         order: RowOrder,

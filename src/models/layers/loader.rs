@@ -3,10 +3,10 @@
 use std::ops::Range;
 use std::path::Path;
 
-use ops::{Activation, Device, DeviceError, HeadOrder, LinearRole, WeightSlice};
+use ops::{Activation, Device, DeviceError, HeadOrder, LinearRole, WeightData, WeightSlice};
 
 use crate::checkpoint::rounded;
-use crate::config::{MtpForm, MtpHead};
+use crate::config::{MtpForm, MtpHead, Rounding};
 use crate::layer_spec::{LayerSpec, MlpLayer};
 use crate::layers::qkv::{RowSlice, gate_slices, scaled};
 use crate::linear_layers::prefix;
@@ -123,13 +123,38 @@ impl<'a, D: Device> Loader<'a, D> {
         }
         let name = self.head_name();
         let (name, bias_name) = (format!("{name}.weight"), format!("{name}.bias"));
-        let (shape, rows) = (self.vocabulary(), self.shard.vocab.clone());
-        let slice = match head.has_unit_rows {
-            true => self.checkpoint.unit_rows(&name, shape, rows.clone())?,
-            false => self.matrix(&name, shape, rows.clone(), self.width())?,
-        };
-        let bias = head.has_bias.then(|| self.checkpoint.vector(&bias_name, shape[0], rows)).transpose()?;
+        let slice = self.head_rows(&name)?;
+        let bias = || self.checkpoint.vector(&bias_name, self.config.vocab_size, self.shard.vocab.clone());
+        let bias = head.has_bias.then(bias).transpose()?;
         let loaded = self.device.load_linear(LinearRole::Head, &[slice], bias.as_slice());
+        self.or_device_error(loaded)
+    }
+
+    /// This worker's rows of a separate output head.
+    fn head_rows<'n>(&self, name: &'n str) -> Result<WeightSlice<'n>, ModelError> {
+        let (shape, rows) = (self.vocabulary(), self.shard.vocab.clone());
+        match self.config.head.has_unit_rows {
+            true => self.checkpoint.unit_rows(name, shape, rows),
+            false => self.matrix(name, shape, rows, self.width()),
+        }
+    }
+
+    /// Gives the output head a copy in fewer bits for guesses.
+    pub(crate) fn copy_head(&mut self, head: &mut D::Weight, is_tied: bool) -> Result<(), ModelError> {
+        let name = if is_tied { self.embedding_name() } else { format!("{}.weight", self.head_name()) };
+        let slice = match is_tied {
+            true => self.checkpoint.matrix(&name, self.vocabulary(), self.shard.vocab.clone(), self.width())?,
+            false => self.head_rows(&name)?,
+        };
+        self.copy_rows(head, slice)
+    }
+
+    /// Gives an output head of these rows a copy in fewer bits for guesses, unless they have fewer bits already.
+    pub(crate) fn copy_rows(&mut self, head: &mut D::Weight, slice: WeightSlice<'_>) -> Result<(), ModelError> {
+        if matches!(&slice.data, WeightData::Computed(source) if source.quantized().is_some()) {
+            return Ok(());
+        }
+        let loaded = self.device.load_head_copy(head, rounded(slice, Rounding::Fp8Rows));
         self.or_device_error(loaded)
     }
 

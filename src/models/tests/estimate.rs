@@ -141,9 +141,10 @@ fn gpus_take_memory_for_guesses_and_for_what_guesses() {
         estimate(&config)
     };
     let (without, head) = (estimate(&plain), with(DeviceDrafter::Eagle3(head.clone())));
-    // The columns of all tokens stand beside the weights in bf16, without the tables between the vocabularies.
+    // The columns of all tokens and a copy of the output head stand beside the weights in bf16, without the tables between the
+    // vocabularies.
     let stored = std::fs::metadata(golden_dir("eagle3/speculators/model.safetensors")).unwrap().len();
-    let weights = head.weights_bytes - without.weights_bytes;
+    let weights = head.weights_bytes - without.weights_bytes - copy_bytes(120);
     assert!(weights.abs_diff(stored) * 10 < stored, "{weights} bytes of {stored}");
     // A key and a value of one more layer than six.
     assert_eq!(head.block_bytes * 6, without.block_bytes * 7);
@@ -151,6 +152,68 @@ fn gpus_take_memory_for_guesses_and_for_what_guesses() {
     assert!(head.workspace_bytes > without.workspace_bytes + 64 * 2 * 8 * plain.hidden_size as u64);
     let (same, wider) = (with(DeviceDrafter::Model(golden_dir("helium"))), with(DeviceDrafter::Model(dir.clone())));
     assert!(same.block_bytes > without.block_bytes && wider.block_bytes == 2 * without.block_bytes);
+}
+
+/// Bytes of a copy of a head with inputs of 64, whose codes are padded to 128: 64 scales for each 64 rows.
+fn copy_bytes(rows: usize) -> u64 {
+    (rows * 128 + rows.div_ceil(64) * 64 * 4) as u64
+}
+
+/// GLM-4.5 with an MTP head whose tensors have the bytes of others, with an output head of its own or the embedding.
+fn glm_with_mtp_head(is_tied: bool) -> tempfile::TempDir {
+    let (dir, golden) = (tempfile::tempdir().unwrap(), golden_dir("glm4_moe"));
+    std::fs::copy(golden.join("config.json"), dir.path().join("config.json")).unwrap();
+    let bytes = std::fs::read(golden.join("model.safetensors")).unwrap();
+    let (length, rest) = bytes.split_first_chunk().unwrap();
+    let (header, body) = rest.split_at(u64::from_le_bytes(*length) as usize);
+    let mut header: serde_json::Map<String, serde_json::Value> = serde_json::from_slice(header).unwrap();
+    if is_tied {
+        header.remove("lm_head.weight");
+    }
+    let mut added: Vec<_> = ["enorm", "hnorm", "shared_head.norm"]
+        .map(|name| (format!("model.layers.3.{name}.weight"), header["model.norm.weight"].clone()))
+        .into();
+    let of_last = header.iter().filter_map(|(name, entry)| Some((name.strip_prefix("model.layers.2.")?, entry)));
+    added.extend(of_last.map(|(name, entry)| (format!("model.layers.3.{name}"), entry.clone())));
+    let first = header["model.embed_tokens.weight"]["data_offsets"][0].as_u64().unwrap();
+    let joining =
+        serde_json::json!({"dtype": "F16", "shape": [64, 128], "data_offsets": [first, first + 64 * 128 * 2]});
+    header.extend(added.into_iter().chain([("model.layers.3.eh_proj.weight".to_owned(), joining)]));
+    let header = serde_json::Value::Object(header).to_string();
+    let bytes = [&(header.len() as u64).to_le_bytes()[..], header.as_bytes(), body].concat();
+    std::fs::write(dir.path().join("model.safetensors"), bytes).unwrap();
+    dir
+}
+
+#[test]
+fn gpus_take_memory_for_a_copy_of_the_head_from_which_drafts_are_guessed() {
+    let limits = StepLimits { max_tokens: 64, max_rows: 4, max_sequence_len: 128, vocab_size: 200 };
+    let weights = |dir: &Path, config: &models::Config, target, [rank, size]: [u32; 2], batch_invariant| {
+        let estimator = Estimator::new(target, TensorParallel { rank, size }, limits);
+        let mut estimator = estimator.with_invariant_rows(batch_invariant);
+        let model = models::load(dir, config, &mut estimator).unwrap();
+        estimator.estimate(&model.attention_spec(BLOCK_SIZE, limits.max_sequence_len)).weights_bytes
+    };
+    for is_tied in [false, true] {
+        let dir = glm_with_mtp_head(is_tied);
+        let mut plain = models::Config::from_dir(dir.path()).unwrap();
+        plain.head.is_tied = is_tied;
+        let with = plain.clone().with_drafter(&DeviceDrafter::Mtp, WeightPrecision::Checkpoint, Target::Cuda).unwrap();
+        // Nothing else depends on whether rows are invariant, which a copy is not.
+        let copy = |config: &models::Config, target, tp| {
+            weights(dir.path(), config, target, tp, false) - weights(dir.path(), config, target, tp, true)
+        };
+        let of_workers = [[0, 1], [0, 2], [1, 2]].map(|tp| copy(&with, Target::Cuda, tp));
+        assert_eq!(of_workers, [200, 104, 96].map(copy_bytes), "tied: {is_tied}");
+        assert_eq!([copy(&plain, Target::Cuda, [0, 1]), copy(&with, Target::Cpu, [0, 1])], [0, 0]);
+    }
+    // Of an EAGLE-3 head its own one.
+    let dir = golden_dir("eagle3");
+    let drafter = DeviceDrafter::Eagle3(dir.join("specforge"));
+    let config = models::Config::from_dir(&dir).unwrap();
+    let config = config.with_drafter(&drafter, WeightPrecision::Checkpoint, Target::Cuda).unwrap();
+    let of = |batch_invariant| weights(&dir, &config, Target::Cuda, [0, 1], batch_invariant);
+    assert_eq!(of(false) - of(true), copy_bytes(120));
 }
 
 #[test]

@@ -1,0 +1,99 @@
+//! Copies of output heads in e4m3, from which drafts are guessed.
+//!
+//! A guess of few rows reads the whole head, which takes most of its time: 2.5 GB in bf16 of Qwen3.6 27B. A copy with a scale for each row
+//! has half of these bytes. Tokens are chosen from the head itself, so a copy changes which drafts are made, and no token.
+//!
+//! The copy belongs to the weights: it is loaded with them, each worker of a group has that of its rows, and a sleeping device keeps it on
+//! the host. The head in bf16 stays, for tokens, for logits and for guesses of many rows, which the tensor cores limit.
+
+use kernels::cuda::Span;
+use kernels::cuda::quantized_gemm::PackedFormat;
+use kernels::cuda::skinny_gemm;
+use ops::{DeviceError, WeightSlice};
+
+use super::load::{Form, RowOrder};
+use super::packed::{Packed, packed_format};
+use super::{CudaDevice, CudaWeight};
+
+/// The copy of an output head.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct HeadCopy {
+    codes: Span,
+    packed: Packed,
+}
+
+/// The format of the copy of a head with these rows in e4m3; `None` if there is no copy. Products of quantized weights have no invariant form.
+pub(crate) fn copy_format(rounded: &WeightSlice<'_>, batch_invariant: bool) -> Option<PackedFormat> {
+    let format = packed_format(std::slice::from_ref(rounded), RowOrder::Stacked);
+    format.filter(|_| !batch_invariant)
+}
+
+impl CudaDevice {
+    /// Queues the loading of a copy. Unlike other quantized weights it is never expanded, so it needs no scratch memory for that.
+    pub(super) fn copy_of_head(&mut self, rounded: &WeightSlice<'_>) -> Result<Option<HeadCopy>, DeviceError> {
+        let Some(format) = copy_format(rounded, self.config.batch_invariant) else { return Ok(None) };
+        let (parts, rows, cols) = (std::slice::from_ref(rounded), rounded.rows.len(), rounded.cols.len());
+        let bytes = [format.codes_bytes(rows, cols), format.scales_bytes(rows, cols)];
+        let codes = self.load_form(parts, RowOrder::Stacked, Form::Codes(format), bytes[0])?;
+        let scales = self.load_form(parts, RowOrder::Stacked, Form::Scales(format), bytes[1])?;
+        Ok(Some(HeadCopy { codes, packed: Packed { scales, format, has_fp8_inputs: false } }))
+    }
+
+    /// The head from which `count` rows guess: its copy, if the kernels for few rows take it.
+    pub(super) fn head_for_guesses(&self, head: &CudaWeight, count: usize) -> CudaWeight {
+        // Logits of a share that is not whole have gaps between rows, which these kernels do not leave.
+        let is_dense = head.token_columns.is_some() || self.layout_of(head).share == head.rows;
+        let is_fast = self.config.use_fast_kernels && count <= skinny_gemm::MAX_ROWS;
+        match head.copy {
+            Some(HeadCopy { codes, packed }) if is_dense && is_fast => {
+                CudaWeight { values: codes, packed: Some(packed), ..*head }
+            }
+            _ => *head,
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::ops::Range;
+    use std::sync::Arc;
+
+    use ops::{DType, Quantization, QuantizedRows, RowSource, WeightData};
+
+    use super::*;
+
+    #[derive(Debug)]
+    struct Rounded;
+
+    impl RowSource for Rounded {
+        fn read_row(&self, _row: usize, _cols: Range<usize>, _out: &mut [u8]) {}
+
+        fn quantized(&self) -> Option<&dyn QuantizedRows> {
+            Some(self)
+        }
+    }
+
+    impl QuantizedRows for Rounded {
+        fn quantization(&self) -> Quantization {
+            Quantization::Fp8 { block: [1, 128] }
+        }
+
+        fn read_codes(&self, _row: usize, _cols: Range<usize>, _out: &mut [u8]) {}
+
+        fn scale(&self, _row: usize, _col: usize) -> (f32, u8) {
+            (1.0, 0)
+        }
+    }
+
+    #[test]
+    fn heads_that_the_kernels_take_have_a_copy_unless_rows_are_invariant() {
+        let format = |rows: Range<usize>, batch_invariant| {
+            let data = WeightData::Computed(Arc::new(Rounded));
+            let (name, dtype, matrix_cols, cols) = ("head", DType::Bf16, 128, 0..128);
+            let slice = WeightSlice { name, data, dtype, matrix_cols, rows, cols, head_order: None };
+            copy_format(&slice, batch_invariant)
+        };
+        assert_eq!(format(16..48, false), Some(PackedFormat::Fp8Rows));
+        assert_eq!((format(16..48, true), format(0..30, false)), (None, None));
+    }
+}
