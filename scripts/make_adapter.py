@@ -1,10 +1,10 @@
 #!/usr/bin/env python3
 """Makes a random LoRA adapter of a checkpoint, in the files that PEFT saves.
 
-    make_adapter.py CHECKPOINT DIR [--rank N] [--seed N] [--modules NAME,NAME...]
+    make_adapter.py CHECKPOINT DIR [--rank N] [--seed N] [--scale S] [--modules NAME,NAME...]
 
-The adapter has products of all linear layers of attention and feed-forward, or of those with the given names. They are about a tenth
-as large as the outputs of the layers. Needs torch and transformers, but not peft.
+The adapter has products of all linear layers of attention and feed-forward, or of those with the given names. Their factor S
+is 1.5 by default, which makes them about a tenth as large as the outputs of the layers. Needs torch and transformers, but not peft.
 """
 import argparse
 import json
@@ -25,6 +25,7 @@ def main():
     parser.add_argument("dir", type=pathlib.Path)
     parser.add_argument("--rank", type=int, default=16)
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--scale", type=float, default=1.5)
     parser.add_argument("--modules", default="")
     args = parser.parse_args()
     wanted = [name for name in args.modules.split(",") if name]
@@ -44,7 +45,7 @@ def main():
     names = sorted({key.split(".lora_")[0].split(".")[-1] for key in tensors})
     args.dir.mkdir(parents=True, exist_ok=True)
     save_file(tensors, args.dir / "adapter_model.safetensors")
-    config = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "r": args.rank, "lora_alpha": 1.5 * args.rank, "bias": "none", "target_modules": names}
+    config = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "r": args.rank, "lora_alpha": args.scale * args.rank, "bias": "none", "target_modules": names}
     (args.dir / "adapter_config.json").write_text(json.dumps(config, indent=2) + "\n")
     print(f"{args.dir}: rank {args.rank}, {len(tensors) // 2} products of {', '.join(names)}")
 

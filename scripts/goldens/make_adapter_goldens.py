@@ -19,6 +19,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from make_goldens import golden
 
 LLAMA = "mha_bias_f32"
+LATENT = ["q_proj", "q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "o_proj"]
 
 # Name: checkpoint, dtype of the adapter's weights, settings.
 CASES = {
@@ -37,6 +38,12 @@ CASES = {
     # weights that are stored transposed, no gate
     "gpt2_all": ("gpt2", torch.float32, dict(r=6, lora_alpha=6, fan_in_fan_out=True,
                                              target_modules=["c_attn", "c_proj", "c_fc"])),
+    # attention over latent vectors, with q from the layer's input and from a latent vector
+    "deepseek_v2_attention": ("deepseek_v2", torch.float32, dict(r=4, lora_alpha=4, target_modules=LATENT)),
+    "deepseek_v3_attention": ("deepseek_v3", torch.bfloat16, dict(r=4, lora_alpha=4, target_modules=LATENT)),
+    # all linear layers but experts and routers
+    "qwen2_moe_all": ("qwen2_moe", torch.float32, dict(
+        r=4, lora_alpha=4, target_modules=r".*(self_attn\.[qkvo]_proj|shared_expert\.(gate|up|down)_proj)")),
 }
 
 

@@ -74,10 +74,10 @@ impl<D: Device> Layer<D> {
 
     /// A weight in which adapters may add products, if the layer has it.
     pub(crate) fn target_weight(&self, weight: TargetWeight) -> Option<&D::Weight> {
-        match (weight, &self.mixer, &self.mlp) {
-            (TargetWeight::Qkv | TargetWeight::Gates | TargetWeight::Out, mixer, _) => mixer.target_weight(weight),
-            (TargetWeight::Up, _, mlp) => mlp.as_ref().map(|mlp| &mlp.up),
-            (TargetWeight::Down, _, mlp) => mlp.as_ref().map(|mlp| &mlp.down),
+        match weight {
+            TargetWeight::Up => self.mlp.as_ref().map(|mlp| &mlp.up),
+            TargetWeight::Down => self.mlp.as_ref().map(|mlp| &mlp.down),
+            _ => self.mixer.target_weight(weight),
         }
     }
 

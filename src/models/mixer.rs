@@ -98,6 +98,7 @@ impl<D: Device> Mixer<D> {
             (Mixer::Attention(attention), TargetWeight::Qkv) => Some(&attention.qkv),
             (Mixer::Attention(attention), TargetWeight::Gates) => attention.gates.as_ref(),
             (Mixer::Attention(attention), TargetWeight::Out) => Some(&attention.out),
+            (Mixer::Latent(latent), weight) => latent.target_weight(weight),
             _ => None,
         }
     }
@@ -162,6 +163,17 @@ impl<D: Device> Recurrent<D> {
 }
 
 impl<D: Device> Latent<D> {
+    fn target_weight(&self, weight: TargetWeight) -> Option<&D::Weight> {
+        match (weight, &self.query) {
+            (TargetWeight::LatentQuery, LatentQuery::Direct(query)) => Some(query),
+            (TargetWeight::LatentQuery, LatentQuery::Latent { up, .. }) => Some(up),
+            (TargetWeight::QueryLatent, LatentQuery::Latent { down, .. }) => Some(down),
+            (TargetWeight::Latent, _) => Some(&self.latents),
+            (TargetWeight::Out, _) => Some(&self.out),
+            _ => None,
+        }
+    }
+
     fn run(
         &self,
         device: &mut D,

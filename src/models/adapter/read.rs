@@ -105,7 +105,11 @@ pub(super) fn shape((layer, name): (usize, &str), targets: &[Vec<Target>], full:
     let found = all.clone().find(|(module, _)| module.name == name).map(|(module, cols)| [module.rows, cols]);
     found.ok_or_else(|| {
         let known: Vec<String> = all.map(|(module, _)| format!("`{}`", module.name)).collect();
-        format!("adapters of module `{full}` are not served; in this layer they may change {}", known.join(", "))
+        format!(
+            "adapters of module `{full}` are not served; in this layer they may change {}; train it without the module, or merge it into \
+             the model",
+            known.join(", ")
+        )
     })
 }
 

@@ -3,6 +3,7 @@
 use std::ops::Range;
 
 use crate::Config;
+use crate::layer_spec::{AttentionLayer, LatentLayer};
 use crate::layers::{RowSlice, gate_slices, scaled, up_slices};
 use crate::shard::LayerShard;
 
@@ -12,6 +13,12 @@ pub(crate) enum TargetWeight {
     Qkv,
     /// Gates of attention's output, whose rows are in the module of q.
     Gates,
+    /// Gives q of a layer with latent vectors, from the layer's input or from the latent vector of q.
+    LatentQuery,
+    /// Gives the latent vector of q.
+    QueryLatent,
+    /// Gives the latent vector of k and v, and the rotated part of k.
+    Latent,
     Out,
     Up,
     Down,
@@ -44,8 +51,10 @@ pub(crate) struct Module {
 pub(crate) fn targets(config: &Config, layer: usize, shard: &LayerShard) -> Vec<Target> {
     let (spec, names, hidden) = (&config.layers[layer], config.names, config.hidden_size);
     let mut targets = Vec::new();
-    if spec.recurrent.is_none() && spec.attention.latent.is_none() {
-        let attention = &spec.attention;
+    let attention = &spec.attention;
+    if let Some(latent) = attention.latent.filter(|_| spec.recurrent.is_none()) {
+        targets.extend(latent_targets(config, attention, latent, shard));
+    } else if spec.recurrent.is_none() {
         let order = attention.rope.and_then(|rope| config.ropes[rope].head_order());
         targets.push(by_output(TargetWeight::Qkv, names.qkv.row_slices(attention, shard, order), hidden));
         if attention.has_output_gate {
@@ -61,6 +70,33 @@ pub(crate) fn targets(config: &Config, layer: usize, shard: &LayerShard) -> Vec<
         targets.push(by_output(TargetWeight::Up, up_slices(up, &shard.intermediate, width).1, hidden));
         targets.push(by_input(TargetWeight::Down, down, [hidden, width], shard.intermediate.clone()));
     }
+    targets
+}
+
+/// The weights of attention over latent vectors. The one that gives k and v from a latent vector is not among them: attention has
+/// its rows in the products of queries and outputs, and never computes its outputs.
+fn latent_targets(
+    config: &Config,
+    attention: &AttentionLayer,
+    LatentLayer { shape, query_rank }: LatentLayer,
+    shard: &LayerShard,
+) -> Vec<Target> {
+    let (names, hidden, num_heads) = (config.names.latent.expect("named"), config.hidden_size, attention.num_heads);
+    let slice = |name, rows, taken| vec![RowSlice { name, rows, taken, head_order: None }];
+    let whole = |weight, name, rows| by_output(weight, slice(name, rows, 0..rows), hidden);
+    let query = |name, cols| {
+        let (rows, taken) = (num_heads * shape.query_dim(), scaled(&shard.heads, shape.query_dim()));
+        by_output(TargetWeight::LatentQuery, slice(name, rows, taken), cols)
+    };
+    let mut targets = match query_rank {
+        None => vec![query(names.query, hidden)],
+        Some(rank) => {
+            vec![whole(TargetWeight::QueryLatent, names.query_down, rank), query(names.query_up, rank)]
+        }
+    };
+    targets.push(whole(TargetWeight::Latent, names.down, shape.width()));
+    let taken = scaled(&shard.heads, shape.value_dim);
+    targets.push(by_input(TargetWeight::Out, config.names.out, [hidden, num_heads * shape.value_dim], taken));
     targets
 }
 

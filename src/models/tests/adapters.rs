@@ -117,18 +117,27 @@ fn rows_of_three_adapters_and_of_none_agree_with_peft_in_one_step_in_any_chunks_
 
 #[test]
 fn adapters_of_fused_and_transposed_layers_and_of_other_head_orders_agree_with_peft() {
-    for (name, base) in [("phi3_all", "phi3"), ("cohere_qk", "cohere"), ("gpt2_all", "gpt2")] {
-        let adapter = adapter(base, name);
-        let goldens = goldens(&adapter_dir(name));
-        let is_bf16 = Config::from_dir(&golden_dir(base)).unwrap().dtype == ops::DType::Bf16;
-        let allowed = if is_bf16 { BF16_ERROR } else { F32_ERROR };
-        for size in [1, 2] {
-            let outputs = on_group(base, size, |runner| {
-                runner.set_adapter(2, &adapter);
-                goldens.iter().map(|it| runner.run(&[sequence(it, Some(2), 16, 0)]).remove(0)).collect::<Vec<_>>()
-            });
-            goldens.iter().zip(&outputs).for_each(|(golden, output)| check(name, golden, output, allowed));
-        }
+    ["phi3", "cohere", "gpt2"].into_iter().zip(["phi3_all", "cohere_qk", "gpt2_all"]).for_each(check_in_groups);
+}
+
+#[test]
+fn adapters_of_attention_over_latent_vectors_and_of_shared_experts_agree_with_peft() {
+    let bases = ["deepseek_v2", "deepseek_v3", "qwen2_moe"].into_iter();
+    bases.zip(["deepseek_v2_attention", "deepseek_v3_attention", "qwen2_moe_all"]).for_each(check_in_groups);
+}
+
+/// Checks an adapter of a model by groups of one and of two workers.
+fn check_in_groups((base, name): (&str, &str)) {
+    let adapter = adapter(base, name);
+    let goldens = goldens(&adapter_dir(name));
+    let is_bf16 = Config::from_dir(&golden_dir(base)).unwrap().dtype == ops::DType::Bf16;
+    let allowed = if is_bf16 { BF16_ERROR } else { F32_ERROR };
+    for size in [1, 2] {
+        let outputs = on_group(base, size, |runner| {
+            runner.set_adapter(2, &adapter);
+            goldens.iter().map(|it| runner.run(&[sequence(it, Some(2), 16, 0)]).remove(0)).collect::<Vec<_>>()
+        });
+        goldens.iter().zip(&outputs).for_each(|(golden, output)| check(name, golden, output, allowed));
     }
 }
 
@@ -285,6 +294,15 @@ fn an_adapter_that_does_not_fit_is_refused_with_what_to_do() {
     write_safetensors(&rank.path().join("adapter_model.safetensors"), &unknown);
     let found = refused(rank.path());
     assert!(found.contains("in this layer they may change `self_attn.q_proj`, `self_attn.k_proj`"), "{found}");
+    let [a, b] =
+        ["A", "B"].map(|part| format!("base_model.model.model.layers.1.self_attn.kv_b_proj.lora_{part}.weight"));
+    write_safetensors(&rank.path().join("adapter_model.safetensors"), &[(a, [5, 32]), (b, [128, 5])]);
+    let found = error(rank.path(), &model("deepseek_v3"), BOUNDS);
+    let known = "`self_attn.q_a_proj`, `self_attn.q_b_proj`, `self_attn.kv_a_proj_with_mqa`, `self_attn.o_proj`";
+    assert!(
+        found.contains("kv_b_proj` are not served; in this layer they may change") && found.contains(known),
+        "{found}"
+    );
 }
 
 #[test]
