@@ -5,7 +5,7 @@
 // maths    shrink: as there, bit for bit. expand: bf16 products, fp32 sums, y is added last, one rounding on store
 // launch   shrink: grid (1, slots * modules * ceil(rank / 16), ceil(T / tile)), block 256, (tile + 128) * 64 bytes
 //          expand: grid (ceil(N / 64), ceil(T / 64)), block 128; a warp has 16 tokens and takes their adapters in turn
-// needs    as sm90_low_rank.cu; modules begin at multiples of 8: checked in low_rank.rs
+// needs    as sm90_low_rank.cu; modules may begin at any output
 // bound    memory: expand 4 T N bytes, and 2 N rank for each adapter of 16 tokens
 // test     tests/cuda_low_rank.rs, against f64
 // archs: 80 90a 100a ptx

@@ -81,9 +81,15 @@ impl Modules {
         let Modules::Stacked { count, starts } = self else { return Ok(()) };
         ensure!(OP, (1..=MAX_MODULES).contains(&count), "{count} modules; expected 1 to {MAX_MODULES}");
         let own = &starts[..count - 1];
-        let fits = own.iter().all(|&start| start < n && start.is_multiple_of(8)) && own.is_sorted();
-        ensure!(OP, fits, "modules begin at {own:?} of {n} outputs; expected multiples of 8, in order");
+        let fits = own.iter().all(|&start| start < n) && own.is_sorted();
+        ensure!(OP, fits, "modules begin at {own:?} of {n} outputs; expected them in order");
         Ok(())
+    }
+
+    /// Whether all modules begin at multiples of 8, which products that add B h themselves need.
+    pub fn are_aligned(self) -> bool {
+        let Modules::Stacked { count, starts } = self else { return true };
+        starts[..count - 1].iter().all(|start| start.is_multiple_of(8))
     }
 }
 
@@ -260,6 +266,7 @@ impl Fused {
         box_rows: usize,
     ) -> Result<Self, CudaError> {
         weight.check(step, rows)?;
+        ensure!(OP, weight.modules.are_aligned(), "{:?} begin at no multiples of 8", weight.modules);
         ensure!(OP, [weight.n, weight.k] == [n, k], "adapters of a layer {} x {} beside {n} x {k}", weight.n, weight.k);
         let cols = weight.cols();
         Ok(Self {

@@ -172,6 +172,12 @@ fn shapes() -> Vec<Shape> {
     ]
 }
 
+/// The same, and one whose modules begin within eight outputs, which products for few rows do not add themselves.
+fn shapes_of_expand() -> Vec<Shape> {
+    let apart = Shape { n: 24, k: 64, modules: stacked(&[12]), num_slots: 4, max_rank: 16 };
+    shapes().into_iter().chain([apart, Shape { n: 72, modules: stacked(&[4, 70]), ..apart }]).collect()
+}
+
 fn assert_within(what: &str, found: &[f32], expected: impl Iterator<Item = (f64, f64)>) {
     let mut count = 0;
     for (i, (&found, (expected, tolerance))) in found.iter().zip(expected).enumerate() {
@@ -231,7 +237,7 @@ fn products_with_a_agree_with_the_formula_and_other_columns_become_zero() {
 fn products_with_b_are_added_to_the_rows_that_have_an_adapter() {
     let Some((gpu, queue)) = gpu::open() else { return };
     let mut random = Random::new(42);
-    for shape in shapes() {
+    for shape in shapes_of_expand() {
         let layer = Layer::new(&gpu, &mut random, shape);
         for rows in [1, 7, 33, 64, 65, 300] {
             let step = Step::new((&gpu, &queue), &layer, random_slots(&mut random, rows, shape.num_slots));
@@ -455,7 +461,9 @@ fn slots_that_the_kernels_were_not_written_for_are_refused() {
     assert!(refused(LowRankWeight { num_slots: max_slots(16) + 1, ..good }, 1), "more slots than a mask has");
     assert!(refused(LowRankWeight { k: 12, ..good }, 1), "inputs not a multiple of 8");
     assert!(refused(LowRankWeight { n: 12, ..good }, 1), "outputs not a multiple of 8");
-    assert!(refused(LowRankWeight { modules: stacked(&[36]), ..good }, 1), "a module that begins within eight outputs");
+    assert!(refused(LowRankWeight { modules: stacked(&[64]), ..good }, 1), "a module that begins behind the outputs");
+    let within = LowRankWeight { modules: stacked(&[36]), ..good };
+    assert!(expand(&queue, &within, &step, all, 1).is_ok(), "a module that begins within eight outputs");
     assert!(refused(LowRankWeight { n: 2048, ..good }, 1), "a B that is shorter than its shape");
     assert!(refused(good, 1 << 15), "an h that is shorter than its rows");
     assert!(refused(good, 0), "no rows");

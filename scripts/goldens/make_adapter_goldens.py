@@ -41,6 +41,14 @@ CASES = {
     # attention over latent vectors, with q from the layer's input and from a latent vector
     "deepseek_v2_attention": ("deepseek_v2", torch.float32, dict(r=4, lora_alpha=4, target_modules=LATENT)),
     "deepseek_v3_attention": ("deepseek_v3", torch.bfloat16, dict(r=4, lora_alpha=4, target_modules=LATENT)),
+    # layers with a recurrent state, whose projections are separate or grouped by key heads
+    "qwen3_5_all": ("qwen3_5", torch.float32, dict(r=4, lora_alpha=4, target_modules="all-linear")),
+    "qwen3_next_attention": ("qwen3_next", torch.bfloat16, dict(r=4, lora_alpha=4, target_modules=[
+        "in_proj_qkvz", "in_proj_ba", "out_proj", "q_proj", "k_proj", "v_proj", "o_proj"])),
+    # models with heads that guess
+    "mtp_deepseek_v3_attention": ("mtp_deepseek_v3", torch.float32, dict(r=2, lora_alpha=2, target_modules=LATENT)),
+    "mtp_qwen3_5_all": ("mtp_qwen3_5", torch.float32, dict(r=2, lora_alpha=2, target_modules="all-linear")),
+    "eagle3_all": ("eagle3", torch.float32, dict(r=2, lora_alpha=2, target_modules="all-linear")),
     # all linear layers but experts and routers
     "qwen2_moe_all": ("qwen2_moe", torch.float32, dict(
         r=4, lora_alpha=4, target_modules=r".*(self_attn\.[qkvo]_proj|shared_expert\.(gate|up|down)_proj)")),

@@ -92,12 +92,15 @@ impl<D: Device> Mixer<D> {
         }
     }
 
-    /// A weight of attention in which adapters may add products.
+    /// A weight in which adapters may add products.
     pub(crate) fn target_weight(&self, weight: TargetWeight) -> Option<&D::Weight> {
         match (self, weight) {
             (Mixer::Attention(attention), TargetWeight::Qkv) => Some(&attention.qkv),
             (Mixer::Attention(attention), TargetWeight::Gates) => attention.gates.as_ref(),
             (Mixer::Attention(attention), TargetWeight::Out) => Some(&attention.out),
+            (Mixer::Recurrent(recurrent), TargetWeight::State) => Some(&recurrent.qkvz),
+            (Mixer::Recurrent(recurrent), TargetWeight::Steps) => Some(&recurrent.ba),
+            (Mixer::Recurrent(recurrent), TargetWeight::Out) => Some(&recurrent.out),
             (Mixer::Latent(latent), weight) => latent.target_weight(weight),
             _ => None,
         }

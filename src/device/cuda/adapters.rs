@@ -295,7 +295,7 @@ impl CudaDevice {
         Some((layer.slots, LowRankStep { slots, in_step, h: self.adapters.inner }))
     }
 
-    /// Whether a product for `m` rows adds those of adapters itself.
+    /// Whether a product for `m` rows adds those of adapters itself, if the modules of its layer allow it.
     fn fuses_adapters(&self, m: usize) -> bool {
         // Sums that are added before they are rounded have other bits than those that are added later.
         let is_allowed = self.config.use_fast_kernels && !self.config.batch_invariant;
@@ -323,7 +323,7 @@ impl CudaDevice {
         let Some((slots, step)) = low_rank else { return self.product(out, x, weight, m, weight.rows, epilogue) };
         self.flush()?;
         low_rank::shrink(&self.queue, &slots, &step, x, m).map_err(device_error)?;
-        if !self.fuses_adapters(m) {
+        if !(self.fuses_adapters(m) && slots.modules.are_aligned()) {
             self.product(out, x, weight, m, weight.rows, epilogue)?;
             return low_rank::expand(&self.queue, &slots, &step, out, m).map_err(device_error);
         }
@@ -353,7 +353,7 @@ pub(crate) fn check_slots(slots: &AdapterSlots) -> Result<(), DeviceError> {
             format!("ranks up to {}, and up to {most} slots of this rank", low_rank::SLICE),
         ));
     }
-    if modules.iter().any(|rows| !rows.is_multiple_of(8)) || !cols.is_multiple_of(8) || modules.len() > 3 {
+    if !modules.iter().sum::<usize>().is_multiple_of(8) || !cols.is_multiple_of(8) || modules.len() > 3 {
         return Err(unsupported(format!("parts of {modules:?} outputs and {cols} inputs"), "multiples of 8".into()));
     }
     Ok(())
@@ -393,6 +393,14 @@ mod tests {
         let scratch = 100 * 3 * 128 * 2 + 768 * 16 * 2;
         assert_eq!(adapter_bytes(&layers, 100), (a + b + 4 * 256 + scratch) as u64);
         assert_eq!(adapter_bytes(&[], 100), 0);
+    }
+
+    #[test]
+    fn modules_may_begin_within_eight_outputs() {
+        let check = |modules: [usize; 2]| {
+            check_slots(&AdapterSlots { count: 4, max_rank: 16, cols: 64, modules: modules.to_vec() })
+        };
+        assert!(check([12, 12]).is_ok() && check([12, 8]).is_err());
     }
 
     #[test]

@@ -2,9 +2,11 @@
 
 use std::ops::Range;
 
+use ops::RecurrentShape;
+
 use crate::Config;
 use crate::layer_spec::{AttentionLayer, LatentLayer};
-use crate::layers::{RowSlice, gate_slices, scaled, up_slices};
+use crate::layers::{RowSlice, gate_slices, recurrent_slices, scaled, up_slices};
 use crate::shard::LayerShard;
 
 /// A weight on a device.
@@ -19,6 +21,10 @@ pub(crate) enum TargetWeight {
     QueryLatent,
     /// Gives the latent vector of k and v, and the rotated part of k.
     Latent,
+    /// Gives q, k, v and the gates of the output of a layer with a recurrent state.
+    State,
+    /// Gives its learning rates and steps.
+    Steps,
     Out,
     Up,
     Down,
@@ -52,9 +58,11 @@ pub(crate) fn targets(config: &Config, layer: usize, shard: &LayerShard) -> Vec<
     let (spec, names, hidden) = (&config.layers[layer], config.names, config.hidden_size);
     let mut targets = Vec::new();
     let attention = &spec.attention;
-    if let Some(latent) = attention.latent.filter(|_| spec.recurrent.is_none()) {
+    if let Some(shape) = spec.recurrent {
+        targets.extend(recurrent_targets(config, shape, shard));
+    } else if let Some(latent) = attention.latent {
         targets.extend(latent_targets(config, attention, latent, shard));
-    } else if spec.recurrent.is_none() {
+    } else {
         let order = attention.rope.and_then(|rope| config.ropes[rope].head_order());
         targets.push(by_output(TargetWeight::Qkv, names.qkv.row_slices(attention, shard, order), hidden));
         if attention.has_output_gate {
@@ -71,6 +79,17 @@ pub(crate) fn targets(config: &Config, layer: usize, shard: &LayerShard) -> Vec<
         targets.push(by_input(TargetWeight::Down, down, [hidden, width], shard.intermediate.clone()));
     }
     targets
+}
+
+/// The projections of a layer with a recurrent state.
+fn recurrent_targets(config: &Config, shape: RecurrentShape, shard: &LayerShard) -> [Target; 3] {
+    let (names, hidden, width) = (config.names.recurrent.expect("named"), config.hidden_size, shape.widths()[1]);
+    let [inputs, steps] = recurrent_slices(names.projections, shape, shard);
+    [
+        by_output(TargetWeight::State, inputs, hidden),
+        by_output(TargetWeight::Steps, steps, hidden),
+        by_input(TargetWeight::Out, names.out, [hidden, width], scaled(&shard.heads, shape.value_dim)),
+    ]
 }
 
 /// The weights of attention over latent vectors. The one that gives k and v from a latent vector is not among them: attention has

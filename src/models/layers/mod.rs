@@ -12,4 +12,4 @@ pub(crate) use latent::{LATENT_EPS, LatentQuery};
 pub(crate) use loader::{LayerSource, Loader, up_slices};
 pub(crate) use norms::HeadNormWeights;
 pub(crate) use qkv::{RowSlice, gate_slices, scaled};
-pub(crate) use recurrent::shape_of;
+pub(crate) use recurrent::{recurrent_slices, shape_of};

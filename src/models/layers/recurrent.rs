@@ -23,7 +23,7 @@ impl<D: Device> Loader<'_, D> {
         layer: LayerSource<'_>,
         shape: RecurrentShape,
     ) -> Result<[D::Weight; 2], ModelError> {
-        let [qkvz, ba] = row_slices(self.recurrent_names().projections, shape, layer.shard);
+        let [qkvz, ba] = recurrent_slices(self.recurrent_names().projections, shape, layer.shard);
         Ok([
             self.by_output(LinearRole::Qkv, layer.index, &qkvz, self.config.hidden_size, false)?,
             self.by_output(LinearRole::Up, layer.index, &ba, self.config.hidden_size, false)?,
@@ -83,7 +83,11 @@ fn after(offset: usize, range: &Range<usize>) -> Range<usize> {
 }
 
 /// The rows of q, k, v and the gates of the output, and those of learning rates and steps.
-fn row_slices(projections: RecurrentProjections, shape: RecurrentShape, shard: &LayerShard) -> [Vec<RowSlice>; 2] {
+pub(crate) fn recurrent_slices(
+    projections: RecurrentProjections,
+    shape: RecurrentShape,
+    shard: &LayerShard,
+) -> [Vec<RowSlice>; 2] {
     let slice = |name, rows, taken| RowSlice { name, rows, taken, head_order: None };
     match projections {
         RecurrentProjections::Separate { qkv, z, b, a } => {
@@ -134,7 +138,7 @@ mod tests {
         // Two key heads of 3, four value heads of 5: q 6, k 6, v 20, gates 20.
         let shape = RecurrentShape { num_key_heads: 2, num_value_heads: 4, key_dim: 3, value_dim: 5, num_taps: 4 };
         let shard = LayerShard { heads, kv_heads, intermediate: 0..0, experts: 0..0, expert_intermediate: 0..0 };
-        row_slices(projections, shape, &shard).map(|slices| slices.into_iter().map(|slice| slice.taken).collect())
+        recurrent_slices(projections, shape, &shard).map(|slices| slices.into_iter().map(|slice| slice.taken).collect())
     }
 
     #[test]

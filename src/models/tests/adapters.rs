@@ -126,6 +126,11 @@ fn adapters_of_attention_over_latent_vectors_and_of_shared_experts_agree_with_pe
     bases.zip(["deepseek_v2_attention", "deepseek_v3_attention", "qwen2_moe_all"]).for_each(check_in_groups);
 }
 
+#[test]
+fn adapters_of_layers_with_a_recurrent_state_agree_with_peft() {
+    ["qwen3_5", "qwen3_next"].into_iter().zip(["qwen3_5_all", "qwen3_next_attention"]).for_each(check_in_groups);
+}
+
 /// Checks an adapter of a model by groups of one and of two workers.
 fn check_in_groups((base, name): (&str, &str)) {
     let adapter = adapter(base, name);
