@@ -1,11 +1,11 @@
 // low_rank_shrink_bf16: h[t, :] = scale * A x[t, :] of the token's adapter, as sm90_low_rank.cu on any GPU (low_rank.cuh)
 // low_rank_expand_bf16: y[t, n] += sum_c B[n, c] * h[t, module of n, c] over the columns of the token's adapter
 //
-// y        [T, N] bf16, N % 8 == 0; rows without an adapter stay as they are
+// y        [T, N] bf16; rows without an adapter stay as they are. N and modules of any size; N % 8 == 0 is faster
 // maths    shrink: as there, bit for bit. expand: bf16 products, fp32 sums, y is added last, one rounding on store
 // launch   shrink: grid (1, slots * modules * ceil(rank / 16), ceil(T / tile)), block 256, (tile + 128) * 64 bytes
 //          expand: grid (ceil(N / 64), ceil(T / 64)), block 128; a warp has 16 tokens and takes their adapters in turn
-// needs    as sm90_low_rank.cu; modules may begin at any output
+// needs    as sm90_low_rank.cu
 // bound    memory: expand 4 T N bytes, and 2 N rank for each adapter of 16 tokens
 // test     tests/cuda_low_rank.rs, against f64
 // archs: 80 90a 100a ptx
@@ -75,9 +75,16 @@ extern "C" __global__ void __launch_bounds__(128) low_rank_expand_bf16(const Exp
             const u32 n = n0 + t * 16 + half * 8;
             if (n >= e.n) continue;
             bf16* to = e.y + (u64)tokens[i] * e.n + n;
+            const auto sum = [&](bf16 before, i32 j) { return to_bf16(to_f32(before) + acc[half * 4 + j / 2][2 * i + j % 2]); };
+            if (e.n % 8) {
+#pragma unroll
+                for (i32 j = 0; j < 8; ++j)
+                    if (n + j < e.n) to[j] = sum(to[j], j);
+                continue;
+            }
             bf16x8 v = load8(to);
 #pragma unroll
-            for (i32 j = 0; j < 8; ++j) v.v[j] = to_bf16(to_f32(v.v[j]) + acc[half * 4 + j / 2][2 * i + j % 2]);
+            for (i32 j = 0; j < 8; ++j) v.v[j] = sum(v.v[j], j);
             store8(to, v);
         }
     }

@@ -85,12 +85,6 @@ impl Modules {
         ensure!(OP, fits, "modules begin at {own:?} of {n} outputs; expected them in order");
         Ok(())
     }
-
-    /// Whether all modules begin at multiples of 8, which products that add B h themselves need.
-    pub fn are_aligned(self) -> bool {
-        let Modules::Stacked { count, starts } = self else { return true };
-        starts[..count - 1].iter().all(|start| start.is_multiple_of(8))
-    }
 }
 
 /// The matrices of all slots of a layer `[n, k]`.
@@ -108,7 +102,7 @@ pub struct LowRankWeight {
     pub num_slots: usize,
     /// The slots' rank: [`padded_rank`].
     pub rank: usize,
-    /// Outputs of the layer, a multiple of 8.
+    /// Outputs of the layer.
     pub n: usize,
     /// Inputs of the layer, a multiple of 8.
     pub k: usize,
@@ -133,13 +127,22 @@ impl LowRankWeight {
         slot_cols(self.num_slots, self.rank)
     }
 
+    /// Whether products for few rows can add B h themselves: all modules begin and end at multiples of 8.
+    pub fn is_aligned(&self) -> bool {
+        let starts = match &self.modules {
+            Modules::Stacked { count, starts } => &starts[..count - 1],
+            Modules::Gated => &[],
+        };
+        starts.iter().chain([&self.n]).all(|start| start.is_multiple_of(8))
+    }
+
     fn check(&self, step: &LowRankStep, rows: usize) -> Result<(), CudaError> {
         let Self { a, b, scales, in_layer, num_slots, rank, n, k, modules } = *self;
         ensure!(OP, rank.is_power_of_two() && (LEAST_RANK..=SLICE).contains(&rank), "rank {rank} in slots");
         ensure!(OP, (1..=max_slots(rank)).contains(&num_slots), "{num_slots} slots of rank {rank}");
         ensure!(OP, rows > 0, "no rows");
         ensure!(OP, k > 0 && k.is_multiple_of(8), "{k} inputs are not a multiple of 8");
-        ensure!(OP, n > 0 && n.is_multiple_of(8), "{n} outputs are not a multiple of 8");
+        ensure!(OP, n > 0, "no outputs");
         modules.check(n)?;
         let (count, cols) = (modules.count(), self.cols());
         ensure!(
@@ -266,7 +269,7 @@ impl Fused {
         box_rows: usize,
     ) -> Result<Self, CudaError> {
         weight.check(step, rows)?;
-        ensure!(OP, weight.modules.are_aligned(), "{:?} begin at no multiples of 8", weight.modules);
+        ensure!(OP, weight.is_aligned(), "{:?} of {n} outputs begin or end at no multiples of 8", weight.modules);
         ensure!(OP, [weight.n, weight.k] == [n, k], "adapters of a layer {} x {} beside {n} x {k}", weight.n, weight.k);
         let cols = weight.cols();
         Ok(Self {
