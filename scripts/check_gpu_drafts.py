@@ -1,12 +1,14 @@
 #!/usr/bin/env python3
 """Compares a served model with and without drafts of a head or of another model: the tokens, and the speed at a forced acceptance.
 
-    check_gpu_drafts.py [--drafter mtp|eagle3|draft_model] [--shape qwen35moe] [--layers 8] [--num-tokens 3] [--tp 1] [--device cuda] [--bin DIR] [--port N]
+    check_gpu_drafts.py [--drafter mtp|eagle3|draft_model] [--shape qwen35moe] [--layers 8] [--num-tokens 3] [--tp 1] [--adapters]
+                        [--device cuda] [--bin DIR] [--port N]
     check_gpu_drafts.py --checkpoint DIR --forced 2.5 [--drafter eagle3 --path DIR] [--num-tokens 2] [--batches 1 8 32] [--out FILE.json]
 
 Without --forced, the checkpoint is one of make_checkpoint.py whose tokens follow each other in an order that the drafter knows, too, so that
 drafts are right and no two tokens are nearly as likely, with noise in the drafter. A draft model has one layer of the shape `small`. Greedy and
-drawn requests, one by one and together, must have the same tokens with drafts and without, and some drafts must be accepted.
+drawn requests, one by one and together, must have the same tokens with drafts and without, and some drafts must be accepted. With --adapters,
+two of three requests have an adapter (LoRA).
 
 With --forced, drafts of a checkpoint with any weights are accepted at that rate (`launch --benchmark-forced-acceptance`), and the script
 prints tokens a second with and without drafts at each batch size, both from one run. Needs torch and transformers for --shape.
@@ -16,6 +18,8 @@ import argparse, concurrent.futures, json, pathlib, random, subprocess, sys, tem
 from serving_bench import Bench, gpu_name
 
 NUM_OUTPUT = 120
+# The layers that adapters change: those of attention, of recurrent states and of a feed-forward that is no expert.
+ADAPTED = "q_proj,k_proj,v_proj,o_proj,in_proj_qkv,in_proj_z,in_proj_b,in_proj_a,out_proj,gate_proj,up_proj,down_proj"
 
 
 def change(folder, how):
@@ -29,9 +33,9 @@ def change(folder, how):
     save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, folder / "model.safetensors", metadata={"format": "pt"})
 
 
-def make_predictable(folder):
-    """Makes token `t + 7` follow token `t`: logits depend on the last token most, and an MTP head passes the embedding on. Returns the
-    embeddings."""
+def make_predictable(folder, likeliest=24):
+    """Makes token `t + 7` follow token `t`: logits depend on the last token most, `likeliest` is about that of the next one, and an MTP
+    head passes the embedding on. Returns the embeddings."""
     import torch
 
     def how(tensors):
@@ -39,7 +43,7 @@ def make_predictable(folder):
         embedding = torch.randn_like(tensors["model.embed_tokens.weight"], dtype=torch.float32)
         width = embedding.shape[1]
         tensors["model.embed_tokens.weight"] = embedding.bfloat16()
-        tensors["lm_head.weight"] = (embedding.roll(7, 0) * 24 / width).bfloat16()
+        tensors["lm_head.weight"] = (embedding.roll(7, 0) * likeliest / width).bfloat16()
         if "mtp.fc.weight" in tensors:
             joining = 6 * torch.randn(width, 2 * width) * width ** -0.5 + torch.eye(width, 2 * width)
             tensors["mtp.fc.weight"] = joining.bfloat16()
@@ -85,34 +89,38 @@ def parameters(args, num_tokens, path):
     return {f"{args.drafter}_num_tokens": num_tokens} | own
 
 
-def requests(vocab):
-    """Greedy and drawn ones with prompts of several lengths."""
+def requests(vocab, names):
+    """Greedy and drawn ones with prompts of several lengths, each with the name of its model or adapter."""
     source = random.Random(3)
     for index, length in enumerate((5, 40, 130, 700, 17, 64, 300, 90)):
         prompt = [source.randrange(10, vocab) for _ in range(length)]
         sampling = {"temperature": 0.7, "runtime_top_p": 0.9, "random_seed": index} if index % 2 else {}
-        yield {"input_ids": prompt, "input_lengths": length, "request_output_len": NUM_OUTPUT, "end_id": -1,
+        yield names[index % len(names)], {"input_ids": prompt, "input_lengths": length, "request_output_len": NUM_OUTPUT, "end_id": -1,
                "exclude_input_in_output": True} | sampling
 
 
-def answer(port, body):
-    request = urllib.request.Request(f"http://localhost:{port}/v2/models/tensorrt_llm/generate", json.dumps(body).encode(),
+def answer(port, request):
+    name, body = request
+    request = urllib.request.Request(f"http://localhost:{port}/v2/models/{name}/generate", json.dumps(body).encode(),
                                      {"Content-Type": "application/json"})
     with urllib.request.urlopen(request, timeout=300) as response:
         return json.loads(response.read())["output_ids"]
 
 
-def compare(args, checkpoint, path):
+def compare(args, checkpoint, path, adapters):
     found = {}
     for num_tokens in (0, args.num_tokens):
         with tempfile.TemporaryDirectory() as scratch:
             bench = Bench(checkpoint, args.device, pathlib.Path(scratch), args.bin, args.port, rows=48)
             bench.set_parameters(**parameters(args, num_tokens, path), max_tokens_in_paged_kv_cache=16000, enable_kv_cache_reuse="false")
+            if adapters:
+                bench.set_parameters(lora_modules=",".join(f"{name}={path}" for name, path in adapters.items()), max_loras=len(adapters))
+            sent = list(requests(bench.vocab, ["tensorrt_llm", *adapters]))
             bench.start(args.tp)
             try:
-                alone = [answer(args.port, body) for body in requests(bench.vocab)]
+                alone = [answer(args.port, request) for request in sent]
                 with concurrent.futures.ThreadPoolExecutor(8) as threads:
-                    together = list(threads.map(lambda body: answer(args.port, body), requests(bench.vocab)))
+                    together = list(threads.map(lambda request: answer(args.port, request), sent))
                 counts = [bench.metric(name) for name in ("drafted_tokens_total", "accepted_draft_tokens_total")]
             finally:
                 bench.stop()
@@ -123,7 +131,7 @@ def compare(args, checkpoint, path):
     count = len(alone)
     share = accepted / max(drafted, 1)
     good = all(equal == count for equal in same.values()) and share > 0
-    print(f"{'ok  ' if good else 'FAIL'} {args.drafter} for {args.shape}, tp {args.tp}: {same['alone']} of {count} requests have the same tokens alone, {same['together']} together; "
+    print(f"{'ok  ' if good else 'FAIL'} {args.drafter} for {args.shape}, tp {args.tp}, {len(adapters)} adapters: {same['alone']} of {count} requests have the same tokens alone, {same['together']} together; "
           f"{accepted:.0f} of {drafted:.0f} drafts accepted ({100 * share:.0f} %)")
     return good
 
@@ -161,6 +169,7 @@ def main():
     parser.add_argument("--checkpoint", type=pathlib.Path)
     parser.add_argument("--num-tokens", type=int, default=3)
     parser.add_argument("--tp", type=int, default=1, help="workers of the model, each on a GPU")
+    parser.add_argument("--adapters", action="store_true")
     parser.add_argument("--forced", type=float)
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 8, 32])
     parser.add_argument("--output", type=int, default=256, help="tokens of each request of a measurement")
@@ -175,7 +184,11 @@ def main():
         checkpoint = pathlib.Path(made) / "model"
         make("make_checkpoint.py", args.shape, checkpoint, "--layers", args.layers)
         path = make_drafter(args, pathlib.Path(made) / "drafter", checkpoint, make_predictable(checkpoint))
-        sys.exit(0 if compare(args, checkpoint, path) else 1)
+        adapters = {name: pathlib.Path(made).resolve() / name for name in ("a", "b") if args.adapters}
+        for seed, (name, folder) in enumerate(adapters.items()):
+            make("make_adapter.py", checkpoint, folder, "--rank", 16, "--seed", seed, "--modules", ADAPTED)
+        sys.exit(0 if compare(args, checkpoint, path, adapters) else 1)
 
 
-main()
+if __name__ == "__main__":
+    main()
