@@ -50,6 +50,13 @@ __device__ __forceinline__ void expand_e4m3(u32 word, u32& low, u32& high) {
     high = multiply_add_bf16x2((word & SIGN) | ((word >> 4) & REST), TWO_TO_120, MINUS_ZERO);
 }
 
+// (a & mask) | bits in one operation, which the compiler does not find if both are constants.
+__device__ __forceinline__ u32 select_or(u32 a, u32 mask, u32 bits) {
+    u32 r;
+    asm("lop3.b32 %0, %1, %2, %3, 0xea;" : "=r"(r) : "r"(a), "r"(mask), "r"(bits));
+    return r;
+}
+
 constexpr u32 U4_BASE = 0x43004300u;  // 128 twice; the lowest bits of its mantissa are units
 
 // What expand_u4 takes for a zero point up to 16.
@@ -57,9 +64,9 @@ __device__ __forceinline__ u32 negative_zero_point(u32 zero) { return (U4_BASE |
 
 // Half of the eight u4 codes of a word, less their zero point: `zero` is -(128 + zero point) twice.
 __device__ __forceinline__ void expand_u4(u32 word, int step, u32 zero, u32& low, u32& high) {
-    constexpr u32 ONE = 0x3f803f80u;
-    low = multiply_add_bf16x2(((word >> (8 * step)) & 0x000f000fu) | U4_BASE, ONE, zero);
-    high = multiply_add_bf16x2(((word >> (8 * step + 4)) & 0x000f000fu) | U4_BASE, ONE, zero);
+    constexpr u32 ONE = 0x3f803f80u, CODES = 0x000f000fu;
+    low = multiply_add_bf16x2(select_or(word >> (8 * step), CODES, U4_BASE), ONE, zero);
+    high = multiply_add_bf16x2(select_or(word >> (8 * step + 4), CODES, U4_BASE), ONE, zero);
 }
 
 // A scale that is a power of two, stored as its exponent with a bias of 127.
