@@ -82,6 +82,12 @@ struct Chain {
     i32 count, stages;
 };
 
+// Quantized weights.
+template <int FORMAT, int NT>
+struct CodesRing : QuantizedRing<FORMAT, NT> {
+    __device__ __forceinline__ void multiply(float* acc, i32 s, const Meta& meta) const { multiply_codes_by_warps<FORMAT, NT>(acc, *this, s, meta); }
+};
+
 // Weights in bf16, with the interface of QuantizedRing.
 template <int NT>
 struct PlainRing : Ring<TILE, NT> {
@@ -597,7 +603,7 @@ __device__ __forceinline__ void linear_chain(const Chain& c) {
 
 #define LINEAR_CHAINS(KIND, BRANCH, NT) \
     LINEAR_CHAIN(KIND, bf16, BRANCH, NT, PlainRing<NT>) \
-    LINEAR_CHAIN(KIND, fp8_rows, BRANCH, NT, QuantizedRing<FP8_ROWS, NT>) \
-    LINEAR_CHAIN(KIND, fp8_blocks, BRANCH, NT, QuantizedRing<FP8_BLOCKS, NT>) \
-    LINEAR_CHAIN(KIND, int4_g128, BRANCH, NT, QuantizedRing<INT4_128, NT>) \
-    LINEAR_CHAIN(KIND, int4_g32, BRANCH, NT, QuantizedRing<INT4_32, NT>)
+    LINEAR_CHAIN(KIND, fp8_rows, BRANCH, NT, CodesRing<FP8_ROWS, NT>) \
+    LINEAR_CHAIN(KIND, fp8_blocks, BRANCH, NT, CodesRing<FP8_BLOCKS, NT>) \
+    LINEAR_CHAIN(KIND, int4_g128, BRANCH, NT, CodesRing<INT4_128, NT>) \
+    LINEAR_CHAIN(KIND, int4_g32, BRANCH, NT, CodesRing<INT4_32, NT>)

@@ -1,5 +1,6 @@
 // Quantized weights on Hopper: a ring of slices of codes and of x. One warpgroup multiplies a tile of a slice.
 #pragma once
+#include "mma.cuh"
 #include "sm90_gemm.cuh"
 #include "quantized.cuh"
 
@@ -94,6 +95,41 @@ __device__ __forceinline__ void multiply_codes(float* acc, const Ring& ring, i32
 #pragma unroll
             for (int i = 0; i < NT / 2; ++i) acc[i] += (i % 4 < 2 ? of.first : of.second) * sums[i];
         }
+    }
+}
+
+// The same by products of a warp, for NT <= 16: nothing waits for them, so expansion and products run side by side. Each group has two
+// sums, of its even and of its odd steps.
+template <int FORMAT, int NT, class Ring>
+__device__ __forceinline__ void multiply_codes_by_warps(float* acc, const Ring& ring, i32 s, const Meta& meta) {
+    using C = Codes<FORMAT>;
+    const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4, row = threadIdx.x / 32 % 4 * 16 + g;
+    u32 words[2][8];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+        const int r = i % 2, h = i / 2;
+        const uint4 v = shared_load16(ring.w(s) + (row + 8 * r) * 128 + ((2 * t + h) ^ g) * 16);
+        words[r][4 * h] = v.x, words[r][4 * h + 1] = v.y, words[r][4 * h + 2] = v.z, words[r][4 * h + 3] = v.w;
+    }
+#pragma unroll
+    for (int group = 0; group < C::GROUPS; ++group) {
+        RowScales of{1.0f, 1.0f, 0, 0};
+        if constexpr (FORMAT != FP8_ROWS) of = row_scales<FORMAT>(ring.scales(s), meta.bytes, group, row, meta.is_f16 != 0);
+        float sums[2][NT / 8][4] = {};
+        u32 x[NT / 8][4];  // of two steps
+#pragma unroll
+        for (int i = 0; i < C::GROUP_STEPS; ++i) {
+            const int step = group * C::GROUP_STEPS + i;
+            u32 a[4];
+            expand<FORMAT>(a, words, step, of);
+#pragma unroll
+            for (int j = 0; j < NT / 8; ++j) {
+                if (i % 2 == 0) load_matrices(x[j], ring.x(s, step / 4) + (8 * j + lane % 8) * 128 + ((step % 4 * 2 + lane / 8) ^ lane % 8) * 16);
+                mma_16x8x16(sums[i % 2][j], a[0], a[1], a[2], a[3], x[j][i % 2 * 2], x[j][i % 2 * 2 + 1]);
+            }
+        }
+#pragma unroll
+        for (int i = 0; i < NT / 2; ++i) acc[i] += (i % 4 < 2 ? of.first : of.second) * (sums[0][i / 4][i % 4] + sums[1][i / 4][i % 4]);
     }
 }
 
