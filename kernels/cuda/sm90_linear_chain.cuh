@@ -516,6 +516,7 @@ __device__ __forceinline__ void multiply(const R& ring, const Chain& c, float* p
             run += until - i;
             consume(ring, at, next, run, acc, link.meta);
             ring.scale_rows(acc, link.meta, tile * TILE);
+            if (i > share.first) team_sync();  // the sums of the tile before have been read
             store_partial<NT>(partial + group * NT * PITCH, acc);
             if (waits) barrier_wait(scaled, scaled_parity), scaled_parity ^= 1, waits = false;
             team_sync();
@@ -536,15 +537,11 @@ __device__ __forceinline__ void multiply(const R& ring, const Chain& c, float* p
                 store_rows(sums, link.out, tile * TILE, 0, TILE, CONSUMERS);
             }
             i = until;
-            team_sync();  // the partial sums have been read
         }
-        if (share.first == share.end) {
-            if (waits) barrier_wait(scaled, scaled_parity), scaled_parity ^= 1;
-            team_sync();
-        }
+        if (waits) barrier_wait(scaled, scaled_parity), scaled_parity ^= 1;  // there are no tiles
+        team_sync();  // all have stored their results and read the partial sums
         if (threadIdx.x == 0) {
             if (share.first == share.end && l > 0) wait_for_links(c, epoch + l);  // no other wait guarantees this for this block
-            __threadfence();
             arrive_release(c.arrivals);
         }
     }
