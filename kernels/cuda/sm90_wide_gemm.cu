@@ -122,10 +122,20 @@ __device__ __forceinline__ void clear(float* acc) {
     for (int i = 0; i < COLS / 2; ++i) acc[i] = 0.0f;
 }
 
-// The sums of the runs so far, beside that of the current run: in registers if they fit, otherwise in local memory.
+// A kept sum lies in a register if those of a thread fit there, otherwise in local memory.
+template <int COLS>
+struct KeptSum {
+    using Type = float;
+};
+template <>
+struct KeptSum<256> {
+    using Type = volatile float;
+};
+
+// The sums of the runs so far, beside that of the current run.
 template <int COLS>
 struct Kept {
-    float values[COLS / 2];
+    typename KeptSum<COLS>::Type values[COLS / 2];
 
     __device__ __forceinline__ void keep(const float* acc) {
 #pragma unroll
@@ -135,20 +145,6 @@ struct Kept {
     __device__ __forceinline__ void add_to(float* acc) const {
 #pragma unroll
         for (int i = 0; i < COLS / 2; ++i) acc[i] += values[i];
-    }
-};
-template <>
-struct Kept<256> {
-    volatile float values[128];
-
-    __device__ __forceinline__ void keep(const float* acc) {
-#pragma unroll
-        for (int i = 0; i < 128; ++i) values[i] = acc[i];
-    }
-
-    __device__ __forceinline__ void add_to(float* acc) const {
-#pragma unroll
-        for (int i = 0; i < 128; ++i) acc[i] += values[i];
     }
 };
 
