@@ -37,8 +37,10 @@ fn main() {
     println!("cargo:rerun-if-env-changed=NVRTC_DIR");
     println!("cargo:rerun-if-env-changed=CUDA_HOME");
     println!("cargo:rerun-if-env-changed={ARCHS}");
-    let workspace = workspace_dir();
-    watch_nvrtc(workspace_dir());
+    // Not the folder in which this script was compiled: work trees that share a target folder share the compiled script.
+    let package = PathBuf::from(std::env::var_os("CARGO_MANIFEST_DIR").expect("cargo sets CARGO_MANIFEST_DIR"));
+    let workspace = package.parent().expect("kernels lies in the workspace");
+    watch_nvrtc(workspace);
     let out = PathBuf::from(std::env::var_os("OUT_DIR").expect("cargo sets OUT_DIR")).join("cuda_images.rs");
 
     let nvrtc = match Nvrtc::find(workspace) {
@@ -50,8 +52,7 @@ fn main() {
     };
     let cache = workspace.join(".cache/cubin");
     fs::create_dir_all(&cache).unwrap_or_else(|e| panic!("cannot create {}: {e}", cache.display()));
-    let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("cuda");
-    let (headers, jobs) = read_sources(&folder);
+    let (headers, jobs) = read_sources(&package.join("cuda"));
     let images = compile_all(&nvrtc, &headers, &jobs, &cache);
 
     let (major, minor) = nvrtc.version();
@@ -68,10 +69,6 @@ fn main() {
     }
     code.push_str("];\n");
     write(&out, &code);
-}
-
-fn workspace_dir() -> &'static Path {
-    Path::new(env!("CARGO_MANIFEST_DIR")).parent().expect("kernels lies in the workspace")
 }
 
 /// Builds again when NVRTC appears, changes or goes. Cargo takes a path that does not exist as changed in each build, so the
