@@ -5,15 +5,12 @@ mod support;
 
 use serde_json::{Value, json};
 use support::{
-    Options, TestWorld, copied_repository, eventually, golden_dir, golden_repository, set_parameters, widen,
+    Options, TestWorld, check_golden, copied_repository, eventually, golden, golden_dir, golden_repository, output_ids,
+    set_parameters, widen,
 };
 
 const LLAMA: &str = "mha_bias_f32";
 const ADAPTERS: [&str; 2] = ["llama_qv", "llama_all"];
-
-fn golden(dir: &str) -> Value {
-    serde_json::from_slice(&std::fs::read(golden_dir(dir).join("golden.json")).unwrap()).unwrap()
-}
 
 /// A world of a checkpoint with adapters.
 fn world(base: &str, adapters: &[&str], parameters: &[(&str, &str)], args: &[&str]) -> (TestWorld, tempfile::TempDir) {
@@ -28,41 +25,15 @@ fn world(base: &str, adapters: &[&str], parameters: &[(&str, &str)], args: &[&st
     )
 }
 
-fn numbers(value: &Value) -> Vec<u64> {
-    value.as_array().unwrap_or_else(|| panic!("{value}")).iter().map(|it| it.as_u64().unwrap()).collect()
-}
-
-fn post(world: &TestWorld, model: &str, body: &Value) -> Value {
-    let (status, text) = world.post(&format!("/v2/models/{model}/generate"), body);
-    assert_eq!(status, 200, "{model}: {text}");
-    serde_json::from_str(&text).unwrap()
-}
-
-/// Compares the outputs of a model or an adapter with those in a folder, as far as their margins are above an error of `allowed`.
-fn check(world: &TestWorld, model: &str, dir: &str, allowed: f64) {
-    for sequence in golden(dir)["sequences"].as_array().unwrap() {
-        let (prompt, expected) = (numbers(&sequence["prompt"]), numbers(&sequence["tokens"]));
-        let body = json!({"input_ids": prompt, "input_lengths": prompt.len(), "request_output_len": expected.len(), "end_id": -1,
-                          "exclude_input_in_output": true});
-        let found = numbers(&post(world, model, &body)["output_ids"]);
-        let equal = found.iter().zip(&expected).take_while(|(found, expected)| found == expected).count();
-        let margin = sequence["margins"].get(equal).and_then(Value::as_f64).unwrap_or(0.0);
-        assert!(
-            margin <= 2.0 * allowed,
-            "{model}: token {equal} of {expected:?} differs at a margin of {margin}: {found:?}"
-        );
-    }
-}
-
 const F32_ERROR: f64 = 1e-4;
 
 /// Checks a model and its adapters, all at once.
 fn check_all(world: &TestWorld, base: &str, adapters: &[&str], allowed: f64) {
     std::thread::scope(|scope| {
         for name in adapters {
-            scope.spawn(move || check(world, name, &format!("adapters/{name}"), allowed));
+            scope.spawn(move || check_golden(world, name, &golden(&format!("adapters/{name}")), allowed));
         }
-        check(world, "tensorrt_llm", base, allowed);
+        check_golden(world, "tensorrt_llm", &golden(base), allowed);
     });
 }
 
@@ -104,7 +75,7 @@ fn drawn_tokens_of_an_adapter_are_the_same_with_drafts() {
             let prompt: Vec<u64> = (0..20).map(|i| 3 + (i * 31 + seed * 17) % 190).collect();
             let body = json!({"input_ids": prompt, "input_lengths": 20, "request_output_len": 60, "end_id": -1, "temperature": 0.8,
                               "runtime_top_k": 8, "random_seed": seed});
-            ["tensorrt_llm", adapters[0]].map(|name| numbers(&post(world, name, &body)["output_ids"]))
+            ["tensorrt_llm", adapters[0]].map(|name| output_ids(world, name, &body))
         };
         (0..4).map(request).collect::<Vec<_>>()
     };
@@ -145,7 +116,7 @@ fn an_adapter_is_loaded_and_dropped_while_the_model_sleeps() {
     let (status, text) = world.post("/v1/unload_lora_adapter", &json!({"lora_name": ADAPTERS[0]}));
     assert_eq!(status, 200, "{text}");
     assert_eq!(world.post("/wake_up", &json!({})).0, 200);
-    check(&world, "late", &format!("adapters/{}", ADAPTERS[1]), F32_ERROR);
+    check_golden(&world, "late", &golden(&format!("adapters/{}", ADAPTERS[1])), F32_ERROR);
     assert_eq!(world.post(&format!("/v2/models/{}/generate", ADAPTERS[0]), &json!({"input_ids": [1]})).0, 404);
 }
 
@@ -156,7 +127,7 @@ fn the_host_tier_keeps_what_each_adapter_computed_of_the_same_text() {
     let names = ["tensorrt_llm", ADAPTERS[0], ADAPTERS[1]];
     let prompt: Vec<u64> = (0..200).map(|i| 3 + (i * 31) % 190).collect();
     let body = json!({"input_ids": prompt, "input_lengths": 200, "request_output_len": 20, "end_id": -1});
-    let ask = |world: &TestWorld| names.map(|name| numbers(&post(world, name, &body)["output_ids"]));
+    let ask = |world: &TestWorld| names.map(|name| output_ids(world, name, &body));
     let cold = ask(&world(LLAMA, &ADAPTERS, &[("enable_kv_cache_reuse", "false")], &[]).0);
     let (mut world, _repository) = world(LLAMA, &ADAPTERS, &parameters, &[]);
     assert_eq!(ask(&world), cold);

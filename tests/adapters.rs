@@ -7,7 +7,8 @@ use std::path::PathBuf;
 
 use serde_json::{Value, json};
 use support::{
-    Options, TestWorld, copied_repository, eventually, golden_dir, golden_repository, post_to, set_parameters, widen,
+    Options, TestWorld, check_golden, copied_repository, eventually, golden, golden_dir, golden_repository, post_to,
+    set_parameters, widen,
 };
 
 const LLAMA: [&str; 3] = ["llama_qv", "llama_all", "llama_patterns"];
@@ -16,37 +17,8 @@ fn adapter_dir(name: &str) -> PathBuf {
     golden_dir("adapters").join(name)
 }
 
-fn golden(name: &str) -> Value {
-    serde_json::from_slice(&std::fs::read(adapter_dir(name).join("golden.json")).unwrap()).unwrap()
-}
-
-/// The goldens of the model itself.
-fn plain() -> Value {
-    serde_json::from_slice(&std::fs::read(golden_dir("mha_bias_f32").join("golden.json")).unwrap()).unwrap()
-}
-
-/// The greedy tokens of a prompt.
-fn tokens(world: &TestWorld, model: &str, prompt: &Value, count: usize) -> Vec<u64> {
-    let length = prompt.as_array().unwrap().len();
-    let body = json!({"input_ids": prompt, "input_lengths": length, "request_output_len": count, "end_id": -1,
-                      "exclude_input_in_output": true});
-    let (status, text) = world.post(&format!("/v2/models/{model}/generate"), &body);
-    assert_eq!(status, 200, "{model}: {text}");
-    let answer: Value = serde_json::from_str(&text).unwrap();
-    let ids = answer["output_ids"].as_array().unwrap_or_else(|| panic!("no tokens: {text}"));
-    ids.iter().map(|id| id.as_u64().unwrap()).collect()
-}
-
-/// Compares all sequences of a golden, as far as its margins are above the rounding of f32.
-fn check(world: &TestWorld, model: &str, golden: &Value) {
-    for sequence in golden["sequences"].as_array().unwrap() {
-        let expected: Vec<u64> = sequence["tokens"].as_array().unwrap().iter().map(|id| id.as_u64().unwrap()).collect();
-        let found = tokens(world, model, &sequence["prompt"], expected.len());
-        let equal = found.iter().zip(&expected).take_while(|(found, expected)| found == expected).count();
-        let margin = sequence["margins"].get(equal).and_then(Value::as_f64).unwrap_or(0.0);
-        assert!(margin <= 2e-4, "{model}: token {equal} of {expected:?} differs at a margin of {margin}: {found:?}");
-    }
-}
+/// The error of log-probabilities in f32.
+const F32_ERROR: f64 = 1e-4;
 
 #[test]
 fn requests_of_several_adapters_and_of_none_have_the_tokens_of_peft_for_world_sizes_1_and_2() {
@@ -60,9 +32,11 @@ fn requests_of_several_adapters_and_of_none_have_the_tokens_of_peft_for_world_si
         std::thread::scope(|scope| {
             for name in LLAMA {
                 let world = &world;
-                scope.spawn(move || (0..2).for_each(|_| check(world, name, &golden(name))));
+                scope.spawn(move || {
+                    (0..2).for_each(|_| check_golden(world, name, &golden(&format!("adapters/{name}")), F32_ERROR))
+                });
             }
-            (0..2).for_each(|_| check(&world, "tensorrt_llm", &plain()));
+            (0..2).for_each(|_| check_golden(&world, "tensorrt_llm", &golden("mha_bias_f32"), F32_ERROR));
         });
         let (_, metrics) = world.get_metrics("/metrics");
         let info = metrics.lines().find(|line| line.starts_with("vllm:lora_requests_info{")).unwrap_or_default();
@@ -83,7 +57,7 @@ fn an_adapter_is_loaded_listed_chosen_by_its_name_and_dropped_while_the_server_r
     set_parameters(&repository, "tensorrt_llm", &[("max_loras", "1")]);
     widen(&repository.path().join("tensorrt_llm/1/model.safetensors"));
     let mut world = TestWorld::start(Options { repository: repository.path().to_owned(), ..Options::default() });
-    let golden = golden("demo");
+    let golden = golden("adapters/demo");
     let count = golden["tokens"].as_array().unwrap().len();
     let request = |model: &str| json!({"model": model, "prompt": golden["text"], "max_tokens": count, "temperature": 0, "ignore_eos": true});
     let complete = |world: &TestWorld, model: &str| world.post("/v1/completions", &request(model));
@@ -186,7 +160,7 @@ fn an_adapter_in_a_request_of_tensorrt_llms_clients_is_kept_for_later_requests_w
     std::fs::write(&file, text).unwrap();
     let world = TestWorld::start(Options { repository: repository.path().to_owned(), ..Options::default() });
     let (config, weights) = tensors();
-    let golden = golden("llama_qv");
+    let golden = golden("adapters/llama_qv");
     let sequence = &golden["sequences"][2];
     let (prompt, count) = (&sequence["prompt"], sequence["tokens"].as_array().unwrap().len());
     let tensor = |name: &str, datatype: &str, shape: &[usize], data: Value| json!({"name": name, "datatype": datatype, "shape": shape, "data": data});

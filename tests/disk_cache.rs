@@ -12,7 +12,7 @@ use std::process::Command;
 
 use nix::sys::signal::Signal;
 use serde_json::{Value, json};
-use support::{Options, TestWorld, eventually, golden_repository, post_to, signal};
+use support::{Options, TestWorld, eventually, golden_repository, output_ids, signal};
 
 /// Enough for the longest sequence.
 const POOL: (&str, &str) = ("max_tokens_in_paged_kv_cache", "272");
@@ -41,12 +41,9 @@ fn cold(golden: &str, world_size: u32) -> Vec<Vec<u64>> {
 }
 
 /// The tokens after a text.
-fn output_ids(world: &TestWorld, text: &[u64]) -> Vec<u64> {
+fn tokens_after(world: &TestWorld, text: &[u64]) -> Vec<u64> {
     let request = json!({"input_ids": text, "input_lengths": text.len(), "request_output_len": 20, "end_id": -1});
-    let (status, reply) = post_to(&world.url("/v2/models/tensorrt_llm/generate"), &request);
-    assert_eq!(status, 200, "{reply}\n{}", world.log_text());
-    let reply: Value = serde_json::from_str(&reply).unwrap();
-    reply["output_ids"].as_array().unwrap().iter().map(|id| id.as_u64().unwrap()).collect()
+    output_ids(world, "tensorrt_llm", &request)
 }
 
 /// Conversations by turns, three turns each, with a call before each round. Returns the outputs of all turns.
@@ -57,7 +54,7 @@ fn conversations(world: &mut TestWorld, mut before_round: impl FnMut(&mut TestWo
     for round in 0..3 {
         before_round(world, round);
         for text in &mut texts {
-            let output = output_ids(world, text);
+            let output = tokens_after(world, text);
             text.extend(&output);
             text.extend(prompt(10 + round, 12));
             outputs.push(output);
@@ -99,8 +96,8 @@ fn block_bytes(golden: &str, world_size: u32) -> u64 {
     let repository = golden_repository(golden, &[POOL, ("kv_cache_host_memory_bytes", "16777216")]);
     let options = Options { world_size, repository: repository.path().to_owned(), ..Options::default() };
     let mut world = TestWorld::start(options);
-    output_ids(&world, &(0..200).collect::<Vec<u64>>());
-    output_ids(&world, &(3..203).collect::<Vec<u64>>());
+    tokens_after(&world, &(0..200).collect::<Vec<u64>>());
+    tokens_after(&world, &(3..203).collect::<Vec<u64>>());
     let [bytes, blocks] =
         metrics(&mut world, ["trireme_llm_host_cache_used_bytes", "trireme_llm_host_cache_stored_blocks_total"]);
     (bytes / blocks / f64::from(world_size)) as u64
@@ -145,7 +142,7 @@ fn blocks_go_to_disk_and_come_back_with_the_tokens_of_a_cold_start() {
         assert_eq!(world.post("/reset_prefix_cache", &json!({})).0, 200);
         eventually("the disk is empty", || metrics(&mut world, ["trireme_llm_disk_cache_used_bytes"])[0] == 0.0);
         let before = metrics(&mut world, [DISK_TOKENS]);
-        output_ids(&world, &(0..130).map(|i| 3 + (i * 31) % 190).collect::<Vec<u64>>());
+        tokens_after(&world, &(0..130).map(|i| 3 + (i * 31) % 190).collect::<Vec<u64>>());
         assert_eq!(metrics(&mut world, [DISK_TOKENS]), before);
         assert!(world.stop().success());
     }
@@ -258,12 +255,12 @@ fn a_client_that_loads_a_model_chooses_no_larger_tiers_than_the_operator() {
         );
         assert!(status == 400 && text.contains(&expected), "{status}: {text}");
         // The old load serves on.
-        output_ids(&world, &[5, 6, 7]);
+        tokens_after(&world, &[5, 6, 7]);
     }
     for (key, bytes) in [("kv_cache_disk_bytes", DISK_BYTES), ("kv_cache_host_memory_bytes", "12582912")] {
         let (status, text) = load(key, bytes);
         assert_eq!(status, 200, "{text}");
-        output_ids(&world, &[5, 6, 7]);
+        tokens_after(&world, &[5, 6, 7]);
     }
     assert!(world.stop().success());
 }

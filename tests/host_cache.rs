@@ -7,7 +7,9 @@ mod support;
 
 use nix::sys::signal::Signal;
 use serde_json::{Value, json};
-use support::{Options, TestWorld, copied_repository, eventually, golden_repository, post_to, set_parameters, signal};
+use support::{
+    Options, TestWorld, copied_repository, eventually, golden_repository, output_ids, set_parameters, signal,
+};
 
 /// A conversation of 200 tokens fits once.
 const SMALL_POOL: (&str, &str) = ("max_tokens_in_paged_kv_cache", "272");
@@ -21,12 +23,9 @@ fn world(golden: &str, world_size: u32, parameters: &[(&str, &str)]) -> (TestWor
 }
 
 /// The tokens after a text.
-fn output_ids(world: &TestWorld, text: &[u64]) -> Vec<u64> {
+fn tokens_after(world: &TestWorld, text: &[u64]) -> Vec<u64> {
     let request = json!({"input_ids": text, "input_lengths": text.len(), "request_output_len": 20, "end_id": -1});
-    let (status, reply) = post_to(&world.url("/v2/models/tensorrt_llm/generate"), &request);
-    assert_eq!(status, 200, "{reply}");
-    let reply: Value = serde_json::from_str(&reply).unwrap();
-    reply["output_ids"].as_array().unwrap().iter().map(|id| id.as_u64().unwrap()).collect()
+    output_ids(world, "tensorrt_llm", &request)
 }
 
 /// Two conversations by turns, three turns each. Returns the outputs of all turns, and of each turn the prompt tokens that the cache
@@ -48,7 +47,7 @@ fn conversations_with(
             before_turn(world, outputs.len());
             let counters = ["trireme_llm_cached_prompt_tokens_total", "trireme_llm_prefix_cache_host_tokens_total"];
             let before = counters.map(|name| world.metric(name));
-            let output = output_ids(world, text);
+            let output = tokens_after(world, text);
             let after = counters.map(|name| world.metric(name));
             cached.push([after[0] - before[0], after[1] - before[1]]);
             text.extend(&output);
@@ -106,7 +105,7 @@ fn what_the_host_has_outlives_a_worker_with_the_tokens_of_a_cold_start() {
                 return;
             }
             // Both conversations have had two turns. This text leaves nothing of them on the device.
-            output_ids(world, &(0..236).map(|i| 3 + (i * 7) % 190).collect::<Vec<_>>());
+            tokens_after(world, &(0..236).map(|i| 3 + (i * 7) % 190).collect::<Vec<_>>());
             used.push(world.metric("trireme_llm_host_cache_used_bytes"));
             let lost = world.workers();
             signal(lost[world_size as usize - 1], Signal::SIGKILL);

@@ -1,6 +1,7 @@
 //! Worlds for end-to-end tests: the built binary, `mpirun`, sockets and the shipped demo model.
 #![allow(dead_code)] // Each test file uses a part of it.
 
+mod goldens;
 mod repositories;
 
 use std::collections::VecDeque;
@@ -17,6 +18,8 @@ use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
 use serde_json::{Value, json};
 
+#[allow(unused_imports)] // Each test file uses a part of it.
+pub use goldens::{check_golden, golden, output_ids};
 #[allow(unused_imports)] // Each test file uses a part of it.
 pub use repositories::{
     copied_repository, golden_dir, golden_repository, repository_with_queue, set_parameters, shipped_repository, widen,
