@@ -55,43 +55,15 @@ impl CudaDevice {
 
 #[cfg(test)]
 mod tests {
-    use std::ops::Range;
-    use std::sync::Arc;
+    use ops::Quantization;
 
-    use ops::{DType, Quantization, QuantizedRows, RowSource, WeightData};
-
+    use super::super::packed::tests::slice;
     use super::*;
-
-    #[derive(Debug)]
-    struct Rounded;
-
-    impl RowSource for Rounded {
-        fn read_row(&self, _row: usize, _cols: Range<usize>, _out: &mut [u8]) {}
-
-        fn quantized(&self) -> Option<&dyn QuantizedRows> {
-            Some(self)
-        }
-    }
-
-    impl QuantizedRows for Rounded {
-        fn quantization(&self) -> Quantization {
-            Quantization::Fp8 { block: [1, 128] }
-        }
-
-        fn read_codes(&self, _row: usize, _cols: Range<usize>, _out: &mut [u8]) {}
-
-        fn scale(&self, _row: usize, _col: usize) -> (f32, u8) {
-            (1.0, 0)
-        }
-    }
 
     #[test]
     fn heads_that_the_kernels_take_have_a_copy_unless_rows_are_invariant() {
-        let format = |rows: Range<usize>, batch_invariant| {
-            let data = WeightData::Computed(Arc::new(Rounded));
-            let (name, dtype, matrix_cols, cols) = ("head", DType::Bf16, 128, 0..128);
-            let slice = WeightSlice { name, data, dtype, matrix_cols, rows, cols, head_order: None };
-            copy_format(&slice, batch_invariant)
+        let format = |rows, batch_invariant| {
+            copy_format(&slice(Quantization::Fp8 { block: [1, 512] }, rows, 0..512), batch_invariant)
         };
         assert_eq!(format(16..48, false), Some(PackedFormat::Fp8Rows));
         assert_eq!((format(16..48, true), format(0..30, false)), (None, None));

@@ -183,7 +183,7 @@ impl Part {
 }
 
 #[cfg(test)]
-mod tests {
+pub(super) mod tests {
     use std::ops::Range;
     use std::sync::Arc;
 
@@ -217,7 +217,12 @@ mod tests {
         }
     }
 
-    fn slice(quantization: Quantization, rows: Range<usize>, cols: Range<usize>) -> WeightSlice<'static> {
+    /// Rows and columns of a matrix of 512 columns.
+    pub(in super::super) fn slice(
+        quantization: Quantization,
+        rows: Range<usize>,
+        cols: Range<usize>,
+    ) -> WeightSlice<'static> {
         WeightSlice {
             name: "w",
             data: WeightData::Computed(Arc::new(Numbered(quantization))),
