@@ -122,12 +122,13 @@ fn attention_by_length(q: &Queue, attention: &DecodeAttention<'_>) -> Result<(),
             ..*attention
         };
         let splits = Splits::by_length(count, shape);
-        let has_shared = q.gpu().has_kernel(&format!("shared_{}", own.kernel()));
-        match takes_ring {
-            true => decode_attention_ring(q, &own, splits)?,
-            false if has_shared => decode_attention_split(q, &own, splits)?,
-            false => decode_attention_split(q, &own, Splits { blocks: splits.splits, ..splits })?,
+        if takes_ring {
+            decode_attention_ring(q, &own, splits)?;
+            continue;
         }
+        let has_shared = q.gpu().has_kernel(&format!("shared_{}", own.kernel()));
+        let blocks = if has_shared { splits.blocks } else { splits.splits };
+        decode_attention_split(q, &own, Splits { blocks, ..splits })?;
     }
     Ok(())
 }
