@@ -12,7 +12,7 @@ use tokio::time::Instant;
 
 use crate::cache::ResponseCache;
 use crate::lifecycle::{Lifecycle, LoadFailure};
-use crate::model::ServedModel;
+use crate::model::{InFlight, ServedModel};
 use crate::registry::{Registry, parse_version};
 use crate::{
     BackendFactory, ControlMode, ErrorKind, EventStream, GenerateCall, InferError, InferRequest, Limit, Limits,
@@ -39,6 +39,8 @@ pub struct Server {
     lifecycle: Arc<Lifecycle>,
     is_loaded: AtomicBool,
     is_draining: AtomicBool,
+    /// Requests between the check that the server does not drain and their entry into the count of their model.
+    accepting: InFlight,
     /// Whether the parts of the process respond that every model needs.
     responds: OnceLock<Box<dyn Fn() -> bool + Send + Sync>>,
 }
@@ -67,6 +69,7 @@ impl Server {
             config,
             is_loaded: AtomicBool::new(false),
             is_draining: AtomicBool::new(false),
+            accepting: InFlight::default(),
             responds: OnceLock::new(),
         }))
     }
@@ -96,6 +99,8 @@ impl Server {
             Err(error) if error.kind == ErrorKind::NotFound => self.served_with(name).ok_or(error),
             found => found,
         }
+        // The models of a server that stops are unloaded while clients still send requests.
+        .map_err(|error| if self.is_draining.load(Ordering::SeqCst) { stopping() } else { error })
     }
 
     fn resolve(&self, name: &str, version: &str) -> Result<Arc<ServedModel>, InferError> {
@@ -180,9 +185,7 @@ impl Server {
     /// # Errors
     /// When the model does not serve, the request does not fit the model, or the server is stopping.
     pub fn infer(&self, mut request: InferRequest) -> Result<ResponseStream, InferError> {
-        if self.is_draining.load(Ordering::Relaxed) {
-            return Err(InferError::unavailable(STOPPING));
-        }
+        let _accepting = self.begin_accepting()?;
         self.config.limits.check_request(&request)?;
         let model = self.resolve(&request.model_name, &request.model_version)?;
         if self.is_adapter(&model, &request.model_name) {
@@ -190,6 +193,14 @@ impl Server {
             request.parameters.insert(ADAPTER_PARAMETER.to_owned(), name);
         }
         model.infer(request)
+    }
+
+    /// Refuses a request if the server drains. Otherwise a drain begins with the requests in flight only after the request is among
+    /// them, when the returned value is dropped.
+    fn begin_accepting(&self) -> Result<Accepting<'_>, InferError> {
+        self.accepting.enter();
+        let accepting = Accepting(&self.accepting);
+        if self.is_draining.load(Ordering::SeqCst) { Err(stopping()) } else { Ok(accepting) }
     }
 
     /// Whether a request for `model` names one of its adapters.
@@ -210,9 +221,7 @@ impl Server {
     /// # Errors
     /// When the server stops, the model does not serve or generates no text, or the request does not fit it.
     pub fn generate(&self, mut call: GenerateCall) -> Result<EventStream, InferError> {
-        if self.is_draining.load(Ordering::Relaxed) {
-            return Err(InferError::unavailable(STOPPING));
-        }
+        let _accepting = self.begin_accepting()?;
         let model = self.resolve(&call.model_name, &call.model_version)?;
         if self.is_adapter(&model, &call.model_name) {
             call.request.adapter = Some(call.model_name.to_string());
@@ -326,7 +335,7 @@ impl Server {
 
     fn check_control(&self) -> Result<(), InferError> {
         if self.is_draining.load(Ordering::SeqCst) {
-            return Err(InferError::unavailable(STOPPING));
+            return Err(stopping());
         }
         match self.config.control_mode {
             ControlMode::Explicit { .. } => Ok(()),
@@ -353,6 +362,7 @@ impl Server {
     pub async fn drain(&self, timeout: Duration) -> u64 {
         self.begin_drain();
         let deadline = Instant::now() + timeout;
+        let _ = tokio::time::timeout_at(deadline, self.accepting.idle()).await;
         for model in self.registry().all_ready() {
             let _ = tokio::time::timeout_at(deadline, model.in_flight.idle()).await;
         }
@@ -362,4 +372,18 @@ impl Server {
         let _ = tokio::time::timeout_at(deadline, retire_all).await;
         num_unfinished
     }
+}
+
+/// A request that is being accepted.
+struct Accepting<'a>(&'a InFlight);
+
+impl Drop for Accepting<'_> {
+    fn drop(&mut self) {
+        self.0.leave();
+    }
+}
+
+/// The refusal of a server that stops.
+fn stopping() -> InferError {
+    InferError::unavailable(STOPPING)
 }

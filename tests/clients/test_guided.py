@@ -87,7 +87,7 @@ def test_guides_work_over_grpc_beside_free_requests(world):
             num_open = len(guides)
             while num_open:
                 result, error = answers.get(timeout=60)
-                assert error is None, error
+                assert error is None, str(error)
                 response = result.get_response()
                 if response.parameters["triton_final_response"].bool_param:
                     num_open -= 1

@@ -188,7 +188,7 @@ def grpc_stream(world: World, prompts: list[str], begun: threading.Event, **opti
         unfinished = set(prompts)
         while unfinished:
             result, error = answers.get(timeout=60)
-            assert error is None, error
+            assert error is None, str(error)
             response = result.get_response()
             output = result.as_numpy("text_output")
             texts[response.id] = texts.get(response.id, "") + ("" if output is None else output.reshape(-1)[0].decode())
@@ -446,7 +446,7 @@ def one_after_the_other(world: World, is_over: threading.Event) -> list[str]:
         while not is_over.is_set():
             client.async_stream_infer("ensemble", text_inputs(PROMPT, 8, False), request_id=str(len(texts)))
             result, error = answers.get(timeout=60)
-            assert error is None, error
+            assert error is None, str(error)
             texts.append(result.as_numpy("text_output").reshape(-1)[0].decode())
         client.stop_stream()
     return texts

@@ -44,7 +44,7 @@ pub(super) async fn complete(
     };
     let request = block_in_place_in_turn(body.len(), read).await?;
     drop(body);
-    let config = models::text_model(state, &request.model).ok_or_else(|| ApiError::no_model(&request.model))?;
+    let config = models::text_model(state, &request.model).ok_or_else(|| ApiError::no_model(state, &request.model))?;
     match models::generator(state, &request.model) {
         Some(generator) => generate(state, request, &generator, charge).await,
         None => tensor_model::complete(state, headers, request, &config, charge).await,
@@ -153,7 +153,7 @@ pub(super) async fn encode_chat(
 }
 
 fn chat_generator(state: &State, model: &str) -> Result<Generator, ApiError> {
-    models::text_model(state, model).ok_or_else(|| ApiError::no_model(model))?;
+    models::text_model(state, model).ok_or_else(|| ApiError::no_model(state, model))?;
     models::generator(state, model).ok_or_else(|| {
         let words = format!("Model `{model}` takes tensors only; this endpoint needs a language model of the server.");
         ApiError::of_field("model", words)

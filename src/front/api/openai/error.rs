@@ -5,10 +5,11 @@ use std::borrow::Cow;
 use http::StatusCode;
 use http::header::{HeaderValue, RETRY_AFTER, WWW_AUTHENTICATE};
 use serde_json::{Value, json};
-use serving::{ErrorKind, InferError};
+use serving::{ErrorKind, InferError, STOPPING};
 
 use crate::api::status::{http_status, shown};
 use crate::api::triton::http::reply::{BEARER, JSON, Reply, reply};
+use crate::state::State;
 
 /// OpenAI's code for a key that is missing or wrong.
 const INVALID_KEY: &str = "invalid_api_key";
@@ -49,7 +50,11 @@ impl ApiError {
         Self { status, code: None, param: None, message: message.into(), overflow: None }
     }
 
-    pub(super) fn no_model(model: &str) -> Self {
+    /// A model that does not serve. A server that stops has unloaded its models.
+    pub(super) fn no_model(state: &State, model: &str) -> Self {
+        if state.is_draining() {
+            return InferError::unavailable(STOPPING).into();
+        }
         let message =
             format!("The model `{model}` does not exist or answers no text; `GET /v1/models` lists those that do.");
         let (status, code) = (StatusCode::NOT_FOUND, Some("model_not_found"));

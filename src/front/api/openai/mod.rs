@@ -131,7 +131,7 @@ fn without_endpoint(state: &State, head: &http::request::Parts, path: &str) -> R
         Some(name) => {
             // Clients may send the slash of `ORG/NAME` as `%2F`.
             let name = percent_decode_str(name).decode_utf8_lossy();
-            models::entry(state, &name).map(|entry| json_reply(&entry)).ok_or_else(|| ApiError::no_model(&name))
+            models::entry(state, &name).map(|entry| json_reply(&entry)).ok_or_else(|| ApiError::no_model(state, &name))
         }
         None => {
             let unknown = || format!("Unknown path {path}: there are {}.", Endpoint::all_paths());

@@ -73,7 +73,7 @@ pub(super) fn find(state: &State, model: Option<String>) -> Result<(String, Gene
             )
         })?,
     };
-    let generator = models::generator(state, &name).ok_or_else(|| ApiError::no_model(&name))?;
+    let generator = models::generator(state, &name).ok_or_else(|| ApiError::no_model(state, &name))?;
     Ok((name, generator))
 }
 

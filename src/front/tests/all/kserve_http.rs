@@ -204,6 +204,8 @@ async fn a_shutdown_finishes_requests_in_flight_and_refuses_new_ones() {
         tokio::time::sleep(Duration::from_millis(5)).await;
     }
     assert_eq!(http(&front, "POST", "/v2/models/identity_fp32/infer", INFER.as_bytes()).await.status, 503);
+    // A model that is not found may be unloaded already.
+    assert_eq!(http(&front, "POST", "/v1/completions", br#"{"model":"unloaded","prompt":""}"#).await.status, 503);
     let answer = in_flight.await.unwrap();
     assert_eq!(answer.status, 200, "{}", answer.text());
     assert_eq!(shutdown.await.unwrap(), 0);

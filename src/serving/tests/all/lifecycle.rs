@@ -243,6 +243,39 @@ async fn draining_finishes_requests_in_flight_and_refuses_new_ones() {
     assert_eq!(responses(stream).await.len(), 1);
     assert_eq!(draining.await.unwrap(), 0);
     assert_eq!(repository.script.dropped.load(Ordering::SeqCst), 1, "the backend is dropped");
+    // The model is unloaded, but exists: a client sends its request to the next server.
+    let refusals = [
+        server.infer(request("gate", vec![])).err(),
+        server.is_decoupled("gate", "").err(),
+        server.generator("gate", "1").err(),
+    ];
+    assert!(refusals.iter().flatten().all(|error| error.message == serving::STOPPING), "{refusals:?}");
+    assert_eq!(refusals.iter().flatten().count(), refusals.len());
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_request_that_arrives_as_the_server_begins_to_stop_is_answered_or_told_so() {
+    let repository = TestRepository::new(&[("echo", ECHO), ("ens", ENSEMBLE)]);
+    for round in 0..100 {
+        let server = repository.started().await;
+        let (sender, has_begun) = tokio::sync::oneshot::channel();
+        let requests = tokio::spawn({
+            let server = server.clone();
+            async move {
+                one(server.infer(request("ens", vec![floats("IN", &[1.0])])).unwrap()).await;
+                sender.send(()).unwrap();
+                loop {
+                    match server.infer(request("ens", vec![floats("IN", &[1.0])])) {
+                        Ok(stream) => drop(responses(stream).await.into_iter().map(Result::unwrap).collect::<Vec<_>>()),
+                        Err(refused) => return refused.message,
+                    }
+                }
+            }
+        });
+        has_begun.await.unwrap();
+        assert_eq!(server.drain(Duration::from_secs(5)).await, 0, "round {round}");
+        assert_eq!(requests.await.unwrap(), serving::STOPPING, "round {round}");
+    }
 }
 
 #[tokio::test]
