@@ -15,6 +15,7 @@ import argparse
 import json
 import pathlib
 import tempfile
+import zlib
 
 import torch
 import transformers
@@ -26,6 +27,7 @@ import published
 import quantized
 
 NUM_TOKENS = 32
+NUM_NUMBERED = 105  # The first cases have their number as seed. Later ones have a checksum of their name: their order has no effect.
 HYBRID = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "qwen3_5", "qwen3_5_moe")  # some layers have a recurrent state
 FROM_ONE = ("gemma", "gemma2", "gemma3", "gemma3_text", "nemotron", *HYBRID)  # store norms as differences from one
 PROMPT_LENS = (1, 7, 40)
@@ -315,9 +317,33 @@ FAMILIES = {
     "qwen3_vl_moe_vision": ("Qwen3VLMoe", dict(head_dim=24, num_experts=6, num_experts_per_tok=2, moe_intermediate_size=56,
                                                mlp_only_layers=[1], rope_parameters=PLAIN | {
                                                    "mrope_section": [4, 4, 4], "mrope_interleaved": True})),
+    # latent vectors; experts within two of four groups in the layers that a list names
+    "glm4_moe_lite": ("Glm4MoeLite", LATENT | dict(
+        num_hidden_layers=2, n_routed_experts=8, num_experts_per_tok=3, moe_intermediate_size=32, n_shared_experts=2, n_group=4,
+        topk_group=2, routed_scaling_factor=1.8, mlp_layer_types=["sparse", "dense"], attention_bias=True, rope_parameters=PLAIN)),
+    # the same in dense layers, with scaled rotation
+    "youtu": ("Youtu", LATENT | dict(num_hidden_layers=2, attention_bias=True, tie_word_embeddings=True, rope_parameters=DEEPSEEK_YARN)),
+    # the same with three multipliers and the pairs of Llama
+    "minicpm3": ("MiniCPM3", LATENT | dict(num_hidden_layers=2, scale_emb=12, scale_depth=1.4, dim_model_base=24, rope_parameters=PLAIN)),
+    # the text parts of models that see images
+    "kimi_k25_vision": ("Kimi_K25", LATENT | DEEPSEEK_EXPERTS | dict(
+        num_hidden_layers=2, moe_intermediate_size=32, n_shared_experts=1, n_group=1, topk_group=1, routed_scaling_factor=2.5, norm_topk_prob=True,
+        rope_parameters=DEEPSEEK_YARN)),
+    "exaone4_5_vision": ("Exaone4_5_", dict(num_hidden_layers=3, sliding_window=20, layer_types=MIXED)),
+    "glm4v_vision": ("Glm4v", dict(head_dim=None, pad_token_id=0, rope_parameters=PARTIAL | {"mrope_section": [1, 1, 2]})),
+    "glm4v_moe_vision": ("Glm4vMoe", dict(
+        head_dim=24, attention_bias=True, n_routed_experts=6, num_experts_per_tok=2, moe_intermediate_size=32, n_shared_experts=2,
+        first_k_dense_replace=1, routed_scaling_factor=1.5, rope_parameters=PARTIAL | {"mrope_section": [1, 2, 3]})),
+    "glm46v_vision": ("Glm46V", dict(head_dim=None, pad_token_id=0, rope_parameters=PARTIAL | {"mrope_section": [1, 1, 2]})),
+    # learned positions, windows of every other layer, scores that are not scaled
+    "gpt_neo": ("GPTNeo", dict(head_dim=None, num_hidden_layers=None, num_attention_heads=None, num_key_value_heads=None, num_layers=2,
+                               num_heads=4, window_size=20, attention_types=[[["local", "global"], 1]], tie_word_embeddings=True)),
 }
 VISION = dict(depth=1, hidden_size=16, intermediate_size=16, num_heads=2, patch_size=2, out_hidden_size=64, num_position_embeddings=4)
+GLM_VISION = dict(depth=1, hidden_size=16, intermediate_size=16, num_heads=2, patch_size=2, out_hidden_size=64, image_size=8)
 SIGLIP = dict(hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2, image_size=8, patch_size=2)
+# The models of text parts that are models of their own.
+TEXT_PARTS = {"Mistral3": "Mistral", "Kimi_K25": "DeepseekV3", "Exaone4_5_": "Exaone4", "Glm46V": "Glm4vText"}
 # Fields of the whole model beside those of its text part.
 WHOLE = {
     "Gemma3": dict(vision_config=SIGLIP, mm_tokens_per_image=4),
@@ -326,6 +352,10 @@ WHOLE = {
     "Llama4": dict(vision_config=SIGLIP | dict(vision_output_dim=16, projector_input_dim=16, projector_output_dim=16)),
     "Qwen3VL": dict(vision_config=VISION | dict(deepstack_visual_indexes=[0])),
     "Qwen3VLMoe": dict(vision_config=VISION | dict(deepstack_visual_indexes=[0])),
+    "Kimi_K25": dict(vision_config=dict(patch_size=2, pos_emb_height=4, pos_emb_width=4, num_attention_heads=2, num_hidden_layers=1,
+                                        hidden_size=16, intermediate_size=16), projection_hidden_size=16),
+    "Exaone4_5_": dict(vision_config=GLM_VISION | dict(num_key_value_heads=2, fullatt_block_indexes=[0])),
+    "Glm4v": dict(vision_config=GLM_VISION), "Glm4vMoe": dict(vision_config=GLM_VISION), "Glm46V": dict(vision_config=GLM_VISION),
 }
 # Sequences that transformers would begin with the short factors.
 LONG_PROMPTS = {"phi3_longrope": (9, 20, 40)}
@@ -334,11 +364,11 @@ LONG_PROMPTS = {"phi3_longrope": (9, 20, 40)}
 def family_case(name):
     """The row of CASES for a name of FAMILIES."""
     model_type, own = FAMILIES[name]
-    text = "Text" if model_type in ("Gemma3", "Gemma4", "Llama4", "Qwen3_5", "Qwen3_5Moe", "Qwen2_5_VL", "Qwen3VL", "Qwen3VLMoe") else ""
+    text = "Text" if model_type in ("Gemma3", "Gemma4", "Llama4", "Qwen3_5", "Qwen3_5Moe", "Qwen2_5_VL", "Qwen3VL", "Qwen3VLMoe", "Glm4v", "Glm4vMoe") else ""
     task = "ConditionalGeneration" if name.endswith("_vision") else "CausalLM"
     shape = SMALL | own
     dtype = torch.bfloat16 if "fp" in name or name in quantized.FORMS else torch.float16  # its values are those of bf16
-    return dtype, getattr(transformers, f"{model_type.replace('Mistral3', 'Mistral')}{text}Config"), getattr(transformers, f"{model_type}For{task}"), {
+    return dtype, getattr(transformers, f"{TEXT_PARTS.get(model_type, model_type)}{text}Config"), getattr(transformers, f"{model_type}For{task}"), {
         key: None if value == "none" else value for key, value in shape.items() if value is not None}
 
 
@@ -423,7 +453,9 @@ def as_saved(name, model):
         model.save_pretrained(folder)
         tensors = load_file(pathlib.Path(folder) / "model.safetensors")
     is_transposed = lambda key: name == "qwen3_vl_moe_vision" and ".experts." in key
-    return {key: tensor.transpose(1, 2) if is_transposed(key) else tensor for key, tensor in tensors.items()}
+    # transformers takes the layers of this text model for those of the images.
+    own_key = lambda key: key.replace(".model.blocks.", ".model.layers.") if name == "kimi_k25_vision" else key
+    return {own_key(key): tensor.transpose(1, 2) if is_transposed(key) else tensor for key, tensor in tensors.items()}
 
 
 def main():
@@ -433,9 +465,10 @@ def main():
     parser.add_argument("--only", nargs="+", choices=[*CASES, *FAMILIES], help="make only these cases")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
-    for seed, name in enumerate([*CASES, *FAMILIES]):
+    for number, name in enumerate([*CASES, *FAMILIES]):
         if arguments.only and name not in arguments.only:
             continue
+        seed = number if number < NUM_NUMBERED else zlib.crc32(name.encode())
         dtype, config_class, model_class, shape = CASES[name] if name in CASES else family_case(name)
         config, model = make_model(dtype, config_class, model_class, shape, seed)
         folder = arguments.out / name

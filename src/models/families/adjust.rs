@@ -125,6 +125,30 @@ pub(super) fn qwen2_5_vl(fields: &Fields, config: &mut Config) -> Adjusted {
     }
 }
 
+/// The same where sections are required to have all rotated pairs, and heads have the usual size.
+pub(super) fn glm4v(fields: &Fields, config: &mut Config) -> Adjusted {
+    let (num_heads, head_dim) = (config.layers[0].attention.num_heads, config.layers[0].attention.head_dim);
+    if head_dim * num_heads != config.hidden_size {
+        let expected = format!("`hidden_size` ({}) divided by `num_attention_heads` ({num_heads})", config.hidden_size);
+        return Err(fields.wrong("head_dim", &expected, &head_dim.into()));
+    }
+    glm_sections(fields, config)
+}
+
+/// Sections of several positions that have all rotated pairs.
+pub(super) fn glm_sections(fields: &Fields, config: &Config) -> Adjusted {
+    let name = if fields.get("rope_scaling").is_some() { "rope_scaling" } else { "rope_parameters" };
+    let pairs = (config.ropes[0].rotary_dim / 2) as f64;
+    let sections = fields.object(name)?.map(|parameters| parameters.positives("mrope_section")).transpose()?.flatten();
+    let sections = sections.unwrap_or_else(|| vec![8.0, 12.0, 12.0]);
+    match sections.iter().sum::<f64>() == pairs {
+        true => Ok(()),
+        false => {
+            Err(fields.wrong(name, &format!("an object whose `mrope_section` has {pairs} pairs"), &sections.into()))
+        }
+    }
+}
+
 pub(super) fn ministral(fields: &Fields, _: &mut Config) -> Adjusted {
     fields.required_size("head_dim").map(|_| ())
 }
@@ -162,13 +186,18 @@ pub(super) fn phi(fields: &Fields, config: &mut Config) -> Adjusted {
     Ok(())
 }
 
-/// Four multipliers. That of the residuals is moved to the embeddings: norms do not change if the whole hidden state is
-/// divided by it, except for the number that they add to the mean square.
+/// Multiplies the embeddings, and what layers add to the hidden state. The latter is moved to the embeddings: norms do not
+/// change if the whole hidden state is divided by it, except for the number that they add to the mean square.
+pub(super) fn scale_residuals(config: &mut Config, embedding: f64, residual: f64) {
+    config.embedding_scale = (embedding / residual) as f32;
+    config.norm.eps = (f64::from(config.norm.eps) / (residual * residual)) as f32;
+}
+
+/// Four multipliers.
 pub(super) fn granite(fields: &Fields, config: &mut Config) -> Adjusted {
     let multiplier = |name| Ok::<_, ModelError>(fields.positive(name)?.unwrap_or(1.0));
     let residual = multiplier("residual_multiplier")?;
-    config.embedding_scale = (multiplier("embedding_multiplier")? / residual) as f32;
-    config.norm.eps = (f64::from(config.norm.eps) / (residual * residual)) as f32;
+    scale_residuals(config, multiplier("embedding_multiplier")?, residual);
     config.head.scale = (1.0 / multiplier("logits_scaling")?) as f32;
     let scale = multiplier("attention_multiplier")? as f32;
     each_attention(config, |attention| attention.scale = scale);

@@ -3,7 +3,7 @@
 use ops::LatentShape;
 use serde_json::Value;
 
-use super::adjust::{Adjusted, each_attention};
+use super::adjust::{Adjusted, each_attention, scale_residuals};
 use super::experts;
 use super::mtp::put_mtp;
 use crate::ModelError;
@@ -22,6 +22,48 @@ pub(super) fn deepseek_v3(fields: &Fields, config: &mut Config) -> Adjusted {
     put_latents(fields, config, fields.flag("rope_interleave", true)?)?;
     experts::deepseek_v3_moe(fields, config)?;
     put_mtp(fields, config, MtpForm::DeepSeek, &["num_nextn_predict_layers", "num_mtp_layers"]);
+    Ok(())
+}
+
+/// GLM-4.7-Flash: DeepSeek V3 whose layers with experts are listed, or all but the first.
+pub(super) fn glm4_moe_lite(fields: &Fields, config: &mut Config) -> Adjusted {
+    if config.ropes[0].rotary_dim != config.ropes[0].head_dim {
+        let found = fields.get("partial_rotary_factor").cloned().unwrap_or_default();
+        return Err(fields.wrong("partial_rotary_factor", "1, the only value that is supported", &found));
+    }
+    require_kv_heads(fields)?;
+    put_latents(fields, config, fields.flag("rope_interleave", true)?)?;
+    experts::glm4_moe_lite(fields, config)?;
+    put_mtp(fields, config, MtpForm::DeepSeek, &["num_nextn_predict_layers", "num_mtp_layers"]);
+    Ok(())
+}
+
+/// Latent vectors in all layers, and no experts.
+pub(super) fn youtu(fields: &Fields, config: &mut Config) -> Adjusted {
+    require_kv_heads(fields)?;
+    put_latents(fields, config, fields.flag("rope_interleave", true)?)
+}
+
+/// In these architectures null does not stand for all heads.
+fn require_kv_heads(fields: &Fields) -> Adjusted {
+    fields.required_size("num_key_value_heads").map(|_| ())
+}
+
+/// The same with three multipliers: of embeddings, of what layers add to the hidden state, and of logits.
+pub(super) fn minicpm3(fields: &Fields, config: &mut Config) -> Adjusted {
+    let (hidden, layers) = (config.hidden_size, config.num_layers() as f64);
+    let value_dim = hidden / config.layers[0].attention.num_heads;
+    let defaults = [("v_head_dim".to_owned(), value_dim.into())].into_iter().collect();
+    put_latents(&fields.object_of_itself().with_defaults(&defaults), config, false)?;
+    // Only an absent field has the value of the published model; null says that there is no multiplier.
+    let multiplier = |name: &str, absent: f64, null: f64| match fields.to_map().contains_key(name) {
+        true => Ok::<_, ModelError>(fields.positive(name)?.unwrap_or(null)),
+        false => Ok(absent),
+    };
+    let residual = multiplier("scale_depth", 1.4, layers.sqrt())? / layers.sqrt();
+    let embedding = fields.positive("scale_emb")?.unwrap_or(12.0);
+    config.head.scale = (multiplier("dim_model_base", 256.0, hidden as f64)? / hidden as f64) as f32;
+    scale_residuals(config, embedding, residual);
     Ok(())
 }
 

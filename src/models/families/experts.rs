@@ -3,7 +3,9 @@
 use ops::{Activation, ExpertGroups, GroupScore, Routing, Scoring};
 use serde_json::Value;
 
-use super::adjust::{Adjusted, each_attention, exaone4, granite, layers_of_two_ropes, qwen_vl, require_both_ropes};
+use super::adjust::{
+    Adjusted, each_attention, exaone4, glm_sections, granite, layers_of_two_ropes, qwen_vl, require_both_ropes,
+};
 use super::mtp::put_mtp;
 use super::older::rotary_dim;
 use crate::ModelError;
@@ -135,6 +137,25 @@ pub(super) fn glm4_moe(fields: &Fields, config: &mut Config) -> Adjusted {
     deepseek_moe(fields, config)?;
     put_mtp(fields, config, MtpForm::DeepSeek, &["num_nextn_predict_layers", "num_mtp_layers"]);
     Ok(())
+}
+
+/// GLM-4.5V: GLM-4.5 whose positions have sections.
+pub(super) fn glm4v_moe(fields: &Fields, config: &mut Config) -> Adjusted {
+    glm_sections(fields, config)?;
+    deepseek_moe(fields, config)
+}
+
+/// GLM-4.7-Flash: experts in the layers that `mlp_layer_types` names, or in all but the first.
+pub(super) fn glm4_moe_lite(fields: &Fields, config: &mut Config) -> Adjusted {
+    let sparse = sparse_layers(fields, config.num_layers(), |index| index >= 1)?;
+    // A field of the first checkpoints, which transformers does not read.
+    if let Some(first) = fields.get("first_k_dense_replace") {
+        let counted = sparse.iter().position(|is_sparse| *is_sparse).unwrap_or(sparse.len());
+        if first.as_u64() != Some(counted as u64) {
+            return Err(fields.wrong("first_k_dense_replace", &format!("{counted} or absent"), first));
+        }
+    }
+    put_deepseek_experts(fields, config, true, |index| sparse[index])
 }
 
 /// K-EXAONE: layers with a window are rotated.

@@ -22,6 +22,40 @@ pub(super) fn opt(fields: &Fields, config: &mut Config) -> Adjusted {
     Ok(())
 }
 
+/// Layers with a window, in the order of `attention_types`: a list of names and how often they repeat. Scores are not scaled.
+pub(super) fn gpt_neo(fields: &Fields, config: &mut Config) -> Adjusted {
+    fields.ignore(&["attention_layers"]); // What `attention_types` says.
+    let window = fields.required_size("window_size")?;
+    let usual = serde_json::json!([[["global", "local"], 12]]);
+    let types = fields.get("attention_types").unwrap_or(&usual);
+    let expected = format!("lists of `global` and `local`, each with a number, for {} layers", config.num_layers());
+    let is_local =
+        local_layers(types, config.num_layers()).ok_or_else(|| fields.wrong("attention_types", &expected, types))?;
+    for (layer, is_local) in config.layers.iter_mut().zip(is_local) {
+        (layer.attention.scale, layer.attention.window) = (1.0, is_local.then_some(window));
+    }
+    learn_positions(config);
+    Ok(())
+}
+
+/// Which of `num_layers` layers are local.
+fn local_layers(types: &Value, num_layers: usize) -> Option<Vec<bool>> {
+    let mut is_local = Vec::new();
+    for part in types.as_array()? {
+        let [names, count] = part.as_array()?.as_slice() else { return None };
+        let names = names.as_array()?.iter().map(|name| match name.as_str() {
+            Some("local") => Some(true),
+            Some("global") => Some(false),
+            _ => None,
+        });
+        let names = names.collect::<Option<Vec<_>>>()?;
+        let count =
+            usize::try_from(count.as_u64()?).ok().filter(|count| count.saturating_mul(names.len()) <= num_layers)?;
+        is_local.extend(std::iter::repeat_n(names, count).flatten());
+    }
+    (is_local.len() == num_layers).then_some(is_local)
+}
+
 /// GPT-2 with one KV head, or with q, k and v of each head together.
 pub(super) fn gpt_bigcode(fields: &Fields, config: &mut Config) -> Adjusted {
     fields.only("scale_attn_weights", true)?;

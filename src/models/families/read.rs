@@ -104,7 +104,8 @@ fn text_model(
     };
     let named = match text.text("model_type")? {
         Some(name) if name.strip_suffix("_text") == Some(usual.model_type) => usual,
-        Some(name) => find_by_model_type(name).ok_or_else(|| ModelError::Architecture {
+        Some("kimi_k2") => find_by_model_type("deepseek_v3").expect("the table has it"),
+        Some(name) => text_family(name).ok_or_else(|| ModelError::Architecture {
             path: top.path().into(),
             found: name.into(),
             known: architectures().join(", "),
@@ -118,6 +119,11 @@ fn text_model(
     let outer = ["bos_token_id", "eos_token_id", "dtype", "torch_dtype", "quantization_config"];
     let outer = outer.into_iter().filter_map(|name| Some((name.to_owned(), top.get(name)?.clone())));
     Ok((named, text.with_fields(tied).with_defaults(&outer.collect())))
+}
+
+/// The architecture with this `model_type`, or whose text model has it.
+fn text_family(name: &str) -> Option<&'static Family> {
+    find_by_model_type(name).or_else(|| find_by_model_type(name.strip_suffix("_text")?))
 }
 
 /// Reads a decoder whose layers are alike, except for their windows.

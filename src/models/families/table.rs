@@ -194,6 +194,56 @@ const GLM: Family = Family {
     ..WITHOUT_MLP_BIAS
 };
 
+const DEEPSEEK_V3: Family = Family {
+    name: "DeepseekV3ForCausalLM",
+    model_type: "deepseek_v3",
+    names: &weights::DEEPSEEK_V3,
+    aliases: &[("num_experts", "n_routed_experts"), ("head_dim", "qk_rope_head_dim")],
+    defaults: r#"{"vocab_size": 129280, "hidden_size": 7168, "intermediate_size": 18432, "num_hidden_layers": 61,
+                  "num_attention_heads": 128, "num_key_value_heads": 128, "num_experts": 256,
+                  "num_experts_per_tok": 8, "n_shared_experts": 1, "moe_intermediate_size": 2048,
+                  "first_k_dense_replace": 3, "n_group": 8,
+                  "topk_group": 4, "routed_scaling_factor": 2.5, "kv_lora_rank": 512, "q_lora_rank": 1536,
+                  "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128, "max_position_embeddings": 4096}"#,
+    adjust: deepseek::deepseek_v3,
+    ..WITHOUT_MLP_BIAS
+};
+
+/// The text model is DeepSeek V3's, or Kimi K2's, which has its shape.
+const KIMI_K25: Family = Family {
+    name: "KimiK25ForConditionalGeneration",
+    model_type: "kimi_k25",
+    is_nested: true,
+    defaults: r#"{"tie_word_embeddings": true}"#,
+    ..DEEPSEEK_V3
+};
+
+const EXAONE4: Family = Family {
+    name: "Exaone4ForCausalLM",
+    model_type: "exaone4",
+    names: &weights::NORMS_BEHIND,
+    attention_bias: NEVER,
+    window: WindowRule::Pattern(4),
+    head_norm: Some(HeadNormSpan::Head),
+    defaults: r#"{"rms_norm_eps": 1e-5, "sliding_window": 4096}"#,
+    adjust: adjust::exaone4,
+    ..WITHOUT_MLP_BIAS
+};
+
+const GLM4V: Family = Family {
+    name: "Glm4vForConditionalGeneration",
+    model_type: "glm4v",
+    names: &weights::GLM4,
+    is_nested: true,
+    attention_bias: QKV_ALWAYS,
+    partial_rotary: Some(1.0),
+    defaults: r#"{"vocab_size": 151552, "hidden_size": 4096, "intermediate_size": 13696, "num_hidden_layers": 40,
+                  "num_attention_heads": 32, "num_key_value_heads": 2, "rms_norm_eps": 1e-5,
+                  "max_position_embeddings": 32768}"#,
+    adjust: adjust::glm4v,
+    ..GLM
+};
+
 const BAICHUAN: Family = Family {
     name: "BaichuanForCausalLM",
     model_type: "baichuan",
@@ -341,6 +391,8 @@ pub(super) const FAMILIES: &[Family] = &[
     },
     GLM,
     Family { name: "Glm4ForCausalLM", model_type: "glm4", names: &weights::GLM4, ..GLM },
+    GLM4V,
+    Family { name: "Glm46VForConditionalGeneration", model_type: "glm46v", ..GLM4V },
     Family {
         name: "StableLmForCausalLM",
         model_type: "stablelm",
@@ -410,17 +462,8 @@ pub(super) const FAMILIES: &[Family] = &[
         defaults: r#"{"hidden_act": "relu2", "max_position_embeddings": 4096}"#,
         ..LLAMA
     },
-    Family {
-        name: "Exaone4ForCausalLM",
-        model_type: "exaone4",
-        names: &weights::NORMS_BEHIND,
-        attention_bias: NEVER,
-        window: WindowRule::Pattern(4),
-        head_norm: Some(HeadNormSpan::Head),
-        defaults: r#"{"rms_norm_eps": 1e-5, "sliding_window": 4096}"#,
-        adjust: adjust::exaone4,
-        ..WITHOUT_MLP_BIAS
-    },
+    EXAONE4,
+    Family { name: "Exaone4_5_ForConditionalGeneration", model_type: "exaone4_5", is_nested: true, ..EXAONE4 },
     Family {
         name: "CwmForCausalLM",
         model_type: "cwm",
@@ -661,18 +704,59 @@ pub(super) const FAMILIES: &[Family] = &[
         ..LLAMA
     },
     Family {
-        name: "DeepseekV3ForCausalLM",
-        model_type: "deepseek_v3",
-        names: &weights::DEEPSEEK_V3,
-        aliases: &[("num_experts", "n_routed_experts"), ("head_dim", "qk_rope_head_dim")],
-        defaults: r#"{"vocab_size": 129280, "hidden_size": 7168, "intermediate_size": 18432, "num_hidden_layers": 61,
-                      "num_attention_heads": 128, "num_key_value_heads": 128, "num_experts": 256,
-                      "num_experts_per_tok": 8, "n_shared_experts": 1, "moe_intermediate_size": 2048,
-                      "first_k_dense_replace": 3, "n_group": 8,
-                      "topk_group": 4, "routed_scaling_factor": 2.5, "kv_lora_rank": 512, "q_lora_rank": 1536,
-                      "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128, "max_position_embeddings": 4096}"#,
-        adjust: deepseek::deepseek_v3,
+        name: "Glm4vMoeForConditionalGeneration",
+        model_type: "glm4v_moe",
+        is_nested: true,
+        names: &weights::DEEPSEEK_MOE,
+        aliases: &[("num_experts", "n_routed_experts")],
+        attention_bias: qkv("attention_bias", true),
+        partial_rotary: Some(0.5),
+        defaults: r#"{"vocab_size": 151424, "hidden_size": 4096, "intermediate_size": 10944, "num_hidden_layers": 46,
+                      "num_attention_heads": 96, "num_key_value_heads": 8, "num_experts": 128,
+                      "num_experts_per_tok": 8, "moe_intermediate_size": 1408, "n_shared_experts": 1,
+                      "first_k_dense_replace": 1, "norm_topk_prob": true, "rms_norm_eps": 1e-5,
+                      "max_position_embeddings": 65536}"#,
+        adjust: experts::glm4v_moe,
         ..WITHOUT_MLP_BIAS
+    },
+    DEEPSEEK_V3,
+    KIMI_K25,
+    Family { name: "Kimi_K25ForConditionalGeneration", ..KIMI_K25 }, // The name in transformers.
+    Family {
+        name: "Glm4MoeLiteForCausalLM",
+        model_type: "glm4_moe_lite",
+        partial_rotary: Some(1.0),
+        defaults: r#"{"vocab_size": 154880, "hidden_size": 2048, "intermediate_size": 10240, "num_hidden_layers": 47,
+                      "num_attention_heads": 20, "num_key_value_heads": 20, "num_experts": 64,
+                      "num_experts_per_tok": 4, "n_shared_experts": 1, "moe_intermediate_size": 1536,
+                      "routed_scaling_factor": 1.8, "kv_lora_rank": 512, "q_lora_rank": 768, "qk_nope_head_dim": 192,
+                      "qk_rope_head_dim": 64, "v_head_dim": 256, "rms_norm_eps": 1e-5,
+                      "max_position_embeddings": 202752}"#,
+        adjust: deepseek::glm4_moe_lite,
+        ..DEEPSEEK_V3
+    },
+    Family {
+        name: "YoutuForCausalLM",
+        model_type: "youtu",
+        names: &weights::LATENT,
+        defaults: r#"{"vocab_size": 128256, "hidden_size": 2048, "intermediate_size": 6144, "num_hidden_layers": 32,
+                      "num_attention_heads": 16, "num_key_value_heads": 16, "kv_lora_rank": 512, "q_lora_rank": 1536,
+                      "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128, "tie_word_embeddings": true,
+                      "max_position_embeddings": 131072}"#,
+        adjust: deepseek::youtu,
+        ..DEEPSEEK_V3
+    },
+    Family {
+        name: "MiniCPM3ForCausalLM",
+        model_type: "minicpm3",
+        names: &weights::LATENT,
+        aliases: &[("head_dim", "qk_rope_head_dim")],
+        defaults: r#"{"vocab_size": 73448, "hidden_size": 2560, "intermediate_size": 6400, "num_hidden_layers": 62,
+                      "num_attention_heads": 40, "num_key_value_heads": 40, "kv_lora_rank": 256, "q_lora_rank": 768,
+                      "qk_nope_head_dim": 64, "qk_rope_head_dim": 32, "rms_norm_eps": 1e-5,
+                      "tie_word_embeddings": true, "max_position_embeddings": 32768}"#,
+        adjust: deepseek::minicpm3,
+        ..LLAMA
     },
     Family {
         name: "Dots1ForCausalLM",
@@ -790,6 +874,26 @@ pub(super) const FAMILIES: &[Family] = &[
         inner_factor: Some(4),
         defaults: r#"{"max_position_embeddings": 1024, "hidden_act": "gelu_new", "tie_word_embeddings": true}"#,
         adjust: adjust::gpt2,
+        ..LLAMA
+    },
+    Family {
+        name: "GPTNeoForCausalLM",
+        model_type: "gpt_neo",
+        names: &weights::GPT_NEO,
+        aliases: &[
+            ("num_attention_heads", "num_heads"),
+            ("num_hidden_layers", "num_layers"),
+            ("hidden_act", "activation_function"),
+            ("layer_norm_eps", "layer_norm_epsilon"),
+        ],
+        norm: NormRule::Layer,
+        attention_bias: AttentionBias { qkv: BiasRule::Never, out: BiasRule::Always },
+        mlp_bias: BiasRule::Always,
+        inner_factor: Some(4),
+        defaults: r#"{"vocab_size": 50257, "hidden_size": 2048, "num_hidden_layers": 24, "num_attention_heads": 16,
+                      "max_position_embeddings": 2048, "hidden_act": "gelu_new", "tie_word_embeddings": true,
+                      "window_size": 256}"#,
+        adjust: older::gpt_neo,
         ..LLAMA
     },
     Family {

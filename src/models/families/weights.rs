@@ -224,6 +224,15 @@ pub(super) const GPT2: Names = Names {
     ..LLAMA
 };
 
+/// GPT-2 with q, k and v in three matrices, which are not transposed.
+pub(super) const GPT_NEO: Names = Names {
+    prefixes: &["transformer."],
+    qkv: QkvNames::Separate(["attn.attention.q_proj", "attn.attention.k_proj", "attn.attention.v_proj"]),
+    out: "attn.attention.out_proj",
+    transposed: false,
+    ..GPT2
+};
+
 /// GPT-2 with one KV head and other layouts.
 pub(super) const GPT_BIGCODE: Names = Names { transposed: false, ..GPT2 };
 
@@ -348,6 +357,9 @@ const DEEPSEEK_LATENT: LatentNames = LatentNames {
     norm: "self_attn.kv_a_layernorm",
     up: "self_attn.kv_b_proj",
 };
+
+/// Latent vectors in all layers, and no experts.
+pub(super) const LATENT: Names = Names { latent: Some(DEEPSEEK_LATENT), ..LLAMA };
 
 pub(super) const DEEPSEEK_V2: Names = Names {
     latent: Some(DEEPSEEK_LATENT),

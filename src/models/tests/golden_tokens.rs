@@ -15,7 +15,7 @@ use engine::{SampledToken, SamplingParams};
 use ops::DType;
 use support::{BLOCK_SIZE, MAX_ROWS, Runner, Sequence, golden_dir, on_group, on_parts};
 
-const CASES: [&str; 105] = [
+const CASES: [&str; 114] = [
     "llama3_gqa",
     "tied_mqa",
     "mha_bias_f32",
@@ -121,6 +121,15 @@ const CASES: [&str; 105] = [
     "deepseek_v3",
     "deepseek_v3_halves",
     "deepseek_v3_fp8",
+    "glm4_moe_lite",
+    "youtu",
+    "minicpm3",
+    "kimi_k25_vision",
+    "exaone4_5_vision",
+    "glm4v_vision",
+    "glm4v_moe_vision",
+    "glm46v_vision",
+    "gpt_neo",
 ];
 
 struct Golden {
