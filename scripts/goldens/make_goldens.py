@@ -103,6 +103,8 @@ MIXED = ["sliding_attention", "full_attention", "sliding_attention"]
 RECURRENT = dict(head_dim=32, num_hidden_layers=3, layer_types=["linear_attention", "full_attention", "linear_attention"],
                  linear_num_key_heads=2, linear_num_value_heads=4, linear_key_head_dim=16, linear_value_head_dim=24)
 QWEN_EXPERTS = dict(num_experts=6, num_experts_per_tok=2, moe_intermediate_size=56, shared_expert_intermediate_size=88)
+GRANITE_SWA = dict(num_hidden_layers=3, sliding_window=20, layer_types=MIXED, layer_rope_theta=[10000.0, 0, 500.0], rope_parameters=YARN,
+                   embedding_multiplier=1.5, residual_multiplier=0.6, logits_scaling=2.0, attention_multiplier=0.3)
 # Sections of positions of images, which texts do not have.
 SECTIONS = PARTIAL | {"mrope_section": [3, 3, 2], "mrope_interleaved": True}
 
@@ -338,6 +340,22 @@ FAMILIES = {
     # learned positions, windows of every other layer, scores that are not scaled
     "gpt_neo": ("GPTNeo", dict(head_dim=None, num_hidden_layers=None, num_attention_heads=None, num_key_value_heads=None, num_layers=2,
                                num_heads=4, window_size=20, attention_types=[[["local", "global"], 1]], tie_word_embeddings=True)),
+    # experts in all layers, sigmoids with a bias and within two of four groups
+    "solar_open": ("SolarOpen", dict(head_dim=24, intermediate_size=None, n_routed_experts=8, num_experts_per_tok=3, n_shared_experts=2,
+                                     moe_intermediate_size=32, n_group=4, topk_group=2, routed_scaling_factor=2.5, attention_bias=True,
+                                     rope_parameters=dict(YARN))),  # Its configuration changes the dictionary.
+    # sigmoids with a bias, beside two for all tokens, with biases; a dense layer between
+    "hy_v3": ("HYV3", dict(head_dim=24, num_hidden_layers=3, num_experts=6, num_experts_per_tok=2, moe_intermediate_size=32,
+                           num_shared_experts=2, attention_bias=True, mlp_bias=True, rope_parameters=YARN,
+                           mlp_layer_types=["sparse", "dense", "sparse"])),
+    # attention with gates from a matrix of their own, layers without a window that are not rotated, norms on both sides
+    "afmoe": ("Afmoe", dict(head_dim=24, num_hidden_layers=3, num_experts=6, num_experts_per_tok=2, moe_intermediate_size=32,
+                            num_shared_experts=2, num_dense_layers=1, route_scale=2.5, mup_enabled=True, attention_bias=True,
+                            sliding_window=20, layer_types=MIXED, rope_parameters=YARN)),
+    # sinks in all layers, rotations with two bases and a layer without one
+    "granite_swa": ("GraniteSWA", GRANITE_SWA | dict(attention_bias=True, mlp_bias=True, tie_word_embeddings=True)),
+    # the same with experts beside one for all tokens
+    "granitemoe_swa": ("GraniteMoeSWA", GRANITE_SWA | dict(intermediate_size=32, num_local_experts=6, num_experts_per_tok=2, shared_intermediate_size=64)),
 }
 VISION = dict(depth=1, hidden_size=16, intermediate_size=16, num_heads=2, patch_size=2, out_hidden_size=64, num_position_embeddings=4)
 GLM_VISION = dict(depth=1, hidden_size=16, intermediate_size=16, num_heads=2, patch_size=2, out_hidden_size=64, image_size=8)

@@ -60,8 +60,7 @@ pub struct AttentionLayer {
     pub score_cap: Option<f32>,
     /// Whether each head has a logit that takes part in the softmax and has no value.
     pub has_sinks: bool,
-    /// Whether the output of each head is multiplied by the sigmoid of a projection of the layer's input, which is stored
-    /// behind the head's q.
+    /// Whether the output of each head is multiplied by the sigmoid of a projection of the layer's input.
     pub has_output_gate: bool,
     /// If set, q is multiplied by a factor of its position.
     pub query_scale: Option<QueryScale>,

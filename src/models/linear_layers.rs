@@ -97,6 +97,7 @@ impl LayerNames<'_> {
             (QkvNames::Separate(names), KvSource::Projections) => names,
             (QkvNames::Separate(names), KvSource::KeyProjection) => &names[..2],
             (QkvNames::Separate(names), KvSource::Layer(_)) => &names[..1],
+            (QkvNames::Gated(names), _) => names,
             (QkvNames::Stacked(name) | QkvNames::Grouped(name), _) => &[*name],
         };
         match (attention.latent, self.names.latent) {

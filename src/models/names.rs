@@ -76,8 +76,10 @@ pub(crate) struct PerLayerNames {
 /// How q, k and v are stored in a checkpoint.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub(crate) enum QkvNames {
-    /// Three separate matrices.
+    /// Three separate matrices. If the output has gates, those of a head are stored behind its q.
     Separate([&'static str; 3]),
+    /// Three separate matrices, and one without a bias that gives the gates of the output.
+    Gated([&'static str; 4]),
     /// One matrix: all of q, all of k, all of v.
     Stacked(&'static str),
     /// One matrix: for each KV head the q of its query heads, then its k, then its v.

@@ -107,6 +107,7 @@ fn module_name(model: &Config, module: i32) -> Result<&'static str, String> {
     let found = match (module, &names.qkv, &names.up) {
         (0, QkvNames::Stacked(name), _) => Some(*name),
         (1..=3, QkvNames::Separate(names), _) => Some(names[module as usize - 1]),
+        (1..=3, QkvNames::Gated(names), _) => Some(names[module as usize - 1]),
         (4, ..) => Some(names.out),
         (5, _, UpNames::Separate([gate, _])) => Some(*gate),
         (5, _, UpNames::Plain(up)) => Some(*up),

@@ -204,6 +204,34 @@ pub(super) fn granite(fields: &Fields, config: &mut Config) -> Adjusted {
     Ok(())
 }
 
+/// Granite with sinks in all layers. Each layer may have a base of its rotation, or 0 if it is not rotated.
+pub(super) fn granite_swa(fields: &Fields, config: &mut Config) -> Adjusted {
+    granite(fields, config)?;
+    layers_of_own_ropes(fields, config)
+}
+
+/// The sinks and rotations of Granite with windows.
+pub(super) fn layers_of_own_ropes(fields: &Fields, config: &mut Config) -> Adjusted {
+    fields.required_size("sliding_window")?;
+    each_attention(config, |attention| attention.has_sinks = true);
+    let Some(value) = fields.get("layer_rope_theta") else { return Ok(()) };
+    let num_layers = config.num_layers();
+    let thetas = value.as_array().filter(|thetas| thetas.len() == num_layers);
+    let theta = |value: &Value| value.as_f64().filter(|theta| *theta >= 0.0);
+    let thetas = thetas.and_then(|thetas| thetas.iter().map(theta).collect::<Option<Vec<_>>>());
+    let expected = format!("a list of {num_layers} numbers, 0 for layers that are not rotated");
+    let thetas = thetas.ok_or_else(|| fields.wrong("layer_rope_theta", &expected, value))?;
+    let ropes = &mut config.ropes;
+    for (layer, theta) in config.layers.iter_mut().zip(thetas) {
+        let known = ropes.iter().position(|rope| rope.theta == theta).unwrap_or(ropes.len());
+        if known == ropes.len() && theta > 0.0 {
+            ropes.push(Rope { theta, ..ropes[0].clone() });
+        }
+        layer.attention.rope = (theta > 0.0).then_some(known);
+    }
+    Ok(())
+}
+
 /// The multipliers of Granite, with norms behind attention and feed-forward, which take that of the residuals. That of
 /// the logits is a factor.
 pub(super) fn hyperclovax(fields: &Fields, config: &mut Config) -> Adjusted {

@@ -1,10 +1,11 @@
 //! Families with experts: what the rows of the table cannot say.
 
-use ops::{Activation, ExpertGroups, GroupScore, Routing, Scoring};
+use ops::{Activation, DType, ExpertGroups, GroupScore, Routing, Scoring};
 use serde_json::Value;
 
 use super::adjust::{
-    Adjusted, each_attention, exaone4, glm_sections, granite, layers_of_two_ropes, qwen_vl, require_both_ropes,
+    Adjusted, each_attention, embedding_scale, exaone4, glm_sections, granite, layers_of_own_ropes,
+    layers_of_two_ropes, qwen_vl, require_both_ropes,
 };
 use super::mtp::put_mtp;
 use super::older::rotary_dim;
@@ -52,6 +53,12 @@ pub(super) fn granite_moe_shared(fields: &Fields, config: &mut Config) -> Adjust
     granite(fields, config)?;
     let sizes = [fields.required_size("intermediate_size")?, fields.count("shared_intermediate_size")?];
     put_experts_beside(fields, config, sizes, true, |_| true)
+}
+
+/// The same with sinks and rotations of each layer.
+pub(super) fn granite_moe_swa(fields: &Fields, config: &mut Config) -> Adjusted {
+    granite_moe_shared(fields, config)?;
+    layers_of_own_ropes(fields, config)
 }
 
 /// Experts in the layers that `mlp_layer_types` names, or in all; layers with a window have a rotation of their own.
@@ -264,6 +271,63 @@ pub(super) fn minimax_m2(fields: &Fields, config: &mut Config) -> Adjusted {
     }
     mixtral(fields, config)?;
     each_routing(config, |routing| routing.scoring = Scoring::Sigmoid);
+    Ok(())
+}
+
+/// Solar Open: experts as in DeepSeek V3, in all layers.
+pub(super) fn solar_open(fields: &Fields, config: &mut Config) -> Adjusted {
+    fields.only("use_qk_norm", false)?;
+    let first = fields.count("first_k_dense_replace")?;
+    if first > 0 {
+        return Err(fields.wrong("first_k_dense_replace", "0: this architecture has no dense layers", &first.into()));
+    }
+    let rope = &config.ropes[0];
+    if rope.rotary_dim != rope.head_dim {
+        let found = (rope.rotary_dim as f64 / rope.head_dim as f64).into();
+        return Err(fields.wrong("partial_rotary_factor", "1: whole heads are rotated", &found));
+    }
+    put_deepseek_experts(fields, config, true, |_| true)
+}
+
+/// Hunyuan 3: experts with sigmoids, chosen with a bias, in the layers that `mlp_layer_types` names, or in all but the first.
+pub(super) fn hunyuan3(fields: &Fields, config: &mut Config) -> Adjusted {
+    // It decides how outputs are rounded before they are added.
+    fields.ignore(&["enable_moe_fp32_combine"]);
+    let sparse = sparse_layers(fields, config.num_layers(), |index| index > 0)?;
+    // For 0 shared experts transformers has one of another width.
+    let num_shared = fields.required_size("num_shared_experts")?;
+    let scale = fields.required_positive("router_scaling_factor")?;
+    put_sigmoid_experts(fields, config, num_shared, scale, |index| sparse[index])
+}
+
+/// Arcee Trinity: the output of attention has gates, and only layers with a window are rotated; experts with sigmoids, chosen with a
+/// bias, behind some dense layers.
+pub(super) fn afmoe(fields: &Fields, config: &mut Config) -> Adjusted {
+    fields.required_size("sliding_window")?;
+    each_attention(config, |attention| {
+        attention.has_output_gate = true;
+        attention.rope = attention.rope.filter(|_| attention.window.is_some());
+    });
+    if fields.flag("mup_enabled", false)? {
+        config.embedding_scale = embedding_scale(config.hidden_size, DType::F32);
+    }
+    let first = fields.count("num_dense_layers")?;
+    let scale = fields.positive("route_scale")?.unwrap_or(1.0);
+    put_sigmoid_experts(fields, config, fields.count("num_shared_experts")?, scale, |index| index >= first)
+}
+
+/// Experts with sigmoids whose weights are divided by their sum and multiplied by `scale`, beside a feed-forward as wide as
+/// `num_shared` of them.
+fn put_sigmoid_experts(
+    fields: &Fields,
+    config: &mut Config,
+    num_shared: usize,
+    scale: f64,
+    is_sparse: impl Fn(usize) -> bool,
+) -> Adjusted {
+    let size = fields.required_size("moe_intermediate_size")?;
+    put_experts_beside(fields, config, [size, size * num_shared], true, is_sparse)?;
+    each_routing(config, |routing| (routing.scoring, routing.scale) = (Scoring::Sigmoid, scale as f32));
     Ok(())
 }
 

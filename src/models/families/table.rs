@@ -359,6 +359,17 @@ pub(super) const FAMILIES: &[Family] = &[
         ..LLAMA
     },
     Family { name: "GraniteForCausalLM", model_type: "granite", adjust: adjust::granite, ..LLAMA },
+    Family {
+        name: "GraniteSWAForCausalLM",
+        model_type: "granite_swa",
+        names: &weights::GRANITE_SWA,
+        window: WindowRule::PatternFromFirst(4),
+        defaults: r#"{"vocab_size": 100352, "hidden_size": 2560, "intermediate_size": 8192, "num_hidden_layers": 24,
+                      "num_attention_heads": 20, "num_key_value_heads": 4, "max_position_embeddings": 8192,
+                      "rms_norm_eps": 1e-5, "tie_word_embeddings": true, "sliding_window": 128}"#,
+        adjust: adjust::granite_swa,
+        ..LLAMA
+    },
     Family { name: "HyperCLOVAXForCausalLM", model_type: "hyperclovax", adjust: adjust::hyperclovax, ..LLAMA },
     Family { name: "OlmoForCausalLM", model_type: "olmo", norm: NormRule::LayerWithoutWeight, ..WITHOUT_MLP_BIAS },
     OLMO2,
@@ -785,6 +796,49 @@ pub(super) const FAMILIES: &[Family] = &[
         ..WITHOUT_MLP_BIAS
     },
     Family {
+        name: "SolarOpenForCausalLM",
+        model_type: "solar_open",
+        names: &weights::DEEPSEEK_MOE,
+        aliases: &[("num_experts", "n_routed_experts")],
+        attention_bias: qkv("attention_bias", false),
+        partial_rotary: Some(1.0),
+        // There is no dense layer, so its width has no effect.
+        defaults: r#"{"vocab_size": 196608, "hidden_size": 4096, "intermediate_size": 1280, "num_hidden_layers": 48,
+                      "num_attention_heads": 64, "num_key_value_heads": 8, "head_dim": 128, "num_experts": 128,
+                      "num_experts_per_tok": 8, "moe_intermediate_size": 1280, "n_shared_experts": 1,
+                      "rms_norm_eps": 1e-5, "rope_theta": 1000000.0, "max_position_embeddings": 131072}"#,
+        adjust: experts::solar_open,
+        ..WITHOUT_MLP_BIAS
+    },
+    Family {
+        name: "HYV3ForCausalLM",
+        model_type: "hy_v3",
+        names: &weights::HUNYUAN3,
+        aliases: &[("num_experts", "num_local_experts")],
+        head_norm: Some(HeadNormSpan::Head),
+        defaults: r#"{"vocab_size": 120832, "hidden_size": 4096, "intermediate_size": 13312, "num_hidden_layers": 80,
+                      "num_attention_heads": 64, "num_key_value_heads": 8, "head_dim": 128, "num_experts": 192,
+                      "num_experts_per_tok": 8, "num_shared_experts": 1, "moe_intermediate_size": 1536,
+                      "router_scaling_factor": 2.826, "rms_norm_eps": 1e-5, "rope_theta": 11158840.0,
+                      "max_position_embeddings": 131072}"#,
+        adjust: experts::hunyuan3,
+        ..LLAMA
+    },
+    Family {
+        name: "AfmoeForCausalLM",
+        model_type: "afmoe",
+        names: &weights::AFMOE,
+        aliases: &[("sliding_window_pattern", "global_attn_every_n_layers")],
+        window: WindowRule::Pattern(4),
+        head_norm: Some(HeadNormSpan::Head),
+        defaults: r#"{"vocab_size": 200192, "hidden_size": 2048, "intermediate_size": 6144, "num_hidden_layers": 32,
+                      "num_attention_heads": 16, "head_dim": 128, "num_dense_layers": 1, "num_experts": 64,
+                      "num_experts_per_tok": 6, "num_shared_experts": 2, "moe_intermediate_size": 1408,
+                      "sliding_window": 1024, "rms_norm_eps": 1e-5, "max_position_embeddings": 16384}"#,
+        adjust: experts::afmoe,
+        ..WITHOUT_MLP_BIAS
+    },
+    Family {
         name: "Ernie4_5_MoeForCausalLM",
         model_type: "ernie4_5_moe",
         names: &weights::ERNIE_MOE,
@@ -843,6 +897,16 @@ pub(super) const FAMILIES: &[Family] = &[
         aliases: &[("num_experts", "num_local_experts")],
         defaults: r#"{"num_experts": 8, "num_experts_per_tok": 2}"#,
         adjust: experts::granite_moe,
+        ..WITHOUT_MLP_BIAS
+    },
+    Family {
+        name: "GraniteMoeSWAForCausalLM",
+        model_type: "granitemoe_swa",
+        names: &weights::GRANITE_MOE_SWA,
+        aliases: &[("num_experts", "num_local_experts")],
+        window: WindowRule::PatternFromFirst(4),
+        defaults: r#"{"num_experts": 8, "num_experts_per_tok": 2, "sliding_window": 128}"#,
+        adjust: experts::granite_moe_swa,
         ..WITHOUT_MLP_BIAS
     },
     Family { name: "InternLMForCausalLM", model_type: "internlm", attention_bias: both("bias", true), ..LLAMA },

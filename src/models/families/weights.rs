@@ -377,6 +377,34 @@ pub(super) const EXAONE_MOE: Names = Names {
     ..LLAMA
 };
 
+pub(super) const HUNYUAN3: Names = Names {
+    experts: Some(ExpertNames {
+        router: "mlp.router.gate",
+        selection_bias: Some(("mlp.expert_bias", BiasForm::Vector)),
+        shared: Some((
+            UpNames::Separate(["mlp.shared_mlp.gate_proj", "mlp.shared_mlp.up_proj"]),
+            "mlp.shared_mlp.down_proj",
+            "",
+        )),
+        ..DEEPSEEK_EXPERTS
+    }),
+    ..LLAMA
+};
+
+/// Norms before and behind attention and feed-forward, and gates of the output of attention.
+pub(super) const AFMOE: Names = Names {
+    qkv: QkvNames::Gated(["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.gate_proj"]),
+    attention_branch_norm: Some("post_attention_layernorm"),
+    mlp_norm: Some("pre_mlp_layernorm"),
+    mlp_branch_norm: Some("post_mlp_layernorm"),
+    experts: Some(ExpertNames {
+        router: "mlp.router.gate",
+        selection_bias: Some(("mlp.expert_bias", BiasForm::Vector)),
+        ..DEEPSEEK_EXPERTS
+    }),
+    ..LLAMA
+};
+
 pub(super) const ERNIE_MOE: Names = Names {
     experts: Some(ExpertNames {
         selection_bias: Some(("mlp.moe_statics.e_score_correction_bias", BiasForm::Row)),
@@ -434,4 +462,19 @@ pub(super) const GRANITE_MOE: Names = Names {
         has_biases: false,
     }),
     ..LLAMA
+};
+
+pub(super) const GRANITE_SWA: Names = Names { sinks: Some("self_attn.sinks"), ..LLAMA };
+
+/// Experts have the names of transformers.
+pub(super) const GRANITE_MOE_SWA: Names = Names {
+    experts: Some(ExpertNames {
+        router: "block_sparse_moe.router",
+        layout: ExpertLayout::Stacked(["block_sparse_moe.experts.gate_up_proj", "block_sparse_moe.experts.down_proj"]),
+        selection_bias: None,
+        apart: None,
+        shared: Some((UpNames::Stacked("shared_mlp.input_linear"), "shared_mlp.output_linear", "")),
+        has_biases: false,
+    }),
+    ..GRANITE_SWA
 };

@@ -10,7 +10,7 @@ use crate::config::{MtpForm, MtpHead, Rounding};
 use crate::layer_spec::{LayerSpec, MlpLayer};
 use crate::layers::qkv::{RowSlice, gate_slices, scaled};
 use crate::linear_layers::prefix;
-use crate::names::{Names, UpNames};
+use crate::names::{Names, QkvNames, UpNames};
 use crate::shard::{LayerShard, Shard};
 use crate::{Checkpoint, Config, ModelError};
 
@@ -184,7 +184,8 @@ impl<'a, D: Device> Loader<'a, D> {
         let attention = &layer.spec.attention;
         let row_slices = gate_slices(&self.names.qkv, attention, layer.shard);
         let cols = self.config.hidden_size;
-        let load = || self.by_output(LinearRole::Up, layer.index, &row_slices, cols, attention.qkv_bias);
+        let has_bias = attention.qkv_bias && !matches!(self.names.qkv, QkvNames::Gated(_));
+        let load = || self.by_output(LinearRole::Up, layer.index, &row_slices, cols, has_bias);
         (!row_slices.is_empty()).then(load).transpose()
     }
 

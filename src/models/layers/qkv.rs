@@ -35,7 +35,7 @@ impl QkvNames {
         let kv_heads = scaled(&shard.kv_heads, dim);
         let after = |offset: usize, range: &Range<usize>| offset + range.start..offset + range.end;
         match *self {
-            QkvNames::Separate([q_name, k_name, v_name]) => {
+            QkvNames::Separate([q_name, k_name, v_name]) | QkvNames::Gated([q_name, k_name, v_name, _]) => {
                 let v_name = if attention.kv == KvSource::KeyProjection { k_name } else { v_name };
                 let mut slices = vec![
                     RowSlice { name: q_name, rows: q, taken: heads, head_order: order },
@@ -45,7 +45,7 @@ impl QkvNames {
                 if matches!(attention.kv, KvSource::Layer(_)) {
                     slices.truncate(1);
                 }
-                if attention.has_output_gate {
+                if attention.has_output_gate && matches!(self, QkvNames::Separate(_)) {
                     slices.splice(0..1, half_heads(q_name, attention, shard, 0, order));
                 }
                 slices
@@ -68,10 +68,14 @@ impl QkvNames {
     }
 }
 
-/// The slices of this worker's gates of the output, which are stored behind q of each head.
+/// The slices of this worker's gates of the output.
 pub(crate) fn gate_slices(names: &QkvNames, attention: &AttentionLayer, shard: &LayerShard) -> Vec<RowSlice> {
     match *names {
         QkvNames::Separate([name, ..]) if attention.has_output_gate => half_heads(name, attention, shard, 1, None),
+        QkvNames::Gated([.., name]) => {
+            let (rows, taken) = (attention.num_heads * attention.head_dim, scaled(&shard.heads, attention.head_dim));
+            vec![RowSlice { name, rows, taken, head_order: None }]
+        }
         _ => Vec::new(),
     }
 }
@@ -165,5 +169,9 @@ mod tests {
         let qkv = taken(names.row_slices(&attention, &second, None));
         assert_eq!(qkv, [(q, 32..40), (q, 48..56), (kv, 0..8), (kv, 0..8)]);
         assert_eq!(taken(gate_slices(&names, &attention, &second)), [(q, 40..48), (q, 56..64)]);
+        let (names, q) = (QkvNames::Gated(["q", "k", "v", "gates"]), q / 2);
+        let qkv = taken(names.row_slices(&attention, &second, None));
+        assert_eq!(qkv, [(q, 16..32), (kv, 0..8), (kv, 0..8)]);
+        assert_eq!(taken(gate_slices(&names, &attention, &second)), [(q, 16..32)]);
     }
 }

@@ -15,7 +15,7 @@ use engine::{SampledToken, SamplingParams};
 use ops::DType;
 use support::{BLOCK_SIZE, MAX_ROWS, Runner, Sequence, golden_dir, on_group, on_parts};
 
-const CASES: [&str; 114] = [
+const CASES: [&str; 119] = [
     "llama3_gqa",
     "tied_mqa",
     "mha_bias_f32",
@@ -115,6 +115,11 @@ const CASES: [&str; 114] = [
     "qwen2_5_vl_vision",
     "qwen3_vl_vision",
     "qwen3_vl_moe_vision",
+    "solar_open",
+    "hy_v3",
+    "afmoe",
+    "granite_swa",
+    "granitemoe_swa",
     "stablelm_12b",
     "deepseek_v2",
     "deepseek_v2_groups",
