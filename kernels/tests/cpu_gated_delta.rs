@@ -3,13 +3,13 @@
 mod cpu;
 
 use cpu::random;
-use kernels::cpu::{DeltaRow, DeltaShape, DeltaWeights, Pool, gated_delta};
+use kernels::cpu::{DeltaWeights, Pool, StateRow, StateShape, gated_delta};
 use kernels::reference;
 
 const EPS: f32 = 1e-6;
 
 struct Layer {
-    shape: DeltaShape,
+    shape: StateShape,
     conv: Vec<f32>, // [C, taps], as checkpoints have it
     taps: Vec<f32>, // [taps, C]
     a_log: Vec<f32>,
@@ -20,7 +20,7 @@ struct Layer {
 
 impl Layer {
     fn new([num_key_heads, num_value_heads, key_dim, value_dim, num_taps]: [usize; 5]) -> Self {
-        let shape = DeltaShape { num_key_heads, num_value_heads, key_dim, value_dim, num_taps };
+        let shape = StateShape { num_key_heads, num_value_heads, key_dim, value_dim, num_taps };
         let conv = random(1, shape.channels() * num_taps);
         let taps = (0..num_taps).flat_map(|tap| conv.iter().skip(tap).step_by(num_taps)).copied().collect();
         let a_log: Vec<f32> = random(2, num_value_heads).iter().map(|x| x - 1.0).collect();
@@ -36,7 +36,7 @@ impl Layer {
         [random(seed, tokens * self.stride()), random(seed + 1, tokens * 2 * self.shape.num_value_heads)]
     }
 
-    fn run(&self, threads: usize, rows: &[DeltaRow], inputs: &[Vec<f32>; 2], states: &mut [f32]) -> Vec<f32> {
+    fn run(&self, threads: usize, rows: &[StateRow], inputs: &[Vec<f32>; 2], states: &mut [f32]) -> Vec<f32> {
         let Self { taps, decay, dt_bias, norm, shape, .. } = self;
         let weights = DeltaWeights { conv: taps, decay, dt_bias, norm, eps: EPS };
         let tokens = inputs[1].len() / (2 * shape.num_value_heads);
@@ -52,7 +52,7 @@ impl Layer {
         for &num_tokens in chunks {
             let part = |index: usize, width: usize| inputs[index][first * width..(first + num_tokens) * width].to_vec();
             let part = [part(0, self.stride()), part(1, 2 * self.shape.num_value_heads)];
-            let row = DeltaRow { first_token: 0, num_tokens, state: 1, is_first: first == 0, saved: None };
+            let row = StateRow { first_token: 0, num_tokens, state: 1, is_first: first == 0, saved: None };
             out.extend(self.run(2, &[row], &part, &mut states));
             first += num_tokens;
         }
@@ -99,8 +99,8 @@ fn a_row_does_not_depend_on_chunks_other_rows_or_threads() {
     let other = layer.inputs(30, 11);
     let both = [0, 1].map(|index| [&other[index][..], &inputs[index]].concat());
     let rows = [
-        DeltaRow { first_token: 0, num_tokens: 11, state: 2, is_first: true, saved: None },
-        DeltaRow { first_token: 11, num_tokens: 40, state: 0, is_first: true, saved: None },
+        StateRow { first_token: 0, num_tokens: 11, state: 2, is_first: true, saved: None },
+        StateRow { first_token: 11, num_tokens: 40, state: 0, is_first: true, saved: None },
     ];
     for threads in [1, 3] {
         let out = layer.run(threads, &rows, &both, &mut vec![3.0; 3 * layer.shape.state_len()]);
@@ -115,10 +115,10 @@ fn a_state_that_is_saved_within_a_step_goes_on_as_if_the_step_had_ended_there() 
     let whole = layer.in_chunks(&inputs, &[12]);
     for count in [1, 2, 5, 12] {
         let mut states = vec![7.0; 3 * layer.shape.state_len()];
-        let row = DeltaRow { first_token: 0, num_tokens: 12, state: 2, is_first: true, saved: Some([count as u32, 0]) };
+        let row = StateRow { first_token: 0, num_tokens: 12, state: 2, is_first: true, saved: Some([count as u32, 0]) };
         assert!(layer.run(2, &[row], &inputs, &mut states) == whole);
         let rest = [0, 1].map(|index| inputs[index][count * inputs[index].len() / 12..].to_vec());
-        let row = DeltaRow { num_tokens: 12 - count, state: 0, is_first: false, saved: None, ..row };
+        let row = StateRow { num_tokens: 12 - count, state: 0, is_first: false, saved: None, ..row };
         let out = layer.run(2, &[row], &rest, &mut states);
         assert!(out == whole[count * whole.len() / 12..], "{count} tokens");
     }
@@ -128,6 +128,6 @@ fn a_state_that_is_saved_within_a_step_goes_on_as_if_the_step_had_ended_there() 
 #[should_panic(expected = "each row has a state of its own")]
 fn two_rows_with_one_state_are_refused() {
     let layer = Layer::new([1, 1, 8, 8, 4]);
-    let row = DeltaRow { first_token: 0, num_tokens: 1, state: 0, is_first: true, saved: None };
+    let row = StateRow { first_token: 0, num_tokens: 1, state: 0, is_first: true, saved: None };
     layer.run(1, &[row, row], &layer.inputs(1, 2), &mut vec![0.0; layer.shape.state_len()]);
 }

@@ -1,14 +1,14 @@
 //! Layers with a recurrent state, and the slots of the states.
 
 use engine::CopiedState;
-use kernels::cpu::{self as k, Buffer, DeltaRow, DeltaShape, DeltaWeights};
+use kernels::cpu::{self as k, Buffer, DeltaWeights, StateRow, StateShape};
 use ops::{AttentionSpec, DeviceError, RecurrentShape, RecurrentWeights, StepInputs};
 
 use super::{CpuDevice, CpuTensor, available_memory, out_of_range};
 
 /// The weights of a layer besides its projections.
 pub struct Recurrent {
-    shape: DeltaShape,
+    shape: StateShape,
     conv: Vec<f32>,    // [taps, C]
     decay: Vec<f32>,   // [V]
     dt_bias: Vec<f32>, // [V]
@@ -94,7 +94,7 @@ impl CpuDevice {
         let vectors = [conv, a_log, dt_bias, norm];
         self.weights_bytes += vectors.iter().map(|vector| size_of_val(&vector[..])).sum::<usize>() as u64;
         Recurrent {
-            shape: DeltaShape { num_key_heads, num_value_heads, key_dim, value_dim, num_taps },
+            shape: StateShape { num_key_heads, num_value_heads, key_dim, value_dim, num_taps },
             conv: (0..num_taps).flat_map(|tap| conv.iter().skip(tap).step_by(num_taps)).copied().collect(),
             decay: a_log.iter().map(|a_log| -a_log.exp()).collect(),
             dt_bias: dt_bias.clone(),
@@ -126,7 +126,7 @@ impl CpuDevice {
         eps: f32,
     ) {
         let (tokens, inputs) = (self.num_tokens(), &self.inputs);
-        let row = |(index, starts): (usize, &[u32])| DeltaRow {
+        let row = |(index, starts): (usize, &[u32])| StateRow {
             first_token: starts[0] as usize,
             num_tokens: (starts[1] - starts[0]) as usize,
             state: inputs.states[index] as usize,
