@@ -217,6 +217,59 @@ pub fn choose_experts(logits: &[f32], choosing: &Choosing<'_>) -> Vec<(u32, f32)
     chosen.iter().map(|&expert| (expert as u32, (weights[expert] / sum * factor(expert)) as f32)).collect()
 }
 
+/// Weights of a layer of [`mamba2`]: `conv [C, taps]`, `conv_bias [C]`, `a_log [V]`, `dt_bias [V]`, `skip [V]`, `norm [V DV]`.
+pub type Mamba2Weights<'a> = [&'a [f32]; 6];
+
+/// Mamba-2 (Dao and Gu 2024) behind its projections, for one sequence from its start. `inputs [T, C + V DV]` are C, B, x and the gates
+/// of the output, `dt [T, V]`; the result is `[T, V DV]`, where `norm_heads` heads are normed together.
+pub fn mamba2(
+    sizes: DeltaSizes,
+    weights: Mamba2Weights<'_>,
+    inputs: &[f32],
+    dt: &[f32],
+    (norm_heads, eps): (usize, f32),
+) -> Vec<f32> {
+    let [keys, values, key_dim, value_dim, taps] = sizes;
+    let [conv, conv_bias, a_log, dt_bias, skip, norm] =
+        weights.map(|weight| weight.iter().map(|x| f64::from(*x)).collect::<Vec<_>>());
+    let (channels, width, num_tokens) =
+        (2 * keys * key_dim + values * value_dim, values * value_dim, dt.len() / values);
+    let silu = |x: f64| x / (1.0 + (-x).exp());
+    let input = |token: usize, column: usize| f64::from(inputs[token * (channels + width) + column]);
+    let mixed = |token: usize, channel: usize| {
+        let tap = |tap: usize| Some(conv[channel * taps + tap] * input((token + tap + 1).checked_sub(taps)?, channel));
+        silu(conv_bias[channel] + (0..taps).filter_map(tap).sum::<f64>())
+    };
+    let mut out = vec![0.0f64; num_tokens * width];
+    for head in 0..values {
+        let key_head = head / (values / keys);
+        let mut state = vec![vec![0.0f64; value_dim]; key_dim];
+        for token in 0..num_tokens {
+            let step = f64::from(dt[token * values + head]) + dt_bias[head];
+            let step = step.max(0.0) + (-step.abs()).exp().ln_1p();
+            let decay = (-a_log[head].exp() * step).exp();
+            for column in 0..value_dim {
+                let x = mixed(token, 2 * keys * key_dim + head * value_dim + column);
+                let mut read = skip[head] * x;
+                for (row, state) in state.iter_mut().enumerate() {
+                    let key = mixed(token, (keys + key_head) * key_dim + row);
+                    state[column] = state[column] * decay + key * step * x;
+                    read += state[column] * mixed(token, key_head * key_dim + row);
+                }
+                let place = head * value_dim + column;
+                out[token * width + place] = read * silu(input(token, channels + place));
+            }
+        }
+    }
+    for (index, group) in out.chunks_exact_mut(norm_heads * value_dim).enumerate() {
+        let first = index * group.len() % width;
+        let mean = group.iter().map(|x| x * x).sum::<f64>() / group.len() as f64;
+        let weights = norm[first..].iter();
+        group.iter_mut().zip(weights).for_each(|(x, weight)| *x *= weight / (mean + f64::from(eps)).sqrt());
+    }
+    out.into_iter().map(|x| x as f32).collect()
+}
+
 /// Sizes of a layer of [`gated_delta`]: key heads, value heads, the size of a key head, of a value head, and taps.
 pub type DeltaSizes = [usize; 5];
 

@@ -75,6 +75,13 @@ def with_field(config, path, value):
     return config
 
 
+def decoded(value):
+    """Infinity has a form of its own in config.json."""
+    if isinstance(value, list):
+        return [decoded(of) for of in value]
+    return float(value["__float__"]) if isinstance(value, dict) and "__float__" in value else value
+
+
 def model_class(folder):
     """That of the unchanged checkpoint if it sees images; others have one that transformers finds for any of them."""
     name = json.loads((folder / "config.json").read_text())["architectures"][0]
@@ -84,7 +91,7 @@ def model_class(folder):
 @torch.no_grad()
 def logits(folder, config):
     try:
-        loaded = AutoConfig.for_model(config["model_type"], **{k: v for k, v in config.items() if k != "model_type"})
+        loaded = AutoConfig.for_model(config["model_type"], **{k: decoded(v) for k, v in config.items() if k != "model_type"})
         loaded._attn_implementation = "eager"
         model, report = model_class(folder).from_pretrained(folder, config=loaded, dtype=torch.float32, output_loading_info=True,
                                                             attn_implementation="eager")

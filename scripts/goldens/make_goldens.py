@@ -102,6 +102,12 @@ MIXED = ["sliding_attention", "full_attention", "sliding_attention"]
 # Layers with a recurrent state around one with attention, whose heads have other sizes.
 RECURRENT = dict(head_dim=32, num_hidden_layers=3, layer_types=["linear_attention", "full_attention", "linear_attention"],
                  linear_num_key_heads=2, linear_num_value_heads=4, linear_key_head_dim=16, linear_value_head_dim=24)
+# Mamba-2: heads of 20 with states of 12, and chunks shorter than the prompts.
+MAMBA = dict(mamba_n_heads=4, mamba_d_head=20, mamba_n_groups=2, mamba_d_state=12, mamba_d_conv=4, mamba_expand=2, mamba_chunk_size=16,
+             hidden_size=40, num_hidden_layers=3)
+GRANITE_HYBRID = dict(num_attention_heads=5, num_key_value_heads=5, intermediate_size=56, shared_intermediate_size=88,
+                      layer_types=["linear_attention", "full_attention", "linear_attention"], embedding_multiplier=12.0,
+                      residual_multiplier=0.22, attention_multiplier=0.0625, logits_scaling=8.0)
 QWEN_EXPERTS = dict(num_experts=6, num_experts_per_tok=2, moe_intermediate_size=56, shared_expert_intermediate_size=88)
 GRANITE_SWA = dict(num_hidden_layers=3, sliding_window=20, layer_types=MIXED, layer_rope_theta=[10000.0, 0, 500.0], rope_parameters=YARN,
                    embedding_multiplier=1.5, residual_multiplier=0.6, logits_scaling=2.0, attention_multiplier=0.3)
@@ -356,6 +362,12 @@ FAMILIES = {
     "granite_swa": ("GraniteSWA", GRANITE_SWA | dict(attention_bias=True, mlp_bias=True, tie_word_embeddings=True)),
     # the same with experts beside one for all tokens
     "granitemoe_swa": ("GraniteMoeSWA", GRANITE_SWA | dict(intermediate_size=32, num_local_experts=6, num_experts_per_tok=2, shared_intermediate_size=64)),
+    # Mamba-2 with two groups of B and C and biases of the convolution, one norm of all heads, around attention without rotation; four
+    # multipliers; experts beside a feed-forward
+    "granite_moe_hybrid": ("GraniteMoeHybrid", MAMBA | GRANITE_HYBRID | dict(num_local_experts=4, num_experts_per_tok=2)),
+    # rotated attention, no experts, biases of projections
+    "granite_hybrid_dense": ("GraniteMoeHybrid", MAMBA | GRANITE_HYBRID | dict(
+        num_local_experts=0, position_embedding_type="rope", mamba_proj_bias=True, mamba_conv_bias=False)),
 }
 VISION = dict(depth=1, hidden_size=16, intermediate_size=16, num_heads=2, patch_size=2, out_hidden_size=64, num_position_embeddings=4)
 GLM_VISION = dict(depth=1, hidden_size=16, intermediate_size=16, num_heads=2, patch_size=2, out_hidden_size=64, image_size=8)
@@ -459,7 +471,10 @@ def save(folder, name, dtype, config, tensors):
         (folder / "pytorch_model.bin.index.json").write_text(json.dumps(index, indent=1) + "\n")
     else:
         save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+    finite = lambda value: ({key: finite(of) for key, of in value.items()} if isinstance(value, dict) else
+                            [finite(of) for of in value] if isinstance(value, (list, tuple)) else
+                            {"__float__": "Infinity"} if value == float("inf") else value)  # As transformers saves it.
+    (folder / "config.json").write_text(json.dumps(finite(config), indent=2) + "\n")
 
 
 def as_saved(name, model):

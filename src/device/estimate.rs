@@ -380,11 +380,11 @@ impl Device for Estimator {
     }
 
     fn load_recurrent(&mut self, weights: &RecurrentWeights) -> Result<EstimatedWeight, DeviceError> {
-        let RecurrentWeights { shape, conv, a_log, dt_bias, norm } = weights;
+        let RecurrentWeights { shape, conv, conv_bias, a_log, dt_bias, skip, norm } = weights;
         if self.target == Target::Cuda {
             self.product_scratch.count_recurrent(delta_shape(shape)?);
         }
-        let cols = [conv, a_log, dt_bias, norm].into_iter().map(Vec::len).sum();
+        let cols = [conv, conv_bias, a_log, dt_bias, skip, norm].into_iter().map(Vec::len).sum();
         // All devices keep them in f32.
         let bytes = cols * size_of::<f32>();
         self.weights_bytes += bytes;

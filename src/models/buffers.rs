@@ -24,7 +24,7 @@ pub(crate) struct SecondBuffers<D: Device> {
 /// Buffers of the widths that some layers share.
 pub(crate) struct InnerBuffers<D: Device> {
     pub(crate) qkv: D::Tensor, // [T, (H + 2K) D], without k and v [T, H D]; of a state [T, C + V DV]; q of latent vectors
-    pub(crate) gates: Option<D::Tensor>, // of the output of attention [T, H D], of a state [T, 2 V], or latent vectors [T, width]
+    pub(crate) gates: Option<D::Tensor>, // of the output of attention [T, H D], of a state [T, 2 V] or [T, V], or latent vectors [T, width]
     pub(crate) attended: D::Tensor,      // [T, H D]
     pub(crate) query_latents: Option<[D::Tensor; 2]>, // [T, rank of q], before and behind the norm
     pub(crate) gate_up: Option<D::Tensor>, // [T, 2 I]
@@ -45,10 +45,10 @@ pub(crate) struct Widths {
 impl Widths {
     pub(crate) fn of(layer: &LayerSpec, shard: &LayerShard) -> Self {
         let (inner, is_gated) = (shard.intermediate.len(), layer.mlp.is_some_and(|mlp| mlp.is_gated));
-        if let Some(shape) = layer.recurrent {
-            let shape = shape_of(shape, shard);
+        if let Some(recurrent) = layer.recurrent {
+            let shape = shape_of(recurrent.shape, shard);
             let values = shape.widths()[1];
-            let (qkv, gates) = (shape.channels() + values, 2 * shape.num_value_heads);
+            let (qkv, gates) = (shape.channels() + values, shape.num_steps());
             return Self { qkv, gates, attended: values, query_rank: 0, inner, is_gated };
         }
         if let Some(LatentLayer { shape, query_rank }) = layer.attention.latent {

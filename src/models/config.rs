@@ -5,7 +5,7 @@ use std::path::PathBuf;
 use ops::{Activation, DType, Feature, GroupScore, HeadNormSpan, KvElements, NormKind, Routing, Scoring, Target};
 use settings::{KvCacheType, WeightPrecision};
 
-use crate::layer_spec::{AttentionLayer, HeadNormSpec, KvSource, LayerSpec, MlpLayer, NormSpec};
+use crate::layer_spec::{AttentionLayer, HeadNormSpec, KvSource, LayerSpec, MlpLayer, NormSpec, RecurrentLayer};
 use crate::names::Names;
 use crate::{ModelError, Rope};
 
@@ -287,6 +287,7 @@ impl Config {
             (attention(|a| a.has_sinks), Feature::Sinks),
             (attention(|a| a.has_output_gate), Feature::OutputGate),
             (self.has_recurrent_layers(), Feature::Recurrent),
+            (self.layers.iter().filter_map(|layer| layer.recurrent).any(RecurrentLayer::is_mamba2), Feature::Mamba2),
             (self.has_latents(), Feature::LatentAttention),
             (attention(|a| a.chunk.is_some()), Feature::ChunkedAttention),
             (attention(|a| a.query_scale.is_some()), Feature::QueryScale),

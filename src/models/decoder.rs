@@ -230,8 +230,8 @@ impl<D: Device> Decoder<D> {
         let head = self.drafter.as_ref().and_then(Drafter::own_layer).map(|_| self.config.num_layers());
         let (first_layer, first_rope) = (spec.layers.len(), spec.ropes.len());
         for index in own.clone().chain(head) {
-            if let Some(shape) = self.config.layers[index].recurrent {
-                spec.states.push(shape_of(shape, &self.shard.layers[index]));
+            if let Some(recurrent) = self.config.layers[index].recurrent {
+                spec.states.push(shape_of(recurrent.shape, &self.shard.layers[index]));
                 continue;
             }
             let kv_group = groups[index];

@@ -123,7 +123,7 @@ impl<D: Device> Layer<D> {
         next: &D::Weight,
         eps: f32,
     ) -> Result<(), DeviceError> {
-        self.mixer.run(device, x, &mut b.partial, &mut b.inner[self.widths], eps)?;
+        self.mixer.run(device, x, &mut b.partial, &mut b.inner[self.widths])?;
         self.add_attention(device, b, eps)?;
         b.add_branch(device, self.mlp_branch_norm.as_ref(), Some(next), eps)
     }
@@ -141,7 +141,7 @@ impl<D: Device> Layer<D> {
         let Buffers { residual, normed, partial, inner, second } = b;
         let inner = &mut inner[self.widths];
         let x = if self.attention_norm.is_some() { &*normed } else { &*residual };
-        self.mixer.run(device, x, partial, inner, eps)?;
+        self.mixer.run(device, x, partial, inner)?;
         if let Some(second) = second.as_mut().filter(|_| self.is_parallel) {
             let x = match &self.mlp_norm {
                 Some(norm) => {

@@ -1,6 +1,6 @@
 //! The specification of one decoder layer.
 
-use ops::{Activation, HeadNormSpan, LatentShape, NormKind, QueryScale, RecurrentShape, Routing};
+use ops::{Activation, HeadNormSpan, LatentShape, NormKind, QueryScale, RecurrentRule, RecurrentShape, Routing};
 
 /// The norms of the hidden state.
 #[derive(Debug, Clone, Copy, PartialEq)]
@@ -23,13 +23,32 @@ pub struct LayerSpec {
     /// Attention.
     pub attention: AttentionLayer,
     /// If set, the layer has a recurrent state in place of attention, and nothing of `attention` is used.
-    pub recurrent: Option<RecurrentShape>,
+    pub recurrent: Option<RecurrentLayer>,
     /// The part of the feed-forward that every token passes: all of it, or an expert that all share.
     pub mlp: Option<MlpLayer>,
     /// The part of which each token passes some experts. Its output is added to that of `mlp`.
     pub experts: Option<ExpertLayer>,
     /// Whether attention and feed-forward have the same input, so that both are added to it.
     pub is_parallel: bool,
+}
+
+/// A layer with a recurrent state.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct RecurrentLayer {
+    /// Its sizes.
+    pub shape: RecurrentShape,
+    /// Added to the mean square of the output.
+    pub eps: f32,
+    /// Whether the convolution has biases.
+    pub has_conv_bias: bool,
+    /// Whether the projections have biases.
+    pub has_bias: bool,
+}
+
+impl RecurrentLayer {
+    pub(crate) fn is_mamba2(self) -> bool {
+        matches!(self.shape.rule, RecurrentRule::Mamba2 { .. })
+    }
 }
 
 /// Attention of a layer.

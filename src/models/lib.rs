@@ -43,7 +43,9 @@ pub use error::ModelError;
 pub use estimate::{EstimateMemory, WorkerShape};
 pub use families::architectures;
 pub use kv_groups::KvGroups;
-pub use layer_spec::{AttentionLayer, ExpertLayer, HeadNormSpec, KvSource, LatentLayer, LayerSpec, MlpLayer, NormSpec};
+pub use layer_spec::{
+    AttentionLayer, ExpertLayer, HeadNormSpec, KvSource, LatentLayer, LayerSpec, MlpLayer, NormSpec, RecurrentLayer,
+};
 pub use linear_layers::{InputSource, LinearGroup, linear_groups};
 pub use load::load;
 pub use model::Model;

@@ -39,6 +39,7 @@ pub(crate) struct Recurrent<D: Device> {
     ba: D::Weight,
     weights: D::Weight,
     out: D::Weight,
+    eps: f32,
 }
 
 pub(crate) struct Latent<D: Device> {
@@ -56,12 +57,12 @@ impl<D: Device> Mixer<D> {
         source: LayerSource<'_>,
         counts: &mut Counts,
     ) -> Result<Self, ModelError> {
-        if let Some(shape) = source.spec.recurrent {
+        if let Some(recurrent) = source.spec.recurrent {
             counts.recurrent += 1;
-            let [qkvz, ba] = loader.recurrent_inputs(source, shape)?;
-            let weights = loader.recurrent_weights(source, shape)?;
-            let (index, out) = (counts.recurrent - 1, loader.recurrent_out(source, shape)?);
-            return Ok(Mixer::Recurrent(Recurrent { index, qkvz, ba, weights, out }));
+            let [qkvz, ba] = loader.recurrent_inputs(source, recurrent)?;
+            let weights = loader.recurrent_weights(source, recurrent)?;
+            let (index, out) = (counts.recurrent - 1, loader.recurrent_out(source, recurrent)?);
+            return Ok(Mixer::Recurrent(Recurrent { index, qkvz, ba, weights, out, eps: recurrent.eps }));
         }
         counts.attention += 1;
         let attention = &source.spec.attention;
@@ -106,18 +107,17 @@ impl<D: Device> Mixer<D> {
         }
     }
 
-    /// `partial` = this worker's part of the sum, for the input `x`. `eps` is that of the norms of hidden states.
+    /// `partial` = this worker's part of the sum, for the input `x`.
     pub(crate) fn run(
         &self,
         device: &mut D,
         x: &D::Tensor,
         partial: &mut D::Tensor,
         b: &mut InnerBuffers<D>,
-        eps: f32,
     ) -> Result<(), DeviceError> {
         match self {
             Mixer::Attention(attention) => attention.run(device, x, partial, b),
-            Mixer::Recurrent(recurrent) => recurrent.run(device, x, partial, b, eps),
+            Mixer::Recurrent(recurrent) => recurrent.run(device, x, partial, b),
             Mixer::Latent(latent) => latent.run(device, x, partial, b),
         }
     }
@@ -155,12 +155,11 @@ impl<D: Device> Recurrent<D> {
         x: &D::Tensor,
         partial: &mut D::Tensor,
         b: &mut InnerBuffers<D>,
-        eps: f32,
     ) -> Result<(), DeviceError> {
         let ba = b.gates.as_mut().expect("the buffers are those of the layer's widths");
         device.linear(&mut b.qkv, x, &self.qkvz)?;
         device.linear(ba, x, &self.ba)?;
-        device.recurrent(&mut b.attended, [&b.qkv, ba], self.index, &self.weights, eps)?;
+        device.recurrent(&mut b.attended, [&b.qkv, ba], self.index, &self.weights, self.eps)?;
         device.linear(partial, &b.attended, &self.out)
     }
 }

@@ -105,10 +105,12 @@ pub(crate) struct LatentNames {
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub(crate) struct RecurrentNames {
     pub(crate) projections: RecurrentProjections,
-    /// Full names from here to `norm`.
+    /// Full names from here to `norm`; empty where the rule has none.
     pub(crate) conv: &'static str,
+    pub(crate) conv_bias: &'static str,
     pub(crate) a_log: &'static str,
     pub(crate) dt_bias: &'static str,
+    pub(crate) skip: &'static str,
     pub(crate) norm: &'static str,
     pub(crate) out: &'static str,
 }
@@ -120,6 +122,8 @@ pub(crate) enum RecurrentProjections {
     Separate { qkv: &'static str, z: &'static str, b: &'static str, a: &'static str },
     /// For each key head its q, its k, and v and gates of its value heads; learning rates and steps of its value heads.
     Grouped { qkvz: &'static str, ba: &'static str },
+    /// One matrix: all gates of the output, all of v, k and q, all steps. The convolution has v, k and q in this order.
+    Together(&'static str),
 }
 
 /// How the first layer of a feed-forward is stored in a checkpoint.

@@ -6,9 +6,9 @@
 
 use std::ops::Range;
 
-use ops::TensorParallel;
+use ops::{RecurrentRule, TensorParallel};
 
-use crate::layer_spec::LayerSpec;
+use crate::layer_spec::{LayerSpec, RecurrentLayer};
 use crate::{Config, ModelError};
 
 /// Shares of the inner layer and the vocabulary are multiples of this, except the last worker's.
@@ -106,13 +106,23 @@ fn fits(config: &Config, layer: &LayerSpec, size: usize) -> bool {
 fn heads(layer: &LayerSpec) -> [usize; 2] {
     match layer.recurrent {
         None => [layer.attention.num_heads, layer.attention.num_kv_heads],
-        Some(shape) => [shape.num_value_heads, shape.num_key_heads],
+        Some(RecurrentLayer { shape, .. }) => [shape.num_value_heads, shape.num_key_heads],
     }
 }
 
 fn fits_heads(layer: &LayerSpec, size: usize) -> bool {
     let [heads, kv_heads] = heads(layer);
-    heads.is_multiple_of(size) && (kv_heads.is_multiple_of(size) || size.is_multiple_of(kv_heads))
+    heads.is_multiple_of(size)
+        && (kv_heads.is_multiple_of(size) || size.is_multiple_of(kv_heads))
+        && norm_heads(layer).is_none_or(|norm_heads| (heads / size).is_multiple_of(norm_heads))
+}
+
+/// Value heads of a recurrent layer whose output is normed together.
+fn norm_heads(layer: &LayerSpec) -> Option<usize> {
+    match layer.recurrent?.shape.rule {
+        RecurrentRule::GatedDelta => None,
+        RecurrentRule::Mamba2 { norm_heads } => Some(norm_heads),
+    }
 }
 
 /// What is divided by columns, and whether each worker would have some.
@@ -133,7 +143,8 @@ fn undivided(config: &Config, layer: &LayerSpec, size: usize) -> String {
     match narrow {
         Some((name, (width, _))) => format!("{name} {width} columns"),
         None if layer.recurrent.is_some() => {
-            format!("recurrent layers of {heads} value heads and {kv_heads} key heads")
+            let normed = norm_heads(layer).map(|count| format!(", of which {count} are normed together,"));
+            format!("recurrent layers of {heads} value heads and {kv_heads} key heads{}", normed.unwrap_or_default())
         }
         None => format!("{heads} heads and {kv_heads} KV heads"),
     }
@@ -167,7 +178,7 @@ fn aligned_share(n: usize, rank: usize, size: usize) -> Range<usize> {
 
 #[cfg(test)]
 pub(crate) mod tests {
-    use ops::{Activation, DType, NormKind};
+    use ops::{Activation, DType, NormKind, RecurrentShape};
 
     use super::*;
     use crate::config::{DraftConfig, HeadSpec};
@@ -287,8 +298,12 @@ pub(crate) mod tests {
     #[test]
     fn value_heads_are_shared_like_query_heads_and_key_heads_like_kv_heads() {
         let mut config = config(8, 4, 512);
-        let shape = ops::RecurrentShape { num_key_heads: 2, num_value_heads: 4, key_dim: 8, value_dim: 8, num_taps: 4 };
-        config.layers[1].recurrent = Some(shape);
+        let shape = |rule| {
+            let (num_key_heads, num_value_heads) = (2, 4);
+            let shape = RecurrentShape { rule, num_key_heads, num_value_heads, key_dim: 8, value_dim: 8, num_taps: 4 };
+            Some(RecurrentLayer { shape, eps: 1e-6, has_conv_bias: false, has_bias: false })
+        };
+        config.layers[1].recurrent = shape(RecurrentRule::GatedDelta);
         let own = |size| -> Vec<_> {
             let shards = shards(&config, size);
             shards.into_iter().map(|shard| (shard.layers[1].heads.clone(), shard.layers[1].kv_heads.clone())).collect()
@@ -300,6 +315,14 @@ pub(crate) mod tests {
             error,
             "recurrent layers of 4 value heads and 2 key heads cannot be shared by 8 workers; world sizes that would do: 1, \
              2, 4"
+        );
+        config.layers[1].recurrent = shape(RecurrentRule::Mamba2 { norm_heads: 2 });
+        assert!(Shard::new(&config, TensorParallel { rank: 0, size: 2 }).is_ok());
+        let error = Shard::new(&config, TensorParallel { rank: 0, size: 4 }).unwrap_err().to_string();
+        assert_eq!(
+            error,
+            "recurrent layers of 4 value heads and 2 key heads, of which 2 are normed together, cannot be shared by 4 \
+             workers; world sizes that would do: 1, 2"
         );
     }
 

@@ -64,6 +64,8 @@ pub enum Feature {
     ExpertsApart,
     /// [`crate::AttentionSpec::states`]: [`crate::Device::recurrent`].
     Recurrent,
+    /// [`crate::RecurrentRule::Mamba2`].
+    Mamba2,
     /// [`crate::LayerAttention::latent`]: [`crate::Device::load_latent`], [`crate::Device::latent_attention`].
     LatentAttention,
     /// [`crate::Device::gate`].
@@ -114,7 +116,11 @@ impl Feature {
         Feature::LatentAttention,
         Feature::Guesses,
         Feature::OwnDrafters,
+        Feature::Mamba2,
     ];
+
+    /// Those that GPUs have, too: all but the last one.
+    pub const ON_GPUS: &[Feature] = Feature::ALL.split_at(Feature::ALL.len() - 1).0;
 }
 
 impl fmt::Display for Feature {
@@ -148,6 +154,7 @@ impl fmt::Display for Feature {
             Feature::ExpertScales => "a factor of each expert",
             Feature::ExpertsApart => "experts with an input of their own",
             Feature::Recurrent => "layers with a recurrent state (Gated DeltaNet)",
+            Feature::Mamba2 => "layers with a recurrent state of Mamba-2",
             Feature::LatentAttention => "attention over latent vectors (MLA)",
             Feature::OutputGate => "attention with an output gate",
             Feature::Guesses => "drafts of an MTP head (`mtp_num_tokens`)",

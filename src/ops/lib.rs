@@ -29,7 +29,7 @@ pub use inputs::{NO_ADAPTER, SampleInput, StepInputs, TOKEN_ON_DEVICE};
 pub use latent::{LatentShape, LatentWeights};
 pub use memory::{HostMemory, HostSlots, MemoryEstimate, Target};
 pub use quantized::{Quantization, QuantizedRows};
-pub use recurrent::{RecurrentShape, RecurrentWeights};
+pub use recurrent::{RecurrentRule, RecurrentShape, RecurrentWeights};
 pub use spec::{
     Activation, DType, ExpertGroups, ExpertSlice, ExpertSlices, GroupScore, HeadNormSpan, HeadOrder, LinearRole,
     LogitSpec, MemoryPlan, NormKind, NormSlices, PipelineStage, Routing, RowSource, Scoring, StepLimits,
@@ -384,9 +384,9 @@ pub trait Device: Sized {
     }
 
     /// A layer with a recurrent state, behind its projections: `out [T, V DV]` from `qkvz [T, C + V DV]` (q, k and v of all
-    /// heads, then the gates of the output) and `ba [T, 2 V]` (learning rates, then steps). Advances the state `layer` of
-    /// [`AttentionSpec::states`] in the slot of each row, which is zero at position 0. `eps` is that of the norm of the
-    /// output ([`Feature::Recurrent`]).
+    /// heads, then the gates of the output) and `ba [T, 2 V]` (learning rates, then steps; steps alone of Mamba-2, `[T, V]`). Advances
+    /// the state `layer` of [`AttentionSpec::states`] in the slot of each row, which is zero at position 0. `eps` is that of the norm
+    /// of the output ([`Feature::Recurrent`]; [`Feature::Mamba2`]).
     fn recurrent(
         &mut self,
         _out: &mut Self::Tensor,

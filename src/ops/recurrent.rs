@@ -1,8 +1,22 @@
-//! Layers with a recurrent state in place of attention: Gated DeltaNet (Yang et al. 2024).
+//! Layers with a recurrent state in place of attention: Gated DeltaNet (Yang et al. 2024) and Mamba-2 (Dao and Gu 2024).
+
+/// How such a layer computes.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum RecurrentRule {
+    /// Gated DeltaNet. Its small projection has learning rates, then steps. Each head of the output is normed, then gated.
+    GatedDelta,
+    /// Mamba-2, where C, B and x are q, k and v. Its small projection has steps. The output is gated, then normed.
+    Mamba2 {
+        /// Neighbouring value heads that have one norm together. A worker has whole ones.
+        norm_heads: usize,
+    },
+}
 
 /// Sizes of such a layer: of the whole model, or of this worker's shard.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct RecurrentShape {
+    /// How it computes.
+    pub rule: RecurrentRule,
     /// Heads of q and k.
     pub num_key_heads: usize,
     /// Heads of v, of the state and of the output; a multiple of the key heads. Neighbours share a key head.
@@ -27,6 +41,14 @@ impl RecurrentShape {
         2 * keys + values
     }
 
+    /// Outputs of the small projection: learning rates and steps, or steps alone.
+    pub fn num_steps(&self) -> usize {
+        match self.rule {
+            RecurrentRule::GatedDelta => 2 * self.num_value_heads,
+            RecurrentRule::Mamba2 { .. } => self.num_value_heads,
+        }
+    }
+
     /// Elements of a row's state, in f32: earlier inputs of the convolution, and a matrix for each value head.
     pub fn state_len(&self) -> usize {
         (self.num_taps - 1) * self.channels() + self.num_value_heads * self.key_dim * self.value_dim
@@ -40,10 +62,14 @@ pub struct RecurrentWeights {
     pub shape: RecurrentShape,
     /// `[channels, taps]`.
     pub conv: Vec<f32>,
+    /// `[channels]`, or empty.
+    pub conv_bias: Vec<f32>,
     /// `[value heads]`: logarithm of the decay.
     pub a_log: Vec<f32>,
     /// `[value heads]`.
     pub dt_bias: Vec<f32>,
-    /// `[value_dim]`: norm of each head of the output.
+    /// `[value heads]`: what of the convolution's v Mamba-2 adds to the output; else empty.
+    pub skip: Vec<f32>,
+    /// Norm of the output: `[value_dim]`, for each head; of Mamba-2 `[value heads * value_dim]`.
     pub norm: Vec<f32>,
 }

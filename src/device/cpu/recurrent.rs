@@ -1,18 +1,21 @@
 //! Layers with a recurrent state, and the slots of the states.
 
 use engine::CopiedState;
-use kernels::cpu::{self as k, Buffer, DeltaWeights, StateRow, StateShape};
-use ops::{AttentionSpec, DeviceError, RecurrentShape, RecurrentWeights, StepInputs};
+use kernels::cpu::{self as k, Buffer, DeltaWeights, Mamba2Weights, StateRow, StateShape};
+use ops::{AttentionSpec, DeviceError, RecurrentRule, RecurrentShape, RecurrentWeights, StepInputs};
 
 use super::{CpuDevice, CpuTensor, available_memory, out_of_range};
 
 /// The weights of a layer besides its projections.
 pub struct Recurrent {
+    rule: RecurrentRule,
     shape: StateShape,
-    conv: Vec<f32>,    // [taps, C]
-    decay: Vec<f32>,   // [V]
-    dt_bias: Vec<f32>, // [V]
-    norm: Vec<f32>,    // [DV]
+    conv: Vec<f32>,      // [taps, C]
+    conv_bias: Vec<f32>, // [C], or none
+    decay: Vec<f32>,     // [V]
+    dt_bias: Vec<f32>,   // [V]
+    skip: Vec<f32>,      // [V], or none
+    norm: Vec<f32>,      // [DV] or [V DV]
 }
 
 /// Recurrent states of sequences.
@@ -89,15 +92,18 @@ impl States {
 
 impl CpuDevice {
     pub(super) fn load_recurrent_layer(&mut self, layer: &RecurrentWeights) -> Recurrent {
-        let RecurrentWeights { shape, conv, a_log, dt_bias, norm } = layer;
-        let RecurrentShape { num_key_heads, num_value_heads, key_dim, value_dim, num_taps } = *shape;
-        let vectors = [conv, a_log, dt_bias, norm];
+        let RecurrentWeights { shape, conv, conv_bias, a_log, dt_bias, skip, norm } = layer;
+        let RecurrentShape { rule, num_key_heads, num_value_heads, key_dim, value_dim, num_taps } = *shape;
+        let vectors = [conv, conv_bias, a_log, dt_bias, skip, norm];
         self.weights_bytes += vectors.iter().map(|vector| size_of_val(&vector[..])).sum::<usize>() as u64;
         Recurrent {
+            rule,
             shape: StateShape { num_key_heads, num_value_heads, key_dim, value_dim, num_taps },
             conv: (0..num_taps).flat_map(|tap| conv.iter().skip(tap).step_by(num_taps)).copied().collect(),
+            conv_bias: conv_bias.clone(),
             decay: a_log.iter().map(|a_log| -a_log.exp()).collect(),
             dt_bias: dt_bias.clone(),
+            skip: skip.clone(),
             norm: norm.clone(),
         }
     }
@@ -120,28 +126,37 @@ impl CpuDevice {
     pub(super) fn run_recurrent(
         &mut self,
         out: &mut CpuTensor,
-        [qkvz, ba]: [&CpuTensor; 2],
+        inputs: [&CpuTensor; 2],
         layer: usize,
         weights: &Recurrent,
         eps: f32,
     ) {
-        let (tokens, inputs) = (self.num_tokens(), &self.inputs);
+        let (tokens, step) = (self.num_tokens(), &self.inputs);
         let row = |(index, starts): (usize, &[u32])| StateRow {
             first_token: starts[0] as usize,
             num_tokens: (starts[1] - starts[0]) as usize,
-            state: inputs.states[index] as usize,
-            is_first: inputs.positions[starts[0] as usize] == 0,
-            saved: inputs
+            state: step.states[index] as usize,
+            is_first: step.positions[starts[0] as usize] == 0,
+            saved: step
                 .saved_states
                 .iter()
                 .find(|[row, ..]| *row as usize == index)
                 .map(|&[_, count, slot]| [count, slot]),
         };
-        let rows: Vec<_> = inputs.row_starts.windows(2).enumerate().filter(|(_, s)| s[0] < s[1]).map(row).collect();
-        let Recurrent { shape, conv, decay, dt_bias, norm } = weights;
-        let by = DeltaWeights { conv, decay, dt_bias, norm, eps };
+        let rows: Vec<_> = step.row_starts.windows(2).enumerate().filter(|(_, s)| s[0] < s[1]).map(row).collect();
+        let Recurrent { rule, shape, conv, conv_bias, decay, dt_bias, skip, norm } = weights;
         let (out, states) = (out.rows_mut(tokens), &mut self.states.layers[layer].slots);
-        k::gated_delta(&mut self.pool, shape, &by, &rows, [qkvz.rows(tokens), ba.rows(tokens)], (out, states));
+        let (inputs, pool) = (inputs.map(|inputs| inputs.rows(tokens)), &mut self.pool);
+        match *rule {
+            RecurrentRule::GatedDelta => {
+                let by = DeltaWeights { conv, decay, dt_bias, norm, eps };
+                k::gated_delta(pool, shape, &by, &rows, inputs, (out, states));
+            }
+            RecurrentRule::Mamba2 { norm_heads } => {
+                let by = Mamba2Weights { conv, conv_bias, decay, dt_bias, skip, norm, norm_heads, eps };
+                k::mamba2(pool, shape, &by, &rows, inputs, (out, states));
+            }
+        }
     }
 
     /// `x *= sigmoid(gates)`.

@@ -256,7 +256,7 @@ fn device_error(error: CudaError) -> DeviceError {
 
 impl CudaDevice {
     /// Optional ops that this device has.
-    pub(crate) const FEATURES: &[Feature] = Feature::ALL;
+    pub(crate) const FEATURES: &[Feature] = Feature::ON_GPUS;
 
     /// Opens the GPU and joins the group. From now on only the calling thread may use the device.
     ///

@@ -106,7 +106,7 @@ impl States {
 
 /// The sizes of a layer as the kernels take them; refuses others.
 pub(crate) fn delta_shape(shape: &RecurrentShape) -> Result<DeltaShape, DeviceError> {
-    let RecurrentShape { num_key_heads, num_value_heads, key_dim, value_dim, num_taps } = *shape;
+    let RecurrentShape { num_key_heads, num_value_heads, key_dim, value_dim, num_taps, rule: _ } = *shape;
     if [key_dim, value_dim, num_taps] == [HEAD_DIM, HEAD_DIM, NUM_TAPS] {
         return Ok(DeltaShape { num_key_heads, num_value_heads });
     }
@@ -119,7 +119,7 @@ pub(crate) fn delta_shape(shape: &RecurrentShape) -> Result<DeltaShape, DeviceEr
 
 impl CudaDevice {
     pub(super) fn load_recurrent_layer(&mut self, layer: &RecurrentWeights) -> Result<CudaWeight, DeviceError> {
-        let RecurrentWeights { shape, conv, a_log, dt_bias, norm } = layer;
+        let RecurrentWeights { shape, conv, a_log, dt_bias, norm, conv_bias: _, skip: _ } = layer;
         let delta = delta_shape(shape)?;
         self.product_scratch.count_recurrent(delta);
         let mut values: Vec<f32> =

@@ -23,7 +23,7 @@ pub(crate) enum TargetWeight {
     Latent,
     /// Gives q, k, v and the gates of the output of a layer with a recurrent state.
     State,
-    /// Gives its learning rates and steps.
+    /// Gives its learning rates and steps, or steps alone.
     Steps,
     Out,
     Up,
@@ -58,8 +58,8 @@ pub(crate) fn targets(config: &Config, layer: usize, shard: &LayerShard) -> Vec<
     let (spec, names, hidden) = (&config.layers[layer], config.names, config.hidden_size);
     let mut targets = Vec::new();
     let attention = &spec.attention;
-    if let Some(shape) = spec.recurrent {
-        targets.extend(recurrent_targets(config, shape, shard));
+    if let Some(recurrent) = spec.recurrent {
+        targets.extend(recurrent_targets(config, recurrent.shape, shard));
     } else if let Some(latent) = attention.latent {
         targets.extend(latent_targets(config, attention, latent, shard));
     } else {

@@ -3,6 +3,7 @@
 use ops::{Activation, DType, HeadNormSpan, QueryScale};
 use serde_json::Value;
 
+use super::granite::granite;
 use super::{layer_types::layer_types, weights};
 use crate::config::Config;
 use crate::fields::Fields;
@@ -191,45 +192,6 @@ pub(super) fn phi(fields: &Fields, config: &mut Config) -> Adjusted {
 pub(super) fn scale_residuals(config: &mut Config, embedding: f64, residual: f64) {
     config.embedding_scale = (embedding / residual) as f32;
     config.norm.eps = (f64::from(config.norm.eps) / (residual * residual)) as f32;
-}
-
-/// Four multipliers.
-pub(super) fn granite(fields: &Fields, config: &mut Config) -> Adjusted {
-    let multiplier = |name| Ok::<_, ModelError>(fields.positive(name)?.unwrap_or(1.0));
-    let residual = multiplier("residual_multiplier")?;
-    scale_residuals(config, multiplier("embedding_multiplier")?, residual);
-    config.head.scale = (1.0 / multiplier("logits_scaling")?) as f32;
-    let scale = multiplier("attention_multiplier")? as f32;
-    each_attention(config, |attention| attention.scale = scale);
-    Ok(())
-}
-
-/// Granite with sinks in all layers. Each layer may have a base of its rotation, or 0 if it is not rotated.
-pub(super) fn granite_swa(fields: &Fields, config: &mut Config) -> Adjusted {
-    granite(fields, config)?;
-    layers_of_own_ropes(fields, config)
-}
-
-/// The sinks and rotations of Granite with windows.
-pub(super) fn layers_of_own_ropes(fields: &Fields, config: &mut Config) -> Adjusted {
-    fields.required_size("sliding_window")?;
-    each_attention(config, |attention| attention.has_sinks = true);
-    let Some(value) = fields.get("layer_rope_theta") else { return Ok(()) };
-    let num_layers = config.num_layers();
-    let thetas = value.as_array().filter(|thetas| thetas.len() == num_layers);
-    let theta = |value: &Value| value.as_f64().filter(|theta| *theta >= 0.0);
-    let thetas = thetas.and_then(|thetas| thetas.iter().map(theta).collect::<Option<Vec<_>>>());
-    let expected = format!("a list of {num_layers} numbers, 0 for layers that are not rotated");
-    let thetas = thetas.ok_or_else(|| fields.wrong("layer_rope_theta", &expected, value))?;
-    let ropes = &mut config.ropes;
-    for (layer, theta) in config.layers.iter_mut().zip(thetas) {
-        let known = ropes.iter().position(|rope| rope.theta == theta).unwrap_or(ropes.len());
-        if known == ropes.len() && theta > 0.0 {
-            ropes.push(Rope { theta, ..ropes[0].clone() });
-        }
-        layer.attention.rope = (theta > 0.0).then_some(known);
-    }
-    Ok(())
 }
 
 /// The multipliers of Granite, with norms behind attention and feed-forward, which take that of the residuals. That of

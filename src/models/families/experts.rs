@@ -4,8 +4,7 @@ use ops::{Activation, DType, ExpertGroups, GroupScore, Routing, Scoring};
 use serde_json::Value;
 
 use super::adjust::{
-    Adjusted, each_attention, embedding_scale, exaone4, glm_sections, granite, layers_of_own_ropes,
-    layers_of_two_ropes, qwen_vl, require_both_ropes,
+    Adjusted, each_attention, embedding_scale, exaone4, glm_sections, layers_of_two_ropes, qwen_vl, require_both_ropes,
 };
 use super::mtp::put_mtp;
 use super::older::rotary_dim;
@@ -19,11 +18,6 @@ use crate::layer_spec::{ExpertLayer, MlpLayer};
 pub(super) fn mixtral(fields: &Fields, config: &mut Config) -> Adjusted {
     let size = fields.required_size("intermediate_size")?;
     put_experts(fields, config, size, true, |_| true)
-}
-
-pub(super) fn granite_moe(fields: &Fields, config: &mut Config) -> Adjusted {
-    granite(fields, config)?;
-    mixtral(fields, config)
 }
 
 /// Experts with clamped gates, and sinks in all layers.
@@ -46,19 +40,6 @@ pub(super) fn gpt_oss(fields: &Fields, config: &mut Config) -> Adjusted {
         }
     }
     Ok(())
-}
-
-/// The same with an expert that all tokens share, unless its width is 0.
-pub(super) fn granite_moe_shared(fields: &Fields, config: &mut Config) -> Adjusted {
-    granite(fields, config)?;
-    let sizes = [fields.required_size("intermediate_size")?, fields.count("shared_intermediate_size")?];
-    put_experts_beside(fields, config, sizes, true, |_| true)
-}
-
-/// The same with sinks and rotations of each layer.
-pub(super) fn granite_moe_swa(fields: &Fields, config: &mut Config) -> Adjusted {
-    granite_moe_shared(fields, config)?;
-    layers_of_own_ropes(fields, config)
 }
 
 /// Experts in the layers that `mlp_layer_types` names, or in all; layers with a window have a rotation of their own.
@@ -355,7 +336,7 @@ pub(super) fn expert_groups(fields: &Fields, score: GroupScore) -> Result<Option
 
 /// Replaces the feed-forward of the layers that `is_sparse` names by experts and a feed-forward of other width for all
 /// tokens, unless its width is 0.
-fn put_experts_beside(
+pub(super) fn put_experts_beside(
     fields: &Fields,
     config: &mut Config,
     [size, shared_size]: [usize; 2],

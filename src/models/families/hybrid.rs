@@ -1,7 +1,7 @@
 //! Qwen3-Next, Qwen3.5 and Qwen3.6: most layers have a recurrent state (Gated DeltaNet), the others attention whose output is
 //! gated.
 
-use ops::{Activation, RecurrentShape};
+use ops::{Activation, RecurrentRule, RecurrentShape};
 use serde_json::Value;
 
 use super::adjust::{Adjusted, each_attention};
@@ -11,6 +11,7 @@ use crate::ModelError;
 use crate::config::Config;
 use crate::config::MtpForm;
 use crate::fields::Fields;
+use crate::layer_spec::RecurrentLayer;
 
 /// Fields that count the layers of the MTP head.
 const MTP_LAYERS: &[&str] = &["mtp_num_hidden_layers", "num_nextn_predict_layers"];
@@ -44,25 +45,37 @@ pub(super) fn qwen3_5_moe(fields: &Fields, config: &mut Config) -> Adjusted {
 }
 
 fn put_recurrent_layers(fields: &Fields, config: &mut Config) -> Adjusted {
+    each_attention(config, |attention| attention.has_output_gate = true);
+    let shape = shape(fields)?;
+    let recurrent = RecurrentLayer { shape, eps: config.norm.eps, has_conv_bias: false, has_bias: false };
+    let is_recurrent = recurrent_layers(fields, config.num_layers())?;
+    put_in_layers(fields, config, recurrent, is_recurrent)
+}
+
+/// Replaces attention in some layers. The activation of the feed-forward is that of the convolution.
+pub(super) fn put_in_layers(
+    fields: &Fields,
+    config: &mut Config,
+    recurrent: RecurrentLayer,
+    is_recurrent: Vec<bool>,
+) -> Adjusted {
     if config.layers.iter().any(|layer| layer.mlp.is_some_and(|mlp| mlp.activation != Activation::Silu)) {
         let found = fields.get("hidden_act").cloned().unwrap_or_default();
         return Err(fields.wrong("hidden_act", "`silu`", &found));
     }
-    each_attention(config, |attention| attention.has_output_gate = true);
-    let shape = shape(fields)?;
-    let is_recurrent = recurrent_layers(fields, config.num_layers())?;
     if !is_recurrent.contains(&false) {
         let found = fields.get("layer_types").or(fields.get("full_attention_interval")).cloned().unwrap_or_default();
         return Err(fields.wrong("layer_types", "a list with `full_attention` at least once", &found));
     }
     for (layer, is_recurrent) in config.layers.iter_mut().zip(is_recurrent) {
-        layer.recurrent = is_recurrent.then_some(shape);
+        layer.recurrent = is_recurrent.then_some(recurrent);
     }
     Ok(())
 }
 
 fn shape(fields: &Fields) -> Result<RecurrentShape, ModelError> {
     let shape = RecurrentShape {
+        rule: RecurrentRule::GatedDelta,
         num_key_heads: fields.required_size("linear_num_key_heads")?,
         num_value_heads: fields.required_size("linear_num_value_heads")?,
         key_dim: fields.required_size("linear_key_head_dim")?,
@@ -82,13 +95,24 @@ fn recurrent_layers(fields: &Fields, num_layers: usize) -> Result<Vec<bool>, Mod
     let Some(value) = fields.get("layer_types") else {
         return Ok((1..=num_layers).map(|number| !number.is_multiple_of(interval)).collect());
     };
-    let expected = format!("a list of {num_layers} names, `full_attention` or `linear_attention`");
+    layers_named(fields, value, num_layers, &["full_attention"], &["linear_attention"])
+}
+
+/// Which layers of the list `layer_types` are named as recurrent; the others are named as attention.
+pub(super) fn layers_named(
+    fields: &Fields,
+    value: &Value,
+    num_layers: usize,
+    attention: &[&str],
+    recurrent: &[&str],
+) -> Result<Vec<bool>, ModelError> {
     let names = value.as_array().filter(|names| names.len() == num_layers);
-    let is_recurrent = |name: &Value| match name.as_str() {
-        Some("full_attention") => Some(false),
-        Some("linear_attention") => Some(true),
-        _ => None,
+    let is_recurrent = |name: &Value| {
+        let name = name.as_str()?;
+        let is_recurrent = recurrent.contains(&name);
+        (is_recurrent || attention.contains(&name)).then_some(is_recurrent)
     };
     let layers = names.and_then(|names| names.iter().map(is_recurrent).collect::<Option<Vec<_>>>());
-    layers.ok_or_else(|| fields.wrong("layer_types", &expected, value))
+    let expected = || format!("a list of {num_layers} names, `{}` or `{}`", attention[0], recurrent[0]);
+    layers.ok_or_else(|| fields.wrong("layer_types", &expected(), value))
 }

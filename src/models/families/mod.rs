@@ -9,6 +9,7 @@ mod eagle3;
 mod experts;
 mod family;
 mod gemma4;
+mod granite;
 mod harmless;
 mod hybrid;
 mod layer_types;

@@ -3,8 +3,8 @@
 use ops::HeadNormSpan;
 
 use super::{
-    AttentionBias, BiasRule, Family, NormRule, WindowRule, adjust, deepseek, experts, gemma4, hybrid, llama4, older,
-    weights,
+    AttentionBias, BiasRule, Family, NormRule, WindowRule, adjust, deepseek, experts, gemma4, granite, hybrid, llama4,
+    older, weights,
 };
 
 const NEVER: AttentionBias = AttentionBias { qkv: BiasRule::Never, out: BiasRule::Never };
@@ -358,7 +358,7 @@ pub(super) const FAMILIES: &[Family] = &[
         adjust: adjust::phi,
         ..LLAMA
     },
-    Family { name: "GraniteForCausalLM", model_type: "granite", adjust: adjust::granite, ..LLAMA },
+    Family { name: "GraniteForCausalLM", model_type: "granite", adjust: granite::granite, ..LLAMA },
     Family {
         name: "GraniteSWAForCausalLM",
         model_type: "granite_swa",
@@ -367,7 +367,7 @@ pub(super) const FAMILIES: &[Family] = &[
         defaults: r#"{"vocab_size": 100352, "hidden_size": 2560, "intermediate_size": 8192, "num_hidden_layers": 24,
                       "num_attention_heads": 20, "num_key_value_heads": 4, "max_position_embeddings": 8192,
                       "rms_norm_eps": 1e-5, "tie_word_embeddings": true, "sliding_window": 128}"#,
-        adjust: adjust::granite_swa,
+        adjust: granite::granite_swa,
         ..LLAMA
     },
     Family { name: "HyperCLOVAXForCausalLM", model_type: "hyperclovax", adjust: adjust::hyperclovax, ..LLAMA },
@@ -887,7 +887,19 @@ pub(super) const FAMILIES: &[Family] = &[
         names: &weights::GRANITE_MOE,
         aliases: &[("num_experts", "num_local_experts")],
         defaults: r#"{"num_experts": 8, "num_experts_per_tok": 2}"#,
-        adjust: experts::granite_moe_shared,
+        adjust: granite::granite_moe_shared,
+        ..WITHOUT_MLP_BIAS
+    },
+    Family {
+        name: "GraniteMoeHybridForCausalLM",
+        model_type: "granitemoehybrid",
+        names: &weights::GRANITE_MOE_HYBRID,
+        aliases: &[("num_experts", "num_local_experts")],
+        defaults: r#"{"vocab_size": 32000, "hidden_size": 4096, "intermediate_size": 11008, "num_hidden_layers": 32,
+                      "num_attention_heads": 32, "num_experts": 8, "num_experts_per_tok": 2,
+                      "shared_intermediate_size": 1024, "mamba_n_heads": 128, "mamba_n_groups": 1, "mamba_d_state": 256,
+                      "mamba_d_conv": 4, "mamba_expand": 2}"#,
+        adjust: granite::granite_moe_hybrid,
         ..WITHOUT_MLP_BIAS
     },
     Family {
@@ -896,7 +908,7 @@ pub(super) const FAMILIES: &[Family] = &[
         names: &weights::GRANITE_MOE,
         aliases: &[("num_experts", "num_local_experts")],
         defaults: r#"{"num_experts": 8, "num_experts_per_tok": 2}"#,
-        adjust: experts::granite_moe,
+        adjust: granite::granite_moe,
         ..WITHOUT_MLP_BIAS
     },
     Family {
@@ -906,7 +918,7 @@ pub(super) const FAMILIES: &[Family] = &[
         aliases: &[("num_experts", "num_local_experts")],
         window: WindowRule::PatternFromFirst(4),
         defaults: r#"{"num_experts": 8, "num_experts_per_tok": 2, "sliding_window": 128}"#,
-        adjust: experts::granite_moe_swa,
+        adjust: granite::granite_moe_swa,
         ..WITHOUT_MLP_BIAS
     },
     Family { name: "InternLMForCausalLM", model_type: "internlm", attention_bias: both("bias", true), ..LLAMA },

@@ -425,7 +425,7 @@ fn every_fourth_layer_of_a_hybrid_model_has_attention_unless_it_says_otherwise()
     };
     for architecture in ["Qwen3NextForCausalLM", "Qwen3_5ForCausalLM", "Qwen3_5MoeForCausalLM"] {
         let config = hybrid(architecture, |_| ()).unwrap();
-        let (shape, attention) = (config.layers[0].recurrent.unwrap(), &config.layers[3].attention);
+        let (shape, attention) = (config.layers[0].recurrent.unwrap().shape, &config.layers[3].attention);
         assert_eq!((shape.num_key_heads, shape.num_value_heads, shape.key_dim, shape.num_taps), (16, 32, 128, 4));
         assert!(attention.has_output_gate && attention.head_norm.is_some());
         assert_eq!((config.ropes[0].rotary_dim, config.norm.offset, attention.head_dim), (64, 1.0, 256));

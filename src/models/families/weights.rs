@@ -302,8 +302,10 @@ const GATED_DELTA: RecurrentNames = RecurrentNames {
         a: "linear_attn.in_proj_a",
     },
     conv: "linear_attn.conv1d.weight",
+    conv_bias: "",
     a_log: "linear_attn.A_log",
     dt_bias: "linear_attn.dt_bias",
+    skip: "",
     norm: "linear_attn.norm.weight",
     out: "linear_attn.out_proj",
 };
@@ -477,4 +479,20 @@ pub(super) const GRANITE_MOE_SWA: Names = Names {
         has_biases: false,
     }),
     ..GRANITE_SWA
+};
+
+pub(super) const GRANITE_MOE_HYBRID: Names = Names {
+    up: UpNames::Stacked("shared_mlp.input_linear"),
+    down: "shared_mlp.output_linear",
+    recurrent: Some(RecurrentNames {
+        projections: RecurrentProjections::Together("mamba.in_proj"),
+        conv: "mamba.conv1d.weight",
+        conv_bias: "mamba.conv1d.bias",
+        a_log: "mamba.A_log",
+        dt_bias: "mamba.dt_bias",
+        skip: "mamba.D",
+        norm: "mamba.norm.weight",
+        out: "mamba.out_proj",
+    }),
+    ..GRANITE_MOE
 };

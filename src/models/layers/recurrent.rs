@@ -3,11 +3,12 @@
 
 use std::ops::Range;
 
-use ops::{Device, LinearRole, RecurrentShape, RecurrentWeights};
+use ops::{Device, LinearRole, RecurrentRule, RecurrentShape, RecurrentWeights};
 
 use super::qkv::{RowSlice, scaled};
 use super::{LayerSource, Loader};
 use crate::ModelError;
+use crate::layer_spec::RecurrentLayer;
 use crate::names::{RecurrentNames, RecurrentProjections};
 use crate::shard::LayerShard;
 
@@ -16,50 +17,60 @@ impl<D: Device> Loader<'_, D> {
         self.names.recurrent.expect("an architecture with recurrent layers names them")
     }
 
-    /// The projections of the input: q, k, v and the gates of the output as one matrix, and learning rates and steps as
-    /// another.
+    /// The projections of the input: q, k, v and the gates of the output as one matrix, and the rest as another.
     pub(crate) fn recurrent_inputs(
         &mut self,
         layer: LayerSource<'_>,
-        shape: RecurrentShape,
+        RecurrentLayer { shape, has_bias, .. }: RecurrentLayer,
     ) -> Result<[D::Weight; 2], ModelError> {
         let [qkvz, ba] = recurrent_slices(self.recurrent_names().projections, shape, layer.shard);
         Ok([
-            self.by_output(LinearRole::Qkv, layer.index, &qkvz, self.config.hidden_size, false)?,
-            self.by_output(LinearRole::Up, layer.index, &ba, self.config.hidden_size, false)?,
+            self.by_output(LinearRole::Qkv, layer.index, &qkvz, self.config.hidden_size, has_bias)?,
+            self.by_output(LinearRole::Up, layer.index, &ba, self.config.hidden_size, has_bias)?,
         ])
     }
 
     pub(crate) fn recurrent_out(
         &mut self,
         layer: LayerSource<'_>,
-        shape: RecurrentShape,
+        RecurrentLayer { shape, has_bias, .. }: RecurrentLayer,
     ) -> Result<D::Weight, ModelError> {
         let name = self.layer_name(layer.index, self.recurrent_names().out);
         let taken = scaled(&layer.shard.heads, shape.value_dim);
-        self.by_input(LinearRole::Out, &name, shape.widths()[1], taken, false)
+        self.by_input(LinearRole::Out, &name, shape.widths()[1], taken, has_bias)
     }
 
     pub(crate) fn recurrent_weights(
         &mut self,
         layer: LayerSource<'_>,
-        shape: RecurrentShape,
+        RecurrentLayer { shape, has_conv_bias, .. }: RecurrentLayer,
     ) -> Result<D::Weight, ModelError> {
         let (names, shard) = (self.recurrent_names(), layer.shard);
         let name = |name: &str| self.layer_name(layer.index, name);
-        let conv_name = name(names.conv);
-        let mut conv = Vec::new();
-        for Range { start, end } in channels(shape, shard) {
+        let [conv_name, bias_name] = [names.conv, names.conv_bias].map(name);
+        let (mut conv, mut conv_bias) = (Vec::new(), Vec::new());
+        for Range { start, end } in channels(names.projections, shape, shard) {
             let taps = start * shape.num_taps..end * shape.num_taps;
             conv.extend(self.checkpoint.values(&conv_name, &[shape.channels(), 1, shape.num_taps], taps)?);
+            if has_conv_bias {
+                conv_bias.extend(self.checkpoint.values(&bias_name, &[shape.channels()], start..end)?);
+            }
         }
         let of_heads = |own: &str| self.checkpoint.values(&name(own), &[shape.num_value_heads], shard.heads.clone());
+        let (skip, normed) = match shape.rule {
+            RecurrentRule::GatedDelta => (Vec::new(), (shape.value_dim, 0..shape.value_dim)),
+            RecurrentRule::Mamba2 { .. } => {
+                (of_heads(names.skip)?, (shape.widths()[1], scaled(&shard.heads, shape.value_dim)))
+            }
+        };
         let weights = RecurrentWeights {
             shape: shape_of(shape, shard),
             conv,
+            conv_bias,
+            skip,
             a_log: of_heads(names.a_log)?,
             dt_bias: of_heads(names.dt_bias)?,
-            norm: self.checkpoint.values(&name(names.norm), &[shape.value_dim], 0..shape.value_dim)?,
+            norm: self.checkpoint.values(&name(names.norm), &[normed.0], normed.1)?,
         };
         let loaded = self.device.load_recurrent(&weights);
         self.or_device_error(loaded)
@@ -71,18 +82,23 @@ pub(crate) fn shape_of(shape: RecurrentShape, shard: &LayerShard) -> RecurrentSh
     RecurrentShape { num_key_heads: shard.kv_heads.len(), num_value_heads: shard.heads.len(), ..shape }
 }
 
-/// The worker's channels of q, of k and of v.
-fn channels(shape: RecurrentShape, shard: &LayerShard) -> [Range<usize>; 3] {
-    let keys = shape.widths()[0];
+/// The worker's channels of q, of k and of v, as the convolution is stored.
+fn channels(projections: RecurrentProjections, shape: RecurrentShape, shard: &LayerShard) -> [Range<usize>; 3] {
+    let [keys, values] = shape.widths();
     let [key, value] = [scaled(&shard.kv_heads, shape.key_dim), scaled(&shard.heads, shape.value_dim)];
-    [key.clone(), after(keys, &key), after(2 * keys, &value)]
+    match projections {
+        RecurrentProjections::Together(_) => [after(values + keys, &key), after(values, &key), value],
+        RecurrentProjections::Separate { .. } | RecurrentProjections::Grouped { .. } => {
+            [key.clone(), after(keys, &key), after(2 * keys, &value)]
+        }
+    }
 }
 
 fn after(offset: usize, range: &Range<usize>) -> Range<usize> {
     offset + range.start..offset + range.end
 }
 
-/// The rows of q, k, v and the gates of the output, and those of learning rates and steps.
+/// The rows of q, k, v and the gates of the output, and those of learning rates and steps, or of steps alone.
 pub(crate) fn recurrent_slices(
     projections: RecurrentProjections,
     shape: RecurrentShape,
@@ -91,10 +107,17 @@ pub(crate) fn recurrent_slices(
     let slice = |name, rows, taken| RowSlice { name, rows, taken, head_order: None };
     match projections {
         RecurrentProjections::Separate { qkv, z, b, a } => {
-            let qkv = channels(shape, shard).map(|taken| slice(qkv, shape.channels(), taken));
+            let qkv = channels(projections, shape, shard).map(|taken| slice(qkv, shape.channels(), taken));
             let z = slice(z, shape.widths()[1], scaled(&shard.heads, shape.value_dim));
             let ba = [b, a].map(|name| slice(name, shape.num_value_heads, shard.heads.clone()));
             [qkv.into_iter().chain([z]).collect(), ba.into()]
+        }
+        RecurrentProjections::Together(name) => {
+            let (values, inner) = (shape.widths()[1], shape.channels() + shape.widths()[1]);
+            let rows = inner + shape.num_value_heads;
+            let qkv = channels(projections, shape, shard).map(|taken| slice(name, rows, after(values, &taken)));
+            let z = slice(name, rows, scaled(&shard.heads, shape.value_dim));
+            [qkv.into_iter().chain([z]).collect(), vec![slice(name, rows, after(inner, &shard.heads))]]
         }
         RecurrentProjections::Grouped { qkvz, ba } => {
             let ratio = shape.num_value_heads / shape.num_key_heads;
@@ -132,11 +155,14 @@ fn of_heads(
 
 #[cfg(test)]
 mod tests {
+    use std::iter::once;
+
     use super::*;
 
     fn taken(projections: RecurrentProjections, heads: Range<usize>, kv_heads: Range<usize>) -> [Vec<Range<usize>>; 2] {
         // Two key heads of 3, four value heads of 5: q 6, k 6, v 20, gates 20.
-        let shape = RecurrentShape { num_key_heads: 2, num_value_heads: 4, key_dim: 3, value_dim: 5, num_taps: 4 };
+        let (rule, num_key_heads, num_value_heads) = (RecurrentRule::GatedDelta, 2, 4);
+        let shape = RecurrentShape { rule, num_key_heads, num_value_heads, key_dim: 3, value_dim: 5, num_taps: 4 };
         let shard = LayerShard { heads, kv_heads, intermediate: 0..0, experts: 0..0, expert_intermediate: 0..0 };
         recurrent_slices(projections, shape, &shard).map(|slices| slices.into_iter().map(|slice| slice.taken).collect())
     }
@@ -146,6 +172,14 @@ mod tests {
         let names = RecurrentProjections::Separate { qkv: "qkv", z: "z", b: "b", a: "a" };
         assert_eq!(taken(names, 2..4, 1..2), [vec![3..6, 9..12, 22..32, 10..20], vec![2..4, 2..4]]);
         assert_eq!(taken(names, 3..4, 1..2), [vec![3..6, 9..12, 27..32, 15..20], vec![3..4, 3..4]]);
+    }
+
+    #[test]
+    fn one_matrix_of_gates_values_keys_queries_and_steps_is_put_in_order() {
+        // Gates 20, v 20, k 6, q 6, steps 4.
+        let names = RecurrentProjections::Together("all");
+        assert_eq!(taken(names, 0..4, 0..2), [vec![46..52, 40..46, 20..40, 0..20], Vec::from_iter(once(52..56))]);
+        assert_eq!(taken(names, 2..4, 1..2), [vec![49..52, 43..46, 30..40, 10..20], Vec::from_iter(once(54..56))]);
     }
 
     #[test]

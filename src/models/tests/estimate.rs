@@ -281,6 +281,16 @@ fn gpus_refuse_recurrent_layers_with_heads_of_other_sizes_by_name() {
 }
 
 #[test]
+fn gpus_refuse_mamba2_by_name() {
+    let dir = golden_dir("granite_moe_hybrid");
+    let config = models::Config::from_dir(&dir).unwrap();
+    let limits = StepLimits { max_tokens: 64, max_rows: 4, max_sequence_len: 128, vocab_size: config.vocab_size };
+    let mut cuda = Estimator::new(Target::Cuda, TensorParallel { rank: 0, size: 1 }, limits);
+    let error = models::load(&dir, &config, &mut cuda).map(drop).unwrap_err().to_string();
+    assert!(error.contains("layers with a recurrent state of Mamba-2"), "{error}");
+}
+
+#[test]
 fn a_pipeline_stage_of_recurrent_layers_alone_is_refused() {
     let dir = golden_dir("qwen3_next");
     let config = models::Config::from_dir(&dir).unwrap();
