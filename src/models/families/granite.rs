@@ -74,6 +74,7 @@ fn layers_of_own_ropes(fields: &Fields, config: &mut Config) -> Adjusted {
 pub(super) fn granite_moe_hybrid(fields: &Fields, config: &mut Config) -> Adjusted {
     let usual_eps = config.norm.eps;
     granite(fields, config)?;
+    fields.only_text("normalization_function", &["rmsnorm"])?;
     match fields.get("position_embedding_type").and_then(Value::as_str) {
         Some("rope") => {}
         None | Some("nope") => each_attention(config, |attention| attention.rope = None),

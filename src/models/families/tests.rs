@@ -518,3 +518,54 @@ fn the_whole_model_says_whether_the_head_is_the_embedding() {
     assert!(!read(json!(false)).unwrap().head.is_tied);
     assert!(read(Value::Null).unwrap().head.is_tied, "as usual for this model");
 }
+
+/// Fields of the published Granite 4.0 Micro and H-Tiny, smaller.
+fn granite4(change: impl FnOnce(&mut Value)) -> Result<Config, ModelError> {
+    read_of("GraniteMoeHybridForCausalLM", |c| {
+        *c = json!({
+            "architectures": ["GraniteMoeHybridForCausalLM"], "model_type": "granitemoehybrid", "attention_bias": false,
+            "attention_dropout": 0.0, "attention_multiplier": 0.015625, "embedding_multiplier": 12, "hidden_act": "silu",
+            "hidden_size": 128, "initializer_range": 0.1, "intermediate_size": 96, "layer_types": ["attention", "attention"],
+            "logits_scaling": 10, "mamba_chunk_size": 256, "mamba_conv_bias": true, "mamba_d_conv": 4, "mamba_d_head": 32,
+            "mamba_d_state": 16, "mamba_expand": 2, "mamba_n_groups": 1, "mamba_n_heads": 8, "mamba_proj_bias": false,
+            "max_position_embeddings": 131072, "normalization_function": "rmsnorm", "num_attention_heads": 4,
+            "num_experts_per_tok": 0, "num_hidden_layers": 2, "num_key_value_heads": 2, "num_local_experts": 0,
+            "output_router_logits": false, "position_embedding_type": "rope", "residual_multiplier": 0.22,
+            "rms_norm_eps": 1e-5, "rope_scaling": null, "rope_theta": 10000000, "router_aux_loss_coef": 0.01,
+            "shared_intermediate_size": 80, "tie_word_embeddings": true, "use_cache": false, "vocab_size": 501
+        });
+        change(c);
+    })
+}
+
+#[test]
+fn granite_4_has_attention_in_all_layers_or_mamba_2_in_most() {
+    let micro = granite4(|_| ()).unwrap();
+    assert!(!micro.has_recurrent_layers() && micro.layers.iter().all(|layer| layer.experts.is_none()));
+    assert_eq!((micro.layers[0].mlp.unwrap().intermediate_size, micro.layers[0].attention.rope), (80, Some(0)));
+    assert!(!micro.features().contains(&ops::Feature::Mamba2), "GPUs can run it");
+    let tiny = |change: fn(&mut Value)| {
+        granite4(|c| {
+            c["layer_types"] = json!(["mamba", "attention"]);
+            c["position_embedding_type"] = json!("nope");
+            (c["num_local_experts"], c["num_experts_per_tok"]) = (json!(8), json!(2));
+            change(c);
+        })
+    };
+    let config = tiny(|_| ()).unwrap();
+    let recurrent = config.layers[0].recurrent.unwrap();
+    assert_eq!((recurrent.shape.value_dim, recurrent.shape.key_dim, recurrent.has_conv_bias), (32, 16, true));
+    let sizes = (config.layers[0].mlp.unwrap().intermediate_size, config.layers[0].experts.unwrap().intermediate_size);
+    assert_eq!((sizes, config.layers[1].attention.rope), ((80, 96), None));
+    assert!(config.features().contains(&ops::Feature::Mamba2));
+    let changes: [(fn(&mut Value), &str); 4] = [
+        (|c| c["normalization_function"] = json!("layernorm"), "`normalization_function`"),
+        (|c| c["position_embedding_type"] = json!("alibi"), "`position_embedding_type`"),
+        (|c| c["time_step_limit"] = json!([0.0, 0.1]), "from 0 to infinity"),
+        (|c| c["mamba_d_head"] = json!(16), "`mamba_d_head`"),
+    ];
+    for (change, words) in changes {
+        let error = tiny(change).unwrap_err().to_string();
+        assert!(error.contains(words), "{error}");
+    }
+}
