@@ -52,6 +52,10 @@ CASES = {
     # all linear layers but experts and routers
     "qwen2_moe_all": ("qwen2_moe", torch.float32, dict(
         r=4, lora_alpha=4, target_modules=r".*(self_attn\.[qkvo]_proj|shared_expert\.(gate|up|down)_proj)")),
+    # Mamba-2, whose projections are one matrix
+    "granite_hybrid_mamba": ("granite_hybrid_dense", torch.float32, dict(r=4, lora_alpha=4, target_modules=["in_proj", "out_proj", "q_proj"])),
+    # beside gates of attention with a matrix of their own, which PEFT takes for parts of experts
+    "afmoe_attention": ("afmoe", torch.float32, dict(r=4, lora_alpha=4, target_modules=["q_proj", "k_proj", "v_proj", "o_proj"])),
 }
 
 

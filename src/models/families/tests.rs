@@ -544,28 +544,27 @@ fn granite_4_has_attention_in_all_layers_or_mamba_2_in_most() {
     assert!(!micro.has_recurrent_layers() && micro.layers.iter().all(|layer| layer.experts.is_none()));
     assert_eq!((micro.layers[0].mlp.unwrap().intermediate_size, micro.layers[0].attention.rope), (80, Some(0)));
     assert!(!micro.features().contains(&ops::Feature::Mamba2), "GPUs can run it");
-    let tiny = |change: fn(&mut Value)| {
+    let tiny = |field: &str, value: Value| {
         granite4(|c| {
             c["layer_types"] = json!(["mamba", "attention"]);
             c["position_embedding_type"] = json!("nope");
             (c["num_local_experts"], c["num_experts_per_tok"]) = (json!(8), json!(2));
-            change(c);
+            c[field] = value;
         })
     };
-    let config = tiny(|_| ()).unwrap();
+    let config = tiny("use_cache", json!(true)).unwrap();
     let recurrent = config.layers[0].recurrent.unwrap();
     assert_eq!((recurrent.shape.value_dim, recurrent.shape.key_dim, recurrent.has_conv_bias), (32, 16, true));
     let sizes = (config.layers[0].mlp.unwrap().intermediate_size, config.layers[0].experts.unwrap().intermediate_size);
     assert_eq!((sizes, config.layers[1].attention.rope), ((80, 96), None));
     assert!(config.features().contains(&ops::Feature::Mamba2));
-    let changes: [(fn(&mut Value), &str); 4] = [
-        (|c| c["normalization_function"] = json!("layernorm"), "`normalization_function`"),
-        (|c| c["position_embedding_type"] = json!("alibi"), "`position_embedding_type`"),
-        (|c| c["time_step_limit"] = json!([0.0, 0.1]), "from 0 to infinity"),
-        (|c| c["mamba_d_head"] = json!(16), "`mamba_d_head`"),
-    ];
-    for (change, words) in changes {
-        let error = tiny(change).unwrap_err().to_string();
-        assert!(error.contains(words), "{error}");
+    for (field, value, words) in [
+        ("normalization_function", json!("layernorm"), "`rmsnorm`"),
+        ("position_embedding_type", json!("alibi"), "`rope` or `nope`"),
+        ("time_step_limit", json!([0.0, 0.1]), "from 0 to infinity"),
+        ("mamba_d_head", json!(16), "32 or `auto`"),
+    ] {
+        let error = tiny(field, value).unwrap_err().to_string();
+        assert!(error.contains(field) && error.contains(words), "{error}");
     }
 }

@@ -129,15 +129,21 @@ fn adapters_of_attention_over_latent_vectors_and_of_shared_experts_agree_with_pe
 #[test]
 fn adapters_of_layers_with_a_recurrent_state_agree_with_peft() {
     ["qwen3_5", "qwen3_next"].into_iter().zip(["qwen3_5_all", "qwen3_next_attention"]).for_each(check_in_groups);
+    check_in_groups(("granite_hybrid_dense", "granite_hybrid_mamba"));
 }
 
-/// Checks an adapter of a model by groups of one and of two workers.
+#[test]
+fn adapters_of_attention_whose_gates_have_a_matrix_of_their_own_agree_with_peft() {
+    check_in_groups(("afmoe", "afmoe_attention"));
+}
+
+/// Checks an adapter of a model by groups of one and, where they can share it, of two workers.
 fn check_in_groups((base, name): (&str, &str)) {
     let adapter = adapter(base, name);
     let goldens = goldens(&adapter_dir(name));
-    let is_bf16 = Config::from_dir(&golden_dir(base)).unwrap().dtype == ops::DType::Bf16;
-    let allowed = if is_bf16 { BF16_ERROR } else { F32_ERROR };
-    for size in [1, 2] {
+    let config = Config::from_dir(&golden_dir(base)).unwrap();
+    let allowed = if config.dtype == ops::DType::Bf16 { BF16_ERROR } else { F32_ERROR };
+    for size in [1, 2].into_iter().filter(|&size| models::shard::check(&config, size).is_ok()) {
         let outputs = on_group(base, size, |runner| {
             runner.set_adapter(2, &adapter);
             goldens.iter().map(|it| runner.run(&[sequence(it, Some(2), 16, 0)]).remove(0)).collect::<Vec<_>>()
