@@ -119,8 +119,11 @@ impl Feature {
         Feature::Mamba2,
     ];
 
-    /// Those that GPUs have, too: all but the last one.
-    pub const ON_GPUS: &[Feature] = Feature::ALL.split_at(Feature::ALL.len() - 1).0;
+    /// Those that GPUs have, too: all but Mamba-2, which stands last.
+    pub const ON_GPUS: &[Feature] = match Feature::ALL {
+        [others @ .., Feature::Mamba2] => others,
+        _ => panic!("features that GPUs have stand before Mamba-2"),
+    };
 }
 
 impl fmt::Display for Feature {

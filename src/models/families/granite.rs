@@ -75,7 +75,7 @@ pub(super) fn granite_moe_hybrid(fields: &Fields, config: &mut Config) -> Adjust
     let usual_eps = config.norm.eps;
     granite(fields, config)?;
     fields.only_text("normalization_function", &["rmsnorm"])?;
-    match fields.get("position_embedding_type").and_then(Value::as_str) {
+    match fields.text("position_embedding_type")? {
         Some("rope") => {}
         None | Some("nope") => each_attention(config, |attention| attention.rope = None),
         Some(other) => return Err(fields.wrong("position_embedding_type", "`rope` or `nope`", &other.into())),

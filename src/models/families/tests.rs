@@ -561,6 +561,7 @@ fn granite_4_has_attention_in_all_layers_or_mamba_2_in_most() {
     for (field, value, words) in [
         ("normalization_function", json!("layernorm"), "`rmsnorm`"),
         ("position_embedding_type", json!("alibi"), "`rope` or `nope`"),
+        ("position_embedding_type", json!(5), "a string"),
         ("time_step_limit", json!([0.0, 0.1]), "from 0 to infinity"),
         ("mamba_d_head", json!(16), "32 or `auto`"),
     ] {
