@@ -7,7 +7,7 @@ use std::rc::Rc;
 
 use serde_json::{Map, Value};
 
-use crate::ModelError;
+use crate::{ModelError, from_python_json};
 
 /// Fields whose default is a value, and of which null says that there is none.
 const MAY_BE_NULL: &[&str] = &[
@@ -35,7 +35,7 @@ impl Fields {
     /// Reads a file that contains a JSON object.
     pub(crate) fn read(path: &Path) -> Result<Self, ModelError> {
         let text = std::fs::read(path).map_err(|source| ModelError::Read { path: path.into(), source })?;
-        let value = serde_json::from_slice(&text).map_err(|source| ModelError::Json { path: path.into(), source })?;
+        let value = from_python_json(&text).map_err(|source| ModelError::Json { path: path.into(), source })?;
         let of = |map| Self {
             path: path.into(),
             prefix: String::new(),

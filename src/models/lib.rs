@@ -31,6 +31,7 @@ mod model;
 mod mtp;
 mod names;
 mod per_layer;
+mod python_json;
 mod rope;
 pub mod rounding;
 pub mod shard;
@@ -49,5 +50,6 @@ pub use layer_spec::{
 pub use linear_layers::{InputSource, LinearGroup, linear_groups};
 pub use load::load;
 pub use model::Model;
+pub use python_json::from_python_json;
 pub use rope::{Rope, RopeScaling};
 pub use weights_form::WeightsForm;

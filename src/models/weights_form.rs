@@ -6,7 +6,7 @@ use std::path::{Path, PathBuf};
 use serde_json::{Map, Value};
 
 use crate::checkpoint::{TensorForm, is_constant, tensor_forms};
-use crate::{Config, ModelError};
+use crate::{Config, ModelError, from_python_json};
 
 /// Fields of `config.json` that are not compared: they do not change what a model computes, or only what ends a sequence.
 const OTHER_FIELDS: [&str; 7] =
@@ -33,7 +33,7 @@ impl WeightsForm {
     pub fn read(dir: &Path, config: Config) -> Result<Self, ModelError> {
         let path = dir.join("config.json");
         let json = std::fs::read(&path).map_err(|source| ModelError::Read { path: path.clone(), source })?;
-        let fields = serde_json::from_slice(&json).map_err(|source| ModelError::Json { path, source })?;
+        let fields = from_python_json(&json).map_err(|source| ModelError::Json { path, source })?;
         Ok(Self { dir: dir.into(), config, tensors: tensor_forms(dir)?, fields })
     }
 

@@ -65,7 +65,7 @@ impl Target {
 pub(crate) fn write_config(from: &Path, to: &Path, plan: &Plan<'_>) -> Result<(), QuantizeError> {
     let (source, path) = (from.join("config.json"), to.join("config.json"));
     let text = fs::read(&source).map_err(io("cannot read", &source))?;
-    let Ok(Value::Object(mut config)) = serde_json::from_slice(&text) else {
+    let Ok(Value::Object(mut config)) = models::from_python_json(&text) else {
         return Err(QuantizeError::Config(source));
     };
     config.insert("quantization_config".to_owned(), plan.form.config(&plan.ignored()));
