@@ -56,6 +56,9 @@ CASES = {
     "granite_hybrid_mamba": ("granite_hybrid_dense", torch.float32, dict(r=4, lora_alpha=4, target_modules=["in_proj", "out_proj", "q_proj"])),
     # beside gates of attention with a matrix of their own, which PEFT takes for parts of experts
     "afmoe_attention": ("afmoe", torch.float32, dict(r=4, lora_alpha=4, target_modules=["q_proj", "k_proj", "v_proj", "o_proj"])),
+    # layers of one part, without the output of Mamba-2, which PEFT refuses there
+    "nemotron_h_all": ("nemotron_h_dense", torch.float32, dict(r=3, lora_alpha=3, target_modules=[
+        "in_proj", "q_proj", "o_proj", "up_proj", "down_proj"])),
 }
 
 

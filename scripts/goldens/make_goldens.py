@@ -108,6 +108,8 @@ MAMBA = dict(mamba_n_heads=4, mamba_d_head=20, mamba_n_groups=2, mamba_d_state=1
 GRANITE_HYBRID = dict(num_attention_heads=5, num_key_value_heads=5, intermediate_size=56, shared_intermediate_size=88,
                       layer_types=["linear_attention", "full_attention", "linear_attention"], embedding_multiplier=12.0,
                       residual_multiplier=0.22, attention_multiplier=0.0625, logits_scaling=8.0)
+NEMOTRON_H = dict(num_hidden_layers=None, head_dim=24, mamba_num_heads=8, mamba_head_dim=8, n_groups=4, ssm_state_size=12,
+                  layer_norm_epsilon=1e-5)
 QWEN_EXPERTS = dict(num_experts=6, num_experts_per_tok=2, moe_intermediate_size=56, shared_expert_intermediate_size=88)
 GRANITE_SWA = dict(num_hidden_layers=3, sliding_window=20, layer_types=MIXED, layer_rope_theta=[10000.0, 0, 500.0], rope_parameters=YARN,
                    embedding_multiplier=1.5, residual_multiplier=0.6, logits_scaling=2.0, attention_multiplier=0.3)
@@ -368,6 +370,16 @@ FAMILIES = {
     # rotated attention, no experts, biases of projections
     "granite_hybrid_dense": ("GraniteMoeHybrid", MAMBA | GRANITE_HYBRID | dict(
         num_local_experts=0, position_embedding_type="rope", mamba_proj_bias=True, mamba_conv_bias=False)),
+    # layers of one part: Mamba-2 with a norm for two heads, attention without rotation, experts without gates that are chosen with a
+    # bias and within two of four groups
+    "nemotron_h": ("NemotronH", NEMOTRON_H | dict(
+        layers_block_type=["linear_attention", "moe", "linear_attention", "full_attention", "moe"], n_routed_experts=8,
+        num_experts_per_tok=3, moe_intermediate_size=32, moe_shared_expert_intermediate_size=64, n_group=4, topk_group=2,
+        routed_scaling_factor=2.5)),
+    # mixers without a feed-forward behind them, no experts, biases
+    "nemotron_h_dense": ("NemotronH", NEMOTRON_H | dict(
+        layers_block_type=["linear_attention", "mlp", "linear_attention", "full_attention", "mlp", "full_attention"],
+        intermediate_size=128, use_bias=True, mlp_bias=True, use_conv_bias=False)),
 }
 VISION = dict(depth=1, hidden_size=16, intermediate_size=16, num_heads=2, patch_size=2, out_hidden_size=64, num_position_embeddings=4)
 GLM_VISION = dict(depth=1, hidden_size=16, intermediate_size=16, num_heads=2, patch_size=2, out_hidden_size=64, image_size=8)

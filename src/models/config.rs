@@ -305,6 +305,10 @@ impl Config {
             ),
             (routing(|_| true), Feature::Experts),
             (routing(|routing| routing.scoring == Scoring::Sigmoid), Feature::SigmoidRouting),
+            (
+                routing(|_| true) && self.names.experts.is_some_and(|names| !names.layout.is_gated()),
+                Feature::PlainExperts,
+            ),
             (routing(|routing| routing.scales_input), Feature::ScaledExpertInputs),
             (
                 routing(|_| true) && self.names.experts.is_some_and(|names| names.selection_bias.is_some()),

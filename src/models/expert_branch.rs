@@ -22,7 +22,7 @@ impl<D: Device> ExpertBranch<D> {
         let Some(names) = names else { return Ok(None) };
         let width = loader.config.hidden_size;
         let mut norm = |name: &str, factor: f32| {
-            let name = loader.layer_name(layer.index, name);
+            let name = loader.layer_name(layer.number, name);
             loader.norm_of_width(&name, width, factor)
         };
         let [mlp, experts] = names.branch_norms.map(|name| format!("{name}.weight"));

@@ -41,30 +41,36 @@ impl<D: Device> Layer<D> {
         if buffers == widths.len() {
             widths.push(own);
         }
+        let feed_forward = source.feed_forward();
+        let mlp_norm = loader.names.mlp_norm.filter(|_| source.spec.has_feed_forward());
         Ok(Self {
             is_parallel: source.spec.is_parallel,
             widths: buffers,
             attention_norm: loader.layer_norm(source, loader.names.attention_norm)?,
             mixer: Mixer::load(loader, source, counts)?,
             attention_branch_norm: loader.branch_norm(source, loader.names.attention_branch_norm)?,
-            mlp_norm: loader.layer_norm(source, loader.names.mlp_norm)?,
+            mlp_norm: loader.layer_norm(feed_forward, mlp_norm)?,
             mlp: match source.spec.mlp {
-                Some(mlp) => Some(Mlp::load(loader, source, mlp)?),
+                Some(mlp) => Some(Mlp::load(loader, feed_forward, mlp)?),
                 None => None,
             },
             experts: match (source.spec.experts, &loader.names.experts) {
-                (Some(experts), Some(names)) => Some(loader.experts(source, experts, names)?),
+                (Some(experts), Some(names)) => Some(loader.experts(feed_forward, experts, names)?),
                 (None, _) => None,
                 (Some(_), None) => unreachable!("an architecture with experts names them"),
             },
-            expert_branch: ExpertBranch::load(loader, source)?,
-            mlp_branch_norm: loader.branch_norm(source, loader.names.mlp_branch_norm)?,
+            expert_branch: ExpertBranch::load(loader, feed_forward)?,
+            mlp_branch_norm: loader.branch_norm(feed_forward, loader.names.mlp_branch_norm)?,
             per_layer: match loader.config.per_layer_input {
                 Some(input) => Some(PerLayerBranch::load(loader, source, input)?),
                 None => None,
             },
             scalar: loader.layer_scalar(source)?,
         })
+    }
+
+    fn has_feed_forward(&self) -> bool {
+        self.mlp.is_some() || self.experts.is_some()
     }
 
     /// Whether it adds two parts, and needs buffers for both.
@@ -152,7 +158,7 @@ impl<D: Device> Layer<D> {
             };
             self.feed_forward(device, x, &mut second.partial, None, inner)?;
             device.add(partial, &second.partial)?;
-        } else {
+        } else if self.has_feed_forward() {
             self.add_attention(device, b, eps)?;
         }
         let branch_norm = self.mlp_branch_norm.as_ref();

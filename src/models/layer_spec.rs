@@ -30,6 +30,20 @@ pub struct LayerSpec {
     pub experts: Option<ExpertLayer>,
     /// Whether attention and feed-forward have the same input, so that both are added to it.
     pub is_parallel: bool,
+    /// If set, the checkpoint counts attention and feed-forward as layers of their own, and these are their numbers.
+    pub numbers: Option<[usize; 2]>,
+}
+
+impl LayerSpec {
+    /// The numbers of attention and feed-forward in the names of the checkpoint, where the layer is number `index` of the model.
+    pub(crate) fn numbers(&self, index: usize) -> [usize; 2] {
+        self.numbers.unwrap_or([index; 2])
+    }
+
+    /// Whether it has a feed-forward.
+    pub(crate) fn has_feed_forward(&self) -> bool {
+        self.mlp.is_some() || self.experts.is_some()
+    }
 }
 
 /// A layer with a recurrent state.

@@ -51,8 +51,10 @@ pub fn linear_groups(checkpoint: &Checkpoint, config: &Config) -> Result<Vec<Lin
     }
     let mut groups = Vec::new();
     for (index, layer) in config.layers.iter().enumerate() {
-        let prefix = format!("{}{}.{index}.", prefix(checkpoint, names), names.layers);
-        LayerNames { config, names, layer, prefix }.groups(&mut groups);
+        let [attention, feed_forward] =
+            layer.numbers(index).map(|number| format!("{}{}.{number}.", prefix(checkpoint, names), names.layers));
+        LayerNames { config, names, layer, prefix: attention }.mixer(&mut groups);
+        LayerNames { config, names, layer, prefix: feed_forward }.feed_forward(&mut groups);
     }
     Ok(groups)
 }
@@ -91,7 +93,7 @@ impl LayerNames<'_> {
         })
     }
 
-    fn groups(&self, out: &mut Vec<LinearGroup>) {
+    fn mixer(&self, out: &mut Vec<LinearGroup>) {
         let (attention, hidden) = (&self.layer.attention, self.config.hidden_size);
         let qkv: &[&str] = match (&self.names.qkv, attention.kv) {
             (QkvNames::Separate(names), KvSource::Projections) => names,
@@ -107,8 +109,6 @@ impl LayerNames<'_> {
                 out.push(self.group(&[self.names.out], attention.num_heads * attention.head_dim, None));
             }
         }
-        self.feed_forward(out);
-        self.experts(out);
     }
 
     /// Without the products that give k and v of a latent vector.
@@ -124,6 +124,11 @@ impl LayerNames<'_> {
     }
 
     fn feed_forward(&self, out: &mut Vec<LinearGroup>) {
+        self.mlp(out);
+        self.experts(out);
+    }
+
+    fn mlp(&self, out: &mut Vec<LinearGroup>) {
         let Some(mlp) = self.layer.mlp else { return };
         let has_experts = self.layer.experts.is_some();
         let shared = self.names.experts.and_then(|names| names.shared).filter(|_| has_experts);
@@ -146,9 +151,13 @@ impl LayerNames<'_> {
 
     fn experts(&self, out: &mut Vec<LinearGroup>) {
         let (Some(experts), Some(names)) = (self.layer.experts, self.names.experts) else { return };
-        let ExpertLayout::Each { prefix, names } = names.layout else { return };
+        let (prefix, [gate, up, down]) = match names.layout {
+            ExpertLayout::Each { prefix, names } => (prefix, names),
+            ExpertLayout::EachPlain { prefix, names: [up, down] } => (prefix, [up, up, down]),
+            _ => return,
+        };
         for expert in 0..experts.num_experts {
-            let [gate, up, down] = names.map(|name| format!("{prefix}.{expert}.{name}"));
+            let [gate, up, down] = [gate, up, down].map(|name| format!("{prefix}.{expert}.{name}"));
             out.push(self.group(&[&gate, &up], self.config.hidden_size, None));
             out.push(self.group(&[&down], experts.intermediate_size, None));
         }

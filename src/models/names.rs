@@ -186,6 +186,8 @@ pub(crate) enum BiasForm {
 pub(crate) enum ExpertLayout {
     /// Each on its own: `PREFIX.number.NAME` for gate, up and down.
     Each { prefix: &'static str, names: [&'static str; 3] },
+    /// Each on its own and without a gate: `PREFIX.number.NAME` for up and down.
+    EachPlain { prefix: &'static str, names: [&'static str; 2] },
     /// Together and as `[in, out]`, in tensors whose names have no suffix: gate and up `[experts, E, 2 I]`, down
     /// `[experts, I, E]`.
     StackedTransposed([&'static str; 2]),
@@ -196,4 +198,11 @@ pub(crate) enum ExpertLayout {
     /// `Stacked` if the checkpoint has the first of `stacked`, else `Each`. If `may_be_transposed`, a stack of another shape is
     /// `StackedTransposed`.
     Either { stacked: [&'static str; 2], may_be_transposed: bool, prefix: &'static str, names: [&'static str; 3] },
+}
+
+impl ExpertLayout {
+    /// Whether the experts have gates.
+    pub(crate) fn is_gated(self) -> bool {
+        !matches!(self, ExpertLayout::EachPlain { .. })
+    }
 }

@@ -86,7 +86,7 @@ impl<D: Device> PerLayerBranch<D> {
     ) -> Result<Self, ModelError> {
         let names = loader.names.per_layer_input.expect("an architecture with these inputs names them");
         let [gate, out, norm] =
-            [names.gate, names.out, names.branch_norm].map(|name| loader.layer_name(layer.index, name));
+            [names.gate, names.out, names.branch_norm].map(|name| loader.layer_name(layer.number, name));
         let hidden = loader.config.hidden_size;
         Ok(Self {
             activation: input.activation,

@@ -225,7 +225,14 @@ pub(crate) mod tests {
             norm: NormSpec { kind: NormKind::Rms, eps: 1e-5, has_weight: true, has_bias: false, offset: 0.0 },
             ropes: vec![],
             layers: vec![
-                LayerSpec { attention, recurrent: None, mlp: Some(mlp), experts: None, is_parallel: false };
+                LayerSpec {
+                    attention,
+                    recurrent: None,
+                    mlp: Some(mlp),
+                    experts: None,
+                    is_parallel: false,
+                    numbers: None
+                };
                 2
             ],
             head: HeadSpec { is_tied: false, has_unit_rows: false, has_bias: false, scale: 1.0, cap: None },

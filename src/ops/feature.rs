@@ -50,6 +50,8 @@ pub enum Feature {
     Experts,
     /// [`crate::Scoring::Sigmoid`].
     SigmoidRouting,
+    /// [`crate::ExpertSlice::gate_up`] without gates.
+    PlainExperts,
     /// [`crate::Routing::scales_input`].
     ScaledExpertInputs,
     /// [`crate::ExpertSlices::selection_bias`].
@@ -117,12 +119,13 @@ impl Feature {
         Feature::Guesses,
         Feature::OwnDrafters,
         Feature::Mamba2,
+        Feature::PlainExperts,
     ];
 
-    /// Those that GPUs have, too: all but Mamba-2, which stands last.
+    /// Those that GPUs have, too: all but the last ones.
     pub const ON_GPUS: &[Feature] = match Feature::ALL {
-        [others @ .., Feature::Mamba2] => others,
-        _ => panic!("features that GPUs have stand before Mamba-2"),
+        [others @ .., Feature::Mamba2, Feature::PlainExperts] => others,
+        _ => panic!("features that GPUs have stand before the others"),
     };
 }
 
@@ -150,6 +153,7 @@ impl fmt::Display for Feature {
             Feature::PerLayerInputs => "an embedding for each layer",
             Feature::LayerScale => "a factor of each layer",
             Feature::SigmoidRouting => "experts that are weighted by sigmoids",
+            Feature::PlainExperts => "experts without gates",
             Feature::ScaledExpertInputs => "experts whose inputs are weighted",
             Feature::SelectionBias => "experts that are chosen by their weights and a bias",
             Feature::ExpertGroups => "experts that are chosen within groups",

@@ -215,7 +215,7 @@ pub struct Routing {
     pub is_normalized: bool,
     /// Multiplies the weights of the chosen experts at the end. Other values than 1 require [`crate::Feature::ExpertScales`].
     pub scale: f32,
-    /// Activation function of the gates.
+    /// Activation function of the gates, or of up where there are none.
     pub activation: Activation,
 }
 
@@ -249,7 +249,7 @@ pub enum Scoring {
     Sigmoid,
 }
 
-/// The experts of a feed-forward, of which each is a gated MLP. This worker has some of them, and of these some or all
+/// The experts of a feed-forward, of which each is an MLP. This worker has some of them, and of these some or all
 /// columns of the inner layer.
 #[derive(Debug, Clone)]
 pub struct ExpertSlices<'a> {
@@ -272,11 +272,11 @@ pub struct ExpertSlices<'a> {
 /// The weights of one expert.
 #[derive(Debug, Clone)]
 pub struct ExpertSlice<'a> {
-    /// gate and up, each `[I, E]`.
-    pub gate_up: [WeightSlice<'a>; 2],
+    /// gate and up, each `[I, E]`; up alone if the experts of the layer have no gates ([`crate::Feature::PlainExperts`]).
+    pub gate_up: Vec<WeightSlice<'a>>,
     /// `[E, I]`.
     pub down: WeightSlice<'a>,
-    /// Biases of gate and up, each `[I]`; none, or two.
+    /// Biases of gate and up, each `[I]`; none, or as many as `gate_up` has.
     pub gate_up_bias: Vec<WeightSlice<'a>>,
     /// Bias of down, `[E]`. Of the workers that share an expert, one has it.
     pub down_bias: Option<WeightSlice<'a>>,

@@ -14,12 +14,13 @@ pub struct Experts {
     first: usize,
     experts: Vec<Expert>,
     routing: Routing,
+    is_gated: bool,
     selection_bias: Vec<f32>, // [experts], or none
     scales: Vec<f32>,         // [experts], or none
 }
 
 struct Expert {
-    gate_up: Linear, // [2 I, E]
+    gate_up: Linear, // [2 I, E], without gates [I, E]
     down: Linear,    // [E, I]
 }
 
@@ -94,7 +95,9 @@ impl CpuDevice {
         let scales = layer.scales.as_ref().map(slices::vector).transpose()?.unwrap_or_default();
         let selection_bias = layer.selection_bias.as_ref().map(slices::vector).transpose()?.unwrap_or_default();
         self.weights_bytes += (size_of_val(&*scales) + size_of_val(&*selection_bias)) as u64;
-        Ok(Experts { router, first: layer.first, experts, routing: layer.routing, selection_bias, scales })
+        let is_gated = layer.experts.first().is_some_and(|expert| expert.gate_up.len() == 2);
+        let (first, routing) = (layer.first, layer.routing);
+        Ok(Experts { router, first, experts, routing, is_gated, selection_bias, scales })
     }
 
     pub(super) fn run_experts(&mut self, out: &mut CpuTensor, x: &CpuTensor, routed: &CpuTensor, layer: &Experts) {
@@ -117,10 +120,16 @@ impl CpuDevice {
                 let factor = if scales_input { route.probability } else { 1.0 };
                 to.iter_mut().zip(&x[route.token * width..]).for_each(|(to, x)| *to = factor * x);
             }
-            let by = (&expert.gate_up, gate(layer.routing.activation));
-            let inner = expert.gate_up.rows() / 2;
-            let outs = [&mut b.inner[..rows * inner], &mut b.gate_up[..rows * 2 * inner]];
-            projection.project_gated(pool, isa, outs, &b.x[..rows * width], rows, by);
+            let (x, activation) = (&b.x[..rows * width], gate(layer.routing.activation));
+            let inner = expert.gate_up.rows() / if layer.is_gated { 2 } else { 1 };
+            let products = &mut b.inner[..rows * inner];
+            if layer.is_gated {
+                let outs = [products, &mut b.gate_up[..rows * 2 * inner]];
+                projection.project_gated(pool, isa, outs, x, rows, (&expert.gate_up, activation));
+            } else {
+                projection.project(pool, isa, products, x, rows, &expert.gate_up);
+                k::activate(pool, products, activation);
+            }
             projection.project(pool, isa, &mut b.out, &b.inner[..rows * inner], rows, &expert.down);
             for (from, route) in b.out.chunks_exact(width).zip(own) {
                 let to = &mut out[route.token * width..][..width];

@@ -6,7 +6,7 @@ use std::path::Path;
 use ops::TensorParallel;
 
 use super::config::AdapterConfig;
-use super::targets::{Target, targets};
+use super::targets::{LayerPart, Target, targets};
 use super::{Adapter, AdapterBounds, AdapterError, Element, LowRank, Matrix};
 use crate::Config;
 use crate::checkpoint::{HeaderEntry, split_header};
@@ -43,14 +43,14 @@ impl Adapter {
         let targets = all_targets(model).map_err(wrong)?;
         let mut products = Vec::with_capacity(tensors.len());
         for (name, pair) in tensors {
-            let place = place(name, model).map_err(wrong)?;
+            let (layer, part, module) = place(name, model).map_err(wrong)?;
             let (rank, scale) = config.of_module(name, bounds.max_rank)?;
-            let shape = shape(place, &targets, name).map_err(wrong)?;
+            let shape = shape((layer, part, module), &targets, name).map_err(wrong)?;
             let shapes = [[rank, shape[1]], [shape[0], rank]];
             let matrix = |index: usize| matrix(name, index, pair[index], shapes[index], body);
             let (a, b) = (matrix(0).map_err(wrong)?, matrix(1).map_err(wrong)?);
-            let (layer, module) = (place.0 as u32, place.1.to_owned());
-            products.push(LowRank { layer, module, rank: rank as u32, scale, a, b });
+            let module = module.to_owned();
+            products.push(LowRank { layer: layer as u32, module, rank: rank as u32, scale, a, b });
         }
         if products.is_empty() {
             return Err(wrong("it has no tensors".to_owned()));
@@ -83,14 +83,24 @@ pub(super) fn all_targets(model: &Config) -> Result<Vec<Vec<Target>>, String> {
     Ok(shard.layers.iter().enumerate().map(|(layer, shard)| targets(&model, layer, shard)).collect())
 }
 
-/// The layer of a module, and its name within the layer.
-fn place<'n>(name: &'n str, model: &Config) -> Result<(usize, &'n str), String> {
+/// The layer of a module, the part of it if its number is that of one part alone, and its name within the layer.
+fn place<'n>(name: &'n str, model: &Config) -> Result<(usize, Option<LayerPart>, &'n str), String> {
     let names = model.names;
     let in_layers = |prefix: &&str| name.strip_prefix(prefix)?.strip_prefix(names.layers)?.strip_prefix('.');
     let rest = names.prefixes.iter().find_map(in_layers);
     let split = rest.and_then(|rest| rest.split_once('.'));
-    let place = split.and_then(|(layer, module)| Some((layer.parse::<usize>().ok()?, module)));
-    place.filter(|(layer, _)| *layer < model.num_layers()).ok_or_else(|| {
+    let place = split.and_then(|(number, module)| {
+        let number = number.parse::<usize>().ok()?;
+        let numbers = |layer: usize| model.layers[layer].numbers(layer);
+        let layer = (0..model.num_layers()).find(|&layer| numbers(layer).contains(&number))?;
+        let part = match numbers(layer) {
+            [mixer, feed_forward] if mixer == feed_forward => None,
+            [mixer, _] if mixer == number => Some(LayerPart::Mixer),
+            _ => Some(LayerPart::FeedForward),
+        };
+        Some((layer, part, module))
+    });
+    place.ok_or_else(|| {
         format!(
             "module `{name}` is none of the {} layers of `{}`; adapters of heads and embeddings are not served",
             model.num_layers(),
@@ -100,8 +110,13 @@ fn place<'n>(name: &'n str, model: &Config) -> Result<(usize, &'n str), String> 
 }
 
 /// Outputs and inputs of a module.
-pub(super) fn shape((layer, name): (usize, &str), targets: &[Vec<Target>], full: &str) -> Result<[usize; 2], String> {
-    let all = targets[layer].iter().flat_map(|target| target.modules.iter().map(move |module| (module, target.cols)));
+pub(super) fn shape(
+    (layer, part, name): (usize, Option<LayerPart>, &str),
+    targets: &[Vec<Target>],
+    full: &str,
+) -> Result<[usize; 2], String> {
+    let own = targets[layer].iter().filter(|target| part.is_none_or(|part| part == target.weight.part()));
+    let all = own.flat_map(|target| target.modules.iter().map(move |module| (module, target.cols)));
     let found = all.clone().find(|(module, _)| module.name == name).map(|(module, cols)| [module.rows, cols]);
     found.ok_or_else(|| {
         let known: Vec<String> = all.map(|(module, _)| format!("`{}`", module.name)).collect();

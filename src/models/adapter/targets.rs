@@ -30,6 +30,23 @@ pub(crate) enum TargetWeight {
     Down,
 }
 
+/// A part of a layer.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum LayerPart {
+    /// Attention, or what stands in its place.
+    Mixer,
+    FeedForward,
+}
+
+impl TargetWeight {
+    pub(crate) fn part(self) -> LayerPart {
+        match self {
+            TargetWeight::Up | TargetWeight::Down => LayerPart::FeedForward,
+            _ => LayerPart::Mixer,
+        }
+    }
+}
+
 /// A weight on a device, which consists of rows of one or more modules of the checkpoint.
 #[derive(Debug)]
 pub(crate) struct Target {

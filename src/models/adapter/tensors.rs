@@ -80,7 +80,7 @@ fn product(
     let found = found.ok_or_else(|| {
         format!("`lora_config` has rank {rank}, expected 1 to {max_rank}, which is the model's `max_lora_rank`")
     })?;
-    let [rows, cols] = shape((index, name), targets, name)?;
+    let [rows, cols] = shape((index, None, name), targets, name)?;
     let (size, a_len, needed) = (dtype.size(), found * cols, found * (rows + cols));
     if row.len() < needed * size {
         let have = row.len() / size;

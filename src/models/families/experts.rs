@@ -312,7 +312,7 @@ fn put_sigmoid_experts(
     Ok(())
 }
 
-fn each_routing(config: &mut Config, change: impl FnMut(&mut Routing)) {
+pub(super) fn each_routing(config: &mut Config, change: impl FnMut(&mut Routing)) {
     let experts = config.layers.iter_mut().filter_map(|layer| layer.experts.as_mut());
     experts.map(|experts| &mut experts.routing).for_each(change);
 }

@@ -5,7 +5,7 @@ use serde_json::Value;
 
 use super::adjust::{Adjusted, each_attention, scale_residuals};
 use super::experts::{mixtral, put_experts_beside};
-use super::hybrid::{layers_named, put_in_layers};
+use super::hybrid::{layers_named, put_in_layers, without_step_limits};
 use crate::config::Config;
 use crate::fields::Fields;
 use crate::layer_spec::RecurrentLayer;
@@ -114,9 +114,7 @@ fn mamba2_shape(fields: &Fields, hidden_size: usize) -> Result<RecurrentShape, M
     {
         return Err(fields.wrong("mamba_d_head", &format!("{value_dim} or `auto`"), found));
     }
-    if let Some(found) = fields.get("time_step_limit").filter(|limit| !is_without_limits(limit)) {
-        return Err(fields.wrong("time_step_limit", "from 0 to infinity", found));
-    }
+    without_step_limits(fields)?;
     Ok(RecurrentShape {
         rule: RecurrentRule::Mamba2 { norm_heads: num_value_heads },
         num_key_heads,
@@ -125,11 +123,6 @@ fn mamba2_shape(fields: &Fields, hidden_size: usize) -> Result<RecurrentShape, M
         value_dim,
         num_taps: fields.required_size("mamba_d_conv")?,
     })
-}
-
-/// Whether steps are from 0 to infinity, which transformers writes as an object.
-fn is_without_limits(limit: &Value) -> bool {
-    limit.is_null() || limit[0].as_f64() == Some(0.0) && limit[1]["__float__"] == "Infinity"
 }
 
 /// Experts in all layers, or in none, beside a feed-forward of `shared_intermediate_size`.

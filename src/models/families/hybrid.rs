@@ -116,3 +116,12 @@ pub(super) fn layers_named(
     let expected = || format!("a list of {num_layers} names, `{}` or `{}`", attention[0], recurrent[0]);
     layers.ok_or_else(|| fields.wrong("layer_types", &expected(), value))
 }
+
+/// Refuses bounds of the steps of Mamba-2 other than 0 and infinity.
+pub(super) fn without_step_limits(fields: &Fields) -> Adjusted {
+    let is_open = |limit: &Value| limit[0].as_f64() == Some(0.0) && limit[1]["__float__"] == "Infinity";
+    match fields.get("time_step_limit").filter(|limit| !is_open(limit)) {
+        Some(found) => Err(fields.wrong("time_step_limit", "from 0 to infinity", found)),
+        None => Ok(()),
+    }
+}

@@ -15,6 +15,7 @@ mod hybrid;
 mod layer_types;
 mod llama4;
 mod mtp;
+mod nemotron_h;
 mod older;
 mod quantization;
 mod read;

@@ -161,6 +161,7 @@ pub(super) fn decoder(fields: &Fields, family: &Family) -> Result<Config, ModelE
         experts: None,
         recurrent: None,
         is_parallel: family.is_parallel,
+        numbers: None,
     };
     Ok(Config {
         architecture: family.name.to_owned(),

@@ -4,7 +4,7 @@ use ops::HeadNormSpan;
 
 use super::{
     AttentionBias, BiasRule, Family, NormRule, WindowRule, adjust, deepseek, experts, gemma4, granite, hybrid, llama4,
-    older, weights,
+    nemotron_h, older, weights,
 };
 
 const NEVER: AttentionBias = AttentionBias { qkv: BiasRule::Never, out: BiasRule::Never };
@@ -901,6 +901,24 @@ pub(super) const FAMILIES: &[Family] = &[
                       "mamba_d_conv": 4, "mamba_expand": 2}"#,
         adjust: granite::granite_moe_hybrid,
         ..WITHOUT_MLP_BIAS
+    },
+    Family {
+        name: "NemotronHForCausalLM",
+        model_type: "nemotron_h",
+        names: &weights::NEMOTRON_H,
+        aliases: &[
+            ("rms_norm_eps", "layer_norm_epsilon"),
+            ("hidden_act", "mlp_hidden_act"),
+            ("num_experts", "n_routed_experts"),
+        ],
+        attention_bias: NEVER,
+        defaults: r#"{"vocab_size": 131072, "hidden_size": 4096, "intermediate_size": 21504, "num_hidden_layers": 4,
+                      "hybrid_override_pattern": "ME*-", "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128,
+                      "max_position_embeddings": 4096, "hidden_act": "relu2", "rms_norm_eps": 1e-5, "mamba_num_heads": 128,
+                      "mamba_head_dim": 64, "n_groups": 8, "ssm_state_size": 128, "conv_kernel": 4, "num_experts": 8,
+                      "num_experts_per_tok": 2, "moe_intermediate_size": 7688, "moe_shared_expert_intermediate_size": 7688}"#,
+        adjust: nemotron_h::nemotron_h,
+        ..LLAMA
     },
     Family {
         name: "GraniteMoeForCausalLM",

@@ -7,7 +7,7 @@ use serde_json::{Value, json};
 use settings::KvCacheType;
 
 use crate::config::WeightFormat;
-use crate::{Config, KvSource, ModelError, RopeScaling};
+use crate::{Config, KvSource, ModelError, RopeScaling, from_python_json};
 
 fn read_of(architecture: &str, change: impl FnOnce(&mut Value)) -> Result<Config, ModelError> {
     let mut config = json!({
@@ -568,4 +568,60 @@ fn granite_4_has_attention_in_all_layers_or_mamba_2_in_most() {
         let error = tiny(field, value).unwrap_err().to_string();
         assert!(error.contains(field) && error.contains(words), "{error}");
     }
+}
+
+/// Fields of the published Nemotron Nano 9B v2 and Nemotron 3 Nano, smaller.
+fn nemotron_h(pattern: &str, change: impl FnOnce(&mut Value)) -> Result<Config, ModelError> {
+    read_of("NemotronHForCausalLM", |c| {
+        *c = from_python_json(
+            br#"{
+            "architectures": ["NemotronHForCausalLM"], "attention_bias": false, "attention_dropout": 0.0, "bos_token_id": 1,
+            "chunk_size": 128, "conv_kernel": 4, "eos_token_id": 12, "expand": 2, "head_dim": 32, "hidden_dropout": 0.0,
+            "hidden_size": 128, "initializer_range": 0.02, "intermediate_size": 96, "layer_norm_epsilon": 1e-5,
+            "mamba_head_dim": 16, "mamba_hidden_act": "silu", "mamba_num_heads": 8, "mamba_proj_bias": false,
+            "mamba_ssm_cache_dtype": "float32", "max_position_embeddings": 262144, "mlp_bias": false,
+            "mlp_hidden_act": "relu2", "model_type": "nemotron_h", "moe_intermediate_size": 48,
+            "moe_shared_expert_intermediate_size": 80, "n_group": 1, "n_groups": 4, "n_routed_experts": 8,
+            "n_shared_experts": 1, "norm_eps": 1e-5, "norm_topk_prob": true, "num_attention_heads": 4,
+            "num_experts_per_tok": 3, "num_hidden_layers": 4, "num_key_value_heads": 2, "num_logits_to_keep": 1,
+            "pad_token_id": 0, "partial_rotary_factor": 1.0, "rescale_prenorm_residual": true, "residual_in_fp32": false,
+            "rope_theta": 10000, "routed_scaling_factor": 2.5, "sliding_window": null, "ssm_state_size": 16,
+            "tie_word_embeddings": false, "time_step_floor": 1e-4, "time_step_limit": [0.0, Infinity],
+            "time_step_max": 0.1, "time_step_min": 0.001, "topk_group": 1, "torch_dtype": "bfloat16",
+            "use_bias": false, "use_cache": true, "use_conv_bias": true, "use_mamba_kernels": true, "vocab_size": 501
+        }"#,
+        )
+        .unwrap();
+        c["hybrid_override_pattern"] = json!(pattern);
+        change(c);
+    })
+}
+
+#[test]
+fn layers_of_one_part_are_joined_to_a_mixer_and_the_feed_forward_behind_it() {
+    let config = nemotron_h("MEM*E*-", |_| ()).unwrap();
+    let numbers: Vec<_> = config.layers.iter().map(|layer| layer.numbers.unwrap()).collect();
+    assert_eq!(numbers, [[0, 1], [2, 2], [3, 4], [5, 6]]);
+    let parts: Vec<_> = config
+        .layers
+        .iter()
+        .map(|layer| (layer.recurrent.is_some(), layer.mlp.map(|mlp| mlp.intermediate_size), layer.experts.is_some()))
+        .collect();
+    assert_eq!(parts, [(true, Some(80), true), (true, None, false), (false, Some(80), true), (false, Some(96), false)]);
+    assert!(config.features().contains(&ops::Feature::PlainExperts) && config.layers[2].attention.rope.is_none());
+    assert!(!nemotron_h("M-*-", |_| ()).unwrap().features().contains(&ops::Feature::PlainExperts));
+
+    let message = |pattern: &str, field: &str, value: Value| {
+        let refused = nemotron_h(pattern, |c| c[field] = value).unwrap_err().to_string();
+        assert!(refused.contains(field), "{refused}");
+        refused
+    };
+    for pattern in ["-M*", "M--*", "ME", "M x*", ""] {
+        message("*", "hybrid_override_pattern", json!(pattern));
+    }
+    message("*", "layers_block_type", json!(["full_attention", "conv"]));
+    assert!(message("*E", "moe_latent_size", json!(64)).contains("width of the model"));
+    message("M*", "time_step_limit", json!([0.0, 0.1]));
+    message("M*", "mamba_num_heads", json!(6));
+    message("M*", "tie_word_embeddings", json!(true));
 }

@@ -496,3 +496,35 @@ pub(super) const GRANITE_MOE_HYBRID: Names = Names {
     }),
     ..GRANITE_MOE
 };
+
+/// Each layer has one norm and one part.
+pub(super) const NEMOTRON_H: Names = Names {
+    prefixes: &["backbone.", "model."],
+    embedding: "embeddings",
+    attention_norm: Some("norm"),
+    qkv: QkvNames::Separate(["mixer.q_proj", "mixer.k_proj", "mixer.v_proj"]),
+    out: "mixer.o_proj",
+    mlp_norm: Some("norm"),
+    up: UpNames::Plain("mixer.up_proj"),
+    down: "mixer.down_proj",
+    experts: Some(ExpertNames {
+        router: "mixer.gate",
+        layout: ExpertLayout::EachPlain { prefix: "mixer.experts", names: ["up_proj", "down_proj"] },
+        selection_bias: Some(("mixer.gate.e_score_correction_bias", BiasForm::Vector)),
+        apart: None,
+        has_biases: false,
+        shared: Some((UpNames::Plain("mixer.shared_experts.up_proj"), "mixer.shared_experts.down_proj", "")),
+    }),
+    recurrent: Some(RecurrentNames {
+        projections: RecurrentProjections::Together("mixer.in_proj"),
+        conv: "mixer.conv1d.weight",
+        conv_bias: "mixer.conv1d.bias",
+        a_log: "mixer.A_log",
+        dt_bias: "mixer.dt_bias",
+        skip: "mixer.D",
+        norm: "mixer.norm.weight",
+        out: "mixer.out_proj",
+    }),
+    final_norm: "norm_f",
+    ..LLAMA
+};

@@ -11,7 +11,7 @@ use crate::checkpoint::RowOrder;
 use crate::layer_spec::ExpertLayer;
 use crate::names::{BiasForm, ExpertLayout, ExpertNames};
 
-/// The full names of an expert's weights: gate, up, down.
+/// The full names of an expert's weights: gate, up, down. Without a gate, that of up stands twice.
 type WeightNames = [String; 3];
 
 impl<D: Device> Loader<'_, D> {
@@ -22,16 +22,16 @@ impl<D: Device> Loader<'_, D> {
         experts: ExpertLayer,
         names: &ExpertNames,
     ) -> Result<D::Weight, ModelError> {
-        let names = &self.with_layout(layer.index, experts, *names);
-        let router_name = format!("{}.weight", self.layer_name(layer.index, names.router));
+        let names = &self.with_layout(layer.number, experts, *names);
+        let router_name = format!("{}.weight", self.layer_name(layer.number, names.router));
         let shape = [experts.num_experts, self.config.hidden_size];
         let router = self.checkpoint.matrix(&router_name, shape, 0..shape[0], self.width())?;
-        let bias_name = format!("{}.bias", self.layer_name(layer.index, names.router));
+        let bias_name = format!("{}.bias", self.layer_name(layer.number, names.router));
         let router_bias = match names.has_biases {
             true => Some(self.checkpoint.vector(&bias_name, shape[0], 0..shape[0])?),
             false => None,
         };
-        let selection_bias = names.selection_bias.map(|(name, form)| (self.layer_name(layer.index, name), form));
+        let selection_bias = names.selection_bias.map(|(name, form)| (self.layer_name(layer.number, name), form));
         let selection_bias = match &selection_bias {
             None => None,
             Some((name, BiasForm::Vector)) => Some(self.checkpoint.vector(name, shape[0], 0..shape[0])?),
@@ -39,12 +39,12 @@ impl<D: Device> Loader<'_, D> {
         };
         let own = layer.shard.experts.clone();
         let weight_names: Vec<WeightNames> =
-            own.clone().map(|expert| self.expert_names(layer.index, expert, names.layout)).collect();
+            own.clone().map(|expert| self.expert_names(layer.number, expert, names.layout)).collect();
         let mut slices = Vec::with_capacity(own.len());
         for (expert, weight_names) in own.clone().zip(&weight_names) {
             slices.push(self.expert(layer, experts, expert, (names, weight_names))?);
         }
-        let scales_name = names.apart.map(|apart| self.layer_name(layer.index, apart.scales));
+        let scales_name = names.apart.map(|apart| self.layer_name(layer.number, apart.scales));
         let scales =
             scales_name.as_ref().map(|name| self.checkpoint.vector(name, shape[0], 0..shape[0])).transpose()?;
         let (first, routing) = (own.start, experts.routing);
@@ -73,6 +73,8 @@ impl<D: Device> Loader<'_, D> {
             ExpertLayout::Each { prefix, names } => {
                 names.map(|name| format!("{}.weight", self.layer_name(layer, &format!("{prefix}.{expert}.{name}"))))
             }
+            ExpertLayout::EachPlain { prefix, names: [up, down] } => [up, up, down]
+                .map(|name| format!("{}.weight", self.layer_name(layer, &format!("{prefix}.{expert}.{name}")))),
             ExpertLayout::StackedTransposed([gate_up, down])
             | ExpertLayout::Stacked([gate_up, down])
             | ExpertLayout::Alternating([gate_up, down]) => {
@@ -100,7 +102,7 @@ impl<D: Device> Loader<'_, D> {
                 };
                 let gate = part(gate, [2 * inner, hidden], rows(0), 0..hidden)?;
                 let up = part(up, [2 * inner, hidden], rows(inner), 0..hidden)?;
-                ([gate, up], part(down, [hidden, inner], 0..hidden, taken.clone())?)
+                (vec![gate, up], part(down, [hidden, inner], 0..hidden, taken.clone())?)
             }
             ExpertLayout::Alternating(_) => {
                 let matrix = (expert, count);
@@ -109,11 +111,15 @@ impl<D: Device> Loader<'_, D> {
                 };
                 let own = (0..hidden, taken.clone());
                 let down = self.alternating(down, matrix, [hidden, inner], RowOrder::AsStored, own)?;
-                ([part(gate, rows(0))?, part(up, rows(inner))?], down)
+                (vec![part(gate, rows(0))?, part(up, rows(inner))?], down)
             }
-            ExpertLayout::Each { .. } => {
+            ExpertLayout::Each { .. } | ExpertLayout::EachPlain { .. } => {
                 let part = |name| self.matrix(name, [inner, hidden], rows(0), 0..hidden);
-                ([part(gate)?, part(up)?], self.matrix(down, [hidden, inner], 0..hidden, taken.clone())?)
+                let gate = names.layout.is_gated().then(|| part(gate)).transpose()?;
+                (
+                    gate.into_iter().chain([part(up)?]).collect(),
+                    self.matrix(down, [hidden, inner], 0..hidden, taken.clone())?,
+                )
             }
             ExpertLayout::Either { .. } => unreachable!("the layout is chosen before"),
             ExpertLayout::Stacked(_) => {
@@ -121,10 +127,11 @@ impl<D: Device> Loader<'_, D> {
                 let part = |first| self.checkpoint.stack(gate, shape, rows(first), 0..hidden);
                 let own = expert * hidden..(expert + 1) * hidden;
                 let down = self.checkpoint.stack(down, [count, hidden, inner], own, taken.clone())?;
-                ([part(expert * 2 * inner)?, part(expert * 2 * inner + inner)?], down)
+                (vec![part(expert * 2 * inner)?, part(expert * 2 * inner + inner)?], down)
             }
         };
-        let (gate_up, down_slice) = (gate_up.map(|part| self.at_load(part)), self.at_load(down_slice));
+        let gate_up: Vec<_> = gate_up.into_iter().map(|part| self.at_load(part)).collect();
+        let down_slice = self.at_load(down_slice);
         let mut slice = ExpertSlice { gate_up, down: down_slice, gate_up_bias: Vec::new(), down_bias: None };
         if names.has_biases {
             let values = |name: &str, width: usize| {

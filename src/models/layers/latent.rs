@@ -33,7 +33,7 @@ impl<D: Device> Loader<'_, D> {
         [rows, cols]: [usize; 2],
         head_dim: Option<usize>,
     ) -> Result<D::Weight, ModelError> {
-        let name = self.layer_name(layer.index, name);
+        let name = self.layer_name(layer.number, name);
         let (weight_name, bias_name) = (format!("{name}.weight"), format!("{name}.bias"));
         let taken = head_dim.map_or(0..rows, |dim| scaled(&layer.shard.heads, dim));
         let weight = self.linear(&weight_name, [rows, cols], taken, 0..cols)?;
@@ -56,7 +56,7 @@ impl<D: Device> Loader<'_, D> {
             return Ok(LatentQuery::Direct(self.latent_product(layer, names.query, [rows, hidden], Some(dim))?));
         };
         let down = self.latent_product(layer, names.query_down, [rank, hidden], None)?;
-        let name = format!("{}.weight", self.layer_name(layer.index, names.query_norm));
+        let name = format!("{}.weight", self.layer_name(layer.number, names.query_norm));
         let weight = Some(self.checkpoint.vector(&name, rank, 0..rank)?);
         let slices = NormSlices { kind: NormKind::Rms, width: rank, weight, bias: None, offset: 0.0, factor: 1.0 };
         let loaded = self.device.load_norm(&slices);
@@ -76,7 +76,7 @@ impl<D: Device> Loader<'_, D> {
         latent: LatentLayer,
     ) -> Result<D::Weight, ModelError> {
         let (names, shape, attention) = (self.latent_names(), latent.shape, &layer.spec.attention);
-        let name = |name: &str| format!("{}.weight", self.layer_name(layer.index, name));
+        let name = |name: &str| format!("{}.weight", self.layer_name(layer.number, name));
         let (norm_name, up_name) = (name(names.norm), name(names.up));
         let dim = shape.key_dim + shape.value_dim;
         let rows = scaled(&layer.shard.heads, dim);
@@ -93,7 +93,7 @@ impl<D: Device> Loader<'_, D> {
 
     pub(crate) fn latent_out(&mut self, layer: LayerSource<'_>, latent: LatentLayer) -> Result<D::Weight, ModelError> {
         let (attention, dim) = (&layer.spec.attention, latent.shape.value_dim);
-        let name = self.layer_name(layer.index, self.names.out);
+        let name = self.layer_name(layer.number, self.names.out);
         let taken = scaled(&layer.shard.heads, dim);
         self.by_input(LinearRole::Out, &name, attention.num_heads * dim, taken, attention.out_bias)
     }

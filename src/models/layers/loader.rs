@@ -30,12 +30,20 @@ pub(crate) struct Loader<'a, D> {
     pub(crate) device: &'a mut D,
 }
 
-/// One layer to load: its specification, this worker's share, and its number.
+/// One layer to load: its specification, this worker's share, and the number that it or its feed-forward has in the names of the
+/// checkpoint.
 #[derive(Clone, Copy)]
 pub(crate) struct LayerSource<'a> {
-    pub(crate) index: usize,
+    pub(crate) number: usize,
     pub(crate) spec: &'a LayerSpec,
     pub(crate) shard: &'a LayerShard,
+}
+
+impl LayerSource<'_> {
+    /// The same layer with the number of its feed-forward.
+    pub(crate) fn feed_forward(self) -> Self {
+        Self { number: self.spec.numbers(self.number)[1], ..self }
+    }
 }
 
 impl<'a, D: Device> Loader<'a, D> {
@@ -53,17 +61,18 @@ impl<'a, D: Device> Loader<'a, D> {
     }
 
     pub(crate) fn layer(&self, index: usize) -> LayerSource<'a> {
-        LayerSource { index, spec: &self.config.layers[index], shard: &self.shard.layers[index] }
+        let spec = &self.config.layers[index];
+        LayerSource { number: spec.numbers(index)[0], spec, shard: &self.shard.layers[index] }
     }
 
-    /// The full name of a weight of layer `index`.
-    pub(crate) fn layer_name(&self, index: usize, name: &str) -> String {
+    /// The full name of a weight of the layer with this number.
+    pub(crate) fn layer_name(&self, number: usize, name: &str) -> String {
         match &self.config.mtp {
             _ if self.layer_prefix.is_some() => format!("{}.{name}", self.layer_prefix.unwrap_or_default()),
-            Some(MtpHead { form: MtpForm::Qwen, .. }) if index == self.config.num_layers() => {
+            Some(MtpHead { form: MtpForm::Qwen, .. }) if number == self.config.num_layers() => {
                 format!("mtp.layers.0.{name}")
             }
-            _ => format!("{}{}.{index}.{name}", self.prefix, self.names.layers),
+            _ => format!("{}{}.{number}.{name}", self.prefix, self.names.layers),
         }
     }
 
@@ -176,7 +185,7 @@ impl<'a, D: Device> Loader<'a, D> {
     pub(crate) fn qkv(&mut self, layer: LayerSource<'_>) -> Result<D::Weight, ModelError> {
         let attention = &layer.spec.attention;
         let row_slices = self.names.qkv.row_slices(attention, layer.shard, self.head_order(layer.spec));
-        self.by_output(LinearRole::Qkv, layer.index, &row_slices, self.qkv_inputs, attention.qkv_bias)
+        self.by_output(LinearRole::Qkv, layer.number, &row_slices, self.qkv_inputs, attention.qkv_bias)
     }
 
     /// The gates of the output of one layer's attention, sharded by heads; `None` if it has none.
@@ -185,7 +194,7 @@ impl<'a, D: Device> Loader<'a, D> {
         let row_slices = gate_slices(&self.names.qkv, attention, layer.shard);
         let cols = self.config.hidden_size;
         let has_bias = attention.qkv_bias && !matches!(self.names.qkv, QkvNames::Gated(_));
-        let load = || self.by_output(LinearRole::Up, layer.index, &row_slices, cols, has_bias);
+        let load = || self.by_output(LinearRole::Up, layer.number, &row_slices, cols, has_bias);
         (!row_slices.is_empty()).then(load).transpose()
     }
 
@@ -197,7 +206,7 @@ impl<'a, D: Device> Loader<'a, D> {
         names: UpNames,
     ) -> Result<D::Weight, ModelError> {
         let (role, row_slices) = up_slices(names, &layer.shard.intermediate, mlp.intermediate_size);
-        self.by_output(role, layer.index, &row_slices, self.config.hidden_size, mlp.has_bias)
+        self.by_output(role, layer.number, &row_slices, self.config.hidden_size, mlp.has_bias)
     }
 
     /// An activation function with the numbers that the checkpoint has for it. Without them it keeps those from which
@@ -205,7 +214,7 @@ impl<'a, D: Device> Loader<'a, D> {
     pub(crate) fn activation(&self, layer: LayerSource<'_>, usual: Activation) -> Result<Activation, ModelError> {
         let Activation::Xielu { positive, negative, slope, edge } = usual else { return Ok(usual) };
         let read = |name: &str| {
-            let name = self.layer_name(layer.index, &format!("mlp.act_fn.{name}"));
+            let name = self.layer_name(layer.number, &format!("mlp.act_fn.{name}"));
             self.checkpoint.contains(&name).then(|| self.checkpoint.scalar(&name)).transpose()
         };
         let softplus = |x: f32| x.max(0.0) + (-x.abs()).exp().ln_1p();
@@ -222,7 +231,7 @@ impl<'a, D: Device> Loader<'a, D> {
 
     /// The vector whose product with the input gates the output of a feed-forward, as a linear layer with one row.
     pub(crate) fn output_gate(&mut self, layer: LayerSource<'_>, name: &str) -> Result<D::Weight, ModelError> {
-        let name = format!("{}.weight", self.layer_name(layer.index, name));
+        let name = format!("{}.weight", self.layer_name(layer.number, name));
         let slice = self.checkpoint.matrix(&name, [1, self.config.hidden_size], 0..1, self.width())?;
         let loaded = self.device.load_linear(LinearRole::Up, &[slice], &[]);
         self.or_device_error(loaded)
@@ -232,7 +241,7 @@ impl<'a, D: Device> Loader<'a, D> {
     pub(crate) fn sinks(&self, layer: LayerSource<'_>) -> Result<Vec<f32>, ModelError> {
         match self.names.sinks.filter(|_| layer.spec.attention.has_sinks) {
             Some(name) => {
-                let (name, heads) = (self.layer_name(layer.index, name), layer.shard.heads.clone());
+                let (name, heads) = (self.layer_name(layer.number, name), layer.shard.heads.clone());
                 self.checkpoint.values(&name, &[layer.spec.attention.num_heads], heads)
             }
             None => Ok(Vec::new()),
@@ -244,13 +253,13 @@ impl<'a, D: Device> Loader<'a, D> {
         let attention = &layer.spec.attention;
         let dim = attention.head_dim;
         let taken = scaled(&layer.shard.heads, dim);
-        let name = self.layer_name(layer.index, self.names.out);
+        let name = self.layer_name(layer.number, self.names.out);
         self.by_input(LinearRole::Out, &name, attention.num_heads * dim, taken, attention.out_bias)
     }
 
     /// The down projection of one layer, sharded along its input.
     pub(crate) fn down(&mut self, layer: LayerSource<'_>, mlp: MlpLayer, name: &str) -> Result<D::Weight, ModelError> {
-        let name = self.layer_name(layer.index, name);
+        let name = self.layer_name(layer.number, name);
         let taken = layer.shard.intermediate.clone();
         self.by_input(LinearRole::Down, &name, mlp.intermediate_size, taken, mlp.has_bias)
     }

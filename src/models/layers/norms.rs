@@ -24,7 +24,7 @@ impl<D: Device> Loader<'_, D> {
         layer: LayerSource<'_>,
         name: Option<&str>,
     ) -> Result<Option<D::Weight>, ModelError> {
-        name.map(|name| self.norm(&self.layer_name(layer.index, name), 1.0)).transpose()
+        name.map(|name| self.norm(&self.layer_name(layer.number, name), 1.0)).transpose()
     }
 
     /// A norm behind a branch, if the architecture has it.
@@ -33,7 +33,7 @@ impl<D: Device> Loader<'_, D> {
         layer: LayerSource<'_>,
         name: Option<&str>,
     ) -> Result<Option<D::Weight>, ModelError> {
-        name.map(|name| self.norm(&self.layer_name(layer.index, name), self.config.branch_scale)).transpose()
+        name.map(|name| self.norm(&self.layer_name(layer.number, name), self.config.branch_scale)).transpose()
     }
 
     /// The norm of the embeddings, if the architecture has it.
@@ -93,7 +93,7 @@ impl<D: Device> Loader<'_, D> {
         count: usize,
         taken: &Range<usize>,
     ) -> Result<D::Weight, ModelError> {
-        let prefix = self.layer_name(layer.index, name);
+        let prefix = self.layer_name(layer.number, name);
         let name = format!("{prefix}.weight");
         let dim = layer.spec.attention.head_dim;
         if !norm.has_weight {

@@ -9,7 +9,7 @@ use crate::layers::{LayerSource, Loader};
 impl<D: Device> Loader<'_, D> {
     /// The value that multiplies the hidden state behind a layer, if the architecture has one.
     pub(crate) fn layer_scalar(&self, layer: LayerSource<'_>) -> Result<Option<f32>, ModelError> {
-        let scalar = |name| self.checkpoint.scalar(&self.layer_name(layer.index, name));
+        let scalar = |name| self.checkpoint.scalar(&self.layer_name(layer.number, name));
         self.names.layer_scalar.map(scalar).transpose()
     }
 

@@ -25,8 +25,8 @@ impl<D: Device> Loader<'_, D> {
     ) -> Result<[D::Weight; 2], ModelError> {
         let [qkvz, ba] = recurrent_slices(self.recurrent_names().projections, shape, layer.shard);
         Ok([
-            self.by_output(LinearRole::Qkv, layer.index, &qkvz, self.config.hidden_size, has_bias)?,
-            self.by_output(LinearRole::Up, layer.index, &ba, self.config.hidden_size, has_bias)?,
+            self.by_output(LinearRole::Qkv, layer.number, &qkvz, self.config.hidden_size, has_bias)?,
+            self.by_output(LinearRole::Up, layer.number, &ba, self.config.hidden_size, has_bias)?,
         ])
     }
 
@@ -35,7 +35,7 @@ impl<D: Device> Loader<'_, D> {
         layer: LayerSource<'_>,
         RecurrentLayer { shape, has_bias, .. }: RecurrentLayer,
     ) -> Result<D::Weight, ModelError> {
-        let name = self.layer_name(layer.index, self.recurrent_names().out);
+        let name = self.layer_name(layer.number, self.recurrent_names().out);
         let taken = scaled(&layer.shard.heads, shape.value_dim);
         self.by_input(LinearRole::Out, &name, shape.widths()[1], taken, has_bias)
     }
@@ -46,7 +46,7 @@ impl<D: Device> Loader<'_, D> {
         RecurrentLayer { shape, has_conv_bias, .. }: RecurrentLayer,
     ) -> Result<D::Weight, ModelError> {
         let (names, shard) = (self.recurrent_names(), layer.shard);
-        let name = |name: &str| self.layer_name(layer.index, name);
+        let name = |name: &str| self.layer_name(layer.number, name);
         let [conv_name, bias_name] = [names.conv, names.conv_bias].map(name);
         let (mut conv, mut conv_bias) = (Vec::new(), Vec::new());
         for Range { start, end } in channels(names.projections, shape, shard) {

@@ -130,6 +130,7 @@ fn adapters_of_attention_over_latent_vectors_and_of_shared_experts_agree_with_pe
 fn adapters_of_layers_with_a_recurrent_state_agree_with_peft() {
     ["qwen3_5", "qwen3_next"].into_iter().zip(["qwen3_5_all", "qwen3_next_attention"]).for_each(check_in_groups);
     check_in_groups(("granite_hybrid_dense", "granite_hybrid_mamba"));
+    check_in_groups(("nemotron_h_dense", "nemotron_h_all"));
 }
 
 #[test]

@@ -15,7 +15,7 @@ use engine::{SampledToken, SamplingParams};
 use ops::DType;
 use support::{BLOCK_SIZE, MAX_ROWS, Runner, Sequence, golden_dir, on_group, on_parts};
 
-const CASES: [&str; 121] = [
+const CASES: [&str; 123] = [
     "llama3_gqa",
     "tied_mqa",
     "mha_bias_f32",
@@ -137,6 +137,8 @@ const CASES: [&str; 121] = [
     "gpt_neo",
     "granite_moe_hybrid",
     "granite_hybrid_dense",
+    "nemotron_h",
+    "nemotron_h_dense",
 ];
 
 /// One norm of all value heads: refused for several workers.
