@@ -376,6 +376,10 @@ FAMILIES = {
         layers_block_type=["linear_attention", "moe", "linear_attention", "full_attention", "moe"], n_routed_experts=8,
         num_experts_per_tok=3, moe_intermediate_size=32, moe_shared_expert_intermediate_size=64, n_group=4, topk_group=2,
         routed_scaling_factor=2.5)),
+    # experts of another width than the model, with biases of the projections
+    "nemotron_h_latents": ("NemotronH", NEMOTRON_H | dict(
+        layers_block_type=["linear_attention", "moe", "full_attention", "moe"], n_routed_experts=6, num_experts_per_tok=2,
+        moe_intermediate_size=32, moe_shared_expert_intermediate_size=32, moe_latent_size=40, mlp_bias=True)),
     # mixers without a feed-forward behind them, no experts, biases
     "nemotron_h_dense": ("NemotronH", NEMOTRON_H | dict(
         layers_block_type=["linear_attention", "mlp", "linear_attention", "full_attention", "mlp", "full_attention"],

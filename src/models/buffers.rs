@@ -29,6 +29,7 @@ pub(crate) struct InnerBuffers<D: Device> {
     pub(crate) query_latents: Option<[D::Tensor; 2]>, // [T, rank of q], before and behind the norm
     pub(crate) gate_up: Option<D::Tensor>, // [T, 2 I]
     pub(crate) inner: Option<D::Tensor>, // [T, I]
+    pub(crate) expert_latents: Option<[D::Tensor; 2]>, // [T, L], inputs and outputs of experts
 }
 
 /// The widths of [`InnerBuffers`].
@@ -40,27 +41,29 @@ pub(crate) struct Widths {
     pub(crate) query_rank: usize,
     pub(crate) inner: usize,
     pub(crate) is_gated: bool,
+    pub(crate) expert_latents: usize,
 }
 
 impl Widths {
     pub(crate) fn of(layer: &LayerSpec, shard: &LayerShard) -> Self {
         let (inner, is_gated) = (shard.intermediate.len(), layer.mlp.is_some_and(|mlp| mlp.is_gated));
+        let expert_latents = layer.experts.and_then(|experts| experts.latent_size).unwrap_or(0);
         if let Some(recurrent) = layer.recurrent {
             let shape = shape_of(recurrent.shape, shard);
             let values = shape.widths()[1];
             let (qkv, gates) = (shape.channels() + values, shape.num_steps());
-            return Self { qkv, gates, attended: values, query_rank: 0, inner, is_gated };
+            return Self { qkv, gates, attended: values, query_rank: 0, inner, is_gated, expert_latents };
         }
         if let Some(LatentLayer { shape, query_rank }) = layer.attention.latent {
             let (heads, query_rank) = (shard.heads.len(), query_rank.unwrap_or(0));
             let (qkv, attended) = (heads * shape.query_dim(), heads * shape.value_dim);
-            return Self { qkv, gates: shape.width(), attended, query_rank, inner, is_gated };
+            return Self { qkv, gates: shape.width(), attended, query_rank, inner, is_gated, expert_latents };
         }
         let dim = layer.attention.head_dim;
         let (heads, kv_heads) = (shard.heads.len() * dim, shard.kv_heads.len() * dim);
         let kv_heads = if matches!(layer.attention.kv, KvSource::Layer(_)) { 0 } else { kv_heads };
         let gates = if layer.attention.has_output_gate { heads } else { 0 };
-        Self { qkv: heads + 2 * kv_heads, gates, attended: heads, query_rank: 0, inner, is_gated }
+        Self { qkv: heads + 2 * kv_heads, gates, attended: heads, query_rank: 0, inner, is_gated, expert_latents }
     }
 }
 
@@ -82,6 +85,10 @@ impl<D: Device> Buffers<D> {
                 },
                 gate_up: if widths.is_gated { Some(device.tensor(2 * widths.inner)?) } else { None },
                 inner: if widths.inner > 0 { Some(device.tensor(widths.inner)?) } else { None },
+                expert_latents: match widths.expert_latents {
+                    0 => None,
+                    size => Some([device.tensor(size)?, device.tensor(size)?]),
+                },
             })
         };
         Ok(Self {

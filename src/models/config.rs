@@ -309,6 +309,10 @@ impl Config {
                 routing(|_| true) && self.names.experts.is_some_and(|names| !names.layout.is_gated()),
                 Feature::PlainExperts,
             ),
+            (
+                self.layers.iter().filter_map(|layer| layer.experts).any(|experts| experts.latent_size.is_some()),
+                Feature::ExpertLatents,
+            ),
             (routing(|routing| routing.scales_input), Feature::ScaledExpertInputs),
             (
                 routing(|_| true) && self.names.experts.is_some_and(|names| names.selection_bias.is_some()),

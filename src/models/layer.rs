@@ -22,6 +22,8 @@ pub(crate) struct Layer<D: Device> {
     pub(crate) mlp_norm: Option<D::Weight>,
     pub(crate) mlp: Option<Mlp<D>>,
     pub(crate) experts: Option<D::Weight>,
+    /// Projections from the width of the model to that of the experts, and back.
+    expert_latents: Option<[D::Weight; 2]>,
     pub(crate) expert_branch: Option<ExpertBranch<D>>,
     pub(crate) mlp_branch_norm: Option<D::Weight>,
     pub(crate) per_layer: Option<PerLayerBranch<D>>,
@@ -59,6 +61,7 @@ impl<D: Device> Layer<D> {
                 (None, _) => None,
                 (Some(_), None) => unreachable!("an architecture with experts names them"),
             },
+            expert_latents: loader.expert_latents(feed_forward)?,
             expert_branch: ExpertBranch::load(loader, feed_forward)?,
             mlp_branch_norm: loader.branch_norm(feed_forward, loader.names.mlp_branch_norm)?,
             per_layer: match loader.config.per_layer_input {
@@ -104,10 +107,29 @@ impl<D: Device> Layer<D> {
             (None, _) => Ok(()),
             (Some(_), _) if self.expert_branch.is_some() => Ok(()),
             (Some(experts), Some(second)) if self.mlp.is_some() => {
-                device.experts(second, x, experts)?;
+                self.run_experts(device, second, x, experts, b)?;
                 device.add(partial, second)
             }
-            (Some(experts), _) => device.experts(partial, x, experts),
+            (Some(experts), _) => self.run_experts(device, partial, x, experts, b),
+        }
+    }
+
+    /// `out` = experts of `x`, this worker's part of the sum.
+    fn run_experts(
+        &self,
+        device: &mut D,
+        out: &mut D::Tensor,
+        x: &D::Tensor,
+        experts: &D::Weight,
+        b: &mut InnerBuffers<D>,
+    ) -> Result<(), DeviceError> {
+        match (&self.expert_latents, &mut b.expert_latents) {
+            (Some([down, up]), Some([latents, outputs])) => {
+                device.linear(latents, x, down)?;
+                device.experts_of(outputs, latents, x, experts)?;
+                device.linear(out, outputs, up)
+            }
+            _ => device.experts(out, x, experts),
         }
     }
 

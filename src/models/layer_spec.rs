@@ -162,6 +162,8 @@ pub struct ExpertLayer {
     pub num_experts: usize,
     /// Inner width of each.
     pub intermediate_size: usize,
+    /// If set, the width of their inputs and outputs, which are projections from and to the width of the model.
+    pub latent_size: Option<usize>,
     /// How tokens choose among them.
     pub routing: Routing,
 }

@@ -158,7 +158,8 @@ impl LayerNames<'_> {
         };
         for expert in 0..experts.num_experts {
             let [gate, up, down] = [gate, up, down].map(|name| format!("{prefix}.{expert}.{name}"));
-            out.push(self.group(&[&gate, &up], self.config.hidden_size, None));
+            let width = experts.latent_size.unwrap_or(self.config.hidden_size);
+            out.push(self.group(&[&gate, &up], width, None));
             out.push(self.group(&[&down], experts.intermediate_size, None));
         }
     }

@@ -154,6 +154,8 @@ pub(crate) struct ExpertNames {
     pub(crate) apart: Option<ApartNames>,
     /// Whether the router and the experts have biases.
     pub(crate) has_biases: bool,
+    /// The projections from the width of the model to that of the experts, and back, if they have another width.
+    pub(crate) latents: Option<[&'static str; 2]>,
     /// up, down and output gate of the expert that all tokens share, if there is one.
     pub(crate) shared: Option<(UpNames, &'static str, &'static str)>,
 }

@@ -361,7 +361,7 @@ pub(crate) mod tests {
             scale: 1.0,
             activation,
         };
-        let experts = crate::ExpertLayer { num_experts: 6, intermediate_size: 48, routing };
+        let experts = crate::ExpertLayer { num_experts: 6, intermediate_size: 48, latent_size: None, routing };
         config.layers[1].experts = Some(experts);
         let own = |groups: u32, size: u32| -> Vec<_> {
             let shards = shards(&config.clone().in_expert_groups(groups), size);

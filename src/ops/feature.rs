@@ -52,6 +52,8 @@ pub enum Feature {
     SigmoidRouting,
     /// [`crate::ExpertSlice::gate_up`] without gates.
     PlainExperts,
+    /// Experts whose inputs and outputs have another width than the router's input.
+    ExpertLatents,
     /// [`crate::Routing::scales_input`].
     ScaledExpertInputs,
     /// [`crate::ExpertSlices::selection_bias`].
@@ -120,11 +122,12 @@ impl Feature {
         Feature::OwnDrafters,
         Feature::Mamba2,
         Feature::PlainExperts,
+        Feature::ExpertLatents,
     ];
 
     /// Those that GPUs have, too: all but the last ones.
     pub const ON_GPUS: &[Feature] = match Feature::ALL {
-        [others @ .., Feature::Mamba2, Feature::PlainExperts] => others,
+        [others @ .., Feature::Mamba2, Feature::PlainExperts, Feature::ExpertLatents] => others,
         _ => panic!("features that GPUs have stand before the others"),
     };
 }
@@ -154,6 +157,7 @@ impl fmt::Display for Feature {
             Feature::LayerScale => "a factor of each layer",
             Feature::SigmoidRouting => "experts that are weighted by sigmoids",
             Feature::PlainExperts => "experts without gates",
+            Feature::ExpertLatents => "experts of another width than the model",
             Feature::ScaledExpertInputs => "experts whose inputs are weighted",
             Feature::SelectionBias => "experts that are chosen by their weights and a bias",
             Feature::ExpertGroups => "experts that are chosen within groups",

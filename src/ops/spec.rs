@@ -269,16 +269,16 @@ pub struct ExpertSlices<'a> {
     pub scales: Option<WeightSlice<'a>>,
 }
 
-/// The weights of one expert.
+/// The weights of one expert. Its inputs and outputs have `L` columns: `E`, or another number ([`crate::Feature::ExpertLatents`]).
 #[derive(Debug, Clone)]
 pub struct ExpertSlice<'a> {
-    /// gate and up, each `[I, E]`; up alone if the experts of the layer have no gates ([`crate::Feature::PlainExperts`]).
+    /// gate and up, each `[I, L]`; up alone if the experts of the layer have no gates ([`crate::Feature::PlainExperts`]).
     pub gate_up: Vec<WeightSlice<'a>>,
-    /// `[E, I]`.
+    /// `[L, I]`.
     pub down: WeightSlice<'a>,
     /// Biases of gate and up, each `[I]`; none, or as many as `gate_up` has.
     pub gate_up_bias: Vec<WeightSlice<'a>>,
-    /// Bias of down, `[E]`. Of the workers that share an expert, one has it.
+    /// Bias of down, `[L]`. Of the workers that share an expert, one has it.
     pub down_bias: Option<WeightSlice<'a>>,
 }
 

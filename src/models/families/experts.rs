@@ -377,7 +377,7 @@ fn put_experts(
             scale: 1.0,
             activation,
         };
-        layer.experts = Some(ExpertLayer { num_experts, intermediate_size, routing });
+        layer.experts = Some(ExpertLayer { num_experts, intermediate_size, latent_size: None, routing });
     }
     Ok(())
 }

@@ -138,7 +138,7 @@ fn put_experts(fields: &Fields, config: &mut Config) -> Adjusted {
         let scoring = Scoring::Softmax;
         let routing =
             Routing { top_k, scoring, scales_input: false, groups: None, is_normalized: true, scale: 1.0, activation };
-        layer.experts = Some(ExpertLayer { num_experts, intermediate_size, routing });
+        layer.experts = Some(ExpertLayer { num_experts, intermediate_size, latent_size: None, routing });
     }
     Ok(())
 }

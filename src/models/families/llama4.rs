@@ -87,7 +87,7 @@ fn put_experts(fields: &Fields, config: &mut Config) -> Adjusted {
         let (scoring, activation) = (Scoring::Sigmoid, *activation);
         let routing =
             Routing { top_k, scoring, scales_input: true, groups: None, is_normalized: false, scale: 1.0, activation };
-        *experts = Some(ExpertLayer { num_experts, intermediate_size: size, routing });
+        *experts = Some(ExpertLayer { num_experts, intermediate_size: size, latent_size: None, routing });
     }
     Ok(())
 }

@@ -165,13 +165,13 @@ fn shape(fields: &Fields) -> Result<RecurrentShape, ModelError> {
 
 /// Experts with sigmoids, chosen with a bias and within groups, beside a feed-forward for all tokens.
 fn put_experts(fields: &Fields, config: &mut Config, is_sparse: impl Fn(usize) -> bool) -> Adjusted {
-    if let Some(found) = fields.get("moe_latent_size") {
-        return Err(fields.wrong("moe_latent_size", "null: experts have the width of the model", found));
-    }
     let sizes = ["moe_intermediate_size", "moe_shared_expert_intermediate_size"].map(|name| fields.required_size(name));
     let [size, shared_size] = sizes;
     let is_normalized = fields.flag("norm_topk_prob", true)?;
     put_experts_beside(fields, config, [size?, shared_size?], is_normalized, is_sparse)?;
+    let latent_size = fields.size("moe_latent_size")?;
+    let experts = config.layers.iter_mut().filter_map(|layer| layer.experts.as_mut());
+    experts.for_each(|experts| experts.latent_size = latent_size);
     let scale = fields.positive("routed_scaling_factor")?.unwrap_or(1.0) as f32;
     let groups = expert_groups(fields, GroupScore::BestTwo)?;
     each_routing(config, |routing| {

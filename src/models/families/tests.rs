@@ -620,7 +620,9 @@ fn layers_of_one_part_are_joined_to_a_mixer_and_the_feed_forward_behind_it() {
         message("*", "hybrid_override_pattern", json!(pattern));
     }
     message("*", "layers_block_type", json!(["full_attention", "conv"]));
-    assert!(message("*E", "moe_latent_size", json!(64)).contains("width of the model"));
+    let latents = nemotron_h("*E", |c| c["moe_latent_size"] = json!(64)).unwrap();
+    assert!(latents.features().contains(&ops::Feature::ExpertLatents));
+    assert_eq!(latents.layers[0].experts.unwrap().latent_size, Some(64));
     message("M*", "time_step_limit", json!([0.0, 0.1]));
     message("M*", "mamba_num_heads", json!(6));
     message("M*", "tie_word_embeddings", json!(true));

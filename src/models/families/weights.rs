@@ -87,6 +87,7 @@ pub(super) const GEMMA4_MOE: Names = Names {
             branch_norms: ["post_feedforward_layernorm_1", "post_feedforward_layernorm_2"],
         }),
         has_biases: false,
+        latents: None,
         shared: None,
     }),
     ..GEMMA4
@@ -246,6 +247,7 @@ pub(super) const MIXTRAL: Names = Names {
         selection_bias: None,
         apart: None,
         has_biases: false,
+        latents: None,
         shared: None,
     }),
     ..LLAMA
@@ -259,6 +261,7 @@ pub(super) const GPT_OSS: Names = Names {
         selection_bias: None,
         apart: None,
         has_biases: true,
+        latents: None,
         shared: None,
     }),
     ..LLAMA
@@ -271,6 +274,7 @@ const QWEN_EXPERTS: ExpertNames = ExpertNames {
     selection_bias: None,
     apart: None,
     has_biases: false,
+    latents: None,
     shared: Some((
         UpNames::Separate(["mlp.shared_expert.gate_proj", "mlp.shared_expert.up_proj"]),
         "mlp.shared_expert.down_proj",
@@ -340,6 +344,7 @@ const DEEPSEEK_EXPERTS: ExpertNames = ExpertNames {
     selection_bias: Some(("mlp.gate.e_score_correction_bias", BiasForm::Vector)),
     apart: None,
     has_biases: false,
+    latents: None,
     shared: Some((
         UpNames::Separate(["mlp.shared_experts.gate_proj", "mlp.shared_experts.up_proj"]),
         "mlp.shared_experts.down_proj",
@@ -422,6 +427,7 @@ pub(super) const MINIMAX_M2: Names = Names {
         selection_bias: Some(("block_sparse_moe.e_score_correction_bias", BiasForm::Vector)),
         apart: None,
         has_biases: false,
+        latents: None,
         shared: None,
     }),
     ..LLAMA
@@ -442,6 +448,7 @@ pub(super) const LLAMA4: Names = Names {
         selection_bias: None,
         apart: None,
         has_biases: false,
+        latents: None,
         shared: Some((
             UpNames::Separate(["feed_forward.shared_expert.gate_proj", "feed_forward.shared_expert.up_proj"]),
             "feed_forward.shared_expert.down_proj",
@@ -462,6 +469,7 @@ pub(super) const GRANITE_MOE: Names = Names {
         apart: None,
         shared: Some((UpNames::Stacked("shared_mlp.input_linear"), "shared_mlp.output_linear", "")),
         has_biases: false,
+        latents: None,
     }),
     ..LLAMA
 };
@@ -477,6 +485,7 @@ pub(super) const GRANITE_MOE_SWA: Names = Names {
         apart: None,
         shared: Some((UpNames::Stacked("shared_mlp.input_linear"), "shared_mlp.output_linear", "")),
         has_biases: false,
+        latents: None,
     }),
     ..GRANITE_SWA
 };
@@ -513,6 +522,7 @@ pub(super) const NEMOTRON_H: Names = Names {
         selection_bias: Some(("mixer.gate.e_score_correction_bias", BiasForm::Vector)),
         apart: None,
         has_biases: false,
+        latents: Some(["mixer.fc1_latent_proj", "mixer.fc2_latent_proj"]),
         shared: Some((UpNames::Plain("mixer.shared_experts.up_proj"), "mixer.shared_experts.down_proj", "")),
     }),
     recurrent: Some(RecurrentNames {

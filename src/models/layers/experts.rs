@@ -2,10 +2,11 @@
 
 use std::ops::Range;
 
-use ops::{DType, Device, ExpertSlice, ExpertSlices, WeightData, WeightSlice};
+use ops::{DType, Device, ExpertSlice, ExpertSlices, LinearRole, WeightData, WeightSlice};
 
 use super::LayerSource;
 use super::loader::Loader;
+use super::qkv::RowSlice;
 use crate::ModelError;
 use crate::checkpoint::RowOrder;
 use crate::layer_spec::ExpertLayer;
@@ -53,6 +54,20 @@ impl<D: Device> Loader<'_, D> {
         self.or_device_error(loaded)
     }
 
+    /// The projections from the width of the model to that of a layer's experts, and back, if they have another width. All workers
+    /// have both, and the second one computes a worker's part of the sum.
+    pub(crate) fn expert_latents(&mut self, layer: LayerSource<'_>) -> Result<Option<[D::Weight; 2]>, ModelError> {
+        let names = self.names.experts.and_then(|names| names.latents);
+        let (Some([down, up]), Some(size)) = (names, layer.spec.experts.and_then(|experts| experts.latent_size)) else {
+            return Ok(None);
+        };
+        let has_bias = layer.spec.mlp.is_some_and(|mlp| mlp.has_bias);
+        let rows = RowSlice { name: down, rows: size, taken: 0..size, head_order: None };
+        let down = self.by_output(LinearRole::Up, layer.number, &[rows], self.config.hidden_size, has_bias)?;
+        let up = self.layer_name(layer.number, up);
+        Ok(Some([down, self.by_input(LinearRole::Down, &up, size, 0..size, has_bias)?]))
+    }
+
     /// The names with the layout that the checkpoint has.
     fn with_layout(&self, layer: usize, experts: ExpertLayer, own: ExpertNames) -> ExpertNames {
         let ExpertLayout::Either { stacked, may_be_transposed, prefix, names } = own.layout else { return own };
@@ -91,7 +106,7 @@ impl<D: Device> Loader<'_, D> {
         expert: usize,
         (names, [gate, up, down]): (&ExpertNames, &'n WeightNames),
     ) -> Result<ExpertSlice<'n>, ModelError> {
-        let (hidden, inner) = (self.config.hidden_size, experts.intermediate_size);
+        let (hidden, inner) = (experts.latent_size.unwrap_or(self.config.hidden_size), experts.intermediate_size);
         let (taken, count) = (layer.shard.expert_intermediate.clone(), experts.num_experts);
         let rows = |first: usize| first + taken.start..first + taken.end;
         // Experts that are stored together are one matrix with their rows one below the other.

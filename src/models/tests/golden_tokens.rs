@@ -15,7 +15,7 @@ use engine::{SampledToken, SamplingParams};
 use ops::DType;
 use support::{BLOCK_SIZE, MAX_ROWS, Runner, Sequence, golden_dir, on_group, on_parts};
 
-const CASES: [&str; 123] = [
+const CASES: [&str; 124] = [
     "llama3_gqa",
     "tied_mqa",
     "mha_bias_f32",
@@ -139,6 +139,7 @@ const CASES: [&str; 123] = [
     "granite_hybrid_dense",
     "nemotron_h",
     "nemotron_h_dense",
+    "nemotron_h_latents",
 ];
 
 /// One norm of all value heads: refused for several workers.
