@@ -370,6 +370,8 @@ FAMILIES = {
     # rotated attention, no experts, biases of projections
     "granite_hybrid_dense": ("GraniteMoeHybrid", MAMBA | GRANITE_HYBRID | dict(
         num_local_experts=0, position_embedding_type="rope", mamba_proj_bias=True, mamba_conv_bias=False)),
+    # Mamba-2 with one norm of all heads, attention whose heads are rotated by half
+    "bamba": ("Bamba", MAMBA | dict(num_attention_heads=5, num_key_value_heads=5, attn_layer_indices=[1], rope_parameters=PARTIAL)),
     # layers of one part: Mamba-2 with a norm for two heads, attention without rotation, experts without gates that are chosen with a
     # bias and within two of four groups
     "nemotron_h": ("NemotronH", NEMOTRON_H | dict(

@@ -1,4 +1,4 @@
-//! Granite 3 and 4, with experts, with windows, and with layers that have the recurrent state of Mamba-2.
+//! Granite 3 and 4, with experts, with windows, and with layers that have the recurrent state of Mamba-2; Bamba, which has them, too.
 
 use ops::{RecurrentRule, RecurrentShape};
 use serde_json::Value;
@@ -80,12 +80,7 @@ pub(super) fn granite_moe_hybrid(fields: &Fields, config: &mut Config) -> Adjust
         None | Some("nope") => each_attention(config, |attention| attention.rope = None),
         Some(other) => return Err(fields.wrong("position_embedding_type", "`rope` or `nope`", &other.into())),
     }
-    let recurrent = RecurrentLayer {
-        shape: mamba2_shape(fields, config.hidden_size)?,
-        eps: usual_eps,
-        has_conv_bias: fields.flag("mamba_conv_bias", true)?,
-        has_bias: fields.flag("mamba_proj_bias", false)?,
-    };
+    let recurrent = mamba2_layer(fields, config.hidden_size, usual_eps)?;
     let is_recurrent = match fields.get("layer_types") {
         // The first checkpoints have other names.
         Some(value) => {
@@ -96,6 +91,29 @@ pub(super) fn granite_moe_hybrid(fields: &Fields, config: &mut Config) -> Adjust
     };
     put_in_layers(fields, config, recurrent, is_recurrent)?;
     beside_shared(fields, config)
+}
+
+/// Bamba: attention in the layers that `attn_layer_indices` numbers, Mamba-2 in the others.
+pub(super) fn bamba(fields: &Fields, config: &mut Config) -> Adjusted {
+    fields.ignore(&["num_logits_to_keep"]);
+    let num_layers = config.num_layers();
+    let numbers = fields.token_ids("attn_layer_indices")?;
+    let is_recurrent: Vec<bool> = (0..num_layers).map(|layer| !numbers.contains(&(layer as u32))).collect();
+    if !is_recurrent.contains(&false) {
+        let found = fields.get("attn_layer_indices").cloned().unwrap_or_default();
+        return Err(fields.wrong("attn_layer_indices", &format!("one or more of {num_layers} layers"), &found));
+    }
+    let recurrent = mamba2_layer(fields, config.hidden_size, config.norm.eps)?;
+    put_in_layers(fields, config, recurrent, is_recurrent)
+}
+
+fn mamba2_layer(fields: &Fields, hidden_size: usize, eps: f32) -> Result<RecurrentLayer, ModelError> {
+    Ok(RecurrentLayer {
+        shape: mamba2_shape(fields, hidden_size)?,
+        eps,
+        has_conv_bias: fields.flag("mamba_conv_bias", true)?,
+        has_bias: fields.flag("mamba_proj_bias", false)?,
+    })
 }
 
 /// Sizes of Mamba-2. One norm for all heads.

@@ -903,6 +903,18 @@ pub(super) const FAMILIES: &[Family] = &[
         ..WITHOUT_MLP_BIAS
     },
     Family {
+        name: "BambaForCausalLM",
+        model_type: "bamba",
+        names: &weights::BAMBA,
+        partial_rotary: Some(0.5),
+        defaults: r#"{"vocab_size": 128000, "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32,
+                      "num_attention_heads": 32, "num_key_value_heads": 8, "rms_norm_eps": 1e-5, "mamba_n_heads": 128,
+                      "mamba_n_groups": 1, "mamba_d_state": 256, "mamba_d_conv": 4, "mamba_expand": 2,
+                      "max_position_embeddings": 262144}"#,
+        adjust: granite::bamba,
+        ..LLAMA
+    },
+    Family {
         name: "NemotronHForCausalLM",
         model_type: "nemotron_h",
         names: &weights::NEMOTRON_H,

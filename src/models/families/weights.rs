@@ -493,17 +493,28 @@ pub(super) const GRANITE_MOE_SWA: Names = Names {
 pub(super) const GRANITE_MOE_HYBRID: Names = Names {
     up: UpNames::Stacked("shared_mlp.input_linear"),
     down: "shared_mlp.output_linear",
-    recurrent: Some(RecurrentNames {
-        projections: RecurrentProjections::Together("mamba.in_proj"),
-        conv: "mamba.conv1d.weight",
-        conv_bias: "mamba.conv1d.bias",
-        a_log: "mamba.A_log",
-        dt_bias: "mamba.dt_bias",
-        skip: "mamba.D",
-        norm: "mamba.norm.weight",
-        out: "mamba.out_proj",
-    }),
+    recurrent: Some(MAMBA),
     ..GRANITE_MOE
+};
+
+const MAMBA: RecurrentNames = RecurrentNames {
+    projections: RecurrentProjections::Together("mamba.in_proj"),
+    conv: "mamba.conv1d.weight",
+    conv_bias: "mamba.conv1d.bias",
+    a_log: "mamba.A_log",
+    dt_bias: "mamba.dt_bias",
+    skip: "mamba.D",
+    norm: "mamba.norm.weight",
+    out: "mamba.out_proj",
+};
+
+pub(super) const BAMBA: Names = Names {
+    mlp_norm: Some("pre_ff_layernorm"),
+    up: UpNames::Separate(["feed_forward.gate_proj", "feed_forward.up_proj"]),
+    down: "feed_forward.down_proj",
+    recurrent: Some(MAMBA),
+    final_norm: "final_layernorm",
+    ..LLAMA
 };
 
 /// Each layer has one norm and one part.

@@ -15,7 +15,7 @@ use engine::{SampledToken, SamplingParams};
 use ops::DType;
 use support::{BLOCK_SIZE, MAX_ROWS, Runner, Sequence, golden_dir, on_group, on_parts};
 
-const CASES: [&str; 124] = [
+const CASES: [&str; 125] = [
     "llama3_gqa",
     "tied_mqa",
     "mha_bias_f32",
@@ -137,13 +137,14 @@ const CASES: [&str; 124] = [
     "gpt_neo",
     "granite_moe_hybrid",
     "granite_hybrid_dense",
+    "bamba",
     "nemotron_h",
     "nemotron_h_dense",
     "nemotron_h_latents",
 ];
 
 /// One norm of all value heads: refused for several workers.
-const UNDIVIDED: [&str; 2] = ["granite_moe_hybrid", "granite_hybrid_dense"];
+const UNDIVIDED: [&str; 3] = ["granite_moe_hybrid", "granite_hybrid_dense", "bamba"];
 
 fn is_divided(case: &str, size: u32) -> bool {
     size == 1 || !UNDIVIDED.contains(&case)
