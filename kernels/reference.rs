@@ -270,6 +270,24 @@ pub fn mamba2(
     out.into_iter().map(|x| x as f32).collect()
 }
 
+/// A short convolution of LFM2 behind its projections, for one sequence from its start: `conv [C, taps]`, `conv_bias [C]`; `inputs
+/// [T, 2 C]` are x and the gates of the input, `gates [T, C]` those of the output; the result is `[T, C]`.
+pub fn short_conv(conv: &[f32], conv_bias: &[f32], inputs: &[f32], gates: &[f32]) -> Vec<f32> {
+    let (channels, taps) = (conv_bias.len(), conv.len() / conv_bias.len());
+    let gated = |token: usize, channel: usize| {
+        let [x, gate] = [0, channels].map(|first| f64::from(inputs[token * 2 * channels + first + channel]));
+        x * gate
+    };
+    let out = |(index, gate): (usize, &f32)| {
+        let (token, channel) = (index / channels, index % channels);
+        let weight = |tap: usize| f64::from(conv[channel * taps + tap]);
+        let tap = |tap: usize| Some(weight(tap) * gated((token + tap + 1).checked_sub(taps)?, channel));
+        let sum = f64::from(conv_bias[channel]) + (0..taps).filter_map(tap).sum::<f64>();
+        (sum * f64::from(*gate)) as f32
+    };
+    gates.iter().enumerate().map(out).collect()
+}
+
 /// Sizes of a layer of [`gated_delta`]: key heads, value heads, the size of a key head, of a value head, and taps.
 pub type DeltaSizes = [usize; 5];
 

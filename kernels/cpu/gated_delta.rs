@@ -51,7 +51,7 @@ pub fn gated_delta(
     let (channels, num_heads, value_dim) = (shape.channels(), shape.num_value_heads, shape.value_dim);
     assert!(ba.len() >= num_tokens(rows) * 2 * num_heads, "inputs for each token");
     let out = SharedOut::new(out);
-    let conv = ConvWeights { taps: weights.conv, bias: &[] };
+    let conv = ConvWeights { taps: weights.conv, bias: &[], has_gated_inputs: false };
     let inputs = (qkvz, channels + num_heads * value_dim);
     each_token(pool, shape, conv, rows, inputs, states, |of| {
         let HeadToken { token, key_head, inputs, query, key, values, heads, scratch } = of;

@@ -55,7 +55,7 @@ pub fn mamba2(
     assert!(dt.len() >= num_tokens(rows) * num_heads, "inputs for each token");
     let (width, stride) = (num_heads * value_dim, channels + num_heads * value_dim);
     let out = SharedOut::new(out);
-    let conv = ConvWeights { taps: weights.conv, bias: weights.conv_bias };
+    let conv = ConvWeights { taps: weights.conv, bias: weights.conv_bias, has_gated_inputs: false };
     each_token(pool, shape, conv, rows, (inputs, stride), states, |of| {
         let HeadToken { token, key_head, query, key, values, heads, scratch, .. } = of;
         let parts = heads.chunks_exact_mut(shape.key_dim * value_dim).zip(values.chunks_exact(value_dim));

@@ -35,6 +35,7 @@ mod recurrent;
 mod rope;
 mod rows;
 mod shared;
+mod short_conv;
 #[cfg(target_arch = "x86_64")]
 mod x86;
 #[cfg(target_arch = "x86_64")]
@@ -66,3 +67,4 @@ pub use quantized_linear::quantized_linear;
 pub use recurrent::{StateRow, StateShape};
 pub use rope::rotate;
 pub use rows::map_rows;
+pub use short_conv::short_conv;

@@ -2,6 +2,7 @@
 //! tokens
 //!
 //! conv      x[t, c] = silu(sum over j of w[j, c] * in[t - taps + 1 + j, c] + bias[c]) for the channels q | k | v;  C = 2 K DK + V DV
+//!           with gated inputs in[t, c] is the product of two inputs, and there is no silu
 //! states    [slots, STATE] f32: the last taps - 1 inputs `[taps - 1, C]`, oldest first, then a matrix [DK, DV] of each value head
 //! maths     f32; token by token in one order, so the result does not depend on how a row is divided into steps
 //! threads   divide (row, key head)
@@ -18,7 +19,7 @@ pub struct StateShape {
     pub num_key_heads: usize,
     /// `V`, number of value heads; a multiple of `K`.
     pub num_value_heads: usize,
-    /// `DK`, size of a key head.
+    /// `DK`, size of a key head; 0 if there are no matrices.
     pub key_dim: usize,
     /// `DV`, size of a value head.
     pub value_dim: usize,
@@ -76,6 +77,8 @@ pub(super) struct ConvWeights<'a> {
     pub(super) taps: &'a [f32],
     /// `[C]`, or empty.
     pub(super) bias: &'a [f32],
+    /// Whether the channels are multiplied by the inputs that follow them, and the result has no activation.
+    pub(super) has_gated_inputs: bool,
 }
 
 /// One token of a row, for one key head and its value heads.
@@ -111,7 +114,8 @@ pub(super) fn each_token(
 ) {
     let saved = rows.iter().filter_map(|row| row.saved.map(|[_, slot]| slot as usize));
     let mut slots: Vec<usize> = rows.iter().map(|row| row.state).chain(saved).collect();
-    assert!(inputs.len() >= num_tokens(rows) * stride && stride >= shape.channels(), "inputs for each token");
+    let used = shape.channels() * if conv.has_gated_inputs { 2 } else { 1 };
+    assert!(inputs.len() >= num_tokens(rows) * stride && stride >= used, "inputs for each token");
     slots.sort_unstable();
     assert!(slots.windows(2).all(|pair| pair[0] < pair[1]), "each row has a state of its own");
     assert_eq!(conv.taps.len(), shape.num_taps * shape.channels(), "a weight for each tap and channel");
@@ -176,10 +180,11 @@ fn run_head(
 struct Convolution {
     parts: [(usize, usize); 3],
     width: usize,
-    weights: Vec<f32>, // [taps, width]
-    bias: Vec<f32>,    // [width], or none
-    inputs: Vec<f32>,  // [taps, width], oldest first; the last is the current token's
-    mixed: Vec<f32>,   // [width]
+    weights: Vec<f32>,    // [taps, width]
+    bias: Vec<f32>,       // [width], or none
+    gates: Option<usize>, // where the gates of the inputs begin
+    inputs: Vec<f32>,     // [taps, width], oldest first; the last is the current token's
+    mixed: Vec<f32>,      // [width]
 }
 
 impl Convolution {
@@ -188,8 +193,9 @@ impl Convolution {
         let taps = weights.taps.chunks_exact(shape.channels());
         let own = taps.flat_map(|tap| parts.into_iter().flat_map(|(first, len)| &tap[first..first + len]));
         let own_bias = parts.into_iter().filter_map(|(first, len)| weights.bias.get(first..first + len)).flatten();
+        let gates = weights.has_gated_inputs.then_some(shape.channels());
         let (bias, weights) = (own_bias.copied().collect(), own.copied().collect());
-        Self { parts, width, weights, bias, inputs: vec![0.0; shape.num_taps * width], mixed: vec![0.0; width] }
+        Self { parts, width, weights, bias, gates, inputs: vec![0.0; shape.num_taps * width], mixed: vec![0.0; width] }
     }
 
     /// Calls `visit` with each earlier input's tap, the channels, and their values.
@@ -211,17 +217,20 @@ impl Convolution {
         for (first, len) in self.parts {
             let (part, rest) = own.split_at_mut(len);
             part.copy_from_slice(&token[first..first + len]);
+            if let Some(gates) = self.gates {
+                part.iter_mut().zip(&token[gates + first..]).for_each(|(input, gate)| *input *= gate);
+            }
             own = rest;
         }
-        convolve(&mut self.mixed, &self.inputs, &self.weights, &self.bias);
+        convolve(&mut self.mixed, &self.inputs, &self.weights, &self.bias, self.gates.is_none());
         self.inputs.copy_within(self.width.., 0);
         &mut self.mixed
     }
 }
 
 for_each_isa! {
-    /// `out = silu(sum over taps of inputs * weights + bias)`. There may be no bias.
-    fn convolve(out: &mut [f32], inputs: &[f32], weights: &[f32], bias: &[f32]) {
+    /// `out = silu(sum over taps of inputs * weights + bias)`. There may be no bias and no silu.
+    fn convolve(out: &mut [f32], inputs: &[f32], weights: &[f32], bias: &[f32], has_silu: bool) {
         match bias.is_empty() {
             true => out.fill(0.0),
             false => out.copy_from_slice(bias),
@@ -231,7 +240,9 @@ for_each_isa! {
                 *out += input * weight;
             }
         }
-        out.iter_mut().for_each(|x| *x *= sigmoid(*x));
+        if has_silu {
+            out.iter_mut().for_each(|x| *x *= sigmoid(*x));
+        }
     }
 }
 

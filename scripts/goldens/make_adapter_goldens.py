@@ -59,6 +59,8 @@ CASES = {
     # layers of one part, without the output of Mamba-2, which PEFT refuses there
     "nemotron_h_all": ("nemotron_h_dense", torch.float32, dict(r=3, lora_alpha=3, target_modules=[
         "in_proj", "q_proj", "o_proj", "up_proj", "down_proj"])),
+    # short convolutions, whose projections are one matrix
+    "lfm2_all": ("lfm2", torch.float32, dict(r=4, lora_alpha=4, target_modules="all-linear")),
 }
 
 

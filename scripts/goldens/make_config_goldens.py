@@ -33,7 +33,7 @@ SIZES = {"vocab_size", "hidden_size", "n_embd", "num_hidden_layers", "n_layer"}
 # in these vocabularies.
 KEPT = {"model_type", "text_config", "vision_config", "pad_token_id"}
 # Fields that only change weights of the parts that see images.
-OF_IMAGES = {"multimodal_projector_bias", "projection_hidden_size", "spatial_merge_size"}
+OF_IMAGES = {"multimodal_projector_bias", "projection_hidden_size", "spatial_merge_size", "projector_hidden_size", "downsample_factor"}
 REMOVED = object()
 
 

@@ -110,6 +110,7 @@ GRANITE_HYBRID = dict(num_attention_heads=5, num_key_value_heads=5, intermediate
                       residual_multiplier=0.22, attention_multiplier=0.0625, logits_scaling=8.0)
 NEMOTRON_H = dict(num_hidden_layers=None, head_dim=24, mamba_num_heads=8, mamba_head_dim=8, n_groups=4, ssm_state_size=12,
                   layer_norm_epsilon=1e-5)
+SHORT_CONV = dict(num_hidden_layers=3, layer_types=["conv", "full_attention", "conv"])
 QWEN_EXPERTS = dict(num_experts=6, num_experts_per_tok=2, moe_intermediate_size=56, shared_expert_intermediate_size=88)
 GRANITE_SWA = dict(num_hidden_layers=3, sliding_window=20, layer_types=MIXED, layer_rope_theta=[10000.0, 0, 500.0], rope_parameters=YARN,
                    embedding_multiplier=1.5, residual_multiplier=0.6, logits_scaling=2.0, attention_multiplier=0.3)
@@ -386,12 +387,18 @@ FAMILIES = {
     "nemotron_h_dense": ("NemotronH", NEMOTRON_H | dict(
         layers_block_type=["linear_attention", "mlp", "linear_attention", "full_attention", "mlp", "full_attention"],
         intermediate_size=128, use_bias=True, mlp_bias=True, use_conv_bias=False)),
+    # short convolutions of four inputs with biases around attention; an inner width that is computed: 120
+    "lfm2": ("Lfm2", SHORT_CONV | dict(conv_L_cache=4, conv_bias=True, block_ffn_dim_multiplier=1.5, block_multiple_of=24, rope_parameters=YARN)),
+    # experts behind a dense layer, tied embeddings
+    "lfm2_moe": ("Lfm2Moe", SHORT_CONV | dict(num_dense_layers=1, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32,
+                                              routed_scaling_factor=1.5, tie_word_embeddings=True)),
+    "lfm2_vl_vision": ("Lfm2Vl", SHORT_CONV | dict(block_auto_adjust_ff_dim=False)),
 }
 VISION = dict(depth=1, hidden_size=16, intermediate_size=16, num_heads=2, patch_size=2, out_hidden_size=64, num_position_embeddings=4)
 GLM_VISION = dict(depth=1, hidden_size=16, intermediate_size=16, num_heads=2, patch_size=2, out_hidden_size=64, image_size=8)
 SIGLIP = dict(hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2, image_size=8, patch_size=2)
 # The models of text parts that are models of their own.
-TEXT_PARTS = {"Mistral3": "Mistral", "Kimi_K25": "DeepseekV3", "Exaone4_5_": "Exaone4", "Glm46V": "Glm4vText"}
+TEXT_PARTS = {"Mistral3": "Mistral", "Kimi_K25": "DeepseekV3", "Exaone4_5_": "Exaone4", "Glm46V": "Glm4vText", "Lfm2Vl": "Lfm2"}
 # Fields of the whole model beside those of its text part.
 WHOLE = {
     "Gemma3": dict(vision_config=SIGLIP, mm_tokens_per_image=4),
@@ -404,6 +411,8 @@ WHOLE = {
                                         hidden_size=16, intermediate_size=16), projection_hidden_size=16),
     "Exaone4_5_": dict(vision_config=GLM_VISION | dict(num_key_value_heads=2, fullatt_block_indexes=[0])),
     "Glm4v": dict(vision_config=GLM_VISION), "Glm4vMoe": dict(vision_config=GLM_VISION), "Glm46V": dict(vision_config=GLM_VISION),
+    "Lfm2Vl": dict(vision_config=dict(hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2, num_patches=16, patch_size=2),
+                   projector_hidden_size=16),
 }
 # Sequences that transformers would begin with the short factors.
 LONG_PROMPTS = {"phi3_longrope": (9, 20, 40)}
@@ -452,7 +461,7 @@ def make_model(dtype, config_class, model_class, shape, seed):
         for name, buffer in model.named_buffers():
             if name.endswith("layer_scalar"):
                 buffer.copy_((0.5 + torch.rand(1, generator=generator)).to(dtype).float())
-            elif name.endswith("e_score_correction_bias"):
+            elif name.endswith(("e_score_correction_bias", "feed_forward.expert_bias")):
                 buffer.copy_((0.3 * torch.randn(buffer.shape, generator=generator)).to(dtype).float())
     return config, model
 

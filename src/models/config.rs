@@ -273,6 +273,7 @@ impl Config {
         let routing = |is: fn(&Routing) -> bool| {
             self.layers.iter().any(|layer| layer.experts.as_ref().is_some_and(|experts| is(&experts.routing)))
         };
+        let recurrent = |is: fn(RecurrentLayer) -> bool| self.layers.iter().filter_map(|layer| layer.recurrent).any(is);
         let needs = [
             (self.norm.kind == NormKind::Layer, Feature::LayerNorm),
             (self.learned_positions.is_some(), Feature::LearnedPositions),
@@ -287,7 +288,8 @@ impl Config {
             (attention(|a| a.has_sinks), Feature::Sinks),
             (attention(|a| a.has_output_gate), Feature::OutputGate),
             (self.has_recurrent_layers(), Feature::Recurrent),
-            (self.layers.iter().filter_map(|layer| layer.recurrent).any(RecurrentLayer::is_mamba2), Feature::Mamba2),
+            (recurrent(RecurrentLayer::is_mamba2), Feature::Mamba2),
+            (recurrent(RecurrentLayer::is_short_conv), Feature::ShortConv),
             (self.has_latents(), Feature::LatentAttention),
             (attention(|a| a.chunk.is_some()), Feature::ChunkedAttention),
             (attention(|a| a.query_scale.is_some()), Feature::QueryScale),

@@ -13,6 +13,7 @@ use crate::{ModelError, from_python_json};
 const MAY_BE_NULL: &[&str] = &[
     "attention_chunk_size",
     "attn_logit_softcapping",
+    "block_ffn_dim_multiplier",
     "final_logit_softcapping",
     "num_key_value_heads",
     "q_lora_rank",

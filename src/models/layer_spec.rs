@@ -63,6 +63,10 @@ impl RecurrentLayer {
     pub(crate) fn is_mamba2(self) -> bool {
         matches!(self.shape.rule, RecurrentRule::Mamba2 { .. })
     }
+
+    pub(crate) fn is_short_conv(self) -> bool {
+        self.shape.rule == RecurrentRule::ShortConv
+    }
 }
 
 /// Attention of a layer.

@@ -124,6 +124,8 @@ pub(crate) enum RecurrentProjections {
     Grouped { qkvz: &'static str, ba: &'static str },
     /// One matrix: all gates of the output, all of v, k and q, all steps. The convolution has v, k and q in this order.
     Together(&'static str),
+    /// One matrix: all gates of the input, all gates of the output, all of v. The convolution has v alone.
+    ShortConv(&'static str),
 }
 
 /// How the first layer of a feed-forward is stored in a checkpoint.

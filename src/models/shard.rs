@@ -120,7 +120,7 @@ fn fits_heads(layer: &LayerSpec, size: usize) -> bool {
 /// Value heads of a recurrent layer whose output is normed together.
 fn norm_heads(layer: &LayerSpec) -> Option<usize> {
     match layer.recurrent?.shape.rule {
-        RecurrentRule::GatedDelta => None,
+        RecurrentRule::GatedDelta | RecurrentRule::ShortConv => None,
         RecurrentRule::Mamba2 { norm_heads } => Some(norm_heads),
     }
 }

@@ -70,6 +70,8 @@ pub enum Feature {
     Recurrent,
     /// [`crate::RecurrentRule::Mamba2`].
     Mamba2,
+    /// [`crate::RecurrentRule::ShortConv`].
+    ShortConv,
     /// [`crate::LayerAttention::latent`]: [`crate::Device::load_latent`], [`crate::Device::latent_attention`].
     LatentAttention,
     /// [`crate::Device::gate`].
@@ -123,11 +125,12 @@ impl Feature {
         Feature::Mamba2,
         Feature::PlainExperts,
         Feature::ExpertLatents,
+        Feature::ShortConv,
     ];
 
     /// Those that GPUs have, too: all but the last ones.
     pub const ON_GPUS: &[Feature] = match Feature::ALL {
-        [others @ .., Feature::Mamba2, Feature::PlainExperts, Feature::ExpertLatents] => others,
+        [others @ .., Feature::Mamba2, Feature::PlainExperts, Feature::ExpertLatents, Feature::ShortConv] => others,
         _ => panic!("features that GPUs have stand before the others"),
     };
 }
@@ -166,6 +169,7 @@ impl fmt::Display for Feature {
             Feature::ExpertsApart => "experts with an input of their own",
             Feature::Recurrent => "layers with a recurrent state (Gated DeltaNet)",
             Feature::Mamba2 => "layers with a recurrent state of Mamba-2",
+            Feature::ShortConv => "layers with a short convolution",
             Feature::LatentAttention => "attention over latent vectors (MLA)",
             Feature::OutputGate => "attention with an output gate",
             Feature::Guesses => "drafts of an MTP head (`mtp_num_tokens`)",

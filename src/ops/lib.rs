@@ -384,9 +384,10 @@ pub trait Device: Sized {
     }
 
     /// A layer with a recurrent state, behind its projections: `out [T, V DV]` from `qkvz [T, C + V DV]` (q, k and v of all
-    /// heads, then the gates of the output) and `ba [T, 2 V]` (learning rates, then steps; steps alone of Mamba-2, `[T, V]`). Advances
-    /// the state `layer` of [`AttentionSpec::states`] in the slot of each row, which is zero at position 0. `eps` is that of the norm
-    /// of the output ([`Feature::Recurrent`]; [`Feature::Mamba2`]).
+    /// heads, then the gates of the output) and `ba [T, 2 V]` (learning rates, then steps; steps alone of Mamba-2, `[T, V]`). Of a short
+    /// convolution they are v and the gates of the input, and the gates of the output `[T, V DV]`. Advances the state `layer` of
+    /// [`AttentionSpec::states`] in the slot of each row, which is zero at position 0. `eps` is that of the norm of the output
+    /// ([`Feature::Recurrent`]; [`Feature::Mamba2`], [`Feature::ShortConv`]).
     fn recurrent(
         &mut self,
         _out: &mut Self::Tensor,

@@ -1,4 +1,5 @@
-//! Layers with a recurrent state in place of attention: Gated DeltaNet (Yang et al. 2024) and Mamba-2 (Dao and Gu 2024).
+//! Layers with a recurrent state in place of attention: Gated DeltaNet (Yang et al. 2024), Mamba-2 (Dao and Gu 2024), and the short
+//! convolutions of LFM2.
 
 /// How such a layer computes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -10,6 +11,9 @@ pub enum RecurrentRule {
         /// Neighbouring value heads that have one norm together. A worker has whole ones.
         norm_heads: usize,
     },
+    /// A short convolution of v times the gates of its input, without q, k, matrices and norms. The second projection has the gates of
+    /// the output.
+    ShortConv,
 }
 
 /// Sizes of such a layer: of the whole model, or of this worker's shard.
@@ -21,7 +25,7 @@ pub struct RecurrentShape {
     pub num_key_heads: usize,
     /// Heads of v, of the state and of the output; a multiple of the key heads. Neighbours share a key head.
     pub num_value_heads: usize,
-    /// Size of a head of q and k.
+    /// Size of a head of q and k; 0 for a short convolution.
     pub key_dim: usize,
     /// Size of a head of v.
     pub value_dim: usize,
@@ -41,11 +45,12 @@ impl RecurrentShape {
         2 * keys + values
     }
 
-    /// Outputs of the small projection: learning rates and steps, or steps alone.
+    /// Outputs of the second projection: learning rates and steps, steps alone, or the gates of the output.
     pub fn num_steps(&self) -> usize {
         match self.rule {
             RecurrentRule::GatedDelta => 2 * self.num_value_heads,
             RecurrentRule::Mamba2 { .. } => self.num_value_heads,
+            RecurrentRule::ShortConv => self.widths()[1],
         }
     }
 
@@ -64,7 +69,7 @@ pub struct RecurrentWeights {
     pub conv: Vec<f32>,
     /// `[channels]`, or empty.
     pub conv_bias: Vec<f32>,
-    /// `[value heads]`: logarithm of the decay.
+    /// `[value heads]`: logarithm of the decay. Empty for a short convolution, as the following.
     pub a_log: Vec<f32>,
     /// `[value heads]`.
     pub dt_bias: Vec<f32>,

@@ -12,10 +12,10 @@ pub struct Recurrent {
     shape: StateShape,
     conv: Vec<f32>,      // [taps, C]
     conv_bias: Vec<f32>, // [C], or none
-    decay: Vec<f32>,     // [V]
-    dt_bias: Vec<f32>,   // [V]
+    decay: Vec<f32>,     // [V], or none
+    dt_bias: Vec<f32>,   // [V], or none
     skip: Vec<f32>,      // [V], or none
-    norm: Vec<f32>,      // [DV] or [V DV]
+    norm: Vec<f32>,      // [DV] or [V DV], or none
 }
 
 /// Recurrent states of sequences.
@@ -155,6 +155,9 @@ impl CpuDevice {
             RecurrentRule::Mamba2 { norm_heads } => {
                 let by = Mamba2Weights { conv, conv_bias, decay, dt_bias, skip, norm, norm_heads, eps };
                 k::mamba2(pool, shape, &by, &rows, inputs, (out, states));
+            }
+            RecurrentRule::ShortConv => {
+                k::short_conv(pool, shape, [conv, conv_bias], &rows, inputs, (out, states));
             }
         }
     }

@@ -353,7 +353,7 @@ pub(super) fn put_experts_beside(
 }
 
 /// Replaces the feed-forward of the layers that `is_sparse` names by experts.
-fn put_experts(
+pub(super) fn put_experts(
     fields: &Fields,
     config: &mut Config,
     intermediate_size: usize,

@@ -13,6 +13,7 @@ mod granite;
 mod harmless;
 mod hybrid;
 mod layer_types;
+mod lfm2;
 mod llama4;
 mod mtp;
 mod nemotron_h;

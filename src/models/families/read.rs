@@ -114,8 +114,10 @@ fn text_model(
     };
     // The head and the embedding are parts of the whole model, whose field decides whether they are one.
     let usual_tied = defaults(usual).get("tie_word_embeddings").cloned();
+    let top = top.with_aliases(usual.aliases);
     let tied = top.get("tie_word_embeddings").cloned().or(usual_tied).unwrap_or(Value::Bool(false));
-    let tied = [("tie_word_embeddings".to_owned(), tied)];
+    let names = named.aliases.iter().filter(|(usual, _)| *usual == "tie_word_embeddings").map(|(_, own)| own);
+    let tied = names.chain([&"tie_word_embeddings"]).map(|name| ((*name).to_owned(), tied.clone()));
     let outer = ["bos_token_id", "eos_token_id", "dtype", "torch_dtype", "quantization_config"];
     let outer = outer.into_iter().filter_map(|name| Some((name.to_owned(), top.get(name)?.clone())));
     Ok((named, text.with_fields(tied).with_defaults(&outer.collect())))

@@ -3,8 +3,8 @@
 use ops::HeadNormSpan;
 
 use super::{
-    AttentionBias, BiasRule, Family, NormRule, WindowRule, adjust, deepseek, experts, gemma4, granite, hybrid, llama4,
-    nemotron_h, older, weights,
+    AttentionBias, BiasRule, Family, NormRule, WindowRule, adjust, deepseek, experts, gemma4, granite, hybrid, lfm2,
+    llama4, nemotron_h, older, weights,
 };
 
 const NEVER: AttentionBias = AttentionBias { qkv: BiasRule::Never, out: BiasRule::Never };
@@ -251,6 +251,25 @@ const BAICHUAN: Family = Family {
     names: &weights::BAICHUAN,
     adjust: adjust::baichuan,
     ..LLAMA
+};
+
+const LFM2: Family = Family {
+    name: "Lfm2ForCausalLM",
+    model_type: "lfm2",
+    names: &weights::LFM2,
+    aliases: &[
+        ("rms_norm_eps", "norm_eps"),
+        ("intermediate_size", "block_ff_dim"),
+        ("tie_word_embeddings", "tie_embedding"),
+    ],
+    attention_bias: NEVER,
+    head_norm: Some(HeadNormSpan::Head),
+    defaults: r#"{"vocab_size": 65536, "hidden_size": 2560, "intermediate_size": 12288, "num_hidden_layers": 32,
+                  "num_attention_heads": 32, "num_key_value_heads": 8, "max_position_embeddings": 128000,
+                  "conv_L_cache": 3, "block_multiple_of": 256, "block_ffn_dim_multiplier": 1.0, "rms_norm_eps": 1e-5,
+                  "tie_word_embeddings": true, "rope_theta": 1000000.0}"#,
+    adjust: lfm2::lfm2,
+    ..WITHOUT_MLP_BIAS
 };
 
 pub(super) const FAMILIES: &[Family] = &[
@@ -950,6 +969,20 @@ pub(super) const FAMILIES: &[Family] = &[
         defaults: r#"{"num_experts": 8, "num_experts_per_tok": 2, "sliding_window": 128}"#,
         adjust: granite::granite_moe_swa,
         ..WITHOUT_MLP_BIAS
+    },
+    LFM2,
+    Family { name: "Lfm2VlForConditionalGeneration", model_type: "lfm2_vl", is_nested: true, ..LFM2 },
+    Family {
+        name: "Lfm2MoeForCausalLM",
+        model_type: "lfm2_moe",
+        names: &weights::LFM2_MOE,
+        aliases: &[("rms_norm_eps", "norm_eps"), ("tie_word_embeddings", "tie_embedding")],
+        defaults: r#"{"vocab_size": 65536, "hidden_size": 2048, "intermediate_size": 7168, "num_hidden_layers": 32,
+                      "num_attention_heads": 32, "num_key_value_heads": 8, "max_position_embeddings": 128000,
+                      "num_experts": 32, "num_experts_per_tok": 4, "moe_intermediate_size": 1792, "num_dense_layers": 2,
+                      "conv_L_cache": 3, "rms_norm_eps": 1e-5, "tie_word_embeddings": true, "rope_theta": 1000000.0}"#,
+        adjust: lfm2::lfm2_moe,
+        ..LFM2
     },
     Family { name: "InternLMForCausalLM", model_type: "internlm", attention_bias: both("bias", true), ..LLAMA },
     Family {

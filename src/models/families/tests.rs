@@ -627,3 +627,79 @@ fn layers_of_one_part_are_joined_to_a_mixer_and_the_feed_forward_behind_it() {
     message("M*", "mamba_num_heads", json!(6));
     message("M*", "tie_word_embeddings", json!(true));
 }
+
+/// Fields of the published LFM2 1.2B, smaller.
+fn lfm2(change: impl FnOnce(&mut Value)) -> Result<Config, ModelError> {
+    read_of("Lfm2ForCausalLM", |c| {
+        *c = json!({
+            "architectures": ["Lfm2ForCausalLM"], "model_type": "lfm2", "block_auto_adjust_ff_dim": true, "block_dim": 128,
+            "block_ff_dim": 770, "block_ffn_dim_multiplier": 1.0, "block_mlp_init_scale": 1.0, "block_multiple_of": 256,
+            "block_norm_eps": 1e-5, "block_out_init_scale": 1.0, "block_use_swiglu": true, "block_use_xavier_init": true,
+            "bos_token_id": 1, "conv_L_cache": 3, "conv_bias": false, "conv_dim": 128, "conv_dim_out": 128,
+            "conv_use_xavier_init": true, "eos_token_id": 7, "full_attn_idxs": [2, 3], "hidden_size": 128,
+            "initializer_range": 0.02, "max_position_embeddings": 128000, "norm_eps": 1e-5, "num_attention_heads": 8,
+            "num_heads": 8, "num_hidden_layers": 4, "num_key_value_heads": 2, "pad_token_id": 0, "rope_theta": 1000000.0,
+            "torch_dtype": "bfloat16", "use_cache": true, "use_pos_enc": true, "vocab_size": 501
+        });
+        change(c);
+    })
+}
+
+#[test]
+fn lfm2_has_short_convolutions_in_all_layers_but_those_named() {
+    let config = lfm2(|_| ()).unwrap();
+    let recurrent: Vec<_> = config.layers.iter().map(|layer| layer.recurrent).collect();
+    assert_eq!(recurrent.iter().map(Option::is_some).collect::<Vec<_>>(), [true, true, false, false]);
+    let shape = recurrent[0].unwrap().shape;
+    assert_eq!((shape.channels(), shape.num_steps(), shape.state_len()), (128, 128, 2 * 128));
+    // Two thirds of 770, rounded up to a multiple of 256.
+    assert_eq!(config.layers[0].mlp.unwrap().intermediate_size, 768);
+    assert!(config.head.is_tied && config.layers[2].attention.head_norm.is_some());
+    assert!(config.features().contains(&ops::Feature::ShortConv));
+    let inner = |field: &str, value: Value| {
+        let config = lfm2(|c| c[field] = value).unwrap();
+        config.layers[0].mlp.unwrap().intermediate_size
+    };
+    assert_eq!(inner("block_ffn_dim_multiplier", json!(0.99)), 512);
+    assert_eq!(inner("block_ffn_dim_multiplier", Value::Null), 513);
+    assert_eq!(inner("block_auto_adjust_ff_dim", json!(false)), 770);
+    let untied = lfm2(|c| (c["tie_embedding"], c["tie_word_embeddings"]) = (json!(false), json!(true)));
+    assert!(!untied.unwrap().head.is_tied);
+    let listed = lfm2(|c| c["layer_types"] = json!(["full_attention", "conv", "conv", "conv"])).unwrap();
+    assert!(listed.layers[0].recurrent.is_none() && listed.layers[3].recurrent.is_some());
+}
+
+#[test]
+fn what_lfm2_does_not_support_is_refused_by_its_name() {
+    for (field, value, words) in [
+        ("block_use_swiglu", json!(false), "`true`, the only way that is supported"),
+        ("use_pos_enc", json!(false), "`true`, the only way that is supported"),
+        ("conv_dim", json!(64), "128, as another field says, found 64"),
+        ("block_norm_eps", json!(1e-6), "as another field says"),
+        ("theta", json!(10000.0), "1000000, as another field says"),
+        ("num_heads", json!(4), "8, as another field says"),
+        ("conv_L_cache", json!(1), "at least 2"),
+        ("full_attn_idxs", json!([]), "`full_attention` at least once"),
+        ("layer_types", json!(["conv", "conv", "conv", "mamba"]), "`full_attention` or `conv`"),
+        ("hidden_act", json!("gelu"), "`silu`"),
+        ("conv_groups", json!(2), "is not understood"),
+    ] {
+        let error = lfm2(|c| c[field] = value).unwrap_err().to_string();
+        let named = if field == "full_attn_idxs" { "layer_types" } else { field };
+        assert!(error.contains(named) && error.contains(words), "{error}");
+    }
+}
+
+#[test]
+fn the_whole_model_of_lfm2_vl_says_by_either_name_whether_the_head_is_the_embedding() {
+    let read = |name: &str| {
+        lfm2(|c| {
+            c["tie_embedding"] = json!(true);
+            *c = json!({"architectures": ["Lfm2VlForConditionalGeneration"], "text_config": c, name: false});
+        })
+    };
+    for name in ["tie_embedding", "tie_word_embeddings"] {
+        assert!(!read(name).unwrap().head.is_tied, "{name}");
+    }
+    assert!(read("do_image_splitting").unwrap().head.is_tied);
+}

@@ -549,3 +549,39 @@ pub(super) const NEMOTRON_H: Names = Names {
     final_norm: "norm_f",
     ..LLAMA
 };
+
+const LFM2_CONV: RecurrentNames = RecurrentNames {
+    projections: RecurrentProjections::ShortConv("conv.in_proj"),
+    conv: "conv.conv.weight",
+    conv_bias: "conv.conv.bias",
+    a_log: "",
+    dt_bias: "",
+    skip: "",
+    norm: "",
+    out: "conv.out_proj",
+};
+
+pub(super) const LFM2: Names = Names {
+    attention_norm: Some("operator_norm"),
+    head_norms: ["self_attn.q_layernorm", "self_attn.k_layernorm"],
+    out: "self_attn.out_proj",
+    mlp_norm: Some("ffn_norm"),
+    up: UpNames::Separate(["feed_forward.w1", "feed_forward.w3"]),
+    down: "feed_forward.w2",
+    recurrent: Some(LFM2_CONV),
+    final_norm: "embedding_norm",
+    ..LLAMA
+};
+
+pub(super) const LFM2_MOE: Names = Names {
+    experts: Some(ExpertNames {
+        router: "feed_forward.gate",
+        layout: ExpertLayout::Each { prefix: "feed_forward.experts", names: ["w1", "w3", "w2"] },
+        selection_bias: Some(("feed_forward.expert_bias", BiasForm::Vector)),
+        apart: None,
+        has_biases: false,
+        latents: None,
+        shared: None,
+    }),
+    ..LFM2
+};

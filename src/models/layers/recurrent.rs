@@ -17,7 +17,7 @@ impl<D: Device> Loader<'_, D> {
         self.names.recurrent.expect("an architecture with recurrent layers names them")
     }
 
-    /// The projections of the input: q, k, v and the gates of the output as one matrix, and the rest as another.
+    /// The projections of the input: q, k, v and gates of as many channels as v has as one matrix, and the rest as another.
     pub(crate) fn recurrent_inputs(
         &mut self,
         layer: LayerSource<'_>,
@@ -57,21 +57,16 @@ impl<D: Device> Loader<'_, D> {
             }
         }
         let of_heads = |own: &str| self.checkpoint.values(&name(own), &[shape.num_value_heads], shard.heads.clone());
-        let (skip, normed) = match shape.rule {
-            RecurrentRule::GatedDelta => (Vec::new(), (shape.value_dim, 0..shape.value_dim)),
+        let norm = |len, taken| self.checkpoint.values(&name(names.norm), &[len], taken);
+        let own = |skip, norm| Ok::<_, ModelError>([of_heads(names.a_log)?, of_heads(names.dt_bias)?, skip, norm]);
+        let [a_log, dt_bias, skip, norm] = match shape.rule {
+            RecurrentRule::GatedDelta => own(Vec::new(), norm(shape.value_dim, 0..shape.value_dim)?)?,
             RecurrentRule::Mamba2 { .. } => {
-                (of_heads(names.skip)?, (shape.widths()[1], scaled(&shard.heads, shape.value_dim)))
+                own(of_heads(names.skip)?, norm(shape.widths()[1], scaled(&shard.heads, shape.value_dim))?)?
             }
+            RecurrentRule::ShortConv => Default::default(),
         };
-        let weights = RecurrentWeights {
-            shape: shape_of(shape, shard),
-            conv,
-            conv_bias,
-            skip,
-            a_log: of_heads(names.a_log)?,
-            dt_bias: of_heads(names.dt_bias)?,
-            norm: self.checkpoint.values(&name(names.norm), &[normed.0], normed.1)?,
-        };
+        let weights = RecurrentWeights { shape: shape_of(shape, shard), conv, conv_bias, a_log, dt_bias, skip, norm };
         let loaded = self.device.load_recurrent(&weights);
         self.or_device_error(loaded)
     }
@@ -88,9 +83,9 @@ fn channels(projections: RecurrentProjections, shape: RecurrentShape, shard: &La
     let [key, value] = [scaled(&shard.kv_heads, shape.key_dim), scaled(&shard.heads, shape.value_dim)];
     match projections {
         RecurrentProjections::Together(_) => [after(values + keys, &key), after(values, &key), value],
-        RecurrentProjections::Separate { .. } | RecurrentProjections::Grouped { .. } => {
-            [key.clone(), after(keys, &key), after(2 * keys, &value)]
-        }
+        RecurrentProjections::Separate { .. }
+        | RecurrentProjections::Grouped { .. }
+        | RecurrentProjections::ShortConv(_) => [key.clone(), after(keys, &key), after(2 * keys, &value)],
     }
 }
 
@@ -98,7 +93,8 @@ fn after(offset: usize, range: &Range<usize>) -> Range<usize> {
     offset + range.start..offset + range.end
 }
 
-/// The rows of q, k, v and the gates of the output, and those of learning rates and steps, or of steps alone.
+/// The rows of q, k, v and the gates of the output, and those of learning rates and steps, or of steps alone; of a short convolution
+/// the rows of v and the gates of the input, and those of the gates of the output.
 pub(crate) fn recurrent_slices(
     projections: RecurrentProjections,
     shape: RecurrentShape,
@@ -118,6 +114,11 @@ pub(crate) fn recurrent_slices(
             let qkv = channels(projections, shape, shard).map(|taken| slice(name, rows, after(values, &taken)));
             let z = slice(name, rows, scaled(&shard.heads, shape.value_dim));
             [qkv.into_iter().chain([z]).collect(), vec![slice(name, rows, after(inner, &shard.heads))]]
+        }
+        RecurrentProjections::ShortConv(name) => {
+            let (width, own) = (shape.widths()[1], scaled(&shard.heads, shape.value_dim));
+            let [gates, out_gates, values] = [0, 1, 2].map(|part| slice(name, 3 * width, after(part * width, &own)));
+            [vec![values, gates], vec![out_gates]]
         }
         RecurrentProjections::Grouped { qkvz, ba } => {
             let ratio = shape.num_value_heads / shape.num_key_heads;
@@ -180,6 +181,20 @@ mod tests {
         let names = RecurrentProjections::Together("all");
         assert_eq!(taken(names, 0..4, 0..2), [vec![46..52, 40..46, 20..40, 0..20], Vec::from_iter(once(52..56))]);
         assert_eq!(taken(names, 2..4, 1..2), [vec![49..52, 43..46, 30..40, 10..20], Vec::from_iter(once(54..56))]);
+    }
+
+    #[test]
+    fn one_matrix_of_two_kinds_of_gates_and_values_is_put_in_order() {
+        let (rule, num_key_heads, num_value_heads) = (RecurrentRule::ShortConv, 4, 4);
+        let shape = RecurrentShape { rule, num_key_heads, num_value_heads, key_dim: 0, value_dim: 5, num_taps: 3 };
+        let (intermediate, experts, expert_intermediate) = (0..0, 0..0, 0..0);
+        let shard = LayerShard { heads: 2..4, kv_heads: 2..4, intermediate, experts, expert_intermediate };
+        let [inputs, gates] = recurrent_slices(RecurrentProjections::ShortConv("all"), shape, &shard);
+        let taken =
+            |slices: Vec<RowSlice>| slices.into_iter().map(|slice| (slice.rows, slice.taken)).collect::<Vec<_>>();
+        // Gates of the input 20, gates of the output 20, v 20.
+        assert_eq!([taken(inputs), taken(gates)], [vec![(60, 50..60), (60, 10..20)], vec![(60, 30..40)]]);
+        assert_eq!(channels(RecurrentProjections::ShortConv("all"), shape, &shard), [0..0, 0..0, 10..20]);
     }
 
     #[test]

@@ -131,6 +131,7 @@ fn adapters_of_layers_with_a_recurrent_state_agree_with_peft() {
     ["qwen3_5", "qwen3_next"].into_iter().zip(["qwen3_5_all", "qwen3_next_attention"]).for_each(check_in_groups);
     check_in_groups(("granite_hybrid_dense", "granite_hybrid_mamba"));
     check_in_groups(("nemotron_h_dense", "nemotron_h_all"));
+    check_in_groups(("lfm2", "lfm2_all"));
 }
 
 #[test]

@@ -253,18 +253,20 @@ fn a_block_holds_the_layers_of_one_kv_group() {
 
 #[test]
 fn recurrent_states_are_counted_and_divided_among_the_workers_of_a_group() {
-    let dir = golden_dir("qwen3_next");
-    let config = models::Config::from_dir(&dir).unwrap();
-    let limits = StepLimits { max_tokens: 64, max_rows: 4, max_sequence_len: 128, vocab_size: config.vocab_size };
-    let bytes = |size| {
+    let bytes = |case, size| {
+        let dir = golden_dir(case);
+        let config = models::Config::from_dir(&dir).unwrap();
+        let limits = StepLimits { max_tokens: 64, max_rows: 4, max_sequence_len: 128, vocab_size: config.vocab_size };
         let mut estimator = Estimator::new(Target::Cpu, TensorParallel { rank: 0, size }, limits);
         let model = models::load(&dir, &config, &mut estimator).unwrap();
         estimator.estimate(&model.attention_spec(BLOCK_SIZE, limits.max_sequence_len)).state_bytes
     };
     // Two layers of 3 earlier inputs for 160 channels, and matrices of 16 x 24 for 4 value heads.
-    assert_eq!(bytes(1), 2 * (3 * 160 + 4 * 16 * 24) * 4);
+    assert_eq!(bytes("qwen3_next", 1), 2 * (3 * 160 + 4 * 16 * 24) * 4);
     // Four workers have one value head each, and share the two key heads in pairs.
-    assert_eq!(bytes(4), 2 * (3 * (2 * 16 + 24) + 16 * 24) * 4);
+    assert_eq!(bytes("qwen3_next", 4), 2 * (3 * (2 * 16 + 24) + 16 * 24) * 4);
+    // Two layers of 3 earlier inputs for 64 channels, without matrices.
+    assert_eq!([1, 4].map(|size| bytes("lfm2", size)), [2 * 3 * 64 * 4, 2 * 3 * 16 * 4]);
 }
 
 #[test]
@@ -281,13 +283,18 @@ fn gpus_refuse_recurrent_layers_with_heads_of_other_sizes_by_name() {
 }
 
 #[test]
-fn gpus_refuse_mamba2_by_name() {
-    let dir = golden_dir("granite_moe_hybrid");
-    let config = models::Config::from_dir(&dir).unwrap();
-    let limits = StepLimits { max_tokens: 64, max_rows: 4, max_sequence_len: 128, vocab_size: config.vocab_size };
-    let mut cuda = Estimator::new(Target::Cuda, TensorParallel { rank: 0, size: 1 }, limits);
-    let error = models::load(&dir, &config, &mut cuda).map(drop).unwrap_err().to_string();
-    assert!(error.contains("layers with a recurrent state of Mamba-2"), "{error}");
+fn gpus_refuse_mamba2_and_short_convolutions_by_name() {
+    for (case, words) in [
+        ("granite_moe_hybrid", "layers with a recurrent state of Mamba-2"),
+        ("lfm2", "layers with a short convolution"),
+    ] {
+        let dir = golden_dir(case);
+        let config = models::Config::from_dir(&dir).unwrap();
+        let limits = StepLimits { max_tokens: 64, max_rows: 4, max_sequence_len: 128, vocab_size: config.vocab_size };
+        let mut cuda = Estimator::new(Target::Cuda, TensorParallel { rank: 0, size: 1 }, limits);
+        let error = models::load(&dir, &config, &mut cuda).map(drop).unwrap_err().to_string();
+        assert!(error.contains(words), "{error}");
+    }
 }
 
 #[test]

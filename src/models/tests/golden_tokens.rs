@@ -15,7 +15,7 @@ use engine::{SampledToken, SamplingParams};
 use ops::DType;
 use support::{BLOCK_SIZE, MAX_ROWS, Runner, Sequence, golden_dir, on_group, on_parts};
 
-const CASES: [&str; 125] = [
+const CASES: [&str; 128] = [
     "llama3_gqa",
     "tied_mqa",
     "mha_bias_f32",
@@ -141,6 +141,9 @@ const CASES: [&str; 125] = [
     "nemotron_h",
     "nemotron_h_dense",
     "nemotron_h_latents",
+    "lfm2",
+    "lfm2_moe",
+    "lfm2_vl_vision",
 ];
 
 /// One norm of all value heads: refused for several workers.
