@@ -295,8 +295,14 @@ pub type DeltaSizes = [usize; 5];
 pub type DeltaWeights<'a> = [&'a [f32]; 4];
 
 /// Gated DeltaNet (Yang et al. 2024) behind its projections, for one sequence from its start. `qkvz [T, C + V DV]`, `ba [T, 2 V]`;
-/// the result is `[T, V DV]`.
-pub fn gated_delta(sizes: DeltaSizes, weights: DeltaWeights<'_>, qkvz: &[f32], ba: &[f32], eps: f32) -> Vec<f32> {
+/// the result is `[T, V DV]`. Learning rates are up to `max_rate`.
+pub fn gated_delta(
+    sizes: DeltaSizes,
+    weights: DeltaWeights<'_>,
+    qkvz: &[f32],
+    ba: &[f32],
+    (max_rate, eps): (f32, f32),
+) -> Vec<f32> {
     let [keys, values, key_dim, value_dim, taps] = sizes;
     let [conv, a_log, dt_bias, norm] = weights.map(|weight| weight.iter().map(|x| f64::from(*x)).collect::<Vec<_>>());
     let (channels, num_tokens) = (2 * keys * key_dim + values * value_dim, ba.len() / (2 * values));
@@ -326,7 +332,7 @@ pub fn gated_delta(sizes: DeltaSizes, weights: DeltaWeights<'_>, qkvz: &[f32], b
                 state.iter_mut().for_each(|row| row[column] *= decay);
                 let value = mixed(token, 2 * keys * key_dim + head * value_dim + column);
                 let known: f64 = state.iter().zip(&key).map(|(row, key)| row[column] * key).sum();
-                let added = (value - known) * sigmoid(gate(token, head));
+                let added = (value - known) * f64::from(max_rate) * sigmoid(gate(token, head));
                 state.iter_mut().zip(&key).for_each(|(row, key)| row[column] += key * added);
                 *read = state.iter().zip(&query).map(|(row, query)| row[column] * query).sum::<f64>();
                 *read /= (key_dim as f64).sqrt();

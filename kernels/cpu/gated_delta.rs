@@ -2,7 +2,7 @@
 //!
 //! conv      of the channels q | k | v, in `recurrent.rs`
 //! heads     q, k = x / sqrt(sum x^2 + 1e-6), q = q / sqrt(DK); value heads share the q and k of a key head
-//! gates     beta = sigmoid(b), g = exp(decay * softplus(a + dt_bias)), where decay = -exp(A_log)
+//! gates     beta = rate sigmoid(b), g = exp(decay * softplus(a + dt_bias)), where decay = -exp(A_log)
 //! state     S = g S;  S = S + k ⊗ beta (v - S^T k);  o = S^T q                            S [DK, DV]
 //! out       o * rsqrt(mean(o^2) + eps) * norm * silu(z)
 //!
@@ -32,6 +32,8 @@ pub struct DeltaWeights<'a> {
     pub dt_bias: &'a [f32],
     /// `[DV]`.
     pub norm: &'a [f32],
+    /// Largest learning rate.
+    pub max_rate: f32,
     /// Added to the mean square of the output.
     pub eps: f32,
 }
@@ -61,7 +63,7 @@ pub fn gated_delta(
         for (index, (state, value)) in parts.enumerate() {
             let head = key_head * shape.group() + index;
             let [b, a] = [0, num_heads].map(|first| ba[token * 2 * num_heads + first + head]);
-            let gates = [exp(weights.decay[head] * softplus(a + weights.dt_bias[head])), sigmoid(b)];
+            let gates = [exp(weights.decay[head] * softplus(a + weights.dt_bias[head])), weights.max_rate * sigmoid(b)];
             // SAFETY: each token and head has one thread.
             let out = unsafe { out.slice((token * num_heads + head) * value_dim, value_dim) };
             advance_state(state, key, query, value, gates, scratch, out);

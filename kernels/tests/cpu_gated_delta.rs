@@ -16,6 +16,7 @@ struct Layer {
     decay: Vec<f32>,
     dt_bias: Vec<f32>,
     norm: Vec<f32>,
+    max_rate: f32,
 }
 
 impl Layer {
@@ -25,7 +26,8 @@ impl Layer {
         let taps = (0..num_taps).flat_map(|tap| conv.iter().skip(tap).step_by(num_taps)).copied().collect();
         let a_log: Vec<f32> = random(2, num_value_heads).iter().map(|x| x - 1.0).collect();
         let decay = a_log.iter().map(|x| -x.exp()).collect();
-        Self { shape, conv, taps, a_log, decay, dt_bias: random(3, num_value_heads), norm: random(4, value_dim) }
+        let (dt_bias, norm) = (random(3, num_value_heads), random(4, value_dim));
+        Self { shape, conv, taps, a_log, decay, dt_bias, norm, max_rate: 1.0 }
     }
 
     fn stride(&self) -> usize {
@@ -38,7 +40,7 @@ impl Layer {
 
     fn run(&self, threads: usize, rows: &[StateRow], inputs: &[Vec<f32>; 2], states: &mut [f32]) -> Vec<f32> {
         let Self { taps, decay, dt_bias, norm, shape, .. } = self;
-        let weights = DeltaWeights { conv: taps, decay, dt_bias, norm, eps: EPS };
+        let weights = DeltaWeights { conv: taps, decay, dt_bias, norm, max_rate: self.max_rate, eps: EPS };
         let tokens = inputs[1].len() / (2 * shape.num_value_heads);
         let mut out = vec![f32::NAN; tokens * shape.num_value_heads * shape.value_dim];
         let inputs = [&inputs[0][..], &inputs[1]];
@@ -64,17 +66,18 @@ impl Layer {
 
 #[test]
 fn a_sequence_agrees_with_the_reference() {
-    for (sizes, tokens) in [
-        ([1, 1, 8, 8, 4], 1),
-        ([2, 4, 16, 24, 4], 37),
-        ([3, 3, 5, 7, 2], 20),
-        ([1, 3, 12, 9, 1], 9),
-        ([2, 2, 64, 64, 4], 70),
+    for (sizes, tokens, max_rate) in [
+        ([1, 1, 8, 8, 4], 1, 1.0),
+        ([2, 4, 16, 24, 4], 37, 1.0),
+        ([2, 4, 16, 24, 4], 37, 2.0),
+        ([3, 3, 5, 7, 2], 20, 1.0),
+        ([1, 3, 12, 9, 1], 9, 1.0),
+        ([2, 2, 64, 64, 4], 70, 1.0),
     ] {
-        let layer = Layer::new(sizes);
+        let layer = Layer { max_rate, ..Layer::new(sizes) };
         let inputs = layer.inputs(10, tokens);
         let weights = [&layer.conv[..], &layer.a_log, &layer.dt_bias, &layer.norm];
-        let expected = reference::gated_delta(sizes, weights, &inputs[0], &inputs[1], EPS);
+        let expected = reference::gated_delta(sizes, weights, &inputs[0], &inputs[1], (max_rate, EPS));
         let found = layer.in_chunks(&inputs, &[tokens]);
         // The state is a sum over the last tokens, each read by sums over a head; the norm divides by a root of at least
         // some hundredths of the largest terms.

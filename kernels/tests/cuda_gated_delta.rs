@@ -90,7 +90,7 @@ impl Layer {
         let DeltaShape { num_key_heads, num_value_heads } = self.shape;
         let sizes = [num_key_heads, num_value_heads, HEAD_DIM, HEAD_DIM, NUM_TAPS];
         let weights = [&self.conv[..], &self.a_log, &self.dt_bias, &self.norm];
-        reference::gated_delta(sizes, weights, &floats(&inputs.qkvz), &floats(&inputs.ba), EPS)
+        reference::gated_delta(sizes, weights, &floats(&inputs.qkvz), &floats(&inputs.ba), (1.0, EPS))
     }
 
     /// One step: `chunks` first, then `decodes` of one token, then padding. Returns the output of all tokens.

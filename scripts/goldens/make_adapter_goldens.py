@@ -61,6 +61,8 @@ CASES = {
         "in_proj", "q_proj", "o_proj", "up_proj", "down_proj"])),
     # short convolutions, whose projections are one matrix
     "lfm2_all": ("lfm2", torch.float32, dict(r=4, lora_alpha=4, target_modules="all-linear")),
+    # a matrix for each of the projections
+    "olmo_hybrid_all": ("olmo_hybrid", torch.float32, dict(r=2, lora_alpha=2, target_modules="all-linear")),
 }
 
 

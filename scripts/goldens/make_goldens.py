@@ -393,6 +393,8 @@ FAMILIES = {
     "lfm2_moe": ("Lfm2Moe", SHORT_CONV | dict(num_dense_layers=1, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32,
                                               routed_scaling_factor=1.5, tie_word_embeddings=True)),
     "lfm2_vl_vision": ("Lfm2Vl", SHORT_CONV | dict(block_auto_adjust_ff_dim=False)),
+    # recurrent layers with norms before their parts around attention with norms behind; learning rates up to 2, no rotation
+    "olmo_hybrid": ("OlmoHybrid", RECURRENT | dict(head_dim=None, rope_parameters={"rope_type": "default", "rope_theta": None}, linear_key_head_dim=12, pad_token_id=0)),
 }
 VISION = dict(depth=1, hidden_size=16, intermediate_size=16, num_heads=2, patch_size=2, out_hidden_size=64, num_position_embeddings=4)
 GLM_VISION = dict(depth=1, hidden_size=16, intermediate_size=16, num_heads=2, patch_size=2, out_hidden_size=64, image_size=8)

@@ -34,6 +34,12 @@ def variant(name, config, model, tensors):
         fields = as_published(config, "BaichuanForCausalLM", "baichuan", z_loss_weight=0, model_max_length=256)
         del fields["max_position_embeddings"]
         return fields, stored, lambda tokens: decoder(config, model.state_dict(), tokens, alibi=True)
+    if name == "olmo_hybrid":  # transformers joins the convolutions of q, k and v when it loads them, and saves others.
+        keys = config.linear_num_key_heads * config.linear_key_head_dim
+        for key in [key for key in tensors if key.endswith("conv1d.weight")]:
+            joined = tensors.pop(key)
+            for part, tensor in zip("qkv", joined.split([keys, keys, len(joined) - 2 * keys])):
+                tensors[key.replace("conv1d", f"{part}_conv1d")] = tensor
     if name == "gpt_oss_mxfp4":
         tensors = mxfp4(model, tensors)
         config.quantization_config = {"quant_method": "mxfp4", "modules_to_not_convert": [

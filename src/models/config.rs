@@ -290,6 +290,7 @@ impl Config {
             (self.has_recurrent_layers(), Feature::Recurrent),
             (recurrent(RecurrentLayer::is_mamba2), Feature::Mamba2),
             (recurrent(RecurrentLayer::is_short_conv), Feature::ShortConv),
+            (recurrent(RecurrentLayer::has_doubled_rates), Feature::DoubledRates),
             (self.has_latents(), Feature::LatentAttention),
             (attention(|a| a.chunk.is_some()), Feature::ChunkedAttention),
             (attention(|a| a.query_scale.is_some()), Feature::QueryScale),

@@ -192,14 +192,19 @@ impl<D: Device> Decoder<D> {
     /// Runs layer `index` of this stage.
     fn run_layer(&mut self, device: &mut D, index: usize) -> Result<(), DeviceError> {
         let layer = &self.layers[index];
-        let next = match (self.layers.get(index + 1), &self.final_layers) {
+        let next_layer = self.layers.get(index + 1);
+        let is_read = layer.mlp_branch_norm.is_none() && next_layer.is_some_and(|next| next.attention_norm.is_none());
+        // Where the sum itself is read, by the next layer or stage, any norm may be computed beside it.
+        let any = layer.attention_norm.as_ref().or(layer.mlp_norm.as_ref());
+        let next = match (next_layer, &self.final_layers) {
+            (Some(_), _) if is_read => any,
             (Some(next), _) => next.attention_norm.as_ref(),
             (None, Some(layers)) => Some(&layers.norm),
-            // Before the next stage any norm may be used: that stage normalizes the sum itself.
-            (None, None) => layer.attention_norm.as_ref().or(layer.mlp_norm.as_ref()),
+            (None, None) => any,
         };
         let per_layer = self.per_layer.as_mut().map(|inputs| (inputs, index));
-        layer.run(device, &mut self.buffers, next, per_layer, self.config.norm.eps)
+        layer.run(device, &mut self.buffers, next, per_layer, self.config.norm.eps)?;
+        if is_read { device.make_whole(&mut self.buffers.residual) } else { Ok(()) }
     }
 
     /// Runs all layers of this stage.

@@ -43,14 +43,14 @@ impl<D: Device> Layer<D> {
         if buffers == widths.len() {
             widths.push(own);
         }
-        let feed_forward = source.feed_forward();
-        let mlp_norm = loader.names.mlp_norm.filter(|_| source.spec.has_feed_forward());
+        let (names, feed_forward) = (loader.names.of(source.spec), source.feed_forward());
+        let mlp_norm = names.mlp_norm.filter(|_| source.spec.has_feed_forward());
         Ok(Self {
             is_parallel: source.spec.is_parallel,
             widths: buffers,
-            attention_norm: loader.layer_norm(source, loader.names.attention_norm)?,
+            attention_norm: loader.layer_norm(source, names.attention_norm)?,
             mixer: Mixer::load(loader, source, counts)?,
-            attention_branch_norm: loader.branch_norm(source, loader.names.attention_branch_norm)?,
+            attention_branch_norm: loader.branch_norm(source, names.attention_branch_norm)?,
             mlp_norm: loader.layer_norm(feed_forward, mlp_norm)?,
             mlp: match source.spec.mlp {
                 Some(mlp) => Some(Mlp::load(loader, feed_forward, mlp)?),
@@ -63,7 +63,7 @@ impl<D: Device> Layer<D> {
             },
             expert_latents: loader.expert_latents(feed_forward)?,
             expert_branch: ExpertBranch::load(loader, feed_forward)?,
-            mlp_branch_norm: loader.branch_norm(feed_forward, loader.names.mlp_branch_norm)?,
+            mlp_branch_norm: loader.branch_norm(feed_forward, names.mlp_branch_norm)?,
             per_layer: match loader.config.per_layer_input {
                 Some(input) => Some(PerLayerBranch::load(loader, source, input)?),
                 None => None,

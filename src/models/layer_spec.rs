@@ -67,6 +67,10 @@ impl RecurrentLayer {
     pub(crate) fn is_short_conv(self) -> bool {
         self.shape.rule == RecurrentRule::ShortConv
     }
+
+    pub(crate) fn has_doubled_rates(self) -> bool {
+        self.shape.rule == RecurrentRule::GatedDelta { has_doubled_rates: true }
+    }
 }
 
 /// Attention of a layer.

@@ -53,6 +53,7 @@ pub fn linear_groups(checkpoint: &Checkpoint, config: &Config) -> Result<Vec<Lin
     for (index, layer) in config.layers.iter().enumerate() {
         let [attention, feed_forward] =
             layer.numbers(index).map(|number| format!("{}{}.{number}.", prefix(checkpoint, names), names.layers));
+        let names = names.of(layer);
         LayerNames { config, names, layer, prefix: attention }.mixer(&mut groups);
         LayerNames { config, names, layer, prefix: feed_forward }.feed_forward(&mut groups);
     }

@@ -1,5 +1,7 @@
 //! The names of weights in a checkpoint.
 
+use crate::layer_spec::LayerSpec;
+
 /// Names of an architecture's weights, without the suffixes `.weight` and `.bias`.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub(crate) struct Names {
@@ -32,6 +34,8 @@ pub(crate) struct Names {
     pub(crate) sinks: Option<&'static str>,
     /// Layers with a recurrent state in place of attention.
     pub(crate) recurrent: Option<RecurrentNames>,
+    /// The names of all weights of these layers, if they have other norms than those with attention.
+    pub(crate) of_recurrent: Option<&'static Names>,
     /// Attention over latent vectors; `qkv` is not used then.
     pub(crate) latent: Option<LatentNames>,
     /// Norm of the feed-forward's output, before it is added to the hidden state.
@@ -48,6 +52,11 @@ pub(crate) struct Names {
 }
 
 impl Names {
+    /// The names of the weights of this layer.
+    pub(crate) fn of(&self, layer: &LayerSpec) -> &Names {
+        self.of_recurrent.filter(|_| layer.recurrent.is_some()).unwrap_or(self)
+    }
+
     /// Whether experts have other inputs and outputs than the feed-forward beside them.
     pub(crate) fn has_experts_apart(&self) -> bool {
         self.experts.is_some_and(|experts| experts.apart.is_some())
@@ -126,6 +135,8 @@ pub(crate) enum RecurrentProjections {
     Together(&'static str),
     /// One matrix: all gates of the input, all gates of the output, all of v. The convolution has v alone.
     ShortConv(&'static str),
+    /// A matrix for each of q, k, v and the gates of the output, learning rates and steps, and a convolution for each of q, k and v.
+    Each { qkvz: [&'static str; 4], ba: [&'static str; 2], convs: [&'static str; 3] },
 }
 
 /// How the first layer of a feed-forward is stored in a checkpoint.

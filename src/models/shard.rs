@@ -120,7 +120,7 @@ fn fits_heads(layer: &LayerSpec, size: usize) -> bool {
 /// Value heads of a recurrent layer whose output is normed together.
 fn norm_heads(layer: &LayerSpec) -> Option<usize> {
     match layer.recurrent?.shape.rule {
-        RecurrentRule::GatedDelta | RecurrentRule::ShortConv => None,
+        RecurrentRule::GatedDelta { .. } | RecurrentRule::ShortConv => None,
         RecurrentRule::Mamba2 { norm_heads } => Some(norm_heads),
     }
 }
@@ -310,7 +310,7 @@ pub(crate) mod tests {
             let shape = RecurrentShape { rule, num_key_heads, num_value_heads, key_dim: 8, value_dim: 8, num_taps: 4 };
             Some(RecurrentLayer { shape, eps: 1e-6, has_conv_bias: false, has_bias: false })
         };
-        config.layers[1].recurrent = shape(RecurrentRule::GatedDelta);
+        config.layers[1].recurrent = shape(RecurrentRule::GatedDelta { has_doubled_rates: false });
         let own = |size| -> Vec<_> {
             let shards = shards(&config, size);
             shards.into_iter().map(|shard| (shard.layers[1].heads.clone(), shard.layers[1].kv_heads.clone())).collect()

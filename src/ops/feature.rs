@@ -72,6 +72,8 @@ pub enum Feature {
     Mamba2,
     /// [`crate::RecurrentRule::ShortConv`].
     ShortConv,
+    /// [`crate::RecurrentRule::GatedDelta`] with doubled rates.
+    DoubledRates,
     /// [`crate::LayerAttention::latent`]: [`crate::Device::load_latent`], [`crate::Device::latent_attention`].
     LatentAttention,
     /// [`crate::Device::gate`].
@@ -126,11 +128,19 @@ impl Feature {
         Feature::PlainExperts,
         Feature::ExpertLatents,
         Feature::ShortConv,
+        Feature::DoubledRates,
     ];
 
     /// Those that GPUs have, too: all but the last ones.
     pub const ON_GPUS: &[Feature] = match Feature::ALL {
-        [others @ .., Feature::Mamba2, Feature::PlainExperts, Feature::ExpertLatents, Feature::ShortConv] => others,
+        [
+            others @ ..,
+            Feature::Mamba2,
+            Feature::PlainExperts,
+            Feature::ExpertLatents,
+            Feature::ShortConv,
+            Feature::DoubledRates,
+        ] => others,
         _ => panic!("features that GPUs have stand before the others"),
     };
 }
@@ -170,6 +180,7 @@ impl fmt::Display for Feature {
             Feature::Recurrent => "layers with a recurrent state (Gated DeltaNet)",
             Feature::Mamba2 => "layers with a recurrent state of Mamba-2",
             Feature::ShortConv => "layers with a short convolution",
+            Feature::DoubledRates => "layers with a recurrent state whose learning rates are up to 2",
             Feature::LatentAttention => "attention over latent vectors (MLA)",
             Feature::OutputGate => "attention with an output gate",
             Feature::Guesses => "drafts of an MTP head (`mtp_num_tokens`)",

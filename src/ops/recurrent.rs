@@ -5,7 +5,10 @@
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum RecurrentRule {
     /// Gated DeltaNet. Its small projection has learning rates, then steps. Each head of the output is normed, then gated.
-    GatedDelta,
+    GatedDelta {
+        /// Whether learning rates are up to 2 in place of 1 ([`crate::Feature::DoubledRates`]).
+        has_doubled_rates: bool,
+    },
     /// Mamba-2, where C, B and x are q, k and v. Its small projection has steps. The output is gated, then normed.
     Mamba2 {
         /// Neighbouring value heads that have one norm together. A worker has whole ones.
@@ -48,7 +51,7 @@ impl RecurrentShape {
     /// Outputs of the second projection: learning rates and steps, steps alone, or the gates of the output.
     pub fn num_steps(&self) -> usize {
         match self.rule {
-            RecurrentRule::GatedDelta => 2 * self.num_value_heads,
+            RecurrentRule::GatedDelta { .. } => 2 * self.num_value_heads,
             RecurrentRule::Mamba2 { .. } => self.num_value_heads,
             RecurrentRule::ShortConv => self.widths()[1],
         }

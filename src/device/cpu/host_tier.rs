@@ -114,7 +114,7 @@ mod tests {
     /// A device with two layers of attention, two with a recurrent state, and slots on the host.
     fn device(kv_elements: KvElements) -> CpuDevice {
         let state = |num_value_heads| RecurrentShape {
-            rule: ops::RecurrentRule::GatedDelta,
+            rule: ops::RecurrentRule::GatedDelta { has_doubled_rates: false },
             num_key_heads: 1,
             num_value_heads,
             key_dim: 4,

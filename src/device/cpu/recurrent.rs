@@ -148,8 +148,9 @@ impl CpuDevice {
         let (out, states) = (out.rows_mut(tokens), &mut self.states.layers[layer].slots);
         let (inputs, pool) = (inputs.map(|inputs| inputs.rows(tokens)), &mut self.pool);
         match *rule {
-            RecurrentRule::GatedDelta => {
-                let by = DeltaWeights { conv, decay, dt_bias, norm, eps };
+            RecurrentRule::GatedDelta { has_doubled_rates } => {
+                let max_rate = if has_doubled_rates { 2.0 } else { 1.0 };
+                let by = DeltaWeights { conv, decay, dt_bias, norm, max_rate, eps };
                 k::gated_delta(pool, shape, &by, &rows, inputs, (out, states));
             }
             RecurrentRule::Mamba2 { norm_heads } => {

@@ -1,5 +1,5 @@
-//! Qwen3-Next, Qwen3.5 and Qwen3.6: most layers have a recurrent state (Gated DeltaNet), the others attention whose output is
-//! gated.
+//! Qwen3-Next, Qwen3.5, Qwen3.6 and OLMo Hybrid: most layers have a recurrent state (Gated DeltaNet), the others attention, whose
+//! output is gated in Qwen's models.
 
 use ops::{Activation, RecurrentRule, RecurrentShape};
 use serde_json::Value;
@@ -75,18 +75,70 @@ pub(super) fn put_in_layers(
 
 fn shape(fields: &Fields) -> Result<RecurrentShape, ModelError> {
     let shape = RecurrentShape {
-        rule: RecurrentRule::GatedDelta,
+        rule: RecurrentRule::GatedDelta { has_doubled_rates: false },
         num_key_heads: fields.required_size("linear_num_key_heads")?,
         num_value_heads: fields.required_size("linear_num_value_heads")?,
         key_dim: fields.required_size("linear_key_head_dim")?,
         value_dim: fields.required_size("linear_value_head_dim")?,
         num_taps: fields.required_size("linear_conv_kernel_dim")?,
     };
-    if !shape.num_value_heads.is_multiple_of(shape.num_key_heads) {
-        let expected = format!("a multiple of `linear_num_key_heads` ({})", shape.num_key_heads);
-        return Err(fields.wrong("linear_num_value_heads", &expected, &shape.num_value_heads.into()));
-    }
+    check_heads(fields, shape)?;
     Ok(shape)
+}
+
+fn check_heads(fields: &Fields, shape: RecurrentShape) -> Adjusted {
+    if shape.num_value_heads.is_multiple_of(shape.num_key_heads) {
+        return Ok(());
+    }
+    let expected = format!("a multiple of `linear_num_key_heads` ({})", shape.num_key_heads);
+    Err(fields.wrong("linear_num_value_heads", &expected, &shape.num_value_heads.into()))
+}
+
+/// OLMo Hybrid: attention with norms behind it, which a null of `rope_theta` leaves without rotation; learning rates that may be
+/// doubled.
+pub(super) fn olmo_hybrid(fields: &Fields, config: &mut Config) -> Adjusted {
+    // How training began.
+    fields.ignore(&["linear_a_log_min", "linear_a_log_max", "linear_dt_min", "linear_dt_max", "linear_dt_init_floor"]);
+    if !is_rotated(fields) {
+        each_attention(config, |attention| attention.rope = None);
+    }
+    let num_heads = config.layers[0].attention.num_heads;
+    let num_key_heads = fields.size("linear_num_key_heads")?.unwrap_or(num_heads);
+    let key_dim = fields.size("linear_key_head_dim")?.unwrap_or(config.hidden_size * 3 / 4 / num_key_heads);
+    let shape = RecurrentShape {
+        rule: RecurrentRule::GatedDelta { has_doubled_rates: fields.flag("linear_allow_neg_eigval", true)? },
+        num_key_heads,
+        num_value_heads: fields.size("linear_num_value_heads")?.unwrap_or(num_heads),
+        key_dim,
+        value_dim: fields.size("linear_value_head_dim")?.unwrap_or(2 * key_dim),
+        num_taps: fields.required_size("linear_conv_kernel_dim")?,
+    };
+    check_heads(fields, shape)?;
+    let num_layers = config.num_layers();
+    let is_recurrent = match fields.get("layer_types") {
+        Some(value) => layers_named(fields, value, num_layers, &["full_attention"], &["linear_attention"])?,
+        // The last of fewer than four layers has attention, too.
+        None => (1..=num_layers).map(|number| number % 4 != 0 && (number < num_layers || num_layers > 3)).collect(),
+    };
+    // The norm of the output has a constant of its own.
+    put_in_layers(
+        fields,
+        config,
+        RecurrentLayer { shape, eps: 1e-5, has_conv_bias: false, has_bias: false },
+        is_recurrent,
+    )
+}
+
+/// Whether no `rope_theta` is null. Later files of the first checkpoint have a null `rope_type` alone.
+fn is_rotated(fields: &Fields) -> bool {
+    let map = fields.to_map();
+    let object = |name: &str| map.get(name).and_then(Value::as_object).filter(|object| !object.is_empty());
+    let nested = object("rope_scaling").or_else(|| object("rope_parameters"));
+    let theta = nested.and_then(|nested| nested.get("rope_theta")).or_else(|| map.get("rope_theta"));
+    match theta {
+        Some(theta) => !theta.is_null(),
+        None => nested.and_then(|nested| nested.get("rope_type")).is_none_or(|name| !name.is_null()),
+    }
 }
 
 /// The layers that `layer_types` names, or all but every n-th.

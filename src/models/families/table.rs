@@ -970,6 +970,15 @@ pub(super) const FAMILIES: &[Family] = &[
         adjust: granite::granite_moe_swa,
         ..WITHOUT_MLP_BIAS
     },
+    Family {
+        name: "OlmoHybridForCausalLM",
+        model_type: "olmo_hybrid",
+        names: &weights::OLMO_HYBRID,
+        defaults: r#"{"vocab_size": 100352, "hidden_size": 3840, "intermediate_size": 11008, "num_hidden_layers": 32,
+                      "num_attention_heads": 30, "max_position_embeddings": 65536, "linear_conv_kernel_dim": 4}"#,
+        adjust: hybrid::olmo_hybrid,
+        ..OLMO2
+    },
     LFM2,
     Family { name: "Lfm2VlForConditionalGeneration", model_type: "lfm2_vl", is_nested: true, ..LFM2 },
     Family {

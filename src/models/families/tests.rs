@@ -703,3 +703,48 @@ fn the_whole_model_of_lfm2_vl_says_by_either_name_whether_the_head_is_the_embedd
     }
     assert!(read("do_image_splitting").unwrap().head.is_tied);
 }
+
+/// Fields of the published OLMo Hybrid 7B, smaller.
+fn olmo_hybrid(change: impl FnOnce(&mut Value)) -> Result<Config, ModelError> {
+    read_of("OlmoHybridForCausalLM", |c| {
+        *c = json!({
+            "architectures": ["OlmoHybridForCausalLM"], "model_type": "olmo_hybrid", "attention_bias": false,
+            "attention_dropout": 0.0, "bos_token_id": null, "dtype": "bfloat16", "eos_token_id": 257, "hidden_act": "silu",
+            "hidden_size": 128, "initializer_range": 0.02, "intermediate_size": 96, "linear_allow_neg_eigval": true,
+            "linear_conv_kernel_dim": 4, "linear_key_head_dim": 24, "linear_num_key_heads": 4, "linear_num_value_heads": 4,
+            "linear_value_head_dim": 48, "max_position_embeddings": 65536, "num_attention_heads": 4, "num_hidden_layers": 8,
+            "num_key_value_heads": 4, "pad_token_id": 277, "rms_norm_eps": 1e-6, "rope_parameters": {"rope_theta": null},
+            "tie_word_embeddings": false, "use_cache": false, "vocab_size": 501
+        });
+        change(c);
+    })
+}
+
+#[test]
+fn olmo_hybrid_is_rotated_unless_a_field_of_the_rotation_is_null() {
+    let config = olmo_hybrid(|_| ()).unwrap();
+    let is_recurrent: Vec<_> = config.layers.iter().map(|layer| layer.recurrent.is_some()).collect();
+    assert_eq!(is_recurrent, [true, true, true, false, true, true, true, false]);
+    let recurrent = config.layers[0].recurrent.unwrap();
+    assert_eq!((recurrent.shape.key_dim, recurrent.shape.value_dim, recurrent.eps), (24, 48, 1e-5));
+    assert!(config.features().contains(&ops::Feature::DoubledRates));
+    let single = olmo_hybrid(|c| c["linear_allow_neg_eigval"] = json!(false)).unwrap();
+    assert!(!single.features().contains(&ops::Feature::DoubledRates));
+    let theta = |parameters: Value, outer: Option<Value>| {
+        let config = olmo_hybrid(|c| {
+            c["rope_parameters"] = parameters;
+            outer.into_iter().for_each(|outer| c["rope_theta"] = outer);
+        });
+        let config = config.unwrap();
+        config.layers[3].attention.rope.map(|rope| config.ropes[rope].theta)
+    };
+    assert_eq!(theta(json!({"rope_theta": null}), None), None);
+    assert_eq!(theta(json!({"rope_type": null}), None), None);
+    assert_eq!(theta(Value::Null, Some(Value::Null)), None);
+    assert_eq!(theta(Value::Null, None), Some(10_000.0));
+    assert_eq!(theta(json!({}), Some(json!(500.0))), Some(500.0));
+    assert_eq!(theta(json!({"rope_type": "default", "rope_theta": 700.0}), Some(Value::Null)), Some(700.0));
+    let small = olmo_hybrid(|c| (c["num_hidden_layers"], c["linear_key_head_dim"]) = (json!(3), Value::Null)).unwrap();
+    assert!(small.layers[2].recurrent.is_none());
+    assert_eq!(small.layers[0].recurrent.unwrap().shape.key_dim, 24);
+}

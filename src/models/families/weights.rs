@@ -26,6 +26,7 @@ pub(super) const LLAMA: Names = Names {
     experts: None,
     sinks: None,
     recurrent: None,
+    of_recurrent: None,
     latent: None,
     mlp_branch_norm: None,
     layer_scalar: None,
@@ -584,4 +585,23 @@ pub(super) const LFM2_MOE: Names = Names {
         shared: None,
     }),
     ..LFM2
+};
+
+const OLMO_HYBRID_DELTA: RecurrentNames = RecurrentNames {
+    projections: RecurrentProjections::Each {
+        qkvz: ["linear_attn.q_proj", "linear_attn.k_proj", "linear_attn.v_proj", "linear_attn.g_proj"],
+        ba: ["linear_attn.b_proj", "linear_attn.a_proj"],
+        convs: ["linear_attn.q_conv1d.weight", "linear_attn.k_conv1d.weight", "linear_attn.v_conv1d.weight"],
+    },
+    conv: "",
+    norm: "linear_attn.o_norm.weight",
+    out: "linear_attn.o_proj",
+    ..GATED_DELTA
+};
+
+/// Layers with a recurrent state begin with norms, those with attention have them behind their parts.
+pub(super) const OLMO_HYBRID: Names = Names {
+    recurrent: Some(OLMO_HYBRID_DELTA),
+    of_recurrent: Some(&Names { recurrent: Some(OLMO_HYBRID_DELTA), ..LLAMA }),
+    ..NORMS_BEHIND
 };

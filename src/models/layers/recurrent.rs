@@ -47,20 +47,19 @@ impl<D: Device> Loader<'_, D> {
     ) -> Result<D::Weight, ModelError> {
         let (names, shard) = (self.recurrent_names(), layer.shard);
         let name = |name: &str| self.layer_name(layer.number, name);
-        let [conv_name, bias_name] = [names.conv, names.conv_bias].map(name);
         let (mut conv, mut conv_bias) = (Vec::new(), Vec::new());
-        for Range { start, end } in channels(names.projections, shape, shard) {
+        for (own, channels, Range { start, end }) in convolutions(&names, shape, shard) {
             let taps = start * shape.num_taps..end * shape.num_taps;
-            conv.extend(self.checkpoint.values(&conv_name, &[shape.channels(), 1, shape.num_taps], taps)?);
+            conv.extend(self.checkpoint.values(&name(own), &[channels, 1, shape.num_taps], taps)?);
             if has_conv_bias {
-                conv_bias.extend(self.checkpoint.values(&bias_name, &[shape.channels()], start..end)?);
+                conv_bias.extend(self.checkpoint.values(&name(names.conv_bias), &[channels], start..end)?);
             }
         }
         let of_heads = |own: &str| self.checkpoint.values(&name(own), &[shape.num_value_heads], shard.heads.clone());
         let norm = |len, taken| self.checkpoint.values(&name(names.norm), &[len], taken);
         let own = |skip, norm| Ok::<_, ModelError>([of_heads(names.a_log)?, of_heads(names.dt_bias)?, skip, norm]);
         let [a_log, dt_bias, skip, norm] = match shape.rule {
-            RecurrentRule::GatedDelta => own(Vec::new(), norm(shape.value_dim, 0..shape.value_dim)?)?,
+            RecurrentRule::GatedDelta { .. } => own(Vec::new(), norm(shape.value_dim, 0..shape.value_dim)?)?,
             RecurrentRule::Mamba2 { .. } => {
                 own(of_heads(names.skip)?, norm(shape.widths()[1], scaled(&shard.heads, shape.value_dim))?)?
             }
@@ -85,7 +84,24 @@ fn channels(projections: RecurrentProjections, shape: RecurrentShape, shard: &La
         RecurrentProjections::Together(_) => [after(values + keys, &key), after(values, &key), value],
         RecurrentProjections::Separate { .. }
         | RecurrentProjections::Grouped { .. }
-        | RecurrentProjections::ShortConv(_) => [key.clone(), after(keys, &key), after(2 * keys, &value)],
+        | RecurrentProjections::ShortConv(_)
+        | RecurrentProjections::Each { .. } => [key.clone(), after(keys, &key), after(2 * keys, &value)],
+    }
+}
+
+/// The tensors of the convolution, with their channels and the worker's ones: of q, of k and of v.
+fn convolutions(
+    names: &RecurrentNames,
+    shape: RecurrentShape,
+    shard: &LayerShard,
+) -> [(&'static str, usize, Range<usize>); 3] {
+    match names.projections {
+        RecurrentProjections::Each { convs: [q, k, v], .. } => {
+            let [keys, values] = shape.widths();
+            let key = scaled(&shard.kv_heads, shape.key_dim);
+            [(q, keys, key.clone()), (k, keys, key), (v, values, scaled(&shard.heads, shape.value_dim))]
+        }
+        projections => channels(projections, shape, shard).map(|taken| (names.conv, shape.channels(), taken)),
     }
 }
 
@@ -107,6 +123,14 @@ pub(crate) fn recurrent_slices(
             let z = slice(z, shape.widths()[1], scaled(&shard.heads, shape.value_dim));
             let ba = [b, a].map(|name| slice(name, shape.num_value_heads, shard.heads.clone()));
             [qkv.into_iter().chain([z]).collect(), ba.into()]
+        }
+        RecurrentProjections::Each { qkvz: [q, k, v, z], ba, .. } => {
+            let ([keys, values], key) = (shape.widths(), scaled(&shard.kv_heads, shape.key_dim));
+            let value = scaled(&shard.heads, shape.value_dim);
+            let of_keys = [q, k].map(|name| slice(name, keys, key.clone()));
+            let of_values = [v, z].map(|name| slice(name, values, value.clone()));
+            let ba = ba.map(|name| slice(name, shape.num_value_heads, shard.heads.clone()));
+            [of_keys.into_iter().chain(of_values).collect(), ba.into()]
         }
         RecurrentProjections::Together(name) => {
             let (values, inner) = (shape.widths()[1], shape.channels() + shape.widths()[1]);
@@ -162,7 +186,7 @@ mod tests {
 
     fn taken(projections: RecurrentProjections, heads: Range<usize>, kv_heads: Range<usize>) -> [Vec<Range<usize>>; 2] {
         // Two key heads of 3, four value heads of 5: q 6, k 6, v 20, gates 20.
-        let (rule, num_key_heads, num_value_heads) = (RecurrentRule::GatedDelta, 2, 4);
+        let (rule, num_key_heads, num_value_heads) = (RecurrentRule::GatedDelta { has_doubled_rates: false }, 2, 4);
         let shape = RecurrentShape { rule, num_key_heads, num_value_heads, key_dim: 3, value_dim: 5, num_taps: 4 };
         let shard = LayerShard { heads, kv_heads, intermediate: 0..0, experts: 0..0, expert_intermediate: 0..0 };
         recurrent_slices(projections, shape, &shard).map(|slices| slices.into_iter().map(|slice| slice.taken).collect())
@@ -173,6 +197,13 @@ mod tests {
         let names = RecurrentProjections::Separate { qkv: "qkv", z: "z", b: "b", a: "a" };
         assert_eq!(taken(names, 2..4, 1..2), [vec![3..6, 9..12, 22..32, 10..20], vec![2..4, 2..4]]);
         assert_eq!(taken(names, 3..4, 1..2), [vec![3..6, 9..12, 27..32, 15..20], vec![3..4, 3..4]]);
+    }
+
+    #[test]
+    fn projections_and_convolutions_may_have_a_tensor_for_each_of_q_k_and_v() {
+        let names =
+            RecurrentProjections::Each { qkvz: ["q", "k", "v", "z"], ba: ["b", "a"], convs: ["qc", "kc", "vc"] };
+        assert_eq!(taken(names, 2..4, 1..2), [vec![3..6, 3..6, 10..20, 10..20], vec![2..4, 2..4]]);
     }
 
     #[test]

@@ -283,10 +283,11 @@ fn gpus_refuse_recurrent_layers_with_heads_of_other_sizes_by_name() {
 }
 
 #[test]
-fn gpus_refuse_mamba2_and_short_convolutions_by_name() {
+fn gpus_refuse_recurrent_layers_of_other_kinds_by_name() {
     for (case, words) in [
         ("granite_moe_hybrid", "layers with a recurrent state of Mamba-2"),
         ("lfm2", "layers with a short convolution"),
+        ("olmo_hybrid", "layers with a recurrent state whose learning rates are up to 2"),
     ] {
         let dir = golden_dir(case);
         let config = models::Config::from_dir(&dir).unwrap();
