@@ -85,7 +85,7 @@ impl KvCache {
     /// Panics if a slot, a position or a length is out of range.
     pub fn rotate_and_write(&mut self, pool: &mut Pool, qkv: &mut [f32], tokens: &Rotation<'_>) {
         let KvShape { num_blocks, num_kv_heads, block_size, head_dim } = self.shape;
-        let Rotation { stride, num_heads, positions, slots, angles, query_factors } = *tokens;
+        let Rotation { stride, num_heads, positions, slots, angles, query_gains, query_factors } = *tokens;
         assert!(stride >= (num_heads + 2 * num_kv_heads) * head_dim, "a row holds Q, K and V");
         assert!(
             slots.iter().all(|slot| (*slot as usize) < num_blocks * block_size),
@@ -93,6 +93,7 @@ impl KvCache {
         );
         assert_eq!(positions.len(), slots.len(), "each token has a position and a slot");
         assert!(query_factors.is_empty() || query_factors.len() == slots.len(), "each token has a factor, or none has");
+        assert!(query_gains.is_empty() || query_gains.len() == head_dim, "gains are [D]");
         let (shape, group, half) = (self.shape, num_heads / num_kv_heads, head_dim / 2);
         let qkv = SharedOut::new(qkv);
         let head = |kv_head: usize, write: &mut WriteHead<'_>| {
@@ -108,8 +109,9 @@ impl KvCache {
                     )
                 };
                 let first = *position as usize * half;
-                turn(q, first, half, angles, query_factors.get(token));
-                turn(k, first, half, angles, None);
+                turn(q, first, half, angles);
+                stretch(q, query_gains, query_factors.get(token));
+                turn(k, first, half, angles);
                 write(shape.start(slot / block_size, kv_head), slot % block_size, k, v);
             }
         };
@@ -182,25 +184,36 @@ fn copy_block<T: Copy>(data: &mut [T], len: usize, from: usize, to: usize) {
 /// # Panics
 /// Panics if a position or a length is out of range.
 pub fn rotate_queries(pool: &mut Pool, q: &mut [f32], head_dim: usize, tokens: &Rotation<'_>) {
-    let Rotation { stride, num_heads, positions, angles, query_factors, .. } = *tokens;
+    let Rotation { stride, num_heads, positions, angles, query_gains, query_factors, .. } = *tokens;
     let (width, half) = (num_heads * head_dim, head_dim / 2);
     assert!(stride >= width && q.len() >= positions.len() * stride, "a row holds Q");
     assert!(query_factors.is_empty() || query_factors.len() == positions.len(), "each token has a factor, or none has");
+    assert!(query_gains.is_empty() || query_gains.len() == head_dim, "gains are [D]");
     let chunk = if positions.len() * stride < 1 << 14 { positions.len().max(1) } else { 1 };
     let q = SharedOut::new(q);
     pool.each(positions.len(), chunk, |rows| {
         for token in rows {
             // SAFETY: each row has one thread.
             let q = unsafe { q.slice(token * stride, width) };
-            turn(q, positions[token] as usize * half, half, angles, query_factors.get(token));
+            turn(q, positions[token] as usize * half, half, angles);
+            stretch(q, query_gains, query_factors.get(token));
         }
     });
 }
 
-/// Rotates heads by the `half` angles that start at `first`, then multiplies them by a factor.
-fn turn(heads: &mut [f32], first: usize, half: usize, angles: Option<[&[f32]; 2]>, factor: Option<&f32>) {
+/// Rotates heads by the `half` angles that start at `first`.
+fn turn(heads: &mut [f32], first: usize, half: usize, angles: Option<[&[f32]; 2]>) {
     if let Some([cos, sin]) = angles {
         rotate(heads, &cos[first..first + half], &sin[first..first + half]);
+    }
+}
+
+/// Multiplies each head by gains, if there are any, and by a factor.
+fn stretch(heads: &mut [f32], gains: &[f32], factor: Option<&f32>) {
+    if !gains.is_empty() {
+        for head in heads.chunks_exact_mut(gains.len()) {
+            head.iter_mut().zip(gains).for_each(|(x, gain)| *x *= gain);
+        }
     }
     if let Some(factor) = factor {
         heads.iter_mut().for_each(|x| *x *= factor);
@@ -220,6 +233,8 @@ pub struct Rotation<'a> {
     pub slots: &'a [u32],
     /// Cosines and sines of all positions, each `[positions, D / 2]`. Without them nothing is rotated.
     pub angles: Option<[&'a [f32]; 2]>,
+    /// `[D]` factors of the elements of each head of Q behind the rotation, or empty.
+    pub query_gains: &'a [f32],
     /// `[T]` factors of Q, or empty.
     pub query_factors: &'a [f32],
 }

@@ -186,13 +186,14 @@ fn queries_are_rotated_and_scaled_alike_with_and_without_keys() {
     let (cos, sin) = (random(5, 64 * dim / 2), random(6, 64 * dim / 2));
     let positions: Vec<u32> = (0..tokens as u32).map(|token| token * 7 % 64).collect();
     let slots: Vec<u32> = (0..tokens as u32).collect();
-    let factors = random(7, tokens);
+    let (factors, gains) = (random(7, tokens), random(9, dim));
     let rotation = |stride| Rotation {
         stride,
         num_heads: heads,
         positions: &positions,
         slots: &slots,
         angles: Some([&cos, &sin]),
+        query_gains: &gains,
         query_factors: &factors,
     };
     let stride = (heads + 2) * dim;
@@ -204,7 +205,7 @@ fn queries_are_rotated_and_scaled_alike_with_and_without_keys() {
         let first = positions[token] as usize * dim / 2;
         let mut head = head.to_vec();
         rotate(&mut head, &cos[first..first + dim / 2], &sin[first..first + dim / 2]);
-        head.iter().map(|x| x * factors[token]).collect()
+        head.iter().zip(&gains).map(|(x, gain)| x * gain * factors[token]).collect()
     };
     let rows = q.chunks_exact(heads * dim).enumerate();
     let wanted: Vec<f32> = rows.flat_map(|(t, row)| row.chunks_exact(dim).flat_map(move |h| expected(t, h))).collect();

@@ -37,6 +37,7 @@ LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_fr
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64, "rope_theta": 10000.0}
 LINEAR = {"rope_type": "linear", "factor": 2.0, "rope_theta": 10000.0}
 PLAIN = {"rope_type": "default", "rope_theta": 10000.0}
+ALPHA = {"rope_type": "dynamic", "rope_theta": 10000.0, "alpha": 50.0, "factor": 1.0}
 
 CASES = {
     # GQA with scaled rotation; head_dim apart from hidden / heads; odd vocabulary
@@ -395,6 +396,10 @@ FAMILIES = {
     "lfm2_vl_vision": ("Lfm2Vl", SHORT_CONV | dict(block_auto_adjust_ff_dim=False)),
     # recurrent layers with norms before their parts around attention with norms behind; learning rates up to 2, no rotation
     "olmo_hybrid": ("OlmoHybrid", RECURRENT | dict(head_dim=None, rope_parameters={"rope_type": "default", "rope_theta": None}, linear_key_head_dim=12, pad_token_id=0)),
+    # norms of q and k behind the rotation, whose base has a factor
+    "hunyuan_dense": ("HunYuanDenseV1", dict(head_dim=24, attention_bias=True, tie_word_embeddings=True, rope_parameters=ALPHA)),
+    # the same with experts beside a feed-forward for all tokens, of which layers choose different numbers
+    "hunyuan_moe": ("HunYuanMoEV1", dict(head_dim=24, intermediate_size=32, num_experts=4, moe_topk=[1, 3], rope_parameters=ALPHA)),
 }
 VISION = dict(depth=1, hidden_size=16, intermediate_size=16, num_heads=2, patch_size=2, out_hidden_size=64, num_position_embeddings=4)
 GLM_VISION = dict(depth=1, hidden_size=16, intermediate_size=16, num_heads=2, patch_size=2, out_hidden_size=64, image_size=8)

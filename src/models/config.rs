@@ -293,6 +293,7 @@ impl Config {
             (recurrent(RecurrentLayer::has_doubled_rates), Feature::DoubledRates),
             (self.has_latents(), Feature::LatentAttention),
             (attention(|a| a.chunk.is_some()), Feature::ChunkedAttention),
+            (attention(|a| a.head_norm.is_some_and(|norm| norm.is_behind_rotation)), Feature::QueryGains),
             (attention(|a| a.query_scale.is_some()), Feature::QueryScale),
             (self.head.cap.is_some(), Feature::LogitCap),
             (attention(|a| a.head_norm.is_some_and(|norm| norm.has_value)), Feature::ValueNorm),

@@ -12,7 +12,7 @@ use crate::eagle3::Eagle3;
 use crate::layer::Layer;
 use crate::layer_spec::{KvSource, LayerSpec};
 use crate::layers::{Loader, shape_of};
-use crate::mixer::Counts;
+use crate::mixer::{Counts, Mixer};
 use crate::model::Model;
 use crate::mtp::Mtp;
 use crate::per_layer::PerLayerInputs;
@@ -247,7 +247,7 @@ impl<D: Device> Decoder<D> {
                     num_buffers[kv_group] - 1
                 }
             };
-            let layer = layer_attention(&self.config, &self.shard, index, self.layer(index).mixer.sinks());
+            let layer = layer_attention(&self.config, &self.shard, index, &self.layer(index).mixer);
             let rope = layer.rope.map(|rope| first_rope + rope);
             spec.layers.push(LayerAttention { kv_group, kv_buffer, rope, ..layer });
         }
@@ -283,8 +283,13 @@ impl<D: Device> Decoder<D> {
     }
 }
 
-/// Attention of layer `index` of a model, with the sinks of this worker's heads.
-pub(crate) fn layer_attention(config: &Config, shard: &Shard, index: usize, sinks: &[f32]) -> LayerAttention {
+/// Attention of layer `index` of a model, for this worker's heads.
+pub(crate) fn layer_attention<D: Device>(
+    config: &Config,
+    shard: &Shard,
+    index: usize,
+    mixer: &Mixer<D>,
+) -> LayerAttention {
     let (attention, shard) = (&config.layers[index].attention, &shard.layers[index]);
     LayerAttention {
         num_heads: shard.heads.len(),
@@ -296,7 +301,8 @@ pub(crate) fn layer_attention(config: &Config, shard: &Shard, index: usize, sink
         window: attention.window,
         chunk: attention.chunk,
         score_cap: attention.score_cap,
-        sinks: sinks.to_vec(),
+        sinks: mixer.sinks().to_vec(),
+        query_gains: mixer.query_gains().to_vec(),
         kv_group: 0,
         kv_buffer: index,
         query_scale: attention.query_scale,

@@ -173,7 +173,7 @@ impl<D: Device> Eagle3<D> {
 
     /// Adds its layer to those of the model. `kv_group` is that of the layer.
     pub(crate) fn add_layer(&self, kv_group: usize, num_buffers: &mut [usize], spec: &mut AttentionSpec) {
-        let layer = layer_attention(&self.config, &self.shard, 0, self.layer.mixer.sinks());
+        let layer = layer_attention(&self.config, &self.shard, 0, &self.layer.mixer);
         let (rope, kv_buffer) = (layer.rope.map(|rope| spec.ropes.len() + rope), num_buffers[kv_group]);
         num_buffers[kv_group] += 1;
         spec.layers.push(LayerAttention { kv_group, kv_buffer, rope, ..layer });

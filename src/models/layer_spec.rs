@@ -105,7 +105,7 @@ pub struct AttentionLayer {
     pub has_output_gate: bool,
     /// If set, q is multiplied by a factor of its position.
     pub query_scale: Option<QueryScale>,
-    /// Norms of q and k before the rotation.
+    /// Norms of q and k.
     pub head_norm: Option<HeadNormSpec>,
     /// Whether q, k, v have biases.
     pub qkv_bias: bool,
@@ -146,6 +146,9 @@ pub struct HeadNormSpec {
     pub has_weight: bool,
     /// Whether the heads of v are normed too, each on its own and without weights.
     pub has_value: bool,
+    /// Whether they follow the rotation. It keeps the lengths of heads, so that only the weights are applied behind it. Requires
+    /// [`HeadNormSpan::Head`].
+    pub is_behind_rotation: bool,
 }
 
 /// Feed-forward of a layer.

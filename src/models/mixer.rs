@@ -29,7 +29,8 @@ pub(crate) struct Attention<D: Device> {
     /// Gates of the output.
     gates: Option<D::Weight>,
     out: D::Weight,
-    sinks: Vec<f32>, // of this worker's heads, or none
+    sinks: Vec<f32>,       // of this worker's heads, or none
+    query_gains: Vec<f32>, // of each head, or none
 }
 
 pub(crate) struct Recurrent<D: Device> {
@@ -82,6 +83,7 @@ impl<D: Device> Mixer<D> {
             gates: loader.attention_gates(source)?,
             out: loader.out(source)?,
             sinks: loader.sinks(source)?,
+            query_gains: loader.query_gains(source)?,
         }))
     }
 
@@ -89,6 +91,14 @@ impl<D: Device> Mixer<D> {
     pub(crate) fn sinks(&self) -> &[f32] {
         match self {
             Mixer::Attention(attention) => &attention.sinks,
+            Mixer::Recurrent(_) | Mixer::Latent(_) => &[],
+        }
+    }
+
+    /// Factors of the elements of each query head behind the rotation; none if there are none.
+    pub(crate) fn query_gains(&self) -> &[f32] {
+        match self {
+            Mixer::Attention(attention) => &attention.query_gains,
             Mixer::Recurrent(_) | Mixer::Latent(_) => &[],
         }
     }

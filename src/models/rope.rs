@@ -244,6 +244,11 @@ impl Rope {
 }
 
 impl RopeScaling {
+    /// Whether a rotated head is as long as before.
+    pub(crate) fn keeps_lengths(&self) -> bool {
+        !matches!(self, Self::Yarn { .. } | Self::Long { .. })
+    }
+
     /// `outer_original` is `original_max_position_embeddings` beside the parameters.
     fn read(
         fields: &Fields,

@@ -103,6 +103,9 @@ pub struct LayerAttention {
     /// `[H]` a logit of each head that takes part in the softmax and has no value. Empty if there are none. Requires
     /// [`Feature::Sinks`].
     pub sinks: Vec<f32>,
+    /// `[D]` factors of the elements of each query head after the rotation. Empty if there are none. Requires
+    /// [`Feature::QueryGains`].
+    pub query_gains: Vec<f32>,
     /// If set, q is multiplied by a factor of its position after the rotation. Requires [`Feature::QueryScale`].
     pub query_scale: Option<QueryScale>,
     /// `[H]` ALiBi slopes of this worker's heads: `slope * (key position - query position)` is added to each score.

@@ -30,6 +30,8 @@ pub enum Feature {
     Sinks,
     /// [`crate::LayerAttention::chunk`].
     ChunkedAttention,
+    /// [`crate::LayerAttention::query_gains`].
+    QueryGains,
     /// [`crate::LayerAttention::query_scale`].
     QueryScale,
     /// [`crate::LogitSpec::cap`].
@@ -124,6 +126,7 @@ impl Feature {
         Feature::LatentAttention,
         Feature::Guesses,
         Feature::OwnDrafters,
+        Feature::QueryGains,
         Feature::Mamba2,
         Feature::PlainExperts,
         Feature::ExpertLatents,
@@ -131,10 +134,11 @@ impl Feature {
         Feature::DoubledRates,
     ];
 
-    /// Those that GPUs have, too: all but the last ones.
+    /// Those that GPUs have, too. The others stand last.
     pub const ON_GPUS: &[Feature] = match Feature::ALL {
         [
             others @ ..,
+            Feature::QueryGains,
             Feature::Mamba2,
             Feature::PlainExperts,
             Feature::ExpertLatents,
@@ -160,6 +164,7 @@ impl fmt::Display for Feature {
             Feature::ScoreCap => "capped attention scores",
             Feature::Sinks => "attention sinks",
             Feature::ChunkedAttention => "attention in chunks",
+            Feature::QueryGains => "norms of q and k behind the rotation",
             Feature::QueryScale => "a scale of queries that depends on the position",
             Feature::LogitCap => "capped logits",
             Feature::BranchNorm => "norms behind attention and feed-forward",

@@ -342,6 +342,7 @@ impl Device for CpuDevice {
             positions,
             slots: self.inputs.slots_of(own.kv_group),
             angles: rope.map(|rope| [&rope.cos[..], &rope.sin[..]]),
+            query_gains: &own.query_gains,
             query_factors: &factors,
         };
         match own.has_shared_kv {

@@ -106,6 +106,7 @@ mod tests {
             chunk: None,
             score_cap: None,
             sinks: Vec::new(),
+            query_gains: Vec::new(),
             query_scale: None,
             alibi_slopes: Vec::new(),
         }

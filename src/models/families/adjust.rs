@@ -223,7 +223,7 @@ pub(super) fn cohere(fields: &Fields, config: &mut Config) -> Adjusted {
 /// Norms of q and k that have weights of their own for each head.
 fn norm_each_head(config: &mut Config) {
     let (span, kind, eps) = (HeadNormSpan::EachHead, config.norm.kind, config.norm.eps);
-    let norm = HeadNormSpec { span, kind, eps, has_weight: true, has_value: false };
+    let norm = HeadNormSpec { span, kind, eps, has_weight: true, has_value: false, is_behind_rotation: false };
     each_attention(config, |attention| attention.head_norm = Some(norm));
 }
 

@@ -8,7 +8,6 @@ use crate::ModelError;
 use crate::config::Config;
 use crate::fields::Fields;
 use crate::layer_spec::{ExpertLayer, HeadNormSpec, LayerSpec, MlpLayer};
-use crate::rope::RopeScaling;
 
 pub(super) fn llama4(fields: &Fields, config: &mut Config) -> Adjusted {
     let is_empty = |value: &Value| value.as_array().is_some_and(Vec::is_empty);
@@ -23,8 +22,9 @@ pub(super) fn llama4(fields: &Fields, config: &mut Config) -> Adjusted {
         eps: config.norm.eps,
         has_weight: false,
         has_value: false,
+        is_behind_rotation: false,
     });
-    if norm.is_some() && matches!(config.ropes[0].scaling, RopeScaling::Yarn { .. } | RopeScaling::Long { .. }) {
+    if norm.is_some() && !config.ropes[0].scaling.keeps_lengths() {
         // The norms follow the rotation in the reference, which is the same only if the rotation keeps lengths.
         return Err(fields.wrong("use_qk_norm", "`false` with a rotation that scales q and k", &true.into()));
     }

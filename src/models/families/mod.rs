@@ -11,6 +11,7 @@ mod family;
 mod gemma4;
 mod granite;
 mod harmless;
+mod hunyuan;
 mod hybrid;
 mod layer_types;
 mod lfm2;

@@ -252,6 +252,7 @@ fn attention(
             eps: norm.eps,
             has_weight: true,
             has_value: false,
+            is_behind_rotation: false,
         }),
         qkv_bias: has_bias(fields, family.attention_bias.qkv)?,
         out_bias: has_bias(fields, family.attention_bias.out)?,

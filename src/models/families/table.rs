@@ -3,8 +3,8 @@
 use ops::HeadNormSpan;
 
 use super::{
-    AttentionBias, BiasRule, Family, NormRule, WindowRule, adjust, deepseek, experts, gemma4, granite, hybrid, lfm2,
-    llama4, nemotron_h, older, weights,
+    AttentionBias, BiasRule, Family, NormRule, WindowRule, adjust, deepseek, experts, gemma4, granite, hunyuan, hybrid,
+    lfm2, llama4, nemotron_h, older, weights,
 };
 
 const NEVER: AttentionBias = AttentionBias { qkv: BiasRule::Never, out: BiasRule::Never };
@@ -827,6 +827,25 @@ pub(super) const FAMILIES: &[Family] = &[
                       "num_experts_per_tok": 8, "moe_intermediate_size": 1280, "n_shared_experts": 1,
                       "rms_norm_eps": 1e-5, "rope_theta": 1000000.0, "max_position_embeddings": 131072}"#,
         adjust: experts::solar_open,
+        ..WITHOUT_MLP_BIAS
+    },
+    Family {
+        name: "HunYuanDenseV1ForCausalLM",
+        model_type: "hunyuan_v1_dense",
+        names: &weights::HUNYUAN,
+        head_norm: Some(HeadNormSpan::Head),
+        defaults: r#"{"rms_norm_eps": 1e-5}"#,
+        adjust: hunyuan::hunyuan_dense,
+        ..WITHOUT_MLP_BIAS
+    },
+    Family {
+        name: "HunYuanMoEV1ForCausalLM",
+        model_type: "hunyuan_v1_moe",
+        names: &weights::HUNYUAN_MOE,
+        aliases: &[("num_experts_per_tok", "moe_topk")],
+        head_norm: Some(HeadNormSpan::Head),
+        defaults: r#"{"rms_norm_eps": 1e-5}"#,
+        adjust: hunyuan::hunyuan_moe,
         ..WITHOUT_MLP_BIAS
     },
     Family {

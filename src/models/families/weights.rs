@@ -385,15 +385,28 @@ pub(super) const EXAONE_MOE: Names = Names {
     ..LLAMA
 };
 
+pub(super) const HUNYUAN: Names =
+    Names { head_norms: ["self_attn.query_layernorm", "self_attn.key_layernorm"], ..LLAMA };
+
+pub(super) const HUNYUAN_MOE: Names = Names {
+    experts: Some(ExpertNames {
+        router: "mlp.gate.wg",
+        selection_bias: None,
+        shared: HUNYUAN_SHARED,
+        ..DEEPSEEK_EXPERTS
+    }),
+    ..HUNYUAN
+};
+
+/// The feed-forward beside Hunyuan's experts.
+const HUNYUAN_SHARED: Option<(UpNames, &str, &str)> =
+    Some((UpNames::Separate(["mlp.shared_mlp.gate_proj", "mlp.shared_mlp.up_proj"]), "mlp.shared_mlp.down_proj", ""));
+
 pub(super) const HUNYUAN3: Names = Names {
     experts: Some(ExpertNames {
         router: "mlp.router.gate",
         selection_bias: Some(("mlp.expert_bias", BiasForm::Vector)),
-        shared: Some((
-            UpNames::Separate(["mlp.shared_mlp.gate_proj", "mlp.shared_mlp.up_proj"]),
-            "mlp.shared_mlp.down_proj",
-            "",
-        )),
+        shared: HUNYUAN_SHARED,
         ..DEEPSEEK_EXPERTS
     }),
     ..LLAMA

@@ -78,6 +78,24 @@ impl<D: Device> Loader<'_, D> {
         Ok(HeadNormWeights { spec: norm, q, k, v: v.transpose()? })
     }
 
+    /// What scores are multiplied by for the norms of q and k if these follow the rotation: the products of both weights, for each
+    /// element of a head.
+    pub(crate) fn query_gains(&self, layer: LayerSource<'_>) -> Result<Vec<f32>, ModelError> {
+        let attention = &layer.spec.attention;
+        if !attention.head_norm.is_some_and(|norm| norm.is_behind_rotation) {
+            return Ok(Vec::new());
+        }
+        let (dim, offset, order) = (attention.head_dim, self.config.norm.offset, self.head_order(layer.spec));
+        let weights = |name| {
+            let name = format!("{}.weight", self.layer_name(layer.number, name));
+            self.checkpoint.values(&name, &[dim], 0..dim)
+        };
+        let [q, k] = self.names.head_norms;
+        let (q, k) = (weights(q)?, weights(k)?);
+        let stored = |index: usize| order.map_or(index, |order| order.stored(index));
+        Ok((0..dim).map(stored).map(|index| (q[index] + offset) * (k[index] + offset)).collect())
+    }
+
     /// A norm of one head whose weights are 1.
     fn norm_of_ones(&mut self, norm: HeadNormSpec, width: usize) -> Result<D::Weight, ModelError> {
         let slices = NormSlices { kind: norm.kind, width, weight: None, bias: None, offset: 0.0, factor: 1.0 };
@@ -96,7 +114,7 @@ impl<D: Device> Loader<'_, D> {
         let prefix = self.layer_name(layer.number, name);
         let name = format!("{prefix}.weight");
         let dim = layer.spec.attention.head_dim;
-        if !norm.has_weight {
+        if !norm.has_weight || norm.is_behind_rotation {
             return self.norm_of_ones(norm, dim);
         }
         let mut weight = match norm.span {

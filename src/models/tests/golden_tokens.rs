@@ -15,7 +15,7 @@ use engine::{SampledToken, SamplingParams};
 use ops::DType;
 use support::{BLOCK_SIZE, MAX_ROWS, Runner, Sequence, golden_dir, on_group, on_parts};
 
-const CASES: [&str; 129] = [
+const CASES: [&str; 131] = [
     "llama3_gqa",
     "tied_mqa",
     "mha_bias_f32",
@@ -145,6 +145,8 @@ const CASES: [&str; 129] = [
     "lfm2_moe",
     "lfm2_vl_vision",
     "olmo_hybrid",
+    "hunyuan_dense",
+    "hunyuan_moe",
 ];
 
 /// One norm of all value heads: refused for several workers.

@@ -322,6 +322,7 @@ fn spec(shape: Shape, num_layers: usize, block_size: usize, max_positions: usize
         score_cap: None,
         sinks: Vec::new(),
         chunk: None,
+        query_gains: Vec::new(),
         query_scale: None,
         has_shared_kv: false,
         latent: None,
