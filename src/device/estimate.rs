@@ -11,7 +11,7 @@ use ops::{
 };
 use settings::WeightPrecision;
 
-use crate::cpu::{CpuDevice, CpuEstimate, ExpertBuffers, Widest, quantized_bytes};
+use crate::cpu::{CpuEstimate, ExpertBuffers, Widest, quantized_bytes};
 use crate::cuda::{
     self, CudaDevice, Estimate, ExpertSizes, ProductScratch, RowOrder, check_latent_shape, copy_format, delta_shape,
     division, expert_format, gate_order, guess_bytes, has_fp8_inputs, largest_bucket, packed_format, tensor_rows,
@@ -265,10 +265,10 @@ impl Device for Estimator {
         self.stage
     }
 
-    fn features(&self) -> &'static [Feature] {
+    fn lacks(&self) -> &'static [Feature] {
         match self.target {
-            Target::Cpu => CpuDevice::FEATURES,
-            Target::Cuda => CudaDevice::FEATURES,
+            Target::Cpu => &[],
+            Target::Cuda => CudaDevice::LACKS,
         }
     }
 

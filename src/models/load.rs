@@ -16,7 +16,7 @@ use crate::{Checkpoint, Config, ModelError};
 /// the heads cannot be divided among the device's group, or the device returns an error.
 pub fn load<D: Device + 'static>(dir: &Path, config: &Config, device: &mut D) -> Result<Box<dyn Model<D>>, ModelError> {
     let lacking: Vec<String> =
-        config.features().iter().filter(|f| !device.features().contains(f)).map(ToString::to_string).collect();
+        config.features().iter().filter(|f| device.lacks().contains(f)).map(ToString::to_string).collect();
     if !lacking.is_empty() {
         let architecture = config.architecture.clone();
         return Err(ModelError::DeviceLacks { dir: dir.into(), architecture, lacking: lacking.join(", ") });

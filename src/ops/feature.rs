@@ -89,66 +89,6 @@ pub enum Feature {
     OwnDrafters,
 }
 
-impl Feature {
-    /// All features.
-    pub const ALL: &[Feature] = &[
-        Feature::LayerNorm,
-        Feature::LearnedPositions,
-        Feature::PlainMlp,
-        Feature::OtherActivations,
-        Feature::Xielu,
-        Feature::HeadNorm,
-        Feature::EachHeadNorm,
-        Feature::AllHeadsNorm,
-        Feature::Alibi,
-        Feature::ScoreCap,
-        Feature::Sinks,
-        Feature::ChunkedAttention,
-        Feature::QueryScale,
-        Feature::LogitCap,
-        Feature::BranchNorm,
-        Feature::ParallelBranches,
-        Feature::ValueNorm,
-        Feature::SharedKv,
-        Feature::PerLayerInputs,
-        Feature::LayerScale,
-        Feature::Experts,
-        Feature::SigmoidRouting,
-        Feature::ScaledExpertInputs,
-        Feature::SelectionBias,
-        Feature::ExpertGroups,
-        Feature::ExpertScales,
-        Feature::ExpertsApart,
-        Feature::Recurrent,
-        Feature::OutputGate,
-        Feature::Adapters,
-        Feature::BestExpertGroups,
-        Feature::LatentAttention,
-        Feature::Guesses,
-        Feature::OwnDrafters,
-        Feature::QueryGains,
-        Feature::Mamba2,
-        Feature::PlainExperts,
-        Feature::ExpertLatents,
-        Feature::ShortConv,
-        Feature::DoubledRates,
-    ];
-
-    /// Those that GPUs have, too. The others stand last.
-    pub const ON_GPUS: &[Feature] = match Feature::ALL {
-        [
-            others @ ..,
-            Feature::QueryGains,
-            Feature::Mamba2,
-            Feature::PlainExperts,
-            Feature::ExpertLatents,
-            Feature::ShortConv,
-            Feature::DoubledRates,
-        ] => others,
-        _ => panic!("features that GPUs have stand before the others"),
-    };
-}
-
 impl fmt::Display for Feature {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(match self {

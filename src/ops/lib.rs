@@ -61,10 +61,8 @@ pub trait Device: Sized {
         PipelineStage::WHOLE
     }
 
-    /// The optional ops that this device has. The others are never called.
-    fn features(&self) -> &'static [Feature] {
-        &[]
-    }
+    /// The optional ops that this device lacks. They are never called.
+    fn lacks(&self) -> &'static [Feature];
 
     /// Weights that are loaded from now on only guess drafts, at the first `vocab_size` tokens. The type of keys and values does not
     /// follow from theirs, so that tokens are the same with and without drafts.

@@ -73,7 +73,7 @@ pub(crate) fn slot_bytes<D: Device>(model: &dyn Model<D>, device: &D, num_slots:
 
 /// Refuses slots for adapters on a device that has none.
 pub(crate) fn check<D: Device>(device: &D, num_slots: usize) -> Result<(), DeviceError> {
-    match num_slots == 0 || device.features().contains(&Feature::Adapters) {
+    match num_slots == 0 || !device.lacks().contains(&Feature::Adapters) {
         true => Ok(()),
         false => Err(DeviceError::lacks(Feature::Adapters)),
     }

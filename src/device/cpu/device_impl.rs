@@ -30,8 +30,8 @@ impl Device for CpuDevice {
         self.pipeline.as_ref().map_or(PipelineStage::WHOLE, |pipeline| pipeline.stage)
     }
 
-    fn features(&self) -> &'static [Feature] {
-        Self::FEATURES
+    fn lacks(&self) -> &'static [Feature] {
+        &[]
     }
 
     fn begin_drafter(&mut self, _kind: DrafterKind, _vocab_size: usize) {

@@ -34,9 +34,7 @@ use std::ops::Range;
 
 use engine::SampledToken;
 use kernels::cpu::{self as k, Buffer, Isa, KvType, Pool};
-use ops::{
-    Activation, AttentionSpec, Device, DeviceError, Feature, SampleInput, StepInputs, StepLimits, TOKEN_ON_DEVICE,
-};
+use ops::{Activation, AttentionSpec, Device, DeviceError, SampleInput, StepInputs, StepLimits, TOKEN_ON_DEVICE};
 
 use adapters::Adapters;
 pub(crate) use estimate::CpuEstimate;
@@ -133,9 +131,6 @@ impl CpuTensor {
 }
 
 impl CpuDevice {
-    /// Optional ops that this device has.
-    pub(crate) const FEATURES: &[Feature] = Feature::ALL;
-
     /// Starts the threads and joins the group.
     ///
     /// # Errors

@@ -31,8 +31,8 @@ impl Device for CudaDevice {
         self.pipeline.stage
     }
 
-    fn features(&self) -> &'static [Feature] {
-        Self::FEATURES
+    fn lacks(&self) -> &'static [Feature] {
+        Self::LACKS
     }
 
     fn begin_drafter(&mut self, kind: DrafterKind, vocab_size: usize) {

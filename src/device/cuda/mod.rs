@@ -255,8 +255,15 @@ fn device_error(error: CudaError) -> DeviceError {
 }
 
 impl CudaDevice {
-    /// Optional ops that this device has.
-    pub(crate) const FEATURES: &[Feature] = Feature::ON_GPUS;
+    /// Optional ops that this device lacks.
+    pub(crate) const LACKS: &[Feature] = &[
+        Feature::QueryGains,
+        Feature::Mamba2,
+        Feature::PlainExperts,
+        Feature::ExpertLatents,
+        Feature::ShortConv,
+        Feature::DoubledRates,
+    ];
 
     /// Opens the GPU and joins the group. From now on only the calling thread may use the device.
     ///
