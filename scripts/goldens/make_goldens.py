@@ -400,6 +400,12 @@ FAMILIES = {
     "hunyuan_dense": ("HunYuanDenseV1", dict(head_dim=24, attention_bias=True, tie_word_embeddings=True, rope_parameters=ALPHA)),
     # the same with experts beside a feed-forward for all tokens, of which layers choose different numbers
     "hunyuan_moe": ("HunYuanMoEV1", dict(head_dim=24, intermediate_size=32, num_experts=4, moe_topk=[1, 3], rope_parameters=ALPHA)),
+    # layer norms, biases, experts that are weighted among those near them. transformers uses the short factors for all sequences, the
+    # publisher's code the long ones for these, so both are the same here. No product of the router is at the limit that the noise sets.
+    "phimoe": ("Phimoe", dict(intermediate_size=32, num_local_experts=4, num_experts_per_tok=2, router_jitter_noise=0.35, attention_bias=True,
+                              lm_head_bias=True, sliding_window=20, rope_parameters={
+                                  "rope_type": "longrope", "rope_theta": 10000.0, "original_max_position_embeddings": 8, "short_mscale": 1.1,
+                                  "long_mscale": 1.3, "short_factor": FACTORS(1.5, 8), "long_factor": FACTORS(1.5, 8)})),
 }
 VISION = dict(depth=1, hidden_size=16, intermediate_size=16, num_heads=2, patch_size=2, out_hidden_size=64, num_position_embeddings=4)
 GLM_VISION = dict(depth=1, hidden_size=16, intermediate_size=16, num_heads=2, patch_size=2, out_hidden_size=64, image_size=8)
@@ -422,7 +428,7 @@ WHOLE = {
                    projector_hidden_size=16),
 }
 # Sequences that transformers would begin with the short factors.
-LONG_PROMPTS = {"phi3_longrope": (9, 20, 40)}
+LONG_PROMPTS = dict.fromkeys(("phi3_longrope", "phimoe"), (9, 20, 40))
 
 
 def family_case(name):

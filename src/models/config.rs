@@ -317,6 +317,7 @@ impl Config {
                 self.layers.iter().filter_map(|layer| layer.experts).any(|experts| experts.latent_size.is_some()),
                 Feature::ExpertLatents,
             ),
+            (routing(|routing| matches!(routing.scoring, Scoring::SparseMixer { .. })), Feature::SparseMixer),
             (routing(|routing| routing.scales_input), Feature::ScaledExpertInputs),
             (
                 routing(|_| true) && self.names.experts.is_some_and(|names| names.selection_bias.is_some()),

@@ -91,8 +91,8 @@ pub enum RopeScaling {
         long_factors: Vec<f64>,
         /// Context length of the first training.
         original_max_positions: usize,
-        /// Multiplier of cos and sin.
-        attention_factor: f64,
+        /// Multipliers of cos and sin: with the short factors, and with the long ones.
+        attention_factors: [f64; 2],
     },
 }
 
@@ -224,7 +224,10 @@ impl Rope {
     pub fn table(&self, max_positions: usize) -> RopeTable {
         let frequencies: Vec<f32> = self.frequencies(max_positions).into_iter().map(|f| f as f32).collect();
         let magnitude = match self.scaling {
-            RopeScaling::Yarn { attention_factor, .. } | RopeScaling::Long { attention_factor, .. } => attention_factor,
+            RopeScaling::Yarn { attention_factor, .. } => attention_factor,
+            RopeScaling::Long { attention_factors, original_max_positions, .. } => {
+                attention_factors[usize::from(max_positions > original_max_positions)]
+            }
             _ => 1.0,
         };
         let (half, unrotated) = (self.head_dim / 2, (self.head_dim - self.rotary_dim) / 2);
@@ -321,7 +324,8 @@ impl RopeScaling {
             None => (1.0 + factor.ln() / (original as f64).ln()).sqrt(),
         };
         let (short_factors, long_factors) = (factors("short_factor")?, factors("long_factor")?);
-        Ok(Self::Long { short_factors, long_factors, original_max_positions: original, attention_factor })
+        let attention_factors = [attention_factor; 2];
+        Ok(Self::Long { short_factors, long_factors, original_max_positions: original, attention_factors })
     }
 }
 
@@ -389,10 +393,10 @@ mod tests {
             short_factors: vec![1.0, 2.0],
             long_factors: vec![4.0, 8.0],
             original_max_positions: 16,
-            attention_factor: 1.25,
+            attention_factors: [1.125, 1.25],
         };
         let rope = rope(4, 100.0, scaling);
         assert_eq!((rope.frequencies(16), rope.frequencies(17)), (vec![1.0, 0.05], vec![0.25, 0.0125]));
-        assert_eq!(rope.table(17).cos[0], 1.25);
+        assert_eq!((rope.table(16).cos[0], rope.table(17).cos[0]), (1.125, 1.25));
     }
 }

@@ -56,6 +56,8 @@ pub enum Feature {
     PlainExperts,
     /// Experts whose inputs and outputs have another width than the router's input.
     ExpertLatents,
+    /// [`crate::Scoring::SparseMixer`].
+    SparseMixer,
     /// [`crate::Routing::scales_input`].
     ScaledExpertInputs,
     /// [`crate::ExpertSlices::selection_bias`].
@@ -116,6 +118,7 @@ impl fmt::Display for Feature {
             Feature::SigmoidRouting => "experts that are weighted by sigmoids",
             Feature::PlainExperts => "experts without gates",
             Feature::ExpertLatents => "experts of another width than the model",
+            Feature::SparseMixer => "experts that are chosen as in SparseMixer",
             Feature::ScaledExpertInputs => "experts whose inputs are weighted",
             Feature::SelectionBias => "experts that are chosen by their weights and a bias",
             Feature::ExpertGroups => "experts that are chosen within groups",

@@ -205,7 +205,7 @@ pub enum LinearRole {
 pub struct Routing {
     /// Experts of a token.
     pub top_k: usize,
-    /// How weights follow from products. All but the softmax require [`crate::Feature::SigmoidRouting`].
+    /// How weights follow from products.
     pub scoring: Scoring,
     /// Whether a weight multiplies the input of its expert ([`crate::Feature::ScaledExpertInputs`]); otherwise its output.
     pub scales_input: bool,
@@ -241,12 +241,19 @@ pub enum GroupScore {
 }
 
 /// How the weights of experts follow from the products of a router.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, PartialEq)]
 pub enum Scoring {
     /// The softmax over all experts.
     Softmax,
-    /// The sigmoid of each.
+    /// The sigmoid of each. Requires [`crate::Feature::SigmoidRouting`].
     Sigmoid,
+    /// That of SparseMixer: a token goes to the experts with the largest products, one after the other. The weight of each is its
+    /// share in the softmax over those experts that were not chosen before it and whose product `s` is not far below the largest
+    /// product `m` of them: `m - s` is at most `tolerance * max(|s|, m)`. Requires [`crate::Feature::SparseMixer`].
+    SparseMixer {
+        /// Share of a product.
+        tolerance: f32,
+    },
 }
 
 /// The experts of a feed-forward, of which each is an MLP. This worker has some of them, and of these some or all

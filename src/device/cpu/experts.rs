@@ -162,7 +162,7 @@ fn as_f32(matrix: &Matrix) -> Vec<u8> {
     bytes
 }
 
-/// The weights of all experts for a token.
+/// The values by which experts are chosen for a token: their weights, or their products where weights follow from the choice.
 fn score(weights: &mut [f32], logits: &[f32], scoring: Scoring) {
     match scoring {
         Scoring::Softmax => {
@@ -174,7 +174,17 @@ fn score(weights: &mut [f32], logits: &[f32], scoring: Scoring) {
         Scoring::Sigmoid => {
             weights.iter_mut().zip(logits).for_each(|(weight, logit)| *weight = 1.0 / (1.0 + k::exp(-logit)));
         }
+        Scoring::SparseMixer { .. } => weights.copy_from_slice(logits),
     }
+}
+
+/// The share of the product `values[expert]`, the largest one, in the softmax over those that are near it. Those of experts that were
+/// chosen before are negative infinity.
+fn share_of_near(values: &[f32], expert: usize, tolerance: f32) -> f32 {
+    let max = values[expert];
+    let is_near = |value: &f32| max - value <= tolerance * value.abs().max(max);
+    let near = values.iter().filter(|value| value.is_finite() && is_near(value));
+    1.0 / near.map(|value| k::exp(value - max)).sum::<f32>()
 }
 
 /// The index of the largest value, the lowest of those that are equal. `max_by` would take the last.
@@ -219,7 +229,11 @@ fn routes(logits: &[f32], count: usize, routing: Routing, selection_bias: &[f32]
         let first = routes.len();
         for _ in 0..routing.top_k {
             let expert = largest(&values);
-            routes.push(Route { expert, token, probability: probabilities[expert] });
+            let probability = match routing.scoring {
+                Scoring::SparseMixer { tolerance } => share_of_near(&values, expert, tolerance),
+                Scoring::Softmax | Scoring::Sigmoid => probabilities[expert],
+            };
+            routes.push(Route { expert, token, probability });
             values[expert] = f32::NEG_INFINITY;
         }
         let own = &mut routes[first..];
@@ -263,6 +277,34 @@ mod tests {
         let sigmoid = routes(&logits[..3], 3, Routing { scoring: Scoring::Sigmoid, ..routing }, &[]);
         let found: Vec<_> = sigmoid.iter().map(|route| (route.expert, route.probability)).collect();
         assert!(found[0] == (0, 0.5) && found[1].0 == 1 && (found[1].1 - 2.0 / 3.0).abs() < 1e-6, "{found:?}");
+    }
+
+    #[test]
+    fn sparse_mixer_weights_an_expert_among_those_near_it_that_were_not_chosen() {
+        let scoring = Scoring::SparseMixer { tolerance: 0.5 };
+        let routing = Routing {
+            top_k: 2,
+            scoring,
+            scales_input: false,
+            groups: None,
+            is_normalized: false,
+            scale: 1.0,
+            activation: Activation::Silu,
+        };
+        let found = |logits: &[f32]| -> Vec<_> {
+            routes(logits, logits.len(), routing, &[]).iter().map(|route| (route.expert, route.probability)).collect()
+        };
+        let expect = |found: Vec<(usize, f32)>, expected: [(usize, f32); 2]| {
+            for (found, (expert, weight)) in found.iter().zip(expected) {
+                assert!(found.0 == expert && (found.1 - weight).abs() < 1e-6, "{found:?}, not {expected:?}");
+            }
+        };
+        // The first is alone, the second has 1.5 and 1.0 near it.
+        let second = 1.0 / (1.0 + (-0.5f32).exp() + (-1f32).exp());
+        expect(found(&[0.5, 1.5, 1.0, 5.0, 2.0]), [(3, 1.0), (4, second)]);
+        // Below 0, the size of the smaller product counts.
+        let first = 1.0 / (1.0 + (-1f32).exp());
+        expect(found(&[-2.0, -1.0, -5.0]), [(0, 1.0), (1, first)]);
     }
 
     #[test]

@@ -258,6 +258,7 @@ impl CudaDevice {
     /// Optional ops that this device lacks.
     pub(crate) const LACKS: &[Feature] = &[
         Feature::QueryGains,
+        Feature::SparseMixer,
         Feature::Mamba2,
         Feature::PlainExperts,
         Feature::ExpertLatents,

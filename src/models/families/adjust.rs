@@ -172,13 +172,18 @@ pub(super) fn phi3(fields: &Fields, config: &mut Config) -> Adjusted {
             return Err(fields.wrong(name, "1, the only value that is supported", found));
         }
     }
+    note_long_rope(config);
+    Ok(())
+}
+
+/// Says which factors are used.
+pub(super) fn note_long_rope(config: &mut Config) {
     if let RopeScaling::Long { original_max_positions, .. } = config.ropes[0].scaling {
         config.notes.push(format!(
             "rope `longrope`: one set of factors is used for all sequences, the short ones if no sequence may be longer \
              than {original_max_positions} tokens, else the long ones"
         ));
     }
-    Ok(())
 }
 
 pub(super) fn phi(fields: &Fields, config: &mut Config) -> Adjusted {

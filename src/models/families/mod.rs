@@ -19,6 +19,7 @@ mod llama4;
 mod mtp;
 mod nemotron_h;
 mod older;
+mod phimoe;
 mod quantization;
 mod read;
 mod table;

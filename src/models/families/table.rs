@@ -4,7 +4,7 @@ use ops::HeadNormSpan;
 
 use super::{
     AttentionBias, BiasRule, Family, NormRule, WindowRule, adjust, deepseek, experts, gemma4, granite, hunyuan, hybrid,
-    lfm2, llama4, nemotron_h, older, weights,
+    lfm2, llama4, nemotron_h, older, phimoe, weights,
 };
 
 const NEVER: AttentionBias = AttentionBias { qkv: BiasRule::Never, out: BiasRule::Never };
@@ -242,6 +242,20 @@ const GLM4V: Family = Family {
                   "max_position_embeddings": 32768}"#,
     adjust: adjust::glm4v,
     ..GLM
+};
+
+const PHIMOE: Family = Family {
+    name: "PhimoeForCausalLM",
+    model_type: "phimoe",
+    names: &weights::MIXTRAL,
+    aliases: &[("num_experts", "num_local_experts"), ("layer_norm_eps", "rms_norm_eps")],
+    norm: NormRule::Layer,
+    window: WindowRule::AllLayers,
+    defaults: r#"{"vocab_size": 32064, "hidden_size": 4096, "intermediate_size": 6400, "num_hidden_layers": 32,
+                  "num_attention_heads": 32, "num_key_value_heads": 8, "max_position_embeddings": 131072,
+                  "num_experts": 16, "num_experts_per_tok": 2, "rope_theta": 1000000.0}"#,
+    adjust: phimoe::phimoe,
+    ..WITHOUT_MLP_BIAS
 };
 
 const BAICHUAN: Family = Family {
@@ -829,6 +843,8 @@ pub(super) const FAMILIES: &[Family] = &[
         adjust: experts::solar_open,
         ..WITHOUT_MLP_BIAS
     },
+    PHIMOE,
+    Family { name: "PhiMoEForCausalLM", ..PHIMOE },
     Family {
         name: "HunYuanDenseV1ForCausalLM",
         model_type: "hunyuan_v1_dense",
