@@ -83,9 +83,9 @@ def decoded(value):
 
 
 def model_class(folder):
-    """That of the unchanged checkpoint if it sees images; others have one that transformers finds for any of them."""
+    """That of the unchanged checkpoint if it sees images, or if transformers finds none for it; others have one that transformers finds."""
     name = json.loads((folder / "config.json").read_text())["architectures"][0]
-    return getattr(transformers, name) if "Conditional" in name else AutoModelForCausalLM
+    return getattr(transformers, name) if "Conditional" in name or name == "Mistral4ForCausalLM" else AutoModelForCausalLM
 
 
 @torch.no_grad()

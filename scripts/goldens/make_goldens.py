@@ -400,6 +400,11 @@ FAMILIES = {
     "hunyuan_dense": ("HunYuanDenseV1", dict(head_dim=24, attention_bias=True, tie_word_embeddings=True, rope_parameters=ALPHA)),
     # the same with experts beside a feed-forward for all tokens, of which layers choose different numbers
     "hunyuan_moe": ("HunYuanMoEV1", dict(head_dim=24, intermediate_size=32, num_experts=4, moe_topk=[1, 3], rope_parameters=ALPHA)),
+    # latent vectors with queries that are longer from every eighth position on; experts within two of three groups by a softmax
+    "mistral4": ("Mistral4", LATENT | dict(
+        num_hidden_layers=2, intermediate_size=64, n_routed_experts=6, num_experts_per_tok=3, moe_intermediate_size=32, n_shared_experts=1,
+        n_group=3, topk_group=2, routed_scaling_factor=1.5, first_k_dense_replace=1, attention_bias=True, rope_parameters=DEEPSEEK_YARN | {
+            "llama_4_scaling_beta": 0.4, "max_position_embeddings": 256, "partial_rotary_factor": 0.4})),
     # layer norms, biases, experts that are weighted among those near them. transformers uses the short factors for all sequences, the
     # publisher's code the long ones for these, so both are the same here. No product of the router is at the limit that the noise sets.
     "phimoe": ("Phimoe", dict(intermediate_size=32, num_local_experts=4, num_experts_per_tok=2, router_jitter_noise=0.35, attention_bias=True,

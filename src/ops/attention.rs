@@ -106,7 +106,8 @@ pub struct LayerAttention {
     /// `[D]` factors of the elements of each query head after the rotation. Empty if there are none. Requires
     /// [`Feature::QueryGains`].
     pub query_gains: Vec<f32>,
-    /// If set, q is multiplied by a factor of its position after the rotation. Requires [`Feature::QueryScale`].
+    /// If set, q is multiplied by a factor of its position after the rotation. Requires [`Feature::QueryScale`], or
+    /// [`Feature::LatentQueryScale`] if KV blocks hold latent vectors.
     pub query_scale: Option<QueryScale>,
     /// `[H]` ALiBi slopes of this worker's heads: `slope * (key position - query position)` is added to each score.
     /// Empty if the model does not use ALiBi. Requires [`Feature::Alibi`].

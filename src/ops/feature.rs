@@ -80,6 +80,8 @@ pub enum Feature {
     DoubledRates,
     /// [`crate::LayerAttention::latent`]: [`crate::Device::load_latent`], [`crate::Device::latent_attention`].
     LatentAttention,
+    /// [`crate::LayerAttention::query_scale`] of layers with [`crate::LayerAttention::latent`].
+    LatentQueryScale,
     /// [`crate::Device::gate`].
     OutputGate,
     /// Low-rank products beside linear layers: [`crate::Device::allocate_adapters`], [`crate::Device::set_adapter`].
@@ -130,6 +132,9 @@ impl fmt::Display for Feature {
             Feature::ShortConv => "layers with a short convolution",
             Feature::DoubledRates => "layers with a recurrent state whose learning rates are up to 2",
             Feature::LatentAttention => "attention over latent vectors (MLA)",
+            Feature::LatentQueryScale => {
+                "attention over latent vectors with a scale of queries that depends on the position"
+            }
             Feature::OutputGate => "attention with an output gate",
             Feature::Guesses => "drafts of an MTP head (`mtp_num_tokens`)",
             Feature::OwnDrafters => {

@@ -102,6 +102,13 @@ impl CpuDevice {
             self.cache.as_mut().expect("`allocate_cache` is called before the first step");
         let own = &spec.layers[layer];
         let (shape, rope) = (own.latent.expect("the layer has latent vectors"), own.rope.expect("they are rotated"));
+        if let Some(query_scale) = own.query_scale {
+            let queries = q.rows_mut(tokens).chunks_exact_mut(own.num_heads * shape.query_dim());
+            for (query, &position) in queries.zip(&inputs.positions) {
+                let factor = query_scale.at(position);
+                query.iter_mut().for_each(|x| *x *= factor);
+            }
+        }
         let (sizes, rope) = (sizes(shape), &spec.ropes[rope]);
         let angles = [&rope.cos[..], &rope.sin[..]];
         let (positions, slots) = (&inputs.positions[..], inputs.slots_of(own.kv_group));

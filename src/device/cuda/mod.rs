@@ -259,6 +259,7 @@ impl CudaDevice {
     pub(crate) const LACKS: &[Feature] = &[
         Feature::QueryGains,
         Feature::SparseMixer,
+        Feature::LatentQueryScale,
         Feature::Mamba2,
         Feature::PlainExperts,
         Feature::ExpertLatents,

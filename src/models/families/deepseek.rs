@@ -68,7 +68,7 @@ pub(super) fn minicpm3(fields: &Fields, config: &mut Config) -> Adjusted {
 }
 
 /// Latent vectors in all layers.
-fn put_latents(fields: &Fields, config: &mut Config, is_interleaved: bool) -> Adjusted {
+pub(super) fn put_latents(fields: &Fields, config: &mut Config, is_interleaved: bool) -> Adjusted {
     fields.ignore(&["qk_head_dim"]); // The sum of two others.
     if let Some(found) = fields.get("moe_layer_freq").filter(|value| value.as_u64() != Some(1)) {
         return Err(fields.wrong("moe_layer_freq", "1, the only value that is supported", found));

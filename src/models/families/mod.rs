@@ -16,6 +16,7 @@ mod hybrid;
 mod layer_types;
 mod lfm2;
 mod llama4;
+mod mistral4;
 mod mtp;
 mod nemotron_h;
 mod older;

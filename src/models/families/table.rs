@@ -4,7 +4,7 @@ use ops::HeadNormSpan;
 
 use super::{
     AttentionBias, BiasRule, Family, NormRule, WindowRule, adjust, deepseek, experts, gemma4, granite, hunyuan, hybrid,
-    lfm2, llama4, nemotron_h, older, phimoe, weights,
+    lfm2, llama4, mistral4, nemotron_h, older, phimoe, weights,
 };
 
 const NEVER: AttentionBias = AttentionBias { qkv: BiasRule::Never, out: BiasRule::Never };
@@ -777,6 +777,18 @@ pub(super) const FAMILIES: &[Family] = &[
                       "qk_rope_head_dim": 64, "v_head_dim": 256, "rms_norm_eps": 1e-5,
                       "max_position_embeddings": 202752}"#,
         adjust: deepseek::glm4_moe_lite,
+        ..DEEPSEEK_V3
+    },
+    Family {
+        name: "Mistral4ForCausalLM",
+        model_type: "mistral4",
+        names: &weights::MISTRAL4,
+        defaults: r#"{"vocab_size": 131072, "hidden_size": 4096, "intermediate_size": 12288, "num_hidden_layers": 36,
+                      "num_attention_heads": 32, "num_key_value_heads": 32, "num_experts": 128,
+                      "num_experts_per_tok": 4, "n_shared_experts": 1, "moe_intermediate_size": 2048,
+                      "kv_lora_rank": 256, "q_lora_rank": 1024, "qk_nope_head_dim": 64, "qk_rope_head_dim": 64,
+                      "v_head_dim": 128, "max_position_embeddings": 1048576}"#,
+        adjust: mistral4::mistral4,
         ..DEEPSEEK_V3
     },
     Family {

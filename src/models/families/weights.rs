@@ -377,6 +377,21 @@ pub(super) const DEEPSEEK_V2: Names = Names {
 
 pub(super) const DEEPSEEK_V3: Names = Names { latent: Some(DEEPSEEK_LATENT), ..DEEPSEEK_MOE };
 
+/// Experts in two tensors, or each on its own.
+pub(super) const MISTRAL4: Names = Names {
+    experts: Some(ExpertNames {
+        layout: ExpertLayout::Either {
+            stacked: ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"],
+            may_be_transposed: false,
+            prefix: "mlp.experts",
+            names: ["gate_proj", "up_proj", "down_proj"],
+        },
+        selection_bias: None,
+        ..DEEPSEEK_EXPERTS
+    }),
+    ..LATENT
+};
+
 pub(super) const EXAONE_MOE: Names = Names {
     experts: Some(ExpertNames {
         selection_bias: Some(("mlp.e_score_correction_bias", BiasForm::Vector)),

@@ -15,7 +15,7 @@ use engine::{SampledToken, SamplingParams};
 use ops::DType;
 use support::{BLOCK_SIZE, MAX_ROWS, Runner, Sequence, golden_dir, on_group, on_parts};
 
-const CASES: [&str; 132] = [
+const CASES: [&str; 133] = [
     "llama3_gqa",
     "tied_mqa",
     "mha_bias_f32",
@@ -148,6 +148,7 @@ const CASES: [&str; 132] = [
     "hunyuan_dense",
     "hunyuan_moe",
     "phimoe",
+    "mistral4",
 ];
 
 /// One norm of all value heads: refused for several workers.
