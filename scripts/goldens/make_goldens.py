@@ -405,6 +405,16 @@ FAMILIES = {
         num_hidden_layers=2, intermediate_size=64, n_routed_experts=6, num_experts_per_tok=3, moe_intermediate_size=32, n_shared_experts=1,
         n_group=3, topk_group=2, routed_scaling_factor=1.5, first_k_dense_replace=1, attention_bias=True, rope_parameters=DEEPSEEK_YARN | {
             "llama_4_scaling_beta": 0.4, "max_position_embeddings": 256, "partial_rotary_factor": 0.4})),
+    # attention and experts in parallel, the mean of experts and of one for all tokens, by sigmoids; a dense layer that is rotated
+    "cohere2_moe": ("Cohere2Moe", dict(head_dim=16, num_hidden_layers=3, intermediate_size=32, num_experts=4, num_experts_per_tok=2,
+                                       num_shared_experts=1, expert_selection_fn="sigmoid", logit_scale=0.5, sliding_window=20, rms_norm_eps="none",
+                                       mlp_layer_types=["dense", "sparse", "sparse"], prefix_dense_intermediate_size=64,
+                                       layer_types=["full_attention", "sliding_attention", "full_attention"], attention_bias=True,
+                                       tie_word_embeddings=True)),
+    # the same with RMS norms, a softmax, and the sum
+    "cohere2_moe_sum": ("Cohere2Moe", dict(head_dim=16, intermediate_size=32, num_experts=4, num_experts_per_tok=2, num_shared_experts=2,
+                                           shared_expert_combination_strategy="sum", logit_scale=0.5, sliding_window=20,
+                                           tie_word_embeddings=True)),
     # layer norms, biases, experts that are weighted among those near them. transformers uses the short factors for all sequences, the
     # publisher's code the long ones for these, so both are the same here. No product of the router is at the limit that the noise sets.
     "phimoe": ("Phimoe", dict(intermediate_size=32, num_local_experts=4, num_experts_per_tok=2, router_jitter_noise=0.35, attention_bias=True,
@@ -450,7 +460,7 @@ def family_case(name):
 def make_model(dtype, config_class, model_class, shape, seed):
     """A random model whose weights are exact in `dtype`, computing in fp32."""
     common = {} if config_class is GPT2Config else dict(max_position_embeddings=256)
-    if hasattr(config_class, "rms_norm_eps"):
+    if hasattr(config_class, "rms_norm_eps") and "rms_norm_eps" not in shape:
         common["rms_norm_eps"] = 1e-5
     config = config_class(bos_token_id=1, eos_token_id=2, **common, **shape)
     if "Conditional" in model_class.__name__:

@@ -300,7 +300,7 @@ impl Config {
             (attention(|a| a.head_norm.is_some_and(|norm| norm.has_value)), Feature::ValueNorm),
             (attention(|a| matches!(a.kv, KvSource::Layer(_))), Feature::SharedKv),
             (self.per_layer_input.is_some(), Feature::PerLayerInputs),
-            (self.names.layer_scalar.is_some(), Feature::LayerScale),
+            (self.names.layer_scalar.is_some() || mlp(|mlp| mlp.scale != 1.0), Feature::LayerScale),
             (self.names.has_branch_norms(), Feature::BranchNorm),
             (
                 self.layers.iter().any(|layer| layer.is_parallel)

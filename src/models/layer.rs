@@ -178,8 +178,14 @@ impl<D: Device> Layer<D> {
                 }
                 None => normed,
             };
-            self.feed_forward(device, x, &mut second.partial, None, inner)?;
-            device.add(partial, &second.partial)?;
+            if let Some(mlp) = &self.mlp {
+                mlp.run(device, x, &mut second.partial, inner)?;
+                device.add(partial, &second.partial)?;
+            }
+            if let Some(experts) = &self.experts {
+                self.run_experts(device, &mut second.partial, x, experts, inner)?;
+                device.add(partial, &second.partial)?;
+            }
         } else if self.has_feed_forward() {
             self.add_attention(device, b, eps)?;
         }

@@ -164,6 +164,8 @@ pub struct MlpLayer {
     pub has_bias: bool,
     /// Whether its output is multiplied by the sigmoid of a product with the input.
     pub has_output_gate: bool,
+    /// Multiplies its output. Other values than 1 require [`ops::Feature::LayerScale`].
+    pub scale: f32,
 }
 
 /// The experts of a layer.

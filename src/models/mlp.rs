@@ -13,6 +13,7 @@ pub(crate) struct Mlp<D: Device> {
     pub(crate) up: D::Weight, // gate and up, or up alone
     pub(crate) down: D::Weight,
     output_gate: Option<D::Weight>,
+    scale: f32,
 }
 
 impl<D: Device> Mlp<D> {
@@ -25,6 +26,7 @@ impl<D: Device> Mlp<D> {
             up: loader.up(source, mlp, up)?,
             down: loader.down(source, mlp, down)?,
             output_gate: if mlp.has_output_gate { Some(loader.output_gate(source, gate)?) } else { None },
+            scale: mlp.scale,
         })
     }
 
@@ -42,6 +44,9 @@ impl<D: Device> Mlp<D> {
             None => device.activated_linear(inner, x, &self.up, self.activation)?,
         }
         device.linear(partial, inner, &self.down)?;
+        if self.scale != 1.0 {
+            device.scale(partial, self.scale)?;
+        }
         match &self.output_gate {
             Some(gate) => device.gate_rows(partial, x, gate),
             None => Ok(()),

@@ -211,6 +211,7 @@ pub(crate) mod tests {
             activation: Activation::Silu,
             has_bias: false,
             has_output_gate: false,
+            scale: 1.0,
         };
         Config {
             architecture: "LlamaForCausalLM".into(),

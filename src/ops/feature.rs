@@ -116,7 +116,7 @@ impl fmt::Display for Feature {
             Feature::ValueNorm => "norms of v",
             Feature::SharedKv => "layers that share keys and values",
             Feature::PerLayerInputs => "an embedding for each layer",
-            Feature::LayerScale => "a factor of each layer",
+            Feature::LayerScale => "a factor of each layer or feed-forward",
             Feature::SigmoidRouting => "experts that are weighted by sigmoids",
             Feature::PlainExperts => "experts without gates",
             Feature::ExpertLatents => "experts of another width than the model",

@@ -232,7 +232,7 @@ fn norm_each_head(config: &mut Config) {
     each_attention(config, |attention| attention.head_norm = Some(norm));
 }
 
-/// Only layers with a window are rotated.
+/// Scaled logits; only layers with a window are rotated.
 pub(super) fn cohere2(fields: &Fields, config: &mut Config) -> Adjusted {
     fields.ignore(&[
         "layer_switch",

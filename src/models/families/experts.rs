@@ -54,7 +54,7 @@ pub(super) fn mellum(fields: &Fields, config: &mut Config) -> Adjusted {
 }
 
 /// The layers that `mlp_layer_types` names, or those that `otherwise` does.
-fn sparse_layers(
+pub(super) fn sparse_layers(
     fields: &Fields,
     num_layers: usize,
     otherwise: impl Fn(usize) -> bool,

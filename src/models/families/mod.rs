@@ -4,6 +4,7 @@
 //! A family like Llama is a row of [`table::FAMILIES`]. What a row cannot say is a function in `adjust`.
 
 mod adjust;
+mod cohere2_moe;
 mod deepseek;
 mod eagle3;
 mod experts;

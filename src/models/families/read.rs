@@ -156,6 +156,7 @@ pub(super) fn decoder(fields: &Fields, family: &Family) -> Result<Config, ModelE
         activation: activation(fields, family)?,
         has_bias: has_bias(fields, family.mlp_bias)?,
         has_output_gate: false,
+        scale: 1.0,
     };
     let layer = |window| LayerSpec {
         attention: AttentionLayer { window, ..attention.clone() },

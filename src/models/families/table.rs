@@ -3,8 +3,8 @@
 use ops::HeadNormSpan;
 
 use super::{
-    AttentionBias, BiasRule, Family, NormRule, WindowRule, adjust, deepseek, experts, gemma4, granite, hunyuan, hybrid,
-    lfm2, llama4, mistral4, nemotron_h, older, phimoe, weights,
+    AttentionBias, BiasRule, Family, NormRule, WindowRule, adjust, cohere2_moe, deepseek, experts, gemma4, granite,
+    hunyuan, hybrid, lfm2, llama4, mistral4, nemotron_h, older, phimoe, weights,
 };
 
 const NEVER: AttentionBias = AttentionBias { qkv: BiasRule::Never, out: BiasRule::Never };
@@ -422,6 +422,18 @@ pub(super) const FAMILIES: &[Family] = &[
         defaults: r#"{"logit_scale": 0.0625, "tie_word_embeddings": true, "max_position_embeddings": 8192,
                       "sliding_window": 4096}"#,
         adjust: adjust::cohere2,
+        ..COHERE
+    },
+    Family {
+        name: "Cohere2MoeForCausalLM",
+        model_type: "cohere2_moe",
+        names: &weights::COHERE2_MOE,
+        window: WindowRule::Pattern(4),
+        defaults: r#"{"vocab_size": 256000, "hidden_size": 8192, "intermediate_size": 22528, "num_hidden_layers": 40,
+                      "num_attention_heads": 64, "head_dim": 128, "num_experts": 8, "num_experts_per_tok": 2,
+                      "logit_scale": 0.0625, "tie_word_embeddings": true, "max_position_embeddings": 8192,
+                      "sliding_window": 4096}"#,
+        adjust: cohere2_moe::cohere2_moe,
         ..COHERE
     },
     Family {

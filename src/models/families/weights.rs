@@ -355,6 +355,13 @@ const DEEPSEEK_EXPERTS: ExpertNames = ExpertNames {
 
 pub(super) const DEEPSEEK_MOE: Names = Names { experts: Some(DEEPSEEK_EXPERTS), ..LLAMA };
 
+/// Attention and experts behind one norm.
+pub(super) const COHERE2_MOE: Names = Names { mlp_norm: None, ..DEEPSEEK_V2_MOE };
+
+/// Experts that are chosen without a bias.
+const DEEPSEEK_V2_MOE: Names =
+    Names { experts: Some(ExpertNames { selection_bias: None, ..DEEPSEEK_EXPERTS }), ..LLAMA };
+
 /// The names of DeepSeek's attention.
 const DEEPSEEK_LATENT: LatentNames = LatentNames {
     query: "self_attn.q_proj",
@@ -369,11 +376,7 @@ const DEEPSEEK_LATENT: LatentNames = LatentNames {
 /// Latent vectors in all layers, and no experts.
 pub(super) const LATENT: Names = Names { latent: Some(DEEPSEEK_LATENT), ..LLAMA };
 
-pub(super) const DEEPSEEK_V2: Names = Names {
-    latent: Some(DEEPSEEK_LATENT),
-    experts: Some(ExpertNames { selection_bias: None, ..DEEPSEEK_EXPERTS }),
-    ..LLAMA
-};
+pub(super) const DEEPSEEK_V2: Names = Names { latent: Some(DEEPSEEK_LATENT), ..DEEPSEEK_V2_MOE };
 
 pub(super) const DEEPSEEK_V3: Names = Names { latent: Some(DEEPSEEK_LATENT), ..DEEPSEEK_MOE };
 

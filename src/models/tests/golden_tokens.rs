@@ -15,7 +15,7 @@ use engine::{SampledToken, SamplingParams};
 use ops::DType;
 use support::{BLOCK_SIZE, MAX_ROWS, Runner, Sequence, golden_dir, on_group, on_parts};
 
-const CASES: [&str; 133] = [
+const CASES: [&str; 135] = [
     "llama3_gqa",
     "tied_mqa",
     "mha_bias_f32",
@@ -149,6 +149,8 @@ const CASES: [&str; 133] = [
     "hunyuan_moe",
     "phimoe",
     "mistral4",
+    "cohere2_moe",
+    "cohere2_moe_sum",
 ];
 
 /// One norm of all value heads: refused for several workers.
