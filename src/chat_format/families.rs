@@ -2,7 +2,7 @@
 
 use std::sync::{Arc, LazyLock};
 
-use crate::format::{Calls, ChatFormat, Named, Parameters, Reasoning, Syntax};
+use crate::format::{Calls, ChatFormat, LIST, Named, Parameters, Reasoning, Syntax};
 
 static FAMILIES: LazyLock<Vec<Arc<ChatFormat>>> = LazyLock::new(|| all().into_iter().map(Arc::new).collect());
 
@@ -12,6 +12,11 @@ const DETECTED: &[(&[&str], &str)] = &[
     (&["<|tool_call>"], "gemma4"),
     (&["<|tool_calls_section_begin|>"], "kimi_k2"),
     (&["<arg_key>"], "glm45"),
+    (&["<seed:tool_call>"], "seed_oss"),
+    (&["<minimax:tool_call>"], "minimax_m2"),
+    (&["<|tool_list_start|>"], "lfm2"),
+    (&["<|START_ACTION|>"], "command_a"),
+    (&["<TOOLCALL>"], "nemotron"),
     (&["<tool_call>", "<function=", "<parameter="], "qwen3_coder"),
     (&["<｜tool▁call▁begin｜>", "```json", "<｜Assistant｜><think>"], "deepseek_r1"),
     (&["<｜tool▁call▁begin｜>", "```json"], "deepseek_v3"),
@@ -79,7 +84,7 @@ fn bare(first: char, separators: &str, syntax: Syntax) -> Calls {
 }
 
 fn object(list: bool) -> Syntax {
-    Syntax::Object { name: "name".into(), arguments: "arguments".into(), list }
+    Syntax::Object { name: "name".into(), arguments: "arguments".into(), id: None, list: list.then_some(LIST) }
 }
 
 fn pair(open: &str, close: &str) -> (String, String) {
@@ -103,7 +108,7 @@ fn all() -> Vec<ChatFormat> {
     let chatml = "<|im_start|>assistant";
     let tag = || marked("<tool_call>", "</tool_call>", object(false));
     let llama = "<|start_header_id|>assistant<|end_header_id|>";
-    let llama_json = Syntax::Object { name: "name".into(), arguments: "parameters".into(), list: false };
+    let llama_json = Syntax::Object { name: "name".into(), arguments: "parameters".into(), id: None, list: None };
     let gemma4 = Calls {
         end_reasoning: true,
         ..marked("<|tool_call>", "<tool_call|>", Syntax::Loose { quote: "<|\"|>".into() })
@@ -138,19 +143,33 @@ fn all() -> Vec<ChatFormat> {
             Some(think()),
             marked("<|tool_call|>", "", object(true)),
         ),
+        format(
+            "seed_oss",
+            "<seed:bos>assistant",
+            Some(reasoning("<seed:think>", "</seed:think>")),
+            marked("<seed:tool_call>", "</seed:tool_call>", Syntax::Parameters(functions(false))),
+        ),
+        format("minimax_m2", "]~b]ai", Some(think()), minimax_m2()),
+        format("lfm2", chatml, Some(think()), marked("<|tool_call_start|>", "<|tool_call_end|>", Syntax::Python)),
+        command_a(),
+        format("nemotron", "<SPECIAL_11>Assistant", Some(think()), marked("<TOOLCALL>", "</TOOLCALL>", object(true))),
         ChatFormat { calls: None, turn: Vec::new(), ..format("think", "", Some(think()), tag()) }.with_markers(),
     ]
 }
 
-fn qwen3_coder() -> Calls {
-    let syntax = Parameters {
+/// `<function=NAME>` and `<parameter=KEY>VALUE</parameter>`, with line breaks around values or not.
+fn functions(lines: bool) -> Parameters {
+    Parameters {
         name: pair("<function=", ">"),
         key: pair("<parameter=", ">"),
         value: pair("", "</parameter>"),
-        lines: true,
+        lines,
         end: "</function>".into(),
-    };
-    let mut calls = marked("<tool_call>", "</tool_call>", Syntax::Parameters(syntax));
+    }
+}
+
+fn qwen3_coder() -> Calls {
+    let mut calls = marked("<tool_call>", "</tool_call>", Syntax::Parameters(functions(true)));
     // The outer marker is sometimes left out.
     calls.open.push("<function=".into());
     calls
@@ -165,6 +184,37 @@ fn glm45() -> Calls {
         end: String::new(),
     };
     marked("<tool_call>", "</tool_call>", Syntax::Parameters(syntax))
+}
+
+fn minimax_m2() -> Calls {
+    let syntax = Parameters {
+        name: pair("", "\">"),
+        key: pair("<parameter name=\"", "\">"),
+        value: pair("", "</parameter>"),
+        lines: false,
+        end: String::new(),
+    };
+    Calls {
+        wrap: Some(pair("<minimax:tool_call>", "</minimax:tool_call>")),
+        ..marked("<invoke name=\"", "</invoke>", Syntax::Parameters(syntax))
+    }
+}
+
+/// Command A and R7B: objects with a number, and markers around the content.
+fn command_a() -> ChatFormat {
+    let syntax = Syntax::Object {
+        name: "tool_name".into(),
+        arguments: "parameters".into(),
+        id: Some("tool_call_id".into()),
+        list: Some(["[\n    ", ",\n    ", "\n]"]),
+    };
+    let calls = Calls { end_reasoning: true, ..marked("<|START_ACTION|>", "<|END_ACTION|>", syntax) };
+    let thinking = reasoning("<|START_THINKING|>", "<|END_THINKING|>");
+    ChatFormat {
+        dropped: ["<|START_RESPONSE|>", "<|END_RESPONSE|>"].map(str::to_owned).to_vec(),
+        ..format("command_a", "<|START_OF_TURN_TOKEN|><|CHATBOT_TOKEN|>", Some(thinking), calls)
+    }
+    .with_markers()
 }
 
 fn mistral() -> Calls {

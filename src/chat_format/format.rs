@@ -55,8 +55,15 @@ pub(crate) struct Calls {
 /// How the name and the arguments of a call are written.
 #[derive(Clone, Debug)]
 pub(crate) enum Syntax {
-    /// A JSON object with the name and the arguments under these keys; the grammar writes a list of them if `list`.
-    Object { name: String, arguments: String, list: bool },
+    /// A JSON object with the name and the arguments under these keys.
+    Object {
+        name: String,
+        arguments: String,
+        /// The key of a number in a text, which the grammar writes first.
+        id: Option<String>,
+        /// If set, the grammar writes a list of objects, with these texts before, between and behind them.
+        list: Option<[&'static str; 3]>,
+    },
     /// The name, then the arguments in JSON.
     Named(Named),
     /// Each parameter between markers.
@@ -66,6 +73,9 @@ pub(crate) enum Syntax {
     /// `call:name{key:value}` with strings between these markers.
     Loose { quote: String },
 }
+
+/// A list of objects as JSON is usually written.
+pub(crate) const LIST: [&str; 3] = ["[", ", ", "]"];
 
 /// Markers of a name that is followed by JSON.
 #[derive(Clone, Debug, Default)]

@@ -51,7 +51,7 @@ impl ChatFormat {
         }
         let Some(calls) = &self.calls else { return Err(FormatError::NoCalls { format: self.name.clone() }) };
         let bodies = Bodies { format: &self.name, tools };
-        let turn = Turn { calls, one, free, bodies: &bodies };
+        let turn = Turn { calls, dropped: &self.dropped, one, free, bodies: &bodies };
         let expression = turn.expression(self.thinking(start, &mut lark), &mut lark)?;
         let starts_after = self.reasoning_end(start);
         Ok(Some(lark.grammar(&expression, starts_after)))
@@ -117,6 +117,8 @@ fn unknown(tool: String, tools: &[ToolSchema]) -> FormatError {
 /// A turn of the formats that mark calls.
 struct Turn<'a> {
     calls: &'a Calls,
+    /// Markers around content.
+    dropped: &'a [String],
     one: bool,
     free: bool,
     bodies: &'a Bodies<'a>,
@@ -131,7 +133,7 @@ impl Turn<'_> {
         let Some(trigger) = self.trigger() else { return Ok(self.bare(&think, &group, lark)) };
         let more = if self.one { "" } else { "*" };
         if self.free {
-            let (text, tail) = (lark.text_to(trigger, not_in_text), lark.text(not_in_text));
+            let (text, tail) = (lark.text_to(trigger, not_in_text), self.tail(not_in_text, lark));
             return Ok(match self.one {
                 true => format!("{think}({tail} | {text} {group} SPACE)"),
                 false => format!("{think}({text} {group})* {tail}"),
@@ -140,6 +142,18 @@ impl Turn<'_> {
         let call = lark.token(trigger);
         let call = lark.rule("", &format!("SPACE {call} {group}"));
         Ok(if self.one { format!("{think}{call}") } else { format!("{think}{call} {call}{more}") })
+    }
+
+    /// Content to the end of the turn, between its markers. Those that are no special tokens are a part of any text.
+    fn tail(&self, not_in_text: Option<&str>, lark: &mut Lark) -> String {
+        let text = lark.text(not_in_text);
+        let special: Vec<_> = self.dropped.iter().filter(|marker| lark.is_special(marker)).collect();
+        if special.is_empty() {
+            return text;
+        }
+        let markers: Vec<_> = special.into_iter().map(|marker| lark.token(marker)).collect();
+        let marker = lark.rule("", &markers.join(" | "));
+        lark.rule("", &format!("({marker})? {text} ({marker} SPACE)?"))
     }
 
     /// The marker with which calls begin.
@@ -168,27 +182,43 @@ impl Turn<'_> {
         let wrap = self.calls.wrap.as_ref().filter(|_| self.calls.bare.is_none());
         let Some((_, end)) = wrap else { return Ok(lark.rule("", &call)) };
         let (open, end) = (self.calls.open.first().map(|open| lark.token(open)).unwrap_or_default(), lark.token(end));
-        let call = lark.rule("", &format!("{open} {call}"));
-        Ok(lark.rule("", &if self.one { format!("{call} {end}") } else { format!("{call} (SPACE {call})* {end}") }))
+        // Calls of parameters stand in lines of their own.
+        let line = lark.literal(if matches!(self.calls.syntax, Syntax::Parameters(_)) { "\n" } else { "" });
+        let call = lark.rule("", &format!("{line} {open} {call}"));
+        let more = match (self.one, line.is_empty()) {
+            (true, _) => String::new(),
+            (false, true) => format!("(SPACE {call})*"),
+            (false, false) => format!("{call}*"),
+        };
+        Ok(lark.rule("", &format!("{call} {more} {line} {end}")))
     }
 
     fn body(&self, lark: &mut Lark) -> Result<String, FormatError> {
         let space = if self.calls.close.is_some() { "\n" } else { "" };
         Ok(match &self.calls.syntax {
-            Syntax::Object { name, arguments, list } => {
-                let space = if *list { "" } else { space };
+            Syntax::Object { name, arguments, id, list } => {
+                let space = if list.is_some() { "" } else { space };
                 let object = self.alternatives(lark, |tool, lark| {
-                    let head = format!("{{\"{name}\": \"{}\", \"{arguments}\": ", tool.0.name);
-                    format!("{} {} \"}}\"", lark.literal(&head), lark.json(&arguments_schema(tool)))
+                    let head = format!("\"{name}\": \"{}\", \"{arguments}\": ", tool.0.name);
+                    let head = match id {
+                        None => lark.literal(&format!("{{{head}")),
+                        Some(id) => {
+                            let (open, head) =
+                                (lark.literal(&format!("{{\"{id}\": \"")), lark.literal(&format!("\", {head}")));
+                            format!("{open} /[0-9]{{1,4}}/ {head}")
+                        }
+                    };
+                    format!("{head} {} \"}}\"", lark.json(&arguments_schema(tool)))
                 });
-                match (*list, self.calls.separators.as_str()) {
-                    (true, _) if self.one => format!("\"[\" {object} \"]\""),
-                    (true, _) => format!("\"[\" {object} (\", \" {object})* \"]\""),
-                    (false, separators) if !separators.is_empty() && !self.one => {
+                let list = list.map(|texts| texts.map(|text| lark.literal(text)));
+                match (list, self.calls.separators.as_str()) {
+                    (Some([open, _, close]), _) if self.one => format!("{open} {object} {close}"),
+                    (Some([open, between, close]), _) => format!("{open} {object} ({between} {object})* {close}"),
+                    (None, separators) if !separators.is_empty() && !self.one => {
                         let separator = lark.literal(&format!("{separators} "));
                         format!("{object} ({separator} {object})*")
                     }
-                    (false, _) => format!("{} {object} {}", lark.literal(space), lark.literal(space)),
+                    (None, _) => format!("{} {object} {}", lark.literal(space), lark.literal(space)),
                 }
             }
             Syntax::Named(named) => self.alternatives(lark, |tool, lark| {

@@ -3,7 +3,7 @@
 use serde_json::Value;
 
 use crate::FormatError;
-use crate::format::{Calls, ChatFormat, Named, Parameters, Reasoning, Syntax};
+use crate::format::{Calls, ChatFormat, LIST, Named, Parameters, Reasoning, Syntax};
 use crate::pattern::{Part, parse, texts};
 
 impl ChatFormat {
@@ -213,7 +213,7 @@ fn object(value: &Value) -> Result<Syntax, FormatError> {
             }
         }
     };
-    Ok(Syntax::Object { name: key("name")?, arguments: key("arguments")?, list })
+    Ok(Syntax::Object { name: key("name")?, arguments: key("arguments")?, id: None, list: list.then_some(LIST) })
 }
 
 fn parameters(args: &Value, before: &[String], behind: &[String]) -> Result<Syntax, FormatError> {

@@ -21,6 +21,13 @@ fn markers(family: &str) -> &'static [&'static str] {
         "phi4" => &["<think>", "</think>", "<|tool_call|>", "functools"],
         "kimi_k2" => &["<think>", "</think>", "<|tool_calls_section_begin|>", "<|tool_call_begin|>"],
         "granite" => &["<think>", "</think>", "<|tool_call|>"],
+        "seed_oss" => &["<seed:tool_call>", "<seed:think>", "</seed:think>"],
+        "minimax_m2" => &["<minimax:tool_call>", "<think>", "</think>"],
+        "lfm2" => &["<|tool_call_start|>", "<think>", "</think>"],
+        "command_a" => {
+            &["<|START_ACTION|>", "<|START_THINKING|>", "<|END_THINKING|>", "<|START_RESPONSE|>", "<|END_RESPONSE|>"]
+        }
+        "nemotron" => &["<TOOLCALL>", "<think>", "</think>"],
         other => panic!("{other}"),
     }
 }
@@ -41,7 +48,7 @@ fn bare(family: &str) -> Option<char> {
 /// What a string in the arguments cannot contain.
 fn end_of_string(family: &str) -> &'static str {
     match family {
-        "qwen3_coder" => "</parameter>",
+        "qwen3_coder" | "seed_oss" | "minimax_m2" => "</parameter>",
         "glm45" => "</arg_value>",
         "gemma4" => "<|\"|>",
         _ => "\0",
@@ -97,17 +104,59 @@ pub fn write(family: &str, turn: &Turn, rng: &mut Rng, forms: Forms) -> (String,
                 ));
             }
         }
-        "qwen3_coder" | "glm45" => {
-            think(turn, rng, forms, &mut out);
+        "qwen3_coder" | "glm45" | "seed_oss" | "minimax_m2" => {
+            match family {
+                "seed_oss" if !turn.reasoning.is_empty() => {
+                    out.push_str(&format!("<seed:think>{}</seed:think>", turn.reasoning));
+                }
+                "seed_oss" => {}
+                _ => think(turn, rng, forms, &mut out),
+            }
             out.push_str(&turn.content);
+            if family == "minimax_m2" && !turn.calls.is_empty() {
+                out.push_str("\n<minimax:tool_call>\n");
+            }
             for (name, value) in &turn.calls {
                 let space = if out.is_empty() { "" } else { "\n" };
                 match family {
                     "glm45" => out.push_str(&glm45(name, value, rng, forms, space)),
+                    "seed_oss" => out.push_str(&seed_oss(name, value, rng, forms, space)),
+                    "minimax_m2" => out.push_str(&minimax_m2(name, value, rng, forms)),
                     _ => out.push_str(&qwen3_coder(name, value, rng, forms, space)),
                 }
             }
+            if family == "minimax_m2" && !turn.calls.is_empty() {
+                out.push_str("</minimax:tool_call>");
+            }
             return (out, None);
+        }
+        "lfm2" => {
+            think(turn, rng, forms, &mut out);
+            out.push_str(&turn.content);
+            let calls: Vec<_> = turn.calls.iter().map(|(name, value)| python_call(name, value, rng, forms)).collect();
+            if !calls.is_empty() {
+                out.push_str(&format!("<|tool_call_start|>[{}]<|tool_call_end|>", calls.join(", ")));
+            }
+            return (out, None);
+        }
+        "command_a" => {
+            if !turn.reasoning.is_empty() {
+                out.push_str(&format!("<|START_THINKING|>{}<|END_THINKING|>", turn.reasoning));
+            }
+            match turn.content.is_empty() || !calls.is_empty() {
+                true => out.push_str(&turn.content),
+                false => out.push_str(&format!("<|START_RESPONSE|>{}<|END_RESPONSE|>", turn.content)),
+            }
+            let calls: Vec<_> = calls
+                .iter()
+                .enumerate()
+                .map(|(index, (name, text))| {
+                    format!("    {{\"tool_call_id\": \"{index}\", \"tool_name\": \"{name}\", \"parameters\": {text}}}")
+                })
+                .collect();
+            if !calls.is_empty() {
+                out.push_str(&format!("<|START_ACTION|>[\n{}\n]<|END_ACTION|>", calls.join(",\n")));
+            }
         }
         "llama3_json" => {
             out.push_str(&turn.content);
@@ -196,14 +245,18 @@ pub fn write(family: &str, turn: &Turn, rng: &mut Rng, forms: Forms) -> (String,
             }
             return (out, None);
         }
-        "phi4" | "granite" => {
+        "phi4" | "granite" | "nemotron" => {
             think(turn, rng, forms, &mut out);
             out.push_str(&turn.content);
             let calls: Vec<_> =
                 calls.iter().map(|(name, text)| format!("{{\"name\": \"{name}\", \"arguments\": {text}}}")).collect();
             if !calls.is_empty() {
-                let end = if family == "phi4" { "<|/tool_call|>" } else { "" };
-                out.push_str(&format!("<|tool_call|>[{}]{end}", calls.join(", ")));
+                let (open, end) = match family {
+                    "phi4" => ("<|tool_call|>", "<|/tool_call|>"),
+                    "nemotron" => ("<TOOLCALL>", "</TOOLCALL>"),
+                    _ => ("<|tool_call|>", ""),
+                };
+                out.push_str(&format!("{open}[{}]{end}", calls.join(", ")));
             }
         }
         other => panic!("{other}"),
@@ -282,6 +335,20 @@ fn qwen3_coder(name: &str, value: &Value, rng: &mut Rng, forms: Forms, space: &s
         .map(|(key, value)| format!("<parameter={key}>\n{}\n</parameter>\n", plain(value, rng, forms)))
         .collect();
     format!("{space}<tool_call>\n<function={name}>\n{parameters}</function>\n</tool_call>")
+}
+
+fn seed_oss(name: &str, value: &Value, rng: &mut Rng, forms: Forms, space: &str) -> String {
+    let parameters: String = fields(value)
+        .map(|(key, value)| format!("<parameter={key}>{}</parameter>\n", plain(value, rng, forms)))
+        .collect();
+    format!("{space}<seed:tool_call>\n<function={name}>\n{parameters}</function>\n</seed:tool_call>")
+}
+
+fn minimax_m2(name: &str, value: &Value, rng: &mut Rng, forms: Forms) -> String {
+    let parameters: String = fields(value)
+        .map(|(key, value)| format!("<parameter name=\"{key}\">{}</parameter>\n", plain(value, rng, forms)))
+        .collect();
+    format!("<invoke name=\"{name}\">\n{parameters}</invoke>\n")
 }
 
 fn glm45(name: &str, value: &Value, rng: &mut Rng, forms: Forms, space: &str) -> String {
