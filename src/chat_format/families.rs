@@ -11,12 +11,15 @@ const DETECTED: &[(&[&str], &str)] = &[
     (&["<|channel|>", "<|message|>"], "harmony"),
     (&["<|tool_call>"], "gemma4"),
     (&["<|tool_calls_section_begin|>"], "kimi_k2"),
+    (&["<tool_sep>", "<arg_key>"], "hy_v3"),
     (&["<arg_key>"], "glm45"),
     (&["<seed:tool_call>"], "seed_oss"),
     (&["<minimax:tool_call>"], "minimax_m2"),
     (&["<|tool_list_start|>"], "lfm2"),
     (&["<|START_ACTION|>"], "command_a"),
     (&["<TOOLCALL>"], "nemotron"),
+    (&["<tool_calls>["], "hunyuan"),
+    (&["<start_function_call>"], "functiongemma"),
     (&["<tool_call>", "<function=", "<parameter="], "qwen3_coder"),
     (&["<｜tool▁call▁begin｜>", "```json", "<｜Assistant｜><think>"], "deepseek_r1"),
     (&["<｜tool▁call▁begin｜>", "```json"], "deepseek_v3"),
@@ -152,6 +155,14 @@ fn all() -> Vec<ChatFormat> {
         format("minimax_m2", "]~b]ai", Some(think()), minimax_m2()),
         format("lfm2", chatml, Some(think()), marked("<|tool_call_start|>", "<|tool_call_end|>", Syntax::Python)),
         command_a(),
+        format("hy_v3", "", Some(think()), hy_v3()),
+        format("hunyuan", "", Some(think()), marked("<tool_calls>", "</tool_calls>", object(true))),
+        format(
+            "functiongemma",
+            "<start_of_turn>model",
+            None,
+            marked("<start_function_call>", "<end_function_call>", Syntax::Loose { quote: "<escape>".into() }),
+        ),
         format("nemotron", "<SPECIAL_11>Assistant", Some(think()), marked("<TOOLCALL>", "</TOOLCALL>", object(true))),
         ChatFormat { calls: None, turn: Vec::new(), ..format("think", "", Some(think()), tag()) }.with_markers(),
     ]
@@ -184,6 +195,16 @@ fn glm45() -> Calls {
         end: String::new(),
     };
     marked("<tool_call>", "</tool_call>", Syntax::Parameters(syntax))
+}
+
+/// GLM's parameters behind a marker, within outer markers.
+fn hy_v3() -> Calls {
+    let mut calls = glm45();
+    calls.wrap = Some(pair("<tool_calls>", "</tool_calls>"));
+    if let Syntax::Parameters(parameters) = &mut calls.syntax {
+        parameters.name = pair("", "<tool_sep>");
+    }
+    calls
 }
 
 fn minimax_m2() -> Calls {

@@ -79,7 +79,18 @@ fn walk(matcher: &mut Matcher, rng: &mut Rng, vocabulary: &Vocabulary) -> Option
     let mut tokens = Vec::new();
     for _ in 0..1500 {
         // Closing markers hardly come by chance.
-        let ends = ["\n</parameter>", "</arg_value>", "<|\"|>", "</think>", "[/THINK]", "<channel|>", "<|end|>"];
+        let ends = [
+            "\n</parameter>",
+            "</parameter>",
+            "</arg_value>",
+            "<|\"|>",
+            "<escape>",
+            "</think>",
+            "</seed:think>",
+            "[/THINK]",
+            "<channel|>",
+            "<|end|>",
+        ];
         let end = vocabulary.tokens(rng.pick(&ends));
         if rng.one_in(8) && matcher.validate_tokens(&end).unwrap() == end.len() {
             matcher.consume_tokens(&end).unwrap();

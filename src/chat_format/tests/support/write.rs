@@ -28,12 +28,14 @@ fn markers(family: &str) -> &'static [&'static str] {
             &["<|START_ACTION|>", "<|START_THINKING|>", "<|END_THINKING|>", "<|START_RESPONSE|>", "<|END_RESPONSE|>"]
         }
         "nemotron" => &["<TOOLCALL>", "<think>", "</think>"],
+        "hy_v3" | "hunyuan" => &["<tool_calls>", "<think>", "</think>"],
+        "functiongemma" => &["<start_function_call>"],
         other => panic!("{other}"),
     }
 }
 
 pub fn thinks(family: &str) -> bool {
-    !matches!(family, "hermes" | "llama3_json" | "llama3_pythonic" | "deepseek_v3" | "gemma3")
+    !matches!(family, "hermes" | "llama3_json" | "llama3_pythonic" | "deepseek_v3" | "gemma3" | "functiongemma")
 }
 
 /// The character with which content cannot begin, since a call does.
@@ -49,7 +51,8 @@ fn bare(family: &str) -> Option<char> {
 fn end_of_string(family: &str) -> &'static str {
     match family {
         "qwen3_coder" | "seed_oss" | "minimax_m2" => "</parameter>",
-        "glm45" => "</arg_value>",
+        "glm45" | "hy_v3" => "</arg_value>",
+        "functiongemma" => "<escape>",
         "gemma4" => "<|\"|>",
         _ => "\0",
     }
@@ -127,6 +130,15 @@ pub fn write(family: &str, turn: &Turn, rng: &mut Rng, forms: Forms) -> (String,
             }
             if family == "minimax_m2" && !turn.calls.is_empty() {
                 out.push_str("</minimax:tool_call>");
+            }
+            return (out, None);
+        }
+        "hy_v3" => {
+            think(turn, rng, forms, &mut out);
+            out.push_str(&turn.content);
+            let calls: String = turn.calls.iter().map(|(name, value)| hy_v3(name, value, rng, forms)).collect();
+            if !calls.is_empty() {
+                out.push_str(&format!("<tool_calls>\n{calls}</tool_calls>"));
             }
             return (out, None);
         }
@@ -241,11 +253,19 @@ pub fn write(family: &str, turn: &Turn, rng: &mut Rng, forms: Forms) -> (String,
             }
             out.push_str(&turn.content);
             for (name, value) in &turn.calls {
-                out.push_str(&format!("<|tool_call>call:{name}{}<tool_call|>", gemma4(value)));
+                out.push_str(&format!("<|tool_call>call:{name}{}<tool_call|>", loose(value, "<|\"|>")));
             }
             return (out, None);
         }
-        "phi4" | "granite" | "nemotron" => {
+        "functiongemma" => {
+            out.push_str(&turn.content);
+            for (name, value) in &turn.calls {
+                let arguments = loose(value, "<escape>");
+                out.push_str(&format!("<start_function_call>call:{name}{arguments}<end_function_call>"));
+            }
+            return (out, None);
+        }
+        "phi4" | "granite" | "nemotron" | "hunyuan" => {
             think(turn, rng, forms, &mut out);
             out.push_str(&turn.content);
             let calls: Vec<_> =
@@ -254,6 +274,7 @@ pub fn write(family: &str, turn: &Turn, rng: &mut Rng, forms: Forms) -> (String,
                 let (open, end) = match family {
                     "phi4" => ("<|tool_call|>", "<|/tool_call|>"),
                     "nemotron" => ("<TOOLCALL>", "</TOOLCALL>"),
+                    "hunyuan" => ("<tool_calls>", "</tool_calls>"),
                     _ => ("<|tool_call|>", ""),
                 };
                 out.push_str(&format!("{open}[{}]{end}", calls.join(", ")));
@@ -351,6 +372,13 @@ fn minimax_m2(name: &str, value: &Value, rng: &mut Rng, forms: Forms) -> String 
     format!("<invoke name=\"{name}\">\n{parameters}</invoke>\n")
 }
 
+fn hy_v3(name: &str, value: &Value, rng: &mut Rng, forms: Forms) -> String {
+    let parameters: String = fields(value)
+        .map(|(key, value)| format!("<arg_key>{key}</arg_key>\n<arg_value>{}</arg_value>\n", plain(value, rng, forms)))
+        .collect();
+    format!("<tool_call>{name}<tool_sep>\n{parameters}</tool_call>\n")
+}
+
 fn glm45(name: &str, value: &Value, rng: &mut Rng, forms: Forms, space: &str) -> String {
     let parameters: String = fields(value)
         .map(|(key, value)| format!("<arg_key>{key}</arg_key>\n<arg_value>{}</arg_value>\n", plain(value, rng, forms)))
@@ -386,12 +414,14 @@ fn python(value: &Value, rng: &mut Rng, forms: Forms) -> String {
     }
 }
 
-fn gemma4(value: &Value) -> String {
+fn loose(value: &Value, quote: &str) -> String {
     match value {
-        Value::String(text) => format!("<|\"|>{text}<|\"|>"),
-        Value::Array(items) => format!("[{}]", items.iter().map(gemma4).collect::<Vec<_>>().join(",")),
+        Value::String(text) => format!("{quote}{text}{quote}"),
+        Value::Array(items) => {
+            format!("[{}]", items.iter().map(|item| loose(item, quote)).collect::<Vec<_>>().join(","))
+        }
         Value::Object(fields) => {
-            let fields: Vec<_> = fields.iter().map(|(key, value)| format!("{key}:{}", gemma4(value))).collect();
+            let fields: Vec<_> = fields.iter().map(|(key, value)| format!("{key}:{}", loose(value, quote))).collect();
             format!("{{{}}}", fields.join(","))
         }
         value => value.to_string(),
