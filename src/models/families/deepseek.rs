@@ -193,6 +193,17 @@ mod tests {
     }
 
     #[test]
+    fn kimi_k2_is_known_by_its_own_name_alone_or_as_a_part_of_a_model_that_sees_images() {
+        let mut text = v3();
+        text.as_object_mut().unwrap().remove("architectures");
+        text["model_type"] = json!("kimi_k2");
+        let whole = json!({"architectures": ["KimiK25ForConditionalGeneration"], "text_config": text.clone()});
+        for config in [text, whole] {
+            assert_eq!(read(config).unwrap().architecture, "DeepseekV3ForCausalLM");
+        }
+    }
+
+    #[test]
     fn v2_chooses_within_the_groups_of_the_best_experts() {
         let mut config = v2_lite();
         for (name, value) in

@@ -12,6 +12,8 @@ pub(crate) struct Family {
     pub(crate) name: &'static str,
     /// The name in `model_type`.
     pub(crate) model_type: &'static str,
+    /// Another name in `model_type`, of a publisher whose models have the same form.
+    pub(crate) other_model_type: Option<&'static str>,
     pub(crate) names: &'static Names,
     /// Fields that have other names than Llama's: the usual name, then its own.
     pub(crate) aliases: &'static [(&'static str, &'static str)],

@@ -44,5 +44,6 @@ pub(crate) fn find(name: &str) -> Option<&'static Family> {
 
 /// The architecture with this `model_type`.
 pub(crate) fn find_by_model_type(model_type: &str) -> Option<&'static Family> {
-    table::FAMILIES.iter().find(|family| family.model_type == model_type)
+    let has = |family: &&Family| family.model_type == model_type || family.other_model_type == Some(model_type);
+    table::FAMILIES.iter().find(has)
 }

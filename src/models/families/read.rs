@@ -104,7 +104,6 @@ fn text_model(
     };
     let named = match text.text("model_type")? {
         Some(name) if name.strip_suffix("_text") == Some(usual.model_type) => usual,
-        Some("kimi_k2") => find_by_model_type("deepseek_v3").expect("the table has it"),
         Some(name) => text_family(name).ok_or_else(|| ModelError::Architecture {
             path: top.path().into(),
             found: name.into(),

@@ -25,6 +25,7 @@ const fn qkv(name: &'static str, default: bool) -> AttentionBias {
 const LLAMA: Family = Family {
     name: "LlamaForCausalLM",
     model_type: "llama",
+    other_model_type: None,
     names: &weights::LLAMA,
     aliases: &[],
     defaults: "{}",
@@ -775,7 +776,8 @@ pub(super) const FAMILIES: &[Family] = &[
         adjust: experts::glm4v_moe,
         ..WITHOUT_MLP_BIAS
     },
-    DEEPSEEK_V3,
+    // Kimi K2 has its shape.
+    Family { other_model_type: Some("kimi_k2"), ..DEEPSEEK_V3 },
     KIMI_K25,
     Family { name: "Kimi_K25ForConditionalGeneration", ..KIMI_K25 }, // The name in transformers.
     Family {
