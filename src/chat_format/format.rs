@@ -68,8 +68,8 @@ pub(crate) enum Syntax {
     Named(Named),
     /// Each parameter between markers.
     Parameters(Parameters),
-    /// A list of Python calls.
-    Python,
+    /// Python calls, as a list or in lines.
+    Python { lines: bool },
     /// `call:name{key:value}` with strings between these markers.
     Loose { quote: String },
 }
@@ -170,7 +170,7 @@ impl ChatFormat {
                     markers.push(parameters.end.clone());
                 }
                 Syntax::Loose { quote } => markers.push(quote.clone()),
-                Syntax::Object { .. } | Syntax::Python => {}
+                Syntax::Object { .. } | Syntax::Python { .. } => {}
             }
         }
         markers.extend(self.dropped.iter().cloned());

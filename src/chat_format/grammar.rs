@@ -231,7 +231,11 @@ impl Turn<'_> {
             Syntax::Parameters(syntax) => {
                 self.rules(lark, |tool, lark| grammar_values::parameters(self.bodies.format, syntax, tool, lark))?
             }
-            Syntax::Python => {
+            Syntax::Python { lines: true } => {
+                let call = self.rules(lark, |tool, lark| grammar_values::python(self.bodies.format, tool, lark))?;
+                if self.one { call } else { format!("{call} (\"\\n\" {call})*") }
+            }
+            Syntax::Python { lines: false } => {
                 let call = self.rules(lark, |tool, lark| grammar_values::python(self.bodies.format, tool, lark))?;
                 if self.one { format!("\"[\" {call} \"]\"") } else { format!("\"[\" {call} (\", \" {call})* \"]\"") }
             }

@@ -330,7 +330,7 @@ impl Calls {
             Syntax::Parameters(parameters) => {
                 Box::new(ParametersBody::new(parameters.clone(), self.close.clone(), opening))
             }
-            Syntax::Python => Box::new(PythonBody::new()),
+            Syntax::Python { lines } => Box::new(PythonBody::new(*lines)),
             Syntax::Loose { quote } => Box::new(LooseBody::new(quote.clone())),
         }
     }

@@ -9,8 +9,9 @@ use crate::literal::Literal;
 /// The longest name, in bytes.
 const MAX_NAME: usize = 256;
 
-/// Reads `[f(a=1, b="x"), g()]`.
+/// Reads `[f(a=1, b="x"), g()]`, or calls in lines of their own.
 pub(crate) struct PythonBody {
+    lines: bool,
     at: At,
     num_given: usize,
 }
@@ -27,8 +28,9 @@ enum At {
 }
 
 impl PythonBody {
-    pub(crate) fn new() -> Self {
-        Self { at: At::Begin, num_given: 0 }
+    pub(crate) fn new(lines: bool) -> Self {
+        let at = if lines { At::Name(String::new()) } else { At::Begin };
+        Self { lines, at, num_given: 0 }
     }
 
     fn end_call(&mut self, deltas: &mut Deltas) -> Step {
@@ -106,16 +108,25 @@ impl Body for PythonBody {
                 return self.after_value(c, deltas);
             }
             At::AfterCall => match c {
-                ',' => {
+                ',' if !self.lines => {
                     deltas.committed = true;
                     self.at = At::Name(String::new());
                 }
-                ']' => {
+                ']' if !self.lines => {
                     deltas.committed = true;
                     self.at = At::End;
                     return Step::Done;
                 }
                 _ if c.is_whitespace() => {}
+                _ if self.lines && (c.is_ascii_alphabetic() || c == '_') => {
+                    deltas.committed = true;
+                    self.at = At::Name(c.to_string());
+                }
+                _ if self.lines => {
+                    deltas.committed = true;
+                    self.at = At::End;
+                    return Step::Before;
+                }
                 _ => return Step::Broken,
             },
             At::Begin => return Step::Broken,

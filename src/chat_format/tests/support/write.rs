@@ -30,6 +30,7 @@ fn markers(family: &str) -> &'static [&'static str] {
         "nemotron" => &["<TOOLCALL>", "<think>", "</think>"],
         "hy_v3" | "hunyuan" => &["<tool_calls>", "<think>", "</think>"],
         "functiongemma" => &["<start_function_call>"],
+        "olmo3" => &["<function_calls>", "<think>", "</think>"],
         other => panic!("{other}"),
     }
 }
@@ -142,12 +143,14 @@ pub fn write(family: &str, turn: &Turn, rng: &mut Rng, forms: Forms) -> (String,
             }
             return (out, None);
         }
-        "lfm2" => {
+        "lfm2" | "olmo3" => {
             think(turn, rng, forms, &mut out);
             out.push_str(&turn.content);
             let calls: Vec<_> = turn.calls.iter().map(|(name, value)| python_call(name, value, rng, forms)).collect();
-            if !calls.is_empty() {
-                out.push_str(&format!("<|tool_call_start|>[{}]<|tool_call_end|>", calls.join(", ")));
+            match family {
+                _ if calls.is_empty() => {}
+                "lfm2" => out.push_str(&format!("<|tool_call_start|>[{}]<|tool_call_end|>", calls.join(", "))),
+                _ => out.push_str(&format!("<function_calls>{}</function_calls>", calls.join("\n"))),
             }
             return (out, None);
         }
