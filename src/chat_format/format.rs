@@ -64,6 +64,8 @@ pub(crate) enum Syntax {
         /// If set, the grammar writes a list of objects, with these texts before, between and behind them.
         list: Option<[&'static str; 3]>,
     },
+    /// A list of JSON objects with one key each: the name, whose value are the arguments.
+    Keyed,
     /// The name, then the arguments in JSON.
     Named(Named),
     /// Each parameter between markers.
@@ -170,7 +172,7 @@ impl ChatFormat {
                     markers.push(parameters.end.clone());
                 }
                 Syntax::Loose { quote } => markers.push(quote.clone()),
-                Syntax::Object { .. } | Syntax::Python { .. } => {}
+                Syntax::Object { .. } | Syntax::Keyed | Syntax::Python { .. } => {}
             }
         }
         markers.extend(self.dropped.iter().cloned());

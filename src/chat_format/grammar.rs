@@ -221,6 +221,17 @@ impl Turn<'_> {
                     (None, _) => format!("{} {object} {}", lark.literal(space), lark.literal(space)),
                 }
             }
+            Syntax::Keyed => {
+                let object = self.alternatives(lark, |tool, lark| {
+                    let head = lark.literal(&format!("{{\"{}\": ", tool.0.name));
+                    format!("{head} {} \"}}\"", lark.json(&arguments_schema(tool)))
+                });
+                if self.one {
+                    format!("\"[\" {object} \"]\"")
+                } else {
+                    format!("\"[\" {object} (\", \" {object})* \"]\"")
+                }
+            }
             Syntax::Named(named) => self.alternatives(lark, |tool, lark| {
                 let index = if named.numbered { "/:[0-9]{1,4}/" } else { "" };
                 let name = lark.texts(&format!("{}{}", named.prefix, tool.0.name));

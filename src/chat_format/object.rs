@@ -1,4 +1,4 @@
-//! Calls as JSON: an object with the name and the arguments, or a list of such objects.
+//! Calls as JSON: an object with the name and the arguments, or a list of such objects. The name may be the only key.
 
 use crate::ToolSchema;
 use crate::arguments::Arguments;
@@ -15,6 +15,8 @@ pub(crate) struct ObjectBody {
     call: Call,
     name: String,
     arguments: String,
+    /// The key of the arguments is the name.
+    is_keyed: bool,
 }
 
 enum At {
@@ -75,7 +77,12 @@ impl ObjectBody {
     /// The keys of the name and the arguments.
     pub(crate) fn new(name: &str, arguments: &str) -> Self {
         let (name, arguments) = (name.to_owned(), arguments.to_owned());
-        Self { at: At::Begin, in_list: false, call: Call::default(), name, arguments }
+        Self { at: At::Begin, in_list: false, call: Call::default(), name, arguments, is_keyed: false }
+    }
+
+    /// Objects whose only key is the name.
+    pub(crate) fn keyed() -> Self {
+        Self { is_keyed: true, ..Self::new("", "") }
     }
 
     fn key(&mut self, c: char) -> Step {
@@ -112,12 +119,26 @@ impl ObjectBody {
         if self.in_list { Step::More } else { Step::Done }
     }
 
+    /// The name of the call, which is the key of its arguments.
+    fn begin(&mut self, name: String, tools: &[ToolSchema], deltas: &mut Deltas) -> Step {
+        if self.call.started || find(tools, &name).is_none() {
+            return Step::Broken;
+        }
+        deltas.start(None, name);
+        self.call.started = true;
+        self.at = At::Colon(Field::Arguments);
+        Step::More
+    }
+
     fn value(&mut self, c: char, tools: &[ToolSchema], deltas: &mut Deltas) -> Step {
         let step = match &mut self.at {
             At::KeyText(scratch) => {
                 let step = scratch.push(c);
                 if step == Step::Done {
                     let key = scratch.value();
+                    if self.is_keyed {
+                        return self.begin(key, tools, deltas);
+                    }
                     self.at = At::Colon(self.field(&key));
                     return Step::More;
                 }

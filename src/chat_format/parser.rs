@@ -330,6 +330,7 @@ impl Calls {
             Syntax::Parameters(parameters) => {
                 Box::new(ParametersBody::new(parameters.clone(), self.close.clone(), opening))
             }
+            Syntax::Keyed => Box::new(ObjectBody::keyed()),
             Syntax::Python { lines } => Box::new(PythonBody::new(*lines)),
             Syntax::Loose { quote } => Box::new(LooseBody::new(quote.clone())),
         }

@@ -30,6 +30,7 @@ fn markers(family: &str) -> &'static [&'static str] {
         "nemotron" => &["<TOOLCALL>", "<think>", "</think>"],
         "hy_v3" | "hunyuan" => &["<tool_calls>", "<think>", "</think>"],
         "functiongemma" => &["<start_function_call>"],
+        "apertus" => &["<|tools_prefix|>", "<|inner_prefix|>", "<|inner_suffix|>"],
         "olmo3" => &["<function_calls>", "<think>", "</think>"],
         other => panic!("{other}"),
     }
@@ -153,6 +154,16 @@ pub fn write(family: &str, turn: &Turn, rng: &mut Rng, forms: Forms) -> (String,
                 _ => out.push_str(&format!("<function_calls>{}</function_calls>", calls.join("\n"))),
             }
             return (out, None);
+        }
+        "apertus" => {
+            if !turn.reasoning.is_empty() {
+                out.push_str(&format!("<|inner_prefix|>{}<|inner_suffix|>", turn.reasoning));
+            }
+            out.push_str(&turn.content);
+            let calls: Vec<_> = calls.iter().map(|(name, text)| format!("{{\"{name}\": {text}}}")).collect();
+            if !calls.is_empty() {
+                out.push_str(&format!("<|tools_prefix|>[{}]<|tools_suffix|>", calls.join(", ")));
+            }
         }
         "command_a" => {
             if !turn.reasoning.is_empty() {
