@@ -18,7 +18,7 @@ use crate::cuda::{
 };
 use crate::slices::is_computed;
 
-/// Counts the memory that a [`CpuDevice`] or [`CudaDevice`] needs for a model, from the shapes of its weights alone.
+/// Counts the memory that a [`CpuDevice`](crate::cpu::CpuDevice) or [`CudaDevice`] needs for a model, from the shapes of its weights alone.
 #[derive(Debug)]
 pub struct Estimator {
     target: Target,
