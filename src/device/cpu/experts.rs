@@ -252,45 +252,36 @@ mod tests {
 
     use super::*;
 
+    const USUAL: Routing = Routing {
+        top_k: 2,
+        scoring: Scoring::Softmax,
+        scales_input: false,
+        groups: None,
+        is_normalized: false,
+        scale: 1.0,
+        activation: Activation::Silu,
+    };
+
     #[test]
     fn a_token_goes_to_the_likeliest_experts_and_to_the_lower_of_equals() {
-        let (scoring, activation) = (Scoring::Softmax, Activation::Silu);
-        let routing = Routing {
-            top_k: 2,
-            scoring,
-            scales_input: false,
-            groups: None,
-            is_normalized: false,
-            scale: 1.0,
-            activation,
-        };
         let third = 1.0 / 3.0;
         let logits = [0.0, 2f32.ln(), 0.0, 1.0, 1.0, 1.0];
-        let found = routes(&logits, 3, routing, &[]);
+        let found = routes(&logits, 3, USUAL, &[]);
         let expected = [(0, 0, 0.25), (0, 1, third), (1, 0, 0.5), (1, 1, third)];
         for (route, (expert, token, probability)) in found.iter().zip(expected) {
             assert_eq!((route.expert, route.token), (expert, token));
             assert!((route.probability - probability).abs() < 1e-6);
         }
-        let normalized = routes(&logits, 3, Routing { is_normalized: true, ..routing }, &[]);
+        let normalized = routes(&logits, 3, Routing { is_normalized: true, ..USUAL }, &[]);
         assert!((normalized[2].probability - 2.0 * third).abs() < 1e-6, "{normalized:?}");
-        let sigmoid = routes(&logits[..3], 3, Routing { scoring: Scoring::Sigmoid, ..routing }, &[]);
+        let sigmoid = routes(&logits[..3], 3, Routing { scoring: Scoring::Sigmoid, ..USUAL }, &[]);
         let found: Vec<_> = sigmoid.iter().map(|route| (route.expert, route.probability)).collect();
         assert!(found[0] == (0, 0.5) && found[1].0 == 1 && (found[1].1 - 2.0 / 3.0).abs() < 1e-6, "{found:?}");
     }
 
     #[test]
     fn sparse_mixer_weights_an_expert_among_those_near_it_that_were_not_chosen() {
-        let scoring = Scoring::SparseMixer { tolerance: 0.5 };
-        let routing = Routing {
-            top_k: 2,
-            scoring,
-            scales_input: false,
-            groups: None,
-            is_normalized: false,
-            scale: 1.0,
-            activation: Activation::Silu,
-        };
+        let routing = Routing { scoring: Scoring::SparseMixer { tolerance: 0.5 }, ..USUAL };
         let found = |logits: &[f32]| -> Vec<_> {
             routes(logits, logits.len(), routing, &[]).iter().map(|route| (route.expert, route.probability)).collect()
         };
@@ -309,16 +300,7 @@ mod tests {
 
     #[test]
     fn a_bias_and_groups_decide_which_experts_are_chosen_but_not_their_weights() {
-        let (scoring, activation) = (Scoring::Sigmoid, Activation::Silu);
-        let routing = Routing {
-            top_k: 2,
-            scoring,
-            scales_input: false,
-            groups: None,
-            is_normalized: false,
-            scale: 2.0,
-            activation,
-        };
+        let routing = Routing { scoring: Scoring::Sigmoid, scale: 2.0, ..USUAL };
         let chosen = |routing, bias: &[f32]| -> Vec<_> {
             let routes = routes(&[0.0, 3.0, 1.0, 1.0, 2.0, -9.0], 6, routing, bias);
             routes.iter().map(|route| (route.expert, route.probability)).collect()
