@@ -283,11 +283,16 @@ fn gpus_refuse_recurrent_layers_with_heads_of_other_sizes_by_name() {
 }
 
 #[test]
-fn gpus_refuse_recurrent_layers_of_other_kinds_by_name() {
+fn gpus_refuse_what_they_lack_by_name() {
     for (case, words) in [
         ("granite_moe_hybrid", "layers with a recurrent state of Mamba-2"),
         ("lfm2", "layers with a short convolution"),
         ("olmo_hybrid", "layers with a recurrent state whose learning rates are up to 2"),
+        ("nemotron_h", "experts without gates"),
+        ("nemotron_h_latents", "experts of another width than the model"),
+        ("hunyuan_dense", "norms of q and k behind the rotation"),
+        ("phimoe", "experts that are chosen as in SparseMixer"),
+        ("mistral4", "attention over latent vectors with a scale of queries"),
     ] {
         let dir = golden_dir(case);
         let config = models::Config::from_dir(&dir).unwrap();
