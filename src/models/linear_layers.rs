@@ -2,8 +2,8 @@
 
 use std::collections::BTreeSet;
 
-use crate::layer_spec::{KvSource, LatentLayer, LayerSpec};
-use crate::names::{ExpertLayout, LatentNames, Names, QkvNames, UpNames};
+use crate::layer_spec::{KvSource, LatentLayer, LayerSpec, RecurrentLayer};
+use crate::names::{ExpertLayout, LatentNames, Names, QkvNames, RecurrentNames, RecurrentProjections, UpNames};
 use crate::{Checkpoint, Config, ModelError};
 
 /// Linear layers with the same input.
@@ -39,7 +39,8 @@ pub enum InputSource {
     },
 }
 
-/// The linear layers of the model's layers in the order of the forward pass: attention, feed-forward, experts that are stored one by one.
+/// The linear layers of the model's layers in the order of the forward pass: attention or what stands in its place, feed-forward, experts
+/// that are stored one by one.
 /// Heads, embeddings and routers are none of them.
 ///
 /// # Errors
@@ -51,6 +52,7 @@ pub fn linear_groups(checkpoint: &Checkpoint, config: &Config) -> Result<Vec<Lin
     }
     let mut groups = Vec::new();
     for (index, layer) in config.layers.iter().enumerate() {
+        let names = names.of(layer);
         let [attention, feed_forward] =
             layer.numbers(index).map(|number| format!("{}{}.{number}.", prefix(checkpoint, names), names.layers));
         let names = names.of(layer);
@@ -95,6 +97,9 @@ impl LayerNames<'_> {
     }
 
     fn mixer(&self, out: &mut Vec<LinearGroup>) {
+        if let (Some(recurrent), Some(names)) = (self.layer.recurrent, self.names.recurrent) {
+            return self.recurrent(recurrent, names, out);
+        }
         let (attention, hidden) = (&self.layer.attention, self.config.hidden_size);
         let qkv: &[&str] = match (&self.names.qkv, attention.kv) {
             (QkvNames::Separate(names), KvSource::Projections) => names,
@@ -110,6 +115,19 @@ impl LayerNames<'_> {
                 out.push(self.group(&[self.names.out], attention.num_heads * attention.head_dim, None));
             }
         }
+    }
+
+    /// Without small products of their own that give learning rates and steps. These read the norm, too.
+    fn recurrent(&self, layer: RecurrentLayer, names: RecurrentNames, out: &mut Vec<LinearGroup>) {
+        let norm = self.norm(self.names.attention_norm);
+        let (inputs, source): (&[&str], _) = match &names.projections {
+            RecurrentProjections::Separate { qkv, z, .. } => (&[qkv, z], None),
+            RecurrentProjections::Grouped { qkvz, .. } => (&[qkvz], None),
+            RecurrentProjections::Each { qkvz, .. } => (qkvz, None),
+            RecurrentProjections::Together(name) | RecurrentProjections::ShortConv(name) => (&[name], norm),
+        };
+        out.push(self.group(inputs, self.config.hidden_size, source));
+        out.push(self.group(&[names.out], layer.shape.widths()[1], None));
     }
 
     /// Without the products that give k and v of a latent vector.

@@ -35,9 +35,13 @@ pub(crate) fn run(args: &QuantizeArgs, text: &Path, config: &Config) -> Result<V
     let spec = model.attention_spec(BLOCK_SIZE, max_len);
     let num_groups = spec.kv_windows.len();
     device.allocate_cache(&spec, num_groups * max_len.div_ceil(BLOCK_SIZE))?;
+    let states: &[u32] = if spec.states.is_empty() { &[] } else { &[0] };
+    if !states.is_empty() {
+        device.allocate_states(&spec, states.len())?;
+    }
     let bar = ProgressBar::new(tokens.len() as u64).with_message("calibration");
     for (step, sequence) in tokens.chunks(max_len).enumerate() {
-        run_sequence(&mut device, &mut *model, sequence, (step as u64 + 1, num_groups))?;
+        run_sequence(&mut device, &mut *model, sequence, (step as u64 + 1, num_groups, states))?;
         bar.inc(sequence.len() as u64);
     }
     bar.finish_and_clear();
@@ -61,7 +65,7 @@ fn run_sequence(
     device: &mut CpuDevice,
     model: &mut dyn Model<CpuDevice>,
     tokens: &[TokenId],
-    (step, num_groups): (u64, usize),
+    (step, num_groups, states): (u64, usize, &[u32]),
 ) -> Result<(), QuantizeError> {
     device.join_row(RowId(0), tokens, tokens.len() as u32, &SamplingParams::default())?;
     let num_blocks = tokens.len().div_ceil(BLOCK_SIZE);
@@ -70,6 +74,7 @@ fn run_sequence(
     inputs.token_ids = tokens.iter().map(|token| token.0).collect();
     inputs.positions = (0..count).collect();
     inputs.rows = vec![RowId(0)];
+    inputs.states = states.to_vec();
     inputs.num_prefill_rows = 1;
     inputs.context_lens = vec![count];
     for group in 0..num_groups {
