@@ -85,11 +85,10 @@ pub(super) fn nemotron_h(fields: &Fields, config: &mut Config) -> Adjusted {
     fields.only_text("mamba_hidden_act", &["silu"])?;
     fields.only_text("mamba_ssm_cache_dtype", &["float32"])?;
     without_step_limits(fields)?;
-    // transformers raises the steps of prompts to it, but not those of single tokens; the publisher's code raises none. Trained steps are
-    // not below the usual value.
+    // transformers raises the steps of prompts to it, but not those of single tokens. The publisher's code raises none, nor is it done here.
     if fields.positive("time_step_min")?.is_some_and(|least| least > 0.001) {
         let found = fields.get("time_step_min").cloned().unwrap_or_default();
-        return Err(fields.wrong("time_step_min", "at most 0.001, which has no effect", &found));
+        return Err(fields.wrong("time_step_min", "at most 0.001: smaller steps are not raised", &found));
     }
     let (name, parts) = parts(fields)?;
     let recurrent = RecurrentLayer {
