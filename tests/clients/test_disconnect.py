@@ -4,13 +4,11 @@ import http.client
 import json
 import time
 
-import numpy as np
 import tritonclient.grpc as grpcclient
 
-from triton_requests import ANSWER, QUESTION, STORY, stream, text_inputs
+from triton_requests import ANSWER, ENDLESS, QUESTION, STORY, stream, text_inputs
 
 # Without an end token the model generates until the limit, long enough to disconnect meanwhile.
-ENDLESS = {"end_id": ([-1], np.int32)}
 
 
 def running_sequences(world) -> float:

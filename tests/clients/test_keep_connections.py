@@ -23,11 +23,11 @@ import metrics_page
 from conftest import World, launch
 from ports import free_ports
 from stopped_process import stop
-from triton_requests import text_inputs
+from triton_requests import ENDLESS, text_inputs
 
 PROMPT = "Once upon a time"
-# Enough that a stream still runs when a test that saw its first token kills a process.
-TOKENS = 300
+# Enough that a stream still runs when a test that saw its first token kills a process, also on a fast machine.
+TOKENS = 800
 
 
 class Kept:
@@ -121,7 +121,7 @@ STREAMS = {
     "unseeded": ("/v1/completions", COMPLETION | SAMPLED | {"stream_options": {"include_usage": True}}),
     "choices": ("/v1/completions", COMPLETION | SAMPLED | {"n": 2, "logprobs": 1}),
     "constrained": ("/v1/completions", COMPLETION | SAMPLED | {"ignore_eos": False, "guided_regex": WORDS}),
-    "generate_stream": ("/v2/models/ensemble/generate_stream", {"text_input": PROMPT, "max_tokens": TOKENS, "stream": True}),
+    "generate_stream": ("/v2/models/ensemble/generate_stream", {"text_input": PROMPT, "max_tokens": TOKENS, "stream": True, "end_id": -1}),
     "messages": (
         "/v1/messages",
         {"model": "ensemble", "messages": [{"role": "user", "content": PROMPT}], "max_tokens": TOKENS, "stream": True, "temperature": 0},
@@ -172,7 +172,7 @@ def test_streams_go_on_with_the_same_tokens_when_rank_0_is_killed(kept):
 
 
 def generate(world: World, max_tokens: int) -> tuple[int, str]:
-    body = json.dumps({"text_input": PROMPT, "max_tokens": max_tokens}).encode()
+    body = json.dumps({"text_input": PROMPT, "max_tokens": max_tokens, "end_id": -1}).encode()
     request = urllib.request.Request(f"http://{world.http}/v2/models/ensemble/generate", body)
     with urllib.request.urlopen(request, timeout=60) as response:
         return response.status, json.loads(response.read())["text_output"]
@@ -185,7 +185,7 @@ def grpc_stream(world: World, prompts: list[str], begun: threading.Event, **opti
     with grpcclient.InferenceServerClient(world.grpc, **options) as client:
         client.start_stream(lambda result, error: answers.put((result, error)))
         for prompt in prompts:
-            client.async_stream_infer("ensemble", text_inputs(prompt, TOKENS, True), request_id=prompt, enable_empty_final_response=True)
+            client.async_stream_infer("ensemble", text_inputs(prompt, TOKENS, True, **ENDLESS), request_id=prompt, enable_empty_final_response=True)
         unfinished = set(prompts)
         while unfinished:
             result, error = answers.get(timeout=60)
@@ -208,7 +208,7 @@ def test_grpc_calls_go_on_with_the_same_tokens_when_rank_0_is_killed(kept):
     rank_0, begun = kept.processes()["rank"][0], threading.Event()
     with ThreadPoolExecutor() as threads, grpcclient.InferenceServerClient(kept.ports.grpc) as client:
         stream = threads.submit(grpc_stream, kept.ports, prompts, begun)
-        unary = threads.submit(client.infer, "ensemble", text_inputs(PROMPT, TOKENS, False))
+        unary = threads.submit(client.infer, "ensemble", text_inputs(PROMPT, TOKENS, False, **ENDLESS))
         assert begun.wait(timeout=30)
         assert not stream.done(), "the stream had ended"
         os.kill(rank_0, signal.SIGKILL)

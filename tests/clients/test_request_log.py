@@ -10,17 +10,15 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 
-import numpy as np
 import pytest
 import tritonclient.grpc as grpcclient
 
 import metrics_page
-from triton_requests import STORY, stream, text_inputs
+from triton_requests import ENDLESS, STORY, stream, text_inputs
 from conftest import BINARIES, ROOT
 from serving import Rank
 
 # Without an end token the model generates until the limit.
-ENDLESS = {"end_id": ([-1], np.int32)}
 TIMES = ["total_ms", "queue_ms", "prefill_ms", "decode_ms", "stream_ms"]
 
 

@@ -19,6 +19,10 @@ def tensor(name: str, values, dtype) -> grpcclient.InferInput:
     return made
 
 
+# Inputs of a request that only its number of tokens ends.
+ENDLESS = {"end_id": ([-1], np.int32)}
+
+
 def text_inputs(prompt: str | bytes, max_tokens: int, stream: bool, **more) -> list[grpcclient.InferInput]:
     """Inputs of the ensemble. `more`: name=(values, dtype)."""
     prompt = prompt.encode() if isinstance(prompt, str) else prompt
