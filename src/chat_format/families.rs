@@ -102,7 +102,7 @@ fn format(name: &str, turn: &str, reasoning: Option<Reasoning>, calls: Calls) ->
         reasoning,
         calls: Some(calls),
         messages: false,
-        turn: vec![turn.into()],
+        turn: Some(turn.to_owned()).filter(|turn| !turn.is_empty()).into_iter().collect(),
         dropped: Vec::new(),
         special: Vec::new(),
     }
@@ -186,7 +186,7 @@ fn all() -> Vec<ChatFormat> {
             marked("<start_function_call>", "<end_function_call>", Syntax::Loose { quote: "<escape>".into() }),
         ),
         format("nemotron", "<SPECIAL_11>Assistant", Some(think()), marked("<TOOLCALL>", "</TOOLCALL>", object(true))),
-        ChatFormat { calls: None, turn: Vec::new(), ..format("think", "", Some(think()), tag()) }.with_markers(),
+        ChatFormat { calls: None, ..format("think", "", Some(think()), tag()) }.with_markers(),
     ]
 }
 

@@ -52,7 +52,6 @@ pub fn linear_groups(checkpoint: &Checkpoint, config: &Config) -> Result<Vec<Lin
     }
     let mut groups = Vec::new();
     for (index, layer) in config.layers.iter().enumerate() {
-        let names = names.of(layer);
         let [attention, feed_forward] =
             layer.numbers(index).map(|number| format!("{}{}.{number}.", prefix(checkpoint, names), names.layers));
         let names = names.of(layer);

@@ -103,6 +103,11 @@ fn the_prompt_tells_where_the_turn_begins() {
         ("deepseek_r1", "<｜User｜>hi<｜Assistant｜><think>\n", TurnStart::Thinking),
         ("gemma4", "<|turn>model\n<|channel>thought\n<channel|>", TurnStart::Content),
         ("harmony", "<|start|>assistant", TurnStart::Fresh),
+        // Without a marker of the turn, those of reasoning count at the end of the prompt.
+        ("hunyuan", "some text<|extra_0|><think>\n", TurnStart::Thinking),
+        ("hunyuan", "some text<|extra_0|><think>\n\n</think>\n", TurnStart::Content),
+        ("hy_v3", "some text <think>", TurnStart::Thinking),
+        ("think", "some text <think>\n", TurnStart::Thinking),
     ] {
         assert_eq!(ChatFormat::named(family).unwrap().turn_start(tail), start, "{family} {tail}");
     }
