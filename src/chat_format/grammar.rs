@@ -1,7 +1,7 @@
 //! The grammar of a turn whose calls are constrained.
 
 use crate::arguments_schema::{Hold, arguments_schema};
-use crate::format::{Calls, ChatFormat, Syntax};
+use crate::format::{Calls, ChatFormat, LIST, Syntax};
 use crate::lark::Lark;
 use crate::{Choice, FormatError, ToolGrammar, ToolSchema, TurnStart};
 use crate::{grammar_harmony, grammar_values};
@@ -210,10 +210,8 @@ impl Turn<'_> {
                     };
                     format!("{head} {} \"}}\"", lark.json(&arguments_schema(tool)))
                 });
-                let list = list.map(|texts| texts.map(|text| lark.literal(text)));
                 match (list, self.calls.separators.as_str()) {
-                    (Some([open, _, close]), _) if self.one => format!("{open} {object} {close}"),
-                    (Some([open, between, close]), _) => format!("{open} {object} ({between} {object})* {close}"),
+                    (Some(texts), _) => self.list(texts, &object, lark),
                     (None, separators) if !separators.is_empty() && !self.one => {
                         let separator = lark.literal(&format!("{separators} "));
                         format!("{object} ({separator} {object})*")
@@ -226,11 +224,7 @@ impl Turn<'_> {
                     let head = lark.literal(&format!("{{\"{}\": ", tool.0.name));
                     format!("{head} {} \"}}\"", lark.json(&arguments_schema(tool)))
                 });
-                if self.one {
-                    format!("\"[\" {object} \"]\"")
-                } else {
-                    format!("\"[\" {object} (\", \" {object})* \"]\"")
-                }
+                self.list(&LIST, &object, lark)
             }
             Syntax::Named(named) => self.alternatives(lark, |tool, lark| {
                 let index = if named.numbered { "/:[0-9]{1,4}/" } else { "" };
@@ -242,18 +236,21 @@ impl Turn<'_> {
             Syntax::Parameters(syntax) => {
                 self.rules(lark, |tool, lark| grammar_values::parameters(self.bodies.format, syntax, tool, lark))?
             }
-            Syntax::Python { lines: true } => {
+            Syntax::Python { lines } => {
                 let call = self.rules(lark, |tool, lark| grammar_values::python(self.bodies.format, tool, lark))?;
-                if self.one { call } else { format!("{call} (\"\\n\" {call})*") }
-            }
-            Syntax::Python { lines: false } => {
-                let call = self.rules(lark, |tool, lark| grammar_values::python(self.bodies.format, tool, lark))?;
-                if self.one { format!("\"[\" {call} \"]\"") } else { format!("\"[\" {call} (\", \" {call})* \"]\"") }
+                self.list(if *lines { &["", "\n", ""] } else { &LIST }, &call, lark)
             }
             Syntax::Loose { quote } => {
                 self.rules(lark, |tool, lark| grammar_values::loose(self.bodies.format, quote, tool, lark))?
             }
         })
+    }
+
+    /// One item, or more, with these texts before, between and behind them.
+    fn list(&self, texts: &[&str; 3], item: &str, lark: &Lark) -> String {
+        let [open, between, close] = texts.map(|text| lark.literal(text));
+        let more = if self.one { String::new() } else { format!("({between} {item})*") };
+        format!("{open} {item} {more} {close}")
     }
 
     fn rules(
