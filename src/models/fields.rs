@@ -9,6 +9,9 @@ use serde_json::{Map, Value};
 
 use crate::{ModelError, from_python_json};
 
+/// The largest size that is read.
+pub(crate) const MAX_SIZE: usize = 1 << 31;
+
 /// Fields whose default is a value, and of which null says that there is none.
 const MAY_BE_NULL: &[&str] = &[
     "attention_chunk_size",
@@ -139,7 +142,7 @@ impl Fields {
     pub(crate) fn size(&self, name: &str) -> Result<Option<usize>, ModelError> {
         let Some(value) = self.get(name) else { return Ok(None) };
         match value.as_u64() {
-            Some(n) if (1..=1 << 31).contains(&n) => Ok(Some(n as usize)),
+            Some(n) if (1..=MAX_SIZE as u64).contains(&n) => Ok(Some(n as usize)),
             _ => Err(self.wrong(name, "a whole number of at least 1", value)),
         }
     }

@@ -8,7 +8,7 @@ use super::experts::{each_routing, put_experts};
 use super::hybrid::{layers_named, put_in_layers};
 use crate::ModelError;
 use crate::config::Config;
-use crate::fields::Fields;
+use crate::fields::{Fields, MAX_SIZE};
 use crate::layer_spec::RecurrentLayer;
 
 pub(super) fn lfm2(fields: &Fields, config: &mut Config) -> Adjusted {
@@ -82,7 +82,11 @@ fn inner_size(fields: &Fields) -> Result<usize, ModelError> {
         return Ok(size);
     }
     let size = 2 * size / 3;
-    Ok(factor.map_or(size, |factor| ((factor * size as f64) as usize).next_multiple_of(multiple)))
+    let Some(factor) = factor else { return Ok(size) };
+    let rounded = ((factor * size as f64) as usize).checked_next_multiple_of(multiple);
+    rounded.filter(|size| (1..=MAX_SIZE).contains(size)).ok_or_else(|| {
+        fields.wrong("block_ffn_dim_multiplier", "a factor by which the inner width stays a size", &factor.into())
+    })
 }
 
 /// Refuses fields of published files that transformers does not read, if they say something else than those that it reads.

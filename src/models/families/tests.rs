@@ -679,6 +679,7 @@ fn what_lfm2_does_not_support_is_refused_by_its_name() {
         ("theta", json!(10000.0), "1000000, as another field says"),
         ("num_heads", json!(4), "8, as another field says"),
         ("conv_L_cache", json!(1), "at least 2"),
+        ("block_ffn_dim_multiplier", json!(1e300), "stays a size"),
         ("full_attn_idxs", json!([]), "`full_attention` at least once"),
         ("layer_types", json!(["conv", "conv", "conv", "mamba"]), "`full_attention` or `conv`"),
         ("hidden_act", json!("gelu"), "`silu`"),
