@@ -210,13 +210,23 @@ fn put_deepseek_experts(
         return Err(fields.wrong("n_shared_experts", "a whole number", &Value::Null));
     }
     let shared_size = size * fields.count("n_shared_experts")?;
+    put_grouped_experts(fields, config, [size, shared_size], (Scoring::Sigmoid, is_normalized), is_sparse)
+}
+
+/// Experts that are chosen within groups by the sum of the two best, and whose weights have a factor, beside a feed-forward for all tokens.
+/// `is_normalized` counts if the configuration does not say it.
+pub(super) fn put_grouped_experts(
+    fields: &Fields,
+    config: &mut Config,
+    sizes: [usize; 2],
+    (scoring, is_normalized): (Scoring, bool),
+    is_sparse: impl Fn(usize) -> bool,
+) -> Adjusted {
     let is_normalized = fields.flag("norm_topk_prob", is_normalized)?;
-    put_experts_beside(fields, config, [size, shared_size], is_normalized, is_sparse)?;
+    put_experts_beside(fields, config, sizes, is_normalized, is_sparse)?;
     let scale = fields.positive("routed_scaling_factor")?.unwrap_or(1.0) as f32;
     let groups = expert_groups(fields, GroupScore::BestTwo)?;
-    each_routing(config, |routing| {
-        (routing.scoring, routing.scale, routing.groups) = (Scoring::Sigmoid, scale, groups);
-    });
+    each_routing(config, |routing| (routing.scoring, routing.scale, routing.groups) = (scoring, scale, groups));
     Ok(())
 }
 

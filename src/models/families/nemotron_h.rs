@@ -1,11 +1,11 @@
 //! Nemotron-H and Nemotron 3: layers of one part each, which are Mamba-2, attention without rotation, a feed-forward, or experts. A layer
 //! of the model is a mixer and the feed-forward behind it, if there is one.
 
-use ops::{GroupScore, RecurrentRule, RecurrentShape, Scoring};
+use ops::{RecurrentRule, RecurrentShape, Scoring};
 use serde_json::Value;
 
 use super::adjust::Adjusted;
-use super::experts::{each_routing, expert_groups, put_experts_beside};
+use super::experts::put_grouped_experts;
 use super::hybrid::without_step_limits;
 use crate::ModelError;
 use crate::config::Config;
@@ -166,15 +166,9 @@ fn shape(fields: &Fields) -> Result<RecurrentShape, ModelError> {
 fn put_experts(fields: &Fields, config: &mut Config, is_sparse: impl Fn(usize) -> bool) -> Adjusted {
     let sizes = ["moe_intermediate_size", "moe_shared_expert_intermediate_size"].map(|name| fields.required_size(name));
     let [size, shared_size] = sizes;
-    let is_normalized = fields.flag("norm_topk_prob", true)?;
-    put_experts_beside(fields, config, [size?, shared_size?], is_normalized, is_sparse)?;
+    put_grouped_experts(fields, config, [size?, shared_size?], (Scoring::Sigmoid, true), is_sparse)?;
     let latent_size = fields.size("moe_latent_size")?;
     let experts = config.layers.iter_mut().filter_map(|layer| layer.experts.as_mut());
     experts.for_each(|experts| experts.latent_size = latent_size);
-    let scale = fields.positive("routed_scaling_factor")?.unwrap_or(1.0) as f32;
-    let groups = expert_groups(fields, GroupScore::BestTwo)?;
-    each_routing(config, |routing| {
-        (routing.scoring, routing.scale, routing.groups) = (Scoring::Sigmoid, scale, groups);
-    });
     Ok(())
 }
