@@ -73,6 +73,7 @@ mod tests {
 
     use super::*;
     use crate::ModelError;
+    use crate::families::tests::read_config;
 
     /// Six layers, of which two are dense by the first layers' number.
     fn read(change: impl FnOnce(&mut Value)) -> Result<Config, ModelError> {
@@ -86,9 +87,7 @@ mod tests {
         }"#;
         let mut config = serde_json::from_str(text).unwrap();
         change(&mut config);
-        let dir = tempfile::tempdir().unwrap();
-        std::fs::write(dir.path().join("config.json"), config.to_string()).unwrap();
-        Config::from_dir(dir.path())
+        read_config(&config)
     }
 
     fn windows_and_ropes(config: &Config) -> Vec<(bool, bool)> {

@@ -125,6 +125,7 @@ mod tests {
     use serde_json::json;
 
     use super::*;
+    use crate::families::tests::read_config;
 
     /// The fields of DeepSeek-V2-Lite that differ from the defaults of its class.
     fn v2_lite() -> Value {
@@ -152,20 +153,14 @@ mod tests {
         })
     }
 
-    fn read(config: Value) -> Result<Config, ModelError> {
-        let dir = tempfile::tempdir().unwrap();
-        std::fs::write(dir.path().join("config.json"), config.to_string()).unwrap();
-        Config::from_dir(dir.path())
-    }
-
     fn error(mut config: Value, name: &str, value: Value) -> String {
         config[name] = value;
-        read(config).unwrap_err().to_string()
+        read_config(&config).unwrap_err().to_string()
     }
 
     #[test]
     fn published_configurations_are_read() {
-        let lite = read(v2_lite()).unwrap();
+        let lite = read_config(&v2_lite()).unwrap();
         let (attention, mlp) = (&lite.layers[26].attention, lite.layers[26].mlp.unwrap());
         let latent = attention.latent.unwrap();
         assert_eq!((latent.query_rank, latent.shape.width(), latent.shape.query_dim()), (None, 576, 192));
@@ -183,7 +178,7 @@ mod tests {
             (6, Scoring::Softmax, None, false)
         );
 
-        let v3 = read(v3()).unwrap();
+        let v3 = read_config(&v3()).unwrap();
         let latent = v3.layers[60].attention.latent.unwrap();
         assert_eq!((latent.query_rank, latent.shape.rank, latent.shape.is_interleaved), (Some(1536), 512, true));
         let routing = v3.layers[3].experts.unwrap().routing;
@@ -199,7 +194,7 @@ mod tests {
         text["model_type"] = json!("kimi_k2");
         let whole = json!({"architectures": ["KimiK25ForConditionalGeneration"], "text_config": text.clone()});
         for config in [text, whole] {
-            assert_eq!(read(config).unwrap().architecture, "DeepseekV3ForCausalLM");
+            assert_eq!(read_config(&config).unwrap().architecture, "DeepseekV3ForCausalLM");
         }
     }
 
@@ -211,7 +206,7 @@ mod tests {
         {
             config[name] = value;
         }
-        let routing = read(config.clone()).unwrap().layers[1].experts.unwrap().routing;
+        let routing = read_config(&config).unwrap().layers[1].experts.unwrap().routing;
         assert_eq!(routing.groups, Some(ExpertGroups { count: 8, chosen: 3, score: GroupScore::Best }));
         assert!(error(config.clone(), "n_group", json!(7)).contains("`n_group`"));
         assert!(error(config, "topk_method", json!("noaux_tc")).contains("`group_limited_greedy`"));
@@ -242,7 +237,7 @@ mod tests {
             "config_groups": {"group_0": {"targets": ["Linear"], "weights": {"num_bits": 8, "type": "float", "strategy": "channel"}}},
             "kv_cache_scheme": {"num_bits": 8, "type": "float", "dynamic": false, "symmetric": true, "strategy": "tensor"},
         });
-        let config = read(config).unwrap().in_kv_cache(settings::KvCacheType::Auto);
+        let config = read_config(&config).unwrap().in_kv_cache(settings::KvCacheType::Auto);
         assert_eq!(config.kv_elements, ops::KvElements::Plain);
     }
 }

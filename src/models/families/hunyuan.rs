@@ -150,6 +150,7 @@ mod tests {
     use serde_json::json;
 
     use super::*;
+    use crate::families::tests::read_config;
 
     /// The fields of published dense models, with other sizes.
     fn dense() -> Value {
@@ -193,20 +194,14 @@ mod tests {
         config
     }
 
-    fn read(config: Value) -> Result<Config, ModelError> {
-        let dir = tempfile::tempdir().unwrap();
-        std::fs::write(dir.path().join("config.json"), config.to_string()).unwrap();
-        Config::from_dir(dir.path())
-    }
-
     #[test]
     fn published_configurations_are_read() {
-        let config = read(dense()).unwrap();
+        let config = read_config(&dense()).unwrap();
         let base = 10_000.0 * 1000f64.powf(32.0 / 30.0);
         assert!((config.ropes[0].theta / base - 1.0).abs() < 1e-12, "{}", config.ropes[0].theta);
         assert!(config.head.is_tied && config.layers[1].attention.head_norm.unwrap().is_behind_rotation);
         assert!(config.features().contains(&Feature::QueryGains));
-        let config = read(moe()).unwrap();
+        let config = read_config(&moe()).unwrap();
         let (mlp, experts) = (config.layers[1].mlp.unwrap(), config.layers[1].experts.unwrap());
         assert_eq!((mlp.intermediate_size, experts.intermediate_size, experts.num_experts), (96, 96, 8));
         assert!(experts.routing.is_normalized && experts.routing.top_k == 3);
@@ -217,9 +212,9 @@ mod tests {
         let mut config = moe();
         config["moe_topk"] = json!([1, 2]);
         let chosen = |layer: &crate::LayerSpec| layer.experts.unwrap().routing.top_k;
-        assert_eq!(read(config.clone()).unwrap().layers.iter().map(chosen).collect::<Vec<_>>(), [1, 2]);
+        assert_eq!(read_config(&config).unwrap().layers.iter().map(chosen).collect::<Vec<_>>(), [1, 2]);
         config["moe_topk"] = json!([1, 9]);
-        assert!(read(config).unwrap_err().to_string().contains("moe_topk"));
+        assert!(read_config(&config).unwrap_err().to_string().contains("moe_topk"));
     }
 
     #[test]
@@ -246,11 +241,11 @@ mod tests {
         ] {
             let mut config = moe();
             config[name] = value;
-            let error = read(config).unwrap_err().to_string();
+            let error = read_config(&config).unwrap_err().to_string();
             assert!(error.contains(name), "{name}: {error}");
         }
         let mut config = dense();
         config["num_experts"] = json!(2);
-        assert!(read(config).unwrap_err().to_string().contains("num_experts"));
+        assert!(read_config(&config).unwrap_err().to_string().contains("num_experts"));
     }
 }

@@ -1,11 +1,11 @@
 //! Mistral 4: DeepSeek's attention over latent vectors with queries that are scaled by position, and experts by a softmax.
 
-use ops::GroupScore;
+use ops::Scoring;
 use serde_json::Value;
 
 use super::adjust::{Adjusted, ministral3};
 use super::deepseek::put_latents;
-use super::experts::{each_routing, expert_groups, put_experts_beside};
+use super::experts::put_grouped_experts;
 use crate::ModelError;
 use crate::config::Config;
 use crate::fields::Fields;
@@ -17,12 +17,7 @@ pub(super) fn mistral4(fields: &Fields, config: &mut Config) -> Adjusted {
     require_sizes(fields, config)?;
     let (first, size) = (fields.count("first_k_dense_replace")?, fields.required_size("moe_intermediate_size")?);
     let shared_size = size * fields.count("n_shared_experts")?;
-    let is_normalized = fields.flag("norm_topk_prob", true)?;
-    put_experts_beside(fields, config, [size, shared_size], is_normalized, |index| index >= first)?;
-    let scale = fields.positive("routed_scaling_factor")?.unwrap_or(1.0) as f32;
-    let groups = expert_groups(fields, GroupScore::BestTwo)?;
-    each_routing(config, |routing| (routing.scale, routing.groups) = (scale, groups));
-    Ok(())
+    put_grouped_experts(fields, config, [size, shared_size], (Scoring::Softmax, true), |index| index >= first)
 }
 
 /// `head_dim` is the size of a head's parts together, and the share that is rotated is that of the rotated part.
@@ -49,10 +44,11 @@ fn require_sizes(fields: &Fields, config: &Config) -> Adjusted {
 
 #[cfg(test)]
 mod tests {
-    use ops::{Feature, QueryScale, Scoring};
+    use ops::{Feature, QueryScale};
     use serde_json::json;
 
     use super::*;
+    use crate::families::tests::read_config;
 
     fn config(change: impl FnOnce(&mut Value)) -> Value {
         let text = r#"{
@@ -73,12 +69,6 @@ mod tests {
         config
     }
 
-    fn read(config: &Value) -> Result<Config, ModelError> {
-        let dir = tempfile::tempdir().unwrap();
-        std::fs::write(dir.path().join("config.json"), config.to_string()).unwrap();
-        Config::from_dir(dir.path())
-    }
-
     #[test]
     fn queries_of_latent_vectors_are_scaled_by_position() {
         let whole = json!({
@@ -86,7 +76,7 @@ mod tests {
             "text_config": config(|_| ()),
         });
         for file in [config(|_| ()), whole] {
-            let config = read(&file).unwrap();
+            let config = read_config(&file).unwrap();
             let attention = &config.layers[1].attention;
             assert_eq!(attention.query_scale, Some(QueryScale { beta: 0.1, period: 8192, offset: 0 }));
             assert_eq!((attention.latent.unwrap().shape.rank, config.ropes[0].rotary_dim), (256, 64));
@@ -102,7 +92,7 @@ mod tests {
     #[test]
     fn what_is_not_supported_is_refused_by_its_name() {
         let refused = |name: &str, change: fn(&mut Value)| {
-            let error = read(&config(change)).unwrap_err().to_string();
+            let error = read_config(&config(change)).unwrap_err().to_string();
             assert!(error.contains(name), "{name}: {error}");
         };
         refused("head_dim", |config| config["head_dim"] = json!(64));

@@ -51,6 +51,7 @@ mod tests {
 
     use super::*;
     use crate::ModelError;
+    use crate::families::tests::read_config;
 
     /// The fields of Phi-3.5-MoE, with other sizes.
     fn published(change: impl FnOnce(&mut Value)) -> Result<Config, ModelError> {
@@ -69,9 +70,7 @@ mod tests {
         }"#;
         let mut config = serde_json::from_str(text).unwrap();
         change(&mut config);
-        let dir = tempfile::tempdir().unwrap();
-        std::fs::write(dir.path().join("config.json"), config.to_string()).unwrap();
-        Config::from_dir(dir.path())
+        read_config(&config)
     }
 
     #[test]

@@ -16,6 +16,11 @@ fn read_of(architecture: &str, change: impl FnOnce(&mut Value)) -> Result<Config
         "max_position_embeddings": 256, "rms_norm_eps": 1e-5, "eos_token_id": [2, 3], "torch_dtype": "float16",
     });
     change(&mut config);
+    read_config(&config)
+}
+
+/// The configuration that is read from a file with this content.
+pub(super) fn read_config(config: &Value) -> Result<Config, ModelError> {
     let dir = tempfile::tempdir().unwrap();
     std::fs::write(dir.path().join("config.json"), config.to_string()).unwrap();
     Config::from_dir(dir.path())
