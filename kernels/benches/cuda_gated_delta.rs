@@ -8,10 +8,8 @@ mod gpu;
 
 use gpu::{ROTATED_BYTES, microseconds, random};
 use half::bf16;
-use kernels::cuda::gated_delta::{
-    DeltaShape, DeltaStates, DeltaWeights, GatedDelta, HEAD_DIM, RowsKernel, gated_delta_decode, gated_delta_rows,
-    scratch_bytes,
-};
+use kernels::cuda::gated_delta::{DeltaShape, DeltaWeights, GatedDelta, HEAD_DIM, scratch_bytes};
+use kernels::cuda::recurrent::{RecurrentOp, RecurrentRows, RecurrentStates, RowsKernel};
 use kernels::cuda::{DeviceBuffer, Queue};
 
 const HEADS: [[usize; 2]; 2] = [[16, 32], [16, 48]];
@@ -46,7 +44,7 @@ impl Layer {
         queue.fill(buffers[7].span(), 0).expect("a fill");
         let span = |index: usize| buffers[index].span();
         let weights = DeltaWeights { conv: span(3), decay: span(4), dt_bias: span(5), norm: span(6), eps: 1e-6 };
-        let states = DeltaStates { memory: span(7), pitch: shape.state_len(), num_slots };
+        let states = RecurrentStates { memory: span(7), pitch: shape.state_len(), num_slots };
         let (out, qkvz, ba, positions) = (span(0), span(1), span(2), span(8));
         Self { delta: GatedDelta { out, qkvz, ba, shape, weights, states, positions }, _buffers: buffers }
     }
@@ -63,7 +61,7 @@ fn main() {
             let slots: Vec<u32> = (0..(copies * rows) as u32).collect();
             let slots = DeviceBuffer::from_slice(&gpu, &slots).expect("memory");
             let us = microseconds(&queue, copies, |i| {
-                gated_delta_decode(&queue, &layer.delta, slots.span().elements::<u32>(i * rows, rows), 0, rows)
+                layer.delta.decode(&queue, slots.span().elements::<u32>(i * rows, rows), 0, rows)
             });
             let rate = (2 * rows * bytes) as f64 / us / 1e6;
             println!("{heads:?} decode {rows:>4}: {us:>7.1} us, {rate:.2} TB/s, {:.0} % of reads", 100.0 * rate / read);
@@ -76,10 +74,10 @@ fn main() {
                 [&slots, &starts].map(|values| DeviceBuffer::from_slice(&gpu, values).expect("memory"));
             let scratch = scratch_bytes(layer.delta.shape, rows * tokens);
             let scratch = DeviceBuffer::with_count::<u8>(&gpu, scratch).expect("memory");
-            let us = [RowsKernel::InOrder, RowsKernel::Chunks(scratch.span())].map(|kernel| {
-                let spans = [slots.span(), starts.span()];
-                microseconds(&queue, 2, |_| gated_delta_rows(&queue, &layer.delta, spans, rows * tokens, rows, kernel))
-            });
+            let (slots, starts) = (slots.span(), starts.span());
+            let all = RecurrentRows { slots, starts, num_tokens: rows * tokens, count: rows };
+            let us = [RowsKernel::InOrder, RowsKernel::Chunks(scratch.span())]
+                .map(|kernel| microseconds(&queue, 2, |_| layer.delta.rows(&queue, &all, kernel)));
             println!("{heads:?} rows {rows} x {tokens}: {:.1} us in order, {:.1} us in chunks", us[0], us[1]);
         }
     }

@@ -9,13 +9,12 @@
 // qkvz    [T, C + 128 V] bf16: q of K key heads, k, v of V value heads, z;  C = 256 K + 128 V
 // ba      [T, 2 V] bf16: b, a
 // out     [T, 128 V] bf16
-// slots   of a layer: the history [4, C] bf16, where the input of position p is in row p % 4; then, behind 3 C words, S [V, 128, 128]
-//         f32
+// slots   of a layer, as recurrent.cuh says: the history, and S [V, 128, 128] f32
 // weights conv [4, C], decay [V], dt_bias [V], norm [128], all f32
 #pragma once
-#include "common.cuh"
+#include "recurrent.cuh"
 
-constexpr u32 DELTA_DIM = 128, DELTA_TAPS = 4;
+constexpr u32 DELTA_DIM = 128;
 constexpr float DELTA_QUERY_SCALE = 0.08838834764831845f;  // 1 / sqrt(128)
 
 struct DeltaShape {
@@ -31,21 +30,10 @@ struct DeltaWeights {
     float eps;
 };
 
-// States of one layer; slots are `pitch` floats apart.
-struct DeltaStates {
-    float* base;
-    u64 pitch;
-    const u32* slots;
-
-    __device__ bf16* history(u32 slot) const { return reinterpret_cast<bf16*>(base + slot * pitch); }
-    __device__ float* head(u32 slot, const DeltaShape& shape, u32 head) const {
-        return base + slot * pitch + 3 * shape.channels() + (u64)head * DELTA_DIM * DELTA_DIM;
-    }
-};
-
-__device__ __forceinline__ float sigmoid(float x) { return 1.0f / (1.0f + expf(-x)); }
-
-__device__ __forceinline__ float softplus(float x) { return fmaxf(x, 0.0f) + log1pf(expf(-fabsf(x))); }
+// S of a value head.
+__device__ __forceinline__ float* delta_head_state(const RecurrentStates& states, const DeltaShape& shape, u32 slot, u32 head) {
+    return states.matrices(slot, shape.channels()) + (u64)head * DELTA_DIM * DELTA_DIM;
+}
 
 // The channel of element `i` of q | k | v of a value head.
 __device__ __forceinline__ u32 delta_channel(const DeltaShape& shape, u32 head, u32 i) {

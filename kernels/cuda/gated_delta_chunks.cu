@@ -12,9 +12,10 @@
 // test    tests/cuda_gated_delta.rs against reference::gated_delta
 // archs: 80 90a 100a ptx
 #include "gated_delta_chunks.cuh"
-#include "mma.cuh"
+#include "recurrent_conv.cuh"
+#include "recurrent_products.cuh"
 
-constexpr u32 CHUNK_THREADS = 256, WIDE = DELTA_DIM + 8, EXACT = CHUNK + 4, BLOCK = 16;
+constexpr u32 CHUNK_THREADS = 256, EXACT = CHUNK + 4, BLOCK = 16;
 
 struct ChunkShared {
     bf16 k[CHUNK * WIDE];
@@ -26,60 +27,6 @@ struct ChunkShared {
     float a[CHUNK * EXACT];
     float sums[CHUNK];  // G
     float beta[CHUNK];
-};
-
-__device__ __forceinline__ u32 in_shared(const void* p) { return (u32)__cvta_generic_to_shared(p); }
-
-__device__ __forceinline__ float silu_fast(float x) { return __fdividef(x, 1.0f + __expf(-x)); }
-
-__device__ __forceinline__ uint2 load4(const bf16* p) { return *reinterpret_cast<const uint2*>(p); }
-
-__device__ __forceinline__ uint2 pack4(const float (&x)[4]) { return make_uint2(pack_bf16x2(x[0], x[1]), pack_bf16x2(x[2], x[3])); }
-
-// Tokens of a chunk whose convolution a warp computes for 128 channels, four for each lane.
-constexpr u32 TOKENS = 8;
-
-struct Inputs {
-    uint2 x[TOKENS + 3];
-    float taps[DELTA_TAPS][4];
-
-    // From the token that is `first` behind the first of the chunk.
-    __device__ Inputs(const bf16* qkvz, const bf16* history, const float* conv, const DeltaShape& shape, const DeltaRow& row, u32 start,
-                      u32 count, u32 first, u32 channel) {
-        const bf16* from = qkvz + (u64)(start + first) * shape.stride() + channel;
-#pragma unroll
-        for (u32 j = 0; j < TOKENS; ++j, from += shape.stride()) x[j + 3] = first + j < count ? load4(from) : uint2{};
-#pragma unroll
-        for (u32 j = 0; j < 3; ++j) {
-            const u32 back = 3 - j;
-            x[j] = uint2{};
-            if (first >= count) continue;
-            if (start + first >= row.first + back) {
-                x[j] = load4(qkvz + (u64)(start + first - back) * shape.stride() + channel);
-            } else if (row.position + start + first >= row.first + back) {
-                const u32 position = row.position + start + first - row.first - back;
-                x[j] = load4(history + position % DELTA_TAPS * shape.channels() + channel);
-            }
-        }
-#pragma unroll
-        for (u32 j = 0; j < DELTA_TAPS; ++j) {
-            const float4 v = *reinterpret_cast<const float4*>(conv + j * shape.channels() + channel);
-            taps[j][0] = v.x, taps[j][1] = v.y, taps[j][2] = v.z, taps[j][3] = v.w;
-        }
-    }
-
-    // silu of the convolution at token i.
-    __device__ void mixed(float (&y)[4], u32 i) const {
-#pragma unroll
-        for (u32 c = 0; c < 4; ++c) y[c] = 0.0f;
-#pragma unroll
-        for (u32 j = 0; j < DELTA_TAPS; ++j) {
-            y[0] += taps[j][0] * unpack_lo(x[i + j].x), y[1] += taps[j][1] * unpack_hi(x[i + j].x);
-            y[2] += taps[j][2] * unpack_lo(x[i + j].y), y[3] += taps[j][3] * unpack_hi(x[i + j].y);
-        }
-#pragma unroll
-        for (u32 c = 0; c < 4; ++c) y[c] = silu_fast(y[c]);
-    }
 };
 
 // acc[4] of row `row` and columns first .. first + 4 of x y, over `count` of their common index, both stored as rows of EXACT.
@@ -131,24 +78,25 @@ __device__ __forceinline__ void invert(ChunkShared& m, u32 tid) {
 }
 
 extern "C" __global__ void __launch_bounds__(CHUNK_THREADS, 3)
-    gated_delta_chunks_bf16(bf16* out, const bf16* qkvz, const bf16* ba, DeltaWeights w, DeltaStates states, DeltaShape shape,
+    gated_delta_chunks_bf16(bf16* out, const bf16* qkvz, const bf16* ba, DeltaWeights w, RecurrentStates states, DeltaShape shape,
                             const u32* positions, const u32* row_starts, u32 rows, DeltaScratch scratch) {
     extern __shared__ __align__(16) unsigned char memory[];
     ChunkShared& m = *reinterpret_cast<ChunkShared*>(memory);
     pdl_launch();
     const u32 head = blockIdx.x, key_head = head / shape.group(), place = blockIdx.y;
     const u32 tid = threadIdx.x, warp = tid / 32, lane = tid % 32, g = lane / 4, t = lane % 4, channels = shape.channels();
-    const DeltaRow row = delta_row(row_starts, positions, row_of_place(row_starts, rows, scratch.first_place + place));
+    const ChunkRow row = chunk_row(row_starts, positions, row_of_place(row_starts, rows, scratch.first_place + place));
     const u32 chunk = scratch.first_place + place - row.first_place();
     if (chunk >= row.chunks()) return;
     const u32 start = row.start(chunk), count = row.count(chunk);
     const bf16* history = states.history(states.slots[row.index]);
+    const Conv conv{qkvz, shape.stride(), channels, w.conv, nullptr};
     pdl_wait();
     const u32 first_token = warp * TOKENS;
 #pragma unroll 1
     for (u32 part = 0; part < 3; ++part) {
         const u32 channel = delta_channel(shape, head, part * DELTA_DIM + lane * 4);
-        const Inputs inputs(qkvz, history, w.conv, shape, row, start, count, first_token, channel);
+        const ConvInputs inputs(conv, history, row, start, count, first_token, channel);
         bf16* to = (part == 0 ? m.q : m.k) + first_token * WIDE + lane * 4;
         bf16* kept = scratch.key(shape, place, key_head) + (part == 0 ? CHUNK * DELTA_DIM : 0) + first_token * DELTA_DIM + lane * 4;
         bf16* values = out + ((u64)(start + first_token) * shape.value_heads + head) * DELTA_DIM + lane * 4;

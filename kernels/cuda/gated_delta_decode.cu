@@ -1,13 +1,11 @@
 // gated_delta_decode_bf16:  one layer of Gated DeltaNet (gated_delta.cuh) for rows of one token
 // gated_delta_rows_bf16:    the same for rows of several tokens, which it computes in order
-// gated_delta_history_bf16: stores the last inputs of rows of several tokens
 //
 // slots   a decode writes the row of the history that no block of its step reads. u32::MAX marks a padding row: its output is 0.
 //         Of several tokens, padding rows have none, and begin where the tokens of the other rows end
 // saved   [R, 2] u32 or null: after so many tokens of a row, its state is stored in another slot, too; 0 tokens: it is not
 // maths   fp32 in one order for each token, so a row's result does not depend on how it is cut into steps, or on other rows
-// launch  decode, rows: grid (V, R), block 512. A warp holds eight rows of S in registers, a lane four columns of them;
-//         history: grid (ceil(C / 256), R), block 256
+// launch  grid (V, R), block 512. A warp holds eight rows of S in registers, a lane four columns of them
 // needs   sizes as in gated_delta.cuh, pointers aligned to 16 bytes: checked in gated_delta.rs before launch
 // bound   decode: memory, 128 KiB for each row and value head. S is read before the inputs arrive, and two blocks of a
 //         multiprocessor take turns with the memory. rows: three barriers for each token
@@ -40,11 +38,11 @@ __device__ __forceinline__ void add_scaled(float4& sum, float factor, const floa
 // Everything of one value head of one row but the history: tokens `first..end`.
 template <bool IS_DECODE>
 __device__ __forceinline__ void delta_head(DeltaShared& shared, bf16* out, const bf16* qkvz, const bf16* ba, const DeltaWeights& w,
-                                           const DeltaStates& states, const DeltaShape& shape, u32 slot, u32 position, u32 first,
+                                           const RecurrentStates& states, const DeltaShape& shape, u32 slot, u32 position, u32 first,
                                            u32 end, const u32* saved) {
     const u32 head = blockIdx.x, tid = threadIdx.x, warp = tid / 32, lane = tid % 32;
     const u32 channels = shape.channels(), stride = shape.stride();
-    float4* from = reinterpret_cast<float4*>(states.head(slot, shape, head) + warp * DELTA_ROWS * DELTA_DIM) + lane;
+    float4* from = reinterpret_cast<float4*>(delta_head_state(states, shape, slot, head) + warp * DELTA_ROWS * DELTA_DIM) + lane;
     float4 s[DELTA_ROWS];
 #pragma unroll
     for (u32 i = 0; i < DELTA_ROWS; ++i) {
@@ -53,15 +51,15 @@ __device__ __forceinline__ void delta_head(DeltaShared& shared, bf16* out, const
     // Threads of the convolution: their channel, its taps and its earlier inputs.
     const bool mixes = tid < 3 * DELTA_DIM;
     const u32 channel = mixes ? delta_channel(shape, head, tid) : 0;
-    float taps[DELTA_TAPS], inputs[DELTA_TAPS] = {};
+    float taps[CONV_TAPS], inputs[CONV_TAPS] = {};
     if (mixes) {
 #pragma unroll
-        for (u32 j = 0; j < DELTA_TAPS; ++j) taps[j] = w.conv[j * channels + channel];
+        for (u32 j = 0; j < CONV_TAPS; ++j) taps[j] = w.conv[j * channels + channel];
         const bf16* history = states.history(slot) + channel;
 #pragma unroll
-        for (u32 j = 0; j + 1 < DELTA_TAPS; ++j) {
-            const u32 back = DELTA_TAPS - 1 - j;
-            if (position >= back) inputs[j] = to_f32(history[(position - back) % DELTA_TAPS * channels]);
+        for (u32 j = 0; j + 1 < CONV_TAPS; ++j) {
+            const u32 back = CONV_TAPS - 1 - j;
+            if (position >= back) inputs[j] = to_f32(history[(position - back) % CONV_TAPS * channels]);
         }
     }
     const u32 saved_tokens = IS_DECODE || saved == nullptr ? 0 : saved[0];
@@ -73,19 +71,19 @@ __device__ __forceinline__ void delta_head(DeltaShared& shared, bf16* out, const
         const bf16* in = qkvz + (u64)token * stride;
         if (mixes) {
             const bf16 own = in[channel];
-            inputs[DELTA_TAPS - 1] = to_f32(own);
+            inputs[CONV_TAPS - 1] = to_f32(own);
             float sum = 0.0f;
 #pragma unroll
-            for (u32 j = 0; j < DELTA_TAPS; ++j) sum += taps[j] * inputs[j];
+            for (u32 j = 0; j < CONV_TAPS; ++j) sum += taps[j] * inputs[j];
             sum *= sigmoid(sum);
 #pragma unroll
-            for (u32 j = 0; j + 1 < DELTA_TAPS; ++j) inputs[j] = inputs[j + 1];
+            for (u32 j = 0; j + 1 < CONV_TAPS; ++j) inputs[j] = inputs[j + 1];
             shared.mixed[set][tid] = sum;
             const float squares = warp_sum(sum * sum);
             if (lane == 0 && tid < 2 * DELTA_DIM) shared.squares[set][warp] = squares;
             // One value head of a group stores q and k.
             const bool stores = tid >= 2 * DELTA_DIM || head % shape.group() == 0;
-            if (IS_DECODE && stores) states.history(slot)[position % DELTA_TAPS * channels + channel] = own;
+            if (IS_DECODE && stores) states.history(slot)[position % CONV_TAPS * channels + channel] = own;
         } else if (tid == 3 * DELTA_DIM) {
             const bf16* row = ba + (u64)token * 2 * shape.value_heads;
             shared.gates[set][0] = expf(w.decay[head] * softplus(to_f32(row[shape.value_heads + head]) + w.dt_bias[head]));
@@ -136,7 +134,7 @@ __device__ __forceinline__ void delta_head(DeltaShared& shared, bf16* out, const
             s[i].z = g * s[i].z + k[i] * added.z, s[i].w = g * s[i].w + k[i] * added.w;
         }
         if (!IS_DECODE && token + 1 == first + saved_tokens) {
-            float4* to = reinterpret_cast<float4*>(states.head(saved[1], shape, head) + warp * DELTA_ROWS * DELTA_DIM) + lane;
+            float4* to = reinterpret_cast<float4*>(delta_head_state(states, shape, saved[1], head) + warp * DELTA_ROWS * DELTA_DIM) + lane;
 #pragma unroll
             for (u32 i = 0; i < DELTA_ROWS; ++i) __stcs(to + i * (DELTA_DIM / 4), s[i]);
         }
@@ -154,7 +152,7 @@ __device__ __forceinline__ void delta_head(DeltaShared& shared, bf16* out, const
 }
 
 extern "C" __global__ void __launch_bounds__(DELTA_THREADS, 2)
-    gated_delta_decode_bf16(bf16* out, const bf16* qkvz, const bf16* ba, DeltaWeights weights, DeltaStates states, DeltaShape shape,
+    gated_delta_decode_bf16(bf16* out, const bf16* qkvz, const bf16* ba, DeltaWeights weights, RecurrentStates states, DeltaShape shape,
                             const u32* positions, u32 first_token) {
     __shared__ DeltaShared shared;
     pdl_launch();
@@ -170,7 +168,7 @@ extern "C" __global__ void __launch_bounds__(DELTA_THREADS, 2)
 }
 
 extern "C" __global__ void __launch_bounds__(DELTA_THREADS, 1)
-    gated_delta_rows_bf16(bf16* out, const bf16* qkvz, const bf16* ba, DeltaWeights weights, DeltaStates states, DeltaShape shape,
+    gated_delta_rows_bf16(bf16* out, const bf16* qkvz, const bf16* ba, DeltaWeights weights, RecurrentStates states, DeltaShape shape,
                           const u32* positions, const u32* row_starts, const u32* saved) {
     __shared__ DeltaShared shared;
     pdl_launch();
@@ -185,29 +183,4 @@ extern "C" __global__ void __launch_bounds__(DELTA_THREADS, 1)
     }
     if (saved != nullptr) saved += 2 * blockIdx.y;
     delta_head<false>(shared, out, qkvz, ba, weights, states, shape, states.slots[blockIdx.y], positions[first], first, end, saved);
-}
-
-extern "C" __global__ void __launch_bounds__(256)
-    gated_delta_history_bf16(const bf16* qkvz, DeltaStates states, DeltaShape shape, const u32* positions, const u32* row_starts,
-                             const u32* saved) {
-    pdl_launch();
-    const u32 first = row_starts[blockIdx.y], end = row_starts[blockIdx.y + 1], channels = shape.channels();
-    const u32 channel = blockIdx.x * blockDim.x + threadIdx.x;
-    if (first >= end) return;
-    pdl_wait();
-    if (channel >= channels) return;
-    bf16* history = states.history(states.slots[blockIdx.y]) + channel;
-    const u32 saved_tokens = saved == nullptr ? 0 : saved[2 * blockIdx.y];
-    if (saved_tokens > 0) {
-        // Inputs before the step are in the row's own history, which is written below.
-        bf16* to = states.history(saved[2 * blockIdx.y + 1]) + channel;
-        const u32 next = positions[first] + saved_tokens;
-        for (u32 back = 1; back < DELTA_TAPS && back <= next; ++back) {
-            const u32 place = (next - back) % DELTA_TAPS * channels;
-            to[place] = back <= saved_tokens ? qkvz[(u64)(first + saved_tokens - back) * shape.stride() + channel] : history[place];
-        }
-    }
-    for (u32 token = end - min(end - first, DELTA_TAPS - 1); token < end; ++token) {
-        history[positions[token] % DELTA_TAPS * channels] = qkvz[(u64)token * shape.stride() + channel];
-    }
 }

@@ -81,6 +81,7 @@ pub mod prefill_attention;
 pub mod quantize_rows;
 pub mod quantized_gemm;
 mod queue;
+pub mod recurrent;
 pub mod rms_norm;
 pub mod rope_cache;
 pub mod route_few_tokens;

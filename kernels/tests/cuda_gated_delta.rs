@@ -7,10 +7,8 @@ use std::sync::Arc;
 use gpu::{Random, assert_close, floats, open, poisoned};
 use half::bf16;
 use kernels::cuda::gate::gate;
-use kernels::cuda::gated_delta::{
-    DeltaShape, DeltaStates, DeltaWeights, GatedDelta, HEAD_DIM, NO_SLOT, NUM_TAPS, RowsKernel, gated_delta_decode,
-    gated_delta_rows, scratch_bytes,
-};
+use kernels::cuda::gated_delta::{DeltaShape, DeltaWeights, GatedDelta, HEAD_DIM, scratch_bytes};
+use kernels::cuda::recurrent::{NO_SLOT, NUM_TAPS, RecurrentOp, RecurrentRows, RecurrentStates, RowsKernel};
 use kernels::cuda::{DeviceBuffer, Gpu, Queue};
 use kernels::reference;
 
@@ -123,19 +121,20 @@ impl Layer {
             ba: dba.span(),
             shape: self.shape,
             weights: DeltaWeights { conv, decay, dt_bias, norm, eps: EPS },
-            states: DeltaStates { memory: self.states.span(), pitch: self.pitch, num_slots: self.num_slots },
+            states: RecurrentStates { memory: self.states.span(), pitch: self.pitch, num_slots: self.num_slots },
             positions: dpositions.span(),
         };
         if !chunks.is_empty() {
-            let starts = [dslots.span(), dstarts.span()];
+            let (slots, starts) = (dslots.span(), dstarts.span());
+            let rows = RecurrentRows { slots, starts, num_tokens: chunk_tokens, count: chunks.len() };
             let saved = self.saved.map(|saved| DeviceBuffer::from_slice(gpu, &saved).unwrap());
             let kernel = saved.as_ref().map_or(self.kernel(), |saved| RowsKernel::Saving(saved.span()));
-            gated_delta_rows(q, &delta, starts, chunk_tokens, chunks.len(), kernel).unwrap();
+            delta.rows(q, &rows, kernel).unwrap();
         }
         let num_decodes = decodes.len() + padding;
         if num_decodes > 0 {
             let own = dslots.span().elements::<u32>(chunks.len(), num_decodes);
-            gated_delta_decode(q, &delta, own, chunk_tokens, num_decodes).unwrap();
+            delta.decode(q, own, chunk_tokens, num_decodes).unwrap();
         }
         q.wait().unwrap();
         let mut found: Vec<bf16> = out.span().read(tokens * inner + 8).unwrap();

@@ -13,8 +13,9 @@ use settings::WeightPrecision;
 
 use crate::cpu::{CpuEstimate, ExpertBuffers, Widest, quantized_bytes};
 use crate::cuda::{
-    self, CudaDevice, Estimate, ExpertSizes, ProductScratch, RowOrder, check_latent_shape, copy_format, delta_shape,
-    division, expert_format, gate_order, guess_bytes, has_fp8_inputs, largest_bucket, packed_format, tensor_rows,
+    self, CudaDevice, Estimate, ExpertSizes, ProductScratch, RecurrentKernel, RowOrder, check_latent_shape,
+    copy_format, division, expert_format, gate_order, guess_bytes, has_fp8_inputs, largest_bucket, packed_format,
+    tensor_rows,
 };
 use crate::slices::is_computed;
 
@@ -383,7 +384,7 @@ impl Device for Estimator {
     fn load_recurrent(&mut self, weights: &RecurrentWeights) -> Result<EstimatedWeight, DeviceError> {
         let RecurrentWeights { shape, conv, conv_bias, a_log, dt_bias, skip, norm } = weights;
         if self.target == Target::Cuda {
-            self.product_scratch.count_recurrent(delta_shape(shape)?);
+            self.product_scratch.count_recurrent(RecurrentKernel::new(shape)?);
         }
         let cols = [conv, conv_bias, a_log, dt_bias, skip, norm].into_iter().map(Vec::len).sum();
         // All devices keep them in f32.

@@ -82,7 +82,7 @@ use packed::Packed;
 pub(crate) use packed::{ProductScratch, expert_format, has_fp8_inputs, packed_format};
 use pipeline::Pipeline;
 use queued::{Current, InFlight};
-pub(crate) use recurrent::delta_shape;
+pub(crate) use recurrent::RecurrentKernel;
 use recurrent::{RecurrentLayer, States};
 use rows::Rows;
 pub(crate) use weights::gate_order;

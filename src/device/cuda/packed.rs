@@ -1,13 +1,13 @@
 //! Weights that stay quantized on the GPU: which ones, and how their codes and scales are filled.
 
 use kernels::cuda::Span;
-use kernels::cuda::gated_delta::{DeltaShape, scratch_bytes};
 use kernels::cuda::quantize_rows::Fp8Rows;
 use kernels::cuda::quantized_gemm::{PackedFormat, PackedWeight, TILE};
 use ops::{DType, Quantization, QuantizedRows, WeightData, WeightSlice};
 
 use super::CudaWeight;
 use super::load::{Part, RowOrder};
+use super::recurrent::RecurrentKernel;
 
 /// Codes of a weight, and where its scales are.
 #[derive(Debug, Clone, Copy)]
@@ -27,8 +27,8 @@ pub(crate) struct ProductScratch {
     expanded: usize,
     /// Columns of the widest inputs in e4m3.
     fp8_cols: usize,
-    /// Heads of the largest layer with a recurrent state.
-    recurrent: Option<DeltaShape>,
+    /// The layer with a recurrent state that needs most.
+    recurrent: Option<RecurrentKernel>,
 }
 
 impl ProductScratch {
@@ -41,8 +41,8 @@ impl ProductScratch {
     }
 
     /// Makes room for a layer with a recurrent state.
-    pub(crate) fn count_recurrent(&mut self, shape: DeltaShape) {
-        self.recurrent = self.recurrent.into_iter().chain([shape]).max_by_key(|&shape| scratch_bytes(shape, 1));
+    pub(crate) fn count_recurrent(&mut self, kernel: RecurrentKernel) {
+        self.recurrent = self.recurrent.into_iter().chain([kernel]).max_by_key(|kernel| kernel.scratch_bytes(1));
     }
 
     /// Whether a weight may have inputs in e4m3 of this width.
@@ -57,7 +57,7 @@ impl ProductScratch {
 
     /// Bytes for steps of up to `tokens` tokens.
     pub(crate) fn bytes(self, tokens: usize) -> usize {
-        let chunks = self.recurrent.map_or(0, |shape| scratch_bytes(shape, tokens));
+        let chunks = self.recurrent.map_or(0, |kernel| kernel.scratch_bytes(tokens));
         self.expanded.max(Fp8Rows::bytes(tokens, self.fp8_cols)).max(chunks)
     }
 }

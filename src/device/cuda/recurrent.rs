@@ -4,23 +4,23 @@ use std::sync::Arc;
 
 use engine::CopiedState;
 use kernels::cuda::gate::gate;
-use kernels::cuda::gated_delta::{
-    DeltaShape, DeltaStates, DeltaWeights, GatedDelta, HEAD_DIM, NUM_TAPS, RowsKernel, gated_delta_decode,
-    gated_delta_rows,
-};
+use kernels::cuda::gated_delta::{self, DeltaShape, DeltaWeights, GatedDelta, HEAD_DIM};
+use kernels::cuda::recurrent::{NUM_TAPS, RecurrentOp, RecurrentRows, RecurrentStates, RowsKernel};
 use kernels::cuda::{CudaError, DeviceBuffer, Gpu, Queue, Residence, Span};
-use ops::{AttentionSpec, DeviceError, RecurrentShape, RecurrentWeights, StepInputs};
+use ops::{AttentionSpec, DeviceError, Feature, RecurrentRule, RecurrentShape, RecurrentWeights, StepInputs};
 
 use super::{CudaDevice, CudaTensor, CudaWeight, device_error};
 
+/// The sizes of a layer as the kernels of its rule take them.
+#[derive(Debug, Clone, Copy)]
+pub(crate) enum RecurrentKernel {
+    GatedDelta(DeltaShape),
+}
+
 /// The weights of a layer besides its projections.
 #[derive(Debug, Clone, Copy)]
-pub(crate) struct RecurrentLayer {
-    shape: DeltaShape,
-    conv: Span,    // [taps, C] f32
-    decay: Span,   // [V] f32
-    dt_bias: Span, // [V] f32
-    norm: Span,    // [DV] f32
+pub(crate) enum RecurrentLayer {
+    GatedDelta(DeltaShape, DeltaWeights),
 }
 
 /// Recurrent states of sequences: slots of all layers' states, one after the other.
@@ -96,49 +96,67 @@ impl States {
     }
 
     /// The states of a layer in all slots.
-    fn layer(&self, layer: usize) -> DeltaStates {
+    fn layer(&self, layer: usize) -> RecurrentStates {
         let memory = self.memory.as_ref().expect("states are allocated before the first step").span();
         let start = self.starts[layer];
         let memory = memory.elements::<f32>(start, memory.count::<f32>() - start);
-        DeltaStates { memory, pitch: self.pitch, num_slots: self.num_slots }
+        RecurrentStates { memory, pitch: self.pitch, num_slots: self.num_slots }
     }
 }
 
-/// The sizes of a layer as the kernels take them; refuses others.
-pub(crate) fn delta_shape(shape: &RecurrentShape) -> Result<DeltaShape, DeviceError> {
-    let RecurrentShape { num_key_heads, num_value_heads, key_dim, value_dim, num_taps, rule: _ } = *shape;
-    if [key_dim, value_dim, num_taps] == [HEAD_DIM, HEAD_DIM, NUM_TAPS] {
-        return Ok(DeltaShape { num_key_heads, num_value_heads });
+impl RecurrentKernel {
+    /// The kernels for a layer; refuses rules and sizes that they do not have.
+    pub(crate) fn new(shape: &RecurrentShape) -> Result<Self, DeviceError> {
+        let RecurrentShape { num_key_heads, num_value_heads, key_dim, value_dim, num_taps, rule } = *shape;
+        let refused = |what: &str, expected: String| DeviceError::Unsupported {
+            what: format!("layers with a recurrent state ({what}) on GPUs"),
+            found: format!("keys of {key_dim}, values of {value_dim}, a convolution of {num_taps}"),
+            expected: format!("{expected} and a convolution of {NUM_TAPS}, or `--device=cpu`"),
+        };
+        match rule {
+            RecurrentRule::GatedDelta { .. } if [key_dim, value_dim, num_taps] == [HEAD_DIM, HEAD_DIM, NUM_TAPS] => {
+                Ok(Self::GatedDelta(DeltaShape { num_key_heads, num_value_heads }))
+            }
+            RecurrentRule::GatedDelta { .. } => {
+                Err(refused("Gated DeltaNet", format!("keys and values of {HEAD_DIM}")))
+            }
+            RecurrentRule::Mamba2 { .. } => Err(DeviceError::lacks(Feature::Mamba2)),
+            RecurrentRule::ShortConv => Err(DeviceError::lacks(Feature::ShortConv)),
+        }
     }
-    Err(DeviceError::Unsupported {
-        what: "layers with a recurrent state (Gated DeltaNet) on GPUs".into(),
-        found: format!("keys of {key_dim}, values of {value_dim}, a convolution of {num_taps}"),
-        expected: format!("keys and values of {HEAD_DIM} and a convolution of {NUM_TAPS}, or `--device=cpu`"),
-    })
+
+    /// Bytes of scratch memory for chunks of steps of up to `tokens` tokens.
+    pub(crate) fn scratch_bytes(self, tokens: usize) -> usize {
+        match self {
+            Self::GatedDelta(shape) => gated_delta::scratch_bytes(shape, tokens),
+        }
+    }
 }
 
 impl CudaDevice {
     pub(super) fn load_recurrent_layer(&mut self, layer: &RecurrentWeights) -> Result<CudaWeight, DeviceError> {
-        let RecurrentWeights { shape, conv, a_log, dt_bias, norm, conv_bias: _, skip: _ } = layer;
-        let delta = delta_shape(shape)?;
-        self.product_scratch.count_recurrent(delta);
-        let mut values: Vec<f32> =
-            (0..NUM_TAPS).flat_map(|tap| conv.iter().skip(tap).step_by(NUM_TAPS)).copied().collect();
-        values.extend(a_log.iter().map(|a_log| -a_log.exp()));
-        values.extend(dt_bias);
-        values.extend(norm);
-        let buffer = DeviceBuffer::from_slice(&self.gpu, &values).map_err(device_error)?;
+        let RecurrentWeights { shape, conv, conv_bias, a_log, dt_bias, skip, norm } = layer;
+        let kernel = RecurrentKernel::new(shape)?;
+        self.product_scratch.count_recurrent(kernel);
+        let taps = shape.num_taps;
+        let conv: Vec<f32> = (0..taps).flat_map(|tap| conv.iter().skip(tap).step_by(taps)).copied().collect();
+        let decay: Vec<f32> = a_log.iter().map(|a_log| -a_log.exp()).collect();
+        let parts = [&conv, conv_bias, &decay, dt_bias, skip, norm];
+        let buffer = DeviceBuffer::from_slice(&self.gpu, &parts.map(Vec::as_slice).concat()).map_err(device_error)?;
         let all = buffer.span();
         self.weights.push(buffer);
-        let (taps, heads) = (conv.len(), shape.num_value_heads);
-        let recurrent = RecurrentLayer {
-            shape: delta,
-            conv: all.elements::<f32>(0, taps),
-            decay: all.elements::<f32>(taps, heads),
-            dt_bias: all.elements::<f32>(taps + heads, heads),
-            norm: all.elements::<f32>(taps + 2 * heads, HEAD_DIM),
+        let mut start = 0;
+        let [conv, _, decay, dt_bias, _, norm] = parts.map(|part| {
+            start += part.len();
+            all.elements::<f32>(start - part.len(), part.len())
+        });
+        let recurrent = match kernel {
+            RecurrentKernel::GatedDelta(shape) => {
+                // The layer's norm is its own call's.
+                RecurrentLayer::GatedDelta(shape, DeltaWeights { conv, decay, dt_bias, norm, eps: 0.0 })
+            }
         };
-        Ok(CudaWeight { recurrent: Some(recurrent), ..CudaWeight::matrix(all, 1, values.len()) })
+        Ok(CudaWeight { recurrent: Some(recurrent), ..CudaWeight::matrix(all, 1, start) })
     }
 
     pub(super) fn take_states(&mut self, spec: &AttentionSpec, num_slots: usize) -> Result<(), DeviceError> {
@@ -163,40 +181,41 @@ impl CudaDevice {
         }
         self.run_deferred()?;
         self.flush()?;
-        let RecurrentLayer { shape, conv, decay, dt_bias, norm } =
-            weights.recurrent.expect("the weights of a layer with a state");
+        let spans = self.current().spans;
+        let states = self.states.layer(layer);
+        let (out, positions) = (out.values, spans.positions);
+        match weights.recurrent.expect("the weights of a layer with a state") {
+            RecurrentLayer::GatedDelta(shape, weights) => {
+                let (qkvz, ba, weights) = (qkvz.values, ba.values, DeltaWeights { eps, ..weights });
+                self.run_recurrent(&GatedDelta { out, qkvz, ba, shape, weights, states, positions })
+            }
+        }
+    }
+
+    /// Computes the rows of the step.
+    fn run_recurrent(&self, op: &impl RecurrentOp) -> Result<(), DeviceError> {
         let (spans, step) = (self.current().spans, self.current().shape);
-        let delta = GatedDelta {
-            out: out.values,
-            qkvz: qkvz.values,
-            ba: ba.values,
-            shape,
-            weights: DeltaWeights { conv, decay, dt_bias, norm, eps },
-            states: self.states.layer(layer),
-            positions: spans.positions,
-        };
         let decodes = step.rows - step.prefill_rows;
         // Rows of several tokens that are chunks, and their tokens; others compute their tokens in order, decodes among them.
         let [chunks, chunk_tokens] = self.current().in_order.unwrap_or([step.prefill_rows, step.tokens - decodes]);
-        let rows_from = |first: usize, count: usize| {
-            [spans.states.elements::<u32>(first, count), spans.state_starts.elements::<u32>(first, count + 1)]
+        let rows = |first: usize, count: usize, num_tokens: usize| {
+            let slots = spans.states.elements::<u32>(first, count);
+            RecurrentRows { slots, starts: spans.state_starts.elements::<u32>(first, count + 1), num_tokens, count }
         };
         if chunks > 0 {
             let kernel = match self.config.use_fast_kernels {
                 true => RowsKernel::Chunks(self.workspace().products.span()),
                 false => RowsKernel::InOrder,
             };
-            gated_delta_rows(&self.queue, &delta, rows_from(0, chunks), chunk_tokens, chunks, kernel)
-                .map_err(device_error)?;
+            op.rows(&self.queue, &rows(0, chunks, chunk_tokens), kernel).map_err(device_error)?;
         }
         if self.current().in_order.is_some() {
             let count = step.rows - chunks;
             let kernel = RowsKernel::Saving(spans.saved_states.elements::<u32>(2 * chunks, 2 * count));
-            gated_delta_rows(&self.queue, &delta, rows_from(chunks, count), step.tokens, count, kernel)
-                .map_err(device_error)?;
+            op.rows(&self.queue, &rows(chunks, count, step.tokens), kernel).map_err(device_error)?;
         } else if decodes > 0 {
             let slots = spans.states.elements::<u32>(step.prefill_rows, decodes);
-            gated_delta_decode(&self.queue, &delta, slots, chunk_tokens, decodes).map_err(device_error)?;
+            op.decode(&self.queue, slots, chunk_tokens, decodes).map_err(device_error)?;
         }
         Ok(())
     }
