@@ -72,6 +72,7 @@ pub mod library;
 pub mod library_gemm;
 pub mod linear_chain;
 pub mod low_rank;
+pub mod mamba2;
 mod mapping;
 mod memory;
 pub mod owner_norm;
