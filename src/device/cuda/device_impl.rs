@@ -359,12 +359,12 @@ impl Device for CudaDevice {
     fn recurrent(
         &mut self,
         out: &mut CudaTensor,
-        [qkvz, ba]: [&CudaTensor; 2],
+        [inputs, steps]: [&CudaTensor; 2],
         layer: usize,
         weights: &CudaWeight,
         eps: f32,
     ) -> Result<(), DeviceError> {
-        self.op_recurrent(*out, [*qkvz, *ba], layer, weights, eps)
+        self.op_recurrent(*out, [*inputs, *steps], layer, weights, eps)
     }
 
     fn reduce_add_norm(

@@ -260,7 +260,6 @@ impl CudaDevice {
         Feature::QueryGains,
         Feature::SparseMixer,
         Feature::LatentQueryScale,
-        Feature::Mamba2,
         Feature::PlainExperts,
         Feature::ExpertLatents,
         Feature::ShortConv,

@@ -5,6 +5,7 @@ use std::sync::Arc;
 use engine::CopiedState;
 use kernels::cuda::gate::gate;
 use kernels::cuda::gated_delta::{self, DeltaShape, DeltaWeights, GatedDelta, HEAD_DIM};
+use kernels::cuda::mamba2::{self, Mamba2, MambaShape, MambaWeights};
 use kernels::cuda::recurrent::{NUM_TAPS, RecurrentOp, RecurrentRows, RecurrentStates, RowsKernel};
 use kernels::cuda::{CudaError, DeviceBuffer, Gpu, Queue, Residence, Span};
 use ops::{AttentionSpec, DeviceError, Feature, RecurrentRule, RecurrentShape, RecurrentWeights, StepInputs};
@@ -15,12 +16,15 @@ use super::{CudaDevice, CudaTensor, CudaWeight, device_error};
 #[derive(Debug, Clone, Copy)]
 pub(crate) enum RecurrentKernel {
     GatedDelta(DeltaShape),
+    /// With the number of heads that have one norm together.
+    Mamba2(MambaShape, usize),
 }
 
 /// The weights of a layer besides its projections.
 #[derive(Debug, Clone, Copy)]
 pub(crate) enum RecurrentLayer {
     GatedDelta(DeltaShape, DeltaWeights),
+    Mamba2(MambaShape, MambaWeights),
 }
 
 /// Recurrent states of sequences: slots of all layers' states, one after the other.
@@ -113,14 +117,23 @@ impl RecurrentKernel {
             found: format!("keys of {key_dim}, values of {value_dim}, a convolution of {num_taps}"),
             expected: format!("{expected} and a convolution of {NUM_TAPS}, or `--device=cpu`"),
         };
+        let has_taps = num_taps == NUM_TAPS;
         match rule {
-            RecurrentRule::GatedDelta { .. } if [key_dim, value_dim, num_taps] == [HEAD_DIM, HEAD_DIM, NUM_TAPS] => {
+            RecurrentRule::GatedDelta { .. } if has_taps && [key_dim, value_dim] == [HEAD_DIM; 2] => {
                 Ok(Self::GatedDelta(DeltaShape { num_key_heads, num_value_heads }))
             }
             RecurrentRule::GatedDelta { .. } => {
                 Err(refused("Gated DeltaNet", format!("keys and values of {HEAD_DIM}")))
             }
-            RecurrentRule::Mamba2 { .. } => Err(DeviceError::lacks(Feature::Mamba2)),
+            RecurrentRule::Mamba2 { norm_heads }
+                if has_taps && key_dim == mamba2::KEY_DIM && mamba2::VALUE_DIMS.contains(&value_dim) =>
+            {
+                Ok(Self::Mamba2(MambaShape { num_key_heads, num_value_heads, value_dim }, norm_heads))
+            }
+            RecurrentRule::Mamba2 { .. } => {
+                let [key_dim, value_dims] = [format!("{}", mamba2::KEY_DIM), format!("{:?}", mamba2::VALUE_DIMS)];
+                Err(refused("Mamba-2", format!("a state of {key_dim}, heads of one of {value_dims}")))
+            }
             RecurrentRule::ShortConv => Err(DeviceError::lacks(Feature::ShortConv)),
         }
     }
@@ -129,6 +142,7 @@ impl RecurrentKernel {
     pub(crate) fn scratch_bytes(self, tokens: usize) -> usize {
         match self {
             Self::GatedDelta(shape) => gated_delta::scratch_bytes(shape, tokens),
+            Self::Mamba2(shape, _) => shape.scratch_bytes(tokens),
         }
     }
 }
@@ -141,19 +155,24 @@ impl CudaDevice {
         let taps = shape.num_taps;
         let conv: Vec<f32> = (0..taps).flat_map(|tap| conv.iter().skip(tap).step_by(taps)).copied().collect();
         let decay: Vec<f32> = a_log.iter().map(|a_log| -a_log.exp()).collect();
-        let parts = [&conv, conv_bias, &decay, dt_bias, skip, norm];
+        // What kernels read as vectors comes first.
+        let parts = [&conv, conv_bias, norm, &decay, dt_bias, skip];
         let buffer = DeviceBuffer::from_slice(&self.gpu, &parts.map(Vec::as_slice).concat()).map_err(device_error)?;
         let all = buffer.span();
         self.weights.push(buffer);
         let mut start = 0;
-        let [conv, _, decay, dt_bias, _, norm] = parts.map(|part| {
+        let [conv, conv_bias, norm, decay, dt_bias, skip] = parts.map(|part| {
             start += part.len();
-            all.elements::<f32>(start - part.len(), part.len())
+            if part.is_empty() { Span::NULL } else { all.elements::<f32>(start - part.len(), part.len()) }
         });
+        let eps = 0.0; // That of a call is used.
         let recurrent = match kernel {
             RecurrentKernel::GatedDelta(shape) => {
-                // The layer's norm is its own call's.
-                RecurrentLayer::GatedDelta(shape, DeltaWeights { conv, decay, dt_bias, norm, eps: 0.0 })
+                RecurrentLayer::GatedDelta(shape, DeltaWeights { conv, decay, dt_bias, norm, eps })
+            }
+            RecurrentKernel::Mamba2(shape, norm_heads) => {
+                let weights = MambaWeights { conv, conv_bias, decay, dt_bias, skip, norm, norm_heads, eps };
+                RecurrentLayer::Mamba2(shape, weights)
             }
         };
         Ok(CudaWeight { recurrent: Some(recurrent), ..CudaWeight::matrix(all, 1, start) })
@@ -171,7 +190,7 @@ impl CudaDevice {
     pub(super) fn op_recurrent(
         &mut self,
         out: CudaTensor,
-        [qkvz, ba]: [CudaTensor; 2],
+        inputs: [CudaTensor; 2],
         layer: usize,
         weights: &CudaWeight,
         eps: f32,
@@ -183,11 +202,15 @@ impl CudaDevice {
         self.flush()?;
         let spans = self.current().spans;
         let states = self.states.layer(layer);
-        let (out, positions) = (out.values, spans.positions);
+        let (out, [inputs, steps], positions) = (out.values, inputs.map(|tensor| tensor.values), spans.positions);
         match weights.recurrent.expect("the weights of a layer with a state") {
             RecurrentLayer::GatedDelta(shape, weights) => {
-                let (qkvz, ba, weights) = (qkvz.values, ba.values, DeltaWeights { eps, ..weights });
+                let (qkvz, ba, weights) = (inputs, steps, DeltaWeights { eps, ..weights });
                 self.run_recurrent(&GatedDelta { out, qkvz, ba, shape, weights, states, positions })
+            }
+            RecurrentLayer::Mamba2(shape, weights) => {
+                let (dt, weights) = (steps, MambaWeights { eps, ..weights });
+                self.run_recurrent(&Mamba2 { out, inputs, dt, shape, weights, states, positions })
             }
         }
     }
