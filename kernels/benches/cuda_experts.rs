@@ -9,7 +9,7 @@ use gpu::{microseconds, random};
 use half::bf16;
 use kernels::cuda::gated_activation::GateActivation;
 use kernels::cuda::gather_rows::gather_rows;
-use kernels::cuda::grouped_gemm::{Gate, GroupedRows, GroupedWeight, Kernel, grouped_gemm};
+use kernels::cuda::grouped_gemm::{Gate, GroupedEpilogue, GroupedRows, GroupedWeight, Kernel, grouped_gemm};
 use kernels::cuda::quantized_gemm::PackedFormat;
 use kernels::cuda::route_few_tokens::{BARRIER_BYTES, RouterProduct, route_few_tokens, takes};
 use kernels::cuda::route_tokens::{Choices, Router, route_tokens};
@@ -108,12 +108,13 @@ fn main() {
                 };
                 let grouped = GroupedRows { offsets: offsets.span(), tokens, routes };
                 let gate_up = |i: usize| {
-                    let (weight, gate) =
-                        (weight(i, 0, 2 * inner, hidden)?, Some(Gate::Activation(GateActivation::Silu)));
-                    grouped_gemm(&q, inside.span(), rows.span(), &weight, grouped, gate, kernel)
+                    let weight = weight(i, 0, 2 * inner, hidden)?;
+                    let epilogue = GroupedEpilogue::Gated(Gate::Activation(GateActivation::Silu));
+                    grouped_gemm(&q, inside.span(), rows.span(), &weight, grouped, epilogue, kernel)
                 };
                 let down = |i: usize| {
-                    grouped_gemm(&q, y.span(), inside.span(), &weight(i, 1, hidden, inner)?, grouped, None, kernel)
+                    let weight = weight(i, 1, hidden, inner)?;
+                    grouped_gemm(&q, y.span(), inside.span(), &weight, grouped, GroupedEpilogue::Store, kernel)
                 };
                 let whole = |i: usize| {
                     sort(i)?;

@@ -5,8 +5,9 @@
 constexpr int MAX_GROUPS = 512;
 
 // What follows the product. The gated ones have N / 2 outputs; rows 16 b + i of w are gate row 8 b + i for i < 8 and up row
-// 8 b + i - 8 for i >= 8.
+// 8 b + i - 8 for i >= 8. PLAIN more than the gated one is its activation alone, of N outputs.
 enum GroupedEpilogue : u32 { STORE_ROWS = 0, GATE_SILU = 1, GATE_GELU_TANH = 2, GATE_GELU = 3, GATE_RELU = 4, GATE_RELU_SQUARED = 5, GATE_CLAMPED = 6 };
+constexpr u32 PLAIN = 6;
 
 template <u32 VALUE>
 struct Constant {
@@ -23,19 +24,33 @@ struct Grouped {
     float alpha, limit;  // of GATE_CLAMPED
 };
 
-// act(gate) * up, for an epilogue that is known when the kernel is compiled. GATE_CLAMPED is g * sigmoid(alpha g) * (u + 1)
-// with g = min(gate, limit) and u = clamp(up, -limit, limit).
+__device__ constexpr bool is_gated(u32 epilogue) { return epilogue >= GATE_SILU && epilogue <= GATE_CLAMPED; }
+
+// The activation of an epilogue that is known when the kernel is compiled.
+template <u32 EPILOGUE>
+__device__ __forceinline__ float activate_by(float x) {
+    if constexpr (EPILOGUE == GATE_SILU) return silu(x);
+    if constexpr (EPILOGUE == GATE_GELU_TANH) return gelu_tanh(x);
+    if constexpr (EPILOGUE == GATE_GELU) return gelu(x);
+    if constexpr (EPILOGUE == GATE_RELU) return relu(x);
+    return relu_squared(x);
+}
+
+// act(gate) * up. GATE_CLAMPED is g * sigmoid(alpha g) * (u + 1) with g = min(gate, limit) and u = clamp(up, -limit, limit).
 template <u32 EPILOGUE>
 __device__ __forceinline__ float gate_by(const Grouped& p, float gate, float up) {
     if constexpr (EPILOGUE == GATE_CLAMPED) {
         const float g = fminf(gate, p.limit), u = fminf(fmaxf(up, -p.limit), p.limit);
         return __fdividef(g, 1.0f + __expf(-p.alpha * g)) * (u + 1.0f);
     }
-    if constexpr (EPILOGUE == GATE_SILU) return silu(gate) * up;
-    if constexpr (EPILOGUE == GATE_GELU_TANH) return gelu_tanh(gate) * up;
-    if constexpr (EPILOGUE == GATE_GELU) return gelu(gate) * up;
-    if constexpr (EPILOGUE == GATE_RELU) return relu(gate) * up;
-    return relu_squared(gate) * up;
+    return activate_by<EPILOGUE>(gate) * up;
+}
+
+// act(x), or x if there is no activation.
+template <u32 EPILOGUE>
+__device__ __forceinline__ float plain_by(float x) {
+    if constexpr (EPILOGUE == STORE_ROWS) return x;
+    return activate_by<EPILOGUE - PLAIN>(x);
 }
 
 // Calls `f` with the epilogue as a constant, so that loops inside it have no branch.
@@ -48,6 +63,11 @@ __device__ __forceinline__ void with_epilogue(u32 epilogue, const F& f) {
         case GATE_GELU: f(Constant<GATE_GELU>()); break;
         case GATE_RELU: f(Constant<GATE_RELU>()); break;
         case GATE_CLAMPED: f(Constant<GATE_CLAMPED>()); break;
+        case PLAIN + GATE_SILU: f(Constant<PLAIN + GATE_SILU>()); break;
+        case PLAIN + GATE_GELU_TANH: f(Constant<PLAIN + GATE_GELU_TANH>()); break;
+        case PLAIN + GATE_GELU: f(Constant<PLAIN + GATE_GELU>()); break;
+        case PLAIN + GATE_RELU: f(Constant<PLAIN + GATE_RELU>()); break;
+        case PLAIN + GATE_RELU_SQUARED: f(Constant<PLAIN + GATE_RELU_SQUARED>()); break;
         default: f(Constant<GATE_RELU_SQUARED>()); break;
     }
 }

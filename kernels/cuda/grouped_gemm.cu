@@ -4,7 +4,7 @@
 //
 // x        [R, K]    bf16, rows sorted by expert
 // w        [L, N, K] bf16
-// y        [R, N] bf16, or [R, N / 2] bf16 = act(gate) * up: grouped.cuh
+// y        [R, N] bf16, also through an activation, or [R, N / 2] bf16 = act(gate) * up: grouped.cuh
 // maths    fp32 in mma.sync, K in eight interleaved parts, summed in order: no result depends on other rows
 // launch   grid ceil(N / 16) times an upper bound of the number of tiles of NT rows, block 256: a block has 16 rows of an
 //          expert's w. Each of its 8 warps has every eighth run of 32 columns, loaded directly from memory into the
@@ -75,7 +75,7 @@ __device__ __forceinline__ void grouped_gemm(const Grouped& p, const bf16* x, co
 
     const bf16* bias = p.bias ? p.bias + (u64)tile.expert * p.n : nullptr;
     with_epilogue(p.epilogue, [&](auto epilogue) {
-        constexpr bool IS_GATED = epilogue.value != STORE_ROWS;
+        constexpr bool IS_GATED = is_gated(epilogue.value);
         constexpr u32 COLUMNS = IS_GATED ? ROWS / 2 : ROWS;
         for (u32 i = threadIdx.x; i < tile.rows * COLUMNS; i += blockDim.x) {
             const u32 row = i / COLUMNS, c = i % COLUMNS;
@@ -85,7 +85,7 @@ __device__ __forceinline__ void grouped_gemm(const Grouped& p, const bf16* x, co
                 const float up = tile_sum<NT>(partial, row, c + 8) + (bias ? to_f32(bias[n0 + c + 8]) : 0.0f);
                 p.y[(u64)(tile.first + row) * (p.n / 2) + n0 / 2 + c] = to_bf16(gate_by<epilogue.value>(p, v, up));
             } else {
-                p.y[(u64)(tile.first + row) * p.n + n0 + c] = to_bf16(v);
+                p.y[(u64)(tile.first + row) * p.n + n0 + c] = to_bf16(plain_by<epilogue.value>(v));
             }
         }
     });

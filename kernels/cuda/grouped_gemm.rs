@@ -17,6 +17,8 @@ const OP: &str = "grouped_gemm";
 
 /// Rows of a tile of the kernels for few rows, at most.
 const MAX_TILE_ROWS: usize = 64;
+/// What the code of an activation alone has more than that of its gate.
+const PLAIN: u32 = 6;
 /// Rows of an expert from which on the kernel for many rows is faster.
 const WIDE_ROWS: usize = 24;
 /// The same for weights in 8 or 4 bits, all of which are expanded for it.
@@ -51,6 +53,28 @@ pub enum Gate {
         /// `limit`.
         limit: f32,
     },
+}
+
+/// What follows a product.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub enum GroupedEpilogue {
+    /// Sums are stored.
+    Store,
+    /// The activation of each sum is stored.
+    Activated(GateActivation),
+    /// The two halves are joined.
+    Gated(Gate),
+}
+
+impl GroupedEpilogue {
+    fn is_gated(self) -> bool {
+        matches!(self, Self::Gated(_))
+    }
+
+    /// Number of columns that are stored for `n` sums.
+    pub fn outputs(self, n: usize) -> usize {
+        if self.is_gated() { n / 2 } else { n }
+    }
 }
 
 impl GroupedWeight {
@@ -109,8 +133,8 @@ pub fn has_hopper_kernels(gpu: &Gpu) -> bool {
     gpu.capability().0 == 9 && gpu.has_kernel("sm90_grouped_gemm_bf16")
 }
 
-/// `y[r, :] = x[r, :] @ weight[expert of r]^T + bias`, `[routes, n]`; with `gate`, `[routes, n / 2]`, where the rows of each expert's weight
-/// are packed in groups of [`GATE_GROUP`]. The result of a row does not depend on other rows; if weights are packed, on nothing but
+/// `y[r, :] = x[r, :] @ weight[expert of r]^T + bias`, `[routes, n]`, and an activation of it; if it is gated, `[routes, n / 2]`, where the
+/// rows of each expert's weight are packed in groups of [`GATE_GROUP`]. The result of a row does not depend on other rows; if weights are packed, on nothing but
 /// whether there are more than 16 tokens.
 pub fn grouped_gemm(
     q: &Queue,
@@ -118,13 +142,13 @@ pub fn grouped_gemm(
     x: Span,
     weight: &GroupedWeight,
     rows: GroupedRows,
-    gate: Option<Gate>,
+    epilogue: GroupedEpilogue,
     kernel: Kernel,
 ) -> Result<(), CudaError> {
-    check(y, x, weight, rows, gate)?;
+    check(y, x, weight, rows, epilogue)?;
     ensure!(OP, weight.packed.is_none() || kernel == Kernel::Skinny, "packed weights by {kernel:?}; expected Skinny");
     let GroupedWeight { num_experts, n, k, .. } = *weight;
-    let parameters = parameters(y, weight, rows, gate);
+    let parameters = parameters(y, weight, rows, epilogue);
     // Every expert with rows has at least one tile.
     let most_tiles = |tile_rows: usize| rows.routes.min(num_experts) + rows.routes / tile_rows;
     let tile_rows = rows.tokens.next_power_of_two().clamp(8, MAX_TILE_ROWS);
@@ -205,15 +229,21 @@ fn ring(gpu: &Gpu, stage_bytes: usize, most: usize, other_bytes: usize) -> (u32,
     (stages as u32, (stages * stage_bytes + 1024) as u32)
 }
 
-fn check(y: Span, x: Span, weight: &GroupedWeight, rows: GroupedRows, gate: Option<Gate>) -> Result<(), CudaError> {
+fn check(
+    y: Span,
+    x: Span,
+    weight: &GroupedWeight,
+    rows: GroupedRows,
+    epilogue: GroupedEpilogue,
+) -> Result<(), CudaError> {
     let GroupedWeight { weight, packed, bias, num_experts, n, k } = *weight;
     let GroupedRows { offsets, tokens, routes } = rows;
     ensure!(OP, (1..=MAX_EXPERTS).contains(&num_experts), "{num_experts} experts; expected 1 to {MAX_EXPERTS}");
     ensure!(OP, k > 0 && k.is_multiple_of(8), "{k} inputs are not a multiple of 8");
-    let group = if gate.is_some() { 2 * GATE_GROUP } else { 8 };
+    let group = if epilogue.is_gated() { 2 * GATE_GROUP } else { 8 };
     ensure!(OP, n > 0 && n.is_multiple_of(group), "{n} outputs are not a multiple of {group}");
     ensure!(OP, tokens > 0 && routes > 0, "no rows");
-    let outputs = if gate.is_some() { n / 2 } else { n };
+    let outputs = epilogue.outputs(n);
     ensure!(OP, x.count::<bf16>() >= routes * k, "x is shorter than {routes} x {k}");
     ensure!(OP, y.count::<bf16>() >= routes * outputs, "y is shorter than {routes} x {outputs}");
     let (weight_bytes, scales_bytes) = match packed {
@@ -237,11 +267,12 @@ fn check(y: Span, x: Span, weight: &GroupedWeight, rows: GroupedRows, gate: Opti
 }
 
 /// `Grouped` of the kernels: y, bias, offsets, groups, n, k, epilogue, alpha, limit.
-fn parameters(y: Span, weight: &GroupedWeight, rows: GroupedRows, gate: Option<Gate>) -> [u64; 6] {
-    let (epilogue, alpha, limit): (u32, f32, f32) = match gate {
-        None => (0, 0.0, 0.0),
-        Some(Gate::Activation(activation)) => (activation_code(activation), 0.0, 0.0),
-        Some(Gate::Clamped { alpha, limit }) => (6, alpha, limit),
+fn parameters(y: Span, weight: &GroupedWeight, rows: GroupedRows, epilogue: GroupedEpilogue) -> [u64; 6] {
+    let (epilogue, alpha, limit): (u32, f32, f32) = match epilogue {
+        GroupedEpilogue::Store => (0, 0.0, 0.0),
+        GroupedEpilogue::Activated(activation) => (PLAIN + activation_code(activation), 0.0, 0.0),
+        GroupedEpilogue::Gated(Gate::Activation(activation)) => (activation_code(activation), 0.0, 0.0),
+        GroupedEpilogue::Gated(Gate::Clamped { alpha, limit }) => (6, alpha, limit),
     };
     [
         y.address(),

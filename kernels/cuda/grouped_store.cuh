@@ -16,9 +16,9 @@ __device__ __forceinline__ void store(const Grouped& p, const Tile& tile, u32 n0
             if (row >= tile.rows) continue;
             const float low = acc[i / 2 * 4 + i % 2] + low_bias, high = acc[i / 2 * 4 + 2 + i % 2] + high_bias;
             const u64 r = tile.first + row;
-            if constexpr (epilogue.value == STORE_ROWS) {
-                if (has_low) p.y[r * p.n + n] = to_bf16(low);
-                if (has_high) p.y[r * p.n + n + 8] = to_bf16(high);
+            if constexpr (!is_gated(epilogue.value)) {
+                if (has_low) p.y[r * p.n + n] = to_bf16(plain_by<epilogue.value>(low));
+                if (has_high) p.y[r * p.n + n + 8] = to_bf16(plain_by<epilogue.value>(high));
             } else if (has_high) {
                 p.y[r * (p.n / 2) + (n - g) / 2 + g] = to_bf16(gate_by<epilogue.value>(p, low, high));
             }

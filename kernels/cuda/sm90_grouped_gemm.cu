@@ -4,7 +4,7 @@
 //
 // x        [R, K]    bf16, rows sorted by expert, through tensor map `x_map`, box [64, 64]; rows from R on are zero
 // w        [L, N, K] bf16 through tensor map `w_map` of [L N, K], box [256, 64]
-// y        [R, N] bf16, or [R, N / 2] bf16 = act(gate) * up: grouped.cuh
+// y        [R, N] bf16, also through an activation, or [R, N / 2] bf16 = act(gate) * up: grouped.cuh
 // maths    fp32 in the tensor cores, K in order: no result depends on other rows
 // launch   one block for each multiprocessor, 384 threads, dynamic shared memory from the wrapper.
 //          Tiles are 128 rows of x, all of one expert, by 256 rows of its w, divided evenly. One warp keeps a ring of slices
@@ -60,7 +60,7 @@ __device__ __forceinline__ void skip_tile(const Stages& ring, Cursor& at, i32 sl
 // Stores rows g and g + 8 of each 16 rows of x. A thread has two columns of each eight, for both rows.
 template <u32 EPILOGUE>
 __device__ __forceinline__ void store(const Grouped& p, const Tile& tile, u32 n0, int group, const float* acc) {
-    constexpr bool IS_GATED = EPILOGUE != STORE_ROWS;
+    constexpr bool IS_GATED = is_gated(EPILOGUE);
     constexpr u32 BLOCKS = IS_GATED ? TILE_COLS / 16 : TILE_COLS / 8;  // of eight outputs
     const u32 lane = threadIdx.x % 32, t = lane % 4, row = group * ROWS + threadIdx.x / 32 % 4 * 16 + lane / 4;
     const bf16* bias = p.bias ? p.bias + (u64)tile.expert * p.n : nullptr;
@@ -82,7 +82,7 @@ __device__ __forceinline__ void store(const Grouped& p, const Tile& tile, u32 n0
                 } else {
                     const float* a = acc + 4 * block + 2 * half;
                     const float2 b = bias_of(bias, n0 + 8 * block + 2 * t, p.n);
-                    v[i] = pack_bf16x2(a[0] + b.x, a[1] + b.y);
+                    v[i] = pack_bf16x2(plain_by<EPILOGUE>(a[0] + b.x), plain_by<EPILOGUE>(a[1] + b.y));
                 }
             }
             gather_block(v, t);

@@ -5,7 +5,7 @@
 // x        [R, K]    bf16, rows sorted by expert, through tensor map `x_map`, box [8, 64]; rows from R on are zero
 // w        [L N, slices * 128] bytes of codes through tensor map `w_map`, box [64, 128], and scales, as quantized.cuh and
 //          sm90_quantized_gemm.cu describe for one matrix of L N rows. MXFP4: [groups][64] exponents for each tile and slice
-// y        [R, N] bf16, or [R, N / 2] bf16 = act(gate) * up: grouped.cuh
+// y        [R, N] bf16, also through an activation, or [R, N / 2] bf16 = act(gate) * up: grouped.cuh
 // maths    as sm90_quantized_gemm.cu. _g2: K in order; _g4: every fourth slice in order, then the four sums. No result depends on
 //          the values of other rows
 // launch   one block for each multiprocessor, 128 GROUPS + 32 threads, dynamic shared memory from the wrapper.

@@ -4,7 +4,7 @@
 //
 // x        [R, K]    bf16, rows sorted by expert, through tensor map `x_map`, box [8, 64]; rows from R on are zero
 // w        [L, N, K] bf16 through tensor map `w_map` of [L N, K], box [64, 64]; read once for each tile of rows
-// y        [R, N] bf16, or [R, N / 2] bf16 = act(gate) * up: grouped.cuh
+// y        [R, N] bf16, also through an activation, or [R, N / 2] bf16 = act(gate) * up: grouped.cuh
 // maths    fp32 in the tensor cores, K in order: no result depends on other rows
 // launch   one block for each multiprocessor, 128 GROUPS + 32 threads, dynamic shared memory from the wrapper.
 //          Work items are (tile of at most `tile_rows` rows of an expert, 64 rows of its w), divided evenly. One warp keeps

@@ -8,7 +8,9 @@ use gpu::{Random, assert_close, floats, poisoned};
 use half::bf16;
 use kernels::cuda::gate_rows::gate_rows;
 use kernels::cuda::gated_activation::GateActivation;
-use kernels::cuda::grouped_gemm::{Gate, GroupedRows, GroupedWeight, Kernel, grouped_gemm, has_hopper_kernels};
+use kernels::cuda::grouped_gemm::{
+    Gate, GroupedEpilogue, GroupedRows, GroupedWeight, Kernel, grouped_gemm, has_hopper_kernels,
+};
 use kernels::cuda::route_tokens::Choices;
 use kernels::cuda::scale_routes::scale_routes;
 use kernels::cuda::sort_routes::{SortedRoutes, SortedRows, sort_routes};
@@ -129,7 +131,7 @@ impl Product {
         }
     }
 
-    fn run(&self, gpu: &Arc<Gpu>, q: &Queue, gate: Option<Gate>, kernel: Kernel) -> Vec<bf16> {
+    fn run(&self, gpu: &Arc<Gpu>, q: &Queue, epilogue: GroupedEpilogue, kernel: Kernel) -> Vec<bf16> {
         let (x, weight) = (upload(gpu, &self.x), upload(gpu, &self.weight));
         let bias = self.bias.as_deref().map(|bias| upload(gpu, bias));
         let starts = std::iter::once(0).chain(self.counts.iter().scan(0, |sum, count| {
@@ -147,9 +149,9 @@ impl Product {
         };
         let tokens = self.counts.iter().copied().max().expect("an expert");
         let rows = GroupedRows { offsets: offsets.span(), tokens, routes: self.rows };
-        let count = self.rows * if gate.is_some() { self.n / 2 } else { self.n };
+        let count = self.rows * epilogue.outputs(self.n);
         let y = poisoned::<bf16>(gpu, q, count);
-        grouped_gemm(q, y.span(), x.span(), &weight, rows, gate, kernel).expect("a launch");
+        grouped_gemm(q, y.span(), x.span(), &weight, rows, epilogue, kernel).expect("a launch");
         q.wait().expect("the kernel runs");
         y.span().read(count).expect("a copy")
     }
@@ -169,6 +171,13 @@ impl Product {
     }
 }
 
+/// Activations of products without gates.
+const ACTIVATIONS: [(GateActivation, fn(f32) -> f32); 3] = [
+    (GateActivation::Silu, reference::silu),
+    (GateActivation::GeluTanh, reference::gelu_tanh),
+    (GateActivation::ReluSquared, |x| x.max(0.0) * x.max(0.0)),
+];
+
 #[test]
 fn every_expert_multiplies_its_rows() {
     let Some((gpu, q)) = gpu::open() else { return };
@@ -180,14 +189,23 @@ fn every_expert_multiplies_its_rows() {
     let counts: [&[usize]; 5] =
         [&[1], &[0, 3, 0, 1], &[9, 0, 17, 64, 65, 2, 0, 1, 1, 1, 4], &[130, 0, 1, 64, 257], &[0, 0, 5, 0, 0, 0]];
     for (index, counts) in counts.into_iter().enumerate() {
-        for [n, k] in [[16, 8], [64, 64], [80, 136], [528, 264], [256, 768], [1008, 520], [2048, 2056]] {
+        for [n, k] in
+            [[16, 8], [64, 64], [80, 136], [528, 264], [256, 768], [1008, 520], [928, 264], [264, 928], [2048, 2056]]
+        {
             let product = Product::new(&mut random, counts, [n, k], (index + n / 16) % 2 == 0);
             let sums = product.expected();
             let slack = k as f32 * 2.0f32.powi(-24) * 4.0;
             for &kernel in kernels {
                 let what = format!("{kernel:?}, {n} x {k}, {counts:?}");
-                let found = floats(&product.run(&gpu, &q, None, kernel));
+                let found = floats(&product.run(&gpu, &q, GroupedEpilogue::Store, kernel));
                 assert_close(&what, &found, &sums, 2.0f32.powi(-8), slack);
+                for (activation, formula) in ACTIVATIONS {
+                    let expected: Vec<f32> = sums.iter().copied().map(formula).collect();
+                    let found = floats(&product.run(&gpu, &q, GroupedEpilogue::Activated(activation), kernel));
+                    // The slope of a square is twice the sum.
+                    let (what, slack) = (format!("{what}, {activation:?}"), 16.0 * slack + 1e-5);
+                    assert_close(&what, &found, &expected, 2.0f32.powi(-7), slack);
+                }
                 let gates: [(Gate, Formula); 3] = [
                     (Gate::Activation(GateActivation::Silu), |gate, up| reference::silu(gate) * up),
                     (Gate::Activation(GateActivation::GeluTanh), |gate, up| reference::gelu_tanh(gate) * up),
@@ -203,7 +221,7 @@ fn every_expert_multiplies_its_rows() {
                         formula(sums[at], sums[at + 8])
                     };
                     let expected: Vec<f32> = (0..product.rows * n / 2).map(pair).collect();
-                    let found = floats(&product.run(&gpu, &q, Some(gate), kernel));
+                    let found = floats(&product.run(&gpu, &q, GroupedEpilogue::Gated(gate), kernel));
                     assert_close(&format!("{what}, {gate:?}"), &found, &expected, 2.0f32.powi(-7), 8.0 * slack + 1e-5);
                 }
             }
@@ -221,7 +239,7 @@ fn a_row_alone_gets_the_bits_it_gets_among_others() {
     let mut random = Random::new(4);
     let all = Product::new(&mut random, &[3, 90, 0, 33], [n, k], false);
     for kernel in [Kernel::Simple, Kernel::Skinny, Kernel::Wide] {
-        let together = all.run(&gpu, &q, None, kernel);
+        let together = all.run(&gpu, &q, GroupedEpilogue::Store, kernel);
         for (row, expert) in [(1, 0), (3, 1), (80, 1), (125, 3)] {
             let mut counts = vec![0; 4];
             counts[expert] = 1;
@@ -233,7 +251,8 @@ fn a_row_alone_gets_the_bits_it_gets_among_others() {
                 bias: None,
                 ..all
             };
-            assert_eq!(alone.run(&gpu, &q, None, kernel), together[row * n..][..n], "row {row}, {kernel:?}");
+            let alone = alone.run(&gpu, &q, GroupedEpilogue::Store, kernel);
+            assert_eq!(alone, together[row * n..][..n], "row {row}, {kernel:?}");
         }
     }
 }
@@ -248,9 +267,11 @@ fn both_kernels_of_hopper_have_the_same_bits() {
     let mut random = Random::new(5);
     for ([n, k], has_bias) in [([512, 1024], false), ([1536, 2048], true), ([80, 136], true)] {
         let product = Product::new(&mut random, &[3, 90, 0, 33, 1], [n, k], has_bias);
-        for gate in [None, Some(Gate::Activation(GateActivation::Silu))] {
-            let [skinny, wide] = [Kernel::Skinny, Kernel::Wide].map(|kernel| product.run(&gpu, &q, gate, kernel));
-            assert_eq!(skinny, wide, "{n} x {k}, {gate:?}");
+        let activated = GroupedEpilogue::Activated(GateActivation::ReluSquared);
+        let gated = GroupedEpilogue::Gated(Gate::Activation(GateActivation::Silu));
+        for epilogue in [GroupedEpilogue::Store, activated, gated] {
+            let [skinny, wide] = [Kernel::Skinny, Kernel::Wide].map(|kernel| product.run(&gpu, &q, epilogue, kernel));
+            assert_eq!(skinny, wide, "{n} x {k}, {epilogue:?}");
         }
     }
 }

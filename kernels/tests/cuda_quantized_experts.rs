@@ -9,7 +9,9 @@ use std::sync::Arc;
 use gpu::{Random, floats, poisoned};
 use half::bf16;
 use kernels::cuda::gated_activation::GateActivation;
-use kernels::cuda::grouped_gemm::{Gate, GroupedRows, GroupedWeight, Kernel, grouped_gemm, has_hopper_kernels};
+use kernels::cuda::grouped_gemm::{
+    Gate, GroupedEpilogue, GroupedRows, GroupedWeight, Kernel, grouped_gemm, has_hopper_kernels,
+};
 use kernels::cuda::quantized_gemm::PackedFormat;
 use kernels::cuda::{DeviceBuffer, Gpu, Queue, Span};
 use kernels::reference;
@@ -34,7 +36,7 @@ impl Experts {
         (gpu, q): (&Arc<Gpu>, &Queue),
         x: &[bf16],
         counts: &[usize],
-        gate: Option<Gate>,
+        epilogue: GroupedEpilogue,
         kernel: Kernel,
     ) -> Vec<f32> {
         let upload = |values: &[bf16]| DeviceBuffer::from_slice(gpu, values).expect("memory");
@@ -58,9 +60,9 @@ impl Experts {
         };
         let tokens = counts.iter().copied().max().expect("an expert");
         let rows = GroupedRows { offsets: offsets.span(), tokens, routes };
-        let count = routes * if gate.is_some() { self.n / 2 } else { self.n };
+        let count = routes * epilogue.outputs(self.n);
         let y = poisoned::<bf16>(gpu, q, count);
-        grouped_gemm(q, y.span(), x.span(), &weight, rows, gate, kernel).expect("a launch");
+        grouped_gemm(q, y.span(), x.span(), &weight, rows, epilogue, kernel).expect("a launch");
         q.wait().expect("the kernel runs");
         floats(&y.span().read::<bf16>(count).expect("a copy"))
     }
@@ -106,7 +108,8 @@ fn every_expert_multiplies_its_rows_by_its_codes() {
     let mut random = Random::new(31);
     let counts: [&[usize]; 6] =
         [&[1], &[0, 3, 0, 1], &[16, 0, 12, 1], &[5, 17, 32], &[9, 0, 17, 64, 65, 2, 0, 1, 1, 1, 4], &[70, 0, 130]];
-    let gate = Gate::Activation(GateActivation::Silu);
+    let gated = GroupedEpilogue::Gated(Gate::Activation(GateActivation::Silu));
+    let activated = GroupedEpilogue::Activated(GateActivation::ReluSquared);
     for format in formats() {
         for counts in counts {
             for [n, k] in [[64, 8], [128, 136], [320, 1032], [64, 2880]] {
@@ -115,12 +118,18 @@ fn every_expert_multiplies_its_rows_by_its_codes() {
                 for &kernel in kernels_of(&gpu) {
                     let what = format!("{format:?}, {kernel:?}, {n} x {k}, {counts:?}");
                     let expected = experts.expected(&floats(&x), counts, kernel);
-                    let found = experts.run((&gpu, &q), &x, counts, None, kernel);
+                    let found = experts.run((&gpu, &q), &x, counts, GroupedEpilogue::Store, kernel);
                     for (i, (&found, &(sum, slack))) in found.iter().zip(&expected).enumerate() {
                         let tolerance = sum.abs() * 2f32.powi(-8) + slack;
                         assert!((found - sum).abs() <= tolerance, "{what}: element {i} is {found}, expected {sum}");
                     }
-                    let found = experts.run((&gpu, &q), &x, counts, Some(gate), kernel);
+                    let found = experts.run((&gpu, &q), &x, counts, activated, kernel);
+                    for (i, (&found, &(sum, slack))) in found.iter().zip(&expected).enumerate() {
+                        let (root, slope) = (sum.max(0.0), 2.0 * sum.max(0.0) + slack);
+                        let (square, tolerance) = (root * root, root * root * 2f32.powi(-8) + slope * slack);
+                        assert!((found - square).abs() <= tolerance, "{what}: square {i} is {found}, not {square}");
+                    }
+                    let found = experts.run((&gpu, &q), &x, counts, gated, kernel);
                     for (o, &found) in found.iter().enumerate() {
                         let (row, column) = (o / (n / 2), o % (n / 2));
                         let at = row * n + column / 8 * 16 + column % 8;
@@ -155,11 +164,12 @@ fn a_row_alone_gets_the_bits_it_gets_among_others() {
     for (format, (counts, rows)) in formats().flat_map(|format| cases.map(|case| (format, case))) {
         let experts = Experts::new(&gpu, &mut random, counts.len(), [512, k], format);
         let x = random.bf16s(counts.iter().sum::<usize>() * k, 1.0);
-        let together = experts.run((&gpu, &q), &x, &counts, None, Kernel::Skinny);
+        let together = experts.run((&gpu, &q), &x, &counts, GroupedEpilogue::Store, Kernel::Skinny);
         for (row, expert, num_copies) in rows {
             let mut copies = [0; 4];
             copies[expert] = num_copies;
-            let apart = experts.run((&gpu, &q), &x[row * k..][..k].repeat(num_copies), &copies, None, Kernel::Skinny);
+            let x = x[row * k..][..k].repeat(num_copies);
+            let apart = experts.run((&gpu, &q), &x, &copies, GroupedEpilogue::Store, Kernel::Skinny);
             assert_eq!(apart[..experts.n], together[row * experts.n..][..experts.n], "row {row}, {format:?}");
         }
     }
@@ -181,6 +191,6 @@ fn packed_weights_are_refused_by_kernels_that_do_not_take_them() {
     };
     let buffer = DeviceBuffer::new(&gpu, 64 * 128 * 2).expect("memory");
     let rows = GroupedRows { offsets: buffer.span(), tokens: 1, routes: 1 };
-    let refused = grouped_gemm(&q, buffer.span(), buffer.span(), &weight, rows, None, Kernel::Wide);
+    let refused = grouped_gemm(&q, buffer.span(), buffer.span(), &weight, rows, GroupedEpilogue::Store, Kernel::Wide);
     assert!(refused.unwrap_err().to_string().contains("packed weights"));
 }

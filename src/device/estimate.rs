@@ -2,7 +2,6 @@
 //! One file: one implementation of one trait.
 
 use engine::{RowId, SampleMask, SampledToken, SamplingParams, TokenId};
-use kernels::cuda::gated_activation::GATE_GROUP;
 use kernels::cuda::quantized_gemm::PackedFormat;
 use ops::{
     Activation, AdapterSlots, AttentionSpec, DType, Device, DeviceError, DrafterKind, ExpertSlices, Feature,
@@ -14,8 +13,8 @@ use settings::WeightPrecision;
 use crate::cpu::{CpuEstimate, ExpertBuffers, Widest, quantized_bytes};
 use crate::cuda::{
     self, CudaDevice, Estimate, ExpertSizes, ProductScratch, RecurrentKernel, RowOrder, check_latent_shape,
-    copy_format, division, expert_format, gate_order, guess_bytes, has_fp8_inputs, largest_bucket, packed_format,
-    tensor_rows,
+    copy_format, division, expert_format, expert_order, gate_order, guess_bytes, has_fp8_inputs, largest_bucket,
+    packed_format, tensor_rows,
 };
 use crate::slices::is_computed;
 
@@ -365,7 +364,7 @@ impl Device for Estimator {
         self.widest.plain = self.widest.plain.max(hidden);
         let gate_ups: Vec<&[WeightSlice<'_>]> = layer.experts.iter().map(|expert| &expert.gate_up[..]).collect();
         let downs: Vec<_> = layer.experts.iter().map(|expert| std::slice::from_ref(&expert.down)).collect();
-        self.count_experts(&gate_ups, RowOrder::Interleaved(GATE_GROUP));
+        self.count_experts(&gate_ups, expert_order(layer));
         self.count_experts(&downs, RowOrder::Stacked);
         for expert in &layer.experts {
             self.count_vectors(&expert.gate_up_bias);

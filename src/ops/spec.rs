@@ -276,6 +276,13 @@ pub struct ExpertSlices<'a> {
     pub scales: Option<WeightSlice<'a>>,
 }
 
+impl ExpertSlices<'_> {
+    /// Whether the experts have gates.
+    pub fn is_gated(&self) -> bool {
+        self.experts.first().is_none_or(|expert| expert.gate_up.len() == 2)
+    }
+}
+
 /// The weights of one expert. Its inputs and outputs have `L` columns: `E`, or another number ([`crate::Feature::ExpertLatents`]).
 #[derive(Debug, Clone)]
 pub struct ExpertSlice<'a> {

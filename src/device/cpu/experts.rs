@@ -96,8 +96,7 @@ impl CpuDevice {
         let scales = layer.scales.as_ref().map(slices::vector).transpose()?.unwrap_or_default();
         let selection_bias = layer.selection_bias.as_ref().map(slices::vector).transpose()?.unwrap_or_default();
         self.weights_bytes += (size_of_val(&*scales) + size_of_val(&*selection_bias)) as u64;
-        let is_gated = layer.experts.first().is_some_and(|expert| expert.gate_up.len() == 2);
-        let (first, routing) = (layer.first, layer.routing);
+        let (first, routing, is_gated) = (layer.first, layer.routing, layer.is_gated());
         Ok(Experts { router, first, experts, routing, is_gated, selection_bias, scales })
     }
 

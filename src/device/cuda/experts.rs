@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use kernels::cuda::gated_activation::GATE_GROUP;
 use kernels::cuda::gather_rows::gather_rows;
-use kernels::cuda::grouped_gemm::{Gate, GroupedRows, GroupedWeight, Kernel, grouped_gemm};
+use kernels::cuda::grouped_gemm::{Gate, GroupedEpilogue, GroupedRows, GroupedWeight, Kernel, grouped_gemm};
 use kernels::cuda::quantized_gemm::PackedFormat;
 use kernels::cuda::route_few_tokens::{self, RouterProduct, route_few_tokens};
 use kernels::cuda::route_tokens::{
@@ -38,6 +38,8 @@ pub(crate) struct ExpertLayer {
     scales: Span,         // [experts] f32, or null
     gate_up: GroupedWeight,
     down: GroupedWeight,
+    /// Whether `gate_up` has gates; otherwise it is up alone.
+    is_gated: bool,
     /// Index of this worker's first expert.
     first: usize,
     routing: Routing,
@@ -87,6 +89,11 @@ impl ExpertSizes {
     pub(crate) fn has_experts(self) -> bool {
         self.count > 0
     }
+}
+
+/// The order of the rows of gate and up, or of up alone.
+pub(crate) fn expert_order(layer: &ExpertSlices<'_>) -> RowOrder {
+    if layer.is_gated() { RowOrder::Interleaved(GATE_GROUP) } else { RowOrder::Stacked }
 }
 
 /// Buffers for the experts of a step, `R` routes of `T` tokens.
@@ -197,10 +204,11 @@ impl CudaDevice {
         let gate_up_biases: Vec<_> = layer.experts.iter().map(|expert| &expert.gate_up_bias[..]).collect();
         let down_biases: Vec<_> = layer.experts.iter().map(|expert| expert.down_bias.as_slice()).collect();
         let num_experts = layer.experts.len();
-        let order = RowOrder::Interleaved(GATE_GROUP);
-        let (weight, packed) = self.load_expert_matrices(&gate_ups, order, [2 * inner, hidden])?;
-        let bias = self.load_grouped(&gate_up_biases, order, (Form::Values, 4 * inner), Part::column)?;
-        let gate_up = GroupedWeight { weight, packed, bias, num_experts, n: 2 * inner, k: hidden };
+        let (order, is_gated) = (expert_order(layer), layer.is_gated());
+        let rows = if is_gated { 2 * inner } else { inner };
+        let (weight, packed) = self.load_expert_matrices(&gate_ups, order, [rows, hidden])?;
+        let bias = self.load_grouped(&gate_up_biases, order, (Form::Values, 2 * rows), Part::column)?;
+        let gate_up = GroupedWeight { weight, packed, bias, num_experts, n: rows, k: hidden };
         let (weight, packed) = self.load_expert_matrices(&downs, RowOrder::Stacked, [hidden, inner])?;
         let bias = self.load_grouped(&down_biases, RowOrder::Stacked, (Form::Values, 2 * hidden), Part::column)?;
         let down = GroupedWeight { weight, packed, bias, num_experts, n: hidden, k: inner };
@@ -208,7 +216,7 @@ impl CudaDevice {
         let selection_bias = self.load_exact(layer.selection_bias.as_ref())?;
         let scales = self.load_exact(layer.scales.as_ref())?;
         let (first, routing) = (layer.first, layer.routing);
-        let experts = ExpertLayer { router_bias, selection_bias, scales, gate_up, down, first, routing };
+        let experts = ExpertLayer { router_bias, selection_bias, scales, gate_up, down, is_gated, first, routing };
         Ok(CudaWeight { experts: Some(experts), ..CudaWeight::matrix(router, count, hidden) })
     }
 
@@ -273,7 +281,8 @@ impl CudaDevice {
         routed: CudaTensor,
         weight: &CudaWeight,
     ) -> Result<(), DeviceError> {
-        let ExpertLayer { gate_up, down, first, routing, .. } = weight.experts.expect("the weight of experts");
+        let ExpertLayer { gate_up, down, is_gated, first, routing, .. } =
+            weight.experts.expect("the weight of experts");
         let (tokens, count, hidden) = (self.num_tokens(), weight.rows, weight.cols);
         let logits = self.expert_buffers().logits.span();
         // Its products with the router have another order than those of more tokens.
@@ -306,10 +315,11 @@ impl CudaDevice {
             true => Kernel::for_rows(q.gpu(), routes, &gate_up),
             false => Kernel::Simple,
         };
-        let activation = Some(match routing.activation {
-            Activation::ClampedSwiglu { alpha, limit } => Gate::Clamped { alpha, limit },
-            activation => Gate::Activation(gate_activation(activation)),
-        });
+        let epilogue = match routing.activation {
+            Activation::ClampedSwiglu { alpha, limit } => GroupedEpilogue::Gated(Gate::Clamped { alpha, limit }),
+            activation if is_gated => GroupedEpilogue::Gated(Gate::Activation(gate_activation(activation))),
+            activation => GroupedEpilogue::Activated(gate_activation(activation)),
+        };
         let router = weight.router(logits, self.current().spans.slots.of(0));
         let run = || {
             let copied = SortedRows { rows, x: x.values, cols: hidden };
@@ -338,8 +348,8 @@ impl CudaDevice {
                 Kernel::Skinny => Ok(*weight),
                 _ => weight.expanded(q, self.workspace().products.span()),
             };
-            grouped_gemm(q, inner, rows, &taken(&gate_up)?, grouped, activation, kernel)?;
-            grouped_gemm(q, rows, inner, &taken(&down)?, grouped, None, kernel)
+            grouped_gemm(q, inner, rows, &taken(&gate_up)?, grouped, epilogue, kernel)?;
+            grouped_gemm(q, rows, inner, &taken(&down)?, grouped, GroupedEpilogue::Store, kernel)
         };
         run().map_err(device_error)?;
         self.unsummed = Some(Unsummed {

@@ -58,8 +58,8 @@ use cache::Cache;
 use chain::Chain;
 pub use config::CudaConfig;
 use expert_sums::{RowGate, Unsummed};
-pub(crate) use experts::ExpertSizes;
 use experts::{ExpertBuffers, ExpertLayer};
+pub(crate) use experts::{ExpertSizes, expert_order};
 use graphs::Graphs;
 pub(crate) use graphs::largest_bucket;
 use group::Group;
@@ -260,7 +260,6 @@ impl CudaDevice {
         Feature::QueryGains,
         Feature::SparseMixer,
         Feature::LatentQueryScale,
-        Feature::PlainExperts,
         Feature::ExpertLatents,
         Feature::ShortConv,
         Feature::DoubledRates,
