@@ -374,8 +374,7 @@ impl Device for Estimator {
         self.count_vectors(layer.selection_bias.as_slice());
         self.count_elements(layer.scales.as_ref().map_or(0, |scales| scales.cols.len()));
         // The buffers are those of the largest layer.
-        let width = layer.experts.first().map_or(hidden, |expert| expert.down.rows.len());
-        self.expert_cols = self.expert_cols.max(ExpertBuffers::cols(count, width, inner));
+        self.expert_cols = self.expert_cols.max(ExpertBuffers::cols(count, layer.width(), inner));
         self.expert_sizes = self.expert_sizes.fitting(layer);
         Ok(router)
     }

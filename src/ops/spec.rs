@@ -277,6 +277,11 @@ pub struct ExpertSlices<'a> {
 }
 
 impl ExpertSlices<'_> {
+    /// Number of columns of the experts' inputs and outputs.
+    pub fn width(&self) -> usize {
+        self.experts.first().map_or(self.router.cols.len(), |expert| expert.down.rows.len())
+    }
+
     /// Whether the experts have gates.
     pub fn is_gated(&self) -> bool {
         self.experts.first().is_none_or(|expert| expert.gate_up.len() == 2)

@@ -91,8 +91,7 @@ impl CpuDevice {
             let down = slices::matrix(&mut self.pool, std::slice::from_ref(&expert.down), expert.down_bias.as_slice())?;
             experts.push(Expert { gate_up: self.add_linear(gate_up, false), down: self.add_linear(down, false) });
         }
-        let width = layer.experts.first().map_or(hidden, |expert| expert.down.rows.len());
-        self.expert_buffers.fit(self.config.limits.max_tokens, count, width, inner);
+        self.expert_buffers.fit(self.config.limits.max_tokens, count, layer.width(), inner);
         let scales = layer.scales.as_ref().map(slices::vector).transpose()?.unwrap_or_default();
         let selection_bias = layer.selection_bias.as_ref().map(slices::vector).transpose()?.unwrap_or_default();
         self.weights_bytes += (size_of_val(&*scales) + size_of_val(&*selection_bias)) as u64;

@@ -52,7 +52,8 @@ pub(crate) struct ExpertSizes {
     count: usize,
     /// Experts of a token.
     top_k: usize,
-    hidden: usize,
+    /// Columns of an expert's inputs and outputs.
+    width: usize,
     /// Columns of an expert's inner layer on this worker.
     inner: usize,
 }
@@ -64,7 +65,7 @@ impl ExpertSizes {
         Self {
             count: self.count.max(layer.router.rows.len()),
             top_k: self.top_k.max(layer.routing.top_k),
-            hidden: self.hidden.max(layer.router.cols.len()),
+            width: self.width.max(layer.width()),
             inner: self.inner.max(inner),
         }
     }
@@ -73,7 +74,7 @@ impl ExpertSizes {
     fn sizes(self, tokens: usize) -> [usize; 7] {
         let routes = tokens * self.top_k;
         let words = 4 * routes;
-        [tokens * self.count * 4, words, words, words, words, routes * self.hidden * 2, routes * self.inner * 2]
+        [tokens * self.count * 4, words, words, words, words, routes * self.width * 2, routes * self.inner * 2]
     }
 
     /// Bytes of all buffers for steps of up to `tokens`; 0 if there are no experts.
@@ -103,7 +104,7 @@ pub(crate) struct ExpertBuffers {
     probabilities: DeviceBuffer, // [T, top_k] f32
     tokens: DeviceBuffer,        // [R] u32
     places: DeviceBuffer,        // [R] u32
-    rows: DeviceBuffer,          // [R, E] bf16: inputs by expert, then outputs
+    rows: DeviceBuffer,          // [R, L] bf16: inputs by expert, then outputs
     inner: DeviceBuffer,         // [R, I] bf16
     offsets: DeviceBuffer,       // [experts + 1] u32
     factors: DeviceBuffer,       // [T] f32
@@ -204,14 +205,14 @@ impl CudaDevice {
         let gate_up_biases: Vec<_> = layer.experts.iter().map(|expert| &expert.gate_up_bias[..]).collect();
         let down_biases: Vec<_> = layer.experts.iter().map(|expert| expert.down_bias.as_slice()).collect();
         let num_experts = layer.experts.len();
-        let (order, is_gated) = (expert_order(layer), layer.is_gated());
+        let (width, order, is_gated) = (layer.width(), expert_order(layer), layer.is_gated());
         let rows = if is_gated { 2 * inner } else { inner };
-        let (weight, packed) = self.load_expert_matrices(&gate_ups, order, [rows, hidden])?;
+        let (weight, packed) = self.load_expert_matrices(&gate_ups, order, [rows, width])?;
         let bias = self.load_grouped(&gate_up_biases, order, (Form::Values, 2 * rows), Part::column)?;
-        let gate_up = GroupedWeight { weight, packed, bias, num_experts, n: rows, k: hidden };
-        let (weight, packed) = self.load_expert_matrices(&downs, RowOrder::Stacked, [hidden, inner])?;
-        let bias = self.load_grouped(&down_biases, RowOrder::Stacked, (Form::Values, 2 * hidden), Part::column)?;
-        let down = GroupedWeight { weight, packed, bias, num_experts, n: hidden, k: inner };
+        let gate_up = GroupedWeight { weight, packed, bias, num_experts, n: rows, k: width };
+        let (weight, packed) = self.load_expert_matrices(&downs, RowOrder::Stacked, [width, inner])?;
+        let bias = self.load_grouped(&down_biases, RowOrder::Stacked, (Form::Values, 2 * width), Part::column)?;
+        let down = GroupedWeight { weight, packed, bias, num_experts, n: width, k: inner };
         let router_bias = self.load_row(layer.router_bias.as_slice(), RowOrder::Stacked)?;
         let selection_bias = self.load_exact(layer.selection_bias.as_ref())?;
         let scales = self.load_exact(layer.scales.as_ref())?;
@@ -283,7 +284,7 @@ impl CudaDevice {
     ) -> Result<(), DeviceError> {
         let ExpertLayer { gate_up, down, is_gated, first, routing, .. } =
             weight.experts.expect("the weight of experts");
-        let (tokens, count, hidden) = (self.num_tokens(), weight.rows, weight.cols);
+        let (tokens, count, width) = (self.num_tokens(), weight.rows, down.n);
         let logits = self.expert_buffers().logits.span();
         // Its products with the router have another order than those of more tokens.
         let is_few = self.config.use_fast_kernels
@@ -322,13 +323,13 @@ impl CudaDevice {
         };
         let router = weight.router(logits, self.current().spans.slots.of(0));
         let run = || {
-            let copied = SortedRows { rows, x: x.values, cols: hidden };
+            let copied = SortedRows { rows, x: x.values, cols: width };
             let is_copied = tokens <= MAX_COPIED_TOKENS;
             if is_few {
                 let product = RouterProduct {
                     x: routed.values,
                     weight: weight.values,
-                    width: hidden,
+                    width: weight.cols,
                     gate: gate.map(|gate| [gate.gate.values, b.factors.span()]),
                     barrier: b.barrier.span(),
                 };
@@ -337,11 +338,11 @@ impl CudaDevice {
                 route_tokens(q, choices, &router, tokens)?;
                 sort_routes(q, sorted, choices, tokens, is_copied.then_some(copied))?;
                 if !is_copied {
-                    gather_rows(q, rows, x.values, sorted.tokens, routes, hidden)?;
+                    gather_rows(q, rows, x.values, sorted.tokens, routes, width)?;
                 }
             }
             if routing.scales_input {
-                scale_routes(q, rows, choices, sorted, routes, hidden)?;
+                scale_routes(q, rows, choices, sorted, routes, width)?;
             }
             // One buffer holds the expanded weights of both products in turn.
             let taken = |weight: &GroupedWeight| match kernel {
@@ -358,7 +359,7 @@ impl CudaDevice {
                 y: rows,
                 choices,
                 sorted,
-                cols: hidden,
+                cols: width,
                 also: Span::NULL,
                 also_factors: gate.map_or(Span::NULL, |_| b.factors.span()),
             },

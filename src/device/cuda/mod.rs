@@ -260,7 +260,6 @@ impl CudaDevice {
         Feature::QueryGains,
         Feature::SparseMixer,
         Feature::LatentQueryScale,
-        Feature::ExpertLatents,
         Feature::ShortConv,
         Feature::DoubledRates,
     ];

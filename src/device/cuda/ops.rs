@@ -94,6 +94,8 @@ impl CudaDevice {
     }
 
     pub(crate) fn op_linear(&mut self, out: Span, x: Span, weight: &CudaWeight) -> Result<(), DeviceError> {
+        // Outputs of experts of another width than the model are projected.
+        self.sum_experts()?;
         if self.defer(out, x, weight)? {
             return Ok(());
         }
