@@ -143,6 +143,8 @@ pub struct Choosing<'a> {
     pub top_k: usize,
     /// Whether weights are the sigmoids of logits; otherwise their softmax.
     pub is_sigmoid: bool,
+    /// If set, experts are chosen by their logits and weighted as in SparseMixer, with this tolerance.
+    pub sparse_tolerance: Option<f32>,
     /// Added to the weights while experts are chosen; empty for none.
     pub selection_bias: &'a [f32],
     /// Number of groups, and of those that a token chooses: the ones with the largest scores.
@@ -161,12 +163,16 @@ impl Choosing<'static> {
     /// The softmax, without biases and factors.
     pub fn softmax(top_k: usize, is_normalized: bool) -> Self {
         let (is_sigmoid, groups, is_best, scale) = (false, None, false, 1.0);
-        Self { top_k, is_sigmoid, selection_bias: &[], groups, is_best, is_normalized, scale, scales: &[] }
+        let (sparse_tolerance, selection_bias, scales) = (None, &[][..], &[][..]);
+        Self { top_k, is_sigmoid, sparse_tolerance, selection_bias, groups, is_best, is_normalized, scale, scales }
     }
 }
 
 impl Choosing<'_> {
     fn weights(&self, logits: &[f32]) -> Vec<f64> {
+        if self.sparse_tolerance.is_some() {
+            return logits.iter().map(|x| f64::from(*x)).collect();
+        }
         if self.is_sigmoid {
             return logits.iter().map(|x| 1.0 / (1.0 + (-f64::from(*x)).exp())).collect();
         }
@@ -205,13 +211,23 @@ fn largest(values: &[f64], count: usize) -> Vec<usize> {
 
 /// The experts that a token with these router products chooses, in ascending order, and their weights.
 pub fn choose_experts(logits: &[f32], choosing: &Choosing<'_>) -> Vec<(u32, f32)> {
-    let (weights, mut values) = (choosing.weights(logits), choosing.values(logits));
+    let (mut weights, mut values) = (choosing.weights(logits), choosing.values(logits));
     if let Some([count, chosen]) = choosing.groups {
         let (kept, size) = (largest(&choosing.group_scores(&values), chosen), values.len() / count);
         let others = values.iter_mut().enumerate().filter(|(expert, _)| !kept.contains(&(expert / size)));
         others.for_each(|(_, value)| *value = f64::NEG_INFINITY);
     }
     let chosen = largest(&values, choosing.top_k);
+    if let Some(tolerance) = choosing.sparse_tolerance {
+        for _ in 0..choosing.top_k {
+            let expert = largest(&values, 1)[0];
+            let max = values[expert];
+            let is_near = |value: &f64| max - value <= f64::from(tolerance) * value.abs().max(max);
+            let near = values.iter().filter(|value| value.is_finite() && is_near(value));
+            weights[expert] = 1.0 / near.map(|value| (value - max).exp()).sum::<f64>();
+            values[expert] = f64::NEG_INFINITY;
+        }
+    }
     let sum = if choosing.is_normalized { chosen.iter().map(|&expert| weights[expert]).sum() } else { 1.0 };
     let factor = |expert: usize| f64::from(choosing.scale * choosing.scales.get(expert).copied().unwrap_or(1.0));
     chosen.iter().map(|&expert| (expert as u32, (weights[expert] / sum * factor(expert)) as f32)).collect()

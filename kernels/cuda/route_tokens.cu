@@ -8,8 +8,8 @@
 // experts        [T, K]  u32: the K experts of a token with the largest sums of weight and selection bias, the lower one of equals,
 //                in ascending order; X for padding. With groups, only those of the groups whose best experts, or the sums of
 //                whose two best, are the largest
-// probabilities  [T, K]  f32: weights, the softmax over all experts or the sigmoid of each; if normalized, divided by the
-//                sum of the K; times a factor
+// probabilities  [T, K]  f32: weights, the softmax over all experts, the sigmoid of each, or those of SparseMixer (Liu et al. 2024);
+//                if normalized, divided by the sum of the K; times a factor
 // maths          fp32 in a fixed order: no result depends on other tokens
 // launch         grid ceil(T / 4), block 128: one warp for each token
 // needs          K <= 32, K <= X <= 512, groups of equal size, at most 32: checked in route_tokens.rs

@@ -52,12 +52,29 @@ pub struct Router {
 }
 
 /// How the weights of experts follow from their logits.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, PartialEq)]
 pub enum Scoring {
     /// The softmax over all experts.
     Softmax,
     /// The sigmoid of each.
     Sigmoid,
+    /// Experts are chosen by their logits. The weight of each is the share of its logit, the largest one `m`, in the softmax over those
+    /// logits `s` that were not chosen before and for which `m - s` is at most `tolerance * max(|s|, m)`.
+    SparseMixer {
+        /// Share of a logit.
+        tolerance: f32,
+    },
+}
+
+impl Scoring {
+    /// Its number in the kernels, and the tolerance.
+    fn parameters(self) -> (u32, f32) {
+        match self {
+            Self::Softmax => (0, 0.0),
+            Self::Sigmoid => (1, 0.0),
+            Self::SparseMixer { tolerance } => (2, tolerance),
+        }
+    }
 }
 
 /// Groups of equal size, in order. A token chooses within those with the largest scores, the lower group where two are equal.
@@ -121,20 +138,22 @@ impl Router {
         Ok(())
     }
 
-    /// `Router` of the kernels: bias, selection_bias, scales, count, top_k, is_normalized, is_sigmoid, groups,
-    /// chosen_groups, scale, is_best.
-    pub(super) fn parameters(&self, to: Choices) -> [u64; 7] {
+    /// `Router` of the kernels: bias, selection_bias, scales, count, top_k, is_normalized, scoring, groups,
+    /// chosen_groups, scale, is_best, tolerance, padding.
+    pub(super) fn parameters(&self, to: Choices) -> [u64; 8] {
         let pair = |low: usize, high: usize| low as u64 | (high as u64) << 32;
         let (groups, chosen) = self.groups.map_or((0, 0), |groups| (groups.count, groups.chosen));
+        let (scoring, tolerance) = self.scoring.parameters();
         let is_best = self.groups.is_some_and(|groups| groups.score == GroupScore::Best);
         [
             self.bias.address(),
             self.selection_bias.address(),
             self.scales.address(),
             pair(self.count, to.top_k),
-            pair(usize::from(self.is_normalized), usize::from(self.scoring == Scoring::Sigmoid)),
+            pair(usize::from(self.is_normalized), scoring as usize),
             pair(groups, chosen),
             pair(self.scale.to_bits() as usize, usize::from(is_best)),
+            u64::from(tolerance.to_bits()),
         ]
     }
 }

@@ -29,16 +29,21 @@ struct Choice {
     u32 place;  // number of lower experts among the choices
 };
 
+// How weights follow from logits. SPARSE_MIXER: a weight is the share of its logit in the softmax over those that are near it and
+// were not chosen before.
+enum Scoring : u32 { SOFTMAX = 0, SIGMOID = 1, SPARSE_MIXER = 2 };
+
 // How experts are chosen.
 struct Router {
     const bf16* bias;             // [count], added to the logits, or null
     const float* selection_bias;  // [count], added to the weights while experts are chosen, or null
     const float* scales;          // [count], multiply the weights at the end, or null
     u32 count, top_k;
-    u32 is_normalized, is_sigmoid;
+    u32 is_normalized, scoring;
     u32 groups, chosen_groups;    // experts form `groups` groups of equal size, in order; 0 means none
     float scale;                  // multiplies the weights of the chosen experts
     u32 is_best;                  // groups are chosen by their best expert, otherwise by the sum of the two best
+    float tolerance;              // of SPARSE_MIXER: s is near the largest m if m - s <= tolerance * max(|s|, m)
 
     __device__ float logit(const float* logits, u32 expert) const {
         return logits[expert] + (bias ? to_f32(bias[expert]) : 0.0f);
@@ -92,7 +97,7 @@ __device__ __forceinline__ Choice choose_experts(const float* logits, const Rout
         own[i] = expert < count ? router.logit(logits, expert) : -INFINITY_F;
         max = fmaxf(max, own[i]);
     }
-    if (!router.is_sigmoid) {
+    if (router.scoring == SOFTMAX) {
         max = warp_max(max);
 #pragma unroll
         for (int i = 0; i < OWN; ++i) {
@@ -104,7 +109,8 @@ __device__ __forceinline__ Choice choose_experts(const float* logits, const Rout
 #pragma unroll
     for (int i = 0; i < OWN; ++i) {
         const u32 expert = lane + 32 * i;
-        own[i] = router.is_sigmoid ? sigmoid(own[i]) : own[i] / total;
+        if (router.scoring == SOFTMAX) own[i] /= total;
+        else if (router.scoring == SIGMOID) own[i] = sigmoid(own[i]);
         if (router.selection_bias && expert < count) own[i] += router.selection_bias[expert];
         if (expert >= count) own[i] = -INFINITY_F;
     }
@@ -119,18 +125,28 @@ __device__ __forceinline__ Choice choose_experts(const float* logits, const Rout
             if (own[i] > best) best = own[i], at = lane + 32 * i;
         }
         warp_likeliest(best, at);
+        float weight = best;
+        if (router.scoring == SPARSE_MIXER) {
+            float near = 0.0f;
+#pragma unroll
+            for (int i = 0; i < OWN; ++i) {
+                const float most = router.tolerance * fmaxf(fabsf(own[i]), best);
+                if (own[i] > -INFINITY_F && best - own[i] <= most) near += expf(own[i] - best);
+            }
+            weight = 1.0f / warp_sum(near);
+        }
 #pragma unroll
         for (int i = 0; i < OWN; ++i) {
             if (lane + 32 * i == at) own[i] = -INFINITY_F;
         }
-        if (lane == turn) choice.expert = at, choice.probability = best;
+        if (lane == turn) choice.expert = at, choice.probability = weight;
     }
     // Logits that are not numbers choose no expert.
     const bool is_chosen = choice.expert < count;
     if (!is_chosen) choice.probability = 0.0f;
-    if (router.selection_bias && is_chosen) {
+    if (router.selection_bias && is_chosen && router.scoring != SPARSE_MIXER) {
         const float logit = router.logit(logits, choice.expert);
-        choice.probability = router.is_sigmoid ? sigmoid(logit) : expf(logit - max) / total;
+        choice.probability = router.scoring == SIGMOID ? sigmoid(logit) : expf(logit - max) / total;
     }
     float sum = 0.0f;
     for (u32 i = 0; i < router.top_k; ++i) {

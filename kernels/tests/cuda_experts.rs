@@ -171,8 +171,11 @@ impl Product {
     }
 }
 
+/// An activation of a sum.
+type Curve = fn(f32) -> f32;
+
 /// Activations of products without gates.
-const ACTIVATIONS: [(GateActivation, fn(f32) -> f32); 3] = [
+const ACTIVATIONS: [(GateActivation, Curve); 3] = [
     (GateActivation::Silu, reference::silu),
     (GateActivation::GeluTanh, reference::gelu_tanh),
     (GateActivation::ReluSquared, |x| x.max(0.0) * x.max(0.0)),

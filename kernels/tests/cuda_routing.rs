@@ -129,6 +129,27 @@ fn sigmoids_biases_and_groups_decide_the_choice_and_factors_the_weights() {
     }
 }
 
+#[test]
+fn sparse_mixer_weights_an_expert_among_those_near_it_that_were_not_chosen() {
+    let Some((gpu, q)) = gpu::open() else { return };
+    let mut random = Random::new(9);
+    for ([tokens, count, top_k], tolerance) in ROUTINGS.into_iter().zip([0.02, 0.26, 0.26, 0.26, 1.1, 0.02]) {
+        // Few different values, below and above 0. None of their differences is at the limit.
+        let logits: Vec<f32> = (0..tokens * count).map(|_| random.below(32) as f32 * 0.125 - 2.0).collect();
+        let slots: Vec<u32> = (0..tokens).map(|token| if token % 5 == 2 { PADDING } else { 7 }).collect();
+        let (logits_on, slots_on) = (upload(&gpu, &logits), upload(&gpu, &slots));
+        for is_normalized in [false, true] {
+            let router = Router {
+                scoring: Scoring::SparseMixer { tolerance },
+                ..Router::softmax(logits_on.span(), slots_on.span(), count, is_normalized)
+            };
+            let choosing = Choosing { sparse_tolerance: Some(tolerance), ..Choosing::softmax(top_k, is_normalized) };
+            let compared = check_routes((&gpu, &q), &router, (&logits, &slots), &choosing);
+            assert!(compared * 2 >= tokens, "{compared} of {tokens} tokens were compared");
+        }
+    }
+}
+
 /// Tokens, experts, experts of a token, inputs of the router, and whether there is a gate.
 const FEW: [([usize; 4], bool); 9] = [
     ([1, 4, 2, 8], false),
@@ -203,8 +224,9 @@ fn few_tokens_get_the_logits_and_the_order_that_separate_kernels_give() {
             let buffers = [experts, probabilities, tokens_on, places, offsets, rows];
             buffers.map(|buffer| buffer.span().read::<u32>(buffer.span().bytes() / 4).expect("a copy"))
         };
+        let sparse = Router { scoring: Scoring::SparseMixer { tolerance: 0.3 }, ..softmax };
         // Twice with each router, because the barrier must be ready again.
-        for router in [softmax, sigmoid, softmax, sigmoid] {
+        for router in [softmax, sigmoid, sparse, softmax, sigmoid, sparse] {
             let what = format!("{tokens} tokens, {top_k} of {count} experts, {width} inputs, {router:?}");
             q.fill(logits.span(), 0xff).expect("a fill");
             let at_once = run(&router, true);

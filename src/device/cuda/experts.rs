@@ -15,7 +15,7 @@ use kernels::cuda::skinny_gemm::Epilogue;
 use kernels::cuda::sort_routes::{SortedRoutes, SortedRows, sort_routes};
 use kernels::cuda::sum_experts::ExpertOutputs;
 use kernels::cuda::{CudaError, DeviceBuffer, Gpu, Queue, Residence, Span};
-use ops::{Activation, DeviceError, ExpertSlices, Feature, GroupScore, Routing, Scoring, WeightSlice};
+use ops::{Activation, DeviceError, ExpertSlices, GroupScore, Routing, Scoring, WeightSlice};
 
 use super::decoder_ops::gate_activation;
 use super::expert_sums::Unsummed;
@@ -159,7 +159,7 @@ impl CudaWeight {
             scoring: match routing.scoring {
                 Scoring::Softmax => router::Scoring::Softmax,
                 Scoring::Sigmoid => router::Scoring::Sigmoid,
-                Scoring::SparseMixer { .. } => unreachable!("such experts are not loaded"),
+                Scoring::SparseMixer { tolerance } => router::Scoring::SparseMixer { tolerance },
             },
             groups: routing.groups.map(|groups| router::Groups {
                 count: groups.count,
@@ -180,9 +180,6 @@ impl CudaDevice {
         let (count, hidden) = (layer.router.rows.len(), layer.router.cols.len());
         let inner = layer.experts.first().map_or(0, |expert| expert.down.cols.len());
         let top_k = layer.routing.top_k;
-        if matches!(layer.routing.scoring, Scoring::SparseMixer { .. }) {
-            return Err(DeviceError::lacks(Feature::SparseMixer));
-        }
         self.check_invariant_weight(count, hidden)?;
         if count > MAX_EXPERTS || top_k > MAX_CHOICES || !inner.is_multiple_of(GATE_GROUP) {
             return Err(DeviceError::Unsupported {

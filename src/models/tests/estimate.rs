@@ -295,7 +295,6 @@ fn gpus_refuse_what_they_lack_by_name() {
         ("lfm2", "layers with a short convolution"),
         ("olmo_hybrid", "layers with a recurrent state whose learning rates are up to 2"),
         ("hunyuan_dense", "norms of q and k behind the rotation"),
-        ("phimoe", "experts that are chosen as in SparseMixer"),
         ("mistral4", "attention over latent vectors with a scale of queries"),
     ] {
         let dir = golden_dir(case);
