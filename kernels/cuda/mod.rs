@@ -91,6 +91,7 @@ pub mod sample;
 pub mod scale;
 pub mod scale_routes;
 pub mod scores;
+pub mod short_conv;
 pub mod skinny_gemm;
 pub mod sort_routes;
 pub mod sum_experts;
