@@ -7,8 +7,9 @@ use kernels::cuda::gate::gate;
 use kernels::cuda::gated_delta::{self, DeltaShape, DeltaWeights, GatedDelta, HEAD_DIM};
 use kernels::cuda::mamba2::{self, Mamba2, MambaShape, MambaWeights};
 use kernels::cuda::recurrent::{NUM_TAPS, RecurrentOp, RecurrentRows, RecurrentStates, RowsKernel};
+use kernels::cuda::short_conv::{SHORT_TAPS, ShortConv};
 use kernels::cuda::{CudaError, DeviceBuffer, Gpu, Queue, Residence, Span};
-use ops::{AttentionSpec, DeviceError, Feature, RecurrentRule, RecurrentShape, RecurrentWeights, StepInputs};
+use ops::{AttentionSpec, DeviceError, RecurrentRule, RecurrentShape, RecurrentWeights, StepInputs};
 
 use super::{CudaDevice, CudaTensor, CudaWeight, device_error};
 
@@ -18,6 +19,8 @@ pub(crate) enum RecurrentKernel {
     GatedDelta(DeltaShape),
     /// With the number of heads that have one norm together.
     Mamba2(MambaShape, usize),
+    /// With the number of channels.
+    ShortConv(usize),
 }
 
 /// The weights of a layer besides its projections.
@@ -25,6 +28,8 @@ pub(crate) enum RecurrentKernel {
 pub(crate) enum RecurrentLayer {
     GatedDelta(DeltaShape, DeltaWeights),
     Mamba2(MambaShape, MambaWeights),
+    /// Number of channels, taps `[3, channels]`, and biases `[channels]` or null.
+    ShortConv(usize, [Span; 2]),
 }
 
 /// Recurrent states of sequences: slots of all layers' states, one after the other.
@@ -134,7 +139,14 @@ impl RecurrentKernel {
                 let [key_dim, value_dims] = [format!("{}", mamba2::KEY_DIM), format!("{:?}", mamba2::VALUE_DIMS)];
                 Err(refused("Mamba-2", format!("a state of {key_dim}, heads of one of {value_dims}")))
             }
-            RecurrentRule::ShortConv => Err(DeviceError::lacks(Feature::ShortConv)),
+            RecurrentRule::ShortConv if num_taps == SHORT_TAPS && shape.channels().is_multiple_of(8) => {
+                Ok(Self::ShortConv(shape.channels()))
+            }
+            RecurrentRule::ShortConv => Err(DeviceError::Unsupported {
+                what: "layers with a short convolution on GPUs".into(),
+                found: format!("a convolution of {num_taps} inputs for {} channels", shape.channels()),
+                expected: format!("one of {SHORT_TAPS} for a multiple of 8, or `--device=cpu`"),
+            }),
         }
     }
 
@@ -143,6 +155,7 @@ impl RecurrentKernel {
         match self {
             Self::GatedDelta(shape) => gated_delta::scratch_bytes(shape, tokens),
             Self::Mamba2(shape, _) => shape.scratch_bytes(tokens),
+            Self::ShortConv(_) => 0,
         }
     }
 }
@@ -174,6 +187,7 @@ impl CudaDevice {
                 let weights = MambaWeights { conv, conv_bias, decay, dt_bias, skip, norm, norm_heads, eps };
                 RecurrentLayer::Mamba2(shape, weights)
             }
+            RecurrentKernel::ShortConv(width) => RecurrentLayer::ShortConv(width, [conv, conv_bias]),
         };
         Ok(CudaWeight { recurrent: Some(recurrent), ..CudaWeight::matrix(all, 1, start) })
     }
@@ -211,6 +225,10 @@ impl CudaDevice {
             RecurrentLayer::Mamba2(shape, weights) => {
                 let (dt, weights) = (steps, MambaWeights { eps, ..weights });
                 self.run_recurrent(&Mamba2 { out, inputs, dt, shape, weights, states, positions })
+            }
+            RecurrentLayer::ShortConv(width, [taps, bias]) => {
+                let gates = steps;
+                self.run_recurrent(&ShortConv { out, inputs, gates, width, taps, bias, states, positions })
             }
         }
     }
