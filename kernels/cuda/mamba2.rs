@@ -13,6 +13,8 @@ use super::{Arg, CudaError, Launch, Queue, Span};
 pub const KEY_DIM: usize = 128;
 /// Sizes of a head of x that the kernels have.
 pub const VALUE_DIMS: [usize; 3] = [64, 80, 128];
+/// Elements of a norm, at most.
+pub const MAX_NORM_WIDTH: usize = 16_384;
 
 /// Sizes of a layer.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -134,6 +136,8 @@ impl Mamba2 {
         ensure!(op, has_bias, "the bias of the convolution is shorter than {channels}");
         let is_divisor = norm_heads > 0 && values.is_multiple_of(norm_heads);
         ensure!(op, is_divisor, "norms of {norm_heads} of {values} heads");
+        let norm_width = norm_heads * value_dim;
+        ensure!(op, norm_width <= MAX_NORM_WIDTH, "norms of {norm_width} elements; up to {MAX_NORM_WIDTH}");
         self.states.check(op, shape.state_len())?;
         let aligned = [self.out, self.inputs, conv, conv_bias, norm].iter().all(|span| span.is_aligned(16));
         ensure!(op, aligned, "out, inputs, or the weights of the convolution or norm are not 16-byte aligned");
@@ -161,7 +165,7 @@ impl Mamba2 {
             (first_token as u32).into(),
             row_starts.into(),
         ];
-        let threads = width.div_ceil(8).next_multiple_of(32).min(256) as u32;
+        let threads = width.div_ceil(8).next_multiple_of(32).min(1024) as u32;
         let norms = (self.shape.num_value_heads / norm_heads) as u32;
         q.launch("mamba2_norm_bf16", Launch::new(0, threads).grid(tokens as u32, norms, 1), &args)
     }

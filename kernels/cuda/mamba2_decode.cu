@@ -8,7 +8,7 @@
 // maths   fp32 in one order for each token, o in bf16 before its gate; so a row's result does not depend on how it is cut into steps,
 //         or on other rows
 // launch  decode, rows: grid (V, R), block 256. A warp holds D / 8 rows of S^T in registers, a lane four columns of them;
-//         norm: grid (tokens from first_token on, norms), block up to 256; tokens before row_starts[0] are left out
+//         norm: grid (tokens from first_token on, norms), block up to 1024; tokens before row_starts[0] are left out
 // needs   sizes as in mamba2.cuh, pointers aligned to 16 bytes: checked in mamba2.rs before launch
 // bound   decode: memory, 512 D bytes for each row and value head, read and written. S is read before the inputs arrive.
 //         rows: a barrier for each token
@@ -180,35 +180,42 @@ __device__ __forceinline__ void gate8(float (&y)[8], const bf16* out, const bf16
     }
 }
 
-extern "C" __global__ void __launch_bounds__(MAMBA_THREADS)
+// Vectors of eight elements of a thread, so that a norm has up to 16 384 elements.
+constexpr u32 NORM_THREADS = 1024, NORM_PARTS = 2;
+
+extern "C" __global__ void __launch_bounds__(NORM_THREADS)
     mamba2_norm_bf16(bf16* out, const bf16* inputs, const float* norm, MambaShape shape, u32 norm_width, float eps, u32 first_token,
                      const u32* row_starts) {
-    __shared__ float sums[MAMBA_WARPS];
+    __shared__ float sums[NORM_THREADS / 32];
     pdl_launch();
-    const u32 token = first_token + blockIdx.x, first = blockIdx.y * norm_width, tid = threadIdx.x;
+    const u32 token = first_token + blockIdx.x, first = blockIdx.y * norm_width, tid = threadIdx.x, warps = blockDim.x / 32;
     pdl_wait();
     if (row_starts != nullptr && token < row_starts[0]) return;
     bf16* own = out + (u64)token * shape.width() + first;
     const bf16* gates = inputs + (u64)token * shape.stride() + shape.channels() + first;
-    float squares = 0.0f, y[8];
-    for (u32 i = 8 * tid; i < norm_width; i += 8 * blockDim.x) {
-        gate8(y, own + i, gates + i);
+    float y[NORM_PARTS][8], squares = 0.0f;
 #pragma unroll
-        for (u32 e = 0; e < 8; ++e) squares += y[e] * y[e];
+    for (u32 part = 0; part < NORM_PARTS; ++part) {
+        const u32 i = 8 * (part * blockDim.x + tid);
+        if (i >= norm_width) break;
+        gate8(y[part], own + i, gates + i);
+#pragma unroll
+        for (u32 e = 0; e < 8; ++e) squares += y[part][e] * y[part][e];
     }
     squares = warp_sum(squares);
     if (tid % 32 == 0) sums[tid / 32] = squares;
     __syncthreads();
-    float sum = 0.0f;
-    for (u32 i = 0; i < blockDim.x / 32; ++i) sum += sums[i];
-    const float scale = rsqrtf(sum / norm_width + eps);
-    for (u32 i = 8 * tid; i < norm_width; i += 8 * blockDim.x) {
-        gate8(y, own + i, gates + i);
+    const float sum = warp_sum(tid % 32 < warps ? sums[tid % 32] : 0.0f), scale = rsqrtf(sum / norm_width + eps);
+#pragma unroll
+    for (u32 part = 0; part < NORM_PARTS; ++part) {
+        const u32 i = 8 * (part * blockDim.x + tid);
+        if (i >= norm_width) break;
         const float4* weights = reinterpret_cast<const float4*>(norm + first + i);
         const float4 a = weights[0], b = weights[1];
+        const float* x = y[part];
         uint4 normed;
-        normed.x = pack_bf16x2(y[0] * scale * a.x, y[1] * scale * a.y), normed.y = pack_bf16x2(y[2] * scale * a.z, y[3] * scale * a.w);
-        normed.z = pack_bf16x2(y[4] * scale * b.x, y[5] * scale * b.y), normed.w = pack_bf16x2(y[6] * scale * b.z, y[7] * scale * b.w);
+        normed.x = pack_bf16x2(x[0] * scale * a.x, x[1] * scale * a.y), normed.y = pack_bf16x2(x[2] * scale * a.z, x[3] * scale * a.w);
+        normed.z = pack_bf16x2(x[4] * scale * b.x, x[5] * scale * b.y), normed.w = pack_bf16x2(x[6] * scale * b.z, x[7] * scale * b.w);
         *reinterpret_cast<uint4*>(own + i) = normed;
     }
 }

@@ -85,15 +85,16 @@ __device__ __forceinline__ void mamba_states(bf16* out, const MambaWeights& w, c
         copy_async_wait<0>();
         __syncthreads();
         if (chunk + 1 < end) load_keys(chunk + 1);
-        for (u32 i = tid; i < CHUNK * CHUNK / 2; i += THREADS) {
-            const u32 own = i / (CHUNK / 2), j = i % (CHUNK / 2) * 2;
-            float p[2];
-#pragma unroll
-            for (u32 e = 0; e < 2; ++e) {
-                const float4 from = factors[j + e];
-                p[e] = j + e <= own ? m.products[own * EXACT + j + e] * expf(factors[own].z - from.z) * from.w : 0.0f;
-            }
-            *reinterpret_cast<u32*>(&m.p[own * NARROW + j]) = pack_bf16x2(p[0], p[1]);
+        // A warp has every WARPS-th row of P, a lane two columns.
+        const u32 j = tid % 32 * 2;
+        const float4 even = factors[j], odd = factors[j + 1];
+#pragma unroll 8
+        for (u32 own = warp; own < CHUNK; own += WARPS) {
+            const float2 product = *reinterpret_cast<const float2*>(&m.products[own * EXACT + j]);
+            const float sum = factors[own].z;
+            const float p = j <= own ? product.x * __expf(sum - even.z) * even.w : 0.0f;
+            const float next = j < own ? product.y * __expf(sum - odd.z) * odd.w : 0.0f;
+            *reinterpret_cast<u32*>(&m.p[own * NARROW + j]) = pack_bf16x2(p, next);
         }
         u32 x[4][4];
 #pragma unroll

@@ -81,7 +81,7 @@ impl Rule for Mamba {
 }
 
 /// Key heads, value heads, the size of a value head, and value heads with a common norm.
-const SIZES: [[usize; 4]; 5] = [[1, 1, 64, 1], [2, 4, 80, 2], [1, 3, 128, 3], [1, 12, 64, 12], [3, 3, 80, 1]];
+const SIZES: [[usize; 4]; 5] = [[1, 1, 64, 1], [2, 4, 80, 2], [1, 3, 128, 3], [1, 12, 64, 12], [3, 3, 80, 3]];
 
 fn rules(gpu: &Arc<Gpu>) -> Vec<Mamba> {
     SIZES.iter().enumerate().map(|(index, sizes)| Mamba::new(gpu, *sizes, index % 2 == 0)).collect()

@@ -131,13 +131,20 @@ impl RecurrentKernel {
                 Err(refused("Gated DeltaNet", format!("keys and values of {HEAD_DIM}")))
             }
             RecurrentRule::Mamba2 { norm_heads }
-                if has_taps && key_dim == mamba2::KEY_DIM && mamba2::VALUE_DIMS.contains(&value_dim) =>
+                if has_taps
+                    && key_dim == mamba2::KEY_DIM
+                    && mamba2::VALUE_DIMS.contains(&value_dim)
+                    && norm_heads * value_dim <= mamba2::MAX_NORM_WIDTH =>
             {
                 Ok(Self::Mamba2(MambaShape { num_key_heads, num_value_heads, value_dim }, norm_heads))
             }
             RecurrentRule::Mamba2 { .. } => {
                 let [key_dim, value_dims] = [format!("{}", mamba2::KEY_DIM), format!("{:?}", mamba2::VALUE_DIMS)];
-                Err(refused("Mamba-2", format!("a state of {key_dim}, heads of one of {value_dims}")))
+                let expected = format!(
+                    "a state of {key_dim}, heads of one of {value_dims}, norms of up to {} elements",
+                    mamba2::MAX_NORM_WIDTH
+                );
+                Err(refused("Mamba-2", expected))
             }
             RecurrentRule::ShortConv if num_taps == SHORT_TAPS && shape.channels().is_multiple_of(8) => {
                 Ok(Self::ShortConv(shape.channels()))
