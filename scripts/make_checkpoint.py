@@ -8,7 +8,9 @@
            gemma2, gemma3, phi4, phi4mini, granite, olmo2, cohere2, smollm3, glm4, stablelm, gpt_neox, falcon, starcoder2, nemotron,
            exaone4, ministral3, apertus, commandr (Command R+), gemma4 (31B's heads), gemma4e (E4B's heads, an embedding for each layer);
            qwen35 (Qwen3.5 27B's layers, three of four with a recurrent state), qwen35moe (35B A3B's, with fewer experts), qwen3next,
-           each with a random MTP head;
+           each with a random MTP head; lfm2 (1.2B's layers) and lfm2moe (8B A1B's), with short convolutions, and with Mamba-2
+           granitehybrid (Granite 4 H Tiny's layers), bamba (9B's), nemotronh (Nemotron Nano 9B v2's) and nemotron3nano (30B A3B's, with
+           fewer experts);
            with experts qwen3moe (Qwen3 30B A3B's layer), mixtral, qwen2moe, olmoe, granitemoe, gptoss (gpt-oss 20B's layer), and with
            the heads of these and fewer or narrower experts glm4moe, dots1, exaonemoe, minimaxm2, ernie45moe, llama4, gemma4moe;
            with latent vectors deepseekv2lite, and with the heads of these and narrower layers deepseekv2, deepseekv3
@@ -64,6 +66,10 @@ ROPE = {"rope_type": "default", "rope_theta": 10000.0}
 GEMMA4 = dict(head_dim=256, global_head_dim=512, layer_types=MIXED, sliding_window=64, tie_word_embeddings=True)
 RECURRENT = dict(head_dim=256, linear_num_key_heads=16, linear_num_value_heads=32, num_experts_per_tok=8, moe_intermediate_size=512,
                  shared_expert_intermediate_size=512)
+# Without kernels of its own for Mamba-2, transformers takes memory in the square of a chunk's size. It raises steps of Nemotron-H that are
+# below `time_step_min`.
+CHUNKS = dict(mamba_chunk_size=64)
+NEMOTRON_H = CHUNKS | dict(head_dim=128, ssm_state_size=128, n_groups=8, time_step_min=1e-9)
 DEEPSEEK = dict(n_routed_experts=64, num_experts_per_tok=8, moe_intermediate_size=704, n_shared_experts=1, first_k_dense_replace=1,
                 norm_topk_prob=True)
 def latent(mscale, **own):
@@ -105,6 +111,20 @@ FAMILIES = {  # class, hidden, inner, heads, KV heads, and own fields
     "qwen35": ("Qwen3_5", 5120, 17408, 24, 4, dict(head_dim=256, linear_num_key_heads=16, linear_num_value_heads=48)),
     "qwen35moe": ("Qwen3_5Moe", 2048, None, 16, 2, RECURRENT | dict(num_experts=64)),
     "qwen3next": ("Qwen3Next", 2048, 5120, 16, 2, RECURRENT | dict(num_experts=64, norm_topk_prob=True)),
+    "lfm2": ("Lfm2", 2048, 12288, 32, 8, dict(layer_types=["conv", "full_attention"] * 2)),
+    "lfm2moe": ("Lfm2Moe", 2048, 7168, 32, 8, dict(layer_types=["conv", "full_attention"] * 2, moe_intermediate_size=1792)),
+    "granitehybrid": ("GraniteMoeHybrid", 1536, 512, 12, 4, CHUNKS | dict(
+        layer_types=["linear_attention", "full_attention"] * 2, num_local_experts=64, num_experts_per_tok=6,
+        shared_intermediate_size=1024, mamba_n_heads=48, mamba_d_state=128, embedding_multiplier=12.0, residual_multiplier=0.22,
+        logits_scaling=0.5, attention_multiplier=0.0078125, position_embedding_type="nope", tie_word_embeddings=True)),
+    "bamba": ("Bamba", 4096, 14336, 32, 8, CHUNKS | dict(num_hidden_layers=2, attn_layer_indices=[1], mamba_d_state=128)),
+    "nemotronh": ("NemotronH", 4480, 15680, 40, 8, NEMOTRON_H | dict(
+        mamba_num_heads=128, mamba_head_dim=80, layers_block_type=["linear_attention", "full_attention", "mlp", "linear_attention", "mlp"])),
+    # With the published factor of 2.5, rounding would change much by the choice of experts, which are large without gates.
+    "nemotron3nano": ("NemotronH", 2688, 1856, 32, 2, NEMOTRON_H | dict(
+        mamba_num_heads=64, mamba_head_dim=64, layers_block_type=["linear_attention", "moe", "full_attention", "linear_attention", "moe"],
+        n_routed_experts=32, num_experts_per_tok=6, moe_intermediate_size=1856, moe_shared_expert_intermediate_size=3712,
+        routed_scaling_factor=0.5)),
     "exaone4": ("Exaone4", 2048, 4096, 32, 8, dict(head_dim=64, layer_types=MIXED, sliding_window=64)),
     "ministral3": ("Ministral3", 3072, 9216, 32, 8, dict(head_dim=128, rope_parameters=dict(
         rope_type="yarn", rope_theta=1e6, factor=16.0, original_max_position_embeddings=32, beta_fast=32.0, beta_slow=1.0, mscale=1.0,
@@ -163,7 +183,7 @@ def family(shape, layers, whole):
     text = "Text" if name in ("Gemma3", "Gemma4", "Llama4", "Qwen3_5", "Qwen3_5Moe") else ""
     sizes = dict(hidden_size=hidden, intermediate_size=inner, num_attention_heads=heads, num_key_value_heads=kv_heads)
     fields = {key: value for key, value in sizes.items() if value is not None} | own
-    layers = len(own.get("layer_types", layers * [None]))
+    layers = own.get("num_hidden_layers", len(own.get("layer_types", layers * [None])))
     fields |= dict(vocab_size=own.get("vocab_size", 32000), num_hidden_layers=layers, max_position_embeddings=4096)
     config = getattr(transformers, f"{name}{text}Config")(**fields)
     return getattr(transformers, f"{name}ForCausalLM")(config)
@@ -226,12 +246,14 @@ def config_and_model(shape, layers, whole={}):
 def randomize_biases_and_norms(model):
     """Adds noise to biases, norms and factors. With their initial zeros and ones, tests would not notice if one were ignored."""
     for name, parameter in [*model.named_parameters(), *model.named_buffers()]:
-        if name.endswith("conv1d.weight"):  # is so small at first that the norms behind it see only their epsilon
+        if name.endswith(("conv1d.weight", "conv.conv.weight")):  # is so small at first that the norms behind it see only their epsilon
             parameter.add_(0.3 * torch.randn_like(parameter))
-        elif name.endswith("e_score_correction_bias"):  # beside the weights of experts, which differ little
+        elif name.endswith(("mamba.A_log", "mamba.dt_bias", "mixer.A_log", "mixer.dt_bias")):  # forgets all but a few positions at first
+            parameter.copy_(torch.randn_like(parameter) - 1)
+        elif name.endswith(("e_score_correction_bias", "expert_bias")):  # beside the weights of experts, which differ little
             parameter.add_(0.05 * torch.randn_like(parameter))
         elif name.endswith("layer_scalar") or isinstance(parameter, torch.nn.Parameter) and (
-                "norm" in name or ".ln_" in name or name.endswith(("bias", "sinks", "router.scale", "per_expert_scale"))):
+                "norm" in name or ".ln_" in name or name.endswith(("bias", ".D", "sinks", "router.scale", "per_expert_scale"))):
             parameter.add_(0.2 * torch.randn_like(parameter))
 
 
