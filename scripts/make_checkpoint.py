@@ -12,8 +12,10 @@
            granitehybrid (Granite 4 H Tiny's layers), bamba (9B's), nemotronh (Nemotron Nano 9B v2's) and nemotron3nano (30B A3B's, with
            fewer experts);
            with experts qwen3moe (Qwen3 30B A3B's layer), mixtral, qwen2moe, olmoe, granitemoe, gptoss (gpt-oss 20B's layer), and with
-           the heads of these and fewer or narrower experts glm4moe, dots1, exaonemoe, minimaxm2, ernie45moe, llama4, gemma4moe;
-           with latent vectors deepseekv2lite, and with the heads of these and narrower layers deepseekv2, deepseekv3
+           the heads of these and fewer or narrower experts glm4moe, dots1, exaonemoe, minimaxm2, ernie45moe, llama4, gemma4moe, afmoe (Trinity), hyv3
+           (Hunyuan 3), solaropen, cohere2moe (Command A+); graniteswa (windows and sinks), granitemicro (Granite 4 Micro);
+           with latent vectors deepseekv2lite, glm4moelite (GLM-4.7-Flash), youtu, and with the heads of these and narrower layers
+           deepseekv2, deepseekv3
 
 With --quantize the linear layers of decoder layers are rounded to a form of published checkpoints: fp8 with a scale for each row or for
 blocks of 128 x 128, or 4 bits in groups of 128; with mxfp4 the experts of gptoss. `reference` in OUT_DIR has the same values in fp32, which check_gpu_model.py loads.
@@ -155,6 +157,31 @@ FAMILIES = {  # class, hidden, inner, heads, KV heads, and own fields
                                                       bos_token_id=1, eos_token_id=2, rope_parameters=ROPE | {"partial_rotary_factor": 0.5})),
     "ernie45moe": ("Ernie4_5_Moe", 2560, 6144, 20, 4, dict(moe_num_experts=32, moe_k=6, moe_intermediate_size=768,
                                                            moe_num_shared_experts=2, moe_layer_start_index=1)),
+    "glm4moelite": ("Glm4MoeLite", 2048, 10240, 20, 20, dict(
+        kv_lora_rank=512, q_lora_rank=768, qk_rope_head_dim=64, qk_nope_head_dim=192, v_head_dim=256, n_routed_experts=64,
+        num_experts_per_tok=4, moe_intermediate_size=1536, n_shared_experts=1, routed_scaling_factor=1.8, rope_parameters=ROPE,
+        mlp_layer_types=["dense"] + 3 * ["sparse"])),
+    "youtu": ("Youtu", 2048, 6144, 16, 16, dict(kv_lora_rank=512, q_lora_rank=1536, qk_rope_head_dim=64, qk_nope_head_dim=128,
+                                               v_head_dim=128, tie_word_embeddings=True, rope_parameters=ROPE)),
+    "afmoe": ("Afmoe", 2048, 6144, 32, 4, dict(
+        head_dim=128, num_experts=32, num_experts_per_tok=8, moe_intermediate_size=1024, num_shared_experts=1, num_dense_layers=1,
+        route_scale=2.5, mup_enabled=True, sliding_window=64, layer_types=MIXED, rope_parameters=ROPE)),
+    "hyv3": ("HYV3", 2048, 6144, 32, 4, dict(
+        head_dim=128, num_experts=32, num_experts_per_tok=8, moe_intermediate_size=768, num_shared_experts=1, rope_parameters=ROPE,
+        mlp_layer_types=["dense"] + 3 * ["sparse"])),
+    "solaropen": ("SolarOpen", 2048, None, 32, 4, dict(
+        head_dim=128, n_routed_experts=32, num_experts_per_tok=8, n_shared_experts=1, moe_intermediate_size=1280, n_group=1, topk_group=1,
+        routed_scaling_factor=2.5, rope_parameters=ROPE)),
+    "graniteswa": ("GraniteSWA", 2560, 8192, 20, 4, dict(
+        num_hidden_layers=4, sliding_window=64, layer_types=MIXED, layer_rope_theta=[10000.0, 0, 500.0, 1e6], rope_parameters=ROPE,
+        embedding_multiplier=12.0, residual_multiplier=0.22, logits_scaling=0.5, attention_multiplier=0.0078125, tie_word_embeddings=True)),
+    "granitemicro": ("GraniteMoeHybrid", 2560, 8192, 40, 8, dict(
+        layer_types=4 * ["full_attention"], num_local_experts=0, shared_intermediate_size=8192, position_embedding_type="rope",
+        embedding_multiplier=12.0, residual_multiplier=0.22, logits_scaling=0.5, attention_multiplier=0.015625, tie_word_embeddings=True)),
+    "cohere2moe": ("Cohere2Moe", 4096, 1024, 32, 8, dict(
+        head_dim=128, num_experts=16, num_experts_per_tok=4, num_shared_experts=1, expert_selection_fn="sigmoid", logit_scale=0.25,
+        sliding_window=64, layer_types=MIXED, mlp_layer_types=["dense"] + 3 * ["sparse"], prefix_dense_intermediate_size=8192,
+        tie_word_embeddings=True)),
     "llama4": ("Llama4", 2560, 4096, 40, 8, dict(intermediate_size_mlp=8192, head_dim=128, num_local_experts=16, moe_layers=[0, 1, 3],
                                                  no_rope_layers=[1, 1, 1, 0], attention_chunk_size=64, floor_scale=32, attn_scale=0.1,
                                                  pad_token_id=0)),
