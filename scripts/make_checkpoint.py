@@ -1,8 +1,9 @@
 #!/usr/bin/env python3
-"""Writes a checkpoint with layers of real sizes and random bf16 weights, for tests on a GPU. One file: a list of shapes.
+r"""Writes a checkpoint with layers of real sizes and random bf16 weights, for tests on a GPU. One file: a list of shapes.
 
     make_checkpoint.py SHAPE OUT_DIR [--layers N] [--seed N] [--vocab N] [--quantize fp8|fp8-blocks|awq|gptq|mxfp4]
-    make_checkpoint.py gqa|gemma3|phi4|qwen3moe|qwen35|qwen35moe|llama12b|llama14b|llama32b OUT_DIR --full [--quantize fp8-blocks]
+    make_checkpoint.py gqa|gemma3|phi4|qwen3moe|qwen35|qwen35moe|nemotronh|nemotron3nano|llama12b|llama14b|llama32b OUT_DIR --full \
+                       [--quantize fp8-blocks]
     SHAPE: small, mha (Llama 2 7B's layer), gqa (Llama 3 8B's layer), mistral (a window), qwen2, qwen3 (norms of heads), gpt2,
            baichuan (ALiBi), internlm (biases), internlm2 (q, k and v of a group together), and the layers of other families:
            gemma2, gemma3, phi4, phi4mini, granite, olmo2, cohere2, smollm3, glm4, stablelm, gpt_neox, falcon, starcoder2, nemotron,
@@ -21,7 +22,7 @@ With --quantize the linear layers of decoder layers are rounded to a form of pub
 blocks of 128 x 128, or 4 bits in groups of 128; with mxfp4 the experts of gptoss. `reference` in OUT_DIR has the same values in fp32, which check_gpu_model.py loads.
 
 With --full the checkpoint has the layers and the vocabulary of Llama 3 8B, Gemma 3 12B, Phi-4, Qwen3 30B A3B, Qwen3.6 27B, Qwen3.6 35B A3B,
-or of a Llama with matrices as large as those of Gemma 3 12B, Phi-4 or Qwen2.5 32B. For timing: the same random values are repeated, and written as fast as
+Nemotron Nano 9B v2, the first 13 layers of Nemotron 3 Nano, or of a Llama with matrices as large as those of Gemma 3 12B, Phi-4 or Qwen2.5 32B. For timing: the same random values are repeated, and written as fast as
 the disk takes them; there is no `reference`.
 
 Needs torch and transformers.
@@ -190,12 +191,22 @@ QUANTIZED_ENDS = ("_proj.weight", "_proj_qkv.weight", "_proj_z.weight", "kv_a_pr
 FP8_BLOCKS = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
 OWN_FIELDS = {"qwen3": {"head_dim": 128}, "mistral": {"sliding_window": 128}, "internlm": {"attention_bias": True},
               "llama12b": {"head_dim": 128}}
+
+
+def blocks(pattern):
+    """The kinds of Nemotron-H's layers, from their letters."""
+    kinds = {"M": "linear_attention", "*": "full_attention", "-": "mlp", "E": "moe"}
+    return [kinds[letter] for letter in pattern]
+
+
 FULL = {  # layers, and fields of the whole model
     "gemma3": (48, dict(vocab_size=262208, layer_types=(5 * ["sliding_attention"] + ["full_attention"]) * 8, sliding_window=1024)),
     "phi4": (40, dict(vocab_size=100352)),
     "qwen3moe": (48, {}),
     "qwen35": (64, dict(vocab_size=248320)),
     "qwen35moe": (40, dict(vocab_size=248320, num_experts=256)),
+    "nemotronh": (56, dict(vocab_size=131072, layers_block_type=blocks("M-M-M-MM-M-M-M*-M-M-M*-M-M-M-M*-M-M-M-M*-M-MM-M-M-M-M-M-"))),
+    "nemotron3nano": (13, dict(vocab_size=131072, n_routed_experts=128, layers_block_type=blocks("MEMEM*EMEMEM*"))),
     "gqa": (32, {}),
     "llama12b": (48, {}),
     "llama14b": (40, {}),
@@ -408,9 +419,9 @@ def stored_shapes(model):
     tied = ("lm_head.weight",) if model.config.tie_word_embeddings else ()
     for name, tensor in model.state_dict().items():
         prefix, experts, part = name.rpartition("experts.")
-        if experts and part in ("gate_up_proj", "down_proj"):
+        if experts and part in ("gate_up_proj", "up_proj", "down_proj"):
             count, rows, cols = tensor.shape
-            parts = ("gate_proj", "up_proj") if part == "gate_up_proj" else ("down_proj",)
+            parts = ("gate_proj", "up_proj") if part == "gate_up_proj" else (part,)
             for expert, own in itertools.product(range(count), parts):
                 yield f"{prefix}experts.{expert}.{own}.weight", [rows // len(parts), cols]
         elif name not in tied:
