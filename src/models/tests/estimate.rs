@@ -276,23 +276,27 @@ fn recurrent_states_are_counted_and_divided_among_the_workers_of_a_group() {
 }
 
 #[test]
-fn gpus_refuse_recurrent_layers_with_heads_of_other_sizes_by_name() {
-    for case in ["qwen3_next", "qwen3_5", "qwen3_5_moe_vision"] {
+fn gpus_refuse_recurrent_layers_of_other_sizes_by_name() {
+    let delta = ["layers with a recurrent state (Gated DeltaNet)", "keys and values of 128"];
+    for (case, [what, expected]) in [
+        ("qwen3_next", delta),
+        ("qwen3_5", delta),
+        ("qwen3_5_moe_vision", delta),
+        ("granite_moe_hybrid", ["layers with a recurrent state (Mamba-2)", "a state of 128"]),
+        ("lfm2", ["layers with a short convolution", "one of 3 for a multiple of 8"]),
+    ] {
         let config = models::Config::from_dir(&golden_dir(case)).unwrap();
         let limits = StepLimits { max_tokens: 64, max_rows: 4, max_sequence_len: 128, vocab_size: config.vocab_size };
         let mut cuda = Estimator::new(Target::Cuda, TensorParallel { rank: 0, size: 1 }, limits);
         let error = models::load(&golden_dir(case), &config, &mut cuda).map(drop).unwrap_err();
         let error = std::error::Error::source(&error).expect("the device refuses it").to_string();
-        let words = ["layers with a recurrent state (Gated DeltaNet)", "keys and values of 128", "--device=cpu"];
-        assert!(words.into_iter().all(|words| error.contains(words)), "{error}");
+        assert!([what, expected, "--device=cpu"].into_iter().all(|words| error.contains(words)), "{error}");
     }
 }
 
 #[test]
 fn gpus_refuse_what_they_lack_by_name() {
     for (case, words) in [
-        ("granite_moe_hybrid", "layers with a recurrent state of Mamba-2"),
-        ("lfm2", "layers with a short convolution"),
         ("olmo_hybrid", "layers with a recurrent state whose learning rates are up to 2"),
         ("hunyuan_dense", "norms of q and k behind the rotation"),
         ("mistral4", "attention over latent vectors with a scale of queries"),
