@@ -13,6 +13,7 @@
 mod adapter;
 mod attention;
 mod error;
+mod experts;
 mod feature;
 mod inputs;
 mod latent;
@@ -24,6 +25,7 @@ mod spec;
 pub use adapter::{AdapterSlots, LowRankPart};
 pub use attention::{AttentionSpec, KvElements, LayerAttention, QueryScale, RopeTable};
 pub use error::DeviceError;
+pub use experts::{ExpertGroups, ExpertSlice, ExpertSlices, GroupScore, Routing, Scoring};
 pub use feature::Feature;
 pub use inputs::{NO_ADAPTER, SampleInput, StepInputs, TOKEN_ON_DEVICE};
 pub use latent::{LatentShape, LatentWeights};
@@ -31,9 +33,8 @@ pub use memory::{HostMemory, HostSlots, MemoryEstimate, Target};
 pub use quantized::{Quantization, QuantizedRows};
 pub use recurrent::{RecurrentRule, RecurrentShape, RecurrentWeights};
 pub use spec::{
-    Activation, DType, ExpertGroups, ExpertSlice, ExpertSlices, GroupScore, HeadNormSpan, HeadOrder, LinearRole,
-    LogitSpec, MemoryPlan, NormKind, NormSlices, PipelineStage, Routing, RowSource, Scoring, StepLimits,
-    TensorParallel, WeightData, WeightSlice,
+    Activation, DType, HeadNormSpan, HeadOrder, LinearRole, LogitSpec, MemoryPlan, NormKind, NormSlices, PipelineStage,
+    RowSource, StepLimits, TensorParallel, WeightData, WeightSlice,
 };
 
 use engine::{
