@@ -10,7 +10,8 @@
 // cos, sin      [max_positions, D / 2] f32; halves are paired: (i, i + D / 2)
 // positions     [T] u32
 // slots         [T] u32: block * B + offset; with u32::MAX no k and v are written
-// scale         q is multiplied by 1 + beta ln(1 + floor((position + offset) / period)); not if beta is 0
+// queries       q is multiplied, behind the rotation, by 1 + beta ln(1 + floor((position + offset) / period)), not if beta is 0, and by
+//               gains [D] f32, of each head, or null
 // maths         fp32, one rounding on store
 // launch        grid (T, ceil(units / 128)), block 128; a unit is 8 dimensions of each half of a q or k head, or of a v head;
 //               for codes, the units of a head are padded to a power of two, so that a warp has whole heads
@@ -21,14 +22,17 @@
 #include "kv_codes.cuh"
 #include "rope.cuh"
 
-struct QueryScale {
+struct Queries {
+    const float* gains;
     float beta;
     u32 period, offset;
+
+    __device__ bool are_scaled() const { return gains || beta != 0.0f; }
 };
 
 // Scales the rotation, or makes a rotation that only scales.
-__device__ __forceinline__ void scale_angles(Angles& angles, bool rotates, const QueryScale& scale, u32 position) {
-    const float factor = 1.0f + scale.beta * log1pf((float)((position + scale.offset) / scale.period));
+__device__ __forceinline__ void scale_angles(Angles& angles, bool rotates, const Queries& queries, u32 position) {
+    const float factor = 1.0f + queries.beta * log1pf((float)((position + queries.offset) / queries.period));
 #pragma unroll
     for (int j = 0; j < 8; ++j) {
         angles.c[j] = rotates ? angles.c[j] * factor : factor;
@@ -36,27 +40,45 @@ __device__ __forceinline__ void scale_angles(Angles& angles, bool rotates, const
     }
 }
 
+__device__ __forceinline__ void multiply(Angles& angles, const float* gains) {
+    float gain[8];
+    load_floats8(gain, gains);
+#pragma unroll
+    for (int j = 0; j < 8; ++j) angles.c[j] *= gain[j], angles.s[j] *= gain[j];
+}
+
+// Eight pairs; the elements of `lo` and of `hi` are multiplied by gains of their own, before they are rounded.
+__device__ __forceinline__ void rotate8_by_gains(uint4& lo, uint4& hi, const Angles& angles, const float* lo_gains, const float* hi_gains) {
+    Angles of_lo = angles, of_hi = angles;
+    multiply(of_lo, lo_gains);
+    multiply(of_hi, hi_gains);
+    uint4 lo_before = lo, hi_before = hi;
+    rotate8(lo, hi_before, of_lo);
+    rotate8(lo_before, hi, of_hi);
+}
+
 extern "C" __global__ void __launch_bounds__(128)
 rope_cache_bf16(bf16* qkv, bf16* k_blocks, bf16* v_blocks, const float* cos, const float* sin, const u32* positions,
-                const u32* slots, u32 heads, u32 kv_heads, u32 dim, u32 log2_block, const QueryScale scale) {
+                const u32* slots, u32 heads, u32 kv_heads, u32 dim, u32 log2_block, const Queries queries) {
     const u32 t = blockIdx.x, unit = blockIdx.y * blockDim.x + threadIdx.x;
     const u32 half = dim / 2, units_per_head = half / 8;
     const u32 head = unit / units_per_head, i = unit % units_per_head * 8;
     pdl_launch();
     // The step's inputs and the table are written before the first kernel of the step, so no wait is needed for them.
     const u32 slot = slots[t];
-    const bool rotates = cos != nullptr && head < heads + kv_heads, scales = scale.beta != 0.0f && head < heads;
+    const bool rotates = cos != nullptr && head < heads + kv_heads, scales = queries.are_scaled() && head < heads;
     Angles angles;
     if (rotates) {
         const u64 at = (u64)positions[t] * half + i;
         angles = load_angles(cos + at, sin + at);
     }
-    if (scales) scale_angles(angles, rotates, scale, positions[t]);
+    if (scales) scale_angles(angles, rotates, queries, positions[t]);
     pdl_wait();
     if (head >= heads + 2 * kv_heads) return;
     bf16* x = qkv + ((u64)t * (heads + 2 * kv_heads) + head) * dim;
     uint4 lo = *reinterpret_cast<const uint4*>(x + i), hi = *reinterpret_cast<const uint4*>(x + half + i);
-    if (rotates || scales) rotate8(lo, hi, angles);
+    if (scales && queries.gains) rotate8_by_gains(lo, hi, angles, queries.gains + i, queries.gains + half + i);
+    else if (rotates || scales) rotate8(lo, hi, angles);
     bf16* to = x;
     if (head >= heads) {
         if (slot == 0xffffffffu) return;
@@ -83,24 +105,25 @@ struct CodedCache {
 template <Kv KV>
 __device__ __forceinline__ void rope_cache_codes(bf16* qkv, const CodedCache& cache, const float* cos, const float* sin,
                                                  const u32* positions, const u32* slots, u32 heads, u32 kv_heads, u32 dim,
-                                                 u32 log2_block, const QueryScale& scale, u32 log2_lanes) {
+                                                 u32 log2_block, const Queries& queries, u32 log2_lanes) {
     const u32 t = blockIdx.x, unit = blockIdx.y * blockDim.x + threadIdx.x;
     const u32 half = dim / 2, head = unit >> log2_lanes, i = (unit & ((1u << log2_lanes) - 1)) * 8;
     const bool valid = i < half && head < heads + 2 * kv_heads;
     pdl_launch();
     const u32 slot = slots[t];
-    const bool rotates = cos != nullptr && valid && head < heads + kv_heads, scales = scale.beta != 0.0f && head < heads;
+    const bool rotates = cos != nullptr && valid && head < heads + kv_heads, scales = queries.are_scaled() && valid && head < heads;
     Angles angles;
     if (rotates) {
         const u64 at = (u64)positions[t] * half + i;
         angles = load_angles(cos + at, sin + at);
     }
-    if (scales) scale_angles(angles, rotates, scale, positions[t]);
+    if (scales) scale_angles(angles, rotates, queries, positions[t]);
     pdl_wait();
     uint4 lo = make_uint4(0, 0, 0, 0), hi = lo;
     bf16* x = qkv + ((u64)t * (heads + 2 * kv_heads) + head) * dim;
     if (valid) lo = *reinterpret_cast<const uint4*>(x + i), hi = *reinterpret_cast<const uint4*>(x + half + i);
-    if (rotates || scales) rotate8(lo, hi, angles);
+    if (scales && queries.gains) rotate8_by_gains(lo, hi, angles, queries.gains + i, queries.gains + half + i);
+    else if (rotates || scales) rotate8(lo, hi, angles);
     float size = larger(size_of(lo), size_of(hi));
     for (u32 d = 1u << log2_lanes >> 1; d > 0; d >>= 1) size = larger(size, __shfl_xor_sync(FULL_WARP, size, d));
     if (!valid) return;
@@ -124,9 +147,9 @@ __device__ __forceinline__ void rope_cache_codes(bf16* qkv, const CodedCache& ca
 #define ROPE_CACHE(NAME, KV)                                                                                            \
     extern "C" __global__ void __launch_bounds__(128)                                                                  \
         rope_cache_##NAME(bf16* qkv, const CodedCache cache, const float* cos, const float* sin, const u32* positions, \
-                          const u32* slots, u32 heads, u32 kv_heads, u32 dim, u32 log2_block, const QueryScale scale,  \
+                          const u32* slots, u32 heads, u32 kv_heads, u32 dim, u32 log2_block, const Queries queries,   \
                           u32 log2_lanes) {                                                                            \
-        rope_cache_codes<KV>(qkv, cache, cos, sin, positions, slots, heads, kv_heads, dim, log2_block, scale,          \
+        rope_cache_codes<KV>(qkv, cache, cos, sin, positions, slots, heads, kv_heads, dim, log2_block, queries,        \
                              log2_lanes);                                                                              \
     }
 

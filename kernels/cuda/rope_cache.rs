@@ -105,6 +105,8 @@ pub struct RopeInputs {
     pub slots: Span,
     /// If set, multiplies q after the rotation.
     pub query_scale: Option<QueryScale>,
+    /// `[D]` f32 that multiply the elements of each head of q after the rotation; or [`Span::NULL`].
+    pub query_gains: Span,
 }
 
 /// A factor of q that depends on the position: `1 + beta * ln(1 + floor((position + offset) / period))`.
@@ -119,8 +121,8 @@ pub struct QueryScale {
 }
 
 impl QueryScale {
-    /// `QueryScale` of the kernel: beta, period, offset. `None` changes nothing.
-    fn parameters(scale: Option<Self>) -> [u32; 3] {
+    /// beta, period, offset. `None` changes nothing.
+    pub(super) fn parameters(scale: Option<Self>) -> [u32; 3] {
         scale.map_or([0, 1, 0], |scale| [scale.beta.to_bits(), scale.period, scale.offset])
     }
 }
@@ -144,14 +146,18 @@ pub fn rope_cache(
     ensure!("rope_cache", found >= num_tokens * shape.qkv_cols(), "qkv has {found} elements for {num_tokens} tokens");
     let [cos, sin] = inputs.tables.unwrap_or([Span::NULL, Span::NULL]);
     cache.check("rope_cache", head_dim)?;
-    let spans = [cos, sin, qkv];
+    let gains = inputs.query_gains;
+    ensure!("rope_cache", gains.is_null() || gains.count::<f32>() >= head_dim, "gains are shorter than {head_dim}");
+    let spans = [cos, sin, qkv, gains];
     ensure!("rope_cache", spans.iter().all(|s| s.is_aligned(16)), "a buffer is not 16-byte aligned");
     for (name, span) in [("positions", inputs.positions), ("slots", inputs.slots)] {
         ensure!("rope_cache", span.count::<u32>() >= num_tokens, "{name} is shorter than {num_tokens}");
     }
     let has_period = inputs.query_scale.is_none_or(|scale| scale.period > 0);
     ensure!("rope_cache", has_period, "the scale of queries has a period of 0");
-    let scale = QueryScale::parameters(inputs.query_scale);
+    let [beta, period, offset] = QueryScale::parameters(inputs.query_scale).map(u64::from);
+    // `Queries` of the kernel: gains, beta, period, offset, padding.
+    let queries = [gains.address(), beta | period << 32, offset];
     let heads = num_heads + 2 * kv_heads;
     // A warp has whole heads where they are coded.
     let lanes = (head_dim / 16).next_power_of_two();
@@ -167,7 +173,7 @@ pub fn rope_cache(
     args.extend([cos, sin, inputs.positions, inputs.slots].map(Arg::from));
     let words = [num_heads, kv_heads, head_dim].map(|size| Arg::U32(size as u32));
     args.extend(words);
-    args.extend([block_size.trailing_zeros().into(), Arg::Bytes(bytemuck::bytes_of(&scale))]);
+    args.extend([block_size.trailing_zeros().into(), Arg::Bytes(bytemuck::bytes_of(&queries))]);
     args.extend(cache.codes.map(|_| Arg::U32(lanes.trailing_zeros())));
     let launch = Launch::new(0, 128).grid(num_tokens as u32, units.div_ceil(128) as u32, 1);
     q.launch(&format!("rope_cache_{}", cache.type_name()), launch, &args)

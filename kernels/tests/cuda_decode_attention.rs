@@ -270,6 +270,7 @@ fn rotation_inside_attention_writes_the_bits_of_rotation_before_it_and_attends_a
                             positions: positions.span(),
                             slots: slots.span(),
                             query_scale: None,
+                            query_gains: Span::NULL,
                         };
                         if has_norms {
                             let (v, has_each, is_layer) = (Span::NULL, false, false);

@@ -43,8 +43,9 @@ fn written_codes_are_those_of_the_definition() {
         let words = |values: &[u32]| DeviceBuffer::from_slice(&gpu, values).unwrap();
         let (dc, ds, dp, dl) = (floats_of(&cos), floats_of(&sin), words(&positions), words(&slots));
         let query_scale = Some(QueryScale { beta: 0.2, period: 4, offset: 1 });
-        let inputs =
-            RopeInputs { tables: Some([dc.span(), ds.span()]), positions: dp.span(), slots: dl.span(), query_scale };
+        let gains = floats_of(&(0..head_dim).map(|_| random.unit()).collect::<Vec<f32>>());
+        let (tables, query_gains) = (Some([dc.span(), ds.span()]), gains.span());
+        let inputs = RopeInputs { tables, positions: dp.span(), slots: dl.span(), query_scale, query_gains };
         let (size, num_rows) = (blocks * shape.block_elements(), blocks * num_kv_heads * block_size);
         let plain = [0; 2].map(|_| poisoned::<bf16>(&gpu, &queue, size));
         let coded = [0; 2].map(|_| poisoned::<u8>(&gpu, &queue, size));

@@ -90,13 +90,13 @@ fn embedding_takes_given_and_sampled_tokens_and_zeros_for_other_workers() {
 fn rope_rotates_and_fills_exactly_its_slots() {
     let Some((gpu, q)) = open() else { return };
     let mut random = Random::new(3);
-    for (heads, kv_heads, dim, block, tokens, beta, has_kv) in [
-        (4, 2, 64, 16, 5, 0.0, true),
-        (32, 32, 128, 16, 1, 0.0, true),
-        (6, 1, 96, 32, 19, 0.5, true),
-        (3, 3, 256, 64, 40, 0.0, false),
-        (2, 1, 16, 16, 3, 0.25, true),
-        (4, 1, 512, 16, 7, 0.4, false),
+    for (heads, kv_heads, dim, block, tokens, beta, [has_kv, has_gains]) in [
+        (4, 2, 64, 16, 5, 0.0, [true, false]),
+        (32, 32, 128, 16, 1, 0.0, [true, true]),
+        (6, 1, 96, 32, 19, 0.5, [true, true]),
+        (3, 3, 256, 64, 40, 0.0, [false, true]),
+        (2, 1, 16, 16, 3, 0.25, [true, false]),
+        (4, 1, 512, 16, 7, 0.4, [false, false]),
     ] {
         let shape = HeadShape { num_heads: heads, num_kv_heads: kv_heads, head_dim: dim, block_size: block, has_kv };
         let (blocks, positions_max, cols) = (9, 50, shape.qkv_cols());
@@ -116,7 +116,10 @@ fn rope_rotates_and_fills_exactly_its_slots() {
             (DeviceBuffer::from_slice(&gpu, &positions).unwrap(), DeviceBuffer::from_slice(&gpu, &slots).unwrap());
         let query_scale = (beta != 0.0).then_some(QueryScale { beta, period: 4, offset: 1 });
         let tables = Some([dc.span(), ds.span()]);
-        let inputs = RopeInputs { tables, positions: dp.span(), slots: dl.span(), query_scale };
+        let gains: Vec<f32> = (0..dim).map(|_| if has_gains { random.unit() * 2.0 } else { 1.0 }).collect();
+        let dg = DeviceBuffer::from_slice(&gpu, &gains).unwrap();
+        let query_gains = if has_gains { dg.span() } else { Span::NULL };
+        let inputs = RopeInputs { tables, positions: dp.span(), slots: dl.span(), query_scale, query_gains };
         let cache = LayerCache { k: k_blocks.span(), v: v_blocks.span(), codes: None };
         rope_cache(&q, dq.span(), cache, inputs, shape, tokens).unwrap();
         q.wait().unwrap();
@@ -130,7 +133,7 @@ fn rope_rotates_and_fills_exactly_its_slots() {
         let mut expected = floats(&qkv);
         let factor = |t: usize| 1.0 + beta * (((positions[t] + 1) / 4) as f32).ln_1p();
         for (t, h, d) in (0..tokens).flat_map(|t| (0..heads * dim).map(move |i| (t, i / dim, i % dim))) {
-            expected[t * cols + h * dim + d] = factor(t) * rotated(t, h, d);
+            expected[t * cols + h * dim + d] = factor(t) * gains[d] * rotated(t, h, d);
         }
         assert_close("q, and k and v as they were", &found, &expected, ULP, 4e-6);
         let (mut k, mut v) = (vec![f32::NAN; size], vec![f32::NAN; size]);
@@ -153,7 +156,7 @@ fn rope_rotates_and_fills_exactly_its_slots() {
 }
 
 #[test]
-fn queries_that_are_not_rotated_are_scaled_by_position() {
+fn queries_that_are_not_rotated_are_scaled_by_position_and_gains() {
     let Some((gpu, q)) = open() else { return };
     let mut random = Random::new(9);
     let shape = HeadShape { num_heads: 4, num_kv_heads: 2, head_dim: 64, block_size: 16, has_kv: true };
@@ -167,12 +170,16 @@ fn queries_that_are_not_rotated_are_scaled_by_position() {
     let words = |values: &[u32]| DeviceBuffer::from_slice(&gpu, values).unwrap();
     let (dp, dl) = (words(&positions), words(&slots));
     let query_scale = Some(QueryScale { beta: 0.1, period: 1000, offset: 0 });
-    let inputs = RopeInputs { tables: None, positions: dp.span(), slots: dl.span(), query_scale };
+    let gains: Vec<f32> = (0..64).map(|_| random.unit() * 2.0).collect();
+    let dg = DeviceBuffer::from_slice(&gpu, &gains).unwrap();
+    let query_gains = dg.span();
+    let inputs = RopeInputs { tables: None, positions: dp.span(), slots: dl.span(), query_scale, query_gains };
     let cache = LayerCache { k: k_blocks.span(), v: v_blocks.span(), codes: None };
     rope_cache(&q, dq.span(), cache, inputs, shape, tokens).unwrap();
     q.wait().unwrap();
     let found = floats(&dq.span().read(tokens * cols).unwrap());
-    let factor = |i: usize| if i % cols < 4 * 64 { 1.0 + 0.1 * ((i / cols) as f32).ln_1p() } else { 1.0 };
+    let scale = |i: usize| (1.0 + 0.1 * ((i / cols) as f32).ln_1p()) * gains[i % 64];
+    let factor = |i: usize| if i % cols < 4 * 64 { scale(i) } else { 1.0 };
     let expected: Vec<f32> = qkv.iter().enumerate().map(|(i, x)| x.to_f32() * factor(i)).collect();
     assert_close("q, and k and v as they were", &found, &expected, ULP, 1e-6);
     let k: Vec<bf16> = k_blocks.span().read(size).unwrap();

@@ -29,6 +29,7 @@ impl CudaDevice {
             positions: spans.positions,
             slots: spans.slots.of(cache.layer(layer).group),
             query_scale: cache.layer(layer).query_scale,
+            query_gains: cache.layer(layer).query_gains(),
         };
         let shape = self.current().shape;
         let count = match self.attention_rotates(layer) {

@@ -8,7 +8,7 @@ use kernels::cuda::decode_division::{DecodeWorkspace, Division};
 use kernels::cuda::prefill_attention::PrefillWorkspace;
 use kernels::cuda::rope_cache::{CacheCodes, HeadShape, LayerCache, QueryScale};
 use kernels::cuda::scores::{ScoreChange, Scores};
-use kernels::cuda::{CudaError, DeviceBuffer, Gpu, Queue, Residence};
+use kernels::cuda::{CudaError, DeviceBuffer, Gpu, Queue, Residence, Span};
 use kernels::kv_codes::KvCodes;
 use ops::{AttentionSpec, LayerAttention, StepLimits};
 
@@ -52,6 +52,7 @@ pub(crate) struct CacheLayer {
     pub(crate) scores: Scores,
     rope: Option<usize>,
     pub(crate) query_scale: Option<QueryScale>,
+    query_gains: Option<DeviceBuffer>,
     /// ALiBi slopes and sinks, which `scores` refers to.
     _vectors: [Option<DeviceBuffer>; 2],
     /// The KV group, whose block tables the layer uses.
@@ -123,6 +124,7 @@ impl Cache {
                     period: scale.period.max(1),
                     offset: scale.offset,
                 }),
+                query_gains: upload(&layer.query_gains)?,
                 _vectors: [slopes, sinks],
                 group: layer.kv_group,
                 blocks: LayerCache {
@@ -243,7 +245,13 @@ impl CacheLayer {
     pub(crate) fn rotates(&self) -> bool {
         let is_plain = self.scores.change == ScoreChange::None && self.scores.chunk == 0;
         let is_alone = self.query_scale.is_none() && self.shape.has_kv && self.blocks.codes.is_none();
-        self.rope.is_some() && is_plain && is_alone && decode_attention::rotates(self.shape)
+        let has_gains = self.query_gains.is_some();
+        self.rope.is_some() && is_plain && is_alone && !has_gains && decode_attention::rotates(self.shape)
+    }
+
+    /// Factors of the elements of each query head, or null.
+    pub(crate) fn query_gains(&self) -> Span {
+        self.query_gains.as_ref().map_or(Span::NULL, DeviceBuffer::span)
     }
 }
 

@@ -11,7 +11,7 @@ use kernels::cuda::rope_cache::HeadShape;
 use kernels::cuda::sample::{ARGMAX_CHUNKS, Outputs};
 use kernels::cuda::{CudaError, DeviceBuffer, Gpu, PinnedBuffer, Span};
 use kernels::kv_codes::KvCodes;
-use ops::{AttentionSpec, DeviceError, DrafterKind, MemoryPlan, PipelineStage, StepLimits};
+use ops::{AttentionSpec, DeviceError, DrafterKind, LayerAttention, MemoryPlan, PipelineStage, StepLimits};
 
 use super::cache::{Cache, shapes, table_shape};
 use super::chain::{self, Chain};
@@ -171,10 +171,11 @@ fn step_words(limits: &StepLimits, spec: &AttentionSpec) -> usize {
 fn pending_bytes(limits: &StepLimits, hidden: usize, group: usize, spec: &AttentionSpec, division: Division) -> usize {
     let sizes = Workspace::sizes(limits, hidden, group);
     let ropes: usize = spec.ropes.iter().map(|rope| (rope.cos.len() + rope.sin.len()) * 4).sum();
-    let slopes: usize = spec.layers.iter().map(|layer| (layer.alibi_slopes.len() + layer.sinks.len()) * 4).sum();
+    let vectors = |layer: &LayerAttention| layer.alibi_slopes.len() + layer.sinks.len() + layer.query_gains.len();
+    let vectors: usize = spec.layers.iter().map(|layer| vectors(layer) * 4).sum();
     let decode = DecodeWorkspace::bytes(padded_rows(limits), &shapes(spec), division);
     let latents = LatentBuffers::bytes(spec, [limits.max_tokens, padded_rows(limits)], division);
-    sizes.iter().sum::<usize>() + step_words(limits, spec) * 4 + ropes + slopes + decode + latents
+    sizes.iter().sum::<usize>() + step_words(limits, spec) * 4 + ropes + vectors + decode + latents
 }
 
 /// Bytes of the buffers of guesses, with `rows` rows of an activation buffer.
