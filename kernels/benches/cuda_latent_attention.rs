@@ -167,7 +167,7 @@ fn products(gpu: &Arc<Gpu>, queue: &Queue, num_heads: usize, tokens: usize) {
     let positions: Vec<u32> = (0..tokens as u32).collect();
     let positions = DeviceBuffer::from_slice(gpu, &positions).expect("memory");
     let (cos, sin) = (angles.span(), angles.span());
-    let rotation = Rotation { cos, sin, positions: positions.span(), is_interleaved: true };
+    let rotation = Rotation { cos, sin, positions: positions.span(), is_interleaved: true, query_scale: None };
     let up = |i: usize| LatentUp { weight: weights[i % copies].span(), num_heads, key_dim, value_dim };
     let keys = microseconds(queue, 2 * copies, |i| {
         latent_queries(queue, rows.span(), queries.span(), &up(i), &rotation, tokens)

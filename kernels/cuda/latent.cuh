@@ -1,6 +1,6 @@
 // Common parts of the kernels of attention over latent vectors (DeepSeek-V2, 2024): the sizes of a row, and its rotated part.
 #pragma once
-#include "common.cuh"
+#include "query_scale.cuh"
 
 constexpr int RANK = 512;           // elements of the latent vector
 constexpr int ROTARY = 64;          // rotated elements behind it
@@ -13,7 +13,9 @@ struct Rotation {
     const float* sin;
     const u32* positions;  // [T]
     u32 interleaved;       // pairs are (2i, 2i + 1), otherwise (i, i + ROTARY / 2)
-    u32 padding;
+    QueryScale scale;      // of whole queries
+
+    __device__ float factor(u32 t) const { return scale.beta != 0.0f ? scale.at(positions[t]) : 1.0f; }
 };
 
 __device__ __forceinline__ u32 rotated_low(u32 pair, u32 other, float c0, float s0, float c1, float s1) {
@@ -32,10 +34,14 @@ __device__ __forceinline__ u32 rotated_pair(u32 pair, float c, float s) {
     return pack_bf16x2(__fmaf_rn(a, c, -__fmul_rn(b, s)), __fmaf_rn(b, c, __fmul_rn(a, s)));
 }
 
-// Rotates the four pairs of unit `unit` of the ROTARY elements at `from` by the angles of token `t`.
-__device__ __forceinline__ void rotate_unit(bf16* to, const bf16* from, u32 unit, const Rotation& r, u32 t) {
+__device__ __forceinline__ float4 operator*(const float4& x, float factor) {
+    return make_float4(x.x * factor, x.y * factor, x.z * factor, x.w * factor);
+}
+
+// Rotates the four pairs of unit `unit` of the ROTARY elements at `from` by the angles of token `t`, and multiplies them by `factor`.
+__device__ __forceinline__ void rotate_unit(bf16* to, const bf16* from, u32 unit, const Rotation& r, u32 t, float factor) {
     const u64 at = (u64)r.positions[t] * (ROTARY / 2) + 4 * unit;
-    const float4 c = *reinterpret_cast<const float4*>(r.cos + at), s = *reinterpret_cast<const float4*>(r.sin + at);
+    const float4 c = *reinterpret_cast<const float4*>(r.cos + at) * factor, s = *reinterpret_cast<const float4*>(r.sin + at) * factor;
     if (r.interleaved) {
         const uint4 x = *reinterpret_cast<const uint4*>(from + 8 * unit);
         *reinterpret_cast<uint4*>(to + 8 * unit) = make_uint4(rotated_pair(x.x, c.x, s.x), rotated_pair(x.y, c.y, s.y),

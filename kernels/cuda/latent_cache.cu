@@ -32,5 +32,5 @@ latent_cache_bf16(bf16* rows, const bf16* latents, const bf16* gain, const u32* 
 #pragma unroll
     for (int j = 0; j < 8; ++j) x.v[j] = to_bf16(to_f32(x.v[j]) * scale * to_f32(weight.v[j]));
     store8(to + 8 * i, x);
-    if (i < UNITS) rotate_unit(to + RANK, from + RANK, i, rotation, t);
+    if (i < UNITS) rotate_unit(to + RANK, from + RANK, i, rotation, t, 1.0f);
 }

@@ -3,6 +3,7 @@
 use half::bf16;
 
 use super::error::ensure;
+use super::rope_cache::QueryScale;
 use super::{Arg, CudaError, Launch, Queue, Span};
 
 /// Elements of the latent vector.
@@ -23,11 +24,14 @@ pub struct Rotation {
     pub positions: Span,
     /// Whether pairs are neighbours `(2i, 2i + 1)`; otherwise `(i, i + ROTARY / 2)`.
     pub is_interleaved: bool,
+    /// If set, multiplies whole queries.
+    pub query_scale: Option<QueryScale>,
 }
 
 impl Rotation {
     pub(super) fn check(&self, op: &'static str, num_tokens: usize) -> Result<(), CudaError> {
-        let Self { cos, sin, positions, .. } = *self;
+        let Self { cos, sin, positions, query_scale, .. } = *self;
+        ensure!(op, query_scale.is_none_or(|scale| scale.period > 0), "the scale of queries has a period of 0");
         let has_tables = cos.bytes() == sin.bytes() && cos.count::<f32>() >= ROTARY / 2;
         ensure!(op, has_tables, "the rotation's tables are empty or differ in length");
         ensure!(op, cos.is_aligned(16) && sin.is_aligned(16), "the rotation's tables are not 16-byte aligned");
@@ -35,9 +39,11 @@ impl Rotation {
         Ok(())
     }
 
-    /// `Rotation` of the kernels: cos, sin, positions, interleaved, padding.
-    pub(super) fn parameters(&self) -> [u64; 4] {
-        [self.cos.address(), self.sin.address(), self.positions.address(), u64::from(self.is_interleaved)]
+    /// `Rotation` of the kernels: cos, sin, positions, interleaved, beta, period, offset.
+    pub(super) fn parameters(&self) -> [u64; 5] {
+        let [beta, period, offset] = QueryScale::parameters(self.query_scale).map(u64::from);
+        let words = [u64::from(self.is_interleaved) | beta << 32, period | offset << 32];
+        [self.cos.address(), self.sin.address(), self.positions.address(), words[0], words[1]]
     }
 }
 

@@ -1,4 +1,4 @@
-// latent_queries_bf16: rows[t, h, :] = [q[t, h, :key_dim] K_h | rotated q[t, h, key_dim:]]
+// latent_queries_bf16: rows[t, h, :] = factor[t] [q[t, h, :key_dim] K_h | rotated q[t, h, key_dim:]]
 // latent_values_bf16:  out[t, h, :]  = V_h rows[t, h, :512]
 // before and behind attention over latent vectors, so that no k and no v of a position is computed   (DeepSeek-V2, 2024)
 //
@@ -6,6 +6,7 @@
 // rows        [T, H, 576] bf16
 // K_h, V_h    rows h (key_dim + value_dim) and on of `weight [H (key_dim + value_dim), 512]` bf16
 // out         [T, H, value_dim] bf16
+// factor      1, or that of the token's position, query_scale.cuh
 // maths       bf16 products, sums in fp32 in the order of k, one rounding on store
 // launch      grid (tiles of 64 columns, H, tiles of M tokens), 4 warps; of queries, one more tile of columns is the rotated part.
 //             M is 16 or 64: `_m16` divides the columns among the warps, `_m64` tokens and columns. Slices of 64 elements of the
@@ -63,7 +64,8 @@ __device__ __forceinline__ void latent_product(const LatentProduct& p) {
     if (KEYS && column == RANK) {
         for (u32 i = thread; i < count * UNITS; i += THREADS) {
             const u32 t = i / UNITS;
-            rotate_unit(out + t * out_stride + RANK, x + t * x_stride + p.key_dim, i % UNITS, p.rotation, first + t);
+            const float factor = p.rotation.factor(first + t);
+            rotate_unit(out + t * out_stride + RANK, x + t * x_stride + p.key_dim, i % UNITS, p.rotation, first + t, factor);
         }
         return;
     }
@@ -119,14 +121,15 @@ __device__ __forceinline__ void latent_product(const LatentProduct& p) {
 #pragma unroll
     for (int m = 0; m < MT; ++m) {
 #pragma unroll
-        for (int n = 0; n < 2 * NP; ++n) {
-            const u32 at = column + n0 + 8 * n + lane % 4 * 2;
-            if (at >= sizes.outer) continue;
+        for (int r = 0; r < 2; ++r) {
+            const u32 row = m0 + 16 * m + lane / 4 + 8 * r;
+            if (row >= count) continue;
+            const float factor = KEYS ? p.rotation.factor(first + row) : 1.0f;
 #pragma unroll
-            for (int r = 0; r < 2; ++r) {
-                const u32 row = m0 + 16 * m + lane / 4 + 8 * r;
-                if (row >= count) continue;
-                *reinterpret_cast<u32*>(out + row * out_stride + at) = pack_bf16x2(sum[m][n][2 * r], sum[m][n][2 * r + 1]);
+            for (int n = 0; n < 2 * NP; ++n) {
+                const u32 at = column + n0 + 8 * n + lane % 4 * 2;
+                if (at >= sizes.outer) continue;
+                *reinterpret_cast<u32*>(out + row * out_stride + at) = pack_bf16x2(sum[m][n][2 * r] * factor, sum[m][n][2 * r + 1] * factor);
             }
         }
     }

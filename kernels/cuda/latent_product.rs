@@ -43,7 +43,7 @@ impl LatentUp {
         q: &Queue,
         name: &str,
         spans: [Span; 3],
-        angles: [u64; 4],
+        angles: [u64; 5],
         (tokens, tiles): (usize, usize),
     ) -> Result<(), CudaError> {
         let pair = |low: usize, high: usize| low as u64 | (high as u64) << 32;
@@ -59,7 +59,7 @@ impl LatentUp {
 }
 
 /// `rows [T, H, WIDTH]` = for each head of `queries [T, H, key_dim + ROTARY]` its product with the weights of the head's keys,
-/// and its rotated part.
+/// and its rotated part, both times the factor of the position.
 pub fn latent_queries(
     q: &Queue,
     rows: Span,
@@ -91,5 +91,5 @@ pub fn latent_values(q: &Queue, out: Span, rows: Span, up: &LatentUp, num_tokens
     ensure!(op, out.count::<bf16>() >= heads * up.value_dim, "out is too short for {num_tokens} tokens");
     let spans = [rows, up.weight, out];
     ensure!(op, spans.iter().all(|span| span.is_aligned(16)), "a buffer is not 16-byte aligned");
-    up.launch(q, op, spans, [0; 4], (num_tokens, up.value_dim.div_ceil(COLUMNS)))
+    up.launch(q, op, spans, [0; 5], (num_tokens, up.value_dim.div_ceil(COLUMNS)))
 }

@@ -20,19 +20,19 @@
 // test          tests/cuda_ops.rs; codes: tests/cuda_kv_codes.rs, the bytes of kv_codes.rs; each element within one bf16 ulp of fp32
 // archs: 80 90a 100a ptx
 #include "kv_codes.cuh"
+#include "query_scale.cuh"
 #include "rope.cuh"
 
 struct Queries {
     const float* gains;
-    float beta;
-    u32 period, offset;
+    QueryScale scale;
 
-    __device__ bool are_scaled() const { return gains || beta != 0.0f; }
+    __device__ bool are_scaled() const { return gains || scale.beta != 0.0f; }
 };
 
 // Scales the rotation, or makes a rotation that only scales.
 __device__ __forceinline__ void scale_angles(Angles& angles, bool rotates, const Queries& queries, u32 position) {
-    const float factor = 1.0f + queries.beta * log1pf((float)((position + queries.offset) / queries.period));
+    const float factor = queries.scale.at(position);
 #pragma unroll
     for (int j = 0; j < 8; ++j) {
         angles.c[j] = rotates ? angles.c[j] * factor : factor;

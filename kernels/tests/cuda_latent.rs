@@ -14,6 +14,7 @@ use kernels::cuda::latent_attention::{
 };
 use kernels::cuda::latent_cache::{LatentNorm, RANK, ROTARY, Rotation, WIDTH, latent_cache};
 use kernels::cuda::latent_product::{LatentUp, latent_queries, latent_values};
+use kernels::cuda::rope_cache::QueryScale;
 use kernels::cuda::{DeviceBuffer, Gpu, Queue};
 use kernels::reference;
 
@@ -43,7 +44,8 @@ impl Angles {
 
     fn rotation(&self, positions: &DeviceBuffer) -> Rotation {
         let (cos, sin) = (self.cos_on.span(), self.sin_on.span());
-        Rotation { cos, sin, positions: positions.span(), is_interleaved: self.is_interleaved }
+        let (positions, is_interleaved) = (positions.span(), self.is_interleaved);
+        Rotation { cos, sin, positions, is_interleaved, query_scale: None }
     }
 
     fn rotated(&self, x: &[f32], position: u32) -> Vec<f32> {
@@ -116,7 +118,8 @@ fn products_with_keys_and_values_are_those_of_each_head() {
             let rows = poisoned::<bf16>(&gpu, &q, tokens * num_heads * WIDTH);
             let out = poisoned::<bf16>(&gpu, &q, tokens * num_heads * value_dim);
             let up = LatentUp { weight: weight_on.span(), num_heads, key_dim, value_dim };
-            let rotation = angles.rotation(&positions_on);
+            let query_scale = (tokens % 3 > 0).then_some(QueryScale { beta: 0.3, period: 100, offset: 1 });
+            let rotation = Rotation { query_scale, ..angles.rotation(&positions_on) };
             latent_queries(&q, rows.span(), queries_on.span(), &up, &rotation, tokens).expect("a launch");
             latent_values(&q, out.span(), rows.span(), &up, tokens).expect("a launch");
             q.wait().expect("the kernels run");
@@ -132,8 +135,11 @@ fn products_with_keys_and_values_are_those_of_each_head() {
                     let rotated = angles.rotated(&query[key_dim..], positions[token]);
                     let product = reference::linear(&query[..key_dim], &turned, None, key_dim);
                     let row = &rows[at * WIDTH..(at + 1) * WIDTH];
+                    let periods = ((positions[token] + 1) / 100) as f32;
+                    let factor = query_scale.map_or(1.0, |scale| 1.0 + scale.beta * periods.ln_1p());
+                    let expected: Vec<f32> = product.iter().chain(&rotated).map(|x| x * factor).collect();
                     let what = format!("{num_heads} heads of {key_dim} and {value_dim}, token {token} of {tokens}");
-                    assert_close(&format!("{what}: keys"), row, &[product, rotated].concat(), 2f32.powi(-8), 1e-4);
+                    assert_close(&format!("{what}: keys"), row, &expected, 2f32.powi(-8), 1e-4 * factor);
                     let product = reference::linear(&row[..RANK], values, None, RANK);
                     let found = &out[at * value_dim..(at + 1) * value_dim];
                     assert_close(&format!("{what}: values"), found, &product, 2f32.powi(-8), 1e-4);

@@ -111,7 +111,7 @@ impl CudaDevice {
         let (cache, spans, step) = (self.cache(), self.current().spans, self.current().shape);
         let blocks = cache.layer(layer);
         let slots = spans.slots.of(blocks.group);
-        let rotation = self.rotation(layer, &own, 0);
+        let rotation = Rotation { query_scale: None, ..self.rotation(layer, &own, 0) };
         latent_cache(&self.queue, blocks.blocks.k, latents.values, own.norm, slots, &rotation, step.tokens)
             .map_err(device_error)?;
         let max_blocks = cache.tables(&self.config.limits).stride;
@@ -148,12 +148,13 @@ impl CudaDevice {
         Ok(())
     }
 
-    /// Angles of the step's tokens from `first` on.
+    /// Angles of the step's tokens from `first` on, and the factors of their queries.
     fn rotation(&self, layer: usize, own: &LatentLayer, first: usize) -> Rotation {
         let tables = self.cache().rope(layer).expect("a part of k is rotated");
         let (positions, tokens) = (self.current().spans.positions, self.current().shape.tokens);
         let positions = positions.elements::<u32>(first, tokens - first);
-        Rotation { cos: tables.cos, sin: tables.sin, positions, is_interleaved: own.shape.is_interleaved }
+        let query_scale = self.cache().layer(layer).query_scale;
+        Rotation { cos: tables.cos, sin: tables.sin, positions, is_interleaved: own.shape.is_interleaved, query_scale }
     }
 
     /// Attention of the tokens of `rows`, which are those of the step from `first` on. Their latent vectors are in the blocks.

@@ -298,7 +298,6 @@ fn gpus_refuse_recurrent_layers_of_other_sizes_by_name() {
 fn gpus_refuse_what_they_lack_by_name() {
     for (case, words) in [
         ("olmo_hybrid", "layers with a recurrent state whose learning rates are up to 2"),
-        ("mistral4", "attention over latent vectors with a scale of queries"),
     ] {
         let dir = golden_dir(case);
         let config = models::Config::from_dir(&dir).unwrap();
