@@ -7,14 +7,15 @@ r"""Writes a checkpoint with layers of real sizes and random bf16 weights, for t
     SHAPE: small, mha (Llama 2 7B's layer), gqa (Llama 3 8B's layer), mistral (a window), qwen2, qwen3 (norms of heads), gpt2,
            baichuan (ALiBi), internlm (biases), internlm2 (q, k and v of a group together), and the layers of other families:
            gemma2, gemma3, phi4, phi4mini, granite, olmo2, cohere2, smollm3, glm4, stablelm, gpt_neox, falcon, starcoder2, nemotron,
-           exaone4, ministral3, apertus, commandr (Command R+), gemma4 (31B's heads), gemma4e (E4B's heads, an embedding for each layer);
+           exaone4, ministral3, apertus, commandr (Command R+), hunyuan (Hunyuan 7B's), gemma4 (31B's heads), gemma4e (E4B's heads, an
+           embedding for each layer);
            qwen35 (Qwen3.5 27B's layers, three of four with a recurrent state), qwen35moe (35B A3B's, with fewer experts), qwen3next,
            each with a random MTP head; lfm2 (1.2B's layers) and lfm2moe (8B A1B's), with short convolutions, and with Mamba-2
            granitehybrid (Granite 4 H Tiny's layers), bamba (9B's), nemotronh (Nemotron Nano 9B v2's) and nemotron3nano (30B A3B's, with
            fewer experts);
            with experts qwen3moe (Qwen3 30B A3B's layer), mixtral, qwen2moe, olmoe, granitemoe, gptoss (gpt-oss 20B's layer), and with
-           the heads of these and fewer or narrower experts glm4moe, dots1, exaonemoe, minimaxm2, ernie45moe, llama4, gemma4moe, afmoe (Trinity), hyv3
-           (Hunyuan 3), solaropen, cohere2moe (Command A+); graniteswa (windows and sinks), granitemicro (Granite 4 Micro);
+           the heads of these and fewer or narrower experts glm4moe, dots1, exaonemoe, minimaxm2, ernie45moe, llama4, gemma4moe, phimoe, afmoe (Trinity),
+           hyv3 (Hunyuan 3), solaropen, cohere2moe (Command A+); graniteswa (windows and sinks), granitemicro (Granite 4 Micro);
            with latent vectors deepseekv2lite, glm4moelite (GLM-4.7-Flash), youtu, and with the heads of these and narrower layers
            deepseekv2, deepseekv3
 
@@ -134,6 +135,8 @@ FAMILIES = {  # class, hidden, inner, heads, KV heads, and own fields
         mscale_all_dim=1.0, llama_4_scaling_beta=0.1))),
     "apertus": ("Apertus", 4096, 21504, 32, 8, dict(head_dim=128, rope_parameters=ROPE, pad_token_id=0, eos_token_id=2)),
     "commandr": ("Cohere", 4096, 11264, 32, 4, dict(use_qk_norm=True, logit_scale=0.25, eos_token_id=2)),
+    "hunyuan": ("HunYuanDenseV1", 4096, 14336, 32, 8, dict(head_dim=128, tie_word_embeddings=True, rope_parameters=dict(
+        rope_type="dynamic", rope_theta=1e4, alpha=1000.0, factor=1.0))),
     "gemma4": ("Gemma4", 3840, 15360, 16, 8, GEMMA4 | dict(num_global_key_value_heads=4, attention_k_eq_v=True,
                                                           hidden_size_per_layer_input=0, final_logit_softcapping=3.0)),
     "gemma4e": ("Gemma4", 2560, 10240, 8, 2, GEMMA4 | dict(layer_types=MIXED + MIXED[:2], num_kv_shared_layers=2,
@@ -150,6 +153,8 @@ FAMILIES = {  # class, hidden, inner, heads, KV heads, and own fields
     "deepseekv3": ("DeepseekV3", 2048, 5504, 128, 128, latent(
         1.0, q_lora_rank=1536, num_experts_per_tok=8, moe_intermediate_size=704, n_shared_experts=1, norm_topk_prob=True, n_group=8,
         topk_group=4, routed_scaling_factor=2.5)),
+    "phimoe": ("Phimoe", 2048, 3200, 16, 4, dict(num_local_experts=16, num_experts_per_tok=2, attention_bias=True, lm_head_bias=True,
+                                                 rope_parameters=ROPE)),
     "dots1": ("Dots1", 2048, 5504, 16, 16, DEEPSEEK | dict(n_group=8, topk_group=4, routed_scaling_factor=2.5)),
     "exaonemoe": ("ExaoneMoe", 2048, 5632, 32, 4, dict(
         head_dim=128, num_experts=32, num_experts_per_tok=4, moe_intermediate_size=704, num_shared_experts=1, sliding_window=64,
