@@ -12,10 +12,12 @@ use kernels::cuda::decode_division::Division;
 use kernels::cuda::latent_attention::{
     LatentAttention, LatentKernel, LatentRows, LatentSplits, LatentWorkspace, latent_attention_split,
 };
-use kernels::cuda::latent_cache::{ROTARY, Rotation, WIDTH};
+use kernels::cuda::latent_cache::{ROTARY, Rotation, width};
 use kernels::cuda::latent_product::{LatentUp, latent_queries, latent_values};
 use kernels::cuda::{DeviceBuffer, Gpu, Queue};
 
+const RANK: usize = 512;
+const WIDTH: usize = width(RANK);
 const BLOCK_SIZE: usize = 64;
 const HEADS: [usize; 3] = [16, 32, 128];
 /// Number of rows, and positions of each row.
@@ -90,13 +92,14 @@ fn decode(gpu: &Arc<Gpu>, queue: &Queue, num_heads: usize, [rows, len]: [usize; 
     let copies = (ROTATED_BYTES / bytes).clamp(1, 12);
     let sets: Vec<Rows> = (0..copies).map(|_| Rows::new(gpu, [rows, len, 1])).collect();
     let queries = random(gpu, rows * num_heads * WIDTH);
-    let workspace = LatentWorkspace::new(gpu, Division::ByRows).expect("memory");
+    let workspace = LatentWorkspace::new(gpu, Division::ByRows, RANK).expect("memory");
     let us_of = |splits: LatentSplits| {
         microseconds(queue, 2 * copies, |i| {
             let set = &sets[i % copies];
             let attention = LatentAttention {
                 rows: queries.span(),
                 cache: set.cache.span(),
+                rank: RANK,
                 step: set.step(rows, 1),
                 num_heads,
                 block_size: BLOCK_SIZE,
@@ -133,10 +136,11 @@ fn prefill(gpu: &Arc<Gpu>, queue: &Queue, num_heads: usize, len: usize) {
     let tokens = len.min(131_072 / num_heads);
     let set = Rows::new(gpu, [1, len, tokens]);
     let queries = random(gpu, tokens * num_heads * WIDTH);
-    let workspace = LatentWorkspace::new(gpu, Division::ByRows).expect("memory");
+    let workspace = LatentWorkspace::new(gpu, Division::ByRows, RANK).expect("memory");
     let attention = LatentAttention {
         rows: queries.span(),
         cache: set.cache.span(),
+        rank: RANK,
         step: set.step(1, tokens),
         num_heads,
         block_size: BLOCK_SIZE,
@@ -168,7 +172,7 @@ fn products(gpu: &Arc<Gpu>, queue: &Queue, num_heads: usize, tokens: usize) {
     let positions = DeviceBuffer::from_slice(gpu, &positions).expect("memory");
     let (cos, sin) = (angles.span(), angles.span());
     let rotation = Rotation { cos, sin, positions: positions.span(), is_interleaved: true, query_scale: None };
-    let up = |i: usize| LatentUp { weight: weights[i % copies].span(), num_heads, key_dim, value_dim };
+    let up = |i: usize| LatentUp { weight: weights[i % copies].span(), rank: RANK, num_heads, key_dim, value_dim };
     let keys = microseconds(queue, 2 * copies, |i| {
         latent_queries(queue, rows.span(), queries.span(), &up(i), &rotation, tokens)
     });

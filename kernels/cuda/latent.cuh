@@ -2,10 +2,12 @@
 #pragma once
 #include "query_scale.cuh"
 
-constexpr int RANK = 512;           // elements of the latent vector
-constexpr int ROTARY = 64;          // rotated elements behind it
-constexpr int WIDTH = RANK + ROTARY;
+// A row has a latent vector of RANK elements, 256 or 512, and the rotated ones behind it.
+constexpr int ROTARY = 64;
 constexpr int UNITS = ROTARY / 8;   // units of four pairs
+
+template <int RANK>
+constexpr int WIDTH = RANK + ROTARY;
 
 // Cosines and sines of all positions, and which elements form pairs.
 struct Rotation {

@@ -1,60 +1,62 @@
-// latent_attention_bf16: rows[t, h, :512] = sum over j <= p of w[j] c[j, :512],  w = softmax_j(scale * rows[t, h, :] . c[j, :])
+// latent_attention_bf16: rows[t, h, :L] = sum over j <= p of w[j] c[j, :L],  w = softmax_j(scale * rows[t, h, :] . c[j, :])
 // latent_combine_bf16:   adds the splits of rows that were divided                                  (MLA: DeepSeek-V2, 2024)
 //
-// rows          [T, H, 576] bf16: queries as latent_product.cu makes them; the first 512 elements become the result
-// cache         [blocks, B, 576] bf16, one layer: c of each position, the same for all heads
+// rows          [T, H, L + 64] bf16: queries as latent_product.cu makes them; the first L, 256 or 512, elements become the result
+// cache         [blocks, B, L + 64] bf16, one layer: c of each position, the same for all heads
 // block_tables  [R, max_blocks] u32; context_lens [R] u32
 // row_starts    [R + 1] u32: the tokens of row r are the last row_starts[r + 1] - row_starts[r] positions of it; those of
 //               them in first .. first + count are in `rows`. Null: row r has one token, token r of `rows`, and a row without
 //               positions, which is padding, gets zeros
-// partial       [R][tiles][splits][M][512] f32, stats [R][tiles][splits][M] (maximum, denominator), if there are splits
+// partial       [R][tiles][splits][M][L] f32, stats [R][tiles][splits][M] (maximum, denominator), if there are splits
 // maths         scores, maxima and sums in fp32; probabilities rounded to bf16 for the product with c (Dao 2023)
 // launch        grid (splits, tiles, R): the queries of a row, heads within tokens, form tiles of M; with the last keys first.
 //               M = 16: 4 warps, two blocks on a multiprocessor; a warp has the scores of 8 of 32 positions at a time, with
 //               the queries in registers. M = 64: 8 warps, one block; a warp has the scores of 16 queries by 32 of 64
-//               positions. Each warp adds 512 / warps elements of the result for all queries. Positions pass through shared
-//               memory, and are used twice: for scores and for sums. latent_combine: grid (M, tiles, R), 128 threads
+//               positions. Each warp adds L / warps elements of the result for all queries. Positions pass through shared
+//               memory, and are used twice: for scores and for sums. latent_combine: grid (M, tiles, R), L / 4 threads
 // needs         B a power of two, 16 or more; at most 128 splits; pointers 16-byte aligned: checked in latent_attention.rs
-// bound         few heads: memory, 1152 bytes for each position, 64 K positions 16.9 us at 4.47 TB/s; many: arithmetic, 2176
-//               operations for each query, head and position
+// bound         few heads: memory, 2 L + 128 bytes for each position, 64 K positions of 512 16.9 us at 4.47 TB/s; many:
+//               arithmetic, 4 L + 128 operations for each query, head and position
 // test          tests/cuda_latent.rs, reference::attention_with
 // archs: 80 90a 100a ptx
 #include "latent_attention.cuh"
 
-constexpr u32 ROW_BYTES = 2 * WIDTH;
+template <int RANK>
+constexpr u32 ROW_BYTES = 2 * WIDTH<RANK>;
 
-// Rows of 576 elements in shared memory. Pieces of 16 bytes are permuted within 128 bytes, so that eight rows are in different banks.
+// Rows in shared memory. Pieces of 16 bytes are permuted within 128 bytes, so that eight rows are in different banks.
+template <int RANK>
 struct Rows {
     u32 base;
 
-    __device__ u32 at(u32 row, u32 column) const { return base + row * ROW_BYTES + ((2 * column) ^ ((row % 8) * 16)); }
+    __device__ u32 at(u32 row, u32 column) const { return base + row * ROW_BYTES<RANK> + ((2 * column) ^ ((row % 8) * 16)); }
 };
 
 // Scores of this warp's queries for NW positions from n0 on; thread has queries g and g + 8, positions 2t and 2t + 1 of each 8.
-template <int M, int NW>
+template <int RANK, int M, int NW>
 struct Queries;
 
-template <int NW>
-struct Queries<16, NW> {
+template <int RANK, int NW>
+struct Queries<RANK, 16, NW> {
     static_assert(NW == 8, "a warp has eight positions");
-    u32 q[WIDTH / 16][4];
+    u32 q[WIDTH<RANK> / 16][4];
 
     __device__ void load(const bf16* rows, u32 count) {
         const u32 g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
-        const bf16* low = rows + (u64)min(g, count - 1) * WIDTH + 2 * t;
-        const bf16* high = rows + (u64)min(g + 8, count - 1) * WIDTH + 2 * t;
+        const bf16* low = rows + (u64)min(g, count - 1) * WIDTH<RANK> + 2 * t;
+        const bf16* high = rows + (u64)min(g + 8, count - 1) * WIDTH<RANK> + 2 * t;
 #pragma unroll
-        for (int k = 0; k < WIDTH / 16; ++k) {
+        for (int k = 0; k < WIDTH<RANK> / 16; ++k) {
             q[k][0] = *reinterpret_cast<const u32*>(low + 16 * k), q[k][1] = *reinterpret_cast<const u32*>(high + 16 * k);
             q[k][2] = *reinterpret_cast<const u32*>(low + 16 * k + 8), q[k][3] = *reinterpret_cast<const u32*>(high + 16 * k + 8);
         }
     }
 
-    __device__ void scores(float (&s)[1][4], const Rows& tile, int n0) const {
+    __device__ void scores(float (&s)[1][4], const Rows<RANK>& tile, int n0) const {
         const u32 lane = threadIdx.x % 32;
         float part[4][4] = {};  // so that few products wait for each other
 #pragma unroll
-        for (int k = 0; k < WIDTH / 32; ++k) {
+        for (int k = 0; k < WIDTH<RANK> / 32; ++k) {
             u32 b[4];
             load_matrices(b, tile.at(n0 + lane % 8, 32 * k + lane / 8 * 8));
             const u32(&low)[4] = q[2 * k];
@@ -67,16 +69,16 @@ struct Queries<16, NW> {
     }
 };
 
-template <int NW>
-struct Queries<64, NW> {
-    Rows q;
+template <int RANK, int NW>
+struct Queries<RANK, 64, NW> {
+    Rows<RANK> q;
 
-    __device__ void scores(float (&s)[NW / 8][4], const Rows& tile, int n0, int m0) const {
+    __device__ void scores(float (&s)[NW / 8][4], const Rows<RANK>& tile, int n0, int m0) const {
         const u32 lane = threadIdx.x % 32;
 #pragma unroll
         for (int j = 0; j < NW / 8; ++j) s[j][0] = s[j][1] = s[j][2] = s[j][3] = 0.0f;
 #pragma unroll 12
-        for (int k = 0; k < WIDTH; k += 16) {
+        for (int k = 0; k < WIDTH<RANK>; k += 16) {
             u32 a[4];
             load_matrices(a, q.at(m0 + lane % 16, k + lane / 16 * 8));
 #pragma unroll
@@ -90,7 +92,7 @@ struct Queries<64, NW> {
     }
 };
 
-template <int M, int N, int WARPS>
+template <int RANK, int M, int N, int WARPS>
 __device__ __forceinline__ void latent_attention(const LatentAttention& a, u32 stages) {
     extern __shared__ uint4 dynamic[];
     constexpr int WM = M / 16, WN = WARPS / WM, NW = N / WN;  // warps by queries and by positions; positions of a warp
@@ -102,28 +104,28 @@ __device__ __forceinline__ void latent_attention(const LatentAttention& a, u32 s
     pdl_launch();
     pdl_wait();
     if (tile.queries == 0) return;
-    bf16* own = a.rows + tile.query * WIDTH;
-    if (tile.end == 0) return clear<WARPS * 32>(own, tile.queries);
+    bf16* own = a.rows + tile.query * WIDTH<RANK>;
+    if (tile.end == 0) return clear<RANK, WARPS * 32>(own, tile.queries);
     if (blockIdx.x >= tile.active) return;
     const u32 begin = blockIdx.x * tile.chunk, end = min(begin + tile.chunk, tile.end);
     const u32 base = (u32)__cvta_generic_to_shared(dynamic);
-    const u32 ring = base + (M == 64 ? M * ROW_BYTES : 0), p_base = ring + stages * N * ROW_BYTES;
+    const u32 ring = base + (M == 64 ? M * ROW_BYTES<RANK> : 0), p_base = ring + stages * N * ROW_BYTES<RANK>;
     float* maxima = reinterpret_cast<float*>(reinterpret_cast<u8*>(dynamic) + (p_base - base) + M * P_PITCH);  // [WN][M]
     float* corrections = maxima + WN * M;                                                                      // [M]
 
-    const Positions positions(a, tile.row, end);
+    const Positions<RANK> positions(a, tile.row, end);
     auto load = [&](u32 stage, u32 first) {
-        load_rows<N, WARPS>(Rows{ring + stage * N * ROW_BYTES},
+        load_rows<RANK, N, WARPS>(Rows<RANK>{ring + stage * N * ROW_BYTES<RANK>},
                             [&](u32 row, bool& valid) { return positions.row(first, row, valid); });
     };
-    Queries<M, NW> queries;
+    Queries<RANK, M, NW> queries;
     if constexpr (M == 16) {
         queries.load(own, tile.queries);
     } else {
-        queries.q = Rows{base};
-        load_rows<M, WARPS>(queries.q, [&](u32 row, bool& valid) {
+        queries.q = Rows<RANK>{base};
+        load_rows<RANK, M, WARPS>(queries.q, [&](u32 row, bool& valid) {
             valid = row < tile.queries;
-            return own + (u64)(valid ? row : 0) * WIDTH;
+            return own + (u64)(valid ? row : 0) * WIDTH<RANK>;
         });
     }
     u32 loaded = begin, to = 0;
@@ -147,7 +149,7 @@ __device__ __forceinline__ void latent_attention(const LatentAttention& a, u32 s
         if (loaded < end) load(to, loaded);
         copy_async_commit();
         loaded += N, to = to + 1 == stages ? 0 : to + 1;
-        const Rows rows{ring + stage * N * ROW_BYTES};
+        const Rows<RANK> rows{ring + stage * N * ROW_BYTES<RANK>};
         stage = stage + 1 == stages ? 0 : stage + 1;
 
         float s[NW / 8][4];
@@ -259,7 +261,7 @@ __device__ __forceinline__ void latent_attention(const LatentAttention& a, u32 s
             for (int j = 0; j < COLUMNS / 8; ++j) {
                 const float low = sum[m][j][2 * r], high = sum[m][j][2 * r + 1];
                 if (is_whole) {
-                    *reinterpret_cast<u32*>(own + (u64)query * WIDTH + column + 8 * j) = pack_bf16x2(low * inverse, high * inverse);
+                    *reinterpret_cast<u32*>(own + (u64)query * WIDTH<RANK> + column + 8 * j) = pack_bf16x2(low * inverse, high * inverse);
                 } else {
                     *reinterpret_cast<float2*>(a.partial + (part + query) * RANK + column + 8 * j) = make_float2(low, high);
                 }
@@ -268,15 +270,8 @@ __device__ __forceinline__ void latent_attention(const LatentAttention& a, u32 s
     }
 }
 
-extern "C" __global__ void __launch_bounds__(128, 2) latent_attention_bf16_m16(const LatentAttention a, u32 stages) {
-    latent_attention<16, 32, 4>(a, stages);
-}
-
-extern "C" __global__ void __launch_bounds__(256, 1) latent_attention_bf16_m64(const LatentAttention a, u32 stages) {
-    latent_attention<64, 64, 8>(a, stages);
-}
-
-extern "C" __global__ void __launch_bounds__(128) latent_combine_bf16(const LatentAttention a) {
+template <int RANK>
+__device__ __forceinline__ void latent_combine(const LatentAttention& a) {
     __shared__ float weights[MAX_SPLITS];
     const u32 query = blockIdx.x, lane = threadIdx.x % 32;
     const Tile tile(a, blockIdx.z, blockIdx.y, gridDim.x);
@@ -305,6 +300,18 @@ extern "C" __global__ void __launch_bounds__(128) latent_combine_bf16(const Late
         const float4 x = *reinterpret_cast<const float4*>(a.partial + (part + (u64)s * gridDim.x) * RANK + 4 * threadIdx.x);
         sum.x += weight * x.x, sum.y += weight * x.y, sum.z += weight * x.z, sum.w += weight * x.w;
     }
-    *reinterpret_cast<uint2*>(a.rows + (tile.query + query) * WIDTH + 4 * threadIdx.x) =
+    *reinterpret_cast<uint2*>(a.rows + (tile.query + query) * WIDTH<RANK> + 4 * threadIdx.x) =
         make_uint2(pack_bf16x2(sum.x, sum.y), pack_bf16x2(sum.z, sum.w));
 }
+
+#define LATENT_ATTENTION(L)                                                                                             \
+    extern "C" __global__ void __launch_bounds__(128, 2) latent_attention_bf16_l##L##_m16(const LatentAttention a, u32 stages) { \
+        latent_attention<L, 16, 32, 4>(a, stages);                                                                      \
+    }                                                                                                                   \
+    extern "C" __global__ void __launch_bounds__(256, 1) latent_attention_bf16_l##L##_m64(const LatentAttention a, u32 stages) { \
+        latent_attention<L, 64, 64, 8>(a, stages);                                                                      \
+    }                                                                                                                   \
+    extern "C" __global__ void __launch_bounds__(L / 4) latent_combine_bf16_l##L(const LatentAttention a) { latent_combine<L>(a); }
+
+LATENT_ATTENTION(256)
+LATENT_ATTENTION(512)

@@ -50,9 +50,9 @@ struct Tile {
     __device__ u32 position_of(u32 i) const { return position + (index + i) / heads; }
 };
 
-// Each warp copies every WARPS-th of COUNT rows of 576 elements to shared memory. `from(i, valid)` is the address of row i, or sets
+// Each warp copies every WARPS-th of COUNT rows to shared memory. `from(i, valid)` is the address of row i, or sets
 // `valid` to false for zeros; `to.at(i, column)` is where its elements go.
-template <int COUNT, int WARPS, class To, class From>
+template <int RANK, int COUNT, int WARPS, class To, class From>
 __device__ __forceinline__ void load_rows(const To& to, From from) {
     const u32 lane = threadIdx.x % 32;
 #pragma unroll
@@ -60,13 +60,14 @@ __device__ __forceinline__ void load_rows(const To& to, From from) {
         const u32 row = i * WARPS + threadIdx.x / 32;
         bool valid;
         const bf16* p = from(row, valid) + 8 * lane;
-        copy_async(to.at(row, 8 * lane), p, valid);
-        copy_async(to.at(row, 256 + 8 * lane), p + 256, valid);
+#pragma unroll
+        for (u32 column = 0; column < RANK; column += 256) copy_async(to.at(row, column + 8 * lane), p + column, valid);
         if (lane < UNITS) copy_async(to.at(row, RANK + 8 * lane), p + RANK, valid);
     }
 }
 
 // The rows of a sequence's positions in the blocks.
+template <int RANK>
 struct Positions {
     const bf16* cache;
     const u32* table;
@@ -79,14 +80,14 @@ struct Positions {
     __device__ const bf16* row(u32 first, u32 i, bool& valid) const {
         valid = first + i < end;
         const u32 at = valid ? first + i : first;
-        return cache + (((u64)table[at >> shift] << shift) + (at & in_block)) * WIDTH;
+        return cache + (((u64)table[at >> shift] << shift) + (at & in_block)) * WIDTH<RANK>;
     }
 };
 
 // The result of padding, by the first of the splits.
-template <int THREADS>
+template <int RANK, int THREADS>
 __device__ __forceinline__ void clear(bf16* rows, u32 queries) {
     for (u32 i = threadIdx.x; blockIdx.x == 0 && i < queries * (RANK / 8); i += THREADS) {
-        *reinterpret_cast<uint4*>(rows + (u64)(i / (RANK / 8)) * WIDTH + i % (RANK / 8) * 8) = make_uint4(0, 0, 0, 0);
+        *reinterpret_cast<uint4*>(rows + (u64)(i / (RANK / 8)) * WIDTH<RANK> + i % (RANK / 8) * 8) = make_uint4(0, 0, 0, 0);
     }
 }

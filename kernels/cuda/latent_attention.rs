@@ -7,7 +7,7 @@ use half::bf16;
 
 use super::decode_division::Division;
 use super::error::ensure;
-use super::latent_cache::{RANK, WIDTH};
+use super::latent_cache::{RANKS, width};
 use super::{Arg, CudaError, DeviceBuffer, Gpu, Launch, Queue, Span};
 
 const OP: &str = "latent_attention";
@@ -58,8 +58,9 @@ impl LatentKernel {
 
     /// Whether the GPU runs it.
     pub fn is_on(self, gpu: &Gpu) -> bool {
-        let has_room = gpu.max_shared_bytes() as usize >= self.shared_bytes(2);
-        has_room && (self != LatentKernel::Hopper || gpu.capability().0 == 9 && gpu.has_kernel(self.name()))
+        let [_, rank] = RANKS;
+        let has_room = gpu.max_shared_bytes() as usize >= self.shared_bytes(2, rank);
+        has_room && (self != LatentKernel::Hopper || gpu.capability().0 == 9 && gpu.has_kernel(&self.name(rank)))
     }
 
     /// The fastest for rows of up to `queries` queries each, tokens times heads.
@@ -68,11 +69,11 @@ impl LatentKernel {
         large.filter(|_| queries > 16).unwrap_or(LatentKernel::Small)
     }
 
-    fn name(self) -> &'static str {
+    fn name(self, rank: usize) -> String {
         match self {
-            LatentKernel::Small => "latent_attention_bf16_m16",
-            LatentKernel::Large => "latent_attention_bf16_m64",
-            LatentKernel::Hopper => "sm90_latent_attention_bf16",
+            LatentKernel::Small => format!("latent_attention_bf16_l{rank}_m16"),
+            LatentKernel::Large => format!("latent_attention_bf16_l{rank}_m64"),
+            LatentKernel::Hopper => format!("sm90_latent_attention_bf16_l{rank}"),
         }
     }
 
@@ -83,8 +84,8 @@ impl LatentKernel {
 
     /// Bytes of shared memory: the ring, probabilities, maxima and corrections, and queries of large tiles; on Hopper also what
     /// their alignment takes.
-    fn shared_bytes(self, stages: usize) -> usize {
-        let row = 2 * WIDTH;
+    fn shared_bytes(self, stages: usize, rank: usize) -> usize {
+        let row = 2 * width(rank);
         match self {
             LatentKernel::Small => stages * 32 * row + 16 * (2 * 32 + 16) + 5 * 16 * 4,
             LatentKernel::Large => (64 + stages * 64) * row + 64 * (2 * 64 + 16) + 3 * 64 * 4,
@@ -127,18 +128,19 @@ impl LatentSplits {
 #[derive(Debug)]
 pub struct LatentWorkspace {
     division: Division,
+    rank: usize,
     partial: DeviceBuffer,
 }
 
 impl LatentWorkspace {
     /// Bytes that [`LatentWorkspace::new`] allocates.
-    pub fn bytes(division: Division) -> usize {
-        max_partial_queries(division) * (RANK + 2) * 4
+    pub fn bytes(division: Division, rank: usize) -> usize {
+        max_partial_queries(division) * (rank + 2) * 4
     }
 
-    /// Allocates [`LatentWorkspace::bytes`].
-    pub fn new(gpu: &Arc<Gpu>, division: Division) -> Result<Self, CudaError> {
-        Ok(Self { division, partial: DeviceBuffer::new(gpu, Self::bytes(division))? })
+    /// Allocates [`LatentWorkspace::bytes`], for latent vectors of up to `rank` elements.
+    pub fn new(gpu: &Arc<Gpu>, division: Division, rank: usize) -> Result<Self, CudaError> {
+        Ok(Self { division, rank, partial: DeviceBuffer::new(gpu, Self::bytes(division, rank))? })
     }
 }
 
@@ -151,13 +153,15 @@ fn max_partial_queries(division: Division) -> usize {
     }
 }
 
-/// `rows[t, h, :RANK]` = attention of the query `rows[t, h, :]` over the latent vectors of its row up to its own position.
+/// `rows[t, h, :rank]` = attention of the query `rows[t, h, :]` over the latent vectors of its row up to its own position.
 #[derive(Debug, Clone, Copy)]
 pub struct LatentAttention<'a> {
-    /// `[T, H, WIDTH]` bf16: the queries of [`LatentRows::num_tokens`] tokens, whose first [`RANK`] elements become the result.
+    /// `[T, H, width]` bf16: the queries of [`LatentRows::num_tokens`] tokens, whose first `rank` elements become the result.
     pub rows: Span,
-    /// `[blocks, B, WIDTH]` bf16: the layer's blocks.
+    /// `[blocks, B, width]` bf16: the layer's blocks.
     pub cache: Span,
+    /// Elements of a latent vector, one of [`RANKS`].
+    pub rank: usize,
     /// The rows of the step.
     pub step: LatentRows,
     /// `H`.
@@ -196,7 +200,7 @@ fn latent_attention_by_length(q: &Queue, attention: &LatentAttention<'_>) -> Res
     ensure!(OP, most > 0, "the partial sums of {num_heads} heads do not fit");
     for first in (0..step.num_rows).step_by(most) {
         let count = most.min(step.num_rows - first);
-        let width = num_heads * WIDTH;
+        let width = num_heads * width(attention.rank);
         let own = LatentRows {
             block_tables: step.block_tables.elements::<u32>(first * step.max_blocks, count * step.max_blocks),
             context_lens: step.context_lens.elements::<u32>(first, count),
@@ -240,16 +244,16 @@ pub fn latent_attention_split(
     let stages = kernel.stages(q.gpu());
     let launch = Launch::new(0, if tile == 64 { 256 } else { 128 })
         .grid(count as u32, tiles as u32, step.num_rows as u32)
-        .shared(kernel.shared_bytes(stages) as u32);
+        .shared(kernel.shared_bytes(stages, attention.rank) as u32);
     let bytes = Arg::Bytes(bytemuck::bytes_of(&argument));
     let args = [bytes, (stages as u32).into()];
     // The number of stages of the Hopper kernel is fixed.
-    q.launch(kernel.name(), launch, if kernel == LatentKernel::Hopper { &args[..1] } else { &args })?;
+    q.launch(&kernel.name(attention.rank), launch, if kernel == LatentKernel::Hopper { &args[..1] } else { &args })?;
     if count == 1 {
         return Ok(());
     }
-    let launch = Launch::new(0, 128).grid(tile as u32, tiles as u32, step.num_rows as u32);
-    q.launch("latent_combine_bf16", launch, &[bytes])
+    let launch = Launch::new(0, attention.rank as u32 / 4).grid(tile as u32, tiles as u32, step.num_rows as u32);
+    q.launch(&format!("latent_combine_bf16_l{}", attention.rank), launch, &[bytes])
 }
 
 impl LatentAttention<'_> {
@@ -265,7 +269,7 @@ impl LatentAttention<'_> {
             step.context_lens.address(),
             step.row_starts.map_or(0, |starts| starts.address()),
             partial.address(),
-            partial.elements::<f32>(stats * RANK, 2 * stats).address(),
+            partial.elements::<f32>(stats * self.rank, 2 * stats).address(),
             pair(step.first_token, step.num_tokens),
             pair(self.num_heads, step.max_blocks),
             pair(self.block_size.trailing_zeros() as usize, splits.splits),
@@ -274,14 +278,16 @@ impl LatentAttention<'_> {
     }
 
     fn check(&self) -> Result<(), CudaError> {
-        let Self { rows, cache, step, num_heads, block_size, .. } = *self;
+        let Self { rows, cache, rank, step, num_heads, block_size, workspace, .. } = *self;
+        ensure!(OP, RANKS.contains(&rank), "latent vectors of {rank}; expected {RANKS:?}");
+        ensure!(OP, workspace.rank >= rank, "the workspace is for latent vectors of {}, not {rank}", workspace.rank);
         let LatentRows { num_rows, num_tokens, max_chunk, first_token, .. } = step;
         ensure!(OP, (1..=65_535).contains(&num_rows), "{num_rows} rows");
         ensure!(OP, num_heads > 0 && max_chunk > 0, "{num_heads} heads, {max_chunk} tokens of a row");
         ensure!(OP, block_size.is_power_of_two() && block_size >= 16, "blocks of {block_size}");
         let is_decode = max_chunk == 1 && num_tokens == num_rows && first_token == 0;
         ensure!(OP, step.row_starts.is_some() || is_decode, "{num_tokens} tokens of {num_rows} rows without starts");
-        let needed = num_tokens * num_heads * WIDTH;
+        let needed = num_tokens * num_heads * width(rank);
         ensure!(OP, num_tokens > 0 && rows.count::<bf16>() >= needed, "rows are too short for {num_tokens} tokens");
         ensure!(OP, step.context_lens.count::<u32>() >= num_rows, "context_lens is too short for {num_rows} rows");
         let has_starts = step.row_starts.is_none_or(|starts| starts.count::<u32>() > num_rows);

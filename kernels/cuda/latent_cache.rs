@@ -1,4 +1,4 @@
-//! The KV blocks of attention over latent vectors: a row of [`WIDTH`] numbers for each position. Kernel: `latent_cache.cu`.
+//! The KV blocks of attention over latent vectors: a row of [`width`] numbers for each position. Kernel: `latent_cache.cu`.
 
 use half::bf16;
 
@@ -6,12 +6,15 @@ use super::error::ensure;
 use super::rope_cache::QueryScale;
 use super::{Arg, CudaError, Launch, Queue, Span};
 
-/// Elements of the latent vector.
-pub const RANK: usize = 512;
-/// Rotated elements behind it.
+/// Elements of the latent vectors that kernels exist for.
+pub const RANKS: [usize; 2] = [256, 512];
+/// Rotated elements behind them.
 pub const ROTARY: usize = 64;
-/// Elements of a row.
-pub const WIDTH: usize = RANK + ROTARY;
+
+/// Elements of a row with a latent vector of `rank`.
+pub const fn width(rank: usize) -> usize {
+    rank + ROTARY
+}
 
 /// Angles of a step's tokens.
 #[derive(Debug, Clone, Copy)]
@@ -50,13 +53,15 @@ impl Rotation {
 /// The norm of latent vectors.
 #[derive(Debug, Clone, Copy)]
 pub struct LatentNorm {
-    /// `[RANK]` bf16.
+    /// Elements of a vector, one of [`RANKS`].
+    pub rank: usize,
+    /// `[rank]` bf16.
     pub gain: Span,
     /// Added to the mean square.
     pub eps: f32,
 }
 
-/// Norms and rotates the rows `latents [T, WIDTH]` bf16, and writes them to their slots in `cache [blocks, B, WIDTH]` bf16. `slots`
+/// Norms and rotates the rows `latents [T, width]` bf16, and writes them to their slots in `cache [blocks, B, width]` bf16. `slots`
 /// is `[T]` u32, inside the cache or `u32::MAX` (asserted when the step is packed).
 pub fn latent_cache(
     q: &Queue,
@@ -67,10 +72,11 @@ pub fn latent_cache(
     rotation: &Rotation,
     num_tokens: usize,
 ) -> Result<(), CudaError> {
-    let op = "latent_cache";
+    let (op, rank) = ("latent_cache", norm.rank);
+    ensure!(op, RANKS.contains(&rank), "latent vectors of {rank}; expected {RANKS:?}");
     ensure!(op, num_tokens > 0, "no tokens");
-    ensure!(op, latents.count::<bf16>() >= num_tokens * WIDTH, "latents are too short for {num_tokens} tokens");
-    ensure!(op, norm.gain.count::<bf16>() >= RANK, "the gain is shorter than {RANK}");
+    ensure!(op, latents.count::<bf16>() >= num_tokens * width(rank), "latents are too short for {num_tokens} tokens");
+    ensure!(op, norm.gain.count::<bf16>() >= rank, "the gain is shorter than {rank}");
     ensure!(op, slots.count::<u32>() >= num_tokens, "slots are shorter than {num_tokens}");
     let aligned = [cache, latents, norm.gain].iter().all(|span| span.is_aligned(16));
     ensure!(op, aligned, "a buffer is not 16-byte aligned");
@@ -84,5 +90,5 @@ pub fn latent_cache(
         Arg::Bytes(bytemuck::bytes_of(&angles)),
         norm.eps.into(),
     ];
-    q.launch("latent_cache_bf16", Launch::new(num_tokens as u32, 64), &args)
+    q.launch(&format!("latent_cache_bf16_l{rank}"), Launch::new(num_tokens as u32, rank as u32 / 8), &args)
 }

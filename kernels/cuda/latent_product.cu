@@ -1,10 +1,10 @@
 // latent_queries_bf16: rows[t, h, :] = factor[t] [q[t, h, :key_dim] K_h | rotated q[t, h, key_dim:]]
-// latent_values_bf16:  out[t, h, :]  = V_h rows[t, h, :512]
+// latent_values_bf16:  out[t, h, :]  = V_h rows[t, h, :L]
 // before and behind attention over latent vectors, so that no k and no v of a position is computed   (DeepSeek-V2, 2024)
 //
 // q           [T, H, key_dim + 64] bf16
-// rows        [T, H, 576] bf16
-// K_h, V_h    rows h (key_dim + value_dim) and on of `weight [H (key_dim + value_dim), 512]` bf16
+// rows        [T, H, L + 64] bf16; L is 256 or 512
+// K_h, V_h    rows h (key_dim + value_dim) and on of `weight [H (key_dim + value_dim), L]` bf16
 // out         [T, H, value_dim] bf16
 // factor      1, or that of the token's position, query_scale.cuh
 // maths       bf16 products, sums in fp32 in the order of k, one rounding on store
@@ -12,7 +12,7 @@
 //             M is 16 or 64: `_m16` divides the columns among the warps, `_m64` tokens and columns. Slices of 64 elements of the
 //             sum pass through shared memory in three stages
 // needs       key_dim and value_dim multiples of 8, pointers 16-byte aligned: checked in latent_product.rs
-// bound       few tokens: memory, 1024 H (key_dim + value_dim) bytes in both; many: arithmetic
+// bound       few tokens: memory, 2 L H (key_dim + value_dim) bytes in both; many: arithmetic
 // test        tests/cuda_latent.rs, reference::linear
 // archs: 80 90a 100a ptx
 #include "latent.cuh"
@@ -30,7 +30,7 @@ struct LatentProduct {
 };
 
 // Sizes of one of the two products.
-template <bool KEYS>
+template <int RANK, bool KEYS>
 struct Sizes {
     u32 x_width, out_width;  // elements between heads
     u32 inner, outer;        // elements of the sum; columns
@@ -38,14 +38,14 @@ struct Sizes {
 
     __device__ Sizes(const LatentProduct& p, u32 head) {
         first_row = head * (p.key_dim + p.value_dim) + (KEYS ? 0 : p.key_dim);
-        x_width = KEYS ? p.key_dim + ROTARY : WIDTH;
-        out_width = KEYS ? WIDTH : p.value_dim;
+        x_width = KEYS ? p.key_dim + ROTARY : WIDTH<RANK>;
+        out_width = KEYS ? WIDTH<RANK> : p.value_dim;
         inner = KEYS ? p.key_dim : RANK;
         outer = KEYS ? RANK : p.value_dim;
     }
 };
 
-template <int M, bool KEYS>
+template <int RANK, int M, bool KEYS>
 __device__ __forceinline__ void latent_product(const LatentProduct& p) {
     extern __shared__ uint4 dynamic[];
     constexpr int ALONG = M == 64 ? 2 : 1;              // warps that divide the tokens
@@ -54,7 +54,7 @@ __device__ __forceinline__ void latent_product(const LatentProduct& p) {
     constexpr u32 STAGE = (M + COLUMNS) * PITCH;
     const u32 head = blockIdx.y, first = blockIdx.z * M, column = blockIdx.x * COLUMNS;
     const int thread = threadIdx.x, warp = thread / 32, lane = thread % 32;
-    const Sizes<KEYS> sizes(p, head);
+    const Sizes<RANK, KEYS> sizes(p, head);
     pdl_launch();
     pdl_wait();
     const bf16* x = p.x + ((u64)first * p.heads + head) * sizes.x_width;
@@ -135,12 +135,15 @@ __device__ __forceinline__ void latent_product(const LatentProduct& p) {
     }
 }
 
-#define LATENT_PRODUCT(NAME, M, KEYS)                                                                       \
-    extern "C" __global__ void __launch_bounds__(THREADS) NAME##_bf16_m##M(const LatentProduct p) {         \
-        latent_product<M, KEYS>(p);                                                                         \
+#define LATENT_PRODUCT(NAME, L, M, KEYS)                                                                            \
+    extern "C" __global__ void __launch_bounds__(THREADS) NAME##_bf16_l##L##_m##M(const LatentProduct p) {              \
+        latent_product<L, M, KEYS>(p);                                                                                  \
     }
+#define LATENT_PRODUCTS(L)                      \
+    LATENT_PRODUCT(latent_queries, L, 16, true) \
+    LATENT_PRODUCT(latent_queries, L, 64, true) \
+    LATENT_PRODUCT(latent_values, L, 16, false) \
+    LATENT_PRODUCT(latent_values, L, 64, false)
 
-LATENT_PRODUCT(latent_queries, 16, true)
-LATENT_PRODUCT(latent_queries, 64, true)
-LATENT_PRODUCT(latent_values, 16, false)
-LATENT_PRODUCT(latent_values, 64, false)
+LATENT_PRODUCTS(256)
+LATENT_PRODUCTS(512)

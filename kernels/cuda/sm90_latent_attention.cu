@@ -4,19 +4,19 @@
 // maths         scores, maxima and sums in fp32; probabilities rounded to bf16 for the product with c (Dao 2023)
 // launch        grid (splits, tiles, R), 2 warpgroups, one block on a multiprocessor. 64 positions at a time pass through shared
 //               memory, in panels of 64 columns as the copy engine would place them. A warpgroup has the scores of all queries
-//               for 32 of the positions; the probabilities of both pass through shared memory; each adds 256 elements of the
+//               for 32 of the positions; the probabilities of both pass through shared memory; each adds half of the
 //               result for all queries, with the positions as the rows of the second factor
 // needs         as latent_attention.cu
-// bound         arithmetic from about 100 heads on: 2176 operations for each query, head and position
+// bound         arithmetic from about 100 heads on: 4 L + 128 operations for each query, head and position
 // test          tests/cuda_latent.rs, reference::attention_with
 // archs: 90a
 #include "latent_attention.cuh"
 #include "sm90.cuh"
 
-constexpr int QUERIES = 64, POSITIONS = 64, THREADS = 256, WARPS = THREADS / 32, COLUMNS = RANK / 2;
-constexpr u32 PANEL = 64 * 128, TILE_BYTES = WIDTH / 64 * PANEL;
+constexpr int QUERIES = 64, POSITIONS = 64, THREADS = 256, WARPS = THREADS / 32;
+constexpr u32 PANEL = 64 * 128;
 
-// 64 rows of 576 elements: panels of 64 columns, each row of which is 128 bytes, swizzled.
+// 64 rows: panels of 64 columns, each row of which is 128 bytes, swizzled.
 struct Panels {
     u32 base;
 
@@ -31,11 +31,28 @@ __device__ __forceinline__ u64 rows_descriptor(u32 address) {
     return (u64)((address & 0x3ffff) >> 4) | ((u64)(PANEL >> 4) << 16) | (64ull << 32) | (1ull << 62);
 }
 
+// Adds a product of 64 queries and 16 positions: D[64, COLUMNS] += A[64, 16] B[16, COLUMNS], A K-major, B by rows_descriptor.
+template <int COLUMNS>
+__device__ __forceinline__ void wgmma_rows(float* d, u64 a, u64 b);
+
 #define F4(i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3])
 #define F16(i) F4(i), F4(i + 4), F4(i + 8), F4(i + 12)
 
-// D[64, 256] += A[64, 16] B[16, 256], A K-major, B by rows_descriptor.
-__device__ __forceinline__ void wgmma_rows_n256(float* d, u64 a, u64 b) {
+template <>
+__device__ __forceinline__ void wgmma_rows<128>(float* d, u64 a, u64 b) {
+    asm volatile(
+        "wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 "
+        "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
+        "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, "
+        "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, "
+        "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63}, "
+        "%64, %65, 1, 1, 1, 0, 1;"
+        : F16(0), F16(16), F16(32), F16(48)
+        : "l"(a), "l"(b));
+}
+
+template <>
+__device__ __forceinline__ void wgmma_rows<256>(float* d, u64 a, u64 b) {
     asm volatile(
         "wgmma.mma_async.sync.aligned.m64n256k16.f32.bf16.bf16 "
         "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
@@ -57,7 +74,10 @@ __device__ __forceinline__ void wgmma_rows_n256(float* d, u64 a, u64 b) {
 // What this thread wrote to shared memory becomes visible to the products.
 __device__ __forceinline__ void products_fence() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
-extern "C" __global__ void __launch_bounds__(THREADS, 1) sm90_latent_attention_bf16(const LatentAttention a) {
+template <int RANK>
+__device__ __forceinline__ void latent_attention(const LatentAttention& a) {
+    constexpr int COLUMNS = RANK / 2;
+    constexpr u32 TILE_BYTES = WIDTH<RANK> / 64 * PANEL;
     extern __shared__ uint4 dynamic[];
     const u32 tile_index = gridDim.y - 1 - blockIdx.y;
     const Tile tile(a, blockIdx.z, tile_index, QUERIES);
@@ -66,8 +86,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) sm90_latent_attention_b
     pdl_launch();
     pdl_wait();
     if (tile.queries == 0) return;
-    bf16* own = a.rows + tile.query * WIDTH;
-    if (tile.end == 0) return clear<THREADS>(own, tile.queries);
+    bf16* own = a.rows + tile.query * WIDTH<RANK>;
+    if (tile.end == 0) return clear<RANK, THREADS>(own, tile.queries);
     if (blockIdx.x >= tile.active) return;
     const u32 begin = blockIdx.x * tile.chunk, end = min(begin + tile.chunk, tile.end);
     const u32 base = (shared_address(dynamic) + 1023) / 1024 * 1024;
@@ -76,14 +96,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) sm90_latent_attention_b
     float* maxima = reinterpret_cast<float*>(reinterpret_cast<u8*>(dynamic) + (p_base + PANEL - shared_address(dynamic)));  // [2][64]
     const Panels probabilities{p_base};
 
-    const Positions positions(a, tile.row, end);
+    const Positions<RANK> positions(a, tile.row, end);
     auto load = [&](u32 stage, u32 first) {
-        load_rows<POSITIONS, WARPS>(Panels{ring + stage * TILE_BYTES},
-                                    [&](u32 row, bool& valid) { return positions.row(first, row, valid); });
+        load_rows<RANK, POSITIONS, WARPS>(Panels{ring + stage * TILE_BYTES},
+                                          [&](u32 row, bool& valid) { return positions.row(first, row, valid); });
     };
-    load_rows<QUERIES, WARPS>(queries, [&](u32 row, bool& valid) {
+    load_rows<RANK, QUERIES, WARPS>(queries, [&](u32 row, bool& valid) {
         valid = row < tile.queries;
-        return own + (u64)(valid ? row : 0) * WIDTH;
+        return own + (u64)(valid ? row : 0) * WIDTH<RANK>;
     });
     load(0, begin);
     copy_async_commit();
@@ -107,7 +127,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) sm90_latent_attention_b
         const u64 q = tile_descriptor(queries.base), k = tile_descriptor(rows + n0 * 128);
         wgmma_fence();
 #pragma unroll
-        for (int i = 0; i < WIDTH / 16; ++i) {
+        for (int i = 0; i < WIDTH<RANK> / 16; ++i) {
             const u32 at = (i / 4 * PANEL + i % 4 * 32) >> 4;
             wgmma_n32(s, q + at, k + at);
         }
@@ -155,7 +175,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) sm90_latent_attention_b
         const u64 p = tile_descriptor(p_base), v = rows_descriptor(rows + group * (COLUMNS / 64) * PANEL);
         wgmma_fence();
 #pragma unroll
-        for (int i = 0; i < POSITIONS / 16; ++i) wgmma_rows_n256(sum, p + ((32 * i) >> 4), v + ((i * 16 * 128) >> 4));
+        for (int i = 0; i < POSITIONS / 16; ++i) wgmma_rows<COLUMNS>(sum, p + ((32 * i) >> 4), v + ((i * 16 * 128) >> 4));
         wgmma_commit();
         wgmma_wait<0>();
     }
@@ -180,10 +200,18 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) sm90_latent_attention_b
         for (int j = 0; j < COLUMNS / 8; ++j) {
             const float low = sum[4 * j + 2 * r], high = sum[4 * j + 2 * r + 1];
             if (is_whole) {
-                *reinterpret_cast<u32*>(own + (u64)query * WIDTH + column + 8 * j) = pack_bf16x2(low * inverse, high * inverse);
+                *reinterpret_cast<u32*>(own + (u64)query * WIDTH<RANK> + column + 8 * j) = pack_bf16x2(low * inverse, high * inverse);
             } else {
                 *reinterpret_cast<float2*>(a.partial + (part + query) * RANK + column + 8 * j) = make_float2(low, high);
             }
         }
     }
 }
+
+#define LATENT_ATTENTION(L)                                                                                               \
+    extern "C" __global__ void __launch_bounds__(THREADS, 1) sm90_latent_attention_bf16_l##L(const LatentAttention a) {  \
+        latent_attention<L>(a);                                                                                           \
+    }
+
+LATENT_ATTENTION(256)
+LATENT_ATTENTION(512)

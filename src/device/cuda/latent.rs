@@ -7,7 +7,7 @@ use kernels::cuda::decode_division::Division;
 use kernels::cuda::latent_attention::{
     LatentAttention, LatentRows, LatentWorkspace, latent_attention, latent_attention_simple,
 };
-use kernels::cuda::latent_cache::{LatentNorm, RANK, ROTARY, Rotation, WIDTH, latent_cache};
+use kernels::cuda::latent_cache::{LatentNorm, RANKS, ROTARY, Rotation, latent_cache, width};
 use kernels::cuda::latent_product::{LatentUp, latent_queries, latent_values};
 use kernels::cuda::{CudaError, DeviceBuffer, Gpu, Residence};
 use ops::{AttentionSpec, DeviceError, LatentShape, LatentWeights};
@@ -28,27 +28,35 @@ pub(crate) struct LatentLayer {
 
 /// Queries on their way through attention, and its partial sums.
 pub(crate) struct LatentBuffers {
-    queries: DeviceBuffer, // [tokens, H, WIDTH] bf16
+    queries: DeviceBuffer, // [tokens, H, width] bf16
     /// Number of tokens for which there is room.
     max_tokens: usize,
     workspace: LatentWorkspace,
 }
 
-/// Heads of the layers with latent vectors, at most; `None` if there are no such layers.
-fn num_heads(spec: &AttentionSpec) -> Option<usize> {
-    spec.layers.iter().filter(|layer| layer.latent.is_some()).map(|layer| layer.num_heads).max()
+/// Heads of the layers with latent vectors, and elements of a vector, at most; `None` if there are no such layers.
+fn largest(spec: &AttentionSpec) -> Option<(usize, usize)> {
+    let layers = || spec.layers.iter().filter_map(|layer| Some((layer.num_heads, layer.latent?.rank)));
+    Some((layers().map(|(heads, _)| heads).max()?, layers().map(|(_, rank)| rank).max()?))
 }
 
-/// Tokens that attention takes at a time, of steps of up to `max_tokens`: at least `max_rows`, which decode together.
-fn tokens_at_a_time(num_heads: usize, max_tokens: usize, max_rows: usize) -> usize {
-    (QUERY_BYTES / (num_heads * WIDTH * 2)).min(max_tokens).max(max_rows)
+/// Tokens that attention takes at a time, of steps of up to `max_tokens`: at least `max_rows`, which decode together. A token has
+/// queries of `query_bytes`.
+fn tokens_at_a_time(query_bytes: usize, max_tokens: usize, max_rows: usize) -> usize {
+    (QUERY_BYTES / query_bytes).min(max_tokens).max(max_rows)
+}
+
+/// Bytes of the queries of a token.
+fn query_bytes((num_heads, rank): (usize, usize)) -> usize {
+    num_heads * width(rank) * size_of::<bf16>()
 }
 
 impl LatentBuffers {
     /// Bytes that [`LatentBuffers::new`] allocates.
     pub(super) fn bytes(spec: &AttentionSpec, [max_tokens, max_rows]: [usize; 2], division: Division) -> usize {
-        num_heads(spec).map_or(0, |heads| {
-            tokens_at_a_time(heads, max_tokens, max_rows) * heads * WIDTH * 2 + LatentWorkspace::bytes(division)
+        largest(spec).map_or(0, |sizes| {
+            let bytes = query_bytes(sizes);
+            tokens_at_a_time(bytes, max_tokens, max_rows) * bytes + LatentWorkspace::bytes(division, sizes.1)
         })
     }
 
@@ -60,11 +68,10 @@ impl LatentBuffers {
         division: Division,
         residence: Residence,
     ) -> Result<Option<Self>, CudaError> {
-        let Some(heads) = num_heads(spec) else { return Ok(None) };
-        let max_tokens = tokens_at_a_time(heads, max_tokens, max_rows);
-        let bytes = max_tokens * heads * WIDTH * size_of::<bf16>();
-        let queries = DeviceBuffer::with_residence(gpu, bytes, residence)?;
-        Ok(Some(Self { queries, max_tokens, workspace: LatentWorkspace::new(gpu, division)? }))
+        let Some(sizes) = largest(spec) else { return Ok(None) };
+        let max_tokens = tokens_at_a_time(query_bytes(sizes), max_tokens, max_rows);
+        let queries = DeviceBuffer::with_residence(gpu, max_tokens * query_bytes(sizes), residence)?;
+        Ok(Some(Self { queries, max_tokens, workspace: LatentWorkspace::new(gpu, division, sizes.1)? }))
     }
 
     /// The large buffer, whose contents a sleep need not keep.
@@ -75,13 +82,14 @@ impl LatentBuffers {
 
 /// Refuses sizes that the kernels lack.
 pub(crate) fn check_latent_shape(shape: &LatentShape) -> Result<(), DeviceError> {
-    if [shape.rank, shape.rotary_dim] == [RANK, ROTARY] {
+    if RANKS.contains(&shape.rank) && shape.rotary_dim == ROTARY {
         return Ok(());
     }
+    let [low, high] = RANKS;
     Err(DeviceError::Unsupported {
         what: "attention over latent vectors (MLA) on GPUs".into(),
         found: format!("latent vectors of {}, {} rotated elements", shape.rank, shape.rotary_dim),
-        expected: format!("latent vectors of {RANK}, {ROTARY} rotated elements, or `--device=cpu`"),
+        expected: format!("latent vectors of {low} or {high}, {ROTARY} rotated elements, or `--device=cpu`"),
     })
 }
 
@@ -90,7 +98,7 @@ impl CudaDevice {
         check_latent_shape(&layer.shape)?;
         let gain = self.load_row(std::slice::from_ref(&layer.norm), RowOrder::Stacked)?;
         let up = self.load_matrix(std::slice::from_ref(&layer.up), RowOrder::Stacked)?;
-        let norm = LatentNorm { gain, eps: layer.eps };
+        let norm = LatentNorm { rank: layer.shape.rank, gain, eps: layer.eps };
         let latent = LatentLayer { shape: layer.shape, num_heads: layer.num_heads, norm };
         Ok(CudaWeight { latent: Some(latent), ..up })
     }
@@ -169,13 +177,14 @@ impl CudaDevice {
         let own = weights.latent.expect("the weights of a layer with latent vectors");
         let (cache, count) = (self.cache(), rows.num_tokens);
         let (buffers, blocks) = (cache.latents(), cache.layer(layer));
-        let LatentShape { key_dim, value_dim, .. } = own.shape;
-        let up = LatentUp { weight: weights.values, num_heads: own.num_heads, key_dim, value_dim };
+        let LatentShape { rank, key_dim, value_dim, .. } = own.shape;
+        let up = LatentUp { weight: weights.values, rank, num_heads: own.num_heads, key_dim, value_dim };
         let part = |tensor: CudaTensor| tensor.values.elements::<bf16>(first * tensor.cols, count * tensor.cols);
         let queries = buffers.queries.span();
         let attention = LatentAttention {
             rows: queries,
             cache: blocks.blocks.k,
+            rank,
             step: rows,
             num_heads: own.num_heads,
             block_size: blocks.shape.block_size,
@@ -200,18 +209,20 @@ mod tests {
     #[test]
     fn queries_of_a_part_of_a_step_fit_their_buffer_and_all_decoding_rows_do() {
         // 16 heads of V2-Lite: all tokens of a step. 128 heads of V3: parts.
-        assert_eq!(tokens_at_a_time(16, 4096, 64), 4096);
-        assert_eq!(tokens_at_a_time(128, 8192, 64), 910);
-        assert_eq!(tokens_at_a_time(128, 8192, 1024), 1024);
-        assert_eq!(tokens_at_a_time(16, 16, 24), 24);
+        let [lite, v3] = [16, 128].map(|heads| query_bytes((heads, 512)));
+        assert_eq!(tokens_at_a_time(lite, 4096, 64), 4096);
+        assert_eq!(tokens_at_a_time(v3, 8192, 64), 910);
+        assert_eq!(tokens_at_a_time(v3, 8192, 1024), 1024);
+        assert_eq!(tokens_at_a_time(lite, 16, 24), 24);
     }
 
     #[test]
     fn other_sizes_are_refused_by_name() {
         let shape = LatentShape { rank: 512, rotary_dim: 64, key_dim: 128, value_dim: 128, is_interleaved: true };
-        assert!(check_latent_shape(&shape).is_ok());
-        let error = check_latent_shape(&LatentShape { rank: 256, ..shape }).unwrap_err().to_string();
-        assert!(error.contains("latent vectors of 256, 64 rotated elements"), "{error}");
+        assert!(RANKS.into_iter().all(|rank| check_latent_shape(&LatentShape { rank, ..shape }).is_ok()));
+        let error = check_latent_shape(&LatentShape { rotary_dim: 32, ..shape }).unwrap_err().to_string();
+        assert!(error.contains("latent vectors of 512, 32 rotated elements"), "{error}");
+        assert!(check_latent_shape(&LatentShape { rank: 384, ..shape }).is_err());
         assert!(error.contains("--device=cpu"), "{error}");
     }
 }
