@@ -17,9 +17,10 @@ if {"-h", "--help"} & set(sys.argv[1:]):  # Before imports that may be missing.
     sys.exit(print(__doc__))
 
 import torch
+import transformers
 from safetensors.torch import load_file
 from torch.nn import functional
-from transformers import AutoModelForCausalLM, DynamicCache, LlamaConfig, LlamaForCausalLM
+from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent / "goldens"))
 from published import slopes
@@ -35,7 +36,8 @@ def load(checkpoint, dtype):
         checkpoint = pathlib.Path(checkpoint) / "reference"
     # Some versions choose an implementation of attention that ignores caps of scores.
     own = {"attn_implementation": "eager"} if config.get("attn_logit_softcapping") else {}
-    model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=dtype, **own).to(DEVICE).eval()
+    named = json.loads((pathlib.Path(checkpoint) / "config.json").read_text())["architectures"][0]
+    model = getattr(transformers, named).from_pretrained(checkpoint, dtype=dtype, **own).to(DEVICE).eval()
     if dtype == torch.bfloat16 and has_fp8_inputs(config.get("quantization_config", {})):
         for name, layer in model.named_modules():
             if name.endswith(("_proj", "_proj_qkv", "_proj_z", "kv_a_proj_with_mqa")):

@@ -17,7 +17,7 @@ r"""Writes a checkpoint with layers of real sizes and random bf16 weights, for t
            the heads of these and fewer or narrower experts glm4moe, dots1, exaonemoe, minimaxm2, ernie45moe, llama4, gemma4moe, phimoe, afmoe (Trinity),
            hyv3 (Hunyuan 3), solaropen, cohere2moe (Command A+); graniteswa (windows and sinks), granitemicro (Granite 4 Micro);
            with latent vectors deepseekv2lite, glm4moelite (GLM-4.7-Flash), youtu, and with the heads of these and narrower layers
-           deepseekv2, deepseekv3
+           deepseekv2, deepseekv3, mistral4
 
 With --quantize the linear layers of decoder layers are rounded to a form of published checkpoints: fp8 with a scale for each row or for
 blocks of 128 x 128, or 4 bits in groups of 128; with mxfp4 the experts of gptoss. `reference` in OUT_DIR has the same values in fp32, which check_gpu_model.py loads.
@@ -76,10 +76,12 @@ CHUNKS = dict(mamba_chunk_size=64)
 NEMOTRON_H = CHUNKS | dict(head_dim=128, ssm_state_size=128, n_groups=8, time_step_min=1e-9)
 DEEPSEEK = dict(n_routed_experts=64, num_experts_per_tok=8, moe_intermediate_size=704, n_shared_experts=1, first_k_dense_replace=1,
                 norm_topk_prob=True)
+YARN = dict(rope_type="yarn", rope_theta=1e4, factor=16.0, original_max_position_embeddings=256, beta_fast=32.0, beta_slow=1.0)
+
+
 def latent(mscale, **own):
     """Fields of DeepSeek's layers with latent vectors."""
-    yarn = dict(rope_type="yarn", rope_theta=1e4, factor=16.0, original_max_position_embeddings=256, beta_fast=32.0, beta_slow=1.0,
-                mscale=mscale, mscale_all_dim=mscale)
+    yarn = YARN | dict(mscale=mscale, mscale_all_dim=mscale)
     return dict(kv_lora_rank=512, qk_rope_head_dim=64, qk_nope_head_dim=128, v_head_dim=128, n_routed_experts=64,
                 first_k_dense_replace=1, rope_parameters=yarn) | own
 
@@ -153,6 +155,10 @@ FAMILIES = {  # class, hidden, inner, heads, KV heads, and own fields
     "deepseekv3": ("DeepseekV3", 2048, 5504, 128, 128, latent(
         1.0, q_lora_rank=1536, num_experts_per_tok=8, moe_intermediate_size=704, n_shared_experts=1, norm_topk_prob=True, n_group=8,
         topk_group=4, routed_scaling_factor=2.5)),
+    "mistral4": ("Mistral4", 2048, 5504, 32, 32, latent(
+        1.0, kv_lora_rank=256, q_lora_rank=1024, qk_nope_head_dim=64, num_experts_per_tok=4, moe_intermediate_size=704, n_shared_experts=1,
+        rope_parameters=YARN | dict(original_max_position_embeddings=32, mscale=1.0, mscale_all_dim=1.0, llama_4_scaling_beta=0.1,
+                                    partial_rotary_factor=0.5))),
     "phimoe": ("Phimoe", 2048, 3200, 16, 4, dict(num_local_experts=16, num_experts_per_tok=2, attention_bias=True, lm_head_bias=True,
                                                  rope_parameters=ROPE)),
     "dots1": ("Dots1", 2048, 5504, 16, 16, DEEPSEEK | dict(n_group=8, topk_group=4, routed_scaling_factor=2.5)),
