@@ -11,8 +11,8 @@ r"""Writes a checkpoint with layers of real sizes and random bf16 weights, for t
            embedding for each layer);
            qwen35 (Qwen3.5 27B's layers, three of four with a recurrent state), qwen35moe (35B A3B's, with fewer experts), qwen3next,
            each with a random MTP head; lfm2 (1.2B's layers) and lfm2moe (8B A1B's), with short convolutions, and with Mamba-2
-           granitehybrid (Granite 4 H Tiny's layers), bamba (9B's), nemotronh (Nemotron Nano 9B v2's) and nemotron3nano (30B A3B's, with
-           fewer experts);
+           granitehybrid (Granite 4 H Tiny's layers), bamba (9B's), nemotronh (Nemotron Nano 9B v2's), nemotron3nano (30B A3B's) and
+           nemotron3super (120B A12B's), the last two with fewer experts;
            with experts qwen3moe (Qwen3 30B A3B's layer), mixtral, qwen2moe, olmoe, granitemoe, gptoss (gpt-oss 20B's layer), and with
            the heads of these and fewer or narrower experts glm4moe, dots1, exaonemoe, minimaxm2, ernie45moe, llama4, gemma4moe, phimoe, afmoe (Trinity),
            hyv3 (Hunyuan 3), solaropen, cohere2moe (Command A+); graniteswa (windows and sinks), granitemicro (Granite 4 Micro);
@@ -131,6 +131,10 @@ FAMILIES = {  # class, hidden, inner, heads, KV heads, and own fields
         mamba_num_heads=64, mamba_head_dim=64, layers_block_type=["linear_attention", "moe", "full_attention", "linear_attention", "moe"],
         n_routed_experts=32, num_experts_per_tok=6, moe_intermediate_size=1856, moe_shared_expert_intermediate_size=3712,
         routed_scaling_factor=0.5)),
+    "nemotron3super": ("NemotronH", 4096, 2688, 32, 2, NEMOTRON_H | dict(
+        mamba_num_heads=128, mamba_head_dim=64, layers_block_type=["linear_attention", "moe", "full_attention", "moe"],
+        n_routed_experts=64, num_experts_per_tok=22, moe_latent_size=1024, moe_intermediate_size=2688,
+        moe_shared_expert_intermediate_size=5376, routed_scaling_factor=0.5)),
     "exaone4": ("Exaone4", 2048, 4096, 32, 8, dict(head_dim=64, layer_types=MIXED, sliding_window=64)),
     "ministral3": ("Ministral3", 3072, 9216, 32, 8, dict(head_dim=128, rope_parameters=dict(
         rope_type="yarn", rope_theta=1e6, factor=16.0, original_max_position_embeddings=32, beta_fast=32.0, beta_slow=1.0, mscale=1.0,
