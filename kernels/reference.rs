@@ -237,7 +237,7 @@ pub fn choose_experts(logits: &[f32], choosing: &Choosing<'_>) -> Vec<(u32, f32)
 pub type Mamba2Weights<'a> = [&'a [f32]; 6];
 
 /// Mamba-2 (Dao and Gu 2024) behind its projections, for one sequence from its start. `inputs [T, C + V DV]` are C, B, x and the gates
-/// of the output, `dt [T, V]`; the result is `[T, V DV]`, where `norm_heads` heads are normed together.
+/// of the output, `dt [T, V]`; the result is `[T, V DV]`, where `norm_heads` heads are normed together, unless the norm is empty.
 pub fn mamba2(
     sizes: DeltaSizes,
     weights: Mamba2Weights<'_>,
@@ -277,7 +277,7 @@ pub fn mamba2(
             }
         }
     }
-    for (index, group) in out.chunks_exact_mut(norm_heads * value_dim).enumerate() {
+    for (index, group) in out.chunks_exact_mut(norm_heads * value_dim).enumerate().filter(|_| !norm.is_empty()) {
         let first = index * group.len() % width;
         let mean = group.iter().map(|x| x * x).sum::<f64>() / group.len() as f64;
         let weights = norm[first..].iter();

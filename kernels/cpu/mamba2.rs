@@ -3,7 +3,7 @@
 //! conv      of the channels C | B | x, which are q | k | v in `recurrent.rs`; B and C of a key head belong to a group of value heads
 //! gates     d = softplus(dt + dt_bias), g = exp(decay * d), where decay = -exp(A_log)
 //! state     S = g S + B ⊗ d x;  o = S^T C + skip x                                       S [DK, DV]
-//! out       y = o * silu(z);  y * rsqrt(mean(y^2) + eps) * norm, where the mean is over neighbouring value heads
+//! out       y = o * silu(z);  y * rsqrt(mean(y^2) + eps) * norm, where the mean is over neighbouring value heads; without a norm y
 //!
 //! inputs    [T, C + V DV] f32: C of all key heads, B, x of all value heads, z
 //! dt        [T, V] f32
@@ -31,9 +31,9 @@ pub struct Mamba2Weights<'a> {
     pub dt_bias: &'a [f32],
     /// `[V]`: what of x is added to the output.
     pub skip: &'a [f32],
-    /// `[V DV]`.
+    /// `[V DV]`, or empty.
     pub norm: &'a [f32],
-    /// Neighbouring value heads that have one norm together; a divisor of `V`.
+    /// Neighbouring value heads that have one norm together, or are computed together; a divisor of `V`.
     pub norm_heads: usize,
     /// Added to the mean square of the output.
     pub eps: f32,
@@ -76,7 +76,10 @@ pub fn mamba2(
                 // SAFETY: each token and group has one thread.
                 let out = unsafe { out.slice(token * width + first, group) };
                 let gate = &inputs[token * stride + channels + first..][..group];
-                norm_gated(out, gate, &weights.norm[first..first + group], weights.eps);
+                gated(out, gate);
+                if !weights.norm.is_empty() {
+                    norm(out, &weights.norm[first..first + group], weights.eps);
+                }
             }
         }
     });
@@ -106,9 +109,13 @@ for_each_isa! {
         out.iter_mut().zip(x).for_each(|(out, x)| *out += skip * x);
     }
 
-    /// `y = x * silu(gate)`, `x = y * rsqrt(mean(y^2) + eps) * weight`.
-    fn norm_gated(x: &mut [f32], gate: &[f32], weight: &[f32], eps: f32) {
+    /// `x *= silu(gate)`.
+    fn gated(x: &mut [f32], gate: &[f32]) {
         x.iter_mut().zip(gate).for_each(|(x, gate)| *x *= gate * sigmoid(*gate));
+    }
+
+    /// `x *= rsqrt(mean(x^2) + eps) * weight`.
+    fn norm(x: &mut [f32], weight: &[f32], eps: f32) {
         let scale = 1.0 / (squares(x) / x.len() as f32 + eps).sqrt();
         x.iter_mut().zip(weight).for_each(|(x, weight)| *x = *x * scale * weight);
     }

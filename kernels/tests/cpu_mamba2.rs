@@ -8,8 +8,8 @@ use kernels::reference;
 
 const EPS: f32 = 1e-5;
 
-/// Output of a sequence of `tokens` in chunks, and of the reference.
-fn outputs(sizes: [usize; 5], norm_heads: usize, chunks: &[usize]) -> [Vec<f32>; 2] {
+/// Output of a sequence of `tokens` in chunks, and of the reference. Without `norm_heads` there is no norm.
+fn outputs(sizes: [usize; 5], norm_heads: Option<usize>, chunks: &[usize]) -> [Vec<f32>; 2] {
     let [num_key_heads, num_value_heads, key_dim, value_dim, num_taps] = sizes;
     let shape = StateShape { num_key_heads, num_value_heads, key_dim, value_dim, num_taps };
     let (tokens, width) = (chunks.iter().sum::<usize>(), num_value_heads * value_dim);
@@ -18,7 +18,7 @@ fn outputs(sizes: [usize; 5], norm_heads: usize, chunks: &[usize]) -> [Vec<f32>;
     let conv_bias = random(2, shape.channels());
     let [a_log, dt_bias, skip] = [3, 4, 5].map(|seed| random(seed, num_value_heads));
     let decay: Vec<f32> = a_log.iter().map(|x| -x.exp()).collect();
-    let norm = random(6, width);
+    let (norm, norm_heads) = (random(6, norm_heads.map_or(0, |_| width)), norm_heads.unwrap_or(1));
     let [inputs, dt] = [(7, shape.channels() + width), (8, num_value_heads)].map(|(s, cols)| random(s, tokens * cols));
     let (conv, conv_bias, decay) = (&conv[..], &conv_bias[..], &decay[..]);
     let weights =
@@ -42,9 +42,14 @@ fn outputs(sizes: [usize; 5], norm_heads: usize, chunks: &[usize]) -> [Vec<f32>;
 
 #[test]
 fn a_sequence_agrees_with_the_reference_in_any_chunks() {
-    for (sizes, norm_heads) in
-        [([1, 1, 8, 8, 4], 1), ([2, 4, 16, 24, 4], 2), ([2, 6, 5, 7, 2], 6), ([1, 3, 12, 9, 1], 3)]
-    {
+    for (sizes, norm_heads) in [
+        ([1, 1, 8, 8, 4], 1),
+        ([2, 4, 16, 24, 4], 2),
+        ([2, 6, 5, 7, 2], 6),
+        ([1, 3, 12, 9, 1], 3),
+        ([2, 4, 16, 24, 4], 0),
+    ] {
+        let norm_heads = (norm_heads > 0).then_some(norm_heads);
         let [whole, expected] = outputs(sizes, norm_heads, &[37]);
         // As for Gated DeltaNet: sums over the last tokens and over a head, divided by a root of at least some hundredths.
         let allowed = (40.0 + sizes[2] as f32) * 16.0 * 2f32.powi(-24);

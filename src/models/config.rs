@@ -289,6 +289,7 @@ impl Config {
             (attention(|a| a.has_output_gate), Feature::OutputGate),
             (self.has_recurrent_layers(), Feature::Recurrent),
             (recurrent(RecurrentLayer::is_mamba2), Feature::Mamba2),
+            (recurrent(RecurrentLayer::has_no_norm), Feature::UnnormedMamba2),
             (recurrent(RecurrentLayer::is_short_conv), Feature::ShortConv),
             (recurrent(RecurrentLayer::has_doubled_rates), Feature::DoubledRates),
             (self.has_latents(), Feature::LatentAttention),

@@ -60,6 +60,10 @@ pub struct RecurrentLayer {
 }
 
 impl RecurrentLayer {
+    pub(crate) fn has_no_norm(self) -> bool {
+        self.shape.rule == RecurrentRule::Mamba2 { norm_heads: None }
+    }
+
     pub(crate) fn is_mamba2(self) -> bool {
         matches!(self.shape.rule, RecurrentRule::Mamba2 { .. })
     }

@@ -121,7 +121,7 @@ fn fits_heads(layer: &LayerSpec, size: usize) -> bool {
 fn norm_heads(layer: &LayerSpec) -> Option<usize> {
     match layer.recurrent?.shape.rule {
         RecurrentRule::GatedDelta { .. } | RecurrentRule::ShortConv => None,
-        RecurrentRule::Mamba2 { norm_heads } => Some(norm_heads),
+        RecurrentRule::Mamba2 { norm_heads } => norm_heads,
     }
 }
 
@@ -324,7 +324,7 @@ pub(crate) mod tests {
             "recurrent layers of 4 value heads and 2 key heads cannot be shared by 8 workers; world sizes that would do: 1, \
              2, 4"
         );
-        config.layers[1].recurrent = shape(RecurrentRule::Mamba2 { norm_heads: 2 });
+        config.layers[1].recurrent = shape(RecurrentRule::Mamba2 { norm_heads: Some(2) });
         assert!(Shard::new(&config, TensorParallel { rank: 0, size: 2 }).is_ok());
         let error = Shard::new(&config, TensorParallel { rank: 0, size: 4 }).unwrap_err().to_string();
         assert_eq!(

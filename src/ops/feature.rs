@@ -74,6 +74,8 @@ pub enum Feature {
     Recurrent,
     /// [`crate::RecurrentRule::Mamba2`].
     Mamba2,
+    /// [`crate::RecurrentRule::Mamba2`] without a norm.
+    UnnormedMamba2,
     /// [`crate::RecurrentRule::ShortConv`].
     ShortConv,
     /// [`crate::RecurrentRule::GatedDelta`] with doubled rates.
@@ -129,6 +131,7 @@ impl fmt::Display for Feature {
             Feature::ExpertsApart => "experts with an input of their own",
             Feature::Recurrent => "layers with a recurrent state (Gated DeltaNet)",
             Feature::Mamba2 => "layers with a recurrent state of Mamba-2",
+            Feature::UnnormedMamba2 => "layers with a recurrent state of Mamba-2 without a norm",
             Feature::ShortConv => "layers with a short convolution",
             Feature::DoubledRates => "layers with a recurrent state whose learning rates are up to 2",
             Feature::LatentAttention => "attention over latent vectors (MLA)",

@@ -11,8 +11,8 @@ pub enum RecurrentRule {
     },
     /// Mamba-2, where C, B and x are q, k and v. Its small projection has steps. The output is gated, then normed.
     Mamba2 {
-        /// Neighbouring value heads that have one norm together. A worker has whole ones.
-        norm_heads: usize,
+        /// Neighbouring value heads that have one norm together; none without a norm. A worker has whole ones.
+        norm_heads: Option<usize>,
     },
     /// A short convolution of v times the gates of its input, without q, k, matrices and norms. The second projection has the gates of
     /// the output.
@@ -78,6 +78,6 @@ pub struct RecurrentWeights {
     pub dt_bias: Vec<f32>,
     /// `[value heads]`: what of the convolution's v Mamba-2 adds to the output; else empty.
     pub skip: Vec<f32>,
-    /// Norm of the output: `[value_dim]`, for each head; of Mamba-2 `[value heads * value_dim]`.
+    /// Norm of the output: `[value_dim]`, for each head; of Mamba-2 `[value heads * value_dim]`, or empty.
     pub norm: Vec<f32>,
 }

@@ -154,6 +154,7 @@ impl CpuDevice {
                 k::gated_delta(pool, shape, &by, &rows, inputs, (out, states));
             }
             RecurrentRule::Mamba2 { norm_heads } => {
+                let norm_heads = norm_heads.unwrap_or(1);
                 let by = Mamba2Weights { conv, conv_bias, decay, dt_bias, skip, norm, norm_heads, eps };
                 k::mamba2(pool, shape, &by, &rows, inputs, (out, states));
             }

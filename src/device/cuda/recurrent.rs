@@ -9,7 +9,7 @@ use kernels::cuda::mamba2::{self, Mamba2, MambaShape, MambaWeights};
 use kernels::cuda::recurrent::{NUM_TAPS, RecurrentOp, RecurrentRows, RecurrentStates, RowsKernel};
 use kernels::cuda::short_conv::{SHORT_TAPS, ShortConv};
 use kernels::cuda::{CudaError, DeviceBuffer, Gpu, Queue, Residence, Span};
-use ops::{AttentionSpec, DeviceError, RecurrentRule, RecurrentShape, RecurrentWeights, StepInputs};
+use ops::{AttentionSpec, DeviceError, Feature, RecurrentRule, RecurrentShape, RecurrentWeights, StepInputs};
 
 use super::{CudaDevice, CudaTensor, CudaWeight, device_error};
 
@@ -130,7 +130,8 @@ impl RecurrentKernel {
             RecurrentRule::GatedDelta { .. } => {
                 Err(refused("Gated DeltaNet", format!("keys and values of {HEAD_DIM}")))
             }
-            RecurrentRule::Mamba2 { norm_heads }
+            RecurrentRule::Mamba2 { norm_heads: None } => Err(DeviceError::lacks(Feature::UnnormedMamba2)),
+            RecurrentRule::Mamba2 { norm_heads: Some(norm_heads) }
                 if has_taps
                     && key_dim == mamba2::KEY_DIM
                     && mamba2::VALUE_DIMS.contains(&value_dim)

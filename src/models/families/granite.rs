@@ -134,7 +134,7 @@ fn mamba2_shape(fields: &Fields, hidden_size: usize) -> Result<RecurrentShape, M
     }
     without_step_limits(fields)?;
     Ok(RecurrentShape {
-        rule: RecurrentRule::Mamba2 { norm_heads: num_value_heads },
+        rule: RecurrentRule::Mamba2 { norm_heads: Some(num_value_heads) },
         num_key_heads,
         num_value_heads,
         key_dim: fields.required_size("mamba_d_state")?,

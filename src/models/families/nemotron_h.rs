@@ -153,7 +153,7 @@ fn shape(fields: &Fields) -> Result<RecurrentShape, ModelError> {
         return Err(fields.wrong("mamba_num_heads", &expected, &num_value_heads.into()));
     }
     Ok(RecurrentShape {
-        rule: RecurrentRule::Mamba2 { norm_heads: num_value_heads / num_key_heads },
+        rule: RecurrentRule::Mamba2 { norm_heads: Some(num_value_heads / num_key_heads) },
         num_key_heads,
         num_value_heads,
         key_dim: fields.required_size("ssm_state_size")?,

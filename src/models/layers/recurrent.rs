@@ -60,7 +60,8 @@ impl<D: Device> Loader<'_, D> {
         let own = |skip, norm| Ok::<_, ModelError>([of_heads(names.a_log)?, of_heads(names.dt_bias)?, skip, norm]);
         let [a_log, dt_bias, skip, norm] = match shape.rule {
             RecurrentRule::GatedDelta { .. } => own(Vec::new(), norm(shape.value_dim, 0..shape.value_dim)?)?,
-            RecurrentRule::Mamba2 { .. } => {
+            RecurrentRule::Mamba2 { norm_heads: None } => own(of_heads(names.skip)?, Vec::new())?,
+            RecurrentRule::Mamba2 { norm_heads: Some(_) } => {
                 own(of_heads(names.skip)?, norm(shape.widths()[1], scaled(&shard.heads, shape.value_dim))?)?
             }
             RecurrentRule::ShortConv => Default::default(),
