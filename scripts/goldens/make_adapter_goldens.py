@@ -63,6 +63,9 @@ CASES = {
     "lfm2_all": ("lfm2", torch.float32, dict(r=4, lora_alpha=4, target_modules="all-linear")),
     # a matrix for each of the projections
     "olmo_hybrid_all": ("olmo_hybrid", torch.float32, dict(r=2, lora_alpha=2, target_modules="all-linear")),
+    # Mamba-2 beside attention, without its output, which PEFT refuses there
+    "falcon_h1_all": ("falcon_h1", torch.float32, dict(r=3, lora_alpha=3, target_modules=[
+        "in_proj", "q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"])),
 }
 
 

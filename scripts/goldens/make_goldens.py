@@ -109,6 +109,9 @@ MAMBA = dict(mamba_n_heads=4, mamba_d_head=20, mamba_n_groups=2, mamba_d_state=1
 GRANITE_HYBRID = dict(num_attention_heads=5, num_key_value_heads=5, intermediate_size=56, shared_intermediate_size=88,
                       layer_types=["linear_attention", "full_attention", "linear_attention"], embedding_multiplier=12.0,
                       residual_multiplier=0.22, attention_multiplier=0.0625, logits_scaling=8.0)
+FALCON_H1 = MAMBA | dict(hidden_size=64, num_hidden_layers=2, embedding_multiplier=1.7, lm_head_multiplier=0.6, key_multiplier=0.8,
+                         attention_in_multiplier=1.3, attention_out_multiplier=0.7, ssm_in_multiplier=1.2, ssm_out_multiplier=0.5,
+                         ssm_multipliers=[0.9, 1.4, 0.7, 1.6, 0.8], mlp_multipliers=[1.3, 0.6])
 NEMOTRON_H = dict(num_hidden_layers=None, head_dim=24, mamba_num_heads=8, mamba_head_dim=8, n_groups=4, ssm_state_size=12,
                   layer_norm_epsilon=1e-5)
 SHORT_CONV = dict(num_hidden_layers=3, layer_types=["conv", "full_attention", "conv"])
@@ -421,6 +424,12 @@ FAMILIES = {
                               lm_head_bias=True, sliding_window=20, rope_parameters={
                                   "rope_type": "longrope", "rope_theta": 10000.0, "original_max_position_embeddings": 8, "short_mscale": 1.1,
                                   "long_mscale": 1.3, "short_factor": FACTORS(1.5, 8), "long_factor": FACTORS(1.5, 8)})),
+    # Mamba-2 without a norm beside attention in each layer, and multipliers of all parts
+    "falcon_h1": ("FalconH1", FALCON_H1 | dict(mamba_d_ssm=48, mamba_d_head=12)),
+    # the same with norms
+    "falcon_h1_normed": ("FalconH1", FALCON_H1 | dict(
+        mamba_d_ssm=128, mamba_d_head=32, mamba_n_groups=4, mamba_conv_bias=False, mamba_rms_norm=True, mamba_norm_before_gate=False,
+        tie_word_embeddings=True)),
 }
 VISION = dict(depth=1, hidden_size=16, intermediate_size=16, num_heads=2, patch_size=2, out_hidden_size=64, num_position_embeddings=4)
 GLM_VISION = dict(depth=1, hidden_size=16, intermediate_size=16, num_heads=2, patch_size=2, out_hidden_size=64, image_size=8)

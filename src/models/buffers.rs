@@ -2,7 +2,7 @@
 
 use ops::{Device, DeviceError};
 
-use crate::layer_spec::{KvSource, LatentLayer, LayerSpec};
+use crate::layer_spec::{KvSource, LatentLayer, LayerSpec, RecurrentLayer};
 use crate::layers::shape_of;
 use crate::shard::LayerShard;
 
@@ -30,6 +30,15 @@ pub(crate) struct InnerBuffers<D: Device> {
     pub(crate) gate_up: Option<D::Tensor>, // [T, 2 I]
     pub(crate) inner: Option<D::Tensor>, // [T, I]
     pub(crate) expert_latents: Option<[D::Tensor; 2]>, // [T, L], inputs and outputs of experts
+    pub(crate) beside: Option<BesideBuffers<D>>,
+}
+
+/// Buffers of a state beside attention.
+pub(crate) struct BesideBuffers<D: Device> {
+    pub(crate) inputs: D::Tensor,  // [T, C + V DV]
+    pub(crate) steps: D::Tensor,   // [T, 2 V] or [T, V]
+    pub(crate) mixed: D::Tensor,   // [T, V DV]
+    pub(crate) partial: D::Tensor, // [T, E]
 }
 
 /// The widths of [`InnerBuffers`].
@@ -42,28 +51,35 @@ pub(crate) struct Widths {
     pub(crate) inner: usize,
     pub(crate) is_gated: bool,
     pub(crate) expert_latents: usize,
+    /// Of a state beside attention: its inputs, steps and outputs.
+    pub(crate) beside: Option<[usize; 3]>,
 }
 
 impl Widths {
     pub(crate) fn of(layer: &LayerSpec, shard: &LayerShard) -> Self {
         let (inner, is_gated) = (shard.intermediate.len(), layer.mlp.is_some_and(|mlp| mlp.is_gated));
         let expert_latents = layer.experts.and_then(|experts| experts.latent_size).unwrap_or(0);
-        if let Some(recurrent) = layer.recurrent {
+        let of_state = |recurrent: RecurrentLayer, shard: &LayerShard| {
             let shape = shape_of(recurrent.shape, shard);
             let values = shape.widths()[1];
-            let (qkv, gates) = (shape.channels() + values, shape.num_steps());
-            return Self { qkv, gates, attended: values, query_rank: 0, inner, is_gated, expert_latents };
+            [shape.channels() + values, shape.num_steps(), values]
+        };
+        let beside = layer.beside.map(|beside| of_state(beside.recurrent, &shard.of_beside()));
+        let usual = Self { qkv: 0, gates: 0, attended: 0, query_rank: 0, inner, is_gated, expert_latents, beside };
+        if let Some(recurrent) = layer.recurrent {
+            let [qkv, gates, attended] = of_state(recurrent, shard);
+            return Self { qkv, gates, attended, ..usual };
         }
         if let Some(LatentLayer { shape, query_rank }) = layer.attention.latent {
             let (heads, query_rank) = (shard.heads.len(), query_rank.unwrap_or(0));
             let (qkv, attended) = (heads * shape.query_dim(), heads * shape.value_dim);
-            return Self { qkv, gates: shape.width(), attended, query_rank, inner, is_gated, expert_latents };
+            return Self { qkv, gates: shape.width(), attended, query_rank, ..usual };
         }
         let dim = layer.attention.head_dim;
         let (heads, kv_heads) = (shard.heads.len() * dim, shard.kv_heads.len() * dim);
         let kv_heads = if matches!(layer.attention.kv, KvSource::Layer(_)) { 0 } else { kv_heads };
         let gates = if layer.attention.has_output_gate { heads } else { 0 };
-        Self { qkv: heads + 2 * kv_heads, gates, attended: heads, query_rank: 0, inner, is_gated, expert_latents }
+        Self { qkv: heads + 2 * kv_heads, gates, attended: heads, ..usual }
     }
 }
 
@@ -88,6 +104,15 @@ impl<D: Device> Buffers<D> {
                 expert_latents: match widths.expert_latents {
                     0 => None,
                     size => Some([device.tensor(size)?, device.tensor(size)?]),
+                },
+                beside: match widths.beside {
+                    Some([inputs, steps, mixed]) => Some(BesideBuffers {
+                        inputs: device.tensor(inputs)?,
+                        steps: device.tensor(steps)?,
+                        mixed: device.tensor(mixed)?,
+                        partial: device.tensor(hidden)?,
+                    }),
+                    None => None,
                 },
             })
         };

@@ -187,9 +187,15 @@ impl Config {
         self.layers.len() - usize::from(self.has_mtp_layer)
     }
 
-    /// Whether some layers have a recurrent state in place of attention.
+    /// Whether some layers have a recurrent state in place of attention, or beside it.
     pub fn has_recurrent_layers(&self) -> bool {
-        self.layers.iter().any(|layer| layer.recurrent.is_some())
+        self.layers.iter().any(|layer| layer.state().is_some())
+    }
+
+    /// Whether some outputs of attention, states or feed-forwards are multiplied by a factor.
+    fn has_branch_scales(&self) -> bool {
+        let scaled = |layer: &LayerSpec| layer.beside.is_some() || layer.mlp.is_some_and(|mlp| mlp.scale != 1.0);
+        self.layers.iter().any(scaled)
     }
 
     /// Whether some layers keep latent vectors in place of keys and values.
@@ -273,7 +279,7 @@ impl Config {
         let routing = |is: fn(&Routing) -> bool| {
             self.layers.iter().any(|layer| layer.experts.as_ref().is_some_and(|experts| is(&experts.routing)))
         };
-        let recurrent = |is: fn(RecurrentLayer) -> bool| self.layers.iter().filter_map(|layer| layer.recurrent).any(is);
+        let recurrent = |is: fn(RecurrentLayer) -> bool| self.layers.iter().filter_map(LayerSpec::state).any(is);
         let needs = [
             (self.norm.kind == NormKind::Layer, Feature::LayerNorm),
             (self.learned_positions.is_some(), Feature::LearnedPositions),
@@ -290,6 +296,7 @@ impl Config {
             (self.has_recurrent_layers(), Feature::Recurrent),
             (recurrent(RecurrentLayer::is_mamba2), Feature::Mamba2),
             (recurrent(RecurrentLayer::has_no_norm), Feature::UnnormedMamba2),
+            (self.layers.iter().any(|layer| layer.beside.is_some()), Feature::RecurrentBeside),
             (recurrent(RecurrentLayer::is_short_conv), Feature::ShortConv),
             (recurrent(RecurrentLayer::has_doubled_rates), Feature::DoubledRates),
             (self.has_latents(), Feature::LatentAttention),
@@ -301,7 +308,7 @@ impl Config {
             (attention(|a| a.head_norm.is_some_and(|norm| norm.has_value)), Feature::ValueNorm),
             (attention(|a| matches!(a.kv, KvSource::Layer(_))), Feature::SharedKv),
             (self.per_layer_input.is_some(), Feature::PerLayerInputs),
-            (self.names.layer_scalar.is_some() || mlp(|mlp| mlp.scale != 1.0), Feature::LayerScale),
+            (self.names.layer_scalar.is_some() || self.has_branch_scales(), Feature::LayerScale),
             (self.names.has_branch_norms(), Feature::BranchNorm),
             (
                 self.layers.iter().any(|layer| layer.is_parallel)

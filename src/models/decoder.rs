@@ -239,6 +239,9 @@ impl<D: Device> Decoder<D> {
                 spec.states.push(shape_of(recurrent.shape, &self.shard.layers[index]));
                 continue;
             }
+            if let Some(beside) = self.config.layers[index].beside {
+                spec.states.push(shape_of(beside.recurrent.shape, &self.shard.layers[index].of_beside()));
+            }
             let kv_group = groups[index];
             let kv_buffer = match self.config.layers[index].attention.kv {
                 KvSource::Layer(source) => spec.layers[first_layer + source - own.start].kv_buffer,

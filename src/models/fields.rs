@@ -18,6 +18,7 @@ const MAY_BE_NULL: &[&str] = &[
     "attn_logit_softcapping",
     "block_ffn_dim_multiplier",
     "final_logit_softcapping",
+    "mamba_d_ssm",
     "num_key_value_heads",
     "q_lora_rank",
     "sliding_window",

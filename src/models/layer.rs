@@ -45,13 +45,14 @@ impl<D: Device> Layer<D> {
         }
         let (names, feed_forward) = (loader.names.of(source.spec), source.feed_forward());
         let mlp_norm = names.mlp_norm.filter(|_| source.spec.has_feed_forward());
+        let [attention_scale, mlp_scale] = source.spec.norm_scales;
         Ok(Self {
             is_parallel: source.spec.is_parallel,
             widths: buffers,
-            attention_norm: loader.layer_norm(source, names.attention_norm)?,
+            attention_norm: loader.layer_norm(source, names.attention_norm, attention_scale)?,
             mixer: Mixer::load(loader, source, counts)?,
             attention_branch_norm: loader.branch_norm(source, names.attention_branch_norm)?,
-            mlp_norm: loader.layer_norm(feed_forward, mlp_norm)?,
+            mlp_norm: loader.layer_norm(feed_forward, mlp_norm, mlp_scale)?,
             mlp: match source.spec.mlp {
                 Some(mlp) => Some(Mlp::load(loader, feed_forward, mlp)?),
                 None => None,

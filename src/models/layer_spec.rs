@@ -24,12 +24,16 @@ pub struct LayerSpec {
     pub attention: AttentionLayer,
     /// If set, the layer has a recurrent state in place of attention, and nothing of `attention` is used.
     pub recurrent: Option<RecurrentLayer>,
+    /// If set, the layer has a recurrent state beside attention: both have the same input, and their outputs are added.
+    pub beside: Option<BesideLayer>,
     /// The part of the feed-forward that every token passes: all of it, or an expert that all share.
     pub mlp: Option<MlpLayer>,
     /// The part of which each token passes some experts. Its output is added to that of `mlp`.
     pub experts: Option<ExpertLayer>,
     /// Whether attention and feed-forward have the same input, so that both are added to it.
     pub is_parallel: bool,
+    /// Multiply the norms before attention and before the feed-forward.
+    pub norm_scales: [f32; 2],
     /// If set, the checkpoint counts attention and feed-forward as layers of their own, and these are their numbers.
     pub numbers: Option<[usize; 2]>,
 }
@@ -38,6 +42,11 @@ impl LayerSpec {
     /// The numbers of attention and feed-forward in the names of the checkpoint, where the layer is number `index` of the model.
     pub(crate) fn numbers(&self, index: usize) -> [usize; 2] {
         self.numbers.unwrap_or([index; 2])
+    }
+
+    /// The recurrent state in place of attention or beside it.
+    pub(crate) fn state(&self) -> Option<RecurrentLayer> {
+        self.recurrent.or(self.beside.map(|beside| beside.recurrent))
     }
 
     /// Whether it has a feed-forward.
@@ -57,6 +66,19 @@ pub struct RecurrentLayer {
     pub has_conv_bias: bool,
     /// Whether the projections have biases.
     pub has_bias: bool,
+}
+
+/// A recurrent state beside attention.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct BesideLayer {
+    /// The state.
+    pub recurrent: RecurrentLayer,
+    /// Multiply q, k and v before the convolution.
+    pub conv_scales: [f32; 3],
+    /// Multiplies the steps before their bias is added.
+    pub step_scale: f32,
+    /// Multiply the outputs of attention and of the state.
+    pub out_scales: [f32; 2],
 }
 
 impl RecurrentLayer {

@@ -45,7 +45,8 @@ pub use estimate::{EstimateMemory, WorkerShape};
 pub use families::architectures;
 pub use kv_groups::KvGroups;
 pub use layer_spec::{
-    AttentionLayer, ExpertLayer, HeadNormSpec, KvSource, LatentLayer, LayerSpec, MlpLayer, NormSpec, RecurrentLayer,
+    AttentionLayer, BesideLayer, ExpertLayer, HeadNormSpec, KvSource, LatentLayer, LayerSpec, MlpLayer, NormSpec,
+    RecurrentLayer,
 };
 pub use linear_layers::{InputSource, LinearGroup, linear_groups};
 pub use load::load;

@@ -87,7 +87,7 @@ impl LayerNames<'_> {
     /// A norm whose output nothing but one group of linear layers reads.
     fn norm(&self, name: Option<&str>) -> Option<InputSource> {
         let norm = self.config.norm;
-        let name = name.filter(|_| norm.has_weight && !self.layer.is_parallel)?;
+        let name = name.filter(|_| norm.has_weight && !self.layer.is_parallel && self.layer.beside.is_none())?;
         Some(InputSource::Norm {
             weight: self.weight(name),
             bias: norm.has_bias.then(|| format!("{}{name}.bias", self.prefix)),
@@ -113,6 +113,9 @@ impl LayerNames<'_> {
                 out.push(self.group(qkv, hidden, self.norm(self.names.attention_norm)));
                 out.push(self.group(&[self.names.out], attention.num_heads * attention.head_dim, None));
             }
+        }
+        if let (Some(beside), Some(names)) = (self.layer.beside, self.names.recurrent) {
+            self.recurrent(beside.recurrent, names, out);
         }
     }
 

@@ -1,10 +1,11 @@
-//! The first part of a layer: attention, or a recurrent state in its place.
+//! The first part of a layer: attention, or a recurrent state in its place or beside it.
 
 use ops::{Device, DeviceError, HeadNorms};
 
 use crate::ModelError;
 use crate::adapter::targets::TargetWeight;
 use crate::buffers::InnerBuffers;
+use crate::layer_spec::{BesideLayer, RecurrentLayer};
 use crate::layers::{HeadNormWeights, LATENT_EPS, LatentQuery, LayerSource, Loader};
 
 /// Number of layers of each kind that a stage has so far.
@@ -19,6 +20,7 @@ pub(crate) enum Mixer<D: Device> {
     Attention(Attention<D>),
     Recurrent(Recurrent<D>),
     Latent(Latent<D>),
+    Both(Attention<D>, Box<Beside<D>>),
 }
 
 pub(crate) struct Attention<D: Device> {
@@ -43,6 +45,12 @@ pub(crate) struct Recurrent<D: Device> {
     eps: f32,
 }
 
+/// A state beside attention.
+pub(crate) struct Beside<D: Device> {
+    recurrent: Recurrent<D>,
+    layer: BesideLayer,
+}
+
 pub(crate) struct Latent<D: Device> {
     /// Index in [`ops::AttentionSpec::layers`].
     index: usize,
@@ -59,11 +67,7 @@ impl<D: Device> Mixer<D> {
         counts: &mut Counts,
     ) -> Result<Self, ModelError> {
         if let Some(recurrent) = source.spec.recurrent {
-            counts.recurrent += 1;
-            let [qkvz, ba] = loader.recurrent_inputs(source, recurrent)?;
-            let weights = loader.recurrent_weights(source, recurrent)?;
-            let (index, out) = (counts.recurrent - 1, loader.recurrent_out(source, recurrent)?);
-            return Ok(Mixer::Recurrent(Recurrent { index, qkvz, ba, weights, out, eps: recurrent.eps }));
+            return Ok(Mixer::Recurrent(Recurrent::load(loader, source, recurrent, [1.0; 3], counts)?));
         }
         counts.attention += 1;
         let attention = &source.spec.attention;
@@ -76,7 +80,7 @@ impl<D: Device> Mixer<D> {
                 out: loader.latent_out(source, latent)?,
             }));
         }
-        Ok(Mixer::Attention(Attention {
+        let attention = Attention {
             index: counts.attention - 1,
             qkv: loader.qkv(source)?,
             head_norms: attention.head_norm.map(|norm| loader.head_norms(source, norm)).transpose()?,
@@ -84,35 +88,50 @@ impl<D: Device> Mixer<D> {
             out: loader.out(source)?,
             sinks: loader.sinks(source)?,
             query_gains: loader.query_gains(source)?,
-        }))
+        };
+        let Some(layer) = source.spec.beside else { return Ok(Mixer::Attention(attention)) };
+        let shard = source.shard.of_beside();
+        let source = LayerSource { shard: &shard, ..source };
+        let recurrent = Recurrent::load(loader, source, layer.recurrent, layer.conv_scales, counts)?;
+        Ok(Mixer::Both(attention, Box::new(Beside { recurrent, layer })))
+    }
+
+    fn attention(&self) -> Option<&Attention<D>> {
+        match self {
+            Mixer::Attention(attention) | Mixer::Both(attention, ..) => Some(attention),
+            Mixer::Recurrent(_) | Mixer::Latent(_) => None,
+        }
+    }
+
+    fn recurrent(&self) -> Option<&Recurrent<D>> {
+        match self {
+            Mixer::Recurrent(recurrent) => Some(recurrent),
+            Mixer::Both(_, beside) => Some(&beside.recurrent),
+            Mixer::Attention(_) | Mixer::Latent(_) => None,
+        }
     }
 
     /// The sinks of this worker's heads; none if the layer has none.
     pub(crate) fn sinks(&self) -> &[f32] {
-        match self {
-            Mixer::Attention(attention) => &attention.sinks,
-            Mixer::Recurrent(_) | Mixer::Latent(_) => &[],
-        }
+        self.attention().map_or(&[], |attention| &attention.sinks)
     }
 
     /// Factors of the elements of each query head behind the rotation; none if there are none.
     pub(crate) fn query_gains(&self) -> &[f32] {
-        match self {
-            Mixer::Attention(attention) => &attention.query_gains,
-            Mixer::Recurrent(_) | Mixer::Latent(_) => &[],
-        }
+        self.attention().map_or(&[], |attention| &attention.query_gains)
     }
 
     /// A weight in which adapters may add products.
     pub(crate) fn target_weight(&self, weight: TargetWeight) -> Option<&D::Weight> {
+        let (attention, recurrent) = (self.attention(), self.recurrent());
         match (self, weight) {
-            (Mixer::Attention(attention), TargetWeight::Qkv) => Some(&attention.qkv),
-            (Mixer::Attention(attention), TargetWeight::Gates) => attention.gates.as_ref(),
-            (Mixer::Attention(attention), TargetWeight::Out) => Some(&attention.out),
-            (Mixer::Recurrent(recurrent), TargetWeight::State) => Some(&recurrent.qkvz),
-            (Mixer::Recurrent(recurrent), TargetWeight::Steps) => Some(&recurrent.ba),
-            (Mixer::Recurrent(recurrent), TargetWeight::Out) => Some(&recurrent.out),
             (Mixer::Latent(latent), weight) => latent.target_weight(weight),
+            (Mixer::Recurrent(recurrent), TargetWeight::Out) => Some(&recurrent.out),
+            (_, TargetWeight::Qkv) => attention.map(|own| &own.qkv),
+            (_, TargetWeight::Gates) => attention.and_then(|own| own.gates.as_ref()),
+            (_, TargetWeight::Out) => attention.map(|own| &own.out),
+            (_, TargetWeight::State) => recurrent.map(|own| &own.qkvz),
+            (_, TargetWeight::Steps) => recurrent.map(|own| &own.ba),
             _ => None,
         }
     }
@@ -127,8 +146,21 @@ impl<D: Device> Mixer<D> {
     ) -> Result<(), DeviceError> {
         match self {
             Mixer::Attention(attention) => attention.run(device, x, partial, b),
-            Mixer::Recurrent(recurrent) => recurrent.run(device, x, partial, b),
+            Mixer::Recurrent(recurrent) => {
+                let steps = b.gates.as_mut().expect("the buffers are those of the layer's widths");
+                recurrent.run(device, x, partial, [&mut b.qkv, steps, &mut b.attended], 1.0)
+            }
             Mixer::Latent(latent) => latent.run(device, x, partial, b),
+            Mixer::Both(attention, beside) => {
+                attention.run(device, x, partial, b)?;
+                let own = b.beside.as_mut().expect("the buffers are those of the layer's widths");
+                let buffers = [&mut own.inputs, &mut own.steps, &mut own.mixed];
+                let BesideLayer { step_scale, out_scales: [attention, state], .. } = beside.layer;
+                beside.recurrent.run(device, x, &mut own.partial, buffers, step_scale)?;
+                scale(device, partial, attention)?;
+                scale(device, &mut own.partial, state)?;
+                device.add(partial, &own.partial)
+            }
         }
     }
 }
@@ -158,19 +190,40 @@ impl<D: Device> Attention<D> {
     }
 }
 
+/// `x *= factor`.
+fn scale<D: Device>(device: &mut D, x: &mut D::Tensor, factor: f32) -> Result<(), DeviceError> {
+    if factor == 1.0 { Ok(()) } else { device.scale(x, factor) }
+}
+
 impl<D: Device> Recurrent<D> {
+    fn load(
+        loader: &mut Loader<'_, D>,
+        source: LayerSource<'_>,
+        recurrent: RecurrentLayer,
+        conv_scales: [f32; 3],
+        counts: &mut Counts,
+    ) -> Result<Self, ModelError> {
+        counts.recurrent += 1;
+        let [qkvz, ba] = loader.recurrent_inputs(source, recurrent)?;
+        let weights = loader.recurrent_weights(source, recurrent, conv_scales)?;
+        let (index, out) = (counts.recurrent - 1, loader.recurrent_out(source, recurrent)?);
+        Ok(Recurrent { index, qkvz, ba, weights, out, eps: recurrent.eps })
+    }
+
+    /// The buffers are those of the inputs, of the steps and of what the state gives. Steps are multiplied by `step_scale`.
     fn run(
         &self,
         device: &mut D,
         x: &D::Tensor,
         partial: &mut D::Tensor,
-        b: &mut InnerBuffers<D>,
+        [inputs, steps, mixed]: [&mut D::Tensor; 3],
+        step_scale: f32,
     ) -> Result<(), DeviceError> {
-        let ba = b.gates.as_mut().expect("the buffers are those of the layer's widths");
-        device.linear(&mut b.qkv, x, &self.qkvz)?;
-        device.linear(ba, x, &self.ba)?;
-        device.recurrent(&mut b.attended, [&b.qkv, ba], self.index, &self.weights, self.eps)?;
-        device.linear(partial, &b.attended, &self.out)
+        device.linear(inputs, x, &self.qkvz)?;
+        device.linear(steps, x, &self.ba)?;
+        scale(device, steps, step_scale)?;
+        device.recurrent(mixed, [inputs, steps], self.index, &self.weights, self.eps)?;
+        device.linear(partial, mixed, &self.out)
     }
 }
 

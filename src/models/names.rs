@@ -32,7 +32,7 @@ pub(crate) struct Names {
     pub(crate) experts: Option<ExpertNames>,
     /// A logit of each head that takes part in the softmax of attention and has no value.
     pub(crate) sinks: Option<&'static str>,
-    /// Layers with a recurrent state in place of attention.
+    /// A recurrent state in place of attention or beside it.
     pub(crate) recurrent: Option<RecurrentNames>,
     /// The names of all weights of these layers, if they have other norms than those with attention.
     pub(crate) of_recurrent: Option<&'static Names>,

@@ -30,6 +30,8 @@ pub struct LayerShard {
     pub heads: Range<usize>,
     /// KV heads of these query heads; key heads of these value heads.
     pub kv_heads: Range<usize>,
+    /// Value heads and key heads of a state beside attention; none without one.
+    pub beside: [Range<usize>; 2],
     /// Columns of the feed-forward's inner layer; none if it consists of experts alone.
     pub intermediate: Range<usize>,
     /// Experts; none if the layer has none.
@@ -80,21 +82,32 @@ impl Shard {
 
 impl LayerShard {
     fn new(layer: &LayerSpec, rank: usize, size: usize, expert_groups: usize) -> Self {
-        let [all_heads, all_kv_heads] = heads(layer);
-        let (heads, kv_heads) = (all_heads / size, all_kv_heads.div_ceil(size));
-        let first_kv_head = rank * all_kv_heads / size;
+        let [heads, kv_heads] = own_heads(heads(layer), rank, size);
         // The workers of a part have neighbouring ranks.
         let part_size = size / expert_groups;
         let num_experts = layer.experts.map_or(0, |experts| experts.num_experts) / expert_groups;
         let part = rank / part_size;
         Self {
-            heads: rank * heads..(rank + 1) * heads,
-            kv_heads: first_kv_head..first_kv_head + kv_heads,
+            heads,
+            kv_heads,
+            beside: own_heads(layer.beside.map_or([0, 0], |beside| state_heads(&beside.recurrent)), rank, size),
             intermediate: aligned_share(dense_width(layer), rank, size),
             experts: part * num_experts..(part + 1) * num_experts,
             expert_intermediate: aligned_share(expert_width(layer), rank % part_size, part_size),
         }
     }
+
+    /// The same whose heads are those of the state beside attention.
+    pub(crate) fn of_beside(&self) -> Self {
+        let [heads, kv_heads] = self.beside.clone();
+        Self { heads, kv_heads, ..self.clone() }
+    }
+}
+
+/// A worker's heads, and those that they share.
+fn own_heads([all, all_shared]: [usize; 2], rank: usize, size: usize) -> [Range<usize>; 2] {
+    let (heads, first) = (all / size, rank * all_shared / size);
+    [rank * heads..(rank + 1) * heads, first..first + all_shared.div_ceil(size)]
 }
 
 /// Whether every worker of a group of `size` gets whole heads and a part of every weight of the layer.
@@ -104,22 +117,29 @@ fn fits(config: &Config, layer: &LayerSpec, size: usize) -> bool {
 
 /// Query heads and KV heads, or value heads and key heads.
 fn heads(layer: &LayerSpec) -> [usize; 2] {
-    match layer.recurrent {
-        None => [layer.attention.num_heads, layer.attention.num_kv_heads],
-        Some(RecurrentLayer { shape, .. }) => [shape.num_value_heads, shape.num_key_heads],
-    }
+    let attention = &layer.attention;
+    layer.recurrent.as_ref().map_or([attention.num_heads, attention.num_kv_heads], state_heads)
+}
+
+fn state_heads(layer: &RecurrentLayer) -> [usize; 2] {
+    [layer.shape.num_value_heads, layer.shape.num_key_heads]
 }
 
 fn fits_heads(layer: &LayerSpec, size: usize) -> bool {
-    let [heads, kv_heads] = heads(layer);
-    heads.is_multiple_of(size)
-        && (kv_heads.is_multiple_of(size) || size.is_multiple_of(kv_heads))
-        && norm_heads(layer).is_none_or(|norm_heads| (heads / size).is_multiple_of(norm_heads))
+    is_divided(heads(layer), size)
+        && layer.state().is_none_or(|state| {
+            let heads = state_heads(&state);
+            is_divided(heads, size) && norm_heads(layer).is_none_or(|count| (heads[0] / size).is_multiple_of(count))
+        })
+}
+
+fn is_divided([heads, shared]: [usize; 2], size: usize) -> bool {
+    heads.is_multiple_of(size) && (shared.is_multiple_of(size) || size.is_multiple_of(shared))
 }
 
 /// Value heads of a recurrent layer whose output is normed together.
 fn norm_heads(layer: &LayerSpec) -> Option<usize> {
-    match layer.recurrent?.shape.rule {
+    match layer.state()?.shape.rule {
         RecurrentRule::GatedDelta { .. } | RecurrentRule::ShortConv => None,
         RecurrentRule::Mamba2 { norm_heads } => norm_heads,
     }
@@ -139,10 +159,11 @@ fn undivided(config: &Config, layer: &LayerSpec, size: usize) -> String {
     let narrow = (size > 0 && fits_heads(layer, size)).then(|| widths(config, layer, size));
     let names = ["an inner layer of", "experts of", "a vocabulary of"];
     let narrow = narrow.and_then(|widths| names.into_iter().zip(widths).find(|(_, (_, fits))| !fits));
-    let [heads, kv_heads] = heads(layer);
+    let state = layer.state().filter(|_| layer.recurrent.is_some() || is_divided(heads(layer), size));
+    let [heads, kv_heads] = state.as_ref().map_or(heads(layer), state_heads);
     match narrow {
         Some((name, (width, _))) => format!("{name} {width} columns"),
-        None if layer.recurrent.is_some() => {
+        None if state.is_some() => {
             let normed = norm_heads(layer).map(|count| format!(", of which {count} are normed together,"));
             format!("recurrent layers of {heads} value heads and {kv_heads} key heads{}", normed.unwrap_or_default())
         }
@@ -229,6 +250,8 @@ pub(crate) mod tests {
                 LayerSpec {
                     attention,
                     recurrent: None,
+                    beside: None,
+                    norm_scales: [1.0; 2],
                     mlp: Some(mlp),
                     experts: None,
                     is_parallel: false,

@@ -76,6 +76,8 @@ pub enum Feature {
     Mamba2,
     /// [`crate::RecurrentRule::Mamba2`] without a norm.
     UnnormedMamba2,
+    /// A recurrent state and attention in one layer.
+    RecurrentBeside,
     /// [`crate::RecurrentRule::ShortConv`].
     ShortConv,
     /// [`crate::RecurrentRule::GatedDelta`] with doubled rates.
@@ -132,6 +134,7 @@ impl fmt::Display for Feature {
             Feature::Recurrent => "layers with a recurrent state (Gated DeltaNet)",
             Feature::Mamba2 => "layers with a recurrent state of Mamba-2",
             Feature::UnnormedMamba2 => "layers with a recurrent state of Mamba-2 without a norm",
+            Feature::RecurrentBeside => "layers with a recurrent state beside attention",
             Feature::ShortConv => "layers with a short convolution",
             Feature::DoubledRates => "layers with a recurrent state whose learning rates are up to 2",
             Feature::LatentAttention => "attention over latent vectors (MLA)",

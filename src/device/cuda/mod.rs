@@ -256,7 +256,7 @@ fn device_error(error: CudaError) -> DeviceError {
 
 impl CudaDevice {
     /// Optional ops that this device lacks.
-    pub(crate) const LACKS: &[Feature] = &[Feature::DoubledRates, Feature::UnnormedMamba2];
+    pub(crate) const LACKS: &[Feature] = &[Feature::DoubledRates, Feature::UnnormedMamba2, Feature::RecurrentBeside];
 
     /// Opens the GPU and joins the group. From now on only the calling thread may use the device.
     ///

@@ -88,6 +88,11 @@ pub(crate) fn targets(config: &Config, layer: usize, shard: &LayerShard) -> Vec<
         let (width, taken) = (attention.num_heads * attention.head_dim, scaled(&shard.heads, attention.head_dim));
         targets.push(by_input(TargetWeight::Out, names.out, [hidden, width], taken));
     }
+    if let Some(beside) = spec.beside {
+        // PEFT refuses its output.
+        let [state, steps, _] = recurrent_targets(config, beside.recurrent.shape, &shard.of_beside());
+        targets.extend([state, steps]);
+    }
     if let Some(mlp) = spec.mlp {
         let shared = names.experts.and_then(|names| names.shared).filter(|_| spec.experts.is_some());
         let (up, down, _) = shared.unwrap_or((names.up, names.down, ""));

@@ -109,19 +109,18 @@ pub(super) fn bamba(fields: &Fields, config: &mut Config) -> Adjusted {
 
 fn mamba2_layer(fields: &Fields, hidden_size: usize, eps: f32) -> Result<RecurrentLayer, ModelError> {
     Ok(RecurrentLayer {
-        shape: mamba2_shape(fields, hidden_size)?,
+        shape: mamba2_shape(fields, fields.required_size("mamba_expand")? * hidden_size)?,
         eps,
         has_conv_bias: fields.flag("mamba_conv_bias", true)?,
         has_bias: fields.flag("mamba_proj_bias", false)?,
     })
 }
 
-/// Sizes of Mamba-2. One norm for all heads.
-fn mamba2_shape(fields: &Fields, hidden_size: usize) -> Result<RecurrentShape, ModelError> {
+/// Sizes of Mamba-2 for outputs of `width`. One norm for all heads.
+pub(super) fn mamba2_shape(fields: &Fields, width: usize) -> Result<RecurrentShape, ModelError> {
     fields.ignore(&["mamba_chunk_size"]); // States are computed token by token, with other roundings alone.
     let num_value_heads = fields.required_size("mamba_n_heads")?;
     let num_key_heads = fields.required_size("mamba_n_groups")?;
-    let width = fields.required_size("mamba_expand")? * hidden_size;
     if !num_value_heads.is_multiple_of(num_key_heads) || !width.is_multiple_of(num_value_heads) {
         let expected = format!("a multiple of `mamba_n_groups` ({num_key_heads}) and a divisor of the width {width}");
         return Err(fields.wrong("mamba_n_heads", &expected, &num_value_heads.into()));

@@ -59,16 +59,22 @@ pub(super) fn put_in_layers(
     recurrent: RecurrentLayer,
     is_recurrent: Vec<bool>,
 ) -> Adjusted {
-    if config.layers.iter().any(|layer| layer.mlp.is_some_and(|mlp| mlp.activation != Activation::Silu)) {
-        let found = fields.get("hidden_act").cloned().unwrap_or_default();
-        return Err(fields.wrong("hidden_act", "`silu`", &found));
-    }
+    require_silu(fields, config)?;
     if !is_recurrent.contains(&false) {
         let found = fields.get("layer_types").or(fields.get("full_attention_interval")).cloned().unwrap_or_default();
         return Err(fields.wrong("layer_types", "a list with `full_attention` at least once", &found));
     }
     for (layer, is_recurrent) in config.layers.iter_mut().zip(is_recurrent) {
         layer.recurrent = is_recurrent.then_some(recurrent);
+    }
+    Ok(())
+}
+
+/// Refuses another activation of the feed-forward and the convolution than SiLU.
+pub(super) fn require_silu(fields: &Fields, config: &Config) -> Adjusted {
+    if config.layers.iter().any(|layer| layer.mlp.is_some_and(|mlp| mlp.activation != Activation::Silu)) {
+        let found = fields.get("hidden_act").cloned().unwrap_or_default();
+        return Err(fields.wrong("hidden_act", "`silu`", &found));
     }
     Ok(())
 }

@@ -8,6 +8,7 @@ mod cohere2_moe;
 mod deepseek;
 mod eagle3;
 mod experts;
+mod falcon_h1;
 mod family;
 mod gemma4;
 mod granite;

@@ -162,6 +162,8 @@ pub(super) fn decoder(fields: &Fields, family: &Family) -> Result<Config, ModelE
         mlp: Some(mlp),
         experts: None,
         recurrent: None,
+        beside: None,
+        norm_scales: [1.0; 2],
         is_parallel: family.is_parallel,
         numbers: None,
     };

@@ -3,8 +3,8 @@
 use ops::HeadNormSpan;
 
 use super::{
-    AttentionBias, BiasRule, Family, NormRule, WindowRule, adjust, cohere2_moe, deepseek, experts, gemma4, granite,
-    hunyuan, hybrid, lfm2, llama4, mistral4, nemotron_h, older, phimoe, weights,
+    AttentionBias, BiasRule, Family, NormRule, WindowRule, adjust, cohere2_moe, deepseek, experts, falcon_h1, gemma4,
+    granite, hunyuan, hybrid, lfm2, llama4, mistral4, nemotron_h, older, phimoe, weights,
 };
 
 const NEVER: AttentionBias = AttentionBias { qkv: BiasRule::Never, out: BiasRule::Never };
@@ -992,6 +992,17 @@ pub(super) const FAMILIES: &[Family] = &[
                       "mamba_n_groups": 1, "mamba_d_state": 256, "mamba_d_conv": 4, "mamba_expand": 2,
                       "max_position_embeddings": 262144}"#,
         adjust: granite::bamba,
+        ..LLAMA
+    },
+    Family {
+        name: "FalconH1ForCausalLM",
+        model_type: "falcon_h1",
+        names: &weights::BAMBA,
+        defaults: r#"{"vocab_size": 128000, "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32,
+                      "num_attention_heads": 32, "num_key_value_heads": 8, "rms_norm_eps": 1e-5, "mamba_n_heads": 128,
+                      "mamba_n_groups": 1, "mamba_d_state": 256, "mamba_d_conv": 4, "mamba_expand": 2, "mamba_d_ssm": 1024,
+                      "max_position_embeddings": 8192}"#,
+        adjust: falcon_h1::falcon_h1,
         ..LLAMA
     },
     Family {

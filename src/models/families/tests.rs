@@ -633,6 +633,79 @@ fn layers_of_one_part_are_joined_to_a_mixer_and_the_feed_forward_behind_it() {
     message("M*", "tie_word_embeddings", json!(true));
 }
 
+/// Fields of the published Falcon-H1 0.5B, smaller.
+fn falcon_h1(change: impl FnOnce(&mut Value)) -> Result<Config, ModelError> {
+    read_of("FalconH1ForCausalLM", |c| {
+        *c = from_python_json(
+            br#"{
+            "architectures": ["FalconH1ForCausalLM"], "attention_bias": false, "attention_dropout": 0.0,
+            "attention_in_multiplier": 2.0, "attention_out_multiplier": 0.25, "bos_token_id": 1, "embedding_multiplier": 5.5,
+            "eos_token_id": 11, "head_dim": 16, "hidden_act": "silu", "hidden_size": 128, "initializer_range": 0.02,
+            "intermediate_size": 96, "key_multiplier": 0.5, "lm_head_multiplier": 0.125, "mamba_chunk_size": 128,
+            "mamba_conv_bias": true, "mamba_d_conv": 4, "mamba_d_head": 16, "mamba_d_ssm": 192, "mamba_d_state": 16,
+            "mamba_expand": 2, "mamba_n_groups": 1, "mamba_n_heads": 12, "mamba_norm_before_gate": false,
+            "mamba_proj_bias": false, "mamba_rms_norm": false, "mamba_use_mlp": true, "max_position_embeddings": 16384,
+            "mlp_bias": false, "mlp_expansion_factor": 8, "mlp_multipliers": [0.5, 0.25], "model_type": "falcon_h1",
+            "num_attention_heads": 8, "num_hidden_layers": 2, "num_key_value_heads": 2, "num_logits_to_keep": 1,
+            "pad_token_id": 0, "projectors_bias": false, "rms_norm_eps": 1e-5, "rope_scaling": null,
+            "rope_theta": 100000000000.0, "ssm_in_multiplier": 2.0, "ssm_multipliers": [0.5, 0.25, 2.0, 4.0, 8.0],
+            "ssm_out_multiplier": 0.75, "tie_word_embeddings": false, "time_step_floor": 0.0001,
+            "time_step_limit": [0.0, Infinity], "time_step_max": 0.1, "time_step_min": 0.001,
+            "torch_dtype": "bfloat16", "use_cache": true, "vocab_size": 501
+        }"#,
+        )
+        .unwrap();
+        change(c);
+    })
+}
+
+#[test]
+fn falcon_h1_has_mamba_2_beside_attention_and_its_multipliers_in_norms_and_factors() {
+    let config = falcon_h1(|_| ()).unwrap();
+    let layer = &config.layers[1];
+    let beside = layer.beside.unwrap();
+    assert_eq!((beside.recurrent.shape.widths(), layer.recurrent), ([16, 192], None));
+    // Gates have the factor 2 * 0.5, and so has the norm that all projections read. Of x, B, C and steps these are 0.5, 4, 8 and 16.
+    assert_eq!((layer.norm_scales, layer.mlp.unwrap().scale), ([1.0, 0.5], 0.5));
+    assert_eq!((beside.conv_scales, beside.step_scale, beside.out_scales), ([8.0, 4.0, 0.5], 16.0, [0.5, 0.75]));
+    // q and k have the factor 2 each, k also 0.5, and heads are of 16.
+    assert_eq!((layer.attention.scale, config.embedding_scale, config.head.scale), (0.5, 5.5, 0.125));
+    assert!(config.features().contains(&ops::Feature::UnnormedMamba2) && config.has_recurrent_layers());
+    let normed = falcon_h1(|c| c["mamba_rms_norm"] = json!(true)).unwrap();
+    assert!(!normed.features().contains(&ops::Feature::UnnormedMamba2));
+    let expanded = falcon_h1(|c| {
+        (c["mamba_d_ssm"], c["mamba_d_head"], c["mamba_n_heads"]) = (Value::Null, json!("auto"), json!(16));
+    });
+    assert_eq!(expanded.unwrap().layers[0].beside.unwrap().recurrent.shape.widths()[1], 256);
+    assert!(crate::shard::check(&config, 4).is_ok());
+    let error = |config: &Config, size| crate::shard::check(config, size).unwrap_err().to_string();
+    // 8 heads of attention, but 12 of the state.
+    assert!(error(&config, 8).starts_with("recurrent layers of 12 value heads and 1 key heads cannot"));
+    assert!(error(&config, 3).starts_with("8 heads and 2 KV heads cannot"));
+    assert!(error(&normed, 2).contains("of which 12 are normed together"));
+}
+
+#[test]
+fn what_falcon_h1_does_not_support_is_refused_by_its_name() {
+    for (field, value) in [
+        ("attention_bias", json!(true)),
+        ("mlp_bias", json!(true)),
+        ("mamba_proj_bias", json!(true)),
+        ("projectors_bias", json!(true)),
+        ("hidden_act", json!("gelu")),
+        ("ssm_multipliers", json!([1.0, 1.0, 1.0, 1.0])),
+        ("mlp_multipliers", json!([1.0, 0.0])),
+        ("key_multiplier", json!(-1.0)),
+        ("time_step_limit", json!([0.0, 0.1])),
+        ("mamba_d_head", json!(32)),
+    ] {
+        let refused = falcon_h1(|c| c[field] = value).unwrap_err().to_string();
+        assert!(refused.contains(&format!("`{field}`")), "{refused}");
+    }
+    let refused = falcon_h1(|c| (c["mamba_rms_norm"], c["mamba_norm_before_gate"]) = (json!(true), json!(true)));
+    assert!(refused.unwrap_err().to_string().contains("mamba_norm_before_gate"));
+}
+
 /// Fields of the published LFM2 1.2B, smaller.
 fn lfm2(change: impl FnOnce(&mut Value)) -> Result<Config, ModelError> {
     read_of("Lfm2ForCausalLM", |c| {

@@ -18,13 +18,14 @@ pub(crate) struct HeadNormWeights<D: Device> {
 }
 
 impl<D: Device> Loader<'_, D> {
-    /// A norm of a layer's hidden state, if the architecture has it.
+    /// A norm of a layer's hidden state, if the architecture has it. Its weights are multiplied by `factor`.
     pub(crate) fn layer_norm(
         &mut self,
         layer: LayerSource<'_>,
         name: Option<&str>,
+        factor: f32,
     ) -> Result<Option<D::Weight>, ModelError> {
-        name.map(|name| self.norm(&self.layer_name(layer.number, name), 1.0)).transpose()
+        name.map(|name| self.norm(&self.layer_name(layer.number, name), factor)).transpose()
     }
 
     /// A norm behind a branch, if the architecture has it.

@@ -44,13 +44,17 @@ impl<D: Device> Loader<'_, D> {
         &mut self,
         layer: LayerSource<'_>,
         RecurrentLayer { shape, has_conv_bias, .. }: RecurrentLayer,
+        conv_scales: [f32; 3],
     ) -> Result<D::Weight, ModelError> {
         let (names, shard) = (self.recurrent_names(), layer.shard);
         let name = |name: &str| self.layer_name(layer.number, name);
         let (mut conv, mut conv_bias) = (Vec::new(), Vec::new());
-        for (own, channels, Range { start, end }) in convolutions(&names, shape, shard) {
+        for ((own, channels, Range { start, end }), scale) in
+            convolutions(&names, shape, shard).into_iter().zip(conv_scales)
+        {
             let taps = start * shape.num_taps..end * shape.num_taps;
-            conv.extend(self.checkpoint.values(&name(own), &[channels, 1, shape.num_taps], taps)?);
+            let taps = self.checkpoint.values(&name(own), &[channels, 1, shape.num_taps], taps)?;
+            conv.extend(taps.into_iter().map(|tap| tap * scale));
             if has_conv_bias {
                 conv_bias.extend(self.checkpoint.values(&name(names.conv_bias), &[channels], start..end)?);
             }
@@ -189,7 +193,9 @@ mod tests {
         // Two key heads of 3, four value heads of 5: q 6, k 6, v 20, gates 20.
         let (rule, num_key_heads, num_value_heads) = (RecurrentRule::GatedDelta { has_doubled_rates: false }, 2, 4);
         let shape = RecurrentShape { rule, num_key_heads, num_value_heads, key_dim: 3, value_dim: 5, num_taps: 4 };
-        let shard = LayerShard { heads, kv_heads, intermediate: 0..0, experts: 0..0, expert_intermediate: 0..0 };
+        let beside = [0..0, 0..0];
+        let shard =
+            LayerShard { heads, kv_heads, beside, intermediate: 0..0, experts: 0..0, expert_intermediate: 0..0 };
         recurrent_slices(projections, shape, &shard).map(|slices| slices.into_iter().map(|slice| slice.taken).collect())
     }
 
@@ -220,7 +226,8 @@ mod tests {
         let (rule, num_key_heads, num_value_heads) = (RecurrentRule::ShortConv, 4, 4);
         let shape = RecurrentShape { rule, num_key_heads, num_value_heads, key_dim: 0, value_dim: 5, num_taps: 3 };
         let (intermediate, experts, expert_intermediate) = (0..0, 0..0, 0..0);
-        let shard = LayerShard { heads: 2..4, kv_heads: 2..4, intermediate, experts, expert_intermediate };
+        let beside = [0..0, 0..0];
+        let shard = LayerShard { heads: 2..4, kv_heads: 2..4, beside, intermediate, experts, expert_intermediate };
         let [inputs, gates] = recurrent_slices(RecurrentProjections::ShortConv("all"), shape, &shard);
         let taken =
             |slices: Vec<RowSlice>| slices.into_iter().map(|slice| (slice.rows, slice.taken)).collect::<Vec<_>>();

@@ -133,6 +133,7 @@ fn adapters_of_layers_with_a_recurrent_state_agree_with_peft() {
     check_in_groups(("nemotron_h_dense", "nemotron_h_all"));
     check_in_groups(("lfm2", "lfm2_all"));
     check_in_groups(("olmo_hybrid", "olmo_hybrid_all"));
+    check_in_groups(("falcon_h1", "falcon_h1_all"));
 }
 
 #[test]

@@ -42,6 +42,7 @@ fn estimates_of_the_cpu_are_what_it_takes() {
         "nemotron_h_latents",
         "nemotron_h_dense",
         "lfm2_moe",
+        "falcon_h1",
         "hunyuan_moe",
         "cohere2_moe",
         "mtp_qwen3_5",
@@ -296,12 +297,18 @@ fn gpus_refuse_recurrent_layers_of_other_sizes_by_name() {
 
 #[test]
 fn gpus_refuse_what_they_lack_by_name() {
-    let dir = golden_dir("olmo_hybrid");
-    let config = models::Config::from_dir(&dir).unwrap();
-    let limits = StepLimits { max_tokens: 64, max_rows: 4, max_sequence_len: 128, vocab_size: config.vocab_size };
-    let mut cuda = Estimator::new(Target::Cuda, TensorParallel { rank: 0, size: 1 }, limits);
-    let error = models::load(&dir, &config, &mut cuda).map(drop).unwrap_err().to_string();
-    assert!(error.contains("layers with a recurrent state whose learning rates are up to 2"), "{error}");
+    for (case, words) in [
+        ("olmo_hybrid", "layers with a recurrent state whose learning rates are up to 2"),
+        ("falcon_h1", "layers with a recurrent state of Mamba-2 without a norm"),
+        ("falcon_h1_normed", "layers with a recurrent state beside attention"),
+    ] {
+        let dir = golden_dir(case);
+        let config = models::Config::from_dir(&dir).unwrap();
+        let limits = StepLimits { max_tokens: 64, max_rows: 4, max_sequence_len: 128, vocab_size: config.vocab_size };
+        let mut cuda = Estimator::new(Target::Cuda, TensorParallel { rank: 0, size: 1 }, limits);
+        let error = models::load(&dir, &config, &mut cuda).map(drop).unwrap_err().to_string();
+        assert!(error.contains(words), "{error}");
+    }
 }
 
 #[test]

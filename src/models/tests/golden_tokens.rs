@@ -15,7 +15,7 @@ use engine::{SampledToken, SamplingParams};
 use ops::DType;
 use support::{BLOCK_SIZE, MAX_ROWS, Runner, Sequence, golden_dir, on_group, on_parts};
 
-const CASES: [&str; 135] = [
+const CASES: [&str; 137] = [
     "llama3_gqa",
     "tied_mqa",
     "mha_bias_f32",
@@ -151,6 +151,8 @@ const CASES: [&str; 135] = [
     "mistral4",
     "cohere2_moe",
     "cohere2_moe_sum",
+    "falcon_h1",
+    "falcon_h1_normed",
 ];
 
 /// One norm of all value heads: refused for several workers.
