@@ -9,7 +9,9 @@ use gpu::{microseconds, random};
 use half::bf16;
 use kernels::cuda::gated_activation::GateActivation;
 use kernels::cuda::gather_rows::gather_rows;
+use kernels::cuda::grouped_fp8_gemm::grouped_fp8_gemm;
 use kernels::cuda::grouped_gemm::{Gate, GroupedEpilogue, GroupedRows, GroupedWeight, Kernel, grouped_gemm};
+use kernels::cuda::quantize_rows::{Fp8Rows, quantize_rows};
 use kernels::cuda::quantized_gemm::PackedFormat;
 use kernels::cuda::route_few_tokens::{BARRIER_BYTES, RouterProduct, route_few_tokens, takes};
 use kernels::cuda::route_tokens::{Choices, Router, route_tokens};
@@ -89,13 +91,15 @@ fn main() {
             let used = starts.windows(2).filter(|pair| pair[1] > pair[0]).count();
             for ((form, format), kernel) in forms_and_kernels() {
                 let is_useful = match kernel {
-                    Kernel::Simple => tokens <= 128 && format.is_none(),
-                    Kernel::Skinny => tokens <= 1024,
-                    Kernel::Wide => tokens >= 128,
+                    Some(Kernel::Simple) => tokens <= 128 && format.is_none(),
+                    Some(Kernel::Skinny) => tokens <= 1024,
+                    Some(Kernel::Wide) => tokens >= 128,
+                    None => format == Some(PackedFormat::Fp8Blocks),
                 };
                 if !is_useful {
                     continue;
                 }
+                let grouped = GroupedRows { offsets: offsets.span(), tokens, routes };
                 // Packed weights that the kernel does not take are expanded each time.
                 let weight = |i: usize, part: usize, n: usize, k: usize| {
                     let span = layers[i % 2][part].span();
@@ -104,17 +108,27 @@ fn main() {
                         (span.part(first, format.scales_bytes(count * n, k)), format)
                     });
                     let weight = GroupedWeight { weight: span, packed, bias: Span::NULL, num_experts: count, n, k };
-                    if kernel == Kernel::Skinny { Ok(weight) } else { weight.expanded(&q, expanded.span()) }
+                    match kernel {
+                        Some(Kernel::Skinny) | None => Ok(weight),
+                        _ => weight.expanded(&q, expanded.span()),
+                    }
                 };
-                let grouped = GroupedRows { offsets: offsets.span(), tokens, routes };
+                let multiply = |y: Span, x: Span, weight: &GroupedWeight, epilogue: GroupedEpilogue| match kernel {
+                    Some(kernel) => grouped_gemm(&q, y, x, weight, grouped, epilogue, kernel),
+                    None => {
+                        let rounded = Fp8Rows::in_buffer(expanded.span(), routes, weight.k);
+                        quantize_rows(&q, rounded, x, routes, weight.k)?;
+                        grouped_fp8_gemm(&q, y, rounded, weight, grouped, epilogue)
+                    }
+                };
                 let gate_up = |i: usize| {
                     let weight = weight(i, 0, 2 * inner, hidden)?;
                     let epilogue = GroupedEpilogue::Gated(Gate::Activation(GateActivation::Silu));
-                    grouped_gemm(&q, inside.span(), rows.span(), &weight, grouped, epilogue, kernel)
+                    multiply(inside.span(), rows.span(), &weight, epilogue)
                 };
                 let down = |i: usize| {
                     let weight = weight(i, 1, hidden, inner)?;
-                    grouped_gemm(&q, y.span(), inside.span(), &weight, grouped, GroupedEpilogue::Store, kernel)
+                    multiply(y.span(), inside.span(), &weight, GroupedEpilogue::Store)
                 };
                 let whole = |i: usize| {
                     sort(i)?;
@@ -127,7 +141,7 @@ fn main() {
                 let row_bytes = |cols: usize| format.map_or(2 * cols, |format| format.row_bytes(cols));
                 let bytes = (used * (2 * inner * row_bytes(hidden) + hidden * row_bytes(inner))) as f64;
                 let operations = (2 * routes * 3 * inner * hidden) as f64;
-                let kernel = format!("{kernel:?}");
+                let kernel = kernel.map_or("Fp8".to_owned(), |kernel| format!("{kernel:?}"));
                 println!(
                     "{name:>10} {form:>5} {tokens:>6} {kernel:>6} {sort_us:>7.1} {sum_us:>7.1} {up:>9.1} {down:>9.1} {:>6.0} {:>8.0} {all:>9.1}",
                     100.0 * bytes / (up + down) / 1e6 / read,
@@ -138,8 +152,8 @@ fn main() {
     }
 }
 
-/// Every form of the weights with every kernel.
-fn forms_and_kernels() -> impl Iterator<Item = ((&'static str, Option<PackedFormat>), Kernel)> {
-    let kernels = [Kernel::Simple, Kernel::Skinny, Kernel::Wide];
+/// Every form of the weights with every kernel; none: inputs are rounded to e4m3.
+fn forms_and_kernels() -> impl Iterator<Item = ((&'static str, Option<PackedFormat>), Option<Kernel>)> {
+    let kernels = [Some(Kernel::Simple), Some(Kernel::Skinny), Some(Kernel::Wide), None];
     FORMS.into_iter().flat_map(move |form| kernels.map(|kernel| (form, kernel)))
 }

@@ -145,7 +145,9 @@ pub fn grouped_gemm(
     epilogue: GroupedEpilogue,
     kernel: Kernel,
 ) -> Result<(), CudaError> {
-    check(y, x, weight, rows, epilogue)?;
+    check_products(y, weight, rows, epilogue)?;
+    ensure!(OP, x.count::<bf16>() >= rows.routes * weight.k, "x is shorter than {} x {}", rows.routes, weight.k);
+    ensure!(OP, x.is_aligned(16), "x is not 16-byte aligned");
     ensure!(OP, weight.packed.is_none() || kernel == Kernel::Skinny, "packed weights by {kernel:?}; expected Skinny");
     let GroupedWeight { num_experts, n, k, .. } = *weight;
     let parameters = parameters(y, weight, rows, epilogue);
@@ -222,16 +224,16 @@ fn quantized(
 
 /// Number of stages of a ring that fills the shared memory, and the bytes to request. `other_bytes` of static shared memory are used
 /// besides tables and barriers.
-fn ring(gpu: &Gpu, stage_bytes: usize, most: usize, other_bytes: usize) -> (u32, u32) {
+pub(super) fn ring(gpu: &Gpu, stage_bytes: usize, most: usize, other_bytes: usize) -> (u32, u32) {
     // Tables and barriers are in static shared memory; the ring starts at a multiple of 1024 bytes.
     let room = gpu.max_shared_bytes() as usize - 4 * MAX_EXPERTS - 1024 - 1024 - other_bytes;
     let stages = (room / stage_bytes).min(most);
     (stages as u32, (stages * stage_bytes + 1024) as u32)
 }
 
-fn check(
+/// Checks everything but the inputs.
+pub(super) fn check_products(
     y: Span,
-    x: Span,
     weight: &GroupedWeight,
     rows: GroupedRows,
     epilogue: GroupedEpilogue,
@@ -244,7 +246,6 @@ fn check(
     ensure!(OP, n > 0 && n.is_multiple_of(group), "{n} outputs are not a multiple of {group}");
     ensure!(OP, tokens > 0 && routes > 0, "no rows");
     let outputs = epilogue.outputs(n);
-    ensure!(OP, x.count::<bf16>() >= routes * k, "x is shorter than {routes} x {k}");
     ensure!(OP, y.count::<bf16>() >= routes * outputs, "y is shorter than {routes} x {outputs}");
     let (weight_bytes, scales_bytes) = match packed {
         Some((_, format)) => (format.codes_bytes(num_experts * n, k), format.scales_bytes(num_experts * n, k)),
@@ -261,13 +262,13 @@ fn check(
         "biases are shorter than {num_experts} x {n}"
     );
     ensure!(OP, offsets.count::<u32>() > num_experts, "offsets are shorter than {}", num_experts + 1);
-    let aligned = [y, x, weight].iter().all(|span| span.is_aligned(16)) && (bias.is_null() || bias.is_aligned(8));
+    let aligned = [y, weight].iter().all(|span| span.is_aligned(16)) && (bias.is_null() || bias.is_aligned(8));
     ensure!(OP, aligned, "a buffer is not 16-byte aligned");
     Ok(())
 }
 
 /// `Grouped` of the kernels: y, bias, offsets, groups, n, k, epilogue, alpha, limit.
-fn parameters(y: Span, weight: &GroupedWeight, rows: GroupedRows, epilogue: GroupedEpilogue) -> [u64; 6] {
+pub(super) fn parameters(y: Span, weight: &GroupedWeight, rows: GroupedRows, epilogue: GroupedEpilogue) -> [u64; 6] {
     let (epilogue, alpha, limit): (u32, f32, f32) = match epilogue {
         GroupedEpilogue::Store => (0, 0.0, 0.0),
         GroupedEpilogue::Activated(activation) => (PLAIN + activation_code(activation), 0.0, 0.0),

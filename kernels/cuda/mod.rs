@@ -59,6 +59,7 @@ pub mod gated_delta;
 pub mod gather_rows;
 mod gemm_plan;
 mod gpu;
+pub mod grouped_fp8_gemm;
 pub mod grouped_gemm;
 pub mod guess;
 pub mod head_norm;

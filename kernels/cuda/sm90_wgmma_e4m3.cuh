@@ -7,8 +7,52 @@
 
 template <int N>
 __device__ __forceinline__ void wgmma_e4m3(float* d, u64 a, u64 b, i32 add) {
-    static_assert(N == 112 || N == 128, "wgmma_e4m3: a width this file has");
+    static_assert(N == 8 || N == 16 || N == 32 || N == 64 || N == 112 || N == 128, "wgmma_e4m3: a width this file has");
     if constexpr (N == 128) wgmma_e4m3_n128(d, a, b, add);
+    if constexpr (N == 8) {
+        asm volatile(
+            "{\n"
+            ".reg .pred p;\n"
+            "setp.ne.s32 p, %6, 0;\n"
+            "wgmma.mma_async.sync.aligned.m64n8k32.f32.e4m3.e4m3 {%0, %1, %2, %3}, %4, %5, p, 1, 1;\n"
+            "}\n"
+            : F4(0)
+            : "l"(a), "l"(b), "r"(add));
+    }
+    if constexpr (N == 16) {
+        asm volatile(
+            "{\n"
+            ".reg .pred p;\n"
+            "setp.ne.s32 p, %10, 0;\n"
+            "wgmma.mma_async.sync.aligned.m64n16k32.f32.e4m3.e4m3 {%0, %1, %2, %3, %4, %5, %6, %7}, %8, %9, p, 1, 1;\n"
+            "}\n"
+            : F8(0)
+            : "l"(a), "l"(b), "r"(add));
+    }
+    if constexpr (N == 32) {
+        asm volatile(
+            "{\n"
+            ".reg .pred p;\n"
+            "setp.ne.s32 p, %18, 0;\n"
+            "wgmma.mma_async.sync.aligned.m64n32k32.f32.e4m3.e4m3 "
+            "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15}, %16, %17, p, 1, 1;\n"
+            "}\n"
+            : F8(0), F8(8)
+            : "l"(a), "l"(b), "r"(add));
+    }
+    if constexpr (N == 64) {
+        asm volatile(
+            "{\n"
+            ".reg .pred p;\n"
+            "setp.ne.s32 p, %34, 0;\n"
+            "wgmma.mma_async.sync.aligned.m64n64k32.f32.e4m3.e4m3 "
+            "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
+            "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31}, "
+            "%32, %33, p, 1, 1;\n"
+            "}\n"
+            : F8(0), F8(8), F8(16), F8(24)
+            : "l"(a), "l"(b), "r"(add));
+    }
     if constexpr (N == 112) {
         asm volatile(
             "{\n"

@@ -1,14 +1,18 @@
 //! Compares products of experts whose weights are in 8 or 4 bits with the plain formula over the values of their codes.
 
+#[path = "gpu/fp8_rows.rs"]
+mod fp8_rows;
 mod gpu;
 #[path = "gpu/quantized.rs"]
 mod quantized;
 
 use std::sync::Arc;
 
+use fp8_rows::{quantize, quantized_values};
 use gpu::{Random, floats, poisoned};
 use half::bf16;
 use kernels::cuda::gated_activation::GateActivation;
+use kernels::cuda::grouped_fp8_gemm::{grouped_fp8_gemm, has_grouped_fp8_kernel};
 use kernels::cuda::grouped_gemm::{
     Gate, GroupedEpilogue, GroupedRows, GroupedWeight, Kernel, grouped_gemm, has_hopper_kernels,
 };
@@ -30,18 +34,19 @@ impl Experts {
         Self { weight, n, bias: random.bf16s(count * n, 1.0) }
     }
 
-    /// The products of `x`, whose rows are sorted; `counts` has the rows of each expert.
+    /// The products of `x`, whose rows are sorted; `counts` has the rows of each expert. Without a kernel, inputs are rounded to e4m3.
     fn run(
         &self,
         (gpu, q): (&Arc<Gpu>, &Queue),
         x: &[bf16],
         counts: &[usize],
         epilogue: GroupedEpilogue,
-        kernel: Kernel,
+        kernel: Option<Kernel>,
     ) -> Vec<f32> {
         let upload = |values: &[bf16]| DeviceBuffer::from_slice(gpu, values).expect("memory");
         let (k, routes) = (self.weight.k, x.len() / self.weight.k);
-        let (x, bias) = (upload(x), upload(&self.bias));
+        let (bias, (_codes, rounded)) = (upload(&self.bias), quantize((gpu, q), x, k));
+        let x = upload(x);
         let starts: Vec<u32> = (0..=counts.len()).map(|expert| counts[..expert].iter().sum::<usize>() as u32).collect();
         let offsets = DeviceBuffer::from_slice(gpu, &starts).expect("memory");
         let packed = self.weight.packed();
@@ -55,24 +60,32 @@ impl Experts {
         };
         let expanded = DeviceBuffer::with_count::<bf16>(gpu, weight.elements()).expect("memory");
         let weight = match kernel {
-            Kernel::Skinny => weight,
+            Some(Kernel::Skinny) | None => weight,
             _ => weight.expanded(q, expanded.span()).expect("a launch"),
         };
         let tokens = counts.iter().copied().max().expect("an expert");
         let rows = GroupedRows { offsets: offsets.span(), tokens, routes };
         let count = routes * epilogue.outputs(self.n);
         let y = poisoned::<bf16>(gpu, q, count);
-        grouped_gemm(q, y.span(), x.span(), &weight, rows, epilogue, kernel).expect("a launch");
+        match kernel {
+            Some(kernel) => grouped_gemm(q, y.span(), x.span(), &weight, rows, epilogue, kernel),
+            None => grouped_fp8_gemm(q, y.span(), rounded, &weight, rows, epilogue),
+        }
+        .expect("a launch");
         q.wait().expect("the kernel runs");
         floats(&y.span().read::<bf16>(count).expect("a copy"))
     }
 
     /// Products and, as their tolerance before the rounding of the result, fp32 sums in any order. Expanded weights are
     /// rounded to bf16.
-    fn expected(&self, x: &[f32], counts: &[usize], kernel: Kernel) -> Vec<(f32, f32)> {
+    fn expected(&self, x: &[f32], counts: &[usize], kernel: Option<Kernel>) -> Vec<(f32, f32)> {
         let (n, k) = (self.n, self.weight.k);
+        let rounded = if kernel.is_none() { quantized_values(x, k) } else { x.to_vec() };
+        let x = &rounded;
+        // The tensor cores cut the terms of a slice at 2^-13 of the largest.
+        let term_error = if kernel.is_none() { 2f32.powi(-10) } else { k as f32 * 2f32.powi(-24) };
         let values: Vec<f32> = match kernel {
-            Kernel::Skinny => self.weight.values.clone(),
+            Some(Kernel::Skinny) | None => self.weight.values.clone(),
             _ => self.weight.values.iter().map(|value| bf16::from_f32(*value).to_f32()).collect(),
         };
         let magnitudes = |values: &[f32]| values.iter().map(|v| v.abs()).collect::<Vec<f32>>();
@@ -82,7 +95,7 @@ impl Experts {
             let (x, own) = (&x[first * k..][..count * k], &values[expert * n * k..][..n * k]);
             let sums = reference::linear(x, own, Some(&floats(&self.bias[expert * n..][..n])), k);
             let sizes = reference::linear(&magnitudes(x), &magnitudes(own), None, k);
-            out.extend(sums.iter().zip(&sizes).map(|(&sum, &size)| (sum, size * k as f32 * 2f32.powi(-24) + 1e-6)));
+            out.extend(sums.iter().zip(&sizes).map(|(&sum, &size)| (sum, size * term_error + 1e-6)));
             first += count;
         }
         out
@@ -94,12 +107,14 @@ fn formats() -> impl Iterator<Item = PackedFormat> {
     FORMATS.into_iter().chain([PackedFormat::Mxfp4])
 }
 
-/// The kernels of this GPU.
-fn kernels_of(gpu: &Gpu) -> &'static [Kernel] {
-    match has_hopper_kernels(gpu) {
-        true => &[Kernel::Simple, Kernel::Skinny, Kernel::Wide],
-        false => &[Kernel::Simple],
-    }
+/// The kernels of this GPU for a format; none is the one whose inputs are rounded to e4m3.
+fn kernels_of(gpu: &Gpu, format: PackedFormat) -> Vec<Option<Kernel>> {
+    let exact = match has_hopper_kernels(gpu) {
+        true => vec![Some(Kernel::Simple), Some(Kernel::Skinny), Some(Kernel::Wide)],
+        false => vec![Some(Kernel::Simple)],
+    };
+    let rounding = has_grouped_fp8_kernel(gpu, format).then_some(None);
+    exact.into_iter().chain(rounding).collect()
 }
 
 #[test]
@@ -115,7 +130,7 @@ fn every_expert_multiplies_its_rows_by_its_codes() {
             for [n, k] in [[64, 8], [128, 136], [320, 1032], [64, 2880]] {
                 let experts = Experts::new(&gpu, &mut random, counts.len(), [n, k], format);
                 let x = random.bf16s(counts.iter().sum::<usize>() * k, 1.0);
-                for &kernel in kernels_of(&gpu) {
+                for kernel in kernels_of(&gpu, format) {
                     let what = format!("{format:?}, {kernel:?}, {n} x {k}, {counts:?}");
                     let expected = experts.expected(&floats(&x), counts, kernel);
                     let found = experts.run((&gpu, &q), &x, counts, GroupedEpilogue::Store, kernel);
@@ -164,13 +179,17 @@ fn a_row_alone_gets_the_bits_it_gets_among_others() {
     for (format, (counts, rows)) in formats().flat_map(|format| cases.map(|case| (format, case))) {
         let experts = Experts::new(&gpu, &mut random, counts.len(), [512, k], format);
         let x = random.bf16s(counts.iter().sum::<usize>() * k, 1.0);
-        let together = experts.run((&gpu, &q), &x, &counts, GroupedEpilogue::Store, Kernel::Skinny);
-        for (row, expert, num_copies) in rows {
-            let mut copies = [0; 4];
-            copies[expert] = num_copies;
-            let x = x[row * k..][..k].repeat(num_copies);
-            let apart = experts.run((&gpu, &q), &x, &copies, GroupedEpilogue::Store, Kernel::Skinny);
-            assert_eq!(apart[..experts.n], together[row * experts.n..][..experts.n], "row {row}, {format:?}");
+        let kernels =
+            kernels_of(&gpu, format).into_iter().filter(|kernel| matches!(kernel, Some(Kernel::Skinny) | None));
+        for kernel in kernels {
+            let together = experts.run((&gpu, &q), &x, &counts, GroupedEpilogue::Store, kernel);
+            for (row, expert, num_copies) in rows {
+                let mut copies = [0; 4];
+                copies[expert] = num_copies;
+                let x = x[row * k..][..k].repeat(num_copies);
+                let apart = experts.run((&gpu, &q), &x, &copies, GroupedEpilogue::Store, kernel);
+                assert_eq!(apart[..experts.n], together[row * experts.n..][..experts.n], "row {row}, {format:?}");
+            }
         }
     }
 }

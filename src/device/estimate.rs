@@ -13,8 +13,8 @@ use settings::WeightPrecision;
 use crate::cpu::{CpuEstimate, ExpertBuffers, Widest, quantized_bytes};
 use crate::cuda::{
     self, CudaDevice, Estimate, ExpertSizes, ProductScratch, RecurrentKernel, RowOrder, check_latent_shape,
-    copy_format, division, expert_format, expert_order, gate_order, guess_bytes, has_fp8_inputs, largest_bucket,
-    packed_format, tensor_rows,
+    copy_format, division, expert_format, expert_order, fp8_expert_cols, gate_order, guess_bytes, has_fp8_inputs,
+    largest_bucket, packed_format, tensor_rows,
 };
 use crate::slices::is_computed;
 
@@ -155,8 +155,8 @@ impl Estimator {
         EstimatedWeight { rows, cols: parts.first().map_or(0, |part| part.cols.len()), bytes, is_bf16, is_computed }
     }
 
-    /// Counts a matrix of each expert, which a GPU may keep quantized.
-    fn count_experts(&mut self, experts: &[&[WeightSlice<'_>]], order: RowOrder) {
+    /// Counts a matrix of each expert, which a GPU may keep quantized, in the format that it returns.
+    fn count_experts(&mut self, experts: &[&[WeightSlice<'_>]], order: RowOrder) -> Option<PackedFormat> {
         let packed = match self.target {
             Target::Cuda if !self.batch_invariant => expert_format(experts, order),
             _ => None,
@@ -169,6 +169,7 @@ impl Estimator {
                 self.product_scratch.count(experts.len() * weight.rows, weight.cols, false);
             }
         }
+        packed
     }
 
     /// Counts what a CPU needs for products with a weight.
@@ -364,8 +365,11 @@ impl Device for Estimator {
         self.widest.plain = self.widest.plain.max(hidden);
         let gate_ups: Vec<&[WeightSlice<'_>]> = layer.experts.iter().map(|expert| &expert.gate_up[..]).collect();
         let downs: Vec<_> = layer.experts.iter().map(|expert| std::slice::from_ref(&expert.down)).collect();
-        self.count_experts(&gate_ups, expert_order(layer));
-        self.count_experts(&downs, RowOrder::Stacked);
+        let formats =
+            [self.count_experts(&gate_ups, expert_order(layer)), self.count_experts(&downs, RowOrder::Stacked)];
+        if let Some(cols) = fp8_expert_cols(layer, formats) {
+            self.product_scratch.count_expert_inputs(layer.routing.top_k, cols);
+        }
         for expert in &layer.experts {
             self.count_vectors(&expert.gate_up_bias);
             self.count_vectors(expert.down_bias.as_slice());

@@ -1,10 +1,10 @@
 //! Mixtures of experts: routes tokens, sorts them by expert, computes all experts in two grouped products, and sums.
 
-use std::sync::Arc;
-
 use kernels::cuda::gated_activation::GATE_GROUP;
 use kernels::cuda::gather_rows::gather_rows;
+use kernels::cuda::grouped_fp8_gemm::{grouped_fp8_gemm, has_grouped_fp8_kernel};
 use kernels::cuda::grouped_gemm::{Gate, GroupedEpilogue, GroupedRows, GroupedWeight, Kernel, grouped_gemm};
+use kernels::cuda::quantize_rows::{Fp8Rows, quantize_rows};
 use kernels::cuda::quantized_gemm::PackedFormat;
 use kernels::cuda::route_few_tokens::{self, RouterProduct, route_few_tokens};
 use kernels::cuda::route_tokens::{
@@ -14,18 +14,21 @@ use kernels::cuda::scale_routes::scale_routes;
 use kernels::cuda::skinny_gemm::Epilogue;
 use kernels::cuda::sort_routes::{SortedRoutes, SortedRows, sort_routes};
 use kernels::cuda::sum_experts::ExpertOutputs;
-use kernels::cuda::{CudaError, DeviceBuffer, Gpu, Queue, Residence, Span};
+use kernels::cuda::{DeviceBuffer, Span};
 use ops::{Activation, DeviceError, ExpertSlices, GroupScore, Routing, Scoring, WeightSlice};
 
 use super::decoder_ops::gate_activation;
+use super::expert_buffers::ExpertBuffers;
 use super::expert_sums::Unsummed;
 use super::load::{Form, Part, RowOrder};
-use super::packed::expert_format;
+use super::packed::{expert_format, fp8_expert_cols};
 use super::{CudaDevice, CudaTensor, CudaWeight, device_error};
 
 /// Up to this number of tokens it is faster if one kernel multiplies by the router, chooses, sorts and copies rows, by measurement
 /// on an H100 (kernels/README.md).
 const MAX_ROUTED_AT_ONCE: usize = 8;
+/// Up to this number of tokens inputs of experts in fp8 are not rounded: memory limits their products.
+const MAX_EXACT_TOKENS: usize = 16;
 /// Up to this number of tokens it is faster if the kernel that sorts copies the rows. With more, the block of the expert
 /// that most tokens choose would take longest.
 const MAX_COPIED_TOKENS: usize = 128;
@@ -40,108 +43,16 @@ pub(crate) struct ExpertLayer {
     down: GroupedWeight,
     /// Whether `gate_up` has gates; otherwise it is up alone.
     is_gated: bool,
+    /// Whether inputs may be rounded to e4m3.
+    has_fp8_inputs: bool,
     /// Index of this worker's first expert.
     first: usize,
     routing: Routing,
 }
 
-/// The sizes of the buffers of experts: the largest of all layers.
-#[derive(Debug, Clone, Copy, Default)]
-pub(crate) struct ExpertSizes {
-    /// Number of experts.
-    count: usize,
-    /// Experts of a token.
-    top_k: usize,
-    /// Columns of an expert's inputs and outputs.
-    width: usize,
-    /// Columns of an expert's inner layer on this worker.
-    inner: usize,
-}
-
-impl ExpertSizes {
-    /// With room for another layer.
-    pub(crate) fn fitting(self, layer: &ExpertSlices<'_>) -> Self {
-        let inner = layer.experts.first().map_or(0, |expert| expert.down.cols.len());
-        Self {
-            count: self.count.max(layer.router.rows.len()),
-            top_k: self.top_k.max(layer.routing.top_k),
-            width: self.width.max(layer.width()),
-            inner: self.inner.max(inner),
-        }
-    }
-
-    /// Bytes of the buffers, as [`ExpertBuffers`] orders them.
-    fn sizes(self, tokens: usize) -> [usize; 7] {
-        let routes = tokens * self.top_k;
-        let words = 4 * routes;
-        [tokens * self.count * 4, words, words, words, words, routes * self.width * 2, routes * self.inner * 2]
-    }
-
-    /// Bytes of all buffers for steps of up to `tokens`; 0 if there are no experts.
-    pub(crate) fn bytes(self, tokens: usize) -> usize {
-        if !self.has_experts() {
-            return 0;
-        }
-        let others = 4 * (self.count + 1) + 4 * tokens + route_few_tokens::BARRIER_BYTES;
-        self.sizes(tokens).iter().sum::<usize>() + others
-    }
-
-    /// Whether a layer with experts was loaded.
-    pub(crate) fn has_experts(self) -> bool {
-        self.count > 0
-    }
-}
-
 /// The order of the rows of gate and up, or of up alone.
 pub(crate) fn expert_order(layer: &ExpertSlices<'_>) -> RowOrder {
     if layer.is_gated() { RowOrder::Interleaved(GATE_GROUP) } else { RowOrder::Stacked }
-}
-
-/// Buffers for the experts of a step, `R` routes of `T` tokens.
-pub(crate) struct ExpertBuffers {
-    logits: DeviceBuffer,        // [T, experts] f32
-    experts: DeviceBuffer,       // [T, top_k] u32
-    probabilities: DeviceBuffer, // [T, top_k] f32
-    tokens: DeviceBuffer,        // [R] u32
-    places: DeviceBuffer,        // [R] u32
-    rows: DeviceBuffer,          // [R, L] bf16: inputs by expert, then outputs
-    inner: DeviceBuffer,         // [R, I] bf16
-    offsets: DeviceBuffer,       // [experts + 1] u32
-    factors: DeviceBuffer,       // [T] f32
-    barrier: DeviceBuffer,       // of the kernel for few tokens
-}
-
-impl ExpertBuffers {
-    pub(crate) fn new(
-        gpu: &Arc<Gpu>,
-        queue: &Queue,
-        sizes: ExpertSizes,
-        tokens: usize,
-        residence: Residence,
-    ) -> Result<Self, CudaError> {
-        let [logits, experts, probabilities, token_indices, places, rows, inner] = sizes.sizes(tokens);
-        let buffers = Self {
-            logits: DeviceBuffer::new(gpu, logits)?,
-            experts: DeviceBuffer::new(gpu, experts)?,
-            probabilities: DeviceBuffer::new(gpu, probabilities)?,
-            tokens: DeviceBuffer::new(gpu, token_indices)?,
-            places: DeviceBuffer::new(gpu, places)?,
-            rows: DeviceBuffer::with_residence(gpu, rows, residence)?,
-            inner: DeviceBuffer::with_residence(gpu, inner, residence)?,
-            offsets: DeviceBuffer::with_count::<u32>(gpu, sizes.count + 1)?,
-            factors: DeviceBuffer::with_count::<f32>(gpu, tokens)?,
-            barrier: DeviceBuffer::new(gpu, route_few_tokens::BARRIER_BYTES)?,
-        };
-        queue.fill(buffers.barrier.span(), 0)?;
-        // Rows behind those of the step are copied too: their tokens must exist.
-        queue.fill(buffers.tokens.span(), 0)?;
-        Ok(buffers)
-    }
-
-    /// Buffers without contents between steps.
-    pub(crate) fn contentless(&mut self) -> [&mut DeviceBuffer; 2] {
-        [&mut self.rows, &mut self.inner]
-    }
 }
 
 impl CudaWeight {
@@ -210,11 +121,27 @@ impl CudaDevice {
         let (weight, packed) = self.load_expert_matrices(&downs, RowOrder::Stacked, [width, inner])?;
         let bias = self.load_grouped(&down_biases, RowOrder::Stacked, (Form::Values, 2 * width), Part::column)?;
         let down = GroupedWeight { weight, packed, bias, num_experts, n: width, k: inner };
+        let formats = [gate_up, down].map(|weight| weight.packed.map(|(_, format)| format));
+        let fp8_cols = fp8_expert_cols(layer, formats);
+        if let Some(cols) = fp8_cols {
+            self.product_scratch.count_expert_inputs(top_k, cols);
+        }
+        let has_fp8_inputs = fp8_cols.is_some();
         let router_bias = self.load_row(layer.router_bias.as_slice(), RowOrder::Stacked)?;
         let selection_bias = self.load_exact(layer.selection_bias.as_ref())?;
         let scales = self.load_exact(layer.scales.as_ref())?;
         let (first, routing) = (layer.first, layer.routing);
-        let experts = ExpertLayer { router_bias, selection_bias, scales, gate_up, down, is_gated, first, routing };
+        let experts = ExpertLayer {
+            router_bias,
+            selection_bias,
+            scales,
+            gate_up,
+            down,
+            is_gated,
+            has_fp8_inputs,
+            first,
+            routing,
+        };
         Ok(CudaWeight { experts: Some(experts), ..CudaWeight::matrix(router, count, hidden) })
     }
 
@@ -279,7 +206,7 @@ impl CudaDevice {
         routed: CudaTensor,
         weight: &CudaWeight,
     ) -> Result<(), DeviceError> {
-        let ExpertLayer { gate_up, down, is_gated, first, routing, .. } =
+        let ExpertLayer { gate_up, down, is_gated, has_fp8_inputs, first, routing, .. } =
             weight.experts.expect("the weight of experts");
         let (tokens, count, width) = (self.num_tokens(), weight.rows, down.n);
         let logits = self.expert_buffers().logits.span();
@@ -318,6 +245,10 @@ impl CudaDevice {
             activation if is_gated => GroupedEpilogue::Gated(Gate::Activation(gate_activation(activation))),
             activation => GroupedEpilogue::Activated(gate_activation(activation)),
         };
+        let has_fp8_kernel =
+            |weight: &GroupedWeight| weight.packed.is_some_and(|(_, format)| has_grouped_fp8_kernel(q.gpu(), format));
+        let rounds_inputs =
+            self.config.use_fast_kernels && tokens > MAX_EXACT_TOKENS && has_fp8_inputs && has_fp8_kernel(&gate_up);
         let router = weight.router(logits, self.current().spans.slots.of(0));
         let run = || {
             let copied = SortedRows { rows, x: x.values, cols: width };
@@ -340,6 +271,15 @@ impl CudaDevice {
             }
             if routing.scales_input {
                 scale_routes(q, rows, choices, sorted, routes, width)?;
+            }
+            if rounds_inputs {
+                let scratch = self.workspace().products.span();
+                let rounded = |x: Span, cols: usize| {
+                    let rounded = Fp8Rows::in_buffer(scratch, routes, cols);
+                    quantize_rows(q, rounded, x, routes, cols).map(|()| rounded)
+                };
+                grouped_fp8_gemm(q, inner, rounded(rows, width)?, &gate_up, grouped, epilogue)?;
+                return grouped_fp8_gemm(q, rows, rounded(inner, down.k)?, &down, grouped, GroupedEpilogue::Store);
             }
             // One buffer holds the expanded weights of both products in turn.
             let taken = |weight: &GroupedWeight| match kernel {

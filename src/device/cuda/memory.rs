@@ -15,7 +15,7 @@ use ops::{AttentionSpec, DeviceError, DrafterKind, LayerAttention, MemoryPlan, P
 
 use super::cache::{Cache, shapes, table_shape};
 use super::chain::{self, Chain};
-use super::experts::{ExpertBuffers, ExpertSizes};
+use super::expert_buffers::{ExpertBuffers, ExpertSizes};
 use super::graphs::largest_bucket;
 use super::group::peer_bytes;
 use super::guess_buffers::Guesses;

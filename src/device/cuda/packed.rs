@@ -3,7 +3,7 @@
 use kernels::cuda::Span;
 use kernels::cuda::quantize_rows::Fp8Rows;
 use kernels::cuda::quantized_gemm::{PackedFormat, PackedWeight, TILE};
-use ops::{DType, Quantization, QuantizedRows, WeightData, WeightSlice};
+use ops::{DType, ExpertSlices, Quantization, QuantizedRows, WeightData, WeightSlice};
 
 use super::CudaWeight;
 use super::load::{Part, RowOrder};
@@ -19,14 +19,17 @@ pub(crate) struct Packed {
     pub(crate) has_fp8_inputs: bool,
 }
 
-/// Scratch memory of single ops: of products with quantized weights, for a weight in bf16 or inputs in e4m3, and of layers with
-/// a recurrent state, for chunks.
+/// Scratch memory of single ops: of products with quantized weights, for a weight in bf16 or inputs in e4m3, also of experts, and of
+/// layers with a recurrent state, for chunks.
 #[derive(Debug, Clone, Copy, Default)]
 pub(crate) struct ProductScratch {
     /// Bytes of the largest weight in bf16.
     expanded: usize,
     /// Columns of the widest inputs in e4m3.
     fp8_cols: usize,
+    /// Columns of the widest inputs of experts in e4m3, and experts of a token.
+    expert_cols: usize,
+    top_k: usize,
     /// The layer with a recurrent state that needs most.
     recurrent: Option<RecurrentKernel>,
 }
@@ -38,6 +41,12 @@ impl ProductScratch {
         if has_fp8_inputs {
             self.fp8_cols = self.fp8_cols.max(cols);
         }
+    }
+
+    /// Makes room for inputs of experts in e4m3: a row of `cols` for each of a token's `top_k` experts.
+    pub(crate) fn count_expert_inputs(&mut self, top_k: usize, cols: usize) {
+        self.top_k = self.top_k.max(top_k);
+        self.expert_cols = self.expert_cols.max(cols);
     }
 
     /// Makes room for a layer with a recurrent state.
@@ -58,7 +67,8 @@ impl ProductScratch {
     /// Bytes for steps of up to `tokens` tokens.
     pub(crate) fn bytes(self, tokens: usize) -> usize {
         let chunks = self.recurrent.map_or(0, |kernel| kernel.scratch_bytes(tokens));
-        self.expanded.max(Fp8Rows::bytes(tokens, self.fp8_cols)).max(chunks)
+        let expert_inputs = Fp8Rows::bytes(tokens * self.top_k, self.expert_cols);
+        self.expanded.max(Fp8Rows::bytes(tokens, self.fp8_cols)).max(expert_inputs).max(chunks)
     }
 }
 
@@ -118,6 +128,16 @@ fn common_format(parts: &[WeightSlice<'_>], order: RowOrder) -> Option<PackedFor
 /// Whether the inputs of a matrix of `parts` may be rounded to e4m3.
 pub(crate) fn has_fp8_inputs(parts: &[WeightSlice<'_>]) -> bool {
     parts.iter().all(|part| quantized(&part.data).is_some_and(QuantizedRows::has_fp8_inputs))
+}
+
+/// The width of the widest inputs of a layer's experts, if they may be rounded to e4m3.
+pub(crate) fn fp8_expert_cols(layer: &ExpertSlices<'_>, formats: [Option<PackedFormat>; 2]) -> Option<usize> {
+    let is_fp8 = |format| matches!(format, Some(PackedFormat::Fp8Rows | PackedFormat::Fp8Blocks));
+    let first = layer.experts.first()?;
+    let may_be = formats.into_iter().all(is_fp8)
+        && has_fp8_inputs(&first.gate_up)
+        && has_fp8_inputs(std::slice::from_ref(&first.down));
+    may_be.then(|| layer.width().max(first.down.cols.len()))
 }
 
 fn part_format(part: &WeightSlice<'_>) -> Option<PackedFormat> {

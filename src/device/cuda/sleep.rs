@@ -12,7 +12,7 @@ use kernels::cuda::{CudaError, DeviceBuffer, Gpu, PinnedBuffer, Queue};
 use ops::DeviceError;
 
 use super::cache::Cache;
-use super::experts::ExpertBuffers;
+use super::expert_buffers::ExpertBuffers;
 use super::memory::Workspace;
 use super::{CudaDevice, device_error};
 
