@@ -1,4 +1,5 @@
-//! Attention on the first GPU, also with ALiBi: decode compared with the memory bandwidth, prefill in TFLOP/s.
+//! Attention on the first GPU, also with ALiBi: decode compared with the memory bandwidth, prefill in TFLOP/s, and prefill over keys and
+//! values in codes compared with bf16.
 //!
 //! `cargo bench -p kernels --bench cuda_attention [-- READ_TB_S]`; the default bandwidth is 4.47 TB/s, an H200's.
 
@@ -12,8 +13,10 @@ use kernels::cuda::decode_attention::{
     DecodeAttention, DecodeRows, Positions, decode_attention, decode_attention_split,
 };
 use kernels::cuda::decode_division::{DecodeWorkspace, Division, Splits};
+use kernels::cuda::expand_blocks::{Contexts, ExpandedBlocks};
 use kernels::cuda::prefill_attention::{
-    PrefillAttention, PrefillRows, PrefillWorkspace, prefill_attention, prefill_attention_simple,
+    PrefillAttention, PrefillRows, PrefillWorkspace, expanded_prefill_attention, prefill_attention,
+    prefill_attention_simple,
 };
 use kernels::cuda::rope_cache::{CacheCodes, HeadShape, LayerCache};
 use kernels::cuda::scores::{ScoreChange, Scores};
@@ -28,6 +31,19 @@ const CODED_DECODES: [(usize, usize); 5] = [(1, 8192), (8, 8192), (32, 2048), (3
 const DECODES: [(usize, usize); 9] =
     [(1, 128), (1, 1024), (8, 1024), (32, 200), (32, 1024), (128, 160), (128, 320), (128, 1024), (256, 160)];
 const PREFILLS: [(usize, usize); 3] = [(8, 2048), (1, 2048), (1, 8192)];
+/// Rows, tokens of the chunk of each, and positions before it.
+const CODED_PREFILLS: [[usize; 3]; 10] = [
+    [8, 2048, 0],
+    [1, 2048, 0],
+    [1, 8192, 0],
+    [1, 2048, 8000],
+    [1, 2048, 32_000],
+    [1, 512, 32_000],
+    [1, 128, 16_000],
+    [1, 64, 16_000],
+    [8, 256, 2048],
+    [16, 128, 2048],
+];
 const BLOCK_SIZE: usize = 64;
 
 /// Rows of equal length over a cache of one layer, with blocks in order.
@@ -97,12 +113,15 @@ fn main() {
     for (num_heads, num_kv_heads, head_dim) in HEADS {
         let shape = HeadShape { num_heads, num_kv_heads, head_dim, block_size: BLOCK_SIZE, has_kv: true };
         for (rows, len) in PREFILLS {
-            prefill(&gpu, &queue, shape, None, [rows, len]);
+            prefill(&gpu, &queue, shape, [rows, len]);
         }
     }
-    for codes in KvCodes::ALL {
-        println!("{}:", codes.name());
-        PREFILLS.iter().for_each(|&(rows, len)| prefill(&gpu, &queue, shape, Some(codes), [rows, len]));
+    print!("{:>12} {:>5} {:>6} {:>6} {:>9}", "prefill", "rows", "chunk", "before", "bf16 us");
+    KvCodes::ALL.iter().for_each(|codes| print!(" {:>15} {:>15}", codes.name(), "expanded first"));
+    println!();
+    for (num_heads, num_kv_heads, head_dim) in HEADS {
+        let shape = HeadShape { num_heads, num_kv_heads, head_dim, block_size: BLOCK_SIZE, has_kv: true };
+        CODED_PREFILLS.iter().for_each(|&sizes| coded_prefill(&gpu, &queue, shape, sizes));
     }
 }
 
@@ -165,29 +184,48 @@ fn apart(q: &Queue, attention: &DecodeAttention<'_>) -> Result<(), CudaError> {
     decode_attention_split(q, attention, Splits::for_rows(attention.rows.num_rows, attention.shape))
 }
 
-fn prefill(gpu: &Arc<Gpu>, queue: &Queue, shape: HeadShape, codes: Option<KvCodes>, [rows, len]: [usize; 2]) {
-    let set = Rows::new(gpu, shape, codes, [rows, len, len]);
-    let qkv = random(gpu, rows * len * shape.qkv_cols());
-    let out = DeviceBuffer::with_count::<bf16>(gpu, rows * len * shape.num_heads * shape.head_dim).expect("memory");
-    let workspace = PrefillWorkspace::new(gpu).expect("memory");
-    let prefill_rows = PrefillRows {
-        block_tables: set.tables.span(),
-        max_blocks: set.max_blocks,
-        context_lens: set.lens.span(),
-        row_starts: set.starts.span(),
-        num_rows: rows,
-        num_tokens: rows * len,
-        max_chunk: len,
-    };
-    let plain = PrefillAttention {
-        out: out.span(),
-        qkv: qkv.span(),
-        cache: set.cache(),
-        rows: prefill_rows,
-        shape,
-        scores: Scores::scaled((shape.head_dim as f32).powf(-0.5)),
-        workspace: &workspace,
-    };
+/// The buffers of prefill attention other than keys and values.
+struct Chunks {
+    qkv: DeviceBuffer,
+    out: DeviceBuffer,
+    workspace: PrefillWorkspace,
+}
+
+impl Chunks {
+    fn new(gpu: &Arc<Gpu>, shape: HeadShape, num_tokens: usize) -> Self {
+        Self {
+            qkv: random(gpu, num_tokens * shape.qkv_cols()),
+            out: DeviceBuffer::with_count::<bf16>(gpu, num_tokens * shape.num_heads * shape.head_dim).expect("memory"),
+            workspace: PrefillWorkspace::new(gpu).expect("memory"),
+        }
+    }
+
+    /// Attention of `num_rows` chunks of `chunk` tokens.
+    fn attention<'a>(&'a self, set: &Rows, shape: HeadShape, [num_rows, chunk]: [usize; 2]) -> PrefillAttention<'a> {
+        PrefillAttention {
+            out: self.out.span(),
+            qkv: self.qkv.span(),
+            cache: set.cache(),
+            rows: PrefillRows {
+                block_tables: set.tables.span(),
+                max_blocks: set.max_blocks,
+                context_lens: set.lens.span(),
+                row_starts: set.starts.span(),
+                num_rows,
+                num_tokens: num_rows * chunk,
+                max_chunk: chunk,
+            },
+            shape,
+            scores: Scores::scaled((shape.head_dim as f32).powf(-0.5)),
+            workspace: &self.workspace,
+        }
+    }
+}
+
+fn prefill(gpu: &Arc<Gpu>, queue: &Queue, shape: HeadShape, [rows, len]: [usize; 2]) {
+    let set = Rows::new(gpu, shape, None, [rows, len, len]);
+    let chunks = Chunks::new(gpu, shape, rows * len);
+    let plain = chunks.attention(&set, shape, [rows, len]);
     let us = microseconds(queue, 4, |_| prefill_attention(queue, &plain));
     let simple = microseconds(queue, 2, |_| prefill_attention_simple(queue, &plain));
     let slopes = slopes(gpu, shape);
@@ -196,4 +234,26 @@ fn prefill(gpu: &Arc<Gpu>, queue: &Queue, shape: HeadShape, codes: Option<KvCode
     let alibi = microseconds(queue, 4, |_| prefill_attention(queue, &with_slopes));
     let flops = 2.0 * (rows * shape.num_heads * shape.head_dim) as f64 * len as f64 * (len + 1) as f64;
     println!("{:>12} {rows:>5} {len:>6} {us:>9.1} {:>8.0} {simple:>10.1} {alibi:>9.1}", title(shape), flops / us / 1e6);
+}
+
+/// Prints the time over bf16, over codes, and over codes that are expanded first, the last two with their ratio to bf16.
+fn coded_prefill(gpu: &Arc<Gpu>, queue: &Queue, shape: HeadShape, [rows, chunk, before]: [usize; 3]) {
+    let len = before + chunk;
+    let chunks = Chunks::new(gpu, shape, rows * chunk);
+    let contexts = Contexts { sum: rows * len, longest: len };
+    let scratch = DeviceBuffer::new(gpu, ExpandedBlocks::bytes(shape, rows, contexts)).expect("memory");
+    let blocks = ExpandedBlocks::in_buffer(scratch.span(), shape, rows, contexts).expect("enough memory");
+    let set_of = |codes| Rows::new(gpu, shape, codes, [rows, len, chunk]);
+    let plain = set_of(None);
+    let attention = chunks.attention(&plain, shape, [rows, chunk]);
+    let bf16 = microseconds(queue, 4, |_| prefill_attention(queue, &attention));
+    print!("{:>12} {rows:>5} {chunk:>6} {before:>6} {bf16:>9.1}", title(shape));
+    for codes in KvCodes::ALL {
+        let set = set_of(Some(codes));
+        let attention = chunks.attention(&set, shape, [rows, chunk]);
+        let coded = microseconds(queue, 4, |_| prefill_attention(queue, &attention));
+        let expanded = microseconds(queue, 4, |_| expanded_prefill_attention(queue, &attention, &blocks));
+        [coded, expanded].iter().for_each(|us| print!(" {us:>8.1} ({:>4.2})", us / bf16));
+    }
+    println!();
 }

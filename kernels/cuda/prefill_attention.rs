@@ -1,9 +1,11 @@
 //! Causal attention of chunks of new tokens over their rows' KV blocks. Kernels: `sm90_prefill_attention.cu` and
-//! `sm90_coded_prefill_attention.cu`, and on other GPUs `prefill_attention.cu` and `coded_prefill_attention.cu`.
+//! `sm90_coded_prefill_attention.cu`, and on other GPUs `prefill_attention.cu` and `coded_prefill_attention.cu`. Codes may be expanded
+//! to bf16 first (`expand_blocks.cu`).
 
 use half::bf16;
 
 use super::error::ensure;
+use super::expand_blocks::{ExpandedBlocks, expand_blocks};
 use super::rope_cache::{HeadShape, LayerCache};
 use super::scores::Scores;
 use super::tensor_map::TensorMap;
@@ -15,6 +17,13 @@ const OP: &str = "prefill_attention";
 /// Number of queries of one thread block, and number of keys that it processes at a time.
 const QUERIES: usize = 128;
 const KEYS: usize = 64;
+/// Head dimensions of the Hopper kernels.
+const HOPPER_HEAD_DIMS: [usize; 2] = [64, 128];
+/// Positions of a block that they can read, at most.
+const MAX_HOPPER_BLOCK: usize = 128;
+/// Blocks are expanded first if the kernel for codes would expand each for at least this number of tiles of queries. With fewer, a tile's
+/// part of that work is less than the reads and writes (kernels/README.md).
+const MIN_EXPANSIONS: usize = 4;
 
 /// The prefilling rows of a step, and the locations of their keys and values.
 #[derive(Debug, Clone, Copy)]
@@ -74,6 +83,28 @@ pub fn prefill_attention(q: &Queue, attention: &PrefillAttention<'_>) -> Result<
     }
 }
 
+/// The same for blocks of codes, which are expanded to `blocks` first. The bits of the result are those of the Hopper kernel for codes.
+pub fn expanded_prefill_attention(
+    q: &Queue,
+    attention: &PrefillAttention<'_>,
+    blocks: &ExpandedBlocks,
+) -> Result<(), CudaError> {
+    expand_blocks(q, attention, blocks)?;
+    prefill_attention(q, &blocks.read_by(attention))
+}
+
+/// Whether blocks of codes are expanded first on a Hopper GPU, if the longest chunk has this number of tokens.
+pub fn gains_by_expansion(shape: HeadShape, max_chunk: usize) -> bool {
+    let HeadShape { num_heads, num_kv_heads, head_dim, block_size, .. } = shape;
+    let expansions = max_chunk / QUERIES * (num_heads / num_kv_heads);
+    expansions >= MIN_EXPANSIONS && HOPPER_HEAD_DIMS.contains(&head_dim) && block_size <= MAX_HOPPER_BLOCK
+}
+
+/// Whether this GPU and this build have the Hopper kernels.
+pub fn has_hopper_kernels(gpu: &Gpu) -> bool {
+    gpu.capability().0 == 9 && HOPPER_HEAD_DIMS.iter().all(|dim| gpu.has_kernel(&format!("sm90_{OP}_bf16_d{dim}")))
+}
+
 /// [`prefill_attention`] on Hopper.
 fn prefill_attention_hopper(q: &Queue, attention: &PrefillAttention<'_>) -> Result<(), CudaError> {
     attention.check()?;
@@ -109,7 +140,8 @@ pub fn prefill_attention_simple(q: &Queue, attention: &PrefillAttention<'_>) -> 
 impl PrefillAttention<'_> {
     /// Whether this GPU and this build have the fast kernel.
     fn has_hopper_kernel(&self, gpu: &Gpu) -> bool {
-        gpu.capability().0 == 9 && self.shape.block_size <= 128 && gpu.has_kernel(&format!("sm90_{}", self.kernel()))
+        let is_small = self.shape.block_size <= MAX_HOPPER_BLOCK;
+        gpu.capability().0 == 9 && is_small && gpu.has_kernel(&format!("sm90_{}", self.kernel()))
     }
 
     /// The name of the simple kernel.
@@ -119,7 +151,7 @@ impl PrefillAttention<'_> {
     }
 
     /// The kernels' `PrefillAttention`: eight pointers, eight words, two pointers.
-    fn argument(&self) -> [u8; 112] {
+    pub(super) fn argument(&self) -> [u8; 112] {
         let Self { out, qkv, cache, rows, shape, scores, .. } = *self;
         let mut argument = [0u8; 112];
         let pointers = [qkv, cache.k, cache.v, rows.block_tables, rows.context_lens, rows.row_starts, out];
@@ -146,7 +178,8 @@ impl PrefillAttention<'_> {
         argument
     }
 
-    fn check(&self) -> Result<(), CudaError> {
+    /// Checks sizes, shapes and alignment.
+    pub(super) fn check(&self) -> Result<(), CudaError> {
         let Self { out, qkv, cache, rows, shape, .. } = *self;
         let HeadShape { num_heads, head_dim, .. } = shape;
         self.scores.check_fast(OP, shape)?;

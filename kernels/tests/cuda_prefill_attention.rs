@@ -7,13 +7,17 @@ mod rows;
 
 use gpu::{Random, floats, poisoned};
 use half::bf16;
+use kernels::cuda::expand_blocks::{Contexts, ExpandedBlocks};
 use kernels::cuda::prefill_attention::{
-    PrefillAttention, PrefillRows, PrefillWorkspace, prefill_attention, prefill_attention_simple,
+    PrefillAttention, PrefillRows, PrefillWorkspace, expanded_prefill_attention, prefill_attention,
+    prefill_attention_simple,
 };
 use kernels::cuda::rope_cache::HeadShape;
-use kernels::cuda::{DeviceBuffer, Gpu};
+use kernels::cuda::{CudaError, DeviceBuffer, Gpu, Queue};
 use kernels::kv_codes::KvCodes;
 use rows::{CachedRows, Kind};
+use std::collections::VecDeque;
+use std::sync::Arc;
 
 const SHAPES: [[usize; 4]; 6] =
     [[2, 2, 128, 64], [4, 1, 128, 16], [3, 1, 64, 128], [2, 2, 64, 32], [2, 1, 96, 16], [2, 1, 256, 64]];
@@ -30,6 +34,39 @@ fn chunks_attend_to_their_prefix_and_themselves_as_the_formula_says() {
 #[test]
 fn chunks_attend_to_codes_as_the_formula_says() {
     KvCodes::ALL.into_iter().for_each(|codes| attend_as_the_formula_says(Some(codes)));
+}
+
+/// How attention is queued.
+#[derive(Debug, Clone, Copy, PartialEq)]
+enum Path {
+    /// The kernel of all GPUs.
+    Simple,
+    Fast,
+    /// Codes are expanded first.
+    Expanded,
+}
+
+/// Bytes behind the memory of expanded blocks that must stay as they are.
+const GUARD: usize = 4096;
+
+/// Expands blocks into poisoned memory of exactly their size, and attends.
+fn attend_expanded(
+    gpu: &Arc<Gpu>,
+    queue: &Queue,
+    attention: &PrefillAttention<'_>,
+    lens: &[usize],
+) -> Result<(), CudaError> {
+    let contexts = Contexts { sum: lens.iter().sum(), longest: lens.iter().copied().max().unwrap_or(0) };
+    let bytes = ExpandedBlocks::bytes(attention.shape, lens.len(), contexts);
+    let scratch = poisoned::<u8>(gpu, queue, bytes + GUARD);
+    let blocks_in =
+        |bytes| ExpandedBlocks::in_buffer(scratch.span().part(0, bytes), attention.shape, lens.len(), contexts);
+    assert!(blocks_in(bytes - 1).is_none(), "memory that is too small");
+    expanded_prefill_attention(queue, attention, &blocks_in(bytes).expect("memory of the right size"))?;
+    queue.wait()?;
+    let guard: Vec<u8> = scratch.span().part(bytes, GUARD).read(GUARD)?;
+    assert!(guard.iter().all(|&byte| byte == 0xff), "memory behind the blocks is written");
+    Ok(())
 }
 
 /// Whether the fast kernel rounds the products of codes and scales to bf16.
@@ -68,9 +105,19 @@ fn attend_as_the_formula_says(codes: Option<KvCodes>) {
             };
             let bounds = [[0, 0], [75, 0], [0, 100], [0, 64], [40, 150]];
             let kinds = [Kind::Plain, Kind::Alibi, Kind::Capped, Kind::Sinks];
+            // Bits of the Hopper kernel for codes, which expansion keeps.
+            let mut bits: VecDeque<Vec<u16>> = VecDeque::new();
             let cases = kinds.into_iter().flat_map(|kind| bounds.map(move |bounds| (kind, bounds)));
-            for (simple, (kind, bounds)) in [true, false].into_iter().flat_map(|s| cases.clone().map(move |c| (s, c))) {
-                if !simple && codes.is_some_and(|codes| expands_to_bf16(&gpu, codes, head_dim)) {
+            // Those that round keys and values to bf16 come last.
+            let paths =
+                [Path::Simple, Path::Fast, Path::Expanded].into_iter().take(if codes.is_some() { 3 } else { 2 });
+            for (path, (kind, bounds)) in paths.flat_map(|path| cases.clone().map(move |case| (path, case))) {
+                let is_rounded = |codes| match path {
+                    Path::Simple => false,
+                    Path::Fast => expands_to_bf16(&gpu, codes, head_dim),
+                    Path::Expanded => true,
+                };
+                if codes.is_some_and(is_rounded) {
                     cached.round_to_bf16();
                 }
                 let scores = cached.scores(&gpu, kind, bounds);
@@ -87,16 +134,24 @@ fn attend_as_the_formula_says(codes: Option<KvCodes>) {
                     scores: scores.on_gpu,
                     workspace: &workspace,
                 };
-                let launched = if simple {
-                    prefill_attention_simple(&queue, &attention)
-                } else {
-                    prefill_attention(&queue, &attention)
+                let launched = match path {
+                    Path::Simple => prefill_attention_simple(&queue, &attention),
+                    Path::Fast => prefill_attention(&queue, &attention),
+                    Path::Expanded => attend_expanded(&gpu, &queue, &attention, &lens),
                 };
                 launched.expect("a launch");
                 queue.wait().expect("the kernel runs");
-                let found = floats(&out.span().read::<bf16>(num_tokens * cols).expect("a copy"));
-                let what =
-                    format!("{shape:?}, {chunks:?}, window and chunk {bounds:?}, simple {simple}, {kind:?}, {codes:?}");
+                let found = out.span().read::<bf16>(num_tokens * cols).expect("a copy");
+                let what = format!("{shape:?}, {chunks:?}, window and chunk {bounds:?}, {path:?}, {kind:?}, {codes:?}");
+                if codes.is_some_and(|codes| expands_to_bf16(&gpu, codes, head_dim)) {
+                    let found: Vec<u16> = found.iter().map(|x| x.to_bits()).collect();
+                    match path {
+                        Path::Simple => {}
+                        Path::Fast => bits.push_back(found),
+                        Path::Expanded => assert!(bits.pop_front() == Some(found), "{what}: other bits than of codes"),
+                    }
+                }
+                let found = floats(&found);
                 for (row, &(count, len)) in chunks.iter().enumerate() {
                     for i in 0..count {
                         let token = starts[row] as usize + i;
