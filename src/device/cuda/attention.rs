@@ -4,9 +4,13 @@ use half::bf16;
 use kernels::cuda::decode_attention::{
     DecodeAttention, DecodeRows, Positions, RotatedNorms, decode_attention, takes_ring,
 };
+use kernels::cuda::expand_blocks::ExpandedBlocks;
 use kernels::cuda::paged_attention::{PagedAttention, TokenTables};
-use kernels::cuda::prefill_attention::{PrefillAttention, PrefillRows, prefill_attention};
-use kernels::cuda::rope_cache::RopeInputs;
+use kernels::cuda::prefill_attention::{
+    PrefillAttention, PrefillRows, expanded_prefill_attention, gains_by_expansion, has_hopper_kernels,
+    prefill_attention,
+};
+use kernels::cuda::rope_cache::{HeadShape, RopeInputs};
 use kernels::cuda::{paged_attention, rope_cache};
 use ops::DeviceError;
 
@@ -80,7 +84,7 @@ impl CudaDevice {
 
     /// Attention of prefilling rows, whose chunks are tokens `0..num_tokens`.
     fn attend_chunks(
-        &self,
+        &mut self,
         out: CudaTensor,
         qkv: CudaTensor,
         layer: usize,
@@ -106,7 +110,27 @@ impl CudaDevice {
             scores: layer.scores,
             workspace: &cache.prefill,
         };
-        prefill_attention(&self.queue, &attention).map_err(device_error)
+        let expanded = layer.blocks.codes.and_then(|_| self.expanded_blocks(layer.shape));
+        let Some(blocks) = expanded else {
+            return prefill_attention(&self.queue, &attention).map_err(device_error);
+        };
+        expanded_prefill_attention(&self.queue, &attention, &blocks).map_err(device_error)?;
+        // Rows that a norm may have stored there.
+        self.rounded = None;
+        Ok(())
+    }
+
+    /// Whether this device expands keys and values in codes before attention of long chunks.
+    pub(super) fn expands_blocks(&self) -> bool {
+        self.config.use_fast_kernels && !self.config.batch_invariant && has_hopper_kernels(&self.gpu)
+    }
+
+    /// Memory for the blocks of this step's prefilling rows in bf16. `None` if the kernel for codes is faster, or if they do not fit.
+    fn expanded_blocks(&self, heads: HeadShape) -> Option<ExpandedBlocks> {
+        let shape = self.current().shape;
+        let gains = self.expands_blocks() && gains_by_expansion(heads, shape.max_chunk);
+        let scratch = self.workspace().products.span();
+        gains.then(|| ExpandedBlocks::in_buffer(scratch, heads, shape.prefill_rows, shape.contexts)).flatten()
     }
 
     /// Attention of tokens `0..count`, one by one.

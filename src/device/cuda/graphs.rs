@@ -211,8 +211,7 @@ impl CudaDevice {
         let Some(&piece) = self.graphs.idle_work.front() else { return Ok(false) };
         let is_done = match piece {
             IdleWork::Measure { tokens } => {
-                let (rows, prefill_rows, samples, has_adapters) = (1, 1, 1, false);
-                let chunk = StepShape { tokens, rows, prefill_rows, max_chunk: tokens, samples, has_adapters };
+                let chunk = StepShape { tokens, prefill_rows: 1, max_chunk: tokens, ..StepShape::decode(1, false) };
                 self.measure_for_a_while(chunk, forward)?
             }
             IdleWork::Record { bucket, is_greedy, has_adapters }

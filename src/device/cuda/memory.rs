@@ -4,9 +4,11 @@ use std::sync::Arc;
 
 use engine::{RowId, SampledToken, TokenId};
 use kernels::cuda::decode_division::{DecodeWorkspace, Division};
+use kernels::cuda::expand_blocks::{Contexts, ExpandedBlocks};
 use kernels::cuda::library_gemm::LibraryGemm;
 use kernels::cuda::owner_norm::MIN_SHARED_BYTES;
 use kernels::cuda::paged_attention::MAX_HEAD_DIM;
+use kernels::cuda::prefill_attention;
 use kernels::cuda::rope_cache::HeadShape;
 use kernels::cuda::sample::{ARGMAX_CHUNKS, Outputs};
 use kernels::cuda::{CudaError, DeviceBuffer, Gpu, PinnedBuffer, Span};
@@ -32,6 +34,9 @@ use crate::kv_elements::kv_codes;
 const RESERVE_BYTES: usize = 512 << 20;
 /// Estimate of NCCL's memory for a group on one node.
 const NCCL_BYTES: usize = 384 << 20;
+/// Scratch memory for blocks that are expanded from codes, at most: 256 MiB of blocks, which are 65 536 positions of 8 KV heads of 128,
+/// and 1 MiB for their places. A step with more is not expanded.
+const MAX_EXPANDED_BYTES: usize = 257 << 20;
 
 /// Buffers for sampling and its results.
 pub(crate) struct Workspace {
@@ -45,7 +50,7 @@ pub(crate) struct Workspace {
     pub(crate) pairs: DeviceBuffer,
     /// `[group, T, 2]` f32: sums of squares of q and k.
     pub(crate) squares: DeviceBuffer,
-    /// [`ProductScratch`].
+    /// [`ProductScratch`]; and, during attention, blocks that are expanded from codes.
     pub(crate) products: DeviceBuffer,
     outputs: PinnedBuffer,
     /// Number of rows of each of these buffers; samples of a step are processed in parts of this size.
@@ -183,6 +188,19 @@ pub(crate) fn guess_bytes(kind: DrafterKind, limits: &StepLimits, rows: usize, s
     Guesses::bytes(kind, rows, padded_rows(limits), table_shape(limits, spec.block_size, spec.kv_windows.len()))
 }
 
+/// Bytes of scratch memory for keys and values in codes that long chunks expand.
+fn expanded_bytes(limits: &StepLimits, spec: &AttentionSpec) -> usize {
+    if kv_codes(spec.kv_elements).is_none() {
+        return 0;
+    }
+    let (rows, longest) = (limits.max_rows.min(limits.max_tokens), limits.max_sequence_len);
+    let contexts = Contexts { sum: rows * longest, longest };
+    let max_chunk = limits.max_tokens.min(longest);
+    let expands = |shape: &HeadShape| prefill_attention::gains_by_expansion(*shape, max_chunk);
+    let bytes = |shape| ExpandedBlocks::bytes(shape, rows, contexts).min(MAX_EXPANDED_BYTES);
+    shapes(spec).into_iter().filter(expands).map(bytes).max().unwrap_or(0)
+}
+
 fn block_bytes(spec: &AttentionSpec) -> usize {
     let position_bytes = match kv_codes(spec.kv_elements) {
         Some(_) => spec.position_elements() + 2 * spec.kv_heads() * KvCodes::SCALE_BYTES,
@@ -204,7 +222,8 @@ pub(crate) struct Estimate {
 }
 
 impl Estimate {
-    /// For activation buffers with `tensor_cols` columns in total, buffers of experts, and scratch memory of products.
+    /// For activation buffers with `tensor_cols` columns in total, buffers of experts, and scratch memory of products. On GPUs other than
+    /// Hopper, keys and values in codes take less.
     pub(crate) fn new(
         limits: &StepLimits,
         hidden: usize,
@@ -214,7 +233,8 @@ impl Estimate {
         (spec, division): (&AttentionSpec, Division),
     ) -> Self {
         let rows = tensor_rows(limits, largest_bucket(limits.max_rows));
-        let tensors = rows * tensor_cols * 2 + experts.bytes(rows) + products.bytes(rows);
+        let expanded = if division == Division::ByRows { expanded_bytes(limits, spec) } else { 0 };
+        let tensors = rows * tensor_cols * 2 + experts.bytes(rows) + products.bytes(rows).max(expanded);
         let pending = pending_bytes(limits, hidden, group, spec, division);
         let peers = if group > 1 { peer_bytes(group, hidden) } else { 0 };
         let communicators = usize::from(group > 1) + usize::from(stage.count > 1);
@@ -247,7 +267,13 @@ impl CudaDevice {
             + peers
             + chains
             + experts
-            + self.product_scratch.bytes(self.tensor_rows())
+            + self.product_bytes(spec)
+    }
+
+    /// Bytes of [`Workspace::products`].
+    fn product_bytes(&self, spec: &AttentionSpec) -> usize {
+        let expanded = if self.expands_blocks() { expanded_bytes(&self.config.limits, spec) } else { 0 };
+        self.product_scratch.bytes(self.tensor_rows()).max(expanded)
     }
 
     pub(crate) fn plan_memory(&self, spec: &AttentionSpec) -> Result<MemoryPlan, DeviceError> {
@@ -322,7 +348,7 @@ impl CudaDevice {
         self.pinned_inputs = (0..self.config.max_in_flight())
             .map(|_| PinnedBuffer::new(&self.gpu, words * 4))
             .collect::<Result<_, _>>()?;
-        let product_bytes = self.product_scratch.bytes(self.tensor_rows());
+        let product_bytes = self.product_bytes(spec);
         self.workspace = Some(Workspace::new(&self.gpu, &self.config, self.hidden, self.group.size(), product_bytes)?);
         if self.can_chain() {
             self.chain = Chain::new(

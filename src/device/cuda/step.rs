@@ -2,6 +2,7 @@
 
 mod check;
 
+use kernels::cuda::expand_blocks::Contexts;
 use kernels::cuda::sample::VERIFIES;
 use kernels::cuda::{Span, low_rank};
 use ops::{NO_ADAPTER, SampleInput, StepInputs};
@@ -59,6 +60,8 @@ pub(crate) struct StepShape {
     pub(crate) prefill_rows: usize,
     /// Tokens of the longest prefill chunk.
     pub(crate) max_chunk: usize,
+    /// Of prefilling rows.
+    pub(crate) contexts: Contexts,
     pub(crate) samples: usize,
     /// Whether a row has an adapter.
     pub(crate) has_adapters: bool,
@@ -67,11 +70,13 @@ pub(crate) struct StepShape {
 impl StepShape {
     pub(crate) fn of(inputs: &StepInputs) -> Self {
         let chunks = inputs.row_starts.windows(2).take(inputs.num_prefill_rows);
+        let contexts = || inputs.context_lens.iter().take(inputs.num_prefill_rows).map(|&len| len as usize);
         Self {
             tokens: inputs.num_tokens(),
             rows: inputs.num_rows(),
             prefill_rows: inputs.num_prefill_rows,
             max_chunk: chunks.map(|pair| (pair[1] - pair[0]) as usize).max().unwrap_or(0),
+            contexts: Contexts { sum: contexts().sum(), longest: contexts().max().unwrap_or(0) },
             samples: inputs.samples.len(),
             has_adapters: inputs.adapters.iter().any(|&slot| slot != NO_ADAPTER),
         }
@@ -79,7 +84,8 @@ impl StepShape {
 
     /// The shape of a decode step with `bucket` rows.
     pub(crate) fn decode(bucket: usize, has_adapters: bool) -> Self {
-        Self { tokens: bucket, rows: bucket, prefill_rows: 0, max_chunk: 0, samples: bucket, has_adapters }
+        let contexts = Contexts::default();
+        Self { tokens: bucket, rows: bucket, prefill_rows: 0, max_chunk: 0, contexts, samples: bucket, has_adapters }
     }
 }
 
@@ -144,7 +150,7 @@ impl Layout {
     pub(crate) fn max_words(bounds: &StepBounds) -> usize {
         let (rows, tokens) = (bounds.max_rows, bounds.max_tokens.max(bounds.max_rows));
         let has_adapters = bounds.adapters.num_slots > 0;
-        let shape = StepShape { tokens, rows, prefill_rows: 0, max_chunk: 0, samples: tokens, has_adapters };
+        let shape = StepShape { tokens, samples: tokens, ..StepShape::decode(rows, has_adapters) };
         Self::new(shape, bounds.tables).words
     }
 }

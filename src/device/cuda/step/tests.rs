@@ -44,7 +44,7 @@ fn inputs() -> StepInputs {
 fn a_step_is_packed_with_tables_at_the_fixed_stride_and_padded() {
     let (inputs, bounds) = (inputs(), bounds());
     assert!(check(&inputs, &bounds).is_ok());
-    let shape = StepShape { tokens: 6, rows: 3, prefill_rows: 1, max_chunk: 3, samples: 2, has_adapters: false };
+    let shape = StepShape { tokens: 6, rows: 3, samples: 2, ..StepShape::of(&inputs) };
     let mut words = vec![u32::MAX - 1; Layout::max_words(&bounds)];
     let layout = pack([&inputs, &inputs], &bounds, shape, 3, &mut words);
     assert_eq!(words[layout.slot], 3);
@@ -65,7 +65,7 @@ fn each_kv_group_has_slots_and_tables_of_its_own() {
     inputs.block_tables.extend([2, 0, 7, 5]);
     let bounds = StepBounds { tables: TableShape { stride: 3, num_groups: 2 }, ..bounds() };
     assert!(check(&inputs, &bounds).is_ok());
-    let shape = StepShape { tokens: 6, rows: 3, prefill_rows: 1, max_chunk: 3, samples: 2, has_adapters: false };
+    let shape = StepShape { tokens: 6, rows: 3, samples: 2, ..StepShape::of(&inputs) };
     let mut words = vec![u32::MAX - 1; Layout::max_words(&bounds)];
     let layout = pack([&inputs, &inputs], &bounds, shape, 3, &mut words);
     let (slots, tables) = (&words[layout.slots..], &words[layout.block_tables..]);
@@ -124,4 +124,13 @@ fn tokens_have_the_slots_of_their_rows() {
     }
     // A device without slots.
     assert!(check(&inputs, &StepBounds { adapters: AdapterBounds::default(), ..bounds }).is_err());
+}
+
+#[test]
+fn a_step_has_the_contexts_of_its_prefilling_rows() {
+    let contexts = |num_prefill_rows| StepShape::of(&StepInputs { num_prefill_rows, ..inputs() }).contexts;
+    assert_eq!(contexts(0), Contexts::default());
+    assert_eq!(contexts(1), Contexts { sum: 3, longest: 3 });
+    assert_eq!(contexts(2), Contexts { sum: 10, longest: 7 });
+    assert_eq!(StepShape::decode(8, false).contexts, Contexts::default());
 }
