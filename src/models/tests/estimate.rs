@@ -4,7 +4,7 @@ use std::path::{Path, PathBuf};
 
 use device::Estimator;
 use device::cpu::{CpuConfig, CpuDevice, WeightPrecision};
-use ops::{Device, MemoryEstimate, MemoryPlan, PipelineStage, StepLimits, Target, TensorParallel};
+use ops::{Device, KvElements, MemoryEstimate, MemoryPlan, PipelineStage, StepLimits, Target, TensorParallel};
 use settings::DeviceDrafter;
 
 const BLOCK_SIZE: usize = 16;
@@ -382,4 +382,30 @@ fn tensors_that_no_layer_takes_are_named() {
     let fewer = config.replace("\"num_hidden_layers\": 2", "\"num_hidden_layers\": 1");
     let unused = unused(&fewer);
     assert_eq!((unused.len(), unused[0].as_str()), (9, "model.layers.1.input_layernorm.weight"));
+}
+
+#[test]
+fn gpus_take_memory_for_keys_and_values_in_codes_that_long_chunks_expand() {
+    let dir = golden_dir("llama3_gqa");
+    let config = models::Config::from_dir(&dir).unwrap();
+    let added = |max_tokens, max_rows, max_sequence_len, batch_invariant| {
+        let limits = StepLimits { max_tokens, max_rows, max_sequence_len, vocab_size: config.vocab_size };
+        let estimator = Estimator::new(Target::Cuda, TensorParallel { rank: 0, size: 1 }, limits);
+        let mut estimator = estimator.with_invariant_rows(batch_invariant);
+        let model = models::load(&dir, &config, &mut estimator).unwrap();
+        let mut spec = model.attention_spec(BLOCK_SIZE, limits.max_sequence_len);
+        // A size of heads that the kernels have.
+        spec.layers.iter_mut().for_each(|layer| layer.head_dim = 64);
+        let workspace = |kv_elements| {
+            let spec = ops::AttentionSpec { kv_elements, ..spec.clone() };
+            estimator.estimate(&spec).workspace_bytes
+        };
+        workspace(KvElements::Fp8) - workspace(KvElements::Plain)
+    };
+    // K and V of four heads in four rows, and a word for each block.
+    let (positions, blocks) = (4 * 2048, 4 * 2048 / BLOCK_SIZE);
+    assert_eq!(added(1024, 4, 2048, false), (positions * 2 * 4 * 64 * 2 + blocks * 4) as u64);
+    assert_eq!(added(1024, 64, 1 << 20, false), 257 << 20);
+    assert_eq!(added(1024, 4, 2048, true), 0);
+    assert_eq!(added(64, 4, 2048, false), 0);
 }
