@@ -122,7 +122,7 @@ impl CudaDevice {
 
     /// Whether this device expands keys and values in codes before attention of long chunks.
     pub(super) fn expands_blocks(&self) -> bool {
-        self.config.use_fast_kernels && !self.config.batch_invariant && has_hopper_kernels(&self.gpu)
+        self.config.use_fast_kernels && has_hopper_kernels(&self.gpu)
     }
 
     /// Memory for the blocks of this step's prefilling rows in bf16. `None` if the kernel for codes is faster, or if they do not fit.

@@ -27,8 +27,6 @@ use super::{CudaDevice, CudaTensor, CudaWeight, device_error};
 /// Up to this number of tokens it is faster if one kernel multiplies by the router, chooses, sorts and copies rows, by measurement
 /// on an H100 (kernels/README.md).
 const MAX_ROUTED_AT_ONCE: usize = 8;
-/// Up to this number of tokens inputs of experts in fp8 are not rounded: memory limits their products.
-const MAX_EXACT_TOKENS: usize = 16;
 /// Up to this number of tokens it is faster if the kernel that sorts copies the rows. With more, the block of the expert
 /// that most tokens choose would take longest.
 const MAX_COPIED_TOKENS: usize = 128;
@@ -247,8 +245,7 @@ impl CudaDevice {
         };
         let has_fp8_kernel =
             |weight: &GroupedWeight| weight.packed.is_some_and(|(_, format)| has_grouped_fp8_kernel(q.gpu(), format));
-        let rounds_inputs =
-            self.config.use_fast_kernels && tokens > MAX_EXACT_TOKENS && has_fp8_inputs && has_fp8_kernel(&gate_up);
+        let rounds_inputs = self.config.use_fast_kernels && has_fp8_inputs && has_fp8_kernel(&gate_up);
         let router = weight.router(logits, self.current().spans.slots.of(0));
         let run = || {
             let copied = SortedRows { rows, x: x.values, cols: width };

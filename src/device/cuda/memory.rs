@@ -233,8 +233,8 @@ impl Estimate {
         (spec, division): (&AttentionSpec, Division),
     ) -> Self {
         let rows = tensor_rows(limits, largest_bucket(limits.max_rows));
-        let expanded = if division == Division::ByRows { expanded_bytes(limits, spec) } else { 0 };
-        let tensors = rows * tensor_cols * 2 + experts.bytes(rows) + products.bytes(rows).max(expanded);
+        let scratch = products.bytes(rows).max(expanded_bytes(limits, spec));
+        let tensors = rows * tensor_cols * 2 + experts.bytes(rows) + scratch;
         let pending = pending_bytes(limits, hidden, group, spec, division);
         let peers = if group > 1 { peer_bytes(group, hidden) } else { 0 };
         let communicators = usize::from(group > 1) + usize::from(stage.count > 1);

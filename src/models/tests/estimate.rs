@@ -388,10 +388,9 @@ fn tensors_that_no_layer_takes_are_named() {
 fn gpus_take_memory_for_keys_and_values_in_codes_that_long_chunks_expand() {
     let dir = golden_dir("llama3_gqa");
     let config = models::Config::from_dir(&dir).unwrap();
-    let added = |max_tokens, max_rows, max_sequence_len, batch_invariant| {
+    let added = |max_tokens, max_rows, max_sequence_len| {
         let limits = StepLimits { max_tokens, max_rows, max_sequence_len, vocab_size: config.vocab_size };
-        let estimator = Estimator::new(Target::Cuda, TensorParallel { rank: 0, size: 1 }, limits);
-        let mut estimator = estimator.with_invariant_rows(batch_invariant);
+        let mut estimator = Estimator::new(Target::Cuda, TensorParallel { rank: 0, size: 1 }, limits);
         let model = models::load(&dir, &config, &mut estimator).unwrap();
         let mut spec = model.attention_spec(BLOCK_SIZE, limits.max_sequence_len);
         // A size of heads that the kernels have.
@@ -404,8 +403,7 @@ fn gpus_take_memory_for_keys_and_values_in_codes_that_long_chunks_expand() {
     };
     // K and V of four heads in four rows, and a word for each block.
     let (positions, blocks) = (4 * 2048, 4 * 2048 / BLOCK_SIZE);
-    assert_eq!(added(1024, 4, 2048, false), (positions * 2 * 4 * 64 * 2 + blocks * 4) as u64);
-    assert_eq!(added(1024, 64, 1 << 20, false), 257 << 20);
-    assert_eq!(added(1024, 4, 2048, true), 0);
-    assert_eq!(added(64, 4, 2048, false), 0);
+    assert_eq!(added(1024, 4, 2048), (positions * 2 * 4 * 64 * 2 + blocks * 4) as u64);
+    assert_eq!(added(1024, 64, 1 << 20), 257 << 20);
+    assert_eq!(added(64, 4, 2048), 0);
 }
