@@ -7,9 +7,10 @@ The checkpoints are those of make_goldens.py. `adapters/demo` is an adapter of t
 adapter_model.safetensors and golden.json: the folder of the checkpoint, and the sequences as make_goldens.py writes them.
 Seeds are fixed, so the files are reproducible. Needs torch, transformers, safetensors and peft.
 """
+import argparse
 import json
 import pathlib
-import sys
+import zlib
 
 import torch
 from peft import LoraConfig, get_peft_model
@@ -66,7 +67,10 @@ CASES = {
     # Mamba-2 beside attention, without its output, which PEFT refuses there
     "falcon_h1_all": ("falcon_h1", torch.float32, dict(r=3, lora_alpha=3, target_modules=[
         "in_proj", "q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"])),
+    # the text part alone of a model that also sees images and hears speech
+    "phi4_multimodal_text": ("phi4_multimodal", torch.float32, dict(r=3, lora_alpha=3, target_modules=r"model\.layers\..*_proj")),
 }
+NUM_NUMBERED = 20  # The first cases have a number as seed. Later ones have a checksum of their name: their order has no effect.
 
 
 @torch.no_grad()
@@ -123,14 +127,17 @@ def make_demo(root, goldens):
 
 
 def main():
-    if len(sys.argv) > 2 or sys.argv[1:] in (["-h"], ["--help"]):
-        sys.exit(__doc__)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     root = pathlib.Path(__file__).resolve().parents[2]
-    goldens = pathlib.Path(sys.argv[1]) if len(sys.argv) == 2 else root / "tests" / "goldens"
+    parser.add_argument("goldens", nargs="?", type=pathlib.Path, default=root / "tests" / "goldens")
+    parser.add_argument("--only", nargs="+", choices=CASES, help="make only these cases")
+    arguments = parser.parse_args()
     torch.set_num_threads(1)
-    for seed, name in enumerate(CASES):
-        make(goldens, name, 300 + seed)
-    make_demo(root, goldens)
+    for number, name in enumerate(CASES):
+        if not arguments.only or name in arguments.only:
+            make(arguments.goldens, name, 300 + number if number < NUM_NUMBERED else zlib.crc32(name.encode()))
+    if not arguments.only:
+        make_demo(root, arguments.goldens)
 
 
 if __name__ == "__main__":

@@ -31,7 +31,7 @@ NUM_LOGITS = 6
 SIZES = {"vocab_size", "hidden_size", "n_embd", "num_hidden_layers", "n_layer"}
 # Fields by which transformers finds the class of the model, whole models, whose defaults are large, and a token whose default is not
 # in these vocabularies.
-KEPT = {"model_type", "text_config", "vision_config", "pad_token_id"}
+KEPT = {"model_type", "text_config", "vision_config", "audio_config", "pad_token_id"}
 # Fields that only change weights of the parts that see images.
 OF_IMAGES = {"multimodal_projector_bias", "projection_hidden_size", "spatial_merge_size", "projector_hidden_size", "downsample_factor"}
 REMOVED = object()
@@ -41,7 +41,7 @@ def fields(config, prefix=""):
     """Paths and values of all fields."""
     for key, value in config.items():
         yield f"{prefix}{key}", value
-        if isinstance(value, dict) and key != "vision_config":
+        if isinstance(value, dict) and key not in ("vision_config", "audio_config"):
             yield from fields(value, f"{prefix}{key}.")
 
 
@@ -112,7 +112,7 @@ def main():
     torch.set_num_threads(1)
     lines = []
     for folder in sorted(GOLDENS.iterdir()):
-        if not (folder / "model.safetensors").exists() or folder.name.startswith(("internlm", "baichuan")):
+        if not (folder / "model.safetensors").exists() or folder.name.startswith(("internlm", "baichuan", "phi4_mm")):
             continue
         if only and folder.name not in only:
             lines += [json.dumps(entry) for entry in old if entry["case"] == folder.name]

@@ -114,6 +114,14 @@ FALCON_H1 = MAMBA | dict(hidden_size=64, num_hidden_layers=2, embedding_multipli
                          ssm_multipliers=[0.9, 1.4, 0.7, 1.6, 0.8], mlp_multipliers=[1.3, 0.6])
 NEMOTRON_H = dict(num_hidden_layers=None, head_dim=24, mamba_num_heads=8, mamba_head_dim=8, n_groups=4, ssm_state_size=12,
                   layer_norm_epsilon=1e-5)
+PHI4_MULTIMODAL = dict(
+    pad_token_id=0, sliding_window=25, original_max_position_embeddings=8, tie_word_embeddings=True, rope_parameters={
+        "rope_type": "longrope", "rope_theta": 10000.0, "short_factor": FACTORS(1.0, 6), "long_factor": FACTORS(2.0, 6),
+        "partial_rotary_factor": 0.75},
+    vision_config=dict(hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=2, image_size=8, patch_size=2,
+                       crop_size=8),
+    audio_config=dict(hidden_size=8, intermediate_size=8, num_blocks=1, num_attention_heads=2, ext_pw_out_channel=8,
+                      depthwise_separable_out_channel=8, nemo_conv_channels=8, bias_max_distance=8, input_size=8))
 SHORT_CONV = dict(num_hidden_layers=3, layer_types=["conv", "full_attention", "conv"])
 QWEN_EXPERTS = dict(num_experts=6, num_experts_per_tok=2, moe_intermediate_size=56, shared_expert_intermediate_size=88)
 GRANITE_SWA = dict(num_hidden_layers=3, sliding_window=20, layer_types=MIXED, layer_rope_theta=[10000.0, 0, 500.0], rope_parameters=YARN,
@@ -430,6 +438,13 @@ FAMILIES = {
     "falcon_h1_normed": ("FalconH1", FALCON_H1 | dict(
         mamba_d_ssm=128, mamba_d_head=32, mamba_n_groups=4, mamba_conv_bias=False, mamba_rms_norm=True, mamba_norm_before_gate=False,
         tie_word_embeddings=True)),
+    # Gemma 4 without an embedding for each layer
+    "gemma4_unified_vision": ("Gemma4Unified", dict(head_dim=16, num_hidden_layers=3, sliding_window=20, layer_types=MIXED[:2] + MIXED[1:2],
+                                                    global_head_dim=32, num_global_key_value_heads=1, attention_k_eq_v=True,
+                                                    num_kv_shared_layers=1, tie_word_embeddings=True)),
+    # Phi-3 beside parts for images and speech; the same with the publisher's names
+    "phi4_multimodal": ("Phi4Multimodal", PHI4_MULTIMODAL),
+    "phi4_mm": ("Phi4Multimodal", PHI4_MULTIMODAL),
 }
 VISION = dict(depth=1, hidden_size=16, intermediate_size=16, num_heads=2, patch_size=2, out_hidden_size=64, num_position_embeddings=4)
 GLM_VISION = dict(depth=1, hidden_size=16, intermediate_size=16, num_heads=2, patch_size=2, out_hidden_size=64, image_size=8)
@@ -441,6 +456,8 @@ WHOLE = {
     "Gemma3": dict(vision_config=SIGLIP, mm_tokens_per_image=4),
     "Mistral3": dict(vision_config=SIGLIP | dict(head_dim=8)),
     "Gemma4": dict(vision_config=SIGLIP | dict(num_key_value_heads=2, head_dim=8, position_embedding_size=16)),
+    "Gemma4Unified": dict(vision_config=dict(patch_size=2, pooling_kernel_size=1, mm_embed_dim=16, mm_posemb_size=4, output_proj_dims=64),
+                          audio_config=dict(audio_embed_dim=16)),
     "Llama4": dict(vision_config=SIGLIP | dict(vision_output_dim=16, projector_input_dim=16, projector_output_dim=16)),
     "Qwen3VL": dict(vision_config=VISION | dict(deepstack_visual_indexes=[0])),
     "Qwen3VLMoe": dict(vision_config=VISION | dict(deepstack_visual_indexes=[0])),
@@ -452,13 +469,13 @@ WHOLE = {
                    projector_hidden_size=16),
 }
 # Sequences that transformers would begin with the short factors.
-LONG_PROMPTS = dict.fromkeys(("phi3_longrope", "phimoe"), (9, 20, 40))
+LONG_PROMPTS = dict.fromkeys(("phi3_longrope", "phimoe", "phi4_multimodal", "phi4_mm"), (9, 20, 40))
 
 
 def family_case(name):
     """The row of CASES for a name of FAMILIES."""
     model_type, own = FAMILIES[name]
-    text = "Text" if model_type in ("Gemma3", "Gemma4", "Llama4", "Qwen3_5", "Qwen3_5Moe", "Qwen2_5_VL", "Qwen3VL", "Qwen3VLMoe", "Glm4v", "Glm4vMoe") else ""
+    text = "Text" if model_type in ("Gemma3", "Gemma4", "Gemma4Unified", "Llama4", "Qwen3_5", "Qwen3_5Moe", "Qwen2_5_VL", "Qwen3VL", "Qwen3VLMoe", "Glm4v", "Glm4vMoe") else ""
     task = "ConditionalGeneration" if name.endswith("_vision") else "CausalLM"
     shape = SMALL | own
     dtype = torch.bfloat16 if "fp" in name or name in quantized.FORMS else torch.float16  # its values are those of bf16

@@ -40,6 +40,8 @@ def variant(name, config, model, tensors):
             joined = tensors.pop(key)
             for part, tensor in zip("qkv", joined.split([keys, keys, len(joined) - 2 * keys])):
                 tensors[key.replace("conv1d", f"{part}_conv1d")] = tensor
+    if name == "phi4_mm":
+        return *phi4_mm(config, tensors), plain
     if name == "gpt_oss_mxfp4":
         tensors = mxfp4(model, tensors)
         config.quantization_config = {"quant_method": "mxfp4", "modules_to_not_convert": [
@@ -58,6 +60,26 @@ def variant(name, config, model, tensors):
     fields = config.to_diff_dict() | {"architectures": config.architectures}
     fields["dtype"] = str(config.dtype).removeprefix("torch.")
     return fields, tensors, plain
+
+
+def phi4_mm(config, tensors):
+    """The publisher's form of Phi-4-multimodal: adapters for images and speech stand beside the layers, which have another name."""
+    stored = {}
+    for key, tensor in tensors.items():
+        if not key.startswith("model.layers.") or "_proj." not in key:
+            stored[key] = tensor
+            continue
+        module = key.removesuffix(".weight")
+        stored[module + ".base_layer.weight"] = tensor
+        for part in ("vision", "speech"):
+            stored |= {f"{module}.lora_A.{part}.weight": torch.ones(2, tensor.shape[1]), f"{module}.lora_B.{part}.weight": torch.ones(len(tensor), 2)}
+    rope = config.rope_parameters
+    fields = as_published(
+        config, "Phi4MMForCausalLM", "phi4mm", attention_bias=False, mlp_bias=False, lm_head_bias=False, full_attn_mod=1, interpolate_factor=1,
+        partial_rotary_factor=0.75, original_max_position_embeddings=8, sliding_window=config.sliding_window, rope_theta=10000.0,
+        embd_layer={"embedding_cls": "image_audio"}, img_processor=None, audio_processor={"name": "cascades"}, vision_lora={"r": 2},
+        speech_lora={"r": 2}, rope_scaling={"type": "longrope", "long_factor": rope["long_factor"], "short_factor": rope["short_factor"]})
+    return fields, {key: tensor for key, tensor in stored.items() if "embed_tokens_extend" not in key}
 
 
 COMPRESSED = {
@@ -126,7 +148,7 @@ def as_published(config, architecture, model_type, **own):
     kept = ("bos_token_id", "eos_token_id", "hidden_act", "hidden_size", "intermediate_size", "max_position_embeddings",
             "num_attention_heads", "num_hidden_layers", "num_key_value_heads", "head_dim", "rms_norm_eps",
             "tie_word_embeddings", "vocab_size")
-    fields = {key: getattr(config, key) for key in kept}
+    fields = {key: getattr(config, key) for key in kept if hasattr(config, key)}
     if model_type in ("internlm", "baichuan"):
         del fields["num_key_value_heads"], fields["head_dim"]
     dtype = str(config.dtype).removeprefix("torch.")

@@ -176,6 +176,15 @@ pub(super) fn phi3(fields: &Fields, config: &mut Config) -> Adjusted {
     Ok(())
 }
 
+/// The text part of a model that also sees images and hears speech. What it has for them, adapters too, has no part in texts.
+pub(super) fn phi4_multimodal(fields: &Fields, config: &mut Config) -> Adjusted {
+    ["attention_bias", "mlp_bias", "lm_head_bias"].into_iter().try_for_each(|name| fields.only(name, false))?;
+    fields.ignore(&["vision_config", "img_processor", "vision_lora", "image_token_id"]);
+    fields.ignore(&["audio_config", "audio_processor", "speech_lora", "audio_token_id", "embd_layer"]);
+    config.notes.push("only the text model of this checkpoint is served: images and speech are refused".to_owned());
+    phi3(fields, config)
+}
+
 /// Says which factors are used.
 pub(super) fn note_long_rope(config: &mut Config) {
     if let RopeScaling::Long { original_max_positions, .. } = config.ropes[0].scaling {

@@ -33,6 +33,16 @@ pub(super) fn gemma4(fields: &Fields, config: &mut Config) -> Adjusted {
     put_experts(fields, config)
 }
 
+/// Gemma 4 12B, whose layers have neither experts nor embeddings of their own.
+pub(super) fn gemma4_unified(fields: &Fields, config: &mut Config) -> Adjusted {
+    fields.only("enable_moe_block", false)?;
+    let width = fields.count("hidden_size_per_layer_input")?;
+    if width > 0 {
+        return Err(fields.wrong("hidden_size_per_layer_input", "0 or absent", &width.into()));
+    }
+    gemma4(fields, config)
+}
+
 /// Refuses what is not supported, and fields that transformers does not read.
 fn refuse_others(fields: &Fields) -> Adjusted {
     for name in ["rope_scaling", "sliding_window_pattern", "_sliding_window_pattern"] {

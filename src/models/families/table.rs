@@ -130,6 +130,43 @@ const GEMMA4: Family = Family {
     ..GEMMA3
 };
 
+const GEMMA4_UNIFIED: Family = Family {
+    name: "Gemma4UnifiedForCausalLM",
+    model_type: "gemma4_unified_text",
+    defaults: r#"{"vocab_size": 262144, "hidden_size": 2304, "intermediate_size": 9216, "num_hidden_layers": 30,
+                  "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256,
+                  "hidden_act": "gelu_pytorch_tanh", "tie_word_embeddings": true, "sliding_window": 1024,
+                  "max_position_embeddings": 262144, "hidden_size_per_layer_input": 0,
+                  "rope_parameters": {
+                      "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
+                      "full_attention": {"rope_type": "proportional", "partial_rotary_factor": 0.25,
+                                         "rope_theta": 1000000.0}}}"#,
+    adjust: gemma4::gemma4_unified,
+    ..GEMMA4
+};
+
+const PHI3: Family = Family {
+    name: "Phi3ForCausalLM",
+    model_type: "phi3",
+    names: &weights::PHI3,
+    attention_bias: NEVER,
+    window: WindowRule::AllLayers,
+    partial_rotary: Some(1.0),
+    defaults: r#"{"rms_norm_eps": 1e-5, "max_position_embeddings": 4096}"#,
+    adjust: adjust::phi3,
+    ..WITHOUT_MLP_BIAS
+};
+
+const PHI4_MULTIMODAL: Family = Family {
+    name: "Phi4MultimodalForCausalLM",
+    model_type: "phi4_multimodal",
+    defaults: r#"{"vocab_size": 200064, "hidden_size": 3072, "intermediate_size": 8192, "num_hidden_layers": 32,
+                  "num_attention_heads": 32, "num_key_value_heads": 8, "rms_norm_eps": 1e-5,
+                  "max_position_embeddings": 131072, "original_max_position_embeddings": 4096}"#,
+    adjust: adjust::phi4_multimodal,
+    ..PHI3
+};
+
 /// Sizes of the recurrent layers of Qwen3.5 where `config.json` has none, and what all of these models share.
 const QWEN3_5: Family = Family {
     name: "Qwen3_5ForCausalLM",
@@ -368,17 +405,17 @@ pub(super) const FAMILIES: &[Family] = &[
     Family { name: "Gemma3ForConditionalGeneration", model_type: "gemma3", is_nested: true, ..GEMMA3 },
     GEMMA4,
     Family { name: "Gemma4ForConditionalGeneration", model_type: "gemma4", is_nested: true, ..GEMMA4 },
+    GEMMA4_UNIFIED,
     Family {
-        name: "Phi3ForCausalLM",
-        model_type: "phi3",
-        names: &weights::PHI3,
-        attention_bias: NEVER,
-        window: WindowRule::AllLayers,
-        partial_rotary: Some(1.0),
-        defaults: r#"{"rms_norm_eps": 1e-5, "max_position_embeddings": 4096}"#,
-        adjust: adjust::phi3,
-        ..WITHOUT_MLP_BIAS
+        name: "Gemma4UnifiedForConditionalGeneration",
+        model_type: "gemma4_unified",
+        is_nested: true,
+        ..GEMMA4_UNIFIED
     },
+    PHI3,
+    PHI4_MULTIMODAL,
+    // The publisher's form, whose layers have products for images and speech beside those for texts.
+    Family { name: "Phi4MMForCausalLM", model_type: "phi4mm", names: &weights::PHI4_MM, ..PHI4_MULTIMODAL },
     Family {
         name: "PhiForCausalLM",
         model_type: "phi",

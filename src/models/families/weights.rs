@@ -105,6 +105,15 @@ pub(super) const GLM4: Names = Names {
 pub(super) const PHI3: Names =
     Names { qkv: QkvNames::Stacked("self_attn.qkv_proj"), up: UpNames::Stacked("mlp.gate_up_proj"), ..LLAMA };
 
+/// The layers of which adapters for images and speech are parts.
+pub(super) const PHI4_MM: Names = Names {
+    qkv: QkvNames::Stacked("self_attn.qkv_proj.base_layer"),
+    out: "self_attn.o_proj.base_layer",
+    up: UpNames::Stacked("mlp.gate_up_proj.base_layer"),
+    down: "mlp.down_proj.base_layer",
+    ..LLAMA
+};
+
 pub(super) const PHI: Names = Names {
     out: "self_attn.dense",
     up: UpNames::Plain("mlp.fc1"),

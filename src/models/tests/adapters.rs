@@ -137,6 +137,11 @@ fn adapters_of_layers_with_a_recurrent_state_agree_with_peft() {
 }
 
 #[test]
+fn adapters_of_the_text_part_of_a_model_agree_with_peft() {
+    check_in_groups(("phi4_multimodal", "phi4_multimodal_text"));
+}
+
+#[test]
 fn adapters_of_attention_whose_gates_have_a_matrix_of_their_own_agree_with_peft() {
     check_in_groups(("afmoe", "afmoe_attention"));
 }

@@ -15,7 +15,7 @@ use engine::{SampledToken, SamplingParams};
 use ops::DType;
 use support::{BLOCK_SIZE, MAX_ROWS, Runner, Sequence, golden_dir, on_group, on_parts};
 
-const CASES: [&str; 137] = [
+const CASES: [&str; 140] = [
     "llama3_gqa",
     "tied_mqa",
     "mha_bias_f32",
@@ -153,6 +153,9 @@ const CASES: [&str; 137] = [
     "cohere2_moe_sum",
     "falcon_h1",
     "falcon_h1_normed",
+    "gemma4_unified_vision",
+    "phi4_multimodal",
+    "phi4_mm",
 ];
 
 /// One norm of all value heads: refused for several workers.
