@@ -69,6 +69,8 @@ CASES = {
         "in_proj", "q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"])),
     # the text part alone of a model that also sees images and hears speech
     "phi4_multimodal_text": ("phi4_multimodal", torch.float32, dict(r=3, lora_alpha=3, target_modules=r"model\.layers\..*_proj")),
+    # heads of v that are narrower than those of k
+    "mimo_v2_attention": ("mimo_v2", torch.float32, dict(r=3, lora_alpha=3, target_modules=["q_proj", "k_proj", "v_proj", "o_proj"])),
 }
 NUM_NUMBERED = 20  # The first cases have a number as seed. Later ones have a checksum of their name: their order has no effect.
 

@@ -445,6 +445,13 @@ FAMILIES = {
     # Phi-3 beside parts for images and speech; the same with the publisher's names
     "phi4_multimodal": ("Phi4Multimodal", PHI4_MULTIMODAL),
     "phi4_mm": ("Phi4Multimodal", PHI4_MULTIMODAL),
+    # heads of v that are narrower than those of k; layers with a window have sinks, other KV heads and another rotation
+    "mimo_v2": ("MiMoV2Flash", dict(head_dim=24, v_head_dim=20, num_hidden_layers=3, num_key_value_heads=1, sliding_window=20, layer_types=MIXED,
+                                    intermediate_size=64, mlp_layer_types=["dense", "sparse", "sparse"], n_routed_experts=4,
+                                    num_experts_per_tok=2, moe_intermediate_size=32, attention_bias=True, routed_scaling_factor=1.5)),
+    # the publisher's fields
+    "mimo_v2_published": ("MiMoV2Flash", dict(head_dim=48, v_head_dim=32, sliding_window=20, intermediate_size=64, n_routed_experts=4,
+                                          num_experts_per_tok=2, moe_intermediate_size=32, n_group=2)),
 }
 VISION = dict(depth=1, hidden_size=16, intermediate_size=16, num_heads=2, patch_size=2, out_hidden_size=64, num_position_embeddings=4)
 GLM_VISION = dict(depth=1, hidden_size=16, intermediate_size=16, num_heads=2, patch_size=2, out_hidden_size=64, image_size=8)

@@ -40,6 +40,16 @@ def variant(name, config, model, tensors):
             joined = tensors.pop(key)
             for part, tensor in zip("qkv", joined.split([keys, keys, len(joined) - 2 * keys])):
                 tensors[key.replace("conv1d", f"{part}_conv1d")] = tensor
+    if name == "mimo_v2_published":
+        fields = config.to_diff_dict() | {
+            "architectures": config.architectures, "dtype": "float16", "hybrid_layer_pattern": [0, 1], "moe_layer_freq": [0, 1],
+            "rope_theta": 5000000, "swa_rope_theta": 10000, "partial_rotary_factor": 0.334, "layernorm_epsilon": 1e-5, "swa_head_dim": 48,
+            "swa_v_head_dim": 32, "swa_num_attention_heads": 4, "swa_num_key_value_heads": 4, "sliding_window_size": 20,
+            "attention_chunk_size": 20, "add_swa_attention_sink_bias": True, "add_full_attention_sink_bias": False,
+            "hybrid_block_size": None, "n_shared_experts": None, "routed_scaling_factor": None, "scoring_func": "sigmoid",
+            "topk_method": "noaux_tc"}
+        own = ("layer_types", "mlp_layer_types", "rope_parameters", "rms_norm_eps")
+        return {key: value for key, value in fields.items() if key not in own}, tensors, plain
     if name == "phi4_mm":
         return *phi4_mm(config, tensors), plain
     if name == "gpt_oss_mxfp4":

@@ -194,7 +194,10 @@ impl Config {
 
     /// Whether some outputs of attention, states or feed-forwards are multiplied by a factor.
     fn has_branch_scales(&self) -> bool {
-        let scaled = |layer: &LayerSpec| layer.beside.is_some() || layer.mlp.is_some_and(|mlp| mlp.scale != 1.0);
+        let scaled = |layer: &LayerSpec| {
+            let is_scaled = layer.attention.out_scale != 1.0 || layer.mlp.is_some_and(|mlp| mlp.scale != 1.0);
+            layer.beside.is_some() || is_scaled
+        };
         self.layers.iter().any(scaled)
     }
 

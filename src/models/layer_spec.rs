@@ -108,6 +108,9 @@ pub struct AttentionLayer {
     pub num_kv_heads: usize,
     /// `D`, the size of a head; a multiple of 8.
     pub head_dim: usize,
+    /// If set, heads of v have this number of elements in the checkpoint, less than `head_dim`. They are loaded with zeros behind
+    /// them, and so are the inputs of the output projection.
+    pub value_dim: Option<usize>,
     /// If set, k and v of all heads follow from a latent vector: `num_kv_heads` is 1, `head_dim` is [`LatentShape::width`], and
     /// `kv` is not used.
     pub latent: Option<LatentLayer>,
@@ -137,6 +140,8 @@ pub struct AttentionLayer {
     pub qkv_bias: bool,
     /// Whether the output projection has a bias.
     pub out_bias: bool,
+    /// Multiplies the output. Other values than 1 require [`ops::Feature::LayerScale`].
+    pub out_scale: f32,
 }
 
 /// Attention over latent vectors.

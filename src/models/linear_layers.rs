@@ -111,7 +111,7 @@ impl LayerNames<'_> {
             (Some(latent), Some(names)) => self.latent(latent, names, out),
             _ => {
                 out.push(self.group(qkv, hidden, self.norm(self.names.attention_norm)));
-                out.push(self.group(&[self.names.out], attention.num_heads * attention.head_dim, None));
+                out.push(self.group(&[self.names.out], attention.stored_width(), None));
             }
         }
         if let (Some(beside), Some(names)) = (self.layer.beside, self.names.recurrent) {

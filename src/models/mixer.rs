@@ -31,6 +31,7 @@ pub(crate) struct Attention<D: Device> {
     /// Gates of the output.
     gates: Option<D::Weight>,
     out: D::Weight,
+    out_scale: f32,
     sinks: Vec<f32>,       // of this worker's heads, or none
     query_gains: Vec<f32>, // of each head, or none
 }
@@ -86,6 +87,7 @@ impl<D: Device> Mixer<D> {
             head_norms: attention.head_norm.map(|norm| loader.head_norms(source, norm)).transpose()?,
             gates: loader.attention_gates(source)?,
             out: loader.out(source)?,
+            out_scale: attention.out_scale,
             sinks: loader.sinks(source)?,
             query_gains: loader.query_gains(source)?,
         };
@@ -186,7 +188,8 @@ impl<D: Device> Attention<D> {
         if let Some(gates) = &b.gates {
             device.gate(&mut b.attended, gates)?;
         }
-        device.linear(partial, &b.attended, &self.out)
+        device.linear(partial, &b.attended, &self.out)?;
+        scale(device, partial, self.out_scale)
     }
 }
 

@@ -211,6 +211,7 @@ pub(crate) mod tests {
             num_heads,
             num_kv_heads,
             head_dim: 8,
+            value_dim: None,
             scale: 8f32.powf(-0.5),
             rope: None,
             has_alibi: false,
@@ -225,6 +226,7 @@ pub(crate) mod tests {
             head_norm: None,
             qkv_bias: false,
             out_bias: false,
+            out_scale: 1.0,
         };
         let mlp = MlpLayer {
             intermediate_size: 176,

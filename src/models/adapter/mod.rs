@@ -94,14 +94,27 @@ impl Adapter {
         let of_module = |module: &targets::Module| {
             let product = self.products.iter().find(|it| it.layer as usize == layer && it.module == module.name)?;
             let rows = module.slices.iter().flat_map(|slice| {
-                let order = slice.head_order;
-                slice.taken.clone().map(move |row| order.map_or(row, |order| order.stored(row)))
+                let (order, padding) = (slice.head_order, slice.padding);
+                let stored = move |row| order.map_or(row, |order| order.stored(row));
+                slice.taken.clone().map(move |row| padding.map_or(Some(stored(row)), |padding| padding.stored(row)))
             });
+            let rank = product.rank as usize;
             let mut b = Vec::new();
-            rows.for_each(|row| product.b.append(row, 0..product.rank as usize, &mut b));
+            rows.for_each(|row| match row {
+                Some(row) => product.b.append(row, 0..rank, &mut b),
+                None => b.resize(b.len() + rank, 0.0),
+            });
             let mut a = Vec::new();
-            (0..product.rank as usize).for_each(|row| product.a.append(row, target.taken.clone(), &mut a));
-            Some(LowRankPart { first_row: module.first_row, rank: product.rank as usize, scale: product.scale, a, b })
+            for row in 0..rank {
+                match target.padding {
+                    None => product.a.append(row, target.taken.clone(), &mut a),
+                    Some(padding) => target.taken.clone().for_each(|col| match padding.stored(col) {
+                        Some(col) => product.a.append(row, col..col + 1, &mut a),
+                        None => a.push(0.0),
+                    }),
+                }
+            }
+            Some(LowRankPart { first_row: module.first_row, rank, scale: product.scale, a, b })
         };
         target.modules.iter().filter_map(of_module).collect()
     }

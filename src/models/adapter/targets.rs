@@ -5,6 +5,7 @@ use std::ops::Range;
 use ops::RecurrentShape;
 
 use crate::Config;
+use crate::checkpoint::HeadPadding;
 use crate::layer_spec::{AttentionLayer, LatentLayer};
 use crate::layers::{RowSlice, gate_slices, recurrent_slices, scaled, up_slices};
 use crate::shard::LayerShard;
@@ -56,6 +57,8 @@ pub(crate) struct Target {
     pub(crate) cols: usize,
     /// The inputs that this worker has.
     pub(crate) taken: Range<usize>,
+    /// If set, `taken` counts inputs of padded heads, and `cols` those of the checkpoint.
+    pub(crate) padding: Option<HeadPadding>,
 }
 
 /// Rows of a module that follow each other in the weight.
@@ -85,8 +88,9 @@ pub(crate) fn targets(config: &Config, layer: usize, shard: &LayerShard) -> Vec<
         if attention.has_output_gate {
             targets.push(by_output(TargetWeight::Gates, gate_slices(&names.qkv, attention, shard), hidden));
         }
-        let (width, taken) = (attention.num_heads * attention.head_dim, scaled(&shard.heads, attention.head_dim));
-        targets.push(by_input(TargetWeight::Out, names.out, [hidden, width], taken));
+        let taken = scaled(&shard.heads, attention.head_dim);
+        let out = by_input(TargetWeight::Out, names.out, [hidden, attention.stored_width()], taken);
+        targets.push(Target { padding: attention.padding(), ..out });
     }
     if let Some(beside) = spec.beside {
         // PEFT refuses its output.
@@ -123,7 +127,7 @@ fn latent_targets(
     shard: &LayerShard,
 ) -> Vec<Target> {
     let (names, hidden, num_heads) = (config.names.latent.expect("named"), config.hidden_size, attention.num_heads);
-    let slice = |name, rows, taken| vec![RowSlice { name, rows, taken, head_order: None }];
+    let slice = |name, rows, taken| vec![RowSlice { name, rows, taken, head_order: None, padding: None }];
     let whole = |weight, name, rows| by_output(weight, slice(name, rows, 0..rows), hidden);
     let query = |name, cols| {
         let (rows, taken) = (num_heads * shape.query_dim(), scaled(&shard.heads, shape.query_dim()));
@@ -152,10 +156,16 @@ fn by_output(weight: TargetWeight, slices: Vec<RowSlice>, cols: usize) -> Target
         }
         first_row += len;
     }
-    Target { weight, modules, cols, taken: 0..cols }
+    Target { weight, modules, cols, taken: 0..cols, padding: None }
 }
 
 fn by_input(weight: TargetWeight, name: &'static str, [rows, cols]: [usize; 2], taken: Range<usize>) -> Target {
-    let slice = RowSlice { name, rows, taken: 0..rows, head_order: None };
-    Target { weight, modules: vec![Module { name, rows, slices: vec![slice], first_row: 0 }], cols, taken }
+    let slice = RowSlice { name, rows, taken: 0..rows, head_order: None, padding: None };
+    Target {
+        weight,
+        modules: vec![Module { name, rows, slices: vec![slice], first_row: 0 }],
+        cols,
+        taken,
+        padding: None,
+    }
 }

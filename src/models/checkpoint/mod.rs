@@ -21,6 +21,7 @@ pub(crate) use computed::RowOrder;
 pub(crate) use form::{TensorForm, tensor_forms};
 use ops::{DType, WeightData, WeightSlice};
 pub use rows::rounded;
+pub(crate) use rows::{HeadPadding, padded_cols, padded_rows, padded_vector};
 pub(crate) use safetensors::{HeaderEntry, split_header};
 pub use stored::StoredTensor;
 #[cfg(test)]

@@ -18,6 +18,7 @@ mod hybrid;
 mod layer_types;
 mod lfm2;
 mod llama4;
+mod mimo_v2;
 mod mistral4;
 mod mtp;
 mod nemotron_h;

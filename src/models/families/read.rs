@@ -237,6 +237,7 @@ fn attention(
         num_heads,
         num_kv_heads,
         head_dim,
+        value_dim: None,
         latent: None,
         kv: KvSource::Projections,
         scale: (head_dim as f32).powf(-0.5),
@@ -258,6 +259,7 @@ fn attention(
         }),
         qkv_bias: has_bias(fields, family.attention_bias.qkv)?,
         out_bias: has_bias(fields, family.attention_bias.out)?,
+        out_scale: 1.0,
     })
 }
 

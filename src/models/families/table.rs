@@ -4,7 +4,7 @@ use ops::HeadNormSpan;
 
 use super::{
     AttentionBias, BiasRule, Family, NormRule, WindowRule, adjust, cohere2_moe, deepseek, experts, falcon_h1, gemma4,
-    granite, hunyuan, hybrid, lfm2, llama4, mistral4, nemotron_h, older, phimoe, weights,
+    granite, hunyuan, hybrid, lfm2, llama4, mimo_v2, mistral4, nemotron_h, older, phimoe, weights,
 };
 
 const NEVER: AttentionBias = AttentionBias { qkv: BiasRule::Never, out: BiasRule::Never };
@@ -904,6 +904,24 @@ pub(super) const FAMILIES: &[Family] = &[
                       "num_experts_per_tok": 8, "moe_intermediate_size": 1280, "n_shared_experts": 1,
                       "rms_norm_eps": 1e-5, "rope_theta": 1000000.0, "max_position_embeddings": 131072}"#,
         adjust: experts::solar_open,
+        ..WITHOUT_MLP_BIAS
+    },
+    Family {
+        name: "MiMoV2FlashForCausalLM",
+        model_type: "mimo_v2_flash",
+        names: &weights::MIMO_V2,
+        aliases: &[("num_experts", "n_routed_experts")],
+        attention_bias: qkv("attention_bias", false),
+        window: WindowRule::Pattern(6),
+        partial_rotary: Some(0.334),
+        defaults: r#"{"vocab_size": 152576, "hidden_size": 4096, "intermediate_size": 16384, "num_hidden_layers": 48,
+                      "num_attention_heads": 64, "num_key_value_heads": 4, "head_dim": 192, "v_head_dim": 128,
+                      "sliding_window": 128, "rms_norm_eps": 1e-5, "max_position_embeddings": 131072,
+                      "num_experts": 256, "num_experts_per_tok": 8, "moe_intermediate_size": 2048,
+                      "rope_parameters": {
+                          "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
+                          "full_attention": {"rope_type": "default", "rope_theta": 5000000.0}}}"#,
+        adjust: mimo_v2::mimo_v2_flash,
         ..WITHOUT_MLP_BIAS
     },
     PHIMOE,

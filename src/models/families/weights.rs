@@ -364,6 +364,8 @@ const DEEPSEEK_EXPERTS: ExpertNames = ExpertNames {
 
 pub(super) const DEEPSEEK_MOE: Names = Names { experts: Some(DEEPSEEK_EXPERTS), ..LLAMA };
 
+pub(super) const MIMO_V2: Names = Names { sinks: Some("self_attn.attention_sink_bias"), ..DEEPSEEK_MOE };
+
 /// Attention and experts behind one norm.
 pub(super) const COHERE2_MOE: Names = Names { mlp_norm: None, ..DEEPSEEK_V2_MOE };
 

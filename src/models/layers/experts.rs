@@ -62,7 +62,7 @@ impl<D: Device> Loader<'_, D> {
             return Ok(None);
         };
         let has_bias = layer.spec.mlp.is_some_and(|mlp| mlp.has_bias);
-        let rows = RowSlice { name: down, rows: size, taken: 0..size, head_order: None };
+        let rows = RowSlice { name: down, rows: size, taken: 0..size, head_order: None, padding: None };
         let down = self.by_output(LinearRole::Up, layer.number, &[rows], self.config.hidden_size, has_bias)?;
         let up = self.layer_name(layer.number, up);
         Ok(Some([down, self.by_input(LinearRole::Down, &up, size, 0..size, has_bias)?]))

@@ -5,7 +5,7 @@ use std::path::Path;
 
 use ops::{Activation, Device, DeviceError, HeadOrder, LinearRole, WeightData, WeightSlice};
 
-use crate::checkpoint::rounded;
+use crate::checkpoint::{padded_cols, padded_rows, padded_vector, rounded};
 use crate::config::{MtpForm, MtpHead, Rounding};
 use crate::layer_spec::{LayerSpec, MlpLayer};
 use crate::layers::qkv::{RowSlice, gate_slices, scaled};
@@ -251,10 +251,16 @@ impl<'a, D: Device> Loader<'a, D> {
     /// The attention output projection of one layer, sharded by heads along its input.
     pub(crate) fn out(&mut self, layer: LayerSource<'_>) -> Result<D::Weight, ModelError> {
         let attention = &layer.spec.attention;
-        let dim = attention.head_dim;
-        let taken = scaled(&layer.shard.heads, dim);
+        let taken = scaled(&layer.shard.heads, attention.head_dim);
         let name = self.layer_name(layer.number, self.names.out);
-        self.by_input(LinearRole::Out, &name, attention.num_heads * dim, taken, attention.out_bias)
+        let Some(padding) = attention.padding() else {
+            return self.by_input(LinearRole::Out, &name, attention.stored_width(), taken, attention.out_bias);
+        };
+        assert!(!attention.out_bias, "no architecture with padded heads has this bias");
+        let (name, shape) = (format!("{name}.weight"), [self.config.hidden_size, attention.stored_width()]);
+        let weight = padded_cols(self.linear(&name, shape, 0..shape[0], 0..shape[1])?, padding, taken);
+        let loaded = self.device.load_linear(LinearRole::Out, &[weight], &[]);
+        self.or_device_error(loaded)
     }
 
     /// The down projection of one layer, sharded along its input.
@@ -278,13 +284,19 @@ impl<'a, D: Device> Loader<'a, D> {
         let bias_names: Vec<String> = names.iter().map(|name| format!("{name}.bias")).collect();
         let mut weights = Vec::new();
         let mut biases = Vec::new();
-        for (index, RowSlice { rows, taken, head_order, .. }) in row_slices.iter().enumerate() {
-            let shape = [*rows, cols];
-            let weight = self.linear(&weight_names[index], shape, taken.clone(), 0..shape[1])?;
-            weights.push(WeightSlice { head_order: *head_order, ..weight });
+        for (index, RowSlice { rows, taken, head_order, padding, .. }) in row_slices.iter().enumerate() {
+            let stored = if padding.is_some() { 0..*rows } else { taken.clone() };
+            let weight = self.linear(&weight_names[index], [*rows, cols], stored.clone(), 0..cols)?;
+            weights.push(match padding {
+                Some(padding) => padded_rows(weight, *padding, taken.clone()),
+                None => WeightSlice { head_order: *head_order, ..weight },
+            });
             if has_bias {
-                let bias = self.checkpoint.vector(&bias_names[index], *rows, taken.clone())?;
-                biases.push(WeightSlice { head_order: *head_order, ..bias });
+                let bias = self.checkpoint.vector(&bias_names[index], *rows, stored)?;
+                biases.push(match padding {
+                    Some(padding) => padded_vector(&bias, *padding, taken.clone()),
+                    None => WeightSlice { head_order: *head_order, ..bias },
+                });
             }
         }
         let loaded = self.device.load_linear(role, &weights, &biases);
@@ -357,6 +369,7 @@ pub(crate) fn up_slices(names: UpNames, taken: &Range<usize>, width: usize) -> (
         rows,
         taken: offset + taken.start..offset + taken.end,
         head_order: None,
+        padding: None,
     };
     match names {
         UpNames::Separate([gate, up]) => (LinearRole::GateUp, vec![slice(gate, width, 0), slice(up, width, 0)]),

@@ -4,6 +4,7 @@ use std::ops::Range;
 
 use ops::HeadOrder;
 
+use crate::checkpoint::HeadPadding;
 use crate::layer_spec::{AttentionLayer, KvSource};
 use crate::names::QkvNames;
 use crate::shard::LayerShard;
@@ -19,6 +20,20 @@ pub(crate) struct RowSlice {
     pub(crate) taken: Range<usize>,
     /// The order in which the elements of a head are stored.
     pub(crate) head_order: Option<HeadOrder>,
+    /// If set, `taken` counts rows of padded heads, and `rows` those of the checkpoint.
+    pub(crate) padding: Option<HeadPadding>,
+}
+
+impl AttentionLayer {
+    /// The padding of the heads of v, and of the inputs of the output projection.
+    pub(crate) fn padding(&self) -> Option<HeadPadding> {
+        self.value_dim.map(|stored| HeadPadding { stored, dim: self.head_dim })
+    }
+
+    /// Inputs of the output projection in the checkpoint.
+    pub(crate) fn stored_width(&self) -> usize {
+        self.num_heads * self.value_dim.unwrap_or(self.head_dim)
+    }
 }
 
 impl QkvNames {
@@ -37,10 +52,11 @@ impl QkvNames {
         match *self {
             QkvNames::Separate([q_name, k_name, v_name]) | QkvNames::Gated([q_name, k_name, v_name, _]) => {
                 let v_name = if attention.kv == KvSource::KeyProjection { k_name } else { v_name };
+                let (padding, v) = (attention.padding(), attention.num_kv_heads * attention.value_dim.unwrap_or(dim));
                 let mut slices = vec![
-                    RowSlice { name: q_name, rows: q, taken: heads, head_order: order },
-                    RowSlice { name: k_name, rows: kv, taken: kv_heads.clone(), head_order: order },
-                    RowSlice { name: v_name, rows: kv, taken: kv_heads, head_order: None },
+                    RowSlice { name: q_name, rows: q, taken: heads, head_order: order, padding: None },
+                    RowSlice { name: k_name, rows: kv, taken: kv_heads.clone(), head_order: order, padding: None },
+                    RowSlice { name: v_name, rows: v, taken: kv_heads, head_order: None, padding },
                 ];
                 if matches!(attention.kv, KvSource::Layer(_)) {
                     slices.truncate(1);
@@ -50,17 +66,22 @@ impl QkvNames {
                 }
                 slices
             }
-            _ if attention.kv != KvSource::Projections || attention.has_output_gate => {
-                unreachable!("only separate matrices are left out, shared or gated")
+            _ if attention.kv != KvSource::Projections
+                || attention.has_output_gate
+                || attention.value_dim.is_some() =>
+            {
+                unreachable!("only separate matrices are left out, shared, gated or padded")
             }
             QkvNames::Stacked(name) => {
                 let parts = [(heads, order), (after(q, &kv_heads), order), (after(q + kv, &kv_heads), None)];
-                parts.map(|(taken, head_order)| RowSlice { name, rows: q + 2 * kv, taken, head_order }).into()
+                let slice = |(taken, head_order)| RowSlice { name, rows: q + 2 * kv, taken, head_order, padding: None };
+                parts.map(slice).into()
             }
             QkvNames::Grouped(name) => {
                 let [q_rows, k_rows, v_rows] = grouped(attention, shard);
                 let part = |rows: Vec<Range<usize>>, head_order| {
-                    rows.into_iter().map(move |taken| RowSlice { name, rows: q + 2 * kv, taken, head_order })
+                    let slice = move |taken| RowSlice { name, rows: q + 2 * kv, taken, head_order, padding: None };
+                    rows.into_iter().map(slice)
                 };
                 part(q_rows, order).chain(part(k_rows, order)).chain(part(v_rows, None)).collect()
             }
@@ -74,7 +95,7 @@ pub(crate) fn gate_slices(names: &QkvNames, attention: &AttentionLayer, shard: &
         QkvNames::Separate([name, ..]) if attention.has_output_gate => half_heads(name, attention, shard, 1, None),
         QkvNames::Gated([.., name]) => {
             let (rows, taken) = (attention.num_heads * attention.head_dim, scaled(&shard.heads, attention.head_dim));
-            vec![RowSlice { name, rows, taken, head_order: None }]
+            vec![RowSlice { name, rows, taken, head_order: None, padding: None }]
         }
         _ => Vec::new(),
     }
@@ -90,7 +111,7 @@ fn half_heads(
 ) -> Vec<RowSlice> {
     let (dim, rows) = (attention.head_dim, 2 * attention.num_heads * attention.head_dim);
     let taken = |head: usize| (2 * head + half) * dim..(2 * head + half + 1) * dim;
-    shard.heads.clone().map(|head| RowSlice { name, rows, taken: taken(head), head_order }).collect()
+    shard.heads.clone().map(|head| RowSlice { name, rows, taken: taken(head), head_order, padding: None }).collect()
 }
 
 /// Rows of q, of k and of v in a matrix that groups them by KV head.

@@ -121,7 +121,7 @@ pub(crate) fn recurrent_slices(
     shape: RecurrentShape,
     shard: &LayerShard,
 ) -> [Vec<RowSlice>; 2] {
-    let slice = |name, rows, taken| RowSlice { name, rows, taken, head_order: None };
+    let slice = |name, rows, taken| RowSlice { name, rows, taken, head_order: None, padding: None };
     match projections {
         RecurrentProjections::Separate { qkv, z, b, a } => {
             let qkv = channels(projections, shape, shard).map(|taken| slice(qkv, shape.channels(), taken));

@@ -142,6 +142,11 @@ fn adapters_of_the_text_part_of_a_model_agree_with_peft() {
 }
 
 #[test]
+fn adapters_of_padded_heads_agree_with_peft() {
+    check_in_groups(("mimo_v2", "mimo_v2_attention"));
+}
+
+#[test]
 fn adapters_of_attention_whose_gates_have_a_matrix_of_their_own_agree_with_peft() {
     check_in_groups(("afmoe", "afmoe_attention"));
 }

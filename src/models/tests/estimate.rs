@@ -45,6 +45,7 @@ fn estimates_of_the_cpu_are_what_it_takes() {
         "falcon_h1",
         "hunyuan_moe",
         "cohere2_moe",
+        "mimo_v2",
         "mtp_qwen3_5",
         "mtp_deepseek_v3",
         "eagle3",

@@ -15,7 +15,7 @@ use engine::{SampledToken, SamplingParams};
 use ops::DType;
 use support::{BLOCK_SIZE, MAX_ROWS, Runner, Sequence, golden_dir, on_group, on_parts};
 
-const CASES: [&str; 140] = [
+const CASES: [&str; 142] = [
     "llama3_gqa",
     "tied_mqa",
     "mha_bias_f32",
@@ -156,6 +156,8 @@ const CASES: [&str; 140] = [
     "gemma4_unified_vision",
     "phi4_multimodal",
     "phi4_mm",
+    "mimo_v2",
+    "mimo_v2_published",
 ];
 
 /// One norm of all value heads: refused for several workers.

@@ -2,11 +2,13 @@
 
 mod integers;
 mod layout;
+mod padded;
 mod rounded;
 mod scaled;
 
 pub(super) use integers::{Awq, Gptq, PackedIntegers};
 pub(super) use layout::{EvenFirst, Transposed, UnitRows};
+pub(crate) use padded::{HeadPadding, padded_cols, padded_rows, padded_vector};
 pub use rounded::rounded;
 pub(super) use scaled::{Microscaled, ScaledBytes, Scales};
 
