@@ -1,5 +1,9 @@
 //! Plain formulas, one for each op, with fp32 operands and fp64 sums. Tests compare kernels with them.
 
+mod delta;
+
+pub use delta::{DeltaSizes, DeltaWeights, gated_delta, kimi_delta};
+
 /// `out[t, n] = sum over k of x[t, k] * w[n, k] + bias[n]`, with `x [rows, k]`, `w [n, k]`.
 pub fn linear(x: &[f32], w: &[f32], bias: Option<&[f32]>, k: usize) -> Vec<f32> {
     let dot = |x: &[f32], w: &[f32]| x.iter().zip(w).map(|(x, w)| f64::from(*x) * f64::from(*w)).sum::<f64>();
@@ -302,64 +306,4 @@ pub fn short_conv(conv: &[f32], conv_bias: &[f32], inputs: &[f32], gates: &[f32]
         (sum * f64::from(*gate)) as f32
     };
     gates.iter().enumerate().map(out).collect()
-}
-
-/// Sizes of a layer of [`gated_delta`]: key heads, value heads, the size of a key head, of a value head, and taps.
-pub type DeltaSizes = [usize; 5];
-
-/// Weights of a layer of [`gated_delta`]: `conv [C, taps]`, `a_log [V]`, `dt_bias [V]`, `norm [DV]`.
-pub type DeltaWeights<'a> = [&'a [f32]; 4];
-
-/// Gated DeltaNet (Yang et al. 2024) behind its projections, for one sequence from its start. `qkvz [T, C + V DV]`, `ba [T, 2 V]`;
-/// the result is `[T, V DV]`. Learning rates are up to `max_rate`.
-pub fn gated_delta(
-    sizes: DeltaSizes,
-    weights: DeltaWeights<'_>,
-    qkvz: &[f32],
-    ba: &[f32],
-    (max_rate, eps): (f32, f32),
-) -> Vec<f32> {
-    let [keys, values, key_dim, value_dim, taps] = sizes;
-    let [conv, a_log, dt_bias, norm] = weights.map(|weight| weight.iter().map(|x| f64::from(*x)).collect::<Vec<_>>());
-    let (channels, num_tokens) = (2 * keys * key_dim + values * value_dim, ba.len() / (2 * values));
-    let sigmoid = |x: f64| 1.0 / (1.0 + (-x).exp());
-    let input = |token: usize, column: usize| f64::from(qkvz[token * (channels + values * value_dim) + column]);
-    let gate = |token: usize, column: usize| f64::from(ba[token * 2 * values + column]);
-    let mixed = |token: usize, channel: usize| {
-        let tap = |tap: usize| Some(conv[channel * taps + tap] * input((token + tap + 1).checked_sub(taps)?, channel));
-        let sum: f64 = (0..taps).filter_map(tap).sum();
-        sum * sigmoid(sum)
-    };
-    let unit = |token: usize, first: usize| -> Vec<f64> {
-        let head: Vec<f64> = (first..first + key_dim).map(|channel| mixed(token, channel)).collect();
-        let scale = (head.iter().map(|x| x * x).sum::<f64>() + 1e-6).sqrt();
-        head.into_iter().map(|x| x / scale).collect()
-    };
-    let mut out = vec![0.0; num_tokens * values * value_dim];
-    for head in 0..values {
-        let key_head = head / (values / keys);
-        let mut state = vec![vec![0.0f64; value_dim]; key_dim];
-        for token in 0..num_tokens {
-            let (query, key) = (unit(token, key_head * key_dim), unit(token, (keys + key_head) * key_dim));
-            let step = gate(token, values + head) + dt_bias[head];
-            let decay = (-a_log[head].exp() * (step.max(0.0) + (-step.abs()).exp().ln_1p())).exp();
-            let mut read = vec![0.0; value_dim];
-            for (column, read) in read.iter_mut().enumerate() {
-                state.iter_mut().for_each(|row| row[column] *= decay);
-                let value = mixed(token, 2 * keys * key_dim + head * value_dim + column);
-                let known: f64 = state.iter().zip(&key).map(|(row, key)| row[column] * key).sum();
-                let added = (value - known) * f64::from(max_rate) * sigmoid(gate(token, head));
-                state.iter_mut().zip(&key).for_each(|(row, key)| row[column] += key * added);
-                *read = state.iter().zip(&query).map(|(row, query)| row[column] * query).sum::<f64>();
-                *read /= (key_dim as f64).sqrt();
-            }
-            let scale = (read.iter().map(|x| x * x).sum::<f64>() / value_dim as f64 + f64::from(eps)).sqrt();
-            for (column, read) in read.into_iter().enumerate() {
-                let z = input(token, channels + head * value_dim + column);
-                let place = (token * values + head) * value_dim + column;
-                out[place] = (read / scale * norm[column] * z * sigmoid(z)) as f32;
-            }
-        }
-    }
-    out
 }

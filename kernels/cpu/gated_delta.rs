@@ -56,36 +56,36 @@ pub fn gated_delta(
     let conv = ConvWeights { taps: weights.conv, bias: &[], has_gated_inputs: false };
     let inputs = (qkvz, channels + num_heads * value_dim);
     each_token(pool, shape, conv, rows, inputs, states, |of| {
-        let HeadToken { token, key_head, inputs, query, key, values, heads, scratch } = of;
+        let HeadToken { token, key_head, inputs, query, key, values, heads, scratch, .. } = of;
         normalize(query, (shape.key_dim as f32).powf(-0.5));
         normalize(key, 1.0);
         let parts = heads.chunks_exact_mut(shape.key_dim * value_dim).zip(values.chunks_exact(value_dim));
         for (index, (state, value)) in parts.enumerate() {
             let head = key_head * shape.group() + index;
             let [b, a] = [0, num_heads].map(|first| ba[token * 2 * num_heads + first + head]);
-            let gates = [exp(weights.decay[head] * softplus(a + weights.dt_bias[head])), weights.max_rate * sigmoid(b)];
+            let decay = exp(weights.decay[head] * softplus(a + weights.dt_bias[head]));
+            let beta = weights.max_rate * sigmoid(b);
             // SAFETY: each token and head has one thread.
             let out = unsafe { out.slice((token * num_heads + head) * value_dim, value_dim) };
-            advance_state(state, key, query, value, gates, scratch, out);
+            advance_state(state, [key, query, value], &[decay], beta, scratch, out);
             gated_norm(out, &inputs[channels + head * value_dim..][..value_dim], weights.norm, weights.eps);
         }
     });
 }
 
 for_each_isa! {
-    /// Decays a state, adds what it lacks of `value` for `key`, and reads it by `query`.
-    fn advance_state(
+    /// Decays a state, adds what it lacks of `value` for `key`, and reads it by `query`. There is one decay, or one for each row.
+    pub(super) fn advance_state(
         state: &mut [f32],
-        key: &[f32],
-        query: &[f32],
-        value: &[f32],
-        gates: [f32; 2],
+        inputs: [&[f32]; 3],
+        decays: &[f32],
+        beta: f32,
         memory: &mut [f32],
         out: &mut [f32],
     ) {
-        let [decay, beta] = gates;
+        let [key, query, value] = inputs;
         memory.fill(0.0);
-        for (row, key) in state.chunks_exact_mut(value.len()).zip(key) {
+        for ((row, key), decay) in state.chunks_exact_mut(value.len()).zip(key).zip(decays.iter().cycle()) {
             for (element, memory) in row.iter_mut().zip(&mut *memory) {
                 *element *= decay;
                 *memory += *element * key;
@@ -113,7 +113,7 @@ for_each_isa! {
 }
 
 /// `x = x * rsqrt(sum x^2 + 1e-6) * factor`.
-fn normalize(x: &mut [f32], factor: f32) {
+pub(super) fn normalize(x: &mut [f32], factor: f32) {
     let scale = 1.0 / (squares(x) + HEAD_EPS).sqrt();
     x.iter_mut().for_each(|x| *x = *x * scale * factor);
 }

@@ -16,6 +16,7 @@ mod dot;
 mod exp;
 mod gated_delta;
 mod group_dot;
+mod kimi_delta;
 mod kv_cache;
 mod kv_layout;
 mod latent_attention;
@@ -49,7 +50,9 @@ pub use attention_tile::{Attention, AttentionRow};
 pub use buffer::Buffer;
 pub use exp::exp;
 pub use gated_delta::{DeltaWeights, gated_delta};
+
 pub use isa::Isa;
+pub use kimi_delta::{KimiDeltaWeights, kimi_delta};
 pub use kv_cache::{KvCache, KvType, Rotation, rotate_queries};
 pub use latent_attention::LatentAttention;
 pub use latent_cache::{LatentCache, LatentSizes, LatentTokens};

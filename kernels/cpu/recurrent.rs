@@ -96,6 +96,8 @@ pub(super) struct HeadToken<'a> {
     pub(super) heads: &'a mut [f32],
     /// `[DV]` for intermediate values.
     pub(super) scratch: &'a mut [f32],
+    /// `[DK]`, the same.
+    pub(super) key_scratch: &'a mut [f32],
 }
 
 /// Computes the convolution for the tokens of `rows`, and calls `advance` for each of their key heads, which advances the
@@ -159,12 +161,13 @@ fn run_head(
         true => heads.fill(0.0),
         false => conv.each_input(|tap, part, inputs| inputs.copy_from_slice(history(tap, part))),
     }
-    let mut scratch = vec![0.0; value_dim];
+    let (mut scratch, mut key_scratch) = (vec![0.0; value_dim], vec![0.0; key_dim]);
     for token in row.first_token..row.first_token + row.num_tokens {
         let inputs = &inputs[token * stride..][..stride];
         let (query, rest) = conv.advance(inputs).split_at_mut(key_dim);
         let (key, values) = rest.split_at_mut(key_dim);
-        advance(HeadToken { token, key_head, inputs, query, key, values, heads, scratch: &mut scratch });
+        let (scratch, key_scratch) = (&mut scratch[..], &mut key_scratch[..]);
+        advance(HeadToken { token, key_head, inputs, query, key, values, heads, scratch, key_scratch });
         if let Some([_, slot]) = row.saved.filter(|[count, _]| row.first_token + *count as usize == token + 1) {
             let start = slot as usize * shape.state_len();
             let first = start + shape.history_len() + first_head * head_len;

@@ -71,6 +71,8 @@ CASES = {
     "phi4_multimodal_text": ("phi4_multimodal", torch.float32, dict(r=3, lora_alpha=3, target_modules=r"model\.layers\..*_proj")),
     # heads of v that are narrower than those of k
     "mimo_v2_attention": ("mimo_v2", torch.float32, dict(r=3, lora_alpha=3, target_modules=["q_proj", "k_proj", "v_proj", "o_proj"])),
+    # Kimi Delta Attention, without its products of low rank, around latent vectors
+    "kimi_linear_attention": ("kimi_linear", torch.float32, dict(r=3, lora_alpha=3, target_modules=["k_proj", "v_proj", "b_proj", *LATENT])),
 }
 NUM_NUMBERED = 20  # The first cases have a number as seed. Later ones have a checksum of their name: their order has no effect.
 

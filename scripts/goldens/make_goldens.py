@@ -136,6 +136,9 @@ DEEPSEEK_EXPERTS = dict(n_routed_experts=8, num_experts_per_tok=3, moe_intermedi
 DEEPSEEK_YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 40.0, "original_max_position_embeddings": 8, "beta_fast": 32.0,
                  "beta_slow": 1.0, "mscale": 1.0, "mscale_all_dim": 1.0}
 
+KIMI_LINEAR = LATENT | dict(num_hidden_layers=2, linear_head_dim=16, linear_num_heads=4, num_local_experts=4, num_experts_per_tok=2,
+                            intermediate_size=64, moe_intermediate_size=32, n_group=2, topk_group=1, v_head_dim=16, vocab_size=176,
+                            pad_token_id=0)
 GPT_OSS = dict(head_dim=24, num_hidden_layers=3, intermediate_size=64, num_local_experts=6, num_experts_per_tok=2, sliding_window=20,
                swiglu_limit=1.0, rope_parameters=YARN | {"truncate": False, "beta_fast": 32.0, "beta_slow": 1.0})
 
@@ -452,6 +455,11 @@ FAMILIES = {
     # the publisher's fields
     "mimo_v2_published": ("MiMoV2Flash", dict(head_dim=48, v_head_dim=32, sliding_window=20, intermediate_size=64, n_routed_experts=4,
                                           num_experts_per_tok=2, moe_intermediate_size=32, n_group=2)),
+    # Kimi Delta Attention around attention over latent vectors that is not rotated; experts within groups; the same in the publisher's form
+    "kimi_linear": ("KimiLinear", KIMI_LINEAR | dict(num_hidden_layers=3, q_lora_rank=48, layer_types=["linear_attention", "full_attention", "linear_attention"],
+                                               mlp_layer_types=["dense", "sparse", "dense"])),
+    "kimi_linear_published": ("KimiLinear", KIMI_LINEAR | dict(
+        q_lora_rank="none", layer_types=["linear_attention", "full_attention"], n_group=1, topk_group=1)),
 }
 VISION = dict(depth=1, hidden_size=16, intermediate_size=16, num_heads=2, patch_size=2, out_hidden_size=64, num_position_embeddings=4)
 GLM_VISION = dict(depth=1, hidden_size=16, intermediate_size=16, num_heads=2, patch_size=2, out_hidden_size=64, image_size=8)

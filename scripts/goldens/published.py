@@ -50,6 +50,19 @@ def variant(name, config, model, tensors):
             "topk_method": "noaux_tc"}
         own = ("layer_types", "mlp_layer_types", "rope_parameters", "rms_norm_eps")
         return {key: value for key, value in fields.items() if key not in own}, tensors, plain
+    if name.startswith("kimi_linear"):
+        # transformers saves dense layers with the names of experts, which no published file has.
+        dense = ("block_sparse_moe.gate_proj", "block_sparse_moe.up_proj", "block_sparse_moe.down_proj")
+        own = lambda key: key.replace("block_sparse_moe", "mlp") if key.removesuffix(".weight").endswith(dense) and "shared" not in key else key
+        tensors = {own(key): tensor for key, tensor in tensors.items()}
+    if name == "kimi_linear_published":
+        fields = config.to_diff_dict() | {
+            "architectures": config.architectures, "dtype": "float16", "first_k_dense_replace": 1, "head_dim": 72, "mla_use_nope": True,
+            "moe_layer_freq": 1, "moe_router_activation_func": "sigmoid", "num_nextn_predict_layers": 0, "rope_scaling": None,
+            "rope_theta": 10000.0, "use_grouped_topk": True, "linear_attn_config": {
+                "full_attn_layers": [2], "kda_layers": [1], "head_dim": 16, "num_heads": 4, "short_conv_kernel_size": 4}}
+        own = ("layer_types", "mlp_layer_types", "linear_head_dim", "linear_num_heads", "linear_conv_kernel_dim", "qk_head_dim")
+        return {key: value for key, value in fields.items() if key not in own}, tensors, plain
     if name == "phi4_mm":
         return *phi4_mm(config, tensors), plain
     if name == "gpt_oss_mxfp4":

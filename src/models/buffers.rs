@@ -26,9 +26,10 @@ pub(crate) struct InnerBuffers<D: Device> {
     pub(crate) qkv: D::Tensor, // [T, (H + 2K) D], without k and v [T, H D]; of a state [T, C + V DV]; q of latent vectors
     pub(crate) gates: Option<D::Tensor>, // of the output of attention [T, H D], of a state [T, 2 V] or [T, V], or latent vectors [T, width]
     pub(crate) attended: D::Tensor,      // [T, H D]
+    pub(crate) decays: Option<[D::Tensor; 2]>, // of Kimi Delta Attention: inputs of low rank [T, DK], and steps [T, V DK]
     pub(crate) query_latents: Option<[D::Tensor; 2]>, // [T, rank of q], before and behind the norm
-    pub(crate) gate_up: Option<D::Tensor>, // [T, 2 I]
-    pub(crate) inner: Option<D::Tensor>, // [T, I]
+    pub(crate) gate_up: Option<D::Tensor>,     // [T, 2 I]
+    pub(crate) inner: Option<D::Tensor>,       // [T, I]
     pub(crate) expert_latents: Option<[D::Tensor; 2]>, // [T, L], inputs and outputs of experts
     pub(crate) beside: Option<BesideBuffers<D>>,
 }
@@ -47,6 +48,8 @@ pub(crate) struct Widths {
     pub(crate) qkv: usize,
     pub(crate) gates: usize,
     pub(crate) attended: usize,
+    /// Of Kimi Delta Attention: inputs of low rank, and steps.
+    pub(crate) decays: Option<[usize; 2]>,
     pub(crate) query_rank: usize,
     pub(crate) inner: usize,
     pub(crate) is_gated: bool,
@@ -65,9 +68,19 @@ impl Widths {
             [shape.channels() + values, shape.num_steps(), values]
         };
         let beside = layer.beside.map(|beside| of_state(beside.recurrent, &shard.of_beside()));
-        let usual = Self { qkv: 0, gates: 0, attended: 0, query_rank: 0, inner, is_gated, expert_latents, beside };
+        let decays = layer.recurrent.filter(|recurrent| recurrent.is_kimi_delta()).map(|recurrent| {
+            let dim = recurrent.shape.key_dim;
+            [dim, shard.heads.len() * dim]
+        });
+        let usual =
+            Self { qkv: 0, gates: 0, attended: 0, decays, query_rank: 0, inner, is_gated, expert_latents, beside };
         if let Some(recurrent) = layer.recurrent {
             let [qkv, gates, attended] = of_state(recurrent, shard);
+            let (qkv, gates) = match decays {
+                // Learning rates are behind q, k and v, in place of the gates.
+                Some(_) => (qkv - attended + gates, attended),
+                None => (qkv, gates),
+            };
             return Self { qkv, gates, attended, ..usual };
         }
         if let Some(LatentLayer { shape, query_rank }) = layer.attention.latent {
@@ -95,6 +108,10 @@ impl<D: Device> Buffers<D> {
                 qkv: device.tensor(widths.qkv)?,
                 gates: if widths.gates > 0 { Some(device.tensor(widths.gates)?) } else { None },
                 attended: device.tensor(widths.attended)?,
+                decays: match widths.decays {
+                    Some([low, steps]) => Some([device.tensor(low)?, device.tensor(steps)?]),
+                    None => None,
+                },
                 query_latents: match widths.query_rank {
                     0 => None,
                     rank => Some([device.tensor(rank)?, device.tensor(rank)?]),

@@ -302,6 +302,7 @@ impl Config {
             (self.layers.iter().any(|layer| layer.beside.is_some()), Feature::RecurrentBeside),
             (recurrent(RecurrentLayer::is_short_conv), Feature::ShortConv),
             (recurrent(RecurrentLayer::has_doubled_rates), Feature::DoubledRates),
+            (recurrent(RecurrentLayer::is_kimi_delta), Feature::KimiDelta),
             (self.has_latents(), Feature::LatentAttention),
             (attention(|a| a.chunk.is_some()), Feature::ChunkedAttention),
             (attention(|a| a.head_norm.is_some_and(|norm| norm.is_behind_rotation)), Feature::QueryGains),

@@ -94,6 +94,10 @@ impl RecurrentLayer {
         self.shape.rule == RecurrentRule::ShortConv
     }
 
+    pub(crate) fn is_kimi_delta(self) -> bool {
+        self.shape.rule == RecurrentRule::KimiDelta
+    }
+
     pub(crate) fn has_doubled_rates(self) -> bool {
         self.shape.rule == RecurrentRule::GatedDelta { has_doubled_rates: true }
     }

@@ -19,6 +19,7 @@ mod estimate;
 mod expert_branch;
 mod families;
 mod fields;
+mod kimi_delta;
 mod kv_groups;
 mod layer;
 mod layer_spec;

@@ -5,6 +5,7 @@ use ops::{Device, DeviceError, HeadNorms};
 use crate::ModelError;
 use crate::adapter::targets::TargetWeight;
 use crate::buffers::InnerBuffers;
+use crate::kimi_delta::KimiDelta;
 use crate::layer_spec::{BesideLayer, RecurrentLayer};
 use crate::layers::{HeadNormWeights, LATENT_EPS, LatentQuery, LayerSource, Loader};
 
@@ -19,6 +20,7 @@ pub(crate) struct Counts {
 pub(crate) enum Mixer<D: Device> {
     Attention(Attention<D>),
     Recurrent(Recurrent<D>),
+    KimiDelta(KimiDelta<D>),
     Latent(Latent<D>),
     Both(Attention<D>, Box<Beside<D>>),
 }
@@ -67,6 +69,10 @@ impl<D: Device> Mixer<D> {
         source: LayerSource<'_>,
         counts: &mut Counts,
     ) -> Result<Self, ModelError> {
+        if let Some(recurrent) = source.spec.recurrent.filter(|recurrent| recurrent.is_kimi_delta()) {
+            counts.recurrent += 1;
+            return Ok(Mixer::KimiDelta(KimiDelta::load(loader, source, recurrent, counts.recurrent - 1)?));
+        }
         if let Some(recurrent) = source.spec.recurrent {
             return Ok(Mixer::Recurrent(Recurrent::load(loader, source, recurrent, [1.0; 3], counts)?));
         }
@@ -101,7 +107,7 @@ impl<D: Device> Mixer<D> {
     fn attention(&self) -> Option<&Attention<D>> {
         match self {
             Mixer::Attention(attention) | Mixer::Both(attention, ..) => Some(attention),
-            Mixer::Recurrent(_) | Mixer::Latent(_) => None,
+            Mixer::Recurrent(_) | Mixer::KimiDelta(_) | Mixer::Latent(_) => None,
         }
     }
 
@@ -109,7 +115,7 @@ impl<D: Device> Mixer<D> {
         match self {
             Mixer::Recurrent(recurrent) => Some(recurrent),
             Mixer::Both(_, beside) => Some(&beside.recurrent),
-            Mixer::Attention(_) | Mixer::Latent(_) => None,
+            Mixer::Attention(_) | Mixer::KimiDelta(_) | Mixer::Latent(_) => None,
         }
     }
 
@@ -129,6 +135,8 @@ impl<D: Device> Mixer<D> {
         match (self, weight) {
             (Mixer::Latent(latent), weight) => latent.target_weight(weight),
             (Mixer::Recurrent(recurrent), TargetWeight::Out) => Some(&recurrent.out),
+            (Mixer::KimiDelta(own), TargetWeight::State) => Some(&own.qkvb),
+            (Mixer::KimiDelta(own), TargetWeight::Out) => Some(&own.out),
             (_, TargetWeight::Qkv) => attention.map(|own| &own.qkv),
             (_, TargetWeight::Gates) => attention.and_then(|own| own.gates.as_ref()),
             (_, TargetWeight::Out) => attention.map(|own| &own.out),
@@ -152,6 +160,7 @@ impl<D: Device> Mixer<D> {
                 let steps = b.gates.as_mut().expect("the buffers are those of the layer's widths");
                 recurrent.run(device, x, partial, [&mut b.qkv, steps, &mut b.attended], 1.0)
             }
+            Mixer::KimiDelta(own) => own.run(device, x, partial, b),
             Mixer::Latent(latent) => latent.run(device, x, partial, b),
             Mixer::Both(attention, beside) => {
                 attention.run(device, x, partial, b)?;

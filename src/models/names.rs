@@ -135,6 +135,9 @@ pub(crate) enum RecurrentProjections {
     Together(&'static str),
     /// One matrix: all gates of the input, all gates of the output, all of v. The convolution has v alone.
     ShortConv(&'static str),
+    /// A matrix for each of q, k, v and learning rates, and a convolution for each of q, k and v; steps and gates of the output by two
+    /// products each, of which the first one has few outputs.
+    LowRank { qkvb: [&'static str; 4], convs: [&'static str; 3], steps: [&'static str; 2], gates: [&'static str; 2] },
     /// A matrix for each of q, k, v and the gates of the output, learning rates and steps, and a convolution for each of q, k and v.
     Each { qkvz: [&'static str; 4], ba: [&'static str; 2], convs: [&'static str; 3] },
 }

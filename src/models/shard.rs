@@ -140,7 +140,7 @@ fn is_divided([heads, shared]: [usize; 2], size: usize) -> bool {
 /// Value heads of a recurrent layer whose output is normed together.
 fn norm_heads(layer: &LayerSpec) -> Option<usize> {
     match layer.state()?.shape.rule {
-        RecurrentRule::GatedDelta { .. } | RecurrentRule::ShortConv => None,
+        RecurrentRule::GatedDelta { .. } | RecurrentRule::KimiDelta | RecurrentRule::ShortConv => None,
         RecurrentRule::Mamba2 { norm_heads } => norm_heads,
     }
 }

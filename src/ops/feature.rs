@@ -72,6 +72,8 @@ pub enum Feature {
     ExpertsApart,
     /// [`crate::AttentionSpec::states`]: [`crate::Device::recurrent`].
     Recurrent,
+    /// [`crate::RecurrentRule::KimiDelta`]: [`crate::Device::kimi_delta`].
+    KimiDelta,
     /// [`crate::RecurrentRule::Mamba2`].
     Mamba2,
     /// [`crate::RecurrentRule::Mamba2`] without a norm.
@@ -132,6 +134,7 @@ impl fmt::Display for Feature {
             Feature::ExpertScales => "a factor of each expert",
             Feature::ExpertsApart => "experts with an input of their own",
             Feature::Recurrent => "layers with a recurrent state (Gated DeltaNet)",
+            Feature::KimiDelta => "Kimi Delta Attention",
             Feature::Mamba2 => "layers with a recurrent state of Mamba-2",
             Feature::UnnormedMamba2 => "layers with a recurrent state of Mamba-2 without a norm",
             Feature::RecurrentBeside => "layers with a recurrent state beside attention",

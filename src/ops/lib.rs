@@ -398,6 +398,20 @@ pub trait Device: Sized {
         Err(DeviceError::lacks(Feature::Recurrent))
     }
 
+    /// A layer of Kimi Delta Attention behind its projections: `out [T, V DV]` from `qkvb [T, C + V]` (q, k and v of all heads, then
+    /// learning rates), steps `[T, V DK]` and the gates of the output `[T, V DV]`. States are as of [`Device::recurrent`]
+    /// ([`Feature::KimiDelta`]).
+    fn kimi_delta(
+        &mut self,
+        _out: &mut Self::Tensor,
+        _inputs: [&Self::Tensor; 3],
+        _layer: usize,
+        _weights: &Self::Weight,
+        _eps: f32,
+    ) -> Result<(), DeviceError> {
+        Err(DeviceError::lacks(Feature::KimiDelta))
+    }
+
     /// `residual += sum of partial over the group; out = norm(residual)`. `weight` determines the kind of norm.
     fn reduce_add_norm(
         &mut self,

@@ -1,5 +1,5 @@
-//! Layers with a recurrent state in place of attention: Gated DeltaNet (Yang et al. 2024), Mamba-2 (Dao and Gu 2024), and the short
-//! convolutions of LFM2.
+//! Layers with a recurrent state in place of attention: Gated DeltaNet (Yang et al. 2024), Kimi Delta Attention (Kimi Linear, 2025),
+//! Mamba-2 (Dao and Gu 2024), and the short convolutions of LFM2.
 
 /// How such a layer computes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -9,6 +9,9 @@ pub enum RecurrentRule {
         /// Whether learning rates are up to 2 in place of 1 ([`crate::Feature::DoubledRates`]).
         has_doubled_rates: bool,
     },
+    /// Kimi Delta Attention: Gated DeltaNet with a step for each channel of k, so that each row of a state decays on its own. Each head
+    /// has its own q and k ([`crate::Device::kimi_delta`]).
+    KimiDelta,
     /// Mamba-2, where C, B and x are q, k and v. Its small projection has steps. The output is gated, then normed.
     Mamba2 {
         /// Neighbouring value heads that have one norm together; none without a norm. A worker has whole ones.
@@ -48,11 +51,12 @@ impl RecurrentShape {
         2 * keys + values
     }
 
-    /// Outputs of the second projection: learning rates and steps, steps alone, or the gates of the output.
+    /// Outputs of the second projection: learning rates and steps, steps alone, or the gates of the output. Of Kimi Delta Attention the
+    /// learning rates.
     pub fn num_steps(&self) -> usize {
         match self.rule {
             RecurrentRule::GatedDelta { .. } => 2 * self.num_value_heads,
-            RecurrentRule::Mamba2 { .. } => self.num_value_heads,
+            RecurrentRule::KimiDelta | RecurrentRule::Mamba2 { .. } => self.num_value_heads,
             RecurrentRule::ShortConv => self.widths()[1],
         }
     }
@@ -74,7 +78,7 @@ pub struct RecurrentWeights {
     pub conv_bias: Vec<f32>,
     /// `[value heads]`: logarithm of the decay. Empty for a short convolution, as the following.
     pub a_log: Vec<f32>,
-    /// `[value heads]`.
+    /// `[value heads]`; of Kimi Delta Attention `[value heads * key_dim]`.
     pub dt_bias: Vec<f32>,
     /// `[value heads]`: what of the convolution's v Mamba-2 adds to the output; else empty.
     pub skip: Vec<f32>,

@@ -407,6 +407,18 @@ impl Device for CpuDevice {
         Ok(())
     }
 
+    fn kimi_delta(
+        &mut self,
+        out: &mut CpuTensor,
+        inputs: [&CpuTensor; 3],
+        layer: usize,
+        weights: &CpuWeight,
+        eps: f32,
+    ) -> Result<(), DeviceError> {
+        self.run_kimi_delta(out, inputs, layer, weights.recurrent(), eps);
+        Ok(())
+    }
+
     fn reduce_add_norm(
         &mut self,
         out: &mut CpuTensor,

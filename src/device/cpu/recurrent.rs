@@ -1,7 +1,7 @@
 //! Layers with a recurrent state, and the slots of the states.
 
 use engine::CopiedState;
-use kernels::cpu::{self as k, Buffer, DeltaWeights, Mamba2Weights, StateRow, StateShape};
+use kernels::cpu::{self as k, Buffer, DeltaWeights, KimiDeltaWeights, Mamba2Weights, StateRow, StateShape};
 use ops::{AttentionSpec, DeviceError, RecurrentRule, RecurrentShape, RecurrentWeights, StepInputs};
 
 use super::{CpuDevice, CpuTensor, available_memory, out_of_range};
@@ -13,7 +13,7 @@ pub struct Recurrent {
     conv: Vec<f32>,      // [taps, C]
     conv_bias: Vec<f32>, // [C], or none
     decay: Vec<f32>,     // [V], or none
-    dt_bias: Vec<f32>,   // [V], or none
+    dt_bias: Vec<f32>,   // [V] or [V DK], or none
     skip: Vec<f32>,      // [V], or none
     norm: Vec<f32>,      // [DV] or [V DV], or none
 }
@@ -131,19 +131,7 @@ impl CpuDevice {
         weights: &Recurrent,
         eps: f32,
     ) {
-        let (tokens, step) = (self.num_tokens(), &self.inputs);
-        let row = |(index, starts): (usize, &[u32])| StateRow {
-            first_token: starts[0] as usize,
-            num_tokens: (starts[1] - starts[0]) as usize,
-            state: step.states[index] as usize,
-            is_first: step.positions[starts[0] as usize] == 0,
-            saved: step
-                .saved_states
-                .iter()
-                .find(|[row, ..]| *row as usize == index)
-                .map(|&[_, count, slot]| [count, slot]),
-        };
-        let rows: Vec<_> = step.row_starts.windows(2).enumerate().filter(|(_, s)| s[0] < s[1]).map(row).collect();
+        let (tokens, rows) = (self.num_tokens(), self.state_rows());
         let Recurrent { rule, shape, conv, conv_bias, decay, dt_bias, skip, norm } = weights;
         let (out, states) = (out.rows_mut(tokens), &mut self.states.layers[layer].slots);
         let (inputs, pool) = (inputs.map(|inputs| inputs.rows(tokens)), &mut self.pool);
@@ -161,7 +149,40 @@ impl CpuDevice {
             RecurrentRule::ShortConv => {
                 k::short_conv(pool, shape, [conv, conv_bias], &rows, inputs, (out, states));
             }
+            RecurrentRule::KimiDelta => unreachable!("it has three inputs"),
         }
+    }
+
+    pub(super) fn run_kimi_delta(
+        &mut self,
+        out: &mut CpuTensor,
+        inputs: [&CpuTensor; 3],
+        layer: usize,
+        weights: &Recurrent,
+        eps: f32,
+    ) {
+        let (tokens, rows) = (self.num_tokens(), self.state_rows());
+        let Recurrent { shape, conv, decay, dt_bias, norm, .. } = weights;
+        let by = KimiDeltaWeights { conv, decay, dt_bias, norm, eps };
+        let (out, states) = (out.rows_mut(tokens), &mut self.states.layers[layer].slots);
+        k::kimi_delta(&mut self.pool, shape, &by, &rows, inputs.map(|inputs| inputs.rows(tokens)), (out, states));
+    }
+
+    /// The rows of the step.
+    fn state_rows(&self) -> Vec<StateRow> {
+        let step = &self.inputs;
+        let row = |(index, starts): (usize, &[u32])| StateRow {
+            first_token: starts[0] as usize,
+            num_tokens: (starts[1] - starts[0]) as usize,
+            state: step.states[index] as usize,
+            is_first: step.positions[starts[0] as usize] == 0,
+            saved: step
+                .saved_states
+                .iter()
+                .find(|[row, ..]| *row as usize == index)
+                .map(|&[_, count, slot]| [count, slot]),
+        };
+        step.row_starts.windows(2).enumerate().filter(|(_, s)| s[0] < s[1]).map(row).collect()
     }
 
     /// `x *= sigmoid(gates)`.

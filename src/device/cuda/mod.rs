@@ -259,7 +259,8 @@ fn device_error(error: CudaError) -> DeviceError {
 
 impl CudaDevice {
     /// Optional ops that this device lacks.
-    pub(crate) const LACKS: &[Feature] = &[Feature::DoubledRates, Feature::UnnormedMamba2, Feature::RecurrentBeside];
+    pub(crate) const LACKS: &[Feature] =
+        &[Feature::DoubledRates, Feature::UnnormedMamba2, Feature::RecurrentBeside, Feature::KimiDelta];
 
     /// Opens the GPU and joins the group. From now on only the calling thread may use the device.
     ///

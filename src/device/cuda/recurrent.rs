@@ -147,6 +147,7 @@ impl RecurrentKernel {
                 );
                 Err(refused("Mamba-2", expected))
             }
+            RecurrentRule::KimiDelta => Err(DeviceError::lacks(Feature::KimiDelta)),
             RecurrentRule::ShortConv if num_taps == SHORT_TAPS && shape.channels().is_multiple_of(8) => {
                 Ok(Self::ShortConv(shape.channels()))
             }

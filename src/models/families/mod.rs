@@ -15,6 +15,7 @@ mod granite;
 mod harmless;
 mod hunyuan;
 mod hybrid;
+mod kimi_linear;
 mod layer_types;
 mod lfm2;
 mod llama4;

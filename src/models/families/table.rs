@@ -4,7 +4,7 @@ use ops::HeadNormSpan;
 
 use super::{
     AttentionBias, BiasRule, Family, NormRule, WindowRule, adjust, cohere2_moe, deepseek, experts, falcon_h1, gemma4,
-    granite, hunyuan, hybrid, lfm2, llama4, mimo_v2, mistral4, nemotron_h, older, phimoe, weights,
+    granite, hunyuan, hybrid, kimi_linear, lfm2, llama4, mimo_v2, mistral4, nemotron_h, older, phimoe, weights,
 };
 
 const NEVER: AttentionBias = AttentionBias { qkv: BiasRule::Never, out: BiasRule::Never };
@@ -1105,6 +1105,27 @@ pub(super) const FAMILIES: &[Family] = &[
                       "num_attention_heads": 30, "max_position_embeddings": 65536, "linear_conv_kernel_dim": 4}"#,
         adjust: hybrid::olmo_hybrid,
         ..OLMO2
+    },
+    Family {
+        name: "KimiLinearForCausalLM",
+        model_type: "kimi_linear",
+        names: &weights::KIMI_LINEAR,
+        aliases: &[
+            ("max_position_embeddings", "model_max_length"),
+            ("num_experts_per_tok", "num_experts_per_token"),
+            ("n_shared_experts", "num_shared_experts"),
+            ("n_group", "num_expert_group"),
+            ("norm_topk_prob", "moe_renormalize"),
+            ("head_dim", "qk_rope_head_dim"),
+        ],
+        defaults: r#"{"vocab_size": 163840, "hidden_size": 2304, "intermediate_size": 9216, "num_hidden_layers": 27,
+                      "num_attention_heads": 32, "num_key_value_heads": 32, "num_experts": 256, "num_experts_per_tok": 8,
+                      "n_shared_experts": 1, "moe_intermediate_size": 1024, "first_k_dense_replace": 1,
+                      "routed_scaling_factor": 2.446, "kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64,
+                      "v_head_dim": 128, "max_position_embeddings": 1048576, "rms_norm_eps": 1e-5, "linear_head_dim": 128,
+                      "linear_num_heads": 32, "linear_conv_kernel_dim": 4}"#,
+        adjust: kimi_linear::kimi_linear,
+        ..DEEPSEEK_V3
     },
     LFM2,
     Family { name: "Lfm2VlForConditionalGeneration", model_type: "lfm2_vl", is_nested: true, ..LFM2 },

@@ -391,6 +391,36 @@ pub(super) const DEEPSEEK_V2: Names = Names { latent: Some(DEEPSEEK_LATENT), ..D
 
 pub(super) const DEEPSEEK_V3: Names = Names { latent: Some(DEEPSEEK_LATENT), ..DEEPSEEK_MOE };
 
+pub(super) const KIMI_LINEAR: Names = Names {
+    experts: Some(ExpertNames {
+        router: "block_sparse_moe.gate",
+        layout: ExpertLayout::Each { prefix: "block_sparse_moe.experts", names: ["w1", "w3", "w2"] },
+        selection_bias: Some(("block_sparse_moe.gate.e_score_correction_bias", BiasForm::Vector)),
+        shared: Some((
+            UpNames::Separate(["block_sparse_moe.shared_experts.gate_proj", "block_sparse_moe.shared_experts.up_proj"]),
+            "block_sparse_moe.shared_experts.down_proj",
+            "",
+        )),
+        ..DEEPSEEK_EXPERTS
+    }),
+    recurrent: Some(RecurrentNames {
+        projections: RecurrentProjections::LowRank {
+            qkvb: ["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.b_proj"],
+            convs: ["self_attn.q_conv1d.weight", "self_attn.k_conv1d.weight", "self_attn.v_conv1d.weight"],
+            steps: ["self_attn.f_a_proj", "self_attn.f_b_proj"],
+            gates: ["self_attn.g_a_proj", "self_attn.g_b_proj"],
+        },
+        conv: "",
+        conv_bias: "",
+        a_log: "self_attn.A_log",
+        dt_bias: "self_attn.dt_bias",
+        skip: "",
+        norm: "self_attn.o_norm.weight",
+        out: "self_attn.o_proj",
+    }),
+    ..DEEPSEEK_V3
+};
+
 /// Experts in two tensors, or each on its own.
 pub(super) const MISTRAL4: Names = Names {
     experts: Some(ExpertNames {

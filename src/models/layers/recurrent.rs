@@ -30,6 +30,34 @@ impl<D: Device> Loader<'_, D> {
         ])
     }
 
+    /// The projections of Kimi Delta Attention: q, k, v and learning rates as one matrix; the two products that give steps, and those that
+    /// give gates. All workers have all outputs of the first product.
+    pub(crate) fn kimi_delta_inputs(
+        &mut self,
+        layer: LayerSource<'_>,
+        RecurrentLayer { shape, .. }: RecurrentLayer,
+    ) -> Result<[D::Weight; 5], ModelError> {
+        let (names, hidden) = (self.recurrent_names(), self.config.hidden_size);
+        let RecurrentProjections::LowRank { steps, gates, .. } = names.projections else {
+            unreachable!("this rule has products of low rank")
+        };
+        let [qkvb, _] = recurrent_slices(names.projections, shape, layer.shard);
+        let qkvb = self.by_output(LinearRole::Qkv, layer.number, &qkvb, hidden, false)?;
+        // The first product has as many outputs as a head has channels.
+        let rank = shape.key_dim;
+        let mut pair = |[low, high]: [&'static str; 2], dim: usize| {
+            let slice = |name, rows, taken| RowSlice { name, rows, taken, head_order: None, padding: None };
+            let taken = scaled(&layer.shard.heads, dim);
+            let slices = [slice(low, rank, 0..rank), slice(high, shape.num_value_heads * dim, taken)];
+            Ok::<_, ModelError>([
+                self.by_output(LinearRole::Up, layer.number, &slices[..1], hidden, false)?,
+                self.by_output(LinearRole::Up, layer.number, &slices[1..], rank, false)?,
+            ])
+        };
+        let ([steps_low, steps], [gates_low, gates]) = (pair(steps, shape.key_dim)?, pair(gates, shape.value_dim)?);
+        Ok([qkvb, steps_low, steps, gates_low, gates])
+    }
+
     pub(crate) fn recurrent_out(
         &mut self,
         layer: LayerSource<'_>,
@@ -68,6 +96,13 @@ impl<D: Device> Loader<'_, D> {
             RecurrentRule::Mamba2 { norm_heads: Some(_) } => {
                 own(of_heads(names.skip)?, norm(shape.widths()[1], scaled(&shard.heads, shape.value_dim))?)?
             }
+            RecurrentRule::KimiDelta => {
+                let (heads, dims) = (shape.num_value_heads, shape.num_value_heads * shape.key_dim);
+                let a_log = self.checkpoint.values(&name(names.a_log), &[1, 1, heads, 1], shard.heads.clone())?;
+                let taken = scaled(&shard.heads, shape.key_dim);
+                let dt_bias = self.checkpoint.values(&name(names.dt_bias), &[dims], taken)?;
+                [a_log, dt_bias, Vec::new(), norm(shape.value_dim, 0..shape.value_dim)?]
+            }
             RecurrentRule::ShortConv => Default::default(),
         };
         let weights = RecurrentWeights { shape: shape_of(shape, shard), conv, conv_bias, a_log, dt_bias, skip, norm };
@@ -90,6 +125,7 @@ fn channels(projections: RecurrentProjections, shape: RecurrentShape, shard: &La
         RecurrentProjections::Separate { .. }
         | RecurrentProjections::Grouped { .. }
         | RecurrentProjections::ShortConv(_)
+        | RecurrentProjections::LowRank { .. }
         | RecurrentProjections::Each { .. } => [key.clone(), after(keys, &key), after(2 * keys, &value)],
     }
 }
@@ -101,7 +137,8 @@ fn convolutions(
     shard: &LayerShard,
 ) -> [(&'static str, usize, Range<usize>); 3] {
     match names.projections {
-        RecurrentProjections::Each { convs: [q, k, v], .. } => {
+        RecurrentProjections::Each { convs: [q, k, v], .. }
+        | RecurrentProjections::LowRank { convs: [q, k, v], .. } => {
             let [keys, values] = shape.widths();
             let key = scaled(&shard.kv_heads, shape.key_dim);
             [(q, keys, key.clone()), (k, keys, key), (v, values, scaled(&shard.heads, shape.value_dim))]
@@ -114,7 +151,8 @@ fn after(offset: usize, range: &Range<usize>) -> Range<usize> {
     offset + range.start..offset + range.end
 }
 
-/// The rows of q, k, v and the gates of the output, and those of learning rates and steps, or of steps alone; of a short convolution
+/// The rows of q, k, v and the gates of the output, and those of learning rates and steps, or of steps alone; of q, k, v and learning
+/// rates where steps and gates have products of low rank; of a short convolution
 /// the rows of v and the gates of the input, and those of the gates of the output.
 pub(crate) fn recurrent_slices(
     projections: RecurrentProjections,
@@ -136,6 +174,13 @@ pub(crate) fn recurrent_slices(
             let of_values = [v, z].map(|name| slice(name, values, value.clone()));
             let ba = ba.map(|name| slice(name, shape.num_value_heads, shard.heads.clone()));
             [of_keys.into_iter().chain(of_values).collect(), ba.into()]
+        }
+        RecurrentProjections::LowRank { qkvb: [q, k, v, b], .. } => {
+            let ([keys, values], key) = (shape.widths(), scaled(&shard.kv_heads, shape.key_dim));
+            let of_keys = [q, k].map(|name| slice(name, keys, key.clone()));
+            let v = slice(v, values, scaled(&shard.heads, shape.value_dim));
+            let b = slice(b, shape.num_value_heads, shard.heads.clone());
+            [of_keys.into_iter().chain([v, b]).collect(), Vec::new()]
         }
         RecurrentProjections::Together(name) => {
             let (values, inner) = (shape.widths()[1], shape.channels() + shape.widths()[1]);
@@ -211,6 +256,17 @@ mod tests {
         let names =
             RecurrentProjections::Each { qkvz: ["q", "k", "v", "z"], ba: ["b", "a"], convs: ["qc", "kc", "vc"] };
         assert_eq!(taken(names, 2..4, 1..2), [vec![3..6, 3..6, 10..20, 10..20], vec![2..4, 2..4]]);
+    }
+
+    #[test]
+    fn learning_rates_are_behind_q_k_and_v_where_steps_and_gates_have_products_of_low_rank() {
+        let names = RecurrentProjections::LowRank {
+            qkvb: ["q", "k", "v", "b"],
+            convs: ["qc", "kc", "vc"],
+            steps: ["fa", "fb"],
+            gates: ["ga", "gb"],
+        };
+        assert_eq!(taken(names, 2..4, 1..2), [vec![3..6, 3..6, 10..20, 2..4], vec![]]);
     }
 
     #[test]

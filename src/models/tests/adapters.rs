@@ -134,6 +134,7 @@ fn adapters_of_layers_with_a_recurrent_state_agree_with_peft() {
     check_in_groups(("lfm2", "lfm2_all"));
     check_in_groups(("olmo_hybrid", "olmo_hybrid_all"));
     check_in_groups(("falcon_h1", "falcon_h1_all"));
+    check_in_groups(("kimi_linear", "kimi_linear_attention"));
 }
 
 #[test]

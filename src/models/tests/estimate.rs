@@ -46,6 +46,7 @@ fn estimates_of_the_cpu_are_what_it_takes() {
         "hunyuan_moe",
         "cohere2_moe",
         "mimo_v2",
+        "kimi_linear",
         "mtp_qwen3_5",
         "mtp_deepseek_v3",
         "eagle3",
@@ -302,6 +303,7 @@ fn gpus_refuse_what_they_lack_by_name() {
         ("olmo_hybrid", "layers with a recurrent state whose learning rates are up to 2"),
         ("falcon_h1", "layers with a recurrent state of Mamba-2 without a norm"),
         ("falcon_h1_normed", "layers with a recurrent state beside attention"),
+        ("kimi_linear", "Kimi Delta Attention"),
     ] {
         let dir = golden_dir(case);
         let config = models::Config::from_dir(&dir).unwrap();

@@ -15,7 +15,7 @@ use engine::{SampledToken, SamplingParams};
 use ops::DType;
 use support::{BLOCK_SIZE, MAX_ROWS, Runner, Sequence, golden_dir, on_group, on_parts};
 
-const CASES: [&str; 142] = [
+const CASES: [&str; 144] = [
     "llama3_gqa",
     "tied_mqa",
     "mha_bias_f32",
@@ -158,6 +158,8 @@ const CASES: [&str; 142] = [
     "phi4_mm",
     "mimo_v2",
     "mimo_v2_published",
+    "kimi_linear",
+    "kimi_linear_published",
 ];
 
 /// One norm of all value heads: refused for several workers.
