@@ -452,6 +452,9 @@ FAMILIES = {
     "mimo_v2": ("MiMoV2Flash", dict(head_dim=24, v_head_dim=20, num_hidden_layers=3, num_key_value_heads=1, sliding_window=20, layer_types=MIXED,
                                     intermediate_size=64, mlp_layer_types=["dense", "sparse", "sparse"], n_routed_experts=4,
                                     num_experts_per_tok=2, moe_intermediate_size=32, attention_bias=True, routed_scaling_factor=1.5)),
+    # in blocks of fp8, as it is published; heads of v end within a block
+    "mimo_v2_fp8": ("MiMoV2Flash", dict(head_dim=24, v_head_dim=20, sliding_window=20, intermediate_size=64, n_routed_experts=4, num_experts_per_tok=2,
+                                        moe_intermediate_size=32)),
     # the publisher's fields
     "mimo_v2_published": ("MiMoV2Flash", dict(head_dim=48, v_head_dim=32, sliding_window=20, intermediate_size=64, n_routed_experts=4,
                                           num_experts_per_tok=2, moe_intermediate_size=32, n_group=2)),

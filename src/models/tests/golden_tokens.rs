@@ -15,7 +15,7 @@ use engine::{SampledToken, SamplingParams};
 use ops::DType;
 use support::{BLOCK_SIZE, MAX_ROWS, Runner, Sequence, golden_dir, on_group, on_parts};
 
-const CASES: [&str; 144] = [
+const CASES: [&str; 145] = [
     "llama3_gqa",
     "tied_mqa",
     "mha_bias_f32",
@@ -157,6 +157,7 @@ const CASES: [&str; 144] = [
     "phi4_multimodal",
     "phi4_mm",
     "mimo_v2",
+    "mimo_v2_fp8",
     "mimo_v2_published",
     "kimi_linear",
     "kimi_linear_published",
