@@ -207,6 +207,8 @@ impl CudaDevice {
         let ExpertLayer { gate_up, down, is_gated, has_fp8_inputs, first, routing, .. } =
             weight.experts.expect("the weight of experts");
         let (tokens, count, width) = (self.num_tokens(), weight.rows, down.n);
+        // Weights or inputs of experts may overwrite the memory of the rounded rows.
+        self.rounded = None;
         let logits = self.expert_buffers().logits.span();
         // Its products with the router have another order than those of more tokens.
         let is_few = self.config.use_fast_kernels
