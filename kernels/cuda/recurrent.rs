@@ -72,7 +72,7 @@ pub enum RowsKernel {
     /// of 0 if there are as many rows as tokens.
     Saving(Span),
     /// In chunks of 64 positions, on tensor cores. The memory keeps what does not depend on the state, for as many chunks at a
-    /// time as fit; [`Places::scratch_bytes`] are enough, and no result depends on their number.
+    /// time as fit; the layer's `scratch_bytes` are enough, and no result depends on their number.
     Chunks(Span),
 }
 
