@@ -126,7 +126,8 @@ impl LayerNames<'_> {
             RecurrentProjections::Separate { qkv, z, .. } => (&[qkv, z], None),
             RecurrentProjections::Grouped { qkvz, .. } => (&[qkvz], None),
             RecurrentProjections::Each { qkvz, .. } => (qkvz, None),
-            RecurrentProjections::LowRank { qkvb: [qkv @ .., _], .. } => (qkv, None),
+            // Learning rates are rows of the same matrix.
+            RecurrentProjections::LowRank { qkvb, .. } => (qkvb, None),
             RecurrentProjections::Together(name) | RecurrentProjections::ShortConv(name) => (&[name], norm),
         };
         out.push(self.group(inputs, self.config.hidden_size, source));
