@@ -50,7 +50,6 @@ pub use attention_tile::{Attention, AttentionRow};
 pub use buffer::Buffer;
 pub use exp::exp;
 pub use gated_delta::{DeltaWeights, gated_delta};
-
 pub use isa::Isa;
 pub use kimi_delta::{KimiDeltaWeights, kimi_delta};
 pub use kv_cache::{KvCache, KvType, Rotation, rotate_queries};

@@ -7,7 +7,7 @@ use super::adjust::{Adjusted, each_attention, scale_residuals};
 use super::experts::{mixtral, put_experts_beside};
 use super::hybrid::{layers_named, put_in_layers, without_step_limits};
 use crate::config::Config;
-use crate::fields::Fields;
+use crate::fields::{Fields, MAX_SIZE};
 use crate::layer_spec::RecurrentLayer;
 use crate::{ModelError, Rope};
 
@@ -119,6 +119,10 @@ fn mamba2_layer(fields: &Fields, hidden_size: usize, eps: f32) -> Result<Recurre
 /// Sizes of Mamba-2 for outputs of `width`. One norm for all heads.
 pub(super) fn mamba2_shape(fields: &Fields, width: usize) -> Result<RecurrentShape, ModelError> {
     fields.ignore(&["mamba_chunk_size"]); // States are computed token by token, with other roundings alone.
+    if width > MAX_SIZE {
+        let expected = format!("a factor of `hidden_size` with a product of at most {MAX_SIZE}");
+        return Err(fields.wrong("mamba_expand", &expected, &fields.required_size("mamba_expand")?.into()));
+    }
     let num_value_heads = fields.required_size("mamba_n_heads")?;
     let num_key_heads = fields.required_size("mamba_n_groups")?;
     if !num_value_heads.is_multiple_of(num_key_heads) || !width.is_multiple_of(num_value_heads) {

@@ -677,6 +677,8 @@ fn falcon_h1_has_mamba_2_beside_attention_and_its_multipliers_in_norms_and_facto
         (c["mamba_d_ssm"], c["mamba_d_head"], c["mamba_n_heads"]) = (Value::Null, json!("auto"), json!(16));
     });
     assert_eq!(expanded.unwrap().layers[0].beside.unwrap().recurrent.shape.widths()[1], 256);
+    let too_wide = falcon_h1(|c| (c["mamba_d_ssm"], c["mamba_expand"]) = (Value::Null, json!(1_u64 << 30)));
+    assert!(too_wide.unwrap_err().to_string().contains("`mamba_expand`"));
     assert!(crate::shard::check(&config, 4).is_ok());
     let error = |config: &Config, size| crate::shard::check(config, size).unwrap_err().to_string();
     // 8 heads of attention, but 12 of the state.

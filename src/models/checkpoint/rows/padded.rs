@@ -6,6 +6,7 @@ use std::sync::Arc;
 use ops::{RowSource, WeightData, WeightSlice};
 
 use super::scaled::blocks;
+
 /// Heads of `dim` elements, of which the checkpoint has the first `stored` ones. The others are 0.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct HeadPadding {
