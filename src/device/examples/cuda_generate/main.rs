@@ -1,10 +1,11 @@
 //! Generates greedily from fixed prompts on one GPU, a group, or pipeline stages. Writes tokens and log-probabilities
 //! as JSON, which `scripts/check_gpu_model.py` compares with transformers.
 //!
-//! `cuda_generate CHECKPOINT OUT.json [--tp-size N --rank R] [--stages N --stage I] [--exchange DIR] [--tokens N] [--simple]
+//! `cuda_generate CHECKPOINT OUT.json [--tp-size N --rank R [--ep N]] [--stages N --stage I] [--exchange DIR] [--tokens N] [--simple]
 //! [--no-graphs] [--logits] [--masks] [--drafts PLAIN.json] [--guesses N [--eagle3 DIR | --draft-model DIR]]
 //! [--kv-cache bf16|fp8|int8] [--adapters DIR,DIR…] [--batch-invariant] [--alone] [--chunk N] [--again PLAIN.json]`
 //!
+//! With `--ep`, experts are divided among N parts of the group, as the parameter `ep` of a model does.
 //! Prompts join two at a time while earlier ones decode, in chunks of at most 96 tokens, so that every kind of step
 //! runs: prefill with and without a cached prefix, mixed steps, recorded decodes. With `--alone`, each joins when the one before has
 //! ended. With `--again`, rows join with the first tokens of an earlier run, which are computed again, as after a preemption. With
@@ -69,6 +70,8 @@ struct Options {
     checkpoint: PathBuf,
     out: PathBuf,
     tp: TensorParallel,
+    /// Parts of the group that have different experts.
+    ep: u32,
     stage: PipelineStage,
     exchange: PathBuf,
     tokens: usize,
@@ -110,6 +113,7 @@ fn options() -> Options {
         checkpoint: arguments[1].clone().into(),
         out: arguments[2].clone().into(),
         tp: TensorParallel { rank: number("--rank", 0) as u32, size: number("--tp-size", 1) as u32 },
+        ep: number("--ep", 1) as u32,
         stage: PipelineStage { index: number("--stage", 0) as u32, count: number("--stages", 1) as u32 },
         exchange: value("--exchange").unwrap_or_default().into(),
         tokens: number("--tokens", 24),
@@ -371,7 +375,7 @@ fn earlier(path: Option<&PathBuf>) -> Result<Vec<Vec<u32>>, Box<dyn std::error::
 
 fn main() -> Result<(), Box<dyn std::error::Error>> {
     let options = options();
-    let mut config = models::Config::from_dir(&options.checkpoint)?;
+    let mut config = models::Config::from_dir(&options.checkpoint)?.in_expert_groups(options.ep);
     if options.guesses > 0 {
         config = config.with_drafter(&options.drafter, WeightPrecision::Checkpoint, Target::Cuda)?;
     }

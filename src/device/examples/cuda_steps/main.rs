@@ -2,11 +2,12 @@
 //!
 //! `cargo run --release -p device --example cuda_steps -- [--shape llama2-7b|llama3-8b | --checkpoint DIR] [--layers N] [--simple] [--batch-invariant]
 //! [--no-graphs] [--context N] [--prefill N] [--batch N,N,..] [--rows N] [--weights bf16|fp8|fp8-blocks|fp8-weights-only|int4] [--kv-cache bf16|fp8|int8]
-//! [--tp-size N --rank R --exchange DIR] [--adapters N [--adapter-rank R]]
+//! [--tp-size N --rank R --exchange DIR [--ep N]] [--adapters N [--adapter-rank R]]
 //! [--guesses N [--eagle3 DIR | --draft-model DIR]] [--sleep]`
 //!
 //! Prints milliseconds per decode step for several batch sizes and for a mixed step, with two steps in flight, and
-//! prefill tokens per second. `--sleep` measures sleep and wake in their place. `--layers`, `--weights` and `--adapters` are for random weights.
+//! prefill tokens per second. `--sleep` measures sleep and wake in their place. `--layers`, `--weights` and `--adapters` are for random weights, `--ep`, the
+//! number of parts of the group that have different experts, is for checkpoints.
 //! With `--guesses`, rows of decode steps verify N drafts, and the checkpoint's MTP head, an EAGLE-3 head or a draft model guesses N; a step
 //! gives 2.5 tokens of a row, on average, if N is above 1, as `launch --benchmark-forced-acceptance=2.5` has it, and the next begins when
 //! it is collected.
@@ -56,6 +57,8 @@ struct Options {
     adapters: usize,
     adapter_rank: usize,
     tp: TensorParallel,
+    /// Parts of the group that have different experts.
+    ep: u32,
     exchange: PathBuf,
 }
 
@@ -93,6 +96,7 @@ fn options() -> Options {
         adapters: number("--adapters", 0),
         adapter_rank: number("--adapter-rank", 16),
         tp: TensorParallel { rank: number("--rank", 0) as u32, size: number("--tp-size", 1) as u32 },
+        ep: number("--ep", 1) as u32,
         exchange: value("--exchange").unwrap_or_default().into(),
     }
 }
@@ -212,7 +216,7 @@ fn config(options: &Options, vocab_size: usize) -> CudaConfig {
 /// Opens the device, loads the model and records its graphs. Reports each with `mark`.
 fn prepare(options: &Options, decode_blocks: usize, mark: impl Fn(&str)) -> Result<Bench, AnyError> {
     let checkpoint = options.checkpoint.as_deref();
-    let described = checkpoint.map(models::Config::from_dir).transpose()?;
+    let described = checkpoint.map(models::Config::from_dir).transpose()?.map(|c| c.in_expert_groups(options.ep));
     let mut device =
         CudaDevice::new(config(options, described.as_ref().map_or(options.shape.vocab, |c| c.vocab_size)))?;
     mark("device open");
