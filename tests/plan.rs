@@ -5,7 +5,8 @@ mod support;
 use std::path::Path;
 use std::process::{Command, Output};
 
-use support::{Options, TestWorld, copied_repository, set_parameters, shipped_repository};
+use serde_json::json;
+use support::{Options, TestWorld, copied_repository, golden_repository, set_parameters, shipped_repository};
 
 fn plan(repository: &Path, world_size: u32) -> Output {
     let mut command = Command::new(env!("CARGO_BIN_EXE_trireme"));
@@ -34,6 +35,18 @@ fn a_plan_predicts_the_memory_of_workers_within_two_percent() {
     let coded = copied_repository();
     set_parameters(&coded, "tensorrt_llm", &[("kv_cache_dtype", "fp8")]);
     compare(coded.path());
+}
+
+#[test]
+fn a_plan_counts_the_experts_of_each_worker_and_refuses_parts_that_do_not_divide_them() {
+    let planned = |ep| {
+        let repository = golden_repository("qwen3_moe", &[("ep", ep)]);
+        let output = plan(repository.path(), if ep == "4" { 4 } else { 2 });
+        (repository, String::from_utf8_lossy(&[output.stdout, output.stderr].concat()).into_owned())
+    };
+    compare(planned("2").0.path());
+    let (_, text) = planned("4");
+    assert!(text.contains("6 experts cannot be divided among `ep` 4 parts of a group of 4 workers"), "{text}");
 }
 
 #[test]
@@ -84,7 +97,9 @@ fn compare(repository: &Path) {
 
     let options = Options { world_size: 2, repository: repository.to_owned(), ..Options::default() };
     let mut world = TestWorld::start(options);
-    world.generate("Once upon a time", 1);
+    let request = json!({"input_ids": [5, 6, 7], "input_lengths": 3, "request_output_len": 1});
+    let (status, text_of_error) = world.post("/v2/models/tensorrt_llm/generate", &request);
+    assert_eq!(status, 200, "{text_of_error}");
     let (_, metrics) = world.get_metrics("/metrics");
     for worker in 0..2 {
         let planned: f64 = sizes(&text, worker).iter().sum();

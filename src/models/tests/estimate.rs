@@ -1,9 +1,10 @@
 //! Memory estimates made before loading equal the memory that a device uses after loading.
 
 use std::path::{Path, PathBuf};
+use std::time::Duration;
 
 use device::Estimator;
-use device::cpu::{CpuConfig, CpuDevice, WeightPrecision};
+use device::cpu::{CpuConfig, CpuDevice, GroupConfig, WeightPrecision};
 use ops::{Device, KvElements, MemoryEstimate, MemoryPlan, PipelineStage, StepLimits, Target, TensorParallel};
 use settings::DeviceDrafter;
 
@@ -347,6 +348,35 @@ fn workers_of_a_group_share_the_matrices_of_a_model_and_of_its_draft_model() {
         assert_eq!((first.block_bytes + second.block_bytes, whole.communicator_bytes), (whole.block_bytes, 0));
         assert!(first.communicator_bytes > 0);
     }
+}
+
+#[test]
+fn estimates_of_workers_with_different_experts_or_columns_are_what_they_take() {
+    let dir = golden_dir("qwen3_moe");
+    let plain = models::Config::from_dir(&dir).unwrap();
+    let limits = StepLimits { max_tokens: 64, max_rows: 4, max_sequence_len: 128, vocab_size: plain.vocab_size };
+    let prefix: ipc::Prefix = format!("estimate{}_", std::process::id()).parse().unwrap();
+    let worker = |parts: u32, rank| {
+        let (config, tensor_parallel) = (plain.clone().in_expert_groups(parts), TensorParallel { rank, size: 2 });
+        let (name, timeout) = (format!("parts{parts}"), Duration::from_secs(20));
+        let group = Some(GroupConfig { prefix: prefix.clone(), name, tensor_parallel, timeout, spin: false });
+        let mut cpu = CpuDevice::new(CpuConfig { threads: 1, limits, kv_memory_bytes: Some(1 << 24), group }).unwrap();
+        let model = models::load(&dir, &config, &mut cpu).unwrap();
+        let found = cpu.memory_plan(&model.attention_spec(BLOCK_SIZE, limits.max_sequence_len)).unwrap();
+        let mut estimator = Estimator::new(Target::Cpu, tensor_parallel, limits);
+        let model = models::load(&dir, &config, &mut estimator).unwrap();
+        let estimated = estimator.estimate(&model.attention_spec(BLOCK_SIZE, limits.max_sequence_len));
+        assert_estimate(&format!("worker {rank} of {parts} parts"), &estimated, &found);
+        found.weights_bytes
+    };
+    let [columns, parts] = [1, 2].map(|parts| {
+        std::thread::scope(|scope| {
+            [0, 1].map(|rank| scope.spawn(move || worker(parts, rank))).map(|w| w.join().unwrap())
+        })
+    });
+    // Columns are divided in multiples of 8, so that the first worker has more of 56.
+    assert_eq!(columns.iter().sum::<u64>(), parts.iter().sum::<u64>());
+    assert!(columns[0] > parts[0] && parts[1] > columns[1], "{columns:?}, {parts:?}");
 }
 
 #[test]
