@@ -829,3 +829,37 @@ fn olmo_hybrid_is_rotated_unless_a_field_of_the_rotation_is_null() {
     assert!(small.layers[2].recurrent.is_none());
     assert_eq!(small.layers[0].recurrent.unwrap().shape.key_dim, 24);
 }
+
+/// Architectures that are rows of other ones under another name, with a golden of such a row.
+const SAME_ROWS: [(&str, &str); 4] = [
+    ("BaiChuanForCausalLM", "baichuan2_7b"),
+    ("Gemma4UnifiedForCausalLM", "gemma4_unified_vision"),
+    ("KimiK25ForConditionalGeneration", "kimi_k25_vision"),
+    ("PhiMoEForCausalLM", "phimoe"),
+];
+
+#[test]
+fn each_architecture_has_a_checkpoint_that_is_compared_with_transformers_or_is_the_row_of_one() {
+    let goldens = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../tests/goldens");
+    let config =
+        |dir: &Path| -> Value { serde_json::from_slice(&std::fs::read(dir.join("config.json")).unwrap()).unwrap() };
+    let dirs = std::fs::read_dir(&goldens).unwrap().map(|entry| entry.unwrap().path());
+    let compared = dirs.filter(|dir| dir.join("golden.json").is_file() && dir.join("config.json").is_file());
+    let tried: Vec<Value> = compared.map(|dir| config(&dir)["architectures"][0].clone()).collect();
+    let without = super::architectures().into_iter().filter(|name| !tried.contains(&json!(name)));
+    let mut without: Vec<&str> = without.collect();
+    without.sort_unstable();
+    assert_eq!(without, SAME_ROWS.map(|(name, _)| name));
+    for (name, golden) in SAME_ROWS {
+        let mut fields = config(&goldens.join(golden));
+        let same = read_config(&fields).unwrap();
+        // A text model of its own has its fields at the top, and no note that images are refused.
+        if !super::find(name).unwrap().is_nested {
+            fields = fields.get("text_config").cloned().unwrap_or(fields);
+        }
+        fields["architectures"] = json!([name]);
+        let (architecture, notes) = (same.architecture.clone(), same.notes.clone());
+        let other = Config { architecture, notes, dtype: same.dtype, ..read_config(&fields).unwrap() };
+        assert_eq!(other, same, "{name}");
+    }
+}
