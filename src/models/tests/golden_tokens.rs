@@ -12,8 +12,9 @@ mod support;
 
 use device::cpu::WeightPrecision;
 use engine::{SampledToken, SamplingParams};
+use models::Config;
 use ops::DType;
-use support::{BLOCK_SIZE, MAX_ROWS, Runner, Sequence, golden_dir, on_group, on_parts};
+use support::{BLOCK_SIZE, MAX_ROWS, Runner, Sequence, golden_dir, on_changed, on_group, on_parts, on_stages};
 
 const CASES: [&str; 145] = [
     "llama3_gqa",
@@ -278,6 +279,39 @@ fn greedy_tokens_and_logits_agree_with_transformers_for_world_sizes_1_2_and_4() 
     let fails = |case: &&&str| std::panic::catch_unwind(|| check_case(case)).is_err();
     let failed: Vec<_> = CASES.iter().filter(fails).collect();
     assert!(failed.is_empty(), "these families differ from transformers: {failed:?}");
+}
+
+/// The same model with all layers twice.
+fn doubled(mut config: Config) -> Config {
+    for (index, layer) in config.layers.iter_mut().enumerate() {
+        layer.numbers.get_or_insert([index; 2]);
+    }
+    config.layers.extend_from_within(..);
+    config
+}
+
+#[test]
+fn two_pipeline_stages_agree_with_transformers() {
+    let mut undivided = Vec::new();
+    for case in CASES {
+        // A prompt in two chunks, and three tokens behind the first.
+        let mut golden = goldens(case).swap_remove(0);
+        golden.tokens.truncate(4);
+        golden.margins.truncate(4);
+        let chunked = Sequence { chunk: golden.prompt.len().div_ceil(2), ..sequence(&golden) };
+        let run = |runner: &mut Runner| runner.run(std::slice::from_ref(&chunked)).remove(0);
+        if let Ok(output) = on_stages(case, |config| config, run) {
+            check(case, "2 stages", &golden, &output);
+            continue;
+        }
+        // Each stage needs a layer with attention. With all layers twice both have one, and the sums are those of one worker.
+        match on_stages(case, doubled, run) {
+            Ok(output) => assert_eq!(output, on_changed(case, 1, doubled, run), "{case}"),
+            Err(_) => undivided.push(case),
+        }
+    }
+    // Layers that share keys and values, or have an embedding for each, stand in one stage.
+    assert_eq!(undivided, ["gemma4_shared", "gemma4_unified_vision"]);
 }
 
 /// 32 sequences that join at different steps, with prompts in different chunks and different sampling.

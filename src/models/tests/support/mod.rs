@@ -1,16 +1,23 @@
 //! Runs a model on the CPU device without an engine: packs steps by hand, in one process.
 
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, Ordering};
+use std::sync::mpsc::{Receiver, Sender, channel};
 use std::time::Duration;
 
-use device::cpu::{CpuConfig, CpuDevice, GroupConfig, WeightPrecision};
-use engine::{RowId, SampledToken, SamplingParams, TokenId};
-use models::{Adapter, Config, Model};
-use ops::{Device, NO_ADAPTER, SampleInput, StepInputs, StepLimits, TOKEN_ON_DEVICE, Target, TensorParallel};
+use device::cpu::{CpuConfig, CpuDevice, GroupConfig, Peers, WeightPrecision};
+use device::{Estimator, FileExchange};
+use engine::{RevisedRow, RowId, SampledToken, SamplingParams, TokenId};
+use models::{Adapter, Config, Model, ModelError};
+use ops::{
+    Device, NO_ADAPTER, PipelineStage, SampleInput, StepInputs, StepLimits, TOKEN_ON_DEVICE, Target, TensorParallel,
+};
 
 pub const BLOCK_SIZE: usize = 16;
 const MAX_LEN: usize = 128;
+/// How long a worker waits for another one.
+const TIMEOUT: Duration = Duration::from_secs(20);
 pub const MAX_ROWS: usize = 32;
 const MAX_BLOCKS: usize = MAX_LEN / BLOCK_SIZE;
 
@@ -25,6 +32,15 @@ pub struct Runner {
     pub num_guesses: u32,
     /// The guesses of each row, in the order of its new tokens.
     guesses: Vec<Vec<Vec<u32>>>,
+    /// How tokens reach all stages of a pipeline.
+    stage: Stage,
+}
+
+/// A place in a pipeline of two stages.
+enum Stage {
+    Whole,
+    First(Receiver<Vec<SampledToken>>),
+    Last(Sender<Vec<SampledToken>>),
 }
 
 /// The work of one row.
@@ -68,13 +84,19 @@ impl Runner {
         let limits = Self::limits(&config);
         let mut device = CpuDevice::new(CpuConfig { threads, limits, kv_memory_bytes: None, group }).unwrap();
         device.set_weight_precision(precision);
-        let model = models::load(dir, &config, &mut device).unwrap();
+        Self::on(device, dir, &config).unwrap()
+    }
+
+    /// Loads the model to a device.
+    fn on(mut device: CpuDevice, dir: &Path, config: &Config) -> Result<Self, ModelError> {
+        let model = models::load(dir, config, &mut device)?;
         let spec = model.attention_spec(BLOCK_SIZE, MAX_LEN);
         device.allocate_cache(&spec, spec.kv_windows.len() * MAX_ROWS * MAX_BLOCKS).unwrap();
         if !spec.states.is_empty() {
             device.allocate_states(&spec, MAX_ROWS).unwrap();
         }
-        Self { device, model, windows: spec.kv_windows, step: 0, num_guesses: 0, guesses: vec![Vec::new(); MAX_ROWS] }
+        let (windows, guesses) = (spec.kv_windows, vec![Vec::new(); MAX_ROWS]);
+        Ok(Self { device, model, windows, step: 0, num_guesses: 0, guesses, stage: Stage::Whole })
     }
 
     /// A model of one worker; `None` if it cannot be loaded.
@@ -83,14 +105,7 @@ impl Runner {
         let limits = Self::limits(&config);
         let mut device = CpuDevice::new(CpuConfig { threads: 1, limits, kv_memory_bytes: None, group: None }).ok()?;
         device.set_weight_precision(precision);
-        let model = models::load(dir, &config, &mut device).ok()?;
-        let spec = model.attention_spec(BLOCK_SIZE, MAX_LEN);
-        device.allocate_cache(&spec, spec.kv_windows.len() * MAX_ROWS * MAX_BLOCKS).ok()?;
-        if !spec.states.is_empty() {
-            device.allocate_states(&spec, MAX_ROWS).ok()?;
-        }
-        let guesses = vec![Vec::new(); MAX_ROWS];
-        Some(Self { device, model, windows: spec.kv_windows, step: 0, num_guesses: 0, guesses })
+        Self::on(device, dir, &config).ok()
     }
 
     fn limits(config: &Config) -> StepLimits {
@@ -132,7 +147,7 @@ impl Runner {
             let model = &mut self.model;
             self.device.run_step(&inputs, &mut |device| model.forward(device)).unwrap();
             model.guess(&mut self.device).unwrap();
-            for token in self.device.collect(true).unwrap().unwrap() {
+            for token in self.collect() {
                 progress[token.row.0 as usize].output.push(token);
             }
             for (row, guesses) in self.device.take_guesses() {
@@ -140,6 +155,28 @@ impl Runner {
             }
         }
         progress.into_iter().map(|p| p.output).collect()
+    }
+
+    /// The tokens of a step, which the last stage chooses.
+    fn collect(&mut self) -> Vec<SampledToken> {
+        match &self.stage {
+            Stage::Whole => self.device.collect(true).unwrap().unwrap(),
+            Stage::Last(others) => {
+                let tokens = self.device.collect(true).unwrap().unwrap();
+                others.send(tokens.clone()).unwrap();
+                tokens
+            }
+            Stage::First(last) => {
+                let tokens = last.recv_timeout(TIMEOUT).expect("the last stage chooses tokens");
+                // The next step embeds the last token of each row.
+                let added = |sampled: &SampledToken| {
+                    let (row, num_kept) = (sampled.row, MAX_LEN as u32);
+                    RevisedRow { row, parent: row, num_kept, tokens: vec![sampled.token] }
+                };
+                self.device.revise(&tokens.iter().map(added).collect::<Vec<_>>(), &[]).unwrap();
+                tokens
+            }
+        }
     }
 
     /// Takes the guesses of each row in the runs so far, in the order of its new tokens.
@@ -200,6 +237,58 @@ impl Runner {
     }
 }
 
+/// A prefix and a name of shared memory that no other group has.
+fn new_region() -> (ipc::Prefix, String) {
+    static GROUPS: AtomicU32 = AtomicU32::new(0);
+    let prefix = format!("golden{}_", std::process::id()).parse().unwrap();
+    (prefix, format!("g{}", GROUPS.fetch_add(1, Ordering::Relaxed)))
+}
+
+/// Runs `job` on both stages of a pipeline, each a thread, with the configuration that `change` makes. Returns what both have returned.
+///
+/// # Errors
+/// When a stage cannot be loaded.
+pub fn on_stages<T: PartialEq + Send + std::fmt::Debug>(
+    case: &str,
+    change: impl Fn(Config) -> Config,
+    job: impl Fn(&mut Runner) -> T + Sync,
+) -> Result<T, ModelError> {
+    let (dir, (prefix, name)) = (golden_dir(case), new_region());
+    let config = change(Config::from_dir(&dir).unwrap());
+    let place = TensorParallel { rank: 0, size: 1 };
+    // Both stages run, or none.
+    for index in 0..2 {
+        let estimator = Estimator::new(Target::Cpu, place, Runner::limits(&config));
+        models::load(&dir, &config, &mut estimator.in_stage(PipelineStage { index, count: 2 }))?;
+    }
+    let exchange = FileExchange::new(PathBuf::new(), place, TIMEOUT);
+    let peers = Peers {
+        me: 0,
+        num_stages: 2,
+        nodes: vec![0, 0],
+        addresses: Vec::new(),
+        exchange: Arc::new(exchange),
+        prefix,
+        name,
+        timeout: TIMEOUT,
+    };
+    let worker = |me: u32, stage: Stage| {
+        let device_config =
+            CpuConfig { threads: 1, limits: Runner::limits(&config), kv_memory_bytes: None, group: None };
+        let peers = Peers { me, ..peers.clone() };
+        let device = CpuDevice::new_distributed(device_config, &peers, config.hidden_size).unwrap();
+        job(&mut Runner { stage, ..Runner::on(device, &dir, &config).unwrap() })
+    };
+    let (sender, receiver) = channel();
+    std::thread::scope(|scope| {
+        let last = scope.spawn(|| worker(1, Stage::Last(sender)));
+        let first = worker(0, Stage::First(receiver));
+        let last = last.join().unwrap();
+        assert_eq!(first, last, "{case}: stages differ");
+        Ok(first)
+    })
+}
+
 /// Runs `job` on every worker of a group of `size`, each a thread, and returns what the first returned.
 /// All must return the same.
 pub fn on_group<T: PartialEq + Send + std::fmt::Debug>(
@@ -227,14 +316,12 @@ pub fn on_changed<T: PartialEq + Send + std::fmt::Debug>(
     change: impl Fn(Config) -> Config + Sync,
     job: impl Fn(&mut Runner) -> T + Sync,
 ) -> T {
-    static GROUPS: AtomicU32 = AtomicU32::new(0);
-    let name = format!("g{}", GROUPS.fetch_add(1, Ordering::Relaxed));
-    let prefix: ipc::Prefix = format!("golden{}_", std::process::id()).parse().unwrap();
+    let (prefix, name) = new_region();
     let group = |rank| GroupConfig {
         prefix: prefix.clone(),
         name: name.clone(),
         tensor_parallel: TensorParallel { rank, size },
-        timeout: Duration::from_secs(20),
+        timeout: TIMEOUT,
         spin: false,
     };
     let worker = |rank| {
