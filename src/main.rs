@@ -252,7 +252,7 @@ fn run_lint(matches: &clap::ArgMatches) -> anyhow::Result<ExitCode> {
 }
 
 fn run_init(matches: &clap::ArgMatches) -> anyhow::Result<ExitCode> {
-    lint::init(&InitArgs::from_arg_matches(matches)?)?;
+    lint::init(&InitArgs::from_arg_matches(matches)?, worker::estimate_memory)?;
     Ok(ExitCode::SUCCESS)
 }
 

@@ -3,9 +3,11 @@
 use std::path::{Path, PathBuf};
 
 use clap::{Args, ValueEnum};
+use models::EstimateMemory;
+use serving::LoadFailure;
 
-use crate::LintError;
 use crate::fill::Values;
+use crate::{LintError, dry_load};
 
 /// `trireme init`
 #[derive(Debug, Clone, Args)]
@@ -76,11 +78,12 @@ impl LintLayout {
     }
 }
 
-/// Writes the repository and prints the next commands.
+/// Writes the repository, loads it as `trireme lint` does, and prints the next commands. `estimate` checks the weights.
 ///
 /// # Errors
-/// When there is no checkpoint, the repository exists, a file cannot be written, or no value has a variable.
-pub fn init(args: &InitArgs) -> Result<(), LintError> {
+/// When there is no checkpoint, the repository exists, a file cannot be written, no value has a variable, or a server could not load
+/// the models; then nothing of them stays.
+pub fn init(args: &InitArgs, estimate: EstimateMemory) -> Result<(), LintError> {
     if let Some(template) = &args.template {
         return fill_in_place(template, &args.fill);
     }
@@ -107,10 +110,46 @@ pub fn init(args: &InitArgs) -> Result<(), LintError> {
         write_model(&args.output.join(model), &without_unset(&values.fill(template)), weights)?;
     }
     let names: Vec<&str> = templates.iter().map(|(model, _)| *model).collect();
+    if let Err(error) = check_loads(&checkpoint, &args.output, &names, num_ranks(&values), estimate) {
+        for model in &names {
+            let dir = args.output.join(model);
+            std::fs::remove_dir_all(&dir).map_err(failed("removing", &dir))?;
+        }
+        // It stays if there is something else.
+        let _ = std::fs::remove_dir(&args.output);
+        return Err(error);
+    }
     println!("made {} with {}", args.output.display(), names.join(", "));
     println!("look at it:  trireme lint {}", args.output.display());
     println!("serve it:    launch --world_size={} --model_repo={}", num_ranks(&values), args.output.display());
     Ok(())
+}
+
+/// Loads the new models as a server does, without workers.
+fn check_loads(
+    checkpoint: &Path,
+    output: &Path,
+    names: &[&str],
+    world_size: u32,
+    estimate: EstimateMemory,
+) -> Result<(), LintError> {
+    let failures = dry_load::failures(&[output.to_owned()], world_size, estimate)?;
+    // An ensemble fails because of its models.
+    let is_cause =
+        |failure: &&LoadFailure| names.contains(&failure.model.as_str()) && !failure.reason.contains(" depends on '");
+    match failures.iter().find(is_cause) {
+        Some(failure) => {
+            let reason = failure.reason.trim_end_matches(';');
+            // Behind the state of the version and the kind of the error.
+            let reason =
+                reason.split_once(" state: ").and_then(|(_, reason)| reason.split_once(": ")).map_or(reason, |x| x.1);
+            // The link goes.
+            let link = output.join(&failure.model).join("1/weights").display().to_string();
+            let reason = reason.replace(&link, &checkpoint.display().to_string());
+            Err(LintError::Usage(format!("a server could not load this checkpoint: {reason}")))
+        }
+        None => Ok(()),
+    }
 }
 
 /// Writes a repository with one model, text in and text out, in the form of layout `llama-python` under any name.
@@ -239,8 +278,12 @@ mod tests {
     use super::*;
 
     fn args(layout: LintLayout, output: PathBuf, fill: &str) -> InitArgs {
-        let checkpoint = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../tests/goldens/llama3_gqa");
+        let checkpoint = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../model_repository/tensorrt_llm/1");
         InitArgs { checkpoint: Some(checkpoint), layout, output, fill: Values::parse(fill).unwrap(), template: None }
+    }
+
+    fn init(args: &InitArgs) -> Result<(), LintError> {
+        super::init(args, worker::estimate_memory)
     }
 
     #[test]
@@ -251,6 +294,52 @@ mod tests {
         let args = InitArgs { checkpoint: Some(dir.path().to_owned()), ..args(LintLayout::Gpt, output.clone(), "") };
         let error = init(&args).unwrap_err().to_string();
         assert!(error.contains("config.json") && !output.exists(), "{error}");
+    }
+
+    #[test]
+    fn a_checkpoint_that_a_server_could_not_load_is_refused_and_leaves_nothing() {
+        let source = args(LintLayout::Gpt, PathBuf::new(), "").checkpoint.unwrap();
+        let dir = tempfile::tempdir().unwrap();
+        let message = |change: fn(&Path), layout| {
+            let (checkpoint, output) = (dir.path().join("checkpoint"), dir.path().join("r"));
+            std::fs::create_dir(&checkpoint).unwrap();
+            for file in std::fs::read_dir(&source).unwrap() {
+                let file = file.unwrap();
+                std::fs::copy(file.path(), checkpoint.join(file.file_name())).unwrap();
+            }
+            change(&checkpoint);
+            let args = InitArgs { checkpoint: Some(checkpoint.clone()), ..args(layout, output.clone(), "") };
+            let error = init(&args).unwrap_err().to_string();
+            assert!(!output.exists(), "{error}");
+            std::fs::remove_dir_all(&checkpoint).unwrap();
+            error
+        };
+        let truncated: fn(&Path) = |dir| {
+            let file = std::fs::OpenOptions::new().write(true).open(dir.join("model.safetensors")).unwrap();
+            file.set_len(1_000_000).unwrap();
+        };
+        let missing_shard: fn(&Path) = |dir| {
+            std::fs::remove_file(dir.join("model.safetensors")).unwrap();
+            let index = r#"{"weight_map": {"model.embed_tokens.weight": "model-00001-of-00002.safetensors"}}"#;
+            std::fs::write(dir.join("model.safetensors.index.json"), index).unwrap();
+        };
+        let no_tokenizer: fn(&Path) = |dir| std::fs::write(dir.join("tokenizer.json"), "{").unwrap();
+        let quantized: fn(&Path) = |dir| {
+            let text = std::fs::read_to_string(dir.join("config.json")).unwrap();
+            let awq = r#"{"quantization_config": {"quant_method": "awq", "bits": 8},"#;
+            std::fs::write(dir.join("config.json"), text.replacen('{', awq, 1)).unwrap();
+        };
+        for layout in [LintLayout::TensorrtLlm, LintLayout::LlamaPython] {
+            let error = message(truncated, layout);
+            let path = dir.path().join("checkpoint/model.safetensors");
+            assert!(error.contains(&format!("{} is truncated", path.display())), "{error}");
+            let error = message(missing_shard, layout);
+            assert!(error.contains("model-00001-of-00002.safetensors: No such file or directory"), "{error}");
+            let error = message(no_tokenizer, layout);
+            assert!(error.contains("tokenizer.json` is no tokenizer that can be read"), "{error}");
+            let error = message(quantized, layout);
+            assert!(error.contains("`quantization_config.bits` must be 4"), "{error}");
+        }
     }
 
     #[test]
