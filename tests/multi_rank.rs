@@ -54,6 +54,30 @@ fn pipeline_stages_return_the_same_greedy_text_alone_and_with_many_requests_in_f
     }
 }
 
+/// An adapter's tensors beside those of a checkpoint.
+fn write_adapter(path: &std::path::Path) {
+    let header = r#"{"base_model.model.lora_A.weight": {"dtype": "BF16", "shape": [2, 3], "data_offsets": [0, 12]}}"#;
+    let bytes = [&(header.len() as u64).to_le_bytes()[..], header.as_bytes(), &[0; 12]].concat();
+    std::fs::write(path, bytes).unwrap();
+}
+
+#[test]
+fn tensors_that_no_worker_takes_are_named_once_whatever_the_workers_divide() {
+    for (case, parameters) in
+        [("qwen3_moe", &[][..]), ("qwen3_moe", &[("ep", "2")]), ("llama3_gqa", &[("pp", "2"), ("tp", "1")])]
+    {
+        let repository = support::golden_repository(case, parameters);
+        let version = repository.path().join("tensorrt_llm/1");
+        std::fs::rename(version.join("model.safetensors"), version.join("weights.safetensors")).unwrap();
+        write_adapter(&version.join("adapter_model.safetensors"));
+        let options = Options { world_size: 2, repository: repository.path().to_owned(), ..Options::default() };
+        let mut world = TestWorld::start(options);
+        let warning = "1 tensors of the checkpoint are not used, for example `base_model.model.lora_A.weight`";
+        world.await_log(warning);
+        assert_eq!(world.log_text().matches("of the checkpoint are not used").count(), 1, "{}", world.log_text());
+    }
+}
+
 #[test]
 fn pinned_threads_of_two_workers_run_on_different_cores() {
     let args = ["--pin-threads=true", "--threads=1"].map(str::to_owned).to_vec();

@@ -10,7 +10,8 @@ pub trait Model<D: Device> {
     /// `max_sequence_len` is that of [`ops::StepLimits`].
     fn attention_spec(&self, block_size: usize, max_sequence_len: usize) -> AttentionSpec;
 
-    /// The names of tensors in the checkpoint that no layer of the whole model takes; empty for a stage of a pipeline.
+    /// The names of tensors in the checkpoint that no layer of the whole model takes; empty for a stage of a pipeline. A worker with
+    /// experts of its own counts those of the others.
     /// There may be parts that are not served, or weights that `config.json` does not describe.
     fn unused_tensors(&self) -> &[String];
 

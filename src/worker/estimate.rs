@@ -4,7 +4,7 @@ use std::path::Path;
 
 use device::Estimator;
 use models::{Config, ModelError, WorkerShape};
-use ops::{MemoryEstimate, Target};
+use ops::{MemoryEstimate, Target, TensorParallel};
 
 use crate::adapters;
 
@@ -32,4 +32,19 @@ pub fn estimate_memory(checkpoint: &Path, config: &Config, worker: &WorkerShape)
         ) as u64,
     };
     Ok(MemoryEstimate { workspace_bytes: estimate.workspace_bytes + adapter_bytes + host_bytes, ..estimate })
+}
+
+/// The names of tensors of the checkpoint that no worker of the model takes. Reads names and shapes alone.
+///
+/// # Errors
+/// When loading the whole model would fail.
+pub(crate) fn unused_tensors(
+    checkpoint: &Path,
+    config: &Config,
+    worker: &WorkerShape,
+) -> Result<Vec<String>, ModelError> {
+    let whole = TensorParallel { rank: 0, size: 1 };
+    let mut estimator = Estimator::new(worker.target, whole, worker.limits);
+    let model = models::load(checkpoint, &config.clone().in_expert_groups(1), &mut estimator)?;
+    Ok(model.unused_tensors().to_vec())
 }

@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 
 use engine::{SampleMask, SequenceId, StepOutput, StepPlan, divide_memory, plan};
 use ipc::{MappedMemory, Prefix, Received, RingReceiver, RingSender, lock};
-use models::Model;
+use models::{Model, WorkerShape};
 use ops::{AttentionSpec, Device, HostSlots, StepInputs};
 use supervision::{
     DeviceChoice, FromWorker, KvMemory, LogitsPiece, LogitsPlace, MAX_LOGITS_PIECE, ShmName, ToWorker, WorkerSpec,
@@ -14,8 +14,8 @@ use supervision::{
 
 use crate::adapters::{self, ArrivingAdapters};
 use crate::error::WorkerError;
-use crate::memory;
 use crate::rows::RowTable;
+use crate::{estimate, memory};
 
 /// How long the output ring may stay full before this worker fails.
 const SEND_TIMEOUT: Duration = Duration::from_secs(30);
@@ -100,12 +100,21 @@ fn warn_of_unused(tensors: &[String]) {
 }
 
 impl<'a, D: Device + 'static> Worker<'a, D> {
-    pub(crate) fn load(spec: &'a WorkerSpec, config: &models::Config, mut device: D) -> Result<Self, WorkerError> {
+    pub(crate) fn load(
+        spec: &'a WorkerSpec,
+        config: &models::Config,
+        shape: &WorkerShape,
+        mut device: D,
+    ) -> Result<Self, WorkerError> {
         let started = Instant::now();
         let model = models::load(&spec.checkpoint, config, &mut device)?;
         adapters::check(&device, spec.max_adapters)?;
-        if device.tensor_parallel().rank == 0 {
-            warn_of_unused(model.unused_tensors());
+        if shape.tp.rank == 0 && shape.stage.is_first() {
+            // Other workers may have other layers or experts.
+            match spec.num_stages == 1 && spec.expert_groups == 1 {
+                true => warn_of_unused(model.unused_tensors()),
+                false => warn_of_unused(&estimate::unused_tensors(&spec.checkpoint, config, shape)?),
+            }
         }
         Ok(Self { spec, device, model, phases: vec![("weights".to_owned(), started.elapsed())] })
     }

@@ -103,12 +103,12 @@ fn run(spec: &WorkerSpec, rings: &Rings) -> Result<(), WorkerError> {
                 eprintln!("{error}"); // Rank 0 logs it; the worker also runs unpinned.
             }
             device.set_weight_precision(precision);
-            Worker::load(spec, &config, device)?.serve(rings)
+            Worker::load(spec, &config, &shape, device)?.serve(rings)
         }
         DeviceChoice::Cuda { ordinal } => {
             let device = CudaDevice::new(cuda_config(spec, ordinal, limits, rings)?)?;
             memory::check(spec, &config, &shape, device.free_bytes()?)?;
-            Worker::load(spec, &config, device)?.serve(rings)
+            Worker::load(spec, &config, &shape, device)?.serve(rings)
         }
     }
 }
