@@ -413,6 +413,9 @@ mod tests {
         assert!(Checkpoint::open(dir.path()).unwrap_err().to_string().contains("tensor `v`"));
         index(r#"{"weight_map":{"w":"../a.safetensors"}}"#);
         assert!(Checkpoint::open(dir.path()).unwrap_err().to_string().contains("must be a file name"));
+        index(r#"{"weight_map":{"w":"b.safetensors"}}"#);
+        let error = Checkpoint::open(dir.path()).unwrap_err().to_string();
+        assert!(error.contains("b.safetensors: No such file or directory"), "{error}");
     }
 
     #[test]

@@ -49,6 +49,20 @@ fn a_llama_config_is_read_with_its_defaults() {
 }
 
 #[test]
+fn a_broken_config_is_refused_with_its_line() {
+    let dir = tempfile::tempdir().unwrap();
+    let refused = |text: &str| {
+        std::fs::write(dir.path().join("config.json"), text).unwrap();
+        Config::from_dir(dir.path()).unwrap_err().to_string()
+    };
+    let error = refused("{\n  \"hidden_size\": 64,\n  // of each layer\n  \"vocab_size\": 501\n}");
+    assert!(error.contains("config.json is not valid JSON: ") && error.contains(" at line 3 column 3"), "{error}");
+    // Numbers that Python writes keep the lines of what stands behind them.
+    let error = refused("{\n  \"limit\": Infinity,\n  \"vocab_size\": 501,\n}");
+    assert!(error.contains(" at line 4 column 1"), "{error}");
+}
+
+#[test]
 fn theta_and_scaling_are_found_in_rope_parameters() {
     let config = read(|c| {
         c["rope_parameters"] = json!({"rope_type": "linear", "factor": 4.0, "rope_theta": 5e5});
