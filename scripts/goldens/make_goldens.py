@@ -463,6 +463,15 @@ FAMILIES = {
                                                mlp_layer_types=["dense", "sparse", "dense"])),
     "kimi_linear_published": ("KimiLinear", KIMI_LINEAR | dict(
         q_lora_rank="none", layer_types=["linear_attention", "full_attention"], n_group=1, topk_group=1)),
+    # further forms of `quantized.py`
+    "llama_mxfp8": ("Llama", WIDE),
+    "llama_w8a16": ("Llama", WIDE),
+    "llama_gptq_sym": ("Llama", WIDE),
+    "qwen2_gptq_dynamic": ("Qwen2", WIDE | dict(head_dim=None)),
+    "mistral_fp8_static": ("Mistral", WIDE | dict(sliding_window=None)),
+    "phi3_modelopt_fp8": ("Phi3", dict(head_dim=None, rope_parameters=PARTIAL, pad_token_id=0)),
+    "qwen3_mixed": ("Qwen3", WIDE),
+    "qwen3_modelopt_mixed": ("Qwen3", WIDE | dict(intermediate_size=160)),
 }
 VISION = dict(depth=1, hidden_size=16, intermediate_size=16, num_heads=2, patch_size=2, out_hidden_size=64, num_position_embeddings=4)
 GLM_VISION = dict(depth=1, hidden_size=16, intermediate_size=16, num_heads=2, patch_size=2, out_hidden_size=64, image_size=8)

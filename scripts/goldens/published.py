@@ -73,7 +73,7 @@ def variant(name, config, model, tensors):
         config.quantization_config, tensors, read = quantized.quantized(name, tensors)
         model = reloaded(model, read)
         plain = lambda tokens: model(torch.tensor([tokens])).logits[0, -1]
-    if "fp8" in name:
+    elif "fp8" in name:
         block = None if name.endswith("channel") else (32, 16)
         model, tensors = fp8(model, tensors, block)
         plain = lambda tokens: model(torch.tensor([tokens])).logits[0, -1]

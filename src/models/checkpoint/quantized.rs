@@ -10,7 +10,7 @@ use ops::{DType, RowSource, WeightSlice};
 
 use super::Checkpoint;
 use super::computed::computed;
-use super::rows::{Awq, Gptq, Microscaled, PackedIntegers, ScaledBytes, Scales, StoredMatrix, Words};
+use super::rows::{Awq, Gptq, Microscaled, PackedIntegers, ScaleValues, ScaledBytes, Scales, StoredMatrix, Words};
 use crate::ModelError;
 use crate::config::WeightFormat;
 
@@ -221,14 +221,20 @@ impl Layer<'_> {
             false => "weight_scale",
         };
         let name = self.name(end);
+        if matches!(self.checkpoint.dtype(&name), Some("U8" | "F8_E8M0")) {
+            return self.mxfp8(data, &name, has_fp8_inputs);
+        }
         let stored = self.checkpoint.tensors.get(&name).map(|tensor| tensor.shape.as_slice());
         // A layer may have a scale for each row or for the matrix although others have blocks.
         let (block, shape) = match (stored, block) {
             (Some([]), _) => ([rows, cols], vec![]),
             (Some([1]), _) => ([rows, cols], vec![1]),
+            (Some([found]), _) if *found == rows => ([1, cols], vec![rows]),
             (Some([found, 1]), block) if *found == rows && block.is_none_or(|[height, _]| height != 1) => {
                 ([1, cols], vec![rows, 1])
             }
+            // ModelOpt's blocks have a dimension of 1 behind each of the two.
+            (Some([_, 1, _, 1]), Some(block)) => (block, vec![rows.div_ceil(block[0]), 1, cols.div_ceil(block[1]), 1]),
             (_, Some(block)) => (block, vec![rows.div_ceil(block[0]), cols.div_ceil(block[1])]),
             (Some([_, groups]), None) => ([1, self.group(end, *groups)?], vec![rows, *groups]),
             (_, None) => ([1, cols], vec![rows, 1]),
@@ -238,7 +244,17 @@ impl Layer<'_> {
             true => Some(self.checkpoint.bytes(&self.name("weight_zero_point"), "I8", &shape)?),
             false => None,
         };
-        let scales = Scales { values: scales, block };
+        let scales = Scales { values: ScaleValues::Floats(scales), block };
         Ok(Arc::new(ScaledBytes { data, cols, scales, is_integer, zeros, has_fp8_inputs }))
+    }
+
+    /// fp8 with a power of two for each 32 columns of a row. Its name and type tell what the tensor `scales` holds.
+    fn mxfp8(&self, data: &'static [u8], scales: &str, has_fp8_inputs: bool) -> Result<Arc<dyn RowSource>, ModelError> {
+        let [rows, cols] = self.shape;
+        let (width, dtype) = (ScaledBytes::MXFP8_BLOCK, self.checkpoint.dtype(scales).unwrap_or_default());
+        let groups = cols.div_ceil(width);
+        let values = self.checkpoint.bytes(scales, dtype, &[rows, groups])?;
+        let scales = Scales { values: ScaleValues::E8m0(values, groups), block: [1, width] };
+        Ok(Arc::new(ScaledBytes { data, cols, scales, is_integer: false, zeros: None, has_fp8_inputs }))
     }
 }

@@ -142,8 +142,8 @@ fn precision(method: &str, quantization: &Fields) -> Option<WeightPrecision> {
         "awq" => Some(WeightPrecision::Int4),
         "gptq" => integers(quantization.get("bits").and_then(Value::as_u64)),
         "modelopt" => {
-            let is_fp8 = quantization.get("quant_algo")?.as_str()?.starts_with("FP8");
-            is_fp8.then_some(WeightPrecision::Fp8)
+            let name = quantization.get("quant_algo")?.as_str()?.to_uppercase();
+            (name.starts_with("FP8") || name == "MXFP8").then_some(WeightPrecision::Fp8)
         }
         "compressed-tensors" => {
             let of = |group: &Value| match (group["weights"]["type"].as_str()?, group["weights"]["num_bits"].as_u64()) {
@@ -181,6 +181,7 @@ fn compressed_tensors(quantization: &Fields) -> Result<WeightFormat, ModelError>
         "pack-quantized",
         "nvfp4-pack-quantized",
         "mxfp4-pack-quantized",
+        "mxfp8-quantized",
         "mixed-precision",
     ];
     quantization.only_text("format", &formats)?;
@@ -207,7 +208,7 @@ fn compressed_tensors(quantization: &Fields) -> Result<WeightFormat, ModelError>
             return Err(wrong("groups whose weights are not `dynamic`", weights));
         }
         let known = match (weights["type"].as_str(), weights["num_bits"].as_u64(), weights["strategy"].as_str()) {
-            (Some("float"), Some(8), Some("tensor" | "channel")) => true,
+            (Some("float"), Some(8), Some("tensor" | "channel" | "group")) => true,
             (Some("float"), Some(8), Some("block")) => {
                 block = Some(block_size(quantization, "config_groups", &weights["block_structure"])?);
                 true
@@ -217,7 +218,7 @@ fn compressed_tensors(quantization: &Fields) -> Result<WeightFormat, ModelError>
             _ => false,
         };
         if !known {
-            let expected = "groups of weights in fp8 (`strategy` `tensor`, `channel` or `block`), in 4-bit floats (`tensor_group` or \
+            let expected = "groups of weights in fp8 (`strategy` `tensor`, `channel`, `group` or `block`), in 4-bit floats (`tensor_group` or \
                             `group`), or in integers of 2 to 8 bits (`tensor`, `channel` or `group`)";
             return Err(wrong(expected, weights));
         }
@@ -228,11 +229,36 @@ fn compressed_tensors(quantization: &Fields) -> Result<WeightFormat, ModelError>
 }
 
 fn modelopt(quantization: &Fields) -> Result<WeightFormat, ModelError> {
-    quantization.only_text("quant_algo", &["FP8", "FP8_PER_CHANNEL_PER_TOKEN", "NVFP4", "W4A16_NVFP4"])?;
     quantization.ignore(&["group_size", "config_groups"]);
-    let has_fp8_inputs =
-        quantization.get("quant_algo").and_then(Value::as_str).is_some_and(|name| name.starts_with("FP8"));
-    Ok(WeightFormat::ByTensors { block: None, has_fp8_inputs })
+    let algorithms = modelopt_algorithms(quantization)?;
+    let has = |name: &str| algorithms.iter().any(|algorithm| algorithm == name);
+    let block = has("FP8_PB_WO").then_some([128, 128]);
+    // Blocks are for weights alone.
+    let has_fp8_inputs = block.is_none() && algorithms.iter().any(|name| name.starts_with("FP8") || name == "MXFP8");
+    Ok(WeightFormat::ByTensors { block, has_fp8_inputs })
+}
+
+/// What ModelOpt calls the forms of the layers, in capitals; some of its files have small letters. None if it has quantized keys and
+/// values alone.
+fn modelopt_algorithms(quantization: &Fields) -> Result<Vec<String>, ModelError> {
+    const KNOWN: [&str; 6] = ["FP8", "FP8_PER_CHANNEL_PER_TOKEN", "FP8_PB_WO", "MXFP8", "NVFP4", "W4A16_NVFP4"];
+    let check = |field: &str, found: &Value| match found.as_str().map(str::to_uppercase) {
+        Some(name) if KNOWN.contains(&name.as_str()) => Ok(name),
+        _ => Err(quantization.wrong(field, &format!("`{}`", KNOWN.join("`, `")), found)),
+    };
+    let named = match quantization.text("quant_algo")? {
+        None => return Ok(Vec::new()),
+        Some(name) if !name.eq_ignore_ascii_case("MIXED_PRECISION") => {
+            return Ok(vec![check("quant_algo", &json!(name))?]);
+        }
+        Some(_) => quantization.get("quantized_layers").cloned().unwrap_or(Value::Null),
+    };
+    let Some(layers) = named.as_object().filter(|layers| !layers.is_empty()) else {
+        return Err(quantization.wrong("quantized_layers", "an object of layers with their `quant_algo`", &named));
+    };
+    let of_layer =
+        |(layer, form): (&String, &Value)| check(&format!("quantized_layers.{layer}.quant_algo"), &form["quant_algo"]);
+    layers.iter().map(of_layer).collect()
 }
 
 fn awq(quantization: &Fields) -> Result<WeightFormat, ModelError> {

@@ -154,7 +154,7 @@ fn a_quantization_that_is_not_read_is_refused_by_name() {
     let wide = group(json!({"num_bits": 16, "type": "int", "strategy": "channel"}));
     assert!(wide.contains("must be groups of weights in fp8"), "{wide}");
     let token = group(json!({"num_bits": 8, "type": "float", "strategy": "token"}));
-    assert!(token.contains("`strategy` `tensor`, `channel` or `block`"), "{token}");
+    assert!(token.contains("`strategy` `tensor`, `channel`, `group` or `block`"), "{token}");
     let dynamic = group(json!({"num_bits": 8, "type": "int", "strategy": "channel", "dynamic": true}));
     assert!(dynamic.contains("whose weights are not `dynamic`"), "{dynamic}");
     let sparse = refused(json!({"quant_method": "compressed-tensors", "format": "marlin-24"}));
@@ -168,8 +168,13 @@ fn a_quantization_that_is_not_read_is_refused_by_name() {
     assert!(five.contains("`quantization_config.bits` must be 2, 3, 4 or 8"), "{five}");
     let marlin = refused(json!({"quant_method": "gptq", "bits": 4, "checkpoint_format": "marlin"}));
     assert!(marlin.contains("`quantization_config.checkpoint_format` must be `gptq` or `gptq_v2`"), "{marlin}");
+    let smooth = refused(json!({"quant_method": "modelopt", "quant_algo": "W8A8_SQ_PER_CHANNEL"}));
+    assert!(smooth.contains("`quantization_config.quant_algo` must be `FP8`"), "{smooth}");
     let mixed = refused(json!({"quant_method": "modelopt", "quant_algo": "MIXED_PRECISION"}));
-    assert!(mixed.contains("`quantization_config.quant_algo` must be `FP8`"), "{mixed}");
+    assert!(mixed.contains("`quantization_config.quantized_layers` must be an object of layers"), "{mixed}");
+    let mixed = refused(json!({"quant_method": "modelopt", "quant_algo": "MIXED_PRECISION", "quantized_layers": {
+        "a": {"quant_algo": "FP8"}, "b": {"quant_algo": "W4A8_AWQ"}}}));
+    assert!(mixed.contains("quantized_layers.b.quant_algo` must be `FP8`, `FP8_PER"), "{mixed}");
 }
 
 #[test]
@@ -189,6 +194,20 @@ fn a_quantization_may_be_in_a_file_of_its_own() {
         format("hf_quant_config.json", modelopt),
         (WeightFormat::ByTensors { block: None, has_fp8_inputs: true }, 1)
     );
+    let of_modelopt = |quantization: Value| {
+        let WeightFormat::ByTensors { block, has_fp8_inputs } =
+            format("hf_quant_config.json", &json!({"quantization": quantization}).to_string()).0
+        else {
+            panic!("the types of tensors tell the form");
+        };
+        (block, has_fp8_inputs)
+    };
+    assert_eq!(of_modelopt(json!({"quant_algo": null, "kv_cache_quant_algo": "FP8"})), (None, false));
+    assert_eq!(of_modelopt(json!({"quant_algo": "MXFP8", "group_size": 32})), (None, true));
+    // ModelOpt writes this name in small letters, too.
+    assert_eq!(of_modelopt(json!({"quant_algo": "fp8_pb_wo"})), (Some([128, 128]), false));
+    let layers = json!({"a": {"quant_algo": "FP8"}, "b": {"quant_algo": "NVFP4", "group_size": 16}});
+    assert_eq!(of_modelopt(json!({"quant_algo": "MIXED_PRECISION", "quantized_layers": layers})), (None, true));
     let gptq = r#"{"bits": 4, "group_size": 128, "desc_act": false, "sym": true, "damp_percent": 0.01}"#;
     assert_eq!(format("quantize_config.json", gptq), (WeightFormat::Gptq { zero_offset: 1 }, 1));
     let awq = r#"{"zero_point": true, "q_group_size": 128, "w_bit": 4, "version": "GEMM"}"#;

@@ -16,7 +16,7 @@ use models::Config;
 use ops::DType;
 use support::{BLOCK_SIZE, MAX_ROWS, Runner, Sequence, golden_dir, on_changed, on_group, on_parts, on_stages};
 
-const CASES: [&str; 145] = [
+const CASES: [&str; 153] = [
     "llama3_gqa",
     "tied_mqa",
     "mha_bias_f32",
@@ -162,6 +162,14 @@ const CASES: [&str; 145] = [
     "mimo_v2_published",
     "kimi_linear",
     "kimi_linear_published",
+    "llama_mxfp8",
+    "llama_w8a16",
+    "llama_gptq_sym",
+    "qwen2_gptq_dynamic",
+    "mistral_fp8_static",
+    "phi3_modelopt_fp8",
+    "qwen3_mixed",
+    "qwen3_modelopt_mixed",
 ];
 
 /// One norm of all value heads: refused for several workers.

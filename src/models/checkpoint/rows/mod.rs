@@ -10,7 +10,7 @@ pub(super) use integers::{Awq, Gptq, PackedIntegers};
 pub(super) use layout::{EvenFirst, Transposed, UnitRows};
 pub(crate) use padded::{HeadPadding, padded_cols, padded_rows, padded_vector};
 pub use rounded::rounded;
-pub(super) use scaled::{Microscaled, ScaledBytes, Scales};
+pub(super) use scaled::{Microscaled, ScaleValues, ScaledBytes, Scales};
 
 use ops::DType;
 

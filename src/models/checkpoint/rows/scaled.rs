@@ -7,11 +7,20 @@ use ops::{Quantization, QuantizedRows, RowSource};
 use super::StoredMatrix;
 use crate::checkpoint::value::{e2m1, e4m3, e8m0, write_bf16};
 
+/// Numbers of the scales of a matrix, row by row.
+#[derive(Debug, Clone, Copy)]
+pub(in crate::checkpoint) enum ScaleValues {
+    /// Floats.
+    Floats(StoredMatrix),
+    /// Powers of two in e8m0, and how many a row has.
+    E8m0(&'static [u8], usize),
+}
+
 /// Scales of the blocks of a matrix.
 #[derive(Debug, Clone, Copy)]
 pub(in crate::checkpoint) struct Scales {
-    /// One for each block, row by row.
-    pub(in crate::checkpoint) values: StoredMatrix,
+    /// One for each block.
+    pub(in crate::checkpoint) values: ScaleValues,
     /// Rows and columns of a block.
     pub(in crate::checkpoint) block: [usize; 2],
 }
@@ -19,7 +28,19 @@ pub(in crate::checkpoint) struct Scales {
 impl Scales {
     /// The scale of the element in this row and column.
     pub(in crate::checkpoint) fn get(&self, row: usize, col: usize) -> f64 {
-        self.values.get(row / self.block[0], col / self.block[1])
+        let (row, col) = (row / self.block[0], col / self.block[1]);
+        match self.values {
+            ScaleValues::Floats(values) => values.get(row, col),
+            ScaleValues::E8m0(values, cols) => e8m0(values[row * cols + col]),
+        }
+    }
+
+    /// The scales of a row.
+    fn cols(&self) -> usize {
+        match self.values {
+            ScaleValues::Floats(values) => values.cols,
+            ScaleValues::E8m0(_, cols) => cols,
+        }
     }
 }
 
@@ -38,11 +59,16 @@ pub(in crate::checkpoint) struct ScaledBytes {
     pub(in crate::checkpoint) has_fp8_inputs: bool,
 }
 
+impl ScaledBytes {
+    /// Columns of a block of MXFP8, whose scales are in e8m0.
+    pub(in crate::checkpoint) const MXFP8_BLOCK: usize = 32;
+}
+
 impl RowSource for ScaledBytes {
     fn read_row(&self, row: usize, cols: Range<usize>, out: &mut [u8]) {
         let bytes = &self.data[row * self.cols..][..self.cols];
         let [height, width] = self.scales.block;
-        let zero_row = row / height * self.scales.values.cols;
+        let zero_row = row / height * self.scales.cols();
         let mut out = out;
         for (block, cols) in blocks(cols, width) {
             let scale = self.scales.get(row, cols.start) as f32;
@@ -187,7 +213,7 @@ mod tests {
 
     fn scales(values: &[f32], cols: usize, block: [usize; 2]) -> Scales {
         let data: Vec<u8> = values.iter().flat_map(|value| value.to_le_bytes()).collect();
-        Scales { values: StoredMatrix { data: data.leak(), dtype: DType::F32, cols }, block }
+        Scales { values: ScaleValues::Floats(StoredMatrix { data: data.leak(), dtype: DType::F32, cols }), block }
     }
 
     #[test]
@@ -197,6 +223,10 @@ mod tests {
         let fp8 = ScaledBytes { data, cols: 3, scales, is_integer: false, zeros: None, has_fp8_inputs: false };
         assert_eq!(row(&fp8, 0, 0..3), [1.0, -1.0, 896.0]);
         assert_eq!(row(&fp8, 1, 1..3), [0.0, 8.0]);
+        let powers = Scales { values: ScaleValues::E8m0(&[127, 129, 126, 0], 2), block: [1, 2] };
+        let microscaled = ScaledBytes { scales: powers, ..fp8 };
+        assert_eq!(row(&microscaled, 0, 0..3), [1.0, -1.0, 1792.0]);
+        assert_eq!(row(&microscaled, 1, 2..3), [2.0 * 2f32.powi(-127)]);
         let integers = ScaledBytes { is_integer: true, zeros: Some(&[0, 0, 1, 0xff]), ..fp8 };
         assert_eq!(row(&integers, 0, 0..2), [56.0, -72.0]);
         assert_eq!(row(&integers, 1, 0..3), [0.0, -0.5, 260.0]);
