@@ -160,6 +160,39 @@ fn a_text_survives_the_death_of_a_worker() {
     assert_eq!(Value::Array(found), expected[0]);
 }
 
+/// A conversation: a system prompt of 38 tokens that many share, and a message of its own. The model's end token is behind each.
+fn conversation(n: u64) -> Value {
+    let system = (0..37).map(|i| 3 + (i * 7) % 190).chain([2]);
+    let message = (0..24 + n).map(|i| 3 + (i * 31 + n * 17) % 190).chain([2, 5]);
+    request(&system.chain(message).collect::<Vec<u64>>(), 12)
+}
+
+#[test]
+fn a_system_prompt_is_found_by_the_second_conversation_with_the_tokens_of_a_cold_start() {
+    let requests: Vec<Value> = (0..5).map(conversation).collect();
+    let expected = expected("olmo_hybrid", &requests);
+    // In the second world there are seven slots for states, and blocks for six conversations.
+    for (world_size, parameters) in [(1, &[][..]), (2, &[("max_tokens_in_paged_kv_cache", "480")])] {
+        let (mut world, _repository) = world("olmo_hybrid", world_size, parameters);
+        // The system prompt is shorter than regular snapshots are apart.
+        world.await_log("state_interval=4");
+        let url = world.url("/v2/models/tensorrt_llm/generate");
+        let check = |world: &mut TestWorld, n: usize, num_reused: f64| {
+            let before = world.metric("trireme_llm_prefix_cache_reused_blocks_total");
+            assert_eq!(output_ids(&url, &requests[n]), expected[n], "conversation {n}, {world_size} workers");
+            let reused = world.metric("trireme_llm_prefix_cache_reused_blocks_total") - before;
+            assert_eq!(reused, num_reused, "conversation {n}, {world_size} workers");
+        };
+        check(&mut world, 0, 0.0);
+        (1..5).for_each(|n| check(&mut world, n, 2.0));
+        // The states are lost with a worker, and the next conversation leaves them again. It may have begun before the loss is noticed.
+        signal(world.workers()[0], Signal::SIGKILL);
+        assert_eq!(output_ids(&url, &requests[0]), expected[0]);
+        check(&mut world, 1, 2.0);
+        assert_eq!(together(&url, &requests), expected, "{world_size} workers");
+    }
+}
+
 #[test]
 fn several_outputs_of_one_prompt_share_it_and_beams_are_refused_with_the_reason() {
     let mut requests = long_requests(1);

@@ -3,7 +3,7 @@
 use std::collections::BTreeMap;
 use std::time::Duration;
 
-use crate::{ForcedAcceptance, MAX_BEAM_CANDIDATES, MAX_LOGPROBS, Refused, Request, beams};
+use crate::{ForcedAcceptance, MAX_BEAM_CANDIDATES, MAX_LOGPROBS, Refused, Request, TokenId, beams};
 
 /// The reason given when a queue bound is 0.
 const QUEUED: &str = "a request is queued before it runs";
@@ -58,6 +58,8 @@ pub struct EngineConfig {
     pub num_states: usize,
     /// Snapshots of the recurrent state of a prompt are taken every this number of blocks.
     pub state_interval: usize,
+    /// Tokens that end a message in a prompt. Snapshots of the recurrent state are taken there, too.
+    pub message_ends: Vec<TokenId>,
     /// Number of slots in host memory that workers hold for KV blocks that are evicted from the device; 0 if there are none. Only
     /// the prefix cache uses them.
     pub num_host_blocks: usize,
@@ -151,6 +153,7 @@ impl Default for EngineConfig {
             windows: vec![None],
             num_states: 0,
             state_interval: 1,
+            message_ends: Vec::new(),
             num_host_blocks: 0,
             num_host_states: 0,
             num_disk_blocks: 0,

@@ -10,6 +10,7 @@ use crate::queue::{Queue, ServiceKey};
 use crate::sequence::{Sequence, SequenceState, max_num_blocks};
 use crate::sequences::Sequences;
 use crate::slot::{Sample, Slot};
+use crate::snapshots;
 use crate::{ConfigError, EngineConfig, FinishReason, Refused, Request, RowId, SequenceId, TokenEvent};
 
 /// The scheduler of one model: a state machine without clock, thread or I/O.
@@ -200,7 +201,10 @@ impl Engine {
         self.totals.prompt_tokens += request.prompt.len() as u64;
         let mut sequence = Sequence::new(id, request, max_len, self.config.max_drafts, self.config.num_groups());
         sequence.needs_token_feedback = self.config.num_stages > 1;
-        sequence.keeps_contents |= self.has_states();
+        if self.has_states() {
+            sequence.keeps_contents = true;
+            sequence.prompt_snapshots.message_ends = snapshots::message_ends(&sequence.tokens, &self.config);
+        }
         let slot = self.sequences.insert(sequence);
         self.queue.insert(&self.sequences[slot], slot);
         Ok(id)

@@ -13,6 +13,7 @@
 use crate::blocks::{BlockPool, Lookup};
 use crate::content::ContentId;
 use crate::sequence::Sequence;
+use crate::snapshots;
 use crate::tables::first_visible;
 use crate::{BlockId, EngineConfig};
 
@@ -34,6 +35,9 @@ pub(crate) enum Place {
 pub(crate) struct Found {
     /// Number of blocks in a KV group without a window.
     pub(crate) len: usize,
+    /// Number of blocks that are known, with those after the last snapshot and those that a running sequence computes; 0 without
+    /// recurrent states.
+    pub(crate) num_known: usize,
     /// The last blocks of each KV group, as many as the position after the prefix can see.
     pub(crate) tables: Vec<Vec<Place>>,
     /// Content of the last block of the prefix.
@@ -46,7 +50,7 @@ pub(crate) struct Found {
 
 impl Found {
     pub(crate) fn reset(&mut self, num_groups: usize) {
-        (self.len, self.has_snapshot) = (0, false);
+        (self.len, self.num_known, self.has_snapshot) = (0, 0, false);
         self.tables.resize_with(num_groups, Vec::new);
         self.tables.iter_mut().for_each(Vec::clear);
         self.contents.clear();
@@ -93,6 +97,7 @@ pub(crate) fn find_prefix(
     let &EngineConfig { ref windows, block_size, num_states, .. } = config;
     let mut parent = sequence.root;
     let is_plain = windows[..] == [None] && num_states == 0;
+    let mut num_being_computed = 0;
     for index in 0..sequence.num_findable_blocks(config) {
         match pool.find(parent, sequence.block_tokens(index, block_size), step) {
             Lookup::Ready(block) => {
@@ -113,8 +118,9 @@ pub(crate) fn find_prefix(
                 parent = content;
             }
             Lookup::BeingComputed(content) if num_states > 0 => {
-                if will_have_snapshot(pool, sequence, config, (index, content), step) {
-                    return false;
+                match without_snapshot(pool, sequence, config, (index, content), step) {
+                    Some(num_blocks) => num_being_computed = num_blocks,
+                    None => return false,
                 }
                 break;
             }
@@ -125,6 +131,7 @@ pub(crate) fn find_prefix(
             found.contents.push(parent);
         }
     }
+    found.num_known = if num_states > 0 { found.contents.len() + num_being_computed } else { 0 };
     found.len = if is_plain { found.tables[0].len() } else { common_len(pool, config, (step, with_disk), found) };
     found.contents.truncate(found.len);
     found.last = found.contents.last().copied().unwrap_or(parent);
@@ -234,27 +241,27 @@ fn common_len(pool: &BlockPool, config: &EngineConfig, (step, with_disk): (u64, 
     longest
 }
 
-/// Whether the sequence that computes block `index` and those after it, which both share, will leave a snapshot of its recurrent
-/// state there. `content` is that of block `index`.
-fn will_have_snapshot(
+/// Number of blocks from block `index` on that a running sequence computes and both share, if it will leave no snapshot of its
+/// recurrent state there. `content` is that of block `index`. `None` if it will leave one.
+fn without_snapshot(
     pool: &BlockPool,
     sequence: &Sequence,
     config: &EngineConfig,
-    (mut index, mut content): (usize, ContentId),
+    (first, mut content): (usize, ContentId),
     step: u64,
-) -> bool {
-    let num_blocks = sequence.num_findable_blocks(config);
-    loop {
-        index += 1;
+) -> Option<usize> {
+    let num_findable = sequence.num_findable_blocks(config);
+    for len in first + 1.. {
         // The last full block of a prompt is taken as that of both.
-        if index.is_multiple_of(config.state_interval) || index == num_blocks {
-            return true;
+        if snapshots::is_due_in_all(sequence, config, len) || len == num_findable {
+            return None;
         }
-        match pool.find(content, sequence.block_tokens(index, config.block_size), step) {
+        match pool.find(content, sequence.block_tokens(len, config.block_size), step) {
             Lookup::BeingComputed(next) => content = next,
-            _ => return false,
+            _ => return Some(len - first),
         }
     }
+    unreachable!("a sequence has a last block")
 }
 
 /// Registers the blocks that prefill will fill. Those that were found are registered already.

@@ -8,6 +8,7 @@ use crate::prefix::{self, Found, Place};
 use crate::queue::service_key;
 use crate::sequence::{Sequence, SequenceState};
 use crate::slot::Slot;
+use crate::snapshots;
 use crate::tables::Table;
 use crate::{BlockId, Policy, RowId, SamplingParams};
 
@@ -123,6 +124,9 @@ impl Engine {
         sequence.num_computed = found.len * block_size;
         sequence.join_len = sequence.tokens.len();
         sequence.num_sent = sequence.tokens.len();
+        if self.config.num_states > 0 && self.config.prefix_cache {
+            sequence.prompt_snapshots.due = snapshots::due(sequence, &self.config, found);
+        }
         if let Some(beams) = &mut sequence.beams {
             beams.rows.push(row);
             beams.rows.extend(self.free_rows.drain(self.free_rows.len() + 1 - beams.width()..).rev());

@@ -12,6 +12,7 @@ use crate::disk::Fetch;
 use crate::draft::Acceptance;
 use crate::guided::Guided;
 use crate::slot::{Sample, Slot};
+use crate::snapshots::PromptSnapshots;
 use crate::states::RecurrentSlots;
 use crate::stop::{StopWords, Tail};
 use crate::tables::{Table, Tables};
@@ -88,14 +89,15 @@ pub(crate) struct Sequence {
     pub(crate) acceptance: Acceptance,
     /// Its recurrent state, if the model has such states.
     pub(crate) recurrent: RecurrentSlots,
+    /// Where snapshots of it are due in the prompt.
+    pub(crate) prompt_snapshots: PromptSnapshots,
     /// Whether `contents` is needed: there are other KV groups, or recurrent states.
     pub(crate) keeps_contents: bool,
     /// `[num_registered]` contents, if they are needed.
     pub(crate) contents: Vec<ContentId>,
     /// Number of these blocks that are filled by the plans made so far.
     pub(crate) num_ready: usize,
-    /// Maximum number of blocks that it holds in KV groups with a window, while it runs under
-    /// [`crate::Policy::GuaranteedNoEvict`].
+    /// Maximum number of blocks that it holds in KV groups with a window, while it runs under [`crate::Policy::GuaranteedNoEvict`].
     pub(crate) num_claimed: usize,
     pub(crate) last_content: ContentId,
     /// Parent of its first block in the prefix cache.
@@ -171,6 +173,7 @@ impl Sequence {
             guesses: Vec::new(),
             acceptance: Acceptance::default(),
             recurrent: RecurrentSlots::default(),
+            prompt_snapshots: PromptSnapshots::default(),
             keeps_contents: num_groups > 1,
             contents: Vec::new(),
             num_ready: 0,
@@ -361,6 +364,7 @@ impl Sequence {
         self.tables.iter_mut().for_each(Table::clear);
         self.contents.clear();
         self.guesses.clear();
+        self.prompt_snapshots.due.clear();
         (self.recurrent, self.adapter_slot) = (RecurrentSlots::default(), None);
         (self.num_computed, self.join_len, self.num_sent) = (0, 0, 0);
         self.guided.iter_mut().for_each(|guided| guided.needs_revision = false);

@@ -340,6 +340,8 @@ fn engine_config(
         guesses_on_device: drafts.are_of_device(),
         // How many follows from the memory.
         num_states: usize::from(model.has_recurrent_layers()),
+        // Chat templates write one of them behind each message.
+        message_ends: model.eos_ids.iter().copied().map(TokenId).collect(),
         windows: model.kv_groups(max_sequence_len).windows,
         ..EngineConfig::default()
     })

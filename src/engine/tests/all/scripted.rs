@@ -253,6 +253,7 @@ fn config(settings: &BTreeMap<&str, &str>) -> EngineConfig {
         windows: settings.get("windows").map_or(vec![None], |list| list.split(',').map(|w| w.parse().ok()).collect()),
         num_states: 0,
         state_interval: 1,
+        message_ends: vec![],
         num_host_blocks: 0,
         num_host_states: 0,
         num_disk_blocks: 0,

@@ -57,6 +57,114 @@ fn prompts_with_a_common_beginning_start_at_the_last_snapshot_within_it() {
     assert_eq!(computed(&mut world, of(3, 25)), 150 + 25 - 128);
 }
 
+/// Ends a message.
+const END: TokenId = TokenId(99);
+
+/// Snapshots are 16 blocks apart: messages are shorter.
+fn with_messages() -> EngineConfig {
+    EngineConfig { state_interval: 16, message_ends: vec![END], ..config() }
+}
+
+/// A prompt of messages with these seeds and lengths.
+fn chat(messages: &[(u64, usize)]) -> Vec<TokenId> {
+    messages.iter().flat_map(|&(seed, len)| prompt(seed, len - 1).into_iter().chain([END])).collect()
+}
+
+#[test]
+fn the_second_conversation_with_a_system_prompt_starts_at_its_end() {
+    let mut world = World::new(with_messages(), 1);
+    computed(&mut world, request(chat(&[(1, 100), (2, 70)]), 3));
+    // The last full block of the system prompt ends at 96.
+    assert_eq!(computed(&mut world, request(chat(&[(1, 100), (3, 55)]), 3)), 155 - 96 + 2);
+    assert_eq!(computed(&mut world, request(chat(&[(1, 100), (4, 300)]), 3)), 400 - 96 + 2);
+}
+
+#[test]
+fn tools_and_system_prompt_may_be_two_messages() {
+    let mut world = World::new(with_messages(), 1);
+    computed(&mut world, request(chat(&[(1, 100), (2, 60), (3, 70)]), 3));
+    assert_eq!(computed(&mut world, request(chat(&[(1, 100), (2, 60), (4, 55)]), 3)), 215 - 160 + 2);
+    assert_eq!(computed(&mut world, request(chat(&[(1, 100), (5, 60), (4, 55)]), 3)), 215 - 96 + 2);
+}
+
+#[test]
+fn conversations_that_arrive_together_compute_their_system_prompt_once() {
+    let mut world = World::new(with_messages(), 1);
+    for seed in 2..6 {
+        world.submit(request(chat(&[(1, 200), (seed, 40)]), 1)).unwrap();
+    }
+    let mut computed = 0;
+    while !world.engine.is_idle() {
+        computed += world.plan_tokens();
+        world.settle();
+    }
+    world.run_to_idle();
+    assert_eq!(computed, 192 + 4 * 48);
+}
+
+#[test]
+fn another_last_message_starts_at_the_end_of_the_one_before_it() {
+    let mut world = World::new(with_messages(), 1);
+    let before = [(1, 50), (2, 60), (3, 70), (4, 41)];
+    computed(&mut world, request(chat(&[&before[..], &[(5, 30)]].concat()), 3));
+    // 221 tokens have 13 full blocks.
+    assert_eq!(computed(&mut world, request(chat(&[&before[..], &[(6, 40)]].concat()), 3)), 261 - 208 + 2);
+    // Those of the first two messages and of the last but one, and of each prompt. Where its last message ends, the prompt does.
+    assert_eq!(world.engine.stats().num_states_cached, 5);
+}
+
+#[test]
+fn a_message_that_is_not_worth_a_snapshot_has_none() {
+    let mut world = World::new(EngineConfig { state_interval: 32, ..with_messages() }, 1);
+    // 3 blocks, of 4 at least.
+    computed(&mut world, request(chat(&[(1, 60), (2, 300)]), 1));
+    assert_eq!(world.engine.stats().num_states_cached, 1);
+    computed(&mut world, request(chat(&[(3, 64), (4, 300)]), 1));
+    assert_eq!(world.engine.stats().num_states_cached, 1 + 2);
+}
+
+#[test]
+fn a_beginning_that_no_message_ends_is_found_from_the_third_prompt_on() {
+    let mut world = World::new(EngineConfig { state_interval: 16, ..config() }, 1);
+    let of = |seed: u64| request([prompt(1, 150), prompt(seed, 50)].concat(), 1);
+    assert_eq!([2, 3, 4, 5].map(|seed| computed(&mut world, of(seed))), [200, 200, 200 - 144, 200 - 144]);
+}
+
+#[test]
+fn a_beginning_is_found_again_after_the_workers_were_lost() {
+    let mut world = World::new(with_messages(), 1);
+    let of = |seed: u64| request(chat(&[(1, 100), (seed, 70)]), 3);
+    computed(&mut world, of(2));
+    world.recover();
+    assert_eq!([3, 4].map(|seed| computed(&mut world, of(seed))), [170 + 2, 170 - 96 + 2]);
+    // In the middle of a prompt.
+    world.submit(of(5)).unwrap();
+    world.plan();
+    world.recover();
+    world.run_to_idle();
+    assert_eq!(computed(&mut world, of(6)), 170 - 96 + 2);
+}
+
+#[test]
+fn messages_change_no_token_where_blocks_and_slots_are_few() {
+    for (num_states, num_blocks) in [(2, 30), (5, 40), (9, 25)] {
+        let config = EngineConfig { num_states, num_blocks, policy: Policy::MaxUtilization, ..with_messages() };
+        let mut world = World::new(EngineConfig { num_host_blocks: 20, num_host_states: 3, ..config }, 1);
+        let mut random = Random(3);
+        for seed in 0..30 {
+            let messages: Vec<_> =
+                (0..1 + random.below(4)).map(|_| (u64::from(random.below(4)), 20 + 40 * (seed as usize % 2))).collect();
+            world.submit(request(chat(&messages), 20)).unwrap();
+            (0..random.below(6)).for_each(|_| {
+                world.plan();
+                world.settle();
+            });
+        }
+        world.run_to_idle();
+        assert_eq!(world.engine.stats().num_states_used, 0);
+    }
+}
+
 #[test]
 fn prompts_that_arrive_together_compute_their_common_beginning_once() {
     let mut world = World::new(config(), 1);

@@ -132,3 +132,36 @@ fn jinja_is_pythons() {
     }
     assert!(differences.is_empty(), "{} differ:\n{}", differences.len(), differences.join("\n"));
 }
+
+/// The scheduler finds the ends of messages by this token (docs/scheduling.md, recurrent states).
+#[test]
+fn a_token_that_ends_generation_is_behind_tools_and_system_prompt_in_templates_of_models_with_recurrent_layers() {
+    let (cases, prompts) = (read("cases.json"), read("prompts.json"));
+    let templates = [
+        ("qwen3_instruct_2507", "<|im_end|>"),
+        ("qwen3_5_think", "<|im_end|>"),
+        ("qwen3_6", "<|im_end|>"),
+        ("granite4_0", "<|end_of_text|>"),
+        ("lfm2", "<|im_end|>"),
+        ("nemotron3_nano", "<|im_end|>"),
+        // That of Kimi Linear writes tools and system prompt in the same way.
+        ("kimi_k2", "<|im_end|>"),
+    ];
+    for (template, end) in templates {
+        for case in ["system", "tools", "parallel_calls_answered"] {
+            let (messages, prompt) = (&cases[case]["messages"], prompts[template][case].as_str().unwrap());
+            let [system, user] = [0, 1].map(|index| messages[index]["content"].as_str().unwrap().trim());
+            let user = prompt.rfind(user).unwrap();
+            let first = prompt.match_indices(end).take(2).filter(|&(at, _)| at < user).last();
+            let first = &prompt[..first.unwrap_or_else(|| panic!("{template}, {case}")).0];
+            assert!(first.contains(system), "{template}, {case}: {first}");
+            if case != "system" {
+                let tools = cases[case]["tools"].as_array().unwrap();
+                let has = |tool: &Value| first.contains(tool["function"]["name"].as_str().unwrap());
+                assert!(tools.iter().all(has), "{template}, {case}: {first}");
+            }
+            // Each message has an end, but for the one that is to be generated.
+            assert!(prompt.matches(end).count() >= 2, "{template}, {case}");
+        }
+    }
+}
