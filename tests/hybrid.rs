@@ -171,8 +171,8 @@ fn conversation(n: u64) -> Value {
 fn a_system_prompt_is_found_by_the_second_conversation_with_the_tokens_of_a_cold_start() {
     let requests: Vec<Value> = (0..5).map(conversation).collect();
     let expected = expected("olmo_hybrid", &requests);
-    // In the second world there are seven slots for states, and blocks for six conversations.
-    for (world_size, parameters) in [(1, &[][..]), (2, &[("max_tokens_in_paged_kv_cache", "480")])] {
+    // In the second world there are three slots for states, and blocks for three conversations.
+    for (world_size, parameters) in [(1, &[][..]), (2, &[("max_tokens_in_paged_kv_cache", "240")])] {
         let (mut world, _repository) = world("olmo_hybrid", world_size, parameters);
         // The system prompt is shorter than regular snapshots are apart.
         world.await_log("state_interval=4");

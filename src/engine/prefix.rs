@@ -296,10 +296,11 @@ pub(crate) fn register_output(pool: &mut BlockPool, sequence: &mut Sequence, blo
 pub(crate) fn keep_output(pool: &mut BlockPool, sequence: &mut Sequence, block_size: usize, step: u64) {
     let Some((state, position)) = sequence.recurrent.output.take() else { return };
     register_output(pool, sequence, block_size, step);
-    let Some(&content) = sequence.contents.get(position / block_size - 1) else {
+    let len = position / block_size;
+    let Some(&content) = sequence.contents.get(len - 1) else {
         return pool.states.release(state);
     };
-    pool.states.keep(state, content);
+    pool.states.keep(state, content, len - sequence.recurrent.last_snapshot);
     if let Some(before) = sequence.recurrent.kept_output.replace(content).filter(|&before| before != content) {
         pool.states.forget(before);
     }

@@ -94,7 +94,8 @@ impl Engine {
             None => (states.allocate().expect("room was found for the joining sequence"), None),
         };
         builder.copied_states.extend(from.map(|from| states.copy(from, own)));
-        self.sequences[slot].recurrent.own = Some(own);
+        let recurrent = &mut self.sequences[slot].recurrent;
+        (recurrent.own, recurrent.last_snapshot) = (Some(own), found.len);
     }
 
     /// How many tokens of a prompt may be computed until a snapshot is due.
@@ -112,14 +113,14 @@ impl Engine {
         let (len, is_block_full) =
             (sequence.num_computed / block_size, sequence.num_computed.is_multiple_of(block_size));
         let is_due = is_block_full && sequence.prompt_snapshots.due.binary_search(&len).is_ok();
-        let content = len.checked_sub(1).filter(|_| is_due).and_then(|index| sequence.contents.get(index));
-        if let Some(&content) = content
-            && let Some(own) = sequence.recurrent.own
-            && !self.pool.states.has_snapshot(content)
+        let content = len.checked_sub(1).filter(|_| is_due).and_then(|index| sequence.contents.get(index).copied());
+        let (Some(content), Some(own)) = (content, sequence.recurrent.own) else { return };
+        let num_saved = len - std::mem::replace(&mut self.sequences[slot].recurrent.last_snapshot, len);
+        if !self.pool.states.has_snapshot(content)
             && let Some(to) = self.pool.states.allocate()
         {
             builder.copied_states.push(self.pool.states.copy(own, to));
-            self.pool.states.keep(to, content);
+            self.pool.states.keep(to, content, num_saved);
         }
     }
 

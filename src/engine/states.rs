@@ -2,8 +2,13 @@
 //!
 //! A running sequence has a slot, in which its state advances. A snapshot is a copy of it at the end of a KV block. It is named by
 //! the content of that block, so it stands for the same tokens as the blocks up to there, and it is dropped together with that
-//! block. Sequences take unused slots first, then that of the snapshot that was used longest ago. That snapshot goes to the host, if
-//! there are slots, and sequences start from it there, too.
+//! block. Sequences take unused slots first, then that of the snapshot that is least useful. That snapshot goes to the host, if there
+//! are slots, and sequences start from it there, too.
+//!
+//! A snapshot is as useful as the number of blocks that it saves, which are those after the snapshot before it, times how often it
+//! was used; all take the same memory. Usefulness ages: it counts from that of the last snapshot that was evicted (GreedyDual-Size
+//! with frequency, Cherkasova 1998). So a snapshot that many conversations start from outlives one that none did since, and of a
+//! conversation those stay that are far apart.
 
 use std::collections::{BTreeMap, HashMap};
 
@@ -59,7 +64,12 @@ pub fn state_interval(block_bytes: u64, state_bytes: u64) -> usize {
 #[derive(Debug, Clone, Copy)]
 struct Snapshot {
     state: StateId,
-    last_use: u64,
+    /// Number of blocks after the snapshot before it.
+    num_saved: u64,
+    /// How often it was taken or used.
+    num_uses: u64,
+    /// Its usefulness, and when it was used last.
+    rank: (u64, u64),
     /// The plan that was made last when it was taken; later plans can copy it.
     step: u64,
 }
@@ -69,6 +79,8 @@ struct Snapshot {
 pub(crate) struct RecurrentSlots {
     /// Its slot while it runs.
     pub(crate) own: Option<StateId>,
+    /// Number of blocks before the last snapshot of its prompt, or before the one that it started from.
+    pub(crate) last_snapshot: usize,
     /// A snapshot of its output, and the position; its content is not registered yet.
     pub(crate) output: Option<(StateId, usize)>,
     /// The content of the snapshot of its output before that.
@@ -100,8 +112,10 @@ pub(crate) struct StatePool {
     num_slots: usize,
     unused: Vec<StateId>,
     snapshots: HashMap<ContentId, Snapshot>,
-    /// The same by last use, oldest first.
-    by_last_use: BTreeMap<u64, ContentId>,
+    /// The same by usefulness and last use, the first to be evicted first.
+    by_rank: BTreeMap<(u64, u64), ContentId>,
+    /// Usefulness of the snapshot that was evicted last.
+    evicted_usefulness: u64,
     /// Counts uses.
     clock: u64,
     /// `[num_slots]`: the last plan that copies the slot, or copies to it.
@@ -129,7 +143,7 @@ impl StatePool {
         self.unused.clear();
         self.unused.extend((0..self.num_slots as u32).rev().map(StateId));
         self.snapshots.clear();
-        self.by_last_use.clear();
+        self.by_rank.clear();
     }
 
     /// Number of slots that can be allocated: unused ones and snapshots.
@@ -148,8 +162,8 @@ impl StatePool {
     /// Takes a slot. `None` if sequences use all.
     pub(crate) fn allocate(&mut self) -> Option<StateId> {
         self.unused.pop().or_else(|| {
-            let (_, &oldest) = self.by_last_use.first_key_value()?;
-            Some(self.evict(oldest))
+            let (_, &first) = self.by_rank.first_key_value()?;
+            Some(self.evict(first))
         })
     }
 
@@ -178,13 +192,14 @@ impl StatePool {
             return Some(self.unused.swap_remove(index));
         }
         let is_loadable = |content: &&ContentId| self.is_loadable(self.snapshots[*content].state);
-        let oldest = *self.by_last_use.values().find(is_loadable)?;
-        Some(self.evict(oldest))
+        let first = *self.by_rank.values().find(is_loadable)?;
+        Some(self.evict(first))
     }
 
     /// Removes a snapshot, which the host keeps if it has room. What the plan itself copies to it is not there yet.
     fn evict(&mut self, content: ContentId) -> StateId {
-        let Snapshot { state, step, .. } = self.remove(content).expect("the evicted snapshot exists");
+        let Snapshot { state, step, rank, .. } = self.remove(content).expect("the evicted snapshot exists");
+        self.evicted_usefulness = self.evicted_usefulness.max(rank.0);
         if step != self.hosted.step() {
             self.hosted.store(content, state);
         }
@@ -223,24 +238,28 @@ impl StatePool {
         }
     }
 
-    /// An allocated slot becomes the snapshot of `content`, unless there is one.
-    pub(crate) fn keep(&mut self, state: StateId, content: ContentId) {
+    /// An allocated slot becomes the snapshot of `content`, unless there is one. It is `num_saved` blocks after the one before it.
+    pub(crate) fn keep(&mut self, state: StateId, content: ContentId, num_saved: usize) {
+        let snapshot =
+            Snapshot { state, num_saved: num_saved as u64, num_uses: 0, rank: (0, 0), step: self.hosted.step() };
         match self.has_snapshot(content) {
             true => self.release(state),
-            false => self.insert(content, Snapshot { state, last_use: 0, step: self.hosted.step() }),
+            false => self.insert(content, snapshot),
         }
     }
 
-    /// Inserts a snapshot as the one that was used last.
+    /// Inserts a snapshot that was taken or used.
     fn insert(&mut self, content: ContentId, snapshot: Snapshot) {
         self.clock += 1;
-        self.snapshots.insert(content, Snapshot { last_use: self.clock, ..snapshot });
-        self.by_last_use.insert(self.clock, content);
+        let num_uses = snapshot.num_uses + 1;
+        let rank = (self.evicted_usefulness + num_uses * snapshot.num_saved, self.clock);
+        self.snapshots.insert(content, Snapshot { num_uses, rank, ..snapshot });
+        self.by_rank.insert(rank, content);
     }
 
     fn remove(&mut self, content: ContentId) -> Option<Snapshot> {
         let snapshot = self.snapshots.remove(&content)?;
-        self.by_last_use.remove(&snapshot.last_use);
+        self.by_rank.remove(&snapshot.rank);
         Some(snapshot)
     }
 
@@ -259,7 +278,7 @@ impl StatePool {
     /// Drops all snapshots, on the device, on the host and on disk.
     pub(crate) fn forget_all(&mut self) {
         self.unused.extend(self.snapshots.drain().map(|(_, snapshot)| snapshot.state));
-        self.by_last_use.clear();
+        self.by_rank.clear();
         self.hosted.reset();
     }
 }
@@ -268,20 +287,24 @@ impl StatePool {
 mod tests {
     use super::*;
 
+    fn content(salt: u64) -> ContentId {
+        ContentId::salted(Some(salt))
+    }
+
     #[test]
-    fn the_snapshot_that_was_used_longest_ago_is_replaced_first() {
-        let [a, b, c] = [1, 2, 3].map(|salt| ContentId::salted(Some(salt)));
+    fn of_snapshots_that_save_as_much_the_one_that_was_used_longest_ago_is_replaced_first() {
+        let [a, b, c] = [1, 2, 3].map(content);
         let mut pool = StatePool::new(3);
         for content in [a, b] {
             let slot = pool.allocate().unwrap();
-            pool.keep(slot, content);
+            pool.keep(slot, content, 1);
         }
         let (own, from) = pool.start_from(a);
         assert!(from.is_some_and(|from| from != own));
         assert_eq!((pool.num_available(), pool.num_used()), (2, 1));
         let slot = pool.allocate().unwrap();
         assert!(pool.has_snapshot(a) && !pool.has_snapshot(b));
-        pool.keep(slot, c);
+        pool.keep(slot, c, 1);
         pool.forget(a);
         let (last, from) = pool.start_from(c);
         assert_eq!(from, Some(slot), "the slot of `a` is free");
@@ -291,11 +314,44 @@ mod tests {
     }
 
     #[test]
+    fn the_snapshot_that_saves_least_is_replaced_first_and_all_of_them_age() {
+        let mut pool = StatePool::new(3);
+        for num_saved in [4, 6, 2] {
+            let slot = pool.allocate().unwrap();
+            pool.keep(slot, content(num_saved), num_saved as usize);
+        }
+        let mut slot = pool.allocate().unwrap();
+        let has = |pool: &StatePool| [2, 4, 6].map(|salt| pool.has_snapshot(content(salt)));
+        assert_eq!(has(&pool), [false, true, true]);
+        // Others that save three blocks each count from the two of the one that was replaced.
+        for (others, expected) in [(1, [false, false, true]), (2, [false, false, true]), (3, [false, false, false])] {
+            pool.keep(slot, content(100 + others), 3);
+            slot = pool.allocate().unwrap();
+            assert_eq!(has(&pool), expected, "after {others} others");
+        }
+    }
+
+    #[test]
+    fn a_snapshot_that_is_used_often_outlives_others_that_save_more() {
+        let mut pool = StatePool::new(3);
+        for (salt, num_saved) in [(1, 2), (2, 5)] {
+            let slot = pool.allocate().unwrap();
+            pool.keep(slot, content(salt), num_saved);
+        }
+        for _ in 0..2 {
+            let (own, _) = pool.start_from(content(1));
+            pool.release(own);
+        }
+        assert!(pool.allocate().is_some() && pool.allocate().is_some());
+        assert!(pool.has_snapshot(content(1)) && !pool.has_snapshot(content(2)));
+    }
+
+    #[test]
     fn a_sequence_takes_the_slot_of_its_snapshot_if_there_is_no_other() {
-        let content = ContentId::salted(Some(1));
+        let content = content(1);
         let mut pool = StatePool::new(1);
         let slot = pool.allocate().unwrap();
-        pool.keep(slot, content);
+        pool.keep(slot, content, 1);
         assert_eq!(pool.start_from(content), (slot, None));
         assert_eq!((pool.num_available(), pool.has_snapshot(content)), (0, false));
     }
