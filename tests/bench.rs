@@ -162,7 +162,12 @@ fn agents_find_what_they_repeat_on_the_device_or_on_the_host() {
     assert_eq!(column("prompt_tokens"), [180.0, 360.0, 540.0, 3.0 * (67.0 + 60.0)], "{found}");
     // In blocks of 16 tokens.
     assert_eq!(column("cached_tokens"), [2.0 * 32.0, 3.0 * 64.0, 3.0 * 112.0, 3.0 * 64.0], "{found}");
-    assert_eq!(found["full_block_hit_rate"], 1.0);
+    assert_eq!(
+        (&found["full_block_hit_rate"], &found["first_turn"]["full_block_hit_rate"]),
+        (&1.0.into(), &1.0.into())
+    );
+    assert_eq!(found["first_turn"]["hit_rate"], 0.8);
+    assert!(text.contains("the cache had in the first turn 80.00 %, and 100.00 %"), "{text}");
     let of_host: f64 = column("host_tokens").iter().sum();
     assert_eq!(of_host, world.metric("trireme_llm_prefix_cache_host_tokens_total"));
     assert_eq!(column("cached_tokens").iter().sum::<f64>(), world.metric("trireme_llm_cached_prompt_tokens_total"));

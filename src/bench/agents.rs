@@ -210,6 +210,7 @@ pub(crate) async fn run(args: AgentsArgs) -> Result<(), ClientError> {
         block_tokens: session.tier.as_ref().map(|tier| tier.block_tokens),
         host_used_bytes: session.tier.as_ref().map(|tier| tier.used_bytes),
         host_limit_bytes: session.tier.as_ref().map(|tier| tier.limit_bytes),
+        first_turn: Hits::of(rounds.iter().take(1)),
         hits: Hits::of(rounds.iter().skip(1)),
         rounds,
     };

@@ -125,6 +125,11 @@ impl Hits {
         let rate = |of: usize| cached.filter(|_| of > 0).map(|cached| cached as f64 / of as f64);
         Self { hit_rate: rate(repeated), full_block_hit_rate: full.and_then(rate) }
     }
+
+    fn text(&self) -> String {
+        let of_full_blocks = |rate| format!(", and {} of those in full blocks", percent(Some(rate)));
+        percent(self.hit_rate) + &self.full_block_hit_rate.map_or_else(String::new, of_full_blocks)
+    }
 }
 
 /// All figures.
@@ -143,6 +148,8 @@ pub(crate) struct Figures {
     pub host_used_bytes: Option<f64>,
     /// Host memory in all.
     pub host_limit_bytes: Option<f64>,
+    /// Of the first round, whose prompts repeat the shared beginning alone.
+    pub first_turn: Hits,
     /// Of the rounds after the first.
     #[serde(flatten)]
     pub hits: Hits,
@@ -157,11 +164,8 @@ impl Figures {
         );
         text += HEAD;
         self.rounds.iter().for_each(|round| text += &round.row());
-        let Hits { hit_rate, full_block_hit_rate } = self.hits;
-        text += &format!("of the repeated tokens after the first turn the cache had {}", percent(hit_rate));
-        if full_block_hit_rate.is_some() {
-            text += &format!(", and {} of those in full blocks", percent(full_block_hit_rate));
-        }
+        text += &format!("of the shared beginning the cache had in the first turn {}\n", self.first_turn.text());
+        text += &format!("of the repeated tokens after the first turn the cache had {}", self.hits.text());
         if let Some((used, limit)) = self.host_used_bytes.zip(self.host_limit_bytes) {
             let gib = |bytes: f64| bytes / f64::from(1 << 30);
             text += &format!("\nhost memory in use: {:.2} of {:.2} GiB", gib(used), gib(limit));
@@ -215,6 +219,37 @@ mod tests {
         let unknown = RoundFigures::of("turn 2".to_owned(), &[outcome(60, None)], &[40], None);
         assert_eq!(Hits::of([&unknown, &round]), Hits::default());
         assert_eq!(round.hits.hit_rate, Some(0.8));
+    }
+
+    #[test]
+    fn the_first_turn_has_a_line_of_its_own() {
+        let of = |name: &str, cached, repeated| {
+            RoundFigures::of(name.to_owned(), &[outcome(100, Some(cached))], &[repeated], Some(16))
+        };
+        let rounds = vec![of("turn 1", 32, 40), of("turn 2", 80, 90)];
+        let figures = Figures {
+            model: "m".to_owned(),
+            conversations: 1,
+            turns: 2,
+            tokens: 100,
+            concurrency: 1,
+            seconds: 1.0,
+            block_tokens: Some(16),
+            host_used_bytes: None,
+            host_limit_bytes: None,
+            first_turn: Hits::of(rounds.iter().take(1)),
+            hits: Hits::of(rounds.iter().skip(1)),
+            rounds,
+        };
+        let text = figures.text();
+        let lines: Vec<&str> = text.lines().rev().take(2).collect();
+        assert_eq!(
+            lines,
+            [
+                "of the repeated tokens after the first turn the cache had 88.89 %, and 100.00 % of those in full blocks",
+                "of the shared beginning the cache had in the first turn 80.00 %, and 100.00 % of those in full blocks",
+            ]
+        );
     }
 
     #[test]
