@@ -181,3 +181,58 @@ fn usage_counts_what_the_host_had_and_resets_are_for_a_model_or_for_all() {
     assert_eq!(world.post("/reset_prefix_cache?model=other", &json!({})).0, 404);
     assert_eq!(world.get("/reset_prefix_cache").0, 405);
 }
+
+#[test]
+fn requests_share_cached_prefixes_with_those_of_the_same_salt_alone() {
+    let repository = copied_repository();
+    let mut world = TestWorld::start(Options { repository: repository.path().to_owned(), ..Options::default() });
+    let text = "the little boat went over the sea and came home again ".repeat(6);
+    let ids: Vec<u64> = (0..100).map(|i| 3 + (i * 7) % 190).collect();
+    let asked = [
+        ("/v1/completions", json!({"model": "ensemble", "prompt": text, "max_tokens": 4})),
+        (
+            "/v1/chat/completions",
+            json!({"model": "ensemble", "messages": [{"role": "user", "content": text}], "max_tokens": 4}),
+        ),
+        ("/v1/responses", json!({"model": "ensemble", "input": text, "max_output_tokens": 16})),
+        ("/v2/models/ensemble/generate", json!({"text_input": text, "max_tokens": 4})),
+        (
+            "/v2/models/tensorrt_llm/generate",
+            json!({"input_ids": ids, "input_lengths": ids.len(), "request_output_len": 4}),
+        ),
+    ];
+    for (path, body) in asked {
+        let mut reused = |salt: Value| {
+            let mut body = body.clone();
+            if !salt.is_null() {
+                body["cache_salt"] = salt;
+            }
+            let before = world.metric("trireme_llm_prefix_cache_reused_blocks_total");
+            let (status, reply) = world.post(path, &body);
+            assert_eq!(status, 200, "{path}: {reply}");
+            world.metric("trireme_llm_prefix_cache_reused_blocks_total") - before
+        };
+        let found = [json!("a"), json!("b"), Value::Null, json!("a"), json!("b"), Value::Null].map(&mut reused);
+        assert!(found[..3] == [0.0; 3] && found[3] > 1.0 && found[4..] == [found[3]; 2], "{path}: {found:?}");
+        assert_eq!(world.post("/reset_prefix_cache", &json!({})).0, 200);
+        for wrong in [json!(""), json!(5), json!("x".repeat(1025))] {
+            let mut body = body.clone();
+            body["cache_salt"] = wrong;
+            let (status, reply) = world.post(path, &body);
+            assert!(status == 400 && reply.contains("`cache_salt` must"), "{path}: {status} {reply}");
+        }
+    }
+    // As a parameter of `infer`, and the same salt in all protocols.
+    let tensor = |name: &str, shape: [usize; 2], data: Value| json!({"name": name, "shape": shape, "datatype": "INT32", "data": data});
+    let body = json!({
+        "inputs": [tensor("input_ids", [1, 100], json!(ids)), tensor("input_lengths", [1, 1], json!([100])),
+                   tensor("request_output_len", [1, 1], json!([4]))],
+        "parameters": {"cache_salt": "a"},
+    });
+    let salted = json!({"input_ids": ids, "input_lengths": 100, "request_output_len": 4, "cache_salt": "a"});
+    assert_eq!(world.post("/v2/models/tensorrt_llm/generate", &salted).0, 200);
+    let before = world.metric("trireme_llm_prefix_cache_reused_blocks_total");
+    let (status, reply) = world.post("/v2/models/tensorrt_llm/infer", &body);
+    assert_eq!(status, 200, "{reply}");
+    assert_eq!(world.metric("trireme_llm_prefix_cache_reused_blocks_total") - before, 6.0);
+}

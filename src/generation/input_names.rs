@@ -42,11 +42,10 @@ pub const NAMES: &[(&str, &[&str])] = &[
 const FLAGS: [&str; 2] = ["ignore_eos", "skip_special_tokens"];
 
 /// Fields of OpenAI's protocol that change the answer. Triton's models have other names for them, or lack them (docs/openai.md).
-const OPENAI: [&str; 29] = [
+const OPENAI: [&str; 28] = [
     "add_special_tokens",
     "allowed_token_ids",
     "best_of",
-    "cache_salt",
     "chat_template_kwargs",
     "echo",
     "function_call",
@@ -103,7 +102,7 @@ mod tests {
         assert_eq!(other_release("min_tokens"), Some("min_length"));
         assert_eq!(other_release("temperature"), None);
         assert!(
-            ["runtime_min_p", "ignore_eos", "stop_words", "stream", "top_logprobs", "cache_salt", "n", "functions"]
+            ["runtime_min_p", "ignore_eos", "stop_words", "stream", "top_logprobs", "n", "functions"]
                 .iter()
                 .all(|name| changes_text(name))
         );

@@ -4,6 +4,7 @@
 //! tokenizer is loaded once ([`tokenizer`]). A [`TextDecoder`] has the settings with which tokens are decoded.
 #![forbid(unsafe_code)]
 
+mod cache_salt;
 mod constrain;
 mod decoder;
 mod event;
@@ -15,6 +16,7 @@ mod stop_search;
 mod timestamp;
 mod tokenizers;
 
+pub use cache_salt::{MAX_CACHE_SALT_CHARS, cache_salt};
 pub use constrain::{Constraints, Guide, Preface, ReasoningBudget};
 pub use constraint::{ConstraintError, ConstraintSpec, StartAfter, close_objects};
 pub use decoder::TextDecoder;

@@ -10,7 +10,7 @@ mod words;
 use std::sync::atomic::Ordering;
 
 use engine::{BeamParams, Refused, Request, TokenId};
-use generation::{GenerateRequest, TextDecoder, TextOptions};
+use generation::{GenerateRequest, MAX_CACHE_SALT_CHARS, TextDecoder, TextOptions};
 use serving::{InferError, InferRequest, Parameter};
 
 use super::config::LlmConfig;
@@ -130,6 +130,7 @@ pub(crate) fn generation(
         sampling: sampling(bounds, request, &defaults.sampling)?,
         beams,
         max_drafts: max_drafts(bounds, request)?,
+        cache_salt: cache_salt(request)?,
         ..Request::default()
     };
     Ok(GenerateRequest {
@@ -239,6 +240,18 @@ fn max_drafts(bounds: &ValueBounds<'_>, request: &InferRequest) -> Result<u32, I
             "parameter `{key}` is {other:?}, expected 0 to {max}, as many as the model's parameter allows"
         ))),
     }
+}
+
+/// The request's parameter `cache_salt`.
+fn cache_salt(request: &InferRequest) -> Result<Option<u64>, InferError> {
+    let Some(parameter) = request.parameters.get("cache_salt") else { return Ok(None) };
+    let salt = match parameter {
+        Parameter::String(salt) => generation::cache_salt(salt),
+        _ => None,
+    };
+    salt.map(Some).ok_or_else(|| {
+        InferError::invalid(format!("parameter `cache_salt` must be text of 1 to {MAX_CACHE_SALT_CHARS} characters"))
+    })
 }
 
 fn prompt(config: &LlmConfig, request: &InferRequest) -> Result<Vec<TokenId>, InferError> {

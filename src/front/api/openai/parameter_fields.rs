@@ -1,5 +1,6 @@
 //! How the values of fields are read that need more than a range.
 
+use generation::MAX_CACHE_SALT_CHARS;
 use serde_json::Value;
 use serving::{Limit, Limits};
 
@@ -12,8 +13,6 @@ const MAX_TOP_LOGPROBS: i64 = 20;
 pub(super) const MAX_TOKENS: i64 = i32::MAX as i64;
 /// Maximum number of entries of `allowed_token_ids`.
 const MAX_ALLOWED_TOKENS: usize = 1 << 18;
-/// Longest `cache_salt` in characters.
-const MAX_SALT_CHARS: usize = 1024;
 
 /// A beam search: `n` beams.
 #[derive(Debug, Clone, Copy, PartialEq)]
@@ -84,14 +83,8 @@ pub(super) fn allowed_token_ids(fields: &mut Fields) -> Result<Vec<u32>, ApiErro
 /// `cache_salt`: text of 1 to 1024 characters.
 pub(super) fn cache_salt(fields: &mut Fields) -> Result<Option<u64>, ApiError> {
     let Some(salt) = fields.text("cache_salt")? else { return Ok(None) };
-    if salt.is_empty() || salt.chars().count() > MAX_SALT_CHARS {
-        let words = format!("`cache_salt` must have 1 to {MAX_SALT_CHARS} characters.");
-        return Err(ApiError::of_field("cache_salt", words));
-    }
-    // Others must not find a salt with the same number, so the digest is a cryptographic one.
-    let digest = ring::digest::digest(&ring::digest::SHA256, salt.as_bytes());
-    let (first, _) = digest.as_ref().split_first_chunk::<8>().expect("a digest has 32 bytes");
-    Ok(Some(u64::from_le_bytes(*first)))
+    let wrong = || format!("`cache_salt` must have 1 to {MAX_CACHE_SALT_CHARS} characters.");
+    generation::cache_salt(&salt).map(Some).ok_or_else(|| ApiError::of_field("cache_salt", wrong()))
 }
 
 pub(super) fn prompt_logprobs(fields: &mut Fields, stream: bool) -> Result<Option<u32>, ApiError> {
