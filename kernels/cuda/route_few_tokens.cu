@@ -67,6 +67,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) route_few_tokens(const Few
     uint4 begin[CHUNK] = {};
     if (multiplies) load_chunk(begin, row, 0, p.width);
     pdl_wait();
+    const u32 slot = warp < p.num_tokens ? p.slots[warp] : 0;
     const u32 generation = threadIdx.x == 0 ? load_acquire(p.barrier + 1) : 0;
     if (multiplies) {
         for (u32 token = 0; token < p.num_tokens; ++token) {
@@ -93,7 +94,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) route_few_tokens(const Few
 
     const u32 routes = p.num_tokens * router.top_k;
     if (warp < p.num_tokens) {
-        const Choice choice = choose_experts(p.logits + (u64)warp * router.count, p.slots[warp], router);
+        const Choice choice = choose_experts(p.logits + (u64)warp * router.count, slot, router);
         if (lane < router.top_k) {
             const u32 to = warp * router.top_k + choice.place;
             chosen[to] = choice.expert;

@@ -2,13 +2,19 @@
 #pragma once
 #include "common.cuh"
 
-// The largest value of the warp, and the lowest index that has it.
-__device__ __forceinline__ void warp_likeliest(float& value, u32& index) {
-    // Integers in the order of the values; -0 becomes 0.
-    const u32 bits = __float_as_uint(value + 0.0f), key = bits ^ (bits >> 31 ? 0xffffffffu : 0x80000000u);
-    const u32 most = __reduce_max_sync(FULL_WARP, key);
-    index = __reduce_min_sync(FULL_WARP, key == most ? index : 0xffffffffu);
-    value = __uint_as_float(most ^ (most >> 31 ? 0x80000000u : 0xffffffffu));
+// Integers in the order of values, above 0; 0 for negative infinity and for what is not a number. -0 is 0.
+__device__ __forceinline__ u32 order_key(float value) {
+    const u32 bits = __float_as_uint(value + 0.0f);
+    return value > -INFINITY_F ? bits ^ (bits >> 31 ? 0xffffffffu : 0x80000000u) : 0;
+}
+
+__device__ __forceinline__ float value_of(u32 key) { return key ? __uint_as_float(key ^ (key >> 31 ? 0x80000000u : 0xffffffffu)) : -INFINITY_F; }
+
+// The largest key of the warp, and the lowest index that has it.
+__device__ __forceinline__ void warp_largest(u32& key, u32& index) {
+    const u32 own = key;
+    key = __reduce_max_sync(FULL_WARP, own);
+    index = __reduce_min_sync(FULL_WARP, own == key ? index : 0xffffffffu);
 }
 
 // The two largest values of the warp.
@@ -71,9 +77,8 @@ __device__ __forceinline__ void keep_groups(float (&own)[OWN], const Router& rou
     }
     u32 chosen = 0;  // a bit for each group
     for (u32 turn = 0; turn < router.chosen_groups; ++turn) {
-        float best = score;
-        u32 at = lane;
-        warp_likeliest(best, at);
+        u32 best = order_key(score), at = lane;
+        warp_largest(best, at);
         chosen |= 1u << at;
         if (lane == at) score = -INFINITY_F;
     }
@@ -116,28 +121,32 @@ __device__ __forceinline__ Choice choose_experts(const float* logits, const Rout
     }
     if (router.groups) keep_groups(own, router);
 
+    u32 keys[OWN];
+#pragma unroll
+    for (int i = 0; i < OWN; ++i) keys[i] = order_key(own[i]);
     Choice choice{0xffffffffu, 0.0f, 0};
+    u32 was_chosen = 0;  // a bit for each own expert
     for (u32 turn = 0; turn < router.top_k; ++turn) {
-        float best = -INFINITY_F;
-        u32 at = 0xffffffffu;
+        u32 most = 0, at = 0xffffffffu;
 #pragma unroll
         for (int i = 0; i < OWN; ++i) {
-            if (own[i] > best) best = own[i], at = lane + 32 * i;
+            if (keys[i] > most) most = keys[i], at = lane + 32 * i;
         }
-        warp_likeliest(best, at);
-        float weight = best;
+        warp_largest(most, at);
+        float weight = value_of(most);
         if (router.scoring == SPARSE_MIXER) {
+            const float best = weight;
             float near = 0.0f;
 #pragma unroll
             for (int i = 0; i < OWN; ++i) {
-                const float most = router.tolerance * fmaxf(fabsf(own[i]), best);
-                if (own[i] > -INFINITY_F && best - own[i] <= most) near += expf(own[i] - best);
+                const float value = value_of(keys[i]), limit = router.tolerance * fmaxf(fabsf(value), best);
+                if (value > -INFINITY_F && best - value <= limit) near += expf(value - best);
             }
             weight = 1.0f / warp_sum(near);
         }
 #pragma unroll
         for (int i = 0; i < OWN; ++i) {
-            if (lane + 32 * i == at) own[i] = -INFINITY_F;
+            if (lane + 32 * i == at) keys[i] = 0, was_chosen |= 1u << i;
         }
         if (lane == turn) choice.expert = at, choice.probability = weight;
     }
@@ -148,11 +157,13 @@ __device__ __forceinline__ Choice choose_experts(const float* logits, const Rout
         const float logit = router.logit(logits, choice.expert);
         choice.probability = router.scoring == SIGMOID ? sigmoid(logit) : expf(logit - max) / total;
     }
-    float sum = 0.0f;
-    for (u32 i = 0; i < router.top_k; ++i) {
-        sum += __shfl_sync(FULL_WARP, choice.probability, i);
-        const u32 other = __shfl_sync(FULL_WARP, choice.expert, i);
-        choice.place += other < choice.expert || (other == choice.expert && i < lane);
+    const float sum = warp_sum(lane < router.top_k ? choice.probability : 0.0f);
+    choice.place = is_chosen ? 0 : lane;
+#pragma unroll
+    for (int i = 0; i < OWN; ++i) {
+        const u32 mask = __ballot_sync(FULL_WARP, was_chosen >> i & 1u);
+        const u32 below = choice.expert > 32u * i + 31 ? mask : choice.expert >= 32u * i ? mask & ((1u << choice.expert % 32) - 1) : 0;
+        if (is_chosen) choice.place += __popc(below);
     }
     // Sigmoids can all be 0.
     if (router.is_normalized) choice.probability /= sum + 1e-20f;
