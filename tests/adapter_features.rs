@@ -63,7 +63,12 @@ fn drafts_of_heads_and_of_another_model_are_verified_with_the_adapter() {
     for (base, adapters, parameters) in cases {
         let (mut world, _repository) = world(base, adapters, parameters, &[]);
         check_all(&world, base, adapters, F32_ERROR);
-        assert!(world.metric("trireme_llm_drafted_tokens_total") > 20.0, "{base}");
+        // Drafts of tiny models may not pay, but a sequence tries one every 32 steps.
+        let long = json!({"input_ids": [5, 6, 7], "input_lengths": 3, "request_output_len": 80, "end_id": -1});
+        for name in adapters {
+            assert_eq!(output_ids(&world, name, &long).len(), 80);
+        }
+        assert!(world.metric("trireme_llm_drafted_tokens_total") > 2.0, "{base}");
     }
 }
 

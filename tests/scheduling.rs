@@ -41,6 +41,25 @@ fn num_waiting(world: &Mutex<TestWorld>) -> f64 {
 }
 
 #[test]
+fn the_time_of_steps_is_known_before_the_first_request() {
+    let mut world = TestWorld::of(2);
+    assert!(world.metric("trireme_llm_step_cost_seconds") > 0.0);
+    // The steps at load are not counted.
+    for name in ["steps_total", "step_seconds_count", "output_tokens_total", "kv_blocks_used", "kv_blocks_cached"] {
+        assert_eq!(world.metric(&format!("trireme_llm_{name}")), 0.0, "{name}");
+    }
+    let prompts: Vec<i32> = (300..340).collect();
+    let body = json!({"input_ids": prompts, "input_lengths": 40, "request_output_len": 30, "end_id": -1});
+    assert_eq!(generate(&world, &body).0, 200);
+    let [count, measured] = ["count", "sum"].map(|part| world.metric(&format!("trireme_llm_step_seconds_{part}")));
+    let [known, predicted] =
+        ["count", "sum"].map(|part| world.metric(&format!("trireme_llm_step_predicted_seconds_{part}")));
+    assert_eq!(known, count, "every step was predicted");
+    // Other tests run beside this one.
+    assert!(predicted > measured / 5.0 && predicted < measured * 5.0, "{predicted} s predicted, {measured} s measured");
+}
+
+#[test]
 fn requests_time_out_in_the_queue_and_a_full_queue_refuses_at_once() {
     let world = world(1, "default_queue_policy { max_queue_size: 2 allow_timeout_override: true }", &[]);
     let stream = occupy(&world);

@@ -186,6 +186,22 @@ impl Engine {
         step.predicted
     }
 
+    /// What determines the time of the oldest step in flight.
+    pub fn oldest_load(&self) -> Option<StepLoad> {
+        self.in_flight.front().map(|step| step.load)
+    }
+
+    /// Tells the engine how many seconds a step took before it serves requests.
+    pub fn learn(&mut self, load: &StepLoad, seconds: f64) {
+        self.costs.learn(load, None, seconds);
+    }
+
+    /// Forgets what an idle engine has computed and counted so far, but not what it has learned about the time of steps.
+    pub fn forget_work(&mut self) {
+        self.reset_prefix_cache();
+        self.totals = Totals::default();
+    }
+
     /// The limits this engine was created with.
     pub fn config(&self) -> &EngineConfig {
         &self.config

@@ -13,6 +13,7 @@
 
 mod disk;
 mod give_up;
+mod measure;
 mod messages;
 mod recovery;
 mod sleep;

@@ -1,4 +1,4 @@
-//! The start of a replica: its workers load their weights, and agree on the number of KV blocks.
+//! The start of a replica: its workers load their weights, agree on the number of KV blocks, and run the first steps.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -80,9 +80,12 @@ impl Running {
         let reported = workers.iter().map(|worker| [worker.block_bytes, worker.state_bytes]);
         let slot_bytes: Vec<[[u64; 2]; 2]> = reported.zip(found).map(|(reported, found)| [reported, found]).collect();
         self.open_disk(&mut group, &slot_bytes)?;
+        let allocated = Instant::now();
+        self.measure_steps(&mut group, started.elapsed())?;
         let mut phases = slowest_phases(&workers);
         phases.push(("load".to_owned(), loaded - started));
-        phases.push(("kv_blocks".to_owned(), loaded.elapsed()));
+        phases.push(("kv_blocks".to_owned(), allocated - loaded));
+        phases.push(("steps".to_owned(), allocated.elapsed()));
         phases.push(("total".to_owned(), started.elapsed()));
         for (index, worker) in workers.iter().enumerate() {
             let cache_bytes = worker.block_bytes * num_blocks as u64 + worker.state_bytes * num_states as u64;
