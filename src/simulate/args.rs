@@ -48,7 +48,14 @@ pub struct SimulateArgs {
     /// tokens of the streams
     #[arg(long, value_delimiter = ',', value_name = "N,...")]
     pub prompt_tokens_per_s: Vec<f64>,
-    /// Bounds of this gap in milliseconds; 0: the default bound
+    /// Instead of worlds: this number of requests in one group with `--concurrency` rows, of `--prompt` and `--output` tokens on
+    /// average; prints what clients see
+    #[arg(long, default_value_t = 0, value_name = "N")]
+    pub requests: u32,
+    /// Of these, how many arrive in a second; 0: all at once
+    #[arg(long, value_delimiter = ',', value_name = "N,...", default_values_t = [0.0])]
+    pub request_rate: Vec<f64>,
+    /// Bounds of the gap between two tokens in milliseconds; 0: the default bound
     #[arg(long, value_delimiter = ',', value_name = "MS,...", default_values_t = [0.0])]
     pub max_inter_token_ms: Vec<f64>,
 }

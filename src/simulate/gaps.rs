@@ -10,7 +10,7 @@ use engine::{Engine, EngineConfig, Request, SampledToken, StepOutput, StepPlan, 
 use crate::{Costs, SimulateArgs, SimulateError};
 
 /// Tokens of a prompt that the device computes in one tile.
-const TILE: usize = 128;
+pub(crate) const TILE: usize = 128;
 
 /// The result for one bound and one rate of prompts.
 #[derive(Debug, Clone, PartialEq)]
@@ -162,10 +162,6 @@ impl<'a> Run<'a> {
     }
 
     fn row(mut self, max_inter_token_ms: Option<f64>, offered_per_s: f64) -> GapRow {
-        let at = |values: &mut Vec<f64>, part: f64| {
-            values.sort_unstable_by(f64::total_cmp);
-            values.get((values.len() as f64 * part) as usize).copied().unwrap_or(0.0)
-        };
         let seconds = self.now - self.measured_from.unwrap_or(0.0);
         GapRow {
             max_inter_token_ms,
@@ -176,6 +172,12 @@ impl<'a> Run<'a> {
             error: self.errors.iter().sum::<f64>() / self.errors.len().max(1) as f64,
         }
     }
+}
+
+/// The value below which this part of the values is.
+pub(crate) fn at(values: &mut [f64], part: f64) -> f64 {
+    values.sort_unstable_by(f64::total_cmp);
+    values.get((values.len() as f64 * part) as usize).copied().unwrap_or(0.0)
 }
 
 #[cfg(test)]

@@ -19,12 +19,14 @@ mod args;
 mod costs;
 mod error;
 mod gaps;
+mod load;
 mod world;
 
 pub use args::SimulateArgs;
 pub use costs::{Costs, CostsError};
 pub use error::SimulateError;
 pub use gaps::{GapRow, gaps};
+pub use load::{LoadRow, load};
 pub use world::Row;
 use world::World;
 
@@ -35,6 +37,9 @@ use world::World;
 pub fn run(args: &SimulateArgs) -> Result<(), SimulateError> {
     if !args.prompt_tokens_per_s.is_empty() {
         return run_gaps(args);
+    }
+    if args.requests > 0 {
+        return run_loads(args);
     }
     println!("{}", Row::HEADING);
     for &ranks in &args.ranks {
@@ -49,6 +54,17 @@ fn run_gaps(args: &SimulateArgs) -> Result<(), SimulateError> {
     for &ms in &args.max_inter_token_ms {
         for &per_s in &args.prompt_tokens_per_s {
             println!("{}", gaps(args, (ms > 0.0).then_some(ms), per_s)?);
+        }
+    }
+    Ok(())
+}
+
+/// Simulates every bound and rate of requests and prints a line for each.
+fn run_loads(args: &SimulateArgs) -> Result<(), SimulateError> {
+    println!("{}", LoadRow::HEADING);
+    for &ms in &args.max_inter_token_ms {
+        for &per_s in &args.request_rate {
+            println!("{}", load(args, (ms > 0.0).then_some(ms), per_s)?);
         }
     }
     Ok(())
