@@ -139,6 +139,56 @@ fn drafts_of_eagle3_heads_change_no_token() {
 }
 
 #[test]
+fn guides_and_stop_words_have_the_same_answers_with_drafts() {
+    let head = golden_dir("eagle3").join("specforge").display().to_string();
+    let cases: [(&str, &[(&str, &str)]); 2] =
+        [("mtp_qwen3_5", &[MTP]), ("eagle3", &[("eagle3_num_tokens", "3"), ("eagle3_path", &head)])];
+    let start = |golden: &str, parameters: &[(&str, &str)]| {
+        let repository = golden_repository(golden, parameters);
+        // Its first tokens are bytes, with all of ASCII but the space.
+        let tokenizer = shipped_repository().join("tensorrt_llm/1/tokenizer.json");
+        fs::copy(tokenizer, repository.path().join("tensorrt_llm/1/tokenizer.json")).unwrap();
+        let options = Options { repository: repository.path().to_owned(), ..Options::default() };
+        (TestWorld::start(options), repository)
+    };
+    for (golden, parameters) in cases {
+        let (without, _repository) = start(golden, &[]);
+        let url = without.url("/v2/models/tensorrt_llm/generate");
+        let mut requests: Vec<Value> = requests().into_iter().take(3).collect();
+        let stopped = |request: &Value| {
+            // Two tokens of the answer, the second one of which may have been a draft.
+            let answer = answer(&url, request);
+            let mut request = request.clone();
+            request["stop_words_list"] = json!([answer[0][30], answer[0][31], 2, -1]);
+            request
+        };
+        let stopped: Vec<Value> = requests.iter().map(stopped).collect();
+        let guided = |request: &Value| {
+            let mut request = request.clone();
+            (request["end_id"], request["request_output_len"]) = (json!(2), json!(50));
+            request["guided_decoding_guide_type"] = json!("json_schema");
+            request["guided_decoding_guide"] = json!(
+                r#"{"type": "object", "properties": {"name": {"type": "string", "pattern": "^[a-z]{4,30}$"}, "ages": {"type": "array", "items": {"type": "integer"}}}, "required": ["name", "ages"]}"#
+            );
+            request
+        };
+        // The second one is drawn.
+        let guided = [guided(&requests[0]), guided(&requests[2])];
+        requests = [&requests[..], &stopped, &guided].concat();
+        let expected: Vec<Value> = requests.iter().map(|request| answer(&url, request)).collect();
+        assert!(expected[3..6].iter().all(|answer| answer[0].as_array().unwrap().len() <= 31), "{expected:?}");
+        assert!(
+            expected[6..].iter().all(|answer| answer[0][0] == json!(93)),
+            "an object begins with a brace: {expected:?}"
+        );
+        let (mut world, _repository) = start(golden, parameters);
+        assert_eq!(together(&world.url("/v2/models/tensorrt_llm/generate"), &requests), expected, "{golden}");
+        let [drafted, _] = drafts(&mut world);
+        assert!(drafted > 0.0, "{golden}");
+    }
+}
+
+#[test]
 fn a_text_with_drafts_survives_the_death_of_a_worker() {
     let draft = draft_model("olmo2");
     let draft = draft.each_ref().map(|(key, value)| (*key, &value[..]));
