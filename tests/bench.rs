@@ -71,7 +71,15 @@ fn serving_counts_the_tokens_that_the_server_generates_over_every_protocol() {
 
     let page = scratch.path().join("report.html");
     bench(&["report", figures_path, "--baseline", figures_path, "-o", page.to_str().unwrap()]);
-    assert!(fs::read_to_string(page).unwrap().contains("<svg"));
+    let page = fs::read_to_string(page).unwrap();
+    // The gaps of each run against its rate of prompts: a line of two points for the server, and one for the baseline.
+    let (_, gaps) = page.split_once("Gap between tokens and rate of prompts").expect("a section of gaps");
+    let (chart, _) = gaps.split_once("</svg>").expect("a chart of gaps");
+    for label in ["prompt tokens/s", "inter-token latency, p99 ms", "baseline"] {
+        assert!(chart.contains(label), "{label}: {chart}");
+    }
+    let points = ["<polyline", "<circle"].map(|shape| chart.matches(shape).count());
+    assert_eq!(points, [2, 4], "{chart}");
 
     let summary = bench(&[
         "compare",
