@@ -23,11 +23,12 @@ use kernels::cuda::{DeviceBuffer, Span};
 const SHAPES: [(&str, usize, usize, usize, usize); 3] =
     [("qwen3-30b", 128, 8, 2048, 768), ("mixtral", 8, 2, 4096, 14336), ("gpt-oss", 32, 4, 2880, 2880)];
 /// Forms of the weights; bf16 has no format.
-const FORMS: [(&str, Option<PackedFormat>); 4] = [
+const FORMS: [(&str, Option<PackedFormat>); 5] = [
     ("bf16", None),
     ("fp8", Some(PackedFormat::Fp8Blocks)),
     ("int4", Some(PackedFormat::Int4 { group: 128, has_zeros: true, scale_is_f16: true })),
     ("mxfp4", Some(PackedFormat::Mxfp4)),
+    ("nvfp4", Some(PackedFormat::Nvfp4)),
 ];
 const TOKENS: [usize; 8] = [1, 4, 8, 32, 128, 512, 2048, 8192];
 

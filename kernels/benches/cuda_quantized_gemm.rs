@@ -26,10 +26,12 @@ const ROWS: [usize; 5] = [1, 8, 16, 32, 64];
 const MANY_ROWS: [usize; 6] = [65, 128, 256, 512, 1024, 2048];
 /// Rows of products whose inputs are in e4m3, too.
 const FP8_ROWS: [usize; 9] = [72, 128, 136, 192, 256, 320, 512, 2048, 16384];
-const FORMATS: [PackedFormat; 3] = [
+const FORMATS: [PackedFormat; 5] = [
     PackedFormat::Fp8Rows,
     PackedFormat::Fp8Blocks,
     PackedFormat::Int4 { group: 128, has_zeros: true, scale_is_f16: true },
+    PackedFormat::Mxfp4,
+    PackedFormat::Nvfp4,
 ];
 
 fn main() {
@@ -51,6 +53,7 @@ fn main() {
             PackedFormat::Fp8Blocks => "fp8 blk",
             PackedFormat::Int4 { .. } => "int4",
             PackedFormat::Mxfp4 => "mxfp4",
+            PackedFormat::Nvfp4 => "nvfp4",
         };
         let epilogue = if name == "gate_up" { Epilogue::Gated(GateActivation::Silu) } else { Epilogue::Store };
         for rows in ROWS.into_iter().filter(|_| !only_e4m3) {
@@ -93,7 +96,7 @@ fn main() {
                 bytes as f64 / us / 1e6
             );
         }
-        for rows in FP8_ROWS.into_iter().filter(|_| !matches!(format, PackedFormat::Int4 { .. })) {
+        for rows in FP8_ROWS.into_iter().filter(|_| matches!(format, PackedFormat::Fp8Rows | PackedFormat::Fp8Blocks)) {
             let (x, y) = (random(&gpu, rows * k), DeviceBuffer::with_count::<bf16>(&gpu, rows * n).expect("memory"));
             let buffer = DeviceBuffer::new(&gpu, Fp8Rows::bytes(rows, k)).expect("memory");
             let codes = Fp8Rows::in_buffer(buffer.span(), rows, k);

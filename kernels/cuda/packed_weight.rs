@@ -8,6 +8,8 @@ use super::Span;
 pub const TILE: usize = 64;
 /// Bytes of a row in a slice of the inputs.
 const SLICE_BYTES: usize = 128;
+/// Bytes of the scales of the rows of a tile.
+const ROW_SCALES_BYTES: usize = TILE * size_of::<f32>();
 
 /// How the elements of a weight are stored.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -26,9 +28,10 @@ pub enum PackedFormat {
         /// Whether scales are f16; otherwise they are bf16.
         scale_is_f16: bool,
     },
-    /// e2m1; groups of 32 inputs of a row have a scale that is a power of two, stored as its exponent. Only weights of
-    /// experts.
+    /// e2m1; groups of 32 inputs of a row have a scale that is a power of two, stored as its exponent.
     Mxfp4,
+    /// e2m1; groups of 16 inputs of a row have a scale in e4m3, and each row has a factor in f32.
+    Nvfp4,
 }
 
 impl PackedFormat {
@@ -36,7 +39,7 @@ impl PackedFormat {
     pub fn slice_cols(self) -> usize {
         match self {
             PackedFormat::Fp8Rows | PackedFormat::Fp8Blocks => SLICE_BYTES,
-            PackedFormat::Int4 { .. } | PackedFormat::Mxfp4 => 2 * SLICE_BYTES,
+            PackedFormat::Int4 { .. } | PackedFormat::Mxfp4 | PackedFormat::Nvfp4 => 2 * SLICE_BYTES,
         }
     }
 
@@ -56,16 +59,17 @@ impl PackedFormat {
             PackedFormat::Fp8Rows | PackedFormat::Fp8Blocks => 1,
             PackedFormat::Int4 { group, .. } => self.slice_cols() / group,
             PackedFormat::Mxfp4 => self.slice_cols() / 32,
+            PackedFormat::Nvfp4 => self.slice_cols() / 16,
         }
     }
 
-    /// Bytes of the scales and zero points of a tile in a slice; 0 if scales belong to rows.
+    /// Bytes of the scales and zero points of a tile in a slice, without those of whole rows.
     pub fn meta_bytes(self) -> usize {
         match self {
             PackedFormat::Fp8Rows => 0,
             PackedFormat::Fp8Blocks => 16,
             PackedFormat::Int4 { has_zeros, .. } => self.slice_groups() * TILE * (2 + usize::from(has_zeros)),
-            PackedFormat::Mxfp4 => self.slice_groups() * TILE,
+            PackedFormat::Mxfp4 | PackedFormat::Nvfp4 => self.slice_groups() * TILE,
         }
     }
 
@@ -86,10 +90,8 @@ impl PackedFormat {
 
     /// Bytes of the scales and zero points of a tile.
     pub fn tile_meta_bytes(self, cols: usize) -> usize {
-        match self {
-            PackedFormat::Fp8Rows => TILE * size_of::<f32>(),
-            other => other.slices(cols) * other.meta_bytes(),
-        }
+        let has_row_scales = matches!(self, PackedFormat::Fp8Rows | PackedFormat::Nvfp4);
+        self.slices(cols) * self.meta_bytes() + if has_row_scales { ROW_SCALES_BYTES } else { 0 }
     }
 
     /// Bytes of all scales and zero points of a weight.
@@ -105,7 +107,13 @@ impl PackedFormat {
             PackedFormat::Int4 { group: 32, .. } => "int4_g32",
             PackedFormat::Int4 { .. } => "int4_g128",
             PackedFormat::Mxfp4 => "mxfp4",
+            PackedFormat::Nvfp4 => "nvfp4",
         }
+    }
+
+    /// Whether chains of products take such weights.
+    pub fn is_in_chains(self) -> bool {
+        !matches!(self, PackedFormat::Mxfp4 | PackedFormat::Nvfp4)
     }
 
     /// Whether scales are f16, as the kernels take it.
@@ -125,7 +133,7 @@ impl PackedFormat {
             let mut slice = [0; 2 * SLICE_BYTES];
             slice[..codes.len()].copy_from_slice(codes);
             match self {
-                PackedFormat::Int4 { .. } | PackedFormat::Mxfp4 => pack_nibbles(&slice, out),
+                PackedFormat::Int4 { .. } | PackedFormat::Mxfp4 | PackedFormat::Nvfp4 => pack_nibbles(&slice, out),
                 _ => pack_bytes(&slice, out),
             }
         }
@@ -133,7 +141,8 @@ impl PackedFormat {
 
     /// Stores the scale and the zero point of group `group` of row `row` of a tile in `tile`, which has
     /// [`PackedFormat::tile_meta_bytes`] bytes. `Fp8Rows` has one group, `Fp8Blocks` one for each slice, and rows with
-    /// the same scale may be stored again. Scales of 4-bit integers are of the format's type.
+    /// the same scale may be stored again. Scales of 4-bit integers are of the format's type. For `Nvfp4` `scale` is the row's factor
+    /// and `zero` the code of the group's scale.
     ///
     /// # Panics
     /// Panics if there is no such row or group.
@@ -146,6 +155,12 @@ impl PackedFormat {
             PackedFormat::Fp8Blocks => meta[row % 16 / 8 * 4..][..4].copy_from_slice(&scale.to_le_bytes()),
             // A power of two, whose exponent is 0 if it is subnormal.
             PackedFormat::Mxfp4 => meta[within * TILE + row] = (scale.to_bits() >> 23) as u8,
+            // The scales of four groups of a row lie together, and the factors of rows behind all slices.
+            PackedFormat::Nvfp4 => {
+                meta[(within / 4 * TILE + row) * 4 + within % 4] = zero;
+                let rows = tile.len() - ROW_SCALES_BYTES;
+                tile[rows + 4 * row..][..4].copy_from_slice(&scale.to_le_bytes());
+            }
             PackedFormat::Int4 { has_zeros, scale_is_f16, .. } => {
                 let bits = if scale_is_f16 { f16::from_f32(scale).to_bits() } else { bf16::from_f32(scale).to_bits() };
                 meta[2 * (within * TILE + row)..][..2].copy_from_slice(&bits.to_le_bytes());
@@ -197,7 +212,8 @@ pub struct PackedWeight {
     pub codes: Span,
     /// [`PackedFormat::scales_bytes`]. `Fp8Rows`: `[n]` f32, padded to whole tiles. Otherwise, for each tile and slice,
     /// [`PackedFormat::meta_bytes`]: `Fp8Blocks` two f32 and padding, `Int4` scales `[groups, 64]`, then zero points
-    /// `[groups, 64]` u8.
+    /// `[groups, 64]` u8, `Mxfp4` exponents `[groups, 64]`, `Nvfp4` scales `[groups / 4, 64, 4]` e4m3; behind those of all slices of a
+    /// tile of `Nvfp4` the factors of its rows, `[64]` f32.
     pub scales: Span,
     /// `[n]`, or [`Span::NULL`].
     pub bias: Span,
@@ -233,6 +249,21 @@ mod tests {
         INT4.pack_row(&codes, &mut out);
         // Thread 0 takes inputs 0, 1 (nibbles 0, 4) and 8, 9 (nibbles 1, 5) of each step.
         assert_eq!(u32::from_le_bytes(out[..4].try_into().unwrap()), 0x9191_8080);
+    }
+
+    #[test]
+    fn scales_of_four_groups_of_nvfp4_are_a_word_and_factors_lie_behind_all_slices() {
+        let format = PackedFormat::Nvfp4;
+        let mut tile = vec![0; format.tile_meta_bytes(264)];
+        assert_eq!(tile.len(), 2 * 16 * TILE + 4 * TILE);
+        for group in 0..17 {
+            format.put_scale(&mut tile, 5, group, 0.375, 100 + group as u8);
+        }
+        assert_eq!(tile[4 * 5..][..4], [100, 101, 102, 103]);
+        assert_eq!(tile[4 * (3 * TILE + 5)..][..4], [112, 113, 114, 115]);
+        assert_eq!(tile[16 * TILE + 4 * 5..][..4], [116, 0, 0, 0]);
+        assert_eq!(tile[2 * 16 * TILE + 4 * 5..][..4], 0.375f32.to_le_bytes());
+        assert_eq!(tile.iter().filter(|byte| **byte != 0).count(), 17 + 2);
     }
 
     #[test]

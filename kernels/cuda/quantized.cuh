@@ -9,17 +9,27 @@
 #pragma once
 #include "common.cuh"
 
-enum Format : i32 { FP8_ROWS = 0, FP8_BLOCKS = 1, INT4_128 = 2, INT4_32 = 3, MXFP4 = 4 };
+enum Format : i32 { FP8_ROWS = 0, FP8_BLOCKS = 1, INT4_128 = 2, INT4_32 = 3, MXFP4 = 4, NVFP4 = 5 };
 
 template <int FORMAT>
 struct Codes {
     static constexpr bool IS_FP8 = FORMAT == FP8_ROWS || FORMAT == FP8_BLOCKS;
     static constexpr int COLUMNS = IS_FP8 ? 128 : 256;  // of a slice
     static constexpr int STEPS = COLUMNS / 16;
-    static constexpr int GROUP_STEPS = FORMAT == INT4_32 || FORMAT == MXFP4 ? 2 : 8;  // steps of 16 columns with the same scale
+    // Steps of 16 columns that are multiplied together, with the same scale. Each step of NVFP4 has its own, which becomes part of the
+    // expanded values.
+    static constexpr int GROUP_STEPS = FORMAT == INT4_32 || FORMAT == MXFP4 ? 2 : 8;
     static constexpr int GROUPS = STEPS / GROUP_STEPS;
+    // Whether rows have a scale for all of K, by which their sums are multiplied at the end.
+    static constexpr bool HAS_ROW_SCALES = FORMAT == FP8_ROWS || FORMAT == NVFP4;
+    static constexpr bool HAS_GROUP_SCALES = FORMAT != FP8_ROWS;
     // Bytes of scales and zero points of a tile of 64 rows and a slice, at most.
-    static constexpr int META_BYTES = FORMAT == FP8_ROWS ? 0 : FORMAT == FP8_BLOCKS ? 16 : GROUPS * 64 * (FORMAT == MXFP4 ? 1 : 3);
+    static constexpr int META_BYTES = FORMAT == FP8_ROWS     ? 0
+                                      : FORMAT == FP8_BLOCKS ? 16
+                                      : FORMAT == NVFP4      ? STEPS * 64
+                                                             : GROUPS * 64 * (FORMAT == MXFP4 ? 1 : 3);
+    // What sums are multiplied by besides the scales of their rows.
+    static constexpr float SUM_FACTOR = FORMAT == NVFP4 ? 0x1p8f : 1.0f;
 };
 
 // A scale of a group of u4 codes: f16 or bf16.
@@ -75,29 +85,63 @@ __device__ __forceinline__ float e8m0_value(u32 exponent) { return __uint_as_flo
 // The value of an e2m1 code. Its exponent has a bias of 1.
 __device__ __forceinline__ float e2m1_value(u32 code) { return __uint_as_float((code & 8) << 28 | (code & 7) << 22) * 0x1p126f; }
 
-// Half of the eight e2m1 codes of a word.
-__device__ __forceinline__ void expand_e2m1(u32 word, int step, u32& low, u32& high) {
-    constexpr u32 TWO_TO_126 = 0x7e807e80u, MINUS_ZERO = 0x80008000u;
+constexpr u32 TWO_TO_126 = 0x7e807e80u;  // as a scale of expand_e2m1: 1
+
+// Half of the eight e2m1 codes of a word, times `scale` / 2^126, which is two bf16.
+__device__ __forceinline__ void expand_e2m1(u32 word, int step, u32 scale, u32& low, u32& high) {
+    constexpr u32 MINUS_ZERO = 0x80008000u;
     const u32 a = word >> (8 * step), b = word >> (8 * step + 4);
-    low = multiply_add_bf16x2(((a & 0x00080008u) << 12) | ((a & 0x00070007u) << 6), TWO_TO_126, MINUS_ZERO);
-    high = multiply_add_bf16x2(((b & 0x00080008u) << 12) | ((b & 0x00070007u) << 6), TWO_TO_126, MINUS_ZERO);
+    low = multiply_add_bf16x2(((a & 0x00080008u) << 12) | ((a & 0x00070007u) << 6), scale, MINUS_ZERO);
+    high = multiply_add_bf16x2(((b & 0x00080008u) << 12) | ((b & 0x00070007u) << 6), scale, MINUS_ZERO);
+}
+
+// The four e4m3 scales of a word times 2^118 as bf16: steps 0 and 2 in `even`, 1 and 3 in `odd`. A value of e2m1 times a scale has 6 bits,
+// so bf16 holds it exactly; expand_e2m1 makes 2^-8 of it, since bf16 does not hold 448 times 2^126.
+__device__ __forceinline__ void expand_scales(u32 word, u32& even, u32& odd) {
+    constexpr u32 TWO_TO_118 = 0x7a807a80u, MINUS_ZERO = 0x80008000u;
+    expand_e4m3(word, even, odd);
+    even = multiply_add_bf16x2(even, TWO_TO_118, MINUS_ZERO);
+    odd = multiply_add_bf16x2(odd, TWO_TO_118, MINUS_ZERO);
 }
 
 // The scales and zero points of a thread's two rows, g and g + 8 of a warp's 16, in one group of columns.
+template <int FORMAT>
 struct RowScales {
     float first, second;
     u32 first_zero, second_zero;  // as expand_u4 takes them
 };
 
+// Those of the eight steps of half a slice, as expand_scales makes them of two words each.
+template <>
+struct RowScales<NVFP4> {
+    u32 pairs[2][4];
+
+    __device__ __forceinline__ void set(int r, u32 word0, u32 word1) {
+        expand_scales(word0, pairs[r][0], pairs[r][1]);
+        expand_scales(word1, pairs[r][2], pairs[r][3]);
+    }
+
+    // The scale of a step of row r, twice.
+    __device__ __forceinline__ u32 of(int r, int step) const {
+        return __byte_perm(pairs[r][step % 8 / 4 * 2 + step % 2], 0, step % 4 < 2 ? 0x1010 : 0x3232);
+    }
+};
+
+// Which word of a tile and slice of NVFP4 has the scales of steps 4 i .. 4 i + 4 of a row.
+__device__ __forceinline__ int scale_word(int i, int row) { return i * 64 + row; }
+
 // The fragment of a step of 16 columns: `words` has the 32 bytes of a thread's two rows.
 template <int FORMAT>
-__device__ __forceinline__ void expand(u32* a, const u32 (*words)[8], int step, const RowScales& scales) {
+__device__ __forceinline__ void expand(u32* a, const u32 (*words)[8], int step, const RowScales<FORMAT>& scales) {
     if constexpr (Codes<FORMAT>::IS_FP8) {
         expand_e4m3(words[0][step], a[0], a[2]);
         expand_e4m3(words[1][step], a[1], a[3]);
     } else if constexpr (FORMAT == MXFP4) {
-        expand_e2m1(words[0][step / 2], step % 2, a[0], a[2]);
-        expand_e2m1(words[1][step / 2], step % 2, a[1], a[3]);
+        expand_e2m1(words[0][step / 2], step % 2, TWO_TO_126, a[0], a[2]);
+        expand_e2m1(words[1][step / 2], step % 2, TWO_TO_126, a[1], a[3]);
+    } else if constexpr (FORMAT == NVFP4) {
+        expand_e2m1(words[0][step / 2], step % 2, scales.of(0, step), a[0], a[2]);
+        expand_e2m1(words[1][step / 2], step % 2, scales.of(1, step), a[1], a[3]);
     } else {
         expand_u4(words[0][step / 2], step % 2, scales.first_zero, a[0], a[2]);
         expand_u4(words[1][step / 2], step % 2, scales.second_zero, a[1], a[3]);
@@ -112,3 +156,28 @@ struct Meta {
 };
 
 constexpr i32 SCALE_TILE = 64;  // rows whose scales lie together
+
+// The scales of a tile of 64 rows: those of each slice, then those of whole rows, [64] f32, if there are any.
+template <int FORMAT>
+__device__ __forceinline__ const u8* tile_scales(const Meta& meta, i64 tile, i32 slices) {
+    constexpr i32 ROWS_BYTES = Codes<FORMAT>::HAS_ROW_SCALES ? SCALE_TILE * 4 : 0;
+    return meta.values + tile * (slices * meta.bytes + ROWS_BYTES);
+}
+
+// The scale of row `row` of all, if rows have scales.
+template <int FORMAT>
+__device__ __forceinline__ const float* row_scale(const Meta& meta, i64 row, i32 slices) {
+    const u8* rows = tile_scales<FORMAT>(meta, row / SCALE_TILE, slices) + slices * meta.bytes;
+    return reinterpret_cast<const float*>(rows) + row % SCALE_TILE;
+}
+
+// sums[2 j], sums[2 j + 1] of a thread's two rows in turn, times the scales of rows `row` and `row + 8`, if rows have scales.
+template <int FORMAT, int COUNT>
+__device__ __forceinline__ void scale_sums(float* sums, const Meta& meta, i64 row, i32 slices) {
+    if constexpr (Codes<FORMAT>::HAS_ROW_SCALES) {
+        const float* of = row_scale<FORMAT>(meta, row, slices);
+        const float first = of[0] * Codes<FORMAT>::SUM_FACTOR, second = of[8] * Codes<FORMAT>::SUM_FACTOR;
+#pragma unroll
+        for (int i = 0; i < COUNT; ++i) sums[i] *= i % 4 < 2 ? first : second;
+    }
+}

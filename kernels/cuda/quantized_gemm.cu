@@ -6,8 +6,8 @@
 // w        [N, slices * 128] bytes of codes (quantized.cuh)
 // scales   as sm90_quantized_gemm.cu describes
 // y        described in simple_gemm.cuh
-// maths    codes become bf16 exactly; fp32 sums in mma.sync within a group of columns with the same scale, times the
-//          scale; slices of K in eight interleaved parts, summed in order: no result depends on M
+// maths    codes become bf16 exactly, those of NVFP4 times their group's scale; fp32 sums in mma.sync within a group of columns
+//          with the same scale, times the scale; slices of K in eight interleaved parts, summed in order: no result depends on M
 // launch   grid ceil(N / 16), block 256: a block has 16 rows of w. Each of its 8 warps has every eighth slice, loaded
 //          directly from memory into registers
 // needs    K % 8 == 0, N % 8 == 0 (N % 16 == 0 for gate/up): checked in quantized_gemm.rs
@@ -19,18 +19,31 @@
 
 // `row`: the first of a thread's two rows; `meta`: of its tile and slice.
 template <int FORMAT>
-__device__ __forceinline__ RowScales load_scales(const u8* meta, i32 meta_bytes, int group, u32 row, bool is_f16) {
-    if constexpr (FORMAT == FP8_ROWS) return {1.0f, 1.0f, 0, 0};
-    if constexpr (FORMAT == FP8_BLOCKS) {
+__device__ __forceinline__ RowScales<FORMAT> load_scales(const u8* meta, i32 meta_bytes, int group, u32 row, bool is_f16) {
+    if constexpr (FORMAT == FP8_ROWS) {
+        return {1.0f, 1.0f, 0, 0};
+    } else if constexpr (FORMAT == NVFP4) {
+        RowScales<NVFP4> scales;
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+            const u32* words = reinterpret_cast<const u32*>(meta) + scale_word(2 * group, row % SCALE_TILE + 8 * r);
+            scales.set(r, words[0], words[scale_word(1, 0)]);
+        }
+        return scales;
+    } else if constexpr (FORMAT == MXFP4) {
+        const u8* scale = meta + group * SCALE_TILE + row % SCALE_TILE;
+        return {e8m0_value(scale[0]), e8m0_value(scale[8]), 0, 0};
+    } else if constexpr (FORMAT == FP8_BLOCKS) {
         const float2 scales = *reinterpret_cast<const float2*>(meta);
         return {scales.x, scales.y, 0, 0};
+    } else {
+        constexpr i32 SCALE_BYTES = Codes<FORMAT>::GROUPS * SCALE_TILE * 2;
+        const u16* scale = reinterpret_cast<const u16*>(meta) + group * SCALE_TILE + row % SCALE_TILE;
+        const u8* zero = meta + SCALE_BYTES + group * SCALE_TILE + row % SCALE_TILE;
+        const bool has_zeros = meta_bytes > SCALE_BYTES;
+        return {group_scale(scale[0], is_f16), group_scale(scale[8], is_f16), negative_zero_point(has_zeros ? zero[0] : 8),
+                negative_zero_point(has_zeros ? zero[8] : 8)};
     }
-    constexpr i32 SCALE_BYTES = Codes<FORMAT>::GROUPS * SCALE_TILE * 2;
-    const u16* scale = reinterpret_cast<const u16*>(meta) + group * SCALE_TILE + row % SCALE_TILE;
-    const u8* zero = meta + SCALE_BYTES + group * SCALE_TILE + row % SCALE_TILE;
-    const bool has_zeros = meta_bytes > SCALE_BYTES;
-    return {group_scale(scale[0], is_f16), group_scale(scale[8], is_f16), negative_zero_point(has_zeros ? zero[0] : 8),
-            negative_zero_point(has_zeros ? zero[8] : 8)};
 }
 
 // The two columns of x at `column`, zero outside the matrix.
@@ -56,7 +69,7 @@ __device__ __forceinline__ void multiply_slice(float (&acc)[NT / 8][4], const u8
     }
 #pragma unroll
     for (int group = 0; group < C::GROUPS; ++group) {
-        const RowScales s = load_scales<FORMAT>(meta, scales.bytes, group, row, scales.is_f16 != 0);
+        const RowScales<FORMAT> s = load_scales<FORMAT>(meta, scales.bytes, group, row, scales.is_f16 != 0);
         float sums[NT / 8][4] = {};
 #pragma unroll
         for (int i = 0; i < C::GROUP_STEPS; ++i) {
@@ -73,7 +86,10 @@ __device__ __forceinline__ void multiply_slice(float (&acc)[NT / 8][4], const u8
 #pragma unroll
         for (int j = 0; j < NT / 8; ++j) {
 #pragma unroll
-            for (int e = 0; e < 4; ++e) acc[j][e] += (e < 2 ? s.first : s.second) * sums[j][e];
+            for (int e = 0; e < 4; ++e) {
+                if constexpr (FORMAT == NVFP4) acc[j][e] += sums[j][e];
+                else acc[j][e] += (e < 2 ? s.first : s.second) * sums[j][e];
+            }
         }
     }
 }
@@ -87,21 +103,14 @@ __device__ __forceinline__ void quantized_gemm(void* y, const bf16* x, const u8*
     const u32 n0 = blockIdx.x * ROWS, slices = (k + Codes<FORMAT>::COLUMNS - 1) / Codes<FORMAT>::COLUMNS;
     const auto codes_of = [&](u32 row) { return row < n ? codes + (u64)row * slices * 128 : nullptr; };
     const u8* const rows[2] = {codes_of(n0 + g), codes_of(n0 + g + 8)};
-    const u8* own = meta.values + (u64)(n0 / SCALE_TILE) * slices * meta.bytes;
+    const u8* own = tile_scales<FORMAT>(meta, n0 / SCALE_TILE, slices);
     pdl_wait();
 
     float acc[NT / 8][4] = {};
     for (u32 slice = warp; slice < slices; slice += WARPS) {
         multiply_slice<FORMAT, NT>(acc, rows, x, own + (u64)slice * meta.bytes, meta, n0 + g, m, slice, k);
     }
-    if constexpr (FORMAT == FP8_ROWS) {
-        const float* scales = reinterpret_cast<const float*>(meta.values) + n0 + g;
-#pragma unroll
-        for (int j = 0; j < NT / 8; ++j) {
-#pragma unroll
-            for (int e = 0; e < 4; ++e) acc[j][e] *= scales[e / 2 * 8];
-        }
-    }
+    scale_sums<FORMAT, NT / 2>(&acc[0][0], meta, n0 + g, slices);
     store_tile<NT>(partial, acc, y, bias, m, n, n0, epilogue);
 }
 
@@ -122,3 +131,5 @@ QUANTIZED_GEMMS(fp8_rows, FP8_ROWS)
 QUANTIZED_GEMMS(fp8_blocks, FP8_BLOCKS)
 QUANTIZED_GEMMS(int4_g128, INT4_128)
 QUANTIZED_GEMMS(int4_g32, INT4_32)
+QUANTIZED_GEMMS(mxfp4, MXFP4)
+QUANTIZED_GEMMS(nvfp4, NVFP4)

@@ -271,7 +271,6 @@ pub(super) fn check_product(
     epilogue: Epilogue,
 ) -> Result<(), CudaError> {
     check_outputs(y, weight, rows, epilogue)?;
-    ensure!(OP, weight.format != PackedFormat::Mxfp4, "a weight in MXFP4, which only products of experts take");
     let k = weight.k;
     ensure!(OP, x.count::<bf16>() >= rows * k && x.is_aligned(16), "x is shorter than {rows} x {k}, or not aligned");
     Ok(())
@@ -293,15 +292,8 @@ pub fn dequantize(q: &Queue, out: Span, weight: &PackedWeight) -> Result<(), Cud
     check(weight)?;
     let PackedWeight { codes, scales, n, k, format, .. } = *weight;
     ensure!(OP, out.count::<bf16>() >= n * k && out.is_aligned(16), "out is shorter than {n} x {k}, or not aligned");
-    let args = [
-        out.into(),
-        codes.into(),
-        scales.into(),
-        (format.meta_bytes() as u32).into(),
-        format.scale_is_f16().into(),
-        (n as u32).into(),
-        (k as u32).into(),
-    ];
+    let meta = meta_argument(scales, format);
+    let args = [out.into(), codes.into(), Arg::Bytes(bytemuck::bytes_of(&meta)), (n as u32).into(), (k as u32).into()];
     // All experts of a layer have more rows than a grid has blocks in its second dimension.
     let launch = Launch::new((n.div_ceil(8) * format.slices(k)) as u32, 256);
     q.launch(&format!("dequantize_bf16_{}", format.name()), launch, &args)

@@ -4,7 +4,7 @@
 //
 // x        [R, K]    bf16, rows sorted by expert, through tensor map `x_map`, box [8, 64]; rows from R on are zero
 // w        [L N, slices * 128] bytes of codes through tensor map `w_map`, box [64, 128], and scales, as quantized.cuh and
-//          sm90_quantized_gemm.cu describe for one matrix of L N rows. MXFP4: [groups][64] exponents for each tile and slice
+//          sm90_quantized_gemm.cu describe for one matrix of L N rows
 // y        [R, N] bf16, also through an activation, or [R, N / 2] bf16 = act(gate) * up: grouped.cuh
 // maths    as sm90_quantized_gemm.cu. _g2: K in order; _g4: every fourth slice in order, then the four sums. No result depends on
 //          the values of other rows
@@ -56,8 +56,8 @@ struct Work {
         barrier_wait(ring.empty + 8 * stage, parity);
         barrier_arrive_expect(full, W_BYTES + meta.bytes + R::BOXES * boxes * X_BOX_BYTES);
         tensor_load(ring.w(stage), w_map, i * 128, w_row, full, EVICT_FIRST);
-        if constexpr (FORMAT != FP8_ROWS) {
-            bulk_load(ring.scales(stage), meta.values + ((i64)(w_row / TILE) * slices + i) * meta.bytes, meta.bytes, full, EVICT_FIRST);
+        if constexpr (R::C::HAS_GROUP_SCALES) {
+            bulk_load(ring.scales(stage), tile_scales<FORMAT>(meta, w_row / TILE, slices) + i * meta.bytes, meta.bytes, full, EVICT_FIRST);
         }
 #pragma unroll 1
         for (u32 box = 0; box < R::BOXES * boxes; ++box) {
@@ -78,12 +78,7 @@ struct Work {
     template <int NT>
     __device__ __forceinline__ void finish(float* acc, const Tile& tile) const {
         const u32 n0 = tile.column * TILE;
-        if constexpr (FORMAT == FP8_ROWS) {
-            const float* of = reinterpret_cast<const float*>(meta.values) + tile.expert * p.n + n0 + threadIdx.x / 32 % 4 * 16 + threadIdx.x % 32 / 4;
-            const float first = of[0], second = of[8];
-#pragma unroll
-            for (int i = 0; i < NT / 2; ++i) acc[i] *= i % 4 < 2 ? first : second;
-        }
+        scale_sums<FORMAT, NT / 2>(acc, meta, tile.expert * p.n + n0 + threadIdx.x / 32 % 4 * 16 + threadIdx.x % 32 / 4, slices);
         store<NT>(p, tile, n0, acc);
     }
 };
@@ -241,3 +236,4 @@ GROUPED_QUANTIZED_GEMMS(fp8_blocks, FP8_BLOCKS)
 GROUPED_QUANTIZED_GEMMS(int4_g128, INT4_128)
 GROUPED_QUANTIZED_GEMMS(int4_g32, INT4_32)
 GROUPED_QUANTIZED_GEMMS(mxfp4, MXFP4)
+GROUPED_QUANTIZED_GEMMS(nvfp4, NVFP4)

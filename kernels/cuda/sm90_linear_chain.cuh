@@ -105,7 +105,7 @@ struct PlainRing : Ring<TILE, NT> {
     }
 
     __device__ __forceinline__ void multiply(float* acc, i32 s, const Meta&) const { multiply_slice<NT>(acc, R::w(s), R::x(s)); }
-    __device__ __forceinline__ void scale_rows(float*, const Meta&, i32) const {}
+    __device__ __forceinline__ void scale_rows(float*, const Meta&, i32, i32) const {}
 };
 
 // The slices of a link that a block computes, counted tile by tile.
@@ -515,7 +515,7 @@ __device__ __forceinline__ void multiply(const R& ring, const Chain& c, float* p
             float acc[NT / 2] = {};
             run += until - i;
             consume(ring, at, next, run, acc, link.meta);
-            ring.scale_rows(acc, link.meta, tile * TILE);
+            ring.scale_rows(acc, link.meta, tile * TILE, share.slices);
             if (i > share.first) team_sync();  // the sums of the tile before have been read
             store_partial<NT>(partial + group * NT * PITCH, acc);
             if (waits) barrier_wait(scaled, scaled_parity), scaled_parity ^= 1, waits = false;

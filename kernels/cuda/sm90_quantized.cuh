@@ -32,6 +32,12 @@ __device__ __forceinline__ u16 shared_load_u16(u32 address) {
     return v;
 }
 
+__device__ __forceinline__ u32 shared_load_u32(u32 address) {
+    u32 v;
+    asm volatile("ld.shared.u32 %0, [%1];" : "=r"(v) : "r"(address) : "memory");
+    return v;
+}
+
 __device__ __forceinline__ u32 shared_load_u8(u32 address) {
     u32 v;
     asm volatile("ld.shared.u8 %0, [%1];" : "=r"(v) : "r"(address) : "memory");
@@ -40,17 +46,27 @@ __device__ __forceinline__ u32 shared_load_u8(u32 address) {
 
 // `row`: the first row within the tile.
 template <int FORMAT>
-__device__ __forceinline__ RowScales row_scales(u32 meta, u32 meta_bytes, int group, int row, bool is_f16) {
-    if constexpr (FORMAT == FP8_BLOCKS) return {shared_load_f32(meta), shared_load_f32(meta + 4), 0, 0};
-    if constexpr (FORMAT == MXFP4) {
+__device__ __forceinline__ RowScales<FORMAT> row_scales(u32 meta, u32 meta_bytes, int group, int row, bool is_f16) {
+    if constexpr (FORMAT == NVFP4) {
+        RowScales<NVFP4> scales;
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+            const u32 words = meta + 4 * scale_word(2 * group, row + 8 * r);
+            scales.set(r, shared_load_u32(words), shared_load_u32(words + 4 * scale_word(1, 0)));
+        }
+        return scales;
+    } else if constexpr (FORMAT == MXFP4) {
         const u32 scale = meta + group * TILE + row;
         return {e8m0_value(shared_load_u8(scale)), e8m0_value(shared_load_u8(scale + 8)), 0, 0};
+    } else if constexpr (FORMAT == FP8_BLOCKS) {
+        return {shared_load_f32(meta), shared_load_f32(meta + 4), 0, 0};
+    } else {
+        constexpr u32 SCALE_BYTES = Codes<FORMAT>::GROUPS * SCALE_TILE * 2;
+        const u32 scale = meta + (group * TILE + row) * 2, zero = meta + SCALE_BYTES + group * TILE + row;
+        const bool has_zeros = meta_bytes > SCALE_BYTES;
+        return {group_scale(shared_load_u16(scale), is_f16), group_scale(shared_load_u16(scale + 16), is_f16),
+                negative_zero_point(has_zeros ? shared_load_u8(zero) : 8), negative_zero_point(has_zeros ? shared_load_u8(zero + 8) : 8)};
     }
-    constexpr u32 SCALE_BYTES = Codes<FORMAT>::GROUPS * SCALE_TILE * 2;
-    const u32 scale = meta + (group * TILE + row) * 2, zero = meta + SCALE_BYTES + group * TILE + row;
-    const bool has_zeros = meta_bytes > SCALE_BYTES;
-    return {group_scale(shared_load_u16(scale), is_f16), group_scale(shared_load_u16(scale + 16), is_f16),
-            negative_zero_point(has_zeros ? shared_load_u8(zero) : 8), negative_zero_point(has_zeros ? shared_load_u8(zero + 8) : 8)};
 }
 
 // One warpgroup: acc [64 rows of w, NT rows of x] += slice `s` of tile `tile` of a ring times that of x.
@@ -69,12 +85,12 @@ __device__ __forceinline__ void multiply_codes(float* acc, const Ring& ring, i32
     };
     load_half(0);
     if constexpr (C::GROUPS == 1) load_half(1);
-    float sums[FORMAT == FP8_ROWS ? 1 : NT / 2];
+    float sums[C::HAS_ROW_SCALES ? 1 : NT / 2];
 #pragma unroll
     for (int group = 0; group < C::GROUPS; ++group) {
         if (C::GROUPS > 1 && group == C::GROUPS / 2) load_half(1);
-        RowScales of{};
-        if constexpr (FORMAT != FP8_ROWS) of = row_scales<FORMAT>(ring.scales(s) + tile * C::META_BYTES, meta.bytes, group, row, meta.is_f16 != 0);
+        RowScales<FORMAT> of{};
+        if constexpr (C::HAS_GROUP_SCALES) of = row_scales<FORMAT>(ring.scales(s) + tile * C::META_BYTES, meta.bytes, group, row, meta.is_f16 != 0);
         u32 a[C::GROUP_STEPS][4];
 #pragma unroll
         for (int i = 0; i < C::GROUP_STEPS; ++i) expand<FORMAT>(a[i], words, group * C::GROUP_STEPS + i, of);
@@ -83,7 +99,7 @@ __device__ __forceinline__ void multiply_codes(float* acc, const Ring& ring, i32
         for (int i = 0; i < C::GROUP_STEPS; ++i) {
             const int step = group * C::GROUP_STEPS + i;
             const u64 columns = tile_descriptor(ring.x(s, step / 4)) + 2 * (step % 4);
-            if constexpr (FORMAT == FP8_ROWS) {
+            if constexpr (C::HAS_ROW_SCALES) {
                 wgmma_registers<NT>(acc, a[i], columns, 1);
             } else {
                 wgmma_registers<NT>(sums, a[i], columns, i > 0);
@@ -91,7 +107,7 @@ __device__ __forceinline__ void multiply_codes(float* acc, const Ring& ring, i32
         }
         wgmma_commit();
         wgmma_wait<0>();
-        if constexpr (FORMAT != FP8_ROWS) {
+        if constexpr (!C::HAS_ROW_SCALES) {
 #pragma unroll
             for (int i = 0; i < NT / 2; ++i) acc[i] += (i % 4 < 2 ? of.first : of.second) * sums[i];
         }
@@ -113,8 +129,8 @@ __device__ __forceinline__ void multiply_codes_by_warps(float* acc, const Ring& 
     }
 #pragma unroll
     for (int group = 0; group < C::GROUPS; ++group) {
-        RowScales of{1.0f, 1.0f, 0, 0};
-        if constexpr (FORMAT != FP8_ROWS) of = row_scales<FORMAT>(ring.scales(s), meta.bytes, group, row, meta.is_f16 != 0);
+        RowScales<FORMAT> of{1.0f, 1.0f, 0, 0};
+        if constexpr (C::HAS_GROUP_SCALES) of = row_scales<FORMAT>(ring.scales(s), meta.bytes, group, row, meta.is_f16 != 0);
         float sums[2][NT / 8][4] = {};
         u32 x[NT / 8][4];  // of two steps
 #pragma unroll
@@ -154,10 +170,10 @@ struct QuantizedRing {
     __device__ void load_weights(i32 s, const TensorMap* map, const Meta& meta, i32 n0, i32 slice, i32 slices, u32 more, i32 last = 0x7fffffff) const {
         barrier_arrive_expect(full + 8 * s, W_BYTES + TILES * meta.bytes + more);
         tensor_load(w(s), map, slice * 128, n0, full + 8 * s, EVICT_FIRST);
-        if constexpr (FORMAT != FP8_ROWS) {
+        if constexpr (C::HAS_GROUP_SCALES) {
 #pragma unroll
             for (int tile = 0; tile < TILES; ++tile) {
-                const u8* from = meta.values + ((i64)min(n0 / TILE + tile, last) * slices + slice) * meta.bytes;
+                const u8* from = tile_scales<FORMAT>(meta, min(n0 / TILE + tile, last), slices) + slice * meta.bytes;
                 bulk_load(scales(s) + tile * C::META_BYTES, from, meta.bytes, full + 8 * s, EVICT_FIRST);
             }
         }
@@ -177,11 +193,7 @@ struct QuantizedRing {
     }
 
     // Multiplies the sums of rows n0 .. n0 + TILE by their rows' scales, if scales belong to rows.
-    __device__ __forceinline__ void scale_rows(float* acc, const Meta& meta, i32 n0) const {
-        if constexpr (FORMAT != FP8_ROWS) return;
-        const float* of = reinterpret_cast<const float*>(meta.values) + n0 + threadIdx.x / 32 % 4 * 16 + threadIdx.x % 32 / 4;
-        const float first = of[0], second = of[8];
-#pragma unroll
-        for (int i = 0; i < NT / 2; ++i) acc[i] *= i % 4 < 2 ? first : second;
+    __device__ __forceinline__ void scale_rows(float* acc, const Meta& meta, i32 n0, i32 slices) const {
+        scale_sums<FORMAT, NT / 2>(acc, meta, n0 + threadIdx.x / 32 % 4 * 16 + threadIdx.x % 32 / 4, slices);
     }
 };

@@ -5,9 +5,10 @@
 // w        [N, slices * 128] bytes of codes (quantized.cuh) through tensor map `w_map`, box [64, 128]; read once
 // scales   FP8_ROWS: [N] f32. Others: for each tile of 64 rows and each slice, `meta_bytes` bytes. FP8_BLOCKS: two f32,
 //          of rows r with r % 16 < 8 and of the others. INT4: [groups][64] f16 or bf16, then [groups][64] u8 zero points
-//          if there are any; without them they are 8
+//          if there are any; without them they are 8. MXFP4: [groups][64] exponents. NVFP4: [groups / 4][64][4] e4m3, and behind all
+//          slices of a tile the factors of its rows, [64] f32
 // y        described in sm90_gemm.cuh
-// maths    codes become bf16 exactly, products are summed in fp32 in the tensor cores, within a group of columns with
+// maths    codes become bf16 exactly, those of NVFP4 times their group's scale; products are summed in fp32 in the tensor cores, within a group of columns with
 //          the same scale; such sums are multiplied by the scale and added in fp32 in order of K. K in S equal parts,
 //          summed in order of the parts: no result depends on M
 // launch   grid (S, ceil(N / 64)), cluster (S, 1), 128 GROUPS + 32 threads, dynamic shared memory from the wrapper
@@ -131,7 +132,7 @@ __device__ __forceinline__ void quantized_gemm(const TensorMap* w_map, const Ten
     } else {
         pdl_wait();
         consume<FORMAT, NT, GROUPS>(ring, count, group, acc, meta);
-        ring.scale_rows(acc, meta, n0);
+        ring.scale_rows(acc, meta, n0, slices);
         if constexpr (Low::IS_THERE) {
             const LowRankSlices of_adapters(low_rank, n0, out.n, part == parts - 1);
             consume_low_rank<FORMAT, NT, GROUPS>(ring, count, group, acc, low_rank.modules, n0, of_adapters);
@@ -173,3 +174,5 @@ QUANTIZED_GEMMS(fp8_rows, FP8_ROWS)
 QUANTIZED_GEMMS(fp8_blocks, FP8_BLOCKS)
 QUANTIZED_GEMMS(int4_g128, INT4_128)
 QUANTIZED_GEMMS(int4_g32, INT4_32)
+QUANTIZED_GEMMS(mxfp4, MXFP4)
+QUANTIZED_GEMMS(nvfp4, NVFP4)

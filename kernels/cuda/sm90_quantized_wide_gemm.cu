@@ -83,7 +83,7 @@ __device__ __forceinline__ void wide_gemm(const TensorMap* w_map, const TensorMa
             if (threadIdx.x % 32 == 0) barrier_arrive(ring.empty + 8 * s);
             if (++s == ring.stages) s = 0, parity ^= 1;
         }
-        if (work.n0 / TILE + tile <= work.last_tile) ring.scale_rows(acc, meta, work.n0 + tile * TILE);
+        if (work.n0 / TILE + tile <= work.last_tile) ring.scale_rows(acc, meta, work.n0 + tile * TILE, work.slices);
     }
 
     __syncthreads();  // all slices are used: the ring's memory now holds the partial sums
@@ -105,3 +105,5 @@ WIDE_GEMM(fp8_rows, FP8_ROWS)
 WIDE_GEMM(fp8_blocks, FP8_BLOCKS)
 WIDE_GEMM(int4_g128, INT4_128)
 WIDE_GEMM(int4_g32, INT4_32)
+WIDE_GEMM(mxfp4, MXFP4)
+WIDE_GEMM(nvfp4, NVFP4)

@@ -28,7 +28,7 @@ const SLICE: usize = 128;
 
 /// Formats of e4m3.
 fn formats() -> impl Iterator<Item = PackedFormat> {
-    FORMATS.into_iter().filter(|format| !matches!(format, PackedFormat::Int4 { .. }))
+    FORMATS.into_iter().filter(|format| matches!(format, PackedFormat::Fp8Rows | PackedFormat::Fp8Blocks))
 }
 
 /// The GPU if it has the kernels.

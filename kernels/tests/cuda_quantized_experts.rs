@@ -102,11 +102,6 @@ impl Experts {
     }
 }
 
-/// Every format of experts.
-fn formats() -> impl Iterator<Item = PackedFormat> {
-    FORMATS.into_iter().chain([PackedFormat::Mxfp4])
-}
-
 /// The kernels of this GPU for a format; none is the one whose inputs are rounded to e4m3.
 fn kernels_of(gpu: &Gpu, format: PackedFormat) -> Vec<Option<Kernel>> {
     let exact = match has_hopper_kernels(gpu) {
@@ -125,7 +120,7 @@ fn every_expert_multiplies_its_rows_by_its_codes() {
         [&[1], &[0, 3, 0, 1], &[16, 0, 12, 1], &[5, 17, 32], &[9, 0, 17, 64, 65, 2, 0, 1, 1, 1, 4], &[70, 0, 130]];
     let gated = GroupedEpilogue::Gated(Gate::Activation(GateActivation::Silu));
     let activated = GroupedEpilogue::Activated(GateActivation::ReluSquared);
-    for format in formats() {
+    for format in FORMATS {
         for counts in counts {
             for [n, k] in [[64, 8], [128, 136], [320, 1032], [64, 2880]] {
                 let experts = Experts::new(&gpu, &mut random, counts.len(), [n, k], format);
@@ -176,7 +171,7 @@ fn a_row_alone_gets_the_bits_it_gets_among_others() {
     // Each line is of one division of the work: up to 16 tokens, and more.
     let cases =
         [([3, 16, 0, 9], [(1, 0, 1), (3, 1, 1), (20, 3, 8)]), ([3, 90, 0, 33], [(1, 0, 17), (80, 1, 64), (93, 3, 17)])];
-    for (format, (counts, rows)) in formats().flat_map(|format| cases.map(|case| (format, case))) {
+    for (format, (counts, rows)) in FORMATS.into_iter().flat_map(|format| cases.map(|case| (format, case))) {
         let experts = Experts::new(&gpu, &mut random, counts.len(), [512, k], format);
         let x = random.bf16s(counts.iter().sum::<usize>() * k, 1.0);
         let kernels =

@@ -25,6 +25,8 @@ pub enum Quantization {
     /// e2m1, as codes from 0 to 15 with the sign in bit 3. Each 32 columns of a row have a scale that is a power of two
     /// (OCP Microscaling Formats 1.0).
     Mxfp4,
+    /// The same codes. Each 16 columns of a row have a scale in e4m3, and the matrix has a factor in f32.
+    Nvfp4,
 }
 
 /// The rows of a quantized matrix.
@@ -38,7 +40,8 @@ pub trait QuantizedRows: Debug + Send + Sync {
     /// Panics if there is no such row or column, or if `out` has another length.
     fn read_codes(&self, row: usize, cols: Range<usize>, out: &mut [u8]);
 
-    /// Scale and zero point of the element in this row and column; the zero point of floats is 0.
+    /// Scale and zero point of the element in this row and column; the zero point of floats is 0. For [`Quantization::Nvfp4`] the factor of
+    /// the matrix, and the code of the scale.
     ///
     /// # Panics
     /// Panics if there is no such element.

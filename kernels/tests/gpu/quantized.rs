@@ -9,13 +9,15 @@ use kernels::cuda::{DeviceBuffer, Gpu, Span};
 use crate::gpu::Random;
 
 /// Every format of the kernels.
-pub const FORMATS: [PackedFormat; 6] = [
+pub const FORMATS: [PackedFormat; 8] = [
     PackedFormat::Fp8Rows,
     PackedFormat::Fp8Blocks,
     PackedFormat::Int4 { group: 128, has_zeros: false, scale_is_f16: false },
     PackedFormat::Int4 { group: 128, has_zeros: true, scale_is_f16: true },
     PackedFormat::Int4 { group: 32, has_zeros: true, scale_is_f16: false },
     PackedFormat::Int4 { group: 32, has_zeros: false, scale_is_f16: true },
+    PackedFormat::Mxfp4,
+    PackedFormat::Nvfp4,
 ];
 
 /// A weight on the GPU, and its values in f32.
@@ -44,9 +46,14 @@ impl QuantizedWeight {
             PackedFormat::Fp8Blocks => 128,
             PackedFormat::Int4 { group, .. } => group,
             PackedFormat::Mxfp4 => 32,
+            PackedFormat::Nvfp4 => 16,
         };
-        // The root mean square of codes is 130 for e4m3 and 4.6 for integers.
-        let size = if is_fp8 { 0.015 } else { 0.4 } / (k as f32).sqrt();
+        // The root mean square of codes is 130 for e4m3 and 4.6 for integers, and of those of NVFP4 with their scales 380.
+        let size = match format {
+            PackedFormat::Nvfp4 => 0.005,
+            _ if is_fp8 => 0.015,
+            _ => 0.4,
+        } / (k as f32).sqrt();
         let mut values = Vec::with_capacity(n * k);
         let mut codes = vec![0; format.codes_bytes(n, k)];
         let mut scales = vec![0; format.scales_bytes(n, k)];
@@ -58,6 +65,7 @@ impl QuantizedWeight {
         for row in 0..n {
             let row_codes: Vec<u8> = (0..k).map(|_| random_code(random, is_fp8)).collect();
             format.pack_row(&row_codes, &mut codes[row * format.row_bytes(k)..][..format.row_bytes(k)]);
+            let factor = size * (0.2 + 1.6 * random.unit());
             for (index, part) in row_codes.chunks(group).enumerate() {
                 let drawn = size * (0.2 + 1.6 * random.unit());
                 let scale = match format {
@@ -66,14 +74,20 @@ impl QuantizedWeight {
                     PackedFormat::Int4 { scale_is_f16: true, .. } => f16::from_f32(drawn).to_f32(),
                     PackedFormat::Int4 { .. } => bf16::from_f32(drawn).to_f32(),
                     PackedFormat::Mxfp4 => f32::from_bits(drawn.to_bits() & 0x7f80_0000),
+                    PackedFormat::Nvfp4 => factor,
                 };
-                let has_zeros = matches!(format, PackedFormat::Int4 { has_zeros: true, .. });
-                let zero = if has_zeros { (17.0 * random.unit()) as u8 } else { 8 };
+                let zero = match format {
+                    PackedFormat::Int4 { has_zeros: true, .. } => (17.0 * random.unit()) as u8,
+                    // The code of the group's scale: any number that is not negative.
+                    PackedFormat::Nvfp4 => (127.0 * random.unit()) as u8,
+                    _ => 8,
+                };
                 let tile = &mut scales[row / TILE * tile_bytes..][..tile_bytes];
                 format.put_scale(tile, row % TILE, index, scale, zero);
+                let scale = if format == PackedFormat::Nvfp4 { e4m3(zero) * scale } else { scale };
                 let value = |&code: &u8| match is_fp8 {
                     true => e4m3(code) * scale,
-                    false if format == PackedFormat::Mxfp4 => e2m1(code) * scale,
+                    false if matches!(format, PackedFormat::Mxfp4 | PackedFormat::Nvfp4) => e2m1(code) * scale,
                     false => (f32::from(code) - f32::from(zero)) * scale,
                 };
                 values.extend(part.iter().map(value));

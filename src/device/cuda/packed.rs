@@ -91,18 +91,22 @@ pub(super) fn quantized(data: &WeightData) -> Option<&dyn QuantizedRows> {
 /// The format in which a matrix of `parts` stays quantized. `None` if it must be expanded to bf16: parts are not quantized
 /// or in different formats, or scales are not divided as the kernels need it.
 pub(crate) fn packed_format(parts: &[WeightSlice<'_>], order: RowOrder) -> Option<PackedFormat> {
-    let format = common_format(parts, order)?;
-    (format != PackedFormat::Mxfp4).then_some(format)
+    let cols = parts.first()?.cols.len();
+    let rows: usize = parts.iter().map(|part| part.rows.len()).sum();
+    let format = part_format(&parts[0])?;
+    let fits =
+        rows.is_multiple_of(8) && cols.is_multiple_of(8) && parts.iter().all(|part| part_format(part) == Some(format));
+    (fits && (format != PackedFormat::Fp8Blocks || tiles_have_two_scales(parts, order))).then_some(format)
 }
 
 /// The format in which the matrices of a layer's experts stay quantized; `None` if they must be expanded to bf16.
 pub(crate) fn expert_format(experts: &[&[WeightSlice<'_>]], order: RowOrder) -> Option<PackedFormat> {
     let (first, others) = experts.split_first()?;
-    let format = common_format(first, order)?;
+    let format = packed_format(first, order)?;
     let rows: usize = first.iter().map(|part| part.rows.len()).sum();
     // Looking at each row of hundreds of experts would take a second.
     let is_common =
-        others.iter().all(|parts| has_division(parts, first) || common_format(parts, order) == Some(format));
+        others.iter().all(|parts| has_division(parts, first) || packed_format(parts, order) == Some(format));
     (is_common && rows.is_multiple_of(TILE)).then_some(format)
 }
 
@@ -113,16 +117,6 @@ fn has_division(parts: &[WeightSlice<'_>], other: &[WeightSlice<'_>]) -> bool {
         (part.rows.clone(), part.cols.clone(), part.matrix_cols, part.head_order, quantization)
     };
     parts.iter().map(division).eq(other.iter().map(division))
-}
-
-/// The format of all `parts` of a matrix.
-fn common_format(parts: &[WeightSlice<'_>], order: RowOrder) -> Option<PackedFormat> {
-    let cols = parts.first()?.cols.len();
-    let rows: usize = parts.iter().map(|part| part.rows.len()).sum();
-    let format = part_format(&parts[0])?;
-    let fits =
-        rows.is_multiple_of(8) && cols.is_multiple_of(8) && parts.iter().all(|part| part_format(part) == Some(format));
-    (fits && (format != PackedFormat::Fp8Blocks || tiles_have_two_scales(parts, order))).then_some(format)
 }
 
 /// Whether the inputs of a matrix of `parts` may be rounded to e4m3.
@@ -155,6 +149,7 @@ fn part_format(part: &WeightSlice<'_>) -> Option<PackedFormat> {
             Some(PackedFormat::Int4 { group, has_zeros, scale_is_f16: scale == DType::F16 })
         }
         Quantization::Mxfp4 => part.cols.start.is_multiple_of(32).then_some(PackedFormat::Mxfp4),
+        Quantization::Nvfp4 => part.cols.start.is_multiple_of(16).then_some(PackedFormat::Nvfp4),
     }
 }
 
@@ -194,6 +189,7 @@ impl Part {
             PackedFormat::Fp8Blocks => format.slice_cols(),
             PackedFormat::Int4 { group, .. } => group,
             PackedFormat::Mxfp4 => 32,
+            PackedFormat::Nvfp4 => 16,
         };
         for (index, col) in cols.step_by(group).enumerate() {
             let (scale, zero) = source.scale(row, col);
@@ -296,6 +292,10 @@ pub(super) mod tests {
         assert_eq!(of(int4(64, true), int4(64, true), 64..512), packed(32, true));
         assert_eq!(of(int4(128, true), int4(128, false), 0..512), None);
         assert_eq!(of(int4(16, true), int4(16, true), 0..512), None);
+        assert_eq!(of(Quantization::Nvfp4, Quantization::Nvfp4, 48..512), Some(PackedFormat::Nvfp4));
+        assert_eq!(of(Quantization::Nvfp4, Quantization::Nvfp4, 8..512), None);
+        assert_eq!(of(Quantization::Nvfp4, Quantization::Mxfp4, 0..512), None);
+        assert_eq!(of(Quantization::Mxfp4, Quantization::Mxfp4, 32..512), Some(PackedFormat::Mxfp4));
         assert_eq!(of(Quantization::Fp8 { block: [1, 512] }, int4(128, true), 0..512), None);
         assert_eq!(
             of(Quantization::Fp8 { block: [1, 512] }, Quantization::Fp8 { block: [4096, 512] }, 8..512),
@@ -314,6 +314,7 @@ pub(super) mod tests {
         let first = || of(blocks, 0..128);
         assert_eq!(format(&[first(), first(), of(blocks, 128..256)]), Some(PackedFormat::Fp8Blocks));
         assert_eq!(format(&[of(Quantization::Mxfp4, 0..64)]), Some(PackedFormat::Mxfp4));
+        assert_eq!(format(&[of(Quantization::Nvfp4, 0..64)]), Some(PackedFormat::Nvfp4));
         // A tile with rows of two rows of blocks, another format, half a tile.
         assert_eq!(format(&[first(), of(blocks, 96..224)]), None);
         assert_eq!(format(&[first(), of(Quantization::Mxfp4, 0..128)]), None);

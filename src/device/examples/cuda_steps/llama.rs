@@ -84,10 +84,10 @@ struct RandomRows {
 impl RandomRows {
     /// Codes for rows of up to `cols` columns.
     fn new((quantization, has_fp8_inputs): (Quantization, bool), cols: usize) -> Self {
-        let is_int4 = matches!(quantization, Quantization::Int4 { .. });
+        let has_4_bits = !matches!(quantization, Quantization::Fp8 { .. });
         // Exponents of e4m3 up to 2^7, so that there is no NaN.
         let codes =
-            random_bytes(cols + 4096).iter().map(|byte| if is_int4 { byte % 16 } else { byte & 0xf7 }).collect();
+            random_bytes(cols + 4096).iter().map(|byte| if has_4_bits { byte % 16 } else { byte & 0xf7 }).collect();
         Self { quantization, has_fp8_inputs, codes }
     }
 }
@@ -113,7 +113,13 @@ impl QuantizedRows for RandomRows {
     }
 
     fn scale(&self, _row: usize, _col: usize) -> (f32, u8) {
-        if matches!(self.quantization, Quantization::Int4 { .. }) { (0.005, 8) } else { (0.0005, 0) }
+        match self.quantization {
+            Quantization::Fp8 { .. } => (0.0005, 0),
+            Quantization::Int4 { .. } => (0.005, 8),
+            Quantization::Mxfp4 => (2f32.powi(-7), 0),
+            // The group's scale is 1.
+            Quantization::Nvfp4 => (0.007, 0x38),
+        }
     }
 
     fn has_fp8_inputs(&self) -> bool {
@@ -128,8 +134,11 @@ pub fn quantization(name: &str) -> Option<(Quantization, bool)> {
         "fp8" | "fp8-weights-only" => Quantization::Fp8 { block: [1, usize::MAX] },
         "fp8-blocks" => Quantization::Fp8 { block: [128, 128] },
         "int4" => Quantization::Int4 { group: 128, has_zeros: true, scale: DType::F16 },
+        "mxfp4" => Quantization::Mxfp4,
+        "nvfp4" => Quantization::Nvfp4,
         other => {
-            panic!("unknown form of weights `{other}`; known are bf16, fp8, fp8-blocks, fp8-weights-only and int4")
+            const KNOWN: &str = "bf16, fp8, fp8-blocks, fp8-weights-only, int4, mxfp4 and nvfp4";
+            panic!("unknown form of weights `{other}`; known are {KNOWN}")
         }
     };
     Some((form, matches!(name, "fp8" | "fp8-blocks")))

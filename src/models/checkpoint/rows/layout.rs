@@ -65,7 +65,7 @@ impl RowSource for EvenFirst {
     /// A scale must not belong to several rows.
     fn quantized(&self) -> Option<&dyn QuantizedRows> {
         let source = self.source.quantized()?;
-        (source.quantization() == Quantization::Mxfp4).then_some(self as &dyn QuantizedRows)
+        matches!(source.quantization(), Quantization::Mxfp4 | Quantization::Nvfp4).then_some(self as &dyn QuantizedRows)
     }
 }
 

@@ -147,14 +147,19 @@ impl Microscaled {
     pub(in crate::checkpoint) const MXFP4_BLOCK: usize = 32;
     /// Elements of a block of NVFP4.
     pub(in crate::checkpoint) const NVFP4_BLOCK: usize = 16;
+
+    /// Elements of a block.
+    fn width(&self) -> usize {
+        match self.scale {
+            BlockScale::E8m0 => Self::MXFP4_BLOCK,
+            BlockScale::E4m3 { .. } => Self::NVFP4_BLOCK,
+        }
+    }
 }
 
 impl RowSource for Microscaled {
     fn read_row(&self, row: usize, cols: Range<usize>, out: &mut [u8]) {
-        let width = match self.scale {
-            BlockScale::E8m0 => Self::MXFP4_BLOCK,
-            BlockScale::E4m3 { .. } => Self::NVFP4_BLOCK,
-        };
+        let width = self.width();
         let nibbles = &self.nibbles[row * self.cols / 2..];
         let scales = &self.scales[row * self.cols / width..];
         let mut out = out;
@@ -172,14 +177,16 @@ impl RowSource for Microscaled {
     }
 
     fn quantized(&self) -> Option<&dyn QuantizedRows> {
-        matches!(self.scale, BlockScale::E8m0).then_some(self as &dyn QuantizedRows)
+        Some(self)
     }
 }
 
-/// Only of MXFP4.
 impl QuantizedRows for Microscaled {
     fn quantization(&self) -> Quantization {
-        Quantization::Mxfp4
+        match self.scale {
+            BlockScale::E8m0 => Quantization::Mxfp4,
+            BlockScale::E4m3 { .. } => Quantization::Nvfp4,
+        }
     }
 
     fn read_codes(&self, row: usize, cols: Range<usize>, out: &mut [u8]) {
@@ -188,7 +195,11 @@ impl QuantizedRows for Microscaled {
     }
 
     fn scale(&self, row: usize, col: usize) -> (f32, u8) {
-        (e8m0(self.scales[(row * self.cols + col) / Self::MXFP4_BLOCK]) as f32, 0)
+        let scale = self.scales[(row * self.cols + col) / self.width()];
+        match self.scale {
+            BlockScale::E8m0 => (e8m0(scale) as f32, 0),
+            BlockScale::E4m3 { factor } => (factor, scale),
+        }
     }
 }
 
@@ -246,5 +257,6 @@ mod tests {
         assert_eq!((codes, mx.scale(0, 31), mx.scale(0, 32)), ([0, 11, 2], (2.0, 0), (0.125, 0)));
         let nv = Microscaled::nvfp4(nibbles, &[0x38, 0, 0x40, 0], 64, 0.25);
         assert_eq!([row(&nv, 0, 0..2), row(&nv, 0, 32..34)].concat(), [0.125, -1.5, -0.75, 0.5]);
+        assert_eq!((nv.scale(0, 15), nv.scale(0, 16), nv.scale(0, 32)), ((0.25, 0x38), (0.25, 0), (0.25, 0x40)));
     }
 }
