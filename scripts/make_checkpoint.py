@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 r"""Writes a checkpoint with layers of real sizes and random bf16 weights, for tests on a GPU. One file: a list of shapes.
 
-    make_checkpoint.py SHAPE OUT_DIR [--layers N] [--seed N] [--vocab N] [--quantize fp8|fp8-blocks|awq|gptq|mxfp4]
+    make_checkpoint.py SHAPE OUT_DIR [--layers N] [--seed N] [--vocab N] [--quantize fp8|fp8-blocks|awq|gptq|mxfp4|nvfp4]
     make_checkpoint.py gqa|gemma3|phi4|qwen3moe|qwen35|qwen35moe|nemotronh|nemotron3nano|llama12b|llama14b|llama32b OUT_DIR --full \
                        [--quantize fp8-blocks]
     SHAPE: small, mha (Llama 2 7B's layer), gqa (Llama 3 8B's layer), mistral (a window), qwen2, qwen3 (norms of heads), gpt2,
@@ -20,7 +20,7 @@ r"""Writes a checkpoint with layers of real sizes and random bf16 weights, for t
            deepseekv2, deepseekv3, mistral4
 
 With --quantize the linear layers of decoder layers are rounded to a form of published checkpoints: fp8 with a scale for each row or for
-blocks of 128 x 128, or 4 bits in groups of 128; with mxfp4 the experts of gptoss. `reference` in OUT_DIR has the same values in fp32, which check_gpu_model.py loads.
+blocks of 128 x 128, 4 bits in groups of 128, MXFP4 (of gptoss the experts alone) or NVFP4. `reference` in OUT_DIR has the same values in fp32, which check_gpu_model.py loads.
 
 With --full the checkpoint has the layers and the vocabulary of Llama 3 8B, Gemma 3 12B, Phi-4, Qwen3 30B A3B, Qwen3.6 27B, Qwen3.6 35B A3B,
 Nemotron Nano 9B v2, the first 13 layers of Nemotron 3 Nano, or of a Llama with matrices as large as those of Gemma 3 12B, Phi-4 or Qwen2.5 32B. For timing: the same random values are repeated, and written as fast as
@@ -363,15 +363,30 @@ def in_4_bits(weight, group=128):
     return codes.reshape(rows, cols).int(), scale[..., 0], zero[..., 0].int(), values
 
 
+def in_e2m1(groups, scale):
+    """Codes of groups of columns that have a scale, two in a byte, and the values."""
+    sizes = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6], device=groups.device)
+    code = torch.bucketize(groups.abs() / scale, (sizes[1:] + sizes[:-1]) / 2)
+    values = sizes[code] * scale * groups.sign()
+    code = (code + 8 * (groups < 0)).to(torch.uint8)
+    return code[..., ::2] | code[..., 1::2] << 4, values.flatten(-2)
+
+
 def in_mxfp4(weight):
     """Codes of e2m1, two in a byte, and exponents of groups of 32 columns, and the values."""
     groups = weight.float().unflatten(-1, (-1, 32))
     exponent = (groups.abs().amax(-1, keepdim=True).clamp(min=2.0**-100).log2().floor() - 2).clamp(-127, 127)
-    sizes = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6], device=weight.device)
-    code = (groups.abs() / 2**exponent).unsqueeze(-1).sub(sizes).abs().argmin(-1)
-    values = sizes[code] * 2**exponent * groups.sign()
-    code = (code + 8 * (groups < 0)).to(torch.uint8)
-    return code[..., ::2] | code[..., 1::2] << 4, (exponent[..., 0] + 127).to(torch.uint8), values.flatten(-2)
+    codes, values = in_e2m1(groups, 2**exponent)
+    return codes, (exponent[..., 0] + 127).to(torch.uint8), values
+
+
+def in_nvfp4(weight):
+    """Codes of e2m1, two in a byte, scales in e4m3 of groups of 16 columns, the number by which all are divided, and the values."""
+    groups = weight.float().unflatten(-1, (-1, 16))
+    divisor = 448 * 6 / groups.abs().amax()
+    scale = (groups.abs().amax(-1, keepdim=True) / 6 * divisor).clamp(min=2.0**-9, max=448).to(torch.float8_e4m3fn)
+    codes, values = in_e2m1(groups, scale.float() * (1 / divisor))
+    return codes, scale[..., 0].contiguous(), divisor.reshape(1), values
 
 
 def experts_in_mxfp4(tensors, values):
@@ -390,18 +405,32 @@ def packed(values, order=range(8)):
     return torch.where(word >= 2**31, word - 2**32, word).int().contiguous()
 
 
+def in_floats_of_4_bits(form, strategy, group):
+    """The configuration of compressed-tensors."""
+    weights = {"num_bits": 4, "type": "float", "strategy": strategy, "group_size": group, "symmetric": True, "dynamic": False}
+    return {"quant_method": "compressed-tensors", "format": f"{form}-pack-quantized", "quantization_status": "compressed",
+            "ignore": ["lm_head"], "config_groups": {"group_0": {"targets": ["Linear"], "weights": weights, "input_activations": None}}}
+
+
 def quantize(folder, form):
     """Rewrites the checkpoint in a quantized form, and its values in fp32 to `reference`."""
     tensors = load_file(folder / "model.safetensors")
     config = json.loads((folder / "config.json").read_text())
     values = {name: tensor.float() for name, tensor in tensors.items()}
-    if form == "mxfp4":
+    is_gpt_oss = form == "mxfp4" and config["model_type"] == "gpt_oss"
+    if is_gpt_oss:
         experts_in_mxfp4(tensors, values)
-    for name in [name for name in tensors if name.endswith(QUANTIZED_ENDS) and form != "mxfp4"]:
+    for name in [name for name in tensors if name.endswith(QUANTIZED_ENDS) and not is_gpt_oss]:
         weight, layer = tensors.pop(name).to("cuda" if torch.cuda.is_available() else "cpu"), name.removesuffix("weight")
         if form in ("fp8", "fp8-blocks"):
             codes, scales, values[name] = in_fp8(weight, (1, None) if form == "fp8" else (128, 128))
             own = {"weight": codes, "weight_scale" if form == "fp8" else "weight_scale_inv": scales}
+        elif form == "mxfp4":
+            codes, scales, values[name] = in_mxfp4(weight)
+            own = {"weight_packed": codes.flatten(1), "weight_scale": scales}
+        elif form == "nvfp4":
+            codes, scales, divisor, values[name] = in_nvfp4(weight)
+            own = {"weight_packed": codes.flatten(1), "weight_scale": scales, "weight_global_scale": divisor}
         else:
             codes, scales, zeros, values[name] = in_4_bits(weight)
             order = (0, 2, 4, 6, 1, 3, 5, 7) if form == "awq" else range(8)
@@ -417,7 +446,9 @@ def quantize(folder, form):
             "ignore": ["lm_head"]},
         "fp8-blocks": FP8_BLOCKS,
         "awq": {"quant_method": "awq", "bits": 4, "group_size": 128, "zero_point": True, "version": "gemm"},
-        "mxfp4": {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn", "model.layers.*.mlp.router", "lm_head"]},
+        "mxfp4": {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn", "model.layers.*.mlp.router", "lm_head"]}
+                 if is_gpt_oss else in_floats_of_4_bits("mxfp4", "group", 32),
+        "nvfp4": in_floats_of_4_bits("nvfp4", "tensor_group", 16),
         "gptq": {"quant_method": "gptq", "bits": 4, "group_size": 128, "desc_act": False, "sym": False, "checkpoint_format": "gptq"},
     }[form]
     reference = folder / "reference"
@@ -504,7 +535,7 @@ def main():
     parser.add_argument("shape", choices=[*SHAPES, *FAMILIES])
     parser.add_argument("out", type=pathlib.Path)
     parser.add_argument("--layers", type=int, default=4)
-    parser.add_argument("--quantize", choices=["fp8", "fp8-blocks", "awq", "gptq", "mxfp4"])
+    parser.add_argument("--quantize", choices=["fp8", "fp8-blocks", "awq", "gptq", "mxfp4", "nvfp4"])
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--vocab", type=int, help="tokens of the shape `small`, in the place of 32000")
     parser.add_argument("--full", action="store_true", help="a whole model, for timing: " + ", ".join(FULL))
