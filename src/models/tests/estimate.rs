@@ -137,6 +137,25 @@ fn gpus_keep_weights_that_are_quantized_at_load_in_their_own_size() {
 }
 
 #[test]
+fn gpus_keep_floats_of_4_bits_in_their_own_size() {
+    // Of 64 rows and 256 columns: a scale for each 16 columns and a factor for each row, or a scale for each 32 columns.
+    for (case, tile_scales) in [("qwen3_nvfp4", 64 * (16 + 4)), ("llama_mxfp4", 64 * 8)] {
+        let dir = golden_dir(case);
+        let config = models::Config::from_dir(&dir).unwrap();
+        let limits = StepLimits { max_tokens: 64, max_rows: 4, max_sequence_len: 128, vocab_size: config.vocab_size };
+        let weights = |is_expanded| {
+            let estimator = Estimator::new(Target::Cuda, TensorParallel { rank: 0, size: 1 }, limits);
+            let mut estimator = estimator.with_invariant_rows(is_expanded);
+            let model = models::load(&dir, &config, &mut estimator).unwrap();
+            estimator.estimate(&model.attention_spec(BLOCK_SIZE, limits.max_sequence_len)).weights_bytes as usize
+        };
+        // The matrices of a layer are [256, 64] and [64, 128] twice; codes are padded to 256 columns.
+        let (bf16, packed) = (2 * (256 * 64 + 64 * 128) * 2, 2 * (256 + 64) * 128 + 2 * (4 + 1) * tile_scales);
+        assert_eq!(weights(true) - weights(false), 2 * (bf16 - packed), "{case}");
+    }
+}
+
+#[test]
 fn gpus_take_memory_for_guesses_and_for_what_guesses() {
     let (dir, head) = (golden_dir("eagle3"), golden_dir("eagle3").join("speculators"));
     let plain = models::Config::from_dir(&dir).unwrap();
