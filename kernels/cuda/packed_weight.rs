@@ -111,11 +111,6 @@ impl PackedFormat {
         }
     }
 
-    /// Whether chains of products take such weights.
-    pub fn is_in_chains(self) -> bool {
-        !matches!(self, PackedFormat::Mxfp4 | PackedFormat::Nvfp4)
-    }
-
     /// Whether scales are f16, as the kernels take it.
     pub(super) fn scale_is_f16(self) -> u32 {
         u32::from(matches!(self, PackedFormat::Int4 { scale_is_f16: true, .. }))

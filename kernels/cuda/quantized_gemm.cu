@@ -21,7 +21,7 @@
 template <int FORMAT>
 __device__ __forceinline__ RowScales<FORMAT> load_scales(const u8* meta, i32 meta_bytes, int group, u32 row, bool is_f16) {
     if constexpr (FORMAT == FP8_ROWS) {
-        return {1.0f, 1.0f, 0, 0};
+        return {};
     } else if constexpr (FORMAT == NVFP4) {
         RowScales<NVFP4> scales;
 #pragma unroll
@@ -87,7 +87,7 @@ __device__ __forceinline__ void multiply_slice(float (&acc)[NT / 8][4], const u8
         for (int j = 0; j < NT / 8; ++j) {
 #pragma unroll
             for (int e = 0; e < 4; ++e) {
-                if constexpr (FORMAT == NVFP4) acc[j][e] += sums[j][e];
+                if constexpr (C::HAS_ROW_SCALES) acc[j][e] += sums[j][e];
                 else acc[j][e] += (e < 2 ? s.first : s.second) * sums[j][e];
             }
         }

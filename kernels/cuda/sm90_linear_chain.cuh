@@ -603,4 +603,6 @@ __device__ __forceinline__ void linear_chain(const Chain& c) {
     LINEAR_CHAIN(KIND, fp8_rows, BRANCH, NT, CodesRing<FP8_ROWS, NT>) \
     LINEAR_CHAIN(KIND, fp8_blocks, BRANCH, NT, CodesRing<FP8_BLOCKS, NT>) \
     LINEAR_CHAIN(KIND, int4_g128, BRANCH, NT, CodesRing<INT4_128, NT>) \
-    LINEAR_CHAIN(KIND, int4_g32, BRANCH, NT, CodesRing<INT4_32, NT>)
+    LINEAR_CHAIN(KIND, int4_g32, BRANCH, NT, CodesRing<INT4_32, NT>) \
+    LINEAR_CHAIN(KIND, mxfp4, BRANCH, NT, CodesRing<MXFP4, NT>) \
+    LINEAR_CHAIN(KIND, nvfp4, BRANCH, NT, CodesRing<NVFP4, NT>)

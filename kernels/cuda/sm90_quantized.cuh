@@ -129,7 +129,7 @@ __device__ __forceinline__ void multiply_codes_by_warps(float* acc, const Ring& 
     }
 #pragma unroll
     for (int group = 0; group < C::GROUPS; ++group) {
-        RowScales<FORMAT> of{1.0f, 1.0f, 0, 0};
+        RowScales<FORMAT> of{};
         if constexpr (C::HAS_GROUP_SCALES) of = row_scales<FORMAT>(ring.scales(s), meta.bytes, group, row, meta.is_f16 != 0);
         float sums[2][NT / 8][4] = {};
         u32 x[NT / 8][4];  // of two steps
@@ -145,7 +145,11 @@ __device__ __forceinline__ void multiply_codes_by_warps(float* acc, const Ring& 
             }
         }
 #pragma unroll
-        for (int i = 0; i < NT / 2; ++i) acc[i] += (i % 4 < 2 ? of.first : of.second) * (sums[0][i / 4][i % 4] + sums[1][i / 4][i % 4]);
+        for (int i = 0; i < NT / 2; ++i) {
+            const float sum = sums[0][i / 4][i % 4] + sums[1][i / 4][i % 4];
+            if constexpr (C::HAS_ROW_SCALES) acc[i] += sum;
+            else acc[i] += (i % 4 < 2 ? of.first : of.second) * sum;
+        }
     }
 }
 

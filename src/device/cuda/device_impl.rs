@@ -53,8 +53,7 @@ impl Device for CudaDevice {
             self.fit_hidden(rows);
         }
         let is_skinny = rows.is_multiple_of(8) && (role != LinearRole::GateUp || group == GATE_GROUP);
-        let is_chained = weight.packed.is_none_or(|packed| packed.format.is_in_chains());
-        self.all_skinny &= is_skinny && is_chained;
+        self.all_skinny &= is_skinny;
         Ok(CudaWeight { bias, group, is_partial, vocab: self.loaded_vocab, ..weight })
     }
 

@@ -183,7 +183,7 @@ pub struct CudaDevice {
     pipeline: Pipeline,
     gemm: LibraryGemm,
     chain: Chain,
-    /// Whether the kernels of chains support every matrix loaded so far.
+    /// Whether the kernels for few rows support every matrix loaded so far.
     all_skinny: bool,
     product_scratch: ProductScratch,
     adapters: Adapters,
