@@ -1,11 +1,11 @@
 #!/usr/bin/env python3
 """Measures what quantization costs the demo model, and how exactly Trireme computes each format.
 
-    python3 -m venv V && V/bin/pip install torch transformers==5.23.0 compressed-tensors==0.20.0 accelerate
+    python3 -m venv V && V/bin/pip install torch transformers==5.23.0 compressed-tensors==0.20.0 accelerate && V/bin/pip install --no-deps autoawq
     cargo build --release --bin trireme
     V/bin/python scripts/quantization_accuracy.py --trireme target/release/trireme
 
-Each format is written by `trireme quantize`, or made at load, or that of the KV cache, and served on the CPU. The log-probabilities of the tokens of texts that are not in
+Each format is written by `trireme quantize`, or by the code of the format's own package, or made at load, or that of the KV cache, and served on the CPU. The log-probabilities of the tokens of texts that are not in
 the calibration text are compared with those that transformers computes in fp32, from the same checkpoint and from the original. Prints a
 table in Markdown.
 """
@@ -21,10 +21,15 @@ import time
 import urllib.request
 
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, CompressedTensorsConfig
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT / "scripts/goldens"))
+from quantized import quantized
+
 FORMATS = ["fp8", "fp8-block", "int8", "int4", "int4-awq"]
+PACKED = {"awq": "llama_awq", "mxfp8": "llama_mxfp8", "nvfp4": "qwen3_nvfp4"}  # written as these goldens are
 AT_LOAD = ["fp8", "int8", "int4"]
 CACHES = ["fp8", "int8"]
 
@@ -53,6 +58,10 @@ def measure(args, folder):
         text = ["--calibration", calibration] if format == "int4-awq" else []
         subprocess.run([args.trireme, "quantize", args.model, "--format", format, "--out", out, *text], check=True)
         row(format, served(args, out, [], texts), reference(out, texts), original)
+    for name, golden in PACKED.items():
+        out = folder / golden
+        values = packed(args.model, out, golden)
+        row(name, served(args, out, [], texts), reference(args.model, texts, values), original)
     for precision in AT_LOAD:
         row(f"{precision} at load", served(args, args.model, [f"--quantization={precision}"], texts), None, original)
     for kind in CACHES:
@@ -65,12 +74,25 @@ def corpus(seed, documents):
     return [json.loads(line) for line in lines]
 
 
+def packed(model, out, golden):
+    """Writes the model in the form of a golden. Returns the values of its tensors."""
+    config, stored, values = quantized(golden, load_file(model / "model.safetensors"))
+    out.mkdir()
+    for file in model.glob("*.json"):
+        (out / file.name).write_bytes(file.read_bytes())
+    (out / "config.json").write_text(json.dumps(json.loads((model / "config.json").read_text()) | {"quantization_config": config}))
+    save_file({name: tensor.contiguous() for name, tensor in stored.items()}, out / "model.safetensors")
+    return values
+
+
 @torch.inference_mode()
-def reference(model, texts):
-    """Log-probabilities of the tokens of each text after the first, in fp32."""
+def reference(model, texts, values=None):
+    """Log-probabilities of the tokens of each text after the first, in fp32, with other values of tensors if there are any."""
     is_quantized = "quantization_config" in json.loads((model / "config.json").read_text())
     own = {"quantization_config": CompressedTensorsConfig(dequantize=True)} if is_quantized else {}
     loaded = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32, **own).eval()
+    if values:
+        loaded.load_state_dict({name: tensor.float() for name, tensor in values.items()}, strict=False)
     # Weights alone are quantized: servers that also round activations compute something else.
     for module in loaded.modules():
         if getattr(module, "quantization_scheme", None) is not None:
