@@ -50,7 +50,7 @@ impl fmt::Display for LoadRow {
 /// # Errors
 /// When the flags contradict each other.
 pub fn load(args: &SimulateArgs, max_inter_token_ms: Option<f64>, per_s: f64) -> Result<LoadRow, SimulateError> {
-    let (rows, len) = (args.concurrency as usize, (2 * args.prompt + 2 * args.output) as usize);
+    let (rows, len) = (args.concurrency as usize, 2 * (args.prompt as usize + args.output as usize));
     let mut engine = Engine::new(EngineConfig {
         max_rows: rows,
         max_step_tokens: 8192.max(rows),
@@ -75,7 +75,7 @@ pub fn load(args: &SimulateArgs, max_inter_token_ms: Option<f64>, per_s: f64) ->
     while num_ended < args.requests {
         while num_arrived < args.requests && f64::from(num_arrived) * interval <= now {
             // Lengths between a half and three halves of the mean.
-            let of = |mean: u32, salt: u32| (mean / 2 + (num_arrived * salt) % mean.max(1)).max(1);
+            let of = |mean: u32, salt: u32| (mean / 2 + num_arrived.wrapping_mul(salt) % mean.max(1)).max(1);
             let (prompt, max_tokens) = (of(args.prompt, 7919), of(args.output, 104_729));
             let prompt = vec![TokenId(1); prompt as usize];
             let submitted = engine.submit(Request { prompt, max_tokens, ..Request::default() });
