@@ -92,7 +92,9 @@ def reference(model, texts, values=None):
     own = {"quantization_config": CompressedTensorsConfig(dequantize=True)} if is_quantized else {}
     loaded = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32, **own).eval()
     if values:
-        loaded.load_state_dict({name: tensor.float() for name, tensor in values.items()}, strict=False)
+        different = loaded.load_state_dict({name: tensor.float() for name, tensor in values.items()}, strict=False)
+        # The head may be the embedding.
+        assert not different.unexpected_keys and set(different.missing_keys) <= {"lm_head.weight"}, different
     # Weights alone are quantized: servers that also round activations compute something else.
     for module in loaded.modules():
         if getattr(module, "quantization_scheme", None) is not None:
