@@ -1,4 +1,5 @@
-//! Steps at load, with which the engine learns how long steps take. Nobody waits for their tokens, and nothing of them stays but the costs.
+//! Steps that are timed while a model loads, so that the engine knows how long steps take before the first request. Their tokens are
+//! discarded; only the measured times are kept.
 
 use std::time::{Duration, Instant};
 
