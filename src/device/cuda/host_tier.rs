@@ -1,15 +1,16 @@
-//! Copies of KV blocks and recurrent states in slots of pinned host memory.
+//! Copies of KV blocks and recurrent states in slots of host memory, which a thread pins while steps run.
 //!
 //! Blocks and states are read and written on the stream of the steps alone, so their copies need no order beside it. Between them
 //! and the host lies a buffer of the device: a block that is stored goes to the buffer at the speed of the device, and from there to
 //! the host on another stream while the step runs. A block that is loaded goes to the buffer on a third stream, as soon as its plan
 //! arrives, usually while the step before runs, and from there to its place when that step has ended.
 
+use std::ops::Range;
 use std::sync::Arc;
 
 use engine::{BlockId, HostCopies, HostSlot, STORES_COMPLETE_AFTER, StateId};
 use kernels::cuda::copy_blocks::AllBlocks;
-use kernels::cuda::{CudaError, DeviceBuffer, Event, Gpu, PinnedMemory, Queue, Rows, Span};
+use kernels::cuda::{CudaError, DeviceBuffer, Event, Gpu, PINNED_PORTION, PinnedMemory, Queue, Rows, Span};
 use ops::{DeviceError, HostMemory, HostSlots};
 
 use super::{CudaDevice, device_error};
@@ -122,10 +123,11 @@ impl Lane {
             handoff.record(steps)?;
             self.queue.wait_for(handoff)?;
             for (index, &(_, slot)) in copies.iter().enumerate() {
-                let start = slots.start(slot);
-                let to = memory[start..start + slots.bytes].as_mut_ptr();
-                // SAFETY: the slot is pinned and has these bytes. Only later copies of this type read it: they wait for `done`.
-                unsafe { self.queue.download(to, place(index), slots.bytes)? };
+                for (piece, from) in pieces(memory, slots, slot, place(index))? {
+                    let to = memory.address_mut(&piece);
+                    // SAFETY: the piece is pinned and has these bytes. Only later copies of this type read it: they wait for `done`.
+                    unsafe { self.queue.download(to, from, piece.len())? };
+                }
             }
             free.record(&self.queue)?;
         }
@@ -147,10 +149,11 @@ impl Lane {
             let place = |index: usize| buffer.part(index * slots.bytes, slots.bytes);
             self.queue.wait_for(free)?;
             for (index, &(_, slot)) in copies.iter().enumerate() {
-                let start = slots.start(slot);
-                let from = memory[start..start + slots.bytes].as_ptr();
-                // SAFETY: the slot is pinned and has these bytes. Only later copies of this type write it: they wait for `done`.
-                unsafe { self.queue.upload(place(index), from, slots.bytes)? };
+                for (piece, to) in pieces(memory, slots, slot, place(index))? {
+                    let from = memory.address(&piece);
+                    // SAFETY: the piece is pinned and has these bytes. Only later copies of this type write it: they wait for `done`.
+                    unsafe { self.queue.upload(to, from, piece.len())? };
+                }
             }
             handoff.record(&self.queue)?;
             steps.wait_for(handoff)?;
@@ -163,6 +166,20 @@ impl Lane {
     }
 }
 
+/// The bytes of a slot in host memory, once they are pinned, in pieces that can be copied, each with its part of `place`.
+fn pieces(
+    memory: &PinnedMemory,
+    slots: Slots,
+    slot: HostSlot,
+    place: Span,
+) -> Result<impl Iterator<Item = (Range<usize>, Span)> + use<>, CudaError> {
+    let range = slots.start(slot)..slots.start(slot) + slots.bytes;
+    memory.wait_for(range.end)?;
+    let start = range.start;
+    let pieces = memory.pieces(range);
+    Ok(pieces.map(move |piece| (piece.clone(), place.part(piece.start - start, piece.len()))))
+}
+
 impl Drop for HostTier {
     fn drop(&mut self) {
         // After a fault nothing runs any more.
@@ -171,8 +188,14 @@ impl Drop for HostTier {
 }
 
 impl HostTier {
-    /// `slots` fit into `memory`.
-    fn new(gpu: &Arc<Gpu>, slots: HostSlots, sizes: [usize; 2], memory: HostMemory) -> Result<Self, CudaError> {
+    /// `slots` fit into `memory`, which is pinned in portions of `portion` bytes.
+    fn new(
+        gpu: &Arc<Gpu>,
+        slots: HostSlots,
+        sizes: [usize; 2],
+        memory: HostMemory,
+        portion: usize,
+    ) -> Result<Self, CudaError> {
         let [block_bytes, state_bytes] = sizes;
         let for_blocks = slots.num_blocks * block_bytes;
         let host_bytes = for_blocks + slots.num_states * state_bytes;
@@ -181,7 +204,7 @@ impl HostTier {
             stores: Lane::new(gpu, part)?,
             loads: Lane::new(gpu, part)?,
             handoff: Event::new(false)?,
-            memory: PinnedMemory::new(gpu, memory)?,
+            memory: PinnedMemory::new(gpu, memory, portion)?,
             blocks: Slots { start: 0, bytes: block_bytes, count: slots.num_blocks },
             states: Slots { start: for_blocks, bytes: state_bytes, count: slots.num_states },
             stored: [(Event::new(false)?, false), (Event::new(false)?, false)],
@@ -237,7 +260,7 @@ impl CudaDevice {
         let sizes = [self.block_parts().iter().map(slot_bytes).sum::<usize>(), self.states.bytes()];
         let bytes = (*memory).as_mut().len();
         slots.check(sizes, bytes)?;
-        let tier = HostTier::new(&self.gpu, slots, sizes, memory).map_err(|error| {
+        let tier = HostTier::new(&self.gpu, slots, sizes, memory, PINNED_PORTION).map_err(|error| {
             let reason = device_error(error).to_string();
             DeviceError::Call { call: format!("pinning {bytes} bytes (`kv_cache_host_memory_bytes`)"), reason }
         })?;

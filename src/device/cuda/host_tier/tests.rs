@@ -38,12 +38,12 @@ impl Memory {
     fn tier(&self, gpu: &Arc<Gpu>, slots: HostSlots) -> (HostTier, usize) {
         let block_bytes: usize = self.parts.iter().map(slot_bytes).sum();
         let bytes = slots.num_blocks * block_bytes + slots.num_states * self.state_bytes;
-        (self.tier_in(gpu, slots, Box::new(vec![0; bytes])), slots.num_blocks * block_bytes)
+        (self.tier_in(gpu, slots, Box::new(vec![0; bytes]), SMALL_PORTION), slots.num_blocks * block_bytes)
     }
 
-    fn tier_in(&self, gpu: &Arc<Gpu>, slots: HostSlots, memory: HostMemory) -> HostTier {
+    fn tier_in(&self, gpu: &Arc<Gpu>, slots: HostSlots, memory: HostMemory, portion: usize) -> HostTier {
         let block_bytes = self.parts.iter().map(slot_bytes).sum();
-        HostTier::new(gpu, slots, [block_bytes, self.state_bytes], memory).unwrap()
+        HostTier::new(gpu, slots, [block_bytes, self.state_bytes], memory, portion).unwrap()
     }
 
     fn state(&self, state: StateId) -> Span {
@@ -66,6 +66,9 @@ impl Memory {
         self.state(StateId(state)).read(self.state_bytes / 4).unwrap()
     }
 }
+
+/// Slots reach over the ends of portions.
+const SMALL_PORTION: usize = 3 * 4096;
 
 fn pairs(blocks: impl IntoIterator<Item = u32>, slots: impl IntoIterator<Item = u32>) -> Vec<(BlockId, HostSlot)> {
     blocks.into_iter().zip(slots).map(|(block, slot)| (BlockId(block), HostSlot(slot))).collect()
@@ -114,7 +117,7 @@ fn memory_that_is_passed_on_has_the_copies_of_all_plans_but_the_last() {
     let shared = SharedMemory::new("host-tier-test", 4 << 20).unwrap();
     let before: Vec<_> = (0..NUM_BLOCKS).map(|block| memory.block(block)).collect();
     let state = memory.words_of_state(1);
-    let mut tier = memory.tier_in(&gpu, slots, Box::new(shared.map().unwrap()));
+    let mut tier = memory.tier_in(&gpu, slots, Box::new(shared.map().unwrap()), SMALL_PORTION);
     let mut queue = |copies: HostCopies| {
         tier.queue_copies(&steps, &memory.parts, |state| memory.state(state), &copies).unwrap();
     };
@@ -134,7 +137,7 @@ fn memory_that_is_passed_on_has_the_copies_of_all_plans_but_the_last() {
     }
     steps.wait().unwrap();
     drop(tier);
-    let mut tier = memory.tier_in(&gpu, slots, Box::new(shared.map().unwrap()));
+    let mut tier = memory.tier_in(&gpu, slots, Box::new(shared.map().unwrap()), SMALL_PORTION);
     let loads = HostCopies {
         loaded: pairs(50..90, 0..40),
         loaded_states: vec![(StateId(4), HostSlot(1))],
@@ -160,13 +163,15 @@ fn copies_of_large_blocks_are_exact_and_timed() {
     // The pages exist the second time.
     for _ in 0..2 {
         let started = Instant::now();
-        let tier = memory.tier_in(&gpu, slots, Box::new(shared.map().unwrap()));
-        println!("{:.2} GB of shared memory are pinned in {:.2?}", bytes as f64 / 1e9, started.elapsed());
+        let tier = memory.tier_in(&gpu, slots, Box::new(shared.map().unwrap()), PINNED_PORTION);
+        let ready = started.elapsed();
+        tier.memory.wait_for(bytes).unwrap();
+        let (gb, pinned) = (bytes as f64 / 1e9, started.elapsed());
+        println!("{gb:.2} GB of shared memory: in use after {ready:.2?}, pinned after {pinned:.2?}");
         drop(tier);
     }
-    let started = Instant::now();
-    let mut tier = memory.tier_in(&gpu, slots, Box::new(shared.map().unwrap()));
-    println!("{:.2} GB are pinned in {:.2?}", bytes as f64 / 1e9, started.elapsed());
+    let mut tier = memory.tier_in(&gpu, slots, Box::new(shared.map().unwrap()), PINNED_PORTION);
+    tier.memory.wait_for(bytes).unwrap();
     let before = memory.block(5);
     let all = || pairs(0..NUM_BLOCKS as u32, 0..NUM_BLOCKS as u32);
     for _ in 0..3 {
