@@ -9,7 +9,7 @@ mod gpu;
 
 use gpu::{ROTATED_BYTES, microseconds, random};
 use half::bf16;
-use kernels::cuda::fp8_gemm::{Fp8Split, fp8_gemm, fp8_gemm_split};
+use kernels::cuda::fp8_gemm::{Fp8Split, fp8_gemm, fp8_gemm_invariant, fp8_gemm_split};
 use kernels::cuda::gated_activation::GateActivation;
 use kernels::cuda::quantize_rows::{Fp8Rows, quantize_rows};
 use kernels::cuda::quantized_gemm::{
@@ -25,7 +25,7 @@ const ROWS: [usize; 5] = [1, 8, 16, 32, 64];
 /// More rows, by the other kernel.
 const MANY_ROWS: [usize; 6] = [65, 128, 256, 512, 1024, 2048];
 /// Rows of products whose inputs are in e4m3, too.
-const FP8_ROWS: [usize; 9] = [72, 128, 136, 192, 256, 320, 512, 2048, 16384];
+const FP8_ROWS: [usize; 13] = [1, 16, 32, 64, 72, 128, 136, 192, 256, 320, 512, 2048, 16384];
 const FORMATS: [PackedFormat; 5] = [
     PackedFormat::Fp8Rows,
     PackedFormat::Fp8Blocks,
@@ -111,15 +111,14 @@ fn main() {
             println!("{label:>9} {name:>8} {rows:>5} {us:>7.1} to e4m3, {:.2} TB/s", (3 * rows * k) as f64 / us / 1e6);
             let us = microseconds(&queue, runs, |i| fp8_gemm(&queue, y.span(), codes, &weight(i), rows, epilogue));
             print(us, "");
+            let us =
+                microseconds(&queue, runs, |i| fp8_gemm_invariant(&queue, y.span(), codes, &weight(i), rows, epilogue));
+            print(us, "in one order");
             if !tunes {
                 continue;
             }
             let mut found = Vec::new();
-            for (parts, tile) in (1..=4).flat_map(|parts| Fp8Split::tiles(format).map(move |tile| (parts, tile))) {
-                if parts > 1 && (rows > 512 || tile[1] == 224) {
-                    continue;
-                }
-                let split = Fp8Split { tile, parts };
+            for split in Fp8Split::all(format).filter(|split| rows <= 512 || !split.has_clusters) {
                 let us = microseconds(&queue, runs, |i| {
                     fp8_gemm_split(&queue, y.span(), codes, &weight(i), rows, epilogue, split)
                 });

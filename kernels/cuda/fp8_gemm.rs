@@ -13,51 +13,97 @@ const OP: &str = "fp8_gemm";
 const SLICE: usize = 128;
 /// Floats between rows of partial sums, `PITCH` of `sm90_gemm.cuh`.
 const PITCH: usize = TILE + 4;
+/// Most parts of K.
+const MAX_PARTS: usize = 3;
+
 /// How the kernel divides the work.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Fp8Split {
-    /// Rows of x and of the weight of a tile, one of [`Fp8Split::tiles`]. The results do not depend on it.
+    /// Rows of x and of the weight of a tile. The results do not depend on it.
     pub tile: [usize; 2],
-    /// Number of parts of K, which is the number of blocks in a cluster: 1 to 4. It determines the order of
-    /// summation.
+    /// Number of parts of K: 1 to 3. It determines the order of summation.
     pub parts: usize,
+    /// Whether each part has a block of a cluster. Otherwise a block computes the parts of a tile one after the other.
+    pub has_clusters: bool,
 }
 
 impl Fp8Split {
-    /// The tiles that there are for weights in this format. Blocks of 64 rows of a weight have a scale, and 224 is no multiple.
-    pub fn tiles(format: PackedFormat) -> impl Iterator<Item = [usize; 2]> {
-        let all = [[128, 256], [128, 128], [128, 224], [160, 128]];
-        all.into_iter().filter(move |tile| tile[1] != 224 || format == PackedFormat::Fp8Rows)
+    /// All divisions for weights in this format.
+    pub fn all(format: PackedFormat) -> impl Iterator<Item = Self> {
+        // Blocks of 64 rows of a weight have a scale, and 224 is no multiple.
+        let tiles = [[128, 256], [128, 128], [128, 224], [160, 128], [64, 128], [64, 224]];
+        let tiles = tiles.into_iter().filter(move |tile| tile[1] != 224 || format == PackedFormat::Fp8Rows);
+        let splits = tiles.flat_map(|tile| {
+            let of_parts = move |parts| [false, true].map(|has_clusters| Self { tile, parts, has_clusters });
+            (1..=MAX_PARTS).flat_map(of_parts)
+        });
+        splits.filter(|split| match split {
+            Self { parts: 1, has_clusters, .. } => !has_clusters,
+            Self { tile, has_clusters: true, .. } => tile[1].is_multiple_of(TILE),
+            Self { tile, .. } => matches!(tile, [128, 128 | 256]),
+        })
     }
 
     /// The division with the least time for a shape, by a model of an H200 (kernels/README.md).
     pub fn for_shape(n: usize, k: usize, format: PackedFormat, rows: usize, multiprocessors: usize) -> Self {
         let slices = format.slices(k);
+        let is_possible = |split: &Self| match split.parts {
+            1 => true,
+            parts => split.has_clusters && split.tile[1] == 128 && slices >= 8 * parts,
+        };
+        Self::fastest(Self::all(format).filter(is_possible), n, slices, rows, multiprocessors)
+    }
+
+    /// The same among those that sum in one order for any number of rows.
+    pub fn invariant(n: usize, k: usize, format: PackedFormat, rows: usize, multiprocessors: usize) -> Self {
+        let (slices, parts) = (format.slices(k), invariant_parts(n, format.slices(k)));
+        let has_order = |split: &Self| split.parts == parts && (!split.has_clusters || split.tile[1] == 128);
+        Self::fastest(Self::all(format).filter(has_order), n, slices, rows, multiprocessors)
+    }
+
+    fn fastest(
+        splits: impl Iterator<Item = Self>,
+        n: usize,
+        slices: usize,
+        rows: usize,
+        multiprocessors: usize,
+    ) -> Self {
         let time = |split: &Self| split.microseconds(n, slices, rows, multiprocessors);
-        let choices = Self::tiles(format).flat_map(|tile| {
-            let most = if tile[1] == 128 { 3 } else { 1 };
-            (1..=most).map(move |parts| Self { tile, parts })
-        });
-        let is_possible = |split: &Self| split.parts == 1 || slices >= 8 * split.parts;
-        let best = choices.filter(is_possible).min_by(|a, b| time(a).total_cmp(&time(b)));
-        best.unwrap_or(Self { tile: [128, 256], parts: 1 })
+        let best = splits.min_by(|a, b| time(a).total_cmp(&time(b)));
+        best.unwrap_or(Self { tile: [128, 256], parts: 1, has_clusters: false })
     }
 
     fn microseconds(self, n: usize, slices: usize, rows: usize, multiprocessors: usize) -> f64 {
-        let Self { tile, parts } = self;
+        let Self { tile, parts, has_clusters } = self;
+        let cluster = if has_clusters { parts } else { 1 };
         let tiles = rows.div_ceil(tile[0]) * n.div_ceil(tile[1]);
         // Clusters of three do not fill every group of multiprocessors.
-        let blocks = if parts > 2 { multiprocessors * 15 / 16 } else { multiprocessors };
-        let waves = (tiles * parts).div_ceil(blocks / parts * parts);
+        let blocks = if cluster > 2 { multiprocessors * 15 / 16 } else { multiprocessors };
+        let waves = (tiles * cluster).div_ceil(blocks / cluster * cluster);
         let slice = match tile {
-            [_, 256] => 0.76,
-            [_, 224] => 0.68,
+            [128, 256] => 0.76,
+            [128, 224] => 0.68,
             [160, _] => 0.58,
+            [64, 224] => 0.55,
+            [64, _] => 0.36,
             _ => 0.40,
         };
-        let store = if parts > 1 { 3.5 } else { 1.5 };
-        waves as f64 * (slices.div_ceil(parts) as f64 * slice + store)
+        let store = match has_clusters {
+            true => 3.5,
+            // Sums of parts go to memory and back.
+            false if tile[1] == 256 => 1.5 + 2.7 * (parts - 1) as f64,
+            false => 1.5,
+        };
+        waves as f64 * (slices.div_ceil(cluster) as f64 * slice + store)
     }
+}
+
+/// The number of parts of K for any number of rows: as many as give most multiprocessors of a Hopper GPU a block of a product of few
+/// rows.
+fn invariant_parts(n: usize, slices: usize) -> usize {
+    const BLOCKS: usize = 132;
+    let tiles = n.div_ceil(128);
+    (1..=MAX_PARTS).rev().find(|parts| tiles * parts <= BLOCKS && slices >= 4 * parts).unwrap_or(1)
 }
 
 /// `y [rows, n] = x @ weight^T + bias`; the weight is in [`PackedFormat::Fp8Rows`] or [`PackedFormat::Fp8Blocks`].
@@ -71,6 +117,20 @@ pub fn fp8_gemm(
 ) -> Result<(), CudaError> {
     let multiprocessors = q.gpu().num_multiprocessors() as usize;
     let split = Fp8Split::for_shape(weight.n, weight.k, weight.format, rows, multiprocessors);
+    fp8_gemm_split(q, y, x, weight, rows, epilogue, split)
+}
+
+/// [`fp8_gemm`] whose results have the same bits for any number of rows.
+pub fn fp8_gemm_invariant(
+    q: &Queue,
+    y: Span,
+    x: Fp8Rows,
+    weight: &PackedWeight,
+    rows: usize,
+    epilogue: Epilogue,
+) -> Result<(), CudaError> {
+    let multiprocessors = q.gpu().num_multiprocessors() as usize;
+    let split = Fp8Split::invariant(weight.n, weight.k, weight.format, rows, multiprocessors);
     fp8_gemm_split(q, y, x, weight, rows, epilogue, split)
 }
 
@@ -93,23 +153,21 @@ pub fn fp8_gemm_split(
         PackedFormat::Int4 { .. } | PackedFormat::Mxfp4 | PackedFormat::Nvfp4 => "",
     };
     ensure!(OP, !format_name.is_empty(), "a weight in {format:?}; expected e4m3");
-    let Fp8Split { tile, parts } = split;
-    let [tile_rows, cols] = tile;
-    ensure!(OP, Fp8Split::tiles(format).any(|one| one == tile), "tiles of {tile:?} for a weight in {format:?}");
-    ensure!(OP, (1..=4).contains(&parts), "K in {parts} parts; expected 1 to 4");
-    ensure!(OP, parts == 1 || cols.is_multiple_of(TILE), "K in {parts} parts with tiles of {tile:?}");
+    ensure!(OP, Fp8Split::all(format).any(|one| one == split), "{split:?} for a weight in {format:?}");
+    let Fp8Split { tile: [tile_rows, cols], parts, has_clusters } = split;
+    let cluster = if has_clusters { parts } else { 1 };
     let slices = format.slices(k);
     let stage_bytes = (tile_rows + cols) * SLICE + tile_rows * size_of::<f32>() + cols.div_ceil(TILE) * 16;
     // Barriers, and the scales of rows of the weight.
     let static_bytes = 128 + 2 * 256 * size_of::<f32>();
     let room = (q.gpu().max_shared_bytes() as usize).saturating_sub(1024 + static_bytes);
     let stages = (room / stage_bytes).min(8);
-    let partial_bytes = if parts > 1 { cols / TILE * tile_rows * PITCH * 4 } else { 0 };
+    let partial_bytes = if has_clusters { cols / TILE * tile_rows * PITCH * 4 } else { 0 };
     ensure!(OP, stages > 1 && partial_bytes <= room, "shared memory of {room} bytes is too small");
     let codes_map = TensorMap::bytes_matrix(codes, n, format.row_bytes(k), cols, SLICE)?;
     let x_map = TensorMap::bytes_matrix(x.codes, rows, slices * SLICE, tile_rows, SLICE)?;
     let output = output_argument(y, bias, rows, n, epilogue.code());
-    let operands = operands_argument(x.scales, scales, [Fp8Rows::pitch(rows), slices, parts]);
+    let operands = operands_argument(x.scales, scales, [Fp8Rows::pitch(rows), slices, parts, cluster]);
     let args = [
         Arg::Bytes(codes_map.bytes()),
         Arg::Bytes(x_map.bytes()),
@@ -118,16 +176,18 @@ pub fn fp8_gemm_split(
         (stages as u32).into(),
     ];
     let tiles = rows.div_ceil(tile_rows) * n.div_ceil(cols);
-    let blocks = if parts > 1 { tiles * parts } else { tiles.min(q.gpu().num_multiprocessors() as usize) };
+    let blocks = if has_clusters { tiles * cluster } else { tiles.min(q.gpu().num_multiprocessors() as usize) };
     let launch = Launch::new(blocks as u32, 384)
         .shared(((stages * stage_bytes).max(partial_bytes) + 1024) as u32)
-        .cluster(parts as u32);
-    q.launch(&format!("sm90_fp8_gemm_{format_name}_m{tile_rows}_n{cols}"), launch, &args)
+        .cluster(cluster as u32);
+    let kind = if parts > cluster { "fp8_gemm_of_parts" } else { "fp8_gemm" };
+    q.launch(&format!("sm90_{kind}_{format_name}_m{tile_rows}_n{cols}"), launch, &args)
 }
 
 /// `Operands` of the kernel.
-fn operands_argument(x_scales: Span, w_scales: Span, [pitch, slices, parts]: [usize; 3]) -> [u64; 4] {
-    [x_scales.address(), w_scales.address(), pitch as u64 | (slices as u64) << 32, parts as u64]
+fn operands_argument(x_scales: Span, w_scales: Span, numbers: [usize; 4]) -> [u64; 4] {
+    let [pitch, slices, parts, cluster] = numbers.map(|number| number as u64);
+    [x_scales.address(), w_scales.address(), pitch | slices << 32, parts | cluster << 32]
 }
 
 #[cfg(test)]
@@ -140,13 +200,33 @@ mod tests {
         let split = |n, k, rows| Fp8Split::for_shape(n, k, PackedFormat::Fp8Rows, rows, 132);
         let found = |rows| [(6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336)].map(|(n, k)| split(n, k, rows));
         let [wide, narrow, full, fitted] = [[128, 224], [128, 128], [128, 256], [160, 128]];
-        let expect = |all: [([usize; 2], usize); 4]| all.map(|(tile, parts)| Fp8Split { tile, parts });
+        let of = |tile, parts| Fp8Split { tile, parts, has_clusters: parts > 1 };
+        let expect = |all: [([usize; 2], usize); 4]| all.map(|(tile, parts)| of(tile, parts));
         assert_eq!(found(128), expect([(narrow, 2), (narrow, 3), (wide, 1), (narrow, 3)]));
         assert_eq!(found(150), expect([(fitted, 2), (fitted, 3), (fitted, 1), (fitted, 3)]));
         assert_eq!(found(256), expect([(narrow, 1), (narrow, 2), (wide, 1), (narrow, 2)]));
         assert_eq!(found(512), expect([(wide, 1), (narrow, 1), (wide, 1), (narrow, 1)]));
-        assert_eq!(split(28672, 4096, 2048), Fp8Split { tile: full, parts: 1 });
+        assert_eq!(split(28672, 4096, 2048), of(full, 1));
         let blocks = |rows| Fp8Split::for_shape(28672, 4096, PackedFormat::Fp8Blocks, rows, 132).tile;
         assert_eq!([150, 256].map(blocks), [fitted, full]);
+    }
+
+    #[test]
+    fn the_order_of_sums_does_not_depend_on_the_number_of_rows() {
+        let layers = [(6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336), (64, 128)];
+        for (format, (n, k)) in [PackedFormat::Fp8Rows, PackedFormat::Fp8Blocks]
+            .into_iter()
+            .flat_map(|format| layers.map(|layer| (format, layer)))
+        {
+            let split = |rows| Fp8Split::invariant(n, k, format, rows, 132);
+            let parts = split(1).parts;
+            assert!((1..5000).all(|rows| split(rows).parts == parts), "{n} x {k}");
+        }
+        let few = |n, k| Fp8Split::invariant(n, k, PackedFormat::Fp8Rows, 8, 132);
+        assert_eq!(layers.map(|(n, k)| few(n, k).parts), [2, 3, 1, 3, 1]);
+        assert_eq!(few(4096, 4096), Fp8Split { tile: [64, 128], parts: 3, has_clusters: true });
+        assert_eq!(few(28672, 4096), Fp8Split { tile: [64, 224], parts: 1, has_clusters: false });
+        let many = Fp8Split::invariant(4096, 14336, PackedFormat::Fp8Rows, 16384, 132);
+        assert_eq!(many, Fp8Split { tile: [128, 256], parts: 3, has_clusters: false });
     }
 }

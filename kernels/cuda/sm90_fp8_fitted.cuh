@@ -1,4 +1,4 @@
-// Tiles of ROWS rows of x, more than 128, by 128 rows of w, with w as the 64-row operand of two warpgroups: the products of
+// Tiles of 64 or of 160 rows of x by 128 rows of w, with w as the 64-row operand of two warpgroups: the products of
 // sm90_fp8_gemm.cu, and what happens with their sums. A thread has rows g and g + 8 of each warp's 16 of w, and of each eight rows
 // of x the rows 2 t and 2 t + 1.
 #pragma once

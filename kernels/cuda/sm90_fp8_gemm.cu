@@ -7,12 +7,14 @@
 // y        described in sm90_gemm.cuh
 // maths    the products of a slice are summed in the tensor cores. Each such sum is multiplied by the scales of the row and
 //          of the block (FP8_BLOCKS), and added in fp32, slices in order; at the end times the scale of w's row (FP8_ROWS).
-//          With P parts of K each part is such a sum; parts are added in order. For a given P no result
-//          depends on other rows; fp8_gemm.rs chooses P by their number, too
-// launch   384 threads, dynamic shared memory from the wrapper. P = 1 (of 1 to 4): one block for each multiprocessor, which computes
-//          tiles of ROWS rows of x by COLS rows of w; otherwise grid (P tiles), cluster (P), a tile for each cluster.
+//          With P parts of K (1 to 3) each part is such a sum; parts are added in order. For a given P no result
+//          depends on other rows; fp8_gemm.rs chooses P by their number, too, unless it is told not to
+// launch   384 threads, dynamic shared memory from the wrapper. Without a cluster: one block for each multiprocessor, which computes
+//          tiles of ROWS rows of x by COLS rows of w, one part after the other (P = 1 but in kernels of parts).
+//          Otherwise grid (P tiles), cluster (P), a tile for each cluster, a part for each block.
 //          One warp keeps a ring of slices filled, across the ends of tiles; two warpgroups multiply 64 rows of x each, or, if
-//          ROWS is above 128, 64 rows of w (sm90_fp8_fitted.cuh): while one adds its sums, the other one's products run
+//          ROWS is not 128, half of w's rows: with 64 rows of x if COLS is 224, else with w as the 64-row operand
+//          (sm90_fp8_fitted.cuh). While one adds its sums, the other one's products run
 // needs    N % 8 == 0 (N % 16 == 0 for gate/up): checked in fp8_gemm.rs
 // bound    shared memory, which a slice is written to once and read from once for each 64 rows of the other operand; few rows:
 //          memory, N K bytes
@@ -43,17 +45,21 @@ struct Operands {
     i32 x_pitch;
     i32 slices;
     i32 parts;
+    i32 blocks;  // of a cluster: 1, or as many as there are parts
 };
 
-// The tiles of a block, and its slices of K.
+// The first slice of a part of K.
+__device__ __forceinline__ i32 part_begin(const Operands& p, i32 part) { return p.slices * part / p.parts; }
+
+// The tiles of a block, its parts, and its slices of K.
 template <int ROWS, int COLS>
 struct Work : TileOrder<COLS, ROWS> {
-    i32 item, step, first, count;
+    i32 item, step, part, parts, first, count;
 
     __device__ Work(const Output& out, const Operands& p) : TileOrder<COLS, ROWS>(out) {
-        const i32 part = blockIdx.x % p.parts;
-        item = blockIdx.x / p.parts, step = gridDim.x / p.parts;
-        first = p.slices * part / p.parts, count = p.slices * (part + 1) / p.parts - first;
+        part = blockIdx.x % p.blocks, parts = p.parts / p.blocks;
+        item = blockIdx.x / p.blocks, step = gridDim.x / p.blocks;
+        first = part_begin(p, part), count = part_begin(p, part + parts) - first;
     }
 };
 
@@ -101,30 +107,31 @@ __device__ __forceinline__ void produce(const Fp8Ring<FORMAT, ROWS, COLS>& ring,
     }
 }
 
-// One warpgroup: acc [64 rows of x, COLS rows of w] = its rows times the tile's.
-template <int FORMAT, int COLS>
-__device__ __forceinline__ void multiply_tile(float* acc, const Fp8Ring<FORMAT, NT, COLS>& ring, Cursor& at, i32 count, int group) {
-    constexpr int PARTS = COLS > 128 ? 2 : 1, PRODUCT_COLS = COLS / PARTS;  // products of a slice, and their rows of w
-    const int row = group * GROUP_ROWS + threadIdx.x / 32 % 4 * 16 + threadIdx.x % 32 / 4;
+// One warpgroup: acc [64 rows of x, COLS rows of w] = those of the stage from x_row and w_row on, by PARTS products of each slice.
+template <int FORMAT, int COLS, int PARTS, class Ring>
+__device__ __forceinline__ void multiply_tile(float* acc, const Ring& ring, Cursor& at, i32 count, int x_row, int w_row) {
+    constexpr int PRODUCT_COLS = COLS / PARTS;
+    const int row = x_row + threadIdx.x / 32 % 4 * 16 + threadIdx.x % 32 / 4;
     for (i32 i = 0; i < count; ++i) {
         barrier_wait(ring.full + 8 * at.stage, at.parity);
-        const u64 x = tile_descriptor(ring.x(at.stage, group * GROUP_ROWS));
+        const u64 x = tile_descriptor(ring.x(at.stage, x_row));
         const float first = shared_load_f32(ring.x_scales(at.stage) + 4 * row), second = shared_load_f32(ring.x_scales(at.stage) + 4 * row + 32);
 #pragma unroll
         for (int part = 0; part < PARTS; ++part) {
-            const u64 w = tile_descriptor(ring.w(at.stage, part * PRODUCT_COLS));
+            const u64 w = tile_descriptor(ring.w(at.stage, w_row + part * PRODUCT_COLS));
             float sums[PRODUCT_COLS / 2];
             wgmma_fence();
 #pragma unroll
             for (int k = 0; k < SLICE / 32; ++k) wgmma_e4m3<PRODUCT_COLS>(sums, x + 2 * k, w + 2 * k, k > 0);
             wgmma_commit();
-            float scales[2][2][2];  // of the tile, of blocks of eight rows of w that are even and odd, of the rows of x
+            constexpr int TILES = (PRODUCT_COLS + TILE - 1) / TILE;
+            float scales[TILES][2][2];  // of the tile, of blocks of eight rows of w that are even and odd, of the rows of x
 #pragma unroll
-            for (int tile = 0; tile < 2; ++tile) {
+            for (int tile = 0; tile < TILES; ++tile) {
 #pragma unroll
                 for (int odd = 0; odd < 2; ++odd) {
                     float scale = 1.0f;
-                    if constexpr (FORMAT == FP8_BLOCKS) scale = shared_load_f32(ring.w_scales(at.stage) + 16 * (2 * part + tile) + 4 * odd);
+                    if constexpr (FORMAT == FP8_BLOCKS) scale = shared_load_f32(ring.w_scales(at.stage) + 16 * (part * PRODUCT_COLS / TILE + tile) + 4 * odd);
                     scales[tile][odd][0] = first * scale, scales[tile][odd][1] = second * scale;
                 }
             }
@@ -146,33 +153,36 @@ __device__ __forceinline__ void multiply_tile(float* acc, const Fp8Ring<FORMAT, 
 // One warpgroup: acc [64 rows of w, ROWS rows of x] = its rows times the tile's.
 template <int FORMAT, int ROWS>
 __device__ __forceinline__ void multiply_fitted_tile(float* acc, const Fp8Ring<FORMAT, ROWS, GROUPS * TILE>& ring, Cursor& at, i32 count, int group) {
-    constexpr int N = ROWS / 2;  // rows of x in one product
-    static_assert(N == 80, "sm90_wgmma_e4m3.cuh has this width");
+    constexpr int PARTS = ROWS > 128 ? 2 : 1, N = ROWS / PARTS;  // products of a slice, and their rows of x
     for (i32 i = 0; i < count; ++i) {
         barrier_wait(ring.full + 8 * at.stage, at.parity);
-        u32 w[4][4];
-        load_fragments(w, ring.w(at.stage, group * TILE));
+        const u32 rows = ring.w(at.stage, group * TILE);
+        u32 fragments[4][4];  // for several products
+        if constexpr (PARTS > 1) load_fragments(fragments, rows);
         float first = 1.0f, second = 1.0f;
         if constexpr (FORMAT == FP8_BLOCKS) {
             first = shared_load_f32(ring.w_scales(at.stage) + 16 * group), second = shared_load_f32(ring.w_scales(at.stage) + 16 * group + 4);
         }
 #pragma unroll
-        for (int half = 0; half < 2; ++half) {
-            const u64 x = tile_descriptor(ring.x(at.stage, half * N));
+        for (int part = 0; part < PARTS; ++part) {
+            const u64 x = tile_descriptor(ring.x(at.stage, part * N));
             float sums[N / 2];
             wgmma_fence();
 #pragma unroll
-            for (int k = 0; k < SLICE / 32; ++k) wgmma_registers_e4m3_n80(sums, w[k], x + 2 * k, k > 0);
+            for (int k = 0; k < SLICE / 32; ++k) {
+                if constexpr (PARTS > 1) wgmma_registers_e4m3<N>(sums, fragments[k], x + 2 * k, k > 0);
+                else wgmma_e4m3<N>(sums, tile_descriptor(rows) + 2 * k, x + 2 * k, k > 0);
+            }
             wgmma_commit();
             float2 scales[N / 8];
 #pragma unroll
-            for (int j = 0; j < N / 8; ++j) scales[j] = shared_load_f32x2(ring.x_scales(at.stage) + 4 * (half * N + 8 * j + threadIdx.x % 4 * 2));
+            for (int j = 0; j < N / 8; ++j) scales[j] = shared_load_f32x2(ring.x_scales(at.stage) + 4 * (part * N + 8 * j + threadIdx.x % 4 * 2));
             wgmma_wait<0>();
-            if (half == 1) {
+            if (part == PARTS - 1) {
                 __syncwarp();
                 if (threadIdx.x % 32 == 0) barrier_arrive(ring.empty + 8 * at.stage);
             }
-            add_scaled<N>(acc + half * N / 2, sums, scales, first, second);
+            add_scaled<N>(acc + part * N / 2, sums, scales, first, second);
         }
         at.advance(1, ring.stages);
     }
@@ -187,31 +197,52 @@ __device__ __forceinline__ void scale_columns(float* acc, float2* shared, float2
 #pragma unroll
     for (int j = 0; j < COLS / 8; ++j) {
         const float2 v = own[4 * j + threadIdx.x % 4];
-        acc[4 * j] *= v.x, acc[4 * j + 1] *= v.y, acc[4 * j + 2] *= v.x, acc[4 * j + 3] *= v.y;
+        // Rounded before a sum of parts, as where parts lie in different blocks.
+        acc[4 * j] = __fmul_rn(acc[4 * j], v.x), acc[4 * j + 1] = __fmul_rn(acc[4 * j + 1], v.y);
+        acc[4 * j + 2] = __fmul_rn(acc[4 * j + 2], v.x), acc[4 * j + 3] = __fmul_rn(acc[4 * j + 3], v.y);
     }
     asm volatile("bar.sync %0, 128;" ::"r"(2 + group) : "memory");  // the next tile's scales overwrite these
 }
 
-template <int FORMAT, int COLS>
-__device__ __forceinline__ void consume(const Fp8Ring<FORMAT, NT, COLS>& ring, const Output& out, const Operands& p, const Work<NT, COLS>& work,
+template <int FORMAT, int ROWS, int COLS, bool OF_PARTS>
+__device__ __forceinline__ void consume(const Fp8Ring<FORMAT, ROWS, COLS>& ring, const Output& out, const Operands& p, const Work<ROWS, COLS>& work,
                                         float* partial, float2* column_scales) {
-    const int group = threadIdx.x / 128;
+    constexpr bool HAS_ROW_GROUPS = ROWS == NT;  // otherwise each warpgroup has half of w's rows
+    constexpr int GROUP_COLS = HAS_ROW_GROUPS ? COLS : COLS / GROUPS;
+    const int group = threadIdx.x / 128, row_group = HAS_ROW_GROUPS ? group : 0, w_row = HAS_ROW_GROUPS ? 0 : group * GROUP_COLS;
     Cursor at{0, 0};
     for (i32 item = work.item; item < work.items; item += work.step) {
         i32 m0, n0;
         work.tile(item, m0, n0);
+        n0 += w_row;
         float2 scales{};
         if constexpr (FORMAT == FP8_ROWS) {
             const i32 n = n0 + (i32)threadIdx.x % 128 * 2;
-            if (n < min(n0 + COLS, out.n)) scales = *reinterpret_cast<const float2*>(p.w_scales + 4 * n);
+            if (n < min(n0 + GROUP_COLS, out.n)) scales = *reinterpret_cast<const float2*>(p.w_scales + 4 * n);
         }
-        float acc[COLS / 2] = {};
-        multiply_tile<FORMAT, COLS>(acc, ring, at, work.count, group);
-        if constexpr (FORMAT == FP8_ROWS) scale_columns<COLS>(acc, column_scales, scales, group);
-        if (p.parts > 1) {
-            store_parts<COLS>(out, p.parts, partial, ring.base, m0, n0, group, acc);
+        float acc[GROUP_COLS / 2];
+        // Two products of a slice leave registers for the sum of the parts before.
+        constexpr int PRODUCTS = OF_PARTS || GROUP_COLS > 128 ? 2 : 1;
+        const auto multiply = [&](i32 count) {
+            clear<GROUP_COLS>(acc);
+            multiply_tile<FORMAT, GROUP_COLS, PRODUCTS>(acc, ring, at, count, row_group * GROUP_ROWS, w_row);
+            if constexpr (FORMAT == FP8_ROWS) scale_columns<GROUP_COLS>(acc, column_scales, scales, group);
+        };
+        if constexpr (OF_PARTS) {
+            Kept<GROUP_COLS> kept;
+#pragma unroll 1
+            for (i32 part = 0; part < p.parts; ++part) {
+                multiply(part_begin(p, part + 1) - part_begin(p, part));
+                if (part > 0) kept.add_to(acc);
+                if (part + 1 < p.parts) kept.keep(acc);
+            }
         } else {
-            store_sums<COLS>(out, m0, n0, group, acc);
+            multiply(work.count);
+        }
+        if (p.blocks > 1) {
+            store_parts<GROUP_COLS>(out, p.blocks, partial, ring.base, m0, n0, row_group, acc);
+        } else {
+            store_sums<GROUP_COLS>(out, m0, n0, row_group, acc);
         }
     }
 }
@@ -237,19 +268,20 @@ __device__ __forceinline__ void consume_fitted(const Fp8Ring<FORMAT, ROWS, GROUP
 #pragma unroll
             for (int i = 0; i < ROWS / 2; ++i) acc[i] *= i % 4 < 2 ? first : second;
         }
-        if (p.parts > 1) {
-            store_fitted_parts<ROWS>(out, p.parts, partial, ring.base, m0, n0, group, acc);
+        if (p.blocks > 1) {
+            store_fitted_parts<ROWS>(out, p.blocks, partial, ring.base, m0, n0, group, acc);
         } else {
             store_fitted<ROWS>(out, m0, warp_n, acc);
         }
     }
 }
 
-template <int FORMAT, int ROWS, int COLS>
+template <int FORMAT, int ROWS, int COLS, bool OF_PARTS>
 __device__ __forceinline__ void fp8_gemm(const TensorMap* w_map, const TensorMap* x_map, const Output& out, const Operands& p, i32 stages) {
     extern __shared__ u8 dynamic[];
     __shared__ alignas(8) u64 barriers[16];
-    __shared__ float2 column_scales[FORMAT == FP8_ROWS && ROWS == NT ? GROUPS * COLS / 2 : 1];
+    constexpr bool IS_FITTED = ROWS != NT && COLS == GROUPS * TILE;
+    __shared__ float2 column_scales[FORMAT == FP8_ROWS && !IS_FITTED ? GROUPS * COLS / 2 : 1];
     pdl_launch();
     const u32 raw = shared_address(dynamic), aligned = (raw + 1023) & ~1023u, bars = shared_address(barriers);
     const Fp8Ring<FORMAT, ROWS, COLS> ring{aligned, bars, bars + 8 * stages, stages};
@@ -263,26 +295,35 @@ __device__ __forceinline__ void fp8_gemm(const TensorMap* w_map, const TensorMap
         asm volatile("setmaxnreg.dec.sync.aligned.u32 56;");
         if (threadIdx.x == CONSUMERS) produce(ring, w_map, x_map, out, p, work);
         __syncwarp();
-        if (p.parts > 1) cluster_sync(), cluster_sync();
+        if (p.blocks > 1) cluster_sync(), cluster_sync();
     } else {
         asm volatile("setmaxnreg.inc.sync.aligned.u32 224;");
         float* partial = reinterpret_cast<float*>(dynamic + (aligned - raw));
         pdl_wait();
-        if constexpr (ROWS == NT) consume<FORMAT, COLS>(ring, out, p, work, partial, column_scales);
-        else consume_fitted<FORMAT, ROWS>(ring, out, p, work, partial);
+        if constexpr (IS_FITTED) consume_fitted<FORMAT, ROWS>(ring, out, p, work, partial);
+        else consume<FORMAT, ROWS, COLS, OF_PARTS>(ring, out, p, work, partial, column_scales);
     }
 }
 
-#define FP8_GEMM(NAME, FORMAT, ROWS, COLS) \
-    extern "C" __global__ void __launch_bounds__(CONSUMERS + 128, 1) sm90_fp8_gemm_##NAME##_m##ROWS##_n##COLS( \
+#define FP8_KERNEL(KIND, FORMAT, ROWS, COLS, OF_PARTS) \
+    extern "C" __global__ void __launch_bounds__(CONSUMERS + 128, 1) sm90_##KIND##_m##ROWS##_n##COLS( \
         const __grid_constant__ TensorMap w_map, const __grid_constant__ TensorMap x_map, const Output out, const Operands p, i32 stages) { \
-        fp8_gemm<FORMAT, ROWS, COLS>(&w_map, &x_map, out, p, stages); \
+        fp8_gemm<FORMAT, ROWS, COLS, OF_PARTS>(&w_map, &x_map, out, p, stages); \
     }
+#define FP8_GEMM(NAME, FORMAT, ROWS, COLS) FP8_KERNEL(fp8_gemm_##NAME, FORMAT, ROWS, COLS, false)
+#define FP8_GEMM_OF_PARTS(NAME, FORMAT, ROWS, COLS) FP8_KERNEL(fp8_gemm_of_parts_##NAME, FORMAT, ROWS, COLS, true)
 
+FP8_GEMM(rows, FP8_ROWS, 64, 128)
+FP8_GEMM(rows, FP8_ROWS, 64, 224)
 FP8_GEMM(rows, FP8_ROWS, 128, 128)
 FP8_GEMM(rows, FP8_ROWS, 128, 224)
 FP8_GEMM(rows, FP8_ROWS, 128, 256)
 FP8_GEMM(rows, FP8_ROWS, 160, 128)
+FP8_GEMM_OF_PARTS(rows, FP8_ROWS, 128, 128)
+FP8_GEMM_OF_PARTS(rows, FP8_ROWS, 128, 256)
+FP8_GEMM(blocks, FP8_BLOCKS, 64, 128)
 FP8_GEMM(blocks, FP8_BLOCKS, 128, 128)
 FP8_GEMM(blocks, FP8_BLOCKS, 128, 256)
 FP8_GEMM(blocks, FP8_BLOCKS, 160, 128)
+FP8_GEMM_OF_PARTS(blocks, FP8_BLOCKS, 128, 128)
+FP8_GEMM_OF_PARTS(blocks, FP8_BLOCKS, 128, 256)

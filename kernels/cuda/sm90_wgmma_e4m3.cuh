@@ -72,7 +72,9 @@ __device__ __forceinline__ void wgmma_e4m3(float* d, u64 a, u64 b, i32 add) {
 
 // The same for 80 columns with A in registers, as one ldmatrix of four reads it: this thread's rows g and g + 8 in bytes 4 t to
 // 4 t + 3 (a[0], a[1]) and 4 t + 16 to 4 t + 19 (a[2], a[3]). They may not change before wgmma_wait.
-__device__ __forceinline__ void wgmma_registers_e4m3_n80(float* d, const u32* a, u64 b, i32 add) {
+template <int N>
+__device__ __forceinline__ void wgmma_registers_e4m3(float* d, const u32* a, u64 b, i32 add) {
+    static_assert(N == 80, "wgmma_registers_e4m3: a width this file has");
     asm volatile(
         "{\n"
         ".reg .pred p;\n"

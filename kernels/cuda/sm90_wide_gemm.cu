@@ -116,38 +116,6 @@ __device__ __forceinline__ void produce(const WideRing<COLS>& ring, const Tensor
     }
 }
 
-template <int COLS>
-__device__ __forceinline__ void clear(float* acc) {
-#pragma unroll
-    for (int i = 0; i < COLS / 2; ++i) acc[i] = 0.0f;
-}
-
-// A kept sum lies in a register if those of a thread fit there, otherwise in local memory.
-template <int COLS>
-struct KeptSum {
-    using Type = float;
-};
-template <>
-struct KeptSum<256> {
-    using Type = volatile float;
-};
-
-// The sums of the runs so far, beside that of the current run.
-template <int COLS>
-struct Kept {
-    typename KeptSum<COLS>::Type values[COLS / 2];
-
-    __device__ __forceinline__ void keep(const float* acc) {
-#pragma unroll
-        for (int i = 0; i < COLS / 2; ++i) values[i] = acc[i];
-    }
-
-    __device__ __forceinline__ void add_to(float* acc) const {
-#pragma unroll
-        for (int i = 0; i < COLS / 2; ++i) acc[i] += values[i];
-    }
-};
-
 // acc = the sum of the block's parts of a tile. Without HAS_RUNS there is one run.
 template <int COLS, bool HAS_RUNS>
 __device__ __forceinline__ void multiply_tile(float* acc, const WideRing<COLS>& ring, Cursor& at, const Work<COLS>& work,

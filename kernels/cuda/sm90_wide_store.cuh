@@ -22,6 +22,38 @@ struct TileOrder {
     }
 };
 
+template <int COLS>
+__device__ __forceinline__ void clear(float* acc) {
+#pragma unroll
+    for (int i = 0; i < COLS / 2; ++i) acc[i] = 0.0f;
+}
+
+// A kept sum lies in a register if those of a thread fit there, otherwise in local memory.
+template <int COLS>
+struct KeptSum {
+    using Type = float;
+};
+template <>
+struct KeptSum<256> {
+    using Type = volatile float;
+};
+
+// The sum of the parts of K so far, beside that of the current part.
+template <int COLS>
+struct Kept {
+    typename KeptSum<COLS>::Type values[COLS / 2];
+
+    __device__ __forceinline__ void keep(const float* acc) {
+#pragma unroll
+        for (int i = 0; i < COLS / 2; ++i) values[i] = acc[i];
+    }
+
+    __device__ __forceinline__ void add_to(float* acc) const {
+#pragma unroll
+        for (int i = 0; i < COLS / 2; ++i) acc[i] += values[i];
+    }
+};
+
 template <i32 EPILOGUE>
 __device__ __forceinline__ float act(float gate) {
     return EPILOGUE == SILU ? silu(gate) : gelu_tanh(gate);

@@ -154,13 +154,7 @@ fn layers_in_e4m3_agree_with_the_formula() {
                             }
                         };
                     check("chosen", &|y, x, packed| fp8_gemm(&queue, y, x, packed, rows, epilogue));
-                    for (tile, parts) in
-                        Fp8Split::tiles(format).flat_map(|tile| (1..=4).map(move |parts| (tile, parts)))
-                    {
-                        if parts > 1 && tile[1] == 224 {
-                            continue;
-                        }
-                        let split = Fp8Split { tile, parts };
+                    for split in Fp8Split::all(format) {
                         check(&format!("{split:?}"), &|y, x, packed| {
                             fp8_gemm_split(&queue, y, x, packed, rows, epilogue, split)
                         });
@@ -179,24 +173,23 @@ fn a_row_alone_gets_the_bits_it_gets_among_others() {
     for format in formats() {
         let weight = QuantizedWeight::random(&gpu, &mut random, [1024, 2048], format, false);
         let all = random.bf16s(300 * weight.k, 1.0);
-        for parts in [1, 3] {
-            let product = |x: &[bf16], tile: [usize; 2]| {
+        for parts in 1..=3 {
+            let product = |x: &[bf16], split: Fp8Split| {
                 run((&gpu, &queue), x, &weight, Epilogue::Store, |y, x_rows, packed| {
-                    let split = Fp8Split { tile, parts };
                     fp8_gemm_split(&queue, y, x_rows, packed, x.len() / weight.k, Epilogue::Store, split)
                 })
             };
-            let together = product(&all, [128, 128]);
-            for tile in Fp8Split::tiles(format).filter(|tile| parts == 1 || tile[1] != 224) {
-                assert_eq!(product(&all, tile), together, "{format:?}, {parts} parts, tiles of {tile:?}");
-            }
-            for row in [0, 150, 299] {
-                let alone = product(&all[row * weight.k..(row + 1) * weight.k], [128, 256]);
-                assert_eq!(
-                    alone,
-                    together[row * weight.n..(row + 1) * weight.n],
-                    "{format:?}, {parts} parts, row {row}"
-                );
+            let together = product(&all, Fp8Split { tile: [128, 128], parts, has_clusters: parts > 1 });
+            for split in Fp8Split::all(format).filter(|split| split.parts == parts) {
+                assert_eq!(product(&all, split), together, "{format:?}, {split:?}");
+                for row in [0, 150, 299] {
+                    let alone = product(&all[row * weight.k..(row + 1) * weight.k], split);
+                    assert_eq!(
+                        alone,
+                        together[row * weight.n..(row + 1) * weight.n],
+                        "{format:?}, {split:?}, row {row}"
+                    );
+                }
             }
         }
     }

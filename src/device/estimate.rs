@@ -12,9 +12,9 @@ use settings::WeightPrecision;
 
 use crate::cpu::{CpuEstimate, ExpertBuffers, Widest, quantized_bytes};
 use crate::cuda::{
-    self, CudaDevice, Estimate, ExpertSizes, ProductScratch, RecurrentKernel, RowOrder, check_latent_shape,
-    copy_format, division, expert_format, expert_order, fp8_expert_cols, gate_order, guess_bytes, has_fp8_inputs,
-    largest_bucket, packed_format, tensor_rows,
+    self, CudaDevice, Estimate, ExpertSizes, ProductScratch, RecurrentKernel, check_latent_shape, copy_format,
+    division, expert_formats, fp8_expert_cols, gate_order, guess_bytes, has_fp8_inputs, largest_bucket, product_format,
+    tensor_rows,
 };
 use crate::slices::is_computed;
 
@@ -46,7 +46,7 @@ pub struct Estimator {
     draft_outputs: usize,
     /// Precision of a CPU's linear layers.
     precision: WeightPrecision,
-    /// Whether a row's results must not depend on other rows. GPUs then expand quantized weights.
+    /// Whether a row's results must not depend on other rows. GPUs then expand some quantized weights.
     batch_invariant: bool,
 }
 
@@ -155,12 +155,8 @@ impl Estimator {
         EstimatedWeight { rows, cols: parts.first().map_or(0, |part| part.cols.len()), bytes, is_bf16, is_computed }
     }
 
-    /// Counts a matrix of each expert, which a GPU may keep quantized, in the format that it returns.
-    fn count_experts(&mut self, experts: &[&[WeightSlice<'_>]], order: RowOrder) -> Option<PackedFormat> {
-        let packed = match self.target {
-            Target::Cuda if !self.batch_invariant => expert_format(experts, order),
-            _ => None,
-        };
+    /// Counts a matrix of each expert, which a GPU may keep quantized.
+    fn count_experts(&mut self, experts: &[&[WeightSlice<'_>]], packed: Option<PackedFormat>) {
         for parts in experts {
             let weight = self.count_matrix(parts);
             self.count_use(&weight, false);
@@ -169,7 +165,6 @@ impl Estimator {
                 self.product_scratch.count(experts.len() * weight.rows, weight.cols, false);
             }
         }
-        packed
     }
 
     /// Counts what a CPU needs for products with a weight.
@@ -193,8 +188,8 @@ impl Estimator {
     /// Counts a matrix of products, which a GPU may keep quantized.
     fn count_product(&mut self, role: LinearRole, parts: &[WeightSlice<'_>]) -> EstimatedWeight {
         let packed = match self.target {
-            Target::Cuda if !self.batch_invariant => packed_format(parts, gate_order(role, parts).0),
-            _ => None,
+            Target::Cuda => product_format(parts, gate_order(role, parts).0, self.batch_invariant),
+            Target::Cpu => None,
         };
         let weight = self.count_matrix(parts);
         let Some(format) = packed else { return weight };
@@ -365,8 +360,12 @@ impl Device for Estimator {
         self.widest.plain = self.widest.plain.max(hidden);
         let gate_ups: Vec<&[WeightSlice<'_>]> = layer.experts.iter().map(|expert| &expert.gate_up[..]).collect();
         let downs: Vec<_> = layer.experts.iter().map(|expert| std::slice::from_ref(&expert.down)).collect();
-        let formats =
-            [self.count_experts(&gate_ups, expert_order(layer)), self.count_experts(&downs, RowOrder::Stacked)];
+        let formats = match self.target {
+            Target::Cuda => expert_formats(layer, self.batch_invariant),
+            Target::Cpu => [None; 2],
+        };
+        self.count_experts(&gate_ups, formats[0]);
+        self.count_experts(&downs, formats[1]);
         if let Some(cols) = fp8_expert_cols(layer, formats) {
             self.product_scratch.count_expert_inputs(layer.routing.top_k, cols);
         }

@@ -21,7 +21,7 @@ use super::decoder_ops::gate_activation;
 use super::expert_buffers::ExpertBuffers;
 use super::expert_sums::Unsummed;
 use super::load::{Form, Part, RowOrder};
-use super::packed::{expert_format, fp8_expert_cols};
+use super::packed::{expert_formats, fp8_expert_cols};
 use super::{CudaDevice, CudaTensor, CudaWeight, device_error};
 
 /// Up to this number of tokens it is faster if one kernel multiplies by the router, chooses, sorts and copies rows, by measurement
@@ -113,13 +113,13 @@ impl CudaDevice {
         let num_experts = layer.experts.len();
         let (width, order, is_gated) = (layer.width(), expert_order(layer), layer.is_gated());
         let rows = if is_gated { 2 * inner } else { inner };
-        let (weight, packed) = self.load_expert_matrices(&gate_ups, order, [rows, width])?;
+        let formats = expert_formats(layer, self.config.batch_invariant);
+        let (weight, packed) = self.load_expert_matrices(&gate_ups, order, [rows, width], formats[0])?;
         let bias = self.load_grouped(&gate_up_biases, order, (Form::Values, 2 * rows), Part::column)?;
         let gate_up = GroupedWeight { weight, packed, bias, num_experts, n: rows, k: width };
-        let (weight, packed) = self.load_expert_matrices(&downs, RowOrder::Stacked, [width, inner])?;
+        let (weight, packed) = self.load_expert_matrices(&downs, RowOrder::Stacked, [width, inner], formats[1])?;
         let bias = self.load_grouped(&down_biases, RowOrder::Stacked, (Form::Values, 2 * width), Part::column)?;
         let down = GroupedWeight { weight, packed, bias, num_experts, n: width, k: inner };
-        let formats = [gate_up, down].map(|weight| weight.packed.map(|(_, format)| format));
         let fp8_cols = fp8_expert_cols(layer, formats);
         if let Some(cols) = fp8_cols {
             self.product_scratch.count_expert_inputs(top_k, cols);
@@ -153,15 +153,14 @@ impl CudaDevice {
         Ok(span)
     }
 
-    /// Loads a matrix `[rows, cols]` for each expert, which stays quantized if it can; then its scales and format follow. Products
-    /// of quantized experts have no invariant form.
+    /// Loads a matrix `[rows, cols]` for each expert, in a quantized format if there is one; then its scales follow.
     fn load_expert_matrices(
         &mut self,
         experts: &[&[WeightSlice<'_>]],
         order: RowOrder,
         [rows, cols]: [usize; 2],
+        format: Option<PackedFormat>,
     ) -> Result<(Span, Option<(Span, PackedFormat)>), DeviceError> {
-        let format = if self.config.batch_invariant { None } else { expert_format(experts, order) };
         let Some(format) = format else {
             return Ok((self.load_grouped(experts, order, (Form::Values, rows * cols * 2), Part::new)?, None));
         };

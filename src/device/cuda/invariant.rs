@@ -3,8 +3,8 @@
 //! Each weight has one order in which K is summed, for any number of rows. Together with decode attention that divides rows by length
 //! and prefill attention, which always adds keys in the order of their positions, a row's result then depends on its own
 //! tokens alone. The same holds for attention over latent vectors and, if chunks of prompts end at multiples of 64 positions,
-//! for recurrent layers. Products of few rows are not joined to chains, because a chain divides K by its number of blocks. Experts
-//! in bf16 and the heads of latent vectors sum in the order of K by themselves. A group adds in the order of its workers, through
+//! for recurrent layers. Products of few rows are not joined to chains, because a chain divides K by its number of blocks. Inputs of
+//! weights in e4m3 are rounded to e4m3 for any number of rows; other quantized weights are expanded. Experts and the heads of latent vectors sum in the order of K by themselves. A group adds in the order of its workers, through
 //! peer memory (`group.rs`).
 
 use kernels::cuda::decode_division::Division;
@@ -69,7 +69,7 @@ impl CudaDevice {
         Ok(())
     }
 
-    /// `out [m, rows]` = `x [m, K]` @ weight^T in the order of the weight.
+    /// `out [m, rows]` = `x [m, K]` @ weight^T in the order of the weight, which is in bf16.
     pub(super) fn invariant_product(
         &mut self,
         out: Span,

@@ -1,7 +1,7 @@
 //! The ops of a forward pass. Each is queued for the tokens of the current step.
 
 use kernels::cuda::embed::{Table, TokenSource};
-use kernels::cuda::fp8_gemm::fp8_gemm;
+use kernels::cuda::fp8_gemm::{fp8_gemm, fp8_gemm_invariant};
 use kernels::cuda::layer_norm::layer_norm;
 use kernels::cuda::library_gemm::{GemmBuffers, GemmShape};
 use kernels::cuda::quantize_rows::{FP8_SLICE, Fp8Rows, quantize_rows};
@@ -122,7 +122,7 @@ impl CudaDevice {
         if !self.current().only_products && self.link(out, x, weight, stride, epilogue)? {
             return Ok(());
         }
-        if self.config.batch_invariant {
+        if self.config.batch_invariant && weight.packed.is_none() {
             return self.invariant_product(out, x, weight, m, stride, epilogue);
         }
         let is_gated = matches!(epilogue, Epilogue::Gated(_));
@@ -164,19 +164,22 @@ impl CudaDevice {
         Ok(buffer)
     }
 
-    /// Whether inputs are rounded to e4m3: many rows, whose products the tensor cores limit.
+    /// Whether inputs are rounded to e4m3: many rows, whose products the tensor cores limit, or any if that must not depend on them.
     fn rounds_inputs(&self, m: usize, weight: &CudaWeight) -> bool {
-        let is_fp8 = weight.packed.is_some_and(|packed| packed.has_fp8_inputs);
-        is_fp8 && m > skinny_gemm::MAX_ROWS && quantized_gemm::has_hopper_kernel(&self.gpu)
+        weight.packed.is_some_and(|packed| packed.has_fp8_inputs) && self.rounds_rows(m)
+    }
+
+    fn rounds_rows(&self, m: usize) -> bool {
+        let are_many = m > skinny_gemm::MAX_ROWS || self.config.batch_invariant;
+        are_many && quantized_gemm::has_hopper_kernel(&self.gpu)
     }
 
     /// Where a norm stores its rows in e4m3, too, if a product with such inputs may follow.
     fn rounded_by_norm(&self, norm: &ReduceAddNorm) -> Option<Fp8Rows> {
         let ReduceAddNorm { rows, cols, layer_norm, .. } = *norm;
-        let is_wanted = self.product_scratch.has_fp8_inputs(cols) && rows > skinny_gemm::MAX_ROWS;
+        let is_wanted = self.product_scratch.has_fp8_inputs(cols) && self.rounds_rows(rows);
         let is_possible = layer_norm.is_none() && self.group.size() == 1 && cols.is_multiple_of(FP8_SLICE);
-        (is_wanted && is_possible && quantized_gemm::has_hopper_kernel(&self.gpu))
-            .then(|| Fp8Rows::in_buffer(self.workspace().products.span(), rows, cols))
+        (is_wanted && is_possible).then(|| Fp8Rows::in_buffer(self.workspace().products.span(), rows, cols))
     }
 
     /// A product whose inputs are rounded to e4m3 first, unless the norm before it did so.
@@ -194,7 +197,8 @@ impl CudaDevice {
         if rounded != Some(RoundedRows { x: x.address(), rows: m, cols: weight.k }) {
             quantize_rows(&self.queue, rows, x, m, weight.k)?;
         }
-        fp8_gemm(&self.queue, out, rows, weight, m, epilogue)
+        let gemm = if self.config.batch_invariant { fp8_gemm_invariant } else { fp8_gemm };
+        gemm(&self.queue, out, rows, weight, m, epilogue)
     }
 
     /// Whether an own kernel computes this product, and not the library.

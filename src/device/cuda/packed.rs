@@ -6,6 +6,7 @@ use kernels::cuda::quantized_gemm::{PackedFormat, PackedWeight, TILE};
 use ops::{DType, ExpertSlices, Quantization, QuantizedRows, WeightData, WeightSlice};
 
 use super::CudaWeight;
+use super::experts::expert_order;
 use super::load::{Part, RowOrder};
 use super::recurrent::RecurrentKernel;
 
@@ -88,9 +89,31 @@ pub(super) fn quantized(data: &WeightData) -> Option<&dyn QuantizedRows> {
     }
 }
 
-/// The format in which a matrix of `parts` stays quantized. `None` if it must be expanded to bf16: parts are not quantized
-/// or in different formats, or scales are not divided as the kernels need it.
-pub(crate) fn packed_format(parts: &[WeightSlice<'_>], order: RowOrder) -> Option<PackedFormat> {
+/// The format in which a matrix of products stays quantized. `None` if it must be expanded to bf16: it has no [`packed_format`], or
+/// results must not depend on other rows, for which inputs have to be in e4m3, too.
+pub(crate) fn product_format(
+    parts: &[WeightSlice<'_>],
+    order: RowOrder,
+    batch_invariant: bool,
+) -> Option<PackedFormat> {
+    packed_format(parts, order).filter(|&format| !batch_invariant || is_fp8(format) && has_fp8_inputs(parts))
+}
+
+/// The same for the two matrices of a layer's experts.
+pub(crate) fn expert_formats(layer: &ExpertSlices<'_>, batch_invariant: bool) -> [Option<PackedFormat>; 2] {
+    let gate_ups: Vec<&[WeightSlice<'_>]> = layer.experts.iter().map(|expert| &expert.gate_up[..]).collect();
+    let downs: Vec<_> = layer.experts.iter().map(|expert| std::slice::from_ref(&expert.down)).collect();
+    let formats = [expert_format(&gate_ups, expert_order(layer)), expert_format(&downs, RowOrder::Stacked)];
+    if batch_invariant && fp8_expert_cols(layer, formats).is_none() { [None; 2] } else { formats }
+}
+
+fn is_fp8(format: PackedFormat) -> bool {
+    matches!(format, PackedFormat::Fp8Rows | PackedFormat::Fp8Blocks)
+}
+
+/// The format of a matrix of `parts`. `None` if parts are not quantized or in different formats, or scales are not divided as the
+/// kernels need it.
+pub(super) fn packed_format(parts: &[WeightSlice<'_>], order: RowOrder) -> Option<PackedFormat> {
     let cols = parts.first()?.cols.len();
     let rows: usize = parts.iter().map(|part| part.rows.len()).sum();
     let format = part_format(&parts[0])?;
@@ -100,7 +123,7 @@ pub(crate) fn packed_format(parts: &[WeightSlice<'_>], order: RowOrder) -> Optio
 }
 
 /// The format in which the matrices of a layer's experts stay quantized; `None` if they must be expanded to bf16.
-pub(crate) fn expert_format(experts: &[&[WeightSlice<'_>]], order: RowOrder) -> Option<PackedFormat> {
+fn expert_format(experts: &[&[WeightSlice<'_>]], order: RowOrder) -> Option<PackedFormat> {
     let (first, others) = experts.split_first()?;
     let format = packed_format(first, order)?;
     let rows: usize = first.iter().map(|part| part.rows.len()).sum();
@@ -126,9 +149,8 @@ pub(crate) fn has_fp8_inputs(parts: &[WeightSlice<'_>]) -> bool {
 
 /// The width of the widest inputs of a layer's experts, if they may be rounded to e4m3.
 pub(crate) fn fp8_expert_cols(layer: &ExpertSlices<'_>, formats: [Option<PackedFormat>; 2]) -> Option<usize> {
-    let is_fp8 = |format| matches!(format, Some(PackedFormat::Fp8Rows | PackedFormat::Fp8Blocks));
     let first = layer.experts.first()?;
-    let may_be = formats.into_iter().all(is_fp8)
+    let may_be = formats.into_iter().all(|format| format.is_some_and(is_fp8))
         && has_fp8_inputs(&first.gate_up)
         && has_fp8_inputs(std::slice::from_ref(&first.down));
     may_be.then(|| layer.width().max(first.down.cols.len()))

@@ -6,7 +6,7 @@ use kernels::cuda::{DeviceBuffer, Span};
 use ops::{DeviceError, LinearRole, NormKind, NormSlices, WeightSlice};
 
 use super::load::{Form, Part, RowOrder};
-use super::packed::{Packed, has_fp8_inputs, packed_format};
+use super::packed::{Packed, has_fp8_inputs, product_format};
 use super::{CudaDevice, CudaWeight, device_error};
 
 impl CudaDevice {
@@ -21,7 +21,7 @@ impl CudaDevice {
         Ok(CudaWeight::matrix(values, rows, cols))
     }
 
-    /// The same for a matrix of products, which stays quantized if it can. Products of quantized weights have no invariant form.
+    /// The same for a matrix of products, which stays quantized if it can.
     pub(super) fn load_product(
         &mut self,
         parts: &[WeightSlice<'_>],
@@ -29,7 +29,7 @@ impl CudaDevice {
     ) -> Result<CudaWeight, DeviceError> {
         let (rows, cols) = matrix_shape(parts)?;
         self.check_invariant_weight(rows, cols)?;
-        let format = if self.config.batch_invariant { None } else { packed_format(parts, order) };
+        let format = product_format(parts, order, self.config.batch_invariant);
         let Some(format) = format else { return self.load_matrix(parts, order) };
         let codes = self.load_form(parts, order, Form::Codes(format), format.codes_bytes(rows, cols))?;
         let scales = self.load_form(parts, order, Form::Scales(format), format.scales_bytes(rows, cols))?;
