@@ -121,7 +121,7 @@ def train(model: LlamaForCausalLM, rows: Rows, arguments: argparse.Namespace) ->
                 print(f"step {step} loss {loss.item():.4f} {tokens / (time.monotonic() - start) / 1e6:.2f} M tokens/s, {100 * done:.0f} %", flush=True)
 
 
-def save(model: LlamaForCausalLM, tokenizer: Tokenizer, directory: Path) -> None:
+def save(model: LlamaForCausalLM, tokenizer: Tokenizer, directory: Path, chat_template: str | None = CHAT_TEMPLATE) -> None:
     directory.mkdir(parents=True, exist_ok=True)
     model = model.to(torch.bfloat16).cpu()
     model.config.dtype = torch.bfloat16
@@ -129,7 +129,7 @@ def save(model: LlamaForCausalLM, tokenizer: Tokenizer, directory: Path) -> None
     model.save_pretrained(directory)
     fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token=BOS, eos_token=EOS, pad_token=PAD, model_max_length=MAX_POSITIONS,
                                    clean_up_tokenization_spaces=False)
-    fast.chat_template = CHAT_TEMPLATE
+    fast.chat_template = chat_template
     fast.save_pretrained(directory, save_jinja_files=False)
     # A tokenizer class that every version of transformers has.
     config = directory / "tokenizer_config.json"
