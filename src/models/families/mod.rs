@@ -4,6 +4,8 @@
 //! A family like Llama is a row of [`table::FAMILIES`]. What a row cannot say is a function in `adjust`.
 
 mod adjust;
+#[cfg(test)]
+mod architecture_table;
 mod cohere2_moe;
 mod deepseek;
 mod eagle3;

@@ -864,7 +864,7 @@ fn olmo_hybrid_is_rotated_unless_a_field_of_the_rotation_is_null() {
 }
 
 /// Architectures that are rows of other ones under another name, with a golden of such a row.
-const SAME_ROWS: [(&str, &str); 4] = [
+pub(super) const SAME_ROWS: [(&str, &str); 4] = [
     ("BaiChuanForCausalLM", "baichuan2_7b"),
     ("Gemma4UnifiedForCausalLM", "gemma4_unified_vision"),
     ("KimiK25ForConditionalGeneration", "kimi_k25_vision"),
