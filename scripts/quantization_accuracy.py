@@ -164,7 +164,8 @@ def reference(args, model, texts, values=None, cache=None):
     for text in texts:
         ids = torch.tensor([text], device=args.device)
         rounded = {"past_key_values": RoundedCache(cache, loaded.config), "use_cache": True} if cache else {}
-        logprobs = loaded(ids, **rounded).logits[0, :-1].log_softmax(-1)
+        # compressed-tensors may have its layers on the CPU.
+        logprobs = loaded(ids, **rounded).logits[0, :-1].to(ids.device).log_softmax(-1)
         found.append(logprobs.gather(1, ids[0, 1:, None])[:, 0].tolist())
     return found
 

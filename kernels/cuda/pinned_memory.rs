@@ -11,12 +11,9 @@ use rustix::mm::{Advice, madvise};
 use super::error::check;
 use super::{CudaError, Gpu};
 
-/// Bytes that are pinned at once, for memory of any size. Calls of other threads may wait for one such call.
-pub const PINNED_PORTION: usize = 128 << 20;
+/// Bytes that are pinned at once, for memory of any size. Launches of kernels wait for such a call.
+pub const PINNED_PORTION: usize = 16 << 20;
 const PAGE: usize = 4096;
-/// Bytes that one thread touches, at least, and the most threads. Cores are left to those who use the GPU meanwhile.
-const TOUCHED_BYTES: usize = 8 << 20;
-const MAX_TOUCHING_THREADS: usize = 8;
 
 /// Host memory of another owner, pinned as long as this value lives.
 ///
@@ -216,23 +213,15 @@ fn pin_all(gpu: &Gpu, portions: impl Iterator<Item = Portion>, progress: &Progre
     }
 }
 
-/// Assigns pages with several threads, since the driver does it with one. The content stays.
+/// Assigns pages, so that the driver needs less time. The content stays.
 fn touch(pointer: *mut u8, bytes: usize) {
-    let cores = thread::available_parallelism().map_or(1, usize::from);
-    let part = bytes.div_ceil((cores / 2).clamp(1, MAX_TOUCHING_THREADS)).max(TOUCHED_BYTES).next_multiple_of(PAGE);
     let first = pointer.addr().next_multiple_of(PAGE);
     let pages = first..(pointer.addr() + bytes).max(first) / PAGE * PAGE;
-    thread::scope(|scope| {
-        for start in pages.clone().step_by(part) {
-            let part = Portion { pointer: pointer.with_addr(start), bytes: part.min(pages.end - start) };
-            // Where this fails, as before Linux 5.14, the driver assigns the pages when it registers them.
-            let _ = thread::Builder::new().spawn_scoped(scope, move || {
-                let Portion { pointer, bytes } = &part;
-                // SAFETY: whole pages of the memory, whose content does not change.
-                let _ = unsafe { madvise(pointer.cast(), *bytes, Advice::LinuxPopulateWrite) };
-            });
-        }
-    });
+    if !pages.is_empty() {
+        // SAFETY: whole pages of the memory, whose content does not change. Where this fails, as before Linux 5.14, the driver assigns
+        // the pages when it registers them.
+        let _ = unsafe { madvise(pointer.with_addr(pages.start).cast(), pages.len(), Advice::LinuxPopulateWrite) };
+    }
 }
 
 #[cfg(test)]

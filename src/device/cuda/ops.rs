@@ -22,6 +22,9 @@ use super::{CudaDevice, CudaTensor, CudaWeight, device_error};
 /// Up to this number of rows it is faster to expand quantized weights in the product than before it (kernels/README.md).
 const MAX_QUANTIZED_ROWS: usize = 1024;
 
+/// Up to this number of rows it is faster to expand weights in e4m3 in the product than to round its inputs to e4m3, too.
+const MAX_BF16_INPUTS: usize = 32;
+
 /// Rows that a norm has stored in e4m3 besides, in the scratch memory of products, for the product that follows.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct RoundedRows {
@@ -170,7 +173,7 @@ impl CudaDevice {
     }
 
     fn rounds_rows(&self, m: usize) -> bool {
-        let are_many = m > skinny_gemm::MAX_ROWS || self.config.batch_invariant;
+        let are_many = m > MAX_BF16_INPUTS || self.config.batch_invariant;
         are_many && quantized_gemm::has_hopper_kernel(&self.gpu)
     }
 
