@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 r"""Writes a checkpoint with layers of real sizes and random bf16 weights, for tests on a GPU. One file: a list of shapes.
 
-    make_checkpoint.py SHAPE OUT_DIR [--layers N] [--seed N] [--vocab N] [--quantize fp8|fp8-blocks|awq|gptq|mxfp4|nvfp4]
+    make_checkpoint.py SHAPE OUT_DIR [--layers N] [--seed N] [--vocab N] [--quantize fp8|fp8-blocks|int8|awq|gptq|gptq8|mxfp4|nvfp4]
     make_checkpoint.py gqa|gemma3|phi4|qwen3moe|qwen35|qwen35moe|nemotronh|nemotron3nano|llama12b|llama14b|llama32b OUT_DIR --full \
                        [--quantize fp8-blocks]
     SHAPE: small, mha (Llama 2 7B's layer), gqa (Llama 3 8B's layer), mistral (a window), qwen2, qwen3 (norms of heads), gpt2,
@@ -20,7 +20,7 @@ r"""Writes a checkpoint with layers of real sizes and random bf16 weights, for t
            deepseekv2, deepseekv3, mistral4
 
 With --quantize the linear layers of decoder layers are rounded to a form of published checkpoints: fp8 with a scale for each row or for
-blocks of 128 x 128, 4 bits in groups of 128, MXFP4 (of gptoss the experts alone) or NVFP4. `reference` in OUT_DIR has the same values in fp32, which check_gpu_model.py loads.
+blocks of 128 x 128, 8 bits with a scale for each row, 4 bits in groups of 128, 8 bits in such groups (gptq8), MXFP4 (of gptoss the experts alone) or NVFP4. `reference` in OUT_DIR has the same values in fp32, which check_gpu_model.py loads.
 
 With --full the checkpoint has the layers and the vocabulary of Llama 3 8B, Gemma 3 12B, Phi-4, Qwen3 30B A3B, Qwen3.6 27B, Qwen3.6 35B A3B,
 Nemotron Nano 9B v2, the first 13 layers of Nemotron 3 Nano, or of a Llama with matrices as large as those of Gemma 3 12B, Phi-4 or Qwen2.5 32B. For timing: the same random values are repeated, and written as fast as
@@ -204,6 +204,7 @@ FAMILIES = {  # class, hidden, inner, heads, KV heads, and own fields
 }
 QUANTIZED_ENDS = ("_proj.weight", "_proj_qkv.weight", "_proj_z.weight", "kv_a_proj_with_mqa.weight")
 FP8_BLOCKS = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
+GPTQ = {"quant_method": "gptq", "group_size": 128, "desc_act": False, "sym": False, "checkpoint_format": "gptq"}
 OWN_FIELDS = {"qwen3": {"head_dim": 128}, "mistral": {"sliding_window": 128}, "internlm": {"attention_bias": True},
               "llama12b": {"head_dim": 128}}
 
@@ -351,14 +352,22 @@ def in_fp8(weight, block):
     return whole(codes), scale[:, 0, :, 0].float().contiguous(), whole(values)
 
 
-def in_4_bits(weight, group=128):
+def in_int8(weight):
+    """Integers of 8 bits [rows, cols], scales [rows, 1] and the values."""
+    scale = (weight.float().abs().amax(-1, keepdim=True) / 127).clamp(min=1e-6).bfloat16()
+    codes = (weight.float() / scale.float()).round().clamp(-127, 127)
+    return codes.to(torch.int8), scale, codes * scale.float()
+
+
+def in_groups(weight, bits, group=128):
     """Codes [rows, cols], scales and zero points [rows, groups] and the values."""
     rows, cols = weight.shape
     groups = weight.float().reshape(rows, cols // group, group)
     low, high = groups.amin(-1, keepdim=True), groups.amax(-1, keepdim=True)
-    scale = ((high - low) / 15).clamp(min=1e-6).half().float()
-    zero = (-low / scale).round().clamp(1, 15)  # GPTQ cannot store 0
-    codes = ((groups / scale).round() + zero).clamp(0, 15)
+    largest = 2**bits - 1
+    scale = ((high - low) / largest).clamp(min=1e-6).half().float()
+    zero = (-low / scale).round().clamp(1, largest)  # GPTQ cannot store 0
+    codes = ((groups / scale).round() + zero).clamp(0, largest)
     values = ((codes - zero) * scale).reshape(rows, cols)
     return codes.reshape(rows, cols).int(), scale[..., 0], zero[..., 0].int(), values
 
@@ -399,9 +408,9 @@ def experts_in_mxfp4(tensors, values):
 
 
 def packed(values, order=range(8)):
-    """Eight neighbouring columns in a word; order[i] is the column in nibble i."""
-    columns = values.reshape(values.shape[0], -1, 8).long()
-    word = sum(columns[..., column] << (4 * nibble) for nibble, column in enumerate(order))
+    """As many neighbouring columns in a word as `order` has; order[i] is the one in part i."""
+    columns = values.reshape(values.shape[0], -1, len(order)).long()
+    word = sum(columns[..., column] << (32 // len(order) * part) for part, column in enumerate(order))
     return torch.where(word >= 2**31, word - 2**32, word).int().contiguous()
 
 
@@ -425,6 +434,9 @@ def quantize(folder, form):
         if form in ("fp8", "fp8-blocks"):
             codes, scales, values[name] = in_fp8(weight, (1, None) if form == "fp8" else (128, 128))
             own = {"weight": codes, "weight_scale" if form == "fp8" else "weight_scale_inv": scales}
+        elif form == "int8":
+            codes, scales, values[name] = in_int8(weight)
+            own = {"weight": codes, "weight_scale": scales}
         elif form == "mxfp4":
             codes, scales, values[name] = in_mxfp4(weight)
             own = {"weight_packed": codes.flatten(1), "weight_scale": scales}
@@ -432,10 +444,11 @@ def quantize(folder, form):
             codes, scales, divisor, values[name] = in_nvfp4(weight)
             own = {"weight_packed": codes.flatten(1), "weight_scale": scales, "weight_global_scale": divisor}
         else:
-            codes, scales, zeros, values[name] = in_4_bits(weight)
-            order = (0, 2, 4, 6, 1, 3, 5, 7) if form == "awq" else range(8)
-            along_inputs = packed(codes).T if form == "gptq" else packed(codes.T, order)
-            stored_zeros = zeros.T - int(form == "gptq")
+            bits = 8 if form == "gptq8" else 4
+            codes, scales, zeros, values[name] = in_groups(weight, bits)
+            order = (0, 2, 4, 6, 1, 3, 5, 7) if form == "awq" else range(32 // bits)
+            along_inputs = packed(codes.T, order) if form == "awq" else packed(codes, order).T
+            stored_zeros = zeros.T - int(form != "awq")
             own = {"qweight": along_inputs.contiguous(), "qzeros": packed(stored_zeros, order), "scales": scales.T.half().contiguous()}
         tensors |= {layer + end: tensor.cpu() for end, tensor in own.items()}
         values[name] = values[name].cpu()
@@ -449,7 +462,12 @@ def quantize(folder, form):
         "mxfp4": {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn", "model.layers.*.mlp.router", "lm_head"]}
                  if is_gpt_oss else in_floats_of_4_bits("mxfp4", "group", 32),
         "nvfp4": in_floats_of_4_bits("nvfp4", "tensor_group", 16),
-        "gptq": {"quant_method": "gptq", "bits": 4, "group_size": 128, "desc_act": False, "sym": False, "checkpoint_format": "gptq"},
+        "gptq": GPTQ | {"bits": 4},
+        "gptq8": GPTQ | {"bits": 8},
+        "int8": {"quant_method": "compressed-tensors", "format": "int-quantized", "config_groups": {"group_0": {
+            "targets": ["Linear"], "weights": {"num_bits": 8, "type": "int", "strategy": "channel", "symmetric": True, "dynamic": False},
+            "input_activations": {"num_bits": 8, "type": "int", "strategy": "token", "symmetric": True, "dynamic": True}}},
+            "ignore": ["lm_head"]},
     }[form]
     reference = folder / "reference"
     reference.mkdir(exist_ok=True)
@@ -535,7 +553,7 @@ def main():
     parser.add_argument("shape", choices=[*SHAPES, *FAMILIES])
     parser.add_argument("out", type=pathlib.Path)
     parser.add_argument("--layers", type=int, default=4)
-    parser.add_argument("--quantize", choices=["fp8", "fp8-blocks", "awq", "gptq", "mxfp4", "nvfp4"])
+    parser.add_argument("--quantize", choices=["fp8", "fp8-blocks", "int8", "awq", "gptq", "gptq8", "mxfp4", "nvfp4"])
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--vocab", type=int, help="tokens of the shape `small`, in the place of 32000")
     parser.add_argument("--full", action="store_true", help="a whole model, for timing: " + ", ".join(FULL))

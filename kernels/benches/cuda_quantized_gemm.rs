@@ -26,12 +26,14 @@ const ROWS: [usize; 5] = [1, 8, 16, 32, 64];
 const MANY_ROWS: [usize; 6] = [65, 128, 256, 512, 1024, 2048];
 /// Rows of products whose inputs are in e4m3, too.
 const FP8_ROWS: [usize; 13] = [1, 16, 32, 64, 72, 128, 136, 192, 256, 320, 512, 2048, 16384];
-const FORMATS: [PackedFormat; 5] = [
+const FORMATS: [PackedFormat; 7] = [
     PackedFormat::Fp8Rows,
     PackedFormat::Fp8Blocks,
     PackedFormat::Int4 { group: 128, has_zeros: true, scale_is_f16: true },
     PackedFormat::Mxfp4,
     PackedFormat::Nvfp4,
+    PackedFormat::Int8Rows,
+    PackedFormat::Int8 { group: 128, has_zeros: true, scale_is_f16: true },
 ];
 
 fn main() {
@@ -54,6 +56,8 @@ fn main() {
             PackedFormat::Int4 { .. } => "int4",
             PackedFormat::Mxfp4 => "mxfp4",
             PackedFormat::Nvfp4 => "nvfp4",
+            PackedFormat::Int8Rows => "int8 rows",
+            PackedFormat::Int8 { .. } => "int8",
         };
         let epilogue = if name == "gate_up" { Epilogue::Gated(GateActivation::Silu) } else { Epilogue::Store };
         for rows in ROWS.into_iter().filter(|_| !only_e4m3) {

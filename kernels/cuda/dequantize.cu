@@ -26,6 +26,21 @@ __device__ __forceinline__ void expand_word(bf16* row, u32 word, i32 n, i32 slic
         const auto value = [&](int byte) { return e4m3_value(word >> (8 * byte) & 255) * scale; };
         store_pair(row, column, k, value(0), value(2));
         store_pair(row, column + 8, k, value(1), value(3));
+    } else if constexpr (C::IS_INT8) {
+        const i32 step = 4 * h + at, column = slice * C::COLUMNS + step * 16 + 2 * t;
+        i32 zero = 0;
+        float scale;
+        if constexpr (C::HAS_ROW_SCALES) {
+            scale = *row_scale;
+        } else {
+            constexpr i32 SCALE_BYTES = C::GROUPS * SCALE_TILE * 2;
+            const i32 of = step / C::GROUP_STEPS * SCALE_TILE + n % SCALE_TILE;
+            scale = group_scale(reinterpret_cast<const u16*>(meta)[of], is_f16);
+            if (meta_bytes > SCALE_BYTES) zero = (signed char)meta[SCALE_BYTES + of];
+        }
+        const auto value = [&](int byte) { return (float)((signed char)(word >> (8 * byte)) - zero) * scale; };
+        store_pair(row, column, k, value(0), value(2));
+        store_pair(row, column + 8, k, value(1), value(3));
     } else if constexpr (FORMAT == MXFP4 || FORMAT == NVFP4) {
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
@@ -79,3 +94,6 @@ DEQUANTIZE(int4_g128, INT4_128)
 DEQUANTIZE(int4_g32, INT4_32)
 DEQUANTIZE(mxfp4, MXFP4)
 DEQUANTIZE(nvfp4, NVFP4)
+DEQUANTIZE(int8_rows, INT8_ROWS)
+DEQUANTIZE(int8_g128, INT8_128)
+DEQUANTIZE(int8_g32, INT8_32)

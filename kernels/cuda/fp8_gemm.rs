@@ -150,7 +150,7 @@ pub fn fp8_gemm_split(
     let format_name = match format {
         PackedFormat::Fp8Rows => "rows",
         PackedFormat::Fp8Blocks => "blocks",
-        PackedFormat::Int4 { .. } | PackedFormat::Mxfp4 | PackedFormat::Nvfp4 => "",
+        _ => "",
     };
     ensure!(OP, !format_name.is_empty(), "a weight in {format:?}; expected e4m3");
     ensure!(OP, Fp8Split::all(format).any(|one| one == split), "{split:?} for a weight in {format:?}");

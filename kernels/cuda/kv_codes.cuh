@@ -17,11 +17,7 @@ __device__ __forceinline__ void expand_codes(u32 word, u32& low, u32& high) {
     if constexpr (KV == Kv::FP8) {
         expand_e4m3(word, low, high);
     } else {
-        // An integer is its low seven bits, less 128 if it is negative. Both terms lie in the mantissas of bf16 numbers from 128 on.
-        constexpr u32 REST = 0x007f007fu, SIGN = 0x00800080u, MINUS_ONE = 0xbf80bf80u;
-        const u32 upper = word >> 8;
-        low = multiply_add_bf16x2((word & SIGN) | U4_BASE, MINUS_ONE, (word & REST) | U4_BASE);
-        high = multiply_add_bf16x2((upper & SIGN) | U4_BASE, MINUS_ONE, (upper & REST) | U4_BASE);
+        expand_i8(word, low, high);
     }
 }
 

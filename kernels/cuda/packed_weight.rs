@@ -28,6 +28,17 @@ pub enum PackedFormat {
         /// Whether scales are f16; otherwise they are bf16.
         scale_is_f16: bool,
     },
+    /// Integers of 8 bits; each row has a scale in f32.
+    Int8Rows,
+    /// Integers of 8 bits less a zero point; each group of a row has a scale and a zero point.
+    Int8 {
+        /// Inputs of a group: 128 or 32.
+        group: usize,
+        /// Whether groups have zero points; otherwise they are 0.
+        has_zeros: bool,
+        /// Whether scales are f16; otherwise they are bf16.
+        scale_is_f16: bool,
+    },
     /// e2m1; groups of 32 inputs of a row have a scale that is a power of two, stored as its exponent.
     Mxfp4,
     /// e2m1; groups of 16 inputs of a row have a scale in e4m3, and each row has a factor in f32.
@@ -38,8 +49,10 @@ impl PackedFormat {
     /// Inputs of a slice.
     pub fn slice_cols(self) -> usize {
         match self {
-            PackedFormat::Fp8Rows | PackedFormat::Fp8Blocks => SLICE_BYTES,
             PackedFormat::Int4 { .. } | PackedFormat::Mxfp4 | PackedFormat::Nvfp4 => 2 * SLICE_BYTES,
+            PackedFormat::Fp8Rows | PackedFormat::Fp8Blocks | PackedFormat::Int8Rows | PackedFormat::Int8 { .. } => {
+                SLICE_BYTES
+            }
         }
     }
 
@@ -56,8 +69,8 @@ impl PackedFormat {
     /// Groups of a row in a slice.
     pub fn slice_groups(self) -> usize {
         match self {
-            PackedFormat::Fp8Rows | PackedFormat::Fp8Blocks => 1,
-            PackedFormat::Int4 { group, .. } => self.slice_cols() / group,
+            PackedFormat::Fp8Rows | PackedFormat::Fp8Blocks | PackedFormat::Int8Rows => 1,
+            PackedFormat::Int4 { group, .. } | PackedFormat::Int8 { group, .. } => self.slice_cols() / group,
             PackedFormat::Mxfp4 => self.slice_cols() / 32,
             PackedFormat::Nvfp4 => self.slice_cols() / 16,
         }
@@ -66,9 +79,11 @@ impl PackedFormat {
     /// Bytes of the scales and zero points of a tile in a slice, without those of whole rows.
     pub fn meta_bytes(self) -> usize {
         match self {
-            PackedFormat::Fp8Rows => 0,
+            PackedFormat::Fp8Rows | PackedFormat::Int8Rows => 0,
             PackedFormat::Fp8Blocks => 16,
-            PackedFormat::Int4 { has_zeros, .. } => self.slice_groups() * TILE * (2 + usize::from(has_zeros)),
+            PackedFormat::Int4 { has_zeros, .. } | PackedFormat::Int8 { has_zeros, .. } => {
+                self.slice_groups() * TILE * (2 + usize::from(has_zeros))
+            }
             PackedFormat::Mxfp4 | PackedFormat::Nvfp4 => self.slice_groups() * TILE,
         }
     }
@@ -78,6 +93,9 @@ impl PackedFormat {
         match self {
             PackedFormat::Int4 { group, scale_is_f16, .. } => {
                 PackedFormat::Int4 { group, has_zeros: true, scale_is_f16 }.meta_bytes()
+            }
+            PackedFormat::Int8 { group, scale_is_f16, .. } => {
+                PackedFormat::Int8 { group, has_zeros: true, scale_is_f16 }.meta_bytes()
             }
             other => other.meta_bytes(),
         }
@@ -90,7 +108,7 @@ impl PackedFormat {
 
     /// Bytes of the scales and zero points of a tile.
     pub fn tile_meta_bytes(self, cols: usize) -> usize {
-        let has_row_scales = matches!(self, PackedFormat::Fp8Rows | PackedFormat::Nvfp4);
+        let has_row_scales = matches!(self, PackedFormat::Fp8Rows | PackedFormat::Int8Rows | PackedFormat::Nvfp4);
         self.slices(cols) * self.meta_bytes() + if has_row_scales { ROW_SCALES_BYTES } else { 0 }
     }
 
@@ -106,6 +124,9 @@ impl PackedFormat {
             PackedFormat::Fp8Blocks => "fp8_blocks",
             PackedFormat::Int4 { group: 32, .. } => "int4_g32",
             PackedFormat::Int4 { .. } => "int4_g128",
+            PackedFormat::Int8Rows => "int8_rows",
+            PackedFormat::Int8 { group: 32, .. } => "int8_g32",
+            PackedFormat::Int8 { .. } => "int8_g128",
             PackedFormat::Mxfp4 => "mxfp4",
             PackedFormat::Nvfp4 => "nvfp4",
         }
@@ -113,7 +134,11 @@ impl PackedFormat {
 
     /// Whether scales are f16, as the kernels take it.
     pub(super) fn scale_is_f16(self) -> u32 {
-        u32::from(matches!(self, PackedFormat::Int4 { scale_is_f16: true, .. }))
+        let is_f16 = matches!(
+            self,
+            PackedFormat::Int4 { scale_is_f16: true, .. } | PackedFormat::Int8 { scale_is_f16: true, .. }
+        );
+        u32::from(is_f16)
     }
 
     /// Stores the codes of a row, one byte for each input, in the order of the kernels. `out` has
@@ -135,8 +160,8 @@ impl PackedFormat {
     }
 
     /// Stores the scale and the zero point of group `group` of row `row` of a tile in `tile`, which has
-    /// [`PackedFormat::tile_meta_bytes`] bytes. `Fp8Rows` has one group, `Fp8Blocks` one for each slice, and rows with
-    /// the same scale may be stored again. Scales of 4-bit integers are of the format's type. For `Nvfp4` `scale` is the row's factor
+    /// [`PackedFormat::tile_meta_bytes`] bytes. `Fp8Rows` and `Int8Rows` have one group, `Fp8Blocks` one for each slice, and rows
+    /// with the same scale may be stored again. Scales of groups of integers are of the format's type. For `Nvfp4` `scale` is the row's factor
     /// and `zero` the code of the group's scale.
     ///
     /// # Panics
@@ -146,7 +171,9 @@ impl PackedFormat {
         let (slice, within) = (group / self.slice_groups(), group % self.slice_groups());
         let meta = &mut tile[slice * self.meta_bytes()..];
         match self {
-            PackedFormat::Fp8Rows => meta[4 * row..][..4].copy_from_slice(&scale.to_le_bytes()),
+            PackedFormat::Fp8Rows | PackedFormat::Int8Rows => {
+                meta[4 * row..][..4].copy_from_slice(&scale.to_le_bytes())
+            }
             PackedFormat::Fp8Blocks => meta[row % 16 / 8 * 4..][..4].copy_from_slice(&scale.to_le_bytes()),
             // A power of two, whose exponent is 0 if it is subnormal.
             PackedFormat::Mxfp4 => meta[within * TILE + row] = (scale.to_bits() >> 23) as u8,
@@ -156,7 +183,7 @@ impl PackedFormat {
                 let rows = tile.len() - ROW_SCALES_BYTES;
                 tile[rows + 4 * row..][..4].copy_from_slice(&scale.to_le_bytes());
             }
-            PackedFormat::Int4 { has_zeros, scale_is_f16, .. } => {
+            PackedFormat::Int4 { has_zeros, scale_is_f16, .. } | PackedFormat::Int8 { has_zeros, scale_is_f16, .. } => {
                 let bits = if scale_is_f16 { f16::from_f32(scale).to_bits() } else { bf16::from_f32(scale).to_bits() };
                 meta[2 * (within * TILE + row)..][..2].copy_from_slice(&bits.to_le_bytes());
                 if has_zeros {
@@ -172,7 +199,7 @@ fn columns_of(t: usize) -> [usize; 4] {
     [2 * t, 2 * t + 8, 2 * t + 1, 2 * t + 9]
 }
 
-/// One slice of e4m3: chunk `2 t + h` has the steps `4 h .. 4 h + 4` of thread `t`, a word each.
+/// One slice of bytes: chunk `2 t + h` has the steps `4 h .. 4 h + 4` of thread `t`, a word each.
 fn pack_bytes(codes: &[u8], out: &mut [u8]) {
     for (chunk, out) in out.chunks_exact_mut(16).enumerate() {
         let columns = columns_of(chunk / 2);
@@ -205,8 +232,8 @@ fn pack_nibbles(codes: &[u8], out: &mut [u8]) {
 pub struct PackedWeight {
     /// [`PackedFormat::codes_bytes`], row by row.
     pub codes: Span,
-    /// [`PackedFormat::scales_bytes`]. `Fp8Rows`: `[n]` f32, padded to whole tiles. Otherwise, for each tile and slice,
-    /// [`PackedFormat::meta_bytes`]: `Fp8Blocks` two f32 and padding, `Int4` scales `[groups, 64]`, then zero points
+    /// [`PackedFormat::scales_bytes`]. `Fp8Rows` and `Int8Rows`: `[n]` f32, padded to whole tiles. Otherwise, for each tile and slice,
+    /// [`PackedFormat::meta_bytes`]: `Fp8Blocks` two f32 and padding, `Int4` and `Int8` scales `[groups, 64]`, then zero points
     /// `[groups, 64]` u8, `Mxfp4` exponents `[groups, 64]`, `Nvfp4` scales `[groups / 4, 64, 4]` e4m3; behind those of all slices of a
     /// tile of `Nvfp4` the factors of its rows, `[64]` f32.
     pub scales: Span,

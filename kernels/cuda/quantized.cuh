@@ -1,38 +1,40 @@
 // Quantized weights: how their codes lie in memory, and how they become bf16.
 //
-// codes    e4m3: one byte a column, a slice is 128 columns; u4 and e2m1: half a byte a column, a slice is 256 columns. A row of
+// codes    e4m3 and i8: one byte a column, a slice is 128 columns; u4 and e2m1: half a byte a column, a slice is 256 columns. A row of
 //          a slice is 128 bytes. Its chunk 2 t + h of 16 bytes has what thread t of four in a row of a matrix product
 //          needs in one half of the steps of 16 columns: columns 2 t, 2 t + 1, 2 t + 8 and 2 t + 9 of each step. An
-//          e4m3 word has one step, its bytes in the order 2 t, 2 t + 8, 2 t + 1, 2 t + 9. A u4 or e2m1 word has two steps, the
+//          e4m3 or i8 word has one step, its bytes in the order 2 t, 2 t + 8, 2 t + 1, 2 t + 9. A u4 or e2m1 word has two steps, the
 //          first in the nibbles 0, 4, 1, 5, the second in 2, 6, 3, 7 (columns in order). packing.rs writes this.
 // scales   described by `Format` in quantized_gemm.rs
 #pragma once
 #include "common.cuh"
 
-enum Format : i32 { FP8_ROWS = 0, FP8_BLOCKS = 1, INT4_128 = 2, INT4_32 = 3, MXFP4 = 4, NVFP4 = 5 };
+enum Format : i32 { FP8_ROWS, FP8_BLOCKS, INT4_128, INT4_32, MXFP4, NVFP4, INT8_ROWS, INT8_128, INT8_32 };
 
 template <int FORMAT>
 struct Codes {
     static constexpr bool IS_FP8 = FORMAT == FP8_ROWS || FORMAT == FP8_BLOCKS;
-    static constexpr int COLUMNS = IS_FP8 ? 128 : 256;  // of a slice
+    static constexpr bool IS_INT8 = FORMAT == INT8_ROWS || FORMAT == INT8_128 || FORMAT == INT8_32;
+    static constexpr int COLUMNS = IS_FP8 || IS_INT8 ? 128 : 256;  // of a slice
     static constexpr int STEPS = COLUMNS / 16;
     // Steps of 16 columns that are multiplied together, with the same scale. Each step of NVFP4 has its own, which becomes part of the
     // expanded values.
-    static constexpr int GROUP_STEPS = FORMAT == INT4_32 || FORMAT == MXFP4 ? 2 : 8;
+    static constexpr int GROUP_STEPS = FORMAT == INT4_32 || FORMAT == MXFP4 || FORMAT == INT8_32 ? 2 : 8;
     static constexpr int GROUPS = STEPS / GROUP_STEPS;
     // Whether rows have a scale for all of K, by which their sums are multiplied at the end.
-    static constexpr bool HAS_ROW_SCALES = FORMAT == FP8_ROWS || FORMAT == NVFP4;
-    static constexpr bool HAS_GROUP_SCALES = FORMAT != FP8_ROWS;
+    static constexpr bool HAS_ROW_SCALES = FORMAT == FP8_ROWS || FORMAT == NVFP4 || FORMAT == INT8_ROWS;
+    static constexpr bool HAS_GROUP_SCALES = FORMAT != FP8_ROWS && FORMAT != INT8_ROWS;
     // Bytes of scales and zero points of a tile of 64 rows and a slice, at most.
-    static constexpr int META_BYTES = FORMAT == FP8_ROWS     ? 0
+    static constexpr int META_BYTES = !HAS_GROUP_SCALES      ? 0
                                       : FORMAT == FP8_BLOCKS ? 16
                                       : FORMAT == NVFP4      ? STEPS * 64
                                                              : GROUPS * 64 * (FORMAT == MXFP4 ? 1 : 3);
+    static constexpr u32 ZERO_POINT = IS_INT8 ? 0 : 8;  // of integers whose groups have none
     // What sums are multiplied by besides the scales of their rows.
     static constexpr float SUM_FACTOR = FORMAT == NVFP4 ? 0x1p8f : 1.0f;
 };
 
-// A scale of a group of u4 codes: f16 or bf16.
+// A scale of a group of u4 or i8 codes: f16 or bf16.
 __device__ __forceinline__ float group_scale(u16 bits, bool is_f16) {
     float f;
     if (!is_f16) return __uint_as_float((u32)bits << 16);
@@ -67,16 +69,29 @@ __device__ __forceinline__ u32 select_or(u32 a, u32 mask, u32 bits) {
     return r;
 }
 
-constexpr u32 U4_BASE = 0x43004300u;  // 128 twice; the lowest bits of its mantissa are units
+constexpr u32 INT_BASE = 0x43004300u;  // 128 twice; the lowest bits of its mantissa are units
 
-// What expand_u4 takes for a zero point up to 16.
-__device__ __forceinline__ u32 negative_zero_point(u32 zero) { return (U4_BASE | 0x80008000u) + zero * 0x10001u; }
+// The integers at bits 0 to 7 and 16 to 23 of `pair` as bf16: 128 and the low seven bits, less 128, or less 256 if the sign is set.
+__device__ __forceinline__ u32 expand_i8_pair(u32 pair) {
+    constexpr u32 MINUS_ONE = 0xbf80bf80u, SIGN = 0x00800080u, REST = 0x007f007fu;
+    return multiply_add_bf16x2(select_or(pair, SIGN, INT_BASE), MINUS_ONE, select_or(pair, REST, INT_BASE));
+}
+
+// The four i8 codes of a word: columns 2 t, 2 t + 1 in `low`, 2 t + 8, 2 t + 9 in `high`.
+__device__ __forceinline__ void expand_i8(u32 word, u32& low, u32& high) { low = expand_i8_pair(word), high = expand_i8_pair(word >> 8); }
+
+// What the expansion adds for a zero point, twice: -(128 + zero) for u4, where it is 16 at most, and -zero for i8.
+template <int FORMAT>
+__device__ __forceinline__ u32 negative_zero_point(u32 zero) {
+    if constexpr (Codes<FORMAT>::IS_INT8) return expand_i8_pair(zero * 0x10001u) ^ 0x80008000u;
+    else return (INT_BASE | 0x80008000u) + zero * 0x10001u;
+}
 
 // Half of the eight u4 codes of a word, less their zero point: `zero` is -(128 + zero point) twice.
 __device__ __forceinline__ void expand_u4(u32 word, int step, u32 zero, u32& low, u32& high) {
     constexpr u32 ONE = 0x3f803f80u, CODES = 0x000f000fu;
-    low = multiply_add_bf16x2(select_or(word >> (8 * step), CODES, U4_BASE), ONE, zero);
-    high = multiply_add_bf16x2(select_or(word >> (8 * step + 4), CODES, U4_BASE), ONE, zero);
+    low = multiply_add_bf16x2(select_or(word >> (8 * step), CODES, INT_BASE), ONE, zero);
+    high = multiply_add_bf16x2(select_or(word >> (8 * step + 4), CODES, INT_BASE), ONE, zero);
 }
 
 // A scale that is a power of two, stored as its exponent with a bias of 127.
@@ -108,7 +123,7 @@ __device__ __forceinline__ void expand_scales(u32 word, u32& even, u32& odd) {
 template <int FORMAT>
 struct RowScales {
     float first, second;
-    u32 first_zero, second_zero;  // as expand_u4 takes them
+    u32 first_zero, second_zero;  // as negative_zero_point makes them
 };
 
 // Those of the eight steps of half a slice, as expand_scales makes them of two words each.
@@ -136,6 +151,15 @@ __device__ __forceinline__ void expand(u32* a, const u32 (*words)[8], int step, 
     if constexpr (Codes<FORMAT>::IS_FP8) {
         expand_e4m3(words[0][step], a[0], a[2]);
         expand_e4m3(words[1][step], a[1], a[3]);
+    } else if constexpr (Codes<FORMAT>::IS_INT8) {
+        expand_i8(words[0][step], a[0], a[2]);
+        expand_i8(words[1][step], a[1], a[3]);
+        if constexpr (Codes<FORMAT>::HAS_GROUP_SCALES) {
+            // Differences are 255 at most, so bf16 holds them exactly.
+            constexpr u32 ONE = 0x3f803f80u;
+#pragma unroll
+            for (int i = 0; i < 4; ++i) a[i] = multiply_add_bf16x2(a[i], ONE, i % 2 ? scales.second_zero : scales.first_zero);
+        }
     } else if constexpr (FORMAT == MXFP4) {
         expand_e2m1(words[0][step / 2], step % 2, TWO_TO_126, a[0], a[2]);
         expand_e2m1(words[1][step / 2], step % 2, TWO_TO_126, a[1], a[3]);
@@ -151,7 +175,7 @@ __device__ __forceinline__ void expand(u32* a, const u32 (*words)[8], int step, 
 // Scales and zero points of a weight.
 struct Meta {
     const u8* values;
-    i32 bytes;  // of a tile and slice; 0 for FP8_ROWS, whose scales belong to rows
+    i32 bytes;  // of a tile and slice; 0 for FP8_ROWS and INT8_ROWS, whose scales belong to rows
     i32 is_f16;
 };
 

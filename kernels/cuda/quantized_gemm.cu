@@ -20,7 +20,7 @@
 // `row`: the first of a thread's two rows; `meta`: of its tile and slice.
 template <int FORMAT>
 __device__ __forceinline__ RowScales<FORMAT> load_scales(const u8* meta, i32 meta_bytes, int group, u32 row, bool is_f16) {
-    if constexpr (FORMAT == FP8_ROWS) {
+    if constexpr (!Codes<FORMAT>::HAS_GROUP_SCALES) {
         return {};
     } else if constexpr (FORMAT == NVFP4) {
         RowScales<NVFP4> scales;
@@ -41,8 +41,8 @@ __device__ __forceinline__ RowScales<FORMAT> load_scales(const u8* meta, i32 met
         const u16* scale = reinterpret_cast<const u16*>(meta) + group * SCALE_TILE + row % SCALE_TILE;
         const u8* zero = meta + SCALE_BYTES + group * SCALE_TILE + row % SCALE_TILE;
         const bool has_zeros = meta_bytes > SCALE_BYTES;
-        return {group_scale(scale[0], is_f16), group_scale(scale[8], is_f16), negative_zero_point(has_zeros ? zero[0] : 8),
-                negative_zero_point(has_zeros ? zero[8] : 8)};
+        const auto zero_of = [&](int i) { return negative_zero_point<FORMAT>(has_zeros ? zero[i] : Codes<FORMAT>::ZERO_POINT); };
+        return {group_scale(scale[0], is_f16), group_scale(scale[8], is_f16), zero_of(0), zero_of(8)};
     }
 }
 
@@ -133,3 +133,6 @@ QUANTIZED_GEMMS(int4_g128, INT4_128)
 QUANTIZED_GEMMS(int4_g32, INT4_32)
 QUANTIZED_GEMMS(mxfp4, MXFP4)
 QUANTIZED_GEMMS(nvfp4, NVFP4)
+QUANTIZED_GEMMS(int8_rows, INT8_ROWS)
+QUANTIZED_GEMMS(int8_g128, INT8_128)
+QUANTIZED_GEMMS(int8_g32, INT8_32)

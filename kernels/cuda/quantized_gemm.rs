@@ -301,7 +301,7 @@ pub fn dequantize(q: &Queue, out: Span, weight: &PackedWeight) -> Result<(), Cud
 
 fn check(weight: &PackedWeight) -> Result<(), CudaError> {
     let PackedWeight { codes, scales, bias, n, k, format } = *weight;
-    if let PackedFormat::Int4 { group, .. } = format {
+    if let PackedFormat::Int4 { group, .. } | PackedFormat::Int8 { group, .. } = format {
         ensure!(OP, matches!(group, 32 | 128), "groups of {group} inputs; expected 32 or 128");
     }
     ensure!(OP, k > 0 && k.is_multiple_of(8), "{k} inputs are not a multiple of 8");

@@ -605,4 +605,7 @@ __device__ __forceinline__ void linear_chain(const Chain& c) {
     LINEAR_CHAIN(KIND, int4_g128, BRANCH, NT, CodesRing<INT4_128, NT>) \
     LINEAR_CHAIN(KIND, int4_g32, BRANCH, NT, CodesRing<INT4_32, NT>) \
     LINEAR_CHAIN(KIND, mxfp4, BRANCH, NT, CodesRing<MXFP4, NT>) \
-    LINEAR_CHAIN(KIND, nvfp4, BRANCH, NT, CodesRing<NVFP4, NT>)
+    LINEAR_CHAIN(KIND, nvfp4, BRANCH, NT, CodesRing<NVFP4, NT>) \
+    LINEAR_CHAIN(KIND, int8_rows, BRANCH, NT, CodesRing<INT8_ROWS, NT>) \
+    LINEAR_CHAIN(KIND, int8_g128, BRANCH, NT, CodesRing<INT8_128, NT>) \
+    LINEAR_CHAIN(KIND, int8_g32, BRANCH, NT, CodesRing<INT8_32, NT>)

@@ -61,11 +61,12 @@ __device__ __forceinline__ RowScales<FORMAT> row_scales(u32 meta, u32 meta_bytes
     } else if constexpr (FORMAT == FP8_BLOCKS) {
         return {shared_load_f32(meta), shared_load_f32(meta + 4), 0, 0};
     } else {
-        constexpr u32 SCALE_BYTES = Codes<FORMAT>::GROUPS * SCALE_TILE * 2;
+        using C = Codes<FORMAT>;
+        constexpr u32 SCALE_BYTES = C::GROUPS * SCALE_TILE * 2;
         const u32 scale = meta + (group * TILE + row) * 2, zero = meta + SCALE_BYTES + group * TILE + row;
         const bool has_zeros = meta_bytes > SCALE_BYTES;
-        return {group_scale(shared_load_u16(scale), is_f16), group_scale(shared_load_u16(scale + 16), is_f16),
-                negative_zero_point(has_zeros ? shared_load_u8(zero) : 8), negative_zero_point(has_zeros ? shared_load_u8(zero + 8) : 8)};
+        const auto zero_of = [&](int i) { return negative_zero_point<FORMAT>(has_zeros ? shared_load_u8(zero + i) : C::ZERO_POINT); };
+        return {group_scale(shared_load_u16(scale), is_f16), group_scale(shared_load_u16(scale + 16), is_f16), zero_of(0), zero_of(8)};
     }
 }
 

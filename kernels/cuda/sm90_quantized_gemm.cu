@@ -3,9 +3,9 @@
 //
 // x        [M, K]  bf16 through tensor map `x_map`, box [NT rows, 64]; rows from M on and columns from K on are zero
 // w        [N, slices * 128] bytes of codes (quantized.cuh) through tensor map `w_map`, box [64, 128]; read once
-// scales   FP8_ROWS: [N] f32. Others: for each tile of 64 rows and each slice, `meta_bytes` bytes. FP8_BLOCKS: two f32,
-//          of rows r with r % 16 < 8 and of the others. INT4: [groups][64] f16 or bf16, then [groups][64] u8 zero points
-//          if there are any; without them they are 8. MXFP4: [groups][64] exponents. NVFP4: [groups / 4][64][4] e4m3, and behind all
+// scales   FP8_ROWS, INT8_ROWS: [N] f32. Others: for each tile of 64 rows and each slice, `meta_bytes` bytes. FP8_BLOCKS: two f32,
+//          of rows r with r % 16 < 8 and of the others. INT4, INT8: [groups][64] f16 or bf16, then [groups][64] u8 zero
+//          points if there are any; without them they are 8, or 0. MXFP4: [groups][64] exponents. NVFP4: [groups / 4][64][4] e4m3, and behind all
 //          slices of a tile the factors of its rows, [64] f32
 // y        described in sm90_gemm.cuh
 // maths    codes become bf16 exactly, those of NVFP4 times their group's scale; products are summed in fp32 in the tensor cores, within a group of columns with
@@ -176,3 +176,6 @@ QUANTIZED_GEMMS(int4_g128, INT4_128)
 QUANTIZED_GEMMS(int4_g32, INT4_32)
 QUANTIZED_GEMMS(mxfp4, MXFP4)
 QUANTIZED_GEMMS(nvfp4, NVFP4)
+QUANTIZED_GEMMS(int8_rows, INT8_ROWS)
+QUANTIZED_GEMMS(int8_g128, INT8_128)
+QUANTIZED_GEMMS(int8_g32, INT8_32)

@@ -22,6 +22,15 @@ pub enum Quantization {
         /// Type of the scales: bf16 or f16.
         scale: DType,
     },
+    /// Integers from -128 to 127, as codes in two's complement. Each group of a row has a scale.
+    Int8 {
+        /// Columns of a group, from the first column of the matrix on; at least those of the matrix if each row has one scale.
+        group: usize,
+        /// Whether groups have zero points, which are codes, too; otherwise they are 0.
+        has_zeros: bool,
+        /// Type of the scales.
+        scale: DType,
+    },
     /// e2m1, as codes from 0 to 15 with the sign in bit 3. Each 32 columns of a row have a scale that is a power of two
     /// (OCP Microscaling Formats 1.0).
     Mxfp4,

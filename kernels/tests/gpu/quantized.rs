@@ -9,7 +9,7 @@ use kernels::cuda::{DeviceBuffer, Gpu, Span};
 use crate::gpu::Random;
 
 /// Every format of the kernels.
-pub const FORMATS: [PackedFormat; 8] = [
+pub const FORMATS: [PackedFormat; 13] = [
     PackedFormat::Fp8Rows,
     PackedFormat::Fp8Blocks,
     PackedFormat::Int4 { group: 128, has_zeros: false, scale_is_f16: false },
@@ -18,6 +18,11 @@ pub const FORMATS: [PackedFormat; 8] = [
     PackedFormat::Int4 { group: 32, has_zeros: false, scale_is_f16: true },
     PackedFormat::Mxfp4,
     PackedFormat::Nvfp4,
+    PackedFormat::Int8Rows,
+    PackedFormat::Int8 { group: 128, has_zeros: false, scale_is_f16: false },
+    PackedFormat::Int8 { group: 128, has_zeros: true, scale_is_f16: true },
+    PackedFormat::Int8 { group: 32, has_zeros: true, scale_is_f16: false },
+    PackedFormat::Int8 { group: 32, has_zeros: false, scale_is_f16: true },
 ];
 
 /// A weight on the GPU, and its values in f32.
@@ -41,17 +46,19 @@ impl QuantizedWeight {
         has_bias: bool,
     ) -> Self {
         let is_fp8 = matches!(format, PackedFormat::Fp8Rows | PackedFormat::Fp8Blocks);
+        let is_int8 = matches!(format, PackedFormat::Int8Rows | PackedFormat::Int8 { .. });
         let group = match format {
-            PackedFormat::Fp8Rows => k,
+            PackedFormat::Fp8Rows | PackedFormat::Int8Rows => k,
             PackedFormat::Fp8Blocks => 128,
-            PackedFormat::Int4 { group, .. } => group,
+            PackedFormat::Int4 { group, .. } | PackedFormat::Int8 { group, .. } => group,
             PackedFormat::Mxfp4 => 32,
             PackedFormat::Nvfp4 => 16,
         };
-        // The root mean square of codes is 130 for e4m3 and 4.6 for integers, and of those of NVFP4 with their scales 380.
+        // The root mean square of codes is 130 for e4m3, 4.6 for integers of 4 bits and 74 to 105 for those of 8, and of those of NVFP4 with their scales 380.
         let size = match format {
             PackedFormat::Nvfp4 => 0.005,
             _ if is_fp8 => 0.015,
+            _ if is_int8 => 0.02,
             _ => 0.4,
         } / (k as f32).sqrt();
         let mut values = Vec::with_capacity(n * k);
@@ -63,21 +70,25 @@ impl QuantizedWeight {
             *scale = size * (0.2 + 1.6 * random.unit());
         }
         for row in 0..n {
-            let row_codes: Vec<u8> = (0..k).map(|_| random_code(random, is_fp8)).collect();
+            let row_codes: Vec<u8> = (0..k).map(|_| random_code(random, format)).collect();
             format.pack_row(&row_codes, &mut codes[row * format.row_bytes(k)..][..format.row_bytes(k)]);
             let factor = size * (0.2 + 1.6 * random.unit());
             for (index, part) in row_codes.chunks(group).enumerate() {
                 let drawn = size * (0.2 + 1.6 * random.unit());
                 let scale = match format {
-                    PackedFormat::Fp8Rows => drawn,
+                    PackedFormat::Fp8Rows | PackedFormat::Int8Rows => drawn,
                     PackedFormat::Fp8Blocks => block_scales[row / TILE * k.div_ceil(group) + index][row % 16 / 8],
-                    PackedFormat::Int4 { scale_is_f16: true, .. } => f16::from_f32(drawn).to_f32(),
-                    PackedFormat::Int4 { .. } => bf16::from_f32(drawn).to_f32(),
+                    PackedFormat::Int4 { scale_is_f16: true, .. } | PackedFormat::Int8 { scale_is_f16: true, .. } => {
+                        f16::from_f32(drawn).to_f32()
+                    }
+                    PackedFormat::Int4 { .. } | PackedFormat::Int8 { .. } => bf16::from_f32(drawn).to_f32(),
                     PackedFormat::Mxfp4 => f32::from_bits(drawn.to_bits() & 0x7f80_0000),
                     PackedFormat::Nvfp4 => factor,
                 };
                 let zero = match format {
                     PackedFormat::Int4 { has_zeros: true, .. } => (17.0 * random.unit()) as u8,
+                    PackedFormat::Int8 { has_zeros: true, .. } => (256.0 * random.unit()) as u8,
+                    PackedFormat::Int8 { .. } | PackedFormat::Int8Rows => 0,
                     // The code of the group's scale: any number that is not negative.
                     PackedFormat::Nvfp4 => (127.0 * random.unit()) as u8,
                     _ => 8,
@@ -87,6 +98,7 @@ impl QuantizedWeight {
                 let scale = if format == PackedFormat::Nvfp4 { e4m3(zero) * scale } else { scale };
                 let value = |&code: &u8| match is_fp8 {
                     true => e4m3(code) * scale,
+                    false if is_int8 => (f32::from(code.cast_signed()) - f32::from(zero.cast_signed())) * scale,
                     false if matches!(format, PackedFormat::Mxfp4 | PackedFormat::Nvfp4) => e2m1(code) * scale,
                     false => (f32::from(code) - f32::from(zero)) * scale,
                 };
@@ -115,11 +127,11 @@ impl QuantizedWeight {
 }
 
 /// Any code but the two of e4m3 that are no numbers.
-fn random_code(random: &mut Random, is_fp8: bool) -> u8 {
-    match (256.0 * random.unit()) as u8 {
-        0x7f | 0xff if is_fp8 => 0x01,
-        code if is_fp8 => code,
-        code => code % 16,
+fn random_code(random: &mut Random, format: PackedFormat) -> u8 {
+    match (format, (256.0 * random.unit()) as u8) {
+        (PackedFormat::Fp8Rows | PackedFormat::Fp8Blocks, 0x7f | 0xff) => 0x01,
+        (PackedFormat::Int4 { .. } | PackedFormat::Mxfp4 | PackedFormat::Nvfp4, code) => code % 16,
+        (_, code) => code,
     }
 }
 

@@ -165,14 +165,24 @@ fn part_format(part: &WeightSlice<'_>) -> Option<PackedFormat> {
             fits.then_some(PackedFormat::Fp8Blocks)
         }
         Quantization::Int4 { group, has_zeros, scale } => {
-            // Scales of wider groups are repeated.
-            let is_aligned = |to: &usize| group.is_multiple_of(*to) && part.cols.start.is_multiple_of(*to);
-            let group = [128, 32].into_iter().find(is_aligned)?;
+            let group = kernel_group(group, part)?;
             Some(PackedFormat::Int4 { group, has_zeros, scale_is_f16: scale == DType::F16 })
+        }
+        Quantization::Int8 { group, has_zeros: false, .. } if group >= part.matrix_cols => Some(PackedFormat::Int8Rows),
+        Quantization::Int8 { scale: DType::F32, .. } => None,
+        Quantization::Int8 { group, has_zeros, scale } => {
+            let group = kernel_group(group, part)?;
+            Some(PackedFormat::Int8 { group, has_zeros, scale_is_f16: scale == DType::F16 })
         }
         Quantization::Mxfp4 => part.cols.start.is_multiple_of(32).then_some(PackedFormat::Mxfp4),
         Quantization::Nvfp4 => part.cols.start.is_multiple_of(16).then_some(PackedFormat::Nvfp4),
     }
+}
+
+/// Columns of a group of the kernels for integers in groups of `group` columns. Scales of wider groups are repeated.
+fn kernel_group(group: usize, part: &WeightSlice<'_>) -> Option<usize> {
+    let is_aligned = |to: &usize| group.is_multiple_of(*to) && part.cols.start.is_multiple_of(*to);
+    [128, 32].into_iter().find(is_aligned)
 }
 
 /// Whether the rows `r` of each tile with `r % 16 < 8` are in one row of blocks, and the others, too.
@@ -207,9 +217,9 @@ impl Part {
         let source = quantized(&self.data).expect("only quantized parts are packed");
         let (row, cols) = (self.stored_row(row), self.cols());
         let group = match format {
-            PackedFormat::Fp8Rows => cols.len(),
+            PackedFormat::Fp8Rows | PackedFormat::Int8Rows => cols.len(),
             PackedFormat::Fp8Blocks => format.slice_cols(),
-            PackedFormat::Int4 { group, .. } => group,
+            PackedFormat::Int4 { group, .. } | PackedFormat::Int8 { group, .. } => group,
             PackedFormat::Mxfp4 => 32,
             PackedFormat::Nvfp4 => 16,
         };
@@ -323,6 +333,22 @@ pub(super) mod tests {
             of(Quantization::Fp8 { block: [1, 512] }, Quantization::Fp8 { block: [4096, 512] }, 8..512),
             Some(PackedFormat::Fp8Rows)
         );
+    }
+
+    #[test]
+    fn integers_of_8_bits_stay_with_scales_of_rows_or_of_groups() {
+        let of = |group, has_zeros, scale, cols: Range<usize>| {
+            packed_format(&[slice(Quantization::Int8 { group, has_zeros, scale }, 0..16, cols)], RowOrder::Stacked)
+        };
+        let packed = |group, has_zeros, scale_is_f16| Some(PackedFormat::Int8 { group, has_zeros, scale_is_f16 });
+        assert_eq!(of(512, false, DType::F32, 8..512), Some(PackedFormat::Int8Rows));
+        assert_eq!(of(512, true, DType::Bf16, 256..512), packed(128, true, false));
+        assert_eq!(of(128, true, DType::F16, 0..512), packed(128, true, true));
+        assert_eq!(of(64, false, DType::Bf16, 64..512), packed(32, false, false));
+        // Groups whose scales the kernels do not read, and that they do not have.
+        assert_eq!(of(128, false, DType::F32, 0..512), None);
+        assert_eq!(of(512, true, DType::F16, 8..512), None);
+        assert_eq!(of(16, false, DType::F16, 0..512), None);
     }
 
     #[test]

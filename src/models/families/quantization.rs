@@ -98,7 +98,7 @@ pub(super) fn weight_format(fields: &Fields, family: &Family) -> Result<Found, M
         }
     };
     let mut notes = vec![
-        "GPUs keep fp8 and 4-bit weights as they are; other quantized weights, and all on CPUs, are expanded to \
+        "GPUs keep fp8, integers of 8 bits and 4-bit weights as they are; other quantized weights, and all on CPUs, are expanded to \
                           bf16 when they are loaded"
             .to_owned(),
     ];

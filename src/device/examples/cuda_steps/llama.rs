@@ -84,7 +84,7 @@ struct RandomRows {
 impl RandomRows {
     /// Codes for rows of up to `cols` columns.
     fn new((quantization, has_fp8_inputs): (Quantization, bool), cols: usize) -> Self {
-        let has_4_bits = !matches!(quantization, Quantization::Fp8 { .. });
+        let has_4_bits = !matches!(quantization, Quantization::Fp8 { .. } | Quantization::Int8 { .. });
         // Exponents of e4m3 up to 2^7, so that there is no NaN.
         let codes =
             random_bytes(cols + 4096).iter().map(|byte| if has_4_bits { byte % 16 } else { byte & 0xf7 }).collect();
@@ -116,6 +116,7 @@ impl QuantizedRows for RandomRows {
         match self.quantization {
             Quantization::Fp8 { .. } => (0.0005, 0),
             Quantization::Int4 { .. } => (0.005, 8),
+            Quantization::Int8 { .. } => (0.0003, 0),
             Quantization::Mxfp4 => (2f32.powi(-7), 0),
             // The group's scale is 1.
             Quantization::Nvfp4 => (0.007, 0x38),
@@ -134,10 +135,12 @@ pub fn quantization(name: &str) -> Option<(Quantization, bool)> {
         "fp8" | "fp8-weights-only" => Quantization::Fp8 { block: [1, usize::MAX] },
         "fp8-blocks" => Quantization::Fp8 { block: [128, 128] },
         "int4" => Quantization::Int4 { group: 128, has_zeros: true, scale: DType::F16 },
+        "int8" => Quantization::Int8 { group: usize::MAX, has_zeros: false, scale: DType::F32 },
+        "int8-groups" => Quantization::Int8 { group: 128, has_zeros: true, scale: DType::F16 },
         "mxfp4" => Quantization::Mxfp4,
         "nvfp4" => Quantization::Nvfp4,
         other => {
-            const KNOWN: &str = "bf16, fp8, fp8-blocks, fp8-weights-only, int4, mxfp4 and nvfp4";
+            const KNOWN: &str = "bf16, fp8, fp8-blocks, fp8-weights-only, int4, int8, int8-groups, mxfp4 and nvfp4";
             panic!("unknown form of weights `{other}`; known are {KNOWN}")
         }
     };

@@ -1,7 +1,7 @@
 //! Measures decode and prefill steps on a GPU: of a Llama-shaped model with random weights, or of a checkpoint.
 //!
 //! `cargo run --release -p device --example cuda_steps -- [--shape llama2-7b|llama3-8b | --checkpoint DIR] [--layers N] [--simple] [--batch-invariant]
-//! [--no-graphs] [--context N] [--prefill N] [--batch N,N,..] [--rows N] [--weights bf16|fp8|fp8-blocks|fp8-weights-only|int4|mxfp4|nvfp4] [--kv-cache bf16|fp8|int8]
+//! [--no-graphs] [--context N] [--prefill N] [--batch N,N,..] [--rows N] [--weights bf16|fp8|fp8-blocks|fp8-weights-only|int4|int8|int8-groups|mxfp4|nvfp4] [--kv-cache bf16|fp8|int8]
 //! [--tp-size N --rank R --exchange DIR [--ep N]] [--adapters N [--adapter-rank R]]
 //! [--guesses N [--eagle3 DIR | --draft-model DIR]] [--sleep]`
 //!

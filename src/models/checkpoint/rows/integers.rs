@@ -17,9 +17,19 @@ fn packed(word: impl Fn(usize) -> u32, index: usize, bits: usize) -> i32 {
     (((low | high << 32) >> shift) as u32 & ((1 << bits) - 1)).cast_signed()
 }
 
-/// The form of 4-bit integers in groups along a row, whose scales have this type. Scales in f32 are no part of it.
-fn int4(bits: usize, group: usize, has_zeros: bool, scale: DType) -> Option<Quantization> {
-    (bits == 4 && scale != DType::F32).then_some(Quantization::Int4 { group, has_zeros, scale })
+/// The form of integers in groups along a row, whose scales have this type. Only those of 8 bits, and of 4 bits without scales in f32, have
+/// one.
+fn form(bits: usize, group: usize, has_zeros: bool, scale: DType) -> Option<Quantization> {
+    match bits {
+        8 => Some(Quantization::Int8 { group, has_zeros, scale }),
+        4 if scale != DType::F32 => Some(Quantization::Int4 { group, has_zeros, scale }),
+        _ => None,
+    }
+}
+
+/// The code of a number of `bits` bits that is stored from 0 on. Those of 8 bits are in two's complement.
+fn code(stored: i32, bits: usize) -> u8 {
+    stored as u8 ^ if bits == 8 { 0x80 } else { 0 }
 }
 
 /// compressed-tensors' `pack-quantized`: values of a row are packed along the row, offset by half of their range.
@@ -41,7 +51,7 @@ pub(in crate::checkpoint) struct PackedIntegers {
 
 impl PackedIntegers {
     fn form(&self) -> Option<Quantization> {
-        int4(self.bits, self.group, self.zeros.is_some(), self.scales.dtype).filter(|_| self.group_of.is_none())
+        form(self.bits, self.group, self.zeros.is_some(), self.scales.dtype).filter(|_| self.group_of.is_none())
     }
 
     fn zero(&self, row: usize, group: usize) -> i32 {
@@ -86,14 +96,15 @@ impl QuantizedRows for PackedIntegers {
 
     fn read_codes(&self, row: usize, cols: Range<usize>, out: &mut [u8]) {
         for (out, col) in out.iter_mut().zip(cols) {
-            *out = packed(|word| self.words.get(row, word), col, self.bits) as u8;
+            *out = code(packed(|word| self.words.get(row, word), col, self.bits), self.bits);
         }
     }
 
     fn scale(&self, row: usize, col: usize) -> (f32, u8) {
         let group = col / self.group;
-        let zero = self.zeros.map_or(8, |zeros| packed(|word| zeros.get(word, group), row, self.bits));
-        (PackedIntegers::scale(self, row, group), zero as u8)
+        let zero =
+            self.zeros.map_or(1 << (self.bits - 1), |zeros| packed(|word| zeros.get(word, group), row, self.bits));
+        (PackedIntegers::scale(self, row, group), code(zero, self.bits))
     }
 }
 
@@ -112,7 +123,7 @@ pub(in crate::checkpoint) struct Awq {
 
 impl Awq {
     fn form(&self) -> Option<Quantization> {
-        int4(4, self.group, true, self.scales.dtype)
+        form(4, self.group, true, self.scales.dtype)
     }
 
     /// The code of output `row` in row `at` of `words`.
@@ -176,7 +187,7 @@ pub(in crate::checkpoint) struct Gptq {
 
 impl Gptq {
     fn form(&self) -> Option<Quantization> {
-        int4(self.bits, self.group, true, self.scales.dtype).filter(|_| self.group_of.is_none())
+        form(self.bits, self.group, true, self.scales.dtype).filter(|_| self.group_of.is_none())
     }
 
     fn zero_and_scale(&self, row: usize, group: usize) -> (i32, f32) {
@@ -218,12 +229,87 @@ impl QuantizedRows for Gptq {
 
     fn read_codes(&self, row: usize, cols: Range<usize>, out: &mut [u8]) {
         for (out, col) in out.iter_mut().zip(cols) {
-            *out = packed(|word| self.words.get(word, row), col, self.bits) as u8;
+            *out = code(packed(|word| self.words.get(word, row), col, self.bits), self.bits);
         }
     }
 
     fn scale(&self, row: usize, col: usize) -> (f32, u8) {
         let (zero, scale) = self.zero_and_scale(row, col / self.group);
-        (scale, zero as u8)
+        (scale, code(zero, self.bits))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use half::{bf16, f16};
+
+    use super::*;
+
+    const ROWS: usize = 8;
+    const COLS: usize = 64;
+    const GROUP: usize = 32;
+
+    /// A matrix of words of numbers without order.
+    fn words(rows: usize, cols: usize) -> Words {
+        let word = |index: usize| (index as u32 + 1).wrapping_mul(2_654_435_761);
+        let data: Vec<u8> = (0..rows * cols).flat_map(|index| word(index).to_le_bytes()).collect();
+        Words { data: data.leak(), cols }
+    }
+
+    fn scales(rows: usize, cols: usize) -> StoredMatrix {
+        let bytes = |index: usize| f16::from_f32(0.01 * (1 + index) as f32).to_le_bytes();
+        let data: Vec<u8> = (0..rows * cols).flat_map(bytes).collect();
+        StoredMatrix { data: data.leak(), dtype: DType::F16, cols }
+    }
+
+    /// Checks that codes, scales and zero points give the values.
+    fn assert_codes(what: &str, source: &dyn RowSource, expected: Quantization) {
+        let rows = source.quantized().unwrap();
+        assert_eq!(rows.quantization(), expected, "{what}");
+        for (row, cols) in (0..ROWS).flat_map(|row| [0..COLS, 24..40].map(|cols| (row, cols))) {
+            let (mut codes, mut bytes) = (vec![0; cols.len()], vec![0; 2 * cols.len()]);
+            rows.read_codes(row, cols.clone(), &mut codes);
+            source.read_row(row, cols.clone(), &mut bytes);
+            for ((col, code), bytes) in cols.zip(codes).zip(bytes.as_chunks::<2>().0) {
+                let (scale, zero) = rows.scale(row, col);
+                let number = |code: u8| match expected {
+                    Quantization::Int8 { .. } => f32::from(code.cast_signed()),
+                    _ => f32::from(code),
+                };
+                let value = bf16::from_f32((number(code) - number(zero)) * scale);
+                assert_eq!(bf16::from_le_bytes(*bytes), value, "{what}: row {row}, column {col}");
+            }
+        }
+    }
+
+    #[test]
+    fn codes_scales_and_zero_points_of_a_form_give_the_values_of_its_rows() {
+        for bits in [4, 8] {
+            let form = |has_zeros| form(bits, GROUP, has_zeros, DType::F16).unwrap();
+            for zeros in [None, Some(words(ROWS * bits / 32, COLS / GROUP))] {
+                let packed = PackedIntegers {
+                    words: words(ROWS, COLS * bits / 32),
+                    bits,
+                    scales: scales(ROWS, COLS / GROUP),
+                    has_row_scales: true,
+                    group: GROUP,
+                    zeros,
+                    group_of: None,
+                };
+                assert_codes(&format!("packed {bits}"), &packed, form(zeros.is_some()));
+            }
+            let gptq = Gptq {
+                words: words(COLS * bits / 32, ROWS),
+                zeros: words(COLS / GROUP, ROWS * bits / 32),
+                scales: scales(COLS / GROUP, ROWS),
+                bits,
+                zero_offset: 1,
+                group: GROUP,
+                group_of: None,
+            };
+            assert_codes(&format!("gptq {bits}"), &gptq, form(true));
+        }
+        assert_eq!(form(4, GROUP, false, DType::F32), None);
+        assert_eq!(form(5, GROUP, false, DType::F16), None);
     }
 }

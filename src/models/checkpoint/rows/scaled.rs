@@ -62,20 +62,24 @@ pub(in crate::checkpoint) struct ScaledBytes {
 impl ScaledBytes {
     /// Columns of a block of MXFP8, whose scales are in e8m0.
     pub(in crate::checkpoint) const MXFP8_BLOCK: usize = 32;
+
+    /// The zero point of the element in this row and column, in two's complement.
+    fn zero(&self, row: usize, col: usize) -> u8 {
+        let [height, width] = self.scales.block;
+        self.zeros.map_or(0, |zeros| zeros[row / height * self.scales.cols() + col / width])
+    }
 }
 
 impl RowSource for ScaledBytes {
     fn read_row(&self, row: usize, cols: Range<usize>, out: &mut [u8]) {
         let bytes = &self.data[row * self.cols..][..self.cols];
-        let [height, width] = self.scales.block;
-        let zero_row = row / height * self.scales.cols();
+        let [_, width] = self.scales.block;
         let mut out = out;
-        for (block, cols) in blocks(cols, width) {
-            let scale = self.scales.get(row, cols.start) as f32;
-            let zero = self.zeros.map_or(0, |zeros| zeros[zero_row + block].cast_signed());
+        for (_, cols) in blocks(cols, width) {
+            let (scale, zero) = self.scale(row, cols.start);
             let (part, rest) = out.split_at_mut(2 * cols.len());
             let value = |byte: &u8| match self.is_integer {
-                true => f32::from(i16::from(byte.cast_signed()) - i16::from(zero)) * scale,
+                true => f32::from(i16::from(byte.cast_signed()) - i16::from(zero.cast_signed())) * scale,
                 false => e4m3(*byte) * scale,
             };
             write_bf16(bytes[cols].iter().map(value), part);
@@ -84,13 +88,19 @@ impl RowSource for ScaledBytes {
     }
 
     fn quantized(&self) -> Option<&dyn QuantizedRows> {
-        (!self.is_integer).then_some(self as &dyn QuantizedRows)
+        Some(self)
     }
 }
 
 impl QuantizedRows for ScaledBytes {
     fn quantization(&self) -> Quantization {
-        Quantization::Fp8 { block: self.scales.block }
+        let block = self.scales.block;
+        match (self.is_integer, self.scales.values) {
+            (true, ScaleValues::Floats(StoredMatrix { dtype, .. })) => {
+                Quantization::Int8 { group: block[1], has_zeros: self.zeros.is_some(), scale: dtype }
+            }
+            _ => Quantization::Fp8 { block },
+        }
     }
 
     fn read_codes(&self, row: usize, cols: Range<usize>, out: &mut [u8]) {
@@ -98,7 +108,7 @@ impl QuantizedRows for ScaledBytes {
     }
 
     fn scale(&self, row: usize, col: usize) -> (f32, u8) {
-        (self.scales.get(row, col) as f32, 0)
+        (self.scales.get(row, col) as f32, self.zero(row, col))
     }
 
     fn has_fp8_inputs(&self) -> bool {
@@ -241,6 +251,11 @@ mod tests {
         let integers = ScaledBytes { is_integer: true, zeros: Some(&[0, 0, 1, 0xff]), ..fp8 };
         assert_eq!(row(&integers, 0, 0..2), [56.0, -72.0]);
         assert_eq!(row(&integers, 1, 0..3), [0.0, -0.5, 260.0]);
+        let form = Quantization::Int8 { group: 2, has_zeros: true, scale: DType::F32 };
+        assert_eq!((integers.quantization(), integers.scale(1, 2)), (form, (4.0, 0xff)));
+        let mut codes = [0; 2];
+        integers.read_codes(0, 1..3, &mut codes);
+        assert_eq!(codes, [0xb8, 0x7e]);
     }
 
     #[test]
