@@ -81,6 +81,8 @@ pub struct StoredQuantization {
 pub enum Rounding {
     /// e4m3 with a scale for each row.
     Fp8Rows,
+    /// Integers of 8 bits with a scale for each row.
+    Int8Rows,
     /// Integers of 4 bits in groups with scale and zero point.
     Int4,
 }
@@ -236,7 +238,6 @@ impl Config {
                 let (found, asked) = (stored.method.clone(), precision.name());
                 return Err(ModelError::AlreadyQuantized { found, asked });
             }
-            (Target::Cuda, Int8, None) => return Err(ModelError::NoInt8OnGpus),
             (Target::Cpu, Int8 | Int4, None) => {
                 format!("linear layers are quantized to {precision}, with a scale for each 64 weights")
             }
@@ -244,6 +245,10 @@ impl Config {
                 self.rounding = Some(Rounding::Fp8Rows);
                 let kept = if target == Target::Cpu { "; CPUs keep the rounded values in bf16" } else { "" };
                 format!("linear layers are quantized to fp8, with a scale for each output{kept}")
+            }
+            (Target::Cuda, Int8, None) => {
+                self.rounding = Some(Rounding::Int8Rows);
+                "linear layers are quantized to int8, with a scale for each output".to_owned()
             }
             (Target::Cuda, Int4, None) => {
                 self.rounding = Some(Rounding::Int4);

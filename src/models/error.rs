@@ -79,9 +79,6 @@ pub enum ModelError {
         "architecture `{architecture}` stores its linear layers transposed, which the formats of quantized checkpoints do not know"
     )]
     Transposed { architecture: String },
-    /// GPUs have no kernels for 8-bit integers.
-    #[error("`quantization` is `int8`, which CUDA devices do not have; use `fp8` or `int4`")]
-    NoInt8OnGpus,
     /// The architecture has no head that guesses drafts.
     #[error("architecture `{architecture}` has no MTP head that Trireme knows; remove `mtp_num_tokens`")]
     NoMtp { architecture: String },

@@ -7,6 +7,8 @@ use half::f16;
 
 /// The largest number of e4m3.
 const E4M3_MAX: f32 = 448.0;
+/// The largest integer of 8 bits.
+const INT8_MAX: f32 = 127.0;
 /// The largest code of 4 bits.
 const INT4_MAX: f32 = 15.0;
 /// Added to a number of small size, it rounds it to an integer, to the even one of two, which is then in the low bits of the sum.
@@ -26,6 +28,23 @@ pub fn fp8_codes(values: &[f32], scale: f32, out: &mut [u8]) {
     assert_eq!(values.len(), out.len(), "a code for each value");
     for (out, value) in out.iter_mut().zip(values) {
         *out = e4m3_code(value / scale);
+    }
+}
+
+/// The scale of integers of 8 bits for values of at most this size: the largest becomes 127. Values that are all 0 have the scale 1.
+pub fn int8_scale(largest: f32) -> f32 {
+    let scale = largest / INT8_MAX;
+    if scale == 0.0 { 1.0 } else { scale }
+}
+
+/// Writes each value divided by `scale` as an integer of 8 bits in two's complement, rounded to the nearest, to the even one of two.
+///
+/// # Panics
+/// Panics if the lengths differ.
+pub fn int8_codes(values: &[f32], scale: f32, out: &mut [u8]) {
+    assert_eq!(values.len(), out.len(), "a code for each value");
+    for (out, value) in out.iter_mut().zip(values) {
+        *out = ((value / scale).clamp(-INT8_MAX, INT8_MAX) + TO_INTEGER).to_bits() as u8;
     }
 }
 
@@ -170,6 +189,23 @@ mod tests {
             assert_eq!(codes, [0x7e, 0xfe, 0]);
         }
         assert_eq!(fp8_scale(0.0), 1.0);
+    }
+
+    #[test]
+    fn integers_of_8_bits_are_the_nearest() {
+        let largest = 0.37f32;
+        let scale = int8_scale(largest);
+        let values: Vec<f32> = (-254..=254).map(|half| half as f32 / 254.0 * largest).collect();
+        let mut codes = vec![0; values.len()];
+        int8_codes(&values, scale, &mut codes);
+        for (value, code) in values.iter().zip(&codes) {
+            let found = f32::from(code.cast_signed()) * scale;
+            assert!((found - value).abs() <= scale * 0.5001, "{value} became {found}");
+        }
+        assert_eq!((codes[0], codes[254], codes[508]), (0x81, 0, 0x7f));
+        int8_codes(&[0.5, 1.5, -2.5, 1e9], 1.0, &mut codes[..4]);
+        assert_eq!(codes[..4], [0, 2, 0xfe, 0x7f]);
+        assert_eq!(int8_scale(0.0), 1.0);
     }
 
     #[test]

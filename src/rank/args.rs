@@ -182,7 +182,7 @@ pub struct RankArgs {
     /// The device that models compute on
     #[arg(long, value_enum, default_value = "auto")]
     pub device: DeviceKind,
-    /// How linear layers are quantized at load: auto (as the checkpoint has them), fp8, int8 (CPUs alone) or int4; a model's parameter
+    /// How linear layers are quantized at load: auto (as the checkpoint has them), fp8, int8 or int4; a model's parameter
     /// `quantization` has priority
     #[arg(long, visible_alias = "quantization", default_value = "auto", value_name = "PRECISION", value_parser = str::parse::<WeightPrecision>)]
     pub weight_only_precision: WeightPrecision,

@@ -93,7 +93,7 @@ pub struct ServeArgs {
     /// The device that the model computes on
     #[arg(long, value_enum, default_value_t = DeviceKind::Auto)]
     pub(crate) device: DeviceKind,
-    /// Quantizes linear layers while they are loaded: fp8, int8 (on CPUs alone), int4 or none. A method, such as awq, must be that of
+    /// Quantizes linear layers while they are loaded: fp8, int8, int4 or none. A method, such as awq, must be that of
     /// the checkpoint
     #[arg(long, visible_alias = "weight-only-precision", value_name = "PRECISION")]
     pub(crate) quantization: Option<Quantization>,
@@ -166,8 +166,8 @@ impl ServeArgs {
         match found == asked {
             true => Ok(None),
             false => bail!(
-                "`--quantization` names `{asked}`, and the checkpoint has `quant_method` {found}; leave it out, or name `fp8` or \
-                 `int4` to quantize a checkpoint in bf16 while it is loaded"
+                "`--quantization` names `{asked}`, and the checkpoint has `quant_method` {found}; leave it out, or name `fp8`, \
+                 `int8` or `int4` to quantize a checkpoint in bf16 while it is loaded"
             ),
         }
     }

@@ -46,8 +46,8 @@ pub enum WeightPrecision {
     /// e4m3 with a scale for each output. CPUs keep the rounded values in bf16.
     #[value(help = "8-bit floats; CPUs expand them to bf16")]
     Fp8,
-    /// 8 bits with a scale for each 64 weights, on CPUs alone.
-    #[value(help = "8-bit integers, on CPUs alone")]
+    /// 8 bits. On GPUs a scale for each output; on CPUs a scale for each 64 weights.
+    #[value(help = "8-bit integers")]
     Int8,
     /// 4 bits. On GPUs a scale and a zero point for each 128 weights; on CPUs a scale for each 64, and 8 bits for the output head.
     #[value(help = "4-bit integers")]

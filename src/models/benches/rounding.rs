@@ -17,7 +17,8 @@ fn rows(criterion: &mut Criterion) {
     let mut group = criterion.benchmark_group("rounding");
     group.throughput(Throughput::Bytes(data.len() as u64)).sample_size(10);
     let data = WeightData::Stored(data.into());
-    for (name, rounding, group_cols) in [("fp8", Rounding::Fp8Rows, cols), ("int4", Rounding::Int4, 128)] {
+    let forms = [("fp8", Rounding::Fp8Rows, cols), ("int8", Rounding::Int8Rows, cols), ("int4", Rounding::Int4, 128)];
+    for (name, rounding, group_cols) in forms {
         let slice = WeightSlice {
             name: "w",
             data: data.clone(),

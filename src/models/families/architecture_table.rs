@@ -136,14 +136,10 @@ impl Golden {
 
     /// The forms that all architectures have, which are no columns of the table.
     fn assert_rounded_at_load(&self) {
-        let ways = [
-            (Target::Cpu, WeightPrecision::Fp8),
-            (Target::Cpu, WeightPrecision::Int4),
-            (Target::Cpu, WeightPrecision::Int8),
-            (Target::Cuda, WeightPrecision::Fp8),
-            (Target::Cuda, WeightPrecision::Int4),
-        ];
-        for (target, precision) in ways {
+        let forms = [WeightPrecision::Fp8, WeightPrecision::Int8, WeightPrecision::Int4];
+        for (target, precision) in
+            [Target::Cpu, Target::Cuda].into_iter().flat_map(|target| forms.map(|form| (target, form)))
+        {
             let config = self.config.clone().in_precision(precision, target).unwrap();
             let refused = self.refusal_alone(&config, target).map(|error| error.to_string());
             let plain = self.refusal_alone(&self.config, target).map(|error| error.to_string());

@@ -132,14 +132,23 @@ fn gpus_keep_weights_that_are_quantized_at_load_in_their_own_size() {
     let linear = |precision| weights(precision) - tables as f64;
     let plain = linear(WeightPrecision::Checkpoint);
     // Besides the codes there are scales and norms.
-    let (fp8, int4) = (linear(WeightPrecision::Fp8) / plain, linear(WeightPrecision::Int4) / plain);
+    let [fp8, int8, int4] =
+        [WeightPrecision::Fp8, WeightPrecision::Int8, WeightPrecision::Int4].map(|precision| linear(precision) / plain);
     assert!((0.5..0.6).contains(&fp8) && (0.25..0.4).contains(&int4), "fp8 {fp8}, int4 {int4}");
+    assert_eq!(int8, fp8);
 }
 
 #[test]
-fn gpus_keep_floats_of_4_bits_in_their_own_size() {
-    // Of 64 rows and 256 columns: a scale for each 16 columns and a factor for each row, or a scale for each 32 columns.
-    for (case, tile_scales) in [("qwen3_nvfp4", 64 * (16 + 4)), ("llama_mxfp4", 64 * 8)] {
+fn gpus_keep_quantized_weights_in_their_own_size() {
+    // Of 64 rows and 256 columns: a scale for each 16 columns and a factor for each row, or a scale for each 32 columns. Of 128 columns: an f16
+    // scale and a zero point for each 32, or a scale for each row.
+    let matrices = [[256, 64], [64, 128], [256, 64], [64, 128]];
+    for (case, tile_scales, matrices) in [
+        ("qwen3_nvfp4", 64 * (16 + 4), matrices),
+        ("llama_mxfp4", 64 * 8, matrices),
+        ("llama_gptq_sym", 64 * 4 * 3, matrices),
+        ("phi3_w8a8", 64 * 4, [[128, 64], [64, 64], [208, 64], [64, 104]]),
+    ] {
         let dir = golden_dir(case);
         let config = models::Config::from_dir(&dir).unwrap();
         let limits = StepLimits { max_tokens: 64, max_rows: 4, max_sequence_len: 128, vocab_size: config.vocab_size };
@@ -147,11 +156,11 @@ fn gpus_keep_floats_of_4_bits_in_their_own_size() {
             let estimator = Estimator::new(Target::Cuda, TensorParallel { rank: 0, size: 1 }, limits);
             let mut estimator = estimator.with_invariant_rows(is_expanded);
             let model = models::load(&dir, &config, &mut estimator).unwrap();
-            estimator.estimate(&model.attention_spec(BLOCK_SIZE, limits.max_sequence_len)).weights_bytes as usize
+            estimator.estimate(&model.attention_spec(BLOCK_SIZE, limits.max_sequence_len)).weights_bytes as i64
         };
-        // The matrices of a layer are [256, 64] and [64, 128] twice; codes are padded to 256 columns.
-        let (bf16, packed) = (2 * (256 * 64 + 64 * 128) * 2, 2 * (256 + 64) * 128 + 2 * (4 + 1) * tile_scales);
-        assert_eq!(weights(true) - weights(false), 2 * (bf16 - packed), "{case}");
+        // Rows of codes are padded to 128 bytes, and scales to 64 rows.
+        let saved = |[rows, cols]: [i64; 2]| 2 * rows * cols - 128 * rows - (rows + 63) / 64 * tile_scales;
+        assert_eq!(weights(true) - weights(false), 2 * matrices.map(saved).iter().sum::<i64>(), "{case}");
     }
 }
 

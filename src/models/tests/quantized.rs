@@ -8,7 +8,8 @@
 //!
 //! Then as GPUs hold them, and CPUs expand them. In fp8 a weight's error is uniform within half a step of its own size, 1 in 16 at most
 //! and 0.026 as a mean. In 4 bits with zero points it is uniform within half a step of a fifteenth of the range, which is five times the
-//! weights' size: 0.096. Eight linear layers give 0.07 and 0.27, and the same factor bounds them.
+//! weights' size: 0.096. In 8 bits the largest of a row of 64 to 256 weights is 2.5 to 3 times their size: 0.007. Eight linear layers give
+//! 0.07, 0.27 and 0.02, and the same factor bounds them.
 
 #[allow(dead_code)]
 mod support;
@@ -77,7 +78,7 @@ fn logits_of_quantised_weights_are_as_close_as_their_bits_allow() {
 #[test]
 fn logits_of_weights_that_are_rounded_at_load_are_as_close_as_their_form_allows() {
     for case in CASES {
-        for (precision, allowed) in [(Fp8, 0.21), (Int4, 0.81)] {
+        for (precision, allowed) in [(Fp8, 0.21), (Int8, 0.06), (Int4, 0.81)] {
             let dir = golden_dir(case);
             let config = Config::from_dir(&dir).unwrap().in_precision(precision, Target::Cuda).unwrap();
             let mut runner = Runner::with(&dir, config, 2, None, Checkpoint);
@@ -97,7 +98,7 @@ fn logits_of_weights_that_are_rounded_at_load_are_as_close_as_their_form_allows(
 #[test]
 fn weights_that_are_rounded_at_load_are_the_same_in_groups_of_any_size() {
     let golden = goldens("llama3_gqa").remove(0);
-    for precision in [Fp8, Int4] {
+    for precision in [Fp8, Int8, Int4] {
         let logprobs = |size: u32| {
             let change = |config: Config| config.in_precision(precision, Target::Cuda).unwrap();
             on_changed("llama3_gqa", size, change, |runner| {
@@ -129,6 +130,7 @@ fn a_quantized_checkpoint_is_not_quantized_to_another_form() {
         ("llama_awq", Int4, Fp8),
         ("qwen2_gptq", Int4, Fp8),
         ("qwen3_w4a16", Int4, Fp8),
+        ("phi3_w8a8", Int8, Int4),
     ] {
         assert_eq!(load(case, own, Target::Cuda), Ok(()), "{case}");
         let error = load(case, other, Target::Cuda).unwrap_err();
@@ -138,8 +140,6 @@ fn a_quantized_checkpoint_is_not_quantized_to_another_form() {
     assert!(nvfp4.contains("`quant_method` is `compressed-tensors`"), "{nvfp4}");
     // The CPU device's own integers are made of any weights.
     assert_eq!(load("llama_awq", Int8, Target::Cpu), Ok(()));
-    let int8 = load("llama3_gqa", Int8, Target::Cuda).unwrap_err();
-    assert!(int8.contains("CUDA devices do not have; use `fp8` or `int4`"), "{int8}");
 }
 
 /// Each form that checkpoints have, as it is and with the CPU device's own 8 bits made of it.

@@ -9,7 +9,7 @@ use ops::{DType, Quantization, QuantizedRows, RowSource, WeightData, WeightSlice
 use super::scaled::blocks;
 use crate::checkpoint::value::{e4m3, write_bf16};
 use crate::config::Rounding;
-use crate::rounding::{Affine, fp8_codes, fp8_scale, int4_group};
+use crate::rounding::{Affine, fp8_codes, fp8_scale, int4_group, int8_codes, int8_scale};
 
 /// Values that are read at once; a multiple of every group.
 const CHUNK: usize = 512;
@@ -20,6 +20,7 @@ pub fn rounded(slice: WeightSlice<'_>, rounding: Rounding) -> WeightSlice<'_> {
     let cols = slice.matrix_cols;
     let form = match rounding {
         Rounding::Fp8Rows => Form::Fp8Rows,
+        Rounding::Int8Rows => Form::Int8Rows,
         Rounding::Int4 => match int4_group(cols) {
             Some(group) => Form::Int4 { group },
             None => return slice,
@@ -33,6 +34,8 @@ pub fn rounded(slice: WeightSlice<'_>, rounding: Rounding) -> WeightSlice<'_> {
 enum Form {
     /// e4m3, with a scale for each row.
     Fp8Rows,
+    /// Integers of 8 bits, with a scale for each row.
+    Int8Rows,
     /// 4 bits, with scale and zero point for each group.
     Int4 { group: usize },
 }
@@ -67,14 +70,14 @@ impl RoundedRows {
         }
     }
 
-    /// The scale of a row in e4m3.
-    fn row_scale(&self, row: usize) -> f32 {
+    /// The size of the largest value of a row.
+    fn largest(&self, row: usize) -> f32 {
         let mut largest = 0u32;
         // The bits of floats of one sign are in the order of their sizes.
         self.values(row, 0..self.cols, |_, values| {
             largest = values.iter().fold(largest, |largest, value| largest.max(value.to_bits() & 0x7fff_ffff));
         });
-        fp8_scale(f32::from_bits(largest))
+        f32::from_bits(largest)
     }
 
     /// Scale and zero point of the group of `group` columns to which this one belongs.
@@ -111,8 +114,12 @@ impl RowSource for RoundedRows {
         self.read_codes(row, cols.clone(), &mut codes);
         match self.form {
             Form::Fp8Rows => {
-                let scale = self.row_scale(row);
+                let scale = fp8_scale(self.largest(row));
                 write_bf16(codes.iter().map(|code| e4m3(*code) * scale), out);
+            }
+            Form::Int8Rows => {
+                let scale = int8_scale(self.largest(row));
+                write_bf16(codes.iter().map(|code| f32::from(code.cast_signed()) * scale), out);
             }
             Form::Int4 { group } => {
                 let (mut codes, mut out) = (&codes[..], out);
@@ -136,6 +143,7 @@ impl QuantizedRows for RoundedRows {
     fn quantization(&self) -> Quantization {
         match self.form {
             Form::Fp8Rows => Quantization::Fp8 { block: [1, self.cols] },
+            Form::Int8Rows => Quantization::Int8 { group: self.cols, has_zeros: false, scale: DType::F32 },
             Form::Int4 { group } => Quantization::Int4 { group, has_zeros: true, scale: DType::F16 },
         }
     }
@@ -148,8 +156,12 @@ impl QuantizedRows for RoundedRows {
     fn read_codes(&self, row: usize, cols: Range<usize>, out: &mut [u8]) {
         match self.form {
             Form::Fp8Rows => {
-                let scale = self.row_scale(row);
+                let scale = fp8_scale(self.largest(row));
                 self.values(row, cols, |at, values| fp8_codes(values, scale, &mut out[at..at + values.len()]));
+            }
+            Form::Int8Rows => {
+                let scale = int8_scale(self.largest(row));
+                self.values(row, cols, |at, values| int8_codes(values, scale, &mut out[at..at + values.len()]));
             }
             Form::Int4 { group } => {
                 // Whole groups are read, of which the first and the last may be wanted in part.
@@ -171,7 +183,8 @@ impl QuantizedRows for RoundedRows {
 
     fn scale(&self, row: usize, col: usize) -> (f32, u8) {
         match self.form {
-            Form::Fp8Rows => (self.row_scale(row), 0),
+            Form::Fp8Rows => (fp8_scale(self.largest(row)), 0),
+            Form::Int8Rows => (int8_scale(self.largest(row)), 0),
             Form::Int4 { group } => {
                 let affine = self.affine(row, col, group);
                 (affine.scale, affine.zero)
@@ -216,9 +229,12 @@ mod tests {
 
     #[test]
     fn parts_of_a_row_have_the_codes_of_the_whole_row() {
-        for (rounding, dtype) in
-            [(Rounding::Fp8Rows, DType::Bf16), (Rounding::Int4, DType::F32), (Rounding::Int4, DType::F16)]
-        {
+        for (rounding, dtype) in [
+            (Rounding::Fp8Rows, DType::Bf16),
+            (Rounding::Int8Rows, DType::Bf16),
+            (Rounding::Int4, DType::F32),
+            (Rounding::Int4, DType::F16),
+        ] {
             let cols = 1344; // Not a multiple of 128: groups of 64.
             let source = source(&rounded(matrix(dtype, cols), rounding));
             let rows = source.quantized().unwrap();
@@ -237,6 +253,7 @@ mod tests {
                         let (scale, zero) = rows.scale(row, col);
                         let exact = match rounding {
                             Rounding::Fp8Rows => e4m3(code) * scale,
+                            Rounding::Int8Rows => f32::from(code.cast_signed()) * scale,
                             Rounding::Int4 => f32::from(i16::from(code) - i16::from(zero)) * scale,
                         };
                         assert_eq!(value, bf16::from_f32(exact).to_f32());
@@ -248,16 +265,19 @@ mod tests {
 
     #[test]
     fn codes_are_the_nearest_to_the_values() {
-        for (rounding, steps) in [(Rounding::Fp8Rows, 1.0 / 16.0), (Rounding::Int4, 1.0 / 15.0)] {
+        let roundings =
+            [(Rounding::Fp8Rows, 1.0 / 16.0), (Rounding::Int8Rows, 0.25 / 127.0), (Rounding::Int4, 1.0 / 15.0)];
+        for (rounding, steps) in roundings {
             let plain = matrix(DType::Bf16, 256);
             let slice = rounded(plain.clone(), rounding);
             for row in 0..ROWS {
                 let (plain, found) = (values(&plain, row), values(&slice, row));
                 let largest = plain.iter().fold(0f32, |largest, value| largest.max(value.abs()));
                 for (plain, found) in plain.iter().zip(found) {
-                    // Half a step of e4m3's mantissa; half of the steps into which 4 bits divide a group's range.
+                    // Half a step of e4m3's mantissa; half of the steps into which integers divide the range of a row or group. Values
+                    // are rounded to bf16.
                     let size = if rounding == Rounding::Fp8Rows { plain.abs() } else { 2.0 * largest };
-                    let allowed = size * steps * 1.05 + largest / 448.0 / 512.0;
+                    let allowed = size * steps * 1.05 + plain.abs() / 256.0 + largest / 448.0 / 512.0;
                     assert!((plain - found).abs() <= allowed, "{rounding:?}: {plain} became {found}");
                 }
             }
