@@ -37,7 +37,7 @@ FORMS["gptq"] = ("gptq", dict(bits=4, act_order=False))
 FORMS["mxfp4"] = ("mxfp4-pack-quantized", FLOATS(4, "group", group_size=32, scale_dtype=torch.uint8))
 # Written as the golden of this name is, or as the row above says.
 PACKED = {"awq": "llama_awq", "gptq": "gptq", "mxfp8": "llama_mxfp8", "mxfp4": "mxfp4", "nvfp4": "qwen3_nvfp4"}
-AT_LOAD = {"cpu": ["fp8", "int8", "int4"], "cuda": ["fp8", "int4"]}
+AT_LOAD = {"cpu": ["fp8", "int8", "int4"], "cuda": ["fp8", "int8", "int4"]}
 CACHES = ["fp8", "int8"]
 STARTUP_SECONDS = 120
 
@@ -126,7 +126,7 @@ def at_load(args, precision, texts):
     ours = served(args, args.model, [f"--quantization={precision}"], texts)
     if args.device == "cpu" and precision != "fp8":
         return ours, None
-    rounded = {"fp8": fp8_rows, "int4": int4_groups}[precision]
+    rounded = {"fp8": fp8_rows, "int8": int8_rows, "int4": int4_groups}[precision]
     tensors = load_file(args.model / "model.safetensors")
     values = {name: rounded(tensor.float()) if name.endswith("proj.weight") else tensor for name, tensor in tensors.items()}
     return ours, reference(args, args.model, texts, values)
@@ -135,6 +135,11 @@ def at_load(args, precision, texts):
 def fp8_rows(weight):
     scale = weight.abs().amax(1, keepdim=True) / 448
     return (weight / scale).to(torch.float8_e4m3fn).float() * scale
+
+
+def int8_rows(weight):
+    scale = weight.abs().amax(1, keepdim=True) / 127
+    return (weight / scale).round() * scale
 
 
 def int4_groups(weight):
