@@ -41,6 +41,18 @@ pub struct SimulateArgs {
     /// Tokens of an output
     #[arg(long, default_value_t = 128, value_parser = clap::value_parser!(u32).range(1..))]
     pub output: u32,
+    /// Drafts that a head guesses for each row and step, at most
+    #[arg(long, default_value_t = 0, value_name = "N")]
+    pub drafts: u32,
+    /// Share of the drafts that are right, if those before them are
+    #[arg(long, default_value_t = 0.5, value_name = "SHARE")]
+    pub acceptance: f64,
+    /// Milliseconds of a pass that guesses
+    #[arg(long, default_value_t = 0.0, value_name = "MS")]
+    pub guess_ms: f64,
+    /// Time from the moment when a plan is sent until an idle device begins it, and until its output is back, in microseconds
+    #[arg(long, default_value_t = 0.0, value_name = "US")]
+    pub launch_us: f64,
     /// Steps of each group
     #[arg(long, default_value_t = 600, value_parser = clap::value_parser!(u32).range(1..))]
     pub steps: u32,

@@ -17,6 +17,9 @@ pub struct Costs {
     /// Rows of a decode step and its time, ordered by rows.
     steps: Vec<(f64, f64)>,
     prefill_token: f64,
+    guess: f64,
+    /// Until an idle device begins a step.
+    pub(crate) launch: f64,
     /// CPU time of rank 0 for each token.
     pub(crate) token: f64,
     /// Time of rank 0's MPI thread for each message.
@@ -45,6 +48,8 @@ impl Costs {
         Ok(Self {
             steps,
             prefill_token: 1.0 / args.prefill_per_s,
+            guess: args.guess_ms * 1e-3,
+            launch: args.launch_us * 1e-6,
             token: args.token_us * 1e-6,
             message: args.message_us * 1e-6,
             latency: args.latency_us * 1e-6,
@@ -54,10 +59,14 @@ impl Costs {
 
     /// Seconds that a group takes to compute a plan.
     pub(crate) fn step(&self, plan: &StepPlan) -> f64 {
-        let decodes = plan.work.iter().filter(|work| work.num_tokens == 1).count();
-        let prefilled: u32 = plan.work.iter().filter(|work| work.num_tokens > 1).map(|work| work.num_tokens).sum();
-        let decode = if decodes > 0 || prefilled == 0 { self.decode(decodes as f64) } else { 0.0 };
-        decode + f64::from(prefilled) * self.prefill_token
+        let (mut drafts, mut decoded, mut prefilled) = (plan.drafts.iter().peekable(), 0, 0);
+        for work in &plan.work {
+            let verifies = drafts.next_if(|(row, _)| *row == work.row).is_some();
+            *(if verifies || work.num_tokens == 1 { &mut decoded } else { &mut prefilled }) += work.num_tokens;
+        }
+        let decode = if decoded > 0 || prefilled == 0 { self.decode(f64::from(decoded)) } else { 0.0 };
+        let guesses = plan.work.iter().map(|work| work.num_guesses).max().unwrap_or(0);
+        decode + f64::from(prefilled) * self.prefill_token + f64::from(guesses) * self.guess
     }
 
     fn decode(&self, rows: f64) -> f64 {

@@ -128,6 +128,8 @@ pub(crate) struct World<'a> {
     plan_bytes: Vec<usize>,
     gaps: Vec<f64>,
     num_tokens: u64,
+    /// State of the generator of random numbers.
+    random: u64,
     end: f64,
     events: Vec<TokenEvent>,
     bytes: Vec<u8>,
@@ -146,6 +148,8 @@ impl<'a> World<'a> {
             max_queue: rows,
             // All prompts are equal, so a prefix cache would skip their computation.
             prefix_cache: false,
+            max_drafts: args.drafts as usize,
+            guesses_on_device: true,
             ..EngineConfig::default()
         };
         let group = |index: u32| -> Result<Group, SimulateError> {
@@ -169,6 +173,7 @@ impl<'a> World<'a> {
             plan_bytes: Vec::new(),
             gaps: Vec::new(),
             num_tokens: 0,
+            random: 1,
             end: 0.0,
             events: Vec::new(),
             bytes: Vec::new(),
@@ -191,7 +196,8 @@ impl<'a> World<'a> {
 
     fn submit(&mut self, index: usize, max_tokens: u32) -> Result<(), SimulateError> {
         let prompt = (0..self.args.prompt).map(TokenId).collect();
-        let submitted = self.groups[index].engine.submit(Request { prompt, max_tokens, ..Request::default() });
+        let request = Request { prompt, max_tokens, max_drafts: self.args.drafts, ..Request::default() };
+        let submitted = self.groups[index].engine.submit(request);
         submitted.map(drop).map_err(|refused| SimulateError::Request {
             prompt: self.args.prompt,
             output: self.args.output,
@@ -222,15 +228,37 @@ impl<'a> World<'a> {
 
     fn compute(&mut self, index: usize, plan: &StepPlan, arrived: f64) {
         let seconds = self.costs.step(plan);
+        let output = self.output(plan);
         let group = &mut self.groups[index];
         group.num_steps += 1;
         group.computed += seconds;
-        group.device_free_at = group.device_free_at.max(arrived) + seconds;
-        let sampled = |row| SampledToken { row, token: TokenId(7), logprob: None, top: Vec::new() };
-        let tokens: Vec<_> = plan.work.iter().filter(|work| work.samples).map(|work| sampled(work.row)).collect();
-        let back = if group.is_remote { self.costs.flight(tokens.len() * 8) } else { 0.0 };
-        group.outputs.push_back((StepOutput { step: plan.step, tokens, guesses: vec![] }, seconds));
+        let began = group.device_free_at.max(arrived);
+        group.device_free_at = group.device_free_at.max(arrived + self.costs.launch) + seconds;
+        let back = if group.is_remote { self.costs.flight(output.tokens.len() * 8) } else { 0.0 };
+        group.outputs.push_back((output, group.device_free_at - began));
         self.arrivals.push(Reverse((Time(group.device_free_at + back), index)));
+    }
+
+    /// Every token is the same. A guess at it is right with the probability of the flags.
+    fn output(&mut self, plan: &StepPlan) -> StepOutput {
+        const TOKEN: TokenId = TokenId(7);
+        const WRONG: TokenId = TokenId(8);
+        let (mut tokens, mut guesses, mut drafts) = (Vec::new(), Vec::new(), plan.drafts.iter().peekable());
+        for work in plan.work.iter().filter(|work| work.samples) {
+            let drafted = drafts.next_if(|(row, _)| *row == work.row).map_or(0, |(_, drafted)| drafted.len());
+            let sampled = SampledToken { row: work.row, token: TOKEN, logprob: None, top: Vec::new() };
+            tokens.extend(std::iter::repeat_n(sampled, 1 + drafted));
+            if work.num_guesses > 0 {
+                let guess = |_| if self.is_right() { TOKEN } else { WRONG };
+                guesses.push((work.row, (0..work.num_guesses).map(guess).collect()));
+            }
+        }
+        StepOutput { step: plan.step, tokens, guesses }
+    }
+
+    fn is_right(&mut self) -> bool {
+        self.random = self.random.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+        (self.random >> 11) as f64 / ((1_u64 << 53) as f64) < self.args.acceptance
     }
 
     /// Processes a group's next output: delivers its tokens, replaces finished requests, and plans again.
