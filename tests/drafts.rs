@@ -98,7 +98,7 @@ fn drafts_of_a_head_change_no_token_and_many_are_accepted() {
 
 #[test]
 fn drafts_of_another_model_change_no_token_and_those_of_the_same_model_are_accepted() {
-    let recurrent = "qwen3_5";
+    let (recurrent, mut num_drafted) = ("qwen3_5", 0.0);
     for (golden, draft, world_size) in
         [("olmo2", "olmo2", 1), ("olmo2", "helium", 2), ("gemma3", "nemotron", 1), (recurrent, "opt", 1)]
     {
@@ -116,12 +116,15 @@ fn drafts_of_another_model_change_no_token_and_those_of_the_same_model_are_accep
         let [drafted_again, accepted_again] = [again[0] - drafted, again[1] - accepted];
         match golden == draft {
             true => {
-                assert!(accepted > 0.95 * drafted, "{accepted} of {drafted} drafts");
-                assert!(accepted_again > 0.95 * drafted_again, "{accepted_again} of {drafted_again} drafts");
+                assert!(accepted >= 0.95 * drafted, "{accepted} of {drafted} drafts");
+                assert!(accepted_again >= 0.95 * drafted_again, "{accepted_again} of {drafted_again} drafts");
             }
-            false => assert!(drafted > 20.0 && accepted < drafted, "{draft} for {golden}: {accepted} of {drafted}"),
+            false => assert!(drafted < 20.0 || accepted < drafted, "{draft} for {golden}: {accepted} of {drafted}"),
         }
+        num_drafted += again[0];
     }
+    // As many as are worth their time, which depends on the machine.
+    assert!(num_drafted > 20.0, "{num_drafted} drafts");
 }
 
 #[test]

@@ -3,7 +3,7 @@
 use crate::EngineConfig;
 
 /// Number of coefficients.
-const N: usize = 7;
+const N: usize = 8;
 
 /// Noise of a measured step relative to the longer of its expected and its measured duration, as a standard deviation: at
 /// first and at least, and at most.
@@ -31,7 +31,7 @@ const MAX_DRIFT: f64 = 0.05;
 
 /// Standard deviations of the coefficients before the first measurement, relative to the time of the first step. They
 /// span devices from a CPU, where a prompt token takes a twentieth of a step, to a GPU, where it takes a 200th.
-const PRIORS: [f64; N] = [1.0, 1.0 / 30.0, 1e-4, 1.0 / 30.0, 1e-6, 1.0, 1.0 / 3.0];
+const PRIORS: [f64; N] = [1.0, 1.0 / 30.0, 1e-4, 1.0 / 30.0, 1e-6, 1.0, 1.0 / 3.0, 1.0 / 10.0];
 
 /// Weight of the newest step in the mean relative error.
 const ERROR_WEIGHT: f64 = 0.05;
@@ -53,6 +53,9 @@ pub struct StepLoad {
     /// Passes of what guesses drafts on the devices for guesses alone: as many as the guesses of the row that has most. The pass over all
     /// tokens of the step, which runs with guesses and without, is a part of what a token takes.
     pub guesses: usize,
+    /// Whether it was planned after the output of the step before, so that the devices waited for its plan. Its time counts from that
+    /// output.
+    pub after_gap: bool,
 }
 
 /// The coefficients of the cost model in seconds. A step takes the sum of its [`StepLoad`]'s parts times these.
@@ -72,17 +75,19 @@ pub struct StepCosts {
     pub experts: f64,
     /// A pass of what guesses drafts on the devices.
     pub guess: f64,
+    /// The time from the output of a step until the devices begin the next one, if that one was not planned before.
+    pub gap: f64,
 }
 
 impl StepCosts {
     /// Names of the coefficients, in the order of [`StepCosts::values`].
     pub const NAMES: [&str; N] =
-        ["step", "decode_token", "decode_position", "prompt_token", "prompt_position", "experts", "guess"];
+        ["step", "decode_token", "decode_position", "prompt_token", "prompt_position", "experts", "guess", "gap"];
 
     /// The coefficients.
     pub fn values(&self) -> [f64; N] {
-        let Self { step, decode_token, decode_position, prompt_token, prompt_position, experts, guess } = *self;
-        [step, decode_token, decode_position, prompt_token, prompt_position, experts, guess]
+        let Self { step, decode_token, decode_position, prompt_token, prompt_position, experts, guess, gap } = *self;
+        [step, decode_token, decode_position, prompt_token, prompt_position, experts, guess, gap]
     }
 
     /// Seconds that the tokens of prompts add to steps, without what steps take that have none.
@@ -91,8 +96,8 @@ impl StepCosts {
     }
 
     fn from_values(values: [f64; N]) -> Self {
-        let [step, decode_token, decode_position, prompt_token, prompt_position, experts, guess] = values;
-        Self { step, decode_token, decode_position, prompt_token, prompt_position, experts, guess }
+        let [step, decode_token, decode_position, prompt_token, prompt_position, experts, guess, gap] = values;
+        Self { step, decode_token, decode_position, prompt_token, prompt_position, experts, guess, gap }
     }
 }
 
@@ -251,6 +256,7 @@ impl CostModel {
             load.prompt_positions as f64,
             experts,
             load.guesses as f64,
+            f64::from(u8::from(load.after_gap)),
         ]
     }
 }

@@ -1,6 +1,6 @@
 //! Draft tokens: guesses at a sequence's next tokens, which are verified in one step.
 
-use crate::TokenId;
+use crate::{SampledToken, TokenId};
 
 /// Guesses the next tokens of a sequence. A wrong guess costs time but changes no token.
 ///
@@ -50,42 +50,55 @@ impl ForcedAcceptance {
     }
 }
 
+/// Draft tokens in flight, and the tokens of their step settled so far.
+#[derive(Debug)]
+pub(crate) struct InStep {
+    pub(crate) drafts: Vec<TokenId>,
+    pub(crate) verified: Vec<SampledToken>,
+}
+
 /// Weight of the newest draft in [`Acceptance::rate`].
 const NEWEST: f64 = 1.0 / 8.0;
 
-/// Steps without drafts after which a sequence tries one, whatever its rate: texts change.
-const STEPS_BEFORE_TRIAL: u32 = 32;
+/// Weight of a sequence's rate in that of all sequences, each time it changes.
+const NEWEST_SEQUENCE: f64 = 1.0 / 64.0;
 
 /// How often the drafts of a sequence were right of late. It determines how many are worth their time.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Acceptance {
     /// Estimated probability that a draft is right if those before it are.
     rate: f64,
-    /// Number of steps since the last one that was to have drafts.
-    num_without: u32,
     /// Thousandths of a draft by which fewer were accepted than a benchmark forces.
     owed: u32,
 }
 
 impl Default for Acceptance {
     fn default() -> Self {
-        Self { rate: 0.8, num_without: 0, owed: 0 }
+        Self { rate: 0.8, owed: 0 }
     }
 }
 
 impl Acceptance {
     /// Number of drafts that are worth their time, at most `most`. `price` is the share by which a step takes longer with a
     /// further draft. Draft `n` is right, and gives a further token, with the probability `rate ^ n`.
-    pub(crate) fn num_worth(&mut self, most: usize, price: f64) -> usize {
+    pub(crate) fn num_worth(&self, most: usize, price: f64) -> usize {
         let mut probability = self.rate;
         let mut count = 0;
         while count < most && probability > price {
             count += 1;
             probability *= self.rate;
         }
-        let tries = count == 0 && most > 0 && self.num_without >= STEPS_BEFORE_TRIAL;
-        self.num_without = if tries || count > 0 { 0 } else { self.num_without.saturating_add(1) };
-        count + usize::from(tries)
+        count
+    }
+
+    /// What each of the first, second and further drafts gives beyond its price, in tokens.
+    pub(crate) fn gains(&self, price: f64) -> impl Iterator<Item = f64> {
+        std::iter::successors(Some(self.rate), |probability| Some(probability * self.rate)).map(move |it| it - price)
+    }
+
+    /// Follows the rate of a sequence. New sequences begin with this one.
+    pub(crate) fn follow(&mut self, sequence: &Self) {
+        self.rate += NEWEST_SEQUENCE * (sequence.rate - self.rate);
     }
 
     /// Number of drafts of a step that count as right, of `num_drafts`. The mean over the steps is the forced one, and steps differ by
@@ -117,6 +130,7 @@ mod tests {
     fn the_number_of_drafts_follows_their_acceptance_and_their_price() {
         let mut acceptance = Acceptance::default();
         assert_eq!([0.0, 0.5, 0.7, 0.9].map(|price| acceptance.num_worth(4, price)), [4, 3, 1, 0]);
+        assert!(acceptance.gains(0.5).zip([0.3, 0.14]).all(|(gain, expected)| (gain - expected).abs() < 1e-9));
         (0..40).for_each(|_| acceptance.learn(2, 2));
         assert_eq!([0.5, 0.9, 1.0].map(|price| acceptance.num_worth(4, price)), [4, 4, 0]);
         (0..40).for_each(|_| acceptance.learn(0, 2));
@@ -124,13 +138,13 @@ mod tests {
     }
 
     #[test]
-    fn a_sequence_without_drafts_tries_one_at_times() {
-        let mut acceptance = Acceptance::default();
-        let counts: Vec<usize> = (0..70).map(|_| acceptance.num_worth(4, 1.0)).collect();
-        let trials: Vec<usize> = (0..70).filter(|&step| counts[step] > 0).collect();
-        assert_eq!(trials, [32, 65]);
-        assert!(counts.iter().all(|&count| count <= 1));
-        assert_eq!((0..100).map(|_| acceptance.num_worth(0, 1.0)).max(), Some(0));
+    fn new_sequences_begin_with_the_rate_of_others() {
+        let (mut sequence, mut usual) = (Acceptance::default(), Acceptance::default());
+        for _ in 0..300 {
+            sequence.learn(0, 1);
+            usual.follow(&sequence);
+        }
+        assert_eq!(usual.num_worth(4, 0.1), 0);
     }
 
     #[test]

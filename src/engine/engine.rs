@@ -11,6 +11,7 @@ use crate::sequence::{Sequence, SequenceState, max_num_blocks};
 use crate::sequences::Sequences;
 use crate::slot::{Sample, Slot};
 use crate::snapshots;
+use crate::weigh_drafts::DraftHistory;
 use crate::{ConfigError, EngineConfig, FinishReason, Refused, Request, RowId, SequenceId, TokenEvent};
 
 /// The scheduler of one model: a state machine without clock, thread or I/O.
@@ -64,6 +65,9 @@ pub struct Engine {
     pub(crate) adapters: AdapterSlots,
     pub(crate) drafter: Box<dyn Drafter>,
     pub(crate) costs: CostModel,
+    pub(crate) draft_history: DraftHistory,
+    /// Whether there was nothing to plan when the last step was settled.
+    pub(crate) is_waiting: bool,
     /// Events that were not caused by an output.
     pub(crate) events: Vec<TokenEvent>,
     pub(crate) totals: Totals,
@@ -81,6 +85,8 @@ pub(crate) struct InFlight {
     pub(crate) predicted: Option<f64>,
     /// Whether all workers compute something in it.
     pub(crate) has_work: bool,
+    /// Whether nothing is planned before its output is there: it has drafts, or the next plan has.
+    pub(crate) is_awaited: bool,
 }
 
 /// The state of the masks of a plan in flight.
@@ -136,6 +142,8 @@ impl Engine {
             num_full_groups: config.num_full_groups(),
             num_claimed: 0,
             costs: CostModel::new(&config),
+            draft_history: DraftHistory::default(),
+            is_waiting: true,
             adapters: AdapterSlots::new(config.max_adapters),
             config,
             sequences: Sequences::default(),
@@ -162,12 +170,11 @@ impl Engine {
     pub fn successor(&self) -> Self {
         let mut fresh = Self::new(self.config.clone()).expect("these bounds were valid before");
         fresh.pool.take_host_of(&self.pool);
-        let costs = self.costs.clone();
-        Self { next_step: self.next_step, next_sequence: self.next_sequence, totals: self.totals, costs, ..fresh }
+        let Self { next_step, next_sequence, totals, draft_history, .. } = *self;
+        Self { next_step, next_sequence, totals, draft_history, costs: self.costs.clone(), ..fresh }
     }
 
-    /// Sets the source of draft tokens for requests and engines that allow them ([`EngineConfig::max_drafts`]). The
-    /// default is [`PromptLookup`].
+    /// Sets the source of draft tokens where they are allowed ([`EngineConfig::max_drafts`]). The default is [`PromptLookup`].
     pub fn set_drafter(&mut self, drafter: Box<dyn Drafter>) {
         self.drafter = drafter;
     }
@@ -175,11 +182,12 @@ impl Engine {
     /// Replaces what the engine has learned about the time of steps.
     pub fn set_costs(&mut self, costs: StepCosts) {
         self.costs.set(costs);
+        self.draft_history.num_steps = u32::MAX;
     }
 
-    /// Tells the engine how many seconds the oldest step in flight took; call it before [`settle`](Self::settle).
-    /// Returns the seconds that were predicted, or `None` if no step was measured before its plan. Durations change the
-    /// sizes of later steps and no token.
+    /// Tells the engine how many seconds the oldest step in flight took since the output before it, or since an idle device got it; call it
+    /// before [`settle`](Self::settle). Returns the seconds that were predicted, or `None` if no step was measured before its plan.
+    /// Durations change the sizes of later steps and whether they have drafts, and no token.
     pub fn measure(&mut self, seconds: f64) -> Option<f64> {
         let step = self.in_flight.front()?;
         self.costs.learn(&step.load, step.predicted, seconds);
@@ -196,10 +204,10 @@ impl Engine {
         self.costs.learn(load, None, seconds);
     }
 
-    /// Forgets what an idle engine has computed and counted so far, but not what it has learned about the time of steps.
+    /// Forgets what an idle engine has computed and counted so far, but not how long steps take.
     pub fn forget_work(&mut self) {
         self.reset_prefix_cache();
-        self.totals = Totals::default();
+        (self.totals, self.draft_history) = (Totals::default(), DraftHistory::default());
     }
 
     /// The limits this engine was created with.
@@ -217,6 +225,7 @@ impl Engine {
         self.totals.prompt_tokens += request.prompt.len() as u64;
         let mut sequence = Sequence::new(id, request, max_len, self.config.max_drafts, self.config.num_groups());
         sequence.needs_token_feedback = self.config.num_stages > 1;
+        sequence.acceptance = self.draft_history.acceptance;
         if self.has_states() {
             sequence.keeps_contents = true;
             sequence.prompt_snapshots.message_ends = snapshots::message_ends(&sequence.tokens, &self.config);
@@ -285,7 +294,7 @@ impl Engine {
         self.pool.lose_device(self.last_complete());
         self.adapters.reset();
         (self.num_reserved, self.num_claimed) = (0, 0);
-        self.blocked_head = None;
+        (self.is_waiting, self.blocked_head) = (true, None);
         for (_, slot) in self.sequences.in_order() {
             let sequence = &mut self.sequences[slot];
             sequence.num_in_flight = 0;

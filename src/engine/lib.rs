@@ -76,6 +76,7 @@ mod step_size;
 mod stop;
 mod tables;
 mod tiers;
+mod weigh_drafts;
 mod windows;
 
 pub use adapter::{Adapter, AdapterId, AdapterSlot, FilledSlot};

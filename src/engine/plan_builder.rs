@@ -3,6 +3,7 @@
 use crate::costs::StepLoad;
 use crate::plan::{CopiedBlock, CopiedState, GrownTable, JoinedRow, RestoredRow, RevisedRow, RowWork, SavedState};
 use crate::slot::{Sample, Slot};
+use crate::weigh_drafts::Drafting;
 use crate::{RowId, TokenId};
 
 /// A plan while it is being made.
@@ -27,6 +28,7 @@ pub(crate) struct PlanBuilder {
     pub(crate) decode_samples: Vec<Sample>,
     /// Number of tokens of `verifies`.
     pub(crate) num_verified: usize,
+    pub(crate) drafting: Drafting,
     /// Number of draft tokens that may still be added.
     pub(crate) draft_budget: usize,
     /// Number of prefill tokens that may still be added.

@@ -6,6 +6,7 @@ use crate::plan_builder::PlanBuilder;
 use crate::prefix;
 use crate::sequence::{Sequence, SequenceState};
 use crate::slot::Slot;
+use crate::weigh_drafts::Drafting;
 use crate::{Policy, RowId};
 
 impl Engine {
@@ -15,7 +16,16 @@ impl Engine {
     /// A plan always has work. It assumes that every plan in flight succeeds and that sequences end only by length;
     /// [`settle`](Self::settle) corrects what turns out otherwise.
     pub fn plan(&mut self) -> Option<StepPlan> {
-        if self.in_flight.len() >= self.config.max_in_flight {
+        if self.in_flight.len() >= self.config.max_in_flight || self.awaits_output() {
+            return None;
+        }
+        let drafting = self.weigh_drafts();
+        if matches!(drafting, Drafting::On(_))
+            && !self.config.guesses_on_device
+            && self.plans_ahead()
+            && let Some(last) = self.in_flight.back_mut()
+        {
+            last.is_awaited = true; // The drafter needs the last token.
             return None;
         }
         self.pool.begin_plan(self.next_step);
@@ -23,13 +33,22 @@ impl Engine {
             decodes: Vec::with_capacity(self.running.len()),
             draft_budget: self.draft_budget(),
             decode_samples: std::mem::take(&mut self.spare_samples),
+            drafting,
             ..PlanBuilder::default()
         };
+        builder.load.after_gap = self.in_flight.is_empty() && !self.is_waiting;
         self.plan_decodes(&mut builder);
         self.size_step(&mut builder);
         self.plan_chunks(&mut builder);
         self.admit(&mut builder);
-        self.finish_plan(builder)
+        let plan = self.finish_plan(builder);
+        self.is_waiting = plan.is_none() && self.in_flight.is_empty();
+        plan
+    }
+
+    /// Whether the next plan depends on the output of the last one.
+    fn awaits_output(&self) -> bool {
+        self.in_flight.back().is_some_and(|step| step.is_awaited)
     }
 
     fn plan_decodes(&mut self, builder: &mut PlanBuilder) {
@@ -39,9 +58,13 @@ impl Engine {
         let most = self.running.len().div_ceil(self.config.num_stages);
         while let Some(&(_, slot)) = self.running.get(index).filter(|_| builder.decodes.len() < most) {
             let sequence = &self.sequences[slot];
-            let waits =
-                sequence.waits_for_settle() && (sequence.num_in_flight > 0 || !self.has_room_for(slot, builder));
-            if sequence.is_prefilling() || waits || sequence.waits_for_mask() || !self.can_revise(slot, builder) {
+            let waits = sequence.waits_for_settle() && sequence.num_in_flight > 0;
+            if sequence.is_prefilling()
+                || waits
+                || sequence.waits_for_mask()
+                || !self.has_room_for(slot, builder)
+                || !self.can_revise(slot, builder)
+            {
                 index += 1;
                 continue;
             }
@@ -57,7 +80,8 @@ impl Engine {
                 self.snapshot_output(slot, builder);
             }
             index += 1;
-            if self.sequences[slot].waits_for_settle() {
+            let sequence = &self.sequences[slot];
+            if sequence.max_drafts > 0 || sequence.needs_token_feedback {
                 self.plan_drafts(slot, builder);
                 continue;
             }
@@ -159,7 +183,7 @@ impl Engine {
         }
         self.snapshot_prompt(slot, builder);
         let samples = end == self.sequences[slot].join_len;
-        let num_guesses = if samples { self.num_guesses(slot) } else { 0 };
+        let num_guesses = if samples { self.num_guesses(slot, builder.drafting) } else { 0 };
         let sequence = &mut self.sequences[slot];
         let (row, start) = (running_row(sequence), sequence.num_computed as u32);
         let works = if is_replay { &mut builder.replays } else { &mut builder.prefills };
@@ -185,7 +209,7 @@ impl Engine {
     }
 
     /// Number of draft tokens that a plan may have.
-    fn draft_budget(&self) -> usize {
+    pub(crate) fn draft_budget(&self) -> usize {
         // The other half of the budget is for prompts.
         let half = (self.config.max_step_tokens - self.num_rows()) / 2;
         if self.config.shares_output { half } else { half.min(self.free_rows.len()) }
@@ -227,7 +251,11 @@ impl Engine {
         let needs_masks = samples.iter().any(|sample| sample.is_constrained);
         let masks = if needs_masks { Masks::Due } else { Masks::Sent };
         let (load, predicted) = (builder.load, self.costs.costs().map(|_| self.costs.predict(&builder.load)));
-        self.in_flight.push_back(InFlight { step: self.next_step, samples, masks, load, predicted, has_work });
+        let is_on = matches!(builder.drafting, Drafting::On(_));
+        self.draft_history.num_steps = self.draft_history.num_steps.saturating_add(u32::from(is_on));
+        let is_awaited = (is_on && load.guesses > 0 || !plan.drafts.is_empty()) && self.plans_ahead();
+        let step = self.next_step;
+        self.in_flight.push_back(InFlight { step, samples, masks, load, predicted, has_work, is_awaited });
         self.next_step += 1;
         self.totals.steps += 1;
         for slot in builder.completed {

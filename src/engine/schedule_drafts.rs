@@ -1,13 +1,13 @@
 //! Plans a sequence's next token together with draft tokens after it.
 
 use crate::TokenId;
-use crate::costs::StepLoad;
+use crate::draft::InStep;
 use crate::engine::Engine;
 use crate::plan::{RestoredRow, RevisedRow, RowWork, SavedState};
 use crate::plan_builder::PlanBuilder;
 use crate::schedule::running_row;
-use crate::sequence::Drafting;
 use crate::slot::Slot;
+use crate::weigh_drafts::Drafting;
 
 impl Engine {
     /// Plans a decode whose block is allocated. Draft tokens use only free blocks; no sequence is preempted for
@@ -17,10 +17,11 @@ impl Engine {
         if self.sequences[slot].num_known() > most {
             return self.plan_known(slot, most, builder);
         }
-        let guesses = std::mem::take(&mut self.sequences[slot].guesses);
-        let may_draft = self.may_draft(slot);
-        let drafts = if may_draft { self.drafts(slot, guesses, builder) } else { Vec::new() };
-        let num_guesses = if may_draft { self.num_guesses(slot) } else { 0 };
+        let may_draft = matches!(builder.drafting, Drafting::On(_)) && self.may_draft(slot);
+        let drafts = if may_draft { self.drafts(slot, builder) } else { Vec::new() };
+        self.sequences[slot].has_verified |= !drafts.is_empty();
+        let is_trial = builder.drafting == Drafting::Trial;
+        let num_guesses = if may_draft || is_trial { self.num_guesses(slot, builder.drafting) } else { 0 };
         self.reserve_guesses(slot, drafts.len() + num_guesses as usize, builder);
         self.revise(slot, builder);
         self.restore(slot, builder);
@@ -39,6 +40,9 @@ impl Engine {
         if num_tokens == 1 {
             builder.decodes.push(work);
             builder.decode_samples.push(sample);
+            if self.sequences[slot].is_fully_planned() {
+                builder.completed.push(slot);
+            }
             return;
         }
         builder.verifies.push(work);
@@ -46,6 +50,8 @@ impl Engine {
         builder.verify_samples.extend(std::iter::repeat_n(sample, 1 + drafts.len()));
         if !drafts.is_empty() {
             self.send_drafts(slot, num_known, drafts, builder);
+        } else if self.sequences[slot].is_fully_planned() {
+            builder.completed.push(slot);
         }
     }
 
@@ -77,7 +83,8 @@ impl Engine {
             builder.saved_states.push(SavedState { row, num_tokens: num_known as u32, to });
         }
         builder.drafts.push((row, drafts.clone()));
-        sequence.drafting = Some(Box::new(Drafting { drafts, verified: Vec::new() }));
+        sequence.has_verified = true;
+        sequence.drafting = Some(Box::new(InStep { drafts, verified: Vec::new() }));
     }
 
     /// A recurrent state that has seen a rejected draft becomes the one before the drafts.
@@ -101,39 +108,33 @@ impl Engine {
     pub(crate) fn can_revise(&self, slot: Slot, builder: &PlanBuilder) -> bool {
         let sequence = &self.sequences[slot];
         let is_late = sequence.guided.as_ref().is_some_and(|guided| guided.needs_revision);
-        let num_tokens = builder.num_joined_tokens + sequence.tokens.len() - sequence.num_sent;
-        !is_late || builder.num_joined_tokens == 0 || num_tokens <= self.config.max_joined_tokens
+        !is_late || self.has_room_to_send(sequence.num_unsent(), builder)
+    }
+
+    /// Whether the plan has room for so many tokens of a row.
+    fn has_room_to_send(&self, num_tokens: usize, builder: &PlanBuilder) -> bool {
+        builder.num_joined_tokens == 0 || builder.num_joined_tokens + num_tokens <= self.config.max_joined_tokens
+    }
+
+    /// Whether so many tokens are more than each row has room for.
+    fn is_long(&self, num_tokens: usize) -> bool {
+        num_tokens > 1 + self.config.max_drafts
     }
 
     /// Sends the tokens that the workers lack, or replaces those of a row that are discarded.
     pub(crate) fn revise(&mut self, slot: Slot, builder: &mut PlanBuilder) {
         let sequence = &mut self.sequences[slot];
         let is_late = sequence.guided.as_mut().is_some_and(|guided| std::mem::take(&mut guided.needs_revision));
-        if !is_late && (!sequence.waits_for_settle() || sequence.num_sent == sequence.tokens.len()) {
+        let lacks_tokens = (sequence.has_verified || sequence.needs_token_feedback) && sequence.num_unsent() > 0;
+        if !is_late && !lacks_tokens {
             return;
         }
+        sequence.has_verified = false;
         let (row, num_kept) = (running_row(sequence), sequence.num_sent as u32);
         let tokens = sequence.tokens[sequence.num_sent..].to_vec();
-        builder.num_joined_tokens += if is_late { tokens.len() } else { 0 };
-        builder.revised.push(RevisedRow { row, parent: row, num_kept, tokens });
         sequence.num_sent = sequence.tokens.len();
-    }
-
-    /// Number of tokens that the devices guess behind what this plan samples of a sequence: as many as the next plan may
-    /// verify, and as are worth their time.
-    pub(crate) fn num_guesses(&mut self, slot: Slot) -> u32 {
-        let sequence = &self.sequences[slot];
-        if !self.config.guesses_on_device || sequence.max_drafts == 0 {
-            return 0;
-        }
-        // At least one token comes before them, and one after.
-        let room = sequence.max_len.saturating_sub(sequence.tokens.len() + 2);
-        let most = sequence.max_drafts.min(room);
-        if self.config.forced_acceptance.is_some() {
-            return most as u32;
-        }
-        let price = self.price_of_draft(sequence.num_computed);
-        self.sequences[slot].acceptance.num_worth(most, price) as u32
+        builder.num_joined_tokens += if is_late || self.is_long(tokens.len()) { tokens.len() } else { 0 };
+        builder.revised.push(RevisedRow { row, parent: row, num_kept, tokens });
     }
 
     /// Appends the blocks of positions that guesses behind `num_tokens` further ones need, as far as blocks are free beside those
@@ -143,7 +144,7 @@ impl Engine {
         let (block_size, has_windows) = (self.config.block_size, self.config.windows != [None]);
         let sequence = &self.sequences[slot];
         // The position of the last token is never computed.
-        let needed = (sequence.tokens.len() + num_tokens).min(sequence.max_len - 1);
+        let needed = (sequence.num_planned() + num_tokens).min(sequence.max_len - 1);
         while !has_windows
             && self.sequences[slot].tables[0].len() * block_size < needed
             && self.pool.num_available() > self.running.len()
@@ -152,32 +153,25 @@ impl Engine {
         }
     }
 
-    /// The share of a step by which its time grows if each running row, of which one is at `position`, has a further
-    /// token, and the devices guess it; 0 before the first measurement.
-    fn price_of_draft(&self, position: usize) -> f64 {
-        let (rows, positions) = (self.running.len(), self.running.len() * self.config.positions_read(position));
-        let guesses = usize::from(self.config.guesses_on_device);
-        let [one, two] = [(1, 0), (2, guesses)].map(|(each, guesses)| {
-            let (decode_tokens, decode_positions) = (each * rows, each * positions);
-            self.costs.predict(&StepLoad { decode_tokens, decode_positions, guesses, ..StepLoad::default() })
-        });
-        if one > 0.0 { (two - one) / one } else { 0.0 }
-    }
-
-    /// As many draft tokens as budget, length and blocks allow. `guesses` are those of the devices.
-    fn drafts(&mut self, slot: Slot, guesses: Vec<TokenId>, builder: &mut PlanBuilder) -> Vec<TokenId> {
-        let sequence = &mut self.sequences[slot];
+    /// The guesses that become drafts: as many as budget, length and blocks allow.
+    fn drafts(&mut self, slot: Slot, builder: &mut PlanBuilder) -> Vec<TokenId> {
+        let sequence = &self.sequences[slot];
+        // Devices made as many as are worth their time. Those of rank 0 may be for comparison.
+        let most = if self.config.guesses_on_device { sequence.max_drafts } else { self.num_drafts(slot) };
+        let num_unsent = sequence.num_unsent();
+        let can_send = !self.is_long(num_unsent) || self.has_room_to_send(num_unsent, builder);
+        if sequence.num_in_flight > 0 || !can_send {
+            return Vec::new();
+        }
+        let mut drafts = std::mem::take(&mut self.sequences[slot].guesses);
+        let sequence = &self.sequences[slot];
         let room = sequence.max_len - sequence.tokens.len() - 1;
         let has_masks = sequence.guided.as_ref().is_some_and(|guided| guided.masks.is_some());
         let num_known = sequence.num_known();
         let budget = builder.draft_budget.saturating_sub(num_known - 1);
-        let max = if has_masks { 0 } else { sequence.max_drafts.min(budget).min(room) };
+        let max = if has_masks { 0 } else { most.min(budget).min(room) };
         let max = max.min(self.until_snapshot(slot));
         let sequence = &mut self.sequences[slot];
-        let mut drafts = guesses;
-        if max > 0 && !self.config.guesses_on_device {
-            self.drafter.draft(&sequence.tokens, max, &mut drafts);
-        }
         drafts.truncate(max);
         if self.config.forced_acceptance.is_some() {
             // Any token stands for a guess that is missing.

@@ -9,7 +9,7 @@ use crate::beams::{Beams, Rules};
 use crate::constraint::RequestConstraint;
 use crate::content::ContentId;
 use crate::disk::Fetch;
-use crate::draft::Acceptance;
+use crate::draft::{Acceptance, InStep};
 use crate::guided::Guided;
 use crate::slot::{Sample, Slot};
 use crate::snapshots::PromptSnapshots;
@@ -52,6 +52,8 @@ pub(crate) struct Sequence {
     pub(crate) max_drafts: usize,
     /// Whether each token must be sent to the workers before the next one is planned (pipeline stages).
     pub(crate) needs_token_feedback: bool,
+    /// Whether its row at the workers verifies drafts, or has since it got its tokens, so that they must be sent.
+    pub(crate) has_verified: bool,
     /// Set for a beam search; `tokens` stays the prompt then.
     pub(crate) beams: Option<Box<Beams>>,
     /// The prompt and the settled output.
@@ -65,7 +67,7 @@ pub(crate) struct Sequence {
     /// Set if tokens are chosen among those that it allows.
     pub(crate) guided: Option<Box<Guided>>,
     /// Set while draft tokens are in flight.
-    pub(crate) drafting: Option<Box<Drafting>>,
+    pub(crate) drafting: Option<Box<InStep>>,
     /// A copy of `sampling.end_ids`.
     end_ids: SmallVec<[TokenId; 4]>,
     pub(crate) usage: BlockUsage,
@@ -83,7 +85,7 @@ pub(crate) struct Sequence {
     pub(crate) num_sent: usize,
     /// Number of blocks of the first KV group that have a content in the pool; `last_content` is that of the last one.
     pub(crate) num_registered: usize,
-    /// What the devices guess behind its tokens, until the next plan.
+    /// Guesses at what follows its settled tokens. They become drafts or are compared with the next token.
     pub(crate) guesses: Vec<TokenId>,
     /// How often its drafts were right.
     pub(crate) acceptance: Acceptance,
@@ -114,13 +116,6 @@ struct Stopping {
     words: StopWords,
     /// Settled tokens that may still become part of a stop word.
     held: Vec<SampledToken>,
-}
-
-/// Draft tokens in flight, and the tokens of their step settled so far.
-#[derive(Debug)]
-pub(crate) struct Drafting {
-    pub(crate) drafts: Vec<TokenId>,
-    pub(crate) verified: Vec<SampledToken>,
 }
 
 impl Sequence {
@@ -171,6 +166,7 @@ impl Sequence {
             num_sent: 0,
             num_registered: 0,
             guesses: Vec::new(),
+            has_verified: false,
             acceptance: Acceptance::default(),
             recurrent: RecurrentSlots::default(),
             prompt_snapshots: PromptSnapshots::default(),
@@ -195,14 +191,14 @@ impl Sequence {
     /// keeps its row, because a token in flight may be discarded.
     #[inline]
     pub(crate) fn is_fully_planned(&self) -> bool {
-        !self.waits_for_settle() && self.guided.is_none() && self.tokens.len() + self.num_in_flight >= self.max_len
+        !self.waits_for_settle() && self.guided.is_none() && self.num_planned() >= self.max_len
     }
 
     /// Whether its constraint keeps it out of the next plan.
     #[inline]
     pub(crate) fn waits_for_mask(&self) -> bool {
         self.guided.as_ref().is_some_and(|guided| match guided.caution {
-            0 => self.tokens.len() + self.num_in_flight >= self.max_len,
+            0 => self.num_planned() >= self.max_len,
             _ => self.num_in_flight > 0 || guided.masks.is_none(),
         })
     }
@@ -212,16 +208,16 @@ impl Sequence {
         if self.guided.is_some() { self.num_in_flight.min(self.num_computed) } else { 0 }
     }
 
-    /// Whether its next step depends on the output of the last one, so that it never has two steps in flight.
+    /// Whether its next step depends on the output of the one in flight.
     #[inline]
     pub(crate) fn waits_for_settle(&self) -> bool {
-        self.beams.is_some() || self.max_drafts > 0 || self.needs_token_feedback
+        self.beams.is_some() || self.drafting.is_some() || self.needs_token_feedback
     }
 
-    /// Number of tokens that its next decode computes before any drafts. More than one where a recurrent state was restored. Its last
-    /// step is settled.
+    /// Number of tokens that its next decode computes before any drafts. More than one where a recurrent state was restored; then its
+    /// last step is settled.
     pub(crate) fn num_known(&self) -> usize {
-        self.tokens.len().saturating_sub(self.num_computed)
+        if self.num_in_flight > 0 { 1 } else { self.tokens.len().saturating_sub(self.num_computed) }
     }
 
     /// Takes the slot of the state before its drafts, unless one of them may still be rejected.
@@ -364,6 +360,7 @@ impl Sequence {
         self.tables.iter_mut().for_each(Table::clear);
         self.contents.clear();
         self.guesses.clear();
+        self.has_verified = false;
         self.prompt_snapshots.due.clear();
         (self.recurrent, self.adapter_slot) = (RecurrentSlots::default(), None);
         (self.num_computed, self.join_len, self.num_sent) = (0, 0, 0);

@@ -2,9 +2,10 @@
 
 use smallvec::SmallVec;
 
+use crate::draft::InStep;
 use crate::engine::Engine;
 use crate::plan::{SampledToken, StepOutput};
-use crate::sequence::{Drafting, SequenceState};
+use crate::sequence::SequenceState;
 use crate::slot::Sample;
 use crate::{FinishReason, RowId, TokenEvent, TokenId};
 
@@ -36,10 +37,12 @@ impl Engine {
         self.drain_events(events);
         events.reserve(output.tokens.len());
         let mut settled = self.in_flight.pop_front().expect("a checked output has its plan");
-        self.keep_guesses(&settled.samples, output.guesses);
-        for (sample, token) in settled.samples.drain(..).zip(output.tokens) {
+        for (&sample, token) in settled.samples.iter().zip(output.tokens) {
             self.settle_token(sample, token, events);
         }
+        // What was guessed before was compared with the tokens of this step.
+        self.keep_guesses(&settled.samples, output.guesses);
+        settled.samples.clear();
         if settled.has_work {
             self.last_computed = Some(settled.step);
         }
@@ -47,7 +50,7 @@ impl Engine {
         Ok(())
     }
 
-    /// Keeps what the devices guessed for the next plans. Both lists are in plan order.
+    /// Keeps what the devices guessed behind the tokens. Both lists are in plan order.
     fn keep_guesses(&mut self, samples: &[Sample], guesses: Vec<(RowId, Vec<TokenId>)>) {
         let mut samples = samples.iter();
         for (row, guesses) in guesses {
@@ -93,6 +96,10 @@ impl Engine {
         }
         if sequence.drafting.is_some() {
             return self.settle_draft(sample, token, events);
+        }
+        if sequence.max_drafts > 0 && !sequence.guesses.is_empty() {
+            sequence.compare_guess(token.token);
+            self.draft_history.acceptance.follow(&sequence.acceptance);
         }
         self.totals.output_tokens += 1;
         if sequence.continues_after(token.token) {
@@ -170,7 +177,7 @@ impl Engine {
         if drafting.verified.len() <= drafting.drafts.len() {
             return;
         }
-        let Drafting { drafts, verified } = *sequence.drafting.take().expect("as above");
+        let InStep { drafts, verified } = *sequence.drafting.take().expect("as above");
         let (mut tokens, mut finished, mut num_accepted) = (SmallVec::new(), None, 0);
         let num_known = sequence.tokens.len();
         let num_forced = forced.map(|forced| sequence.acceptance.forced(forced, drafts.len()));
@@ -193,6 +200,7 @@ impl Engine {
         sequence.draft_usage.num_accepted += num_accepted;
         self.totals.accepted_tokens += u64::from(num_accepted);
         sequence.acceptance.learn(num_accepted as usize, drafts.len());
+        self.draft_history.acceptance.follow(&sequence.acceptance);
         if let SequenceState::Running(_) = sequence.state {
             // A recurrent state that has seen wrong tokens goes back to the known ones.
             let recurrent = &mut sequence.recurrent;

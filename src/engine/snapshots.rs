@@ -146,11 +146,17 @@ impl Engine {
         if !self.has_states() || self.sequences[slot].recurrent.before_drafts.is_some() {
             return true;
         }
-        if self.pool.states.num_available() <= self.free_rows.len().min(self.queue.len()) {
+        if !self.has_state_for_drafts(slot) {
             return false;
         }
         self.sequences[slot].recurrent.before_drafts = self.pool.states.allocate();
         self.sequences[slot].recurrent.before_drafts.is_some()
+    }
+
+    /// Whether [`may_draft`](Self::may_draft) finds a slot for one of the sequences that have none yet.
+    pub(crate) fn has_state_for_drafts(&self, slot: Slot) -> bool {
+        let has_own = !self.has_states() || self.sequences[slot].recurrent.before_drafts.is_some();
+        has_own || self.pool.states.num_available() > self.free_rows.len().min(self.queue.len())
     }
 
     /// Number of drafts after which the state is at the end of a block, where a snapshot is due.

@@ -1,6 +1,6 @@
 //! The cost model: time of a step, a message and a token.
 
-use engine::StepPlan;
+use engine::{StepLoad, StepPlan};
 
 use crate::SimulateArgs;
 
@@ -55,6 +55,16 @@ impl Costs {
             latency: args.latency_us * 1e-6,
             byte: 8.0 / (args.gbit * 1e9),
         })
+    }
+
+    /// Steps of one row without and with drafts and of 16 rows, which a model measures when it is loaded, with their seconds.
+    pub(crate) fn first_steps(&self, has_drafts: bool) -> impl Iterator<Item = (StepLoad, f64)> {
+        let decode = |rows: usize, guesses: usize| {
+            let load = StepLoad { decode_tokens: rows, decode_positions: 5 * rows, guesses, ..StepLoad::default() };
+            (load, self.decode(rows as f64) + guesses as f64 * self.guess)
+        };
+        let drafted = has_drafts.then(|| [decode(4, 3), decode(3, 2), decode(1, 0)]);
+        [decode(1, 0)].into_iter().chain(drafted.into_iter().flatten()).chain([decode(16, 0)])
     }
 
     /// Seconds that a group takes to compute a plan.

@@ -152,9 +152,12 @@ impl<'a> World<'a> {
             guesses_on_device: true,
             ..EngineConfig::default()
         };
+        let costs = Costs::new(args)?;
         let group = |index: u32| -> Result<Group, SimulateError> {
+            let mut engine = Engine::new(config.clone())?;
+            costs.first_steps(args.drafts > 0).for_each(|(load, seconds)| engine.learn(&load, seconds));
             Ok(Group {
-                engine: Engine::new(config.clone())?,
+                engine,
                 is_remote: index > 0,
                 device_free_at: 0.0,
                 computed: 0.0,
@@ -165,8 +168,8 @@ impl<'a> World<'a> {
         };
         Ok(Self {
             args,
-            costs: Costs::new(args)?,
             groups: (0..nodes).map(group).collect::<Result<_, _>>()?,
+            costs,
             cores: Servers::new(args.cores),
             mpi: Servers::new(1),
             arrivals: BinaryHeap::new(),
@@ -232,7 +235,7 @@ impl<'a> World<'a> {
         let group = &mut self.groups[index];
         group.num_steps += 1;
         group.computed += seconds;
-        let began = group.device_free_at.max(arrived);
+        let began = group.device_free_at;
         group.device_free_at = group.device_free_at.max(arrived + self.costs.launch) + seconds;
         let back = if group.is_remote { self.costs.flight(output.tokens.len() * 8) } else { 0.0 };
         group.outputs.push_back((output, group.device_free_at - began));

@@ -29,7 +29,7 @@ pub const PRIORITY_LEVELS: [&str; 10] = ["0", "1", "2", "3", "4", "5", "6", "7",
 pub const STEP_KINDS: [&str; 3] = ["prefill", "decode", "mixed"];
 
 /// Labels of the coefficients of the scheduler's cost model.
-pub const STEP_COSTS: [&str; 7] = engine::StepCosts::NAMES;
+pub const STEP_COSTS: [&str; 8] = engine::StepCosts::NAMES;
 
 /// Labels of the phases of a step on rank 0, in order.
 pub const STEP_PHASES: [&str; 6] = ["plan", "send", "mask", "wait", "settle", "deliver"];

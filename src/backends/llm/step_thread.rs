@@ -88,7 +88,7 @@ struct Running {
     longest_step: Duration,
     /// Time when the last step was settled, or was sent to idle workers.
     last_progress: Instant,
-    /// The same, without other progress of the workers: the start of the step that is settled next.
+    /// When the output before the step that is settled next arrived, or when that step was sent to idle workers.
     step_began: Instant,
     step_kinds: StepKinds,
     mask_jobs: MaskJobs,
@@ -217,6 +217,7 @@ impl Running {
     /// Runs steps until a worker is lost or the model is stopped.
     fn serve(&mut self, mut group: WorkerGroup) -> End {
         debug_assert!(group.is_linked());
+        self.step_began = Instant::now();
         self.thread.inbox.set_doorbell(group.doorbell());
         let mut end = loop {
             if let Err(end) = self.run_once(&mut group) {
@@ -247,15 +248,16 @@ impl Running {
         let engine = self.engine.as_mut().expect(ENGINE_EXISTS);
         engine.drain_events(&mut self.events);
         self.push_events();
-        let engine = self.engine();
-        if engine.num_in_flight() == 0 {
-            let stats = engine.stats();
+        if self.engine().num_in_flight() == 0 {
+            let stats = self.engine().stats();
             *ipc::lock(&self.thread.shared.stats) = stats;
             self.report_adapters();
             return self.handle_messages(group, IDLE_WAIT);
         }
         if was_idle {
-            (self.last_progress, self.step_began) = (Instant::now(), Instant::now());
+            self.last_progress = Instant::now();
+            let has_gap = self.engine().oldest_load().is_some_and(|load| load.after_gap);
+            self.step_began = if has_gap { self.step_began } else { self.last_progress };
         }
         if group.doorbell().is_none() {
             self.handle_messages(group, POLL_INTERVAL)?;

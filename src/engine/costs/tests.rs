@@ -31,6 +31,7 @@ const GPU: StepCosts = StepCosts {
     prompt_position: 1.1e-9,
     experts: 0.0,
     guess: 0.0,
+    gap: 0.0,
 };
 
 /// The same work on two CPU cores with a model of one billion parameters.
@@ -42,6 +43,7 @@ const CPU: StepCosts = StepCosts {
     prompt_position: 0.2e-6,
     experts: 0.0,
     guess: 0.0,
+    gap: 0.0,
 };
 
 fn truth(costs: StepCosts) -> CostModel {

@@ -10,7 +10,7 @@ use std::time::Duration;
 
 use engine::{
     Adapter, AdapterId, BeamParams, EngineConfig, Policy, Request, RequestConstraint, SamplingParams, SequenceId,
-    TokenId,
+    StepCosts, TokenId,
 };
 use proptest::collection::vec;
 use proptest::prelude::*;
@@ -41,6 +41,31 @@ enum Call {
     /// Sequences that have not begun stay in the queue, or no longer do.
     Hold(bool),
     ResetPrefixCache,
+    /// Drafts become worth their time, or no longer are.
+    Price(Price),
+}
+
+/// What drafts cost from now on.
+#[derive(Debug, Clone, Copy)]
+enum Price {
+    Nothing,
+    /// Sequences whose guesses are often right have drafts.
+    HalfAStep,
+    /// The gap behind a step is too long, so that sequences have two steps in flight.
+    LongGap,
+}
+
+impl Price {
+    /// Steps are so short that they change no chunk of a prompt.
+    fn costs(self) -> StepCosts {
+        const STEP: f64 = 1e-9;
+        let [decode_token, gap] = match self {
+            Price::Nothing => [0.0, 0.0],
+            Price::HalfAStep => [STEP / 4.0, STEP / 10.0],
+            Price::LongGap => [0.0, 100.0 * STEP],
+        };
+        StepCosts { step: STEP, decode_token, gap, prompt_token: 1.0, ..StepCosts::default() }
+    }
 }
 
 fn token() -> impl Strategy<Value = TokenId> {
@@ -97,6 +122,7 @@ fn call() -> impl Strategy<Value = Call> {
         1 => Just(Call::CloseDisk),
         4 => any::<bool>().prop_map(Call::Hold),
         4 => Just(Call::ResetPrefixCache),
+        8 => prop_oneof![Just(Price::Nothing), Just(Price::HalfAStep), Just(Price::LongGap)].prop_map(Call::Price),
     ]
 }
 
@@ -203,6 +229,7 @@ fn run_calls(config: EngineConfig, calls: Vec<Call>) -> usize {
             Call::CloseDisk => world.close_disk(),
             Call::Hold(holds) => world.engine.hold_new(holds),
             Call::ResetPrefixCache => world.reset_prefix_cache(),
+            Call::Price(price) => world.engine.set_costs(price.costs()),
         }
     }
     world.engine.hold_new(false);

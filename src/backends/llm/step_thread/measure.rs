@@ -147,7 +147,8 @@ impl Running {
             };
             let seconds = self.last_progress.elapsed().as_secs_f64();
             let engine = self.engine.as_mut().expect(ENGINE_EXISTS);
-            steps.extend(engine.oldest_load().map(|load| (load, seconds)));
+            // The time counts from the moment when the plan was sent.
+            steps.extend(engine.oldest_load().map(|load| (StepLoad { after_gap: false, ..load }, seconds)));
             let settled = engine.settle(output, &mut self.events);
             settled.map_err(|error| WorkerLoss::new(format!("worker 0 sent an unexpected output: {error}")))?;
         }

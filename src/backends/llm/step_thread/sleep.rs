@@ -192,6 +192,7 @@ impl Running {
         self.receive_from_all(group, started + MOVE_TIMEOUT, |message| {
             matches!(message, FromWorker::Ready { .. }).then_some(())
         })?;
+        self.step_began = Instant::now();
         tracing::info!(model = %self.thread.config.name, "is awake after {:.1?}", started.elapsed());
         Ok(())
     }

@@ -71,24 +71,20 @@ fn blocks_of_windows_suffice_when_recurrent_states_go_back_before_rejected_guess
 }
 
 #[test]
-fn there_are_no_drafts_where_a_token_costs_as_much_as_it_gives_except_for_trials() {
+fn there_are_no_drafts_where_a_token_costs_as_much_as_it_gives() {
     let costs = |step, decode_token| StepCosts { step, decode_token, ..StepCosts::default() };
     // A token adds nothing to a step of 10 ms, or a hundredth of it; or steps consist of their tokens.
     let [free, cheap, dear] = [0.0, 1e-4, 10.0].map(|token| run(config(), Some(costs(0.01, token)), 4));
     assert!(free.total_drafted_tokens >= cheap.total_drafted_tokens, "{free:?} {cheap:?}");
-    let (drafted, steps) = (dear.total_drafted_tokens, dear.total_steps);
-    assert!(cheap.total_drafted_tokens > 10 * drafted, "{} and {drafted} drafts", cheap.total_drafted_tokens);
-    assert!(drafted > 0 && drafted < steps / 5, "{drafted} drafts in {steps} steps");
+    assert!(cheap.total_drafted_tokens > 250 && dear.total_drafted_tokens == 0, "{cheap:?} {dear:?}");
 }
 
 #[test]
-fn there_are_no_drafts_where_a_guess_costs_as_much_as_it_gives_except_for_trials() {
+fn there_are_no_drafts_where_a_guess_costs_as_much_as_it_gives() {
     let costs = |guess| StepCosts { step: 0.01, decode_token: 1e-5, guess, ..StepCosts::default() };
     // A pass of a head costs a twentieth of a step; one of a draft model as large as the model costs as much.
     let [head, large] = [0.0005, 0.01].map(|guess| run(config(), Some(costs(guess)), 4));
-    let (drafted, steps) = (large.total_drafted_tokens, large.total_steps);
-    assert!(head.total_drafted_tokens > 10 * drafted, "{} and {drafted} drafts", head.total_drafted_tokens);
-    assert!(drafted > 0 && drafted < steps / 5, "{drafted} drafts in {steps} steps");
+    assert!(head.total_drafted_tokens > 250 && large.total_drafted_tokens == 0, "{head:?} {large:?}");
 }
 
 #[test]

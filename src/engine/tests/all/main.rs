@@ -7,6 +7,7 @@ mod agents;
 mod constraints;
 mod disk;
 mod drafts;
+mod drafts_ahead;
 mod fairness;
 mod host;
 mod refusals;

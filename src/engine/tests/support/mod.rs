@@ -29,6 +29,7 @@ pub const PROMPT_TOKENS: engine::StepCosts = engine::StepCosts {
     prompt_position: 0.0,
     experts: 0.0,
     guess: 0.0,
+    gap: 0.0,
 };
 
 /// An engine with these limits. Where they bound the time between tokens, its costs are [`PROMPT_TOKENS`].

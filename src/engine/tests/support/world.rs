@@ -305,8 +305,10 @@ impl World {
             "step {} is too long",
             plan.step
         );
-        let joined: usize = plan.joined.iter().map(|joined| joined.tokens.len()).sum();
-        let one = plan.joined.len() <= 1;
+        // Each row has room for what a step with drafts gives it.
+        let long = plan.revised.iter().map(|row| row.tokens.len()).filter(|&len| len > 1 + config.max_drafts);
+        let joined: Vec<usize> = plan.joined.iter().map(|joined| joined.tokens.len()).chain(long).collect();
+        let (one, joined) = (joined.len() <= 1, joined.iter().sum::<usize>());
         assert!(one || joined <= config.max_joined_tokens, "step {} joins {joined} tokens", plan.step);
         let mut bytes = Vec::new();
         engine::plan::encode(plan, &mut bytes);

@@ -3,7 +3,8 @@
 use std::collections::HashMap;
 
 use engine::{
-    Engine, EngineConfig, FinishReason, Policy, Refused, SampledToken, SequenceId, StepOutput, TokenEvent, plan,
+    Engine, EngineConfig, FinishReason, Policy, Refused, SampledToken, SequenceId, StepCosts, StepOutput, TokenEvent,
+    plan,
 };
 use supervision::{FromAgent, FromWorker, ToWorker, WorkerId};
 
@@ -451,6 +452,11 @@ impl World {
             (Phase::Serving, FromWorker::Output(output)) => {
                 if self.engine.settle(output, &mut self.events).is_err() {
                     return self.lose();
+                }
+                if self.random.one_in(8) {
+                    // Drafts become worth their time, or no longer are.
+                    let gap = if self.random.one_in(2) { 1.0 } else { 0.0 };
+                    self.engine.set_costs(StepCosts { step: 0.01, gap, ..StepCosts::default() });
                 }
                 self.set_deadline(STEP_TIMEOUT);
             }
