@@ -57,6 +57,7 @@ pub mod gate;
 pub mod gate_rows;
 pub mod gated_activation;
 pub mod gated_delta;
+pub mod gather_columns;
 pub mod gather_rows;
 mod gemm_plan;
 mod gpu;

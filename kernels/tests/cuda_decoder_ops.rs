@@ -1,4 +1,4 @@
-//! Compares ops that only some decoders need (layer norm, learned positions, plain activations, head norms) with plain
+//! Compares ops that only some decoders need (layer norm, learned positions, plain activations, head norms, gathered columns) with plain
 //! formulas, for odd shapes. Outputs are filled with NaN first.
 
 mod gpu;
@@ -10,6 +10,7 @@ use kernels::cuda::add_positions::add_positions;
 use kernels::cuda::branch_norm::{BranchNorm, add, branch_norm};
 use kernels::cuda::cap_logits::cap_logits;
 use kernels::cuda::gated_activation::GateActivation;
+use kernels::cuda::gather_columns::gather_columns;
 use kernels::cuda::head_norm::{HeadNorm, HeadNormWeights, head_norm};
 use kernels::cuda::layer_norm::{LayerNormWeight, add_layer_norm, layer_norm};
 use kernels::cuda::rope_cache::HeadShape;
@@ -297,5 +298,28 @@ fn elements_are_multiplied_by_a_number_and_by_columns_and_copied_to_them() {
         let scaled = |(i, y): (usize, &bf16)| if i < rows * cols { bf16::from_f32(y.to_f32() * 0.7) } else { *y };
         let expected: Vec<bf16> = y.iter().enumerate().map(scaled).collect();
         assert!(dy.span().read::<bf16>(rows * width).unwrap() == expected, "{rows} x {cols} elements and no more");
+    }
+}
+
+#[test]
+fn gathered_columns_are_in_the_order_asked_for() {
+    let Some((gpu, q)) = open() else { return };
+    let mut random = Random::new(7);
+    for (rows, cols) in [(1, 8), (3, 264), (2, 2048), (5, 2056), (1, 4104), (70, 4096), (300, 72)] {
+        let x = random.bf16s(rows * cols, 1.0);
+        let mut order: Vec<u32> = (0..cols as u32).collect();
+        for last in (1..cols).rev() {
+            order.swap(last, random.below(last + 1));
+        }
+        let (dx, from) = (DeviceBuffer::from_slice(&gpu, &x).unwrap(), DeviceBuffer::from_slice(&gpu, &order).unwrap());
+        // A row more than are gathered.
+        let y = poisoned::<bf16>(&gpu, &q, (rows + 1) * cols);
+        let before = y.span().read::<bf16>((rows + 1) * cols).unwrap();
+        gather_columns(&q, y.span(), dx.span(), from.span(), rows, cols).unwrap();
+        q.wait().unwrap();
+        let gathered = x.chunks(cols).flat_map(|row| order.iter().map(|&from| row[from as usize]));
+        let expected: Vec<u16> = gathered.chain(before[rows * cols..].iter().copied()).map(bf16::to_bits).collect();
+        let found = y.span().read::<bf16>((rows + 1) * cols).unwrap();
+        assert!(found.into_iter().map(bf16::to_bits).eq(expected), "{rows} x {cols}");
     }
 }
