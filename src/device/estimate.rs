@@ -13,8 +13,8 @@ use settings::WeightPrecision;
 use crate::cpu::{CpuEstimate, ExpertBuffers, Widest, quantized_bytes};
 use crate::cuda::{
     self, CudaDevice, Estimate, ExpertSizes, ProductScratch, RecurrentKernel, check_latent_shape, copy_format,
-    division, expert_formats, fp8_expert_cols, gate_order, guess_bytes, has_fp8_inputs, largest_bucket, product_format,
-    tensor_rows,
+    division, expert_formats, fp8_expert_cols, gate_order, guess_bytes, has_fp8_inputs, input_order, largest_bucket,
+    product_format, tensor_rows,
 };
 use crate::slices::is_computed;
 
@@ -194,6 +194,10 @@ impl Estimator {
         let weight = self.count_matrix(parts);
         let Some(format) = packed else { return weight };
         self.product_scratch.count(weight.rows, weight.cols, has_fp8_inputs(parts));
+        if let Some(order) = input_order(parts) {
+            self.product_scratch.count_gathered(order.len());
+            self.weights_bytes += size_of_val(order);
+        }
         EstimatedWeight { bytes: self.count_packed(&weight, format), ..weight }
     }
 

@@ -38,10 +38,15 @@ pub enum Quantization {
     Nvfp4,
 }
 
-/// The rows of a quantized matrix.
+/// The rows of a quantized matrix. Columns are counted in the order of [`QuantizedRows::col_order`].
 pub trait QuantizedRows: Debug + Send + Sync {
     /// The form of the codes.
     fn quantization(&self) -> Quantization;
+
+    /// The columns of the matrix in the order in which groups are contiguous, if that is not their own order.
+    fn col_order(&self) -> Option<&[u32]> {
+        None
+    }
 
     /// Writes the codes of the columns `cols` of row `row` to `out`, one byte for each.
     ///

@@ -327,6 +327,7 @@ impl CudaDevice {
             self.product(out, x, weight, m, weight.rows, epilogue)?;
             return low_rank::expand(&self.queue, &slots, &step, out, m).map_err(device_error);
         }
+        let x = self.ordered_inputs(x, weight, m)?;
         let (q, operands) = (&self.queue, (&slots, &step));
         match weight.packed_weight() {
             Some(packed) => quantized_gemm::quantized_gemm_low_rank(q, [out, x], &packed, m, epilogue, operands),

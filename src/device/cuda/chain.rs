@@ -137,6 +137,8 @@ impl CudaDevice {
             && self.all_skinny
             && !self.has_layer_norms
             && !self.expert_sizes.has_experts()
+            // A product that gathers its inputs first is no link.
+            && !self.product_scratch.has_gathered()
             && has_kernel(gpu)
     }
 

@@ -36,7 +36,7 @@ impl CudaDevice {
         let bytes = [format.codes_bytes(rows, cols), format.scales_bytes(rows, cols)];
         let codes = self.load_form(parts, RowOrder::Stacked, Form::Codes(format), bytes[0])?;
         let scales = self.load_form(parts, RowOrder::Stacked, Form::Scales(format), bytes[1])?;
-        Ok(Some(HeadCopy { codes, packed: Packed { scales, format, has_fp8_inputs: false } }))
+        Ok(Some(HeadCopy { codes, packed: Packed { scales, format, has_fp8_inputs: false, inputs: None } }))
     }
 
     /// The head from which `count` rows guess: its copy, if the kernels for few rows take it.

@@ -2,6 +2,7 @@
 
 use kernels::cuda::embed::{Table, TokenSource};
 use kernels::cuda::fp8_gemm::{fp8_gemm, fp8_gemm_invariant};
+use kernels::cuda::gather_columns::gather_columns;
 use kernels::cuda::layer_norm::layer_norm;
 use kernels::cuda::library_gemm::{GemmBuffers, GemmShape};
 use kernels::cuda::quantize_rows::{FP8_SLICE, Fp8Rows, quantize_rows};
@@ -128,6 +129,7 @@ impl CudaDevice {
         if self.config.batch_invariant && weight.packed.is_none() {
             return self.invariant_product(out, x, weight, m, stride, epilogue);
         }
+        let x = self.ordered_inputs(x, weight, m)?;
         let is_gated = matches!(epilogue, Epilogue::Gated(_));
         if stride == weight.rows && (self.is_own(m, weight) || is_gated) {
             if self.current().only_products {
@@ -155,6 +157,18 @@ impl CudaDevice {
         let shape = GemmShape { m, n: weight.rows, k: weight.cols, stride, to_f32 };
         let buffers = GemmBuffers { y: out, x, w: self.expanded(weight)?, bias: weight.bias };
         self.gemm.run(&self.queue, shape, buffers).map_err(device_error)
+    }
+
+    /// The inputs `[m, K]` in the order of the weight's columns: if that is not their own, gathered into a buffer that the next product may
+    /// overwrite.
+    pub(super) fn ordered_inputs(&mut self, x: Span, weight: &CudaWeight, m: usize) -> Result<Span, DeviceError> {
+        let Some(order) = weight.packed.and_then(|packed| packed.inputs) else { return Ok(x) };
+        let gathered = self.product_scratch.gathered(self.workspace().products.span(), m, weight.cols);
+        if !self.current().only_products {
+            self.flush()?;
+            gather_columns(&self.queue, gathered, x, order, m, weight.cols).map_err(device_error)?;
+        }
+        Ok(gathered)
     }
 
     /// The weight in bf16: if it is quantized, expanded into a buffer that the next product may overwrite.

@@ -18,14 +18,18 @@ pub(crate) struct Packed {
     pub(crate) format: PackedFormat,
     /// Whether many rows of inputs are rounded to e4m3.
     pub(crate) has_fp8_inputs: bool,
+    /// `[cols]` u32: the input of each column, if columns have another order than inputs.
+    pub(crate) inputs: Option<Span>,
 }
 
-/// Scratch memory of single ops: of products with quantized weights, for a weight in bf16 or inputs in e4m3, also of experts, and of
-/// layers with a recurrent state, for chunks.
+/// Scratch memory of single ops: of products with quantized weights, for a weight in bf16, behind it inputs in the order of its columns,
+/// or inputs in e4m3, also of experts, and of layers with a recurrent state, for chunks.
 #[derive(Debug, Clone, Copy, Default)]
 pub(crate) struct ProductScratch {
     /// Bytes of the largest weight in bf16.
     expanded: usize,
+    /// Columns of the widest inputs that are gathered in the order of a weight's columns.
+    gathered_cols: usize,
     /// Columns of the widest inputs in e4m3.
     fp8_cols: usize,
     /// Columns of the widest inputs of experts in e4m3, and experts of a token.
@@ -42,6 +46,21 @@ impl ProductScratch {
         if has_fp8_inputs {
             self.fp8_cols = self.fp8_cols.max(cols);
         }
+    }
+
+    /// Makes room for inputs that are gathered in the order of a weight's columns.
+    pub(crate) fn count_gathered(&mut self, cols: usize) {
+        self.gathered_cols = self.gathered_cols.max(cols);
+    }
+
+    /// Whether inputs of any weight are gathered.
+    pub(crate) fn has_gathered(self) -> bool {
+        self.gathered_cols > 0
+    }
+
+    /// The room for `rows` gathered inputs of this width in scratch memory. An expanded weight does not overlap it.
+    pub(crate) fn gathered(self, scratch: Span, rows: usize, cols: usize) -> Span {
+        scratch.part(self.expanded, rows * cols * 2)
     }
 
     /// Makes room for inputs of experts in e4m3: a row of `cols` for each of a token's `top_k` experts.
@@ -69,7 +88,8 @@ impl ProductScratch {
     pub(crate) fn bytes(self, tokens: usize) -> usize {
         let chunks = self.recurrent.map_or(0, |kernel| kernel.scratch_bytes(tokens));
         let expert_inputs = Fp8Rows::bytes(tokens * self.top_k, self.expert_cols);
-        self.expanded.max(Fp8Rows::bytes(tokens, self.fp8_cols)).max(expert_inputs).max(chunks)
+        let expanded = self.expanded + tokens * self.gathered_cols * 2;
+        expanded.max(Fp8Rows::bytes(tokens, self.fp8_cols)).max(expert_inputs).max(chunks)
     }
 }
 
@@ -87,6 +107,11 @@ pub(super) fn quantized(data: &WeightData) -> Option<&dyn QuantizedRows> {
         WeightData::Stored(_) => None,
         WeightData::Computed(source) => source.quantized(),
     }
+}
+
+/// The inputs of the columns of a quantized matrix of `parts`, if columns have another order than inputs.
+pub(crate) fn input_order<'a>(parts: &'a [WeightSlice<'_>]) -> Option<&'a [u32]> {
+    quantized(&parts.first()?.data)?.col_order()
 }
 
 /// The format in which a matrix of products stays quantized. `None` if it must be expanded to bf16: it has no [`packed_format`], or
@@ -111,14 +136,15 @@ fn is_fp8(format: PackedFormat) -> bool {
     matches!(format, PackedFormat::Fp8Rows | PackedFormat::Fp8Blocks)
 }
 
-/// The format of a matrix of `parts`. `None` if parts are not quantized or in different formats, or scales are not divided as the
-/// kernels need it.
+/// The format of a matrix of `parts`. `None` if parts are not quantized or in different formats or orders of columns, or scales are not
+/// divided as the kernels need it.
 pub(super) fn packed_format(parts: &[WeightSlice<'_>], order: RowOrder) -> Option<PackedFormat> {
     let cols = parts.first()?.cols.len();
     let rows: usize = parts.iter().map(|part| part.rows.len()).sum();
-    let format = part_format(&parts[0])?;
-    let fits =
-        rows.is_multiple_of(8) && cols.is_multiple_of(8) && parts.iter().all(|part| part_format(part) == Some(format));
+    let (format, inputs) = (part_format(&parts[0])?, input_order(parts));
+    let is_alike =
+        |part: &WeightSlice<'_>| part_format(part) == Some(format) && input_order(std::slice::from_ref(part)) == inputs;
+    let fits = rows.is_multiple_of(8) && cols.is_multiple_of(8) && parts.iter().all(is_alike);
     (fits && (format != PackedFormat::Fp8Blocks || tiles_have_two_scales(parts, order))).then_some(format)
 }
 
@@ -130,7 +156,8 @@ fn expert_format(experts: &[&[WeightSlice<'_>]], order: RowOrder) -> Option<Pack
     // Looking at each row of hundreds of experts would take a second.
     let is_common =
         others.iter().all(|parts| has_division(parts, first) || packed_format(parts, order) == Some(format));
-    (is_common && rows.is_multiple_of(TILE)).then_some(format)
+    let is_in_order = experts.iter().copied().flatten().all(|part| input_order(std::slice::from_ref(part)).is_none());
+    (is_common && is_in_order && rows.is_multiple_of(TILE)).then_some(format)
 }
 
 /// Whether two matrices are the same parts of matrices that are quantized alike.
@@ -157,7 +184,12 @@ pub(crate) fn fp8_expert_cols(layer: &ExpertSlices<'_>, formats: [Option<PackedF
 }
 
 fn part_format(part: &WeightSlice<'_>) -> Option<PackedFormat> {
-    match quantized(&part.data)?.quantization() {
+    let rows = quantized(&part.data)?;
+    // The inputs of some columns are those of other workers.
+    if rows.col_order().is_some() && part.cols.len() != part.matrix_cols {
+        return None;
+    }
+    match rows.quantization() {
         Quantization::Fp8 { block: [_, width] } if width >= part.matrix_cols => Some(PackedFormat::Fp8Rows),
         Quantization::Fp8 { block: [_, width] } => {
             let slice = PackedFormat::Fp8Blocks.slice_cols();
@@ -239,9 +271,9 @@ pub(super) mod tests {
 
     use super::*;
 
-    /// Codes and scales that follow from row and column.
+    /// Codes and scales that follow from row and column, and the order of columns.
     #[derive(Debug)]
-    struct Numbered(Quantization);
+    struct Numbered(Quantization, Option<Vec<u32>>);
 
     impl RowSource for Numbered {
         fn read_row(&self, _row: usize, _cols: Range<usize>, _out: &mut [u8]) {}
@@ -254,6 +286,10 @@ pub(super) mod tests {
     impl QuantizedRows for Numbered {
         fn quantization(&self) -> Quantization {
             self.0
+        }
+
+        fn col_order(&self) -> Option<&[u32]> {
+            self.1.as_deref()
         }
 
         fn read_codes(&self, row: usize, cols: Range<usize>, out: &mut [u8]) {
@@ -273,7 +309,7 @@ pub(super) mod tests {
     ) -> WeightSlice<'static> {
         WeightSlice {
             name: "w",
-            data: WeightData::Computed(Arc::new(Numbered(quantization))),
+            data: WeightData::Computed(Arc::new(Numbered(quantization, None))),
             dtype: DType::Bf16,
             matrix_cols: 512,
             rows,
@@ -367,6 +403,39 @@ pub(super) mod tests {
         assert_eq!(format(&[first(), of(blocks, 96..224)]), None);
         assert_eq!(format(&[first(), of(Quantization::Mxfp4, 0..128)]), None);
         assert_eq!(format(&[of(blocks, 0..96)]), None);
+    }
+
+    #[test]
+    fn parts_whose_columns_have_an_order_stay_if_it_is_one_order_of_whole_rows() {
+        let quantization = Quantization::Int4 { group: 128, has_zeros: true, scale: DType::F16 };
+        let format = PackedFormat::Int4 { group: 128, has_zeros: true, scale_is_f16: true };
+        let part = |first: u32, cols: Range<usize>| {
+            let order = (0..512).map(|col| (first + 5 * col) % 512).collect();
+            let data = WeightData::Computed(Arc::new(Numbered(quantization, Some(order))));
+            WeightSlice { data, ..slice(quantization, 8..72, cols) }
+        };
+        let of = |parts: &[WeightSlice<'_>]| packed_format(parts, RowOrder::Stacked);
+        assert_eq!(of(&[part(3, 0..512), part(3, 0..512)]), Some(format));
+        assert_eq!(input_order(&[part(3, 0..512)]).unwrap()[..3], [3, 8, 13]);
+        assert_eq!(of(&[part(3, 0..512), part(4, 0..512)]), None);
+        assert_eq!(of(&[part(3, 0..512), slice(quantization, 8..72, 0..512)]), None);
+        assert_eq!(of(&[slice(quantization, 8..72, 0..512), part(3, 0..512)]), None);
+        assert_eq!(of(&[part(3, 0..256)]), None);
+        // Rows of experts are gathered by token.
+        let [ordered, plain] = [[part(3, 0..512)], [slice(quantization, 8..72, 0..512)]];
+        let experts = |experts: &[&[WeightSlice<'_>]]| expert_format(experts, RowOrder::Stacked);
+        assert_eq!(experts(&[&plain, &plain]), Some(format));
+        assert_eq!((experts(&[&ordered, &ordered]), experts(&[&plain, &ordered])), (None, None));
+    }
+
+    #[test]
+    fn gathered_inputs_are_behind_the_largest_expanded_weight() {
+        let mut scratch = ProductScratch::default();
+        scratch.count(16, 64, false);
+        assert!(!scratch.has_gathered());
+        scratch.count_gathered(64);
+        scratch.count(8, 32, false);
+        assert_eq!((scratch.has_gathered(), scratch.bytes(10)), (true, 16 * 64 * 2 + 10 * 64 * 2));
     }
 
     #[test]

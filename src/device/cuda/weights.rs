@@ -6,7 +6,7 @@ use kernels::cuda::{DeviceBuffer, Span};
 use ops::{DeviceError, LinearRole, NormKind, NormSlices, WeightSlice};
 
 use super::load::{Form, Part, RowOrder};
-use super::packed::{Packed, has_fp8_inputs, product_format};
+use super::packed::{Packed, has_fp8_inputs, input_order, product_format};
 use super::{CudaDevice, CudaWeight, device_error};
 
 impl CudaDevice {
@@ -35,8 +35,18 @@ impl CudaDevice {
         let scales = self.load_form(parts, order, Form::Scales(format), format.scales_bytes(rows, cols))?;
         let has_fp8_inputs = has_fp8_inputs(parts);
         self.product_scratch.count(rows, cols, has_fp8_inputs);
-        let packed = Packed { scales, format, has_fp8_inputs };
+        let inputs = input_order(parts).map(|order| self.load_input_order(order)).transpose()?;
+        let packed = Packed { scales, format, has_fp8_inputs, inputs };
         Ok(CudaWeight { packed: Some(packed), ..CudaWeight::matrix(codes, rows, cols) })
+    }
+
+    /// Copies the inputs of a weight's columns to the GPU.
+    fn load_input_order(&mut self, order: &[u32]) -> Result<Span, DeviceError> {
+        self.product_scratch.count_gathered(order.len());
+        let buffer = DeviceBuffer::from_slice(&self.gpu, order).map_err(device_error)?;
+        let span = buffer.span();
+        self.weights.push(buffer);
+        Ok(span)
     }
 
     /// Allocates a buffer and queues the loading of one form of a matrix.

@@ -10,7 +10,9 @@ use ops::{DType, RowSource, WeightSlice};
 
 use super::Checkpoint;
 use super::computed::computed;
-use super::rows::{Awq, Gptq, Microscaled, PackedIntegers, ScaleValues, ScaledBytes, Scales, StoredMatrix, Words};
+use super::rows::{
+    Awq, ColGroups, Gptq, Microscaled, PackedIntegers, ScaleValues, ScaledBytes, Scales, StoredMatrix, Words,
+};
 use crate::ModelError;
 use crate::config::WeightFormat;
 
@@ -99,8 +101,8 @@ impl Layer<'_> {
         }
     }
 
-    /// The group of each column; none if they are in order. The tensor may be missing.
-    fn group_of(&self, end: &str, groups: usize) -> Result<Option<Words>, ModelError> {
+    /// The groups of columns; none if they are in order. The tensor may be missing.
+    fn col_groups(&self, end: &str, groups: usize) -> Result<Option<ColGroups>, ModelError> {
         let (name, cols) = (self.name(end), self.shape[1]);
         if !self.checkpoint.contains(&name) {
             return Ok(None);
@@ -112,7 +114,7 @@ impl Layer<'_> {
         }
         let in_order = cols.is_multiple_of(groups).then(|| cols / groups);
         let is_in_order = in_order.is_some_and(|group| (0..cols).all(|col| words.get(0, col) as usize == col / group));
-        Ok((!is_in_order).then_some(words))
+        Ok((!is_in_order).then(|| ColGroups::new(words, groups)))
     }
 
     fn awq(&self) -> Result<Found, ModelError> {
@@ -139,9 +141,10 @@ impl Layer<'_> {
         let groups = self.stored_shape("scales").map_or(1, |shape| shape[0]);
         let scales = self.checkpoint.stored(&self.name("scales"), &[groups, rows], rows)?;
         let zeros = self.checkpoint.words(&self.name("qzeros"), [groups, (rows * bits).div_ceil(32)])?;
-        let group_of = self.group_of("g_idx", groups)?;
-        let group = if group_of.is_some() { cols } else { self.group("scales", groups)? };
-        Ok(Some(Arc::new(Gptq { words, zeros, scales, bits, zero_offset, group, group_of })))
+        let col_groups = self.col_groups("g_idx", groups)?;
+        let has_neighbours = col_groups.as_ref().is_none_or(ColGroups::are_even);
+        let group = if has_neighbours { self.group("scales", groups)? } else { cols };
+        Ok(Some(Arc::new(Gptq { words, zeros, scales, bits, zero_offset, group, col_groups })))
     }
 
     /// The forms of compressed-tensors, ModelOpt and fp8.
@@ -188,9 +191,10 @@ impl Layer<'_> {
             }
             false => None,
         };
-        let group_of = self.group_of("weight_g_idx", groups)?;
-        let group = if group_of.is_some() { cols } else { self.group("weight_scale", groups)? };
-        Ok(Arc::new(PackedIntegers { words, bits, scales, has_row_scales, group, zeros, group_of }))
+        let col_groups = self.col_groups("weight_g_idx", groups)?;
+        let has_neighbours = col_groups.as_ref().is_none_or(ColGroups::are_even);
+        let group = if has_neighbours { self.group("weight_scale", groups)? } else { cols };
+        Ok(Arc::new(PackedIntegers { words, bits, scales, has_row_scales, group, zeros, col_groups }))
     }
 
     fn mxfp4(&self, scale_dtype: &str) -> Result<Arc<dyn RowSource>, ModelError> {

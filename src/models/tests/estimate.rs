@@ -165,6 +165,33 @@ fn gpus_keep_quantized_weights_in_their_own_size() {
 }
 
 #[test]
+fn gpus_keep_integers_in_act_order_in_their_own_size_unless_columns_are_divided() {
+    let estimate = |case, size, is_expanded| {
+        let dir = golden_dir(case);
+        let config = models::Config::from_dir(&dir).unwrap();
+        let limits = StepLimits { max_tokens: 64, max_rows: 4, max_sequence_len: 128, vocab_size: config.vocab_size };
+        let estimator = Estimator::new(Target::Cuda, TensorParallel { rank: 0, size }, limits);
+        let mut estimator = estimator.with_invariant_rows(is_expanded);
+        let model = models::load(&dir, &config, &mut estimator).unwrap();
+        estimator.estimate(&model.attention_spec(BLOCK_SIZE, limits.max_sequence_len))
+    };
+    let saved = |size| {
+        let [expanded, kept] = [true, false].map(|is_expanded| estimate("qwen2_gptq", size, is_expanded));
+        expanded.weights_bytes as i64 - kept.weights_bytes as i64
+    };
+    // Rows of codes are padded to 128 bytes, and scales and zero points to 64 rows of 256 columns. Each column has a number.
+    let of = |[rows, cols]: [i64; 2]| 2 * rows * cols - 128 * rows - (rows + 63) / 64 * 64 * 8 * 3 - 4 * cols;
+    let [qkv, out, gate_up, down] = [[128, 64], [64, 64], [256, 64], [64, 128]].map(of);
+    assert_eq!(saved(1), 2 * (qkv + out + gate_up + down));
+    let [qkv, gate_up] = [[64, 64], [128, 64]].map(of);
+    assert_eq!(saved(2), 2 * (qkv + gate_up));
+    // The widest inputs of 64 tokens. The other checkpoint has the same sizes, and no act order.
+    let workspace = |case, size| estimate(case, size, false).workspace_bytes;
+    let gathered = [1, 2].map(|size| workspace("qwen2_gptq", size) - workspace("qwen2_gptq_dynamic", size));
+    assert_eq!(gathered, [64 * 128 * 2, 64 * 64 * 2]);
+}
+
+#[test]
 fn gpus_take_memory_for_guesses_and_for_what_guesses() {
     let (dir, head) = (golden_dir("eagle3"), golden_dir("eagle3").join("speculators"));
     let plain = models::Config::from_dir(&dir).unwrap();

@@ -32,6 +32,47 @@ fn code(stored: i32, bits: usize) -> u8 {
     stored as u8 ^ if bits == 8 { 0x80 } else { 0 }
 }
 
+/// The groups of columns that are not in order, as GPTQ with act order divides them.
+#[derive(Debug)]
+pub(in crate::checkpoint) struct ColGroups {
+    /// The group of each column.
+    of: Words,
+    /// The columns sorted by their groups, if each group has the same number of columns.
+    sorted: Option<Vec<u32>>,
+}
+
+impl ColGroups {
+    /// `of` has one row, and names groups from 0 to `groups`.
+    pub(in crate::checkpoint) fn new(of: Words, groups: usize) -> Self {
+        let mut sorted: Vec<u32> = (0..of.cols as u32).collect();
+        sorted.sort_by_key(|&col| of.get(0, col as usize));
+        let group = of.cols / groups;
+        let is_even = of.cols.is_multiple_of(groups)
+            && sorted.iter().enumerate().all(|(at, &col)| of.get(0, col as usize) as usize == at / group);
+        Self { of, sorted: is_even.then_some(sorted) }
+    }
+
+    /// Whether each group has the same number of columns.
+    pub(in crate::checkpoint) fn are_even(&self) -> bool {
+        self.sorted.is_some()
+    }
+
+    fn group(&self, col: usize) -> usize {
+        self.of.get(0, col) as usize
+    }
+
+    /// The form of a matrix with these groups, if its columns can be sorted by them.
+    fn sortable(groups: Option<&Self>, form: Option<Quantization>) -> Option<Quantization> {
+        form.filter(|_| groups.is_none_or(Self::are_even))
+    }
+
+    /// The columns of the matrix that are `cols` in [`QuantizedRows::col_order`].
+    fn stored(groups: Option<&Self>, cols: Range<usize>) -> impl Iterator<Item = usize> {
+        let sorted = groups.and_then(|groups| groups.sorted.as_deref());
+        cols.map(move |col| sorted.map_or(col, |sorted| sorted[col] as usize))
+    }
+}
+
 /// compressed-tensors' `pack-quantized`: values of a row are packed along the row, offset by half of their range.
 #[derive(Debug)]
 pub(in crate::checkpoint) struct PackedIntegers {
@@ -45,13 +86,14 @@ pub(in crate::checkpoint) struct PackedIntegers {
     pub(in crate::checkpoint) group: usize,
     /// Packed along the rows of the matrix: `[rows * bits / 32, groups]`.
     pub(in crate::checkpoint) zeros: Option<Words>,
-    /// The group of each column, if they are not in order.
-    pub(in crate::checkpoint) group_of: Option<Words>,
+    /// If columns of a group are not neighbours.
+    pub(in crate::checkpoint) col_groups: Option<ColGroups>,
 }
 
 impl PackedIntegers {
     fn form(&self) -> Option<Quantization> {
-        form(self.bits, self.group, self.zeros.is_some(), self.scales.dtype).filter(|_| self.group_of.is_none())
+        let form = form(self.bits, self.group, self.zeros.is_some(), self.scales.dtype);
+        ColGroups::sortable(self.col_groups.as_ref(), form)
     }
 
     fn zero(&self, row: usize, group: usize) -> i32 {
@@ -68,9 +110,9 @@ impl RowSource for PackedIntegers {
     fn read_row(&self, row: usize, cols: Range<usize>, out: &mut [u8]) {
         let half = 1 << (self.bits - 1);
         let value = |col: usize| packed(|word| self.words.get(row, word), col, self.bits) - half;
-        if let Some(group_of) = self.group_of {
+        if let Some(groups) = &self.col_groups {
             let values = cols.map(|col| {
-                let group = group_of.get(0, col) as usize;
+                let group = groups.group(col);
                 (value(col) - self.zero(row, group)) as f32 * self.scale(row, group)
             });
             return write_bf16(values, out);
@@ -94,8 +136,12 @@ impl QuantizedRows for PackedIntegers {
         self.form().expect("only rows of this form are quantized rows")
     }
 
+    fn col_order(&self) -> Option<&[u32]> {
+        self.col_groups.as_ref()?.sorted.as_deref()
+    }
+
     fn read_codes(&self, row: usize, cols: Range<usize>, out: &mut [u8]) {
-        for (out, col) in out.iter_mut().zip(cols) {
+        for (out, col) in out.iter_mut().zip(ColGroups::stored(self.col_groups.as_ref(), cols)) {
             *out = code(packed(|word| self.words.get(row, word), col, self.bits), self.bits);
         }
     }
@@ -181,13 +227,14 @@ pub(in crate::checkpoint) struct Gptq {
     pub(in crate::checkpoint) zero_offset: i32,
     /// Columns of a group.
     pub(in crate::checkpoint) group: usize,
-    /// The group of each column, if they are not in order.
-    pub(in crate::checkpoint) group_of: Option<Words>,
+    /// If columns of a group are not neighbours.
+    pub(in crate::checkpoint) col_groups: Option<ColGroups>,
 }
 
 impl Gptq {
     fn form(&self) -> Option<Quantization> {
-        form(self.bits, self.group, true, self.scales.dtype).filter(|_| self.group_of.is_none())
+        let form = form(self.bits, self.group, true, self.scales.dtype);
+        ColGroups::sortable(self.col_groups.as_ref(), form)
     }
 
     fn zero_and_scale(&self, row: usize, group: usize) -> (i32, f32) {
@@ -201,9 +248,9 @@ impl Gptq {
 impl RowSource for Gptq {
     fn read_row(&self, row: usize, cols: Range<usize>, out: &mut [u8]) {
         let value = |col: usize| packed(|word| self.words.get(word, row), col, self.bits);
-        if let Some(group_of) = self.group_of {
+        if let Some(groups) = &self.col_groups {
             let values = cols.map(|col| {
-                let (zero, scale) = self.zero_and_scale(row, group_of.get(0, col) as usize);
+                let (zero, scale) = self.zero_and_scale(row, groups.group(col));
                 (value(col) - zero) as f32 * scale
             });
             return write_bf16(values, out);
@@ -227,8 +274,12 @@ impl QuantizedRows for Gptq {
         self.form().expect("only rows of this form are quantized rows")
     }
 
+    fn col_order(&self) -> Option<&[u32]> {
+        self.col_groups.as_ref()?.sorted.as_deref()
+    }
+
     fn read_codes(&self, row: usize, cols: Range<usize>, out: &mut [u8]) {
-        for (out, col) in out.iter_mut().zip(cols) {
+        for (out, col) in out.iter_mut().zip(ColGroups::stored(self.col_groups.as_ref(), cols)) {
             *out = code(packed(|word| self.words.get(word, row), col, self.bits), self.bits);
         }
     }
@@ -262,29 +313,50 @@ mod tests {
         StoredMatrix { data: data.leak(), dtype: DType::F16, cols }
     }
 
+    fn groups(of: impl Iterator<Item = u32>, count: usize) -> ColGroups {
+        let data: Vec<u8> = of.flat_map(u32::to_le_bytes).collect();
+        let cols = data.len() / 4;
+        ColGroups::new(Words { data: data.leak(), cols }, count)
+    }
+
+    #[test]
+    fn columns_are_sorted_by_groups_that_have_equal_numbers_of_them() {
+        let sorted = |of: &[u32], count| groups(of.iter().copied(), count).sorted;
+        assert_eq!(sorted(&[1, 0, 2, 1, 0, 2], 3), Some(vec![1, 4, 0, 3, 2, 5]));
+        assert_eq!(sorted(&[0, 1, 0, 0], 2), None);
+        assert_eq!(sorted(&[2, 0, 1, 0], 3), None);
+        // No column is in group 1.
+        assert_eq!(sorted(&[2, 0, 2, 0], 3), None);
+    }
+
     /// Checks that codes, scales and zero points give the values.
     fn assert_codes(what: &str, source: &dyn RowSource, expected: Quantization) {
         let rows = source.quantized().unwrap();
         assert_eq!(rows.quantization(), expected, "{what}");
         for (row, cols) in (0..ROWS).flat_map(|row| [0..COLS, 24..40].map(|cols| (row, cols))) {
-            let (mut codes, mut bytes) = (vec![0; cols.len()], vec![0; 2 * cols.len()]);
+            let [mut codes, mut bytes, mut whole] = [cols.len(), 2 * cols.len(), 2 * COLS].map(|len| vec![0; len]);
             rows.read_codes(row, cols.clone(), &mut codes);
             source.read_row(row, cols.clone(), &mut bytes);
-            for ((col, code), bytes) in cols.zip(codes).zip(bytes.as_chunks::<2>().0) {
+            source.read_row(row, 0..COLS, &mut whole);
+            assert_eq!(bytes, whole[2 * cols.start..2 * cols.end], "{what}: row {row}");
+            for (col, code) in cols.zip(codes) {
+                let stored = rows.col_order().map_or(col, |order| order[col] as usize);
                 let (scale, zero) = rows.scale(row, col);
                 let number = |code: u8| match expected {
                     Quantization::Int8 { .. } => f32::from(code.cast_signed()),
                     _ => f32::from(code),
                 };
                 let value = bf16::from_f32((number(code) - number(zero)) * scale);
-                assert_eq!(bf16::from_le_bytes(*bytes), value, "{what}: row {row}, column {col}");
+                assert_eq!(whole.as_chunks::<2>().0[stored], value.to_le_bytes(), "{what}: row {row}, column {col}");
             }
         }
     }
 
     #[test]
     fn codes_scales_and_zero_points_of_a_form_give_the_values_of_its_rows() {
-        for bits in [4, 8] {
+        let act_order = || groups((0..COLS).map(|col| (col * 5 % COLS / GROUP) as u32), COLS / GROUP);
+        for (bits, is_ordered) in [(4, false), (8, false), (4, true), (8, true)] {
+            let col_groups = || is_ordered.then(act_order);
             let form = |has_zeros| form(bits, GROUP, has_zeros, DType::F16).unwrap();
             for zeros in [None, Some(words(ROWS * bits / 32, COLS / GROUP))] {
                 let packed = PackedIntegers {
@@ -294,7 +366,7 @@ mod tests {
                     has_row_scales: true,
                     group: GROUP,
                     zeros,
-                    group_of: None,
+                    col_groups: col_groups(),
                 };
                 assert_codes(&format!("packed {bits}"), &packed, form(zeros.is_some()));
             }
@@ -305,7 +377,7 @@ mod tests {
                 bits,
                 zero_offset: 1,
                 group: GROUP,
-                group_of: None,
+                col_groups: col_groups(),
             };
             assert_codes(&format!("gptq {bits}"), &gptq, form(true));
         }

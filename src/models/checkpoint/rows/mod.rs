@@ -6,7 +6,7 @@ mod padded;
 mod rounded;
 mod scaled;
 
-pub(super) use integers::{Awq, Gptq, PackedIntegers};
+pub(super) use integers::{Awq, ColGroups, Gptq, PackedIntegers};
 pub(super) use layout::{EvenFirst, Transposed, UnitRows};
 pub(crate) use padded::{HeadPadding, padded_cols, padded_rows, padded_vector};
 pub use rounded::rounded;
