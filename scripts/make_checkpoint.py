@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 r"""Writes a checkpoint with layers of real sizes and random bf16 weights, for tests on a GPU. One file: a list of shapes.
 
-    make_checkpoint.py SHAPE OUT_DIR [--layers N] [--seed N] [--vocab N] [--quantize fp8|fp8-blocks|int8|awq|gptq|gptq8|mxfp4|nvfp4]
+    make_checkpoint.py SHAPE OUT_DIR [--layers N] [--seed N] [--vocab N] [--quantize fp8|fp8-blocks|int8|awq|gptq|gptq-act-order|gptq8|mxfp4|nvfp4]
     make_checkpoint.py gqa|gemma3|phi4|qwen3moe|qwen35|qwen35moe|nemotronh|nemotron3nano|llama12b|llama14b|llama32b OUT_DIR --full \
                        [--quantize fp8-blocks]
     SHAPE: small, mha (Llama 2 7B's layer), gqa (Llama 3 8B's layer), mistral (a window), qwen2, qwen3 (norms of heads), gpt2,
@@ -20,7 +20,7 @@ r"""Writes a checkpoint with layers of real sizes and random bf16 weights, for t
            deepseekv2, deepseekv3, mistral4
 
 With --quantize the linear layers of decoder layers are rounded to a form of published checkpoints: fp8 with a scale for each row or for
-blocks of 128 x 128, 8 bits with a scale for each row, 4 bits in groups of 128, 8 bits in such groups (gptq8), MXFP4 (of gptoss the experts alone) or NVFP4. `reference` in OUT_DIR has the same values in fp32, which check_gpu_model.py loads.
+blocks of 128 x 128, 8 bits with a scale for each row, 4 bits in groups of 128 (gptq-act-order: of columns that are no neighbours), 8 bits in such groups (gptq8), MXFP4 (of gptoss the experts alone) or NVFP4. `reference` in OUT_DIR has the same values in fp32, which check_gpu_model.py loads.
 
 With --full the checkpoint has the layers and the vocabulary of Llama 3 8B, Gemma 3 12B, Phi-4, Qwen3 30B A3B, Qwen3.6 27B, Qwen3.6 35B A3B,
 Nemotron Nano 9B v2, the first 13 layers of Nemotron 3 Nano, or of a Llama with matrices as large as those of Gemma 3 12B, Phi-4 or Qwen2.5 32B. For timing: the same random values are repeated, and written as fast as
@@ -445,11 +445,17 @@ def quantize(folder, form):
             own = {"weight_packed": codes.flatten(1), "weight_scale": scales, "weight_global_scale": divisor}
         else:
             bits = 8 if form == "gptq8" else 4
-            codes, scales, zeros, values[name] = in_groups(weight, bits)
+            cols = torch.arange(weight.shape[1], device=weight.device)
+            if form == "gptq-act-order":  # matrices with the same inputs have the same order
+                cols = torch.randperm(len(cols), generator=torch.Generator("cpu").manual_seed(len(cols)), device="cpu").to(weight.device)
+            codes, scales, zeros, rounded = in_groups(weight[:, cols], bits)
+            codes, values[name] = codes[:, cols.argsort()], rounded[:, cols.argsort()].contiguous()
             order = (0, 2, 4, 6, 1, 3, 5, 7) if form == "awq" else range(32 // bits)
             along_inputs = packed(codes.T, order) if form == "awq" else packed(codes, order).T
             stored_zeros = zeros.T - int(form != "awq")
             own = {"qweight": along_inputs.contiguous(), "qzeros": packed(stored_zeros, order), "scales": scales.T.half().contiguous()}
+            if form == "gptq-act-order":
+                own["g_idx"] = (cols.argsort() // 128).int()
         tensors |= {layer + end: tensor.cpu() for end, tensor in own.items()}
         values[name] = values[name].cpu()
     config["quantization_config"] = {
@@ -463,6 +469,7 @@ def quantize(folder, form):
                  if is_gpt_oss else in_floats_of_4_bits("mxfp4", "group", 32),
         "nvfp4": in_floats_of_4_bits("nvfp4", "tensor_group", 16),
         "gptq": GPTQ | {"bits": 4},
+        "gptq-act-order": GPTQ | {"bits": 4, "desc_act": True},
         "gptq8": GPTQ | {"bits": 8},
         "int8": {"quant_method": "compressed-tensors", "format": "int-quantized", "config_groups": {"group_0": {
             "targets": ["Linear"], "weights": {"num_bits": 8, "type": "int", "strategy": "channel", "symmetric": True, "dynamic": False},
@@ -553,7 +560,7 @@ def main():
     parser.add_argument("shape", choices=[*SHAPES, *FAMILIES])
     parser.add_argument("out", type=pathlib.Path)
     parser.add_argument("--layers", type=int, default=4)
-    parser.add_argument("--quantize", choices=["fp8", "fp8-blocks", "int8", "awq", "gptq", "gptq8", "mxfp4", "nvfp4"])
+    parser.add_argument("--quantize", choices=["fp8", "fp8-blocks", "int8", "awq", "gptq", "gptq-act-order", "gptq8", "mxfp4", "nvfp4"])
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--vocab", type=int, help="tokens of the shape `small`, in the place of 32000")
     parser.add_argument("--full", action="store_true", help="a whole model, for timing: " + ", ".join(FULL))

@@ -79,16 +79,28 @@ struct RandomRows {
     quantization: Quantization,
     has_fp8_inputs: bool,
     codes: Vec<u8>,
+    order: Option<Vec<u32>>,
+}
+
+/// A form of weights.
+#[derive(Debug, Clone, Copy)]
+pub struct WeightForm {
+    quantization: Quantization,
+    /// Whether inputs may be rounded to e4m3.
+    has_fp8_inputs: bool,
+    has_act_order: bool,
 }
 
 impl RandomRows {
     /// Codes for rows of up to `cols` columns.
-    fn new((quantization, has_fp8_inputs): (Quantization, bool), cols: usize) -> Self {
+    fn new(WeightForm { quantization, has_fp8_inputs, has_act_order }: WeightForm, cols: usize) -> Self {
         let has_4_bits = !matches!(quantization, Quantization::Fp8 { .. } | Quantization::Int8 { .. });
         // Exponents of e4m3 up to 2^7, so that there is no NaN.
         let codes =
             random_bytes(cols + 4096).iter().map(|byte| if has_4_bits { byte % 16 } else { byte & 0xf7 }).collect();
-        Self { quantization, has_fp8_inputs, codes }
+        // The factor is a prime, so that each column comes once.
+        let order = has_act_order.then(|| (0..cols).map(|col| (col * 7919 % cols) as u32).collect());
+        Self { quantization, has_fp8_inputs, codes, order }
     }
 }
 
@@ -105,6 +117,10 @@ impl RowSource for RandomRows {
 impl QuantizedRows for RandomRows {
     fn quantization(&self) -> Quantization {
         self.quantization
+    }
+
+    fn col_order(&self) -> Option<&[u32]> {
+        self.order.as_deref()
     }
 
     fn read_codes(&self, row: usize, cols: Range<usize>, out: &mut [u8]) {
@@ -128,23 +144,25 @@ impl QuantizedRows for RandomRows {
     }
 }
 
-/// The form of weights by its name, and whether inputs may be rounded to e4m3; `None` for bf16.
-pub fn quantization(name: &str) -> Option<(Quantization, bool)> {
-    let form = match name {
+/// The form of weights by its name; `None` for bf16.
+pub fn weight_form(name: &str) -> Option<WeightForm> {
+    let quantization = match name {
         "bf16" => return None,
         "fp8" | "fp8-weights-only" => Quantization::Fp8 { block: [1, usize::MAX] },
         "fp8-blocks" => Quantization::Fp8 { block: [128, 128] },
-        "int4" => Quantization::Int4 { group: 128, has_zeros: true, scale: DType::F16 },
+        "int4" | "int4-act-order" => Quantization::Int4 { group: 128, has_zeros: true, scale: DType::F16 },
         "int8" => Quantization::Int8 { group: usize::MAX, has_zeros: false, scale: DType::F32 },
         "int8-groups" => Quantization::Int8 { group: 128, has_zeros: true, scale: DType::F16 },
         "mxfp4" => Quantization::Mxfp4,
         "nvfp4" => Quantization::Nvfp4,
         other => {
-            const KNOWN: &str = "bf16, fp8, fp8-blocks, fp8-weights-only, int4, int8, int8-groups, mxfp4 and nvfp4";
+            const KNOWN: &str =
+                "bf16, fp8, fp8-blocks, fp8-weights-only, int4, int4-act-order, int8, int8-groups, mxfp4 and nvfp4";
             panic!("unknown form of weights `{other}`; known are {KNOWN}")
         }
     };
-    Some((form, matches!(name, "fp8" | "fp8-blocks")))
+    let has_fp8_inputs = matches!(name, "fp8" | "fp8-blocks");
+    Some(WeightForm { quantization, has_fp8_inputs, has_act_order: name == "int4-act-order" })
 }
 
 /// Bytes of bf16 weights of size about 0.02; all matrices are slices of them.
@@ -167,7 +185,7 @@ impl Llama {
         device: &mut CudaDevice,
         shape: Shape,
         num_layers: usize,
-        quantization: Option<(Quantization, bool)>,
+        form: Option<WeightForm>,
     ) -> Result<Self, DeviceError> {
         let tp = device.tensor_parallel();
         let size = tp.size as usize;
@@ -185,7 +203,7 @@ impl Llama {
             cols: 0..cols,
             head_order: None,
         };
-        let product = |rows: usize, cols: usize| match quantization {
+        let product = |rows: usize, cols: usize| match form {
             None => matrix(rows, cols),
             Some(form) => {
                 WeightSlice { data: WeightData::Computed(Arc::new(RandomRows::new(form, cols))), ..matrix(rows, cols) }

@@ -1,7 +1,7 @@
 //! Measures decode and prefill steps on a GPU: of a Llama-shaped model with random weights, or of a checkpoint.
 //!
 //! `cargo run --release -p device --example cuda_steps -- [--shape llama2-7b|llama3-8b | --checkpoint DIR] [--layers N] [--simple] [--batch-invariant]
-//! [--no-graphs] [--context N] [--prefill N] [--batch N,N,..] [--rows N] [--weights bf16|fp8|fp8-blocks|fp8-weights-only|int4|int8|int8-groups|mxfp4|nvfp4] [--kv-cache bf16|fp8|int8]
+//! [--no-graphs] [--context N] [--prefill N] [--batch N,N,..] [--rows N] [--weights bf16|fp8|fp8-blocks|fp8-weights-only|int4|int4-act-order|int8|int8-groups|mxfp4|nvfp4] [--kv-cache bf16|fp8|int8]
 //! [--tp-size N --rank R --exchange DIR [--ep N]] [--adapters N [--adapter-rank R]]
 //! [--guesses N [--eagle3 DIR | --draft-model DIR]] [--sleep]`
 //!
@@ -25,11 +25,9 @@ use device::FileExchange;
 use device::cuda::{CudaConfig, CudaDevice};
 use engine::{RowId, SamplingParams, TokenId};
 use inputs::{BLOCK, Blocks, Drafting, step, verifying};
-use llama::{Llama, SHAPES, Shape, quantization, random_products};
+use llama::{Llama, SHAPES, Shape, WeightForm, random_products, weight_form};
 use models::Model;
-use ops::{
-    AttentionSpec, Device, DeviceError, KvElements, Quantization, StepInputs, StepLimits, Target, TensorParallel,
-};
+use ops::{AttentionSpec, Device, DeviceError, KvElements, StepInputs, StepLimits, Target, TensorParallel};
 use settings::{DeviceDrafter, WeightPrecision};
 
 const MAX_LEN: usize = 4096;
@@ -40,7 +38,7 @@ type AnyError = Box<dyn std::error::Error>;
 struct Options {
     shape: Shape,
     checkpoint: Option<PathBuf>,
-    quantization: Option<(Quantization, bool)>,
+    weights: Option<WeightForm>,
     layers: usize,
     context: usize,
     prefill: usize,
@@ -71,7 +69,7 @@ fn options() -> Options {
     Options {
         shape: *SHAPES.iter().find(|shape| shape.name == name).expect("--shape is llama2-7b or llama3-8b"),
         checkpoint: value("--checkpoint").map(PathBuf::from),
-        quantization: value("--weights").and_then(|name| quantization(&name)),
+        weights: value("--weights").and_then(|name| weight_form(&name)),
         layers: number("--layers", 32),
         context: number("--context", 128),
         prefill: number("--prefill", 16384),
@@ -229,7 +227,7 @@ fn prepare(options: &Options, decode_blocks: usize, mark: impl Fn(&str)) -> Resu
             models::load(dir, &config, &mut device)?
         }
         None => {
-            let llama = Llama::load(&mut device, options.shape, options.layers, options.quantization)?;
+            let llama = Llama::load(&mut device, options.shape, options.layers, options.weights)?;
             let slots = llama.adapter_slots(options.adapters, options.adapter_rank);
             adapter_slots = slots.into_iter().map(|(_, slots)| slots).collect();
             Box::new(llama)
