@@ -4,7 +4,7 @@ use std::path::{Path, PathBuf};
 
 use clap::{Args, ValueEnum};
 use models::EstimateMemory;
-use serving::LoadFailure;
+use serving::{LoadCause, LoadFailure};
 
 use crate::fill::Values;
 use crate::{LintError, dry_load};
@@ -134,18 +134,17 @@ fn check_loads(
     estimate: EstimateMemory,
 ) -> Result<(), LintError> {
     let failures = dry_load::failures(&[output.to_owned()], world_size, estimate)?;
-    // An ensemble fails because of its models.
-    let is_cause =
-        |failure: &&LoadFailure| names.contains(&failure.model.as_str()) && !failure.reason.contains(" depends on '");
-    match failures.iter().find(is_cause) {
-        Some(failure) => {
-            let reason = failure.reason.trim_end_matches(';');
-            // Behind the state of the version and the kind of the error.
-            let reason =
-                reason.split_once(" state: ").and_then(|(_, reason)| reason.split_once(": ")).map_or(reason, |x| x.1);
+    let mut of_new = failures.iter().filter(|failure| names.contains(&failure.model.as_str()));
+    // An ensemble also fails because of its models.
+    let own_cause = |failure: &LoadFailure| match &failure.cause {
+        LoadCause::Own(error) => Some((failure.model.clone(), error.message.clone())),
+        LoadCause::ComposingModel(_) => None,
+    };
+    match of_new.find_map(own_cause) {
+        Some((model, reason)) => {
             // The link goes.
-            let link = output.join(&failure.model).join("1/weights").display().to_string();
-            let reason = reason.replace(&link, &checkpoint.display().to_string());
+            let link = output.join(model).join("1/weights").display().to_string();
+            let reason = reason.trim_end().replace(&link, &checkpoint.display().to_string());
             Err(LintError::Usage(format!("a server could not load this checkpoint: {reason}")))
         }
         None => Ok(()),

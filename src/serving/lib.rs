@@ -111,7 +111,7 @@ pub use found_model::LoadOverrides;
 pub use generate_call::{EventStream, GenerateCall};
 pub use generation::Timestamp;
 pub use histogram::{Histogram, HistogramValues, Tally};
-pub use lifecycle::LoadFailure;
+pub use lifecycle::{LoadCause, LoadFailure};
 pub use limits::{Limit, Limits, SharedLimit};
 pub use metadata::{ModelMetadata, ServerMetadata, TensorMetadata};
 pub use progress::{Generation, ProgressReporter};

@@ -19,14 +19,8 @@ use crate::{Backend, BackendFactory, InferError, Limits, LoadRequest, labels, wa
 
 mod failures;
 
-/// A model that could not be loaded.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub struct LoadFailure {
-    /// The model's name.
-    pub model: String,
-    /// Why it failed, and what to do.
-    pub reason: String,
-}
+pub(crate) use failures::LoadError;
+pub use failures::{LoadCause, LoadFailure};
 
 /// Loads and unloads models, one operation at a time for each model.
 pub(crate) struct Lifecycle {
@@ -76,7 +70,7 @@ impl Lifecycle {
 
     /// Loads a model; for an ensemble, loads its composing models first. A model that is loaded and unchanged is not loaded
     /// again.
-    pub fn load(self: &Arc<Self>, name: &str, overrides: LoadOverrides) -> BoxFuture<'static, Result<(), InferError>> {
+    pub fn load(self: &Arc<Self>, name: &str, overrides: LoadOverrides) -> BoxFuture<'static, Result<(), LoadError>> {
         let (lifecycle, name) = (self.clone(), name.to_owned());
         async move {
             let load_lock = lifecycle.load_lock(&name);
@@ -102,7 +96,7 @@ impl Lifecycle {
         }
     }
 
-    async fn load_locked(self: &Arc<Self>, name: &str, overrides: LoadOverrides) -> Result<(), InferError> {
+    async fn load_locked(self: &Arc<Self>, name: &str, overrides: LoadOverrides) -> Result<(), LoadError> {
         let is_plain = overrides.config.is_none() && overrides.files.is_empty();
         let found = found_model::find(&self.repository, name, overrides)
             .inspect_err(|error| self.record_find_error(name, error))?;
@@ -119,8 +113,8 @@ impl Lifecycle {
         }
         let completed = self.complete(&mut config, &found.source).await;
         completed
-            .and_then(|()| self.check_cache(&config))
-            .map_err(|reason| self.all_versions_failed(&found.source, &reason))?;
+            .and_then(|()| Ok(self.check_cache(&config)?))
+            .map_err(|cause| self.all_versions_failed(&found.source, cause))?;
         self.load_versions(found, Arc::new(config)).await
     }
 
@@ -141,9 +135,9 @@ impl Lifecycle {
     }
 
     /// Completes a configuration by the backend, or by the composing models of an ensemble.
-    async fn complete(&self, config: &mut ModelConfig, source: &ModelSource) -> Result<(), InferError> {
+    async fn complete(&self, config: &mut ModelConfig, source: &ModelSource) -> Result<(), LoadCause> {
         if config.is_ensemble() {
-            return ensemble::link(config, &self.registry).map_err(InferError::invalid);
+            return ensemble::link(config, &self.registry);
         }
         let factory = self.factory(config, source)?;
         factory.complete(config);
@@ -186,10 +180,10 @@ impl Lifecycle {
         Ok(named.replacement(&request).unwrap_or_else(|| named.clone()))
     }
 
-    async fn load_versions(self: &Arc<Self>, found: FoundModel, config: Arc<ModelConfig>) -> Result<(), InferError> {
+    async fn load_versions(self: &Arc<Self>, found: FoundModel, config: Arc<ModelConfig>) -> Result<(), LoadError> {
         let FoundModel { source, modified, files } = found;
         let name = &source.name;
-        let cannot_load = |reason: InferError| self.all_versions_failed(&source, &reason);
+        let cannot_load = |reason: InferError| self.all_versions_failed(&source, reason.into());
         let labels = labels::read(&config, &source.dir).map_err(cannot_load)?;
         let states = scheduler::read_states(&config, &source.dir).map_err(cannot_load)?;
         if !config.is_ensemble() && self.factory(&config, &source)?.is_exclusive() {
@@ -224,7 +218,7 @@ impl Lifecycle {
     }
 
     /// Checks that a version of a model can be loaded, as far as that shows while an old load serves.
-    async fn check_reload(&self, source: &ModelSource, config: &Arc<ModelConfig>) -> Result<(), InferError> {
+    async fn check_reload(&self, source: &ModelSource, config: &Arc<ModelConfig>) -> Result<(), LoadError> {
         let name = &source.name;
         if self.registry.ready_versions(name).is_empty() {
             return Ok(());

@@ -11,7 +11,7 @@ use repository::{Repository, RepositoryError};
 use tokio::time::Instant;
 
 use crate::cache::ResponseCache;
-use crate::lifecycle::{Lifecycle, LoadFailure};
+use crate::lifecycle::{Lifecycle, LoadError, LoadFailure};
 use crate::model::{InFlight, ServedModel};
 use crate::registry::{Registry, parse_version};
 use crate::{
@@ -112,9 +112,7 @@ impl Server {
     /// # Errors
     /// When models did not load: each of them with the reason.
     pub async fn load_all(&self) -> Result<(), Vec<LoadFailure>> {
-        let names = self
-            .start_names()
-            .map_err(|error| vec![LoadFailure { model: String::new(), reason: error.to_string() }])?;
+        let names = self.start_names().map_err(|error| vec![LoadFailure::of_repository(&error)])?;
         for name in &names {
             self.registry().update(name, |entry| entry.is_required = true);
         }
@@ -130,10 +128,11 @@ impl Server {
             let mut result = self.lifecycle.load(&name, LoadOverrides::default()).await;
             for _ in 0..self.config.load_retries {
                 let Err(error) = &result else { break };
-                tracing::warn!("failed to load '{name}', trying again: {error}");
+                tracing::warn!("failed to load '{name}', trying again: {}", error.error);
                 result = self.lifecycle.load(&name, LoadOverrides::default()).await;
             }
-            result.err().map(|error| LoadFailure { model: name, reason: error.message.trim_end().to_owned() })
+            let LoadError { error, cause } = result.err()?;
+            Some(LoadFailure { model: name, reason: error.message.trim_end().to_owned(), cause })
         });
         let mut failures: Vec<LoadFailure> =
             loads.buffer_unordered(parallelism).filter_map(std::future::ready).collect().await;
@@ -155,7 +154,7 @@ impl Server {
     /// When models did not load: each of them with the reason.
     pub async fn poll_repository(&self) -> Result<(), Vec<LoadFailure>> {
         let names = self.lifecycle.repository.model_names();
-        let names = names.map_err(|error| vec![LoadFailure { model: String::new(), reason: error.to_string() }])?;
+        let names = names.map_err(|error| vec![LoadFailure::of_repository(&error)])?;
         for removed in self.registry().names().into_iter().filter(|name| !names.contains(name)) {
             self.registry().update(&removed, |entry| entry.is_required = false);
             if !self.registry().ready_versions(&removed).is_empty() {
@@ -316,7 +315,7 @@ impl Server {
         overrides.files.keys().try_for_each(|path| limits.check(Limit::NameBytes, path.len()))?;
         let (lifecycle, model) = (self.lifecycle.clone(), name.to_owned());
         // On a task of its own, so that the load completes even if the client leaves.
-        let load = tokio::spawn(async move { lifecycle.load(&model, overrides).await });
+        let load = tokio::spawn(async move { lifecycle.load(&model, overrides).await.map_err(|failed| failed.error) });
         load.await.map_err(|error| InferError::internal(format!("loading '{name}' panicked: {error}")))??;
         self.registry().update(name, |entry| entry.is_required = true);
         Ok(())

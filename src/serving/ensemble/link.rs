@@ -6,13 +6,15 @@ use repository::ModelConfig;
 
 use super::graph::{Graph, Step, Wire};
 use super::text_plan::TextPlan;
+use crate::InferError;
+use crate::lifecycle::LoadCause;
 use crate::registry::Registry;
 
 /// Checks an ensemble's configuration against its models, and sets whether it is decoupled: it is if one of its models is.
 ///
 /// # Errors
 /// When a model is not loaded, or a step does not fit its model. The message is the reason in the repository index.
-pub(crate) fn link(config: &mut ModelConfig, registry: &Registry) -> Result<(), String> {
+pub(crate) fn link(config: &mut ModelConfig, registry: &Registry) -> Result<(), LoadCause> {
     let graph = Graph::new(config);
     let mut types = BTreeMap::new();
     for input in &config.input {
@@ -21,12 +23,12 @@ pub(crate) fn link(config: &mut ModelConfig, registry: &Registry) -> Result<(), 
     let mut models = Vec::new();
     for step in &graph.steps {
         let model = registry.resolve_number(&step.model, step.version).map_err(|error| {
-            format!(
+            LoadCause::ComposingModel(InferError::invalid(format!(
                 "ensemble '{}' depends on '{}' which has no loaded version: {}",
                 graph.name, step.model, error.message
-            )
+            )))
         })?;
-        check_step(step, &model.config, &mut types)?;
+        check_step(step, &model.config, &mut types).map_err(InferError::invalid)?;
         models.push(model);
     }
     for output in &config.output {
@@ -35,7 +37,8 @@ pub(crate) fn link(config: &mut ModelConfig, registry: &Registry) -> Result<(), 
             slot_of(&graph.outputs, &output.name),
             output.data_type,
             format!("output `{}`", output.name),
-        )?;
+        )
+        .map_err(InferError::invalid)?;
     }
     if let Some(plan) = TextPlan::of(&graph).filter(|plan| plan.detokenizer_of(&graph, &models).is_some()) {
         let [generator, detokenizer] = [plan.generator, plan.detokenizer].map(|step| graph.steps[step].model.as_str());
