@@ -1,7 +1,7 @@
 //! The disk tier of the prefix cache: slots of a file that keep what leaves host memory.
 //!
-//! Once host memory is more than half full, the copies there that were used longest ago are written to the file while they are still
-//! in memory, so that a slot of the host can be taken at once when a plan needs it. A sequence that finds a copy on disk waits in the
+//! Once host memory is more than half full, the copies there are written to the file while they are still in memory, those that were
+//! used longest ago first, so that a slot of the host can be taken at once when a plan needs it. A sequence that finds a copy on disk waits in the
 //! queue until it is in host memory again, and takes it from there like any other. Steps neither write nor read the file.
 //!
 //! Copies between both tiers are carried out beside the steps, by the rank of each worker ([`DiskCopy`]), which says when one has

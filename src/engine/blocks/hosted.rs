@@ -154,9 +154,9 @@ impl BlockPool {
 
     /// The copies between host memory and disk that ranks have to carry out. Plans up to `complete` are complete.
     pub(crate) fn take_disk_copies(&mut self, complete: Option<u64>) -> Vec<DiskCopy> {
-        let gone = self.hosted.slots.save_oldest(complete);
+        let gone = self.hosted.slots.save(complete);
         gone.into_iter().for_each(|name| self.note_gone(name));
-        self.states.hosted.save_oldest(complete);
+        self.states.hosted.save(complete);
         self.hosted.slots.take_disk_copies().chain(self.states.hosted.take_disk_copies()).collect()
     }
 

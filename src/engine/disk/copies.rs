@@ -12,15 +12,15 @@ const STORING_DIVISOR: usize = 8;
 const MAX_STORING: usize = 256;
 
 impl<K: Copy + Eq + Hash, D> HostSlots<K, D> {
-    /// Begins to write copies that were used longest ago to the file, if host memory is more than half full. Plans up to `complete`
-    /// are complete. Returns names that are in neither tier any more.
-    pub(crate) fn save_oldest(&mut self, complete: Option<u64>) -> Vec<K> {
+    /// Begins to write copies that are not on disk to the file, those that were used longest ago first, if host memory is more than half
+    /// full. Plans up to `complete` are complete. Returns names that are in neither tier any more.
+    pub(crate) fn save(&mut self, complete: Option<u64>) -> Vec<K> {
         let mut gone = Vec::new();
-        let num_used = self.entries.len();
-        let wanted = num_used.saturating_sub(self.num_slots() / 2).min(self.disk.num_slots);
-        let max_storing = (self.num_slots() / STORING_DIVISOR).clamp(1, MAX_STORING);
-        while num_used - self.disk.unsaved.len() < wanted
-            && self.disk.num_storing < max_storing
+        let max_storing = match self.entries.len() > self.num_slots() / 2 {
+            true => (self.num_slots() / STORING_DIVISOR).clamp(1, MAX_STORING),
+            false => 0,
+        };
+        while self.disk.num_storing < max_storing
             && let Some((&last_use, &name)) = self.disk.unsaved.first_key_value()
         {
             let entry = self.entries[&name];

@@ -15,7 +15,7 @@ const END: TokenId = TokenId(0);
 /// Requests in flight.
 const CONCURRENCY: usize = 4;
 
-fn config(num_states: usize, num_blocks: usize) -> EngineConfig {
+pub fn config(num_states: usize, num_blocks: usize) -> EngineConfig {
     EngineConfig {
         max_rows: 8,
         max_step_tokens: 2048,
@@ -33,13 +33,13 @@ fn config(num_states: usize, num_blocks: usize) -> EngineConfig {
 
 /// Tokens of full blocks that the cache had, and those that requests repeated.
 #[derive(Debug, Default, Clone, Copy)]
-struct Hits {
+pub struct Hits {
     cached: usize,
     repeated: usize,
 }
 
 impl Hits {
-    fn rate(&self) -> f64 {
+    pub fn rate(&self) -> f64 {
         self.cached as f64 / self.repeated as f64
     }
 }
@@ -108,7 +108,10 @@ impl Server {
             while let Some(plan) = self.engine.plan() {
                 plans.push_back(plan);
             }
-            let plan = plans.pop_front().expect("the engine has work");
+            for copy in self.engine.take_disk_copies() {
+                self.engine.finish_disk_copy(copy, true);
+            }
+            let Some(plan) = plans.pop_front() else { continue };
             let mut token = |work: &RowWork| {
                 let token = TokenId(1 + self.random.below(1 << 20));
                 SampledToken { row: work.row, token, logprob: None, top: vec![] }
@@ -158,17 +161,33 @@ fn rounds(num_states: usize, num_blocks: usize) -> [Hits; 3] {
     found
 }
 
+/// Conversations at random.
+#[derive(Debug, Clone, Copy)]
+pub struct Pattern {
+    pub num_turns: usize,
+    /// Tokens of each of the system prompts.
+    pub system_len: usize,
+    /// How many turns a conversation of 18 000 tokens has.
+    pub turns_of_each: u32,
+    /// Before one of so many turns a prompt of 16 000 tokens comes that shares nothing; 0 for none.
+    pub one_off_each: u32,
+}
+
 /// 20 conversations at a time with one of five system prompts, whose turns come in a random order. One turn of eight goes back to an
 /// earlier one, and conversations end. Returns the hits of first turns and of the others.
-fn mixed(num_states: usize, num_blocks: usize) -> [Hits; 2] {
-    let (mut server, mut random) = (Server::new(config(num_states, num_blocks)), Random(11));
-    let systems: Vec<_> = (0..5).map(|_| message(SYSTEM_LEN, &mut random)).collect();
+pub fn mixed(config: EngineConfig, pattern: Pattern) -> [Hits; 2] {
+    let Pattern { num_turns, system_len, turns_of_each, one_off_each } = pattern;
+    let (mut server, mut random) = (Server::new(config), Random(11));
+    let systems: Vec<_> = (0..5).map(|_| message(system_len, &mut random)).collect();
     let (mut all, mut found): (Vec<Conversation>, _) = (Vec::new(), [Hits::default(); 2]);
-    for turn in 0..600 {
+    for turn in 0..num_turns {
+        if one_off_each > 0 && random.one_in(one_off_each) {
+            server.serve(vec![(message(16_000, &mut random), 0)]);
+        }
         let index = if all.len() < 20 { all.len() } else { random.below(20) as usize };
         if index == all.len() {
             let system = random.below(5) as usize;
-            all.push(Conversation { num_repeated: SYSTEM_LEN, ..Conversation::new(&systems[system]) });
+            all.push(Conversation { num_repeated: system_len, ..Conversation::new(&systems[system]) });
         }
         let it = &mut all[index];
         let is_first = it.ends.is_empty();
@@ -177,15 +196,15 @@ fn mixed(num_states: usize, num_blocks: usize) -> [Hits; 2] {
             it.num_repeated = it.ends[it.ends.len() - 1];
             it.text.truncate(it.num_repeated);
         }
-        it.say(it.text.len() + 300 + random.below(3000) as usize, &mut random);
+        it.say(it.text.len() + 300 + random.below(36_000 / turns_of_each) as usize, &mut random);
         let (answers, hits) = server.serve(vec![(it.text.clone(), it.num_repeated)]);
         it.take(&answers[0]);
         // The cache is full by then, and has seen all system prompts.
-        if turn > 100 {
+        if turn > num_turns / 6 {
             let of = &mut found[usize::from(!is_first)];
             (of.cached, of.repeated) = (of.cached + hits.cached, of.repeated + hits.repeated);
         }
-        if it.text.len() > 18_000 || it.ends.len() > 12 {
+        if it.text.len() > 18_000 || it.ends.len() > turns_of_each as usize {
             all.swap_remove(index);
         }
     }
@@ -209,7 +228,8 @@ fn agents_find_their_system_prompt_their_texts_and_earlier_turns() {
 
 #[test]
 fn snapshots_that_save_much_and_are_used_often_stay() {
-    let rates = |(num_states, num_blocks)| mixed(num_states, num_blocks).map(|hits| hits.rate());
+    let pattern = Pattern { num_turns: 600, system_len: SYSTEM_LEN, turns_of_each: 12, one_off_each: 0 };
+    let rates = |(num_states, num_blocks)| mixed(config(num_states, num_blocks), pattern).map(|hits| hits.rate());
     let [.., few, more] = SIZES.map(rates);
     println!("mixed: {few:.3?}, {more:.3?}");
     // The one that was used longest ago first: 0.77 and 0.43, 0.80 and 0.57.

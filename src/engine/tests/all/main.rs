@@ -4,6 +4,7 @@
 mod support;
 
 mod agents;
+mod agents_tiers;
 mod constraints;
 mod disk;
 mod drafts;
