@@ -11,6 +11,7 @@ use std::ops::Range;
 
 use crate::content::ContentId;
 use crate::states::StatePool;
+use crate::usefulness::Usefulness;
 use crate::{BlockId, TokenId};
 
 mod hosted;
@@ -92,6 +93,8 @@ struct Block {
     parent: ContentId,
     /// Key in `contents` while there is a content.
     hash: u64,
+    /// How useful the content is; it has no rank on the device.
+    usefulness: Usefulness,
     /// First step that may read the content; `u64::MAX` while no plan fills the block.
     ready_step: u64,
     older: Option<BlockId>,
@@ -195,7 +198,9 @@ impl BlockPool {
             self.unlink(block);
             self.num_used_of[self.blocks[block.0 as usize].group as usize] += 1;
         }
-        self.blocks[block.0 as usize].num_users += 1;
+        let entry = &mut self.blocks[block.0 as usize];
+        entry.num_users += 1;
+        entry.usefulness = entry.usefulness.used();
     }
 
     /// Removes a user. A sequence releases its last block first, so that a content is evicted before its parent.
@@ -251,6 +256,7 @@ impl BlockPool {
         self.tokens[start..start + self.block_size].copy_from_slice(tokens);
         let entry = &mut self.blocks[block.0 as usize];
         (entry.content, entry.parent, entry.hash, entry.ready_step) = (Some(content), parent, hash, u64::MAX);
+        entry.usefulness = Usefulness::new(1);
         Some(content)
     }
 
@@ -299,6 +305,7 @@ impl BlockPool {
         if let Entry::Vacant(vacant) = self.others.entry((content, entry.group as usize)) {
             vacant.insert(block);
             (entry.content, entry.ready_step) = (Some(content), step);
+            entry.usefulness = Usefulness::new(1);
         }
     }
 

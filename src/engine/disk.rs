@@ -1,7 +1,7 @@
 //! The disk tier of the prefix cache: slots of a file that keep what leaves host memory.
 //!
-//! Once host memory is more than half full, the copies there are written to the file while they are still in memory, those that were
-//! used longest ago first, so that a slot of the host can be taken at once when a plan needs it. A sequence that finds a copy on disk waits in the
+//! Once host memory is more than half full, the copies there are written to the file while they are still in memory, the least useful
+//! first (`usefulness.rs`), so that a slot of the host can be taken at once when a plan needs it. A sequence that finds a copy on disk waits in the
 //! queue until it is in host memory again, and takes it from there like any other. Steps neither write nor read the file.
 //!
 //! Copies between both tiers are carried out beside the steps, by the rank of each worker ([`DiskCopy`]), which says when one has
@@ -13,6 +13,7 @@ use std::hash::Hash;
 
 use serde::{Deserialize, Serialize};
 
+use crate::usefulness::{Rank, Usefulness};
 use crate::{DiskSlot, HostSlot};
 
 /// What a waiting sequence has got from the disk.
@@ -70,10 +71,10 @@ pub(crate) struct DiskSlots<K> {
     num_slots: usize,
     unused: Vec<DiskSlot>,
     entries: HashMap<K, Entry>,
-    /// The names by last use, oldest first. While host memory has a copy, too, the use is the same.
-    by_last_use: BTreeMap<u64, K>,
-    /// Copies in host memory that are not on disk, by last use.
-    unsaved: BTreeMap<u64, K>,
+    /// The names by rank, the first to be evicted first. While host memory has a copy, too, the rank is the same.
+    by_rank: BTreeMap<Rank, K>,
+    /// Copies in host memory that are not on disk, by rank.
+    unsaved: BTreeMap<Rank, K>,
     /// Copies that have begun and not ended, by number.
     in_flight: HashMap<u64, InFlight<K>>,
     next_number: u64,
@@ -89,7 +90,7 @@ pub(crate) struct DiskSlots<K> {
 #[derive(Debug, Clone, Copy)]
 struct Entry {
     slot: DiskSlot,
-    last_use: u64,
+    usefulness: Usefulness,
     state: State,
 }
 
@@ -98,6 +99,15 @@ enum State {
     Storing,
     Stored,
     Loading,
+}
+
+/// Which copies of the host make room for those from the disk that a sequence needs.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Room {
+    /// Those with a last use up to this one.
+    before: u64,
+    /// None of those with a lower rank.
+    first: Rank,
 }
 
 #[derive(Debug, Clone, Copy)]
@@ -118,7 +128,7 @@ impl<K> Default for DiskSlots<K> {
             num_slots: 0,
             unused: Vec::new(),
             entries: HashMap::new(),
-            by_last_use: BTreeMap::new(),
+            by_rank: BTreeMap::new(),
             unsaved: BTreeMap::new(),
             in_flight: HashMap::new(),
             next_number: 0,
@@ -174,32 +184,32 @@ impl<K: Copy + Eq + Hash> DiskSlots<K> {
     }
 
     /// Host memory has the copy now.
-    pub(crate) fn host_has(&mut self, name: K, last_use: u64) {
+    pub(crate) fn host_has(&mut self, name: K, usefulness: Usefulness) {
         match self.entries.get_mut(&name) {
             Some(entry) => {
-                self.by_last_use.remove(&std::mem::replace(&mut entry.last_use, last_use));
-                self.by_last_use.insert(last_use, name);
+                self.by_rank.remove(&std::mem::replace(&mut entry.usefulness, usefulness).rank);
+                self.by_rank.insert(usefulness.rank, name);
             }
-            None if self.num_slots > 0 => drop(self.unsaved.insert(last_use, name)),
+            None if self.num_slots > 0 => drop(self.unsaved.insert(usefulness.rank, name)),
             None => {}
         }
     }
 
-    /// A copy in host memory was used.
-    pub(crate) fn host_uses(&mut self, name: K, before: u64, last_use: u64) {
+    /// A copy in host memory was used, and had this rank before.
+    pub(crate) fn host_uses(&mut self, name: K, before: Rank, usefulness: Usefulness) {
         self.unsaved.remove(&before);
-        self.host_has(name, last_use);
+        self.host_has(name, usefulness);
     }
 
-    /// Host memory no longer has the copy with this last use.
-    pub(crate) fn host_lacks(&mut self, last_use: u64) {
-        self.unsaved.remove(&last_use);
+    /// Host memory no longer has the copy with this rank.
+    pub(crate) fn host_lacks(&mut self, rank: Rank) {
+        self.unsaved.remove(&rank);
     }
 
     /// Removes a copy. Its slot is free when nothing is copied to or from it any more.
     pub(crate) fn forget(&mut self, name: K) {
-        let Some(Entry { slot, last_use, state }) = self.entries.remove(&name) else { return };
-        self.by_last_use.remove(&last_use);
+        let Some(Entry { slot, usefulness, state }) = self.entries.remove(&name) else { return };
+        self.by_rank.remove(&usefulness.rank);
         let mut copies = self.in_flight.values_mut().filter(|_| state != State::Stored);
         match copies.find(|copy| copy.name == Some(name)) {
             Some(copy) => (copy.name, copy.frees_disk) = (None, true),
@@ -225,24 +235,24 @@ impl<K: Copy + Eq + Hash> DiskSlots<K> {
                 }
                 DiskDirection::Store => {
                     let entry = self.entries.remove(&name).expect("what is stored has an entry");
-                    self.by_last_use.remove(&entry.last_use);
+                    self.by_rank.remove(&entry.usefulness.rank);
                     copy.frees_disk = true;
                 }
             }
         }
     }
 
-    /// A slot for a copy with this last use: an unused one, or that of the copy that was used longest ago, which is returned with
-    /// its last use. `None` if all copies on disk were used later.
-    fn take_slot(&mut self, last_use: u64) -> Option<(DiskSlot, Option<(u64, K)>)> {
+    /// A slot for a copy with this rank: an unused one, or that of the copy that is least useful, which is returned with its rank.
+    /// `None` if all copies on disk are more useful.
+    fn take_slot(&mut self, rank: Rank) -> Option<(DiskSlot, Option<(Rank, K)>)> {
         if let Some(slot) = self.unused.pop() {
             return Some((slot, None));
         }
-        let is_idle = |&(_, name): &(&u64, &K)| self.entries[name].state == State::Stored;
-        let (&used, &oldest) = self.by_last_use.iter().find(is_idle).filter(|&(&used, _)| used < last_use)?;
-        let slot = self.entries.remove(&oldest).expect("a name has its entry").slot;
-        self.by_last_use.remove(&used);
-        Some((slot, Some((used, oldest))))
+        let is_idle = |&(_, name): &(&Rank, &K)| self.entries[name].state == State::Stored;
+        let (&least, &name) = self.by_rank.range(..rank).find(is_idle)?;
+        let slot = self.entries.remove(&name).expect("a name has its entry").slot;
+        self.by_rank.remove(&least);
+        Some((slot, Some((least, name))))
     }
 
     fn begin(&mut self, direction: DiskDirection, name: K, host: HostSlot, disk: DiskSlot) {
@@ -262,15 +272,17 @@ impl<K: Copy + Eq + Hash> DiskSlots<K> {
         Some(copy)
     }
 
-    fn set_stored(&mut self, name: K) {
-        self.entries.get_mut(&name).expect("a copy that has ended has its entry").state = State::Stored;
+    fn set_stored(&mut self, name: K) -> Usefulness {
+        let entry = self.entries.get_mut(&name).expect("a copy that has ended has its entry");
+        entry.state = State::Stored;
+        entry.usefulness
     }
 
-    /// Compares the slots with their copies. `in_host` are the names in host memory with their last uses.
+    /// Compares the slots with their copies. `in_host` are the names in host memory with their ranks.
     ///
     /// # Errors
     /// Says what is wrong.
-    pub(crate) fn audit(&self, in_host: impl Iterator<Item = (K, u64)>) -> Result<(), String> {
+    pub(crate) fn audit(&self, in_host: impl Iterator<Item = (K, Rank)>) -> Result<(), String> {
         let freed = self.in_flight.values().filter(|copy| copy.frees_disk).map(|copy| copy.disk);
         let used = self.entries.values().map(|entry| entry.slot);
         let mut slots: Vec<u32> = used.chain(self.unused.iter().copied()).chain(freed).map(|slot| slot.0).collect();
@@ -278,20 +290,22 @@ impl<K: Copy + Eq + Hash> DiskSlots<K> {
         if self.num_slots > 0 && !slots.iter().copied().eq(0..self.num_slots as u32) {
             return Err(format!("{} slots of the disk: {slots:?} are used or unused", self.num_slots));
         }
-        let named =
-            self.by_last_use.iter().all(|(use_, name)| self.entries.get(name).is_some_and(|it| it.last_use == *use_));
-        if !named || self.by_last_use.len() != self.entries.len() {
-            return Err("copies on disk and their last uses differ".to_owned());
+        let named = self
+            .by_rank
+            .iter()
+            .all(|(rank, name)| self.entries.get(name).is_some_and(|it| it.usefulness.rank == *rank));
+        if !named || self.by_rank.len() != self.entries.len() {
+            return Err("copies on disk and their ranks differ".to_owned());
         }
         let mut num_unsaved = 0;
-        for (name, last_use) in in_host.filter(|_| self.num_slots > 0) {
+        for (name, rank) in in_host.filter(|_| self.num_slots > 0) {
             let is_right = match self.entries.get(&name) {
-                Some(entry) => entry.last_use == last_use,
-                None => self.unsaved.get(&last_use).is_some_and(|unsaved| *unsaved == name),
+                Some(entry) => entry.usefulness.rank == rank,
+                None => self.unsaved.get(&rank).is_some_and(|unsaved| *unsaved == name),
             };
             num_unsaved += usize::from(!self.contains(name));
             if !is_right {
-                return Err(format!("a copy of the host, used at {last_use}, counts neither as saved nor as unsaved"));
+                return Err(format!("a copy of the host with rank {rank:?} counts neither as saved nor as unsaved"));
             }
         }
         let storing = self.in_flight.values().filter(|copy| copy.direction == DiskDirection::Store).count();

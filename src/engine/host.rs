@@ -3,7 +3,7 @@
 //! A block with a content, or a snapshot of a recurrent state, is copied to a slot of the host when its place on the device is
 //! needed for something else. A sequence that finds it there gets a new place on the device, into which the slot is copied before
 //! the first step of the sequence. The slot keeps its copy, so that the content is evicted without another copy the next time. If
-//! there is no unused slot, the one that was used longest ago is taken; what it held may be on disk by then (`disk.rs`).
+//! there is no unused slot, that of the least useful copy is taken (`usefulness.rs`); what it held may be on disk by then (`disk.rs`).
 //!
 //! Both directions are entries of a plan ([`HostCopies`]). Workers carry out the stores of a plan before its loads. No slot is in
 //! two entries of a plan: a slot that the plan fills can be read by later plans only, and one that it reads is not filled by it.
@@ -18,6 +18,11 @@ use std::hash::Hash;
 use crate::HostCopies;
 use crate::HostSlot;
 use crate::disk::DiskSlots;
+use crate::usefulness::{Rank, Ranking, Usefulness};
+
+/// Number of uses of a copy that count. The tiers below the device keep conversations that have ended for long, and the turns of one
+/// conversation use its first blocks again and again.
+const MAX_USES: u64 = 3;
 
 /// Slots of the host for copies of places on the device, `D`. A copy is named by `K`.
 #[derive(Debug, Clone)]
@@ -25,10 +30,11 @@ pub(crate) struct HostSlots<K, D> {
     num_slots: usize,
     pub(crate) unused: Vec<HostSlot>,
     pub(crate) entries: HashMap<K, Entry>,
-    /// The names by last use, oldest first.
-    pub(crate) by_last_use: BTreeMap<u64, K>,
-    /// Counts uses.
-    clock: u64,
+    /// The names by rank, the first to be evicted first.
+    pub(crate) by_rank: BTreeMap<Rank, K>,
+    pub(crate) ranking: Ranking,
+    /// Copies with lower ranks cannot make room in this plan.
+    first_idle: Rank,
     /// The plan that is being made.
     step: u64,
     /// `[num_slots]`: the last plan that fills or reads the slot.
@@ -46,7 +52,7 @@ pub(crate) struct HostSlots<K, D> {
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Entry {
     pub(crate) slot: HostSlot,
-    pub(crate) last_use: u64,
+    pub(crate) usefulness: Usefulness,
     /// The plan that fills the slot; later plans may read it. `None` for a copy that came from the disk.
     pub(crate) stored_step: Option<u64>,
     /// Whether it came from the disk and no sequence has used it since.
@@ -59,8 +65,9 @@ impl<K, D> Default for HostSlots<K, D> {
             num_slots: 0,
             unused: Vec::new(),
             entries: HashMap::new(),
-            by_last_use: BTreeMap::new(),
-            clock: 0,
+            by_rank: BTreeMap::new(),
+            ranking: Ranking::with_max_uses(MAX_USES),
+            first_idle: (0, 0),
             step: 0,
             used_steps: Vec::new(),
             stored: Vec::new(),
@@ -106,7 +113,7 @@ impl<K: Copy + Eq + Hash, D> HostSlots<K, D> {
         let is_free = |slot: &HostSlot| !self.disk.is_filling(*slot);
         self.unused.extend((0..self.num_slots as u32).rev().map(HostSlot).filter(is_free));
         self.entries.clear();
-        self.by_last_use.clear();
+        self.by_rank.clear();
         self.stored.clear();
         self.loaded.clear();
     }
@@ -114,6 +121,7 @@ impl<K: Copy + Eq + Hash, D> HostSlots<K, D> {
     /// Starts the plan `step`.
     pub(crate) fn begin_plan(&mut self, step: u64) {
         self.step = step;
+        self.first_idle = (0, 0);
     }
 
     /// The plan that is being made, or was made last.
@@ -156,56 +164,55 @@ impl<K: Copy + Eq + Hash, D> HostSlots<K, D> {
     }
 
     /// Keeps what `place` holds, which will be overwritten. Returns whether the host has it, and the name that had to make room.
-    /// A copy that exists already only counts as used.
-    pub(crate) fn store(&mut self, name: K, place: D) -> (bool, Option<K>) {
-        if self.contains(name) {
-            self.touch(name);
+    /// A copy that exists already is ranked anew.
+    pub(crate) fn store(&mut self, name: K, place: D, usefulness: Usefulness) -> (bool, Option<K>) {
+        if let Some(entry) = self.entries.get(&name) {
+            self.rank(name, entry.usefulness.or_used_as(usefulness));
             return (true, None);
         }
         let mut dropped = None;
         let slot = self.unused.pop().or_else(|| {
-            // If the plan uses the oldest slot, it uses all.
-            let oldest = self.oldest_idle().filter(|name| !self.is_in_plan(self.entries[name].slot))?;
-            dropped = Some(oldest);
-            self.take(oldest)
+            let (&rank, &name) = self.by_rank.range(self.first_idle..).find(|&(_, &name)| self.is_idle(name))?;
+            (self.first_idle, dropped) = (rank, Some(name));
+            self.evict(name)
         });
         let Some(slot) = slot else { return (false, None) };
-        self.insert(name, slot, Some(self.step));
+        self.insert(name, slot, Some(self.step), usefulness);
         self.used_steps[slot.0 as usize] = Some(self.step);
         self.stored.push((place, slot));
         (true, dropped)
     }
 
-    /// The copy that was used longest ago, without those that are being written to the disk.
-    pub(crate) fn oldest_idle(&self) -> Option<K> {
-        self.by_last_use.values().copied().find(|&name| !self.disk.is_storing(name))
+    /// Whether a copy can make room in this plan: the plan does not use it, and it is not being written to the disk.
+    fn is_idle(&self, name: K) -> bool {
+        !self.is_in_plan(self.entries[&name].slot) && !self.disk.is_storing(name)
     }
 
     /// Enters a copy as the one that was used last.
-    pub(crate) fn insert(&mut self, name: K, slot: HostSlot, stored_step: Option<u64>) {
-        self.clock += 1;
+    pub(crate) fn insert(&mut self, name: K, slot: HostSlot, stored_step: Option<u64>, usefulness: Usefulness) {
+        let usefulness = self.ranking.rank(usefulness);
         let is_from_disk = stored_step.is_none();
-        self.entries.insert(name, Entry { slot, last_use: self.clock, stored_step, is_from_disk });
-        self.by_last_use.insert(self.clock, name);
-        self.disk.host_has(name, self.clock);
+        self.entries.insert(name, Entry { slot, usefulness, stored_step, is_from_disk });
+        self.by_rank.insert(usefulness.rank, name);
+        self.disk.host_has(name, usefulness);
     }
 
     /// Keeps a copy that was found from being overwritten by this plan.
     pub(crate) fn reserve(&mut self, name: K) {
-        self.touch(name);
-        let slot = self.entries[&name].slot;
+        let Entry { slot, usefulness, .. } = self.entries[&name];
+        self.rank(name, usefulness.used());
         self.used_steps[slot.0 as usize] = Some(self.step);
     }
 
-    /// Copies a reserved copy to `place`. Returns whether it came from the disk since the last time.
-    pub(crate) fn load(&mut self, name: K, place: D) -> bool {
+    /// Copies a reserved copy to `place`. Returns how useful it is, and whether it came from the disk since the last time.
+    pub(crate) fn load(&mut self, name: K, place: D) -> (Usefulness, bool) {
         let entry = self.entries.get_mut(&name).expect("a reserved copy exists");
         debug_assert!(
             self.used_steps[entry.slot.0 as usize] == Some(self.step) && entry.stored_step != Some(self.step),
             "a copy is read once it is there"
         );
         self.loaded.push((place, entry.slot));
-        std::mem::take(&mut entry.is_from_disk)
+        (entry.usefulness, std::mem::take(&mut entry.is_from_disk))
     }
 
     /// Drops a copy, unless this plan uses its slot.
@@ -217,22 +224,32 @@ impl<K: Copy + Eq + Hash, D> HostSlots<K, D> {
         }
     }
 
-    /// A copy of the host counts as used.
+    /// A copy of the host is needed soon.
     pub(crate) fn touch(&mut self, name: K) {
+        self.rank(name, self.entries[&name].usefulness);
+    }
+
+    /// Ranks a copy of the host anew, as the one that was used last.
+    fn rank(&mut self, name: K, usefulness: Usefulness) {
         let entry = self.entries.get_mut(&name).expect("a copy that is used exists");
-        self.clock += 1;
-        self.by_last_use.remove(&entry.last_use);
-        self.by_last_use.insert(self.clock, name);
-        self.disk.host_uses(name, entry.last_use, self.clock);
-        entry.last_use = self.clock;
+        let before = std::mem::replace(&mut entry.usefulness, self.ranking.rank(usefulness)).rank;
+        self.by_rank.remove(&before);
+        self.by_rank.insert(entry.usefulness.rank, name);
+        self.disk.host_uses(name, before, entry.usefulness);
+    }
+
+    /// Removes a copy from host memory to make room, and returns its slot.
+    pub(crate) fn evict(&mut self, name: K) -> Option<HostSlot> {
+        self.ranking.evict(self.entries.get(&name)?.usefulness);
+        self.take(name)
     }
 
     /// Removes a copy from host memory, and returns its slot.
-    pub(crate) fn take(&mut self, name: K) -> Option<HostSlot> {
-        let entry = self.entries.remove(&name)?;
-        self.by_last_use.remove(&entry.last_use);
-        self.disk.host_lacks(entry.last_use);
-        Some(entry.slot)
+    fn take(&mut self, name: K) -> Option<HostSlot> {
+        let Entry { slot, usefulness, .. } = self.entries.remove(&name)?;
+        self.by_rank.remove(&usefulness.rank);
+        self.disk.host_lacks(usefulness.rank);
+        Some(slot)
     }
 
     /// Compares the slots with their copies.
@@ -244,13 +261,12 @@ impl<K: Copy + Eq + Hash, D> HostSlots<K, D> {
         let used = self.entries.values().map(|entry| entry.slot);
         let mut slots: Vec<u32> = used.chain(self.unused.iter().copied()).chain(filling).map(|it| it.0).collect();
         slots.sort_unstable();
-        let named =
-            self.by_last_use.iter().all(|(&use_, name)| self.entries.get(name).is_some_and(|it| it.last_use == use_));
-        if !slots.iter().copied().eq(0..self.num_slots as u32) || !named || self.by_last_use.len() != self.entries.len()
-        {
+        let is_named = |(&rank, name): (&Rank, &K)| self.entries.get(name).is_some_and(|it| it.usefulness.rank == rank);
+        let is_named = self.by_rank.len() == self.entries.len() && self.by_rank.iter().all(is_named);
+        if !slots.iter().copied().eq(0..self.num_slots as u32) || !is_named {
             return Err(format!("{} slots of the host: {slots:?} are used or unused", self.num_slots));
         }
-        self.disk.audit(self.entries.iter().map(|(&name, entry)| (name, entry.last_use)))
+        self.disk.audit(self.entries.iter().map(|(&name, entry)| (name, entry.usefulness.rank)))
     }
 }
 
@@ -260,13 +276,13 @@ mod tests {
 
     fn stored(slots: &mut HostSlots<u32, u32>, step: u64, names: &[u32]) -> Vec<(bool, Option<u32>)> {
         slots.begin_plan(step);
-        let found = names.iter().map(|&name| slots.store(name, name)).collect();
+        let found = names.iter().map(|&name| slots.store(name, name, Usefulness::new(1))).collect();
         slots.take_copies();
         found
     }
 
     #[test]
-    fn the_copy_that_was_used_longest_ago_makes_room() {
+    fn of_copies_that_were_used_as_often_the_one_that_was_used_longest_ago_makes_room() {
         let mut slots = HostSlots::new(2, DiskSlots::default());
         assert_eq!(stored(&mut slots, 1, &[7, 8]), [(true, None), (true, None)]);
         slots.begin_plan(2);
@@ -280,18 +296,33 @@ mod tests {
     }
 
     #[test]
+    fn a_copy_that_is_used_again_outlives_others_for_a_time() {
+        let mut slots = HostSlots::new(3, DiskSlots::default());
+        stored(&mut slots, 1, &[7, 8, 9]);
+        for step in [2, 3] {
+            slots.begin_plan(step);
+            slots.reserve(7);
+        }
+        // It counts as much as the third copy that comes after another one in the same slot.
+        for (step, [new, expected]) in (4..).zip([[10, 8], [11, 9], [12, 10], [13, 11], [14, 7]]) {
+            assert_eq!(stored(&mut slots, step, &[new]), [(true, Some(expected))]);
+        }
+        slots.audit().unwrap();
+    }
+
+    #[test]
     fn what_a_plan_uses_is_neither_overwritten_nor_read_by_it() {
         let mut slots = HostSlots::new(2, DiskSlots::default());
         stored(&mut slots, 1, &[7]);
         slots.begin_plan(2);
         slots.reserve(7);
-        assert_eq!(slots.store(8, 8), (true, None));
+        assert_eq!(slots.store(8, 8, Usefulness::new(1)), (true, None));
         assert!(!slots.is_readable(7) && !slots.is_readable(8));
-        assert_eq!(slots.store(9, 9), (false, None));
+        assert_eq!(slots.store(9, 9, Usefulness::new(1)), (false, None));
         slots.forget(7);
         assert!(slots.contains(7));
         slots.take_copies();
-        assert_eq!(stored(&mut slots, 3, &[8, 9]), [(true, None), (true, Some(7))]);
+        assert_eq!(stored(&mut slots, 3, &[8, 9]), [(true, None), (true, Some(8))]);
         slots.audit().unwrap();
     }
 
@@ -306,7 +337,7 @@ mod tests {
         // What is kept can be read at once, and the slots of the others are free.
         slots.begin_plan(4);
         assert!(slots.is_readable(1));
-        assert_eq!([5, 6].map(|name| slots.store(name, name)), [(true, None); 2]);
+        assert_eq!([5, 6].map(|name| slots.store(name, name, Usefulness::new(1))), [(true, None); 2]);
         assert_eq!(slots.keep_until(None).len(), 3);
         slots.audit().unwrap();
     }
@@ -316,7 +347,7 @@ mod tests {
         let mut slots = HostSlots::new(2, DiskSlots::default());
         stored(&mut slots, 1, &[7]);
         slots.begin_plan(2);
-        assert_eq!(slots.store(7, 7), (true, None));
+        assert_eq!(slots.store(7, 7, Usefulness::new(1)), (true, None));
         assert_eq!(slots.take_copies(), [vec![], vec![]]);
     }
 

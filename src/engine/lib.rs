@@ -76,6 +76,7 @@ mod step_size;
 mod stop;
 mod tables;
 mod tiers;
+mod usefulness;
 mod weigh_drafts;
 mod windows;
 

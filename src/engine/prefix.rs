@@ -168,7 +168,7 @@ pub(crate) fn is_on_disk(pool: &BlockPool, found: &Found) -> bool {
 /// Begins to copy what was found on disk to host memory, as much as has room there beside what was found there. Plans up to
 /// `complete` are complete. Returns whether a copy is under way.
 pub(crate) fn fetch(pool: &mut BlockPool, found: &Found, complete: Option<u64>) -> bool {
-    let before = [pool.hosted.slots.last_use(), pool.states.hosted.last_use()];
+    let [mut room, mut room_of_states] = [pool.hosted.slots.room(), pool.states.hosted.room()];
     let places = || (0..).zip(&found.tables).flat_map(|(group, table)| table.iter().map(move |&place| (group, place)));
     for (group, place) in places() {
         if let Place::Host(content) = place {
@@ -179,7 +179,7 @@ pub(crate) fn fetch(pool: &mut BlockPool, found: &Found, complete: Option<u64>) 
     if let Some(content) = found.snapshot() {
         match pool.states.hosted.contains(content) {
             true => pool.states.hosted.touch(content),
-            false => is_under_way = pool.states.hosted.fetch(content, complete, before[1]).0,
+            false => is_under_way = pool.states.hosted.fetch(content, complete, &mut room_of_states).0,
         }
     }
     // A block is of no use without those before it.
@@ -187,7 +187,7 @@ pub(crate) fn fetch(pool: &mut BlockPool, found: &Found, complete: Option<u64>) 
         Place::Disk(content) => Some((content, group)),
         Place::Device(_) | Place::Host(_) | Place::Nowhere => None,
     });
-    while missing.next().is_some_and(|name| pool.fetch(name, complete, before[0])) {
+    while missing.next().is_some_and(|name| pool.fetch(name, complete, &mut room)) {
         is_under_way = true;
     }
     is_under_way

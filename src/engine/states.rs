@@ -5,10 +5,8 @@
 //! block. Sequences take unused slots first, then that of the snapshot that is least useful. That snapshot goes to the host, if there
 //! are slots, and sequences start from it there, too.
 //!
-//! A snapshot is as useful as the number of blocks that it saves, which are those after the snapshot before it, times how often it
-//! was used; all take the same memory. Usefulness ages: it counts from that of the last snapshot that was evicted (GreedyDual-Size
-//! with frequency, Cherkasova 1998). So a snapshot that many conversations start from outlives one that none did since, and of a
-//! conversation those stay that are far apart.
+//! A snapshot is as useful as the number of blocks after the snapshot before it, times how often it was used (`usefulness.rs`). So one
+//! that many conversations start from outlives one that none did since, and of a conversation those stay that are far apart.
 
 use std::collections::{BTreeMap, HashMap};
 
@@ -17,6 +15,7 @@ use crate::content::ContentId;
 use crate::disk::{DiskSlots, SlotKind};
 use crate::host::HostSlots;
 use crate::plan::CopiedState;
+use crate::usefulness::{Rank, Ranking, Usefulness};
 
 /// Share of the memory for KV blocks and states that is left for snapshots when each row has two slots: 1 / 4.
 const SNAPSHOT_DIVISOR: u64 = 4;
@@ -64,12 +63,7 @@ pub fn state_interval(block_bytes: u64, state_bytes: u64) -> usize {
 #[derive(Debug, Clone, Copy)]
 struct Snapshot {
     state: StateId,
-    /// Number of blocks after the snapshot before it.
-    num_saved: u64,
-    /// How often it was taken or used.
-    num_uses: u64,
-    /// Its usefulness, and when it was used last.
-    rank: (u64, u64),
+    usefulness: Usefulness,
     /// The plan that was made last when it was taken; later plans can copy it.
     step: u64,
 }
@@ -112,12 +106,9 @@ pub(crate) struct StatePool {
     num_slots: usize,
     unused: Vec<StateId>,
     snapshots: HashMap<ContentId, Snapshot>,
-    /// The same by usefulness and last use, the first to be evicted first.
-    by_rank: BTreeMap<(u64, u64), ContentId>,
-    /// Usefulness of the snapshot that was evicted last.
-    evicted_usefulness: u64,
-    /// Counts uses.
-    clock: u64,
+    /// The same by rank, the first to be evicted first.
+    by_rank: BTreeMap<Rank, ContentId>,
+    ranking: Ranking,
     /// `[num_slots]`: the last plan that copies the slot, or copies to it.
     copied_step: Vec<u64>,
     /// Copies of evicted snapshots.
@@ -198,10 +189,10 @@ impl StatePool {
 
     /// Removes a snapshot, which the host keeps if it has room. What the plan itself copies to it is not there yet.
     fn evict(&mut self, content: ContentId) -> StateId {
-        let Snapshot { state, step, rank, .. } = self.remove(content).expect("the evicted snapshot exists");
-        self.evicted_usefulness = self.evicted_usefulness.max(rank.0);
+        let Snapshot { state, step, usefulness } = self.remove(content).expect("the evicted snapshot exists");
+        self.ranking.evict(usefulness);
         if step != self.hosted.step() {
-            self.hosted.store(content, state);
+            self.hosted.store(content, state, usefulness);
         }
         state
     }
@@ -232,7 +223,7 @@ impl StatePool {
         match self.allocate() {
             None => (snapshot.state, None),
             Some(own) => {
-                self.insert(content, snapshot);
+                self.insert(content, Snapshot { usefulness: snapshot.usefulness.used(), ..snapshot });
                 (own, Some(snapshot.state))
             }
         }
@@ -240,8 +231,7 @@ impl StatePool {
 
     /// An allocated slot becomes the snapshot of `content`, unless there is one. It is `num_saved` blocks after the one before it.
     pub(crate) fn keep(&mut self, state: StateId, content: ContentId, num_saved: usize) {
-        let snapshot =
-            Snapshot { state, num_saved: num_saved as u64, num_uses: 0, rank: (0, 0), step: self.hosted.step() };
+        let snapshot = Snapshot { state, usefulness: Usefulness::new(num_saved), step: self.hosted.step() };
         match self.has_snapshot(content) {
             true => self.release(state),
             false => self.insert(content, snapshot),
@@ -250,16 +240,14 @@ impl StatePool {
 
     /// Inserts a snapshot that was taken or used.
     fn insert(&mut self, content: ContentId, snapshot: Snapshot) {
-        self.clock += 1;
-        let num_uses = snapshot.num_uses + 1;
-        let rank = (self.evicted_usefulness + num_uses * snapshot.num_saved, self.clock);
-        self.snapshots.insert(content, Snapshot { num_uses, rank, ..snapshot });
-        self.by_rank.insert(rank, content);
+        let usefulness = self.ranking.rank(snapshot.usefulness);
+        self.snapshots.insert(content, Snapshot { usefulness, ..snapshot });
+        self.by_rank.insert(usefulness.rank, content);
     }
 
     fn remove(&mut self, content: ContentId) -> Option<Snapshot> {
         let snapshot = self.snapshots.remove(&content)?;
-        self.by_rank.remove(&snapshot.rank);
+        self.by_rank.remove(&snapshot.usefulness.rank);
         Some(snapshot)
     }
 

@@ -4,7 +4,7 @@ use std::collections::HashMap;
 
 use super::{BlockPool, Evicted};
 use crate::content::ContentId;
-use crate::disk::{DiskCopy, DiskSlots, SlotKind};
+use crate::disk::{DiskCopy, DiskSlots, Room, SlotKind};
 use crate::host::HostSlots;
 use crate::plan::HostCopies;
 use crate::{BlockId, TokenId};
@@ -125,7 +125,7 @@ impl BlockPool {
     pub(super) fn store(&mut self, block: BlockId) {
         let entry = self.blocks[block.0 as usize];
         let Some(content) = entry.content.filter(|_| entry.ready_step <= self.step) else { return };
-        let (is_kept, dropped) = self.hosted.slots.store((content, entry.group), block);
+        let (is_kept, dropped) = self.hosted.slots.store((content, entry.group), block, entry.usefulness);
         if let Some(dropped) = dropped {
             self.note_gone(dropped);
         }
@@ -177,8 +177,8 @@ impl BlockPool {
     }
 
     /// Begins to copy a block from the disk to host memory; see [`HostSlots::fetch`].
-    pub(crate) fn fetch(&mut self, name: (ContentId, u32), complete: Option<u64>, before: u64) -> bool {
-        let (is_under_way, gone) = self.hosted.slots.fetch(name, complete, before);
+    pub(crate) fn fetch(&mut self, name: (ContentId, u32), complete: Option<u64>, room: &mut Room) -> bool {
+        let (is_under_way, gone) = self.hosted.slots.fetch(name, complete, room);
         gone.into_iter().for_each(|name| self.note_gone(name));
         is_under_way
     }
@@ -194,9 +194,10 @@ impl BlockPool {
     /// reserved. Steps from this one on may read the block.
     pub(crate) fn load(&mut self, content: ContentId, group: usize) -> Option<BlockId> {
         let block = self.allocate(group)?;
-        let is_from_disk = self.hosted.slots.load((content, group as u32), block);
+        let (usefulness, is_from_disk) = self.hosted.slots.load((content, group as u32), block);
         if group > 0 {
             self.register_other(block, content, self.step);
+            self.blocks[block.0 as usize].usefulness = usefulness;
             return Some(block);
         }
         self.hosted.num_from_disk += u64::from(is_from_disk);
@@ -206,6 +207,7 @@ impl BlockPool {
         self.tokens[start..start + self.block_size].copy_from_slice(tokens);
         let entry = &mut self.blocks[block.0 as usize];
         (entry.content, entry.parent, entry.hash, entry.ready_step) = (Some(content), *parent, *hash, self.step);
+        entry.usefulness = usefulness;
         Some(block)
     }
 

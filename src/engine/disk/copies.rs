@@ -2,9 +2,10 @@
 
 use std::hash::Hash;
 
-use super::{DiskCopy, DiskDirection, Entry, State};
+use super::{DiskCopy, DiskDirection, Entry, Room, State};
 use crate::HostSlot;
 use crate::host::HostSlots;
+use crate::usefulness::Rank;
 
 /// At most one of so many slots of the host is being written to the file at once.
 const STORING_DIVISOR: usize = 8;
@@ -12,8 +13,8 @@ const STORING_DIVISOR: usize = 8;
 const MAX_STORING: usize = 256;
 
 impl<K: Copy + Eq + Hash, D> HostSlots<K, D> {
-    /// Begins to write copies that are not on disk to the file, those that were used longest ago first, if host memory is more than half
-    /// full. Plans up to `complete` are complete. Returns names that are in neither tier any more.
+    /// Begins to write copies that are not on disk to the file, the least useful first, if host memory is more than half full. Plans up
+    /// to `complete` are complete. Returns names that are in neither tier any more.
     pub(crate) fn save(&mut self, complete: Option<u64>) -> Vec<K> {
         let mut gone = Vec::new();
         let max_storing = match self.entries.len() > self.num_slots() / 2 {
@@ -21,34 +22,35 @@ impl<K: Copy + Eq + Hash, D> HostSlots<K, D> {
             false => 0,
         };
         while self.disk.num_storing < max_storing
-            && let Some((&last_use, &name)) = self.disk.unsaved.first_key_value()
+            && let Some((&rank, &name)) = self.disk.unsaved.first_key_value()
         {
             let entry = self.entries[&name];
             if entry.stored_step.is_some_and(|step| complete.is_none_or(|complete| step > complete)) {
                 break;
             }
-            let Some((disk, evicted)) = self.disk.take_slot(last_use) else { break };
+            let Some((disk, evicted)) = self.disk.take_slot(rank) else { break };
             match evicted {
-                Some((used, evicted)) if self.contains(evicted) => drop(self.disk.unsaved.insert(used, evicted)),
+                Some((rank, evicted)) if self.contains(evicted) => drop(self.disk.unsaved.insert(rank, evicted)),
                 Some((_, evicted)) => gone.push(evicted),
                 None => {}
             }
-            self.disk.unsaved.remove(&last_use);
-            self.disk.entries.insert(name, Entry { slot: disk, last_use, state: State::Storing });
-            self.disk.by_last_use.insert(last_use, name);
+            self.disk.unsaved.remove(&rank);
+            let usefulness = entry.usefulness;
+            self.disk.entries.insert(name, Entry { slot: disk, usefulness, state: State::Storing });
+            self.disk.by_rank.insert(rank, name);
             self.disk.begin(DiskDirection::Store, name, entry.slot, disk);
         }
         gone
     }
 
-    /// The number of the last use.
-    pub(crate) fn last_use(&self) -> u64 {
-        self.by_last_use.last_key_value().map_or(0, |(&last_use, _)| last_use)
+    /// Copies of the host that are used from now on do not make room.
+    pub(crate) fn room(&self) -> Room {
+        Room { before: self.ranking.last_use(), first: (0, 0) }
     }
 
-    /// Begins to copy from the file what is only there. Plans up to `complete` are complete. A copy in host memory makes room if its
-    /// last use was not after `before`. Returns whether the copy is under way, and the name that is in neither tier any more.
-    pub(crate) fn fetch(&mut self, name: K, complete: Option<u64>, before: u64) -> (bool, Option<K>) {
+    /// Begins to copy from the file what is only there. Plans up to `complete` are complete. A copy in host memory makes room that was
+    /// not used since `room` was made. Returns whether the copy is under way, and the name that is in neither tier any more.
+    pub(crate) fn fetch(&mut self, name: K, complete: Option<u64>, room: &mut Room) -> (bool, Option<K>) {
         match self.disk.entries.get(&name).map(|entry| entry.state) {
             Some(State::Stored) if !self.contains(name) => {}
             state => return (state == Some(State::Loading), None),
@@ -61,13 +63,13 @@ impl<K: Copy + Eq + Hash, D> HostSlots<K, D> {
         let host = match self.unused.iter().rposition(|&slot| is_idle(slot)) {
             Some(index) => self.unused.swap_remove(index),
             None => {
-                let may_go = |oldest: &K| {
-                    let entry = self.entries[oldest];
-                    entry.last_use <= before && is_idle(entry.slot)
+                let may_go = |&(rank, name): &(&Rank, &K)| {
+                    rank.1 <= room.before && is_idle(self.entries[name].slot) && !self.disk.is_storing(*name)
                 };
-                let Some(oldest) = self.oldest_idle().filter(may_go) else { return (false, None) };
-                gone = Some(oldest).filter(|&oldest| !self.disk.contains(oldest));
-                self.take(oldest).expect("the oldest copy exists")
+                let Some((&rank, &least)) = self.by_rank.range(room.first..).find(may_go) else { return (false, None) };
+                room.first = rank;
+                gone = Some(least).filter(|&least| !self.disk.contains(least));
+                self.evict(least).expect("what has a rank exists")
             }
         };
         let entry = self.disk.entries.get_mut(&name).expect("it was found");
@@ -102,7 +104,7 @@ impl<K: Copy + Eq + Hash, D> HostSlots<K, D> {
                 None
             }
             (DiskDirection::Load, Some(name)) => {
-                self.disk.set_stored(name);
+                let usefulness = self.disk.set_stored(name);
                 if !is_done {
                     self.disk.num_failed += 1;
                     self.drop_from_disk(name);
@@ -112,7 +114,7 @@ impl<K: Copy + Eq + Hash, D> HostSlots<K, D> {
                 self.disk.totals[1] += 1;
                 match self.contains(name) {
                     true => self.unused.push(copy.host),
-                    false => self.insert(name, copy.host, None),
+                    false => self.insert(name, copy.host, None, usefulness),
                 }
                 None
             }
@@ -123,7 +125,7 @@ impl<K: Copy + Eq + Hash, D> HostSlots<K, D> {
     fn drop_from_disk(&mut self, name: K) {
         self.disk.forget(name);
         if let Some(entry) = self.entries.get(&name) {
-            self.disk.host_has(name, entry.last_use);
+            self.disk.host_has(name, entry.usefulness);
         }
     }
 
