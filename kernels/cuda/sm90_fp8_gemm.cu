@@ -136,10 +136,7 @@ __device__ __forceinline__ void multiply_tile(float* acc, const Ring& ring, Curs
                 }
             }
             wgmma_wait<0>();
-            if (part == PARTS - 1) {
-                __syncwarp();
-                if (threadIdx.x % 32 == 0) barrier_arrive(ring.empty + 8 * at.stage);
-            }
+            if (part == PARTS - 1) barrier_arrive(ring.empty + 8 * at.stage);
 #pragma unroll
             for (int j = 0; j < PRODUCT_COLS / 8; ++j) {
 #pragma unroll
@@ -178,10 +175,7 @@ __device__ __forceinline__ void multiply_fitted_tile(float* acc, const Fp8Ring<F
 #pragma unroll
             for (int j = 0; j < N / 8; ++j) scales[j] = shared_load_f32x2(ring.x_scales(at.stage) + 4 * (part * N + 8 * j + threadIdx.x % 4 * 2));
             wgmma_wait<0>();
-            if (part == PARTS - 1) {
-                __syncwarp();
-                if (threadIdx.x % 32 == 0) barrier_arrive(ring.empty + 8 * at.stage);
-            }
+            if (part == PARTS - 1) barrier_arrive(ring.empty + 8 * at.stage);
             add_scaled<N>(acc + part * N / 2, sums, scales, first, second);
         }
         at.advance(1, ring.stages);
@@ -287,7 +281,7 @@ __device__ __forceinline__ void fp8_gemm(const TensorMap* w_map, const TensorMap
     const Fp8Ring<FORMAT, ROWS, COLS> ring{aligned, bars, bars + 8 * stages, stages};
     const Work<ROWS, COLS> work(out, p);
     if (threadIdx.x == 0) {
-        for (i32 s = 0; s < stages; ++s) barrier_init(ring.full + 8 * s, 1), barrier_init(ring.empty + 8 * s, CONSUMERS / 32);
+        for (i32 s = 0; s < stages; ++s) barrier_init(ring.full + 8 * s, 1), barrier_init(ring.empty + 8 * s, CONSUMERS);
         barrier_init_fence();
     }
     __syncthreads();
