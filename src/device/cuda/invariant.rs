@@ -4,8 +4,9 @@
 //! and prefill attention, which always adds keys in the order of their positions, a row's result then depends on its own
 //! tokens alone. The same holds for attention over latent vectors and, if chunks of prompts end at multiples of 64 positions,
 //! for recurrent layers. Products of few rows are not joined to chains, because a chain divides K by its number of blocks. Inputs of
-//! weights in e4m3 are rounded to e4m3 for any number of rows; other quantized weights are expanded. Experts and the heads of latent vectors sum in the order of K by themselves. A group adds in the order of its workers, through
-//! peer memory (`group.rs`).
+//! weights in e4m3 are rounded to e4m3 for any number of rows; other quantized weights are expanded. Experts in bf16 and in e4m3 and
+//! the heads of latent vectors sum in the order of K by themselves. A group adds in the order of its workers, through peer memory
+//! (`group.rs`).
 
 use kernels::cuda::decode_division::Division;
 use kernels::cuda::skinny_gemm::{self, Epilogue};
