@@ -42,7 +42,7 @@ pub struct SimulateArgs {
     #[arg(long, default_value_t = 128, value_parser = clap::value_parser!(u32).range(1..))]
     pub output: u32,
     /// Drafts that a head guesses for each row and step, at most
-    #[arg(long, default_value_t = 0, value_name = "N")]
+    #[arg(long, default_value_t = 0, value_name = "N", value_parser = clap::value_parser!(u32).range(..=64))]
     pub drafts: u32,
     /// Share of the drafts that are right, if those before them are
     #[arg(long, default_value_t = 0.5, value_name = "SHARE")]
