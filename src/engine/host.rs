@@ -164,7 +164,7 @@ impl<K: Copy + Eq + Hash, D> HostSlots<K, D> {
     }
 
     /// Keeps what `place` holds, which will be overwritten. Returns whether the host has it, and the name that had to make room.
-    /// A copy that exists already is ranked anew.
+    /// A copy that exists already gets a new rank.
     pub(crate) fn store(&mut self, name: K, place: D, usefulness: Usefulness) -> (bool, Option<K>) {
         if let Some(entry) = self.entries.get(&name) {
             self.rank(name, entry.usefulness.or_used_as(usefulness));
@@ -229,7 +229,7 @@ impl<K: Copy + Eq + Hash, D> HostSlots<K, D> {
         self.rank(name, self.entries[&name].usefulness);
     }
 
-    /// Ranks a copy of the host anew, as the one that was used last.
+    /// Gives a copy of the host a new rank, as the one that was used last.
     fn rank(&mut self, name: K, usefulness: Usefulness) {
         let entry = self.entries.get_mut(&name).expect("a copy that is used exists");
         let before = std::mem::replace(&mut entry.usefulness, self.ranking.rank(usefulness)).rank;
