@@ -9,7 +9,7 @@ mod gpu;
 
 use gpu::{ROTATED_BYTES, microseconds, random};
 use half::bf16;
-use kernels::cuda::fp8_gemm::{Fp8Split, fp8_gemm, fp8_gemm_invariant, fp8_gemm_split};
+use kernels::cuda::fp8_gemm::{Fp8Split, fp8_gemm};
 use kernels::cuda::gated_activation::GateActivation;
 use kernels::cuda::quantize_rows::{Fp8Rows, quantize_rows};
 use kernels::cuda::quantized_gemm::{
@@ -113,20 +113,20 @@ fn main() {
             let runs = copies.min(if rows > 2048 { 2 } else { copies });
             let us = microseconds(&queue, runs, |_| quantize_rows(&queue, codes, x.span(), rows, k));
             println!("{label:>9} {name:>8} {rows:>5} {us:>7.1} to e4m3, {:.2} TB/s", (3 * rows * k) as f64 / us / 1e6);
-            let us = microseconds(&queue, runs, |i| fp8_gemm(&queue, y.span(), codes, &weight(i), rows, epilogue));
-            print(us, "");
-            let us =
-                microseconds(&queue, runs, |i| fp8_gemm_invariant(&queue, y.span(), codes, &weight(i), rows, epilogue));
-            print(us, "in one order");
+            let multiprocessors = gpu.num_multiprocessors() as usize;
+            let [fastest, invariant] =
+                [Fp8Split::for_shape, Fp8Split::invariant].map(|choose| choose(n, k, format, rows, multiprocessors));
+            let measured = |split| {
+                microseconds(&queue, runs, |i| fp8_gemm(&queue, y.span(), codes, &weight(i), rows, epilogue, split))
+            };
+            print(measured(fastest), "");
+            print(measured(invariant), "in one order");
             if !tunes {
                 continue;
             }
             let mut found = Vec::new();
             for split in Fp8Split::all(format).filter(|split| rows <= 512 || !split.has_clusters) {
-                let us = microseconds(&queue, runs, |i| {
-                    fp8_gemm_split(&queue, y.span(), codes, &weight(i), rows, epilogue, split)
-                });
-                found.push((us, format!("{split:?}")));
+                found.push((measured(split), format!("{split:?}")));
             }
             found.sort_by(|a, b| a.0.total_cmp(&b.0));
             found.iter().take(4).for_each(|(us, what)| print(*us, what));

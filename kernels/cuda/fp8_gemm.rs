@@ -114,34 +114,6 @@ pub fn fp8_gemm(
     weight: &PackedWeight,
     rows: usize,
     epilogue: Epilogue,
-) -> Result<(), CudaError> {
-    let multiprocessors = q.gpu().num_multiprocessors() as usize;
-    let split = Fp8Split::for_shape(weight.n, weight.k, weight.format, rows, multiprocessors);
-    fp8_gemm_split(q, y, x, weight, rows, epilogue, split)
-}
-
-/// [`fp8_gemm`] whose results have the same bits for any number of rows.
-pub fn fp8_gemm_invariant(
-    q: &Queue,
-    y: Span,
-    x: Fp8Rows,
-    weight: &PackedWeight,
-    rows: usize,
-    epilogue: Epilogue,
-) -> Result<(), CudaError> {
-    let multiprocessors = q.gpu().num_multiprocessors() as usize;
-    let split = Fp8Split::invariant(weight.n, weight.k, weight.format, rows, multiprocessors);
-    fp8_gemm_split(q, y, x, weight, rows, epilogue, split)
-}
-
-/// [`fp8_gemm`] with a given division.
-pub fn fp8_gemm_split(
-    q: &Queue,
-    y: Span,
-    x: Fp8Rows,
-    weight: &PackedWeight,
-    rows: usize,
-    epilogue: Epilogue,
     split: Fp8Split,
 ) -> Result<(), CudaError> {
     check_outputs(y, weight, rows, epilogue)?;

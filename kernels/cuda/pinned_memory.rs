@@ -129,16 +129,6 @@ impl PinnedMemory {
         Ok(())
     }
 
-    /// Bytes of the memory.
-    pub fn len(&self) -> usize {
-        self.bytes
-    }
-
-    /// Whether there is no memory.
-    pub fn is_empty(&self) -> bool {
-        self.bytes == 0
-    }
-
     /// The address of bytes of the memory, for copies.
     ///
     /// # Panics

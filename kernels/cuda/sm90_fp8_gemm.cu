@@ -8,7 +8,7 @@
 // maths    the products of a slice are summed in the tensor cores. Each such sum is multiplied by the scales of the row and
 //          of the block (FP8_BLOCKS), and added in fp32, slices in order; at the end times the scale of w's row (FP8_ROWS).
 //          With P parts of K (1 to 3) each part is such a sum; parts are added in order. For a given P no result
-//          depends on other rows; fp8_gemm.rs chooses P by their number, too, unless it is told not to
+//          depends on other rows. Fp8Split::for_shape chooses P by the number of rows, too; Fp8Split::invariant by the weight alone
 // launch   384 threads, dynamic shared memory from the wrapper. Without a cluster: one block for each multiprocessor, which computes
 //          tiles of ROWS rows of x by COLS rows of w, one part after the other (P = 1 but in kernels of parts).
 //          Otherwise grid (P tiles), cluster (P), a tile for each cluster, a part for each block.

@@ -13,7 +13,7 @@ use std::sync::Arc;
 use fp8_rows::{quantize, quantized_values};
 use gpu::{Random, floats, poisoned};
 use half::bf16;
-use kernels::cuda::fp8_gemm::{Fp8Split, fp8_gemm, fp8_gemm_split};
+use kernels::cuda::fp8_gemm::{Fp8Split, fp8_gemm};
 use kernels::cuda::gated_activation::GateActivation;
 use kernels::cuda::quantize_rows::{Fp8Rows, quantize_rows};
 use kernels::cuda::quantized_gemm::{PackedFormat, PackedWeight, has_hopper_kernel};
@@ -153,10 +153,12 @@ fn layers_in_e4m3_agree_with_the_formula() {
                                 largest = largest.max(error / tolerance);
                             }
                         };
-                    check("chosen", &|y, x, packed| fp8_gemm(&queue, y, x, packed, rows, epilogue));
+                    let multiprocessors = gpu.num_multiprocessors() as usize;
+                    let chosen = Fp8Split::for_shape(n, k, format, rows, multiprocessors);
+                    check("chosen", &|y, x, packed| fp8_gemm(&queue, y, x, packed, rows, epilogue, chosen));
                     for split in Fp8Split::all(format) {
                         check(&format!("{split:?}"), &|y, x, packed| {
-                            fp8_gemm_split(&queue, y, x, packed, rows, epilogue, split)
+                            fp8_gemm(&queue, y, x, packed, rows, epilogue, split)
                         });
                     }
                 }
@@ -176,7 +178,7 @@ fn a_row_alone_gets_the_bits_it_gets_among_others() {
         for parts in 1..=3 {
             let product = |x: &[bf16], split: Fp8Split| {
                 run((&gpu, &queue), x, &weight, Epilogue::Store, |y, x_rows, packed| {
-                    fp8_gemm_split(&queue, y, x_rows, packed, x.len() / weight.k, Epilogue::Store, split)
+                    fp8_gemm(&queue, y, x_rows, packed, x.len() / weight.k, Epilogue::Store, split)
                 })
             };
             let together = product(&all, Fp8Split { tile: [128, 128], parts, has_clusters: parts > 1 });

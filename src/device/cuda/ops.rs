@@ -1,7 +1,7 @@
 //! The ops of a forward pass. Each is queued for the tokens of the current step.
 
 use kernels::cuda::embed::{Table, TokenSource};
-use kernels::cuda::fp8_gemm::{fp8_gemm, fp8_gemm_invariant};
+use kernels::cuda::fp8_gemm::{Fp8Split, fp8_gemm};
 use kernels::cuda::gather_columns::gather_columns;
 use kernels::cuda::layer_norm::layer_norm;
 use kernels::cuda::library_gemm::{GemmBuffers, GemmShape};
@@ -214,8 +214,9 @@ impl CudaDevice {
         if rounded != Some(RoundedRows { x: x.address(), rows: m, cols: weight.k }) {
             quantize_rows(&self.queue, rows, x, m, weight.k)?;
         }
-        let gemm = if self.config.batch_invariant { fp8_gemm_invariant } else { fp8_gemm };
-        gemm(&self.queue, out, rows, weight, m, epilogue)
+        let choose = if self.config.batch_invariant { Fp8Split::invariant } else { Fp8Split::for_shape };
+        let split = choose(weight.n, weight.k, weight.format, m, self.gpu.num_multiprocessors() as usize);
+        fp8_gemm(&self.queue, out, rows, weight, m, epilogue, split)
     }
 
     /// Whether an own kernel computes this product, and not the library.
