@@ -94,6 +94,7 @@ fn main() {
                 let is_useful = match kernel {
                     Some(Kernel::Simple) => tokens <= 128 && format.is_none(),
                     Some(Kernel::Skinny) => tokens <= 1024,
+                    Some(Kernel::InOrder) => format.is_some(),
                     Some(Kernel::Wide) => tokens >= 128,
                     None => format == Some(PackedFormat::Fp8Blocks),
                 };
@@ -110,7 +111,7 @@ fn main() {
                     });
                     let weight = GroupedWeight { weight: span, packed, bias: Span::NULL, num_experts: count, n, k };
                     match kernel {
-                        Some(Kernel::Skinny) | None => Ok(weight),
+                        Some(Kernel::Skinny | Kernel::InOrder) | None => Ok(weight),
                         _ => weight.expanded(&q, expanded.span()),
                     }
                 };
@@ -155,6 +156,6 @@ fn main() {
 
 /// Every form of the weights with every kernel; none: inputs are rounded to e4m3.
 fn forms_and_kernels() -> impl Iterator<Item = ((&'static str, Option<PackedFormat>), Option<Kernel>)> {
-    let kernels = [Some(Kernel::Simple), Some(Kernel::Skinny), Some(Kernel::Wide), None];
+    let kernels = [Some(Kernel::Simple), Some(Kernel::Skinny), Some(Kernel::InOrder), Some(Kernel::Wide), None];
     FORMS.into_iter().flat_map(move |form| kernels.map(|kernel| (form, kernel)))
 }

@@ -14,6 +14,7 @@ use kernels::cuda::gated_activation::GateActivation;
 use kernels::cuda::quantize_rows::{Fp8Rows, quantize_rows};
 use kernels::cuda::quantized_gemm::{
     PackedFormat, PackedWeight, QuantizedSplit, dequantize, quantized_gemm, quantized_gemm_split, quantized_wide_gemm,
+    quantized_wide_gemm_in_order, sum_order,
 };
 use kernels::cuda::skinny_gemm::Epilogue;
 use kernels::cuda::{DeviceBuffer, Span};
@@ -23,7 +24,7 @@ const SHAPES: [(&str, usize, usize); 4] =
     [("qkv", 6144, 4096), ("o", 4096, 4096), ("gate_up", 28672, 4096), ("down", 4096, 14336)];
 const ROWS: [usize; 5] = [1, 8, 16, 32, 64];
 /// More rows, by the other kernel.
-const MANY_ROWS: [usize; 6] = [65, 128, 256, 512, 1024, 2048];
+const MANY_ROWS: [usize; 7] = [65, 128, 256, 512, 1024, 2048, 16384];
 /// Rows of products whose inputs are in e4m3, too.
 const FP8_ROWS: [usize; 13] = [1, 16, 32, 64, 72, 128, 136, 192, 256, 320, 512, 2048, 16384];
 const FORMATS: [PackedFormat; 7] = [
@@ -70,6 +71,11 @@ fn main() {
                 quantized_gemm(&queue, y.span(), x.span(), &weight(i), rows, epilogue)
             });
             print(us, "");
+            let in_order = QuantizedSplit::of_order(sum_order(&weight(0)), n);
+            let us = microseconds(&queue, 2 * copies, |i| {
+                quantized_gemm_split(&queue, y.span(), x.span(), &weight(i), rows, epilogue, in_order)
+            });
+            print(us, "in one order");
             if !tunes {
                 continue;
             }
@@ -91,14 +97,20 @@ fn main() {
         }
         for rows in MANY_ROWS.into_iter().filter(|_| !only_e4m3) {
             let (x, y) = (random(&gpu, rows * k), DeviceBuffer::with_count::<bf16>(&gpu, rows * n).expect("memory"));
-            let us = microseconds(&queue, copies, |i| {
+            let print = |us: f64, what: &str| {
+                let (rate, tflops) = (bytes as f64 / us / 1e6, (2 * rows * n * k) as f64 / us / 1e6);
+                println!("{label:>9} {name:>8} {rows:>5} {us:>7.1} {rate:>6.2} TB/s, {tflops:.0} TFLOP/s {what}");
+            };
+            let order = sum_order(&weight(0));
+            let runs = copies.min(if rows > 2048 { 2 } else { copies });
+            let us = microseconds(&queue, runs, |i| {
                 quantized_wide_gemm(&queue, y.span(), x.span(), &weight(i), rows, epilogue)
             });
-            let tflops = (2 * rows * n * k) as f64 / us / 1e6;
-            println!(
-                "{label:>9} {name:>8} {rows:>4} {us:>7.1} {:>6.2} TB/s, {tflops:.0} TFLOP/s",
-                bytes as f64 / us / 1e6
-            );
+            print(us, "");
+            let us = microseconds(&queue, runs, |i| {
+                quantized_wide_gemm_in_order(&queue, y.span(), x.span(), &weight(i), rows, epilogue, order)
+            });
+            print(us, "in one order");
         }
         for rows in FP8_ROWS.into_iter().filter(|_| matches!(format, PackedFormat::Fp8Rows | PackedFormat::Fp8Blocks)) {
             let (x, y) = (random(&gpu, rows * k), DeviceBuffer::with_count::<bf16>(&gpu, rows * n).expect("memory"));

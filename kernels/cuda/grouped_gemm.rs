@@ -111,12 +111,14 @@ pub enum Kernel {
     Simple,
     /// For Hopper and few rows an expert: reads weights as fast as memory allows.
     Skinny,
+    /// The same for packed weights, but the order of K never depends on the number of tokens.
+    InOrder,
     /// For Hopper and many rows an expert: uses the tensor cores fully.
     Wide,
 }
 
 impl Kernel {
-    /// The fastest kernel for `routes` rows, by measurement (kernels/README.md). Only [`Kernel::Skinny`] takes packed
+    /// The fastest kernel for `routes` rows, by measurement (kernels/README.md). Only [`Kernel::Skinny`] and [`Kernel::InOrder`] take packed
     /// weights; for the others they are expanded first.
     pub fn for_rows(gpu: &Gpu, routes: usize, weight: &GroupedWeight) -> Self {
         let wide_rows = if weight.packed.is_some() { PACKED_WIDE_ROWS } else { WIDE_ROWS };
@@ -134,8 +136,8 @@ pub fn has_hopper_kernels(gpu: &Gpu) -> bool {
 }
 
 /// `y[r, :] = x[r, :] @ weight[expert of r]^T + bias`, `[routes, n]`, and an activation of it; if it is gated, `[routes, n / 2]`, where the
-/// rows of each expert's weight are packed in groups of [`GATE_GROUP`]. The result of a row does not depend on other rows; if weights are packed, on nothing but
-/// whether there are more than 16 tokens.
+/// rows of each expert's weight are packed in groups of [`GATE_GROUP`]. The result of a row does not depend on other rows; if weights are packed and the kernel is
+/// [`Kernel::Skinny`], on nothing but whether there are more than 16 tokens.
 pub fn grouped_gemm(
     q: &Queue,
     y: Span,
@@ -148,7 +150,8 @@ pub fn grouped_gemm(
     check_products(y, weight, rows, epilogue)?;
     ensure!(OP, x.count::<bf16>() >= rows.routes * weight.k, "x is shorter than {} x {}", rows.routes, weight.k);
     ensure!(OP, x.is_aligned(16), "x is not 16-byte aligned");
-    ensure!(OP, weight.packed.is_none() || kernel == Kernel::Skinny, "packed weights by {kernel:?}; expected Skinny");
+    let takes_packed = matches!(kernel, Kernel::Skinny | Kernel::InOrder);
+    ensure!(OP, weight.packed.is_none() || takes_packed, "packed weights by {kernel:?}; expected Skinny or InOrder");
     let GroupedWeight { num_experts, n, k, .. } = *weight;
     let parameters = parameters(y, weight, rows, epilogue);
     // Every expert with rows has at least one tile.
@@ -161,10 +164,12 @@ pub fn grouped_gemm(
             let args = [Arg::Bytes(bytemuck::bytes_of(&parameters)), x.into(), weight.weight.into()];
             q.launch(&format!("grouped_gemm_bf16_m{tile_rows}"), launch, &args)
         }
-        Kernel::Skinny if let Some(packed) = weight.packed => {
-            quantized(q, [x, weight.weight], packed, &parameters, [num_experts * n, k, rows.routes, tile_rows])
+        Kernel::Skinny | Kernel::InOrder if let Some(packed) = weight.packed => {
+            // Four warpgroups have too few registers for 32 rows.
+            let groups = if kernel == Kernel::Skinny && tile_rows <= 16 { 4 } else { 2 };
+            quantized(q, [x, weight.weight], packed, &parameters, [num_experts * n, k, rows.routes, tile_rows], groups)
         }
-        Kernel::Skinny => {
+        Kernel::Skinny | Kernel::InOrder => {
             let w_map = TensorMap::matrix(weight.weight, num_experts * n, k, 64, 64)?;
             let x_map = TensorMap::matrix(x, rows.routes, k, 8, 64)?;
             let (stages, shared) = ring(q.gpu(), 2 * (64 + tile_rows) * 64 * 2, 24, 0);
@@ -194,19 +199,19 @@ pub fn grouped_gemm(
     }
 }
 
-/// The kernel for packed weights `[n, k]` of all experts, in tiles of `tile_rows` of `routes` rows.
+/// The kernel for packed weights `[n, k]` of all experts, in tiles of `tile_rows` of `routes` rows, with `groups` warpgroups that multiply.
 fn quantized(
     q: &Queue,
     [x, codes]: [Span; 2],
     (scales, format): (Span, PackedFormat),
     parameters: &[u64; 6],
     [n, k, routes, tile_rows]: [usize; 4],
+    groups: u32,
 ) -> Result<(), CudaError> {
     let w_map = TensorMap::bytes_matrix(codes, n, format.row_bytes(k), TILE, 128)?;
     let x_map = TensorMap::matrix(x, routes, k, 8, 64)?;
     let stage_bytes = TILE * 128 + tile_rows * format.slice_cols() * 2 + format.max_meta_bytes();
-    // Four warpgroups have too few registers for 32 rows.
-    let (groups, sums_bytes) = if tile_rows <= 16 { (4, 3 * 8 * 128 * 4) } else { (2, 0) };
+    let sums_bytes = if groups == 4 { 3 * 8 * 128 * 4 } else { 0 };
     let (stages, shared) = ring(q.gpu(), stage_bytes, 24, sums_bytes);
     let meta = meta_argument(scales, format);
     let args = [

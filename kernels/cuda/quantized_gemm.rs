@@ -9,6 +9,7 @@ use super::gated_activation::GATE_GROUP;
 use super::low_rank::{Fused, LowRankOperands};
 pub use super::packed_weight::{PackedFormat, PackedWeight, TILE};
 use super::skinny_gemm::{CROWDED, Epilogue, MAX_ROWS, output_argument, width_for};
+use super::sum_order::SumOrder;
 use super::tensor_map::TensorMap;
 use super::{Arg, CudaError, Gpu, Launch, Queue, Span};
 
@@ -48,6 +49,31 @@ impl QuantizedSplit {
         };
         Self { parts, groups, ring_bytes }
     }
+
+    /// The division that sums in `order`.
+    pub fn of_order(order: SumOrder, n: usize) -> Self {
+        let SumOrder { parts, groups } = order;
+        let ring_bytes = if n.div_ceil(TILE) * parts < 133 { 200 << 10 } else { 100 << 10 };
+        Self { parts, groups, ring_bytes }
+    }
+}
+
+/// The one order of a weight in which few and many rows are summed, with slices of its format: that of [`quantized_gemm`] for 33 to 64
+/// rows.
+pub fn sum_order(weight: &PackedWeight) -> SumOrder {
+    let QuantizedSplit { parts, groups, .. } =
+        QuantizedSplit::for_shape(weight.n, weight.format.slices(weight.k), MAX_ROWS);
+    SumOrder { parts, groups }
+}
+
+/// Parts of K for many rows. Few tiles do not fill the GPU.
+fn wide_parts(weight: &PackedWeight) -> usize {
+    match weight.n.div_ceil(WIDE) {
+        _ if weight.format.slices(weight.k) < 8 => 1,
+        0..17 => 4,
+        17..67 => 2,
+        _ => 1,
+    }
 }
 
 /// Rows of `x` and of the weight that a block of the kernel for many rows computes.
@@ -62,32 +88,61 @@ pub fn quantized_wide_gemm(
     rows: usize,
     epilogue: Epilogue,
 ) -> Result<(), CudaError> {
+    let order = SumOrder { parts: wide_parts(weight), groups: 1 };
+    quantized_wide_gemm_in_order(q, y, x, weight, rows, epilogue, order)
+}
+
+/// [`quantized_wide_gemm`] with the bits of [`quantized_gemm_split`] in the same order.
+pub fn quantized_wide_gemm_in_order(
+    q: &Queue,
+    y: Span,
+    x: Span,
+    weight: &PackedWeight,
+    rows: usize,
+    epilogue: Epilogue,
+    order: SumOrder,
+) -> Result<(), CudaError> {
     check_product(y, x, weight, rows, epilogue)?;
     let format = weight.format;
+    let SumOrder { parts, groups } = order;
+    ensure!(
+        OP,
+        [parts, groups].iter().all(|count| matches!(count, 1 | 2 | 4)),
+        "{order:?}; expected 1, 2 or 4 of each"
+    );
     let stage_bytes = WIDE * 128 + WIDE * format.slice_cols() * 2 + WIDE / TILE * format.max_meta_bytes();
     let static_bytes = 1024;
     let room = (q.gpu().max_shared_bytes() as usize).saturating_sub(1024 + static_bytes);
     let stages = (room / stage_bytes).min(8);
     let partial_bytes = WIDE / TILE * WIDE * (TILE + 4) * 4;
     ensure!(OP, stages > 0 && partial_bytes <= room, "shared memory of {room} bytes is too small");
-    // Few tiles do not fill the GPU. The division depends on the shape alone, so that no result depends on the rows.
-    let parts = match weight.n.div_ceil(WIDE) {
-        _ if format.slices(weight.k) < 8 => 1,
-        0..34 => 4,
-        34..67 => 2,
-        _ => 1,
-    };
+    let tiles = rows.div_ceil(WIDE) * weight.n.div_ceil(WIDE);
+    let blocks = wide_blocks(tiles, weight, order, q.gpu().num_multiprocessors() as usize);
     let tiling = Tiling {
-        kernel: format!("sm90_quantized_wide_gemm_{}", weight.format.name()),
+        kernel: format!("sm90_quantized_wide_gemm_{}", format.name()),
         weight_rows: WIDE,
         x_rows: WIDE,
-        stages,
-        parts,
-        threads: WIDE / TILE * 128 + 32,
+        counts: vec![format.slices(weight.k), parts, groups, stages, blocks],
+        blocks,
+        threads: WIDE / TILE * 128 + 128,
         shared_bytes: (stages * stage_bytes).max(partial_bytes) + 1024,
-        grid: [parts, rows.div_ceil(WIDE), weight.n.div_ceil(WIDE)],
+        grid: [blocks * tiles, 1],
     };
     launch(q, [y, x], weight, rows, epilogue, &tiling, None)
+}
+
+/// Blocks of a tile of the kernel for many rows, by a model of the time on an H200 (kernels/README.md): one for each part of K, or one
+/// for all parts.
+fn wide_blocks(tiles: usize, weight: &PackedWeight, order: SumOrder, multiprocessors: usize) -> usize {
+    let microseconds = |blocks: usize| {
+        let waves = (tiles * blocks).div_ceil(multiprocessors / blocks * blocks);
+        let slices = weight.format.slices(weight.k).div_ceil(blocks) as f64;
+        let slice = 1.3 * weight.format.slice_cols() as f64 / 256.0;
+        let kept = 0.6 * (order.runs() / blocks - 1) as f64;
+        let store = if blocks > 1 { 4.0 } else { 2.5 };
+        waves as f64 * (slices * slice + kept + store)
+    };
+    if microseconds(order.parts) < microseconds(1) { order.parts } else { 1 }
 }
 
 /// How a kernel for Hopper divides a product.
@@ -96,13 +151,13 @@ struct Tiling {
     /// Rows of the weight and of `x` that a block loads at a time.
     weight_rows: usize,
     x_rows: usize,
-    /// Stages of the ring.
-    stages: usize,
-    /// Parts of K, the blocks of a cluster.
-    parts: usize,
+    /// Arguments of the kernel: how K is divided, and stages of the ring.
+    counts: Vec<usize>,
+    /// Blocks of a cluster.
+    blocks: usize,
     threads: usize,
     shared_bytes: usize,
-    grid: [usize; 3],
+    grid: [usize; 2],
 }
 
 fn launch(
@@ -124,16 +179,14 @@ fn launch(
         Arg::Bytes(x_map.bytes()),
         Arg::Bytes(&output),
         Arg::Bytes(bytemuck::bytes_of(&meta)),
-        (k as u32).into(),
-        (tiling.stages as u32).into(),
-        (tiling.parts as u32).into(),
     ];
+    args.extend(tiling.counts.iter().map(|&count| Arg::from(count as u32)));
     args.extend(fused.into_iter().flat_map(Fused::args));
-    let [width, height, depth] = tiling.grid.map(|size| size as u32);
+    let [width, height] = tiling.grid.map(|size| size as u32);
     let launch = Launch::new(0, tiling.threads as u32)
-        .grid(width, height, depth)
+        .grid(width, height, 1)
         .shared(tiling.shared_bytes as u32)
-        .cluster(tiling.parts as u32);
+        .cluster(tiling.blocks as u32);
     q.launch(&tiling.kernel, launch, &args)
 }
 
@@ -220,11 +273,11 @@ fn launch_split(
         kernel: format!("sm90_quantized_gemm{kind}_{}_m{width}_g{groups}", format.name()),
         weight_rows: TILE,
         x_rows: width,
-        stages,
-        parts,
+        counts: vec![weight.k, stages, parts],
+        blocks: parts,
         threads: groups * 128 + 32,
         shared_bytes,
-        grid: [parts, weight.n.div_ceil(TILE), 1],
+        grid: [parts, weight.n.div_ceil(TILE)],
     };
     launch(q, [y, x], weight, rows, epilogue, &tiling, fused.as_ref())
 }

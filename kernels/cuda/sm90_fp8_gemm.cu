@@ -223,7 +223,7 @@ __device__ __forceinline__ void consume(const Fp8Ring<FORMAT, ROWS, COLS>& ring,
             if constexpr (FORMAT == FP8_ROWS) scale_columns<GROUP_COLS>(acc, column_scales, scales, group);
         };
         if constexpr (OF_PARTS) {
-            Kept<GROUP_COLS> kept;
+            Kept<GROUP_COLS, GROUP_COLS == 256> kept;
 #pragma unroll 1
             for (i32 part = 0; part < p.parts; ++part) {
                 multiply(part_begin(p, part + 1) - part_begin(p, part));

@@ -28,22 +28,6 @@ struct WideRing {
     __device__ u32 w(i32 s) const { return base + s * STAGE_BYTES + X_BYTES; }
 };
 
-// How K is summed, as `SumOrder` in sum_order.rs.
-struct SumOrder {
-    i32 slices, parts, groups;
-};
-
-// A run: slices first, first + step, ... of K.
-struct Run {
-    i32 first, step, count;
-
-    __device__ Run(const SumOrder& order, i32 index) {
-        const i32 part = index / order.groups, group = index % order.groups;
-        const i32 begin = order.slices * part / order.parts, end = order.slices * (part + 1) / order.parts;
-        first = begin + group, step = order.groups, count = max(end - first + step - 1, 0) / step;
-    }
-};
-
 // The tiles of a block, and its runs: those of all parts, or of one.
 template <int COLS>
 struct Work : TileOrder<COLS> {
@@ -124,17 +108,8 @@ __device__ __forceinline__ void multiply_tile(float* acc, const WideRing<COLS>& 
         clear<COLS>(acc);
         multiply_run<COLS, true>(acc, ring, at, order.slices, group);
     } else {
-        Kept<COLS> part, parts;
-        for (i32 first = work.first_run; first < work.last_run; first += order.groups) {
-            for (i32 i = 0; i < order.groups; ++i) {
-                clear<COLS>(acc);
-                multiply_run<COLS, true>(acc, ring, at, Run(order, first + i).count, group);
-                if (i > 0) part.add_to(acc);
-                if (i + 1 < order.groups) part.keep(acc);
-            }
-            if (first > work.first_run) parts.add_to(acc);
-            if (first + order.groups < work.last_run) parts.keep(acc);
-        }
+        sum_runs<COLS, COLS == 256>(acc, order, work.first_run, work.last_run,
+                                    [&](const Run& run) { multiply_run<COLS, true>(acc, ring, at, run.count, group); });
     }
 }
 

@@ -2,57 +2,10 @@
 // with their sums.
 #pragma once
 #include "fragment.cuh"
+#include "sm90_sum_order.cuh"
 #include "sm90_wide_tile.cuh"
 
 constexpr int GROUPS = 2, GROUP_ROWS = 64, CONSUMERS = GROUPS * 128;
-constexpr i32 ROW_TILES = 16;  // tiles of x that share the rows of w in the L2 cache
-
-// Tiles with the same rows of w follow each other; at most ROW_TILES of them.
-template <int COLS, int ROWS = NT>
-struct TileOrder {
-    i32 row_tiles, col_tiles, items;
-
-    __device__ explicit TileOrder(const Output& out)
-        : row_tiles((out.m + ROWS - 1) / ROWS), col_tiles((out.n + COLS - 1) / COLS), items(row_tiles * col_tiles) {}
-
-    __device__ void tile(i32 index, i32& m0, i32& n0) const {
-        const i32 group = index / (ROW_TILES * col_tiles), first_tile = group * ROW_TILES;
-        const i32 size = min(ROW_TILES, row_tiles - first_tile), own = index - first_tile * col_tiles;
-        m0 = (first_tile + own % size) * ROWS, n0 = own / size * COLS;
-    }
-};
-
-template <int COLS>
-__device__ __forceinline__ void clear(float* acc) {
-#pragma unroll
-    for (int i = 0; i < COLS / 2; ++i) acc[i] = 0.0f;
-}
-
-// A kept sum lies in a register if those of a thread fit there, otherwise in local memory.
-template <int COLS>
-struct KeptSum {
-    using Type = float;
-};
-template <>
-struct KeptSum<256> {
-    using Type = volatile float;
-};
-
-// The sum of the parts of K so far, beside that of the current part.
-template <int COLS>
-struct Kept {
-    typename KeptSum<COLS>::Type values[COLS / 2];
-
-    __device__ __forceinline__ void keep(const float* acc) {
-#pragma unroll
-        for (int i = 0; i < COLS / 2; ++i) values[i] = acc[i];
-    }
-
-    __device__ __forceinline__ void add_to(float* acc) const {
-#pragma unroll
-        for (int i = 0; i < COLS / 2; ++i) acc[i] += values[i];
-    }
-};
 
 template <i32 EPILOGUE>
 __device__ __forceinline__ float act(float gate) {

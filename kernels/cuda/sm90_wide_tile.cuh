@@ -3,6 +3,22 @@
 #include "sm90_gemm.cuh"
 
 constexpr int NT = 128;
+constexpr i32 ROW_TILES = 16;  // tiles of x that share the rows of w in the L2 cache
+
+// Tiles with the same rows of w follow each other; at most ROW_TILES of them.
+template <int COLS, int ROWS = NT>
+struct TileOrder {
+    i32 row_tiles, col_tiles, items;
+
+    __device__ explicit TileOrder(const Output& out)
+        : row_tiles((out.m + ROWS - 1) / ROWS), col_tiles((out.n + COLS - 1) / COLS), items(row_tiles * col_tiles) {}
+
+    __device__ void tile(i32 index, i32& m0, i32& n0) const {
+        const i32 group = index / (ROW_TILES * col_tiles), first_tile = group * ROW_TILES;
+        const i32 size = min(ROW_TILES, row_tiles - first_tile), own = index - first_tile * col_tiles;
+        m0 = (first_tile + own % size) * ROWS, n0 = own / size * COLS;
+    }
+};
 
 // Sums of a tile over the cluster's PARTS blocks; their loads are in flight together.
 template <int PARTS, int ROWS = NT>

@@ -5,7 +5,7 @@ use super::skinny_gemm::Split;
 /// Number of rows of a weight in a tile of the kernel for few rows.
 const TILE: usize = 64;
 
-/// How K is summed. It is divided into `parts` of slices of 64 columns; the slices of a part go to `groups` in turn. Each of
+/// How K is summed. It is divided into `parts` of slices of 64 columns, or of those of a format of quantized weights; the slices of a part go to `groups` in turn. Each of
 /// these runs is summed in order. The groups of a part are added in order, then the parts.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct SumOrder {

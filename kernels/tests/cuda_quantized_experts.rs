@@ -60,7 +60,7 @@ impl Experts {
         };
         let expanded = DeviceBuffer::with_count::<bf16>(gpu, weight.elements()).expect("memory");
         let weight = match kernel {
-            Some(Kernel::Skinny) | None => weight,
+            Some(Kernel::Skinny | Kernel::InOrder) | None => weight,
             _ => weight.expanded(q, expanded.span()).expect("a launch"),
         };
         let tokens = counts.iter().copied().max().expect("an expert");
@@ -85,7 +85,7 @@ impl Experts {
         // The tensor cores cut the terms of a slice at 2^-13 of the largest.
         let term_error = if kernel.is_none() { 2f32.powi(-10) } else { k as f32 * 2f32.powi(-24) };
         let values: Vec<f32> = match kernel {
-            Some(Kernel::Skinny) | None => self.weight.values.clone(),
+            Some(Kernel::Skinny | Kernel::InOrder) | None => self.weight.values.clone(),
             _ => self.weight.values.iter().map(|value| bf16::from_f32(*value).to_f32()).collect(),
         };
         let magnitudes = |values: &[f32]| values.iter().map(|v| v.abs()).collect::<Vec<f32>>();
@@ -105,7 +105,7 @@ impl Experts {
 /// The kernels of this GPU for a format; none is the one whose inputs are rounded to e4m3.
 fn kernels_of(gpu: &Gpu, format: PackedFormat) -> Vec<Option<Kernel>> {
     let exact = match has_hopper_kernels(gpu) {
-        true => vec![Some(Kernel::Simple), Some(Kernel::Skinny), Some(Kernel::Wide)],
+        true => [Kernel::Simple, Kernel::Skinny, Kernel::InOrder, Kernel::Wide].map(Some).to_vec(),
         false => vec![Some(Kernel::Simple)],
     };
     let rounding = has_grouped_fp8_kernel(gpu, format).then_some(None);
@@ -168,17 +168,17 @@ fn a_row_alone_gets_the_bits_it_gets_among_others() {
     }
     let mut random = Random::new(32);
     let k = 1024;
-    // Each line is of one division of the work: up to 16 tokens, and more.
+    // Each line is of one division of the work: up to 16 tokens, and more. `InOrder` has one for any number.
     let cases =
         [([3, 16, 0, 9], [(1, 0, 1), (3, 1, 1), (20, 3, 8)]), ([3, 90, 0, 33], [(1, 0, 17), (80, 1, 64), (93, 3, 17)])];
     for (format, (counts, rows)) in FORMATS.into_iter().flat_map(|format| cases.map(|case| (format, case))) {
         let experts = Experts::new(&gpu, &mut random, counts.len(), [512, k], format);
         let x = random.bf16s(counts.iter().sum::<usize>() * k, 1.0);
-        let kernels =
-            kernels_of(&gpu, format).into_iter().filter(|kernel| matches!(kernel, Some(Kernel::Skinny) | None));
-        for kernel in kernels {
+        let takes_codes = |kernel: &Option<Kernel>| !matches!(kernel, Some(Kernel::Simple | Kernel::Wide));
+        for kernel in kernels_of(&gpu, format).into_iter().filter(takes_codes) {
             let together = experts.run((&gpu, &q), &x, &counts, GroupedEpilogue::Store, kernel);
             for (row, expert, num_copies) in rows {
+                let num_copies = if kernel == Some(Kernel::InOrder) { 1 } else { num_copies };
                 let mut copies = [0; 4];
                 copies[expert] = num_copies;
                 let x = x[row * k..][..k].repeat(num_copies);

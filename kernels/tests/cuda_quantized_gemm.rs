@@ -13,7 +13,7 @@ use half::bf16;
 use kernels::cuda::gated_activation::GateActivation;
 use kernels::cuda::quantized_gemm::{
     PackedFormat, PackedWeight, QuantizedSplit, dequantize, has_hopper_kernel, quantized_gemm, quantized_gemm_simple,
-    quantized_gemm_split, quantized_wide_gemm,
+    quantized_gemm_split, quantized_wide_gemm, quantized_wide_gemm_in_order, sum_order,
 };
 use kernels::cuda::skinny_gemm::Epilogue;
 use kernels::cuda::{CudaError, DeviceBuffer, Gpu, Queue, Span};
@@ -132,6 +132,51 @@ fn a_row_alone_gets_the_bits_it_gets_among_others() {
         for row in [0, 13, 31] {
             let alone = product(&all[row * weight.k..(row + 1) * weight.k]);
             assert_eq!(alone, together[row * weight.n..(row + 1) * weight.n], "{format:?}, row {row}");
+        }
+    }
+}
+
+#[test]
+fn few_and_many_rows_in_one_order_have_the_same_bits() {
+    let Some((gpu, queue)) = gpu::open() else { return };
+    if !has_hopper_kernel(&gpu) {
+        println!("skipped: the kernel needs a GPU of compute capability 9");
+        return;
+    }
+    let mut random = Random::new(15);
+    let gated = Epilogue::Gated(GateActivation::Silu);
+    for format in FORMATS {
+        // Widths whose K has one, two and four parts, slices that are no multiple of the runs, and fewer slices than runs.
+        for ([n, k], epilogue) in [
+            ([1024, 2048], Epilogue::Store),
+            ([1008, 2312], Epilogue::StoreF32),
+            ([272, 136], Epilogue::Store),
+            ([3072, 1160], Epilogue::Store),
+            ([4608, 1032], gated),
+        ] {
+            let weight = QuantizedWeight::random(&gpu, &mut random, [n, k], format, n % 32 == 16);
+            let order = sum_order(&weight.packed());
+            let all = random.bf16s(300 * k, 1.0);
+            let product = |x: &[bf16]| {
+                let rows = x.len() / k;
+                run((&gpu, &queue), x, &weight, epilogue, |y, span, packed| {
+                    match rows <= 64 {
+                        true => {
+                            let split = QuantizedSplit::of_order(order, n);
+                            quantized_gemm_split(&queue, y, span, packed, rows, epilogue, split)
+                        }
+                        false => quantized_wide_gemm_in_order(&queue, y, span, packed, rows, epilogue, order),
+                    }
+                    .expect("a launch");
+                })
+            };
+            let together = product(&all);
+            let outputs = together.len() / 300;
+            for rows in [0..1, 7..15, 100..133, 236..300, 0..65, 128..257] {
+                let apart = product(&all[rows.start * k..rows.end * k]);
+                let expected = &together[rows.start * outputs..rows.end * outputs];
+                assert!(apart == expected, "{format:?}, {n} x {k}, {order:?}, rows {rows:?}");
+            }
         }
     }
 }

@@ -14,7 +14,7 @@ use crate::cpu::{CpuEstimate, ExpertBuffers, Widest, quantized_bytes};
 use crate::cuda::{
     self, CudaDevice, Estimate, ExpertSizes, ProductScratch, RecurrentKernel, check_latent_shape, copy_format,
     division, expert_formats, fp8_expert_cols, gate_order, guess_bytes, has_fp8_inputs, input_order, largest_bucket,
-    product_format, tensor_rows,
+    packed_format, tensor_rows,
 };
 use crate::slices::is_computed;
 
@@ -188,7 +188,7 @@ impl Estimator {
     /// Counts a matrix of products, which a GPU may keep quantized.
     fn count_product(&mut self, role: LinearRole, parts: &[WeightSlice<'_>]) -> EstimatedWeight {
         let packed = match self.target {
-            Target::Cuda => product_format(parts, gate_order(role, parts).0, self.batch_invariant),
+            Target::Cuda => packed_format(parts, gate_order(role, parts).0),
             Target::Cpu => None,
         };
         let weight = self.count_matrix(parts);
@@ -365,7 +365,7 @@ impl Device for Estimator {
         let gate_ups: Vec<&[WeightSlice<'_>]> = layer.experts.iter().map(|expert| &expert.gate_up[..]).collect();
         let downs: Vec<_> = layer.experts.iter().map(|expert| std::slice::from_ref(&expert.down)).collect();
         let formats = match self.target {
-            Target::Cuda => expert_formats(layer, self.batch_invariant),
+            Target::Cuda => expert_formats(layer),
             Target::Cpu => [None; 2],
         };
         self.count_experts(&gate_ups, formats[0]);

@@ -29,7 +29,7 @@ mod types;
 pub use disk::KvDisk;
 use drafts::Drafts;
 use host_memory::host_memory_bytes;
-use invariant::{batch_invariant, with_whole_prompts};
+use invariant::with_whole_prompts;
 use parallelism::{Parallelism, check_shares};
 use types::{kv_cache_type, logits_type, weight_precision};
 
@@ -156,7 +156,7 @@ impl LlmConfig {
         log_sampling_defaults(&config.name, &sampling_defaults);
         let queue = QueuePolicy::new(config);
         let parallelism = Parallelism::new(config, &model, defaults)?;
-        let batch_invariant = batch_invariant(config, &model, defaults, weight_precision)?;
+        let batch_invariant = parameters::flag(config, "batch_invariant")?.unwrap_or(defaults.worker.batch_invariant);
         let Parallelism { tp_size, pp_size, ep_size, num_replicas } = parallelism;
         let model = model.in_expert_groups(ep_size);
         check_shares(config, &model, tp_size)?;

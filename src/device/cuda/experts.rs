@@ -113,7 +113,7 @@ impl CudaDevice {
         let num_experts = layer.experts.len();
         let (width, order, is_gated) = (layer.width(), expert_order(layer), layer.is_gated());
         let rows = if is_gated { 2 * inner } else { inner };
-        let formats = expert_formats(layer, self.config.batch_invariant);
+        let formats = expert_formats(layer);
         let (weight, packed) = self.load_expert_matrices(&gate_ups, order, [rows, width], formats[0])?;
         let bias = self.load_grouped(&gate_up_biases, order, (Form::Values, 2 * rows), Part::column)?;
         let gate_up = GroupedWeight { weight, packed, bias, num_experts, n: rows, k: width };
@@ -235,7 +235,9 @@ impl CudaDevice {
         };
         let (rows, inner) = (b.rows.span(), b.inner.span());
         let grouped = GroupedRows { offsets: sorted.offsets, tokens, routes };
+        let is_packed = gate_up.packed.is_some() || down.packed.is_some();
         let kernel = match self.config.use_fast_kernels {
+            true if self.config.batch_invariant && is_packed => Kernel::InOrder,
             true => Kernel::for_rows(q.gpu(), routes, &gate_up),
             false => Kernel::Simple,
         };
@@ -281,7 +283,7 @@ impl CudaDevice {
             }
             // One buffer holds the expanded weights of both products in turn.
             let taken = |weight: &GroupedWeight| match kernel {
-                Kernel::Skinny => Ok(*weight),
+                Kernel::Skinny | Kernel::InOrder => Ok(*weight),
                 _ => weight.expanded(q, self.workspace().products.span()),
             };
             grouped_gemm(q, inner, rows, &taken(&gate_up)?, grouped, epilogue, kernel)?;

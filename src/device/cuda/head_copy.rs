@@ -22,7 +22,8 @@ pub(crate) struct HeadCopy {
     packed: Packed,
 }
 
-/// The format of the copy of a head with these rows in e4m3; `None` if there is no copy. Products of quantized weights have no invariant form.
+/// The format of the copy of a head with these rows in e4m3; `None` if there is no copy. With
+/// `batch_invariant` there is none, since many rows guess from the head itself.
 pub(crate) fn copy_format(rounded: &WeightSlice<'_>, batch_invariant: bool) -> Option<PackedFormat> {
     let format = packed_format(std::slice::from_ref(rounded), RowOrder::Stacked);
     format.filter(|_| !batch_invariant)

@@ -4,15 +4,18 @@
 //! and prefill attention, which always adds keys in the order of their positions, a row's result then depends on its own
 //! tokens alone. The same holds for attention over latent vectors and, if chunks of prompts end at multiples of 64 positions,
 //! for recurrent layers. Products of few rows are not joined to chains, because a chain divides K by its number of blocks. Inputs of
-//! weights in e4m3 are rounded to e4m3 for any number of rows; other quantized weights are expanded. Experts in bf16 and in e4m3 and
-//! the heads of latent vectors sum in the order of K by themselves. A group adds in the order of its workers, through peer memory
+//! weights in e4m3 that may be are rounded to e4m3 for any number of rows. Experts and the heads of latent vectors sum in the order of K
+//! by themselves; for quantized experts one kernel takes any number of tokens. A group adds in the order of its workers, through peer memory
 //! (`group.rs`).
 
 use kernels::cuda::decode_division::Division;
+use kernels::cuda::quantized_gemm::{
+    self, PackedWeight, QuantizedSplit, quantized_gemm_split, quantized_wide_gemm_in_order,
+};
 use kernels::cuda::skinny_gemm::{self, Epilogue};
 use kernels::cuda::sum_order::SumOrder;
 use kernels::cuda::wide_gemm::{self, wide_gemm};
-use kernels::cuda::{Gpu, Span};
+use kernels::cuda::{CudaError, Gpu, Span};
 use ops::DeviceError;
 
 use super::{CudaConfig, CudaDevice, CudaWeight, device_error};
@@ -91,5 +94,21 @@ impl CudaDevice {
             false => wide_gemm(&self.queue, out, x, &linear, m, epilogue, order),
         }
         .map_err(device_error)
+    }
+
+    /// The same for a quantized weight.
+    pub(super) fn packed_in_order(
+        &self,
+        out: Span,
+        x: Span,
+        weight: &PackedWeight,
+        m: usize,
+        epilogue: Epilogue,
+    ) -> Result<(), CudaError> {
+        let (q, order) = (&self.queue, quantized_gemm::sum_order(weight));
+        match m <= skinny_gemm::MAX_ROWS {
+            true => quantized_gemm_split(q, out, x, weight, m, epilogue, QuantizedSplit::of_order(order, weight.n)),
+            false => quantized_wide_gemm_in_order(q, out, x, weight, m, epilogue, order),
+        }
     }
 }

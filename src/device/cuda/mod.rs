@@ -80,7 +80,7 @@ use memory::Workspace;
 pub(crate) use memory::{Estimate, guess_bytes, tensor_rows};
 pub use nccl_rate::{NcclRate, nccl_rate};
 use packed::Packed;
-pub(crate) use packed::{ProductScratch, expert_formats, fp8_expert_cols, has_fp8_inputs, input_order, product_format};
+pub(crate) use packed::{ProductScratch, expert_formats, fp8_expert_cols, has_fp8_inputs, input_order, packed_format};
 use pipeline::Pipeline;
 use queued::{Current, InFlight};
 pub(crate) use recurrent::RecurrentKernel;

@@ -114,31 +114,20 @@ pub(crate) fn input_order<'a>(parts: &'a [WeightSlice<'_>]) -> Option<&'a [u32]>
     quantized(&parts.first()?.data)?.col_order()
 }
 
-/// The format in which a matrix of products stays quantized. `None` if it must be expanded to bf16: it has no [`packed_format`], or
-/// results must not depend on other rows, for which inputs have to be in e4m3, too.
-pub(crate) fn product_format(
-    parts: &[WeightSlice<'_>],
-    order: RowOrder,
-    batch_invariant: bool,
-) -> Option<PackedFormat> {
-    packed_format(parts, order).filter(|&format| !batch_invariant || is_fp8(format) && has_fp8_inputs(parts))
-}
-
-/// The same for the two matrices of a layer's experts.
-pub(crate) fn expert_formats(layer: &ExpertSlices<'_>, batch_invariant: bool) -> [Option<PackedFormat>; 2] {
+/// The formats in which the two matrices of a layer's experts stay quantized. `None` if one must be expanded to bf16.
+pub(crate) fn expert_formats(layer: &ExpertSlices<'_>) -> [Option<PackedFormat>; 2] {
     let gate_ups: Vec<&[WeightSlice<'_>]> = layer.experts.iter().map(|expert| &expert.gate_up[..]).collect();
     let downs: Vec<_> = layer.experts.iter().map(|expert| std::slice::from_ref(&expert.down)).collect();
-    let formats = [expert_format(&gate_ups, expert_order(layer)), expert_format(&downs, RowOrder::Stacked)];
-    if batch_invariant && fp8_expert_cols(layer, formats).is_none() { [None; 2] } else { formats }
+    [expert_format(&gate_ups, expert_order(layer)), expert_format(&downs, RowOrder::Stacked)]
 }
 
 fn is_fp8(format: PackedFormat) -> bool {
     matches!(format, PackedFormat::Fp8Rows | PackedFormat::Fp8Blocks)
 }
 
-/// The format of a matrix of `parts`. `None` if parts are not quantized or in different formats or orders of columns, or scales are not
-/// divided as the kernels need it.
-pub(super) fn packed_format(parts: &[WeightSlice<'_>], order: RowOrder) -> Option<PackedFormat> {
+/// The format in which a matrix of `parts` stays quantized. `None` if it must be expanded to bf16: parts are not quantized or in different
+/// formats or orders of columns, or scales are not divided as the kernels need it.
+pub(crate) fn packed_format(parts: &[WeightSlice<'_>], order: RowOrder) -> Option<PackedFormat> {
     let cols = parts.first()?.cols.len();
     let rows: usize = parts.iter().map(|part| part.rows.len()).sum();
     let (format, inputs) = (part_format(&parts[0])?, input_order(parts));

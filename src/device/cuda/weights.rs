@@ -6,7 +6,7 @@ use kernels::cuda::{DeviceBuffer, Span};
 use ops::{DeviceError, LinearRole, NormKind, NormSlices, WeightSlice};
 
 use super::load::{Form, Part, RowOrder};
-use super::packed::{Packed, has_fp8_inputs, input_order, product_format};
+use super::packed::{Packed, has_fp8_inputs, input_order, packed_format};
 use super::{CudaDevice, CudaWeight, device_error};
 
 impl CudaDevice {
@@ -29,7 +29,7 @@ impl CudaDevice {
     ) -> Result<CudaWeight, DeviceError> {
         let (rows, cols) = matrix_shape(parts)?;
         self.check_invariant_weight(rows, cols)?;
-        let format = product_format(parts, order, self.config.batch_invariant);
+        let format = packed_format(parts, order);
         let Some(format) = format else { return self.load_matrix(parts, order) };
         let codes = self.load_form(parts, order, Form::Codes(format), format.codes_bytes(rows, cols))?;
         let scales = self.load_form(parts, order, Form::Scales(format), format.scales_bytes(rows, cols))?;

@@ -1,35 +1,11 @@
-//! The parameter `batch_invariant`, and what GPUs do not support with it. The device refuses what depends on the GPU and on sizes.
+//! What GPUs do not support with the parameter `batch_invariant`. The device refuses what depends on the GPU and on sizes.
 
 use engine::EngineConfig;
 use models::Config;
-use ops::Target;
 use repository::ModelConfig;
 use serving::InferError;
-use supervision::WeightPrecision;
 
-use super::{LlmDefaults, invalid, target};
-use crate::parameters;
-
-/// Whether tokens of a request must not depend on what runs beside it.
-///
-/// # Errors
-/// When the parameter is no flag.
-pub(super) fn batch_invariant(
-    config: &ModelConfig,
-    model: &Config,
-    defaults: &LlmDefaults,
-    precision: WeightPrecision,
-) -> Result<bool, InferError> {
-    let is_wanted = parameters::flag(config, "batch_invariant")?.unwrap_or(defaults.worker.batch_invariant);
-    if !is_wanted || target(defaults.worker.device) == Target::Cpu {
-        return Ok(is_wanted);
-    }
-    if model.stored_quantization().is_some() || precision != WeightPrecision::Checkpoint {
-        let name = &config.name;
-        tracing::warn!(model = %name, "with `batch_invariant`, GPUs expand quantized weights to bf16, and take its memory and time");
-    }
-    Ok(true)
-}
+use super::invalid;
 
 /// Positions that recurrent layers compute together on GPUs, so that where a chunk ends changes the roundings.
 const RECURRENT_TILE: usize = 64;
