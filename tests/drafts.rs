@@ -106,22 +106,24 @@ fn drafts_of_another_model_change_no_token_and_those_of_the_same_model_are_accep
         let parameters = [("tp", &tp[..]), (count.0, &count.1), (path.0, &path.1)];
         let (mut world, _repository) = world(golden, world_size, &[&SMALL_POOL[..], &parameters].concat());
         let url = world.url("/v2/models/tensorrt_llm/generate");
+        // The first steps of a model have drafts. The prefix cache has the keys and values of both models.
+        let mut short = requests().remove(0);
+        short["request_output_len"] = json!(14);
+        assert_eq!(answer(&url, &short), answer(&url, &short));
+        let [drafted, accepted] = drafts(&mut world);
+        assert!(world.metric("trireme_llm_prefix_cache_reused_blocks_total") > 0.0);
+        assert!(drafted > 5.0, "{drafted} drafts");
+        assert!(golden != draft || accepted == drafted, "{accepted} of {drafted} drafts");
+        // Later it may have no keys and values of tokens whose steps had no drafts.
         let expected = expected(golden, world_size);
         assert_eq!(together(&url, &requests()), expected, "{draft} for {golden}");
-        let [drafted, accepted] = drafts(&mut world);
-        // The prefix cache has the keys and values of both models.
         assert_eq!(requests().iter().map(|request| answer(&url, request)).collect::<Vec<_>>(), expected);
-        let again = drafts(&mut world);
-        assert!(world.metric("trireme_llm_prefix_cache_reused_blocks_total") > 0.0);
-        let [drafted_again, accepted_again] = [again[0] - drafted, again[1] - accepted];
-        match golden == draft {
-            true => {
-                assert!(accepted >= 0.95 * drafted, "{accepted} of {drafted} drafts");
-                assert!(accepted_again >= 0.95 * drafted_again, "{accepted_again} of {drafted_again} drafts");
-            }
-            false => assert!(drafted < 20.0 || accepted < drafted, "{draft} for {golden}: {accepted} of {drafted}"),
-        }
-        num_drafted += again[0];
+        let [drafted, accepted] = drafts(&mut world);
+        assert!(
+            golden == draft || drafted < 20.0 || accepted < drafted,
+            "{draft} for {golden}: {accepted} of {drafted}"
+        );
+        num_drafted += drafted;
     }
     // As many as are worth their time, which depends on the machine.
     assert!(num_drafted > 20.0, "{num_drafted} drafts");

@@ -50,8 +50,8 @@ pub struct StepLoad {
     pub prompt_tokens: usize,
     /// KV positions that these tokens read, summed over the tokens, as a mean over the KV groups.
     pub prompt_positions: usize,
-    /// Passes of what guesses drafts on the devices for guesses alone: as many as the guesses of the row that has most. The pass over all
-    /// tokens of the step, which runs with guesses and without, is a part of what a token takes.
+    /// Passes of what guesses drafts on the devices: as many as the guesses of the row that has most. The pass of a step that has none
+    /// is a part of what tokens of prompts take.
     pub guesses: usize,
     /// Whether it was planned after the output of the step before, so that the devices waited for its plan. Its time counts from that
     /// output.

@@ -37,6 +37,9 @@ pub struct StepPlan {
     pub drafts: Vec<(RowId, Vec<TokenId>)>,
     /// Recurrent states saved before the drafts of a row, in the order of `work`.
     pub saved_states: Vec<SavedState>,
+    /// Whether what guesses drafts on the devices runs behind the step: over all tokens of the step, and again for further guesses.
+    /// Without it no row has guesses, and the drafter lacks keys and values of these tokens.
+    pub runs_drafter: bool,
     /// The rows of this step: prefill chunks first, then rows that verify drafts, then decodes of one token.
     pub work: Vec<RowWork>,
 }
@@ -356,6 +359,7 @@ mod tests {
             grown: vec![GrownTable { row: RowId(1), group: 0, block: BlockId(4) }],
             drafts: vec![(RowId(2), vec![TokenId(8), TokenId(9)])],
             saved_states: vec![SavedState { row: RowId(2), num_tokens: 1, to: StateId(3) }],
+            runs_drafter: true,
             work: vec![RowWork { row: RowId(3), start: 0, num_tokens: 2, samples: true, num_guesses: 3 }],
         }
     }

@@ -48,6 +48,11 @@ impl PlanBuilder {
         self.decodes.len() + self.num_verified
     }
 
+    /// Whether tokens of prompts are computed, or generated tokens again.
+    pub(crate) fn has_chunks(&self) -> bool {
+        !self.prefills.is_empty() || !self.replays.is_empty()
+    }
+
     /// Number of tokens of `verifies` and `replays` beside the first of each.
     pub(crate) fn num_further_rows(&self) -> usize {
         let num_replayed: usize = self.replays.iter().map(|work| work.num_tokens as usize).sum();

@@ -11,7 +11,7 @@ impl EngineConfig {
     /// Upper bound of a plan's bytes on the wire for any requests. The rings are sized by it.
     pub fn max_plan_bytes(&self) -> usize {
         // Postcard writes a `u32` into at most 5 bytes, a `u64` into 10, an `f32` into 4 and a `bool` into 1.
-        const NUMBERS: usize = 10 + 15 * 5 + 4; // step, lengths of the lists, checksum
+        const NUMBERS: usize = 10 + 15 * 5 + 1 + 4; // step, lengths of the lists, whether the drafter runs, checksum
         const LEFT: usize = 5;
         const JOINED: usize = 5 * 5 + 2 + 10 + (8 * 4 + 6 * 5 + 10 + 3 * 5 + 10); // its numbers, sampling
         const TABLE: usize = 3 * 5; // its numbers, a partial block
@@ -133,6 +133,7 @@ mod tests {
             saved_states: vec![],
             grown: vec![grown; 2],
             drafts: vec![(RowId(u32::MAX), vec![TokenId(u32::MAX); 3]); 2],
+            runs_drafter: true,
             work: vec![work; 2],
         };
         let mut bytes = Vec::new();

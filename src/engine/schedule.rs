@@ -222,6 +222,7 @@ impl Engine {
 
     /// Numbers the plan and removes the sequences that it completes.
     fn finish_plan(&mut self, builder: PlanBuilder) -> Option<StepPlan> {
+        let runs_drafter = self.config.guesses_on_device && (builder.drafting != Drafting::Off || builder.has_chunks());
         let mut samples = builder.decode_samples;
         let mut work = builder.decodes;
         let others = [builder.prefills, builder.verifies, builder.replays];
@@ -246,6 +247,7 @@ impl Engine {
             grown: builder.grown,
             drafts: builder.drafts,
             saved_states: builder.saved_states,
+            runs_drafter,
             work,
         };
         let needs_masks = samples.iter().any(|sample| sample.is_constrained);

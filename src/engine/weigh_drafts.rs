@@ -5,9 +5,14 @@
 //! have drafts or not, because a step takes mostly the same time with fewer rows. So all of them decide together.
 //!
 //! While there are no drafts, guesses are still compared with the tokens that come, which costs no gap: how often guesses are right is
-//! known when the load becomes lower or the text another one. A [`Drafter`](crate::Drafter) guesses before each plan, devices every
-//! [`STEPS_BETWEEN_TRIALS`] steps. Every [`STEPS_BETWEEN_MEASUREMENTS`] steps, and in the first [`NUM_FIRST_STEPS`] steps, there are
-//! drafts anyway, because the cost model learns what they cost from steps that have them.
+//! known when the load becomes lower or the text another one. A [`Drafter`](crate::Drafter) guesses before each plan, devices in
+//! [`NUM_TRIALS`] steps before each multiple of [`STEPS_BETWEEN_MEASUREMENTS`]. At these multiples, and in the first
+//! [`NUM_FIRST_STEPS`] steps, there are drafts anyway, because the cost model learns what they cost from steps that have them.
+//!
+//! In all other steps without drafts, what guesses on the devices does not run, unless the step has tokens of prompts. So it lacks keys
+//! and values of generated tokens, and reads what its KV blocks held before at their positions: its guesses are worse, and no token
+//! depends on them. Trials come one after another, so that the last of them have keys and values of the newest tokens, as guesses have
+//! once there are drafts again.
 
 use crate::TokenId;
 use crate::costs::{StepCosts, StepLoad};
@@ -16,11 +21,11 @@ use crate::engine::Engine;
 use crate::sequence::Sequence;
 use crate::slot::Slot;
 
-/// Number of steps after which devices guess a token for sequences without drafts.
-const STEPS_BETWEEN_TRIALS: u64 = 32;
-
 /// Number of steps after which sequences have drafts that seem not to be worth their time.
 const STEPS_BETWEEN_MEASUREMENTS: u64 = 512;
+
+/// Number of steps before these in which devices guess a token for sequences without drafts.
+const NUM_TRIALS: u64 = 16;
 
 /// Number of steps with drafts after the start of a model, whatever they cost: little is known of them before.
 const NUM_FIRST_STEPS: u32 = 32;
@@ -54,7 +59,7 @@ pub(crate) struct DraftHistory {
 struct Price {
     /// A further token, if each row has one.
     token: f64,
-    /// A pass in which devices guess.
+    /// A pass in which devices guess. A step without guesses has none.
     guess: f64,
     /// The gap behind a step with drafts.
     gap: f64,
@@ -172,7 +177,7 @@ impl Engine {
     }
 
     fn is_trial_due(&self) -> bool {
-        self.next_step.is_multiple_of(STEPS_BETWEEN_TRIALS)
+        self.next_step % STEPS_BETWEEN_MEASUREMENTS >= STEPS_BETWEEN_MEASUREMENTS - NUM_TRIALS
     }
 
     /// Guesses what follows the settled tokens of a sequence. Returns how many of the guesses are worth their time as drafts.

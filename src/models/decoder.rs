@@ -211,7 +211,7 @@ impl<D: Device> Decoder<D> {
     pub(crate) fn run_layers(&mut self, device: &mut D) -> Result<(), DeviceError> {
         self.begin(device)?;
         for index in 0..self.layers.len() {
-            if let Some(Drafter::Eagle3(head)) = &mut self.drafter {
+            if let Some(Drafter::Eagle3(head)) = self.drafter.as_mut().filter(|_| device.runs_drafter()) {
                 head.take(device, index, &mut self.buffers.residual)?;
             }
             self.run_layer(device, index)?;
@@ -372,7 +372,7 @@ impl<D: Device> Model<D> for Decoder<D> {
 
     fn guess(&mut self, device: &mut D) -> Result<(), DeviceError> {
         match (&mut self.drafter, &self.embedding, &self.final_layers) {
-            (Some(drafter), Some(embedding), Some(layers)) => {
+            (Some(drafter), Some(embedding), Some(layers)) if device.runs_drafter() => {
                 let (b, FinalLayers { norm, head }, config) = (&mut self.buffers, layers, &self.config);
                 drafter.guess(device, &mut DraftTarget { b, embedding, head, norm, config })
             }

@@ -4,10 +4,10 @@
 //! only one of them has are never guessed, and where the model chooses one that the draft model lacks, its embedding is zero.
 //!
 //! Its layers have KV blocks of their own in the block tables of the model: a block holds the keys and values of both for the same
-//! positions. So whatever becomes of a block, the prefix cache included, is the same for both, and the draft model never lacks the
-//! keys and values of a position that the model has.
+//! positions. So whatever becomes of a block, the prefix cache included, is the same for both. The draft model lacks the keys and values
+//! of steps behind which it did not run ([`ops::StepInputs::runs_drafter`]); it reads what their slots held before.
 //!
-//! At the end of a step it computes the tokens of the step, without rejected drafts, and behind them the new token of each row,
+//! At the end of another step it computes the tokens of the step, without rejected drafts, and behind them the new token of each row,
 //! whose logits give the first guess. The keys and values of that position and of those of further guesses are written again by the
 //! next step. They need KV blocks, so guesses end where those of the row do.
 

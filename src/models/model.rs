@@ -48,7 +48,7 @@ pub trait Model<D: Device> {
     fn forward(&mut self, device: &mut D) -> Result<(), DeviceError>;
 
     /// Guesses the tokens behind those that the step has chosen, up to [`Device::take_guesses`]. Called once for each step,
-    /// before the next one runs. Nothing happens in a model without a head for it.
+    /// before the next one runs. Nothing happens in a model without a head for it, and where [`Device::runs_drafter`] is false.
     ///
     /// # Errors
     /// Returns the error of the device.

@@ -7,7 +7,8 @@
 //! So the head's keys and values at `p` exist when the token at `p + 1` does, and that is known at the end of each step: within
 //! a chunk of a prompt and behind accepted drafts it is the next token of the step, behind a chunk that is not the prompt's last
 //! it is the prompt's next token, and elsewhere it is the one that the step has chosen. All positions of the step pass the head
-//! once, right after the tokens are chosen. Keys and values behind a rejected draft are wrong, as those of the model's own
+//! once, right after the tokens are chosen, if the head runs behind the step ([`ops::StepInputs::runs_drafter`]). Otherwise it reads
+//! what their slots held before, as soon as it runs again. Its other keys and values do not depend on those. Keys and values behind a rejected draft are wrong, as those of the model's own
 //! layers are, and the next step writes them again.
 //!
 //! One guess follows from the position before the newest token. For a further one the head runs on a position further: the
@@ -15,7 +16,8 @@
 //! replaced when the model reaches that position. They need a KV block, so guesses end where the row's blocks do.
 //!
 //! A block of the prefix cache ends at a position whose keys and values in the head belong to the token behind it. A sequence
-//! that shares the block and goes on with another token reads a slightly wrong position. That changes guesses, and no token.
+//! that shares the block and goes on with another token reads a slightly wrong position, as does one that shares a block which the head
+//! did not compute. That changes guesses, and no token.
 
 use ops::{Device, DeviceError, LogitSpec};
 

@@ -51,6 +51,8 @@ pub struct StepInputs {
     pub masked: Vec<u32>,
     /// Indices in `0..T` of positions whose raw logits must be reported.
     pub logits: Vec<u32>,
+    /// Whether what guesses drafts runs behind the step.
+    pub runs_drafter: bool,
     /// `[R]`: how many tokens are guessed behind the new ones of each row; empty if none are.
     pub guesses: Vec<u32>,
     /// `[R]`: how many positions the blocks of each row in `block_tables` have, those of guesses included; empty if none are guessed.
@@ -76,6 +78,7 @@ impl StepInputs {
         self.num_prefill_rows = 0;
         self.num_prompt_rows = None;
         self.max_blocks = 0;
+        self.runs_drafter = false;
         self.rows.clear();
         self.row_starts.clear();
         self.row_starts.push(0);

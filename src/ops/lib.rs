@@ -478,6 +478,12 @@ pub trait Device: Sized {
         Err(DeviceError::lacks(Feature::OwnDrafters))
     }
 
+    /// Whether what guesses drafts runs behind the current step ([`StepInputs::runs_drafter`]). Otherwise none of the ops of
+    /// [`Feature::Guesses`] is called.
+    fn runs_drafter(&self) -> bool {
+        false
+    }
+
     /// Runs a pass of guesses behind the step: calls `pass`, or replays an earlier recording of the same ops, in which the first pass
     /// behind a step may differ from the others ([`Feature::Guesses`]).
     fn run_guess(&mut self, pass: &mut dyn FnMut(&mut Self) -> Result<(), DeviceError>) -> Result<(), DeviceError> {

@@ -222,7 +222,7 @@ impl RowTable {
 
     fn pack(&mut self, plan: &StepPlan, inputs: &mut StepInputs) -> Result<(), PlanMismatch> {
         inputs.clear(plan.step);
-        inputs.num_prompt_rows = self.keeps_prompts_whole.then_some(0);
+        (inputs.num_prompt_rows, inputs.runs_drafter) = (self.keeps_prompts_whole.then_some(0), plan.runs_drafter);
         let mut reported = self.take_reported();
         reported.clear();
         let mut drafts = plan.drafts.iter().peekable();

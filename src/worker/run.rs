@@ -254,6 +254,8 @@ struct Queued {
     on_device: bool,
     /// How many masks its tokens wait for.
     num_masks: usize,
+    /// Whether it has guesses, which may be none.
+    runs_drafter: bool,
     /// The sequence and position of each row of its logits.
     reported: Vec<(SequenceId, LogitsPlace)>,
 }
@@ -328,7 +330,8 @@ impl<D: Device + 'static> Steps<'_, D> {
         // Only the last stage chooses tokens.
         let num_masks = if device.pipeline_stage().is_last() { self.inputs.masked.len() } else { 0 };
         let reported = self.rows.take_reported();
-        self.queued.push_back(Queued { step: plan.step, on_device, num_masks, reported });
+        let runs_drafter = on_device && plan.runs_drafter;
+        self.queued.push_back(Queued { step: plan.step, on_device, num_masks, runs_drafter, reported });
         Ok(())
     }
 
@@ -369,7 +372,7 @@ impl<D: Device + 'static> Steps<'_, D> {
             return Ok(false);
         };
         let queued = self.queued.pop_front().expect("there is a front");
-        let guesses = if on_device { self.worker.device.take_guesses() } else { Vec::new() };
+        let guesses = if queued.runs_drafter { self.worker.device.take_guesses() } else { Vec::new() };
         let logits = if queued.reported.is_empty() { Vec::new() } else { self.worker.device.take_logits() };
         if self.worker.spec.reports() {
             send_logits(&queued.reported, &logits, rings)?;

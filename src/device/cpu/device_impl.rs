@@ -501,6 +501,10 @@ impl Device for CpuDevice {
         Ok(())
     }
 
+    fn runs_drafter(&self) -> bool {
+        self.inputs.runs_drafter
+    }
+
     fn follow(&mut self) -> Result<(), DeviceError> {
         self.follow_tokens();
         Ok(())

@@ -219,7 +219,7 @@ impl CudaDevice {
     ) -> Result<bool, DeviceError> {
         let (rows, cols) = (self.num_tokens(), branch.cols);
         // A drafter reads the normed rows of the last layer.
-        let has_room = rows <= MAX_BRANCH_ROWS && 2 * rows <= self.tensor_rows() && self.drafter.is_none();
+        let has_room = rows <= MAX_BRANCH_ROWS && 2 * rows <= self.tensor_rows() && !self.feeds_drafter();
         let (Some(Deferred { x, weight: product, .. }), Some(memory), true) =
             (self.chain.deferred, &self.chain.memory, has_room)
         else {

@@ -233,7 +233,9 @@ impl Device for CudaDevice {
                 slot
             }
         };
-        self.begin_guesses(inputs, slot, bucket.is_some())?;
+        if self.current().runs_drafter {
+            self.begin_guesses(inputs, slot, bucket.is_some())?;
+        }
         if self.current().is_masked {
             self.masked.wait(slot, inputs[0]);
             return Ok(());
@@ -418,6 +420,10 @@ impl Device for CudaDevice {
     fn sample(&mut self, x: &CudaTensor, head: &CudaWeight, logits: LogitSpec) -> Result<(), DeviceError> {
         self.logit_cap = logits.cap;
         self.op_sample(*x, head)
+    }
+
+    fn runs_drafter(&self) -> bool {
+        self.current().runs_drafter
     }
 
     fn run_guess(&mut self, pass: &mut dyn FnMut(&mut Self) -> Result<(), DeviceError>) -> Result<(), DeviceError> {

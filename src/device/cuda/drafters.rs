@@ -85,8 +85,8 @@ impl CudaDevice {
         let Some(guesses) = self.guesses.as_ref().filter(|guesses| guesses.kind == DrafterKind::Model) else {
             return Ok(());
         };
-        if guesses.passes.is_some() {
-            return Ok(()); // The draft model embeds them.
+        if guesses.passes.is_some() || !self.current().runs_drafter {
+            return Ok(()); // The draft model embeds them, or does not run behind the step.
         }
         let kept = guesses.kept.span().elements::<u32>(0, count);
         guess::keep(&self.queue, kept, tokens, count).map_err(device_error)

@@ -32,6 +32,8 @@ struct Key {
     is_split: bool,
     /// Whether rows have adapters.
     has_adapters: bool,
+    /// Whether what guesses drafts takes hidden states of the step.
+    runs_drafter: bool,
 }
 
 /// What is recorded.
@@ -75,7 +77,8 @@ impl Graphs {
     }
 
     /// Lists the work to do before a step needs it, in this order: recordings of greedy decodes, largest first;
-    /// products of chunks, smallest first; recordings of other decodes. `has_adapters`: whether rows may have adapters; their
+    /// products of chunks, smallest first; recordings of other decodes. Decodes behind which drafts are guessed are recorded when they
+    /// first run. `has_adapters`: whether rows may have adapters; their
     /// recordings follow those without.
     pub(crate) fn plan_idle_work(&mut self, max_tokens: usize, has_adapters: bool) {
         let record = |is_greedy| {
@@ -93,7 +96,8 @@ impl Graphs {
 
     fn has_decode(&self, bucket: usize, is_greedy: bool, has_adapters: bool) -> bool {
         let pass = Pass::Step;
-        self.recorded.contains_key(&Key { pass, bucket, is_greedy, is_masked: false, is_split: false, has_adapters })
+        let [is_masked, is_split, runs_drafter] = [false; 3];
+        self.recorded.contains_key(&Key { pass, bucket, is_greedy, is_masked, is_split, has_adapters, runs_drafter })
     }
 
     /// The bucket of a decode step in which all rows sample; other steps are not recorded.
@@ -186,6 +190,7 @@ impl CudaDevice {
             is_masked: self.current().is_masked,
             is_split: self.is_split,
             has_adapters: self.current().shape.has_adapters,
+            runs_drafter: self.current().runs_drafter,
         }
     }
 
@@ -243,7 +248,8 @@ impl CudaDevice {
         shape: StepShape,
         forward: &mut dyn FnMut(&mut Self) -> Result<(), DeviceError>,
     ) -> Result<bool, DeviceError> {
-        self.current = Some(super::Current { only_products: true, ..self.step_at(shape, true) });
+        let runs_drafter = self.guesses.is_some();
+        self.current = Some(super::Current { only_products: true, runs_drafter, ..self.step_at(shape, true) });
         self.gemm.set_first_use(FirstUse::Prepare { until: Instant::now() + MAX_MEASURING_TIME, is_cut: false });
         let queued = forward(self);
         let first_use = self.gemm.set_first_use(FirstUse::Guess);

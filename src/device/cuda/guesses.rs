@@ -28,30 +28,32 @@ use super::{CudaDevice, CudaTensor, CudaWeight, Current, device_error, drafters,
 impl CudaDevice {
     /// Marks the end of a step's tokens. What guesses behind them comes before the end of the step.
     pub(super) fn end_step(&mut self, slot: usize, samples: Vec<(usize, SampleInput)>) -> Result<(), DeviceError> {
-        match &mut self.guesses {
-            Some(guesses) => {
-                guesses.passes.as_mut().expect("passes begin with the step").samples = samples;
+        match self.guesses.as_mut().and_then(|guesses| guesses.passes.as_mut()) {
+            Some(passes) => {
+                passes.samples = samples;
                 Ok(())
             }
             None => self.finish_step(slot, &samples, Vec::new()),
         }
     }
 
+    /// Whether what guesses drafts reads the hidden states of the current step, or is what runs.
+    pub(super) fn feeds_drafter(&self) -> bool {
+        self.current().runs_drafter || self.guesses.as_ref().is_some_and(|guesses| guesses.passes.is_some())
+    }
+
     pub(super) fn passes(&self) -> &Passes {
         self.guesses.as_ref().and_then(|guesses| guesses.passes.as_ref()).expect("passes belong to a step")
     }
 
-    /// Uploads the inputs of guesses behind the step in `slot`, if the model has a drafter. `whole` is the step as it is in the plan;
-    /// `inputs` may have positions as decodes of their own.
+    /// Uploads the inputs of guesses behind the step in `slot`. `whole` is the step as it is in the plan; `inputs` may have positions as
+    /// decodes of their own.
     pub(super) fn begin_guesses(
         &mut self,
         [inputs, whole]: [&StepInputs; 2],
         slot: usize,
         is_recorded: bool,
     ) -> Result<(), DeviceError> {
-        if self.guesses.is_none() {
-            return Ok(());
-        }
         let refuse = |reason: String| DeviceError::Call { call: format!("step {}", whole.step), reason };
         let (bounds, shape) = (self.bounds()?, self.current().shape);
         let mut follow = vec![FollowRow::zeroed(); shape.rows];

@@ -337,9 +337,10 @@ impl CudaDevice {
         tensor_rows(&self.config.limits, self.graphs.largest_bucket())
     }
 
-    /// Clears new KV blocks where a kernel may read what was not written.
+    /// Clears new KV blocks where a kernel may read what was not written. A drafter does not run behind each step.
     pub(super) fn clear_cache(&self) -> Result<(), CudaError> {
-        self.cache.as_ref().filter(|cache| cache.has_windows()).map_or(Ok(()), |cache| cache.clear(&self.queue))
+        let may_read = |cache: &&Cache| cache.has_windows() || self.drafter.is_some();
+        self.cache.as_ref().filter(may_read).map_or(Ok(()), |cache| cache.clear(&self.queue))
     }
 
     fn take(&mut self, spec: &AttentionSpec, num_blocks: usize) -> Result<(), CudaError> {

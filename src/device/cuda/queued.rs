@@ -19,6 +19,8 @@ pub(super) struct Current {
     pub(super) is_masked: bool,
     /// If rows of several tokens compute their recurrent states in order: the first of them, and its first token. Chunks come before.
     pub(super) in_order: Option<[usize; 2]>,
+    /// Whether what guesses drafts runs behind it. Not set in the passes of guesses themselves.
+    pub(super) runs_drafter: bool,
     /// Whether only the library's products are queued, to choose their algorithms.
     pub(super) only_products: bool,
 }
@@ -107,7 +109,8 @@ impl CudaDevice {
         let is_greedy = host_rows().all(|row| row.is_plain_greedy);
         let first = self.first_short.filter(|_| !whole.states.is_empty());
         let in_order = first.map(|first| [first, whole.row_starts[first] as usize]);
-        self.current = Some(Current { is_masked, in_order, ..self.step_at(shape, is_greedy) });
+        let runs_drafter = whole.runs_drafter && self.guesses.is_some();
+        self.current = Some(Current { is_masked, in_order, runs_drafter, ..self.step_at(shape, is_greedy) });
         Ok(slot)
     }
 
@@ -135,7 +138,7 @@ impl CudaDevice {
         let tables = self.cache.as_ref().map_or(TableShape::NONE, |cache| cache.tables(&self.config.limits));
         let layout = Layout::new(shape, tables);
         let spans = StepSpans::new(self.step_block.span(), &layout, shape, tables);
-        Current { shape, spans, is_greedy, is_masked: false, in_order: None, only_products: false }
+        Current { shape, spans, is_greedy, is_masked: false, in_order: None, runs_drafter: false, only_products: false }
     }
 
     pub(super) fn read_outputs(&self, step: &InFlight) -> Vec<SampledToken> {

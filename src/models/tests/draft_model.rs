@@ -107,6 +107,11 @@ fn a_draft_model_changes_no_token_whatever_its_type_and_shape() {
         let without = runner(config(case)).run(&sequences);
         let mut with = runner(with_draft_model(config(case), draft));
         with.num_guesses = NUM_GUESSES as u32;
+        with.steps_between_guesses = 3;
+        assert_eq!(with.run(&sequences), without, "{draft} for {case}");
+        let num_guesses: usize = with.take_guesses().iter().map(Vec::len).sum();
+        assert!(2 * num_guesses < prompts().len() * NUM_TOKENS, "the draft model runs behind some steps");
+        with.steps_between_guesses = 1;
         assert_eq!(with.run(&sequences), without, "{draft} for {case}");
         if case == draft {
             // A drawn token is guessed with the draw that will choose it.

@@ -129,6 +129,28 @@ fn a_head_changes_no_token_and_costs_no_other_guess_beside_other_rows() {
 }
 
 #[test]
+fn a_head_that_does_not_run_behind_each_step_changes_no_token() {
+    for case in CASES {
+        let golden = &goldens(case)[2];
+        let (vocab_size, num_tokens) = (Config::from_dir(&golden_dir(case.0)).unwrap().vocab_size as u32, 20);
+        let runner = |config| Runner::with(&golden_dir(case.0), config, 2, None, WeightPrecision::Checkpoint);
+        let sequences = [Sequence { num_tokens, ..sequence(golden, 5, 0) }];
+        let without = runner(Config::from_dir(&golden_dir(case.0)).unwrap()).run(&sequences);
+        let mut with = runner(with_head(Config::from_dir(&golden_dir(case.0)).unwrap(), case));
+        with.num_guesses = NUM_GUESSES as u32;
+        assert_eq!(with.run(&sequences), without, "{case:?}");
+        let all = with.take_guesses().swap_remove(0);
+        // A second sequence uses the same blocks, and the head has keys and values of the first one where it did not run.
+        with.steps_between_guesses = 4;
+        assert_eq!(with.run(&sequences), without, "{case:?}");
+        let some = with.take_guesses().swap_remove(0);
+        assert_eq!(some[0], all[0], "the head runs behind prompts");
+        assert_eq!((all.len(), some.len()), (num_tokens, 1 + (num_tokens - 1) / 4), "{case:?}");
+        assert!(some.iter().flatten().all(|&token| token < vocab_size), "{case:?}: {some:?}");
+    }
+}
+
+#[test]
 fn a_checkpoint_without_the_head_and_a_family_without_one_are_refused_by_name() {
     let dir = golden_dir("qwen3_5");
     let config = with_head(Config::from_dir(&dir).unwrap(), ("qwen3_5", None));

@@ -57,15 +57,17 @@ fn guesses_are_asked_for_behind_rows_that_sample() {
         step: 1,
         joined: vec![joined(0, &[1, 2, 3], &[0, 1]), joined(1, &[4, 5, 6], &[2, 3]), joined(2, &[7], &[4])],
         work: vec![asking(2, work(0, 0, 2, false)), asking(3, work(1, 0, 3, true)), work(2, 0, 1, true)],
+        runs_drafter: true,
         ..StepPlan::default()
     };
     table.apply(&plan, &mut inputs).unwrap();
+    assert!(inputs.runs_drafter);
     assert_eq!(inputs.guesses, [0, 3, 0]);
     // Three guesses behind position 2 need more than the two blocks that the row has.
     assert_eq!((&inputs.reach[..], inputs.max_blocks), (&[2, 4, 2][..], 2));
     let plan = StepPlan { step: 2, work: vec![work(1, 3, 1, true)], ..StepPlan::default() };
     table.apply(&plan, &mut inputs).unwrap();
-    assert!(inputs.guesses.is_empty() && inputs.reach.is_empty());
+    assert!(inputs.guesses.is_empty() && inputs.reach.is_empty() && !inputs.runs_drafter);
     let grown = [5, 6].map(|block| GrownTable { row: RowId(1), group: 0, block: BlockId(block) }).to_vec();
     let plan = StepPlan { step: 3, grown, work: vec![asking(1, work(1, 4, 1, true))], ..StepPlan::default() };
     table.apply(&plan, &mut inputs).unwrap();

@@ -35,6 +35,7 @@ fn inputs() -> StepInputs {
         states: vec![5, 1],
         saved_states: Vec::new(),
         adapters: vec![ops::NO_ADAPTER; 2],
+        runs_drafter: false,
         guesses: Vec::new(),
         reach: Vec::new(),
     }

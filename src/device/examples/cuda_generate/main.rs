@@ -273,6 +273,7 @@ fn plan(
     }
     if options.guesses > 0 {
         let of_row = |row: &RowId| sampling.iter().any(|&(index, _)| index == row.0 as usize);
+        inputs.runs_drafter = true;
         inputs.guesses = inputs.rows.iter().map(|row| if of_row(row) { options.guesses as u32 } else { 0 }).collect();
         let reach = |&len: &u32| (len as usize + options.guesses).next_multiple_of(BLOCK).min(MAX_LEN) as u32;
         inputs.reach = inputs.context_lens.iter().map(reach).collect();

@@ -55,6 +55,7 @@ pub fn verifying(number: u64, rows: usize, drafting: Drafting, blocks: Blocks) -
             inputs.saved_states.push([row, known as u32, (blocks.rows as u32) + row]);
         }
     }
+    inputs.runs_drafter = true;
     inputs.guesses = vec![num_drafts as u32; rows];
     inputs.reach = vec![(blocks.per_row * BLOCK) as u32; rows];
     inputs

@@ -14,6 +14,7 @@ mod host;
 mod refusals;
 mod scheduling;
 mod scripted;
+mod skipped_passes;
 mod states;
 mod step_size;
 mod windows;

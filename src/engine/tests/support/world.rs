@@ -314,6 +314,14 @@ impl World {
         engine::plan::encode(plan, &mut bytes);
         assert!(bytes.len() <= config.max_plan_bytes(), "step {} has {} bytes", plan.step, bytes.len());
         assert!(plan.work.iter().all(|work| work.num_tokens > 0), "empty work in {plan:?}");
+        // A token after a late mask is chosen again by a decode.
+        let is_revised = |work: &RowWork| plan.revised.iter().any(|revised| revised.row == work.row);
+        let needs_drafter = !prefills.is_empty()
+            || replays.iter().any(|work| !is_revised(work))
+            || !plan.drafts.is_empty()
+            || plan.work.iter().any(|work| work.num_guesses > 0);
+        assert!(plan.runs_drafter || !(config.guesses_on_device && needs_drafter), "no drafter runs in {plan:?}");
+        assert!(config.guesses_on_device || !plan.runs_drafter, "there is no drafter on devices in {plan:?}");
     }
 
     /// Before the device runs the plan: a decode computes a token that was sampled in this row.

@@ -30,6 +30,8 @@ pub struct Runner {
     step: u64,
     /// How many tokens are guessed behind each new one.
     pub num_guesses: u32,
+    /// Of decode steps, what guesses runs behind each of this number.
+    pub steps_between_guesses: u64,
     /// The guesses of each row, in the order of its new tokens.
     guesses: Vec<Vec<Vec<u32>>>,
     /// How tokens reach all stages of a pipeline.
@@ -96,7 +98,16 @@ impl Runner {
             device.allocate_states(&spec, MAX_ROWS).unwrap();
         }
         let (windows, guesses) = (spec.kv_windows, vec![Vec::new(); MAX_ROWS]);
-        Ok(Self { device, model, windows, step: 0, num_guesses: 0, guesses, stage: Stage::Whole })
+        Ok(Self {
+            device,
+            model,
+            windows,
+            step: 0,
+            num_guesses: 0,
+            steps_between_guesses: 1,
+            guesses,
+            stage: Stage::Whole,
+        })
     }
 
     /// A model of one worker; `None` if it cannot be loaded.
@@ -217,8 +228,12 @@ impl Runner {
             }
         }
         (0..self.windows.len()).for_each(|group| self.pack_tables(group, &mut inputs));
-        inputs.guesses = vec![self.num_guesses; inputs.num_rows()];
-        inputs.reach = vec![MAX_LEN as u32; inputs.num_rows()];
+        let is_due = self.step.is_multiple_of(self.steps_between_guesses) || inputs.num_prefill_rows > 0;
+        inputs.runs_drafter = self.num_guesses > 0 && is_due;
+        if inputs.runs_drafter {
+            inputs.guesses = vec![self.num_guesses; inputs.num_rows()];
+            inputs.reach = vec![MAX_LEN as u32; inputs.num_rows()];
+        }
         inputs
     }
 
