@@ -10,7 +10,7 @@
 //! number of parts of the group that have different experts, is for checkpoints.
 //! With `--guesses`, rows of decode steps verify N drafts, and the checkpoint's MTP head, an EAGLE-3 head or a draft model guesses N; a step
 //! gives 2.5 tokens of a row, on average, if N is above 1, as `launch --benchmark-forced-acceptance=2.5` has it, and the next begins when
-//! it is collected.
+//! it is collected. Decodes behind which what guesses does not run are measured before them, with two steps in flight.
 //! With `--adapters`, each step also runs with adapters beside all linear layers: the first row has the first, and so on.
 
 mod inputs;
@@ -303,6 +303,9 @@ fn main() -> Result<(), AnyError> {
     let batches = batches.into_iter().filter(|&batch| (1..=rows).contains(&batch));
     if options.guesses > 0 {
         for batch in batches {
+            let ms =
+                bench.time_steps(|number| step(number as u64, &decode(batch, number).collect::<Vec<_>>(), blocks))?;
+            print_rank_0(format!("decode batch {batch:>4} context {context}: {ms:.3} ms a step without guesses"));
             let [ms, tokens] = bench.time_drafts(batch, context, options.guesses, blocks)?;
             let each = ms / tokens;
             print_rank_0(format!(
