@@ -47,7 +47,7 @@ pub struct SimulateArgs {
     /// Share of the drafts that are right, if those before them are
     #[arg(long, default_value_t = 0.5, value_name = "SHARE")]
     pub acceptance: f64,
-    /// Milliseconds of a pass that guesses
+    /// Milliseconds of a pass of the head, which runs for each guess and for prompts
     #[arg(long, default_value_t = 0.0, value_name = "MS")]
     pub guess_ms: f64,
     /// Time from the moment when a plan is sent until an idle device begins it, and until its output is back, in microseconds

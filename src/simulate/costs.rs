@@ -76,7 +76,8 @@ impl Costs {
         }
         let decode = if decoded > 0 || prefilled == 0 { self.decode(f64::from(decoded)) } else { 0.0 };
         let guesses = plan.work.iter().map(|work| work.num_guesses).max().unwrap_or(0);
-        decode + f64::from(prefilled) * self.prefill_token + f64::from(guesses) * self.guess
+        let passes = if plan.runs_drafter { guesses.max(1) } else { 0 };
+        decode + f64::from(prefilled) * self.prefill_token + f64::from(passes) * self.guess
     }
 
     fn decode(&self, rows: f64) -> f64 {
