@@ -2,16 +2,16 @@
 """Compares a served model with and without drafts of a head or of another model: the tokens, and the speed at a forced acceptance.
 
     check_gpu_drafts.py [--drafter mtp|eagle3|draft_model] [--shape qwen35moe] [--layers 8] [--num-tokens 3] [--tp 1] [--adapters]
-                        [--device cuda] [--bin DIR] [--port N]
-    check_gpu_drafts.py --checkpoint DIR --forced 2.5 [--drafter eagle3 --path DIR] [--num-tokens 2] [--batches 1 8 32] [--out FILE.json]
+                        [--wrong] [--device cuda] [--bin DIR] [--port N]
+    check_gpu_drafts.py --checkpoint DIR [--forced 2.5] [--drafter eagle3 --path DIR] [--num-tokens 2] [--batches 1 8 32] [--out FILE.json]
 
-Without --forced, the checkpoint is one of make_checkpoint.py whose tokens follow each other in an order that the drafter knows, too, so that
+Without --checkpoint, the model is one of make_checkpoint.py whose tokens follow each other in an order that the drafter knows, too, so that
 drafts are right and no two tokens are nearly as likely, with noise in the drafter. A draft model has one layer of the shape `small`. Greedy and
 drawn requests, one by one and together, must have the same tokens with drafts and without, and some drafts must be accepted. With --adapters,
-two of three requests have an adapter (LoRA).
+two of three requests have an adapter (LoRA). With --wrong, the drafter is random, so nearly none is right, and it does not run behind most steps.
 
-With --forced, drafts of a checkpoint with any weights are accepted at that rate (`launch --benchmark-forced-acceptance`), and the script
-prints tokens a second with and without drafts at each batch size, both from one run. Needs torch and transformers for --shape.
+With --checkpoint, the script prints tokens a second with and without drafts at each batch size, both from one run. With --forced, drafts of
+a checkpoint with any weights are accepted at that rate (`launch --benchmark-forced-acceptance`); without it those that are right. Needs torch and transformers for --shape.
 """
 import argparse, concurrent.futures, json, pathlib, random, subprocess, sys, tempfile, urllib.request
 
@@ -33,9 +33,9 @@ def change(folder, how):
     save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, folder / "model.safetensors", metadata={"format": "pt"})
 
 
-def make_predictable(folder, likeliest=24):
+def make_predictable(folder, likeliest=24, knows_next=True):
     """Makes token `t + 7` follow token `t`: logits depend on the last token most, `likeliest` is about that of the next one, and an MTP
-    head passes the embedding on. Returns the embeddings."""
+    head passes the embedding on if it `knows_next`. Returns the embeddings."""
     import torch
 
     def how(tensors):
@@ -45,7 +45,7 @@ def make_predictable(folder, likeliest=24):
         tensors["model.embed_tokens.weight"] = embedding.bfloat16()
         tensors["lm_head.weight"] = (embedding.roll(7, 0) * likeliest / width).bfloat16()
         if "mtp.fc.weight" in tensors:
-            joining = 6 * torch.randn(width, 2 * width) * width ** -0.5 + torch.eye(width, 2 * width)
+            joining = 6 * torch.randn(width, 2 * width) * width ** -0.5 + knows_next * torch.eye(width, 2 * width)
             tensors["mtp.fc.weight"] = joining.bfloat16()
 
     embedding = None
@@ -71,15 +71,17 @@ def make(script, *arguments):
     subprocess.run([str(part) for part in command], check=True, capture_output=True)
 
 
-def make_drafter(args, folder, checkpoint, embedding):
+def make_drafter(args, folder, checkpoint, embedding, is_wrong=False):
     """The checkpoint of what guesses for another one, if it has one of its own."""
     if args.drafter == "eagle3":
         make("make_eagle3_head.py", checkpoint, folder)
-        make_predicting_head(folder, embedding)
+        if not is_wrong:
+            make_predicting_head(folder, embedding)
     elif args.drafter == "draft_model":
         vocab = json.loads((checkpoint / "config.json").read_text())["vocab_size"]
         make("make_checkpoint.py", "small", folder, "--layers", 1, "--vocab", vocab)
-        make_predictable(folder)
+        if not is_wrong:
+            make_predictable(folder)
     return folder
 
 
@@ -130,15 +132,15 @@ def compare(args, checkpoint, path, adapters):
             for name, one, two in (("alone", alone, alone_drafted), ("together", together, together_drafted))}
     count = len(alone)
     share = accepted / max(drafted, 1)
-    good = all(equal == count for equal in same.values()) and share > 0
-    print(f"{'ok  ' if good else 'FAIL'} {args.drafter} for {args.shape}, tp {args.tp}, {len(adapters)} adapters: {same['alone']} of {count} requests have the same tokens alone, {same['together']} together; "
+    good = all(equal == count for equal in same.values()) and drafted > 0 and (share > 0 or args.wrong)
+    print(f"{'ok  ' if good else 'FAIL'} {'wrong ' if args.wrong else ''}{args.drafter} for {args.shape}, tp {args.tp}, {len(adapters)} adapters: {same['alone']} of {count} requests have the same tokens alone, {same['together']} together; "
           f"{accepted:.0f} of {drafted:.0f} drafts accepted ({100 * share:.0f} %)")
     return good
 
 
 def measure(args):
     figures = {"gpu": gpu_name(), "tp": args.tp, "drafter": args.drafter, "forced": args.forced, "num_tokens": args.num_tokens, "tokens_per_second": {}}
-    for name, flags, num_tokens in (("plain", [], 0), ("drafts", [f"--benchmark-forced-acceptance={args.forced}"], args.num_tokens)):
+    for name, flags, num_tokens in (("plain", [], 0), ("drafts", [f"--benchmark-forced-acceptance={args.forced}"] if args.forced else [], args.num_tokens)):
         with tempfile.TemporaryDirectory() as scratch:
             bench = Bench(args.checkpoint, args.device, pathlib.Path(scratch), args.bin, args.port, flags=flags)
             bench.set_parameters(**parameters(args, num_tokens, args.path))
@@ -170,6 +172,7 @@ def main():
     parser.add_argument("--num-tokens", type=int, default=3)
     parser.add_argument("--tp", type=int, default=1, help="workers of the model, each on a GPU")
     parser.add_argument("--adapters", action="store_true")
+    parser.add_argument("--wrong", action="store_true")
     parser.add_argument("--forced", type=float)
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 8, 32])
     parser.add_argument("--output", type=int, default=256, help="tokens of each request of a measurement")
@@ -178,12 +181,13 @@ def main():
     parser.add_argument("--port", type=int, default=8000)
     parser.add_argument("--out")
     args = parser.parse_args()
-    if args.forced:
+    if args.checkpoint:
         return measure(args)
     with tempfile.TemporaryDirectory() as made:
         checkpoint = pathlib.Path(made) / "model"
         make("make_checkpoint.py", args.shape, checkpoint, "--layers", args.layers)
-        path = make_drafter(args, pathlib.Path(made) / "drafter", checkpoint, make_predictable(checkpoint))
+        embedding = make_predictable(checkpoint, knows_next=not args.wrong)
+        path = make_drafter(args, pathlib.Path(made) / "drafter", checkpoint, embedding, args.wrong)
         adapters = {name: pathlib.Path(made).resolve() / name for name in ("a", "b") if args.adapters}
         for seed, (name, folder) in enumerate(adapters.items()):
             make("make_adapter.py", checkpoint, folder, "--rank", 16, "--seed", seed, "--modules", ADAPTED)
