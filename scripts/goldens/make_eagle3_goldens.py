@@ -9,6 +9,12 @@ The forward passes are those of make_mtp_goldens.py and of this file: of the who
     specforge     the form of SpecForge and EAGLE: `midlayer`, the embeddings of the model, the usual layers of the model
     speculators   the form of speculators: `layers.0`, embeddings of its own, other layers, `norm_before_residual`
 
+The folder `eagle31` has heads of EAGLE-3.1 for the same model, and a golden.json of its own. They continue from the output behind the last
+norm (`norm_output`):
+
+    fc_norm         the form of SpecForge: a norm of each hidden state, four of them, whose layers `eagle_config` names by their outputs
+    norm_before_fc  the form of speculators: one norm of all hidden states
+
 golden.json has for each prompt the greedy tokens with the margin between their two highest logits, and for each head and each token the
 guesses at the tokens behind it, with the same margin. Seeds are fixed, so the files are reproducible. Needs numpy alone.
 """
@@ -77,10 +83,11 @@ class Llama(Layered):
 
 
 class Head(Layered):
-    def __init__(self, seed, model, layer, taps, has_embedding, norm_before_residual):
+    def __init__(self, seed, model, layer, taps, has_embedding=False, norm_before_residual=False, joined_norm=None, norm_output=False):
         super().__init__(seed)
         self.model, self.name, self.taps, self.norm_before_residual = model, layer, taps, norm_before_residual
-        self.add_linear("fc", HIDDEN, 3 * HIDDEN)
+        self.joined_norm, self.norm_output = joined_norm, norm_output
+        self.add_linear("fc", HIDDEN, len(taps) * HIDDEN)
         for norm in ("input_layernorm", "hidden_norm", "post_attention_layernorm"):
             self.add_norm(f"{layer}.{norm}")
         self.add_attention(f"{layer}.self_attn", 2 * HIDDEN, 1.2)
@@ -90,6 +97,19 @@ class Head(Layered):
         self.ids = np.sort(self.random.choice(VOCAB, DRAFT_VOCAB, replace=False))
         if has_embedding:
             self.add("embed_tokens.weight", (VOCAB, HIDDEN), 1.0)
+        if joined_norm == "fc_norm":
+            for index in range(len(taps)):
+                self.add(f"fc_norm.{index}.weight", HIDDEN, 1.0)
+        elif joined_norm == "norm_before_fc":
+            self.add("input_norm.weight", len(taps) * HIDDEN, 1.0)
+
+    def join(self, inputs):
+        """The state of the head, of the inputs of layers."""
+        states = [inputs[tap] for tap in self.taps]
+        if self.joined_norm == "fc_norm":
+            states = [self.norm(state, f"fc_norm.{index}") for index, state in enumerate(states)]
+        joined = np.concatenate(states, -1)
+        return self.linear(self.norm(joined, "input_norm") if self.joined_norm == "norm_before_fc" else joined, "fc")
 
     def run(self, following, states):
         """Behind the layer, before and behind the last norm."""
@@ -103,14 +123,13 @@ class Head(Layered):
 
     def guesses(self, tokens, inputs):
         """Guesses behind `tokens`, of which the last has no hidden state yet, and their margins."""
-        joined = self.linear(np.concatenate([inputs[tap] for tap in self.taps], -1), "fc")
-        states, following, guesses, margins = list(joined), list(tokens[1:]), [], []
+        states, following, guesses, margins = list(self.join(inputs)), list(tokens[1:]), [], []
         for _ in range(NUM_GUESSES):
             summed, normed = self.run(following, np.array(states))
             index, margin = best(self.linear(normed[-1], "lm_head"))
             guesses.append(int(self.ids[index]))
             margins.append(margin)
-            states.append(summed[-1])
+            states.append(normed[-1] if self.norm_output else summed[-1])
             following.append(guesses[-1])
         return guesses, margins
 
@@ -132,20 +151,32 @@ def save_head(folder, head):
 
 
 def heads(model):
+    """The heads of each folder."""
     layer = {name: model.config[name] for name in (
         "vocab_size", "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim", "hidden_act",
         "max_position_embeddings", "rms_norm_eps", "rope_parameters", "attention_bias", "dtype")}
-    specforge = Head(11, model, "midlayer", [2, LAYERS // 2, LAYERS - 3], has_embedding=False, norm_before_residual=False)
-    specforge.config = layer | dict(architectures=["LlamaForCausalLMEagle3"], model_type="llama", num_hidden_layers=1,
-                                    tie_word_embeddings=False, draft_vocab_size=DRAFT_VOCAB, bos_token_id=1, eos_token_id=2)
+    of_specforge = layer | dict(architectures=["LlamaForCausalLMEagle3"], model_type="llama", num_hidden_layers=1, tie_word_embeddings=False,
+                                draft_vocab_size=DRAFT_VOCAB, bos_token_id=1, eos_token_id=2)
+    specforge = Head(11, model, "midlayer", [2, LAYERS // 2, LAYERS - 3])
+    specforge.config = of_specforge
+    fc_norm = Head(13, model, "midlayer", [2, 3, 4, 5], joined_norm="fc_norm", norm_output=True)
+    fc_norm.config = of_specforge | dict(fc_norm=True, norm_output=True, num_aux_hidden_states=4, use_sliding_window=False, sliding_window=8,
+                                         max_window_layers=6, eagle_config=dict(eagle_aux_hidden_state_layer_ids=[1, 2, 3, 4],
+                                                                                use_aux_hidden_state=True, use_last_layernorm=True))
+
+    def of_speculators(taps):
+        return dict(
+            architectures=["Eagle3Speculator"], speculators_model_type="eagle3", speculators_version="0.3.0", dtype="float16",
+            draft_vocab_size=DRAFT_VOCAB, norm_before_residual=True, eagle_aux_hidden_state_layer_ids=taps, target_hidden_size=None,
+            transformer_layer_config=layer | dict(model_type="llama", num_hidden_layers=1),
+            speculators_config={"algorithm": "eagle3", "default_proposal_method": "greedy", "verifier": {"name_or_path": "eagle3"},
+                                "proposal_methods": [{"proposal_type": "greedy", "speculative_tokens": NUM_GUESSES}]})
+
     speculators = Head(12, model, "layers.0", [1, 4, 5], has_embedding=True, norm_before_residual=True)
-    speculators.config = dict(
-        architectures=["Eagle3Speculator"], speculators_model_type="eagle3", speculators_version="0.3.0", dtype="float16",
-        draft_vocab_size=DRAFT_VOCAB, norm_before_residual=True, eagle_aux_hidden_state_layer_ids=[1, 4, 5], target_hidden_size=None,
-        transformer_layer_config=layer | dict(model_type="llama", num_hidden_layers=1),
-        speculators_config={"algorithm": "eagle3", "default_proposal_method": "greedy", "verifier": {"name_or_path": "eagle3"},
-                            "proposal_methods": [{"proposal_type": "greedy", "speculative_tokens": NUM_GUESSES}]})
-    return {"specforge": specforge, "speculators": speculators}
+    speculators.config = of_speculators([1, 4, 5])
+    norm_before_fc = Head(14, model, "layers.0", [0, 3, 5], norm_before_residual=True, joined_norm="norm_before_fc", norm_output=True)
+    norm_before_fc.config = of_speculators([0, 3, 5]) | dict(norm_before_fc=True, fc_norm=False, norm_output=True)
+    return {"eagle3": {"specforge": specforge, "speculators": speculators}, "eagle31": {"fc_norm": fc_norm, "norm_before_fc": norm_before_fc}}
 
 
 def golden(model, drafters, prompt):
@@ -166,16 +197,17 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     default = pathlib.Path(__file__).resolve().parents[2] / "tests/goldens"
     parser.add_argument("out_dir", nargs="?", type=pathlib.Path, default=default)
-    folder = parser.parse_args().out_dir / "eagle3"
+    out_dir = parser.parse_args().out_dir
     model = Llama(10)
-    mtp.save(folder, model)
+    mtp.save(out_dir / "eagle3", model)
     drafters = heads(model)
-    for name, head in drafters.items():
-        save_head(folder / name, head)
     prompts = [[int(token) for token in model.random.integers(3, VOCAB, length)] for length in PROMPT_LENS]
-    sequences = [golden(model, drafters, prompt) for prompt in prompts]
-    (folder / "golden.json").write_text(json.dumps({"sequences": sequences}) + "\n")
-    print(f"{folder}: {len(sequences)} prompts, {len(drafters)} heads")
+    for name, own in drafters.items():
+        for head_name, head in own.items():
+            save_head(out_dir / name / head_name, head)
+        sequences = [golden(model, own, prompt) for prompt in prompts]
+        (out_dir / name / "golden.json").write_text(json.dumps({"sequences": sequences}) + "\n")
+        print(f"{out_dir / name}: {len(sequences)} prompts, {len(own)} heads")
 
 
 if __name__ == "__main__":

@@ -173,14 +173,26 @@ pub(crate) struct DraftConfig {
 /// What an EAGLE-3 head has beside a layer.
 #[derive(Debug, Clone, PartialEq)]
 pub(crate) struct Eagle3Form {
-    /// The name of its layer in the checkpoint.
-    pub(crate) layer: &'static str,
-    /// Layers of the model whose inputs it takes.
-    pub(crate) taps: [usize; 3],
+    /// Layers of the model whose inputs it takes, in the order in which it joins them.
+    pub(crate) taps: Vec<usize>,
+    /// What norms them before they are joined.
+    pub(crate) joined_norm: JoinedNorm,
     /// Tokens that it can guess.
     pub(crate) draft_vocab_size: usize,
     /// Whether the layer's output is added to its normed input instead of the input.
     pub(crate) norm_before_residual: bool,
+    /// Whether a further guess continues from the head's output behind its last norm.
+    pub(crate) norm_output: bool,
+}
+
+/// The norm of the hidden states that an EAGLE-3 head takes of the model.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub(crate) enum JoinedNorm {
+    None,
+    /// `fc_norm`: one for each of them.
+    Each,
+    /// `norm_before_fc`: one for all of them side by side.
+    All,
 }
 
 impl Config {

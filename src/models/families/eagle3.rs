@@ -1,4 +1,4 @@
-//! The configuration of an EAGLE-3 head, in the forms of SpecForge and EAGLE, and of speculators.
+//! The configuration of an EAGLE-3 head, in the forms of SpecForge, EAGLE and Model Optimizer, and of speculators.
 
 use std::path::Path;
 
@@ -9,15 +9,31 @@ use super::harmless::refuse_unread;
 use super::quantization::weight_format;
 use super::read::{decoder, defaults};
 use crate::ModelError;
-use crate::config::{Config, Eagle3Form};
+use crate::config::{Config, Eagle3Form, JoinedNorm};
 use crate::fields::Fields;
 
 /// Names of the architecture in the form of SpecForge and EAGLE.
 const ARCHITECTURES: [&str; 2] = ["LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM"];
 
-/// Fields that say how the head was trained or where, or that other fields say, too.
-const IGNORED: &[&str] =
-    &["speculators_config", "speculators_version", "target_model_type", "pretraining_tp", "draft_attention_backend"];
+/// Fields that say how the head was trained or where, or that other fields or the tensors say, too.
+const IGNORED: &[&str] = &[
+    "speculators_config",
+    "speculators_version",
+    "embed_requires_grad",
+    "target_model_type",
+    "pretraining_tp",
+    "draft_attention_backend",
+    "has_lm_head",
+];
+
+/// Fields of `eagle_config` that have this value in every EAGLE-3 head.
+const USUAL: [(&str, bool); 5] = [
+    ("use_aux_hidden_state", true),
+    ("use_input_layernorm_in_first_layer", true),
+    ("use_last_layernorm", true),
+    ("use_mtp_layernorm", false),
+    ("next_layer_regular", true),
+];
 
 /// The head in `dir` as a model of one layer, its own form, and the width of the hidden states that it takes, if it says so. The model
 /// that it guesses for has `num_layers`.
@@ -37,15 +53,21 @@ pub(crate) fn read_eagle3(dir: &Path, num_layers: usize) -> Result<(Config, Eagl
             return Err(top.wrong("architectures", &expected, found));
         }
     }
-    top.ignore(IGNORED);
-    for flag in ["norm_before_fc", "fc_norm", "norm_output"] {
-        top.only(flag, false)?;
+    let nested = top.object("eagle_config")?;
+    let objects: Vec<&Fields> = [&top].into_iter().chain(&nested).collect();
+    for fields in &objects {
+        fields.ignore(IGNORED);
+        USUAL.into_iter().try_for_each(|(name, value)| fields.only(name, value))?;
+        if let Some(steps) = fields.size("parallel_draft_step")?.filter(|&steps| steps != 1) {
+            return Err(fields.wrong("parallel_draft_step", "1, the only number that is supported", &steps.into()));
+        }
     }
     let mut form = Eagle3Form {
-        layer: if is_speculators { "layers.0" } else { "midlayer" },
-        taps: taps(&top, num_layers)?,
+        taps: taps(&objects, num_layers)?,
+        joined_norm: joined_norm(&objects)?,
         draft_vocab_size: top.size("draft_vocab_size")?.unwrap_or(0),
-        norm_before_residual: top.flag("norm_before_residual", false)?,
+        norm_before_residual: flag(&objects, "norm_before_residual")?,
+        norm_output: flag(&objects, "norm_output")?,
     };
     let target_hidden_size = top.size("target_hidden_size")?;
     let llama = find("LlamaForCausalLM").expect("Llama is a family");
@@ -57,6 +79,10 @@ pub(crate) fn read_eagle3(dir: &Path, num_layers: usize) -> Result<(Config, Eagl
     };
     if let Some(count) = of_layer.size("num_hidden_layers")?.filter(|&count| count != 1) {
         return Err(of_layer.wrong("num_hidden_layers", "1, the only number that is supported", &Value::from(count)));
+    }
+    if of_layer.get("use_sliding_window").is_some() {
+        of_layer.only("use_sliding_window", false)?;
+        of_layer.ignore(&["sliding_window", "max_window_layers"]);
     }
     let one =
         [("num_hidden_layers".to_owned(), Value::from(1)), ("tie_word_embeddings".to_owned(), Value::from(false))];
@@ -72,19 +98,45 @@ pub(crate) fn read_eagle3(dir: &Path, num_layers: usize) -> Result<(Config, Eagl
     Ok((config, form, target_hidden_size))
 }
 
-/// The layers whose inputs the head takes: those that a field names, else the usual ones.
-fn taps(top: &Fields, num_layers: usize) -> Result<[usize; 3], ModelError> {
-    let nested = top.object("eagle_config")?;
-    if let Some(nested) = &nested {
-        nested.only("use_aux_hidden_state", true)?;
+/// Whether one of the objects has this flag.
+fn flag(objects: &[&Fields], name: &str) -> Result<bool, ModelError> {
+    let flags: Vec<bool> = objects.iter().map(|fields| fields.flag(name, false)).collect::<Result<_, _>>()?;
+    Ok(flags.contains(&true))
+}
+
+fn joined_norm(objects: &[&Fields]) -> Result<JoinedNorm, ModelError> {
+    let [each, all] = [flag(objects, "fc_norm")?, flag(objects, "norm_before_fc")?];
+    match (each, all) {
+        (true, true) => Err(objects[0].wrong("norm_before_fc", "`false` beside `fc_norm`", &true.into())),
+        (true, false) => Ok(JoinedNorm::Each),
+        (false, true) => Ok(JoinedNorm::All),
+        (false, false) => Ok(JoinedNorm::None),
     }
+}
+
+/// The layers whose inputs the head takes: those that a field names, else the usual ones. Within `eagle_config` SpecForge and Model
+/// Optimizer name the layers whose outputs are taken, and others those whose inputs are. The first of them tells which: it is usually the
+/// output of layer 1, and so the input of layer 2.
+fn taps(objects: &[&Fields], num_layers: usize) -> Result<Vec<usize>, ModelError> {
     let name = "eagle_aux_hidden_state_layer_ids";
-    for fields in [Some(top), nested.as_ref()].into_iter().flatten() {
-        let Some(found) = fields.get(name) else { continue };
-        let ids =
-            found.as_array().map(|ids| ids.iter().filter_map(Value::as_u64).map(|id| id as usize).collect::<Vec<_>>());
-        let ids = ids.and_then(|ids| <[usize; 3]>::try_from(ids).ok());
-        return ids.ok_or_else(|| fields.wrong(name, "three numbers of layers", found));
+    let mut found = None;
+    for (fields, is_nested) in objects.iter().zip([false, true]) {
+        let Some(value) = fields.get(name).filter(|value| value.as_array().is_none_or(|ids| !ids.is_empty())) else {
+            continue;
+        };
+        let ids = value.as_array().and_then(|ids| ids.iter().map(Value::as_u64).collect::<Option<Vec<_>>>());
+        let ids = ids.ok_or_else(|| fields.wrong(name, "a list of numbers of layers", value))?;
+        let offset = u64::from(is_nested && ids[0] == 1);
+        let taps = ids.into_iter().map(|id| id.saturating_add(offset) as usize).collect();
+        found = found.or(Some(taps));
     }
-    Ok([2, num_layers / 2, num_layers.saturating_sub(3)])
+    let taps: Vec<usize> = found.unwrap_or_else(|| vec![2, num_layers / 2, num_layers.saturating_sub(3)]);
+    for fields in objects {
+        let count = fields.size("num_aux_hidden_states")?;
+        if let Some(count) = count.filter(|&count| count != taps.len()) {
+            let expected = format!("{}, the number of layers whose inputs it takes", taps.len());
+            return Err(fields.wrong("num_aux_hidden_states", &expected, &count.into()));
+        }
+    }
+    Ok(taps)
 }

@@ -4,6 +4,8 @@
 #[allow(dead_code)]
 mod support;
 
+use std::path::Path;
+
 use device::cpu::WeightPrecision;
 use engine::SamplingParams;
 use models::Config;
@@ -12,9 +14,15 @@ use serde_json::Value;
 use settings::DeviceDrafter;
 use support::{Runner, Sequence, golden_dir, on_changed};
 
-/// Models, and the folders of EAGLE-3 heads in them.
-const CASES: [(&str, Option<&str>); 4] =
-    [("mtp_qwen3_5", None), ("mtp_deepseek_v3", None), ("eagle3", Some("specforge")), ("eagle3", Some("speculators"))];
+/// Models, and the folders of EAGLE-3 heads for them.
+const CASES: [(&str, Option<&str>); 6] = [
+    ("mtp_qwen3_5", None),
+    ("mtp_deepseek_v3", None),
+    ("eagle3", Some("eagle3/specforge")),
+    ("eagle3", Some("eagle3/speculators")),
+    ("eagle3", Some("eagle31/fc_norm")),
+    ("eagle3", Some("eagle31/norm_before_fc")),
+];
 const NUM_GUESSES: usize = 3;
 
 /// A choice between logits that are closer than this depends on rounding.
@@ -30,10 +38,11 @@ struct Golden {
 }
 
 fn goldens((case, head): (&str, Option<&str>)) -> Vec<Golden> {
-    let text = std::fs::read(golden_dir(case).join("golden.json")).unwrap();
+    let head = head.map(|head| head.split_once('/').expect("a folder in a folder of goldens"));
+    let text = std::fs::read(golden_dir(head.map_or(case, |(folder, _)| folder)).join("golden.json")).unwrap();
     let mut value: Value = serde_json::from_slice(&text).unwrap();
     for sequence in value["sequences"].as_array_mut().unwrap() {
-        if let Some(head) = head {
+        if let Some((_, head)) = head {
             let mut found = sequence["heads"][head].take();
             (sequence["guesses"], sequence["guess_margins"]) = (found["guesses"].take(), found["margins"].take());
         }
@@ -41,8 +50,8 @@ fn goldens((case, head): (&str, Option<&str>)) -> Vec<Golden> {
     serde_json::from_value(value["sequences"].take()).unwrap()
 }
 
-fn with_head(config: Config, (case, head): (&str, Option<&str>)) -> Config {
-    let drafter = head.map_or(DeviceDrafter::Mtp, |head| DeviceDrafter::Eagle3(golden_dir(case).join(head)));
+fn with_head(config: Config, (_, head): (&str, Option<&str>)) -> Config {
+    let drafter = head.map_or(DeviceDrafter::Mtp, |head| DeviceDrafter::Eagle3(golden_dir(head)));
     config.with_drafter(&drafter, WeightPrecision::Checkpoint, Target::Cpu).unwrap()
 }
 
@@ -162,20 +171,65 @@ fn a_checkpoint_without_the_head_and_a_family_without_one_are_refused_by_name() 
     let error = error.with_drafter(&DeviceDrafter::Mtp, WeightPrecision::Checkpoint, Target::Cpu);
     let error = error.unwrap_err().to_string();
     assert!(error.contains("`LlamaForCausalLM` has no MTP head"), "{error}");
-    for case in [CASES[0], CASES[2]] {
+    for case in [CASES[0], CASES[2], CASES[4], CASES[5]] {
         let mut gpu = device::Estimator::new(ops::Target::Cuda, ops::TensorParallel { rank: 0, size: 1 }, limits);
         let config = with_head(Config::from_dir(&golden_dir(case.0)).unwrap(), case);
         assert!(models::load(&golden_dir(case.0), &config, &mut gpu).is_ok(), "GPUs have {case:?}");
     }
 }
 
-/// The error of a head whose configuration is changed so, for the model `case`.
-fn refusal(case: &str, head: &str, change: impl Fn(&mut Value)) -> String {
-    let dir = tempfile::tempdir().unwrap();
-    let mut config: Value =
-        serde_json::from_slice(&std::fs::read(golden_dir("eagle3").join(head).join("config.json")).unwrap()).unwrap();
+/// The head in `folder` with a changed configuration and changed names of tensors.
+fn changed_head(folder: &str, change: impl Fn(&mut Value), rename: impl Fn(&str) -> String) -> tempfile::TempDir {
+    let (dir, source) = (tempfile::tempdir().unwrap(), golden_dir(folder));
+    let mut config: Value = serde_json::from_slice(&std::fs::read(source.join("config.json")).unwrap()).unwrap();
     change(&mut config);
     std::fs::write(dir.path().join("config.json"), config.to_string()).unwrap();
+    let weights = std::fs::read(source.join("model.safetensors")).unwrap();
+    let (length, rest) = weights.split_first_chunk().unwrap();
+    let (header, data) = rest.split_at(u64::from_le_bytes(*length) as usize);
+    let header: serde_json::Map<String, Value> = serde_json::from_slice(header).unwrap();
+    let header: serde_json::Map<String, Value> =
+        header.into_iter().map(|(name, value)| (rename(&name), value)).collect();
+    let mut header = Value::from(header).to_string();
+    header.extend(std::iter::repeat_n(' ', header.len().next_multiple_of(8) - header.len()));
+    let written = [&(header.len() as u64).to_le_bytes(), header.as_bytes(), data].concat();
+    std::fs::write(dir.path().join("model.safetensors"), written).unwrap();
+    dir
+}
+
+#[test]
+fn names_of_tensors_may_begin_with_model_and_tensors_without_a_field_are_refused() {
+    let case = CASES[4];
+    let golden = &goldens(case)[1];
+    let load = |head: &Path| {
+        let config = Config::from_dir(&golden_dir(case.0)).unwrap();
+        let drafter = DeviceDrafter::Eagle3(head.to_owned());
+        config.with_drafter(&drafter, WeightPrecision::Checkpoint, Target::Cpu).unwrap()
+    };
+    let with_model = |name: &str| match name {
+        "lm_head.weight" | "d2t" | "t2d" | "__metadata__" => name.to_owned(),
+        name => format!("model.{}", name.replace("midlayer", "layers.0")),
+    };
+    let head = changed_head(case.1.unwrap(), |_| (), with_model);
+    let mut runner = Runner::with(&golden_dir(case.0), load(head.path()), 2, None, WeightPrecision::Checkpoint);
+    let (tokens, guesses) = run(&mut runner, &[sequence(golden, 256, 0)]).remove(0);
+    assert!(compare(case, golden, &tokens, &guesses) > 50);
+
+    let limits = ops::StepLimits { max_tokens: 8, max_rows: 1, max_sequence_len: 8, vocab_size: 200 };
+    for (case, field, tensor) in
+        [(CASES[4], "fc_norm", "fc_norm.0.weight"), (CASES[5], "norm_before_fc", "input_norm.weight")]
+    {
+        let head = changed_head(case.1.unwrap(), |config| config[field] = false.into(), str::to_owned);
+        let mut device = device::Estimator::new(Target::Cpu, ops::TensorParallel { rank: 0, size: 1 }, limits);
+        let error =
+            models::load(&golden_dir(case.0), &load(head.path()), &mut device).err().expect("a norm is left over");
+        assert!(error.to_string().contains(&format!("has a tensor `{tensor}`")), "{error}");
+    }
+}
+
+/// The error of a head whose configuration is changed so, for the model `case`.
+fn refusal(case: &str, head: &str, change: impl Fn(&mut Value)) -> String {
+    let dir = changed_head(head, change, str::to_owned);
     let drafter = DeviceDrafter::Eagle3(dir.path().to_owned());
     let config = Config::from_dir(&golden_dir(case)).unwrap();
     config.with_drafter(&drafter, WeightPrecision::Checkpoint, Target::Cpu).unwrap_err().to_string()
@@ -183,20 +237,45 @@ fn refusal(case: &str, head: &str, change: impl Fn(&mut Value)) -> String {
 
 #[test]
 fn an_eagle3_head_that_does_not_fit_or_is_of_another_form_is_refused_by_name() {
+    const SPECFORGE: &str = "eagle3/specforge";
+    const SPECULATORS: &str = "eagle3/speculators";
     let refused = |case: &str, head: &str, expected: &str, change: &dyn Fn(&mut Value)| {
         let error = refusal(case, head, change);
         assert!(error.contains(expected), "{error}");
     };
     let same = |_: &mut Value| {};
-    refused("llama3_gqa", "specforge", "has a vocabulary of 200 tokens, and the model 501", &same);
-    refused("helium", "speculators", "takes the input of layer 4, and the model has 2", &same);
+    refused("llama3_gqa", SPECFORGE, "has a vocabulary of 200 tokens, and the model 501", &same);
+    refused("helium", SPECULATORS, "takes the input of layer 4, and the model has 2", &same);
     let set = |key: &'static str, value: Value| move |config: &mut Value| config[key] = value.clone();
-    refused("eagle3", "specforge", "field `norm_output` must be `false`", &set("norm_output", true.into()));
-    refused("eagle3", "specforge", "field `num_hidden_layers` must be 1", &set("num_hidden_layers", 2.into()));
-    refused("eagle3", "specforge", "has inputs of 96 numbers", &set("target_hidden_size", 96.into()));
-    refused("eagle3", "specforge", "`other_option`", &set("other_option", 1.into()));
-    refused("eagle3", "specforge", "must be `LlamaForCausalLMEagle3`", &set("architectures", Value::Null));
+    refused("eagle3", SPECFORGE, "field `num_hidden_layers` must be 1", &set("num_hidden_layers", 2.into()));
+    refused("eagle3", SPECFORGE, "has inputs of 96 numbers", &set("target_hidden_size", 96.into()));
+    refused("eagle3", SPECFORGE, "`other_option`", &set("other_option", 1.into()));
+    refused("eagle3", SPECFORGE, "must be `LlamaForCausalLMEagle3`", &set("architectures", Value::Null));
+    refused("eagle3", "eagle31/fc_norm", "field `use_sliding_window`", &set("use_sliding_window", true.into()));
+    refused(
+        "eagle3",
+        "eagle31/fc_norm",
+        "field `norm_before_fc` must be `false` beside",
+        &set("norm_before_fc", true.into()),
+    );
+    refused(
+        "eagle3",
+        "eagle31/fc_norm",
+        "field `num_aux_hidden_states` must be 4",
+        &set("num_aux_hidden_states", 3.into()),
+    );
+    let nested = |key: &str, value: Value| set("eagle_config", serde_json::json!({ key: value }));
+    let expected = "field `eagle_config.use_last_layernorm` must be `true`";
+    refused("eagle3", SPECFORGE, expected, &nested("use_last_layernorm", false.into()));
+    refused(
+        "eagle3",
+        SPECFORGE,
+        "`eagle_config.parallel_draft_step` must be 1",
+        &nested("parallel_draft_step", 2.into()),
+    );
     let ids = "eagle_aux_hidden_state_layer_ids";
-    refused("eagle3", "speculators", "must be three numbers of layers", &set(ids, vec![1, 2].into()));
-    refused("eagle3", "speculators", "field `speculators_model_type`", &set("speculators_model_type", "eagle".into()));
+    refused("eagle3", SPECFORGE, "takes the input of layer 6", &nested(ids, vec![1, 2, 5].into()));
+    refused("eagle3", SPECFORGE, "takes the input of layer 7", &nested(ids, vec![2, 4, 7].into()));
+    refused("eagle3", SPECULATORS, "must be a list of numbers of layers", &set(ids, vec!["1", "2"].into()));
+    refused("eagle3", SPECULATORS, "field `speculators_model_type`", &set("speculators_model_type", "eagle".into()));
 }
