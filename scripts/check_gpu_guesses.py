@@ -103,7 +103,10 @@ class Eagle3(Mtp):
         self.layer = config.get("transformer_layer_config", config)
         count = self.model.config.num_hidden_layers
         self.taps = config.get("eagle_aux_hidden_state_layer_ids", [2, count // 2, count - 3])
-        self.norm_before_residual = config.get("norm_before_residual", False)
+        if "eagle_config" in config:  # Layers whose outputs are taken.
+            self.taps = [tap + 1 for tap in config["eagle_config"]["eagle_aux_hidden_state_layer_ids"]]
+        self.norm_before_residual, self.fc_norm, self.norm_before_fc, self.norm_output = (
+            config.get(flag, False) for flag in ("norm_before_residual", "fc_norm", "norm_before_fc", "norm_output"))
         offsets = stored.pop("d2t")
         self.ids = {int(token): index for index, token in enumerate(offsets + torch.arange(len(offsets)))}
         prefix = "midlayer." if "midlayer.hidden_norm.weight" in stored else "layers.0."
@@ -137,7 +140,11 @@ class Eagle3(Mtp):
     @torch.no_grad()
     def hidden(self, tokens):
         states = self.model.model(torch.tensor([tokens], device=DEVICE), output_hidden_states=True).hidden_states
-        return self.linear(torch.cat([states[tap][0] for tap in self.taps], -1), "fc")
+        states = [states[tap][0] for tap in self.taps]
+        if self.fc_norm:
+            states = [self.rms(state, f"fc_norm.{index}") for index, state in enumerate(states)]
+        joined = torch.cat(states, -1)
+        return self.linear(self.rms(joined, "input_norm") if self.norm_before_fc else joined, "fc")
 
     @torch.no_grad()
     def logits(self, tokens, hidden, guesses):
@@ -150,8 +157,9 @@ class Eagle3(Mtp):
             inner = self.rms(x, "post_attention_layernorm")
             inner = torch.nn.functional.silu(self.linear(inner, "mlp.gate_proj")) * self.linear(inner, "mlp.up_proj")
             x = x + self.linear(inner, "mlp.down_proj")
-            found.append(self.linear(self.rms(x[-1], "norm"), "lm_head").float().cpu())
-            states = torch.cat([states, x[-1:]])
+            last = self.rms(x[-1:], "norm")
+            found.append(self.linear(last[0], "lm_head").float().cpu())
+            states = torch.cat([states, last if self.norm_output else x[-1:]])
             following.append(guess)
         return torch.stack(found)
 
