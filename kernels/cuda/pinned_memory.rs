@@ -74,15 +74,22 @@ impl Portion {
 }
 
 impl PinnedMemory {
-    /// Pins the bytes of `owner`, which stay where they are when it moves, as those of a vector or of a mapping do, in portions of
-    /// `portion` bytes, a multiple of 4 096.
+    /// Pins the first `bytes` bytes of `owner`, which stay where they are when it moves, as those of a vector or of a mapping do, in
+    /// portions of `portion` bytes, a multiple of 4 096.
     ///
     /// # Errors
     /// When the first portion cannot be pinned.
-    pub fn new(gpu: &Arc<Gpu>, mut owner: Box<dyn AsMut<[u8]> + Send>, portion: usize) -> Result<Self, CudaError> {
+    ///
+    /// # Panics
+    /// Panics if the owner has fewer bytes.
+    pub fn new(
+        gpu: &Arc<Gpu>,
+        mut owner: Box<dyn AsMut<[u8]> + Send>,
+        bytes: usize,
+        portion: usize,
+    ) -> Result<Self, CudaError> {
         assert!(portion > 0 && portion.is_multiple_of(PAGE), "portions of {portion} bytes");
-        let memory: &mut [u8] = (*owner).as_mut();
-        let (pointer, bytes) = (memory.as_mut_ptr(), memory.len());
+        let pointer = (*owner).as_mut()[..bytes].as_mut_ptr();
         let (progress, gpu) = (Arc::<Progress>::default(), gpu.clone());
         let mut pinned = Self { pointer, bytes, portion, gpu, progress, thread: None, _owner: owner };
         let mut portions = pinned.pieces(0..bytes).map(|range| pinned.portion(&range)).collect::<Vec<_>>().into_iter();

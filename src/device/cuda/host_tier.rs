@@ -188,7 +188,7 @@ impl Drop for HostTier {
 }
 
 impl HostTier {
-    /// `slots` fit into `memory`, which is pinned in portions of `portion` bytes.
+    /// `slots` fit into `memory`, of which they are pinned in portions of `portion` bytes.
     fn new(
         gpu: &Arc<Gpu>,
         slots: HostSlots,
@@ -204,7 +204,7 @@ impl HostTier {
             stores: Lane::new(gpu, part)?,
             loads: Lane::new(gpu, part)?,
             handoff: Event::new(false)?,
-            memory: PinnedMemory::new(gpu, memory, portion)?,
+            memory: PinnedMemory::new(gpu, memory, host_bytes, portion)?,
             blocks: Slots { start: 0, bytes: block_bytes, count: slots.num_blocks },
             states: Slots { start: for_blocks, bytes: state_bytes, count: slots.num_states },
             stored: [(Event::new(false)?, false), (Event::new(false)?, false)],
